@@ -1,0 +1,18 @@
+"""The backends by name. A name without an entry in ``BACKENDS`` is planned and not written yet."""
+
+from __future__ import annotations
+
+from .base import Backend
+from .torch.backend import TorchBackend
+
+NAMES = ("hip", "cuda", "triton", "torch", "emulator")
+
+# Tried in this order when nobody names a backend. The emulator runs only when it is named.
+AUTOMATIC = {
+    "amd": ("hip", "triton", "torch"),
+    "nvidia": ("cuda", "triton", "torch"),
+    "cpu": ("torch",),
+    "unknown": ("triton", "torch"),
+}
+
+BACKENDS: dict[str, Backend] = {"torch": TorchBackend()}

@@ -1,0 +1,68 @@
+"""What a backend is: a module-like object that says what it can do, plans, and runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ..plan import Plan
+from ..problem import FEATURES, Call, Problem
+
+
+class Gradients(NamedTuple):
+    """dq, dk, dv as their inputs; ``dbias`` and ``dsinks`` where they were asked for, else None."""
+
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+    dbias: torch.Tensor | None = None
+    dsinks: torch.Tensor | None = None
+
+
+class Backend(Protocol):
+    """One way to run attention.
+
+    ``FEATURES`` are the names in ``problem.FEATURES`` that it implements and ``DTYPES`` its input
+    dtypes: the dispatcher, the conformance grid and the docs all derive from these two.
+    ``why_not`` and ``plan`` are pure functions of the (bucketed) problem; a plan may be used for
+    any call whose problem has the same bucket. ``forward`` returns out (``Call.out_shape``, q's
+    dtype) and LSE (``Call.lse_shape``, float32), on the current stream, without waiting for it.
+    """
+
+    NAME: str
+    FEATURES: frozenset[str]
+    DTYPES: tuple[str, ...]
+
+    def why_unavailable(self) -> str | None:
+        """What this machine lacks to run the backend at all; None when it is ready."""
+
+    def why_not(self, problem: Problem) -> Sequence[str]:
+        """Why it declines ``problem``: one sentence per reason, empty when it can run it."""
+
+    def plan(self, problem: Problem) -> Plan:
+        """How it would run ``problem``, which it does not decline."""
+
+    def forward(self, plan: Plan, call: Call) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def backward(
+        self,
+        plan: Plan,
+        call: Call,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        bias_grad: bool,
+    ) -> Gradients: ...
+
+
+def missing(backend: Backend, problem: Problem) -> list[str]:
+    """The reasons that follow from a backend's ``FEATURES`` and ``DTYPES`` alone."""
+    reasons = []
+    if problem.dtype not in backend.DTYPES and "fp8" not in problem.features:
+        reasons.append(f"{problem.dtype} is not implemented")
+    lacking = problem.features - backend.FEATURES
+    reasons += [f"{FEATURES[name]} is not implemented" for name in FEATURES if name in lacking]
+    return reasons

@@ -1,0 +1,67 @@
+"""What a KV cache needs before attention: append with bounds, and rotary embedding."""
+
+from __future__ import annotations
+
+import torch
+
+
+def append_kv(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    start: torch.Tensor,
+    page_table: torch.Tensor | None,
+    cache_batch_idx: torch.Tensor | None,
+) -> None:
+    """Write k and v (B, S, Hk, D) into the caches at ``start`` (B,) of each sequence, in place.
+
+    Rows that would lie beyond the end of the cache are dropped.
+    """
+    batch, rows = k.shape[:2]
+    if batch == 0 or rows == 0:
+        return
+    device = k.device
+    page_size = k_cache.shape[1]
+    capacity = page_size if page_table is None else page_table.shape[1] * page_size
+    begin = start.long()[:, None]
+    # A row beyond the end is sent to the last place with what belongs there anyhow: the new row
+    # that lands on it or, when all lie beyond, what the cache holds. No wait, no race.
+    row = torch.arange(rows, device=device)[None, :].minimum((capacity - 1 - begin).clamp(min=0))
+    position = (begin + row).clamp(max=capacity - 1)
+    sequence = torch.arange(batch, device=device)[:, None]
+    if page_table is not None:
+        place = page_table[sequence, position // page_size].long()
+        position = position % page_size
+    else:
+        place = sequence if cache_batch_idx is None else cache_batch_idx.long()[:, None]
+    fits = (begin < capacity)[..., None, None]
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        cache[place, position] = torch.where(fits, new[sequence, row], cache[place, position])
+
+
+def rotary(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    interleaved: bool,
+) -> torch.Tensor:
+    """x (…, heads, D) with the first 2·R elements of each head rotated by ``positions`` (…).
+
+    cos and sin are (max_position, R). Computed in float32. Source: Su et al. 2021, "RoFormer".
+    """
+    half = cos.shape[-1]
+    c, s = (table.float()[positions.long()][..., None, :] for table in (cos, sin))
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out.copy_(x)
+    head, turned = x[..., : 2 * half].float(), out[..., : 2 * half]
+    if interleaved:
+        first, second = head[..., 0::2], head[..., 1::2]
+        to_first, to_second = turned[..., 0::2], turned[..., 1::2]
+    else:
+        first, second = head[..., :half], head[..., half:]
+        to_first, to_second = turned[..., :half], turned[..., half:]
+    to_first.copy_(first * c - second * s)
+    to_second.copy_(first * s + second * c)
+    return out

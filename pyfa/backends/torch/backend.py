@@ -1,0 +1,48 @@
+"""The ``torch`` backend: runs everywhere that PyTorch runs, and the default where there is no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...plan import Plan
+from ...problem import FEATURES, Call, Problem
+from ..base import Gradients, missing
+from . import sdpa, tiled
+
+
+class TorchBackend:
+    NAME = "torch"
+    FEATURES = frozenset(FEATURES) - {"fp8"}
+    DTYPES: tuple[str, ...] = ("float16", "bfloat16", "float32")
+
+    def why_unavailable(self) -> str | None:
+        return None
+
+    def why_not(self, problem: Problem) -> Sequence[str]:
+        return missing(self, problem)
+
+    def plan(self, problem: Problem) -> Plan:
+        why_tiled = sdpa.why_not(problem)
+        if not why_tiled:
+            return Plan(self.NAME, "sdpa")
+        return Plan(self.NAME, "tiled", notes=tuple(why_tiled))
+
+    def forward(self, plan: Plan, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        path = sdpa if plan.kernel == "sdpa" and sdpa.has_work(call) else tiled
+        return path.forward(call)
+
+    def backward(
+        self,
+        plan: Plan,
+        call: Call,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        bias_grad: bool,
+    ) -> Gradients:
+        if plan.kernel == "sdpa" and sdpa.has_work(call) and dlse is None:
+            return sdpa.backward(call, out, lse, dout)
+        return tiled.backward(call, out, lse, dout, dlse, bias_grad)

@@ -1,0 +1,145 @@
+"""Where the rows of each sequence lie: dense, packed, paged or padded, behind one interface."""
+
+from __future__ import annotations
+
+import torch
+
+from ...problem import Call
+
+Index = tuple[torch.Tensor | slice, ...]
+
+
+class Rows:
+    """Rows 0 … ``longest``−1 of every sequence in a tensor (…, heads, dim), read in tiles.
+
+    ``lengths`` (B,) or None where every sequence has ``longest`` rows. ``start`` is the storage
+    position of row 0: the packed offset, or the left padding.
+    """
+
+    def __init__(
+        self,
+        longest: int,
+        storage: torch.Tensor,
+        packed: bool,
+        lengths: torch.Tensor | None = None,
+        start: torch.Tensor | None = None,
+        page_table: torch.Tensor | None = None,
+        batch_idx: torch.Tensor | None = None,
+    ) -> None:
+        self.longest = longest
+        self.lengths = lengths
+        self.packed = packed
+        self.start = start
+        self.page_table = page_table
+        self.batch_idx = batch_idx
+        self.page_size = storage.shape[1] if page_table is not None else 0
+        self.capacity = (
+            page_table.shape[1] * self.page_size
+            if page_table is not None
+            else storage.shape[0 if packed else 1]
+        )
+        self.device = storage.device
+
+    def valid(self, begin: int, end: int) -> torch.Tensor | None:
+        """(B, end−begin), which of these rows exist; None when all do."""
+        if self.lengths is None:
+            return None
+        return torch.arange(begin, end, device=self.device) < self.lengths[:, None]
+
+    def index(self, begin: int, end: int) -> Index:
+        """What to index the storage with to get (B, end−begin, heads, dim).
+
+        Rows that do not exist point at some row that does; ``tile`` and ``add`` blank them.
+        """
+        plain = self.start is None and self.page_table is None and self.batch_idx is None
+        if plain and not self.packed:
+            return (slice(None), slice(begin, end))
+        position = torch.arange(begin, end, device=self.device)[None, :]
+        if self.start is not None:
+            position = position + self.start[:, None].long()
+        position = position.clamp(0, self.capacity - 1)
+        if self.packed:
+            return (position,)
+        if self.page_table is not None:
+            sequence = torch.arange(self.page_table.shape[0], device=self.device)[:, None]
+            page = self.page_table[sequence, position // self.page_size].long()
+            exists = self.valid(begin, end)
+            if exists is not None:
+                # Entries beyond the used pages may hold anything.
+                page = torch.where(exists, page, 0)
+            return (page, (position % self.page_size).expand(page.shape))
+        if self.batch_idx is not None:
+            sequence = self.batch_idx.long()[:, None]
+        else:
+            assert self.start is not None
+            sequence = torch.arange(self.start.shape[0], device=self.device)[:, None]
+        return (sequence, position)
+
+    def tile(self, storage: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        """Rows ``begin`` to ``end`` as float32 (B, rows, heads, dim), zero where none exists."""
+        rows = storage[self.index(begin, end)].float()
+        exists = self.valid(begin, end)
+        if exists is not None:
+            # where, not a product: what lies beyond a sequence's end may be NaN.
+            rows = torch.where(exists[:, :, None, None], rows, 0.0)
+        return rows
+
+    def add(self, total: torch.Tensor, rows: torch.Tensor, begin: int, end: int) -> None:
+        """Add ``rows`` (as ``tile`` gives them) to their places in ``total``."""
+        exists = self.valid(begin, end)
+        if exists is not None:
+            rows = torch.where(exists[:, :, None, None], rows, 0.0)
+        index = self.index(begin, end)
+        if isinstance(index[-1], slice):
+            total[index] += rows
+        else:
+            # Sums duplicates (pages that sequences share) by sorting: the same bits on every run.
+            total.index_put_(index, rows, accumulate=True)
+
+    def put(self, total: torch.Tensor, rows: torch.Tensor, begin: int, end: int) -> None:
+        """Write the rows that exist; ``total`` keeps its value elsewhere.
+
+        A packed ``total`` has one row more than the storage, where rows that do not exist land.
+        """
+        exists = self.valid(begin, end)
+        if not self.packed:
+            part = total[:, begin:end]
+            if exists is not None:
+                rows = torch.where(exists[:, :, None, None], rows, part)
+            part.copy_(rows)
+            return
+        (position,) = self.index(begin, end)
+        if exists is not None:
+            position = torch.where(exists, position, self.capacity)
+        total[position] = rows.to(total.dtype)
+
+
+def query_rows(call: Call) -> Rows:
+    lengths, start = call.seqused_q, None
+    packed = call.cu_seqlens_q is not None
+    if call.cu_seqlens_q is not None:
+        start = call.cu_seqlens_q[:-1]
+        if lengths is None:
+            lengths = call.cu_seqlens_q[1:] - start
+    return Rows(call.max_seqlen_q, call.q, packed, lengths, start)
+
+
+def key_rows(call: Call) -> Rows:
+    lengths, start = call.seqused_k, call.cache_leftpad
+    packed = call.cu_seqlens_k is not None
+    if call.cu_seqlens_k is not None:
+        start = call.cu_seqlens_k[:-1]
+        if lengths is None:
+            lengths = call.cu_seqlens_k[1:] - start
+    elif call.cache_leftpad is not None:
+        stored = lengths if lengths is not None else call.max_seqlen_k
+        lengths = stored - call.cache_leftpad
+    return Rows(
+        call.max_seqlen_k,
+        call.k,
+        packed,
+        lengths,
+        start,
+        call.page_table,
+        call.cache_batch_idx,
+    )

@@ -1,0 +1,277 @@
+"""Attention in tiles of eager PyTorch: every feature, any device, memory linear in the lengths.
+
+Forward is FlashAttention-2's loop (Dao 2023, algorithm 1) and backward its algorithm 2: the row
+maximum and sum are carried along the keys, and backward recomputes P from the LSE. Tiles are
+computed in float32, so P is not rounded before the second product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...problem import Call
+from ..base import Gradients
+from . import philox
+from .rows import Rows, key_rows, query_rows
+
+# Scores in flight. On 2 CPU cores 2^20 (4 MB of float32) was fastest of 2^18 … 2^23; a GPU wants
+# more work per launch.
+_TILE_SCORES = {"cpu": 1 << 20, "cuda": 1 << 25}
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """One block of scores: rows begin_q … end_q against keys begin_k … end_k."""
+
+    begin_q: int
+    end_q: int
+    begin_k: int
+    end_k: int
+
+
+class _Grid:
+    """Tile sizes, what each tile can see, and the score function of one call."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.rows, self.keys = query_rows(call), key_rows(call)
+        self.heads = call.q.shape[-2]
+        self.heads_k = call.k.shape[-2]
+        self.device = call.q.device
+        budget = _TILE_SCORES.get(self.device.type, 1 << 20) // max(1, call.batch * self.heads)
+        self.step_q = min(256, max(32, budget >> 9))
+        self.step_k = min(512, max(64, budget // self.step_q))
+        # Query i sits at key i + shift. One number where all sequences agree, else (B, 1, 1, 1).
+        self.shift: int | torch.Tensor = self.keys.longest - self.rows.longest
+        if self.rows.lengths is not None or self.keys.lengths is not None:
+            keys = self.keys.lengths if self.keys.lengths is not None else self.keys.longest
+            rows = self.rows.lengths if self.rows.lengths is not None else self.rows.longest
+            self.shift = (keys - rows).reshape(-1, 1, 1, 1)  # type: ignore[union-attr]
+
+    def row_blocks(self) -> list[tuple[int, int]]:
+        return _blocks(self.rows.longest, self.step_q)
+
+    def tiles(self, begin_q: int, end_q: int) -> list[_Tile]:
+        """The tiles of these rows that the mask does not leave empty."""
+        first, last = 0, self.keys.longest
+        if isinstance(self.shift, int):
+            if self.call.window_right >= 0:
+                last = min(last, end_q + self.shift + self.call.window_right)
+            if self.call.window_left >= 0:
+                first = max(first, begin_q + self.shift - self.call.window_left)
+        blocks = _blocks(last, self.step_k)
+        return [_Tile(begin_q, end_q, a, b) for a, b in blocks if b > first]
+
+    def queries(self, x: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        """(B, Hk, group·rows, dim) float32: the query heads that share a key head lie together."""
+        rows = self.rows.tile(x, begin, end)
+        rows = rows.unflatten(2, (self.heads_k, -1)).permute(0, 2, 3, 1, 4)
+        return rows.flatten(2, 3)
+
+    def from_queries(self, x: torch.Tensor, rows: int) -> torch.Tensor:
+        """The inverse of ``queries``: (B, rows, H, dim)."""
+        return x.unflatten(2, (-1, rows)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+    def by_head(self, x: torch.Tensor, rows: int) -> torch.Tensor:
+        """(B, Hk, group·rows, n) as (B, H, rows, n)."""
+        return x.unflatten(2, (-1, rows)).flatten(1, 2)
+
+    def grouped(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, H, rows, n) as (B, Hk, group·rows, n)."""
+        return x.unflatten(1, (self.heads_k, -1)).flatten(2, 3)
+
+    def scores(self, q: torch.Tensor, k: torch.Tensor, tile: _Tile) -> torch.Tensor:
+        """Everything between q·k and softmax: (B, H, rows, keys), −inf where masked."""
+        call = self.call
+        score = self.by_head(q @ k.transpose(-1, -2), tile.end_q - tile.begin_q)
+        score = score * call.scale
+        if call.softcap:
+            score = call.softcap * torch.tanh(score / call.softcap)
+        row = torch.arange(tile.begin_q, tile.end_q, device=self.device)[:, None]
+        key = torch.arange(tile.begin_k, tile.end_k, device=self.device)
+        distance = key - row - self.shift
+        if call.alibi_slopes is not None:
+            score = score - call.alibi_slopes[..., None, None] * distance.abs()
+        hidden = self._hidden(distance, tile)
+        bias = self.bias_tile(tile)
+        if bias is not None:
+            if bias.dtype == torch.bool:
+                hidden = ~bias if hidden is None else hidden | ~bias
+            else:
+                score = score + bias.float()
+        return score if hidden is None else score.masked_fill(hidden, -torch.inf)
+
+    def bias_tile(self, tile: _Tile) -> torch.Tensor | None:
+        """The part of the bias that this tile sees; broadcast dimensions stay 1."""
+        bias = self.call.bias
+        if bias is None:
+            return None
+        if bias.shape[2] > 1:
+            bias = bias[:, :, tile.begin_q : tile.end_q]
+        if bias.shape[3] > 1:
+            bias = bias[..., tile.begin_k : tile.end_k]
+        return bias
+
+    def _hidden(self, distance: torch.Tensor, tile: _Tile) -> torch.Tensor | None:
+        call, hidden = self.call, None
+        if call.window_right >= 0 and self._cuts_right(tile):
+            hidden = distance > call.window_right
+        if call.window_left >= 0:
+            left = distance < -call.window_left
+            hidden = left if hidden is None else hidden | left
+        exists = self.keys.valid(tile.begin_k, tile.end_k)
+        if exists is not None:
+            missing = ~exists[:, None, None, :]
+            hidden = missing if hidden is None else hidden | missing
+        return hidden
+
+    def _cuts_right(self, tile: _Tile) -> bool:
+        if not isinstance(self.shift, int):
+            return True
+        return tile.end_k - 1 > tile.begin_q + self.shift + self.call.window_right
+
+    def dropout(self, tile: _Tile) -> torch.Tensor | None:
+        """1/(1−p) where kept and 0 where dropped, (B, H, rows, keys); None without dropout."""
+        call = self.call
+        if not call.dropout_p or call.seed is None:
+            return None
+        kept = philox.keep(
+            call.seed,
+            call.dropout_p,
+            torch.arange(tile.begin_k, tile.end_k, device=self.device),
+            torch.arange(tile.begin_q, tile.end_q, device=self.device)[:, None],
+            torch.arange(self.heads, device=self.device)[:, None, None],
+            torch.arange(call.batch, device=self.device)[:, None, None, None],
+        )
+        return kept.float() / (1.0 - call.dropout_p)
+
+
+def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    grid = _Grid(call)
+    out, lse = _empty_results(call, grid.rows)
+    for begin_q, end_q in grid.row_blocks():
+        block_out, block_lse = _forward_rows(grid, begin_q, end_q)
+        grid.rows.put(out, block_out, begin_q, end_q)
+        grid.rows.put(lse, block_lse, begin_q, end_q)
+    if grid.rows.packed:
+        return out[:-1], lse[:-1, :, 0].T.contiguous()
+    return out, lse[..., 0].transpose(1, 2).contiguous()
+
+
+def _empty_results(call: Call, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and LSE (…, heads, 1) as rows that see nothing leave them; a row to spare when packed."""
+    first, *rest = call.out_shape()
+    shape = (first + 1, *rest) if rows.packed else (first, *rest)
+    out = call.q.new_zeros(shape)
+    return out, call.q.new_full((*shape[:-1], 1), -torch.inf, dtype=torch.float32)
+
+
+def _forward_rows(grid: _Grid, begin_q: int, end_q: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """out (B, rows, H, Dv) and LSE (B, rows, H, 1) of one block of rows."""
+    call, rows = grid.call, end_q - begin_q
+    q = grid.queries(call.q, begin_q, end_q)
+    maximum = q.new_full((call.batch, grid.heads, rows, 1), -torch.inf)
+    if call.sinks is not None:
+        # A sink is one more logit that has no value row: the state after having seen it.
+        maximum = maximum.maximum(call.sinks[:, None, None])
+    total = (maximum > -torch.inf).float()
+    acc = q.new_zeros((*q.shape[:-1], call.v.shape[-1]))
+    for tile in grid.tiles(begin_q, end_q):
+        k = grid.keys.tile(call.k, tile.begin_k, tile.end_k).transpose(1, 2)
+        v = grid.keys.tile(call.v, tile.begin_k, tile.end_k).transpose(1, 2)
+        score = grid.scores(q, k, tile)
+        raised = torch.maximum(maximum, score.amax(-1, keepdim=True))
+        # While a row has seen nothing its maximum is −inf, and −inf − −inf would be NaN.
+        base = raised.masked_fill(raised == -torch.inf, 0.0)
+        rescale = torch.exp(maximum - base)
+        p = torch.exp(score - base)
+        total = total * rescale + p.sum(-1, keepdim=True)
+        drop = grid.dropout(tile)
+        if drop is not None:
+            p = p * drop
+        acc = acc * grid.grouped(rescale) + grid.grouped(p) @ v
+        maximum = raised
+    seen = total > 0
+    total = torch.where(seen, total, 1.0)
+    lse = torch.where(seen, maximum + torch.log(total), -torch.inf)
+    out = acc / grid.grouped(total)
+    return grid.from_queries(out, rows), lse.transpose(1, 2)
+
+
+def backward(
+    call: Call,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    bias_grad: bool,
+) -> Gradients:
+    grid = _Grid(call)
+    dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (call.q, call.k, call.v))
+    dbias = None
+    if bias_grad and call.bias is not None:
+        dbias = torch.zeros_like(call.bias, dtype=torch.float32)
+    dsinks = torch.zeros_like(call.sinks) if call.sinks is not None else None
+    for begin_q, end_q in grid.row_blocks():
+        rows = end_q - begin_q
+        q = grid.queries(call.q, begin_q, end_q)
+        do = grid.queries(dout, begin_q, end_q)
+        row_lse = _row_values(grid, lse, begin_q, end_q)
+        # delta = rowsum(dO∘O) − dLSE: what every dP of the row is measured against.
+        delta = (do * grid.queries(out, begin_q, end_q)).sum(-1, keepdim=True)
+        delta = grid.by_head(delta, rows)
+        if dlse is not None:
+            delta = delta - _row_values(grid, dlse, begin_q, end_q)
+        saw = row_lse > -torch.inf
+        base = torch.where(saw, row_lse, 0.0)
+        if dsinks is not None and call.sinks is not None:
+            p_sink = torch.exp(call.sinks[:, None, None] - base)
+            dsinks -= torch.where(saw, p_sink * delta, 0.0).sum((0, 2, 3))
+        dq_rows = torch.zeros_like(q)
+        for tile in grid.tiles(begin_q, end_q):
+            k = grid.keys.tile(call.k, tile.begin_k, tile.end_k).transpose(1, 2)
+            v = grid.keys.tile(call.v, tile.begin_k, tile.end_k).transpose(1, 2)
+            score = grid.scores(q, k, tile)
+            p = torch.where(saw, torch.exp(score - base), 0.0)
+            dp = grid.by_head(do @ v.transpose(-1, -2), rows)
+            p_dropped = p
+            drop = grid.dropout(tile)
+            if drop is not None:
+                p_dropped, dp = p * drop, dp * drop
+            ds = p * (dp - delta)
+            if dbias is not None:
+                part = _bias_part(dbias, tile)
+                part += ds.sum_to_size(part.shape)
+            if call.softcap:
+                capped = grid.by_head(q @ k.transpose(-1, -2), rows) * (call.scale / call.softcap)
+                ds = ds * (1.0 - torch.tanh(capped).square())
+            ds = grid.grouped(ds) * call.scale
+            dq_rows += ds @ k
+            for storage, part in ((dk, ds.mT @ q), (dv, grid.grouped(p_dropped).mT @ do)):
+                grid.keys.add(storage, part.transpose(1, 2), tile.begin_k, tile.end_k)
+        grid.rows.add(dq, grid.from_queries(dq_rows, rows), begin_q, end_q)
+    return Gradients(
+        dq.to(call.q.dtype),
+        dk.to(call.k.dtype),
+        dv.to(call.v.dtype),
+        dbias.to(call.bias.dtype) if dbias is not None and call.bias is not None else None,
+        dsinks,
+    )
+
+
+def _row_values(grid: _Grid, x: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """(B, H, rows, 1) of a tensor shaped as the LSE."""
+    heads_last = x.T if grid.rows.packed else x.transpose(1, 2)
+    return grid.rows.tile(heads_last[..., None], begin, end).transpose(1, 2)
+
+
+def _bias_part(dbias: torch.Tensor, tile: _Tile) -> torch.Tensor:
+    rows = slice(tile.begin_q, tile.end_q) if dbias.shape[2] > 1 else slice(None)
+    keys = slice(tile.begin_k, tile.end_k) if dbias.shape[3] > 1 else slice(None)
+    return dbias[:, :, rows, keys]
+
+
+def _blocks(length: int, step: int) -> list[tuple[int, int]]:
+    return [(begin, min(begin + step, length)) for begin in range(0, length, step)]

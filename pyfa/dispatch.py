@@ -1,0 +1,262 @@
+"""Chooses the backend of a call, says why, and keeps the choice."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from . import env, validate
+from .backends import AUTOMATIC, BACKENDS, NAMES
+from .backends.base import Backend, Gradients
+from .device import Device, of
+from .errors import PerformanceWarning, UnsupportedProblem
+from .plan import Plan
+from .problem import Call, Problem, bucket, is_aligned, problem_of
+
+_log = logging.getLogger("pyfa")
+_context: ContextVar[str] = ContextVar("pyfa_backend", default="")
+_check_on_device: bool = env.get("PYFA_CHECK")
+
+
+def _joined(names: str | Sequence[str]) -> str:
+    """Backend names as one string, checked: ``"triton,torch"``."""
+    if isinstance(names, str):
+        names = [part.strip() for part in names.split(",")]
+    for name in names:
+        if name not in NAMES:
+            raise ValueError(f"backend: expected one of {', '.join(NAMES)}; got {name!r}")
+    return ",".join(names)
+
+
+@contextlib.contextmanager
+def use_backend(*names: str) -> Iterator[None]:
+    """Use these backends, in this order and no others, inside the ``with`` block.
+
+    Ranks below the ``backend`` argument and above ``PYFA_BACKEND``. A backward keeps the backend of
+    its forward, wherever it runs. Raises ``ValueError`` for an unknown name.
+
+    >>> with pyfa.use_backend("triton", "torch"):
+    ...     out = pyfa.attention(q, k, v)
+    """
+    if not names:
+        raise ValueError("use_backend: expected at least one name")
+    token = _context.set(_joined(names))
+    try:
+        yield
+    finally:
+        _context.reset(token)
+
+
+@functools.cache
+def _from_environment() -> str:
+    return _joined(env.get("PYFA_BACKEND"))
+
+
+def preference(argument: str | Sequence[str] | None) -> str:
+    """Who may run a call: the argument, else the context, else ``PYFA_BACKEND``, else "" (all)."""
+    if argument is not None:
+        return _joined(argument)
+    return _context.get() or _from_environment()
+
+
+class Prepared(NamedTuple):
+    """A backend with its plan, ready for every call whose problem has the same bucket."""
+
+    backend: Backend
+    plan: Plan
+
+    def forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        if _check_on_device or call.q.device.type == "cpu":
+            validate.check_values(call)
+        return self.backend.forward(self.plan, call)
+
+    def backward(
+        self,
+        call: Call,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        bias_grad: bool,
+    ) -> Gradients:
+        return self.backend.backward(self.plan, call, out, lse, dout, dlse, bias_grad)
+
+
+# Sizes enter the key as powers of two, so what can be in here is bounded by the kinds of problem.
+_prepared: dict[tuple[object, ...], Prepared] = {}
+_lock = threading.Lock()
+
+
+def prepare(call: Call, wanted: str, needs_grad: bool, bias_grad: bool) -> Prepared:
+    """The backend and plan for ``call``; ``wanted`` is what ``preference`` returned.
+
+    Raises ``UnsupportedProblem`` with every candidate's reasons when none can run it.
+    """
+    q, k, v = call.q, call.k, call.v
+    rows, keys = call.max_seqlen_q, call.max_seqlen_k
+    device = q.device
+    # Alignment decides nothing on a CPU, and reading it costs 2 µs.
+    aligned = device.type == "cpu" or is_aligned(call)
+    key = (
+        wanted,
+        needs_grad,
+        bias_grad,
+        aligned,
+        device,
+        q.dtype,
+        q.shape[-2],
+        k.shape[-2],
+        q.shape[-1],
+        v.shape[-1],
+        bucket(call.batch),
+        bucket(rows),
+        bucket(keys),
+        rows == keys,
+        call.window_left >= 0,
+        # Unlimited, causal, or a window's right edge: three kinds.
+        min(call.window_right, 1),
+        call.softcap != 0.0,
+        call.dropout_p > 0.0,
+        call.deterministic,
+        call.return_lse,
+        call.alibi_slopes is None,
+        call.bias is None,
+        call.sinks is None,
+        call.cu_seqlens_q is None,
+        call.cu_seqlens_k is None,
+        call.seqused_q is None,
+        call.seqused_k is None,
+        call.cache_leftpad is None,
+        call.cache_batch_idx is None,
+        k.shape[1] if call.page_table is not None else 0,
+    )
+    found = _prepared.get(key)
+    if found is None:
+        problem = problem_of(call, needs_grad, bias_grad, of(device), aligned)
+        with _lock:
+            found = _prepared.get(key) or _choose(problem, wanted)
+            _prepared[key] = found
+    return found
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one backend says of a problem: its reasons to decline, else its plan."""
+
+    backend: str
+    reasons: tuple[str, ...]
+    plan: Plan | None = None
+
+
+def _candidates(wanted: str, device: Device) -> tuple[str, ...]:
+    return tuple(wanted.split(",")) if wanted else AUTOMATIC[device.vendor]
+
+
+def ask(name: str, problem: Problem, *, hypothetical: bool = False) -> Answer:
+    """One backend's answer. ``hypothetical``: for a device that need not be here."""
+    backend = BACKENDS.get(name)
+    if backend is None:
+        return Answer(name, ("not in this release",))
+    reasons = list(backend.why_not(problem.bucketed()))
+    unavailable = None if hypothetical else backend.why_unavailable()
+    if unavailable:
+        reasons.append(unavailable)
+    if reasons:
+        return Answer(name, tuple(reasons))
+    return Answer(name, (), backend.plan(problem.bucketed()))
+
+
+def _choose(problem: Problem, wanted: str) -> Prepared:
+    refused: dict[str, Sequence[str]] = {}
+    candidates = _candidates(wanted, problem.device)
+    for name in candidates:
+        answer = ask(name, problem)
+        if answer.plan is not None:
+            if not wanted:
+                _warn_if_lost(refused, candidates)
+            if env.get("PYFA_LOG") == "plan":
+                _log.info("plan for %s: %s %s", problem.described, name, answer.plan)
+            return Prepared(BACKENDS[name], answer.plan)
+        refused[name] = answer.reasons
+    raise UnsupportedProblem(problem.described, refused)
+
+
+_lost: set[str] = set()
+
+
+def _warn_if_lost(refused: dict[str, Sequence[str]], candidates: Sequence[str]) -> None:
+    """Warn once when this machine, not the problem, keeps the vendor's backend from running."""
+    first = candidates[0]
+    backend = BACKENDS.get(first)
+    if first not in refused or backend is None:
+        return
+    why = backend.why_unavailable()
+    if why is None or first in _lost:
+        return
+    message = f"the {first} backend cannot run here and a slower one was chosen: {why}"
+    if env.get("PYFA_STRICT"):
+        raise PerformanceWarning(message)
+    _lost.add(first)
+    warnings.warn(message, PerformanceWarning, stacklevel=2)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Every backend's answer to one problem. ``str()`` gives a table, ``as_dict`` plain data."""
+
+    problem: Problem
+    answers: tuple[Answer, ...]
+    chosen: str | None
+
+    def __str__(self) -> str:
+        width = max(len(answer.backend) for answer in self.answers)
+        lines = [self.problem.described]
+        for answer in self.answers:
+            mark = "*" if answer.backend == self.chosen else " "
+            if answer.plan is not None:
+                texts = [f"plan: {answer.plan}", *answer.plan.notes]
+            else:
+                texts = list(answer.reasons)
+            for index, text in enumerate(texts):
+                name = answer.backend if index == 0 else ""
+                lines.append(f"{mark if index == 0 else ' '} {name:<{width}}  {text}")
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "problem": self.problem.described,
+            "arch": self.problem.arch,
+            "device": self.problem.device.name,
+            "chosen": self.chosen,
+            "backends": [
+                {
+                    "name": answer.backend,
+                    "reasons": list(answer.reasons),
+                    "plan": answer.plan.as_dict() if answer.plan else None,
+                }
+                for answer in self.answers
+            ],
+        }
+
+
+def explain(
+    call: Call, wanted: str, needs_grad: bool, bias_grad: bool, device: Device | None
+) -> Explanation:
+    """Ask every backend; ``device`` stands in for the one that the tensors are on."""
+    here = device is None
+    problem = problem_of(call, needs_grad, bias_grad, device or of(call.q.device), is_aligned(call))
+    answers = [ask(name, problem, hypothetical=not here) for name in NAMES]
+    able = {answer.backend for answer in answers if answer.plan is not None}
+    order = _candidates(wanted, problem.device)
+    chosen = next((name for name in order if name in able), None)
+    return Explanation(problem, tuple(answers), chosen)
+

@@ -1,0 +1,107 @@
+"""Every ``PYFA_*`` environment variable, in one table: the code, README and ``pyfa info`` read it.
+
+Variables are read when they are asked for, so that tests and programs may set them late; what sits
+on a hot path reads them once and says so in its description.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+def _flag(text: str) -> bool:
+    lowered = text.strip().lower()
+    if lowered in ("1", "true", "yes", "on"):
+        return True
+    if lowered in ("", "0", "false", "no", "off"):
+        return False
+    raise ValueError("expected 1 or 0")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _paths(text: str) -> tuple[Path, ...]:
+    return tuple(Path(part).expanduser() for part in text.split(os.pathsep) if part)
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable: its name, how its text is read, what it does."""
+
+    name: str
+    parse: Callable[[str], Any]
+    default: Any
+    form: str
+    meaning: str
+
+
+VARIABLES: dict[str, Variable] = {
+    variable.name: variable
+    for variable in (
+        Variable(
+            "PYFA_BACKEND",
+            _names,
+            (),
+            "names, in order",
+            "Backends to use, as `triton,torch`. Ranks below `backend=` and `use_backend`. "
+            "Read once, when the first attention runs.",
+        ),
+        Variable(
+            "PYFA_STRICT",
+            _flag,
+            False,
+            "0 or 1",
+            "Make `PerformanceWarning` an error, for jobs that must not lose the vendor's kernel.",
+        ),
+        Variable(
+            "PYFA_CHECK",
+            _flag,
+            False,
+            "0 or 1",
+            "Check on the device what the host cannot see for free: `cu_seqlens`, `seqused`, cache "
+            "lengths and page-table entries. Waits for the device. Read once, at import.",
+        ),
+        Variable(
+            "PYFA_LOG",
+            str,
+            "",
+            "`plan`",
+            "`plan` logs each new plan once to the logger `pyfa`, at level INFO.",
+        ),
+        Variable(
+            "PYFA_CACHE_DIR",
+            lambda text: Path(text).expanduser(),
+            None,
+            "a folder",
+            "Where compiled kernels are kept; otherwise the user's cache folder.",
+        ),
+        Variable(
+            "PYFA_CACHE_READONLY_DIRS",
+            _paths,
+            (),
+            "folders",
+            "Further caches that are read and never written, as a list separated by `:`.",
+        ),
+    )
+}
+
+
+def get(name: str) -> Any:
+    """The value of ``name``, parsed; its default where it is unset or empty.
+
+    Raises ``ValueError`` naming the variable when its text cannot be read.
+    """
+    variable = VARIABLES[name]
+    text = os.environ.get(name, "")
+    if not text:
+        return variable.default
+    try:
+        return variable.parse(text)
+    except ValueError as error:
+        raise ValueError(f"environment variable {name}={text!r}: {error}") from None

@@ -1,0 +1,44 @@
+"""What pyfa raises and warns. Plain mistakes in arguments are ``ValueError`` and ``TypeError``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+
+class UnsupportedProblem(NotImplementedError):
+    """No backend (or none of those named) can run this attention.
+
+    ``problem`` is the one-line-per-fact description that the message opens with; ``reasons`` maps
+    each backend that was asked to the sentences that say why it declines.
+    """
+
+    def __init__(self, problem: str, reasons: Mapping[str, Sequence[str]]) -> None:
+        self.problem = problem
+        self.reasons = {name: tuple(why) for name, why in reasons.items()}
+        super().__init__(self._message())
+
+    def _message(self) -> str:
+        width = max((len(name) for name in self.reasons), default=0)
+        lines = ["no backend can run this attention"]
+        lines += [f"  {line}" for line in self.problem.splitlines()]
+        for name, why in self.reasons.items():
+            for index, sentence in enumerate(why):
+                lines.append(f"  {name if index == 0 else '':<{width}}  {sentence}")
+        return "\n".join(lines)
+
+
+class CompileError(RuntimeError):
+    """A kernel did not compile. Carries the compiler's log and the source that it was given."""
+
+    def __init__(self, what: str, log: str, source_path: str) -> None:
+        self.log = log
+        self.source_path = source_path
+        super().__init__(f"{what}\n  source: {source_path}\n{log.rstrip()}")
+
+
+class CodeObjectError(RuntimeError):
+    """A code object is damaged, or not for this device, or breaks a rule that pyfa holds it to."""
+
+
+class PerformanceWarning(UserWarning):
+    """The fast path is lost to the environment. ``PYFA_STRICT=1`` makes it an error."""

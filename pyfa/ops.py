@@ -1,0 +1,127 @@
+"""The operators that PyTorch sees: ``torch.ops.pyfa.*`` with fakes, and gradients in one place.
+
+``forward`` and ``backward`` take a ``Call`` spelled out, then who may run it and what needs a
+gradient. Both choose from the same arguments, so a backward runs where its forward ran, on any
+thread. ``append_kv`` and ``rotary`` are what a cache needs before attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .backends.torch import append
+from .dispatch import prepare
+from .problem import Call
+
+_LIBRARY = torch.library.Library("pyfa", "DEF")
+
+_CALL = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
+    "Tensor? seed, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, "
+    "Tensor? seqused_k, Tensor? page_table, Tensor? cache_batch_idx, Tensor? cache_leftpad, "
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, SymInt window_left, "
+    "SymInt window_right, float softcap, float dropout_p, bool deterministic, bool return_lse, "
+    "int num_splits, str backend, bool needs_grad, bool bias_grad"
+)
+_FIELDS = len(Call._fields)
+
+_LIBRARY.define(f"forward({_CALL}) -> (Tensor, Tensor)")
+_LIBRARY.define(
+    f"backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_CALL}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor start, "
+    "Tensor? page_table, Tensor? cache_batch_idx) -> ()"
+)
+_LIBRARY.define("rotary(Tensor x, Tensor cos, Tensor sin, Tensor positions, bool interleaved) -> Tensor")
+
+
+def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    call = Call(*args[:_FIELDS])
+    out, lse = prepare(call, *args[_FIELDS:]).forward(call)
+    return out.contiguous(), lse.contiguous()
+
+
+def _forward_fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    call = Call(*args[:_FIELDS])
+    return (
+        call.q.new_empty(call.out_shape()),
+        call.q.new_empty(call.lse_shape(), dtype=torch.float32),
+    )
+
+
+def _backward(
+    dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, *args: Any
+) -> tuple[torch.Tensor, ...]:
+    call = Call(*args[:_FIELDS])
+    bias_grad: bool = args[-1]
+    grads = prepare(call, *args[_FIELDS:]).backward(call, out, lse, dout, dlse, bias_grad)
+    # An operator cannot return None: what was not asked for is an empty tensor.
+    return tuple(call.q.new_empty(0) if x is None else x.contiguous() for x in grads)
+
+
+def _backward_fake(
+    dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, *args: Any
+) -> tuple[torch.Tensor, ...]:
+    call = Call(*args[:_FIELDS])
+    bias = call.bias if args[-1] else None
+    return tuple(
+        call.q.new_empty(0) if x is None else x.new_empty(x.shape)
+        for x in (call.q, call.k, call.v, bias, call.sinks)
+    )
+
+
+_TENSORS = 14  # Call's leading fields, which are tensors or None
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:_TENSORS], *output)
+    ctx.scalars = inputs[_TENSORS:]
+
+
+def _gradient(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+    *tensors, out, lse = ctx.saved_tensors
+    scalars = ctx.scalars
+    call = Call(*tensors, *scalars[: _FIELDS - _TENSORS])
+    if dout is None:
+        dout = torch.zeros_like(out)
+    dlse = dlse if call.return_lse else None
+    *dqkv, dbias, dsinks = torch.ops.pyfa.backward(dout, dlse, out, lse, *tensors, *scalars)
+    bias_grad = scalars[-1]
+    grads = [*dqkv, dbias if bias_grad else None, None, dsinks if call.sinks is not None else None]
+    return (*grads, *(None,) * (_FIELDS + 3 - len(grads)))
+
+
+def _no_second_gradient(ctx: Any, *grads: Any) -> Any:
+    raise NotImplementedError("attention has no second derivative: backward of backward")
+
+
+def _append_fake(*args: Any) -> None:
+    return None
+
+
+def _rotary_fake(x: torch.Tensor, *args: Any) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _rotary_gradient(ctx: Any, grad: torch.Tensor) -> Any:
+    raise NotImplementedError("rotary in attention_kvcache has no gradient")
+
+
+for _name, _run, _fake in (
+    ("forward", _forward, _forward_fake),
+    ("backward", _backward, _backward_fake),
+    ("append_kv", append.append_kv, _append_fake),
+    ("rotary", append.rotary, _rotary_fake),
+):
+    for _key in ("CPU", "CUDA"):
+        _LIBRARY.impl(_name, _run, _key)
+    torch.library.register_fake(f"pyfa::{_name}", _fake, lib=_LIBRARY)
+
+torch.library.register_autograd("pyfa::forward", _gradient, setup_context=_save, lib=_LIBRARY)
+torch.library.register_autograd("pyfa::backward", _no_second_gradient, lib=_LIBRARY)
+torch.library.register_autograd("pyfa::rotary", _rotary_gradient, lib=_LIBRARY)

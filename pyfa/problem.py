@@ -1,0 +1,222 @@
+"""What was asked: ``Call`` carries the tensors of one attention, ``Problem`` only its facts.
+
+Everything after the public functions works on a ``Call`` whose arguments were checked and brought
+into one form (see ``validate.py``): the window as two integers, ``causal`` as a right edge of 0, the
+bias with four dimensions, slopes and sinks in float32, the seed on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from .device import Device
+
+# A capability that a problem needs, and how a sentence names it.
+FEATURES: dict[str, str] = {
+    "causal": "causal masking",
+    "window": "a sliding window",
+    "softcap": "softcap",
+    "alibi": "ALiBi",
+    "bias": "bias",
+    "bias_grad": "the gradient of bias",
+    "sinks": "attention sinks",
+    "dropout": "dropout",
+    "varlen": "a packed batch (cu_seqlens)",
+    "seqused": "a length per sequence (seqused, cache_seqlens)",
+    "paged": "a paged cache (page_table)",
+    "leftpad": "cache_leftpad",
+    "batch_idx": "cache_batch_idx",
+    "gqa": "grouped-query attention",
+    "dv": "a head_dim of V that differs",
+    "backward": "backward",
+    "dlse": "the gradient through the returned LSE",
+    "deterministic": "a deterministic backward",
+    "fp8": "float8",
+}
+
+
+class Call(NamedTuple):
+    """One checked attention: tensors and run-time scalars, in the form that backends take.
+
+    Dense: q (B, Sq, H, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv). With ``cu_seqlens_q`` q is
+    (total_q, H, D); with ``cu_seqlens_k`` k and v are (total_k, Hk, D). With ``page_table``
+    (B, pages) k and v are (num_pages, page_size, Hk, D). ``cache_batch_idx`` (B,) names the row of
+    k and v that each sequence uses, ``cache_leftpad`` (B,) the first valid key. ``bias`` is
+    (B | 1, H | 1, Sq | 1, Sk | 1), ``alibi_slopes`` (H,) or (B, H) and ``sinks`` (H,) are float32,
+    ``seed`` is one int64 on the device. ``window_left`` and ``window_right`` are −1 for unlimited.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    bias: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    seed: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    seqused_q: torch.Tensor | None = None
+    seqused_k: torch.Tensor | None = None
+    page_table: torch.Tensor | None = None
+    cache_batch_idx: torch.Tensor | None = None
+    cache_leftpad: torch.Tensor | None = None
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+    scale: float = 1.0
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    deterministic: bool = False
+    return_lse: bool = False
+    num_splits: int = 0
+
+    @property
+    def batch(self) -> int:
+        """Number of sequences."""
+        if self.cu_seqlens_q is not None:
+            return self.cu_seqlens_q.shape[0] - 1
+        return self.q.shape[0]
+
+    def lse_shape(self) -> tuple[int, ...]:
+        """(B, H, Sq), or (H, total_q) where q is packed."""
+        if self.cu_seqlens_q is not None:
+            return (self.q.shape[1], self.q.shape[0])
+        return (self.q.shape[0], self.q.shape[2], self.q.shape[1])
+
+    def out_shape(self) -> tuple[int, ...]:
+        """q's shape with V's head_dim."""
+        return (*self.q.shape[:-1], self.v.shape[-1])
+
+
+def bucket(size: int) -> int:
+    """``size`` rounded up to a power of two; 0 stays 0. Bounds how many plans sizes can make."""
+    return 1 << (size - 1).bit_length() if size > 0 else 0
+
+
+def features_of(call: Call, needs_grad: bool, bias_grad: bool) -> frozenset[str]:
+    """The names in ``FEATURES`` that this call needs from a backend."""
+    needs = {
+        "causal": call.window_right == 0,
+        "window": call.window_left >= 0 or call.window_right > 0,
+        "softcap": call.softcap != 0.0,
+        "alibi": call.alibi_slopes is not None,
+        "bias": call.bias is not None,
+        "bias_grad": bias_grad,
+        "sinks": call.sinks is not None,
+        "dropout": call.dropout_p > 0.0,
+        "varlen": call.cu_seqlens_q is not None or call.cu_seqlens_k is not None,
+        "seqused": call.seqused_q is not None or call.seqused_k is not None,
+        "paged": call.page_table is not None,
+        "leftpad": call.cache_leftpad is not None,
+        "batch_idx": call.cache_batch_idx is not None,
+        "gqa": call.q.shape[-2] != call.k.shape[-2],
+        "dv": call.q.shape[-1] != call.v.shape[-1],
+        "backward": needs_grad,
+        "dlse": needs_grad and call.return_lse,
+        "deterministic": needs_grad and call.deterministic,
+        "fp8": call.q.dtype.itemsize == 1,
+    }
+    return frozenset(name for name, needed in needs.items() if needed)
+
+
+def is_aligned(call: Call) -> bool:
+    """Whether q, k and v have bases and strides in multiples of 16 bytes and rows without gaps."""
+    for tensor in (call.q, call.k, call.v):
+        unit = 16 // tensor.itemsize
+        strides = tensor.stride()
+        if strides[-1] != 1 or tensor.data_ptr() % 16:
+            return False
+        if any(stride % unit for stride in strides[:-1]):
+            return False
+    return True
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The facts a backend decides on. Frozen, hashable, no tensors.
+
+    Sizes may be buckets (see ``bucketed``); in a packed batch ``seqlen_q`` and ``seqlen_k`` are
+    the longest. ``square``: queries and keys are equally many, which a bucket would hide.
+    ``described`` is for people and takes no part in equality.
+    """
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads_q: int
+    heads_k: int
+    head_dim: int
+    head_dim_v: int
+    dtype: str
+    features: frozenset[str]
+    device: Device
+    square: bool
+    aligned: bool = True
+    page_size: int = 0
+    described: str = field(default="", compare=False)
+
+    @property
+    def arch(self) -> str:
+        return self.device.arch
+
+    def bucketed(self) -> Problem:
+        """The same problem with batch and lengths rounded up to powers of two: what plans see."""
+        return Problem(
+            bucket(self.batch),
+            bucket(self.seqlen_q),
+            bucket(self.seqlen_k),
+            self.heads_q,
+            self.heads_k,
+            self.head_dim,
+            self.head_dim_v,
+            self.dtype,
+            self.features,
+            self.device,
+            self.square,
+            self.aligned,
+            self.page_size,
+            self.described,
+        )
+
+
+def problem_of(
+    call: Call, needs_grad: bool, bias_grad: bool, device: Device, aligned: bool
+) -> Problem:
+    """The problem that ``call`` poses on ``device``."""
+    return Problem(
+        batch=call.batch,
+        seqlen_q=call.max_seqlen_q,
+        seqlen_k=call.max_seqlen_k,
+        heads_q=call.q.shape[-2],
+        heads_k=call.k.shape[-2],
+        head_dim=call.q.shape[-1],
+        head_dim_v=call.v.shape[-1],
+        dtype=str(call.q.dtype).removeprefix("torch."),
+        features=features_of(call, needs_grad, bias_grad),
+        device=device,
+        square=call.max_seqlen_q == call.max_seqlen_k,
+        aligned=aligned,
+        page_size=call.k.shape[1] if call.page_table is not None else 0,
+        described=describe(call, needs_grad, bias_grad, device),
+    )
+
+
+def describe(call: Call, needs_grad: bool, bias_grad: bool, device: Device) -> str:
+    """One line: shapes, dtype, features with their values, arch."""
+    dtype = str(call.q.dtype).removeprefix("torch.")
+    k_shape, v_shape = tuple(call.k.shape), tuple(call.v.shape)
+    keys = f"k, v {k_shape}" if k_shape == v_shape else f"k {k_shape}, v {v_shape}"
+    parts = [f"q {tuple(call.q.shape)} {dtype}", keys]
+    values = {
+        "softcap": f"softcap={call.softcap}",
+        "dropout": f"dropout_p={call.dropout_p}",
+        "window": f"window=({call.window_left}, {call.window_right})",
+    }
+    needed = features_of(call, needs_grad, bias_grad)
+    shown = [name for name in FEATURES if name in needed and name not in ("gqa", "dv", "fp8")]
+    parts += [values.get(name, name) for name in shown]
+    return f"{', '.join(parts)}, on {device.arch}"

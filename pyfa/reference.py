@@ -1,0 +1,197 @@
+"""The specification: every feature in the plainest form, one sequence at a time, with O(N²) memory.
+
+In float64 it is what all backends are held to. In the problem's own dtype the same lines are the
+"naive" attention whose rounding error is the yardstick of the conformance rule. Gradients come from
+autograd on these lines. Sources: Vaswani et al. 2017 (attention), Press et al. 2022 (ALiBi),
+Gemma 2 report 2024 (softcap), Su et al. 2021 (rotary), Salmon et al. 2011 (Philox).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from .problem import Call
+
+_M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_LOW = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+
+
+def philox4x32(counter: np.ndarray, key: int, rounds: int = 7) -> np.ndarray:
+    """Philox4x32 (Salmon et al. 2011) on counters (..., 4); returns (..., 4), uint32 in uint64."""
+    c0, c1, c2, c3 = (counter[..., i].astype(np.uint64) for i in range(4))
+    k0, k1 = key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF
+    for _ in range(rounds):
+        product0, product1 = _M0 * c0, _M1 * c2
+        c0, c1, c2, c3 = (
+            (product1 >> _HALF) ^ c1 ^ np.uint64(k0),
+            product1 & _LOW,
+            (product0 >> _HALF) ^ c3 ^ np.uint64(k1),
+            product0 & _LOW,
+        )
+        k0, k1 = (k0 + _W0) & 0xFFFFFFFF, (k1 + _W1) & 0xFFFFFFFF
+    return np.stack([c0, c1, c2, c3], axis=-1)
+
+
+def keep_mask(seed: int, p: float, batch: int, heads: int, rows: int, keys: int) -> torch.Tensor:
+    """Which probabilities survive dropout: bool (heads, rows, keys) of sequence ``batch``."""
+    groups = (keys + 3) // 4
+    counter = np.zeros((heads, rows, groups, 4), np.uint64)
+    counter[..., 0] = np.arange(groups)
+    counter[..., 1] = np.arange(rows)[:, None]
+    counter[..., 2] = np.arange(heads)[:, None, None]
+    counter[..., 3] = batch
+    draws = philox4x32(counter, seed).reshape(heads, rows, groups * 4)[..., :keys]
+    return torch.from_numpy(draws < np.uint64(int((1.0 - p) * 2**32)))
+
+
+def attention(call: Call, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of ``call`` computed in ``dtype``: out and LSE in ``dtype``, with autograd.
+
+    Shapes as ``Call.out_shape`` and ``Call.lse_shape``. Rows of a packed q that no sequence
+    covers, and rows beyond ``seqused_q``, give output 0 and LSE −inf.
+    """
+    outs, lses = [], []
+    starts_q = call.cu_seqlens_q.tolist() if call.cu_seqlens_q is not None else None
+    for b in range(call.batch):
+        q = call.q[starts_q[b] : starts_q[b + 1]] if starts_q else call.q[b]
+        rows = q.shape[0] if call.seqused_q is None else int(call.seqused_q[b])
+        k, v = _keys_and_values(call, b)
+        out, lse = _one_sequence(call, b, q[:rows].to(dtype), k.to(dtype), v.to(dtype))
+        outs.append(_pad_rows(out, q.shape[0], 0.0))
+        lses.append(_pad_rows(lse.T, q.shape[0], -torch.inf).T)
+    if starts_q is None:
+        empty = call.q.new_zeros(call.out_shape(), dtype=dtype)
+        return (
+            torch.stack(outs) if outs else empty,
+            torch.stack(lses) if lses else empty.new_zeros(call.lse_shape()),
+        )
+    total = call.q.shape[0]
+    none = call.q.new_zeros((0, *call.out_shape()[1:]), dtype=dtype)
+    return (
+        _pad_rows(torch.cat([none, *outs]), total, 0.0),
+        _pad_rows(torch.cat([none[..., 0], *(x.T for x in lses)]), total, -torch.inf).T,
+    )
+
+
+def gradients(
+    call: Call,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> dict[str, torch.Tensor]:
+    """out, LSE and the gradients of q, k, v and, where present, a float bias and sinks.
+
+    ``dout`` as out; ``dlse`` as the LSE or None. Everything is computed and returned in ``dtype``.
+    """
+    leaves = {"q": call.q, "k": call.k, "v": call.v}
+    if call.bias is not None and call.bias.is_floating_point():
+        leaves["bias"] = call.bias
+    if call.sinks is not None:
+        leaves["sinks"] = call.sinks
+    leaves = {name: x.detach().to(dtype).requires_grad_() for name, x in leaves.items()}
+    with torch.enable_grad():
+        out, lse = attention(call._replace(**leaves), dtype)
+        # An empty row's LSE is −inf whatever the inputs are, so a gradient through it is 0.
+        total = (out * dout.to(dtype)).sum()
+        if dlse is not None:
+            total = total + (lse * dlse.to(dtype)).masked_fill(lse == -torch.inf, 0.0).sum()
+        grads = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
+    results = {"out": out.detach(), "lse": lse.detach()}
+    results.update({f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)})
+    return results
+
+
+def rotary(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    interleaved: bool,
+) -> torch.Tensor:
+    """Rotate the first 2·R elements of each head of x (B, S, H, D) by ``positions`` (B, S).
+
+    cos and sin are (max_position, R). Interleaved pairs elements 2i and 2i+1 (GPT-J), otherwise i
+    and i+R (GPT-NeoX). Computed and returned in float64.
+    """
+    half = cos.shape[-1]
+    c, s = (table.double()[positions][:, :, None, :] for table in (cos, sin))
+    x = x.double()
+    head, tail = x[..., : 2 * half], x[..., 2 * half :]
+    if interleaved:
+        first, second = head[..., 0::2], head[..., 1::2]
+    else:
+        first, second = head[..., :half], head[..., half:]
+    turned = (first * c - second * s, first * s + second * c)
+    if interleaved:
+        mixed = torch.stack(turned, dim=-1).flatten(-2)
+    else:
+        mixed = torch.cat(turned, dim=-1)
+    return torch.cat([mixed, tail], dim=-1)
+
+
+def _pad_rows(x: torch.Tensor, rows: int, value: float) -> torch.Tensor:
+    filler = x.new_full((rows - x.shape[0], *x.shape[1:]), value)
+    return torch.cat([x, filler])
+
+
+def _keys_and_values(call: Call, b: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The valid keys and values of sequence ``b``: (length, Hk, D) and (length, Hk, Dv)."""
+    if call.cu_seqlens_k is not None:
+        start, stop = call.cu_seqlens_k[b : b + 2].tolist()
+        k, v = call.k[start:stop], call.v[start:stop]
+    elif call.page_table is not None:
+        page_size = call.k.shape[1]
+        needed = -(-int(call.seqused_k[b]) // page_size) if call.seqused_k is not None else None
+        pages = call.page_table[b, :needed].long()
+        k, v = call.k[pages].flatten(0, 1), call.v[pages].flatten(0, 1)
+    else:
+        row = b if call.cache_batch_idx is None else int(call.cache_batch_idx[b])
+        k, v = call.k[row], call.v[row]
+    stop = k.shape[0] if call.seqused_k is None else int(call.seqused_k[b])
+    start = 0 if call.cache_leftpad is None else int(call.cache_leftpad[b])
+    return k[start:stop], v[start:stop]
+
+
+def _one_sequence(
+    call: Call, b: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out (rows, H, Dv) and LSE (H, rows) of sequence ``b``, in q's dtype."""
+    rows, heads, _ = q.shape
+    keys, group = k.shape[0], heads // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    score = torch.einsum("qhd,khd->hqk", q * call.scale, k)
+    if call.softcap:
+        score = call.softcap * torch.tanh(score / call.softcap)
+    # Aligned to the bottom right: query i sits at key i + keys − rows.
+    distance = torch.arange(keys) - torch.arange(rows)[:, None] - (keys - rows)
+    if call.alibi_slopes is not None:
+        slopes = call.alibi_slopes if call.alibi_slopes.dim() == 1 else call.alibi_slopes[b]
+        score = score - slopes.to(score.dtype)[:, None, None] * distance.abs()
+    visible = torch.ones(rows, keys, dtype=torch.bool)
+    if call.window_right >= 0:
+        visible &= distance <= call.window_right
+    if call.window_left >= 0:
+        visible &= -distance <= call.window_left
+    if call.bias is not None:
+        shape = (call.batch, heads, call.max_seqlen_q, call.max_seqlen_k)
+        bias = call.bias.expand(shape)[b, :, :rows, :keys]
+        if bias.dtype == torch.bool:
+            visible = visible & bias
+        else:
+            score = score + bias.to(score.dtype)
+    score = score.masked_fill(~visible, -torch.inf)
+    if call.sinks is not None:
+        column = call.sinks.to(score.dtype)[:, None, None].expand(heads, rows, 1)
+        score = torch.cat([score, column], dim=-1)
+    empty = (score == -torch.inf).all(-1, keepdim=True)
+    score = score.masked_fill(empty, 0.0)
+    lse = torch.logsumexp(score, dim=-1) if score.shape[-1] else score.new_zeros(heads, rows)
+    probability = torch.softmax(score, dim=-1).masked_fill(empty, 0.0)[..., :keys]
+    if call.dropout_p and call.seed is not None:
+        kept = keep_mask(int(call.seed), call.dropout_p, b, heads, rows, keys)
+        probability = torch.where(kept, probability / (1.0 - call.dropout_p), 0.0)
+    out = torch.einsum("hqk,khd->qhd", probability, v)
+    return out, lse.masked_fill(empty[..., 0], -torch.inf)

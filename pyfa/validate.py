@@ -1,0 +1,383 @@
+"""Checks every argument and brings it into the one form that ``Call`` describes.
+
+Each check is a plain comparison, cheap enough for every call; the sentence is only built when one
+fails. It names the argument, what was expected and what came. What needs the values of a tensor
+(offsets, lengths, page numbers) is in ``check_values``, run on the tensors that reach a backend.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NoReturn
+
+import torch
+
+from .problem import Call
+
+Window = Sequence[int | None] | None
+
+# What other packages call the same thing.
+_OTHER_NAMES = {
+    "block_table": "page_table",
+    "softmax_scale": "scale",
+    "sm_scale": "scale",
+    "window_size": "window",
+    "is_causal": "causal",
+    "attn_mask": "bias",
+    "attn_bias": "bias",
+    "mask": "bias",
+    "learnable_sink": "sinks",
+    "s_aux": "sinks",
+    "dropout": "dropout_p",
+    "p": "dropout_p",
+    "return_softmax_lse": "return_lse",
+    "return_attn_probs": "return_lse",
+    "softmax_lse": "return_lse",
+    "logits_soft_cap": "softcap",
+    "q_descale": "descale",
+    "k_descale": "descale",
+    "v_descale": "descale",
+    "seqlens_k": "seqused_k",
+    "leftpad_k": "cache_leftpad",
+    "rotary_seqlen_offsets": "rotary_seqlens",
+}
+
+
+def refuse_unknown(function: str, unknown: Mapping[str, object], known: Iterable[str]) -> None:
+    """``TypeError`` for arguments that ``function`` does not have, with the name that was meant."""
+    for name in unknown:
+        near = _OTHER_NAMES.get(name)
+        known = tuple(known)
+        if near not in known:
+            near = next(iter(difflib.get_close_matches(name, known, 1, 0.75)), None)
+        hint = f"; did you mean '{near}'?" if near else ""
+        raise TypeError(f"{function}() got an unexpected keyword argument '{name}'{hint}")
+
+
+def _wrong(name: str, expected: str, got: object) -> NoReturn:
+    if isinstance(got, torch.Tensor):
+        got = f"shape {tuple(got.shape)}, {got.dtype}, on {got.device}"
+    raise ValueError(f"{name}: expected {expected}; got {got}")
+
+
+def _tensor(name: str, value: object) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name}: expected a tensor; got {type(value).__name__}")
+
+
+_INPUT_DTYPES = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+)
+_MAX_HEAD_DIM = 256
+
+
+def qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: tuple[int, int]) -> None:
+    """q, k, v: tensors of ``dims`` dimensions, one dtype, one device, heads and head_dim that fit.
+
+    The last two dimensions are (heads, head_dim) in every layout; what precedes them is checked by
+    the caller, which knows the layout.
+    """
+    for name, x, dim in (("q", q, dims[0]), ("k", k, dims[1]), ("v", v, dims[1])):
+        if not isinstance(x, torch.Tensor):
+            _tensor(name, x)
+        if x.dim() != dim:
+            layout = "(batch, seqlen, heads, head_dim)" if dim == 4 else "(total, heads, head_dim)"
+            _wrong(name, f"{dim} dimensions {layout}", x)
+        if x.dtype != q.dtype:
+            _wrong(name, f"q's dtype {q.dtype}", x)
+        if x.device != q.device:
+            _wrong(name, f"q's device {q.device}", x)
+    if q.dtype not in _INPUT_DTYPES:
+        _wrong("q", "float16, bfloat16, float32 or float8_e4m3", q)
+    if q.shape[-1] != k.shape[-1]:
+        _wrong("k", f"q's head_dim {q.shape[-1]}", k)
+    if k.shape[:-1] != v.shape[:-1]:
+        _wrong("v", f"k's shape {tuple(k.shape)} but for head_dim", v)
+    for name, x in (("q", q), ("v", v)):
+        if not 1 <= x.shape[-1] <= _MAX_HEAD_DIM:
+            _wrong(name, f"a head_dim from 1 to {_MAX_HEAD_DIM}", x)
+    heads_q, heads_k = q.shape[-2], k.shape[-2]
+    if heads_k == 0 or heads_q == 0 or heads_q % heads_k:
+        _wrong("k", f"a number of heads that divides q's {heads_q}", f"{heads_k} heads")
+
+
+def window(value: Window, causal: bool) -> tuple[int, int]:
+    """(left, right), −1 for unlimited, with ``causal`` folded into the right edge."""
+    if value is None:
+        left = right = -1
+    else:
+        if isinstance(value, (int, float)) or len(value) != 2:
+            _wrong("window", "(left, right)", value)
+        left, right = (-1 if edge is None else edge for edge in value)
+        for edge in (left, right):
+            if not isinstance(edge, int) or isinstance(edge, bool) or edge < -1:
+                _wrong("window", "two integers from 0 up, None or -1 for unlimited", value)
+    if causal:
+        right = 0 if right < 0 else min(right, 0)
+    return left, right
+
+
+def scalars(
+    scale: float | None, head_dim: int, softcap: float, dropout_p: float
+) -> tuple[float, float, float]:
+    """(scale, softcap, dropout_p) as floats in range; the default scale is 1/√head_dim."""
+    scale = head_dim**-0.5 if scale is None else _number("scale", scale)
+    softcap, dropout_p = _number("softcap", softcap), _number("dropout_p", dropout_p)
+    if softcap < 0.0:
+        _wrong("softcap", "0 for none, or a positive number", softcap)
+    if not 0.0 <= dropout_p < 1.0:
+        _wrong("dropout_p", "0 <= dropout_p < 1", dropout_p)
+    return scale, softcap, dropout_p
+
+
+def _number(name: str, value: float) -> float:
+    if isinstance(value, torch.Tensor) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: expected a number; got {type(value).__name__}")
+    if not math.isfinite(value):
+        _wrong(name, "a finite number", value)
+    return float(value)
+
+
+def bias(value: torch.Tensor, q: torch.Tensor, sizes: tuple[int, int, int, int]) -> torch.Tensor:
+    """``value`` with four dimensions, each 1 or that of ``sizes`` (batch, heads, rows, keys)."""
+    _tensor("bias", value)
+    if value.device != q.device:
+        _wrong("bias", f"q's device {q.device}", value)
+    if value.dtype != torch.bool and not value.is_floating_point():
+        _wrong("bias", "a floating point dtype, or bool", value)
+    fits = value.dim() <= 4 and all(
+        have in (1, want)
+        for have, want in zip(reversed(value.shape), reversed(sizes), strict=False)
+    )
+    if not fits:
+        _wrong("bias", f"a shape that broadcasts to {sizes} (batch, heads, rows, keys)", value)
+    return value[(None,) * (4 - value.dim())] if value.dim() < 4 else value
+
+
+def per_head(name: str, value: torch.Tensor, q: torch.Tensor, batch: int | None) -> torch.Tensor:
+    """``value`` in float32, of shape (heads,) or, where ``batch`` is given, also (batch, heads)."""
+    _tensor(name, value)
+    shapes = [(q.shape[-2],)] + ([(batch, q.shape[-2])] if batch is not None else [])
+    if tuple(value.shape) not in shapes:
+        _wrong(name, f"shape {' or '.join(str(shape) for shape in shapes)}", value)
+    if not value.is_floating_point():
+        _wrong(name, "a floating point dtype", value)
+    if value.device != q.device:
+        _wrong(name, f"q's device {q.device}", value)
+    return value.float()
+
+
+def seed(value: int | torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """One int64 on ``device``; drawn there from torch's generator where ``value`` is None."""
+    if value is None:
+        return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1 or value.dtype != torch.int64 or value.device != device:
+            _wrong("seed", f"one int64 on {device}", value)
+        return value.reshape(1)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"seed: expected an int or a tensor; got {type(value).__name__}")
+    if not -(2**63) <= value < 2**64:
+        _wrong("seed", "a number of 64 bits", value)
+    signed = value - 2**64 if value >= 2**63 else value
+    return torch.full((1,), signed, dtype=torch.int64, device=device)
+
+
+def integers(name: str, value: torch.Tensor, shape: tuple[int, ...], q: torch.Tensor) -> None:
+    """``value``: a contiguous int32 tensor of ``shape`` on q's device."""
+    if not isinstance(value, torch.Tensor):
+        _tensor(name, value)
+    if value.dtype != torch.int32:
+        _wrong(name, "dtype int32", value)
+    if value.shape != shape:
+        _wrong(name, f"shape {shape}", value)
+    if value.device != q.device:
+        _wrong(name, f"q's device {q.device}", value)
+    if value.stride(-1) != 1 and value.shape[-1] > 1:
+        _wrong(name, "a contiguous last dimension", f"strides {value.stride()}")
+
+
+def length(name: str, value: int) -> int:
+    """A sequence length given as a number."""
+    if isinstance(value, torch.Tensor) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name}: expected an int; got {type(value).__name__}")
+    if value < 0:
+        _wrong(name, "0 or more", value)
+    return value
+
+
+def no_gradient(tensors: Mapping[str, torch.Tensor | None], why: str) -> None:
+    """``ValueError`` where a tensor would need a gradient that is not computed."""
+    if not torch.is_grad_enabled():
+        return
+    for name, x in tensors.items():
+        if x is not None and x.requires_grad:
+            _wrong(name, f"no requires_grad ({why}; use torch.no_grad() or detach())", x)
+
+
+def check_values(call: Call) -> None:
+    """``ValueError`` for offsets, lengths and page numbers that lie outside their tensors.
+
+    Reads tensor values: free on the CPU, a wait on a GPU (where only ``PYFA_CHECK=1`` asks for it).
+    """
+    _check_offsets("cu_seqlens_q", call.cu_seqlens_q, call.q, call.max_seqlen_q, "max_seqlen_q")
+    _check_offsets("cu_seqlens_k", call.cu_seqlens_k, call.k, call.max_seqlen_k, "max_seqlen_k")
+    _check_range("seqused_q", call.seqused_q, _room(call.cu_seqlens_q, call.max_seqlen_q))
+    _check_range("seqused_k", call.seqused_k, _room(call.cu_seqlens_k, call.max_seqlen_k))
+    stored = call.seqused_k.tolist() if call.seqused_k is not None else call.max_seqlen_k
+    _check_range("cache_leftpad", call.cache_leftpad, stored)
+    if call.cache_batch_idx is not None:
+        _check_range("cache_batch_idx", call.cache_batch_idx, call.k.shape[0] - 1)
+    if call.page_table is not None:
+        page_size = call.k.shape[1]
+        columns = call.page_table.shape[1]
+        used = call.seqused_k.tolist() if call.seqused_k is not None else [columns * page_size]
+        for row, keys in zip(call.page_table.tolist(), used, strict=False):
+            for page in row[: -(-keys // page_size)]:
+                if not 0 <= page < call.k.shape[0]:
+                    _wrong("page_table", f"pages from 0 to {call.k.shape[0] - 1}", page)
+
+
+def _room(offsets: torch.Tensor | None, longest: int) -> int | list[int]:
+    return longest if offsets is None else offsets.diff().tolist()
+
+
+def _check_offsets(
+    name: str, offsets: torch.Tensor | None, packed: torch.Tensor, longest: int, longest_name: str
+) -> None:
+    if offsets is None:
+        return
+    values = offsets.tolist()
+    if values[0] != 0:
+        _wrong(name, "0 as its first value", values[0])
+    if values[-1] > packed.shape[0]:
+        _wrong(name, f"at most {packed.shape[0]} (the packed rows) as its last value", values[-1])
+    for before, after in zip(values, values[1:], strict=False):
+        if after < before:
+            _wrong(name, "values that do not decrease", f"{after} after {before}")
+        if after - before > longest:
+            _wrong(name, f"sequences of at most {longest_name}={longest}", after - before)
+
+
+def _check_range(name: str, values: torch.Tensor | None, most: int | list[int]) -> None:
+    if values is None:
+        return
+    numbers = values.tolist()
+    limits = most if isinstance(most, list) else [most] * len(numbers)
+    for number, limit in zip(numbers, limits, strict=True):
+        if not 0 <= number <= limit:
+            _wrong(name, f"values from 0 to {limit}", number)
+
+
+def offsets(name: str, value: torch.Tensor, q: torch.Tensor) -> None:
+    """``value``: int32 offsets (B + 1,) on q's device, B ≥ 0."""
+    _tensor(name, value)
+    if value.dim() != 1 or value.shape[0] < 1:
+        _wrong(name, "shape (batch + 1,)", value)
+    integers(name, value, (value.shape[0],), q)
+
+
+def pages(page_table: torch.Tensor, batch: int, k: torch.Tensor) -> None:
+    """``page_table``: int32 (batch, pages) for k (num_pages, page_size, heads, head_dim)."""
+    _tensor("page_table", page_table)
+    if page_table.dim() != 2:
+        _wrong("page_table", "2 dimensions (batch, pages)", page_table)
+    integers("page_table", page_table, (batch, page_table.shape[1]), k)
+
+
+def output(q: torch.Tensor, descale: object, out_dtype: torch.dtype | None) -> None:
+    """``descale`` and a differing ``out_dtype`` belong to float8 inputs alone."""
+    if q.itemsize == 1:
+        return
+    if descale is not None:
+        _wrong("descale", f"None for {q.dtype} (it scales float8 inputs)", type(descale).__name__)
+    if out_dtype is not None and out_dtype != q.dtype:
+        _wrong("out_dtype", f"None or {q.dtype} (others are for float8 inputs)", out_dtype)
+
+
+def cache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    batch: int,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    cache_seqlens: int | torch.Tensor | None,
+    cache_batch_idx: torch.Tensor | None,
+    cache_leftpad: torch.Tensor | None,
+    page_table: torch.Tensor | None,
+    num_splits: int,
+) -> torch.Tensor | None:
+    """Checks what belongs to a KV cache; returns ``cache_seqlens`` as int32 (batch,), or None."""
+    if page_table is not None:
+        pages(page_table, batch, k_cache)
+        for name, x in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
+            if x is not None and name == "cache_batch_idx":
+                _wrong(name, "None with page_table, whose rows already name the pages", x)
+    elif cache_batch_idx is None and k_cache.shape[0] != batch:
+        _wrong("k_cache", f"q's batch size {batch} (or cache_batch_idx)", k_cache)
+    for name, x in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
+        if x is not None:
+            integers(name, x, (batch,), q)
+    if isinstance(cache_seqlens, torch.Tensor):
+        integers("cache_seqlens", cache_seqlens, (batch,), q)
+    elif cache_seqlens is not None:
+        longest = length("cache_seqlens", cache_seqlens)
+        cache_seqlens = torch.full((batch,), longest, dtype=torch.int32, device=q.device)
+    if (k is None) != (v is None):
+        _wrong("v" if v is None else "k", "k and v to append together", None)
+    if k is not None and v is not None:
+        for name, x, kept in (("k", k, k_cache), ("v", v, None)):
+            _tensor(name, x)
+            if x.dim() != 4 or x.shape[0] != batch or x.shape[2] != k_cache.shape[2]:
+                _wrong(name, f"shape ({batch}, new, {k_cache.shape[2]}, head_dim)", x)
+            if x.dtype != q.dtype or x.device != q.device:
+                _wrong(name, f"q's dtype {q.dtype} and device {q.device}", x)
+            if kept is not None and x.shape[3] != kept.shape[3]:
+                _wrong(name, f"k_cache's head_dim {kept.shape[3]}", x)
+        if v.shape[1] != k.shape[1]:
+            _wrong("v", f"as many new rows as k, {k.shape[1]}", v)
+        if cache_seqlens is None:
+            _wrong("cache_seqlens", "where to append k and v", None)
+    if isinstance(num_splits, bool) or not isinstance(num_splits, int) or num_splits < 0:
+        _wrong("num_splits", "0 or more", num_splits)
+    return cache_seqlens
+
+
+def check_append(start: torch.Tensor, k: torch.Tensor, capacity: int) -> None:
+    """``ValueError`` where new keys would pass the end of a cache whose lengths the CPU can see."""
+    if start.device.type != "cpu" or torch.compiler.is_compiling() or start.numel() == 0:
+        return
+    last = int(start.max()) + k.shape[1]
+    if last > capacity or int(start.min()) < 0:
+        _wrong("cache_seqlens", f"room for {k.shape[1]} new keys in {capacity}", start.tolist())
+
+
+def rotary(
+    q: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    seqlens: torch.Tensor | None,
+    batch: int,
+    longest_k: int,
+) -> None:
+    """cos and sin: (max_position, R) alike, with 2·R ≤ head_dim and a row for each position."""
+    if cos is None or sin is None:
+        _wrong("rotary_sin" if sin is None else "rotary_cos", "rotary_cos and rotary_sin", None)
+    for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
+        _tensor(name, x)
+        if x.dim() != 2 or x.shape != cos.shape or not x.is_floating_point():
+            _wrong(name, "floating point (max_position, R), the same for cos and sin", x)
+        if x.device != q.device:
+            _wrong(name, f"q's device {q.device}", x)
+    if 2 * cos.shape[1] > q.shape[-1]:
+        _wrong("rotary_cos", f"at most head_dim / 2 = {q.shape[-1] // 2} columns", cos)
+    if seqlens is not None:
+        integers("rotary_seqlens", seqlens, (batch,), q)
+    elif cos.shape[0] < longest_k:
+        _wrong("rotary_cos", f"a row for each of the cache's {longest_k} positions", cos)
