@@ -24,11 +24,15 @@ from .problem import Call, Problem, bucket, is_aligned, problem_of
 
 _log = logging.getLogger("pyfa")
 _context: ContextVar[str] = ContextVar("pyfa_backend", default="")
+# What use_backend set last, in any thread: torch.compile cannot read a ContextVar, and guards this.
+_traced_context = ""
 _check_on_device: bool = env.get("PYFA_CHECK")
 
 
 def _joined(names: str | Sequence[str]) -> str:
     """Backend names as one string, checked: ``"triton,torch"``."""
+    if names in NAMES:
+        return names
     if isinstance(names, str):
         names = [part.strip() for part in names.split(",")]
     for name in names:
@@ -47,13 +51,18 @@ def use_backend(*names: str) -> Iterator[None]:
     >>> with pyfa.use_backend("triton", "torch"):
     ...     out = pyfa.attention(q, k, v)
     """
+    global _traced_context
     if not names:
         raise ValueError("use_backend: expected at least one name")
-    token = _context.set(_joined(names))
+    joined = _joined(names)
+    before, _traced_context = _traced_context, joined
+    token = None if torch.compiler.is_compiling() else _context.set(joined)
     try:
         yield
     finally:
-        _context.reset(token)
+        _traced_context = before
+        if token is not None:
+            _context.reset(token)
 
 
 @functools.cache
@@ -62,10 +71,10 @@ def _from_environment() -> str:
 
 
 def preference(argument: str | Sequence[str] | None) -> str:
-    """Who may run a call: the argument, else the context, else ``PYFA_BACKEND``, else "" (all)."""
+    """Who may run a call: the argument, else the context, else "" for whoever can."""
     if argument is not None:
         return _joined(argument)
-    return _context.get() or _from_environment()
+    return _traced_context if torch.compiler.is_compiling() else _context.get()
 
 
 class Prepared(NamedTuple):
@@ -158,6 +167,8 @@ class Answer:
 
 
 def _candidates(wanted: str, device: Device) -> tuple[str, ...]:
+    """Who is asked, in order; ``PYFA_BACKEND`` where the call and its context name nobody."""
+    wanted = wanted or _from_environment()
     return tuple(wanted.split(",")) if wanted else AUTOMATIC[device.vendor]
 
 
@@ -181,7 +192,7 @@ def _choose(problem: Problem, wanted: str) -> Prepared:
     for name in candidates:
         answer = ask(name, problem)
         if answer.plan is not None:
-            if not wanted:
+            if candidates == AUTOMATIC[problem.device.vendor]:
                 _warn_if_lost(refused, candidates)
             if env.get("PYFA_LOG") == "plan":
                 _log.info("plan for %s: %s %s", problem.described, name, answer.plan)
@@ -259,4 +270,3 @@ def explain(
     order = _candidates(wanted, problem.device)
     chosen = next((name for name in order if name in able), None)
     return Explanation(problem, tuple(answers), chosen)
-

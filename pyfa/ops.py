@@ -36,7 +36,9 @@ _LIBRARY.define(
     "append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor start, "
     "Tensor? page_table, Tensor? cache_batch_idx) -> ()"
 )
-_LIBRARY.define("rotary(Tensor x, Tensor cos, Tensor sin, Tensor positions, bool interleaved) -> Tensor")
+_LIBRARY.define(
+    "rotary(Tensor x, Tensor cos, Tensor sin, Tensor positions, bool interleaved) -> Tensor"
+)
 
 
 def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
