@@ -1,29 +1,22 @@
-"""The public functions: checked arguments in, one ``Call`` out, and the shortest way to a backend."""
+"""The public functions: arguments in, one checked ``Call`` out, the shortest way to a backend."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import inspect
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
 from . import device as devices
-from . import dispatch, ops, validate
-from .problem import Call
+from . import dispatch, validate
+from . import ops as ops  # registers torch.ops.pyfa
+from . import request as requests
+from .request import Backends, Request, Shared
 from .validate import Window
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-Backends = str | Sequence[str] | None
-
-
-class _Request(NamedTuple):
-    """A call with who may run it and what needs a gradient."""
-
-    call: Call
-    wanted: str
-    needs_grad: bool
-    bias_grad: bool
 
 
 def attention(
@@ -89,12 +82,12 @@ def attention(
     Source: Dao et al. 2022 and Dao 2023 (FlashAttention, FlashAttention-2).
     """
     if unknown:
-        validate.refuse_unknown("attention", unknown, attention.__kwdefaults__)
-    request = _dense(
-        q, k, v, causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed,
-        descale, out_dtype, deterministic, return_lse, backend,
+        validate.refuse_unknown("attention", unknown, _known(attention))
+    shared = Shared(
+        causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, descale,
+        out_dtype, deterministic, return_lse, backend,
     )  # fmt: skip
-    return _run(request)
+    return _run(requests.dense(q, k, v, shared))
 
 
 def attention_varlen(
@@ -125,7 +118,7 @@ def attention_varlen(
     backend: Backends = None,
     **unknown: object,
 ) -> Result:
-    """``attention`` on packed sequences: q (total_q, H, D), k (total_k, Hk, D), v (total_k, Hk, Dv).
+    """``attention`` on packed sequences: q (total_q, H, D), k (total_k, Hk, D), v (…, Hk, Dv).
 
     Sequence b is rows ``cu_seqlens[b]`` to ``cu_seqlens[b+1]`` (int32, (B+1,)); ``max_seqlen`` are
     Python ints and must not be exceeded. ``seqused`` (B,) int32 uses only the first rows of a
@@ -139,11 +132,14 @@ def attention_varlen(
     their tensors raise ``ValueError`` on the CPU always, on a GPU under ``PYFA_CHECK=1``.
     """
     if unknown:
-        validate.refuse_unknown("attention_varlen", unknown, attention_varlen.__kwdefaults__)
-    request = _varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
-        page_table, causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed,
-        descale, out_dtype, deterministic, return_lse, backend,
+        validate.refuse_unknown("attention_varlen", unknown, _known(attention_varlen))
+    shared = Shared(
+        causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, descale,
+        out_dtype, deterministic, return_lse, backend,
+    )  # fmt: skip
+    request = requests.varlen(
+        q, k, v, shared, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q,
+        seqused_k, page_table,
     )  # fmt: skip
     return _run(request)
 
@@ -198,12 +194,15 @@ def attention_kvcache(
     GPU under ``PYFA_CHECK=1``, where otherwise new rows beyond the cache's end are dropped.
     """
     if unknown:
-        validate.refuse_unknown("attention_kvcache", unknown, attention_kvcache.__kwdefaults__)
-    request = _kvcache(
-        q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, cache_leftpad, cu_seqlens_q,
-        max_seqlen_q, page_table, rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens,
-        num_splits, causal, window, scale, softcap, bias, alibi_slopes, sinks, descale, out_dtype,
-        return_lse, backend, append=True,
+        validate.refuse_unknown("attention_kvcache", unknown, _known(attention_kvcache))
+    shared = Shared(
+        causal, window, scale, softcap, bias, alibi_slopes, sinks, 0.0, None, descale,
+        out_dtype, False, return_lse, backend,
+    )  # fmt: skip
+    request = requests.kvcache(
+        q, k_cache, v_cache, shared, k, v, cache_seqlens, cache_batch_idx, cache_leftpad,
+        cu_seqlens_q, max_seqlen_q, page_table, rotary_cos, rotary_sin, rotary_interleaved,
+        rotary_seqlens, num_splits,
     )  # fmt: skip
     return _run(request)
 
@@ -213,30 +212,32 @@ def explain(
 ) -> dispatch.Explanation:
     """Who would run this attention, with which plan, and why the others would not.
 
-    Takes the arguments of ``attention``, of ``attention_varlen`` (recognised by ``cu_seqlens_k`` or
-    ``max_seqlen_k``) or of ``attention_kvcache`` (by any ``cache_…`` argument), as keywords; the
-    tensors may be on the ``meta`` device. ``device`` names a GPU that need not be here ("MI300X").
-    Nothing is computed and no cache is written. Printable, and plain data by ``as_dict()``.
-    Raises as they do, but never ``UnsupportedProblem``.
+    Takes the arguments of ``attention``, of ``attention_varlen`` (recognised by ``cu_seqlens_q``
+    with ``max_seqlen_k``) or of ``attention_kvcache`` (by any ``cache_…`` argument, or
+    ``page_table``), as keywords; the tensors may be on the ``meta`` device. ``device`` names a GPU
+    that need not be here ("MI300X"). Nothing is computed and no cache is written. Printable, and
+    plain data by ``as_dict()``. Raises as they do, but never ``UnsupportedProblem``.
     """
-    if "cu_seqlens_k" in same or "max_seqlen_k" in same:
-        build, function = _varlen, attention_varlen
+    build: Callable[..., Request] = requests.dense
+    if "max_seqlen_k" in same:
+        build = requests.varlen
     elif any(name.startswith("cache_") or name == "page_table" for name in same):
-        build, function = _kvcache, attention_kvcache
+        build = requests.kvcache
         same["append"] = False
-    else:
-        build, function = _dense, attention
-    defaults: dict[str, Any] = function.__kwdefaults__
-    allowed = build.__code__.co_varnames[3 : build.__code__.co_argcount]
+    own = set(inspect.signature(build).parameters) - {"q", "k", "v", "shared"}
+    allowed = (*Shared._fields, *own)
     unknown = {name: value for name, value in same.items() if name not in allowed}
-    if unknown:
-        validate.refuse_unknown("explain", unknown, allowed)
-    arguments = {name: defaults[name] for name in allowed if name in defaults} | same
-    request = build(q, k, v, **arguments)
-    return dispatch.explain(*request, devices.by_name(device) if device else None)
+    validate.refuse_unknown("explain", unknown, allowed)
+    shared = Shared(**{name: same.pop(name) for name in Shared._fields if name in same})
+    request = build(q, k, v, shared, **same)
+    return dispatch.explain(*request, device=devices.by_name(device) if device else None)
 
 
-def _run(request: _Request) -> Result:
+def _known(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
+
+
+def _run(request: Request) -> Result:
     call = request.call
     if request.needs_grad or not _is_plain(call.q):
         out, lse = torch.ops.pyfa.forward(*call, *request[1:])
@@ -255,258 +256,3 @@ def _is_plain(q: torch.Tensor) -> bool:
         and torch._C._functorch.peek_interpreter_stack() is None
         and forward_ad._current_level < 0
     )
-
-
-def _dense(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    window: Window,
-    scale: float | None,
-    softcap: float,
-    bias: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    dropout_p: float,
-    seed: int | torch.Tensor | None,
-    descale: object,
-    out_dtype: torch.dtype | None,
-    deterministic: bool,
-    return_lse: bool,
-    backend: Backends,
-) -> _Request:
-    q, k, v = _autocast(q, k, v)
-    validate.qkv(q, k, v, (4, 4))
-    if k.shape[0] != q.shape[0]:
-        validate._wrong("k", f"q's batch size {q.shape[0]}", k)
-    return _request(
-        Call(q, k, v, max_seqlen_q=q.shape[1], max_seqlen_k=k.shape[1]),
-        causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, descale,
-        out_dtype, deterministic, return_lse, backend,
-    )  # fmt: skip
-
-
-def _varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    seqused_q: torch.Tensor | None,
-    seqused_k: torch.Tensor | None,
-    page_table: torch.Tensor | None,
-    causal: bool,
-    window: Window,
-    scale: float | None,
-    softcap: float,
-    bias: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    dropout_p: float,
-    seed: int | torch.Tensor | None,
-    descale: object,
-    out_dtype: torch.dtype | None,
-    deterministic: bool,
-    return_lse: bool,
-    backend: Backends,
-) -> _Request:
-    q, k, v = _autocast(q, k, v)
-    validate.qkv(q, k, v, (3, 3 if page_table is None else 4))
-    validate.offsets("cu_seqlens_q", cu_seqlens_q, q)
-    batch = cu_seqlens_q.shape[0] - 1
-    if cu_seqlens_k is not None:
-        validate.integers("cu_seqlens_k", cu_seqlens_k, (batch + 1,), q)
-    for name, lengths in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
-        if lengths is not None:
-            validate.integers(name, lengths, (batch,), q)
-    if page_table is None:
-        if cu_seqlens_k is None:
-            validate._wrong("cu_seqlens_k", "offsets (int32) where there is no page_table", None)
-    else:
-        validate.pages(page_table, batch, k)
-        if seqused_k is None:
-            if cu_seqlens_k is None:
-                validate._wrong("seqused_k", "lengths, or cu_seqlens_k, with page_table", None)
-            seqused_k = cu_seqlens_k.diff()
-        cu_seqlens_k = None
-    call = Call(
-        q, k, v,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
-        page_table=page_table,
-        max_seqlen_q=validate.length("max_seqlen_q", max_seqlen_q),
-        max_seqlen_k=validate.length("max_seqlen_k", max_seqlen_k),
-    )  # fmt: skip
-    return _request(
-        call, causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, descale,
-        out_dtype, deterministic, return_lse, backend,
-    )  # fmt: skip
-
-
-def _kvcache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    cache_seqlens: int | torch.Tensor | None,
-    cache_batch_idx: torch.Tensor | None,
-    cache_leftpad: torch.Tensor | None,
-    cu_seqlens_q: torch.Tensor | None,
-    max_seqlen_q: int | None,
-    page_table: torch.Tensor | None,
-    rotary_cos: torch.Tensor | None,
-    rotary_sin: torch.Tensor | None,
-    rotary_interleaved: bool,
-    rotary_seqlens: torch.Tensor | None,
-    num_splits: int,
-    causal: bool,
-    window: Window,
-    scale: float | None,
-    softcap: float,
-    bias: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    descale: object,
-    out_dtype: torch.dtype | None,
-    return_lse: bool,
-    backend: Backends,
-    append: bool,
-) -> _Request:
-    validate.qkv(q, k_cache, v_cache, (4 if cu_seqlens_q is None else 3, 4))
-    validate.no_gradient(
-        {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "bias": bias,
-         "sinks": sinks},
-        "attention_kvcache has none",
-    )  # fmt: skip
-    if cu_seqlens_q is not None:
-        validate.offsets("cu_seqlens_q", cu_seqlens_q, q)
-        batch = cu_seqlens_q.shape[0] - 1
-        longest_q = validate.length("max_seqlen_q", max_seqlen_q)
-    else:
-        batch, longest_q = q.shape[:2]
-    used = validate.cache(
-        q, k_cache, batch, k, v, cache_seqlens, cache_batch_idx, cache_leftpad, page_table,
-        num_splits,
-    )  # fmt: skip
-    longest_k = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
-    if rotary_cos is not None or rotary_sin is not None:
-        validate.rotary(q, rotary_cos, rotary_sin, rotary_seqlens, batch, longest_k)
-        start = rotary_seqlens if rotary_seqlens is not None else used
-        if start is None:
-            start = torch.full((batch,), longest_k, dtype=torch.int32, device=q.device)
-        moving = causal or window is not None
-        positions = _query_positions(q, start, cu_seqlens_q, moving)
-        q = torch.ops.pyfa.rotary(q, rotary_cos, rotary_sin, positions, rotary_interleaved)
-        if k is not None:
-            positions = start[:, None] + torch.arange(k.shape[1], device=k.device)
-            k = torch.ops.pyfa.rotary(k, rotary_cos, rotary_sin, positions, rotary_interleaved)
-    if k is not None:
-        assert used is not None and v is not None
-        if append:
-            validate.check_append(used, k, longest_k)
-            torch.ops.pyfa.append_kv(k_cache, v_cache, k, v, used, page_table, cache_batch_idx)
-        used = used + k.shape[1]
-    call = Call(
-        q, k_cache, v_cache,
-        cu_seqlens_q=cu_seqlens_q,
-        seqused_k=used,
-        page_table=page_table,
-        cache_batch_idx=cache_batch_idx,
-        cache_leftpad=cache_leftpad,
-        max_seqlen_q=longest_q,
-        max_seqlen_k=longest_k,
-        num_splits=num_splits,
-    )  # fmt: skip
-    return _request(
-        call, causal, window, scale, softcap, bias, alibi_slopes, sinks, 0.0, None, descale,
-        out_dtype, False, return_lse, backend,
-    )  # fmt: skip
-
-
-def _query_positions(
-    q: torch.Tensor, start: torch.Tensor, cu_seqlens_q: torch.Tensor | None, moving: bool
-) -> torch.Tensor:
-    """The rotary position of each query: (B, Sq), or (total_q,) where q is packed."""
-    if cu_seqlens_q is None:
-        steps = torch.arange(q.shape[1], device=q.device)
-        return start[:, None] + (steps if moving else torch.zeros_like(steps))
-    row = torch.arange(q.shape[0], device=q.device)
-    sequence = torch.searchsorted(cu_seqlens_q[1:].long(), row, right=True)
-    sequence = sequence.clamp(max=start.shape[0] - 1)
-    first = start[sequence].long()
-    return first + (row - cu_seqlens_q[sequence] if moving else 0)
-
-
-def _request(
-    call: Call,
-    causal: bool,
-    window: Window,
-    scale: float | None,
-    softcap: float,
-    bias: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    dropout_p: float,
-    seed: int | torch.Tensor | None,
-    descale: object,
-    out_dtype: torch.dtype | None,
-    deterministic: bool,
-    return_lse: bool,
-    backend: Backends,
-) -> _Request:
-    """What all layouts share: masks, score terms, dropout, gradients, choice of backend."""
-    q, k, v = call.q, call.k, call.v
-    left, right = validate.window(window, causal)
-    scale, softcap, dropout_p = validate.scalars(scale, q.shape[-1], softcap, dropout_p)
-    validate.output(q, descale, out_dtype)
-    heads, batch = q.shape[-2], call.batch
-    if bias is not None:
-        packed = call.cu_seqlens_q is not None
-        sizes = (1 if packed else batch, heads, call.max_seqlen_q, call.max_seqlen_k)
-        bias = validate.bias(bias, q, sizes)
-    if alibi_slopes is not None:
-        validate.no_gradient({"alibi_slopes": alibi_slopes}, "slopes have none")
-        alibi_slopes = validate.per_head("alibi_slopes", alibi_slopes, q, batch)
-    if sinks is not None:
-        sinks = validate.per_head("sinks", sinks, q, None)
-    bias_grad = needs_grad = False
-    if torch.is_grad_enabled():
-        bias_grad = bias is not None and bias.requires_grad
-        needs_grad = (
-            q.requires_grad
-            or k.requires_grad
-            or v.requires_grad
-            or bias_grad
-            or (sinks is not None and sinks.requires_grad)
-        )
-    call = call._replace(
-        bias=bias,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        seed=validate.seed(seed, q.device) if dropout_p else None,
-        scale=scale,
-        window_left=left,
-        window_right=right,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
-        return_lse=return_lse,
-    )
-    return _Request(call, dispatch.preference(backend), needs_grad, bias_grad)
-
-
-def _autocast(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v in autocast's dtype where autocast is on for their device."""
-    if isinstance(q, torch.Tensor) and torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        if q.is_floating_point() and q.itemsize > 1:
-            return q.to(dtype), k.to(dtype), v.to(dtype)
-    return q, k, v

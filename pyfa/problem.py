@@ -1,8 +1,8 @@
 """What was asked: ``Call`` carries the tensors of one attention, ``Problem`` only its facts.
 
 Everything after the public functions works on a ``Call`` whose arguments were checked and brought
-into one form (see ``validate.py``): the window as two integers, ``causal`` as a right edge of 0, the
-bias with four dimensions, slopes and sinks in float32, the seed on the device.
+into one form (see ``request.py``): the window as two integers, ``causal`` as a right edge of 0,
+the bias with four dimensions, slopes and sinks in float32, the seed on the device.
 """
 
 from __future__ import annotations

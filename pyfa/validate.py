@@ -8,6 +8,7 @@ fails. It names the argument, what was expected and what came. What needs the va
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
@@ -56,13 +57,15 @@ def refuse_unknown(function: str, unknown: Mapping[str, object], known: Iterable
         raise TypeError(f"{function}() got an unexpected keyword argument '{name}'{hint}")
 
 
-def _wrong(name: str, expected: str, got: object) -> NoReturn:
+def wrong(name: str, expected: str, got: object) -> NoReturn:
+    """``ValueError``: ``name`` should have been ``expected``, and was ``got``."""
     if isinstance(got, torch.Tensor):
         got = f"shape {tuple(got.shape)}, {got.dtype}, on {got.device}"
     raise ValueError(f"{name}: expected {expected}; got {got}")
 
 
-def _tensor(name: str, value: object) -> None:
+def a_tensor(name: str, value: object) -> None:
+    """``TypeError`` unless ``value`` is a tensor."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: expected a tensor; got {type(value).__name__}")
 
@@ -85,26 +88,26 @@ def qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: tuple[int, int]
     """
     for name, x, dim in (("q", q, dims[0]), ("k", k, dims[1]), ("v", v, dims[1])):
         if not isinstance(x, torch.Tensor):
-            _tensor(name, x)
+            a_tensor(name, x)
         if x.dim() != dim:
             layout = "(batch, seqlen, heads, head_dim)" if dim == 4 else "(total, heads, head_dim)"
-            _wrong(name, f"{dim} dimensions {layout}", x)
+            wrong(name, f"{dim} dimensions {layout}", x)
         if x.dtype != q.dtype:
-            _wrong(name, f"q's dtype {q.dtype}", x)
+            wrong(name, f"q's dtype {q.dtype}", x)
         if x.device != q.device:
-            _wrong(name, f"q's device {q.device}", x)
+            wrong(name, f"q's device {q.device}", x)
     if q.dtype not in _INPUT_DTYPES:
-        _wrong("q", "float16, bfloat16, float32 or float8_e4m3", q)
+        wrong("q", "float16, bfloat16, float32 or float8_e4m3", q)
     if q.shape[-1] != k.shape[-1]:
-        _wrong("k", f"q's head_dim {q.shape[-1]}", k)
+        wrong("k", f"q's head_dim {q.shape[-1]}", k)
     if k.shape[:-1] != v.shape[:-1]:
-        _wrong("v", f"k's shape {tuple(k.shape)} but for head_dim", v)
+        wrong("v", f"k's shape {tuple(k.shape)} but for head_dim", v)
     for name, x in (("q", q), ("v", v)):
         if not 1 <= x.shape[-1] <= _MAX_HEAD_DIM:
-            _wrong(name, f"a head_dim from 1 to {_MAX_HEAD_DIM}", x)
+            wrong(name, f"a head_dim from 1 to {_MAX_HEAD_DIM}", x)
     heads_q, heads_k = q.shape[-2], k.shape[-2]
     if heads_k == 0 or heads_q == 0 or heads_q % heads_k:
-        _wrong("k", f"a number of heads that divides q's {heads_q}", f"{heads_k} heads")
+        wrong("k", f"a number of heads that divides q's {heads_q}", f"{heads_k} heads")
 
 
 def window(value: Window, causal: bool) -> tuple[int, int]:
@@ -113,11 +116,11 @@ def window(value: Window, causal: bool) -> tuple[int, int]:
         left = right = -1
     else:
         if isinstance(value, (int, float)) or len(value) != 2:
-            _wrong("window", "(left, right)", value)
+            wrong("window", "(left, right)", value)
         left, right = (-1 if edge is None else edge for edge in value)
         for edge in (left, right):
             if not isinstance(edge, int) or isinstance(edge, bool) or edge < -1:
-                _wrong("window", "two integers from 0 up, None or -1 for unlimited", value)
+                wrong("window", "two integers from 0 up, None or -1 for unlimited", value)
     if causal:
         right = 0 if right < 0 else min(right, 0)
     return left, right
@@ -130,9 +133,9 @@ def scalars(
     scale = head_dim**-0.5 if scale is None else _number("scale", scale)
     softcap, dropout_p = _number("softcap", softcap), _number("dropout_p", dropout_p)
     if softcap < 0.0:
-        _wrong("softcap", "0 for none, or a positive number", softcap)
+        wrong("softcap", "0 for none, or a positive number", softcap)
     if not 0.0 <= dropout_p < 1.0:
-        _wrong("dropout_p", "0 <= dropout_p < 1", dropout_p)
+        wrong("dropout_p", "0 <= dropout_p < 1", dropout_p)
     return scale, softcap, dropout_p
 
 
@@ -140,36 +143,36 @@ def _number(name: str, value: float) -> float:
     if isinstance(value, torch.Tensor) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: expected a number; got {type(value).__name__}")
     if not math.isfinite(value):
-        _wrong(name, "a finite number", value)
+        wrong(name, "a finite number", value)
     return float(value)
 
 
 def bias(value: torch.Tensor, q: torch.Tensor, sizes: tuple[int, int, int, int]) -> torch.Tensor:
     """``value`` with four dimensions, each 1 or that of ``sizes`` (batch, heads, rows, keys)."""
-    _tensor("bias", value)
+    a_tensor("bias", value)
     if value.device != q.device:
-        _wrong("bias", f"q's device {q.device}", value)
+        wrong("bias", f"q's device {q.device}", value)
     if value.dtype != torch.bool and not value.is_floating_point():
-        _wrong("bias", "a floating point dtype, or bool", value)
+        wrong("bias", "a floating point dtype, or bool", value)
     fits = value.dim() <= 4 and all(
         have in (1, want)
         for have, want in zip(reversed(value.shape), reversed(sizes), strict=False)
     )
     if not fits:
-        _wrong("bias", f"a shape that broadcasts to {sizes} (batch, heads, rows, keys)", value)
+        wrong("bias", f"a shape that broadcasts to {sizes} (batch, heads, rows, keys)", value)
     return value[(None,) * (4 - value.dim())] if value.dim() < 4 else value
 
 
 def per_head(name: str, value: torch.Tensor, q: torch.Tensor, batch: int | None) -> torch.Tensor:
     """``value`` in float32, of shape (heads,) or, where ``batch`` is given, also (batch, heads)."""
-    _tensor(name, value)
+    a_tensor(name, value)
     shapes = [(q.shape[-2],)] + ([(batch, q.shape[-2])] if batch is not None else [])
     if tuple(value.shape) not in shapes:
-        _wrong(name, f"shape {' or '.join(str(shape) for shape in shapes)}", value)
+        wrong(name, f"shape {' or '.join(str(shape) for shape in shapes)}", value)
     if not value.is_floating_point():
-        _wrong(name, "a floating point dtype", value)
+        wrong(name, "a floating point dtype", value)
     if value.device != q.device:
-        _wrong(name, f"q's device {q.device}", value)
+        wrong(name, f"q's device {q.device}", value)
     return value.float()
 
 
@@ -179,12 +182,12 @@ def seed(value: int | torch.Tensor | None, device: torch.device) -> torch.Tensor
         return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.dtype != torch.int64 or value.device != device:
-            _wrong("seed", f"one int64 on {device}", value)
+            wrong("seed", f"one int64 on {device}", value)
         return value.reshape(1)
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"seed: expected an int or a tensor; got {type(value).__name__}")
     if not -(2**63) <= value < 2**64:
-        _wrong("seed", "a number of 64 bits", value)
+        wrong("seed", "a number of 64 bits", value)
     signed = value - 2**64 if value >= 2**63 else value
     return torch.full((1,), signed, dtype=torch.int64, device=device)
 
@@ -192,23 +195,23 @@ def seed(value: int | torch.Tensor | None, device: torch.device) -> torch.Tensor
 def integers(name: str, value: torch.Tensor, shape: tuple[int, ...], q: torch.Tensor) -> None:
     """``value``: a contiguous int32 tensor of ``shape`` on q's device."""
     if not isinstance(value, torch.Tensor):
-        _tensor(name, value)
+        a_tensor(name, value)
     if value.dtype != torch.int32:
-        _wrong(name, "dtype int32", value)
+        wrong(name, "dtype int32", value)
     if value.shape != shape:
-        _wrong(name, f"shape {shape}", value)
+        wrong(name, f"shape {shape}", value)
     if value.device != q.device:
-        _wrong(name, f"q's device {q.device}", value)
+        wrong(name, f"q's device {q.device}", value)
     if value.stride(-1) != 1 and value.shape[-1] > 1:
-        _wrong(name, "a contiguous last dimension", f"strides {value.stride()}")
+        wrong(name, "a contiguous last dimension", f"strides {value.stride()}")
 
 
-def length(name: str, value: int) -> int:
+def length(name: str, value: int | None) -> int:
     """A sequence length given as a number."""
     if isinstance(value, torch.Tensor) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name}: expected an int; got {type(value).__name__}")
     if value < 0:
-        _wrong(name, "0 or more", value)
+        wrong(name, "0 or more", value)
     return value
 
 
@@ -218,7 +221,7 @@ def no_gradient(tensors: Mapping[str, torch.Tensor | None], why: str) -> None:
         return
     for name, x in tensors.items():
         if x is not None and x.requires_grad:
-            _wrong(name, f"no requires_grad ({why}; use torch.no_grad() or detach())", x)
+            wrong(name, f"no requires_grad ({why}; use torch.no_grad() or detach())", x)
 
 
 def check_values(call: Call) -> None:
@@ -241,7 +244,7 @@ def check_values(call: Call) -> None:
         for row, keys in zip(call.page_table.tolist(), used, strict=False):
             for page in row[: -(-keys // page_size)]:
                 if not 0 <= page < call.k.shape[0]:
-                    _wrong("page_table", f"pages from 0 to {call.k.shape[0] - 1}", page)
+                    wrong("page_table", f"pages from 0 to {call.k.shape[0] - 1}", page)
 
 
 def _room(offsets: torch.Tensor | None, longest: int) -> int | list[int]:
@@ -255,14 +258,14 @@ def _check_offsets(
         return
     values = offsets.tolist()
     if values[0] != 0:
-        _wrong(name, "0 as its first value", values[0])
+        wrong(name, "0 as its first value", values[0])
     if values[-1] > packed.shape[0]:
-        _wrong(name, f"at most {packed.shape[0]} (the packed rows) as its last value", values[-1])
-    for before, after in zip(values, values[1:], strict=False):
+        wrong(name, f"at most {packed.shape[0]} (the packed rows) as its last value", values[-1])
+    for before, after in itertools.pairwise(values):
         if after < before:
-            _wrong(name, "values that do not decrease", f"{after} after {before}")
+            wrong(name, "values that do not decrease", f"{after} after {before}")
         if after - before > longest:
-            _wrong(name, f"sequences of at most {longest_name}={longest}", after - before)
+            wrong(name, f"sequences of at most {longest_name}={longest}", after - before)
 
 
 def _check_range(name: str, values: torch.Tensor | None, most: int | list[int]) -> None:
@@ -272,23 +275,15 @@ def _check_range(name: str, values: torch.Tensor | None, most: int | list[int]) 
     limits = most if isinstance(most, list) else [most] * len(numbers)
     for number, limit in zip(numbers, limits, strict=True):
         if not 0 <= number <= limit:
-            _wrong(name, f"values from 0 to {limit}", number)
+            wrong(name, f"values from 0 to {limit}", number)
 
 
 def offsets(name: str, value: torch.Tensor, q: torch.Tensor) -> None:
     """``value``: int32 offsets (B + 1,) on q's device, B ≥ 0."""
-    _tensor(name, value)
+    a_tensor(name, value)
     if value.dim() != 1 or value.shape[0] < 1:
-        _wrong(name, "shape (batch + 1,)", value)
+        wrong(name, "shape (batch + 1,)", value)
     integers(name, value, (value.shape[0],), q)
-
-
-def pages(page_table: torch.Tensor, batch: int, k: torch.Tensor) -> None:
-    """``page_table``: int32 (batch, pages) for k (num_pages, page_size, heads, head_dim)."""
-    _tensor("page_table", page_table)
-    if page_table.dim() != 2:
-        _wrong("page_table", "2 dimensions (batch, pages)", page_table)
-    integers("page_table", page_table, (batch, page_table.shape[1]), k)
 
 
 def output(q: torch.Tensor, descale: object, out_dtype: torch.dtype | None) -> None:
@@ -296,88 +291,6 @@ def output(q: torch.Tensor, descale: object, out_dtype: torch.dtype | None) -> N
     if q.itemsize == 1:
         return
     if descale is not None:
-        _wrong("descale", f"None for {q.dtype} (it scales float8 inputs)", type(descale).__name__)
+        wrong("descale", f"None for {q.dtype} (it scales float8 inputs)", type(descale).__name__)
     if out_dtype is not None and out_dtype != q.dtype:
-        _wrong("out_dtype", f"None or {q.dtype} (others are for float8 inputs)", out_dtype)
-
-
-def cache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    batch: int,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    cache_seqlens: int | torch.Tensor | None,
-    cache_batch_idx: torch.Tensor | None,
-    cache_leftpad: torch.Tensor | None,
-    page_table: torch.Tensor | None,
-    num_splits: int,
-) -> torch.Tensor | None:
-    """Checks what belongs to a KV cache; returns ``cache_seqlens`` as int32 (batch,), or None."""
-    if page_table is not None:
-        pages(page_table, batch, k_cache)
-        for name, x in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
-            if x is not None and name == "cache_batch_idx":
-                _wrong(name, "None with page_table, whose rows already name the pages", x)
-    elif cache_batch_idx is None and k_cache.shape[0] != batch:
-        _wrong("k_cache", f"q's batch size {batch} (or cache_batch_idx)", k_cache)
-    for name, x in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
-        if x is not None:
-            integers(name, x, (batch,), q)
-    if isinstance(cache_seqlens, torch.Tensor):
-        integers("cache_seqlens", cache_seqlens, (batch,), q)
-    elif cache_seqlens is not None:
-        longest = length("cache_seqlens", cache_seqlens)
-        cache_seqlens = torch.full((batch,), longest, dtype=torch.int32, device=q.device)
-    if (k is None) != (v is None):
-        _wrong("v" if v is None else "k", "k and v to append together", None)
-    if k is not None and v is not None:
-        for name, x, kept in (("k", k, k_cache), ("v", v, None)):
-            _tensor(name, x)
-            if x.dim() != 4 or x.shape[0] != batch or x.shape[2] != k_cache.shape[2]:
-                _wrong(name, f"shape ({batch}, new, {k_cache.shape[2]}, head_dim)", x)
-            if x.dtype != q.dtype or x.device != q.device:
-                _wrong(name, f"q's dtype {q.dtype} and device {q.device}", x)
-            if kept is not None and x.shape[3] != kept.shape[3]:
-                _wrong(name, f"k_cache's head_dim {kept.shape[3]}", x)
-        if v.shape[1] != k.shape[1]:
-            _wrong("v", f"as many new rows as k, {k.shape[1]}", v)
-        if cache_seqlens is None:
-            _wrong("cache_seqlens", "where to append k and v", None)
-    if isinstance(num_splits, bool) or not isinstance(num_splits, int) or num_splits < 0:
-        _wrong("num_splits", "0 or more", num_splits)
-    return cache_seqlens
-
-
-def check_append(start: torch.Tensor, k: torch.Tensor, capacity: int) -> None:
-    """``ValueError`` where new keys would pass the end of a cache whose lengths the CPU can see."""
-    if start.device.type != "cpu" or torch.compiler.is_compiling() or start.numel() == 0:
-        return
-    last = int(start.max()) + k.shape[1]
-    if last > capacity or int(start.min()) < 0:
-        _wrong("cache_seqlens", f"room for {k.shape[1]} new keys in {capacity}", start.tolist())
-
-
-def rotary(
-    q: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    seqlens: torch.Tensor | None,
-    batch: int,
-    longest_k: int,
-) -> None:
-    """cos and sin: (max_position, R) alike, with 2·R ≤ head_dim and a row for each position."""
-    if cos is None or sin is None:
-        _wrong("rotary_sin" if sin is None else "rotary_cos", "rotary_cos and rotary_sin", None)
-    for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
-        _tensor(name, x)
-        if x.dim() != 2 or x.shape != cos.shape or not x.is_floating_point():
-            _wrong(name, "floating point (max_position, R), the same for cos and sin", x)
-        if x.device != q.device:
-            _wrong(name, f"q's device {q.device}", x)
-    if 2 * cos.shape[1] > q.shape[-1]:
-        _wrong("rotary_cos", f"at most head_dim / 2 = {q.shape[-1] // 2} columns", cos)
-    if seqlens is not None:
-        integers("rotary_seqlens", seqlens, (batch,), q)
-    elif cos.shape[0] < longest_k:
-        _wrong("rotary_cos", f"a row for each of the cache's {longest_k} positions", cos)
+        wrong("out_dtype", f"None or {q.dtype} (others are for float8 inputs)", out_dtype)

@@ -1,4 +1,4 @@
-"""The ``torch`` backend: runs everywhere that PyTorch runs, and the default where there is no GPU."""
+"""The ``torch`` backend: runs wherever PyTorch runs, and is the default where there is no GPU."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def why_not(problem: Problem) -> list[str]:
 
 
 def has_work(call: Call) -> bool:
-    """Whether there is a row to compute and a key to see: the fused kernels refuse empty tensors."""
+    """Whether there is a row to compute and a key to see: fused kernels refuse empty tensors."""
     return call.q.numel() > 0 and call.k.numel() > 0
 
 

@@ -1,0 +1,239 @@
+"""From a public function's arguments to a checked ``Call``: one builder per layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from . import validate, validate_cache
+from .dispatch import preference
+from .problem import Call
+from .validate import Window
+
+Backends = str | Sequence[str] | None
+
+
+class Shared(NamedTuple):
+    """The arguments that every layout takes, as the public functions document them."""
+
+    causal: bool = False
+    window: Window = None
+    scale: float | None = None
+    softcap: float = 0.0
+    bias: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    seed: int | torch.Tensor | None = None
+    descale: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    out_dtype: torch.dtype | None = None
+    deterministic: bool = False
+    return_lse: bool = False
+    backend: Backends = None
+
+
+class Request(NamedTuple):
+    """A call with who may run it and what needs a gradient."""
+
+    call: Call
+    wanted: str
+    needs_grad: bool
+    bias_grad: bool
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: Shared) -> Request:
+    """``attention``'s request."""
+    q, k, v = _autocast(q, k, v)
+    validate.qkv(q, k, v, (4, 4))
+    if k.shape[0] != q.shape[0]:
+        validate.wrong("k", f"q's batch size {q.shape[0]}", k)
+    call = Call(q, k, v, max_seqlen_q=q.shape[1], max_seqlen_k=k.shape[1])
+    return _request(call, shared)
+
+
+def varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    shared: Shared,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+) -> Request:
+    """``attention_varlen``'s request."""
+    q, k, v = _autocast(q, k, v)
+    validate.qkv(q, k, v, (3, 3 if page_table is None else 4))
+    validate.offsets("cu_seqlens_q", cu_seqlens_q, q)
+    batch = cu_seqlens_q.shape[0] - 1
+    if cu_seqlens_k is not None:
+        validate.integers("cu_seqlens_k", cu_seqlens_k, (batch + 1,), q)
+    for name, lengths in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
+        if lengths is not None:
+            validate.integers(name, lengths, (batch,), q)
+    if page_table is not None:
+        validate_cache.pages(page_table, batch, k)
+        if seqused_k is None:
+            if cu_seqlens_k is None:
+                validate.wrong("seqused_k", "lengths, or cu_seqlens_k, with page_table", None)
+            seqused_k = cu_seqlens_k.diff()
+        cu_seqlens_k = None
+    elif cu_seqlens_k is None:
+        validate.wrong("cu_seqlens_k", "offsets (int32) where there is no page_table", None)
+    call = Call(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        page_table=page_table,
+        max_seqlen_q=validate.length("max_seqlen_q", max_seqlen_q),
+        max_seqlen_k=validate.length("max_seqlen_k", max_seqlen_k),
+    )
+    return _request(call, shared)
+
+
+def kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    shared: Shared,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    page_table: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    rotary_interleaved: bool = True,
+    rotary_seqlens: torch.Tensor | None = None,
+    num_splits: int = 0,
+    append: bool = True,
+) -> Request:
+    """``attention_kvcache``'s request. Writes k and v into the cache, unless ``append`` is off."""
+    validate.qkv(q, k_cache, v_cache, (4 if cu_seqlens_q is None else 3, 4))
+    needless = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
+    needless |= {"bias": shared.bias, "sinks": shared.sinks}
+    validate.no_gradient(needless, "attention_kvcache has none")
+    if cu_seqlens_q is not None:
+        validate.offsets("cu_seqlens_q", cu_seqlens_q, q)
+        batch = cu_seqlens_q.shape[0] - 1
+        longest_q = validate.length("max_seqlen_q", max_seqlen_q)
+    else:
+        batch, longest_q = q.shape[:2]
+    validate_cache.where(q, k_cache, batch, cache_batch_idx, cache_leftpad, page_table)
+    used = validate_cache.lengths(cache_seqlens, batch, q)
+    validate_cache.splits(num_splits)
+    longest_k = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
+    if rotary_cos is not None or rotary_sin is not None:
+        cos, sin = validate_cache.rotary(
+            q, rotary_cos, rotary_sin, rotary_seqlens, batch, longest_k
+        )
+        start = rotary_seqlens if rotary_seqlens is not None else used
+        if start is None:
+            start = torch.full((batch,), longest_k, dtype=torch.int32, device=q.device)
+        moving = shared.causal or shared.window is not None
+        positions = _query_positions(q, start, cu_seqlens_q, moving)
+        q = torch.ops.pyfa.rotary(q, cos, sin, positions, rotary_interleaved)
+        if k is not None:
+            positions = start[:, None] + torch.arange(k.shape[1], device=k.device)
+            k = torch.ops.pyfa.rotary(k, cos, sin, positions, rotary_interleaved)
+    if k is not None or v is not None:
+        k, v, used = validate_cache.new_rows(k, v, used, q, k_cache, v_cache, batch)
+        if append:
+            validate_cache.check_append(used, k, longest_k)
+            torch.ops.pyfa.append_kv(k_cache, v_cache, k, v, used, page_table, cache_batch_idx)
+        used = used + k.shape[1]
+    call = Call(
+        q,
+        k_cache,
+        v_cache,
+        cu_seqlens_q=cu_seqlens_q,
+        seqused_k=used,
+        page_table=page_table,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        max_seqlen_q=longest_q,
+        max_seqlen_k=longest_k,
+        num_splits=num_splits,
+    )
+    return _request(call, shared)
+
+
+def _query_positions(
+    q: torch.Tensor, start: torch.Tensor, cu_seqlens_q: torch.Tensor | None, moving: bool
+) -> torch.Tensor:
+    """The rotary position of each query: (B, Sq), or (total_q,) where q is packed."""
+    if cu_seqlens_q is None:
+        steps = torch.arange(q.shape[1], device=q.device)
+        return start[:, None] + (steps if moving else torch.zeros_like(steps))
+    row = torch.arange(q.shape[0], device=q.device)
+    sequence = torch.searchsorted(cu_seqlens_q[1:].long(), row, right=True)
+    sequence = sequence.clamp(max=start.shape[0] - 1)
+    first = start[sequence].long()
+    return first + (row - cu_seqlens_q[sequence] if moving else 0)
+
+
+def _request(call: Call, shared: Shared) -> Request:
+    """What all layouts share: masks, score terms, dropout, gradients, choice of backend."""
+    q, k, v = call.q, call.k, call.v
+    left, right = validate.window(shared.window, shared.causal)
+    scale, softcap, dropout_p = validate.scalars(
+        shared.scale, q.shape[-1], shared.softcap, shared.dropout_p
+    )
+    validate.output(q, shared.descale, shared.out_dtype)
+    bias, alibi_slopes, sinks = shared.bias, shared.alibi_slopes, shared.sinks
+    if bias is not None:
+        batch = 1 if call.cu_seqlens_q is not None else call.batch
+        sizes = (batch, q.shape[-2], call.max_seqlen_q, call.max_seqlen_k)
+        bias = validate.bias(bias, q, sizes)
+    if alibi_slopes is not None:
+        validate.no_gradient({"alibi_slopes": alibi_slopes}, "slopes have none")
+        alibi_slopes = validate.per_head("alibi_slopes", alibi_slopes, q, call.batch)
+    if sinks is not None:
+        sinks = validate.per_head("sinks", sinks, q, None)
+    bias_grad = needs_grad = False
+    if torch.is_grad_enabled():
+        bias_grad = bias is not None and bias.requires_grad
+        needs_grad = (
+            q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or bias_grad
+            or (sinks is not None and sinks.requires_grad)
+        )
+    call = call._replace(
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        seed=validate.seed(shared.seed, q.device) if dropout_p else None,
+        scale=scale,
+        window_left=left,
+        window_right=right,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        deterministic=shared.deterministic or torch.are_deterministic_algorithms_enabled(),
+        return_lse=shared.return_lse,
+    )
+    return Request(call, preference(shared.backend), needs_grad, bias_grad)
+
+
+def _autocast(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v in autocast's dtype where autocast is on for their device."""
+    if isinstance(q, torch.Tensor) and torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        if q.is_floating_point() and q.itemsize > 1:
+            return q.to(dtype), k.to(dtype), v.to(dtype)
+    return q, k, v

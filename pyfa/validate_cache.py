@@ -1,0 +1,114 @@
+"""Checks for what only a KV cache has: pages, rows, appended keys, rotary tables."""
+
+from __future__ import annotations
+
+import torch
+
+from .validate import a_tensor, integers, length, wrong
+
+
+def pages(page_table: torch.Tensor, batch: int, k: torch.Tensor) -> None:
+    """``page_table``: int32 (batch, pages) for k (num_pages, page_size, heads, head_dim)."""
+    a_tensor("page_table", page_table)
+    if page_table.dim() != 2:
+        wrong("page_table", "2 dimensions (batch, pages)", page_table)
+    integers("page_table", page_table, (batch, page_table.shape[1]), k)
+
+
+def where(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    batch: int,
+    cache_batch_idx: torch.Tensor | None,
+    cache_leftpad: torch.Tensor | None,
+    page_table: torch.Tensor | None,
+) -> None:
+    """Where each of ``batch`` sequences lies in the cache."""
+    if page_table is not None:
+        pages(page_table, batch, k_cache)
+        if cache_batch_idx is not None:
+            wrong("cache_batch_idx", "None with page_table, whose rows name the pages", "a tensor")
+    elif cache_batch_idx is None and k_cache.shape[0] != batch:
+        wrong("k_cache", f"q's batch size {batch} (or cache_batch_idx)", k_cache)
+    for name, x in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
+        if x is not None:
+            integers(name, x, (batch,), q)
+
+
+def lengths(
+    cache_seqlens: int | torch.Tensor | None, batch: int, q: torch.Tensor
+) -> torch.Tensor | None:
+    """``cache_seqlens`` as int32 (batch,) on q's device, or None where it was not given."""
+    if cache_seqlens is None:
+        return None
+    if isinstance(cache_seqlens, torch.Tensor):
+        integers("cache_seqlens", cache_seqlens, (batch,), q)
+        return cache_seqlens
+    each = length("cache_seqlens", cache_seqlens)
+    return torch.full((batch,), each, dtype=torch.int32, device=q.device)
+
+
+def splits(num_splits: int) -> None:
+    """``num_splits``: 0 for the plan's choice, or how many parts the keys are cut into."""
+    if isinstance(num_splits, bool) or not isinstance(num_splits, int) or num_splits < 0:
+        wrong("num_splits", "0 or more", num_splits)
+
+
+def new_rows(
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    used: torch.Tensor | None,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    batch: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What is appended: k (batch, new, Hk, D), v (batch, new, Hk, Dv), and where it goes."""
+    if k is None or v is None:
+        wrong("k" if k is None else "v", "k and v to append together", None)
+    if used is None:
+        wrong("cache_seqlens", "where to append k and v", None)
+    for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        a_tensor(name, x)
+        heads, dim = cache.shape[2:]
+        if x.dim() != 4 or x.shape[0] != batch or x.shape[2:] != (heads, dim):
+            wrong(name, f"shape ({batch}, new, {heads}, {dim})", x)
+        if x.dtype != q.dtype or x.device != q.device:
+            wrong(name, f"q's dtype {q.dtype} and device {q.device}", x)
+    if v.shape[1] != k.shape[1]:
+        wrong("v", f"as many new rows as k, {k.shape[1]}", v)
+    return k, v, used
+
+
+def check_append(start: torch.Tensor, k: torch.Tensor, capacity: int) -> None:
+    """``ValueError`` where new keys would pass the end of a cache whose lengths the CPU can see."""
+    if start.device.type != "cpu" or torch.compiler.is_compiling() or start.numel() == 0:
+        return
+    if int(start.max()) + k.shape[1] > capacity or int(start.min()) < 0:
+        wrong("cache_seqlens", f"room for {k.shape[1]} new keys in {capacity}", start.tolist())
+
+
+def rotary(
+    q: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    seqlens: torch.Tensor | None,
+    batch: int,
+    longest_k: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin: (max_position, R) alike, with 2·R ≤ head_dim and a row for each position."""
+    if cos is None or sin is None:
+        wrong("rotary_cos" if cos is None else "rotary_sin", "rotary_cos and rotary_sin", None)
+    for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
+        a_tensor(name, x)
+        if x.dim() != 2 or x.shape != cos.shape or not x.is_floating_point():
+            wrong(name, "floating point (max_position, R), the same for cos and sin", x)
+        if x.device != q.device:
+            wrong(name, f"q's device {q.device}", x)
+    if 2 * cos.shape[1] > q.shape[-1]:
+        wrong("rotary_cos", f"at most head_dim / 2 = {q.shape[-1] // 2} columns", cos)
+    if seqlens is not None:
+        integers("rotary_seqlens", seqlens, (batch,), q)
+    elif cos.shape[0] < longest_k:
+        wrong("rotary_cos", f"a row for each of the cache's {longest_k} positions", cos)
+    return cos, sin
