@@ -20,7 +20,7 @@ from .backends.base import Backend, Gradients
 from .device import Device, of
 from .errors import PerformanceWarning, UnsupportedProblem
 from .plan import Plan
-from .problem import Call, Problem, bucket, is_aligned, problem_of
+from .problem import Call, Problem, is_aligned, problem_of
 
 _log = logging.getLogger("pyfa")
 _context: ContextVar[str] = ContextVar("pyfa_backend", default="")
@@ -78,13 +78,17 @@ def preference(argument: str | Sequence[str] | None) -> str:
 
 
 class Prepared(NamedTuple):
-    """A backend with its plan, ready for every call whose problem has the same bucket."""
+    """A backend with its plan, ready for every call whose problem has the same bucket.
+
+    ``check``: the tensors hold offsets or lengths whose values are to be checked before a run.
+    """
 
     backend: Backend
     plan: Plan
+    check: bool
 
     def forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        if _check_on_device or call.q.device.type == "cpu":
+        if self.check:
             validate.check_values(call)
         return self.backend.forward(self.plan, call)
 
@@ -110,11 +114,15 @@ def prepare(call: Call, wanted: str, needs_grad: bool, bias_grad: bool) -> Prepa
 
     Raises ``UnsupportedProblem`` with every candidate's reasons when none can run it.
     """
-    q, k, v = call.q, call.k, call.v
-    rows, keys = call.max_seqlen_q, call.max_seqlen_k
-    device = q.device
+    (
+        q, k, v, bias, alibi_slopes, sinks, _seed, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+        page_table, cache_batch_idx, cache_leftpad, rows, keys, _scale, left, right, softcap,
+        dropout_p, deterministic, return_lse, _num_splits,
+    ) = call  # fmt: skip
+    device, q_shape = q.device, q.shape
     # Alignment decides nothing on a CPU, and reading it costs 2 µs.
     aligned = device.type == "cpu" or is_aligned(call)
+    batch = q_shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     key = (
         wanted,
         needs_grad,
@@ -122,31 +130,30 @@ def prepare(call: Call, wanted: str, needs_grad: bool, bias_grad: bool) -> Prepa
         aligned,
         device,
         q.dtype,
-        q.shape[-2],
-        k.shape[-2],
-        q.shape[-1],
+        *q_shape[-2:],
+        *k.shape[-2:],
         v.shape[-1],
-        bucket(call.batch),
-        bucket(rows),
-        bucket(keys),
+        (batch - 1).bit_length(),
+        (rows - 1).bit_length() if rows else -1,
+        (keys - 1).bit_length() if keys else -1,
         rows == keys,
-        call.window_left >= 0,
+        left >= 0,
         # Unlimited, causal, or a window's right edge: three kinds.
-        min(call.window_right, 1),
-        call.softcap != 0.0,
-        call.dropout_p > 0.0,
-        call.deterministic,
-        call.return_lse,
-        call.alibi_slopes is None,
-        call.bias is None,
-        call.sinks is None,
-        call.cu_seqlens_q is None,
-        call.cu_seqlens_k is None,
-        call.seqused_q is None,
-        call.seqused_k is None,
-        call.cache_leftpad is None,
-        call.cache_batch_idx is None,
-        k.shape[1] if call.page_table is not None else 0,
+        min(right, 1),
+        softcap != 0.0,
+        dropout_p != 0.0,
+        deterministic,
+        return_lse,
+        alibi_slopes is None,
+        bias is None,
+        sinks is None,
+        cu_seqlens_q is None,
+        cu_seqlens_k is None,
+        seqused_q is None,
+        seqused_k is None,
+        cache_leftpad is None,
+        cache_batch_idx is None,
+        None if page_table is None else k.shape[1],
     )
     found = _prepared.get(key)
     if found is None:
@@ -196,10 +203,15 @@ def _choose(problem: Problem, wanted: str) -> Prepared:
                 _warn_if_lost(refused, candidates)
             if env.get("PYFA_LOG") == "plan":
                 _log.info("plan for %s: %s %s", problem.described, name, answer.plan)
-            return Prepared(BACKENDS[name], answer.plan)
+            has_values = not _WITH_VALUES.isdisjoint(problem.features)
+            check = has_values and (problem.arch == "cpu" or _check_on_device)
+            return Prepared(BACKENDS[name], answer.plan, check)
         refused[name] = answer.reasons
     raise UnsupportedProblem(problem.described, refused)
 
+
+# The features that come with offsets, lengths or page numbers.
+_WITH_VALUES = frozenset({"varlen", "seqused", "paged", "leftpad", "batch_idx"})
 
 _lost: set[str] = set()
 

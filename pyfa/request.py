@@ -49,8 +49,7 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: Shared) -> 
     validate.qkv(q, k, v, (4, 4))
     if k.shape[0] != q.shape[0]:
         validate.wrong("k", f"q's batch size {q.shape[0]}", k)
-    call = Call(q, k, v, max_seqlen_q=q.shape[1], max_seqlen_k=k.shape[1])
-    return _request(call, shared)
+    return _request(q, k, v, shared, q.shape[0], q.shape[1], k.shape[1])
 
 
 def varlen(
@@ -85,19 +84,20 @@ def varlen(
         cu_seqlens_k = None
     elif cu_seqlens_k is None:
         validate.wrong("cu_seqlens_k", "offsets (int32) where there is no page_table", None)
-    call = Call(
+    return _request(
         q,
         k,
         v,
+        shared,
+        batch,
+        validate.length("max_seqlen_q", max_seqlen_q),
+        validate.length("max_seqlen_k", max_seqlen_k),
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         seqused_q=seqused_q,
         seqused_k=seqused_k,
         page_table=page_table,
-        max_seqlen_q=validate.length("max_seqlen_q", max_seqlen_q),
-        max_seqlen_k=validate.length("max_seqlen_k", max_seqlen_k),
     )
-    return _request(call, shared)
 
 
 def kvcache(
@@ -154,20 +154,21 @@ def kvcache(
             validate_cache.check_append(used, k, longest_k)
             torch.ops.pyfa.append_kv(k_cache, v_cache, k, v, used, page_table, cache_batch_idx)
         used = used + k.shape[1]
-    call = Call(
+    return _request(
         q,
         k_cache,
         v_cache,
+        shared,
+        batch,
+        longest_q,
+        longest_k,
         cu_seqlens_q=cu_seqlens_q,
         seqused_k=used,
         page_table=page_table,
         cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad,
-        max_seqlen_q=longest_q,
-        max_seqlen_k=longest_k,
         num_splits=num_splits,
     )
-    return _request(call, shared)
 
 
 def _query_positions(
@@ -184,48 +185,77 @@ def _query_positions(
     return first + (row - cu_seqlens_q[sequence] if moving else 0)
 
 
-def _request(call: Call, shared: Shared) -> Request:
+def _request(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    shared: Shared,
+    batch: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    num_splits: int = 0,
+) -> Request:
     """What all layouts share: masks, score terms, dropout, gradients, choice of backend."""
-    q, k, v = call.q, call.k, call.v
-    left, right = validate.window(shared.window, shared.causal)
-    scale, softcap, dropout_p = validate.scalars(
-        shared.scale, q.shape[-1], shared.softcap, shared.dropout_p
-    )
-    validate.output(q, shared.descale, shared.out_dtype)
-    bias, alibi_slopes, sinks = shared.bias, shared.alibi_slopes, shared.sinks
+    (
+        causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, descale,
+        out_dtype, deterministic, return_lse, backend,
+    ) = shared  # fmt: skip
+    left, right = validate.window(window, causal)
+    scale, softcap, dropout_p = validate.scalars(scale, q.shape[-1], softcap, dropout_p)
+    if descale is not None or out_dtype is not None:
+        validate.output(q, descale, out_dtype)
+    needs_grad = torch.is_grad_enabled()
+    bias_grad = False
     if bias is not None:
-        batch = 1 if call.cu_seqlens_q is not None else call.batch
-        sizes = (batch, q.shape[-2], call.max_seqlen_q, call.max_seqlen_k)
+        sizes = (1 if cu_seqlens_q is not None else batch, q.shape[-2], max_seqlen_q, max_seqlen_k)
         bias = validate.bias(bias, q, sizes)
+        bias_grad = needs_grad and bias.requires_grad
     if alibi_slopes is not None:
         validate.no_gradient({"alibi_slopes": alibi_slopes}, "slopes have none")
-        alibi_slopes = validate.per_head("alibi_slopes", alibi_slopes, q, call.batch)
+        alibi_slopes = validate.per_head("alibi_slopes", alibi_slopes, q, batch)
     if sinks is not None:
         sinks = validate.per_head("sinks", sinks, q, None)
-    bias_grad = needs_grad = False
-    if torch.is_grad_enabled():
-        bias_grad = bias is not None and bias.requires_grad
-        needs_grad = (
-            q.requires_grad
-            or k.requires_grad
-            or v.requires_grad
-            or bias_grad
-            or (sinks is not None and sinks.requires_grad)
-        )
-    call = call._replace(
-        bias=bias,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        seed=validate.seed(shared.seed, q.device) if dropout_p else None,
-        scale=scale,
-        window_left=left,
-        window_right=right,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        deterministic=shared.deterministic or torch.are_deterministic_algorithms_enabled(),
-        return_lse=shared.return_lse,
+    needs_grad = needs_grad and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or bias_grad
+        or (sinks is not None and sinks.requires_grad)
     )
-    return Request(call, preference(shared.backend), needs_grad, bias_grad)
+    call = Call(
+        q,
+        k,
+        v,
+        bias,
+        alibi_slopes,
+        sinks,
+        validate.seed(seed, q.device) if dropout_p else None,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_q,
+        seqused_k,
+        page_table,
+        cache_batch_idx,
+        cache_leftpad,
+        max_seqlen_q,
+        max_seqlen_k,
+        scale,
+        left,
+        right,
+        softcap,
+        dropout_p,
+        deterministic or torch.are_deterministic_algorithms_enabled(),
+        return_lse,
+        num_splits,
+    )
+    return Request(call, preference(backend), needs_grad, bias_grad)
 
 
 def _autocast(

@@ -30,8 +30,9 @@ class TorchBackend:
         return Plan(self.NAME, "tiled", notes=tuple(why_tiled))
 
     def forward(self, plan: Plan, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        path = sdpa if plan.kernel == "sdpa" and sdpa.has_work(call) else tiled
-        return path.forward(call)
+        if plan.kernel == "sdpa" and sdpa.has_work(call):
+            return sdpa.forward(call)
+        return tiled.forward(call)
 
     def backward(
         self,

@@ -41,7 +41,7 @@ def why_not(problem: Problem) -> list[str]:
 
 def has_work(call: Call) -> bool:
     """Whether there is a row to compute and a key to see: fused kernels refuse empty tensors."""
-    return call.q.numel() > 0 and call.k.numel() > 0
+    return call.q.numel() > 0 and call.max_seqlen_k > 0
 
 
 def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,7 +51,7 @@ def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = _CPU_FORWARD(q, k, v, 0.0, causal, scale=call.scale)
     else:
         out, lse, *_ = _GPU_FORWARD(q, k, v, 0.0, causal, False, scale=call.scale)
-    return out.transpose(1, 2), lse.contiguous()
+    return out.transpose(1, 2), lse
 
 
 def backward(call: Call, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor) -> Gradients:
@@ -75,8 +75,8 @@ def backward(call: Call, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tenso
 
 def _heads_first(call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(B, H, S, D) views; keys and values repeated to as many heads as q has."""
-    group = call.q.shape[2] // call.k.shape[2]
-    q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
+    q, k, v = call.q.transpose(1, 2), call.k.transpose(1, 2), call.v.transpose(1, 2)
+    group = q.shape[1] // k.shape[1]
     if group > 1:
-        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     return q, k, v
