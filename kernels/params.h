@@ -1,0 +1,109 @@
+// The struct that every kernel takes by value. Generated from pyfa/abi.py by
+// `python -m pyfa.abi`; edit the table there. Strides count elements; a null pointer
+// means that the argument was not given.
+#pragma once
+
+struct Params {
+  void *q;  // queries: (B, Sq, H, D) or (total_q, H, D)
+  void *k;  // keys: (B, Sk, Hk, D), (total_k, Hk, D) or (pages, page_size, Hk, D)
+  void *v;  // values, as k with Dv
+  void *out;  // as q with Dv
+  void *lse;  // float32 (B, H, Sq) or (H, total_q), natural logarithm
+  void *bias;  // (B | 1, H | 1, Sq | 1, Sk | 1), see bias_type
+  void *alibi_slopes;  // float32 (H,) or (B, H)
+  void *sinks;  // float32 (H,)
+  void *seed;  // one int64, read by the kernel
+  void *cu_seqlens_q;  // int32 (B + 1,)
+  void *cu_seqlens_k;  // int32 (B + 1,)
+  void *seqused_q;  // int32 (B,)
+  void *seqused_k;  // int32 (B,)
+  void *page_table;  // int32 (B, pages)
+  void *cache_batch_idx;  // int32 (B,)
+  void *cache_leftpad;  // int32 (B,)
+  void *q_descale;  // float32 scales of float8 queries
+  void *k_descale;  // float32 scales of float8 keys
+  void *v_descale;  // float32 scales of float8 values
+  void *partial_out;  // float32 (splits, …) outputs of a split over the keys
+  void *partial_lse;  // float32 (splits, …) LSE of a split over the keys
+  void *dout;  // gradient of out
+  void *dlse;  // float32 gradient of the LSE
+  void *delta;  // float32 rowsum(dout * out) - dlse, shaped as the LSE
+  void *dq;  // gradient of q
+  void *dk;  // gradient of k
+  void *dv;  // gradient of v
+  void *dq_accum;  // float32 workspace of dq
+  void *dsinks;  // float32 (H,) gradient of the sinks
+  void *counter;  // int32 work counter of persistent grids
+  long long q_batch;  // stride of q between sequences (0: packed)
+  long long q_row;  // stride of q between rows
+  long long q_head;  // stride of q between heads
+  long long k_batch;  // stride of k between sequences (0: packed)
+  long long k_row;  // stride of k between rows
+  long long k_head;  // stride of k between heads
+  long long v_batch;  // stride of v between sequences (0: packed)
+  long long v_row;  // stride of v between rows
+  long long v_head;  // stride of v between heads
+  long long out_batch;  // stride of out between sequences (0: packed)
+  long long out_row;  // stride of out between rows
+  long long out_head;  // stride of out between heads
+  long long dout_batch;  // stride of dout between sequences (0: packed)
+  long long dout_row;  // stride of dout between rows
+  long long dout_head;  // stride of dout between heads
+  long long dq_batch;  // stride of dq between sequences (0: packed)
+  long long dq_row;  // stride of dq between rows
+  long long dq_head;  // stride of dq between heads
+  long long dk_batch;  // stride of dk between sequences (0: packed)
+  long long dk_row;  // stride of dk between rows
+  long long dk_head;  // stride of dk between heads
+  long long dv_batch;  // stride of dv between sequences (0: packed)
+  long long dv_row;  // stride of dv between rows
+  long long dv_head;  // stride of dv between heads
+  long long bias_batch;  // stride of bias between sequences, 0 where broadcast
+  long long bias_head;  // stride of bias between heads, 0 where broadcast
+  long long bias_row;  // stride of bias between rows, 0 where broadcast
+  long long bias_key;  // stride of bias between keys, 0 where broadcast
+  long long lse_batch;  // stride of lse, dlse and delta between sequences (0: packed)
+  long long lse_head;  // stride of lse, dlse and delta between heads
+  long long page_table_batch;  // stride of page_table between sequences
+  long long slopes_batch;  // stride of alibi_slopes between sequences, 0 for (H,)
+  long long descale_batch;  // stride of the descales between sequences
+  long long descale_head;  // stride of the descales between key heads
+  int batch;  // number of sequences
+  int heads_q;  // query heads
+  int heads_k;  // key heads
+  int seqlen_q;  // rows of the longest sequence
+  int seqlen_k;  // keys of the longest sequence
+  int head_dim;  // D
+  int head_dim_v;  // Dv
+  int page_size;  // keys a page, 0 without page_table
+  int window_left;  // keys to the left of the diagonal, -1 unlimited
+  int window_right;  // keys to the right of the diagonal, -1 unlimited, 0 causal
+  int q_start;  // global index of row 0
+  int k_start;  // global index of key 0
+  int head_start;  // global index of query head 0
+  int batch_start;  // global index of sequence 0
+  int use_sinks;  // whether the sinks take part in this block
+  int bias_type;  // 0 none, 1 bool, 2 float32, 3 float16, 4 bfloat16
+  int num_splits;  // parts that the keys are cut into
+  unsigned dropout_threshold;  // a draw below this is kept; 0 without dropout
+  float scale;  // factor of q.k
+  float softcap;  // 0 without
+  float dropout_scale;  // 1 / (1 - p)
+  int reserved;  // keeps the size a multiple of 8
+};
+
+static_assert(sizeof(Params) == 600, "as pyfa/abi.py packs it");
+static_assert(__builtin_offsetof(Params, q_batch) == 240, "as pyfa/abi.py packs it");
+static_assert(__builtin_offsetof(Params, batch) == 512, "as pyfa/abi.py packs it");
+static_assert(__builtin_offsetof(Params, scale) == 584, "as pyfa/abi.py packs it");
+
+struct alignas(64) TensorMap {
+  unsigned char opaque[128];
+};
+
+struct MappedParams {
+  Params params;
+  TensorMap maps[8];
+};
+
+static_assert(__builtin_offsetof(MappedParams, maps) == 640, "as pyfa/abi.py packs it");

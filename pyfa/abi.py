@@ -1,0 +1,248 @@
+"""``Params``: the one struct that every HIP and CUDA kernel takes by value, and its C header.
+
+``FIELDS`` is the only table. ``kernels/params.h`` is generated from it by ``python -m pyfa.abi``
+and a test holds the two together. Strides count elements, the last dimension is contiguous, and a
+null pointer means that the argument was not given. ``q_start`` … ``batch_start`` place a block
+inside a larger problem: masks, ALiBi and dropout use global indices. Kernels that copy by tensor
+maps (Hopper's TMA) take ``MappedParams``, the same members followed by the maps.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from .problem import Call
+
+
+class Field(NamedTuple):
+    """One member: its C type, and what it holds."""
+
+    name: str
+    type: str
+    meaning: str
+
+
+# C type → struct's format character. A pointer travels as its 64-bit address.
+_FORMATS = {"void *": "Q", "long long": "q", "int": "i", "unsigned": "I", "float": "f"}
+_SIZES = {"void *": 8, "long long": 8, "int": 4, "unsigned": 4, "float": 4}
+
+
+def _strided(*names: str) -> Iterator[Field]:
+    for name in names:
+        yield Field(f"{name}_batch", "long long", f"stride of {name} between sequences (0: packed)")
+        yield Field(f"{name}_row", "long long", f"stride of {name} between rows")
+        yield Field(f"{name}_head", "long long", f"stride of {name} between heads")
+
+
+# Eight-byte members first, so that the layout has no holes on any compiler.
+FIELDS: tuple[Field, ...] = (
+    Field("q", "void *", "queries: (B, Sq, H, D) or (total_q, H, D)"),
+    Field("k", "void *", "keys: (B, Sk, Hk, D), (total_k, Hk, D) or (pages, page_size, Hk, D)"),
+    Field("v", "void *", "values, as k with Dv"),
+    Field("out", "void *", "as q with Dv"),
+    Field("lse", "void *", "float32 (B, H, Sq) or (H, total_q), natural logarithm"),
+    Field("bias", "void *", "(B | 1, H | 1, Sq | 1, Sk | 1), see bias_type"),
+    Field("alibi_slopes", "void *", "float32 (H,) or (B, H)"),
+    Field("sinks", "void *", "float32 (H,)"),
+    Field("seed", "void *", "one int64, read by the kernel"),
+    Field("cu_seqlens_q", "void *", "int32 (B + 1,)"),
+    Field("cu_seqlens_k", "void *", "int32 (B + 1,)"),
+    Field("seqused_q", "void *", "int32 (B,)"),
+    Field("seqused_k", "void *", "int32 (B,)"),
+    Field("page_table", "void *", "int32 (B, pages)"),
+    Field("cache_batch_idx", "void *", "int32 (B,)"),
+    Field("cache_leftpad", "void *", "int32 (B,)"),
+    Field("q_descale", "void *", "float32 scales of float8 queries"),
+    Field("k_descale", "void *", "float32 scales of float8 keys"),
+    Field("v_descale", "void *", "float32 scales of float8 values"),
+    Field("partial_out", "void *", "float32 (splits, …) outputs of a split over the keys"),
+    Field("partial_lse", "void *", "float32 (splits, …) LSE of a split over the keys"),
+    Field("dout", "void *", "gradient of out"),
+    Field("dlse", "void *", "float32 gradient of the LSE"),
+    Field("delta", "void *", "float32 rowsum(dout * out) - dlse, shaped as the LSE"),
+    Field("dq", "void *", "gradient of q"),
+    Field("dk", "void *", "gradient of k"),
+    Field("dv", "void *", "gradient of v"),
+    Field("dq_accum", "void *", "float32 workspace of dq"),
+    Field("dsinks", "void *", "float32 (H,) gradient of the sinks"),
+    Field("counter", "void *", "int32 work counter of persistent grids"),
+    *_strided("q", "k", "v", "out", "dout", "dq", "dk", "dv"),
+    Field("bias_batch", "long long", "stride of bias between sequences, 0 where broadcast"),
+    Field("bias_head", "long long", "stride of bias between heads, 0 where broadcast"),
+    Field("bias_row", "long long", "stride of bias between rows, 0 where broadcast"),
+    Field("bias_key", "long long", "stride of bias between keys, 0 where broadcast"),
+    Field("lse_batch", "long long", "stride of lse, dlse and delta between sequences (0: packed)"),
+    Field("lse_head", "long long", "stride of lse, dlse and delta between heads"),
+    Field("page_table_batch", "long long", "stride of page_table between sequences"),
+    Field("slopes_batch", "long long", "stride of alibi_slopes between sequences, 0 for (H,)"),
+    Field("descale_batch", "long long", "stride of the descales between sequences"),
+    Field("descale_head", "long long", "stride of the descales between key heads"),
+    Field("batch", "int", "number of sequences"),
+    Field("heads_q", "int", "query heads"),
+    Field("heads_k", "int", "key heads"),
+    Field("seqlen_q", "int", "rows of the longest sequence"),
+    Field("seqlen_k", "int", "keys of the longest sequence"),
+    Field("head_dim", "int", "D"),
+    Field("head_dim_v", "int", "Dv"),
+    Field("page_size", "int", "keys a page, 0 without page_table"),
+    Field("window_left", "int", "keys to the left of the diagonal, -1 unlimited"),
+    Field("window_right", "int", "keys to the right of the diagonal, -1 unlimited, 0 causal"),
+    Field("q_start", "int", "global index of row 0"),
+    Field("k_start", "int", "global index of key 0"),
+    Field("head_start", "int", "global index of query head 0"),
+    Field("batch_start", "int", "global index of sequence 0"),
+    Field("use_sinks", "int", "whether the sinks take part in this block"),
+    Field("bias_type", "int", "0 none, 1 bool, 2 float32, 3 float16, 4 bfloat16"),
+    Field("num_splits", "int", "parts that the keys are cut into"),
+    Field("dropout_threshold", "unsigned", "a draw below this is kept; 0 without dropout"),
+    Field("scale", "float", "factor of q.k"),
+    Field("softcap", "float", "0 without"),
+    Field("dropout_scale", "float", "1 / (1 - p)"),
+    Field("reserved", "int", "keeps the size a multiple of 8"),
+)
+
+_LAYOUT = struct.Struct("<" + "".join(_FORMATS[field.type] for field in FIELDS))
+SIZE = _LAYOUT.size
+# CUtensorMap is 128 opaque bytes, and the hardware wants it at a multiple of 64.
+MAP_SIZE, MAP_ALIGNMENT, MAX_MAPS = 128, 64, 8
+_MAPS_AT = -(-SIZE // MAP_ALIGNMENT) * MAP_ALIGNMENT
+NAMES = tuple(field.name for field in FIELDS)
+_POSITIONS = {name: index for index, name in enumerate(NAMES)}
+_BIAS_TYPES = {torch.bool: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}
+
+
+def pack(values: Mapping[str, int | float], maps: Sequence[bytes] = ()) -> bytes:
+    """The bytes of ``Params``, or of ``MappedParams`` where ``maps`` are given.
+
+    Members that ``values`` does not name are 0. Raises ``KeyError`` for a name that is no member
+    and ``ValueError`` for maps of a wrong size or number.
+    """
+    if len(maps) > MAX_MAPS or any(len(tensor_map) != MAP_SIZE for tensor_map in maps):
+        raise ValueError(f"maps: expected at most {MAX_MAPS} tensor maps of {MAP_SIZE} bytes")
+    row: list[int | float] = [0] * len(FIELDS)
+    for name, value in values.items():
+        row[_POSITIONS[name]] = value
+    data = _LAYOUT.pack(*row)
+    if not maps:
+        return data
+    return data.ljust(_MAPS_AT, b"\0") + b"".join(maps).ljust(MAX_MAPS * MAP_SIZE, b"\0")
+
+
+def unpack(data: bytes) -> dict[str, int | float]:
+    """The members of ``Params`` by name, from its bytes."""
+    return dict(zip(NAMES, _LAYOUT.unpack_from(data), strict=True))
+
+
+def forward_values(call: Call, out: torch.Tensor, lse: torch.Tensor) -> dict[str, int | float]:
+    """What a forward kernel is told of ``call``: out (``Call.out_shape``), lse (``lse_shape``)."""
+    values: dict[str, int | float] = {
+        "batch": call.batch,
+        "heads_q": call.q.shape[-2],
+        "heads_k": call.k.shape[-2],
+        "seqlen_q": call.max_seqlen_q,
+        "seqlen_k": call.max_seqlen_k,
+        "head_dim": call.q.shape[-1],
+        "head_dim_v": call.v.shape[-1],
+        "window_left": call.window_left,
+        "window_right": call.window_right,
+        "scale": call.scale,
+        "softcap": call.softcap,
+        "use_sinks": int(call.sinks is not None),
+        "num_splits": 1,
+        "lse": lse.data_ptr(),
+        "lse_head": lse.stride(-2),
+        "lse_batch": lse.stride(0) if lse.dim() == 3 else 0,
+    }
+    for name, tensor in (("q", call.q), ("k", call.k), ("v", call.v), ("out", out)):
+        values |= _place(name, tensor)
+    if call.page_table is not None:
+        values["page_size"] = call.k.shape[1]
+        values["page_table_batch"] = call.page_table.stride(0)
+    if call.bias is not None:
+        strides = (
+            stride if size > 1 else 0
+            for stride, size in zip(call.bias.stride(), call.bias.shape, strict=True)
+        )
+        names = ("bias_batch", "bias_head", "bias_row", "bias_key")
+        values |= dict(zip(names, strides, strict=True))
+        values["bias_type"] = _BIAS_TYPES[call.bias.dtype]
+    if call.alibi_slopes is not None and call.alibi_slopes.dim() == 2:
+        values["slopes_batch"] = call.alibi_slopes.stride(0)
+    if call.dropout_p:
+        values["dropout_threshold"] = int((1.0 - call.dropout_p) * 2**32)
+        values["dropout_scale"] = 1.0 / (1.0 - call.dropout_p)
+    for name in (
+        "bias",
+        "alibi_slopes",
+        "sinks",
+        "seed",
+        "cu_seqlens_q",
+        "cu_seqlens_k",
+        "seqused_q",
+        "seqused_k",
+        "page_table",
+        "cache_batch_idx",
+        "cache_leftpad",
+    ):
+        tensor = getattr(call, name)
+        if tensor is not None:
+            values[name] = tensor.data_ptr()
+    return values
+
+
+def _place(name: str, tensor: torch.Tensor) -> dict[str, int]:
+    """Address and strides of a tensor (B, S, H, D), or (total, H, D) with a batch stride of 0."""
+    batch, row, head = tensor.stride()[:3] if tensor.dim() == 4 else (0, *tensor.stride()[:2])
+    return {
+        name: tensor.data_ptr(),
+        f"{name}_batch": batch,
+        f"{name}_row": row,
+        f"{name}_head": head,
+    }
+
+
+def header() -> str:
+    """``kernels/params.h``."""
+    lines = [
+        "// The struct that every kernel takes by value. Generated from pyfa/abi.py by",
+        "// `python -m pyfa.abi`; edit the table there. Strides count elements; a null pointer",
+        "// means that the argument was not given.",
+        "#pragma once",
+        "",
+        "struct Params {",
+    ]
+    for field in FIELDS:
+        space = "" if field.type.endswith("*") else " "
+        lines.append(f"  {field.type}{space}{field.name};  // {field.meaning}")
+    lines += ["};", "", f'static_assert(sizeof(Params) == {SIZE}, "as pyfa/abi.py packs it");']
+    offset = 0
+    for field in FIELDS:
+        if field.name in ("q_batch", "batch", "scale"):
+            lines.append(
+                f"static_assert(__builtin_offsetof(Params, {field.name}) == {offset}, "
+                f'"as pyfa/abi.py packs it");'
+            )
+        offset += _SIZES[field.type]
+    lines += [
+        "",
+        f"struct alignas({MAP_ALIGNMENT}) TensorMap {{",
+        f"  unsigned char opaque[{MAP_SIZE}];",
+        "};",
+        "",
+        "struct MappedParams {",
+        "  Params params;",
+        f"  TensorMap maps[{MAX_MAPS}];",
+        "};",
+        "",
+        f"static_assert(__builtin_offsetof(MappedParams, maps) == {_MAPS_AT}, "
+        '"as pyfa/abi.py packs it");',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(header(), end="")

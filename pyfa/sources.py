@@ -1,0 +1,50 @@
+"""The kernels' sources: where they lie, and one self-contained text per kernel and plan."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"[^\n]*$', re.MULTILINE)
+_ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[ \t]*\n", re.MULTILINE)
+
+
+def directory() -> Path:
+    """The folder of the kernels: inside an installed package, or beside it in a checkout.
+
+    Raises ``FileNotFoundError`` where neither is there.
+    """
+    package = Path(__file__).parent
+    for folder in (package / "_kernels", package.parent / "kernels"):
+        if (folder / "params.h").is_file():
+            return folder
+    raise FileNotFoundError(f"the kernels' sources are neither in {package} nor beside it")
+
+
+def flatten(kernel: str, constants: Mapping[str, int | str]) -> str:
+    """One source text: ``constants`` as #defines, then ``kernel`` with its includes in place.
+
+    ``kernel`` is a path below the folder of the kernels, as "hip/attn_fwd.hip". Includes are looked
+    for beside the file that asks, then at the top; each file is taken once. The text, and so its
+    digest, does not depend on where the folder lies. Raises ``FileNotFoundError`` naming the
+    include that is missing.
+    """
+    root = directory().resolve()
+    defines = "".join(f"#define {name} {value}\n" for name, value in sorted(constants.items()))
+    return defines + _expand(root / kernel, root, set())
+
+
+def _expand(file: Path, root: Path, taken: set[Path]) -> str:
+    taken.add(file)
+    name = file.relative_to(root).as_posix()
+
+    def replace(match: re.Match[str]) -> str:
+        for folder in (file.parent, root):
+            wanted = (folder / match[1]).resolve()
+            if wanted.is_file():
+                return "" if wanted in taken else _expand(wanted, root, taken)
+        raise FileNotFoundError(f'{name} includes "{match[1]}", which is not there')
+
+    text = _ONCE.sub("", file.read_text())
+    return f'#line 1 "{name}"\n' + _INCLUDE.sub(replace, text)
