@@ -13,6 +13,7 @@ from . import device as devices
 from . import dispatch, validate
 from . import ops as ops  # registers torch.ops.pyfa
 from . import request as requests
+from .problem import Call
 from .request import Backends, Request, Shared
 from .validate import Window
 
@@ -239,20 +240,28 @@ def _known(function: Callable[..., Any]) -> tuple[str, ...]:
 
 def _run(request: Request) -> Result:
     call = request.call
-    if request.needs_grad or not _is_plain(call.q):
+    if torch.compiler.is_compiling():
         out, lse = torch.ops.pyfa.forward(*call, *request[1:])
     else:
-        # Inference needs no operator: PyTorch's dispatcher would double the host time.
-        out, lse = dispatch.prepare(*request).forward(call)
+        _refuse_transforms(call)
+        if request.needs_grad or not _is_plain(call.q):
+            out, lse = torch.ops.pyfa.forward(*call, *request[1:])
+        else:
+            # Inference needs no operator: PyTorch's dispatcher would double the host time.
+            out, lse = dispatch.prepare(*request).forward(call)
     return (out, lse) if call.return_lse else out
 
 
 def _is_plain(q: torch.Tensor) -> bool:
-    """Whether nobody watches: no compiler, no tensor subclass, no mode, no functional transform."""
-    return (
-        not torch.compiler.is_compiling()
-        and type(q) is torch.Tensor
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and forward_ad._current_level < 0
-    )
+    """Whether nobody watches: no tensor subclass and no mode that traces or fakes."""
+    return type(q) is torch.Tensor and torch._C._len_torch_dispatch_stack() == 0
+
+
+def _refuse_transforms(call: Call) -> None:
+    """An operator with a registered gradient would drop tangents and batch dimensions silently."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise NotImplementedError("attention under torch.func transforms (grad, vjp, jvp, vmap)")
+    if forward_ad._current_level >= 0:
+        for x in call[:3]:
+            if forward_ad.unpack_dual(x).tangent is not None:
+                raise NotImplementedError("attention has no forward-mode derivative")

@@ -135,6 +135,7 @@ def kvcache(
     used = validate_cache.lengths(cache_seqlens, batch, q)
     validate_cache.splits(num_splits)
     longest_k = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
+    validate_cache.check_room(used, 0 if k is None else k.shape[1], longest_k)
     if rotary_cos is not None or rotary_sin is not None:
         cos, sin = validate_cache.rotary(
             q, rotary_cos, rotary_sin, rotary_seqlens, batch, longest_k
@@ -151,7 +152,6 @@ def kvcache(
     if k is not None or v is not None:
         k, v, used = validate_cache.new_rows(k, v, used, q, k_cache, v_cache, batch)
         if append:
-            validate_cache.check_append(used, k, longest_k)
             torch.ops.pyfa.append_kv(k_cache, v_cache, k, v, used, page_table, cache_batch_idx)
         used = used + k.shape[1]
     return _request(

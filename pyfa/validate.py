@@ -168,9 +168,10 @@ def scalars(
 def _number(name: str, value: float) -> float:
     if isinstance(value, torch.Tensor) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: expected a number; got {type(value).__name__}")
-    if not math.isfinite(value):
+    # Not math.isfinite, which torch.compile cannot trace for a number that it holds symbolic.
+    if not -math.inf < value < math.inf:
         wrong(name, "a finite number", value)
-    return float(value)
+    return value if isinstance(value, float) else float(value)
 
 
 def bias(value: torch.Tensor, q: torch.Tensor, sizes: tuple[int, int, int, int]) -> torch.Tensor:

@@ -80,12 +80,15 @@ def new_rows(
     return k, v, used
 
 
-def check_append(start: torch.Tensor, k: torch.Tensor, capacity: int) -> None:
-    """``ValueError`` where new keys would pass the end of a cache whose lengths the CPU can see."""
-    if start.device.type != "cpu" or torch.compiler.is_compiling() or start.numel() == 0:
+def check_room(used: torch.Tensor | None, new: int, capacity: int) -> None:
+    """``ValueError`` where lengths that the CPU can see, with ``new`` more keys, pass the end."""
+    if used is None or used.device.type != "cpu" or torch.compiler.is_compiling():
         return
-    if int(start.max()) + k.shape[1] > capacity or int(start.min()) < 0:
-        wrong("cache_seqlens", f"room for {k.shape[1]} new keys in {capacity}", start.tolist())
+    if type(used) is torch.Tensor and used.numel():
+        least, most = int(used.min()), int(used.max())
+        if least < 0 or most + new > capacity:
+            room = f" (with {new} new keys)" if new else ""
+            wrong("cache_seqlens", f"lengths from 0 to {capacity}{room}", used.tolist())
 
 
 def rotary(
