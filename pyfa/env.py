@@ -103,5 +103,5 @@ def get(name: str) -> Any:
         return variable.default
     try:
         return variable.parse(text)
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:  # RuntimeError: "~nobody" has no home
         raise ValueError(f"environment variable {name}={text!r}: {error}") from None

@@ -225,6 +225,10 @@ def backward(
         if dlse is not None:
             delta = delta - _row_values(grid, dlse, begin_q, end_q)
         saw = row_lse > -torch.inf
+        exists = grid.rows.valid(begin_q, end_q)
+        if exists is not None:
+            # The bias of a row that does not exist may be NaN, and 0 · NaN would reach dK and dV.
+            saw = saw & exists[:, None, :, None]
         base = torch.where(saw, row_lse, 0.0)
         if dsinks is not None and call.sinks is not None:
             p_sink = torch.exp(call.sinks[:, None, None] - base)

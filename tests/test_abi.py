@@ -1,0 +1,123 @@
+"""The struct that kernels take: Python's bytes and C's members are one layout."""
+
+import ctypes
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from pyfa import abi, request, sources
+
+
+def test_header_is_generated_from_the_table():
+    assert (sources.directory() / "params.h").read_text() == abi.header()
+
+
+def test_no_holes():
+    """ctypes lays the members out as a C compiler does: nothing is padded, inside or at the end."""
+    kinds = {
+        "void *": ctypes.c_uint64,
+        "long long": ctypes.c_int64,
+        "int": ctypes.c_int32,
+        "unsigned": ctypes.c_uint32,
+        "float": ctypes.c_float,
+    }
+
+    class Params(ctypes.Structure):
+        _fields_ = [(field.name, kinds[field.type]) for field in abi.FIELDS]  # noqa: RUF012
+
+    assert ctypes.sizeof(Params) == abi.SIZE
+    values = {field.name: index + 1 for index, field in enumerate(abi.FIELDS)}
+    params = Params.from_buffer_copy(abi.pack(values))
+    assert {name: getattr(params, name) for name in abi.NAMES} == values
+    assert abi.unpack(abi.pack(values)) == values
+
+
+def test_header_compiles(tmp_path):
+    """Its static_asserts are the compiler's own word on the layout."""
+    source = tmp_path / "check.cpp"
+    source.write_text(abi.header())
+    command = [sys.executable, "-m", "ziglang", "c++", "-std=c++17", "-fsyntax-only", source]
+    subprocess.run(command, check=True)
+    source.write_text(abi.header().replace("int batch;", "int batch, another;"))
+    broken = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert broken.returncode != 0
+    assert "as pyfa/abi.py packs it" in broken.stderr
+
+
+def test_maps_follow_at_their_alignment():
+    data = abi.pack({"batch": 3}, [b"\1" * 128, b"\2" * 128])
+    assert len(data) % 64 == 0
+    assert data[640:768] == b"\1" * 128
+    assert data[768:896] == b"\2" * 128
+    assert abi.unpack(data)["batch"] == 3
+    with pytest.raises(ValueError, match="tensor maps"):
+        abi.pack({}, [b"\1" * 127])
+    with pytest.raises(ValueError, match="tensor maps"):
+        abi.pack({}, [b"\1" * 128] * 9)
+    with pytest.raises(KeyError):
+        abi.pack({"batches": 1})
+
+
+def test_forward_values():
+    q, k = torch.randn(2, 5, 4, 8), torch.randn(3, 16, 2, 8)
+    table = torch.tensor([[0, 1], [2, 2]], dtype=torch.int32)
+    lengths = torch.tensor([17, 20], dtype=torch.int32)
+    bias = torch.randn(1, 4, 1, 32, dtype=torch.float16)
+    shared = request.Shared(causal=True, window=(9, None), bias=bias, softcap=3.0)
+    call = request.kvcache(q, k, k, shared, cache_seqlens=lengths, page_table=table).call
+    out, lse = torch.empty(call.out_shape()), torch.empty(call.lse_shape())
+    values = abi.unpack(abi.pack(abi.forward_values(call, out, lse)))
+    expected = {
+        "q": q.data_ptr(),
+        "page_table": table.data_ptr(),
+        "cu_seqlens_q": 0,
+        "seqused_k": lengths.data_ptr(),
+        "q_batch": 160,
+        "q_row": 32,
+        "q_head": 8,
+        "k_batch": 256,
+        "page_size": 16,
+        "seqlen_k": 32,
+        "window_left": 9,
+        "window_right": 0,
+        "bias_type": 3,
+        "bias_batch": 0,
+        "bias_head": 32,
+        "bias_row": 0,
+        "bias_key": 1,
+        "lse_batch": 20,
+        "lse_head": 5,
+        "dropout_threshold": 0,
+        "softcap": 3.0,
+    }
+    assert {name: values[name] for name in expected} == expected
+    assert values["scale"] == pytest.approx(8**-0.5)
+
+
+class TestFlatten:
+    @pytest.fixture
+    def kernels(self, tmp_path, monkeypatch):
+        (tmp_path / "hip").mkdir()
+        (tmp_path / "params.h").write_text("#pragma once\nstruct Params {};\n")
+        (tmp_path / "hip" / "mma.h").write_text('#pragma once\n#include "../params.h"\nint mma;\n')
+        (tmp_path / "hip" / "a.hip").write_text(
+            '#include "../params.h"\n#include "mma.h"\n#include "mma.h"  // twice\nint a;\n'
+        )
+        monkeypatch.setattr(sources, "directory", lambda: tmp_path)
+        return tmp_path
+
+    def test_each_include_once_in_place(self, kernels):
+        text = sources.flatten("hip/a.hip", {"TILE": 64, "DIM": 8})
+        assert text.startswith("#define DIM 8\n#define TILE 64\n")
+        assert text.count("struct Params") == 1
+        assert text.count("int mma;") == 1
+        assert text.index("struct Params") < text.index("int mma;") < text.index("int a;")
+        assert "#include" not in text
+        assert str(kernels) not in text
+
+    def test_missing_include_is_named(self, kernels):
+        (kernels / "hip" / "a.hip").write_text('#include "gone.h"\n')
+        with pytest.raises(FileNotFoundError, match=r'hip/a\.hip includes "gone\.h"'):
+            sources.flatten("hip/a.hip", {})
