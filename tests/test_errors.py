@@ -235,8 +235,8 @@ class TestCache:
         pyfa.attention_kvcache(q, k, v, page_table=table, cache_seqlens=lengths)
 
     def test_lengths(self, cache):
-        refused(r"^cache_seqlens: expected lengths from 0 to 16; got \[17, 17\]", pyfa.attention_kvcache, *cache,
-                cache_seqlens=17)  # fmt: skip
+        refused(r"^cache_seqlens: expected lengths from 0 to 16; got \[17, 17\]",
+                pyfa.attention_kvcache, *cache, cache_seqlens=17)  # fmt: skip
         refused("^cache_seqlens: expected an int", pyfa.attention_kvcache, *cache,
                 cache_seqlens=1.5, error=TypeError)  # fmt: skip
         refused("^cache_leftpad: expected values from 0 to 3; got 4", pyfa.attention_kvcache,
@@ -257,8 +257,8 @@ class TestCache:
         refused("^cache_seqlens: expected where", pyfa.attention_kvcache, q, k, v, k=new, v=new)
         refused(r"^v: expected shape \(2, new, 2, 8\)", pyfa.attention_kvcache, q, k, v, k=new,
                 v=new[..., :4], cache_seqlens=1)  # fmt: skip
-        refused(r"^cache_seqlens: expected lengths from 0 to 16 \(with 3 new keys\)", pyfa.attention_kvcache, q, k,
-                v, k=new, v=new, cache_seqlens=14)  # fmt: skip
+        refused(r"^cache_seqlens: expected lengths from 0 to 16 \(with 3 new keys\)",
+                pyfa.attention_kvcache, q, k, v, k=new, v=new, cache_seqlens=14)  # fmt: skip
 
     def test_rotary(self, cache):
         cos = torch.randn(16, 4)
