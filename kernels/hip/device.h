@@ -1,0 +1,46 @@
+// What HIP's own headers would bring, for compilers that come without them.
+#pragma once
+
+#ifndef __global__
+#define __global__ __attribute__((global))
+#define __device__ __attribute__((device))
+#define __shared__ __attribute__((shared))
+#endif
+
+#define DEVICE static __device__ inline __attribute__((always_inline))
+
+// Threads of a workgroup, and how many wavefronts should fit on a SIMD: what decides the registers.
+#define WORKGROUP(threads, waves_per_simd)                      \
+  __attribute__((amdgpu_flat_work_group_size(threads, threads), \
+                 amdgpu_waves_per_eu(waves_per_simd, waves_per_simd)))
+
+constexpr int kLanes = 64;
+
+DEVICE int min(int a, int b) { return a < b ? a : b; }
+DEVICE int max(int a, int b) { return a > b ? a : b; }
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+#define INFINITY_F __builtin_inff()
+
+DEVICE int thread_index() { return __builtin_amdgcn_workitem_id_x(); }
+DEVICE int lane_index() { return thread_index() % kLanes; }
+// The same in all lanes of a wavefront, and the compiler is told so.
+DEVICE int wave_index() { return __builtin_amdgcn_readfirstlane(thread_index() / kLanes); }
+
+// All of the workgroup's LDS traffic before this is visible to all of it after.
+DEVICE void barrier() {
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
+  __builtin_amdgcn_s_barrier();
+  __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
+}
+
+// v_exp_f32 and v_log_f32: base 2, one instruction each; the plain builtins take 9.
+DEVICE float exp2(float x) { return __builtin_amdgcn_exp2f(x); }
+DEVICE float log2(float x) { return __builtin_amdgcn_logf(x); }
+
+// `x` of the lane 32 away: the only exchange that rows of a 32x32 product need.
+DEVICE float other_half(float x) {
+  int from = (lane_index() ^ 32) * 4;
+  return __builtin_bit_cast(float, __builtin_amdgcn_ds_bpermute(from, __builtin_bit_cast(int, x)));
+}

@@ -1,0 +1,90 @@
+"""From a plan to the code object that runs it: the bundle, then the cache, then the compiler."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ... import bundle, cache, codeobject, sources
+from ...errors import CodeObjectError, CompileError
+from ...plan import Plan
+from . import compiler
+
+# -fno-math-errno and the contraction of a·b + c are what these kernels are written for; nothing
+# that would let the compiler forget NaN and infinities.
+OPTIONS = ("-O3", "-fno-math-errno", "-ffp-contract=fast")
+LDS_BYTES = 65536
+
+
+@dataclass(frozen=True)
+class Code:
+    """A code object: its bytes, their sha256, where it came from, and its one kernel's facts."""
+
+    data: bytes
+    digest: str
+    origin: str
+    kernel: codeobject.Kernel
+
+
+def source_of(plan: Plan) -> str:
+    """The self-contained source that ``plan`` is compiled from."""
+    return sources.flatten(plan.kernel, dict(plan.constants))
+
+
+def key_of(plan: Plan, arch: str, by: str = compiler.PINNED) -> str:
+    """What names the code object that the compiler ``by`` makes of ``plan``."""
+    return cache.key(source_of(plan), OPTIONS, by, arch)
+
+
+@functools.cache
+def load(plan: Plan, arch: str) -> Code:
+    """The code object of ``plan``. Raises ``CompileError`` or ``CodeObjectError``."""
+    data = bundle.find(arch, key_of(plan, arch))
+    if data is not None:
+        return _code(data, name_of(plan), "bundle")
+    missing = compiler.why_unavailable()
+    if missing:
+        raise CompileError(f"no code for {plan} on {arch}: {missing}", "", plan.kernel)
+    meta: Mapping[str, str] = {
+        "arch": arch,
+        "compiler": compiler.version(),
+        "options": " ".join(OPTIONS),
+        "plan": str(plan),
+    }
+    entry = cache.get_or_build(
+        name_of(plan),
+        key_of(plan, arch, compiler.version()),
+        suffix=".hsaco",
+        source=source_of(plan),
+        meta=meta,
+        build=lambda: build(plan, arch),
+    )
+    return _code(entry.code, name_of(plan), entry.origin)
+
+
+def why_unavailable() -> str | None:
+    """Why there is no code on this machine; None where a bundle or a compiler is here."""
+    return None if bundle.manifest()["objects"] else compiler.why_unavailable()
+
+
+def build(plan: Plan, arch: str) -> bytes:
+    """Compiles ``plan`` and refuses what breaks the rules that its kernel is written to."""
+    data = compiler.compile_hip(source_of(plan), arch=arch, options=OPTIONS)
+    kernel = codeobject.parse(data).kernel(name_of(plan))
+    if kernel.vgpr_spills or kernel.sgpr_spills or kernel.scratch_bytes:
+        raise CodeObjectError(f"{plan} on {arch} spills: {kernel}")
+    if kernel.lds_bytes > LDS_BYTES:
+        raise CodeObjectError(f"{plan} on {arch} takes {kernel.lds_bytes} B of LDS")
+    return data
+
+
+def name_of(plan: Plan) -> str:
+    """The kernel's name: the stem of its file, and the symbol inside."""
+    return plan.kernel.rsplit("/", 1)[-1].split(".")[0]
+
+
+def _code(data: bytes, name: str, origin: str) -> Code:
+    kernel = codeobject.parse(data).kernel(name)
+    return Code(data, hashlib.sha256(data).hexdigest(), origin, kernel)

@@ -1,0 +1,168 @@
+"""The HIP runtime that torch has mapped: found, opened without a second copy, its calls checked.
+
+Two copies of libamdhip64 in a process are two runtimes, and a kernel of one fails on every stream
+of the other but the default (error 709). So nothing is searched on disk here: the one copy that is
+in ``/proc/self/maps`` is opened by its path with ``RTLD_NOLOAD``, which never maps another.
+
+ctypes is enough. A launch's 11 arguments cost it 0.7 µs and hip-python's binding 0.14, of a launch
+that takes 2.6 µs in all (against functions that do nothing). But hip-python looks for a copy of its
+own, in ``rocm_sdk``, in ``ROCM_PATH``, then by its plain name, and cannot be given the mapped one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+NO_DEVICE = 100
+# What hipModuleLoadData answers for an image that it cannot read or that is for another GPU:
+# InvalidImage, NoBinaryForGpu, InvalidKernelFile, SharedObjectInitFailed.
+BAD_IMAGE = frozenset({200, 209, 218, 303})
+NOT_FOUND = 500
+FOREIGN_STREAM = 709
+
+# hipDeviceAttribute_t. The first is 63 in the headers of HIP 5.2 and of 7.1; the second came with
+# 7.0, and older runtimes answer that they do not know it.
+MULTIPROCESSOR_COUNT = 63
+NUMBER_OF_XCCS = 10018
+
+_MAPS = Path("/proc/self/maps")
+# libamdhip64.so, libamdhip64.so.7, and what auditwheel makes of them: libamdhip64-1a2b3c4d.so.7.
+_NAME = re.compile(r"libamdhip64(-[0-9a-f]+)?\.so[.0-9]*")
+
+_INT, _UINT, _POINTER = ctypes.c_int, ctypes.c_uint, ctypes.c_void_p
+_SIGNATURES: dict[str, tuple[type, ...]] = {
+    "hipGetDeviceCount": (_POINTER,),
+    "hipGetDevice": (_POINTER,),
+    "hipSetDevice": (_INT,),
+    "hipDeviceGetAttribute": (_POINTER, _INT, _INT),
+    "hipDeviceGetPCIBusId": (_POINTER, _INT, _INT),
+    "hipRuntimeGetVersion": (_POINTER,),
+    "hipModuleLoadData": (_POINTER, ctypes.c_char_p),
+    "hipModuleGetFunction": (_POINTER, _POINTER, ctypes.c_char_p),
+    "hipModuleLaunchKernel": (_POINTER, *(_UINT,) * 7, _POINTER, _POINTER, _POINTER),
+    "hipStreamIsCapturing": (_POINTER, _POINTER),
+    "hipGetLastError": (),
+    "hipGetErrorName": (_INT,),
+    "hipGetErrorString": (_INT,),
+}
+
+_AFTER_A_FAULT = (
+    "an earlier kernel failed and the device is lost to this process; AMD_SERIALIZE_KERNEL=3 makes "
+    "each kernel report its own failure"
+)
+_HINTS = {
+    2: "device memory is full, part of it held by torch: torch.cuda.empty_cache() returns that",
+    NO_DEVICE: "see that /dev/kfd is there and may be opened by this user (groups render and "
+    "video), and what HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES say",
+    700: _AFTER_A_FAULT,
+    FOREIGN_STREAM: "a stream of another HIP runtime: see that only one libamdhip64 is loaded",
+    719: _AFTER_A_FAULT,
+    **dict.fromkeys(range(900, 909), "not allowed while a stream is captured into a graph"),
+}
+
+
+class HipError(RuntimeError):
+    """A call of the HIP runtime failed. ``code`` is its ``hipError_t``."""
+
+    def __init__(self, message: str, code: int) -> None:
+        self.code = code
+        super().__init__(message)
+
+
+def copies(maps: Iterable[str] | None = None) -> list[str]:
+    """Paths of the different files named libamdhip64 that this process has mapped.
+
+    ``maps`` are lines of ``/proc/self/maps``, read now where not given. Device and inode tell files
+    apart, so that one file under two names is one. Raises ``OSError`` where there is no such list.
+    """
+    if maps is None:
+        with _MAPS.open(encoding="utf-8", errors="surrogateescape") as lines:
+            return copies(lines)
+    found: dict[tuple[str, str], str] = {}
+    for line in maps:
+        if "libamdhip64" not in line:
+            continue
+        _addresses, _rights, _offset, device, inode, path = line.rstrip("\n").split(None, 5)
+        # What a package manager has replaced on disk is still what runs.
+        path = path.removesuffix(" (deleted)")
+        if _NAME.fullmatch(os.path.basename(path)):
+            found.setdefault((device, inode), path)
+    return list(found.values())
+
+
+class Hip:
+    """The functions of one mapped copy, ``calls``, and what their return codes mean.
+
+    Raises ``OSError`` where ``path`` is not mapped and ``AttributeError`` where a function lacks.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        flags = os.RTLD_NOLOAD | os.RTLD_NOW | os.RTLD_LOCAL
+        self.calls = ctypes.CDLL(path, mode=flags)
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(self.calls, name)
+            function.argtypes = arguments
+            function.restype = _INT
+        self.calls.hipGetErrorName.restype = ctypes.c_char_p
+        self.calls.hipGetErrorString.restype = ctypes.c_char_p
+
+    def error(self, code: int) -> str:
+        """``code`` in words: ``hipErrorNoDevice (100), no ROCm-capable device is detected``."""
+        name, text = self.calls.hipGetErrorName(code), self.calls.hipGetErrorString(code)
+        words = f"{(name or b'unknown error').decode()} ({code})"
+        return f"{words}, {text.decode()}" if text and text != name else words
+
+    def check(self, code: int, what: str) -> None:
+        """Raises ``HipError`` unless ``code`` is success. ``what`` opens its message."""
+        if code:
+            raise self.failure(code, what)
+
+    def failure(self, code: int, what: str) -> HipError:
+        """The error for ``code``, which is not success."""
+        # The runtime keeps the last error of a thread: torch's next check would report ours.
+        self.calls.hipGetLastError()
+        message = f"{what}: {self.error(code)}"
+        if code in _HINTS:
+            message += f"; {_HINTS[code]}"
+        if code == FOREIGN_STREAM:
+            message += f" (used: {self.path}; loaded: {', '.join(copies())})"
+        return HipError(message, code)
+
+    def device_count(self) -> int:
+        """How many GPUs there are. Raises ``HipError``, also where there is none."""
+        count = _INT()
+        self.check(self.calls.hipGetDeviceCount(ctypes.byref(count)), "the HIP runtime has no GPU")
+        return count.value
+
+    def attribute(self, number: int, index: int) -> int | None:
+        """An attribute of device ``index``; None where this runtime does not know it."""
+        value = _INT()
+        if self.calls.hipDeviceGetAttribute(ctypes.byref(value), number, index):
+            self.calls.hipGetLastError()
+            return None
+        return value.value
+
+    def bus_id(self, index: int) -> str:
+        """The PCI address of device ``index``, as ``0000:47:00.0``. Raises ``HipError``."""
+        text = ctypes.create_string_buffer(64)
+        self.check(
+            self.calls.hipDeviceGetPCIBusId(text, len(text), index),
+            f"the HIP runtime does not tell the PCI address of device {index}",
+        )
+        return text.value.decode()
+
+    def version(self) -> str:
+        """The runtime's version, as ``7.0.51831``. Raises ``HipError``."""
+        number = _INT()
+        self.check(
+            self.calls.hipRuntimeGetVersion(ctypes.byref(number)),
+            "the HIP runtime does not tell its version",
+        )
+        major, rest = divmod(number.value, 10_000_000)
+        minor, patch = divmod(rest, 100_000)
+        return f"{major}.{minor}.{patch}"

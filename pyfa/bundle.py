@@ -1,0 +1,48 @@
+"""Code objects that came with the package: verified when it was built, found again by their digest.
+
+The folder ``pyfa/_bundle`` holds one file per code object and ``manifest.json``; ``pyfa compile
+--bundle`` makes it, and a wheel carries it. A checkout has none until it is built.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from .errors import CodeObjectError
+
+SCHEMA = 1
+FOLDER = Path(__file__).parent / "_bundle"
+
+
+@functools.cache
+def manifest() -> dict[str, Any]:
+    """The bundle's manifest: ``{"schema": 1, "objects": {key: {…}}}``; no objects without a bundle.
+
+    Each object has ``file``, ``sha256``, ``arch``, ``plan``, ``compiler`` and ``emulated``, the
+    conformance cases that this digest passed in the emulator.
+    """
+    try:
+        data: dict[str, Any] = json.loads((FOLDER / "manifest.json").read_text())
+    except FileNotFoundError:
+        return {"schema": SCHEMA, "objects": {}}
+    if data.get("schema") != SCHEMA:
+        raise CodeObjectError(f"{FOLDER} has schema {data.get('schema')}, expected {SCHEMA}")
+    return data
+
+
+def find(arch: str, key: str) -> bytes | None:
+    """The bundled code object of this key, or None.
+
+    Raises ``CodeObjectError`` where its bytes are not those that were verified.
+    """
+    entry = manifest()["objects"].get(key)
+    if entry is None or entry["arch"] != arch:
+        return None
+    data = (FOLDER / entry["file"]).read_bytes()
+    if hashlib.sha256(data).hexdigest() != entry["sha256"]:
+        raise CodeObjectError(f"{FOLDER / entry['file']} is not the file that was verified")
+    return data
