@@ -42,7 +42,7 @@ def find(arch: str, key: str) -> bytes | None:
     entry = manifest()["objects"].get(key)
     if entry is None or entry["arch"] != arch:
         return None
-    data = (FOLDER / entry["file"]).read_bytes()
+    data: bytes = (FOLDER / entry["file"]).read_bytes()
     if hashlib.sha256(data).hexdigest() != entry["sha256"]:
         raise CodeObjectError(f"{FOLDER / entry['file']} is not the file that was verified")
     return data

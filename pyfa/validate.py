@@ -11,7 +11,7 @@ import difflib
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -165,7 +165,7 @@ def scalars(
     return scale, softcap, dropout_p
 
 
-def _number(name: str, value: float) -> float:
+def _number(name: str, value: object) -> float:
     if isinstance(value, torch.Tensor) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: expected a number; got {type(value).__name__}")
     # Not math.isfinite, which torch.compile cannot trace for a number that it holds symbolic.
@@ -203,7 +203,7 @@ def per_head(name: str, value: torch.Tensor, q: torch.Tensor, batch: int | None)
     return value.float()
 
 
-def seed(value: int | torch.Tensor | None, device: torch.device) -> torch.Tensor:
+def seed(value: object, device: torch.device) -> torch.Tensor:
     """One int64 on ``device``; drawn there from torch's generator where ``value`` is None."""
     if value is None:
         return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
@@ -233,13 +233,14 @@ def integers(name: str, value: torch.Tensor, shape: tuple[int, ...], q: torch.Te
         wrong(name, "a contiguous last dimension", f"strides {value.stride()}")
 
 
-def length(name: str, value: int | None) -> int:
+def length(name: str, value: Any) -> int:
     """A sequence length given as a number."""
     if isinstance(value, torch.Tensor) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name}: expected an int; got {type(value).__name__}")
     if value < 0:
         wrong(name, "0 or more", value)
-    return value
+    size: int = value
+    return size
 
 
 def no_gradient(tensors: Mapping[str, torch.Tensor | None], why: str) -> None:

@@ -90,11 +90,12 @@ class Rows:
         if exists is not None:
             rows = torch.where(exists[:, :, None, None], rows, 0.0)
         index = self.index(begin, end)
-        if isinstance(index[-1], slice):
-            total[index] += rows
-        else:
+        tensors: list[torch.Tensor | None] = [x for x in index if isinstance(x, torch.Tensor)]
+        if tensors:
             # Sums duplicates (pages that sequences share) by sorting: the same bits on every run.
-            total.index_put_(index, rows, accumulate=True)
+            total.index_put_(tensors, rows, accumulate=True)
+        else:
+            total[:, begin:end] += rows
 
     def put(self, total: torch.Tensor, rows: torch.Tensor, begin: int, end: int) -> None:
         """Write the rows that exist; ``total`` keeps its value elsewhere.
@@ -109,6 +110,7 @@ class Rows:
             part.copy_(rows)
             return
         (position,) = self.index(begin, end)
+        assert isinstance(position, torch.Tensor)
         if exists is not None:
             position = torch.where(exists, position, self.capacity)
         total[position] = rows.to(total.dtype)

@@ -67,20 +67,23 @@ class _Grid:
     def queries(self, x: torch.Tensor, begin: int, end: int) -> torch.Tensor:
         """(B, Hk, group·rows, dim) float32: the query heads that share a key head lie together."""
         rows = self.rows.tile(x, begin, end)
-        rows = rows.unflatten(2, (self.heads_k, -1)).permute(0, 2, 3, 1, 4)
-        return rows.flatten(2, 3)
+        grouped: torch.Tensor = rows.unflatten(2, (self.heads_k, -1))
+        return grouped.permute(0, 2, 3, 1, 4).flatten(2, 3)
 
     def from_queries(self, x: torch.Tensor, rows: int) -> torch.Tensor:
         """The inverse of ``queries``: (B, rows, H, dim)."""
-        return x.unflatten(2, (-1, rows)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+        split: torch.Tensor = x.unflatten(2, (-1, rows))
+        return split.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
     def by_head(self, x: torch.Tensor, rows: int) -> torch.Tensor:
         """(B, Hk, group·rows, n) as (B, H, rows, n)."""
-        return x.unflatten(2, (-1, rows)).flatten(1, 2)
+        split: torch.Tensor = x.unflatten(2, (-1, rows))
+        return split.flatten(1, 2)
 
     def grouped(self, x: torch.Tensor) -> torch.Tensor:
         """(B, H, rows, n) as (B, Hk, group·rows, n)."""
-        return x.unflatten(1, (self.heads_k, -1)).flatten(2, 3)
+        split: torch.Tensor = x.unflatten(1, (self.heads_k, -1))
+        return split.flatten(2, 3)
 
     def scores(self, q: torch.Tensor, k: torch.Tensor, tile: _Tile) -> torch.Tensor:
         """Everything between q·k and softmax: (B, H, rows, keys), −inf where masked."""
