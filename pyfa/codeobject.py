@@ -104,7 +104,10 @@ def parse(data: bytes) -> CodeObject:
         return _read(elf)
     except CodeObjectError:
         raise
-    except (ELFError, struct.error, KeyError, ValueError, TypeError, AttributeError) as error:
+    except (
+        ELFError, struct.error, LookupError, ValueError, TypeError, AttributeError, ArithmeticError,
+        MemoryError,
+    ) as error:  # fmt: skip  # what elftools raises on bytes that are not what they claim
         raise CodeObjectError(f"damaged code object: {error!r}") from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .base import Backend
 from .torch.backend import TorchBackend
+from .triton.backend import TritonBackend
 
 NAMES = ("hip", "cuda", "triton", "torch", "emulator")
 
@@ -15,4 +16,4 @@ AUTOMATIC = {
     "unknown": ("triton", "torch"),
 }
 
-BACKENDS: dict[str, Backend] = {"torch": TorchBackend()}
+BACKENDS: dict[str, Backend] = {"triton": TritonBackend(), "torch": TorchBackend()}
