@@ -1,0 +1,398 @@
+"""Builds the inputs of a case: the call's arguments, and the same problem for the reference.
+
+Each public function's arguments and the reference's ``Call`` are made side by side from the same
+sequences and never from each other, so that the path from one to the other is under test too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..problem import Call
+from .cases import Case, pick
+from .inputs import (
+    Inputs,
+    Placed,
+    Sequence,
+    integers,
+    near_normal,
+    permutation,
+    place,
+    rotate,
+    score_sizes,
+    sequence,
+)
+
+# What an unused entry of a page table may hold: nobody may read it.
+_NO_PAGE = (-1, 1 << 30)
+_EMPTY_BATCH_ROWS = 5
+
+
+def build(case: Case) -> Inputs:
+    """The inputs of ``case``, the same bytes on every machine."""
+    parts = [sequence(case, b) for b in range(case.batch)]
+    builder = {"dense": _dense, "varlen": _varlen, "kvcache": _kvcache}[case.kind]
+    inputs = builder(case, parts)
+    inputs.sequences = parts
+    inputs.score_size, inputs.product_size = score_sizes(parts, inputs.spec)
+    if case.backward:
+        _add_gradients(inputs)
+    return inputs
+
+
+def _dense(case: Case, parts: list[Sequence]) -> Inputs:
+    placed = {}
+    for index, name in enumerate("qkv"):
+        heads = case.heads_q if name == "q" else case.heads_k
+        empty = torch.zeros(0, _EMPTY_BATCH_ROWS, heads, _dim(case, name))
+        values = torch.stack([part[index] for part in parts]) if parts else empty
+        placed[name] = place(values, _dtype(case), case.layout)
+    q, k, v = (placed[name].view() for name in "qkv")
+    call = Call(q, k, v, max_seqlen_q=q.shape[1], max_seqlen_k=k.shape[1])
+    return _with_terms(case, placed, {}, call)
+
+
+def _varlen(case: Case, parts: list[Sequence]) -> Inputs:
+    room_q = _room(case, "q", case.lengths_q, case.used_q)
+    queries, starts_q = _packed([part[0] for part in parts], room_q, _q_shape(case), case)
+    placed = {"q": place(queries, _dtype(case), case.layout)}
+    others: dict[str, Any] = {
+        "cu_seqlens_q": starts_q,
+        "max_seqlen_q": max(room_q, default=0) + case.slack,
+    }
+    if case.used_q:
+        others["seqused_q"] = _int32(case.lengths_q)
+    fields = dict(others)
+    if case.page_size:
+        table, shape = _pages(case, [-(-n // case.page_size) for n in case.lengths_k])
+        for index, name in ((1, "k"), (2, "v")):
+            values = torch.full((*shape, case.heads_k, _dim(case, name)), torch.nan)
+            for b, part in enumerate(parts):
+                page, row = _places(case, table, b, 0, case.lengths_k[b])
+                if case.shared and b and case.lengths_k[b]:
+                    # What was stored on the shared page by the first sequence is this one's too.
+                    stored = min(case.page_size, case.lengths_k[0], case.lengths_k[b])
+                    part[index][:stored] = parts[0][index][:stored]
+                values[page, row] = part[index].float()
+            placed[name] = place(values, _dtype(case), case.layout)
+        others["page_table"] = fields["page_table"] = table
+        fields["seqused_k"] = _int32(case.lengths_k)
+        if case.used_k:
+            others["seqused_k"], others["cu_seqlens_k"] = fields["seqused_k"], None
+        else:
+            others["cu_seqlens_k"] = _offsets(case.lengths_k)
+        longest_k = max(case.lengths_k, default=0)
+    else:
+        room_k = _room(case, "k", case.lengths_k, case.used_k)
+        for index, name in ((1, "k"), (2, "v")):
+            shape = (case.heads_k, _dim(case, name))
+            values, starts_k = _packed([part[index] for part in parts], room_k, shape, case)
+            placed[name] = place(values, _dtype(case), case.layout)
+        others["cu_seqlens_k"] = fields["cu_seqlens_k"] = starts_k
+        if case.used_k:
+            others["seqused_k"] = fields["seqused_k"] = _int32(case.lengths_k)
+        longest_k = max(room_k, default=0)
+    others["max_seqlen_k"] = fields["max_seqlen_k"] = longest_k + case.slack
+    q, k, v = (placed[name].view() for name in "qkv")
+    return _with_terms(case, placed, others, Call(q, k, v, **fields))
+
+
+def _kvcache(case: Case, parts: list[Sequence]) -> Inputs:
+    batch, new = case.batch, case.new_keys
+    left = integers(f"{case.name}/leftpad", batch, 8) if case.leftpad else [0] * batch
+    stored = [pad + n for pad, n in zip(left, case.lengths_k, strict=True)]
+    capacity = max(stored, default=0) + case.slack
+    others: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
+    if case.page_size:
+        table, shape = _pages(case, [-(-capacity // case.page_size)] * batch, stored)
+        others["page_table"] = fields["page_table"] = table
+        capacity = table.shape[1] * case.page_size
+    elif case.batch_idx:
+        shape = (batch + 2, capacity)
+        rows = permutation(f"{case.name}/rows", batch + 2)[:batch]
+        others["cache_batch_idx"] = fields["cache_batch_idx"] = _int32(rows)
+        table = None
+    else:
+        shape, table = (batch, capacity), None
+    before = [n - new for n in stored]
+    if case.passes_cache_seqlens:
+        same = len(set(before)) == 1 and not case.leftpad
+        others["cache_seqlens"] = before[0] if same else _int32(before)
+        fields["seqused_k"] = _int32(stored)
+    if case.leftpad:
+        others["cache_leftpad"] = fields["cache_leftpad"] = _int32(left)
+    fields |= {"max_seqlen_q": max(case.lengths_q, default=0), "max_seqlen_k": capacity}
+    if case.packed_q:
+        fields["max_seqlen_q"] += case.slack
+        fields["cu_seqlens_q"] = _offsets(case.lengths_q)
+        others |= {name: fields[name] for name in ("cu_seqlens_q", "max_seqlen_q")}
+    others["num_splits"] = case.num_splits
+    near = _rotated(case, parts, others, before, capacity)
+
+    placed = {"q": place(_queries(case, parts), _dtype(case), case.layout)}
+    if near is not None:
+        for b, (turned_q, turned_k) in enumerate(near.exact):
+            parts[b] = (turned_q, turned_k, parts[b][2])
+    spec_q = _queries(case, parts)
+    naive_q = spec_q if near is None else _queries(case, [(q, q, q) for q, _ in near.rounded])
+
+    places = [_places(case, table, b, left[b], stored[b], others) for b in range(batch)]
+    after, naive_k = {}, None
+    for index, name in ((1, "k"), (2, "v")):
+        empty = torch.full((*shape, case.heads_k, _dim(case, name)), torch.nan)
+        held, whole = empty.clone(), empty.clone()
+        for b, (place_of, row) in enumerate(places):
+            kept = case.lengths_k[b] - new
+            held[place_of[:kept], row[:kept]] = parts[b][index][:kept].float()
+            whole[place_of, row] = parts[b][index].float()
+        placed[f"{name}_cache"] = place(held, _dtype(case), case.layout)
+        after[f"{name}_cache"] = place(whole, _dtype(case), case.layout)
+        if name == "k" and near is not None:
+            for b, (place_of, row) in enumerate(places):
+                whole[place_of, row] = near.rounded[b][1].float()
+            naive_k = place(whole, _dtype(case), case.layout).view()
+    if new:
+        originals = parts if near is None else near.originals
+        for index, name in ((1, "k"), (2, "v")):
+            fresh = [part[index][part[index].shape[0] - new :] for part in originals]
+            placed[name] = place(torch.stack(fresh), _dtype(case), case.layout)
+    if near is not None:
+        others |= near.arguments
+        placed |= near.tables
+    spec = Call(spec_q, after["k_cache"].view(), after["v_cache"].view(), **fields)
+    inputs = _with_terms(case, placed, others, spec)
+    if near is not None and naive_k is not None:
+        inputs.naive = inputs.spec._replace(q=naive_q, k=naive_k)
+    inputs.cache_after = {name: item.buffer for name, item in after.items()}
+    if near is not None and new:
+        marks = torch.zeros((*shape, case.heads_k, case.head_dim), dtype=torch.bool)
+        for place_of, row in places:
+            marks[place_of[-new:], row[-new:]] = True
+        inputs.rotated_rows = marks
+    return inputs
+
+
+class _Rotated:
+    """What rotary makes of a case: each sequence's (q, k), exactly rounded and in float32."""
+
+    def __init__(self) -> None:
+        self.originals: list[Sequence] = []
+        self.exact: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.rounded: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.tables: dict[str, Placed] = {}
+        self.arguments: dict[str, Any] = {}
+
+
+def _rotated(
+    case: Case, parts: list[Sequence], others: dict[str, Any], before: list[int], capacity: int
+) -> _Rotated | None:
+    if not case.rotary:
+        return None
+    result = _Rotated()
+    result.originals = list(parts)
+    half = case.head_dim // (4 if case.rotary.endswith("part") else 2) or 1
+    longest = capacity + max(case.lengths_q, default=0) + 8
+    # Any rotation will do: the rational point (1 − t², 2t) / (1 + t²) needs no library's cosine.
+    t = near_normal(f"{case.name}/rotary", (longest, half))
+    tables = {"rotary_cos": (1 - t * t) / (1 + t * t), "rotary_sin": 2 * t / (1 + t * t)}
+    result.tables = {name: place(x, _dtype(case), "contiguous") for name, x in tables.items()}
+    cos, sin = (item.view() for item in result.tables.values())
+    result.arguments = {"rotary_interleaved": case.rotary.startswith("interleaved")}
+    start = before if "cache_seqlens" in others else [capacity] * case.batch
+    if case.rotary_seqlens:
+        start = integers(f"{case.name}/rotary_seqlens", case.batch, 8)
+        result.arguments["rotary_seqlens"] = _int32(start)
+    moving = case.causal or case.window is not None
+    for b, (q, k, _) in enumerate(parts):
+        steps = torch.arange(q.shape[0]) if moving else torch.zeros(q.shape[0], dtype=torch.int64)
+        turned_q = rotate(q, cos, sin, start[b] + steps, case.rotary)
+        old, new = k[: k.shape[0] - case.new_keys], k[k.shape[0] - case.new_keys :]
+        turned_k = rotate(new, cos, sin, start[b] + torch.arange(case.new_keys), case.rotary)
+        result.exact.append((turned_q[0], torch.cat((old, turned_k[0]))))
+        result.rounded.append((turned_q[1], torch.cat((old, turned_k[1]))))
+    return result
+
+
+def _queries(case: Case, parts: list[Sequence]) -> torch.Tensor:
+    """q of all sequences: packed, with rows to spare, or stacked."""
+    if case.packed_q:
+        return _packed([p[0] for p in parts], list(case.lengths_q), _q_shape(case), case)[0]
+    if not parts:
+        return torch.zeros(0, _EMPTY_BATCH_ROWS, case.heads_q, case.head_dim)
+    return torch.stack([part[0] for part in parts])
+
+
+def _with_terms(
+    case: Case, placed: dict[str, Placed], others: dict[str, Any], call: Call
+) -> Inputs:
+    """Adds masks, bias, slopes, sinks and dropout to the arguments and to the reference's call."""
+    left, right = case.window or (-1, -1)
+    terms: dict[str, Any] = {
+        "window_left": left,
+        "window_right": 0 if case.causal else right,
+        "scale": case.head_dim**-0.5 if case.scale is None else case.scale,
+        "softcap": case.softcap,
+        "dropout_p": case.dropout_p,
+    }
+    if case.bias:
+        values = _bias(case, call)
+        if values.dtype == torch.bool:
+            others["bias"] = values[0] if call.cu_seqlens_q is not None else values
+            terms["bias"] = values
+        else:
+            dtype = _dtype(case) if case.bias in ("full", "hidden") else torch.float32
+            packed = call.cu_seqlens_q is not None
+            placed["bias"] = place(values[0] if packed else values, dtype, case.layout)
+            view = placed["bias"].view()
+            terms["bias"] = view[None] if packed else view
+    if case.alibi:
+        shape = (case.heads_q,) if case.alibi == "heads" else (case.batch, case.heads_q)
+        count = torch.Size(shape).numel()
+        steps = integers(f"{case.name}/slopes", count, 64)
+        slopes = torch.tensor(steps, dtype=torch.float32).reshape(shape)
+        placed["alibi_slopes"] = place((slopes + 1.0) / 128.0, torch.float32, "contiguous")
+        terms["alibi_slopes"] = placed["alibi_slopes"].view()
+    if case.sinks:
+        values = near_normal(f"{case.name}/sinks", (case.heads_q,))
+        placed["sinks"] = place(values, torch.float32, "contiguous")
+        terms["sinks"] = placed["sinks"].view()
+    if case.dropout_p:
+        seed = integers(f"{case.name}/seed", 1, 1 << 64)[0]
+        others["seed"] = seed
+        terms["seed"] = torch.tensor([seed - (1 << 64) if seed >> 63 else seed])
+    options = {
+        "causal": case.causal,
+        "window": case.window,
+        "scale": case.scale,
+        "softcap": case.softcap,
+    }
+    others |= {name: value for name, value in options.items() if value is not None}
+    if case.kind != "kvcache":
+        others |= {"dropout_p": case.dropout_p, "deterministic": case.deterministic}
+    spec = call._replace(**terms)
+    return Inputs(case, placed, others, spec, spec)
+
+
+def _bias(case: Case, call: Call) -> torch.Tensor:
+    """(B | 1, H | 1, rows | 1, keys | 1), NaN where no sequence has such a row or key."""
+    packed = call.cu_seqlens_q is not None
+    batch, heads = 1 if packed else call.batch, case.heads_q
+    rows, keys = call.max_seqlen_q, call.max_seqlen_k
+    shape = {
+        "keys": (1, 1, 1, keys),
+        "rows": (1, 1, rows, 1),
+        "heads": (1, heads, rows, keys),
+        "bool": (batch, 1, rows, keys),
+    }.get(case.bias, (batch, heads, rows, keys))
+    values = near_normal(f"{case.name}/bias", shape)
+    if case.bias == "bool":
+        # A quarter hidden, and a row that sees nothing.
+        seen = values > -0.67
+        seen[:, :, :1] = False
+        return seen
+    if case.bias == "hidden":
+        values = values.masked_fill(values < -1.0, -torch.inf)
+        values[:, :, 1::3] = -torch.inf
+    valid = torch.zeros(batch, 1, rows, keys, dtype=torch.bool)
+    for b in range(case.batch):
+        valid[0 if packed else b, :, : case.lengths_q[b], : case.lengths_k[b]] = True
+    for dim, size in enumerate(shape):
+        if size == 1:
+            valid = valid.any(dim, keepdim=True)
+    return values.masked_fill(~valid, torch.nan)
+
+
+def _add_gradients(inputs: Inputs) -> None:
+    """dout, and dLSE where it is used: NaN in rows that no sequence owns."""
+    case, call = inputs.case, inputs.spec
+    packed = call.cu_seqlens_q is not None
+    owned = torch.zeros(call.out_shape()[:-2], dtype=torch.bool)
+    for b, rows in enumerate(case.lengths_q):
+        if call.cu_seqlens_q is not None:
+            begin = int(call.cu_seqlens_q[b])
+            owned[begin : begin + rows] = True
+        else:
+            owned[b, :rows] = True
+    values = near_normal(f"{case.name}/dout", call.out_shape())
+    values = values.masked_fill(~owned[..., None, None], torch.nan)
+    inputs.dout = place(values, _dtype(case), case.layout)
+    if case.dlse:
+        values = near_normal(f"{case.name}/dlse", call.lse_shape())
+        outside = ~owned[None] if packed else ~owned[:, None]
+        inputs.dlse = place(values.masked_fill(outside, torch.nan), torch.float32, "contiguous")
+
+
+def _dtype(case: Case) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, case.dtype)
+    return dtype
+
+
+def _int32(values: Any) -> torch.Tensor:
+    return torch.tensor(list(values), dtype=torch.int32)
+
+
+def _offsets(lengths: Any) -> torch.Tensor:
+    return _int32([sum(lengths[:b]) for b in range(len(lengths) + 1)])
+
+
+def _dim(case: Case, name: str) -> int:
+    return case.head_dim_v if name == "v" else case.head_dim
+
+
+def _q_shape(case: Case) -> tuple[int, int]:
+    return case.heads_q, case.head_dim
+
+
+def _room(case: Case, side: str, lengths: tuple[int, ...], used: bool) -> list[int]:
+    """How many rows each sequence owns: more than take part where ``used``."""
+    extra = integers(f"{case.name}/room_{side}", len(lengths), 4) if used else [0] * len(lengths)
+    return [n + more for n, more in zip(lengths, extra, strict=True)]
+
+
+def _packed(
+    parts: list[torch.Tensor], room: list[int], shape: tuple[int, int], case: Case
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(total, heads, dim) with NaN in rows that take no part, and the offsets."""
+    values = torch.full((sum(room) + case.slack, *shape), torch.nan)
+    starts = _offsets(room)
+    for begin, part in zip(starts.tolist(), parts, strict=False):
+        values[begin : begin + part.shape[0]] = part.float()
+    return values, starts
+
+
+def _pages(
+    case: Case, needed: list[int], stored: list[int] | None = None
+) -> tuple[torch.Tensor, tuple[int, int]]:
+    """A page table (B, columns) of scattered pages, and (number of pages, page size).
+
+    ``stored`` rows decide which entries are used; an unused entry names no page at all.
+    """
+    columns = max(needed, default=0) + (0 if stored is not None else 1)
+    used = needed if stored is None else [-(-n // case.page_size) for n in stored]
+    numbers = permutation(f"{case.name}/pages", sum(used) + 2)
+    nobody = pick(f"{case.name}/no_page", _NO_PAGE)
+    table = torch.full((len(needed), columns), nobody, dtype=torch.int32)
+    for b, count in enumerate(used):
+        table[b, :count] = _int32(numbers[sum(used[:b]) : sum(used[: b + 1])])
+        if case.shared and b and count and used[0]:
+            table[b, 0] = table[0, 0]
+    return table, (sum(used) + 2, case.page_size)
+
+
+def _places(
+    case: Case,
+    table: torch.Tensor | None,
+    b: int,
+    begin: int,
+    end: int,
+    others: dict[str, Any] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where rows ``begin`` … ``end``−1 of sequence ``b`` are stored: (page or batch row, row)."""
+    rows = torch.arange(begin, end)
+    if table is not None:
+        return table[b, rows // case.page_size].long(), rows % case.page_size
+    index = (others or {}).get("cache_batch_idx")
+    return torch.full_like(rows, b if index is None else int(index[b])), rows

@@ -1,0 +1,201 @@
+"""``Case``: one attention, said completely by a few frozen fields. No tensors, no randomness.
+
+A case's name spells out every field that differs from the default, so two cases share a name only
+if they are the same case, and a name means the same problem in every report. Inputs are seeded from
+the name (see ``inputs.py``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from ..problem import FEATURES
+
+KINDS = ("dense", "varlen", "kvcache")
+RECIPES = ("plain", "growing", "huge", "equal", "offset", "big", "identity")
+LAYOUTS = ("contiguous", "strided", "heads_first", "unaligned", "gapped")
+BIASES = ("full", "keys", "rows", "heads", "bool", "hidden")
+ROTARIES = ("interleaved", "halves", "interleaved_part", "halves_part")
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "fp8"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem and how its inputs are made.
+
+    ``lengths_q`` and ``lengths_k`` hold, for each sequence, the rows that take part: in a cache the
+    keys from the first valid one on, the appended ones included. ``kind`` is the public function
+    that is called: ``attention``, ``attention_varlen`` or ``attention_kvcache``.
+
+    ``dlse``: gradient through "both" out and LSE, or the LSE "only". ``bias``: which dimensions it
+    has (``BIASES``; "hidden" is full with rows that are −inf throughout). ``alibi``: slopes per
+    "heads" or per "batch" and head. ``used_q`` and ``used_k``: sequences have more rows than take
+    part. ``slack``: rows of a packed tensor, or of a cache, beyond what any sequence owns, and by
+    how much ``max_seqlen`` exceeds the longest. ``shared``: sequences share their first page.
+    ``recipe``: what the values are like (``RECIPES``). ``layout``: where they lie (``LAYOUTS``).
+    """
+
+    kind: str = "dense"
+    dtype: str = "bfloat16"
+    lengths_q: tuple[int, ...] = (65, 65)
+    lengths_k: tuple[int, ...] = (97, 97)
+    heads_q: int = 2
+    heads_k: int = 2
+    head_dim: int = 64
+    head_dim_v: int = 64
+    backward: bool = False
+    dlse: str = ""
+    causal: bool = False
+    window: tuple[int, int] | None = None
+    scale: float | None = None
+    softcap: float = 0.0
+    bias: str = ""
+    bias_grad: bool = False
+    alibi: str = ""
+    sinks: bool = False
+    dropout_p: float = 0.0
+    deterministic: bool = False
+    used_q: bool = False
+    used_k: bool = False
+    slack: int = 0
+    page_size: int = 0
+    shared: bool = False
+    leftpad: bool = False
+    batch_idx: bool = False
+    packed_q: bool = False
+    new_keys: int = 0
+    rotary: str = ""
+    rotary_seqlens: bool = False
+    num_splits: int = 0
+    recipe: str = "plain"
+    layout: str = "contiguous"
+
+    @property
+    def batch(self) -> int:
+        return len(self.lengths_q)
+
+    @property
+    def name(self) -> str:
+        """Unique, and stable as long as the fields keep their meaning."""
+        parts = [
+            f"{self.kind}-{_SHORT.get(self.dtype, self.dtype)}",
+            f"b{self.batch}-q{_lengths(self.lengths_q)}-k{_lengths(self.lengths_k)}",
+            f"h{self.heads_q}x{self.heads_k}-d{self.head_dim}x{self.head_dim_v}",
+        ]
+        for item in _NAMED:
+            value = getattr(self, item.name)
+            if value == item.default:
+                continue
+            if value is True:
+                parts.append(item.name)
+            elif isinstance(value, tuple):
+                parts.append(f"{item.name}={','.join(str(x) for x in value)}")
+            else:
+                parts.append(f"{item.name}={value}")
+        return "-".join(parts)
+
+    @property
+    def passes_cache_seqlens(self) -> bool:
+        """Whether the call names its cache's lengths; without, all that is stored takes part."""
+        return bool(
+            self.used_k or self.leftpad or self.new_keys or self.slack
+            or len(set(self.lengths_k)) > 1
+            or (self.page_size and any(n % self.page_size for n in self.lengths_k))
+        )  # fmt: skip
+
+    @property
+    def features(self) -> frozenset[str]:
+        """The names in ``problem.FEATURES`` that a backend must declare to be asked for this."""
+        left, right = self.window or (-1, -1)
+        right = 0 if self.causal else right
+        cache = self.kind == "kvcache"
+        needs = {
+            "causal": right == 0,
+            "window": left >= 0 or right > 0,
+            "softcap": self.softcap != 0.0,
+            "alibi": bool(self.alibi),
+            "bias": bool(self.bias),
+            "bias_grad": self.bias_grad,
+            "sinks": self.sinks,
+            "dropout": self.dropout_p > 0.0,
+            "varlen": self.kind == "varlen" or self.packed_q,
+            "seqused": self.passes_cache_seqlens if cache else self._has_seqused,
+            "paged": self.page_size > 0,
+            "leftpad": self.leftpad,
+            "batch_idx": self.batch_idx,
+            "gqa": self.heads_q != self.heads_k,
+            "dv": self.head_dim != self.head_dim_v,
+            "backward": self.backward,
+            "dlse": bool(self.dlse),
+            "deterministic": self.deterministic,
+            "fp8": self.dtype.startswith("float8"),
+        }
+        return frozenset(name for name, needed in needs.items() if needed)
+
+    @property
+    def _has_seqused(self) -> bool:
+        return self.used_q or self.used_k or self.page_size > 0
+
+    def clamped(self, longest: int) -> Case:
+        """The case with no length above ``longest``, for backends that are slow."""
+        lengths_k = tuple(min(n, longest) for n in self.lengths_k)
+        return replace(
+            self,
+            lengths_q=tuple(min(n, longest) for n in self.lengths_q),
+            lengths_k=lengths_k,
+            new_keys=min(self.new_keys, *lengths_k) if lengths_k else self.new_keys,
+        )
+
+    def flaws(self) -> list[str]:
+        """Why this is no case: combinations that the API has no meaning for."""
+        dense, cache = self.kind == "dense", self.kind == "kvcache"
+        uneven = len(set(self.lengths_q)) > 1 or (dense and len(set(self.lengths_k)) > 1)
+        found = {
+            "unknown feature": not self.features <= set(FEATURES),
+            "lengths": len(self.lengths_k) != len(self.lengths_q),
+            "heads": self.heads_q % self.heads_k != 0,
+            "dense lengths differ": uneven and (dense or (cache and not self.packed_q)),
+            "used rows": (dense and (self.used_q or self.used_k)) or (cache and self.used_q),
+            "slack": dense and self.slack > 0,
+            "pages": dense and self.page_size > 0,
+            "shared": self.shared
+            and (
+                self.kind != "varlen"
+                or not self.page_size
+                or self.lengths_k[0] < min(self.page_size, max(self.lengths_k))
+            ),
+            "cache options": not cache
+            and bool(self.leftpad or self.batch_idx or self.packed_q or self.new_keys),
+            "cache only": not cache and bool(self.rotary or self.num_splits),
+            "batch_idx with pages": self.batch_idx and self.page_size > 0,
+            "cache gradient": cache and bool(self.backward or self.dropout_p),
+            "gradient options": not self.backward
+            and bool(self.dlse or self.bias_grad or self.deterministic),
+            "bias_grad": self.bias_grad and self.bias in ("", "bool"),
+            "append": self.new_keys > min(self.lengths_k, default=0),
+            "rotary needs": bool(self.rotary) and self.head_dim < 2,
+            "window with causal": self.causal and self.window is not None and self.window[1] > 0,
+            "batch slopes": self.alibi == "batch" and self.batch == 0,
+            "identity": self.recipe == "identity" and max(self.lengths_k, default=0) > 256,
+        }
+        return [name for name, wrong in found.items() if wrong]
+
+
+_IN_FRONT = (
+    "kind", "dtype", "lengths_q", "lengths_k", "heads_q", "heads_k", "head_dim", "head_dim_v",
+)  # fmt: skip
+_NAMED = tuple(item for item in fields(Case) if item.name not in _IN_FRONT)
+
+
+def _lengths(lengths: tuple[int, ...]) -> str:
+    if len(set(lengths)) == 1:
+        return str(lengths[0])
+    return ",".join(str(n) for n in lengths)
+
+
+def pick(key: str, choices: Any) -> Any:
+    """One of ``choices``, by the SHA-256 of ``key``: the same on every machine and Python."""
+    number = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
+    return choices[number % len(choices)]

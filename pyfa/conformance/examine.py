@@ -1,0 +1,247 @@
+"""Runs one case on a backend and looks at everything that came out of it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .. import api, reference
+from .inputs import Inputs, Placed
+from .recompute import recomputed_gradients, recomputed_out
+from .tolerances import Check, judge, judge_lse, judge_rotated
+
+_FUNCTIONS = {
+    "dense": api.attention,
+    "varlen": api.attention_varlen,
+    "kvcache": api.attention_kvcache,
+}
+_CACHES = ("k_cache", "v_cache")
+
+
+@dataclass
+class Findings:
+    checks: list[Check] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)
+
+    def require(self, name: str, holds: bool, otherwise: str) -> None:
+        """A check that has no error to measure."""
+        self.checks.append(Check(name, message="" if holds else f"{name}: {otherwise}"))
+
+
+@dataclass
+class _Run:
+    """What one run of the API gave, on the CPU, and the buffers it ran on."""
+
+    results: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+
+
+def examine(inputs: Inputs, backend: str, where: torch.device) -> Findings:
+    """Every check of the case. Raises what the API raises, ``UnsupportedProblem`` among it."""
+    case = inputs.case
+    found = Findings()
+    found.digests["inputs"] = inputs.digest()
+    first = _execute(inputs, backend, where, case.backward)
+    runs = [first]
+    if case.backward and not case.dlse:
+        # Asking for the LSE there would have asked for its gradient: the LSE is inference's.
+        runs.append(_execute(inputs, backend, where, False))
+        first.results["lse"] = runs[1].results["lse"]
+        first.results["inference_out"] = runs[1].results["out"]
+    if case.deterministic:
+        runs.append(_execute(inputs, backend, where, True))
+        _same_bits(found, first.results, runs[-1].results)
+    for done in runs:
+        _untouched(found, inputs, done.buffers)
+    ref = _expected(inputs, torch.float64)
+    naive = _expected(inputs, getattr(torch, case.dtype))
+    _compare(found, inputs, first.results, ref, naive)
+    _zeros(found, inputs, first.results, ref)
+    pattern = first.results["lse"] == -torch.inf
+    found.digests["lse"] = _digest(pattern)
+    if case.recipe == "identity" and case.dropout_p:
+        _dropout_bits(found, inputs, first.results["out"], ref["out"])
+    if inputs.cache_after:
+        _caches(found, inputs, first.buffers)
+    return found
+
+
+def _execute(inputs: Inputs, backend: str, where: torch.device, grad: bool) -> _Run:
+    case = inputs.case
+    buffers = {name: item.buffer.clone().to(where) for name, item in inputs.placed.items()}
+    tensors = {name: item.view(buffers[name]) for name, item in inputs.placed.items()}
+    others = {
+        name: value.to(where) if isinstance(value, torch.Tensor) else value
+        for name, value in inputs.others.items()
+    }
+    leaves: dict[str, torch.Tensor] = {}
+    if grad:
+        wanted = ["q", "k", "v", *(["bias"] if case.bias_grad else [])]
+        wanted += ["sinks"] if case.sinks else []
+        leaves = {name: tensors[name].requires_grad_() for name in wanted}
+    function: Any = _FUNCTIONS[case.kind]
+    return_lse = bool(case.dlse) or not grad
+    with torch.set_grad_enabled(grad):
+        result = function(**tensors, **others, return_lse=return_lse, backend=backend)
+    out, lse = result if return_lse else (result, None)
+    results = {"out": out} if lse is None else {"out": out, "lse": lse}
+    if grad:
+        results |= _gradients(inputs, where, out, lse, leaves)
+    results = {name: x.detach().cpu() for name, x in results.items()}
+    return _Run(results, {name: x.cpu() for name, x in buffers.items()})
+
+
+def _gradients(
+    inputs: Inputs,
+    where: torch.device,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    leaves: dict[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    sources, flows = [], []
+    for x, flow in ((out, inputs.dout), (lse, inputs.dlse)):
+        if flow is not None and x is not None and not (x is out and inputs.case.dlse == "only"):
+            sources.append(x)
+            flows.append(_view_on(flow, where))
+    grads = torch.autograd.grad(sources, list(leaves.values()), flows, materialize_grads=True)
+    return {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+
+
+def _view_on(placed: Placed, where: torch.device) -> torch.Tensor:
+    return placed.view(placed.buffer.to(where))
+
+
+def _expected(inputs: Inputs, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The reference in float64, or what eager attention in the problem's dtype gives."""
+    call = inputs.spec if dtype == torch.float64 else inputs.naive
+    if not inputs.case.backward:
+        with torch.no_grad():
+            out, lse = reference.attention(call, dtype)
+        return {"out": out, "lse": lse}
+    return reference.gradients(call, _dout(inputs), _dlse(inputs), dtype)
+
+
+def _recomputed(inputs: Inputs, ref: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
+    """What the roundings that cannot be avoided make of each result; see ``recompute.py``."""
+    found: dict[str, torch.Tensor | None] = {}
+    if inputs.case.backward:
+        dout, dlse = _dout(inputs), _dlse(inputs)
+        found |= recomputed_gradients(inputs, ref["out"], ref["lse"], dout, dlse)
+    found["out"] = recomputed_out(inputs)
+    return found
+
+
+def _dout(inputs: Inputs) -> torch.Tensor:
+    assert inputs.dout is not None
+    dout = inputs.dout.view()
+    return torch.zeros_like(dout) if inputs.case.dlse == "only" else dout
+
+
+def _dlse(inputs: Inputs) -> torch.Tensor | None:
+    return inputs.dlse.view().double() if inputs.dlse is not None else None
+
+
+def _compare(
+    found: Findings,
+    inputs: Inputs,
+    results: dict[str, torch.Tensor],
+    ref: dict[str, torch.Tensor],
+    naive: dict[str, torch.Tensor],
+) -> None:
+    case = inputs.case
+    finite = ref["lse"][ref["lse"].isfinite()]
+    largest_lse = float(finite.abs().max()) if finite.numel() else 0.0
+    recomputed = _recomputed(inputs, ref)
+    for name, x in results.items():
+        if name == "lse":
+            found.require("lse", x.dtype == torch.float32, f"{x.dtype}, expected float32")
+            sizes = inputs.score_size, inputs.product_size
+            check = judge_lse(x, ref["lse"], inputs.spec.q, *sizes)
+        else:
+            of = name.removeprefix("inference_")
+            check = judge(
+                name,
+                x.reshape(ref[of].shape) if of == "dbias" else x,
+                ref[of],
+                naive[of],
+                recomputed=recomputed[of],
+                gradient=of != "out",
+                softcap=case.softcap != 0.0,
+                largest_lse=largest_lse,
+            )
+        found.checks.append(check)
+
+
+def _zeros(
+    found: Findings,
+    inputs: Inputs,
+    results: dict[str, torch.Tensor],
+    ref: dict[str, torch.Tensor],
+) -> None:
+    """Rows that see nothing, and keys that nobody sees, have exactly 0 and not merely little.
+
+    Such a row is one whose output, and such a key one whose dV, is exactly 0 in float64.
+    """
+    pairs = (("out", "out"), ("dq", "out"), ("dv", "dv"), ("dk", "dv"))
+    for name, witness in pairs:
+        if name not in results:
+            continue
+        unseen = (ref[witness] == 0.0).all(-1) & (ref[name] == 0.0).all(-1)
+        extra = int((results[name][unseen] != 0.0).any(-1).sum())
+        found.require(f"{name} of empty rows", extra == 0, f"not exactly 0 in {extra} rows")
+
+
+def _same_bits(
+    found: Findings, first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]
+) -> None:
+    for name, x in second.items():
+        same = torch.equal(_bytes(x), _bytes(first[name]))
+        found.require(f"{name} again", same, "differs from run to run, though deterministic")
+
+
+def _untouched(found: Findings, inputs: Inputs, buffers: dict[str, torch.Tensor]) -> None:
+    """No byte of any input changed, gaps and guards included; caches are seen to elsewhere."""
+    changed = [
+        name
+        for name, item in inputs.placed.items()
+        if not (name in _CACHES and inputs.case.new_keys)
+        and not torch.equal(buffers[name], item.buffer)
+    ]
+    found.require("inputs", not changed, f"{', '.join(changed)} changed")
+
+
+def _caches(found: Findings, inputs: Inputs, buffers: dict[str, torch.Tensor]) -> None:
+    """The caches hold what an append must leave, byte for byte where rotary took no part."""
+    for name in _CACHES:
+        have, want = buffers[name], inputs.cache_after[name]
+        marks = inputs.rotated_rows
+        if name == "k_cache" and marks is not None:
+            placed = inputs.placed[name]
+            x, ref = placed.view(have).clone(), placed.view(want)
+            found.checks.append(judge_rotated(x[marks], ref[marks]))
+            have = have.clone()
+            placed.view(have)[marks] = ref[marks]
+        same = torch.equal(have, want)
+        found.require(name, same, "not what the append must leave, or written elsewhere")
+
+
+def _dropout_bits(found: Findings, inputs: Inputs, out: torch.Tensor, ref: torch.Tensor) -> None:
+    """With V the identity, out is P after dropout: what is not 0 was kept.
+
+    ref's zeros are the masks and the dropped ones; its least probability is far above the smallest
+    float16, so no zero comes from underflow.
+    """
+    same = torch.equal(out != 0, ref != 0)
+    found.require("dropout bits", same, "not those of the specification")
+    found.digests["dropout"] = _digest(out != 0)
+
+
+def _digest(bits: torch.Tensor) -> str:
+    return hashlib.sha256(bits.contiguous().numpy().tobytes()).hexdigest()
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().flatten().view(torch.uint8)

@@ -1,0 +1,432 @@
+"""Which cases a level has, and which of them a backend is asked.
+
+"quick" is chosen by hand: every feature alone, the pairs that interact, every head dim, tile edges,
+value recipes, memory layouts, packed batches and caches. "full" adds the cross products, drawn by
+hash: draw i of a family takes, on each axis, the choice that SHA-256 of "family/i/axis" names. So a
+new family moves no case of another, and no draw depends on a generator's stream.
+
+A backend is asked the cases whose features and dtype it declares, and for each feature or dtype
+that it does not, the plainest case that needs it: that one must be refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from .cases import BIASES, LAYOUTS, RECIPES, ROTARIES, Case, pick
+
+LEVELS = ("quick", "full")
+Fields = Mapping[str, Any]
+
+_HALF = ("bfloat16", "float16")
+_DTYPES = (*_HALF, "float32")
+_DIMS = (1, 8, 40, 59, 64, 80, 96, 111, 128, 192, 256)
+# Around the edges of tiles of 16, 32, 64, 128 and 256; 513 passes those of 512.
+_EDGES = (0, 1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257)
+_LONG = (*_EDGES, 513)
+_VALUES = tuple(recipe for recipe in RECIPES if recipe != "identity")
+
+# Options of the score function and of the heads, each alone.
+_ALONE: tuple[Fields, ...] = (
+    {},
+    {"causal": True},
+    {"window": (17, 5)},
+    {"window": (9, -1)},
+    {"window": (-1, 3)},
+    {"causal": True, "window": (12, 0)},
+    {"softcap": 2.0},
+    {"softcap": 30.0},
+    {"alibi": "heads"},
+    {"alibi": "batch"},
+    *({"bias": bias} for bias in BIASES),
+    {"sinks": True},
+    {"dropout_p": 0.17},
+    {"heads_q": 4},
+    {"heads_q": 6, "heads_k": 3},
+    {"heads_q": 4, "heads_k": 1},
+    {"head_dim_v": 40},
+    {"head_dim": 40, "head_dim_v": 128},
+    {"scale": 0.0},
+    {"scale": -0.3},
+)
+_GRADIENT: tuple[Fields, ...] = (
+    {"dlse": "both"},
+    {"dlse": "only"},
+    {"deterministic": True},
+    *({"bias": bias, "bias_grad": True} for bias in BIASES if bias != "bool"),
+)
+_PAIRS: tuple[Fields, ...] = (
+    {"causal": True, "window": (5, 0), "sinks": True},
+    {"causal": True, "softcap": 5.0},
+    {"causal": True, "dropout_p": 0.3},
+    {"causal": True, "alibi": "heads"},
+    {"causal": True, "bias": "full"},
+    {"causal": True, "heads_q": 6, "heads_k": 2},
+    {"causal": True, "head_dim_v": 96},
+    {"window": (7, 2), "alibi": "batch"},
+    {"window": (7, 2), "dropout_p": 0.5},
+    {"window": (3, 3), "softcap": 10.0, "heads_q": 4},
+    {"softcap": 4.0, "alibi": "heads", "bias": "heads"},
+    {"softcap": 4.0, "sinks": True},
+    {"softcap": 4.0, "dropout_p": 0.2},
+    {"dropout_p": 0.2, "heads_q": 4, "heads_k": 1},
+    {"dropout_p": 0.2, "sinks": True},
+    {"dropout_p": 0.9, "bias": "hidden"},
+    {"sinks": True, "bias": "hidden"},
+    {"sinks": True, "bias": "bool"},
+    {"sinks": True, "heads_q": 6, "heads_k": 3, "alibi": "heads"},
+    {"bias": "hidden", "heads_q": 4},
+    {"scale": -0.2, "softcap": 3.0, "window": (20, -1)},
+)
+_GRADIENT_PAIRS: tuple[Fields, ...] = (
+    {"dlse": "both", "causal": True, "heads_q": 4},
+    {"dlse": "both", "softcap": 3.0},
+    {"dlse": "both", "sinks": True, "bias": "hidden"},
+    {"dlse": "both", "dropout_p": 0.25},
+    {"dlse": "only", "alibi": "heads", "window": (30, 4)},
+    {"deterministic": True, "heads_q": 6, "heads_k": 1, "causal": True},
+    {"deterministic": True, "dropout_p": 0.1, "dlse": "both"},
+    {"bias": "keys", "bias_grad": True, "dropout_p": 0.1, "softcap": 5.0},
+    {"bias": "heads", "bias_grad": True, "heads_q": 4, "causal": True},
+    {"bias": "hidden", "bias_grad": True, "sinks": True, "dlse": "both"},
+)
+# (rows, keys): square, either longer, rows that a causal mask leaves empty, several key tiles.
+_SHAPES: tuple[tuple[int, int], ...] = ((65, 65), (65, 97), (97, 65), (129, 48), (17, 513))
+_PACKED: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
+    ((65, 0, 17, 1), (65, 33, 0, 1)),
+    ((5, 64, 33), (129, 64, 31)),
+    ((97, 1), (16, 130)),
+    ((0, 0), (0, 7)),
+    ((40,), (40,)),
+    ((1, 1, 1, 1, 1), (2, 63, 127, 1, 65)),
+    ((), ()),
+)
+_CACHES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
+    ((1, 1, 1), (65, 17, 128)),
+    ((1, 1), (257, 257)),
+    ((5, 5), (48, 48)),
+    ((33, 33), (33, 130)),
+    ((2, 2, 2, 2), (0, 1, 2, 63)),
+)
+_APPENDS: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
+    ((1, 1, 1), (65, 17, 128)),
+    ((3, 3), (64, 40)),
+    ((7, 7), (7, 33)),
+)
+_CACHE_OPTIONS: tuple[Fields, ...] = (
+    {},
+    {"used_k": True, "slack": 5},
+    {"leftpad": True},
+    {"leftpad": True, "causal": True, "alibi": "heads"},
+    {"batch_idx": True, "slack": 3},
+    {"page_size": 1},
+    {"page_size": 16},
+    {"page_size": 16, "leftpad": True, "causal": True},
+    {"page_size": 64, "heads_q": 8, "heads_k": 2},
+    {"batch_idx": True, "leftpad": True, "window": (20, 0)},
+    {"num_splits": 3},
+    {"packed_q": True, "causal": True},
+    {"packed_q": True, "page_size": 16, "slack": 2},
+    {"causal": True, "softcap": 8.0, "sinks": True},
+    {"bias": "full", "slack": 4},
+    {"bias": "bool", "leftpad": True},
+)
+
+
+def cases(
+    level: str,
+    declared: frozenset[str],
+    dtypes: Sequence[str],
+    wanted: Sequence[str] | None = None,
+    max_seqlen: int | None = None,
+) -> list[Case]:
+    """The cases of ``level`` for a backend that declares these features and dtypes.
+
+    ``wanted``: only those that need one of these features. ``max_seqlen`` shortens sequences.
+    """
+    grid = _unique(_quick() if level == "quick" else _full(), max_seqlen)
+    if wanted:
+        grid = [case for case in grid if case.features & set(wanted)]
+    kept = [case for case in grid if case.features <= declared and case.dtype in dtypes]
+    return kept + _probes(grid, declared, dtypes)
+
+
+def _probes(grid: list[Case], declared: frozenset[str], dtypes: Sequence[str]) -> list[Case]:
+    """For each feature and dtype that is not declared, the plainest case that needs it."""
+    probes: dict[str, Case] = {}
+    plainest = sorted(grid, key=lambda case: (len(case.features), case.dtype not in dtypes))
+    for case in plainest:
+        beyond = sorted(case.features - declared)
+        if case.dtype not in dtypes:
+            beyond.append(case.dtype)
+        for name in beyond:
+            probes.setdefault(name, case)
+    return list(dict.fromkeys(probes.values()))
+
+
+def _unique(grid: Iterable[Case], max_seqlen: int | None) -> list[Case]:
+    if max_seqlen is not None:
+        grid = (case.clamped(max_seqlen) for case in grid)
+    return [case for case in dict.fromkeys(grid) if not case.flaws()]
+
+
+def _dense(rows: int, keys: int, batch: int = 2, **fields: Any) -> Case:
+    return _case({"lengths_q": (rows,) * batch, "lengths_k": (keys,) * batch} | fields)
+
+
+def _case(fields: Fields) -> Case:
+    """V's head_dim follows K's unless it is given."""
+    dim = fields.get("head_dim", 64)
+    return Case(**{"head_dim_v": dim} | dict(fields))
+
+
+def _packed(lengths: tuple[tuple[int, ...], tuple[int, ...]], kind: str, **fields: Any) -> Case:
+    return _case({"kind": kind, "lengths_q": lengths[0], "lengths_k": lengths[1]} | fields)
+
+
+def _quick() -> Iterator[Case]:
+    for index, options in enumerate(_ALONE):
+        half, other = _HALF[index % 2], _HALF[1 - index % 2]
+        yield _dense(65, 97, dtype=half, **options)
+        yield _dense(*_SHAPES[index % 5], dtype=other, backward=True, **options)
+        yield _dense(97, 65, batch=1, dtype="float32", backward=True, **options)
+    for index, options in enumerate((*_GRADIENT, *_PAIRS, *_GRADIENT_PAIRS)):
+        dtype = _DTYPES[index % 3]
+        yield _dense(*_SHAPES[index % 5], dtype=dtype, backward=True, **options)
+    for index, dim in enumerate(_DIMS):
+        dtype = _HALF[index % 2]
+        yield _dense(33, 65, dtype=dtype, backward=True, head_dim=dim)
+        yield _dense(17, 17, dtype=dtype, head_dim=_DIMS[-index - 1], head_dim_v=dim, causal=True)
+    for index, rows in enumerate(_EDGES):
+        keys = _EDGES[(index * 7 + 3) % len(_EDGES)]
+        yield _dense(rows, keys, dtype=_HALF[index % 2], causal=True, backward=True, head_dim=32)
+    yield _dense(0, 5, batch=0, backward=True)
+    for index, recipe in enumerate(_VALUES):
+        yield _dense(65, 513, dtype=_HALF[index % 2], backward=True, recipe=recipe, softcap=50.0)
+        yield _dense(64, 64, dtype=_DTYPES[-index % 3], backward=True, recipe=recipe)
+    # Windows that leave whole tiles of keys empty, at either end.
+    yield _dense(257, 257, backward=True, window=(3, 0), head_dim=32)
+    yield _dense(33, 513, backward=True, window=(8, -1), head_dim=32)
+    yield _dense(33, 513, dtype="float16", backward=True, window=(450, -1), recipe="growing")
+    for index, layout in enumerate(LAYOUTS):
+        yield _dense(33, 65, dtype=_HALF[index % 2], backward=True, layout=layout, bias="full")
+        yield _dense(64, 64, dtype=_HALF[index % 2], backward=True, layout=layout, head_dim=40)
+        packed = {"dtype": _HALF[index % 2], "layout": layout, "backward": True, "slack": 3}
+        yield _packed(_PACKED[index % 3], "varlen", **packed)
+    yield from _quick_packed()
+    yield from _quick_caches()
+    yield from _dropout_bits(4)
+    yield _dense(16, 16, batch=1, dtype="float8_e4m3fn")
+
+
+def _quick_packed() -> Iterator[Case]:
+    for index, lengths in enumerate(_PACKED):
+        yield _packed(lengths, "varlen", dtype=_DTYPES[index % 3], backward=True, causal=True)
+    options: tuple[Fields, ...] = (
+        {"used_q": True},
+        {"used_k": True, "causal": True},
+        {"used_q": True, "used_k": True, "slack": 4, "dlse": "both"},
+        {"dropout_p": 0.3, "heads_q": 4},
+        {"dropout_p": 0.3, "used_k": True, "used_q": True},
+        {"alibi": "batch", "window": (9, 9)},
+        {"bias": "heads", "bias_grad": True},
+        {"bias": "bool", "sinks": True, "slack": 2},
+        {"softcap": 3.0, "deterministic": True, "heads_q": 6},
+        {"head_dim": 59, "head_dim_v": 111, "slack": 1},
+        {"page_size": 16},
+        {"page_size": 1, "heads_q": 4, "causal": True},
+        {"page_size": 16, "used_k": True, "used_q": True, "dlse": "both"},
+        {"page_size": 32, "dropout_p": 0.2, "slack": 3},
+    )
+    for index, fields in enumerate(options):
+        dtype = _DTYPES[index % 3]
+        yield _packed(_PACKED[index % 3], "varlen", dtype=dtype, backward=True, **fields)
+    shared = ((5, 9, 33), (40, 33, 17))
+    for backward in (False, True):
+        fields = {"page_size": 16, "shared": True, "backward": backward}
+        yield _packed(shared, "varlen", **fields, deterministic=backward)
+
+
+def _quick_caches() -> Iterator[Case]:
+    for index, options in enumerate(_CACHE_OPTIONS):
+        lengths = _CACHES[index % len(_CACHES)]
+        yield _packed(lengths, "kvcache", dtype=_DTYPES[index % 3], **options)
+    for index, rotary in enumerate(("", *ROTARIES)):
+        appends: tuple[Fields, ...] = (
+            {"causal": index % 2 == 0},
+            {"page_size": (16, 1)[index % 2], "causal": True},
+            {"batch_idx": True, "rotary_seqlens": bool(rotary), "leftpad": index % 2 == 1},
+        )
+        for lengths, options in zip(_APPENDS, appends, strict=True):
+            fields = {"dtype": _DTYPES[index % 3], "rotary": rotary, "slack": index, **options}
+            yield _packed(lengths, "kvcache", new_keys=lengths[0][0], **fields)
+
+
+def _dropout_bits(count: int) -> Iterator[Case]:
+    """V is the identity, so that the bits can be read from the output."""
+    axes: Fields = {
+        "dtype": _DTYPES,
+        "dropout_p": (0.1, 0.5, 0.93),
+        "causal": (False, True),
+        "heads_q": (2, 6),
+        "recipe": ("identity",),
+    }
+    for index, fields in enumerate(_draws("bits", count, axes)):
+        keys = (31, 64, 130, 256)[index % 4]
+        yield _dense(33, keys, head_dim_v=max(keys, 64), **fields)
+        lengths = ((9, 33, 1), (64, 31, 17))
+        yield _packed(lengths, "varlen", **fields, slack=index % 3)
+
+
+def _draws(family: str, count: int, axes: Fields) -> Iterator[dict[str, Any]]:
+    for index in range(count):
+        yield {axis: pick(f"{family}/{index}/{axis}", axes[axis]) for axis in axes}
+
+
+def _merged(draw: dict[str, Any]) -> dict[str, Any]:
+    """A draw whose axes "options" and "storage" hold more fields."""
+    more = [draw.pop(axis) for axis in ("storage", "options") if axis in draw]
+    for fields in more:
+        draw = draw | fields
+    return draw
+
+
+def _full() -> Iterator[Case]:
+    yield from _quick()
+    for options in (*_ALONE, *_PAIRS):
+        for index, dtype in enumerate(_DTYPES):
+            for place, shape in enumerate(_SHAPES):
+                yield _dense(*shape, dtype=dtype, backward=(index + place) % 2 == 0, **options)
+    for options in (*_GRADIENT, *_GRADIENT_PAIRS):
+        for dtype in _DTYPES:
+            for shape in _SHAPES[:4]:
+                yield _dense(*shape, dtype=dtype, backward=True, **options)
+    yield from _full_dense()
+    yield from _full_packed()
+    yield from _full_caches()
+    yield from _dropout_bits(40)
+
+
+def _full_dense() -> Iterator[Case]:
+    common: Fields = {"dtype": _DTYPES, "batch": (1, 2, 3), "backward": (False, True)}
+    axes: Fields = {"rows": _EDGES, "keys": _LONG, "head_dim": (8, 32, 64), "causal": (False, True)}
+    for draw in _draws("lengths", 300, {**common, **axes}):
+        yield _dense(**draw)
+    axes = {
+        "rows": (17, 33, 64),
+        "keys": (17, 33, 64),
+        "head_dim": _DIMS,
+        "head_dim_v": _DIMS,
+        "heads_q": (2, 4),
+        "causal": (False, True),
+    }
+    for draw in _draws("dims", 240, {**common, **axes}):
+        yield _dense(**draw)
+    axes = {
+        "rows": (1, 17, 65, 129),
+        "keys": (16, 65, 129, 257),
+        "recipe": _VALUES,
+        "layout": LAYOUTS,
+        "options": (*_ALONE, *_PAIRS),
+    }
+    for draw in _draws("values", 300, {**common, **axes}):
+        yield _dense(**_merged(draw))
+    axes = {
+        "rows": _EDGES,
+        "keys": _EDGES,
+        "window": ((0, 0), (1, 0), (0, 1), (3, 70), (64, 64), (-1, 0), (130, -1)),
+        "options": ({}, {"sinks": True}, {"softcap": 6.0}, {"dropout_p": 0.2}, {"alibi": "heads"}),
+    }
+    for draw in _draws("windows", 240, {**common, **axes}):
+        yield _dense(**_merged(draw))
+    yield from _mixed("dense", 500)
+
+
+def _mixed(kind: str, count: int) -> Iterator[Case]:
+    """Everything with everything; draws that have no meaning fall away."""
+    dense = kind == "dense"
+    axes: Fields = {
+        "dtype": _DTYPES,
+        "head_dim": (8, 40, 64, 111, 128),
+        "head_dim_v": (40, 64, 128),
+        "heads_q": (2, 4, 6),
+        "heads_k": (1, 2),
+        "causal": (False, True),
+        "window": (None, None, (20, 0), (5, -1)),
+        "softcap": (0.0, 0.0, 3.0),
+        "bias": ("", "", "", "full", "heads", "bool", "hidden"),
+        "alibi": ("", "", "heads", "batch"),
+        "sinks": (False, True),
+        "dropout_p": (0.0, 0.0, 0.4),
+        "recipe": _VALUES,
+        "layout": LAYOUTS,
+        "backward": (True, True, False),
+        "gradient": ({}, {"dlse": "both"}, {"dlse": "only"}, {"deterministic": True}),
+        "bias_grad": (False, True),
+        "rows": (1, 2, 17, 64, 65, 130),
+        "keys": (1, 16, 33, 64, 129, 257),
+        "batch": (1, 2),
+        "lengths": _PACKED,
+        "used_q": (False, True),
+        "used_k": (False, True),
+        "slack": (0, 0, 3),
+        "page_size": (0, 0, 1, 16, 64),
+    }
+    dense_only, packed_only = ("rows", "keys", "batch"), ("lengths", *(
+        "used_q", "used_k", "slack", "page_size"
+    ))  # fmt: skip
+    for draw in _draws(f"mixed_{kind}", count, axes):
+        gradient = draw.pop("gradient")
+        if draw["backward"]:
+            draw |= gradient
+        draw["bias_grad"] = draw["bias_grad"] and draw["backward"] and bool(draw["bias"])
+        if draw["bias"] == "bool":
+            draw["bias_grad"] = False
+        for name in packed_only if dense else dense_only:
+            del draw[name]
+        yield _dense(**draw) if dense else _packed(kind=kind, **draw)
+
+
+def _full_packed() -> Iterator[Case]:
+    axes: Fields = {
+        "dtype": _DTYPES,
+        "backward": (False, True),
+        "lengths": _PACKED,
+        "used_q": (False, True),
+        "used_k": (False, True),
+        "slack": (0, 3),
+        "page_size": (0, 0, 1, 16, 32),
+        "layout": LAYOUTS,
+        "options": (*_ALONE, *_PAIRS),
+    }
+    for draw in _draws("packed", 400, axes):
+        yield _packed(kind="varlen", **_merged(draw))
+    yield from _mixed("varlen", 300)
+
+
+def _full_caches() -> Iterator[Case]:
+    common: Fields = {
+        "dtype": _DTYPES,
+        "layout": LAYOUTS,
+        "slack": (0, 1, 7),
+        "leftpad": (False, False, True),
+        "packed_q": (False, True),
+        "causal": (False, True),
+        "num_splits": (0, 0, 1, 4),
+        "heads_q": (2, 4, 8),
+        "storage": ({}, {"batch_idx": True}, {"page_size": 1}, {"page_size": 16}),
+        "options": (*(x for x in (*_ALONE, *_PAIRS) if not {"dropout_p"} & set(x)),),
+    }
+    axes: Fields = {"lengths": _CACHES}
+    for draw in _draws("caches", 300, {**common, **axes}):
+        yield _packed(kind="kvcache", **_merged(draw))
+    axes = {
+        "lengths": _APPENDS,
+        "rotary": ("", *ROTARIES),
+        "rotary_seqlens": (False, True),
+        "new_keys": (1, 3, 7),
+    }
+    for draw in _draws("appends", 400, {**common, **axes}):
+        draw["rotary_seqlens"] = draw["rotary_seqlens"] and bool(draw["rotary"])
+        yield _packed(kind="kvcache", **_merged(draw))

@@ -1,0 +1,217 @@
+"""The tensors of a case: values from raw PCG64 integers, laid out with NaN all around them.
+
+numpy freezes the raw output of its bit generators, not the streams of ``normal`` or ``integers``.
+So only ``PCG64.random_raw`` is used: each 64-bit word gives four 16-bit integers, and the sum s of
+four such integers (Irwin–Hall) becomes (s − 131070) · √3 / 65536: mean 0, variance 1, |x| ≤ 2√3.
+Everything is exact or IEEE-rounded once, and then rounded once to the problem's dtype.
+
+Tensors are views of buffers of 0xFF bytes, which is NaN in every float dtype. Whatever does not
+belong to a tensor's valid region (guards, gaps between strides, rows beyond a sequence, unused
+pages, left padding) stays NaN, and a buffer that changed is a write out of bounds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import reference
+from ..problem import Call
+from .cases import Case
+
+_GUARD_BYTES = 64
+
+
+def near_normal(key: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """float64 values of ``shape``, mean 0 and variance 1, seeded by ``key``."""
+    count = int(np.prod(shape, dtype=np.int64))
+    words = _raw(key, count).astype(np.uint64)
+    total = np.zeros(count, np.int64)
+    for quarter in range(4):
+        total += ((words >> np.uint64(16 * quarter)) & np.uint64(0xFFFF)).astype(np.int64)
+    return torch.from_numpy((total - 131070) * (3.0**0.5 / 65536.0)).reshape(shape)
+
+
+def integers(key: str, count: int, below: int) -> list[int]:
+    """``count`` integers from 0 to ``below`` − 1, seeded by ``key``."""
+    return [int(word) % below for word in _raw(key, count)]
+
+
+def permutation(key: str, count: int) -> list[int]:
+    """0 … count−1 in the order of ``key``'s raw words."""
+    return [int(place) for place in np.argsort(_raw(key, count), kind="stable")]
+
+
+def _raw(key: str, count: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:16], "little")
+    return np.asarray(np.random.PCG64(seed).random_raw(count), dtype=np.uint64)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor's place in a buffer of bytes: what moves between devices."""
+
+    buffer: torch.Tensor
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def view(self, buffer: torch.Tensor | None = None) -> torch.Tensor:
+        """The tensor in its own buffer, or in a copy of it."""
+        flat = (self.buffer if buffer is None else buffer).view(self.dtype)
+        return flat.as_strided(self.shape, self.strides, self.offset)
+
+
+def place(values: torch.Tensor, dtype: torch.dtype, layout: str) -> Placed:
+    """``values`` (…, heads, dim) rounded to ``dtype``, in a buffer of NaN as ``layout`` says.
+
+    "contiguous"; "strided": gaps after every row, head and sequence, all multiples of 16 bytes;
+    "heads_first": the memory order is (…, heads, rows, dim); "unaligned": dense, but one element
+    off 16 bytes; "gapped": every second element along the last dimension.
+    """
+    shape = tuple(values.shape)
+    unit = 16 // dtype.itemsize
+    outer, order = list(shape), list(range(len(shape)))
+    offset = _GUARD_BYTES // dtype.itemsize
+    if layout == "strided":
+        outer = [n + 1 for n in shape[:-1]] + [(-(-shape[-1] // unit) + 1) * unit]
+    elif layout == "heads_first" and len(shape) >= 3:
+        order[-3], order[-2] = order[-2], order[-3]
+    elif layout == "unaligned":
+        offset += 1
+    elif layout == "gapped":
+        outer[-1] *= 2
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        strides[dim], step = step, step * outer[dim]
+    if layout == "gapped":
+        strides[-1] = 2
+    size = (2 * offset + step) * dtype.itemsize
+    buffer = torch.full((-(-size // 16) * 16,), 0xFF, dtype=torch.uint8)
+    placed = Placed(buffer, dtype, shape, tuple(strides), offset)
+    placed.view().copy_(values)
+    return placed
+
+
+Sequence = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass
+class Inputs:
+    """Everything of one case, on the CPU.
+
+    ``placed`` holds the float tensors of the call by argument name, ``others`` its integer tensors
+    and scalars. ``spec`` is the same problem for the reference, in float64 and rounded as the
+    meaning demands; ``naive`` differs from it only in how rotary was computed. ``dout`` and
+    ``dlse`` are what flows back. ``cache_after`` holds the caches' buffers as an append must leave
+    them; where rotary ran, ``rotated_rows`` marks k's elements that hold a rotated value.
+    ``sequences`` holds q, k and v of each sequence. ``score_size`` and ``product_size`` are the
+    largest |score| and the largest scale·Σ|q||k|, with all other terms.
+    """
+
+    case: Case
+    placed: dict[str, Placed]
+    others: dict[str, Any]
+    spec: Call
+    naive: Call
+    dout: Placed | None = None
+    dlse: Placed | None = None
+    cache_after: dict[str, torch.Tensor] = field(default_factory=dict)
+    rotated_rows: torch.Tensor | None = None
+    sequences: list[Sequence] = field(default_factory=list)
+    score_size: float = 0.0
+    product_size: float = 0.0
+
+    def digest(self) -> str:
+        """SHA-256 over every byte of every tensor that takes part, and of the scalars."""
+        total = hashlib.sha256()
+        for name in sorted(self.placed):
+            total.update(name.encode() + self.placed[name].buffer.numpy().tobytes())
+        for name in sorted(self.others):
+            value = self.others[name]
+            if isinstance(value, torch.Tensor):
+                total.update(name.encode() + value.numpy().tobytes())
+            else:
+                total.update(f"{name}={value!r}".encode())
+        for grad in (self.dout, self.dlse):
+            total.update(b"" if grad is None else grad.buffer.numpy().tobytes())
+        return total.hexdigest()
+
+
+def sequence(case: Case, b: int) -> Sequence:
+    """q (rows, H, D), k (keys, Hk, D), v (keys, Hk, Dv) of sequence ``b``, in the case's dtype."""
+    rows, keys, dim = case.lengths_q[b], case.lengths_k[b], case.head_dim
+    q = near_normal(f"{case.name}/q{b}", (rows, case.heads_q, dim))
+    k = near_normal(f"{case.name}/k{b}", (keys, case.heads_k, dim))
+    v = near_normal(f"{case.name}/v{b}", (keys, case.heads_k, case.head_dim_v))
+    if case.recipe == "growing":
+        # Scores rise by about 40 along the keys: a running maximum is raised in every tile.
+        q[..., 0] = 4.0
+        k[..., 0] = torch.arange(keys)[:, None] * (10.0 * dim**0.5 / max(keys, 1))
+    elif case.recipe == "huge" and rows and keys:
+        # One score of 64·√D among scores of about 1.
+        q[rows // 2] = 8.0
+        k[keys // 3] = 8.0
+    elif case.recipe == "equal":
+        k[:] = k[:1].clone()
+    elif case.recipe == "offset":
+        # A rounding of P that is not to nearest shows at once against a mean of 16.
+        v += 16.0
+    elif case.recipe == "big":
+        # Scores of several tens to hundreds: nearly one-hot rows and a large LSE.
+        q *= 6.0
+        k *= 6.0
+    elif case.recipe == "identity":
+        # out is P itself, so that the bits of dropout can be read from it.
+        v[:] = torch.eye(keys, case.head_dim_v)[:, None, :]
+        q *= 0.25
+    dtype = getattr(torch, case.dtype)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def score_sizes(parts: list[Sequence], call: Call) -> tuple[float, float]:
+    """The largest |score| and the largest scale·Σ|q||k|, both with the ALiBi and bias terms."""
+    score = product = 0.0
+    added = 0.0
+    if call.bias is not None and call.bias.is_floating_point() and call.bias.numel():
+        added += float(call.bias.double().nan_to_num(0.0, 0.0, 0.0).abs().max())
+    for q, k, _ in parts:
+        if not q.shape[0] or not k.shape[0]:
+            continue
+        q, k = q.double(), k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        raw = torch.einsum("qhd,khd->hqk", q, k).abs().max()
+        terms = torch.einsum("qhd,khd->hqk", q.abs(), k.abs()).max()
+        extra = added
+        if call.alibi_slopes is not None:
+            extra += float(call.alibi_slopes.max()) * max(q.shape[0], k.shape[0])
+        score = max(score, float(raw) * abs(call.scale) + extra)
+        product = max(product, float(terms) * abs(call.scale) + extra)
+    return score, product
+
+
+def rotate(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, style: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (S, H, D) rotated by ``positions`` (S,): in float64 and in float32, both in x's dtype.
+
+    What the products see, and what a cache stores, is in the problem's dtype: the rounding after
+    rotary belongs to the meaning, the arithmetic before it does not.
+    """
+    interleaved = style.startswith("interleaved")
+    exact = reference.rotary(x[None], cos, sin, positions[None], interleaved)[0].to(x.dtype)
+    half = cos.shape[-1]
+    c, s = (table.float()[positions][:, None, :] for table in (cos, sin))
+    near = x.float()
+    if interleaved:
+        first, second = near[..., 0 : 2 * half : 2], near[..., 1 : 2 * half : 2]
+        turned = torch.stack((first * c - second * s, first * s + second * c), -1).flatten(-2)
+    else:
+        first, second = near[..., :half], near[..., half : 2 * half]
+        turned = torch.cat((first * c - second * s, first * s + second * c), -1)
+    near = torch.cat((turned, near[..., 2 * half :]), -1)
+    return exact, near.to(x.dtype)

@@ -1,0 +1,86 @@
+"""What float64 makes of the roundings that no fused kernel can avoid: part (c) of the rule.
+
+A fused forward stores the output in its dtype and the LSE in float32, and sums its dot products in
+whatever order suits the machine. Backward recomputes P = exp(s' − L) and takes δ = rowsum(dO∘O')
+from what was stored. Here these few quantities are moved by their rounding and all else stays in
+float64. Everything is said through the reference's own arguments:
+
+- a score moved by E is a bias of E;
+- P of a row scaled by r, as exp(s' − L) is for an L that is not that of s', is dO and dLSE scaled
+  by r, because P enters the gradients only as P∘(dO·Vᵀ − δ + dLSE) and as Pᵀ·dO;
+- δ moved by ε is a dLSE of −ε.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .. import reference
+from ..problem import Call
+from .inputs import Inputs
+
+
+def recomputed_out(inputs: Inputs) -> torch.Tensor | None:
+    """The output for float32's moved scores, in float64; None for 16-bit types.
+
+    There a score's error of 1e-6 is nothing beside the rounding of P and of the output.
+    """
+    moved = _moved_call(inputs)
+    return None if moved is None else reference.attention(moved)[0]
+
+
+def recomputed_gradients(
+    inputs: Inputs,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+) -> dict[str, torch.Tensor]:
+    """The reference's gradients, moved; ``out`` and ``lse`` are the reference's own."""
+    stored, dout = out.to(inputs.spec.q.dtype).double(), dout.double()
+    epsilon = (dout * (stored - out)).sum(-1)
+    # δ meets dP in dP − δ, and the two were not summed in the same order: what the roundings of Dv
+    # additions come to (see the LSE in tolerances.py).
+    summed = out.shape[-1] ** 0.5 * 2.0**-24 * (dout * stored).abs().sum(-1)
+    epsilon = (epsilon + torch.copysign(summed, epsilon)).transpose(-1, -2)
+    dlse = -epsilon if dlse is None else dlse - epsilon
+    call = _moved_call(inputs)
+    if call is None:
+        return reference.gradients(inputs.spec, dout, dlse)
+    ratio = torch.exp(reference.attention(call)[1] - lse)
+    ratio = torch.where(lse == -torch.inf, 1.0, ratio)
+    dout = dout * ratio.transpose(-1, -2)[..., None]
+    moved = reference.gradients(call, dout, dlse * ratio)
+    if inputs.spec.bias is not None and "dbias" in moved:
+        moved["dbias"] = moved["dbias"].sum_to_size(inputs.spec.bias.shape)
+    return moved
+
+
+def _moved_call(inputs: Inputs) -> Call | None:
+    call = inputs.spec
+    if call.q.dtype != torch.float32:
+        return None
+    shape = (call.batch, inputs.case.heads_q, call.max_seqlen_q, call.max_seqlen_k)
+    bias = torch.zeros(shape, dtype=torch.float64)
+    if call.bias is not None and call.bias.dtype == torch.bool:
+        bias = bias.masked_fill(~call.bias, -torch.inf)
+    elif call.bias is not None:
+        bias = bias + call.bias
+    for b, (q, k, _) in enumerate(inputs.sequences):
+        bias[b, :, : q.shape[0], : k.shape[0]] += _summed_in_order(q, k, call)
+    return call._replace(bias=bias)
+
+
+def _summed_in_order(q: torch.Tensor, k: torch.Tensor, call: Call) -> torch.Tensor:
+    """What q·k summed in order in float32 does to each score: (H, rows, keys), float64."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    left, right = q.permute(1, 0, 2)[:, :, None], k.permute(1, 0, 2)[:, None]
+    total = torch.zeros(q.shape[1], q.shape[0], k.shape[0])
+    for d in range(q.shape[2]):
+        total += left[..., d] * right[..., d]
+    exact = torch.einsum("qhd,khd->hqk", q.double(), k.double())
+    error = (total.double() - exact) * call.scale
+    if call.softcap:
+        # The cap flattens what comes through it.
+        error *= 1.0 - torch.tanh(exact * call.scale / call.softcap).square()
+    return error

@@ -1,0 +1,165 @@
+"""Runs the cases of a level on one backend, through the public API."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from .. import __version__, device
+from ..backends import AUTOMATIC, BACKENDS, NAMES
+from ..backends.base import Backend
+from ..errors import UnsupportedProblem
+from ..problem import FEATURES
+from . import grid
+from .build import build
+from .cases import Case
+from .examine import examine
+from .report import CRASHED, FAILED, PASSED, REFUSED, CaseResult, Report
+
+Progress = Callable[[int, int, str], None]
+
+
+def run(
+    backend: str | None = None,
+    level: str = "quick",
+    features: Sequence[str] | None = None,
+    max_seqlen: int | None = None,
+    on_progress: Progress | None = None,
+) -> Report:
+    """Hold ``backend`` to the rule on its own device.
+
+    By default the backend is this machine's first. ``level`` is "quick" or "full". ``features``
+    keeps only the cases that need one of these, ``max_seqlen`` shortens all sequences (for slow
+    backends). ``on_progress(done, total, case_name)`` is called before each case.
+
+    Raises ``ValueError`` for names that do not exist, ``RuntimeError`` where the backend cannot run
+    on this machine. What goes wrong in a case is in the report.
+    """
+    if level not in grid.LEVELS:
+        raise ValueError(f"level: expected one of {', '.join(grid.LEVELS)}; got {level!r}")
+    for name in features or ():
+        if name not in FEATURES:
+            raise ValueError(f"features: expected some of {', '.join(FEATURES)}; got {name!r}")
+    if max_seqlen is not None and max_seqlen < 1:
+        raise ValueError(f"max_seqlen: expected 1 or more; got {max_seqlen}")
+    name = backend if backend is not None else _first()
+    if name not in NAMES:
+        raise ValueError(f"backend: expected one of {', '.join(NAMES)}; got {name!r}")
+    if name not in BACKENDS:
+        raise RuntimeError(f"{name}: not in this release")
+    implementation = BACKENDS[name]
+    why = implementation.why_unavailable()
+    if why:
+        raise RuntimeError(f"{name}: {why}")
+    cases = grid.cases(level, implementation.FEATURES, implementation.DTYPES, features, max_seqlen)
+    return run_cases(implementation, cases, level, features, on_progress)
+
+
+def run_cases(
+    implementation: Backend,
+    cases: Iterable[Case],
+    level: str = "cases",
+    features: Sequence[str] | None = None,
+    on_progress: Progress | None = None,
+) -> Report:
+    """``run`` for cases of one's own choice."""
+    where = device_of(implementation.NAME)
+    cases = list(cases)
+    results = []
+    with _one_thread():
+        for done, case in enumerate(cases):
+            if on_progress is not None:
+                on_progress(done, len(cases), case.name)
+            results.append(run_case(implementation, case, where))
+    return Report(
+        implementation.NAME,
+        level,
+        tuple(features or ()),
+        environment(implementation, where),
+        tuple(results),
+    )
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """PyTorch's CPU work on one thread: cases are small, and threads would wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def run_case(implementation: Backend, case: Case, where: torch.device) -> CaseResult:
+    """One case, whatever happens in it."""
+    begin = time.perf_counter()
+    undeclared = sorted(case.features - implementation.FEATURES)
+    if case.dtype not in implementation.DTYPES:
+        undeclared.append(case.dtype)
+    status, found = PASSED, None
+    reasons: tuple[str, ...] = ()
+    messages: tuple[str, ...] = ()
+    try:
+        found = examine(build(case), implementation.NAME, where)
+        messages = tuple(check.message for check in found.checks if check.message)
+        if undeclared:
+            messages = (f"computed, though it does not declare {', '.join(undeclared)}", *messages)
+        status = FAILED if messages else PASSED
+    except UnsupportedProblem as refusal:
+        reasons = refusal.reasons.get(implementation.NAME, ())
+        status = REFUSED
+        if not reasons:
+            status, messages = FAILED, ("refused without a reason",)
+    except Exception:
+        status, messages = CRASHED, (traceback.format_exc(),)
+    return CaseResult(
+        case.name,
+        case.dtype,
+        tuple(name for name in FEATURES if name in case.features),
+        status,
+        tuple(found.checks) if found else (),
+        found.digests if found else {},
+        reasons,
+        messages,
+        time.perf_counter() - begin,
+    )
+
+
+def device_of(backend: str) -> torch.device:
+    """Where ``backend`` runs here: the GPU if there is one, but for the emulator."""
+    if backend != "emulator" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def environment(implementation: Backend, where: torch.device) -> dict[str, Any]:
+    """Versions, device and driver; and the digests of its kernels, if the backend tells them."""
+    facts = device.of(where)
+    found: dict[str, Any] = {
+        "pyfa": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "device": facts.name,
+        "arch": facts.arch,
+        "rocm": torch.version.hip,
+        "cuda": torch.version.cuda,
+    }
+    kernel_digests = getattr(implementation, "kernel_digests", None)
+    if kernel_digests is not None:
+        found["kernels"] = dict(kernel_digests())
+    return found
+
+
+def _first() -> str:
+    """The first backend of this machine's automatic order that can run here."""
+    order = AUTOMATIC[device.of(device_of("torch")).vendor]
+    able = (n for n in order if n in BACKENDS and BACKENDS[n].why_unavailable() is None)
+    return next(able, "torch")

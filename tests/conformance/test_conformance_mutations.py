@@ -1,0 +1,122 @@
+"""Breaking the torch backend makes conformance fail, each time: the suite sees what it claims to.
+
+A mutant is the module's own source with one snippet replaced, run in the module's place.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import dataclass
+from types import ModuleType
+
+import pytest
+
+from pyfa.backends import BACKENDS
+from pyfa.backends.torch import backend, philox, tiled
+from pyfa.conformance import grid, run_cases
+from pyfa.conformance.cases import Case
+from pyfa.conformance.report import FAILED, PASSED
+
+TORCH = BACKENDS["torch"]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """What is broken, where, and the feature whose cases must notice."""
+
+    name: str
+    module: ModuleType
+    snippet: str
+    broken: str
+    feature: str
+    symptom: str
+
+
+MUTATIONS = (
+    Mutation(
+        "mask off by one",
+        tiled,
+        "hidden = distance > call.window_right\n",
+        "hidden = distance > call.window_right + 1\n",
+        "window",
+        "max error",
+    ),
+    Mutation(
+        "missing rescale",
+        tiled,
+        "acc = acc * grid.grouped(rescale) + ",
+        "acc = acc + ",
+        "softcap",
+        "out: max error",
+    ),
+    Mutation(
+        "dropped dLSE",
+        tiled,
+        "delta = delta - _row_values(grid, dlse, begin_q, end_q)",
+        "delta = delta.clone()",
+        "dlse",
+        "dq: max error",
+    ),
+    Mutation(
+        "wrong GQA head",
+        tiled,
+        "grouped: torch.Tensor = rows.unflatten(2, (self.heads_k, -1))\n",
+        "grouped: torch.Tensor = rows.unflatten(2, (-1, self.heads_k)).transpose(2, 3)\n",
+        "gqa",
+        "out: max error",
+    ),
+    Mutation(
+        "dropout counter shifted",
+        philox,
+        "torch.broadcast_tensors(keys >> 2, rows, heads, batches)",
+        "torch.broadcast_tensors(keys >> 2, rows + 1, heads, batches)",
+        "dropout",
+        "dropout bits: not those of the specification",
+    ),
+    Mutation(
+        "NaN from an empty row",
+        tiled,
+        "base = raised.masked_fill(raised == -torch.inf, 0.0)",
+        "base = raised",
+        "bias",
+        "NaN: ",
+    ),
+)
+
+
+def mutant(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The broken module, under a name of its own."""
+    source = inspect.getsource(mutation.module)
+    assert source.count(mutation.snippet) == 1, f"{mutation.name}: the snippet has moved"
+    broken = ModuleType(f"{mutation.module.__name__}_broken")
+    broken.__package__ = mutation.module.__package__
+    monkeypatch.setitem(sys.modules, broken.__name__, broken)
+    exec(source.replace(mutation.snippet, mutation.broken), broken.__dict__)
+    return broken
+
+
+def cases_of(feature: str) -> list[Case]:
+    return grid.cases("quick", TORCH.FEATURES, TORCH.DTYPES, [feature])
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_broken_backend_fails(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = mutant(mutation, monkeypatch)
+    # sdpa.py is not broken, so cases that it runs may pass; the tiled ones must not all.
+    name = mutation.module.__name__.rpartition(".")[2]
+    monkeypatch.setattr(backend if name == "tiled" else tiled, name, broken)
+    report = run_cases(TORCH, cases_of(mutation.feature))
+    assert not report.ok
+    failed = [result for result in report.results if result.status == FAILED]
+    assert failed, "nothing but crashes"
+    messages = [message for result in failed for message in result.messages]
+    assert any(mutation.symptom in message for message in messages), messages[:5]
+
+
+def test_the_unbroken_backend_passes_the_same_cases() -> None:
+    features = {mutation.feature for mutation in MUTATIONS}
+    cases = [case for name in sorted(features) for case in cases_of(name)]
+    report = run_cases(TORCH, dict.fromkeys(cases))
+    assert [(r.name, r.messages) for r in report.results if r.status != PASSED] == []
+    assert report.ok

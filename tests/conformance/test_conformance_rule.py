@@ -1,0 +1,142 @@
+"""The rule itself: what passes, what does not, and that no refinement opens a hole."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from pyfa.conformance.tolerances import judge, judge_lse, judge_rotated, ulp
+
+
+def spread(count: int, size: float) -> torch.Tensor:
+    """float64 errors of magnitude ``size`` and alternating sign."""
+    return torch.where(torch.arange(count) % 2 == 0, size, -size).double()
+
+
+REF = torch.linspace(0.5, 0.99, 64, dtype=torch.float64).to(torch.float16).double()
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "expected"),
+    [
+        (1.0, torch.float16, 2.0**-10),
+        (1.99, torch.float16, 2.0**-10),
+        (2.0, torch.bfloat16, 2.0**-6),
+        (-0.75, torch.float32, 2.0**-24),
+    ],
+)
+def test_ulp(value: float, dtype: torch.dtype, expected: float) -> None:
+    assert ulp(value, dtype) == expected
+
+
+def test_ulp_of_zero_is_tiny_and_not_zero() -> None:
+    assert 0.0 < ulp(0.0, torch.float16) < 1e-6
+
+
+def test_max_error_is_twice_naives_and_four_ulp() -> None:
+    naive = REF + spread(64, 1e-2)
+    allowed = 2e-2 + 4 * ulp(0.99, torch.float32)
+    x = REF.clone()
+    for error, passes in ((0.999 * allowed, True), (1.001 * allowed, False)):
+        x[3] = REF[3] + error
+        assert judge("out", x.float(), REF, naive).passed is passes
+
+
+@pytest.mark.parametrize("kind", ["gradient", "softcap"])
+def test_the_factor_is_three_for_gradients_and_softcap(kind: str) -> None:
+    naive, x = REF + spread(64, 1e-2), REF.clone()
+    x[3] += 2.9e-2
+    assert not judge("x", x.float(), REF, naive).passed
+    gradient, softcap = kind == "gradient", kind == "softcap"
+    assert judge("x", x.float(), REF, naive, gradient=gradient, softcap=softcap).passed
+
+
+def test_mean_error_is_one_and_a_half_of_naives() -> None:
+    naive = REF + spread(64, 1e-2)
+    assert judge("out", (REF + spread(64, 1.45e-2)).half(), REF, naive).passed
+    check = judge("out", (REF + spread(64, 1.55e-2)).half(), REF, naive)
+    assert "mean error" in check.message
+    assert check.ratio == pytest.approx(1.55 / 1.5, rel=0.01)
+
+
+@pytest.mark.parametrize("rows", [4, 256, 4096])
+def test_a_float32_mean_over_few_rows_may_stray(rows: int) -> None:
+    ref = REF.expand(rows, 64)
+    # One element of each row is far off in naive, so that only the mean decides.
+    naive = ref + spread(64, 1e-5)
+    naive[:, 0] += 1.0
+    mean = float((naive - ref).abs().mean())
+    for part, passes in ((0.99, True), (1.01, False)):
+        error = part * mean * 1.5 * (1 + 3.205 / rows**0.5)
+        assert judge("out", (ref + spread(64, error)).float(), ref, naive).passed is passes
+
+
+def test_correctly_rounded_passes_where_naive_is_exact() -> None:
+    ref = REF + 1e-5
+    assert judge("out", ref.half(), ref, ref).passed
+    twice = ref + 2 * (ref.half().double() - ref)
+    assert not judge("out", twice.half() + 2.0**-10, ref, ref).passed
+
+
+def test_what_float64_makes_of_stored_values_is_a_yardstick_too() -> None:
+    x = (REF + spread(64, 1e-3)).float()
+    assert not judge("dq", x, REF, REF, gradient=True).passed
+    assert judge("dq", x, REF, REF, recomputed=REF + spread(64, 1e-3), gradient=True).passed
+
+
+def test_gradients_may_move_with_the_lse_and_outputs_may_not() -> None:
+    naive, moved = REF.float().double(), (REF * (1.0 + 64.0 * 2.0**-24)).float()
+    assert judge("dq", moved, REF, naive, gradient=True, largest_lse=80.0).passed
+    assert not judge("dq", moved, REF, naive, gradient=True, largest_lse=4.0).passed
+    assert not judge("out", moved, REF, naive, largest_lse=80.0).passed
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_special_values_stand_where_the_reference_has_them(value: float) -> None:
+    special = REF.clone()
+    special[5] = value
+    assert "where none belongs" in judge("out", special.half(), REF, REF).message
+    assert "missing" in judge("out", REF.half(), special, REF).message
+    assert judge("out", special.half(), special, REF).passed
+
+
+def test_a_yardstick_that_is_not_finite_fails_the_case() -> None:
+    assert "badly made" in judge("out", REF.half(), REF, REF * math.inf).message
+
+
+def test_the_shape_is_checked() -> None:
+    assert "shape" in judge("out", REF.half()[:-1], REF, REF).message
+
+
+def test_nothing_finite_is_no_error() -> None:
+    nothing = torch.full((4,), -math.inf, dtype=torch.float64)
+    assert judge_lse(nothing.float(), nothing, REF.half(), 1.0, 1.0).passed
+    empty = torch.zeros(0, dtype=torch.float64)
+    assert judge("out", empty.half(), empty, empty).passed
+
+
+def test_lse_of_16_bit_inputs() -> None:
+    lse = torch.full((4,), 5.0, dtype=torch.float64)
+    bound = 1e-3 + 2.0**-20 * 100.0
+    for part, passes in ((0.99, True), (1.01, False)):
+        x = (lse + part * bound).float()
+        assert judge_lse(x, lse, REF.bfloat16(), 100.0, 1e9).passed is passes
+
+
+def test_lse_of_float32_inputs() -> None:
+    lse = torch.full((4,), 5.0, dtype=torch.float64)
+    allowed = 4 * 2.0**-21 + 64**0.5 * 2.0**-23 * 3.0
+    for part, passes in ((0.9, True), (1.2, False)):
+        x = (lse + part * allowed).float()
+        assert judge_lse(x, lse, REF.float(), 1e9, 3.0).passed is passes
+
+
+def test_rotated_keys_may_be_one_ulp_off() -> None:
+    ref = torch.tensor([1.0, 0.5], dtype=torch.bfloat16)
+    near, far = ref.clone(), ref.clone()
+    near[0] += 2.0**-7
+    far[0] += 2.0**-5
+    assert judge_rotated(near, ref).passed
+    assert not judge_rotated(far, ref).passed
