@@ -1,8 +1,9 @@
 """Random problems over the whole API, each held to the conformance rule against the reference.
 
 16-bit types only. In float32 every side is within a few roundings of the truth, and in a tensor of
-one or two elements which side is closer is luck: out of 740 random problems 12 failed by at most a
-factor of 4.7 of 2⁻²⁴. Float32 is held to the same rule on the conformance suite's fixed grid.
+one element which side is closer is luck: 2 of 742 random problems failed, the gradient of a single
+sink by 1.25 of its bound and a single output by 1.12. Float32 is held to the same rule on the
+conformance suite's fixed grid.
 """
 
 import torch
