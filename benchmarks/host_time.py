@@ -1,0 +1,97 @@
+"""Host time of a warm inference call on the CPU's torch backend, by layer.
+
+``python benchmarks/host_time.py [--save]``. The problem is so small that the kernel's own work is
+its launch. All layers are called on the same tensors in short rounds that take turns, so that load
+and clock strike all alike; each figure is the median over the rounds, in µs a call. Our share is
+the public call less the kernel's operator called directly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import machine
+import torch
+
+import pyfa
+from pyfa import dispatch, request
+from pyfa.backends.torch import sdpa
+
+_CALLS = 25  # in a round: half a millisecond, so that most rounds are not interrupted
+_ROUNDS = 1500
+_GOAL = 8.0
+
+
+def layers() -> dict[str, Callable[[], Any]]:
+    """From the public call down to the operator that the torch backend runs."""
+    q, k, v = (torch.randn(1, 16, 2, 64) for _ in range(3))
+    asked = request.dense(q, k, v, request.Shared())
+    prepared = dispatch.prepare(*asked)
+    call, plan, backend = asked.call, prepared.plan, prepared.backend
+    if (backend.NAME, plan.kernel) != ("torch", "sdpa"):
+        raise SystemExit(f"expected the torch backend's sdpa, got {backend.NAME} {plan}")
+    turned = [x.transpose(1, 2) for x in (q, k, v)]
+    shared = request.Shared()
+    return {
+        "pyfa.attention": lambda: pyfa.attention(q, k, v),
+        "request": lambda: request.dense(q, k, v, shared),
+        "prepare": lambda: dispatch.prepare(*asked),
+        "backend.forward": lambda: backend.forward(plan, call),
+        "operator": lambda: sdpa._CPU_FORWARD(*turned, 0.0, False, scale=0.125),
+        "empty": lambda: None,
+    }
+
+
+def measure(rounds: int) -> dict[str, list[float]]:
+    """Seconds per call of every layer in every round."""
+    functions = layers()
+    for function in functions.values():
+        for _ in range(1000):
+            function()
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    gc.disable()
+    order = list(functions.items())
+    for _ in range(rounds):
+        order.append(order.pop(0))
+        for name, function in order:
+            begin = time.perf_counter()
+            for _ in range(_CALLS):
+                function()
+            times[name].append((time.perf_counter() - begin) / _CALLS)
+    gc.enable()
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=_ROUNDS)
+    parser.add_argument("--save", action="store_true", help="write results/host_time.json")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        times = measure(options.rounds)
+    share = [
+        whole - kernel
+        for whole, kernel in zip(times["pyfa.attention"], times["operator"], strict=True)
+    ]
+    figures = {}
+    for name, seconds in {**times, "our share": share}.items():
+        low, middle, high = (x * 1e6 for x in statistics.quantiles(seconds, n=4))
+        figures[name] = {
+            "median_us": round(middle, 2),
+            "quartiles_us": [round(low, 2), round(high, 2)],
+        }
+        print(f"{name:<16} {middle:6.2f} us  ({low:.2f} … {high:.2f})")
+    print(f"goal: our share at most {_GOAL} us")
+    if options.save:
+        results = {"goal_us": _GOAL, "rounds": options.rounds, "calls": _CALLS, "layers": figures}
+        print(machine.save("host_time", results))
+
+
+if __name__ == "__main__":
+    main()

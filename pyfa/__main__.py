@@ -1,0 +1,7 @@
+"""``python -m pyfa``."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

@@ -1,0 +1,86 @@
+"""The ``triton`` backend: every GPU that Triton compiles for, and the CPU through its interpreter."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...plan import Plan
+from ...problem import FEATURES, Call, Problem
+from ..base import Gradients, missing
+from . import plans
+
+if TYPE_CHECKING:
+    from .runtime import Runner
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+class TritonBackend:
+    NAME = "triton"
+    FEATURES = frozenset(FEATURES) - {"fp8"}
+    DTYPES: tuple[str, ...] = ("float16", "bfloat16", "float32")
+
+    def __init__(self) -> None:
+        # By the plan's identity: hashing its constants costs more than a launch. The plan is kept,
+        # so that its identity is not given to another.
+        self._runners: dict[int, tuple[Plan, Runner]] = {}
+
+    def why_unavailable(self) -> str | None:
+        return _why_unavailable(_interpreted())
+
+    def why_not(self, problem: Problem) -> Sequence[str]:
+        reasons = missing(self, problem)
+        if problem.arch == "cpu" and not _interpreted():
+            reasons.append("the device is a CPU (TRITON_INTERPRET=1 interprets the kernels there)")
+        return reasons
+
+    def plan(self, problem: Problem) -> Plan:
+        return plans.plan(problem, self.NAME)
+
+    def runner(self, plan: Plan) -> Runner:
+        found = self._runners.get(id(plan))
+        if found is None:
+            from .runtime import Runner
+
+            found = self._runners[id(plan)] = (plan, Runner(plan))
+        return found[1]
+
+    def forward(self, plan: Plan, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.runner(plan).forward(call)
+
+    def backward(
+        self,
+        plan: Plan,
+        call: Call,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        bias_grad: bool,
+    ) -> Gradients:
+        return self.runner(plan).backward(call, out, lse, dout, dlse, bias_grad)
+
+
+@functools.cache
+def _why_unavailable(interpreted: bool) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if interpreted:
+        return None
+    if not torch.cuda.is_available():
+        return "PyTorch finds no GPU"
+    try:
+        from triton.runtime import driver
+
+        driver.active.get_current_target()
+    except Exception as error:
+        return f"Triton finds no driver: {error}"
+    return None

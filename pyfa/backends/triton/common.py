@@ -1,0 +1,229 @@
+"""What the kernels share: where rows lie, what a row sees, score terms, dropout bits.
+
+Lengths and offsets are read on the device, so that graphs may be replayed with other lengths. All
+exponentials are base 2: ``exp2`` is one instruction, ``exp`` is two.
+"""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+import os
+
+import triton
+import triton.language as tl
+
+# Read when the kernels are decorated, as Triton itself does.
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+# Bits of ``present``: which optional pointers are there. The loads of the others are masked off.
+HAS_CU_Q = tl.constexpr(1)
+HAS_CU_K = tl.constexpr(2)
+HAS_USED_Q = tl.constexpr(4)
+HAS_USED_K = tl.constexpr(8)
+HAS_BATCH_IDX = tl.constexpr(16)
+HAS_LEFTPAD = tl.constexpr(32)
+HAS_ALIBI = tl.constexpr(64)
+HAS_SINKS = tl.constexpr(128)
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr):
+    """a·b + acc in float32."""
+    if _INTERPRETED:
+        # The interpreter's dot of bfloat16 returns garbage.
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """float32 x in ``dtype``, to nearest even."""
+    if _INTERPRETED and dtype == tl.bfloat16:
+        # The interpreter truncates; NaN would survive neither way of rounding by integers.
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = bits + 0x7FFF + ((bits >> 16) & 1)
+        bits = bits & 0xFFFF0000
+        return tl.where(x == x, bits.to(tl.float32, bitcast=True), x).to(dtype)
+    return x.to(dtype)
+
+
+@triton.jit
+def tanh(x):
+    """To 2 ulp: a polynomial below 0.625 (Cephes' tanhf, S. Moshier 1984), else by exponentials."""
+    z = x * x
+    odd = ((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z
+    odd = ((odd + 1.33314422036e-1) * z - 3.33332819422e-1) * z * x + x
+    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+    large = (1.0 - e) / (1.0 + e)
+    return tl.where(tl.abs(x) < 0.625, odd, tl.where(x < 0.0, -large, large))
+
+
+@triton.jit
+def locate(blocks, heads, batch, section, descending, DIES: tl.constexpr):
+    """(block, head, sequence) of this program, all from grid axis 0: the others end at 65,535.
+
+    ``section`` (sequence, head) pairs whose K and V fit the L2 together are walked through block by
+    block: with ``descending`` the last blocks, which see most under a causal mask, start first.
+    """
+    pid = tl.program_id(0)
+    pairs = heads * batch
+    if DIES > 1:
+        # Consecutive programs go to the dies in turn; hand each die neighbouring ones.
+        per_die = blocks * pairs // DIES
+        inside = pid < per_die * DIES
+        pid = tl.where(inside, (pid % DIES) * per_die + pid // DIES, pid)
+    first = pid // (blocks * section) * section
+    width = tl.minimum(section, pairs - first)
+    rest = pid - first * blocks
+    block = rest // width
+    pair = first + rest % width
+    block = tl.where(descending != 0, blocks - 1 - block, block)
+    return block, pair % heads, pair // heads
+
+
+@triton.jit
+def span(CU, USED, b, longest, has_cu, has_used):
+    """First row and number of rows of sequence b in a packed or dense tensor."""
+    start = tl.load(CU + b, mask=has_cu, other=0)
+    stop = tl.load(CU + b + 1, mask=has_cu, other=longest)
+    return start, tl.load(USED + b, mask=has_used, other=stop - start)
+
+
+@triton.jit
+def state_start(start_q, b, present):
+    """Where the rows of sequence b start in BASE and DELTA: at multiples of 4, so that the copy
+    engine, which wants 16 bytes, can fetch them. Packed, that costs 4 more a sequence."""
+    return tl.where((present & HAS_CU_Q) != 0, (start_q // 4 + b) * 4, 0)
+
+
+@triton.jit
+def keys_seen(first_row, last_row, shift, keys, left, right):
+    """Of rows first … last: the keys [low, high) that any of them sees, [all_low, all_high) that
+    all see. ``left`` and ``right`` are 2^30 where unlimited."""
+    low = tl.maximum(first_row + shift - left, 0)
+    high = tl.minimum(last_row + shift + right + 1, keys)
+    all_low = tl.maximum(last_row + shift - left, 0)
+    all_high = tl.minimum(first_row + shift + right + 1, keys)
+    return low, high, all_low, all_high
+
+
+@triton.jit
+def full_tiles(low, high, all_low, all_high, BLOCK: tl.constexpr):
+    """Tile-aligned (start, full_start, full_stop): tiles in [full_start, full_stop) need no mask,
+    those in [start, full_start) and [full_stop, high) do."""
+    start = low // BLOCK * BLOCK
+    full_start = tl.cdiv(all_low, BLOCK) * BLOCK
+    full_stop = all_high // BLOCK * BLOCK
+    none = full_start >= full_stop
+    stop = tl.maximum(tl.cdiv(high, BLOCK) * BLOCK, start)
+    full_start = tl.where(none, stop, tl.maximum(full_start, start))
+    full_stop = tl.where(none, stop, full_stop)
+    return start, full_start, full_stop
+
+
+@triton.jit
+def load_keys(
+    base,
+    n0,
+    keys,
+    stride_row,
+    stride_page,
+    PAGES,
+    page_size,
+    pad,
+    columns,
+    width,
+    BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+    EVEN: tl.constexpr,
+    PAGED: tl.constexpr,
+    WIDE: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):
+    """Keys n0 … n0+BLOCK of one head: [BLOCK, columns], or [columns, BLOCK] where TRANSPOSED.
+
+    ``PAGED``: 0 contiguous, 1 any page size, 2 a page holds whole tiles. ``WIDE``: a tile's offsets
+    pass 31 bits.
+    """
+    step = tl.arange(0, BLOCK)
+    if PAGED == 1:
+        place = n0 + step + pad
+        page = tl.load(PAGES + place // page_size, mask=n0 + step < keys, other=0)
+        rows = page.to(tl.int64) * stride_page + (place % page_size) * stride_row
+    else:
+        if PAGED == 2:
+            page = tl.load(PAGES + n0 // page_size)
+            base += page.to(tl.int64) * stride_page + (n0 % page_size) * stride_row
+        else:
+            base += n0 * stride_row
+        rows = step * (stride_row if WIDE else stride_row.to(tl.int32))
+    if TRANSPOSED:
+        pointers = base + (rows[None, :] + columns[:, None])
+        exists = (n0 + step < keys)[None, :]
+        inside = (columns < width)[:, None]
+    else:
+        pointers = base + (rows[:, None] + columns[None, :])
+        exists = (n0 + step < keys)[:, None]
+        inside = (columns < width)[None, :]
+    if MASKED and EVEN:
+        return tl.load(pointers, mask=exists, other=0.0)
+    if MASKED:
+        return tl.load(pointers, mask=exists & inside, other=0.0)
+    if EVEN:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
+def score(qk, distance, slope, scale, softcap):
+    """(score before bias and mask, tanh of it where softcap is on and else 0)."""
+    s = qk * scale
+    t = tl.zeros_like(s)
+    if softcap > 0.0:
+        t = tanh(s / softcap)
+        s = t * softcap
+    return s - slope * tl.abs(distance).to(tl.float32), t
+
+
+@triton.jit
+def add_bias(s, pointers, exists, BIAS: tl.constexpr):
+    """s with a float bias added (``BIAS`` 1), or −inf where a boolean one says so (2)."""
+    value = tl.load(pointers, mask=exists, other=0)
+    if BIAS == 1:
+        return s + value.to(tl.float32)
+    return tl.where(value != 0, s, float("-inf"))
+
+
+@triton.jit
+def _words(SEED):
+    seed = tl.load(SEED)
+    return (seed & 0xFFFFFFFF).to(tl.uint32), ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+
+
+@triton.jit
+def kept(SEED, n0, rows, head, batch, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Which of the scores [rows, n0 … n0+BLOCK_N) survive dropout: one draw for four keys."""
+    k0, k1 = _words(SEED)
+    group = (n0 // 4 + tl.arange(0, BLOCK_N // 4)).to(tl.uint32)[None, :]
+    c0, c1, c2, c3 = tl.philox_impl(
+        group, rows.to(tl.uint32), head.to(tl.uint32), batch.to(tl.uint32), k0, k1, n_rounds=7
+    )
+    draw = tl.join(tl.join(c0, c2), tl.join(c1, c3))
+    return tl.reshape(draw, (BLOCK_M, BLOCK_N)) < threshold.to(tl.uint32)
+
+
+@triton.jit
+def kept_transposed(
+    SEED, n0, rows, head, batch, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """``kept`` as [keys, rows]."""
+    k0, k1 = _words(SEED)
+    group = (n0 // 4 + tl.arange(0, BLOCK_N // 4)).to(tl.uint32)[:, None]
+    c0, c1, c2, c3 = tl.philox_impl(
+        group, rows.to(tl.uint32), head.to(tl.uint32), batch.to(tl.uint32), k0, k1, n_rounds=7
+    )
+    draw = tl.join(tl.join(c0, c2), tl.join(c1, c3))
+    draw = tl.permute(draw, (0, 2, 3, 1))
+    return tl.reshape(draw, (BLOCK_N, BLOCK_M)) < threshold.to(tl.uint32)

@@ -1,0 +1,232 @@
+"""Forward: online softmax over tiles of keys (Dao 2023, FlashAttention-2, algorithm 1).
+
+One kernel for prefill and decode. ``PACK``: the rows of a block are the query rows of all heads
+that share a key head, so that K and V are read once for the group. ``SPLIT``: each program takes
+one part of the keys and leaves a normalised float32 partial result for ``decode.combine``.
+"""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from .common import (
+    HAS_ALIBI,
+    HAS_BATCH_IDX,
+    HAS_CU_K,
+    HAS_CU_Q,
+    HAS_LEFTPAD,
+    HAS_SINKS,
+    HAS_USED_K,
+    HAS_USED_Q,
+    LN2,
+    LOG2E,
+    add_bias,
+    dot,
+    full_tiles,
+    kept,
+    keys_seen,
+    load_keys,
+    locate,
+    rounded,
+    score,
+    span,
+)
+
+
+@triton.jit
+def _step(
+    acc, total, top, q, k_base, v_base, n0, keys, stride_ks, stride_vs, stride_kb, stride_vb, PAGES,
+    page_size, pad, d, dv, head_dim, head_dim_v, rows, row_exists, shift, left, right, scale,
+    softcap, slope, bias_rows, stride_bias_j, SEED, head, b, threshold,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
+    GENERAL: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, PAGED: tl.constexpr,
+    WIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys: the new (acc, total, top)."""
+    if TMA:
+        k = tl.trans(k_base.load([n0, 0]))
+    else:
+        k = load_keys(
+            k_base, n0, keys, stride_ks, stride_kb, PAGES, page_size, pad, d, head_dim,
+            BLOCK_N, MASKED, EVEN_D, PAGED, WIDE, True,
+        )  # fmt: skip
+    qk = dot(q, k, tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32), PRECISION)
+    key = n0 + tl.arange(0, BLOCK_N)
+    distance = key[None, :] - rows[:, None] - shift
+    factor = scale * LOG2E
+    if GENERAL:
+        qk, _tanh = score(qk, distance, slope, scale, softcap)
+        if BIAS > 0:
+            exists = row_exists[:, None] & (key < keys)[None, :]
+            pointers = bias_rows[:, None] + key[None, :] * stride_bias_j
+            qk = add_bias(qk, pointers, exists, BIAS)
+        factor = LOG2E
+    if MASKED:
+        seen = (distance <= right) & (distance >= -left) & (key < keys)[None, :]
+        qk = tl.where(seen, qk, float("-inf"))
+    # A positive factor, so that it can wait until after the maximum and become part of an fma.
+    raised = tl.maximum(top, tl.max(qk, 1) * factor)
+    base = raised
+    if MASKED or BIAS > 0:
+        # While a row has seen nothing its maximum is −inf, and −inf − −inf would be NaN.
+        base = tl.where(raised == float("-inf"), 0.0, raised)
+    p = tl.exp2(qk * factor - base[:, None])
+    rescale = tl.exp2(top - base)
+    total = total * rescale + tl.sum(p, 1)
+    if DROPOUT:
+        keep = kept(SEED, n0, rows[:, None], head, b, threshold, BLOCK_M, BLOCK_N)
+        p = tl.where(keep, p, 0.0)
+    acc = acc * rescale[:, None]
+    if TMA:
+        v = v_base.load([n0, 0])
+    else:
+        v = load_keys(
+            v_base, n0, keys, stride_vs, stride_vb, PAGES, page_size, pad, dv, head_dim_v,
+            BLOCK_N, MASKED, EVEN_DV, PAGED, WIDE, False,
+        )  # fmt: skip
+    acc = dot(rounded(p, v.dtype), v, acc, PRECISION)
+    return acc, total, raised
+
+
+@triton.jit
+def attention_forward(
+    Q, K, V, OUT, LSE, BIAS_PTR, ALIBI, SINKS, SEED, CU_Q, CU_K, USED_Q, USED_K, PAGES, BATCH_IDX,
+    LEFTPAD, present,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs,
+    stride_vh, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_bias_b, stride_bias_h,
+    stride_bias_i, stride_bias_j, stride_ab, stride_pb, stride_o_split, stride_l_split,
+    batch, heads, group, head_dim, head_dim_v, longest_q, longest_k, page_size, blocks, section,
+    descending, splits, left, right, scale, softcap, threshold, keep_scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, GENERAL: tl.constexpr, BIAS: tl.constexpr,
+    DROPOUT: tl.constexpr, PAGED: tl.constexpr, PACK: tl.constexpr, SPLIT: tl.constexpr,
+    WIDE: tl.constexpr, TMA: tl.constexpr, DIES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # ``heads`` counts what a program handles one of: key heads where rows are packed.
+    block, unit, b = locate(blocks * splits, heads, batch, section, descending, DIES)
+    part = block % splits
+    block = block // splits
+    start_q, rows_q = span(CU_Q, USED_Q, b, longest_q, (present & HAS_CU_Q) != 0,
+                           (present & HAS_USED_Q) != 0)  # fmt: skip
+    start_k, keys = span(CU_K, USED_K, b, longest_k, (present & HAS_CU_K) != 0,
+                         (present & HAS_USED_K) != 0)  # fmt: skip
+    pad = tl.load(LEFTPAD + b, mask=(present & HAS_LEFTPAD) != 0, other=0)
+    keys -= pad
+    line = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    if PACK:
+        lines = rows_q * group
+        rows = line // group
+        head_of_row = unit * group + line % group
+        head = head_of_row[:, None]
+        first_row = block * BLOCK_M // group
+        last_row = tl.minimum(block * BLOCK_M + BLOCK_M - 1, lines - 1) // group
+        key_head = unit
+    else:
+        lines = rows_q
+        rows = line
+        head_of_row = unit
+        head = unit
+        first_row = block * BLOCK_M
+        last_row = tl.minimum(first_row + BLOCK_M, rows_q) - 1
+        key_head = unit // group
+    if block * BLOCK_M >= lines:
+        return
+    row_exists = line < lines
+    shift = keys - rows_q
+    row_place = start_q + rows.to(tl.int64)
+
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    q_rows = b * stride_qb + row_place * stride_qs + head_of_row * stride_qh
+    q_mask = row_exists[:, None]
+    if not EVEN_D:
+        q_mask = q_mask & (d < head_dim)[None, :]
+    q = tl.load(Q + (q_rows[:, None] + d[None, :]), mask=q_mask, other=0.0)
+
+    PAGES += b * stride_pb
+    if PAGED > 0:
+        k_base = K + key_head * stride_kh
+        v_base = V + key_head * stride_vh
+    else:
+        row_of_cache = tl.load(BATCH_IDX + b, mask=(present & HAS_BATCH_IDX) != 0, other=b)
+        place = (start_k + pad).to(tl.int64)
+        k_base = K + (row_of_cache * stride_kb + place * stride_ks
+                      + key_head * stride_kh)  # fmt: skip
+        v_base = V + (row_of_cache * stride_vb + place * stride_vs
+                      + key_head * stride_vh)  # fmt: skip
+    if TMA:
+        # The copy engine's bounds are the sequence's own: rows beyond its end read as zero.
+        k_base = tl.make_tensor_descriptor(
+            k_base, [keys, head_dim], [stride_ks, 1], [BLOCK_N, BLOCK_D]
+        )
+        v_base = tl.make_tensor_descriptor(
+            v_base, [keys, head_dim_v], [stride_vs, 1], [BLOCK_N, BLOCK_DV]
+        )
+
+    # Heads below these have a slope or a sink. The interpreter knows no scalar mask for a vector.
+    sloped = tl.where((present & HAS_ALIBI) != 0, heads * group, 0)
+    slope = tl.load(ALIBI + b * stride_ab + head, mask=head < sloped, other=0.0)
+    bias_rows = BIAS_PTR + (b * stride_bias_b + head_of_row * stride_bias_h
+                            + rows * stride_bias_i)  # fmt: skip
+
+    low, high, all_low, all_high = keys_seen(first_row, last_row, shift, keys, left, right)
+    start, full_start, full_stop = full_tiles(low, high, all_low, all_high, BLOCK_N)
+    stop = tl.maximum(high, start)
+    if SPLIT:
+        share = tl.cdiv(tl.cdiv(stop - start, BLOCK_N), splits) * BLOCK_N
+        start = start + part * share
+        stop = tl.minimum(stop, start + share)
+    right_start = tl.maximum(full_stop, start)
+    tiles_left = tl.maximum(tl.cdiv(tl.minimum(full_start, stop) - start, BLOCK_N), 0)
+    tiles_right = tl.maximum(tl.cdiv(stop - right_start, BLOCK_N), 0)
+
+    # A sink is one more logit without a value row: the state after having seen it.
+    sunk = tl.where((present & HAS_SINKS) != 0, heads * group, 0)
+    if SPLIT:
+        sunk = tl.where(part == 0, sunk, 0)
+    top = tl.zeros([BLOCK_M], dtype=tl.float32) + LOG2E * tl.load(
+        SINKS + head_of_row, mask=head_of_row < sunk, other=float("-inf")
+    )
+    total = tl.where(top > float("-inf"), 1.0, 0.0)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
+
+    for n0 in range(tl.maximum(full_start, start), tl.minimum(full_stop, stop), BLOCK_N):
+        acc, total, top = _step(
+            acc, total, top, q, k_base, v_base, n0, keys, stride_ks, stride_vs, stride_kb,
+            stride_vb, PAGES, page_size, pad, d, dv, head_dim, head_dim_v, rows, row_exists, shift,
+            left, right, scale, softcap, slope, bias_rows, stride_bias_j, SEED, head, b, threshold,
+            BLOCK_M, BLOCK_N, EVEN_D, EVEN_DV, GENERAL, BIAS, DROPOUT, PAGED, WIDE, TMA, PRECISION,
+            False,
+        )  # fmt: skip
+    for tile in range(tiles_left + tiles_right):
+        n0 = tl.where(
+            tile < tiles_left,
+            start + tile * BLOCK_N,
+            right_start + (tile - tiles_left) * BLOCK_N,
+        )
+        acc, total, top = _step(
+            acc, total, top, q, k_base, v_base, n0, keys, stride_ks, stride_vs, stride_kb,
+            stride_vb, PAGES, page_size, pad, d, dv, head_dim, head_dim_v, rows, row_exists, shift,
+            left, right, scale, softcap, slope, bias_rows, stride_bias_j, SEED, head, b, threshold,
+            BLOCK_M, BLOCK_N, EVEN_D, EVEN_DV, GENERAL, BIAS, DROPOUT, PAGED, WIDE, TMA, PRECISION,
+            True,
+        )  # fmt: skip
+
+    empty = total == 0.0
+    lse = tl.where(empty, float("-inf"), (top + tl.log2(total)) * LN2)
+    inverse = 1.0 / tl.where(empty, 1.0, total)
+    if DROPOUT:
+        inverse *= keep_scale
+    out = acc * inverse[:, None]
+    out_rows = b * stride_ob + row_place * stride_os + head_of_row * stride_oh
+    lse_rows = b * stride_lb + row_place + head_of_row * stride_lh
+    if SPLIT:
+        out_rows += part * stride_o_split
+        lse_rows += part * stride_l_split
+    out_mask = row_exists[:, None]
+    if not EVEN_DV:
+        out_mask = out_mask & (dv < head_dim_v)[None, :]
+    tl.store(LSE + lse_rows, lse, mask=row_exists)
+    tl.store(
+        OUT + (out_rows[:, None] + dv[None, :]), rounded(out, OUT.dtype.element_ty), mask=out_mask
+    )

@@ -1,0 +1,314 @@
+"""Forward on the host: a call as the kernels' parameters, allocation, grids."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ...plan import Plan
+from ...problem import Call
+from ..base import Gradients
+from . import plans, runtime_backward, specs
+from .kernel import Kernel, address, no_float, no_int, no_seed
+from .specs import INTERPRETED, KINDS, Spec, Variant
+
+# Unlimited, for a window: beyond any length, and sums of two still fit 32 bits.
+_FAR = 1 << 30
+# Shapes whose launches are kept, so that serving does not grow the table without end.
+_MOST_READY = 1024
+_lock = threading.Lock()
+
+# bias, slopes, sinks, seed, cu_q, cu_k, used_q, used_k, pages, batch_idx, leftpad, present
+_NO_OPTIONS = (no_float, no_float, no_float, no_seed, *(no_int,) * 7, 0)
+
+
+class Given(NamedTuple):
+    """A call as the kernels' parameters, in their order; ``kept`` holds what must outlive them."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    options: tuple[Any, ...]
+    strides: tuple[int, ...]
+    more_strides: tuple[int, ...]
+    page_size: int
+    numbers: tuple[Any, ...]
+    kept: tuple[Any, ...] = ()
+
+
+def _rows_contiguous(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+class _Ready:
+    """A forward of known shapes: allocates, takes five addresses, launches. 6 µs where the way
+    through ``Runner._forward`` takes 12."""
+
+    __slots__ = ("kernel", "lse_shape", "out_shape", "programs", "rest")
+
+    def __init__(
+        self, kernel: Kernel, programs: int, rest: tuple[Any, ...], out_shape: tuple[int, ...],
+        lse_shape: tuple[int, ...],
+    ) -> None:  # fmt: skip
+        self.kernel = kernel
+        self.programs = programs
+        self.rest = rest
+        self.out_shape = out_shape
+        self.lse_shape = lse_shape
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out = q.new_empty(self.out_shape)
+        lse = torch.empty(self.lse_shape, dtype=torch.float32, device=q.device)
+        self.kernel(
+            self.programs, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
+            lse.data_ptr(), *self.rest,
+        )  # fmt: skip
+        return out, lse
+
+
+class Runner:
+    """Runs every call of one plan. Kernels are compiled at their first use on a device."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.constants: dict[str, Any] = dict(plan.constants)
+        get = self.constants.__getitem__
+        self.general: bool = get("general")
+        self.plain: bool = get("plain")
+        self.pack: bool = get("pack")
+        self.reversed: bool = get("reversed")
+        self.block_m: int = get("fwd_block_m")
+        self.block_n: int = get("fwd_block_n")
+        self.slots: int = get("slots")
+        self.part_tiles: int = get("part_tiles")
+        self.near: int = get("near_bytes")
+        self.half = get("dtype") != "fp32"
+        self.keys_roles = specs.keys_roles(self.constants)
+        self._kernels: dict[tuple[Any, ...], Kernel] = {}
+        # Launches of plain calls with everything but the addresses filled in, by shape.
+        self._ready: dict[tuple[Any, ...], _Ready] = {}
+
+    def kernel(self, key: tuple[Any, ...], make: Callable[[], Spec]) -> Kernel:
+        """The kernel ``key``, whose last part is the device's index; made by ``make`` if missing."""
+        with _lock:
+            found = self._kernels.get(key)
+            if found is None:
+                found = self._kernels[key] = Kernel(make(), key[-1])
+        return found
+
+    def given(self, call: Call) -> Given:
+        q, k, v = call.q, call.k, call.v
+        qs, ks, vs = q.stride(), k.stride(), v.stride()
+        if qs[-1] != 1 or ks[-1] != 1 or vs[-1] != 1:
+            q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
+            qs, ks, vs = q.stride(), k.stride(), v.stride()
+        left, right = call.window_left, call.window_right
+        if left < 0 or left > _FAR:
+            left = _FAR
+        if right < 0 or right > _FAR:
+            right = _FAR
+        if self.plain:
+            strides = (*qs[:3], *ks[:3], *vs[:3])
+            numbers = (left, right, call.scale, 0.0, 0, 1.0)
+            return Given(q, k, v, _NO_OPTIONS, strides, (0,) * 6, 0, numbers)
+        return self._given(call, q, k, v, left, right)
+
+    def _given(
+        self, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, left: int, right: int
+    ) -> Given:
+        """``given`` with everything that a call may have."""
+        strides_q, strides_k, strides_v = q.stride()[:3], k.stride()[:3], v.stride()[:3]
+        if call.cu_seqlens_q is not None:
+            strides_q = (0, *q.stride()[:2])
+        if call.cu_seqlens_k is not None:
+            strides_k, strides_v = (0, *k.stride()[:2]), (0, *v.stride()[:2])
+        bias, slopes, sinks = call.bias, call.alibi_slopes, call.sinks
+        if bias is not None:
+            if bias.dtype == torch.bool:
+                bias = bias.view(torch.uint8)
+            elif bias.dtype == torch.float64:
+                bias = bias.float()
+        slopes = slopes.contiguous() if slopes is not None else None
+        sinks = sinks.contiguous() if sinks is not None else None
+        integers = (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k,
+                    call.page_table, call.cache_batch_idx, call.cache_leftpad)  # fmt: skip
+        flags = (1, 2, 4, 8, 0, 16, 32)
+        present = sum(
+            flag for x, flag in zip(integers, flags, strict=True) if x is not None
+        ) + 64 * (slopes is not None) + 128 * (sinks is not None)
+        options = (
+            *(no_float if x is None else address(x) for x in (bias, slopes, sinks)),
+            no_seed if call.seed is None else address(call.seed),
+            *(no_int if x is None else address(x) for x in integers),
+            present,
+        )
+        more = (0,) * 4
+        if bias is not None:
+            more = tuple(
+                0 if size == 1 else stride
+                for size, stride in zip(bias.shape, bias.stride(), strict=True)
+            )
+        more += (
+            slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
+            call.page_table.stride(0) if call.page_table is not None else 0,
+        )
+        p = call.dropout_p
+        threshold = min(int((1.0 - p) * 2**32), 2**32 - 1)
+        numbers = (left, right, call.scale, call.softcap, threshold, 1.0 / (1.0 - p))
+        return Given(
+            q, k, v, options, strides_q + strides_k + strides_v, more,
+            k.shape[1] if call.page_table is not None else 0, numbers, (bias, slopes, sinks),
+        )  # fmt: skip
+
+    def variant(self, call: Call, given: Given, block: int) -> Variant:
+        kind, rows = "", False
+        bias = given.kept[0] if given.kept else None
+        if bias is not None:
+            kind = KINDS[str(bias.dtype).removeprefix("torch.")]
+            b, h, i, j = given.more_strides[:4]
+            rows = (
+                j == 1
+                and not (b | h | i) % 8
+                and (INTERPRETED or bias.data_ptr() % 16 == 0)
+            )
+        strides = given.strides
+        return Variant(
+            self.general or call.scale <= 0.0,
+            kind,
+            rows,
+            max(strides[1], strides[4], strides[7]) * block >= 1 << 31,
+            not self.half and torch.backends.cuda.matmul.allow_tf32,
+        )
+
+    def forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v = call.q, call.k, call.v
+        device = q.device
+        if device.type != "cuda":
+            return self._forward(call, None)
+        key = None
+        if self.plain:
+            key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), call.window_left,
+                   call.window_right, call.scale, call.num_splits, device)  # fmt: skip
+            ready = self._ready.get(key)
+            if ready is not None and torch._C._cuda_getDevice() == device.index:
+                return ready(q, k, v)
+        if torch._C._cuda_getDevice() != device.index:
+            with torch.cuda.device(device):
+                return self._forward(call, key)
+        return self._forward(call, key)
+
+    def backward(
+        self,
+        call: Call,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        bias_grad: bool,
+    ) -> Gradients:
+        device = call.q.device
+        if device.type == "cuda" and torch._C._cuda_getDevice() != device.index:
+            with torch.cuda.device(device):
+                return runtime_backward.backward(self, call, out, lse, dout, dlse, bias_grad)
+        return runtime_backward.backward(self, call, out, lse, dout, dlse, bias_grad)
+
+    def _forward(
+        self, call: Call, ready_key: tuple[Any, ...] | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        given = self.given(call)
+        q, k, v = given.q, given.k, given.v
+        packed = call.cu_seqlens_q is not None
+        heads, heads_k = q.shape[-2], k.shape[-2]
+        dim, dim_v = q.shape[-1], v.shape[-1]
+        rows = call.max_seqlen_q
+        longest = call.max_seqlen_k
+        group = heads // heads_k
+        if packed:
+            batch, total = call.batch, q.shape[0]
+            lse_strides = (0, total)
+            out_strides = (0, heads * dim_v, dim_v)
+        else:
+            batch, total = q.shape[0], q.shape[1]
+            lse_strides = (heads * total, total)
+            out_strides = (total * heads * dim_v, heads * dim_v, dim_v)
+        units, lines = (heads_k, rows * group) if self.pack else (heads, rows)
+        blocks = -(-lines // self.block_m)
+        programs = blocks * units * batch
+        parts = self._splits(call, programs)
+        # Rows that no program writes: beyond seqused_q, or of no sequence.
+        partial = packed or call.seqused_q is not None
+        out_shape, lse_shape = call.out_shape(), call.lse_shape()
+        if programs == 0 or (partial and parts == 1):
+            out = torch.zeros(out_shape, dtype=q.dtype, device=q.device)
+            lse = torch.full(lse_shape, -torch.inf, device=q.device)
+            if programs == 0:
+                return out, lse
+        else:
+            out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
+            lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
+        to, to_lse, part_strides = out, lse, (0, 0)
+        if parts > 1:
+            to = torch.empty((parts, *out_shape), dtype=torch.float32, device=q.device)
+            to_lse = torch.empty((parts, *lse_shape), dtype=torch.float32, device=q.device)
+            if partial:
+                to_lse.fill_(-torch.inf)
+            part_strides = (out.numel(), lse.numel())
+        section = self.section(longest * (dim + dim_v), 1 if self.pack else group)
+        variant = self.variant(call, given, self.block_n)
+        key = ("forward", parts > 1, variant, q.device.index)
+        kernel = self._kernels.get(key) or self.kernel(
+            key, lambda: specs.forward_spec(self.constants, variant, parts > 1)
+        )
+        rest = (
+            *given.options, *given.strides, *out_strides, *lse_strides, *given.more_strides,
+            *part_strides, batch, units, group, dim, dim_v, rows, longest, given.page_size, blocks,
+            section, int(self.reversed), parts, *given.numbers,
+        )  # fmt: skip
+        kernel(
+            programs * parts, address(q), address(k), address(v), address(to), address(to_lse),
+            *rest,
+        )  # fmt: skip
+        if ready_key is not None and parts == 1 and q is call.q and k is call.k and v is call.v:
+            if len(self._ready) >= _MOST_READY:
+                self._ready.clear()
+            self._ready[ready_key] = _Ready(kernel, programs, rest, out_shape, lse_shape)
+        if parts > 1:
+            self._combine(to, to_lse, out, lse, heads, total, parts, lse_strides, part_strides)
+        return out, lse
+
+    def _combine(
+        self, parts_out: torch.Tensor, parts_lse: torch.Tensor, out: torch.Tensor,
+        lse: torch.Tensor, heads: int, rows_per_batch: int, parts: int,
+        lse_strides: tuple[int, int], part_strides: tuple[int, int],
+    ) -> None:  # fmt: skip
+        key = ("combine", out.device.index)
+        kernel = self._kernels.get(key) or self.kernel(
+            key, lambda: specs.combine_spec(self.constants)
+        )
+        kernel(
+            lse.numel(), address(parts_out), address(parts_lse), address(out), address(lse), heads,
+            rows_per_batch, out.shape[-1], parts, *lse_strides, *part_strides,
+        )  # fmt: skip
+
+    def _splits(self, call: Call, programs: int) -> int:
+        """Into how many parts the keys go."""
+        if call.num_splits == 1 or programs == 0:
+            return 1
+        seen = call.max_seqlen_k
+        if call.window_left >= 0 and call.window_right >= 0:
+            seen = min(seen, call.window_left + call.window_right + self.block_m)
+        tiles = -(-seen // self.block_n)
+        if call.num_splits > 1:
+            return max(1, min(call.num_splits, tiles))
+        return plans.splits_for(programs, tiles, self.slots, self.part_tiles)
+
+    def section(self, elements: int, group: int) -> int:
+        """How many (sequence, head) pairs go together; those of one key head never part."""
+        if not self.reversed:
+            return group
+        bytes_of = elements * (2 if self.half else 4)
+        return max(1, self.near // max(1, bytes_of)) * group

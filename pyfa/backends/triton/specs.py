@@ -1,0 +1,232 @@
+"""How each kernel is specialised: argument types, constants, alignment, options. Compiles them.
+
+Kernels are compiled from an explicit signature instead of from sample arguments, so that the same
+code object comes out with a GPU (``runtime``) and without one (ahead of time, for any arch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from . import backward, bias_grad, decode, forward
+from .common import INTERPRETED
+
+Constants = Mapping[str, Any]
+
+# What torch calls a dtype and what Triton does.
+KINDS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "uint8": "u8"}
+
+
+class Variant(NamedTuple):
+    """What a plan leaves open until it sees the tensors.
+
+    ``bias``: its dtype in Triton's words, "" for none. ``bias_rows``: its rows are contiguous and
+    16-byte aligned. ``wide``: offsets inside a tile pass 31 bits. ``tf32``: torch allows it.
+    """
+
+    general: bool = False
+    bias: str = ""
+    bias_rows: bool = False
+    wide: bool = False
+    tf32: bool = False
+
+
+class Spec(NamedTuple):
+    """One kernel, completely said."""
+
+    function: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    divisors: dict[str, int]
+    options: dict[str, Any]
+
+
+# Rows and keys of a tile of the bias gradient. Not hot: fits every arch.
+BIAS_TILE = 32
+
+_INT32 = ("CU_Q", "CU_K", "USED_Q", "USED_K", "PAGES", "BATCH_IDX", "LEFTPAD")
+_FLOAT32 = ("LSE", "BASE", "PART_LSE", "PARTS", "DELTA", "DLSE", "DOTS_PTR", "ALIBI", "SINKS")
+_INPUTS = ("Q", "K", "V", "DOUT", "OUT", "DQ", "DK", "DV")
+_FLOATS = ("scale", "softcap", "keep_scale")
+
+
+def _type(name: str, kind: str, bias: str) -> str:
+    if name in _INPUTS:
+        return f"*{kind}"
+    if name in _FLOAT32:
+        return "*fp32"
+    if name in _INT32:
+        return "*i32"
+    if name in ("BIAS_PTR", "DBIAS"):
+        return f"*{bias or kind}"
+    if name == "SEED":
+        return "*i64"
+    if name in _FLOATS:
+        return "fp32"
+    if name == "threshold":
+        return "u32"
+    return "i64" if name.startswith("stride_") else "i32"
+
+
+def _spec(
+    function: Any,
+    plan: Constants,
+    variant: Variant,
+    constants: dict[str, Any],
+    divisors: dict[str, int],
+    options: dict[str, Any],
+    **types: str,
+) -> Spec:
+    constants = dict(constants)
+    if variant.bias and variant.bias_rows:
+        constants["stride_bias_j"] = 1
+        divisors = divisors | {"BIAS_PTR": 16} | dict.fromkeys(
+            ("stride_bias_b", "stride_bias_h", "stride_bias_i"), 8
+        )
+    names = function.arg_names
+    signature = {
+        name: "constexpr" if name in constants else types.get(name)
+        or _type(name, plan["dtype"], variant.bias)
+        for name in names
+    }
+    constants = {name: constants[name] for name in names if name in constants}
+    divisors = {name: n for name, n in divisors.items() if name in signature and n > 1}
+    return Spec(function, signature, constants, divisors, options)
+
+
+def _divisors(plan: Constants) -> dict[str, int]:
+    """What divides pointers (in bytes) and strides and widths (in elements)."""
+    align, d, dv = plan["align"], plan["div_d"], plan["div_dv"]
+    bytes_of = 4 if plan["dtype"] == "fp32" else 2
+    result = {f"stride_{x}{axis}": align for x in "qkv" for axis in "bsh"}
+    result |= {x: min(16, align * bytes_of) for x in "QKV"}
+    for name, divisor in (("o", dv), ("g", dv), ("dv", dv), ("dq", d), ("dk", d)):
+        result |= {f"stride_{name}{axis}": divisor for axis in "bsh"}
+    # Made here, or checked and else copied: torch's allocator aligns to 512 bytes.
+    result |= dict.fromkeys(("OUT", "DOUT", "DQ", "DK", "DV", "LSE", "BASE", "DELTA", "PARTS"), 16)
+    result |= {"stride_sb": 4, "stride_sh": 4}
+    return result | {"head_dim": d, "head_dim_v": dv, "stride_o_split": dv}
+
+
+def _options(plan: Constants, role: str, variant: Variant) -> dict[str, Any]:
+    stages = plan[f"{role}_stages"]
+    # Tiles of the bias are staged too, and take as much as a tile of K in float32.
+    stages = max(1, stages - 1) if variant.bias else stages
+    options = {"num_warps": plan[f"{role}_warps"], "num_stages": stages}
+    if plan.get(f"{role}_matrix"):
+        options["matrix_instr_nonkdim"] = plan[f"{role}_matrix"]
+    if plan.get(f"{role}_waves"):
+        options["waves_per_eu"] = plan[f"{role}_waves"]
+    return options
+
+
+def _common(plan: Constants, variant: Variant, role: str) -> dict[str, Any]:
+    return {
+        "BLOCK_M": plan[f"{role}_block_m"],
+        "BLOCK_N": plan[f"{role}_block_n"],
+        "BLOCK_D": plan["block_d"],
+        "BLOCK_DV": plan["block_dv"],
+        "EVEN_D": plan["even_d"],
+        "EVEN_DV": plan["even_dv"],
+        "GENERAL": variant.general,
+        "BIAS": 0 if not variant.bias else 2 if variant.bias == "u8" else 1,
+        "DROPOUT": plan["dropout"],
+        "PAGED": plan[f"{role}_paged"],
+        "WIDE": variant.wide,
+        "TMA": plan[f"{role}_tma"] and not variant.wide and plan[f"{role}_paged"] == 0,
+        "DIES": plan["dies"],
+        "PRECISION": "tf32" if variant.tf32 else "ieee",
+    }
+
+
+def forward_spec(plan: Constants, variant: Variant, split: bool) -> Spec:
+    constants = _common(plan, variant, "fwd")
+    constants |= {"PACK": plan["pack"], "SPLIT": split}
+    types = {"OUT": "*fp32"} if split else {}
+    return _spec(
+        forward.attention_forward, plan, variant, constants, _divisors(plan),
+        _options(plan, "fwd", variant), **types,
+    )  # fmt: skip
+
+
+def combine_spec(plan: Constants) -> Spec:
+    # 16 parts of 128 float32 values are 64 bytes for each of 128 lanes.
+    constants = {"CHUNK": 16, "BLOCK_DV": plan["block_dv"]}
+    return _spec(
+        decode.combine, plan, Variant(), constants, _divisors(plan), {"num_warps": 4}
+    )
+
+
+def state_lines(plan: Constants) -> int:
+    """Rows per program of the rows' state: 2,048 elements, 16 for each of 128 lanes."""
+    lines: int = 2048 // plan["block_dv"]
+    return lines
+
+
+def state_spec(plan: Constants) -> Spec:
+    constants = {"LINES": state_lines(plan), "BLOCK_DV": plan["block_dv"], "DIES": plan["dies"]}
+    return _spec(
+        backward.row_state, plan, Variant(), constants, _divisors(plan), {"num_warps": 4}
+    )
+
+
+def keys_roles(plan: Constants) -> tuple[str, ...]:
+    """The kernels that make dK and dV: one, or one each."""
+    return ("dk", "dv") if "dv_block_m" in plan else ("dk",)
+
+
+def keys_spec(plan: Constants, variant: Variant, role: str = "dk") -> Spec:
+    constants = _common(plan, variant, role)
+    constants |= {"WITH_DK": role == "dk", "WITH_DV": role == "dv" or "dv_block_m" not in plan}
+    # Gradients of pages are summed in float32 before they are rounded.
+    types = {"DK": "*fp32", "DV": "*fp32"} if plan[f"{role}_paged"] else {}
+    return _spec(
+        backward.grad_keys, plan, variant, constants, _divisors(plan),
+        _options(plan, role, variant), **types,
+    )  # fmt: skip
+
+
+def rows_spec(plan: Constants, variant: Variant, dots: bool = False) -> Spec:
+    constants = _common(plan, variant, "dq") | {"DOTS": dots}
+    return _spec(
+        backward.grad_rows, plan, variant, constants, _divisors(plan),
+        _options(plan, "dq", variant),
+    )  # fmt: skip
+
+
+def bias_spec(plan: Constants, variant: Variant, all_rows: bool, all_keys: bool) -> Spec:
+    constants = _common(plan, variant, "dq")
+    constants |= {"BLOCK_M": BIAS_TILE, "BLOCK_N": BIAS_TILE, "ALL_ROWS": all_rows, "ALL_KEYS": all_keys}
+    constants = {name: constants[name] for name in bias_grad.grad_bias.arg_names
+                 if name in constants}  # fmt: skip
+    options = {"num_warps": 4, "num_stages": 1}
+    return _spec(bias_grad.grad_bias, plan, variant, constants, _divisors(plan), options)
+
+
+def compile_for(spec: Spec, target: GPUTarget) -> Any:
+    """Triton's compiled kernel; needs no GPU."""
+    names = list(spec.signature)
+    attributes = {
+        (names.index(name),): [["tt.divisibility", divisor]]
+        for name, divisor in spec.divisors.items()
+        if spec.signature[name] != "constexpr"
+    }
+    source = ASTSource(spec.function, spec.signature, spec.constants, attributes)
+    # Said, because the default changes with Triton 3.10: exp2(qk · factor − base) wants one fma.
+    options = spec.options | {"enable_fp_fusion": True}
+    return triton.compile(source, target=target, options=options)
+
+
+def target_of(arch: str) -> GPUTarget:
+    """Triton's name for one of pyfa's archs."""
+    if arch.startswith("gfx"):
+        return GPUTarget("hip", arch, 32 if int(arch[3:-2]) >= 10 else 64)
+    return GPUTarget("cuda", int(arch.removeprefix("sm_").removesuffix("a")), 32)
+
+
+__all__ = ["INTERPRETED", "KINDS", "Spec", "Variant", "compile_for", "target_of"]

@@ -1,0 +1,64 @@
+"""The command line: one module per command, and the one place where its errors become a line.
+
+A command returns its exit status: 0 good, 1 a check failed or reports differ. What the user got
+wrong is status 2. Only the report goes to stdout; progress and errors go to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from . import cache, conformance, demo, explain, info
+
+_COMMANDS = (info, demo, explain, conformance, cache)
+_USAGE = 2
+_INTERRUPTED = 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse's parser, whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(_USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line; each command's function is its ``run``."""
+    top = _Parser(prog="pyfa", description="Exact attention on AMD, NVIDIA and CPUs.")
+    top.add_argument("--version", action="store_true", help="print the version and leave")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", parser_class=_Parser)
+    for command in _COMMANDS:
+        command.add(commands)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status."""
+    top = parser()
+    options = top.parse_args(arguments)
+    if options.version:
+        from .. import __version__
+
+        print(f"pyfa {__version__}")
+        return 0
+    run: Callable[[argparse.Namespace], int] | None = getattr(options, "run", None)
+    if run is None:
+        top.error("expected a command")
+    from ..errors import CompileError, PerformanceWarning
+
+    try:
+        return run(options)
+    except BrokenPipeError:
+        # Whoever read the report has gone; what is left of it has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (ValueError, NotImplementedError, OSError, CompileError, PerformanceWarning) as error:
+        print(f"pyfa: error: {error}", file=sys.stderr)
+        return _USAGE
+    except KeyboardInterrupt:
+        print("pyfa: interrupted", file=sys.stderr)
+        return _INTERRUPTED

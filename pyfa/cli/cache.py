@@ -1,0 +1,121 @@
+"""``pyfa cache list|prune|clear``: the folder of compiled kernels."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from .console import print_json, print_table, size
+
+if TYPE_CHECKING:
+    from ..cache import EntryInfo
+
+_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+def _bytes(text: str) -> float:
+    digits = text.strip().removesuffix("B").strip()
+    unit = digits[-1:] if digits[-1:].isalpha() else ""
+    for name, factor in _UNITS.items():
+        if name.lower() == unit.lower():
+            number = float(digits.removesuffix(unit))
+            if number >= 0:
+                return number * factor
+    raise argparse.ArgumentTypeError(f"expected a size as 500M or 2GB; got {text!r}")
+
+
+def _days(text: str) -> float:
+    number = float(text)
+    if not number >= 0:
+        raise argparse.ArgumentTypeError(f"expected 0 or more days; got {text!r}")
+    return number
+
+
+_days.__name__ = "number of days"
+
+
+def add(commands: Any) -> None:
+    """Add the command to argparse's ``commands``."""
+    parser = commands.add_parser(
+        "cache", help="the code cache", description="Lists or removes compiled kernels."
+    )
+    actions = parser.add_subparsers(metavar="list|prune|clear", required=True, dest="action")
+    for name, meaning in (
+        ("list", "what it holds, oldest first"),
+        ("prune", "remove what is old or too much"),
+        ("clear", "remove everything"),
+    ):
+        action = actions.add_parser(name, help=meaning, description=meaning.capitalize() + ".")
+        if name == "prune":
+            action.add_argument("--max-age", type=_days, metavar="DAYS", help="remove older ones")
+            action.add_argument(
+                "--max-size", type=_bytes, metavar="SIZE", help="then the oldest, until 500M, 2GB …"
+            )
+        action.add_argument("--json", action="store_true", help="print the report as JSON")
+        action.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Status 1 where the folder cannot be used."""
+    from .. import cache
+
+    home = cache.directory()
+    unusable = cache.why_unusable(home)
+    if options.action == "list":
+        entries = cache.entries()
+    elif options.action == "clear":
+        entries = cache.clear()
+    else:
+        if options.max_age is None and options.max_size is None:
+            raise ValueError("cache prune: expected --max-age or --max-size")
+        entries = cache.prune(
+            max_age_days=math.inf if options.max_age is None else options.max_age,
+            max_bytes=math.inf if options.max_size is None else options.max_size,
+        )
+    if options.json:
+        data = {
+            "action": options.action,
+            "directory": str(home),
+            "unusable": unusable,
+            "entries": [_as_dict(entry) for entry in entries],
+        }
+        print_json("cache", data)
+    else:
+        _print(options.action, str(home), entries)
+        if unusable:
+            print(f"pyfa: {unusable}", file=sys.stderr)
+    return 1 if unusable else 0
+
+
+def _as_dict(entry: EntryInfo) -> dict[str, object]:
+    return {
+        "name": entry.name,
+        "key": entry.key,
+        "bytes": entry.size,
+        "created": entry.created,
+        "arch": entry.arch,
+        "intact": entry.intact,
+    }
+
+
+def _print(action: str, home: str, entries: list[EntryInfo]) -> None:
+    total = size(sum(entry.size for entry in entries))
+    verb = "" if action == "list" else "removed "
+    print(f"{home}: {verb}{len(entries)} entries, {total}")
+    if not entries:
+        return
+    rows = [
+        [
+            entry.name,
+            entry.key[:12],
+            entry.arch,
+            size(entry.size),
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.created)),
+            "" if entry.intact else "damaged: never served",
+        ]
+        for entry in entries
+    ]
+    print_table(["name", "key", "arch", "size", "created", ""], rows)

@@ -1,0 +1,176 @@
+"""``pyfa compile``: code objects on a machine that needs no GPU, and the bundle of a wheel."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from .console import print_json, print_table, progress
+
+
+def add(commands: Any) -> None:
+    """Add the command to argparse's ``commands``."""
+    parser = commands.add_parser(
+        "compile",
+        help="build code objects",
+        description="Build every plan's code object for an arch, with no GPU. A row per kernel: "
+        "registers, spills, LDS, kernel arguments, wavefronts that fit on a SIMD.",
+    )
+    parser.add_argument("--arch", required=True, metavar="A[,B]", help="gfx942")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write the code objects there")
+    parser.add_argument(
+        "--bundle",
+        action="store_true",
+        help="write the bundle that the package's wheel carries, after running the conformance "
+        "suite on each code object in the emulator",
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Status 0 when every plan was built, and emulated where that was asked for."""
+    archs = options.arch.split(",")
+    built = [row for arch in archs for row in _build(arch)]
+    if options.out is not None:
+        _write(options.out, built)
+    failed = _bundle(built) if options.bundle else []
+    columns = [
+        "kernel", "constants", "arch", "VGPR", "AGPR", "SGPR", "spills", "scratch B", "LDS B",
+        "kernarg B", "waves/SIMD", "sha256",
+    ]  # fmt: skip
+    if options.json:
+        facts = [{k: v for k, v in row.items() if k not in ("data", "key")} for row in built]
+        print_json("compile", {"objects": facts, "failed": failed})
+    else:
+        print_table(columns, [_cells(row) for row in built])
+    return 1 if failed else 0
+
+
+def _build(arch: str) -> list[dict[str, Any]]:
+    from .. import codeobject
+    from ..backends.hip import code, plans
+
+    if arch not in plans.ARCHS:
+        raise ValueError(f"--arch: expected one of {', '.join(plans.ARCHS)}; got {arch}")
+    rows = []
+    for plan in plans.all_plans("hip"):
+        data = code.build(plan, arch)
+        kernel = codeobject.parse(data).kernel(code.name_of(plan))
+        rows.append(
+            {
+                "kernel": kernel.name,
+                "constants": dict(plan.constants),
+                "plan": str(plan),
+                "arch": arch,
+                "vgprs": kernel.vgprs,
+                "agprs": kernel.agprs,
+                "sgprs": kernel.sgprs,
+                "spills": kernel.vgpr_spills + kernel.sgpr_spills,
+                "scratch_bytes": kernel.scratch_bytes,
+                "lds_bytes": kernel.lds_bytes,
+                "kernarg_bytes": kernel.kernarg_bytes,
+                "waves_per_simd": _waves(kernel.vgprs + kernel.agprs),
+                "sha256": hashlib.sha256(data).hexdigest(),
+                "key": code.key_of(plan, arch),
+                "data": data,
+            }
+        )
+    return rows
+
+
+def _waves(registers: int) -> int:
+    """Wavefronts whose registers fit on a SIMD of 512, allocated in steps of 8; at most 8."""
+    return min(8, 512 // max(8, -(-registers // 8) * 8))
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    constants = " ".join(f"{name}={value}" for name, value in row["constants"].items())
+    names = (
+        "vgprs", "agprs", "sgprs", "spills", "scratch_bytes", "lds_bytes", "kernarg_bytes",
+        "waves_per_simd",
+    )  # fmt: skip
+    figures = [str(row[name]) for name in names]
+    return [row["kernel"], constants, row["arch"], *figures, row["sha256"][:16]]
+
+
+def _file(row: dict[str, Any]) -> str:
+    return f"{row['kernel']}-{row['arch']}-{row['sha256'][:16]}.hsaco"
+
+
+def _write(folder: Path, rows: list[dict[str, Any]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for row in rows:
+        (folder / _file(row)).write_bytes(row["data"])
+
+
+def _bundle(rows: list[dict[str, Any]]) -> list[str]:
+    """Writes the bundle and proves it; returns the names of the conformance cases that failed.
+
+    The emulator then runs the very files that were written, and the manifest lists under each
+    digest the cases that it passed. A bundle on which a case fails is removed again.
+    """
+    from .. import bundle
+
+    shutil.rmtree(bundle.FOLDER, ignore_errors=True)
+    _write(bundle.FOLDER, rows)
+    objects = {
+        row["key"]: {
+            "file": _file(row),
+            "sha256": row["sha256"],
+            "arch": row["arch"],
+            "plan": row["plan"],
+            "emulated": [],
+        }
+        for row in rows
+    }
+    _write_manifest(objects)
+    passed, failed = _emulate()
+    for entry in objects.values():
+        entry["emulated"] = passed.get(entry["sha256"], [])
+    unproved = [entry["plan"] for entry in objects.values() if not entry["emulated"]]
+    failed += [f"no case ran {plan}" for plan in unproved]
+    if failed:
+        shutil.rmtree(bundle.FOLDER)
+    else:
+        _write_manifest(objects)
+    return failed
+
+
+def _write_manifest(objects: dict[str, dict[str, Any]]) -> None:
+    from .. import bundle
+    from ..backends.hip import code, compiler
+
+    manifest = {"schema": bundle.SCHEMA, "compiler": compiler.PINNED, "objects": objects}
+    text = json.dumps(manifest, indent=1, sort_keys=True)
+    (bundle.FOLDER / "manifest.json").write_text(text + "\n")
+    bundle.manifest.cache_clear()
+    code.load.cache_clear()
+
+
+def _emulate() -> tuple[dict[str, list[str]], list[str]]:
+    """The quick suite in the emulator: the cases passed by digest, and those that failed."""
+    from ..backends import BACKENDS
+    from ..backends.hip.backend import HipBackend
+    from ..conformance import grid, report, runner
+
+    emulator = BACKENDS["emulator"]
+    assert isinstance(emulator, HipBackend)
+    cases = grid.cases("quick", emulator.FEATURES, emulator.DTYPES, None, None)
+    passed: dict[str, list[str]] = {}
+    failed = []
+    with progress("emulating") as show:
+        for done, case in enumerate(cases):
+            show(done, len(cases), case.name)
+            emulator.digests.clear()
+            result = runner.run_case(emulator, case, runner.device_of("emulator"))
+            if result.status == report.PASSED:
+                for digest in emulator.digests.values():
+                    passed.setdefault(digest, []).append(case.name)
+            elif result.status in (report.FAILED, report.CRASHED):
+                failed.append(case.name)
+    return passed, failed

@@ -1,0 +1,272 @@
+"""``pyfa demo``: the main job on this machine, against attention as the formula says.
+
+Each side runs in a process of its own at two lengths, so that time, peak memory and its growth are
+seen; one head of the results is compared with float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .console import print_json, print_table, progress, size
+
+if TYPE_CHECKING:
+    import torch
+
+    from .console import Progress
+    from .measure import Measured, Spec
+
+_SEQLEN, _HEADS, _HEAD_DIM = 8192, 8, 64
+_SHORTEST = 256
+_SECONDS = 3.0  # of runs per side and length; naive attention may need more for a single one
+# Scores, probabilities and their gradients, of which about three are alive at once.
+_NAIVE_COPIES = 3.5
+_REFERENCE_ROWS = 512
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side at one length, and what it took."""
+
+    name: str
+    seqlen: int
+    measured: Measured
+
+    @property
+    def seconds(self) -> float:
+        return self.measured.forward + self.measured.backward
+
+
+@dataclass(frozen=True)
+class Error:
+    """The largest error of one result on both sides, and what the rule has to say of pyfa's."""
+
+    name: str
+    pyfa: float
+    naive: float
+    allowed: float
+    message: str
+
+
+def add(commands: Any) -> None:
+    """Add the command to argparse's ``commands``."""
+    parser = commands.add_parser(
+        "demo",
+        help="attention forward and backward here, against naive attention",
+        description="Attention forward and backward on this machine's best backend, against naive "
+        "attention: time, peak memory and error. Takes about a minute on two cores.",
+    )
+    parser.add_argument("--seqlen", type=int, default=_SEQLEN, metavar="S")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="float32 on a CPU, bfloat16 on a GPU by default",
+    )
+    parser.add_argument(
+        "--causal", action=argparse.BooleanOptionalAction, default=True, help="(the default)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Status 1 where an error breaks the conformance rule or pyfa is not the faster side."""
+    import torch
+
+    import pyfa
+
+    from .measure import Spec, inputs
+
+    if options.seqlen < _SHORTEST:
+        raise ValueError(f"--seqlen: expected {_SHORTEST} or more; got {options.seqlen}")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = options.dtype or ("float32" if device == "cpu" else "bfloat16")
+    spec = Spec(
+        "pyfa", device, options.seqlen, _HEADS, _HEAD_DIM, dtype, options.causal, _SECONDS, ""
+    )
+    seqlen = _fitting(spec)
+    note = "" if seqlen == spec.seqlen else f"naive attention of {spec.seqlen} tokens does not fit"
+    spec = replace(spec, seqlen=seqlen)
+    q, k, v, _ = inputs(spec, _SHORTEST)
+    chosen = pyfa.explain(q.requires_grad_(), k, v, causal=spec.causal).chosen
+    if chosen is None:
+        raise ValueError("no backend can run this attention here: see pyfa explain")
+    with progress("demo") as show:
+        sides, errors = _measure_all(spec, show)
+    checks = {
+        "errors within the conformance rule": not any(error.message for error in errors),
+        "faster than naive attention": sides[0].seconds < sides[1].seconds,
+    }
+    data = {
+        "problem": f"1 × {seqlen} × {_HEADS} × {_HEAD_DIM}, {dtype}, "
+        f"{'causal, ' if spec.causal else ''}forward and backward",
+        "device": torch.cuda.get_device_name() if device == "cuda" else "CPU",
+        "threads": torch.get_num_threads(),
+        "backend": chosen,
+        "note": note,
+        "sides": [asdict(side) for side in sides],
+        "errors": [asdict(error) for error in errors],
+        "checks": checks,
+    }
+    if options.json:
+        print_json("demo", data)
+    else:
+        _print(data, sides, errors)
+    return 0 if all(checks.values()) else 1
+
+
+def _measure_all(spec: Spec, show: Progress) -> tuple[list[Side], list[Error]]:
+    """pyfa and naive at the full length, both at half of it, and the errors at the full length."""
+    sides: list[Side] = []
+    errors: list[Error] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for seqlen in (spec.seqlen, spec.seqlen // 2):
+            for side in ("pyfa", "naive"):
+                show(len(sides), 5, f"{side}, {seqlen} tokens")
+                one = replace(spec, side=side, seqlen=seqlen, results=f"{folder}/{side}.pt")
+                sides.append(Side(side, seqlen, _run_side(one, folder)))
+            if not errors:
+                errors = _errors(spec, folder)
+        show(5, 5, "")
+    return sides, errors
+
+
+def _run_side(spec: Spec, folder: Path) -> Measured:
+    from .measure import Measured
+
+    path = folder / "spec.json"
+    spec.save(path)
+    command = [sys.executable, "-m", "pyfa.cli.measure", str(path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        last = ended.stderr.strip().splitlines()[-1:] or [f"it ended with {ended.returncode}"]
+        raise ValueError(f"the {spec.side} side failed at {spec.seqlen} tokens: {last[0]}")
+    return Measured(**json.loads(ended.stdout.splitlines()[-1]))
+
+
+def _errors(spec: Spec, folder: Path) -> list[Error]:
+    """Both sides' results of one head against float64, by the rule of the conformance suite."""
+    import torch
+
+    from ..conformance import tolerances
+
+    truth, largest_lse = _reference_head(spec)
+    ours, plain = (
+        torch.load(folder / f"{side}.pt", weights_only=True) for side in ("pyfa", "naive")
+    )
+    errors = []
+    for name, ref in truth.items():
+        check = tolerances.judge(
+            name,
+            ours[name],
+            ref,
+            plain[name],
+            gradient=name != "out",
+            largest_lse=largest_lse,
+        )
+        naive_error = float((plain[name].double() - ref).abs().max())
+        errors.append(Error(name, check.max_error, naive_error, check.max_bound, check.message))
+    return errors
+
+
+def _reference_head(spec: Spec) -> tuple[dict[str, torch.Tensor], float]:
+    """out, dq, dk, dv of the first head and its largest |LSE|, from ``reference.py`` in blocks.
+
+    With the causal mask a block of rows sees the keys up to its own end, where the mask is aligned.
+    """
+
+    from .. import reference
+    from ..problem import Call
+    from .measure import inputs
+
+    q, k, v, dout = (x[:, :, :1].double() for x in inputs(replace(spec, device="cpu"), spec.seqlen))
+    sums = {"out": q * 0, "dq": q * 0, "dk": q * 0, "dv": q * 0}
+    largest_lse = 0.0
+    for begin in range(0, spec.seqlen, _REFERENCE_ROWS):
+        rows = slice(begin, min(begin + _REFERENCE_ROWS, spec.seqlen))
+        keys = slice(0, rows.stop if spec.causal else spec.seqlen)
+        call = Call(
+            q[:, rows],
+            k[:, keys],
+            v[:, keys],
+            max_seqlen_q=rows.stop - rows.start,
+            max_seqlen_k=keys.stop,
+            scale=spec.head_dim**-0.5,
+            window_right=0 if spec.causal else -1,
+        )
+        part = reference.gradients(call, dout[:, rows])
+        for name, place in (("out", rows), ("dq", rows), ("dk", keys), ("dv", keys)):
+            sums[name][:, place] += part[name]
+        largest_lse = max(largest_lse, float(part["lse"].abs().max()))
+    return sums, largest_lse
+
+
+def _print(data: dict[str, Any], sides: list[Side], errors: list[Error]) -> None:
+    where = data["device"] if data["device"] != "CPU" else f"this CPU, {data['threads']} threads"
+    print(f"attention {data['problem']}, on {where}: pyfa ({data['backend']} backend) and naive")
+    if data["note"]:
+        print(f"note: {data['note']} in memory here")
+    print()
+    rows = []
+    for side in sides:
+        took = side.measured
+        times = [f"{took.forward:.4f} s", f"{took.backward:.4f} s"]
+        rows.append([str(side.seqlen), side.name, *times, size(took.extra_bytes)])
+    print_table(["tokens", "", "forward", "backward", "extra memory"], rows)
+    print()
+    rows = []
+    for error in errors:
+        figures = (error.pyfa, error.naive, error.allowed)
+        rows.append([error.name, *(f"{figure:.2e}" for figure in figures), error.message])
+    print_table(["error against float64", "pyfa", "naive", "allowed for pyfa", ""], rows)
+    print()
+    ours, plain, ours_half, plain_half = sides
+    less = plain.measured.extra_bytes / max(1, ours.measured.extra_bytes)
+    print(f"naive needs {plain.seconds / ours.seconds:.1f} × the time and {less:.0f} × the memory")
+    growth = [
+        long.measured.extra_bytes / max(1, short.measured.extra_bytes)
+        for long, short in ((ours, ours_half), (plain, plain_half))
+    ]
+    print(f"twice the tokens need {growth[0]:.1f} × the memory with pyfa, {growth[1]:.1f} × naive")
+    for name, good in data["checks"].items():
+        print(f"{name}: {'yes' if good else 'NO'}")
+    print("(extra memory: the peak beyond the inputs, results included; errors: over one head)")
+
+
+def _fitting(spec: Spec) -> int:
+    """The longest length from ``spec.seqlen`` down by halves whose naive scores fit in memory."""
+    import torch
+
+    if spec.device == "cuda":
+        room = torch.cuda.mem_get_info()[0]
+    else:
+        room = _available()
+    width = getattr(torch, spec.dtype).itemsize
+    seqlen = spec.seqlen
+    while seqlen > _SHORTEST and _NAIVE_COPIES * width * spec.heads * seqlen**2 > room:
+        seqlen //= 2
+    return seqlen
+
+
+def _available() -> int:
+    """Bytes that a new process may still take, as far as the system tells."""
+    room = sys.maxsize
+    for path, field in (("/proc/meminfo", "MemAvailable:"), ("/sys/fs/cgroup/memory.max", "")):
+        try:
+            lines = Path(path).read_text().splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            if field and line.startswith(field):
+                room = min(room, int(line.split()[1]) * 1024)
+            elif not field and line.isdigit():
+                room = min(room, int(line))
+    return room

@@ -1,0 +1,194 @@
+"""``pyfa info``: what is here, and what pyfa makes of it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from importlib import metadata
+from typing import Any
+
+from .console import print_json, print_table, size
+
+# Whoever helps with a problem asks for these first.
+_DISTRIBUTIONS = (
+    "torch", "numpy", "triton", "pytorch-triton-rocm", "hip-python", "cuda-core", "cuda-bindings",
+    "nvidia-cuda-nvrtc-cu12", "ziglang",
+)  # fmt: skip
+
+
+def add(commands: Any) -> None:
+    """Add the command to argparse's ``commands``."""
+    parser = commands.add_parser(
+        "info",
+        help="devices, backends, versions, settings, cache",
+        description="Devices, each backend ready or why not, versions, settings, code cache.",
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Always status 0: a backend that is not ready is an answer."""
+    data = collect()
+    if options.json:
+        print_json("info", data)
+    else:
+        _print(data)
+    return 0
+
+
+def collect() -> dict[str, Any]:
+    """Everything that the command prints, as plain data."""
+    from .. import __version__
+
+    return {
+        "pyfa": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": _versions(),
+        "devices": _devices(),
+        "backends": _backends(),
+        "bundle": None,
+        "cache": _cache(),
+        "environment": _environment(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    import torch
+
+    found = {}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    found["torch"] = str(torch.__version__)
+    for name, version in (("torch's HIP", torch.version.hip), ("torch's CUDA", torch.version.cuda)):
+        if version:
+            found[name] = str(version)
+    return found
+
+
+def _devices() -> list[dict[str, Any]]:
+    import torch
+
+    from .. import device
+
+    cpu = {
+        "name": device.CPU.name,
+        "kind": "CPU",
+        "arch": "cpu",
+        "threads": torch.get_num_threads(),
+    }
+    if not torch.cuda.is_available():
+        return [cpu]
+    kind = "AMD (hip)" if torch.version.hip else "NVIDIA (cuda)"
+    gpus = [device.of(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+    return [
+        *(
+            {
+                "name": gpu.name,
+                "kind": kind,
+                "arch": gpu.arch,
+                "known_arch": gpu.limits is not None,
+                "units": gpu.units,
+                "dies": gpu.dies,
+                "memory_bytes": gpu.memory_bytes,
+                "l2_bytes": gpu.l2_bytes,
+                "bandwidth": gpu.bandwidth,
+            }
+            for gpu in gpus
+        ),
+        cpu,
+    ]
+
+
+def _backends() -> list[dict[str, Any]]:
+    from ..backends import BACKENDS, NAMES
+
+    answers: list[dict[str, Any]] = []
+    for name in NAMES:
+        backend = BACKENDS.get(name)
+        why = "not in this release" if backend is None else backend.why_unavailable()
+        answers.append({"name": name, "ready": why is None, "why_not": why})
+    return answers
+
+
+def _cache() -> dict[str, Any]:
+    from .. import cache
+
+    home = cache.directory()
+    entries = cache.entries()
+    return {
+        "directory": str(home),
+        "exists": home.is_dir(),
+        "unusable": cache.why_unusable(home),
+        "entries": len(entries),
+        "bytes": sum(entry.size for entry in entries),
+    }
+
+
+def _environment() -> list[dict[str, Any]]:
+    from .. import env
+
+    rows = []
+    for name, variable in env.VARIABLES.items():
+        try:
+            error = None
+            env.get(name)
+        except ValueError as problem:
+            error = str(problem)
+        rows.append(
+            {
+                "name": name,
+                "value": os.environ.get(name),
+                "error": error,
+                "meaning": variable.meaning,
+            }
+        )
+    unknown = sorted(name for name in os.environ if name.startswith("PYFA_"))
+    rows += [
+        {"name": name, "value": os.environ[name], "error": "not a variable of pyfa", "meaning": ""}
+        for name in unknown
+        if name not in env.VARIABLES
+    ]
+    return rows
+
+
+def _print(data: dict[str, Any]) -> None:
+    versions = [f"{name} {version}" for name, version in data["versions"].items()]
+    print(f"pyfa {data['pyfa']}, Python {data['python']}, {', '.join(versions)}")
+    print(data["platform"])
+    print()
+    rows = []
+    for device in data["devices"]:
+        facts = f"{device['threads']} threads" if device["kind"] == "CPU" else _gpu_facts(device)
+        rows.append([device["kind"], device["name"], device["arch"], facts])
+    print_table(["device", "name", "arch", ""], rows)
+    print()
+    answers = [[answer["name"], answer["why_not"] or "ready"] for answer in data["backends"]]
+    print_table(["backend", ""], answers)
+    print()
+    print("bundle   none in this release: no compiled kernels travel with it")
+    kept = data["cache"]
+    state = kept["unusable"] or f"{kept['entries']} entries, {size(kept['bytes'])}"
+    if not kept["unusable"] and not kept["exists"]:
+        state = "not made yet"
+    print(f"cache    {kept['directory']}: {state}")
+    print()
+    settings = []
+    for row in data["environment"]:
+        value = "not set" if row["value"] is None else repr(row["value"])
+        settings.append([row["name"], value, row["error"] or row["meaning"].replace("`", "")])
+    print_table(["variable", "value", ""], settings)
+
+
+def _gpu_facts(device: dict[str, Any]) -> str:
+    facts = [f"{device['units']} units", size(device["memory_bytes"])]
+    if device["bandwidth"]:
+        facts.append(f"{device['bandwidth'] / 1e12:.2f} TB/s")
+    if not device["known_arch"]:
+        facts.append("an arch that pyfa has no row for")
+    return ", ".join(facts)

@@ -1,0 +1,157 @@
+"""The ``[problem]`` flags, and the tensors without memory that they stand for."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..dispatch import Explanation
+
+# What --features can say. The other features of a problem have a flag of their own.
+_FEATURES = (
+    "softcap", "alibi", "bias", "bias_grad", "sinks", "dropout", "varlen", "seqused", "paged",
+    "leftpad", "batch_idx", "backward", "dlse", "deterministic",
+)  # fmt: skip
+_FLAG_OF = {
+    "causal": "--causal",
+    "window": "--window L,R",
+    "gqa": "--heads H,Hk",
+    "dv": "--head-dim D,Dv",
+    "fp8": "--dtype float8_e4m3fn",
+}
+_SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
+_DTYPES = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e4m3fnuz")
+_PAGE_SIZE = 256
+
+
+def _pair(text: str) -> tuple[int, int]:
+    """``"8"`` is (8, 8), ``"8,2"`` is (8, 2)."""
+    parts = text.split(",")
+    if len(parts) > 2 or not all(part.strip().isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"expected a number, or two as 32,8; got {text!r}")
+    return int(parts[0]), int(parts[-1])
+
+
+def _number(text: str) -> int:
+    if not text.strip().isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a number from 0 up; got {text!r}")
+    return int(text)
+
+
+def _window(text: str) -> tuple[int | None, int | None]:
+    parts = [part.strip() for part in text.split(",")]
+    edges = [None if part in ("none", "-1") else part for part in parts]
+    if len(edges) != 2 or not all(edge is None or edge.isdecimal() for edge in edges):
+        raise argparse.ArgumentTypeError(f"expected two numbers or none, as 256,0; got {text!r}")
+    left, right = (None if edge is None else int(edge) for edge in edges)
+    return left, right
+
+
+def _dtype(text: str) -> str:
+    name = _SHORT.get(text, text)
+    if name not in _DTYPES:
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(_DTYPES)}; got {text!r}")
+    return name
+
+
+def _features(text: str) -> tuple[str, ...]:
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    for name in names:
+        if name in _FLAG_OF:
+            raise argparse.ArgumentTypeError(f"{name} is said by {_FLAG_OF[name]}")
+        if name not in _FEATURES:
+            expected = ", ".join(_FEATURES)
+            raise argparse.ArgumentTypeError(f"expected some of {expected}; got {name!r}")
+    return names
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the ``[problem]`` flags to ``parser``."""
+    group = parser.add_argument_group("problem")
+    group.add_argument("--batch", type=_number, default=1, metavar="B")
+    group.add_argument("--seqlen", type=_pair, default=(8192, 8192), metavar="S|Sq,Sk")
+    group.add_argument("--heads", type=_pair, default=(8, 8), metavar="H|H,Hk")
+    group.add_argument("--head-dim", type=_pair, default=(64, 64), metavar="D|D,Dv")
+    group.add_argument("--dtype", type=_dtype, default="bfloat16", help=", ".join(_DTYPES))
+    group.add_argument("--causal", action="store_true")
+    group.add_argument(
+        "--window", type=_window, metavar="L,R", help="keys to the left and right; none for no end"
+    )
+    group.add_argument(
+        "--features", type=_features, default=(), metavar="a,b,…", help=", ".join(_FEATURES)
+    )
+
+
+def explain(options: argparse.Namespace, device: str | None) -> Explanation:
+    """``pyfa.explain`` of the problem that the flags describe, here or on a named ``device``."""
+    import torch
+
+    import pyfa
+
+    place = torch.device("cuda" if device is None and torch.cuda.is_available() else "cpu")
+    q, k, v, arguments = _build(options, place)
+    return pyfa.explain(q, k, v, device=device, **arguments)
+
+
+def _build(
+    options: argparse.Namespace, place: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
+    import torch
+
+    wanted = set(options.features)
+    backward = bool(wanted & {"backward", "dlse", "bias_grad", "deterministic"})
+    batch, (rows, keys) = options.batch, options.seqlen
+    (heads, heads_k), (dim, dim_v) = options.heads, options.head_dim
+    dtype = getattr(torch, options.dtype)
+
+    # Expanded from one row: the shape and the device of a real input, and next to no memory.
+    def tensor(*shape: int, dtype: torch.dtype = dtype, grad: bool = False) -> torch.Tensor:
+        x = torch.zeros(shape[-1], dtype=dtype, device=place).expand(shape)
+        return x.requires_grad_() if grad else x
+
+    def lengths(count: int) -> torch.Tensor:
+        return tensor(count, dtype=torch.int32)
+
+    cached = bool(wanted & {"leftpad", "batch_idx"}) or (
+        bool(wanted & {"paged", "seqused"}) and "varlen" not in wanted
+    )
+    packed = "varlen" in wanted
+    arguments: dict[str, Any] = {"causal": options.causal, "window": options.window}
+    q = tensor(*((batch * rows,) if packed else (batch, rows)), heads, dim, grad=backward)
+    if "paged" in wanted:
+        pages = -(-keys // _PAGE_SIZE)
+        outer: tuple[int, ...] = (batch * pages, _PAGE_SIZE)
+        arguments["page_table"] = tensor(batch, pages, dtype=torch.int32)
+    else:
+        outer = (batch * keys,) if packed and not cached else (batch, keys)
+    k = tensor(*outer, heads_k, dim, grad=backward)
+    v = tensor(*outer, heads_k, dim_v, grad=backward)
+    if packed:
+        arguments |= {"cu_seqlens_q": lengths(batch + 1), "max_seqlen_q": rows}
+    if packed and not cached:
+        arguments["max_seqlen_k"] = keys
+        arguments["cu_seqlens_k"] = None if "paged" in wanted else lengths(batch + 1)
+    if cached or "seqused" in wanted or "paged" in wanted:
+        arguments["cache_seqlens" if cached else "seqused_k"] = lengths(batch)
+    for name, argument in (("leftpad", "cache_leftpad"), ("batch_idx", "cache_batch_idx")):
+        if name in wanted:
+            arguments[argument] = lengths(batch)
+    if "softcap" in wanted:
+        arguments["softcap"] = 30.0
+    if "alibi" in wanted:
+        arguments["alibi_slopes"] = tensor(heads, dtype=torch.float32)
+    if wanted & {"bias", "bias_grad"}:
+        bias_grad = "bias_grad" in wanted
+        arguments["bias"] = tensor(1, heads, rows, keys, dtype=torch.float32, grad=bias_grad)
+    if "sinks" in wanted:
+        arguments["sinks"] = tensor(heads, dtype=torch.float32)
+    if "dropout" in wanted:
+        arguments |= {"dropout_p": 0.1, "seed": 0}
+    if "deterministic" in wanted:
+        arguments["deterministic"] = True
+    if "dlse" in wanted:
+        arguments["return_lse"] = True
+    return q, k, v, arguments

@@ -1,0 +1,33 @@
+"""Runs gfx942 (MI300X) code objects on the CPU, instruction by instruction, and checks them.
+
+    machine = Machine(threads=2)
+    kernel = machine.load(hsaco).kernel("attn_fwd")
+    machine.map(q.data_ptr(), q.nbytes, "q")
+    counters = machine.launch(kernel, grid=(8, 1, 1), block=(256, 1, 1), kernarg=params)
+
+Functionally emulated: nothing here was compared with silicon. Not modelled: time, caches, MFMA
+hazards (the wait states between dependent matrix instructions), the order of rounding inside MFMA
+and the last bit of v_exp, v_log, v_rcp, v_rsq and v_sqrt.
+"""
+
+from pyfa.emulator.counters import Counters
+from pyfa.emulator.machine import (
+    Checks,
+    EmulatorError,
+    LoadedKernel,
+    Machine,
+    Program,
+    load,
+    pack_arguments,
+)
+
+__all__ = [
+    "Checks",
+    "Counters",
+    "EmulatorError",
+    "LoadedKernel",
+    "Machine",
+    "Program",
+    "load",
+    "pack_arguments",
+]

@@ -1,0 +1,74 @@
+"""What a launch executed: instructions by class, MFMA clocks, LDS clocks, bytes and segments."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+CHECKS = ("undefined", "memory", "races", "waits", "barriers", "alignment")
+
+# Clocks that a SIMD's matrix unit is busy with one instruction: 4 times the passes that LLVM's
+# scheduling model of gfx942 gives it.
+MFMA_CLOCKS = {
+    "v_mfma_f32_32x32x1_2b_f32": 64, "v_mfma_f32_16x16x1_4b_f32": 32,
+    "v_mfma_f32_4x4x1_16b_f32": 8, "v_mfma_f32_32x32x2_f32": 64, "v_mfma_f32_16x16x4_f32": 32,
+    "v_mfma_f32_32x32x4_2b_f16": 64, "v_mfma_f32_16x16x4_4b_f16": 32,
+    "v_mfma_f32_4x4x4_16b_f16": 8, "v_mfma_f32_32x32x8_f16": 32, "v_mfma_f32_16x16x16_f16": 16,
+    "v_mfma_f32_32x32x4_2b_bf16": 64, "v_mfma_f32_16x16x4_4b_bf16": 32,
+    "v_mfma_f32_4x4x4_16b_bf16": 8, "v_mfma_f32_32x32x8_bf16": 32,
+    "v_mfma_f32_16x16x16_bf16": 16, "v_mfma_i32_32x32x16_i8": 32, "v_mfma_i32_16x16x32_i8": 16,
+    **{f"v_mfma_f32_32x32x16_{a}_{b}": 32 for a in ("fp8", "bf8") for b in ("fp8", "bf8")},
+    **{f"v_mfma_f32_16x16x32_{a}_{b}": 16 for a in ("fp8", "bf8") for b in ("fp8", "bf8")},
+}  # fmt: skip
+
+
+class Totals(ctypes.Structure):
+    """``Totals`` of core/core.h."""
+
+    _fields_ = (
+        ("lds_conflict_clocks", ctypes.c_uint64),
+        ("lds_clocks", ctypes.c_uint64),
+        ("load_bytes", ctypes.c_uint64),
+        ("store_bytes", ctypes.c_uint64),
+        ("segments64", ctypes.c_uint64),
+        ("segments128", ctypes.c_uint64),
+        ("barriers", ctypes.c_uint64),
+        ("buffer_out_of_range", ctypes.c_uint64),
+        ("violations", ctypes.c_uint64 * len(CHECKS)),
+    )
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Sums over all wavefronts of a launch.
+
+    ``instructions`` counts wavefront instructions by class, ``mnemonics`` by name, ``executed`` by
+    address in the code object. ``load_bytes`` and ``store_bytes`` are what active lanes requested
+    of global memory, in range (atomics count as stores); ``segments64`` and ``segments128`` the
+    different aligned segments of each vector memory instruction, summed. ``lds_clocks`` and
+    ``lds_conflict_clocks`` are modelled from addresses (32 banks of 4 bytes, 32 lanes together, 16
+    for 16-byte accesses), not measured. ``buffer_out_of_range`` counts lanes that a buffer
+    descriptor's range check cut off. ``violations`` counts by check what was found with the policy
+    "count". ``barriers`` counts each wave's arrival.
+    """
+
+    wavefronts: int
+    instructions: Mapping[str, int]
+    mnemonics: Mapping[str, int]
+    executed: Mapping[int, int]
+    mfma_clocks: Mapping[str, int]
+    lds_clocks: int
+    lds_conflict_clocks: int
+    load_bytes: int
+    store_bytes: int
+    segments64: int
+    segments128: int
+    barriers: int
+    buffer_out_of_range: int
+    violations: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        """All wavefront instructions."""
+        return sum(self.instructions.values())

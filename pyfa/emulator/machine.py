@@ -1,0 +1,436 @@
+"""An emulated gfx942 device: memory, code objects, launches."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import re
+import struct
+from bisect import bisect_right
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from pyfa import codeobject
+from pyfa.codeobject import Kernel
+from pyfa.emulator import native
+from pyfa.emulator.counters import CHECKS, MFMA_CLOCKS, Counters, Totals
+from pyfa.emulator.decode import Code, decode_functions
+from pyfa.errors import CodeObjectError
+
+Policy = Literal["raise", "count", "off"]
+_POLICY = {"off": 0, "raise": 1, "count": 2}
+_KINDS = (*CHECKS, "unknown instruction", "unsupported", "trap", "limit")
+
+# Device addresses of what the emulator itself provides, beyond what a host process maps.
+IMAGE_BASE = 0x7E00_0000_0000_00
+KERNARG_BASE = 0x7E10_0000_0000_00
+DISPATCH_BASE = 0x7E20_0000_0000_00
+RESERVE_BASE = 0x7F00_0000_0000_00
+LDS_LIMIT = 65536
+PRELOAD_PROLOGUE = 256  # bytes that firmware with kernarg preload skips at a kernel's entry
+
+
+class EmulatorError(RuntimeError):
+    """What the emulator found, or cannot do. ``check`` is the check's name or the kind of error."""
+
+    def __init__(self, check: str, message: str, pc: int = 0) -> None:
+        self.check = check
+        self.pc = pc
+        super().__init__(f"{check}: {message}")
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What to do about each kind of fault: "raise" an ``EmulatorError``, "count" it, or "off".
+
+    ``undefined``: a value never written reaches an address, a store, a branch or EXEC. Values carry
+    their definedness through registers and LDS, since compilers move undefined lanes about and
+    never use them. ``memory``: access outside every mapped region, or the workgroup's LDS.
+    ``races``: two waves touch one LDS byte in one barrier interval, and one writes. ``waits``: a
+    register or LDS byte is used before an ``s_waitcnt`` covers the load that fills it.
+    ``barriers``: a wave ends without reaching a barrier that others wait at. ``alignment``:
+    atomics, scalar loads and LDS dwords that are not naturally aligned.
+    """
+
+    undefined: Policy = "raise"
+    memory: Policy = "raise"
+    races: Policy = "raise"
+    waits: Policy = "raise"
+    barriers: Policy = "raise"
+    alignment: Policy = "raise"
+
+    @classmethod
+    def off(cls) -> Checks:
+        """Nothing but memory bounds, which protect the host."""
+        return cls("off", "raise", "off", "off", "off", "off")
+
+
+class _Region(ctypes.Structure):
+    _fields_ = (
+        ("base", ctypes.c_uint64), ("size", ctypes.c_uint64), ("host", ctypes.c_void_p),
+        ("writable", ctypes.c_uint32), ("id", ctypes.c_uint32),
+    )  # fmt: skip
+
+
+class _Fault(ctypes.Structure):
+    _fields_ = (
+        ("set", ctypes.c_uint32), ("kind", ctypes.c_uint32), ("pc", ctypes.c_uint32),
+        ("wave", ctypes.c_uint32), ("lane", ctypes.c_int32), ("workgroup", ctypes.c_uint32 * 3),
+        ("text", ctypes.c_char * 240),
+    )  # fmt: skip
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = (
+        ("code", ctypes.c_void_p), ("index_of", ctypes.c_void_p), ("regions", ctypes.c_void_p),
+        ("image_base", ctypes.c_uint64), ("kernarg_address", ctypes.c_uint64),
+        ("dispatch_address", ctypes.c_uint64), ("queue_address", ctypes.c_uint64),
+        *((name, ctypes.c_uint32) for name in (
+            "code_count", "first_pc", "code_bytes", "entry", "region_count")),
+        ("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3),
+        *((name, ctypes.c_uint32) for name in (
+            "lds_bytes", "scratch_bytes", "mode", "user_sgprs", "user_bits", "rsrc2",
+            "preload_length", "preload_offset", "vgpr_rows", "in_order")),
+        ("seed", ctypes.c_uint64), ("max_instructions", ctypes.c_uint64),
+        ("policy", ctypes.c_uint8 * 8), ("next_workgroup", ctypes.c_uint64), ("fault", _Fault),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Region:
+    """``nbytes`` of device memory at ``address``, backed by host memory at ``host``."""
+
+    address: int
+    nbytes: int
+    name: str
+    host: int
+    writable: bool
+
+
+@dataclass(frozen=True)
+class LoadedKernel:
+    """One kernel of a loaded program: its facts and its decoded code."""
+
+    kernel: Kernel
+    code: Code
+    image: npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A loaded code object."""
+
+    object: codeobject.CodeObject
+    code: Code
+    image: npt.NDArray[np.uint8]
+
+    def kernel(self, name: str) -> LoadedKernel:
+        """The kernel called ``name``."""
+        return LoadedKernel(self.object.kernel(name), self.code, self.image)
+
+
+class Machine:
+    """A device with its own address space.
+
+    ``seed`` chooses the order in which waves take turns (``in_order`` runs each as far as it goes);
+    ``threads`` host threads share the workgroups. With float atomics, one thread and one seed give
+    the same bits every time. ``max_instructions`` is a limit per wave that ends endless loops.
+    """
+
+    def __init__(
+        self,
+        *,
+        checks: Checks | None = None,
+        seed: int = 0,
+        threads: int = 1,
+        in_order: bool = False,
+        max_instructions: int = 1 << 34,
+    ) -> None:
+        self.checks = checks or Checks()
+        self.seed = seed
+        self.threads = threads
+        self.in_order = in_order
+        self.max_instructions = max_instructions
+        self.regions: list[Region] = []
+        self._reserved: dict[int, mmap.mmap] = {}
+        self._next_reserved = RESERVE_BASE
+
+    def map(
+        self,
+        address: int,
+        nbytes: int,
+        name: str,
+        *,
+        host: int | None = None,
+        writable: bool = True,
+    ) -> Region:
+        """Makes ``nbytes`` of host memory visible at device ``address``, without a copy.
+
+        ``host`` is its host address, by default the same number (a tensor's ``data_ptr()``). The
+        caller keeps it alive. Every byte outside the mapped ranges is out of bounds.
+        """
+        if nbytes <= 0 or address <= 0 or address + nbytes > 1 << 63:
+            raise ValueError(f"region {name!r}: {nbytes} bytes at 0x{address:x} are not a range")
+        region = Region(address, nbytes, name, address if host is None else host, writable)
+        at = bisect_right([r.address for r in self.regions], address)
+        for other in self.regions[max(at - 1, 0) : at + 1]:
+            if address < other.address + other.nbytes and other.address < address + nbytes:
+                raise ValueError(f"region {name!r} overlaps {other.name!r}")
+        self.regions.insert(at, region)
+        return region
+
+    def map_array(self, array: npt.NDArray[Any], name: str, *, writable: bool = True) -> int:
+        """Maps a contiguous numpy array's own bytes; returns its device address."""
+        if not (array.flags.c_contiguous or array.flags.f_contiguous):
+            raise ValueError(f"array {name!r} is not contiguous")
+        self.map(array.ctypes.data, array.nbytes, name, writable=writable)
+        return array.ctypes.data
+
+    def reserve(self, nbytes: int, name: str) -> tuple[int, npt.NDArray[np.uint8]]:
+        """A sparse region: its device address, and its bytes as an array.
+
+        Pages cost memory once they are touched, so that tensors of many GiB can be tested.
+        """
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+        memory = mmap.mmap(-1, nbytes, flags=flags)
+        array = np.frombuffer(memory, np.uint8)
+        address = self._next_reserved
+        self._next_reserved += (nbytes + (1 << 21)) & ~((1 << 20) - 1)
+        self.map(address, nbytes, name, host=array.ctypes.data)
+        self._reserved[address] = memory
+        return address, array
+
+    def unmap(self, address: int) -> None:
+        """Removes the region that starts at ``address``."""
+        for region in self.regions:
+            if region.address == address:
+                self.regions.remove(region)
+                self._reserved.pop(address, None)
+                return
+        raise ValueError(f"no region starts at 0x{address:x}")
+
+    def load(self, data: bytes) -> Program:
+        """Parses and decodes a code object's bytes."""
+        return load(data)
+
+    def launch(
+        self,
+        kernel: LoadedKernel,
+        *,
+        grid: Sequence[int],
+        block: Sequence[int],
+        kernarg: bytes,
+        lds_bytes: int = 0,
+    ) -> Counters:
+        """Runs a whole grid to its end.
+
+        ``grid`` counts workgroups and ``block`` work-items, in up to three dimensions. ``kernarg``
+        holds the explicit arguments; hidden ones are filled in from the metadata. ``lds_bytes`` is
+        dynamic LDS on top of the kernel's own. Raises ``EmulatorError`` at the first fault.
+        """
+        facts = kernel.kernel
+        size, items = _three(grid), _three(block)
+        total = items[0] * items[1] * items[2]
+        lds = facts.lds_bytes + lds_bytes
+        if not 0 < total <= min(facts.max_workgroup_size, 1024):
+            raise EmulatorError(
+                "unsupported",
+                f"{facts.name}: {total} work-items, at most {facts.max_workgroup_size}",
+            )
+        if lds > LDS_LIMIT:
+            raise EmulatorError(
+                "unsupported", f"{facts.name}: {lds} bytes of LDS, at most {LDS_LIMIT}"
+            )
+        if 0 in size:
+            raise EmulatorError("unsupported", f"{facts.name}: the grid {size} is empty")
+        arguments = np.frombuffer(_kernarg(facts, kernarg, size, items, lds_bytes), np.uint8)
+        packet = np.frombuffer(_dispatch_packet(facts, size, items, lds), np.uint8)
+        own = [
+            Region(IMAGE_BASE, kernel.image.nbytes, "code object", kernel.image.ctypes.data, False),
+            Region(KERNARG_BASE, arguments.nbytes, "kernarg", arguments.ctypes.data, False),
+            Region(DISPATCH_BASE, 64, "dispatch packet", packet.ctypes.data, False),
+        ]
+        regions = sorted([*self.regions, *own], key=lambda region: region.address)
+        table = (_Region * len(regions))(
+            *(_Region(r.address, r.nbytes, r.host, r.writable, n) for n, r in enumerate(regions))
+        )
+        launch = self._launch(kernel, size, items, lds)
+        launch.regions, launch.region_count = ctypes.addressof(table), len(regions)
+        return self._run(kernel, launch, regions, _product(size) * ((total + 63) // 64))
+
+    def _launch(
+        self, kernel: LoadedKernel, grid: tuple[int, ...], block: tuple[int, ...], lds: int
+    ) -> _Launch:
+        facts, code = kernel.kernel, kernel.code
+        mode = (
+            facts.rsrc1 >> 12 & 0xFF | (facts.rsrc1 >> 21 & 1) << 8 | (facts.rsrc1 >> 23 & 1) << 9
+        )
+        mode |= (facts.rsrc1 >> 26 & 1) << 23
+        if mode & 15 or mode >> 6 & 3 != 3:
+            raise EmulatorError(
+                "unsupported",
+                f"{facts.name}: rounding or f16/f64 denormal mode 0x{mode & 0xFF:02x}",
+            )
+        entry = facts.entry + (PRELOAD_PROLOGUE if facts.preload_dwords else 0)
+        return _Launch(
+            code=code.instructions.ctypes.data, index_of=code.index_of.ctypes.data,
+            image_base=IMAGE_BASE, kernarg_address=KERNARG_BASE, dispatch_address=DISPATCH_BASE,
+            queue_address=0, code_count=len(code.instructions), first_pc=code.first_pc,
+            code_bytes=4 * len(code.index_of), entry=code.index_at(entry),
+            grid=grid, block=block, lds_bytes=lds, scratch_bytes=facts.scratch_bytes, mode=mode,
+            user_sgprs=facts.rsrc2 >> 1 & 31, user_bits=facts.properties & 0x7F, rsrc2=facts.rsrc2,
+            preload_length=facts.preload_dwords, preload_offset=facts.preload_offset,
+            vgpr_rows=min(256, 8 * ((facts.rsrc1 & 63) + 1)), in_order=self.in_order,
+            seed=self.seed & 0xFFFF_FFFF_FFFF_FFFF, max_instructions=self.max_instructions,
+            policy=(ctypes.c_uint8 * 8)(*(_POLICY[p] for p in asdict(self.checks).values())),
+        )  # fmt: skip
+
+    def _run(
+        self, kernel: LoadedKernel, launch: _Launch, regions: list[Region], waves: int
+    ) -> Counters:
+        library, count = native.load(), len(kernel.code.instructions)
+        workers = max(1, min(self.threads, _product(launch.grid)))
+        executed = np.zeros((workers, count), np.uint64)
+        totals = (Totals * workers)()
+
+        def work(number: int) -> int:
+            result: int = library.emulator_run(
+                ctypes.byref(launch),
+                ctypes.c_void_p(executed[number].ctypes.data),
+                ctypes.byref(totals[number]),
+            )
+            return result
+
+        if workers == 1:
+            failed = [work(0)]
+        else:
+            with ThreadPoolExecutor(workers) as pool:
+                failed = list(pool.map(work, range(workers)))
+        if launch.fault.set:
+            raise _error(kernel, launch.fault, regions)
+        if any(failed):
+            raise MemoryError("the emulator could not allocate its waves")
+        return _counters(kernel.code, executed.sum(axis=0), totals, waves)
+
+
+def load(data: bytes) -> Program:
+    """Parses and decodes a code object's bytes. Raises ``CodeObjectError`` if it is not gfx942."""
+    parsed = codeobject.parse(data)
+    if parsed.arch != "gfx942":
+        raise CodeObjectError(f"the emulator runs gfx942 code objects, this one is {parsed.arch}")
+    functions = [(f.address, f.code_bytes) for f in parsed.functions]
+    if not functions:
+        raise CodeObjectError("the code object has no functions")
+    code = decode_functions(parsed.image, functions, native.operations())
+    library, rows = native.load(), code.instructions
+    library.emulator_prepare(ctypes.c_void_p(rows.ctypes.data), len(rows))
+    flushes = any(k.rsrc1 >> 16 & 3 != 3 for k in parsed.kernels.values())
+    if flushes or any(name.startswith("s_setreg") for name in code.names):
+        library.emulator_flush_mode(ctypes.c_void_p(rows.ctypes.data), len(rows))
+    return Program(parsed, code, np.frombuffer(parsed.image, np.uint8))
+
+
+def pack_arguments(kernel: Kernel, values: Sequence[int | float | bytes]) -> bytes:
+    """The explicit arguments' bytes: ints (pointers too), floats (4 or 8 bytes) or raw structs."""
+    explicit = [a for a in kernel.arguments if not a.kind.startswith("hidden_")]
+    if len(values) > len(explicit):
+        raise ValueError(f"{kernel.name} takes {len(explicit)} arguments, got {len(values)}")
+    data = bytearray(max((a.offset + a.size for a in explicit), default=0))
+    for argument, value in zip(explicit, values, strict=False):
+        if isinstance(value, bytes):
+            raw = value
+        elif isinstance(value, float):
+            raw = struct.pack("<f" if argument.size == 4 else "<d", value)
+        else:
+            raw = (value & ((1 << 8 * argument.size) - 1)).to_bytes(argument.size, "little")
+        if len(raw) != argument.size:
+            raise ValueError(f"{kernel.name}: argument {argument.name!r} has {argument.size} bytes")
+        data[argument.offset : argument.offset + argument.size] = raw
+    return bytes(data)
+
+
+def _three(values: Sequence[int]) -> tuple[int, int, int]:
+    padded = (*values, 1, 1, 1)
+    return int(padded[0]), int(padded[1]), int(padded[2])
+
+
+def _product(values: Sequence[int]) -> int:
+    return int(values[0]) * int(values[1]) * int(values[2])
+
+
+def _kernarg(
+    facts: Kernel, explicit: bytes, grid: Sequence[int], block: Sequence[int], dynamic_lds: int
+) -> bytes:
+    """The kernarg segment with the hidden arguments that a HIP runtime fills in."""
+    data = bytearray(max(facts.kernarg_bytes, len(explicit), 8))
+    data[: len(explicit)] = explicit
+    known = {"hidden_grid_dims": 1 + (grid[1] > 1 or block[1] > 1) + (grid[2] > 1 or block[2] > 1),
+             "hidden_dynamic_lds_size": dynamic_lds}  # fmt: skip
+    for number, axis in enumerate("xyz"):
+        known[f"hidden_block_count_{axis}"] = grid[number]
+        known[f"hidden_group_size_{axis}"] = block[number]
+    for argument in facts.arguments:
+        if argument.kind.startswith("hidden_"):
+            value = known.get(argument.kind, 0)
+            end = argument.offset + argument.size
+            data[argument.offset : end] = value.to_bytes(argument.size, "little")
+    return bytes(data)
+
+
+def _dispatch_packet(facts: Kernel, grid: Sequence[int], block: Sequence[int], lds: int) -> bytes:
+    """The 64-byte HSA kernel dispatch packet, for kernels that take its address."""
+    items = [count * size for count, size in zip(grid, block, strict=True)]
+    return struct.pack(
+        "<HHHHHHIIIIIQQQQ", 2, 3, *block, 0, *items, facts.scratch_bytes, lds, 0, KERNARG_BASE, 0, 0
+    )
+
+
+def _error(kernel: LoadedKernel, fault: _Fault, regions: Sequence[Region]) -> EmulatorError:
+    text = fault.text.decode(errors="replace")
+    text = re.sub(r"region (\d+)", lambda m: f"region {regions[int(m[1])].name!r}", text)
+    index = kernel.code.index_at(fault.pc)
+    lane = f", lane {fault.lane}" if fault.lane >= 0 else ""
+    where = (
+        f"  kernel {kernel.kernel.name}, pc 0x{fault.pc:x}: {kernel.code.text(index)}\n"
+        f"  workgroup ({', '.join(map(str, fault.workgroup))}), wave {fault.wave}{lane}"
+    )
+    return EmulatorError(_KINDS[fault.kind], f"{text}\n{where}", fault.pc)
+
+
+def _counters(
+    code: Code, executed: npt.NDArray[np.uint64], totals: ctypes.Array[Totals], waves: int
+) -> Counters:
+    groups = dict.fromkeys(native.GROUPS, 0)
+    mnemonics: dict[str, int] = {}
+    by_pc: dict[int, int] = {}
+    group_of = native.group_of()
+    for name, count, pc in zip(code.names, executed.tolist(), code.instructions["pc"], strict=True):
+        if count:
+            groups[group_of[name]] += count
+            mnemonics[name] = mnemonics.get(name, 0) + count
+            by_pc[int(pc)] = count
+
+    def total(name: str) -> int:
+        return sum(int(getattr(t, name)) for t in totals)
+
+    return Counters(
+        wavefronts=waves,
+        instructions=groups,
+        mnemonics=mnemonics,
+        executed=by_pc,
+        mfma_clocks={n: c * MFMA_CLOCKS[n] for n, c in mnemonics.items() if n in MFMA_CLOCKS},
+        lds_clocks=total("lds_clocks"),
+        lds_conflict_clocks=total("lds_conflict_clocks"),
+        load_bytes=total("load_bytes"),
+        store_bytes=total("store_bytes"),
+        segments64=total("segments64"),
+        segments128=total("segments128"),
+        barriers=total("barriers"),
+        buffer_out_of_range=total("buffer_out_of_range"),
+        violations={c: sum(int(t.violations[n]) for t in totals) for n, c in enumerate(CHECKS)},
+    )

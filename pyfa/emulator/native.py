@@ -1,0 +1,115 @@
+"""Builds and loads the C core: compiled once by ziglang's clang or the system's cc, then cached."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from pyfa import cache
+from pyfa.errors import CompileError
+
+SOURCES = Path(__file__).parent / "core"
+# Contraction would fuse what the ISA keeps apart; errno and traps of the C library mean nothing to
+# a kernel and would keep loops from being vectorised.
+FLAGS = (
+    "-O3", "-shared", "-fPIC", "-std=gnu11", "-fvisibility=hidden", "-ffp-contract=off",
+    "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing", "-g0",
+)  # fmt: skip
+# x86-64-v3 is AVX2 and FMA: without FMA each fused multiply-add of MFMA is a call into libm.
+V3_FEATURES = frozenset(("avx2", "fma", "bmi2", "f16c"))
+
+
+class CoreMissing(RuntimeError):
+    """The emulator's C core cannot be built here: the message says what is missing."""
+
+
+def compiler() -> tuple[tuple[str, ...], str]:
+    """The C compiler's command and its name with version. Raises ``CoreMissing`` without one."""
+    import importlib.metadata
+    import importlib.util
+
+    found = importlib.util.find_spec("ziglang")
+    if found is not None and found.origin is not None:
+        zig = Path(found.origin).parent / "zig"
+        return (str(zig), "cc", "-fno-sanitize=all"), f"zig {importlib.metadata.version('ziglang')}"
+    system = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if system is None:
+        raise CoreMissing("no C compiler: pip install 'pyfa[compile]' (ziglang), or install cc")
+    told = subprocess.run([system, "--version"], capture_output=True, text=True, check=True).stdout
+    return (system,), told.splitlines()[0]
+
+
+def _target() -> tuple[str, ...]:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ()
+    flags = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    return ("-march=x86-64-v3",) if set(flags.split()) >= V3_FEATURES else ()
+
+
+def _build(command: tuple[str, ...], flags: tuple[str, ...]) -> bytes:
+    # zig spells the level with underscores where it does not pass -march through.
+    spelled = tuple(f.replace("x86-64-v3", "x86_64_v3") if "cc" in command else f for f in flags)
+    with tempfile.TemporaryDirectory(prefix="pyfa-emulator-") as folder:
+        library = Path(folder, "core.so")
+        sources = [str(path) for path in sorted(SOURCES.glob("*.c"))]
+        done = subprocess.run(
+            [*command, *spelled, *sources, "-o", str(library), "-lm"],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            raise CompileError("the emulator's core does not compile", done.stderr, str(SOURCES))
+        return library.read_bytes()
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """The core as a ctypes library; calls release the GIL."""
+    command, name = compiler()
+    flags = FLAGS + _target()
+    source = "".join(
+        f"// {path.name}\n{path.read_text(encoding='utf-8')}" for path in sorted(SOURCES.iterdir())
+    )
+    entry = cache.get_or_build(
+        "emulator",
+        cache.key(source, flags, name, "host"),
+        suffix=".so",
+        source=source,
+        meta={"compiler": name, "arch": "host", "options": " ".join(flags)},
+        build=lambda: _build(command, flags),
+    )
+    if entry.path is not None and entry.path.exists():
+        library = ctypes.CDLL(str(entry.path))
+    else:  # kept in memory only: the loader wants a file, which may go once it is mapped
+        with tempfile.NamedTemporaryFile(suffix=".so") as file:
+            file.write(entry.code)
+            file.flush()
+            library = ctypes.CDLL(file.name)
+    library.emulator_op_name.restype = ctypes.c_char_p
+    library.emulator_ops()
+    return library
+
+
+@functools.cache
+def operations() -> dict[str, int]:
+    """The mnemonics that the core implements, with their numbers in it."""
+    library = load()
+    names = (library.emulator_op_name(number) for number in range(library.emulator_ops()))
+    return {name.decode(): number for number, name in enumerate(names)}
+
+
+GROUPS = ("salu", "valu", "trans", "mfma", "lds", "vmem", "smem", "branch", "barrier", "waitcnt")
+
+
+@functools.cache
+def group_of() -> dict[str, str]:
+    """The class of each mnemonic for counting, one of ``GROUPS``."""
+    library = load()
+    return {
+        name: GROUPS[library.emulator_op_group(number)] for name, number in operations().items()
+    }
