@@ -262,8 +262,10 @@ def _autocast(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v in autocast's dtype where autocast is on for their device."""
-    if isinstance(q, torch.Tensor) and torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
+    kind = q.device.type if isinstance(q, torch.Tensor) else "meta"
+    # torch knows no autocast for meta tensors, and says so by an error.
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
         if q.is_floating_point() and q.itemsize > 1:
             return q.to(dtype), k.to(dtype), v.to(dtype)
     return q, k, v

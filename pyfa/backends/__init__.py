@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from .base import Backend
+from .hip.backend import HipBackend
+from .hip.runtime_device import DeviceRuntime
+from .hip.runtime_emulator import EmulatorRuntime
 from .torch.backend import TorchBackend
 from .triton.backend import TritonBackend
 
@@ -16,4 +19,12 @@ AUTOMATIC = {
     "unknown": ("triton", "torch"),
 }
 
-BACKENDS: dict[str, Backend] = {"triton": TritonBackend(), "torch": TorchBackend()}
+BACKENDS: dict[str, Backend] = {
+    backend.NAME: backend
+    for backend in (
+        HipBackend("hip", DeviceRuntime()),
+        TritonBackend(),
+        TorchBackend(),
+        HipBackend("emulator", EmulatorRuntime()),
+    )
+}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.metadata
+import importlib.util
 import shutil
 import subprocess
 import tempfile
@@ -29,9 +31,6 @@ class CoreMissing(RuntimeError):
 
 def compiler() -> tuple[tuple[str, ...], str]:
     """The C compiler's command and its name with version. Raises ``CoreMissing`` without one."""
-    import importlib.metadata
-    import importlib.util
-
     found = importlib.util.find_spec("ziglang")
     if found is not None and found.origin is not None:
         zig = Path(found.origin).parent / "zig"
@@ -41,6 +40,18 @@ def compiler() -> tuple[tuple[str, ...], str]:
         raise CoreMissing("no C compiler: pip install 'pyfa[compile]' (ziglang), or install cc")
     told = subprocess.run([system, "--version"], capture_output=True, text=True, check=True).stdout
     return (system,), told.splitlines()[0]
+
+
+def why_unavailable() -> str | None:
+    """Why nothing can be emulated here; None where it can."""
+    try:
+        compiler()
+    except CoreMissing as missing:
+        return str(missing)
+    for package in ("elftools", "msgpack"):
+        if importlib.util.find_spec(package) is None:
+            return f"{package} is not installed (pip install 'pyfa[emulator]')"
+    return None
 
 
 def _target() -> tuple[str, ...]:
