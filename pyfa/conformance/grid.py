@@ -202,6 +202,13 @@ def _quick() -> Iterator[Case]:
         keys = _EDGES[(index * 7 + 3) % len(_EDGES)]
         yield _dense(rows, keys, dtype=_HALF[index % 2], causal=True, backward=True, head_dim=32)
     yield _dense(0, 5, batch=0, backward=True)
+    # Plain inference past the tile edges of every kernel, for those that do only this much.
+    for dim in (64, 128):
+        for index, (rows, keys) in enumerate(((129, 257), (65, 33), (1, 130), (200, 200))):
+            for causal in (False, True):
+                dtype = _HALF[(index + causal) % 2]
+                heads = {"head_dim": dim, "heads_q": 4, "heads_k": (2, 4)[index % 2]}
+                yield _dense(rows, keys, dtype=dtype, causal=causal, **heads)
     for index, recipe in enumerate(_VALUES):
         yield _dense(65, 513, dtype=_HALF[index % 2], backward=True, recipe=recipe, softcap=50.0)
         yield _dense(64, 64, dtype=_DTYPES[-index % 3], backward=True, recipe=recipe)
@@ -310,7 +317,12 @@ def _full() -> Iterator[Case]:
 
 def _full_dense() -> Iterator[Case]:
     common: Fields = {"dtype": _DTYPES, "batch": (1, 2, 3), "backward": (False, True)}
-    axes: Fields = {"rows": _EDGES, "keys": _LONG, "head_dim": (8, 32, 64), "causal": (False, True)}
+    axes: Fields = {
+        "rows": _EDGES,
+        "keys": _LONG,
+        "head_dim": (8, 32, 64, 128),
+        "causal": (False, True),
+    }
     for draw in _draws("lengths", 300, {**common, **axes}):
         yield _dense(**draw)
     axes = {
