@@ -82,6 +82,7 @@ def run(options: argparse.Namespace) -> int:
 
     import pyfa
 
+    from . import emulated
     from .measure import Spec, inputs
 
     if options.seqlen < _SHORTEST:
@@ -104,6 +105,9 @@ def run(options: argparse.Namespace) -> int:
         "errors within the conformance rule": not any(error.message for error in errors),
         "faster than naive attention": sides[0].seconds < sides[1].seconds,
     }
+    mi300x = emulated.collect()
+    if "message" in mi300x:
+        checks["MI300X machine code within the conformance rule"] = not mi300x["message"]
     data = {
         "problem": f"1 × {seqlen} × {_HEADS} × {_HEAD_DIM}, {dtype}, "
         f"{'causal, ' if spec.causal else ''}forward and backward",
@@ -113,12 +117,14 @@ def run(options: argparse.Namespace) -> int:
         "note": note,
         "sides": [asdict(side) for side in sides],
         "errors": [asdict(error) for error in errors],
+        "emulated": mi300x,
         "checks": checks,
     }
     if options.json:
         print_json("demo", data)
     else:
         _print(data, sides, errors)
+        emulated.show(mi300x)
     return 0 if all(checks.values()) else 1
 
 

@@ -49,7 +49,7 @@ def collect() -> dict[str, Any]:
         "versions": _versions(),
         "devices": _devices(),
         "backends": _backends(),
-        "bundle": None,
+        "bundle": _bundle(),
         "cache": _cache(),
         "environment": _environment(),
     }
@@ -69,6 +69,44 @@ def _versions() -> dict[str, str]:
         if version:
             found[name] = str(version)
     return found
+
+
+def _bundle() -> dict[str, Any]:
+    from .. import bundle
+
+    objects = bundle.manifest()["objects"]
+    damaged = []
+    for key, entry in objects.items():
+        try:
+            bundle.find(entry["arch"], key)
+        except (OSError, bundle.CodeObjectError):
+            damaged.append(entry["file"])
+    return {
+        "objects": [
+            {
+                "kernel": entry["plan"],
+                "arch": entry["arch"],
+                "sha256": entry["sha256"],
+                "emulated_cases": len(entry["emulated"]),
+            }
+            for entry in objects.values()
+        ],
+        "damaged": damaged,
+    }
+
+
+def _bundle_text(data: dict[str, Any]) -> str:
+    objects = data["objects"]
+    if not objects:
+        return "none (a wheel carries it; in a checkout `pyfa compile --arch gfx942 --bundle`)"
+    if data["damaged"]:
+        return f"damaged: {', '.join(data['damaged'])}"
+    cases = sum(entry["emulated_cases"] for entry in objects)
+    archs = ", ".join(sorted({entry["arch"] for entry in objects}))
+    return (
+        f"{len(objects)} code objects for {archs}, every digest as built; {cases} conformance "
+        "cases passed on them in the emulator (not verified on hardware)"
+    )
 
 
 def _devices() -> list[dict[str, Any]]:
@@ -171,7 +209,7 @@ def _print(data: dict[str, Any]) -> None:
     answers = [[answer["name"], answer["why_not"] or "ready"] for answer in data["backends"]]
     print_table(["backend", ""], answers)
     print()
-    print("bundle   none in this release: no compiled kernels travel with it")
+    print(f"bundle   {_bundle_text(data['bundle'])}")
     kept = data["cache"]
     state = kept["unusable"] or f"{kept['entries']} entries, {size(kept['bytes'])}"
     if not kept["unusable"] and not kept["exists"]:
