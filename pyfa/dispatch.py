@@ -77,6 +77,9 @@ def preference(argument: str | Sequence[str] | None) -> str:
     return _traced_context if torch.compiler.is_compiling() else _context.get()
 
 
+context = _context.get
+
+
 class Prepared(NamedTuple):
     """A backend with its plan, ready for every call whose problem has the same bucket.
 
@@ -133,7 +136,7 @@ def prepare(call: Call, wanted: str, needs_grad: bool, bias_grad: bool) -> Prepa
         *q_shape[-2:],
         *k.shape[-2:],
         v.shape[-1],
-        (batch - 1).bit_length(),
+        (batch - 1).bit_length() if batch else -1,
         (rows - 1).bit_length() if rows else -1,
         (keys - 1).bit_length() if keys else -1,
         rows == keys,

@@ -73,13 +73,14 @@ def _versions() -> dict[str, str]:
 
 def _bundle() -> dict[str, Any]:
     from .. import bundle
+    from ..errors import CodeObjectError
 
     objects = bundle.manifest()["objects"]
     damaged = []
     for key, entry in objects.items():
         try:
             bundle.find(entry["arch"], key)
-        except (OSError, bundle.CodeObjectError):
+        except (OSError, CodeObjectError):
             damaged.append(entry["file"])
     return {
         "objects": [

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ... import bundle, cache, codeobject, sources
+from ... import bundle, codeobject, sources
 from ...errors import CodeObjectError, CompileError
 from ...plan import Plan
 from . import compiler
@@ -35,6 +35,10 @@ def source_of(plan: Plan) -> str:
 
 def key_of(plan: Plan, arch: str, by: str = compiler.PINNED) -> str:
     """What names the code object that the compiler ``by`` makes of ``plan``."""
+    from ... import (
+        cache,
+    )  # brings filelock and platformdirs, which an import of pyfa can do without
+
     return cache.key(source_of(plan), OPTIONS, by, arch)
 
 
@@ -44,6 +48,8 @@ def load(plan: Plan, arch: str) -> Code:
     data = bundle.find(arch, key_of(plan, arch))
     if data is not None:
         return _code(data, name_of(plan), "bundle")
+    from ... import cache
+
     missing = compiler.why_unavailable()
     if missing:
         raise CompileError(f"no code for {plan} on {arch}: {missing}", "", plan.kernel)

@@ -30,7 +30,7 @@ class TorchBackend:
         return Plan(self.NAME, "tiled", notes=tuple(why_tiled))
 
     def forward(self, plan: Plan, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        if plan.kernel == "sdpa" and sdpa.has_work(call):
+        if plan.kernel == "sdpa":
             return sdpa.forward(call)
         return tiled.forward(call)
 
@@ -44,6 +44,6 @@ class TorchBackend:
         dlse: torch.Tensor | None,
         bias_grad: bool,
     ) -> Gradients:
-        if plan.kernel == "sdpa" and sdpa.has_work(call) and dlse is None:
+        if plan.kernel == "sdpa" and dlse is None:
             return sdpa.backward(call, out, lse, dout)
         return tiled.backward(call, out, lse, dout, dlse, bias_grad)

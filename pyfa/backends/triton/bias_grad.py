@@ -89,9 +89,7 @@ def grad_bias(
                             mask=exists[:, None] & (d < head_dim)[None, :], other=0.0)  # fmt: skip
                 g = tl.load(DOUT + (g_rows[:, None] + e[None, :]),
                             mask=exists[:, None] & (e < head_dim_v)[None, :], other=0.0)  # fmt: skip
-                places = (
-                    b * stride_sb + head * stride_sh + state_start(start_q, b, present) + row
-                )
+                places = b * stride_sb + head * stride_sh + state_start(start_q, b, present) + row
                 lse = tl.load(BASE + places, mask=exists, other=float("inf"))
                 delta = tl.load(DELTA + places, mask=exists, other=0.0)
                 bias_rows = BIAS_PTR + (
@@ -119,9 +117,7 @@ def grad_bias(
                     p = tl.where(seen, p, 0.0)
                     dp = dot(g, tl.trans(v), nothing, PRECISION)
                     if DROPOUT:
-                        keep = kept(
-                            SEED, n0, row[:, None], head, b, threshold, BLOCK_M, BLOCK_N
-                        )
+                        keep = kept(SEED, n0, row[:, None], head, b, threshold, BLOCK_M, BLOCK_N)
                         dp = tl.where(keep, dp * keep_scale, 0.0)
                     acc += p * (dp - delta[:, None])
     kind = DBIAS.dtype.element_ty

@@ -49,6 +49,4 @@ def combine(
     lse = tl.where(empty, float("-inf"), (top + tl.log2(total)) * LN2)
     out = acc / tl.where(empty, 1.0, total)
     tl.store(LSE + lse_place, lse)
-    tl.store(
-        OUT + line * head_dim_v + dv, rounded(out, OUT.dtype.element_ty), mask=dv < head_dim_v
-    )
+    tl.store(OUT + line * head_dim_v + dv, rounded(out, OUT.dtype.element_ty), mask=dv < head_dim_v)

@@ -78,7 +78,6 @@ def _constants(spec: Spec) -> list[str]:
     return [p for p in spec.signature if p.isupper() and p in spec.constants]
 
 
-
 if INTERPRETED:
     no_int: Any = torch.zeros(1, dtype=torch.int32)
     no_float: Any = torch.zeros(1)

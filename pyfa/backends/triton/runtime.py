@@ -137,9 +137,11 @@ class Runner:
         integers = (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k,
                     call.page_table, call.cache_batch_idx, call.cache_leftpad)  # fmt: skip
         flags = (1, 2, 4, 8, 0, 16, 32)
-        present = sum(
-            flag for x, flag in zip(integers, flags, strict=True) if x is not None
-        ) + 64 * (slopes is not None) + 128 * (sinks is not None)
+        present = (
+            sum(flag for x, flag in zip(integers, flags, strict=True) if x is not None)
+            + 64 * (slopes is not None)
+            + 128 * (sinks is not None)
+        )
         options = (
             *(no_float if x is None else address(x) for x in (bias, slopes, sinks)),
             no_seed if call.seed is None else address(call.seed),
@@ -170,11 +172,7 @@ class Runner:
         if bias is not None:
             kind = KINDS[str(bias.dtype).removeprefix("torch.")]
             b, h, i, j = given.more_strides[:4]
-            rows = (
-                j == 1
-                and not (b | h | i) % 8
-                and (INTERPRETED or bias.data_ptr() % 16 == 0)
-            )
+            rows = j == 1 and not (b | h | i) % 8 and (INTERPRETED or bias.data_ptr() % 16 == 0)
         strides = given.strides
         return Variant(
             self.general or call.scale <= 0.0,

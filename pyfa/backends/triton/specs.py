@@ -85,13 +85,16 @@ def _spec(
     constants = dict(constants)
     if variant.bias and variant.bias_rows:
         constants["stride_bias_j"] = 1
-        divisors = divisors | {"BIAS_PTR": 16} | dict.fromkeys(
-            ("stride_bias_b", "stride_bias_h", "stride_bias_i"), 8
+        divisors = (
+            divisors
+            | {"BIAS_PTR": 16}
+            | dict.fromkeys(("stride_bias_b", "stride_bias_h", "stride_bias_i"), 8)
         )
     names = function.arg_names
     signature = {
-        name: "constexpr" if name in constants else types.get(name)
-        or _type(name, plan["dtype"], variant.bias)
+        name: "constexpr"
+        if name in constants
+        else types.get(name) or _type(name, plan["dtype"], variant.bias)
         for name in names
     }
     constants = {name: constants[name] for name in names if name in constants}
@@ -157,9 +160,7 @@ def forward_spec(plan: Constants, variant: Variant, split: bool) -> Spec:
 def combine_spec(plan: Constants) -> Spec:
     # 16 parts of 128 float32 values are 64 bytes for each of 128 lanes.
     constants = {"CHUNK": 16, "BLOCK_DV": plan["block_dv"]}
-    return _spec(
-        decode.combine, plan, Variant(), constants, _divisors(plan), {"num_warps": 4}
-    )
+    return _spec(decode.combine, plan, Variant(), constants, _divisors(plan), {"num_warps": 4})
 
 
 def state_lines(plan: Constants) -> int:
@@ -170,9 +171,7 @@ def state_lines(plan: Constants) -> int:
 
 def state_spec(plan: Constants) -> Spec:
     constants = {"LINES": state_lines(plan), "BLOCK_DV": plan["block_dv"], "DIES": plan["dies"]}
-    return _spec(
-        backward.row_state, plan, Variant(), constants, _divisors(plan), {"num_warps": 4}
-    )
+    return _spec(backward.row_state, plan, Variant(), constants, _divisors(plan), {"num_warps": 4})
 
 
 def keys_roles(plan: Constants) -> tuple[str, ...]:
@@ -201,7 +200,12 @@ def rows_spec(plan: Constants, variant: Variant, dots: bool = False) -> Spec:
 
 def bias_spec(plan: Constants, variant: Variant, all_rows: bool, all_keys: bool) -> Spec:
     constants = _common(plan, variant, "dq")
-    constants |= {"BLOCK_M": BIAS_TILE, "BLOCK_N": BIAS_TILE, "ALL_ROWS": all_rows, "ALL_KEYS": all_keys}
+    constants |= {
+        "BLOCK_M": BIAS_TILE,
+        "BLOCK_N": BIAS_TILE,
+        "ALL_ROWS": all_rows,
+        "ALL_KEYS": all_keys,
+    }
     constants = {name: constants[name] for name in bias_grad.grad_bias.arg_names
                  if name in constants}  # fmt: skip
     options = {"num_warps": 4, "num_stages": 1}
