@@ -1,0 +1,121 @@
+"""Another compiler's kernels: the Triton backend, compiled for gfx942 and run in the emulator.
+
+The backend's own host code runs on CPU tensors; only the launch is replaced, by one that compiles
+the same specialisation for gfx942 and hands its code object to the emulator. Every storage that is
+alive may be touched, and nothing else.
+"""
+
+import gc
+import os
+import struct
+from dataclasses import replace
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+
+from pyfa import dispatch  # noqa: E402
+from pyfa.backends.base import missing  # noqa: E402
+from pyfa.backends.triton import kernel, plans, runtime, runtime_backward, specs  # noqa: E402
+from pyfa.backends.triton.backend import TritonBackend  # noqa: E402
+from pyfa.conformance import report, runner  # noqa: E402
+from pyfa.conformance.cases import Case  # noqa: E402
+from pyfa.device import DEVICES  # noqa: E402
+from pyfa.emulator import Machine, load  # noqa: E402
+
+_FORMATS = {"i32": "<i", "u32": "<I", "i64": "<q", "fp32": "<f"}
+
+# Forward and backward, plain and with score terms, packed, paged, grouped heads, a split decode.
+CASES = (
+    Case(lengths_q=(65, 65), lengths_k=(97, 97), heads_q=4, backward=True),
+    Case(dtype="float16", lengths_q=(70,), lengths_k=(70,), causal=True, backward=True),
+    Case(dtype="float16", lengths_q=(33,), lengths_k=(129,), window=(9, 3), head_dim=128,
+         head_dim_v=128),
+    Case(lengths_q=(33,), lengths_k=(40,), softcap=8.0, sinks=True, alibi="heads", backward=True),
+    Case(lengths_q=(33,), lengths_k=(40,), dropout_p=0.3, bias="full", backward=True),
+    Case(kind="varlen", lengths_q=(33, 0, 17), lengths_k=(40, 9, 0), slack=2, backward=True),
+    Case(kind="kvcache", lengths_q=(1, 1), lengths_k=(130, 200), heads_q=8, page_size=16),
+)  # fmt: skip
+
+
+class EmulatedKernel:
+    """Stands in for ``kernel.Kernel``: the same specialisation, compiled for gfx942."""
+
+    launches = 0
+
+    def __init__(self, spec, index):
+        self.spec = spec
+        compiled = specs.compile_for(spec, specs.target_of("gfx942"))
+        self.lds_bytes = compiled.metadata.shared
+        self.threads = 64 * compiled.metadata.num_warps
+        program = load(compiled.asm["hsaco"])
+        self.loaded = program.kernel(compiled.metadata.name)
+
+    def __call__(self, programs, *args):
+        EmulatedKernel.launches += 1
+        # What one variant compiles in still has a place among the arguments, but for the parameters
+        # in upper case, which every variant compiles in.
+        signature, constants = self.spec.signature, self.spec.constants
+        places = [name for name in signature if not (name.isupper() and name in constants)]
+        given = zip(places, args, strict=True)
+        passed = [(signature[n], value) for n, value in given if signature[n] != "constexpr"]
+        explicit = [a for a in self.loaded.kernel.arguments if not a.kind.startswith("hidden_")]
+        data = bytearray(self.loaded.kernel.kernarg_bytes)
+        for (kind, value), place in zip(passed, explicit, strict=False):
+            packed = struct.pack("<Q" if kind.startswith("*") else _FORMATS[kind], value or 0)
+            assert len(packed) == place.size
+            data[place.offset : place.offset + place.size] = packed
+        machine = Machine(threads=os.cpu_count() or 1)
+        for begin, nbytes in sorted(_live_storages().items()):
+            machine.map(begin, nbytes, "a tensor")
+        machine.launch(
+            self.loaded,
+            grid=(programs,),
+            block=(self.threads,),
+            kernarg=bytes(data),
+            lds_bytes=self.lds_bytes - self.loaded.kernel.lds_bytes,
+        )
+
+
+def _live_storages():
+    storages = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and thing.device.type == "cpu":
+            storage = thing.untyped_storage()
+            if storage.nbytes():
+                storages[storage.data_ptr()] = storage.nbytes()
+    return storages
+
+
+class EmulatedTriton(TritonBackend):
+    """The Triton backend on a CPU that it takes for an MI300X."""
+
+    def why_unavailable(self):
+        return None
+
+    def why_not(self, problem):
+        return missing(self, problem)
+
+    def plan(self, problem):
+        return plans.plan(replace(problem, device=DEVICES["MI300X"]), self.NAME)
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    monkeypatch.setattr(kernel, "Kernel", EmulatedKernel)
+    for module in (runtime, runtime_backward):
+        if hasattr(module, "Kernel"):
+            monkeypatch.setattr(module, "Kernel", EmulatedKernel)
+    emulated = EmulatedTriton()
+    monkeypatch.setitem(dispatch.BACKENDS, "triton", emulated)
+    monkeypatch.setattr(dispatch, "_prepared", {})
+    return emulated
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_conforms(case, backend):
+    before = EmulatedKernel.launches
+    result = runner.run_case(backend, case, torch.device("cpu"))
+    assert result.status == report.PASSED, result.messages
+    assert EmulatedKernel.launches > before
