@@ -169,6 +169,11 @@ FAULTS = {
         "undefined",
         "v_add_f32 v8, v7, v1\nv_mul_f32 v8, 2.0, v8\nglobal_store_dword v1, v8, s[4:5]",
     ),
+    "unwritten half of a packed operand": (
+        "undefined",
+        "v_mov_b32 v8, 1.0\nv_mov_b32 v9, 1.0\nv_mov_b32 v10, 1.0\n"
+        "v_pk_add_f32 v[12:13], v[8:9], v[10:11]\nglobal_store_dword v1, v13, s[4:5]",
+    ),
     "uninitialised AGPR": ("undefined", "global_store_dword v1, a7, s[4:5]"),
     "uninitialised address": ("undefined", "global_load_dword v8, v9, s[4:5]\ns_waitcnt vmcnt(0)"),
     "uninitialised SGPR": ("undefined", "v_add_u32 v8, s40, v1\nglobal_store_dword v1, v8, s[4:5]"),
@@ -231,6 +236,21 @@ def test_assembled_fault(fault: str) -> None:
     with pytest.raises(EmulatorError) as error:
         assembled(OUT + body, np.zeros(64, np.float32), lds=1024)
     assert error.value.check == check, str(error.value)
+
+
+def test_only_the_halves_that_op_sel_names_are_read() -> None:
+    """Compilers give one register twice, and never write its neighbour."""
+    body = (
+        OUT + "v_mov_b32 v8, 1.0\nv_mov_b32 v9, 1.0\nv_mov_b32 v10, 2.0\n"
+        "v_pk_add_f32 v[12:13], v[8:9], v[10:11] op_sel_hi:[1,0]\n"
+        "v_pk_add_f32 v[14:15], v[8:9], v[10:11]\n"
+        "v_pk_mov_b32 v[16:17], v[10:11], v[8:9] op_sel:[0,1]\n"
+        "v_add_f32 v12, v12, v13\nv_add_f32 v12, v12, v14\nv_add_f32 v12, v12, v16\n"
+        "v_add_f32 v12, v12, v17\nglobal_store_dword v1, v12, s[4:5]"
+    )
+    out = np.zeros(64, np.float32)
+    assembled(body, out)
+    assert (out == 3 + 3 + 3 + 2 + 1).all()
 
 
 def test_a_check_can_be_counted_or_off() -> None:

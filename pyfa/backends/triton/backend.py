@@ -1,4 +1,4 @@
-"""The ``triton`` backend: every GPU that Triton compiles for, and the CPU through its interpreter."""
+"""The ``triton`` backend: every GPU that Triton compiles for, and its interpreter on the CPU."""
 
 from __future__ import annotations
 

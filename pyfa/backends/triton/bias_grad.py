@@ -85,10 +85,10 @@ def grad_bias(
                 row_place = start_q + row.to(tl.int64)
                 q_rows = b * stride_qb + row_place * stride_qs + head * stride_qh
                 g_rows = b * stride_gb + row_place * stride_gs + head * stride_gh
-                q = tl.load(Q + (q_rows[:, None] + d[None, :]),
-                            mask=exists[:, None] & (d < head_dim)[None, :], other=0.0)  # fmt: skip
-                g = tl.load(DOUT + (g_rows[:, None] + e[None, :]),
-                            mask=exists[:, None] & (e < head_dim_v)[None, :], other=0.0)  # fmt: skip
+                inside_q = exists[:, None] & (d < head_dim)[None, :]
+                inside_g = exists[:, None] & (e < head_dim_v)[None, :]
+                q = tl.load(Q + (q_rows[:, None] + d[None, :]), mask=inside_q, other=0.0)
+                g = tl.load(DOUT + (g_rows[:, None] + e[None, :]), mask=inside_g, other=0.0)
                 places = b * stride_sb + head * stride_sh + state_start(start_q, b, present) + row
                 lse = tl.load(BASE + places, mask=exists, other=float("inf"))
                 delta = tl.load(DELTA + places, mask=exists, other=0.0)

@@ -23,7 +23,7 @@ class Kernel:
 
     def __init__(self, spec: Spec, index: int | None) -> None:
         self._spec = spec
-        self._index = index
+        self._index: Any = index
         if INTERPRETED:
             return
         # Arguments that became constants in this variant still have a place in the launcher's list.
@@ -59,8 +59,8 @@ class Kernel:
 
 
 def _loaded(spec: Spec) -> Any:
-    """``spec`` compiled for the current device and loaded, with fewer stages where its shared memory
-    is too small for those of the plan."""
+    """``spec`` compiled for the current device and loaded, with fewer stages where its shared
+    memory is too small for those of the plan."""
     while True:
         compiled = specs.compile_for(spec, driver.active.get_current_target())
         try:
@@ -87,4 +87,4 @@ if INTERPRETED:
         return x
 else:
     no_int = no_float = no_seed = 0
-    address = torch.Tensor.data_ptr
+    address: Any = torch.Tensor.data_ptr  # type: ignore[no-redef]

@@ -35,16 +35,20 @@ class Kernels(NamedTuple):
 
 
 # Per family: widest head dim → 16-bit tiles.
-# H200, bf16, 16,384 rows in all, 2,048 = heads · head_dim, TFLOP/s (torch's flash beside it).
+# H200, bf16, heads · head_dim = 2,048, batch · rows = 16,384; TFLOP/s at 16,384 / 4,096 / 1,024
+# rows. torch's FlashAttention-2 forward causal: 300/275/208, 331/305/247, 294/284/248.
 _HOPPER = {
-    # Forward 432 causal, 428 full (300, 308); 128 rows a block: 415, 427.
-    64: Kernels(Tiles(64, 64, 4, 3), Tiles(128, 64, 4, 2, tma=True), Tiles(64, 64, 4, 3)),
-    # Forward 492 causal (331); 478 without the copy engine, which 1,024 keys do not repay.
+    # Forward causal 432/377/262, full 428/428/366; 128 rows a block: 415/352/241. dK and dV 504
+    # causal; 128 rows: 464. 2 stages: 440. dQ 617; 128 keys: 506.
+    64: Kernels(Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 3, tma=True), Tiles(64, 64, 4, 3)),
+    # Forward: see forward_tiles. dK and dV 605/528/322 causal; without the copy engine 521/448/280,
+    # as one kernel each 515. dQ 650; 64 rows a block: 568.
     128: Kernels(Tiles(64, 64, 4, 3, tma=True), Tiles(64, 64, 4, 2, tma=True),
                  Tiles(128, 64, 8, 3)),
-    # Forward 528 causal, 535 full (294, 333); 64 rows a block: 470.
-    256: Kernels(Tiles(128, 64, 8, 2, tma=True), Tiles(32, 64, 8, 2, tma=True),
-                 Tiles(128, 64, 8, 1)),
+    # Forward 528/432/282 causal. dK and dV in one kernel are 221: two accumulators of 128 keys do
+    # not fit the registers, and at 64 keys both warp groups compute all of S.
+    256: Kernels(Tiles(128, 64, 8, 2, tma=True), Tiles(64, 128, 8, 1), Tiles(128, 64, 8, 1),
+                 Tiles(64, 128, 8, 2, tma=True)),
 }  # fmt: skip
 _AMPERE = {
     64: Kernels(Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
@@ -56,11 +60,21 @@ _ADA = {
     128: Kernels(Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 1), Tiles(64, 32, 4, 1)),
     256: Kernels(Tiles(64, 32, 4, 1), Tiles(32, 32, 8, 1), Tiles(32, 32, 4, 1)),
 }
+# Not measured: no such GPU was at hand. Chosen by what the compiler reports for gfx942: at most 256
+# registers a lane, which leaves room for two waves on each SIMD, and no spills in forward.
+# 16×16 matrix instructions keep fewer results in flight than 32×32.
 _CDNA = {
-    64: Kernels(Tiles(128, 64, 4, 1), Tiles(32, 64, 4, 1), Tiles(64, 32, 4, 1)),
-    128: Kernels(Tiles(128, 64, 4, 1), Tiles(32, 64, 4, 1), Tiles(64, 32, 4, 1)),
-    256: Kernels(Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
-}
+    # Forward 243 registers with the next tile's loads in flight.
+    64: Kernels(Tiles(128, 64, 4, 2, matrix=16, waves=2), Tiles(32, 64, 4, 1, matrix=16),
+                Tiles(64, 32, 4, 1, matrix=16)),
+    # Forward 249 and two blocks in the LDS; 64 keys are 270, or 256 and 260 bytes of spills.
+    # dK and dV 246; 64 keys on four waves 260.
+    128: Kernels(Tiles(128, 32, 4, 2, matrix=16, waves=2), Tiles(32, 128, 8, 1, matrix=16),
+                 Tiles(64, 32, 4, 1, matrix=16)),
+    # One wave a SIMD: forward 327, dK and dV 374; 32 rows are 512 and 44 bytes of spills.
+    256: Kernels(Tiles(64, 32, 4, 1, matrix=16), Tiles(16, 64, 4, 1, matrix=16),
+                 Tiles(32, 32, 4, 1, matrix=16)),
+}  # fmt: skip
 _RDNA = {
     64: Kernels(Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
     128: Kernels(Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
@@ -69,7 +83,7 @@ _RDNA = {
 # float32 runs on the vector units: small tiles that fit the registers.
 _FLOAT32 = {
     64: Kernels(Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
-    128: Kernels(Tiles(32, 32, 4, 1), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)),
+    128: Kernels(Tiles(32, 32, 4, 1), Tiles(16, 32, 4, 1), Tiles(32, 16, 4, 1)),
     256: Kernels(Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
 }
 # The interpreter: two tiles and more in every loop at lengths that take milliseconds.
@@ -94,6 +108,9 @@ _OPTIONS = frozenset(
     {"softcap", "alibi", "bias", "sinks", "dropout", "varlen", "seqused", "paged", "leftpad",
      "batch_idx"}
 )  # fmt: skip
+
+# Archs whose shared memory holds three tiles of 128 keys.
+_LARGE_SHARED = ("sm_80", "sm_90", "sm_90a", "sm_100")
 
 # Rows of all heads of a group in one block, up to this many: decode, speculative decode.
 _PACKED_ROWS = 64
@@ -127,15 +144,47 @@ def packs(problem: Problem) -> bool:
 def forward_tiles(problem: Problem) -> Tiles:
     """The forward kernel's tiles: a smaller block where there are few rows."""
     tiles = kernels_of(problem).forward
+    if "bias" in problem.features and tiles.matrix and tiles.block_m == 128:
+        # Pointers into a float32 bias cost 64 registers at 128 × 64: 384 bytes of spills.
+        tiles = tiles._replace(block_m=64, block_n=64, stages=1, waves=0)
     rows = problem.seqlen_q
     if packs(problem):
         rows *= problem.heads_q // problem.heads_k
     if rows < tiles.block_m:
-        block = power_of_two(rows)
-        tiles = tiles._replace(block_m=block, warps=max(1, min(tiles.warps, block // 16, 4)))
-        if problem.arch != "cpu":
-            tiles = tiles._replace(warps=4)
+        return _few_rows(problem, tiles, power_of_two(rows))
+    widest = power_of_two(max(problem.head_dim, problem.head_dim_v))
+    if tiles.tma and widest == 128:
+        # The copy engine's descriptors cost 1.5 µs a block: 275 against 283 at 1,024 keys.
+        if problem.seqlen_k <= 1024:
+            return tiles._replace(tma=False)
+        # 525 against 490 at 16,384 keys, 495 against 508 at 4,096; causal 405 against 492.
+        if problem.seqlen_k > 8192 and not problem.features & {"causal", "window"}:
+            return tiles._replace(block_m=128, stages=2)
+    elif tiles.tma:
+        # 535 against 519 at 16,384 keys, 420 against 432 at 4,096.
+        return tiles._replace(tma=problem.seqlen_k > 8192)
     return tiles
+
+
+def _few_rows(problem: Problem, tiles: Tiles, block: int) -> Tiles:
+    """Decode and its like: what counts is how many bytes of K and V are on their way."""
+    tiles = tiles._replace(block_m=block, tma=False)
+    if problem.arch == "cpu" or problem.dtype == "float32":
+        return tiles
+    tiles = tiles._replace(warps=4)
+    wide = power_of_two(max(problem.head_dim, problem.head_dim_v)) > 128
+    if block > 32 or problem.arch not in _LARGE_SHARED:
+        return tiles
+    if wide:
+        return tiles._replace(block_n=64, stages=3)
+    # H200, TB/s, 32/8 heads of 128, (batch, keys): (1, 65,536) 3.38 with 128 keys and 3 stages,
+    # 3.28 with 64 and 4; (8, 32,768) 4.24 and 4.28; (64, 8,192) 4.45, with 2 stages 4.47.
+    pairs = problem.batch * problem.heads_k
+    if pairs < 32:
+        return tiles._replace(block_n=128, stages=3)
+    if pairs <= 256:
+        return tiles._replace(block_n=64, stages=4)
+    return tiles._replace(block_n=128, stages=2)
 
 
 def plan(problem: Problem, name: str) -> Plan:
@@ -203,9 +252,9 @@ def _notes(problem: Problem) -> tuple[str, ...]:
 def splits_for(programs: int, tiles: int, slots: int, part_tiles: int) -> int:
     """Into how many parts to split the keys so that ``programs`` fill ``slots`` of the device.
 
-    The fewest parts whose last round is at least 85 % as full as the best choice's, as
-    FlashAttention-2 decides. A part has at least ``part_tiles``: shorter ones cost more in the
-    combination than they save.
+    The fewest parts whose last round is at least 95 % as full as the best choice's
+    (FlashAttention-2 takes 85 %; decode is as fast as its units are busy). Parts shorter than
+    ``part_tiles`` cost more in the combination than they save.
     """
     if programs >= 0.8 * slots:
         return 1
@@ -218,4 +267,4 @@ def splits_for(programs: int, tiles: int, slots: int, part_tiles: int) -> int:
         rounds = programs * parts / slots
         full[parts] = rounds / -(-programs * parts // slots)
     best = max(full.values())
-    return next(parts for parts, share in full.items() if share >= 0.85 * best)
+    return next(parts for parts, share in full.items() if share >= 0.95 * best)

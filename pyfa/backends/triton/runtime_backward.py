@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class _Saved(NamedTuple):
-    """What came in and what ``backward.row_state`` made of it, with strides in the kernels' order."""
+    """What came in and what ``row_state`` made of it, with strides in the kernels' order."""
 
     dout: torch.Tensor
     base: torch.Tensor
@@ -117,7 +118,6 @@ def _grad_keys(
     shapes = [tuple(x.shape) for x in kinds]
     dtype = k.dtype
     if paged:
-        # One row to spare, where rows that no page holds are read from when gathering.
         shapes = [(batch, longest, heads_k, x.shape[-1]) for x in kinds]
         dtype = torch.float32
     # Rows that no program writes: beyond a sequence's length, or of no sequence.
@@ -134,7 +134,7 @@ def _grad_keys(
             continue
         variant = runner.variant(call, given, max(block, runner.constants[f"{role}_block_m"]))
         key = (role, variant, k.device.index)
-        kernel = runner.kernel(key, lambda: specs.keys_spec(runner.constants, variant, role))
+        kernel = runner.kernel(key, partial(specs.keys_spec, runner.constants, variant, role))
         kernel(
             programs, address(given.q), address(k), address(v), address(saved.dout), address(dk),
             address(dv), address(saved.base), address(saved.delta), *given.options,
@@ -143,7 +143,7 @@ def _grad_keys(
         )  # fmt: skip
     if not paged:
         return dk, dv
-    return tuple(_to_pages(call, x, dense) for x, dense in zip(kinds, (dk, dv), strict=True))
+    return _to_pages(call, k, dk), _to_pages(call, v, dv)
 
 
 def _to_pages(call: Call, like: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:

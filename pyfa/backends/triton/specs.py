@@ -157,9 +157,10 @@ def forward_spec(plan: Constants, variant: Variant, split: bool) -> Spec:
     )  # fmt: skip
 
 
-def combine_spec(plan: Constants) -> Spec:
-    # 16 parts of 128 float32 values are 64 bytes for each of 128 lanes.
-    constants = {"CHUNK": 16, "BLOCK_DV": plan["block_dv"]}
+def combine_spec(plan: Constants, lines: int) -> Spec:
+    """``lines`` pairs a program: 1 in decode, whose parts are many and its rows few, else 16."""
+    # 16 tiles of 128 float32 values are 64 bytes for each of 128 lanes.
+    constants = {"LINES": lines, "CHUNK": 16 // lines, "BLOCK_DV": plan["block_dv"]}
     return _spec(decode.combine, plan, Variant(), constants, _divisors(plan), {"num_warps": 4})
 
 

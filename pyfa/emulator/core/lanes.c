@@ -218,6 +218,15 @@ u64 low_defined(const Wave *w, const Inst *i, int n, u64 both) {
     return scalar_defined(w, code) == ~0u ? ~0ull : 0;
 }
 
+// The lanes whose dword of the pair n that feeds the low or high result is defined. Compilers give
+// one register twice (op_sel_hi 0) and leave its neighbour unwritten.
+static u64 half_defined(const Wave *w, const Inst *i, int n, u32 high, u64 both) {
+    if (both == ~0ull) return both;
+    u32 code = i->src[n] + ((high ? i->opsel_hi : i->opsel) >> n & 1);
+    if (code >= VGPR0) return w->defined[code - VGPR0];
+    return i->src[n] >= 128 || scalar_defined(w, code) == ~0u ? ~0ull : 0;
+}
+
 // Writes a result under EXEC and the lanes that DPP leaves.
 int store_pair(Wave *w, const Inst *i, enum Type type, u32 *value, u64 low, u64 high) {
     u32 row = i->dst - VGPR0, rows = type_rows[type];
@@ -259,14 +268,25 @@ int run_lanes(Wave *w, const Inst *i) {
     u32 buffers[3][2 * LANES] __attribute__((aligned(64)));
     u32 value[2 * LANES] __attribute__((aligned(64)));
     const u32 *p[3] = {0, 0, 0};
-    u64 defined = ~0ull, low = ~0ull, d;
+    u64 defined = ~0ull, low = ~0ull, high = ~0ull, d;
     for (int n = 0; n < 3 && op->sources[n]; n++) {
-        p[n] = fetch(w, i, n, op->sources[n], buffers[n], &d);
+        enum Type source = op->sources[n];
+        p[n] = fetch(w, i, n, source, buffers[n], &d);
         if (!p[n]) return STOP;
         defined &= d;
-        low &= op->sources[n] == B64 ? low_defined(w, i, n, d) : d;
+        if (source == PKF32) {
+            low &= half_defined(w, i, n, 0, d);
+            high &= half_defined(w, i, n, 1, d);
+        } else if (source == PKB32) {  // v_pk_mov_b32: each source gives one dword
+            *(n ? &high : &low) &= half_defined(w, i, n, 0, d);
+        } else {
+            low &= source == B64 ? low_defined(w, i, n, d) : d;
+            high &= d;
+        }
     }
     i->lanes(value, p[0], p[1], p[2]);
+    if (op->sources[0] == PKF32 || op->sources[0] == PKB32)
+        return store_pair(w, i, op->type, value, low, high);
     return store_pair(w, i, op->type, value, op->kind == KIND_LOW ? low : defined, defined);
 }
 
