@@ -1,0 +1,108 @@
+"""The bundle: built, emulated, put into a wheel, and run from there byte for byte."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from pyfa import bundle
+from pyfa.errors import CodeObjectError
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def run(*command, cwd, **environment):
+    ended = subprocess.run(
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": "", **environment},
+    )
+    assert ended.returncode == 0, f"{command}\n{ended.stdout}{ended.stderr}"
+    return ended.stdout
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A copy of what version control holds, with its bundle built."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split():
+        if name.split("/")[0] not in ("tests", "benchmarks") and (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    compile_bundle = [sys.executable, "-m", "pyfa", "compile", "--arch", "gfx942", "--bundle"]
+    report = json.loads(run(*compile_bundle, "--json", cwd=folder, PYTHONPATH=str(folder)))
+    assert report["failed"] == []
+    return folder
+
+
+def manifest(folder):
+    return json.loads((folder / "pyfa" / "_bundle" / "manifest.json").read_text())
+
+
+def test_every_code_object_was_emulated(checkout):
+    objects = manifest(checkout)["objects"].values()
+    assert len(objects) == 8
+    for entry in objects:
+        assert len(entry["emulated"]) >= 2
+        assert (checkout / "pyfa" / "_bundle" / entry["file"]).is_file()
+
+
+def test_another_build_gives_the_same_bytes(checkout, tmp_path):
+    command = [sys.executable, "-m", "pyfa", "compile", "--arch", "gfx942", "--out", tmp_path]
+    report = json.loads(run(*command, "--json", cwd=tmp_path, PYTHONPATH=str(ROOT)))
+    built = {entry["sha256"] for entry in report["objects"]}
+    assert built == {entry["sha256"] for entry in manifest(checkout)["objects"].values()}
+    assert len(list(tmp_path.glob("*.hsaco"))) == 8
+
+
+def test_a_wheel_runs_its_own_bundle(checkout, tmp_path):
+    """From a fresh environment: the digests in the report are those in the wheel."""
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, checkout,
+        cwd=tmp_path)  # fmt: skip
+    (wheel,) = tmp_path.glob("*.whl")
+    env = tmp_path / "env"
+    run(sys.executable, "-m", "venv", "--without-pip", env, cwd=tmp_path)
+    python = env / "bin" / "python"
+    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))",
+                    cwd=tmp_path).strip())  # fmt: skip
+    # torch, numpy and what compiles the emulator's core come from this environment; pyfa does not.
+    (site / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index",
+        wheel, cwd=tmp_path)  # fmt: skip
+    cache = tmp_path / "cache"
+    report = tmp_path / "report.json"
+    run(python, "-m", "pyfa", "conformance", "--backend", "emulator", "--out", report,
+        cwd=tmp_path, PYFA_CACHE_DIR=str(cache))  # fmt: skip
+    ran = json.loads(report.read_text())["environment"]["kernels"]
+    assert len(ran) == 8
+    assert set(ran.values()) == {e["sha256"] for e in manifest(checkout)["objects"].values()}
+    # Nothing was compiled but the emulator itself.
+    entries = [path for path in cache.iterdir() if path.is_dir()]
+    assert [path.name.split("-")[0] for path in entries] == ["emulator"]
+    told = json.loads(run(python, "-m", "pyfa", "info", "--json", cwd=tmp_path))["bundle"]
+    assert len(told["objects"]) == 8
+    assert told["damaged"] == []
+
+
+def test_damaged_bytes_are_refused(checkout, monkeypatch):
+    folder = checkout / "pyfa" / "_bundle"
+    key, entry = next(iter(manifest(checkout)["objects"].items()))
+    monkeypatch.setattr(bundle, "FOLDER", folder)
+    bundle.manifest.cache_clear()
+    try:
+        assert bundle.find("gfx942", key) == (folder / entry["file"]).read_bytes()
+        assert bundle.find("gfx90a", key) is None
+        data = bytearray((folder / entry["file"]).read_bytes())
+        data[-1] ^= 1
+        (folder / entry["file"]).write_bytes(data)
+        with pytest.raises(CodeObjectError, match="not the file that was verified"):
+            bundle.find("gfx942", key)
+    finally:
+        bundle.manifest.cache_clear()
