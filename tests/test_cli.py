@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -217,6 +218,47 @@ class TestExplain:
         status, out, _ = call(capsys, "explain", "--dtype", "float8_e4m3fn")
         assert status == 0
         assert ("no backend can run this attention" in out) == ("* " not in out)
+
+
+class TestCompileAndInspect:
+    def test_compile(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        status, out, _ = call(
+            capsys, "compile", "--arch", "gfx942", "--out", str(tmp_path), "--json"
+        )
+        assert status == 0
+        objects = json.loads(out)["objects"]
+        assert len(objects) == len(list(tmp_path.glob("*.hsaco"))) == 8
+        for entry in objects:
+            assert entry["spills"] == entry["scratch_bytes"] == 0
+            assert entry["lds_bytes"] <= 65536
+            (file,) = tmp_path.glob(f"*{entry['sha256'][:16]}.hsaco")
+            assert hashlib.sha256(file.read_bytes()).hexdigest() == entry["sha256"]
+
+    def test_inspect(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """A tile of 32 rows and 64 keys is 4·32·64·D FLOP, of 512 a clock."""
+        status, out, _ = call(capsys, "inspect", "attn_fwd", "--arch", "gfx942", "--json")
+        assert status == 0
+        for plan in json.loads(out)["plans"]:
+            dim = plan["constants"]["HEAD_DIM"]
+            assert plan["mfma_clocks"] == 4 * 32 * 64 * dim / 512
+            assert plan["instructions"]["barrier"] == 2
+            assert plan["instructions"]["trans"] >= 32
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ("compile", "--arch", "gfx90a"),
+            ("inspect", "attn_fwd", "--arch", "sm_90a"),
+            ("inspect", "attn_bwd", "--arch", "gfx942"),
+        ],
+    )
+    def test_what_there_is_not(
+        self, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+    ) -> None:
+        status, out, error = call(capsys, *arguments)
+        assert (status, out) == (2, "")
+        assert error.startswith("pyfa: error: ")
+        assert "expected one of" in error
 
 
 class TestCache:

@@ -14,6 +14,7 @@ DTYPES = ("float16", "bfloat16")
 # on a SIMD.
 HEAD_DIMS = (64, 128)
 BLOCK_Q = 128
+BLOCK_K = 64
 THREADS = 256
 MAX_BATCH = 65536  # hipModuleLaunchKernel refuses more workgroups in y and in z
 

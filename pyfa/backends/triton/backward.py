@@ -254,8 +254,8 @@ def grad_keys(
 @triton.jit
 def _rows_step(
     dq, dots, q, g, lse, delta, k_base, v_base, n0, keys, stride_ks, stride_vs, stride_kb,
-    stride_vb, PAGES, page_size, pad, d, e, head_dim, head_dim_v, row, exists, shift, left, right, scale,
-    softcap, slope, bias_rows, stride_bias_j, SEED, head, b, threshold, keep_scale,
+    stride_vb, PAGES, page_size, pad, d, e, head_dim, head_dim_v, row, exists, shift, left, right,
+    scale, softcap, slope, bias_rows, stride_bias_j, SEED, head, b, threshold, keep_scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
     GENERAL: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, PAGED: tl.constexpr,
     WIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, DOTS: tl.constexpr,

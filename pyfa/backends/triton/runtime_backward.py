@@ -121,8 +121,8 @@ def _grad_keys(
         shapes = [(batch, longest, heads_k, x.shape[-1]) for x in kinds]
         dtype = torch.float32
     # Rows that no program writes: beyond a sequence's length, or of no sequence.
-    partial = call.cu_seqlens_k is not None or call.seqused_k is not None or paged
-    make = torch.zeros if partial or call.cache_leftpad is not None else torch.empty
+    gaps = call.cu_seqlens_k is not None or call.seqused_k is not None or paged
+    make = torch.zeros if gaps or call.cache_leftpad is not None else torch.empty
     dk, dv = (make(shape, dtype=dtype, device=k.device) for shape in shapes)
     strides = [(0, *x.stride()[:2]) if x.dim() == 3 else x.stride()[:3] for x in (dk, dv)]
     section = runner.section(call.max_seqlen_q * group * (sizes[3] + sizes[4]), 1)
@@ -174,8 +174,8 @@ def _grad_rows(
 ) -> torch.Tensor:  # fmt: skip
     batch, heads, group, dim, dim_v, rows, longest, _ = sizes
     q = given.q
-    partial = call.cu_seqlens_q is not None or call.seqused_q is not None
-    dq = (torch.zeros if partial else torch.empty)(q.shape, dtype=q.dtype, device=q.device)
+    gaps = call.cu_seqlens_q is not None or call.seqused_q is not None
+    dq = (torch.zeros if gaps else torch.empty)(q.shape, dtype=q.dtype, device=q.device)
     strides = (0, *dq.stride()[:2]) if dq.dim() == 3 else dq.stride()[:3]
     blocks = -(-rows // runner.constants["dq_block_m"])
     programs = blocks * heads * batch
