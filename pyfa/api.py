@@ -234,7 +234,13 @@ def attention_kvcache(
 
 
 def explain(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, device: str | None = None, **same: Any
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    /,
+    *,
+    device: str | None = None,
+    **same: Any,
 ) -> dispatch.Explanation:
     """Who would run this attention, with which plan, and why the others would not.
 
