@@ -256,7 +256,7 @@ def explain(
     elif any(name.startswith("cache_") or name == "page_table" for name in same):
         build = requests.kvcache
         same["append"] = False
-    own = set(inspect.signature(build).parameters) - {"q", "k", "v", "shared"}
+    own = list(inspect.signature(build).parameters)[4:]  # behind q, k, v and what all share
     allowed = (*Shared._fields, *own)
     unknown = {name: value for name, value in same.items() if name not in allowed}
     validate.refuse_unknown("explain", unknown, allowed)

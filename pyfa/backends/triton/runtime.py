@@ -75,6 +75,14 @@ class _Ready:
         return out, lse
 
 
+def _tf32_allowed() -> bool:
+    """Torch's switch. Where the newer one exists, asking the older one can raise."""
+    matmul = torch.backends.cuda.matmul
+    if hasattr(matmul, "fp32_precision"):
+        return bool(matmul.fp32_precision == "tf32")
+    return bool(matmul.allow_tf32)
+
+
 class Runner:
     """Runs every call of one plan. Kernels are compiled at their first use on a device."""
 
@@ -91,6 +99,7 @@ class Runner:
         self.part_tiles: int = get("part_tiles")
         self.near: int = get("near_bytes")
         self.half = get("dtype") != "fp32"
+        self.tf32: bool = get("tf32")
         self.keys_roles = specs.keys_roles(self.constants)
         self._kernels: dict[tuple[Any, ...], Kernel] = {}
         # Launches of plain calls with everything but the addresses filled in, by shape.
@@ -184,7 +193,7 @@ class Runner:
             kind,
             rows,
             max(strides[1], strides[4], strides[7]) * block >= 1 << 31,
-            not self.half and torch.backends.cuda.matmul.allow_tf32,
+            self.tf32 and _tf32_allowed(),
         )
 
     def forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
