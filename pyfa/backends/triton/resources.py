@@ -1,0 +1,122 @@
+"""What every plan's kernels take of each arch, compiled ahead of time with no GPU."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+
+from ... import codeobject
+from ...arch import ARCHS
+from ...device import DEVICES, Device
+from ...problem import Problem
+from . import plans, specs
+from .specs import Spec, Variant
+
+ARCH_NAMES = (
+    "gfx90a", "gfx942", "gfx950", "gfx1100", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100",
+)  # fmt: skip
+HEAD_DIMS = (64, 128, 256)
+
+
+class Resources(NamedTuple):
+    """``spill_bytes``: per lane, in memory; ``shared_bytes``: LDS or shared memory of a block."""
+
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    block_limit: int
+
+
+def device_of(arch: str) -> Device:
+    """A device of ``arch`` for planning: a named one, else one that only has the arch."""
+    named = (device for device in DEVICES.values() if device.arch == arch)
+    return next(named, Device(arch, arch, 0, 1, 0.0, 0, 0, 0, 0.0))
+
+
+def problem_of(
+    arch: str, head_dim: int, dtype: str, *features: str, rows: int = 4096, keys: int = 4096,
+    heads_k: int = 16, page_size: int = 0,
+) -> Problem:  # fmt: skip
+    """A problem of sixteen query heads that leads to one of the plans."""
+    return Problem(
+        4, rows, keys, 16, heads_k, head_dim, head_dim, dtype, frozenset(features),
+        device_of(arch), rows == keys, page_size=page_size,
+    )  # fmt: skip
+
+
+def specs_of(arch: str) -> Iterator[tuple[str, Spec]]:
+    """Every plan of ``arch`` with the kernels that it is made of, named."""
+    general, biased = Variant(general=True), Variant(general=True, bias="fp32")
+    for dtype in ("bfloat16", "float16", "float32"):
+        for head_dim in HEAD_DIMS:
+            problem = problem_of(arch, head_dim, dtype, "causal", "backward")
+            plan = dict(plans.plan(problem, "triton").constants)
+            label = f"{plan['dtype']} d{head_dim}"
+            yield f"{label} forward", specs.forward_spec(plan, Variant(), False)
+            for role in specs.keys_roles(plan):
+                yield f"{label} {role}", specs.keys_spec(plan, Variant(), role)
+            yield f"{label} dq", specs.rows_spec(plan, Variant())
+            decode = problem_of(arch, head_dim, dtype, "gqa", rows=1, keys=65536, heads_k=4)
+            plan_d = dict(plans.plan(decode, "triton").constants)
+            yield f"{label} decode", specs.forward_spec(plan_d, Variant(), True)
+            if dtype != "bfloat16":
+                continue
+            long = dict(plans.plan(problem_of(arch, head_dim, dtype, rows=16384, keys=16384),
+                                   "triton").constants)  # fmt: skip
+            yield f"{label} forward long full", specs.forward_spec(long, Variant(), False)
+            yield f"{label} forward general", specs.forward_spec(plan, general, False)
+            with_bias = dict(plans.plan(problem_of(arch, head_dim, dtype, "bias"),
+                                        "triton").constants)  # fmt: skip
+            yield f"{label} forward bias", specs.forward_spec(with_bias, biased, False)
+            dropped = plan | {"dropout": True}
+            yield f"{label} forward dropout", specs.forward_spec(dropped, Variant(), False)
+            paged = problem_of(arch, head_dim, dtype, "gqa", "paged", rows=1, keys=65536,
+                               heads_k=4, page_size=16)  # fmt: skip
+            plan_p = dict(plans.plan(paged, "triton").constants)
+            yield f"{label} decode paged", specs.forward_spec(plan_p, Variant(), True)
+            for role in specs.keys_roles(plan):
+                yield f"{label} {role} general", specs.keys_spec(dropped, biased, role)
+            yield f"{label} dq general", specs.rows_spec(dropped, biased, True)
+            yield f"{label} bias gradient", specs.bias_spec(dropped, biased, False, True)
+            yield f"{label} row state", specs.state_spec(plan)
+            yield f"{label} combine", specs.combine_spec(plan_d, 1)
+
+
+def measure(spec: Spec, arch: str) -> Resources:
+    """Compiles ``spec`` for ``arch`` and reads what the code object says of itself."""
+    compiled = specs.compile_for(spec, specs.target_of(arch))
+    limits = ARCHS.get(arch)
+    limit = limits.shared_bytes_per_block if limits else 0
+    if arch.startswith("gfx"):
+        kernel = next(iter(codeobject.parse(compiled.asm["hsaco"]).kernels.values()))
+        return Resources(
+            kernel.vgprs,
+            kernel.scratch_bytes,
+            compiled.metadata.shared,  # dynamic: the code object itself says 0
+            limit,
+        )
+    registers, stack = _cubin(compiled.asm["cubin"])
+    return Resources(registers, stack, compiled.metadata.shared, limit)
+
+
+def _cubin(data: Any) -> tuple[int, int]:
+    """(registers, stack bytes) of a cubin, by the disassembler that Triton's wheel brings."""
+    bundled = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    tool = str(bundled) if bundled.exists() else shutil.which("cuobjdump")
+    if tool is None:
+        return 0, 0
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(data)
+        file.flush()
+        text = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=False
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else (0, 0)

@@ -1,0 +1,115 @@
+"""Holds the Triton kernels to the conformance rule in Triton's interpreter; prints JSON.
+
+Run by test_triton_interpreter.py as a process of its own: TRITON_INTERPRET is read when the kernels
+are decorated, so one process cannot both interpret and compile.
+
+    TRITON_INTERPRET=1 python interpreted.py GROUP
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import warnings
+from collections.abc import Callable
+
+import torch
+
+from pyfa import conformance, reference
+from pyfa.backends import BACKENDS
+from pyfa.backends.triton import plans
+from pyfa.backends.triton.runtime import Runner
+from pyfa.conformance import grid
+from pyfa.device import CPU
+from pyfa.problem import Call, problem_of
+
+# One case of each kind, by the words that its name must hold.
+CASES = {
+    "masks": ("backward-causal", "backward-window=9,-1", "causal-window=12,0", "fp16-b2-q17",
+              "q63-k2", "q129-k17"),
+    "scores": ("backward-softcap=2.0", "backward-alibi=heads", "bias=hidden-sinks", "scale=0.0",
+               "backward-bias=bool-sinks", "dropout_p=0.9"),
+    "gradients": ("dlse=both-causal", "bias=rows-bias_grad", "bias=keys-bias_grad",
+                  "dlse=both-sinks", "d64x40-backward", "h4x1"),
+    "layouts": ("varlen-bf16", "used_q", "page_size=32", "page_size=5", "kvcache", "leftpad",
+                "batch_idx", "d1x256", "d59x59-backward", "gapped"),
+}  # fmt: skip
+
+
+def conform(group: str) -> list[str]:
+    """What fails of a group's cases: for each word the first quick case whose name holds it."""
+    backend = BACKENDS["triton"]
+    cases = grid.cases("quick", backend.FEATURES, backend.DTYPES, None, 97)
+    chosen = {}
+    for word in CASES[group]:
+        for case in cases:
+            if word in case.name and case.dtype != "float8":
+                chosen[case.name] = case
+                break
+    report = conformance.run_cases(backend, list(chosen.values()))
+    return [
+        f"{result.name}: {result.status} {' '.join(result.messages)[-600:]}"
+        for result in report.results
+        if result.status != "passed"
+    ]
+
+
+def paths() -> list[str]:
+    """What fails of the ways that the plans of a CPU do not take: splits, copy engine, dies."""
+    torch.manual_seed(0)
+    r, failures = torch.randn, []
+    used = torch.tensor([7, 290], dtype=torch.int32)
+    q, k, v = r(2, 1, 8, 64), r(2, 300, 2, 64), r(2, 300, 2, 64)
+    decode = Call(q, k, v, seqused_k=used, max_seqlen_q=1, max_seqlen_k=300, scale=0.1)
+    dense = Call(
+        r(2, 70, 4, 64), r(2, 90, 2, 64), r(2, 90, 2, 64), max_seqlen_q=70, max_seqlen_k=90,
+        scale=0.1, window_right=0,
+    )  # fmt: skip
+    packed = Call(
+        r(73, 4, 64), r(93, 2, 64), r(93, 2, 64), max_seqlen_q=65, max_seqlen_k=50, scale=0.1,
+        window_right=0, cu_seqlens_q=torch.tensor([0, 5, 5, 70], dtype=torch.int32),
+        cu_seqlens_k=torch.tensor([0, 33, 40, 90], dtype=torch.int32),
+    )  # fmt: skip
+    copied = {"fwd_tma": True, "dk_tma": True, "dq_tma": True}
+    for name, call, change, backward in (
+        ("3 parts", decode._replace(num_splits=3), lambda c: {}, False),
+        ("30 parts, sinks", decode._replace(num_splits=30, sinks=r(8)), lambda c: {}, False),
+        ("4 parts, many rows", dense._replace(num_splits=4), lambda c: {}, False),
+        ("copy engine", dense, lambda c: copied, True),
+        ("copy engine, packed", packed, lambda c: copied, True),
+        ("dK and dV apart", dense,
+         lambda c: {f"dv{key[2:]}": c[key] for key in c if key.startswith("dk_")}, True),
+        ("eight dies", dense, lambda c: {"dies": 8}, True),
+        ("wide offsets", dense, lambda c: {}, False),
+    ):  # fmt: skip
+        failures += [f"{name}: {what}" for what in _compare(call, change, backward)]
+    return failures
+
+
+def _compare(call: Call, change: Callable[[dict], dict], backward: bool) -> list[str]:
+    plan = plans.plan(problem_of(call, backward, False, CPU, True).bucketed(), "triton")
+    constants = dict(plan.constants)
+    constants |= change(constants)
+    runner = Runner(dataclasses.replace(plan, constants=tuple(sorted(constants.items()))))
+    out, lse = runner.forward(call)
+    want, want_lse = reference.attention(call)
+    pairs = {"out": (out, want), "lse": (lse.exp(), want_lse.exp())}
+    if backward:
+        dout = torch.randn_like(out)
+        found = runner.backward(call, out, lse, dout, None, False)
+        expected = reference.gradients(call, dout)
+        for name in ("dq", "dk", "dv"):
+            pairs[name] = (getattr(found, name), expected[name])
+    return [
+        f"{name} is off by {error:.1e}"
+        for name, (x, y) in pairs.items()
+        if not (error := float((x - y).abs().max() / y.abs().max())) < 1e-5
+    ]
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    which = sys.argv[1]
+    print(json.dumps(paths() if which == "paths" else conform(which)))

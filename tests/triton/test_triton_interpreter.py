@@ -1,0 +1,27 @@
+"""The kernels against the reference, in Triton's interpreter: every feature at small sizes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+
+@pytest.mark.parametrize("group", ["masks", "scores", "gradients", "layouts", "paths"])
+def test_interpreted_kernels_keep_the_rule(group: str) -> None:
+    script = Path(__file__).with_name("interpreted.py")
+    done = subprocess.run(
+        [sys.executable, str(script), group],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == []
