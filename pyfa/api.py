@@ -10,8 +10,7 @@ import torch
 from torch.autograd import forward_ad
 
 from . import device as devices
-from . import dispatch, validate
-from . import ops as ops  # registers torch.ops.pyfa
+from . import dispatch, ops, validate
 from . import request as requests
 from .problem import Call
 from .request import Backends, Request, Shared
@@ -312,8 +311,10 @@ def _run(request: Request) -> Result:
         out, lse = torch.ops.pyfa.forward(*call, *request[1:])
     else:
         _refuse_transforms(call)
-        if request.needs_grad or not _is_plain(call.q):
+        if not _is_plain(call.q):
             out, lse = torch.ops.pyfa.forward(*call, *request[1:])
+        elif request.needs_grad:
+            out, lse = ops.Differentiable.apply(*call, *request[1:])  # type: ignore[no-untyped-call]
         else:
             # Inference needs no operator: PyTorch's dispatcher would double the host time.
             out, lse = dispatch.prepare(*request).forward(call)

@@ -80,6 +80,7 @@ _TENSORS = 14  # Call's leading fields, which are tensors or None
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.backward_run = torch.ops.pyfa.backward
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:_TENSORS], *output)
     ctx.scalars = inputs[_TENSORS:]
@@ -92,10 +93,32 @@ def _gradient(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
     if dout is None:
         dout = torch.zeros_like(out)
     dlse = dlse if call.return_lse else None
-    *dqkv, dbias, dsinks = torch.ops.pyfa.backward(dout, dlse, out, lse, *tensors, *scalars)
+    # With a graph of the gradients asked for, through the operator, which refuses to be
+    # differentiated; else straight to the backend.
+    run = torch.ops.pyfa.backward if torch.is_grad_enabled() else ctx.backward_run
+    *dqkv, dbias, dsinks = run(dout, dlse, out, lse, *tensors, *scalars)
     bias_grad = scalars[-1]
     grads = [*dqkv, dbias if bias_grad else None, None, dsinks if call.sinks is not None else None]
     return (*grads, *(None,) * (_FIELDS + 3 - len(grads)))
+
+
+class Differentiable(torch.autograd.Function):
+    """``forward`` with its gradient for eager tensors, past PyTorch's operator.
+
+    The gradient registered for the operator is the same code, and what torch.compile takes; eager
+    calls of it fill in and check 27 arguments one by one, 250 µs a call (torch 2.11 and 2.13).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        output = _forward(*args)
+        _save(ctx, args, output)
+        ctx.backward_run = _backward
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        return _gradient(ctx, *grads)
 
 
 def _no_second_gradient(ctx: Any, *grads: Any) -> Any:
