@@ -302,6 +302,7 @@ def _is_unwatched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
         and torch._C._functorch.peek_interpreter_stack() is None
         and forward_ad._current_level < 0
         and not torch._C._is_any_autocast_enabled()
+        and not (q.is_neg() or k.is_neg() or v.is_neg())
     )
 
 
@@ -311,19 +312,18 @@ def _run(request: Request) -> Result:
         out, lse = torch.ops.pyfa.forward(*call, *request[1:])
     else:
         _refuse_transforms(call)
-        if not _is_plain(call.q):
+        if call.q.is_neg() or call.k.is_neg() or call.v.is_neg():
+            # Kernels go by the address, where a tensor with the negative bit has the wrong sign.
+            q, k, v = (x.resolve_neg() for x in call[:3])
+            call = call._replace(q=q, k=k, v=v)
+        if not requests.is_plain(call.q):
             out, lse = torch.ops.pyfa.forward(*call, *request[1:])
         elif request.needs_grad:
             out, lse = ops.Differentiable.apply(*call, *request[1:])  # type: ignore[no-untyped-call]
         else:
             # Inference needs no operator: PyTorch's dispatcher would double the host time.
-            out, lse = dispatch.prepare(*request).forward(call)
+            out, lse = dispatch.prepare(call, *request[1:]).forward(call)
     return (out, lse) if call.return_lse else out
-
-
-def _is_plain(q: torch.Tensor) -> bool:
-    """Whether nobody watches: no tensor subclass and no mode that traces or fakes."""
-    return type(q) is torch.Tensor and torch._C._len_torch_dispatch_stack() == 0
 
 
 def _refuse_transforms(call: Call) -> None:

@@ -20,7 +20,7 @@ from .backends.base import Backend, Gradients
 from .device import Device, of
 from .errors import PerformanceWarning, UnsupportedProblem
 from .plan import Plan
-from .problem import Call, Problem, is_aligned, problem_of
+from .problem import Call, Problem, is_aligned, is_positive, problem_of
 
 _log = logging.getLogger("pyfa")
 _context: ContextVar[str] = ContextVar("pyfa_backend", default="")
@@ -35,6 +35,8 @@ def _joined(names: str | Sequence[str]) -> str:
         return names
     if isinstance(names, str):
         names = [part.strip() for part in names.split(",")]
+    if not isinstance(names, (list, tuple)):
+        raise TypeError(f"backend: expected a name or names; got {type(names).__name__}")
     for name in names:
         if name not in NAMES:
             raise ValueError(f"backend: expected one of {', '.join(NAMES)}; got {name!r}")
@@ -60,9 +62,12 @@ def use_backend(*names: str) -> Iterator[None]:
     try:
         yield
     finally:
-        _traced_context = before
-        if token is not None:
+        if token is None:
+            _traced_context = before
+        else:
+            # Not what another thread may have set in between: what this one is left with.
             _context.reset(token)
+            _traced_context = _context.get()
 
 
 @functools.cache
@@ -73,6 +78,8 @@ def _from_environment() -> str:
 def preference(argument: str | Sequence[str] | None) -> str:
     """Who may run a call: the argument, else the context, else "" for whoever can."""
     if argument is not None:
+        if not argument:
+            raise ValueError("backend: expected at least one name, or None for whoever can")
         return _joined(argument)
     return _traced_context if torch.compiler.is_compiling() else _context.get()
 
@@ -89,6 +96,11 @@ class Prepared(NamedTuple):
     backend: Backend
     plan: Plan
     check: bool
+
+    def validate(self, call: Call) -> None:
+        """``ValueError`` where offsets, lengths or page numbers lie outside their tensors."""
+        if self.check:
+            validate.check_values(call)
 
     def forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         if self.check:
@@ -119,7 +131,7 @@ def prepare(call: Call, wanted: str, needs_grad: bool, bias_grad: bool) -> Prepa
     """
     (
         q, k, v, bias, alibi_slopes, sinks, _seed, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-        page_table, cache_batch_idx, cache_leftpad, rows, keys, _scale, left, right, softcap,
+        page_table, cache_batch_idx, cache_leftpad, rows, keys, scale, left, right, softcap,
         dropout_p, deterministic, return_lse, _num_splits,
     ) = call  # fmt: skip
     device, q_shape = q.device, q.shape
@@ -140,6 +152,7 @@ def prepare(call: Call, wanted: str, needs_grad: bool, bias_grad: bool) -> Prepa
         (rows - 1).bit_length() if rows else -1,
         (keys - 1).bit_length() if keys else -1,
         rows == keys,
+        is_positive(scale),
         left >= 0,
         # Unlimited, causal, or a window's right edge: three kinds.
         min(right, 1),

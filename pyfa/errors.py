@@ -17,6 +17,9 @@ class UnsupportedProblem(NotImplementedError):
         self.reasons = {name: tuple(why) for name, why in reasons.items()}
         super().__init__(self._message())
 
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (self.problem, self.reasons)
+
     def _message(self) -> str:
         width = max((len(name) for name in self.reasons), default=0)
         lines = ["no backend can run this attention"]
@@ -31,9 +34,13 @@ class CompileError(RuntimeError):
     """A kernel did not compile. Carries the compiler's log and the source that it was given."""
 
     def __init__(self, what: str, log: str, source_path: str) -> None:
+        self.what = what
         self.log = log
         self.source_path = source_path
         super().__init__(f"{what}\n  source: {source_path}\n{log.rstrip()}")
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (self.what, self.log, self.source_path)
 
 
 class CodeObjectError(RuntimeError):

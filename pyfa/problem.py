@@ -135,12 +135,18 @@ def is_aligned(call: Call) -> bool:
     return True
 
 
+def is_positive(scale: float) -> bool:
+    """Whether ``scale`` is a normal positive float32."""
+    return scale >= 2.0**-126
+
+
 @dataclass(frozen=True)
 class Problem:
     """The facts a backend decides on. Frozen, hashable, no tensors.
 
     Sizes may be buckets (see ``bucketed``); in a packed batch ``seqlen_q`` and ``seqlen_k`` are
     the longest. ``square``: queries and keys are equally many, which a bucket would hide.
+    ``positive``: the scale is above 0 in float32, as kernels that scale after masking need.
     ``described`` is for people and takes no part in equality.
     """
 
@@ -156,6 +162,7 @@ class Problem:
     device: Device
     square: bool
     aligned: bool = True
+    positive: bool = True
     page_size: int = 0
     described: str = field(default="", compare=False)
 
@@ -178,6 +185,7 @@ class Problem:
             self.device,
             self.square,
             self.aligned,
+            self.positive,
             self.page_size,
             self.described,
         )
@@ -200,6 +208,7 @@ def problem_of(
         device=device,
         square=call.max_seqlen_q == call.max_seqlen_k,
         aligned=aligned,
+        positive=is_positive(call.scale),
         page_size=call.k.shape[1] if call.page_table is not None else 0,
         described=describe(call, needs_grad, bias_grad, device),
     )

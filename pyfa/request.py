@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from . import validate, validate_cache
-from .dispatch import preference
+from .dispatch import preference, prepare
 from .problem import Call
 from .validate import Window
 
@@ -130,13 +130,15 @@ def kvcache(
         batch = cu_seqlens_q.shape[0] - 1
         longest_q = validate.length("max_seqlen_q", max_seqlen_q)
     else:
+        if max_seqlen_q is not None:
+            validate.wrong("max_seqlen_q", "None without cu_seqlens_q", max_seqlen_q)
         batch, longest_q = q.shape[:2]
     validate_cache.where(q, k_cache, batch, cache_batch_idx, cache_leftpad, page_table)
     used = validate_cache.lengths(cache_seqlens, batch, q)
     validate_cache.splits(num_splits)
     longest_k = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
     validate_cache.check_room(used, 0 if k is None else k.shape[1], longest_k)
-    if rotary_cos is not None or rotary_sin is not None:
+    if not (rotary_cos is rotary_sin is rotary_seqlens is None):
         cos, sin = validate_cache.rotary(
             q, rotary_cos, rotary_sin, rotary_seqlens, batch, longest_k
         )
@@ -145,16 +147,17 @@ def kvcache(
             start = torch.full((batch,), longest_k, dtype=torch.int32, device=q.device)
         moving = shared.causal or shared.window is not None
         positions = _query_positions(q, start, cu_seqlens_q, moving)
+        validate_cache.check_positions(positions, cos)
         q = torch.ops.pyfa.rotary(q, cos, sin, positions, rotary_interleaved)
         if k is not None:
             positions = start[:, None] + torch.arange(k.shape[1], device=k.device)
+            validate_cache.check_positions(positions, cos)
             k = torch.ops.pyfa.rotary(k, cos, sin, positions, rotary_interleaved)
+    begin = used
     if k is not None or v is not None:
-        k, v, used = validate_cache.new_rows(k, v, used, q, k_cache, v_cache, batch)
-        if append:
-            torch.ops.pyfa.append_kv(k_cache, v_cache, k, v, used, page_table, cache_batch_idx)
-        used = used + k.shape[1]
-    return _request(
+        k, v, begin = validate_cache.new_rows(k, v, used, q, k_cache, v_cache, batch)
+        used = begin + k.shape[1]
+    request = _request(
         q,
         k_cache,
         v_cache,
@@ -169,6 +172,17 @@ def kvcache(
         cache_leftpad=cache_leftpad,
         num_splits=num_splits,
     )
+    if k is not None and append:
+        if not torch.compiler.is_compiling() and is_plain(q):
+            # Whatever is wrong is said before anything is written.
+            prepare(*request).validate(request.call)
+        torch.ops.pyfa.append_kv(k_cache, v_cache, k, v, begin, page_table, cache_batch_idx)
+    return request
+
+
+def is_plain(q: torch.Tensor) -> bool:
+    """Whether nobody watches: no tensor subclass and no mode that traces or fakes."""
+    return type(q) is torch.Tensor and torch._C._len_torch_dispatch_stack() == 0
 
 
 def _query_positions(

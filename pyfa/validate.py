@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import difflib
 import itertools
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 from .problem import Call
@@ -78,6 +78,8 @@ _INPUT_DTYPES = {
     torch.float8_e4m3fnuz,
 }
 _MAX_HEAD_DIM = 256
+_FLOAT32_MAX = float(torch.finfo(torch.float32).max)
+_UNLIMITED = 2**31 - 1  # kernels hold a window's edges in 32 bits, and no sequence is longer
 
 
 def qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: tuple[int, int]) -> None:
@@ -131,23 +133,36 @@ def _refuse_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: tuple[i
     for name, x in (("q", q), ("v", v)):
         if not 1 <= x.shape[-1] <= _MAX_HEAD_DIM:
             wrong(name, f"a head_dim from 1 to {_MAX_HEAD_DIM}", x)
+    if 0 in (q.shape[-2], k.shape[-2]):
+        wrong("k" if q.shape[-2] else "q", "at least one head", k if q.shape[-2] else q)
     wrong("k", f"a number of heads that divides q's {q.shape[-2]}", f"{k.shape[-2]} heads")
 
 
-def window(value: Window, causal: bool) -> tuple[int, int]:
+def window(value: Any, causal: Any) -> tuple[int, int]:
     """(left, right), −1 for unlimited, with ``causal`` folded into the right edge."""
     if value is None:
         left = right = -1
     else:
-        if isinstance(value, (int, float)) or len(value) != 2:
+        if not isinstance(value, (tuple, list)) or len(value) != 2:
             wrong("window", "(left, right)", value)
-        left, right = (-1 if edge is None else edge for edge in value)
-        for edge in (left, right):
-            if not isinstance(edge, int) or isinstance(edge, bool) or edge < -1:
-                wrong("window", "two integers from 0 up, None or -1 for unlimited", value)
+        left, right = (-1 if edge is None else _edge(edge, value) for edge in value)
+    if causal is not True and causal is not False:
+        causal = _flag("causal", causal)
     if causal:
         right = 0 if right < 0 else min(right, 0)
     return left, right
+
+
+def _edge(edge: Any, window: object) -> int:
+    if isinstance(edge, bool) or not isinstance(edge, (int, np.integer)) or edge < -1:
+        wrong("window", "two integers from 0 up, None or -1 for unlimited", window)
+    return -1 if edge >= _UNLIMITED else int(edge)
+
+
+def _flag(name: str, value: object) -> bool:
+    if isinstance(value, torch.Tensor) or not isinstance(value, (int, np.bool_)):
+        raise TypeError(f"{name}: expected True or False; got {type(value).__name__}")
+    return bool(value)
 
 
 def scalars(
@@ -165,12 +180,12 @@ def scalars(
     return scale, softcap, dropout_p
 
 
-def _number(name: str, value: object) -> float:
-    if isinstance(value, torch.Tensor) or not isinstance(value, (int, float)):
+def _number(name: str, value: Any) -> float:
+    if not isinstance(value, (int, float, np.number)):
         raise TypeError(f"{name}: expected a number; got {type(value).__name__}")
     # Not math.isfinite, which torch.compile cannot trace for a number that it holds symbolic.
-    if not -math.inf < value < math.inf:
-        wrong(name, "a finite number", value)
+    if not -_FLOAT32_MAX <= value <= _FLOAT32_MAX:
+        wrong(name, "a finite number of float32", value)
     return value if isinstance(value, float) else float(value)
 
 
@@ -234,7 +249,7 @@ def integers(name: str, value: torch.Tensor, shape: tuple[int, ...], q: torch.Te
 
 def length(name: str, value: Any) -> int:
     """A sequence length given as a number."""
-    if isinstance(value, torch.Tensor) or not isinstance(value, (int, torch.SymInt)):
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer, torch.SymInt)):
         raise TypeError(f"{name}: expected an int; got {type(value).__name__}")
     if value < 0:
         wrong(name, "0 or more", value)
@@ -258,7 +273,10 @@ def check_values(call: Call) -> None:
     _check_offsets("cu_seqlens_q", call.cu_seqlens_q, call.q, call.max_seqlen_q, "max_seqlen_q")
     _check_offsets("cu_seqlens_k", call.cu_seqlens_k, call.k, call.max_seqlen_k, "max_seqlen_k")
     _check_range("seqused_q", call.seqused_q, _room(call.cu_seqlens_q, call.max_seqlen_q))
-    _check_range("seqused_k", call.seqused_k, _room(call.cu_seqlens_k, call.max_seqlen_k))
+    room = _room(call.cu_seqlens_k, call.max_seqlen_k)
+    if call.page_table is not None:
+        room = min(call.max_seqlen_k, call.page_table.shape[1] * call.k.shape[1])
+    _check_range("seqused_k", call.seqused_k, room)
     stored = call.seqused_k.tolist() if call.seqused_k is not None else call.max_seqlen_k
     _check_range("cache_leftpad", call.cache_leftpad, stored)
     if call.cache_batch_idx is not None:

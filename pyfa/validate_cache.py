@@ -13,6 +13,8 @@ def pages(page_table: torch.Tensor, batch: int, k: torch.Tensor) -> None:
     if page_table.dim() != 2:
         wrong("page_table", "2 dimensions (batch, pages)", page_table)
     integers("page_table", page_table, (batch, page_table.shape[1]), k)
+    if k.shape[1] == 0:
+        wrong("k", "pages of one key or more", k)
 
 
 def where(
@@ -100,6 +102,8 @@ def rotary(
     longest_k: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin: (max_position, R) alike, with 2·R ≤ head_dim and a row for each position."""
+    if cos is None and sin is None:
+        wrong("rotary_seqlens", "None without rotary_cos and rotary_sin", "a tensor")
     if cos is None or sin is None:
         wrong("rotary_cos" if cos is None else "rotary_sin", "rotary_cos and rotary_sin", None)
     for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
@@ -115,3 +119,12 @@ def rotary(
     elif cos.shape[0] < longest_k:
         wrong("rotary_cos", f"a row for each of the cache's {longest_k} positions", cos)
     return cos, sin
+
+
+def check_positions(positions: torch.Tensor, cos: torch.Tensor) -> None:
+    """``ValueError`` where a rotary position that the CPU can see has no row in the tables."""
+    if not positions.is_cpu or torch.compiler.is_compiling() or type(positions) is not torch.Tensor:
+        return
+    if positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < cos.shape[0]:
+        rows = f"positions from 0 to {cos.shape[0] - 1}, the rows of rotary_cos"
+        wrong("rotary_seqlens", rows, f"{int(positions.min())} to {int(positions.max())}")

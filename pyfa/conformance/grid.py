@@ -49,6 +49,8 @@ _ALONE: tuple[Fields, ...] = (
     {"head_dim": 40, "head_dim_v": 128},
     {"scale": 0.0},
     {"scale": -0.3},
+    {"scale": 0.0, "causal": True, "lengths_q": (65, 65), "lengths_k": (65, 65)},
+    {"scale": -0.3, "causal": True, "lengths_q": (65, 65), "lengths_k": (65, 65)},
 )
 _GRADIENT: tuple[Fields, ...] = (
     {"dlse": "both"},

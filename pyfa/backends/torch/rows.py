@@ -26,7 +26,6 @@ class Rows:
         page_table: torch.Tensor | None = None,
         batch_idx: torch.Tensor | None = None,
     ) -> None:
-        self.longest = longest
         self.lengths = lengths
         self.packed = packed
         self.start = start
@@ -39,6 +38,14 @@ class Rows:
             else storage.shape[0 if packed else 1]
         )
         self.device = storage.device
+        if storage.shape[0] == 0:
+            self.capacity = 0
+        if self.capacity == 0:
+            longest = 0
+        elif lengths is not None and lengths.is_cpu:
+            # A generous max_seqlen must not cost a tile for each of its rows.
+            longest = min(longest, max([0, *lengths.tolist()]))
+        self.longest = longest
 
     def valid(self, begin: int, end: int) -> torch.Tensor | None:
         """(B, end−begin), which of these rows exist; None when all do."""

@@ -32,6 +32,8 @@ def why_not(problem: Problem) -> list[str]:
         reasons.append("PyTorch's fused kernels refuse empty tensors")
     if "causal" in problem.features and not problem.square:
         reasons.append("PyTorch's causal mask is aligned to the top left")
+    if "causal" in problem.features and not problem.positive:
+        reasons.append("PyTorch's causal mask is lost under a scale of 0 or less")
     if problem.device.arch != "cpu":
         if problem.dtype == "float32":
             reasons.append("PyTorch's flash attention takes no float32")

@@ -1,0 +1,208 @@
+"""Problems that once went wrong, or could: each with the right answer or a clear error."""
+
+import copy
+import pickle
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import pyfa
+from pyfa import dispatch, reference, request
+from pyfa.backends.torch import tiled
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.fixture
+def qkv():
+    torch.manual_seed(0)
+    return torch.randn(3, 1, 7, 2, 8).unbind()
+
+
+@pytest.mark.parametrize("scale", [-1.0, 0.0, 1e-40, 1e-300, -1e-300, 1e-30])
+def test_any_scale_under_a_causal_mask(qkv, scale):
+    """PyTorch's kernel scales its −inf, which a scale of 0 or less turns into NaN or +inf."""
+    q, k, v = (x.clone().requires_grad_() for x in qkv)
+    out = pyfa.attention(q, k, v, causal=True, scale=scale)
+    call = request.dense(*qkv, request.Shared(causal=True, scale=scale)).call
+    expected = reference.gradients(call, torch.ones_like(out))
+    torch.testing.assert_close(out.double(), expected["out"], atol=1e-5, rtol=1e-5)
+    (dv,) = torch.autograd.grad(out.sum(), v)
+    torch.testing.assert_close(dv.double(), expected["dv"], atol=1e-5, rtol=1e-5)
+
+
+def test_a_generous_max_seqlen_costs_nothing(monkeypatch):
+    """Tiles are cut for the rows that there are, not for those that there might have been."""
+    cut, blocks = [], tiled._blocks
+    monkeypatch.setattr(tiled, "_blocks", lambda *args: cut.append(args[0]) or blocks(*args))
+    q = torch.randn(3, 4, 8)
+    far = pyfa.attention_varlen(q, q, q, ints(0, 3), ints(0, 3), 10**6, 10**6, causal=True)
+    near = pyfa.attention_varlen(q, q, q, ints(0, 3), ints(0, 3), 3, 3, causal=True)
+    assert torch.equal(far, near)
+    assert set(cut) == {3}
+
+
+def test_lengths_beyond_the_page_table():
+    pages, q = torch.randn(3, 2, 2, 8), torch.randn(3, 4, 8)
+    table = ints(0, 1, 2)[None]
+    with pytest.raises(ValueError, match="seqused_k: expected values from 0 to 6; got 20"):
+        pyfa.attention_varlen(q, pages, pages, ints(0, 3), None, 3, 50, seqused_k=ints(20),
+                              page_table=table)  # fmt: skip
+    with pytest.raises(ValueError, match="pages of one key or more"):
+        pyfa.attention_varlen(q, pages[:, :0], pages[:, :0], ints(0, 3), None, 3, 5,
+                              seqused_k=ints(0), page_table=table)  # fmt: skip
+
+
+class TestNothingIsWrittenByACallThatFails:
+    FAULTS = (
+        {"backend": "emulator"},
+        {"backend": "nobody"},
+        {"window": (1,)},
+        {"scale": float("nan")},
+        {"sinks": torch.zeros(3)},
+        {"cache_leftpad": ints(0, 9)},
+        {"cache_batch_idx": ints(0, -1)},
+        {"cache_batch_idx": ints(0, 9)},
+    )
+
+    @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: next(iter(fault)))
+    def test_append(self, fault):
+        cache, new = torch.zeros(2, 8, 2, 8), torch.ones(2, 1, 2, 8)
+        with pytest.raises((ValueError, NotImplementedError)):
+            pyfa.attention_kvcache(torch.randn(2, 1, 4, 8), cache, cache.clone(), k=new, v=new,
+                                   cache_seqlens=ints(3, 4), **fault)  # fmt: skip
+        assert not cache.any()
+
+    @pytest.mark.parametrize("page", [-1, 7])
+    def test_append_to_a_page_that_is_not_there(self, page):
+        cache, new = torch.zeros(2, 8, 2, 8), torch.ones(2, 1, 2, 8)
+        with pytest.raises(ValueError, match=f"page_table: expected pages from 0 to 1; got {page}"):
+            pyfa.attention_kvcache(torch.randn(2, 1, 4, 8), cache, cache.clone(), k=new, v=new,
+                                   cache_seqlens=ints(3, 4),
+                                   page_table=ints(0, page)[:, None])  # fmt: skip
+        assert not cache.any()
+
+
+class TestEmptyStorage:
+    EMPTY = torch.zeros(0, 2, 8)
+
+    def seen_nothing(self, out, lse, rows=3):
+        assert out.shape == (rows, 4, 8)
+        assert not out.any()
+        assert (lse == -torch.inf).all()
+
+    def test_no_rows_and_no_keys(self):
+        q = torch.zeros(0, 4, 8)
+        result = pyfa.attention_varlen(q, self.EMPTY, self.EMPTY, ints(0, 0), ints(0, 0), 5, 5,
+                                       return_lse=True)  # fmt: skip
+        self.seen_nothing(*result, rows=0)
+
+    def test_no_keys(self):
+        q = torch.randn(3, 4, 8, requires_grad=True)
+        result = pyfa.attention_varlen(q, self.EMPTY, self.EMPTY, ints(0, 3), ints(0, 0), 5, 5,
+                                       return_lse=True)  # fmt: skip
+        self.seen_nothing(*result)
+        assert not torch.autograd.grad(result[0].sum(), q)[0].any()
+
+    @pytest.mark.parametrize("pages", [0, 2])
+    def test_no_pages(self, pages):
+        table = torch.zeros(1, 2 - pages, dtype=torch.int32)
+        storage = torch.randn(pages, 2, 2, 8)
+        result = pyfa.attention_varlen(torch.randn(3, 4, 8), storage, storage, ints(0, 3), None, 3,
+                                       4, seqused_k=ints(0), page_table=table,
+                                       return_lse=True)  # fmt: skip
+        self.seen_nothing(*result)
+
+    def test_no_queries_on_a_cache(self):
+        cache = torch.randn(1, 7, 2, 8)
+        out = pyfa.attention_kvcache(torch.zeros(0, 4, 8), cache, cache, cache_seqlens=ints(4),
+                                     cu_seqlens_q=ints(0, 0), max_seqlen_q=5)  # fmt: skip
+        assert out.shape == (0, 4, 8)
+
+
+def test_errors_travel_between_processes(qkv):
+    with pytest.raises(pyfa.UnsupportedProblem) as caught:
+        pyfa.attention(*qkv, backend="cuda")
+    failed = pyfa.CompileError("attn_fwd does not compile", "line 3: no", "/tmp/attn_fwd.hip")
+    for error in (caught.value, failed):
+        for again in (pickle.loads(pickle.dumps(error)), copy.deepcopy(error)):
+            assert type(again) is type(error)
+            assert str(again) == str(error)
+            assert vars(again) == vars(error)
+
+
+@pytest.mark.parametrize("backend", ["torch", "emulator"])
+def test_the_negative_bit(backend):
+    torch.manual_seed(0)
+    k = torch.randn(1, 9, 1, 64).half()
+    negative = torch._neg_view(torch.randn(1, 9, 1, 64).half())
+    expected = pyfa.attention(negative.resolve_neg(), k, k, backend=backend)
+    assert torch.equal(pyfa.attention(negative, k, k, backend=backend), expected)
+
+
+def test_contexts_that_overlap_in_two_threads_leave_nothing_behind():
+    entered, left = threading.Event(), threading.Event()
+
+    def first():
+        with pyfa.use_backend("torch"):
+            entered.set()
+            left.wait(5)
+
+    def second():
+        entered.wait(5)
+        with pyfa.use_backend("triton"):
+            left.set()
+            one.join(5)
+
+    one, two = threading.Thread(target=first), threading.Thread(target=second)
+    one.start()
+    two.start()
+    two.join()
+    assert dispatch._traced_context == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"softcap": 1e300}, ValueError, "^softcap: expected a finite number of float32"),
+        ({"scale": 10**400}, ValueError, "^scale: expected a finite number of float32"),
+        ({"window": {1, 2}}, ValueError, "^window: expected"),
+        ({"window": object()}, ValueError, "^window: expected"),
+        ({"causal": torch.tensor([True, False])}, TypeError, "^causal: expected True or False"),
+        ({"backend": 5}, TypeError, "^backend: expected a name or names; got int"),
+        ({"backend": []}, ValueError, "^backend: expected at least one name"),
+    ],
+)
+def test_odd_options(qkv, options, error, match):
+    with pytest.raises(error, match=match):
+        pyfa.attention(*qkv, **options)
+
+
+def test_numbers_of_numpy(qkv):
+    plain = pyfa.attention(*qkv, window=(2, 1), scale=0.5, causal=False)
+    numpy = pyfa.attention(
+        *qkv, window=(np.int64(2), np.int32(1)), scale=np.float32(0.5), causal=np.bool_(False)
+    )
+    assert torch.equal(plain, numpy)
+    assert torch.equal(
+        pyfa.attention(*qkv, window=(2**70, 1)), pyfa.attention(*qkv, window=(-1, 1))
+    )
+
+
+class TestRotaryPositions:
+    @pytest.mark.parametrize("start", [-3, 20])
+    def test_outside_the_tables(self, start):
+        cache, table = torch.randn(1, 8, 2, 8), torch.randn(8, 4)
+        with pytest.raises(ValueError, match="rotary_seqlens: expected positions from 0 to 7"):
+            pyfa.attention_kvcache(torch.randn(1, 1, 2, 8), cache, cache, cache_seqlens=4,
+                                   rotary_cos=table, rotary_sin=table,
+                                   rotary_seqlens=ints(start))  # fmt: skip
+
+    def test_without_tables(self):
+        cache = torch.randn(1, 8, 2, 8)
+        with pytest.raises(ValueError, match="rotary_seqlens: expected None without"):
+            pyfa.attention_kvcache(cache[:, :1], cache, cache, rotary_seqlens=ints(1))
