@@ -35,6 +35,8 @@ def why_not(problem: Problem) -> list[str]:
     if "causal" in problem.features and not problem.positive:
         reasons.append("PyTorch's causal mask is lost under a scale of 0 or less")
     if problem.device.arch != "cpu":
+        if not problem.positive:
+            reasons.append("PyTorch's flash attention gives NaN for a scale of 0 or less")
         if problem.dtype == "float32":
             reasons.append("PyTorch's flash attention takes no float32")
         if problem.head_dim % 8:
@@ -65,11 +67,11 @@ def backward(call: Call, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tenso
         args = (x.float() for x in (dout, q, k, v, out))
         dq, dk, dv = _CPU_BACKWARD(*args, lse, 0.0, causal, scale=call.scale)
     else:
-        nothing = torch.empty(0, dtype=torch.int64, device=q.device)
-        none = torch.empty((), dtype=torch.int64, device=q.device)
+        # No offsets, for nothing is packed; the dropout's state is not read at p = 0.
+        state = torch.empty((), dtype=torch.int64, device=q.device)
         dq, dk, dv = _GPU_BACKWARD(
-            dout, q, k, v, out, lse, nothing, nothing, q.shape[2], k.shape[2], 0.0, causal,
-            none, none, scale=call.scale,
+            dout, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, state, state,
+            scale=call.scale,
         )  # fmt: skip
     heads_k = call.k.shape[2]
     if dk.shape[1] != heads_k:

@@ -38,6 +38,13 @@ class TritonBackend:
 
     def why_not(self, problem: Problem) -> Sequence[str]:
         reasons = missing(self, problem)
+        if problem.head_dim_v < 16 < problem.head_dim:
+            # On an H200 (Triton 3.6) 9 of 10 such problems gave wrong rows or read out of bounds,
+            # which the interpreter does not show. The cause is not known.
+            reasons.append(
+                f"head_dim_v {problem.head_dim_v} beside head_dim {problem.head_dim} gives wrong "
+                "results on a GPU"
+            )
         if problem.arch == "cpu" and not _interpreted():
             reasons.append("the device is a CPU (TRITON_INTERPRET=1 interprets the kernels there)")
         return reasons
