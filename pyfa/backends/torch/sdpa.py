@@ -35,6 +35,8 @@ def why_not(problem: Problem) -> list[str]:
     if "causal" in problem.features and not problem.positive:
         reasons.append("PyTorch's causal mask is lost under a scale of 0 or less")
     if problem.device.arch != "cpu":
+        if not problem.aligned:
+            reasons.append("PyTorch's flash attention takes only rows aligned to 16 bytes")
         if not problem.positive:
             reasons.append("PyTorch's flash attention gives NaN for a scale of 0 or less")
         if problem.dtype == "float32":
@@ -67,6 +69,8 @@ def backward(call: Call, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tenso
         args = (x.float() for x in (dout, q, k, v, out))
         dq, dk, dv = _CPU_BACKWARD(*args, lse, 0.0, causal, scale=call.scale)
     else:
+        # Rows of dO may lie anywhere, and the kernel reads 16 bytes at a time.
+        dout = dout.clone(memory_format=torch.contiguous_format)
         # No offsets, for nothing is packed; the dropout's state is not read at p = 0.
         state = torch.empty((), dtype=torch.int64, device=q.device)
         dq, dk, dv = _GPU_BACKWARD(
