@@ -1,6 +1,6 @@
 """How fast the emulator runs on one core: millions of wavefront instructions a second.
 
-    python benchmarks/emulator.py [--repeat 3]
+    python benchmarks/emulator.py [--repeat 3] [--save]
 
 The kernels are the HIP ones of ``tests/emulator``: an attention (MFMA, LDS, barriers) and a
 reduction (vector and memory instructions), with the default checks and with none but bounds.
@@ -12,6 +12,7 @@ import argparse
 import time
 from pathlib import Path
 
+import machine as results
 import numpy as np
 
 from pyfa.backends.hip.compiler import compile_hip
@@ -24,7 +25,10 @@ def main() -> None:
     """Prints a row per kernel and set of checks: the best of ``--repeat`` runs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeat", type=int, default=3)
-    repeat = parser.parse_args().repeat
+    parser.add_argument("--save", action="store_true", help="write results/emulator.json")
+    options = parser.parse_args()
+    repeat: int = options.repeat
+    figures = []
     program = load(compile_hip(SOURCE.read_text(), arch="gfx942", options=()))
     rng = np.random.default_rng(0)
     length, n = 1024, 65536
@@ -53,7 +57,13 @@ def main() -> None:
                 start = time.perf_counter()
                 total = machine.launch(kernel, grid=grid, block=(256,), kernarg=packed).total
                 best = min(best, time.perf_counter() - start)
-            print(f"{name:<12}{label:<10}{total:>14}{best:>10.3f}{total / best / 1e6:>8.2f}")
+            speed = total / best / 1e6
+            print(f"{name:<12}{label:<10}{total:>14}{best:>10.3f}{speed:>8.2f}")
+            figures.append(
+                {"kernel": name, "checks": label, "instructions": total, "M_per_s": round(speed, 2)}
+            )
+    if options.save:
+        print(results.save("emulator", {"repeat": repeat, "runs": figures}))
 
 
 if __name__ == "__main__":
