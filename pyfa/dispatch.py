@@ -103,8 +103,7 @@ class Prepared(NamedTuple):
             validate.check_values(call)
 
     def forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.check:
-            validate.check_values(call)
+        self.validate(call)
         return self.backend.forward(self.plan, call)
 
     def backward(
