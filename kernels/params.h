@@ -23,8 +23,8 @@ struct Params {
   void *q_descale;  // float32 scales of float8 queries
   void *k_descale;  // float32 scales of float8 keys
   void *v_descale;  // float32 scales of float8 values
-  void *partial_out;  // float32 (splits, …) outputs of a split over the keys
-  void *partial_lse;  // float32 (splits, …) LSE of a split over the keys
+  void *partial_out;  // float32 (B·Sq or total_q, H, splits, Dv): outputs of splits
+  void *partial_lse;  // float32 (B·Sq or total_q, H, splits): their LSEs
   void *dout;  // gradient of out
   void *dlse;  // float32 gradient of the LSE
   void *delta;  // float32 rowsum(dout * out) - dlse, shaped as the LSE
@@ -89,7 +89,7 @@ struct Params {
   float scale;  // factor of q.k
   float softcap;  // 0 without
   float dropout_scale;  // 1 / (1 - p)
-  int reserved;  // keeps the size a multiple of 8
+  int dies;  // dies (XCDs) that workgroups go round in turn
 };
 
 static_assert(sizeof(Params) == 600, "as pyfa/abi.py packs it");

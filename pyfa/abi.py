@@ -59,8 +59,8 @@ FIELDS: tuple[Field, ...] = (
     Field("q_descale", "void *", "float32 scales of float8 queries"),
     Field("k_descale", "void *", "float32 scales of float8 keys"),
     Field("v_descale", "void *", "float32 scales of float8 values"),
-    Field("partial_out", "void *", "float32 (splits, …) outputs of a split over the keys"),
-    Field("partial_lse", "void *", "float32 (splits, …) LSE of a split over the keys"),
+    Field("partial_out", "void *", "float32 (B·Sq or total_q, H, splits, Dv): outputs of splits"),
+    Field("partial_lse", "void *", "float32 (B·Sq or total_q, H, splits): their LSEs"),
     Field("dout", "void *", "gradient of out"),
     Field("dlse", "void *", "float32 gradient of the LSE"),
     Field("delta", "void *", "float32 rowsum(dout * out) - dlse, shaped as the LSE"),
@@ -102,7 +102,7 @@ FIELDS: tuple[Field, ...] = (
     Field("scale", "float", "factor of q.k"),
     Field("softcap", "float", "0 without"),
     Field("dropout_scale", "float", "1 / (1 - p)"),
-    Field("reserved", "int", "keeps the size a multiple of 8"),
+    Field("dies", "int", "dies (XCDs) that workgroups go round in turn"),
 )
 
 _LAYOUT = struct.Struct("<" + "".join(_FORMATS[field.type] for field in FIELDS))
@@ -153,6 +153,7 @@ def forward_values(call: Call, out: torch.Tensor, lse: torch.Tensor) -> dict[str
         "softcap": call.softcap,
         "use_sinks": int(call.sinks is not None),
         "num_splits": 1,
+        "dies": 1,
         "lse": lse.data_ptr(),
         "lse_head": lse.stride(-2),
         "lse_batch": lse.stride(0) if lse.dim() == 3 else 0,

@@ -7,11 +7,25 @@
 // LDS, K as it lies, V transposed.
 #include "../params.h"
 #include "mma.h"
+#include "../sequence.h"
+#include "../score.h"
+#include "../philox.h"
 
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(CAUSAL)
 #error "the plan defines DTYPE, HEAD_DIM and CAUSAL"
 #endif
 
+typedef Mma<DTYPE, 32> M;
+typedef M::Acc Acc;
+constexpr int kMma = 32, kMmaDepth = 8;
+DEVICE int mma_row(int r) { return M::row(r); }
+DEVICE int mma_column() { return M::column(); }
+DEVICE int mma_depth() { return M::part() * 4; }
+DEVICE float other_half(float x) { return from_lane_xor(x, 32); }
+template <int dtype>
+DEVICE Pair round_four(float a, float b, float c, float d) {
+  return Pair{Format<dtype>::nearest(a, b), Format<dtype>::nearest(c, d)};
+}
 constexpr int kWaves = 4;
 constexpr int kThreads = kWaves * kLanes;
 constexpr int kBlockQ = kWaves * kMma;
@@ -33,7 +47,7 @@ struct Lds {
   unsigned short v[HEAD_DIM * kStrideV];  // transposed
 };
 
-typedef Format<DTYPE> F;
+typedef M F;
 typedef const unsigned short *Elements;
 
 struct Block {

@@ -16,8 +16,14 @@
 
 constexpr int kLanes = 64;
 
-DEVICE int min(int a, int b) { return a < b ? a : b; }
-DEVICE int max(int a, int b) { return a > b ? a : b; }
+template <typename T>
+DEVICE T min(T a, T b) {
+  return a < b ? a : b;
+}
+template <typename T>
+DEVICE T max(T a, T b) {
+  return a > b ? a : b;
+}
 
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
@@ -39,8 +45,8 @@ DEVICE void barrier() {
 DEVICE float exp2(float x) { return __builtin_amdgcn_exp2f(x); }
 DEVICE float log2(float x) { return __builtin_amdgcn_logf(x); }
 
-// `x` of the lane 32 away: the only exchange that rows of a 32x32 product need.
-DEVICE float other_half(float x) {
-  int from = (lane_index() ^ 32) * 4;
+// `x` of the lane whose index differs in `bit`.
+DEVICE float from_lane_xor(float x, int bit) {
+  int from = (lane_index() ^ bit) * 4;
   return __builtin_bit_cast(float, __builtin_amdgcn_ds_bpermute(from, __builtin_bit_cast(int, x)));
 }

@@ -1,9 +1,10 @@
-// The matrix instruction of CDNA 3 for 16-bit inputs, and the number formats that feed it.
+// The matrix instructions of CDNA 3 for 16-bit inputs, and the number formats that feed them.
 //
-// v_mfma_f32_32x32x8: D (32x32) += A (32x8) B (8x32). Of lane l,
-//   A holds row l % 32, elements k = 4 (l / 32) ... + 3
-//   B holds column l % 32, elements k = 4 (l / 32) ... + 3
-//   D holds column l % 32; its register r is row 8 (r / 4) + 4 (l / 32) + r % 4
+// v_mfma_f32_32x32x8 and v_mfma_f32_16x16x16: D (N x N) += A (N x depth) B (depth x N), N = 32 or 16,
+// both 512 multiply-adds a clock and SIMD. Of lane l,
+//   A holds row l % N, elements k = 4 (l / N) ... + 3
+//   B holds column l % N, elements k = 4 (l / N) ... + 3
+//   D holds column l % N; its register r is row 8 (r / 4) + 4 (l / N) + r % 4
 // so registers 4j ... 4j + 3 of a D are the B of k-slice j: what S^T = K Q^T leaves is what
 // O^T += V^T P^T takes, without a move. Source: AMD matrix instruction calculator.
 #pragma once
@@ -12,17 +13,10 @@
 #define FLOAT16 0
 #define BFLOAT16 1
 
-typedef float Acc __attribute__((ext_vector_type(16)));
 typedef unsigned Pair __attribute__((ext_vector_type(2)));  // four 16-bit elements
 typedef unsigned Quad __attribute__((ext_vector_type(4)));  // eight 16-bit elements
 
-constexpr int kMma = 32;       // rows and columns of a product
-constexpr int kMmaDepth = 8;   // its inner dimension
-constexpr int kMmaPart = 4;    // elements of it that a lane holds
-
-DEVICE int mma_column() { return lane_index() % kMma; }
-DEVICE int mma_depth() { return lane_index() / kMma * kMmaPart; }
-DEVICE int mma_row(int r) { return r / 4 * 8 + lane_index() / kMma * 4 + r % 4; }
+constexpr int kMmaPart = 4;  // elements of the inner dimension that a lane holds
 
 template <int dtype>
 struct Format;
@@ -31,35 +25,65 @@ template <>
 struct Format<FLOAT16> {
   typedef _Float16 Four __attribute__((ext_vector_type(4)));
 
-  static DEVICE Acc mma(Pair a, Pair b, Acc c) {
-    return __builtin_amdgcn_mfma_f32_32x32x8f16(__builtin_bit_cast(Four, a),
-                                                __builtin_bit_cast(Four, b), c, 0, 0, 0);
+  // Two values in one register, to nearest, ties to even.
+  static DEVICE unsigned nearest(float low, float high) {
+    return __builtin_bit_cast(unsigned short, (_Float16)low) |
+           (unsigned)__builtin_bit_cast(unsigned short, (_Float16)high) << 16;
   }
-
-  static DEVICE unsigned short round(float x) {
-    return __builtin_bit_cast(unsigned short, (_Float16)x);
-  }
+  static DEVICE unsigned half_up(float low, float high) { return nearest(low, high); }
 };
 
 template <>
 struct Format<BFLOAT16> {
   typedef short Four __attribute__((ext_vector_type(4)));
 
-  static DEVICE Acc mma(Pair a, Pair b, Acc c) {
-    return __builtin_amdgcn_mfma_f32_32x32x8bf16_1k(__builtin_bit_cast(Four, a),
-                                                    __builtin_bit_cast(Four, b), c, 0, 0, 0);
+  // gfx942 has no instruction for it. A NaN that arithmetic makes (0x7fc00000) stays one.
+  static DEVICE unsigned nearest(float low, float high) {
+    unsigned a = __builtin_bit_cast(unsigned, low), b = __builtin_bit_cast(unsigned, high);
+    a += 0x7fff + (a >> 16 & 1);
+    b += 0x7fff + (b >> 16 & 1);
+    return __builtin_amdgcn_perm(b, a, 0x07060302);
   }
-
-  // To nearest, ties to even. gfx942 has no instruction for it. A NaN that arithmetic makes
-  // (0x7fc00000) stays one.
-  static DEVICE unsigned short round(float x) {
-    unsigned bits = __builtin_bit_cast(unsigned, x);
-    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  // To nearest, ties away from zero: 3 instructions for two values where `nearest` takes 7.
+  static DEVICE unsigned half_up(float low, float high) {
+    unsigned a = __builtin_bit_cast(unsigned, low), b = __builtin_bit_cast(unsigned, high);
+    return __builtin_amdgcn_perm(b + 0x8000, a + 0x8000, 0x07060302);
   }
 };
 
-template <int dtype>
-DEVICE Pair round_four(float a, float b, float c, float d) {
-  typedef Format<dtype> F;
-  return Pair{F::round(a) | (unsigned)F::round(b) << 16, F::round(c) | (unsigned)F::round(d) << 16};
-}
+// N x N products of a 16-bit format.
+template <int dtype, int N>
+struct Mma {
+  static_assert(N == 16 || N == 32, "what CDNA 3 has");
+  typedef float Acc __attribute__((ext_vector_type(N * N / kLanes)));
+  typedef typename Format<dtype>::Four Four;
+
+  static constexpr int kDepth = N == 32 ? 8 : 16;
+  static constexpr int kRegisters = N * N / kLanes;
+
+  static DEVICE int column() { return lane_index() % N; }
+  static DEVICE int part() { return lane_index() / N; }  // of the inner dimension: 4 elements each
+  static DEVICE int row(int r) { return r / 4 * 8 + part() * kMmaPart + r % 4; }
+
+  static DEVICE Acc mma(Pair a, Pair b, Acc c) {
+    Four x = __builtin_bit_cast(Four, a), y = __builtin_bit_cast(Four, b);
+    if constexpr (dtype == FLOAT16 && N == 32)
+      return __builtin_amdgcn_mfma_f32_32x32x8f16(x, y, c, 0, 0, 0);
+    else if constexpr (dtype == FLOAT16)
+      return __builtin_amdgcn_mfma_f32_16x16x16f16(x, y, c, 0, 0, 0);
+    else if constexpr (N == 32)
+      return __builtin_amdgcn_mfma_f32_32x32x8bf16_1k(x, y, c, 0, 0, 0);
+    else
+      return __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(x, y, c, 0, 0, 0);
+  }
+
+  // Over the lanes that hold parts of one column.
+  static DEVICE float column_max(float x) {
+    if constexpr (N == 16) x = __builtin_fmaxf(x, from_lane_xor(x, 16));
+    return __builtin_fmaxf(x, from_lane_xor(x, 32));
+  }
+  static DEVICE float column_sum(float x) {
+    if constexpr (N == 16) x += from_lane_xor(x, 16);
+    return x + from_lane_xor(x, 32);
+  }
+};

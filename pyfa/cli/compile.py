@@ -166,10 +166,10 @@ def _emulate() -> tuple[dict[str, list[str]], list[str]]:
     with progress("emulating") as show:
         for done, case in enumerate(cases):
             show(done, len(cases), case.name)
-            emulator.digests.clear()
+            emulator.launch.digests.clear()
             result = runner.run_case(emulator, case, runner.device_of("emulator"))
             if result.status == report.PASSED:
-                for digest in emulator.digests.values():
+                for digest in emulator.launch.digests.values():
                     passed.setdefault(digest, []).append(case.name)
             elif result.status in (report.FAILED, report.CRASHED):
                 failed.append(case.name)

@@ -45,7 +45,7 @@ def collect() -> dict[str, Any]:
     check = tolerances.judge("out", out, exact, naive)
     counters = backend.runtime.counters
     assert counters is not None
-    digest = next(iter(backend.digests.values()))
+    digest = next(iter(backend.launch.digests.values()))
     return {
         "problem": f"1 × {_SEQLEN} × {_HEADS}/{_HEADS_K} × {_HEAD_DIM}, bfloat16, causal, forward",
         "arch": plans.ARCHS[0],

@@ -56,12 +56,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _inspect(plan: Any, arch: str) -> dict[str, Any]:
-    from ..backends.hip import code, plans
+    from ..backends.hip import code, forward
 
     kernel = code.load(plan, arch)
     short, long = (_emulate(plan, keys) for keys in (_SHORT, _LONG))
-    waves = plans.THREADS // _LANES
-    tiles = (_LONG - _SHORT) // plans.BLOCK_K * waves
+    waves = forward.THREADS // _LANES
+    tiles = (_LONG - _SHORT) // forward.BLOCK_K * waves
 
     def more(before: int, after: int) -> float:
         return (after - before) / tiles
@@ -90,13 +90,13 @@ def _emulate(plan: Any, keys: int) -> Any:
     import pyfa
 
     from ..backends import BACKENDS
-    from ..backends.hip import plans
+    from ..backends.hip import forward
     from ..backends.hip.backend import HipBackend
     from ..backends.hip.runtime_emulator import EmulatorRuntime
 
     constants = dict(plan.constants)
     dtype = (torch.float16, torch.bfloat16)[constants["DTYPE"]]
-    q = torch.zeros(1, plans.BLOCK_Q, 1, constants["HEAD_DIM"], dtype=dtype)
+    q = torch.zeros(1, forward.BLOCK_Q, 1, constants["HEAD_DIM"], dtype=dtype)
     k = torch.zeros(1, keys, 1, constants["HEAD_DIM"], dtype=dtype)
     pyfa.attention(q, k, k, causal=bool(constants["CAUSAL"]), backend="emulator")
     backend = BACKENDS["emulator"]
@@ -106,10 +106,10 @@ def _emulate(plan: Any, keys: int) -> Any:
 
 
 def _print(kernel: str, arch: str, reports: list[dict[str, Any]]) -> None:
-    from ..backends.hip import plans
+    from ..backends.hip import forward
 
     print(
-        f"{kernel} on {arch}, per wavefront of 32 query rows and {plans.BLOCK_K} keys, full tiles"
+        f"{kernel} on {arch}, per wavefront of 32 query rows and {forward.BLOCK_K} keys, full tiles"
     )
     print()
     classes = list(reports[0]["instructions"])

@@ -21,7 +21,7 @@ import torch
 from runtime_scenarios import IMAGE, PARAMS, STREAM, params
 
 from pyfa import abi
-from pyfa.backends.hip import libamdhip64, plans, topology
+from pyfa.backends.hip import forward, libamdhip64, topology
 from pyfa.backends.hip.runtime_device import DeviceRuntime
 from pyfa.device import CPU, DEVICES
 from pyfa.problem import Call, Problem, problem_of
@@ -286,12 +286,12 @@ def test_params_of_a_call_arrive_as_they_were_packed(
     call = a_call()
     out, lse = torch.empty(call.out_shape()), torch.empty(call.lse_shape())
     packed = abi.pack(abi.forward_values(call, out, lse))
-    grid = plans.grid(call.max_seqlen_q, call.q.shape[-2], call.batch)
+    grid = (1, call.q.shape[-2], call.batch)
     size = {"STANDIN_PARAMS": str(abi.SIZE)}
     scenario("launch_bytes", [copies["torch"]], packed.hex(), list(grid), **size)
     (record,) = named(log, "hipModuleLaunchKernel")
     assert record["grid"] == list(grid)
-    assert record["block"] == [plans.THREADS, 1, 1]
+    assert record["block"] == [forward.THREADS, 1, 1]
     read = abi.unpack(bytes.fromhex(record["params"]))
     assert read == abi.unpack(packed)
     assert (read["q"], read["lse"]) == (call.q.data_ptr(), lse.data_ptr())

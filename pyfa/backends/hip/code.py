@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from ... import bundle, codeobject, sources
 from ...errors import CodeObjectError, CompileError
 from ...plan import Plan
-from . import compiler
+from . import compiler, plans
 
 # -fno-math-errno and the contraction of a·b + c are what these kernels are written for; nothing
 # that would let the compiler forget NaN and infinities.
 OPTIONS = ("-O3", "-fno-math-errno", "-ffp-contract=fast")
-LDS_BYTES = 65536
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def build(plan: Plan, arch: str) -> bytes:
     kernel = codeobject.parse(data).kernel(name_of(plan))
     if kernel.vgpr_spills or kernel.sgpr_spills or kernel.scratch_bytes:
         raise CodeObjectError(f"{plan} on {arch} spills: {kernel}")
-    if kernel.lds_bytes > LDS_BYTES:
+    if kernel.lds_bytes > plans.LDS_BYTES:
         raise CodeObjectError(f"{plan} on {arch} takes {kernel.lds_bytes} B of LDS")
     return data
 

@@ -1,0 +1,98 @@
+// Where one sequence of a batch lies, and which of its keys a row sees: dense or packed, with
+// lengths read on the device, paged or not. Needs DEVICE, min and max.
+#pragma once
+#include "params.h"
+
+struct Sequence {
+  int batch;            // its number
+  long long row0;       // of its first row in q, out and their gradients
+  long long key0;       // of its first valid key in k and v, unless paged
+  int row_batch;        // the index that q's and out's batch strides take
+  int key_batch;        // the same of k and v
+  int rows;             // in use
+  int stored_rows;      // in memory: those beyond `rows` give output 0 and LSE -inf
+  int keys;             // valid keys
+  int padding;          // keys before the first valid one
+  int shift;            // row i stands at key i + shift
+};
+
+DEVICE int int_at(const void *array, int index) { return ((const int *)array)[index]; }
+
+DEVICE Sequence sequence_of(const Params &p, int batch) {
+  Sequence s;
+  s.batch = batch;
+  s.row_batch = s.key_batch = batch;
+  s.row0 = s.key0 = 0;
+  s.stored_rows = p.seqlen_q;
+  s.keys = p.seqlen_k;
+  s.padding = 0;
+  if (p.cu_seqlens_q) {
+    s.row0 = int_at(p.cu_seqlens_q, batch);
+    s.stored_rows = int_at(p.cu_seqlens_q, batch + 1) - (int)s.row0;
+    s.row_batch = 0;
+  }
+  if (p.cu_seqlens_k) {
+    s.key0 = int_at(p.cu_seqlens_k, batch);
+    s.keys = int_at(p.cu_seqlens_k, batch + 1) - (int)s.key0;
+    s.key_batch = 0;
+  }
+  s.rows = p.seqused_q ? min(int_at(p.seqused_q, batch), s.stored_rows) : s.stored_rows;
+  if (p.seqused_k) s.keys = int_at(p.seqused_k, batch);
+  if (p.cache_batch_idx) s.key_batch = int_at(p.cache_batch_idx, batch);
+  if (p.cache_leftpad) s.padding = int_at(p.cache_leftpad, batch);
+  s.keys = max(s.keys - s.padding, 0);
+  s.key0 += s.padding;
+  s.shift = s.keys - s.rows + p.q_start - p.k_start;
+  return s;
+}
+
+// The keys [low, high) that any of the rows first ... last sees; those in [all_low, all_high) every
+// one of them sees. Empty ranges have high <= low.
+struct Seen {
+  int low, high, all_low, all_high;
+};
+
+DEVICE Seen keys_seen(const Params &p, const Sequence &s, int first, int last) {
+  Seen seen{0, s.keys, 0, s.keys};
+  if (p.window_left >= 0) {
+    // In 64 bits: a window may be as wide as an int.
+    long long left = (long long)s.shift - p.window_left;
+    seen.low = (int)min(max(first + left, 0ll), (long long)s.keys);
+    seen.all_low = (int)min(max(last + left, 0ll), (long long)s.keys);
+  }
+  if (p.window_right >= 0) {
+    long long right = (long long)s.shift + p.window_right + 1;
+    seen.high = (int)min(max(last + right, 0ll), (long long)s.keys);
+    seen.all_high = (int)min(max(first + right, 0ll), (long long)s.keys);
+  }
+  return seen;
+}
+
+// The rows [low, high) that see any of the keys first ... last; those in [all_low, all_high) see
+// every one of them.
+DEVICE Seen rows_seeing(const Params &p, const Sequence &s, int first, int last) {
+  Seen seen{0, s.rows, 0, s.rows};
+  if (p.window_right >= 0) {
+    long long right = (long long)s.shift + p.window_right;
+    seen.low = (int)min(max(first - right, 0ll), (long long)s.rows);
+    seen.all_low = (int)min(max(last - right, 0ll), (long long)s.rows);
+  }
+  if (p.window_left >= 0) {
+    long long left = p.window_left - (long long)s.shift + 1;
+    seen.high = (int)min(max(last + left, 0ll), (long long)s.rows);
+    seen.all_high = (int)min(max(first + left, 0ll), (long long)s.rows);
+  }
+  return seen;
+}
+
+// Where key j of a sequence starts in k or v, in elements from the head's first one. A paged cache
+// has its batch stride between pages.
+DEVICE long long key_offset(const Params &p, const Sequence &s, int key, long long batch_stride,
+                            long long row_stride) {
+  if (p.page_table) {
+    int place = key + s.padding;
+    const int *pages = (const int *)p.page_table + s.batch * p.page_table_batch;
+    return pages[place / p.page_size] * batch_stride + place % p.page_size * row_stride;
+  }
+  return s.key_batch * batch_stride + (s.key0 + key) * row_stride;
+}
