@@ -189,6 +189,7 @@ def test_what_a_backend_may_do_wrong(
 ) -> None:
     monkeypatch.setitem(BACKENDS, "torch", backend)
     monkeypatch.setattr("pyfa.dispatch._prepared", {})
+    monkeypatch.setattr("pyfa.api._repeats", {})
     (result,) = conformance.run_cases(backend, SMALL[:1]).results
     assert result.status == status
     assert words in "\n".join((*result.messages, *result.reasons))

@@ -86,6 +86,50 @@ def test_what_float64_makes_of_stored_values_is_a_yardstick_too() -> None:
     assert judge("dq", x, REF, REF, recomputed=REF + spread(64, 1e-3), gradient=True).passed
 
 
+def noise(*shape: int) -> torch.Tensor:
+    """Independent normal errors of the size 1e-2, in float64."""
+    return 1e-2 * torch.randn(shape, generator=torch.Generator().manual_seed(0)).double()
+
+
+def test_a_16_bit_gradient_has_naives_error_and_that_of_stored_values() -> None:
+    """Independent of each other: on the mean the root of the sum of their squares."""
+    ref = REF.expand(8192, 64)
+    error = noise(8192, 64)
+    naive, again = ref + 3 * error, ref + 4 * error
+    for part, passes in ((0.98, True), (1.03, False)):
+        x = (ref + part * 1.5 * 5 * error).half()
+        check = judge("dv", x, ref, naive, recomputed=again, gradient=True)
+        assert ("mean error" not in check.message) is passes
+    # In float32 naive has all of the stored values' errors but one: the larger of the two.
+    x = (ref + 1.5 * 4.6 * error).float()
+    assert "mean" in judge("dv", x, ref, naive, recomputed=again, gradient=True).message
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "numbers"),
+    [
+        ("dq", noise(8192, 64), 250_000),  # each element for itself: almost 8192 · 64
+        ("dq", noise(8192, 1) * torch.linspace(1.0, 2.0, 64), 5_200),  # rows of one number each
+        ("dq", torch.cat([noise(2, 64), torch.zeros(8190, 64).double()]), 3.9),
+        ("dbias", noise(1, 64), 40),  # of one row nothing is known of its elements, but for a bias
+        ("dq", noise(1, 64), 1),
+    ],
+)
+def test_a_16_bit_gradients_mean_is_one_of_independent_numbers(
+    name: str, error: torch.Tensor, numbers: float
+) -> None:
+    # Values below the smallest ulp of interest, so that the error is not rounded away.
+    ref = torch.zeros_like(error) + 2.0**-7
+    allowed = 1.5 * (1.0 + 3.205 / numbers**0.5)
+    for part, passes in ((0.95, True), (1.05, False)):
+        x = (ref + part * allowed * error).half()
+        check = judge(name, x, ref, ref + error, gradient=True)
+        assert ("mean error" not in check.message) is passes, check.message
+    # The output's elements are rounded on their own.
+    check = judge("out", (ref + 1.55 * error).half(), ref, ref + error)
+    assert "mean error" in check.message
+
+
 def test_gradients_may_move_with_the_lse_and_outputs_may_not() -> None:
     naive, moved = REF.float().double(), (REF * (1.0 + 64.0 * 2.0**-24)).float()
     assert judge("dq", moved, REF, naive, gradient=True, largest_lse=80.0).passed

@@ -1,0 +1,364 @@
+"""The seven functions of flash-attention 2 (``from flash_attn import …``) on pyfa's API.
+
+    from pyfa.compat.fa2 import flash_attn_func
+
+Signatures, defaults and what is returned are those of flash-attention 2.8. Everything that pyfa
+takes beyond it stays: float32, CPUs, any head_dim up to 256 and another one for V, softcap with
+dropout, pages of any size, gradients through the returned LSE. Which backend runs is pyfa's choice
+(``pyfa.use_backend``, ``PYFA_BACKEND``).
+
+Conventions of flash-attention's own: the LSE of a row that sees nothing is +inf; ``window_size``
+takes any two integers, negative for unlimited; ``flash_attn_with_kvcache`` accepts tensors that
+require a gradient and gives none. Wrong arguments raise ``ArgumentError``, a ``RuntimeError`` as in
+flash-attention, in flash-attention's names. Dropout's bits are pyfa's, not flash-attention's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from .. import api, validate
+from .errors import ArgumentError, in_their_words
+from .probabilities import Packed, signed_probabilities
+
+__all__ = [
+    "ArgumentError",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
+
+Window = Sequence[int] | torch.Tensor
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class _Options(NamedTuple):
+    """What the six differentiable functions share, in the order of their parameters."""
+
+    dropout_p: float
+    softmax_scale: float | None
+    causal: bool
+    window_size: Window
+    softcap: float
+    alibi_slopes: torch.Tensor | None
+    deterministic: bool
+    return_attn_probs: bool
+
+
+@in_their_words
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Attention of q (B, Sq, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv): out (B, Sq, H, Dv).
+
+    With ``return_attn_probs`` (out, softmax_lse, S_dmask): the LSE is (B, H, Sq) float32, natural
+    logarithm; S_dmask is empty without dropout, else (B, H, Sq, Sk) in q's dtype, both lengths
+    rounded up to multiples of 128: exp(score − the row's maximum), negative where dropped. It is
+    for tests, takes memory quadratic in the length and has no gradient; everything else has.
+
+    ``causal`` and ``window_size`` (left, right) align to the bottom right. ``alibi_slopes`` is (H,)
+    or (B, H). Raises ``ArgumentError`` (a ``RuntimeError``) or ``TypeError`` for wrong arguments,
+    ``pyfa.UnsupportedProblem`` where no backend can run it.
+    """
+    return _attend(q, k, v, _Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    ))  # fmt: skip
+
+
+@in_their_words
+def flash_attn_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """``flash_attn_func`` with K and V in one tensor kv (B, Sk, 2, Hk, D)."""
+    k, v = _unpacked("kv", kv, 2, 5)
+    return _attend(q, k, v, _Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    ))  # fmt: skip
+
+
+@in_their_words
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """``flash_attn_func`` with Q, K and V in one tensor qkv (B, S, 3, H, D)."""
+    q, k, v = _unpacked("qkv", qkv, 3, 5)
+    return _attend(q, k, v, _Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    ))  # fmt: skip
+
+
+@in_their_words
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+) -> Result:
+    """``flash_attn_func`` on packed q (total_q, H, D), k (total_k, Hk, D) and v (total_k, Hk, Dv).
+
+    Sequence b is rows ``cu_seqlens[b]`` to ``cu_seqlens[b+1]`` (int32, (B+1,)). With
+    ``block_table`` (B, blocks) int32, k and v are (num_blocks, block_size, Hk, D) and
+    ``cu_seqlens_k`` gives only lengths. Returns out (total_q, H, Dv); the LSE is (H, total_q) and
+    S_dmask (B, H, max_seqlen_q, max_seqlen_k), each sequence in its corner. Raises the same.
+    """
+    return _attend(q, k, v, _Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    ), Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table))  # fmt: skip
+
+
+@in_their_words
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """``flash_attn_varlen_func`` with K and V in one tensor kv (total_k, 2, Hk, D)."""
+    k, v = _unpacked("kv", kv, 2, 4)
+    return _attend(q, k, v, _Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    ), Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))  # fmt: skip
+
+
+@in_their_words
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """``flash_attn_varlen_func`` with Q, K and V in one tensor qkv (total, 3, H, D)."""
+    q, k, v = _unpacked("qkv", qkv, 3, 4)
+    return _attend(q, k, v, _Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    ), Packed(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen))  # fmt: skip
+
+
+@in_their_words
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of q (B, Sq, H, D) over a cache, after appending k and v to it in place.
+
+    ``k_cache`` (B_cache, S, Hk, D) and ``v_cache``, or (num_blocks, block_size, Hk, D) with
+    ``block_table`` (B, blocks) int32. New ``k`` and ``v`` (B, S_new, Hk, D) go behind the
+    ``cache_seqlens`` (an int or (B,) int32) keys that the cache holds and are visible.
+    ``rotary_cos`` and ``rotary_sin`` (positions, rotary_dim / 2) turn q and the new k.
+
+    Returns out (B, Sq, H, Dv), with ``return_softmax_lse`` also the LSE (B, H, Sq). No gradient.
+    With ``block_table`` and lengths as a tensor it waits for the device, as flash-attention does,
+    to raise ``ArgumentError`` where they pass the table's end; not while a graph is captured.
+    """
+    if block_table is not None and cache_seqlens is not None:
+        _check_capacity(k_cache, k, cache_seqlens, block_table)
+    with torch.no_grad():
+        result = api.attention_kvcache(
+            q,
+            k_cache,
+            v_cache,
+            k=k,
+            v=v,
+            cache_seqlens=cache_seqlens,
+            cache_batch_idx=cache_batch_idx,
+            cache_leftpad=cache_leftpad,
+            page_table=block_table,
+            rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin,
+            rotary_interleaved=rotary_interleaved,
+            num_splits=num_splits,
+            causal=causal,
+            window=_window(window_size),
+            scale=softmax_scale,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            return_lse=return_softmax_lse,
+        )
+    if isinstance(result, torch.Tensor):
+        return result
+    return result[0], _their_lse(result[1])
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: _Options,
+    packed: Packed | None = None,
+) -> Result:
+    window = _window(options.window_size)
+    # Drawn here, because S_dmask needs the same bits.
+    seed = validate.seed(None, q.device) if options.dropout_p > 0.0 else None
+    shared = {
+        "causal": options.causal,
+        "window": window,
+        "scale": options.softmax_scale,
+        "softcap": options.softcap,
+        "alibi_slopes": options.alibi_slopes,
+        "dropout_p": options.dropout_p,
+        "seed": seed,
+        "deterministic": options.deterministic,
+        "return_lse": options.return_attn_probs,
+    }
+    if packed is None:
+        result = api.attention(q, k, v, **shared)  # type: ignore[arg-type]
+    else:
+        packed = packed._replace(
+            max_seqlen_q=_length(packed.max_seqlen_q), max_seqlen_k=_length(packed.max_seqlen_k)
+        )
+        *where, block_table = packed
+        result = api.attention_varlen(q, k, v, *where, page_table=block_table, **shared)  # type: ignore[arg-type]
+    if isinstance(result, torch.Tensor):
+        return result
+    out, lse = result
+    if seed is None:
+        return out, _their_lse(lse), q.new_empty(0)
+    probabilities = signed_probabilities(
+        q.detach(),
+        k.detach(),
+        packed,
+        options.causal,
+        window,
+        options.softmax_scale,
+        options.softcap,
+        options.alibi_slopes,
+        options.dropout_p,
+        seed,
+    )
+    return out, _their_lse(lse), probabilities
+
+
+def _window(window_size: Window) -> tuple[int, int] | None:
+    """pyfa's window; None where it is unlimited, which decides how queries are rotated."""
+    if len(window_size) != 2:
+        validate.wrong("window_size", "(left, right)", window_size)
+    left, right = (max(-1, int(edge)) for edge in window_size)
+    return None if left == right == -1 else (left, right)
+
+
+def _length(value: int | torch.Tensor) -> int:
+    return int(value) if isinstance(value, torch.Tensor) else value
+
+
+def _unpacked(name: str, x: torch.Tensor, parts: int, dims: int) -> tuple[torch.Tensor, ...]:
+    """The parts of a packed tensor, which stand before heads and head_dim."""
+    validate.a_tensor(name, x)
+    if x.dim() != dims or x.shape[-3] != parts:
+        lead = "batch, seqlen" if dims == 5 else "total"
+        validate.wrong(name, f"shape ({lead}, {parts}, heads, head_dim)", x)
+    return x.unbind(-3)
+
+
+def _their_lse(lse: torch.Tensor) -> torch.Tensor:
+    """The LSE of a row that sees nothing is +inf in flash-attention 2."""
+    return lse.masked_fill(lse == -torch.inf, torch.inf)
+
+
+def _check_capacity(
+    k_cache: torch.Tensor,
+    k: torch.Tensor | None,
+    cache_seqlens: int | torch.Tensor,
+    block_table: torch.Tensor,
+) -> None:
+    validate.a_tensor("block_table", block_table)
+    if isinstance(cache_seqlens, torch.Tensor):
+        if torch.compiler.is_compiling() or not cache_seqlens.numel():
+            return
+        if cache_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        cache_seqlens = int(cache_seqlens.max())
+    capacity = block_table.shape[-1] * k_cache.shape[1]
+    keys = cache_seqlens + (0 if k is None else k.shape[1])
+    if keys > capacity:
+        validate.wrong(
+            "cache_seqlens",
+            f"at most {capacity} keys, as many as block_table's {block_table.shape[-1]} columns "
+            "hold, new ones included",
+            keys,
+        )

@@ -1,0 +1,228 @@
+"""Runs flash-attention's own tests/test_flash_attn.py, unchanged, against pyfa on a GPU.
+
+    python tests/compat/flash_attn_suite.py CHECKOUT --cases 1000 --workers 8 --out report.json
+
+CHECKOUT is a clone of https://github.com/Dao-AILab/flash-attention, or its test file. The file is
+imported with ``shim/`` in place of the package flash_attn. Its 508,777 cases are sampled by hash:
+of each test the ``--each`` whose ids have the smallest SHA-256, and then the smallest of all up to
+``--cases``, so that a sample is the same everywhere and a larger one contains it. Cases that the
+tests skip themselves are drawn in addition.
+
+Not pytest: collecting as many takes minutes in every process. A case here is a test
+function called with one choice from each of its ``parametrize`` marks. Workers are processes that
+share the GPU; cases that compile the same kernels go to the same one.
+
+Exit status: 0 when all pass, 1 when one fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import hashlib
+import heapq
+import importlib.util
+import io
+import itertools
+import json
+import multiprocessing
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from queue import Empty
+from types import ModuleType
+from typing import Any
+
+HERE = Path(__file__).parent
+# What decides which kernels a case compiles.
+COMPILED = ("d", "dtype", "softcap", "dropout_p", "alibi")
+
+Parameters = dict[str, Any]
+
+
+def load(path: Path) -> ModuleType:
+    """The test file as a module, with the shim in place of flash_attn."""
+    sys.path.insert(0, str(HERE / "shim"))
+    file = path / "tests" / "test_flash_attn.py" if path.is_dir() else path
+    spec = importlib.util.spec_from_file_location("test_flash_attn", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def choices(test: Any) -> Iterator[Parameters]:
+    """Every combination of a test's ``parametrize`` marks."""
+    axes = []
+    for mark in getattr(test, "pytestmark", ()):
+        if mark.name == "parametrize":
+            names = [name.strip() for name in mark.args[0].split(",")]
+            values = [(v,) if len(names) == 1 else v for v in mark.args[1]]
+            axes.append([dict(zip(names, value, strict=True)) for value in values])
+    for parts in itertools.product(*axes):
+        yield {name: value for part in parts for name, value in part.items()}
+
+
+def marked_skip(test: Any) -> str:
+    """The reason of a ``skipif`` mark that holds, else ""."""
+    for mark in getattr(test, "pytestmark", ()):
+        if mark.name == "skipif" and mark.args[0]:
+            return str(mark.kwargs.get("reason", "skipif"))
+    return ""
+
+
+def name_of(test: str, parameters: Parameters) -> str:
+    return f"{test}[{','.join(f'{name}={parameters[name]}' for name in sorted(parameters))}]"
+
+
+def digest(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()
+
+
+def skips_itself(name: str, p: Parameters) -> bool:
+    """Combinations that the tests leave by ``pytest.skip``: not worth a place in the sample."""
+    if p.get("softcap") and p.get("dropout_p"):
+        return True
+    if "kvcache" not in name or "new_kv" not in p:
+        return False
+    paged = p["paged_kv_block_size"] is not None
+    return (
+        (p["seqlen_q"] > p["seqlen_k"] and p["new_kv"])
+        or (not p["new_kv"] and p["rotary_fraction"] > 0.0)
+        or (paged and (p["has_batch_idx"] or p["has_leftpad"]))
+    )
+
+
+def sample(module: ModuleType, each: int, cases: int) -> list[tuple[str, Parameters]]:
+    """(test, parameters) of the sample, in the order of their digests."""
+    tests = {name: x for name, x in vars(module).items() if name.startswith("test_")}
+    ranked = []
+    for test, function in tests.items():
+        mine = [
+            (digest(name_of(test, p)), test, p)
+            for p in choices(function)
+            if not skips_itself(test, p)
+        ]
+        ranked.append(heapq.nsmallest(cases, mine, key=lambda item: item[0]))
+    chosen = {item[0]: item[1:] for mine in ranked for item in mine[:each]}
+    for item in heapq.merge(*ranked, key=lambda item: item[0]):
+        if len(chosen) >= cases:
+            break
+        chosen[item[0]] = item[1:]
+    return [chosen[key] for key in sorted(chosen)]
+
+
+def shares(drawn: list[tuple[str, Parameters]], workers: int) -> list[list[int]]:
+    """Indices into ``drawn`` for each worker: groups that compile the same, largest first, each
+    given to the worker that has least."""
+    groups = collections.defaultdict(list)
+    for index, (_, p) in enumerate(drawn):
+        groups[tuple(str(p.get(name)) for name in COMPILED)].append(index)
+    found: list[list[int]] = [[] for _ in range(workers)]
+    for key in sorted(groups, key=lambda key: (-len(groups[key]), key)):
+        min(found, key=len).extend(groups[key])
+    return found
+
+
+def run_one(function: Any, parameters: Parameters) -> tuple[str, str]:
+    """(status, message) of one case."""
+    import pytest
+    import torch
+
+    for attempt in range(6):
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                function(**parameters)
+            return "passed", ""
+        except pytest.skip.Exception as skipped:
+            return "skipped", str(skipped)
+        except torch.OutOfMemoryError:
+            # The workers share the memory, and the tests' own reference takes gigabytes.
+            error = traceback.format_exc()
+            torch.cuda.empty_cache()
+            time.sleep(3.0 * (attempt + 1))
+        except Exception:
+            return "failed", traceback.format_exc()
+    return "failed", error
+
+
+def work(
+    path: Path, each: int, cases: int, backend: str, index: int, workers: int, queue: Any
+) -> None:
+    """One worker: its share of the sample, results into ``queue``."""
+    import torch
+
+    import pyfa
+
+    torch.set_num_threads(1)
+    module = load(path)
+    drawn = sample(module, each, cases)
+    with pyfa.use_backend(backend):
+        for position in shares(drawn, workers)[index]:
+            test, parameters = drawn[position]
+            function = getattr(module, test)
+            begin = time.perf_counter()
+            why = marked_skip(function)
+            status, message = ("skipped", why) if why else run_one(function, parameters)
+            name = name_of(test, parameters)
+            queue.put((name, status, message[-3000:], time.perf_counter() - begin))
+            torch.cuda.empty_cache()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("checkout", type=Path)
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--each", type=int, default=10, help="of each test at least (default 10)")
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--backend", default="triton")
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds, then it stops")
+    parser.add_argument("--out", type=Path, help="a report in JSON")
+    options = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    common = (options.checkout, options.each, options.cases, options.backend)
+    processes = [
+        context.Process(target=work, args=(*common, index, options.workers, queue))
+        for index in range(options.workers)
+    ]
+    begin = time.perf_counter()
+    for process in processes:
+        process.start()
+    results: list[tuple[str, str, str, float]] = []
+    alive = True
+    while alive or not queue.empty():
+        alive = any(process.is_alive() for process in processes)
+        with contextlib.suppress(Empty):
+            results.append(queue.get(timeout=0.5))
+        if time.perf_counter() - begin > options.limit:
+            for process in processes:
+                process.terminate()
+    lost = [index for index, process in enumerate(processes) if process.exitcode]
+    counts = collections.Counter(status for _, status, _, _ in results)
+    by_test = collections.Counter(name.split("[")[0] for name, status, _, _ in results
+                                  if status == "passed")  # fmt: skip
+    for name, status, message, _ in sorted(results):
+        if status != "passed":
+            print(f"{status} {name}\n    {message.strip().splitlines()[-1] if message else ''}")
+    print(f"{dict(counts)} of {len(results)} in {time.perf_counter() - begin:.0f} s")
+    if lost:
+        print(f"workers that ended early, with cases of theirs not run: {lost}")
+    if options.out:
+        report = {
+            "backend": options.backend,
+            "counts": dict(counts),
+            "passed_by_test": dict(sorted(by_test.items())),
+            "others": [item[:3] for item in sorted(results) if item[1] != "passed"],
+            "seconds": {name: round(seconds, 2) for name, _, _, seconds in sorted(results)},
+        }
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    return 1 if lost or counts["failed"] or not counts["passed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

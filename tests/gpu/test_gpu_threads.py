@@ -1,0 +1,151 @@
+"""Threads, streams, devices, checkpointing: where a call runs and what it finds there."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import pyfa
+from pyfa.backends import BACKENDS
+
+HALF = {"device": "cuda", "dtype": torch.float16}
+
+
+def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options) -> list[torch.Tensor]:
+    """out and the gradients of q, k and v."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = pyfa.attention(*leaves, **options)
+    return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+
+def same(have: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(have, want, strict=True))
+
+
+def test_threads_with_a_stream_each() -> None:
+    """Eight threads start together on kernels that none has compiled yet."""
+    problems = [
+        ([torch.randn(2, 130 + 40 * i, 4, dim, **HALF) for _ in range(3)], {"causal": i % 2 == 0})
+        for i, dim in enumerate((32, 72, 64, 96, 32, 72, 64, 96))
+    ]
+    torch.cuda.synchronize()
+    gate = threading.Barrier(len(problems))
+    found: dict[int, list[list[torch.Tensor]]] = {}
+    errors = []
+
+    def work(i: int) -> None:
+        try:
+            tensors, options = problems[i]
+            stream = torch.cuda.Stream()
+            gate.wait()
+            with torch.cuda.stream(stream):
+                found[i] = [step(*tensors, backend="triton", **options) for _ in range(20)]
+            stream.synchronize()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(problems))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    for i, (tensors, options) in enumerate(problems):
+        expected = step(*tensors, backend="triton", **options)
+        assert all(same(results, expected) for results in found[i])
+
+
+def test_a_side_stream_is_the_one_that_works() -> None:
+    """What the side stream makes is ready in its order, with nothing waiting elsewhere."""
+    q, k, v = (torch.randn(4, 1000, 8, 64, **HALF) for _ in range(3))
+    expected = pyfa.attention(q * 2, k, v, backend="triton")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)  # 0.1 s, in which a launch elsewhere would overtake
+        doubled = q * 2
+        out = pyfa.attention(doubled, k, v, backend="triton")
+    side.synchronize()
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_tensors_on_a_device_that_is_not_current() -> None:
+    inputs = [torch.randn(2, 300, 4, 64, dtype=torch.float16) for _ in range(3)]
+    results = {}
+    for current, on in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        with torch.cuda.device(current):
+            tensors = [x.to(f"cuda:{on}") for x in inputs]
+            options = {"causal": True, "dropout_p": 0.2, "seed": 5, "backend": "triton"}
+            found = step(*tensors, **options)
+            # The second call takes the prepared launch.
+            with torch.no_grad():
+                plain = [pyfa.attention(*tensors, backend="triton") for _ in range(2)]
+            assert torch.cuda.current_device() == current
+        assert all(x.device.index == on for x in (*found, *plain))
+        results[current, on] = [x.cpu() for x in (*found, *plain)]
+    for have in results.values():
+        assert same(have, results[0, 0])
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """(backend, "forward" or "backward") of every run from here on."""
+    runs: list[tuple[str, str]] = []
+
+    def watch(name: str, method: str) -> None:
+        original = getattr(BACKENDS[name], method)
+
+        def run(*args):
+            runs.append((name, method))
+            return original(*args)
+
+        monkeypatch.setattr(BACKENDS[name], method, run)
+
+    for name in ("triton", "torch"):
+        for method in ("forward", "backward"):
+            watch(name, method)
+    return runs
+
+
+@pytest.mark.parametrize("name", ["triton", "torch"])
+def test_backward_outside_use_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = recorded(monkeypatch)
+    leaves = [torch.randn(2, 100, 4, 64, **HALF).requires_grad_() for _ in range(3)]
+    with pyfa.use_backend(name):
+        out = pyfa.attention(*leaves, causal=True)
+    out.sum().backward()
+    assert runs == [(name, "forward"), (name, "backward")]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["triton", "torch"])
+def test_checkpointing_recomputes_on_the_same_backend(
+    name: str, reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recomputed on autograd's own thread, with the dropout that the forward drew."""
+    leaves = [torch.randn(2, 100, 4, 64, **HALF).requires_grad_() for _ in range(3)]
+
+    def attend(*tensors: torch.Tensor) -> torch.Tensor:
+        return pyfa.attention(*tensors, causal=True, dropout_p=0.2)
+
+    results = []
+    with pyfa.use_backend(name):
+        for run in (attend, lambda *x: checkpoint(attend, *x, use_reentrant=reentrant)):
+            torch.manual_seed(1)
+            runs = recorded(monkeypatch)
+            out = run(*leaves)
+            results.append([out, *torch.autograd.grad(out.sum(), leaves)] if not reentrant
+                           else [out, *backward(out, leaves)])  # fmt: skip
+            assert {backend for backend, _ in runs} == {name}
+    assert same(results[1], results[0])
+
+
+def backward(out: torch.Tensor, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Gradients by ``backward``, which is all that reentrant checkpointing knows."""
+    for leaf in leaves:
+        leaf.grad = None
+    out.sum().backward()
+    return [leaf.grad for leaf in leaves]
