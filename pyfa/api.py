@@ -82,6 +82,7 @@ def attention(
     Source: Dao et al. 2022 and Dao 2023 (FlashAttention, FlashAttention-2).
     """
     key = None
+    needs_grad = False
     if (
         bias is None
         and alibi_slopes is None
@@ -92,15 +93,21 @@ def attention(
         and out_dtype is None
         and _is_unwatched(q, k, v)
     ):
-        key = _repeat_key(q, k, v, causal, window, scale, softcap, return_lse, backend)
+        needs_grad = _needs_grad(q, k, v)
+        key = _repeat_key(
+            q, k, v, causal, window, scale, softcap, return_lse, backend,
+            needs_grad and (deterministic, torch.are_deterministic_algorithms_enabled()),
+        )  # fmt: skip
         try:
             found = _repeats.get(key)
         except TypeError:  # a window or names of backends given as a list
             found = key = None
         if found is not None:
-            prepared, rest = found
-            out, lse = prepared.forward(Call(q, k, v, *rest))
-            return (out, lse) if return_lse else out
+            if needs_grad:
+                result: Result = ops.repeat_with_gradient(q, k, v, found)
+                return result
+            out, lse = found.run(q, k, v)
+            return (out, lse) if return_lse else out  # type: ignore[return-value]  # lse if asked for
     if unknown:
         validate.refuse_unknown("attention", unknown, _known(attention))
     shared = Shared(
@@ -108,11 +115,13 @@ def attention(
         out_dtype, deterministic, return_lse, backend,
     )  # fmt: skip
     request = requests.dense(q, k, v, shared)
+    result = _run(request)
     if key is not None:
         if len(_repeats) >= _MOST_REPEATS:
             _repeats.clear()
-        _repeats[key] = (dispatch.prepare(*request), request.call[3:])
-    return _run(request)
+        run = dispatch.prepare(*request).repeat(request.call, return_lse or needs_grad)
+        _repeats[key] = ops.Repeated(run, request.call[3:], request[1:], return_lse)
+    return result
 
 
 def attention_varlen(
@@ -268,17 +277,17 @@ def _known(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters)
 
 
-# What an inference with nothing but masks needs when it comes again: checks, normalised arguments
-# and choice are functions of this key, and looking it up costs 2 µs where making them costs 8.
+# What a call with nothing but masks needs when it comes again: checks, normalised arguments, choice
+# and launch are functions of this key, and looking it up costs 2 µs where making them costs 8.
 # Exact shapes are in it, so that it is emptied when serving has filled it.
-_repeats: dict[tuple[Any, ...], tuple[dispatch.Prepared, tuple[Any, ...]]] = {}
+_repeats: dict[tuple[Any, ...], ops.Repeated] = {}
 _MOST_REPEATS = 4096
 
 
 def _repeat_key(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any
 ) -> tuple[Any, ...]:
-    """All that a plain inference's checks and choice depend on."""
+    """All that a plain call's checks, choice and launch depend on."""
     key = (
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
         dispatch.context(), options,
@@ -290,14 +299,15 @@ def _repeat_key(
     return (*key, q.stride(), k.stride(), v.stride(), bases)
 
 
+def _needs_grad(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+
+
 def _is_unwatched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Plain tensors, no gradient, and no compiler, mode, transform or autocast to be heard."""
+    """Plain tensors, and no compiler, mode, transform or autocast to be heard."""
     return (
         not torch.compiler.is_compiling()
         and type(q) is type(k) is type(v) is torch.Tensor
-        and not (
-            torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        )
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
         and forward_ad._current_level < 0

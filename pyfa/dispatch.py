@@ -16,7 +16,7 @@ import torch
 
 from . import env, validate
 from .backends import AUTOMATIC, BACKENDS, NAMES
-from .backends.base import Backend, Gradients
+from .backends.base import Backend, Gradients, Repeat, Repeating
 from .device import Device, of
 from .errors import PerformanceWarning, UnsupportedProblem
 from .plan import Plan
@@ -26,6 +26,8 @@ _log = logging.getLogger("pyfa")
 _context: ContextVar[str] = ContextVar("pyfa_backend", default="")
 # What use_backend set last, in any thread: torch.compile cannot read a ContextVar, and guards this.
 _traced_context = ""
+# The same among what PyTorch hands from the thread that calls backward to those of autograd.
+_HANDED_ON = "pyfa_backend"
 _check_on_device: bool = env.get("PYFA_CHECK")
 
 
@@ -48,7 +50,8 @@ def use_backend(*names: str) -> Iterator[None]:
     """Use these backends, in this order and no others, inside the ``with`` block.
 
     Ranks below the ``backend`` argument and above ``PYFA_BACKEND``. A backward keeps the backend of
-    its forward, wherever it runs. Raises ``ValueError`` for an unknown name.
+    its forward, wherever it runs; what activation checkpointing computes again there goes by what
+    holds where ``backward`` is called. Raises ``ValueError`` for an unknown name.
 
     >>> with pyfa.use_backend("triton", "torch"):
     ...     out = pyfa.attention(q, k, v)
@@ -58,7 +61,10 @@ def use_backend(*names: str) -> Iterator[None]:
         raise ValueError("use_backend: expected at least one name")
     joined = _joined(names)
     before, _traced_context = _traced_context, joined
-    token = None if torch.compiler.is_compiling() else _context.set(joined)
+    token = None
+    if not torch.compiler.is_compiling():
+        token = _context.set(joined)
+        torch._C._stash_obj_in_tls(_HANDED_ON, joined)
     try:
         yield
     finally:
@@ -68,6 +74,7 @@ def use_backend(*names: str) -> Iterator[None]:
             # Not what another thread may have set in between: what this one is left with.
             _context.reset(token)
             _traced_context = _context.get()
+            torch._C._stash_obj_in_tls(_HANDED_ON, _traced_context)
 
 
 @functools.cache
@@ -81,10 +88,16 @@ def preference(argument: str | Sequence[str] | None) -> str:
         if not argument:
             raise ValueError("backend: expected at least one name, or None for whoever can")
         return _joined(argument)
-    return _traced_context if torch.compiler.is_compiling() else _context.get()
+    return _traced_context if torch.compiler.is_compiling() else context()
 
 
-context = _context.get
+def context() -> str:
+    """What ``use_backend`` set: in this thread, or where this thread's ``backward`` was called."""
+    here = _context.get()
+    if here or torch._C._current_graph_task_id() == -1 or not torch._C._is_key_in_tls(_HANDED_ON):
+        return here
+    handed: str = torch._C._get_obj_in_tls(_HANDED_ON)
+    return handed
 
 
 class Prepared(NamedTuple):
@@ -105,6 +118,16 @@ class Prepared(NamedTuple):
     def forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         self.validate(call)
         return self.backend.forward(self.plan, call)
+
+    def repeat(self, call: Call, with_lse: bool) -> Repeat:
+        """``forward`` as a function of q, k and v, for calls that differ from ``call``, which has
+        run, in nothing but their addresses."""
+        if isinstance(self.backend, Repeating) and not self.check:
+            short = self.backend.repeat(self.plan, call, with_lse)
+            if short is not None:
+                return short
+        rest = call[3:]
+        return lambda q, k, v: self.forward(Call(q, k, v, *rest))
 
     def backward(
         self,

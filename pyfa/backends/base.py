@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from ..plan import Plan
 from ..problem import FEATURES, Call, Problem
+
+# From q, k and v to out and, where it was asked for, LSE.
+Repeat = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]
+]
 
 
 class Gradients(NamedTuple):
@@ -56,6 +61,16 @@ class Backend(Protocol):
         dlse: torch.Tensor | None,
         bias_grad: bool,
     ) -> Gradients: ...
+
+
+@runtime_checkable
+class Repeating(Protocol):
+    """A backend with a shorter way for a call that comes again with other tensors."""
+
+    def repeat(self, plan: Plan, call: Call, with_lse: bool) -> Repeat | None:
+        """``forward`` of calls that share all with ``call`` but the addresses of q, k and v: their
+        shapes, strides, dtype, device and remainders of 16 bytes, and all options. ``call`` has
+        run. None where there is no such way."""
 
 
 def missing(backend: Backend, problem: Problem) -> list[str]:

@@ -71,6 +71,8 @@ def paths() -> list[str]:
         window_right=0, cu_seqlens_q=torch.tensor([0, 5, 5, 70], dtype=torch.int32),
         cu_seqlens_k=torch.tensor([0, 33, 40, 90], dtype=torch.int32),
     )  # fmt: skip
+    # All but flat: what is left of 1 − tanh² must not be a difference.
+    capped = dense._replace(q=dense.q.abs() * 2, k=dense.k.abs() + 1, softcap=3.0)
     copied = {"fwd_tma": True, "dk_tma": True, "dq_tma": True}
     for name, call, change, backward in (
         ("3 parts", decode._replace(num_splits=3), lambda c: {}, False),
@@ -82,6 +84,7 @@ def paths() -> list[str]:
          lambda c: {f"dv{key[2:]}": c[key] for key in c if key.startswith("dk_")}, True),
         ("eight dies", dense, lambda c: {"dies": 8}, True),
         ("wide offsets", dense, lambda c: {}, False),
+        ("saturated softcap", capped, lambda c: {}, True),
     ):  # fmt: skip
         failures += [f"{name}: {what}" for what in _compare(call, change, backward)]
     return failures

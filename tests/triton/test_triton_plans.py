@@ -64,11 +64,47 @@ def test_a_page_is_one_tile_only_where_it_holds_whole_ones() -> None:
     assert constants["fwd_paged"] == 1
 
 
+def test_the_bias_gradient_has_tiles_of_its_own_in_a_page() -> None:
+    """A page of 16 keys holds a tile of dQ's kernel, and half of one of the bias gradient's."""
+    paged = frozenset({"paged", "backward", "bias", "bias_grad"})
+    problem = _problem("sm_90a", 128, "float32", features=paged, page_size=16)
+    constants = dict(plans.plan(problem, "triton").constants)
+    assert constants["dq_paged"] == 2
+    variant = specs.Variant(general=True, bias="fp32")
+    assert specs.bias_spec(constants, variant, False, False).constants["PAGED"] == 1
+    dense = _problem("sm_90a", 128, "float32", features=paged - {"paged"})
+    constants = dict(plans.plan(dense, "triton").constants)
+    assert specs.bias_spec(constants, variant, False, False).constants["PAGED"] == 0
+
+
+def test_hoppers_tiles_of_v_are_swizzled_as_those_of_k() -> None:
+    for dim, dim_v in itertools.product((1, 17, 40, 64, 96, 256), repeat=2):
+        problem = _problem("sm_90a", dim, head_dim_v=dim_v)
+        constants = dict(plans.plan(problem, "triton").constants)
+        assert min(constants["block_dv"], 64) >= min(constants["block_d"], 64)
+        assert constants["block_dv"] >= dim_v
+        assert constants["even_dv"] == (constants["block_dv"] == dim_v)
+    ampere = dict(plans.plan(_problem("sm_80", 96, head_dim_v=1), "triton").constants)
+    assert ampere["block_dv"] == 16
+
+
+def test_no_more_heads_go_together_than_there_are() -> None:
+    """A program multiplies them by the blocks of rows, in 32 bits."""
+    from pyfa.backends.triton.runtime import Runner
+
+    runner = Runner(plans.plan(_problem("sm_90a", 8, seqlen_k=1), "triton"))
+    assert runner.section(1 * 16, group=4, pairs=64) == 64
+    assert runner.section(10**9, group=4, pairs=64) == 4
+
+
 def test_parts_fill_the_device_and_are_not_too_short() -> None:
-    assert plans.splits_for(programs=1000, tiles=64, slots=132, part_tiles=4) == 1
-    assert plans.splits_for(programs=8, tiles=512, slots=132, part_tiles=2) == 14
-    for programs, tiles in itertools.product((1, 7, 100), (1, 3, 17, 900)):
-        parts = plans.splits_for(programs, tiles, 132, 4)
+    assert plans.splits_for(1000, 64, slots=264, part_tiles=4, streams=False) == 1
+    assert plans.splits_for(8, 512, slots=132, part_tiles=2, streams=False) == 14
+    measured = {8: 12, 48: 2, 64: 2, 96: 1, 160: 3, 512: 1}  # the fastest on an H200, or near it
+    for programs, parts in measured.items():
+        assert plans.splits_for(programs, 512, 132, 2, True) == parts
+    for programs, tiles, streams in itertools.product((1, 7, 100), (1, 3, 17, 900), (True, False)):
+        parts = plans.splits_for(programs, tiles, 132, 4, streams)
         assert parts == 1 or tiles // parts >= 4
 
 

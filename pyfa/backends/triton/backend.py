@@ -12,7 +12,7 @@ import torch
 
 from ...plan import Plan
 from ...problem import FEATURES, Call, Problem
-from ..base import Gradients, missing
+from ..base import Gradients, Repeat, missing
 from . import plans
 
 if TYPE_CHECKING:
@@ -38,13 +38,6 @@ class TritonBackend:
 
     def why_not(self, problem: Problem) -> Sequence[str]:
         reasons = missing(self, problem)
-        if problem.head_dim_v < 16 < problem.head_dim:
-            # On an H200 (Triton 3.6) 9 of 10 such problems gave wrong rows or read out of bounds,
-            # which the interpreter does not show. The cause is not known.
-            reasons.append(
-                f"head_dim_v {problem.head_dim_v} beside head_dim {problem.head_dim} gives wrong "
-                "results on a GPU"
-            )
         if problem.arch == "cpu" and not _interpreted():
             reasons.append("the device is a CPU (TRITON_INTERPRET=1 interprets the kernels there)")
         return reasons
@@ -62,6 +55,9 @@ class TritonBackend:
 
     def forward(self, plan: Plan, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         return self.runner(plan).forward(call)
+
+    def repeat(self, plan: Plan, call: Call, with_lse: bool) -> Repeat | None:
+        return self.runner(plan).repeat(call, with_lse)
 
     def backward(
         self,

@@ -116,9 +116,9 @@ def _keys_step(
     nothing = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     s = dot(k, tl.trans(q), nothing, PRECISION)
     distance = key[:, None] - row[None, :] - shift
-    t = nothing
+    capped = nothing
     if GENERAL:
-        s, t = score(s, distance, slope, scale, softcap)
+        s, capped = score(s, distance, slope, scale, softcap)
         if BIAS > 0:
             pointers = bias_base + (row[None, :] * stride_bias_i + key[:, None] * stride_bias_j)
             s = add_bias(s, pointers, exists[None, :] & (key < keys)[:, None], BIAS)
@@ -140,7 +140,7 @@ def _keys_step(
             dp = tl.where(keep, dp * keep_scale, 0.0)
         ds = p * (dp - delta[None, :])
         if GENERAL:
-            ds = ds * (1.0 - t * t)
+            ds = ds * capped
         dk = dot(rounded(ds, q.dtype), q, dk, PRECISION)
     return dk, dv
 
@@ -274,9 +274,9 @@ def _rows_step(
     nothing = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     s = dot(q, tl.trans(k), nothing, PRECISION)
     distance = key[None, :] - row[:, None] - shift
-    t = nothing
+    capped = nothing
     if GENERAL:
-        s, t = score(s, distance, slope, scale, softcap)
+        s, capped = score(s, distance, slope, scale, softcap)
         if BIAS > 0:
             pointers = bias_rows[:, None] + key[None, :] * stride_bias_j
             s = add_bias(s, pointers, exists[:, None] & (key < keys)[None, :], BIAS)
@@ -294,7 +294,7 @@ def _rows_step(
         dots += tl.sum(p * dp, 1)
     ds = p * (dp - delta[:, None])
     if GENERAL:
-        ds = ds * (1.0 - t * t)
+        ds = ds * capped
     return dot(rounded(ds, k.dtype), k, dq, PRECISION), dots
 
 

@@ -108,7 +108,7 @@ def grad_bias(
                     nothing = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
                     distance = key[None, :] - row[:, None] - shift
                     s = dot(q, tl.trans(k), nothing, PRECISION)
-                    s, _tanh = score(s, distance, slope, scale, softcap)
+                    s, _capped = score(s, distance, slope, scale, softcap)
                     pointers = bias_rows[:, None] + key[None, :] * stride_bias_j
                     inside = exists[:, None] & (key < keys)[None, :]
                     s = add_bias(s, pointers, inside, BIAS)

@@ -26,6 +26,8 @@ HAS_BATCH_IDX = tl.constexpr(16)
 HAS_LEFTPAD = tl.constexpr(32)
 HAS_ALIBI = tl.constexpr(64)
 HAS_SINKS = tl.constexpr(128)
+# Nobody reads the LSE: it is not stored.
+NO_LSE = tl.constexpr(256)
 
 
 @triton.jit
@@ -51,13 +53,16 @@ def rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """To 2 ulp: a polynomial below 0.625 (Cephes' tanhf, S. Moshier 1984), else by exponentials."""
+    """(tanh, its derivative), to 2 ulp: a polynomial below 0.625 (Cephes' tanhf, S. Moshier 1984),
+    else by exponentials. There 1 − tanh² would cancel: of 1e-6 left, an ulp of tanh is 6 %."""
     z = x * x
     odd = ((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z
     odd = ((odd + 1.33314422036e-1) * z - 3.33332819422e-1) * z * x + x
     e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
     large = (1.0 - e) / (1.0 + e)
-    return tl.where(tl.abs(x) < 0.625, odd, tl.where(x < 0.0, -large, large))
+    small = tl.abs(x) < 0.625
+    slope = tl.where(small, 1.0 - odd * odd, 4.0 * e / ((1.0 + e) * (1.0 + e)))
+    return tl.where(small, odd, tl.where(x < 0.0, -large, large)), slope
 
 
 @triton.jit
@@ -178,13 +183,13 @@ def load_keys(
 
 @triton.jit
 def score(qk, distance, slope, scale, softcap):
-    """(score before bias and mask, tanh of it where softcap is on and else 0)."""
+    """(score before bias and mask, the derivative of its cap: 1 where softcap is off)."""
     s = qk * scale
-    t = tl.zeros_like(s)
+    capped = tl.full(s.shape, 1.0, dtype=tl.float32)
     if softcap > 0.0:
-        t = tanh(s / softcap)
+        t, capped = tanh(s / softcap)
         s = t * softcap
-    return s - slope * tl.abs(distance).to(tl.float32), t
+    return s - slope * tl.abs(distance).to(tl.float32), capped
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from .common import LN2, LOG2E, rounded
 
@@ -11,13 +12,16 @@ from .common import LN2, LOG2E, rounded
 def combine(
     PARTS, PART_LSE, OUT, LSE, lines, heads, rows_per_batch, head_dim_v, splits, stride_lb,
     stride_lh, stride_o_split, stride_l_split,
-    LINES: tl.constexpr, CHUNK: tl.constexpr, BLOCK_DV: tl.constexpr,
+    LINES: tl.constexpr, CHUNK: tl.constexpr, BLOCK_DV: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """out = Σ 2^(lse_i − lse) · out_i over the parts; a row that no part saw gives 0 and −inf.
 
     LINES (row, head) pairs a program, in the order of the contiguous out. CHUNK parts are read at
-    once, since one after the other each would wait for the memory.
+    once, since one after the other each would wait for the memory. ``AHEAD``: it was launched while
+    ``forward`` still ran, and waits for it here.
     """
+    if AHEAD:
+        cuda.gdc_wait()
     line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
     exists = (line < lines)[:, None]
     place = line // heads

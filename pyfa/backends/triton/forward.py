@@ -8,6 +8,7 @@ one part of the keys and leaves a normalised float32 partial result for ``decode
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from .common import (
     HAS_ALIBI,
@@ -20,6 +21,7 @@ from .common import (
     HAS_USED_Q,
     LN2,
     LOG2E,
+    NO_LSE,
     add_bias,
     dot,
     full_tiles,
@@ -42,7 +44,7 @@ def _step(
     GENERAL: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, PAGED: tl.constexpr,
     WIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys: the new (acc, total, top)."""
+    """One tile of keys: the new (acc, total, top); top is in base 2, for float32 natural."""
     if TMA:
         k = tl.trans(k_base.load([n0, 0]))
     else:
@@ -53,25 +55,37 @@ def _step(
     qk = dot(q, k, tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32), PRECISION)
     key = n0 + tl.arange(0, BLOCK_N)
     distance = key[None, :] - rows[:, None] - shift
+    EXACT: tl.constexpr = q.dtype == tl.float32
     factor = scale * LOG2E
     if GENERAL:
-        qk, _tanh = score(qk, distance, slope, scale, softcap)
+        qk, _capped = score(qk, distance, slope, scale, softcap)
         if BIAS > 0:
             exists = row_exists[:, None] & (key < keys)[None, :]
             pointers = bias_rows[:, None] + key[None, :] * stride_bias_j
             qk = add_bias(qk, pointers, exists, BIAS)
         factor = LOG2E
+    elif EXACT:
+        qk = qk * scale
     if MASKED:
         seen = (distance <= right) & (distance >= -left) & (key < keys)[None, :]
         qk = tl.where(seen, qk, float("-inf"))
-    # A positive factor, so that it can wait until after the maximum and become part of an fma.
-    raised = tl.maximum(top, tl.max(qk, 1) * factor)
+    if EXACT:
+        # Subtracted before it is scaled: of the row's largest score exactly 0 is left, and a row
+        # that sees one key gives its value. Natural units, since a scaled maximum is a rounded one.
+        raised = tl.maximum(top, tl.max(qk, 1))
+    else:
+        # A positive factor, so that it can wait until after the maximum and become part of an fma.
+        raised = tl.maximum(top, tl.max(qk, 1) * factor)
     base = raised
     if MASKED or BIAS > 0:
         # While a row has seen nothing its maximum is −inf, and −inf − −inf would be NaN.
         base = tl.where(raised == float("-inf"), 0.0, raised)
-    p = tl.exp2(qk * factor - base[:, None])
-    rescale = tl.exp2(top - base)
+    if EXACT:
+        p = tl.exp2((qk - base[:, None]) * LOG2E)
+        rescale = tl.exp2((top - base) * LOG2E)
+    else:
+        p = tl.exp2(qk * factor - base[:, None])
+        rescale = tl.exp2(top - base)
     total = total * rescale + tl.sum(p, 1)
     if DROPOUT:
         keep = kept(SEED, n0, rows[:, None], head, b, threshold, BLOCK_M, BLOCK_N)
@@ -101,7 +115,10 @@ def attention_forward(
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, GENERAL: tl.constexpr, BIAS: tl.constexpr,
     DROPOUT: tl.constexpr, PAGED: tl.constexpr, PACK: tl.constexpr, SPLIT: tl.constexpr,
     WIDE: tl.constexpr, TMA: tl.constexpr, DIES: tl.constexpr, PRECISION: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
+    if AHEAD:
+        cuda.gdc_launch_dependents()  # the combination may take its place and wait there
     # ``heads`` counts what a program handles one of: key heads where rows are packed.
     block, unit, b = locate(blocks * splits, heads, batch, section, descending, DIES)
     part = block % splits
@@ -184,7 +201,8 @@ def attention_forward(
     sunk = tl.where((present & HAS_SINKS) != 0, heads * group, 0)
     if SPLIT:
         sunk = tl.where(part == 0, sunk, 0)
-    top = tl.zeros([BLOCK_M], dtype=tl.float32) + LOG2E * tl.load(
+    EXACT: tl.constexpr = q.dtype == tl.float32
+    top = tl.zeros([BLOCK_M], dtype=tl.float32) + (1.0 if EXACT else LOG2E) * tl.load(
         SINKS + head_of_row, mask=head_of_row < sunk, other=float("-inf")
     )
     total = tl.where(top > float("-inf"), 1.0, 0.0)
@@ -213,7 +231,8 @@ def attention_forward(
         )  # fmt: skip
 
     empty = total == 0.0
-    lse = tl.where(empty, float("-inf"), (top + tl.log2(total)) * LN2)
+    lse = top + tl.log2(total) * LN2 if EXACT else (top + tl.log2(total)) * LN2
+    lse = tl.where(empty, float("-inf"), lse)
     inverse = 1.0 / tl.where(empty, 1.0, total)
     if DROPOUT:
         inverse *= keep_scale
@@ -226,7 +245,7 @@ def attention_forward(
     out_mask = row_exists[:, None]
     if not EVEN_DV:
         out_mask = out_mask & (dv < head_dim_v)[None, :]
-    tl.store(LSE + lse_rows, lse, mask=row_exists)
+    tl.store(LSE + lse_rows, lse, mask=line < tl.where((present & NO_LSE) != 0, 0, lines))
     tl.store(
         OUT + (out_rows[:, None] + dv[None, :]), rounded(out, OUT.dtype.element_ty), mask=out_mask
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from triton.runtime import _allocation, driver
 from triton.runtime.errors import OutOfResources
 
-from . import specs
+from . import runtime_launch, specs
 from .specs import INTERPRETED, Spec
 
 
@@ -36,6 +37,8 @@ class Kernel:
         self._metadata = compiled.packed_metadata
         self._scratch = compiled.metadata.global_scratch_size > 0
         self._keep = compiled
+        self._code = runtime_launch.code_of(compiled, spec, index)
+        self._launch: runtime_launch.Launch | None = None
 
     def __call__(self, programs: int, *args: Any) -> None:
         if INTERPRETED:
@@ -44,6 +47,11 @@ class Kernel:
                 **dict(zip(names, args, strict=True)),
                 **{name: self._spec.constants[name] for name in _constants(self._spec)},
             )
+            return
+        if self._code is not None:
+            if self._launch is None:
+                self._launch = runtime_launch.Launch(self._code, args, len(args))
+            self._launch(programs, *args)
             return
         stream = torch._C._cuda_getCurrentRawStream(self._index)
         if not self._scratch:
@@ -56,6 +64,13 @@ class Kernel:
                       *args, *self._tail)  # fmt: skip
         finally:
             _allocation._allocator.reset(token)
+
+    def prepared(self, count: int, rest: tuple[Any, ...]) -> Callable[..., None]:
+        """The kernel as a function of the number of programs and its first ``count`` arguments,
+        which are addresses."""
+        if INTERPRETED or self._code is None:
+            return lambda programs, *first: self(programs, *first, *rest)
+        return runtime_launch.Launch(self._code, (*(0,) * count, *rest), count)
 
 
 def _loaded(spec: Spec) -> Any:

@@ -36,7 +36,8 @@ class Kernels(NamedTuple):
 
 # Per family: widest head dim → 16-bit tiles.
 # H200, bf16, heads · head_dim = 2,048, batch · rows = 16,384; TFLOP/s at 16,384 / 4,096 / 1,024
-# rows. torch's FlashAttention-2 forward causal: 300/275/208, 331/305/247, 294/284/248.
+# rows, counting every product that a kernel makes. torch's FlashAttention-2 forward causal:
+# 300/275/208, 331/305/247, 294/284/248.
 _HOPPER = {
     # Forward causal 432/377/262, full 428/428/366; 128 rows a block: 415/352/241. dK and dV 504
     # causal; 128 rows: 464. 2 stages: 440. dQ 617; 128 keys: 506.
@@ -45,10 +46,12 @@ _HOPPER = {
     # as one kernel each 515. dQ 650; 64 rows a block: 568.
     128: Kernels(Tiles(64, 64, 4, 3, tma=True), Tiles(64, 64, 4, 2, tma=True),
                  Tiles(128, 64, 8, 3)),
-    # Forward 528/432/282 causal. dK and dV in one kernel are 221: two accumulators of 128 keys do
-    # not fit the registers, and at 64 keys both warp groups compute all of S.
-    256: Kernels(Tiles(128, 64, 8, 2, tma=True), Tiles(64, 128, 8, 1), Tiles(128, 64, 8, 1),
-                 Tiles(64, 128, 8, 2, tma=True)),
+    # Forward 528/432/282 causal. dK and dV are two kernels: their accumulators of 128 keys do not
+    # fit the registers together, and one of 64 keys took 5.5 ms at 16,384 causal where the two take
+    # 4.8. Three stages of 32: dK 3.05 ms, with one of 64 rows 3.42, full 6.10 and 7.97; dQ 2.67,
+    # with one of 64 keys 3.47, full 5.57 and 7.12.
+    256: Kernels(Tiles(128, 64, 8, 2, tma=True), Tiles(32, 128, 8, 3, tma=True),
+                 Tiles(128, 32, 8, 3, tma=True), Tiles(64, 128, 8, 2, tma=True)),
 }  # fmt: skip
 _AMPERE = {
     64: Kernels(Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
@@ -112,6 +115,8 @@ _OPTIONS = frozenset(
      "batch_idx"}
 )  # fmt: skip
 
+# Archs of Hopper and after, whose tables say where the copy engine is used.
+_COPY_ENGINE = ("sm_90", "sm_90a", "sm_100")
 # Archs whose shared memory holds three tiles of 128 keys.
 _LARGE_SHARED = ("sm_80", "sm_90", "sm_90a", "sm_100")
 
@@ -122,6 +127,20 @@ _PACKED_ROWS = 64
 def power_of_two(size: int, least: int = 16) -> int:
     """``size`` rounded up; matrix instructions want 16."""
     return max(least, 1 << (size - 1).bit_length())
+
+
+def _blocks(problem: Problem) -> tuple[int, int]:
+    """The widths of the tiles of K and V.
+
+    Hopper's matrix unit reads shared memory by descriptors, which say how a tile is swizzled: by
+    its width, up to 64. Where V is not staged ahead its tile takes the place of K's, and where the
+    two descriptors then differ, ptxas 12.8 (Triton 3.6) derives those of V's rows 16 and up from a
+    register that nothing wrote: wrong rows, or reads out of bounds. So V is as wide as K there.
+    """
+    block_d, block_dv = power_of_two(problem.head_dim), power_of_two(problem.head_dim_v)
+    if problem.dtype != "float32" and _FAMILIES.get(problem.arch) is _HOPPER:
+        block_dv = max(block_dv, min(block_d, 64))
+    return block_d, block_dv
 
 
 def _divisor(size: int) -> int:
@@ -166,15 +185,26 @@ def forward_tiles(problem: Problem) -> Tiles:
     elif tiles.tma:
         # 535 against 519 at 16,384 keys, 420 against 432 at 4,096.
         return tiles._replace(tma=problem.seqlen_k > 8192)
+    elif tiles == _HOPPER[64].forward and _long_rows(problem):
+        # At 16,384 keys 2.38 ms against 2.75, full 4.93 and 5.61; at 4,096 full 1.26 and 1.37, but
+        # causal 0.79 and 0.78.
+        return tiles._replace(block_n=128, tma=True)
     return tiles
+
+
+def _long_rows(problem: Problem) -> bool:
+    """Whether rows see so many keys that larger tiles, through the copy engine, are worth it."""
+    if problem.features & {"softcap", "alibi", "bias", "dropout"}:
+        return False  # what these keep in registers would spill
+    masked = problem.features & {"causal", "window"}
+    return problem.seqlen_k > (8192 if masked else 1024)
 
 
 def _rows_tiles(problem: Problem, tiles: Tiles) -> Tiles:
     """The tiles of dQ's kernel."""
-    wide = tiles == _HOPPER[256].dq
-    if wide and problem.seqlen_k <= 4096 and problem.features & {"causal", "window"}:
-        # Fewer keys under the diagonal: 282 against 258 at 1,024, 394 against 390 at 4,096.
-        return tiles._replace(block_n=32, stages=2)
+    if tiles == _HOPPER[64].dq and _long_rows(problem):
+        # At 16,384 keys 2.41 ms against 2.60, full 4.71 and 5.61; at 1,024 full 0.43 and 0.38.
+        return tiles._replace(block_n=128, tma=True)
     return tiles
 
 
@@ -189,21 +219,16 @@ def _few_rows(problem: Problem, tiles: Tiles, block: int) -> Tiles:
         return tiles
     if wide:
         return tiles._replace(block_n=64, stages=3)
-    # H200, TB/s, 32/8 heads of 128, (batch, keys): (1, 65,536) 3.38 with 128 keys and 3 stages,
-    # 3.28 with 64 and 4; (8, 32,768) 4.24 and 4.28; (64, 8,192) 4.45, with 2 stages 4.47.
-    pairs = problem.batch * problem.heads_k
-    if pairs < 32:
-        return tiles._replace(block_n=128, stages=3)
-    if pairs <= 256:
-        return tiles._replace(block_n=64, stages=4)
-    return tiles._replace(block_n=128, stages=2)
+    # H200, TB/s, 32/8 heads of 128, (batch, keys): (12, 16,384) 4.25 with 128 keys and 3 stages,
+    # 3.67 with 64 and 4; (8, 32,768) 4.18 and 4.20; (64, 8,192) 4.35, with 128 and 2 stages 4.39.
+    return tiles._replace(block_n=128, stages=2 if problem.batch * problem.heads_k > 256 else 3)
 
 
 def plan(problem: Problem, name: str) -> Plan:
     """Everything that the kernels of ``problem`` are compiled with."""
     kernels = kernels_of(problem)
     features = problem.features
-    block_d, block_dv = power_of_two(problem.head_dim), power_of_two(problem.head_dim_v)
+    block_d, block_dv = _blocks(problem)
     forward = forward_tiles(problem)
     amd = problem.device.vendor == "amd"
     element = 4 if problem.dtype == "float32" else 2
@@ -221,9 +246,13 @@ def plan(problem: Problem, name: str) -> Plan:
         "tf32": problem.dtype == "float32" and problem.device.vendor == "nvidia",
         "reversed": "causal" in features or "window" in features,
         "dies": problem.device.dies,
-        # Programs that fill the device once: small tiles fit twice on a unit.
+        # Programs that fill the device once. Those of few rows want all of a unit's shared memory
+        # for K and V on their way.
+        "streams": forward.block_m < 64,
+        # The combination is launched while the parts still run (programmatic dependent launch).
+        "ahead": problem.arch in _COPY_ENGINE,
         "part_tiles": max(1, (256 if forward.block_m < 64 else 512) // forward.block_n),
-        "slots": max(1, problem.device.units) * (2 if forward.block_m <= 64 else 1),
+        "slots": max(1, problem.device.units) * (2 if forward.block_m == 64 else 1),
         # K and V of the heads that run together should leave room in the L2 for q and out.
         "near_bytes": (problem.device.l2_bytes or 4 << 20) // 2,
         "align": 16 // element if problem.aligned else 1,
@@ -241,7 +270,7 @@ def plan(problem: Problem, name: str) -> Plan:
             del values["matrix"], values["waves"]
         # The copy engine wants rows at multiples of 16 bytes, dO's and O's too.
         whole = problem.aligned and not (problem.head_dim | problem.head_dim_v) % 8
-        values["tma"] = tiles.tma and whole and problem.arch in ("sm_90", "sm_90a", "sm_100")
+        values["tma"] = tiles.tma and whole and problem.arch in _COPY_ENGINE
         values["paged"] = _paging(problem, tiles.block_n)
         constants |= {f"{role}_{key}": value for key, value in values.items()}
     return Plan(name, "attention_forward", tuple(sorted(constants.items())), _notes(problem))
@@ -264,15 +293,19 @@ def _notes(problem: Problem) -> tuple[str, ...]:
 
 
 @functools.lru_cache(4096)
-def splits_for(programs: int, tiles: int, slots: int, part_tiles: int) -> int:
+def splits_for(programs: int, tiles: int, slots: int, part_tiles: int, streams: bool) -> int:
     """Into how many parts to split the keys so that ``programs`` fill ``slots`` of the device.
 
-    The fewest parts whose last round is at least 85 % as full as the best choice's, as
-    FlashAttention-2 decides. Not the fullest: of 65,536 keys 14 parts ran at 3.38 TB/s on an H200
-    and 16 at 3.12, since parts that start a power of two apart ask the same memory channels. Parts
-    shorter than ``part_tiles`` cost more in the combination than they save.
+    ``streams``: the programs have few rows each and wait for memory, of which 72 % of the slots
+    take all there is; beyond one round a last one that is mostly empty costs as everywhere. TB/s of
+    K and V on an H200 (132 slots): 96 programs in one part 4.25, in four 4.03; 48 in two 3.72, in
+    five 3.59; 160 in three 4.21, in one 3.26.
+
+    Otherwise, and where the keys do not suffice for that, the fewest parts whose last round is at
+    least 85 % as full as the best choice's, as FlashAttention-2 decides. Parts shorter than
+    ``part_tiles`` cost more in the combination than they save.
     """
-    if programs >= 0.8 * slots:
+    if not streams and programs >= 0.8 * slots:
         return 1
     most = max(1, min(128, slots, tiles // part_tiles))
     full = {}
@@ -282,5 +315,7 @@ def splits_for(programs: int, tiles: int, slots: int, part_tiles: int) -> int:
             continue
         rounds = programs * parts / slots
         full[parts] = rounds / -(-programs * parts // slots)
+        if streams and full[parts] >= (0.72 if rounds <= 1.0 else 0.9):
+            return parts
     best = max(full.values())
     return next(parts for parts, share in full.items() if share >= 0.85 * best)

@@ -12,6 +12,7 @@ from ...plan import Plan
 from ...problem import Call
 from ..base import Gradients
 from . import plans, runtime_backward, specs
+from .common import NO_LSE
 from .kernel import Kernel, address, no_float, no_int, no_seed
 from .specs import INTERPRETED, KINDS, Spec, Variant
 
@@ -22,6 +23,9 @@ _FEW_LINES = 4096
 # Shapes whose launches are kept, so that serving does not grow the table without end.
 _MOST_READY = 1024
 _lock = threading.Lock()
+# Looked up once, not at every call.
+_empty_like, _contiguous = torch.empty_like, torch.contiguous_format
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 # bias, slopes, sinks, seed, cu_q, cu_k, used_q, used_k, pages, batch_idx, leftpad, present
 _NO_OPTIONS = (no_float, no_float, no_float, no_seed, *(no_int,) * 7, 0)
@@ -47,31 +51,43 @@ def _rows_contiguous(x: torch.Tensor) -> torch.Tensor:
 
 class _Ready:
     """A forward of known shapes: allocates, takes five addresses, launches. A third of the host
-    time of ``Runner._forward``."""
+    time of ``Runner._forward``. ``lse`` is None where nobody will ask for it."""
 
-    __slots__ = ("float32", "kernel", "lse_shape", "out_shape", "programs", "rest")
+    __slots__ = ("again", "index", "launch", "lse", "out", "programs")
 
     def __init__(
         self, kernel: Kernel, programs: int, rest: tuple[Any, ...], out: torch.Tensor,
-        lse: torch.Tensor,
+        lse: torch.Tensor | None,
     ) -> None:  # fmt: skip
-        self.kernel = kernel
         self.programs = programs
-        self.rest = rest
-        self.out_shape = out.shape
-        self.lse_shape = lse.shape
-        # new_empty of a tensor of the right kind costs 0.4 µs less than empty with a dtype.
-        self.float32 = lse.new_empty(0)
+        # One element under each shape: empty_like takes two thirds of the time of new_empty.
+        self.out = out.new_empty(1).expand(out.shape)
+        self.lse = None if lse is None else lse.new_empty(1).expand(lse.shape)
+        self.index = out.device.index
+        self.again = (kernel, programs, rest, self.out)
+        if lse is None:
+            options = len(_NO_OPTIONS)
+            rest = (*rest[: options - 1], NO_LSE.value, *rest[options:])
+        self.launch = kernel.prepared(5, rest)
+
+    def without_lse(self) -> _Ready:
+        """The same forward, which leaves out the LSE."""
+        return _Ready(*self.again, None)
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out = q.new_empty(self.out_shape)
-        lse = self.float32.new_empty(self.lse_shape)
-        self.kernel(
-            self.programs, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
-            lse.data_ptr(), *self.rest,
-        )  # fmt: skip
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if _current_device() != self.index:
+            with torch.cuda.device(self.index):
+                return self(q, k, v)
+        out = _empty_like(self.out, memory_format=_contiguous)
+        lse, lse_address = None, 0
+        if self.lse is not None:
+            lse = _empty_like(self.lse, memory_format=_contiguous)
+            lse_address = lse.data_ptr()
+        self.launch(
+            self.programs, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address
+        )
         return out, lse
 
 
@@ -97,6 +113,7 @@ class Runner:
         self.block_n: int = get("fwd_block_n")
         self.slots: int = get("slots")
         self.part_tiles: int = get("part_tiles")
+        self.streams: bool = get("streams")
         self.near: int = get("near_bytes")
         self.half = get("dtype") != "fp32"
         self.tf32: bool = get("tf32")
@@ -201,17 +218,31 @@ class Runner:
         device = q.device
         if device.type != "cuda":
             return self._forward(call, None)
-        key = None
-        if self.plain:
-            key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), call.window_left,
-                   call.window_right, call.scale, call.num_splits, device)  # fmt: skip
-            ready = self._ready.get(key)
-            if ready is not None and torch._C._cuda_getDevice() == device.index:
-                return ready(q, k, v)
+        key = self._ready_key(call)
+        ready = self._ready.get(key) if key is not None else None
+        if ready is not None:
+            out, lse = ready(q, k, v)
+            assert lse is not None
+            return out, lse
         if torch._C._cuda_getDevice() != device.index:
             with torch.cuda.device(device):
                 return self._forward(call, key)
         return self._forward(call, key)
+
+    def _ready_key(self, call: Call) -> tuple[Any, ...] | None:
+        """What a launch with everything filled in depends on; None where also on more than that, as
+        in float32 on torch's switch for tf32."""
+        if not (self.plain and self.half):
+            return None
+        q, k, v = call.q, call.k, call.v
+        return (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), call.window_left,
+                call.window_right, call.scale, call.num_splits, q.device)  # fmt: skip
+
+    def repeat(self, call: Call, with_lse: bool) -> _Ready | None:
+        """``forward`` of calls like this one, which has run, as a function of q, k and v."""
+        key = self._ready_key(call)
+        ready = self._ready.get(key) if key is not None else None
+        return ready if with_lse or ready is None else ready.without_lse()
 
     def backward(
         self,
@@ -269,7 +300,7 @@ class Runner:
             if partial:
                 to_lse.fill_(-torch.inf)
             part_strides = (out.numel(), lse.numel())
-        section = self.section(longest * (dim + dim_v), 1 if self.pack else group)
+        section = self.section(longest * (dim + dim_v), 1 if self.pack else group, units * batch)
         variant = self.variant(call, given, self.block_n)
         key = ("forward", parts > 1, variant, q.device.index)
         kernel = self._kernels.get(key) or self.kernel(
@@ -318,11 +349,14 @@ class Runner:
         tiles = -(-seen // self.block_n)
         if call.num_splits > 1:
             return max(1, min(call.num_splits, tiles))
-        return plans.splits_for(programs, tiles, self.slots, self.part_tiles)
+        return plans.splits_for(programs, tiles, self.slots, self.part_tiles, self.streams)
 
-    def section(self, elements: int, group: int) -> int:
-        """How many (sequence, head) pairs go together; those of one key head never part."""
+    def section(self, elements: int, group: int, pairs: int) -> int:
+        """How many of ``pairs`` (sequence, head) go together; those of one key head never part.
+
+        No more than there are: the kernels multiply it by the blocks of a pair in 32 bits.
+        """
         if not self.reversed:
             return group
         bytes_of = elements * (2 if self.half else 4)
-        return max(1, self.near // max(1, bytes_of)) * group
+        return min(max(1, self.near // max(1, bytes_of)) * group, pairs)

@@ -125,7 +125,8 @@ def _grad_keys(
     make = torch.zeros if gaps or call.cache_leftpad is not None else torch.empty
     dk, dv = (make(shape, dtype=dtype, device=k.device) for shape in shapes)
     strides = [(0, *x.stride()[:2]) if x.dim() == 3 else x.stride()[:3] for x in (dk, dv)]
-    section = runner.section(call.max_seqlen_q * group * (sizes[3] + sizes[4]), 1)
+    elements = call.max_seqlen_q * group * (sizes[3] + sizes[4])
+    section = runner.section(elements, 1, batch * heads_k)
     for role in runner.keys_roles:
         block = runner.constants[f"{role}_block_n"]
         blocks = -(-longest // block)
@@ -185,7 +186,7 @@ def _grad_rows(
         kernel = runner.kernel(
             key, lambda: specs.rows_spec(runner.constants, variant, dots is not None)
         )
-        section = runner.section(longest * (dim + dim_v), group)
+        section = runner.section(longest * (dim + dim_v), group, heads * batch)
         kernel(
             programs, address(q), address(given.k), address(given.v), address(saved.dout),
             address(dq), address(saved.base), address(saved.delta),

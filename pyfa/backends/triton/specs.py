@@ -149,7 +149,7 @@ def _common(plan: Constants, variant: Variant, role: str) -> dict[str, Any]:
 
 def forward_spec(plan: Constants, variant: Variant, split: bool) -> Spec:
     constants = _common(plan, variant, "fwd")
-    constants |= {"PACK": plan["pack"], "SPLIT": split}
+    constants |= {"PACK": plan["pack"], "SPLIT": split, "AHEAD": split and plan["ahead"]}
     types = {"OUT": "*fp32"} if split else {}
     return _spec(
         forward.attention_forward, plan, variant, constants, _divisors(plan),
@@ -161,7 +161,9 @@ def combine_spec(plan: Constants, lines: int) -> Spec:
     """``lines`` pairs a program: 1 in decode, whose parts are many and its rows few, else 16."""
     # 16 tiles of 128 float32 values are 64 bytes for each of 128 lanes.
     constants = {"LINES": lines, "CHUNK": 16 // lines, "BLOCK_DV": plan["block_dv"]}
-    return _spec(decode.combine, plan, Variant(), constants, _divisors(plan), {"num_warps": 4})
+    constants["AHEAD"] = plan["ahead"]
+    options = {"num_warps": 4} | ({"launch_pdl": True} if plan["ahead"] else {})
+    return _spec(decode.combine, plan, Variant(), constants, _divisors(plan), options)
 
 
 def state_lines(plan: Constants) -> int:
@@ -204,6 +206,8 @@ def bias_spec(plan: Constants, variant: Variant, all_rows: bool, all_keys: bool)
     constants |= {
         "BLOCK_M": BIAS_TILE,
         "BLOCK_N": BIAS_TILE,
+        # Whether a page holds whole tiles was asked of other tiles.
+        "PAGED": min(1, plan["dq_paged"]),
         "ALL_ROWS": all_rows,
         "ALL_KEYS": all_keys,
     }

@@ -1,0 +1,101 @@
+"""What every result file says of the machine and the versions it was measured with."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import pyfa
+
+SCHEMA = 1  # of every result file: raised when a field changes its meaning or goes
+_PACKAGE = Path(pyfa.__file__).parent
+_QUERY = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,temperature.gpu"
+
+
+def environment() -> dict[str, Any]:
+    """CPU, cores, load, Python, torch, pyfa and its commit, date; the GPU where there is one."""
+    return {
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 2),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "driver": (gpu_state() or {}).get("driver_version"),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "triton": version_of("triton"),
+        "pyfa": pyfa.__version__,
+        "commit": _commit(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def gpu_state() -> dict[str, str] | None:
+    """Driver, clocks in MHz, power in W and temperature of the first GPU, as nvidia-smi says."""
+    command = ["nvidia-smi", "-i", "0", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
+    line = _said(command).splitlines()[:1]
+    if not line or not torch.cuda.is_available():
+        return None
+    return dict(zip(_QUERY.split(","), (part.strip() for part in line[0].split(",")), strict=False))
+
+
+def version_of(package: str) -> str | None:
+    """The installed version of a package, None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def write(path: Path, results: Mapping[str, Any]) -> None:
+    """Write ``results`` under the schema number, beside their environment."""
+    data = {"schema": SCHEMA, "environment": environment(), **results}
+    path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A result file. ``ValueError`` where it is none, or of another schema."""
+    try:
+        data = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: expected a result file of pyfa bench; {error}") from error
+    schema = data.get("schema") if isinstance(data, dict) else None
+    if schema != SCHEMA:
+        raise ValueError(f"{path}: expected results of schema {SCHEMA}; got {schema}")
+    result: dict[str, Any] = data
+    return result
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":")[1].strip() for line in lines if "model name" in line), "")
+
+
+def _commit() -> str:
+    """The checkout's commit, with ``+`` where files differ from it; "" outside a checkout."""
+    git = ["git", "-C", str(_PACKAGE)]
+    dirty = _said([*git, "status", "--porcelain", "--", "."])
+    return _said([*git, "rev-parse", "--short", "HEAD"]) + ("+" if dirty else "")
+
+
+def _said(command: list[str]) -> str:
+    """What a command prints, "" where it is not there or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""

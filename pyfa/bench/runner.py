@@ -1,0 +1,129 @@
+"""Runs suites: every peer at every cell, in rounds that take turns."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from . import machine
+from .peers import Peer, Ready, chosen
+from .suites import SUITES, Cell
+from .timing import Clock
+
+OnProgress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """``rounds`` in which the peers take turns, so that load and clocks strike all alike, and the
+    ``seconds`` of samples that each has in a round."""
+
+    rounds: int = 3
+    seconds: float = 0.03
+    warm_up: int = 3
+
+
+def run(
+    suites: Sequence[str] | None = None,
+    wanted: list[str] | None = None,
+    effort: Effort | None = None,
+    on_progress: OnProgress | None = None,
+) -> dict[str, Any]:
+    """The results of ``suites`` (all by default) on this machine's GPU, or else its CPU.
+
+    Plain data: who took part and who not and why, clocks before and after, and a row for every
+    cell and peer with median and quartiles of seconds, or with the reason that it has none.
+    """
+    for name in suites or ():
+        if name not in SUITES:
+            raise ValueError(f"suite: expected one of {', '.join(SUITES)}; got {name!r}")
+    effort = effort or Effort()
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    taking_part, absent = chosen(wanted, device.type)
+    names = list(suites or SUITES)
+    cells = [cell for name in names for cell in SUITES[name](device.type == "cuda")]
+    clock = Clock(device)
+    before = machine.gpu_state()
+    rows: list[dict[str, Any]] = []
+    for done, cell in enumerate(cells):
+        if on_progress is not None:
+            on_progress(done, len(cells), f"{cell.suite} {cell.name}")
+        rows += _measure(cell, taking_part, clock, effort)
+    return {
+        "suites": names,
+        "device": device.type,
+        "effort": asdict(effort),
+        "peers": {peer.name: peer.meaning for peer in taking_part},
+        "absent": absent,
+        "clocks": {"before": before, "after": machine.gpu_state()},
+        "rows": rows,
+    }
+
+
+def _measure(
+    cell: Cell, taking_part: Iterable[Peer], clock: Clock, effort: Effort
+) -> list[dict[str, Any]]:
+    """A row for each peer at one cell."""
+    timers: dict[str, tuple[Ready, Callable[[float], list[float]]]] = {}
+    failed = {}
+    for peer in taking_part:
+        try:
+            ready = peer.prepare(cell, clock.device)
+            with ready.within():
+                call = _call(cell, ready)
+                for _ in range(effort.warm_up):
+                    call()
+                clock.wait()
+                timers[peer.name] = (ready, clock.timer(cell.timed, call))
+        except Exception as error:  # whatever keeps a peer from it is that peer's row
+            failed[peer.name] = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    rounds: dict[str, list[list[float]]] = {name: [] for name in timers}
+    for _ in range(effort.rounds):
+        for name, (ready, timer) in timers.items():
+            with ready.within():
+                rounds[name].append(timer(effort.seconds))
+    problem = cell.as_dict()
+    rows = [_row(cell, problem, name, samples) for name, samples in rounds.items()]
+    rows += [
+        {"suite": cell.suite, "cell": cell.name, "peer": name, "problem": problem, "why_not": why}
+        for name, why in failed.items()
+    ]
+    timers.clear()
+    gc.collect()
+    if clock.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return rows
+
+
+def _call(cell: Cell, ready: Ready) -> Callable[[], object]:
+    """What is timed."""
+    forward, leaves, dout = ready.forward, ready.leaves, ready.dout
+    if cell.passes == "forward":
+        return forward
+    if cell.passes == "both":
+        return lambda: torch.autograd.grad(forward(), leaves, dout)
+    out = forward()
+    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+
+def _row(
+    cell: Cell, problem: dict[str, Any], peer: str, rounds: list[list[float]]
+) -> dict[str, Any]:
+    samples = [sample for one in rounds for sample in one]
+    low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return {
+        "suite": cell.suite,
+        "cell": cell.name,
+        "peer": peer,
+        "problem": problem,
+        "seconds": {"median": median, "quartiles": [low, high]},
+        "round_medians": [statistics.median(one) for one in rounds],
+        "samples": len(samples),
+        "value": float(f"{cell.value(median):.4g}"),
+        "unit": cell.unit,
+    }

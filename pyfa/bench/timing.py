@@ -1,0 +1,121 @@
+"""Three ways to time a call: on the device with a cold cache, by graph replay, and on the host.
+
+All return seconds per call, one number a sample; none sets a clock or a power limit.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+
+import torch
+
+Call = Callable[[], object]
+
+# More than any cache holds: 512 MB on a GPU (an H200's L2 is 60 MB), on a CPU 64 MB.
+_FLUSHED = {"cuda": 512 << 20, "cpu": 64 << 20}
+_REPLAYED = 20  # calls in a graph, so that its launch is divided by as many
+_HOST_CALLS = 50  # in a sample of host time: a millisecond, which is rarely interrupted
+_MOST_SAMPLES = 100
+_FEWEST_SAMPLES = 3
+
+
+class Clock:
+    """Times calls on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._buffer = torch.empty(_FLUSHED[device.type], dtype=torch.uint8, device=device)
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def timer(self, timed: str, call: Call) -> Callable[[float], list[float]]:
+        """A function of the seconds to spend that gives samples of ``call``, which has run."""
+        if timed == "host":
+            return lambda seconds: self._host(call, seconds)
+        if self.device.type == "cpu":
+            return lambda seconds: self._cpu(call, seconds)
+        if timed == "replay":
+            graph = self._captured(call)
+            if graph is not None:
+                return lambda seconds: [
+                    sample / _REPLAYED for sample in self._events(graph.replay, seconds, cold=False)
+                ]
+        return lambda seconds: self._events(call, seconds, cold=timed == "device")
+
+    def _events(self, call: Call, seconds: float, *, cold: bool) -> list[float]:
+        begin, end = self._event(), self._event()
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        pairs = []
+        for _ in range(_samples(seconds, begin.elapsed_time(end) * 1e-3)):
+            if cold:
+                self._buffer.zero_()
+            begin, end = self._event(), self._event()
+            begin.record()
+            call()
+            end.record()
+            pairs.append((begin, end))
+        self.wait()
+        return [begin.elapsed_time(end) * 1e-3 for begin, end in pairs]
+
+    @staticmethod
+    def _event() -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=True)
+
+    def _captured(self, call: Call) -> torch.cuda.CUDAGraph | None:
+        """A graph of ``_REPLAYED`` calls, or None where the call cannot be captured."""
+        try:
+            side = torch.cuda.Stream(self.device)
+            side.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(side):
+                call()
+            torch.cuda.current_stream(self.device).wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for _ in range(_REPLAYED):
+                    call()
+        except RuntimeError:
+            self.wait()
+            return None
+        graph.replay()
+        return graph
+
+    def _cpu(self, call: Call, seconds: float) -> list[float]:
+        begin = time.perf_counter()
+        call()
+        count = _samples(seconds, time.perf_counter() - begin)
+        samples: list[float] = []
+        for _ in range(count):
+            self._buffer.fill_(len(samples) & 1)
+            begin = time.perf_counter()
+            call()
+            samples.append(time.perf_counter() - begin)
+        return samples
+
+    def _host(self, call: Call, seconds: float) -> list[float]:
+        """Calls without waiting for the device, which a pause between samples lets catch up."""
+        samples = []
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            for _ in range(_samples(seconds, _HOST_CALLS * 20e-6)):
+                self.wait()
+                begin = time.perf_counter()
+                for _ in range(_HOST_CALLS):
+                    call()
+                samples.append((time.perf_counter() - begin) / _HOST_CALLS)
+        finally:
+            if collects:
+                gc.enable()
+        self.wait()
+        return samples
+
+
+def _samples(seconds: float, each: float) -> int:
+    return max(_FEWEST_SAMPLES, min(_MOST_SAMPLES, int(seconds / max(each, 1e-9))))

@@ -1,0 +1,200 @@
+"""``pyfa bench`` on a CPU: who takes part, what is written, what counts as slower."""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pyfa import bench, cli
+from pyfa.backends.torch.backend import TorchBackend
+from pyfa.bench import peers, runner, suites, timing
+from pyfa.cli import bench as command
+
+QUICK = bench.Effort(rounds=2, seconds=0.0, warm_up=1)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "Effort", lambda: QUICK)
+    monkeypatch.setattr(timing, "_FLUSHED", {"cpu": 1 << 16})
+    monkeypatch.setattr(timing, "_HOST_CALLS", 3)
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Status, stdout and stderr of ``pyfa bench``."""
+    try:
+        status = cli.main(["bench", *arguments])
+    except SystemExit as left:
+        status = int(left.code or 0)
+    printed = capsys.readouterr()
+    return status, printed.out, printed.err
+
+
+def test_every_suite_ends_well_with_all_peers(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = call(capsys, "--json")
+    assert status == 0
+    report = json.loads(out)
+    assert report["suites"] == list(bench.SUITES)
+    assert list(report["peers"]) == ["pyfa", "sdpa", "naive"]
+    assert report["absent"]["flash"] == "it needs a GPU"
+    measured = {(row["suite"], row["peer"]) for row in report["rows"] if row["value"] > 0}
+    assert len(measured) == 3 * len(bench.SUITES)
+
+
+def test_results_say_where_they_come_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "small.json"
+    status, out, _ = call(capsys, "small", "--peers", "naive", "--out", str(path))
+    assert status == 0
+    assert "pyfa's speed is, of theirs" in out
+    data = bench.load(path)
+    assert data["schema"] == bench.SCHEMA
+    assert {"cpu", "gpu", "torch", "triton", "commit", "date"} <= set(data["environment"])
+    assert set(data["clocks"]) == {"before", "after"}
+    assert len(data["rows"]) == 2 * len(suites.SUITES["small"](False))
+    for row in data["rows"]:
+        low, high = row["seconds"]["quartiles"]
+        assert low <= row["seconds"]["median"] <= high
+        assert row["samples"] == len(row["round_medians"]) * 3
+        assert row["problem"]["seqlen_q"] > 0
+
+
+def test_peers_compute_the_same() -> None:
+    """What is compared is the same function: each peer's output of each suite, to float32."""
+    cells = [suites.SUITES[name](False)[0] for name in ("forward", "decode", "small")]
+    for cell in cells:
+        results = []
+        for name in ("pyfa", "sdpa", "naive", "pyfa:torch"):
+            (peer,) = [p for p in peers.chosen([name], "cpu")[0] if p.name == name]
+            out = peer.prepare(cell, torch.device("cpu")).forward()
+            rows_first = name.startswith("pyfa")
+            results.append(out if rows_first else out.transpose(1, 2))
+        for result in results[1:]:
+            torch.testing.assert_close(result, results[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_peer_that_fails_is_a_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(cell: suites.Cell, device: torch.device) -> peers.Ready:
+        raise RuntimeError("no kernel for this\nand more")
+
+    monkeypatch.setitem(peers.PEERS, "sdpa", peers.PEERS["sdpa"]._replace(prepare=fails))
+    status, out, _ = call(capsys, "small", "--peers", "sdpa")
+    assert status == 0
+    assert "–: no kernel for this (sdpa)" in out
+
+
+def test_a_planted_slowdown_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = str(tmp_path / "before.json")
+    assert call(capsys, "small", "--peers", "pyfa", "--out", before)[0] == 0
+    forward = TorchBackend.forward
+
+    def slower(self: TorchBackend, *arguments: Any) -> Any:
+        time.sleep(0.5)
+        return forward(self, *arguments)
+
+    monkeypatch.setattr(TorchBackend, "forward", slower)
+    status, out, _ = call(capsys, "small", "--peers", "pyfa", "--against", before)
+    assert status == 1
+    assert "SLOWER" in out
+    status, out, _ = call(capsys, "small", "--peers", "pyfa", "--against", before, "--json")
+    assert status == 1
+    assert all(change["slower"] for change in json.loads(out)["against"]["changes"])
+
+
+def results(pyfa: float, other: float = 1.0, spread: float = 0.01) -> dict[str, Any]:
+    """One cell's results."""
+
+    def row(peer: str, median: float) -> dict[str, Any]:
+        quartiles = [median * (1 - spread), median * (1 + spread)]
+        seconds = {"median": median, "quartiles": quartiles}
+        return {"suite": "small", "cell": "one", "peer": peer, "seconds": seconds}
+
+    return {"suites": ["small"], "rows": [row("pyfa", pyfa), row("flash", other)]}
+
+
+def test_slower_is_beyond_the_spread_and_beyond_the_machines_own_change() -> None:
+    def slower(earlier: dict[str, Any], now: dict[str, Any]) -> bool:
+        return bool(bench.compare(earlier, now).slower)
+
+    assert slower(results(1.0), results(1.2))
+    assert not slower(results(1.2), results(1.0))
+    assert not slower(results(1.0), results(1.03))
+    assert not slower(results(1.0, spread=0.2), results(1.2, spread=0.2))
+    # Everything takes 1.5 times as long: the machine, not pyfa.
+    assert not slower(results(1.0), results(1.5, other=1.5))
+    assert slower(results(1.0), results(1.0, other=0.7))
+
+
+def test_what_is_no_longer_measured_is_said() -> None:
+    earlier = results(1.0)
+    gone = copy.deepcopy(earlier["rows"][0]) | {"cell": "two"}
+    earlier["rows"].append(gone)
+    assert bench.compare(earlier, results(1.0)).missing == ("small two pyfa",)
+    with pytest.raises(ValueError, match="no cell of pyfa in common"):
+        bench.compare({"rows": [gone]}, results(1.0))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["fast"], "SUITE: expected one of forward, backward, decode, small, host; got 'fast'"),
+        (["small", "--peers", "flush"], "--peers: expected pyfa, sdpa, flash, "),
+        (["small", "--peers", "pyfa:vulkan"], "got 'pyfa:vulkan'"),
+        (["small", "--peers", "flash"], "flash cannot take part here: it needs a GPU"),
+        (["small", "--peers", "pyfa:cuda"], "pyfa:cuda cannot take part here: not in this release"),
+        (["small", "--out", "/nowhere/x.json"], "there is no folder /nowhere"),
+        (["small", "--against", "/nowhere/x.json"], "No such file"),
+    ],
+)
+def test_wrong_use_is_one_line_and_status_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str
+) -> None:
+    status, out, err = call(capsys, *arguments)
+    assert (status, out) == (2, "")
+    assert err.count("\n") == 1
+    assert expected in err
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"schema": 99}', '{"schema": 1, "rows": 3}'])
+def test_against_something_else_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    status, _, err = call(capsys, "small", "--peers", "pyfa", "--against", str(path))
+    assert status == 2
+    assert "expected" in err or "no rows" in err
+
+
+def test_the_names_are_those_of_the_suites() -> None:
+    assert tuple(bench.SUITES) == command._SUITES
+    for build in bench.SUITES.values():
+        for gpu in (True, False):
+            cells = build(gpu)
+            assert len({cell.name for cell in cells}) == len(cells)
+
+
+def test_the_matrix_is_as_long_as_flash_attentions() -> None:
+    cells = [*bench.SUITES["forward"](True), *bench.SUITES["backward"](True)]
+    assert len(cells) == 36
+    assert {cell.batch * cell.seqlen_q for cell in cells} == {16384}
+    assert {cell.heads_q * cell.head_dim for cell in cells} == {2048}
+
+
+def test_the_packages_own_results_can_be_read() -> None:
+    folder = Path(__file__).parents[2] / "benchmarks" / "results"
+    files = list(folder.glob("*.json"))
+    assert files
+    for path in files:
+        assert bench.load(path)["environment"]["date"]

@@ -1,0 +1,141 @@
+"""Direct launches: what the driver is given, and when Triton's own launcher is asked instead."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from pyfa.backends.triton import runtime_launch
+from pyfa.backends.triton.specs import Spec
+
+KINDS = {
+    "Q": "*bf16",
+    "rows": "i32",
+    "stride": "i64",
+    "scale": "fp32",
+    "part": "i32",
+    "N": "constexpr",
+}
+# As C lays them out: i64 at a multiple of 8, then two pointers of Triton's own.
+PLACES = [(0, 8), (8, 4), (16, 8), (24, 4), (28, 4), (32, 8), (40, 8)]
+
+
+class Driver:
+    """libcuda as far as a launch needs it; ``errors`` are returned one by one."""
+
+    def __init__(self, places: list[tuple[int, int]] = PLACES) -> None:
+        self.places = places
+        self.errors: list[int] = []
+        self.launched: list[tuple[tuple[int, ...], bytes]] = []
+        self.contexts = 0
+
+    def cuFuncGetParamInfo(self, function: int, index: int, offset: Any, size: Any) -> int:
+        if index >= len(self.places):
+            return 1
+        offset._obj.value, size._obj.value = self.places[index]
+        return 0
+
+    def cuLaunchKernel(self, function: ctypes.c_void_p, *rest: Any) -> int:
+        extra = (ctypes.c_void_p * 5).from_address(rest[-1].value)
+        size = ctypes.c_size_t.from_address(extra[3]).value
+        if self.errors:
+            return self.errors.pop()
+        self.launched.append(((function.value, *rest[:7]), ctypes.string_at(extra[1], size)))
+        return 0
+
+    def cuDeviceGet(self, device: Any, index: int) -> int:
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, device: Any) -> int:
+        return 0
+
+    def cuCtxSetCurrent(self, context: Any) -> int:
+        self.contexts += 1
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    found = Driver()
+    monkeypatch.setattr(runtime_launch, "_driver", lambda: found)
+    monkeypatch.setattr(runtime_launch, "_stream_of", lambda index: 7)
+    return found
+
+
+def compiled(**changes: Any) -> Any:
+    facts = {"num_warps": 4, "shared": 1024, "num_ctas": 1, "global_scratch_size": 0}
+    return SimpleNamespace(function=99, metadata=SimpleNamespace(**(facts | changes)))
+
+
+def spec(**constants: Any) -> Spec:
+    return Spec(None, KINDS, {"N": 1, **constants}, {}, {})
+
+
+def test_arguments_are_packed_as_the_driver_expects(driver: Driver) -> None:
+    code = runtime_launch.code_of(compiled(), spec(), 0)
+    assert code is not None
+    launch = runtime_launch.Launch(code, (0, 5, -6, 0.5, 7), 1)
+    for address in (4096, 8192):
+        launch(3, address)
+    whole = runtime_launch.Launch(code, (0, 0, 0, 0.0, 0), 5)
+    whole(1, 64, 5, -6, 0.5, 7)
+    expected = [(99, programs, 1, 1, 128, 1, 1, 1024) for programs in (3, 3, 1)]
+    assert [how for how, _ in driver.launched] == expected
+    packed = [struct.unpack("QiqfiQQ", data) for _, data in driver.launched]
+    assert packed == [(address, 5, -6, 0.5, 7, 0, 0) for address in (4096, 8192, 64)]
+
+
+def test_descriptors_have_memory_of_their_own(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = runtime_launch.code_of(compiled(global_scratch_size=256), spec(), 0)
+    assert code is not None
+    given: list[torch.Tensor] = []
+
+    def empty(size: int, **how: Any) -> torch.Tensor:
+        given.append(torch.zeros(size, dtype=how["dtype"]))
+        return given[-1]
+
+    monkeypatch.setattr(runtime_launch.torch, "empty", empty)
+    for count in (1, 5):
+        launch = runtime_launch.Launch(code, (0, 5, -6, 0.5, 7), count)
+        launch(3, *(4096, 5, -6, 0.5, 7)[:count])
+    for x, (_, data) in zip(given, driver.launched, strict=True):
+        assert x.numel() == 3 * 256
+        assert struct.unpack("QiqfiQQ", data) == (4096, 5, -6, 0.5, 7, x.data_ptr(), 0)
+
+
+def test_a_thread_without_a_context_gets_one(driver: Driver) -> None:
+    code = runtime_launch.code_of(compiled(), spec(), 0)
+    assert code is not None
+    launch = runtime_launch.Launch(code, (0, 5, 6, 0.5, 7), 1)
+    driver.errors = [runtime_launch._NO_CONTEXT]
+    launch(1, 4096)
+    assert driver.contexts == len(driver.launched) == 1
+    driver.errors = [700]
+    with pytest.raises(RuntimeError, match="CUDA error 700"):
+        launch(1, 4096)
+
+
+@pytest.mark.parametrize(
+    ("facts", "constants", "places"),
+    [
+        ({"num_ctas": 2}, {}, PLACES),
+        ({"global_scratch_size": 128}, {}, PLACES[:5]),
+        ({"launch_pdl": True}, {}, PLACES),
+        ({}, {"stride": 1}, PLACES),
+        ({}, {}, PLACES[:4]),
+        ({}, {}, [(0, 8), (8, 8), *PLACES[2:]]),
+    ],
+)
+def test_what_it_does_not_know_is_left_to_triton(
+    driver: Driver, facts: dict[str, Any], constants: dict[str, Any], places: Any
+) -> None:
+    driver.places = places
+    assert runtime_launch.code_of(compiled(**facts), spec(**constants), 0) is None
