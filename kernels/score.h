@@ -1,5 +1,5 @@
 // Everything between Q K^T and softmax, once for both vendors: scale, softcap, ALiBi, bias. Needs
-// DEVICE, exp2 and kLog2E.
+// DEVICE, exp2, reciprocal and kLog2E.
 #pragma once
 #include "params.h"
 
@@ -9,15 +9,17 @@ DEVICE float tanh(float x) {
   float odd = ((-5.70498872745e-3f * z + 2.06390887954e-2f) * z - 5.37397155531e-2f) * z;
   odd = ((odd + 1.33314422036e-1f) * z - 3.33332819422e-1f) * z * x + x;
   float e = exp2(__builtin_fabsf(x) * (-2.0f * kLog2E));
-  float large = __builtin_copysignf((1.0f - e) / (1.0f + e), x);
+  float large = __builtin_copysignf((1.0f - e) * reciprocal(1.0f + e), x);
   return __builtin_fabsf(x) < 0.625f ? odd : large;
 }
 
 enum BiasType { kNoBias, kBoolBias, kFloat32Bias, kFloat16Bias, kBfloat16Bias };
 
+DEVICE int size_of_bias(int type) { return type == kBoolBias ? 1 : type == kFloat32Bias ? 4 : 2; }
+
 // What one query row's scores need to know.
 struct Terms {
-  float scale, softcap, slope;
+  float scale, softcap, inverse, slope;  // inverse: scale / softcap
   const char *bias;      // of the row, null without
   long long bias_step;   // bytes from key to key
   int bias_type;
@@ -28,10 +30,11 @@ DEVICE Terms terms_of(const Params &p, int batch, int head, int row) {
   Terms terms;
   terms.scale = p.scale;
   terms.softcap = p.softcap;
+  terms.inverse = p.softcap > 0.0f ? p.scale / p.softcap : 0.0f;
   terms.slope = 0.0f;
   if (p.alibi_slopes) terms.slope = ((const float *)p.alibi_slopes)[batch * p.slopes_batch + head];
   terms.bias_type = p.bias_type;
-  int size = p.bias_type == kBoolBias ? 1 : p.bias_type == kFloat32Bias ? 4 : 2;
+  int size = size_of_bias(p.bias_type);
   terms.bias = p.bias_type == kNoBias
                    ? nullptr
                    : (const char *)p.bias +
@@ -40,25 +43,40 @@ DEVICE Terms terms_of(const Params &p, int batch, int head, int row) {
   return terms;
 }
 
-// The score of q.k = `qk` before bias and mask. `distance` is key - row - shift: what ALiBi weighs.
-// `derivative` becomes d score / d qk.
+// scale q.k, or c tanh(scale q.k / c). `derivative` becomes what d score / d q.k is.
+DEVICE float softcapped(const Terms &terms, float qk, float &derivative) {
+  float t = tanh(qk * terms.inverse);
+  derivative = terms.scale * (1.0f - t * t);
+  return t * terms.softcap;
+}
+
+// `distance` is key - row - shift.
+DEVICE float alibi(const Terms &terms, int distance) {
+  return -terms.slope * __builtin_fabsf((float)distance);
+}
+
+// The score of q.k = `qk` before bias and mask.
 DEVICE float score(const Terms &terms, float qk, int distance, float &derivative) {
   float s = qk * terms.scale;
   derivative = terms.scale;
-  if (terms.softcap > 0.0f) {
-    float t = tanh(s / terms.softcap);
-    s = t * terms.softcap;
-    derivative *= 1.0f - t * t;
-  }
-  return s - terms.slope * __builtin_fabsf((float)distance);
+  if (terms.softcap > 0.0f) s = softcapped(terms, qk, derivative);
+  return s + alibi(terms, distance);
 }
 
 // The bias of one key, -inf where a boolean one masks. Only where terms.bias is not null.
+// `size`: of a bias in bytes, which tells its type but for the two of 16 bits.
+template <int size>
 DEVICE float bias_of(const Terms &terms, int key) {
   const char *at = terms.bias + key * terms.bias_step;
-  if (terms.bias_type == kFloat32Bias) return *(const float *)at;
-  if (terms.bias_type == kBoolBias) return *at ? 0.0f : -INFINITY_F;
+  if constexpr (size == 4) return *(const float *)at;
+  if constexpr (size == 1) return *at ? 0.0f : -INFINITY_F;
   unsigned short bits = *(const unsigned short *)at;
-  if (terms.bias_type == kBfloat16Bias) return __builtin_bit_cast(float, (unsigned)bits << 16);
-  return (float)__builtin_bit_cast(_Float16, bits);
+  return terms.bias_type == kBfloat16Bias ? __builtin_bit_cast(float, (unsigned)bits << 16)
+                                          : (float)__builtin_bit_cast(_Float16, bits);
+}
+
+DEVICE float bias_of(const Terms &terms, int key) {
+  int size = size_of_bias(terms.bias_type);
+  return size == 4 ? bias_of<4>(terms, key)
+                   : size == 1 ? bias_of<1>(terms, key) : bias_of<2>(terms, key);
 }

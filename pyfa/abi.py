@@ -195,6 +195,20 @@ def forward_values(call: Call, out: torch.Tensor, lse: torch.Tensor) -> dict[str
     return values
 
 
+def backward_values(call: Call, tensors: Mapping[str, torch.Tensor]) -> dict[str, int | float]:
+    """What backward's kernels are told: ``tensors`` are out, lse, dout, dq, dk, dv and workspace.
+
+    All that are shaped as the LSE have its strides.
+    """
+    values = forward_values(call, tensors["out"], tensors["lse"])
+    for name, tensor in tensors.items():
+        if name in ("dout", "dq", "dk", "dv"):
+            values |= _place(name, tensor)
+        else:
+            values[name] = tensor.data_ptr()
+    return values
+
+
 def _place(name: str, tensor: torch.Tensor) -> dict[str, int]:
     """Address and strides of a tensor (B, S, H, D), or (total, H, D) with a batch stride of 0."""
     batch, row, head = tensor.stride()[:3] if tensor.dim() == 4 else (0, *tensor.stride()[:2])

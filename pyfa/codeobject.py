@@ -38,7 +38,7 @@ class Kernel:
     """One kernel: its metadata, and the fields of its descriptor that a launch needs."""
 
     name: str
-    vgprs: int
+    vgprs: int  # all vector registers, accumulation ones too
     agprs: int
     sgprs: int
     vgpr_spills: int

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,13 @@ import pytest
 
 from pyfa import cache, cli, env
 from pyfa.backends import BACKENDS, NAMES
+from pyfa.backends.hip import combine, forward, plans
 from pyfa.cli import problem
-from pyfa.problem import FEATURES
+from pyfa.device import DEVICES
+from pyfa.plan import Plan
+from pyfa.problem import FEATURES, Problem
+
+EXAMPLE = Problem(1, 256, 256, 1, 1, 64, 64, "bfloat16", frozenset(), DEVICES["MI300X"], True)
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -86,7 +92,7 @@ class TestMain:
         ("arguments", "expected"),
         [
             ((), "expected a command"),
-            (("bench",), "invalid choice"),
+            (("benchmark",), "invalid choice"),
             (("explain", "--heads", "x"), "expected a number, or two"),
             (("explain", "--heads", "8,2,1"), "expected a number, or two"),
             (("explain", "--heads", "8,3"), "a number of heads that divides q's 8"),
@@ -221,35 +227,73 @@ class TestExplain:
 
 
 class TestCompileAndInspect:
-    def test_compile(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    @pytest.fixture
+    def few_plans(self, monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+        """Four of the HIP plans, for which compiling all of them would take minutes."""
+        wanted = [
+            forward.plan("hip", replace(EXAMPLE, head_dim=dim, head_dim_v=dim, features=features))
+            for dim, features in (
+                (64, frozenset()), (128, frozenset()), (64, frozenset({"softcap"})),
+            )
+        ]  # fmt: skip
+        wanted.append(combine.plan("hip", "bfloat16"))
+        assert set(wanted) <= set(plans.all_plans("hip"))
+        monkeypatch.setattr(plans, "all_plans", lambda backend: wanted)
+        return wanted
+
+    def test_compile(
+        self, capsys: pytest.CaptureFixture[str], tmp_path: Path, few_plans: list[Plan]
+    ) -> None:
         status, out, _ = call(
             capsys, "compile", "--arch", "gfx942", "--out", str(tmp_path), "--json"
         )
         assert status == 0
         objects = json.loads(out)["objects"]
-        assert len(objects) == len(list(tmp_path.glob("*.hsaco"))) == 8
+        assert len(objects) == len(list(tmp_path.glob("*.hsaco"))) == len(few_plans)
         for entry in objects:
             assert entry["spills"] == entry["scratch_bytes"] == 0
             assert entry["lds_bytes"] <= 65536
             (file,) = tmp_path.glob(f"*{entry['sha256'][:16]}.hsaco")
             assert hashlib.sha256(file.read_bytes()).hexdigest() == entry["sha256"]
 
-    def test_inspect(self, capsys: pytest.CaptureFixture[str]) -> None:
-        """A tile of 32 rows and 64 keys is 4·32·64·D FLOP, of 512 a clock."""
-        status, out, _ = call(capsys, "inspect", "attn_fwd", "--arch", "gfx942", "--json")
+    def test_inspect(self, capsys: pytest.CaptureFixture[str], few_plans: list[Plan]) -> None:
+        """Plain plans, or all of the kernel's. A tile of 32 × 64 is 4·32·64·D FLOP, 512 a clock."""
+        found = report(capsys, "inspect", "attn_fwd", "--arch", "gfx942")["plans"]
+        assert [p["constants"] for p in found] == [dict(plan.constants) for plan in few_plans[:2]]
+        for plan in found:
+            assert plan["mfma_clocks"] == 4 * 32 * 64 * plan["constants"]["HEAD_DIM"] / 512
+            assert plan["instructions"]["trans"] == 32
+            bound = plan["static_bound"]
+            low, high = bound["tflops_at_sustained_clock"]
+            assert 0 < low < high < 1307 / 2.1 * 1.23 + 1  # all FLOP of a card at 1.23 GHz
+            share = bound["flops_per_clock_of_cu"] / 2048
+            assert share == pytest.approx(min(1, 1 / plan["vector_over_mfma"]))
+        everything = report(capsys, "inspect", "attn_fwd", "--arch", "gfx942", "--all")["plans"]
+        assert everything[:2] == found
+        assert everything[2]["title"] == "64/64 bf16 softcap"
+        assert everything[2]["vector_clocks"] > 2 * found[0]["vector_clocks"]
+
+    def test_what_inspect_prints(
+        self, capsys: pytest.CaptureFixture[str], few_plans: list[Plan]
+    ) -> None:
+        status, out, _ = call(capsys, "inspect", "attn_fwd", "--arch", "gfx942")
         assert status == 0
-        for plan in json.loads(out)["plans"]:
-            dim = plan["constants"]["HEAD_DIM"]
-            assert plan["mfma_clocks"] == 4 * 32 * 64 * dim / 512
-            assert plan["instructions"]["barrier"] == 2
-            assert plan["instructions"]["trans"] >= 32
+        assert "A static bound, not measured" in out
+        assert max(map(len, out.splitlines())) <= 160  # a pipe's width: no row in two
+        mix, units = (out.split("\n\n")[n].splitlines() for n in (1, 2))
+        assert mix[0].split()[:4] == ["instructions", "tile", "salu", "valu"]
+        assert [line.split()[:4] for line in mix[1:]] == [
+            ["64/64", "bf16", "plain", "32×64"], ["128/128", "bf16", "plain", "32×64"],
+        ]  # fmt: skip
+        assert [line.split()[3] for line in units[1:]] == ["1024", "2048"]
 
     @pytest.mark.parametrize(
         "arguments",
         [
             ("compile", "--arch", "gfx90a"),
             ("inspect", "attn_fwd", "--arch", "sm_90a"),
-            ("inspect", "attn_bwd", "--arch", "gfx942"),
+            ("inspect", "attn", "--arch", "gfx942"),
+            ("inspect", "combine", "--arch", "gfx942"),
         ],
     )
     def test_what_there_is_not(

@@ -20,7 +20,7 @@ ORDER = (
     "abi", "sources", "codeobject", "bundle", "cache", "emulator",
     "backends",
     "dispatch", "ops", "request", "api", "",
-    "quantize", "compat", "integrations", "distributed", "conformance", "cli", "__main__",
+    "quantize", "compat", "integrations", "distributed", "conformance", "bench", "cli", "__main__",
 )  # fmt: skip
 BACKENDS = ("hip", "cuda", "triton", "torch")
 DRIVERS = ("hip", "cuda", "rocm")

@@ -96,7 +96,7 @@ def test_commands_are_those_of_the_code() -> None:
 
 def test_flags_are_those_of_the_code() -> None:
     text = section("Command line")
-    for command in ("explain", "conformance"):
+    for command in ("explain", "conformance", "bench"):
         (commands,) = (
             action.choices for action in cli.parser()._actions if isinstance(action.choices, dict)
         )

@@ -1,213 +1,232 @@
-// Attention forward on CDNA 3: out (B, Sq, H, D), lse (B, H, Sq) of q (B, Sq, H, D), k and v
-// (B, Sk, Hk, D). FlashAttention-2's loop (Dao 2023, algorithm 1) in base 2.
+// Attention forward on CDNA 3: out and lse of q (B, Sq, H, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv),
+// dense, packed or paged. FlashAttention-2's loop (Dao 2023, algorithm 1) in base 2.
 //
-// A workgroup owns 128 query rows of one head, a wavefront 32 of them: column l % 32 of every
-// product in lane l. It computes S^T = K Q^T and O^T = V^T P^T, so that a row's maximum and sum
-// need one exchange between lanes and P stays in registers (mma.h). Tiles of 64 keys pass through
-// LDS, K as it lies, V transposed.
-#include "../params.h"
-#include "mma.h"
-#include "../sequence.h"
-#include "../score.h"
-#include "../philox.h"
-
-#if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(CAUSAL)
-#error "the plan defines DTYPE, HEAD_DIM and CAUSAL"
+// A wavefront owns 32 query rows, one column of every product in a lane. It computes S^T = K Q^T and
+// O^T = V^T P^T, so that P stays in registers (mma.h). Tiles of keys pass through LDS, two of K and
+// two of V in turn, one barrier a tile. While the matrix unit makes the scores of the next tile, the
+// vector unit makes the probabilities of this one.
+#if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(SCORE) || \
+    !defined(PAGED) || !defined(MMA) || !defined(BLOCK_K) || !defined(WAVES)
+#error "the plan defines DTYPE, HEAD_DIM, HEAD_DIM_V, SCORE, PAGED, MMA, BLOCK_K and WAVES"
 #endif
 
-typedef Mma<DTYPE, 32> M;
-typedef M::Acc Acc;
-constexpr int kMma = 32, kMmaDepth = 8;
-DEVICE int mma_row(int r) { return M::row(r); }
-DEVICE int mma_column() { return M::column(); }
-DEVICE int mma_depth() { return M::part() * 4; }
-DEVICE float other_half(float x) { return from_lane_xor(x, 32); }
-template <int dtype>
-DEVICE Pair round_four(float a, float b, float c, float d) {
-  return Pair{Format<dtype>::nearest(a, b), Format<dtype>::nearest(c, d)};
-}
-constexpr int kWaves = 4;
-constexpr int kThreads = kWaves * kLanes;
-constexpr int kBlockQ = kWaves * kMma;
-constexpr int kBlockK = 64;
-constexpr int kKeyTiles = kBlockK / kMma;         // products along the keys
-constexpr int kDimTiles = HEAD_DIM / kMma;        // products along the head
-constexpr int kDimSlices = HEAD_DIM / kMmaDepth;  // steps of the inner dimension of K Q^T
-constexpr int kChunk = 8;                         // elements of a 16-byte load
-constexpr int kRowChunks = HEAD_DIM / kChunk;
-constexpr int kLoads = kBlockK * kRowChunks / kThreads;  // per thread and tile
-
-// Rows are padded by 8 bytes: 16 lanes then read 8 bytes each from 32 different banks.
-constexpr int kPad = 4;
-constexpr int kStrideK = HEAD_DIM + kPad;
-constexpr int kStrideV = kBlockK + kPad;
-
-struct Lds {
-  unsigned short k[kBlockK * kStrideK];
-  unsigned short v[HEAD_DIM * kStrideV];  // transposed
-};
-
-typedef M F;
-typedef const unsigned short *Elements;
-
-struct Block {
-  int batch, head, first_row;
-  int rows, keys;
-  int shift;  // row i sees key j when j <= i + shift
-};
-
-// ---- global to LDS ------------------------------------------------------------------------------
-
-// Rows beyond the sequence are zero: 0 times what lies there might be NaN.
-DEVICE void load_tile(Quad (&part)[kLoads], Elements base, long long row_stride, int first, int end) {
-  for (int i = 0; i < kLoads; ++i) {
-    int chunk = thread_index() + i * kThreads;
-    int row = first + chunk / kRowChunks;
-    part[i] = Quad{0, 0, 0, 0};
-    if (row < end)
-      part[i] = *(const Quad *)(base + row * row_stride + chunk % kRowChunks * kChunk);
-  }
-}
-
-DEVICE void store_keys(Lds &lds, const Quad (&part)[kLoads]) {
-  for (int i = 0; i < kLoads; ++i) {
-    int chunk = thread_index() + i * kThreads;
-    unsigned short *to = lds.k + chunk / kRowChunks * kStrideK + chunk % kRowChunks * kChunk;
-    *(Pair *)to = part[i].xy;
-    *(Pair *)(to + kChunk / 2) = part[i].zw;
-  }
-}
-
-DEVICE void store_values(Lds &lds, const Quad (&part)[kLoads]) {
-  for (int i = 0; i < kLoads; ++i) {
-    int chunk = thread_index() + i * kThreads;
-    unsigned short *to = lds.v + chunk % kRowChunks * kChunk * kStrideV + chunk / kRowChunks;
-    for (int j = 0; j < kChunk; ++j)
-      to[j * kStrideV] = part[i][j / 2] >> (j % 2 * 16);
-  }
-}
-
-// ---- one tile -----------------------------------------------------------------------------------
-
-DEVICE void load_queries(Pair (&q)[kDimSlices], const Params &p, const Block &b, int row) {
-  Elements from = (Elements)p.q + b.batch * p.q_batch + b.head * p.q_head + row * p.q_row;
-  for (int s = 0; s < kDimSlices; ++s) {
-    q[s] = Pair{0, 0};
-    if (row < b.rows) q[s] = *(const Pair *)(from + s * kMmaDepth + mma_depth());
-  }
-}
-
-// S^T of 64 keys and this wavefront's 32 rows.
-DEVICE void scores(Acc (&s)[kKeyTiles], const Lds &lds, const Pair (&q)[kDimSlices]) {
-  for (int t = 0; t < kKeyTiles; ++t) {
-    s[t] = Acc{0};
-    Elements from = lds.k + (t * kMma + mma_column()) * kStrideK + mma_depth();
-    for (int d = 0; d < kDimSlices; ++d)
-      s[t] = F::mma(*(const Pair *)(from + d * kMmaDepth), q[d], s[t]);
-  }
-}
-
-DEVICE void mask(Acc (&s)[kKeyTiles], const Block &b, int first_key, int row) {
-  int last = b.keys - 1;
-  if (CAUSAL) last = min(last, row + b.shift);
-  for (int t = 0; t < kKeyTiles; ++t)
-    for (int r = 0; r < 16; ++r)
-      if (first_key + t * kMma + mma_row(r) > last) s[t][r] = -INFINITY_F;
-}
-
-// Online softmax of one row per lane pair: S becomes P, and the accumulator is brought to the new
-// maximum. `total` is this lane's share of the row's sum.
-DEVICE void softmax(Acc (&s)[kKeyTiles], Acc (&o)[kDimTiles], float &maximum, float &total) {
-  float raised = maximum;
-  for (int t = 0; t < kKeyTiles; ++t)
-    for (int r = 0; r < 16; ++r) raised = __builtin_fmaxf(raised, s[t][r]);
-  raised = __builtin_fmaxf(raised, other_half(raised));
-  // A row that has seen nothing yet has the maximum -inf, and -inf - -inf would be NaN.
-  float base = raised == -INFINITY_F ? 0.0f : raised;
-  float rescale = exp2(maximum - base);
-  maximum = raised;
-  float sum = 0.0f;
-  for (int t = 0; t < kKeyTiles; ++t)
-    for (int r = 0; r < 16; ++r) {
-      s[t][r] = exp2(s[t][r] - base);
-      sum += s[t][r];
-    }
-  total = total * rescale + sum;
-  for (int t = 0; t < kDimTiles; ++t) o[t] *= rescale;
-}
-
-DEVICE void add_values(Acc (&o)[kDimTiles], const Lds &lds, const Acc (&s)[kKeyTiles]) {
-  for (int t = 0; t < kKeyTiles; ++t)
-    for (int j = 0; j < kMma / kMmaDepth; ++j) {
-      Pair p = round_four<DTYPE>(s[t][4 * j], s[t][4 * j + 1], s[t][4 * j + 2], s[t][4 * j + 3]);
-      int key = t * kMma + j * kMmaDepth + mma_depth();
-      for (int d = 0; d < kDimTiles; ++d) {
-        Elements from = lds.v + (d * kMma + mma_column()) * kStrideV + key;
-        o[d] = F::mma(*(const Pair *)from, p, o[d]);
-      }
-    }
-}
+#include "fwd_tile.h"
 
 // ---- the end of a row ---------------------------------------------------------------------------
 
-DEVICE void store(const Params &p, const Block &b, const Acc (&o)[kDimTiles], float maximum,
-                  float total, int row) {
-  total += other_half(total);
-  if (row >= b.rows) return;
-  bool saw = total > 0.0f;
-  float inverse = saw ? 1.0f / total : 0.0f;
-  unsigned short *to =
-      (unsigned short *)p.out + b.batch * p.out_batch + b.head * p.out_head + row * p.out_row;
-  for (int t = 0; t < kDimTiles; ++t)
-    for (int j = 0; j < 4; ++j)
-      *(Pair *)(to + t * kMma + mma_row(4 * j)) =
-          round_four<DTYPE>(o[t][4 * j] * inverse, o[t][4 * j + 1] * inverse,
-                            o[t][4 * j + 2] * inverse, o[t][4 * j + 3] * inverse);
-  if (lane_index() < kMma) {
-    float lse = saw ? (maximum + log2(total)) * kLn2 : -INFINITY_F;
-    ((float *)p.lse)[b.batch * p.lse_batch + b.head * p.lse_head + row] = lse;
+DEVICE void store(const Context &c, Row (&rows)[kColumns], const Output &o) {
+  const Params &p = params_again();
+  for (int n = 0; n < kColumns; ++n) {
+    int row = c.row[n];
+    float total = M::column_sum(rows[n].total), base = rows[n].base, factor = 1.0f;
+    if (p.sinks && p.use_sinks && c.work.part == 0) {
+      // One more logit, without a value.
+      float sink = ((const float *)p.sinks)[c.work.head] * kLog2E;
+      float raised = __builtin_fmaxf(base, sink);
+      factor = exp2(base - raised);
+      total = total * factor + exp2(sink - raised);
+      base = raised;
+    }
+    if (row >= c.s.rows) continue;
+    bool saw = !(total <= 0.0f);  // a NaN has to come through
+    float inverse = saw ? factor / total : 0.0f;
+    float lse = saw ? (base + log2(total)) * kLn2 : -INFINITY_F;
+    if (SCORE == DROPOUT) inverse *= p.dropout_scale;
+    if (p.num_splits > 1) {
+      long long line = c.s.row0 + row;
+      if (!p.cu_seqlens_q) line += (long long)c.work.batch * p.seqlen_q;
+      line = (line * p.heads_q + c.work.head) * p.num_splits + c.work.part;
+      float *to = (float *)p.partial_out + line * p.head_dim_v;
+      for (int t = 0; t < kDimTiles; ++t)
+        for (int j = 0; j < kFours; ++j)
+          for (int i = 0; i < 4; ++i) {
+            int d = t * MMA + M::row(4 * j + i);
+            if (saw && d < p.head_dim_v) to[d] = o[t][n][4 * j + i] * inverse;
+          }
+      if (M::part() == 0) ((float *)p.partial_lse)[line] = lse;
+      continue;
+    }
+    unsigned short *to = (unsigned short *)p.out + c.s.row_batch * p.out_batch +
+                         (c.s.row0 + row) * p.out_row + c.work.head * p.out_head;
+    for (int t = 0; t < kDimTiles; ++t)
+      for (int j = 0; j < kFours; ++j) {
+        int d = t * MMA + M::row(4 * j);
+        float x[4];
+        for (int i = 0; i < 4; ++i) x[i] = saw ? o[t][n][4 * j + i] * inverse : 0.0f;
+        if (d < p.head_dim_v) *(Pair *)(to + d) = Pair{F::nearest(x[0], x[1]), F::nearest(x[2], x[3])};
+      }
+    if (M::part() == 0)
+      ((float *)p.lse)[c.s.row_batch * p.lse_batch + c.work.head * p.lse_head + c.s.row0 + row] = lse;
   }
 }
 
-extern "C" __global__ WORKGROUP(kThreads, 2) void attn_fwd(Params p) {
-  __shared__ Lds lds;
-  Block b;
-  b.first_row = __builtin_amdgcn_workgroup_id_x() * kBlockQ;
-  b.head = __builtin_amdgcn_workgroup_id_y();
-  b.batch = __builtin_amdgcn_workgroup_id_z();
-  b.rows = p.seqlen_q;
-  b.keys = p.seqlen_k;
-  b.shift = b.keys - b.rows;
-  int head_k = b.head / (p.heads_q / p.heads_k);
-  Elements k = (Elements)p.k + b.batch * p.k_batch + head_k * p.k_head;
-  Elements v = (Elements)p.v + b.batch * p.v_batch + head_k * p.v_head;
-  int row = b.first_row + wave_index() * kMma + mma_column();
+// ---- the loop -----------------------------------------------------------------------------------
 
-  Pair q[kDimSlices];
-  load_queries(q, p, b, row);
-  Acc o[kDimTiles];
-  for (int t = 0; t < kDimTiles; ++t) o[t] = Acc{0};
-  float maximum = -INFINITY_F, total = 0.0f;
-  float scale = p.scale * kLog2E;
+struct State {
+  Quad q[kColumns][kSteps];
+  Output o;
+  Row row[kColumns];
+};
 
-  int end = b.keys;
-  if (CAUSAL) end = min(end, b.first_row + kBlockQ + b.shift);
-  // Tiles before this one are full for every row of the workgroup.
-  int full = CAUSAL ? max(0, min(b.keys, b.first_row + b.shift + 1)) : b.keys;
-  for (int first = 0; first < end; first += kBlockK) {
-    Quad part_k[kLoads], part_v[kLoads];
-    load_tile(part_k, k, p.k_row, first, b.keys);
-    load_tile(part_v, v, p.v_row, first, b.keys);
-    barrier();  // the tile before this one has been read
-    store_keys(lds, part_k);
-    store_values(lds, part_v);
-    barrier();
-    Acc s[kKeyTiles];
-    scores(s, lds, q);
-    for (int t = 0; t < kKeyTiles; ++t) s[t] *= scale;
-    if (first + kBlockK > full) mask(s, b, first, row);
-    softmax(s, o, maximum, total);
-    add_values(o, lds, s);
+// In which slot a key slice's probabilities are made: evenly spread over all that come before the
+// last products which need them.
+DEVICE constexpr int slot_of(int slice) {
+  return slice * (kKeySlots + (kSlices / 2 - 1) * kGroups) / kSlices;
+}
+
+// Where two tiles of K and two of V lie in LDS.
+struct Places {
+  Lds keys, values;            // of this tile
+  Lds next_keys, next_values;
+
+  METHOD Places(Lds lds)
+      : keys(lds),
+        values(lds + 2 * Keys::Tile::kBytes),
+        next_keys(keys + Keys::Tile::kBytes),
+        next_values(values + Values::Tile::kBytes) {}
+  METHOD Places(Lds keys, Lds values, Lds next_keys, Lds next_values)
+      : keys(keys), values(values), next_keys(next_keys), next_values(next_values) {}
+
+  METHOD Places next() const { return Places(next_keys, next_values, keys, values); }
+};
+
+// One tile, whose scores are `now` and whose first key is `first`, with the tile after it, of which the
+// scores become `next`. This tile's values and the next one's keys are in LDS; the next one's values
+// arrive, and where this tile's keys were, those after the next one's.
+DEVICE void step(const Context &c, Source &in, State &state, const Places &at, Scores &now,
+                 Scores &next, int first) {
+  float largest[kColumns];
+  unsigned values[Values::kLoads];
+  Probabilities p;
+  Fragments ready, ahead;
+  ready.read_keys(at.next_keys, 0);
+  in.begin_values();
+  in.begin_keys();
+#pragma unroll
+  for (int slot = 0; slot < kSlots; ++slot) {
+    int value_slot = slot - kKeySlots;
+    if (slot + 1 < kKeySlots)
+      ahead.read_keys(at.next_keys, slot + 1);
+    else if (value_slot + 1 < kValueSlots)
+      ahead.read_values(at.values, value_slot + 1);
+    fence();
+    for (int i = 0; i < Values::kLoads; ++i)
+      if (i * kSlots / 2 / Values::kLoads == slot) values[i] = in.load_values(i);
+    for (int i = 0; i < Keys::kLoads; ++i)
+      if (i * kSlots / 2 / Keys::kLoads == slot) in.load_keys(i, at.keys);
+    if (slot < kKeySlots)
+      multiply_keys(next, ready, state.q, slot);
+    else
+      multiply_values(state.o, ready, p, value_slot);
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice)
+      if (slot_of(slice) == slot) exponentiate(c, now, state.row, first, slice, p);
+    for (int t = 0; t < kKeyTiles; ++t)
+      if (value_slot == (t + 1) * kValueSlots / kKeyTiles - 1) raise_largest(next, t, largest);
+    if (slot == kSlots - 1) in.values.store(values, at.next_values);
+    fence();
+    ready = ahead;
   }
-  store(p, b, o, maximum, total, row);
+  in.end_values();
+  in.end_keys();
+  finish_scores(c, next, first + BLOCK_K, largest);
+  raise(c, largest, state.row, state.o);
+
+  loads_arrived();
+  barrier();
+}
+
+DEVICE void attend(const Context &c, State &state, int begin, int end) {
+  Scores even, odd;
+  float largest[kColumns];
+  Source in(params_again(), c, begin);
+  Places at(c.lds);
+  {
+    unsigned values[Values::kLoads];
+    in.begin_keys();
+    for (int i = 0; i < Keys::kLoads; ++i) in.load_keys(i, at.keys);
+    in.end_keys();
+    in.begin_keys();
+    for (int i = 0; i < Keys::kLoads; ++i) in.load_keys(i, at.next_keys);
+    in.end_keys();
+    in.begin_values();
+    for (int i = 0; i < Values::kLoads; ++i) values[i] = in.load_values(i);
+    in.end_values();
+    in.values.store(values, at.values);
+  }
+  loads_arrived();
+  barrier();
+  Fragments fragments;
+  for (int i = 0; i < kKeySlots; ++i) {
+    fragments.read_keys(at.keys, i);
+    multiply_keys(even, fragments, state.q, i);
+  }
+  find_largest(even, largest);
+  finish_scores(c, even, begin, largest);
+  raise(c, largest, state.row, state.o);
+  barrier();  // where the first keys are, others are loaded next
+
+  int first = begin, last = begin + (end - begin - 1) / BLOCK_K * BLOCK_K;
+  // Two at a time, so that the scores need not be moved. With all score terms that would be 96 KB of
+  // code, where two compute units share 64 KB of instruction cache: there, one at a time.
+  if (SCORE == PLAIN)
+    for (; first + 2 * BLOCK_K <= last; first += 2 * BLOCK_K) {
+      step(c, in, state, at, even, odd, first);
+      step(c, in, state, at.next(), odd, even, first + BLOCK_K);
+    }
+  for (bool more = first < last; more; more = SCORE != PLAIN && first < last) {
+    step(c, in, state, at, even, odd, first);
+    for (int t = 0; t < kKeyTiles; ++t)
+      for (int n = 0; n < kColumns; ++n) even[t][n] = odd[t][n];
+    at = at.next();
+    first += BLOCK_K;
+  }
+  Probabilities p;
+#pragma unroll
+  for (int slice = 0; slice < kSlices; ++slice) exponentiate(c, even, state.row, first, slice, p);
+  for (int slot = 0; slot < kValueSlots; ++slot) {
+    fragments.read_values(at.values, slot);
+    multiply_values(state.o, fragments, p, slot);
+  }
+}
+
+extern "C" __global__ WORKGROUP(kThreads, WAVES / 4) void attn_fwd(Params p) {
+  __shared__ __attribute__((aligned(kLineBytes))) char lds[kLdsBytes];
+  int blocks = (p.seqlen_q + kBlockQ - 1) / kBlockQ;
+  Work work = work_of(__builtin_amdgcn_workgroup_id_x(), blocks, p.num_splits, p.heads_q, p.batch,
+                      p.dies);
+  Sequence s = sequence_of(p, work.batch);
+  int first_row = work.block * kBlockQ;
+  if (first_row >= s.rows) return;
+
+  Context c{p, s, work};
+  c.head_k = work.head / (p.heads_q / p.heads_k);
+  c.lds = (Lds)lds;
+  c.to_base_2 = SCORE == PLAIN ? p.scale * kLog2E : kLog2E;
+  c.seed = SCORE == DROPOUT ? *(const unsigned long long *)p.seed : 0;
+
+  int wave_row = first_row + wave_index() * kRows;
+  c.seen = keys_seen(p, s, wave_row, min(wave_row + kRows, s.rows) - 1);
+  for (int n = 0; n < kColumns; ++n) {
+    c.row[n] = wave_row + n * MMA + M::column();
+    Seen seen = keys_seen(p, s, c.row[n], c.row[n]);
+    c.first_key[n] = seen.low;
+    c.last_key[n] = seen.high - 1;
+  }
+
+  State state;
+  load_queries(c, state.q);
+  for (int t = 0; t < kDimTiles; ++t)
+    for (int n = 0; n < kColumns; ++n) state.o[t][n] = Acc{0};
+
+  Seen seen = keys_seen(p, s, first_row, min(first_row + kBlockQ, s.rows) - 1);
+  int begin = seen.low / BLOCK_K * BLOCK_K, end = seen.high;
+  if (p.num_splits > 1) {
+    int tiles = (max(end - begin, 0) + BLOCK_K - 1) / BLOCK_K;
+    int share = (tiles + p.num_splits - 1) / p.num_splits * BLOCK_K;
+    begin += work.part * share;
+    end = min(end, begin + share);
+  }
+  if (begin < end) attend(c, state, begin, end);
+  store(c, state.row, state.o);
 }

@@ -7,7 +7,8 @@
 #define __shared__ __attribute__((shared))
 #endif
 
-#define DEVICE static __device__ inline __attribute__((always_inline))
+#define METHOD __device__ inline __attribute__((always_inline))
+#define DEVICE static METHOD
 
 // Threads of a workgroup, and how many wavefronts should fit on a SIMD: what decides the registers.
 #define WORKGROUP(threads, waves_per_simd)                      \
@@ -33,6 +34,7 @@ DEVICE int thread_index() { return __builtin_amdgcn_workitem_id_x(); }
 DEVICE int lane_index() { return thread_index() % kLanes; }
 // The same in all lanes of a wavefront, and the compiler is told so.
 DEVICE int wave_index() { return __builtin_amdgcn_readfirstlane(thread_index() / kLanes); }
+DEVICE int workgroup_index() { return __builtin_amdgcn_workgroup_id_x(); }
 
 // All of the workgroup's LDS traffic before this is visible to all of it after.
 DEVICE void barrier() {
@@ -44,6 +46,17 @@ DEVICE void barrier() {
 // v_exp_f32 and v_log_f32: base 2, one instruction each; the plain builtins take 9.
 DEVICE float exp2(float x) { return __builtin_amdgcn_exp2f(x); }
 DEVICE float log2(float x) { return __builtin_amdgcn_logf(x); }
+DEVICE float reciprocal(float x) { return __builtin_amdgcn_rcpf(x); }  // to 1 ulp
+
+// Makes `x` opaque: it stays in its register, where the compiler would compute it again in every loop.
+DEVICE void keep(unsigned &x) { asm volatile("" : "+v"(x)); }
+
+// `x` of lane `lane`.
+DEVICE long long from_lane(long long x, int lane) {
+  unsigned low = __builtin_amdgcn_ds_bpermute(lane * 4, (int)x);
+  unsigned high = __builtin_amdgcn_ds_bpermute(lane * 4, (int)(x >> 32));
+  return (long long)((unsigned long long)high << 32 | low);
+}
 
 // `x` of the lane whose index differs in `bit`.
 DEVICE float from_lane_xor(float x, int bit) {

@@ -26,11 +26,11 @@ struct Format<FLOAT16> {
   typedef _Float16 Four __attribute__((ext_vector_type(4)));
 
   // Two values in one register, to nearest, ties to even.
-  static DEVICE unsigned nearest(float low, float high) {
+  static METHOD unsigned nearest(float low, float high) {
     return __builtin_bit_cast(unsigned short, (_Float16)low) |
            (unsigned)__builtin_bit_cast(unsigned short, (_Float16)high) << 16;
   }
-  static DEVICE unsigned half_up(float low, float high) { return nearest(low, high); }
+  static METHOD unsigned half_up(float low, float high) { return nearest(low, high); }
 };
 
 template <>
@@ -38,14 +38,14 @@ struct Format<BFLOAT16> {
   typedef short Four __attribute__((ext_vector_type(4)));
 
   // gfx942 has no instruction for it. A NaN that arithmetic makes (0x7fc00000) stays one.
-  static DEVICE unsigned nearest(float low, float high) {
+  static METHOD unsigned nearest(float low, float high) {
     unsigned a = __builtin_bit_cast(unsigned, low), b = __builtin_bit_cast(unsigned, high);
     a += 0x7fff + (a >> 16 & 1);
     b += 0x7fff + (b >> 16 & 1);
     return __builtin_amdgcn_perm(b, a, 0x07060302);
   }
   // To nearest, ties away from zero: 3 instructions for two values where `nearest` takes 7.
-  static DEVICE unsigned half_up(float low, float high) {
+  static METHOD unsigned half_up(float low, float high) {
     unsigned a = __builtin_bit_cast(unsigned, low), b = __builtin_bit_cast(unsigned, high);
     return __builtin_amdgcn_perm(b + 0x8000, a + 0x8000, 0x07060302);
   }
@@ -61,11 +61,11 @@ struct Mma {
   static constexpr int kDepth = N == 32 ? 8 : 16;
   static constexpr int kRegisters = N * N / kLanes;
 
-  static DEVICE int column() { return lane_index() % N; }
-  static DEVICE int part() { return lane_index() / N; }  // of the inner dimension: 4 elements each
-  static DEVICE int row(int r) { return r / 4 * 8 + part() * kMmaPart + r % 4; }
+  static METHOD int column() { return lane_index() % N; }
+  static METHOD int part() { return lane_index() / N; }  // of the inner dimension: 4 elements each
+  static METHOD int row(int r) { return r / 4 * 8 + part() * kMmaPart + r % 4; }
 
-  static DEVICE Acc mma(Pair a, Pair b, Acc c) {
+  static METHOD Acc mma(Pair a, Pair b, Acc c) {
     Four x = __builtin_bit_cast(Four, a), y = __builtin_bit_cast(Four, b);
     if constexpr (dtype == FLOAT16 && N == 32)
       return __builtin_amdgcn_mfma_f32_32x32x8f16(x, y, c, 0, 0, 0);
@@ -78,11 +78,11 @@ struct Mma {
   }
 
   // Over the lanes that hold parts of one column.
-  static DEVICE float column_max(float x) {
+  static METHOD float column_max(float x) {
     if constexpr (N == 16) x = __builtin_fmaxf(x, from_lane_xor(x, 16));
     return __builtin_fmaxf(x, from_lane_xor(x, 32));
   }
-  static DEVICE float column_sum(float x) {
+  static METHOD float column_sum(float x) {
     if constexpr (N == 16) x += from_lane_xor(x, 16);
     return x + from_lane_xor(x, 32);
   }

@@ -5,11 +5,18 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .console import print_json, print_table, progress
+
+if TYPE_CHECKING:
+    from ..conformance.cases import Case
+    from ..plan import Plan
 
 
 def add(commands: Any) -> None:
@@ -17,10 +24,13 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "compile",
         help="build code objects",
-        description="Build every plan's code object for an arch, with no GPU. A row per kernel: "
-        "registers, spills, LDS, kernel arguments, wavefronts that fit on a SIMD.",
+        description="Build the common plans' code objects for an arch, with no GPU. A row per "
+        "kernel: registers, spills, LDS, kernel arguments, wavefronts that fit on a SIMD.",
     )
     parser.add_argument("--arch", required=True, metavar="A[,B]", help="gfx942")
+    parser.add_argument(
+        "--all", action="store_true", help="every plan, not only those that a wheel carries"
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the code objects there")
     parser.add_argument(
         "--bundle",
@@ -35,7 +45,7 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Status 0 when every plan was built, and emulated where that was asked for."""
     archs = options.arch.split(",")
-    built = [row for arch in archs for row in _build(arch)]
+    built = [row for arch in archs for row in _build(arch, options.all)]
     if options.out is not None:
         _write(options.out, built)
     failed = _bundle(built) if options.bundle else []
@@ -51,36 +61,44 @@ def run(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _build(arch: str) -> list[dict[str, Any]]:
-    from .. import codeobject
-    from ..backends.hip import code, plans
+def _build(arch: str, every: bool) -> list[dict[str, Any]]:
+    from ..backends.hip import plans
 
     if arch not in plans.ARCHS:
         raise ValueError(f"--arch: expected one of {', '.join(plans.ARCHS)}; got {arch}")
+    wanted = plans.all_plans("hip") if every else plans.common_plans("hip")
     rows = []
-    for plan in plans.all_plans("hip"):
-        data = code.build(plan, arch)
-        kernel = codeobject.parse(data).kernel(code.name_of(plan))
-        rows.append(
-            {
-                "kernel": kernel.name,
-                "constants": dict(plan.constants),
-                "plan": str(plan),
-                "arch": arch,
-                "vgprs": kernel.vgprs,
-                "agprs": kernel.agprs,
-                "sgprs": kernel.sgprs,
-                "spills": kernel.vgpr_spills + kernel.sgpr_spills,
-                "scratch_bytes": kernel.scratch_bytes,
-                "lds_bytes": kernel.lds_bytes,
-                "kernarg_bytes": kernel.kernarg_bytes,
-                "waves_per_simd": _waves(kernel.vgprs + kernel.agprs),
-                "sha256": hashlib.sha256(data).hexdigest(),
-                "key": code.key_of(plan, arch),
-                "data": data,
-            }
-        )
+    # The compiler runs in processes of its own.
+    with progress("compiling") as show, ThreadPoolExecutor(os.cpu_count()) as pool:
+        for done, row in enumerate(pool.map(partial(_row, arch), wanted)):
+            show(done + 1, len(wanted), row["plan"])
+            rows.append(row)
     return rows
+
+
+def _row(arch: str, plan: Plan) -> dict[str, Any]:
+    from .. import codeobject
+    from ..backends.hip import code
+
+    data = code.build(plan, arch)
+    kernel = codeobject.parse(data).kernel(code.name_of(plan))
+    return {
+        "kernel": kernel.name,
+        "constants": dict(plan.constants),
+        "plan": str(plan),
+        "arch": arch,
+        "vgprs": kernel.vgprs,
+        "agprs": kernel.agprs,
+        "sgprs": kernel.sgprs,
+        "spills": kernel.vgpr_spills + kernel.sgpr_spills,
+        "scratch_bytes": kernel.scratch_bytes,
+        "lds_bytes": kernel.lds_bytes,
+        "kernarg_bytes": kernel.kernarg_bytes,
+        "waves_per_simd": _waves(kernel.vgprs),
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "key": code.key_of(plan, arch),
+        "data": data,
+    }
 
 
 def _waves(registers: int) -> int:
@@ -152,15 +170,27 @@ def _write_manifest(objects: dict[str, dict[str, Any]]) -> None:
     code.load.cache_clear()
 
 
+def _is_common(case: Case) -> bool:
+    """Whether the common plans are all that ``case`` needs."""
+    from ..backends.hip import plans
+
+    return (
+        case.head_dim == case.head_dim_v in plans.COMMON_HEAD_DIMS
+        and not case.dropout_p
+        and not case.page_size
+    )
+
+
 def _emulate() -> tuple[dict[str, list[str]], list[str]]:
-    """The full suite in the emulator: the cases passed by digest, and those that failed."""
+    """The full suite's common cases in the emulator: those passed by digest, and those failed."""
     from ..backends import BACKENDS
     from ..backends.hip.backend import HipBackend
     from ..conformance import grid, report, runner
 
     emulator = BACKENDS["emulator"]
     assert isinstance(emulator, HipBackend)
-    cases = grid.cases("full", emulator.FEATURES, emulator.DTYPES)
+    suite = grid.cases("full", emulator.FEATURES, emulator.DTYPES)
+    cases = [case for case in suite if _is_common(case)]
     passed: dict[str, list[str]] = {}
     failed = []
     with progress("emulating") as show:

@@ -8,15 +8,25 @@ with masks and edges gone, whatever order the compiler laid the blocks in.
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from .console import print_json, print_table
+from .console import print_json, print_table, progress
 
-# Two lengths a few tiles long: what lies before and after the loop cancels.
-_SHORT, _LONG = 512, 1024
-_LANES = 64
-# Clocks that an instruction holds its unit: 64 lanes over 16 wide SIMDs; v_exp_f32 at a quarter.
-_VALU_CLOCKS, _TRANS_CLOCKS = 4, 16
+if TYPE_CHECKING:
+    from ..backends.hip.samples import Sample
+    from ..plan import Plan
+
+# Clocks that an instruction of a wavefront holds its unit: 64 lanes over 16 wide SIMDs; v_exp_f32
+# at a quarter. LDS moves 32 banks of 4 bytes a clock.
+VALU_CLOCKS, TRANS_CLOCKS, LDS_BYTES_A_CLOCK = 4, 16, 128
+SIMDS = 4  # of a compute unit
+MFMA_FLOPS = 512  # of a SIMD in a clock, fp16 and bf16
+# What an MI300X at 750 W holds while its matrix units are busy, not its peak of 2.1 GHz: 1115 to
+# 1230 MHz, AMD's ROCm blog "Measuring Max-Achievable FLOPs", part 2 (2025), taken second-hand.
+SUSTAINED_HZ = (1.115e9, 1.23e9)
+DEVICE = "MI300X"
+_PACKED = ("v_pk_fma_f32", "v_pk_mul_f32", "v_pk_add_f32")
 
 
 def add(commands: Any) -> None:
@@ -27,8 +37,11 @@ def add(commands: Any) -> None:
         description="Runs a kernel in the emulator and shows, per wavefront and tile of keys, the "
         "instructions of its hot loop, clocks of each unit, and the static bound they imply.",
     )
-    parser.add_argument("kernel", metavar="KERNEL", help="attn_fwd")
+    parser.add_argument("kernel", metavar="KERNEL", help="attn_fwd, attn_decode, attn_bwd")
     parser.add_argument("--arch", required=True, metavar="A", help="gfx942")
+    parser.add_argument(
+        "--all", action="store_true", help="also the plans with score terms, dropout or pages"
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(run=run)
 
@@ -36,18 +49,24 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Status 0; nothing here is a check."""
     from ..backends import BACKENDS
-    from ..backends.hip import code, plans
+    from ..backends.hip import code, plans, samples
 
     why_not = BACKENDS["emulator"].why_unavailable()
     if why_not:
         raise ValueError(why_not)
     if options.arch not in plans.ARCHS:
         raise ValueError(f"--arch: expected one of {', '.join(plans.ARCHS)}; got {options.arch}")
-    kernels = [plan for plan in plans.all_plans("hip") if code.name_of(plan) == options.kernel]
+    known = [plan for plan in plans.all_plans("hip") if samples.of(plan)]
+    kernels = [plan for plan in known if code.name_of(plan) == options.kernel]
     if not kernels:
-        names = sorted({code.name_of(plan) for plan in plans.all_plans("hip")})
+        names = sorted({code.name_of(plan) for plan in known})
         raise ValueError(f"kernel: expected one of {', '.join(names)}; got {options.kernel}")
-    reports = [_inspect(plan, options.arch) for plan in kernels]
+    wanted = [plan for plan in kernels if options.all or samples.is_plain(plan)]
+    reports = []
+    with progress("inspecting") as show:
+        for done, plan in enumerate(wanted):
+            show(done, len(wanted), str(plan))
+            reports.append(inspect(plan, options.arch))
     if options.json:
         print_json("inspect", {"kernel": options.kernel, "arch": options.arch, "plans": reports})
     else:
@@ -55,79 +74,150 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _inspect(plan: Any, arch: str) -> dict[str, Any]:
-    from ..backends.hip import code, forward
+def inspect(plan: Plan, arch: str) -> dict[str, Any]:
+    """The figures of one plan, of a kernel that ``samples`` knows."""
+    from ..backends.hip import code, samples
 
-    kernel = code.load(plan, arch)
-    short, long = (_emulate(plan, keys) for keys in (_SHORT, _LONG))
-    waves = forward.THREADS // _LANES
-    tiles = (_LONG - _SHORT) // forward.BLOCK_K * waves
-
-    def more(before: int, after: int) -> float:
-        return (after - before) / tiles
-
-    names = short.instructions
-    mix = {name: more(names[name], long.instructions[name]) for name in names}
-    matrix = more(sum(short.mfma_clocks.values()), sum(long.mfma_clocks.values()))
-    vector = mix["valu"] * _VALU_CLOCKS + mix["trans"] * _TRANS_CLOCKS
+    sample = samples.of(plan)
+    assert sample is not None
+    short, long = (emulate(plan, sample, keys) for keys in (sample.short, sample.long))
     return {
+        "title": sample.title,
         "constants": dict(plan.constants),
-        "sha256": kernel.digest,
-        "instructions": mix,
-        "mfma_clocks": matrix,
-        "vector_clocks": vector,
-        "vector_over_mfma": vector / matrix,
-        "lds_clocks": more(short.lds_clocks, long.lds_clocks),
-        "lds_conflict_clocks": more(short.lds_conflict_clocks, long.lds_conflict_clocks),
-        "load_bytes": more(short.load_bytes, long.load_bytes),
+        "sha256": code.load(plan, arch).digest,
+        "rows": sample.rows,
+        "keys": sample.keys,
+        **_figures(short, long, sample),
     }
 
 
-def _emulate(plan: Any, keys: int) -> Any:
-    """Counters of one workgroup of full rows against ``keys`` keys."""
-    import torch
-
-    import pyfa
-
-    from ..backends import BACKENDS
-    from ..backends.hip import forward
-    from ..backends.hip.backend import HipBackend
+def emulate(plan: Plan, sample: Sample, keys: int) -> Any:
+    """What the kernel of ``plan`` executes when ``sample`` runs it on ``keys`` keys."""
+    from ..backends.hip.launcher import Launcher
     from ..backends.hip.runtime_emulator import EmulatorRuntime
 
-    constants = dict(plan.constants)
-    dtype = (torch.float16, torch.bfloat16)[constants["DTYPE"]]
-    q = torch.zeros(1, forward.BLOCK_Q, 1, constants["HEAD_DIM"], dtype=dtype)
-    k = torch.zeros(1, keys, 1, constants["HEAD_DIM"], dtype=dtype)
-    pyfa.attention(q, k, k, causal=bool(constants["CAUSAL"]), backend="emulator")
-    backend = BACKENDS["emulator"]
-    assert isinstance(backend, HipBackend)
-    assert isinstance(backend.runtime, EmulatorRuntime)
-    return backend.runtime.counters
+    runtime = EmulatorRuntime()
+    found = []
+
+    class Watching(Launcher):
+        """Picks this plan's launch out of all that ``sample`` makes."""
+
+        def __call__(self, launched: Plan, *rest: Any) -> None:
+            super().__call__(launched, *rest)
+            if (launched.kernel, launched.constants) == (plan.kernel, plan.constants):
+                found.append(runtime.counters)
+
+    sample.run(Watching(runtime), keys)
+    (counters,) = found
+    return counters
+
+
+def _figures(short: Any, long: Any, sample: Sample) -> dict[str, Any]:
+    """Per wavefront and tile, but where a name says otherwise."""
+
+    def more(before: int, after: int) -> float:
+        return (after - before) / sample.tiles
+
+    def counted(name: str) -> float:
+        return more(getattr(short, name), getattr(long, name))
+
+    def called(names: tuple[str, ...]) -> float:
+        before, after = (sum(c.mnemonics.get(n, 0) for n in names) for c in (short, long))
+        return more(before, after)
+
+    mix = {
+        name: more(short.instructions[name], long.instructions[name]) for name in short.instructions
+    }
+    matrix = more(sum(short.mfma_clocks.values()), sum(long.mfma_clocks.values()))
+    vector = mix["valu"] * VALU_CLOCKS + mix["trans"] * TRANS_CLOCKS
+    through = counted("lds_read_bytes") + counted("lds_write_bytes")
+    direct = counted("lds_direct_bytes")
+    # Four SIMDs share one LDS, whose clocks here are those of all of them.
+    lds = SIMDS * (counted("lds_clocks") + direct / LDS_BYTES_A_CLOCK)
+    return {
+        "instructions": mix,
+        "packed_fp32": called(_PACKED),
+        "mfma_clocks": matrix,
+        "vector_clocks": vector,
+        "vector_over_mfma": vector / matrix,
+        "lds_clocks": counted("lds_clocks"),
+        "lds_conflict_clocks": counted("lds_conflict_clocks"),
+        "lds_clocks_of_cu": lds,
+        "lds_bytes": through,
+        "lds_direct_bytes": direct,
+        "lds_bytes_per_mfma_clock_of_cu": SIMDS * through / matrix,
+        "lds_direct_bytes_per_mfma_clock_of_cu": SIMDS * direct / matrix,
+        "load_bytes_per_mfma_clock_of_cu": SIMDS * counted("load_bytes") / matrix,
+        "barriers_per_64_keys": mix["barrier"] * 64 / sample.keys,
+        "static_bound": _bound(matrix, vector, lds),
+    }
+
+
+def _bound(matrix: float, vector: float, lds: float) -> dict[str, Any]:
+    """At best every unit works while the others do, and the busiest is never idle."""
+    from ..device import DEVICES
+
+    clocks = {"MFMA": matrix, "VALU+exp": vector, "LDS": lds}
+    busiest = max(clocks, key=lambda name: clocks[name])
+    flops = SIMDS * MFMA_FLOPS * matrix / clocks[busiest]
+    units = DEVICES[DEVICE].units
+    return {
+        "busiest": busiest,
+        "flops_per_clock_of_cu": flops,
+        "compute_units": units,
+        "sustained_hz": SUSTAINED_HZ,
+        "tflops_at_sustained_clock": [flops * units * hz / 1e12 for hz in SUSTAINED_HZ],
+    }
 
 
 def _print(kernel: str, arch: str, reports: list[dict[str, Any]]) -> None:
-    from ..backends.hip import forward
+    print(f"{kernel} on {arch}, per wavefront and tile of keys, full tiles, no maximum moving")
+    print()
+    print_table(
+        ["instructions", "tile", *reports[0]["instructions"], "packed fp32"],
+        [
+            [report["title"], f"{report['rows']}×{report['keys']}",
+             *(f"{count:.4g}" for count in report["instructions"].values()),
+             f"{report['packed_fp32']:.4g}"]
+            for report in reports
+        ],
+    )  # fmt: skip
+    print()
+    columns = {
+        "MFMA clk": ("mfma_clocks", ".0f"),
+        "VALU+exp": ("vector_clocks", ".0f"),
+        "/MFMA": ("vector_over_mfma", ".2f"),
+        "LDS clk": ("lds_clocks", ".0f"),
+        "conflicts": ("lds_conflict_clocks", ".0f"),
+        "LDS B/clk": ("lds_bytes_per_mfma_clock_of_cu", ".1f"),
+        "direct B/clk": ("lds_direct_bytes_per_mfma_clock_of_cu", ".1f"),
+        "load B/clk": ("load_bytes_per_mfma_clock_of_cu", ".1f"),
+        "barriers/64": ("barriers_per_64_keys", ".2g"),
+    }
+    print_table(
+        ["units", *columns, "bound by", "FLOP/clk/CU", "TFLOP/s"],
+        [
+            [report["title"], *(f"{report[key]:{style}}" for key, style in columns.values()),
+             *_bound_cells(report["static_bound"])]
+            for report in reports
+        ],
+    )  # fmt: skip
+    units = reports[0]["static_bound"]["compute_units"]
+    low, high = (hz / 1e9 for hz in SUSTAINED_HZ)
+    print()
+    print(
+        f"""\
+Clocks of one wavefront on each unit: VALU {VALU_CLOCKS} an instruction, packed fp32 (part of valu)
+and integer products too; v_exp_f32 {TRANS_CLOCKS}; MFMA as LLVM's model has it; LDS clocks and
+conflicts modelled from addresses. B/clk: bytes of a compute unit per clock of its four matrix
+units: read and written in LDS, brought there directly, loaded from memory. Barriers per 64 keys.
+A static bound, not measured: the busiest of MFMA, VALU+exp and LDS never idle, the others hidden
+behind it. It knows nothing of latency, waits, barriers, issue, caches and HBM. TFLOP/s: {units}
+compute units at the clock that {DEVICE} sustains, {low:g} to {high:g} GHz."""
+    )
 
-    print(
-        f"{kernel} on {arch}, per wavefront of 32 query rows and {forward.BLOCK_K} keys, full tiles"
-    )
-    print()
-    classes = list(reports[0]["instructions"])
-    rows = []
-    for report in reports:
-        text = " ".join(f"{name}={value}" for name, value in report["constants"].items())
-        mix = [f"{report['instructions'][name]:g}" for name in classes]
-        clocks = [
-            f"{report[name]:.0f}"
-            for name in ("mfma_clocks", "vector_clocks", "lds_clocks", "lds_conflict_clocks")
-        ]
-        rows.append([text, *mix, *clocks, f"{report['vector_over_mfma']:.2f}"])
-    units = ["MFMA clk", "VALU+exp clk", "LDS clk", "conflicts", "(VALU+exp)/MFMA"]
-    print_table(["constants", *classes, *units], rows)
-    print()
-    print(
-        "Clocks of one wavefront on each unit (VALU 4, v_exp_f32 16); LDS clocks and conflicts are"
-    )
-    print(
-        "modelled. A static bound: at best a loop takes the longest of its columns, not measured."
-    )
+
+def _bound_cells(bound: Mapping[str, Any]) -> tuple[str, str, str]:
+    low, high = bound["tflops_at_sustained_clock"]
+    flops = f"{bound['flops_per_clock_of_cu']:.0f}"
+    return bound["busiest"], flops, f"{low:.0f} to {high:.0f}"

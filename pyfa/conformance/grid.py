@@ -420,6 +420,14 @@ def _full_packed() -> Iterator[Case]:
 
 
 def _full_caches() -> Iterator[Case]:
+    # Eight heads a key head at every pair of head dims that decode kernels are compiled for: 8, 24
+    # and 56 rows of all heads, which take one, two and four matrix products of 16.
+    for dim, dim_v in ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)):
+        for index, rows in enumerate((1, 3, 7)):
+            fields = {"head_dim": dim, "head_dim_v": dim_v, "heads_q": 8, "heads_k": 1}
+            for dtype in _HALF:
+                lengths = (rows,), (97 + index,)
+                yield _packed(lengths, "kvcache", dtype=dtype, causal=rows > 1, **fields)
     common: Fields = {
         "dtype": _DTYPES,
         "layout": LAYOUTS,

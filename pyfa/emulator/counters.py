@@ -29,7 +29,11 @@ class Totals(ctypes.Structure):
     _fields_ = (
         ("lds_conflict_clocks", ctypes.c_uint64),
         ("lds_clocks", ctypes.c_uint64),
+        ("lds_read_bytes", ctypes.c_uint64),
+        ("lds_write_bytes", ctypes.c_uint64),
+        ("lds_direct_bytes", ctypes.c_uint64),
         ("load_bytes", ctypes.c_uint64),
+        ("scalar_bytes", ctypes.c_uint64),
         ("store_bytes", ctypes.c_uint64),
         ("segments64", ctypes.c_uint64),
         ("segments128", ctypes.c_uint64),
@@ -45,10 +49,13 @@ class Counters:
 
     ``instructions`` counts wavefront instructions by class, ``mnemonics`` by name, ``executed`` by
     address in the code object. ``load_bytes`` and ``store_bytes`` are what active lanes requested
-    of global memory, in range (atomics count as stores); ``segments64`` and ``segments128`` the
-    different aligned segments of each vector memory instruction, summed. ``lds_clocks`` and
-    ``lds_conflict_clocks`` are modelled from addresses (32 banks of 4 bytes, 32 lanes together, 16
-    for 16-byte accesses), not measured. ``buffer_out_of_range`` counts lanes that a buffer
+    of global memory, in range (atomics count as stores); ``scalar_bytes`` of the loads are scalar
+    ones: arguments, lengths. ``segments64`` and ``segments128`` are the different aligned segments
+    of each vector memory instruction, summed. ``lds_clocks`` and ``lds_conflict_clocks`` are
+    modelled from addresses (32 banks of 4 bytes, 32 lanes together, 16 for 16-byte accesses), not
+    measured; ``lds_read_bytes`` and ``lds_write_bytes`` (with atomics) are what the active lanes of
+    the same instructions ask for, ``lds_direct_bytes`` what loads bring into LDS past registers,
+    which no LDS clocks stand for. ``buffer_out_of_range`` counts lanes that a buffer
     descriptor's range check cut off. ``violations`` counts by check what was found with the policy
     "count". ``barriers`` counts each wave's arrival.
     """
@@ -60,7 +67,11 @@ class Counters:
     mfma_clocks: Mapping[str, int]
     lds_clocks: int
     lds_conflict_clocks: int
+    lds_read_bytes: int
+    lds_write_bytes: int
+    lds_direct_bytes: int
     load_bytes: int
+    scalar_bytes: int
     store_bytes: int
     segments64: int
     segments128: int

@@ -74,6 +74,8 @@ def test_vector_add(program: Program) -> None:
     counters = same_for_all_orders(program, "vector_add", (4,), (256,), a, b, c, n, out=c)
     assert (c == a + b).all()
     assert counters.store_bytes == 4 * n
+    assert counters.load_bytes - counters.scalar_bytes == 2 * 4 * n
+    assert counters.scalar_bytes >= 16 * 28  # each wavefront its arguments
     assert counters.mnemonics["global_store_dword"] == 16
     assert counters.executed[program.object.kernel("vector_add").entry] == 16
 
@@ -97,6 +99,8 @@ def test_bank_conflicts_are_counted(program: Program) -> None:
     # Each half of the wave has 32 dwords in one bank: 32 clocks, 31 more than without conflict.
     assert counters.lds_clocks == 2 * 2 * 32
     assert counters.lds_conflict_clocks == 2 * 2 * 31
+    assert counters.lds_write_bytes == counters.lds_read_bytes == 64 * 4
+    assert counters.lds_direct_bytes == 0
 
 
 def test_reduce(program: Program) -> None:

@@ -120,8 +120,10 @@ def test_direct_to_lds() -> None:
         )
         body += f"{WAIT}global_store_dword v20, v8, s[6:7]\n"
         body += "s_add_u32 s6, s6, 256\ns_addc_u32 s7, s7, 0\n"
-    launch(body, inputs, outputs)
+    counters = launch(body, inputs, outputs)
     assert (outputs == inputs.view(U).reshape(64, 16)[:, 1]).all()
+    assert counters.lds_direct_bytes == counters.lds_read_bytes == 2 * 64 * 4
+    assert counters.lds_write_bytes == 0
 
 
 def test_scalar_loads() -> None:

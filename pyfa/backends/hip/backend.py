@@ -9,12 +9,12 @@ import torch
 from ...plan import Plan
 from ...problem import Call, Problem
 from ..base import Gradients, missing
-from . import code, forward, plans
+from . import backward, code, decode, forward, plans
 from .launcher import Launcher, Runtime
 
 
 class HipBackend:
-    FEATURES = forward.FEATURES
+    FEATURES = forward.FEATURES | decode.FEATURES | backward.FEATURES
     DTYPES: tuple[str, ...] = plans.DTYPES
 
     def __init__(self, name: str, runtime: Runtime) -> None:
@@ -32,12 +32,19 @@ class HipBackend:
     def why_not(self, problem: Problem) -> Sequence[str]:
         elsewhere = self.runtime.why_not(problem)
         reasons = [elsewhere] if elsewhere else []
-        return reasons + missing(self, problem) + forward.why_not(problem)
+        reasons += missing(self, problem)
+        if decode.takes(problem):
+            return reasons
+        return reasons + forward.why_not(problem) + backward.why_not(problem)
 
     def plan(self, problem: Problem) -> Plan:
+        if decode.takes(problem):
+            return decode.plan(self.NAME, problem)
         return forward.plan(self.NAME, problem)
 
     def forward(self, plan: Plan, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        if plan.kernel == decode.KERNEL:
+            return decode.run(self.launch, plan, call)
         return forward.run(self.launch, plan, call)
 
     def backward(
@@ -50,4 +57,5 @@ class HipBackend:
         dlse: torch.Tensor | None,
         bias_grad: bool,
     ) -> Gradients:
-        raise AssertionError("a plan with backward is never made: FEATURES has none")
+        # bias_grad is never asked for: FEATURES has none.
+        return backward.run(self.launch, plan, call, out, lse, dout, dlse)

@@ -14,7 +14,13 @@ from . import compiler, plans
 
 # -fno-math-errno and the contraction of a·b + c are what these kernels are written for; nothing
 # that would let the compiler forget NaN and infinities.
-OPTIONS = ("-O3", "-fno-math-errno", "-ffp-contract=fast")
+OPTIONS = (
+    "-O3",
+    "-fno-math-errno",
+    "-ffp-contract=fast",
+    # Loops over registers are unrolled whatever their size: 16 slots with a Philox each pass 16384.
+    "-mllvm=-pragma-unroll-threshold=1000000",
+)
 
 
 @dataclass(frozen=True)

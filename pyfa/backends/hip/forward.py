@@ -2,74 +2,176 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from ... import abi
+import torch
+from torch.nn.functional import pad
+
+from ... import abi, traffic
 from ...plan import Plan
+from ...problem import FEATURES as FEATURE_NAMES
 from ...problem import Call, Problem, is_aligned
-from . import plans
+from . import combine, plans
 from .launcher import Launcher
 
-FEATURES = frozenset({"causal", "gqa"})
-HEAD_DIMS = (64, 128)
-BLOCK_Q = 128
-BLOCK_K = 64
-THREADS = 256
-MAX_BATCH = 65536  # hipModuleLaunchKernel refuses more workgroups in y and in z
+KERNEL = "hip/attn_fwd.hip"
+FEATURES = frozenset(FEATURE_NAMES) - {
+    "bias_grad", "backward", "dlse", "deterministic", "fp8",
+}  # fmt: skip
+
+
+class Tiles(NamedTuple):
+    """Keys of a tile, wavefronts of 32 query rows, rows of a matrix product."""
+
+    block_k: int
+    waves: int
+    mma: int = 32
+
+
+# (head_dim, head_dim_v) to its tiles. LDS holds two of K and two of V: 65,536 B at 128 and 256. At
+# 256 the accumulators alone are 128 registers: one wavefront on a SIMD, with twice as many.
+TILES = {
+    (64, 64): Tiles(64, 8),
+    (96, 96): Tiles(64, 8),
+    (128, 128): Tiles(64, 8),
+    (192, 128): Tiles(32, 8),
+    (192, 192): Tiles(32, 8),
+    (256, 256): Tiles(32, 4),
+}
+# Where the generator's registers do not fit beside two wavefronts on a SIMD (58 spilled).
+DROPOUT_TILES = {(192, 192): Tiles(32, 4)}
+PAGED_TILES = {pair: TILES[pair] for pair in ((64, 64), (128, 128), (256, 256))}
+ROWS = 32  # of a wavefront
+# What is worth a part of its own when the keys are split: below it, merging costs more.
+MIN_PART_KEYS = 256
+MAX_STRIDE = 2**23  # elements between rows: 32-bit offsets inside a tile
+# Score classes: what a plan is compiled for, beyond masks, which every plan has.
+PLAIN, GENERAL, DROPOUT = range(3)
+
+
+def bucket_of(head_dim: int, head_dim_v: int, paged: bool = False) -> tuple[int, int]:
+    """The smallest compiled pair of head dims that holds this one."""
+    pairs = PAGED_TILES if paged else TILES
+    return min(pair for pair in pairs if pair[0] >= head_dim and pair[1] >= head_dim_v)
+
+
+def score_class(problem: Problem) -> int:
+    if "dropout" in problem.features:
+        return DROPOUT
+    general = problem.features & {"softcap", "alibi", "bias", "paged"}
+    return GENERAL if general or not problem.positive else PLAIN
 
 
 def why_not(problem: Problem) -> list[str]:
     """What the kernel lacks for ``problem``, beyond features and dtypes."""
-    reasons = []
-    if problem.head_dim not in HEAD_DIMS:
-        dims = ", ".join(str(dim) for dim in HEAD_DIMS)
-        reasons.append(f"head_dim {problem.head_dim} is not one of {dims}")
-    if problem.batch > MAX_BATCH:
-        reasons.append(f"more than {MAX_BATCH} sequences do not fit into the grid")
-    return reasons
+    if problem.features >= {"paged", "dropout"}:
+        return ["dropout with a paged cache is not implemented"]
+    return []
 
 
 def plan(backend: str, problem: Problem) -> Plan:
     """The kernel of ``problem`` and what it is compiled with."""
+    paged = "paged" in problem.features
+    pair = bucket_of(problem.head_dim, problem.head_dim_v, paged)
+    notes = []
+    if problem.head_dim % 8 or problem.head_dim_v % 8:
+        notes.append("q, k and v are copied once: head dims padded to a multiple of 8")
+    elif not problem.aligned:
+        notes.append("q, k and v are copied once: not aligned to 16 bytes")
+    if pair != (problem.head_dim, problem.head_dim_v):
+        notes.append(f"compiled for head dims {pair[0]} and {pair[1]}")
+    dtype = plans.DTYPE_CODES[problem.dtype]
+    return _plan(backend, pair, dtype, score_class(problem), paged, notes)
+
+
+def _plan(
+    backend: str,
+    pair: tuple[int, int],
+    dtype: int,
+    score: int,
+    paged: bool,
+    notes: Sequence[str] = (),
+) -> Plan:
+    tiles = DROPOUT_TILES.get(pair, TILES[pair]) if score == DROPOUT else TILES[pair]
     constants = {
-        "CAUSAL": int("causal" in problem.features),
-        "DTYPE": plans.DTYPE_CODES[problem.dtype],
-        "HEAD_DIM": problem.head_dim,
+        "BLOCK_K": tiles.block_k,
+        "DTYPE": dtype,
+        "HEAD_DIM": pair[0],
+        "HEAD_DIM_V": pair[1],
+        "MMA": tiles.mma,
+        "PAGED": int(paged),
+        "SCORE": score,
+        "WAVES": tiles.waves,
     }
-    notes = () if problem.aligned else ("q, k and v are copied once: not aligned to 16 bytes",)
-    return Plan(backend, "hip/attn_fwd.hip", tuple(sorted(constants.items())), notes)
+    return Plan(backend, KERNEL, tuple(constants.items()), tuple(notes))
 
 
 def all_plans(backend: str) -> list[Plan]:
     return [
-        Plan(
-            backend,
-            "hip/attn_fwd.hip",
-            (("CAUSAL", causal), ("DTYPE", dtype), ("HEAD_DIM", dim)),
-        )
-        for dim in HEAD_DIMS
+        _plan(backend, pair, dtype, score, paged)
+        for paged, pairs in ((False, TILES), (True, PAGED_TILES))
+        for pair in pairs
         for dtype in plans.DTYPE_CODES.values()
-        for causal in (0, 1)
+        for score in ((GENERAL,) if paged else (PLAIN, GENERAL, DROPOUT))
     ]
+
+
+def requested_bytes(plan: Plan, shape: traffic.Shape, parts: int = 1) -> traffic.Requested:
+    """What the kernel and, where the keys are split, ``combine`` ask of the memory system."""
+    constants = {name: int(value) for name, value in plan.constants}
+    tiling = traffic.Tiling(ROWS * constants["WAVES"], constants["BLOCK_K"], parts, ahead=1)
+    return traffic.requested_bytes(shape, tiling)
+
+
+def splits(workgroups: int, keys: int, units: int) -> int:
+    """Parts that the keys are cut into so that ``workgroups`` fill ``units`` compute units."""
+    return max(1, min(units // max(workgroups, 1), keys // MIN_PART_KEYS))
 
 
 def run(launch: Launcher, plan: Plan, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of ``call``."""
+    head_dim_v = call.v.shape[-1]
+    call = padded(call)
+    out, lse = results(call)
+    if lse.numel() and call.batch and call.max_seqlen_q:
+        device = plans.device_at(call.q.device)
+        rows = ROWS * int(dict(plan.constants)["WAVES"])
+        workgroups = -(-call.max_seqlen_q // rows) * call.q.shape[-2] * call.batch
+        parts = call.num_splits or splits(workgroups, call.max_seqlen_k, device.units)
+        values = abi.forward_values(call, out, lse) | {"dies": device.dies, "num_splits": parts}
+        tensors = plans.tensors_of(call)
+        if parts == 1:
+            tensors |= {"out": out, "lse": lse}
+        else:
+            partial_out, partial_lse = combine.partials(out, parts)
+            if call.cu_seqlens_q is not None:
+                partial_lse.fill_(-torch.inf)
+            tensors |= {"partial_out": partial_out, "partial_lse": partial_lse}
+            values["partial_out"] = partial_out.data_ptr()
+            values["partial_lse"] = partial_lse.data_ptr()
+        launch(plan, (workgroups * parts, 1, 1), rows * 2, values, tensors)
+        if parts > 1:
+            combine.run(launch, call, out, lse, partial_out, partial_lse, parts)
+    return out[..., :head_dim_v], lse
+
+
+def results(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse, not initialised but where rows belong to no sequence of a packed batch."""
     out = call.q.new_empty(call.out_shape())
     lse = call.q.new_empty(call.lse_shape(), dtype=torch.float32)
-    if lse.numel() == 0:
-        return out, lse
-    if not is_aligned(call):
-        call = call._replace(q=_aligned(call.q), k=_aligned(call.k), v=_aligned(call.v))
-    launch(
-        plan,
-        (-(-call.max_seqlen_q // BLOCK_Q), call.q.shape[-2], call.batch),
-        THREADS,
-        abi.forward_values(call, out, lse),
-        {"q": call.q, "k": call.k, "v": call.v, "out": out, "lse": lse},
-    )
+    if call.cu_seqlens_q is not None:
+        out.zero_()
+        lse.fill_(-torch.inf)
     return out, lse
 
 
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    return x.clone(memory_format=torch.contiguous_format)
+def padded(call: Call) -> Call:
+    """``call`` with q, k and v as the kernels read them: rows of 16-byte units, without gaps."""
+    q, k, v = (
+        pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x for x in (call.q, call.k, call.v)
+    )
+    call = call._replace(q=q, k=k, v=v)
+    if not is_aligned(call) or max(k.stride(-3), v.stride(-3)) >= MAX_STRIDE:
+        q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
+    return call._replace(q=q, k=k, v=v)

@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 
 class EmulatorRuntime:
-    """``counters`` holds what the last launch executed."""
+    """``counters`` holds what the last launch executed, ``code`` the code object that it ran."""
 
     def __init__(self) -> None:
         self.counters: Counters | None = None
+        self.code: Code | None = None
 
     def why_unavailable(self) -> str | None:
         from ...emulator import native
@@ -46,6 +47,7 @@ class EmulatorRuntime:
         for address, nbytes, name in _spans(tensors):
             machine.map(address, nbytes, name)
         kernel = _program(code.data).kernel(code.kernel.name)
+        self.code = code
         self.counters = machine.launch(kernel, grid=grid, block=(threads,), kernarg=params)
 
 

@@ -73,8 +73,9 @@ typedef struct {
 
 // Sums over a launch; the layout is counters.RAW's.
 typedef struct {
-    u64 lds_conflict_clocks, lds_clocks, load_bytes, store_bytes, segments64, segments128,
-        barriers, buffer_out_of_range, violations[CHECKS];
+    u64 lds_conflict_clocks, lds_clocks, lds_read_bytes, lds_write_bytes, lds_direct_bytes,
+        load_bytes, scalar_bytes, store_bytes, segments64, segments128, barriers,
+        buffer_out_of_range, violations[CHECKS];
 } Totals;
 
 typedef struct {

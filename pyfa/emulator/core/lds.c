@@ -86,8 +86,10 @@ static int outside(Wave *w, const Inst *i, int lane, u64 at, u32 bytes) {
 
 // Modelled, not measured: 32 banks of 4 bytes; a group of 32 lanes (16 for 16-byte accesses) is
 // served together, taking as many clocks as the fullest bank has different dwords.
-static void count_banks(Wave *w, const Inst *i, const u32 *at, u32 bytes, u64 exec) {
+// `moved` is the sum of bytes that active lanes ask for.
+static void count_banks(Wave *w, const Inst *i, const u32 *at, u32 bytes, u64 exec, u64 *moved) {
     Thread *t = w->thread;
+    *moved += (u64)__builtin_popcountll(exec) * bytes;
     Pattern *p = &t->patterns[i - w->launch->code];
     u32 first = exec ? at[__builtin_ctzll(exec)] : 0, same = 1;
     if (p->valid && p->exec == exec && p->phase == (first & 3)) {
@@ -166,7 +168,7 @@ INLINE int ds_read(Wave *w, const Inst *i, u32 bytes, u32 rows, int sign, int hi
     u64 exec, defined = ~0ull;
     Group *g = w->group;
     if (addresses(w, i, offset, bytes, bytes < 4 ? bytes : 4, at, &exec)) return STOP;
-    count_banks(w, i, at, bytes, exec);
+    count_banks(w, i, at, bytes, exec, &w->thread->totals.lds_read_bytes);
     u32 to = i->dst - VGPR0 + first_row;
     if (touch_loaded(w, i, to, rows, 1)) return STOP;
     for (u32 r = 0; r < rows; r++) memcpy(value[r], w->v[to + r], sizeof value[r]);
@@ -200,7 +202,7 @@ INLINE int ds_write(Wave *w, const Inst *i, int source, u32 bytes, int high, u32
     u64 exec, defined = ~0ull;
     Group *g = w->group;
     if (addresses(w, i, offset, bytes, bytes < 4 ? bytes : 4, at, &exec)) return STOP;
-    count_banks(w, i, at, bytes, exec);
+    count_banks(w, i, at, bytes, exec, &w->thread->totals.lds_write_bytes);
     u32 row = i->src[source] - VGPR0;
     if (touch_rows(w, i, row, rows)) return STOP;
     for (u32 r = 0; r < rows; r++) defined &= w->defined[row + r];
@@ -294,7 +296,7 @@ static int ds_atomic(Wave *w, const Inst *i, u32 kind, u32 bytes, int returns, i
     u64 exec, defined = ~0ull;
     Group *g = w->group;
     if (addresses(w, i, (u32)i->imm, bytes, bytes, at, &exec)) return STOP;
-    count_banks(w, i, at, bytes, exec);
+    count_banks(w, i, at, bytes, exec, &w->thread->totals.lds_write_bytes);
     // DS compare-and-swap takes the comparand first and the new value second.
     u32 data = i->src[compares ? 2 : 1] - VGPR0, compare = i->src[1] - VGPR0;
     if (touch_rows(w, i, data, rows) || touch_rows(w, i, compare, rows)) return STOP;

@@ -234,6 +234,7 @@ static int load_to_lds(Wave *w, const Inst *i, const u64 *at, u64 active, u64 va
     if ((base & 3) && violated(w, i, CHECK_ALIGNMENT, -1, "LDS address 0x%x is not a multiple of 4",
                                base)) return STOP;
     count_segments(w, i, at, 4, active & valid, 0);
+    w->thread->totals.lds_direct_bytes += 4 * (u64)__builtin_popcountll(active);
     u32 sequence = ++w->vm_issued;
     EACH_LANE {
         if (!(active >> l & 1)) continue;

@@ -25,6 +25,7 @@ static int scalar_load(Wave *w, const Inst *i, u32 count, int buffer) {
         if (from) memcpy(value, from, 4 * in_range);
         else if (outside_memory(w, i, -1, address, 4 * in_range, "scalar load")) return STOP;
     }
+    w->thread->totals.scalar_bytes += 4 * count;
     w->thread->totals.load_bytes += 4 * count;
     if (touch_scalars(w, i, to, count)) return STOP;
     u32 tag = ++w->smem_issued;

@@ -1,0 +1,347 @@
+// Attention of few query rows over many keys on CDNA 3 (split-KV, "flash decoding"): bound by the
+// bytes of K and V, which are read once for all query heads of a group.
+//
+// A workgroup takes one key head, one part of the keys and up to 16 * TILES lines: a line is a row
+// of one head of the group, row * group + head, and a column of the products S^T = K Q^T and
+// O^T = V^T P^T (mma.h). Its four wavefronts take groups of 16 keys in turn (decode_load.h), with
+// STAGES groups, 16 KB and more, on their way to each, and never wait for one another until they
+// put their sums together. LDS holds queries, the addresses of rows, and at the end those sums.
+#include "../params.h"
+#include "mma.h"
+#include "../score.h"
+#include "schedule.h"
+
+#if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(TILES) || \
+    !defined(STAGES) || !defined(OCCUPANCY)
+#error "the plan defines DTYPE, HEAD_DIM, HEAD_DIM_V, TILES, STAGES and OCCUPANCY"
+#endif
+
+#include "arguments.h"
+#include "decode_load.h"
+
+typedef M::Acc Acc;
+constexpr int kWaves = 4;
+constexpr int kThreads = kWaves * kLanes;
+
+struct Shared {
+  RowTable rows[kWaves];
+  union {
+    Quad q[TILES][kChunks][kLanes];
+    Acc sums[kWaves][4][kLanes];  // of one piece: from wavefront, row of the product
+  };
+  float maximum[kWaves][TILES][kGroup], total[kWaves][TILES][kGroup];
+};
+
+// A workgroup's part of the problem.
+struct Block {
+  int first_line, lines, head_k;
+  unsigned group;         // query heads of a key head
+  int start, stop;        // its keys
+  int all_low, all_high;  // those that every line sees
+  bool general;           // scores are more than q.k times a factor
+};
+
+// One column of each product: a query row.
+struct Lines {
+  Quad q[TILES][kChunks];
+  int row[TILES], head[TILES];
+  float slope[TILES];
+};
+
+// Online softmax, per column; `total` is a lane's share of the sum.
+struct State {
+  Acc o[TILES][kElements];
+  float maximum[TILES], total[TILES];
+};
+
+// ---- one group of keys --------------------------------------------------------------------------
+
+DEVICE bool any_lane(bool x) { return __builtin_amdgcn_ballot_w64(x) != 0; }
+
+DEVICE Acc scores(const Group &group, const Quad (&q)[kChunks]) {
+  Acc s = Acc{0};
+  for (int c = 0; c < kChunks; ++c) {
+    s = M::mma(group.k[c].xy, q[c].xy, s);
+    s = M::mma(group.k[c].zw, q[c].zw, s);
+  }
+  return s;
+}
+
+// Scores in base 2, -inf where the row does not see the key.
+DEVICE void finish(Acc &s, const Params &p, const Sequence &sequence, const Block &b,
+                   const Lines &lines, int t, int first) {
+  int key = first + M::part() * 4;
+  int distance = key - lines.row[t] - sequence.shift;
+  if (b.general) {
+    Terms terms = terms_of(params_again(), sequence.batch, lines.head[t], lines.row[t]);
+    terms.slope = lines.slope[t];  // a load here would wait for all keys that are on their way
+    float derivative;
+    for (int r = 0; r < 4; ++r) s[r] = score(terms, s[r], distance + r, derivative);
+    if (terms.bias) {
+      for (int r = 0; r < 4; ++r) s[r] += bias_of(terms, min(key + r, b.stop - 1));
+    }
+    s *= kLog2E;
+  } else {
+    s *= p.scale * kLog2E;
+  }
+  if (first >= b.all_low && first + kGroup <= b.all_high) return;
+  int left = p.window_left < 0 ? -0x7fffffff : -p.window_left;
+  int right = p.window_right < 0 ? 0x7fffffff : p.window_right;
+  for (int r = 0; r < 4; ++r)
+    if (distance + r < left || distance + r > right || key + r >= b.stop) s[r] = -INFINITY_F;
+}
+
+// P as the operand of the next product. The accumulator is brought to a new maximum only when there
+// is one, which after the first groups is seldom.
+DEVICE Pair weights(State &state, int t, const Acc &s) {
+  float highest = max(max(s[0], s[1]), max(s[2], s[3]));
+  if (any_lane(highest > state.maximum[t])) {
+    float raised = max(state.maximum[t], M::column_max(highest));
+    // Of a row that has seen nothing yet both are -inf.
+    float rescale = raised == -INFINITY_F ? 1.0f : exp2(state.maximum[t] - raised);
+    for (int e = 0; e < kElements; ++e) state.o[t][e] *= rescale;
+    state.total[t] *= rescale;
+    state.maximum[t] = raised;
+  }
+  float base = state.maximum[t] == -INFINITY_F ? 0.0f : state.maximum[t];
+  Acc w;
+  for (int r = 0; r < 4; ++r) w[r] = exp2(s[r] - base);
+  state.total[t] += (w[0] + w[1]) + (w[2] + w[3]);
+  return Pair{Format<DTYPE>::half_up(w[0], w[1]), Format<DTYPE>::half_up(w[2], w[3])};
+}
+
+DEVICE void step(State &state, const Group &group, const Params &p, const Sequence &sequence,
+                 const Block &b, const Lines &lines, int first) {
+  Pair w[TILES];
+  for (int t = 0; t < TILES; ++t) {
+    Acc s = scores(group, lines.q[t]);
+    finish(s, p, sequence, b, lines, t, first);
+    w[t] = weights(state, t, s);
+  }
+  for (int e = 0; e < kElements; ++e) {
+    unsigned halves = e % 2 ? 0x07060302 : 0x05040100;
+    Pair v{__builtin_amdgcn_perm(group.v[1][e / 2], group.v[0][e / 2], halves),
+           __builtin_amdgcn_perm(group.v[3][e / 2], group.v[2][e / 2], halves)};
+    for (int t = 0; t < TILES; ++t) state.o[t][e] = M::mma(v, w[t], state.o[t][e]);
+  }
+}
+
+// ---- queries ------------------------------------------------------------------------------------
+
+// Each wavefront loads a quarter, and all read all of it from LDS: a workgroup asks for every query
+// once, and the keys' first loads are on their way before it waits for them.
+constexpr int kPieces = TILES * kChunks;
+constexpr int kShare = (kPieces + kWaves - 1) / kWaves;
+
+DEVICE void load_queries(Quad (&share)[kShare], const Params &p, const Sequence &s,
+                         const Block &b) {
+  for (int i = 0; i < kShare; ++i) {
+    int piece = i * kWaves + wave_index();
+    unsigned line = b.first_line + piece / kChunks * 16 + M::column();
+    int chunk = piece % kChunks * 4 + M::part();
+    share[i] = Quad{0, 0, 0, 0};
+    if (piece < kPieces && (int)line < b.lines && chunk * 8 < p.head_dim)
+      share[i] = *(const Quad *)((const unsigned short *)p.q + s.row_batch * p.q_batch +
+                                 (s.row0 + line / b.group) * p.q_row +
+                                 (b.head_k * b.group + line % b.group) * p.q_head + chunk * 8);
+  }
+}
+
+DEVICE void share_queries(Lines &lines, Shared &shared, const Quad (&share)[kShare],
+                          const Sequence &s, const Block &b) {
+  for (int i = 0; i < kShare; ++i) {
+    int piece = i * kWaves + wave_index();
+    if (piece < kPieces) shared.q[piece / kChunks][piece % kChunks][lane_index()] = share[i];
+  }
+  barrier();
+  const Params &p = params_again();
+  for (int t = 0; t < TILES; ++t) {
+    for (int c = 0; c < kChunks; ++c) lines.q[t][c] = shared.q[t][c][lane_index()];
+    // Lines beyond the last repeat its mask; their queries are 0, and what they make is not stored.
+    unsigned line = min(b.first_line + t * 16 + M::column(), b.lines - 1);
+    lines.row[t] = line / b.group;
+    lines.head[t] = b.head_k * b.group + line % b.group;
+    lines.slope[t] = terms_of(p, s.batch, lines.head[t], lines.row[t]).slope;
+  }
+}
+
+// ---- the keys of a part -------------------------------------------------------------------------
+
+DEVICE void attend(State &state, Shared &shared, const Params &p, const Sequence &s,
+                   const Block &b) {
+  Lines lines;
+  Quad share[kShare];
+  load_queries(share, p, s, b);
+  constexpr int kStride = kWaves * kGroup;  // between groups of a wavefront
+  int begin = b.start + wave_index() * kGroup;
+  if (begin >= b.stop) {
+    share_queries(lines, shared, share, s, b);
+    return;
+  }
+  int groups = (b.stop - begin + kStride - 1) / kStride;
+  RowTable &rows = shared.rows[wave_index()];
+  Source k{(const char *)p.k + b.head_k * p.k_head * 2, p.k_batch, p.k_row, p.head_dim};
+  Source v{(const char *)p.v + b.head_k * p.v_head * 2, p.v_batch, p.v_row, p.head_dim_v};
+  unsigned inverse = p.page_table ? 0xffffffffu / (unsigned)p.page_size : 0;
+
+  // A lane finds one key of the groups n ... n + kStages - 1; one beyond the end as the last.
+  Place place{0, 0};
+  auto look = [&](int n) {
+    int key = begin + (n + lane_index() / kGroup) * kStride + lane_index() % kGroup;
+    find(place, p, s, inverse, min(key, b.stop - 1));
+  };
+  auto write = [&] { write_rows(rows, k, v, p.page_table ? place.page : s.key_batch, place.row); };
+  auto advance = [&](const Group &group, int n) {
+    step(state, group, p, s, b, lines, begin + n * kStride);
+  };
+  Group group[kStages];
+  look(0);
+  write();
+  if (groups > kStages) look(kStages);
+  int n = 0;
+  // All loads of this loop are unconditional: where paths with more and fewer loads meet, the
+  // compiler waits for more than it has to.
+  if (groups >= 2 * kStages) {
+#pragma unroll
+    for (int i = 0; i < kStages; ++i) load(group[i], rows, i, k, v);
+    share_queries(lines, shared, share, s, b);
+    for (; n + 2 * kStages <= groups; n += kStages) {
+      write();
+      look(n + 2 * kStages);
+#pragma unroll
+      for (int i = 0; i < kStages; ++i) {
+        advance(group[i], n + i);
+        load(group[i], rows, i, k, v);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kStages; ++i)
+      if (i < groups) load(group[i], rows, i, k, v);
+    share_queries(lines, shared, share, s, b);
+  }
+  // Fewer than two rounds are left.
+  while (true) {
+#pragma unroll
+    for (int i = 0; i < kStages; ++i)
+      if (n + i < groups) advance(group[i], n + i);
+    n += kStages;
+    if (n >= groups) return;
+    write();
+#pragma unroll
+    for (int i = 0; i < kStages; ++i)
+      if (n + i < groups) load(group[i], rows, i, k, v);
+  }
+}
+
+// ---- from four wavefronts to memory -------------------------------------------------------------
+
+// Elements `dim` ... of a line's output.
+template <int count>
+DEVICE void store(const Params &p, const Sequence &s, int row, int head, int part, int dim,
+                  const Acc &x) {
+  if (p.num_splits > 1) {
+    long long place = p.cu_seqlens_q ? s.row0 + row : s.batch * (long long)p.seqlen_q + row;
+    float *to = (float *)p.partial_out +
+                ((place * p.heads_q + head) * p.num_splits + part) * p.head_dim_v + dim;
+    for (int i = 0; i < count; ++i) to[i] = x[i];
+    return;
+  }
+  unsigned short *to = (unsigned short *)p.out + s.row_batch * p.out_batch +
+                       (s.row0 + row) * p.out_row + head * p.out_head + dim;
+  for (int i = 0; i < count; i += 2)
+    *(unsigned *)(to + i) = Format<DTYPE>::nearest(x[i], x[i + 1]);
+}
+
+DEVICE void store_lse(const Params &p, const Sequence &s, int row, int head, int part, float lse) {
+  if (p.num_splits > 1) {
+    long long place = p.cu_seqlens_q ? s.row0 + row : s.batch * (long long)p.seqlen_q + row;
+    ((float *)p.partial_lse)[(place * p.heads_q + head) * p.num_splits + part] = lse;
+  } else {
+    ((float *)p.lse)[s.row_batch * p.lse_batch + head * p.lse_head + s.row0 + row] = lse;
+  }
+}
+
+DEVICE void finish_tile(State &state, int t, Shared &shared, const Params &p, const Sequence &s,
+                        const Block &b, int part) {
+  int wave = wave_index(), column = M::column();
+  unsigned line = b.first_line + t * 16 + column;
+  int row = line / b.group, head = b.head_k * b.group + line % b.group;
+  bool exists = (int)line < b.lines;
+
+  // A sink is one more logit, without a value: the first part's.
+  float sink = -INFINITY_F;
+  if (p.sinks && p.use_sinks && part == 0 && exists) sink = ((const float *)p.sinks)[head] * kLog2E;
+  float top = sink;
+  for (int w = 0; w < kWaves; ++w) top = max(top, shared.maximum[w][t][column]);
+  float base = top == -INFINITY_F ? 0.0f : top;
+  float total = exp2(sink - base);
+  for (int w = 0; w < kWaves; ++w)
+    total += shared.total[w][t][column] * exp2(shared.maximum[w][t][column] - base);
+  bool saw = total != 0.0f;
+  float own = exp2(state.maximum[t] - base) * (saw ? 1.0f / total : 0.0f);
+  if (wave == 0 && M::part() == 0 && exists)
+    store_lse(p, s, row, head, part, saw ? (top + log2(total)) * kLn2 : -INFINITY_F);
+
+  // Each wavefront adds up one row of every product: element for element it lies in the same lane.
+  for (int e = 0; e < kElements; e += 4) {
+    barrier();
+    for (int r = 0; r < 4; ++r) {
+      Acc x = Acc{0};
+      for (int j = 0; j < 4 && e + j < kElements; ++j) x[j] = state.o[t][e + j][r] * own;
+      shared.sums[wave][r][lane_index()] = x;
+    }
+    barrier();
+    Acc x = shared.sums[0][wave][lane_index()];
+    for (int w = 1; w < kWaves; ++w) x += shared.sums[w][wave][lane_index()];
+    int dim = dim_of(e, M::part() * 4 + wave);
+    // The output of a part that saw nothing is not read.
+    bool wanted = exists && dim < p.head_dim_v && (saw || p.num_splits == 1);
+    if (wanted) {
+      if (e < kMiddle) store<4>(p, s, row, head, part, dim, x);
+      else store<2>(p, s, row, head, part, dim, x);
+    }
+  }
+}
+
+extern "C" __global__ WORKGROUP(kThreads, OCCUPANCY) void attn_decode(Params p) {
+  __shared__ Shared shared;
+  unsigned group = (unsigned)p.heads_q / (unsigned)p.heads_k;
+  int blocks = (p.seqlen_q * group + TILES * 16 - 1) / (TILES * 16);
+  Work work = work_of(workgroup_index(), blocks, p.num_splits, p.heads_k, p.batch, p.dies);
+  Sequence s = sequence_of(p, work.batch);
+  Block b;
+  b.group = group;
+  b.head_k = work.head;
+  b.lines = s.rows * group;
+  b.first_line = work.block * TILES * 16;
+  if (b.first_line >= b.lines) return;
+  unsigned last_line = min(b.first_line + TILES * 16, b.lines) - 1;
+  Seen seen = keys_seen(p, s, b.first_line / group, last_line / group);
+  int groups = (max(seen.high - seen.low, 0) + kGroup - 1) / kGroup;
+  int share = (unsigned)(groups + p.num_splits - 1) / (unsigned)p.num_splits * kGroup;
+  b.start = (int)min(seen.low + (long long)work.part * share, (long long)seen.high);
+  b.stop = b.start + min(share, seen.high - b.start);
+  b.all_low = seen.all_low;
+  b.all_high = min(seen.all_high, b.stop);
+  b.general = p.softcap > 0.0f || p.alibi_slopes || p.bias_type;
+
+  State state;
+  for (int t = 0; t < TILES; ++t) {
+    state.maximum[t] = -INFINITY_F;
+    state.total[t] = 0.0f;
+    for (int e = 0; e < kElements; ++e) state.o[t][e] = Acc{0};
+  }
+  attend(state, shared, p, s, b);
+
+  for (int t = 0; t < TILES; ++t) {
+    float total = M::column_sum(state.total[t]);
+    if (M::part() == 0) {
+      shared.maximum[wave_index()][t][M::column()] = state.maximum[t];
+      shared.total[wave_index()][t][M::column()] = total;
+    }
+  }
+  barrier();
+  const Params &again = params_again();
+  for (int t = 0; t < TILES; ++t) finish_tile(state, t, shared, again, s, b, work.part);
+}

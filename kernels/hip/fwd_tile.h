@@ -1,0 +1,291 @@
+// One tile of the forward: what feeds it, its products in slots, softmax and score terms. Wavefronts
+// own 32 query rows each; the plan's constants are as attn_fwd.hip says.
+#pragma once
+#include "mma.h"
+#include "../philox.h"
+#include "load.h"
+#include "schedule.h"
+#include "score.h"
+
+#define PLAIN 0    // scale and mask only, a positive scale
+#define GENERAL 1  // softcap, ALiBi, bias, any scale
+#define DROPOUT 2  // the same with dropout
+
+typedef Mma<DTYPE, MMA> M;
+typedef M::Acc Acc;
+typedef Format<DTYPE> F;
+
+constexpr int kRows = 32;                        // of a wavefront
+constexpr int kColumns = kRows / MMA;            // rows that a lane has a column of
+constexpr int kBlockQ = WAVES * kRows;
+constexpr int kThreads = WAVES * kLanes;
+constexpr int kKeyTiles = BLOCK_K / MMA;
+constexpr int kDimTiles = HEAD_DIM_V / MMA;
+constexpr int kParts = kLanes / MMA;             // lanes that share a column
+constexpr int kSteps = HEAD_DIM / kUnit / kParts;  // of 16 bytes a lane along the head
+constexpr int kFours = M::kRegisters / 4;        // groups of four consecutive rows in a product
+
+// The products of a tile are made in slots, each with the fragments of A that one read ahead brings:
+// a step along the head for all keys, then pairs of key slices for a few d. Within a slot, products
+// go to accumulators in turn, so that none waits for the one before.
+constexpr int kTogether = kDimTiles % 2 ? 3 : 2;  // accumulators of O^T in a slot
+constexpr int kGroups = kDimTiles / kTogether;    // slots of a pair of key slices
+constexpr int kSlices = BLOCK_K / M::kDepth;
+constexpr int kKeySlots = kSteps, kValueSlots = kSlices / 2 * kGroups;
+constexpr int kSlots = kKeySlots + kValueSlots;
+static_assert(kDimTiles % kTogether == 0, "every d is multiplied");
+
+typedef KeyLoads<BLOCK_K, HEAD_DIM, WAVES> Keys;
+typedef ValueLoads<BLOCK_K, HEAD_DIM_V, M::kDepth, WAVES> Values;
+constexpr int kLdsBytes = 2 * Keys::Tile::kBytes + 2 * Values::Tile::kBytes;
+
+// Nothing moves from one side to the other: the schedule is the source's, slot by slot. (Left to the
+// compiler, fragments are read one product before their use: 0.80 of the clocks on the matrix unit by
+// llvm-mca for HEAD_DIM 128, 0.89 with fences.)
+DEVICE void fence() { __builtin_amdgcn_sched_barrier(0); }
+
+typedef Acc Scores[kKeyTiles][kColumns];
+typedef Acc Output[kDimTiles][kColumns];
+typedef Pair Probabilities[kSlices][kColumns];
+
+// ---- what a wavefront knows -----------------------------------------------------------------------
+
+constexpr float kLowest = -3.4028234663852886e38f;
+
+// The maximum that probabilities are taken against may lag behind by this much, in powers of two,
+// before accumulator and sum are brought to a new one: P stays below 2^8, where float32 and both
+// 16-bit formats are as exact as below 1, and almost every tile goes without a rescale. (FlashAttention
+// 4 and HipKittens do the same.) A row's final result does not depend on it.
+constexpr float kLag = 8.0f;
+
+// One row. `base` is what exponents are taken against: it is finite even while a row has seen
+// nothing, as -inf - -inf would be NaN.
+struct Row {
+  float base = kLowest;
+  float total = 0.0f;  // this lane's share of the sum of probabilities
+};
+
+struct Context {
+  const Params &p;
+  Sequence s;
+  Work work;
+  int head_k;
+  Lds lds;
+  float to_base_2;  // what a finished score is multiplied by
+  Seen seen;        // by the rows of this wavefront
+  int row[kColumns];         // inside the sequence
+  int first_key[kColumns];   // that the row sees
+  int last_key[kColumns];
+  unsigned long long seed;
+};
+
+// ---- loads --------------------------------------------------------------------------------------
+
+// What feeds the loop: tiles of K and V, each at its own pace.
+#if PAGED
+struct Source {
+  const Context &c;
+  int next_k, next_v;  // the first keys of the tiles that come next
+  Offsets<BLOCK_K> k, v;
+  Values values;
+
+  METHOD Source(const Params &p, const Context &c, int first) : c(c), next_k(first), next_v(first) {
+    if (p.head_dim == HEAD_DIM) return;
+    // Nobody else writes what the head does not fill.
+    for (int at = thread_index() * 16; at < 2 * Keys::Tile::kBytes; at += kThreads * 16)
+      lds_write(c.lds + at, Quad{0, 0, 0, 0});
+    barrier();
+  }
+
+  METHOD void begin_keys() {
+    const Params &p = params_again();
+    k = Offsets<BLOCK_K>(p, c.s, keys_of(p, c.head_k), next_k);
+  }
+  METHOD void begin_values() {
+    const Params &p = params_again();
+    v = Offsets<BLOCK_K>(p, c.s, values_of(p, c.head_k), next_v);
+  }
+  METHOD void load_keys(int i, Lds to) const {
+    Keys::load(i, k, keys_of(params_again(), c.head_k), to);
+  }
+  METHOD unsigned load_values(int i) const {
+    return Values::load(i, v, values_of(params_again(), c.head_k));
+  }
+  METHOD void end_keys() { next_k += BLOCK_K; }
+  METHOD void end_values() { next_v += BLOCK_K; }
+};
+#else
+constexpr bool kFewLoads = Keys::kLoads + Values::kLoads <= 16;  // of 32, 12 addends spilled
+
+struct Source {
+  Rows k, v;
+  Keys keys;
+  Values values;
+  int bytes_k, bytes_v;  // of the tiles that are being loaded
+
+  METHOD Source(const Params &p, const Context &c, int first)
+      : k(keys_of(p, c.head_k), c.s, first),
+        v(values_of(p, c.head_k), c.s, first),
+        keys(k),
+        values(v) {}
+
+  METHOD void begin_keys() { bytes_k = k.bytes(BLOCK_K); }
+  METHOD void begin_values() { bytes_v = v.bytes(BLOCK_K); }
+  METHOD void load_keys(int i, Lds to) const { keys.load(i, k, bytes_k, to); }
+  METHOD unsigned load_values(int i) const { return values.load(i, v, bytes_v); }
+  METHOD void end_keys() { k.advance(BLOCK_K, kFewLoads); }
+  METHOD void end_values() { v.advance(BLOCK_K, kFewLoads); }
+};
+#endif
+
+DEVICE void load_queries(const Context &c, Quad (&q)[kColumns][kSteps]) {
+  for (int n = 0; n < kColumns; ++n) {
+    const unsigned short *from = (const unsigned short *)c.p.q + c.s.row_batch * c.p.q_batch +
+                                 (c.s.row0 + c.row[n]) * c.p.q_row + c.work.head * c.p.q_head;
+    for (int i = 0; i < kSteps; ++i) {
+      int d = (i * kParts + M::part()) * kUnit;
+      q[n][i] = Quad{0, 0, 0, 0};
+      if (c.row[n] < c.s.rows && d < c.p.head_dim) q[n][i] = *(const Quad *)(from + d);
+    }
+  }
+}
+
+// ---- one tile -----------------------------------------------------------------------------------
+
+constexpr int kFragments = kKeyTiles > kTogether ? kKeyTiles : kTogether;
+
+// A of one slot.
+struct Fragments {
+  Quad x[kFragments];
+
+  METHOD void read_keys(Lds keys, int step) {
+    for (int t = 0; t < kKeyTiles; ++t)
+      x[t] = lds_read(keys + Keys::Tile::place(t * MMA + M::column(), step * kParts + M::part()));
+  }
+  METHOD void read_values(Lds values, int slot) {
+    int pair = slot / kGroups, d = slot % kGroups * kTogether * MMA;
+    for (int t = 0; t < kTogether; ++t)
+      x[t] = lds_read(values + Values::Tile::place(d + t * MMA + M::column(),
+                                                   pair * kParts + M::part()));
+  }
+};
+
+// S^T += K Q^T along 16 bytes a lane of the head.
+DEVICE void multiply_keys(Scores &s, const Fragments &k, const Quad (&q)[kColumns][kSteps], int step) {
+  for (int t = 0; t < kKeyTiles; ++t)
+    for (int n = 0; n < kColumns; ++n)
+      s[t][n] = M::mma(k.x[t].xy, q[n][step].xy, step ? s[t][n] : Acc{0});
+  for (int t = 0; t < kKeyTiles; ++t)
+    for (int n = 0; n < kColumns; ++n) s[t][n] = M::mma(k.x[t].zw, q[n][step].zw, s[t][n]);
+}
+
+// O^T += V^T P^T of two key slices and a few d.
+DEVICE void multiply_values(Output &o, const Fragments &v, const Probabilities &p, int slot) {
+  int slice = slot / kGroups * 2, d = slot % kGroups * kTogether;
+  for (int t = 0; t < kTogether; ++t)
+    for (int n = 0; n < kColumns; ++n) o[d + t][n] = M::mma(v.x[t].xy, p[slice][n], o[d + t][n]);
+  for (int t = 0; t < kTogether; ++t)
+    for (int n = 0; n < kColumns; ++n) o[d + t][n] = M::mma(v.x[t].zw, p[slice + 1][n], o[d + t][n]);
+}
+
+// P^T of one key slice, and its share of the sum.
+DEVICE void exponentiate(const Context &c, const Scores &s, Row (&row)[kColumns], int first,
+                         int slice, Probabilities &p) {
+  int t = slice / kFours, j = slice % kFours;
+  for (int n = 0; n < kColumns; ++n) {
+    float x[4];
+    for (int i = 0; i < 4; ++i) {
+      x[i] = exp2(__builtin_fmaf(s[t][n][4 * j + i], c.to_base_2, -row[n].base));
+      row[n].total += x[i];
+    }
+    // Not later: the compiler would move the additions out of the products' shadow.
+    asm volatile("" : "+v"(row[n].total));
+    if (SCORE == DROPOUT) {
+      // Opaque, or the compiler keeps every round's keys in scalar registers: 40 of them spilled.
+      unsigned long long seed = c.seed;
+      asm volatile("" : "+s"(seed));
+      const Params &p = params_again();
+      int key = first + t * MMA + M::row(4 * j) + p.k_start;
+      Draws draws = philox(key / 4, c.row[n] + p.q_start, c.work.head + p.head_start,
+                           c.work.batch + p.batch_start, seed);
+      for (int i = 0; i < 4; ++i)
+        if (draws.word[i] >= p.dropout_threshold) x[i] = 0.0f;
+    }
+    p[slice][n] = Pair{F::half_up(x[0], x[1]), F::half_up(x[2], x[3])};
+  }
+}
+
+// The largest score of each column that this lane holds, of `count` products from `tile` on.
+DEVICE void raise_largest(const Scores &s, int tile, float (&largest)[kColumns]) {
+  for (int n = 0; n < kColumns; ++n)
+    for (int r = 0; r < M::kRegisters; ++r)
+      largest[n] = __builtin_fmaxf(tile + r ? largest[n] : s[0][n][0], s[tile][n][r]);
+}
+
+DEVICE void find_largest(const Scores &s, float (&largest)[kColumns]) {
+  for (int t = 0; t < kKeyTiles; ++t) raise_largest(s, t, largest);
+}
+
+// Every score becomes f(score, key) of its register, `key` counted from `key0`. Four at a time: all
+// together would take more registers than there are.
+template <typename F>
+DEVICE void each(Scores &s, int n, int key0, F f) {
+#pragma unroll
+  for (int i = 0; i < kKeyTiles * M::kRegisters; ++i) {
+    int t = i / M::kRegisters, r = i % M::kRegisters;
+    s[t][n][r] = f(s[t][n][r], key0 + t * MMA + r / 4 * 8 + r % 4);
+    if (i % 4 == 3) fence();
+  }
+}
+
+// What lies between the product and the softmax: score terms and mask. `largest` is that of the plain
+// product, and becomes that of the result.
+DEVICE void finish_scores(const Context &c, Scores &s, int first, float (&largest)[kColumns]) {
+  if (SCORE != PLAIN)
+    for (int n = 0; n < kColumns; ++n) {
+      // Opaque, or the compiler keeps every register's distance through the loop: 29 of them spilled.
+      int key0 = first + M::row(0);
+      asm volatile("" : "+v"(key0));
+      const Params &p = params_again();
+      int row = min(c.row[n], c.s.rows - 1), last = c.s.keys - 1;
+      Terms terms = terms_of(p, c.work.batch, c.work.head, row);
+      if (p.softcap > 0.0f) {
+        float unused;
+        each(s, n, key0, [&](float x, int) { return softcapped(terms, x, unused); });
+      } else {
+        each(s, n, key0, [&](float x, int) { return x * terms.scale; });
+      }
+      if (p.alibi_slopes)
+        each(s, n, key0, [&](float x, int key) { return x + alibi(terms, key - row - c.s.shift); });
+      int size = p.bias_type ? size_of_bias(p.bias_type) : 0;
+      if (size == 1)
+        each(s, n, key0, [&](float x, int key) { return x + bias_of<1>(terms, min(key, last)); });
+      else if (size == 2)
+        each(s, n, key0, [&](float x, int key) { return x + bias_of<2>(terms, min(key, last)); });
+      else if (size == 4)
+        each(s, n, key0, [&](float x, int key) { return x + bias_of<4>(terms, min(key, last)); });
+    }
+  bool cut = first < c.seen.all_low || first + BLOCK_K > c.seen.all_high;
+  if (cut)
+    for (int n = 0; n < kColumns; ++n)
+      each(s, n, first + M::row(0), [&](float x, int key) {
+        return key > c.last_key[n] || key < c.first_key[n] ? -INFINITY_F : x;
+      });
+  if (SCORE != PLAIN || cut) find_largest(s, largest);
+}
+
+// Brings accumulator and sum to a new base where a maximum has outgrown the old one by kLag.
+DEVICE void raise(const Context &c, const float (&largest)[kColumns], Row (&row)[kColumns],
+                  Output &o) {
+  bool outgrown = false;
+  for (int n = 0; n < kColumns; ++n)
+    outgrown |= largest[n] * c.to_base_2 > row[n].base + kLag;
+  if (!__builtin_amdgcn_ballot_w64(outgrown)) return;
+  for (int n = 0; n < kColumns; ++n) {
+    float raised = __builtin_fmaxf(row[n].base, M::column_max(largest[n] * c.to_base_2));
+    float factor = exp2(row[n].base - raised);
+    row[n].base = raised;
+    row[n].total *= factor;
+    for (int t = 0; t < kDimTiles; ++t) o[t][n] *= factor;
+  }
+}

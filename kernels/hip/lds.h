@@ -1,0 +1,50 @@
+// How tiles of K and V lie in LDS, and the loads that fill it.
+//
+// LDS has 32 banks of 4 bytes. Everything is read and written in units of 16 bytes, eight of which
+// make a line of all banks; a unit is moved inside its line by an exclusive or with a number that
+// differs between the rows which neighbouring lanes touch, so that 16 lanes take 2 clocks, the least
+// that 256 bytes can. Padding would cost the same bytes but not leave 64 KB for two tiles each.
+#pragma once
+#include "mma.h"
+
+typedef __attribute__((address_space(3))) char *Lds;
+
+constexpr int kUnit = 8;            // 16-bit elements of a unit
+constexpr int kLineBytes = 128;
+
+// A tile of keys as it lies in memory: rows of a power of two of elements, whole lines.
+template <int keys, int head_dim>
+struct KeyTile {
+  static constexpr int kStride = head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
+  static constexpr int kRowBytes = kStride * 2;
+  static constexpr int kBytes = keys * kRowBytes;
+
+  // Where unit `unit` of key `key` lies.
+  static METHOD int place(int key, int unit) { return key * kRowBytes + ((unit ^ (key & 7)) * 16); }
+};
+
+// A tile of values transposed: a row per element of the head, along it the keys in the order in
+// which the products take them: unit j * parts + part holds the keys 2 depth j + 4 part + 0 ... 3
+// and those `depth` further (mma.h's k-slices 2j and 2j + 1 of one lane).
+template <int keys, int head_dim>
+struct ValueTile {
+  static constexpr int kUnits = keys / kUnit;  // of a row
+  static constexpr int kBytes = head_dim * keys * 2;
+
+  // Reading, neighbouring lanes have neighbouring d; writing, every other d. Both spread over a line.
+  static METHOD int place(int d, int unit) {
+    if constexpr (kUnits < 8) {
+      static_assert(kUnits == 4, "two rows make a line");
+      int line = d / 2;
+      return line * kLineBytes + ((d % 2 * 4 + unit) ^ (line & 7)) * 16;
+    } else {
+      return d * kUnits * 16 + ((unit ^ (d & 7) ^ (d >> 3 & 1)) * 16);
+    }
+  }
+};
+
+typedef __attribute__((address_space(3))) Quad *LdsQuads;
+DEVICE Quad lds_read(Lds at) { return *(LdsQuads)at; }
+DEVICE void lds_write(Lds at, Quad x) { *(LdsQuads)at = x; }
+
+DEVICE void loads_arrived() { asm volatile("s_waitcnt vmcnt(0)" : : : "memory"); }

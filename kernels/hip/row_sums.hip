@@ -1,0 +1,7 @@
+// The sums of common/row_sums.h on CDNA 3.
+#include "mma.h"
+#include "../common/row_sums.h"
+
+extern "C" __global__ WORKGROUP(kSumThreads, 4) void row_sums(Params p) {
+  sum_rows<DTYPE>(p, __builtin_amdgcn_workgroup_id_x());
+}

@@ -1,0 +1,71 @@
+"""Puts together the partial results of a kernel that cut the keys into parts."""
+
+from __future__ import annotations
+
+import torch
+
+from ...plan import Plan
+from ...problem import Call
+from . import plans
+from .launcher import Launcher
+
+THREADS = 256
+
+
+def plan(backend: str, dtype: str) -> Plan:
+    return Plan(backend, "hip/combine.hip", (("DTYPE", plans.DTYPE_CODES[dtype]),))
+
+
+def all_plans(backend: str) -> list[Plan]:
+    return [plan(backend, dtype) for dtype in plans.DTYPE_CODES]
+
+
+def partials(out: torch.Tensor, num_splits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """partial_out and partial_lse for ``run``, not initialised: (rows, heads, splits[, Dv]).
+
+    Rows are those of ``out``, (B, S, H, Dv) or (total, H, Dv), one sequence after the other.
+    """
+    heads, dim = out.shape[-2:]
+    rows = out.shape[:-2].numel()
+    shape = (rows, heads, num_splits)
+    return (
+        out.new_empty((*shape, dim), dtype=torch.float32),
+        out.new_empty(shape, dtype=torch.float32),
+    )
+
+
+def run(
+    launch: Launcher,
+    call: Call,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    num_splits: int,
+) -> None:
+    """Write out and lse of ``call`` from every row's parts, each a normalised output and its LSE.
+
+    A part that saw nothing has the LSE −inf, and its output may be anything. That holds for every
+    row of ``out``: where nobody writes some of them, fill ``partial_lse`` with −inf first.
+    """
+    if lse.numel() == 0:
+        return
+    packed = call.cu_seqlens_q is not None
+    values = {
+        "out": out.data_ptr(),
+        "out_batch": 0 if packed else out.stride(0),
+        "out_row": out.stride(-3),
+        "out_head": out.stride(-2),
+        "lse": lse.data_ptr(),
+        "lse_batch": 0 if packed else lse.stride(0),
+        "lse_head": lse.stride(-2),
+        "partial_out": partial_out.data_ptr(),
+        "partial_lse": partial_lse.data_ptr(),
+        "heads_q": out.shape[-2],
+        "seqlen_q": out.shape[-3],
+        "head_dim_v": out.shape[-1],
+        "num_splits": num_splits,
+    }
+    tensors = {"out": out, "lse": lse, "partial_out": partial_out, "partial_lse": partial_lse}
+    name = str(out.dtype).removeprefix("torch.")
+    launch(plan("hip", name), (lse.numel(), 1, 1), THREADS, values, tensors)

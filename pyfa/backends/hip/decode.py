@@ -1,0 +1,188 @@
+"""Decode, few query rows over many keys: which problems it takes, into how many parts, its launch.
+
+The rows of a workgroup are those of all heads that share a key head, so that K and V are read once
+for the group, and the keys go to as many workgroups as it takes to busy the device.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from ... import abi
+from ...plan import Plan
+from ...problem import Call, Problem, is_aligned
+from . import combine, plans
+from .launcher import Launcher
+
+FEATURES = frozenset(
+    (
+        "causal", "window", "softcap", "alibi", "bias", "sinks", "varlen", "seqused", "paged",
+        "leftpad", "batch_idx", "gqa", "dv",
+    )
+)  # fmt: skip
+KERNEL = "hip/attn_decode.hip"
+THREADS = 256
+COLUMNS = 16  # lines of a matrix product: a line is a query row of one head
+GROUP = 16  # keys of a wavefront's step, the unit in which keys are shared out
+
+
+class Tiles(NamedTuple):
+    """Groups of keys on their way to a wavefront, and how many wavefronts a SIMD holds."""
+
+    stages: int
+    occupancy: int
+
+
+# (head_dim, head_dim_v) to products of 16 lines to tiles. The stages are what 256 registers hold,
+# or 512 where 256 would leave less than 32 KB on their way to a compute unit's one workgroup: at
+# 5.3 TB/s and a latency of 1 to 2 µs an MI300X has 17 to 35 KB on their way to each.
+TILES = {
+    (64, 64): {1: Tiles(4, 2), 2: Tiles(4, 2), 4: Tiles(4, 1)},
+    (96, 96): {1: Tiles(4, 2), 2: Tiles(3, 2), 4: Tiles(3, 1)},
+    (128, 128): {1: Tiles(4, 2), 2: Tiles(3, 1), 4: Tiles(2, 1)},
+    (192, 128): {1: Tiles(2, 2), 2: Tiles(3, 1)},
+    (192, 192): {1: Tiles(2, 2), 2: Tiles(2, 1)},
+    (256, 256): {1: Tiles(2, 1), 2: Tiles(2, 1)},
+}
+# Not measured: up to how many lines a workgroup of few rows is taken rather than the forward's of
+# 128 or 256 rows of one head. With a group its heads share what is read; without one nothing does.
+MOST_LINES = 64
+MOST_LINES_ALONE = 32
+MOST_SPLITS = 512
+
+
+def _lines(problem: Problem) -> int:
+    return problem.seqlen_q * (problem.heads_q // problem.heads_k)
+
+
+def takes(problem: Problem) -> bool:
+    """Whether decode rather than forward is the plan."""
+    alone = problem.heads_q == problem.heads_k
+    few = _lines(problem) <= (MOST_LINES_ALONE if alone else MOST_LINES) or problem.seqlen_q == 1
+    return few and problem.features <= FEATURES and not why_not(problem)
+
+
+def why_not(problem: Problem) -> list[str]:
+    """Why the cache cannot be read where it lies. A copy of it at every step would be too dear."""
+    reasons = []
+    if problem.head_dim % 8 or problem.head_dim_v % 8:
+        reasons.append("decode reads heads of a multiple of 8 elements")
+    if not problem.aligned:
+        reasons.append("decode reads rows at multiples of 16 bytes")
+    return reasons
+
+
+def _bucket_of(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """The smallest compiled pair of head dims that holds this one."""
+    return min(pair for pair in TILES if pair[0] >= head_dim and pair[1] >= head_dim_v)
+
+
+def plan(backend: str, problem: Problem) -> Plan:
+    """The kernel of ``problem`` and what it is compiled with."""
+    pair = _bucket_of(problem.head_dim, problem.head_dim_v)
+    sizes = TILES[pair]
+    columns = next((n for n in sizes if n * COLUMNS >= _lines(problem)), max(sizes))
+    notes = []
+    if pair != (problem.head_dim, problem.head_dim_v):
+        notes.append(f"compiled for head dims {pair[0]} and {pair[1]}")
+    return _plan(backend, pair, plans.DTYPE_CODES[problem.dtype], columns, notes)
+
+
+def _plan(
+    backend: str, pair: tuple[int, int], dtype: int, columns: int, notes: list[str] | None = None
+) -> Plan:
+    stages, occupancy = TILES[pair][columns]
+    constants = {
+        "DTYPE": dtype,
+        "HEAD_DIM": pair[0],
+        "HEAD_DIM_V": pair[1],
+        "OCCUPANCY": occupancy,
+        "STAGES": stages,
+        "TILES": columns,
+    }
+    return Plan(backend, KERNEL, tuple(constants.items()), tuple(notes or ()))
+
+
+def all_plans(backend: str) -> list[Plan]:
+    return [
+        _plan(backend, pair, dtype, columns)
+        for pair, sizes in TILES.items()
+        for columns in sizes
+        for dtype in plans.DTYPE_CODES.values()
+    ]
+
+
+def run(launch: Launcher, plan: Plan, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of ``call``."""
+    if not is_aligned(call):  # on a GPU such a call is not taken: see `takes`
+        call = call._replace(q=_copied(call.q), k=_copied(call.k), v=_copied(call.v))
+    q = call.q
+    # Rows that no workgroup has: of no sequence of a packed batch, or beyond seqused_q.
+    gaps = call.cu_seqlens_q is not None or call.seqused_q is not None
+    shape, lse_shape = call.out_shape(), call.lse_shape()
+    heads, heads_k = q.shape[-2], call.k.shape[-2]
+    lines = call.max_seqlen_q * heads // heads_k
+    tiles = dict(plan.constants)["TILES"]
+    workgroups = -(-lines // (int(tiles) * COLUMNS)) * heads_k * call.batch
+    if gaps or not workgroups:
+        out = q.new_zeros(shape)
+        lse = torch.full(lse_shape, -torch.inf, dtype=torch.float32, device=q.device)
+        if not workgroups:
+            return out, lse
+    else:
+        out, lse = q.new_empty(shape), q.new_empty(lse_shape, dtype=torch.float32)
+    device = plans.device_at(q.device)
+    splits = _splits(call, workgroups, device.units)
+    values = abi.forward_values(call, out, lse)
+    values["dies"] = max(1, device.dies)
+    values["num_splits"] = splits
+    tensors = plans.tensors_of(call) | {"out": out, "lse": lse}
+    if splits > 1:
+        partial_out, partial_lse = combine.partials(out, splits)
+        if gaps:
+            partial_lse.fill_(-torch.inf)
+        values["partial_out"] = partial_out.data_ptr()
+        values["partial_lse"] = partial_lse.data_ptr()
+        tensors |= {"partial_out": partial_out, "partial_lse": partial_lse}
+    launch(plan, (workgroups * splits, 1, 1), THREADS, values, tensors)
+    if splits > 1:
+        combine.run(launch, call, out, lse, partial_out, partial_lse, splits)
+    return out, lse
+
+
+def _copied(x: torch.Tensor) -> torch.Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _splits(call: Call, workgroups: int, units: int) -> int:
+    """Into how many parts the keys of ``call`` go."""
+    seen = call.max_seqlen_k
+    if call.window_left >= 0 and call.window_right >= 0:
+        seen = min(seen, call.window_left + call.window_right + call.max_seqlen_q)
+    if call.num_splits:
+        return max(1, min(call.num_splits, -(-seen // GROUP)))
+    return splits_for(workgroups, seen, units)
+
+
+@functools.lru_cache(4096)
+def splits_for(workgroups: int, keys: int, units: int) -> int:
+    """Into how many parts to cut ``keys`` so that ``workgroups`` busy a device of ``units`` CUs.
+
+    The fewest parts that busy 85 % of the CUs or nine tenths of what the best choice does, since
+    each is more to combine. No part is shorter than 64 keys, one step of each wavefront, and no
+    more workgroups are made than two for each CU.
+    """
+    groups = -(-keys // GROUP)
+    units = max(1, units)
+    most = max(1, min(MOST_SPLITS, -(-groups // 4), 2 * units // max(1, workgroups)))
+    busy = {}
+    for parts in range(1, most + 1):
+        share = -(-groups // parts)
+        total = workgroups * -(-groups // share) if groups else workgroups
+        rounds = total / units
+        busy[parts] = rounds / -(-total // units)
+    best = max(busy.values())
+    return next(parts for parts, part in busy.items() if part >= 0.85 or part >= 0.9 * best)

@@ -1,0 +1,137 @@
+"""Pairs of launches that differ by turns of a kernel's hot loop and nothing else.
+
+What the longer one executes more is what those turns took: masks, edges, prologue and epilogue
+cancel. All values are 0, so that no maximum moves: a rescale, rare on any input, is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from ...plan import Plan
+from ...problem import Call
+from . import backward, decode, forward, plans
+from .launcher import Launcher
+
+LANES = 64
+_DTYPES = {code: getattr(torch, name) for name, code in plans.DTYPE_CODES.items()}
+_SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+_PAGE = 64
+
+
+class Sample(NamedTuple):
+    """``run`` takes one workgroup of full rows through ``short`` or ``long`` keys.
+
+    A tile is ``rows`` × ``keys``, what one wavefront multiplies in a turn; ``tiles`` of them lie
+    between the two runs. Where a workgroup owns keys (dK, dV), the two have changed places.
+    """
+
+    title: str
+    run: Callable[[Launcher, int], object]
+    short: int
+    long: int
+    rows: int
+    keys: int
+    tiles: int
+
+
+def of(plan: Plan) -> Sample | None:
+    """The sample of ``plan``; None for a kernel without a loop over tiles, or without one here."""
+    make = SAMPLES.get(plan.kernel)
+    return make(plan) if make else None
+
+
+def is_plain(plan: Plan) -> bool:
+    """Whether ``plan`` is for attention without score terms, dropout or pages."""
+    constants = dict(plan.constants)
+    return not any(constants.get(name) for name in ("SCORE", "GENERAL", "PAGED"))
+
+
+def _forward(plan: Plan) -> Sample:
+    constants = _constants(plan)
+    rows, keys, waves = forward.ROWS, constants["BLOCK_K"], constants["WAVES"]
+    score, paged = constants["SCORE"], bool(constants["PAGED"])
+
+    def run(launch: Launcher, length: int) -> None:
+        call = _call(constants, waves * rows, length)
+        if score == forward.GENERAL:
+            call = call._replace(softcap=30.0)
+        if score == forward.DROPOUT:
+            call = call._replace(dropout_p=0.1, seed=torch.zeros(1, dtype=torch.int64))
+        if paged:
+            call = call._replace(
+                k=call.k[:, :_PAGE],
+                v=call.v[:, :_PAGE],
+                page_table=torch.zeros(1, length // _PAGE, dtype=torch.int32),
+                seqused_k=torch.tensor([length], dtype=torch.int32),
+            )
+        forward.run(launch, plan, call)
+
+    # The loop may be unrolled by two tiles: an even number of them in between.
+    short, long = 8 * keys, 16 * keys
+    kind = ("plain", "softcap", "dropout")[score] + (", paged" if paged else "")
+    tiles = (long - short) // keys * waves
+    return Sample(f"{_title(constants)} {kind}", run, short, long, rows, keys, tiles)
+
+
+def _decode(plan: Plan) -> Sample:
+    constants = _constants(plan)
+    lines, keys = constants["TILES"] * decode.COLUMNS, decode.GROUP
+
+    def run(launch: Launcher, length: int) -> None:
+        decode.run(launch, plan, _call(constants, lines, length))
+
+    # Wavefronts take groups in turn; each repeats itself after 2 to 4 of its own (its stages), and
+    # looks its keys' rows up every 4: both come round after 12.
+    turn = decode.THREADS // LANES * 12 * keys
+    short, long = turn, 2 * turn
+    return Sample(_title(constants), run, short, long, lines, keys, (long - short) // keys)
+
+
+def _backward(plan: Plan) -> Sample:
+    constants = _constants(plan)
+    owned, streamed = 32 * constants["COLUMNS"], 32
+    owns_keys, general = constants["OWNS"] == backward.KEYS, bool(constants["GENERAL"])
+
+    def run(launch: Launcher, length: int) -> None:
+        all_owned = backward.WAVES * owned
+        sizes = (length, all_owned) if owns_keys else (all_owned, length)
+        call = _call(constants, *sizes)._replace(softcap=30.0 if general else 0.0)
+        out = torch.zeros(call.out_shape(), dtype=call.q.dtype)
+        lse = torch.zeros(call.lse_shape())
+        of_forward = Plan(plan.backend, forward.KERNEL)
+        backward.run(launch, of_forward, call, out, lse, torch.zeros_like(out), None)
+
+    short, long = 8 * streamed, 16 * streamed
+    kind = ("dK, dV" if owns_keys else "dQ") + (" softcap" if general else "")
+    tiles = (long - short) // streamed * backward.WAVES
+    return Sample(f"{_title(constants)} {kind}", run, short, long, owned, streamed, tiles)
+
+
+SAMPLES: Mapping[str, Callable[[Plan], Sample]] = {
+    forward.KERNEL: _forward,
+    decode.KERNEL: _decode,
+    "hip/attn_bwd.hip": _backward,
+}
+
+
+def _constants(plan: Plan) -> dict[str, int]:
+    return {name: int(value) for name, value in plan.constants}
+
+
+def _title(constants: Mapping[str, int]) -> str:
+    dtype = _SHORT[_DTYPES[constants["DTYPE"]]]
+    return f"{constants['HEAD_DIM']}/{constants['HEAD_DIM_V']} {dtype}"
+
+
+def _call(constants: Mapping[str, int], rows: int, keys: int) -> Call:
+    """One head, its keys not split."""
+    dtype = _DTYPES[constants["DTYPE"]]
+    q, k, v = (
+        torch.zeros(1, length, 1, constants[dim], dtype=dtype)
+        for length, dim in ((rows, "HEAD_DIM"), (keys, "HEAD_DIM"), (keys, "HEAD_DIM_V"))
+    )
+    return Call(q, k, v, max_seqlen_q=rows, max_seqlen_k=keys, num_splits=1)

@@ -1,0 +1,135 @@
+"""The HIP backward kernels, run in the emulator: right as they are, caught when they are broken."""
+
+import pytest
+import torch
+from planted import faults_found, sources
+
+import pyfa
+from pyfa import codeobject, emulator
+from pyfa.backends.hip import backward, code
+from pyfa.conformance.cases import Case
+
+# Between them: rows and keys past the edges of tiles, of wavefronts and of workgroups, groups of heads,
+# every score term, every way that rows and keys can lie, and each pair of owner and score class.
+CASES = {
+    "plain": Case(
+        dtype="bfloat16", lengths_q=(70,), lengths_k=(270,), heads_q=4, head_dim=128,
+        head_dim_v=128, backward=True, deterministic=True,
+    ),
+    "causal": Case(
+        dtype="float16", lengths_q=(161,), lengths_k=(145,), causal=True, backward=True,
+        head_dim=96, head_dim_v=96,
+    ),
+    "window": Case(lengths_q=(140,), lengths_k=(260,), window=(70, 20), backward=True),
+    "terms": Case(
+        lengths_q=(70,), lengths_k=(150,), softcap=3.0, alibi="batch", bias="hidden", sinks=True,
+        dlse="both", backward=True,
+    ),
+    "dropout": Case(
+        dtype="float16", lengths_q=(66,), lengths_k=(130,), dropout_p=0.2, heads_q=4,
+        backward=True, deterministic=True,
+    ),
+    "varlen": Case(
+        kind="varlen", lengths_q=(70, 0, 133), lengths_k=(70, 5, 39), used_q=True, used_k=True,
+        slack=3, head_dim=80, head_dim_v=72, heads_q=3, heads_k=1, layout="strided",
+        backward=True,
+    ),
+    "wide": Case(lengths_q=(33,), lengths_k=(65,), head_dim=192, head_dim_v=128, backward=True),
+    "nothing": Case(lengths_q=(0,), lengths_k=(40,), backward=True),
+    "offset": Case(lengths_q=(70,), lengths_k=(33,), recipe="offset", backward=True),
+}  # fmt: skip
+
+# Each: the case that shows it, the exact snippet, what it becomes.
+FAULTS = {
+    "mask off by one": ("causal", "min(seen.high - first, kTile)", "min(seen.high + 1 - first, kTile)"),
+    "full tiles misjudged": ("window", "first < mine.all_low ||", ""),
+    "tiles at the end skipped": ("plain", "block.high - start + kTile - 1", "block.high - start"),
+    "barrier before columns dropped": ("plain", "barrier();  // its rows are there", "//"),
+    "barrier before rows dropped": ("plain", "barrier();  // its columns are there", "//"),
+    "swizzle of rows on one side": (
+        "plain", "place(lane % kTile, 2 * i + lane / kTile)", "place(lane % kTile ^ 1, 2 * i + lane / kTile)",
+    ),
+    "rows in memory's order": ("plain", "unit = four / 4 * 2 + four % 2, half = four / 2 % 2", "unit = four / 2, half = four % 2"),
+    "high halves for low ones": ("plain", "i % 2 ? 0x07060302 : 0x05040100", "i % 2 ? 0x05040100 : 0x07060302"),
+    "rows beyond the end read": ("varlen", "(min(rows, kTile) - 1) * m.row_bytes", "(kTile - 1) * m.row_bytes"),
+    "columns beyond the width read": ("varlen", "+ (beyond << 29)", ""),
+    "heads of a group forgotten": ("plain", "int heads = kKeys ? group : 1;", "int heads = 1;"),
+    "states of the first head": ("plain", "      states = states_of(again, s, head);\n", ""),
+    "delta forgotten": ("offset", "minus_delta[n] = load_states(c, states.minus_delta, first);", "minus_delta[n] = Acc{0};"),
+    "P truncated": ("offset", "b + 0x8000, a + 0x8000", "b, a"),
+    "scale forgotten": ("plain", "          q.scale);\n    store(c, keys_of(q.dv", "          1.0f);\n    store(c, keys_of(q.dv"),
+    "slope of softcap forgotten": ("terms", "w.p[r] * slope[r]", "w.p[r]"),
+    "bias of a neighbour": ("terms", "kKeys ? place : other);\n", "(kKeys ? place : other) ^ 1);\n"),
+    "kept bits of another row": ("dropout", "of_four<1>(bits) >> lane & 0x1111) << 1", "of_four<1>(bits) >> lane & 0x1111) << 2"),
+    "dropped P in dS": ("dropout", "float g = where(w.keep, r, dp[r] * w.keep_scale);", "float g = dp[r] * w.keep_scale;"),
+    "sinks of half a row": ("terms", "dots = M::column_sum(dots);", ""),
+    "more stored than owned": ("varlen", "buffer_of(m, first, c.owned() - first);\n    for (int t", "buffer_of(m, first, kTile);\n    for (int t"),
+}  # fmt: skip
+
+SUM_FAULTS = {
+    "sum of half a row": ("plain", "bit < kSumLanes", "bit < kSumLanes / 2"),
+    "dLSE forgotten": ("terms", "saw ? dlse - sum : 0.0f", "saw ? -sum : 0.0f"),
+    "LSE of empty rows": ("causal", "saw ? -lse * kLog2E : -INFINITY_F", "-lse * kLog2E"),
+}
+
+
+@pytest.fixture
+def replace(monkeypatch, tmp_path):
+    yield from sources(monkeypatch, tmp_path, "hip/attn_bwd.hip")
+
+
+@pytest.fixture
+def replace_sums(monkeypatch, tmp_path):
+    yield from sources(monkeypatch, tmp_path, "hip/row_sums.hip")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sound(case):
+    assert not faults_found([CASES[case]])
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_is_caught(fault, replace):
+    case, snippet, other = FAULTS[fault]
+    replace(snippet, other)
+    assert faults_found([CASES[case]])
+
+
+@pytest.mark.parametrize("fault", SUM_FAULTS)
+def test_fault_in_row_sums_is_caught(fault, replace_sums):
+    case, snippet, other = SUM_FAULTS[fault]
+    replace_sums(snippet, other)
+    assert faults_found([CASES[case]])
+
+
+def test_keys_without_rows_have_zero_gradients():
+    q = torch.ones(1, 0, 2, 64, dtype=torch.bfloat16, requires_grad=True)
+    k, v = (torch.ones(1, 40, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in "kv")
+    pyfa.attention(q, k, v, backend="emulator").sum().backward()
+    assert not k.grad.any()
+    assert not v.grad.any()
+
+
+@pytest.mark.parametrize(
+    "pair", [(64, 64), (96, 96), (256, 256)], ids=lambda pair: f"{pair[0]}x{pair[1]}"
+)
+def test_resources(pair):
+    """No spill, no scratch, room for every wavefront of the plan.
+
+    ``code.build`` refuses spills and LDS beyond 64 KB of every plan that is compiled.
+    """
+    for plan in backward.plans_of("hip", pair, 1, general=True)[1:]:
+        data = code.load(plan, "gfx942").data
+        kernel = codeobject.parse(data).kernel("attn_bwd")
+        assert (kernel.vgpr_spills, kernel.sgpr_spills, kernel.scratch_bytes) == (0, 0, 0)
+        assert kernel.vgprs <= 512 // dict(plan.constants)["PER_SIMD"]
+        assert kernel.lds_bytes <= 65536
+        # Registers are addressed by name, and nothing goes to scratch.
+        names = set(emulator.load(data).code.names)
+        assert not {name for name in names if name.startswith(("scratch_", "s_set_gpr_idx"))}
+
+
+def test_at_most_forty_plans_a_pass():
+    found = [dict(plan.constants) for plan in backward.all_plans("hip")]
+    for owner in (backward.KEYS, backward.ROWS):
+        assert sum(constants.get("OWNS") == owner for constants in found) <= 40

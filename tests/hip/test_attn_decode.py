@@ -1,0 +1,312 @@
+"""The HIP decode kernel, run in the emulator: right as it is, caught when it is broken, frugal."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from pyfa import api, codeobject, device, emulator
+from pyfa.backends.hip import code, decode
+from pyfa.backends.hip.launcher import Launcher
+from pyfa.backends.hip.runtime_emulator import EmulatorRuntime
+from pyfa.conformance import build, cases, examine
+from pyfa.emulator import EmulatorError, native
+from pyfa.problem import Call, Problem
+
+
+def cache(lengths_q, lengths_k, **fields):
+    dim = fields.get("head_dim", 64)
+    return cases.Case(
+        **{"kind": "kvcache", "lengths_q": lengths_q, "lengths_k": lengths_k, "head_dim_v": dim}
+        | fields
+    )
+
+
+# All on one plan (bfloat16, 64, 16 lines), so that a fault is one compilation: rounds of the main
+# loop and what is left of them, pages that no tile is a multiple of, grouped heads, masks that cut
+# groups, heads narrower than the bucket, lengths of 0 and shorter than a group.
+CASES = (
+    cache((1, 1), (700, 515), heads_q=4, num_splits=1, slack=3, recipe="growing"),
+    cache((1, 1), (600, 577), heads_q=2, num_splits=1, page_size=7, recipe="offset"),
+    cache(
+        (3, 3), (130, 61), heads_q=4, num_splits=3, page_size=5, leftpad=True, slack=3, causal=True
+    ),
+    cache((5, 5), (200, 97), heads_q=4, batch_idx=True, window=(70, 3), sinks=True, num_splits=2),
+    cache((1, 1, 1), (0, 9, 65), heads_q=16, sinks=True, alibi="batch"),
+    cache((2, 2), (90, 90), head_dim=40, head_dim_v=24, softcap=3.0, bias="full", num_splits=2),
+    cache((4, 0, 1), (129, 5, 64), heads_q=6, packed_q=True, causal=True, slack=2, num_splits=4),
+)
+# Each of these is a plan of its own: every bucket of head dims, and one, two and four products.
+MORE_CASES = (
+    cache((1, 1), (520, 300), dtype="float16", heads_q=16, head_dim=128, num_splits=1),
+    cache((3, 3), (410, 33), head_dim=128, heads_q=16, causal=True, num_splits=1, page_size=16),
+    cache((7, 7), (300, 290), head_dim=128, heads_q=8, heads_k=1, bias="bool", num_splits=1),
+    cache((1, 1), (150, 150), head_dim=192, head_dim_v=128, heads_q=8, leftpad=True),
+    cache((8, 8), (70, 40), head_dim=192, heads_q=8, heads_k=1, causal=True, softcap=9.0),
+    cache((1, 1), (260, 40), dtype="float16", head_dim=256, heads_q=2, used_k=True),
+    cache((2, 2), (400, 66), dtype="float16", head_dim=96, heads_q=16, heads_k=1, num_splits=1),
+    cache((1, 1), (66, 131), dtype="float16", head_dim=72, head_dim_v=88, heads_q=4, page_size=3),
+)
+
+# Each: what it is, the exact snippet, what it becomes.
+FAULTS = {
+    "mask off by one": ("distance + r > right", "distance + r > right + 1"),
+    "window off by one": ("distance + r < left", "distance + r < left + 1"),
+    "keys beyond the part": ("|| key + r >= b.stop)", ")"),
+    "masks skipped": ("if (first >= b.all_low &&", "if (first + kGroup > b.all_low &&"),
+    "accumulator not rescaled": ("state.o[t][e] *= rescale;", ";"),
+    "sum not rescaled": ("state.total[t] *= rescale;", ""),
+    "maximum of a quarter of the keys": ("M::column_max(highest)", "highest"),
+    "sum of a quarter of the keys": ("M::column_sum(state.total[t])", "state.total[t]"),
+    "rows of the round before": ("      write();\n", ""),
+    "rows of a round too early": ("      look(n + 2 * kStages);\n", ""),
+    "last group dropped": ("if (n + i < groups) advance", "if (n + i < groups - 1) advance"),
+    "quotient by the page size 1 less": ("if (row >= size) {", "if (row > size) {"),
+    "padding forgotten": ("unsigned position = key + s.padding", "unsigned position = key"),
+    "batch index forgotten": ("place.page : s.key_batch", "place.page : s.batch"),
+    "sink in every part": ("p.use_sinks && part == 0 && exists", "p.use_sinks && exists"),
+    "keys of V in another order": (
+        "perm(group.v[1][e / 2], group.v[0]",
+        "perm(group.v[0][e / 2], group.v[1]",
+    ),
+    "wavefronts' sums not waited for": (
+        "    barrier();\n    Acc x = shared.sums",
+        "    Acc x = shared.sums",
+    ),
+    "sums overwritten while read": ("e += 4) {\n    barrier();", "e += 4) {"),
+    "wrong key head": ("p.k + b.head_k * p.k_head", "p.k + (p.heads_k - 1 - b.head_k) * p.k_head"),
+    "wrong query head": ("b.head_k * b.group + line % b.group) * p.q_head", "b.head_k) * p.q_head"),
+    "queries not waited for": (
+        "  barrier();\n  const Params &p = params_again();",
+        "  const Params &p = params_again();",
+    ),
+    "part of the head not masked": ("&& chunk * 8 < p.head_dim)", ")"),
+    "columns beyond head_dim_v stored": ("exists && dim < p.head_dim_v &&", "exists &&"),
+    "lines beyond the last stored": ("bool exists = (int)line < b.lines;", "bool exists = true;"),
+    "P truncated": ("perm(b + 0x8000, a + 0x8000, 0x07060302)", "perm(b, a, 0x07060302)"),
+    "LSE in base 2": ("(top + log2(total)) * kLn2", "(top + log2(total))"),
+}  # fmt: skip
+
+
+def faults_found(wanted):
+    """What the emulator or the rule finds wrong, up to the first case that shows any."""
+    for case in wanted:
+        try:
+            checks = examine.examine(build.build(case), "emulator", torch.device("cpu")).checks
+        except EmulatorError as error:
+            return [str(error)]
+        found = [check.message for check in checks if not check.passed]
+        if found:
+            return found
+    return []
+
+
+@pytest.fixture
+def kernels_run(monkeypatch):
+    """The kernels that were launched, by name."""
+    names = []
+    original = EmulatorRuntime.launch
+
+    def launch(self, kernel, *args):
+        names.append(kernel.kernel.name)
+        original(self, kernel, *args)
+
+    monkeypatch.setattr(EmulatorRuntime, "launch", launch)
+    return names
+
+
+@pytest.mark.parametrize("case", [*CASES, *MORE_CASES], ids=lambda case: case.name)
+def test_sound(case, kernels_run):
+    assert not case.flaws()
+    assert not faults_found([case])
+    assert kernels_run[0] == "attn_decode"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_is_caught(fault, monkeypatch, tmp_path):
+    native.load()
+    monkeypatch.setenv("PYFA_CACHE_DIR", str(tmp_path))
+    original, (snippet, other) = code.source_of, FAULTS[fault]
+
+    def changed(plan):
+        text = original(plan)
+        if plan.kernel != decode.KERNEL:
+            return text
+        assert text.count(snippet) == 1, f"the kernel has {text.count(snippet)} × {snippet!r}"
+        return text.replace(snippet, other)
+
+    monkeypatch.setattr(code, "source_of", changed)
+    code.load.cache_clear()
+    found = faults_found(CASES)
+    code.load.cache_clear()
+    assert found
+
+
+def plans_of(*wanted):
+    return [plan for plan in decode.all_plans("hip") if dict(plan.constants)["DTYPE"] in wanted]
+
+
+@pytest.mark.parametrize("plan", plans_of(1)[::4], ids=str)
+def test_resources(plan):
+    """No spill, no scratch, the occupancy that is asked for. All plans: ``pyfa compile --all``."""
+    data = code.load(plan, "gfx942").data
+    kernel = codeobject.parse(data).kernel("attn_decode")
+    occupancy = dict(plan.constants)["OCCUPANCY"]
+    assert (kernel.vgpr_spills, kernel.sgpr_spills, kernel.scratch_bytes) == (0, 0, 0)
+    assert (kernel.vgprs + 7) // 8 * 8 <= 512 // occupancy
+    assert kernel.lds_bytes * occupancy <= 65536
+    names = set(emulator.load(data).code.names)
+    assert not {name for name in names if name.startswith(("flat_", "scratch_"))}
+
+
+def test_number_of_plans():
+    assert len(decode.all_plans("hip")) <= 40
+
+
+class Recording(EmulatorRuntime):
+    """Keeps the counters of every launch."""
+
+    def __init__(self):
+        super().__init__()
+        self.launches = []
+
+    def launch(self, kernel, grid, *args):
+        super().launch(kernel, grid, *args)
+        self.launches.append((kernel.kernel.name, grid, self.counters))
+
+
+def call_of(keys, heads, heads_k, dim, used=None, page_size=0):
+    """One row of each head over a cache."""
+    q = torch.zeros(1, 1, heads, dim, dtype=torch.bfloat16)
+    if not page_size:
+        k = torch.zeros(1, keys, heads_k, dim, dtype=torch.bfloat16)
+        return Call(q, k, k.clone(), max_seqlen_q=1, max_seqlen_k=keys)
+    pages = -(-keys // page_size)
+    k = torch.zeros(pages, page_size, heads_k, dim, dtype=torch.bfloat16)
+    return Call(
+        q,
+        k,
+        k.clone(),
+        max_seqlen_q=1,
+        max_seqlen_k=pages * page_size,
+        page_table=torch.arange(pages, dtype=torch.int32)[None],
+        seqused_k=torch.tensor([used], dtype=torch.int32),
+    )
+
+
+def plan_of(call):
+    problem = problem_of(call)
+    assert decode.takes(problem)
+    return decode.plan("hip", problem)
+
+
+def problem_of(call, **changes):
+    needs = {"gqa"} if call.q.shape[2] != call.k.shape[2] else set()
+    problem = Problem(
+        1, 1, call.max_seqlen_k, call.q.shape[2], call.k.shape[2], call.q.shape[3],
+        call.v.shape[3], "bfloat16", frozenset(needs), device.DEVICES["MI300X"], False,
+    )  # fmt: skip
+    return dataclasses.replace(problem, **changes)
+
+
+@pytest.mark.parametrize(
+    ("call", "keys"),
+    [
+        (call_of(8192, 32, 8, 64), 8192),
+        (call_of(8192, 64, 8, 128), 8192),
+        (call_of(8192, 32, 8, 128, used=8000, page_size=48), 8000),
+    ],
+    ids=("8 heads of 64", "8 heads of 128", "pages"),
+)
+def test_bytes_and_grid(call, keys):
+    """K and V are asked for once, within 3 %, and MI300X's 304 CUs have work at 8,192 keys."""
+    runtime = Recording()
+    decode.run(Launcher(runtime), plan_of(call), call)
+    name, grid, counters = runtime.launches[0]
+    assert name == "attn_decode"
+    once = keys * call.k.shape[2] * (call.k.shape[3] + call.v.shape[3]) * 2
+    assert once <= counters.load_bytes <= 1.03 * once
+    assert grid[0] >= 0.85 * 304
+    assert counters.lds_conflict_clocks == 0
+
+
+def busy(workgroups, keys, units):
+    """Workgroups that have keys, and whether they are all there could be of 64 keys."""
+    groups = -(-keys // decode.GROUP)
+    share = -(-groups // decode.splits_for(workgroups, keys, units))
+    return workgroups * -(-groups // share), share <= 4
+
+
+@pytest.mark.parametrize("units", [304, 80, 38])
+def test_splits_fill_the_device(units):
+    assert busy(8, 8192, units)[0] >= 0.85 * units
+    for workgroups in (1, 2, 5, 8, 16, 32, 64, 128, 300, 1000):
+        for keys in (64, 1000, 8192, 32768, 131072):
+            total, all_there_are = busy(workgroups, keys, units)
+            assert total >= 0.8 * units or all_there_are
+            assert total == workgroups or total <= 2 * units
+
+
+def test_num_splits_is_honoured(kernels_run):
+    q = torch.randn(1, 1, 2, 64, dtype=torch.bfloat16)
+    k = torch.randn(1, 256, 2, 64, dtype=torch.bfloat16)
+    for splits, kernels in ((1, ["attn_decode"]), (5, ["attn_decode", "combine"])):
+        kernels_run.clear()
+        api.attention_kvcache(q, k, k, num_splits=splits, backend="emulator")
+        assert kernels_run == kernels
+
+
+def test_same_bits_twice():
+    q = torch.randn(2, 1, 8, 64, dtype=torch.bfloat16)
+    k, v = torch.randn(2, 2, 300, 2, 64, dtype=torch.bfloat16)
+    first, second = (
+        api.attention_kvcache(q, k, v, num_splits=3, return_lse=True, backend="emulator")
+        for _ in range(2)
+    )
+    assert all(map(torch.equal, first, second))
+
+
+def test_offsets_beyond_4_gib():
+    """Two sequences or pages 6 GiB apart, of which only the rows are ever touched."""
+    near = torch.randn(2, 100, 1, 64, dtype=torch.bfloat16)
+    apart = 3 * 2**30
+    store = torch.empty(apart + near[0].numel(), dtype=torch.bfloat16)
+    far = store.as_strided(near.shape, (apart, 64, 64, 1)).copy_(near)
+    q = torch.randn(2, 1, 4, 64, dtype=torch.bfloat16)
+    pages = {"page_table": torch.tensor([[1, 0]], dtype=torch.int32), "cache_seqlens": 150}
+    for rows, options in ((q, {}), (q[:1], pages)):
+        a, b = (
+            api.attention_kvcache(rows, x, x, **options, backend="emulator") for x in (near, far)
+        )
+        assert torch.equal(a, b)
+
+
+def test_nothing_to_do():
+    k = torch.randn(2, 16, 2, 64, dtype=torch.bfloat16)
+    for rows in (0, 3):
+        q = torch.randn(2, rows, 4, 64, dtype=torch.bfloat16)
+        used = torch.zeros(2, dtype=torch.int32)
+        out, lse = api.attention_kvcache(
+            q, k, k, cache_seqlens=used, return_lse=True, backend="emulator"
+        )
+        assert torch.equal(out, torch.zeros(2, rows, 4, 64, dtype=torch.bfloat16))
+        assert torch.equal(lse, torch.full((2, 4, rows), -torch.inf))
+
+
+def test_what_it_takes():
+    """Few rows whose cache can be read where it lies; the rest is the forward's."""
+    problem = problem_of(call_of(64, 8, 2, 128))
+    replace = dataclasses.replace
+    assert decode.takes(problem)
+    assert decode.takes(replace(problem, seqlen_q=16))
+    assert decode.takes(replace(problem, heads_q=256, heads_k=1))
+    for change in (
+        {"seqlen_q": 32},
+        {"seqlen_q": 64, "heads_k": 8},
+        {"head_dim": 59},
+        {"head_dim_v": 100},
+        {"aligned": False},
+        {"features": frozenset({"dropout"})},
+        {"features": frozenset({"backward"})},
+    ):
+        assert not decode.takes(replace(problem, **change))

@@ -1,0 +1,126 @@
+"""The kernel that combines the parts of split keys, run in the emulator."""
+
+import pytest
+import torch
+
+from pyfa import codeobject
+from pyfa.backends.hip import code, combine
+from pyfa.backends.hip.launcher import Launcher
+from pyfa.backends.hip.runtime_emulator import EmulatorRuntime
+from pyfa.emulator import EmulatorError, native
+from pyfa.problem import Call
+
+# batch (None: packed), rows, heads, parts, head_dim_v: one part, more parts than a wavefront has
+# lanes, parts that are no multiple of what is loaded at once, every number of columns a lane.
+SHAPES = (
+    (2, 3, 2, 1, 64),
+    (1, 1, 4, 35, 128),
+    (None, 5, 3, 7, 40),
+    (3, 2, 1, 17, 256),
+    (None, 2, 2, 300, 111),
+    (2, 1, 2, 16, 192),
+)
+
+# Each: what it is, the exact snippet, what it becomes.
+FAULTS = {
+    "a part that saw nothing is read": ("if (lse[i] != -INFINITY_F && column", "if (column"),
+    "sums not rescaled": ("sum.total *= rescale;", ""),
+    "outputs not rescaled": ("sum.out[c] *= rescale;", ""),
+    "barrier dropped": ("  barrier();\n", ""),
+    "maxima of wavefronts ignored": ("power(meeting.top[w] - finite(top))", "1.0f"),
+    "last part dropped": ("if (part < p.num_splits)", "if (part < p.num_splits - 1)"),
+    "parts beyond the last": ("if (part < p.num_splits)", ""),
+    "LSE in base 2": ("log2(total) * kLn2", "log2(total)"),
+    "columns beyond head_dim_v": ("&& column < p.head_dim_v", ""),
+    "rows of the next sequence": ("batch * p.out_batch +", ""),
+    "wrong head": ("head * p.lse_head", "(p.heads_q - 1 - head) * p.lse_head"),
+    "truncated": (
+        "Format<DTYPE>::nearest(saw ? out / total : 0.0f, 0.0f)",
+        "(__builtin_bit_cast(unsigned, out / total) >> 16)",
+    ),
+}
+
+
+def errors_of(shape: tuple, dtype: torch.dtype) -> list[str]:
+    """What differs from the same sum in float64, beyond what float32 and one rounding can."""
+    batch, rows, heads, parts, dim = shape
+    generator = torch.Generator().manual_seed(parts * 1000 + dim)
+    lines = (batch or 1) * rows
+    partial_out = torch.randn(lines, heads, parts, dim, generator=generator)
+    partial_lse = 8 * torch.randn(lines, heads, parts, generator=generator)
+    partial_lse[torch.rand(partial_lse.shape, generator=generator) < 0.2] = -torch.inf
+    partial_lse[0, 0] = -torch.inf
+    unseen = partial_lse == -torch.inf
+    partial_out[unseen] = torch.nan
+
+    packed = batch is None
+    shaped = (rows, heads) if packed else (batch, rows, heads)
+    # Wider rows than needed, so that strides count.
+    out = torch.full((*shaped, dim + 8), torch.nan, dtype=dtype)[..., :dim]
+    lse = torch.full((heads, rows) if packed else (batch, heads, rows), torch.nan)
+    offsets = torch.tensor([0, rows], dtype=torch.int32) if packed else None
+    call = Call(out, out, out, cu_seqlens_q=offsets)
+    launch = Launcher(EmulatorRuntime())
+    combine.run(launch, call, out, lse, partial_out, partial_lse, parts)
+
+    want_lse = partial_lse.double().logsumexp(-1)
+    weight = (partial_lse.double() - want_lse.nan_to_num(neginf=0.0)[..., None]).exp()
+    values = partial_out.double().masked_fill(unseen[..., None], 0.0)
+    want = (weight[..., None] * values).sum(-2)
+    size = (weight[..., None] * values.abs()).sum(-2)
+    have = out.reshape(lines, heads, dim).double()
+    have_lse = lse.reshape(-1, heads, rows).transpose(1, 2).reshape(lines, heads).double()
+    # Half a unit of the last place (2^-9 or 2^-12 of the value), and float32's own roundings.
+    half_ulp = torch.finfo(dtype).eps / 2
+    bound = want.abs() * half_ulp + size * 2.0**-20 + torch.finfo(dtype).smallest_normal * half_ulp
+    found = []
+    if not ((have - want).abs() <= bound).all():
+        found.append(f"out: {(have - want).abs().max()}")
+    same = have_lse == want_lse
+    if not (same | ((have_lse - want_lse).abs() <= 2.0**-21 * (1 + want_lse.abs()))).all():
+        found.append(f"lse: {have_lse} instead of {want_lse}")
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sound(shape, dtype):
+    assert not errors_of(shape, dtype)
+
+
+def test_nothing_to_do():
+    out, lse = torch.empty(2, 0, 4, 64, dtype=torch.float16), torch.empty(2, 4, 0)
+    partials = combine.partials(out, 3)
+    combine.run(Launcher(EmulatorRuntime()), Call(out, out, out), out, lse, *partials, 3)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_is_caught(fault, monkeypatch, tmp_path):
+    native.load()
+    monkeypatch.setenv("PYFA_CACHE_DIR", str(tmp_path))
+    original, (snippet, other) = code.source_of, FAULTS[fault]
+
+    def changed(plan):
+        text = original(plan)
+        assert text.count(snippet) == 1, f"the kernel has {text.count(snippet)} × {snippet!r}"
+        return text.replace(snippet, other)
+
+    monkeypatch.setattr(code, "source_of", changed)
+    code.load.cache_clear()
+    found = []
+    for shape in SHAPES:
+        try:
+            found += errors_of(shape, torch.bfloat16)
+        except EmulatorError as error:
+            found.append(str(error))
+    code.load.cache_clear()
+    assert found
+
+
+@pytest.mark.parametrize("plan", combine.all_plans("hip"), ids=str)
+def test_resources(plan):
+    """No spill, no scratch, and eight workgroups on a compute unit."""
+    kernel = codeobject.parse(code.load(plan, "gfx942").data).kernel("combine")
+    assert (kernel.vgpr_spills, kernel.sgpr_spills, kernel.scratch_bytes) == (0, 0, 0)
+    assert kernel.vgprs + kernel.agprs <= 64
+    assert kernel.lds_bytes * 8 <= 65536
