@@ -27,12 +27,12 @@ struct Params {
   void *partial_lse;  // float32 (B·Sq or total_q, H, splits): their LSEs
   void *dout;  // gradient of out
   void *dlse;  // float32 gradient of the LSE
-  void *delta;  // float32 rowsum(dout * out) - dlse, shaped as the LSE
+  void *delta;  // float32 (2, as the LSE): dlse - rowsum(dout * out), -lse log2 e
   void *dq;  // gradient of q
   void *dk;  // gradient of k
   void *dv;  // gradient of v
   void *dq_accum;  // float32 workspace of dq
-  void *dsinks;  // float32 (H,) gradient of the sinks
+  void *dsinks;  // float32, as the LSE: each row's share of the sinks' gradient
   void *counter;  // int32 work counter of persistent grids
   long long q_batch;  // stride of q between sequences (0: packed)
   long long q_row;  // stride of q between rows

@@ -30,14 +30,12 @@ class Tiling(NamedTuple):
     """How a forward kernel walks: a workgroup has ``block_q`` rows of one head.
 
     ``splits``: parts of equally many tiles that a block's keys are cut into, each with a workgroup
-    of its own. ``ahead``: tiles of K that are loaded beyond a workgroup's last, as far as there are
-    keys.
+    of its own. A part begins with a whole tile, and ends with the last key that any row sees.
     """
 
     block_q: int
     block_k: int
     splits: int = 1
-    ahead: int = 0
 
 
 class Requested(NamedTuple):
@@ -61,18 +59,16 @@ class Requested(NamedTuple):
 
 
 def requested_bytes(shape: Shape, tiling: Tiling) -> Requested:
-    """Of a forward with its merge: Q once per part, K and V per block of rows and in whole tiles.
+    """Of a forward with its merge: Q once per part, K and V once per block of rows that sees them.
 
     Scalars (arguments, lengths, the LSEs of parts where they are merged) are left out.
     """
     size = shape.itemsize
-    keys = values = seen = 0
+    keys = seen = 0
     for first in range(0, shape.seqlen_q, tiling.block_q):
         last = min(first + tiling.block_q, shape.seqlen_q) - 1
         for begin, end in _parts(shape, tiling, first, last):
-            tiles = -(-(end - begin) // tiling.block_k)
-            keys += _keys(shape, begin, tiles + tiling.ahead, tiling.block_k)
-            values += _keys(shape, begin, tiles, tiling.block_k)
+            keys += end - begin
             seen += _rows_seeing(shape, first, last, begin, end)
     lines = shape.batch * shape.heads_q
     rows = lines * shape.seqlen_q
@@ -80,7 +76,7 @@ def requested_bytes(shape: Shape, tiling: Tiling) -> Requested:
     return Requested(
         q=rows * shape.head_dim * size * tiling.splits,
         k=lines * keys * shape.head_dim * size,
-        v=lines * values * shape.head_dim_v * size,
+        v=lines * keys * shape.head_dim_v * size,
         out=rows * shape.head_dim_v * size,
         lse=rows * _FLOAT_BYTES,
         partial=merged + rows * _FLOAT_BYTES * tiling.splits if tiling.splits > 1 else 0,
@@ -101,11 +97,6 @@ def _parts(shape: Shape, tiling: Tiling, first: int, last: int) -> list[tuple[in
     share = -(-tiles // tiling.splits) * tiling.block_k
     starts = (begin + part * share for part in range(tiling.splits))
     return [(start, min(end, start + share)) for start in starts if start < end]
-
-
-def _keys(shape: Shape, begin: int, tiles: int, block_k: int) -> int:
-    """Keys of ``tiles`` tiles from ``begin`` on, those beyond the last one left out."""
-    return min(shape.seqlen_k, begin + tiles * block_k) - begin
 
 
 def _rows_seeing(shape: Shape, first: int, last: int, begin: int, end: int) -> int:

@@ -139,7 +139,7 @@ DEVICE void step(const Context &c, Source &in, State &state, const Places &at, S
 DEVICE void attend(const Context &c, State &state, int begin, int end) {
   Scores even, odd;
   float largest[kColumns];
-  Source in(params_again(), c, begin);
+  Source in(params_again(), c, begin, end);
   Places at(c.lds);
   {
     unsigned values[Values::kLoads];

@@ -86,10 +86,12 @@ struct Context {
 struct Source {
   const Context &c;
   int next_k, next_v;  // the first keys of the tiles that come next
+  int end;             // of the keys
   Offsets<BLOCK_K> k, v;
   Values values;
 
-  METHOD Source(const Params &p, const Context &c, int first) : c(c), next_k(first), next_v(first) {
+  METHOD Source(const Params &p, const Context &c, int first, int end)
+      : c(c), next_k(first), next_v(first), end(end) {
     if (p.head_dim == HEAD_DIM) return;
     // Nobody else writes what the head does not fill.
     for (int at = thread_index() * 16; at < 2 * Keys::Tile::kBytes; at += kThreads * 16)
@@ -99,11 +101,11 @@ struct Source {
 
   METHOD void begin_keys() {
     const Params &p = params_again();
-    k = Offsets<BLOCK_K>(p, c.s, keys_of(p, c.head_k), next_k);
+    k = Offsets<BLOCK_K>(p, c.s, keys_of(p, c.head_k), next_k, end);
   }
   METHOD void begin_values() {
     const Params &p = params_again();
-    v = Offsets<BLOCK_K>(p, c.s, values_of(p, c.head_k), next_v);
+    v = Offsets<BLOCK_K>(p, c.s, values_of(p, c.head_k), next_v, end);
   }
   METHOD void load_keys(int i, Lds to) const {
     Keys::load(i, k, keys_of(params_again(), c.head_k), to);
@@ -123,9 +125,9 @@ struct Source {
   Values values;
   int bytes_k, bytes_v;  // of the tiles that are being loaded
 
-  METHOD Source(const Params &p, const Context &c, int first)
-      : k(keys_of(p, c.head_k), c.s, first),
-        v(values_of(p, c.head_k), c.s, first),
+  METHOD Source(const Params &p, const Context &c, int first, int end)
+      : k(keys_of(p, c.head_k), c.s, first, end),
+        v(values_of(p, c.head_k), c.s, first, end),
         keys(k),
         values(v) {}
 

@@ -26,7 +26,8 @@ DEVICE Head values_of(const Params &p, int head) {
 
 // ---- tiles in rows: one buffer descriptor -------------------------------------------------------
 
-// Buffers end where the sequence does: what a tile has beyond, in keys or along the head, reads as 0.
+// Buffers end with the keys that are wanted: what a tile has beyond, in keys or along the head, reads
+// as 0 and is not asked for.
 typedef int Descriptor __attribute__((ext_vector_type(4)));
 constexpr int kRawDwords = 0x00020000;         // the descriptor's last word
 constexpr unsigned kNowhere = 0x80000000u;     // an offset beyond every tile
@@ -38,10 +39,10 @@ struct Rows {
   unsigned row_bytes;
   unsigned width;      // bytes of a row that are the head's
 
-  METHOD Rows(const Head &head, const Sequence &s, int first)
+  METHOD Rows(const Head &head, const Sequence &s, int first, int end)
       : tile(head.base + 2 * (s.key_batch * head.batch_stride +
                                 (s.key0 + first) * head.row_stride)),
-        left(s.keys - first),
+        left(end - first),
         row_bytes((unsigned)head.row_stride * 2),
         width(head.head_dim * 2) {}
 
@@ -66,19 +67,19 @@ DEVICE void load_to_lds(const void *tile, int bytes, unsigned offset, unsigned s
   asm volatile("s_mov_b32 m0, %3\n\ts_nop 0\n\tbuffer_load_dword %0, %1, %2 offen lds"
                :
                : "v"(offset), "s"(from), "s"(scalar_offset), "s"(to)
-               : "memory", "m0");
+               : "memory");
 }
 DEVICE void load_to_lds(const void *from, Lds to) {
   asm volatile("s_mov_b32 m0, %1\n\ts_nop 0\n\tglobal_load_lds_dword %0, off"
                :
                : "v"(from), "s"(to)
-               : "memory", "m0");
+               : "memory");
 }
 
 // ---- tiles whose keys lie anywhere: paged -------------------------------------------------------
 
-// Offsets in bytes of a tile's keys, one key a lane (`sets` times 64 keys), those beyond the sequence
-// as its last one: what lies there is masked, but must be readable.
+// Offsets in bytes of a tile's keys, one key a lane (`sets` times 64 keys), those from `end` on as the
+// one before: they are masked, but must be readable.
 template <int keys>
 struct Offsets {
   static constexpr int kSets = (keys + kLanes - 1) / kLanes;
@@ -86,11 +87,11 @@ struct Offsets {
   int lane;  // opaque, or the compiler keeps all that follows from it through the loop
 
   Offsets() = default;
-  METHOD Offsets(const Params &p, const Sequence &s, const Head &head, int first) {
+  METHOD Offsets(const Params &p, const Sequence &s, const Head &head, int first, int end) {
     lane = lane_index();
     asm volatile("" : "+v"(lane));
     for (int i = 0; i < kSets; ++i) {
-      int key = min(first + i * kLanes + lane_index(), s.keys - 1);
+      int key = min(first + i * kLanes + lane_index(), end - 1);
       of[i] = 2 * key_offset(p, s, key, head.batch_stride, head.row_stride);
     }
   }

@@ -15,6 +15,9 @@ from pyfa import bundle
 from pyfa.backends.hip import code, plans
 from pyfa.errors import CodeObjectError
 
+# One process builds the bundle, for all of these.
+pytestmark = pytest.mark.xdist_group("bundle")
+
 ROOT = Path(__file__).parent.parent.parent
 
 # Runs a few problems in the emulator and writes which bytes ran.

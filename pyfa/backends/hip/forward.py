@@ -120,7 +120,7 @@ def all_plans(backend: str) -> list[Plan]:
 def requested_bytes(plan: Plan, shape: traffic.Shape, parts: int = 1) -> traffic.Requested:
     """What the kernel and, where the keys are split, ``combine`` ask of the memory system."""
     constants = {name: int(value) for name, value in plan.constants}
-    tiling = traffic.Tiling(ROWS * constants["WAVES"], constants["BLOCK_K"], parts, ahead=1)
+    tiling = traffic.Tiling(ROWS * constants["WAVES"], constants["BLOCK_K"], parts)
     return traffic.requested_bytes(shape, tiling)
 
 
