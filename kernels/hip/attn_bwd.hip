@@ -12,6 +12,7 @@
 // while it is stored transposed, the products over its rows read it transposed while the next tile
 // is stored as it lies. Two barriers a tile. Keys are owned once for all heads of their group, whose
 // gradients add up in registers. Rows and keys beyond the end are 0 and so is what they add.
+#include "arguments.h"
 #include "stream.h"
 #include "../sequence.h"
 #include "../score.h"
@@ -52,14 +53,6 @@ constexpr int kColumnsC = kColumnsA + ColumnTile<HEAD_DIM>::kBytes;
 constexpr int kLdsBytes = kColumnsC + (kKeys ? ColumnTile<HEAD_DIM_V>::kBytes : 0);
 
 typedef Pair Rounded[COLUMNS][kFours];  // P or dS: what the next product takes
-
-// The kernel's parameters, read again: what only some tiles need would otherwise stay in scalar
-// registers through the loop (191 of them spilled).
-DEVICE const Params &params_again() {
-  auto p = (const __attribute__((address_space(4))) Params *)__builtin_amdgcn_kernarg_segment_ptr();
-  asm volatile("" : "+s"(p));
-  return *(const Params *)p;
-}
 
 struct Context {
   Sequence s;
