@@ -34,6 +34,11 @@ struct Params {
   void *dq_accum;  // float32 workspace of dq
   void *dsinks;  // float32, as the LSE: each row's share of the sinks' gradient
   void *counter;  // int32 work counter of persistent grids
+  void *new_k;  // keys to append to the cache: (B, new_rows, Hk, D)
+  void *new_v;  // values to append, as new_k with Dv
+  void *rotary_cos;  // (rotary_rows, rotary_dim / 2), see rotary_size
+  void *rotary_sin;  // as rotary_cos
+  void *rotary_seqlens;  // int32 (B,): positions of the first query and new key
   long long q_batch;  // stride of q between sequences (0: packed)
   long long q_row;  // stride of q between rows
   long long q_head;  // stride of q between heads
@@ -58,6 +63,12 @@ struct Params {
   long long dv_batch;  // stride of dv between sequences (0: packed)
   long long dv_row;  // stride of dv between rows
   long long dv_head;  // stride of dv between heads
+  long long new_k_batch;  // stride of new_k between sequences (0: packed)
+  long long new_k_row;  // stride of new_k between rows
+  long long new_k_head;  // stride of new_k between heads
+  long long new_v_batch;  // stride of new_v between sequences (0: packed)
+  long long new_v_row;  // stride of new_v between rows
+  long long new_v_head;  // stride of new_v between heads
   long long bias_batch;  // stride of bias between sequences, 0 where broadcast
   long long bias_head;  // stride of bias between heads, 0 where broadcast
   long long bias_row;  // stride of bias between rows, 0 where broadcast
@@ -85,6 +96,12 @@ struct Params {
   int use_sinks;  // whether the sinks take part in this block
   int bias_type;  // 0 none, 1 bool, 2 float32, 3 float16, 4 bfloat16
   int num_splits;  // parts that the keys are cut into
+  int new_rows;  // keys to append to each sequence; seqused_k counts them
+  int rotary_dim;  // leading elements of a head that rotary turns, 0 without
+  int rotary_rows;  // positions that the rotary tables have
+  int rotary_size;  // bytes of their elements: 4 float32, 2 q's format
+  int rotary_interleaved;  // pairs are 2i and 2i + 1; else i and i + rotary_dim / 2
+  int rotary_step;  // between the positions of a sequence's queries: 1, or 0 for one
   unsigned dropout_threshold;  // a draw below this is kept; 0 without dropout
   float scale;  // factor of q.k
   float softcap;  // 0 without
@@ -92,10 +109,10 @@ struct Params {
   int dies;  // dies (XCDs) that workgroups go round in turn
 };
 
-static_assert(sizeof(Params) == 600, "as pyfa/abi.py packs it");
-static_assert(__builtin_offsetof(Params, q_batch) == 240, "as pyfa/abi.py packs it");
-static_assert(__builtin_offsetof(Params, batch) == 512, "as pyfa/abi.py packs it");
-static_assert(__builtin_offsetof(Params, scale) == 584, "as pyfa/abi.py packs it");
+static_assert(sizeof(Params) == 712, "as pyfa/abi.py packs it");
+static_assert(__builtin_offsetof(Params, q_batch) == 280, "as pyfa/abi.py packs it");
+static_assert(__builtin_offsetof(Params, batch) == 600, "as pyfa/abi.py packs it");
+static_assert(__builtin_offsetof(Params, scale) == 696, "as pyfa/abi.py packs it");
 
 struct alignas(64) TensorMap {
   unsigned char opaque[128];
@@ -106,4 +123,4 @@ struct MappedParams {
   TensorMap maps[8];
 };
 
-static_assert(__builtin_offsetof(MappedParams, maps) == 640, "as pyfa/abi.py packs it");
+static_assert(__builtin_offsetof(MappedParams, maps) == 768, "as pyfa/abi.py packs it");

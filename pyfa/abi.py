@@ -70,7 +70,12 @@ FIELDS: tuple[Field, ...] = (
     Field("dq_accum", "void *", "float32 workspace of dq"),
     Field("dsinks", "void *", "float32, as the LSE: each row's share of the sinks' gradient"),
     Field("counter", "void *", "int32 work counter of persistent grids"),
-    *_strided("q", "k", "v", "out", "dout", "dq", "dk", "dv"),
+    Field("new_k", "void *", "keys to append to the cache: (B, new_rows, Hk, D)"),
+    Field("new_v", "void *", "values to append, as new_k with Dv"),
+    Field("rotary_cos", "void *", "(rotary_rows, rotary_dim / 2), see rotary_size"),
+    Field("rotary_sin", "void *", "as rotary_cos"),
+    Field("rotary_seqlens", "void *", "int32 (B,): positions of the first query and new key"),
+    *_strided("q", "k", "v", "out", "dout", "dq", "dk", "dv", "new_k", "new_v"),
     Field("bias_batch", "long long", "stride of bias between sequences, 0 where broadcast"),
     Field("bias_head", "long long", "stride of bias between heads, 0 where broadcast"),
     Field("bias_row", "long long", "stride of bias between rows, 0 where broadcast"),
@@ -98,6 +103,12 @@ FIELDS: tuple[Field, ...] = (
     Field("use_sinks", "int", "whether the sinks take part in this block"),
     Field("bias_type", "int", "0 none, 1 bool, 2 float32, 3 float16, 4 bfloat16"),
     Field("num_splits", "int", "parts that the keys are cut into"),
+    Field("new_rows", "int", "keys to append to each sequence; seqused_k counts them"),
+    Field("rotary_dim", "int", "leading elements of a head that rotary turns, 0 without"),
+    Field("rotary_rows", "int", "positions that the rotary tables have"),
+    Field("rotary_size", "int", "bytes of their elements: 4 float32, 2 q's format"),
+    Field("rotary_interleaved", "int", "pairs are 2i and 2i + 1; else i and i + rotary_dim / 2"),
+    Field("rotary_step", "int", "between the positions of a sequence's queries: 1, or 0 for one"),
     Field("dropout_threshold", "unsigned", "a draw below this is kept; 0 without dropout"),
     Field("scale", "float", "factor of q.k"),
     Field("softcap", "float", "0 without"),
@@ -159,7 +170,7 @@ def forward_values(call: Call, out: torch.Tensor, lse: torch.Tensor) -> dict[str
         "lse_batch": lse.stride(0) if lse.dim() == 3 else 0,
     }
     for name, tensor in (("q", call.q), ("k", call.k), ("v", call.v), ("out", out)):
-        values |= _place(name, tensor)
+        values |= place(name, tensor)
     if call.page_table is not None:
         values["page_size"] = call.k.shape[1]
         values["page_table_batch"] = call.page_table.stride(0)
@@ -203,13 +214,13 @@ def backward_values(call: Call, tensors: Mapping[str, torch.Tensor]) -> dict[str
     values = forward_values(call, tensors["out"], tensors["lse"])
     for name, tensor in tensors.items():
         if name in ("dout", "dq", "dk", "dv"):
-            values |= _place(name, tensor)
+            values |= place(name, tensor)
         else:
             values[name] = tensor.data_ptr()
     return values
 
 
-def _place(name: str, tensor: torch.Tensor) -> dict[str, int]:
+def place(name: str, tensor: torch.Tensor) -> dict[str, int]:
     """Address and strides of a tensor (B, S, H, D), or (total, H, D) with a batch stride of 0."""
     batch, row, head = tensor.stride()[:3] if tensor.dim() == 4 else (0, *tensor.stride()[:2])
     return {

@@ -2,7 +2,8 @@
 
 ``forward`` and ``backward`` take a ``Call`` spelled out, then who may run it and what needs a
 gradient. Both choose from the same arguments, so a backward runs where its forward ran, on any
-thread. ``append_kv`` and ``rotary`` are what a cache needs before attention.
+thread. ``append_kv`` and ``rotary`` are what a cache needs before attention, where the backend of
+that does not do it itself (``backends.base.Appending``).
 """
 
 from __future__ import annotations

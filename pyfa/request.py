@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from . import validate, validate_cache
+from .backends.base import Appending, Rotary
 from .dispatch import preference, prepare
 from .problem import Call
 from .validate import Window
@@ -138,6 +140,7 @@ def kvcache(
     validate_cache.splits(num_splits)
     longest_k = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
     validate_cache.check_room(used, 0 if k is None else k.shape[1], longest_k)
+    rotary = begin = None
     if not (rotary_cos is rotary_sin is rotary_seqlens is None):
         cos, sin = validate_cache.rotary(
             q, rotary_cos, rotary_sin, rotary_seqlens, batch, longest_k
@@ -146,19 +149,17 @@ def kvcache(
         if start is None:
             start = torch.full((batch,), longest_k, dtype=torch.int32, device=q.device)
         moving = shared.causal or shared.window is not None
-        positions = _query_positions(q, start, cu_seqlens_q, moving)
-        validate_cache.check_positions(positions, cos)
-        q = torch.ops.pyfa.rotary(q, cos, sin, positions, rotary_interleaved)
+        rotary = Rotary(cos, sin, start, rotary_interleaved, moving)
+        rows = q.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff()
+        validate_cache.check_positions(start, rows if moving else rows > 0, cos)
         if k is not None:
-            positions = start[:, None] + torch.arange(k.shape[1], device=k.device)
-            validate_cache.check_positions(positions, cos)
-            k = torch.ops.pyfa.rotary(k, cos, sin, positions, rotary_interleaved)
-    begin = used
+            validate_cache.check_positions(start, k.shape[1], cos)
     if k is not None or v is not None:
         k, v, begin = validate_cache.new_rows(k, v, used, q, k_cache, v_cache, batch)
         used = begin + k.shape[1]
     request = _request(
-        q,
+        # Attention gets the turned queries, which are not there yet.
+        q if rotary is None else torch.empty_like(q, memory_format=torch.contiguous_format),
         k_cache,
         v_cache,
         shared,
@@ -172,17 +173,55 @@ def kvcache(
         cache_leftpad=cache_leftpad,
         num_splits=num_splits,
     )
-    if k is not None and append:
-        if not torch.compiler.is_compiling() and is_plain(q):
+    if append and (k is not None or rotary is not None):
+        return _ready(request, q, k, v, begin, rotary)
+    return request
+
+
+def _ready(
+    request: Request,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    begin: torch.Tensor | None,
+    rotary: Rotary | None,
+) -> Request:
+    """``request`` with its queries turned and its cache appended to.
+
+    By the backend that attention gets, where it offers that and nobody watches, else by operators.
+    """
+    call = request.call
+    if not torch.compiler.is_compiling() and is_plain(q):
+        prepared = prepare(*request)
+        if k is not None:
             # Whatever is wrong is said before anything is written.
-            prepare(*request).validate(request.call)
-        torch.ops.pyfa.append_kv(k_cache, v_cache, k, v, begin, page_table, cache_batch_idx)
+            prepared.validate(call)
+        backend = prepared.backend
+        if isinstance(backend, Appending) and backend.append(call, q, k, v, rotary):
+            if k is not None:
+                torch.autograd.graph.increment_version((call.k, call.v))
+            return request
+    if rotary is not None:
+        cos, sin, start, interleaved, moving = rotary
+        positions = _query_positions(q, start, call.cu_seqlens_q, moving)
+        q = torch.ops.pyfa.rotary(q, cos, sin, positions, interleaved)
+        request = request._replace(call=call._replace(q=q))
+        if k is not None:
+            positions = start[:, None] + torch.arange(k.shape[1], device=k.device)
+            k = torch.ops.pyfa.rotary(k, cos, sin, positions, interleaved)
+    if k is not None:
+        torch.ops.pyfa.append_kv(call.k, call.v, k, v, begin, call.page_table, call.cache_batch_idx)
     return request
 
 
 def is_plain(q: torch.Tensor) -> bool:
-    """Whether nobody watches: no tensor subclass and no mode that traces or fakes."""
-    return type(q) is torch.Tensor and torch._C._len_torch_dispatch_stack() == 0
+    """Whether nobody watches: no tensor subclass, no mode that traces or fakes, no transform."""
+    return (
+        type(q) is torch.Tensor
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+    )
 
 
 def _query_positions(

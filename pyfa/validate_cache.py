@@ -121,10 +121,16 @@ def rotary(
     return cos, sin
 
 
-def check_positions(positions: torch.Tensor, cos: torch.Tensor) -> None:
-    """``ValueError`` where a rotary position that the CPU can see has no row in the tables."""
-    if not positions.is_cpu or torch.compiler.is_compiling() or type(positions) is not torch.Tensor:
+def check_positions(start: torch.Tensor, rows: int | torch.Tensor, cos: torch.Tensor) -> None:
+    """``ValueError`` where one of each sequence's ``rows`` positions from ``start`` on, where the
+    CPU can see them, has no row in the rotary tables."""
+    if not start.is_cpu or torch.compiler.is_compiling() or type(start) is not torch.Tensor:
         return
-    if positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < cos.shape[0]:
-        rows = f"positions from 0 to {cos.shape[0] - 1}, the rows of rotary_cos"
-        wrong("rotary_seqlens", rows, f"{int(positions.min())} to {int(positions.max())}")
+    ends = start.long() + rows
+    used = ends > start
+    if not used.any():
+        return
+    least, most = int(start[used].min()), int(ends[used].max()) - 1
+    if not 0 <= least <= most < cos.shape[0]:
+        positions = f"positions from 0 to {cos.shape[0] - 1}, the rows of rotary_cos"
+        wrong("rotary_seqlens", positions, f"{least} to {most}")

@@ -50,8 +50,8 @@ def test_header_compiles(tmp_path):
 def test_maps_follow_at_their_alignment():
     data = abi.pack({"batch": 3}, [b"\1" * 128, b"\2" * 128])
     assert len(data) % 64 == 0
-    assert data[640:768] == b"\1" * 128
-    assert data[768:896] == b"\2" * 128
+    assert data[768:896] == b"\1" * 128
+    assert data[896:1024] == b"\2" * 128
     assert abi.unpack(data)["batch"] == 3
     with pytest.raises(ValueError, match="tensor maps"):
         abi.pack({}, [b"\1" * 127])

@@ -26,6 +26,21 @@ class Gradients(NamedTuple):
     dsinks: torch.Tensor | None = None
 
 
+class Rotary(NamedTuple):
+    """Rotary embedding of queries and of new keys.
+
+    ``cos`` and ``sin`` are (max_position, R). The new keys of sequence b stand at ``start[b]`` and
+    behind, ``start`` being int32 (B,); so do its queries, or all at ``start[b]`` unless they are
+    ``moving``.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    start: torch.Tensor
+    interleaved: bool
+    moving: bool
+
+
 class Backend(Protocol):
     """One way to run attention.
 
@@ -71,6 +86,24 @@ class Repeating(Protocol):
         """``forward`` of calls that share all with ``call`` but the addresses of q, k and v: their
         shapes, strides, dtype, device and remainders of 16 bytes, and all options. ``call`` has
         run. None where there is no such way."""
+
+
+@runtime_checkable
+class Appending(Protocol):
+    """A backend that readies a KV cache, and the queries, itself."""
+
+    def append(
+        self,
+        call: Call,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        rotary: Rotary | None,
+    ) -> bool:
+        """Write k and v (B, new, Hk, D), which ``call.seqused_k`` counts, into the cache that is
+        ``call.k`` and ``call.v``, and with ``rotary`` q, turned, into ``call.q``. As the operators
+        ``append_kv`` and ``rotary`` do it, on the current stream. False, with nothing written,
+        where there is no such way."""
 
 
 def missing(backend: Backend, problem: Problem) -> list[str]:

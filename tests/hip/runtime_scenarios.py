@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from pyfa import codeobject
-from pyfa.backends.hip import code, compiler, forward, libamdhip64, runtime_device, topology
+from pyfa.backends.hip import code, compiler, libamdhip64, runtime_device, topology
 from pyfa.backends.hip.runtime_device import DeviceRuntime
 
 STREAM = 0x7FAB00000000
@@ -89,7 +89,7 @@ def launches(paths: list[str], indices: list[int]) -> dict[str, Any]:
 def launch_bytes(paths: list[str], hexadecimal: str, grid: list[int]) -> None:
     data = bytes.fromhex(hexadecimal)
     one = kernel(params=len(data))
-    start(paths).launch(one, tuple(grid), forward.THREADS, data, on(0))
+    start(paths).launch(one, tuple(grid), 256, data, on(0))
 
 
 def two_kernels(paths: list[str]) -> None:

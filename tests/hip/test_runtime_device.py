@@ -21,7 +21,7 @@ import torch
 from runtime_scenarios import IMAGE, PARAMS, STREAM, params
 
 from pyfa import abi
-from pyfa.backends.hip import forward, libamdhip64, topology
+from pyfa.backends.hip import libamdhip64, topology
 from pyfa.backends.hip.runtime_device import DeviceRuntime
 from pyfa.device import CPU, DEVICES
 from pyfa.problem import Call, Problem, problem_of
@@ -291,7 +291,7 @@ def test_params_of_a_call_arrive_as_they_were_packed(
     scenario("launch_bytes", [copies["torch"]], packed.hex(), list(grid), **size)
     (record,) = named(log, "hipModuleLaunchKernel")
     assert record["grid"] == list(grid)
-    assert record["block"] == [forward.THREADS, 1, 1]
+    assert record["block"] == [256, 1, 1]
     read = abi.unpack(bytes.fromhex(record["params"]))
     assert read == abi.unpack(packed)
     assert (read["q"], read["lse"]) == (call.q.data_ptr(), lse.data_ptr())

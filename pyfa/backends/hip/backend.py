@@ -8,8 +8,8 @@ import torch
 
 from ...plan import Plan
 from ...problem import Call, Problem
-from ..base import Gradients, missing
-from . import backward, code, decode, forward, plans
+from ..base import Gradients, Rotary, missing
+from . import append, backward, code, decode, forward, plans
 from .launcher import Launcher, Runtime
 
 
@@ -46,6 +46,16 @@ class HipBackend:
         if plan.kernel == decode.KERNEL:
             return decode.run(self.launch, plan, call)
         return forward.run(self.launch, plan, call)
+
+    def append(
+        self,
+        call: Call,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        rotary: Rotary | None,
+    ) -> bool:
+        return append.run(self.launch, call, q, k, v, rotary)
 
     def backward(
         self,

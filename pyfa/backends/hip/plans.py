@@ -33,9 +33,9 @@ def tensors_of(call: Call) -> dict[str, torch.Tensor]:
 
 def all_plans(backend: str) -> list[Plan]:
     """Every kernel that any problem can get."""
-    from . import backward, combine, decode, forward
+    from . import append, backward, combine, decode, forward
 
-    kernels = (forward, backward, decode, combine)
+    kernels = (forward, backward, decode, combine, append)
     return [plan for kernel in kernels for plan in kernel.all_plans(backend)]
 
 
