@@ -33,8 +33,8 @@ class Columns(NamedTuple):
     per_simd: int
 
 
-# By head dims: of plain scores owning keys and rows, then of general ones. Two columns read LDS half
-# as often; two wavefronts on a SIMD hide each other's vector instructions. What is left out spills.
+# By head dims: of plain scores owning keys and rows, then of general ones. Two columns read LDS
+# half as often; two wavefronts on a SIMD hide each other's vector instructions. The rest spills.
 TILES: dict[tuple[int, int], tuple[Columns, Columns, Columns, Columns]] = {
     (64, 64): (Columns(1, 2), Columns(1, 2), Columns(1, 1), Columns(1, 2)),
     (96, 96): (Columns(2, 1), Columns(1, 2), Columns(1, 1), Columns(1, 2)),
