@@ -81,7 +81,8 @@ class EmulatedKernel:
 def _live_storages():
     storages = {}
     for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor) and thing.device.type == "cpu":
+        # Not a subclass: what a compiler leaves behind are tensors without memory.
+        if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.device.type == "cpu":
             storage = thing.untyped_storage()
             if storage.nbytes():
                 storages[storage.data_ptr()] = storage.nbytes()

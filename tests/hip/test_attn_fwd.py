@@ -158,3 +158,15 @@ def test_at_most_some_forty_plans():
 def test_two_builds_are_equal():
     plan = forward.all_plans("hip")[0]
     assert code.build(plan, "gfx942") == code.build(plan, "gfx942")
+
+
+@pytest.mark.parametrize("units", [304, 80, 38])
+@pytest.mark.parametrize("workgroups", [1, 7, 30, 64, 400])
+def test_small_grids_are_split_to_fill_the_device(units, workgroups):
+    """An MI300X, a device of 80 CUs, one XCD in CPX mode: at most a workgroup a CU, and more than
+    half of them busy where the keys are long enough."""
+    parts = forward.splits(workgroups, 65536, units)
+    assert parts == 1 or units / 2 < workgroups * parts <= units
+    assert (parts == 1) == (workgroups > units / 2)
+    assert forward.splits(workgroups, 200, units) == 1
+    assert forward.splits(1, 1024, units) == 4
