@@ -236,7 +236,7 @@ class TestCompileAndInspect:
                 (64, frozenset()), (128, frozenset()), (64, frozenset({"softcap"})),
             )
         ]  # fmt: skip
-        wanted.append(combine.plan("hip", "bfloat16"))
+        wanted.append(combine.plan("hip", plans.DTYPE_CODES["bfloat16"]))
         assert set(wanted) <= set(plans.all_plans("hip"))
         monkeypatch.setattr(plans, "all_plans", lambda backend: wanted)
         return wanted

@@ -6,6 +6,6 @@
 
 DEVICE const Params &params_again() {
   auto p = (const __attribute__((address_space(4))) Params *)__builtin_amdgcn_kernarg_segment_ptr();
-  asm volatile("" : "+s"(p));
+  pin_scalar(p);
   return *(const Params *)p;
 }

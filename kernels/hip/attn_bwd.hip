@@ -115,10 +115,10 @@ DEVICE void load_owned(const Context &c, Quad (&x)[COLUMNS][steps], const Matrix
 
 // A product over the head: acc (tile x owned) of a tile's rows and the owned ones.
 template <int dim, int steps>
-DEVICE void multiply(Acc (&acc)[COLUMNS], LdsBytes tile, const Quad (&x)[COLUMNS][steps]) {
+DEVICE void multiply(Acc (&acc)[COLUMNS], Lds tile, const Quad (&x)[COLUMNS][steps]) {
   int lane = lane_for<kFull>();
   for (int i = 0; i < steps; ++i) {
-    Quad a = *(LdsQuad)(tile + RowTile<dim>::place(lane % kTile, 2 * i + lane / kTile));
+    Quad a = lds_read(tile + RowTile<dim>::place(lane % kTile, 2 * i + lane / kTile));
     for (int n = 0; n < COLUMNS; ++n) {
       acc[n] = M::mma(a.xy, x[n][i].xy, acc[n]);
       acc[n] = M::mma(a.zw, x[n][i].zw, acc[n]);
@@ -128,12 +128,12 @@ DEVICE void multiply(Acc (&acc)[COLUMNS], LdsBytes tile, const Quad (&x)[COLUMNS
 
 // A product over the tile's rows: grad (head x owned).
 template <int dim, int tiles>
-DEVICE void accumulate(Acc (&grad)[COLUMNS][tiles], LdsBytes tile, const Rounded &x) {
+DEVICE void accumulate(Acc (&grad)[COLUMNS][tiles], Lds tile, const Rounded &x) {
   int lane = lane_for<kFull>();
   for (int t = 0; t < tiles; ++t)
     for (int j = 0; j < kFours / 2; ++j) {
       int element = t * kTile + lane % kTile;
-      Quad a = *(LdsQuad)(tile + ColumnTile<dim>::place(element, 2 * j + lane / kTile));
+      Quad a = lds_read(tile + ColumnTile<dim>::place(element, 2 * j + lane / kTile));
       for (int n = 0; n < COLUMNS; ++n) {
         grad[n][t] = M::mma(a.xy, x[n][2 * j], grad[n][t]);
         grad[n][t] = M::mma(a.zw, x[n][2 * j + 1], grad[n][t]);
@@ -170,7 +170,7 @@ DEVICE Acc load_states(const Context &c, const float *state, int first) {
 // bit_of(r) for register r of a product. Bits in a vector register, since a lane mask for each
 // register of a product would take 32 scalar ones.
 DEVICE unsigned seen_bits(const Context &c, int own, int first) {
-  asm volatile("" : "+v"(own));  // or what follows from it would be kept for tiles without a mask
+  pin(own);  // or what follows from it would be kept for tiles without a mask
   Seen seen = seen_by(params_again(), c.s, own, own);
   int low = max(seen.low - first, 0), high = min(seen.high - first, kTile);
   if (own >= c.owned() || low >= high) return 0;
@@ -246,7 +246,8 @@ DEVICE Weights weigh(Acc &s, Pair (&rounded)[kFours], const Context &c, Acc minu
   const Params &p = params_again();
   int own = c.own(n), row0 = first + M::row(0);
   // Or what follows from them would be kept from tile to tile: with a head_dim of 256 there is no room.
-  asm volatile("" : "+v"(own), "+v"(row0));
+  pin(own);
+  pin(row0);
   unsigned seen = seen_bits(c, own, first);
   Terms terms = terms_of(p, c.s.batch, head, 0);
   // S is scaled here and gradients at the end, which leaves 1 for a score's slope.
@@ -322,7 +323,7 @@ template <int tiles>
 DEVICE void store(const Context &c, const Matrix &m, const Acc (&grad)[COLUMNS][tiles],
                   float factor) {
   int column = M::column();
-  asm volatile("" : "+v"(column));  // or its addresses would be kept from before the loop
+  pin(column);  // or its addresses would be kept from before the loop
   for (int n = 0; n < COLUMNS; ++n) {
     int first = c.first + n * kTile;
     auto to = buffer_of(m, first, c.owned() - first);
@@ -340,9 +341,9 @@ DEVICE void store(const Context &c, const Matrix &m, const Acc (&grad)[COLUMNS][
 
 extern "C" __global__ WORKGROUP(kThreads, PER_SIMD) void attn_bwd(Params p) {
   __shared__ Quad memory[kLdsBytes / kUnitBytes];
-  LdsBytes lds = (LdsBytes)memory;
+  Lds lds = (Lds)memory;
   int blocks = ((kKeys ? p.seqlen_k : p.seqlen_q) + kBlock - 1) / kBlock;
-  Work work = work_of(__builtin_amdgcn_workgroup_id_x(), blocks, 1, kKeys ? p.heads_k : p.heads_q,
+  Work work = work_of(workgroup_index(), blocks, 1, kKeys ? p.heads_k : p.heads_q,
                       p.batch, p.dies);
   if (kKeys) work.block = blocks - 1 - work.block;  // the first keys are seen most
   int group = p.heads_q / p.heads_k;

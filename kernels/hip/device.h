@@ -48,8 +48,16 @@ DEVICE float exp2(float x) { return __builtin_amdgcn_exp2f(x); }
 DEVICE float log2(float x) { return __builtin_amdgcn_logf(x); }
 DEVICE float reciprocal(float x) { return __builtin_amdgcn_rcpf(x); }  // to 1 ulp
 
-// Makes `x` opaque: it stays in its register, where the compiler would compute it again in every loop.
-DEVICE void keep(unsigned &x) { asm volatile("" : "+v"(x)); }
+// Makes `x` opaque to the compiler, which can then neither compute it again where it is used, nor keep
+// through a loop all that follows from it, nor move what makes it: in a vector or a scalar register.
+template <typename T>
+DEVICE void pin(T &x) {
+  asm volatile("" : "+v"(x));
+}
+template <typename T>
+DEVICE void pin_scalar(T &x) {
+  asm volatile("" : "+s"(x));
+}
 
 // `x` of lane `lane`.
 DEVICE long long from_lane(long long x, int lane) {

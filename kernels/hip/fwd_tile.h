@@ -201,11 +201,11 @@ DEVICE void exponentiate(const Context &c, const Scores &s, Row (&row)[kColumns]
       row[n].total += x[i];
     }
     // Not later: the compiler would move the additions out of the products' shadow.
-    asm volatile("" : "+v"(row[n].total));
+    pin(row[n].total);
     if (SCORE == DROPOUT) {
       // Opaque, or the compiler keeps every round's keys in scalar registers: 40 of them spilled.
       unsigned long long seed = c.seed;
-      asm volatile("" : "+s"(seed));
+      pin_scalar(seed);
       const Params &p = params_again();
       int key = first + t * MMA + M::row(4 * j) + p.k_start;
       Draws draws = philox(key / 4, c.row[n] + p.q_start, c.work.head + p.head_start,
@@ -217,7 +217,7 @@ DEVICE void exponentiate(const Context &c, const Scores &s, Row (&row)[kColumns]
   }
 }
 
-// The largest score of each column that this lane holds, of `count` products from `tile` on.
+// Goes on with the largest score of each column that this lane holds, over one product: tile 0 begins.
 DEVICE void raise_largest(const Scores &s, int tile, float (&largest)[kColumns]) {
   for (int n = 0; n < kColumns; ++n)
     for (int r = 0; r < M::kRegisters; ++r)
@@ -247,7 +247,7 @@ DEVICE void finish_scores(const Context &c, Scores &s, int first, float (&larges
     for (int n = 0; n < kColumns; ++n) {
       // Opaque, or the compiler keeps every register's distance through the loop: 29 of them spilled.
       int key0 = first + M::row(0);
-      asm volatile("" : "+v"(key0));
+      pin(key0);
       const Params &p = params_again();
       int row = min(c.row[n], c.s.rows - 1), last = c.s.keys - 1;
       Terms terms = terms_of(p, c.work.batch, c.work.head, row);

@@ -5,12 +5,9 @@
 // differs between the rows which neighbouring lanes touch, so that 16 lanes take 2 clocks, the least
 // that 256 bytes can. Padding would cost the same bytes but not leave 64 KB for two tiles each.
 #pragma once
-#include "mma.h"
-
-typedef __attribute__((address_space(3))) char *Lds;
+#include "memory.h"
 
 constexpr int kUnit = 8;            // 16-bit elements of a unit
-constexpr int kLineBytes = 128;
 
 // A tile of keys as it lies in memory: rows of a power of two of elements, whole lines.
 template <int keys, int head_dim>
@@ -42,9 +39,5 @@ struct ValueTile {
     }
   }
 };
-
-typedef __attribute__((address_space(3))) Quad *LdsQuads;
-DEVICE Quad lds_read(Lds at) { return *(LdsQuads)at; }
-DEVICE void lds_write(Lds at, Quad x) { *(LdsQuads)at = x; }
 
 DEVICE void loads_arrived() { asm volatile("s_waitcnt vmcnt(0)" : : : "memory"); }

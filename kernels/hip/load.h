@@ -29,7 +29,6 @@ DEVICE Head values_of(const Params &p, int head) {
 // Buffers end with the keys that are wanted: what a tile has beyond, in keys or along the head, reads
 // as 0 and is not asked for.
 typedef int Descriptor __attribute__((ext_vector_type(4)));
-constexpr int kRawDwords = 0x00020000;         // the descriptor's last word
 constexpr unsigned kNowhere = 0x80000000u;     // an offset beyond every tile
 
 // Rows of K or V in memory, tile after tile.
@@ -51,11 +50,11 @@ struct Rows {
     int there = min(left, keys);
     return there > 0 ? (int)((there - 1) * row_bytes + width) : 0;
   }
-  // `keep`: whether the multiples of row_bytes that the loads add may stay in scalar registers.
-  METHOD void advance(int keys, bool keep) {
+  // `few`: whether the multiples of row_bytes that the loads add may stay in scalar registers.
+  METHOD void advance(int keys, bool few) {
     tile += keys * (long long)row_bytes;
     left -= keys;
-    if (!keep) asm volatile("" : "+s"(row_bytes));
+    if (!few) pin_scalar(row_bytes);
   }
 };
 
@@ -89,7 +88,7 @@ struct Offsets {
   Offsets() = default;
   METHOD Offsets(const Params &p, const Sequence &s, const Head &head, int first, int end) {
     lane = lane_index();
-    asm volatile("" : "+v"(lane));
+    pin(lane);
     for (int i = 0; i < kSets; ++i) {
       int key = min(first + i * kLanes + lane_index(), end - 1);
       of[i] = 2 * key_offset(p, s, key, head.batch_stride, head.row_stride);
@@ -132,7 +131,7 @@ struct KeyLoads {
     for (int i = 0; i < kPeriod; ++i) {
       offset[i] = key(0, lane) * rows.row_bytes + source_unit(i, lane) * 16 + lane % 4 * 4;
       if (source_unit(i, lane) * 16 >= rows.width) offset[i] = kNowhere;
-      keep(offset[i]);
+      pin(offset[i]);
     }
   }
 
@@ -180,7 +179,7 @@ struct ValueLoads {
     for (int i = 0; i < kTasks; ++i)
       for (int n = 0; n < 2; ++n) {
         place[i][n] = Tile::place(2 * pair(lane) + n, unit(i, lane));
-        keep(place[i][n]);
+        pin(place[i][n]);
       }
   }
   METHOD ValueLoads(const Rows &rows) : ValueLoads() {
@@ -188,15 +187,14 @@ struct ValueLoads {
     for (int i = 0; i < kTasks; ++i) {
       offset[i] = key(unit(i, lane)) * rows.row_bytes + pair(lane) * 4;
       if (!has_work(i, lane) || pair(lane) * 4 >= rows.width) offset[i] = kNowhere;
-      keep(offset[i]);
+      pin(offset[i]);
     }
   }
 
   // The i-th load.
   METHOD unsigned load(int i, const Rows &rows, int bytes) const {
-    return __builtin_amdgcn_raw_buffer_load_b32(
-        __builtin_amdgcn_make_buffer_rsrc((void *)rows.tile, 0, bytes, kRawDwords),
-        offset[i / kUnit], step(i % kUnit) * rows.row_bytes, 0);
+    return __builtin_amdgcn_raw_buffer_load_b32(buffer(rows.tile, bytes), offset[i / kUnit],
+                                                step(i % kUnit) * rows.row_bytes, 0);
   }
 
   static METHOD unsigned load(int i, const Offsets<keys> &offsets, const Head &head) {

@@ -3,5 +3,5 @@
 #include "../common/row_sums.h"
 
 extern "C" __global__ WORKGROUP(kSumThreads, 4) void row_sums(Params p) {
-  sum_rows<DTYPE>(p, __builtin_amdgcn_workgroup_id_x());
+  sum_rows<DTYPE>(p, workgroup_index());
 }

@@ -7,10 +7,9 @@
 // all banks. A unit's place inside its line is an exclusive or with a number that differs between
 // rows (or columns) that are read or written together, so that nothing waits for a bank.
 #pragma once
-#include "mma.h"
+#include "memory.h"
 
 constexpr int kTile = 32;  // rows
-constexpr int kUnitBytes = 16;
 constexpr int kPiece = 32;  // elements along the head
 
 // Rows of one head of one sequence in memory.
@@ -21,10 +20,6 @@ struct Matrix {
 
   METHOD char *row(int index) const { return base + (long long)index * row_bytes; }
 };
-
-typedef __attribute__((address_space(3))) char *LdsBytes;
-typedef __attribute__((address_space(3))) Quad *LdsQuad;
-typedef __attribute__((address_space(3))) Pair *LdsPair;
 
 // Elements [0, dim) of a tile's rows, as they lie.
 template <int dim>
@@ -55,11 +50,6 @@ struct ColumnTile {
   }
 };
 
-// Reads beyond `bytes` give 0: a descriptor of raw 32-bit data (CDNA 3 ISA, 9.1.5).
-DEVICE __amdgpu_buffer_rsrc_t buffer(const void *base, int bytes) {
-  return __builtin_amdgcn_make_buffer_rsrc((void *)base, 0, bytes, 0x00027000);
-}
-
 // `rows` of a matrix from `first` on, at most kTile of them.
 DEVICE __amdgpu_buffer_rsrc_t buffer_of(const Matrix &m, int first, int rows) {
   int bytes = rows > 0 ? (min(rows, kTile) - 1) * m.row_bytes + m.width * 2 : 0;
@@ -79,7 +69,7 @@ DEVICE unsigned buffer_offset(const Matrix &m, int row, int element) {
 template <bool again>
 DEVICE int lane_for() {
   int lane = lane_index();
-  if (again) asm volatile("" : "+v"(lane));
+  if (again) pin(lane);
   return lane & (kLanes - 1);  // the compiler shall know its bits
 }
 
@@ -121,7 +111,7 @@ struct Stream {
     }
   }
 
-  METHOD void store_rows(LdsBytes a, LdsBytes c) const {
+  METHOD void store_rows(Lds a, Lds c) const {
     int lane = lane_for<again>();
 #pragma unroll
     for (int n = 0; n < kMine; ++n) {
@@ -129,15 +119,15 @@ struct Stream {
       int unit = element(n, lane) / 8, half = lane % 2;
       for (int i = 0; i < 4; ++i) {
         int row = lane / 8 * 4 + i;
-        LdsBytes to = is_a(n) ? a + RowsA::place(row, unit) : c + RowsC::place(row, unit);
-        *(LdsPair)(to + half * 8) = piece[n][i];
+        Lds to = is_a(n) ? a + RowsA::place(row, unit) : c + RowsC::place(row, unit);
+        lds_write(to + half * 8, piece[n][i]);
       }
     }
   }
 
   // C only where `with_c`.
   template <bool with_c>
-  METHOD void store_columns(LdsBytes a, LdsBytes c) const {
+  METHOD void store_columns(Lds a, Lds c) const {
     int lane = lane_for<again>();
 #pragma unroll
     for (int n = 0; n < kMine; ++n) {
@@ -149,8 +139,8 @@ struct Stream {
         for (int rows = 0; rows < 2; ++rows)
           column[rows] = __builtin_amdgcn_perm(piece[n][2 * rows + 1][i / 2],
                                                piece[n][2 * rows][i / 2], pick);
-        LdsBytes to = (is_a(n) ? a : c) + ColumnTile<dim_a>::place(element(n, lane) + i, unit);
-        *(LdsPair)(to + half * 8) = column;
+        Lds to = (is_a(n) ? a : c) + ColumnTile<dim_a>::place(element(n, lane) + i, unit);
+        lds_write(to + half * 8, column);
       }
     }
   }

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from pyfa.backends.hip import code, forward
+from pyfa.backends.hip import code, forward, plans
 from pyfa.backends.hip.launcher import Launcher
 from pyfa.backends.hip.runtime_emulator import EmulatorRuntime
 from pyfa.emulator import native
@@ -78,7 +78,7 @@ def counted(plan: Plan, shape: Shape, parts: int) -> Counting:
 
 
 def plan_of(shape: Shape) -> Plan:
-    pair = forward.bucket_of(shape.head_dim, shape.head_dim_v)
+    pair = plans.bucket_of(forward.TILES, shape.head_dim, shape.head_dim_v)
     return next(
         plan
         for plan in forward.all_plans("emulator")

@@ -14,12 +14,12 @@ from .launcher import Launcher
 THREADS = 256
 
 
-def plan(backend: str, dtype: str) -> Plan:
-    return Plan(backend, "hip/append.hip", (("DTYPE", plans.DTYPE_CODES[dtype]),))
+def plan(backend: str, dtype: int) -> Plan:
+    return Plan(backend, "hip/append.hip", (("DTYPE", dtype),))
 
 
 def all_plans(backend: str) -> list[Plan]:
-    return [plan(backend, dtype) for dtype in plans.DTYPE_CODES]
+    return [plan(backend, dtype) for dtype in plans.DTYPE_CODES.values()]
 
 
 def run(
@@ -82,8 +82,7 @@ def run(
     if lines * THREADS >= 2**32:  # more threads than a grid may have
         return False
     if lines:
-        name = str(q.dtype).removeprefix("torch.")
-        launch(plan("hip", name), (lines, 1, 1), THREADS, values, tensors)
+        launch(plan("hip", plans.dtype_code(q)), (lines, 1, 1), THREADS, values, tensors)
     return True
 
 

@@ -68,4 +68,4 @@ class HipBackend:
         bias_grad: bool,
     ) -> Gradients:
         # bias_grad is never asked for: FEATURES has none.
-        return backward.run(self.launch, plan, call, out, lse, dout, dlse)
+        return backward.run(self.launch, call, out, lse, dout, dlse)

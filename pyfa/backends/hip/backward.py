@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import pad
 
 from ... import abi
 from ...plan import Plan
@@ -17,13 +16,12 @@ from ..base import Gradients
 from . import plans
 from .launcher import Launcher
 
+KERNEL = "hip/attn_bwd.hip"
 FEATURES = frozenset({"backward", "dlse", "deterministic"})
 KEYS, ROWS = 0, 1
 THREADS = 256
 WAVES = THREADS // 64
 SUM_ROWS = 16  # rows of a workgroup of row_sums
-# A tile's offsets are 32-bit: 32 rows of at most this many elements.
-MAX_ROW_STRIDE = 1 << 23
 
 
 class Columns(NamedTuple):
@@ -72,7 +70,7 @@ def _plan(backend: str, pair: tuple[int, int], dtype: int, owner: int, general: 
         "OWNS": owner,
         "PER_SIMD": tiles.per_simd,
     }
-    return Plan(backend, "hip/attn_bwd.hip", tuple(constants.items()))
+    return Plan(backend, KERNEL, tuple(constants.items()))
 
 
 def all_plans(backend: str) -> list[Plan]:
@@ -88,24 +86,22 @@ def all_plans(backend: str) -> list[Plan]:
 
 def run(
     launch: Launcher,
-    plan: Plan,
     call: Call,
     out: torch.Tensor,
     lse: torch.Tensor,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
 ) -> Gradients:
-    """The gradients of ``call``; ``plan`` is its forward's."""
-    dims = call.q.shape[-1], call.v.shape[-1]
-    pair = min(pair for pair in TILES if pair[0] >= dims[0] and pair[1] >= dims[1])
+    """The gradients of ``call``, whose forward made ``out`` and ``lse``."""
+    dim, dim_v = call.q.shape[-1], call.v.shape[-1]
+    pair = plans.bucket_of(TILES, dim, dim_v)
     general = bool(
         call.softcap or call.dropout_p
         or any(x is not None for x in (call.alibi_slopes, call.bias, call.sinks))
     )  # fmt: skip
-    dtype = plans.DTYPE_CODES[str(call.q.dtype).removeprefix("torch.")]
-    sums, over_keys, over_rows = plans_of(plan.backend, pair, dtype, general)
-    call = call._replace(q=_readable(call.q), k=_readable(call.k), v=_readable(call.v))
-    out, dout, lse = _readable(out), _readable(dout), lse.contiguous()
+    sums, over_keys, over_rows = plans_of("hip", pair, plans.dtype_code(call.q), general)
+    call = plans.with_readable(call)
+    out, dout, lse = plans.readable(out), plans.readable(dout), lse.contiguous()
     # Rows that nobody writes: of no sequence, or beyond a sequence's length.
     gaps_q = call.cu_seqlens_q is not None or call.seqused_q is not None
     gaps_k = call.cu_seqlens_k is not None or call.seqused_k is not None
@@ -131,7 +127,6 @@ def run(
     dsinks = None
     if call.sinks is not None:
         dsinks = tensors["dsinks"].sum((0, 2) if lse.dim() == 3 else 1)
-    dim, dim_v = dims
     return Gradients(dq[..., :dim], dk[..., :dim], dv[..., :dim_v], None, dsinks)
 
 
@@ -144,20 +139,3 @@ def _like(x: torch.Tensor, gaps: bool) -> torch.Tensor:
     """Contiguous, and 0 where there are gaps."""
     make = torch.zeros if gaps else torch.empty
     return make(x.shape, dtype=x.dtype, device=x.device)
-
-
-def _readable(x: torch.Tensor) -> torch.Tensor:
-    """``x`` in 16-byte units: rows without gaps, a multiple of 8 long, bases and strides too."""
-    short = -x.shape[-1] % 8
-    if short:
-        return pad(x, (0, short))
-    *strides, last = x.stride()
-    row = x.stride(-3)
-    if (
-        last != 1
-        or x.data_ptr() % 16
-        or any(stride % 8 for stride in strides)
-        or not x.shape[-1] <= row < MAX_ROW_STRIDE
-    ):
-        return x.clone(memory_format=torch.contiguous_format)
-    return x

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ... import abi
 from ...plan import Plan
 from ...problem import Call
 from . import plans
@@ -12,12 +13,41 @@ from .launcher import Launcher
 THREADS = 256
 
 
-def plan(backend: str, dtype: str) -> Plan:
-    return Plan(backend, "hip/combine.hip", (("DTYPE", plans.DTYPE_CODES[dtype]),))
+def plan(backend: str, dtype: int) -> Plan:
+    return Plan(backend, "hip/combine.hip", (("DTYPE", dtype),))
 
 
 def all_plans(backend: str) -> list[Plan]:
-    return [plan(backend, dtype) for dtype in plans.DTYPE_CODES]
+    return [plan(backend, dtype) for dtype in plans.DTYPE_CODES.values()]
+
+
+def launch_parts(
+    launch: Launcher,
+    plan: Plan,
+    workgroups: int,
+    threads: int,
+    call: Call,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    parts: int,
+) -> None:
+    """Run a forward kernel with the keys cut into ``parts``, and what puts them together.
+
+    ``workgroups`` are those of one part; out and lse are from ``plans.results``.
+    """
+    dies = plans.device_at(call.q.device).dies
+    values = abi.forward_values(call, out, lse) | {"dies": dies, "num_splits": parts}
+    tensors = plans.tensors_of(call)
+    if parts == 1:
+        launch(plan, (workgroups, 1, 1), threads, values, tensors | {"out": out, "lse": lse})
+        return
+    partial_out, partial_lse = partials(out, parts)
+    if call.cu_seqlens_q is not None or call.seqused_q is not None:
+        partial_lse.fill_(-torch.inf)
+    partial = {"partial_out": partial_out, "partial_lse": partial_lse}
+    values |= {name: x.data_ptr() for name, x in partial.items()}
+    launch(plan, (workgroups * parts, 1, 1), threads, values, tensors | partial)
+    run(launch, call, out, lse, partial_out, partial_lse, parts)
 
 
 def partials(out: torch.Tensor, num_splits: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,5 +97,4 @@ def run(
         "num_splits": num_splits,
     }
     tensors = {"out": out, "lse": lse, "partial_out": partial_out, "partial_lse": partial_lse}
-    name = str(out.dtype).removeprefix("torch.")
-    launch(plan("hip", name), (lse.numel(), 1, 1), THREADS, values, tensors)
+    launch(plan("hip", plans.dtype_code(out)), (lse.numel(), 1, 1), THREADS, values, tensors)

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 
-from ... import abi
 from ...plan import Plan
 from ...problem import Call, Problem, is_aligned
 from . import combine, plans
@@ -75,14 +74,9 @@ def why_not(problem: Problem) -> list[str]:
     return reasons
 
 
-def _bucket_of(head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """The smallest compiled pair of head dims that holds this one."""
-    return min(pair for pair in TILES if pair[0] >= head_dim and pair[1] >= head_dim_v)
-
-
 def plan(backend: str, problem: Problem) -> Plan:
     """The kernel of ``problem`` and what it is compiled with."""
-    pair = _bucket_of(problem.head_dim, problem.head_dim_v)
+    pair = plans.bucket_of(TILES, problem.head_dim, problem.head_dim_v)
     sizes = TILES[pair]
     columns = next((n for n in sizes if n * COLUMNS >= _lines(problem)), max(sizes))
     notes = []
@@ -118,43 +112,16 @@ def all_plans(backend: str) -> list[Plan]:
 def run(launch: Launcher, plan: Plan, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of ``call``."""
     if not is_aligned(call):  # on a GPU such a call is not taken: see `takes`
-        call = call._replace(q=_copied(call.q), k=_copied(call.k), v=_copied(call.v))
-    q = call.q
-    # Rows that no workgroup has: of no sequence of a packed batch, or beyond seqused_q.
-    gaps = call.cu_seqlens_q is not None or call.seqused_q is not None
-    shape, lse_shape = call.out_shape(), call.lse_shape()
-    heads, heads_k = q.shape[-2], call.k.shape[-2]
-    lines = call.max_seqlen_q * heads // heads_k
-    tiles = dict(plan.constants)["TILES"]
-    workgroups = -(-lines // (int(tiles) * COLUMNS)) * heads_k * call.batch
-    if gaps or not workgroups:
-        out = q.new_zeros(shape)
-        lse = torch.full(lse_shape, -torch.inf, dtype=torch.float32, device=q.device)
-        if not workgroups:
-            return out, lse
-    else:
-        out, lse = q.new_empty(shape), q.new_empty(lse_shape, dtype=torch.float32)
-    device = plans.device_at(q.device)
-    splits = _splits(call, workgroups, device.units)
-    values = abi.forward_values(call, out, lse)
-    values["dies"] = max(1, device.dies)
-    values["num_splits"] = splits
-    tensors = plans.tensors_of(call) | {"out": out, "lse": lse}
-    if splits > 1:
-        partial_out, partial_lse = combine.partials(out, splits)
-        if gaps:
-            partial_lse.fill_(-torch.inf)
-        values["partial_out"] = partial_out.data_ptr()
-        values["partial_lse"] = partial_lse.data_ptr()
-        tensors |= {"partial_out": partial_out, "partial_lse": partial_lse}
-    launch(plan, (workgroups * splits, 1, 1), THREADS, values, tensors)
-    if splits > 1:
-        combine.run(launch, call, out, lse, partial_out, partial_lse, splits)
+        call = plans.with_readable(call)
+    out, lse = plans.results(call)
+    heads_k = call.k.shape[-2]
+    lines = call.max_seqlen_q * call.q.shape[-2] // heads_k
+    tiles = int(dict(plan.constants)["TILES"])
+    workgroups = -(-lines // (tiles * COLUMNS)) * heads_k * call.batch
+    if workgroups:
+        parts = _splits(call, workgroups, plans.device_at(call.q.device).units)
+        combine.launch_parts(launch, plan, workgroups, THREADS, call, out, lse, parts)
     return out, lse
-
-
-def _copied(x: torch.Tensor) -> torch.Tensor:
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _splits(call: Call, workgroups: int, units: int) -> int:

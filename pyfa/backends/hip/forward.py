@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import pad
 
-from ... import abi, traffic
+from ... import traffic
 from ...plan import Plan
 from ...problem import FEATURES as FEATURE_NAMES
-from ...problem import Call, Problem, is_aligned
+from ...problem import Call, Problem
 from . import combine, plans
 from .launcher import Launcher
 
@@ -43,17 +42,11 @@ TILES = {
 DROPOUT_TILES = {(192, 192): Tiles(32, 4)}
 PAGED_TILES = {pair: TILES[pair] for pair in ((64, 64), (128, 128), (256, 256))}
 ROWS = 32  # of a wavefront
+LANES = 64
 # What is worth a part of its own when the keys are split: below it, merging costs more.
 MIN_PART_KEYS = 256
-MAX_STRIDE = 2**23  # elements between rows: 32-bit offsets inside a tile
 # Score classes: what a plan is compiled for, beyond masks, which every plan has.
 PLAIN, GENERAL, DROPOUT = range(3)
-
-
-def bucket_of(head_dim: int, head_dim_v: int, paged: bool = False) -> tuple[int, int]:
-    """The smallest compiled pair of head dims that holds this one."""
-    pairs = PAGED_TILES if paged else TILES
-    return min(pair for pair in pairs if pair[0] >= head_dim and pair[1] >= head_dim_v)
 
 
 def score_class(problem: Problem) -> int:
@@ -73,7 +66,8 @@ def why_not(problem: Problem) -> list[str]:
 def plan(backend: str, problem: Problem) -> Plan:
     """The kernel of ``problem`` and what it is compiled with."""
     paged = "paged" in problem.features
-    pair = bucket_of(problem.head_dim, problem.head_dim_v, paged)
+    pairs = PAGED_TILES if paged else TILES
+    pair = plans.bucket_of(pairs, problem.head_dim, problem.head_dim_v)
     notes = []
     if problem.head_dim % 8 or problem.head_dim_v % 8:
         notes.append("q, k and v are copied once: head dims padded to a multiple of 8")
@@ -132,46 +126,12 @@ def splits(workgroups: int, keys: int, units: int) -> int:
 def run(launch: Launcher, plan: Plan, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of ``call``."""
     head_dim_v = call.v.shape[-1]
-    call = padded(call)
-    out, lse = results(call)
+    call = plans.with_readable(call)
+    out, lse = plans.results(call)
     if lse.numel() and call.batch and call.max_seqlen_q:
-        device = plans.device_at(call.q.device)
-        rows = ROWS * int(dict(plan.constants)["WAVES"])
-        workgroups = -(-call.max_seqlen_q // rows) * call.q.shape[-2] * call.batch
-        parts = call.num_splits or splits(workgroups, call.max_seqlen_k, device.units)
-        values = abi.forward_values(call, out, lse) | {"dies": device.dies, "num_splits": parts}
-        tensors = plans.tensors_of(call)
-        if parts == 1:
-            tensors |= {"out": out, "lse": lse}
-        else:
-            partial_out, partial_lse = combine.partials(out, parts)
-            if call.cu_seqlens_q is not None:
-                partial_lse.fill_(-torch.inf)
-            tensors |= {"partial_out": partial_out, "partial_lse": partial_lse}
-            values["partial_out"] = partial_out.data_ptr()
-            values["partial_lse"] = partial_lse.data_ptr()
-        launch(plan, (workgroups * parts, 1, 1), rows * 2, values, tensors)
-        if parts > 1:
-            combine.run(launch, call, out, lse, partial_out, partial_lse, parts)
+        waves = int(dict(plan.constants)["WAVES"])
+        workgroups = -(-call.max_seqlen_q // (ROWS * waves)) * call.q.shape[-2] * call.batch
+        units = plans.device_at(call.q.device).units
+        parts = call.num_splits or splits(workgroups, call.max_seqlen_k, units)
+        combine.launch_parts(launch, plan, workgroups, waves * LANES, call, out, lse, parts)
     return out[..., :head_dim_v], lse
-
-
-def results(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse, not initialised but where rows belong to no sequence of a packed batch."""
-    out = call.q.new_empty(call.out_shape())
-    lse = call.q.new_empty(call.lse_shape(), dtype=torch.float32)
-    if call.cu_seqlens_q is not None:
-        out.zero_()
-        lse.fill_(-torch.inf)
-    return out, lse
-
-
-def padded(call: Call) -> Call:
-    """``call`` with q, k and v as the kernels read them: rows of 16-byte units, without gaps."""
-    q, k, v = (
-        pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x for x in (call.q, call.k, call.v)
-    )
-    call = call._replace(q=q, k=k, v=v)
-    if not is_aligned(call) or max(k.stride(-3), v.stride(-3)) >= MAX_STRIDE:
-        q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
-    return call._replace(q=q, k=k, v=v)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+from torch.nn.functional import pad
 
 from ... import device
 from ...device import DEVICES, Device
@@ -14,6 +17,7 @@ DTYPES = ("float16", "bfloat16")
 DTYPE_CODES = {"float16": 0, "bfloat16": 1}
 LDS_BYTES = 65536
 COMMON_HEAD_DIMS = (64, 128)
+MAX_ROW_STRIDE = 1 << 23  # elements: offsets inside a tile are 32-bit
 
 
 def device_of(problem: Problem) -> Device:
@@ -29,6 +33,48 @@ def device_at(where: torch.device) -> Device:
 def tensors_of(call: Call) -> dict[str, torch.Tensor]:
     """The tensors that ``call`` came with, by name: what kernels may read."""
     return {name: x for name, x in call._asdict().items() if isinstance(x, torch.Tensor)}
+
+
+def dtype_code(x: torch.Tensor) -> int:
+    """The DTYPE that kernels for ``x`` are compiled with."""
+    return DTYPE_CODES[str(x.dtype).removeprefix("torch.")]
+
+
+def bucket_of(pairs: Iterable[tuple[int, int]], head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """The smallest compiled pair of head dims that holds this one."""
+    return min(pair for pair in pairs if pair[0] >= head_dim and pair[1] >= head_dim_v)
+
+
+def readable(x: torch.Tensor) -> torch.Tensor:
+    """``x`` in 16-byte units: rows without gaps, a multiple of 8 long, bases and strides too."""
+    short = -x.shape[-1] % 8
+    if short:
+        return pad(x, (0, short))
+    *strides, last = x.stride()
+    row = x.stride(-3)
+    if (
+        last != 1
+        or x.data_ptr() % 16
+        or any(stride % 8 for stride in strides)
+        or not x.shape[-1] <= row < MAX_ROW_STRIDE
+    ):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def with_readable(call: Call) -> Call:
+    """``call`` with q, k and v as the kernels read them."""
+    return call._replace(q=readable(call.q), k=readable(call.k), v=readable(call.v))
+
+
+def results(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse, not initialised but where rows belong to no sequence, or lie beyond one's."""
+    out = call.q.new_empty(call.out_shape())
+    lse = call.q.new_empty(call.lse_shape(), dtype=torch.float32)
+    if call.cu_seqlens_q is not None or call.seqused_q is not None:
+        out.zero_()
+        lse.fill_(-torch.inf)
+    return out, lse
 
 
 def all_plans(backend: str) -> list[Plan]:

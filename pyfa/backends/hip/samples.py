@@ -16,7 +16,7 @@ from ...problem import Call
 from . import backward, decode, forward, plans
 from .launcher import Launcher
 
-LANES = 64
+LANES = forward.LANES
 _DTYPES = {code: getattr(torch, name) for name, code in plans.DTYPE_CODES.items()}
 _SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _PAGE = 64
@@ -102,8 +102,7 @@ def _backward(plan: Plan) -> Sample:
         call = _call(constants, *sizes)._replace(softcap=30.0 if general else 0.0)
         out = torch.zeros(call.out_shape(), dtype=call.q.dtype)
         lse = torch.zeros(call.lse_shape())
-        of_forward = Plan(plan.backend, forward.KERNEL)
-        backward.run(launch, of_forward, call, out, lse, torch.zeros_like(out), None)
+        backward.run(launch, call, out, lse, torch.zeros_like(out), None)
 
     short, long = 8 * streamed, 16 * streamed
     kind = ("dK, dV" if owns_keys else "dQ") + (" softcap" if general else "")
@@ -114,7 +113,7 @@ def _backward(plan: Plan) -> Sample:
 SAMPLES: Mapping[str, Callable[[Plan], Sample]] = {
     forward.KERNEL: _forward,
     decode.KERNEL: _decode,
-    "hip/attn_bwd.hip": _backward,
+    backward.KERNEL: _backward,
 }
 
 
