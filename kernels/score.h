@@ -72,7 +72,7 @@ DEVICE float bias_of(const Terms &terms, int key) {
   if constexpr (size == 1) return *at ? 0.0f : -INFINITY_F;
   unsigned short bits = *(const unsigned short *)at;
   return terms.bias_type == kBfloat16Bias ? __builtin_bit_cast(float, (unsigned)bits << 16)
-                                          : (float)__builtin_bit_cast(_Float16, bits);
+                                          : float_of_half(bits);
 }
 
 DEVICE float bias_of(const Terms &terms, int key) {

@@ -18,8 +18,7 @@ constexpr int kPiece = 8;  // elements of 16 bytes
 typedef unsigned short Bits;  // an element as it is stored
 
 DEVICE float float_of(Bits bits) {
-  return DTYPE == BFLOAT16 ? __builtin_bit_cast(float, (unsigned)bits << 16)
-                           : (float)__builtin_bit_cast(_Float16, bits);
+  return DTYPE == BFLOAT16 ? __builtin_bit_cast(float, (unsigned)bits << 16) : float_of_half(bits);
 }
 
 template <typename T>
@@ -74,7 +73,6 @@ DEVICE Piece<float> table_at(const Params &p, const void *table, long long first
 // operator rounds them, where -ffp-contract=fast would fuse the two.
 template <bool interleaved>
 DEVICE void turn(const Params &p, const Bits *from, Bits *to, int pair, int position) {
-#pragma clang fp contract(off)
   int half = p.rotary_dim / 2, count = min(half - pair, kPiece);
   // The two runs of elements that hold the pairs: neighbours, or one in each half.
   int low = interleaved ? 2 * pair : pair, high = interleaved ? low + kPiece : low + half;
@@ -94,8 +92,8 @@ DEVICE void turn(const Params &p, const Bits *from, Bits *to, int pair, int posi
     float first = float_of(interleaved ? run.at[i % kPairs * 2] : a.at[i]);
     float second = float_of(interleaved ? run.at[i % kPairs * 2 + 1] : b.at[i]);
     float c = known ? cos.at[i] : __builtin_nanf(""), s = sin.at[i];
-    x[i] = first * c - second * s;
-    y[i] = first * s + second * c;
+    x[i] = product(first, c) - product(second, s);
+    y[i] = product(first, s) + product(second, c);
   }
   Quad lows, highs;
 #pragma unroll

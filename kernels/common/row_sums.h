@@ -29,7 +29,7 @@ DEVICE long long state_offset(const Params &p, const Sequence &s, int head) {
 template <int dtype>
 DEVICE float low_half(unsigned x) {
   if (dtype == BFLOAT16) return __builtin_bit_cast(float, x << 16);
-  return (float)__builtin_bit_cast(_Float16, (unsigned short)x);
+  return float_of_half((unsigned short)x);
 }
 
 template <int dtype>

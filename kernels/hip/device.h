@@ -48,6 +48,16 @@ DEVICE float exp2(float x) { return __builtin_amdgcn_exp2f(x); }
 DEVICE float log2(float x) { return __builtin_amdgcn_logf(x); }
 DEVICE float reciprocal(float x) { return __builtin_amdgcn_rcpf(x); }  // to 1 ulp
 
+// Rounded before anything is added to it.
+DEVICE float product(float x, float y) {
+#pragma clang fp contract(off)
+  return x * y;
+}
+
+DEVICE float float_of_half(unsigned short bits) {
+  return (float)__builtin_bit_cast(_Float16, bits);
+}
+
 // Makes `x` opaque to the compiler, which can then neither compute it again where it is used, nor keep
 // through a loop all that follows from it, nor move what makes it: in a vector or a scalar register.
 template <typename T>
