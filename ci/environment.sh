@@ -95,8 +95,12 @@ environment() {
     constraints+=(-c ci/constraints-cpu.txt)
     [ ! -e /dev/kfd ] || _say "an AMD GPU is here and no torch for it: install ROCm's torch first"
   fi
-  # A ROCm build of torch has a Triton of its own, which the plain one would overwrite.
-  case $torch_version in *rocm*) extras=${extras/,triton/} ;; esac
+  # A ROCm build of torch has a Triton of its own, which the plain one would overwrite; a CUDA build
+  # brings NVRTC.
+  case $torch_version in
+    *rocm*) extras=${extras/,triton/} ;;
+    "") extras=${extras/,cuda/,cuda,nvrtc} ;;
+  esac
 
   python=$PWD/$target/bin/python
   stamp=$(

@@ -55,9 +55,21 @@ class Device:
         return ARCHS.get(self.arch)
 
     def matrix_flops(self, dtype: str) -> float:
-        """Peak dense matrix FLOP per second for inputs of ``dtype``; 0 where unknown."""
+        """Peak dense matrix FLOP per second for inputs of ``dtype``; 0 where unknown.
+
+        The vendor's peak, which no card holds under load. All float8 formats run at one rate.
+        """
         rates = self.limits.matrix_rates if self.limits else {}
-        return rates.get(dtype, 0) * self.units * self.clock * self.matrix_scale
+        dtype = "float8" if dtype.startswith("float8") else dtype
+        # GeForce halves the rate of its matrix units, not that of the vector units.
+        scale = 1.0 if dtype == "float32" else self.matrix_scale
+        return rates.get(dtype, 0) * self.units * self.clock * scale
+
+    @property
+    def shared_bandwidth(self) -> float:
+        """Bytes per second of all LDS or shared memory at the vendor's clock; 0 where unknown."""
+        per_clock = self.limits.shared_bytes_per_clock if self.limits else 0
+        return per_clock * self.units * self.clock
 
 
 def _gpu(

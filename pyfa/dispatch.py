@@ -219,9 +219,7 @@ def _candidates(wanted: str, device: Device) -> tuple[str, ...]:
 
 def ask(name: str, problem: Problem, *, hypothetical: bool = False) -> Answer:
     """One backend's answer. ``hypothetical``: for a device that need not be here."""
-    backend = BACKENDS.get(name)
-    if backend is None:
-        return Answer(name, ("not in this release",))
+    backend = BACKENDS[name]
     reasons = list(backend.why_not(problem.bucketed()))
     unavailable = None if hypothetical else backend.why_unavailable()
     if unavailable:
@@ -257,10 +255,9 @@ _lost: set[str] = set()
 def _warn_if_lost(refused: dict[str, Sequence[str]], candidates: Sequence[str]) -> None:
     """Warn once when this machine, not the problem, keeps the vendor's backend from running."""
     first = candidates[0]
-    backend = BACKENDS.get(first)
-    if first not in refused or backend is None:
+    if first not in refused:
         return
-    why = backend.why_unavailable()
+    why = BACKENDS[first].why_unavailable()
     if why is None or first in _lost:
         return
     message = f"the {first} backend cannot run here and a slower one was chosen: {why}"

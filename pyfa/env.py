@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# The archs that the cuda backend has tiles for.
+TILED_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+
 
 def _flag(text: str) -> bool:
     lowered = text.strip().lower()
@@ -24,6 +27,12 @@ def _flag(text: str) -> bool:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _tiled_arch(text: str) -> str:
+    if text not in TILED_ARCHS:
+        raise ValueError(f"expected one of {', '.join(TILED_ARCHS)}")
+    return text
 
 
 def _paths(text: str) -> tuple[Path, ...]:
@@ -73,6 +82,14 @@ VARIABLES: dict[str, Variable] = {
             "",
             "`plan`",
             "`plan` logs each new plan once to the logger `pyfa`, at level INFO.",
+        ),
+        Variable(
+            "PYFA_ARCH_TILES",
+            _tiled_arch,
+            "",
+            "an NVIDIA arch",
+            "Tiles of another arch for the cuda backend, as `sm_86`: they can be tested without "
+            "one. Read at each new plan.",
         ),
         Variable(
             "PYFA_CACHE_DIR",

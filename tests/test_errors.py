@@ -291,7 +291,7 @@ class TestUnsupported:
         assert isinstance(caught.value, NotImplementedError)
 
     def test_a_named_backend_does_not_fall_back(self):
-        with pytest.raises(pyfa.UnsupportedProblem, match="cuda  not in this release"):
+        with pytest.raises(pyfa.UnsupportedProblem, match="cuda  the device is a CPU"):
             pyfa.attention(*tensors(), backend="cuda")
         with pyfa.use_backend("cuda"), pytest.raises(pyfa.UnsupportedProblem):
             pyfa.attention(*tensors())

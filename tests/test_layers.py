@@ -17,12 +17,14 @@ ORDER = (
     "errors", "env",
     "arch", "device", "problem", "validate", "validate_cache", "reference",
     "traffic", "plan",
-    "abi", "sources", "codeobject", "bundle", "cache", "emulator",
+    "abi", "sources", "codeobject", "cubin", "bundle", "cache", "emulator",
     "backends",
     "dispatch", "ops", "request", "api", "",
     "quantize", "compat", "integrations", "distributed", "conformance", "bench", "cli", "__main__",
 )  # fmt: skip
 BACKENDS = ("hip", "cuda", "triton", "torch")
+# What every backend may import.
+SHARED = ("base", "common")
 DRIVERS = ("hip", "cuda", "rocm")
 
 
@@ -92,7 +94,7 @@ def violations(package: Path) -> list[str]:
         if parts[0] not in ORDER:
             found.append(f"{name}: has no place in ORDER")
             continue
-        if parts[0] == "backends" and len(parts) > 1 and parts[1] not in (*BACKENDS, "base"):
+        if parts[0] == "backends" and len(parts) > 1 and parts[1] not in (*BACKENDS, *SHARED):
             found.append(f"{name}: is a backend that BACKENDS does not know")
             continue
         for line, target, inside in imports(name, path, known):
@@ -112,7 +114,7 @@ def _why_not(name: str, path: Path, target: str) -> str:
         allowed = mine[0] == "backends" and path.name.startswith("runtime")
         return "" if allowed else "only a backend's runtime runs the emulator"
     if theirs[0] == mine[0] == "backends":
-        if len(mine) == 1 or theirs[1:2] in (mine[1:2], ["base"]):
+        if len(mine) == 1 or "".join(theirs[1:2]) in (*SHARED, mine[1]):
             return ""
         return "backends do not import each other"
     if ORDER.index(theirs[0]) > ORDER.index(mine[0]):
@@ -126,6 +128,8 @@ def _why_not_outside(name: str, path: Path, target: str) -> str:
         return "only runtime*.py files import a driver"
     if top == "triton" and not name.startswith("backends.triton"):
         return "only backends/triton imports triton"
+    if top == "transformers" and name != "integrations.transformers":
+        return "only integrations/transformers.py imports transformers"
     return ""
 
 
@@ -159,6 +163,8 @@ def test_every_module_is_walked() -> None:
         ("backends/hip/plans.py", "from ...emulator import machine", "only a backend's runtime"),
         ("cli/x.py", "from ..emulator import machine", "only a backend's runtime"),
         ("cli/x.py", "import triton", "only backends/triton"),
+        ("cli/x.py", "from transformers import AutoModel", "only integrations/transformers.py"),
+        ("api.py", "from .compat import fa2", "compat comes after api"),
     ],
 )
 def test_a_planted_violation_is_found(
@@ -185,6 +191,7 @@ def test_a_planted_violation_is_found(
         ("backends/cuda/runtime.py", "from cuda.bindings import driver\nfrom ..base import x"),
         ("backends/triton/kernel.py", "import triton.language as tl"),
         ("cli/info.py", "import pyfa\nfrom .. import cache\nfrom . import console"),
+        ("integrations/transformers.py", "from transformers import AttentionInterface"),
     ],
 )
 def test_what_is_allowed_passes(tmp_path: Path, path: str, source: str) -> None:

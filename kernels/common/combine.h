@@ -96,7 +96,7 @@ DEVICE void combine_line(const Params &p, Meeting &meeting) {
                          head * p.out_head + thread_index();
     *to = (unsigned short)Format<DTYPE>::nearest(saw ? out / total : 0.0f, 0.0f);
   }
-  if (thread_index() == 0)
+  if (thread_index() == 0 && p.lse)
     ((float *)p.lse)[batch * p.lse_batch + head * p.lse_head + row] =
         saw ? top + log2(total) * kLn2 : -INFINITY_F;
 }

@@ -1,15 +1,14 @@
-"""The backends by name. A name without an entry in ``BACKENDS`` is planned and not written yet."""
+"""The backends by name."""
 
 from __future__ import annotations
 
 from .base import Backend
+from .cuda.backend import CudaBackend
 from .hip.backend import HipBackend
 from .hip.runtime_device import DeviceRuntime
 from .hip.runtime_emulator import EmulatorRuntime
 from .torch.backend import TorchBackend
 from .triton.backend import TritonBackend
-
-NAMES = ("hip", "cuda", "triton", "torch", "emulator")
 
 # Tried in this order when nobody names a backend. The emulator runs only when it is named.
 AUTOMATIC = {
@@ -23,8 +22,11 @@ BACKENDS: dict[str, Backend] = {
     backend.NAME: backend
     for backend in (
         HipBackend("hip", DeviceRuntime()),
+        CudaBackend(),
         TritonBackend(),
         TorchBackend(),
         HipBackend("emulator", EmulatorRuntime()),
     )
 }
+
+NAMES = tuple(BACKENDS)

@@ -9,6 +9,7 @@ import torch
 
 from ..plan import Plan
 from ..problem import FEATURES, Call, Problem
+from ..traffic import Shape, TiledKernel
 
 # From q, k and v to out and, where it was asked for, LSE.
 Repeat = Callable[
@@ -104,6 +105,18 @@ class Appending(Protocol):
         ``call.k`` and ``call.v``, and with ``rotary`` q, turned, into ``call.q``. As the operators
         ``append_kv`` and ``rotary`` do it, on the current stream. False, with nothing written,
         where there is no such way."""
+
+
+@runtime_checkable
+class Tiled(Protocol):
+    """A backend that tells its tiles, for ``pyfa plan``."""
+
+    def tiled_kernels(
+        self, plan: Plan, problem: Problem, shape: Shape, compiled: bool
+    ) -> Sequence[TiledKernel]:
+        """The kernels of ``plan`` for ``problem`` with its true sizes, not the bucketed ones; those
+        of backward where it has the feature. ``compiled``: with registers and shared bytes as the
+        compiler reports them, which may take seconds."""
 
 
 def missing(backend: Backend, problem: Problem) -> list[str]:

@@ -6,9 +6,10 @@ Each peer gets its inputs in the layout that it likes best, made outside of what
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -18,29 +19,38 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import pyfa
 from pyfa.backends import NAMES
 
+from . import gpt, packed
+from .ready import Attend, Ready
 from .suites import Cell
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-class Ready(NamedTuple):
-    """A peer at one cell: ``forward`` gives the output of ``leaves``, which ``dout`` fits. What is
-    timed runs inside ``within``."""
-
-    forward: Callable[[], torch.Tensor]
-    leaves: Inputs
-    dout: torch.Tensor
-    within: Callable[[], AbstractContextManager[Any]] = nullcontext
+Prepare = Callable[[Cell, torch.device], Ready]
 
 
 class Peer(NamedTuple):
     """``prepare`` gives a ``Ready``, or raises where it cannot run the cell; ``why_not`` says what
-    the environment lacks, for a device type."""
+    the environment lacks, for a device type. ``packed`` is ``prepare`` for packed sequences, and
+    ``attend`` what it puts into a model; None where it is not asked."""
 
     name: str
     meaning: str
     why_not: Callable[[str], str | None]
-    prepare: Callable[[Cell, torch.device], Ready]
+    prepare: Prepare
+    packed: Prepare | None = None
+    attend: Callable[[Cell, torch.device], Attend] | None = None
+    within: Callable[[], Any] = nullcontext
+
+    def ready(self, cell: Cell, device: torch.device) -> Ready:
+        """``prepare`` for what kind of cell it is. Raises where the peer cannot run it."""
+        if cell.layers:
+            if self.attend is None:
+                raise ValueError("no model is made of it here")
+            return gpt.step(cell, device, self.attend(cell, device))._replace(within=self.within)
+        if cell.lengths:
+            if self.packed is None:
+                raise ValueError("it is given no packed sequences here")
+            return self.packed(cell, device)._replace(within=self.within)
+        return self.prepare(cell, device)
 
 
 def inputs(cell: Cell, device: torch.device) -> tuple[Inputs, torch.Tensor]:
@@ -69,32 +79,70 @@ def _heads_first(cell: Cell, device: torch.device, *, copied: bool) -> tuple[Inp
     return (turned[0], turned[1], turned[2]), turned[3]
 
 
+def _pyfa_attend(backend: str | None, cell: Cell, device: torch.device) -> Attend:
+    window = None if cell.window < 0 else (cell.window, 0)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        result = pyfa.attention(q, k, v, causal=cell.causal, window=window, backend=backend)
+        assert isinstance(result, torch.Tensor)
+        return result
+
+    return attend
+
+
 def _pyfa(backend: str | None, cell: Cell, device: torch.device) -> Ready:
     leaves, dout = inputs(cell, device)
     q, k, v = leaves
+    if not cell.cache:
+        attend = _pyfa_attend(backend, cell, device)
+        return Ready(lambda: attend(q, k, v), leaves, dout)
 
     def forward() -> torch.Tensor:
-        if cell.cache:
-            result = pyfa.attention_kvcache(q, k, v, causal=cell.causal, backend=backend)
-        else:
-            result = pyfa.attention(q, k, v, causal=cell.causal, backend=backend)
+        result = pyfa.attention_kvcache(q, k, v, causal=cell.causal, backend=backend)
         assert isinstance(result, torch.Tensor)
         return result
 
     return Ready(forward, leaves, dout)
 
 
+def _visible(cell: Cell, rows: int, keys: int, device: torch.device) -> torch.Tensor | None:
+    """What a causal cell's queries see, as a matrix; None where that is all."""
+    if not cell.causal or rows <= 1:
+        return None
+    visible = torch.ones(rows, keys, dtype=torch.bool, device=device).tril(keys - rows)
+    return visible.triu(keys - rows - cell.window) if cell.window >= 0 else visible
+
+
 def _sdpa(kind: SDPBackend | None, cell: Cell, device: torch.device) -> Ready:
     leaves, dout = _heads_first(cell, device, copied=False)
     # One query sees all keys: PyTorch's causal mask would show it the first alone.
     causal = cell.causal and cell.seqlen_q > 1
+    mask = None
+    if cell.window >= 0:
+        causal, mask = False, _visible(cell, cell.seqlen_q, cell.seqlen_k, device)
     call = functools.partial(
         F.scaled_dot_product_attention,
         *leaves,
+        attn_mask=mask,
         is_causal=causal,
         enable_gqa=cell.heads_q != cell.heads_k,
     )
-    return Ready(call, leaves, dout, nullcontext if kind is None else lambda: sdpa_kernel(kind))
+    return Ready(call, leaves, dout, _choosing(kind))
+
+
+def _choosing(kind: SDPBackend | None) -> Callable[[], Any]:
+    return nullcontext if kind is None else lambda: sdpa_kernel(kind)
+
+
+def _sdpa_attend(cell: Cell, device: torch.device) -> Attend:
+    gqa = cell.heads_q != cell.heads_k
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=cell.causal, enable_gqa=gqa)
+        return out.transpose(1, 2)
+
+    return attend
 
 
 @functools.cache
@@ -111,13 +159,18 @@ def _earlier(b: Any, h: Any, i: Any, j: Any) -> Any:
     return i >= j
 
 
+def _near(window: int, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return (i >= j) & (i - j <= window)
+
+
 def _flex(cell: Cell, device: torch.device) -> Ready:
     from torch.nn.attention.flex_attention import create_block_mask
 
     leaves, dout = _heads_first(cell, device, copied=True)
     mask = None
     if cell.causal and cell.seqlen_q > 1:
-        mask = create_block_mask(_earlier, None, None, cell.seqlen_q, cell.seqlen_k, device=device)
+        seen = _earlier if cell.window < 0 else functools.partial(_near, cell.window)
+        mask = create_block_mask(seen, None, None, cell.seqlen_q, cell.seqlen_k, device=device)
     gqa = cell.heads_q != cell.heads_k
     call = functools.partial(_compiled_flex(), *leaves, block_mask=mask, enable_gqa=gqa)
     return Ready(call, leaves, dout)
@@ -135,26 +188,35 @@ def _naive(cell: Cell, device: torch.device) -> Ready:
         if scores * width * _NAIVE_COPIES[cell.passes] > room:
             raise ValueError(f"the scores do not fit in {room / 1e9:.0f} GB")
     leaves, dout = _heads_first(cell, device, copied=True)
-    q, k, v = leaves
-    shared = (cell.batch, cell.heads_k, cell.heads_q // cell.heads_k)
+    return Ready(lambda: _eager(cell, *leaves), leaves, dout)
 
-    def forward() -> torch.Tensor:
-        grouped = q.reshape(*shared, cell.seqlen_q, cell.head_dim)
-        score = grouped @ k[:, :, None].transpose(-1, -2) * cell.head_dim**-0.5
-        if cell.causal and cell.seqlen_q > 1:
-            later = torch.ones(score.shape[-2:], dtype=torch.bool, device=device).triu(1)
-            score = score.masked_fill(later, -torch.inf)
-        out: torch.Tensor = score.softmax(-1) @ v[:, :, None]
-        return out.reshape(q.shape)
 
-    return Ready(forward, leaves, dout)
+def _eager(cell: Cell, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Of (batch, heads, seqlen, head_dim); heads of a group are not copied."""
+    grouped = q.unflatten(1, (cell.heads_k, -1))
+    score = grouped @ k[:, :, None].transpose(-1, -2) * cell.head_dim**-0.5
+    visible = _visible(cell, q.shape[2], k.shape[2], q.device)
+    if visible is not None:
+        score = score.masked_fill(~visible, -torch.inf)
+    out: torch.Tensor = score.softmax(-1) @ v[:, :, None]
+    return out.reshape(q.shape)
+
+
+def _naive_attend(cell: Cell, device: torch.device) -> Attend:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return _eager(cell, q, k, v).transpose(1, 2)
+
+    return attend
 
 
 def _package(name: str, cell: Cell, device: torch.device) -> Ready:
     """flash-attention's own packages: ``flash_attn`` (2) and ``flash_attn_interface`` (3)."""
-    module = importlib.import_module(name)
     leaves, dout = inputs(cell, device)
-    function = module.flash_attn_with_kvcache if cell.cache else module.flash_attn_func
+    if not cell.cache:
+        attend = _package_attend(name, cell, device)
+        return Ready(lambda: attend(*leaves), leaves, dout)
+    function = importlib.import_module(name).flash_attn_with_kvcache
 
     def forward() -> torch.Tensor:
         result = function(*leaves, causal=cell.causal)
@@ -162,6 +224,18 @@ def _package(name: str, cell: Cell, device: torch.device) -> Ready:
         return out
 
     return Ready(forward, leaves, dout)
+
+
+def _package_attend(name: str, cell: Cell, device: torch.device) -> Attend:
+    function = importlib.import_module(name).flash_attn_func
+    window = (-1, -1) if cell.window < 0 else (cell.window, 0)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        result = function(q, k, v, causal=cell.causal, window_size=window)
+        out: torch.Tensor = result[0] if isinstance(result, tuple) else result
+        return out
+
+    return attend
 
 
 def _anywhere(device: str) -> str | None:
@@ -186,21 +260,42 @@ def _package_lacks(name: str, device: str) -> str | None:
     return _on_gpu(device) or missing
 
 
-_FLASH, _CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
-_EFFICIENT = SDPBackend.EFFICIENT_ATTENTION
+def _of_pyfa(name: str, meaning: str, why_not: Callable[[str], str | None],
+             backend: str | None) -> Peer:  # fmt: skip
+    return Peer(
+        name, meaning, why_not, functools.partial(_pyfa, backend),
+        functools.partial(packed.by_pyfa, backend), functools.partial(_pyfa_attend, backend),
+    )  # fmt: skip
+
+
+def _of_sdpa(name: str, meaning: str, why_not: Callable[[str], str | None],
+             kind: SDPBackend | None) -> Peer:  # fmt: skip
+    return Peer(
+        name, meaning, why_not, functools.partial(_sdpa, kind),
+        functools.partial(packed.one_by_one, _sdpa_attend), _sdpa_attend, _choosing(kind),
+    )  # fmt: skip
+
+
+def _of_package(name: str, package: str) -> Peer:
+    return Peer(
+        name, package, functools.partial(_package_lacks, package),
+        functools.partial(_package, package), functools.partial(packed.by_package, package),
+        functools.partial(_package_attend, package),
+    )  # fmt: skip
+
+
 _ALL = (
-    Peer("pyfa", "the backend that pyfa chooses", _anywhere, functools.partial(_pyfa, None)),
-    Peer("sdpa", "PyTorch's own choice", _anywhere, functools.partial(_sdpa, None)),
-    Peer("flash", "PyTorch's FlashAttention-2", _on_gpu, functools.partial(_sdpa, _FLASH)),
-    Peer("cudnn", "PyTorch's cuDNN attention", _on_nvidia, functools.partial(_sdpa, _CUDNN)),
-    Peer("efficient", "PyTorch's memory-efficient attention", _on_gpu,
-         functools.partial(_sdpa, _EFFICIENT)),
+    _of_pyfa("pyfa", "the backend that pyfa chooses", _anywhere, None),
+    _of_sdpa("sdpa", "PyTorch's own choice", _anywhere, None),
+    _of_sdpa("flash", "PyTorch's FlashAttention-2", _on_gpu, SDPBackend.FLASH_ATTENTION),
+    _of_sdpa("cudnn", "PyTorch's cuDNN attention", _on_nvidia, SDPBackend.CUDNN_ATTENTION),
+    _of_sdpa("efficient", "PyTorch's memory-efficient attention", _on_gpu,
+             SDPBackend.EFFICIENT_ATTENTION),
     Peer("flex", "FlexAttention, compiled", _flex_lacks, _flex),
-    Peer("fa2", "flash_attn", functools.partial(_package_lacks, "flash_attn"),
-         functools.partial(_package, "flash_attn")),
-    Peer("fa3", "flash_attn_interface", functools.partial(_package_lacks, "flash_attn_interface"),
-         functools.partial(_package, "flash_attn_interface")),
-    Peer("naive", "all scores, then softmax, then the values", _anywhere, _naive),
+    _of_package("fa2", "flash_attn"),
+    _of_package("fa3", "flash_attn_interface"),
+    Peer("naive", "all scores, then softmax, then the values", _anywhere, _naive,
+         functools.partial(packed.one_by_one, _naive_attend), _naive_attend),
 )  # fmt: skip
 PEERS: dict[str, Peer] = {peer.name: peer for peer in _ALL}
 
@@ -209,11 +304,9 @@ def _forced(backend: str) -> Peer:
     def why_not(device: str) -> str | None:
         from pyfa.backends import BACKENDS
 
-        found = BACKENDS.get(backend)
-        return "not in this release" if found is None else found.why_unavailable()
+        return BACKENDS[backend].why_unavailable()
 
-    name = f"pyfa:{backend}"
-    return Peer(name, f"pyfa's {backend}", why_not, functools.partial(_pyfa, backend))
+    return _of_pyfa(f"pyfa:{backend}", f"pyfa's {backend}", why_not, backend)
 
 
 def chosen(wanted: list[str] | None, device: str) -> tuple[list[Peer], dict[str, str]]:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from . import machine
-from .peers import Peer, Ready, chosen
+from .peers import Peer, chosen
+from .ready import Ready
 from .suites import SUITES, Cell
 from .timing import Clock
 
@@ -73,7 +74,7 @@ def _measure(
     failed = {}
     for peer in taking_part:
         try:
-            ready = peer.prepare(cell, clock.device)
+            ready = peer.ready(cell, clock.device)
             with ready.within():
                 call = _call(cell, ready)
                 for _ in range(effort.warm_up):
@@ -102,6 +103,8 @@ def _measure(
 
 def _call(cell: Cell, ready: Ready) -> Callable[[], object]:
     """What is timed."""
+    if ready.step is not None:
+        return ready.step
     forward, leaves, dout = ready.forward, ready.leaves, ready.dout
     if cell.passes == "forward":
         return forward

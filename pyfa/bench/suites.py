@@ -7,11 +7,18 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..traffic import Shape
+
 
 @dataclass(frozen=True)
 class Cell:
     """One problem. ``passes``: ``forward``, ``backward`` (alone) or ``both``; ``timed``: ``device``
-    with a cold cache, ``replay`` of a graph with a warm one, or ``host``; ``unit`` of its value."""
+    with a cold cache, ``replay`` of a graph with a warm one, or ``host``; ``unit`` of its value.
+
+    ``window``: keys to the left that a causal query sees, −1 for all. ``lengths``: those of a
+    packed batch, whose longest is ``seqlen_q``. ``layers``: of a GPT with a ``vocabulary``, of
+    which a training step is the cell; 0 where attention alone is.
+    """
 
     suite: str
     batch: int
@@ -27,6 +34,10 @@ class Cell:
     unit: str = "TFLOP/s"
     grad: bool = False
     cache: bool = False
+    window: int = -1
+    lengths: tuple[int, ...] = ()
+    layers: int = 0
+    vocabulary: int = 0
 
     @property
     def name(self) -> str:
@@ -38,16 +49,43 @@ class Cell:
             f"H={_pair(self.heads_q, self.heads_k)}",
             "causal" if self.causal else "full",
         ]
+        if self.window >= 0:
+            parts.append(f"window={self.window}")
+        if self.lengths:
+            parts[2] = f"S≤{self.seqlen_q} of {sum(self.lengths)}"
+        if self.layers:
+            parts.append(f"L={self.layers}")
+        # Suites of one kind of pass do not name it.
+        if self.suite in ("window", "gqa", "varlen") and self.passes != "forward":
+            parts.append(self.passes)
         if self.timed == "host":
             parts.append(f"autograd, {self.passes}" if self.grad else "inference")
         return " ".join(parts)
 
     @property
     def flops(self) -> float:
-        """4·B·H·Sq·Sk·D, half of it under a causal mask, 2.5 times it for backward."""
-        pairs = self.seqlen_q * self.seqlen_k * (0.5 if self.causal and self.seqlen_q > 1 else 1.0)
-        forward = 4.0 * self.batch * self.heads_q * pairs * self.head_dim
+        """4·B·H·Sq·Sk·D, half of it under a causal mask, 2.5 times it for backward.
+
+        The field's half counts a diagonal too few; with a window exactly the visible pairs count.
+        """
+        lengths = self.lengths or (self.seqlen_q,) * self.batch
+        if self.window >= 0:
+            pairs = float(sum(self._windowed(length) for length in lengths))
+        else:
+            share = 0.5 if self.causal and self.seqlen_q > 1 else 1.0
+            keys = self.lengths or (self.seqlen_k,) * self.batch
+            pairs = share * sum(rows * seen for rows, seen in zip(lengths, keys, strict=True))
+        forward = 4.0 * self.heads_q * pairs * self.head_dim
         return forward * {"forward": 1.0, "backward": 2.5, "both": 3.5}[self.passes]
+
+    def _windowed(self, length: int) -> int:
+        keys = length + self.seqlen_k - self.seqlen_q
+        return Shape(1, length, keys, 1, 1, 1, 1, self.window, 0).visible_pairs()
+
+    @property
+    def tokens(self) -> int:
+        """Of all sequences' queries."""
+        return sum(self.lengths) or self.batch * self.seqlen_q
 
     @property
     def kv_bytes(self) -> int:
@@ -61,6 +99,8 @@ class Cell:
             return self.flops / seconds / 1e12
         if self.unit == "TB/s":
             return self.kv_bytes / seconds / 1e12
+        if self.unit == "ktoken/s":
+            return self.tokens / seconds / 1e3
         return seconds * 1e6
 
     def as_dict(self) -> dict[str, Any]:
@@ -115,11 +155,63 @@ def _host(gpu: bool) -> list[Cell]:
     ]
 
 
+def _varlen(gpu: bool) -> list[Cell]:
+    """Packed sequences, forward and training: of lengths that halve, and all of one length."""
+    total, longest, heads, dim = (16384, 8192, 16, 128) if gpu else (256, 128, 2, 64)
+    dtype = "bfloat16" if gpu else "float32"
+    halving = tuple(longest >> n for n in range(4))
+    packs = ((*halving, total - sum(halving)), (total // 16,) * 16)
+    return [
+        Cell("varlen", len(lengths), max(lengths), max(lengths), heads, heads, dim, True, dtype,
+             passes, grad=passes != "forward", lengths=lengths)
+        for lengths, passes in itertools.product(packs, ("forward", "both"))
+    ]  # fmt: skip
+
+
+def _window(gpu: bool) -> list[Cell]:
+    """A causal query sees this many keys to its left."""
+    length, widths, heads, dim = (16384, (512, 4096), 16, 128) if gpu else (128, (16, 50), 2, 64)
+    dtype = "bfloat16" if gpu else "float32"
+    return [
+        Cell("window", 1, length, length, heads, heads, dim, True, dtype, passes,
+             grad=passes != "forward", window=width)
+        for width, passes in itertools.product(widths, ("forward", "backward"))
+    ]  # fmt: skip
+
+
+def _gqa(gpu: bool) -> list[Cell]:
+    """Groups of heads that share keys, as large models have them, and one key head for all."""
+    batch, length, dim = (2, 8192, 128) if gpu else (1, 64, 64)
+    heads = ((32, 8), (64, 8), (16, 1)) if gpu else ((4, 2), (4, 1))
+    dtype = "bfloat16" if gpu else "float32"
+    return [
+        Cell("gqa", batch, length, length, count, count_k, dim, True, dtype, passes,
+             grad=passes != "forward")
+        for (count, count_k), passes in itertools.product(heads, ("forward", "backward"))
+    ]  # fmt: skip
+
+
+def _model(gpu: bool) -> list[Cell]:
+    """A training step of a small GPT: forward, gradients of all weights, AdamW."""
+    lengths = (1024, 8192) if gpu else (32,)
+    tokens, heads, dim, layers, words = (16384, 16, 64, 12, 50304) if gpu else (64, 2, 32, 1, 64)
+    dtype = "bfloat16" if gpu else "float32"
+    return [
+        Cell("model", tokens // length, length, length, heads, heads, dim, True, dtype, "both",
+             unit="ktoken/s", grad=True, layers=layers, vocabulary=words)
+        for length in lengths
+    ]  # fmt: skip
+
+
 # By name: the cells for a GPU, or for a CPU.
 SUITES: dict[str, Callable[[bool], list[Cell]]] = {
     "forward": lambda gpu: _matrix("forward", "forward", gpu),
     "backward": lambda gpu: _matrix("backward", "backward", gpu),
     "decode": _decode,
     "small": _small,
+    "varlen": _varlen,
+    "window": _window,
+    "gqa": _gqa,
     "host": _host,
+    "model": _model,
 }

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from . import bench, cache, compile, conformance, demo, explain, info, inspect
+from . import bench, cache, compat, compile, conformance, demo, explain, info, inspect, plan
 
-_COMMANDS = (info, demo, explain, compile, inspect, conformance, bench, cache)
+_COMMANDS = (info, demo, explain, plan, compile, inspect, conformance, bench, cache, compat)
 _USAGE = 2
 _INTERRUPTED = 130
 

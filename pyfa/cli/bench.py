@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 from .console import print_json, print_table, progress
 
 # Not imported from pyfa.bench, which would load torch before a wrong name is refused.
-_SUITES = ("forward", "backward", "decode", "small", "host")
+_SUITES = (
+    "forward", "backward", "decode", "small", "varlen", "window", "gqa", "host", "model",
+)  # fmt: skip
 
 
 def add(commands: Any) -> None:
@@ -29,6 +32,17 @@ def add(commands: Any) -> None:
         "--against", type=Path, metavar="FILE", help="status 1 where pyfa became slower than there"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
+    parser.add_argument(
+        "--report", type=Path, metavar="DIR", help="write DIR/index.html: charts, tables, how"
+    )
+    parser.add_argument(
+        "--from",
+        dest="sources",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="with --report: result files, or folders of them, in place of measuring",
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(run=run)
 
@@ -39,6 +53,12 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"SUITE: expected one of {', '.join(_SUITES)}; got {options.suite!r}")
     from .. import bench
 
+    if options.report is not None:
+        from ..bench import report
+
+        report.require()
+    if options.sources is not None:
+        return _report(options)
     if options.out is not None and not options.out.absolute().parent.is_dir():
         raise ValueError(f"{options.out}: there is no folder {options.out.absolute().parent}")
     earlier = None if options.against is None else bench.load(options.against)
@@ -50,6 +70,9 @@ def run(options: argparse.Namespace) -> int:
         results = bench.run(suites, wanted, on_progress=show)
     if options.out is not None:
         bench.write(options.out, results)
+    if options.report is not None:
+        data = {"environment": bench.environment(), **results}
+        _wrote(report.write(options.report, [report.checked("this run", data)]))
     comparison = None if earlier is None else bench.compare(earlier, results)
     if options.json:
         data = {"environment": bench.environment(), **results}
@@ -61,6 +84,21 @@ def run(options: argparse.Namespace) -> int:
         if comparison is not None:
             _print_comparison(comparison)
     return 1 if comparison is not None and comparison.slower else 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    """The report of results that are there."""
+    from ..bench import report
+
+    given = (options.suite, options.peers, options.against, options.out)
+    if options.report is None or any(one is not None for one in given):
+        raise ValueError("--from: goes with --report alone, since nothing is measured")
+    _wrote(report.write(options.report, report.read(options.sources)))
+    return 0
+
+
+def _wrote(path: Path) -> None:
+    print(f"pyfa: wrote {path}", file=sys.stderr)
 
 
 def _print(results: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import compile_cuda
 from .console import print_json, print_table, progress
 
 if TYPE_CHECKING:
@@ -25,9 +26,10 @@ def add(commands: Any) -> None:
         "compile",
         help="build code objects",
         description="Build the common plans' code objects for an arch, with no GPU. A row per "
-        "kernel: registers, spills, LDS, kernel arguments, wavefronts that fit on a SIMD.",
+        "kernel: registers, spills, LDS or shared memory, and how many fit on a compute unit. "
+        "Cubins also go to the cache, for later runs.",
     )
-    parser.add_argument("--arch", required=True, metavar="A[,B]", help="gfx942")
+    parser.add_argument("--arch", required=True, metavar="A[,B]", help="gfx942, sm_80, sm_86, …")
     parser.add_argument(
         "--all", action="store_true", help="every plan, not only those that a wheel carries"
     )
@@ -44,28 +46,50 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Status 0 when every plan was built, and emulated where that was asked for."""
+    from ..backends.cuda import plans as of_cuda
+    from ..backends.hip import plans as of_hip
+
     archs = options.arch.split(",")
-    built = [row for arch in archs for row in _build(arch, options.all)]
+    known = (*of_hip.ARCHS, *of_cuda.TILED)
+    for arch in archs:
+        if arch not in known:
+            raise ValueError(f"--arch: expected one of {', '.join(known)}; got {arch}")
+    if options.bundle and archs != list(of_hip.ARCHS):
+        raise ValueError(f"--bundle: expected --arch {','.join(of_hip.ARCHS)}")
+    built = []
+    for arch in archs:
+        build = compile_cuda.build if arch in of_cuda.TILED else _build
+        built += build(arch, options.all)
     if options.out is not None:
         _write(options.out, built)
     failed = _bundle(built) if options.bundle else []
-    columns = [
-        "kernel", "constants", "arch", "VGPR", "AGPR", "SGPR", "spills", "scratch B", "LDS B",
-        "kernarg B", "waves/SIMD", "sha256",
-    ]  # fmt: skip
     if options.json:
         facts = [{k: v for k, v in row.items() if k not in ("data", "key")} for row in built]
         print_json("compile", {"objects": facts, "failed": failed})
     else:
-        print_table(columns, [_cells(row) for row in built])
+        for columns in (_COLUMNS, compile_cuda.COLUMNS):
+            rows = [_cells(row, columns) for row in built if set(columns) <= set(row)]
+            if rows:
+                print_table(["kernel", "constants", "arch", *columns.values(), "sha256"], rows)
     return 1 if failed else 0
+
+
+# What the report says of a kernel, and its heading.
+_COLUMNS = {
+    "vgprs": "VGPR",
+    "agprs": "AGPR",
+    "sgprs": "SGPR",
+    "spills": "spills",
+    "scratch_bytes": "scratch B",
+    "lds_bytes": "LDS B",
+    "kernarg_bytes": "kernarg B",
+    "waves_per_simd": "waves/SIMD",
+}
 
 
 def _build(arch: str, every: bool) -> list[dict[str, Any]]:
     from ..backends.hip import plans
 
-    if arch not in plans.ARCHS:
-        raise ValueError(f"--arch: expected one of {', '.join(plans.ARCHS)}; got {arch}")
     wanted = plans.all_plans("hip") if every else plans.common_plans("hip")
     rows = []
     # The compiler runs in processes of its own.
@@ -106,18 +130,15 @@ def _waves(registers: int) -> int:
     return min(8, 512 // max(8, -(-registers // 8) * 8))
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _cells(row: dict[str, Any], columns: dict[str, str]) -> list[str]:
     constants = " ".join(f"{name}={value}" for name, value in row["constants"].items())
-    names = (
-        "vgprs", "agprs", "sgprs", "spills", "scratch_bytes", "lds_bytes", "kernarg_bytes",
-        "waves_per_simd",
-    )  # fmt: skip
-    figures = [str(row[name]) for name in names]
+    figures = [str(row[name]) for name in columns]
     return [row["kernel"], constants, row["arch"], *figures, row["sha256"][:16]]
 
 
 def _file(row: dict[str, Any]) -> str:
-    return f"{row['kernel']}-{row['arch']}-{row['sha256'][:16]}.hsaco"
+    suffix = "cubin" if row["arch"].startswith("sm_") else "hsaco"
+    return f"{row['kernel']}-{row['arch']}-{row['sha256'][:16]}.{suffix}"
 
 
 def _write(folder: Path, rows: list[dict[str, Any]]) -> None:

@@ -149,8 +149,7 @@ def _backends() -> list[dict[str, Any]]:
 
     answers: list[dict[str, Any]] = []
     for name in NAMES:
-        backend = BACKENDS.get(name)
-        why = "not in this release" if backend is None else backend.why_unavailable()
+        why = BACKENDS[name].why_unavailable()
         answers.append({"name": name, "ready": why is None, "why_not": why})
     return answers
 

@@ -91,8 +91,8 @@ def inspect(plan: Plan, arch: str) -> dict[str, Any]:
     }
 
 
-def emulate(plan: Plan, sample: Sample, keys: int) -> Any:
-    """What the kernel of ``plan`` executes when ``sample`` runs it on ``keys`` keys."""
+def emulate(wanted: Plan, sample: Sample, keys: int) -> Any:
+    """What the kernel of ``wanted`` executes when ``sample`` runs it on ``keys`` keys."""
     from ..backends.hip.launcher import Launcher
     from ..backends.hip.runtime_emulator import EmulatorRuntime
 
@@ -102,9 +102,9 @@ def emulate(plan: Plan, sample: Sample, keys: int) -> Any:
     class Watching(Launcher):
         """Picks this plan's launch out of all that ``sample`` makes."""
 
-        def __call__(self, launched: Plan, *rest: Any) -> None:
-            super().__call__(launched, *rest)
-            if (launched.kernel, launched.constants) == (plan.kernel, plan.constants):
+        def __call__(self, plan: Plan, *rest: Any, **named: Any) -> None:
+            super().__call__(plan, *rest, **named)
+            if (plan.kernel, plan.constants) == (wanted.kernel, wanted.constants):
                 found.append(runtime.counters)
 
     sample.run(Watching(runtime), keys)

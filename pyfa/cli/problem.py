@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..dispatch import Explanation
+    from ..traffic import Shape
 
 # What --features can say. The other features of a problem have a flag of their own.
 _FEATURES = (
@@ -85,7 +86,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def explain(options: argparse.Namespace, device: str | None) -> Explanation:
+def explain(
+    options: argparse.Namespace, device: str | None, backend: str | None = None
+) -> Explanation:
     """``pyfa.explain`` of the problem that the flags describe, here or on a named ``device``."""
     import torch
 
@@ -93,7 +96,24 @@ def explain(options: argparse.Namespace, device: str | None) -> Explanation:
 
     place = torch.device("cuda" if device is None and torch.cuda.is_available() else "cpu")
     q, k, v, arguments = _build(options, place)
-    return pyfa.explain(q, k, v, device=device, **arguments)
+    return pyfa.explain(q, k, v, device=device, backend=backend, **arguments)
+
+
+def shape(options: argparse.Namespace) -> Shape:
+    """The same as sizes alone: a dense attention of the longest sequences, without score terms."""
+    import torch
+
+    from ..traffic import Shape
+
+    left, right = options.window or (None, None)
+    if options.causal:
+        right = 0 if right is None else min(right, 0)
+    (rows, keys), (heads, heads_k) = options.seqlen, options.heads
+    return Shape(
+        options.batch, rows, keys, heads, heads_k, options.head_dim[0], options.head_dim[1],
+        -1 if left is None else left, -1 if right is None else right,
+        getattr(torch, options.dtype).itemsize,
+    )  # fmt: skip
 
 
 def _build(

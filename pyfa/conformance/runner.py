@@ -51,8 +51,6 @@ def run(
     name = backend if backend is not None else _first()
     if name not in NAMES:
         raise ValueError(f"backend: expected one of {', '.join(NAMES)}; got {name!r}")
-    if name not in BACKENDS:
-        raise RuntimeError(f"{name}: not in this release")
     implementation = BACKENDS[name]
     why = implementation.why_unavailable()
     if why:

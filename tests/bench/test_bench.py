@@ -148,11 +148,15 @@ def test_what_is_no_longer_measured_is_said() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["fast"], "SUITE: expected one of forward, backward, decode, small, host; got 'fast'"),
+        (
+            ["fast"],
+            "SUITE: expected one of forward, backward, decode, small, varlen, window, gqa, host, "
+            "model; got 'fast'",
+        ),
         (["small", "--peers", "flush"], "--peers: expected pyfa, sdpa, flash, "),
         (["small", "--peers", "pyfa:vulkan"], "got 'pyfa:vulkan'"),
         (["small", "--peers", "flash"], "flash cannot take part here: it needs a GPU"),
-        (["small", "--peers", "pyfa:cuda"], "pyfa:cuda cannot take part here: not in this release"),
+        (["small", "--peers", "pyfa:cuda"], "pyfa:cuda cannot take part here: this PyTorch is not"),
         (["small", "--out", "/nowhere/x.json"], "there is no folder /nowhere"),
         (["small", "--against", "/nowhere/x.json"], "No such file"),
     ],

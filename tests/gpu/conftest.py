@@ -1,4 +1,4 @@
-"""Tests that need a GPU: skipped with a reason where PyTorch finds none or Triton cannot run."""
+"""Tests that need a GPU: skipped with a reason where PyTorch finds none."""
 
 from __future__ import annotations
 
@@ -12,10 +12,16 @@ from pyfa.backends import BACKENDS
 def gpu() -> None:
     if not torch.cuda.is_available():
         pytest.skip("PyTorch finds no GPU")
-    why = BACKENDS["triton"].why_unavailable()
-    if why:
-        pytest.skip(f"triton: {why}")
     torch.manual_seed(0)
+
+
+@pytest.fixture(params=["hip", "cuda", "triton"])
+def backend(request: pytest.FixtureRequest, gpu: None) -> str:
+    """Each backend with kernels that runs here."""
+    why = BACKENDS[request.param].why_unavailable()
+    if why:
+        pytest.skip(f"{request.param}: {why}")
+    return request.param
 
 
 @pytest.fixture

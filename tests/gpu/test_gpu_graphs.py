@@ -25,7 +25,7 @@ def captured(run: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object]:
     return graph, result
 
 
-def test_cache_lengths_are_read_on_the_device() -> None:
+def test_cache_lengths_are_read_on_the_device(backend: str) -> None:
     q = torch.randn(3, 1, 8, 128, **HALF)
     k_cache, v_cache = (torch.randn(3, 1024, 2, 128, **HALF) for _ in range(2))
     k, v = (torch.randn(3, 1, 2, 128, **HALF) for _ in range(2))
@@ -33,7 +33,7 @@ def test_cache_lengths_are_read_on_the_device() -> None:
 
     def run() -> torch.Tensor:
         return pyfa.attention_kvcache(
-            q, k_cache, v_cache, k=k, v=v, cache_seqlens=used, causal=True, backend="triton"
+            q, k_cache, v_cache, k=k, v=v, cache_seqlens=used, causal=True, backend=backend
         )
 
     graph, out = captured(run)
@@ -45,13 +45,13 @@ def test_cache_lengths_are_read_on_the_device() -> None:
         assert torch.equal(k_cache[0, lengths[0]], k[0, 0])
 
 
-def test_packed_lengths_are_read_on_the_device() -> None:
+def test_packed_lengths_are_read_on_the_device(backend: str) -> None:
     q, k, v = (torch.randn(300, 4, 64, **HALF) for _ in range(3))
     starts = torch.tensor([0, 100, 300], dtype=torch.int32, device="cuda")
 
     def run() -> torch.Tensor:
         return pyfa.attention_varlen(
-            q, k, v, starts, starts, 256, 256, causal=True, backend="triton"
+            q, k, v, starts, starts, 256, 256, causal=True, backend=backend
         )
 
     graph, out = captured(run)
@@ -64,12 +64,12 @@ def test_packed_lengths_are_read_on_the_device() -> None:
     assert not torch.equal(*seen)
 
 
-def test_dropout_differs_between_replays() -> None:
+def test_dropout_differs_between_replays(backend: str) -> None:
     q, k = (torch.randn(2, 64, 4, 64, **HALF) for _ in range(2))
     v = torch.eye(64, **HALF)[None, :, None, :].expand(2, 64, 4, 64).contiguous()
 
     def run() -> torch.Tensor:
-        return pyfa.attention(q, k, v, dropout_p=0.5, backend="triton")
+        return pyfa.attention(q, k, v, dropout_p=0.5, backend=backend)
 
     graph, out = captured(run)
     kept = []
@@ -86,27 +86,28 @@ def test_dropout_differs_between_replays() -> None:
     assert torch.equal(out, again)
 
 
-def test_a_seed_on_the_device_is_read_at_each_replay() -> None:
+def test_a_seed_on_the_device_is_read_at_each_replay(backend: str) -> None:
     q, k, v = (torch.randn(2, 200, 4, 64, **HALF) for _ in range(3))
     seed = torch.zeros(1, dtype=torch.int64, device="cuda")
 
     def run() -> torch.Tensor:
-        return pyfa.attention(q, k, v, dropout_p=0.3, seed=seed, backend="triton")
+        return pyfa.attention(q, k, v, dropout_p=0.3, seed=seed, backend=backend)
 
     graph, out = captured(run)
     for value in (7, -1):
         seed.fill_(value)
         graph.replay()
-        expected = pyfa.attention(q, k, v, dropout_p=0.3, seed=value, backend="triton")
+        expected = pyfa.attention(q, k, v, dropout_p=0.3, seed=value, backend=backend)
         assert torch.equal(out, expected)
 
 
-def test_a_training_step() -> None:
+def test_a_training_step(backend: str) -> None:
     leaves = [torch.randn(2, 300, 4, 64, **HALF).requires_grad_() for _ in range(3)]
     dout = torch.randn(2, 300, 4, 64, **HALF)
 
     def run() -> tuple[torch.Tensor, ...]:
-        out = pyfa.attention(*leaves, causal=True, softcap=20.0, backend="triton")
+        options = {"softcap": 20.0, "deterministic": True, "backend": backend}
+        out = pyfa.attention(*leaves, causal=True, **options)
         return (out, *torch.autograd.grad(out, leaves, dout))
 
     graph, results = captured(run)
@@ -118,7 +119,7 @@ def test_a_training_step() -> None:
         assert torch.equal(x, y)
 
 
-def test_flash_attentions_function_with_pages_is_captured() -> None:
+def test_flash_attentions_function_with_pages_is_captured(backend: str) -> None:
     """It checks the lengths against the table, which waits for the device: not in a capture."""
     q = torch.randn(2, 1, 8, 64, **HALF)
     k_cache, v_cache = (torch.randn(8, 256, 2, 64, **HALF) for _ in range(2))
@@ -126,7 +127,7 @@ def test_flash_attentions_function_with_pages_is_captured() -> None:
     used = torch.tensor([300, 1024], dtype=torch.int32, device="cuda")
 
     def run() -> torch.Tensor:
-        with pyfa.use_backend("triton"):
+        with pyfa.use_backend(backend):
             return fa2.flash_attn_with_kvcache(
                 q, k_cache, v_cache, cache_seqlens=used, block_table=table
             )

@@ -15,9 +15,9 @@ HALF = {"device": "cuda", "dtype": torch.float16}
 
 
 def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options) -> list[torch.Tensor]:
-    """out and the gradients of q, k and v."""
+    """out and the gradients of q, k and v, the same bits in every run."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = pyfa.attention(*leaves, **options)
+    out = pyfa.attention(*leaves, deterministic=True, **options)
     return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
 
 
@@ -25,7 +25,7 @@ def same(have: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(have, want, strict=True))
 
 
-def test_threads_with_a_stream_each() -> None:
+def test_threads_with_a_stream_each(backend: str) -> None:
     """Eight threads start together on kernels that none has compiled yet."""
     problems = [
         ([torch.randn(2, 130 + 40 * i, 4, dim, **HALF) for _ in range(3)], {"causal": i % 2 == 0})
@@ -42,7 +42,7 @@ def test_threads_with_a_stream_each() -> None:
             stream = torch.cuda.Stream()
             gate.wait()
             with torch.cuda.stream(stream):
-                found[i] = [step(*tensors, backend="triton", **options) for _ in range(20)]
+                found[i] = [step(*tensors, backend=backend, **options) for _ in range(20)]
             stream.synchronize()
         except Exception as error:
             errors.append(error)
@@ -54,36 +54,36 @@ def test_threads_with_a_stream_each() -> None:
         thread.join()
     assert errors == []
     for i, (tensors, options) in enumerate(problems):
-        expected = step(*tensors, backend="triton", **options)
+        expected = step(*tensors, backend=backend, **options)
         assert all(same(results, expected) for results in found[i])
 
 
-def test_a_side_stream_is_the_one_that_works() -> None:
+def test_a_side_stream_is_the_one_that_works(backend: str) -> None:
     """What the side stream makes is ready in its order, with nothing waiting elsewhere."""
     q, k, v = (torch.randn(4, 1000, 8, 64, **HALF) for _ in range(3))
-    expected = pyfa.attention(q * 2, k, v, backend="triton")
+    expected = pyfa.attention(q * 2, k, v, backend=backend)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         torch.cuda._sleep(200_000_000)  # 0.1 s, in which a launch elsewhere would overtake
         doubled = q * 2
-        out = pyfa.attention(doubled, k, v, backend="triton")
+        out = pyfa.attention(doubled, k, v, backend=backend)
     side.synchronize()
     assert torch.equal(out, expected)
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_tensors_on_a_device_that_is_not_current() -> None:
+def test_tensors_on_a_device_that_is_not_current(backend: str) -> None:
     inputs = [torch.randn(2, 300, 4, 64, dtype=torch.float16) for _ in range(3)]
     results = {}
     for current, on in ((0, 0), (0, 1), (1, 0), (1, 1)):
         with torch.cuda.device(current):
             tensors = [x.to(f"cuda:{on}") for x in inputs]
-            options = {"causal": True, "dropout_p": 0.2, "seed": 5, "backend": "triton"}
+            options = {"causal": True, "dropout_p": 0.2, "seed": 5, "backend": backend}
             found = step(*tensors, **options)
             # The second call takes the prepared launch.
             with torch.no_grad():
-                plain = [pyfa.attention(*tensors, backend="triton") for _ in range(2)]
+                plain = [pyfa.attention(*tensors, backend=backend) for _ in range(2)]
             assert torch.cuda.current_device() == current
         assert all(x.device.index == on for x in (*found, *plain))
         results[current, on] = [x.cpu() for x in (*found, *plain)]
@@ -104,13 +104,13 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
         monkeypatch.setattr(BACKENDS[name], method, run)
 
-    for name in ("triton", "torch"):
+    for name in ("cuda", "triton", "torch"):
         for method in ("forward", "backward"):
             watch(name, method)
     return runs
 
 
-@pytest.mark.parametrize("name", ["triton", "torch"])
+@pytest.mark.parametrize("name", ["cuda", "triton", "torch"])
 def test_backward_outside_use_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = recorded(monkeypatch)
     leaves = [torch.randn(2, 100, 4, 64, **HALF).requires_grad_() for _ in range(3)]
@@ -121,7 +121,7 @@ def test_backward_outside_use_backend(name: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["triton", "torch"])
+@pytest.mark.parametrize("name", ["cuda", "triton", "torch"])
 def test_checkpointing_recomputes_on_the_same_backend(
     name: str, reentrant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

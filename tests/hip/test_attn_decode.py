@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pyfa import api, codeobject, device, emulator
+from pyfa.backends.common.decode import GROUP, takes
 from pyfa.backends.hip import code, decode
 from pyfa.backends.hip.launcher import Launcher
 from pyfa.backends.hip.runtime_emulator import EmulatorRuntime
@@ -196,7 +197,7 @@ def call_of(keys, heads, heads_k, dim, used=None, page_size=0):
 
 def plan_of(call):
     problem = problem_of(call)
-    assert decode.takes(problem)
+    assert takes(problem)
     return decode.plan("hip", problem)
 
 
@@ -232,7 +233,7 @@ def test_bytes_and_grid(call, keys):
 
 def busy(workgroups, keys, units):
     """Workgroups that have keys, and whether they are all there could be of 64 keys."""
-    groups = -(-keys // decode.GROUP)
+    groups = -(-keys // GROUP)
     share = -(-groups // decode.splits_for(workgroups, keys, units))
     return workgroups * -(-groups // share), share <= 4
 
@@ -297,9 +298,9 @@ def test_what_it_takes():
     """Few rows whose cache can be read where it lies; the rest is the forward's."""
     problem = problem_of(call_of(64, 8, 2, 128))
     replace = dataclasses.replace
-    assert decode.takes(problem)
-    assert decode.takes(replace(problem, seqlen_q=16))
-    assert decode.takes(replace(problem, heads_q=256, heads_k=1))
+    assert takes(problem)
+    assert takes(replace(problem, seqlen_q=16))
+    assert takes(replace(problem, heads_q=256, heads_k=1))
     for change in (
         {"seqlen_q": 32},
         {"seqlen_q": 64, "heads_k": 8},
@@ -309,4 +310,4 @@ def test_what_it_takes():
         {"features": frozenset({"dropout"})},
         {"features": frozenset({"backward"})},
     ):
-        assert not decode.takes(replace(problem, **change))
+        assert not takes(replace(problem, **change))

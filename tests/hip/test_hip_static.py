@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pyfa.backends.hip import backward, code, decode, forward, plans, samples
+from pyfa.backends.common import calls
+from pyfa.backends.hip import backward, code, decode, forward, samples
 from pyfa.cli.inspect import emulate, inspect
 from pyfa.emulator import native
 from pyfa.plan import Plan
@@ -14,7 +15,7 @@ from pyfa.problem import Call
 PLAIN = [
     plan
     for plan in forward.all_plans("hip")
-    if samples.is_plain(plan) and dict(plan.constants)["DTYPE"] == plans.DTYPE_CODES["bfloat16"]
+    if samples.is_plain(plan) and dict(plan.constants)["DTYPE"] == calls.DTYPE_CODES["bfloat16"]
 ]
 # (VALU + exp) / MFMA clocks at most. AITER's forward has 0.94 at 128 with the same rounding.
 MOST_VECTOR = {64: 1.15, 96: 0.8, 128: 0.65, 192: 0.5, 256: 0.35}

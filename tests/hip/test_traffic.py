@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from pyfa.backends.hip import code, forward, plans
+from pyfa.backends.common import calls
+from pyfa.backends.hip import code, forward
 from pyfa.backends.hip.launcher import Launcher
 from pyfa.backends.hip.runtime_emulator import EmulatorRuntime
 from pyfa.emulator import native
@@ -46,12 +47,12 @@ class Counting(Launcher):
     def __call__(
         self,
         plan: Plan,
-        grid: tuple[int, int, int],
+        blocks: int,
         threads: int,
         values: Mapping[str, int | float],
         tensors: Mapping[str, torch.Tensor],
     ) -> None:
-        super().__call__(plan, grid, threads, values, tensors)
+        super().__call__(plan, blocks, threads, values, tensors)
         counters = self.emulator.counters
         assert counters is not None
         self.loads += counters.load_bytes - counters.scalar_bytes
@@ -78,13 +79,13 @@ def counted(plan: Plan, shape: Shape, parts: int) -> Counting:
 
 
 def plan_of(shape: Shape) -> Plan:
-    pair = plans.bucket_of(forward.TILES, shape.head_dim, shape.head_dim_v)
+    pair = calls.bucket_of(forward.TILES, shape.head_dim, shape.head_dim_v)
     return next(
         plan
         for plan in forward.all_plans("emulator")
         if dict(plan.constants).items()
         >= {
-            "HEAD_DIM": pair[0], "HEAD_DIM_V": pair[1], "SCORE": forward.PLAIN, "DTYPE": 1,
+            "HEAD_DIM": pair[0], "HEAD_DIM_V": pair[1], "SCORE": calls.PLAIN, "DTYPE": 1,
             "PAGED": 0,
         }.items()
     )  # fmt: skip

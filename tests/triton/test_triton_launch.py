@@ -11,6 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from pyfa.backends.common import libcuda
 from pyfa.backends.triton import runtime_launch
 from pyfa.backends.triton.specs import Spec
 
@@ -41,12 +42,16 @@ class Driver:
         offset._obj.value, size._obj.value = self.places[index]
         return 0
 
-    def cuLaunchKernel(self, function: ctypes.c_void_p, *rest: Any) -> int:
-        extra = (ctypes.c_void_p * 5).from_address(rest[-1].value)
-        size = ctypes.c_size_t.from_address(extra[3]).value
+    def cuLaunchKernelEx(
+        self, how: ctypes.c_void_p, function: ctypes.c_void_p, parameters: None, extra: Any
+    ) -> int:
+        parts = (ctypes.c_void_p * 5).from_address(extra.value)
+        size = ctypes.c_size_t.from_address(parts[3]).value
         if self.errors:
             return self.errors.pop()
-        self.launched.append(((function.value, *rest[:7]), ctypes.string_at(extra[1], size)))
+        # CUlaunchConfig: grid, block, dynamic shared memory, stream, attributes and their number.
+        config = struct.unpack("7IQQI", ctypes.string_at(how.value, struct.calcsize("7IQQI")))
+        self.launched.append(((function.value, *config), ctypes.string_at(parts[1], size)))
         return 0
 
     def cuDeviceGet(self, device: Any, index: int) -> int:
@@ -63,8 +68,8 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     found = Driver()
-    monkeypatch.setattr(runtime_launch, "_driver", lambda: found)
-    monkeypatch.setattr(runtime_launch, "_stream_of", lambda index: 7)
+    monkeypatch.setattr(libcuda, "library", lambda: found)
+    monkeypatch.setattr(libcuda, "_current_stream", lambda index: 7)
     return found
 
 
@@ -80,12 +85,12 @@ def spec(**constants: Any) -> Spec:
 def test_arguments_are_packed_as_the_driver_expects(driver: Driver) -> None:
     code = runtime_launch.code_of(compiled(), spec(), 0)
     assert code is not None
-    launch = runtime_launch.Launch(code, (0, 5, -6, 0.5, 7), 1)
+    launch = runtime_launch.prepare(code, (0, 5, -6, 0.5, 7), 1)
     for address in (4096, 8192):
         launch(3, address)
-    whole = runtime_launch.Launch(code, (0, 0, 0, 0.0, 0), 5)
+    whole = runtime_launch.prepare(code, (0, 0, 0, 0.0, 0), 5)
     whole(1, 64, 5, -6, 0.5, 7)
-    expected = [(99, programs, 1, 1, 128, 1, 1, 1024) for programs in (3, 3, 1)]
+    expected = [(99, programs, 1, 1, 128, 1, 1, 1024, 7, 0, 0) for programs in (3, 3, 1)]
     assert [how for how, _ in driver.launched] == expected
     packed = [struct.unpack("QiqfiQQ", data) for _, data in driver.launched]
     assert packed == [(address, 5, -6, 0.5, 7, 0, 0) for address in (4096, 8192, 64)]
@@ -104,7 +109,7 @@ def test_descriptors_have_memory_of_their_own(
 
     monkeypatch.setattr(runtime_launch.torch, "empty", empty)
     for count in (1, 5):
-        launch = runtime_launch.Launch(code, (0, 5, -6, 0.5, 7), count)
+        launch = runtime_launch.prepare(code, (0, 5, -6, 0.5, 7), count)
         launch(3, *(4096, 5, -6, 0.5, 7)[:count])
     for x, (_, data) in zip(given, driver.launched, strict=True):
         assert x.numel() == 3 * 256
@@ -114,8 +119,8 @@ def test_descriptors_have_memory_of_their_own(
 def test_a_thread_without_a_context_gets_one(driver: Driver) -> None:
     code = runtime_launch.code_of(compiled(), spec(), 0)
     assert code is not None
-    launch = runtime_launch.Launch(code, (0, 5, 6, 0.5, 7), 1)
-    driver.errors = [runtime_launch._NO_CONTEXT]
+    launch = runtime_launch.prepare(code, (0, 5, 6, 0.5, 7), 1)
+    driver.errors = [libcuda._NO_CONTEXT]
     launch(1, 4096)
     assert driver.contexts == len(driver.launched) == 1
     driver.errors = [700]

@@ -8,14 +8,17 @@ import torch
 
 from ...plan import Plan
 from ...problem import Call, Problem
+from ...traffic import Shape, TiledKernel
 from ..base import Gradients, Rotary, missing
-from . import append, backward, code, decode, forward, plans
+from ..common import append, calls
+from ..common.decode import takes
+from . import backward, code, decode, forward, tiling
 from .launcher import Launcher, Runtime
 
 
 class HipBackend:
-    FEATURES = forward.FEATURES | decode.FEATURES | backward.FEATURES
-    DTYPES: tuple[str, ...] = plans.DTYPES
+    FEATURES = forward.FEATURES | backward.FEATURES
+    DTYPES: tuple[str, ...] = calls.DTYPES
 
     def __init__(self, name: str, runtime: Runtime) -> None:
         self.NAME = name
@@ -33,14 +36,19 @@ class HipBackend:
         elsewhere = self.runtime.why_not(problem)
         reasons = [elsewhere] if elsewhere else []
         reasons += missing(self, problem)
-        if decode.takes(problem):
+        if takes(problem):
             return reasons
         return reasons + forward.why_not(problem) + backward.why_not(problem)
 
     def plan(self, problem: Problem) -> Plan:
-        if decode.takes(problem):
+        if takes(problem):
             return decode.plan(self.NAME, problem)
         return forward.plan(self.NAME, problem)
+
+    def tiled_kernels(
+        self, plan: Plan, problem: Problem, shape: Shape, compiled: bool
+    ) -> Sequence[TiledKernel]:
+        return tiling.kernels_of(plan, problem, shape, compiled)
 
     def forward(self, plan: Plan, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         if plan.kernel == decode.KERNEL:

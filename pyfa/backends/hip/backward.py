@@ -13,8 +13,9 @@ from ... import abi
 from ...plan import Plan
 from ...problem import Call, Problem
 from ..base import Gradients
+from ..common import calls
+from ..common.launch import Launch
 from . import plans
-from .launcher import Launcher
 
 KERNEL = "hip/attn_bwd.hip"
 FEATURES = frozenset({"backward", "dlse", "deterministic"})
@@ -54,7 +55,7 @@ def plans_of(
     backend: str, pair: tuple[int, int], dtype: int, general: bool
 ) -> tuple[Plan, Plan, Plan]:
     """row_sums, and attn_bwd owning keys and owning rows."""
-    sums = Plan(backend, "hip/row_sums.hip", (("DTYPE", dtype),))
+    sums = plans.plan_of(backend, "row_sums", dtype)
     keys, rows = (_plan(backend, pair, dtype, owner, int(general)) for owner in (KEYS, ROWS))
     return sums, keys, rows
 
@@ -77,7 +78,7 @@ def all_plans(backend: str) -> list[Plan]:
     found = [
         plan
         for pair in TILES
-        for dtype in plans.DTYPE_CODES.values()
+        for dtype in calls.DTYPE_CODES.values()
         for general in (False, True)
         for plan in plans_of(backend, pair, dtype, general)
     ]
@@ -85,7 +86,7 @@ def all_plans(backend: str) -> list[Plan]:
 
 
 def run(
-    launch: Launcher,
+    launch: Launch,
     call: Call,
     out: torch.Tensor,
     lse: torch.Tensor,
@@ -94,27 +95,15 @@ def run(
 ) -> Gradients:
     """The gradients of ``call``, whose forward made ``out`` and ``lse``."""
     dim, dim_v = call.q.shape[-1], call.v.shape[-1]
-    pair = plans.bucket_of(TILES, dim, dim_v)
-    general = bool(
-        call.softcap or call.dropout_p
-        or any(x is not None for x in (call.alibi_slopes, call.bias, call.sinks))
-    )  # fmt: skip
-    sums, over_keys, over_rows = plans_of("hip", pair, plans.dtype_code(call.q), general)
-    call = plans.with_readable(call)
-    out, dout, lse = plans.readable(out), plans.readable(dout), lse.contiguous()
-    # Rows that nobody writes: of no sequence, or beyond a sequence's length.
-    gaps_q = call.cu_seqlens_q is not None or call.seqused_q is not None
-    gaps_k = call.cu_seqlens_k is not None or call.seqused_k is not None
-    dq, dk, dv = _like(call.q, gaps_q), _like(call.k, gaps_k), _like(call.v, gaps_k)
-    tensors = {"out": out, "lse": lse, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
-    tensors["delta"] = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device)
-    if dlse is not None:
-        tensors["dlse"] = dlse.contiguous()
-    if call.sinks is not None:
-        tensors["dsinks"] = torch.zeros_like(lse)
+    pair = calls.bucket_of(TILES, dim, dim_v)
+    sums, over_keys, over_rows = plans_of(
+        "hip", pair, calls.dtype_code(call.q), calls.is_general(call)
+    )
+    call = calls.with_readable(call)
+    tensors = calls.gradients(call, calls.readable(out), lse, calls.readable(dout), dlse)
     values = abi.backward_values(call, tensors)
-    values["dies"] = plans.device_at(call.q.device).dies
-    tensors |= plans.tensors_of(call)
+    values["dies"] = launch.device_at(call.q.device).dies
+    tensors |= calls.tensors_of(call)
     heads, heads_k = call.q.shape[-2], call.k.shape[-2]
     for kernel, length, per_block, width in (
         (sums, call.max_seqlen_q, SUM_ROWS, heads),
@@ -123,19 +112,10 @@ def run(
     ):
         groups = -(-length // per_block) * width * call.batch
         if groups:
-            launch(kernel, (groups, 1, 1), THREADS, values, tensors)
-    dsinks = None
-    if call.sinks is not None:
-        dsinks = tensors["dsinks"].sum((0, 2) if lse.dim() == 3 else 1)
-    return Gradients(dq[..., :dim], dk[..., :dim], dv[..., :dim_v], None, dsinks)
+            launch(kernel, groups, THREADS, values, tensors)
+    return calls.finished(call, tensors, dim, dim_v)
 
 
 def _owned(plan: Plan) -> int:
     """Keys or rows of a workgroup."""
     return WAVES * 32 * int(dict(plan.constants)["COLUMNS"])
-
-
-def _like(x: torch.Tensor, gaps: bool) -> torch.Tensor:
-    """Contiguous, and 0 where there are gaps."""
-    make = torch.zeros if gaps else torch.empty
-    return make(x.shape, dtype=x.dtype, device=x.device)

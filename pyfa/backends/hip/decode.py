@@ -1,8 +1,4 @@
-"""Decode, few query rows over many keys: which problems it takes, into how many parts, its launch.
-
-The rows of a workgroup are those of all heads that share a key head, so that K and V are read once
-for the group, and the keys go to as many workgroups as it takes to busy the device.
-"""
+"""Decode: tiles, the number of parts, and the launch. What it takes: ``common/decode.py``."""
 
 from __future__ import annotations
 
@@ -13,19 +9,13 @@ import torch
 
 from ...plan import Plan
 from ...problem import Call, Problem, is_aligned
-from . import combine, plans
-from .launcher import Launcher
+from ..common import calls, combine
+from ..common.decode import GROUP, forced_parts, keys_seen, lines
+from ..common.launch import Launch
 
-FEATURES = frozenset(
-    (
-        "causal", "window", "softcap", "alibi", "bias", "sinks", "varlen", "seqused", "paged",
-        "leftpad", "batch_idx", "gqa", "dv",
-    )
-)  # fmt: skip
 KERNEL = "hip/attn_decode.hip"
 THREADS = 256
 COLUMNS = 16  # lines of a matrix product: a line is a query row of one head
-GROUP = 16  # keys of a wavefront's step, the unit in which keys are shared out
 
 
 class Tiles(NamedTuple):
@@ -46,43 +36,18 @@ TILES = {
     (192, 192): {1: Tiles(2, 2), 2: Tiles(2, 1)},
     (256, 256): {1: Tiles(2, 1), 2: Tiles(2, 1)},
 }
-# Not measured: up to how many lines a workgroup of few rows is taken rather than the forward's of
-# 128 or 256 rows of one head. With a group its heads share what is read; without one nothing does.
-MOST_LINES = 64
-MOST_LINES_ALONE = 32
 MOST_SPLITS = 512
-
-
-def _lines(problem: Problem) -> int:
-    return problem.seqlen_q * (problem.heads_q // problem.heads_k)
-
-
-def takes(problem: Problem) -> bool:
-    """Whether decode rather than forward is the plan."""
-    alone = problem.heads_q == problem.heads_k
-    few = _lines(problem) <= (MOST_LINES_ALONE if alone else MOST_LINES) or problem.seqlen_q == 1
-    return few and problem.features <= FEATURES and not why_not(problem)
-
-
-def why_not(problem: Problem) -> list[str]:
-    """Why the cache cannot be read where it lies. A copy of it at every step would be too dear."""
-    reasons = []
-    if problem.head_dim % 8 or problem.head_dim_v % 8:
-        reasons.append("decode reads heads of a multiple of 8 elements")
-    if not problem.aligned:
-        reasons.append("decode reads rows at multiples of 16 bytes")
-    return reasons
 
 
 def plan(backend: str, problem: Problem) -> Plan:
     """The kernel of ``problem`` and what it is compiled with."""
-    pair = plans.bucket_of(TILES, problem.head_dim, problem.head_dim_v)
+    pair = calls.bucket_of(TILES, problem.head_dim, problem.head_dim_v)
     sizes = TILES[pair]
-    columns = next((n for n in sizes if n * COLUMNS >= _lines(problem)), max(sizes))
+    columns = next((n for n in sizes if n * COLUMNS >= lines(problem)), max(sizes))
     notes = []
     if pair != (problem.head_dim, problem.head_dim_v):
         notes.append(f"compiled for head dims {pair[0]} and {pair[1]}")
-    return _plan(backend, pair, plans.DTYPE_CODES[problem.dtype], columns, notes)
+    return _plan(backend, pair, calls.DTYPE_CODES[problem.dtype], columns, notes)
 
 
 def _plan(
@@ -105,33 +70,28 @@ def all_plans(backend: str) -> list[Plan]:
         _plan(backend, pair, dtype, columns)
         for pair, sizes in TILES.items()
         for columns in sizes
-        for dtype in plans.DTYPE_CODES.values()
+        for dtype in calls.DTYPE_CODES.values()
     ]
 
 
-def run(launch: Launcher, plan: Plan, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+def run(launch: Launch, plan: Plan, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of ``call``."""
     if not is_aligned(call):  # on a GPU such a call is not taken: see `takes`
-        call = plans.with_readable(call)
-    out, lse = plans.results(call)
+        call = calls.with_readable(call)
+    out, lse = calls.results(call)
     heads_k = call.k.shape[-2]
     lines = call.max_seqlen_q * call.q.shape[-2] // heads_k
     tiles = int(dict(plan.constants)["TILES"])
     workgroups = -(-lines // (tiles * COLUMNS)) * heads_k * call.batch
     if workgroups:
-        parts = _splits(call, workgroups, plans.device_at(call.q.device).units)
+        parts = _splits(call, workgroups, launch.device_at(call.q.device).units)
         combine.launch_parts(launch, plan, workgroups, THREADS, call, out, lse, parts)
     return out, lse
 
 
 def _splits(call: Call, workgroups: int, units: int) -> int:
     """Into how many parts the keys of ``call`` go."""
-    seen = call.max_seqlen_k
-    if call.window_left >= 0 and call.window_right >= 0:
-        seen = min(seen, call.window_left + call.window_right + call.max_seqlen_q)
-    if call.num_splits:
-        return max(1, min(call.num_splits, -(-seen // GROUP)))
-    return splits_for(workgroups, seen, units)
+    return forced_parts(call) or splits_for(workgroups, keys_seen(call), units)
 
 
 @functools.lru_cache(4096)

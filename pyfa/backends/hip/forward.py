@@ -11,8 +11,9 @@ from ... import traffic
 from ...plan import Plan
 from ...problem import FEATURES as FEATURE_NAMES
 from ...problem import Call, Problem
-from . import combine, plans
-from .launcher import Launcher
+from ..common import calls, combine
+from ..common.calls import DROPOUT, GENERAL, PLAIN, score_class
+from ..common.launch import Launch
 
 KERNEL = "hip/attn_fwd.hip"
 FEATURES = frozenset(FEATURE_NAMES) - {
@@ -45,15 +46,6 @@ ROWS = 32  # of a wavefront
 LANES = 64
 # What is worth a part of its own when the keys are split: below it, merging costs more.
 MIN_PART_KEYS = 256
-# Score classes: what a plan is compiled for, beyond masks, which every plan has.
-PLAIN, GENERAL, DROPOUT = range(3)
-
-
-def score_class(problem: Problem) -> int:
-    if "dropout" in problem.features:
-        return DROPOUT
-    general = problem.features & {"softcap", "alibi", "bias", "paged"}
-    return GENERAL if general or not problem.positive else PLAIN
 
 
 def why_not(problem: Problem) -> list[str]:
@@ -67,7 +59,7 @@ def plan(backend: str, problem: Problem) -> Plan:
     """The kernel of ``problem`` and what it is compiled with."""
     paged = "paged" in problem.features
     pairs = PAGED_TILES if paged else TILES
-    pair = plans.bucket_of(pairs, problem.head_dim, problem.head_dim_v)
+    pair = calls.bucket_of(pairs, problem.head_dim, problem.head_dim_v)
     notes = []
     if problem.head_dim % 8 or problem.head_dim_v % 8:
         notes.append("q, k and v are copied once: head dims padded to a multiple of 8")
@@ -75,8 +67,9 @@ def plan(backend: str, problem: Problem) -> Plan:
         notes.append("q, k and v are copied once: not aligned to 16 bytes")
     if pair != (problem.head_dim, problem.head_dim_v):
         notes.append(f"compiled for head dims {pair[0]} and {pair[1]}")
-    dtype = plans.DTYPE_CODES[problem.dtype]
-    return _plan(backend, pair, dtype, score_class(problem), paged, notes)
+    dtype = calls.DTYPE_CODES[problem.dtype]
+    score = GENERAL if paged else score_class(problem)
+    return _plan(backend, pair, dtype, score, paged, notes)
 
 
 def _plan(
@@ -106,7 +99,7 @@ def all_plans(backend: str) -> list[Plan]:
         _plan(backend, pair, dtype, score, paged)
         for paged, pairs in ((False, TILES), (True, PAGED_TILES))
         for pair in pairs
-        for dtype in plans.DTYPE_CODES.values()
+        for dtype in calls.DTYPE_CODES.values()
         for score in ((GENERAL,) if paged else (PLAIN, GENERAL, DROPOUT))
     ]
 
@@ -123,15 +116,15 @@ def splits(workgroups: int, keys: int, units: int) -> int:
     return max(1, min(units // max(workgroups, 1), keys // MIN_PART_KEYS))
 
 
-def run(launch: Launcher, plan: Plan, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+def run(launch: Launch, plan: Plan, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of ``call``."""
     head_dim_v = call.v.shape[-1]
-    call = plans.with_readable(call)
-    out, lse = plans.results(call)
+    call = calls.with_readable(call)
+    out, lse = calls.results(call)
     if lse.numel() and call.batch and call.max_seqlen_q:
         waves = int(dict(plan.constants)["WAVES"])
         workgroups = -(-call.max_seqlen_q // (ROWS * waves)) * call.q.shape[-2] * call.batch
-        units = plans.device_at(call.q.device).units
+        units = launch.device_at(call.q.device).units
         parts = call.num_splits or splits(workgroups, call.max_seqlen_k, units)
         combine.launch_parts(launch, plan, workgroups, waves * LANES, call, out, lse, parts)
     return out[..., :head_dim_v], lse

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from ... import abi
+from ...device import Device
 from ...plan import Plan
 from ...problem import Problem
 from . import code, plans
@@ -42,15 +43,18 @@ class Launcher:
     def __call__(
         self,
         plan: Plan,
-        grid: tuple[int, int, int],
+        blocks: int,
         threads: int,
         values: Mapping[str, int | float],
         tensors: Mapping[str, torch.Tensor],
     ) -> None:
-        """Run the kernel of ``plan`` on ``grid`` workgroups, on the current stream.
-
-        ``values`` fill ``Params``; ``tensors`` are all that the kernel may touch, by name.
-        """
+        """``common.launch.Launch``."""
         kernel = code.load(replace(plan, backend="hip"), plans.ARCHS[0])
         self.digests[str(plan)] = kernel.digest
-        self.runtime.launch(kernel, grid, threads, abi.pack(values), tensors)
+        self.runtime.launch(kernel, (blocks, 1, 1), threads, abi.pack(values), tensors)
+
+    def plan(self, kernel: str, dtype: int) -> Plan:
+        return plans.plan_of("hip", kernel, dtype)
+
+    def device_at(self, where: torch.device) -> Device:
+        return plans.device_at(where)

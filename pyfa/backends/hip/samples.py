@@ -13,11 +13,14 @@ import torch
 
 from ...plan import Plan
 from ...problem import Call
-from . import backward, decode, forward, plans
-from .launcher import Launcher
+from ..common import calls
+from ..common.calls import DROPOUT, GENERAL
+from ..common.decode import GROUP
+from ..common.launch import Launch
+from . import backward, decode, forward
 
 LANES = forward.LANES
-_DTYPES = {code: getattr(torch, name) for name, code in plans.DTYPE_CODES.items()}
+_DTYPES = {code: getattr(torch, name) for name, code in calls.DTYPE_CODES.items()}
 _SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _PAGE = 64
 
@@ -30,7 +33,7 @@ class Sample(NamedTuple):
     """
 
     title: str
-    run: Callable[[Launcher, int], object]
+    run: Callable[[Launch, int], object]
     short: int
     long: int
     rows: int
@@ -55,11 +58,11 @@ def _forward(plan: Plan) -> Sample:
     rows, keys, waves = forward.ROWS, constants["BLOCK_K"], constants["WAVES"]
     score, paged = constants["SCORE"], bool(constants["PAGED"])
 
-    def run(launch: Launcher, length: int) -> None:
+    def run(launch: Launch, length: int) -> None:
         call = _call(constants, waves * rows, length)
-        if score == forward.GENERAL:
+        if score == GENERAL:
             call = call._replace(softcap=30.0)
-        if score == forward.DROPOUT:
+        if score == DROPOUT:
             call = call._replace(dropout_p=0.1, seed=torch.zeros(1, dtype=torch.int64))
         if paged:
             call = call._replace(
@@ -79,9 +82,9 @@ def _forward(plan: Plan) -> Sample:
 
 def _decode(plan: Plan) -> Sample:
     constants = _constants(plan)
-    lines, keys = constants["TILES"] * decode.COLUMNS, decode.GROUP
+    lines, keys = constants["TILES"] * decode.COLUMNS, GROUP
 
-    def run(launch: Launcher, length: int) -> None:
+    def run(launch: Launch, length: int) -> None:
         decode.run(launch, plan, _call(constants, lines, length))
 
     # Wavefronts take groups in turn; each repeats itself after 2 to 4 of its own (its stages), and
@@ -96,7 +99,7 @@ def _backward(plan: Plan) -> Sample:
     owned, streamed = 32 * constants["COLUMNS"], 32
     owns_keys, general = constants["OWNS"] == backward.KEYS, bool(constants["GENERAL"])
 
-    def run(launch: Launcher, length: int) -> None:
+    def run(launch: Launch, length: int) -> None:
         all_owned = backward.WAVES * owned
         sizes = (length, all_owned) if owns_keys else (all_owned, length)
         call = _call(constants, *sizes)._replace(softcap=30.0 if general else 0.0)

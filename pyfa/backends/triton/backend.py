@@ -12,8 +12,9 @@ import torch
 
 from ...plan import Plan
 from ...problem import FEATURES, Call, Problem
+from ...traffic import Shape, TiledKernel
 from ..base import Gradients, Repeat, missing
-from . import plans
+from . import plans, tiling
 
 if TYPE_CHECKING:
     from .runtime import Runner
@@ -44,6 +45,11 @@ class TritonBackend:
 
     def plan(self, problem: Problem) -> Plan:
         return plans.plan(problem, self.NAME)
+
+    def tiled_kernels(
+        self, plan: Plan, problem: Problem, shape: Shape, compiled: bool
+    ) -> Sequence[TiledKernel]:
+        return tiling.kernels_of(plan, problem, shape, compiled)
 
     def runner(self, plan: Plan) -> Runner:
         found = self._runners.get(id(plan))

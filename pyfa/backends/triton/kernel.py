@@ -38,7 +38,7 @@ class Kernel:
         self._scratch = compiled.metadata.global_scratch_size > 0
         self._keep = compiled
         self._code = runtime_launch.code_of(compiled, spec, index)
-        self._launch: runtime_launch.Launch | None = None
+        self._launch: Callable[..., None] | None = None
 
     def __call__(self, programs: int, *args: Any) -> None:
         if INTERPRETED:
@@ -50,7 +50,7 @@ class Kernel:
             return
         if self._code is not None:
             if self._launch is None:
-                self._launch = runtime_launch.Launch(self._code, args, len(args))
+                self._launch = runtime_launch.prepare(self._code, args, len(args))
             self._launch(programs, *args)
             return
         stream = torch._C._cuda_getCurrentRawStream(self._index)
@@ -70,7 +70,7 @@ class Kernel:
         which are addresses."""
         if INTERPRETED or self._code is None:
             return lambda programs, *first: self(programs, *first, *rest)
-        return runtime_launch.Launch(self._code, (*(0,) * count, *rest), count)
+        return runtime_launch.prepare(self._code, (*(0,) * count, *rest), count)
 
 
 def _loaded(spec: Spec) -> Any:

@@ -11,6 +11,7 @@ import torch
 from ...plan import Plan
 from ...problem import Call
 from ..base import Gradients
+from ..common.ready import Ready
 from . import plans, runtime_backward, specs
 from .common import NO_LSE
 from .kernel import Kernel, address, no_float, no_int, no_seed
@@ -23,9 +24,6 @@ _FEW_LINES = 4096
 # Shapes whose launches are kept, so that serving does not grow the table without end.
 _MOST_READY = 1024
 _lock = threading.Lock()
-# Looked up once, not at every call.
-_empty_like, _contiguous = torch.empty_like, torch.contiguous_format
-_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 # bias, slopes, sinks, seed, cu_q, cu_k, used_q, used_k, pages, batch_idx, leftpad, present
 _NO_OPTIONS = (no_float, no_float, no_float, no_seed, *(no_int,) * 7, 0)
@@ -49,46 +47,16 @@ def _rows_contiguous(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-class _Ready:
-    """A forward of known shapes: allocates, takes five addresses, launches. A third of the host
-    time of ``Runner._forward``. ``lse`` is None where nobody will ask for it."""
-
-    __slots__ = ("again", "index", "launch", "lse", "out", "programs")
-
-    def __init__(
-        self, kernel: Kernel, programs: int, rest: tuple[Any, ...], out: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:  # fmt: skip
-        self.programs = programs
-        # One element under each shape: empty_like takes two thirds of the time of new_empty.
-        self.out = out.new_empty(1).expand(out.shape)
-        self.lse = None if lse is None else lse.new_empty(1).expand(lse.shape)
-        self.index = out.device.index
-        self.again = (kernel, programs, rest, self.out)
-        if lse is None:
-            options = len(_NO_OPTIONS)
-            rest = (*rest[: options - 1], NO_LSE.value, *rest[options:])
-        self.launch = kernel.prepared(5, rest)
-
-    def without_lse(self) -> _Ready:
-        """The same forward, which leaves out the LSE."""
-        return _Ready(*self.again, None)
-
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if _current_device() != self.index:
-            with torch.cuda.device(self.index):
-                return self(q, k, v)
-        out = _empty_like(self.out, memory_format=_contiguous)
-        lse, lse_address = None, 0
-        if self.lse is not None:
-            lse = _empty_like(self.lse, memory_format=_contiguous)
-            lse_address = lse.data_ptr()
-        self.launch(
-            self.programs, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address
-        )
-        return out, lse
+def _ready(
+    kernel: Kernel, programs: int, rest: tuple[Any, ...], out: torch.Tensor, lse: torch.Tensor
+) -> tuple[Ready, Ready]:
+    """A forward of known shapes, without its LSE and with it."""
+    last = len(_NO_OPTIONS) - 1  # the options' flags of what is present
+    silent = (*rest[:last], NO_LSE.value, *rest[last + 1 :])
+    return (
+        Ready(kernel.prepared(5, silent), programs, out, None),
+        Ready(kernel.prepared(5, rest), programs, out, lse),
+    )
 
 
 def _tf32_allowed() -> bool:
@@ -119,8 +87,9 @@ class Runner:
         self.tf32: bool = get("tf32")
         self.keys_roles = specs.keys_roles(self.constants)
         self._kernels: dict[tuple[Any, ...], Kernel] = {}
-        # Launches of plain calls with everything but the addresses filled in, by shape.
-        self._ready: dict[tuple[Any, ...], _Ready] = {}
+        # Launches of plain calls with everything but the addresses filled in, by shape: without
+        # the LSE and with it. A third of the host time of `_forward`.
+        self._ready: dict[tuple[Any, ...], tuple[Ready, Ready]] = {}
 
     def kernel(self, key: tuple[Any, ...], make: Callable[[], Spec]) -> Kernel:
         """The kernel ``key``, which ends in the device's index; made by ``make`` if missing."""
@@ -221,7 +190,7 @@ class Runner:
         key = self._ready_key(call)
         ready = self._ready.get(key) if key is not None else None
         if ready is not None:
-            out, lse = ready(q, k, v)
+            out, lse = ready[True](q, k, v)
             assert lse is not None
             return out, lse
         if torch._C._cuda_getDevice() != device.index:
@@ -238,11 +207,11 @@ class Runner:
         return (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), call.window_left,
                 call.window_right, call.scale, call.num_splits, q.device)  # fmt: skip
 
-    def repeat(self, call: Call, with_lse: bool) -> _Ready | None:
+    def repeat(self, call: Call, with_lse: bool) -> Ready | None:
         """``forward`` of calls like this one, which has run, as a function of q, k and v."""
         key = self._ready_key(call)
         ready = self._ready.get(key) if key is not None else None
-        return ready if with_lse or ready is None else ready.without_lse()
+        return ready[with_lse] if ready is not None else None
 
     def backward(
         self,
@@ -318,7 +287,7 @@ class Runner:
         if ready_key is not None and parts == 1 and q is call.q and k is call.k and v is call.v:
             if len(self._ready) >= _MOST_READY:
                 self._ready.clear()
-            self._ready[ready_key] = _Ready(kernel, programs, rest, out, lse)
+            self._ready[ready_key] = _ready(kernel, programs, rest, out, lse)
         if parts > 1:
             self._combine(to, to_lse, out, lse, heads, total, parts, lse_strides, part_strides)
         return out, lse

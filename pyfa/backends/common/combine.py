@@ -7,22 +7,14 @@ import torch
 from ... import abi
 from ...plan import Plan
 from ...problem import Call
-from . import plans
-from .launcher import Launcher
+from . import calls
+from .launch import Launch
 
 THREADS = 256
 
 
-def plan(backend: str, dtype: int) -> Plan:
-    return Plan(backend, "hip/combine.hip", (("DTYPE", dtype),))
-
-
-def all_plans(backend: str) -> list[Plan]:
-    return [plan(backend, dtype) for dtype in plans.DTYPE_CODES.values()]
-
-
 def launch_parts(
-    launch: Launcher,
+    launch: Launch,
     plan: Plan,
     workgroups: int,
     threads: int,
@@ -33,20 +25,20 @@ def launch_parts(
 ) -> None:
     """Run a forward kernel with the keys cut into ``parts``, and what puts them together.
 
-    ``workgroups`` are those of one part; out and lse are from ``plans.results``.
+    ``workgroups`` are those of one part; out and lse are from ``calls.results``.
     """
-    dies = plans.device_at(call.q.device).dies
+    dies = launch.device_at(call.q.device).dies
     values = abi.forward_values(call, out, lse) | {"dies": dies, "num_splits": parts}
-    tensors = plans.tensors_of(call)
+    tensors = calls.tensors_of(call)
     if parts == 1:
-        launch(plan, (workgroups, 1, 1), threads, values, tensors | {"out": out, "lse": lse})
+        launch(plan, workgroups, threads, values, tensors | {"out": out, "lse": lse})
         return
     partial_out, partial_lse = partials(out, parts)
     if call.cu_seqlens_q is not None or call.seqused_q is not None:
         partial_lse.fill_(-torch.inf)
     partial = {"partial_out": partial_out, "partial_lse": partial_lse}
     values |= {name: x.data_ptr() for name, x in partial.items()}
-    launch(plan, (workgroups * parts, 1, 1), threads, values, tensors | partial)
+    launch(plan, workgroups * parts, threads, values, tensors | partial)
     run(launch, call, out, lse, partial_out, partial_lse, parts)
 
 
@@ -65,7 +57,7 @@ def partials(out: torch.Tensor, num_splits: int) -> tuple[torch.Tensor, torch.Te
 
 
 def run(
-    launch: Launcher,
+    launch: Launch,
     call: Call,
     out: torch.Tensor,
     lse: torch.Tensor,
@@ -97,4 +89,4 @@ def run(
         "num_splits": num_splits,
     }
     tensors = {"out": out, "lse": lse, "partial_out": partial_out, "partial_lse": partial_lse}
-    launch(plan("hip", plans.dtype_code(out)), (lse.numel(), 1, 1), THREADS, values, tensors)
+    launch(launch.plan("combine", calls.dtype_code(out)), lse.numel(), THREADS, values, tensors)

@@ -5,25 +5,16 @@ from __future__ import annotations
 import torch
 
 from ... import abi
-from ...plan import Plan
 from ...problem import Call
 from ..base import Rotary
-from . import plans
-from .launcher import Launcher
+from . import calls
+from .launch import Launch
 
 THREADS = 256
 
 
-def plan(backend: str, dtype: int) -> Plan:
-    return Plan(backend, "hip/append.hip", (("DTYPE", dtype),))
-
-
-def all_plans(backend: str) -> list[Plan]:
-    return [plan(backend, dtype) for dtype in plans.DTYPE_CODES.values()]
-
-
 def run(
-    launch: Launcher,
+    launch: Launch,
     call: Call,
     q: torch.Tensor,
     k: torch.Tensor | None,
@@ -44,7 +35,7 @@ def run(
         "head_dim": call.k.shape[-1],
         "head_dim_v": call.v.shape[-1],
     }
-    tensors = plans.tensors_of(call)
+    tensors = calls.tensors_of(call)
     lines = 0
     if rotary is not None:
         q = _with_rows(q)
@@ -82,7 +73,7 @@ def run(
     if lines * THREADS >= 2**32:  # more threads than a grid may have
         return False
     if lines:
-        launch(plan("hip", plans.dtype_code(q)), (lines, 1, 1), THREADS, values, tensors)
+        launch(launch.plan("append", calls.dtype_code(q)), lines, THREADS, values, tensors)
     return True
 
 

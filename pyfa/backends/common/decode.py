@@ -1,0 +1,55 @@
+"""What decode is on every device: few query rows over many keys.
+
+The rows of a workgroup are those of all heads that share a key head, its lines, so that K and V are
+read once for the group, and the keys go to as many workgroups as it takes to busy the device.
+"""
+
+from __future__ import annotations
+
+from ...problem import Call, Problem
+
+FEATURES = frozenset(
+    (
+        "causal", "window", "softcap", "alibi", "bias", "sinks", "varlen", "seqused", "paged",
+        "leftpad", "batch_idx", "gqa", "dv",
+    )
+)  # fmt: skip
+GROUP = 16  # keys of a step, the unit in which keys are shared out
+# Up to how many lines decode is taken rather than the forward, whose tiles hold more rows of one
+# head. With a group its heads share what is read; without one nothing does.
+MOST_LINES = 64
+MOST_LINES_ALONE = 32
+
+
+def lines(problem: Problem) -> int:
+    """Query rows of all heads of a group."""
+    return problem.seqlen_q * (problem.heads_q // problem.heads_k)
+
+
+def takes(problem: Problem) -> bool:
+    """Whether decode rather than forward is the plan."""
+    most = MOST_LINES_ALONE if problem.heads_q == problem.heads_k else MOST_LINES
+    few = lines(problem) <= most or problem.seqlen_q == 1
+    return few and problem.features <= FEATURES and not why_not(problem)
+
+
+def why_not(problem: Problem) -> list[str]:
+    """Why the cache cannot be read where it lies. A copy of it at every step would be too dear."""
+    reasons = []
+    if problem.head_dim % 8 or problem.head_dim_v % 8:
+        reasons.append("decode reads heads of a multiple of 8 elements")
+    if not problem.aligned:
+        reasons.append("decode reads rows at multiples of 16 bytes")
+    return reasons
+
+
+def keys_seen(call: Call) -> int:
+    """The most keys that one sequence's rows can see."""
+    if call.window_left >= 0 and call.window_right >= 0:
+        return min(call.max_seqlen_k, call.window_left + call.window_right + call.max_seqlen_q)
+    return call.max_seqlen_k
+
+
+def forced_parts(call: Call) -> int:
+    """The parts that ``num_splits`` asks for, no more than there are groups of keys; 0 for none."""
+    return max(1, min(call.num_splits, -(-keys_seen(call) // GROUP))) if call.num_splits else 0

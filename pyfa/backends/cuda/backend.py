@@ -1,0 +1,101 @@
+"""The ``cuda`` backend: NVIDIA's GPUs from Ampere on, through kernels compiled by NVRTC."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ...plan import Plan
+from ...problem import Call, Problem
+from ..base import Gradients, Repeat, Rotary, missing
+from ..common import append, calls, libcuda
+from ..common.decode import takes
+from . import backward, decode, forward, plans, runtime_compiler
+from .launcher import Launcher
+
+
+class CudaBackend:
+    NAME = "cuda"
+    FEATURES = forward.FEATURES | backward.FEATURES
+    DTYPES: tuple[str, ...] = calls.DTYPES
+
+    def __init__(self) -> None:
+        self.launch = Launcher()
+
+    def why_unavailable(self) -> str | None:
+        return _why_unavailable()
+
+    def kernel_digests(self) -> Mapping[str, str]:
+        """For a conformance report: which bytes its cases ran."""
+        return self.launch.digests
+
+    def why_not(self, problem: Problem) -> Sequence[str]:
+        elsewhere = plans.why_not(problem.arch)
+        reasons = [elsewhere] if elsewhere else []
+        reasons += missing(self, problem)
+        if takes(problem):
+            return reasons
+        return reasons + backward.why_not(problem)
+
+    def plan(self, problem: Problem) -> Plan:
+        if takes(problem):
+            return decode.plan(problem)
+        return forward.plan(problem)
+
+    def forward(self, plan: Plan, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.cuda.device(call.q.device):
+            if plan.kernel == decode.KERNEL:
+                return decode.run(self.launch, plan, call)
+            return forward.run(self.launch, plan, call)
+
+    def repeat(self, plan: Plan, call: Call, with_lse: bool) -> Repeat | None:
+        if plan.kernel == decode.KERNEL:
+            return None
+        return forward.repeat(self.launch, plan, call, with_lse)
+
+    def append(
+        self,
+        call: Call,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        rotary: Rotary | None,
+    ) -> bool:
+        with torch.cuda.device(call.q.device):
+            return append.run(self.launch, call, q, k, v, rotary)
+
+    def backward(
+        self,
+        plan: Plan,
+        call: Call,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        bias_grad: bool,
+    ) -> Gradients:
+        # bias_grad is never asked for: FEATURES has none.
+        with torch.cuda.device(call.q.device):
+            return backward.run(self.launch, call, out, lse, dout, dlse)
+
+
+@functools.cache
+def _why_unavailable() -> str | None:
+    if torch.version.cuda is None:
+        return "this PyTorch is not a build for CUDA"
+    if not torch.cuda.is_available():
+        return "PyTorch finds no GPU"
+    if libcuda.library() is None:
+        return "libcuda.so.1 is not there or older than CUDA 12.4"
+    missing_compiler = runtime_compiler.why_unavailable()
+    if missing_compiler:
+        return missing_compiler
+    driver, compiler = libcuda.version()[0], runtime_compiler.major()
+    if compiler > driver:
+        return (
+            f"NVRTC {compiler} makes code that this driver for CUDA {driver} refuses: install "
+            f"cuda-bindings and NVRTC {driver}"
+        )
+    return None

@@ -1,0 +1,58 @@
+"""From a plan to the cubin that runs it: the cache, then the compiler."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from dataclasses import dataclass
+
+from ... import cubin, sources
+from ...errors import CodeObjectError, CompileError
+from ...plan import Plan
+from . import plans, runtime_compiler
+
+
+@dataclass(frozen=True)
+class Code:
+    """A cubin: its bytes, their sha256, where it came from, and its one kernel's facts."""
+
+    data: bytes
+    digest: str
+    origin: str
+    kernel: cubin.Cubin
+
+
+def source_of(plan: Plan) -> str:
+    """The self-contained source that ``plan`` is compiled from."""
+    return sources.flatten(plan.kernel, dict(plan.constants))
+
+
+@functools.cache
+def load(plan: Plan, arch: str) -> Code:
+    """The cubin of ``plan`` for ``arch``, as "sm_80". ``CompileError`` or ``CodeObjectError``."""
+    from ... import cache
+
+    missing = runtime_compiler.why_unavailable()
+    if missing:
+        raise CompileError(f"no code for {plan} on {arch}: {missing}", "", plan.kernel)
+    source, compiler = source_of(plan), runtime_compiler.version()
+    entry = cache.get_or_build(
+        plans.name_of(plan),
+        cache.key(source, (), compiler, arch),
+        suffix=".cubin",
+        source=source,
+        meta={"arch": arch, "compiler": compiler, "options": "", "plan": str(plan)},
+        build=lambda: build(plan, arch),
+    )
+    facts = cubin.parse(entry.code)
+    return Code(entry.code, hashlib.sha256(entry.code).hexdigest(), entry.origin, facts)
+
+
+def build(plan: Plan, arch: str) -> bytes:
+    """Compiles ``plan`` and refuses more shared memory than a block may have."""
+    data, _ = runtime_compiler.compile_cuda(source_of(plan), arch=arch)
+    limit = plans.limits_of(arch).shared_bytes_per_block
+    taken = cubin.parse(data).shared_bytes + plans.shared_bytes(plan)
+    if taken > limit:
+        raise CodeObjectError(f"{plan} on {arch} takes {taken} B of shared memory, of {limit}")
+    return data

@@ -1,0 +1,124 @@
+"""What the CUDA kernels have in common: archs, whose tiles are used, the plans of all of them."""
+
+from __future__ import annotations
+
+from ... import env
+from ...arch import ARCHS, Arch
+from ...plan import Plan
+from ...problem import Problem
+from ..common.calls import DROPOUT, DTYPE_CODES
+
+# Archs with a row of tiles. Another one takes those of the nearest below it of its major version,
+# and code is compiled for itself.
+TILED = env.TILED_ARCHS
+COMMON_HEAD_DIMS = (64, 128)
+SMALL_THREADS = 256  # of combine, append, row_sums and dq_convert
+
+
+def compiled_for(arch: str) -> str:
+    """The target that code for a device of ``arch`` is compiled for: sm_90a's is plain sm_90."""
+    return arch.rstrip("a")
+
+
+def tiles_of(arch: str) -> str:
+    """Whose tiles a device of ``arch`` gets; ``PYFA_ARCH_TILES`` names another's."""
+    forced: str = env.get("PYFA_ARCH_TILES")
+    if forced:
+        return forced
+    mine = _number(arch)
+    below = [name for name in TILED if _number(name) // 10 == mine // 10 and _number(name) <= mine]
+    return below[-1] if below else TILED[0]
+
+
+def why_not(arch: str) -> str | None:
+    """Why the kernels do not run on ``arch``; None where they do."""
+    if not arch.startswith("sm_"):
+        return "the device is a CPU" if arch == "cpu" else f"the device is AMD ({arch})"
+    return None if _number(arch) >= 80 else f"{arch} is older than sm_80"
+
+
+def _number(arch: str) -> int:
+    return int(arch.removeprefix("sm_").rstrip("a"))
+
+
+def limits_of(arch: str) -> Arch:
+    """The limits of ``arch`` as it is compiled for; those of its tiles' where it has no row."""
+    names = (arch, arch + "a", tiles_of(arch), tiles_of(arch) + "a")
+    return next(ARCHS[name] for name in names if name in ARCHS)
+
+
+def notes_of(problem: Problem, pair: tuple[int, int]) -> list[str]:
+    """What `explain` adds to a plan compiled for the head dims `pair`."""
+    notes = []
+    if problem.head_dim % 8 or problem.head_dim_v % 8:
+        notes.append("q, k and v are copied once: head dims padded to a multiple of 8")
+    elif not problem.aligned:
+        notes.append("q, k and v are copied once: not aligned to 16 bytes")
+    if pair != (problem.head_dim, problem.head_dim_v):
+        notes.append(f"compiled for head dims {pair[0]} and {pair[1]}")
+    forced: str = env.get("PYFA_ARCH_TILES")
+    if forced:
+        notes.append(f"tiles of {forced} on {problem.arch} (PYFA_ARCH_TILES)")
+    return notes
+
+
+def plan_of(kernel: str, dtype: int) -> Plan:
+    """The plan of a kernel that needs a number format and nothing else."""
+    return Plan("cuda", f"cuda/{kernel}.cu", (("DTYPE", dtype),))
+
+
+def name_of(plan: Plan) -> str:
+    """The kernel's name: the stem of its file, and the symbol inside."""
+    return plan.kernel.rsplit("/", 1)[-1].split(".")[0]
+
+
+def shared_bytes(plan: Plan) -> int:
+    """The dynamic shared memory of a block."""
+    return int(dict(plan.constants).get("SHARED_BYTES", 0))
+
+
+def all_plans(tiles: str) -> list[Plan]:
+    """Every kernel that a problem on a device with these tiles can get."""
+    from . import backward, decode, forward
+
+    found = [plan for each in (forward, backward, decode) for plan in each.all_plans(tiles)]
+    for kernel in ("combine", "append", "row_sums"):
+        found += [plan_of(kernel, code) for code in DTYPE_CODES.values()]
+    return found
+
+
+def common_plans(tiles: str) -> list[Plan]:
+    """What most problems need: heads of 64 and 128, no dropout, no pages in prefill."""
+
+    def is_common(plan: Plan) -> bool:
+        constants = dict(plan.constants)
+        dim = constants.get("HEAD_DIM", COMMON_HEAD_DIMS[0])
+        if constants.get("PAGED") or constants.get("SCORE") == DROPOUT:
+            return False
+        return dim in COMMON_HEAD_DIMS and constants.get("HEAD_DIM_V", dim) == dim
+
+    return [plan for plan in all_plans(tiles) if is_common(plan)]
+
+
+def threads_of(plan: Plan) -> int:
+    """Of a block."""
+    constants = {name: int(value) for name, value in plan.constants}
+    if "WARPS" in constants:
+        return 32 * constants["WARPS"]
+    if "WARPS_K" in constants:
+        return 32 * constants["WARPS_K"] * constants["WARPS_Q"]
+    return SMALL_THREADS
+
+
+def blocks_per_sm(plan: Plan, arch: str, registers: int, shared: int) -> int:
+    """Blocks that fit on an SM together, by registers, shared memory and warps.
+
+    Registers are given out to warps in steps of 256, shared memory in steps of 128 bytes with 1 KiB
+    of each block's for the system. Source: CUDA's occupancy calculator, compute capability 8.x.
+    """
+    limits, warps = limits_of(arch), threads_of(plan) // 32
+    per_warp = -(-registers * 32 // 256) * 256
+    by_registers = limits.register_bytes // 4 // per_warp // warps
+    system = 1024 if _number(arch) < 90 else 0  # from sm_90 on the cubin counts it
+    by_shared = limits.shared_bytes // (-(-(shared + system) // 128) * 128)
+    return min(by_registers, by_shared, limits.waves // warps)

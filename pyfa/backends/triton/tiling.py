@@ -1,0 +1,106 @@
+"""The tiles and shared-memory buffers of Triton plans, for ``pyfa.traffic``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...plan import Plan
+from ...problem import Problem
+from ...traffic import Shape, TiledKernel, Tiling
+from . import plans
+
+_LANES = 32
+# The plan's name of a kernel to its role; "dk" makes dV too where no kernel of its own does.
+_ROLES = {"fwd": "forward", "dk": "dk", "dv": "dv", "dq": "dq"}
+
+
+def kernels_of(plan: Plan, problem: Problem, shape: Shape, compiled: bool) -> list[TiledKernel]:
+    """The kernels of ``plan`` as they meet ``shape``."""
+    values: dict[str, Any] = dict(plan.constants)
+    made = []
+    for name, role in _ROLES.items():
+        if f"{name}_block_m" not in values:
+            continue
+        if name == "dk" and "dv_block_m" not in values:
+            role = "dk_dv"
+        made.append(_kernel(values, name, role, problem, shape, compiled))
+    return made
+
+
+def _kernel(
+    values: dict[str, Any], name: str, role: str, problem: Problem, shape: Shape, compiled: bool
+) -> TiledKernel:
+    rows, keys = values[f"{name}_block_m"], values[f"{name}_block_n"]
+    dims = values["block_d"], values["block_dv"]
+    packed, splits = 1, 1
+    if role == "forward":
+        packed = shape.group if values["pack"] else 1
+        splits = _splits(values, shape, rows, keys, packed)
+    lanes = problem.device.limits.lanes if problem.device.limits else _LANES
+    registers, compiled_bytes = _compiled(values, name, problem, splits) if compiled else (0, 0)
+    return TiledKernel(
+        role,
+        Tiling(rows, keys, splits, packed),
+        dims,
+        values[f"{name}_warps"] * lanes,
+        _buffers(values, name, role, problem),
+        whole_tiles=True,
+        registers=registers,
+        compiled_bytes=compiled_bytes,
+    )
+
+
+def _buffers(values: dict[str, Any], name: str, role: str, problem: Problem) -> dict[str, int]:
+    """What the loop keeps in shared memory, as Triton 3.9 lays it out; what it needs to change a
+    layout comes on top, and is known when compiled.
+
+    Hopper's matrix unit reads all its operands there, from as many tiles as there are stages; with
+    fewer than 64 held rows, and on other archs, one tile less is enough. On AMD the stages begin
+    where the held operands were, which went on to registers before the loop.
+    """
+    rows, keys, stages = (values[f"{name}_{x}"] for x in ("block_m", "block_n", "stages"))
+    size = 4 if values["dtype"] == "fp32" else 2
+    of_rows = {"Q": values["block_d"], "dO": values["block_dv"]}
+    of_keys = {"K": values["block_d"], "V": values["block_dv"]}
+    if role in ("forward", "dq"):
+        streamed, walked, kept = of_keys, keys, rows
+        held = of_rows if role == "dq" else {"Q": of_rows["Q"]}
+    else:
+        streamed, walked, held, kept = of_rows, rows, of_keys, keys
+        if role == "dv":
+            held = {"K": of_keys["K"]}
+    tiles = stages if values["ahead"] and kept >= 64 else max(1, stages - 1)
+    buffers = {f"{x}, {tiles} tiles": tiles * walked * wide * size for x, wide in streamed.items()}
+    kept_bytes = {x: kept * wide * size for x, wide in held.items()}
+    if problem.device.vendor != "amd":
+        return buffers | kept_bytes
+    # A single stage is not double-buffered: the streamed tiles take turns too.
+    loop = sum(buffers.values()) if stages > 1 else max(buffers.values())
+    return {"K, V, Q and dO in turn": max(loop, *kept_bytes.values())}
+
+
+def _splits(values: dict[str, Any], shape: Shape, rows: int, keys: int, packed: int) -> int:
+    programs = -(-shape.seqlen_q * packed // rows) * shape.lines // packed
+    seen = shape.seqlen_k
+    if shape.window_left >= 0 and shape.window_right >= 0:
+        seen = min(seen, shape.window_left + shape.window_right + rows)
+    if not programs:
+        return 1
+    return plans.splits_for(
+        programs, -(-seen // keys), values["slots"], values["part_tiles"], values["streams"]
+    )
+
+
+def _compiled(values: dict[str, Any], name: str, problem: Problem, splits: int) -> tuple[int, int]:
+    """Registers a lane and shared bytes of a block, compiled ahead of time for the arch."""
+    from . import resources, specs
+
+    variant = specs.Variant(general=values["general"])
+    if name == "fwd":
+        spec = specs.forward_spec(values, variant, splits > 1)
+    elif name == "dq":
+        spec = specs.rows_spec(values, variant)
+    else:
+        spec = specs.keys_spec(values, variant, name)
+    found = resources.measure(spec, problem.arch)
+    return found.registers, found.shared_bytes

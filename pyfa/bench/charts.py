@@ -1,0 +1,202 @@
+"""Pictures by matplotlib: a roofline, lines over the sequence length, a heat map; as SVG.
+
+Everything that is neither data nor a shade of it is drawn in ``INK``, which ``svg`` turns into the
+colour of the surrounding text, so that a page is right in light and in dark.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib.util
+import io
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from ..device import Device
+
+INK = "#5f6b7a"
+# Okabe and Ito's, which the colour-blind tell apart; without black, which a dark page swallows.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#999999")
+_MARKERS = "osD^vPX*"
+_SUFFIXES = (".png", ".svg", ".pdf")
+Points = Sequence[tuple[float, float]]
+
+
+def require(what: str) -> None:
+    """``ValueError`` where ``what`` wants pictures and matplotlib is missing."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(
+            f"{what} needs matplotlib, which the extra bench has: pip install 'pyfa[bench]'"
+        )
+
+
+def check_name(path: Path) -> None:
+    """``ValueError`` where no picture can be written to ``path``."""
+    if path.suffix not in _SUFFIXES:
+        raise ValueError(f"{path}: expected a name that ends in {', '.join(_SUFFIXES)}")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{path}: there is no folder {path.absolute().parent}")
+
+
+def figure(columns: int = 1, height: float = 3.4, width: float = 5.6) -> tuple[Figure, list[Axes]]:
+    """A figure of ``columns`` axes side by side; sizes in inches, of one of them."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    settings: dict[Any, Any] = dict.fromkeys(inked, INK) | {"font.size": 9}
+    with rc_context(settings):
+        made = Figure(figsize=(width * columns, height), layout="constrained")
+        axes = [made.add_subplot(1, columns, index + 1) for index in range(columns)]
+    for each in axes:
+        each.set_facecolor("none")
+        each.spines[["top", "right"]].set_visible(False)
+        each.grid(True, color=INK, alpha=0.2, linewidth=0.5)
+    return made, axes
+
+
+def lines(
+    axes: Axes,
+    series: Mapping[str, Points],
+    x: str,
+    y: str,
+    title: str,
+    log_y: bool = True,
+) -> None:
+    """A line a name, over powers of two."""
+    for index, (name, points) in enumerate(series.items()):
+        at, values = [p[0] for p in points], [p[1] for p in points]
+        axes.plot(at, values, label=name, markersize=4, linewidth=1.4, **_style(index))
+    axes.set_xscale("log", base=2)
+    if log_y:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+    shown = sorted({p[0] for points in series.values() for p in points})
+    axes.set_xticks(shown, [_short(value) for value in shown], rotation=45 if len(shown) > 6 else 0)
+    axes.minorticks_off()
+    _name(axes, x, y, title)
+    _legend(axes)
+
+
+def roofline(
+    axes: Axes, device: Device, dtype: str, points: Mapping[str, tuple[float, float]], title: str
+) -> None:
+    """The device's roof, and points of (FLOP/byte, FLOP/s), both on logarithmic axes."""
+    peak, bandwidth = device.matrix_flops(dtype), device.bandwidth
+    ridge = peak / bandwidth
+    low = min([ridge / 8, *(at / 4 for at, _ in points.values() if at > 0)])
+    high = max([ridge * 16, *(at * 2 for at, _ in points.values())])
+    roof = [(low, low * bandwidth), (ridge, peak), (high, peak)]
+    axes.plot([p[0] for p in roof], [p[1] / 1e12 for p in roof], color=INK, linewidth=1.6)
+    axes.axvline(ridge, color=INK, linewidth=0.8, linestyle=":")
+    text = f"ridge {ridge:.0f} FLOP/byte"
+    axes.text(ridge * 1.1, low * bandwidth / 1e12, text, color=INK, fontsize=8)
+    for index, (name, (at, speed)) in enumerate(points.items()):
+        axes.plot([at], [speed / 1e12], linestyle="none", markersize=7, label=name, **_style(index))
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    _name(axes, "FLOP per byte of memory", "TFLOP/s", title)
+    _legend(axes)
+
+
+def heat_map(
+    axes: Axes, rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float]],
+    title: str,
+) -> None:  # fmt: skip
+    """Ratios, 1 in the middle: above it in blue, below in orange. NaN stays empty."""
+    import math
+
+    from matplotlib.colors import LinearSegmentedColormap, LogNorm
+
+    colours = LinearSegmentedColormap.from_list("ratio", [COLOURS[1], "#f4f4f4", COLOURS[0]])
+    axes.imshow(values, cmap=colours, norm=LogNorm(0.25, 4.0), aspect="auto")  # type: ignore[arg-type, unused-ignore]
+    axes.grid(False)
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_yticks(range(len(rows)), rows, fontsize=7)
+    for i, row in enumerate(values):
+        for j, value in enumerate(row):
+            if not math.isnan(value):
+                # On a saturated cell white, else black: neither depends on the page's colour.
+                tone = "#ffffff" if abs(math.log(value)) > 0.9 else "#111111"
+                axes.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=7, color=tone)
+    axes.set_title(title, fontsize=10, color=INK)
+
+
+def bars(axes: Axes, values: Mapping[str, float], x: str, title: str) -> None:
+    """A horizontal bar a name."""
+    axes.barh(list(values), list(values.values()), color=COLOURS[0], height=0.6)
+    axes.invert_yaxis()
+    _name(axes, x, "", title)
+
+
+def against(axes: Axes, name: str, points: Points) -> None:
+    """Points of a model's figure and a measured one."""
+    index = len(axes.lines)
+    at, values = [p[0] for p in points], [p[1] for p in points]
+    axes.plot(at, values, linestyle="none", markersize=6, label=name, **_style(index))
+
+
+def finish_against(axes: Axes, x: str, y: str, title: str) -> None:
+    """The diagonal on which both agree."""
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.axline((1.0, 1.0), (10.0, 10.0), color=INK, linewidth=0.9, linestyle=":")
+    _name(axes, x, y, title)
+    _legend(axes)
+
+
+def svg(made: Figure, name: str) -> str:
+    """The figure as an ``<svg>`` element, as wide as its place and in the colour of its text.
+
+    ``name``: different for each figure of a page, whose identifiers begin apart.
+    """
+    from matplotlib import rc_context
+
+    file = io.StringIO()
+    # Text stays text, and the same figure gives the same bytes.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        made.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    text = file.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"(<svg[^>]*?) (?:height|width)=\"[^\"]*\"", r"\1", text, count=1)
+    text = re.sub(r"(<svg[^>]*?) (?:height|width)=\"[^\"]*\"", r"\1", text, count=1)
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    # What nothing refers to; and a description in place of it.
+    text = re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", text)
+    text = text.replace("<svg ", f'<svg role="img" aria-label="{html.escape(name)}" ', 1)
+    return text.replace(INK, "currentColor")
+
+
+def save(made: Figure, path: Path) -> None:
+    """Write the figure to a file, on white."""
+    made.savefig(path, dpi=150, facecolor="white")
+
+
+def _style(index: int) -> dict[str, Any]:
+    """Different for as many as there are colours times markers."""
+    turn, colour = divmod(index, len(COLOURS))
+    return {"color": COLOURS[colour], "marker": _MARKERS[(colour + turn) % len(_MARKERS)]}
+
+
+def _legend(axes: Axes) -> None:
+    """Beside the axes, where it hides nothing."""
+    axes.legend(
+        fontsize=8, frameon=False, labelcolor=INK, loc="center left", bbox_to_anchor=(1.0, 0.5)
+    )
+
+
+def _name(axes: Axes, x: str, y: str, title: str) -> None:
+    axes.set_xlabel(x, color=INK)
+    axes.set_ylabel(y, color=INK)
+    axes.set_title(title, fontsize=10, color=INK)
+
+
+def _short(value: Any) -> str:
+    return f"{value / 1024:.0f}k" if value >= 1024 and value % 1024 == 0 else f"{value:g}"

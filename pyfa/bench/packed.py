@@ -1,0 +1,76 @@
+"""Sequences of different lengths, packed one behind the other: peers that take them so, and peers
+that get a call for each."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+import torch
+
+import pyfa
+
+from .ready import Attend, Ready
+from .suites import Cell
+
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def inputs(cell: Cell, device: torch.device) -> tuple[Inputs, torch.Tensor, torch.Tensor]:
+    """q, k, v as (total, heads, head_dim), the gradient of the output, and cu_seqlens."""
+    generator = torch.Generator(device).manual_seed(0)
+    dtype = getattr(torch, cell.dtype)
+
+    def normal(heads: int) -> torch.Tensor:
+        shape = (cell.tokens, heads, cell.head_dim)
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    q, k, v = (
+        normal(heads).requires_grad_(cell.grad)
+        for heads in (cell.heads_q, cell.heads_k, cell.heads_k)
+    )
+    ends = torch.tensor((0, *cell.lengths)).cumsum(0)
+    cu_seqlens = ends.to(device, torch.int32)
+    return (q, k, v), normal(cell.heads_q), cu_seqlens
+
+
+def by_pyfa(backend: str | None, cell: Cell, device: torch.device) -> Ready:
+    leaves, dout, cu = inputs(cell, device)
+    longest = cell.seqlen_q
+
+    def forward() -> torch.Tensor:
+        result = pyfa.attention_varlen(
+            *leaves, cu, cu, longest, longest, causal=cell.causal, backend=backend
+        )
+        assert isinstance(result, torch.Tensor)
+        return result
+
+    return Ready(forward, leaves, dout)
+
+
+def by_package(name: str, cell: Cell, device: torch.device) -> Ready:
+    """flash-attention's own packages."""
+    function = importlib.import_module(name).flash_attn_varlen_func
+    leaves, dout, cu = inputs(cell, device)
+    longest = cell.seqlen_q
+
+    def forward() -> torch.Tensor:
+        result = function(*leaves, cu, cu, longest, longest, causal=cell.causal)
+        out: torch.Tensor = result[0] if isinstance(result, tuple) else result
+        return out
+
+    return Ready(forward, leaves, dout)
+
+
+def one_by_one(
+    attend_for: Callable[[Cell, torch.device], Attend], cell: Cell, device: torch.device
+) -> Ready:
+    """A call for each sequence, put together again."""
+    leaves, dout, _ = inputs(cell, device)
+    attend = attend_for(cell, device)
+
+    def forward() -> torch.Tensor:
+        parts = zip(*(x.split(cell.lengths) for x in leaves), strict=True)
+        return torch.cat([attend(q[None], k[None], v[None])[0] for q, k, v in parts])
+
+    return Ready(forward, leaves, dout)

@@ -1,0 +1,23 @@
+"""A peer at one cell, ready to be timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+# Causal attention of q, k and v as (batch, seqlen, heads, head_dim).
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Ready(NamedTuple):
+    """``forward`` gives the output of ``leaves``, which ``dout`` fits. What is timed runs inside
+    ``within``; ``step``, where there is one, is what is timed instead of forward and gradients."""
+
+    forward: Callable[[], torch.Tensor]
+    leaves: tuple[torch.Tensor, ...]
+    dout: torch.Tensor
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext
+    step: Callable[[], object] | None = None

@@ -1,0 +1,98 @@
+"""``pyfa bench --report``: one HTML file of result files, readable on its own.
+
+Nothing in it is loaded from elsewhere: pictures are inline SVG. Every section says what it shows,
+how that was measured, and where; a result without an environment is refused.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from . import charts, machine, report_speed, report_static
+from .report_parts import Section
+
+TITLE = "pyfa: what was measured, and what was computed"
+_INTRO = (
+    "Attention by pyfa beside its peers: speed, bytes, memory, correctness. Speeds are medians; a "
+    "ratio above 1 says that pyfa is faster. What is computed rather than measured is called so."
+)
+_NEEDED = ("date", "torch", "pyfa", "commit")
+_TEMPLATE = Path(__file__).with_name("report.html.j2")
+
+
+class Result(NamedTuple):
+    """A result file's name and its content, with an environment."""
+
+    name: str
+    data: Mapping[str, Any]
+
+
+# What a section is made of, by a key that only its files have.
+_MAKERS: dict[str, Callable[[str, Mapping[str, Any]], list[Section]]] = {
+    "peers": report_speed.sections,
+    "lengths": report_speed.lengths,
+    "traffic": report_speed.traffic,
+    "plans": report_static.hip,
+    "counts": report_static.conformance,
+}
+
+
+def require() -> None:
+    """``ValueError`` where a package that a report needs is missing."""
+    charts.require("--report")
+    if importlib.util.find_spec("jinja2") is None:
+        raise ValueError(
+            "--report needs jinja2, which the extra bench has: pip install 'pyfa[bench]'"
+        )
+
+
+def checked(name: str, data: Mapping[str, Any]) -> Result:
+    """A result, or ``ValueError`` where it does not say what it was measured on."""
+    environment = data.get("environment")
+    lacking = [key for key in _NEEDED if not (environment or {}).get(key)]
+    if lacking:
+        raise ValueError(f"{name}: expected an environment with {', '.join(_NEEDED)}; "
+                         f"it lacks {', '.join(lacking)}")  # fmt: skip
+    return Result(name, data)
+
+
+def read(paths: Sequence[Path]) -> list[Result]:
+    """Result files, and those of folders, in the order of their names."""
+    files: list[Path] = []
+    for path in paths:
+        files += sorted(path.glob("*.json")) if path.is_dir() else [path]
+    if not files:
+        raise ValueError("--from: there is no result file")
+    return [checked(path.name, machine.load(path)) for path in files]
+
+
+def write(folder: Path, results: Sequence[Result]) -> Path:
+    """Write ``index.html`` into ``folder``, which is made where it is missing."""
+    import jinja2
+
+    sections: list[Section] = []
+    unread = []
+    for result in results:
+        make = _maker(result.data)
+        if make is None:
+            unread.append(result.name)
+        else:
+            sections += make(result.name, result.data)
+    sections.sort(key=lambda section: section.order)
+    engine = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    page = engine.from_string(_TEMPLATE.read_text()).render(
+        title=TITLE, intro=_INTRO, sections=sections, unread=unread
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "index.html"
+    path.write_text(page)
+    return path
+
+
+def _maker(data: Mapping[str, Any]) -> Callable[[str, Mapping[str, Any]], list[Section]] | None:
+    if data.get("what") == "figures of the documents":
+        return report_static.claims
+    return next((make for key, make in _MAKERS.items() if key in data), None)

@@ -1,0 +1,67 @@
+"""What a section of a report is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+class Picture(NamedTuple):
+    """``svg`` is an element, ``caption`` says what it shows."""
+
+    svg: str
+    caption: str
+
+
+class Cell(NamedTuple):
+    """A cell of a table. ``kind``: ``best``, ``bad`` or nothing."""
+
+    text: str
+    kind: str = ""
+
+
+class Table(NamedTuple):
+    """``text``: cells hold sentences, which wrap."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    title: str = ""
+    note: str = ""
+    text: bool = False
+
+
+class Section(NamedTuple):
+    """``shows`` is a sentence or two on what there is to see, ``how`` on how it was measured, and
+    ``where`` the environment."""
+
+    order: int
+    title: str
+    shows: str
+    how: str
+    where: str
+    figures: Sequence[Picture] = ()
+    tables: Sequence[Table] = ()
+
+
+def where(name: str, data: Mapping[str, Any]) -> str:
+    """The environment in a line, with the clocks where they were recorded."""
+    found = data["environment"]
+    machine = found.get("gpu") or f"{found.get('cpu')}, {found.get('cores')} cores"
+    parts = [f"{name}: {machine}"]
+    if found.get("driver"):
+        parts.append(f"driver {found['driver']}")
+    parts += [f"Python {found.get('python')}", f"torch {found['torch']}"]
+    if found.get("triton"):
+        parts.append(f"Triton {found['triton']}")
+    parts += [f"pyfa {found['pyfa']} ({found['commit']})", str(found["date"])]
+    before, after = ((data.get("clocks") or {}).get(time) or {} for time in ("before", "after"))
+    if before and after:
+        parts.append(
+            f"SM clock {before['clocks.sm']} MHz before and {after['clocks.sm']} after, "
+            f"{after['power.draw']} W, {after['temperature.gpu']} °C"
+        )
+    return ", ".join(parts) + "."
+
+
+def plain(rows: Sequence[Sequence[object]]) -> list[list[Cell]]:
+    return [[Cell(str(text)) for text in row] for row in rows]

@@ -1,0 +1,105 @@
+"""The sections of a report that show what needs no GPU: machine code, conformance, figures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from . import charts
+from .report_parts import Cell, Picture, Section, Table, plain, where
+
+
+def hip(name: str, data: Mapping[str, Any]) -> list[Section]:
+    """Registers, LDS and static bounds of the HIP forward: benchmarks/hip_static.py."""
+    plans = data["plans"]
+    shown = [plan for plan in plans if "plain" in plan["title"] and "bf16" in plan["title"]]
+    bounds = {
+        plan["title"]: sum(plan["static_bound"]["tflops_at_sustained_clock"]) / 2
+        for plan in shown or plans
+    }
+    made, (axis,) = charts.figure(height=0.8 + 0.3 * len(bounds))
+    charts.bars(axis, bounds, "TFLOP/s, static bound", "MI300X: the busiest unit never idle")
+    head = ["plan", "VGPR", "spills", "LDS B", "VALU+exp / MFMA", "LDS B/clk", "bound by",
+            "TFLOP/s at the sustained clock"]  # fmt: skip
+    body = plain(
+        [
+            [plan["title"], plan["vgprs"], plan["spills"], plan["lds_bytes_of_workgroup"],
+             f"{plan['vector_over_mfma']:.2f}", f"{plan['lds_bytes_per_mfma_clock_of_cu']:.1f}",
+             plan["static_bound"]["busiest"],
+             " to ".join(f"{x:.0f}" for x in plan["static_bound"]["tflops_at_sustained_clock"])]
+            for plan in plans
+        ]
+    )  # fmt: skip
+    return [
+        Section(
+            30,
+            "MI300X: the forward's machine code",
+            "What the compiled gfx942 kernels are made of. A bound that nothing passes, computed "
+            "from instructions counted in the emulator; no hardware ran them.",
+            " ".join(data["notes"]),
+            where(name, data),
+            [Picture(charts.svg(made, name), "Plans without score terms, bfloat16.")],
+            [Table(head, body)],
+        )
+    ]
+
+
+def conformance(name: str, data: Mapping[str, Any]) -> list[Section]:
+    """How a backend did in the suite, and what came closest to the rule's bounds."""
+    counts = data["counts"]
+    failed = len(data["failed"])
+    summary = Table(["", "cases"], plain(sorted(counts.items())))
+    worst = [
+        [Cell(f"{ratio:.3f}", "bad" if ratio > 1 else ""), Cell(what), Cell(case)]
+        for ratio, case, what in data["worst"]
+    ]
+    declined = data["declined"]
+    pairs = declined.items() if isinstance(declined, Mapping) else Counter(declined).items()
+    tables = [summary, Table(["of what is allowed", "tensor", "case"], worst, "Closest", text=True)]
+    if pairs:
+        tables.append(Table(["declined because", "cases"], plain(list(pairs)), "Declined"))
+    return [
+        Section(
+            40,
+            f"Conformance: {data['backend']}",
+            f"{data['ran']} cases of level {data['level']} against float64, {failed} failed. Where "
+            "a backend declines a case it says why.",
+            "Inputs from raw PCG64 integers; the error may be 2 × that of naive attention in the "
+            "same dtype (3 × for gradients and softcap) and 4 ulp, the mean error 1.5 ×.",
+            where(name, data),
+            [],
+            tables,
+        )
+    ]
+
+
+def claims(name: str, data: Mapping[str, Any]) -> list[Section]:
+    """The figures of the documents: benchmarks/claims.py."""
+    rows = data["rows"]
+    counts = Counter(row["verdict"] for row in rows)
+    body = [
+        [
+            Cell(row["file"][:3]),
+            Cell(row["statement"]),
+            Cell(row["stated"]),
+            Cell("–" if row["ours"] is None else f"{row['ours']:.4g} {row['unit']}"),
+            Cell(row["verdict"], "bad" if row["verdict"] == "wrong" else ""),
+            Cell("; ".join(text for text in (row["assuming"], row["why"]) if text)),
+        ]
+        for row in rows
+    ]
+    return [
+        Section(
+            50,
+            "Figures that are told of tiled attention",
+            "Numeric statements of five documents, each beside what the formulas, the devices' "
+            f"tables or measured results give: {', '.join(f'{n} {v}' for v, n in counts.items())}.",
+            "Computed by benchmarks/claims.py, verdicts included: ours lies within what the stated "
+            "figure means, or it does not. Speeds are those of the result files above.",
+            where(name, data),
+            [],
+            [Table(["file", "statement", "stated", "ours", "verdict", "assuming, or why"], body,
+                   text=True)],
+        )
+    ]  # fmt: skip

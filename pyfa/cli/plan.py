@@ -1,0 +1,221 @@
+"""``pyfa plan``: what a problem costs on a device, and what fits where. Nothing is run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import problem
+from .console import print_json, print_table, size
+
+if TYPE_CHECKING:
+    from ..dispatch import Explanation
+    from ..traffic import Model, TiledKernel
+
+# What makes a problem more than the dense attention that the model counts.
+_LEFT_OUT = {
+    "bias": "the bias and its gradient",
+    "varlen": "the packed batch: all sequences count as the longest",
+    "seqused": "lengths per sequence: all count as the longest",
+    "paged": "the page table",
+    "leftpad": "cache_leftpad: all keys count",
+    "dropout": "the generator's instructions",
+}
+_NOTE = """\
+Compulsory: each input read once, each output written once. Requested: what the tiles ask of the
+memory system; standard attention's rest on matrix products in tiles of 128 × 128. DRAM: estimated
+from the size of the last cache, between the two. Intensity: visible FLOPs per DRAM byte. At least:
+every kernel at the vendor's peaks, which no card holds for long: a bound, not a prediction."""
+
+
+def add(commands: Any) -> None:
+    """Add the command to argparse's ``commands``."""
+    parser = commands.add_parser(
+        "plan",
+        help="bytes, FLOPs, memory and on-chip buffers of a problem, and what bounds it",
+        description="What a problem costs on a device, by formula: LDS or shared memory, block "
+        "sizes that fit, bytes, FLOPs, peak memory, roofline, for standard attention and for the "
+        "kernels of the backend's plan. No GPU is needed, and nothing is run.",
+    )
+    problem.add_flags(parser)
+    parser.add_argument("--device", metavar="D", help="a GPU by name: MI300X, H200, RTX4090, …")
+    parser.add_argument("--backend", metavar="B", help="by default the one that would be chosen")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the kernels for registers and occupancy"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .png, .svg or .pdf")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Status 0 also where nobody would run it: the formulas hold all the same."""
+    if options.plot is not None:
+        # Not found out after seconds of compiling.
+        from ..bench import charts
+
+        charts.require("--plot")
+        charts.check_name(options.plot)
+    answer, result, why_none = modelled(options)
+    left_out = [text for name, text in _LEFT_OUT.items() if name in answer.problem.features]
+    if options.plot is not None:
+        from . import plan_plot
+
+        plan_plot.draw(options.plot, answer, result.shape, options.dtype)
+        print(f"pyfa: wrote {options.plot}", file=sys.stderr)
+    if options.json:
+        data = {
+            "problem": answer.problem.described,
+            "backend": answer.chosen,
+            "plan": _plan(answer),
+            "left_out": left_out,
+            **result.as_dict(),
+        }
+        print_json("plan", data)
+    else:
+        _print(answer, result, why_none, left_out)
+    return 0
+
+
+def modelled(options: argparse.Namespace) -> tuple[Explanation, Model, str]:
+    """Who would run it, what that costs, and why no kernels are told where there are none."""
+    from ..traffic import model
+
+    answer = problem.explain(options, options.device, options.backend)
+    shape = problem.shape(options)
+    if 0 in (shape.batch, shape.seqlen_q, shape.seqlen_k):
+        raise ValueError("an attention without queries or keys costs nothing")
+    kernels, why_none = _kernels(answer, shape, options.compile)
+    return answer, model(shape, answer.problem.device, options.dtype, kernels), why_none
+
+
+def _plan(answer: Explanation) -> str | None:
+    found = [one.plan for one in answer.answers if one.backend == answer.chosen]
+    return str(found[0]) if found else None
+
+
+def _kernels(answer: Explanation, shape: Any, compiled: bool) -> tuple[Sequence[TiledKernel], str]:
+    """The kernels of the chosen backend's plan, else why there are none."""
+    from ..backends import BACKENDS
+    from ..backends.base import Tiled
+
+    if answer.chosen is None:
+        return (), "no backend can run this attention"
+    backend = BACKENDS[answer.chosen]
+    if not isinstance(backend, Tiled):
+        able = [one.backend for one in answer.answers if one.plan is not None]
+        others = [name for name in able if isinstance(BACKENDS[name], Tiled)]
+        hint = f" (--backend {others[0]} does)" if others else ""
+        return (), f"{answer.chosen} does not tell its tiles{hint}"
+    (plan,) = (one.plan for one in answer.answers if one.backend == answer.chosen)
+    assert plan is not None
+    return backend.tiled_kernels(plan, answer.problem, shape, compiled), ""
+
+
+def _print(answer: Explanation, model: Model, why_none: str, left_out: list[str]) -> None:
+    device = model.device
+    print(answer.problem.described)
+    print(_device_line(model))
+    print(f"backend {answer.chosen or 'none'}: {why_none or _plan(answer)}")
+    if model.fits:
+        print()
+        _print_kernels(model)
+    if device.limits is not None:
+        print()
+        block = device.limits.shared_bytes_per_block
+        rows = [[name, str(count)] for name, count in model.rules().items()]
+        print_table([f"rows that fit {block / 1024:.0f} KiB on chip", "rows"], rows)
+    print()
+    _print_costs(model, "backward" in answer.problem.features)
+    print()
+    print(_NOTE)
+    for text in left_out:
+        print(f"Left out: {text}.")
+
+
+def _device_line(model: Model) -> str:
+    from ..traffic import last_level_bytes
+
+    device = model.device
+    peak = device.matrix_flops(model.dtype)
+    if not device.bandwidth or not peak:
+        return f"{device.name or device.arch}: peaks not known, so no roofline"
+    return (
+        f"{device.name}: {device.units} units, {peak / 1e12:.4g} TFLOP/s {model.dtype}, "
+        f"{device.bandwidth / 1e12:.3g} TB/s, ridge {model.ridge:.0f} FLOP/byte, last cache "
+        f"{last_level_bytes(device) / 2**20:.0f} MiB, on-chip {device.shared_bandwidth / 1e12:.1f} "
+        "TB/s (vendor's figures)"
+    )
+
+
+def _print_kernels(model: Model) -> None:
+    rows = []
+    for fit in model.fits:
+        kernel, tiling = fit.kernel, fit.kernel.tiling
+        tile = f"{tiling.block_q} × {tiling.block_k}"
+        parts = f" in {tiling.splits} parts" if tiling.splits > 1 else ""
+        known = fit.occupancy
+        limit = model.device.limits.shared_bytes_per_block if model.device.limits else 0
+        rows.append(
+            [
+                kernel.role.replace("_", ", ") + parts,
+                tile,
+                str(fit.workgroups),
+                str(kernel.threads),
+                str(kernel.registers or "–"),
+                f"{kernel.shared_bytes}",
+                f"{kernel.shared_bytes / limit:.0%}" if limit else "–",
+                f"{known.workgroups}" if known else "–",
+                f"{'' if kernel.registers else '≤ '}{known.share:.0%}" if known else "–",
+                known.limited_by if known else "–",
+            ]
+        )
+    head = ["kernel", "rows × keys", "workgroups", "threads", "registers", "on-chip B", "of limit",
+            "per unit", "occupancy", "limited by"]  # fmt: skip
+    print_table(head, rows)
+    for fit in model.fits:
+        buffers = ", ".join(f"{name} {count}" for name, count in fit.kernel.buffers.items())
+        print(f"  {fit.kernel.role.replace('_', ', ')}: {buffers} B")
+    if not all(fit.kernel.registers for fit in model.fits):
+        print("  Registers are not counted (--compile does), so the occupancy is an upper bound.")
+
+
+def _print_costs(model: Model, backward: bool) -> None:
+    columns = [
+        (f"{way}, {to}", model.costs.get((way, to)), to)
+        for to in ("forward", "backward")
+        for way in ("standard", "tiled")
+        if to == "forward" or backward
+    ]
+    known = [(name, cost, to) for name, cost, to in columns if cost is not None]
+
+    def row(title: str, cells: list[str]) -> list[str]:
+        return [title, *cells]
+
+    rows = [
+        row("compulsory", [size(model.compulsory[to]) for _, _, to in known]),
+        row("requested", [size(cost.requested) for _, cost, _ in known]),
+        row("DRAM, estimated", [size(cost.dram) for _, cost, _ in known]),
+        row("visible TFLOP", [f"{model.flops[to] / 1e12:.4g}" for _, _, to in known]),
+        row("computed TFLOP", [f"{cost.computed_flops / 1e12:.4g}" for _, cost, _ in known]),
+        row("FLOP/byte", [f"{cost.intensity:.3g}" for _, cost, _ in known]),
+        row("bound by", [cost.by or "–" for _, cost, _ in known]),
+        row("at least", [_seconds(cost.seconds) for _, cost, _ in known]),
+        row("… any tiles", [_seconds(model.least[to].seconds) for _, _, to in known]),
+        row("peak memory", [_peak(model, name, to) for name, _, to in known]),
+    ]
+    print_table(["", *(name for name, _, _ in known)], rows)
+
+
+def _peak(model: Model, name: str, to: str) -> str:
+    kind = "training" if to == "backward" else "forward"
+    return size(model.peak_bytes[name.split(",")[0], kind])
+
+
+def _seconds(seconds: float) -> str:
+    if not seconds:
+        return "–"
+    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"

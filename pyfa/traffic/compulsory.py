@@ -1,0 +1,45 @@
+"""Bytes that no way to compute attention gets around: each input read once, each output written."""
+
+from __future__ import annotations
+
+from .shape import Shape
+
+FLOAT_BYTES = 4  # of LSE, delta and partial results
+FORWARD_READS, FORWARD_WRITES = ("q", "k", "v"), ("out", "lse")
+BACKWARD_READS = ("q", "k", "v", "out", "dout", "lse")
+BACKWARD_WRITES = ("dq", "dk", "dv")
+
+
+def tensor_bytes(shape: Shape) -> dict[str, int]:
+    """Bytes of every tensor of forward and backward, by name; ``s`` is one matrix of all scores."""
+    rows = shape.batch * shape.seqlen_q * shape.heads_q
+    keys = shape.batch * shape.seqlen_k * shape.heads_k
+    q, out = rows * shape.head_dim * shape.itemsize, rows * shape.head_dim_v * shape.itemsize
+    k, v = keys * shape.head_dim * shape.itemsize, keys * shape.head_dim_v * shape.itemsize
+    scores = shape.lines * shape.seqlen_q * shape.seqlen_k * shape.itemsize
+    state = rows * FLOAT_BYTES
+    return {
+        "q": q, "k": k, "v": v, "out": out, "lse": state, "delta": state,
+        "dout": out, "dq": q, "dk": k, "dv": v, "s": scores,
+    }  # fmt: skip
+
+
+def read_once(shape: Shape) -> dict[str, int]:
+    """``tensor_bytes``, with only those keys and values that some query sees."""
+    sizes = tensor_bytes(shape)
+    begin, end = shape.keys_seen(0, shape.seqlen_q - 1) if shape.seqlen_q else (0, 0)
+    for name in ("k", "v"):
+        sizes[name] = sizes[name] // max(1, shape.seqlen_k) * (end - begin)
+    return sizes
+
+
+def compulsory_bytes(shape: Shape, backward: bool = False) -> int:
+    """Of a forward with its LSE, or of a backward. Compare with ncu's ``dram__bytes.sum``.
+
+    Forward at N queries and keys of one head, in 16 bits: 8·N·d bytes and 4·N of LSE: the 4.2 MB of
+    N = 4096, d = 128. A key that the mask hides from every query is not counted.
+    """
+    reads = BACKWARD_READS if backward else FORWARD_READS
+    writes = BACKWARD_WRITES if backward else FORWARD_WRITES
+    once, sizes = read_once(shape), tensor_bytes(shape)
+    return sum(once[name] for name in reads) + sum(sizes[name] for name in writes)

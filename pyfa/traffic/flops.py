@@ -1,0 +1,38 @@
+"""FLOPs of matrix products: of what the mask leaves, and of what tiles compute. An FMA counts 2."""
+
+from __future__ import annotations
+
+from .kernels import ROLES, TiledKernel
+from .requested import blocks
+from .shape import Shape
+
+
+def attention_flops(shape: Shape, backward: bool = False) -> int:
+    """Of exactly the visible pairs. Forward: 2·(d + dv) a pair (S = QKᵀ, O = PV).
+
+    Backward: 2·(3·d + 2·dv), S made again, dP, dV, dQ and dK: the field's 2.5 times a forward
+    where d = dv. What tiled kernels that own keys and rows in turn compute beyond that, S and dP
+    twice, is theirs: ``tile_flops``.
+    """
+    per_pair = 3 * shape.head_dim + 2 * shape.head_dim_v
+    if not backward:
+        per_pair = shape.head_dim + shape.head_dim_v
+    return 2 * per_pair * shape.lines * shape.visible_pairs()
+
+
+def tile_pairs(shape: Shape, kernel: TiledKernel) -> int:
+    """(query, key) pairs in all tiles that a kernel walks, those of all heads: whole tiles, also
+    where the mask or an edge leaves a part. A kernel that skips inside a tile computes less."""
+    tiling = kernel.tiling
+    tile = tiling.block_q * tiling.block_k
+    step = tiling.block_q if ROLES[kernel.role].owns_keys else tiling.block_k
+    tiles = sum(-(-(end - begin) // step) for _, _, begin, end in blocks(shape, kernel))
+    per_group = shape.group // tiling.packed if not ROLES[kernel.role].owns_keys else shape.group
+    return tiles * tile * shape.batch * shape.heads_k * per_group
+
+
+def tile_flops(shape: Shape, kernel: TiledKernel) -> int:
+    """Of what ``kernel`` computes: whole tiles, head dims as compiled."""
+    role = ROLES[kernel.role]
+    per_pair = role.products_d * kernel.dims[0] + role.products_dv * kernel.dims[1]
+    return 2 * per_pair * tile_pairs(shape, kernel)

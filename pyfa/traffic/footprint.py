@@ -1,0 +1,43 @@
+"""Peak bytes of device memory, inputs and outputs included: of standard attention and of tiled."""
+
+from __future__ import annotations
+
+from .compulsory import tensor_bytes
+from .passes import splits_bytes
+from .shape import Shape
+
+_INPUTS, _GRADIENTS = ("q", "k", "v", "out"), ("dout", "dq", "dk", "dv")
+
+
+def standard_bytes(shape: Shape, training: bool = False) -> int:
+    """Of eager attention, without a mask's own matrix.
+
+    Forward: S and P are alive at once. Training: autograd keeps P; while dS is made, P, dP and dS
+    are alive, beside inputs, output and gradients.
+    """
+    sizes = tensor_bytes(shape)
+    if training:
+        return _sum(sizes, *_INPUTS, *_GRADIENTS) + 3 * sizes["s"]
+    return _sum(sizes, *_INPUTS) + 2 * sizes["s"]
+
+
+def tiled_bytes(shape: Shape, training: bool = False, splits: int = 1) -> int:
+    """Of kernels that keep S on chip: inputs, output, LSE, and the partial results of split keys.
+
+    Training: also the gradients, and two floats a row that backward keeps (delta, and the LSE in
+    base 2 as the kernels want it).
+    """
+    sizes = tensor_bytes(shape)
+    forward = _sum(sizes, *_INPUTS, "lse") + splits_bytes(shape, splits)
+    if not training:
+        return forward
+    return max(forward, _sum(sizes, *_INPUTS, *_GRADIENTS, "lse") + 2 * sizes["delta"])
+
+
+def ratio_with_scores(seqlen: int, head_dim: int) -> float:
+    """(Q, K, V, O and one matrix of scores) / (Q, K, V, O) = 1 + N / 4d, in one element size."""
+    return 1.0 + seqlen / (4.0 * head_dim)
+
+
+def _sum(sizes: dict[str, int], *names: str) -> int:
+    return sum(sizes[name] for name in names)

@@ -1,0 +1,201 @@
+"""All that one attention costs on one device, standard and tiled, as numbers and as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..device import Device
+from . import footprint, sram
+from .compulsory import compulsory_bytes
+from .dram import each_dram_bytes, last_level_bytes
+from .flops import attention_flops
+from .kernels import TiledKernel
+from .passes import Pass, standard_backward, standard_forward, tiled_passes
+from .requested import workgroups
+from .roofline import Bound, bound, ridge
+from .shape import Shape
+
+WAYS, DIRECTIONS = ("standard", "tiled"), ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class Costs:
+    """One way to compute one direction. Bytes and FLOPs; ``intensity`` is visible FLOPs per byte of
+    the DRAM estimate. ``seconds``: each kernel's bound by peaks, FLOPs of its tiles and its
+    estimated DRAM bytes, summed; ``by``: what bounds the larger part of that time."""
+
+    requested: int
+    dram: int
+    computed_flops: int
+    intensity: float
+    seconds: float
+    by: str
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One kernel of the plan on one compute unit."""
+
+    kernel: TiledKernel
+    workgroups: int
+    occupancy: sram.Occupancy | None
+
+
+@dataclass(frozen=True)
+class Model:
+    """What ``model`` computes.
+
+    ``least``: the bound of the problem itself, from visible FLOPs and compulsory bytes, which no
+    kernel passes that keeps the scores on chip. ``costs`` by way and direction; a way whose tiles
+    nobody told has none. ``peak_bytes`` of memory by way, for a forward and for training.
+    """
+
+    shape: Shape
+    device: Device
+    dtype: str
+    compulsory: Mapping[str, int]
+    flops: Mapping[str, int]
+    least: Mapping[str, Bound]
+    costs: Mapping[tuple[str, str], Costs]
+    peak_bytes: Mapping[tuple[str, str], int]
+    fits: tuple[Fit, ...]
+
+    @property
+    def ridge(self) -> float:
+        """FLOP/byte from which the device's matrix units bound; 0 where it is not known."""
+        return ridge(self.device, self.dtype)
+
+    def rules(self) -> dict[str, int]:
+        """Rows of a block by the rules of ``sram``: of float32, as the seeds count, and of the
+        dtype. Empty where the device has no arch with a limit."""
+        limits = self.device.limits
+        if limits is None:
+            return {}
+        block, dim, size = limits.shared_bytes_per_block, self.shape.head_dim, self.shape.itemsize
+        return {
+            "three tiles, float32": sram.rows_of_three_tiles(block, dim),
+            "with S and O, float32": sram.rows_with_scores(block, dim),
+            f"three tiles, {self.dtype}": sram.rows_of_three_tiles(block, dim, size),
+            f"with S and O, {self.dtype}": sram.rows_with_scores(block, dim, size),
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON: FLOPs, bytes, seconds, FLOP/byte."""
+        device = self.device
+        limits = device.limits
+        return {
+            "shape": self.shape._asdict() | {"visible_pairs": self.shape.visible_pairs()},
+            "dtype": self.dtype,
+            "device": {
+                "name": device.name,
+                "arch": device.arch,
+                "units": device.units,
+                "peak_flops": device.matrix_flops(self.dtype),
+                "bandwidth": device.bandwidth,
+                "ridge": self.ridge,
+                "shared_bandwidth": device.shared_bandwidth,
+                "shared_bytes": limits.shared_bytes if limits else 0,
+                "shared_bytes_per_block": limits.shared_bytes_per_block if limits else 0,
+                "last_level_bytes": last_level_bytes(device),
+                "source": limits.source if limits else "",
+            },
+            "rows_that_fit": self.rules(),
+            "kernels": [_fit_as_dict(fit) for fit in self.fits],
+            "compulsory_bytes": dict(self.compulsory),
+            "flops": dict(self.flops),
+            "least": {name: one._asdict() for name, one in self.least.items()},
+            "costs": {
+                way: {
+                    to: asdict(self.costs[way, to]) for to in DIRECTIONS if (way, to) in self.costs
+                }
+                for way in WAYS
+            },
+            "peak_bytes": {
+                way: {to: self.peak_bytes[way, to] for to in ("forward", "training")}
+                for way in WAYS
+            },
+        }
+
+
+def model(shape: Shape, device: Device, dtype: str, kernels: Sequence[TiledKernel] = ()) -> Model:
+    """What ``shape`` costs on ``device``: by standard attention, and by a plan's ``kernels``."""
+    fits = tuple(
+        Fit(kernel, workgroups(shape, kernel), _occupancy(device, kernel)) for kernel in kernels
+    )
+    forward = [kernel for kernel in kernels if kernel.role == "forward"]
+    backward = [kernel for kernel in kernels if kernel.role != "forward"]
+    # What runs at once: of the forward kernel as many as fit; of a matrix product one a unit.
+    resident = {fit.kernel.role: fit.occupancy.workgroups for fit in fits if fit.occupancy}
+    ways: dict[tuple[str, str], tuple[list[Pass], int]] = {
+        ("standard", "forward"): (standard_forward(shape), 1),
+        ("standard", "backward"): (standard_backward(shape), 1),
+    }
+    for to, some in (("forward", forward), ("backward", backward)):
+        if some:
+            ways["tiled", to] = (tiled_passes(shape, some), resident.get(some[0].role, 1))
+    compulsory = {to: compulsory_bytes(shape, to == "backward") for to in DIRECTIONS}
+    flops = {to: attention_flops(shape, to == "backward") for to in DIRECTIONS}
+    splits = forward[0].tiling.splits if forward else 1
+    return Model(
+        shape=shape,
+        device=device,
+        dtype=dtype,
+        compulsory=compulsory,
+        flops=flops,
+        least={to: bound(device, dtype, flops[to], compulsory[to]) for to in DIRECTIONS},
+        costs={
+            key: _costs(passes, device, dtype, flops[key[1]], at_once * device.units)
+            for key, (passes, at_once) in ways.items()
+        },
+        peak_bytes={
+            (way, name): peak
+            for training, name in ((False, "forward"), (True, "training"))
+            for way, peak in (
+                ("standard", footprint.standard_bytes(shape, training)),
+                ("tiled", footprint.tiled_bytes(shape, training, splits)),
+            )
+        },
+        fits=fits,
+    )
+
+
+def _costs(passes: Sequence[Pass], device: Device, dtype: str, flops: int, slots: int) -> Costs:
+    moved = each_dram_bytes(passes, last_level_bytes(device), slots)
+    bounds = [
+        bound(device, dtype, one.flops, bytes_moved)
+        for one, bytes_moved in zip(passes, moved, strict=True)
+    ]
+    seconds = {by: sum(b.seconds for b in bounds if b.by == by) for by in ("memory", "compute")}
+    known = any(b.by for b in bounds)
+    return Costs(
+        requested=sum(one.requested for one in passes),
+        dram=sum(moved),
+        computed_flops=sum(one.flops for one in passes),
+        intensity=flops / sum(moved) if sum(moved) else 0.0,
+        seconds=sum(seconds.values()),
+        by=max(seconds, key=lambda by: seconds[by]) if known else "",
+    )
+
+
+def _occupancy(device: Device, kernel: TiledKernel) -> sram.Occupancy | None:
+    if device.limits is None:
+        return None
+    return sram.occupancy(device.limits, kernel.shared_bytes, kernel.threads, kernel.registers)
+
+
+def _fit_as_dict(fit: Fit) -> dict[str, Any]:
+    kernel = fit.kernel
+    return {
+        "role": kernel.role,
+        **kernel.tiling._asdict(),
+        "dims": list(kernel.dims),
+        "threads": kernel.threads,
+        "workgroups": fit.workgroups,
+        "buffers": dict(kernel.buffers),
+        "shared_bytes": kernel.shared_bytes,
+        "compiled": bool(kernel.compiled_bytes or kernel.registers),
+        "registers": kernel.registers,
+        "occupancy": fit.occupancy._asdict() if fit.occupancy else None,
+    }

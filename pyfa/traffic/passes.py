@@ -1,0 +1,165 @@
+"""The kernels of an attention one behind the other: a plan's, and those of standard attention.
+
+Standard attention is that of Dao et al. (2022), algorithms 0 (forward) and 3 (backward): a matrix
+product, softmax, another product, with S and P in memory between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .compulsory import FLOAT_BYTES, read_once, tensor_bytes
+from .flops import tile_flops
+from .kernels import TiledKernel
+from .requested import requested_bytes, requested_of, workgroups
+from .shape import Shape
+
+# Of a vendor's matrix product on large matrices: an assumption, which only the requested bytes of
+# standard attention rest on.
+GEMM_TILE = 128
+# What one kernel leaves for another and nobody asked for.
+INTERMEDIATE = frozenset({"s", "p", "dp", "ds", "delta", "partial"})
+
+
+class Stream(NamedTuple):
+    """Bytes of one tensor in one kernel: ``once`` if read or written once, ``asked`` as it does."""
+
+    tensor: str
+    once: int
+    asked: int
+
+
+class Pass(NamedTuple):
+    """One kernel: what it reads and writes, its matrix FLOPs, how many workgroups of how many
+    independent heads (those that share K and V are one) it has."""
+
+    name: str
+    reads: tuple[Stream, ...]
+    writes: tuple[Stream, ...]
+    flops: int
+    workgroups: int
+    heads: int
+
+    @property
+    def requested(self) -> int:
+        """Bytes asked of the memory system."""
+        return sum(stream.asked for stream in (*self.reads, *self.writes))
+
+
+def tiled_passes(shape: Shape, kernels: Sequence[TiledKernel]) -> list[Pass]:
+    """Of a plan's kernels; with a backward also the row sums, with parts also their merge."""
+    found: list[Pass] = []
+    for kernel in kernels:
+        if kernel.role != "forward" and not any(p.name == "row sums" for p in found):
+            found.append(_row_sums(shape))
+        found.append(_tiled(shape, kernel))
+        if kernel.role == "forward" and kernel.tiling.splits > 1:
+            found.append(_merge(shape, kernel))
+    return found
+
+
+def _tiled(shape: Shape, kernel: TiledKernel) -> Pass:
+    once = read_once(shape)
+    reads, writes = requested_of(shape, kernel)
+    return Pass(
+        kernel.role,
+        # A kernel cannot ask for less than it needs: what `once` holds and no block asks for is of
+        # rows that see nothing.
+        tuple(Stream(name, min(once[name], asked), asked) for name, asked in reads.items()),
+        tuple(Stream(name, asked, asked) for name, asked in writes.items()),
+        tile_flops(shape, kernel),
+        workgroups(shape, kernel),
+        max(1, shape.batch * shape.heads_k),
+    )
+
+
+def _row_sums(shape: Shape) -> Pass:
+    sizes = tensor_bytes(shape)
+    reads, writes = _whole(sizes, "out", "dout", "lse"), _whole(sizes, "delta")
+    return Pass("row sums", reads, writes, 0, shape.lines, max(1, shape.lines))
+
+
+def _merge(shape: Shape, kernel: TiledKernel) -> Pass:
+    asked = requested_bytes(shape, kernel.tiling)
+    sums = tensor_bytes(shape)["lse"] * kernel.tiling.splits
+    reads = (Stream("partial", asked.merged + sums, asked.merged + sums),)
+    writes = (Stream("out", asked.out, asked.out), Stream("lse", asked.lse, asked.lse))
+    return Pass("merge", reads, writes, 0, shape.lines * shape.seqlen_q, max(1, shape.lines))
+
+
+def _whole(sizes: dict[str, int], *names: str) -> tuple[Stream, ...]:
+    return tuple(Stream(name, sizes[name], sizes[name]) for name in names)
+
+
+class _Matrices:
+    """Products and element-wise kernels over all heads of ``shape``, masked or not: standard
+    attention computes every score."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.sizes = tensor_bytes(shape)
+        self.sizes |= dict.fromkeys(("p", "dp", "ds"), self.sizes["s"])
+
+    def product(self, name: str, left: str, right: str, out: str) -> Pass:
+        """``out`` = left · right: a tile of the output asks for its rows and columns whole."""
+        rows, columns, inner = self._sides(out, left)
+        across, down = -(-columns // GEMM_TILE), -(-rows // GEMM_TILE)
+        sizes = self.sizes
+        # Query heads of a group read the same K and V.
+        shared = dict.fromkeys(("k", "v"), self.shape.group)
+        reads = tuple(
+            Stream(x, sizes[x], sizes[x] * shared.get(x, 1) * times)
+            for x, times in ((left, across), (right, down))
+        )
+        lines = self.shape.lines
+        flops = 2 * lines * rows * columns * inner
+        return Pass(name, reads, _whole(sizes, out), flops, lines * across * down, max(1, lines))
+
+    def each(self, name: str, reads: Sequence[str], out: str) -> Pass:
+        """A kernel that reads whole matrices and writes one."""
+        lines = self.shape.lines
+        return Pass(
+            name, _whole(self.sizes, *reads), _whole(self.sizes, out), 0,
+            lines * self.shape.seqlen_q, max(1, lines),
+        )  # fmt: skip
+
+    def _sides(self, out: str, left: str) -> tuple[int, int, int]:
+        """Rows, columns and inner length of a product by the names of its output and left side."""
+        shape = self.shape
+        q, k, d, dv = shape.seqlen_q, shape.seqlen_k, shape.head_dim, shape.head_dim_v
+        inner = dv if left == "dout" else d
+        return {
+            "s": (q, k, inner), "dp": (q, k, inner),
+            "out": (q, dv, k), "dq": (q, d, k), "dk": (k, d, q), "dv": (k, dv, q),
+        }[out]  # fmt: skip
+
+
+def standard_forward(shape: Shape, elementwise: int = 0) -> list[Pass]:
+    """S = QKᵀ; P = softmax(S); O = PV. ``elementwise`` kernels more over S: eager PyTorch has one
+    that scales and one that masks, each of which reads and writes all of S."""
+    m = _Matrices(shape)
+    return [
+        m.product("S = QKᵀ", "q", "k", "s"),
+        *(m.each("scale or mask", ("s",), "s") for _ in range(elementwise)),
+        m.each("P = softmax(S)", ("s",), "p"),
+        m.product("O = PV", "p", "v", "out"),
+    ]
+
+
+def standard_backward(shape: Shape) -> list[Pass]:
+    """dV = PᵀdO; dP = dO Vᵀ; dS from P and dP; dQ = dS K; dK = dSᵀQ."""
+    m = _Matrices(shape)
+    return [
+        m.product("dV = PᵀdO", "p", "dout", "dv"),
+        m.product("dP = dO Vᵀ", "dout", "v", "dp"),
+        m.each("dS = P∘(dP − Σ)", ("p", "dp"), "ds"),
+        m.product("dQ = dS K", "ds", "k", "dq"),
+        m.product("dK = dSᵀQ", "ds", "q", "dk"),
+    ]
+
+
+def splits_bytes(shape: Shape, splits: int) -> int:
+    """Of the partial results of a forward cut into ``splits``, as they are allocated."""
+    rows = shape.lines * shape.seqlen_q
+    return rows * splits * (shape.head_dim_v + 1) * FLOAT_BYTES if splits > 1 else 0

@@ -1,0 +1,128 @@
+"""Bytes that a kernel's tiles ask of the memory system.
+
+Not HBM traffic: K and V are asked for once per block of query rows, and most of that the caches
+answer. What the emulator counts and what the sectors of an L2 show compares with this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from .compulsory import FLOAT_BYTES, tensor_bytes
+from .kernels import ROLES, TiledKernel, Tiling
+from .shape import Shape
+
+
+class Requested(NamedTuple):
+    """Bytes of each tensor; ``merged`` of them are read again by the kernel that merges parts."""
+
+    q: int
+    k: int
+    v: int
+    out: int
+    lse: int
+    partial: int
+    merged: int
+
+    @property
+    def loads(self) -> int:
+        return self.q + self.k + self.v + self.merged
+
+    @property
+    def stores(self) -> int:
+        return self.out + self.lse + self.partial
+
+
+def requested_bytes(shape: Shape, tiling: Tiling) -> Requested:
+    """Of a forward with its merge: Q once per part, K and V once per block of rows that sees them.
+
+    Scalars (arguments, lengths, the LSEs of parts where they are merged) are left out.
+    """
+    size, packed = shape.itemsize, tiling.packed
+    keys = seen = 0
+    for first, last, begin, end in _walk(shape, tiling.block_q, tiling.block_k, tiling):
+        keys += end - begin
+        low, high = shape.rows_seeing(first // packed, last // packed, begin, end)
+        seen += max(0, min(last + 1, high * packed) - max(first, low * packed))
+    lines = shape.lines // packed
+    rows = shape.lines * shape.seqlen_q
+    split = tiling.splits > 1
+    merged = lines * seen * shape.head_dim_v * FLOAT_BYTES if split else 0
+    return Requested(
+        q=rows * shape.head_dim * size * tiling.splits,
+        k=lines * keys * shape.head_dim * size,
+        v=lines * keys * shape.head_dim_v * size,
+        out=rows * shape.head_dim_v * size,
+        lse=rows * FLOAT_BYTES,
+        partial=merged + rows * FLOAT_BYTES * tiling.splits if split else 0,
+        merged=merged,
+    )
+
+
+def requested_of(shape: Shape, kernel: TiledKernel) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes that one kernel reads, and those that it writes, by tensor.
+
+    A role that owns keys reads the rows of every head of the group for each of its blocks.
+    """
+    role = ROLES[kernel.role]
+    if kernel.role == "forward":
+        asked = requested_bytes(shape, kernel.tiling)
+        reads = {"q": asked.q, "k": asked.k, "v": asked.v}
+        if kernel.whole_tiles:
+            walked = sum(end - begin for _, _, begin, end in blocks(shape, kernel))
+            per_key = shape.lines // kernel.tiling.packed * walked * shape.itemsize
+            reads |= {"k": per_key * shape.head_dim, "v": per_key * shape.head_dim_v}
+        if not asked.partial:
+            return reads, {"out": asked.out, "lse": asked.lse}
+        return reads, {"partial": asked.partial}
+    sizes = tensor_bytes(shape)
+    reads = {name: sizes[name] for name in role.held}
+    walked = sum(end - begin for _, _, begin, end in blocks(shape, kernel))
+    length = shape.seqlen_q if role.owns_keys else shape.seqlen_k
+    heads = 1 if role.owns_keys else shape.group
+    for name in role.streamed:
+        # Of one row (or key) of all sequences and heads, times how often one is walked over.
+        reads[name] = sizes[name] // max(1, length) * walked * heads
+    return reads, {name: sizes[name] for name in role.written}
+
+
+def blocks(shape: Shape, kernel: TiledKernel) -> Iterator[tuple[int, int, int, int]]:
+    """(first, last, begin, end) of every part of a head: rows ``first`` … ``last`` walk the keys
+    [begin, end), or keys the rows where a kernel owns keys. Parts with nothing to see are left out.
+    """
+    owned, walked = kernel.tiling.block_q, kernel.tiling.block_k
+    if ROLES[kernel.role].owns_keys:
+        shape, owned, walked = shape.mirrored, walked, owned
+    for first, last, begin, end in _walk(shape, owned, walked, kernel.tiling):
+        if kernel.whole_tiles:
+            end = begin + (-(-(end - begin) // walked) + kernel.ahead) * walked
+            end = min(end, shape.seqlen_k)
+        yield first, last, begin, end
+
+
+def workgroups(shape: Shape, kernel: TiledKernel) -> int:
+    """Of a launch: blocks of a head that exist, seen or not, for every head and part."""
+    tiling = kernel.tiling
+    if ROLES[kernel.role].owns_keys:
+        return -(-shape.seqlen_k // tiling.block_k) * shape.heads_k * shape.batch
+    lines = -(-shape.seqlen_q * tiling.packed // tiling.block_q)
+    return lines * shape.lines // tiling.packed * tiling.splits
+
+
+def _walk(
+    shape: Shape, owned: int, walked: int, tiling: Tiling
+) -> Iterator[tuple[int, int, int, int]]:
+    """Lines ``first`` … ``last`` (rows, or rows of all ``packed`` heads) and [begin, end) of each
+    of their parts; empty parts are left out."""
+    lines = shape.seqlen_q * tiling.packed
+    for first in range(0, lines, owned):
+        last = min(first + owned, lines) - 1
+        low, end = shape.keys_seen(first // tiling.packed, last // tiling.packed)
+        begin = low // walked * walked
+        tiles = -(-max(end - begin, 0) // walked) if end > low else 0
+        share = -(-tiles // tiling.splits) * walked
+        for part in range(tiling.splits):
+            start = begin + part * share
+            if share and start < end:
+                yield first, last, start, min(end, start + share)

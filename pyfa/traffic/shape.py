@@ -1,0 +1,84 @@
+"""``Shape``: the sizes of one dense attention, and who sees whom in it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Shape(NamedTuple):
+    """A dense attention without score terms. Windows as a ``Call`` has them: −1 for unlimited.
+
+    Masks align to the bottom right: query i sees key j where −left ≤ j − i − shift ≤ right.
+    ``itemsize``: bytes of an element of q, k and v.
+    """
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads_q: int
+    heads_k: int
+    head_dim: int
+    head_dim_v: int
+    window_left: int = -1
+    window_right: int = -1
+    itemsize: int = 2
+
+    @property
+    def shift(self) -> int:
+        """The key in the middle of query 0's window."""
+        return self.seqlen_k - self.seqlen_q
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.heads_q // max(1, self.heads_k)
+
+    @property
+    def lines(self) -> int:
+        """(sequence, query head) pairs: attentions over one head each."""
+        return self.batch * self.heads_q
+
+    @property
+    def mirrored(self) -> Shape:
+        """Keys and queries in each other's place: whom a key is seen by."""
+        return self._replace(
+            seqlen_q=self.seqlen_k,
+            seqlen_k=self.seqlen_q,
+            window_left=self.window_right,
+            window_right=self.window_left,
+        )
+
+    def keys_seen(self, first: int, last: int) -> tuple[int, int]:
+        """The keys [begin, end) that any of the queries ``first`` … ``last`` sees."""
+        most = self.seqlen_k
+        begin, end = 0, most
+        if self.window_left >= 0:
+            begin = min(max(first + self.shift - self.window_left, 0), most)
+        if self.window_right >= 0:
+            end = min(max(last + self.shift + self.window_right + 1, 0), most)
+        return begin, max(begin, end)
+
+    def rows_seeing(self, first: int, last: int, begin: int, end: int) -> tuple[int, int]:
+        """Which of the queries ``first`` … ``last`` see any of the keys [begin, end): as [a, b)."""
+        if self.window_right >= 0:
+            first = max(first, begin - self.shift - self.window_right)
+        if self.window_left >= 0:
+            last = min(last, end - 1 - self.shift + self.window_left)
+        return first, max(first, last + 1)
+
+    def visible_pairs(self) -> int:
+        """(query, key) pairs that the mask leaves, of one head of one sequence."""
+        right = self.shift + self.window_right if self.window_right >= 0 else self.seqlen_k
+        pairs = _pairs_up_to(self.seqlen_q, self.seqlen_k, right)
+        if self.window_left >= 0:
+            left = self.shift - self.window_left - 1
+            pairs -= _pairs_up_to(self.seqlen_q, self.seqlen_k, left)
+        return max(0, pairs)
+
+
+def _pairs_up_to(rows: int, keys: int, diagonal: int) -> int:
+    """Pairs with key ≤ row + ``diagonal``: Σ over rows of clamp(row + diagonal + 1, 0, keys)."""
+    full = min(max(keys - diagonal - 1, 0), rows)  # the first row that reaches the last key
+    first = min(max(-diagonal, 0), full)  # the first row that reaches key 0
+    ramp = (full - first) * (first + full + 2 * diagonal + 1) // 2
+    return ramp + (rows - full) * keys

@@ -1,0 +1,251 @@
+"""The scripts in benchmarks/ that a GPU run goes through: what they parse, count and compute."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pyfa import bench
+from pyfa.bench import report, timing
+
+SCRIPTS = Path(__file__).parents[2] / "benchmarks"
+
+# As Nsight Compute 2025 prints it with --csv --print-units base, written by hand: its own messages
+# and the program's output come first, a line a metric after.
+_HEAD = (
+    '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size",'
+    '"Grid Size","Device","CC","Section Name","Metric Name","Metric Unit","Metric Value"'
+)
+_KERNELS = (
+    ("attention_forward", (268435456, 201326592, 67108864, 40000000, 36000000)),
+    ("void at::native::softmax<float, 4>(T1 *, int)", (1000, 600, 400, 50, 40)),
+)
+_NAMES = (
+    ("dram__bytes.sum", "byte"), ("dram__bytes_read.sum", "byte"),
+    ("dram__bytes_write.sum", "byte"), ("lts__t_sectors.sum", "sector"),
+    ("lts__t_sectors_srcunit_tex.sum", "sector"),
+)  # fmt: skip
+
+
+def recorded() -> str:
+    lines = ["==PROF== Connected to process 4711 (/usr/bin/python3.12)", "a line of the program",
+             '==PROF== Profiling "attention_forward" - 0: 0%....50%....100% - 1 pass',
+             "==PROF== Disconnected from process 4711", _HEAD]  # fmt: skip
+    for number, (kernel, values) in enumerate(_KERNELS):
+        start = f'"{number}","4711","python3.12","127.0.0.1","{kernel}","1","7","(128, 1, 1)"'
+        lines += [
+            f'{start},"(64, 1, 1)","0","9.0","Command line profiler metrics","{name}","{unit}",'
+            f'"{value:,}"'
+            for (name, unit), value in zip(_NAMES, values, strict=True)
+        ]
+    return "\n".join(lines) + "\n"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports a script by its name; all of them are forgotten afterwards."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    before = set(sys.modules)
+
+    def load(name: str) -> ModuleType:
+        return importlib.import_module(name)
+
+    yield load
+    for name in set(sys.modules) - before:
+        file = getattr(sys.modules[name], "__file__", None)
+        if file and Path(file).parent == SCRIPTS:
+            del sys.modules[name]
+
+
+def test_ncus_table_is_read(script: Any) -> None:
+    ncu = script("ncu")
+    kernels = ncu.parse(recorded())
+    assert [one["kernel"] for one in kernels] == [name for name, _ in _KERNELS]
+    assert kernels[0]["dram__bytes.sum"] == 268435456.0
+    assert ncu.totals(kernels) == {
+        "dram_bytes": 268436456.0, "dram_read_bytes": 201327192.0, "dram_write_bytes": 67109264.0,
+        "l2_bytes": 36000040.0 * 32, "l2_all_bytes": 40000050.0 * 32,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission", "ERR_NVGPUCTRPERM"),
+        ("", "nothing"),
+        (recorded().replace('"268,435,456"', '"n/a"'), "no dram__bytes.sum on this GPU"),
+        (recorded().replace('"byte"', '"Gbyte"'), "got Gbyte"),
+    ],
+)
+def test_what_is_no_table_is_said(script: Any, text: str, expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        script("ncu").parse(text)
+
+
+def test_the_command_names_every_metric_that_is_read(script: Any) -> None:
+    ncu = script("ncu")
+    command = ncu.command(["python", "x.py"])
+    assert command[0] == "ncu"
+    assert command[-2:] == ["python", "x.py"]
+    assert command[command.index("--metrics") + 1].split(",") == [name for name, _ in _NAMES]
+
+
+def test_measured_bytes_stand_beside_the_formulas(
+    script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traffic = script("hbm_traffic")
+    case = traffic.Case("pyfa", "forward", 4096, 32, 128, False)
+    told = {"compulsory_bytes": 100, "estimated_bytes": 110, "requested_bytes": 1000}
+    ran: list[list[str]] = []
+
+    def run(command: list[str], **options: Any) -> SimpleNamespace:
+        ran.append(command)
+        return SimpleNamespace(stdout=recorded(), stderr="", returncode=0)
+
+    monkeypatch.setattr(traffic.subprocess, "run", run)
+    row = traffic.measured(case)
+    assert row["dram_bytes"] == 268436456.0
+    assert ran[0][-6:] == ["pyfa", "forward", "4096", "32", "128", "False"]
+    far = {**told, "side": "pyfa", "passes": "forward", "seqlen": 16384, "dram_bytes": 111.0}
+    assert traffic.apart(far)
+    assert not traffic.apart(far | {"dram_bytes": 109.0})
+    assert not traffic.apart(far | {"seqlen": 4096})
+    assert not traffic.apart(far | {"side": "naive"})
+
+
+@pytest.mark.parametrize("passes", ["forward", "backward"])
+def test_cases_are_modelled_and_run(script: Any, passes: str) -> None:
+    traffic = script("hbm_traffic")
+    for side in ("naive", "pyfa"):
+        case = traffic.Case(side, passes, 256, 2, 64, True)
+        told = traffic.model(case, "MI300X")
+        assert told["compulsory_bytes"] <= told["estimated_bytes"] + 2 * 256 * 4
+        assert told["estimated_bytes"] <= told["requested_bytes"]
+        traffic.run(case, "cpu")
+
+
+def test_a_backend_that_does_not_tell_its_tiles_is_said(
+    script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traffic = script("hbm_traffic")
+    monkeypatch.setattr(traffic.plan, "_kernels", lambda *x: ((), "nobody tells"))
+    told = traffic.model(traffic.Case("pyfa", "forward", 256, 2, 64, True), "H200")
+    assert told["not_told"] == "nobody tells"
+    assert "estimated_bytes" not in told
+    assert told["compulsory_bytes"] > 0
+
+
+def test_naive_and_pyfa_are_timed_in_turns(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "_FLUSHED", {"cpu": 1 << 16})
+    compared = script("naive_vs_pyfa")
+    monkeypatch.setattr(compared, "SECONDS", 0.0)
+    rows = compared.measure(128, 2, 64, True, timing.Clock(torch.device("cpu")))
+    assert [(row["kind"], row["side"]) for row in rows] == [
+        (kind, side) for kind in ("forward", "training") for side in ("naive", "pyfa")
+    ]
+    assert all(row["seconds"] > 0 for row in rows)
+    scores = 2 * 128 * 128 * 4
+    assert rows[0]["computed_bytes"] == 2 * scores + 128 * 2 * 64 * 4
+    monkeypatch.setattr(compared, "room", lambda device: scores)
+    rows = compared.measure(128, 2, 64, True, timing.Clock(torch.device("cpu")))
+    assert "would need" in rows[0]["why_not"]
+    assert "seconds" not in rows[0]
+
+
+def test_lengths_end_where_they_should(script: Any) -> None:
+    compared = script("naive_vs_pyfa")
+    assert compared.lengths(262_144) == [128 << n for n in range(12)]
+    assert compared.lengths(64) == [64]
+
+
+def test_long_context_is_right_and_finds_what_is_wrong(
+    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = script("long_context")
+    arguments = ["long_context.py", "--seqlen", "256", "--heads", "2", "--head-dim", "64"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert long.main() == 0
+    assert "backward_tflops" in capsys.readouterr().out
+    step = long.step
+    monkeypatch.setattr(long, "step", lambda x, causal: step(x, not causal))
+    assert long.main() == 1
+
+
+def test_one_command_runs_all_and_says_what_failed(
+    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu = script("gpu")
+    ran: list[list[str]] = []
+
+    def run(command: list[str], check: bool) -> SimpleNamespace:
+        ran.append(command)
+        return SimpleNamespace(returncode=2 if "hbm_traffic.py" in " ".join(command) else 0)
+
+    monkeypatch.setattr(gpu.subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["gpu.py"])
+    assert gpu.main() == 1
+    assert "failed: hbm_traffic\n" in capsys.readouterr().err
+    assert len(ran) == len(bench.SUITES) + 5
+    for command in ran:
+        for name in command[1:]:
+            if name.endswith(".py"):
+                assert Path(name).is_file()
+
+
+class TestClaims:
+    def test_all_five_documents_have_rows_with_the_verdicts_that_were_looked_at(
+        self, script: Any
+    ) -> None:
+        claims = script("claims")
+        rows = list(claims.rows())
+        assert {row.file[:3] for row in rows} == {"000", "001", "002", "003", "004"}
+        assert len({(row.file, row.statement, row.stated) for row in rows}) == len(rows)
+        verdict = {(row.file[:3], row.statement, row.stated): row.verdict for row in rows}
+        looked_at = {
+            ("000", "M = 96_000 / (3·128·4)", "62 rows"): claims.ASSUMING,
+            ("000", "SRAM bandwidth, MI300X", "100+ TB/s"): claims.WRONG,
+            ("000", "L2, RTX 4070", "12 MB"): claims.WRONG,
+            ("001", "less HBM traffic at N = 4096", "33×"): claims.ASSUMING,
+            ("001", "less HBM traffic at N = 16384", "129×"): claims.ASSUMING,
+            ("002", "P load, V load", "34.0 MB"): claims.WRONG,
+            ("002", "S store", "33.5 MB"): claims.HOLDS,
+            ("002", "ncu: HBM read", "~134 MB"): claims.WRONG,
+            ("002", "achieved, FlashAttention", "124 TFLOP/s"): claims.OPEN,
+            ("002", "standard attention, a head, V once", "~139 MB"): claims.OTHERWISE,
+        }
+        assert {key: verdict[key] for key in looked_at} == looked_at
+
+    def test_a_verdict_follows_from_the_figures(self, script: Any) -> None:
+        claims = script("claims")
+
+        def verdict(ours: float | None, assuming: str = "") -> str:
+            return str(claims.Claim("f", "s", "1", 0.5, 1.5, ours, "", assuming).verdict)
+
+        assert verdict(1.0) == claims.HOLDS
+        assert verdict(1.0, "so") == claims.ASSUMING
+        assert verdict(2.0) == claims.WRONG
+        assert verdict(2.0, "so") == claims.OTHERWISE
+        assert verdict(None) == claims.OPEN
+
+    def test_what_is_open_says_why_and_all_is_json(self, script: Any) -> None:
+        claims = script("claims")
+        for row in claims.rows():
+            assert row.ours is not None or row.why
+            assert not (row.ours and math.isnan(row.ours))
+            json.dumps(claims.as_dict(row), allow_nan=False)
+
+    def test_the_saved_file_is_what_the_script_says(self, script: Any) -> None:
+        claims = script("claims")
+        saved = bench.load(SCRIPTS / "results" / "claims.json")
+        report.checked("claims.json", saved)
+        now = [claims.as_dict(row) for row in claims.rows()]
+        assert [row["verdict"] for row in saved["rows"]] == [row["verdict"] for row in now]
+        assert [row["statement"] for row in saved["rows"]] == [row["statement"] for row in now]

@@ -1,0 +1,88 @@
+"""The suites' problems: what they count, and that all peers compute the same on them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pyfa.bench import gpt, peers, suites
+
+CPU = torch.device("cpu")
+
+
+def ready(name: str, cell: suites.Cell) -> peers.Ready:
+    (peer,) = [peer for peer in peers.chosen([name], "cpu")[0] if peer.name == name]
+    return peer.ready(cell, CPU)
+
+
+@pytest.mark.parametrize("suite", ["varlen", "window", "gqa"])
+def test_peers_compute_the_same(suite: str) -> None:
+    for cell in suites.SUITES[suite](False):
+        outs = {name: ready(name, cell).forward() for name in ("pyfa", "sdpa", "naive")}
+        for name, out in outs.items():
+            # Peers that want heads first get them so, but for packed sequences.
+            same = out if name == "pyfa" or cell.lengths else out.transpose(1, 2)
+            torch.testing.assert_close(same, outs["pyfa"], rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_of_packed_sequences_are_the_same() -> None:
+    cell = next(cell for cell in suites.SUITES["varlen"](False) if cell.passes == "both")
+    found = []
+    for name in ("pyfa", "naive"):
+        one = ready(name, cell)
+        found.append(torch.autograd.grad(one.forward(), one.leaves, one.dout))
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_step_is_the_same_with_every_attention_and_trains() -> None:
+    (cell,) = suites.SUITES["model"](False)
+    losses = {}
+    for name in ("pyfa", "sdpa", "naive"):
+        one = ready(name, cell)
+        assert one.step is not None
+        before = one.forward().item()
+        for _ in range(8):
+            one.step()
+        losses[name] = (before, one.forward().item())
+    first, last = losses["pyfa"]
+    assert last < first - 0.002
+    for other in losses.values():
+        assert other == pytest.approx((first, last), abs=1e-3)
+
+
+def test_the_steps_of_a_model_leave_torchs_generator_alone() -> None:
+    (cell,) = suites.SUITES["model"](False)
+    torch.manual_seed(7)
+    expected = torch.rand(1)
+    torch.manual_seed(7)
+    gpt.step(cell, CPU, lambda q, k, v: q)
+    assert torch.rand(1) == expected
+
+
+def test_flops_are_those_of_the_visible_pairs() -> None:
+    window = suites.Cell("window", 2, 64, 64, 4, 4, 16, True, "float32", window=10)
+    pairs = sum(min(i, 10) + 1 for i in range(64))
+    assert window.flops == 4 * 2 * 4 * pairs * 16
+    packed = suites.Cell("varlen", 2, 48, 48, 4, 4, 16, True, "float32", lengths=(48, 16))
+    assert packed.flops == 4 * 4 * (48**2 + 16**2) / 2 * 16
+    assert packed.tokens == 64
+    step = suites.Cell("model", 2, 64, 64, 2, 2, 8, True, "float32", unit="ktoken/s", layers=2)
+    assert step.value(0.5) == pytest.approx(2 * 64 / 0.5 / 1e3)
+
+
+def test_packs_fill_their_total() -> None:
+    for gpu in (True, False):
+        for cell in suites.SUITES["varlen"](gpu):
+            assert sum(cell.lengths) == (16384 if gpu else 256)
+            assert max(cell.lengths) == cell.seqlen_q
+            assert len(cell.lengths) == cell.batch
+
+
+def test_a_peer_without_such_a_call_says_so() -> None:
+    flex = peers.PEERS["flex"]
+    (model,) = suites.SUITES["model"](False)
+    with pytest.raises(ValueError, match="no model is made of it here"):
+        flex.ready(model, CPU)
+    with pytest.raises(ValueError, match="no packed sequences"):
+        flex.ready(suites.SUITES["varlen"](False)[0], CPU)

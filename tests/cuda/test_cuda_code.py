@@ -1,0 +1,115 @@
+"""What every plan's cubin takes, read without a GPU, and what the compiler says of bad source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyfa import cubin
+from pyfa.backends.cuda import code, plans, runtime_compiler
+from pyfa.cli import compile_cuda
+from pyfa.errors import CodeObjectError, CompileError
+from pyfa.plan import Plan
+
+pytestmark = pytest.mark.skipif(
+    runtime_compiler.why_unavailable() is not None, reason=str(runtime_compiler.why_unavailable())
+)
+
+INDEXED = """
+extern "C" __global__ void indexed(float *x, int n) {
+  __shared__ float shared[100];
+  float a[64];
+  for (int i = 0; i < 64; ++i) a[i] = x[i];
+  shared[threadIdx.x] = a[n % 64];
+  __syncthreads();
+  for (int i = 0; i < 64; ++i) x[i] = a[i * n % 64] + shared[n];
+}
+"""
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
+def test_resources(arch: str) -> None:
+    """No local memory in forward and decode, none in backward up to heads of 128; shared memory
+    and occupancy as planned. On the archs that exist only here: the plans of bfloat16."""
+    rows = compile_cuda.build(arch, every=arch in ("sm_80", "sm_86", "sm_89"))
+    assert {row["kernel"] for row in rows} >= {"attn_fwd", "attn_bwd", "attn_decode", "combine"}
+    limit = plans.limits_of(arch).shared_bytes_per_block
+    found = []
+    for row in rows:
+        constants = row["constants"]
+        wide = row["kernel"] == "attn_bwd" and constants["HEAD_DIM"] > 128
+        if row["stack_bytes"] and not wide:
+            found.append(f"{row['plan']}: {row['stack_bytes']} bytes of local memory")
+        if row["shared_bytes"] > limit:
+            found.append(f"{row['plan']}: {row['shared_bytes']} bytes of shared memory")
+        wanted = constants.get("BLOCKS") or constants.get("BLOCKS_PER_SM", 1)
+        if row["blocks_per_sm"] < wanted:
+            found.append(f"{row['plan']}: {row['blocks_per_sm']} blocks on an SM")
+    assert found == []
+
+
+def test_a_cubin_tells_local_and_shared_memory() -> None:
+    data, report = runtime_compiler.compile_cuda(INDEXED, arch="sm_80")
+    kernel = cubin.parse(data)
+    assert (kernel.name, kernel.stack_bytes, kernel.shared_bytes) == ("indexed", 256, 400)
+    assert runtime_compiler.spills(report) == (256, 0)
+    assert f"Used {kernel.registers} registers" in report
+
+
+@pytest.mark.parametrize("data", [b"", b"\x7fELF", b"\x7fELF" + bytes(200)], ids=len)
+def test_what_is_no_cubin(data: bytes) -> None:
+    with pytest.raises(CodeObjectError):
+        cubin.parse(data)
+
+
+def test_a_cut_cubin_is_refused_or_read_as_it_is() -> None:
+    data, _ = runtime_compiler.compile_cuda(INDEXED, arch="sm_80")
+    whole, refused = cubin.parse(data), 0
+    for end in range(0, len(data), 97):
+        try:
+            assert cubin.parse(data[:end]) == whole
+        except CodeObjectError:
+            refused += 1
+    assert refused * 97 > len(data) // 2
+
+
+def test_an_error_carries_the_log_and_the_source() -> None:
+    with pytest.raises(CompileError, match="NVRTC failed for sm_86") as caught:
+        runtime_compiler.compile_cuda("__global__ void k() { nonsense; }", arch="sm_86")
+    assert "nonsense" in caught.value.log
+    kept = Path(caught.value.source_path)
+    assert kept.read_text() == "__global__ void k() { nonsense; }"
+    kept.unlink()
+
+
+def test_shared_memory_that_a_block_cannot_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan("cuda", "cuda/combine.cu", (("DTYPE", 0), ("SHARED_BYTES", 99 * 1024)))
+    assert code.build(Plan("cuda", "cuda/combine.cu", (("DTYPE", 0),)), "sm_86")
+    with pytest.raises(CodeObjectError, match="takes 109632 B of shared memory, of 101376"):
+        code.build(plan, "sm_86")
+
+
+def test_the_compiler_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = runtime_compiler.importlib.util.find_spec
+
+    def without(name: str) -> Any:
+        return None if name == "cuda.core" else find(name)
+
+    monkeypatch.setattr(runtime_compiler.importlib.util, "find_spec", without)
+    runtime_compiler.why_unavailable.cache_clear()
+    try:
+        why = runtime_compiler.why_unavailable()
+        assert why == (
+            "the package cuda-core is not installed (pip install 'pyfa[cuda]' brings it)"
+        )
+        with pytest.raises(CompileError, match="cuda-core is not installed"):
+            runtime_compiler.compile_cuda("", arch="sm_80")
+    finally:
+        runtime_compiler.why_unavailable.cache_clear()
+
+
+def test_the_same_source_gives_the_same_bytes() -> None:
+    plan = plans.plan_of("row_sums", 1)
+    assert code.build(plan, "sm_80") == code.build(plan, "sm_80")

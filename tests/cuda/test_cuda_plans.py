@@ -1,0 +1,119 @@
+"""Which problems the cuda backend takes, with whose tiles."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import pyfa
+from pyfa import dispatch
+from pyfa.backends import BACKENDS
+from pyfa.backends.common import libcuda
+from pyfa.backends.cuda import backend, backward, decode, forward, plans, runtime_compiler
+from pyfa.device import DEVICES
+from pyfa.problem import Problem
+
+EXAMPLE = Problem(2, 1024, 1024, 16, 16, 128, 128, "bfloat16", frozenset(), DEVICES["H200"], True)
+
+
+def answer(**changes: object) -> dispatch.Answer:
+    return dispatch.ask("cuda", replace(EXAMPLE, **changes), hypothetical=True)
+
+
+@pytest.mark.parametrize(
+    ("arch", "tiles"),
+    [
+        ("sm_80", "sm_80"), ("sm_86", "sm_86"), ("sm_87", "sm_86"), ("sm_89", "sm_89"),
+        ("sm_90a", "sm_90"), ("sm_90", "sm_90"), ("sm_100", "sm_100"), ("sm_103", "sm_100"),
+        ("sm_110", "sm_80"), ("sm_120", "sm_120"), ("sm_121", "sm_120"),
+    ],
+)  # fmt: skip
+def test_whose_tiles(arch: str, tiles: str) -> None:
+    assert plans.tiles_of(arch) == tiles
+
+
+def test_tiles_of_another_arch(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = answer().plan
+    monkeypatch.setenv("PYFA_ARCH_TILES", "sm_86")
+    forced = answer().plan
+    assert forced is not None
+    assert own is not None
+    assert "tiles of sm_86 on sm_90a (PYFA_ARCH_TILES)" in forced.notes
+    assert own.notes == ()
+    assert forced.constants == answer(device=DEVICES["RTX4090"]).plan.constants  # sm_89's are alike
+    monkeypatch.setenv("PYFA_ARCH_TILES", "sm_75")
+    with pytest.raises(ValueError, match="PYFA_ARCH_TILES='sm_75': expected one of sm_80, sm_86"):
+        answer()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"device": DEVICES["MI300X"]}, "the device is AMD (gfx942)"),
+        ({"device": replace(DEVICES["H200"], arch="sm_75")}, "sm_75 is older than sm_80"),
+        ({"dtype": "float32"}, "float32 is not implemented"),
+        ({"features": frozenset({"bias", "bias_grad", "backward"})}, "gradient of bias"),
+        ({"features": frozenset({"paged", "backward"}), "page_size": 16}, "backward with a page"),
+    ],
+)
+def test_reasons(changes: dict[str, object], reason: str) -> None:
+    found = answer(**changes)
+    assert found.plan is None
+    assert any(reason in each for each in found.reasons)
+
+
+def test_every_plan_is_one_that_is_compiled_ahead() -> None:
+    known = {name: set(plans.all_plans(name)) for name in plans.TILED}
+    for device in ("A100-80GB", "RTX4090", "H200"):
+        for dims in ((1, 1), (64, 64), (80, 80), (96, 64), (128, 128), (192, 128), (136, 200)):
+            for features in ((), ("causal",), ("softcap", "gqa"), ("dropout",), ("paged",)):
+                for rows in (1, 4, 1024):
+                    found = answer(
+                        head_dim=dims[0], head_dim_v=dims[1], features=frozenset(features),
+                        device=DEVICES[device], seqlen_q=rows, heads_k=4,
+                    )  # fmt: skip
+                    assert found.plan in known[plans.tiles_of(DEVICES[device].arch)]
+
+
+def test_no_more_than_forty_plans_of_a_kernel_for_each_format() -> None:
+    for arch in plans.TILED:
+        for kernel in (forward, backward, decode):
+            mine = [p for p in kernel.all_plans(arch) if dict(p.constants)["DTYPE"] == 0]
+            assert len(mine) == len(set(mine)) <= 40
+
+
+def test_a_few_rows_over_a_cache_are_decode() -> None:
+    few = answer(seqlen_q=1, heads_k=4).plan
+    many = answer(seqlen_q=512, heads_k=4).plan
+    assert few is not None
+    assert many is not None
+    assert (few.kernel, many.kernel) == (decode.KERNEL, forward.KERNEL)
+
+
+@pytest.mark.parametrize(
+    ("driver", "compiler", "fits"), [(13, 13, True), (13, 12, True), (12, 13, False)]
+)
+def test_code_that_the_driver_would_refuse(
+    monkeypatch: pytest.MonkeyPatch, driver: int, compiler: int, fits: bool
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(libcuda, "library", lambda: object())
+    monkeypatch.setattr(libcuda, "version", lambda: (driver, 0))
+    monkeypatch.setattr(runtime_compiler, "why_unavailable", lambda: None)
+    monkeypatch.setattr(runtime_compiler, "major", lambda: compiler)
+    backend._why_unavailable.cache_clear()
+    try:
+        why = BACKENDS["cuda"].why_unavailable()
+    finally:
+        backend._why_unavailable.cache_clear()
+    assert (why is None) == fits
+    assert fits or "NVRTC 13 makes code that this driver for CUDA 12 refuses" in str(why)
+
+
+def test_explain_names_the_plan() -> None:
+    meta = [torch.empty(1, 256, 8, 96, dtype=torch.float16, device="meta") for _ in range(3)]
+    text = str(pyfa.explain(*meta, causal=True, device="A100-80GB"))
+    assert "* cuda      plan: cuda/sm80/attn_fwd.cu" in text

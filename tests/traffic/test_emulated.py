@@ -1,0 +1,135 @@
+"""What backward and decode ask of the memory system: computed, and counted in the emulator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pyfa.backends import BACKENDS
+from pyfa.backends.hip import backward, code, decode, tiling
+from pyfa.backends.hip.launcher import Launcher
+from pyfa.backends.hip.runtime_emulator import EmulatorRuntime
+from pyfa.device import DEVICES
+from pyfa.emulator import native
+from pyfa.plan import Plan
+from pyfa.problem import Call, Problem
+from pyfa.traffic import Shape, TiledKernel
+from pyfa.traffic.requested import requested_of
+
+STATE_LANES = 64 * 16  # floats of LSE or delta that the lanes of a wavefront load for a tile
+
+SHAPES = {
+    "whole tiles": Shape(1, 256, 256, 1, 1, 64, 64),
+    "groups of heads": Shape(2, 128, 160, 4, 2, 128, 128),
+    "causal": Shape(1, 320, 320, 1, 1, 64, 64, window_right=0),
+    "causal, fewer rows than keys": Shape(1, 128, 416, 1, 1, 128, 128, window_right=0),
+    "window": Shape(1, 384, 384, 2, 2, 64, 64, window_left=64, window_right=32),
+    "192 and 128": Shape(1, 160, 192, 1, 1, 192, 128),
+}
+
+
+class Counting(Launcher):
+    """A launcher that keeps (vector loads, stores) of every kernel that it runs."""
+
+    def __init__(self) -> None:
+        self.emulator = EmulatorRuntime()
+        super().__init__(self.emulator)
+        self.found: list[tuple[Plan, int, int]] = []
+
+    def __call__(
+        self,
+        plan: Plan,
+        grid: tuple[int, int, int],
+        threads: int,
+        values: Mapping[str, int | float],
+        tensors: Mapping[str, torch.Tensor],
+    ) -> None:
+        super().__call__(plan, grid, threads, values, tensors)
+        counters = self.emulator.counters
+        assert counters is not None
+        loads = counters.load_bytes - counters.scalar_bytes
+        self.found.append((plan, loads, counters.store_bytes))
+
+
+@pytest.fixture(autouse=True)
+def compiler() -> None:
+    if native.why_unavailable() or code.why_unavailable():
+        pytest.skip("no compiler for the emulator")
+
+
+def call_of(shape: Shape) -> Call:
+    def zeros(length: int, heads: int, dim: int) -> torch.Tensor:
+        return torch.zeros(shape.batch, length, heads, dim, dtype=torch.bfloat16)
+
+    return Call(
+        zeros(shape.seqlen_q, shape.heads_q, shape.head_dim),
+        zeros(shape.seqlen_k, shape.heads_k, shape.head_dim),
+        zeros(shape.seqlen_k, shape.heads_k, shape.head_dim_v),
+        max_seqlen_q=shape.seqlen_q,
+        max_seqlen_k=shape.seqlen_k,
+        window_left=shape.window_left,
+        window_right=shape.window_right,
+    )
+
+
+def kernels_of(shape: Shape, *features: str) -> dict[str, TiledKernel]:
+    problem = Problem(
+        shape.batch, shape.seqlen_q, shape.seqlen_k, shape.heads_q, shape.heads_k, shape.head_dim,
+        shape.head_dim_v, "bfloat16", frozenset(features), DEVICES["MI300X"], False,
+    )  # fmt: skip
+    plan = BACKENDS["hip"].plan(problem)
+    return {one.role: one for one in tiling.kernels_of(plan, problem, shape, False)}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_backward_asks_for_what_was_computed(name: str) -> None:
+    """Within 3 %: what differs is the tile that a workgroup asks for behind its last one.
+
+    Every lane of a wavefront loads LSE and delta, though half of them the same: the counter has
+    them all, the formula each once, so that they are taken off here.
+    """
+    shape = SHAPES[name]
+    launch, call = Counting(), call_of(shape)
+    out = torch.zeros(call.out_shape(), dtype=torch.bfloat16)
+    backward.run(launch, call, out, torch.zeros(call.lse_shape()), torch.zeros_like(out), None)
+    kernels = kernels_of(shape, "backward")
+    counted = {
+        ("dk_dv", "dq")[int(dict(plan.constants)["OWNS"])]: (loads, stores)
+        for plan, loads, stores in launch.found
+        if plan.kernel == backward.KERNEL
+    }
+    for role, (loads, stores) in counted.items():
+        reads, writes = requested_of(shape, kernels[role])
+        asked = sum(n for tensor, n in reads.items() if tensor not in ("lse", "delta"))
+        assert stores == sum(writes.values())
+        if role == "dk_dv":
+            # 32 rows a tile; each of 4 wavefronts, for both states, of tiles that are computed.
+            walked = requested_of(shape, replace(kernels[role], ahead=0))[0]["lse"] // 4
+            loads -= walked // 32 * 4 * STATE_LANES * 4 * 2
+        else:
+            loads -= 2 * shape.lines * shape.seqlen_q * 4 * 2  # both halves of a wavefront
+        assert loads == pytest.approx(asked, rel=0.03), role
+
+
+@pytest.mark.parametrize("keys", [500, 1024])
+def test_decode_asks_for_k_and_v_once_a_group(keys: int) -> None:
+    shape = Shape(1, 1, keys, 8, 1, 128, 128)
+    launch, call = Counting(), call_of(shape)
+    problem_kernels = kernels_of(shape, "gqa")
+    kernel = problem_kernels["forward"]
+    plan = next(
+        plan for plan in decode.all_plans("emulator")
+        if dict(plan.constants).items()
+        >= {"HEAD_DIM": 128, "HEAD_DIM_V": 128, "TILES": 1, "DTYPE": 1}.items()
+    )  # fmt: skip
+    decode.run(launch, plan, call)
+    _, loads, stores = launch.found[0]
+    reads, writes = requested_of(shape, kernel)
+    assert reads["k"] == reads["v"] == keys * 128 * 2
+    assert kernel.tiling.splits > 1
+    assert len(launch.found) == 2
+    assert loads == pytest.approx(sum(reads.values()), rel=0.03)
+    assert stores == pytest.approx(sum(writes.values()), rel=0.03)
