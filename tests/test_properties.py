@@ -69,7 +69,7 @@ def problems(draw, kind):
 def holds(case):
     assume(not case.flaws())
     note(case.name)
-    findings = examine.examine(build.build(case), "torch", torch.device("cpu"))
+    findings = examine.examine(examine.Expected(build.build(case)), "torch", torch.device("cpu"))
     failed = [check.message for check in findings.checks if not check.passed]
     assert not failed, "\n".join(failed)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from .. import api, reference
+from ..problem import Call
 from .inputs import Inputs, Placed
 from .recompute import recomputed_gradients, recomputed_out
 from .tolerances import Check, judge, judge_lse, judge_rotated
@@ -39,8 +41,44 @@ class _Run:
     buffers: dict[str, torch.Tensor]
 
 
-def examine(inputs: Inputs, backend: str, where: torch.device) -> Findings:
+class Expected:
+    """What a case should give, each made when it is first asked for: it takes longer than the case.
+
+    ``ref`` is the reference in float64, ``naive`` eager attention in the problem's dtype, and
+    ``recomputed`` what the roundings that cannot be avoided make of each result: ``recompute.py``.
+    """
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs = inputs
+
+    @functools.cached_property
+    def ref(self) -> dict[str, torch.Tensor]:
+        return self._of(self.inputs.spec, torch.float64)
+
+    @functools.cached_property
+    def naive(self) -> dict[str, torch.Tensor]:
+        return self._of(self.inputs.naive, getattr(torch, self.inputs.case.dtype))
+
+    @functools.cached_property
+    def recomputed(self) -> dict[str, torch.Tensor | None]:
+        inputs, found = self.inputs, dict[str, torch.Tensor | None]()
+        if inputs.case.backward:
+            out, lse = self.ref["out"], self.ref["lse"]
+            found |= recomputed_gradients(inputs, out, lse, _dout(inputs), _dlse(inputs))
+        found["out"] = recomputed_out(inputs)
+        return found
+
+    def _of(self, call: Call, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        if not self.inputs.case.backward:
+            with torch.no_grad():
+                out, lse = reference.attention(call, dtype)
+            return {"out": out, "lse": lse}
+        return reference.gradients(call, _dout(self.inputs), _dlse(self.inputs), dtype)
+
+
+def examine(expected: Expected, backend: str, where: torch.device) -> Findings:
     """Every check of the case. Raises what the API raises, ``UnsupportedProblem`` among it."""
+    inputs = expected.inputs
     case = inputs.case
     found = Findings()
     found.digests["inputs"] = inputs.digest()
@@ -56,9 +94,8 @@ def examine(inputs: Inputs, backend: str, where: torch.device) -> Findings:
         _same_bits(found, first.results, runs[-1].results)
     for done in runs:
         _untouched(found, inputs, done.buffers)
-    ref = _expected(inputs, torch.float64)
-    naive = _expected(inputs, getattr(torch, case.dtype))
-    _compare(found, inputs, first.results, ref, naive)
+    ref = expected.ref
+    _compare(found, expected, first.results)
     _zeros(found, inputs, first.results, ref)
     pattern = first.results["lse"] == -torch.inf
     found.digests["lse"] = _digest(pattern)
@@ -114,26 +151,6 @@ def _view_on(placed: Placed, where: torch.device) -> torch.Tensor:
     return placed.view(placed.buffer.to(where))
 
 
-def _expected(inputs: Inputs, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The reference in float64, or what eager attention in the problem's dtype gives."""
-    call = inputs.spec if dtype == torch.float64 else inputs.naive
-    if not inputs.case.backward:
-        with torch.no_grad():
-            out, lse = reference.attention(call, dtype)
-        return {"out": out, "lse": lse}
-    return reference.gradients(call, _dout(inputs), _dlse(inputs), dtype)
-
-
-def _recomputed(inputs: Inputs, ref: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
-    """What the roundings that cannot be avoided make of each result; see ``recompute.py``."""
-    found: dict[str, torch.Tensor | None] = {}
-    if inputs.case.backward:
-        dout, dlse = _dout(inputs), _dlse(inputs)
-        found |= recomputed_gradients(inputs, ref["out"], ref["lse"], dout, dlse)
-    found["out"] = recomputed_out(inputs)
-    return found
-
-
 def _dout(inputs: Inputs) -> torch.Tensor:
     assert inputs.dout is not None
     dout = inputs.dout.view()
@@ -144,17 +161,11 @@ def _dlse(inputs: Inputs) -> torch.Tensor | None:
     return inputs.dlse.view().double() if inputs.dlse is not None else None
 
 
-def _compare(
-    found: Findings,
-    inputs: Inputs,
-    results: dict[str, torch.Tensor],
-    ref: dict[str, torch.Tensor],
-    naive: dict[str, torch.Tensor],
-) -> None:
+def _compare(found: Findings, expected: Expected, results: dict[str, torch.Tensor]) -> None:
+    inputs, ref = expected.inputs, expected.ref
     case = inputs.case
     finite = ref["lse"][ref["lse"].isfinite()]
     largest_lse = float(finite.abs().max()) if finite.numel() else 0.0
-    recomputed = _recomputed(inputs, ref)
     for name, x in results.items():
         if name == "lse":
             found.require("lse", x.dtype == torch.float32, f"{x.dtype}, expected float32")
@@ -166,8 +177,8 @@ def _compare(
                 name,
                 x.reshape(ref[of].shape) if of == "dbias" else x,
                 ref[of],
-                naive[of],
-                recomputed=recomputed[of],
+                expected.naive[of],
+                recomputed=expected.recomputed[of],
                 gradient=of != "out",
                 softcap=case.softcap != 0.0,
                 largest_lse=largest_lse,

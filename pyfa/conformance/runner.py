@@ -19,7 +19,7 @@ from ..problem import FEATURES
 from . import grid
 from .build import build
 from .cases import Case
-from .examine import examine
+from .examine import Expected, examine
 from .report import CRASHED, FAILED, PASSED, REFUSED, CaseResult, Report
 
 Progress = Callable[[int, int, str], None]
@@ -95,8 +95,13 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def run_case(implementation: Backend, case: Case, where: torch.device) -> CaseResult:
-    """One case, whatever happens in it."""
+def run_case(
+    implementation: Backend,
+    case: Case,
+    where: torch.device,
+    expected: Expected | None = None,
+) -> CaseResult:
+    """One case, whatever happens in it. ``expected``: of this case, where it is known already."""
     begin = time.perf_counter()
     undeclared = sorted(case.features - implementation.FEATURES)
     if case.dtype not in implementation.DTYPES:
@@ -105,7 +110,7 @@ def run_case(implementation: Backend, case: Case, where: torch.device) -> CaseRe
     reasons: tuple[str, ...] = ()
     messages: tuple[str, ...] = ()
     try:
-        found = examine(build(case), implementation.NAME, where)
+        found = examine(expected or Expected(build(case)), implementation.NAME, where)
         messages = tuple(check.message for check in found.checks if check.message)
         if undeclared:
             messages = (f"computed, though it does not declare {', '.join(undeclared)}", *messages)

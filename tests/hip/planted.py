@@ -43,7 +43,9 @@ def faults_found(wanted: Iterable[cases.Case]) -> list[str]:
     found = []
     for case in wanted:
         try:
-            checks = examine.examine(build.build(case), "emulator", torch.device("cpu")).checks
+            checks = examine.examine(
+                examine.Expected(build.build(case)), "emulator", torch.device("cpu")
+            ).checks
         except EmulatorError as error:
             found.append(str(error))
         else:

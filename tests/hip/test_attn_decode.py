@@ -93,7 +93,9 @@ def faults_found(wanted):
     """What the emulator or the rule finds wrong, up to the first case that shows any."""
     for case in wanted:
         try:
-            checks = examine.examine(build.build(case), "emulator", torch.device("cpu")).checks
+            checks = examine.examine(
+                examine.Expected(build.build(case)), "emulator", torch.device("cpu")
+            ).checks
         except EmulatorError as error:
             return [str(error)]
         found = [check.message for check in checks if not check.passed]

@@ -24,46 +24,66 @@ SUM_ROWS = 16  # rows of a block of row_sums
 
 
 class Tiles(NamedTuple):
-    """A block owns ``block_k`` keys and takes ``block_q`` rows at a time.
+    """A block owns ``block_k`` keys and takes ``block_q`` rows at a time, with two kinds of warps.
 
-    ``warps_k`` × ``warps_q`` warps share the scores, ``chunk_q`` rows at once; ``grad_warps_k``
-    share the keys of dK and dV, ``dq_warps_q`` the rows of dQ, and the others the head. Rows come
-    in ``stages``, P and dS go through ``buffers``; ``ahead``: fragments read before their use.
+    ``warps_k`` × ``warps_q`` warps make the scores, ``chunk_q`` rows at once (0: all of a warp's),
+    and as many the gradients: ``dq_warps_q`` of them share the rows of dQ, the others the head.
+    P and dS go through ``buffers``; ``ahead``: fragments that are read before their use.
     """
 
     block_q: int
     block_k: int
     warps_k: int
-    warps_q: int
-    chunk_q: int
-    grad_warps_k: int
-    dq_warps_q: int
-    stages: int
-    buffers: int
-    ahead: int
-    blocks: int
+    warps_q: int = 1
+    chunk_q: int = 0
+    dq_warps_q: int = 2
+    buffers: int = 2
+    ahead: int = 2
 
 
 def shared_bytes(tiles: Tiles, head_dim: int, head_dim_v: int, general: bool) -> int:
-    """Of a block: its keys and values, the stages of Q and dO with their states, the buffers."""
-    stage = tiles.block_q * (head_dim + head_dim_v) * 2 + 2 * tiles.block_q * 4
-    buffer = tiles.block_k * tiles.block_q * 2 * (1 if tiles.warps_q == 1 else 2)
-    if general:
-        buffer += tiles.warps_k * tiles.block_q * 4
-    keys = tiles.block_k * (head_dim + head_dim_v) * 2
-    return keys + tiles.stages * stage + tiles.buffers * buffer
+    """Of a block: its keys and values, two stages of Q and dO with their states, P and dS."""
+    q, k = tiles.block_q, tiles.block_k
+    stage = q * (head_dim + head_dim_v) * 2 + 2 * q * 4
+    scores = k * q * 2
+    buffer = scores + (tiles.warps_k * q * 4 if general else 0)
+    kept = scores * (1 + general) + tiles.buffers * buffer
+    return k * (head_dim + head_dim_v) * 2 + 2 * stage + kept
 
 
-# Placeholder
-TILES: dict[str, dict[tuple[int, int], Tiles]] = {
-    "sm_90": {
-        (64, 64): Tiles(64, 128, 4, 2, 32, 4, 2, 2, 1, 2, 1),
-        (96, 96): Tiles(64, 128, 4, 2, 32, 4, 2, 2, 1, 2, 1),
-        (128, 128): Tiles(64, 128, 4, 2, 32, 4, 2, 2, 1, 2, 1),
-        (192, 128): Tiles(64, 64, 4, 2, 32, 4, 2, 2, 1, 2, 1),
-        (192, 192): Tiles(64, 64, 4, 2, 32, 4, 2, 2, 1, 2, 1),
-        (256, 256): Tiles(64, 64, 4, 2, 32, 4, 2, 2, 1, 2, 1),
-    }
+# By head dims: of plain scores, then of general ones. TABLES
+_LARGE: dict[tuple[int, int], tuple[Tiles, Tiles]] = {
+    (64, 64): (Tiles(128, 128, 4, 1, 64, 4), Tiles(64, 128, 4, 1, 32)),
+    (96, 96): (Tiles(64, 128, 4, 1, 64, 4), Tiles(64, 128, 4, 1, 32, 4)),
+    (128, 128): (Tiles(64, 128, 4, 1, 64), Tiles(64, 128, 4, 1, 32)),
+    (192, 128): (Tiles(64, 64, 2, 2, ahead=4), Tiles(64, 64, 2, 2)),
+    (192, 192): (Tiles(64, 64, 2, 2, ahead=4), Tiles(64, 64, 2, 2)),
+    (256, 256): (Tiles(64, 64, 2, 2, ahead=4), Tiles(64, 64, 2, 2)),
+}
+_AMPERE: dict[tuple[int, int], tuple[Tiles, Tiles]] = {
+    (64, 64): (Tiles(128, 128, 4, 1, 64, 4, buffers=1), Tiles(64, 128, 4, 1, 32)),
+    (96, 96): (Tiles(64, 128, 4, 1, 64, 4), Tiles(32, 128, 4, 1, 32)),
+    (128, 128): (Tiles(64, 128, 4, 1, 64, buffers=1), Tiles(32, 128, 4, 1, 32, buffers=1)),
+    (192, 128): (Tiles(64, 64, 2, 2, ahead=4), Tiles(64, 64, 2, 2)),
+    (192, 192): (Tiles(64, 64, 2, 2, buffers=1, ahead=4), Tiles(32, 64, 2, 2)),
+    (256, 256): (Tiles(32, 64, 2, 2), Tiles(32, 64, 2, 2)),
+}
+_SMALL: dict[tuple[int, int], tuple[Tiles, Tiles]] = {
+    (64, 64): (Tiles(64, 128, 4, 1, 64, buffers=1), Tiles(64, 64, 4, 1, 32)),
+    (96, 96): (Tiles(64, 64, 4, 1, 64, 4, buffers=1), Tiles(32, 64, 4, 1, 32)),
+    (128, 128): (Tiles(32, 64, 4, 1, 32), Tiles(32, 64, 4, 1, 32)),
+    (192, 128): (Tiles(32, 32, 2, 2), Tiles(32, 32, 2, 2)),
+    (192, 192): (Tiles(32, 32, 2, 2), Tiles(32, 32, 2, 2)),
+    (256, 256): (Tiles(32, 16, 1, 2), Tiles(32, 16, 1, 2)),
+}
+# By how much shared memory a block may have: 227, 163 or 99 KB.
+TILES = {
+    "sm_80": _AMPERE,
+    "sm_86": _SMALL,
+    "sm_89": _SMALL,
+    "sm_90": _LARGE,
+    "sm_100": _LARGE,
+    "sm_120": _SMALL,
 }
 
 
@@ -76,22 +96,20 @@ def why_not(problem: Problem) -> list[str]:
 
 def plans_of(arch: str, pair: tuple[int, int], dtype: int, general: bool) -> tuple[Plan, Plan]:
     """attn_bwd and dq_convert."""
-    tiles = TILES[arch][pair]
+    tiles = TILES[arch][pair][general]
     constants = {
-        "BLOCKS_PER_SM": tiles.blocks,
+        "BLOCKS_PER_SM": 1,
         "BLOCK_K": tiles.block_k,
         "BLOCK_Q": tiles.block_q,
         "BUFFERS": tiles.buffers,
-        "CHUNK_Q": tiles.chunk_q,
+        "CHUNK_Q": tiles.chunk_q or tiles.block_q // tiles.warps_q,
         "DQ_WARPS_Q": tiles.dq_warps_q,
         "DTYPE": dtype,
         "GENERAL": int(general),
-        "GRAD_WARPS_K": tiles.grad_warps_k,
         "HEAD_DIM": pair[0],
         "HEAD_DIM_V": pair[1],
         "LOOKAHEAD": tiles.ahead,
         "SHARED_BYTES": shared_bytes(tiles, *pair, general),
-        "STAGES": tiles.stages,
         "WARPS_K": tiles.warps_k,
         "WARPS_Q": tiles.warps_q,
     }
@@ -125,9 +143,9 @@ def run(
     dim, dim_v = call.q.shape[-1], call.v.shape[-1]
     arch = plans.tiles_of(launch.device_at(call.q.device).arch)
     pair = calls.bucket_of(TILES[arch], dim, dim_v)
-    tiles = TILES[arch][pair]
-    dtype = calls.dtype_code(call.q)
-    over_keys, convert = plans_of(arch, pair, dtype, calls.is_general(call))
+    dtype, general = calls.dtype_code(call.q), calls.is_general(call)
+    tiles = TILES[arch][pair][general]
+    over_keys, convert = plans_of(arch, pair, dtype, general)
     call = calls.with_readable(call)
     tensors = calls.gradients(call, calls.readable(out), lse, calls.readable(dout), dlse)
 
@@ -154,7 +172,3 @@ def run(
         if blocks * batch:
             launch(kernel, blocks * batch, plans.threads_of(kernel), values, tensors)
     return calls.finished(call, tensors, dim, dim_v)
-
-
-for _arch in ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120"):
-    TILES[_arch] = TILES["sm_90"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -22,14 +23,13 @@ MOST_PARTS = 512
 class Tiles(NamedTuple):
     """A warp has ``products`` of 8 lines; ``team`` warps share keys and differ in lines.
 
-    Of the ``warps`` of a block, each team has ``stages`` slots of 16 keys.
+    Each team of a block's ``warps`` has ``stages`` slots of 16 keys on their way.
     """
 
     products: int
     team: int
     warps: int
     stages: int
-    blocks: int
 
 
 def shared_bytes(tiles: Tiles, head_dim: int, head_dim_v: int) -> int:
@@ -40,23 +40,100 @@ def shared_bytes(tiles: Tiles, head_dim: int, head_dim_v: int) -> int:
     return tiles.warps * 512 + rows * 12 + 2 * teams * rows * 4 + max(ring, sums)
 
 
-# (head_dim, head_dim_v) to tiles by lines, fewest first. TO MEASURE
-TILES: dict[tuple[int, int], tuple[Tiles, ...]] = {
-    pair: (
-        Tiles(1, 1, 4, 4, 1),
-        Tiles(2, 1, 4, 4, 1),
-        Tiles(2, 2, 4, 4, 1),
-        Tiles(2, 4, 8, 4, 1),
-    )
-    for pair in ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+# (head_dim, head_dim_v) to tiles of blocks of 8, 16, 32 and 64 lines. TABLES
+_LARGE: dict[tuple[int, int], tuple[Tiles, ...]] = {
+    (64, 64): (
+        Tiles(1, 1, 8, 3),
+        Tiles(2, 1, 8, 3),
+        Tiles(4, 1, 8, 3),
+        Tiles(4, 2, 8, 6),
+    ),
+    (96, 96): (
+        Tiles(1, 1, 8, 2),
+        Tiles(2, 1, 8, 2),
+        Tiles(4, 1, 8, 2),
+        Tiles(4, 2, 8, 5),
+    ),
+    (128, 128): (
+        Tiles(1, 1, 8, 2),
+        Tiles(2, 1, 8, 2),
+        Tiles(4, 1, 8, 2),
+        Tiles(4, 2, 8, 4),
+    ),
+    (192, 128): (
+        Tiles(1, 1, 6, 2),
+        Tiles(2, 1, 6, 2),
+        Tiles(2, 2, 8, 3),
+        Tiles(2, 4, 8, 6),
+    ),
+    (192, 192): (
+        Tiles(1, 1, 6, 2),
+        Tiles(2, 1, 6, 2),
+        Tiles(2, 2, 8, 3),
+        Tiles(2, 4, 8, 6),
+    ),
+    (256, 256): (
+        Tiles(1, 1, 4, 2),
+        Tiles(2, 1, 4, 2),
+        Tiles(2, 2, 8, 2),
+        Tiles(2, 4, 8, 4),
+    ),
+}
+_SMALL: dict[tuple[int, int], tuple[Tiles, ...]] = {
+    (64, 64): (
+        Tiles(1, 1, 8, 2),
+        Tiles(2, 1, 8, 2),
+        Tiles(4, 1, 8, 2),
+        Tiles(4, 2, 8, 4),
+    ),
+    (96, 96): (
+        Tiles(1, 1, 6, 2),
+        Tiles(2, 1, 6, 2),
+        Tiles(4, 1, 6, 2),
+        Tiles(4, 2, 4, 5),
+    ),
+    (128, 128): (
+        Tiles(1, 1, 4, 2),
+        Tiles(2, 1, 4, 2),
+        Tiles(4, 1, 4, 2),
+        Tiles(2, 4, 8, 5),
+    ),
+    (192, 128): (
+        Tiles(1, 1, 4, 2),
+        Tiles(2, 1, 4, 2),
+        Tiles(2, 2, 4, 4),
+        Tiles(2, 4, 4, 8),
+    ),
+    (192, 192): (
+        Tiles(1, 1, 3, 2),
+        Tiles(2, 1, 3, 2),
+        Tiles(2, 2, 4, 3),
+        Tiles(2, 4, 4, 6),
+    ),
+    (256, 256): (
+        Tiles(1, 1, 2, 2),
+        Tiles(2, 1, 2, 2),
+        Tiles(2, 2, 4, 2),
+        Tiles(2, 4, 4, 5),
+    ),
+}
+# By how much shared memory a block may have: 163 KB and more, or 99.
+TILES = {
+    "sm_80": _LARGE,
+    "sm_86": _SMALL,
+    "sm_89": _SMALL,
+    "sm_90": _LARGE,
+    "sm_100": _LARGE,
+    "sm_120": _SMALL,
 }
 
 
 def plan(problem: Problem) -> Plan:
     """The kernel of ``problem`` and what it is compiled with."""
-    pair = calls.bucket_of(TILES, problem.head_dim, problem.head_dim_v)
-    fitting = (tiles for tiles in TILES[pair] if _rows(tiles) >= lines(problem))
-    tiles = next(fitting, TILES[pair][-1])
+    by_pair = TILES[plans.tiles_of(problem.arch)]
+    pair = calls.bucket_of(by_pair, problem.head_dim, problem.head_dim_v)
+    fitting = (tiles for tiles in by_pair[pair] if _rows(tiles) >= lines(problem))
+    tiles = next(fitting, by_pair[pair][-1])
     dtype = calls.DTYPE_CODES[problem.dtype]
     return _plan(pair, dtype, tiles, plans.notes_of(problem, pair))
 
@@ -71,7 +148,6 @@ def _plan(pair: tuple[int, int], dtype: int, tiles: Tiles, notes: list[str] | No
         "DTYPE": dtype,
         "HEAD_DIM": pair[0],
         "HEAD_DIM_V": pair[1],
-        "OCCUPANCY": tiles.blocks,
         "SHARED_BYTES": shared_bytes(tiles, *pair),
         "STAGES": tiles.stages,
         "TEAM": tiles.team,
@@ -82,10 +158,9 @@ def _plan(pair: tuple[int, int], dtype: int, tiles: Tiles, notes: list[str] | No
 
 
 def all_plans(arch: str) -> list[Plan]:
-    """Of every arch: the tiles are as small as the smallest one's shared memory."""
     return [
         _plan(pair, dtype, tiles)
-        for pair, sizes in TILES.items()
+        for pair, sizes in TILES[arch].items()
         for tiles in sizes
         for dtype in calls.DTYPE_CODES.values()
     ]
@@ -102,15 +177,35 @@ def run(launch: Launch, plan: Plan, call: Call) -> tuple[torch.Tensor, torch.Ten
     of_block = LINES * constants["TILES"] * constants["TEAM"]
     blocks = -(-rows // of_block) * heads_k * call.batch
     if blocks:
-        places = launch.device_at(call.q.device).units * constants["OCCUPANCY"]
-        parts = forced_parts(call) or splits_for(blocks, keys_seen(call), places)
+        units = launch.device_at(call.q.device).units
+        key_bytes = 2 * (call.k.shape[-1] + call.v.shape[-1])
+        parts = forced_parts(call) or splits_for(blocks, keys_seen(call), units, key_bytes)
         threads = 32 * constants["WARPS"]
         combine.launch_parts(launch, plan, blocks, threads, call, out, lse, parts)
     return out, lse
 
 
 @functools.lru_cache(4096)
-def splits_for(blocks: int, keys: int, places: int) -> int:
-    """Into how many parts to cut ``keys`` so that ``blocks`` busy ``places`` for blocks."""
-    groups = -(-keys // GROUP)
-    return max(1, min(MOST_PARTS, -(-groups // 4), places // max(1, blocks)))
+def splits_for(blocks: int, keys: int, units: int, key_bytes: int) -> int:
+    """Into how many parts ``keys`` go so that ``blocks`` take the least time on ``units`` SMs.
+
+    Blocks run in rounds of one an SM. Time counts in keys that one of ``units`` busy SMs reads,
+    ``key_bytes`` of a key and its value: a round costs its start and end, 100 KB, and its keys;
+    fewer blocks than SMs read faster each, up to 1.8 times (30 % of the time is latency); combining
+    costs 100 KB and 1 KB a part. Fitted to times on an H200 (kernels/README.md).
+    """
+    groups = max(1, -(-keys // GROUP))
+    units = max(1, units)
+    start = 102400 / key_bytes
+    best, least = 1, math.inf
+    for parts in range(1, max(1, min(MOST_PARTS, groups // 4)) + 1):
+        share = -(-groups // parts)
+        full, rest = divmod(blocks * -(-groups // share), units)
+        time = full * (start + share * GROUP)
+        if parts > 1:
+            time += start + parts * 1024 / key_bytes
+        if rest:
+            time += start + share * GROUP * math.sqrt(0.3 + 0.7 * (rest / units) ** 2)
+        if time < least:
+            best, least = parts, time
+    return best

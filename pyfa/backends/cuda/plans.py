@@ -106,7 +106,7 @@ def threads_of(plan: Plan) -> int:
     if "WARPS" in constants:
         return 32 * constants["WARPS"]
     if "WARPS_K" in constants:
-        return 32 * constants["WARPS_K"] * constants["WARPS_Q"]
+        return 2 * 32 * constants["WARPS_K"] * constants["WARPS_Q"]  # of both kinds
     return SMALL_THREADS
 
 

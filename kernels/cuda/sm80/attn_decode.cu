@@ -1,0 +1,350 @@
+// Attention of few query rows over many keys on Ampere and later (split-KV, "flash decoding"): bound by
+// the bytes of K and V, which are read once for all query heads of a group.
+//
+// A block takes one key head, one part of the keys and up to 8 * TILES * TEAM lines: a line is a row of
+// one head of the group, row * group + head, and a column of the products S^T = K Q^T and O^T = V^T P^T
+// (mma.h), which waste half of the matrix unit that 16 rows of lines would. Each team of warps takes 16
+// keys in turn (decode_load.h), a warp of it 8 * TILES lines; a team of one warp waits for nobody
+// before they all put their sums together.
+#include "../../params.h"
+#include "mma.h"
+#include "../../score.h"
+
+#if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(TILES) || \
+    !defined(TEAM) || !defined(WARPS) || !defined(STAGES) || !defined(SHARED_BYTES)
+#error "the plan defines DTYPE, HEAD_DIM, HEAD_DIM_V, TILES, TEAM, WARPS, STAGES and SHARED_BYTES"
+#endif
+
+#include "decode_load.h"
+
+constexpr int kThreads = WARPS * kLanes;
+constexpr int kTile = 8;                       // lines of a product
+constexpr int kLines = kTile * TILES * TEAM;   // of a block
+constexpr int kChunks = HEAD_DIM / 16;         // k-slices of the first product
+constexpr int kDims = HEAD_DIM_V / 16;         // rows of O^T in products
+
+struct Line {
+  int row, head;
+  float slope;
+};
+
+struct Memory {
+  Row rows[WARPS][kLanes];
+  Line lines[kLines];
+  float maximum[kTeams][kLines], total[kTeams][kLines];
+  union {
+    char ring[kTeams][kStages][kSlot];
+    float sums[kTeams][kLines][HEAD_DIM_V + 4];  // 4 more: a warp writes to all banks
+  };
+};
+static_assert(sizeof(Memory) == SHARED_BYTES, "as the plan has it");
+
+// A block's part of the problem.
+struct Block {
+  int first_line, lines, head_k, part;
+  unsigned group;         // query heads of a key head
+  int start, stop;        // its keys
+  int all_low, all_high;  // those that every line sees
+  bool general;           // scores are more than q.k times a factor
+};
+
+// Online softmax of a lane's two columns, lines 2 (lane % 4) and the next of each tile; `total` is its
+// share of the sum.
+struct State {
+  float o[TILES][kDims][4];
+  float maximum[TILES][2], total[TILES][2];
+};
+
+typedef unsigned Queries[TILES][kChunks * 2];
+
+// The first of a warp's lines, among the block's.
+DEVICE int first_of_warp() { return wave_index() % TEAM * TILES * kTile; }
+// The column, and the first row, of the accumulators' registers: register r is row + r / 2 * 8 and
+// column + r % 2.
+DEVICE int column() { return lane_index() % 4 * 2; }
+DEVICE int row() { return lane_index() / 4; }
+
+// ---- one slot of keys ----------------------------------------------------------------------------
+
+// Scores in base 2, -inf where the line does not see the key.
+DEVICE void finish(float (&s)[4], const Params &p, const Sequence &sequence, const Block &b,
+                   const Line *lines, int first) {
+  bool masked = first < b.all_low || first + kKeys > b.all_high;
+  if (!b.general)
+    for (int r = 0; r < 4; ++r) s[r] *= p.scale * kLog2E;
+  if (!b.general && !masked) return;
+  int left = p.window_left < 0 ? -0x7fffffff : -p.window_left;
+  int right = p.window_right < 0 ? 0x7fffffff : p.window_right;
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+    const Line &line = lines[column() + r % 2];
+    int key = first + row() + r / 2 * 8;
+    int distance = key - line.row - sequence.shift;
+    if (b.general) {
+      Terms terms = terms_of(p, sequence.batch, line.head, line.row);
+      terms.slope = line.slope;
+      float derivative;
+      s[r] = score(terms, s[r], distance, derivative);
+      if (terms.bias) s[r] += bias_of(terms, min(key, b.stop - 1));
+      s[r] *= kLog2E;
+    }
+    if (masked && (distance < left || distance > right || key >= b.stop)) s[r] = -INFINITY_F;
+  }
+}
+
+// A column's maximum over the eight lanes that share it.
+DEVICE float column_max(float x) {
+  for (int bit = 4; bit < kLanes; bit *= 2) x = max(x, from_lane_xor(x, bit));
+  return x;
+}
+DEVICE float column_sum(float x) {
+  for (int bit = 4; bit < kLanes; bit *= 2) x += from_lane_xor(x, bit);
+  return x;
+}
+
+// An 8 x 8 matrix of 16-bit elements, lane l holding row l / 4, elements 2 (l % 4) and the next,
+// transposed.
+DEVICE unsigned transposed(unsigned x) {
+  unsigned y;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
+// P^T as the operand of the next product. The accumulator is brought to a new maximum only when there is
+// one, which after the first slots is seldom.
+DEVICE void weights(unsigned (&w)[2], State &state, int t, const float (&s)[4]) {
+  float(&maximum)[2] = state.maximum[t];
+  float highest[2] = {max(s[0], s[2]), max(s[1], s[3])};
+  if (__any_sync(kAllLanes, highest[0] > maximum[0] || highest[1] > maximum[1])) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      float raised = max(maximum[c], column_max(highest[c]));
+      // Of a line that has seen nothing yet both are -inf.
+      float rescale = raised == -INFINITY_F ? 1.0f : exp2(maximum[c] - raised);
+#pragma unroll
+      for (int e = 0; e < kDims; ++e) {
+        state.o[t][e][c] *= rescale;
+        state.o[t][e][c + 2] *= rescale;
+      }
+      state.total[t][c] *= rescale;
+      maximum[c] = raised;
+    }
+  }
+  float x[4];
+#pragma unroll
+  for (int r = 0; r < 4; ++r)
+    x[r] = exp2(s[r] - (maximum[r % 2] == -INFINITY_F ? 0.0f : maximum[r % 2]));
+  state.total[t][0] += x[0] + x[2];
+  state.total[t][1] += x[1] + x[3];
+  w[0] = transposed(Format<DTYPE>::nearest(x[0], x[1]));
+  w[1] = transposed(Format<DTYPE>::nearest(x[2], x[3]));
+}
+
+DEVICE void step(State &state, Shared slot, const Queries &q, const Params &p, const Sequence &sequence,
+                 const Block &b, const Line *lines, int first) {
+  int lane = lane_index();
+  float s[TILES][4] = {};
+  Shared keys = slot + lane % 16 * kKeyRow + lane / 16 * 16;
+#pragma unroll
+  for (int c = 0; c < kChunks; ++c) {
+    unsigned k[4];
+    ldmatrix(k, keys + c * 32);
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) mma<DTYPE>(s[t], k, q[t][c * 2], q[t][c * 2 + 1]);
+  }
+  unsigned w[TILES][2];
+#pragma unroll
+  for (int t = 0; t < TILES; ++t) {
+    finish(s[t], p, sequence, b, lines + t * kTile, first);
+    weights(w[t], state, t, s[t]);
+  }
+  Shared values = slot + kValuesAt + (lane % 8 + lane / 16 * 8) * kValueRow + lane / 8 % 2 * 16;
+#pragma unroll
+  for (int e = 0; e < kDims; ++e) {
+    unsigned v[4];
+    ldmatrix_transposed(v, values + e * 32);
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) mma<DTYPE>(state.o[t][e], v, w[t][0], w[t][1]);
+  }
+}
+
+// ---- the keys of a part --------------------------------------------------------------------------
+
+// Straight from memory as the operand that they are; 0 for lines and elements that there are not.
+DEVICE void load_queries(Queries &q, const Params &p, const Sequence &s, const Block &b) {
+#pragma unroll
+  for (int t = 0; t < TILES; ++t) {
+    unsigned line = b.first_line + first_of_warp() + t * kTile + row();
+    const unsigned short *from = (const unsigned short *)p.q + s.row_batch * p.q_batch +
+                                 (s.row0 + line / b.group) * p.q_row +
+                                 (b.head_k * b.group + line % b.group) * p.q_head + column();
+#pragma unroll
+    for (int c = 0; c < kChunks * 2; ++c)
+      q[t][c] = (int)line < b.lines && c * 8 < p.head_dim ? *(const unsigned *)(from + c * 8) : 0;
+  }
+}
+
+// Lines beyond the last repeat its mask; their queries are 0, and what they make is not stored.
+DEVICE void describe_lines(Memory &memory, const Params &p, const Sequence &s, const Block &b) {
+  for (int i = thread_index(); i < kLines; i += kThreads) {
+    unsigned line = min(b.first_line + i, b.lines - 1);
+    int row = line / b.group, head = b.head_k * b.group + line % b.group;
+    memory.lines[i] = Line{row, head, terms_of(p, s.batch, head, row).slope};
+  }
+}
+
+DEVICE void attend(State &state, Memory &memory, const Params &p, const Sequence &s, const Block &b) {
+  int team = team_index();
+  int begin = b.start + team * kKeys;
+  // Teams of several warps meet at every step, so all of them make as many.
+  int from = TEAM == 1 ? begin : b.start;
+  int steps = from < b.stop ? (b.stop - from + kStride - 1) / kStride : 0;
+  Shared ring = shared_address(memory.ring[team]);
+  Stream stream(p, s, memory.rows[wave_index()], ring, b.head_k, wave_index() % TEAM, begin, b.stop);
+  for (int n = 0; n < kStages - 1; ++n) {
+    if (n < steps) stream.load(n, n);
+    end_group();
+  }
+  Queries q;
+  load_queries(q, p, s, b);
+  describe_lines(memory, p, s, b);
+  barrier();
+  const Line *lines = memory.lines + first_of_warp();
+  int slot = 0, free = kStages - 1;
+  for (int n = 0; n < steps; ++n) {
+    wait_for_copies<kStages - 2>();
+    team_sync();
+    if (n + kStages - 1 < steps) stream.load(n + kStages - 1, free);
+    end_group();
+    int first = begin + n * kStride;
+    if (TEAM == 1 || first < b.stop) step(state, ring + slot * kSlot, q, p, s, b, lines, first);
+    free = slot;
+    slot = slot + 1 == kStages ? 0 : slot + 1;
+  }
+}
+
+// ---- from the teams to memory --------------------------------------------------------------------
+
+struct alignas(16) Four {
+  float x[4];
+};
+
+DEVICE long long part_of(const Params &p, const Sequence &s, const Block &b, const Line &line) {
+  long long place = p.cu_seqlens_q ? s.row0 + line.row : s.batch * (long long)p.seqlen_q + line.row;
+  return (place * p.heads_q + line.head) * p.num_splits + b.part;
+}
+
+DEVICE void store(const Params &p, const Sequence &s, const Block &b, const Line &line, int dim,
+                  const Four &o) {
+  if (p.num_splits > 1) {
+    *(Four *)((float *)p.partial_out + part_of(p, s, b, line) * p.head_dim_v + dim) = o;
+    return;
+  }
+  unsigned short *to = (unsigned short *)p.out + s.row_batch * p.out_batch +
+                       (s.row0 + line.row) * p.out_row + line.head * p.out_head + dim;
+  *(Pair *)to = Pair{Format<DTYPE>::nearest(o.x[0], o.x[1]), Format<DTYPE>::nearest(o.x[2], o.x[3])};
+}
+
+DEVICE void store_lse(const Params &p, const Sequence &s, const Block &b, const Line &line, float lse) {
+  if (p.num_splits > 1)
+    ((float *)p.partial_lse)[part_of(p, s, b, line)] = lse;
+  else if (p.lse)
+    ((float *)p.lse)[s.row_batch * p.lse_batch + line.head * p.lse_head + s.row0 + line.row] = lse;
+}
+
+DEVICE void share_sums(Memory &memory, const State &state) {
+  int team = team_index();
+#pragma unroll
+  for (int t = 0; t < TILES; ++t) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      int line = first_of_warp() + t * kTile + column() + c;
+      float total = column_sum(state.total[t][c]);
+      if (row() == 0) {
+        memory.maximum[team][line] = state.maximum[t][c];
+        memory.total[team][line] = total;
+      }
+#pragma unroll
+      for (int e = 0; e < kDims; ++e) {
+        memory.sums[team][line][e * 16 + row()] = state.o[t][e][c];
+        memory.sums[team][line][e * 16 + row() + 8] = state.o[t][e][c + 2];
+      }
+    }
+  }
+}
+
+// Four elements of line `i` of the block.
+DEVICE void add_up(const Memory &memory, const Params &p, const Sequence &s, const Block &b, int i,
+                   int dim) {
+  const Line &line = memory.lines[i];
+  // A sink is one more logit, without a value: the first part's.
+  float sink = -INFINITY_F;
+  if (p.sinks && p.use_sinks && b.part == 0) sink = ((const float *)p.sinks)[line.head] * kLog2E;
+  float top = sink;
+  for (int w = 0; w < kTeams; ++w) top = max(top, memory.maximum[w][i]);
+  float base = top == -INFINITY_F ? 0.0f : top;
+  float total = exp2(sink - base);
+  Four o{};
+  for (int w = 0; w < kTeams; ++w) {
+    float weight = exp2(memory.maximum[w][i] - base);
+    total += weight * memory.total[w][i];
+    Four sum = *(const Four *)(memory.sums[w][i] + dim);
+    for (int j = 0; j < 4; ++j) o.x[j] += weight * sum.x[j];
+  }
+  bool saw = total != 0.0f;
+  if (dim == 0) store_lse(p, s, b, line, saw ? (top + log2(total)) * kLn2 : -INFINITY_F);
+  // The output of a part that saw nothing is not read.
+  if (dim >= p.head_dim_v || (!saw && p.num_splits > 1)) return;
+  float inverse = saw ? reciprocal(total) : 0.0f;
+  for (int j = 0; j < 4; ++j) o.x[j] *= inverse;
+  store(p, s, b, line, dim, o);
+}
+
+extern "C" __global__ WORKGROUP(kThreads, 1) void attn_decode(KERNEL_PARAMS p) {
+  extern __shared__ __align__(16) char shared_bytes[];
+  Memory &memory = *(Memory *)shared_bytes;
+  Block b;
+  b.group = (unsigned)p.heads_q / (unsigned)p.heads_k;
+  // Neighbours in memory run together: blocks of the same keys, then the heads of a key, then the parts.
+  unsigned id = workgroup_index(), blocks = (p.seqlen_q * b.group + kLines - 1) / kLines;
+  b.first_line = id % blocks * kLines;
+  id /= blocks;
+  b.head_k = id % (unsigned)p.heads_k;
+  id /= (unsigned)p.heads_k;
+  b.part = id % (unsigned)p.num_splits;
+  Sequence s = sequence_of(p, id / (unsigned)p.num_splits);
+  b.lines = s.rows * b.group;
+  if (b.first_line >= b.lines) return;
+  unsigned last_line = min(b.first_line + kLines, b.lines) - 1;
+  Seen seen = keys_seen(p, s, b.first_line / b.group, last_line / b.group);
+  int groups = (max(seen.high - seen.low, 0) + kKeys - 1) / kKeys;
+  int share = (unsigned)(groups + p.num_splits - 1) / (unsigned)p.num_splits * kKeys;
+  b.start = (int)min(seen.low + (long long)b.part * share, (long long)seen.high);
+  b.stop = b.start + min(share, seen.high - b.start);
+  b.all_low = seen.all_low;
+  b.all_high = min(seen.all_high, b.stop);
+  b.general = p.softcap > 0.0f || p.alibi_slopes || p.bias_type;
+
+  State state;
+#pragma unroll
+  for (int t = 0; t < TILES; ++t) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      state.maximum[t][c] = -INFINITY_F;
+      state.total[t][c] = 0.0f;
+    }
+#pragma unroll
+    for (int e = 0; e < kDims; ++e)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) state.o[t][e][r] = 0.0f;
+  }
+  attend(state, memory, p, s, b);
+  barrier();
+  share_sums(memory, state);
+  barrier();
+  for (int item = thread_index(); item < kLines * HEAD_DIM_V / 4; item += kThreads) {
+    int i = item / (HEAD_DIM_V / 4);
+    if (b.first_line + i >= b.lines) return;
+    add_up(memory, p, s, b, i, item % (HEAD_DIM_V / 4) * 4);
+  }
+}
