@@ -4,41 +4,57 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# What every version of flash-attention calls otherwise.
 _AS_ARGUMENT = {
     "scale": "softmax_scale",
     "window": "window_size",
-    "return_lse": "return_attn_probs",
+    "bias": "attn_bias",
 }
-_AS_ARGUMENT |= {"bias": "attn_bias"}
 
 
 class ArgumentError(ValueError, RuntimeError):
     """A wrong argument: flash-attention raises ``RuntimeError`` for it, pyfa ``ValueError``."""
 
 
-def in_their_words(function: Callable[P, R]) -> Callable[P, R]:
-    """``function`` with flash-attention's names in what it raises."""
+def in_words_of(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator that puts a package's names, given as pyfa's = theirs, into what is raised.
 
-    @functools.wraps(function)
-    def renamed(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return function(*args, **kwargs)
-        except ValueError as error:
-            raise ArgumentError(_translated(str(error))) from error
-        except TypeError as error:
-            raise TypeError(_translated(str(error))) from error
+    ``ValueError`` becomes ``ArgumentError``; ``TypeError`` stays one.
+    """
+    known = _AS_ARGUMENT | names
 
-    return renamed
+    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def renamed(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return function(*args, **kwargs)
+            except ValueError as error:
+                raise ArgumentError(_translated(str(error), known)) from error
+            except TypeError as error:
+                raise TypeError(_translated(str(error), known)) from error
+
+        return renamed
+
+    return decorated
 
 
-def _translated(message: str) -> str:
-    # "scale" and "window" are also plain words: only where the message begins with the argument.
+def refuse(name: str, value: object, why: str) -> None:
+    """``NotImplementedError`` naming the argument, where it was given at all."""
+    if value is not None:
+        raise NotImplementedError(f"{name}: {why}")
+
+
+def _translated(message: str, known: Mapping[str, str]) -> str:
     name, colon, rest = message.partition(":")
-    message = _AS_ARGUMENT.get(name, name) + colon + rest
-    return re.sub(r"\bpage_table\b", "block_table", message)
+    message = known.get(name, name) + colon + rest
+    for ours, theirs in known.items():
+        # "scale" and "window" are also plain words: only where the message begins with them.
+        if "_" in ours:
+            message = re.sub(rf"\b{ours}\b", theirs, message)
+    return message

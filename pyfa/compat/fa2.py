@@ -15,13 +15,13 @@ flash-attention, in flash-attention's names. Dropout's bits are pyfa's, not flas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from .. import api, validate
-from .errors import ArgumentError, in_their_words
+from .arguments import Window, length, unpacked, window
+from .errors import ArgumentError, in_words_of
 from .probabilities import Packed, signed_probabilities
 
 __all__ = [
@@ -35,8 +35,10 @@ __all__ = [
     "flash_attn_with_kvcache",
 ]
 
-Window = Sequence[int] | torch.Tensor
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+_in_their_words = in_words_of(page_table="block_table", return_lse="return_attn_probs")
 
 
 class _Options(NamedTuple):
@@ -52,7 +54,7 @@ class _Options(NamedTuple):
     return_attn_probs: bool
 
 
-@in_their_words
+@_in_their_words
 def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -83,7 +85,7 @@ def flash_attn_func(
     ))  # fmt: skip
 
 
-@in_their_words
+@_in_their_words
 def flash_attn_kvpacked_func(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -97,14 +99,14 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """``flash_attn_func`` with K and V in one tensor kv (B, Sk, 2, Hk, D)."""
-    k, v = _unpacked("kv", kv, 2, 5)
+    k, v = unpacked("kv", kv, 2, 5)
     return _attend(q, k, v, _Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs,
     ))  # fmt: skip
 
 
-@in_their_words
+@_in_their_words
 def flash_attn_qkvpacked_func(
     qkv: torch.Tensor,
     dropout_p: float = 0.0,
@@ -117,14 +119,14 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """``flash_attn_func`` with Q, K and V in one tensor qkv (B, S, 3, H, D)."""
-    q, k, v = _unpacked("qkv", qkv, 3, 5)
+    q, k, v = unpacked("qkv", qkv, 3, 5)
     return _attend(q, k, v, _Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs,
     ))  # fmt: skip
 
 
-@in_their_words
+@_in_their_words
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -156,7 +158,7 @@ def flash_attn_varlen_func(
     ), Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table))  # fmt: skip
 
 
-@in_their_words
+@_in_their_words
 def flash_attn_varlen_kvpacked_func(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -174,14 +176,14 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """``flash_attn_varlen_func`` with K and V in one tensor kv (total_k, 2, Hk, D)."""
-    k, v = _unpacked("kv", kv, 2, 4)
+    k, v = unpacked("kv", kv, 2, 4)
     return _attend(q, k, v, _Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs,
     ), Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))  # fmt: skip
 
 
-@in_their_words
+@_in_their_words
 def flash_attn_varlen_qkvpacked_func(
     qkv: torch.Tensor,
     cu_seqlens: torch.Tensor,
@@ -196,14 +198,14 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """``flash_attn_varlen_func`` with Q, K and V in one tensor qkv (total, 3, H, D)."""
-    q, k, v = _unpacked("qkv", qkv, 3, 4)
+    q, k, v = unpacked("qkv", qkv, 3, 4)
     return _attend(q, k, v, _Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs,
     ), Packed(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen))  # fmt: skip
 
 
-@in_their_words
+@_in_their_words
 def flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -254,7 +256,7 @@ def flash_attn_with_kvcache(
             rotary_interleaved=rotary_interleaved,
             num_splits=num_splits,
             causal=causal,
-            window=_window(window_size),
+            window=window(window_size),
             scale=softmax_scale,
             softcap=softcap,
             alibi_slopes=alibi_slopes,
@@ -272,12 +274,12 @@ def _attend(
     options: _Options,
     packed: Packed | None = None,
 ) -> Result:
-    window = _window(options.window_size)
+    edges = window(options.window_size)
     # Drawn here, because S_dmask needs the same bits.
     seed = validate.seed(None, q.device) if options.dropout_p > 0.0 else None
     shared = {
         "causal": options.causal,
-        "window": window,
+        "window": edges,
         "scale": options.softmax_scale,
         "softcap": options.softcap,
         "alibi_slopes": options.alibi_slopes,
@@ -290,7 +292,7 @@ def _attend(
         result = api.attention(q, k, v, **shared)  # type: ignore[arg-type]
     else:
         packed = packed._replace(
-            max_seqlen_q=_length(packed.max_seqlen_q), max_seqlen_k=_length(packed.max_seqlen_k)
+            max_seqlen_q=length(packed.max_seqlen_q), max_seqlen_k=length(packed.max_seqlen_k)
         )
         *where, block_table = packed
         result = api.attention_varlen(q, k, v, *where, page_table=block_table, **shared)  # type: ignore[arg-type]
@@ -304,7 +306,7 @@ def _attend(
         k.detach(),
         packed,
         options.causal,
-        window,
+        edges,
         options.softmax_scale,
         options.softcap,
         options.alibi_slopes,
@@ -312,27 +314,6 @@ def _attend(
         seed,
     )
     return out, _their_lse(lse), probabilities
-
-
-def _window(window_size: Window) -> tuple[int, int] | None:
-    """pyfa's window; None where it is unlimited, which decides how queries are rotated."""
-    if len(window_size) != 2:
-        validate.wrong("window_size", "(left, right)", window_size)
-    left, right = (max(-1, int(edge)) for edge in window_size)
-    return None if left == right == -1 else (left, right)
-
-
-def _length(value: int | torch.Tensor) -> int:
-    return int(value) if isinstance(value, torch.Tensor) else value
-
-
-def _unpacked(name: str, x: torch.Tensor, parts: int, dims: int) -> tuple[torch.Tensor, ...]:
-    """The parts of a packed tensor, which stand before heads and head_dim."""
-    validate.a_tensor(name, x)
-    if x.dim() != dims or x.shape[-3] != parts:
-        lead = "batch, seqlen" if dims == 5 else "total"
-        validate.wrong(name, f"shape ({lead}, {parts}, heads, head_dim)", x)
-    return x.unbind(-3)
 
 
 def _their_lse(lse: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,10 @@
-"""Rotary position embedding in plain PyTorch."""
+"""Rotary position embedding in plain PyTorch (``flash_attn.layers.rotary``)."""
 
 from __future__ import annotations
 
 import torch
+
+__all__ = ["apply_rotary_emb"]
 
 
 def apply_rotary_emb(

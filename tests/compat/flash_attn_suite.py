@@ -3,10 +3,10 @@
     python tests/compat/flash_attn_suite.py CHECKOUT --cases 1000 --workers 8 --out report.json
 
 CHECKOUT is a clone of https://github.com/Dao-AILab/flash-attention, or its test file. The file is
-imported with ``shim/`` in place of the package flash_attn. Its 508,777 cases are sampled by hash:
-of each test the ``--each`` whose ids have the smallest SHA-256, and then the smallest of all up to
-``--cases``, so that a sample is the same everywhere and a larger one contains it. Cases that the
-tests skip themselves are drawn in addition.
+imported with what ``pyfa compat install`` writes in place of the package flash_attn. Its 508,777
+cases are sampled by hash: of each test the ``--each`` whose ids have the smallest SHA-256, and then
+the smallest of all up to ``--cases``, so that a sample is the same everywhere and a larger one
+contains it. Cases that the tests skip themselves are drawn in addition.
 
 Not pytest: collecting as many takes minutes in every process. A case here is a test
 function called with one choice from each of its ``parametrize`` marks. Workers are processes that
@@ -18,6 +18,7 @@ Exit status: 0 when all pass, 1 when one fails.
 from __future__ import annotations
 
 import argparse
+import atexit
 import collections
 import contextlib
 import hashlib
@@ -27,7 +28,9 @@ import io
 import itertools
 import json
 import multiprocessing
+import shutil
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator
@@ -36,7 +39,8 @@ from queue import Empty
 from types import ModuleType
 from typing import Any
 
-HERE = Path(__file__).parent
+from pyfa.compat import shim
+
 # What decides which kernels a case compiles.
 COMPILED = ("d", "dtype", "softcap", "dropout_p", "alibi")
 
@@ -45,7 +49,10 @@ Parameters = dict[str, Any]
 
 def load(path: Path) -> ModuleType:
     """The test file as a module, with the shim in place of flash_attn."""
-    sys.path.insert(0, str(HERE / "shim"))
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    shim.install(folder)
+    sys.path.insert(0, str(folder))
     file = path / "tests" / "test_flash_attn.py" if path.is_dir() else path
     spec = importlib.util.spec_from_file_location("test_flash_attn", file)
     assert spec is not None

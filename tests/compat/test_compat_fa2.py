@@ -303,11 +303,19 @@ def test_pyfas_names_do_not_show() -> None:
             q, pages, pages, ints(0, 2), ints(0, 3), 2, 3, block_table=ints(9)[None]
         )
     assert "page_table" not in str(caught.value)
+    with pytest.raises(RuntimeError, match=r"cache_batch_idx: .* with block_table"):
+        fa2.flash_attn_with_kvcache(
+            q[:, None], pages, pages, cache_seqlens=1, cache_batch_idx=ints(0, 0),
+            block_table=ints(0, 1)[:, None],
+        )  # fmt: skip
 
 
 def test_no_backend_is_said_as_ever() -> None:
     q = torch.randn(1, 4, 2, 8)
-    with pyfa.use_backend("cuda"), pytest.raises(pyfa.UnsupportedProblem, match="not in this"):
+    with (
+        pyfa.use_backend("cuda"),
+        pytest.raises(pyfa.UnsupportedProblem, match="no backend can run"),
+    ):
         fa2.flash_attn_func(q, q, q)
 
 

@@ -1,0 +1,76 @@
+"""``pyfa compat [install|remove]``: packages named flash_attn that hand on pyfa's functions."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from .console import print_json, print_table
+
+_MEANING = {
+    "absent": "not installed: `pyfa compat install` writes it",
+    "installed": "pyfa's",
+    "outdated": "pyfa's, of another version or incomplete: `pyfa compat install` renews it",
+    "changed": "pyfa's, but changed since: neither renewed nor removed",
+    "foreign": "another package: never touched",
+}
+
+
+def add(commands: Any) -> None:
+    """Add the command to argparse's ``commands``."""
+    parser = commands.add_parser(
+        "compat",
+        help="packages named flash_attn that hand on pyfa's functions",
+        description="Writes or removes packages named flash_attn, flash_attn_interface and "
+        "flash_attn.cute that hand on pyfa's functions, for programs that import these names. "
+        "What is there already is never overwritten. Without an action: what there is.",
+    )
+    parser.add_argument("action", nargs="?", choices=("install", "remove"), help="what to do")
+    parser.add_argument(
+        "--target", type=Path, metavar="DIR", help="a folder other than the environment's own"
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Status 1 where something stands in the way, or the shim's files were changed."""
+    from ..compat import shim
+
+    before = shim.status(options.target)
+    error = None
+    try:
+        if options.action == "install":
+            shim.install(options.target)
+        elif options.action == "remove":
+            shim.remove(options.target)
+    except shim.ShimError as problem:
+        error = str(problem)
+    after = shim.status(options.target)
+    folder = str(options.target or shim.purelib())
+    if options.json:
+        data = {
+            "action": options.action or "status",
+            "directory": folder,
+            "error": error,
+            "packages": [each._asdict() for each in after],
+        }
+        print_json("compat", data)
+    else:
+        rows = [
+            [now.name, now.version or "", now.state, _sentence(then, now)]
+            for then, now in zip(before, after, strict=True)
+        ]
+        print(folder)
+        print_table(["package", "version", "state", ""], rows)
+    if error:
+        print(f"pyfa: {error}", file=sys.stderr)
+    return 1 if error else 0
+
+
+def _sentence(then: Any, now: Any) -> str:
+    if then.state != now.state:
+        return "removed" if now.state == "absent" else "written"
+    return f"{_MEANING[now.state]} ({now.where})" if now.state == "foreign" else _MEANING[now.state]

@@ -1,0 +1,50 @@
+"""The merge of attention over parts of the keys into attention over all of them."""
+
+from __future__ import annotations
+
+import torch
+
+from .. import validate
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def combine(
+    out_partial: torch.Tensor,
+    lse_partial: torch.Tensor,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out (…, heads, D) and LSE (…, heads) of parts (splits, …, heads, D) and (splits, …, heads).
+
+    Both parts are float32, the LSE a natural logarithm; a part that saw nothing has LSE −inf, and
+    whatever stands in its output is not read. Rows without any part get output 0 and LSE −inf.
+    ``out`` is written and returned where given; otherwise ``out_dtype``, by default float32.
+    Computed in float32. Raises ``ValueError`` or ``TypeError`` for wrong shapes and dtypes.
+
+    Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
+    """
+    for name, x in (("out_partial", out_partial), ("lse_partial", lse_partial)):
+        validate.a_tensor(name, x)
+        if x.dtype != torch.float32:
+            validate.wrong(name, "float32", x)
+    if out_partial.dim() not in (4, 5) or not out_partial.shape[0]:
+        layout = "(splits, [batch,] seqlen, heads, head_dim) with one split or more"
+        validate.wrong("out_partial", layout, out_partial)
+    if lse_partial.shape != out_partial.shape[:-1]:
+        validate.wrong("lse_partial", f"shape {tuple(out_partial.shape[:-1])}", lse_partial)
+    dtype = out_partial.dtype if out_dtype is None else out_dtype
+    if dtype not in _DTYPES:
+        validate.wrong("out_dtype", "float32, float16 or bfloat16", dtype)
+    if out is not None and (out.shape != out_partial.shape[1:] or out.dtype != dtype):
+        validate.wrong("out", f"shape {tuple(out_partial.shape[1:])} and {dtype}", out)
+    lse = lse_partial.logsumexp(0)
+    # NaN, which is not above 0 either, where a row has no part at all.
+    weights = (lse_partial - lse).exp()[..., None]
+    total = torch.zeros_like(out_partial[0])
+    for weight, part in zip(weights, out_partial, strict=True):
+        # One part at a time, for all together would take as much memory again.
+        total = total + torch.where(weight > 0.0, weight * part, 0.0)
+    if out is None:
+        return total.to(dtype), lse
+    return out.copy_(total), lse

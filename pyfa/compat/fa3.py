@@ -1,0 +1,349 @@
+"""flash-attention 3 (``import flash_attn_interface``) on pyfa's API.
+
+    from pyfa.compat.fa3 import flash_attn_func
+
+Signatures, defaults and what is returned are those of its ``flash_attn_interface``. Everything that
+pyfa takes beyond it stays, as in ``fa2``. Conventions of its own: ``return_attn_probs`` and
+``return_softmax_lse`` give the LSE, float32, natural logarithm, −inf for a row that sees nothing;
+``flash_attn_with_kvcache`` gives no gradient; descales belong to float8 inputs, whose output is
+bfloat16, and are not read for others.
+
+Taken and not needed: ``num_splits`` but for the cache, ``pack_gqa``, ``sm_margin`` and
+``scheduler_metadata`` steer its kernels' scheduling, which is the plan's business here. Refused
+with a ``NotImplementedError``: ``qv`` and ``attention_chunk``. Wrong arguments raise
+``ArgumentError``, a ``RuntimeError`` as in flash-attention, in its names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import api, dispatch, request, validate
+from .arguments import Window, length, unpacked, window
+from .combine import combine
+from .errors import ArgumentError, in_words_of, refuse
+from .ragged_append import append_ragged
+
+__all__ = [
+    "ArgumentError",
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+]
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+_in_their_words = in_words_of(return_lse="return_attn_probs", descale="q_descale")
+
+
+@_in_their_words
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Attention of q (B, Sq, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv): out (B, Sq, H, Dv).
+
+    With ``return_attn_probs`` (out, softmax_lse): the LSE is (B, H, Sq) float32. Gradients flow to
+    q, k, v and from the LSE. ``causal`` and ``window_size`` (left, right) align to the bottom
+    right.
+
+    Raises ``ArgumentError`` (a ``RuntimeError``) or ``TypeError`` for wrong arguments,
+    ``NotImplementedError`` for ``qv`` and ``attention_chunk``, ``pyfa.UnsupportedProblem`` where no
+    backend can run it.
+    """
+    _refuse(qv, attention_chunk)
+    return api.attention(
+        q, k, v, deterministic=deterministic, return_lse=return_attn_probs,
+        **_shared(q, softmax_scale, causal, q_descale, k_descale, v_descale, window_size, softcap),
+    )  # fmt: skip
+
+
+@_in_their_words
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Result:
+    """``flash_attn_func`` with Q, K and V in one tensor qkv (B, S, 3, H, D).
+
+    With ``num_heads_q`` it may be (B, S, num_heads_q + 2·Hk, D): the heads of Q, of K, of V.
+    """
+    if isinstance(qkv, torch.Tensor) and qkv.dim() == 4:
+        if num_heads_q is None or qkv.shape[2] <= num_heads_q or (qkv.shape[2] - num_heads_q) % 2:
+            heads = "shape (batch, seqlen, num_heads_q + 2 * heads_k, head_dim)"
+            validate.wrong("qkv", f"{heads} for num_heads_q={num_heads_q}", qkv)
+        heads_k = (qkv.shape[2] - num_heads_q) // 2
+        q, k, v = qkv.split([num_heads_q, heads_k, heads_k], dim=2)
+    else:
+        q, k, v = unpacked("qkv", qkv, 3, 5)
+    return flash_attn_func(
+        q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size,
+        attention_chunk, softcap, deterministic=deterministic, return_attn_probs=return_attn_probs,
+    )  # fmt: skip
+
+
+@_in_their_words
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Result:
+    """``flash_attn_func`` on packed q (total_q, H, D), k (total_k, Hk, D) and v (total_k, Hk, Dv).
+
+    Sequence b is rows ``cu_seqlens[b]`` to ``cu_seqlens[b+1]`` (int32, (B+1,)), of which
+    ``seqused`` (B,) int32 may use only the first: queries beyond give output 0 and LSE −inf.
+    Returns out (total_q, H, Dv); the LSE is (H, total_q). Raises the same.
+    """
+    _refuse(qv, attention_chunk)
+    return api.attention_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, length(max_seqlen_q), length(max_seqlen_k),
+        seqused_q=seqused_q, seqused_k=seqused_k, deterministic=deterministic,
+        return_lse=return_attn_probs,
+        **_shared(q, softmax_scale, causal, q_descale, k_descale, v_descale, window_size, softcap),
+    )  # fmt: skip
+
+
+@_in_their_words
+def flash_attn_combine(
+    out_partial: torch.Tensor,
+    lse_partial: torch.Tensor,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over all keys from attention over parts of them: (out, softmax_lse).
+
+    ``out_partial`` (splits, B, S, H, D) and ``lse_partial`` (splits, B, S, H), both float32. Out is
+    (B, S, H, D), written into ``out`` where given, else of ``out_dtype``, by default float32; the
+    LSE is (B, S, H), −inf where no part saw anything.
+    """
+    return combine(out_partial, lse_partial, out, out_dtype)
+
+
+@_in_their_words
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: torch.Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attention of q (B, Sq, H, D) over a cache, after appending k and v to it in place.
+
+    ``k_cache`` (B_cache, S, Hk, D) and ``v_cache``, or (num_pages, page_size, Hk, D) with
+    ``page_table`` (B, pages) int32; ``cache_batch_idx`` (B,) int32 names each sequence's row of
+    either. Packed queries are (total_q, H, D) with ``cu_seqlens_q`` and
+    ``max_seqlen_q``. New ``k`` and ``v`` (B, S_new, Hk, D), or (total_new, Hk, D) with
+    ``cu_seqlens_k_new`` (B+1,) int32, go behind the ``cache_seqlens`` (an int or (B,) int32) keys
+    that the cache holds and are visible. ``rotary_cos`` and ``rotary_sin`` (positions,
+    rotary_dim / 2) turn q and the new k.
+
+    Returns out (B, Sq, H, Dv), with ``return_softmax_lse`` (out, LSE (B, H, Sq), and two empty
+    tensors where flash-attention has its partial results). No gradient. Raises as
+    ``flash_attn_func``.
+    """
+    _refuse(qv, attention_chunk)
+    shared = _shared(
+        q, softmax_scale, causal, q_descale, k_descale, v_descale, window_size, softcap
+    )
+    if page_table is not None and cache_batch_idx is not None:
+        page_table, cache_batch_idx = page_table[cache_batch_idx.long()], None
+    where: dict[str, Any] = {
+        "cache_seqlens": cache_seqlens,
+        "cache_batch_idx": cache_batch_idx,
+        "cache_leftpad": cache_leftpad,
+        "page_table": page_table,
+        "cu_seqlens_q": cu_seqlens_q,
+        "max_seqlen_q": None if cu_seqlens_q is None or max_seqlen_q is None
+        else length(max_seqlen_q),
+        "rotary_cos": rotary_cos,
+        "rotary_sin": rotary_sin,
+        "rotary_seqlens": None if rotary_cos is None else rotary_seqlens,
+        "rotary_interleaved": rotary_interleaved,
+        "num_splits": max(num_splits, 0),
+    }  # fmt: skip
+    with torch.no_grad():
+        if k is not None and cu_seqlens_k_new is not None:
+            where |= _appended(q, k_cache, v_cache, k, v, cu_seqlens_k_new, where, shared)
+            k = v = None
+        result = api.attention_kvcache(
+            q, k_cache, v_cache, k=k, v=v, return_lse=return_softmax_lse, **where, **shared
+        )
+    if isinstance(result, torch.Tensor):
+        return result
+    return *result, q.new_empty(0), q.new_empty(0)
+
+
+@_in_their_words
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: torch.Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> torch.Tensor:
+    """An empty int32 tensor on the device of ``cache_seqlens``: pyfa's kernels read the lengths.
+
+    ``flash_attn_with_kvcache`` takes it as ``scheduler_metadata``. Raises ``NotImplementedError``
+    for ``attention_chunk``.
+    """
+    _refuse(None, attention_chunk)
+    validate.a_tensor("cache_seqlens", cache_seqlens)
+    return cache_seqlens.new_empty(0, dtype=torch.int32)
+
+
+def _refuse(qv: torch.Tensor | None, attention_chunk: int) -> None:
+    refuse("qv", qv, "a second product of queries with V (latent attention) is not implemented")
+    why = "attention inside chunks is not implemented; a causal mask and window_size are"
+    refuse("attention_chunk", attention_chunk or None, why)
+
+
+def _shared(
+    q: torch.Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    q_descale: torch.Tensor | None,
+    k_descale: torch.Tensor | None,
+    v_descale: torch.Tensor | None,
+    window_size: Window,
+    softcap: float,
+) -> dict[str, Any]:
+    """pyfa's names for what all functions share."""
+    shared: dict[str, Any] = {
+        "scale": softmax_scale,
+        "causal": causal,
+        "window": window(window_size),
+        "softcap": softcap,
+    }
+    if isinstance(q, torch.Tensor) and q.itemsize == 1:
+        shared["out_dtype"] = torch.bfloat16
+        given = [x for x in (q_descale, k_descale, v_descale) if x is not None]
+        if given:
+            shared["descale"] = tuple(
+                torch.ones_like(given[0]) if x is None else x
+                for x in (q_descale, k_descale, v_descale)
+            )
+    return shared
+
+
+def _appended(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    cu_seqlens_k_new: torch.Tensor,
+    where: dict[str, Any],
+    shared: dict[str, Any],
+) -> dict[str, Any]:
+    """What changes in ``where`` once packed new keys are in the cache."""
+    if v is None or where["cache_seqlens"] is None:
+        name = "v" if v is None else "cache_seqlens"
+        validate.wrong(name, "v and cache_seqlens with k", None)
+    # Whatever is wrong is said before anything is written.
+    asked = request.kvcache(q, k_cache, v_cache, request.Shared(**shared), append=False, **where)
+    dispatch.prepare(*asked).validate(asked.call)
+    used = asked.call.seqused_k
+    assert used is not None
+    start = where["rotary_seqlens"]
+    lengths = append_ragged(
+        k_cache, v_cache, k, v, cu_seqlens_k_new, used, where["page_table"],
+        where["cache_batch_idx"], where["rotary_cos"], where["rotary_sin"], start,
+        where["rotary_interleaved"],
+    )  # fmt: skip
+    turned = where["rotary_cos"] is not None
+    return {
+        "cache_seqlens": lengths,
+        # The queries stand where the new keys do, not behind them.
+        "rotary_seqlens": used if turned and start is None else start,
+    }

@@ -1,0 +1,270 @@
+"""flash-attention 4 (``from flash_attn.cute import …``) on pyfa's API.
+
+    from pyfa.compat.fa4 import flash_attn_func
+
+Signatures, defaults and return values are those of ``flash_attn.cute``, and of the two functions
+of ``flash_attn.cute.interface`` around split keys. Everything that pyfa takes beyond it stays, as
+in ``fa2``. Conventions of its own: every call returns (out, lse), with lse None unless
+``return_lse``; gradients flow through it. (flash-attention also hands out an LSE without gradient
+where an input requires one.) ``window_size`` has None for unlimited; ``learnable_sink`` (H,) is
+float16, bfloat16 or float32 and has a gradient; the LSE contains it.
+
+Taken and not needed, as scheduling is the plan's business here: ``num_splits``, ``pack_gqa``,
+``min_seqlen_k``, ``scheduler_metadata``, ``seqlen_k_per_split``, ``disable_scheduler_metadata``.
+Refused with a ``NotImplementedError``: ``qv``, ``gather_kv_indices``, ``score_mod``, ``mask_mod``
+and what belongs to them, block-sparse tensors, and windows with a negative edge. Wrong arguments
+raise ``ArgumentError``, a ``RuntimeError``, in flash-attention's names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .. import api, validate
+from .arguments import length
+from .combine import combine
+from .errors import ArgumentError, in_words_of, refuse
+
+__all__ = [
+    "ArgumentError",
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "get_scheduler_metadata",
+]
+
+Window = Sequence[int | None]
+Result = tuple[torch.Tensor, torch.Tensor | None]
+
+_in_their_words = in_words_of(sinks="learnable_sink")
+
+_WHY_NOT = {
+    "qv": "a second product of queries with V (latent attention) is not implemented",
+    "gather_kv_indices": "attention to a list of keys per query is not implemented",
+    "score_mod": "programs inside the kernel are not implemented; softcap, sinks and windows are",
+    "score_mod_bwd": "belongs to score_mod, which is not implemented",
+    "mask_mod": "programs inside the kernel are not implemented; causal and window_size are, and "
+    "pyfa.attention takes a boolean bias",
+    "aux_tensors": "belongs to score_mod and mask_mod, which are not implemented",
+    "aux_scalars": "belongs to score_mod and mask_mod, which are not implemented",
+    "block_sparse_tensors": "block sparsity is not implemented",
+    "block_sparse_tensors_bwd": "block sparsity is not implemented",
+    "virtual_batch_idx": "an order of the batch is not implemented; parts combine row by row",
+}
+
+
+@_in_their_words
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    qv: torch.Tensor | None = None,
+    gather_kv_indices: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (None, None),
+    learnable_sink: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    score_mod: Callable[..., Any] | None = None,
+    score_mod_bwd: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    aux_tensors: list[torch.Tensor] | None = None,
+    aux_scalars: tuple[Any, ...] | None = None,
+    block_sparse_tensors: Any = None,
+    block_sparse_tensors_bwd: Any = None,
+    return_lse: bool = False,
+) -> Result:
+    """Attention of q (B, Sq, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv).
+
+    Returns (out (B, Sq, H, Dv), lse); lse is (B, H, Sq) float32 with ``return_lse``, else None.
+    ``causal`` and ``window_size`` (left, right) align to the bottom right.
+
+    Raises ``ArgumentError`` (a ``RuntimeError``) or ``TypeError`` for wrong arguments,
+    ``NotImplementedError`` for what the module lists, ``pyfa.UnsupportedProblem`` where no backend
+    can run it.
+    """
+    _refuse(
+        qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod,
+        score_mod_bwd=score_mod_bwd, mask_mod=mask_mod, aux_tensors=aux_tensors or None,
+        aux_scalars=aux_scalars or None, block_sparse_tensors=block_sparse_tensors,
+        block_sparse_tensors_bwd=block_sparse_tensors_bwd,
+    )  # fmt: skip
+    result = api.attention(
+        q, k, v, causal=causal, window=_window(window_size, causal), scale=softmax_scale,
+        softcap=softcap or 0.0, sinks=learnable_sink, deterministic=deterministic,
+        return_lse=return_lse,
+    )  # fmt: skip
+    return (result, None) if isinstance(result, torch.Tensor) else result
+
+
+@_in_their_words
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    qv: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    min_seqlen_k: int | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    gather_kv_indices: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (None, None),
+    learnable_sink: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    score_mod: Callable[..., Any] | None = None,
+    score_mod_bwd: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    block_sparse_tensors: Any = None,
+    aux_tensors: list[torch.Tensor] | None = None,
+    aux_scalars: tuple[Any, ...] | None = None,
+    return_lse: bool = False,
+    scheduler_metadata: Any = None,
+    seqlen_k_per_split: int | None = None,
+    disable_scheduler_metadata: bool = False,
+) -> Result:
+    """``flash_attn_func`` where sequences have lengths of their own.
+
+    q is packed, (total_q, H, D) with ``cu_seqlens_q`` (B+1,) int32, or padded, (B, Sq, H, D); k and
+    v are packed with ``cu_seqlens_k``, padded, or pages (num_pages, page_size, Hk, D) with
+    ``page_table`` (B, pages) int32. ``seqused_q`` and ``seqused_k`` (B,) int32 use only the first
+    rows of a sequence; queries beyond give output 0 and LSE −inf. The longest lengths may be left
+    out, which costs time where sequences are much shorter than all of them together.
+
+    Returns (out, lse) in the layout of q: lse is (H, total_q), or (B, H, Sq), else None. Raises the
+    same.
+    """
+    _refuse(
+        qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod,
+        score_mod_bwd=score_mod_bwd, mask_mod=mask_mod, aux_tensors=aux_tensors or None,
+        aux_scalars=aux_scalars or None, block_sparse_tensors=block_sparse_tensors,
+    )  # fmt: skip
+    padded_q = cu_seqlens_q is None
+    if cu_seqlens_q is None:
+        batch, rows = _padded("q", q)
+        q, cu_seqlens_q, max_seqlen_q = q.flatten(0, 1), _even(batch, rows, q), rows
+    if page_table is not None:
+        validate.a_tensor("page_table", page_table)
+        if cu_seqlens_k is not None:
+            validate.wrong("cu_seqlens_k", "None with page_table (seqused_k has lengths)", "both")
+        room = page_table.shape[-1] * k.shape[1]
+        if seqused_k is None:
+            seqused_k = page_table.new_full(page_table.shape[:1], room)
+        max_seqlen_k = room if max_seqlen_k is None else max_seqlen_k
+    elif cu_seqlens_k is None:
+        batch_k, max_seqlen_k = _padded("k", k)
+        _padded("v", v)
+        cu_seqlens_k = _even(batch_k, max_seqlen_k, k)
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+    result = api.attention_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k,
+        # Bounds, where they are not known: reading the offsets would wait for the device.
+        q.shape[0] if max_seqlen_q is None else length(max_seqlen_q),
+        k.shape[0] if max_seqlen_k is None else length(max_seqlen_k),
+        seqused_q=seqused_q, seqused_k=seqused_k, page_table=page_table, causal=causal,
+        window=_window(window_size, causal), scale=softmax_scale, softcap=softcap or 0.0,
+        sinks=learnable_sink, deterministic=deterministic, return_lse=return_lse,
+    )  # fmt: skip
+    out, lse = (result, None) if isinstance(result, torch.Tensor) else result
+    if padded_q:
+        out = out.unflatten(0, (batch, rows))
+        lse = None if lse is None else lse.unflatten(1, (batch, rows)).transpose(0, 1)
+    return out, lse
+
+
+@_in_their_words
+def flash_attn_combine(
+    out_partial: torch.Tensor,
+    lse_partial: torch.Tensor,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    seqused: torch.Tensor | None = None,
+    virtual_batch_idx: torch.Tensor | None = None,
+    return_lse: bool = True,
+) -> Result:
+    """Attention over all keys from attention over parts of them: (out, lse).
+
+    ``out_partial`` (splits, B, S, H, D) and ``lse_partial`` (splits, B, S, H), or packed
+    (splits, total, H, D) and (splits, total, H), float32. Out is written into ``out`` where given,
+    else of ``out_dtype``, by default float32; the LSE, None without ``return_lse``, is (B, S, H) or
+    (total, H). ``cu_seqlens`` and ``seqused`` are not needed: each row combines alone.
+    """
+    _refuse(virtual_batch_idx=virtual_batch_idx)
+    merged, lse = combine(out_partial, lse_partial, out, out_dtype)
+    return merged, lse if return_lse else None
+
+
+def get_scheduler_metadata(
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    nheads: int,
+    nheads_kv: int,
+    headdim: int,
+    num_splits: int,
+    headdim_v: int | None = None,
+    pack_gqa: bool | None = None,
+    causal: bool = False,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqlen_k_new: int = 0,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None,
+    seqlen_k_per_split: int | None = None,
+    _arch: int | None = None,
+) -> None:
+    """None, which ``flash_attn_varlen_func`` takes: pyfa's kernels read the lengths themselves."""
+
+
+def _refuse(**given: object) -> None:
+    for name, value in given.items():
+        refuse(name, value, _WHY_NOT[name])
+
+
+def _window(window_size: Window, causal: bool) -> tuple[int | None, int | None] | None:
+    """pyfa's window. None is unlimited here; a window that is empty as given counts as none."""
+    if len(window_size) != 2:
+        validate.wrong("window_size", "(left, right)", window_size)
+    left, right = window_size
+    if causal:
+        right = 0
+    if left is not None and right is not None and left + right < 0:
+        return None
+    if (left is not None and left < 0) or (right is not None and right < 0):
+        raise NotImplementedError(
+            "window_size: a negative edge, which leaves out keys around the query's own, is not "
+            f"implemented; None is unlimited; got {tuple(window_size)}"
+        )
+    return None if left is right is None else (left, right)
+
+
+def _padded(name: str, x: torch.Tensor) -> tuple[int, int]:
+    """Batch and length of x (B, S, heads, head_dim)."""
+    validate.a_tensor(name, x)
+    if x.dim() != 4:
+        offsets = "cu_seqlens_q" if name == "q" else "cu_seqlens_k"
+        validate.wrong(name, f"shape (batch, seqlen, heads, head_dim) without {offsets}", x)
+    return x.shape[0], x.shape[1]
+
+
+def _even(batch: int, rows: int, x: torch.Tensor) -> torch.Tensor:
+    """The offsets of ``batch`` sequences of ``rows`` each."""
+    return torch.arange(batch + 1, dtype=torch.int32, device=x.device) * rows

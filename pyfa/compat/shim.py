@@ -1,0 +1,297 @@
+"""Packages named ``flash_attn`` and ``flash_attn_interface`` that hand on pyfa's functions.
+
+For programs and libraries that import these by name, or ask ``importlib.metadata`` for them, where
+flash-attention itself is not installed. Each package is a distribution of its own, as there, with a
+dist-info that says who wrote it (``INSTALLER``) and what (``RECORD``, with digests). What is there
+already is never overwritten, and only what this module wrote, unchanged, is ever removed.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import importlib.metadata
+import importlib.util
+import io
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from .. import __version__
+
+_INSTALLER = "pyfa"
+
+
+class ShimError(Exception):
+    """Something else stands where the shim would be, or the shim's files were changed."""
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """One package: the version of the interface, and each file's source in ``pyfa.compat``."""
+
+    name: str
+    interface: str
+    modules: Mapping[str, str]
+
+    @property
+    def version(self) -> str:
+        return f"{self.interface}+pyfa.{__version__}"
+
+    @property
+    def dist_info(self) -> str:
+        return f"{self.name}-{self.version}.dist-info"
+
+    @property
+    def roots(self) -> list[str]:
+        """What importing takes the files by: their first folder, or a module at the top."""
+        return sorted({PurePosixPath(path).parts[0].removesuffix(".py") for path in self.modules})
+
+    def contents(self) -> dict[str, str]:
+        """Every file but RECORD by its path."""
+        metadata = (
+            f"Metadata-Version: 2.1\nName: {self.name}\nVersion: {self.version}\n"
+            "Summary: flash-attention's interface on pyfa's kernels, written by `pyfa compat`\n"
+        )
+        return {
+            f"{self.dist_info}/INSTALLER": f"{_INSTALLER}\n",
+            f"{self.dist_info}/METADATA": metadata,
+            f"{self.dist_info}/WHEEL": (
+                f"Wheel-Version: 1.0\nGenerator: pyfa {__version__}\n"
+                "Root-Is-Purelib: true\nTag: py3-none-any\n"
+            ),
+            f"{self.dist_info}/top_level.txt": "".join(f"{root}\n" for root in self.roots),
+            **{path: self._source(module) for path, module in self.modules.items()},
+        }
+
+    def _source(self, module: str) -> str:
+        lines = [f'"""Written by `pyfa compat install`: {self.name} on pyfa\'s kernels."""', ""]
+        if module:
+            lines += [f"from pyfa.compat.{module} import *", ""]
+        return "\n".join([*lines, f'__version__ = "{self.version}"', ""])
+
+
+DISTRIBUTIONS = (
+    Distribution(
+        "flash_attn",
+        "2.8.4",
+        {
+            "flash_attn/__init__.py": "fa2",
+            "flash_attn/flash_attn_interface.py": "fa2_interface",
+            "flash_attn/bert_padding.py": "bert_padding",
+            "flash_attn/layers/__init__.py": "",
+            "flash_attn/layers/rotary.py": "rotary",
+        },
+    ),
+    Distribution(
+        "flash_attn_3",
+        "3.0.0",
+        {
+            "flash_attn_interface.py": "fa3",
+            "flash_attn_3/__init__.py": "",
+            "flash_attn_3/flash_attn_interface.py": "fa3",
+        },
+    ),
+    Distribution(
+        "flash_attn_4",
+        "4.0.0",
+        {
+            "flash_attn/cute/__init__.py": "fa4",
+            "flash_attn/cute/interface.py": "fa4",
+        },
+    ),
+)
+
+
+class Status(NamedTuple):
+    """One distribution in a folder. ``state``: absent, installed, outdated, changed or foreign."""
+
+    name: str
+    state: str
+    version: str | None = None
+    where: str | None = None
+
+
+def purelib() -> Path:
+    """The running environment's folder of pure Python packages."""
+    return Path(sysconfig.get_path("purelib"))
+
+
+def status(target: Path | None = None) -> list[Status]:
+    """What there is of each distribution, in ``target`` or wherever Python here finds it."""
+    return [_status_of(each, target) for each in DISTRIBUTIONS]
+
+
+def install(target: Path | None = None) -> list[Status]:
+    """Write what is missing into ``target`` (default: ``purelib()``); returns what there is then.
+
+    Raises ``ShimError``, before anything is written, where another package of these names is there
+    or found by Python, or where the shim's own files were changed.
+    """
+    folder = target or purelib()
+    found = status(target)
+    for each in found:
+        if each.state == "foreign":
+            raise ShimError(
+                f"{each.name} is installed already ({each.where}) and is never overwritten; "
+                "import pyfa.compat instead, or uninstall it first"
+            )
+    _refuse_changed(folder)
+    for package, now in zip(DISTRIBUTIONS, found, strict=True):
+        if now.state == "outdated":
+            _remove(folder, package)
+        if now.state != "installed":
+            _write(folder, package)
+    importlib.invalidate_caches()
+    return status(target)
+
+
+def remove(target: Path | None = None) -> list[Status]:
+    """Remove what ``install`` wrote into ``target`` (default: ``purelib()``) and nothing else.
+
+    Raises ``ShimError``, before anything is removed, where a file of the shim was changed. Returns
+    what was there.
+    """
+    folder = target or purelib()
+    _refuse_changed(folder)
+    found = [each for each in status(target) if each.state in ("installed", "outdated")]
+    for package in DISTRIBUTIONS:
+        _remove(folder, package)
+    importlib.invalidate_caches()
+    return found
+
+
+def _status_of(each: Distribution, target: Path | None) -> Status:
+    folder = target or purelib()
+    mine = _dist_info(folder, each)
+    if mine is not None:
+        state = "installed" if mine.name == each.dist_info else "outdated"
+        if any(not path.is_file() for path in _record(folder, mine)):
+            state = "outdated"  # writing it was interrupted
+        if _changed(folder, mine):
+            state = "changed"
+        version = mine.name.removeprefix(f"{each.name}-").removesuffix(".dist-info")
+        return Status(each.name, state, version, str(folder))
+    where = _in_the_way(each, folder) or (_elsewhere(each, folder) if target is None else None)
+    return Status(each.name, "foreign" if where else "absent", None, where)
+
+
+def _in_the_way(each: Distribution, folder: Path) -> str | None:
+    """What in ``folder`` has the distribution's name or one of its files."""
+    names = (info for info in folder.glob("*.dist-info") if _named(info, each))
+    paths = (folder / path for path in each.modules if (folder / path).exists())
+    return next((str(path) for path in (*names, *paths)), None)
+
+
+def _named(info: Path, each: Distribution) -> bool:
+    name = info.name.split("-")[0]
+    return name.lower().replace(".", "_") == each.name
+
+
+def _elsewhere(each: Distribution, folder: Path) -> str | None:
+    """Where outside ``folder`` Python finds such a package."""
+    for root in each.roots:
+        spec = importlib.util.find_spec(root)
+        if spec is not None:
+            for place in spec.submodule_search_locations or [spec.origin or ""]:
+                if Path(place).resolve().parent != folder.resolve():
+                    return place
+    try:
+        found = str(importlib.metadata.distribution(each.name).locate_file(""))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return None if Path(found).resolve() == folder.resolve() else found
+
+
+def _dist_info(folder: Path, each: Distribution) -> Path | None:
+    """The dist-info of ``each`` in ``folder``, if this module wrote it."""
+    for info in sorted(folder.glob("*.dist-info")):
+        installer = info / "INSTALLER"
+        written = installer.is_file() and installer.read_text().strip() == _INSTALLER
+        if written and _named(info, each):
+            return info
+    return None
+
+
+def _record(folder: Path, info: Path) -> dict[Path, str]:
+    """The files that RECORD lists inside ``folder``, with their digests ("" for RECORD itself)."""
+    record = info / "RECORD"
+    if not record.is_file():
+        return {}
+    listed = {}
+    for path, digest, _ in csv.reader(record.read_text().splitlines()):
+        file = folder / path
+        if folder.resolve() in file.resolve().parents:
+            listed[file] = digest
+    return listed
+
+
+def _changed(folder: Path, info: Path) -> list[Path]:
+    """Files of RECORD that are not as they were written; what is gone does not count."""
+    return [
+        path
+        for path, digest in _record(folder, info).items()
+        if digest and path.is_file() and _digest(path.read_bytes()) != digest
+    ]
+
+
+def _refuse_changed(folder: Path) -> None:
+    changed = [
+        str(path)
+        for each in DISTRIBUTIONS
+        if (info := _dist_info(folder, each)) is not None
+        for path in _changed(folder, info)
+    ]
+    if changed:
+        raise ShimError(
+            f"changed since `pyfa compat install` wrote it: {', '.join(changed)}; put it back, or "
+            "delete it by hand"
+        )
+
+
+def _digest(data: bytes) -> str:
+    digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest())
+    return f"sha256={digest.decode().rstrip('=')}"
+
+
+def _write(folder: Path, each: Distribution) -> None:
+    contents = {path: text.encode() for path, text in each.contents().items()}
+    record = io.StringIO()
+    rows = csv.writer(record, lineterminator="\n")
+    for path, data in contents.items():
+        rows.writerow([path, _digest(data), len(data)])
+    rows.writerow([f"{each.dist_info}/RECORD", "", ""])
+    # RECORD and INSTALLER first: whatever an interruption leaves behind can then be removed.
+    contents = {f"{each.dist_info}/RECORD": record.getvalue().encode(), **contents}
+    for path, data in contents.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(data)
+
+
+def _remove(folder: Path, each: Distribution) -> None:
+    info = _dist_info(folder, each)
+    if info is None:
+        return
+    files = list(_record(folder, info))
+    # The dist-info goes last, for it is what says that the rest is ours.
+    for path in sorted(files, key=lambda path: (path.parent == info, path.name == "INSTALLER")):
+        for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
+            compiled.unlink()
+        path.unlink(missing_ok=True)
+    for parent in sorted(_folders(folder, files), key=lambda path: -len(path.parts)):
+        if parent.is_dir() and not any(parent.iterdir()):
+            parent.rmdir()
+
+
+def _folders(folder: Path, files: list[Path]) -> set[Path]:
+    """The folders below ``folder`` that hold ``files``, and all that hold their bytecode."""
+    found = {folder / "__pycache__"}
+    for file in files:
+        for parent in file.parents:
+            if parent == folder:
+                break
+            found |= {parent, parent / "__pycache__"}
+    return found

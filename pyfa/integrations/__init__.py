@@ -1,0 +1,5 @@
+"""pyfa inside other libraries, each asked for by its own ``register()``.
+
+``transformers``: models with ``attn_implementation="pyfa"``. ``torch_sdpa``: PyTorch's
+``scaled_dot_product_attention``. Import what you need; ``import pyfa`` loads none of it.
+"""

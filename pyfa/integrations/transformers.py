@@ -1,0 +1,224 @@
+"""transformers' models on pyfa: ``attn_implementation="pyfa"``.
+
+    from pyfa.integrations import transformers
+    transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="pyfa")
+
+Two functions are registered, for a model asks one for its masks and the other for attention. Masks
+that follow from positions are not made: causal ones, sliding windows, padding on the left or on the
+right, and what of a static cache is not filled yet. Everything else (holes, packed sequences that
+come without ``cu_seq_lens_q`` and the like, chunks, blocks that see each other) becomes a boolean
+mask (B, 1, queries, keys).
+
+As for transformers' own flash attention, a layer's window is what it passes as ``sliding_window``.
+Queries that are padding get an output that means nothing; their keys are never seen by others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    prepare_padding_mask,
+    sdpa_mask,
+)
+
+from .. import api
+
+__all__ = ["attention", "make_mask", "register"]
+
+
+def register(name: str = "pyfa") -> None:
+    """Make ``attn_implementation=name`` known to every model of transformers in this process."""
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, make_mask)
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    cache: Any = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of query (B, H, Sq, D), key (B, Hk, Sk, D) and value (B, Hk, Sk, Dv).
+
+    ``attention_mask`` is what ``make_mask`` gave, or a mask (B | 1, H | 1, Sq | 1, Sk) of the
+    caller's own, boolean or to be added to the scores; ``position_bias`` (B | 1, H, Sq, Sk) is
+    added too. ``s_aux`` (H,) are sinks. With ``cu_seq_lens_q`` and the three beside it, the
+    sequences of a batch of one are packed, and the mask is not read. Weights are never returned.
+
+    Returns (out (B, Sq, H, Dv), None). Raises what ``pyfa.attention`` does, and
+    ``NotImplementedError`` for the paged cache of continuous batching.
+    """
+    if cache is not None:
+        raise NotImplementedError(
+            "cache: continuous batching with a paged cache is not implemented; "
+            "use generate() with a dynamic or static cache"
+        )
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    shared: dict[str, Any] = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
+    local = _by_position(causal, sliding_window)
+    out: Any
+    if not (
+        cu_seq_lens_q is None
+        or cu_seq_lens_k is None
+        or max_length_q is None
+        or max_length_k is None
+    ):
+        flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
+        out = api.attention_varlen(
+            flat_q, flat_k, flat_v, cu_seq_lens_q.int(), cu_seq_lens_k.int(), int(max_length_q),
+            int(max_length_k), dropout_p=dropout, **local, **shared,
+        )  # fmt: skip
+        return out.unflatten(0, q.shape[:2]), None
+    inputs = (q, k, v, s_aux, position_bias)
+    trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    bias = None
+    if attention_mask is None:
+        pass
+    elif attention_mask.dtype == torch.int32:
+        first, end = attention_mask[:, 0, 0].unbind(-1)
+        if not trained and not dropout and position_bias is None:
+            out = api.attention_kvcache(
+                q, k, v, cache_seqlens=end.contiguous(), cache_leftpad=first.contiguous(),
+                **local, **shared,
+            )  # fmt: skip
+            return out, None
+        bias = (torch.arange(k.shape[1], device=k.device) >= first[:, None])[:, None, None]
+    else:
+        # Complete: it says all that position says, and is cut as it is for a longer cache.
+        bias, local = attention_mask[..., : k.shape[1]], {}
+    if position_bias is not None:
+        bias = _both(bias, position_bias)
+    out = api.attention(q, k, v, bias=bias, dropout_p=dropout, **local, **shared)
+    return out, None
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    config: Any = None,
+    **others: Any,
+) -> torch.Tensor | None:
+    """The mask of ``q_length`` queries from position ``q_offset`` on, ``kv_length`` keys from
+    ``kv_offset`` on; ``attention_mask`` (B, positions) is False where a token is padding.
+
+    None where position says everything. Int32 (B, 1, 1, 2) where besides only the first keys of a
+    sequence are padding, or the last are not filled yet: the first key and the end of those that
+    the last query sees. (It has four dimensions, for such tensors transformers hands on as they
+    are.) Otherwise boolean (B, 1, queries | 1, keys), False where a query does not see a key. Reads
+    ``attention_mask``, and so waits for the device, but not while a graph is traced or captured.
+    """
+    arguments = {
+        "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length,
+        "q_offset": q_offset, "kv_offset": kv_offset, "mask_function": mask_function,
+        "attention_mask": attention_mask, "use_vmap": use_vmap, "device": device,
+    }  # fmt: skip
+    padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    if padding is not None:
+        padding = padding[:, kv_offset : kv_offset + kv_length]
+    if mask_function is bidirectional_mask_function and not use_vmap:
+        return None if padding is None else padding[:, None, None]
+    if local_size is None:
+        # For one query and a static cache it is forbidden only because others would have to read
+        # values, which a compiled step cannot.
+        compiled = q_length == 1 and isinstance(q_offset, torch.Tensor)
+        skip = allow_is_causal_skip or compiled
+        as_positions = skip and mask_function is causal_mask_function
+    else:
+        # A window or a chunk. That no other mask is mixed in is what the permission to skip says.
+        chunk = getattr(config, "attention_chunk_size", None)
+        sliding = chunk is None and getattr(config, "sliding_window", None) == local_size
+        as_positions = allow_is_causal_skip and sliding
+    end = q_offset + q_length - kv_offset
+    whole = isinstance(end, int) and end == kv_length
+    # With a gradient the keys that are not filled yet cannot be left out.
+    if use_vmap or not as_positions or (torch.is_grad_enabled() and not whole):
+        return _complete(arguments)
+    if padding is None:
+        first = torch.zeros(batch_size, dtype=torch.int32, device=device)
+    else:
+        found = None if _is_traced(padding) else _first_keys(padding, end, q_length)
+        if found is None:
+            return _complete(arguments)
+        first, anywhere = found
+        whole = whole and not anywhere
+    if whole:
+        return None
+    ends = torch.as_tensor(end, device=device).int().expand(batch_size)
+    return torch.stack([first, ends], -1)[:, None, None]
+
+
+def _by_position(causal: bool, sliding_window: int | None) -> dict[str, Any]:
+    """pyfa's names. A window counts the query itself, and on both sides where not causal."""
+    if sliding_window is None:
+        return {"causal": causal}
+    return {"causal": causal, "window": (sliding_window - 1, sliding_window - 1)}
+
+
+def _both(bias: torch.Tensor | None, position_bias: torch.Tensor) -> torch.Tensor:
+    if bias is None:
+        return position_bias
+    if bias.dtype == torch.bool:
+        return position_bias.masked_fill(~bias, -torch.inf)
+    return position_bias + bias
+
+
+def _complete(arguments: dict[str, Any]) -> torch.Tensor:
+    mask: torch.Tensor = sdpa_mask(**arguments, allow_is_causal_skip=False)
+    return mask
+
+
+def _is_traced(x: torch.Tensor) -> bool:
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return True
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _first_keys(
+    padding: torch.Tensor, end: int | torch.Tensor, q_length: int
+) -> tuple[torch.Tensor, bool] | None:
+    """The first key (B,) int32 of each sequence and whether one is not 0; None where keys are
+    hidden that come behind it and before ``end``.
+
+    Where all keys are new, as in training, those behind the last that is no padding may be seen:
+    only queries that are padding see them.
+    """
+    position = torch.arange(padding.shape[1], device=padding.device)
+    first = padding.int().argmax(-1)
+    last = padding.shape[1] - 1 - padding.flip(-1).int().argmax(-1)
+    all_new = torch.as_tensor(end == q_length, device=padding.device)
+    stop = torch.where(all_new, last + 1, end)
+    inside = (position >= first[:, None]) & (position < stop[:, None])
+    fits = torch.where(position < end, padding == inside, True).all() & padding.any(-1).all()
+    fits_all, most = torch.stack([fits.long(), first.max()]).tolist()
+    return (first.int(), most > 0) if fits_all else None
