@@ -21,6 +21,7 @@ def tensor_bytes(shape: Shape) -> dict[str, int]:
     return {
         "q": q, "k": k, "v": v, "out": out, "lse": state, "delta": state,
         "dout": out, "dq": q, "dk": k, "dv": v, "s": scores,
+        "dq_sum": rows * shape.head_dim * FLOAT_BYTES,
     }  # fmt: skip
 
 

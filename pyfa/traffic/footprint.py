@@ -21,17 +21,18 @@ def standard_bytes(shape: Shape, training: bool = False) -> int:
     return _sum(sizes, *_INPUTS) + 2 * sizes["s"]
 
 
-def tiled_bytes(shape: Shape, training: bool = False, splits: int = 1) -> int:
+def tiled_bytes(shape: Shape, training: bool = False, splits: int = 1, sums: bool = False) -> int:
     """Of kernels that keep S on chip: inputs, output, LSE, and the partial results of split keys.
 
     Training: also the gradients, and two floats a row that backward keeps (delta, and the LSE in
-    base 2 as the kernels want it).
+    base 2 as the kernels want it), and with ``sums`` dQ in float32.
     """
     sizes = tensor_bytes(shape)
     forward = _sum(sizes, *_INPUTS, "lse") + splits_bytes(shape, splits)
     if not training:
         return forward
-    return max(forward, _sum(sizes, *_INPUTS, *_GRADIENTS, "lse") + 2 * sizes["delta"])
+    kept = 2 * sizes["delta"] + (sizes["dq_sum"] if sums else 0)
+    return max(forward, _sum(sizes, *_INPUTS, *_GRADIENTS, "lse") + kept)
 
 
 def ratio_with_scores(seqlen: int, head_dim: int) -> float:

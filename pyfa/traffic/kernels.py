@@ -26,8 +26,9 @@ class Role(NamedTuple):
     """A kernel's part. ``owns_keys``: a workgroup keeps keys and walks rows, otherwise the reverse.
 
     ``held`` tensors are read once by a workgroup, ``streamed`` ones pass by it tile by tile,
-    ``written`` ones are what it makes. ``products_d`` and ``products_dv`` are matrix products of a
-    tile whose third size is head_dim, or that of V.
+    ``written`` ones are what it makes, and ``added`` ones are added to in memory, tile by tile:
+    an atomic addition counts as its bytes once. ``products_d`` and ``products_dv`` are matrix
+    products of a tile whose third size is head_dim, or that of V.
     """
 
     owns_keys: bool
@@ -36,17 +37,22 @@ class Role(NamedTuple):
     written: tuple[str, ...]
     products_d: int
     products_dv: int
+    added: tuple[str, ...] = ()
 
 
 _STATE = ("lse", "delta")
-# Forward is FlashAttention-2's algorithm 1, backward its algorithm 2 (Dao 2023) in two kernels or
-# three that need no atomics. Each makes S again, and dP where it needs dS.
+# Forward is FlashAttention-2's algorithm 1, backward its algorithm 2 (Dao 2023): in two kernels or
+# three that need no atomics, or in one that adds dQ up in float32. Each makes S again, and dP where
+# it needs dS.
 ROLES: Mapping[str, Role] = MappingProxyType(
     {
         "forward": Role(False, ("q",), ("k", "v"), ("out", "lse"), 1, 1),
         "dk_dv": Role(True, ("k", "v"), ("q", "dout", *_STATE), ("dk", "dv"), 2, 2),
         "dk": Role(True, ("k", "v"), ("q", "dout", *_STATE), ("dk",), 2, 1),
         "dv": Role(True, ("k", "v"), ("q", "dout", *_STATE), ("dv",), 1, 1),
+        "gradients": Role(
+            True, ("k", "v"), ("q", "dout", *_STATE), ("dk", "dv"), 3, 2, ("dq_sum",)
+        ),
         "dq": Role(False, ("q", "dout", *_STATE), ("k", "v"), ("dq",), 2, 1),
     }
 )

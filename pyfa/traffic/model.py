@@ -11,7 +11,7 @@ from . import footprint, sram
 from .compulsory import compulsory_bytes
 from .dram import each_dram_bytes, last_level_bytes
 from .flops import attention_flops
-from .kernels import TiledKernel
+from .kernels import ROLES, TiledKernel
 from .passes import Pass, standard_backward, standard_forward, tiled_passes
 from .requested import workgroups
 from .roofline import Bound, bound, ridge
@@ -138,6 +138,7 @@ def model(shape: Shape, device: Device, dtype: str, kernels: Sequence[TiledKerne
     compulsory = {to: compulsory_bytes(shape, to == "backward") for to in DIRECTIONS}
     flops = {to: attention_flops(shape, to == "backward") for to in DIRECTIONS}
     splits = forward[0].tiling.splits if forward else 1
+    sums = any("dq_sum" in ROLES[kernel.role].added for kernel in kernels)
     return Model(
         shape=shape,
         device=device,
@@ -154,7 +155,7 @@ def model(shape: Shape, device: Device, dtype: str, kernels: Sequence[TiledKerne
             for training, name in ((False, "forward"), (True, "training"))
             for way, peak in (
                 ("standard", footprint.standard_bytes(shape, training)),
-                ("tiled", footprint.tiled_bytes(shape, training, splits)),
+                ("tiled", footprint.tiled_bytes(shape, training, splits, sums)),
             )
         },
         fits=fits,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from .compulsory import FLOAT_BYTES, read_once, tensor_bytes
 from .flops import tile_flops
-from .kernels import TiledKernel
+from .kernels import ROLES, TiledKernel
 from .requested import requested_bytes, requested_of, workgroups
 from .shape import Shape
 
@@ -19,7 +19,7 @@ from .shape import Shape
 # standard attention rest on.
 GEMM_TILE = 128
 # What one kernel leaves for another and nobody asked for.
-INTERMEDIATE = frozenset({"s", "p", "dp", "ds", "delta", "partial"})
+INTERMEDIATE = frozenset({"s", "p", "dp", "ds", "delta", "partial", "dq_sum"})
 
 
 class Stream(NamedTuple):
@@ -56,6 +56,8 @@ def tiled_passes(shape: Shape, kernels: Sequence[TiledKernel]) -> list[Pass]:
         found.append(_tiled(shape, kernel))
         if kernel.role == "forward" and kernel.tiling.splits > 1:
             found.append(_merge(shape, kernel))
+        if ROLES[kernel.role].added:
+            found.append(_rounding(shape))
     return found
 
 
@@ -67,7 +69,13 @@ def _tiled(shape: Shape, kernel: TiledKernel) -> Pass:
         # A kernel cannot ask for less than it needs: what `once` holds and no block asks for is of
         # rows that see nothing.
         tuple(Stream(name, min(once[name], asked), asked) for name, asked in reads.items()),
-        tuple(Stream(name, asked, asked) for name, asked in writes.items()),
+        # What is added to is in memory once, however often.
+        tuple(
+            Stream(
+                name, min(once[name], asked) if name in ROLES[kernel.role].added else asked, asked
+            )
+            for name, asked in writes.items()
+        ),
         tile_flops(shape, kernel),
         workgroups(shape, kernel),
         max(1, shape.batch * shape.heads_k),
@@ -86,6 +94,12 @@ def _merge(shape: Shape, kernel: TiledKernel) -> Pass:
     reads = (Stream("partial", asked.merged + sums, asked.merged + sums),)
     writes = (Stream("out", asked.out, asked.out), Stream("lse", asked.lse, asked.lse))
     return Pass("merge", reads, writes, 0, shape.lines * shape.seqlen_q, max(1, shape.lines))
+
+
+def _rounding(shape: Shape) -> Pass:
+    sizes = tensor_bytes(shape)
+    reads, writes = _whole(sizes, "dq_sum"), _whole(sizes, "dq")
+    return Pass("rounding of dQ", reads, writes, 0, shape.lines, max(1, shape.lines))
 
 
 def _whole(sizes: dict[str, int], *names: str) -> tuple[Stream, ...]:

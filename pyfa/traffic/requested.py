@@ -84,7 +84,10 @@ def requested_of(shape: Shape, kernel: TiledKernel) -> tuple[dict[str, int], dic
     for name in role.streamed:
         # Of one row (or key) of all sequences and heads, times how often one is walked over.
         reads[name] = sizes[name] // max(1, length) * walked * heads
-    return reads, {name: sizes[name] for name in role.written}
+    writes = {name: sizes[name] for name in role.written}
+    for name in role.added:
+        writes[name] = sizes[name] // max(1, length) * walked * heads
+    return reads, writes
 
 
 def blocks(shape: Shape, kernel: TiledKernel) -> Iterator[tuple[int, int, int, int]]:

@@ -74,7 +74,9 @@ def test_kernels_ask_for_the_tiles_that_they_walk(
     sizes = tensor_bytes(shape)
     for name in what.held:
         assert reads[name] == sizes[name]
-    assert writes == {name: sizes[name] for name in what.written}
+    # An atomic addition for each row of each head that a block walks over.
+    added = {"dq_sum": lines * count * shape.head_dim * 4} if what.added else {}
+    assert writes == {name: sizes[name] for name in what.written} | added
     assert workgroups(shape, one) == len(walked(shape, one)) * (
         k_lines if what.owns_keys else lines
     )
@@ -90,7 +92,8 @@ def test_tiles_compute_what_they_hold(shape: Shape, role: str, block_q: int, blo
     assert tile_pairs(shape, one) == counted
     assert counted >= shape.visible_pairs() * shape.batch * shape.heads_q
     # Head dims as compiled, 16 and 32: S, dP (V's), and one product for each result.
-    products = {"forward": (1, 1), "dk_dv": (2, 2), "dk": (2, 1), "dv": (1, 1), "dq": (2, 1)}
+    products = {"forward": (1, 1), "dk_dv": (2, 2), "dk": (2, 1), "dv": (1, 1), "dq": (2, 1),
+                "gradients": (3, 2)}  # fmt: skip
     d, dv = products[role]
     assert tile_flops(shape, one) == 2 * counted * (d * 16 + dv * 32)
 
@@ -162,6 +165,7 @@ def test_memory_is_what_is_alive_at_the_peak() -> None:
     assert footprint.standard_bytes(SEED, training=True) == 8 * x + 3 * s
     assert footprint.tiled_bytes(SEED) == 4 * x + 4 * n
     assert footprint.tiled_bytes(SEED, training=True) == 8 * x + 3 * 4 * n
+    assert footprint.tiled_bytes(SEED, training=True, sums=True) == 10 * x + 3 * 4 * n
     assert footprint.tiled_bytes(SEED, splits=3) == 4 * x + 4 * n + 3 * n * (d + 1) * 4
     assert footprint.ratio_with_scores(n, d) == (4 * x + s) / (4 * x) == 9.0
 

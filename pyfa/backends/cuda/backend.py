@@ -9,10 +9,11 @@ import torch
 
 from ...plan import Plan
 from ...problem import Call, Problem
+from ...traffic import Shape, TiledKernel
 from ..base import Gradients, Repeat, Rotary, missing
 from ..common import append, calls, libcuda
 from ..common.decode import takes
-from . import backward, decode, forward, plans, runtime_compiler
+from . import backward, decode, forward, plans, runtime_compiler, tiling
 from .launcher import Launcher
 
 
@@ -43,6 +44,11 @@ class CudaBackend:
         if takes(problem):
             return decode.plan(problem)
         return forward.plan(problem)
+
+    def tiled_kernels(
+        self, plan: Plan, problem: Problem, shape: Shape, compiled: bool
+    ) -> Sequence[TiledKernel]:
+        return tiling.kernels_of(plan, problem, shape, compiled)
 
     def forward(self, plan: Plan, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.cuda.device(call.q.device):
