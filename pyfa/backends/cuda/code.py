@@ -14,12 +14,16 @@ from . import plans, runtime_compiler
 
 @dataclass(frozen=True)
 class Code:
-    """A cubin: its bytes, their sha256, where it came from, and its one kernel's facts."""
+    """A cubin: its bytes, their sha256, and where it came from."""
 
     data: bytes
     digest: str
     origin: str
-    kernel: cubin.Cubin
+
+    @property
+    def kernel(self) -> cubin.Cubin:
+        """What its one kernel takes. Needs pyelftools, which running it does not."""
+        return cubin.parse(self.data)
 
 
 def source_of(plan: Plan) -> str:
@@ -44,15 +48,14 @@ def load(plan: Plan, arch: str) -> Code:
         meta={"arch": arch, "compiler": compiler, "options": "", "plan": str(plan)},
         build=lambda: build(plan, arch),
     )
-    facts = cubin.parse(entry.code)
-    return Code(entry.code, hashlib.sha256(entry.code).hexdigest(), entry.origin, facts)
+    return Code(entry.code, hashlib.sha256(entry.code).hexdigest(), entry.origin)
 
 
 def build(plan: Plan, arch: str) -> bytes:
     """Compiles ``plan`` and refuses more shared memory than a block may have."""
     data, _ = runtime_compiler.compile_cuda(source_of(plan), arch=arch)
     limit = plans.limits_of(arch).shared_bytes_per_block
-    taken = cubin.parse(data).shared_bytes + plans.shared_bytes(plan)
+    taken = plans.shared_bytes(plan)
     if taken > limit:
         raise CodeObjectError(f"{plan} on {arch} takes {taken} B of shared memory, of {limit}")
     return data

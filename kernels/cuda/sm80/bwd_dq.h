@@ -1,0 +1,38 @@
+// Where dQ adds up: in float32, in tiles of BLOCK_Q rows of one head, there one 16 x 8 product after the
+// other as the lanes of a warp hold it, so that an addition is 16 bytes a lane and 512 a warp without
+// gaps. Tiles go by sequence, then by row, then by head. A sequence of a packed batch begins at the tile
+// that leaves one to spare for each sequence before it.
+#pragma once
+#include "../device.h"
+#include "../../sequence.h"
+
+constexpr int kQTile = BLOCK_Q * HEAD_DIM;
+
+// Number of the tile that begins at `row`, a multiple of BLOCK_Q, of a head.
+DEVICE long long q_tile(const Params &p, const Sequence &s, int row, int head) {
+  long long first = p.cu_seqlens_q ? s.row0 / BLOCK_Q + s.batch
+                                   : (long long)s.batch * ((p.seqlen_q + BLOCK_Q - 1) / BLOCK_Q);
+  return (first + row / BLOCK_Q) * p.heads_q + head;
+}
+
+// Of the product at rows 16 m and columns 8 n of a tile.
+DEVICE constexpr int q_product(int m, int n) { return (m * (HEAD_DIM / 8) + n) * 128; }
+
+#if __CUDA_ARCH__ >= 900
+// Four elements of a lane are neighbours.
+constexpr int kLaneStep = 4, kElementStep = 1;
+DEVICE void add(float *to, const float (&x)[4]) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(to), "f"(x[0]), "f"(x[1]),
+               "f"(x[2]), "f"(x[3])
+               : "memory");
+}
+#else
+// One element of all lanes are neighbours: additions are of one.
+constexpr int kLaneStep = 1, kElementStep = 32;
+DEVICE void add(float *to, const float (&x)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to + i * kElementStep), "f"(x[i])
+                 : "memory");
+}
+#endif
