@@ -26,9 +26,10 @@ SUM_ROWS = 16  # rows of a block of row_sums
 class Tiles(NamedTuple):
     """A block owns ``block_k`` keys and takes ``block_q`` rows at a time, with two kinds of warps.
 
-    ``warps_k`` × ``warps_q`` warps make the scores, ``chunk_q`` rows at once (0: all of a warp's),
-    and as many the gradients: ``dq_warps_q`` of them share the rows of dQ, the others the head.
-    P and dS go through ``buffers``; ``ahead``: fragments that are read before their use.
+    ``warps_k`` × ``warps_q`` warps make S, P and dV, as many dP, dS and dK, ``chunk_q`` rows at
+    once (0: all of a warp's). ``dq_warps_q`` of them all share the rows of dQ, the others the head.
+    dS goes through ``buffers``; ``ahead``: fragments that are read before their use. ``blocks`` are
+    to fit on an SM.
     """
 
     block_q: int
@@ -39,6 +40,7 @@ class Tiles(NamedTuple):
     dq_warps_q: int = 2
     buffers: int = 2
     ahead: int = 2
+    blocks: int = 1
 
 
 def shared_bytes(tiles: Tiles, head_dim: int, head_dim_v: int, general: bool) -> int:
@@ -51,26 +53,30 @@ def shared_bytes(tiles: Tiles, head_dim: int, head_dim_v: int, general: bool) ->
     return k * (head_dim + head_dim_v) * 2 + 2 * stage + kept
 
 
-# By head dims: of plain scores, then of general ones. TABLES
+# By head dims: of plain scores, then of general ones, which keep more of P for dS. On an H200 the
+# plain tiles of 64, 128 and 256 are the fastest of those in kernels/README.md; the others are the
+# first of the same kind that spill nothing and fit the shared memory. What is wide (192 and more)
+# has two warps for the same keys, each with half of the rows.
 _LARGE: dict[tuple[int, int], tuple[Tiles, Tiles]] = {
-    (64, 64): (Tiles(128, 128, 4, 1, 64, 4), Tiles(64, 128, 4, 1, 32)),
+    (64, 64): (Tiles(64, 128, 2, 1, 32, ahead=3, blocks=2), Tiles(64, 128, 4, 1, 32)),
     (96, 96): (Tiles(64, 128, 4, 1, 64, 4), Tiles(64, 128, 4, 1, 32, 4)),
-    (128, 128): (Tiles(64, 128, 4, 1, 64), Tiles(64, 128, 4, 1, 32)),
+    (128, 128): (Tiles(64, 128, 4, 1, 64, ahead=3), Tiles(64, 128, 4, 1, 32)),
     (192, 128): (Tiles(64, 64, 2, 2, ahead=4), Tiles(64, 64, 2, 2)),
     (192, 192): (Tiles(64, 64, 2, 2, ahead=4), Tiles(64, 64, 2, 2)),
-    (256, 256): (Tiles(64, 64, 2, 2, ahead=4), Tiles(64, 64, 2, 2)),
+    (256, 256): (Tiles(64, 64, 2, 2), Tiles(64, 64, 2, 2)),
 }
 _AMPERE: dict[tuple[int, int], tuple[Tiles, Tiles]] = {
     (64, 64): (Tiles(128, 128, 4, 1, 64, 4, buffers=1), Tiles(64, 128, 4, 1, 32)),
-    (96, 96): (Tiles(64, 128, 4, 1, 64, 4), Tiles(32, 128, 4, 1, 32)),
-    (128, 128): (Tiles(64, 128, 4, 1, 64, buffers=1), Tiles(32, 128, 4, 1, 32, buffers=1)),
+    (96, 96): (Tiles(64, 128, 4, 1, 64, 4), Tiles(64, 128, 4, 1, 32, 4, buffers=1)),
+    (128, 128): (Tiles(64, 128, 4, 1, 64, buffers=1, ahead=4),
+                 Tiles(32, 128, 4, 1, 32, buffers=1)),
     (192, 128): (Tiles(64, 64, 2, 2, ahead=4), Tiles(64, 64, 2, 2)),
     (192, 192): (Tiles(64, 64, 2, 2, buffers=1, ahead=4), Tiles(32, 64, 2, 2)),
     (256, 256): (Tiles(32, 64, 2, 2), Tiles(32, 64, 2, 2)),
-}
+}  # fmt: skip
 _SMALL: dict[tuple[int, int], tuple[Tiles, Tiles]] = {
     (64, 64): (Tiles(64, 128, 4, 1, 64, buffers=1), Tiles(64, 64, 4, 1, 32)),
-    (96, 96): (Tiles(64, 64, 4, 1, 64, 4, buffers=1), Tiles(32, 64, 4, 1, 32)),
+    (96, 96): (Tiles(64, 64, 4, 1, 64, 4, buffers=1), Tiles(64, 64, 4, 1, 32, 4, buffers=1)),
     (128, 128): (Tiles(32, 64, 4, 1, 32), Tiles(32, 64, 4, 1, 32)),
     (192, 128): (Tiles(32, 32, 2, 2), Tiles(32, 32, 2, 2)),
     (192, 192): (Tiles(32, 32, 2, 2), Tiles(32, 32, 2, 2)),
@@ -98,7 +104,7 @@ def plans_of(arch: str, pair: tuple[int, int], dtype: int, general: bool) -> tup
     """attn_bwd and dq_convert."""
     tiles = TILES[arch][pair][general]
     constants = {
-        "BLOCKS_PER_SM": 1,
+        "BLOCKS_PER_SM": tiles.blocks,
         "BLOCK_K": tiles.block_k,
         "BLOCK_Q": tiles.block_q,
         "BUFFERS": tiles.buffers,

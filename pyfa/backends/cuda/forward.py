@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -48,21 +49,38 @@ def shared_bytes(tiles: Tiles, head_dim: int, head_dim_v: int, paged: bool) -> i
     return STAGES * stage + (0 if passing else queries) + notes
 
 
-# 227, 163 and 99 KB of shared memory a block may have.
-_CLASSES = {
-    "sm_80": "sm_80",
-    "sm_86": "sm_86",
-    "sm_89": "sm_86",
-    "sm_90": "sm_90",
-    "sm_100": "sm_90",
-    "sm_120": "sm_86",
-}
 PAIRS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+# By how much shared memory a block may have: 227, 163 or 99 KB.
+_LARGE, _MIDDLE, _SMALL = range(3)
+_SIZES = {
+    "sm_80": _MIDDLE,
+    "sm_86": _SMALL,
+    "sm_89": _SMALL,
+    "sm_90": _LARGE,
+    "sm_100": _LARGE,
+    "sm_120": _SMALL,
+}
+# Where the usual tiles leave SMs without a block: half the rows.
+SMALL_GRID = Tiles(16, 4, 64, True, 2)
+SMALL_GRID_PAIRS = ((64, 64), (128, 128))
+# What ptxas spills of the usual tiles on archs that are compiled for and were never run on.
+_WITHOUT_SPILLS = {
+    ("sm_100", (128, 128), PLAIN): Tiles(32, 4, 48, False, 2),
+    ("sm_100", (256, 256), DROPOUT): Tiles(16, 8, 32, False, 1),
+    ("sm_120", (96, 96), PLAIN): Tiles(32, 4, 32, False, 2),
+}
 
 
 def tiles_for(arch: str, pair: tuple[int, int], score: int, paged: bool) -> Tiles:
-    """What is fastest without spills: a warp of 32 rows reads K and V half as often as two of 16."""
-    kind = _CLASSES[arch]
+    """Of a grid that fills the device.
+
+    A warp of 32 rows reads K and V from shared memory half as often as two of 16 do: at a head_dim
+    of 128 1.22 times as fast. Plain tiles of 64, 128 and 256 are the fastest on an H200 of those in
+    kernels/README.md; the others are the first that spill nothing and fit.
+    """
+    if (arch, pair, score) in _WITHOUT_SPILLS:
+        return _WITHOUT_SPILLS[arch, pair, score]
+    size = _SIZES[arch]
     if pair == (64, 64):
         if score == DROPOUT:
             return Tiles(32, 4, 32, True, 2)
@@ -70,45 +88,46 @@ def tiles_for(arch: str, pair: tuple[int, int], score: int, paged: bool) -> Tile
     if pair == (96, 96):
         if score != PLAIN:
             return Tiles(32, 4, 32, False, 2)
-        return Tiles(32, 4, 64, kind == "sm_86", 2)
+        return Tiles(32, 4, 64, size == _SMALL, 2)
     if pair == (128, 128):
-        if kind == "sm_86" or score == DROPOUT:
+        if size == _SMALL or score == DROPOUT:
             return Tiles(16, 8, 64, True, 1)
-        return Tiles(32, 4, 64 if kind == "sm_90" and score == PLAIN else 48, False, 2)
-    if pair == (192, 128) and kind == "sm_90" and score != DROPOUT:
+        return Tiles(32, 4, 64 if size == _LARGE and score == PLAIN else 48, False, 2)
+    if pair == (192, 128) and size == _LARGE and score != DROPOUT:
         return Tiles(32, 4, 32, False, 2)
     if pair[0] == 192:
-        return Tiles(16, 8, 32 if kind == "sm_86" else 64, False, 1)
-    return {
-        "sm_90": Tiles(16, 8, 64, False, 1),
-        "sm_80": Tiles(16, 8, 32, False, 1),
-        "sm_86": Tiles(16, 4, 32, False, 1),
-    }[kind]
-
-
-# What is worth a part of its own when the keys are split: below it, merging costs more.
-MIN_PART_KEYS = 256
+        return Tiles(16, 8, 32 if size == _SMALL else 64, False, 1)
+    return (
+        Tiles(16, 8, 64, False, 1),
+        Tiles(16, 8, 32, False, 1),
+        Tiles(16, 4, 32, False, 1),
+    )[size]
 
 
 def plan(problem: Problem) -> Plan:
     """The kernel of ``problem`` and what it is compiled with."""
     arch = plans.tiles_of(problem.arch)
     pair = calls.bucket_of(PAIRS, problem.head_dim, problem.head_dim_v)
-    notes = plans.notes_of(problem, pair)
     dtype, paged = calls.DTYPE_CODES[problem.dtype], "paged" in problem.features
     score = calls.score_class(problem)
-    return _plan(arch, pair, dtype, max(score, GENERAL) if paged else score, paged, notes)
+    if paged:
+        score = max(score, GENERAL)
+    tiles = tiles_for(arch, pair, score, paged)
+    blocks = -(-problem.seqlen_q // (tiles.rows * tiles.warps)) * problem.heads_q * problem.batch
+    alone = score == PLAIN and pair in SMALL_GRID_PAIRS
+    if alone and blocks < tiles.blocks * problem.device.units:
+        tiles = SMALL_GRID
+    return _plan(tiles, pair, dtype, score, paged, plans.notes_of(problem, pair))
 
 
 def _plan(
-    arch: str,
+    tiles: Tiles,
     pair: tuple[int, int],
     dtype: int,
     score: int,
     paged: bool,
     notes: Sequence[str] = (),
 ) -> Plan:
-    tiles = tiles_for(arch, pair, score, paged)
     constants = {
         "BLOCKS": tiles.blocks,
         "BLOCK_K": tiles.block_k,
@@ -127,13 +146,18 @@ def _plan(
 
 
 def all_plans(arch: str) -> list[Plan]:
-    return [
-        _plan(arch, pair, dtype, score, paged)
-        for paged in (False, True)
-        for pair in PAIRS
-        for dtype in calls.DTYPE_CODES.values()
-        for score in ((GENERAL, DROPOUT) if paged else (PLAIN, GENERAL, DROPOUT))
-    ]
+    found = []
+    for dtype in calls.DTYPE_CODES.values():
+        for pair in PAIRS:
+            for paged, score in ((False, PLAIN), *product((False, True), (GENERAL, DROPOUT))):
+                tiles = tiles_for(arch, pair, score, paged)
+                found.append(_plan(tiles, pair, dtype, score, paged))
+        found += [_plan(SMALL_GRID, pair, dtype, PLAIN, False) for pair in SMALL_GRID_PAIRS]
+    return found
+
+
+# What is worth a part of its own when the keys are split: below it, merging costs more.
+MIN_PART_KEYS = 256
 
 
 class _Grid(NamedTuple):
@@ -146,14 +170,24 @@ def _grid(plan: Plan, call: Call) -> _Grid:
     constants = {name: int(value) for name, value in plan.constants}
     rows = constants["ROWS"] * constants["WARPS"]
     blocks = -(-call.max_seqlen_q // rows) * call.q.shape[-2] * call.batch
-    units = device.of(call.q.device).units * constants["BLOCKS"]
-    parts = call.num_splits or splits(blocks, call.max_seqlen_k, units)
+    places = device.of(call.q.device).units * constants["BLOCKS"]
+    lines = call.max_seqlen_q * call.q.shape[-2] * call.batch
+    parts = call.num_splits or splits(blocks, call.max_seqlen_k, places, lines)
     return _Grid(blocks, 32 * constants["WARPS"], parts)
 
 
-def splits(blocks: int, keys: int, places: int) -> int:
-    """Parts that the keys are cut into so that ``blocks`` fill ``places`` of the device."""
-    return max(1, min(places // max(blocks, 1), keys // MIN_PART_KEYS))
+# On an H200: 64 keys of a block of 128 rows (8 heads of 8192, causal: 351 µs, of which the longest
+# block has 128 such tiles), and a line of ``combine`` (16,384 of them: 54 µs), which starts 3 µs
+# late.
+_TILE_US, _LINE_US, _COMBINE_US = 2.7, 0.0033, 3.0
+
+
+def splits(blocks: int, keys: int, places: int, lines: int) -> int:
+    """Parts that the keys are cut into so that ``blocks`` fill ``places`` of the device, where that
+    gains more than putting ``lines`` (rows of all heads) together costs."""
+    parts = max(1, min(places // max(blocks, 1), keys // MIN_PART_KEYS))
+    gain = keys / 64 * (1 - 1 / parts) * _TILE_US
+    return parts if gain > _COMBINE_US + lines * _LINE_US else 1
 
 
 def run(launch: Launch, plan: Plan, call: Call) -> tuple[torch.Tensor, torch.Tensor]:

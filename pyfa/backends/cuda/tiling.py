@@ -38,7 +38,8 @@ def _forward(plan: Plan, problem: Problem, shape: Shape) -> TiledKernel:
     rows, keys = values["ROWS"] * values["WARPS"], values["BLOCK_K"]
     blocks = -(-shape.seqlen_q // rows) * shape.lines
     places = problem.device.units * values["BLOCKS"]
-    parts = forward.splits(blocks, shape.seqlen_k, places)
+    lines = shape.seqlen_q * shape.lines
+    parts = forward.splits(blocks, shape.seqlen_k, places, lines)
     dims = values["HEAD_DIM"], values["HEAD_DIM_V"]
     stages = {
         "K, tiles": values["STAGES"] * keys * dims[0] * 2,
