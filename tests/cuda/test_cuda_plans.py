@@ -117,3 +117,35 @@ def test_explain_names_the_plan() -> None:
     meta = [torch.empty(1, 256, 8, 96, dtype=torch.float16, device="meta") for _ in range(3)]
     text = str(pyfa.explain(*meta, causal=True, device="A100-80GB"))
     assert "* cuda      plan: cuda/sm80/attn_fwd.cu" in text
+
+
+def test_a_grid_that_leaves_sms_idle_gets_blocks_of_half_the_rows() -> None:
+    few = answer(batch=1, heads_q=8, heads_k=8).plan
+    many = answer(batch=16, heads_q=16, heads_k=16).plan
+    general = answer(batch=1, heads_q=8, heads_k=8, features=frozenset({"softcap"})).plan
+    assert [dict(p.constants)["ROWS"] for p in (few, many, general) if p] == [16, 32, 32]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "keys", "lines", "parts"),
+    [
+        (8, 65536, 1024, 33),  # 8 blocks of 128 rows over a long cache: as many as fill the device
+        (128, 512, 32 * 512, 1),  # putting 16,384 lines together would cost more than it gains
+        (300, 65536, 38400, 1),  # the grid is full
+        (8, 255, 1024, 1),  # no part shorter than 256 keys
+        (0, 4096, 0, 16),
+    ],
+)
+def test_when_forward_splits_the_keys(blocks: int, keys: int, lines: int, parts: int) -> None:
+    assert forward.splits(blocks, keys, 264, lines) == parts
+
+
+@pytest.mark.parametrize("keys", [1, 16, 500, 8192, 65536])
+@pytest.mark.parametrize("blocks", [1, 8, 100, 132, 600])
+def test_decodes_parts_are_never_worse_than_one_by_its_own_model(blocks: int, keys: int) -> None:
+    parts = decode.splits_for(blocks, keys, 132, 512)
+    assert 1 <= parts <= max(1, keys // 64)
+    if blocks >= 4 * 132:
+        assert parts <= 2
+    if blocks == 1 and keys >= 8192:
+        assert parts >= 32

@@ -60,9 +60,15 @@ _SIZES = {
     "sm_100": _LARGE,
     "sm_120": _SMALL,
 }
-# Where the usual tiles leave SMs without a block: half the rows.
-SMALL_GRID = Tiles(16, 4, 64, True, 2)
 SMALL_GRID_PAIRS = ((64, 64), (128, 128))
+
+
+def small_grid(arch: str, pair: tuple[int, int]) -> Tiles:
+    """Half the rows, for where the usual tiles leave SMs without a block. Plain and dense only."""
+    one = _SIZES[arch] == _SMALL and pair == (128, 128)
+    return Tiles(16, 4, 64, True, 1 if one else 2)
+
+
 # What ptxas spills of the usual tiles on archs that are compiled for and were never run on.
 _WITHOUT_SPILLS = {
     ("sm_100", (128, 128), PLAIN): Tiles(32, 4, 48, False, 2),
@@ -116,7 +122,7 @@ def plan(problem: Problem) -> Plan:
     blocks = -(-problem.seqlen_q // (tiles.rows * tiles.warps)) * problem.heads_q * problem.batch
     alone = score == PLAIN and pair in SMALL_GRID_PAIRS
     if alone and blocks < tiles.blocks * problem.device.units:
-        tiles = SMALL_GRID
+        tiles = small_grid(arch, pair)
     return _plan(tiles, pair, dtype, score, paged, plans.notes_of(problem, pair))
 
 
@@ -152,7 +158,9 @@ def all_plans(arch: str) -> list[Plan]:
             for paged, score in ((False, PLAIN), *product((False, True), (GENERAL, DROPOUT))):
                 tiles = tiles_for(arch, pair, score, paged)
                 found.append(_plan(tiles, pair, dtype, score, paged))
-        found += [_plan(SMALL_GRID, pair, dtype, PLAIN, False) for pair in SMALL_GRID_PAIRS]
+        found += [
+            _plan(small_grid(arch, pair), pair, dtype, PLAIN, False) for pair in SMALL_GRID_PAIRS
+        ]
     return found
 
 
