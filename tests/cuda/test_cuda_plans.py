@@ -142,10 +142,15 @@ def test_when_forward_splits_the_keys(blocks: int, keys: int, lines: int, parts:
 
 @pytest.mark.parametrize("keys", [1, 16, 500, 8192, 65536])
 @pytest.mark.parametrize("blocks", [1, 8, 100, 132, 600])
-def test_decodes_parts_are_never_worse_than_one_by_its_own_model(blocks: int, keys: int) -> None:
+def test_parts_of_decode(blocks: int, keys: int) -> None:
     parts = decode.splits_for(blocks, keys, 132, 512)
-    assert 1 <= parts <= max(1, keys // 64)
-    if blocks >= 4 * 132:
-        assert parts <= 2
-    if blocks == 1 and keys >= 8192:
-        assert parts >= 32
+    assert 1 <= parts <= max(1, -(-keys // decode.GROUP) // 4)  # none shorter than 64 keys
+    if blocks % 132 == 0:
+        assert parts == 1
+
+
+def test_more_keys_are_never_in_fewer_parts() -> None:
+    parts = [decode.splits_for(8, keys, 132, 512) for keys in (64, 1024, 8192, 65536)]
+    assert parts == sorted(parts)
+    assert parts[0] == 1
+    assert parts[-1] >= 16  # 8 blocks and 132 SMs
