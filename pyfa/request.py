@@ -123,7 +123,8 @@ def kvcache(
     append: bool = True,
 ) -> Request:
     """``attention_kvcache``'s request. Writes k and v into the cache, unless ``append`` is off."""
-    validate.qkv(q, k_cache, v_cache, (4 if cu_seqlens_q is None else 3, 4))
+    dims = (4 if cu_seqlens_q is None else 3, 4)
+    validate.qkv(q, k_cache, v_cache, dims, ("k_cache", "v_cache"))
     needless = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
     needless |= {"bias": shared.bias, "sinks": shared.sinks}
     validate.no_gradient(needless, "attention_kvcache has none")

@@ -82,7 +82,13 @@ _FLOAT32_MAX = float(torch.finfo(torch.float32).max)
 _UNLIMITED = 2**31 - 1  # kernels hold a window's edges in 32 bits, and no sequence is longer
 
 
-def qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: tuple[int, int]) -> None:
+def qkv(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dims: tuple[int, int],
+    names: tuple[str, str] = ("k", "v"),
+) -> None:
     """q, k, v: tensors of ``dims`` dimensions, one dtype, one device, heads and head_dim that fit.
 
     The last two dimensions are (heads, head_dim) in every layout; what precedes them is checked by
@@ -111,11 +117,18 @@ def qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: tuple[int, int]
     except AttributeError:
         good = False
     if not good:
-        _refuse_qkv(q, k, v, dims)
+        _refuse_qkv(q, k, v, dims, names)
 
 
-def _refuse_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: tuple[int, int]) -> None:
-    for name, x, dim in (("q", q, dims[0]), ("k", k, dims[1]), ("v", v, dims[1])):
+def _refuse_qkv(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dims: tuple[int, int],
+    names: tuple[str, str],
+) -> None:
+    of_k, of_v = names
+    for name, x, dim in (("q", q, dims[0]), (of_k, k, dims[1]), (of_v, v, dims[1])):
         a_tensor(name, x)
         if x.dim() != dim:
             layout = "(batch, seqlen, heads, head_dim)" if dim == 4 else "(total, heads, head_dim)"
@@ -127,15 +140,15 @@ def _refuse_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: tuple[i
     if q.dtype not in _INPUT_DTYPES:
         wrong("q", "float16, bfloat16, float32 or float8_e4m3", q)
     if q.shape[-1] != k.shape[-1]:
-        wrong("k", f"q's head_dim {q.shape[-1]}", k)
+        wrong(of_k, f"q's head_dim {q.shape[-1]}", k)
     if k.shape[:-1] != v.shape[:-1]:
-        wrong("v", f"k's shape {tuple(k.shape)} but for head_dim", v)
-    for name, x in (("q", q), ("v", v)):
+        wrong(of_v, f"{of_k}'s shape {tuple(k.shape)} but for head_dim", v)
+    for name, x in (("q", q), (of_v, v)):
         if not 1 <= x.shape[-1] <= _MAX_HEAD_DIM:
             wrong(name, f"a head_dim from 1 to {_MAX_HEAD_DIM}", x)
     if 0 in (q.shape[-2], k.shape[-2]):
-        wrong("k" if q.shape[-2] else "q", "at least one head", k if q.shape[-2] else q)
-    wrong("k", f"a number of heads that divides q's {q.shape[-2]}", f"{k.shape[-2]} heads")
+        wrong(of_k if q.shape[-2] else "q", "at least one head", k if q.shape[-2] else q)
+    wrong(of_k, f"a number of heads that divides q's {q.shape[-2]}", f"{k.shape[-2]} heads")
 
 
 def window(value: Any, causal: Any) -> tuple[int, int]:

@@ -246,6 +246,13 @@ class TestCache:
     def test_batch_rows(self, cache):
         q, k, v = cache
         refused("^k_cache: expected q's batch size 1", pyfa.attention_kvcache, q[:1], k, v)
+
+    def test_a_cache_is_called_by_its_name(self):
+        q, k, v = tensors()
+        refused("^k_cache: expected q's dtype", pyfa.attention_kvcache, q, k.half(), v)
+        refused("^v_cache: expected q's dtype", pyfa.attention_kvcache, q, k, v.half())
+        refused("^k_cache: expected q's head_dim", pyfa.attention_kvcache, q, k[..., :-1], v)
+        refused("^v_cache: expected k_cache's shape", pyfa.attention_kvcache, q, k, v[:, :-1])
         index = torch.tensor([2], dtype=torch.int32)
         refused("^cache_batch_idx: expected values from 0 to 1", pyfa.attention_kvcache, q[:1], k,
                 v, cache_batch_idx=index)  # fmt: skip

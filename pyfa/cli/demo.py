@@ -70,7 +70,10 @@ def add(commands: Any) -> None:
         help="float32 on a CPU, bfloat16 on a GPU by default",
     )
     parser.add_argument(
-        "--causal", action=argparse.BooleanOptionalAction, default=True, help="(the default)"
+        "--causal",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="a causal mask (the default), or none",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(run=run)

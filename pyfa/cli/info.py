@@ -13,7 +13,7 @@ from .console import print_json, print_table, size
 # Whoever helps with a problem asks for these first.
 _DISTRIBUTIONS = (
     "torch", "numpy", "triton", "pytorch-triton-rocm", "hip-python", "cuda-core", "cuda-bindings",
-    "nvidia-cuda-nvrtc-cu12", "ziglang",
+    "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "ziglang",
 )  # fmt: skip
 
 

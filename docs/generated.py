@@ -1,0 +1,407 @@
+"""The parts of the guide that the code writes: tables of features, archs, settings, commands, API.
+
+A page asks for one by a line ``<!-- generated: NAME ARGUMENTS -->``; ``PARTS`` has the functions,
+each of which returns Markdown. Nothing here needs a GPU or a compiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import functools
+import io
+import itertools
+import json
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import signatures
+
+import pyfa
+from pyfa import cli, device, env
+from pyfa.arch import ARCHS
+from pyfa.backends import AUTOMATIC, BACKENDS, NAMES
+from pyfa.backends.cuda import plans as cuda_plans
+from pyfa.backends.hip import plans as hip_plans
+from pyfa.device import DEVICES, Device
+from pyfa.problem import FEATURES, Problem
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+# Where each backend is asked what it can do.
+ASKED_ON = {
+    "hip": DEVICES["MI300X"],
+    "cuda": DEVICES["H200"],
+    "triton": DEVICES["MI300X"],
+    "torch": device.CPU,
+    "emulator": device.CPU,
+}
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |"
+        for line in lines
+    )
+
+
+def problem_on(
+    where: Device,
+    features: Iterable[str] = (),
+    dtype: str = "bfloat16",
+    seqlen_q: int = 4096,
+) -> Problem:
+    """Attention of 4,096 keys, 8 heads of 128, that needs ``features``."""
+    wanted = frozenset(features)
+    return Problem(
+        batch=1,
+        seqlen_q=seqlen_q,
+        seqlen_k=4096,
+        heads_q=8,
+        heads_k=2 if "gqa" in wanted else 8,
+        head_dim=128,
+        head_dim_v=64 if "dv" in wanted else 128,
+        dtype="float8_e4m3fn" if "fp8" in wanted else dtype,
+        features=wanted,
+        device=where,
+        square=seqlen_q == 4096,
+        page_size=256 if "paged" in wanted else 0,
+    )
+
+
+# --- what each backend can do
+
+
+def features() -> str:
+    """A row for each name in FEATURES, a column for each backend."""
+    rows = [
+        [f"`{name}`", meaning, *(_mark(name in BACKENDS[each].FEATURES) for each in NAMES)]
+        for name, meaning in FEATURES.items()
+    ]
+    dtypes = sorted({dtype for each in BACKENDS.values() for dtype in each.DTYPES})
+    rows += [
+        [f"`{dtype}`", "input dtype", *(_mark(dtype in BACKENDS[each].DTYPES) for each in NAMES)]
+        for dtype in dtypes
+    ]
+    return table(["feature", "what it is", *(f"`{name}`" for name in NAMES)], rows)
+
+
+def _mark(is_there: bool) -> str:
+    return "yes" if is_there else "**no**"
+
+
+def combinations() -> str:
+    """Pairs of features that a backend has one by one and declines together."""
+    rows = []
+    for name in NAMES:
+        backend = BACKENDS[name]
+        found: dict[str, list[str]] = {}
+        for pair in itertools.combinations([f for f in FEATURES if f in backend.FEATURES], 2):
+            for reason in _declines(name, pair):
+                if not any(reason in _declines(name, (one,)) for one in pair):
+                    found.setdefault(reason, []).append(" with ".join(f"`{one}`" for one in pair))
+        for reason, pairs in found.items():
+            rows.append([f"`{name}`", ", ".join(pairs), reason])
+    return table(["backend", "features", "the reason it gives"], rows)
+
+
+def _declines(name: str, wanted: Iterable[str]) -> list[str]:
+    """Its reasons for many query rows and for one. The CPU's are not about features."""
+    reasons: list[str] = []
+    for rows in (4096, 1):
+        reasons += BACKENDS[name].why_not(problem_on(ASKED_ON[name], wanted, seqlen_q=rows))
+    return list(dict.fromkeys(reasons))
+
+
+def fused() -> str:
+    """What the torch backend leaves to PyTorch's fused attention, on a CPU and on a GPU."""
+    able = [name for name in FEATURES if name in BACKENDS["torch"].FEATURES]
+    rows = []
+    for label, where in (("a CPU", device.CPU), ("a GPU", DEVICES["H200"])):
+        plans = {name: BACKENDS["torch"].plan(problem_on(where, [name])) for name in able}
+        rows.append(
+            [
+                label,
+                ", ".join(f"`{name}`" for name in able if plans[name].kernel == "sdpa"),
+                ", ".join(f"`{name}`" for name in able if plans[name].kernel != "sdpa"),
+            ]
+        )
+    return table(["tensors on", "PyTorch's fused kernel", "tiles of eager PyTorch"], rows)
+
+
+def automatic() -> str:
+    """Who is tried, in order, by the vendor of the tensors' device."""
+    return table(
+        ["tensors on", "tried in this order"],
+        ([vendor, ", ".join(f"`{name}`" for name in names)] for vendor, names in AUTOMATIC.items()),
+    )
+
+
+# --- where it ran
+
+
+@functools.cache
+def results() -> dict[str, dict[str, Any]]:
+    """Every result file with its environment, by name."""
+    return {path.name: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+
+
+def arch_of(environment: dict[str, Any]) -> str | None:
+    """The arch of the GPU that a result was measured on; None without one."""
+    gpu = environment.get("gpu")
+    if not gpu:
+        return None
+    return next((row.arch for row in DEVICES.values() if row.name in gpu), None)
+
+
+def conformance_results() -> dict[tuple[str, str | None], dict[str, Any]]:
+    """The results of the suite by backend and arch."""
+    return {
+        (data["backend"], arch_of(data["environment"])): data
+        for name, data in results().items()
+        if name.startswith("conformance_")
+    }
+
+
+def _counts(data: dict[str, Any]) -> str:
+    counted = ", ".join(f"{count} {status}" for status, count in data["counts"].items())
+    return f"suite at level {data['level']}: {counted}"
+
+
+@functools.cache
+def compiled_by_triton() -> frozenset[str]:
+    """The archs that the tests compile Triton's kernels for, with no GPU."""
+    text = (ROOT / "tests" / "triton" / "test_triton_plans.py").read_text()
+    lists = re.findall(r'"arch", (\[.*?\])\)\ndef test_\w+_compiles_ahead', text)
+    return frozenset(itertools.chain.from_iterable(ast.literal_eval(each) for each in lists))
+
+
+def state(name: str, arch: str) -> str:
+    """How far backend ``name`` is verified on ``arch``: one of the words of ``archs``."""
+    where = next((each for each in DEVICES.values() if each.arch == arch), None)
+    where = where or Device(arch, arch, 1, 1, 0.0, 0, 0, 0, 0.0)
+    refused = BACKENDS[name].why_not(problem_on(where))
+    if refused:
+        return f"refused: {'; '.join(refused)}"
+    ran = conformance_results()
+    if (name, arch) in ran:
+        return f"run on hardware: {_counts(ran[name, arch])}"
+    if name == "hip" and ("emulator", None) in ran:
+        return f"emulated, not run on hardware: {_counts(ran['emulator', None])}"
+    compiled = (
+        (name == "cuda" and cuda_plans.compiled_for(arch) in cuda_plans.TILED)
+        or (name == "hip" and arch in hip_plans.ARCHS)
+        or (name == "triton" and arch in compiled_by_triton())
+    )
+    return "compiled in the tests, no result on hardware" if compiled else "accepted, no result"
+
+
+def archs() -> str:
+    """A row for each arch, a column for each backend that has kernels."""
+    rows = []
+    for arch in ARCHS:
+        known = ", ".join(each.name for each in DEVICES.values() if each.arch == arch)
+        cells = [state(name, arch) for name in ("hip", "cuda", "triton")]
+        rows.append([f"`{arch}`", known or "–", *cells])
+    return table(["arch", "devices known by name", "`hip`", "`cuda`", "`triton`"], rows)
+
+
+def machines() -> str:
+    """A row for each machine that left a result, with what ran there."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name, data in results().items():
+        found = data["environment"]
+        stack = "none"
+        if found.get("gpu"):
+            versions = [("driver", "driver"), ("cuda", "CUDA"), ("hip", "ROCm")]
+            stack = ", ".join(f"{label} {found[key]}" for key, label in versions if found.get(key))
+        triton = f", Triton {found['triton']}" if found.get("triton") else ""
+        key = (
+            found.get("gpu") or "none",
+            found["platform"].split("-")[0] + " x86-64"
+            if "x86_64" in found["platform"]
+            else found["platform"],
+            stack,
+            found["python"],
+            found["torch"] + triton,
+        )
+        rows.setdefault(key, []).append(f"`{name}`")
+    return table(
+        ["GPU", "OS", "driver", "Python", "torch", "files in `benchmarks/results`"],
+        ([*key, ", ".join(names)] for key, names in sorted(rows.items(), reverse=True)),
+    )
+
+
+def verified() -> str:
+    """A line for each backend: what it passed, on what."""
+    ran = conformance_results()
+    lines = []
+    for name in NAMES:
+        found = [
+            f"run on an {data['environment']['gpu']} ({_counts(data)})"
+            for (backend, arch), data in ran.items()
+            if backend == name and arch
+        ]
+        if name == "hip" and not found:
+            lines.append(
+                "- `hip`, for MI300X: **emulated, not verified on hardware**. Its compiled gfx942 "
+                "code passes the conformance suite in the project's own emulator. Nothing is known "
+                "of its speed."
+            )
+        elif found:
+            lines.append(f"- `{name}`: {'; '.join(found)}. On no other GPU.")
+        elif name in ("cuda", "triton"):
+            lines.append(f"- `{name}`: no result on hardware.")
+    return "\n".join([*lines, "- `torch`: runs in the project's tests, on a CPU."])
+
+
+def conformance() -> str:
+    """Every result of the suite, with what was declined."""
+    rows = []
+    for (name, arch), data in conformance_results().items():
+        found = data["environment"]
+        where = f"{found['gpu']} (`{arch}`)" if found.get("gpu") else "CPU"
+        declined = "; ".join(f"{why} ({n})" for why, n in data["declined"].items())
+        rows.append(
+            [f"`{name}`", where, _counts(data), declined, f"{found['commit']}, {found['date']}"]
+        )
+    return table(["backend", "on", "result", "refused, with the reason", "commit, date"], rows)
+
+
+def devices() -> str:
+    """The names that ``--device`` takes."""
+    rows = [
+        [
+            f"`{each.name}`",
+            f"`{each.arch}`",
+            str(each.units),
+            str(each.dies),
+            f"{each.bandwidth / 1e9:,.0f}",
+            f"{each.memory_bytes / device.GIB:.0f}",
+        ]
+        for each in DEVICES.values()
+    ]
+    return table(["device", "arch", "CUs or SMs", "dies", "GB/s", "GiB"], rows)
+
+
+# --- settings, extras, commands
+
+
+def settings() -> str:
+    """The PYFA_* variables."""
+    rows = [[f"`{each.name}`", each.form, each.meaning] for each in env.VARIABLES.values()]
+    return table(["variable", "value", "meaning"], rows)
+
+
+def extras() -> str:
+    """The optional dependencies."""
+    text = (ROOT / "pyproject.toml").read_text()
+    (section,) = re.findall(r"^\[project.optional-dependencies\]\n(.*?)^\[", text, re.M | re.S)
+    found = re.findall(r"^(\w+) = (\[.*?\])$", section, re.M | re.S)
+    rows = [
+        [f"`{name}`", ", ".join(f"`{each}`" for each in ast.literal_eval(listed))]
+        for name, listed in found
+        if name != "dev"
+    ]
+    return table(["extra", "brings"], rows)
+
+
+def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The commands below a parser, by name."""
+    return {
+        name: each
+        for action in parser._actions
+        if isinstance(action, argparse._SubParsersAction)
+        for name, each in action.choices.items()
+    }
+
+
+def commands() -> str:
+    """Every command with its usage and options."""
+    parts = []
+    for name, parser in subparsers(cli.parser()).items():
+        parts += _command(f"pyfa {name}", parser, 2)
+    return "\n\n".join(parts)
+
+
+def _command(name: str, parser: argparse.ArgumentParser, level: int) -> list[str]:
+    with _plain_columns():
+        usage = parser.format_usage().removeprefix("usage: ").replace("[-h] ", "").strip()
+    parts = [f"{'#' * level} {name}", parser.description or "", f"```text\n{usage}\n```"]
+    rows = []
+    for action in parser._actions:
+        if isinstance(action, (argparse._HelpAction, argparse._SubParsersAction)):
+            continue
+        shown = ", ".join(action.option_strings) or str(action.metavar or action.dest)
+        value = action.metavar or ("|".join(map(str, action.choices)) if action.choices else "")
+        if action.option_strings and action.nargs != 0 and value:
+            shown += f" {value}"
+        said = action.help or ""
+        if action.default not in (None, False, argparse.SUPPRESS, ()) and action.nargs != 0:
+            default = action.default
+            if isinstance(default, tuple):
+                default = ",".join(map(str, default))
+            said = f"{said}; default `{default}`" if said else f"default `{default}`"
+        rows.append([f"`{shown}`", said])
+    if rows:
+        parts.append(table(["argument", "meaning"], rows))
+    for below, each in subparsers(parser).items():
+        parts += _command(f"{name} {below}", each, level + 1)
+    return parts
+
+
+@contextlib.contextmanager
+def _plain_columns(columns: int = 100) -> Any:
+    """argparse and rich take the width of a terminal from here."""
+    before = {name: os.environ.get(name) for name in ("COLUMNS", "NO_COLOR")}
+    os.environ |= {"COLUMNS": str(columns), "NO_COLOR": "1"}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def run(*arguments: str) -> str:
+    """A command that asks about a named device, and what it prints: the same on every machine."""
+    if "--device" not in arguments or arguments[0] not in ("explain", "plan"):
+        raise ValueError(f"{shlex.join(arguments)}: its output depends on the machine")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), _plain_columns():
+        status = cli.main(arguments)
+    if status:
+        raise ValueError(f"pyfa {shlex.join(arguments)} ended with status {status}")
+    command, output = f"pyfa {shlex.join(arguments)}", printed.getvalue().rstrip()
+    return f"```shell\n{command}\n```\n\n```text\n{output}\n```"
+
+
+def version() -> str:
+    return pyfa.__version__
+
+
+PARTS: dict[str, Callable[..., str]] = {
+    "api": signatures.api,
+    "archs": archs,
+    "automatic": automatic,
+    "combinations": combinations,
+    "commands": commands,
+    "conformance": conformance,
+    "devices": devices,
+    "extras": extras,
+    "features": features,
+    "fused": fused,
+    "machines": machines,
+    "module": signatures.module,
+    "run": run,
+    "settings": settings,
+    "verified": verified,
+}

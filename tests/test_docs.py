@@ -1,0 +1,423 @@
+"""The guide says what the code does: its examples run, its commands parse, its links lead on.
+
+Its tables have all that the code has, and the messages that it explains are those of the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib.util
+import io
+import logging
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import pyfa
+from pyfa import cli, env
+from pyfa.arch import ARCHS
+from pyfa.backends import BACKENDS, NAMES
+from pyfa.compat import shim
+from pyfa.device import DEVICES
+from pyfa.problem import FEATURES
+
+pytest.importorskip("markdown_it", reason="needs the extra docs")
+pytest.importorskip("jinja2", reason="needs the extra docs")
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+
+
+def load(name: str) -> ModuleType:
+    """A script of docs/, under the name that the other one imports it by."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def generated() -> Iterator[ModuleType]:
+    load("signatures")
+    yield load("generated")
+    del sys.modules["generated"], sys.modules["signatures"]
+
+
+@pytest.fixture(scope="module")
+def builder(generated: ModuleType) -> Iterator[ModuleType]:
+    # Not `build`, by which packages are made.
+    spec = importlib.util.spec_from_file_location("pyfa_docs_build", DOCS / "build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["pyfa_docs_build"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["pyfa_docs_build"]
+
+
+@pytest.fixture(scope="module")
+def site(builder: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    builder.build(folder)  # raises where a link between pages or to a file leads nowhere
+    return folder
+
+
+# --- blocks of code
+
+
+class Block(NamedTuple):
+    """One fenced block: its page, line, the words that introduce it, and what is in it."""
+
+    page: str
+    line: int
+    info: tuple[str, ...]
+    text: str
+
+
+def blocks(path: Path) -> list[Block]:
+    text = path.read_text()
+    found = re.finditer(r"^```([^\n]*)\n(.*?)^```$", text, re.M | re.S)
+    return [
+        Block(path.name, text.count("\n", 0, each.start()) + 1, tuple(each[1].split()), each[2])
+        for each in found
+    ]
+
+
+BLOCKS = [block for path in PAGES for block in blocks(path)]
+PYTHON = [block for block in BLOCKS if block.info[:1] == ("python",)]
+# What a snippet may need beyond a CPU, as the second word of its fence.
+LACKING = {
+    "gpu": "" if torch.cuda.is_available() else "needs a GPU",
+    "cxx": "" if shutil.which("c++") or shutil.which("g++") else "needs a C++ compiler",
+    "transformers": "" if importlib.util.find_spec("transformers") else "needs transformers",
+}
+SPECIAL = [block for block in PYTHON if len(block.info) > 1]
+
+
+def why_skipped(block: Block) -> str:
+    return "; ".join(LACKING[word] for word in block.info[1:] if LACKING[word])
+
+
+@pytest.fixture
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A reader's process: flash-attention's names are pyfa's, and what snippets set is undone."""
+    shim.install(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0].startswith("flash_attn")]:
+        monkeypatch.delitem(sys.modules, name)
+    log = logging.getLogger("pyfa")
+    before = dict(os.environ), log.level, list(log.handlers)
+    torch.manual_seed(0)
+    yield
+    os.environ.clear()
+    os.environ.update(before[0])
+    log.setLevel(before[1])
+    log.handlers[:] = before[2]
+    for name in [name for name in sys.modules if name.split(".")[0].startswith("flash_attn")]:
+        del sys.modules[name]
+
+
+def execute(page: str, last: Block | None = None) -> None:
+    """A page's snippets in one namespace, in order, up to ``last``; what they print is as shown.
+
+    Those that need what is not here are left out; a page's others do not build on them.
+    """
+    # A module that can be found by its name, which torch.compile does.
+    name = f"guide_{page.removesuffix('.md')}"
+    module = sys.modules[name] = ModuleType(name)
+    try:
+        _execute(page, last, vars(module))
+    finally:
+        del sys.modules[name]
+
+
+def _execute(page: str, last: Block | None, namespace: dict[str, Any]) -> None:
+    printed = ""
+    for block in (each for each in BLOCKS if each.page == page):
+        if block.info == ("output",):
+            assert printed.rstrip() == block.text.rstrip(), f"{page}:{block.line}"
+        if block in PYTHON and not why_skipped(block):
+            # So that a traceback shows the page's own line.
+            text = "\n" * block.line + block.text
+            with contextlib.redirect_stdout(io.StringIO()) as stdout:
+                exec(compile(text, str(DOCS / page), "exec"), namespace)
+            printed = stdout.getvalue()
+        if block == last:
+            return
+
+
+@pytest.mark.parametrize("page", sorted({block.page for block in PYTHON}))
+def test_examples_run(page: str, reader: None) -> None:
+    execute(page)
+
+
+@pytest.mark.parametrize("block", SPECIAL, ids=lambda block: f"{block.page}:{block.line}")
+def test_examples_that_need_more(block: Block, reader: None) -> None:
+    """Shown one by one, so that those which cannot run here are seen to be skipped, and why."""
+    if why_skipped(block):
+        pytest.skip(why_skipped(block))
+    execute(block.page, block)
+
+
+def test_there_are_examples_and_only_known_words() -> None:
+    assert len(PYTHON) >= 30
+    known = {"python", "shell", "yaml", "text", "output"}
+    assert {block.info[0] for block in BLOCKS} <= known
+    assert {word for block in PYTHON for word in block.info[1:]} <= set(LACKING)
+    # Every block says what it is; an indented one is for formulas.
+    assert [block for block in BLOCKS if not block.info] == []
+
+
+# --- commands
+
+
+def command_lines() -> list[tuple[str, str]]:
+    """(where, command) of everything that calls pyfa or a script of the checkout."""
+    found = []
+    for block in BLOCKS:
+        if block.info[0] not in ("shell", "yaml"):
+            continue
+        text = re.sub(r"\$\{\{ matrix\.backend \}\}", "torch", block.text)
+        text = re.sub(r"\$\{\{.*?\}\}", "some", text)
+        text = re.sub(r">\n((?: {10}.*\n)+)", lambda m: " ".join(m[1].split()) + "\n", text)
+        for line in text.splitlines():
+            line = line.strip().removeprefix("- ").removeprefix("run: ")
+            line = re.sub(r"^(?:[A-Z_]+=\S+ )+", "", line)
+            if re.match(r"(pyfa|ci/\w+|python) ", line + " "):
+                found.append((f"{block.page}:{block.line}", line))
+    return found
+
+
+@pytest.mark.parametrize(("where", "line"), command_lines())
+def test_commands_parse(where: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name, *arguments = shlex.split(line, comments=True)
+    if name == "pyfa":
+        try:
+            cli.parser().parse_args(arguments)
+        except SystemExit as error:
+            raise AssertionError(f"{where}: {capsys.readouterr().err}") from error
+        suite = arguments[1:2] if arguments[0] == "bench" else []
+        assert all(each.startswith("-") or each in cli.bench._SUITES for each in suite)
+    elif name.startswith("ci/"):
+        assert (ROOT / name).stat().st_mode & 0o111
+    else:
+        assert (ROOT / arguments[0]).is_file()
+
+
+def test_the_guide_shows_every_command() -> None:
+    used = {shlex.split(line, comments=True)[1] for _, line in command_lines() if "pyfa " in line}
+    (every,) = (a.choices for a in cli.parser()._actions if isinstance(a.choices, dict))
+    shown = {line.split()[3] for line in markers() if line.startswith("generated: run")} | used
+    shown |= {line.split()[2] for line in markers() if line.startswith("generated: run")}
+    assert set(every) <= shown
+
+
+def test_the_workflow_is_one() -> None:
+    yaml = pytest.importorskip("yaml")
+    (block,) = (each for each in BLOCKS if each.info == ("yaml",))
+    workflow = yaml.safe_load(block.text)
+    assert set(workflow["jobs"]) == {"conformance", "compare", "speed"}
+    for job in workflow["jobs"].values():
+        for step in job["steps"]:
+            assert ("run" in step) != ("uses" in step)
+    # Extras that it names are there.
+    named = set(re.findall(r"(?:&&|\|\|) '(\w+)'", block.text))
+    assert named == {"cuda", "compile"}
+    assert named <= set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.M))
+
+
+# --- the built pages
+
+
+class Links(HTMLParser):
+    """What a page asks a browser for, and what can be linked to in it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.anchors: set[str] = set()
+        self.targets: list[str] = []
+        self.loaded: list[str] = []
+        self.stack: list[str] = []
+        self.feed(path.read_text())
+        assert self.stack == [], f"{path.name} leaves {self.stack} open"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        if tag not in ("meta", "link", "br", "hr", "img", "rect", "path"):
+            self.stack.append(tag)
+        if found.get("id"):
+            self.anchors.add(str(found["id"]))
+        if tag == "a":
+            self.targets.append(str(found["href"]))
+        else:
+            self.loaded += [str(found[name]) for name in ("href", "src") if found.get(name)]
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in ("rect", "path"):
+            assert self.stack.pop() == tag
+
+
+def test_links_and_what_is_loaded(site: Path) -> None:
+    pages = {path.name: Links(path) for path in site.glob("*.html")}
+    assert len(pages) == len(PAGES) + 3  # and the project's own files
+    for name, page in pages.items():
+        assert page.loaded == ["style.css"], f"{name} loads something: no network, no scripts"
+        for target in page.targets:
+            path, _, anchor = target.partition("#")
+            if re.match(r"https:", path) and name in ("changelog.html", "contributing.html"):
+                continue  # the project's own files may link elsewhere, the guide stands alone
+            assert (site / (path or name)).is_file(), f"{name}: {target}"
+            if anchor:
+                assert anchor in pages[path or name].anchors, f"{name}: {target}"
+    assert "url(" not in (site / "style.css").read_text()
+    assert "@import" not in (site / "style.css").read_text()
+
+
+def test_every_page_is_in_the_navigation(builder: ModuleType, site: Path) -> None:
+    listed = [name for names in builder.NAVIGATION.values() for name in names]
+    assert {path.name for path in PAGES} == {name for name in listed if "/" not in name}
+    first = (site / "index.html").read_text()
+    for page in builder.pages().values():
+        assert f'href="{page.output}"' in first
+
+
+def test_a_broken_link_is_told(
+    builder: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for source in DOCS.iterdir():
+        if source.is_file():
+            shutil.copy(source, tmp_path)
+    with (tmp_path / "index.md").open("a") as page:
+        page.write("\n[a](nowhere.md) [b](start.md#nowhere) [c](#first-call)\n")
+    monkeypatch.setattr(builder, "DOCS", tmp_path)
+    monkeypatch.setattr(builder, "ROOT", tmp_path)
+    monkeypatch.setattr(builder, "NAVIGATION", {"Guide": ("index.md", "start.md")})
+    with pytest.raises(builder.BrokenLinks) as caught:
+        builder.build(tmp_path / "out")
+    for link in ("nowhere.md", "start.html#nowhere", "index.html#first-call"):
+        assert link in str(caught.value)
+
+
+def test_one_command_builds_it(tmp_path: Path, builder: ModuleType) -> None:
+    assert builder.main(["--out", str(tmp_path / "site")]) == 0
+    assert (tmp_path / "site" / "index.html").is_file()
+    assert (ROOT / "ci" / "docs").stat().st_mode & 0o111
+    assert "docs/index.md" in (ROOT / "README.md").read_text()
+
+
+# --- what the code writes
+
+
+@functools.cache
+def markers() -> tuple[str, ...]:
+    text = "\n".join(path.read_text() for path in PAGES)
+    return tuple(re.findall(r"^<!-- (generated: .+?) -->$", text, re.M))
+
+
+def test_every_part_is_used(generated: ModuleType) -> None:
+    assert {line.split()[1] for line in markers()} == set(generated.PARTS)
+
+
+def cells(table: str) -> list[list[str]]:
+    rows = [re.split(r"(?<!\\)\|", line.strip("|")) for line in table.splitlines()]
+    return [[cell.strip() for cell in row] for row in rows[2:]]
+
+
+def test_features_are_those_of_the_code(generated: ModuleType) -> None:
+    rows = {row[0].strip("`"): row[2:] for row in cells(generated.features())}
+    assert set(FEATURES) <= set(rows)
+    for name in FEATURES:
+        expected = ["yes" if name in BACKENDS[each].FEATURES else "**no**" for each in NAMES]
+        assert rows[name] == expected
+    assert rows["float32"] == ["**no**", "**no**", "yes", "yes", "**no**"]
+
+
+def test_declined_combinations_are_those_of_the_code(generated: ModuleType) -> None:
+    rows = cells(generated.combinations())
+    assert ["`hip`", "`dropout` with `paged`", BACKENDS_SAY_OF_DROPOUT] in rows
+    for name in ("triton", "torch"):
+        assert f"`{name}`" not in [row[0] for row in rows]
+
+
+BACKENDS_SAY_OF_DROPOUT = "dropout with a paged cache is not implemented"
+
+
+def test_the_support_table_has_every_arch_and_claims_only_results(generated: ModuleType) -> None:
+    rows = {row[0].strip("`"): row[1:] for row in cells(generated.archs())}
+    assert set(rows) == set(ARCHS)
+    ran = generated.conformance_results()
+    for arch, (_, *states) in rows.items():
+        for name, state in zip(("hip", "cuda", "triton"), states, strict=True):
+            refused = BACKENDS[name].why_not(generated.problem_on(_device(arch)))
+            assert state.startswith("refused") == bool(refused)
+            assert state.startswith("run on hardware") == ((name, arch) in ran and not refused)
+    # Until a result of an MI300X is there.
+    if not any(name == "hip" and arch == "gfx942" for name, arch in ran):
+        assert rows["gfx942"][1].startswith("emulated, not run on hardware")
+    files = {path.name for path in (ROOT / "benchmarks" / "results").glob("*.json")}
+    assert set(re.findall(r"`([\w.]+\.json)`", generated.machines())) == files
+
+
+def _device(arch: str) -> Any:
+    from pyfa.device import Device
+
+    known = (each for each in DEVICES.values() if each.arch == arch)
+    return next(known, Device(arch, arch, 1, 1, 0.0, 0, 0, 0, 0.0))
+
+
+def test_settings_commands_and_devices_are_those_of_the_code(generated: ModuleType) -> None:
+    settings = {row[0].strip("`"): row[2] for row in cells(generated.settings())}
+    assert settings == {name: each.meaning for name, each in env.VARIABLES.items()}
+    text = generated.commands()
+
+    def walk(name: str, parser: argparse.ArgumentParser) -> None:
+        assert f" {name}\n" in text or name == "pyfa"
+        for flag in parser._option_string_actions:
+            assert flag in ("-h", "--help", "--version") or flag in text, f"{name} {flag}"
+        for below, each in generated.subparsers(parser).items():
+            walk(f"{name} {below}", each)
+
+    walk("pyfa", cli.parser())
+    assert [row[0].strip("`") for row in cells(generated.devices())] == list(DEVICES)
+    extras = {row[0].strip("`") for row in cells(generated.extras())}
+    said = re.findall(r"^(\w+) = \[\"?", (ROOT / "pyproject.toml").read_text(), re.M)
+    assert extras <= set(said)
+    assert {"cuda", "compile", "emulator", "docs"} <= extras
+
+
+def test_every_public_name_has_its_signature_and_meaning(site: Path, generated: ModuleType) -> None:
+    page = (site / "api.html").read_text()
+    for name in pyfa.__all__:
+        assert f'<h3 id="{name.lower()}">' in page
+    text = generated.signatures.api("pyfa/api.py", "attention")
+    for argument in ("q", "softcap", "deterministic", "return_lse", "backend"):
+        assert f"    {argument}: " in text
+    assert "- `causal`, `window`: Aligned to the bottom right" in text
+    assert "unknown" not in text
+    compat = (site / "compat.html").read_text()
+    for name in ("flash_attn_with_kvcache", "flash_attn_combine", "get_scheduler_metadata"):
+        assert name in compat
+
+
+def test_output_that_depends_on_the_machine_is_refused(generated: ModuleType) -> None:
+    for arguments in (["explain", "--causal"], ["info"], ["bench", "--device", "H200"]):
+        with pytest.raises(ValueError, match="depends on the machine"):
+            generated.run(*arguments)
+    assert "* hip" in generated.run("explain", "--causal", "--device", "MI300X")
