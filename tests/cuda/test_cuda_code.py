@@ -29,10 +29,11 @@ extern "C" __global__ void indexed(float *x, int n) {
 """
 
 
+@pytest.mark.xdist_group("cuda_resources")  # it takes every core by itself
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
 def test_resources(arch: str) -> None:
     """No local memory in forward and decode, none in backward up to heads of 128; shared memory
-    and occupancy as planned. On the archs that exist only here: the plans of bfloat16."""
+    and occupancy as planned. The last three archs: the common plans."""
     rows = compile_cuda.build(arch, every=arch in ("sm_80", "sm_86", "sm_89"))
     assert {row["kernel"] for row in rows} >= {"attn_fwd", "attn_bwd", "attn_decode", "combine"}
     limit = plans.limits_of(arch).shared_bytes_per_block
