@@ -3,7 +3,6 @@
 import itertools
 from dataclasses import dataclass, replace
 
-import planted
 import pytest
 import torch
 
@@ -181,11 +180,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_fault_is_caught(fault, monkeypatch, tmp_path):
-    planting = planted.sources(monkeypatch, tmp_path, KERNEL)
-    next(planting)(*FAULTS[fault])
+def test_fault_is_caught(fault, plant):
+    plant(KERNEL, *FAULTS[fault])
     assert any(map(finds, SAMPLE))
-    next(planting, None)
 
 
 def finds(case: Case) -> bool:

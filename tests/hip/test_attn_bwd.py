@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from planted import faults_found, sources
+from planted import faults_found
 
 import pyfa
 from pyfa import codeobject, emulator
@@ -107,32 +107,22 @@ SUM_FAULTS = {
 }
 
 
-@pytest.fixture
-def replace(monkeypatch, tmp_path):
-    yield from sources(monkeypatch, tmp_path, "hip/attn_bwd.hip")
-
-
-@pytest.fixture
-def replace_sums(monkeypatch, tmp_path):
-    yield from sources(monkeypatch, tmp_path, "hip/row_sums.hip")
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_sound(case):
     assert not faults_found([CASES[case]])
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_fault_is_caught(fault, replace):
+def test_fault_is_caught(fault, plant):
     case, snippet, other = FAULTS[fault]
-    replace(snippet, other)
+    plant("hip/attn_bwd.hip", snippet, other)
     assert faults_found([CASES[case]])
 
 
 @pytest.mark.parametrize("fault", SUM_FAULTS)
-def test_fault_in_row_sums_is_caught(fault, replace_sums):
+def test_fault_in_row_sums_is_caught(fault, plant):
     case, snippet, other = SUM_FAULTS[fault]
-    replace_sums(snippet, other)
+    plant("hip/row_sums.hip", snippet, other)
     assert faults_found([CASES[case]])
 
 

@@ -4,14 +4,14 @@ import dataclasses
 
 import pytest
 import torch
+from planted import faults_found
 
 from pyfa import api, codeobject, device, emulator
 from pyfa.backends.common.decode import GROUP, takes
 from pyfa.backends.hip import code, decode
 from pyfa.backends.hip.launcher import Launcher
 from pyfa.backends.hip.runtime_emulator import EmulatorRuntime
-from pyfa.conformance import build, cases, examine
-from pyfa.emulator import EmulatorError, native
+from pyfa.conformance import cases
 from pyfa.problem import Call, Problem
 
 
@@ -89,21 +89,6 @@ FAULTS = {
 }  # fmt: skip
 
 
-def faults_found(wanted):
-    """What the emulator or the rule finds wrong, up to the first case that shows any."""
-    for case in wanted:
-        try:
-            checks = examine.examine(
-                examine.Expected(build.build(case)), "emulator", torch.device("cpu")
-            ).checks
-        except EmulatorError as error:
-            return [str(error)]
-        found = [check.message for check in checks if not check.passed]
-        if found:
-            return found
-    return []
-
-
 @pytest.fixture
 def kernels_run(monkeypatch):
     """The kernels that were launched, by name."""
@@ -126,23 +111,9 @@ def test_sound(case, kernels_run):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_fault_is_caught(fault, monkeypatch, tmp_path):
-    native.load()
-    monkeypatch.setenv("PYFA_CACHE_DIR", str(tmp_path))
-    original, (snippet, other) = code.source_of, FAULTS[fault]
-
-    def changed(plan):
-        text = original(plan)
-        if plan.kernel != decode.KERNEL:
-            return text
-        assert text.count(snippet) == 1, f"the kernel has {text.count(snippet)} × {snippet!r}"
-        return text.replace(snippet, other)
-
-    monkeypatch.setattr(code, "source_of", changed)
-    code.load.cache_clear()
-    found = faults_found(CASES)
-    code.load.cache_clear()
-    assert found
+def test_fault_is_caught(fault, plant):
+    plant(decode.KERNEL, *FAULTS[fault])
+    assert faults_found(CASES)
 
 
 def plans_of(*wanted):

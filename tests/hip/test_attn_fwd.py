@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from planted import faults_found, sources
+from planted import faults_found
 
 import pyfa
 from pyfa import codeobject, dispatch, emulator
@@ -91,20 +91,15 @@ FAULTS = {
 SAMPLE = forward.all_plans("hip")[::5]
 
 
-@pytest.fixture
-def replace(monkeypatch, tmp_path):
-    yield from sources(monkeypatch, tmp_path, forward.KERNEL)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_sound(case):
     assert not faults_found([CASES[case]])
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_fault_is_caught(fault, replace):
+def test_fault_is_caught(fault, plant):
     case, snippet, other = FAULTS[fault]
-    replace(snippet, other)
+    plant(forward.KERNEL, snippet, other)
     assert faults_found([CASES[case]])
 
 
