@@ -1,9 +1,11 @@
-"""Host time of a warm inference call on the CPU's torch backend, by layer.
+"""Host time of a warm call by layer: CPU's torch backend, and cuda's with an idle driver.
 
 ``python benchmarks/host_time.py [--save]``. The problem is so small that the kernel's own work is
 its launch. All layers are called on the same tensors in short rounds that take turns, so that load
-and clock strike all alike; each figure is the median over the rounds, in µs a call. Our share is
-the public call less the kernel's operator called directly.
+and clock strike all alike; each figure is the median over the rounds, in µs a call. Our share on
+the CPU is the public call less the kernel's operator called directly. Of the cuda backend (see
+no_gpu.py) all is ours but "autograd", a function of three tensors that does nothing, forward and
+backward; what the driver and allocations on a GPU take comes on top.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import machine
+import no_gpu
 import torch
 
 import pyfa
@@ -24,6 +27,7 @@ from pyfa.backends.torch import sdpa
 
 _CALLS = 25  # in a round: half a millisecond, so that most rounds are not interrupted
 _ROUNDS = 1500
+_WARM_UP = 500
 _GOAL = 8.0
 
 
@@ -47,11 +51,39 @@ def layers() -> dict[str, Callable[[], Any]]:
     }
 
 
-def measure(rounds: int) -> dict[str, list[float]]:
+class _Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(q, k, v)
+        return torch.empty_like(q)
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        q, k, v = ctx.saved_tensors
+        return q, k, v
+
+
+def cuda_layers() -> dict[str, Callable[[], Any]]:
+    """To be called within ``no_gpu.nvidia``."""
+    plain = [torch.randn(1, 128, 8, 64).bfloat16() for _ in range(3)]
+    leaves = [x.clone().requires_grad_() for x in plain]
+    dout = torch.randn(1, 128, 8, 64).bfloat16()
+
+    def step(attend: Callable[..., Any]) -> Any:
+        return torch.autograd.grad(attend(*leaves), leaves, dout)
+
+    return {
+        "cuda, inference": lambda: pyfa.attention(*plain),
+        "cuda, forward": lambda: pyfa.attention(*leaves),
+        "cuda, forward and backward": lambda: step(pyfa.attention),
+        "autograd": lambda: step(_Nothing.apply),
+    }
+
+
+def measure(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
     """Seconds per call of every layer in every round."""
-    functions = layers()
     for function in functions.values():
-        for _ in range(1000):
+        for _ in range(_WARM_UP):
             function()
     times: dict[str, list[float]] = {name: [] for name in functions}
     gc.disable()
@@ -74,19 +106,21 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     with torch.inference_mode():
-        times = measure(options.rounds)
+        times = measure(layers(), options.rounds)
+    with no_gpu.nvidia():
+        cuda = measure(cuda_layers(), options.rounds)
     share = [
         whole - kernel
         for whole, kernel in zip(times["pyfa.attention"], times["operator"], strict=True)
     ]
     figures = {}
-    for name, seconds in {**times, "our share": share}.items():
+    for name, seconds in {**times, "our share": share, **cuda}.items():
         low, middle, high = (x * 1e6 for x in statistics.quantiles(seconds, n=4))
         figures[name] = {
             "median_us": round(middle, 2),
             "quartiles_us": [round(low, 2), round(high, 2)],
         }
-        print(f"{name:<16} {middle:6.2f} us  ({low:.2f} … {high:.2f})")
+        print(f"{name:<26} {middle:6.2f} us  ({low:.2f} … {high:.2f})")
     print(f"goal: our share at most {_GOAL} us")
     if options.save:
         results = {"goal_us": _GOAL, "rounds": options.rounds, "calls": _CALLS, "layers": figures}

@@ -8,14 +8,15 @@ that does not do it itself (``backends.base.Appending``).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from .backends.base import Repeat
+from .backends.base import OtherAlignment, RepeatBackward
 from .backends.torch import append
 from .dispatch import prepare
-from .problem import Call
+from .problem import Call, are_on_16
+from .repeats import Repeated, fitting, is_unwatched
 
 _LIBRARY = torch.library.Library("pyfa", "DEF")
 
@@ -133,14 +134,8 @@ class Differentiable(torch.autograd.Function):
         return _gradient(ctx, *grads)
 
 
-class Repeated(NamedTuple):
-    """What a call that comes again needs but q, k and v: how it runs, the rest of its ``Call``, and
-    who may run it and what needs a gradient."""
-
-    run: Repeat
-    rest: tuple[Any, ...]
-    who: tuple[str, bool, bool]
-    returns_lse: bool
+# Kinds of ``dout`` for which a call's backward is prepared: that bounds what they keep.
+_MOST_BACKWARDS = 4
 
 
 class DifferentiableRepeat(torch.autograd.Function):
@@ -152,19 +147,48 @@ class DifferentiableRepeat(torch.autograd.Function):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         out, lse = call.run(q, k, v)
         assert lse is not None
-        out, lse = out.contiguous(), lse.contiguous()
-        ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call = call
-        return (out, lse) if call.returns_lse else out
+        if call.returns_lse:
+            ctx.set_materialize_grads(False)
+            return out, lse
+        return out
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor | None = None) -> tuple[Any, ...]:
-        *qkv, out, lse = ctx.saved_tensors
-        call = ctx.call
-        args = (*qkv, *call.rest, *call.who)
+        saved = ctx.saved_tensors
+        call: Repeated = ctx.call
+        if dlse is None and dout is not None and not torch.is_grad_enabled():
+            run = _repeated_backward(call, saved, dout)
+            if run is not None:
+                try:
+                    return (*run(*saved, dout), None)
+                except OtherAlignment:
+                    pass
+        q, k, v, out, lse = saved
+        args = (q, k, v, *call.rest, *call.who)
         dq, dk, dv, *_ = _gradients(_backward, args, out, lse, dout, dlse)
         return dq, dk, dv, None
+
+
+def _repeated_backward(
+    call: Repeated, saved: tuple[torch.Tensor, ...], dout: torch.Tensor
+) -> RepeatBackward | None:
+    """The shorter way for gradients as ``dout``, prepared where it is the first as this one."""
+    for fits, run in call.backwards:
+        if fits(*saved, dout):
+            return run
+    if (
+        len(call.backwards) >= _MOST_BACKWARDS
+        or not is_unwatched(*saved, dout)
+        or not are_on_16(*saved, dout)
+    ):
+        return None
+    q, k, v, out, lse = saved
+    again = Call(q, k, v, *call.rest)
+    made = prepare(again, *call.who).repeat_backward(again, out, lse, dout)
+    call.backwards.append((fitting(*saved, dout), made))
+    return made
 
 
 # Function.apply without what it does for torch.func's transforms, which have been refused by then:

@@ -135,6 +135,14 @@ def is_aligned(call: Call) -> bool:
     return True
 
 
+def are_on_16(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: torch.Tensor) -> bool:
+    """Whether all addresses are multiples of 16 bytes."""
+    bits = q.data_ptr() | k.data_ptr() | v.data_ptr()
+    for x in more:
+        bits |= x.data_ptr()
+    return bits & 15 == 0
+
+
 def is_positive(scale: float) -> bool:
     """Whether ``scale`` is a normal positive float32."""
     return scale >= 2.0**-126

@@ -17,7 +17,7 @@ from pyfa.device import CPU, DEVICES
 def fresh(monkeypatch):
     """No choice made before the test is kept, and none made in it stays."""
     monkeypatch.setattr(dispatch, "_prepared", {})
-    monkeypatch.setattr(pyfa.api, "_repeats", {})
+    monkeypatch.setattr(pyfa.api, "_repeats", pyfa.repeats.Table())
     monkeypatch.setattr(dispatch, "_lost", set())
     dispatch._from_environment.cache_clear()
     yield
@@ -61,7 +61,7 @@ def test_order_of_say(ran, inputs, monkeypatch):
     monkeypatch.setenv("PYFA_BACKEND", "triton,torch")
     dispatch._from_environment.cache_clear()
     monkeypatch.setattr(dispatch, "_prepared", {})
-    monkeypatch.setattr(pyfa.api, "_repeats", {})
+    monkeypatch.setattr(pyfa.api, "_repeats", pyfa.repeats.Table())
     pyfa.attention(*inputs)
     with pyfa.use_backend("cuda", "torch"):
         pyfa.attention(*inputs)

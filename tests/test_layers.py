@@ -19,7 +19,7 @@ ORDER = (
     "traffic", "plan",
     "abi", "sources", "codeobject", "cubin", "bundle", "cache", "emulator",
     "backends",
-    "dispatch", "ops", "request", "api", "",
+    "dispatch", "repeats", "ops", "request", "api", "",
     "quantize", "compat", "integrations", "distributed", "conformance", "bench", "cli", "__main__",
 )  # fmt: skip
 BACKENDS = ("hip", "cuda", "triton", "torch")

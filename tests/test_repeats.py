@@ -2,24 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pyfa
-from pyfa import api, dispatch
+from pyfa import api, dispatch, ops, repeats
+from pyfa import request as requests
+from pyfa.backends.base import OtherAlignment
 
 
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "_repeats", {})
+@pytest.fixture(autouse=True, params=["guards", "by hand"])
+def fresh(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "_repeats", repeats.Table())
+    if request.param == "by hand":  # as with a PyTorch that has no such guards
+        monkeypatch.setattr(repeats, "_Guards", None)
+
+
+@pytest.fixture
+def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The calls that were checked and normalised, which repeated ones are not."""
+    seen: list[Any] = []
+    dense = requests.dense
+
+    def noted(*arguments: Any) -> Any:
+        seen.append(arguments)
+        return dense(*arguments)
+
+    monkeypatch.setattr(requests, "dense", noted)
+    return seen
 
 
 def inputs(requires_grad: bool = True) -> list[torch.Tensor]:
     torch.manual_seed(0)
     return [torch.randn(2, 12, 2, 8, requires_grad=requires_grad) for _ in range(3)]
+
+
+def kept() -> int:
+    return sum(len(alike) for alike in api._repeats.known.values())
 
 
 def results(**options: Any) -> tuple[torch.Tensor, ...]:
@@ -32,13 +60,14 @@ def results(**options: Any) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True, "return_lse": True}, {"window": (3, 1)}])
-def test_the_second_call_gives_what_the_first_gave(options: dict[str, Any]) -> None:
+def test_the_second_call_gives_what_the_first_gave(
+    options: dict[str, Any], long_ways: list[Any]
+) -> None:
     first = results(**options)
-    assert len(api._repeats) == 1
     for _ in range(2):
         for again, before in zip(results(**options), first, strict=True):
             assert torch.equal(again, before)
-    assert len(api._repeats) == 1
+    assert kept() == len(long_ways) == 1
 
 
 def test_with_and_without_gradients_are_two_calls() -> None:
@@ -47,13 +76,171 @@ def test_with_and_without_gradients_are_two_calls() -> None:
         assert not pyfa.attention(*inputs(), causal=True).requires_grad
     results(causal=True)
     results(causal=True, deterministic=True)
-    assert len(api._repeats) == 3
+    assert kept() == 3
+
+
+class _Mode(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def watched_by_vmap(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    return torch.func.vmap(lambda x: pyfa.attention(x, k, v))(q[None])
+
+
+def dual(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    with forward_ad.dual_level():
+        return pyfa.attention(forward_ad.make_dual(q.detach(), q.detach()), k, v)
+
+
+def negative(x: torch.Tensor) -> torch.Tensor:
+    found = torch.view_as_complex(torch.stack([x, -x], -1)).conj().imag
+    assert found.is_neg()
+    return found
+
+
+def dense_again(x: torch.Tensor) -> torch.Tensor:
+    """Another layout of the same shape."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+OTHERS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]] = {
+    "dtype": lambda q, k, v: pyfa.attention(q.bfloat16(), k.bfloat16(), v.bfloat16()),
+    "shape of v": lambda q, k, v: pyfa.attention(q, k, v[..., :4]),
+    "heads": lambda q, k, v: pyfa.attention(q, k[:, :, :1], v[:, :, :1]),
+    "stride of q": lambda q, k, v: pyfa.attention(dense_again(q), k, v),
+    "stride of v": lambda q, k, v: pyfa.attention(q, k, dense_again(v)),
+    "device": lambda q, k, v: pyfa.attention(q.to("meta"), k, v),
+    "requires_grad": lambda q, k, v: pyfa.attention(q, k, v.detach().requires_grad_()),
+    "subclass": lambda q, k, v: pyfa.attention(torch.nn.Parameter(q), k, v),
+    "negative": lambda q, k, v: pyfa.attention(negative(q), k, v),
+    "autocast": lambda q, k, v: under(torch.autocast("cpu", torch.bfloat16), q, k, v),
+    "mode": lambda q, k, v: under(_Mode(), q, k, v),
+    "context": lambda q, k, v: under(pyfa.use_backend("torch"), q, k, v),
+    "inference mode": lambda q, k, v: under(torch.inference_mode(), q, k, v),
+    "vmap": watched_by_vmap,
+    "dual": dual,
+    "no tensor": lambda q, k, v: pyfa.attention(q.numpy(), k, v),  # type: ignore[arg-type]
+    "unhashable": lambda q, k, v: pyfa.attention(q, k, v, window=[2, 1]),  # type: ignore[arg-type]
+    "option": lambda q, k, v: pyfa.attention(q, k, v, softcap=2.0),
+    "unknown": lambda q, k, v: pyfa.attention(q, k, v, sofcap=2.0),
+}
+
+
+def under(context: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    with context:
+        return pyfa.attention(q, k, v)
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return type(error), str(error)
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_what_differs_is_another_call(other: Callable[..., Any]) -> None:
+    """Twice, with the entry of the first in place, and with what it would run poisoned."""
+    q, k, v = inputs(requires_grad=False)
+    expected = outcome(lambda: other(q, k, v))
+    api._repeats.known.clear()
+    api._repeats.recent.clear()
+    pyfa.attention(q, k, v)
+    (entry,) = api._repeats.recent.values()
+
+    def poison(*given: Any) -> Any:
+        raise AssertionError("another call ran this one's")
+
+    entry.run = poison
+    for _ in range(2):
+        found = outcome(lambda: other(q, k, v))
+        if isinstance(expected, torch.Tensor):
+            assert found.requires_grad == expected.requires_grad
+            assert found.dtype == expected.dtype
+            assert torch.equal(found, expected)
+        else:
+            assert found == expected
+    with pytest.raises(AssertionError, match="ran this one's"):
+        pyfa.attention(q, k, v)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, deterministic])
+def test_modes_matter_where_a_gradient_is_required(context: Any, long_ways: list[Any]) -> None:
+    q, k, v = inputs()
+    pyfa.attention(q, k, v)
+    with context():
+        assert pyfa.attention(q, k, v).requires_grad == torch.is_grad_enabled()
+    assert pyfa.attention(q, k, v).requires_grad
+    assert len(long_ways) == 2
+    plain = [x.detach() for x in (q, k, v)]
+    pyfa.attention(*plain)
+    with context():
+        pyfa.attention(*plain)
+    assert len(long_ways) == 3
+
+
+def test_calls_that_take_turns_are_all_found_again(long_ways: list[Any]) -> None:
+    """Modes, layouts, gradients, shapes, options: each goes the long way once."""
+    q, k, v = inputs(requires_grad=False)
+    calls: list[Callable[[], Any]] = [
+        lambda: pyfa.attention(q, k, v),
+        lambda: under(torch.inference_mode(), q, k, v),
+        lambda: pyfa.attention(dense_again(q), k, v),
+        lambda: pyfa.attention(q, k, v.detach().requires_grad_()),
+        lambda: pyfa.attention(q[:, :7], k, v),
+        lambda: pyfa.attention(q, k, v, causal=True),
+    ]
+    for _ in range(3):
+        for call in calls:
+            call()
+    assert len(long_ways) == len(calls)
+
+
+def test_a_tensor_that_comes_twice_is_found_again(long_ways: list[Any]) -> None:
+    q, k, v = inputs(requires_grad=False)
+    for _ in range(3):
+        for tensors in ((q, k, v), (q, k, k), (q, q, q)):
+            pyfa.attention(*tensors)
+    assert len(long_ways) <= 2
+
+
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeats, "_MOST", 5)
+    q, k, v = inputs(requires_grad=False)
+    for rows in range(1, 12):
+        pyfa.attention(q[:, :rows], k, v)
+    assert len(api._repeats.known) <= 5
+    wide = torch.randn(2, 12, 2, 64)
+    for start in range(20):
+        pyfa.attention(wide[..., :8].as_strided((2, 12, 2, 8), (1536, 128, 40 + start, 1)), k, v)
+    assert max(len(alike) for alike in api._repeats.known.values()) <= repeats._MOST_ALIKE
+
+
+def test_tensors_are_not_kept() -> None:
+    tensors = inputs()
+    torch.autograd.grad(pyfa.attention(*tensors).sum(), tensors)
+    torch.autograd.grad(pyfa.attention(*tensors).sum(), tensors)
+    gone = [weakref.ref(x) for x in tensors]
+    del tensors
+    gc.collect()
+    assert [each() for each in gone] == [None] * 3
 
 
 def test_the_backward_runs_where_its_forward_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
     prepare = dispatch.prepare
-    from pyfa import ops
 
     def noted(call: Any, wanted: str, *rest: Any) -> Any:
         ran.append(wanted)
@@ -65,8 +252,8 @@ def test_the_backward_runs_where_its_forward_ran(monkeypatch: pytest.MonkeyPatch
         with pyfa.use_backend("torch"):
             out = pyfa.attention(q, k, v)
         out.sum().backward()
-    # Forward and backward of the first call, backward of the second.
-    assert ran == ["torch"] * 3
+    # Forward and backward of the first call; a shorter way sought, and backward, of the second.
+    assert ran == ["torch"] * 4
 
 
 def test_a_second_derivative_is_refused_again() -> None:
@@ -94,3 +281,96 @@ def test_a_backend_may_have_a_shorter_way(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(second, torch.ones_like(q))
     pyfa.attention(q, k, v, return_lse=True)
     assert asked == [False, True]
+
+
+@pytest.fixture
+def short_backwards(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The torch backend has a shorter backward, of zeros; each time it runs is noted."""
+    ran: list[Any] = []
+
+    def repeat_backward(
+        self: Any, plan: Any, call: Any, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
+    ) -> Any:
+        def run(*given: torch.Tensor) -> Any:
+            if any(x.data_ptr() % 16 for x in given):
+                raise OtherAlignment
+            ran.append(given)
+            return tuple(torch.zeros_like(x) for x in given[:3])
+
+        return run if dout.is_contiguous() else None
+
+    backend = type(dispatch.BACKENDS["torch"])
+    monkeypatch.setattr(backend, "repeat_backward", repeat_backward, raising=False)
+    return ran
+
+
+def gradients(dout: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> Any:
+    out, lse = pyfa.attention(q, k, v, return_lse=True)
+    given = dout(out)
+    if isinstance(given, tuple):
+        return torch.autograd.grad((out, lse), (q, k, v), given, **how)
+    return torch.autograd.grad(out, (q, k, v), given, **how)
+
+
+def misaligned(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
+
+
+@pytest.mark.parametrize(
+    ("dout", "how"),
+    [
+        (lambda out: torch.ones(()).expand(out.shape), {}),
+        (lambda out: dense_again(torch.ones_like(out)), {}),
+        (lambda out: misaligned(torch.ones_like(out)), {}),
+        (lambda out: negative(torch.ones_like(out)), {}),
+        (lambda out: (torch.ones_like(out), torch.zeros(2, 2, 12)), {}),
+        (torch.ones_like, {"create_graph": True}),
+    ],
+    ids=["expanded", "strided", "misaligned", "negative", "dlse", "graph"],
+)
+@pytest.mark.parametrize("prepared_first", [False, True])
+def test_backwards_that_take_the_long_way(
+    short_backwards: list[Any], dout: Any, how: dict[str, Any], prepared_first: bool
+) -> None:
+    tensors = inputs()
+    expected = gradients(torch.ones_like, *tensors)  # a first call goes the long way
+    if prepared_first:
+        assert not any(x.any() for x in gradients(torch.ones_like, *tensors))
+        assert len(short_backwards) == 1
+    for _ in range(2):
+        for x, y in zip(gradients(dout, *tensors, **how), expected, strict=True):
+            torch.testing.assert_close(x, y)
+    assert len(short_backwards) == prepared_first
+    gradients(torch.ones_like, *tensors)
+    assert len(short_backwards) == prepared_first + 1
+
+
+def test_kinds_of_gradients_are_bounded(short_backwards: list[Any]) -> None:
+    tensors = inputs()
+    for width in range(8, 20):
+        for _ in range(2):
+            gradients(lambda out, width=width: torch.ones(2, 12, 2, width)[..., :8], *tensors)
+    (entry,) = api._repeats.recent.values()
+    assert len(entry.backwards) == ops._MOST_BACKWARDS
+    # Contiguous was the first of them.
+    assert len(short_backwards) == 1
+
+
+def test_threads_share_what_is_found(long_ways: list[Any]) -> None:
+    tensors = [[x * n for x in inputs(requires_grad=False)] for n in range(1, 5)]
+    expected = [pyfa.attention(*each) for each in tensors]
+    failures: list[int] = []
+
+    def work(mine: int) -> None:
+        q, k, v = tensors[mine]
+        for _ in range(100):
+            if not torch.equal(pyfa.attention(q, k, v), expected[mine]):
+                failures.append(mine)
+
+    threads = [threading.Thread(target=work, args=(n % 4,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert len(long_ways) == 1

@@ -15,6 +15,13 @@ from ..traffic import Shape, TiledKernel
 Repeat = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]
 ]
+# From q, k, v, out, LSE and dout to dq, dk and dv.
+RepeatBackward = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+class OtherAlignment(Exception):
+    """A ``Repeat`` was given an address that is a multiple of 16 bytes where none was, or the other
+    way round: that may be another plan's. Nothing was done."""
 
 
 class Gradients(NamedTuple):
@@ -85,8 +92,21 @@ class Repeating(Protocol):
 
     def repeat(self, plan: Plan, call: Call, with_lse: bool) -> Repeat | None:
         """``forward`` of calls that share all with ``call`` but the addresses of q, k and v: their
-        shapes, strides, dtype, device and remainders of 16 bytes, and all options. ``call`` has
-        run. None where there is no such way."""
+        shapes, strides, dtype and device, and all options. ``call`` has run. None where there is no
+        such way. Results are contiguous. Raises ``OtherAlignment``."""
+
+
+@runtime_checkable
+class RepeatingBackward(Protocol):
+    """A backend with a shorter way for the backward of a call that comes again."""
+
+    def repeat_backward(
+        self, plan: Plan, call: Call, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
+    ) -> RepeatBackward | None:
+        """``backward``, without a gradient of LSE or bias, of calls that share all with ``call``
+        but addresses; shapes, strides, dtypes and devices are those of ``call``, ``out``, ``lse``
+        and ``dout``, which are aligned to 16 bytes. None where there is no such way.
+        Raises ``OtherAlignment`` where one is not aligned."""
 
 
 @runtime_checkable

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from pyfa import conformance
+from pyfa import conformance, repeats
 from pyfa.backends import BACKENDS
 from pyfa.backends.torch.backend import TorchBackend
 from pyfa.conformance import Case, CaseResult, Report
@@ -189,7 +189,7 @@ def test_what_a_backend_may_do_wrong(
 ) -> None:
     monkeypatch.setitem(BACKENDS, "torch", backend)
     monkeypatch.setattr("pyfa.dispatch._prepared", {})
-    monkeypatch.setattr("pyfa.api._repeats", {})
+    monkeypatch.setattr("pyfa.api._repeats", repeats.Table())
     (result,) = conformance.run_cases(backend, SMALL[:1]).results
     assert result.status == status
     assert words in "\n".join((*result.messages, *result.reasons))

@@ -86,11 +86,11 @@ def test_arguments_are_packed_as_the_driver_expects(driver: Driver) -> None:
     code = runtime_launch.code_of(compiled(), spec(), 0)
     assert code is not None
     launch = runtime_launch.prepare(code, (0, 5, -6, 0.5, 7), 1)
-    for address in (4096, 8192):
-        launch(3, address)
+    for programs, address in ((3, 4096), (5, 8192)):
+        launch((programs,), address)
     whole = runtime_launch.prepare(code, (0, 0, 0, 0.0, 0), 5)
-    whole(1, 64, 5, -6, 0.5, 7)
-    expected = [(99, programs, 1, 1, 128, 1, 1, 1024, 7, 0, 0) for programs in (3, 3, 1)]
+    whole((1,), 64, 5, -6, 0.5, 7)
+    expected = [(99, programs, 1, 1, 128, 1, 1, 1024, 7, 0, 0) for programs in (3, 5, 1)]
     assert [how for how, _ in driver.launched] == expected
     packed = [struct.unpack("QiqfiQQ", data) for _, data in driver.launched]
     assert packed == [(address, 5, -6, 0.5, 7, 0, 0) for address in (4096, 8192, 64)]
@@ -110,7 +110,7 @@ def test_descriptors_have_memory_of_their_own(
     monkeypatch.setattr(runtime_launch.torch, "empty", empty)
     for count in (1, 5):
         launch = runtime_launch.prepare(code, (0, 5, -6, 0.5, 7), count)
-        launch(3, *(4096, 5, -6, 0.5, 7)[:count])
+        launch((3,), *(4096, 5, -6, 0.5, 7)[:count])
     for x, (_, data) in zip(given, driver.launched, strict=True):
         assert x.numel() == 3 * 256
         assert struct.unpack("QiqfiQQ", data) == (4096, 5, -6, 0.5, 7, x.data_ptr(), 0)
@@ -121,11 +121,11 @@ def test_a_thread_without_a_context_gets_one(driver: Driver) -> None:
     assert code is not None
     launch = runtime_launch.prepare(code, (0, 5, 6, 0.5, 7), 1)
     driver.errors = [libcuda._NO_CONTEXT]
-    launch(1, 4096)
+    launch((1,), 4096)
     assert driver.contexts == len(driver.launched) == 1
     driver.errors = [700]
     with pytest.raises(RuntimeError, match="CUDA error 700"):
-        launch(1, 4096)
+        launch((1,), 4096)
 
 
 @pytest.mark.parametrize(

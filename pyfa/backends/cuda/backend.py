@@ -10,7 +10,7 @@ import torch
 from ...plan import Plan
 from ...problem import Call, Problem
 from ...traffic import Shape, TiledKernel
-from ..base import Gradients, Repeat, Rotary, missing
+from ..base import Gradients, Repeat, RepeatBackward, Rotary, missing
 from ..common import append, calls, libcuda
 from ..common.decode import takes
 from . import backward, decode, forward, plans, runtime_compiler, tiling
@@ -60,6 +60,12 @@ class CudaBackend:
         if plan.kernel == decode.KERNEL:
             return None
         return forward.repeat(self.launch, plan, call, with_lse)
+
+    def repeat_backward(
+        self, plan: Plan, call: Call, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
+    ) -> RepeatBackward | None:
+        with torch.cuda.device(call.q.device):
+            return backward.repeat(self.launch, call, out, lse, dout)
 
     def append(
         self,

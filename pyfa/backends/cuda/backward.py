@@ -6,6 +6,7 @@ run to run, while dK's and dV's never do.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -13,10 +14,12 @@ import torch
 from ... import abi
 from ...plan import Plan
 from ...problem import Call, Problem
-from ..base import Gradients
+from ..base import Gradients, RepeatBackward
 from ..common import calls
 from ..common.launch import Launch
+from ..common.ready import ready_backward
 from . import plans
+from .launcher import Launcher
 
 KERNEL = "cuda/sm80/attn_bwd.cu"
 FEATURES = frozenset({"backward", "dlse", "deterministic"})
@@ -178,3 +181,66 @@ def run(
         if blocks * batch:
             launch(kernel, blocks * batch, plans.threads_of(kernel), values, tensors)
     return calls.finished(call, tensors, dim, dim_v)
+
+
+class _Noting:
+    """A ``Launch`` that launches nothing."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self.plan, self.device_at = launcher.plan, launcher.device_at
+        self.kernels: list[tuple[Plan, int]] = []
+        self.grids: list[int] = []
+
+    def __call__(
+        self,
+        plan: Plan,
+        blocks: int,
+        threads: int,
+        values: Mapping[str, int | float],
+        tensors: Mapping[str, torch.Tensor],
+    ) -> None:
+        self.kernels.append((plan, threads))
+        self.grids.append(blocks)
+        self.values, self.tensors = values, tensors
+
+
+# What each call gives anew: q, k, v, out and lse lead ``Params``, and behind members that only
+# calls with more than q, k and v have, which are 0, follow those from dout to counter.
+_ANEW = ("q", "k", "v", "out", "lse", "dout", "dlse", "delta", "dq", "dk", "dv", "dq_accum",
+         "dsinks", "counter")  # fmt: skip
+_SKIPPED = abi.NAMES[5 : abi.NAMES.index("dout")]
+_FIRST = f"5Q{8 * len(_SKIPPED)}x9Q"
+
+
+def repeat(
+    launcher: Launcher, call: Call, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
+) -> RepeatBackward | None:
+    """``RepeatingBackward.repeat_backward``: where nothing is copied.
+
+    One packing of ``Params`` for the three kernels, and one allocation for what they share: dQ's
+    sums and the counter, which begin as 0, then delta.
+    """
+    noting = _Noting(launcher)
+    made = run(noting, call, out, lse, dout, None)
+    if len(noting.kernels) != 3:
+        return None
+    values, tensors = noting.values, noting.tensors
+    given = {"q": call.q, "k": call.k, "v": call.v, "out": out, "lse": lse, "dout": dout}
+    copied = any(tensors[name] is not x for name, x in given.items())
+    if copied or any(values.get(name) for name in (*_SKIPPED, "dlse", "dsinks")):
+        return None
+    counter = 4 * tensors["dq_accum"].numel() if call.deterministic else 0
+    sums = tensors["dq_accum"].numel() + (tensors["counter"].numel() if counter else 0)
+    sums += -sums % 128  # delta begins at a multiple of 512 bytes, as by itself
+    launch = launcher.prepare_all(noting.kernels, values, call.q.device.index, _FIRST)
+    grids = tuple(noting.grids)
+
+    def launch_all(
+        q: int, k: int, v: int, out: int, lse: int, dout: int, dq: int, dk: int, dv: int, work: int
+    ) -> None:
+        launch(
+            grids, q, k, v, out, lse, dout, 0, work + 4 * sums, dq, dk, dv, work, 0,
+            counter and work + counter,
+        )  # fmt: skip
+
+    return ready_backward(launch_all, made, sums + tensors["delta"].numel(), zeroed=True)

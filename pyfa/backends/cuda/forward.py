@@ -16,7 +16,7 @@ from ..base import Repeat
 from ..common import calls, combine
 from ..common.calls import DROPOUT, GENERAL, PLAIN
 from ..common.launch import Launch
-from ..common.ready import Ready
+from ..common.ready import ready_forward
 from . import plans
 from .launcher import Launcher
 
@@ -221,4 +221,4 @@ def repeat(launch: Launcher, plan: Plan, call: Call, with_lse: bool) -> Repeat |
     prepared = launch.prepare(
         plan, threads, abi.forward_values(call, out, lse), call.q.device.index
     )
-    return Ready(prepared, blocks, out, lse if with_lse else None)
+    return ready_forward(prepared, blocks, out, lse if with_lse else None)

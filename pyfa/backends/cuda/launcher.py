@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -20,9 +20,8 @@ TENSORS = 5
 
 
 class Loaded(NamedTuple):
-    function: int  # CUfunction
-    shared: int  # dynamic
-    launch: libcuda.Launch  # with all of ``Params`` given anew
+    kernel: libcuda.Kernel
+    launch: Callable[..., None]  # with all of ``Params`` given anew
 
 
 class Launcher:
@@ -43,19 +42,31 @@ class Launcher:
         tensors: Mapping[str, torch.Tensor],
     ) -> None:
         index = _index(next(iter(tensors.values())).device)
-        self._load(plan, threads, index).launch(blocks, abi.pack(values))
+        self._load(plan, threads, index).launch((blocks,), abi.pack(values))
 
     def prepare(
         self, plan: Plan, threads: int, values: Mapping[str, int | float], index: int
-    ) -> libcuda.Launch:
+    ) -> Callable[..., None]:
         """The kernel as a function of the number of blocks and the addresses of q, k, v, out, lse.
 
         All else is as in ``values``.
         """
-        found = self._load(plan, threads, index)
-        return libcuda.Launch(
-            found.function, index, threads, found.shared, abi.pack(values), f"{TENSORS}Q"
-        )
+        return self.prepare_all([(plan, threads)], values, index, f"{TENSORS}Q")
+
+    def prepare_all(
+        self,
+        kernels: Sequence[tuple[Plan, int]],
+        values: Mapping[str, int | float],
+        index: int,
+        first: str,
+    ) -> Callable[..., None]:
+        """``libcuda.launcher`` of plans, each with its number of threads, which share ``Params``.
+
+        The leading members, of the struct format ``first``, come anew; all else is as in
+        ``values``.
+        """
+        loaded = [self._load(plan, threads, index).kernel for plan, threads in kernels]
+        return libcuda.launcher(index, loaded, abi.pack(values), first)
 
     def plan(self, kernel: str, dtype: int) -> Plan:
         return plans.plan_of(kernel, dtype)
@@ -81,9 +92,9 @@ class Launcher:
         self.digests[str(plan)] = kernel.digest
         shared = plans.shared_bytes(plan)
         function = libcuda.load(kernel.data, plans.name_of(plan), index, shared)
-        arguments = bytes(abi.SIZE)
-        launch = libcuda.Launch(function, index, threads, shared, arguments, f"{abi.SIZE}s")
-        return Loaded(function, shared, launch)
+        loaded = libcuda.Kernel(function, threads, shared)
+        launch = libcuda.launcher(index, [loaded], bytes(abi.SIZE), f"{abi.SIZE}s")
+        return Loaded(loaded, launch)
 
 
 def _index(where: torch.device) -> int:

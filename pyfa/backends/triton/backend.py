@@ -13,7 +13,7 @@ import torch
 from ...plan import Plan
 from ...problem import FEATURES, Call, Problem
 from ...traffic import Shape, TiledKernel
-from ..base import Gradients, Repeat, missing
+from ..base import Gradients, Repeat, RepeatBackward, missing
 from . import plans, tiling
 
 if TYPE_CHECKING:
@@ -64,6 +64,11 @@ class TritonBackend:
 
     def repeat(self, plan: Plan, call: Call, with_lse: bool) -> Repeat | None:
         return self.runner(plan).repeat(call, with_lse)
+
+    def repeat_backward(
+        self, plan: Plan, call: Call, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
+    ) -> RepeatBackward | None:
+        return self.runner(plan).repeat_backward(call, out, lse, dout)
 
     def backward(
         self,

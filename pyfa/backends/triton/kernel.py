@@ -51,7 +51,7 @@ class Kernel:
         if self._code is not None:
             if self._launch is None:
                 self._launch = runtime_launch.prepare(self._code, args, len(args))
-            self._launch(programs, *args)
+            self._launch((programs,), *args)
             return
         stream = torch._C._cuda_getCurrentRawStream(self._index)
         if not self._scratch:
@@ -66,10 +66,10 @@ class Kernel:
             _allocation._allocator.reset(token)
 
     def prepared(self, count: int, rest: tuple[Any, ...]) -> Callable[..., None]:
-        """The kernel as a function of the number of programs and its first ``count`` arguments,
-        which are addresses."""
+        """The kernel as a function of the number of programs, as a tuple of one, and its first
+        ``count`` arguments, which are addresses."""
         if INTERPRETED or self._code is None:
-            return lambda programs, *first: self(programs, *first, *rest)
+            return lambda programs, *first: self(*programs, *first, *rest)
         return runtime_launch.prepare(self._code, (*(0,) * count, *rest), count)
 
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ...plan import Plan
-from ...problem import Call
-from ..base import Gradients
-from ..common.ready import Ready
+from ...problem import Call, are_on_16
+from ..base import Gradients, OtherAlignment, Repeat, RepeatBackward
+from ..common.ready import ready_forward
 from . import plans, runtime_backward, specs
 from .common import NO_LSE
 from .kernel import Kernel, address, no_float, no_int, no_seed
@@ -48,14 +48,16 @@ def _rows_contiguous(x: torch.Tensor) -> torch.Tensor:
 
 
 def _ready(
-    kernel: Kernel, programs: int, rest: tuple[Any, ...], out: torch.Tensor, lse: torch.Tensor
-) -> tuple[Ready, Ready]:
+    kernel: Kernel, programs: int, rest: tuple[Any, ...], call: Call, out: torch.Tensor,
+    lse: torch.Tensor,
+) -> tuple[Repeat, Repeat]:  # fmt: skip
     """A forward of known shapes, without its LSE and with it."""
+    aligned = are_on_16(*call[:3])
     last = len(_NO_OPTIONS) - 1  # the options' flags of what is present
     silent = (*rest[:last], NO_LSE.value, *rest[last + 1 :])
     return (
-        Ready(kernel.prepared(5, silent), programs, out, None),
-        Ready(kernel.prepared(5, rest), programs, out, lse),
+        ready_forward(kernel.prepared(5, silent), programs, out, None, aligned),
+        ready_forward(kernel.prepared(5, rest), programs, out, lse, aligned),
     )
 
 
@@ -89,7 +91,7 @@ class Runner:
         self._kernels: dict[tuple[Any, ...], Kernel] = {}
         # Launches of plain calls with everything but the addresses filled in, by shape: without
         # the LSE and with it. A third of the host time of `_forward`.
-        self._ready: dict[tuple[Any, ...], tuple[Ready, Ready]] = {}
+        self._ready: dict[tuple[Any, ...], tuple[Repeat, Repeat]] = {}
 
     def kernel(self, key: tuple[Any, ...], make: Callable[[], Spec]) -> Kernel:
         """The kernel ``key``, which ends in the device's index; made by ``make`` if missing."""
@@ -190,9 +192,13 @@ class Runner:
         key = self._ready_key(call)
         ready = self._ready.get(key) if key is not None else None
         if ready is not None:
-            out, lse = ready[True](q, k, v)
-            assert lse is not None
-            return out, lse
+            try:
+                out, lse = ready[True](q, k, v)
+            except OtherAlignment:
+                pass
+            else:
+                assert lse is not None
+                return out, lse
         if torch._C._cuda_getDevice() != device.index:
             with torch.cuda.device(device):
                 return self._forward(call, key)
@@ -207,11 +213,20 @@ class Runner:
         return (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), call.window_left,
                 call.window_right, call.scale, call.num_splits, q.device)  # fmt: skip
 
-    def repeat(self, call: Call, with_lse: bool) -> Ready | None:
+    def repeat(self, call: Call, with_lse: bool) -> Repeat | None:
         """``forward`` of calls like this one, which has run, as a function of q, k and v."""
         key = self._ready_key(call)
         ready = self._ready.get(key) if key is not None else None
         return ready[with_lse] if ready is not None else None
+
+    def repeat_backward(
+        self, call: Call, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
+    ) -> RepeatBackward | None:
+        """``backward`` of calls like this one as a function of q, k, v, out, lse and dout."""
+        if self._ready_key(call) is None or call.q.device.type != "cuda":
+            return None
+        with torch.cuda.device(call.q.device):
+            return runtime_backward.repeat(self, call, out, lse, dout)
 
     def backward(
         self,
@@ -287,7 +302,7 @@ class Runner:
         if ready_key is not None and parts == 1 and q is call.q and k is call.k and v is call.v:
             if len(self._ready) >= _MOST_READY:
                 self._ready.clear()
-            self._ready[ready_key] = _ready(kernel, programs, rest, out, lse)
+            self._ready[ready_key] = _ready(kernel, programs, rest, call, out, lse)
         if parts > 1:
             self._combine(to, to_lse, out, lse, heads, total, parts, lse_strides, part_strides)
         return out, lse

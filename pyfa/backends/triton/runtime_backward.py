@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ...problem import Call
-from ..base import Gradients
+from ..base import Gradients, RepeatBackward
+from ..common.ready import ready_backward
 from . import specs
-from .kernel import address, no_float
+from .kernel import Kernel, address, no_float
 
 if TYPE_CHECKING:
     from .runtime import Given, Runner
+
+
+# A kernel, the number of its programs and its arguments.
+Launch = Callable[..., None]
+
+
+def _launch(kernel: Kernel, programs: int, *arguments: Any) -> None:
+    kernel(programs, *arguments)
 
 
 class _Saved(NamedTuple):
@@ -35,22 +45,63 @@ def backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
     bias_grad: bool,
+    launch: Launch = _launch,
 ) -> Gradients:
+    """``Backend.backward``; its kernels but the bias's go to ``launch``."""
     given = runner.given(call)
     heads = call.q.shape[-2]
     dout = _readable(dout, runner.constants["div_dv"])
-    saved = _row_state(runner, call, given, out, lse, dout, dlse)
+    saved = _row_state(runner, call, given, out, lse, dout, dlse, launch)
     sizes = (call.batch, heads, heads // call.k.shape[-2], call.q.shape[-1], call.v.shape[-1],
              call.max_seqlen_q, call.max_seqlen_k, given.page_size)  # fmt: skip
-    dk, dv = _grad_keys(runner, call, given, saved, sizes)
+    dk, dv = _grad_keys(runner, call, given, saved, sizes, launch)
     dots = torch.empty_like(lse) if call.sinks is not None else None
-    dq = _grad_rows(runner, call, given, saved, sizes, dots)
+    dq = _grad_rows(runner, call, given, saved, sizes, launch, dots)
     dsinks = dbias = None
     if call.sinks is not None and dots is not None:
         dsinks = _grad_sinks(call.sinks, lse, dots if dlse is None else dots - dlse)
     if bias_grad and call.bias is not None:
         dbias = _grad_bias(runner, call, given, saved, sizes)
     return Gradients(dq, dk, dv, dbias, dsinks)
+
+
+def repeat(
+    runner: Runner, call: Call, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
+) -> RepeatBackward | None:
+    """``RepeatingBackward.repeat_backward`` of a plain call, where nothing is copied.
+
+    The kernels get what ``backward`` gives them, with other addresses: these lead their arguments.
+    """
+    given = runner.given(call)
+    copied = any(x is not y for x, y in zip(given[:3], call[:3], strict=True))
+    if copied or _readable(dout, runner.constants["div_dv"]) is not dout:
+        return None
+    noted: list[tuple[Kernel, int, tuple[Any, ...]]] = []
+
+    def note(kernel: Kernel, programs: int, *args: Any) -> None:
+        noted.append((kernel, programs, args))
+
+    made = backward(runner, call, out, lse, dout, None, False, note)
+    if len(noted) != 2 + len(runner.keys_roles):
+        return None
+    *_, base, delta = noted[0][2][:6]
+    behind = delta - base
+    counts = (6, *(8,) * (len(noted) - 1))
+    state, *over_keys, over_rows = (
+        partial(kernel.prepared(count, args[count:]), (programs,))
+        for count, (kernel, programs, args) in zip(counts, noted, strict=True)
+    )
+
+    def launch(
+        q: int, k: int, v: int, out: int, lse: int, dout: int, dq: int, dk: int, dv: int, base: int
+    ) -> None:
+        delta = base + behind
+        state(out, dout, lse, 0, base, delta)
+        for each in over_keys:
+            each(q, k, v, dout, dk, dv, base, delta)
+        over_rows(q, k, v, dout, dq, base, delta, 0)
+
+    return ready_backward(launch, made, behind // 2, zeroed=False)
 
 
 def _readable(dout: torch.Tensor, divisor: int) -> torch.Tensor:
@@ -64,7 +115,7 @@ def _readable(dout: torch.Tensor, divisor: int) -> torch.Tensor:
 
 def _row_state(
     runner: Runner, call: Call, given: Given, out: torch.Tensor, lse: torch.Tensor,
-    dout: torch.Tensor, dlse: torch.Tensor | None,
+    dout: torch.Tensor, dlse: torch.Tensor | None, launch: Launch,
 ) -> _Saved:  # fmt: skip
     heads, rows = call.q.shape[-2], call.q.shape[-3]
     out_strides, strides = out.stride()[:-1], dout.stride()[:-1]
@@ -85,8 +136,8 @@ def _row_state(
         key = ("state", out.device.index)
         kernel = runner.kernel(key, lambda: specs.state_spec(runner.constants))
         options = given.options
-        kernel(
-            programs, address(out), address(dout), address(lse),
+        launch(
+            kernel, programs, address(out), address(dout), address(lse),
             no_float if dlse is None else address(dlse), address(base), address(delta),
             options[4], options[6], options[11], *out_strides, *strides, *lse_strides,
             *state_strides, call.batch, heads, out.shape[-1], call.max_seqlen_q, blocks,
@@ -108,7 +159,7 @@ def _grad_sinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> 
 
 
 def _grad_keys(
-    runner: Runner, call: Call, given: Given, saved: _Saved, sizes: tuple[int, ...]
+    runner: Runner, call: Call, given: Given, saved: _Saved, sizes: tuple[int, ...], launch: Launch
 ) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads, group, *_ = sizes
     k, v = given.k, given.v
@@ -136,9 +187,9 @@ def _grad_keys(
         variant = runner.variant(call, given, max(block, runner.constants[f"{role}_block_m"]))
         key = (role, variant, k.device.index)
         kernel = runner.kernel(key, partial(specs.keys_spec, runner.constants, variant, role))
-        kernel(
-            programs, address(given.q), address(k), address(v), address(saved.dout), address(dk),
-            address(dv), address(saved.base), address(saved.delta), *given.options,
+        launch(
+            kernel, programs, address(given.q), address(k), address(v), address(saved.dout),
+            address(dk), address(dv), address(saved.base), address(saved.delta), *given.options,
             *given.strides, *saved.dout_strides, *strides[0], *strides[1], *saved.state_strides,
             *given.more_strides, batch, heads_k, *sizes[2:], blocks, section, 0, *given.numbers,
         )  # fmt: skip
@@ -171,7 +222,7 @@ def _to_pages(call: Call, like: torch.Tensor, dense: torch.Tensor) -> torch.Tens
 
 def _grad_rows(
     runner: Runner, call: Call, given: Given, saved: _Saved, sizes: tuple[int, ...],
-    dots: torch.Tensor | None = None,
+    launch: Launch, dots: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     batch, heads, group, dim, dim_v, rows, longest, _ = sizes
     q = given.q
@@ -187,8 +238,8 @@ def _grad_rows(
             key, lambda: specs.rows_spec(runner.constants, variant, dots is not None)
         )
         section = runner.section(longest * (dim + dim_v), group, heads * batch)
-        kernel(
-            programs, address(q), address(given.k), address(given.v), address(saved.dout),
+        launch(
+            kernel, programs, address(q), address(given.k), address(given.v), address(saved.dout),
             address(dq), address(saved.base), address(saved.delta),
             no_float if dots is None else address(dots), *given.options, *given.strides,
             *saved.dout_strides, *strides, *saved.state_strides, *saved.lse_strides,

@@ -36,21 +36,22 @@ class Code:
 
 
 def prepare(code: Code, arguments: tuple[Any, ...], count: int) -> Callable[..., None]:
-    """A launch with a block of arguments, of which each call gives the first ``count`` anew."""
+    """A launch with a block of arguments, of which each call gives the number of programs, as a
+    tuple of one, and the first ``count`` anew."""
     packed = struct.pack("".join(code.formats), *arguments, *(0,) * code.own)
+    kernel = libcuda.Kernel(code.function, code.threads, code.shared)
 
-    def launching(anew: int) -> libcuda.Launch:
-        first = "".join(code.formats[:anew])
-        return libcuda.Launch(code.function, code.index, code.threads, code.shared, packed, first)
+    def launching(anew: int) -> Callable[..., None]:
+        return libcuda.launcher(code.index, [kernel], packed, "".join(code.formats[:anew]))
 
     if not code.scratch:
         return launching(count)
     launch = launching(len(arguments) + 1)
     rest, device = arguments[count:], torch.device("cuda", code.index)
 
-    def with_scratch(programs: int, *first: Any) -> None:
+    def with_scratch(programs: tuple[int], *first: Any) -> None:
         # Freed when this returns, and so given to nothing but what the stream runs later.
-        scratch = torch.empty(programs * code.scratch, dtype=torch.int8, device=device)
+        scratch = torch.empty(programs[0] * code.scratch, dtype=torch.int8, device=device)
         launch(programs, *first, *rest, scratch.data_ptr())
 
     return with_scratch

@@ -1,0 +1,94 @@
+"""The cuda backend's host side on a CPU: all of it but the driver, which does nothing.
+
+Tensors are on the CPU and pass for those of an H200; kernels are neither compiled nor run, so that
+results are whatever memory holds. A launch calls a C function that returns at once, or one that
+notes what it was given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import struct
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from pyfa import abi, api, device, dispatch, repeats
+from pyfa.backends import BACKENDS
+from pyfa.backends.common import libcuda, ready
+from pyfa.backends.cuda import launcher
+
+_CONFIG = "7IQQI"  # CUlaunchConfig: grid, block, dynamic shared memory, stream, attributes
+
+
+class Driver:
+    """libcuda as far as launches need it. Where it notes them: ``launched`` are kernels by name,
+    their configurations and arguments; the next launches return ``errors``, where there are any."""
+
+    def __init__(self, notes: bool) -> None:
+        self.names: list[str] = []
+        self.launched: list[tuple[str, tuple[int, ...], bytes]] = []
+        self.errors: list[int] = []
+        # Of four arguments like cuLaunchKernelEx's: 0, for the first two differ.
+        self.cuLaunchKernelEx: Any = self._note if notes else ctypes.CDLL(None).pthread_equal
+
+    def function(self, name: str) -> int:
+        self.names.append(name)
+        return len(self.names)
+
+    def _note(self, how: Any, function: Any, parameters: None, extra: Any) -> int:
+        time.sleep(0)  # other threads run, as while ctypes calls C
+        error = self.errors.pop(0) if self.errors else 0
+        if error:
+            return error
+        parts = (ctypes.c_void_p * 5).from_address(extra.value)
+        size = ctypes.c_size_t.from_address(parts[3]).value
+        config = struct.unpack(_CONFIG, ctypes.string_at(how.value, struct.calcsize(_CONFIG)))
+        name = self.names[function.value - 1]
+        self.launched.append((name, config, ctypes.string_at(parts[1], size)))
+        return 0
+
+
+def _load(driver: Driver) -> Callable[..., launcher.Loaded]:
+    def load(plan: Any, threads: int, index: int) -> launcher.Loaded:
+        name = f"{plan.kernel} {plan.constants}"
+        kernel = libcuda.Kernel(driver.function(name), threads, 0)
+        launch = libcuda.launcher(index, [kernel], bytes(abi.SIZE), f"{abi.SIZE}s")
+        return launcher.Loaded(kernel, launch)
+
+    return load
+
+
+def _empty(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype)
+
+
+@contextlib.contextmanager
+def nvidia(name: str = "H200", notes: bool = False) -> Iterator[Driver]:
+    """The cuda backend takes the CPU's tensors for those of the GPU ``name``."""
+    driver, backend = Driver(notes), BACKENDS["cuda"]
+    made = launcher.Launcher()
+    changes: list[tuple[Any, str, Any]] = [
+        (device, "of", lambda where: device.DEVICES[name]),
+        (dispatch, "of", lambda where: device.DEVICES[name]),
+        (dispatch, "_prepared", {}),
+        (dispatch, "named", False),
+        (api, "_repeats", repeats.Table()),
+        (backend, "launch", made),
+        (backend, "why_unavailable", lambda: None),
+        (made, "_load_new", _load(driver)),
+        (libcuda, "library", lambda: driver),
+        (libcuda, "_current_stream", lambda index: 0),
+        (ready, "_current_device", lambda: None),
+        (ready, "empty", getattr(torch._C._dynamo.guards, "_empty_strided_cpu", _empty)),
+        (torch.cuda, "device", contextlib.nullcontext),
+        (torch.cuda, "current_device", lambda: 0),
+    ]
+    with contextlib.ExitStack() as stack:
+        for owner, attribute, value in changes:
+            stack.enter_context(mock.patch.object(owner, attribute, value))
+        yield driver

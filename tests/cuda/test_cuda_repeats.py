@@ -1,0 +1,329 @@
+"""What a repeated call gives the driver: the same launches and ``Params`` as the first one."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import pyfa
+from pyfa import abi, api, ops
+from pyfa import request as requests
+from pyfa.backends.common import libcuda
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+LAUNCHED = ("attn_fwd", "row_sums", "attn_bwd", "dq_convert")
+FRESH = {"out", "lse", "delta", "dq", "dk", "dv", "dq_accum", "counter"}
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("no_gpu")
+
+
+@pytest.fixture
+def driver(no_gpu: ModuleType) -> Iterator[Any]:
+    with no_gpu.nvidia(notes=True) as found:
+        yield found
+
+
+def leaf(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape).to(dtype).requires_grad_()
+
+
+def inputs(
+    batch: int = 1, rows: int = 128, keys: int = 128, heads: int = 2, heads_k: int = 2,
+    dim: int = 64, dim_v: int = 64, dtype: torch.dtype = torch.bfloat16,
+) -> list[torch.Tensor]:  # fmt: skip
+    return [
+        leaf((batch, rows, heads, dim), dtype),
+        leaf((batch, keys, heads_k, dim), dtype),
+        leaf((batch, keys, heads_k, dim_v), dtype),
+    ]
+
+
+Launch = tuple[str, tuple[int, ...], dict[str, Any]]
+
+
+def launches(driver: Any) -> list[Launch]:
+    """What was launched since the last time: kernel with constants, configuration, ``Params``."""
+    found = [(name, config, abi.unpack(data)) for name, config, data in driver.launched]
+    driver.launched.clear()
+    return found
+
+
+def step(driver: Any, tensors: list[torch.Tensor], **options: Any) -> tuple[list[Launch], Any]:
+    """Launches of a forward and its backward, and the tensors that they were given."""
+    out = pyfa.attention(*tensors, **options)
+    out = out[0] if isinstance(out, tuple) else out
+    dout = torch.randn(out.shape).to(out.dtype)
+    grads = torch.autograd.grad(out, tensors, dout)
+    names = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+    given = dict(zip(names, (*tensors, out, dout, *grads), strict=True))
+    return launches(driver), given
+
+
+def check_addresses(found: list[Launch], given: dict[str, torch.Tensor]) -> None:
+    forward, *backward = (values for *_, values in found)
+    for values in (forward, *backward):
+        for name in ("q", "k", "v", "out"):
+            assert values[name] == given[name].data_ptr()
+        assert values["lse"] == forward["lse"] != 0
+    for values in backward:
+        assert values == backward[0]
+        for name in ("dout", "dq", "dk", "dv"):
+            assert values[name] == given[name].data_ptr()
+
+
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"dtype": torch.float16},
+    {"batch": 3, "rows": 100, "keys": 77},
+    {"rows": 1, "keys": 300},
+    {"heads": 6, "heads_k": 2},
+    {"dim": 128, "dim_v": 128},
+    {"dim": 80, "dim_v": 80},
+    {"dim": 192, "dim_v": 128},
+    {"dim": 256, "dim_v": 256, "batch": 2, "heads_k": 1},
+    {"dim": 64, "dim_v": 8},
+]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"causal": True},
+    {"window": (20, 3), "scale": 0.3},
+    {"softcap": 5.0},
+    {"scale": -1.0},
+    {"deterministic": True, "causal": True},
+    {"return_lse": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+def test_a_repeated_call_launches_what_the_first_did(
+    driver: Any, shapes: dict[str, Any], options: dict[str, Any]
+) -> None:
+    first, given = step(driver, inputs(**shapes), **options)
+    assert tuple(name.split(".cu")[0].rsplit("/")[-1] for name, *_ in first) == LAUNCHED
+    check_addresses(first, given)
+    for _ in range(2):
+        again, given = step(driver, inputs(**shapes), **options)
+        check_addresses(again, given)
+        for (name, config, values), (name_1, config_1, values_1) in zip(again, first, strict=True):
+            assert (name, config) == (name_1, config_1)
+            tensors = FRESH | {"q", "k", "v", "dout"}
+            assert [n for n in abi.NAMES if n not in tensors and values[n] != values_1[n]] == []
+            assert [n for n in FRESH if (values[n] == 0) != (values_1[n] == 0)] == []
+    (entry,) = api._repeats.recent.values()
+    ((_, prepared),) = entry.backwards
+    assert prepared is not None
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_parts_of_the_workspace(
+    driver: Any, monkeypatch: pytest.MonkeyPatch, deterministic: bool
+) -> None:
+    """They do not overlap, are as large as by themselves, and begin as 0 where kernels add up."""
+    from pyfa.backends.common import ready
+
+    made: list[tuple[torch.Tensor, bool]] = []
+    empty = ready.empty
+
+    def noted(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
+        found = empty(shape, strides, dtype).fill_(7)
+        made.append((found, False))
+        return found
+
+    shapes = {"batch": 3, "rows": 100, "keys": 77, "heads": 6}
+    step(driver, inputs(**shapes), deterministic=deterministic)
+    monkeypatch.setattr(ready, "empty", noted)
+    (*_, (_, _, values)), _ = step(driver, inputs(**shapes), deterministic=deterministic)
+    work = made[-1][0]
+    begin, end = work.data_ptr(), work.data_ptr() + 4 * work.numel()
+    sums, delta = 4 * 3 * 6 * 128 * 64, 4 * 2 * 3 * 6 * 100  # rows in tiles of 64
+    parts = [(values["dq_accum"], sums), (values["delta"], delta)]
+    if deterministic:
+        parts.insert(1, (values["counter"], 4 * 3 * 6 * 2))
+    for (at, size), (after, _) in zip(parts, [*parts[1:], (end, 0)], strict=True):
+        assert begin <= at
+        assert at + size <= after
+        assert at % 16 == 0
+    assert not work[: (values["delta"] - begin) // 4].any()
+
+
+def long_way(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    seen: list[Any] = []
+    backward = ops._backward
+
+    def noted(*arguments: Any) -> Any:
+        seen.append(arguments)
+        return backward(*arguments)
+
+    monkeypatch.setattr(ops, "_backward", noted)
+    return seen
+
+
+def strided(dout: torch.Tensor) -> torch.Tensor:
+    return dout.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def on_8(x: torch.Tensor) -> torch.Tensor:
+    found = torch.empty(x.numel() + 4, dtype=x.dtype)[4:].view(x.shape).copy_(x)
+    assert found.data_ptr() % 16 == 8
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "copied"),
+    [
+        (strided, False),
+        (on_8, True),
+        (lambda x: torch.ones((), dtype=x.dtype).expand(x.shape), True),
+    ],
+    ids=["strided", "on 8 bytes", "expanded"],
+)
+def test_gradients_of_another_layout(
+    driver: Any, monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any], copied: bool
+) -> None:
+    for _ in range(2):
+        step(driver, inputs())
+    seen = long_way(monkeypatch)
+    for _ in range(2):
+        tensors = inputs()
+        out = pyfa.attention(*tensors)
+        dout = change(torch.randn(out.shape).to(out.dtype))
+        driver.launched.clear()
+        torch.autograd.grad(out, tensors, dout)
+        for *_, values in launches(driver):
+            assert (values["dout"] == dout.data_ptr()) is not copied
+            assert values["dout_row"] == (128 if copied else dout.stride(1))
+            assert values["dout_head"] == (64 if copied else dout.stride(2))
+    # A layout of its own is prepared for; what needs a copy takes the long way.
+    assert len(seen) == 2 * copied
+
+
+def test_a_gradient_of_the_lse(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    step(driver, inputs(), return_lse=True)
+    seen = long_way(monkeypatch)
+    for given in ((True, True), (True, False), (False, True)):
+        tensors = inputs()
+        outputs = pyfa.attention(*tensors, return_lse=True)
+        driver.launched.clear()
+        asked = [x for x, is_given in zip(outputs, given, strict=True) if is_given]
+        torch.autograd.grad(asked, tensors, [torch.randn_like(x) for x in asked])
+        assert {bool(values["dlse"]) for *_, values in launches(driver)} == {given[1]}
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("first_on_16", [False, True])
+def test_addresses_of_another_alignment(
+    driver: Any, monkeypatch: pytest.MonkeyPatch, first_on_16: bool
+) -> None:
+    """They may need a copy. Each kind is prepared for once, whichever came first."""
+    checked: list[Any] = []
+    dense = requests.dense
+    monkeypatch.setattr(requests, "dense", lambda *given: (checked.append(given), dense(*given))[1])
+    for grad in (False, True):
+        for turn in range(6):
+            q, k, v = (x.detach() for x in inputs())
+            if first_on_16 == bool(turn % 2):
+                q = on_8(q)
+            q.requires_grad_(grad)
+            driver.launched.clear()
+            pyfa.attention(q, k, v)
+            ((_, _, values),) = launches(driver)
+            assert values["q"] % 16 == 0
+            assert (values["q"] == q.data_ptr()) == (q.data_ptr() % 16 == 0)
+            assert values["k"] == k.data_ptr()
+    assert len(checked) == 4
+
+
+def test_threads_do_not_mix_arguments(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each launch has the addresses of one thread's tensors and that thread's stream."""
+    streams = threading.local()
+    step(driver, inputs())
+    # After the first call, so that all threads share what it prepared.
+    monkeypatch.setattr(libcuda, "_current_stream", lambda index: streams.mine)
+    tensors = [inputs() for _ in range(4)]
+    api._repeats.known.clear()
+    api._repeats.recent.clear()
+    streams.mine = 0
+    step(driver, tensors[0])
+    step(driver, tensors[0])
+    # Threads of autograd would have other streams: only what runs here.
+    failures: list[BaseException] = []
+
+    def work(mine: int) -> None:
+        streams.mine = mine + 1
+        try:
+            for _ in range(150):
+                pyfa.attention(*tensors[mine])
+        except BaseException as error:
+            failures.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert failures == []
+    found = [(config[7], values) for _, config, values in launches(driver)]
+    assert len(found) == 600
+    for stream, values in found:
+        expected = [x.data_ptr() for x in tensors[stream - 1]]
+        assert [values[name] for name in ("q", "k", "v")] == expected
+
+
+@pytest.fixture
+def prepared(driver: Any) -> Callable[[], Any]:
+    for _ in range(2):
+        step(driver, inputs())
+    (entry,) = api._repeats.recent.values()
+    ((_, run),) = entry.backwards
+    tensors = [x.detach() for x in inputs()]
+    out, lse = entry.run(*tensors)
+    launches(driver)
+    return lambda: run(*tensors, out, lse, torch.ones_like(out))
+
+
+def test_a_launch_that_fails_leaves_the_next_one_whole(
+    driver: Any, prepared: Callable[[], Any]
+) -> None:
+    prepared()
+    good = [(name, config) for name, config, _ in launches(driver)]
+    driver.errors = [0, 700]
+    with pytest.raises(RuntimeError, match="CUDA error 700"):
+        prepared()
+    assert [(name, config) for name, config, _ in launches(driver)] == good[:1]
+    prepared()
+    assert [(name, config) for name, config, _ in launches(driver)] == good
+
+
+def test_a_thread_without_a_context_goes_on_where_it_was(
+    driver: Any, prepared: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contexts: list[int] = []
+
+    def use(index: int) -> bool:
+        contexts.append(index)
+        return True
+
+    monkeypatch.setattr(libcuda, "_use_primary_context", use)
+    driver.errors = [0, libcuda._NO_CONTEXT]
+    prepared()
+    names = [name.split(".cu")[0].rsplit("/")[-1] for name, *_ in launches(driver)]
+    assert tuple(names) == LAUNCHED[1:]
+    assert len(contexts) == 1

@@ -1,0 +1,71 @@
+"""Forward and backward that were prepared for are those of a first call, bit by bit."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import pyfa
+from pyfa import api, repeats
+
+BF16 = {"device": "cuda", "dtype": torch.bfloat16}
+
+
+def tensors(seed: int, heads_k: int = 8) -> list[torch.Tensor]:
+    made = torch.Generator("cuda").manual_seed(seed)
+    shapes = [(2, 300, 8, 64), *[(2, 400, heads_k, 64)] * 2, (2, 300, 8, 64)]
+    return [torch.randn(shape, generator=made, **BF16) for shape in shapes]
+
+
+def step(seed: int, backend: str, heads_k: int = 8, **options: Any) -> tuple[torch.Tensor, ...]:
+    *leaves, dout = tensors(seed, heads_k)
+    leaves = [x.requires_grad_() for x in leaves]
+    # dQ is added up in one order only where that is asked for.
+    out = pyfa.attention(*leaves, backend=backend, deterministic=True, **options)
+    return (out, *torch.autograd.grad(out, leaves, dout))
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 9.0, "heads_k": 2}], ids=str)
+def test_steps_on_other_tensors(
+    backend: str, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    expected = []
+    for seed in range(4):
+        monkeypatch.setattr(api, "_repeats", repeats.Table())
+        expected.append(step(seed, backend, **options))
+    # Twice with memory of which nothing is 0 by chance.
+    for _ in range(2):
+        for seed in range(4):
+            waste = torch.full((1 << 24,), torch.nan, device="cuda")
+            del waste
+            for x, y in zip(step(seed, backend, **options), expected[seed], strict=True):
+                assert torch.equal(x, y)
+    (entry,) = api._repeats.recent.values()
+    assert len(entry.backwards) == 1
+
+
+def test_steps_in_threads_on_streams(backend: str) -> None:
+    expected = [step(seed, backend) for seed in range(4)]
+    torch.cuda.synchronize()
+    failures: list[object] = []
+
+    def work(seed: int) -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(20):
+                    found = step(seed, backend)
+                    same = [torch.equal(x, y) for x, y in zip(found, expected[seed], strict=True)]
+                    if not all(same):
+                        failures.append((seed, same))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
