@@ -374,3 +374,13 @@ def test_threads_share_what_is_found(long_ways: list[Any]) -> None:
         thread.join()
     assert not failures
     assert len(long_ways) == 1
+
+
+def test_guards_that_are_made_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are PyTorch's own, and not public."""
+    monkeypatch.setattr(repeats, "_Guards", lambda *tensors: None)
+    q, k, v = (x.detach() for x in inputs())
+    fits = repeats.fitting(q, k, v)
+    assert fits(q + 1, k, v)
+    assert not fits(q[:1], k, v)
+    assert not fits(q.double(), k, v)
