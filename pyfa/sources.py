@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -48,3 +49,12 @@ def _expand(file: Path, root: Path, taken: set[Path]) -> str:
 
     text = _ONCE.sub("", file.read_text())
     return f'#line 1 "{name}"\n' + _INCLUDE.sub(replace, text)
+
+
+def keep_failed(source: str, suffix: str) -> str:
+    """Writes a source that did not compile where its error can point; the file's path."""
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="pyfa-failed-", suffix=suffix, delete=False, encoding="utf-8"
+    ) as kept:
+        kept.write(source)
+        return kept.name

@@ -102,10 +102,11 @@ def _build(arch: str, every: bool) -> list[dict[str, Any]]:
 
 def _row(arch: str, plan: Plan) -> dict[str, Any]:
     from .. import codeobject
+    from ..backends.common.plans import name_of
     from ..backends.hip import code
 
     data = code.build(plan, arch)
-    kernel = codeobject.parse(data).kernel(code.name_of(plan))
+    kernel = codeobject.parse(data).kernel(name_of(plan))
     return {
         "kernel": kernel.name,
         "constants": dict(plan.constants),
@@ -193,10 +194,10 @@ def _write_manifest(objects: dict[str, dict[str, Any]]) -> None:
 
 def _is_common(case: Case) -> bool:
     """Whether the common plans are all that ``case`` needs."""
-    from ..backends.hip import plans
+    from ..backends.common.plans import COMMON_HEAD_DIMS
 
     return (
-        case.head_dim == case.head_dim_v in plans.COMMON_HEAD_DIMS
+        case.head_dim == case.head_dim_v in COMMON_HEAD_DIMS
         and not case.dropout_p
         and not case.page_size
     )

@@ -49,7 +49,8 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Status 0; nothing here is a check."""
     from ..backends import BACKENDS
-    from ..backends.hip import code, plans, samples
+    from ..backends.common.plans import name_of
+    from ..backends.hip import plans, samples
 
     why_not = BACKENDS["emulator"].why_unavailable()
     if why_not:
@@ -57,9 +58,9 @@ def run(options: argparse.Namespace) -> int:
     if options.arch not in plans.ARCHS:
         raise ValueError(f"--arch: expected one of {', '.join(plans.ARCHS)}; got {options.arch}")
     known = [plan for plan in plans.all_plans("hip") if samples.of(plan)]
-    kernels = [plan for plan in known if code.name_of(plan) == options.kernel]
+    kernels = [plan for plan in known if name_of(plan) == options.kernel]
     if not kernels:
-        names = sorted({code.name_of(plan) for plan in known})
+        names = sorted({name_of(plan) for plan in known})
         raise ValueError(f"kernel: expected one of {', '.join(names)}; got {options.kernel}")
     wanted = [plan for plan in kernels if options.all or samples.is_plain(plan)]
     reports = []

@@ -8,7 +8,6 @@ import torch
 from torch.nn.functional import pad
 
 from ...problem import Call, Problem
-from ..base import Gradients
 
 DTYPES = ("float16", "bfloat16")
 DTYPE_CODES = {"float16": 0, "bfloat16": 1}
@@ -70,54 +69,3 @@ def results(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         out.zero_()
         lse.fill_(-torch.inf)
     return out, lse
-
-
-def is_general(call: Call) -> bool:
-    """Whether backward has more to do between products and softmax than scale and masks."""
-    terms = (call.alibi_slopes, call.bias, call.sinks)
-    return bool(call.softcap or call.dropout_p or any(x is not None for x in terms))
-
-
-def gradients(
-    call: Call,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-) -> dict[str, torch.Tensor]:
-    """What backward's kernels read and write, by name; for ``abi.backward_values``.
-
-    The gradients are 0 where nobody writes them: in rows of no sequence, or beyond one's length.
-    """
-    gaps_q = call.cu_seqlens_q is not None or call.seqused_q is not None
-    gaps_k = call.cu_seqlens_k is not None or call.seqused_k is not None
-    tensors = {
-        "out": out,
-        "lse": lse.contiguous(),
-        "dout": dout,
-        "dq": _like(call.q, gaps_q),
-        "dk": _like(call.k, gaps_k),
-        "dv": _like(call.v, gaps_k),
-        "delta": torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device),
-    }
-    if dlse is not None:
-        tensors["dlse"] = dlse.contiguous()
-    if call.sinks is not None:
-        tensors["dsinks"] = torch.zeros_like(tensors["lse"])
-    return tensors
-
-
-def _like(x: torch.Tensor, gaps: bool) -> torch.Tensor:
-    make = torch.zeros if gaps else torch.empty
-    return make(x.shape, dtype=x.dtype, device=x.device)
-
-
-def finished(
-    call: Call, tensors: dict[str, torch.Tensor], head_dim: int, head_dim_v: int
-) -> Gradients:
-    """What the kernels left in the tensors of ``gradients``, of heads as they were given."""
-    dsinks = None
-    if call.sinks is not None:
-        dsinks = tensors["dsinks"].sum((0, 2) if tensors["lse"].dim() == 3 else 1)
-    dq, dk, dv = (tensors[name] for name in ("dq", "dk", "dv"))
-    return Gradients(dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim_v], None, dsinks)

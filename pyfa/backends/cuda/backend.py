@@ -12,6 +12,7 @@ from ...problem import Call, Problem
 from ...traffic import Shape, TiledKernel
 from ..base import Gradients, Repeat, RepeatBackward, Rotary, missing
 from ..common import append, calls, libcuda
+from ..common import backward as common_backward
 from ..common.decode import takes
 from . import backward, decode, forward, plans, runtime_compiler, tiling
 from .launcher import Launcher
@@ -19,7 +20,7 @@ from .launcher import Launcher
 
 class CudaBackend:
     NAME = "cuda"
-    FEATURES = forward.FEATURES | backward.FEATURES
+    FEATURES = forward.FEATURES | common_backward.FEATURES
     DTYPES: tuple[str, ...] = calls.DTYPES
 
     def __init__(self) -> None:
@@ -38,7 +39,7 @@ class CudaBackend:
         reasons += missing(self, problem)
         if takes(problem):
             return reasons
-        return reasons + backward.why_not(problem)
+        return reasons + common_backward.why_not(problem)
 
     def plan(self, problem: Problem) -> Plan:
         if takes(problem):

@@ -13,17 +13,16 @@ import torch
 
 from ... import abi
 from ...plan import Plan
-from ...problem import Call, Problem
+from ...problem import Call
 from ..base import Gradients, RepeatBackward
 from ..common import calls
+from ..common.backward import SUM_ROWS, finished, gradients, is_general
 from ..common.launch import Launch
 from ..common.ready import ready_backward
 from . import plans
 from .launcher import Launcher
 
 KERNEL = "cuda/sm80/attn_bwd.cu"
-FEATURES = frozenset({"backward", "dlse", "deterministic"})
-SUM_ROWS = 16  # rows of a block of row_sums
 
 
 class Tiles(NamedTuple):
@@ -57,9 +56,9 @@ def shared_bytes(tiles: Tiles, head_dim: int, head_dim_v: int, general: bool) ->
 
 
 # By head dims: of plain scores, then of general ones, which keep more of P for dS. On an H200 the
-# plain tiles of 64, 128 and 256 are the fastest of those in kernels/README.md; the others are the
-# first of the same kind that spill nothing and fit the shared memory. What is wide (192 and more)
-# has two warps for the same keys, each with half of the rows.
+# plain tiles of 64, 128 and 256 are the fastest of those in kernels/cuda/README.md; the others are
+# the first of the same kind that spill nothing and fit the shared memory. What is wide (192 and
+# more) has two warps for the same keys, each with half of the rows.
 _LARGE: dict[tuple[int, int], tuple[Tiles, Tiles]] = {
     (64, 64): (Tiles(64, 128, 2, 1, 32, ahead=3, blocks=2), Tiles(64, 128, 4, 1, 32)),
     (96, 96): (Tiles(64, 128, 4, 1, 64, 4), Tiles(64, 128, 4, 1, 32, 4)),
@@ -94,13 +93,6 @@ TILES = {
     "sm_100": _LARGE,
     "sm_120": _SMALL,
 }
-
-
-def why_not(problem: Problem) -> list[str]:
-    """What backward lacks for ``problem``, beyond features and dtypes."""
-    if "backward" not in problem.features:
-        return []
-    return ["backward with a page_table is not implemented"] if problem.page_size else []
 
 
 def plans_of(arch: str, pair: tuple[int, int], dtype: int, general: bool) -> tuple[Plan, Plan]:
@@ -152,11 +144,11 @@ def run(
     dim, dim_v = call.q.shape[-1], call.v.shape[-1]
     arch = plans.tiles_of(launch.device_at(call.q.device).arch)
     pair = calls.bucket_of(TILES[arch], dim, dim_v)
-    dtype, general = calls.dtype_code(call.q), calls.is_general(call)
+    dtype, general = calls.dtype_code(call.q), is_general(call)
     tiles = TILES[arch][pair][general]
     over_keys, convert = plans_of(arch, pair, dtype, general)
     call = calls.with_readable(call)
-    tensors = calls.gradients(call, calls.readable(out), lse, calls.readable(dout), dlse)
+    tensors = gradients(call, calls.readable(out), lse, calls.readable(dout), dlse)
 
     heads, heads_k, batch = call.q.shape[-2], call.k.shape[-2], call.batch
     row_tiles = -(-call.max_seqlen_q // tiles.block_q)
@@ -180,7 +172,7 @@ def run(
     ):
         if blocks * batch:
             launch(kernel, blocks * batch, plans.threads_of(kernel), values, tensors)
-    return calls.finished(call, tensors, dim, dim_v)
+    return finished(call, tensors, dim, dim_v)
 
 
 class _Noting:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ... import cubin, sources
 from ...errors import CodeObjectError, CompileError
 from ...plan import Plan
+from ..common.plans import name_of
 from . import plans, runtime_compiler
 
 
@@ -41,7 +42,7 @@ def load(plan: Plan, arch: str) -> Code:
         raise CompileError(f"no code for {plan} on {arch}: {missing}", "", plan.kernel)
     source, compiler = source_of(plan), runtime_compiler.version()
     entry = cache.get_or_build(
-        plans.name_of(plan),
+        name_of(plan),
         cache.key(source, (), compiler, arch),
         suffix=".cubin",
         source=source,

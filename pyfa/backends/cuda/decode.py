@@ -40,7 +40,8 @@ def shared_bytes(tiles: Tiles, head_dim: int, head_dim_v: int) -> int:
     return tiles.warps * 512 + rows * 12 + 2 * teams * rows * 4 + max(ring, sums)
 
 
-# (head_dim, head_dim_v) to tiles of blocks of 8, 16, 32 and 64 lines. TABLES
+# (head_dim, head_dim_v) to tiles of blocks of 8, 16, 32 and 64 lines. Heads of 128 are measured;
+# the others have about as many bytes on their way, of what registers and shared memory hold.
 _LARGE: dict[tuple[int, int], tuple[Tiles, ...]] = {
     (64, 64): (
         Tiles(1, 1, 8, 3),
@@ -180,7 +181,7 @@ def run(launch: Launch, plan: Plan, call: Call) -> tuple[torch.Tensor, torch.Ten
         units = launch.device_at(call.q.device).units
         key_bytes = 2 * (call.k.shape[-1] + call.v.shape[-1])
         parts = forced_parts(call) or splits_for(blocks, keys_seen(call), units, key_bytes)
-        threads = 32 * constants["WARPS"]
+        threads = plans.threads_of(plan)
         combine.launch_parts(launch, plan, blocks, threads, call, out, lse, parts)
     return out, lse
 
@@ -192,7 +193,7 @@ def splits_for(blocks: int, keys: int, units: int, key_bytes: int) -> int:
     Blocks run in rounds of one an SM. Time counts in keys that one of ``units`` busy SMs reads,
     ``key_bytes`` of a key and its value: a round costs its start and end, 100 KB, and its keys;
     fewer blocks than SMs read faster each, up to 1.8 times (30 % of the time is latency); combining
-    costs 100 KB and 1 KB a part. Fitted to times on an H200 (kernels/README.md).
+    costs 100 KB and 1 KB a part. Fitted to times on an H200 (kernels/cuda/README.md).
     """
     groups = max(1, -(-keys // GROUP))
     units = max(1, units)

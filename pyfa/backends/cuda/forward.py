@@ -82,7 +82,7 @@ def tiles_for(arch: str, pair: tuple[int, int], score: int, paged: bool) -> Tile
 
     A warp of 32 rows reads K and V from shared memory half as often as two of 16 do: at a head_dim
     of 128 1.22 times as fast. Plain tiles of 64, 128 and 256 are the fastest on an H200 of those in
-    kernels/README.md; the others are the first that spill nothing and fit.
+    kernels/cuda/README.md; the others are the first that spill nothing and fit.
     """
     if (arch, pair, score) in _WITHOUT_SPILLS:
         return _WITHOUT_SPILLS[arch, pair, score]
@@ -168,20 +168,14 @@ def all_plans(arch: str) -> list[Plan]:
 MIN_PART_KEYS = 256
 
 
-class _Grid(NamedTuple):
-    blocks: int  # of one part
-    threads: int
-    parts: int
-
-
-def _grid(plan: Plan, call: Call) -> _Grid:
+def _grid(plan: Plan, call: Call) -> tuple[int, int]:
+    """Blocks of one part, and parts."""
     constants = {name: int(value) for name, value in plan.constants}
+    lines = call.max_seqlen_q * call.q.shape[-2] * call.batch
     rows = constants["ROWS"] * constants["WARPS"]
     blocks = -(-call.max_seqlen_q // rows) * call.q.shape[-2] * call.batch
     places = device.of(call.q.device).units * constants["BLOCKS"]
-    lines = call.max_seqlen_q * call.q.shape[-2] * call.batch
-    parts = call.num_splits or splits(blocks, call.max_seqlen_k, places, lines)
-    return _Grid(blocks, 32 * constants["WARPS"], parts)
+    return blocks, call.num_splits or splits(blocks, call.max_seqlen_k, places, lines)
 
 
 # On an H200: 64 keys of a block of 128 rows (8 heads of 8192, causal: 351 µs, of which the longest
@@ -204,7 +198,8 @@ def run(launch: Launch, plan: Plan, call: Call) -> tuple[torch.Tensor, torch.Ten
     call = calls.with_readable(call)
     out, lse = calls.results(call)
     if lse.numel() and call.batch and call.max_seqlen_q:
-        blocks, threads, parts = _grid(plan, call)
+        blocks, parts = _grid(plan, call)
+        threads = plans.threads_of(plan)
         combine.launch_parts(launch, plan, blocks, threads, call, out, lse, parts)
     return out[..., :head_dim_v], lse
 
@@ -214,11 +209,10 @@ def repeat(launch: Launcher, plan: Plan, call: Call, with_lse: bool) -> Repeat |
     readable = calls.with_readable(call)
     if any(a is not b for a, b in zip(readable[:3], call[:3], strict=True)) or not call.q.numel():
         return None
-    blocks, threads, parts = _grid(plan, call)
+    blocks, parts = _grid(plan, call)
     if parts > 1 or not blocks:
         return None
     out, lse = calls.results(call)
-    prepared = launch.prepare(
-        plan, threads, abi.forward_values(call, out, lse), call.q.device.index
-    )
+    values = abi.forward_values(call, out, lse)
+    prepared = launch.prepare(plan, plans.threads_of(plan), values, call.q.device.index)
     return ready_forward(prepared, blocks, out, lse if with_lse else None)

@@ -13,6 +13,7 @@ from ... import abi, device
 from ...device import Device
 from ...plan import Plan
 from ..common import libcuda
+from ..common.plans import name_of
 from . import code, plans
 
 # The leading members of ``Params``, which a prepared launch gets anew: q, k, v, out and lse.
@@ -91,7 +92,7 @@ class Launcher:
         kernel = code.load(plan, arch)
         self.digests[str(plan)] = kernel.digest
         shared = plans.shared_bytes(plan)
-        function = libcuda.load(kernel.data, plans.name_of(plan), index, shared)
+        function = libcuda.load(kernel.data, name_of(plan), index, shared)
         loaded = libcuda.Kernel(function, threads, shared)
         launch = libcuda.launcher(index, [loaded], bytes(abi.SIZE), f"{abi.SIZE}s")
         return Loaded(loaded, launch)

@@ -6,12 +6,12 @@ from ... import env
 from ...arch import ARCHS, Arch
 from ...plan import Plan
 from ...problem import Problem
-from ..common.calls import DROPOUT, DTYPE_CODES
+from ..common import plans as common
+from ..common.calls import DTYPE_CODES
 
 # Archs with a row of tiles. Another one takes those of the nearest below it of its major version,
 # and code is compiled for itself.
 TILED = env.TILED_ARCHS
-COMMON_HEAD_DIMS = (64, 128)
 SMALL_THREADS = 256  # of combine, append, row_sums and dq_convert
 
 
@@ -48,14 +48,8 @@ def limits_of(arch: str) -> Arch:
 
 
 def notes_of(problem: Problem, pair: tuple[int, int]) -> list[str]:
-    """What `explain` adds to a plan compiled for the head dims `pair`."""
-    notes = []
-    if problem.head_dim % 8 or problem.head_dim_v % 8:
-        notes.append("q, k and v are copied once: head dims padded to a multiple of 8")
-    elif not problem.aligned:
-        notes.append("q, k and v are copied once: not aligned to 16 bytes")
-    if pair != (problem.head_dim, problem.head_dim_v):
-        notes.append(f"compiled for head dims {pair[0]} and {pair[1]}")
+    """``common.plans.notes_of``, and whose tiles these are where another's were asked for."""
+    notes = common.notes_of(problem, pair)
     forced: str = env.get("PYFA_ARCH_TILES")
     if forced:
         notes.append(f"tiles of {forced} on {problem.arch} (PYFA_ARCH_TILES)")
@@ -65,11 +59,6 @@ def notes_of(problem: Problem, pair: tuple[int, int]) -> list[str]:
 def plan_of(kernel: str, dtype: int) -> Plan:
     """The plan of a kernel that needs a number format and nothing else."""
     return Plan("cuda", f"cuda/{kernel}.cu", (("DTYPE", dtype),))
-
-
-def name_of(plan: Plan) -> str:
-    """The kernel's name: the stem of its file, and the symbol inside."""
-    return plan.kernel.rsplit("/", 1)[-1].split(".")[0]
 
 
 def shared_bytes(plan: Plan) -> int:
@@ -89,15 +78,7 @@ def all_plans(tiles: str) -> list[Plan]:
 
 def common_plans(tiles: str) -> list[Plan]:
     """What most problems need: heads of 64 and 128, no dropout, no pages in prefill."""
-
-    def is_common(plan: Plan) -> bool:
-        constants = dict(plan.constants)
-        dim = constants.get("HEAD_DIM", COMMON_HEAD_DIMS[0])
-        if constants.get("PAGED") or constants.get("SCORE") == DROPOUT:
-            return False
-        return dim in COMMON_HEAD_DIMS and constants.get("HEAD_DIM_V", dim) == dim
-
-    return [plan for plan in all_plans(tiles) if is_common(plan)]
+    return [plan for plan in all_plans(tiles) if common.is_common(plan)]
 
 
 def threads_of(plan: Plan) -> int:

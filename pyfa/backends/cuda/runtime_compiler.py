@@ -6,12 +6,11 @@ import functools
 import importlib.metadata
 import importlib.util
 import io
-import os
 import re
-import tempfile
 from collections.abc import Sequence
 
 from ...errors import CompileError
+from ...sources import keep_failed
 
 # What PyTorch's builds and the extra bring, newest first.
 _NVRTC = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
@@ -78,7 +77,9 @@ def compile_cuda(source: str, *, arch: str, options: Sequence[str] = ()) -> tupl
         code = Program(source, "c++", given).compile("cubin", logs=log).code
     except Exception as error:  # cuda-core has its own kinds for NVRTC's and its own failures
         raise CompileError(
-            f"NVRTC failed for {arch}", f"{error}\n{log.getvalue()}".strip(), _keep(source)
+            f"NVRTC failed for {arch}",
+            f"{error}\n{log.getvalue()}".strip(),
+            keep_failed(source, ".cu"),
         ) from None
     return bytes(code), log.getvalue()
 
@@ -87,11 +88,3 @@ def spills(report: str) -> tuple[int, int]:
     """(bytes of stack, bytes spilled), both of a thread, from ptxas' report on one kernel."""
     found = [[int(n) for n in match.groups()] for match in _SPILLS.finditer(report)]
     return sum(stack for stack, _, _ in found), sum(stores + loads for _, stores, loads in found)
-
-
-def _keep(source: str) -> str:
-    """Writes a source that did not compile where its error can point."""
-    handle, path = tempfile.mkstemp(prefix="pyfa-failed-", suffix=".cu")
-    with os.fdopen(handle, "w", encoding="utf-8") as kept:
-        kept.write(source)
-    return path

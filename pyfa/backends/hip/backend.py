@@ -11,13 +11,14 @@ from ...problem import Call, Problem
 from ...traffic import Shape, TiledKernel
 from ..base import Gradients, Rotary, missing
 from ..common import append, calls
+from ..common import backward as common_backward
 from ..common.decode import takes
 from . import backward, code, decode, forward, tiling
 from .launcher import Launcher, Runtime
 
 
 class HipBackend:
-    FEATURES = forward.FEATURES | backward.FEATURES
+    FEATURES = forward.FEATURES | common_backward.FEATURES
     DTYPES: tuple[str, ...] = calls.DTYPES
 
     def __init__(self, name: str, runtime: Runtime) -> None:
@@ -38,7 +39,7 @@ class HipBackend:
         reasons += missing(self, problem)
         if takes(problem):
             return reasons
-        return reasons + forward.why_not(problem) + backward.why_not(problem)
+        return reasons + forward.why_not(problem) + common_backward.why_not(problem)
 
     def plan(self, problem: Problem) -> Plan:
         if takes(problem):

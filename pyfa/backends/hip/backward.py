@@ -11,18 +11,17 @@ import torch
 
 from ... import abi
 from ...plan import Plan
-from ...problem import Call, Problem
+from ...problem import Call
 from ..base import Gradients
 from ..common import calls
+from ..common.backward import SUM_ROWS, finished, gradients, is_general
 from ..common.launch import Launch
 from . import plans
 
 KERNEL = "hip/attn_bwd.hip"
-FEATURES = frozenset({"backward", "dlse", "deterministic"})
 KEYS, ROWS = 0, 1
 THREADS = 256
 WAVES = THREADS // 64
-SUM_ROWS = 16  # rows of a workgroup of row_sums
 
 
 class Columns(NamedTuple):
@@ -42,13 +41,6 @@ TILES: dict[tuple[int, int], tuple[Columns, Columns, Columns, Columns]] = {
     (192, 192): (Columns(1, 1), Columns(1, 1), Columns(1, 1), Columns(1, 1)),
     (256, 256): (Columns(1, 1), Columns(1, 1), Columns(1, 1), Columns(1, 1)),
 }
-
-
-def why_not(problem: Problem) -> list[str]:
-    """What backward lacks for ``problem``, beyond features and dtypes."""
-    if "backward" not in problem.features:
-        return []
-    return ["backward with a page_table is not implemented"] if problem.page_size else []
 
 
 def plans_of(
@@ -96,11 +88,9 @@ def run(
     """The gradients of ``call``, whose forward made ``out`` and ``lse``."""
     dim, dim_v = call.q.shape[-1], call.v.shape[-1]
     pair = calls.bucket_of(TILES, dim, dim_v)
-    sums, over_keys, over_rows = plans_of(
-        "hip", pair, calls.dtype_code(call.q), calls.is_general(call)
-    )
+    sums, over_keys, over_rows = plans_of("hip", pair, calls.dtype_code(call.q), is_general(call))
     call = calls.with_readable(call)
-    tensors = calls.gradients(call, calls.readable(out), lse, calls.readable(dout), dlse)
+    tensors = gradients(call, calls.readable(out), lse, calls.readable(dout), dlse)
     values = abi.backward_values(call, tensors)
     values["dies"] = launch.device_at(call.q.device).dies
     tensors |= calls.tensors_of(call)
@@ -113,7 +103,7 @@ def run(
         groups = -(-length // per_block) * width * call.batch
         if groups:
             launch(kernel, groups, THREADS, values, tensors)
-    return calls.finished(call, tensors, dim, dim_v)
+    return finished(call, tensors, dim, dim_v)
 
 
 def _owned(plan: Plan) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ... import bundle, codeobject, sources
 from ...errors import CodeObjectError, CompileError
 from ...plan import Plan
+from ..common.plans import name_of
 from . import compiler, plans
 
 # -fno-math-errno and the contraction of a·b + c are what these kernels are written for; nothing
@@ -89,11 +90,6 @@ def build(plan: Plan, arch: str) -> bytes:
     if kernel.lds_bytes > plans.LDS_BYTES:
         raise CodeObjectError(f"{plan} on {arch} takes {kernel.lds_bytes} B of LDS")
     return data
-
-
-def name_of(plan: Plan) -> str:
-    """The kernel's name: the stem of its file, and the symbol inside."""
-    return plan.kernel.rsplit("/", 1)[-1].split(".")[0]
 
 
 def _code(data: bytes, name: str, origin: str) -> Code:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pyfa.errors import CodeObjectError, CompileError
+from pyfa.sources import keep_failed
 
 # EI_ABIVERSION of code object v5. Version 6 needs ROCm 6.3.
 ABI_VERSION = 3
@@ -80,18 +81,11 @@ def compile_hip(source: str, *, arch: str, options: Sequence[str]) -> bytes:
             )
             if done.returncode:
                 raise CompileError(
-                    f"{what} failed for {arch}", done.stderr + done.stdout, _keep(source)
+                    f"{what} failed for {arch}",
+                    done.stderr + done.stdout,
+                    keep_failed(source, ".hip"),
                 )
         data = Path(folder, "kernel.hsaco").read_bytes()
     if data[:4] != b"\x7fELF" or data[8] != ABI_VERSION:
         raise CodeObjectError(f"the compiler made EI_ABIVERSION {data[8]}, expected {ABI_VERSION}")
     return data
-
-
-def _keep(source: str) -> str:
-    """Writes a source that did not compile where its error can point."""
-    with tempfile.NamedTemporaryFile(
-        "w", prefix="pyfa-failed-", suffix=".hip", delete=False, encoding="utf-8"
-    ) as kept:
-        kept.write(source)
-        return kept.name

@@ -12,6 +12,7 @@ from ...problem import Call, Problem, is_aligned
 from ..common import calls, combine
 from ..common.decode import GROUP, forced_parts, keys_seen, lines
 from ..common.launch import Launch
+from ..common.plans import notes_of
 
 KERNEL = "hip/attn_decode.hip"
 THREADS = 256
@@ -44,10 +45,7 @@ def plan(backend: str, problem: Problem) -> Plan:
     pair = calls.bucket_of(TILES, problem.head_dim, problem.head_dim_v)
     sizes = TILES[pair]
     columns = next((n for n in sizes if n * COLUMNS >= lines(problem)), max(sizes))
-    notes = []
-    if pair != (problem.head_dim, problem.head_dim_v):
-        notes.append(f"compiled for head dims {pair[0]} and {pair[1]}")
-    return _plan(backend, pair, calls.DTYPE_CODES[problem.dtype], columns, notes)
+    return _plan(backend, pair, calls.DTYPE_CODES[problem.dtype], columns, notes_of(problem, pair))
 
 
 def _plan(

@@ -14,6 +14,7 @@ from ...problem import Call, Problem
 from ..common import calls, combine
 from ..common.calls import DROPOUT, GENERAL, PLAIN, score_class
 from ..common.launch import Launch
+from ..common.plans import notes_of
 
 KERNEL = "hip/attn_fwd.hip"
 FEATURES = frozenset(FEATURE_NAMES) - {
@@ -60,16 +61,9 @@ def plan(backend: str, problem: Problem) -> Plan:
     paged = "paged" in problem.features
     pairs = PAGED_TILES if paged else TILES
     pair = calls.bucket_of(pairs, problem.head_dim, problem.head_dim_v)
-    notes = []
-    if problem.head_dim % 8 or problem.head_dim_v % 8:
-        notes.append("q, k and v are copied once: head dims padded to a multiple of 8")
-    elif not problem.aligned:
-        notes.append("q, k and v are copied once: not aligned to 16 bytes")
-    if pair != (problem.head_dim, problem.head_dim_v):
-        notes.append(f"compiled for head dims {pair[0]} and {pair[1]}")
     dtype = calls.DTYPE_CODES[problem.dtype]
     score = GENERAL if paged else score_class(problem)
-    return _plan(backend, pair, dtype, score, paged, notes)
+    return _plan(backend, pair, dtype, score, paged, notes_of(problem, pair))
 
 
 def _plan(

@@ -8,11 +8,11 @@ from ... import device
 from ...device import DEVICES, Device
 from ...plan import Plan
 from ...problem import Problem
-from ..common.calls import DROPOUT, DTYPE_CODES
+from ..common.calls import DTYPE_CODES
+from ..common.plans import is_common
 
 ARCHS = ("gfx942",)
 LDS_BYTES = 65536
-COMMON_HEAD_DIMS = (64, 128)
 
 
 def device_of(problem: Problem) -> Device:
@@ -42,12 +42,4 @@ def plan_of(backend: str, kernel: str, dtype: int) -> Plan:
 
 def common_plans(backend: str) -> list[Plan]:
     """The kernels that a wheel carries: heads of 64 and 128, no dropout, no pages in prefill."""
-
-    def is_common(plan: Plan) -> bool:
-        constants = dict(plan.constants)
-        dim = constants.get("HEAD_DIM", COMMON_HEAD_DIMS[0])
-        if constants.get("PAGED") or constants.get("SCORE") == DROPOUT:
-            return False
-        return dim in COMMON_HEAD_DIMS and constants.get("HEAD_DIM_V", dim) == dim
-
     return [plan for plan in all_plans(backend) if is_common(plan)]

@@ -1,0 +1,35 @@
+"""What plans of ``kernels/`` have in common, whatever the vendor."""
+
+from __future__ import annotations
+
+from ...plan import Plan
+from ...problem import Problem
+from .calls import DROPOUT
+
+COMMON_HEAD_DIMS = (64, 128)
+
+
+def name_of(plan: Plan) -> str:
+    """The kernel's name: the stem of its file, and the symbol inside."""
+    return plan.kernel.rsplit("/", 1)[-1].split(".")[0]
+
+
+def is_common(plan: Plan) -> bool:
+    """Whether most problems need it: heads of 64 and 128, no dropout, no pages in prefill."""
+    constants = dict(plan.constants)
+    dim = constants.get("HEAD_DIM", COMMON_HEAD_DIMS[0])
+    if constants.get("PAGED") or constants.get("SCORE") == DROPOUT:
+        return False
+    return dim in COMMON_HEAD_DIMS and constants.get("HEAD_DIM_V", dim) == dim
+
+
+def notes_of(problem: Problem, pair: tuple[int, int]) -> list[str]:
+    """What ``explain`` adds to a plan compiled for the head dims ``pair``."""
+    notes = []
+    if problem.head_dim % 8 or problem.head_dim_v % 8:
+        notes.append("q, k and v are copied once: head dims padded to a multiple of 8")
+    elif not problem.aligned:
+        notes.append("q, k and v are copied once: not aligned to 16 bytes")
+    if pair != (problem.head_dim, problem.head_dim_v):
+        notes.append(f"compiled for head dims {pair[0]} and {pair[1]}")
+    return notes
