@@ -20,7 +20,7 @@ import torch
 from pyfa import abi, api, device, dispatch, repeats
 from pyfa.backends import BACKENDS
 from pyfa.backends.common import libcuda, ready
-from pyfa.backends.cuda import launcher
+from pyfa.backends.cuda import counters, launcher, tensor_maps
 
 _CONFIG = "7IQQI"  # CUlaunchConfig: grid, block, dynamic shared memory, stream, attributes
 
@@ -36,29 +36,33 @@ class Driver:
         # Of four arguments like cuLaunchKernelEx's: 0, for the first two differ.
         self.cuLaunchKernelEx: Any = self._note if notes else ctypes.CDLL(None).pthread_equal
 
+    def cuTensorMapEncodeTiled(self, at: Any, dtype: Any, rank: Any, base: Any, *_: Any) -> int:
+        """A map that holds nothing but the address."""
+        ctypes.memmove(at.value, struct.pack("<Q120x", base.value), 128)
+        return 0
+
     def function(self, name: str) -> int:
         self.names.append(name)
         return len(self.names)
 
-    def _note(self, how: Any, function: Any, parameters: None, extra: Any) -> int:
+    def _note(self, how: Any, function: Any, parameters: Any, extra: None) -> int:
         time.sleep(0)  # other threads run, as while ctypes calls C
         error = self.errors.pop(0) if self.errors else 0
         if error:
             return error
-        parts = (ctypes.c_void_p * 5).from_address(extra.value)
-        size = ctypes.c_size_t.from_address(parts[3]).value
-        config = struct.unpack(_CONFIG, ctypes.string_at(how.value, struct.calcsize(_CONFIG)))
         name = self.names[function.value - 1]
-        self.launched.append((name, config, ctypes.string_at(parts[1], size)))
+        size = abi.MAPPED_SIZE if name.split()[0] in tensor_maps.BOXES else abi.SIZE
+        config = struct.unpack(_CONFIG, ctypes.string_at(how.value, struct.calcsize(_CONFIG)))
+        at = ctypes.c_void_p.from_address(parameters.value).value
+        assert at is not None
+        self.launched.append((name, config, ctypes.string_at(at, size)))
         return 0
 
 
 def _load(driver: Driver) -> Callable[..., launcher.Loaded]:
     def load(plan: Any, threads: int, index: int) -> launcher.Loaded:
         name = f"{plan.kernel} {plan.constants}"
-        kernel = libcuda.Kernel(driver.function(name), threads, 0)
-        launch = libcuda.launcher(index, [kernel], bytes(abi.SIZE), f"{abi.SIZE}s")
-        return launcher.Loaded(kernel, launch)
+        return launcher.launchable(plan, driver.function(name), threads, 0, index)
 
     return load
 
@@ -85,6 +89,7 @@ def nvidia(name: str = "H200", notes: bool = False) -> Iterator[Driver]:
         (libcuda, "_current_stream", lambda index: 0),
         (ready, "_current_device", lambda: None),
         (ready, "empty", getattr(torch._C._dynamo.guards, "_empty_strided_cpu", _empty)),
+        (counters, "source", lambda index: lambda: 4096),
         (torch.cuda, "device", contextlib.nullcontext),
         (torch.cuda, "current_device", lambda: 0),
     ]

@@ -120,7 +120,8 @@ _LAYOUT = struct.Struct("<" + "".join(_FORMATS[field.type] for field in FIELDS))
 SIZE = _LAYOUT.size
 # CUtensorMap is 128 opaque bytes, and the hardware wants it at a multiple of 64.
 MAP_SIZE, MAP_ALIGNMENT, MAX_MAPS = 128, 64, 8
-_MAPS_AT = -(-SIZE // MAP_ALIGNMENT) * MAP_ALIGNMENT
+MAPS_AT = -(-SIZE // MAP_ALIGNMENT) * MAP_ALIGNMENT
+MAPPED_SIZE = MAPS_AT + MAX_MAPS * MAP_SIZE
 NAMES = tuple(field.name for field in FIELDS)
 _POSITIONS = {name: index for index, name in enumerate(NAMES)}
 _BIAS_TYPES = {torch.bool: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}
@@ -140,7 +141,7 @@ def pack(values: Mapping[str, int | float], maps: Sequence[bytes] = ()) -> bytes
     data = _LAYOUT.pack(*row)
     if not maps:
         return data
-    return data.ljust(_MAPS_AT, b"\0") + b"".join(maps).ljust(MAX_MAPS * MAP_SIZE, b"\0")
+    return data.ljust(MAPS_AT, b"\0") + b"".join(maps).ljust(MAX_MAPS * MAP_SIZE, b"\0")
 
 
 def unpack(data: bytes) -> dict[str, int | float]:
@@ -261,8 +262,7 @@ def header() -> str:
         f"  TensorMap maps[{MAX_MAPS}];",
         "};",
         "",
-        f"static_assert(sizeof(MappedParams) == {_MAPS_AT + MAX_MAPS * MAP_SIZE}, "
-        '"as pyfa/abi.py packs it");',
+        f'static_assert(sizeof(MappedParams) == {MAPPED_SIZE}, "as pyfa/abi.py packs it");',
     ]
     return "\n".join(lines) + "\n"
 

@@ -43,7 +43,7 @@ def row(arch: str, plan: Plan) -> dict[str, Any]:
     """What ``plan`` takes on ``arch``."""
     from ..backends.cuda import code, plans
 
-    made = code.load(plan, arch)
+    made = code.load(plan, plans.compiled_for(arch, plan))
     shared = made.kernel.shared_bytes + plans.shared_bytes(plan)
     return {
         "kernel": made.kernel.name,

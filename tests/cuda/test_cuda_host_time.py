@@ -38,10 +38,11 @@ def calls_in(function: Callable[[], Any]) -> int:
     return count
 
 
-# What there is now: 19, 27, 118, of the last 50 PyTorch's own. The long way has 36, 46 and 414.
+# What there is now: 23, 31, 122, of the last 50 PyTorch's own, and three for Hopper's tensor maps.
+# The long way has 36, 46 and 414 without them.
 @pytest.mark.parametrize(
     ("layer", "most"),
-    [("cuda, inference", 21), ("cuda, forward", 30), ("cuda, forward and backward", 150)],
+    [("cuda, inference", 25), ("cuda, forward", 34), ("cuda, forward and backward", 150)],
 )
 def test_how_much_is_called(layers: dict[str, Callable[[], Any]], layer: str, most: int) -> None:
     assert min(calls_in(layers[layer]) for _ in range(4)) <= most

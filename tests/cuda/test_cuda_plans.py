@@ -11,7 +11,15 @@ import pyfa
 from pyfa import dispatch
 from pyfa.backends import BACKENDS
 from pyfa.backends.common import libcuda
-from pyfa.backends.cuda import backend, backward, decode, forward, plans, runtime_compiler
+from pyfa.backends.cuda import (
+    backend,
+    backward,
+    decode,
+    forward,
+    forward_sm90,
+    plans,
+    runtime_compiler,
+)
 from pyfa.device import DEVICES
 from pyfa.problem import Problem
 
@@ -89,7 +97,7 @@ def test_a_few_rows_over_a_cache_are_decode() -> None:
     many = answer(seqlen_q=512, heads_k=4).plan
     assert few is not None
     assert many is not None
-    assert (few.kernel, many.kernel) == (decode.KERNEL, forward.KERNEL)
+    assert (few.kernel, many.kernel) == (decode.KERNEL, forward_sm90.KERNEL)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +121,32 @@ def test_code_that_the_driver_would_refuse(
     assert fits or "NVRTC 13 makes code that this driver for CUDA 12 refuses" in str(why)
 
 
+@pytest.mark.parametrize(
+    ("features", "kernel", "notes"),
+    [
+        (("causal", "softcap", "varlen", "gqa"), forward_sm90.KERNEL, ()),
+        (("dropout",), forward.KERNEL, ("sm80's kernel: sm90's has no dropout",)),
+        (("paged",), forward.KERNEL, ("sm80's kernel: sm90's has no page table",)),
+        (("bias",), forward.KERNEL, ("sm80's kernel: sm90's has no bias",)),
+    ],
+)
+def test_what_hopper_leaves_to_ampere_s_kernel(
+    features: tuple[str, ...], kernel: str, notes: tuple[str, ...]
+) -> None:
+    found = answer(features=frozenset(features), page_size=16 * ("paged" in features)).plan
+    assert found is not None
+    assert (found.kernel, found.notes) == (kernel, notes)
+
+
+def test_hopper_s_own_kernels_are_compiled_for_its_own_target() -> None:
+    found = {plans.compiled_for("sm_90a", plan) for plan in plans.all_plans("sm_90")}
+    assert found == {"sm_90", "sm_90a"}
+    ours = forward_sm90.plan(EXAMPLE)
+    assert plans.compiled_for("sm_90a", ours) == "sm_90a"
+    assert plans.grid_of(ours, 1000, 132) == 132
+    assert plans.grid_of(ours, 7, 132) == 7
+
+
 def test_explain_names_the_plan() -> None:
     meta = [torch.empty(1, 256, 8, 96, dtype=torch.float16, device="meta") for _ in range(3)]
     text = str(pyfa.explain(*meta, causal=True, device="A100-80GB"))
@@ -120,9 +154,11 @@ def test_explain_names_the_plan() -> None:
 
 
 def test_a_grid_that_leaves_sms_idle_gets_blocks_of_half_the_rows() -> None:
-    few = answer(batch=1, heads_q=8, heads_k=8).plan
-    many = answer(batch=16, heads_q=16, heads_k=16).plan
-    general = answer(batch=1, heads_q=8, heads_k=8, features=frozenset({"softcap"})).plan
+    a100 = DEVICES["A100-80GB"]
+    few = answer(batch=1, heads_q=8, heads_k=8, device=a100).plan
+    many = answer(batch=16, heads_q=16, heads_k=16, device=a100).plan
+    softcap = frozenset({"softcap"})
+    general = answer(batch=1, heads_q=8, heads_k=8, device=a100, features=softcap).plan
     assert [dict(p.constants)["ROWS"] for p in (few, many, general) if p] == [16, 32, 32]
 
 
@@ -138,6 +174,13 @@ def test_a_grid_that_leaves_sms_idle_gets_blocks_of_half_the_rows() -> None:
 )
 def test_when_forward_splits_the_keys(blocks: int, keys: int, lines: int, parts: int) -> None:
     assert forward.splits(blocks, keys, 264, lines) == parts
+
+
+def test_hopper_s_kernel_gains_less_by_splitting() -> None:
+    ours = {name: int(value) for name, value in forward_sm90.plan(EXAMPLE).constants}
+    assert forward.splits(16, 1024, 132, 4096) == 4
+    assert forward.parts_of(ours, 16, 1024, 132, 4096) == 1
+    assert forward.parts_of(ours, 8, 65536, 132, 1024) == 16
 
 
 @pytest.mark.parametrize("keys", [1, 16, 500, 8192, 65536])

@@ -60,6 +60,12 @@ def launches(driver: Any) -> list[Launch]:
     return found
 
 
+def mapped(data: bytes) -> list[int]:
+    """The addresses in the tensor maps behind ``Params``."""
+    places = range(abi.MAPS_AT, len(data), abi.MAP_SIZE)
+    return [int.from_bytes(data[at : at + 8], "little") for at in places]
+
+
 def step(driver: Any, tensors: list[torch.Tensor], **options: Any) -> tuple[list[Launch], Any]:
     """Launches of a forward and its backward, and the tensors that they were given."""
     out = pyfa.attention(*tensors, **options)
@@ -125,6 +131,16 @@ def test_a_repeated_call_launches_what_the_first_did(
     (entry,) = api._repeats.recent.values()
     ((_, prepared),) = entry.backwards
     assert prepared is not None
+
+
+def test_hopper_s_tensor_maps_follow_the_tensors(driver: Any) -> None:
+    for _ in range(3):
+        tensors = inputs()
+        pyfa.attention(*tensors)
+        ((name, _, data),) = driver.launched
+        driver.launched.clear()
+        assert name.startswith("cuda/sm90/attn_fwd.cu")
+        assert mapped(data) == [x.data_ptr() for x in tensors] + [0] * (abi.MAX_MAPS - 3)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

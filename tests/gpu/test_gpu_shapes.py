@@ -27,3 +27,43 @@ def test_values_narrower_than_a_tile(
     grads = torch.autograd.grad(out, leaves, dout)
     found = {"out": out, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
     assert attention_failures(q, k, v, found, dout, causal=True) == []
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_short_sequences_of_grouped_heads_with_gaps(backend: str, dim: int) -> None:
+    """Tiles that reach beyond a sequence follow one another when each head has only one, and what
+    lies beyond is NaN."""
+    stored = [(100, 130), (257, 300), (64, 128), (300, 200), (1, 3), (20, 70)]
+    used = [(90, 100), (250, 300), (3, 120), (0, 10), (1, 3), (20, 3)]
+    starts, lengths = (
+        [torch.tensor(each, dtype=torch.int32, device="cuda") for each in zip(*pairs, strict=True)]
+        for pairs in ([(0, 0), *stored], used)
+    )
+    starts = [torch.cumsum(each, 0, dtype=torch.int32) for each in starts]
+    rows, keys = (int(each[-1]) for each in starts)
+    where = {"device": "cuda", "dtype": torch.bfloat16}
+    q, dout = (torch.full((rows, 8, dim), torch.nan, **where) for _ in range(2))
+    k, v = (torch.full((keys, 2, dim), torch.nan, **where) for _ in range(2))
+    spans = []
+    for number, (row_count, key_count) in enumerate(used):
+        row, key = (int(each[number]) for each in starts)
+        spans.append((slice(row, row + row_count), slice(key, key + key_count)))
+        for x, span in (
+            (q, spans[-1][0]),
+            (dout, spans[-1][0]),
+            (k, spans[-1][1]),
+            (v, spans[-1][1]),
+        ):
+            x[span] = torch.randn_like(x[span])
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = pyfa.attention_varlen(
+        *leaves, *starts, 300, 300, seqused_q=lengths[0], seqused_k=lengths[1], causal=True,
+        backend=backend,
+    )  # fmt: skip
+    grads = torch.autograd.grad(out, leaves, dout)
+    for number, (of_rows, of_keys) in enumerate(spans):
+        if used[number][0]:
+            found = {"out": out[of_rows][None], "dq": grads[0][of_rows][None]}
+            found |= {"dk": grads[1][of_keys][None], "dv": grads[2][of_keys][None]}
+            given = q[of_rows][None], k[of_keys][None], v[of_keys][None]
+            assert attention_failures(*given, found, dout[of_rows][None], causal=True) == []

@@ -84,12 +84,12 @@ DEVICE void add_rows(const Params &p, const Work &w, const Cursor &at, Shared sh
                                 b_down<HeadTile, kDqWarpsD>(shared + kK, part));
   Sequence s = sequence_of(p, w.batch);
   float *to = (float *)p.dq_accum + q_tile(p, s, at.tile * BLOCK_Q, at.head) * kQTile +
-              q_product(row / 16, part * 2) + lane_index() * kLaneStep;
+              q_product<false>(row / 16, part * 2) + lane_index() * kLaneStep;
   if (p.counter) wait_for_turn(p, w, at);
 #pragma unroll
   for (int i = 0; i < kDqM; ++i)
 #pragma unroll
-    for (int j = 0; j < kDqN; ++j) add(to + q_product(i, j / 2 * kDqWarpsD * 2 + j % 2), dq[i][j]);
+    for (int j = 0; j < kDqN; ++j) add(to + q_product<false>(i, j / 2 * kDqWarpsD * 2 + j % 2), dq[i][j]);
   int place = at.tile * BLOCK_Q + thread_index();
   if (GENERAL && p.dsinks && thread_index() < BLOCK_Q && place < s.rows) {
     float sum = 0.0f;

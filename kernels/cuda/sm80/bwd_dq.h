@@ -1,7 +1,7 @@
 // Where dQ adds up: in float32, in tiles of BLOCK_Q rows of one head, there one 16 x 8 product after the
 // other as the lanes of a warp hold it, so that an addition is 16 bytes a lane and 512 a warp without
-// gaps. Tiles go by sequence, then by row, then by head. A sequence of a packed batch begins at the tile
-// that leaves one to spare for each sequence before it.
+// gaps. Products are of dQ or, transposed, of dQ^T. Tiles go by sequence, then by row, then by head. A
+// sequence of a packed batch begins at the tile that leaves one to spare for each sequence before it.
 #pragma once
 #include "../device.h"
 #include "../../sequence.h"
@@ -16,7 +16,10 @@ DEVICE long long q_tile(const Params &p, const Sequence &s, int row, int head) {
 }
 
 // Of the product at rows 16 m and columns 8 n of a tile.
-DEVICE constexpr int q_product(int m, int n) { return (m * (HEAD_DIM / 8) + n) * 128; }
+template <bool transposed>
+DEVICE constexpr int q_product(int m, int n) {
+  return (m * ((transposed ? BLOCK_Q : HEAD_DIM) / 8) + n) * 128;
+}
 
 #if __CUDA_ARCH__ >= 900
 // Four elements of a lane are neighbours.

@@ -1,6 +1,7 @@
 // From S^T = K Q^T and dP^T = V dO^T, keys x rows in a warp's registers, to P^T and dS^T.
 #pragma once
 #include "bwd_load.h"
+#include "../bwd_mask.h"
 #include "../../score.h"
 #include "../../philox.h"
 
@@ -16,28 +17,6 @@ DEVICE int key_of(const Place &at, int i, int r) {
 }
 DEVICE int row_of(const Place &at, int j, int r) {
   return at.row + j * 8 + lane_index() % 4 * 2 + r % 2;
-}
-
-// What is seen: where key - row - shift lies between two bounds, and neither is beyond its end.
-struct Mask {
-  int low, high;
-  int rows, keys, shift;
-};
-DEVICE Mask mask_of(const Params &p, const Sequence &s) {
-  constexpr int kFar = 0x3fffffff;  // what is added to it does not overflow
-  return Mask{p.window_left >= 0 ? -min(p.window_left, kFar) : -kFar,
-              p.window_right >= 0 ? min(p.window_right, kFar) : kFar, s.rows, s.keys, s.shift};
-}
-
-// Of the rows from `row` on those that see a key.
-struct Range {
-  int first, last;
-  METHOD bool has(int offset) const { return offset >= first && offset <= last; }
-};
-DEVICE Range rows_that_see(const Mask &mask, int key, int row) {
-  int distance = key - row - mask.shift;
-  return Range{distance - mask.high,
-               key < mask.keys ? min(distance - mask.low, mask.rows - 1 - row) : -1};
 }
 
 // 0 for what is not seen.

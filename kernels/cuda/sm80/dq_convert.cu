@@ -2,19 +2,21 @@
 // each row's share of the sinks' gradient from the sum of its P dP.
 //
 // A block takes one tile of BLOCK_Q rows of one head, a warp 16 rows and 32 columns of it at a time:
-// four products, of which each lane of four gets the 8 columns of one.
+// four products, of which each lane of four gets the 8 columns of one. TRANSPOSED: the products are of
+// dQ^T, and a warp takes 8 rows and 32 columns.
 #include "../format.h"
 #include "../../common/row_sums.h"
 
-#if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(BLOCK_Q)
-#error "the plan defines DTYPE, HEAD_DIM and BLOCK_Q"
+#if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(BLOCK_Q) || !defined(TRANSPOSED)
+#error "the plan defines DTYPE, HEAD_DIM, BLOCK_Q and TRANSPOSED"
 #endif
 #include "bwd_dq.h"
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kLanes;
 constexpr int kColumns = HEAD_DIM / 32;              // of 32, which are four products
-constexpr int kItems = BLOCK_Q / 16 * kColumns;      // of a tile
+constexpr int kHalves = TRANSPOSED ? 1 : 2;          // rows of an item by eights
+constexpr int kItems = BLOCK_Q / (8 * kHalves) * kColumns;  // of a tile
 
 // The delta that the rounded O gives is, summed over rows, too far off for the sinks.
 DEVICE void finish_sinks(const Params &p, const Sequence &s, int head, int row) {
@@ -40,6 +42,34 @@ DEVICE void transpose(unsigned (&x)[4]) {
   }
 }
 
+// An 8 x 8 matrix of 16-bit elements as ldmatrix would give it.
+DEVICE unsigned transposed_matrix(unsigned x) {
+  unsigned y;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
+// Two rows, 8 apart, of the products at rows 16 m and columns 8 n, ... 8 (n + 3), in 16 bits.
+DEVICE void read_rows(const Params &p, const float *sums, int m, int n, unsigned (&x)[2][4]) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const float *from = sums + q_product<false>(m, n + j) + lane_index() * kLaneStep;
+    float four[4];
+    for (int i = 0; i < 4; ++i) four[i] = from[i * kElementStep] * p.scale;
+    for (int h = 0; h < 2; ++h) x[h][j] = Format<DTYPE>::nearest(four[2 * h], four[2 * h + 1]);
+  }
+}
+// One row of dQ from products of dQ^T: rows 8 m, columns 8 n ... 8 (n + 3) of dQ.
+DEVICE void read_rows(const Params &p, const float *sums, int m, int n, unsigned (&x)[1][4]) {
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const float *from = sums + q_product<true>(n / 2 + j, m) + lane_index() * kLaneStep;
+    for (int h = 0; h < 2; ++h)
+      x[0][2 * j + h] = transposed_matrix(Format<DTYPE>::nearest(
+          from[2 * h * kElementStep] * p.scale, from[(2 * h + 1) * kElementStep] * p.scale));
+  }
+}
+
 extern "C" __global__ WORKGROUP(kThreads, 4) void dq_convert(KERNEL_PARAMS p) {
   int tiles = (p.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
   int head = workgroup_index() / tiles % p.heads_q;
@@ -56,17 +86,11 @@ extern "C" __global__ WORKGROUP(kThreads, 4) void dq_convert(KERNEL_PARAMS p) {
 #pragma unroll
   for (int item = wave_index(); item < kItems; item += kWarps) {
     int m = item / kColumns, n = item % kColumns * 4;
-    unsigned x[2][4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float *from = sums + q_product(m, n + j) + lane_index() * kLaneStep;
-      float four[4];
-      for (int i = 0; i < 4; ++i) four[i] = from[i * kElementStep] * p.scale;
-      for (int h = 0; h < 2; ++h) x[h][j] = Format<DTYPE>::nearest(four[2 * h], four[2 * h + 1]);
-    }
-    for (int h = 0; h < 2; ++h) {
+    unsigned x[kHalves][4];
+    read_rows(p, sums, m, n, x);
+    for (int h = 0; h < kHalves; ++h) {
       transpose(x[h]);
-      int place = m * 16 + row + h * 8;
+      int place = (m * kHalves + h) * 8 + row;
       if (first + place < s.rows && (n + part) * 8 < p.head_dim)
         *(Quad *)(dq + place * p.dq_row + (n + part) * 8) = Quad{x[h][0], x[h][1], x[h][2], x[h][3]};
     }

@@ -24,6 +24,11 @@ def is_general(call: Call) -> bool:
     return bool(call.softcap or call.dropout_p or any(x is not None for x in terms))
 
 
+def is_general_problem(problem: Problem) -> bool:
+    """The same of a problem."""
+    return bool(problem.features & {"softcap", "alibi", "bias", "sinks", "dropout"})
+
+
 def gradients(
     call: Call,
     out: torch.Tensor,

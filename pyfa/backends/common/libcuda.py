@@ -62,11 +62,17 @@ def version() -> tuple[int, int]:
 
 
 class Kernel(NamedTuple):
-    """A CUfunction, the threads of its blocks and their bytes of dynamic shared memory."""
+    """A CUfunction, the threads of its blocks, their bytes of dynamic shared memory.
+
+    ``struct``: it takes one struct, which begins where the arguments do and may be shorter. The
+    driver places it: a struct aligned to 64 bytes, as one with tensor maps, lies 48 bytes behind
+    the start of the parameters. Otherwise the arguments are all of its parameters, as they lie.
+    """
 
     function: int
     threads: int
     shared: int
+    struct: bool = False
 
 
 class _Block:
@@ -80,7 +86,8 @@ class _Block:
         extra = (ctypes.c_void_p * 5)(
             _BUFFER, ctypes.addressof(self.buffer), _SIZE, ctypes.addressof(size), _END
         )
-        self._kept = size, extra
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
+        self._kept = size, extra, parameters
         self._configs = [
             _Config((0, 1, 1), (each.threads, 1, 1), each.shared, None, None, 0) for each in kernels
         ]
@@ -89,8 +96,8 @@ class _Block:
             (
                 ctypes.c_void_p(ctypes.addressof(config)),
                 ctypes.c_void_p(each.function),
-                None,
-                ctypes.c_void_p(ctypes.addressof(extra)),
+                ctypes.c_void_p(ctypes.addressof(parameters)) if each.struct else None,
+                None if each.struct else ctypes.c_void_p(ctypes.addressof(extra)),
             )
             for config, each in zip(self._configs, kernels, strict=True)
         )
@@ -109,17 +116,26 @@ class _Block:
 
 
 def launcher(
-    index: int, kernels: Sequence[Kernel], arguments: bytes, first: str
+    index: int,
+    kernels: Sequence[Kernel],
+    arguments: bytes,
+    first: str,
+    again: Sequence[tuple[int, int]] = (),
+    taken: Sequence[tuple[int, Callable[[], int]]] = (),
 ) -> Callable[..., None]:
     """Kernels on device ``index`` with one block of arguments, which start one behind the other.
 
     The result takes the number of blocks of each, as a tuple, and the leading arguments anew; it
-    queues them on torch's current stream, from any thread. ``arguments`` are the kernels'
-    parameters as they lie in memory, and ``first`` the struct format of what comes anew, as "5Q".
+    queues them on torch's current stream, from any thread. ``arguments`` are the parameters as they
+    lie in memory, of which each kernel takes as many as it has, and ``first`` the struct format of
+    what comes anew, as "5Q". ``again``: bytes at which an address lies once more, each with its
+    number among what comes anew. ``taken``: the same of addresses that a function gives at each
+    launch.
     """
     driver = library()
     assert driver is not None
     run, pack = driver.cuLaunchKernelEx, struct.Struct(first).pack_into
+    pack_address = struct.Struct("<Q").pack_into
     # The driver copies the arguments before it returns; until then they are one thread's. Taking
     # the last of a list and putting it back are atomic, need no lock (0.2 µs where these take 0.02)
     # and let a signal's handler launch in between. What raises is not put back.
@@ -132,6 +148,10 @@ def launcher(
         except IndexError:
             block = _Block(kernels, arguments)
         pack(block.buffer, 0, *first)
+        for at, number in again:
+            pack_address(block.buffer, at, first[number])
+        for at, take in taken:
+            pack_address(block.buffer, at, take())
         if grids is not block.grids:
             block.set_grids(grids)
         if stream != block.stream:

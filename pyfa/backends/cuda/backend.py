@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -44,7 +45,8 @@ class CudaBackend:
     def plan(self, problem: Problem) -> Plan:
         if takes(problem):
             return decode.plan(problem)
-        return forward.plan(problem)
+        plan = forward.plan(problem)
+        return replace(plan, notes=(*plan.notes, *backward.notes_of(problem)))
 
     def tiled_kernels(
         self, plan: Plan, problem: Problem, shape: Shape, compiled: bool

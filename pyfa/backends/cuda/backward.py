@@ -1,5 +1,6 @@
-"""Backward: delta of every row, one kernel that owns keys and adds dQ up in float32, its rounding.
+"""Backward: sm80's tiles and every launch.
 
+They are: delta of every row, one kernel that owns keys and adds dQ up in float32, its rounding.
 ``deterministic`` makes blocks wait for their turn to add; otherwise dQ's last bits may differ from
 run to run, while dK's and dV's never do.
 """
@@ -13,13 +14,13 @@ import torch
 
 from ... import abi
 from ...plan import Plan
-from ...problem import Call
+from ...problem import Call, Problem
 from ..base import Gradients, RepeatBackward
 from ..common import calls
-from ..common.backward import SUM_ROWS, finished, gradients, is_general
+from ..common.backward import SUM_ROWS, finished, gradients, is_general, is_general_problem
 from ..common.launch import Launch
 from ..common.ready import ready_backward
-from . import plans
+from . import backward_sm90, forward_sm90, plans
 from .launcher import Launcher
 
 KERNEL = "cuda/sm80/attn_bwd.cu"
@@ -115,21 +116,48 @@ def plans_of(arch: str, pair: tuple[int, int], dtype: int, general: bool) -> tup
         "WARPS_Q": tiles.warps_q,
     }
     of_convert = {name: constants[name] for name in ("BLOCK_Q", "DTYPE", "HEAD_DIM")}
+    of_convert["TRANSPOSED"] = 0
     return (
         Plan("cuda", KERNEL, tuple(constants.items())),
         Plan("cuda", "cuda/sm80/dq_convert.cu", tuple(of_convert.items())),
     )
 
 
+def why_not_sm90(arch: str, general: bool) -> list[str] | None:
+    """What Hopper's kernel lacks; None on a device that is no Hopper."""
+    return backward_sm90.why_not(general) if forward_sm90.runs_on(arch) else None
+
+
+def plans_for(
+    arch: str, head_dim: int, head_dim_v: int, dtype: int, general: bool
+) -> tuple[Plan, Plan]:
+    """attn_bwd and dq_convert for these heads on a device of ``arch``."""
+    if why_not_sm90(arch, general) == []:
+        pair = calls.bucket_of(backward_sm90.TILES, head_dim, head_dim_v)
+        return backward_sm90.plans_of(pair, dtype)
+    tiles = plans.tiles_of(arch)
+    pair = calls.bucket_of(TILES[tiles], head_dim, head_dim_v)
+    return plans_of(tiles, pair, dtype, general)
+
+
+def notes_of(problem: Problem) -> list[str]:
+    """What ``explain`` adds to the plan of a problem with a backward."""
+    if "backward" not in problem.features:
+        return []
+    return why_not_sm90(problem.arch, is_general_problem(problem)) or []
+
+
 def all_plans(arch: str) -> list[Plan]:
+    own = forward_sm90.runs_on(arch)
     found = [
         plan
         for pair in TILES[arch]
         for dtype in calls.DTYPE_CODES.values()
         for general in (False, True)
+        if why_not_sm90(arch, general) != []
         for plan in plans_of(arch, pair, dtype, general)
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys((backward_sm90.all_plans() if own else []) + found))
 
 
 def run(
@@ -142,27 +170,28 @@ def run(
 ) -> Gradients:
     """The gradients of ``call``, whose forward made ``out`` and ``lse``."""
     dim, dim_v = call.q.shape[-1], call.v.shape[-1]
-    arch = plans.tiles_of(launch.device_at(call.q.device).arch)
-    pair = calls.bucket_of(TILES[arch], dim, dim_v)
-    dtype, general = calls.dtype_code(call.q), is_general(call)
-    tiles = TILES[arch][pair][general]
-    over_keys, convert = plans_of(arch, pair, dtype, general)
+    arch, dtype = launch.device_at(call.q.device).arch, calls.dtype_code(call.q)
+    over_keys, convert = plans_for(arch, dim, dim_v, dtype, is_general(call))
     call = calls.with_readable(call)
     tensors = gradients(call, calls.readable(out), lse, calls.readable(dout), dlse)
 
     heads, heads_k, batch = call.q.shape[-2], call.k.shape[-2], call.batch
-    row_tiles = -(-call.max_seqlen_q // tiles.block_q)
-    key_tiles = -(-call.max_seqlen_k // tiles.block_k)
+    constants = {name: int(value) for name, value in over_keys.constants}
+    block_q = constants["BLOCK_Q"]
+    row_tiles = -(-call.max_seqlen_q // block_q)
+    key_tiles = -(-call.max_seqlen_k // constants["BLOCK_K"])
     # A packed sequence begins at a tile of its own.
     stored = row_tiles * batch
     if call.cu_seqlens_q is not None:
-        stored = call.q.shape[0] // tiles.block_q + batch
+        stored = call.q.shape[0] // block_q + batch
     device = call.q.device
     tensors["dq_accum"] = torch.zeros(
-        stored * heads * tiles.block_q * pair[0], dtype=torch.float32, device=device
+        stored * heads * block_q * constants["HEAD_DIM"], dtype=torch.float32, device=device
     )
     if call.deterministic:
-        tensors["counter"] = torch.zeros(stored * heads, dtype=torch.int32, device=device)
+        # Of a tile, sm90's warpgroups take turns each for their part.
+        counts = stored * heads * constants.get("GROUPS", 1)
+        tensors["counter"] = torch.zeros(counts, dtype=torch.int32, device=device)
     values = abi.backward_values(call, tensors)
     tensors |= calls.tensors_of(call)
     for kernel, blocks in (
@@ -224,7 +253,11 @@ def repeat(
     counter = 4 * tensors["dq_accum"].numel() if call.deterministic else 0
     sums = tensors["dq_accum"].numel() + (tensors["counter"].numel() if counter else 0)
     sums += -sums % 128  # delta begins at a multiple of 512 bytes, as by itself
-    launch = launcher.prepare_all(noting.kernels, values, call.q.device.index, _FIRST)
+    if not all(launcher.can_prepare(plan) for plan, _ in noting.kernels):
+        return None
+    launch = launcher.prepare_all(
+        noting.kernels, values, call.q.device.index, _FIRST, _ANEW, tensors
+    )
     grids = tuple(noting.grids)
 
     def launch_all(

@@ -1,8 +1,8 @@
-"""Forward: tiles for every pair of head dims, the grid, and the launch."""
+"""Forward: sm80's tiles for every pair of head dims, the grid, and the launch, also of sm90's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from ..common import calls, combine
 from ..common.calls import DROPOUT, GENERAL, PLAIN
 from ..common.launch import Launch
 from ..common.ready import ready_forward
-from . import plans
+from . import forward_sm90, plans
 from .launcher import Launcher
 
 KERNEL = "cuda/sm80/attn_fwd.cu"
@@ -112,7 +112,11 @@ def tiles_for(arch: str, pair: tuple[int, int], score: int, paged: bool) -> Tile
 
 def plan(problem: Problem) -> Plan:
     """The kernel of ``problem`` and what it is compiled with."""
-    arch = plans.tiles_of(problem.arch)
+    arch, left = plans.tiles_of(problem.arch), []
+    if forward_sm90.runs_on(problem.arch):
+        left = forward_sm90.why_not(problem)
+        if not left:
+            return forward_sm90.plan(problem)
     pair = calls.bucket_of(PAIRS, problem.head_dim, problem.head_dim_v)
     dtype, paged = calls.DTYPE_CODES[problem.dtype], "paged" in problem.features
     score = calls.score_class(problem)
@@ -123,7 +127,7 @@ def plan(problem: Problem) -> Plan:
     alone = score == PLAIN and pair in SMALL_GRID_PAIRS
     if alone and blocks < tiles.blocks * problem.device.units:
         tiles = small_grid(arch, pair)
-    return _plan(tiles, pair, dtype, score, paged, plans.notes_of(problem, pair))
+    return _plan(tiles, pair, dtype, score, paged, left + plans.notes_of(problem, pair))
 
 
 def _plan(
@@ -152,12 +156,17 @@ def _plan(
 
 
 def all_plans(arch: str) -> list[Plan]:
-    found = []
+    own = forward_sm90.runs_on(arch)
+    found = forward_sm90.all_plans() if own else []
     for dtype in calls.DTYPE_CODES.values():
         for pair in PAIRS:
             for paged, score in ((False, PLAIN), *product((False, True), (GENERAL, DROPOUT))):
+                if own and not paged and score == PLAIN:
+                    continue
                 tiles = tiles_for(arch, pair, score, paged)
                 found.append(_plan(tiles, pair, dtype, score, paged))
+        if own:
+            continue
         found += [
             _plan(small_grid(arch, pair), pair, dtype, PLAIN, False) for pair in SMALL_GRID_PAIRS
         ]
@@ -172,23 +181,37 @@ def _grid(plan: Plan, call: Call) -> tuple[int, int]:
     """Blocks of one part, and parts."""
     constants = {name: int(value) for name, value in plan.constants}
     lines = call.max_seqlen_q * call.q.shape[-2] * call.batch
-    rows = constants["ROWS"] * constants["WARPS"]
-    blocks = -(-call.max_seqlen_q // rows) * call.q.shape[-2] * call.batch
-    places = device.of(call.q.device).units * constants["BLOCKS"]
-    return blocks, call.num_splits or splits(blocks, call.max_seqlen_k, places, lines)
+    blocks = -(-call.max_seqlen_q // rows_of(constants)) * call.q.shape[-2] * call.batch
+    units = device.of(call.q.device).units
+    return blocks, call.num_splits or parts_of(constants, blocks, call.max_seqlen_k, units, lines)
+
+
+def rows_of(constants: Mapping[str, int]) -> int:
+    """Query rows of a block."""
+    if "GROUPS" in constants:
+        return forward_sm90.ROWS * constants["GROUPS"]
+    return constants["ROWS"] * constants["WARPS"]
 
 
 # On an H200: 64 keys of a block of 128 rows (8 heads of 8192, causal: 351 µs, of which the longest
 # block has 128 such tiles), and a line of ``combine`` (16,384 of them: 54 µs), which starts 3 µs
 # late.
 _TILE_US, _LINE_US, _COMBINE_US = 2.7, 0.0033, 3.0
+_SM90_TILE_US = 0.85  # 650 TFLOP/s on 132 SMs, one block on each
 
 
-def splits(blocks: int, keys: int, places: int, lines: int) -> int:
+def parts_of(constants: Mapping[str, int], blocks: int, keys: int, units: int, lines: int) -> int:
+    """``splits`` for a plan of these constants on so many SMs."""
+    if "GROUPS" in constants:
+        return splits(blocks, keys, units, lines, _SM90_TILE_US)
+    return splits(blocks, keys, units * constants["BLOCKS"], lines)
+
+
+def splits(blocks: int, keys: int, places: int, lines: int, tile_us: float = _TILE_US) -> int:
     """Parts that the keys are cut into so that ``blocks`` fill ``places`` of the device, where that
     gains more than putting ``lines`` (rows of all heads) together costs."""
     parts = max(1, min(places // max(blocks, 1), keys // MIN_PART_KEYS))
-    gain = keys / 64 * (1 - 1 / parts) * _TILE_US
+    gain = keys / 64 * (1 - 1 / parts) * tile_us
     return parts if gain > _COMBINE_US + lines * _LINE_US else 1
 
 
@@ -210,9 +233,10 @@ def repeat(launch: Launcher, plan: Plan, call: Call, with_lse: bool) -> Repeat |
     if any(a is not b for a, b in zip(readable[:3], call[:3], strict=True)) or not call.q.numel():
         return None
     blocks, parts = _grid(plan, call)
-    if parts > 1 or not blocks:
+    if parts > 1 or not blocks or not launch.can_prepare(plan):
         return None
     out, lse = calls.results(call)
     values = abi.forward_values(call, out, lse)
-    prepared = launch.prepare(plan, plans.threads_of(plan), values, call.q.device.index)
-    return ready_forward(prepared, blocks, out, lse if with_lse else None)
+    tensors = calls.tensors_of(call)
+    prepared, grid = launch.prepare(plan, blocks, plans.threads_of(plan), values, tensors)
+    return ready_forward(prepared, grid, out, lse if with_lse else None)

@@ -14,10 +14,12 @@ from ...device import Device
 from ...plan import Plan
 from ..common import libcuda
 from ..common.plans import name_of
-from . import code, plans
+from . import code, counters, plans, tensor_maps
 
 # The leading members of ``Params``, which a prepared launch gets anew: q, k, v, out and lse.
 TENSORS = 5
+NAMES = abi.NAMES[:TENSORS]
+_COUNTER_AT = 8 * abi.NAMES.index("counter")  # only pointers come before
 
 
 class Loaded(NamedTuple):
@@ -43,16 +45,37 @@ class Launcher:
         tensors: Mapping[str, torch.Tensor],
     ) -> None:
         index = _index(next(iter(tensors.values())).device)
-        self._load(plan, threads, index).launch((blocks,), abi.pack(values))
+        loaded, grid = self._load(plan, threads, index), self._grid(plan, blocks, index)
+        if grid < blocks:
+            values = {**values, "counter": counters.source(index)()}
+        loaded.launch((grid,), abi.pack(values, tensor_maps.maps_of(plan, tensors)))
+
+    def _grid(self, plan: Plan, blocks: int, index: int) -> int:
+        return plans.grid_of(plan, blocks, self.device_at(torch.device("cuda", index)).units)
+
+    def can_prepare(self, plan: Plan) -> bool:
+        """Whether nothing but addresses changes between launches."""
+        return plan.kernel not in tensor_maps.BOXES or tensor_maps.movable()
 
     def prepare(
-        self, plan: Plan, threads: int, values: Mapping[str, int | float], index: int
-    ) -> Callable[..., None]:
-        """The kernel as a function of the number of blocks and the addresses of q, k, v, out, lse.
+        self,
+        plan: Plan,
+        blocks: int,
+        threads: int,
+        values: Mapping[str, int | float],
+        tensors: Mapping[str, torch.Tensor],
+    ) -> tuple[Callable[..., None], int]:
+        """The kernel as a function of its grid and the addresses of q, k, v, out and lse, and the
+        grid for ``blocks``.
 
-        All else is as in ``values``.
+        All else is as in ``values``, and in ``tensors``, of which the kernel has maps.
         """
-        return self.prepare_all([(plan, threads)], values, index, f"{TENSORS}Q")
+        index = _index(tensors["q"].device)
+        grid = self._grid(plan, blocks, index)
+        launch = self.prepare_all(
+            [(plan, threads)], values, index, f"{TENSORS}Q", NAMES, tensors, counted=grid < blocks
+        )
+        return launch, grid
 
     def prepare_all(
         self,
@@ -60,14 +83,25 @@ class Launcher:
         values: Mapping[str, int | float],
         index: int,
         first: str,
+        names: Sequence[str] = (),
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        counted: bool = False,
     ) -> Callable[..., None]:
         """``libcuda.launcher`` of plans, each with its number of threads, which share ``Params``.
 
         The leading members, of the struct format ``first``, come anew; all else is as in
-        ``values``.
+        ``values``. ``names`` are theirs, for a kernel that has maps of ``tensors`` (one of all).
+        ``counted``: blocks take their work from a counter.
         """
         loaded = [self._load(plan, threads, index).kernel for plan, threads in kernels]
-        return libcuda.launcher(index, loaded, abi.pack(values), first)
+        maps: tuple[bytes, ...] = ()
+        again: list[tuple[int, int]] = []
+        for plan, _ in kernels:
+            for box in tensor_maps.BOXES.get(plan.kernel, ()):
+                again.append((abi.MAPS_AT + len(again) * abi.MAP_SIZE, names.index(box.tensor)))
+            maps += tensor_maps.maps_of(plan, tensors or {})
+        taken = [(_COUNTER_AT, counters.source(index))] if counted else []
+        return libcuda.launcher(index, loaded, abi.pack(values, maps), first, again, taken)
 
     def plan(self, kernel: str, dtype: int) -> Plan:
         return plans.plan_of(kernel, dtype)
@@ -88,14 +122,21 @@ class Launcher:
     def _load_new(self, plan: Plan, threads: int, index: int) -> Loaded:
         # Notes are no part of a kernel: two plans that differ in them are one.
         plan = replace(plan, notes=())
-        arch = plans.compiled_for(device.of(torch.device("cuda", index)).arch)
+        arch = plans.compiled_for(device.of(torch.device("cuda", index)).arch, plan)
         kernel = code.load(plan, arch)
         self.digests[str(plan)] = kernel.digest
         shared = plans.shared_bytes(plan)
         function = libcuda.load(kernel.data, name_of(plan), index, shared)
-        loaded = libcuda.Kernel(function, threads, shared)
-        launch = libcuda.launcher(index, [loaded], bytes(abi.SIZE), f"{abi.SIZE}s")
-        return Loaded(loaded, launch)
+        if plan.kernel in plans.PERSISTENT:
+            counters.source(index)  # now, since it cannot be made while a graph is captured
+        return launchable(plan, function, threads, shared, index)
+
+
+def launchable(plan: Plan, function: int, threads: int, shared: int, index: int) -> Loaded:
+    """A function that is on device ``index``, as ``plan`` takes its arguments."""
+    size = abi.MAPPED_SIZE if plan.kernel in tensor_maps.BOXES else abi.SIZE
+    kernel = libcuda.Kernel(function, threads, shared, struct=True)
+    return Loaded(kernel, libcuda.launcher(index, [kernel], bytes(size), f"{size}s"))
 
 
 def _index(where: torch.device) -> int:

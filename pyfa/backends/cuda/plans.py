@@ -15,9 +15,22 @@ TILED = env.TILED_ARCHS
 SMALL_THREADS = 256  # of combine, append, row_sums and dq_convert
 
 
-def compiled_for(arch: str) -> str:
-    """The target that code for a device of ``arch`` is compiled for: sm_90a's is plain sm_90."""
-    return arch.rstrip("a")
+def compiled_for(arch: str, plan: Plan | None = None) -> str:
+    """The target that ``plan`` is compiled for on a device of ``arch``.
+
+    Hopper's own kernels need its own instructions, sm_90a; all others go by the plain number.
+    """
+    own = plan is not None and plan.kernel.startswith("cuda/sm90/")
+    return "sm_90a" if own else arch.rstrip("a")
+
+
+# Kernels whose blocks stay on their SMs and take one piece of work after the other.
+PERSISTENT = frozenset({"cuda/sm90/attn_fwd.cu"})
+
+
+def grid_of(plan: Plan, blocks: int, units: int) -> int:
+    """How many blocks are launched for work in ``blocks`` pieces."""
+    return min(blocks, units) if plan.kernel in PERSISTENT else blocks
 
 
 def tiles_of(arch: str) -> str:
@@ -84,6 +97,8 @@ def common_plans(tiles: str) -> list[Plan]:
 def threads_of(plan: Plan) -> int:
     """Of a block."""
     constants = {name: int(value) for name, value in plan.constants}
+    if "GROUPS" in constants:
+        return 128 * (1 + constants["GROUPS"])  # one more copies
     if "WARPS" in constants:
         return 32 * constants["WARPS"]
     if "WARPS_K" in constants:

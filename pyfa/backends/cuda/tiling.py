@@ -8,6 +8,7 @@ from ...plan import Plan
 from ...problem import Problem
 from ...traffic import Shape, TiledKernel, Tiling
 from ..common import calls
+from ..common.backward import is_general_problem
 from ..common.decode import GROUP
 from . import backward, code, decode, forward, plans
 
@@ -17,29 +18,29 @@ def kernels_of(plan: Plan, problem: Problem, shape: Shape, compiled: bool) -> li
     make = _decode if plan.kernel == decode.KERNEL else _forward
     made = [(make(plan, problem, shape), plan)]
     if "backward" in problem.features:
-        arch = plans.tiles_of(problem.arch)
-        pair = calls.bucket_of(backward.TILES[arch], problem.head_dim, problem.head_dim_v)
-        general = bool(problem.features & {"softcap", "alibi", "bias", "sinks", "dropout"})
-        dtype = calls.DTYPE_CODES[problem.dtype]
-        over_keys, _ = backward.plans_of(arch, pair, dtype, general)
+        over_keys, _ = backward.plans_for(
+            problem.arch,
+            problem.head_dim,
+            problem.head_dim_v,
+            calls.DTYPE_CODES[problem.dtype],
+            is_general_problem(problem),
+        )
         made.append((_backward(over_keys), over_keys))
-    arch = plans.compiled_for(problem.arch)
-    return [_as_compiled(*one, arch) if compiled else one[0] for one in made]
+    return [_as_compiled(*one, problem.arch) if compiled else one[0] for one in made]
 
 
 def _as_compiled(kernel: TiledKernel, plan: Plan, arch: str) -> TiledKernel:
-    found = code.load(plan, arch).kernel
+    found = code.load(plan, plans.compiled_for(arch, plan)).kernel
     shared = found.shared_bytes + plans.shared_bytes(plan)
     return replace(kernel, registers=found.registers, compiled_bytes=shared)
 
 
 def _forward(plan: Plan, problem: Problem, shape: Shape) -> TiledKernel:
     values = _values(plan)
-    rows, keys = values["ROWS"] * values["WARPS"], values["BLOCK_K"]
+    rows, keys = forward.rows_of(values), values["BLOCK_K"]
     blocks = -(-shape.seqlen_q // rows) * shape.lines
-    places = problem.device.units * values["BLOCKS"]
     lines = shape.seqlen_q * shape.lines
-    parts = forward.splits(blocks, shape.seqlen_k, places, lines)
+    parts = forward.parts_of(values, blocks, shape.seqlen_k, problem.device.units, lines)
     dims = values["HEAD_DIM"], values["HEAD_DIM_V"]
     stages = {
         "K, tiles": values["STAGES"] * keys * dims[0] * 2,

@@ -1,0 +1,66 @@
+// Attention backward on Hopper (FlashAttention-3, Shah et al. 2024): a block owns BLOCK_K keys of one key
+// head, 64 of them a warpgroup, with their dK and dV in registers, and goes over the query rows that see
+// them, BLOCK_Q at a time, of all heads of its group. Another warpgroup loads, by TMA. P is made again from
+// the LSE; dQ adds up in memory (../sm80/bwd_dq.h).
+//
+// Everything but dQ is made as keys x rows, so that P^T and dS^T are the A operand of dV and dK as they
+// lie in registers; dS goes through shared memory once, for dQ, of which the transpose is made: its
+// products may then have any number of rows. Heads beyond 128 (ROLES): bwd_wide.h. Plain scores only:
+// what has score terms or dropout is sm80's.
+#include "../format.h"
+
+#if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(BLOCK_Q) ||           \
+    !defined(BLOCK_K) || !defined(GROUPS) || !defined(OVERLAP) || !defined(ROLES) ||               \
+    !defined(SHARED_BYTES)
+#error "the plan defines all of these"
+#endif
+#include "bwd_load.h"
+#include "bwd_wide.h"
+
+DEVICE void init_barriers(Shared shared) {
+  for (int i = 0; i < kBarrierCount; ++i) {
+    bool full = i == kKFull || i == kVFull || (i >= kQFull && i < kQEmpty) ||
+                (i >= kDoutFull && i < kDoutEmpty);
+    mbarrier_init(mbarrier_at(shared, i), full ? 2 : i < kQFull ? 1 : kConsumers * 4);
+  }
+  fence_mbarrier_init();
+}
+
+extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd(
+    const __grid_constant__ MappedParams mapped) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const Params &p = mapped.params;
+  Shared shared = shared_address(memory);
+  Owned own = owned_keys(p);
+  Sequence s = sequence_of(p, own.batch);
+  if (own.first_key >= s.keys) return;
+  Seen seen = rows_seeing(p, s, own.first_key, min(own.first_key + BLOCK_K, s.keys) - 1);
+  Work w;
+  w.begin = seen.low / BLOCK_Q;
+  w.end = seen.low < seen.high ? (seen.high + BLOCK_Q - 1) / BLOCK_Q : w.begin;
+  w.steps = (w.end - w.begin) * (p.heads_q / p.heads_k);
+  // Keys beyond the end are seen by nobody; rows beyond it have P = 0 without a mask.
+  w.all_low = own.first_key + BLOCK_K > s.keys ? s.rows : seen.all_low;
+  w.all_high = p.window_left < 0 ? 0x7fffffff : seen.all_high;
+
+  if (thread_index() == 0) init_barriers(shared);
+  barrier();
+  if (thread_index() < kConsumerThreads) {
+    setmaxnreg_inc<240>();
+#if ROLES
+    if (wave_index() < 4)
+      consume_role<kWeightsMaker>(p, w, shared);
+    else
+      consume_role<kDifferencesMaker>(p, w, shared);
+#else
+    consume(p, w, shared);
+#endif
+  } else {
+    setmaxnreg_dec<24>();
+    if (w.steps == 0) return;
+    int warp = wave_index() - kConsumerThreads / kLanes;
+    if (warp == 0 && elect_one()) ask_for_tiles(mapped, own, w, s, shared);
+    if (warp == 1) bring_states<true>(p, own, w, s, shared);
+    if (warp == 2) bring_states<false>(p, own, w, s, shared);
+  }
+}

@@ -1,0 +1,113 @@
+// The warpgroup that loads: one warp asks for copies, two bring the rows' states.
+#pragma once
+#include "bwd_shape.h"
+#include "../../common/row_sums.h"
+
+// The maps of MappedParams.
+enum Map { kMapQ, kMapK, kMapV, kMapDout };
+
+template <int panels, int rows>
+DEVICE void load_panels(Shared to, const TensorMap *map, Shared mbarrier, int row, int head,
+                        int batch) {
+#pragma unroll
+  for (int i = 0; i < panels; ++i)
+    tma_load(to + i * rows * kRowBytes, map, mbarrier, i * 64, row, head, batch);
+}
+
+// Where the copies of what may have to be cleared arrive, and how many bytes of them.
+DEVICE Shared expect(Shared full, Shared landed, bool clear, int bytes) {
+  if (clear) mbarrier_arrive(full);
+  Shared at = clear ? landed : full;
+  mbarrier_arrive_expect_tx(at, bytes);
+  return at;
+}
+
+DEVICE void ask_for_tiles(const MappedParams &mapped, const Owned &own, const Work &w,
+                          const Sequence &s, Shared shared) {
+  const Params &p = mapped.params;
+  auto at = [&](int barrier) { return mbarrier_at(shared, barrier); };
+  bool clear = keys_to_clear(p, s, own.first_key);
+  Cursor cursor = first_tile(p, own, w);
+  int key = (int)s.key0 + own.first_key;
+  Shared arrive = expect(at(kKFull), at(kKLanded), clear, kQPanels * kKPanel);
+  load_panels<kQPanels, BLOCK_K>(shared + kK, &mapped.maps[kMapK], arrive, key, own.head_k, s.key_batch);
+  for (int step = 0; step < w.steps; ++step) {
+    int row = (int)s.row0 + cursor.tile * BLOCK_Q;
+    bool clear_rows = rows_to_clear(p, s, cursor.tile);
+    mbarrier_wait(at(kQEmpty + place_of(step)), phase_of(step) ^ 1);
+    arrive = expect(at(kQFull + place_of(step)), at(kQLanded + place_of(step)), clear_rows, kQBytes);
+    load_panels<kQPanels, BLOCK_Q>(shared + kQ + place_of(step) * kQBytes, &mapped.maps[kMapQ], arrive, row,
+                                   cursor.head, s.row_batch);
+    if (step == 0) {
+      arrive = expect(at(kVFull), at(kVLanded), clear, kVPanels * kKPanel);
+      load_panels<kVPanels, BLOCK_K>(shared + kV, &mapped.maps[kMapV], arrive, key, own.head_k,
+                                     s.key_batch);
+    }
+    mbarrier_wait(at(kDoutEmpty + place_of(step)), phase_of(step) ^ 1);
+    arrive = expect(at(kDoutFull + place_of(step)), at(kDoutLanded + place_of(step)), clear_rows,
+                    kDoutBytes);
+    load_panels<kVPanels, BLOCK_Q>(shared + kDout + place_of(step) * kDoutBytes, &mapped.maps[kMapDout],
+                                   arrive, row, cursor.head, s.row_batch);
+    cursor.advance(w);
+  }
+}
+
+// Zeros in the rows from `first` on, once they have landed: 0 times what lies there may be NaN.
+template <int panels, int rows>
+DEVICE void clear_rows(Shared panel, Shared landed, unsigned parity, int first) {
+  mbarrier_wait(landed, parity);
+#pragma unroll 1
+  for (int i = 0; i < panels; ++i)
+#pragma unroll 1
+    for (int unit = max(first, 0) * 8 + lane_index(); unit < rows * 8; unit += kLanes)
+      store_shared(panel + i * rows * kRowBytes + unit * 16, Quad{0, 0, 0, 0});
+  fence_proxy_async();
+}
+
+// What a warp brings beside the copies of Q and K, or of dO and V: one float a row, and zeros for what is
+// not of the sequence.
+template <bool of_q>
+DEVICE void bring_states(const Params &p, const Owned &own, const Work &w,
+                          const Sequence &s, Shared shared) {
+  constexpr int kPanels = of_q ? kQPanels : kVPanels;
+  constexpr int kFull = of_q ? kQFull : kDoutFull, kEmpty = of_q ? kQEmpty : kDoutEmpty;
+  auto at = [&](int barrier) { return mbarrier_at(shared, barrier); };
+  auto arrive = [&](int barrier) {
+    __syncwarp();
+    if (lane_index() == 0) mbarrier_arrive(at(barrier));
+  };
+  if (keys_to_clear(p, s, own.first_key))
+    clear_rows<kPanels, BLOCK_K>(shared + (of_q ? kK : kV), at(of_q ? kKLanded : kVLanded), 0,
+                                 s.keys - own.first_key);
+  arrive(of_q ? kKFull : kVFull);
+  Cursor cursor = first_tile(p, own, w);
+  unsigned landed = 0;  // by place, the parity of its next copies that have to be waited for
+  for (int step = 0; step < w.steps; ++step) {
+    int first = cursor.tile * BLOCK_Q;
+    RowStates states = row_states(p);
+    const float *from =
+        (of_q ? states.minus_lse : states.minus_delta) + state_offset(p, s, cursor.head) + first;
+    float x[(BLOCK_Q + kLanes - 1) / kLanes];
+#pragma unroll
+    for (int i = 0; i * kLanes < BLOCK_Q; ++i) {
+      int row = i * kLanes + lane_index();
+      x[i] = of_q ? -INFINITY_F : 0.0f;  // which makes P 0
+      if (row < BLOCK_Q && first + row < s.rows) x[i] = from[row];
+    }
+    mbarrier_wait(at(kEmpty + place_of(step)), phase_of(step) ^ 1);
+    Shared to = shared + (of_q ? kMinusLse : kMinusDelta) + place_of(step) * kStates + lane_index() * 4;
+#pragma unroll
+    for (int i = 0; i * kLanes < BLOCK_Q; ++i)
+      if (i * kLanes + lane_index() < BLOCK_Q)
+        store_shared(to + i * kLanes * 4, __builtin_bit_cast(unsigned, x[i]));
+    if (rows_to_clear(p, s, cursor.tile)) {
+      clear_rows<kPanels, BLOCK_Q>(
+          shared + (of_q ? kQ + place_of(step) * kQBytes : kDout + place_of(step) * kDoutBytes),
+          at((of_q ? kQLanded : kDoutLanded) + place_of(step)), landed >> place_of(step) & 1,
+          s.rows - first);
+      landed ^= 1u << place_of(step);
+    }
+    arrive(kFull + place_of(step));
+    cursor.advance(w);
+  }
+}

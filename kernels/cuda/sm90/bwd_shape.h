@@ -1,0 +1,117 @@
+// What a block of backward is made of: sizes, where things lie in shared memory, barriers, its work.
+#pragma once
+#include "../../sequence.h"
+#include "tma.h"
+#include "wgmma.h"
+
+// Warpgroups that multiply: each for 64 keys or, with ROLES, two for the same 64 (bwd_wide.h).
+constexpr int kConsumers = GROUPS;
+constexpr int kKeyGroups = BLOCK_K / 64;
+static_assert(ROLES ? kConsumers == 2 && kKeyGroups == 1 : kConsumers == kKeyGroups, "or else");
+constexpr int kConsumerThreads = kConsumers * 128;
+constexpr int kThreads = kConsumerThreads + 128;  // and one that loads
+
+// Panels of 64 elements a row, as TMA leaves them and wgmma reads them.
+constexpr int kRowBytes = 128;
+constexpr int kStages = 2;
+
+constexpr int kQPanels = HEAD_DIM / 64, kVPanels = HEAD_DIM_V / 64;
+constexpr int kQPanel = BLOCK_Q * kRowBytes, kKPanel = BLOCK_K * kRowBytes;
+typedef Operand<64> Panel;
+
+// dQ^T = K^T dS^T: a warpgroup makes some of the head's elements for all rows or, where they are too few,
+// all elements for some of the rows.
+constexpr int kDqM = HEAD_DIM / 64 < kConsumers ? 1 : HEAD_DIM / 64 / kConsumers;
+constexpr int kDqPartsD = HEAD_DIM / 64 / kDqM;
+constexpr int kDqRows = BLOCK_Q * kDqPartsD / kConsumers;
+
+// Shared memory. The states of a tile: -LSE with its Q, -delta with its dO.
+constexpr int kStates = (BLOCK_Q * 4 + 127) / 128 * 128;
+constexpr int kK = 0;
+constexpr int kV = kK + kQPanels * kKPanel;
+constexpr int kQ = kV + kVPanels * kKPanel;
+constexpr int kQBytes = kQPanels * kQPanel;
+constexpr int kDout = kQ + kStages * kQBytes;
+constexpr int kDoutBytes = kVPanels * kQPanel;
+constexpr int kDs = kDout + kStages * kDoutBytes;  // two buffers of panels of 64 keys
+constexpr int kDsBytes = kKeyGroups * kQPanel;
+constexpr int kWeights = kDs + 2 * kDsBytes;  // with ROLES, P^T as threads hold it
+constexpr int kMinusLse = kWeights + (ROLES ? 64 * BLOCK_Q * 2 : 0);
+constexpr int kMinusDelta = kMinusLse + kStages * kStates;
+constexpr int kBarriers = kMinusDelta + kStages * kStates;
+static_assert(kBarriers + 128 == SHARED_BYTES, "as the plan says");
+
+// mbarriers. "Full" ones: of an arrival for the copies and one of the warp that brings states and clears
+// what lies beyond a sequence's end. "Landed": of the copies, where that warp has to wait for them.
+// "Empty": of each consumer warp.
+enum Barrier {
+  kKFull, kVFull, kKLanded, kVLanded,
+  kQLanded, kDoutLanded = kQLanded + kStages,  // of each place: two short heads may be under way
+  kQFull = kDoutLanded + kStages, kQEmpty = kQFull + kStages,
+  kDoutFull = kQEmpty + kStages, kDoutEmpty = kDoutFull + kStages,
+  kBarrierCount = kDoutEmpty + kStages
+};
+static_assert(kBarrierCount * 8 <= 128, "what is set aside for them");
+DEVICE Shared mbarrier_at(Shared shared, int number) { return shared + kBarriers + number * 8; }
+
+// Named barriers; 0 is that of the block.
+constexpr int kDsWritten = 1;       // of all consumers
+constexpr int kWeightsWritten = 2;  // with ROLES
+constexpr int kTurn = 3;            // and on, of each consumer's threads
+
+// The keys that a block owns.
+struct Owned {
+  int batch, head_k, first_key;
+};
+DEVICE Owned owned_keys(const Params &p) {
+  int id = workgroup_index();
+  pin(id);  // what follows from it is made where it is used: no register keeps it through the loop
+  int blocks = (p.seqlen_k + BLOCK_K - 1) / BLOCK_K;
+  return Owned{id / blocks / p.heads_k, id / blocks % p.heads_k, id % blocks * BLOCK_K};
+}
+
+// What it does: tiles begin ... end of BLOCK_Q rows, of each head of the group.
+struct Work {
+  int begin, end;         // tiles
+  int all_low, all_high;  // the rows that see all of the keys
+  int steps;              // tiles of all heads
+};
+
+// The tile of a step.
+struct Cursor {
+  int head, tile;
+  METHOD void advance(const Work &w) {
+    if (++tile == w.end) {
+      tile = w.begin;
+      ++head;
+    }
+  }
+};
+DEVICE Cursor first_tile(const Params &p, const Owned &own, const Work &w) {
+  return Cursor{own.head_k * (p.heads_q / p.heads_k), w.begin};
+}
+
+// A step's place among the stages, and the parity that ends with its filling there.
+DEVICE int place_of(unsigned step) { return step % kStages; }
+DEVICE unsigned phase_of(unsigned step) { return step / kStages % 2; }
+
+// Rows that a tile holds and that are not of the sequence arrive as they lie in memory, where it is part of
+// a longer tensor; else as zeros.
+DEVICE bool rows_to_clear(const Params &p, const Sequence &s, int tile) {
+  return (p.cu_seqlens_q || p.seqused_q) && (tile + 1) * BLOCK_Q > s.rows;
+}
+DEVICE bool keys_to_clear(const Params &p, const Sequence &s, int first_key) {
+  return (p.cu_seqlens_k || p.seqused_k) && first_key + BLOCK_K > s.keys;
+}
+
+// Four 8 x 8 matrices, as sm80/mma.h's ldmatrix would read them.
+DEVICE void stmatrix(Shared at, const unsigned (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(x[0]),
+               "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+DEVICE void stmatrix_transposed(Shared at, const unsigned (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(at),
+               "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+}

@@ -1,0 +1,324 @@
+// A warpgroup that multiplies: S^T and dP^T of its 64 keys, what they add to dV and dK, its share of dQ.
+#pragma once
+#include "bwd_shape.h"
+#include "../bwd_mask.h"
+#include "../../common/row_sums.h"
+#include "../sm80/bwd_dq.h"
+
+constexpr int kScores = BLOCK_Q / 2;   // registers of 64 keys x BLOCK_Q rows in float32
+constexpr int kSlices = BLOCK_Q / 16;  // of a product over the rows
+constexpr int kDqSums = kDqRows / 2;   // registers of 64 elements of the head x kDqRows rows
+
+typedef unsigned Packed[kSlices][4];   // scores in 16 bits, as A operands
+
+DEVICE void load_pair(float (&x)[2], Shared at) {
+  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(at));
+}
+
+// S^T = K Q^T or dP^T = V dO^T, of panels of 64 elements of the head.
+template <int panels>
+DEVICE void multiply_heads(float (&d)[kScores], Shared keys, Shared rows) {
+  unsigned long long a = Panel::along(keys), b = Panel::along(rows);
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < panels * 4; ++i)
+    wgmma<DTYPE, false, false>(d, a + Panel::step_along(i, kKPanel), b + Panel::step_along(i, kQPanel),
+                               i > 0);
+}
+
+// dV += P^T dO or dK += dS^T Q.
+template <int width>
+DEVICE void multiply_rows(float (&d)[width / 2], const Packed &scores, Shared rows) {
+  unsigned long long b = Panel::down(rows, kQPanel);
+  hold(d);
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < kSlices; ++i)
+    wgmma<DTYPE, true>(d, scores[i], b + Panel::step_down(i), true);
+}
+
+// dQ^T = K^T dS^T: `keys` from the first element of the head that is wanted, `ds` from the first row.
+template <int panels, int n>
+DEVICE void multiply_keys(float (&d)[panels][n], Shared keys, Shared ds) {
+  unsigned long long a = Panel::down(keys, kKPanel), b = Panel::along(ds);
+  wgmma_fence();
+#pragma unroll
+  for (int m = 0; m < panels; ++m)
+#pragma unroll
+    for (int i = 0; i < BLOCK_K / 16; ++i)
+      wgmma<DTYPE, true, false>(d[m], a + m * (kKPanel / 16) + Panel::step_down(i),
+                                b + Panel::step_along(i, kQPanel), i > 0);
+}
+
+DEVICE void hold(Packed &x) {
+#pragma unroll
+  for (int i = 0; i < kSlices; ++i) hold(x[i]);
+}
+
+// P^T from S^T, in 16 bits; `minus_lse` of the lane's first row.
+DEVICE void make_weights(Packed &weights, const float (&s)[kScores], float scale, Shared minus_lse) {
+#pragma unroll
+  for (int j = 0; j < kScores / 4; ++j) {
+    float lse[2], x[4];
+    load_pair(lse, minus_lse + j * 32);
+#pragma unroll
+    for (int r = 0; r < 4; ++r) x[r] = exp2(__builtin_fmaf(s[4 * j + r], scale, lse[r % 2]));
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      weights[j / 2][j % 2 * 2 + h] = Format<DTYPE>::nearest(x[2 * h], x[2 * h + 1]);
+  }
+}
+// dS^T from dP^T and P^T, of slice i. P in 32 bits would not fit the registers beside what is under way.
+DEVICE void make_differences(unsigned (&ds)[4], const float (&dp)[kScores], int i,
+                             const unsigned (&weights)[4], Shared minus_delta) {
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    float delta[2], x[4];
+    load_pair(delta, minus_delta + (2 * i + j) * 32);
+#pragma unroll
+    for (int r = 0; r < 4; ++r)
+      x[r] = (dp[8 * i + 4 * j + r] + delta[r % 2]) *
+             low_half<DTYPE>(weights[2 * j + r / 2] >> r % 2 * 16);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) ds[2 * j + h] = Format<DTYPE>::nearest(x[2 * h], x[2 * h + 1]);
+  }
+}
+
+// All bits from `first` to `last` of a word; shifts by more than 31 give 0.
+DEVICE unsigned bits_between(int first, int last) {
+  unsigned from, to;
+  asm("shl.b32 %0, 0xffffffff, %1;" : "=r"(from) : "r"(max(first, 0)));
+  asm("shr.u32 %0, 0xffffffff, %1;" : "=r"(to) : "r"(max(31 - last, 0)));
+  return from & to;
+}
+// The sequence as masks need it, its keys counted from a block's first one. What lies beyond its rows
+// needs no mask.
+DEVICE Sequence counted_from(const Owned &own, Sequence s) {
+  s.keys -= own.first_key;
+  s.shift -= own.first_key;
+  s.rows = 0x3fffffff;
+  return s;
+}
+// 0 for what is not seen, of the lane's keys number `key` and `key` + 8 and rows from `row` on. A bit a row
+// says what is seen; the sign of a byte of each of two words, for two neighbouring rows, is spread over
+// 16 bits. 2 instructions a register, where comparing takes 10.
+DEVICE void hide(const Params &p, const Sequence &s, int key, int row, Packed &weights) {
+  Mask mask = mask_of(p, s);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    Range range = rows_that_see(mask, key + 8 * h, row);
+#pragma unroll
+    for (int j = 0; j < kScores / 4; j += 4) {
+      unsigned seen = bits_between(range.first - 8 * j, range.last - 8 * j);
+#pragma unroll
+      for (int i = 0; i < 4 && j + i < kScores / 4; ++i) {
+        unsigned both;
+        asm("prmt.b32 %0, %1, %2, %3;"
+            : "=r"(both)
+            : "r"(seen << 7), "r"(seen << 6), "r"(0xcc88 + 0x1111 * i));
+        weights[(j + i) / 2][(j + i) % 2 * 2 + h] &= both;
+      }
+    }
+  }
+}
+
+// Where the sums of a tile have to be the same from run to run, its blocks add in the order of their
+// keys: those before this one have lower numbers and so have been started. Each warpgroup has a count of
+// its own, of those that added the same part before it.
+struct Turn {
+  int *count;
+  int before;
+};
+DEVICE Turn turn_of(const Params &p, const Cursor &at, int group) {
+  Owned own = owned_keys(p);
+  Sequence s = sequence_of(p, own.batch);
+  int first = at.tile * BLOCK_Q;
+  int begin = keys_seen(p, s, first, min(first + BLOCK_Q, s.rows) - 1).low / BLOCK_K;
+  return Turn{(int *)p.counter + q_tile(p, s, first, at.head) * kConsumers + group,
+              own.first_key / BLOCK_K - begin};
+}
+DEVICE void wait_for_turn(const Turn &turn, int group) {
+  if (thread_index() % 128 == 0) {
+    int count;
+    do asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(count) : "l"(turn.count) : "memory");
+    while (count != turn.before);
+  }
+  bar_sync(kTurn + group, 128);
+}
+DEVICE void end_turn(const Turn &turn, int group) {
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+  bar_sync(kTurn + group, 128);
+  if (thread_index() % 128 == 0)
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn.count) : "memory");
+}
+
+// To where `to` has the lane's part of the first product.
+template <int m, int n>
+DEVICE void add_dq(float *to, const float (&dq)[m][n]) {
+#pragma unroll
+  for (int i = 0; i < m; ++i)
+#pragma unroll
+    for (int j = 0; j < n / 4; ++j) {
+      float four[4] = {dq[i][4 * j], dq[i][4 * j + 1], dq[i][4 * j + 2], dq[i][4 * j + 3]};
+      add(to + q_product<true>(4 * i, j), four);
+    }
+}
+
+// A warp's 16 keys of a gradient to memory, by way of its part of a tile that nobody reads any more, so
+// that 16 bytes leave at a time.
+template <int width>
+DEVICE void store_gradient(const float (&x)[width / 2], float factor, Shared tile, int warp,
+                           unsigned short *to, long long step, int keys, int elements) {
+  Shared mine = tile + warp * 16 * kRowBytes;
+  int row = lane_index() % 16, unit = lane_index() / 16;
+#pragma unroll
+  for (int i = 0; i < width / 16; ++i) {
+    unsigned both[4];
+#pragma unroll
+    for (int r = 0; r < 4; ++r)
+      both[r] = Format<DTYPE>::nearest(x[8 * i + 2 * r] * factor, x[8 * i + 2 * r + 1] * factor);
+    stmatrix(mine + i / 4 * kKPanel + row * kRowBytes + ((i % 4 * 2 + unit) ^ row % 8) * 16, both);
+  }
+  __syncwarp();
+  row = lane_index() / 8;
+  unit = lane_index() % 8;
+#pragma unroll
+  for (int panel = 0; panel < width / 64; ++panel)
+#pragma unroll
+    for (int i = 0; i < 16; i += 4) {
+      Quad eight = load_shared<Quad>(mine + panel * kKPanel + (row + i) * kRowBytes +
+                                     (unit ^ (row + i) % 8) * 16);
+      if (row + i < keys && panel * 64 + unit * 8 < elements)
+        *(Quad *)(to + (row + i) * step + panel * 64 + unit * 8) = eight;
+    }
+}
+
+DEVICE void store_keys_gradient(const Params &p, const float (&dk)[HEAD_DIM / 2], Shared shared, int warp) {
+  Owned own = owned_keys(p);
+  Sequence s = sequence_of(p, own.batch);
+  int first = own.first_key + warp * 16;
+  store_gradient<HEAD_DIM>(dk, p.scale, shared + kK, warp,
+                           (unsigned short *)p.dk + s.key_batch * p.dk_batch +
+                               (s.key0 + first) * p.dk_row + own.head_k * p.dk_head,
+                           p.dk_row, s.keys - first, p.head_dim);
+}
+DEVICE void store_values_gradient(const Params &p, const float (&dv)[HEAD_DIM_V / 2], Shared shared,
+                                  int warp) {
+  Owned own = owned_keys(p);
+  Sequence s = sequence_of(p, own.batch);
+  int first = own.first_key + warp * 16;
+  store_gradient<HEAD_DIM_V>(dv, 1.0f, shared + kV, warp,
+                             (unsigned short *)p.dv + s.key_batch * p.dv_batch +
+                                 (s.key0 + first) * p.dv_row + own.head_k * p.dv_head,
+                             p.dv_row, s.keys - first, p.head_dim_v);
+}
+
+// All tiles of a block. Of a tile, products are asked for in the order S, dP, dV, dQ, dK, so that
+// exponentials lie beside dP, dS and the wait for the other warpgroup's beside dV, and adding dQ up beside
+// dK. With OVERLAP the next S is asked for while dK is under way: dS keeps its registers for longer.
+DEVICE void consume(const Params &p, const Work &w, Shared shared) {
+  auto at = [&](int barrier) { return mbarrier_at(shared, barrier); };
+  int group = wave_index() / 4, warp = wave_index();
+  float dk[HEAD_DIM / 2], dv[HEAD_DIM_V / 2];
+#pragma unroll
+  for (int i = 0; i < HEAD_DIM / 2; ++i) dk[i] = 0.0f;
+#pragma unroll
+  for (int i = 0; i < HEAD_DIM_V / 2; ++i) dv[i] = 0.0f;
+
+  if (w.steps) {
+    Packed ds;
+    Owned own = owned_keys(p);
+    Sequence s = counted_from(own, sequence_of(p, own.batch));
+    Cursor cursor = first_tile(p, own, w);
+    Shared my_keys = shared + kK + group * 64 * kRowBytes, my_values = my_keys + (kV - kK);
+    float scale = p.scale * kLog2E;
+    int column = lane_index() % 4 * 2;  // a lane's first row in a tile, which lies along its registers
+    // Where the lane's four matrices of 16 rows x 16 keys begin in dS.
+    int ds_row = lane_index() / 16 * 8 + lane_index() % 8;
+    Shared ds_at = shared + kDs + group * kQPanel + ds_row * kRowBytes +
+                   ((warp % 4 * 2 + lane_index() / 8 % 2) ^ ds_row % 8) * 16;
+    // Its share of dQ.
+    int part_d = group % kDqPartsD, part_rows = group / kDqPartsD;
+    Shared dq_keys = shared + kK + part_d * kDqM * kKPanel;
+    Shared dq_ds = shared + kDs + part_rows * kDqRows * kRowBytes;
+    float *dq_to = (float *)p.dq_accum + q_tile(p, sequence_of(p, own.batch), 0, 0) * kQTile +
+                   q_product<true>(part_d * kDqM * 4 + warp % 4, part_rows * kDqRows / 8) +
+                   lane_index() * kLaneStep;
+
+    mbarrier_wait(at(kKFull), 0);
+#pragma unroll 1
+    for (int step = 0; step < w.steps; ++step) {
+      float scores[kScores], dp[kScores];
+      Packed weights;
+      int first = cursor.tile * BLOCK_Q;
+      Shared this_q = shared + kQ + place_of(step) * kQBytes;
+      Shared this_dout = shared + kDout + place_of(step) * kDoutBytes;
+      mbarrier_wait(at(kQFull + place_of(step)), phase_of(step));
+      multiply_heads<kQPanels>(scores, my_keys, this_q);
+      wgmma_commit();
+      if (OVERLAP) {
+        wgmma_wait<1>();  // dK of the last tile
+        hold(dk);
+        hold(ds);
+        if (step && lane_index() == 0) mbarrier_arrive(at(kQEmpty + place_of(step + 1)));
+      }
+      if (step == 0) mbarrier_wait(at(kVFull), 0);
+      mbarrier_wait(at(kDoutFull + place_of(step)), phase_of(step));
+      multiply_heads<kVPanels>(dp, my_values, this_dout);
+      wgmma_commit();
+
+      wgmma_wait<1>();  // S
+      hold(scores);
+      make_weights(weights, scores, scale, shared + kMinusLse + place_of(step) * kStates + column * 4);
+      if (first < w.all_low || first + BLOCK_Q > w.all_high)
+        hide(p, s, warp * 16 + lane_index() / 4, first + column, weights);
+      multiply_rows<HEAD_DIM_V>(dv, weights, this_dout);
+      wgmma_commit();
+
+      wgmma_wait<1>();  // dP
+      hold(dp);
+#pragma unroll
+      for (int i = 0; i < kSlices; ++i) {
+        make_differences(ds[i], dp, i, weights[i],
+                         shared + kMinusDelta + place_of(step) * kStates + column * 4);
+        stmatrix_transposed(ds_at + place_of(step) * kDsBytes + i * 16 * kRowBytes, ds[i]);
+      }
+      fence_proxy_async();
+      bar_sync(kDsWritten, kConsumerThreads);
+
+      float dq[kDqM][kDqSums];
+      multiply_keys(dq, dq_keys, dq_ds + place_of(step) * kDsBytes);
+      wgmma_commit();
+      multiply_rows<HEAD_DIM>(dk, ds, this_q);
+      wgmma_commit();
+      wgmma_wait<1>();  // dV and dQ
+      hold(dv);
+      hold(weights);
+#pragma unroll
+      for (int m = 0; m < kDqM; ++m) hold(dq[m]);
+      if (lane_index() == 0) mbarrier_arrive(at(kDoutEmpty + place_of(step)));
+      float *to = dq_to + ((long long)cursor.tile * p.heads_q + cursor.head) * kQTile;
+      if (p.counter) {
+        Turn turn = turn_of(p, cursor, group);
+        wait_for_turn(turn, group);
+        add_dq(to, dq);
+        end_turn(turn, group);
+      } else {
+        add_dq(to, dq);
+      }
+      if (!OVERLAP) {
+        wgmma_wait<0>();  // dK
+        hold(dk);
+        hold(ds);
+        if (lane_index() == 0) mbarrier_arrive(at(kQEmpty + place_of(step)));
+      }
+      cursor.advance(w);
+    }
+    wgmma_wait<0>();
+    hold(dk);
+    hold(ds);
+    bar_sync(kDsWritten, kConsumerThreads);  // K was read
+  }
+  store_keys_gradient(p, dk, shared, warp);
+  store_values_gradient(p, dv, shared, warp);
+}

@@ -1,0 +1,170 @@
+// Wide heads, whose dK and dV of 64 keys fill the registers of a warpgroup each: one makes S, P and dV, the
+// other dP, dS and dK, both for the same 64 keys, and each every other 64 elements of dQ's head. P goes
+// from one to the other by shared memory, as its threads hold it.
+#pragma once
+#include "bwd_tile.h"
+
+constexpr int kWeightsMaker = 0, kDifferencesMaker = 1;  // roles
+constexpr int kChunks = HEAD_DIM / 64;                   // of dQ^T
+typedef float Chunk[1][kScores];
+
+DEVICE void store_weights(Shared to, const Packed &weights) {
+#pragma unroll
+  for (int i = 0; i < kSlices; ++i)
+    store_shared(to + (i * 128 + thread_index() % 128) * 16,
+                 Quad{weights[i][0], weights[i][1], weights[i][2], weights[i][3]});
+}
+// As make_differences, with P^T from where the other warpgroup left it, 16 rows at a time.
+DEVICE void make_differences(Packed &ds, const float (&dp)[kScores], Shared weights, Shared minus_delta) {
+#pragma unroll
+  for (int i = 0; i < kSlices; ++i) {
+    Quad x = load_shared<Quad>(weights + (i * 128 + thread_index() % 128) * 16);
+    unsigned words[4] = {x[0], x[1], x[2], x[3]};
+    make_differences(ds[i], dp, i, words, minus_delta);
+  }
+}
+
+// What a warpgroup adds to dQ of a tile, every other chunk of 64 elements: ask(), some other work, add().
+static_assert(!ROLES || kChunks == 3 || kChunks == 4, "a role has one or two chunks");
+template <int role>
+struct DqSums {
+  Shared keys, ds;
+  float *to;   // of the first tile
+  Cursor of;   // the last one whose dS was made
+  int place;
+  METHOD void ask(Chunk &sums, int chunk) const {
+    multiply_keys(sums, keys + chunk * kKPanel, ds + place * kDsBytes);
+    wgmma_commit();
+  }
+  METHOD void add(const Params &p, Chunk &sums, int chunk, const Cursor &tile) const {
+    hold(sums[0]);
+    if (p.counter && chunk == role) wait_for_turn(turn_of(p, tile, role), role);
+    long long number = (long long)tile.tile * p.heads_q + tile.head;
+    add_dq(to + number * kQTile + q_product<true>(4 * chunk, 0), sums);
+    if (p.counter && chunk + 2 >= kChunks) end_turn(turn_of(p, tile, role), role);
+  }
+};
+
+// All tiles of a block. While a tile's scores are made, the first chunk of dQ of the tile before is under
+// way, and its other chunks before this tile's dV or dK. Nothing asked for depends on a condition, which
+// the compiler would wait for.
+template <int role>
+DEVICE void consume_role(const Params &p, const Work &w, Shared shared) {
+  constexpr bool kFirst = role == kWeightsMaker;
+  constexpr int kWidth = kFirst ? HEAD_DIM_V : HEAD_DIM;
+  constexpr int kLast = role + (kChunks - 1 - role) / 2 * 2;  // of its chunks
+  auto at = [&](int barrier) { return mbarrier_at(shared, barrier); };
+  int warp = wave_index() % 4;
+  float gradient[kWidth / 2];
+#pragma unroll
+  for (int i = 0; i < kWidth / 2; ++i) gradient[i] = 0.0f;
+
+  if (w.steps) {
+    Packed operand;  // P^T or dS^T
+    Owned own = owned_keys(p);
+    Sequence s = counted_from(own, sequence_of(p, own.batch));
+    Cursor cursor = first_tile(p, own, w);
+    float scale = p.scale * kLog2E;
+    int column = lane_index() % 4 * 2;
+    int ds_row = lane_index() / 16 * 8 + lane_index() % 8;
+    Shared ds_at = shared + kDs + ds_row * kRowBytes +
+                   ((warp * 2 + lane_index() / 8 % 2) ^ ds_row % 8) * 16;
+    DqSums<role> dq{shared + kK, shared + kDs,
+                    (float *)p.dq_accum + q_tile(p, sequence_of(p, own.batch), 0, 0) * kQTile +
+                        q_product<true>(warp, 0) + lane_index() * kLaneStep};
+
+    auto ask_scores = [&](float(&scores)[kScores], int step) {
+      int place = place_of(step);
+      mbarrier_wait(at((kFirst ? kQFull : kDoutFull) + place), phase_of(step));
+      if constexpr (kFirst)
+        multiply_heads<kQPanels>(scores, shared + kK, shared + kQ + place * kQBytes);
+      else
+        multiply_heads<kVPanels>(scores, shared + kV, shared + kDout + place * kDoutBytes);
+      wgmma_commit();
+    };
+    auto make_operand = [&](float(&scores)[kScores], int step) {
+      int place = place_of(step), first = cursor.tile * BLOCK_Q;
+      hold(scores);
+      if constexpr (kFirst) {
+        make_weights(operand, scores, scale, shared + kMinusLse + place * kStates + column * 4);
+        if (first < w.all_low || first + BLOCK_Q > w.all_high)
+          hide(p, s, warp * 16 + lane_index() / 4, first + column, operand);
+        store_weights(shared + kWeights, operand);
+        bar_arrive(kWeightsWritten, kConsumerThreads);
+      } else {
+        bar_sync(kWeightsWritten, kConsumerThreads);
+        make_differences(operand, scores, shared + kWeights,
+                         shared + kMinusDelta + place * kStates + column * 4);
+#pragma unroll
+        for (int i = 0; i < kSlices; ++i)
+          stmatrix_transposed(ds_at + place * kDsBytes + i * 16 * kRowBytes, operand[i]);
+        fence_proxy_async();
+      }
+      if (lane_index() == 0) mbarrier_arrive(at((kFirst ? kQEmpty : kDoutEmpty) + place));
+    };
+    auto ask_gradient = [&](int step) {
+      int place = place_of(step);
+      mbarrier_wait(at((kFirst ? kDoutFull : kQFull) + place), phase_of(step));
+      multiply_rows<kWidth>(gradient, operand,
+                            shared + (kFirst ? kDout + place * kDoutBytes : kQ + place * kQBytes));
+      wgmma_commit();
+      dq.of = cursor;
+      dq.place = place;
+      cursor.advance(w);
+    };
+    // Of the tile before `step`.
+    auto end_gradient = [&](int step) {
+      hold(gradient);
+      hold(operand);
+      if (lane_index() == 0) mbarrier_arrive(at((kFirst ? kDoutEmpty : kQEmpty) + place_of(step - 1)));
+    };
+
+    mbarrier_wait(at(kKFull), 0);
+    if (!kFirst) mbarrier_wait(at(kVFull), 0);
+    {
+      float scores[kScores];
+      ask_scores(scores, 0);
+      wgmma_wait<0>();
+      make_operand(scores, 0);
+      ask_gradient(0);
+    }
+#pragma unroll 1
+    for (int step = 1; step < w.steps; ++step) {
+      float scores[kScores];
+      Chunk sums;
+      if (OVERLAP) ask_scores(scores, step);
+      wgmma_wait<OVERLAP>();
+      end_gradient(step);
+      if (!OVERLAP) ask_scores(scores, step);
+      bar_sync(kDsWritten, kConsumerThreads);
+      dq.ask(sums, role);
+      wgmma_wait<1>();  // the scores
+      make_operand(scores, step);
+      wgmma_wait<0>();
+      dq.add(p, sums, role, dq.of);
+      if constexpr (kLast != role) dq.ask(sums, kLast);
+      Cursor before = dq.of;
+      ask_gradient(step);
+      if constexpr (kLast != role) {
+        wgmma_wait<1>();
+        dq.add(p, sums, kLast, before);
+      }
+    }
+    Chunk sums;
+    bar_sync(kDsWritten, kConsumerThreads);
+    dq.ask(sums, role);
+    wgmma_wait<0>();
+    end_gradient(w.steps);
+    dq.add(p, sums, role, dq.of);
+    if constexpr (kLast != role) {
+      dq.ask(sums, kLast);
+      wgmma_wait<0>();
+      dq.add(p, sums, kLast, dq.of);
+    }
+    bar_sync(kDsWritten, kConsumerThreads);  // K was read
+  }
+  if constexpr (kFirst)
+    store_values_gradient(p, gradient, shared, warp);
+  else
+    store_keys_gradient(p, gradient, shared, warp);
+}

@@ -1,0 +1,91 @@
+"""Hopper's backward: which problems it takes, and its tiles."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...plan import Plan
+from ..common import calls
+
+KERNEL = "cuda/sm90/attn_bwd.cu"
+GROUP_KEYS = 64  # of a warpgroup
+# Whether the conformance suite has passed with it on a GPU. Until then sm80's kernel runs: of this
+# one a first run of 27 cases showed one fault, and what mended that has only been compiled.
+VERIFIED = False
+STAGES = 2  # places for a tile of Q and dO
+PANEL_BYTES = 128  # of a row: what TMA and the matrix instruction swizzle
+
+
+class Tiles(NamedTuple):
+    """``groups`` warpgroups take ``block_q`` rows at a time, each for 64 keys of its own, or both
+    for the same 64 with a role each (``roles``).
+
+    ``overlap``: a tile's first product is asked for while the last one's dK is under way.
+    """
+
+    groups: int
+    block_q: int
+    overlap: bool = True
+    roles: bool = False
+
+    @property
+    def block_k(self) -> int:
+        return GROUP_KEYS * (1 if self.roles else self.groups)
+
+
+def shared_bytes(tiles: Tiles, head_dim: int, head_dim_v: int) -> int:
+    """Of a block: keys and values, the stages with two floats a row, two dS, P where it is handed
+    over, barriers."""
+    keys, rows = tiles.block_k, tiles.block_q
+    states = -(-rows * 4 // 128) * 128
+    stage = rows * (head_dim + head_dim_v) * 2 + 2 * states
+    ds = keys // GROUP_KEYS * rows * PANEL_BYTES
+    weights = GROUP_KEYS * rows * 2 if tiles.roles else 0
+    return keys * (head_dim + head_dim_v) * 2 + STAGES * stage + 2 * ds + weights + 128
+
+
+# By head dims. More rows at a time need more registers than 240 a thread.
+TILES: dict[tuple[int, int], Tiles] = {
+    (64, 64): Tiles(2, 128),
+    (128, 128): Tiles(2, 64),
+    (192, 128): Tiles(2, 64, roles=True),
+    (192, 192): Tiles(2, 64, roles=True),
+    (256, 256): Tiles(2, 64, overlap=False, roles=True),
+}
+
+
+def why_not(general: bool) -> list[str]:
+    """Why backward is sm80's kernel on a device that has this one."""
+    if general:
+        return ["backward is sm80's kernel: sm90's has no score terms, sinks or dropout"]
+    return [] if VERIFIED else ["backward is sm80's kernel: sm90's is not verified on hardware"]
+
+
+def plans_of(pair: tuple[int, int], dtype: int) -> tuple[Plan, Plan]:
+    """attn_bwd and dq_convert."""
+    tiles = TILES[pair]
+    constants = {
+        "BLOCK_K": tiles.block_k,
+        "BLOCK_Q": tiles.block_q,
+        "DTYPE": dtype,
+        "GROUPS": tiles.groups,
+        "HEAD_DIM": pair[0],
+        "HEAD_DIM_V": pair[1],
+        "OVERLAP": int(tiles.overlap),
+        "ROLES": int(tiles.roles),
+        "SHARED_BYTES": shared_bytes(tiles, *pair),
+    }
+    of_convert = {name: constants[name] for name in ("BLOCK_Q", "DTYPE", "HEAD_DIM")}
+    return (
+        Plan("cuda", KERNEL, tuple(constants.items())),
+        Plan("cuda", "cuda/sm80/dq_convert.cu", (*of_convert.items(), ("TRANSPOSED", 1))),
+    )
+
+
+def all_plans() -> list[Plan]:
+    return [
+        plan
+        for pair in TILES
+        for dtype in calls.DTYPE_CODES.values()
+        for plan in plans_of(pair, dtype)
+    ]

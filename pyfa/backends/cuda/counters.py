@@ -1,0 +1,38 @@
+"""Counters from which the blocks of a launch take their work: 0 before, and left at 0.
+
+Two launches that run together must not share one. Each takes the next of many, and a launch that is
+captured, which may run at any time, one of its own that its graph clears.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+MANY = 1 << 16  # a driver queues far fewer launches
+
+is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+
+
+@functools.cache
+def source(index: int) -> Callable[[], int]:
+    """Gives the address of a counter on device ``index``, for a launch on the current stream."""
+    with torch.cuda.device(index):
+        pool = zeros(MANY, index)
+        torch.cuda.synchronize(index)  # other streams use them too
+    base, turns = pool.data_ptr(), itertools.count()
+
+    def take(pool: torch.Tensor = pool) -> int:
+        if is_capturing():
+            return zeros(1, index).data_ptr()
+        return base + 4 * (next(turns) % MANY)
+
+    return take
+
+
+def zeros(count: int, index: int) -> torch.Tensor:
+    return torch.zeros(count, dtype=torch.int32, device=torch.device("cuda", index))

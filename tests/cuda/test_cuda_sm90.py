@@ -1,0 +1,132 @@
+"""Hopper's own kernels: what the compiler makes of them, and their tensor maps."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from pyfa import abi, cubin
+from pyfa.backends.common import libcuda
+from pyfa.backends.cuda import (
+    code,
+    counters,
+    forward_sm90,
+    plans,
+    runtime_compiler,
+    tensor_maps,
+)
+from pyfa.plan import Plan
+
+compiled = pytest.mark.skipif(
+    runtime_compiler.why_unavailable() is not None, reason=str(runtime_compiler.why_unavailable())
+)
+
+
+def report_of(plan: Plan) -> tuple[cubin.Cubin, str]:
+    target = plans.compiled_for("sm_90a", plan)
+    data, report = runtime_compiler.compile_cuda(code.source_of(plan), arch=target)
+    return cubin.parse(data), report
+
+
+@compiled
+@pytest.mark.xdist_group("cuda_resources")
+def test_forward_keeps_to_its_registers() -> None:
+    """Nothing is spilled, products stay asynchronous (ptxas says so where it waits for each), and a
+    block's registers are as its kinds of warps hand them to one another."""
+    mine = [plan for plan in forward_sm90.all_plans() if dict(plan.constants)["DTYPE"] == 1]
+    spawning = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(2, mp_context=spawning) as pool:
+        for plan, (kernel, report) in zip(mine, pool.map(report_of, mine), strict=True):
+            assert runtime_compiler.spills(report) == (0, 0), plan
+            assert "serialized" not in report, plan
+            assert "setmaxnreg" not in report, plan  # that it is ignored
+            assert kernel.registers == {384: 168, 512: 128}[plans.threads_of(plan)], plan
+            assert kernel.shared_bytes <= 1024, plan  # the system's
+            assert (
+                1024 + plans.shared_bytes(plan) <= plans.limits_of("sm_90a").shared_bytes_per_block
+            )
+
+
+class Driver:
+    """Encodes what it is told, with the address in front or behind."""
+
+    def __init__(self, leads: bool) -> None:
+        self.leads = leads
+        self.told: list[list[Any]] = []
+
+    def cuTensorMapEncodeTiled(
+        self, at: Any, dtype: Any, rank: Any, address: Any, *rest: Any
+    ) -> int:
+        sizes, strides, box = (list(x) for x in rest[:3])
+        self.told.append([dtype.value, rank.value, sizes, strides, box])
+        place = address.value.to_bytes(8, "little")
+        zeros = bytes(abi.MAP_SIZE - 8)
+        data = place + zeros if self.leads else zeros + place
+        assert at.value % abi.MAP_ALIGNMENT == 0
+        ctypes.memmove(at.value, data, len(data))
+        return 0
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_a_map_is_encoded_once_where_it_can_be_moved(
+    monkeypatch: pytest.MonkeyPatch, leads: bool
+) -> None:
+    driver = Driver(leads)
+    monkeypatch.setattr(libcuda, "library", lambda: driver)
+    tensor_maps.movable.cache_clear()
+    tensor_maps._encoded.cache_clear()
+    try:
+        assert tensor_maps.movable() == leads
+        driver.told.clear()
+        for _ in range(3):
+            x = torch.empty(2, 100, 3, 80, dtype=torch.float16)
+            made = tensor_maps.tensor_map(x, 64, 32)
+            where = made[:8] if leads else made[-8:]
+            assert int.from_bytes(where, "little") == x.data_ptr()
+        assert len(driver.told) == (1 if leads else 3)
+        strides = [3 * 80 * 2, 80 * 2, 100 * 3 * 80 * 2]
+        assert driver.told[0] == [6, 4, [80, 100, 3, 2], strides, [32, 64, 1, 1]]
+    finally:
+        tensor_maps.movable.cache_clear()
+        tensor_maps._encoded.cache_clear()
+
+
+def test_a_packed_tensor_is_a_batch_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(True)
+    monkeypatch.setattr(libcuda, "library", lambda: driver)
+    tensor_maps._encoded.cache_clear()
+    try:
+        tensor_maps.tensor_map(torch.empty(100, 3, 64, dtype=torch.bfloat16), 128, 64)
+    finally:
+        tensor_maps.movable.cache_clear()
+        tensor_maps._encoded.cache_clear()
+    assert driver.told[-1] == [9, 4, [64, 100, 3, 1], [3 * 64 * 2, 64 * 2, 16], [64, 128, 1, 1]]
+
+
+def test_launches_that_may_run_together_have_counters_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[torch.Tensor] = []
+
+    def zeros(count: int, index: int) -> torch.Tensor:
+        made.append(torch.zeros(count, dtype=torch.int32))
+        return made[-1]
+
+    capturing = False
+    monkeypatch.setattr(counters, "zeros", zeros)
+    monkeypatch.setattr(counters, "is_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda index: None)
+    take = counters.source.__wrapped__(0)
+    base = made[0].data_ptr()
+    assert [take() - base for _ in range(3)] == [0, 4, 8]
+    assert len({take() for _ in range(counters.MANY)}) == counters.MANY == made[0].numel()
+    capturing = True
+    assert take() == made[-1].data_ptr()
+    assert made[-1].numel() == 1
