@@ -45,15 +45,19 @@ class Driver:
         self.names.append(name)
         return len(self.names)
 
-    def _note(self, how: Any, function: Any, parameters: Any, extra: None) -> int:
+    def _note(self, how: Any, function: Any, parameters: Any, extra: Any) -> int:
         time.sleep(0)  # other threads run, as while ctypes calls C
         error = self.errors.pop(0) if self.errors else 0
         if error:
             return error
         name = self.names[function.value - 1]
-        size = abi.MAPPED_SIZE if name.split()[0] in tensor_maps.BOXES else abi.SIZE
         config = struct.unpack(_CONFIG, ctypes.string_at(how.value, struct.calcsize(_CONFIG)))
-        at = ctypes.c_void_p.from_address(parameters.value).value
+        if parameters is None:  # Triton's kernels: all parameters as they lie
+            parts = (ctypes.c_void_p * 5).from_address(extra.value)
+            at, size = parts[1], ctypes.c_size_t.from_address(parts[3]).value
+        else:
+            at = ctypes.c_void_p.from_address(parameters.value).value
+            size = abi.MAPPED_SIZE if name.split()[0] in tensor_maps.BOXES else abi.SIZE
         assert at is not None
         self.launched.append((name, config, ctypes.string_at(at, size)))
         return 0

@@ -182,6 +182,18 @@ def compiled_by_triton() -> frozenset[str]:
     return frozenset(itertools.chain.from_iterable(ast.literal_eval(each) for each in lists))
 
 
+def fp8_accuracy() -> str:
+    """Errors of float8 and of 16 bits on inputs with outliers, in 10⁻³, for heads of 128."""
+    tables = [x for x in results()["fp8_accuracy.json"]["tables"] if x["head_dim"] == 128]
+    rows = []
+    for name in tables[0]["rmse"]:
+        cells = [f"{each['rmse'][name] * 1e3:.2g}" for each in tables]
+        last = tables[-1]["rmse_with_p_in_float8"].get(name)
+        rows.append([name, *cells, "" if last is None else f"{last * 1e3:.2g}"])
+    lengths = [f"{each['rows']:,} rows" for each in tables]
+    return table(["", *lengths, f"{lengths[-1]}, P in float8"], rows)
+
+
 def state(name: str, arch: str) -> str:
     """How far backend ``name`` is verified on ``arch``: one of the words of ``archs``."""
     where = next((each for each in DEVICES.values() if each.arch == arch), None)
@@ -398,6 +410,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "devices": devices,
     "extras": extras,
     "features": features,
+    "fp8_accuracy": fp8_accuracy,
     "fused": fused,
     "machines": machines,
     "module": signatures.module,

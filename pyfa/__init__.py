@@ -3,6 +3,7 @@
 from .api import attention, attention_kvcache, attention_varlen, explain
 from .dispatch import use_backend
 from .errors import CodeObjectError, CompileError, PerformanceWarning, UnsupportedProblem
+from .quantize import Quantized, quantize
 
 __version__ = "0.1.0"
 
@@ -10,10 +11,12 @@ __all__ = [
     "CodeObjectError",
     "CompileError",
     "PerformanceWarning",
+    "Quantized",
     "UnsupportedProblem",
     "attention",
     "attention_kvcache",
     "attention_varlen",
     "explain",
+    "quantize",
     "use_backend",
 ]

@@ -14,7 +14,7 @@ from . import dispatch, ops, repeats, validate
 from . import request as requests
 from .backends.base import OtherAlignment
 from .problem import Call
-from .request import Backends, Request, Shared
+from .request import Backends, Descale, Request, Shared
 from .validate import Window
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -34,7 +34,7 @@ def attention(
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     seed: int | torch.Tensor | None = None,
-    descale: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    descale: Descale | None = None,
     out_dtype: torch.dtype | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
@@ -45,8 +45,9 @@ def attention(
 
     Returns out (B, Sq, H, Dv) in q's dtype; with ``return_lse`` also the log-sum-exp of each row's
     scores, (B, H, Sq), float32, natural logarithm. H must be a multiple of Hk (GQA, MQA); D and Dv
-    lie in 1 … 256. Dtypes: float16, bfloat16, float32. Gradients flow to q, k, v, a float ``bias``,
-    ``sinks``, and from the LSE.
+    lie in 1 … 256. Dtypes: float16, bfloat16, float32; float8 e4m3 for all three, or for k and v
+    under 16-bit queries. Gradients flow to q, k, v, a float ``bias``, ``sinks``, and from the LSE,
+    but not with float8.
 
     score = softcap(scale · q·k) − slope · |i + Sk − Sq − j| + bias, then masks, then softmax.
 
@@ -69,7 +70,10 @@ def attention(
         0 ≤ p < 1. The same bits on every backend for an int seed or a one-element int64 tensor on
         the device; None draws one on the device from torch's generator. LSE is before dropout.
     descale, out_dtype
-        Scales and output dtype of float8 inputs.
+        Float8 inputs are multiplied by float32 (of q, of k, of v), as ``quantize`` makes them: ()
+        or (1,) for a tensor, (B, Hk) for each sequence and key head, or (B, Hk, ⌈rows / block⌉) for
+        each block of rows, a power of two; all of one kind, positive, and None for q of 16 bits.
+        Without, they are 1. The output of float8 queries is bfloat16 or, asked for, float16.
     deterministic
         Bitwise equal gradients from run to run; also by torch's global switch.
     backend
@@ -151,7 +155,7 @@ def attention_varlen(
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     seed: int | torch.Tensor | None = None,
-    descale: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    descale: Descale | None = None,
     out_dtype: torch.dtype | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
@@ -168,6 +172,8 @@ def attention_varlen(
 
     Returns out (total_q, H, Dv), and LSE (H, total_q). ``bias`` is (H | 1, max_seqlen_q,
     max_seqlen_k) with indices inside each sequence; dropout counts inside each sequence too.
+    ``descale`` per block of rows is (1, Hk, ⌈total / block⌉) for packed tensors, whatever their
+    offsets, and (num_pages, Hk, ⌈page_size / block⌉) for pages.
     Everything else, and what is raised, as ``attention``. Offsets and lengths that lie outside
     their tensors raise ``ValueError`` on the CPU always, on a GPU under ``PYFA_CHECK=1``.
     """
@@ -209,7 +215,7 @@ def attention_kvcache(
     bias: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
-    descale: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    descale: Descale | None = None,
     out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     backend: Backends = None,
@@ -228,6 +234,9 @@ def attention_kvcache(
     the cache, or from ``rotary_seqlens`` (B,) int32 on; without a causal mask or window all queries
     share the first position, as in flash-attention. ``rotary_interleaved`` pairs elements 2i and
     2i+1 (GPT-J), otherwise i and i+R (GPT-NeoX). ``num_splits``: 0 lets the plan choose.
+
+    A float8 cache takes new keys of float8, rounded with the scales of their place, and no rotary
+    for these; ``descale`` per block of rows is of the cache's own rows or pages.
 
     No dropout and no gradient: ``ValueError`` where an input requires one. The rest as
     ``attention``. Lengths and pages outside the cache raise ``ValueError`` on the CPU always, on a

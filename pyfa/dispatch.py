@@ -28,7 +28,7 @@ from .backends.base import (
 from .device import Device, of
 from .errors import PerformanceWarning, UnsupportedProblem
 from .plan import Plan
-from .problem import Call, Problem, are_on_16, is_aligned, is_positive, problem_of
+from .problem import Call, Problem, are_on_16, is_aligned, is_positive, problem_of, scales_of
 
 _log = logging.getLogger("pyfa")
 _context: ContextVar[str] = ContextVar("pyfa_backend", default="")
@@ -181,8 +181,9 @@ def prepare(call: Call, wanted: str, needs_grad: bool, bias_grad: bool) -> Prepa
     """
     (
         q, k, v, bias, alibi_slopes, sinks, _seed, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-        page_table, cache_batch_idx, cache_leftpad, rows, keys, scale, left, right, softcap,
-        dropout_p, deterministic, return_lse, _num_splits,
+        page_table, cache_batch_idx, cache_leftpad, _q_descale, k_descale, _v_descale, rows, keys,
+        scale, left, right, softcap, dropout_p, deterministic, return_lse, _num_splits, out_dtype,
+        q_start, k_start, *_rest,
     ) = call  # fmt: skip
     device, q_shape = q.device, q.shape
     # Alignment decides nothing on a CPU, and reading it costs 2 µs.
@@ -201,7 +202,7 @@ def prepare(call: Call, wanted: str, needs_grad: bool, bias_grad: bool) -> Prepa
         (batch - 1).bit_length() if batch else -1,
         (rows - 1).bit_length() if rows else -1,
         (keys - 1).bit_length() if keys else -1,
-        rows == keys,
+        rows == keys and q_start == k_start,
         is_positive(scale),
         left >= 0,
         # Unlimited, causal, or a window's right edge: three kinds.
@@ -220,6 +221,9 @@ def prepare(call: Call, wanted: str, needs_grad: bool, bias_grad: bool) -> Prepa
         cache_leftpad is None,
         cache_batch_idx is None,
         None if page_table is None else k.shape[1],
+        k.dtype,
+        out_dtype,
+        None if k_descale is None else scales_of(k_descale, k),
     )
     found = _prepared.get(key)
     if found is None:

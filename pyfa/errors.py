@@ -47,5 +47,9 @@ class CodeObjectError(RuntimeError):
     """A code object is damaged, or not for this device, or breaks a rule that pyfa holds it to."""
 
 
+class RankError(RuntimeError):
+    """Another rank died, hangs or is not where this one is. Says what was waited for, from whom."""
+
+
 class PerformanceWarning(UserWarning):
     """The fast path is lost to the environment. ``PYFA_STRICT=1`` makes it an error."""

@@ -24,9 +24,11 @@ _CALL = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
     "Tensor? seed, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, "
     "Tensor? seqused_k, Tensor? page_table, Tensor? cache_batch_idx, Tensor? cache_leftpad, "
+    "Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, "
     "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, SymInt window_left, "
     "SymInt window_right, float softcap, float dropout_p, bool deterministic, bool return_lse, "
-    "int num_splits, str backend, bool needs_grad, bool bias_grad"
+    "int num_splits, ScalarType? out_dtype, int q_start, int k_start, int head_start, "
+    "int batch_start, str backend, bool needs_grad, bool bias_grad"
 )
 _FIELDS = len(Call._fields)
 
@@ -53,7 +55,7 @@ def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _forward_fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     call = Call(*args[:_FIELDS])
     return (
-        call.q.new_empty(call.out_shape()),
+        call.q.new_empty(call.out_shape(), dtype=call.dtype_of_out()),
         call.q.new_empty(call.lse_shape(), dtype=torch.float32),
     )
 
@@ -79,7 +81,7 @@ def _backward_fake(
     )
 
 
-_TENSORS = 14  # Call's leading fields, which are tensors or None
+_TENSORS = 17  # Call's leading fields, which are tensors or None
 _RETURN_LSE = Call._fields.index("return_lse")
 
 
@@ -119,7 +121,7 @@ class Differentiable(torch.autograd.Function):
     """``forward`` with its gradient for eager tensors, past PyTorch's operator.
 
     The gradient registered for the operator is the same code, and what torch.compile takes; eager
-    calls of it fill in and check 27 arguments one by one, 250 µs a call (torch 2.11 and 2.13).
+    calls of it fill in and check 35 arguments one by one, 250 µs a call (torch 2.11 and 2.13).
     """
 
     @staticmethod
@@ -139,7 +141,7 @@ _MOST_BACKWARDS = 4
 
 
 class DifferentiableRepeat(torch.autograd.Function):
-    """``Differentiable`` for a call that comes again: 4 arguments where that one has 27."""
+    """``Differentiable`` for a call that comes again: 4 arguments where that one has 35."""
 
     @staticmethod
     def forward(

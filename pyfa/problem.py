@@ -7,7 +7,7 @@ the bias with four dimensions, slopes and sinks in float32, the seed on the devi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -47,6 +47,18 @@ class Call(NamedTuple):
     k and v that each sequence uses, ``cache_leftpad`` (B,) the first valid key. ``bias`` is
     (B | 1, H | 1, Sq | 1, Sk | 1), ``alibi_slopes`` (H,) or (B, H) and ``sinks`` (H,) are float32,
     ``seed`` is one int64 on the device. ``window_left`` and ``window_right`` are −1 for unlimited.
+
+    ``q_descale``, ``k_descale`` and ``v_descale`` are float32 factors of float8 q, k and v, all of
+    one kind: (B, Hk) by sequence and key head, with any strides; or per block of rows, which lie as
+    their tensor does: (B, Hk, blocks) of the rows that are stored, where a packed tensor counts as
+    one sequence and (num_pages, Hk, blocks) are those of pages. ``scales_of`` tells the size of a
+    block. k and v have the same shape of them, q has none where it is not float8. ``out_dtype`` is
+    that of float8 queries' output, and otherwise None: q's.
+
+    ``q_start`` … ``batch_start`` are not 0 for a block of a larger problem: there they are the
+    indices of its row 0, key 0, query head 0 and sequence 0. Dropout counts by them, with a
+    ``k_start`` that is a multiple of 4. Query i then stands at key i + Sk − Sq + q_start − k_start,
+    Sq and Sk being the block's own, for masks and ALiBi. Tensors are the block's.
     """
 
     q: torch.Tensor
@@ -63,6 +75,9 @@ class Call(NamedTuple):
     page_table: torch.Tensor | None = None
     cache_batch_idx: torch.Tensor | None = None
     cache_leftpad: torch.Tensor | None = None
+    q_descale: torch.Tensor | None = None
+    k_descale: torch.Tensor | None = None
+    v_descale: torch.Tensor | None = None
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
     scale: float = 1.0
@@ -73,6 +88,11 @@ class Call(NamedTuple):
     deterministic: bool = False
     return_lse: bool = False
     num_splits: int = 0
+    out_dtype: torch.dtype | None = None
+    q_start: int = 0
+    k_start: int = 0
+    head_start: int = 0
+    batch_start: int = 0
 
     @property
     def batch(self) -> int:
@@ -91,10 +111,30 @@ class Call(NamedTuple):
         """q's shape with V's head_dim."""
         return (*self.q.shape[:-1], self.v.shape[-1])
 
+    def dtype_of_out(self) -> torch.dtype:
+        """``out_dtype``, or q's."""
+        return self.out_dtype or self.q.dtype
+
 
 def bucket(size: int) -> int:
     """``size`` rounded up to a power of two; 0 stays 0. Bounds how many plans sizes can make."""
     return 1 << (size - 1).bit_length() if size > 0 else 0
+
+
+def rows_per_scale(blocks: int, rows: int) -> int:
+    """How many of ``rows`` share one of ``blocks`` scales: a power of two, 0 where none fits.
+
+    No two powers of two have the same ⌈rows / size⌉ above 1; with one block all are alike.
+    """
+    size = bucket(-(-rows // blocks)) if rows and blocks else 1
+    return size if -(-rows // size) == blocks else 0
+
+
+def scales_of(descale: torch.Tensor | None, x: torch.Tensor) -> int:
+    """How many rows of x, (…, rows, heads, head_dim), share one of its scales; 0 for all."""
+    if descale is None or descale.dim() == 2:
+        return 0
+    return rows_per_scale(descale.shape[2], x.shape[-3])
 
 
 def features_of(call: Call, needs_grad: bool, bias_grad: bool) -> frozenset[str]:
@@ -118,7 +158,7 @@ def features_of(call: Call, needs_grad: bool, bias_grad: bool) -> frozenset[str]
         "backward": needs_grad,
         "dlse": needs_grad and call.return_lse,
         "deterministic": needs_grad and call.deterministic,
-        "fp8": call.q.dtype.itemsize == 1,
+        "fp8": call.k.dtype.itemsize == 1,
     }
     return frozenset(name for name, needed in needs.items() if needed)
 
@@ -153,8 +193,11 @@ class Problem:
     """The facts a backend decides on. Frozen, hashable, no tensors.
 
     Sizes may be buckets (see ``bucketed``); in a packed batch ``seqlen_q`` and ``seqlen_k`` are
-    the longest. ``square``: queries and keys are equally many, which a bucket would hide.
+    the longest. ``square``: queries and keys are equally many, which a bucket would hide, and
+    begin at the same place of a larger problem.
     ``positive``: the scale is above 0 in float32, as kernels that scale after masking need.
+    ``dtype`` is q's; ``dtype_k``, of k and v, and ``dtype_out`` are "" where they are the same.
+    ``scales``: how many rows of k share one float8 scale, 0 where a sequence's whole head does.
     ``described`` is for people and takes no part in equality.
     """
 
@@ -172,6 +215,9 @@ class Problem:
     aligned: bool = True
     positive: bool = True
     page_size: int = 0
+    dtype_k: str = ""
+    dtype_out: str = ""
+    scales: int = 0
     described: str = field(default="", compare=False)
 
     @property
@@ -180,22 +226,11 @@ class Problem:
 
     def bucketed(self) -> Problem:
         """The same problem with batch and lengths rounded up to powers of two: what plans see."""
-        return Problem(
-            bucket(self.batch),
-            bucket(self.seqlen_q),
-            bucket(self.seqlen_k),
-            self.heads_q,
-            self.heads_k,
-            self.head_dim,
-            self.head_dim_v,
-            self.dtype,
-            self.features,
-            self.device,
-            self.square,
-            self.aligned,
-            self.positive,
-            self.page_size,
-            self.described,
+        return replace(
+            self,
+            batch=bucket(self.batch),
+            seqlen_q=bucket(self.seqlen_q),
+            seqlen_k=bucket(self.seqlen_k),
         )
 
 
@@ -211,22 +246,31 @@ def problem_of(
         heads_k=call.k.shape[-2],
         head_dim=call.q.shape[-1],
         head_dim_v=call.v.shape[-1],
-        dtype=str(call.q.dtype).removeprefix("torch."),
+        dtype=_name(call.q.dtype),
         features=features_of(call, needs_grad, bias_grad),
         device=device,
-        square=call.max_seqlen_q == call.max_seqlen_k,
+        square=call.max_seqlen_q == call.max_seqlen_k and call.q_start == call.k_start,
         aligned=aligned,
         positive=is_positive(call.scale),
         page_size=call.k.shape[1] if call.page_table is not None else 0,
+        dtype_k=_name(call.k.dtype) if call.k.dtype != call.q.dtype else "",
+        dtype_out=_name(call.dtype_of_out()) if call.dtype_of_out() != call.q.dtype else "",
+        scales=scales_of(call.k_descale, call.k),
         described=describe(call, needs_grad, bias_grad, device),
     )
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def describe(call: Call, needs_grad: bool, bias_grad: bool, device: Device) -> str:
     """One line: shapes, dtype, features with their values, arch."""
-    dtype = str(call.q.dtype).removeprefix("torch.")
+    dtype = _name(call.q.dtype)
     k_shape, v_shape = tuple(call.k.shape), tuple(call.v.shape)
     keys = f"k, v {k_shape}" if k_shape == v_shape else f"k {k_shape}, v {v_shape}"
+    if call.k.dtype != call.q.dtype:
+        keys += f" {_name(call.k.dtype)}"
     parts = [f"q {tuple(call.q.shape)} {dtype}", keys]
     values = {
         "softcap": f"softcap={call.softcap}",

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .problem import Call
+from .problem import Call, scales_of
 
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
@@ -37,31 +37,47 @@ def philox4x32(counter: np.ndarray, key: int, rounds: int = 7) -> np.ndarray:
     return np.stack([c0, c1, c2, c3], axis=-1)
 
 
-def keep_mask(seed: int, p: float, batch: int, heads: int, rows: int, keys: int) -> torch.Tensor:
-    """Which probabilities survive dropout: bool (heads, rows, keys) of sequence ``batch``."""
+def keep_mask(
+    seed: int,
+    p: float,
+    batch: int,
+    heads: int,
+    rows: int,
+    keys: int,
+    first: tuple[int, int, int] = (0, 0, 0),
+) -> torch.Tensor:
+    """Which probabilities survive dropout: bool (heads, rows, keys) of sequence ``batch``.
+
+    ``first``: the indices of the first head, row and key, the last a multiple of 4.
+    """
     groups = (keys + 3) // 4
     counter = np.zeros((heads, rows, groups, 4), np.uint64)
-    counter[..., 0] = np.arange(groups)
-    counter[..., 1] = np.arange(rows)[:, None]
-    counter[..., 2] = np.arange(heads)[:, None, None]
+    counter[..., 0] = first[2] // 4 + np.arange(groups)
+    counter[..., 1] = first[1] + np.arange(rows)[:, None]
+    counter[..., 2] = first[0] + np.arange(heads)[:, None, None]
     counter[..., 3] = batch
     draws = philox4x32(counter, seed).reshape(heads, rows, groups * 4)[..., :keys]
     return torch.from_numpy(draws < np.uint64(int((1.0 - p) * 2**32)))
 
 
-def attention(call: Call, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+def attention(
+    call: Call, dtype: torch.dtype = torch.float64, p_bits: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of ``call`` computed in ``dtype``: out and LSE in ``dtype``, with autograd.
 
     Shapes as ``Call.out_shape`` and ``Call.lse_shape``. Rows of a packed q that no sequence
-    covers, and rows beyond ``seqused_q``, give output 0 and LSE −inf.
+    covers, and rows beyond ``seqused_q``, give output 0 and LSE −inf. Float8 inputs are multiplied
+    by their scales. ``p_bits``: probabilities are rounded to so many significant bits before they
+    meet V, those of a float8 P being 4, as if its exponents had no end.
     """
     outs, lses = [], []
     starts_q = call.cu_seqlens_q.tolist() if call.cu_seqlens_q is not None else None
     for b in range(call.batch):
         q = call.q[starts_q[b] : starts_q[b + 1]] if starts_q else call.q[b]
         rows = q.shape[0] if call.seqused_q is None else int(call.seqused_q[b])
-        k, v = _keys_and_values(call, b)
-        out, lse = _one_sequence(call, b, q[:rows].to(dtype), k.to(dtype), v.to(dtype))
+        k, v = _keys_and_values(call, b, dtype)
+        q = _queries(call, b, q, dtype)
+        out, lse = _one_sequence(call, b, q[:rows], k, v, p_bits)
         outs.append(_pad_rows(out, q.shape[0], 0.0))
         lses.append(_pad_rows(lse.T, q.shape[0], -torch.inf).T)
     if starts_q is None:
@@ -142,26 +158,59 @@ def _pad_rows(x: torch.Tensor, rows: int, value: float) -> torch.Tensor:
     return torch.cat([x, filler])
 
 
-def _keys_and_values(call: Call, b: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The valid keys and values of sequence ``b``: (length, Hk, D) and (length, Hk, Dv)."""
+def _queries(call: Call, b: int, q: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The rows q of sequence ``b`` in ``dtype``, (rows, H, D), with their scales."""
+    if call.q_descale is None:
+        return q.to(dtype)
+    if call.q_descale.dim() == 2:
+        scale = call.q_descale[b][None, :, None]
+    else:
+        scale = _scale_of_rows(call.q_descale, call.q)
+        start = 0 if call.cu_seqlens_q is None else int(call.cu_seqlens_q[b])
+        scale = scale[b] if call.cu_seqlens_q is None else scale[start : start + q.shape[0]]
+    group = q.shape[1] // scale.shape[1]
+    return q.to(dtype) * scale.to(dtype).repeat_interleave(group, dim=1)
+
+
+def _scale_of_rows(descale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The scales per block, (B, Hk, blocks), of each row of x: (B, rows, Hk, 1), or packed."""
+    each = descale.repeat_interleave(scales_of(descale, x), dim=2)[..., : x.shape[-3]]
+    each = each.transpose(1, 2)[..., None]
+    return each if x.dim() == 4 else each[0]
+
+
+def _keys_and_values(call: Call, b: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequence ``b``: its valid keys (length, Hk, D) and values (length, Hk, Dv) in ``dtype``."""
+    k, v = _stored(call, b, call.k).to(dtype), _stored(call, b, call.v).to(dtype)
+    if call.k_descale is None or call.v_descale is None:
+        return k, v
+    scales = []
+    for descale, x in ((call.k_descale, call.k), (call.v_descale, call.v)):
+        if descale.dim() == 2:
+            scales.append(descale[b][None, :, None].to(dtype))
+        else:
+            scales.append(_stored(call, b, _scale_of_rows(descale, x)).to(dtype))
+    return k * scales[0], v * scales[1]
+
+
+def _stored(call: Call, b: int, x: torch.Tensor) -> torch.Tensor:
+    """The valid rows of sequence ``b`` in ``x``, which lies as k does: (length, heads, dim)."""
     if call.cu_seqlens_k is not None:
         start, stop = call.cu_seqlens_k[b : b + 2].tolist()
-        k, v = call.k[start:stop], call.v[start:stop]
+        rows = x[start:stop]
     elif call.page_table is not None:
-        page_size = call.k.shape[1]
+        page_size = x.shape[1]
         needed = -(-int(call.seqused_k[b]) // page_size) if call.seqused_k is not None else None
-        pages = call.page_table[b, :needed].long()
-        k, v = call.k[pages].flatten(0, 1), call.v[pages].flatten(0, 1)
+        rows = x[call.page_table[b, :needed].long()].flatten(0, 1)
     else:
-        row = b if call.cache_batch_idx is None else int(call.cache_batch_idx[b])
-        k, v = call.k[row], call.v[row]
-    stop = k.shape[0] if call.seqused_k is None else int(call.seqused_k[b])
+        rows = x[b if call.cache_batch_idx is None else int(call.cache_batch_idx[b])]
+    stop = rows.shape[0] if call.seqused_k is None else int(call.seqused_k[b])
     start = 0 if call.cache_leftpad is None else int(call.cache_leftpad[b])
-    return k[start:stop], v[start:stop]
+    return rows[start:stop]
 
 
 def _one_sequence(
-    call: Call, b: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    call: Call, b: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p_bits: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (rows, H, Dv) and LSE (H, rows) of sequence ``b``, in q's dtype."""
     rows, heads, _ = q.shape
@@ -170,8 +219,9 @@ def _one_sequence(
     score = torch.einsum("qhd,khd->hqk", q * call.scale, k)
     if call.softcap:
         score = call.softcap * torch.tanh(score / call.softcap)
-    # Aligned to the bottom right: query i sits at key i + keys − rows.
-    distance = torch.arange(keys) - torch.arange(rows)[:, None] - (keys - rows)
+    # Aligned to the bottom right: query i sits at key i + keys − rows, but for a block's place.
+    shift = keys - rows + call.q_start - call.k_start
+    distance = torch.arange(keys) - torch.arange(rows)[:, None] - shift
     if call.alibi_slopes is not None:
         slopes = call.alibi_slopes if call.alibi_slopes.dim() == 1 else call.alibi_slopes[b]
         score = score - slopes.to(score.dtype)[:, None, None] * distance.abs()
@@ -196,7 +246,11 @@ def _one_sequence(
     lse = torch.logsumexp(score, dim=-1) if score.shape[-1] else score.new_zeros(heads, rows)
     probability = torch.softmax(score, dim=-1).masked_fill(empty, 0.0)[..., :keys]
     if call.dropout_p and call.seed is not None:
-        kept = keep_mask(int(call.seed), call.dropout_p, b, heads, rows, keys)
+        first, batch = (call.head_start, call.q_start, call.k_start), b + call.batch_start
+        kept = keep_mask(int(call.seed), call.dropout_p, batch, heads, rows, keys, first)
         probability = torch.where(kept, probability / (1.0 - call.dropout_p), 0.0)
+    if p_bits:
+        mantissa, exponent = torch.frexp(probability)
+        probability = torch.ldexp((mantissa * 2**p_bits).round(), exponent - p_bits)
     out = torch.einsum("hqk,khd->qhd", probability, v)
     return out, lse.masked_fill(empty[..., 0], -torch.inf)

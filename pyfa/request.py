@@ -8,13 +8,17 @@ from typing import NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from . import validate, validate_cache
+from . import validate, validate_cache, validate_fp8
 from .backends.base import Appending, Rotary
 from .dispatch import preference, prepare
 from .problem import Call
 from .validate import Window
 
 Backends = str | Sequence[str] | None
+# Of q, k and v; None for queries of 16 bits.
+Descale = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]
+
+_NO_SCALES = validate_fp8.Scales(None, None, None, None)
 
 
 class Shared(NamedTuple):
@@ -29,7 +33,7 @@ class Shared(NamedTuple):
     sinks: torch.Tensor | None = None
     dropout_p: float = 0.0
     seed: int | torch.Tensor | None = None
-    descale: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    descale: Descale | None = None
     out_dtype: torch.dtype | None = None
     deterministic: bool = False
     return_lse: bool = False
@@ -142,6 +146,8 @@ def kvcache(
     longest_k = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
     validate_cache.check_room(used, 0 if k is None else k.shape[1], longest_k)
     rotary = begin = None
+    if rotary_cos is not None:
+        validate_cache.rotates(q if k is None else k, "q" if k is None else "k")
     if not (rotary_cos is rotary_sin is rotary_seqlens is None):
         cos, sin = validate_cache.rotary(
             q, rotary_cos, rotary_sin, rotary_seqlens, batch, longest_k
@@ -263,7 +269,11 @@ def _request(
     ) = shared  # fmt: skip
     left, right = validate.window(window, causal)
     scale, softcap, dropout_p = validate.scalars(scale, q.shape[-1], softcap, dropout_p)
-    if descale is not None or out_dtype is not None:
+    scales = _NO_SCALES
+    if k.dtype.itemsize == 1:
+        more = {"bias": bias, "sinks": sinks}
+        scales = validate_fp8.scales(descale, out_dtype, q, k, v, batch, more)
+    elif descale is not None or out_dtype is not None:
         validate.output(q, descale, out_dtype)
     needs_grad = torch.is_grad_enabled()
     bias_grad = False
@@ -298,6 +308,9 @@ def _request(
         page_table,
         cache_batch_idx,
         cache_leftpad,
+        scales.q,
+        scales.k,
+        scales.v,
         max_seqlen_q,
         max_seqlen_k,
         scale,
@@ -308,6 +321,7 @@ def _request(
         deterministic or torch.are_deterministic_algorithms_enabled(),
         return_lse,
         num_splits,
+        scales.out_dtype,
     )
     return Request(call, preference(backend), needs_grad, bias_grad)
 
@@ -321,5 +335,7 @@ def _autocast(
     if kind != "meta" and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         if q.is_floating_point() and q.itemsize > 1:
-            return q.to(dtype), k.to(dtype), v.to(dtype)
+            q = q.to(dtype)
+            if k.itemsize > 1:  # float8 keys have scales
+                k, v = k.to(dtype), v.to(dtype)
     return q, k, v

@@ -101,11 +101,12 @@ def qkv(
             len(q_shape) == dims[0]
             and len(k_shape) == dims[1]
             and len(v_shape) == dims[1]
-            and k.dtype is dtype
-            and v.dtype is dtype
+            and (k.dtype is dtype or (k.dtype.itemsize == 1 and dtype.itemsize == 2))
+            and v.dtype is k.dtype
             and k.device == device
             and v.device == device
             and dtype in _INPUT_DTYPES
+            and k.dtype in _INPUT_DTYPES
             and q_shape[-1] == k_shape[-1]
             and k_shape[:-1] == v_shape[:-1]
             and 0 < q_shape[-1] <= _MAX_HEAD_DIM
@@ -133,14 +134,17 @@ def _refuse_qkv(
         if x.dim() != dim:
             layout = "(batch, seqlen, heads, head_dim)" if dim == 4 else "(total, heads, head_dim)"
             wrong(name, f"{dim} dimensions {layout}", x)
-        if x.dtype != q.dtype:
-            wrong(name, f"q's dtype {q.dtype}", x)
+        cached = x.dtype in _INPUT_DTYPES and x.itemsize == 1 and q.itemsize == 2
+        if x.dtype != q.dtype and not cached:
+            wrong(name, f"q's dtype {q.dtype}" + " or float8_e4m3" * (q.itemsize == 2), x)
         if x.device != q.device:
             wrong(name, f"q's device {q.device}", x)
     if q.dtype not in _INPUT_DTYPES:
         wrong("q", "float16, bfloat16, float32 or float8_e4m3", q)
     if q.shape[-1] != k.shape[-1]:
         wrong(of_k, f"q's head_dim {q.shape[-1]}", k)
+    if v.dtype != k.dtype:
+        wrong(of_v, f"{of_k}'s dtype {k.dtype}", v)
     if k.shape[:-1] != v.shape[:-1]:
         wrong(of_v, f"{of_k}'s shape {tuple(k.shape)} but for head_dim", v)
     for name, x in (("q", q), (of_v, v)):
@@ -345,8 +349,6 @@ def offsets(name: str, value: torch.Tensor, q: torch.Tensor) -> None:
 
 def output(q: torch.Tensor, descale: object, out_dtype: torch.dtype | None) -> None:
     """``descale`` and a differing ``out_dtype`` belong to float8 inputs alone."""
-    if q.itemsize == 1:
-        return
     if descale is not None:
         wrong("descale", f"None for {q.dtype} (it scales float8 inputs)", type(descale).__name__)
     if out_dtype is not None and out_dtype != q.dtype:

@@ -75,8 +75,8 @@ def new_rows(
         heads, dim = cache.shape[2:]
         if x.dim() != 4 or x.shape[0] != batch or x.shape[2:] != (heads, dim):
             wrong(name, f"shape ({batch}, new, {heads}, {dim})", x)
-        if x.dtype != q.dtype or x.device != q.device:
-            wrong(name, f"q's dtype {q.dtype} and device {q.device}", x)
+        if x.dtype != cache.dtype or x.device != q.device:
+            wrong(name, f"the cache's dtype {cache.dtype} and device {q.device}", x)
     if v.shape[1] != k.shape[1]:
         wrong("v", f"as many new rows as k, {k.shape[1]}", v)
     return k, v, used
@@ -119,6 +119,12 @@ def rotary(
     elif cos.shape[0] < longest_k:
         wrong("rotary_cos", f"a row for each of the cache's {longest_k} positions", cos)
     return cos, sin
+
+
+def rotates(x: torch.Tensor, name: str) -> None:
+    """``x``, which rotary would turn: float8 has been scaled and rounded for good."""
+    if isinstance(x, torch.Tensor) and x.itemsize == 1:
+        wrong(name, "16 bits or more with rotary (turn it, then quantize)", x)
 
 
 def check_positions(start: torch.Tensor, rows: int | torch.Tensor, cos: torch.Tensor) -> None:

@@ -55,8 +55,9 @@ class Backend(Protocol):
     ``FEATURES`` are the names in ``problem.FEATURES`` that it implements and ``DTYPES`` its input
     dtypes: the dispatcher, the conformance grid and the docs all derive from these two.
     ``why_not`` and ``plan`` are pure functions of the (bucketed) problem; a plan may be used for
-    any call whose problem has the same bucket. ``forward`` returns out (``Call.out_shape``, q's
-    dtype) and LSE (``Call.lse_shape``, float32), on the current stream, without waiting for it.
+    any call whose problem has the same bucket. ``forward`` returns out (``Call.out_shape``,
+    ``Call.dtype_of_out``) and LSE (``Call.lse_shape``, float32), on the current stream, without
+    waiting for it.
     """
 
     NAME: str
@@ -128,6 +129,25 @@ class Appending(Protocol):
 
 
 @runtime_checkable
+class Quantizing(Protocol):
+    """A backend with a kernel for ``pyfa.quantize``."""
+
+    def quantize(
+        self,
+        x: torch.Tensor,
+        heads: int,
+        block: int | None,
+        per_tensor: bool,
+        signs: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """x (B, rows, H, D) in the float8 ``dtype``, and what to multiply it by: float32 (B, Hk)
+        for ``heads`` key heads, (B, Hk, ⌈rows / block⌉), or (1, 1) ``per_tensor``. Turned first
+        where there are ``signs``, float32 (D,), each ±1: by these and Hadamard matrices. None where
+        x's device has no such numbers."""
+
+
+@runtime_checkable
 class Tiled(Protocol):
     """A backend that tells its tiles, for ``pyfa plan``."""
 
@@ -142,8 +162,11 @@ class Tiled(Protocol):
 def missing(backend: Backend, problem: Problem) -> list[str]:
     """The reasons that follow from a backend's ``FEATURES`` and ``DTYPES`` alone."""
     reasons = []
-    if problem.dtype not in backend.DTYPES and "fp8" not in problem.features:
-        reasons.append(f"{problem.dtype} is not implemented")
     lacking = problem.features - backend.FEATURES
+    if "fp8" not in lacking:
+        dtypes = dict.fromkeys((problem.dtype, problem.dtype_k or problem.dtype))
+        reasons += [f"{name} is not implemented" for name in dtypes if name not in backend.DTYPES]
     reasons += [f"{FEATURES[name]} is not implemented" for name in FEATURES if name in lacking]
+    if {"fp8", "backward"} <= problem.features:
+        reasons.append("float8 has no backward")
     return reasons

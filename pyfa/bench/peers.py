@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import pyfa
 from pyfa.backends import NAMES
 
-from . import gpt, packed
+from . import float8, gpt, packed
 from .ready import Attend, Ready
 from .suites import Cell
 
@@ -30,7 +30,8 @@ Prepare = Callable[[Cell, torch.device], Ready]
 class Peer(NamedTuple):
     """``prepare`` gives a ``Ready``, or raises where it cannot run the cell; ``why_not`` says what
     the environment lacks, for a device type. ``packed`` is ``prepare`` for packed sequences, and
-    ``attend`` what it puts into a model; None where it is not asked."""
+    ``attend`` what it puts into a model, and ``float8`` is ``prepare`` for such cells; None where
+    it is not asked."""
 
     name: str
     meaning: str
@@ -39,6 +40,7 @@ class Peer(NamedTuple):
     packed: Prepare | None = None
     attend: Callable[[Cell, torch.device], Attend] | None = None
     within: Callable[[], Any] = nullcontext
+    float8: Prepare | None = None
 
     def ready(self, cell: Cell, device: torch.device) -> Ready:
         """``prepare`` for what kind of cell it is. Raises where the peer cannot run it."""
@@ -46,6 +48,10 @@ class Peer(NamedTuple):
             if self.attend is None:
                 raise ValueError("no model is made of it here")
             return gpt.step(cell, device, self.attend(cell, device))._replace(within=self.within)
+        if cell.fp8:
+            if self.float8 is None:
+                raise ValueError("it is given no float8 here")
+            return self.float8(cell, device)
         if cell.lengths:
             if self.packed is None:
                 raise ValueError("it is given no packed sequences here")
@@ -265,6 +271,7 @@ def _of_pyfa(name: str, meaning: str, why_not: Callable[[str], str | None],
     return Peer(
         name, meaning, why_not, functools.partial(_pyfa, backend),
         functools.partial(packed.by_pyfa, backend), functools.partial(_pyfa_attend, backend),
+        float8=functools.partial(float8.by_pyfa, backend),
     )  # fmt: skip
 
 
@@ -281,6 +288,7 @@ def _of_package(name: str, package: str) -> Peer:
         name, package, functools.partial(_package_lacks, package),
         functools.partial(_package, package), functools.partial(packed.by_package, package),
         functools.partial(_package_attend, package),
+        float8=float8.by_flash_attention_3 if package == "flash_attn_interface" else None,
     )  # fmt: skip
 
 

@@ -12,7 +12,10 @@ from ..traffic import Shape, compulsory_bytes
 from . import charts
 from .report_parts import Cell, Picture, Section, Table, where
 
-_ORDER = ("forward", "backward", "decode", "small", "varlen", "window", "gqa", "model", "host")
+_ORDER = (
+    "forward", "backward", "decode", "small", "varlen", "window", "gqa", "fp8", "fp8_decode",
+    "quantize", "model", "host",
+)  # fmt: skip
 _SHOWS = {
     "forward": "Attention's forward at a constant number of tokens, full and causal.",
     "backward": "The gradients of q, k and v alone, at a constant number of tokens.",
@@ -22,6 +25,11 @@ _SHOWS = {
     "call get one a sequence.",
     "window": "Causal attention to the nearest keys; FLOPs of exactly the visible pairs.",
     "gqa": "Query heads that share key heads, forward and backward.",
+    "fp8": "Forward with float8 inputs, beside 16 bits.",
+    "fp8_decode": "Decode with a float8 cache under 16-bit queries, beside one of 16 bits. Less is "
+    "better.",
+    "quantize": "Bytes read and written over time, by quantize without and with the rotation, and "
+    "by a copy.",
     "host": "A problem so small that its time is the host's. Less is better.",
     "model": "A training step of a small GPT, AdamW included, with each peer's attention.",
 }

@@ -17,7 +17,9 @@ class Cell:
 
     ``window``: keys to the left that a causal query sees, −1 for all. ``lengths``: those of a
     packed batch, whose longest is ``seqlen_q``. ``layers``: of a GPT with a ``vocabulary``, of
-    which a training step is the cell; 0 where attention alone is.
+    which a training step is the cell; 0 where attention alone is. ``fp8``: what is of float8, all
+    "inputs" or the "cache" under queries of ``dtype``; or what makes them is timed, "quantize" or
+    "rotate" (with the rotation), and "copy", which moves as many tensors unchanged.
     """
 
     suite: str
@@ -38,6 +40,7 @@ class Cell:
     lengths: tuple[int, ...] = ()
     layers: int = 0
     vocabulary: int = 0
+    fp8: str = ""
 
     @property
     def name(self) -> str:
@@ -55,6 +58,9 @@ class Cell:
             parts[2] = f"S≤{self.seqlen_q} of {sum(self.lengths)}"
         if self.layers:
             parts.append(f"L={self.layers}")
+        if self.suite in ("fp8", "fp8_decode", "quantize"):
+            said = {"": self.dtype, "inputs": "float8", "cache": "float8 cache"}
+            parts.append(said.get(self.fp8, self.fp8))
         # Suites of one kind of pass do not name it.
         if self.suite in ("window", "gqa", "varlen") and self.passes != "forward":
             parts.append(self.passes)
@@ -88,17 +94,21 @@ class Cell:
         return sum(self.lengths) or self.batch * self.seqlen_q
 
     @property
-    def kv_bytes(self) -> int:
-        """K and V, read once."""
+    def bytes_moved(self) -> int:
+        """K and V, read once; or all that ``quantize`` or a copy reads and writes."""
         width = 4 if self.dtype == "float32" else 2
-        return 2 * self.batch * self.seqlen_k * self.heads_k * self.head_dim * width
+        of_k = self.batch * self.seqlen_k * self.heads_k * self.head_dim
+        if self.fp8 in ("quantize", "rotate", "copy"):
+            of_q = self.batch * self.seqlen_q * self.heads_q * self.head_dim
+            return (of_q + 2 * of_k) * (width + (width if self.fp8 == "copy" else 1))
+        return 2 * of_k * (1 if self.fp8 else width)
 
     def value(self, seconds: float) -> float:
         """``seconds`` in the cell's unit."""
         if self.unit == "TFLOP/s":
             return self.flops / seconds / 1e12
         if self.unit == "TB/s":
-            return self.kv_bytes / seconds / 1e12
+            return self.bytes_moved / seconds / 1e12
         if self.unit == "ktoken/s":
             return self.tokens / seconds / 1e3
         return seconds * 1e6
@@ -203,6 +213,41 @@ def _model(gpu: bool) -> list[Cell]:
     ]  # fmt: skip
 
 
+# Rows that share a scale where quantize is timed.
+QUANTIZE_BLOCK = 128
+
+
+def _fp8(gpu: bool) -> list[Cell]:
+    """Forward with float8 inputs, beside 16 bits in the same run."""
+    dims, length, width, dtype = (
+        ((128, 64, 256), 16384, 2048, "bfloat16") if gpu else ((64,), 128, 128, "float16")
+    )
+    return [
+        Cell("fp8", 1, length, length, width // dim, width // dim, dim, causal, dtype, fp8=kind)
+        for dim, causal, kind in itertools.product(dims, (True, False), ("", "inputs"))
+    ]
+
+
+def _fp8_decode(gpu: bool) -> list[Cell]:
+    """Decode with a float8 cache under 16-bit queries, beside a cache of 16 bits."""
+    shapes = ((8, 32768), (64, 8192)) if gpu else ((2, 256),)
+    heads, heads_k, dim, dtype = (32, 8, 128, "bfloat16") if gpu else (4, 2, 64, "float16")
+    return [
+        Cell("fp8_decode", batch, 1, keys, heads, heads_k, dim, True, dtype, unit="us", cache=True,
+             fp8=kind)
+        for (batch, keys), kind in itertools.product(shapes, ("", "cache"))
+    ]  # fmt: skip
+
+
+def _quantize(gpu: bool) -> list[Cell]:
+    """What it takes to make float8, beside a copy."""
+    length, heads, dim, dtype = (16384, 16, 128, "bfloat16") if gpu else (128, 2, 64, "float16")
+    return [
+        Cell("quantize", 1, length, length, heads, heads, dim, False, dtype, unit="TB/s", fp8=kind)
+        for kind in ("copy", "quantize", "rotate")
+    ]
+
+
 # By name: the cells for a GPU, or for a CPU.
 SUITES: dict[str, Callable[[bool], list[Cell]]] = {
     "forward": lambda gpu: _matrix("forward", "forward", gpu),
@@ -212,6 +257,9 @@ SUITES: dict[str, Callable[[bool], list[Cell]]] = {
     "varlen": _varlen,
     "window": _window,
     "gqa": _gqa,
+    "fp8": _fp8,
+    "fp8_decode": _fp8_decode,
+    "quantize": _quantize,
     "host": _host,
     "model": _model,
 }

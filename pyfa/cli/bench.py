@@ -12,7 +12,8 @@ from .console import print_json, print_table, progress
 
 # Not imported from pyfa.bench, which would load torch before a wrong name is refused.
 _SUITES = (
-    "forward", "backward", "decode", "small", "varlen", "window", "gqa", "host", "model",
+    "forward", "backward", "decode", "small", "varlen", "window", "gqa", "fp8", "fp8_decode",
+    "quantize", "host", "model",
 )  # fmt: skip
 
 

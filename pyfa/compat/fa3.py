@@ -5,8 +5,9 @@
 Signatures, defaults and what is returned are those of its ``flash_attn_interface``. Everything that
 pyfa takes beyond it stays, as in ``fa2``. Conventions of its own: ``return_attn_probs`` and
 ``return_softmax_lse`` give the LSE, float32, natural logarithm, −inf for a row that sees nothing;
-``flash_attn_with_kvcache`` gives no gradient; descales belong to float8 inputs, whose output is
-bfloat16, and are not read for others.
+``flash_attn_with_kvcache`` gives no gradient; descales, (B, Hk) float32 or (1,), belong to float8
+inputs, whose output is bfloat16, and are not read for others. Float8 keys may also meet 16-bit
+queries.
 
 Taken and not needed: ``num_splits`` but for the cache, ``pack_gqa``, ``sm_margin`` and
 ``scheduler_metadata`` steer its kernels' scheduling, which is the plan's business here. Refused
@@ -74,7 +75,9 @@ def flash_attn_func(
     _refuse(qv, attention_chunk)
     return api.attention(
         q, k, v, deterministic=deterministic, return_lse=return_attn_probs,
-        **_shared(q, softmax_scale, causal, q_descale, k_descale, v_descale, window_size, softcap),
+        **_shared(
+            q, k, softmax_scale, causal, q_descale, k_descale, v_descale, window_size, softcap
+        ),
     )  # fmt: skip
 
 
@@ -149,7 +152,9 @@ def flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, length(max_seqlen_q), length(max_seqlen_k),
         seqused_q=seqused_q, seqused_k=seqused_k, deterministic=deterministic,
         return_lse=return_attn_probs,
-        **_shared(q, softmax_scale, causal, q_descale, k_descale, v_descale, window_size, softcap),
+        **_shared(
+            q, k, softmax_scale, causal, q_descale, k_descale, v_descale, window_size, softcap
+        ),
     )  # fmt: skip
 
 
@@ -218,7 +223,7 @@ def flash_attn_with_kvcache(
     """
     _refuse(qv, attention_chunk)
     shared = _shared(
-        q, softmax_scale, causal, q_descale, k_descale, v_descale, window_size, softcap
+        q, k_cache, softmax_scale, causal, q_descale, k_descale, v_descale, window_size, softcap
     )
     if page_table is not None and cache_batch_idx is not None:
         page_table, cache_batch_idx = page_table[cache_batch_idx.long()], None
@@ -290,6 +295,7 @@ def _refuse(qv: torch.Tensor | None, attention_chunk: int) -> None:
 
 def _shared(
     q: torch.Tensor,
+    k: torch.Tensor,
     softmax_scale: float | None,
     causal: bool,
     q_descale: torch.Tensor | None,
@@ -305,14 +311,15 @@ def _shared(
         "window": window(window_size),
         "softcap": softcap,
     }
-    if isinstance(q, torch.Tensor) and q.itemsize == 1:
+    of_q, of_k = (isinstance(x, torch.Tensor) and x.itemsize == 1 for x in (q, k))
+    if of_q:
         shared["out_dtype"] = torch.bfloat16
-        given = [x for x in (q_descale, k_descale, v_descale) if x is not None]
-        if given:
-            shared["descale"] = tuple(
-                torch.ones_like(given[0]) if x is None else x
-                for x in (q_descale, k_descale, v_descale)
-            )
+    given = [x for x in (q_descale, k_descale, v_descale) if x is not None]
+    if given and of_k:
+        one = torch.ones_like(given[0])
+        k_scale, v_scale = (one if x is None else x for x in (k_descale, v_descale))
+        q_scale = one if q_descale is None else q_descale
+        shared["descale"] = (q_scale if of_q else None, k_scale, v_scale)
     return shared
 
 

@@ -48,7 +48,7 @@ def _dense(case: Case, parts: list[Sequence]) -> Inputs:
         heads = case.heads_q if name == "q" else case.heads_k
         empty = torch.zeros(0, _EMPTY_BATCH_ROWS, heads, _dim(case, name))
         values = torch.stack([part[index] for part in parts]) if parts else empty
-        placed[name] = place(values, _dtype(case), case.layout)
+        placed[name] = place(values, _dtype(case, name), case.layout)
     q, k, v = (placed[name].view() for name in "qkv")
     call = Call(q, k, v, max_seqlen_q=q.shape[1], max_seqlen_k=k.shape[1])
     return _with_terms(case, placed, {}, call)
@@ -76,7 +76,7 @@ def _varlen(case: Case, parts: list[Sequence]) -> Inputs:
                     stored = min(case.page_size, case.lengths_k[0], case.lengths_k[b])
                     part[index][:stored] = parts[0][index][:stored]
                 values[page, row] = part[index].float()
-            placed[name] = place(values, _dtype(case), case.layout)
+            placed[name] = place(values, _dtype(case, name), case.layout)
         others["page_table"] = fields["page_table"] = table
         fields["seqused_k"] = _int32(case.lengths_k)
         if case.used_k:
@@ -89,7 +89,7 @@ def _varlen(case: Case, parts: list[Sequence]) -> Inputs:
         for index, name in ((1, "k"), (2, "v")):
             shape = (case.heads_k, _dim(case, name))
             values, starts_k = _packed([part[index] for part in parts], room_k, shape, case)
-            placed[name] = place(values, _dtype(case), case.layout)
+            placed[name] = place(values, _dtype(case, name), case.layout)
         others["cu_seqlens_k"] = fields["cu_seqlens_k"] = starts_k
         if case.used_k:
             others["seqused_k"] = fields["seqused_k"] = _int32(case.lengths_k)
@@ -148,17 +148,17 @@ def _kvcache(case: Case, parts: list[Sequence]) -> Inputs:
             kept = case.lengths_k[b] - new
             held[place_of[:kept], row[:kept]] = parts[b][index][:kept].float()
             whole[place_of, row] = parts[b][index].float()
-        placed[f"{name}_cache"] = place(held, _dtype(case), case.layout)
-        after[f"{name}_cache"] = place(whole, _dtype(case), case.layout)
+        placed[f"{name}_cache"] = place(held, _dtype(case, name), case.layout)
+        after[f"{name}_cache"] = place(whole, _dtype(case, name), case.layout)
         if name == "k" and near is not None:
             for b, (place_of, row) in enumerate(places):
                 whole[place_of, row] = near.rounded[b][1].float()
-            naive_k = place(whole, _dtype(case), case.layout).view()
+            naive_k = place(whole, _dtype(case, name), case.layout).view()
     if new:
         originals = parts if near is None else near.originals
         for index, name in ((1, "k"), (2, "v")):
             fresh = [part[index][part[index].shape[0] - new :] for part in originals]
-            placed[name] = place(torch.stack(fresh), _dtype(case), case.layout)
+            placed[name] = place(torch.stack(fresh), _dtype(case, name), case.layout)
     if near is not None:
         others |= near.arguments
         placed |= near.tables
@@ -219,7 +219,8 @@ def _rotated(
 def _queries(case: Case, parts: list[Sequence]) -> torch.Tensor:
     """q of all sequences: packed, with rows to spare, or stacked."""
     if case.packed_q:
-        return _packed([p[0] for p in parts], list(case.lengths_q), _q_shape(case), case)[0]
+        queries, _ = _packed([p[0] for p in parts], list(case.lengths_q), _q_shape(case), case)
+        return queries.to(_dtype(case))
     if not parts:
         return torch.zeros(0, _EMPTY_BATCH_ROWS, case.heads_q, case.head_dim)
     return torch.stack([part[0] for part in parts])
@@ -244,6 +245,7 @@ def _with_terms(
             terms["bias"] = values
         else:
             dtype = _dtype(case) if case.bias in ("full", "hidden") else torch.float32
+            dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
             packed = call.cu_seqlens_q is not None
             placed["bias"] = place(values[0] if packed else values, dtype, case.layout)
             view = placed["bias"].view()
@@ -257,12 +259,19 @@ def _with_terms(
         terms["alibi_slopes"] = placed["alibi_slopes"].view()
     if case.sinks:
         values = near_normal(f"{case.name}/sinks", (case.heads_q,))
+        values += 14.0 if case.recipe == "sink" else 0.0
         placed["sinks"] = place(values, torch.float32, "contiguous")
         terms["sinks"] = placed["sinks"].view()
     if case.dropout_p:
         seed = integers(f"{case.name}/seed", 1, 1 << 64)[0]
         others["seed"] = seed
         terms["seed"] = torch.tensor([seed - (1 << 64) if seed >> 63 else seed])
+    if case.scales:
+        terms |= _scales(case, placed, call)
+    if case.dtype.startswith("float8"):
+        terms["out_dtype"] = getattr(torch, case.out_dtype or "bfloat16")
+        if case.out_dtype:
+            others["out_dtype"] = terms["out_dtype"]
     options = {
         "causal": case.causal,
         "window": case.window,
@@ -274,6 +283,32 @@ def _with_terms(
         others |= {"dropout_p": case.dropout_p, "deterministic": case.deterministic}
     spec = call._replace(**terms)
     return Inputs(case, placed, others, spec, spec)
+
+
+def _scales(case: Case, placed: dict[str, Placed], call: Call) -> dict[str, torch.Tensor]:
+    """Scales from 0.5 to 1.5 of the float8 tensors, NaN where no row of a block is anybody's."""
+    terms = {}
+    for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
+        if x.dtype.itemsize > 1:
+            continue
+        shape: tuple[int, ...] = ()
+        if case.scales == "head":
+            shape = (call.batch, case.heads_k)
+        elif isinstance(case.scales, int):
+            stored = x.shape[0] if x.dim() == 4 else 1
+            shape = (stored, case.heads_k, -(-x.shape[-3] // case.scales))
+        steps = integers(f"{case.name}/{name}_descale", torch.Size(shape).numel(), 64)
+        values = (torch.tensor(steps, dtype=torch.float32).reshape(shape) + 32.5) / 64.0
+        if isinstance(case.scales, int):
+            nobody = x.float().isnan().all(-1).all(-1).reshape(shape[0], -1)
+            short = -nobody.shape[1] % case.scales
+            nobody = torch.nn.functional.pad(nobody, (0, short), value=True)
+            nobody = nobody.unflatten(1, (-1, case.scales)).all(-1)[:, None]
+            values = values.masked_fill(nobody, torch.nan)
+        placed[f"{name}_descale"] = place(values, torch.float32, "contiguous")
+        view = placed[f"{name}_descale"].view()
+        terms[f"{name}_descale"] = view if view.dim() else view.expand(call.batch, case.heads_k)
+    return terms
 
 
 def _bias(case: Case, call: Call) -> torch.Tensor:
@@ -325,8 +360,8 @@ def _add_gradients(inputs: Inputs) -> None:
         inputs.dlse = place(values.masked_fill(outside, torch.nan), torch.float32, "contiguous")
 
 
-def _dtype(case: Case) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, case.dtype)
+def _dtype(case: Case, name: str = "q") -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, case.dtypes["qkv".index(name)])
     return dtype
 
 

@@ -8,6 +8,7 @@ the name (see ``inputs.py``).
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -15,10 +16,18 @@ from ..problem import FEATURES
 
 KINDS = ("dense", "varlen", "kvcache")
 RECIPES = ("plain", "growing", "huge", "equal", "offset", "big", "identity")
+# Those that only a float8 P is afraid of, and float8 queries and keys that were rotated.
+FLOAT8_RECIPES = ("sink", "needle", "rotated")
 LAYOUTS = ("contiguous", "strided", "heads_first", "unaligned", "gapped")
 BIASES = ("full", "keys", "rows", "heads", "bool", "hidden")
 ROTARIES = ("interleaved", "halves", "interleaved_part", "halves_part")
-_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "fp8"}
+_SHORT = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "float8_e4m3fn": "fp8",
+    "float8_e4m3fnuz": "fp8fnuz",
+}
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,8 @@ class Case:
     part. ``slack``: rows of a packed tensor, or of a cache, beyond what any sequence owns, and by
     how much ``max_seqlen`` exceeds the longest. ``shared``: sequences share their first page.
     ``recipe``: what the values are like (``RECIPES``). ``layout``: where they lie (``LAYOUTS``).
+    ``cache_dtype``: that of k and v where it is not q's. ``scales``: those of float8 tensors, per
+    "tensor" or "head", or of so many rows each. ``out_dtype``: asked for, where it is.
     """
 
     kind: str = "dense"
@@ -71,6 +82,14 @@ class Case:
     num_splits: int = 0
     recipe: str = "plain"
     layout: str = "contiguous"
+    cache_dtype: str = ""
+    scales: str | int = ""
+    out_dtype: str = ""
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Of q, k and v."""
+        return (self.dtype, self.cache_dtype or self.dtype, self.cache_dtype or self.dtype)
 
     @property
     def batch(self) -> int:
@@ -130,7 +149,7 @@ class Case:
             "backward": self.backward,
             "dlse": bool(self.dlse),
             "deterministic": self.deterministic,
-            "fp8": self.dtype.startswith("float8"),
+            "fp8": self.dtypes[1].startswith("float8"),
         }
         return frozenset(name for name, needed in needs.items() if needed)
 
@@ -178,9 +197,32 @@ class Case:
             "rotary needs": bool(self.rotary) and self.head_dim < 2,
             "window with causal": self.causal and self.window is not None and self.window[1] > 0,
             "batch slopes": self.alibi == "batch" and self.batch == 0,
+            "float8 only": not self.dtypes[1].startswith("float8")
+            and bool(self.scales or self.cache_dtype or self.recipe in FLOAT8_RECIPES),
+            "float8 gradient": self.dtypes[1].startswith("float8") and self.backward,
+            "float8 rotary": bool(self.rotary)
+            and self.dtypes[0 if not self.new_keys else 1].startswith("float8"),
+            "float8 under": bool(self.cache_dtype) and self.dtype not in ("bfloat16", "float16"),
+            "out_dtype": bool(self.out_dtype) and not self.dtype.startswith("float8"),
             "identity": self.recipe == "identity" and max(self.lengths_k, default=0) > 256,
         }
         return [name for name, wrong in found.items() if wrong]
+
+
+def dense(rows: int, keys: int, batch: int = 2, **options: Any) -> Case:
+    """A dense case whose sequences all have as many ``rows`` and ``keys``."""
+    return case({"lengths_q": (rows,) * batch, "lengths_k": (keys,) * batch} | options)
+
+
+def packed(lengths: tuple[tuple[int, ...], tuple[int, ...]], kind: str, **options: Any) -> Case:
+    """A case of ``kind`` whose sequences have ``lengths`` of rows and of keys."""
+    return case({"kind": kind, "lengths_q": lengths[0], "lengths_k": lengths[1]} | options)
+
+
+def case(options: Mapping[str, Any]) -> Case:
+    """V's head_dim follows K's unless it is given."""
+    dim = options.get("head_dim", 64)
+    return Case(**{"head_dim_v": dim} | dict(options))
 
 
 _IN_FRONT = (

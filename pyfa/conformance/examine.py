@@ -21,6 +21,7 @@ _FUNCTIONS = {
     "kvcache": api.attention_kvcache,
 }
 _CACHES = ("k_cache", "v_cache")
+_FLOAT8_BITS = 4
 
 
 @dataclass
@@ -44,7 +45,8 @@ class _Run:
 class Expected:
     """What a case should give, each made when it is first asked for: it takes longer than the case.
 
-    ``ref`` is the reference in float64, ``naive`` eager attention in the problem's dtype, and
+    ``ref`` is the reference in float64, ``naive`` eager attention in the problem's dtype (for
+    float8 queries in float32 with a P of as many bits, since eager has no float8), and
     ``recomputed`` what the roundings that cannot be avoided make of each result: ``recompute.py``.
     """
 
@@ -57,6 +59,9 @@ class Expected:
 
     @functools.cached_property
     def naive(self) -> dict[str, torch.Tensor]:
+        if self.inputs.spec.q.itemsize == 1:
+            out, lse = reference.attention(self.inputs.naive, torch.float32, _FLOAT8_BITS)
+            return {"out": out.to(self.inputs.spec.dtype_of_out()), "lse": lse}
         return self._of(self.inputs.naive, getattr(torch, self.inputs.case.dtype))
 
     @functools.cached_property
@@ -114,6 +119,9 @@ def _execute(inputs: Inputs, backend: str, where: torch.device, grad: bool) -> _
         name: value.to(where) if isinstance(value, torch.Tensor) else value
         for name, value in inputs.others.items()
     }
+    scales = tuple(tensors.pop(f"{name}_descale", None) for name in "qkv")
+    if scales[1] is not None:
+        others["descale"] = scales
     leaves: dict[str, torch.Tensor] = {}
     if grad:
         wanted = ["q", "k", "v", *(["bias"] if case.bias_grad else [])]

@@ -14,7 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from . import grid_fp8
 from .cases import BIASES, LAYOUTS, RECIPES, ROTARIES, Case, pick
+from .cases import dense as _dense
+from .cases import packed as _packed
 
 LEVELS = ("quick", "full")
 Fields = Mapping[str, Any]
@@ -150,7 +153,8 @@ def cases(
     grid = _unique(_quick() if level == "quick" else _full(), max_seqlen)
     if wanted:
         grid = [case for case in grid if case.features & set(wanted)]
-    kept = [case for case in grid if case.features <= declared and case.dtype in dtypes]
+    able = set(dtypes)
+    kept = [case for case in grid if case.features <= declared and able.issuperset(case.dtypes)]
     return kept + _probes(grid, declared, dtypes)
 
 
@@ -160,8 +164,7 @@ def _probes(grid: list[Case], declared: frozenset[str], dtypes: Sequence[str]) -
     plainest = sorted(grid, key=lambda case: (len(case.features), case.dtype not in dtypes))
     for case in plainest:
         beyond = sorted(case.features - declared)
-        if case.dtype not in dtypes:
-            beyond.append(case.dtype)
+        beyond += [name for name in case.dtypes if name not in dtypes]
         for name in beyond:
             probes.setdefault(name, case)
     return list(dict.fromkeys(probes.values()))
@@ -171,20 +174,6 @@ def _unique(grid: Iterable[Case], max_seqlen: int | None) -> list[Case]:
     if max_seqlen is not None:
         grid = (case.clamped(max_seqlen) for case in grid)
     return [case for case in dict.fromkeys(grid) if not case.flaws()]
-
-
-def _dense(rows: int, keys: int, batch: int = 2, **fields: Any) -> Case:
-    return _case({"lengths_q": (rows,) * batch, "lengths_k": (keys,) * batch} | fields)
-
-
-def _case(fields: Fields) -> Case:
-    """V's head_dim follows K's unless it is given."""
-    dim = fields.get("head_dim", 64)
-    return Case(**{"head_dim_v": dim} | dict(fields))
-
-
-def _packed(lengths: tuple[tuple[int, ...], tuple[int, ...]], kind: str, **fields: Any) -> Case:
-    return _case({"kind": kind, "lengths_q": lengths[0], "lengths_k": lengths[1]} | fields)
 
 
 def _quick() -> Iterator[Case]:
@@ -226,7 +215,7 @@ def _quick() -> Iterator[Case]:
     yield from _quick_packed()
     yield from _quick_caches()
     yield from _dropout_bits(4)
-    yield _dense(16, 16, batch=1, dtype="float8_e4m3fn")
+    yield from grid_fp8.quick()
 
 
 def _quick_packed() -> Iterator[Case]:
@@ -315,6 +304,7 @@ def _full() -> Iterator[Case]:
     yield from _full_packed()
     yield from _full_caches()
     yield from _dropout_bits(40)
+    yield from grid_fp8.full(_draws)
 
 
 def _full_dense() -> Iterator[Case]:

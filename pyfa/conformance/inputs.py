@@ -5,7 +5,8 @@ So only ``PCG64.random_raw`` is used: each 64-bit word gives four 16-bit integer
 four such integers (Irwin–Hall) becomes (s − 131070) · √3 / 65536: mean 0, variance 1, |x| ≤ 2√3.
 Everything is exact or IEEE-rounded once, and then rounded once to the problem's dtype.
 
-Tensors are views of buffers of 0xFF bytes, which is NaN in every float dtype. Whatever does not
+Tensors are views of buffers of 0xFF bytes, which is NaN in every float dtype (−240 in
+float8_e4m3fnuz). Whatever does not
 belong to a tensor's valid region (guards, gaps between strides, rows beyond a sequence, unused
 pages, left padding) stays NaN, and a buffer that changed is a write out of bounds.
 """
@@ -13,6 +14,7 @@ pages, left padding) stays NaN, and a buffer that changed is a write out of boun
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +23,7 @@ import torch
 
 from .. import reference
 from ..problem import Call
+from ..quantize import rotate as rotate_by_hadamard
 from .cases import Case
 
 _GUARD_BYTES = 64
@@ -170,8 +173,33 @@ def sequence(case: Case, b: int) -> Sequence:
         # out is P itself, so that the bits of dropout can be read from it.
         v[:] = torch.eye(keys, case.head_dim_v)[:, None, :]
         q *= 0.25
-    dtype = getattr(torch, case.dtype)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
+    elif case.recipe in ("sink", "needle"):
+        _dominate(case, q, k, v)
+    elif case.recipe == "rotated":
+        # An outlying channel, and then the rotation that spreads it.
+        q[..., 1] *= 12.0
+        k[..., 1] *= 12.0
+        q, k = rotate_by_hadamard(q, 0), rotate_by_hadamard(k, 0)
+    of_q, of_k, of_v = (getattr(torch, name) for name in case.dtypes)
+    return q.to(of_q), k.to(of_k), v.to(of_v)
+
+
+def _dominate(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """One key, without a value, is ahead of all others: what they leave must still be there.
+
+    "sink": the first key by 2²⁰, and as many keys have no value as tiles may have: a float8 P of
+    the others is 0 beside its maximum, unless the keys are visited from last to first. "needle":
+    one in the middle by 2¹², which P scaled by 2⁸ survives in one tile, and P as it is does not.
+    """
+    keys = k.shape[0]
+    where, ahead = (0, 20.0) if case.recipe == "sink" else (keys // 3, 12.0)
+    q[..., 0], k[..., 0] = 4.0, 0.0
+    v += 4.0
+    v[: 128 if case.recipe == "sink" else 0] = 0.0
+    if keys:
+        v[where] = 0.0
+        k[where] = 0.0
+        k[where, :, 0] = ahead * math.log(2.0) * case.head_dim**0.5 / 4.0
 
 
 def score_sizes(parts: list[Sequence], call: Call) -> tuple[float, float]:
@@ -180,6 +208,10 @@ def score_sizes(parts: list[Sequence], call: Call) -> tuple[float, float]:
     added = 0.0
     if call.bias is not None and call.bias.is_floating_point() and call.bias.numel():
         added += float(call.bias.double().nan_to_num(0.0, 0.0, 0.0).abs().max())
+    factor = abs(call.scale)
+    for scales in (call.q_descale, call.k_descale):
+        if scales is not None and scales.numel():
+            factor *= float(scales.nan_to_num(0.0).max())
     for q, k, _ in parts:
         if not q.shape[0] or not k.shape[0]:
             continue
@@ -189,8 +221,8 @@ def score_sizes(parts: list[Sequence], call: Call) -> tuple[float, float]:
         extra = added
         if call.alibi_slopes is not None:
             extra += float(call.alibi_slopes.max()) * max(q.shape[0], k.shape[0])
-        score = max(score, float(raw) * abs(call.scale) + extra)
-        product = max(product, float(terms) * abs(call.scale) + extra)
+        score = max(score, float(raw) * factor + extra)
+        product = max(product, float(terms) * factor + extra)
     return score, product
 
 

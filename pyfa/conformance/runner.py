@@ -104,8 +104,7 @@ def run_case(
     """One case, whatever happens in it. ``expected``: of this case, where it is known already."""
     begin = time.perf_counter()
     undeclared = sorted(case.features - implementation.FEATURES)
-    if case.dtype not in implementation.DTYPES:
-        undeclared.append(case.dtype)
+    undeclared += sorted(set(case.dtypes) - set(implementation.DTYPES))
     status, found = PASSED, None
     reasons: tuple[str, ...] = ()
     messages: tuple[str, ...] = ()

@@ -43,10 +43,19 @@ tr(C)²/tr(C²) of the error's second moments C along head_dim: 8,000 to 9,600 a
 sequences of 65 rows and 97 keys and two heads, 2 where two rows see one key. Of a bias or of sinks
 each element is a sum of its own, and counts as a row.
 
+(f) Float8 queries: eager PyTorch has none, so naive is float32 on the scaled inputs with P rounded
+to float8's 4 significant bits, wherever in the range it lies. A kernel whose P loses what is far
+below the largest is not excused. Float8 keys under 16-bit queries are held to eager attention in
+the queries' dtype.
+
 LSE, which every backend computes in float32 from unrounded scores:
 
     16-bit inputs:  |x − ref| ≤ 1e-3 + 2⁻²⁰ · max|score|
+    float8 queries: the same + 2⁻¹³ · max(scale·Σ|q||k|)
     float32:        |x − ref| ≤ 4 ulp(max|ref|) + √D · 2⁻²³ · max(scale·Σ|q||k|)
+
+Hopper's matrix unit keeps about 14 bits of a sum of float8 products (DeepSeek-V3 report 2024,
+arXiv:2412.19437, §3.3.2).
 
 The LSE moves by at most as much as the scores do. Each of the D additions of a dot product rounds
 its partial sum, which is at most Σ|q||k|, by at most 2⁻²⁴ of it, and these roundings are
@@ -175,6 +184,8 @@ def judge_lse(
         bound = MAX_ULPS * ulp(largest, torch.float32) + summed
     else:
         bound = 1e-3 + 2.0**-20 * score_size
+        if q.dtype.itemsize == 1:
+            bound += 2.0**-13 * product_size
     return _checked("lse", float(error.max()), bound, float(error.mean()), bound)
 
 

@@ -16,6 +16,7 @@ Queries that are padding get an output that means nothing; their keys are never 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -33,10 +34,20 @@ from .. import api
 __all__ = ["attention", "make_mask", "register"]
 
 
-def register(name: str = "pyfa") -> None:
-    """Make ``attn_implementation=name`` known to every model of transformers in this process."""
-    AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, make_mask)
+def register(name: str = "pyfa", attend: Callable[..., torch.Tensor] | None = None) -> None:
+    """Make ``attn_implementation=name`` known to every model of transformers in this process.
+
+    ``attend`` computes instead of ``pyfa.attention`` where each process holds a part of every
+    sequence: ``functools.partial(pyfa.distributed.ring_attention, mesh=mesh)``. The model is then
+    given its part of the tokens and their ``position_ids``. Causal masks, sliding windows and sinks
+    are those of the whole; padding and caches are not implemented.
+    """
+    if attend is None:
+        AttentionInterface.register(name, attention)
+        AttentionMaskInterface.register(name, make_mask)
+    else:
+        AttentionInterface.register(name, functools.partial(_attention_in_parts, attend))
+        AttentionMaskInterface.register(name, _no_mask)
 
 
 def attention(
@@ -112,6 +123,55 @@ def attention(
         bias = _both(bias, position_bias)
     out = api.attention(q, k, v, bias=bias, dropout_p=dropout, **local, **shared)
     return out, None
+
+
+def _attention_in_parts(
+    attend: Callable[..., torch.Tensor],
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """``attention`` by ``attend``, of what this process holds of the sequences."""
+    if attention_mask is not None or position_bias is not None:
+        raise NotImplementedError(
+            "attention_mask: with sequences in parts, masks other than causal ones and sliding "
+            "windows are not implemented"
+        )
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out = attend(
+        q, k, v, dropout_p=dropout, scale=scaling, softcap=softcap or 0.0, sinks=s_aux,
+        **_by_position(causal, sliding_window),
+    )  # fmt: skip
+    return out, None
+
+
+def _no_mask(
+    *args: Any,
+    q_length: int,
+    kv_length: int,
+    attention_mask: torch.Tensor | None = None,
+    config: Any = None,
+    **others: Any,
+) -> None:
+    """The mask of a part: none. Raises ``NotImplementedError`` where one is needed."""
+    padded = attention_mask is not None and not bool(attention_mask.all())
+    chunked = getattr(config, "attention_chunk_size", None) is not None
+    if padded or chunked or q_length != kv_length:
+        what = "padding" if padded else "chunks" if chunked else "a cache"
+        raise NotImplementedError(
+            f"attention_mask: {what} with sequences in parts is not implemented"
+        )
 
 
 def make_mask(

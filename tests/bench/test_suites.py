@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -86,3 +89,33 @@ def test_a_peer_without_such_a_call_says_so() -> None:
         flex.ready(model, CPU)
     with pytest.raises(ValueError, match="no packed sequences"):
         flex.ready(suites.SUITES["varlen"](False)[0], CPU)
+
+
+def test_float8_is_measured_beside_16_bits() -> None:
+    pyfa_peer, sdpa = peers.PEERS["pyfa"], peers.PEERS["sdpa"]
+    kinds = set()
+    for cell in (
+        cell for name in ("fp8", "fp8_decode", "quantize") for cell in suites.SUITES[name](False)
+    ):
+        kinds.add(cell.fp8)
+        found = pyfa_peer.ready(cell, CPU).forward()
+        if cell.fp8 in ("", "inputs", "cache"):
+            shape = (cell.batch, cell.seqlen_q, cell.heads_q, cell.head_dim)
+            assert found.shape == shape
+        if cell.fp8:
+            with pytest.raises(ValueError, match="no float8"):
+                sdpa.ready(cell, CPU)
+    assert kinds == {"", "inputs", "cache", "copy", "quantize", "rotate"}
+    for gpu, name in itertools.product((True, False), ("fp8", "fp8_decode", "quantize")):
+        cells = suites.SUITES[name](gpu)
+        assert len({cell.name for cell in cells}) == len(cells)
+        assert len({cell.unit for cell in cells}) == 1
+
+
+def test_bytes_are_those_that_move() -> None:
+    cell = suites.Cell("fp8", 2, 64, 64, 4, 4, 16, True, "bfloat16", unit="TB/s")
+    elements = 2 * 64 * 4 * 16
+    moved = {kind: replace(cell, fp8=kind).bytes_moved for kind in ("", "cache", "copy", "rotate")}
+    assert moved == {
+        "": 4 * elements, "cache": 2 * elements, "copy": 12 * elements, "rotate": 9 * elements
+    }  # fmt: skip

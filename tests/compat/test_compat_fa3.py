@@ -304,8 +304,26 @@ def test_float8_comes_with_its_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     fa3.flash_attn_func(q, q, q, k_descale=scale)
     assert seen["out_dtype"] == torch.bfloat16
     assert [x.tolist() for x in seen["descale"]] == [[[1.0, 1.0]], [[3.0, 3.0]], [[1.0, 1.0]]]
-    with pytest.raises(NotImplementedError, match="float8"):
-        monkeypatch.undo() or fa3.flash_attn_func(q, q, q)
+    fa3.flash_attn_func(q.half(), q, q, v_descale=scale, k_descale=scale)
+    assert seen["descale"][0] is None
+    assert seen["descale"][1] is scale
+
+
+def test_float8_is_scaled_by_sequence_and_key_head() -> None:
+    q, k, v = (torch.randn(2, 9, heads, 16) for heads in (4, 2, 2))
+    x = pyfa.quantize(q, k, v)
+    of_q, of_k, of_v = x.descale
+    out = fa3.flash_attn_func(x.q, x.k, x.v, q_descale=of_q, k_descale=of_k, v_descale=of_v)
+    assert out.dtype == torch.bfloat16
+    wanted = pyfa.attention(q, k, v)
+    assert (out - wanted).abs().max() < 0.1 * wanted.abs().max()
+    assert torch.equal(out, pyfa.attention(x.q, x.k, x.v, descale=x.descale))
+    lengths = torch.tensor([9, 4], dtype=torch.int32)
+    cached = fa3.flash_attn_with_kvcache(
+        x.q[:, :1], x.k, x.v, cache_seqlens=lengths, q_descale=of_q, k_descale=of_k,
+        v_descale=of_v,
+    )  # fmt: skip
+    assert torch.equal(cached[:1], out[:1, :1])
 
 
 @pytest.mark.parametrize(

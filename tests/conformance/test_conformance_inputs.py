@@ -16,7 +16,7 @@ from pyfa.conformance.inputs import integers, near_normal, permutation, place
 from pyfa.problem import FEATURES, features_of
 
 ALL = frozenset(FEATURES)
-DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn")
+DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e4m3fnuz")
 
 
 def test_philox_with_7_rounds_is_that_of_random123() -> None:
@@ -119,7 +119,7 @@ def test_no_case_chosen_by_hand_falls_away() -> None:
 def test_every_feature_has_cases() -> None:
     quick = grid.cases("quick", ALL, DTYPES)
     for name in FEATURES:
-        assert sum(name in case.features for case in quick) >= (1 if name == "fp8" else 4), name
+        assert sum(name in case.features for case in quick) >= 4, name
 
 
 def test_features_of_a_case_are_those_of_its_problem() -> None:

@@ -17,12 +17,21 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from pyfa import dispatch  # noqa: E402
 from pyfa.backends.base import missing  # noqa: E402
-from pyfa.backends.triton import kernel, plans, runtime, runtime_backward, specs  # noqa: E402
+from pyfa.backends.triton import (  # noqa: E402
+    kernel,
+    plans,
+    quantize,
+    runtime,
+    runtime_backward,
+    specs,
+)
 from pyfa.backends.triton.backend import TritonBackend  # noqa: E402
 from pyfa.conformance import report, runner  # noqa: E402
 from pyfa.conformance.cases import Case  # noqa: E402
 from pyfa.device import DEVICES  # noqa: E402
 from pyfa.emulator import Machine, load  # noqa: E402
+from pyfa.quantize import _in_pytorch as in_pytorch  # noqa: E402
+from pyfa.validate_fp8 import LEAST_SCALE  # noqa: E402
 
 _FORMATS = {"i32": "<i", "u32": "<I", "i64": "<q", "fp32": "<f"}
 
@@ -36,6 +45,16 @@ CASES = (
     Case(lengths_q=(33,), lengths_k=(40,), dropout_p=0.3, bias="full", backward=True),
     Case(kind="varlen", lengths_q=(33, 0, 17), lengths_k=(40, 9, 0), slack=2, backward=True),
     Case(kind="kvcache", lengths_q=(1, 1), lengths_k=(130, 200), heads_q=8, page_size=16),
+    # On the float8 matrix units, and a float8 cache under 16-bit queries.
+    Case(dtype="float8_e4m3fnuz", lengths_q=(65,), lengths_k=(97,), heads_q=4, scales="head"),
+    Case(dtype="float8_e4m3fnuz", lengths_q=(40,), lengths_k=(140,), causal=True, head_dim=128,
+         head_dim_v=128, scales=64, out_dtype="float16"),
+    Case(kind="varlen", dtype="float8_e4m3fnuz", lengths_q=(33, 0, 17), lengths_k=(40, 9, 0),
+         slack=2, scales=16),
+    Case(kind="kvcache", lengths_q=(1, 1), lengths_k=(130, 200), heads_q=8, page_size=16,
+         cache_dtype="float8_e4m3fnuz", scales=16),
+    Case(kind="kvcache", dtype="float16", lengths_q=(2, 2), lengths_k=(130, 200),
+         cache_dtype="float8_e4m3fnuz", scales=32),
 )  # fmt: skip
 
 
@@ -120,3 +139,35 @@ def test_conforms(case, backend):
     result = runner.run_case(backend, case, torch.device("cpu"))
     assert result.status == report.PASSED, result.messages
     assert EmulatedKernel.launches > before
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["plain", "rotated"])
+def test_quantising_rounds_as_pytorch_does(turned):
+    torch.manual_seed(0)
+    dim, rows, block, dtype = 64, 70, 32, torch.float8_e4m3fnuz
+    x = (torch.randn(2, rows, 4, dim) * torch.rand(2, rows, 1, 1) ** 8).bfloat16()
+    signs = torch.randint(0, 2, (dim,)) * 2.0 - 1.0
+    tile, wide, warps = quantize.launch_shape(dim, 2 * block, turned)
+    constants = {
+        "BLOCK": block, "TILE": tile, "BLOCK_D": wide, "SIZE": dim if turned else 0,
+        "MEASURE": True, "ROUND": True, "HELD": 2 * block <= tile, "LARGEST": 240.0,
+        "LEAST": torch.finfo(dtype).tiny, "LEAST_SCALE": LEAST_SCALE,
+    }  # fmt: skip
+    types = {"X": "*bf16", "Y": "*fp8e4b8", "SCALES": "*fp32", "SIGNS": "*fp32"}
+    signature = {
+        name: "constexpr" if name in constants
+        else types.get(name, "i64" if name.startswith("stride_") else "i32")
+        for name in quantize.quantize_rows.arg_names
+    }  # fmt: skip
+    emulated = EmulatedKernel(
+        specs.Spec(quantize.quantize_rows, signature, constants, {}, {"num_warps": warps}), None
+    )
+    y, scales = torch.zeros(x.shape, dtype=dtype), torch.zeros(2, 2, 3)
+    emulated(
+        2 * 2 * 3, x.data_ptr(), y.data_ptr(), scales.data_ptr(), signs.data_ptr(),
+        *x.stride()[:3], *scales.stride()[:2], rows, 2, 2, dim, 3,
+    )  # fmt: skip
+    wanted, of = in_pytorch(x, 2, block, False, signs if turned else None, dtype)
+    torch.testing.assert_close(scales, of, rtol=1e-6, atol=0.0)
+    share = float((y.float() != wanted.float()).float().mean())
+    assert share <= (2e-3 if turned else 0.0)

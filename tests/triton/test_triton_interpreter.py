@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("triton")
 
 
-@pytest.mark.parametrize("group", ["masks", "scores", "gradients", "layouts", "paths"])
+@pytest.mark.parametrize("group", ["masks", "scores", "gradients", "layouts", "paths", "float8"])
 def test_interpreted_kernels_keep_the_rule(group: str) -> None:
     script = Path(__file__).with_name("interpreted.py")
     done = subprocess.run(

@@ -15,7 +15,7 @@ from pyfa.backends.triton import plans
 from pyfa.problem import FEATURES, Problem
 
 triton = pytest.importorskip("triton")
-from pyfa.backends.triton import resources, specs  # noqa: E402
+from pyfa.backends.triton import quantize, resources, specs  # noqa: E402
 
 
 def _problem(arch: str, head_dim: int, dtype: str = "bfloat16", **changes: object) -> Problem:
@@ -110,7 +110,18 @@ def test_parts_fill_the_device_and_are_not_too_short() -> None:
 
 def test_it_says_why_not() -> None:
     backend = BACKENDS["triton"]
-    assert set(FEATURES) - backend.FEATURES == {"fp8"}
+    assert set(FEATURES) == backend.FEATURES
+    float8 = {"features": frozenset({"fp8"}), "dtype_out": "bfloat16"}
+    for arch, dtype, able in (
+        ("sm_80", "float8_e4m3fn", False),
+        ("sm_89", "float8_e4m3fn", True),
+        ("sm_90a", "float8_e4m3fnuz", False),
+        ("gfx942", "float8_e4m3fn", False),
+        ("gfx942", "float8_e4m3fnuz", True),
+        ("gfx950", "float8_e4m3fn", True),
+    ):
+        reasons = backend.why_not(_problem(arch, 64, dtype, **float8))
+        assert list(reasons) == ([] if able else [f"{arch} has no {dtype}"])
     reasons = backend.why_not(_problem("sm_90a", 64, "float64"))
     assert list(reasons) == ["float64 is not implemented"]
     on_cpu = _problem("sm_90a", 64, device=device.CPU)
@@ -145,3 +156,40 @@ def test_backward_compiles_ahead_of_time(arch: str) -> None:
         found = resources.measure(spec, arch)
         assert found.shared_bytes <= found.block_limit
         assert found.spill_bytes == 0
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm_89", "sm_90a"])
+def test_float8_compiles_without_a_gpu(arch: str) -> None:
+    found = dict(resources.float8_specs_of(arch, 128))
+    assert len(found) == 6
+    for name, spec in found.items():
+        if "scales 2 forward" in name or "scales 3 decode" in name:
+            used = resources.measure(spec, arch)
+            assert used.registers > 0
+            assert used.shared_bytes <= used.block_limit
+            assert used.spill_bytes == 0, name
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "sm_90a"])
+@pytest.mark.parametrize("dim", [128, 256])
+def test_quantising_compiles_ahead_of_time(arch: str, dim: int) -> None:
+    """Blocks of 128 rows, rotated: held in registers, or read again from the L2."""
+    function, dtype = quantize.quantize_rows, "fp8e4b8" if arch == "gfx942" else "fp8e4nv"
+    tile, wide, warps = quantize.launch_shape(dim, 128, True)
+    assert (tile, wide) == (128 if dim == 128 else 16, dim)
+    constants = {
+        "BLOCK": 128, "TILE": tile, "BLOCK_D": wide, "SIZE": dim, "MEASURE": True, "ROUND": True,
+        "HELD": tile == 128, "LARGEST": 448.0, "LEAST": 2.0**-6, "LEAST_SCALE": 2.0**-63,
+    }  # fmt: skip
+    types = {"X": "*bf16", "Y": f"*{dtype}", "SCALES": "*fp32", "SIGNS": "*fp32"}
+    signature = {
+        name: "constexpr" if name in constants
+        else types.get(name, "i64" if name.startswith("stride_") else "i32")
+        for name in function.arg_names
+    }  # fmt: skip
+    aligned = dict.fromkeys(("X", "Y", "stride_xb", "stride_xs", "stride_xh", "head_dim"), 16)
+    used = resources.measure(
+        specs.Spec(function, signature, constants, aligned, {"num_warps": warps}), arch
+    )
+    assert used.spill_bytes == 0
+    assert used.shared_bytes <= used.block_limit

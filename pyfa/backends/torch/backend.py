@@ -14,8 +14,10 @@ from . import sdpa, tiled
 
 class TorchBackend:
     NAME = "torch"
-    FEATURES = frozenset(FEATURES) - {"fp8"}
-    DTYPES: tuple[str, ...] = ("float16", "bfloat16", "float32")
+    FEATURES = frozenset(FEATURES)
+    DTYPES: tuple[str, ...] = (
+        "float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e4m3fnuz",
+    )  # fmt: skip
 
     def why_unavailable(self) -> str | None:
         return None
@@ -32,7 +34,8 @@ class TorchBackend:
     def forward(self, plan: Plan, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         if plan.kernel == "sdpa":
             return sdpa.forward(call)
-        return tiled.forward(call)
+        with _without_autocast(call):
+            return tiled.forward(call)
 
     def backward(
         self,
@@ -46,4 +49,10 @@ class TorchBackend:
     ) -> Gradients:
         if plan.kernel == "sdpa" and dlse is None:
             return sdpa.backward(call, out, lse, dout)
-        return tiled.backward(call, out, lse, dout, dlse, bias_grad)
+        with _without_autocast(call):
+            return tiled.backward(call, out, lse, dout, dlse, bias_grad)
+
+
+def _without_autocast(call: Call) -> torch.autocast:
+    """The inputs have their dtype by now; autocast would round scores and P before a product."""
+    return torch.autocast(call.q.device.type, enabled=False)

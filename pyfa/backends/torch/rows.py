@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...problem import Call
+from ...problem import Call, scales_of
 
 Index = tuple[torch.Tensor | slice, ...]
 
@@ -82,14 +82,37 @@ class Rows:
             sequence = torch.arange(self.start.shape[0], device=self.device)[:, None]
         return (sequence, position)
 
-    def tile(self, storage: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-        """Rows ``begin`` to ``end`` as float32 (B, rows, heads, dim), zero where none exists."""
+    def tile(
+        self, storage: torch.Tensor, begin: int, end: int, descale: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Rows ``begin`` to ``end`` as float32 (B, rows, heads, dim), zero where none exists.
+
+        ``descale``: the storage's scales as ``Call`` has them, for heads in as many equal groups.
+        """
         rows = storage[self.index(begin, end)].float()
+        if descale is not None:
+            scales = self._scales(descale, storage, begin, end)
+            rows = (rows.unflatten(2, (scales.shape[2], -1)) * scales[..., None]).flatten(2, 3)
         exists = self.valid(begin, end)
         if exists is not None:
             # where, not a product: what lies beyond a sequence's end may be NaN.
             rows = torch.where(exists[:, :, None, None], rows, 0.0)
         return rows
+
+    def _scales(
+        self, descale: torch.Tensor, storage: torch.Tensor, begin: int, end: int
+    ) -> torch.Tensor:
+        """Of rows ``begin`` to ``end``: (B, rows, Hk, 1)."""
+        if descale.dim() == 2:
+            return descale[:, None, :, None]
+        size = scales_of(descale, storage)
+        *place, position = self.index(begin, end)
+        if isinstance(position, slice):
+            block = torch.arange(begin, end, device=self.device) // size
+            return descale.transpose(1, 2)[:, block][..., None]
+        # A packed tensor's scales count as those of one sequence.
+        first = place[0] if place else torch.zeros_like(position)
+        return descale.transpose(1, 2)[first, position // size][..., None]
 
     def add(self, total: torch.Tensor, rows: torch.Tensor, begin: int, end: int) -> None:
         """Add ``rows`` (as ``tile`` gives them) to their places in ``total``."""

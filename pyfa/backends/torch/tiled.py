@@ -44,11 +44,12 @@ class _Grid:
         self.step_q = min(256, max(32, budget >> 9))
         self.step_k = min(512, max(64, budget // self.step_q))
         # Query i sits at key i + shift. One number where all sequences agree, else (B, 1, 1, 1).
-        self.shift: int | torch.Tensor = self.keys.longest - self.rows.longest
+        offset = call.q_start - call.k_start
+        self.shift: int | torch.Tensor = self.keys.longest - self.rows.longest + offset
         if self.rows.lengths is not None or self.keys.lengths is not None:
             keys = self.keys.lengths if self.keys.lengths is not None else self.keys.longest
             rows = self.rows.lengths if self.rows.lengths is not None else self.rows.longest
-            self.shift = (keys - rows).reshape(-1, 1, 1, 1)  # type: ignore[union-attr]
+            self.shift = (keys - rows + offset).reshape(-1, 1, 1, 1)  # type: ignore[union-attr]
 
     def row_blocks(self) -> list[tuple[int, int]]:
         return _blocks(self.rows.longest, self.step_q)
@@ -64,9 +65,11 @@ class _Grid:
         blocks = _blocks(last, self.step_k)
         return [_Tile(begin_q, end_q, a, b) for a, b in blocks if b > first]
 
-    def queries(self, x: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    def queries(
+        self, x: torch.Tensor, begin: int, end: int, descale: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """(B, Hk, group·rows, dim) float32: the query heads that share a key head lie together."""
-        rows = self.rows.tile(x, begin, end)
+        rows = self.rows.tile(x, begin, end, descale)
         grouped: torch.Tensor = rows.unflatten(2, (self.heads_k, -1))
         return grouped.permute(0, 2, 3, 1, 4).flatten(2, 3)
 
@@ -143,12 +146,15 @@ class _Grid:
         kept = philox.keep(
             call.seed,
             call.dropout_p,
-            torch.arange(tile.begin_k, tile.end_k, device=self.device),
-            torch.arange(tile.begin_q, tile.end_q, device=self.device)[:, None],
-            torch.arange(self.heads, device=self.device)[:, None, None],
-            torch.arange(call.batch, device=self.device)[:, None, None, None],
+            self._from(call.k_start + tile.begin_k, tile.end_k - tile.begin_k),
+            self._from(call.q_start + tile.begin_q, tile.end_q - tile.begin_q)[:, None],
+            self._from(call.head_start, self.heads)[:, None, None],
+            self._from(call.batch_start, call.batch)[:, None, None, None],
         )
         return kept.float() / (1.0 - call.dropout_p)
+
+    def _from(self, start: int, count: int) -> torch.Tensor:
+        return torch.arange(start, start + count, device=self.device)
 
 
 def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -167,14 +173,14 @@ def _empty_results(call: Call, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
     """out and LSE (…, heads, 1) as rows that see nothing leave them; a row to spare when packed."""
     first, *rest = call.out_shape()
     shape = (first + 1, *rest) if rows.packed else (first, *rest)
-    out = call.q.new_zeros(shape)
+    out = call.q.new_zeros(shape, dtype=call.dtype_of_out())
     return out, call.q.new_full((*shape[:-1], 1), -torch.inf, dtype=torch.float32)
 
 
 def _forward_rows(grid: _Grid, begin_q: int, end_q: int) -> tuple[torch.Tensor, torch.Tensor]:
     """out (B, rows, H, Dv) and LSE (B, rows, H, 1) of one block of rows."""
     call, rows = grid.call, end_q - begin_q
-    q = grid.queries(call.q, begin_q, end_q)
+    q = grid.queries(call.q, begin_q, end_q, call.q_descale)
     maximum = q.new_full((call.batch, grid.heads, rows, 1), -torch.inf)
     if call.sinks is not None:
         # A sink is one more logit that has no value row: the state after having seen it.
@@ -182,8 +188,8 @@ def _forward_rows(grid: _Grid, begin_q: int, end_q: int) -> tuple[torch.Tensor, 
     total = (maximum > -torch.inf).float()
     acc = q.new_zeros((*q.shape[:-1], call.v.shape[-1]))
     for tile in grid.tiles(begin_q, end_q):
-        k = grid.keys.tile(call.k, tile.begin_k, tile.end_k).transpose(1, 2)
-        v = grid.keys.tile(call.v, tile.begin_k, tile.end_k).transpose(1, 2)
+        k = grid.keys.tile(call.k, tile.begin_k, tile.end_k, call.k_descale).transpose(1, 2)
+        v = grid.keys.tile(call.v, tile.begin_k, tile.end_k, call.v_descale).transpose(1, 2)
         score = grid.scores(q, k, tile)
         raised = torch.maximum(maximum, score.amax(-1, keepdim=True))
         # While a row has seen nothing its maximum is −inf, and −inf − −inf would be NaN.

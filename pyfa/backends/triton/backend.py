@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ... import device as devices
 from ...plan import Plan
 from ...problem import FEATURES, Call, Problem
 from ...traffic import Shape, TiledKernel
@@ -26,8 +27,10 @@ def _interpreted() -> bool:
 
 class TritonBackend:
     NAME = "triton"
-    FEATURES = frozenset(FEATURES) - {"fp8"}
-    DTYPES: tuple[str, ...] = ("float16", "bfloat16", "float32")
+    FEATURES = frozenset(FEATURES)
+    DTYPES: tuple[str, ...] = (
+        "float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e4m3fnuz",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         # By the plan's identity: hashing its constants costs more than a launch. The plan is kept,
@@ -41,6 +44,10 @@ class TritonBackend:
         reasons = missing(self, problem)
         if problem.arch == "cpu" and not _interpreted():
             reasons.append("the device is a CPU (TRITON_INTERPRET=1 interprets the kernels there)")
+        elif "fp8" in problem.features:
+            dtype = problem.dtype_k or problem.dtype
+            if not plans.has_float8(problem.arch, dtype):
+                reasons.append(f"{problem.arch} has no {dtype}")
         return reasons
 
     def plan(self, problem: Problem) -> Plan:
@@ -69,6 +76,22 @@ class TritonBackend:
         self, plan: Plan, call: Call, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
     ) -> RepeatBackward | None:
         return self.runner(plan).repeat_backward(call, out, lse, dout)
+
+    def quantize(
+        self,
+        x: torch.Tensor,
+        heads: int,
+        block: int | None,
+        per_tensor: bool,
+        signs: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if not plans.has_float8(devices.of(x.device).arch, str(dtype).removeprefix("torch.")):
+            return None
+        from . import quantize
+
+        with torch.cuda.device_of(x):
+            return quantize.quantize(x, heads, block, per_tensor, signs, dtype)
 
     def backward(
         self,

@@ -83,7 +83,7 @@ def _load_rows(base, m0, stride, rows, columns, width, step, BLOCK: tl.constexpr
 def _keys_step(
     dk, dv, k, v, q_base, g_base, lse_base, delta_base, m0, rows, keys, n0, stride_qs, stride_gs,
     d, e, head_dim, head_dim_v, shift, left, right, scale, softcap, slope, bias_base,
-    stride_bias_i, stride_bias_j, SEED, head, b, threshold, keep_scale,
+    stride_bias_i, stride_bias_j, SEED, head, b, q_start, k_start, threshold, keep_scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
     GENERAL: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, WIDE: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
@@ -130,7 +130,9 @@ def _keys_step(
         p = tl.where((distance <= right) & (distance >= -left), p, 0.0)
     p_kept = p
     if DROPOUT:
-        keep = kept_transposed(SEED, n0, row[None, :], head, b, threshold, BLOCK_M, BLOCK_N)
+        keep = kept_transposed(
+            SEED, n0 + k_start, row[None, :] + q_start, head, b, threshold, BLOCK_M, BLOCK_N
+        )
         p_kept = tl.where(keep, p * keep_scale, 0.0)
     if WITH_DV:
         dv = dot(rounded(p_kept, g.dtype), g, dv, PRECISION)
@@ -154,7 +156,8 @@ def grad_keys(
     stride_dvs, stride_dvh, stride_sb, stride_sh, stride_bias_b, stride_bias_h, stride_bias_i,
     stride_bias_j, stride_ab, stride_pb,
     batch, heads, group, head_dim, head_dim_v, longest_q, longest_k, page_size, blocks, section,
-    descending, left, right, scale, softcap, threshold, keep_scale,
+    descending, left, right, scale, softcap, threshold, keep_scale, q_start, k_start, head_start,
+    batch_start,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, GENERAL: tl.constexpr, BIAS: tl.constexpr,
     DROPOUT: tl.constexpr, PAGED: tl.constexpr, WIDE: tl.constexpr, TMA: tl.constexpr,
@@ -171,7 +174,7 @@ def grad_keys(
     n0 = block * BLOCK_N
     if n0 >= keys:
         return
-    shift = keys - rows
+    shift = keys - rows + q_start - k_start
     step = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     e = tl.arange(0, BLOCK_DV)
@@ -219,9 +222,9 @@ def grad_keys(
             dk, dv = _keys_step(
                 dk, dv, k, v, q_base, g_base, lse_base, delta_base, m0, rows, keys, n0,
                 stride_qs, stride_gs, d, e, head_dim, head_dim_v, shift, left, right, scale,
-                softcap, slope, bias_base, stride_bias_i, stride_bias_j, SEED, head, b, threshold,
-                keep_scale, BLOCK_M, BLOCK_N, EVEN_D, EVEN_DV, GENERAL, BIAS, DROPOUT, WIDE, TMA,
-                PRECISION, WITH_DK, WITH_DV, False,
+                softcap, slope, bias_base, stride_bias_i, stride_bias_j, SEED, head + head_start,
+                b + batch_start, q_start, k_start, threshold, keep_scale, BLOCK_M, BLOCK_N, EVEN_D,
+                EVEN_DV, GENERAL, BIAS, DROPOUT, WIDE, TMA, PRECISION, WITH_DK, WITH_DV, False,
             )  # fmt: skip
         for tile in range(tiles_left + tiles_right):
             m0 = tl.where(
@@ -232,9 +235,9 @@ def grad_keys(
             dk, dv = _keys_step(
                 dk, dv, k, v, q_base, g_base, lse_base, delta_base, m0, rows, keys, n0,
                 stride_qs, stride_gs, d, e, head_dim, head_dim_v, shift, left, right, scale,
-                softcap, slope, bias_base, stride_bias_i, stride_bias_j, SEED, head, b, threshold,
-                keep_scale, BLOCK_M, BLOCK_N, EVEN_D, EVEN_DV, GENERAL, BIAS, DROPOUT, WIDE, TMA,
-                PRECISION, WITH_DK, WITH_DV, True,
+                softcap, slope, bias_base, stride_bias_i, stride_bias_j, SEED, head + head_start,
+                b + batch_start, q_start, k_start, threshold, keep_scale, BLOCK_M, BLOCK_N, EVEN_D,
+                EVEN_DV, GENERAL, BIAS, DROPOUT, WIDE, TMA, PRECISION, WITH_DK, WITH_DV, True,
             )  # fmt: skip
 
     # Gradients of paged keys go to a dense buffer that the caller gathers: offset 0 there.
@@ -255,7 +258,8 @@ def grad_keys(
 def _rows_step(
     dq, dots, q, g, lse, delta, k_base, v_base, n0, keys, stride_ks, stride_vs, stride_kb,
     stride_vb, PAGES, page_size, pad, d, e, head_dim, head_dim_v, row, exists, shift, left, right,
-    scale, softcap, slope, bias_rows, stride_bias_j, SEED, head, b, threshold, keep_scale,
+    scale, softcap, slope, bias_rows, stride_bias_j, SEED, head, b, q_start, k_start, threshold,
+    keep_scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
     GENERAL: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, PAGED: tl.constexpr,
     WIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, DOTS: tl.constexpr,
@@ -288,7 +292,9 @@ def _rows_step(
         p = tl.where(seen, p, 0.0)
     dp = dot(g, tl.trans(v), nothing, PRECISION)
     if DROPOUT:
-        keep = kept(SEED, n0, row[:, None], head, b, threshold, BLOCK_M, BLOCK_N)
+        keep = kept(
+            SEED, n0 + k_start, row[:, None] + q_start, head, b, threshold, BLOCK_M, BLOCK_N
+        )
         dp = tl.where(keep, dp * keep_scale, 0.0)
     if DOTS:
         dots += tl.sum(p * dp, 1)
@@ -307,7 +313,8 @@ def grad_rows(
     stride_sh, stride_lb, stride_lh, stride_bias_b, stride_bias_h, stride_bias_i, stride_bias_j,
     stride_ab, stride_pb,
     batch, heads, group, head_dim, head_dim_v, longest_q, longest_k, page_size, blocks, section,
-    descending, left, right, scale, softcap, threshold, keep_scale,
+    descending, left, right, scale, softcap, threshold, keep_scale, q_start, k_start, head_start,
+    batch_start,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, GENERAL: tl.constexpr, BIAS: tl.constexpr,
     DROPOUT: tl.constexpr, PAGED: tl.constexpr, WIDE: tl.constexpr, TMA: tl.constexpr,
@@ -326,7 +333,7 @@ def grad_rows(
     if first_row >= rows:
         return
     last_row = tl.minimum(first_row + BLOCK_M, rows) - 1
-    shift = keys - rows
+    shift = keys - rows + q_start - k_start
     row = first_row + tl.arange(0, BLOCK_M)
     exists = row < rows
     d = tl.arange(0, BLOCK_D)
@@ -371,9 +378,9 @@ def grad_rows(
         dq, dots = _rows_step(
             dq, dots, q, g, lse, delta, k_base, v_base, n0, keys, stride_ks, stride_vs, stride_kb,
             stride_vb, PAGES, page_size, pad, d, e, head_dim, head_dim_v, row, exists, shift, left,
-            right, scale, softcap, slope, bias_rows, stride_bias_j, SEED, head, b, threshold,
-            keep_scale, BLOCK_M, BLOCK_N, EVEN_D, EVEN_DV, GENERAL, BIAS, DROPOUT, PAGED, WIDE,
-            TMA, PRECISION, DOTS, False,
+            right, scale, softcap, slope, bias_rows, stride_bias_j, SEED, head + head_start,
+            b + batch_start, q_start, k_start, threshold, keep_scale, BLOCK_M, BLOCK_N, EVEN_D,
+            EVEN_DV, GENERAL, BIAS, DROPOUT, PAGED, WIDE, TMA, PRECISION, DOTS, False,
         )  # fmt: skip
     for tile in range(tiles_left + tiles_right):
         n0 = tl.where(
@@ -384,9 +391,9 @@ def grad_rows(
         dq, dots = _rows_step(
             dq, dots, q, g, lse, delta, k_base, v_base, n0, keys, stride_ks, stride_vs, stride_kb,
             stride_vb, PAGES, page_size, pad, d, e, head_dim, head_dim_v, row, exists, shift, left,
-            right, scale, softcap, slope, bias_rows, stride_bias_j, SEED, head, b, threshold,
-            keep_scale, BLOCK_M, BLOCK_N, EVEN_D, EVEN_DV, GENERAL, BIAS, DROPOUT, PAGED, WIDE,
-            TMA, PRECISION, DOTS, True,
+            right, scale, softcap, slope, bias_rows, stride_bias_j, SEED, head + head_start,
+            b + batch_start, q_start, k_start, threshold, keep_scale, BLOCK_M, BLOCK_N, EVEN_D,
+            EVEN_DV, GENERAL, BIAS, DROPOUT, PAGED, WIDE, TMA, PRECISION, DOTS, True,
         )  # fmt: skip
     if DOTS:
         tl.store(DOTS_PTR + (b * stride_lb + head * stride_lh + row_place), dots, mask=exists)

@@ -36,7 +36,8 @@ def grad_bias(
     stride_vh, stride_gb, stride_gs, stride_gh, stride_sb, stride_sh, stride_bias_b, stride_bias_h,
     stride_bias_i, stride_bias_j, stride_ab, stride_pb,
     batch, heads, group, head_dim, head_dim_v, longest_q, longest_k, page_size, batches_b, heads_b,
-    rows_b, keys_b, left, right, scale, softcap, threshold, keep_scale,
+    rows_b, keys_b, left, right, scale, softcap, threshold, keep_scale, q_start, k_start,
+    head_start, batch_start,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BIAS: tl.constexpr, DROPOUT: tl.constexpr, PAGED: tl.constexpr, ALL_ROWS: tl.constexpr,
     ALL_KEYS: tl.constexpr, PRECISION: tl.constexpr,
@@ -64,7 +65,7 @@ def grad_bias(
                              (present & HAS_USED_K) != 0)  # fmt: skip
         pad = tl.load(LEFTPAD + b, mask=(present & HAS_LEFTPAD) != 0, other=0)
         keys -= pad
-        shift = keys - rows
+        shift = keys - rows + q_start - k_start
         place = (start_k + pad).to(tl.int64)
         pages = PAGES + b * stride_pb
         row_stop = rows if ALL_ROWS else tl.minimum(first_row + BLOCK_M, rows)
@@ -117,7 +118,10 @@ def grad_bias(
                     p = tl.where(seen, p, 0.0)
                     dp = dot(g, tl.trans(v), nothing, PRECISION)
                     if DROPOUT:
-                        keep = kept(SEED, n0, row[:, None], head, b, threshold, BLOCK_M, BLOCK_N)
+                        keep = kept(
+                            SEED, n0 + k_start, row[:, None] + q_start, head + head_start,
+                            b + batch_start, threshold, BLOCK_M, BLOCK_N,
+                        )  # fmt: skip
                         dp = tl.where(keep, dp * keep_scale, 0.0)
                     acc += p * (dp - delta[:, None])
     kind = DBIAS.dtype.element_ty

@@ -182,6 +182,47 @@ def load_keys(
 
 
 @triton.jit
+def key_scales(
+    K_SCALE,
+    V_SCALE,
+    n0,
+    keys,
+    place,
+    stride_page,
+    PAGES,
+    page_size,
+    pad,
+    size,
+    BLOCK: tl.constexpr,
+    PAGED: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """Float8 scales of keys n0 … n0+BLOCK of one head and of their values, ``size`` rows sharing
+    one: numbers where ``SCALED`` is 2 (the tile lies in one block), [BLOCK] where it is 3. Key 0 is
+    stored in row ``place``, but for pages."""
+    if SCALED == 2:
+        row = place + n0
+        if PAGED > 0:
+            row = n0 % page_size
+            page = tl.load(PAGES + n0 // page_size).to(tl.int64) * stride_page
+            K_SCALE += page
+            V_SCALE += page
+        k_scale = tl.load(K_SCALE + row // size)
+        v_scale = tl.load(V_SCALE + row // size)
+    else:
+        key = n0 + tl.arange(0, BLOCK)
+        exists = key < keys
+        row = (place + key) // size
+        if PAGED > 0:
+            stored = key + pad
+            page = tl.load(PAGES + stored // page_size, mask=exists, other=0).to(tl.int64)
+            row = page * stride_page + stored % page_size // size
+        k_scale = tl.load(K_SCALE + row, mask=exists, other=0.0)
+        v_scale = tl.load(V_SCALE + row, mask=exists, other=0.0)
+    return k_scale, v_scale
+
+
+@triton.jit
 def score(qk, distance, slope, scale, softcap):
     """(score before bias and mask, the derivative of its cap: 1 where softcap is off)."""
     s = qk * scale

@@ -3,6 +3,13 @@
 One kernel for prefill and decode. ``PACK``: the rows of a block are the query rows of all heads
 that share a key head, so that K and V are read once for the group. ``SPLIT``: each program takes
 one part of the keys and leaves a normalised float32 partial result for ``decode.combine``.
+
+Float8 queries meet float8 keys as they are. V goes to bfloat16, exactly, and so does P, for two
+reasons. A float8 product would need V transposed byte by byte on its way to the matrix unit. And
+P in bfloat16 is off by 2⁻⁹ where V already is by 2⁻⁵, and keeps float32's range: nothing below a
+dominating key is lost, whatever the order of the keys, and V's scales can be part of it. Under
+16-bit queries K and V go to the queries' dtype. ``SCALED`` is 0 without scales, 1 by sequence and
+head, 2 and 3 per block of rows (``common.key_scales``).
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -26,6 +33,7 @@ from .common import (
     dot,
     full_tiles,
     kept,
+    key_scales,
     keys_seen,
     load_keys,
     locate,
@@ -39,12 +47,15 @@ from .common import (
 def _step(
     acc, total, top, q, k_base, v_base, n0, keys, stride_ks, stride_vs, stride_kb, stride_vb, PAGES,
     page_size, pad, d, dv, head_dim, head_dim_v, rows, row_exists, shift, left, right, scale,
-    softcap, slope, bias_rows, stride_bias_j, SEED, head, b, threshold,
+    softcap, slope, bias_rows, stride_bias_j, SEED, head, b, q_start, k_start, threshold,
+    K_SCALE, V_SCALE, place, stride_page, K_SCALE_ROWS,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
     GENERAL: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, PAGED: tl.constexpr,
-    WIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    WIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, SCALED: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys: the new (acc, total, top); top is in base 2, for float32 natural."""
+    """One tile of keys: the new (acc, total, top); top is in base 2, for float32 natural. ``scale``
+    is one of each row where there are scales per block."""
     if TMA:
         k = tl.trans(k_base.load([n0, 0]))
     else:
@@ -52,18 +63,34 @@ def _step(
             k_base, n0, keys, stride_ks, stride_kb, PAGES, page_size, pad, d, head_dim,
             BLOCK_N, MASKED, EVEN_D, PAGED, WIDE, True,
         )  # fmt: skip
+    if k.dtype != q.dtype:
+        k = k.to(q.dtype)  # float8 under 16-bit queries, exactly
     qk = dot(q, k, tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32), PRECISION)
     key = n0 + tl.arange(0, BLOCK_N)
     distance = key[None, :] - rows[:, None] - shift
     EXACT: tl.constexpr = q.dtype == tl.float32
+    if SCALED >= 2:
+        k_scale, v_scale = key_scales(
+            K_SCALE, V_SCALE, n0, keys, place, stride_page, PAGES, page_size, pad, K_SCALE_ROWS,
+            BLOCK_N, PAGED, SCALED,
+        )  # fmt: skip
+        if SCALED == 2:
+            scale = scale * k_scale
+        else:
+            qk = qk * k_scale[None, :]
     factor = scale * LOG2E
+    # Of each row one, as a column beside the scores.
+    each = factor[:, None] if SCALED >= 2 else factor
     if GENERAL:
-        qk, _capped = score(qk, distance, slope, scale, softcap)
+        qk, _capped = score(
+            qk, distance, slope, scale[:, None] if SCALED >= 2 else scale, softcap
+        )  # fmt: skip
         if BIAS > 0:
             exists = row_exists[:, None] & (key < keys)[None, :]
             pointers = bias_rows[:, None] + key[None, :] * stride_bias_j
             qk = add_bias(qk, pointers, exists, BIAS)
         factor = LOG2E
+        each = LOG2E
     elif EXACT:
         qk = qk * scale
     if MASKED:
@@ -84,11 +111,13 @@ def _step(
         p = tl.exp2((qk - base[:, None]) * LOG2E)
         rescale = tl.exp2((top - base) * LOG2E)
     else:
-        p = tl.exp2(qk * factor - base[:, None])
+        p = tl.exp2(qk * each - base[:, None])
         rescale = tl.exp2(top - base)
     total = total * rescale + tl.sum(p, 1)
     if DROPOUT:
-        keep = kept(SEED, n0, rows[:, None], head, b, threshold, BLOCK_M, BLOCK_N)
+        keep = kept(
+            SEED, n0 + k_start, rows[:, None] + q_start, head, b, threshold, BLOCK_M, BLOCK_N
+        )
         p = tl.where(keep, p, 0.0)
     acc = acc * rescale[:, None]
     if TMA:
@@ -98,6 +127,13 @@ def _step(
             v_base, n0, keys, stride_vs, stride_vb, PAGES, page_size, pad, dv, head_dim_v,
             BLOCK_N, MASKED, EVEN_DV, PAGED, WIDE, False,
         )  # fmt: skip
+    if v.dtype.primitive_bitwidth == 8:
+        if SCALED >= 2 and q.dtype == tl.float16:
+            # P times a scale may leave float16's range; what V itself is does not.
+            v = (v.to(tl.float32) * (v_scale[:, None] if SCALED == 3 else v_scale)).to(tl.float16)
+        elif SCALED >= 2:
+            p = p * (v_scale[None, :] if SCALED == 3 else v_scale)
+        v = v.to(tl.float16 if q.dtype == tl.float16 else tl.bfloat16)
     acc = dot(rounded(p, v.dtype), v, acc, PRECISION)
     return acc, total, raised
 
@@ -110,12 +146,15 @@ def attention_forward(
     stride_vh, stride_ob, stride_os, stride_oh, stride_lb, stride_lh, stride_bias_b, stride_bias_h,
     stride_bias_i, stride_bias_j, stride_ab, stride_pb, stride_o_split, stride_l_split,
     batch, heads, group, head_dim, head_dim_v, longest_q, longest_k, page_size, blocks, section,
-    descending, splits, left, right, scale, softcap, threshold, keep_scale,
+    descending, splits, left, right, scale, softcap, threshold, keep_scale, q_start, k_start,
+    head_start, batch_start,
+    K_SCALE, V_SCALE, K_SCALE_B, K_SCALE_H, K_SCALE_ROWS, Q_SCALE, Q_SCALE_B, Q_SCALE_H,
+    Q_SCALE_ROWS,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, GENERAL: tl.constexpr, BIAS: tl.constexpr,
     DROPOUT: tl.constexpr, PAGED: tl.constexpr, PACK: tl.constexpr, SPLIT: tl.constexpr,
     WIDE: tl.constexpr, TMA: tl.constexpr, DIES: tl.constexpr, PRECISION: tl.constexpr,
-    AHEAD: tl.constexpr,
+    AHEAD: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     if AHEAD:
         cuda.gdc_launch_dependents()  # the combination may take its place and wait there
@@ -149,7 +188,7 @@ def attention_forward(
     if block * BLOCK_M >= lines:
         return
     row_exists = line < lines
-    shift = keys - rows_q
+    shift = keys - rows_q + q_start - k_start
     row_place = start_q + rows.to(tl.int64)
 
     d = tl.arange(0, BLOCK_D)
@@ -171,6 +210,23 @@ def attention_forward(
                       + key_head * stride_kh)  # fmt: skip
         v_base = V + (row_of_cache * stride_vb + place * stride_vs
                       + key_head * stride_vh)  # fmt: skip
+    stored_at = 0
+    if SCALED == 1:
+        K_SCALE += b * K_SCALE_B + key_head * K_SCALE_H
+        scale *= tl.load(K_SCALE)
+        if Q_SCALE is not None:
+            scale *= tl.load(Q_SCALE + (b * Q_SCALE_B + key_head * Q_SCALE_H))
+    elif SCALED >= 2:
+        K_SCALE += key_head * K_SCALE_H
+        V_SCALE += key_head * K_SCALE_H
+        if PAGED == 0:
+            K_SCALE += row_of_cache * K_SCALE_B
+            V_SCALE += row_of_cache * K_SCALE_B
+            stored_at = start_k + pad
+        scale = tl.zeros([BLOCK_M], dtype=tl.float32) + scale
+        if Q_SCALE is not None:
+            of_rows = b * Q_SCALE_B + key_head * Q_SCALE_H + row_place // Q_SCALE_ROWS
+            scale *= tl.load(Q_SCALE + of_rows, mask=row_exists, other=1.0)
     if TMA:
         # The copy engine's bounds are the sequence's own: rows beyond its end read as zero.
         k_base = tl.make_tensor_descriptor(
@@ -212,9 +268,10 @@ def attention_forward(
         acc, total, top = _step(
             acc, total, top, q, k_base, v_base, n0, keys, stride_ks, stride_vs, stride_kb,
             stride_vb, PAGES, page_size, pad, d, dv, head_dim, head_dim_v, rows, row_exists, shift,
-            left, right, scale, softcap, slope, bias_rows, stride_bias_j, SEED, head, b, threshold,
-            BLOCK_M, BLOCK_N, EVEN_D, EVEN_DV, GENERAL, BIAS, DROPOUT, PAGED, WIDE, TMA, PRECISION,
-            False,
+            left, right, scale, softcap, slope, bias_rows, stride_bias_j, SEED, head + head_start,
+            b + batch_start, q_start, k_start, threshold, K_SCALE, V_SCALE, stored_at, K_SCALE_B,
+            K_SCALE_ROWS, BLOCK_M, BLOCK_N, EVEN_D, EVEN_DV, GENERAL, BIAS, DROPOUT, PAGED, WIDE,
+            TMA, PRECISION, SCALED, False,
         )  # fmt: skip
     for tile in range(tiles_left + tiles_right):
         n0 = tl.where(
@@ -225,9 +282,10 @@ def attention_forward(
         acc, total, top = _step(
             acc, total, top, q, k_base, v_base, n0, keys, stride_ks, stride_vs, stride_kb,
             stride_vb, PAGES, page_size, pad, d, dv, head_dim, head_dim_v, rows, row_exists, shift,
-            left, right, scale, softcap, slope, bias_rows, stride_bias_j, SEED, head, b, threshold,
-            BLOCK_M, BLOCK_N, EVEN_D, EVEN_DV, GENERAL, BIAS, DROPOUT, PAGED, WIDE, TMA, PRECISION,
-            True,
+            left, right, scale, softcap, slope, bias_rows, stride_bias_j, SEED, head + head_start,
+            b + batch_start, q_start, k_start, threshold, K_SCALE, V_SCALE, stored_at, K_SCALE_B,
+            K_SCALE_ROWS, BLOCK_M, BLOCK_N, EVEN_D, EVEN_DV, GENERAL, BIAS, DROPOUT, PAGED, WIDE,
+            TMA, PRECISION, SCALED, True,
         )  # fmt: skip
 
     empty = total == 0.0
@@ -236,6 +294,8 @@ def attention_forward(
     inverse = 1.0 / tl.where(empty, 1.0, total)
     if DROPOUT:
         inverse *= keep_scale
+    if SCALED == 1:
+        inverse *= tl.load(V_SCALE + (b * K_SCALE_B + key_head * K_SCALE_H))
     out = acc * inverse[:, None]
     out_rows = b * stride_ob + row_place * stride_os + head_of_row * stride_oh
     lse_rows = b * stride_lb + row_place + head_of_row * stride_lh

@@ -10,6 +10,17 @@ from ...problem import Problem
 
 Value = int | str | bool
 
+# What torch calls a dtype and what Triton does, and the bytes of an element.
+KINDS = {
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float32": "fp32",
+    "uint8": "u8",
+    "float8_e4m3fn": "fp8e4nv",
+    "float8_e4m3fnuz": "fp8e4b8",
+}
+BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8e4nv": 1, "fp8e4b8": 1}
+
 
 class Tiles(NamedTuple):
     """What one kernel is compiled with. ``tma``: K and V through Hopper's copy engine; ``matrix``
@@ -112,8 +123,14 @@ _FAMILIES = {
 # What makes the runtime look at more than q, k, v and the window.
 _OPTIONS = frozenset(
     {"softcap", "alibi", "bias", "sinks", "dropout", "varlen", "seqused", "paged", "leftpad",
-     "batch_idx"}
+     "batch_idx", "fp8"}
 )  # fmt: skip
+
+# The archs whose matrix units, and so Triton's, take a float8 format; the interpreter takes all.
+FLOAT8 = {
+    "float8_e4m3fn": ("cpu", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120", "gfx950"),
+    "float8_e4m3fnuz": ("cpu", "gfx942"),
+}
 
 # Archs of Hopper and after, whose tables say where the copy engine is used.
 _COPY_ENGINE = ("sm_90", "sm_90a", "sm_100")
@@ -122,6 +139,11 @@ _LARGE_SHARED = ("sm_80", "sm_90", "sm_90a", "sm_100")
 
 # Rows of all heads of a group in one block, up to this many: decode, speculative decode.
 _PACKED_ROWS = 64
+
+
+def has_float8(arch: str, dtype: str) -> bool:
+    """Whether kernels for ``arch`` can hold the float8 ``dtype``."""
+    return arch in FLOAT8[dtype]
 
 
 def power_of_two(size: int, least: int = 16) -> int:
@@ -137,7 +159,9 @@ def _blocks(problem: Problem) -> tuple[int, int]:
     two descriptors then differ, ptxas 12.8 (Triton 3.6) derives those of V's rows 16 and up from a
     register that nothing wrote: wrong rows, or reads out of bounds. So V is as wide as K there.
     """
-    block_d, block_dv = power_of_two(problem.head_dim), power_of_two(problem.head_dim_v)
+    # Matrix units take 32 float8 elements at a time.
+    least = 32 if "fp8" in problem.features else 16
+    block_d, block_dv = power_of_two(problem.head_dim, least), power_of_two(problem.head_dim_v)
     if problem.dtype != "float32" and _FAMILIES.get(problem.arch) is _HOPPER:
         block_dv = max(block_dv, min(block_d, 64))
     return block_d, block_dv
@@ -172,6 +196,10 @@ def forward_tiles(problem: Problem) -> Tiles:
     rows = problem.seqlen_q
     if packs(problem):
         rows *= problem.heads_q // problem.heads_k
+    if "fp8" in problem.features and rows >= tiles.block_m:
+        # Larger tiles, as 16-bit inputs have them, would spill: V passes the registers on its way
+        # to bfloat16.
+        return tiles
     if rows < tiles.block_m:
         return _few_rows(problem, tiles, power_of_two(rows))
     widest = power_of_two(max(problem.head_dim, problem.head_dim_v))
@@ -217,7 +245,7 @@ def _few_rows(problem: Problem, tiles: Tiles, block: int) -> Tiles:
     wide = power_of_two(max(problem.head_dim, problem.head_dim_v)) > 128
     if block > 32 or problem.arch not in _LARGE_SHARED:
         return tiles
-    if wide:
+    if wide or "fp8" in problem.features:
         return tiles._replace(block_n=64, stages=3)
     # H200, TB/s, 32/8 heads of 128, (batch, keys): (12, 16,384) 4.25 with 128 keys and 3 stages,
     # 3.67 with 64 and 4; (8, 32,768) 4.18 and 4.20; (64, 8,192) 4.35, with 128 and 2 stages 4.39.
@@ -231,9 +259,10 @@ def plan(problem: Problem, name: str) -> Plan:
     block_d, block_dv = _blocks(problem)
     forward = forward_tiles(problem)
     amd = problem.device.vendor == "amd"
-    element = 4 if problem.dtype == "float32" else 2
     constants: dict[str, Value] = {
-        "dtype": {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}[problem.dtype],
+        "dtype": KINDS[problem.dtype],
+        "dtype_k": KINDS[problem.dtype_k or problem.dtype],
+        "dtype_out": KINDS[problem.dtype_out or problem.dtype],
         "plain": not features & _OPTIONS,
         "block_d": block_d,
         "block_dv": block_dv,
@@ -255,7 +284,7 @@ def plan(problem: Problem, name: str) -> Plan:
         "slots": max(1, problem.device.units) * (2 if forward.block_m == 64 else 1),
         # K and V of the heads that run together should leave room in the L2 for q and out.
         "near_bytes": (problem.device.l2_bytes or 4 << 20) // 2,
-        "align": 16 // element if problem.aligned else 1,
+        "aligned": problem.aligned,
         "div_d": _divisor(problem.head_dim),
         "div_dv": _divisor(problem.head_dim_v),
     }
@@ -269,7 +298,8 @@ def plan(problem: Problem, name: str) -> Plan:
         if not amd:
             del values["matrix"], values["waves"]
         # The copy engine wants rows at multiples of 16 bytes, dO's and O's too.
-        whole = problem.aligned and not (problem.head_dim | problem.head_dim_v) % 8
+        unit = 16 if "fp8" in problem.features else 8
+        whole = problem.aligned and not (problem.head_dim | problem.head_dim_v) % unit
         values["tma"] = tiles.tma and whole and problem.arch in _COPY_ENGINE
         values["paged"] = _paging(problem, tiles.block_n)
         constants |= {f"{role}_{key}": value for key, value in values.items()}

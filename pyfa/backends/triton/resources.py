@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,6 +88,22 @@ def specs_of(arch: str) -> Iterator[tuple[str, Spec]]:
             yield f"{label} bias gradient", specs.bias_spec(dropped, biased, False, True)
             yield f"{label} row state", specs.state_spec(plan)
             yield f"{label} combine", specs.combine_spec(plan_d, 1)
+    for head_dim in HEAD_DIMS:
+        yield from float8_specs_of(arch, head_dim)
+
+
+def float8_specs_of(arch: str, head_dim: int) -> Iterator[tuple[str, Spec]]:
+    """Float8 forward with each kind of scale, and decode with a float8 cache under 16 bits."""
+    for dtype in (name for name, archs in plans.FLOAT8.items() if arch in archs):
+        problem = problem_of(arch, head_dim, dtype, "causal", "fp8")
+        plan = dict(plans.plan(replace(problem, dtype_out="bfloat16"), "triton").constants)
+        decode = problem_of(arch, head_dim, "bfloat16", "gqa", "fp8", rows=1, keys=65536, heads_k=4)
+        plan_d = dict(plans.plan(replace(decode, dtype_k=dtype), "triton").constants)
+        for scaled in (1, 2, 3):
+            variant = Variant(scaled=scaled)
+            label = f"{plan['dtype']} d{head_dim} scales {scaled}"
+            yield f"{label} forward", specs.forward_spec(plan, variant, False)
+            yield f"{label} decode", specs.forward_spec(plan_d, variant, True)
 
 
 def measure(spec: Spec, arch: str) -> Resources:

@@ -9,18 +9,21 @@ from typing import Any, NamedTuple
 import torch
 
 from ...plan import Plan
-from ...problem import Call, are_on_16
+from ...problem import Call, are_on_16, scales_of
 from ..base import Gradients, OtherAlignment, Repeat, RepeatBackward
 from ..common.ready import ready_forward
 from . import plans, runtime_backward, specs
 from .common import NO_LSE
 from .kernel import Kernel, address, no_float, no_int, no_seed
-from .specs import INTERPRETED, KINDS, Spec, Variant
+from .plans import BYTES, KINDS
+from .specs import INTERPRETED, Spec, Variant
 
 # Unlimited, for a window: beyond any length, and sums of two still fit 32 bits.
 _FAR = 1 << 30
 # (row, head) pairs up to which the combination gives each a program of its own.
 _FEW_LINES = 4096
+# Where a call's q_start, k_start, head_start and batch_start are, the last of its fields.
+_STARTS = Call._fields.index("q_start")
 # Shapes whose launches are kept, so that serving does not grow the table without end.
 _MOST_READY = 1024
 _lock = threading.Lock()
@@ -41,6 +44,8 @@ class Given(NamedTuple):
     page_size: int
     numbers: tuple[Any, ...]
     kept: tuple[Any, ...] = ()
+    scales: tuple[Any, ...] = ()
+    scaled: int = 0
 
 
 def _rows_contiguous(x: torch.Tensor) -> torch.Tensor:
@@ -69,6 +74,36 @@ def _tf32_allowed() -> bool:
     return bool(matmul.allow_tf32)
 
 
+def _scales(call: Call, block_n: int) -> tuple[tuple[torch.Tensor, ...], tuple[Any, ...], int]:
+    """Float8 scales, the kernel's last parameters made of them, and ``forward.SCALED``."""
+    of_q, of_k, of_v = call.q_descale, call.k_descale, call.v_descale
+    if of_k is None or of_v is None:
+        return (), (), 0
+    per_block = of_k.dim() == 3
+    if per_block or of_v.stride() != of_k.stride():
+        of_k, of_v = of_k.contiguous(), of_v.contiguous()
+    size = max(1, scales_of(of_k, call.k))
+    batch, head = of_k.stride()[:2]
+    if per_block and call.cu_seqlens_k is not None:
+        batch = 0
+    scales: tuple[Any, ...] = (address(of_k), address(of_v), batch, head, size)
+    kept: tuple[torch.Tensor, ...] = (of_k, of_v)
+    if of_q is not None:
+        of_q = of_q.contiguous() if per_block else of_q
+        batch, head = of_q.stride()[:2]
+        if per_block and call.cu_seqlens_q is not None:
+            batch = 0
+        scales += (address(of_q), batch, head, max(1, scales_of(of_q, call.q)))
+        kept += (of_q,)
+    if not per_block:
+        return kept, scales, 1
+    # A tile lies in one block where both start together, in a sequence or in a page.
+    apart = call.cu_seqlens_k is not None or call.cache_leftpad is not None
+    if call.page_table is not None:
+        apart = apart or call.k.shape[1] % block_n != 0
+    return kept, scales, 3 if apart or size % block_n else 2
+
+
 class Runner:
     """Runs every call of one plan. Kernels are compiled at their first use on a device."""
 
@@ -86,6 +121,7 @@ class Runner:
         self.streams: bool = get("streams")
         self.near: int = get("near_bytes")
         self.half = get("dtype") != "fp32"
+        self.bytes_of_key = BYTES[get("dtype_k")]
         self.tf32: bool = get("tf32")
         self.keys_roles = specs.keys_roles(self.constants)
         self._kernels: dict[tuple[Any, ...], Kernel] = {}
@@ -114,7 +150,7 @@ class Runner:
             right = _FAR
         if self.plain:
             strides = (*qs[:3], *ks[:3], *vs[:3])
-            numbers = (left, right, call.scale, 0.0, 0, 1.0)
+            numbers = (left, right, call.scale, 0.0, 0, 1.0, *call[_STARTS:])
             return Given(q, k, v, _NO_OPTIONS, strides, (0,) * 6, 0, numbers)
         return self._given(call, q, k, v, left, right)
 
@@ -160,12 +196,16 @@ class Runner:
             slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
             call.page_table.stride(0) if call.page_table is not None else 0,
         )
+        kept, scales, scaled = _scales(call, self.block_n)
         p = call.dropout_p
         threshold = min(int((1.0 - p) * 2**32), 2**32 - 1)
-        numbers = (left, right, call.scale, call.softcap, threshold, 1.0 / (1.0 - p))
+        numbers = (
+            left, right, call.scale, call.softcap, threshold, 1.0 / (1.0 - p), *call[_STARTS:],
+        )  # fmt: skip
         return Given(
             q, k, v, options, strides_q + strides_k + strides_v, more,
-            k.shape[1] if call.page_table is not None else 0, numbers, (bias, slopes, sinks),
+            k.shape[1] if call.page_table is not None else 0, numbers,
+            (bias, slopes, sinks, *kept), scales, scaled,
         )  # fmt: skip
 
     def variant(self, call: Call, given: Given, block: int) -> Variant:
@@ -182,6 +222,7 @@ class Runner:
             rows,
             max(strides[1], strides[4], strides[7]) * block >= 1 << 31,
             self.tf32 and _tf32_allowed(),
+            given.scaled,
         )
 
     def forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -211,7 +252,8 @@ class Runner:
             return None
         q, k, v = call.q, call.k, call.v
         return (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), call.window_left,
-                call.window_right, call.scale, call.num_splits, q.device)  # fmt: skip
+                call.window_right, call.scale, call.num_splits, call.q_start, call.k_start,
+                q.device)  # fmt: skip
 
     def repeat(self, call: Call, with_lse: bool) -> Repeat | None:
         """``forward`` of calls like this one, which has run, as a function of q, k and v."""
@@ -270,12 +312,12 @@ class Runner:
         partial = packed or call.seqused_q is not None
         out_shape, lse_shape = call.out_shape(), call.lse_shape()
         if programs == 0 or (partial and parts == 1):
-            out = torch.zeros(out_shape, dtype=q.dtype, device=q.device)
+            out = torch.zeros(out_shape, dtype=call.dtype_of_out(), device=q.device)
             lse = torch.full(lse_shape, -torch.inf, device=q.device)
             if programs == 0:
                 return out, lse
         else:
-            out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
+            out = torch.empty(out_shape, dtype=call.dtype_of_out(), device=q.device)
             lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
         to, to_lse, part_strides = out, lse, (0, 0)
         if parts > 1:
@@ -293,7 +335,7 @@ class Runner:
         rest = (
             *given.options, *given.strides, *out_strides, *lse_strides, *given.more_strides,
             *part_strides, batch, units, group, dim, dim_v, rows, longest, given.page_size, blocks,
-            section, int(self.reversed), parts, *given.numbers,
+            section, int(self.reversed), parts, *given.numbers, *given.scales,
         )  # fmt: skip
         kernel(
             programs * parts, address(q), address(k), address(v), address(to), address(to_lse),
@@ -342,5 +384,5 @@ class Runner:
         """
         if not self.reversed:
             return group
-        bytes_of = elements * (2 if self.half else 4)
+        bytes_of = elements * self.bytes_of_key
         return min(max(1, self.near // max(1, bytes_of)) * group, pairs)

@@ -15,11 +15,9 @@ from triton.compiler import ASTSource
 
 from . import backward, bias_grad, decode, forward
 from .common import INTERPRETED
+from .plans import BYTES
 
 Constants = Mapping[str, Any]
-
-# What torch calls a dtype and what Triton does.
-KINDS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "uint8": "u8"}
 
 
 class Variant(NamedTuple):
@@ -27,6 +25,7 @@ class Variant(NamedTuple):
 
     ``bias``: its dtype in Triton's words, "" for none. ``bias_rows``: its rows are contiguous and
     16-byte aligned. ``wide``: offsets inside a tile pass 31 bits. ``tf32``: torch allows it.
+    ``scaled``: how float8 scales lie, as ``forward`` has it.
     """
 
     general: bool = False
@@ -34,6 +33,7 @@ class Variant(NamedTuple):
     bias_rows: bool = False
     wide: bool = False
     tf32: bool = False
+    scaled: int = 0
 
 
 class Spec(NamedTuple):
@@ -53,12 +53,20 @@ _INT32 = ("CU_Q", "CU_K", "USED_Q", "USED_K", "PAGES", "BATCH_IDX", "LEFTPAD")
 _FLOAT32 = ("LSE", "BASE", "PART_LSE", "PARTS", "DELTA", "DLSE", "DOTS_PTR", "ALIBI", "SINKS")
 _INPUTS = ("Q", "K", "V", "DOUT", "OUT", "DQ", "DK", "DV")
 _FLOATS = ("scale", "softcap", "keep_scale")
+# Of float8: pointers, strides and rows per scale. Compiled in as None where there are none.
+_K_SCALES = ("K_SCALE", "V_SCALE", "K_SCALE_B", "K_SCALE_H", "K_SCALE_ROWS")
+_Q_SCALES = ("Q_SCALE", "Q_SCALE_B", "Q_SCALE_H", "Q_SCALE_ROWS")
 
 
-def _type(name: str, kind: str, bias: str) -> str:
+def _type(name: str, plan: Constants, bias: str) -> str:
+    kind: str = plan["dtype"]
+    if name in ("K", "V"):
+        return f"*{plan['dtype_k']}"
+    if name == "OUT":
+        return f"*{plan['dtype_out']}"
     if name in _INPUTS:
         return f"*{kind}"
-    if name in _FLOAT32:
+    if name in _FLOAT32 or name in ("K_SCALE", "V_SCALE", "Q_SCALE"):
         return "*fp32"
     if name in _INT32:
         return "*i32"
@@ -70,7 +78,7 @@ def _type(name: str, kind: str, bias: str) -> str:
         return "fp32"
     if name == "threshold":
         return "u32"
-    return "i64" if name.startswith("stride_") else "i32"
+    return "i64" if name.startswith("stride_") or name[1:-1] == "_SCALE_" else "i32"
 
 
 def _spec(
@@ -94,7 +102,7 @@ def _spec(
     signature = {
         name: "constexpr"
         if name in constants
-        else types.get(name) or _type(name, plan["dtype"], variant.bias)
+        else types.get(name) or _type(name, plan, variant.bias)
         for name in names
     }
     constants = {name: constants[name] for name in names if name in constants}
@@ -104,10 +112,12 @@ def _spec(
 
 def _divisors(plan: Constants) -> dict[str, int]:
     """What divides pointers (in bytes) and strides and widths (in elements)."""
-    align, d, dv = plan["align"], plan["div_d"], plan["div_dv"]
-    bytes_of = 4 if plan["dtype"] == "fp32" else 2
-    result = {f"stride_{x}{axis}": align for x in "qkv" for axis in "bsh"}
-    result |= {x: min(16, align * bytes_of) for x in "QKV"}
+    d, dv = plan["div_d"], plan["div_dv"]
+    result: dict[str, int] = {}
+    for x in "qkv":
+        bytes_of = BYTES[plan["dtype" if x == "q" else "dtype_k"]]
+        result |= {f"stride_{x}{axis}": 16 // bytes_of if plan["aligned"] else 1 for axis in "bsh"}
+        result[x.upper()] = 16 if plan["aligned"] else bytes_of
     for name, divisor in (("o", dv), ("g", dv), ("dv", dv), ("dq", d), ("dk", d)):
         result |= {f"stride_{name}{axis}": divisor for axis in "bsh"}
     # Made here, or checked and else copied: torch's allocator aligns to 512 bytes.
@@ -150,6 +160,11 @@ def _common(plan: Constants, variant: Variant, role: str) -> dict[str, Any]:
 def forward_spec(plan: Constants, variant: Variant, split: bool) -> Spec:
     constants = _common(plan, variant, "fwd")
     constants |= {"PACK": plan["pack"], "SPLIT": split, "AHEAD": split and plan["ahead"]}
+    constants["SCALED"] = variant.scaled
+    if not variant.scaled:
+        constants |= dict.fromkeys(_K_SCALES)
+    if not variant.scaled or BYTES[plan["dtype"]] > 1:
+        constants |= dict.fromkeys(_Q_SCALES)
     types = {"OUT": "*fp32"} if split else {}
     return _spec(
         forward.attention_forward, plan, variant, constants, _divisors(plan),
@@ -238,4 +253,4 @@ def target_of(arch: str) -> GPUTarget:
     return GPUTarget("cuda", int(arch.removeprefix("sm_").removesuffix("a")), 32)
 
 
-__all__ = ["INTERPRETED", "KINDS", "Spec", "Variant", "compile_for", "target_of"]
+__all__ = ["INTERPRETED", "Spec", "Variant", "compile_for", "target_of"]

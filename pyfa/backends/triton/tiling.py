@@ -59,7 +59,7 @@ def _buffers(values: dict[str, Any], name: str, role: str, problem: Problem) -> 
     where the held operands were, which went on to registers before the loop.
     """
     rows, keys, stages = (values[f"{name}_{x}"] for x in ("block_m", "block_n", "stages"))
-    size = 4 if values["dtype"] == "fp32" else 2
+    size, size_k = plans.BYTES[values["dtype"]], plans.BYTES[values["dtype_k"]]
     of_rows = {"Q": values["block_d"], "dO": values["block_dv"]}
     of_keys = {"K": values["block_d"], "V": values["block_dv"]}
     if role in ("forward", "dq"):
@@ -70,7 +70,10 @@ def _buffers(values: dict[str, Any], name: str, role: str, problem: Problem) -> 
         if role == "dv":
             held = {"K": of_keys["K"]}
     tiles = stages if values["ahead"] and kept >= 64 else max(1, stages - 1)
-    buffers = {f"{x}, {tiles} tiles": tiles * walked * wide * size for x, wide in streamed.items()}
+    size_streamed = size_k if streamed is of_keys else size
+    buffers = {
+        f"{x}, {tiles} tiles": tiles * walked * wide * size_streamed for x, wide in streamed.items()
+    }
     kept_bytes = {x: kept * wide * size for x, wide in held.items()}
     if problem.device.vendor != "amd":
         return buffers | kept_bytes

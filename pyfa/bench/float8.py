@@ -1,0 +1,79 @@
+"""Float8 inputs, float8 caches under 16-bit queries, and what it takes to make them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+import pyfa
+
+from .ready import Ready
+from .suites import QUANTIZE_BLOCK, Cell
+
+
+def inputs(cell: Cell, device: torch.device) -> list[torch.Tensor]:
+    """q, k, v (batch, seqlen, heads, head_dim) as they are before they are rounded."""
+    generator = torch.Generator(device).manual_seed(0)
+    sizes = ((cell.seqlen_q, cell.heads_q), *((cell.seqlen_k, cell.heads_k),) * 2)
+    return [
+        torch.randn(
+            (cell.batch, length, heads, cell.head_dim),
+            generator=generator, device=device, dtype=getattr(torch, cell.dtype),
+        )
+        for length, heads in sizes
+    ]  # fmt: skip
+
+
+def by_pyfa(backend: str | None, cell: Cell, device: torch.device) -> Ready:
+    q, k, v = inputs(cell, device)
+    if cell.fp8 == "copy":
+        return _ready(lambda: (q.clone(), k.clone(), v.clone())[0], q, k, v)
+    if cell.fp8 in ("quantize", "rotate"):
+        turned = cell.fp8 == "rotate"
+        seed = 0 if turned else None
+
+        def made() -> torch.Tensor:
+            return pyfa.quantize(q, k, v, block=QUANTIZE_BLOCK, hadamard=turned, seed=seed).k
+
+        return _ready(made, q, k, v)
+    cached = cell.fp8 == "cache"
+    x = pyfa.quantize(None if cached else q, k, v)
+    queries = q if x.q is None else x.q
+    if cell.cache:
+
+        def decode() -> Any:
+            return pyfa.attention_kvcache(
+                queries, x.k, x.v, causal=cell.causal, descale=x.descale, backend=backend
+            )
+
+        return _ready(decode, queries, x.k, x.v)
+
+    def forward() -> Any:
+        return pyfa.attention(
+            queries, x.k, x.v, causal=cell.causal, descale=x.descale, backend=backend
+        )
+
+    return _ready(forward, queries, x.k, x.v)
+
+
+def by_flash_attention_3(cell: Cell, device: torch.device) -> Ready:
+    """``flash_attn_interface``, which takes float8 queries alone."""
+    if cell.fp8 != "inputs":
+        raise ValueError("it has no float8 keys under 16-bit queries, and does not quantize")
+    module = importlib.import_module("flash_attn_interface")
+    x = pyfa.quantize(*inputs(cell, device))
+    assert x.q is not None
+    scales = dict(zip(("q_descale", "k_descale", "v_descale"), x.descale, strict=True))
+
+    def forward() -> Any:
+        result = module.flash_attn_func(x.q, x.k, x.v, causal=cell.causal, **scales)
+        return result[0] if isinstance(result, tuple) else result
+
+    return _ready(forward, x.q, x.k, x.v)
+
+
+def _ready(forward: Any, *leaves: torch.Tensor) -> Ready:
+    """There is no gradient: ``dout`` is nobody's."""
+    return Ready(forward, leaves, leaves[0])

@@ -1,0 +1,264 @@
+"""Float8 inputs for attention: scales per tensor, per head or per block of rows, and a rotation.
+
+A float8 number has 4 significant bits. What lies far below the largest that shares its scale has
+fewer; and an outlier is off by up to 1/16 of its size, which every score that it is part of feels.
+Against the one there are scales for smaller parts, against the other incoherent processing (QuIP,
+Chee et al. 2023): Q and K are multiplied by the same orthogonal matrix, random signs and then a
+Hadamard matrix, which spreads an outlier over the head's channels and leaves every q·k as it was.
+Both are FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608, §3.3).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from . import device, request, validate
+from .backends import AUTOMATIC, BACKENDS
+from .backends.base import Quantizing
+from .validate_fp8 import FLOAT8, LEAST_SCALE
+
+_LEAST_BLOCK = 16
+# The Hadamard matrices are those of Sylvester, whose sizes are powers of two.
+_LEAST_MIXED = 8
+
+
+class Descale(NamedTuple):
+    """float32 factors of q, k and v: (B, Hk), or (B, Hk, blocks). q's is None without q."""
+
+    q: torch.Tensor | None
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+class Quantized(NamedTuple):
+    """Float8 tensors with the scales by which attention multiplies them.
+
+    >>> x = pyfa.quantize(q, k, v, block=128, hadamard=True)
+    >>> pyfa.attention(x.q, x.k, x.v, descale=x.descale, out_dtype=torch.bfloat16)
+    """
+
+    q: torch.Tensor | None
+    k: torch.Tensor
+    v: torch.Tensor
+    descale: Descale
+
+    def to(self, dtype: torch.dtype) -> Quantized:
+        """The same numbers in the other float8 format, on another vendor's GPU.
+
+        To ``float8_e4m3fnuz`` (gfx942) exactly: the same bits mean half as much there, so that the
+        scales double. To ``float8_e4m3fn`` value by value, exact down to 2⁻⁶; below, the step is
+        2⁻⁹ instead of 2⁻¹⁰. Raises ``ValueError`` for any other dtype.
+        """
+        if dtype not in FLOAT8:
+            validate.wrong("dtype", "float8_e4m3fn or float8_e4m3fnuz", dtype)
+        if dtype == self.k.dtype:
+            return self
+        factor = 2.0 if dtype == torch.float8_e4m3fnuz else 1.0
+        of_q, of_k, of_v = self.descale
+        return Quantized(
+            None if self.q is None else _converted(self.q, dtype),
+            _converted(self.k, dtype),
+            _converted(self.v, dtype),
+            Descale(None if of_q is None else of_q * factor, of_k * factor, of_v * factor),
+        )
+
+
+def _converted(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if dtype == torch.float8_e4m3fn:
+        return x.float().to(dtype)
+    bits = x.view(torch.uint8)
+    # 0x80 is -0 here and NaN there; 0x7f and 0xff are NaN here and numbers there.
+    bits = torch.where(bits == 0x80, 0, bits)
+    return torch.where(bits & 0x7F == 0x7F, 0x80, bits).to(torch.uint8).view(dtype)
+
+
+def quantize(
+    q: torch.Tensor | None,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    block: int | None = None,
+    per_tensor: bool = False,
+    hadamard: bool = False,
+    seed: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> Quantized:
+    """q (B, Sq, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv) in float8 e4m3, with their scales.
+
+    Also packed tensors (total, heads, head_dim), whose rows count as one sequence, and pages
+    (num_pages, page_size, Hk, D). A scale is max|x| / max(float8) of what shares it, 1 where that
+    is all zero; query heads share the scale of their key head. ``q`` may be None, for a cache that
+    16-bit queries will read.
+
+    Parameters
+    ----------
+    block
+        Rows that share a scale: a power of two from 16. None: one scale for each sequence and key
+        head, (B, Hk), as FlashAttention-3 has them; else (B, Hk, ⌈rows / block⌉). 128 suits every
+        kernel, being a whole number of their tiles.
+    per_tensor
+        One scale for each tensor, as (1, 1); not with ``block``.
+    hadamard
+        Rotate Q and K before they are rounded. A head_dim of 2ⁿ is mixed throughout; any other in
+        blocks of its largest power of two, which must be at least 8 (96 in three blocks of 32).
+    seed
+        Of the rotation's signs: the same int gives the same rotation, on every device and in every
+        call, which keys in a cache and later queries must share. None: from torch's generator.
+    dtype
+        ``float8_e4m3fn``, or ``float8_e4m3fnuz``, the format of gfx942's matrix units; by default
+        that of k's device.
+
+    No gradient. Rows are read once with ``block``, otherwise twice. Raises ``ValueError`` or
+    ``TypeError`` naming the argument that is wrong.
+
+    Source: Shah et al. 2024, arXiv:2407.08608, §3.3; Chee et al. 2023 (QuIP).
+    """
+    _check(q, k, v, block, per_tensor, hadamard, seed)
+    dtype = dtype or native_dtype(k.device)
+    if dtype not in FLOAT8:
+        validate.wrong("dtype", "float8_e4m3fn or float8_e4m3fnuz", dtype)
+    signs = _signs(k.shape[-1], seed, k.device) if hadamard else None
+    heads = k.shape[-2]
+    how = heads, block, per_tensor
+    q8, of_q = (None, None) if q is None else _quantized(q.detach(), *how, signs, dtype)
+    k8, of_k = _quantized(k.detach(), *how, signs, dtype)
+    v8, of_v = _quantized(v.detach(), *how, None, dtype)
+    return Quantized(q8, k8, v8, Descale(of_q, of_k, of_v))
+
+
+def native_dtype(where: torch.device) -> torch.dtype:
+    """The e4m3 that the matrix units of a device take: fnuz on gfx942, OCP's elsewhere."""
+    if where.type == "cuda" and device.of(where).arch == "gfx942":
+        return torch.float8_e4m3fnuz
+    return torch.float8_e4m3fn
+
+
+def _check(
+    q: Any, k: Any, v: Any, block: Any, per_tensor: bool, hadamard: bool, seed: int | None
+) -> None:
+    validate.a_tensor("k", k)
+    dims = k.dim()
+    if dims not in (3, 4):
+        validate.wrong("k", "(batch, rows, heads, head_dim) or (total, heads, head_dim)", k)
+    # Packed or dense, but q beside pages may be either.
+    of_q = q.dim() if isinstance(q, torch.Tensor) and q.dim() in (3, 4) else dims
+    validate.qkv(k if q is None else q, k, v, (dims if q is None else of_q, dims))
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x is not None and x.itemsize == 1:
+            validate.wrong(name, "float16, bfloat16 or float32", x)
+    if block is not None:
+        whole = isinstance(block, int) and not isinstance(block, bool)
+        if not whole or block < _LEAST_BLOCK or block & (block - 1):
+            validate.wrong("block", f"a power of two from {_LEAST_BLOCK}, or None", block)
+        if per_tensor:
+            validate.wrong("per_tensor", "False with block", per_tensor)
+    if not hadamard:
+        if seed is not None:
+            validate.wrong("seed", "None without hadamard", seed)
+        return
+    if q is None and seed is None:
+        validate.wrong("seed", "an int with hadamard and no q, which must be turned alike", seed)
+    dim = k.shape[-1]
+    if dim & -dim < _LEAST_MIXED:
+        validate.wrong("hadamard", f"a head_dim that is a multiple of {_LEAST_MIXED}", dim)
+
+
+@functools.lru_cache(256)
+def _drawn(dim: int, seed: int, device: torch.device) -> torch.Tensor:
+    """±1 for each channel, from raw PCG64 bits: the same for a seed wherever it is drawn."""
+    bits = np.random.PCG64(seed % 2**64).random_raw(dim) >> np.uint64(63)
+    return torch.from_numpy(1.0 - 2.0 * bits.astype(np.float32)).to(device)
+
+
+def _signs(dim: int, seed: int | None, device: torch.device) -> torch.Tensor:
+    if seed is None:
+        return torch.randint(0, 2, (dim,), device=device).float() * 2.0 - 1.0
+    return _drawn(dim, seed, device)
+
+
+def rotate(x: torch.Tensor, seed: int) -> torch.Tensor:
+    """x (…, D) turned as ``quantize(…, hadamard=True, seed=seed)`` turns Q and K, in x's dtype.
+
+    For queries that stay in 16 bits before keys that were turned. Raises ``ValueError`` for a
+    head_dim that is no multiple of 8.
+    """
+    validate.a_tensor("x", x)
+    dim = x.shape[-1]
+    if dim & -dim < _LEAST_MIXED:
+        validate.wrong("x", f"a head_dim that is a multiple of {_LEAST_MIXED}", x)
+    return _rotated(x, _signs(dim, seed, x.device)).to(x.dtype)
+
+
+def _rotated(x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+    """x (…, D) times diag(signs)·H/√n in float32, H being Sylvester's in blocks of n channels."""
+    dim = x.shape[-1]
+    size = dim & -dim
+    y = (x.float() * signs).unflatten(-1, (-1, size))
+    width = 1
+    while width < size:
+        pairs = y.unflatten(-1, (-1, 2, width))
+        y = torch.stack((pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]),
+                        dim=-2).flatten(-3)  # fmt: skip
+        width *= 2
+    turned: torch.Tensor = (y * size**-0.5).flatten(-2)
+    return turned
+
+
+def _quantized(
+    x: torch.Tensor,
+    heads: int,
+    block: int | None,
+    per_tensor: bool,
+    signs: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (…, rows, H, D) in ``dtype``, and its scales."""
+    args = (x if x.dim() == 4 else x[None], heads, block, per_tensor, signs, dtype)
+    y, scale = _by_kernel(*args) or _in_pytorch(*args)
+    return (y if x.dim() == 4 else y[0]), scale
+
+
+def _by_kernel(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """By the first kernel of this device's backends that can; None where PyTorch is to do it."""
+    if x.device.type != "cuda" or torch.compiler.is_compiling() or not request.is_plain(x):
+        return None
+    for name in AUTOMATIC[device.of(x.device).vendor]:
+        backend = BACKENDS[name]
+        if isinstance(backend, Quantizing) and backend.why_unavailable() is None:
+            made = backend.quantize(x, *args)
+            if made is not None:
+                return made
+    return None
+
+
+def _in_pytorch(
+    x: torch.Tensor,
+    heads: int,
+    block: int | None,
+    per_tensor: bool,
+    signs: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``Quantizing.quantize`` in plain PyTorch."""
+    y = x.float() if signs is None else _rotated(x, signs)
+    rows, size = y.shape[1], block or max(1, y.shape[1])
+    y = y.unflatten(2, (heads, -1))
+    y = torch.nn.functional.pad(y, (0, 0, 0, 0, 0, 0, 0, -rows % size)).unflatten(1, (-1, size))
+    most = _largest(y.abs(), (2, 4, 5)).transpose(1, 2)  # (B, Hk, blocks)
+    if per_tensor:
+        most = _largest(most, (0, 1, 2)).reshape(1, 1, 1)
+    elif block is None:
+        most = _largest(most, (2,))[..., None]
+    scale = torch.where(most > 0.0, (most / torch.finfo(dtype).max).clamp(min=LEAST_SCALE), 1.0)
+    y = y / scale.transpose(1, 2)[:, :, None, :, None, None]
+    y = y.flatten(1, 2)[:, :rows].flatten(2, 3).to(dtype)
+    return y, scale.contiguous() if block else scale[..., 0]
+
+
+def _largest(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    """The maximum over ``dims``, 0 where there is nothing."""
+    return x.amax(dims) if x.numel() else x.sum(dims)
