@@ -1,0 +1,14 @@
+"""Attention over sequences that are longer than one device holds, on torch.distributed."""
+
+from ..errors import RankError
+from .api import ring_attention, ulysses_attention
+from .shards import local_positions, shard, unshard
+
+__all__ = [
+    "RankError",
+    "local_positions",
+    "ring_attention",
+    "shard",
+    "ulysses_attention",
+    "unshard",
+]

@@ -1,0 +1,297 @@
+"""The public functions: arguments checked, ranks agreed, rows exchanged for heads, the ring."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .. import request as requests
+from .. import validate
+from ..request import Backends, Request, Shared
+from ..validate import Window
+from .heads import ToHeads, ToRows
+from .pieces import check, mask_of
+from .ring import Job, RingAttention
+from .shards import Lengths, Place, Sharding, check_rows, lengths_of, place
+from .transfer import agree
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    sharding: Sharding = "zigzag",
+    seqlen_q: int | None = None,
+    seqlen_k: int | None = None,
+    cu_seqlens_q: Lengths | None = None,
+    cu_seqlens_k: Lengths | None = None,
+    causal: bool = False,
+    window: Window = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    backend: Backends = None,
+    **unknown: object,
+) -> Result:
+    """``pyfa.attention`` of a sequence that lies in parts on several ranks: exact, with gradients.
+
+    Every rank passes its rows of q (B, S, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv), as
+    ``shard`` deals them out, and gets those rows of out (B, S, H, Dv), in q's dtype, and with
+    ``return_lse`` of the LSE (B, H, S), float32. float16, bfloat16, float32. Results do not depend
+    on the number of ranks but for rounding, dropout's bits not at all, and each run gives the same
+    bits where the backend's gradients do.
+
+    Parameters
+    ----------
+    group, mesh
+        A process group (the default one without either), or a ``DeviceMesh``: of one dimension, or
+        of two as ``DeviceMesh("cuda", ranks, mesh_dim_names=("ring", "heads"))``. Ranks along the
+        second share out the heads as in ``ulysses_attention``, and the ring goes along the first:
+        nodes along the first dimension, the GPUs of a node along the second.
+    sharding
+        "zigzag": of 2·ranks chunks rank r holds chunks r and 2·ranks − 1 − r, which is balanced
+        under a causal mask. "contiguous": one chunk each.
+    seqlen_q, seqlen_k
+        The whole lengths, where they are not what a rank holds times the number of ranks.
+    cu_seqlens_q, cu_seqlens_k
+        The offsets (batch + 1,) of the whole packed batch. q, k and v are then (rows, H, D), every
+        sequence of the batch being cut by itself, and the LSE is (H, rows). Read on the host: best
+        a list or a tensor on the CPU. ``cu_seqlens_k`` is ``cu_seqlens_q`` by default.
+    sinks
+        (H,), the same on every rank. Its gradient is what this rank's rows contribute: to be summed
+        over ranks, as that of every parameter.
+    seed
+        The same on all ranks. None draws on the first rank, and sends.
+
+    The others as ``pyfa.attention``'s, the same on all ranks; there is no ``bias``.
+
+    Raises ``ValueError`` or ``TypeError`` naming the argument that is wrong, also where ranks
+    differ, at the first call with such arguments and before anything else is sent;
+    ``UnsupportedProblem`` where no backend can run a block; ``RankError`` naming rank and step
+    where another rank died, or did not answer within the group's timeout.
+
+    Sources: Liu et al. 2023, Ring Attention with Blockwise Transformers, arXiv:2310.01889; zigzag:
+    Llama 3, arXiv:2407.21783; with heads: Fang and Zhao 2024, USP, arXiv:2405.07719.
+    """
+    if unknown:
+        _refuse_unknown("ring_attention", unknown)
+    where = place("ring_attention", group, mesh, sharding)
+    shared = Shared(
+        causal, window, scale, softcap, None, alibi_slopes, sinks, dropout_p, seed, None, None,
+        deterministic, return_lse, backend,
+    )  # fmt: skip
+    seqlens, offsets = (seqlen_q, seqlen_k), (cu_seqlens_q, cu_seqlens_k)
+    return _attention(where, q, k, v, shared, seqlens, offsets)
+
+
+def ulysses_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    seqlen_q: int | None = None,
+    seqlen_k: int | None = None,
+    cu_seqlens_q: Lengths | None = None,
+    cu_seqlens_k: Lengths | None = None,
+    causal: bool = False,
+    window: Window = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    backend: Backends = None,
+    **unknown: object,
+) -> Result:
+    """``ring_attention`` by all-to-all: every rank computes some heads of the whole sequence.
+
+    Arguments, results and errors are those of ``ring_attention``, rows being where
+    ``shard(..., sharding="contiguous")`` deals them out. A packed batch is cut as one sequence, and
+    ``shard`` is not given its offsets. H must be a multiple of the number of ranks, and so must Hk,
+    or divide it: heads of keys are then sent to several ranks.
+
+    Source: Jacobs et al. 2023, DeepSpeed Ulysses, arXiv:2309.14509.
+    """
+    if unknown:
+        _refuse_unknown("ulysses_attention", unknown)
+    where = place("ulysses_attention", group, mesh, "contiguous")
+    if where.heads.group is not None:
+        validate.wrong("mesh", "one dimension", "2 dimensions, which are for ring_attention")
+    where = Place(where.heads, where.ring, False)
+    shared = Shared(
+        causal, window, scale, softcap, None, alibi_slopes, sinks, dropout_p, seed, None, None,
+        deterministic, return_lse, backend,
+    )  # fmt: skip
+    seqlens, offsets = (seqlen_q, seqlen_k), (cu_seqlens_q, cu_seqlens_k)
+    return _attention(where, q, k, v, shared, seqlens, offsets)
+
+
+def _refuse_unknown(function: str, unknown: dict[str, object]) -> NoReturn:
+    known = inspect.signature(ring_attention).parameters
+    validate.refuse_unknown(function, unknown, known)
+    raise AssertionError
+
+
+class _Asked(NamedTuple):
+    """A call that is right by itself, and the lengths of the whole sequences."""
+
+    request: Request
+    packed: bool
+    lengths_q: tuple[int, ...]
+    lengths_k: tuple[int, ...]
+    arguments: dict[str, object]  # in which all ranks must agree
+
+
+def _attention(
+    where: Place,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    shared: Shared,
+    seqlens: tuple[int | None, int | None],
+    offsets: tuple[Lengths | None, Lengths | None],
+) -> Result:
+    rings = (where.heads, where.ring)
+    with _current(q):
+        try:
+            asked = _asked(where, q, k, v, shared, seqlens, offsets)
+        except (TypeError, ValueError) as error:
+            agree(rings, {}, error)
+            raise
+        agree(rings, asked.arguments)
+    call, heads = asked.request.call, where.heads
+    queries, keys = (where.layout(each) for each in (asked.lengths_q, asked.lengths_k))
+    q, k, v = (x.resolve_neg() for x in call[:3])  # kernels go by addresses
+    slopes, sinks = call.alibi_slopes, call.sinks
+    each = q.shape[-2] // heads.size
+    begin, end = each * heads.rank, each * (heads.rank + 1)
+    rows_q, rows_k = (each.rows(where.ring.rank) for each in (queries, keys))
+    if heads.size > 1:
+        copies = max(1, heads.size // k.shape[-2])
+        if copies > 1:
+            k, v = (x.repeat_interleave(copies, -2) for x in (k, v))
+        q = ToHeads.apply(q, heads, rows_q)  # type: ignore[no-untyped-call]
+        k, v = (ToHeads.apply(x, heads, rows_k) for x in (k, v))  # type: ignore[no-untyped-call]
+        slopes = None if slopes is None else slopes[..., begin:end]
+        sinks = None if sinks is None else sinks[begin:end]
+    seed = call.seed
+    if seed is not None and shared.seed is None:
+        for ring in rings:
+            if ring.size > 1:
+                with ring.step("the seed"):
+                    dist.broadcast(seed, ring.known_as(0), ring.group)
+    # What autograd keeps of the job holds no tensor that it should keep, or free, itself.
+    nothing = q.new_empty(0)
+    call = call._replace(
+        q=nothing, k=nothing, v=nothing, alibi_slopes=slopes, sinks=None, seed=seed,
+        head_start=begin,
+    )  # fmt: skip
+    job = Job(where.ring, queries, keys, asked.packed, call, *asked.request[1:3])
+    out, lse = RingAttention.apply(q, k, v, sinks, job)  # type: ignore[no-untyped-call]
+    if heads.size > 1:
+        out = ToRows.apply(out, heads, rows_q)  # type: ignore[no-untyped-call]
+        if call.return_lse:
+            lse = ToRows.apply(lse.transpose(-1, -2)[..., None], heads, rows_q)  # type: ignore[no-untyped-call]
+            lse = lse[..., 0].transpose(-1, -2)
+    return (out, lse) if call.return_lse else out
+
+
+def _current(q: object) -> AbstractContextManager[object]:
+    """Inside, q's GPU is the current one, by which ranks compare their arguments."""
+    if isinstance(q, torch.Tensor) and q.is_cuda:
+        return torch.cuda.device(q.device)
+    return nullcontext()
+
+
+def _asked(
+    where: Place,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    shared: Shared,
+    seqlens: tuple[int | None, int | None],
+    offsets: tuple[Lengths | None, Lengths | None],
+) -> _Asked:
+    validate.a_tensor("q", q)
+    packed = offsets[0] is not None
+    if offsets[0] is not None:
+        of_q = lengths_of("cu_seqlens_q", offsets[0])
+        of_k = of_q if offsets[1] is None else lengths_of("cu_seqlens_k", offsets[1])
+        if len(of_k) != len(of_q):
+            validate.wrong("cu_seqlens_k", f"{len(of_q)} sequences, as cu_seqlens_q", len(of_k))
+        for side, length in zip("qk", seqlens, strict=True):
+            if length is not None:
+                validate.wrong(f"seqlen_{side}", "None beside cu_seqlens_q", length)
+        # The blocks bring offsets of their own.
+        none = torch.zeros(len(of_q) + 1, dtype=torch.int32, device=q.device)
+        request = requests.varlen(q, k, v, shared, none, none, max(of_q, default=0), 0)
+        request = request._replace(call=request.call._replace(cu_seqlens_q=None, cu_seqlens_k=None))
+    else:
+        if offsets[1] is not None:
+            validate.wrong("cu_seqlens_q", "offsets (batch + 1,), as cu_seqlens_k", None)
+        request = requests.dense(q, k, v, shared)
+        of_q, of_k = (
+            (x.shape[1] * where.ranks() if n is None else validate.length(f"seqlen_{side}", n),)
+            for side, n, x in zip("qk", seqlens, (q, k), strict=True)
+        )
+    call = request.call
+    q, k, v = call[:3]
+    for name, x in (("q", q), ("k", k)):
+        if x.itemsize == 1:
+            validate.wrong(name, "float16, bfloat16 or float32", x)
+    check_rows("q", q.shape[-3], where, of_q)
+    check_rows("k", k.shape[-3], where, of_k)
+    ranks, heads_k = where.heads.size, k.shape[-2]
+    if q.shape[-2] % ranks:
+        validate.wrong("q", f"a number of heads that {ranks} ranks can share out", q.shape[-2])
+    if heads_k % ranks and ranks % heads_k:
+        validate.wrong(
+            "k", f"a number of heads that is a multiple or a divisor of {ranks}", heads_k
+        )
+    check(where.layout(of_q), where.layout(of_k), mask_of(call), packed)
+    arguments: dict[str, object] = {
+        "the function": where.ring.name,
+        "mesh": (where.ring.size, ranks),
+        "sharding": where.zigzag,
+        "q": _kind(q),
+        "k": _kind(k),
+        "v": _kind(v),
+        "cu_seqlens_q" if packed else "seqlen_q": of_q,
+        "cu_seqlens_k" if packed else "seqlen_k": of_k,
+        "window": (call.window_left, call.window_right),
+        "scale": call.scale,
+        "softcap": call.softcap,
+        "alibi_slopes": None if call.alibi_slopes is None else tuple(call.alibi_slopes.shape),
+        "sinks": call.sinks is not None,
+        "dropout_p": call.dropout_p,
+        "seed": call.dropout_p > 0.0 and shared.seed is not None,
+        "requires_grad": request.needs_grad,
+        "return_lse": call.return_lse,
+    }
+    return _Asked(request, packed, of_q, of_k, arguments)
+
+
+def _kind(x: torch.Tensor) -> str:
+    """What of a tensor is the same on all ranks."""
+    batch = "" if x.dim() == 3 else f"{x.shape[0]}, "
+    return f"({batch}rows, {x.shape[-2]}, {x.shape[-1]}) {x.dtype}"

@@ -1,0 +1,87 @@
+"""From rows on each rank to heads on each rank and back: all-to-all, with its gradient.
+
+Source: Jacobs et al. 2023, DeepSpeed Ulysses, arXiv:2309.14509.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from .layout import share
+from .transfer import Ring
+
+
+class ToHeads(torch.autograd.Function):
+    """(B, own rows, H, D) to (B, all rows, H / ranks, D); dense or, without B, packed.
+
+    ``total`` rows are dealt out in order as ``share`` does, and heads evenly.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ring: Ring, total: int) -> torch.Tensor:
+        ctx.ring, ctx.total = ring, total
+        return _to_heads(x, ring, total)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return _to_rows(grad, ctx.ring, ctx.total), None, None
+
+
+class ToRows(torch.autograd.Function):
+    """The way back: (B, all rows, heads, D) to (B, own rows, heads · ranks, D)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ring: Ring, total: int) -> torch.Tensor:
+        ctx.ring, ctx.total = ring, total
+        return _to_rows(x, ring, total)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return _to_heads(grad, ctx.ring, ctx.total), None, None
+
+
+def _to_heads(x: torch.Tensor, ring: Ring, total: int) -> torch.Tensor:
+    split: torch.Tensor = x.unflatten(-2, (ring.size, -1))
+    # (ranks, rows[, B], heads, D): what goes to one rank lies together.
+    sent = split.movedim((-3, -4), (0, 1)).contiguous()
+    rows = [_count(total, ring.size, rank) for rank in range(ring.size)]
+    received = sent.new_empty((total, *sent.shape[2:]))
+    sizes = [sent[0].numel()] * ring.size
+    each = received[:1].numel()
+    _all_to_all("heads", ring, received, [each * n for n in rows], sent, sizes)
+    return received.movedim(0, -3)
+
+
+def _to_rows(x: torch.Tensor, ring: Ring, total: int) -> torch.Tensor:
+    sent = x.movedim(-3, 0).contiguous()  # (rows[, B], heads, D)
+    rows = [_count(total, ring.size, rank) for rank in range(ring.size)]
+    received = sent.new_empty((ring.size, rows[ring.rank], *sent.shape[1:]))
+    each = sent[:1].numel()
+    sizes = [received[0].numel()] * ring.size
+    _all_to_all("rows", ring, received, sizes, sent, [each * n for n in rows])
+    merged: torch.Tensor = received.movedim((0, 1), (-3, -4)).flatten(-3, -2)
+    return merged
+
+
+def _count(total: int, ranks: int, rank: int) -> int:
+    start, stop = share(total, ranks, rank)
+    return stop - start
+
+
+def _all_to_all(
+    what: str,
+    ring: Ring,
+    received: torch.Tensor,
+    into: list[int],
+    sent: torch.Tensor,
+    of: list[int],
+) -> None:
+    ranks = [ring.known_as(rank) for rank in range(ring.size)]
+    with ring.step(f"all-to-all into {what} among ranks {ranks}"):
+        dist.all_to_all_single(received.view(-1), sent.view(-1), into, of, group=ring.group)

@@ -1,0 +1,186 @@
+"""Cutting whole tensors into what each rank holds, and putting them together again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .. import validate
+from .layout import Layout, positions, share, starts
+from .transfer import Ring
+
+Sharding = Literal["zigzag", "contiguous"]
+Lengths = Sequence[int] | torch.Tensor
+
+
+class Place(NamedTuple):
+    """This rank on a ring and, inside each of its ranks, on a group that shares the heads."""
+
+    ring: Ring
+    heads: Ring
+    zigzag: bool
+
+    def ranks(self) -> int:
+        """Ranks in all."""
+        return self.ring.size * self.heads.size
+
+    def layout(self, lengths: tuple[int, ...]) -> Layout:
+        """How the ring holds sequences of ``lengths``."""
+        return Layout(lengths, self.ring.size, self.zigzag)
+
+    def own(self, lengths: tuple[int, ...]) -> tuple[int, int]:
+        """Of the rows of this ring's rank, in its order: those that this rank holds."""
+        return share(self.layout(lengths).rows(self.ring.rank), self.heads.size, self.heads.rank)
+
+
+def place(
+    name: str, group: dist.ProcessGroup | None, mesh: DeviceMesh | None, sharding: str
+) -> Place:
+    """Where this rank is. A mesh of two dimensions is (ring, heads), of one the ring.
+
+    ``TypeError`` and ``ValueError`` naming ``group``, ``mesh`` or ``sharding``.
+    """
+    if sharding not in ("zigzag", "contiguous"):
+        validate.wrong("sharding", "'zigzag' or 'contiguous'", repr(sharding))
+    zigzag = sharding == "zigzag"
+    if mesh is None:
+        return Place(Ring(_group(group), name), Ring(None, name), zigzag)
+    if group is not None:
+        validate.wrong("mesh", "None beside group", mesh)
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh: expected a DeviceMesh; got {type(mesh).__name__}")
+    if mesh.ndim > 2:
+        validate.wrong("mesh", "one dimension, or two: (ring, heads)", f"{mesh.ndim} dimensions")
+    if mesh.get_coordinate() is None:
+        validate.wrong("mesh", "one that this process belongs to", mesh)
+    ring = Ring(mesh.get_group(0), name)
+    return Place(ring, Ring(mesh.get_group(1) if mesh.ndim == 2 else None, name), zigzag)
+
+
+def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if group is None:
+        if not dist.is_initialized():
+            validate.wrong("group", "a process group, or an initialised torch.distributed", None)
+        group = dist.group.WORLD
+    given: object = group
+    if given is dist.GroupMember.NON_GROUP_MEMBER:
+        validate.wrong("group", "one that this process belongs to", "what new_group() gives others")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group: expected a ProcessGroup; got {type(group).__name__}")
+    return group
+
+
+def lengths_of(name: str, cu_seqlens: Lengths) -> tuple[int, ...]:
+    """The lengths between the offsets ``cu_seqlens`` (B + 1,). On a GPU they are waited for."""
+    values = cu_seqlens.tolist() if isinstance(cu_seqlens, torch.Tensor) else list(cu_seqlens)
+    if not values or values[0] != 0 or any(b < a for a, b in pairwise(values)):
+        validate.wrong(name, "offsets (batch + 1,) from 0 up that do not decrease", values)
+    return tuple(b - a for a, b in pairwise(values))
+
+
+def shard(
+    x: torch.Tensor,
+    *,
+    dim: int = 1,
+    group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    sharding: Sharding = "zigzag",
+    cu_seqlens: Lengths | None = None,
+) -> torch.Tensor:
+    """What this rank holds of ``x``, whose dimension ``dim`` is the sequence.
+
+    ``x`` is any tensor, the same on all ranks: tokens (B, S), activations (B, S, …). With
+    ``cu_seqlens`` (batch + 1,) ``dim`` is a packed batch, of which every sequence is cut. The rest
+    as ``ring_attention``. The result is contiguous, and its gradient flows to ``x``.
+    """
+    where = place("shard", group, mesh, sharding)
+    rows = _rows(where, where.ring.rank, where.heads.rank, _lengths(x.shape[dim], cu_seqlens))
+    return x.index_select(dim, rows.to(x.device))
+
+
+def unshard(
+    x: torch.Tensor,
+    *,
+    dim: int = 1,
+    group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    sharding: Sharding = "zigzag",
+    seqlen: int | None = None,
+    cu_seqlens: Lengths | None = None,
+) -> torch.Tensor:
+    """The whole tensor, on every rank, of which each holds what ``shard`` gives it.
+
+    ``seqlen``: the whole length, where ranks do not hold equally much. No gradient flows through
+    it: ``ValueError`` where ``x`` requires one.
+    """
+    validate.no_gradient({"x": x}, "unshard has none")
+    where = place("unshard", group, mesh, sharding)
+    lengths = _lengths(x.shape[dim] * where.ranks() if seqlen is None else seqlen, cu_seqlens)
+    check_rows("x", x.shape[dim], where, lengths)
+    ranks = [(a, b) for a in range(where.ring.size) for b in range(where.heads.size)]
+    rows = [_rows(where, a, b, lengths) for a, b in ranks]
+    longest = max(len(each) for each in rows)
+    mine = x.movedim(dim, 0)
+    padded = mine.new_zeros((longest, *mine.shape[1:]))
+    padded[: mine.shape[0]] = mine
+    gathered = padded[None]
+    for ring in (where.heads, where.ring):
+        if ring.size > 1:
+            parts = [torch.empty_like(gathered) for _ in range(ring.size)]
+            with ring.step("gathering"):
+                dist.all_gather(parts, gathered, ring.group)
+            gathered = torch.cat(parts)
+    whole = mine.new_empty((sum(lengths), *mine.shape[1:]))
+    for part, at in zip(gathered, rows, strict=True):
+        whole[at.to(x.device)] = part[: len(at)]
+    return whole.movedim(0, dim)
+
+
+def local_positions(
+    seqlen: int | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    sharding: Sharding = "zigzag",
+    cu_seqlens: Lengths | None = None,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """The position in its sequence of each row that this rank holds: int64, for rotary embeddings.
+
+    Of a sequence of ``seqlen`` rows or of a packed batch with ``cu_seqlens`` (batch + 1,).
+    """
+    if seqlen is None and cu_seqlens is None:
+        validate.wrong("seqlen", "the whole length, or cu_seqlens", None)
+    where = place("local_positions", group, mesh, sharding)
+    lengths = _lengths(seqlen or 0, cu_seqlens)
+    rows = _rows(where, where.ring.rank, where.heads.rank, lengths)
+    offsets = torch.tensor(starts(lengths))
+    sequence = torch.searchsorted(offsets[1:], rows, right=True)
+    return (rows - offsets[sequence]).to(device)
+
+
+def check_rows(name: str, rows: int, where: Place, lengths: tuple[int, ...]) -> None:
+    """``ValueError`` where this rank holds another number of rows than ``shard`` gives it."""
+    start, stop = where.own(lengths)
+    if rows != stop - start:
+        whole = f"{sum(lengths)} rows" + (f" in {len(lengths)} sequences" if lengths[1:] else "")
+        validate.wrong(name, f"{stop - start} rows here, as shard() deals out {whole}", rows)
+
+
+def _lengths(rows: int, cu_seqlens: Lengths | None) -> tuple[int, ...]:
+    if cu_seqlens is None:
+        return (rows,)
+    return lengths_of("cu_seqlens", cu_seqlens)
+
+
+def _rows(where: Place, ring_rank: int, heads_rank: int, lengths: tuple[int, ...]) -> torch.Tensor:
+    """The rows of the whole that a rank holds, in order."""
+    layout = where.layout(lengths)
+    ranges = [torch.arange(start, stop) for start, stop in positions(layout, ring_rank)]
+    start, stop = share(layout.rows(ring_rank), where.heads.size, heads_rank)
+    return torch.cat([torch.arange(0), *ranges])[start:stop]

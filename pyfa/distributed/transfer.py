@@ -1,0 +1,127 @@
+"""What ranks send each other, by torch.distributed alone, and errors that say who and when."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import RankError
+
+
+class Ring:
+    """A process group as one attention sees it. No group: this process alone.
+
+    Ranks are numbers inside the group; sentences name them as torch.distributed does.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, name: str) -> None:
+        self.group = group
+        self.name = name
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+
+    def known_as(self, rank: int) -> int:
+        """What torch.distributed calls ``rank``."""
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+    @contextmanager
+    def step(self, what: str) -> Iterator[None]:
+        """``RankError`` for what torch.distributed raises inside."""
+        try:
+            yield
+        except RuntimeError as error:
+            here = self.known_as(self.rank)
+            raise RankError(f"{self.name} on rank {here}: {what}: {error}") from error
+
+    def exchange(
+        self,
+        what: str,
+        to: int,
+        sent: Sequence[torch.Tensor],
+        source: int,
+        received: Sequence[torch.Tensor],
+    ) -> Exchange:
+        """Send to rank ``to`` and receive from rank ``source``: contiguous tensors, or none."""
+        to, source = self.known_as(to), self.known_as(source)
+        operations = [dist.P2POp(dist.isend, x, to, self.group) for x in sent]
+        operations += [dist.P2POp(dist.irecv, x, source, self.group) for x in received]
+        says = f"{what}, to rank {to} and from rank {source}"
+        with self.step(says):
+            works = dist.batch_isend_irecv(operations) if operations else []
+        return Exchange(self, says, works, (*sent, *received))
+
+
+class Exchange:
+    """Transfers under way: on a GPU on a stream of the group's own, beside what is computed."""
+
+    def __init__(
+        self, ring: Ring, says: str, works: list[Any], tensors: tuple[torch.Tensor, ...]
+    ) -> None:
+        self._ring, self._says, self._works = ring, says, works
+        self._tensors = tensors  # not freed while they are on their way
+
+    def wait(self) -> None:
+        """Until all is there: on a GPU the current stream waits, and the host does not."""
+        with self._ring.step(self._says):
+            for work in self._works:
+                work.wait()
+        self._works, self._tensors = [], ()
+
+
+# Hashes of what the ranks of a group have agreed on, which go with the group. No more than so many:
+# packed batches are all different.
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]] = weakref.WeakKeyDictionary()
+_MOST_AGREED = 1 << 16
+
+
+def agree(
+    rings: Sequence[Ring], arguments: Mapping[str, object], error: Exception | None = None
+) -> None:
+    """``ValueError`` on every rank where not all were called with the same ``arguments``.
+
+    ``rings`` are the dimensions of a mesh. Asked once for each set of arguments, so that a step of
+    training pays once. ``error``: what is wrong with this rank's arguments by themselves; it is
+    raised, and at the first call, where others wait to hear, they are told.
+    """
+    rings = [ring for ring in rings if ring.size > 1]
+    mine = tuple(arguments.items())
+    known = _agreed.setdefault(_group(rings[0]), set()) if rings else {hash(mine)}
+    if hash(mine) in known or (error is not None and known):
+        if error is not None:
+            raise error
+        return
+    verdict = "" if error is None else f"rank {rings[0].known_as(rings[0].rank)}: {error}"
+    for ring in rings:
+        said: list[Any] = [None] * ring.size
+        with ring.step("comparing arguments"):
+            dist.all_gather_object(said, (mine, verdict), ring.group)
+        verdict = next((other for _, other in said if other), "") or _difference(ring, said)
+    if error is not None:
+        raise error
+    if verdict:
+        raise ValueError(verdict)
+    if len(known) >= _MOST_AGREED:
+        known.clear()  # by all ranks at the same call: they know the same
+    known.add(hash(mine))
+
+
+def _group(ring: Ring) -> dist.ProcessGroup:
+    assert ring.group is not None
+    return ring.group
+
+
+def _difference(ring: Ring, said: list[Any]) -> str:
+    """The first argument that a rank has otherwise than rank 0 of the group; "" where none is."""
+    for rank, (theirs, _) in enumerate(said):
+        for (name, expected), (_, got) in zip(said[0][0], theirs, strict=True):
+            if got != expected:
+                return (
+                    f"{name}: expected the same on all ranks; got {expected} on rank "
+                    f"{ring.known_as(0)} and {got} on rank {ring.known_as(rank)}"
+                )
+    return ""
