@@ -18,7 +18,7 @@ import torch
 
 from . import device, request, validate
 from .backends import AUTOMATIC, BACKENDS
-from .backends.base import Quantizing
+from .backends.base import Quantizing, Rounding
 from .validate_fp8 import FLOAT8, LEAST_SCALE
 
 _LEAST_BLOCK = 16
@@ -122,11 +122,10 @@ def quantize(
     if dtype not in FLOAT8:
         validate.wrong("dtype", "float8_e4m3fn or float8_e4m3fnuz", dtype)
     signs = _signs(k.shape[-1], seed, k.device) if hadamard else None
-    heads = k.shape[-2]
-    how = heads, block, per_tensor
-    q8, of_q = (None, None) if q is None else _quantized(q.detach(), *how, signs, dtype)
-    k8, of_k = _quantized(k.detach(), *how, signs, dtype)
-    v8, of_v = _quantized(v.detach(), *how, None, dtype)
+    how = Rounding(k.shape[-2], block, per_tensor, signs, dtype)
+    q8, of_q = (None, None) if q is None else _quantized(q.detach(), how)
+    k8, of_k = _quantized(k.detach(), how)
+    v8, of_v = _quantized(v.detach(), how._replace(signs=None))
     return Quantized(q8, k8, v8, Descale(of_q, of_k, of_v))
 
 
@@ -208,42 +207,29 @@ def _rotated(x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
     return turned
 
 
-def _quantized(
-    x: torch.Tensor,
-    heads: int,
-    block: int | None,
-    per_tensor: bool,
-    signs: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (…, rows, H, D) in ``dtype``, and its scales."""
-    args = (x if x.dim() == 4 else x[None], heads, block, per_tensor, signs, dtype)
-    y, scale = _by_kernel(*args) or _in_pytorch(*args)
+def _quantized(x: torch.Tensor, how: Rounding) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (…, rows, H, D) in float8, and its scales."""
+    whole = x if x.dim() == 4 else x[None]
+    y, scale = _by_kernel(whole, how) or _in_pytorch(whole, how)
     return (y if x.dim() == 4 else y[0]), scale
 
 
-def _by_kernel(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _by_kernel(x: torch.Tensor, how: Rounding) -> tuple[torch.Tensor, torch.Tensor] | None:
     """By the first kernel of this device's backends that can; None where PyTorch is to do it."""
     if x.device.type != "cuda" or torch.compiler.is_compiling() or not request.is_plain(x):
         return None
     for name in AUTOMATIC[device.of(x.device).vendor]:
         backend = BACKENDS[name]
         if isinstance(backend, Quantizing) and backend.why_unavailable() is None:
-            made = backend.quantize(x, *args)
+            made = backend.quantize(x, how)
             if made is not None:
                 return made
     return None
 
 
-def _in_pytorch(
-    x: torch.Tensor,
-    heads: int,
-    block: int | None,
-    per_tensor: bool,
-    signs: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _in_pytorch(x: torch.Tensor, how: Rounding) -> tuple[torch.Tensor, torch.Tensor]:
     """``Quantizing.quantize`` in plain PyTorch."""
+    heads, block, per_tensor, signs, dtype = how
     y = x.float() if signs is None else _rotated(x, signs)
     rows, size = y.shape[1], block or max(1, y.shape[1])
     y = y.unflatten(2, (heads, -1))

@@ -128,23 +128,29 @@ class Appending(Protocol):
         where there is no such way."""
 
 
+class Rounding(NamedTuple):
+    """How rows of ``heads`` key heads become float8 ``dtype``.
+
+    A scale is for ``block`` rows of a head, without it for all of them, or for the whole tensor
+    (``per_tensor``). Rows are turned first where there are ``signs``, float32 (D,), each ±1: by
+    these and Hadamard matrices.
+    """
+
+    heads: int
+    block: int | None
+    per_tensor: bool
+    signs: torch.Tensor | None
+    dtype: torch.dtype
+
+
 @runtime_checkable
 class Quantizing(Protocol):
     """A backend with a kernel for ``pyfa.quantize``."""
 
-    def quantize(
-        self,
-        x: torch.Tensor,
-        heads: int,
-        block: int | None,
-        per_tensor: bool,
-        signs: torch.Tensor | None,
-        dtype: torch.dtype,
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """x (B, rows, H, D) in the float8 ``dtype``, and what to multiply it by: float32 (B, Hk)
-        for ``heads`` key heads, (B, Hk, ⌈rows / block⌉), or (1, 1) ``per_tensor``. Turned first
-        where there are ``signs``, float32 (D,), each ±1: by these and Hadamard matrices. None where
-        x's device has no such numbers."""
+    def quantize(self, x: torch.Tensor, how: Rounding) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """x (B, rows, H, D) in float8, and what to multiply it by: float32 (B, Hk),
+        (B, Hk, ⌈rows / block⌉), or (1, 1) ``per_tensor``. None where x's device has no such
+        numbers."""
 
 
 @runtime_checkable

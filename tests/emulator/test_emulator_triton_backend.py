@@ -16,7 +16,7 @@ import torch
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from pyfa import dispatch  # noqa: E402
-from pyfa.backends.base import missing  # noqa: E402
+from pyfa.backends.base import Rounding, missing  # noqa: E402
 from pyfa.backends.triton import (  # noqa: E402
     kernel,
     plans,
@@ -167,7 +167,7 @@ def test_quantising_rounds_as_pytorch_does(turned):
         2 * 2 * 3, x.data_ptr(), y.data_ptr(), scales.data_ptr(), signs.data_ptr(),
         *x.stride()[:3], *scales.stride()[:2], rows, 2, 2, dim, 3,
     )  # fmt: skip
-    wanted, of = in_pytorch(x, 2, block, False, signs if turned else None, dtype)
+    wanted, of = in_pytorch(x, Rounding(2, block, False, signs if turned else None, dtype))
     torch.testing.assert_close(scales, of, rtol=1e-6, atol=0.0)
     share = float((y.float() != wanted.float()).float().mean())
     assert share <= (2e-3 if turned else 0.0)

@@ -5,6 +5,7 @@ import itertools
 
 import torch
 
+from pyfa.backends.base import Rounding
 from pyfa.backends.triton import quantize
 
 # ``pyfa.quantize`` is the function.
@@ -23,8 +24,8 @@ def main() -> None:
         x[0, :16] = 0.0
         x = x.to((torch.bfloat16, torch.float16)[index % 2])
         signs = torch.randint(0, 2, (dim,)) * 2.0 - 1.0 if turned else None
-        of_kernel = quantize.quantize(x, 2, block, per_tensor, signs, dtype)
-        of_torch = plain(x, 2, block, per_tensor, signs, dtype)
+        how = Rounding(2, block, per_tensor, signs, dtype)
+        of_kernel, of_torch = quantize.quantize(x, how), plain(x, how)
         torch.testing.assert_close(of_kernel[1], of_torch[1], rtol=1e-6, atol=0.0)
         unequal = of_kernel[0].float() != of_torch[0].float()
         # Sums in another order move a rotated value across the edge of a rounding now and then.

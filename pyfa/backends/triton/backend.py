@@ -14,7 +14,7 @@ from ... import device as devices
 from ...plan import Plan
 from ...problem import FEATURES, Call, Problem
 from ...traffic import Shape, TiledKernel
-from ..base import Gradients, Repeat, RepeatBackward, missing
+from ..base import Gradients, Repeat, RepeatBackward, Rounding, missing
 from . import plans, tiling
 
 if TYPE_CHECKING:
@@ -77,21 +77,13 @@ class TritonBackend:
     ) -> RepeatBackward | None:
         return self.runner(plan).repeat_backward(call, out, lse, dout)
 
-    def quantize(
-        self,
-        x: torch.Tensor,
-        heads: int,
-        block: int | None,
-        per_tensor: bool,
-        signs: torch.Tensor | None,
-        dtype: torch.dtype,
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        if not plans.has_float8(devices.of(x.device).arch, str(dtype).removeprefix("torch.")):
+    def quantize(self, x: torch.Tensor, how: Rounding) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if not plans.has_float8(devices.of(x.device).arch, str(how.dtype).removeprefix("torch.")):
             return None
         from . import quantize
 
         with torch.cuda.device_of(x):
-            return quantize.quantize(x, heads, block, per_tensor, signs, dtype)
+            return quantize.quantize(x, how)
 
     def backward(
         self,

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ...validate_fp8 import LEAST_SCALE
+from ..base import Rounding
 from .common import INTERPRETED, dot
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -149,15 +150,9 @@ def launch_shape(dim: int, lines: int, turned: bool) -> tuple[int, int, int]:
     return tile, wide, 8 if tile * wide > _TILE // 2 else 4
 
 
-def quantize(
-    x: torch.Tensor,
-    heads: int,
-    block: int | None,
-    per_tensor: bool,
-    signs: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(x: torch.Tensor, how: Rounding) -> tuple[torch.Tensor, torch.Tensor]:
     """``base.Quantizing.quantize``."""
+    heads, block, per_tensor, signs, dtype = how
     if x.stride(-1) != 1:
         x = x.contiguous()
     batch, rows, all_heads, dim = x.shape
