@@ -46,6 +46,13 @@ DEVICE Sequence sequence_of(const Params &p, int batch) {
   return s;
 }
 
+// The line that a part of the keys has for a row of one head in partial_out and partial_lse.
+DEVICE long long part_line(const Params &p, const Sequence &s, int row, int head, int part) {
+  long long place = s.row0 + row;
+  if (!p.cu_seqlens_q) place += (long long)s.batch * p.seqlen_q;
+  return (place * p.heads_q + head) * p.num_splits + part;
+}
+
 // The keys [low, high) that any of the rows first ... last sees; those in [all_low, all_high) every
 // one of them sees. Empty ranges have high <= low.
 struct Seen {

@@ -241,9 +241,8 @@ template <int count>
 DEVICE void store(const Params &p, const Sequence &s, int row, int head, int part, int dim,
                   const Acc &x) {
   if (p.num_splits > 1) {
-    long long place = p.cu_seqlens_q ? s.row0 + row : s.batch * (long long)p.seqlen_q + row;
-    float *to = (float *)p.partial_out +
-                ((place * p.heads_q + head) * p.num_splits + part) * p.head_dim_v + dim;
+    float *to =
+        (float *)p.partial_out + part_line(p, s, row, head, part) * p.head_dim_v + dim;
     for (int i = 0; i < count; ++i) to[i] = x[i];
     return;
   }
@@ -255,8 +254,7 @@ DEVICE void store(const Params &p, const Sequence &s, int row, int head, int par
 
 DEVICE void store_lse(const Params &p, const Sequence &s, int row, int head, int part, float lse) {
   if (p.num_splits > 1) {
-    long long place = p.cu_seqlens_q ? s.row0 + row : s.batch * (long long)p.seqlen_q + row;
-    ((float *)p.partial_lse)[(place * p.heads_q + head) * p.num_splits + part] = lse;
+    ((float *)p.partial_lse)[part_line(p, s, row, head, part)] = lse;
   } else {
     ((float *)p.lse)[s.row_batch * p.lse_batch + head * p.lse_head + s.row0 + row] = lse;
   }

@@ -33,9 +33,7 @@ DEVICE void store(const Context &c, Row (&rows)[kColumns], const Output &o) {
     float lse = saw ? (base + log2(total)) * kLn2 : -INFINITY_F;
     if (SCORE == DROPOUT) inverse *= p.dropout_scale;
     if (p.num_splits > 1) {
-      long long line = c.s.row0 + row;
-      if (!p.cu_seqlens_q) line += (long long)c.work.batch * p.seqlen_q;
-      line = (line * p.heads_q + c.work.head) * p.num_splits + c.work.part;
+      long long line = part_line(p, c.s, row, c.work.head, c.work.part);
       float *to = (float *)p.partial_out + line * p.head_dim_v;
       for (int t = 0; t < kDimTiles; ++t)
         for (int j = 0; j < kFours; ++j)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from .. import request as requests
 from .. import validate
 from ..request import Backends, Request, Shared
 from ..validate import Window
-from .heads import ToHeads, ToRows
+from .heads import to_heads, to_rows
 from .pieces import check, mask_of
 from .ring import Job, RingAttention
 from .shards import Lengths, Place, Sharding, check_rows, lengths_of, place
@@ -89,7 +89,8 @@ def ring_attention(
     Llama 3, arXiv:2407.21783; with heads: Fang and Zhao 2024, USP, arXiv:2405.07719.
     """
     if unknown:
-        _refuse_unknown("ring_attention", unknown)
+        known = inspect.signature(ring_attention).parameters
+        validate.refuse_unknown("ring_attention", unknown, known)
     where = place("ring_attention", group, mesh, sharding)
     shared = Shared(
         causal, window, scale, softcap, None, alibi_slopes, sinks, dropout_p, seed, None, None,
@@ -133,7 +134,8 @@ def ulysses_attention(
     Source: Jacobs et al. 2023, DeepSpeed Ulysses, arXiv:2309.14509.
     """
     if unknown:
-        _refuse_unknown("ulysses_attention", unknown)
+        known = inspect.signature(ulysses_attention).parameters
+        validate.refuse_unknown("ulysses_attention", unknown, known)
     where = place("ulysses_attention", group, mesh, "contiguous")
     if where.heads.group is not None:
         validate.wrong("mesh", "one dimension", "2 dimensions, which are for ring_attention")
@@ -144,12 +146,6 @@ def ulysses_attention(
     )  # fmt: skip
     seqlens, offsets = (seqlen_q, seqlen_k), (cu_seqlens_q, cu_seqlens_k)
     return _attention(where, q, k, v, shared, seqlens, offsets)
-
-
-def _refuse_unknown(function: str, unknown: dict[str, object]) -> NoReturn:
-    known = inspect.signature(ring_attention).parameters
-    validate.refuse_unknown(function, unknown, known)
-    raise AssertionError
 
 
 class _Asked(NamedTuple):
@@ -190,8 +186,8 @@ def _attention(
         copies = max(1, heads.size // k.shape[-2])
         if copies > 1:
             k, v = (x.repeat_interleave(copies, -2) for x in (k, v))
-        q = ToHeads.apply(q, heads, rows_q)  # type: ignore[no-untyped-call]
-        k, v = (ToHeads.apply(x, heads, rows_k) for x in (k, v))  # type: ignore[no-untyped-call]
+        q = to_heads(q, heads, rows_q)
+        k, v = (to_heads(x, heads, rows_k) for x in (k, v))
         slopes = None if slopes is None else slopes[..., begin:end]
         sinks = None if sinks is None else sinks[begin:end]
     seed = call.seed
@@ -209,9 +205,9 @@ def _attention(
     job = Job(where.ring, queries, keys, asked.packed, call, *asked.request[1:3])
     out, lse = RingAttention.apply(q, k, v, sinks, job)  # type: ignore[no-untyped-call]
     if heads.size > 1:
-        out = ToRows.apply(out, heads, rows_q)  # type: ignore[no-untyped-call]
+        out = to_rows(out, heads, rows_q)
         if call.return_lse:
-            lse = ToRows.apply(lse.transpose(-1, -2)[..., None], heads, rows_q)  # type: ignore[no-untyped-call]
+            lse = to_rows(lse.transpose(-1, -2)[..., None], heads, rows_q)
             lse = lse[..., 0].transpose(-1, -2)
     return (out, lse) if call.return_lse else out
 

@@ -15,35 +15,34 @@ from .layout import share
 from .transfer import Ring
 
 
-class ToHeads(torch.autograd.Function):
+def to_heads(x: torch.Tensor, ring: Ring, total: int) -> torch.Tensor:
     """(B, own rows, H, D) to (B, all rows, H / ranks, D); dense or, without B, packed.
 
     ``total`` rows are dealt out in order as ``share`` does, and heads evenly.
     """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ring: Ring, total: int) -> torch.Tensor:
-        ctx.ring, ctx.total = ring, total
-        return _to_heads(x, ring, total)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return _to_rows(grad, ctx.ring, ctx.total), None, None
+    found: torch.Tensor = _Exchanged.apply(x, ring, total, True)  # type: ignore[no-untyped-call]
+    return found
 
 
-class ToRows(torch.autograd.Function):
+def to_rows(x: torch.Tensor, ring: Ring, total: int) -> torch.Tensor:
     """The way back: (B, all rows, heads, D) to (B, own rows, heads · ranks, D)."""
+    found: torch.Tensor = _Exchanged.apply(x, ring, total, False)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Exchanged(torch.autograd.Function):
+    """Each way is the other's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ring: Ring, total: int) -> torch.Tensor:
-        ctx.ring, ctx.total = ring, total
-        return _to_rows(x, ring, total)
+    def forward(ctx: Any, x: torch.Tensor, ring: Ring, total: int, heads: bool) -> torch.Tensor:
+        ctx.way = ring, total, heads
+        return (_to_heads if heads else _to_rows)(x, ring, total)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return _to_heads(grad, ctx.ring, ctx.total), None, None
+        ring, total, heads = ctx.way
+        return (_to_rows if heads else _to_heads)(grad, ring, total), None, None, None
 
 
 def _to_heads(x: torch.Tensor, ring: Ring, total: int) -> torch.Tensor:

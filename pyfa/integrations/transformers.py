@@ -86,9 +86,8 @@ def attention(
             "use generate() with a dynamic or static cache"
         )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     shared: dict[str, Any] = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
-    local = _by_position(causal, sliding_window)
+    local = _by_position(module, is_causal, sliding_window)
     out: Any
     if not (
         cu_seq_lens_q is None
@@ -147,11 +146,10 @@ def _attention_in_parts(
             "attention_mask: with sequences in parts, masks other than causal ones and sliding "
             "windows are not implemented"
         )
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     out = attend(
         q, k, v, dropout_p=dropout, scale=scaling, softcap=softcap or 0.0, sinks=s_aux,
-        **_by_position(causal, sliding_window),
+        **_by_position(module, is_causal, sliding_window),
     )  # fmt: skip
     return out, None
 
@@ -238,8 +236,11 @@ def make_mask(
     return torch.stack([first, ends], -1)[:, None, None]
 
 
-def _by_position(causal: bool, sliding_window: int | None) -> dict[str, Any]:
+def _by_position(
+    module: torch.nn.Module, is_causal: bool | None, sliding_window: int | None
+) -> dict[str, Any]:
     """pyfa's names. A window counts the query itself, and on both sides where not causal."""
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if sliding_window is None:
         return {"causal": causal}
     return {"causal": causal, "window": (sliding_window - 1, sliding_window - 1)}

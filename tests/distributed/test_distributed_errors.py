@@ -37,6 +37,14 @@ def test_mistakes_that_need_no_group(options, kind, words):
         ring_attention(q, q, q, **options)
 
 
+def test_a_name_that_only_the_other_function_has():
+    q = torch.randn(1, 8, 2, 4)
+    with pytest.raises(TypeError) as raised:
+        ulysses_attention(q, q, q, sharding="zigzag")
+    said = "ulysses_attention() got an unexpected keyword argument 'sharding'"
+    assert str(raised.value) == said
+
+
 def test_unshard_has_no_gradient():
     with pytest.raises(ValueError, match="x: expected no requires_grad"):
         unshard(torch.randn(1, 8, requires_grad=True))

@@ -34,9 +34,7 @@ struct Context {
 DEVICE void store_part(const Context &c, const Output &o, int band, int half, bool saw, float lse) {
   const Params &p = c.p;
   int row = c.place().row(band, half), column = lane_index() % 4 * 2;
-  long long line = c.s.row0 + row;
-  if (!p.cu_seqlens_q) line += (long long)c.work.batch * p.seqlen_q;
-  line = (line * p.heads_q + c.work.head) * p.num_splits + c.work.part;
+  long long line = part_line(p, c.s, row, c.work.head, c.work.part);
   float *to = (float *)p.partial_out + line * p.head_dim_v + column;
 #pragma unroll
   for (int t = 0; t < kDimTiles; ++t)
@@ -78,29 +76,19 @@ DEVICE void store(const Context &c, const Rows &rows, Output &o, Shared shared) 
   for (int b = 0; b < kBands; ++b)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float total = row_sum(rows[b][h].total), base = rows[b][h].base, factor = 1.0f;
-      if (p.sinks && p.use_sinks && c.work.part == 0) {
-        // One more logit, without a value.
-        float sink = ((const float *)p.sinks)[c.work.head] * kLog2E;
-        float raised = __builtin_fmaxf(base, sink);
-        factor = exp2(base - raised);
-        total = total * factor + exp2(sink - raised);
-        base = raised;
-      }
-      bool saw = !(total <= 0.0f);  // a NaN has to come through
-      float inverse = saw ? factor / total : 0.0f;
-      float lse = saw ? (base + log2(total)) * kLn2 : -INFINITY_F;
-      if (SCORE == DROPOUT) inverse *= p.dropout_scale;
+      Finished end = finish(p, rows[b][h], c.work.head, c.work.part);
+      if (SCORE == DROPOUT) end.inverse *= p.dropout_scale;
 #pragma unroll
       for (int t = 0; t < kDimTiles; ++t)
 #pragma unroll
-        for (int i = 0; i < 2; ++i) o[b][t][2 * h + i] = saw ? o[b][t][2 * h + i] * inverse : 0.0f;
+        for (int i = 0; i < 2; ++i) o[b][t][2 * h + i] = end.saw ? o[b][t][2 * h + i] * end.inverse : 0.0f;
       int row = c.place().row(b, h);
       if (row >= c.s.rows) continue;
       if (p.num_splits > 1)
-        store_part(c, o, b, h, saw, lse);
+        store_part(c, o, b, h, end.saw, end.lse);
       else if (p.lse && lane_index() % 4 == 0)
-        ((float *)p.lse)[c.s.row_batch * p.lse_batch + c.work.head * p.lse_head + c.s.row0 + row] = lse;
+        ((float *)p.lse)[c.s.row_batch * p.lse_batch + c.work.head * p.lse_head + c.s.row0 + row] =
+            end.lse;
     }
   if (p.num_splits > 1) return;
   // Others may still be reading keys and values, and zeros from beyond the last tile be on their way.

@@ -3,6 +3,7 @@
 #pragma once
 #include "load.h"
 #include "schedule.h"
+#include "../row.h"
 #include "../../philox.h"
 #include "../../score.h"
 
@@ -38,20 +39,6 @@ typedef float Scores[kBands][kKeyTiles][4];
 typedef float Output[kBands][kDimTiles][4];
 typedef unsigned Probabilities[kBands][4];  // of one slice: A of the second product
 
-constexpr float kLowest = -3.4028234663852886e38f;
-
-// The maximum that probabilities are taken against may lag behind by this much, in powers of two,
-// before accumulator and sum are brought to a new one: P stays below 2^8, where float32 and both
-// 16-bit formats are as exact as below 1, and almost every tile goes without a rescale. A row's final
-// result does not depend on it.
-constexpr float kLag = 8.0f;
-
-// One row. `base` is what exponents are taken against: it is finite even while a row has seen
-// nothing, as -inf - -inf would be NaN.
-struct Row {
-  float base;
-  float total;  // this lane's share of the sum of probabilities
-};
 typedef Row Rows[kBands][2];  // rows group and group + 8 of each band
 
 // Where the rows of a warp are, and whose.
@@ -291,16 +278,6 @@ DEVICE void mask(const Warp &w, Scores &s, int first) {
         return key < seen.low || key >= seen.high ? -INFINITY_F : x;
       });
     }
-}
-
-// Of the four lanes that hold a row.
-DEVICE float row_max(float x) {
-  x = __builtin_fmaxf(x, from_lane_xor(x, 1));
-  return __builtin_fmaxf(x, from_lane_xor(x, 2));
-}
-DEVICE float row_sum(float x) {
-  x += from_lane_xor(x, 1);
-  return x + from_lane_xor(x, 2);
 }
 
 // Brings accumulator and sum to a new base where a maximum has outgrown the old one by kLag.

@@ -233,9 +233,7 @@ DEVICE void store(const Params &p, const Piece &piece, int first_row, const Rows
     if (p.num_splits > 1) {
       if (!mine) continue;
       int column = lane % 4 * 2;
-      long long line = s.row0 + row;
-      if (!p.cu_seqlens_q) line += (long long)work.batch * p.seqlen_q;
-      line = (line * p.heads_q + work.head) * p.num_splits + work.part;
+      long long line = part_line(p, s, row, work.head, work.part);
       float *to = (float *)p.partial_out + line * p.head_dim_v + column;
 #pragma unroll
       for (int t = 0; t < kDimTiles; ++t)
