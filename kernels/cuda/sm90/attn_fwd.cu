@@ -38,9 +38,11 @@ constexpr int kValueBytes = kPanelsV * kValuePanel;
 constexpr int kKeysAt = GROUPS * kQueryBytes;
 constexpr int kValuesAt = kKeysAt + STAGES * kKeyBytes;
 constexpr int kBarriersAt = kValuesAt + STAGES * kValueBytes;
-constexpr int kBarriers = 2 * GROUPS + 4 * STAGES + 2;
-constexpr int kPieceAt = kBarriersAt + kBarriers * 8;
-constexpr int kSharedBytes = kPieceAt + 8;
+constexpr int kSlots = 2;  // for pieces of work that have been told
+constexpr int kBarriers = 2 * GROUPS + 4 * STAGES + 2 * kSlots;
+constexpr int kToldAt = (kBarriersAt + kBarriers * 8 + 15) / 16 * 16;
+constexpr int kToldBytes = 48;
+constexpr int kSharedBytes = kToldAt + kSlots * kToldBytes;
 static_assert(kSharedBytes == SHARED_BYTES, "as the plan says");
 
 // A place in shared memory is full when its copy has arrived, and free when the warps that read it say so.
@@ -52,8 +54,8 @@ struct Barriers {
   METHOD Shared key_free(int stage) const { return key_full(stage) + STAGES * 8; }
   METHOD Shared value_full(int stage) const { return key_full(stage) + 2 * STAGES * 8; }
   METHOD Shared value_free(int stage) const { return key_full(stage) + 3 * STAGES * 8; }
-  METHOD Shared piece_full() const { return at + (kBarriers - 2) * 8; }
-  METHOD Shared piece_free() const { return at + (kBarriers - 1) * 8; }
+  METHOD Shared piece_full(int slot) const { return at + (2 * GROUPS + 4 * STAGES + slot) * 8; }
+  METHOD Shared piece_free(int slot) const { return piece_full(slot) + kSlots * 8; }
 
   METHOD void make() const {
     for (int group = 0; group < GROUPS; ++group) {
@@ -66,18 +68,21 @@ struct Barriers {
       mbarrier_init(value_full(stage), 1);
       mbarrier_init(value_free(stage), 4 * GROUPS);
     }
-    mbarrier_init(piece_full(), 1);
-    mbarrier_init(piece_free(), 4 * GROUPS);
+    for (int slot = 0; slot < kSlots; ++slot) {
+      mbarrier_init(piece_full(slot), 1);
+      mbarrier_init(piece_free(slot), 4 * GROUPS);
+    }
     fence_mbarrier_init();
   }
 };
 
 // The place of a tile, and how often it has been used before: for K and for V, through all pieces of work.
+template <int stages = STAGES>
 struct Turn {
   int stage = 0;
   unsigned parity = 0;
   METHOD void advance() {
-    if (++stage == STAGES) {
+    if (++stage == stages) {
       stage = 0;
       parity ^= 1;
     }
@@ -106,6 +111,22 @@ struct Piece {
   }
 };
 
+// What the warps that multiply are told of a piece, in shared memory: six divisions and as many reads of
+// memory for each of them otherwise, at the start of a piece and at its end.
+struct alignas(16) Told {
+  struct alignas(16) {
+    int row, first, last, rows;  // row -1: there is no more
+  } range;
+  struct alignas(16) {
+    int keys, shift, head, batch;
+  } sequence;
+  struct alignas(16) {
+    int part, row_batch;
+    long long row0;
+  } output;
+};
+static_assert(sizeof(Told) == kToldBytes, "three units");
+
 // How many pieces there are, and how many blocks of rows a head has.
 struct Pieces {
   int blocks, count;
@@ -132,21 +153,27 @@ DEVICE void copy(const MappedParams &mapped, Shared shared) {
   prefetch_tensormap(queries);
   prefetch_tensormap(keys);
   prefetch_tensormap(values);
-  Turn of_keys, of_values, of_pieces;
+  Turn<> of_keys, of_values;
+  Turn<kSlots> of_pieces;
   unsigned used = 1;  // parity of the queries' place
   Pieces pieces(p);
   // What multiplies is told of each piece, but for those of sequences that end before; -1: that was all.
-  auto tell = [&](int id) {
-    mbarrier_wait(barriers.piece_free(), of_pieces.parity ^ 1);
-    store_shared(shared + kPieceAt, (unsigned)id);
-    mbarrier_arrive(barriers.piece_full());
-    of_pieces.parity ^= 1;
+  auto tell = [&](const Told &told) {
+    Shared to = shared + kToldAt + of_pieces.stage * kToldBytes;
+    mbarrier_wait(barriers.piece_free(of_pieces.stage), of_pieces.parity ^ 1);
+    store_shared(to, told.range);
+    store_shared(to + 16, told.sequence);
+    store_shared(to + 32, told.output);
+    mbarrier_arrive(barriers.piece_full(of_pieces.stage));
+    of_pieces.advance();
   };
   for (int id = workgroup_index(); id < pieces.count; id = next_piece(p, pieces.count)) {
     Piece piece(p, id, pieces.blocks);
     const Sequence &s = piece.s;
     if (piece.row >= s.rows) continue;
-    tell(id);
+    tell(Told{{piece.row, piece.first, piece.last, s.rows},
+              {s.keys, s.shift, piece.work.head, s.batch},
+              {piece.work.part, s.row_batch, s.row0}});
     if (piece.last < piece.first) continue;
     int head_k = piece.work.head / (p.heads_q / p.heads_k);
     auto copy_keys = [&](int tile) {
@@ -181,7 +208,7 @@ DEVICE void copy(const MappedParams &mapped, Shared shared) {
       of_values.advance();
     }
   }
-  tell(-1);
+  tell(Told{{-1, 0, 0, 0}, {}, {}});
 }
 
 // ---- multiplying --------------------------------------------------------------------------------
@@ -215,16 +242,21 @@ DEVICE void clear_rows(Shared values, int from, int group) {
 }
 
 // One row of float32, to the workspace of this part of the keys; or all rows in 16 bits.
-DEVICE void store(const Params &p, const Piece &piece, int first_row, const Rows &rows, Output &o) {
-  const Work &work = piece.work;
-  const Sequence &s = piece.s;
+DEVICE void store(const Params &p, Shared told, int first_row, const Rows &rows, Output &o) {
+  auto range = load_shared<decltype(Told::range)>(told);
+  auto sequence = load_shared<decltype(Told::sequence)>(told + 16);
+  auto output = load_shared<decltype(Told::output)>(told + 32);
+  Sequence s;
+  s.batch = sequence.batch;
+  s.row_batch = output.row_batch;
+  s.row0 = output.row0;
   int lane = lane_index();
-  first_row += piece.row;
+  first_row += range.row;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    Finished end = finish(p, rows[h], work.head, work.part);
+    Finished end = finish(p, rows[h], sequence.head, output.part);
     int row = first_row + 8 * h + lane / 4;
-    bool mine = row < s.rows;
+    bool mine = row < range.rows;
 #pragma unroll
     for (int t = 0; t < kDimTiles; ++t)
 #pragma unroll
@@ -233,7 +265,7 @@ DEVICE void store(const Params &p, const Piece &piece, int first_row, const Rows
     if (p.num_splits > 1) {
       if (!mine) continue;
       int column = lane % 4 * 2;
-      long long line = part_line(p, s, row, work.head, work.part);
+      long long line = part_line(p, s, row, sequence.head, output.part);
       float *to = (float *)p.partial_out + line * p.head_dim_v + column;
 #pragma unroll
       for (int t = 0; t < kDimTiles; ++t)
@@ -243,9 +275,9 @@ DEVICE void store(const Params &p, const Piece &piece, int first_row, const Rows
       continue;
     }
     if (p.lse && mine && lane % 4 == 0)
-      ((float *)p.lse)[s.row_batch * p.lse_batch + work.head * p.lse_head + s.row0 + row] = end.lse;
+      ((float *)p.lse)[s.row_batch * p.lse_batch + sequence.head * p.lse_head + s.row0 + row] = end.lse;
     unsigned short *to = (unsigned short *)p.out + s.row_batch * p.out_batch + (s.row0 + row) * p.out_row +
-                         work.head * p.out_head + lane % 4 * kUnit;
+                         sequence.head * p.out_head + lane % 4 * kUnit;
 #pragma unroll
     for (int t = 0; t < kDimTiles; t += 4) {
       unsigned x[4];
@@ -258,6 +290,9 @@ DEVICE void store(const Params &p, const Piece &piece, int first_row, const Rows
     }
   }
 }
+
+// What all lanes have, and the compiler is told so.
+DEVICE int same(int x) { return __shfl_sync(kAllLanes, x, 0); }
 
 DEVICE void multiply(const Params &p, Shared shared, int group) {
   Barriers barriers{shared + kBarriersAt};
@@ -275,38 +310,36 @@ DEVICE void multiply(const Params &p, Shared shared, int group) {
   int mine = 1 + group, next = 1 + (group + 1) % GROUPS;
   if (GROUPS > 1 && group == GROUPS - 1) bar_arrive(next, 2 * kGroupThreads);
 
-  Turn of_keys, of_values;
-  unsigned used = 0, told = 0;  // parities of the queries' place and of what is told
-  Pieces pieces(p);
+  Turn<> of_keys, of_values;
+  Turn<kSlots> of_pieces;
+  unsigned used = 0;  // parity of the queries' place
   while (true) {
-    mbarrier_wait(barriers.piece_full(), told);
-    told ^= 1;
-    int id;
-    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(id) : "r"(shared + kPieceAt) : "memory");
-    id = __shfl_sync(kAllLanes, id, 0);
-    release(barriers.piece_free());
-    if (id < 0) break;
-    Piece piece(p, id, pieces.blocks);
-    const Sequence &s = piece.s;
-    int first_row = piece.row + group * kGroupRows + in_group * 16;
+    mbarrier_wait(barriers.piece_full(of_pieces.stage), of_pieces.parity);
+    Shared told = shared + kToldAt + of_pieces.stage * kToldBytes;
+    auto range = load_shared<decltype(Told::range)>(told);
+    auto sequence = load_shared<decltype(Told::sequence)>(told + 16);
+    int row = same(range.row), first = same(range.first), last = same(range.last);
+    if (row < 0) break;
+    Sequence s;
+    s.rows = same(range.rows);
+    s.keys = same(sequence.keys);
+    s.shift = same(sequence.shift);
+    s.batch = sequence.batch;
+    int first_row = row + group * kGroupRows + in_group * 16;
     Rows rows{{kLowest, 0.0f}, {kLowest, 0.0f}};
     Output o;
 #pragma unroll
     for (int i = 0; i < HEAD_DIM_V / 2; ++i) o[i] = 0.0f;
 
-    if (piece.first <= piece.last) {
+    if (first <= last) {
       Seen seen = keys_seen(p, s, first_row, min(first_row + 16, s.rows) - 1);
       Scores x;
-      Probabilities y;
+      Probabilities y[2];  // of the tile that is multiplied, and of the one that is being made
       float factors[2];
-      // What of a tile's scores is left to do when they are there; whether the output has to be rescaled.
-      auto soften = [&](int tile) {
+      auto finish_scores = [&](int tile) {
         int key = tile * BLOCK_K;
-        if (SCORE != PLAIN) add_terms(p, x, s, piece.work.head, first_row, tile);
+        if (SCORE != PLAIN) add_terms(p, x, s, sequence.head, first_row, tile);
         if (key < seen.all_low || key + BLOCK_K > seen.all_high) mask(p, x, s, first_row, tile);
-        bool raised = raise(scale, x, rows, factors);
-        exponentiate(scale, x, rows);
-        return raised;
       };
 
       mbarrier_wait(barriers.query_full(group), used);
@@ -319,15 +352,21 @@ DEVICE void multiply(const Params &p, Shared shared, int group) {
       hold(x);
       release(barriers.key_free(of_keys.stage));
       of_keys.advance();
-      soften(piece.last);
-      round_to(y, x);
-      int valid = s.keys - piece.last * BLOCK_K;
+      finish_scores(last);
+      if constexpr (kApart) {
+        soften_apart<true>(scale, x, rows, y[0], factors);
+      } else {
+        soften_in_place(scale, x, rows, factors);
+        round_to(y[0], x);
+      }
+      int valid = s.keys - last * BLOCK_K;
       if (valid < BLOCK_K && (p.cu_seqlens_k || p.seqused_k)) {
         mbarrier_wait(barriers.value_full(of_values.stage), of_values.parity);
         clear_rows(shared + kValuesAt + of_values.stage * kValueBytes, valid, group);
       }
 
-      for (int tile = piece.last - 1; tile >= piece.first; --tile) {
+      // The scores of a tile, and the product of the one before it with its values.
+      auto step = [&](int tile, Probabilities &before, Probabilities &made) {
         mbarrier_wait(barriers.key_full(of_keys.stage), of_keys.parity);
         if (GROUPS > 1) bar_sync(mine, 2 * kGroupThreads);
         hold(x);
@@ -336,36 +375,60 @@ DEVICE void multiply(const Params &p, Shared shared, int group) {
         multiply_keys(x, queries, keys + of_keys.stage * (kKeyBytes / 16));
         mbarrier_wait(barriers.value_full(of_values.stage), of_values.parity);
         wgmma_fence();
-        multiply_values(o, y, values + of_values.stage * (kValueBytes / 16));
+        multiply_values(o, before, values + of_values.stage * (kValueBytes / 16));
         if (GROUPS > 1) bar_arrive(next, 2 * kGroupThreads);
         wgmma_wait<1>();
         hold(x);
         release(barriers.key_free(of_keys.stage));
         of_keys.advance();
-        bool raised = soften(tile);
+        finish_scores(tile);
+        bool raised;
+        if constexpr (kApart)
+          raised = soften_apart<false>(scale, x, rows, made, factors);
+        else
+          raised = soften_in_place(scale, x, rows, factors);
         wgmma_wait<0>();
         hold(o);
 #pragma unroll
-        for (int i = 0; i < kSlices; ++i) hold(y[i]);
+        for (int i = 0; i < kSlices; ++i) hold(before[i]);
         release(barriers.value_free(of_values.stage));
         of_values.advance();
         if (raised) rescale(o, factors);
-        round_to(y, x);
+        if constexpr (!kApart) round_to(made, x);
+      };
+      auto end = [&](Probabilities &before) {
+        release(barriers.query_free(group));
+        mbarrier_wait(barriers.value_full(of_values.stage), of_values.parity);
+        hold(o);
+        wgmma_fence();
+        multiply_values(o, before, values + of_values.stage * (kValueBytes / 16));
+        wgmma_wait<0>();
+        hold(o);
+        release(barriers.value_free(of_values.stage));
+        of_values.advance();
+      };
+      int tile = last - 1;
+      if constexpr (kApart) {
+        // By twos, so that what one step makes is where the next one takes it.
+        for (; tile > first; tile -= 2) {
+          step(tile, y[0], y[1]);
+          step(tile - 1, y[1], y[0]);
+        }
+        if (tile == first) {
+          step(tile, y[0], y[1]);
+          end(y[1]);
+        } else {
+          end(y[0]);
+        }
+      } else {
+        for (; tile >= first; --tile) step(tile, y[0], y[0]);
+        end(y[0]);
       }
-
-      release(barriers.query_free(group));
-      mbarrier_wait(barriers.value_full(of_values.stage), of_values.parity);
-      hold(o);
-      wgmma_fence();
-      multiply_values(o, y, values + of_values.stage * (kValueBytes / 16));
-      wgmma_wait<0>();
-      hold(o);
-      release(barriers.value_free(of_values.stage));
-      of_values.advance();
     }
-    // Found again: through the loop these would take registers that it has not got.
-    pin(id);
-    store(p, Piece(p, id, pieces.blocks), group * kGroupRows + in_group * 16, rows, o);
+    // Read again: through the loop these would take registers that it has not got.
+    store(p, told, group * kGroupRows + in_group * 16, rows, o);
+    release(barriers.piece_free(of_pieces.stage));
+    of_pieces.advance();
   }
 }
 

@@ -17,6 +17,11 @@ typedef float Scores[BLOCK_K / 2];
 typedef float Output[HEAD_DIM_V / 2];
 typedef unsigned Probabilities[kSlices][4];
 
+// Whether P is made in registers of its own while the last tile's is multiplied. Then the scores are still
+// there when the sums show that one has outgrown its base, and no maximum is looked for before: 320 instead
+// of 380 instructions a tile at D = 128.
+constexpr bool kApart = GROUPS == 2 && BLOCK_K + HEAD_DIM_V / 2 <= 192;
+
 typedef Row Rows[2];  // rows group and group + 8 of the warp
 
 // What a finished score is multiplied by.
@@ -67,11 +72,8 @@ DEVICE void mask(const Params &p, Scores &s, const Sequence &sequence, int first
   }
 }
 
-// Brings bases and sums to new ones where a maximum has outgrown the old one by kLag. Whether the output
-// has to follow, by `factors`.
-DEVICE bool raise(float to_base_2, const Scores &s, Rows &rows, float (&factors)[2]) {
-  float largest[2];
-  bool outgrown = false;
+// The largest scores of this lane, times `to_base_2`.
+DEVICE void find_largest(float to_base_2, const Scores &s, float (&largest)[2]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     largest[h] = __builtin_fmaxf(s[2 * h], s[2 * h + 1]);
@@ -79,9 +81,11 @@ DEVICE bool raise(float to_base_2, const Scores &s, Rows &rows, float (&factors)
     for (int t = 1; t < kKeyTiles; ++t)
       largest[h] = __builtin_fmaxf(largest[h], __builtin_fmaxf(s[4 * t + 2 * h], s[4 * t + 2 * h + 1]));
     largest[h] *= to_base_2;
-    outgrown |= largest[h] > rows[h].base + kLag;
   }
-  if (!__any_sync(kAllLanes, outgrown)) return false;
+}
+
+// Brings bases and sums to the maxima so far; the output has to follow by `factors`.
+DEVICE void raise(const float (&largest)[2], Rows &rows, float (&factors)[2]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     float raised = __builtin_fmaxf(rows[h].base, row_max(largest[h]));
@@ -89,7 +93,6 @@ DEVICE bool raise(float to_base_2, const Scores &s, Rows &rows, float (&factors)
     rows[h].base = raised;
     rows[h].total *= factors[h];
   }
-  return true;
 }
 
 DEVICE void rescale(Output &o, const float (&factors)[2]) {
@@ -99,24 +102,72 @@ DEVICE void rescale(Output &o, const float (&factors)[2]) {
     for (int i = 0; i < 4; ++i) o[4 * t + i] *= factors[i / 2];
 }
 
-// Scores become probabilities, in float32 ...
-DEVICE void exponentiate(float to_base_2, Scores &s, Rows &rows) {
+DEVICE float probability(float score, float to_base_2, float base) {
+  return exp2(__builtin_fmaf(score, to_base_2, -base));
+}
+
+// Scores become probabilities where they are; `round_to` makes the second product's operand of them.
+// Whether the output has to be rescaled.
+DEVICE bool soften_in_place(float to_base_2, Scores &s, Rows &rows, float (&factors)[2]) {
+  float largest[2];
+  find_largest(to_base_2, s, largest);
+  bool outgrown = largest[0] > rows[0].base + kLag || largest[1] > rows[1].base + kLag;
+  bool raised = __any_sync(kAllLanes, outgrown);
+  if (raised) raise(largest, rows, factors);
 #pragma unroll
   for (int t = 0; t < kKeyTiles; ++t)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       Row &row = rows[i / 2];
-      s[4 * t + i] = exp2(__builtin_fmaf(s[4 * t + i], to_base_2, -row.base));
+      s[4 * t + i] = probability(s[4 * t + i], to_base_2, row.base);
       row.total += s[4 * t + i];
     }
+  return raised;
 }
-// ... and the second product's operand.
 DEVICE void round_to(Probabilities &p, const Scores &s) {
 #pragma unroll
   for (int t = 0; t < kKeyTiles; ++t)
 #pragma unroll
     for (int h = 0; h < 2; ++h)
       p[t / 2][t % 2 * 2 + h] = Format<DTYPE>::nearest(s[4 * t + 2 * h], s[4 * t + 2 * h + 1]);
+}
+
+// The same into registers of their own, where that is done at once, and the sums are the tile's.
+DEVICE void exponentiate(float to_base_2, const Scores &s, const Rows &rows, Probabilities &p,
+                         float (&sums)[2]) {
+  sums[0] = sums[1] = 0.0f;
+#pragma unroll
+  for (int t = 0; t < kKeyTiles; ++t)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float x = probability(s[4 * t + 2 * h], to_base_2, rows[h].base);
+      float y = probability(s[4 * t + 2 * h + 1], to_base_2, rows[h].base);
+      sums[h] += x;
+      sums[h] += y;
+      p[t / 2][t % 2 * 2 + h] = Format<DTYPE>::nearest(x, y);
+    }
+}
+// While a lane's share of a tile's sum stays below 2^kLag, no score has outgrown its base by more; else all
+// is done again. A piece's first tile has nothing to go by.
+template <bool first>
+DEVICE bool soften_apart(float to_base_2, const Scores &s, Rows &rows, Probabilities &p,
+                         float (&factors)[2]) {
+  constexpr float kMost = 256.0f;
+  float sums[2];
+  bool raised = first;
+  if (!first) {
+    exponentiate(to_base_2, s, rows, p, sums);
+    raised = __any_sync(kAllLanes, !(sums[0] <= kMost && sums[1] <= kMost));  // also of a NaN
+  }
+  if (raised) {
+    float largest[2];
+    find_largest(to_base_2, s, largest);
+    raise(largest, rows, factors);
+    exponentiate(to_base_2, s, rows, p, sums);
+  }
+  rows[0].total += sums[0];
+  rows[1].total += sums[1];
+  return raised;
 }
 
 // ---- the end of a row ---------------------------------------------------------------------------

@@ -25,13 +25,15 @@ class Tiles(NamedTuple):
 
 
 STAGES = 2  # places for a tile of K, and for one of V
+TOLD = 2  # pieces of work that the copying warp may be ahead by
 
 
 def shared_bytes(tiles: Tiles, head_dim: int, head_dim_v: int) -> int:
-    """Of a block: queries, the stages, barriers of 8 bytes and a number."""
+    """Of a block: queries, the stages, barriers of 8 bytes, and what is told of two pieces."""
     queries = tiles.groups * ROWS * head_dim * 2
     stages = STAGES * tiles.block_k * (head_dim + head_dim_v) * 2
-    return queries + stages + (2 * tiles.groups + 4 * STAGES + 3) * 8
+    barriers = (2 * tiles.groups + 4 * STAGES + 2 * TOLD) * 8
+    return -(-(queries + stages + barriers) // 16) * 16 + TOLD * 48
 
 
 # By head dims: where every row sees all keys; with a causal mask or a window; with score terms. On
