@@ -21,22 +21,6 @@ TRAINING = frozenset({"backward"})
 MAPS = ("q", "k", "v", "dout")
 
 
-@pytest.fixture(autouse=True)
-def verified(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it will be when conformance has passed on a GPU."""
-    monkeypatch.setattr(backward_sm90, "VERIFIED", True)
-
-
-def test_until_it_is_verified_sm80_s_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backward_sm90, "VERIFIED", False)
-    assert kernel_of(128, 128).kernel == backward.KERNEL
-    assert backward.notes_of(problem()) == [
-        "backward is sm80's kernel: sm90's is not verified on hardware"
-    ]
-    both = {plan.kernel for plan in plans.all_plans("sm_90") if "attn_bwd" in plan.kernel}
-    assert both == {backward.KERNEL, backward_sm90.KERNEL}
-
-
 def problem(*features: str, device: str = "H200") -> Problem:
     found = TRAINING | frozenset(features)
     return Problem(2, 1024, 1024, 16, 16, 128, 128, "bfloat16", found, DEVICES[device], True)

@@ -123,16 +123,16 @@ def plans_of(arch: str, pair: tuple[int, int], dtype: int, general: bool) -> tup
     )
 
 
-def why_not_sm90(arch: str, general: bool) -> list[str] | None:
-    """What Hopper's kernel lacks; None on a device that is no Hopper."""
-    return backward_sm90.why_not(general) if forward_sm90.runs_on(arch) else None
+def is_sm90(arch: str, general: bool) -> bool:
+    """Whether the kernels are Hopper's own."""
+    return forward_sm90.runs_on(arch) and not general
 
 
 def plans_for(
     arch: str, head_dim: int, head_dim_v: int, dtype: int, general: bool
 ) -> tuple[Plan, Plan]:
     """attn_bwd and dq_convert for these heads on a device of ``arch``."""
-    if why_not_sm90(arch, general) == []:
+    if is_sm90(arch, general):
         pair = calls.bucket_of(backward_sm90.TILES, head_dim, head_dim_v)
         return backward_sm90.plans_of(pair, dtype)
     tiles = plans.tiles_of(arch)
@@ -142,9 +142,11 @@ def plans_for(
 
 def notes_of(problem: Problem) -> list[str]:
     """What ``explain`` adds to the plan of a problem with a backward."""
-    if "backward" not in problem.features:
+    if "backward" not in problem.features or not forward_sm90.runs_on(problem.arch):
         return []
-    return why_not_sm90(problem.arch, is_general_problem(problem)) or []
+    if not is_general_problem(problem):
+        return []
+    return ["backward is sm80's kernel: sm90's has no score terms, sinks or dropout"]
 
 
 def all_plans(arch: str) -> list[Plan]:
@@ -154,7 +156,7 @@ def all_plans(arch: str) -> list[Plan]:
         for pair in TILES[arch]
         for dtype in calls.DTYPE_CODES.values()
         for general in (False, True)
-        if why_not_sm90(arch, general) != []
+        if not is_sm90(arch, general)
         for plan in plans_of(arch, pair, dtype, general)
     ]
     return list(dict.fromkeys((backward_sm90.all_plans() if own else []) + found))

@@ -9,9 +9,6 @@ from ..common import calls
 
 KERNEL = "cuda/sm90/attn_bwd.cu"
 GROUP_KEYS = 64  # of a warpgroup
-# Whether the conformance suite has passed with it on a GPU. Until then sm80's kernel runs: of this
-# one a first run of 27 cases showed one fault, and what mended that has only been compiled.
-VERIFIED = False
 STAGES = 2  # places for a tile of Q and dO
 PANEL_BYTES = 128  # of a row: what TMA and the matrix instruction swizzle
 
@@ -52,13 +49,6 @@ TILES: dict[tuple[int, int], Tiles] = {
     (192, 192): Tiles(2, 64, roles=True),
     (256, 256): Tiles(2, 64, overlap=False, roles=True),
 }
-
-
-def why_not(general: bool) -> list[str]:
-    """Why backward is sm80's kernel on a device that has this one."""
-    if general:
-        return ["backward is sm80's kernel: sm90's has no score terms, sinks or dropout"]
-    return [] if VERIFIED else ["backward is sm80's kernel: sm90's is not verified on hardware"]
 
 
 def plans_of(pair: tuple[int, int], dtype: int) -> tuple[Plan, Plan]:
