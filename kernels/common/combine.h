@@ -1,10 +1,13 @@
 // Puts together what was computed for each part of the keys:
 //   out = sum of 2^(lse_i - lse) out_i,  2^lse = sum of 2^lse_i  (in base e where it is stored).
 //
-// A workgroup makes one row of one head, the line row * heads_q + head. Its wavefronts take the
-// parts in turn, lane l the elements l, l + kLanes ... of their outputs, and the wavefronts' sums
-// meet in LDS, in an order that does not change. The output of a part that saw nothing (LSE -inf)
-// is not read: it is as it was allocated. Needs a vendor's device.h and Format.
+// A line is one row of one head, row * heads_q + head. A thread takes four neighbouring elements of the
+// outputs, so that a part takes as many threads as fours in head_dim_v, rounded up to a power of two: a
+// slot. A line has one slot for every four parts, up to all of a workgroup, and takes its parts in turn;
+// what is left of the workgroup takes further lines. So 2,048 lines of two parts and 128 elements are
+// 256 workgroups, and one of 32 parts is all of one. The slots' sums meet in LDS, in an order that does
+// not change. The output of a part that saw nothing (LSE -inf) is not read: it is as it was allocated.
+// Needs a vendor's device.h and Format. `lines_of` of pyfa/backends/common/combine.py counts the same.
 #pragma once
 #include "../params.h"
 
@@ -13,20 +16,32 @@
 #endif
 
 constexpr int kThreads = 256;
-constexpr int kWaves = kThreads / kLanes;
-constexpr int kLargest = 256;                 // head_dim_v
-constexpr int kColumns = kLargest / kLanes;   // of a lane
-constexpr int kAtOnce = 4;  // parts whose outputs are loaded together
+constexpr int kWide = 4;    // elements of a thread
+constexpr int kAtOnce = 4;  // parts whose outputs a thread loads together
+
+struct alignas(16) Elements {
+  float x[kWide];
+};
+
+struct alignas(8) Stored {  // the same in 16 bits
+  unsigned word[kWide / 2];
+};
 
 // A sum that is to be multiplied with e^top.
 struct Sum {
   float top, total;
-  float out[kColumns];
+  Elements out;
 };
 
 struct Meeting {
-  float top[kWaves], total[kWaves];
-  float out[kWaves][kLargest];
+  float top[kThreads], total[kThreads];
+  Elements out[kThreads];
+};
+
+// What a thread does. `stride`: threads of a slot.
+struct Place {
+  int column, slot, slots, stride;
+  long long line;
 };
 
 DEVICE float power(float x) { return exp2(x * kLog2E); }
@@ -34,69 +49,108 @@ DEVICE float power(float x) { return exp2(x * kLog2E); }
 // While nothing was seen `top` is -inf, and -inf - -inf would be NaN.
 DEVICE float finite(float top) { return top == -INFINITY_F ? 0.0f : top; }
 
-DEVICE void add_parts(Sum &sum, const Params &p, long long line, int first) {
-  long long parts = line * p.num_splits;
-  float lse[kAtOnce], out[kAtOnce][kColumns];
+// The least power of two that is not below x / 4, as its logarithm.
+DEVICE int bits_of_fours(int x) {
+  int bits = 0;
+  while ((4 << bits) < x) ++bits;
+  return bits;
+}
+
+constexpr int kThreadBits = 8;
+static_assert(1 << kThreadBits == kThreads && kWide == 4 && kAtOnce == 4, "what bits_of_fours is for");
+
+DEVICE Place place_of(const Params &p) {
+  int columns = bits_of_fours(p.head_dim_v);
+  int slots = min(bits_of_fours(p.num_splits), kThreadBits - columns);
+  int slot = thread_index() >> columns;
+  Place place;
+  place.column = (thread_index() & ((1 << columns) - 1)) * kWide;
+  place.slot = slot & ((1 << slots) - 1);
+  place.slots = 1 << slots;
+  place.stride = 1 << columns;
+  place.line = ((long long)workgroup_index() << (kThreadBits - columns - slots)) + (slot >> slots);
+  return place;
+}
+
+DEVICE void add_parts(Sum &sum, const Params &p, const Place &place, int first) {
+  long long parts = place.line * p.num_splits;
+  float lse[kAtOnce];
+  Elements out[kAtOnce];
   for (int i = 0; i < kAtOnce; ++i) {
-    int part = first + i * kWaves;
+    int part = first + i * place.slots;
     lse[i] = -INFINITY_F;
+    out[i] = Elements{};
     if (part < p.num_splits) lse[i] = ((const float *)p.partial_lse)[parts + part];
   }
-  float top = sum.top;
-  for (int i = 0; i < kAtOnce; ++i) {
-    const float *from =
-        (const float *)p.partial_out + (parts + first + i * kWaves) * p.head_dim_v;
-    for (int c = 0; c < kColumns; ++c) {
-      int column = c * kLanes + lane_index();
-      out[i][c] = 0.0f;
-      if (lse[i] != -INFINITY_F && column < p.head_dim_v) out[i][c] = from[column];
-    }
-    top = max(top, lse[i]);
+  const float *from = (const float *)p.partial_out + (parts + first) * p.head_dim_v + place.column;
+  int step = place.slots * p.head_dim_v, columns = p.head_dim_v - place.column;
+  if (p.head_dim_v % kWide == 0) {
+    for (int i = 0; i < kAtOnce; ++i)
+      if (lse[i] != -INFINITY_F && columns > 0) out[i] = *(const Elements *)(from + i * step);
+  } else {
+    for (int i = 0; i < kAtOnce; ++i)
+      for (int j = 0; j < kWide; ++j)
+        if (lse[i] != -INFINITY_F && columns > j) out[i].x[j] = from[i * step + j];
   }
+  float top = sum.top;
+  for (int i = 0; i < kAtOnce; ++i) top = max(top, lse[i]);
   float rescale = power(sum.top - finite(top));
   sum.total *= rescale;
-  for (int c = 0; c < kColumns; ++c) sum.out[c] *= rescale;
+  for (int j = 0; j < kWide; ++j) sum.out.x[j] *= rescale;
   for (int i = 0; i < kAtOnce; ++i) {
     float weight = power(lse[i] - finite(top));
     sum.total += weight;
-    for (int c = 0; c < kColumns; ++c) sum.out[c] += weight * out[i][c];
+    for (int j = 0; j < kWide; ++j) sum.out.x[j] += weight * out[i].x[j];
   }
   sum.top = top;
 }
 
-// The workgroup's line. seqlen_q counts the rows of a sequence as they are stored; in a packed
-// batch all of them, with batch strides of 0.
-DEVICE void combine_line(const Params &p, Meeting &meeting) {
-  long long line = workgroup_index();
-  Sum sum{-INFINITY_F, 0.0f, {}};
-  for (int first = wave_index(); first < p.num_splits; first += kWaves * kAtOnce)
-    add_parts(sum, p, line, first);
-
-  int wave = wave_index();
-  for (int c = 0; c < kColumns; ++c) meeting.out[wave][c * kLanes + lane_index()] = sum.out[c];
-  if (lane_index() == 0) {
-    meeting.top[wave] = sum.top;
-    meeting.total[wave] = sum.total;
+// seqlen_q counts the rows of a sequence as they are stored; in a packed batch all of them, with a
+// batch of 1 and batch strides of 0.
+DEVICE void store(const Params &p, const Place &place, const Sum &sum) {
+  bool saw = sum.total != 0.0f;  // also where it is NaN
+  int head = place.line % p.heads_q;
+  long long at = place.line / p.heads_q;
+  long long batch = at / p.seqlen_q, row = at % p.seqlen_q;
+  unsigned short *to = (unsigned short *)p.out + batch * p.out_batch + row * p.out_row +
+                       head * p.out_head + place.column;
+  float x[kWide];
+  for (int j = 0; j < kWide; ++j) x[j] = saw ? sum.out.x[j] / sum.total : 0.0f;
+  if (place.column + kWide <= p.head_dim_v && (unsigned long long)to % sizeof(Stored) == 0) {
+    *(Stored *)to = Stored{Format<DTYPE>::nearest(x[0], x[1]), Format<DTYPE>::nearest(x[2], x[3])};
+  } else {
+    for (int j = 0; j < kWide; ++j)
+      if (place.column + j < p.head_dim_v)
+        to[j] = (unsigned short)Format<DTYPE>::nearest(x[j], 0.0f);
   }
-  barrier();
-
-  float top = -INFINITY_F, total = 0.0f, out = 0.0f;
-  for (int w = 0; w < kWaves; ++w) top = max(top, meeting.top[w]);
-  for (int w = 0; w < kWaves; ++w) {
-    float weight = power(meeting.top[w] - finite(top));
-    total += weight * meeting.total[w];
-    out += weight * meeting.out[w][thread_index()];
-  }
-  bool saw = total != 0.0f;  // also where it is NaN
-  int head = line % p.heads_q;
-  long long place = line / p.heads_q;
-  long long batch = place / p.seqlen_q, row = place % p.seqlen_q;
-  if (thread_index() < p.head_dim_v) {
-    unsigned short *to = (unsigned short *)p.out + batch * p.out_batch + row * p.out_row +
-                         head * p.out_head + thread_index();
-    *to = (unsigned short)Format<DTYPE>::nearest(saw ? out / total : 0.0f, 0.0f);
-  }
-  if (thread_index() == 0 && p.lse)
+  if (place.column == 0 && p.lse)
     ((float *)p.lse)[batch * p.lse_batch + head * p.lse_head + row] =
-        saw ? top + log2(total) * kLn2 : -INFINITY_F;
+        saw ? sum.top + log2(sum.total) * kLn2 : -INFINITY_F;
+}
+
+DEVICE void combine_lines(const Params &p, Meeting &meeting) {
+  Place place = place_of(p);
+  bool exists = place.line < (long long)p.batch * p.seqlen_q * p.heads_q;
+  Sum sum{-INFINITY_F, 0.0f, {}};
+  if (exists)
+    for (int first = place.slot; first < p.num_splits; first += place.slots * kAtOnce)
+      add_parts(sum, p, place, first);
+
+  int thread = thread_index();
+  meeting.top[thread] = sum.top;
+  meeting.total[thread] = sum.total;
+  meeting.out[thread] = sum.out;
+  barrier();
+  if (!exists || place.slot > 0) return;
+
+  Sum all{-INFINITY_F, 0.0f, {}};
+  for (int s = 0; s < place.slots; ++s) all.top = max(all.top, meeting.top[thread + s * place.stride]);
+#pragma unroll 2  // left to clang: 70 VGPRs, too many for eight wavefronts a SIMD
+  for (int s = 0; s < place.slots; ++s) {
+    int other = thread + s * place.stride;
+    float weight = power(meeting.top[other] - finite(all.top));
+    all.total += weight * meeting.total[other];
+    for (int j = 0; j < kWide; ++j) all.out.x[j] += weight * meeting.out[other].x[j];
+  }
+  store(p, place, all);
 }

@@ -7,8 +7,6 @@
 #include "../sequence.h"
 
 constexpr int kSumThreads = 256;
-constexpr int kSumLanes = 16;  // share a row: 256 bytes a load
-constexpr int kSumRows = kSumThreads / kSumLanes;
 
 // Where -delta and -LSE begin: shaped as the LSE, one after the other.
 struct RowStates {
@@ -41,31 +39,42 @@ DEVICE float dot(Quad x, Quad y) {
   return sum;
 }
 
-// Workgroup `id` of blocks * heads * batch, each of kSumRows rows.
-template <int dtype>
-DEVICE void sum_rows(const Params &p, int id) {
-  int blocks = (p.seqlen_q + kSumRows - 1) / kSumRows;
-  int head = id / blocks % p.heads_q;
-  Sequence s = sequence_of(p, id / blocks / p.heads_q);
-  int row = id % blocks * kSumRows + thread_index() / kSumLanes;
-  bool exists = row < s.rows;
-  float sum = 0.0f;
-  if (exists) {
-    typedef const unsigned short *Elements;
-    Elements out = (Elements)p.out + s.row_batch * p.out_batch + (s.row0 + row) * p.out_row +
-                   head * p.out_head;
-    Elements dout = (Elements)p.dout + s.row_batch * p.dout_batch + (s.row0 + row) * p.dout_row +
-                    head * p.dout_head;
-    for (int d = thread_index() % kSumLanes * 8; d < p.head_dim_v; d += kSumLanes * 8)
-      sum += dot<dtype>(*(const Quad *)(out + d), *(const Quad *)(dout + d));
+// Rows first ... first + rows - 1 of a head: `lanes` lanes share a row, 16 bytes each at a time, and all
+// of the workgroup's rows are asked for before the first sum.
+template <int dtype, int rows, int lanes>
+DEVICE void sum_rows(const Params &p, const Sequence &s, int head, int first) {
+  constexpr int kStep = kSumThreads / lanes, kMine = rows / kStep;
+  static_assert(rows % kStep == 0, "whole rounds");
+  typedef const unsigned short *Elements;
+  Elements out = (Elements)p.out + s.row_batch * p.out_batch + s.row0 * p.out_row + head * p.out_head;
+  Elements dout =
+      (Elements)p.dout + s.row_batch * p.dout_batch + s.row0 * p.dout_row + head * p.dout_head;
+  first += thread_index() / lanes;
+  float sums[kMine] = {};
+  for (int d = thread_index() % lanes * 8; d < p.head_dim_v; d += lanes * 8) {
+    Quad of_out[kMine], of_dout[kMine];
+#pragma unroll
+    for (int i = 0; i < kMine; ++i) {
+      int row = first + i * kStep;
+      of_out[i] = of_dout[i] = Quad{0, 0, 0, 0};
+      if (row >= s.rows) continue;
+      of_out[i] = *(const Quad *)(out + row * p.out_row + d);
+      of_dout[i] = *(const Quad *)(dout + row * p.dout_row + d);
+    }
+#pragma unroll
+    for (int i = 0; i < kMine; ++i) sums[i] += dot<dtype>(of_out[i], of_dout[i]);
   }
-  for (int bit = 1; bit < kSumLanes; bit *= 2) sum += from_lane_xor(sum, bit);
-  if (!exists || thread_index() % kSumLanes) return;
-  long long at = state_offset(p, s, head) + row;
-  float lse = ((const float *)p.lse)[at];
-  float dlse = p.dlse ? ((const float *)p.dlse)[at] : 0.0f;
   RowStates states = row_states(p);
-  bool saw = lse > -INFINITY_F;
-  states.minus_delta[at] = saw ? dlse - sum : 0.0f;
-  states.minus_lse[at] = saw ? -lse * kLog2E : -INFINITY_F;
+#pragma unroll
+  for (int i = 0; i < kMine; ++i) {
+    for (int bit = 1; bit < lanes; bit *= 2) sums[i] += from_lane_xor(sums[i], bit);
+    int row = first + i * kStep;
+    if (row >= s.rows || thread_index() % lanes) continue;
+    long long at = state_offset(p, s, head) + row;
+    float lse = ((const float *)p.lse)[at];
+    float dlse = p.dlse ? ((const float *)p.dlse)[at] : 0.0f;
+    bool saw = lse > -INFINITY_F;
+    states.minus_delta[at] = saw ? dlse - sums[i] : 0.0f;
+    states.minus_lse[at] = saw ? -lse * kLog2E : -INFINITY_F;
+  }
 }

@@ -1,8 +1,10 @@
 // Combine on NVIDIA GPUs: ../common/combine.h.
+#include "ahead.h"
 #include "format.h"
 #include "../common/combine.h"
 
 extern "C" __global__ WORKGROUP(kThreads, 4) void combine(KERNEL_PARAMS p) {
   __shared__ Meeting meeting;
-  combine_line(p, meeting);
+  wait_for_kernel_before();
+  combine_lines(p, meeting);
 }

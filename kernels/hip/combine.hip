@@ -4,5 +4,5 @@
 
 extern "C" __global__ WORKGROUP(kThreads, 4) void combine(Params p) {
   __shared__ Meeting meeting;
-  combine_line(p, meeting);
+  combine_lines(p, meeting);
 }

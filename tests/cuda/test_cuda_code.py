@@ -112,5 +112,5 @@ def test_the_compiler_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_same_source_gives_the_same_bytes() -> None:
-    plan = plans.plan_of("row_sums", 1)
+    plan = plans.plan_of("append", 1)
     assert code.build(plan, "sm_80") == code.build(plan, "sm_80")

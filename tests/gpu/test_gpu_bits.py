@@ -37,3 +37,31 @@ def test_a_repeated_call_is_the_first_one(backend: str, rows: int) -> None:
             q[:, :rows], k, v, causal=True, return_lse=return_lse, backend=backend
         )
         assert torch.equal(again[0] if return_lse else again, first)
+
+
+def test_parts_are_combined_when_all_are_there(backend: str) -> None:
+    """Calls one behind the other, which have the same memory for their parts, and in a graph."""
+    calls = []
+    for batch, keys, parts in ((1, 65536, 0), (8, 8192, 0), (3, 1000, 7), (64, 512, 3)):
+        q = torch.randn(batch, 1, 32, 128, **BF16)
+        k, v = (torch.randn(batch, keys, 8, 128, **BF16) for _ in range(2))
+        calls.append((q, k, v, parts))
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, parts: int) -> torch.Tensor:
+        return pyfa.attention_kvcache(q, k, v, num_splits=parts, backend=backend)
+
+    expected = []
+    for call in calls:
+        expected.append(run(*call).clone())
+        torch.cuda.synchronize()
+    for _ in range(50):
+        found = [run(*call) for call in calls]
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [run(*call) for call in calls]
+    for _ in range(10):
+        for out in found:
+            out.fill_(torch.nan)
+        graph.replay()
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))

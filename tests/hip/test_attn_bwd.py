@@ -101,8 +101,8 @@ FAULTS = {
 }  # fmt: skip
 
 SUM_FAULTS = {
-    "sum of half a row": ("plain", "bit < kSumLanes", "bit < kSumLanes / 2"),
-    "dLSE forgotten": ("terms", "saw ? dlse - sum : 0.0f", "saw ? -sum : 0.0f"),
+    "sum of half a row": ("plain", "bit < lanes", "bit < lanes / 2"),
+    "dLSE forgotten": ("terms", "saw ? dlse - sums[i] : 0.0f", "saw ? -sums[i] : 0.0f"),
     "LSE of empty rows": ("hidden", "saw ? -lse * kLog2E : -INFINITY_F", "-lse * kLog2E"),
 }
 

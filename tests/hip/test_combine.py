@@ -11,10 +11,12 @@ from pyfa.backends.hip.runtime_emulator import EmulatorRuntime
 from pyfa.emulator import EmulatorError
 from pyfa.problem import Call
 
-# batch (None: packed), rows, heads, parts, head_dim_v: one part, more parts than a wavefront has
-# lanes, parts that are no multiple of what is loaded at once, every number of columns a lane.
+# batch (None: packed), rows, heads, parts, head_dim_v: one part, a workgroup of one line and of
+# many with some left over, more parts than it has slots, parts that are no multiple of what is
+# loaded at once, dims that leave threads without work and that are no multiple of a thread's.
 SHAPES = (
     (2, 3, 2, 1, 64),
+    (1, 9, 3, 2, 128),
     (1, 1, 4, 35, 128),
     (None, 5, 3, 7, 40),
     (3, 2, 1, 17, 256),
@@ -24,20 +26,37 @@ SHAPES = (
 
 # Each: what it is, the exact snippet, what it becomes.
 FAULTS = {
-    "a part that saw nothing is read": ("if (lse[i] != -INFINITY_F && column", "if (column"),
+    "a part that saw nothing is read": (
+        "if (lse[i] != -INFINITY_F && columns > 0)",
+        "if (columns > 0)",
+    ),
+    "the same of odd dims": (
+        "if (lse[i] != -INFINITY_F && columns > j)",
+        "if (columns > j)",
+    ),
     "sums not rescaled": ("sum.total *= rescale;", ""),
-    "outputs not rescaled": ("sum.out[c] *= rescale;", ""),
+    "outputs not rescaled": ("sum.out.x[j] *= rescale;", ""),
     "barrier dropped": ("  barrier();\n", ""),
-    "maxima of wavefronts ignored": ("power(meeting.top[w] - finite(top))", "1.0f"),
+    "maxima of slots ignored": ("power(meeting.top[other] - finite(all.top))", "1.0f"),
+    "sums of slots ignored": ("weight * meeting.total[other]", "weight"),
     "last part dropped": ("if (part < p.num_splits)", "if (part < p.num_splits - 1)"),
     "parts beyond the last": ("if (part < p.num_splits)", ""),
-    "LSE in base 2": ("log2(total) * kLn2", "log2(total)"),
-    "columns beyond head_dim_v": ("&& column < p.head_dim_v", ""),
+    "lines beyond the last": ("  if (exists)\n", ""),
+    "last line dropped": ("bool exists = place.line <", "bool exists = place.line + 1 <"),
+    "lines of other workgroups": ("workgroup_index() << (kThreadBits", "0 << (kThreadBits"),
+    "LSE in base 2": ("log2(sum.total) * kLn2", "log2(sum.total)"),
+    "columns beyond head_dim_v": ("&& columns > 0", ""),
+    "columns beyond odd dims": ("&& columns > j", ""),
+    "columns stored beyond it": ("      if (place.column + j < p.head_dim_v)\n        to", "to"),
     "rows of the next sequence": ("batch * p.out_batch +", ""),
     "wrong head": ("head * p.lse_head", "(p.heads_q - 1 - head) * p.lse_head"),
     "truncated": (
-        "Format<DTYPE>::nearest(saw ? out / total : 0.0f, 0.0f)",
-        "(__builtin_bit_cast(unsigned, out / total) >> 16)",
+        "Stored{Format<DTYPE>::nearest(x[0], x[1])",
+        "Stored{Format<DTYPE>::nearest(x[0], x[1]) - 1",
+    ),
+    "truncated by itself": (
+        "Format<DTYPE>::nearest(x[j], 0.0f)",
+        "(__builtin_bit_cast(unsigned, x[j]) >> 16)",
     ),
 }
 

@@ -7,6 +7,7 @@
 // keys in turn (decode_load.h), a warp of it 8 * TILES lines; a team of one warp waits for nobody
 // before they all put their sums together.
 #include "../../params.h"
+#include "../ahead.h"
 #include "mma.h"
 #include "../../score.h"
 
@@ -303,6 +304,7 @@ DEVICE void add_up(const Memory &memory, const Params &p, const Sequence &s, con
 extern "C" __global__ WORKGROUP(kThreads, 1) void attn_decode(KERNEL_PARAMS p) {
   extern __shared__ __align__(16) char shared_bytes[];
   Memory &memory = *(Memory *)shared_bytes;
+  if (p.num_splits > 1) allow_kernel_behind();  // combine
   Block b;
   b.group = (unsigned)p.heads_q / (unsigned)p.heads_k;
   // Neighbours in memory run together: blocks of the same keys, then the heads of a key, then the parts.

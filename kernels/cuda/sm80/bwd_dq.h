@@ -23,11 +23,16 @@ DEVICE constexpr int q_product(int m, int n) {
 
 #if __CUDA_ARCH__ >= 900
 // Four elements of a lane are neighbours.
-constexpr int kLaneStep = 4, kElementStep = 1;
+constexpr int kLaneStep = 4;
 DEVICE void add(float *to, const float (&x)[4]) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(to), "f"(x[0]), "f"(x[1]),
                "f"(x[2]), "f"(x[3])
                : "memory");
+}
+// A lane's four.
+DEVICE void read(float (&x)[4], const float *from) {
+  float4 all = *(const float4 *)from;
+  x[0] = all.x, x[1] = all.y, x[2] = all.z, x[3] = all.w;
 }
 #else
 // One element of all lanes are neighbours: additions are of one.
@@ -37,5 +42,9 @@ DEVICE void add(float *to, const float (&x)[4]) {
   for (int i = 0; i < 4; ++i)
     asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to + i * kElementStep), "f"(x[i])
                  : "memory");
+}
+DEVICE void read(float (&x)[4], const float *from) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) x[i] = from[i * kElementStep];
 }
 #endif

@@ -4,6 +4,7 @@
 // A block takes one tile of BLOCK_Q rows of one head, a warp 16 rows and 32 columns of it at a time:
 // four products, of which each lane of four gets the 8 columns of one. TRANSPOSED: the products are of
 // dQ^T, and a warp takes 8 rows and 32 columns.
+#include "../ahead.h"
 #include "../format.h"
 #include "../../common/row_sums.h"
 
@@ -53,24 +54,26 @@ DEVICE unsigned transposed_matrix(unsigned x) {
 DEVICE void read_rows(const Params &p, const float *sums, int m, int n, unsigned (&x)[2][4]) {
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    const float *from = sums + q_product<false>(m, n + j) + lane_index() * kLaneStep;
     float four[4];
-    for (int i = 0; i < 4; ++i) four[i] = from[i * kElementStep] * p.scale;
-    for (int h = 0; h < 2; ++h) x[h][j] = Format<DTYPE>::nearest(four[2 * h], four[2 * h + 1]);
+    read(four, sums + q_product<false>(m, n + j) + lane_index() * kLaneStep);
+    for (int h = 0; h < 2; ++h)
+      x[h][j] = Format<DTYPE>::nearest(four[2 * h] * p.scale, four[2 * h + 1] * p.scale);
   }
 }
 // One row of dQ from products of dQ^T: rows 8 m, columns 8 n ... 8 (n + 3) of dQ.
 DEVICE void read_rows(const Params &p, const float *sums, int m, int n, unsigned (&x)[1][4]) {
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
-    const float *from = sums + q_product<true>(n / 2 + j, m) + lane_index() * kLaneStep;
+    float four[4];
+    read(four, sums + q_product<true>(n / 2 + j, m) + lane_index() * kLaneStep);
     for (int h = 0; h < 2; ++h)
-      x[0][2 * j + h] = transposed_matrix(Format<DTYPE>::nearest(
-          from[2 * h * kElementStep] * p.scale, from[(2 * h + 1) * kElementStep] * p.scale));
+      x[0][2 * j + h] =
+          transposed_matrix(Format<DTYPE>::nearest(four[2 * h] * p.scale, four[2 * h + 1] * p.scale));
   }
 }
 
 extern "C" __global__ WORKGROUP(kThreads, 4) void dq_convert(KERNEL_PARAMS p) {
+  wait_for_kernel_before();
   int tiles = (p.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
   int head = workgroup_index() / tiles % p.heads_q;
   int first = workgroup_index() % tiles * BLOCK_Q;

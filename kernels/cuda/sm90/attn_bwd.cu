@@ -7,6 +7,7 @@
 // lie in registers; dS goes through shared memory once, for dQ, of which the transpose is made: its
 // products may then have any number of rows. Heads beyond 128 (ROLES): bwd_wide.h. Plain scores only:
 // what has score terms or dropout is sm80's.
+#include "../ahead.h"
 #include "../format.h"
 
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(BLOCK_Q) ||           \
@@ -28,6 +29,7 @@ DEVICE void init_barriers(Shared shared) {
 
 extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd(
     const __grid_constant__ MappedParams mapped) {
+  wait_for_kernel_before();
   extern __shared__ __align__(1024) unsigned char memory[];
   const Params &p = mapped.params;
   Shared shared = shared_address(memory);

@@ -8,7 +8,6 @@ from ...problem import Call, Problem
 from ..base import Gradients
 
 FEATURES = frozenset({"backward", "dlse", "deterministic"})
-SUM_ROWS = 16  # rows of a workgroup of ``common/row_sums.h``
 
 
 def why_not(problem: Problem) -> list[str]:

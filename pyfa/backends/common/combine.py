@@ -83,10 +83,23 @@ def run(
         "lse_head": lse.stride(-2),
         "partial_out": partial_out.data_ptr(),
         "partial_lse": partial_lse.data_ptr(),
+        "batch": 1 if packed else out.shape[0],
         "heads_q": out.shape[-2],
         "seqlen_q": out.shape[-3],
         "head_dim_v": out.shape[-1],
         "num_splits": num_splits,
     }
     tensors = {"out": out, "lse": lse, "partial_out": partial_out, "partial_lse": partial_lse}
-    launch(launch.plan("combine", calls.dtype_code(out)), lse.numel(), THREADS, values, tensors)
+    plan = launch.plan("combine", calls.dtype_code(out))
+    launch(plan, -(-lse.numel() // lines_of(num_splits, out.shape[-1])), THREADS, values, tensors)
+
+
+def lines_of(parts: int, dim: int) -> int:
+    """Lines, rows of one head, of a workgroup: ``kernels/common/combine.h`` says how."""
+    of_part = _power_of_two(dim)
+    return THREADS // of_part // min(THREADS // of_part, _power_of_two(parts))
+
+
+def _power_of_two(count: int) -> int:
+    """As many threads as take ``count`` in fours, rounded up to a power of two."""
+    return 1 << (-(-count // 4) - 1).bit_length()

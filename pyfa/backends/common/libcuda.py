@@ -38,6 +38,16 @@ class _Config(ctypes.Structure):
     )
 
 
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute, whose value has the size of the largest."""
+
+    _fields_ = (("name", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_int * 16))
+
+
+# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_AHEAD = _Attribute(6, 0, (ctypes.c_int * 16)(1))
+
+
 @functools.cache
 def library() -> Any:
     """libcuda, or None where it is not there or older than CUDA 12.4."""
@@ -67,12 +77,15 @@ class Kernel(NamedTuple):
     ``struct``: it takes one struct, which begins where the arguments do and may be shorter. The
     driver places it: a struct aligned to 64 bytes, as one with tensor maps, lies 48 bytes behind
     the start of the parameters. Otherwise the arguments are all of its parameters, as they lie.
+    ``ahead``: it starts while the kernel in front of it on the stream still runs, once that one
+    allows it, and waits by itself for what that one writes: kernels/cuda/ahead.h. Hopper and later.
     """
 
     function: int
     threads: int
     shared: int
     struct: bool = False
+    ahead: bool = False
 
 
 class _Block:
@@ -89,7 +102,8 @@ class _Block:
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
         self._kept = size, extra, parameters
         self._configs = [
-            _Config((0, 1, 1), (each.threads, 1, 1), each.shared, None, None, 0) for each in kernels
+            _Config((0, 1, 1), (each.threads, 1, 1), each.shared, None, *_attributes(each))
+            for each in kernels
         ]
         # ctypes converts Python's integers to 64 bits only by objects like these.
         self.launches = tuple(
@@ -113,6 +127,10 @@ class _Block:
         for config in self._configs:
             config.stream = stream
         self.stream = stream
+
+
+def _attributes(kernel: Kernel) -> tuple[int | None, int]:
+    return (ctypes.addressof(_AHEAD), 1) if kernel.ahead else (None, 0)
 
 
 def launcher(

@@ -69,13 +69,11 @@ def ready_forward(
     return forward
 
 
-def ready_backward(
-    launch: Callable[..., None], made: Gradients, workspace: int, zeroed: bool
-) -> RepeatBackward:
+def ready_backward(launch: Callable[..., None], made: Gradients, workspace: int) -> RepeatBackward:
     """A backward of known shapes: allocates dq, dk, dv and a workspace, takes addresses, launches.
 
     ``launch`` takes those of q, k, v, out, LSE, dout, dq, dk, dv and of the ``workspace``, so many
-    float32, which are 0 where that is ``zeroed``. ``made`` tells shapes, dtypes and the device.
+    float32. ``made`` tells shapes, dtypes and the device.
     """
     index = made.dq.device.index
     dq_like, dk_like, dv_like = (like(x) for x in made[:3])
@@ -94,8 +92,6 @@ def ready_backward(
             raise OtherAlignment
         dq, dk, dv = empty(*dq_like), empty(*dk_like), empty(*dv_like)
         work = empty(size, (1,), torch.float32)
-        if zeroed:
-            work.zero_()
         launch(
             at_q, at_k, at_v, at_out, at_lse, at_dout, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),
             work.data_ptr(),

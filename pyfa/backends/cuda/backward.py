@@ -1,6 +1,7 @@
 """Backward: sm80's tiles and every launch.
 
-They are: delta of every row, one kernel that owns keys and adds dQ up in float32, its rounding.
+They are: delta of every row and zeros for dQ, one kernel that owns keys and adds dQ up in float32,
+its rounding.
 ``deterministic`` makes blocks wait for their turn to add; otherwise dQ's last bits may differ from
 run to run, while dK's and dV's never do.
 """
@@ -17,7 +18,7 @@ from ...plan import Plan
 from ...problem import Call, Problem
 from ..base import Gradients, RepeatBackward
 from ..common import calls
-from ..common.backward import SUM_ROWS, finished, gradients, is_general, is_general_problem
+from ..common.backward import finished, gradients, is_general, is_general_problem
 from ..common.launch import Launch
 from ..common.ready import ready_backward
 from . import backward_sm90, forward_sm90, plans
@@ -96,8 +97,10 @@ TILES = {
 }
 
 
-def plans_of(arch: str, pair: tuple[int, int], dtype: int, general: bool) -> tuple[Plan, Plan]:
-    """attn_bwd and dq_convert."""
+def plans_of(
+    arch: str, pair: tuple[int, int], dtype: int, general: bool
+) -> tuple[Plan, Plan, Plan]:
+    """row_sums, attn_bwd and dq_convert."""
     tiles = TILES[arch][pair][general]
     constants = {
         "BLOCKS_PER_SM": tiles.blocks,
@@ -115,12 +118,28 @@ def plans_of(arch: str, pair: tuple[int, int], dtype: int, general: bool) -> tup
         "WARPS_K": tiles.warps_k,
         "WARPS_Q": tiles.warps_q,
     }
-    of_convert = {name: constants[name] for name in ("BLOCK_Q", "DTYPE", "HEAD_DIM")}
-    of_convert["TRANSPOSED"] = 0
+    return around(Plan("cuda", KERNEL, tuple(constants.items())), turns=1, transposed=False)
+
+
+def around(over_keys: Plan, turns: int, transposed: bool) -> tuple[Plan, Plan, Plan]:
+    """attn_bwd with what runs before and behind it, by tiles of as many rows.
+
+    ``turns``: counts of a tile, where blocks add to dQ in turn.
+    """
+    constants = dict(over_keys.constants)
+    tile = tuple((name, constants[name]) for name in ("BLOCK_Q", "DTYPE", "HEAD_DIM"))
+    of_sums = (*tile, ("HEAD_DIM_V", constants["HEAD_DIM_V"]), ("TURNS", turns))
     return (
-        Plan("cuda", KERNEL, tuple(constants.items())),
-        Plan("cuda", "cuda/sm80/dq_convert.cu", tuple(of_convert.items())),
+        Plan("cuda", "cuda/row_sums.cu", of_sums),
+        over_keys,
+        Plan("cuda", "cuda/sm80/dq_convert.cu", (*tile, ("TRANSPOSED", int(transposed)))),
     )
+
+
+def sm90_plans_of(pair: tuple[int, int], dtype: int) -> tuple[Plan, Plan, Plan]:
+    """The same of Hopper's own."""
+    over_keys = backward_sm90.plan_of(pair, dtype)
+    return around(over_keys, turns=backward_sm90.TILES[pair].groups, transposed=True)
 
 
 def is_sm90(arch: str, general: bool) -> bool:
@@ -130,11 +149,11 @@ def is_sm90(arch: str, general: bool) -> bool:
 
 def plans_for(
     arch: str, head_dim: int, head_dim_v: int, dtype: int, general: bool
-) -> tuple[Plan, Plan]:
-    """attn_bwd and dq_convert for these heads on a device of ``arch``."""
+) -> tuple[Plan, Plan, Plan]:
+    """row_sums, attn_bwd and dq_convert for these heads on a device of ``arch``."""
     if is_sm90(arch, general):
         pair = calls.bucket_of(backward_sm90.TILES, head_dim, head_dim_v)
-        return backward_sm90.plans_of(pair, dtype)
+        return sm90_plans_of(pair, dtype)
     tiles = plans.tiles_of(arch)
     pair = calls.bucket_of(TILES[tiles], head_dim, head_dim_v)
     return plans_of(tiles, pair, dtype, general)
@@ -150,16 +169,16 @@ def notes_of(problem: Problem) -> list[str]:
 
 
 def all_plans(arch: str) -> list[Plan]:
-    own = forward_sm90.runs_on(arch)
-    found = [
-        plan
-        for pair in TILES[arch]
-        for dtype in calls.DTYPE_CODES.values()
-        for general in (False, True)
-        if not is_sm90(arch, general)
-        for plan in plans_of(arch, pair, dtype, general)
-    ]
-    return list(dict.fromkeys((backward_sm90.all_plans() if own else []) + found))
+    found: list[Plan] = []
+    for dtype in calls.DTYPE_CODES.values():
+        for general in (False, True):
+            if is_sm90(arch, general):
+                for pair in backward_sm90.TILES:
+                    found += sm90_plans_of(pair, dtype)
+            else:
+                for pair in TILES[arch]:
+                    found += plans_of(arch, pair, dtype, general)
+    return list(dict.fromkeys(found))
 
 
 def run(
@@ -173,7 +192,7 @@ def run(
     """The gradients of ``call``, whose forward made ``out`` and ``lse``."""
     dim, dim_v = call.q.shape[-1], call.v.shape[-1]
     arch, dtype = launch.device_at(call.q.device).arch, calls.dtype_code(call.q)
-    over_keys, convert = plans_for(arch, dim, dim_v, dtype, is_general(call))
+    sums, over_keys, convert = plans_for(arch, dim, dim_v, dtype, is_general(call))
     call = calls.with_readable(call)
     tensors = gradients(call, calls.readable(out), lse, calls.readable(dout), dlse)
 
@@ -187,17 +206,17 @@ def run(
     if call.cu_seqlens_q is not None:
         stored = call.q.shape[0] // block_q + batch
     device = call.q.device
-    tensors["dq_accum"] = torch.zeros(
+    # row_sums begins both with 0.
+    tensors["dq_accum"] = torch.empty(
         stored * heads * block_q * constants["HEAD_DIM"], dtype=torch.float32, device=device
     )
     if call.deterministic:
-        # Of a tile, sm90's warpgroups take turns each for their part.
-        counts = stored * heads * constants.get("GROUPS", 1)
-        tensors["counter"] = torch.zeros(counts, dtype=torch.int32, device=device)
+        counts = stored * heads * int(dict(sums.constants)["TURNS"])
+        tensors["counter"] = torch.empty(counts, dtype=torch.int32, device=device)
     values = abi.backward_values(call, tensors)
     tensors |= calls.tensors_of(call)
     for kernel, blocks in (
-        (plans.plan_of("row_sums", dtype), -(-call.max_seqlen_q // SUM_ROWS) * heads),
+        (sums, row_tiles * heads),
         (over_keys, key_tiles * heads_k),
         (convert, row_tiles * heads),
     ):
@@ -241,7 +260,7 @@ def repeat(
     """``RepeatingBackward.repeat_backward``: where nothing is copied.
 
     One packing of ``Params`` for the three kernels, and one allocation for what they share: dQ's
-    sums and the counter, which begin as 0, then delta.
+    sums, the counter, delta.
     """
     noting = _Noting(launcher)
     made = run(noting, call, out, lse, dout, None)
@@ -253,8 +272,8 @@ def repeat(
     if copied or any(values.get(name) for name in (*_SKIPPED, "dlse", "dsinks")):
         return None
     counter = 4 * tensors["dq_accum"].numel() if call.deterministic else 0
-    sums = tensors["dq_accum"].numel() + (tensors["counter"].numel() if counter else 0)
-    sums += -sums % 128  # delta begins at a multiple of 512 bytes, as by itself
+    floats = tensors["dq_accum"].numel() + (tensors["counter"].numel() if counter else 0)
+    floats += -floats % 128  # delta begins at a multiple of 512 bytes, as by itself
     if not all(launcher.can_prepare(plan) for plan, _ in noting.kernels):
         return None
     launch = launcher.prepare_all(
@@ -266,8 +285,8 @@ def repeat(
         q: int, k: int, v: int, out: int, lse: int, dout: int, dq: int, dk: int, dv: int, work: int
     ) -> None:
         launch(
-            grids, q, k, v, out, lse, dout, 0, work + 4 * sums, dq, dk, dv, work, 0,
+            grids, q, k, v, out, lse, dout, 0, work + 4 * floats, dq, dk, dv, work, 0,
             counter and work + counter,
         )  # fmt: skip
 
-    return ready_backward(launch_all, made, sums + tensors["delta"].numel(), zeroed=True)
+    return ready_backward(launch_all, made, floats + tensors["delta"].numel())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...plan import Plan
-from ..common import calls
 
 KERNEL = "cuda/sm90/attn_bwd.cu"
 GROUP_KEYS = 64  # of a warpgroup
@@ -51,8 +50,7 @@ TILES: dict[tuple[int, int], Tiles] = {
 }
 
 
-def plans_of(pair: tuple[int, int], dtype: int) -> tuple[Plan, Plan]:
-    """attn_bwd and dq_convert."""
+def plan_of(pair: tuple[int, int], dtype: int) -> Plan:
     tiles = TILES[pair]
     constants = {
         "BLOCK_K": tiles.block_k,
@@ -65,17 +63,4 @@ def plans_of(pair: tuple[int, int], dtype: int) -> tuple[Plan, Plan]:
         "ROLES": int(tiles.roles),
         "SHARED_BYTES": shared_bytes(tiles, *pair),
     }
-    of_convert = {name: constants[name] for name in ("BLOCK_Q", "DTYPE", "HEAD_DIM")}
-    return (
-        Plan("cuda", KERNEL, tuple(constants.items())),
-        Plan("cuda", "cuda/sm80/dq_convert.cu", (*of_convert.items(), ("TRANSPOSED", 1))),
-    )
-
-
-def all_plans() -> list[Plan]:
-    return [
-        plan
-        for pair in TILES
-        for dtype in calls.DTYPE_CODES.values()
-        for plan in plans_of(pair, dtype)
-    ]
+    return Plan("cuda", KERNEL, tuple(constants.items()))

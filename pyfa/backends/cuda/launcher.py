@@ -134,8 +134,9 @@ class Launcher:
 
 def launchable(plan: Plan, function: int, threads: int, shared: int, index: int) -> Loaded:
     """A function that is on device ``index``, as ``plan`` takes its arguments."""
+    ahead = plans.starts_ahead(plan, device.of(torch.device("cuda", index)).arch)
     size = abi.MAPPED_SIZE if plan.kernel in tensor_maps.BOXES else abi.SIZE
-    kernel = libcuda.Kernel(function, threads, shared, struct=True)
+    kernel = libcuda.Kernel(function, threads, shared, struct=True, ahead=ahead)
     return Loaded(kernel, libcuda.launcher(index, [kernel], bytes(size), f"{size}s"))
 
 

@@ -33,6 +33,16 @@ def grid_of(plan: Plan, blocks: int, units: int) -> int:
     return min(blocks, units) if plan.kernel in PERSISTENT else blocks
 
 
+# Kernels that are launched while the one before them still runs, and wait for it by themselves
+# (``kernels/cuda/ahead.h``).
+AHEAD = frozenset({"cuda/combine.cu", "cuda/sm80/dq_convert.cu", "cuda/sm90/attn_bwd.cu"})
+
+
+def starts_ahead(plan: Plan, arch: str) -> bool:
+    """Whether ``plan``, compiled for ``arch``, is launched ahead of the end of the one before."""
+    return plan.kernel in AHEAD and _number(arch) >= 90
+
+
 def tiles_of(arch: str) -> str:
     """Whose tiles a device of ``arch`` gets; ``PYFA_ARCH_TILES`` names another's."""
     forced: str = env.get("PYFA_ARCH_TILES")
@@ -84,7 +94,7 @@ def all_plans(tiles: str) -> list[Plan]:
     from . import backward, decode, forward
 
     found = [plan for each in (forward, backward, decode) for plan in each.all_plans(tiles)]
-    for kernel in ("combine", "append", "row_sums"):
+    for kernel in ("combine", "append"):
         found += [plan_of(kernel, code) for code in DTYPE_CODES.values()]
     return found
 

@@ -18,7 +18,7 @@ def kernels_of(plan: Plan, problem: Problem, shape: Shape, compiled: bool) -> li
     make = _decode if plan.kernel == decode.KERNEL else _forward
     made = [(make(plan, problem, shape), plan)]
     if "backward" in problem.features:
-        over_keys, _ = backward.plans_for(
+        _, over_keys, _ = backward.plans_for(
             problem.arch,
             problem.head_dim,
             problem.head_dim_v,

@@ -14,10 +14,11 @@ from ...plan import Plan
 from ...problem import Call
 from ..base import Gradients
 from ..common import calls
-from ..common.backward import SUM_ROWS, finished, gradients, is_general
+from ..common.backward import finished, gradients, is_general
 from ..common.launch import Launch
 from . import plans
 
+SUM_ROWS = 16  # rows of a workgroup of row_sums.hip
 KERNEL = "hip/attn_bwd.hip"
 KEYS, ROWS = 0, 1
 THREADS = 256

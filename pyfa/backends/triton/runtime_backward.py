@@ -101,7 +101,7 @@ def repeat(
             each(q, k, v, dout, dk, dv, base, delta)
         over_rows(q, k, v, dout, dq, base, delta, 0)
 
-    return ready_backward(launch, made, behind // 2, zeroed=False)
+    return ready_backward(launch, made, behind // 2)
 
 
 def _readable(dout: torch.Tensor, divisor: int) -> torch.Tensor:

@@ -1,0 +1,88 @@
+"""Decode in parts: which launches it makes, and how what combines the parts follows the parts."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import struct
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import pyfa
+from pyfa import abi
+from pyfa.backends.common import combine, libcuda
+from pyfa.backends.cuda import code, plans
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+COMBINE = plans.plan_of("combine", 1)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("no_gpu")
+
+
+def launches_of(device: str, no_gpu: ModuleType, batch: int, parts: int) -> list[Any]:
+    q = torch.randn(batch, 1, 32, 128).bfloat16()
+    k, v = (torch.randn(batch, 512, 8, 128).bfloat16() for _ in range(2))
+    with no_gpu.nvidia(device, notes=True) as driver:
+        pyfa.attention_kvcache(q, k, v, causal=True, num_splits=parts, backend="cuda")
+        return list(driver.launched)
+
+
+@pytest.mark.parametrize(
+    ("batch", "parts", "blocks"),
+    [(3, 2, 12), (3, 5, 24), (1, 32, 32), (1, 8, 8)],  # 8 lines a block, 4, 1, 4
+)
+def test_a_block_combines_as_many_lines_as_it_has_room_for(
+    no_gpu: ModuleType, batch: int, parts: int, blocks: int
+) -> None:
+    decoded, combined = launches_of("H200", no_gpu, batch, parts)
+    assert decoded[1][0] == 8 * batch * parts
+    assert (combined[1][0], combined[1][3]) == (blocks, combine.THREADS)
+    values = abi.unpack(combined[2])
+    assert values["batch"] * values["seqlen_q"] * values["heads_q"] == batch * 32
+
+
+@pytest.mark.parametrize(("device", "ahead"), [("H200", True), ("A100-80GB", False)])
+def test_what_combines_is_launched_ahead_from_hopper_on(
+    no_gpu: ModuleType, device: str, ahead: bool
+) -> None:
+    decoded, combined = (config for _, config, _ in launches_of(device, no_gpu, 1, 4))
+    assert decoded[-2:] == (0, 0)
+    assert combined[-1] == ahead
+    if ahead:
+        # CUlaunchAttribute: programmatic stream serialization, 1.
+        attribute = struct.unpack("II16i", ctypes.string_at(combined[-2], 72))
+        assert attribute == (6, 0, 1, *[0] * 15)
+
+
+def test_a_kernel_that_starts_ahead_waits_before_anything_else() -> None:
+    every = {plan for tiles in plans.TILED for plan in plans.all_plans(tiles)}
+    ahead = {plan for plan in every if plans.starts_ahead(plan, "sm_90")}
+    assert {plan.kernel for plan in ahead} == plans.AHEAD
+    assert not any(plans.starts_ahead(plan, "sm_89") for plan in every)
+    for plan in ahead:
+        body = code.source_of(plan).split('extern "C"')[1].split("{", 1)[1]
+        lines = (line.strip() for line in body.splitlines())
+        first = next(line for line in lines if line and not line.startswith("__shared__"))
+        assert first == "wait_for_kernel_before();"
+
+
+def test_the_attribute_is_as_the_driver_reads_it() -> None:
+    assert ctypes.sizeof(libcuda._Attribute) == 72
+
+
+@pytest.mark.parametrize("dim", [1, 8, 40, 64, 111, 128, 192, 256])
+def test_lines_of_a_workgroup(dim: int) -> None:
+    """A slot a part's width, one for every four parts, and never more than a workgroup has."""
+    for parts in range(1, 600):
+        of_part = next(n for n in (1, 2, 4, 8, 16, 32, 64) if 4 * n >= dim)
+        slots = next(n for n in (2**i for i in range(12)) if 4 * n >= parts)
+        lines = combine.lines_of(parts, dim)
+        assert lines == max(1, combine.THREADS // (of_part * slots))
