@@ -33,7 +33,7 @@ struct Memory {
   Row rows[WARPS][kLanes];
   Line lines[kLines];
   float maximum[kTeams][kLines], total[kTeams][kLines];
-  union {
+  union alignas(kLine) {
     char ring[kTeams][kStages][kSlot];
     float sums[kTeams][kLines][HEAD_DIM_V + 4];  // 4 more: a warp writes to all banks
   };
@@ -143,13 +143,12 @@ DEVICE void weights(unsigned (&w)[2], State &state, int t, const float (&s)[4]) 
 
 DEVICE void step(State &state, Shared slot, const Queries &q, const Params &p, const Sequence &sequence,
                  const Block &b, const Line *lines, int first) {
-  int lane = lane_index();
   float s[TILES][4] = {};
-  Shared keys = slot + lane % 16 * kKeyRow + lane / 16 * 16;
+  Shared keys = KeyTile::down(slot);
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
     unsigned k[4];
-    ldmatrix(k, keys + c * 32);
+    ldmatrix(k, KeyTile::at(keys, 0, c * 2));
 #pragma unroll
     for (int t = 0; t < TILES; ++t) mma<DTYPE>(s[t], k, q[t][c * 2], q[t][c * 2 + 1]);
   }
@@ -159,11 +158,11 @@ DEVICE void step(State &state, Shared slot, const Queries &q, const Params &p, c
     finish(s[t], p, sequence, b, lines + t * kTile, first);
     weights(w[t], state, t, s[t]);
   }
-  Shared values = slot + kValuesAt + (lane % 8 + lane / 16 * 8) * kValueRow + lane / 8 % 2 * 16;
+  Shared values = ValueTile::along(slot + KeyTile::kBytes);
 #pragma unroll
   for (int e = 0; e < kDims; ++e) {
     unsigned v[4];
-    ldmatrix_transposed(v, values + e * 32);
+    ldmatrix_transposed(v, ValueTile::at(values, 0, e * 2));
 #pragma unroll
     for (int t = 0; t < TILES; ++t) mma<DTYPE>(state.o[t][e], v, w[t][0], w[t][1]);
   }
@@ -302,7 +301,7 @@ DEVICE void add_up(const Memory &memory, const Params &p, const Sequence &s, con
 }
 
 extern "C" __global__ WORKGROUP(kThreads, 1) void attn_decode(KERNEL_PARAMS p) {
-  extern __shared__ __align__(16) char shared_bytes[];
+  extern __shared__ __align__(128) char shared_bytes[];
   Memory &memory = *(Memory *)shared_bytes;
   if (p.num_splits > 1) allow_kernel_behind();  // combine
   Block b;

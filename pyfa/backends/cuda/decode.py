@@ -35,9 +35,14 @@ class Tiles(NamedTuple):
 def shared_bytes(tiles: Tiles, head_dim: int, head_dim_v: int) -> int:
     """Of a block: page offsets, rows' states, and the rings, where the teams' sums meet."""
     teams, rows = tiles.warps // tiles.team, LINES * tiles.products * tiles.team
-    ring = teams * tiles.stages * GROUP * (2 * head_dim + 2 * head_dim_v + 32)
+    ring = teams * tiles.stages * GROUP * 2 * (head_dim + head_dim_v)
     sums = teams * rows * (head_dim_v + 4) * 4
-    return tiles.warps * 512 + rows * 12 + 2 * teams * rows * 4 + max(ring, sums)
+    states = tiles.warps * 512 + rows * 12 + 2 * teams * rows * 4
+    return _in_lines(states) + _in_lines(max(ring, sums))
+
+
+def _in_lines(size: int) -> int:
+    return -(-size // 128) * 128
 
 
 # (head_dim, head_dim_v) to tiles of blocks of 8, 16, 32 and 64 lines. Heads of 128 are measured;
