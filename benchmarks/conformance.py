@@ -3,16 +3,20 @@
 ``python benchmarks/conformance.py --backend triton --level full --jobs 16 [--save] [--out FILE]``.
 The reference runs on the CPU in one thread a case, and Triton compiles each kernel at its first
 use: the full level took 16 processes on 16 cores 6 minutes. ``--tiles sm_80,sm_86`` holds the cuda
-backend with the tiles of each of these archs to one reference a case. ``--save`` writes a summary
-to ``results/conformance_<backend>_<arch>.json``, ``--out`` the report of ``pyfa conformance``.
+backend with the tiles of each of these archs to one reference a case. ``--sample 300 --always fp8``
+runs the 300 cases whose names hash smallest, and all whose names hold "fp8". ``--save`` writes a
+summary to ``results/conformance_<backend>_<arch>.json``, of a sample to ``…_sample.json``;
+``--out`` the report of ``pyfa conformance``.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import hashlib
 import multiprocessing
 import os
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +33,8 @@ from pyfa.conformance.report import CRASHED, FAILED, REFUSED, CaseResult, Report
 
 _WORST = 10
 # Cases handed to a process at once: so few that the last ones end together.
-_AT_ONCE = 8
+_AT_ONCE, _TURNS = 8, 8
+_TELL_SECONDS = 10.0
 
 
 def alike(case: Case) -> tuple[Any, ...]:
@@ -58,26 +63,40 @@ def some(work: tuple[str, list[Case], list[str]]) -> list[CaseResult]:
     return found
 
 
-def run(
-    backend: str, level: str, jobs: int, limit: float, only: str, tiles: list[str]
-) -> tuple[Report, int]:
-    """The report of what ran within ``limit`` seconds, and how many results there would be."""
-    implementation = BACKENDS[backend]
-    cases = grid.cases(level, implementation.FEATURES, implementation.DTYPES)
-    cases = sorted((case for case in cases if only in case.name), key=alike)
-    parts = [(backend, cases[i : i + _AT_ONCE], tiles) for i in range(0, len(cases), _AT_ONCE)]
-    begin = time.monotonic()
+def chosen(options: argparse.Namespace) -> list[Case]:
+    """The cases that are asked for, those that compile alike side by side."""
+    implementation = BACKENDS[options.backend]
+    cases = grid.cases(options.level, implementation.FEATURES, implementation.DTYPES)
+    cases = [case for case in cases if options.only in case.name]
+    if options.sample:
+        drawn = sorted(cases, key=lambda case: hashlib.sha256(case.name.encode()).digest())
+        left = drawn[options.sample :] if options.always else []
+        cases = drawn[: options.sample] + [case for case in left if options.always in case.name]
+    return sorted(cases, key=alike)
+
+
+def run(options: argparse.Namespace, tiles: list[str]) -> tuple[Report, int]:
+    """The report of what ran within the limit, and how many results there would be."""
+    backend, cases = options.backend, chosen(options)
+    at_once = max(1, min(_AT_ONCE, len(cases) // (options.jobs * _TURNS)))
+    parts = [(backend, cases[i : i + at_once], tiles) for i in range(0, len(cases), at_once)]
+    begin = told = time.monotonic()
     results: list[CaseResult] = []
-    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
         found = pool.imap_unordered(some, parts)
         try:
             for _ in parts:
-                results += found.next(timeout=max(0.0, limit - (time.monotonic() - begin)))
+                left = options.limit - (time.monotonic() - begin)
+                results += found.next(timeout=max(0.0, left))
+                if time.monotonic() > told + _TELL_SECONDS:
+                    told = time.monotonic()
+                    print(f"{told - begin:4.0f} s {len(results)} results", file=sys.stderr)
         except multiprocessing.TimeoutError:
             pool.terminate()
     results.sort(key=lambda result: result.name)
-    where = runner.environment(implementation, runner.device_of(backend))
-    return Report(backend, level, (), where, tuple(results)), len(cases) * max(1, len(tiles))
+    where = runner.environment(BACKENDS[backend], runner.device_of(backend))
+    report = Report(backend, options.level, (), where, tuple(results))
+    return report, len(cases) * max(1, len(tiles))
 
 
 def summary(report: Report, cases: int, seconds: float) -> dict[str, Any]:
@@ -110,15 +129,15 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=16)
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds, then it stops")
     parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--sample", type=int, default=0, help="so many cases, drawn by hash")
+    parser.add_argument("--always", default="", help="cases that a sample does not leave out")
     parser.add_argument("--tiles", default="", help="archs whose tiles the cuda backend takes")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     begin = time.monotonic()
     tiles = options.tiles.split(",") if options.tiles else []
-    report, cases = run(
-        options.backend, options.level, options.jobs, options.limit, options.only, tiles
-    )
+    report, cases = run(options, tiles)
     found = summary(report, cases, time.monotonic() - begin)
     for key, value in found.items():
         if key == "failed":
@@ -131,9 +150,12 @@ def main() -> None:
     if options.save:
         arch = report.environment["arch"]
         found["tiles"] = tiles or "the device's own"
+        if options.sample:
+            found["sample"] = f"{options.sample} by hash, and all of '{options.always}'"
         if any(each != arch.rstrip("a") for each in tiles):
             found["note"] = "tiles of other archs: executed here, not verified on that hardware"
-        print(machine.save(f"conformance_{options.backend}_{arch}", found))
+        sample = "_sample" if options.sample or options.only else ""
+        print(machine.save(f"conformance_{options.backend}_{arch}{sample}", found))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Bytes that the memory system moved, by Nsight Compute, beside those that the formulas give.
 
-    python benchmarks/hbm_traffic.py [--save] [--quick]
+    python benchmarks/hbm_traffic.py [--save] [--quick] [--seconds 600]
 
-Runs itself under ncu for each problem: a forward or a backward of pyfa, or of standard attention,
-after a buffer of 512 MB has been overwritten. Needs an NVIDIA GPU, ncu, and the right to read the
-GPU's counters. Exit status 1 where compulsory bytes and DRAM bytes of a long forward are more than
-10 % apart.
+Runs itself under ncu, one problem after the other: a forward or a backward of pyfa, or of standard
+attention, after a buffer of 512 MB has been overwritten; none is begun when ``--seconds`` are over.
+Needs an NVIDIA GPU, ncu, and the right to read the GPU's counters. Exit status 1 where compulsory
+bytes and DRAM bytes of a long forward are more than 10 % apart, or a problem was not run.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -33,6 +35,9 @@ HOW = (
 )
 FLUSHED = 512 << 20
 AGREE, LONG = 0.10, 16384
+# A kernel of PyTorch's that attention does not run: in ncu's table it stands before each problem's.
+MARK = "spin_kernel"
+_RAN, _FAILED = "ran ", "failed "
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ def model(case: Case, device: str) -> dict[str, Any]:
 
 
 def run(case: Case, device: str = "cuda") -> None:
-    """What ncu watches: everything before is outside of the profiled range."""
+    """One problem, in a profiled range of its own: everything before is outside of it."""
     shape = (1, case.seqlen, case.heads, case.head_dim)
     q, k, v, dout = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(4))
     leaves = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
@@ -116,14 +121,55 @@ def run(case: Case, device: str = "cuda") -> None:
         torch.cuda.cudart().cudaProfilerStop()
 
 
-def measured(case: Case) -> dict[str, Any]:
-    program = [sys.executable, __file__, "--case", *(str(x) for x in asdict(case).values())]
+def run_all(found: Sequence[Case], until: float) -> None:
+    """What ncu watches: problem after problem, each behind the mark; says which ones ran."""
+    for number, case in enumerate(found):
+        if time.monotonic() > until:
+            return
+        torch.cuda.cudart().cudaProfilerStart()
+        torch.cuda._sleep(1)
+        torch.cuda.synchronize()
+        torch.cuda.cudart().cudaProfilerStop()
+        try:
+            run(case)
+            print(f"{_RAN}{number}", flush=True)
+        except Exception as error:
+            print(f"{_FAILED}{number} {type(error).__name__}: {error}".splitlines()[0], flush=True)
+        torch.cuda.empty_cache()
+
+
+def by_problem(kernels: Sequence[dict[str, object]]) -> list[list[dict[str, object]]]:
+    """The kernels between two marks."""
+    groups: list[list[dict[str, object]]] = []
+    for kernel in kernels:
+        if MARK in str(kernel["kernel"]):
+            groups.append([])
+        else:
+            groups[-1].append(kernel)
+    return groups
+
+
+def measured(count: int, arguments: Sequence[str], seconds: float) -> list[dict[str, Any]]:
+    """What ncu says of each of the ``count`` problems, or why it says nothing."""
+    until = time.monotonic() + seconds
+    program = [sys.executable, __file__, *arguments, "--until", str(until)]
     ended = subprocess.run(ncu.command(program), capture_output=True, text=True, check=False)
+    lines = ended.stdout.splitlines()
+    ran = {int(line.removeprefix(_RAN)) for line in lines if line.startswith(_RAN)}
+    why = dict(
+        line.removeprefix(_FAILED).split(" ", 1) for line in lines if line.startswith(_FAILED)
+    )
     try:
-        kernels = ncu.parse(ended.stdout)
+        groups = by_problem(ncu.parse(ended.stdout))
     except ValueError as error:
-        return {"why_not": f"{error} {ended.stderr.strip()[-300:]}".strip()}
-    return {**ncu.totals(kernels), "kernels": kernels}
+        said = f"{error} {ended.stderr.strip()[-300:]}".strip()
+        return [{"why_not": said}] * count
+    return [
+        {**ncu.totals(groups[number]), "kernels": groups[number]}
+        if number in ran
+        else {"why_not": why.get(str(number), f"not run: {seconds:.0f} s were over")}
+        for number in range(count)
+    ]
 
 
 def apart(row: dict[str, Any]) -> bool:
@@ -138,21 +184,26 @@ def main() -> int:
     parser.add_argument("--save", action="store_true", help="write results/hbm_traffic.json")
     parser.add_argument("--quick", action="store_true", help="N = 4096 alone")
     parser.add_argument("--device", default="H200", help="its name, for the formulas")
-    parser.add_argument("--case", nargs=6, help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=600.0, help="then no problem is begun")
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.case:
-        side, passes, seqlen, heads, head_dim, causal = options.case
-        run(Case(side, passes, int(seqlen), int(heads), int(head_dim), causal == "True"))
+    found = cases(options.quick)
+    if options.until:
+        run_all(found, options.until)
         return 0
     missing = ncu.why_unavailable() or (None if torch.cuda.is_available() else "there is no GPU")
     if missing:
         print(f"hbm_traffic: {missing}", file=sys.stderr)
         return 2
-    rows = []
-    for case in cases(options.quick):
-        row = {"title": case.title, **asdict(case), **model(case, options.device)}
-        rows.append(row | measured(case))
-        print(f"{case.title}: {rows[-1].get('why_not', 'measured')}", file=sys.stderr)
+    arguments = ["--quick"] if options.quick else []
+    counted = measured(len(found), arguments, options.seconds)
+    rows = [
+        {"title": case.title, **asdict(case), **model(case, options.device), **counts}
+        for case, counts in zip(found, counted, strict=True)
+    ]
+    for row in rows:
+        if "why_not" in row:
+            print(f"{row['title']}: {row['why_not']}", file=sys.stderr)
     names = ("compulsory_bytes", "estimated_bytes", "dram_bytes", "requested_bytes", "l2_bytes")
     print_table(
         ["MB", *(name.removesuffix("_bytes") for name in names)],
@@ -163,7 +214,7 @@ def main() -> int:
     )
     if options.save:
         print(machine.save("hbm_traffic", {"how": HOW, "traffic": rows}))
-    return 1 if any(map(apart, rows)) else 0
+    return 1 if any("why_not" in row or apart(row) for row in rows) else 0
 
 
 if __name__ == "__main__":

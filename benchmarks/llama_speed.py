@@ -16,12 +16,15 @@ import argparse
 import importlib.util
 import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import machine
 import torch
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import pyfa
@@ -37,14 +40,19 @@ ROUNDS, SECONDS = 5, 0.3
 PAGE = 16
 
 Call = Callable[[], object]
+Within = Callable[[], AbstractContextManager[Any]]
 
 
-def implementations() -> list[str]:
-    """pyfa, PyTorch's, and flash-attention's own packages where they are installed."""
-    found = ["pyfa", "sdpa"]
-    for package, name in (("flash_attn", "2"), ("flash_attn_interface", "3")):
+def implementations(device: torch.device) -> dict[str, tuple[str, Within]]:
+    """What transformers calls them, and inside of what they run: pyfa, PyTorch's by its own choice
+    and on a GPU its FlashAttention-2, and flash-attention's packages where they are installed."""
+    found: dict[str, tuple[str, Within]] = {name: (name, nullcontext) for name in ("pyfa", "sdpa")}
+    if device.type == "cuda":
+        found["sdpa, flash"] = ("sdpa", lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION))
+    for package, version in (("flash_attn", "2"), ("flash_attn_interface", "3")):
         if importlib.util.find_spec(package):
-            found.append(f"flash_attention_{name}")
+            name = f"flash_attention_{version}"
+            found[name] = (name, nullcontext)
     return found
 
 
@@ -63,28 +71,30 @@ def steps(options: argparse.Namespace, device: torch.device) -> dict[str, dict[s
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
     ids = torch.randint(options.vocabulary, (options.batch, options.tokens), device=device)
 
-    def training(name: str) -> Call:
+    def training(name: str, within: Within) -> Call:
         def step() -> None:
             model.set_attn_implementation(name)
             optimizer.zero_grad()
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            with within():
+                model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
             optimizer.step()
 
         return step
 
-    def prefill(name: str) -> Call:
+    def prefill(name: str, within: Within) -> Call:
         @torch.no_grad()
         def run() -> None:
             model.set_attn_implementation(name)
             cache = DynamicCache(config=config)
-            model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            with within():
+                model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
         return run
 
-    names = implementations()
+    ways = implementations(device)
     return {
-        "training step": {name: training(name) for name in names},
-        "prefill": {name: prefill(name) for name in names},
+        "training step": {name: training(*way) for name, way in ways.items()},
+        "prefill": {name: prefill(*way) for name, way in ways.items()},
     }
 
 
@@ -158,7 +168,7 @@ def main() -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     clock = Clock(device)
     rows: list[dict[str, Any]] = []
-    slower = False
+    slower, begin = False, time.monotonic()
     cells = {**steps(options, device), "paged decode": decoding(options, device)}
     tokens = {"paged decode": options.sequences}
     for what, calls in cells.items():
@@ -170,6 +180,9 @@ def main() -> int:
             rows.append({"what": what, "who": name, **one, "tokens_per_second": per_second,
                          "pyfa_is_faster": ratio})  # fmt: skip
             slower = slower or ratio < 1.0 - max(one["spread"], ours["spread"])
+        print(f"{time.monotonic() - begin:4.0f} s {what}", file=sys.stderr)
+        if options.save:
+            machine.save("llama_speed", {"how": HOW, "options": vars(options), "rows": rows})
     print_table(
         ["", "", "ms", "tokens/s", "pyfa's speed, of it"],
         [
@@ -178,8 +191,6 @@ def main() -> int:
             for row in rows
         ],
     )  # fmt: skip
-    if options.save:
-        print(machine.save("llama_speed", {"how": HOW, "options": vars(options), "rows": rows}))
     return int(slower)
 
 

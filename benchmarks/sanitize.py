@@ -1,10 +1,12 @@
 """Compute Sanitizer over conformance cases of the cuda backend: memcheck, initcheck, racecheck.
 
-``python benchmarks/sanitize.py [--cases 72] [--tools memcheck,…] [--save]``. Without PyTorch's
-caching allocator, so that every tensor is an allocation of its own, and with the cases' own guard
-zones around their tensors. Cases are those of the full level with at most 300 rows and keys, drawn
-by hash. What a tool reports counts where it names one of pyfa's kernels; anything else that it says
-is listed.
+``python benchmarks/sanitize.py [--cases 72] [--jobs 4] [--seconds 300] [--tools memcheck,…]
+[--save]``. Without PyTorch's caching allocator, so that every tensor is an allocation of its own,
+and with the cases' own guard zones around their tensors. Cases are those of the full level with at
+most 300 rows and keys, drawn by hash; ``--jobs`` processes of each tool share them. What a tool
+reports counts where it names one of pyfa's kernels; of anything else that it says there is the
+number, and the first. A process begins no case once the time is over: what it left is said, and
+makes the status 1.
 
 Racecheck takes for races what barriers of a part of a block's warps order (backward's, by which one
 warp hands its P to another: bar.arrive and bar.sync of 64 threads). So it runs twice: on the
@@ -16,16 +18,19 @@ has other barriers of the block in between and is left out of it.
 from __future__ import annotations
 
 import argparse
+import collections
+import contextlib
+import functools
 import hashlib
-import itertools
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +51,13 @@ _WHOLE = "barrier();"
 KERNELS = re.compile(r"\b(attn_fwd|attn_bwd|attn_decode|combine|append|row_sums|dq_convert)\b")
 _LONGEST = 300
 _SUMMARY = re.compile(r"(ERROR SUMMARY|RACECHECK SUMMARY): .*")
+# A block of the log that reports something, as opposed to what the tool says of itself.
+_REPORT = re.compile(r"\b(Invalid|Misaligned|Uninitialized|Error|Warning|Program hit|hazard)\b")
+_RAN = "ran: "
+_LAST_CASE = 20.0  # seconds for what a process has begun when its time is over
 
 
+@functools.cache
 def chosen(count: int) -> list[Case]:
     """The cases whose names hash smallest, of those that are short and that the backend takes."""
     backend = BACKENDS["cuda"]
@@ -72,69 +82,127 @@ def widen() -> None:
     code.source_of = widened
 
 
-def run(count: int, widened: bool) -> int:
-    """The cases, in this process; whether one failed is the status."""
+def run(cases: list[Case], widened: bool, until: float) -> None:
+    """The cases, in this process: a line of each as soon as it has run."""
     backend = BACKENDS["cuda"]
     where = runner.device_of("cuda")
-    cases = chosen(count)
     if widened:
         widen()
-        cases = [case for case in cases if not case.deterministic]
-    results = [runner.run_case(backend, case, where) for case in cases]
-    passed, refused = (sum(x.status == status for x in results) for status in (PASSED, REFUSED))
-    for result in results:
-        if result.status not in (PASSED, REFUSED):
-            print(f"{result.status}: {result.name} {result.messages}")
-    print(f"{passed} of {len(results)} cases passed, {refused} declined")
-    return min(len(results) - passed - refused, 1)
+    for case in cases:
+        if time.monotonic() > until:
+            return
+        result = runner.run_case(backend, case, where)
+        said = " | ".join(result.messages).strip().replace("\n", " ")[-300:]
+        print(f"{_RAN}{result.status} {result.name} {said}", flush=True)
 
 
-def sanitized(tool: str, count: int) -> dict[str, Any]:
-    """What ``tool`` reports of the cases."""
+def sanitized(tool: str, share: int, options: argparse.Namespace, until: float) -> dict[str, Any]:
+    """What ``tool`` reports of the cases of a share."""
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    begin = time.monotonic()
-    with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
-        ended = subprocess.run(
-            [sanitizer, "--tool", tool.removesuffix(_WIDENED), "--report-api-errors", "no",
-             "--log-file", log.name, sys.executable, __file__, "--cases", str(count),
-             "--run", "widened" if tool.endswith(_WIDENED) else "as-is"],
-            env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        text = Path(log.name).read_text()
-    blocks = re.split(r"(?m)^=========\s*$", text)
-    ours = [block for block in blocks if KERNELS.search(block)]
+    with tempfile.TemporaryDirectory() as folder:
+        log, said = Path(folder) / "log", Path(folder) / "said"
+        with said.open("w") as file:
+            process = subprocess.Popen(
+                [sanitizer, "--tool", tool.removesuffix(_WIDENED), "--report-api-errors", "no",
+                 "--max-connections", "100", "--log-file", str(log), sys.executable, __file__,
+                 "--cases", str(options.cases), "--jobs", str(options.jobs),
+                 "--share", str(share), "--until", str(until),
+                 "--run", "widened" if tool.endswith(_WIDENED) else "as-is"],
+                env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+                stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+            try:
+                status = process.wait(max(0.0, until - time.monotonic()) + _LAST_CASE)
+            except subprocess.TimeoutExpired:
+                # The program is the tool's child.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                status = process.wait()
+        lines = said.read_text(errors="replace").splitlines()
+        text = log.read_text(errors="replace") if log.exists() else ""
+    ran = [line.removeprefix(_RAN) for line in lines if line.startswith(_RAN)]
+    blocks = [block.strip() for block in re.split(r"(?m)^=========\s*$", text)]
+    reports = [block for block in blocks if _REPORT.search(block)]
+    ours = [block for block in reports if KERNELS.search(block)]
+    others = [block for block in reports if not KERNELS.search(block)]
     summary = _SUMMARY.search(text)
     return {
         "tool": tool,
-        "cases": (ended.stdout.strip().splitlines() or ["nothing was run"])[-1],
-        "status": ended.returncode,
+        "cases": dict(collections.Counter(line.split()[0] for line in ran)),
+        "failed": [line for line in ran if line.split()[0] not in (PASSED, REFUSED)],
+        "not_run": len(part_of(options, share, tool.endswith(_WIDENED))) - len(ran),
         "of_our_kernels": len(ours),
-        "first": ours[0].strip()[:2000] if ours else "",
-        "summary": summary[0] if summary else text[-500:],
-        "seconds": round(time.monotonic() - begin),
+        "first": [block[:2000] for block in ours[:1]],
+        "of_others": len(others),
+        "first_of_others": [block[:2000] for block in others[:1]],
+        "ended": [summary[0] if summary else f"status {status}: {' '.join(lines[-3:])[-300:]}"],
     }
+
+
+def part_of(options: argparse.Namespace, share: int, widened: bool) -> list[Case]:
+    """The cases of a share, each of which has some of every kind."""
+    cases = chosen(options.cases)
+    return [case for case in cases if not (widened and case.deterministic)][share :: options.jobs]
+
+
+def together(tool: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The shares of one tool as one."""
+    mine = [part for part in parts if part["tool"] == tool]
+    found: dict[str, Any] = {"tool": tool, "cases": collections.Counter()}
+    for part in mine:
+        found["cases"].update(part["cases"])
+        for name in ("failed", "not_run", "of_our_kernels", "first", "of_others",
+                     "first_of_others", "ended"):  # fmt: skip
+            found[name] = found[name] + part[name] if name in found else part[name]
+    for name in ("first", "first_of_others"):
+        found[name] = "".join(found[name][:1])
+    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", type=int, default=72)
+    parser.add_argument("--jobs", type=int, default=4, help="processes of each tool")
+    parser.add_argument("--seconds", type=float, default=300.0, help="then no case is begun")
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--save", action="store_true")
     parser.add_argument(
         "--run", choices=("as-is", "widened"), help="only run the cases, without a tool"
     )
+    parser.add_argument("--share", type=int, default=0, help="of the cases that are run")
+    parser.add_argument("--until", type=float, default=float("inf"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:
-        return run(options.cases, options.run == "widened")
-    with ThreadPoolExecutor() as pool:
-        found = list(pool.map(sanitized, options.tools.split(","), itertools.repeat(options.cases)))
+        widened = options.run == "widened"
+        run(part_of(options, options.share, widened), widened, options.until)
+        return 0
+    begin = time.monotonic()
+    until, tools = begin + options.seconds, options.tools.split(",")
+    parts: list[dict[str, Any]] = []
+    with ThreadPoolExecutor(len(tools) * options.jobs) as pool:
+        under_way = [
+            pool.submit(sanitized, tool, share, options, until)
+            for share in range(options.jobs)
+            for tool in tools
+        ]
+        for done in as_completed(under_way):
+            parts.append(done.result())
+            told = {name: x for name, x in parts[-1].items() if "first" not in name}
+            print(f"{time.monotonic() - begin:4.0f} s {told}", flush=True)
+    found = [together(tool, parts) for tool in tools]
     for each in found:
         print(each)
     if options.save:
-        print(machine.save("sanitizer_cuda", {"cases": options.cases, "tools": found}))
+        seconds = round(time.monotonic() - begin)
+        results = {
+            "cases": options.cases, "jobs": options.jobs, "seconds": seconds,
+            "tiles": os.environ.get("PYFA_ARCH_TILES", "the device's own"), "tools": found,
+        }  # fmt: skip
+        print(machine.save("sanitizer_cuda", results))
     counted = [each for each in found if each["tool"] != "racecheck"]
-    return int(any(each["of_our_kernels"] or each["status"] for each in counted))
+    bad = any(each["of_our_kernels"] for each in counted)
+    bad = bad or any("SUMMARY" not in ended for each in found for ended in each["ended"])
+    return int(bad or any(each["failed"] or each["not_run"] for each in found))
 
 
 if __name__ == "__main__":

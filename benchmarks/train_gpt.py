@@ -3,6 +3,7 @@
     python benchmarks/train_gpt.py --backend hip          # on an MI300X
     python benchmarks/train_gpt.py --backend emulator     # its machine code, on a CPU
     python benchmarks/train_gpt.py --backend float64      # what the rule compares with
+    python benchmarks/train_gpt.py --backend float64,naive,torch,triton,cuda --save
 
 Weights and data come from fixed seeds on the CPU. Queries, keys and values are rounded to bfloat16,
 everything else is float32: what differs between two runs is attention and its gradients.
@@ -11,6 +12,8 @@ everything else is float32: what differs between two runs is attention and its g
 from __future__ import annotations
 
 import argparse
+import sys
+import time
 from collections.abc import Callable
 
 import torch
@@ -20,6 +23,7 @@ from torch.nn import functional as F
 import pyfa
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+WHAT = "cross entropy before each step's update, one list a backend; weights and data the same"
 VOCABULARY, LAYERS, HEADS, HEADS_K, HEAD_DIM = 64, 4, 4, 2, 64
 
 
@@ -96,15 +100,31 @@ def losses(backend: str, steps: int, batch: int, seqlen: int, device: str = "cpu
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backend", default="torch", help="of pyfa; or float64, or naive")
+    parser.add_argument(
+        "--backend", default="torch", help="of pyfa; or float64, or naive; or several: torch,cuda"
+    )
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--seqlen", type=int, default=100)
+    parser.add_argument("--save", action="store_true", help="write results/train_gpt.json")
     options = parser.parse_args()
-    on_gpu = torch.cuda.is_available() and options.backend != "emulator"
-    device = "cuda" if on_gpu else "cpu"
-    for loss in losses(options.backend, options.steps, options.batch, options.seqlen, device):
-        print(f"{loss:.6f}")
+    curves: dict[str, list[float]] = {}
+    begin = time.monotonic()
+    for backend in options.backend.split(","):
+        on_gpu = torch.cuda.is_available() and backend != "emulator"
+        curves[backend] = losses(
+            backend, options.steps, options.batch, options.seqlen, "cuda" if on_gpu else "cpu"
+        )
+        print(f"{time.monotonic() - begin:4.0f} s {backend}", file=sys.stderr)
+        if options.save:
+            import machine  # beside this file, which others import too
+
+            found = {"what": WHAT, "options": vars(options), "curves": curves}
+            machine.save("train_gpt", found)
+    if len(curves) > 1:
+        print("  ".join(f"{backend:>8}" for backend in curves))
+    for step in zip(*curves.values(), strict=True):
+        print("  ".join(f"{loss:.6f}" for loss in step))
 
 
 if __name__ == "__main__":

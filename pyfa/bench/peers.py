@@ -217,12 +217,14 @@ def _naive_attend(cell: Cell, device: torch.device) -> Attend:
 
 
 def _package(name: str, cell: Cell, device: torch.device) -> Ready:
-    """flash-attention's own packages: ``flash_attn`` (2) and ``flash_attn_interface`` (3)."""
+    """flash-attention's own packages: ``flash_attn`` (2), ``flash_attn_interface`` (3) and
+    ``flash_attn.cute`` (4), which has no function of a cache."""
     leaves, dout = inputs(cell, device)
-    if not cell.cache:
+    module = importlib.import_module(name)
+    if not cell.cache or not hasattr(module, "flash_attn_with_kvcache"):
         attend = _package_attend(name, cell, device)
         return Ready(lambda: attend(*leaves), leaves, dout)
-    function = importlib.import_module(name).flash_attn_with_kvcache
+    function = module.flash_attn_with_kvcache
 
     def forward() -> torch.Tensor:
         result = function(*leaves, causal=cell.causal)
@@ -234,10 +236,12 @@ def _package(name: str, cell: Cell, device: torch.device) -> Ready:
 
 def _package_attend(name: str, cell: Cell, device: torch.device) -> Attend:
     function = importlib.import_module(name).flash_attn_func
-    window = (-1, -1) if cell.window < 0 else (cell.window, 0)
+    options: dict[str, Any] = {} if cell.window < 0 else {"window_size": (cell.window, 0)}
+    if cell.cache:
+        options["num_splits"] = 0  # as many parts as it thinks best
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        result = function(q, k, v, causal=cell.causal, window_size=window)
+        result = function(q, k, v, causal=cell.causal, **options)
         out: torch.Tensor = result[0] if isinstance(result, tuple) else result
         return out
 
@@ -262,8 +266,11 @@ def _flex_lacks(device: str) -> str | None:
 
 
 def _package_lacks(name: str, device: str) -> str | None:
-    missing = None if importlib.util.find_spec(name) else f"the package {name} is not installed"
-    return _on_gpu(device) or missing
+    try:
+        found = importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of the package around it
+        found = False
+    return _on_gpu(device) or (None if found else f"the package {name} is not installed")
 
 
 def _of_pyfa(name: str, meaning: str, why_not: Callable[[str], str | None],
@@ -302,6 +309,7 @@ _ALL = (
     Peer("flex", "FlexAttention, compiled", _flex_lacks, _flex),
     _of_package("fa2", "flash_attn"),
     _of_package("fa3", "flash_attn_interface"),
+    _of_package("fa4", "flash_attn.cute"),
     Peer("naive", "all scores, then softmax, then the values", _anywhere, _naive,
          functools.partial(packed.one_by_one, _naive_attend), _naive_attend),
 )  # fmt: skip

@@ -180,7 +180,7 @@ def _varlen(gpu: bool) -> list[Cell]:
 
 def _window(gpu: bool) -> list[Cell]:
     """A causal query sees this many keys to its left."""
-    length, widths, heads, dim = (16384, (512, 4096), 16, 128) if gpu else (128, (16, 50), 2, 64)
+    length, widths, heads, dim = (16384, (1024, 4096), 16, 128) if gpu else (128, (16, 50), 2, 64)
     dtype = "bfloat16" if gpu else "float32"
     return [
         Cell("window", 1, length, length, heads, heads, dim, True, dtype, passes,

@@ -35,11 +35,13 @@ _NAMES = (
 )  # fmt: skip
 
 
-def recorded() -> str:
+def recorded(problems: int = 0) -> str:
+    """The table of these kernels; or of so many problems that run them, each behind its mark."""
+    mark = ("at::cuda::<unnamed>::spin_kernel(long)", (7, 7, 7, 7, 7))
     lines = ["==PROF== Connected to process 4711 (/usr/bin/python3.12)", "a line of the program",
              '==PROF== Profiling "attention_forward" - 0: 0%....50%....100% - 1 pass',
              "==PROF== Disconnected from process 4711", _HEAD]  # fmt: skip
-    for number, (kernel, values) in enumerate(_KERNELS):
+    for number, (kernel, values) in enumerate((mark, *_KERNELS) * problems or _KERNELS):
         start = f'"{number}","4711","python3.12","127.0.0.1","{kernel}","1","7","(128, 1, 1)"'
         lines += [
             f'{start},"(64, 1, 1)","0","9.0","Command line profiler metrics","{name}","{unit}",'
@@ -102,18 +104,19 @@ def test_measured_bytes_stand_beside_the_formulas(
     script: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     traffic = script("hbm_traffic")
-    case = traffic.Case("pyfa", "forward", 4096, 32, 128, False)
     told = {"compulsory_bytes": 100, "estimated_bytes": 110, "requested_bytes": 1000}
-    ran: list[list[str]] = []
+    said = "ran 0\nfailed 1 OutOfMemoryError: no room\nran 2\n" + recorded(problems=3)
 
     def run(command: list[str], **options: Any) -> SimpleNamespace:
-        ran.append(command)
-        return SimpleNamespace(stdout=recorded(), stderr="", returncode=0)
+        assert command[-3:-1] == ["--quick", "--until"]
+        return SimpleNamespace(stdout=said, stderr="", returncode=0)
 
     monkeypatch.setattr(traffic.subprocess, "run", run)
-    row = traffic.measured(case)
-    assert row["dram_bytes"] == 268436456.0
-    assert ran[0][-6:] == ["pyfa", "forward", "4096", "32", "128", "False"]
+    rows = traffic.measured(4, ["--quick"], 5.0)
+    assert [row.get("dram_bytes") for row in rows] == [268436456.0, None, 268436456.0, None]
+    assert [len(rows[number]["kernels"]) for number in (0, 2)] == [2, 2]
+    assert rows[1]["why_not"] == "OutOfMemoryError: no room"
+    assert rows[3]["why_not"] == "not run: 5 s were over"
     far = {**told, "side": "pyfa", "passes": "forward", "seqlen": 16384, "dram_bytes": 111.0}
     assert traffic.apart(far)
     assert not traffic.apart(far | {"dram_bytes": 109.0})
@@ -249,3 +252,62 @@ class TestClaims:
         now = [claims.as_dict(row) for row in claims.rows()]
         assert [row["verdict"] for row in saved["rows"]] == [row["verdict"] for row in now]
         assert [row["statement"] for row in saved["rows"]] == [row["statement"] for row in now]
+
+
+_SANITIZED = """========= COMPUTE-SANITIZER
+========= Error: Race reported between Read access at attn_bwd+0x8a60
+=========     and Write access at attn_bwd+0x8ab0 [96 hazards]
+=========
+========= Invalid __global__ read of size 4 bytes
+=========     at void at::native::elementwise_kernel<128, 2>(int)+0x30
+=========
+========= RACECHECK SUMMARY: 1 hazards displayed (1 errors, 0 warnings)
+"""
+
+
+def test_a_sanitizers_reports_are_told_apart(
+    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sanitize = script("sanitize")
+
+    class Program:
+        pid = 0
+
+        def __init__(self, command: list[str], stdout: Any, **options: Any) -> None:
+            assert options["env"]["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
+            log = _SANITIZED if "--share 1" in " ".join(command) else _SANITIZED.splitlines()[-1]
+            Path(command[command.index("--log-file") + 1]).write_text(log)
+            stdout.write("ran: passed one \nof the program\nran: refused other \n")
+
+        def wait(self, seconds: float) -> int:
+            return 0
+
+    monkeypatch.setattr(sanitize.subprocess, "Popen", Program)
+    arguments = ["sanitize.py", "--cases", "5", "--jobs", "2", "--tools"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "memcheck"])
+    assert sanitize.main() == 1
+    said = capsys.readouterr().out.splitlines()[-1]
+    # Five cases in two shares, of each of which two ran.
+    for part in ("'passed': 2, 'refused': 2", "'not_run': 1", "'of_our_kernels': 1",
+                 "'of_others': 1"):  # fmt: skip
+        assert part in said
+    options = ["--cases", "4", "--jobs", "2", "--tools"]
+    monkeypatch.setattr(sys, "argv", ["sanitize.py", *options, "racecheck"])
+    assert sanitize.main() == 0  # of barriers of some warps it knows nothing
+    monkeypatch.setattr(sys, "argv", ["sanitize.py", *options, "memcheck"])
+    assert sanitize.main() == 1
+
+
+def test_a_larger_sample_contains_a_smaller_one(script: Any) -> None:
+    conformance = script("conformance")
+
+    def drawn(sample: int, always: str = "") -> set[str]:
+        options = SimpleNamespace(
+            backend="torch", level="quick", only="", sample=sample, always=always
+        )
+        return {case.name for case in conformance.chosen(options)}
+
+    few, more, every = drawn(20), drawn(60), drawn(0)
+    assert (len(few), len(more)) == (20, 60)
+    assert few < more < every
+    assert drawn(20, "fp8") == few | {name for name in every if "fp8" in name}

@@ -14,9 +14,10 @@ attention_chunk, FLASH_ATTENTION_DISABLE_HDIM64=TRUE heads of V of 512, which py
 
 Not pytest: collecting as many takes minutes in every process. A case here is a test
 function called with one choice from each of its ``parametrize`` marks. Workers are processes that
-share the GPU; cases that compile the same kernels go to the same one.
+share the GPU; cases that compile the same kernels go to the same one. None begins a case after
+``--limit`` seconds. ``--save`` appends a summary to benchmarks/results/flash_attn_suite.json.
 
-Exit status: 0 when all pass, 1 when one fails.
+Exit status: 0 when all pass, 1 when one fails or was not run.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import argparse
 import atexit
 import collections
 import contextlib
+import datetime
 import hashlib
 import heapq
 import importlib.util
@@ -45,10 +47,18 @@ from typing import Any
 
 from pyfa.compat import shim
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "flash_attn_suite.json"
+# Seconds that a case which has begun may take when the limit is over.
+LAST_CASE = 30.0
 # What decides which kernels a case compiles.
 COMPILED = ("d", "D", "dtype", "softcap", "dropout_p", "alibi")
 
 Parameters = dict[str, Any]
+
+
+def file_of(path: Path) -> Path:
+    """The test file: the first of a clone, or the one that is named."""
+    return path / "tests" / "test_flash_attn.py" if path.is_dir() else path
 
 
 def load(path: Path) -> ModuleType:
@@ -57,7 +67,7 @@ def load(path: Path) -> ModuleType:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     shim.install(folder)
     sys.path.insert(0, str(folder))
-    file = path / "tests" / "test_flash_attn.py" if path.is_dir() else path
+    file = file_of(path)
     sys.path.insert(1, str(file.parent))
     spec = importlib.util.spec_from_file_location("test_flash_attn", file)
     assert spec is not None
@@ -172,7 +182,7 @@ def run_one(function: Any, parameters: Parameters) -> tuple[str, str]:
 
 def work(
     path: Path, each: int, cases: int, only: str, backends: list[str], index: int, workers: int,
-    queue: Any,
+    until: float, queue: Any,
 ) -> None:  # fmt: skip
     """One worker: its share of the sample, results into ``queue``."""
     import torch
@@ -184,6 +194,8 @@ def work(
     drawn = sample(module, each, cases, only)
     with pyfa.use_backend(*backends):
         for position in shares(drawn, workers)[index]:
+            if time.monotonic() > until:
+                break
             test, parameters = drawn[position]
             function = getattr(module, test)
             begin = time.perf_counter()
@@ -192,6 +204,26 @@ def work(
             name = name_of(test, parameters)
             queue.put((name, status, message[-3000:], time.perf_counter() - begin))
             torch.cuda.empty_cache()
+
+
+def save(options: argparse.Namespace, report: dict[str, Any], seconds: float) -> None:
+    """Append the run to the results that are kept."""
+    from pyfa import bench
+
+    kept = json.loads(RESULTS.read_text())
+    where = bench.environment()
+    kept["runs"].append({
+        "file": file_of(options.checkout).as_posix().rpartition("flash-attention/")[2],
+        "backend": options.backend,
+        "date": datetime.date.today().isoformat(),
+        "gpu": where["gpu"],
+        "pyfa_commit": where["commit"],
+        "cases": options.cases,
+        "workers": options.workers,
+        "seconds": round(seconds),
+        **{name: report[name] for name in ("counts", "not_run", "passed_by_test", "others")},
+    })  # fmt: skip
+    RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 def main() -> int:
@@ -204,25 +236,32 @@ def main() -> int:
     parser.add_argument("--backend", default="triton", help="or several, in order: cuda,triton")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds, then it stops")
     parser.add_argument("--out", type=Path, help="a report in JSON")
+    parser.add_argument("--save", action="store_true", help=f"append to {RESULTS.name}")
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     backends = options.backend.split(",")
+    begin = time.monotonic()
+    until = begin + options.limit
     common = (options.checkout, options.each, options.cases, options.only, backends)
     processes = [
-        context.Process(target=work, args=(*common, index, options.workers, queue))
+        context.Process(target=work, args=(*common, index, options.workers, until, queue))
         for index in range(options.workers)
     ]
-    begin = time.perf_counter()
     for process in processes:
         process.start()
+    # Meanwhile: what they draw, to know what they did not get to.
+    drawn = {name_of(*item) for item in sample(load(options.checkout), *common[1:4])}
     results: list[tuple[str, str, str, float]] = []
-    alive = True
+    alive, told = True, begin
     while alive or not queue.empty():
         alive = any(process.is_alive() for process in processes)
         with contextlib.suppress(Empty):
             results.append(queue.get(timeout=0.5))
-        if time.perf_counter() - begin > options.limit:
+        if time.monotonic() > told + 10.0:
+            told = time.monotonic()
+            print(f"{told - begin:4.0f} s {len(results)} of {len(drawn)}", file=sys.stderr)
+        if time.monotonic() > until + LAST_CASE:
             for process in processes:
                 process.terminate()
     lost = [index for index, process in enumerate(processes) if process.exitcode]
@@ -232,19 +271,27 @@ def main() -> int:
     for name, status, message, _ in sorted(results):
         if status != "passed":
             print(f"{status} {name}\n    {message.strip().splitlines()[-1] if message else ''}")
-    print(f"{dict(counts)} of {len(results)} in {time.perf_counter() - begin:.0f} s")
+    left, seconds = len(drawn) - len(results), time.monotonic() - begin
+    print(f"{dict(counts)} of {len(drawn)}, {left} not run, in {seconds:.0f} s")
     if lost:
         print(f"workers that ended early, with cases of theirs not run: {lost}")
+    report = {
+        "backend": options.backend,
+        "counts": dict(counts),
+        "not_run": left,
+        "passed_by_test": dict(sorted(by_test.items())),
+        "others": [
+            (name, status, message.strip()[-300:])
+            for name, status, message, _ in sorted(results)
+            if status != "passed"
+        ],
+    }
     if options.out:
-        report = {
-            "backend": options.backend,
-            "counts": dict(counts),
-            "passed_by_test": dict(sorted(by_test.items())),
-            "others": [item[:3] for item in sorted(results) if item[1] != "passed"],
-            "seconds": {name: round(seconds, 2) for name, _, _, seconds in sorted(results)},
-        }
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
-    return 1 if lost or counts["failed"] or not counts["passed"] else 0
+        times = {name: round(seconds, 2) for name, _, _, seconds in sorted(results)}
+        options.out.write_text(json.dumps(report | {"seconds": times}, indent=1) + "\n")
+    if options.save:
+        save(options, report, seconds)
+    return 1 if left or counts["failed"] or not counts["passed"] else 0
 
 
 if __name__ == "__main__":
