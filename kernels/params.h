@@ -77,8 +77,8 @@ struct Params {
   long long lse_head;  // stride of lse, dlse and delta between heads
   long long page_table_batch;  // stride of page_table between sequences
   long long slopes_batch;  // stride of alibi_slopes between sequences, 0 for (H,)
-  long long descale_batch;  // stride of the descales between sequences
-  long long descale_head;  // stride of the descales between key heads
+  long long q_descale_batch;  // stride of q_descale, see descale_type
+  long long q_descale_head;  // stride of q_descale between key heads
   int batch;  // number of sequences
   int heads_q;  // query heads
   int heads_k;  // key heads
@@ -107,10 +107,20 @@ struct Params {
   float softcap;  // 0 without
   float dropout_scale;  // 1 / (1 - p)
   int dies;  // dies (XCDs) that workgroups go round in turn
+  long long k_descale_batch;  // as q_descale_batch; of pages, the stride between them
+  long long k_descale_head;  // stride of k_descale between key heads
+  long long v_descale_batch;  // as k_descale_batch
+  long long v_descale_head;  // stride of v_descale between key heads
+  int q_descale_block;  // stride of q_descale between blocks of rows
+  int k_descale_block;  // stride of k_descale between blocks of rows
+  int v_descale_block;  // stride of v_descale between blocks of rows
+  int q_block_log2;  // rows of q that share a scale
+  int k_block_log2;  // rows of k, and of v, that share a scale
+  int descale_type;  // 0 none, 1 per sequence, 2 per block of the rows in memory
 };
 
 // No offsets: not every NVRTC has offsetof. Members have no holes between them.
-static_assert(sizeof(Params) == 712, "as pyfa/abi.py packs it");
+static_assert(sizeof(Params) == 768, "as pyfa/abi.py packs it");
 
 struct alignas(64) TensorMap {
   unsigned char opaque[128];

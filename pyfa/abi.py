@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from .problem import Call
+from .problem import Call, scales_of
 
 
 class Field(NamedTuple):
@@ -38,7 +38,7 @@ def _strided(*names: str) -> Iterator[Field]:
         yield Field(f"{name}_head", "long long", f"stride of {name} between heads")
 
 
-# Eight-byte members first, so that the layout has no holes on any compiler.
+# Members of eight bytes stand at multiples of eight: the layout has no holes on any compiler.
 FIELDS: tuple[Field, ...] = (
     Field("q", "void *", "queries: (B, Sq, H, D) or (total_q, H, D)"),
     Field("k", "void *", "keys: (B, Sk, Hk, D), (total_k, Hk, D) or (pages, page_size, Hk, D)"),
@@ -84,8 +84,8 @@ FIELDS: tuple[Field, ...] = (
     Field("lse_head", "long long", "stride of lse, dlse and delta between heads"),
     Field("page_table_batch", "long long", "stride of page_table between sequences"),
     Field("slopes_batch", "long long", "stride of alibi_slopes between sequences, 0 for (H,)"),
-    Field("descale_batch", "long long", "stride of the descales between sequences"),
-    Field("descale_head", "long long", "stride of the descales between key heads"),
+    Field("q_descale_batch", "long long", "stride of q_descale, see descale_type"),
+    Field("q_descale_head", "long long", "stride of q_descale between key heads"),
     Field("batch", "int", "number of sequences"),
     Field("heads_q", "int", "query heads"),
     Field("heads_k", "int", "key heads"),
@@ -114,6 +114,17 @@ FIELDS: tuple[Field, ...] = (
     Field("softcap", "float", "0 without"),
     Field("dropout_scale", "float", "1 / (1 - p)"),
     Field("dies", "int", "dies (XCDs) that workgroups go round in turn"),
+    # At the end and not among their like, so that every other member stays where it was.
+    Field("k_descale_batch", "long long", "as q_descale_batch; of pages, the stride between them"),
+    Field("k_descale_head", "long long", "stride of k_descale between key heads"),
+    Field("v_descale_batch", "long long", "as k_descale_batch"),
+    Field("v_descale_head", "long long", "stride of v_descale between key heads"),
+    Field("q_descale_block", "int", "stride of q_descale between blocks of rows"),
+    Field("k_descale_block", "int", "stride of k_descale between blocks of rows"),
+    Field("v_descale_block", "int", "stride of v_descale between blocks of rows"),
+    Field("q_block_log2", "int", "rows of q that share a scale"),
+    Field("k_block_log2", "int", "rows of k, and of v, that share a scale"),
+    Field("descale_type", "int", "0 none, 1 per sequence, 2 per block of the rows in memory"),
 )
 
 _LAYOUT = struct.Struct("<" + "".join(_FORMATS[field.type] for field in FIELDS))
@@ -189,6 +200,8 @@ def forward_values(call: Call, out: torch.Tensor, lse: torch.Tensor) -> dict[str
         values["bias_type"] = _BIAS_TYPES[call.bias.dtype]
     if call.alibi_slopes is not None and call.alibi_slopes.dim() == 2:
         values["slopes_batch"] = call.alibi_slopes.stride(0)
+    if call.k_descale is not None:
+        values |= descale_values(call)
     if call.dropout_p:
         values["dropout_threshold"] = int((1.0 - call.dropout_p) * 2**32)
         values["dropout_scale"] = 1.0 / (1.0 - call.dropout_p)
@@ -208,6 +221,26 @@ def forward_values(call: Call, out: torch.Tensor, lse: torch.Tensor) -> dict[str
         tensor = getattr(call, name)
         if tensor is not None:
             values[name] = tensor.data_ptr()
+    return values
+
+
+def descale_values(call: Call) -> dict[str, int]:
+    """Addresses and strides of the float8 scales that ``call`` has.
+
+    Those per block belong to rows as they lie in memory, where a packed tensor is one sequence.
+    """
+    values = {}
+    for name, scale in (("q", call.q_descale), ("k", call.k_descale), ("v", call.v_descale)):
+        if scale is None:
+            continue
+        batch, head, *block = scale.stride()
+        values[f"{name}_descale"] = scale.data_ptr()
+        values[f"{name}_descale_batch"] = batch
+        values[f"{name}_descale_head"] = head
+        values[f"{name}_descale_block"] = block[0] if block else 0
+        values["descale_type"] = 2 if block else 1
+    for name, scale, rows in (("q", call.q_descale, call.q), ("k", call.k_descale, call.k)):
+        values[f"{name}_block_log2"] = max(0, scales_of(scale, rows).bit_length() - 1)
     return values
 
 

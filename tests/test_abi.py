@@ -97,6 +97,28 @@ def test_forward_values():
     assert values["scale"] == pytest.approx(8**-0.5)
 
 
+def test_scales_of_float8():
+    q, k = (torch.zeros(2, rows, 2, 16).to(torch.float8_e4m3fnuz) for rows in (40, 70))
+    of_head = torch.ones(2, 4)[:, ::2]
+    shared = request.Shared(descale=(of_head, of_head, torch.ones(())))
+    values = abi.descale_values(request.dense(q, k, k, shared).call)
+    expected = {"q_descale": of_head.data_ptr(), "descale_type": 1, "q_descale_batch": 4,
+                "k_descale_head": 2, "v_descale_batch": 0, "k_descale_block": 0}  # fmt: skip
+    assert {name: values[name] for name in expected} == expected
+
+    blocks = torch.ones(2, 2, 5)
+    shared = request.Shared(descale=(torch.ones(2, 2, 2), blocks, blocks))
+    call = request.dense(q, k, k, shared).call
+    values = abi.forward_values(call, torch.empty(call.out_shape()), torch.empty(call.lse_shape()))
+    expected = {"descale_type": 2, "q_block_log2": 5, "k_block_log2": 4, "k_descale_batch": 10,
+                "v_descale_head": 5, "v_descale_block": 1}  # fmt: skip
+    assert {name: values[name] for name in expected} == expected
+
+    call = request.dense(q, k, k, request.Shared()).call
+    values = abi.forward_values(call, torch.empty(call.out_shape()), torch.empty(call.lse_shape()))
+    assert not [name for name in values if "descale" in name]
+
+
 class TestFlatten:
     @pytest.fixture
     def kernels(self, tmp_path, monkeypatch):

@@ -294,7 +294,7 @@ class TestUnsupported:
         text = str(caught.value)
         assert text.startswith("no backend can run this attention\n  q (2, 5, 4, 8) float8_e4m3fn")
         assert "causal" in text
-        assert "\n  emulator  float8 is not implemented" in text
+        assert "\n  emulator  float8_e4m3fn is not implemented" in text
         assert isinstance(caught.value, NotImplementedError)
 
     def test_a_named_backend_does_not_fall_back(self):

@@ -4,7 +4,8 @@
 // A wavefront owns 32 query rows, one column of every product in a lane. It computes S^T = K Q^T and
 // O^T = V^T P^T, so that P stays in registers (mma.h). Tiles of keys pass through LDS, two of K and
 // two of V in turn, one barrier a tile. While the matrix unit makes the scores of the next tile, the
-// vector unit makes the probabilities of this one.
+// vector unit makes the probabilities of this one. Float8 inputs have scales, and 16-bit out of
+// OUT_DTYPE.
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(SCORE) || \
     !defined(PAGED) || !defined(MMA) || !defined(BLOCK_K) || !defined(WAVES)
 #error "the plan defines DTYPE, HEAD_DIM, HEAD_DIM_V, SCORE, PAGED, MMA, BLOCK_K and WAVES"
@@ -14,7 +15,8 @@
 
 // ---- the end of a row ---------------------------------------------------------------------------
 
-DEVICE void store(const Context &c, Row (&rows)[kColumns], const Output &o) {
+// `scale` is that of o.
+DEVICE void store(const Context &c, Row (&rows)[kColumns], const Output &o, float scale) {
   const Params &p = params_again();
   for (int n = 0; n < kColumns; ++n) {
     int row = c.row[n];
@@ -32,6 +34,7 @@ DEVICE void store(const Context &c, Row (&rows)[kColumns], const Output &o) {
     float inverse = saw ? factor / total : 0.0f;
     float lse = saw ? (base + log2(total)) * kLn2 : -INFINITY_F;
     if (SCORE == DROPOUT) inverse *= p.dropout_scale;
+    if (kFloat8) inverse *= scale;
     if (p.num_splits > 1) {
       long long line = part_line(p, c.s, row, c.work.head, c.work.part);
       float *to = (float *)p.partial_out + line * p.head_dim_v;
@@ -51,6 +54,7 @@ DEVICE void store(const Context &c, Row (&rows)[kColumns], const Output &o) {
         int d = t * MMA + M::row(4 * j);
         float x[4];
         for (int i = 0; i < 4; ++i) x[i] = saw ? o[t][n][4 * j + i] * inverse : 0.0f;
+        typedef Format<OUT_DTYPE> F;
         if (d < p.head_dim_v) *(Pair *)(to + d) = Pair{F::nearest(x[0], x[1]), F::nearest(x[2], x[3])};
       }
     if (M::part() == 0)
@@ -64,6 +68,16 @@ struct State {
   Quad q[kColumns][kSteps];
   Output o;
   Row row[kColumns];
+  Descale descale;
+  Scales scales;  // of the tile whose values come next
+  int begin, ends;  // the first key, and the sum of the first and last tiles' first keys
+
+  // The loop counts as if tiles were visited from the first to the last: where that is at `first`, the
+  // keys of the tile begin here.
+  METHOD int key(int first) const { return kTurn < 0 ? ends - first : first; }
+  METHOD Scales scales_of(const Context &c, int first, int end) {
+    return descale.of(c, (first - begin) / BLOCK_K, key(first), end);
+  }
 };
 
 // In which slot a key slice's probabilities are made: evenly spread over all that come before the
@@ -88,15 +102,17 @@ struct Places {
   METHOD Places next() const { return Places(next_keys, next_values, keys, values); }
 };
 
-// One tile, whose scores are `now` and whose first key is `first`, with the tile after it, of which the
-// scores become `next`. This tile's values and the next one's keys are in LDS; the next one's values
+// One tile, whose scores are `now` and whose place in the order of visits is `first`, with the tile after
+// it, of which the scores become `next`. `end`: of all keys. This tile's values and the next one's keys are in LDS; the next one's values
 // arrive, and where this tile's keys were, those after the next one's.
 DEVICE void step(const Context &c, Source &in, State &state, const Places &at, Scores &now,
-                 Scores &next, int first) {
+                 Scores &next, int first, int end) {
   float largest[kColumns];
   unsigned values[Values::kLoads];
   Probabilities p;
   Fragments ready, ahead;
+  Scales scales;
+  if (kFloat8) scales = state.scales_of(c, first + BLOCK_K, end);
   ready.read_keys(at.next_keys, 0);
   in.begin_values();
   in.begin_keys();
@@ -118,7 +134,7 @@ DEVICE void step(const Context &c, Source &in, State &state, const Places &at, S
       multiply_values(state.o, ready, p, value_slot);
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice)
-      if (slot_of(slice) == slot) exponentiate(c, now, state.row, first, slice, p);
+      if (slot_of(slice) == slot) exponentiate(c, state.scales, now, state.row, state.key(first), slice, p);
     for (int t = 0; t < kKeyTiles; ++t)
       if (value_slot == (t + 1) * kValueSlots / kKeyTiles - 1) raise_largest(next, t, largest);
     if (slot == kSlots - 1) in.values.store(values, at.next_values);
@@ -127,8 +143,9 @@ DEVICE void step(const Context &c, Source &in, State &state, const Places &at, S
   }
   in.end_values();
   in.end_keys();
-  finish_scores(c, next, first + BLOCK_K, largest);
-  raise(c, largest, state.row, state.o);
+  finish_scores(c, scales, next, state.key(first + BLOCK_K), largest);
+  raise(c, state.scales, scales, largest, state.row, state.o);
+  state.scales = scales;
 
   loads_arrived();
   barrier();
@@ -137,7 +154,12 @@ DEVICE void step(const Context &c, Source &in, State &state, const Places &at, S
 DEVICE void attend(const Context &c, State &state, int begin, int end) {
   Scores even, odd;
   float largest[kColumns];
-  Source in(params_again(), c, begin, end);
+  if (kFloat8) {
+    state.begin = begin;
+    state.ends = 2 * begin + (end - begin - 1) / BLOCK_K * BLOCK_K;
+    state.scales = state.scales_of(c, begin, end);
+  }
+  Source in(params_again(), c, state.key(begin), begin, end);
   Places at(c.lds);
   {
     unsigned values[Values::kLoads];
@@ -160,8 +182,8 @@ DEVICE void attend(const Context &c, State &state, int begin, int end) {
     multiply_keys(even, fragments, state.q, i);
   }
   find_largest(even, largest);
-  finish_scores(c, even, begin, largest);
-  raise(c, largest, state.row, state.o);
+  finish_scores(c, state.scales, even, state.key(begin), largest);
+  raise(c, state.scales, state.scales, largest, state.row, state.o);
   barrier();  // where the first keys are, others are loaded next
 
   int first = begin, last = begin + (end - begin - 1) / BLOCK_K * BLOCK_K;
@@ -169,11 +191,11 @@ DEVICE void attend(const Context &c, State &state, int begin, int end) {
   // code, where two compute units share 64 KB of instruction cache: there, one at a time.
   if (SCORE == PLAIN)
     for (; first + 2 * BLOCK_K <= last; first += 2 * BLOCK_K) {
-      step(c, in, state, at, even, odd, first);
-      step(c, in, state, at.next(), odd, even, first + BLOCK_K);
+      step(c, in, state, at, even, odd, first, end);
+      step(c, in, state, at.next(), odd, even, first + BLOCK_K, end);
     }
   for (bool more = first < last; more; more = SCORE != PLAIN && first < last) {
-    step(c, in, state, at, even, odd, first);
+    step(c, in, state, at, even, odd, first, end);
     for (int t = 0; t < kKeyTiles; ++t)
       for (int n = 0; n < kColumns; ++n) even[t][n] = odd[t][n];
     at = at.next();
@@ -181,7 +203,8 @@ DEVICE void attend(const Context &c, State &state, int begin, int end) {
   }
   Probabilities p;
 #pragma unroll
-  for (int slice = 0; slice < kSlices; ++slice) exponentiate(c, even, state.row, first, slice, p);
+  for (int slice = 0; slice < kSlices; ++slice)
+    exponentiate(c, state.scales, even, state.row, state.key(first), slice, p);
   for (int slot = 0; slot < kValueSlots; ++slot) {
     fragments.read_values(at.values, slot);
     multiply_values(state.o, fragments, p, slot);
@@ -199,13 +222,15 @@ extern "C" __global__ WORKGROUP(kThreads, WAVES / 4) void attn_fwd(Params p) {
   Context c{p, s, work};
   c.head_k = work.head / (p.heads_q / p.heads_k);
   c.lds = (Lds)lds;
-  c.to_base_2 = SCORE == PLAIN ? p.scale * kLog2E : kLog2E;
   c.seed = SCORE == DROPOUT ? *(const unsigned long long *)p.seed : 0;
 
   int wave_row = first_row + wave_index() * kRows;
   c.seen = keys_seen(p, s, wave_row, min(wave_row + kRows, s.rows) - 1);
   for (int n = 0; n < kColumns; ++n) {
     c.row[n] = wave_row + n * MMA + M::column();
+    c.to_base_2[n] = SCORE == PLAIN ? p.scale * kLog2E : kLog2E;
+    if (kFloat8 && SCORE == PLAIN)
+      c.to_base_2[n] *= query_scale(p, s, c.head_k, min(c.row[n], s.rows - 1));
     Seen seen = keys_seen(p, s, c.row[n], c.row[n]);
     c.first_key[n] = seen.low;
     c.last_key[n] = seen.high - 1;
@@ -225,5 +250,5 @@ extern "C" __global__ WORKGROUP(kThreads, WAVES / 4) void attn_fwd(Params p) {
     end = min(end, begin + share);
   }
   if (begin < end) attend(c, state, begin, end);
-  store(c, state.row, state.o);
+  store(c, state.row, state.o, state.scales.v);
 }

@@ -70,14 +70,19 @@ DEVICE void pin_scalar(T &x) {
 }
 
 // `x` of lane `lane`.
+DEVICE float from_lane(float x, int lane) {
+  return __builtin_bit_cast(float, __builtin_amdgcn_ds_bpermute(lane * 4, __builtin_bit_cast(int, x)));
+}
 DEVICE long long from_lane(long long x, int lane) {
   unsigned low = __builtin_amdgcn_ds_bpermute(lane * 4, (int)x);
   unsigned high = __builtin_amdgcn_ds_bpermute(lane * 4, (int)(x >> 32));
   return (long long)((unsigned long long)high << 32 | low);
 }
 
-// `x` of the lane whose index differs in `bit`.
-DEVICE float from_lane_xor(float x, int bit) {
-  int from = (lane_index() ^ bit) * 4;
-  return __builtin_bit_cast(float, __builtin_amdgcn_ds_bpermute(from, __builtin_bit_cast(int, x)));
+// `x` of lane `lane`, which is the same for all.
+DEVICE float from_any_lane(float x, int lane) {
+  return __builtin_bit_cast(float, __builtin_amdgcn_readlane(__builtin_bit_cast(int, x), lane));
 }
+
+// `x` of the lane whose index differs in `bit`.
+DEVICE float from_lane_xor(float x, int bit) { return from_lane(x, lane_index() ^ bit); }

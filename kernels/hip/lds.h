@@ -7,36 +7,50 @@
 #pragma once
 #include "memory.h"
 
-constexpr int kUnit = 8;            // 16-bit elements of a unit
+constexpr int kSize = sizeof(Format<DTYPE>::Bits);  // of an element
+constexpr int kUnit = kUnitBytes / kSize;            // elements of a unit
 
-// A tile of keys as it lies in memory: rows of a power of two of elements, whole lines.
+// A tile of keys as it lies in memory: rows of a power of two of elements, whole lines or half ones.
 template <int keys, int head_dim>
 struct KeyTile {
   static constexpr int kStride = head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
-  static constexpr int kRowBytes = kStride * 2;
+  static constexpr int kRowBytes = kStride * kSize;
   static constexpr int kBytes = keys * kRowBytes;
 
   // Where unit `unit` of key `key` lies.
-  static METHOD int place(int key, int unit) { return key * kRowBytes + ((unit ^ (key & 7)) * 16); }
+  static METHOD int place(int key, int unit) {
+    if constexpr (kRowBytes < kLineBytes)
+      return key / 2 * kLineBytes + ((key % 2 * 4 + unit) ^ (key / 2 & 7)) * 16;
+    else
+      return key * kRowBytes + ((unit ^ (key & 7)) * 16);
+  }
 };
 
 // A tile of values transposed: a row per element of the head, along it the keys in the order in
 // which the products take them: unit j * parts + part holds the keys 2 depth j + 4 part + 0 ... 3
-// and those `depth` further (mma.h's k-slices 2j and 2j + 1 of one lane).
+// and those `depth` further (mma.h's k-slices 2j and 2j + 1 of one lane). Of bytes, the keys
+// 32 j + 4 part + 0 ... 3 and those 8, 16 and 24 further.
 template <int keys, int head_dim>
 struct ValueTile {
   static constexpr int kUnits = keys / kUnit;  // of a row
-  static constexpr int kBytes = head_dim * keys * 2;
+  static constexpr int kBytes = head_dim * keys * kSize;
 
-  // Reading, neighbouring lanes have neighbouring d; writing, every other d. Both spread over a line.
+  // Reading, neighbouring lanes have neighbouring d; writing, every other d, of bytes every fourth.
+  // All spread over a line.
   static METHOD int place(int d, int unit) {
     if constexpr (kUnits < 8) {
-      static_assert(kUnits == 4, "two rows make a line");
-      int line = d / 2;
-      return line * kLineBytes + ((d % 2 * 4 + unit) ^ (line & 7)) * 16;
+      static_assert(kUnits == 4 || kUnits == 2, "two or four rows make a line");
+      constexpr int kRows = 8 / kUnits;
+      int line = d / kRows, swizzle = kSize == 1 ? d / 4 : line;
+      return line * kLineBytes + ((d % kRows * kUnits + unit) ^ (swizzle & 7)) * 16;
     } else {
       return d * kUnits * 16 + ((unit ^ (d & 7) ^ (d >> 3 & 1)) * 16);
     }
+  }
+  // The place of d + n with n below 4, of bytes, where d is a multiple of 4 and lies at `place`.
+  static METHOD int beside(int place, int n) {
+    constexpr int kRows = 8 / kUnits;
+    return (place ^ n % kRows * kUnits * kUnitBytes) + n / kRows * kLineBytes;
   }
 };
 

@@ -2,7 +2,7 @@
 //
 // K goes there directly, 4 bytes a lane (gfx942 has nothing wider), no registers in between; the
 // swizzle is applied to the source. V passes through registers, where 2 x 2 elements are transposed
-// by v_perm: a lane takes two neighbouring d of eight keys, one dword each.
+// by v_perm: a lane takes two neighbouring d of eight keys, one dword each. Of bytes it is 4 x 4.
 #pragma once
 #include "../sequence.h"
 #include "arguments.h"
@@ -17,12 +17,17 @@ struct Head {
 };
 
 DEVICE Head keys_of(const Params &p, int head) {
-  return Head{(const char *)p.k + head * p.k_head * 2, p.k_batch, p.k_row, p.head_dim};
+  return Head{(const char *)p.k + head * p.k_head * kSize, p.k_batch, p.k_row, p.head_dim};
 }
 
 DEVICE Head values_of(const Params &p, int head) {
-  return Head{(const char *)p.v + head * p.v_head * 2, p.v_batch, p.v_row, p.head_dim_v};
+  return Head{(const char *)p.v + head * p.v_head * kSize, p.v_batch, p.v_row, p.head_dim_v};
 }
+
+// Tiles are visited from the first keys to the last, of float8 from the last to the first. There P has
+// 18 powers of two: beside the one key that dominates a row, as a text's first often does, all others
+// would be 0, unless they came before it.
+constexpr int kTurn = DTYPE == FLOAT8 ? -1 : 1;
 
 // ---- tiles in rows: one buffer descriptor -------------------------------------------------------
 
@@ -35,25 +40,27 @@ constexpr unsigned kNowhere = 0x80000000u;     // an offset beyond every tile
 struct Rows {
   const char *tile;    // the next tile's first key
   int left;            // keys from there on
+  int wanted;          // keys at most
   unsigned row_bytes;
   unsigned width;      // bytes of a row that are the head's
 
-  METHOD Rows(const Head &head, const Sequence &s, int first, int end)
-      : tile(head.base + 2 * (s.key_batch * head.batch_stride +
-                                (s.key0 + first) * head.row_stride)),
+  METHOD Rows(const Head &head, const Sequence &s, int first, int begin, int end)
+      : tile(head.base + kSize * (s.key_batch * head.batch_stride +
+                                  (s.key0 + first) * head.row_stride)),
         left(end - first),
-        row_bytes((unsigned)head.row_stride * 2),
-        width(head.head_dim * 2) {}
+        wanted(end - begin),
+        row_bytes((unsigned)head.row_stride * kSize),
+        width(head.head_dim * kSize) {}
 
   // Bytes that a tile of `keys` keys has, from its first to its last one's end.
   METHOD int bytes(int keys) const {
-    int there = min(left, keys);
+    int there = kTurn < 0 && left > wanted ? 0 : min(left, keys);
     return there > 0 ? (int)((there - 1) * row_bytes + width) : 0;
   }
   // `few`: whether the multiples of row_bytes that the loads add may stay in scalar registers.
   METHOD void advance(int keys, bool few) {
-    tile += keys * (long long)row_bytes;
-    left -= keys;
+    tile += kTurn * keys * (long long)row_bytes;
+    left -= kTurn * keys;
     if (!few) pin_scalar(row_bytes);
   }
 };
@@ -77,8 +84,8 @@ DEVICE void load_to_lds(const void *from, Lds to) {
 
 // ---- tiles whose keys lie anywhere: paged -------------------------------------------------------
 
-// Offsets in bytes of a tile's keys, one key a lane (`sets` times 64 keys), those from `end` on as the
-// one before: they are masked, but must be readable.
+// Offsets in bytes of a tile's keys, one key a lane (`sets` times 64 keys), those outside of `begin` ...
+// `end` as the nearest inside: they are masked, but must be readable.
 template <int keys>
 struct Offsets {
   static constexpr int kSets = (keys + kLanes - 1) / kLanes;
@@ -86,12 +93,14 @@ struct Offsets {
   int lane;  // opaque, or the compiler keeps all that follows from it through the loop
 
   Offsets() = default;
-  METHOD Offsets(const Params &p, const Sequence &s, const Head &head, int first, int end) {
+  METHOD Offsets(const Params &p, const Sequence &s, const Head &head, int first, int begin,
+                 int end) {
     lane = lane_index();
     pin(lane);
     for (int i = 0; i < kSets; ++i) {
       int key = min(first + i * kLanes + lane_index(), end - 1);
-      of[i] = 2 * key_offset(p, s, key, head.batch_stride, head.row_stride);
+      if (kTurn < 0) key = max(key, begin);
+      of[i] = kSize * key_offset(p, s, key, head.batch_stride, head.row_stride);
     }
   }
   // Of key `key` of the tile, which may differ between lanes.
@@ -120,8 +129,16 @@ struct KeyLoads {
 
   // What the i-th load brings to lane `lane`.
   static METHOD int byte(int lane) { return wave_index() * kChunk + lane * 4; }
-  static METHOD int key(int i, int lane) { return i * kKeysALoad + byte(lane) / Tile::kRowBytes; }
+  static constexpr bool kHalfLines = Tile::kRowBytes < kLineBytes;
+  static METHOD int unit_of_line(int lane) {
+    return byte(lane) % kLineBytes / 16 ^ (byte(lane) / kLineBytes & 7);
+  }
+  static METHOD int key(int i, int lane) {
+    if (kHalfLines) return i * kKeysALoad + byte(lane) / kLineBytes * 2 + unit_of_line(lane) / 4;
+    return i * kKeysALoad + byte(lane) / Tile::kRowBytes;
+  }
   static METHOD int source_unit(int i, int lane) {
+    if (kHalfLines) return unit_of_line(lane) % 4;
     return byte(lane) % Tile::kRowBytes / 16 ^ (key(i, lane) & 7);
   }
   static METHOD Lds chunk(Lds tile, int i) { return tile + (i * waves + wave_index()) * kChunk; }
@@ -149,8 +166,11 @@ struct KeyLoads {
 
 // ---- V ------------------------------------------------------------------------------------------
 
+template <int size, int keys, int head_dim, int depth, int waves>
+struct ValueLoads;
+
 template <int keys, int head_dim, int depth, int waves>
-struct ValueLoads {
+struct ValueLoads<2, keys, head_dim, depth, waves> {
   typedef ValueTile<keys, head_dim> Tile;
   // Pairs of d that lanes are given, some without work where the head is no power of two.
   static constexpr int kPairs = head_dim <= 64 ? 32 : head_dim <= 128 ? 64 : 128;
@@ -216,6 +236,82 @@ struct ValueLoads {
       }
       lds_write(to + place[i][0], even);
       lds_write(to + place[i][1], odd);
+    }
+  }
+};
+
+// Of bytes: a lane takes four neighbouring d of four neighbouring keys, which are one word of four
+// units. Half a wavefront writes 8 fours of d and the 4 words of a unit: every bank once.
+template <int keys, int head_dim, int depth, int waves>
+struct ValueLoads<1, keys, head_dim, depth, waves> {
+  typedef ValueTile<keys, head_dim> Tile;
+  static constexpr int kFours = head_dim <= 64 ? 16 : head_dim <= 128 ? 32 : 64;  // of d
+  static constexpr int kAcross = kFours / 16;  // wavefronts along a row: each has 16 fours
+  static constexpr int kPieces = kAcross * Tile::kUnits;
+  static constexpr int kTasks = (kPieces + waves - 1) / waves;  // of a lane
+  static constexpr int kLoads = kTasks * 4;
+
+  unsigned offset[kTasks];    // in memory
+  unsigned place[kTasks];     // in LDS, of the first d
+
+  static METHOD int piece(int task) { return task * waves + wave_index(); }
+  static METHOD int unit(int task) { return piece(task) / kAcross; }
+  static METHOD int four(int task, int lane) {
+    return piece(task) % kAcross * 16 + lane / 32 * 8 + lane % 8;
+  }
+  static METHOD int word(int lane) { return lane / 8 % 4; }
+  static METHOD bool has_work(int task, int lane) {
+    return (kPieces % waves == 0 || piece(task) < kPieces) &&
+           (kFours * 4 == head_dim || four(task, lane) * 4 < head_dim);
+  }
+  // The first of four keys (lds.h).
+  static METHOD int key(int task, int lane) {
+    return unit(task) / 2 * 2 * depth + unit(task) % 2 * 4 + word(lane) * 8;
+  }
+
+  METHOD ValueLoads() {
+    int lane = lane_index();
+    for (int i = 0; i < kTasks; ++i) {
+      place[i] = Tile::place(4 * four(i, lane), unit(i)) + 4 * word(lane);
+      pin(place[i]);
+    }
+  }
+  METHOD ValueLoads(const Rows &rows) : ValueLoads() {
+    int lane = lane_index();
+    for (int i = 0; i < kTasks; ++i) {
+      offset[i] = key(i, lane) * rows.row_bytes + four(i, lane) * 4;
+      if (!has_work(i, lane) || four(i, lane) * 4 >= rows.width) offset[i] = kNowhere;
+      pin(offset[i]);
+    }
+  }
+
+  // The i-th load.
+  METHOD unsigned load(int i, const Rows &rows, int bytes) const {
+    return __builtin_amdgcn_raw_buffer_load_b32(buffer(rows.tile, bytes), offset[i / 4],
+                                                i % 4 * rows.row_bytes, 0);
+  }
+
+  static METHOD unsigned load(int i, const Offsets<keys> &offsets, const Head &head) {
+    int lane = offsets.lane, task = i / 4;
+    bool wanted = has_work(task, lane) && four(task, lane) * 4 < head.head_dim;
+    long long offset = offsets[wanted ? key(task, lane) + i % 4 : 0];
+    return wanted ? *(const unsigned *)(head.base + offset + four(task, lane) * 4) : 0;
+  }
+
+  METHOD void store(const unsigned (&four_of_key)[kLoads], Lds to) const {
+    int lane = lane_index();
+    for (int i = 0; i < kTasks; ++i) {
+      if (!has_work(i, lane)) continue;
+      const unsigned *x = four_of_key + i * 4;
+      for (int half = 0; half < 2; ++half) {  // two d each
+        unsigned pairs = half ? 0x07030602 : 0x05010400;
+        unsigned low = __builtin_amdgcn_perm(x[1], x[0], pairs);
+        unsigned high = __builtin_amdgcn_perm(x[3], x[2], pairs);
+        unsigned even = __builtin_amdgcn_perm(high, low, 0x05040100);
+        unsigned odd = __builtin_amdgcn_perm(high, low, 0x07060302);
+        lds_write(to + Tile::beside(place[i], 2 * half), even);
+        lds_write(to + Tile::beside(place[i], 2 * half + 1), odd);
+      }
     }
   }
 };

@@ -5,10 +5,12 @@
 typedef __attribute__((address_space(3))) char *Lds;
 typedef __attribute__((address_space(3))) Quad *LdsQuads;
 typedef __attribute__((address_space(3))) Pair *LdsPairs;
+typedef __attribute__((address_space(3))) unsigned *LdsWords;
 
 DEVICE Quad lds_read(Lds at) { return *(LdsQuads)at; }
 DEVICE void lds_write(Lds at, Quad x) { *(LdsQuads)at = x; }
 DEVICE void lds_write(Lds at, Pair x) { *(LdsPairs)at = x; }
+DEVICE void lds_write(Lds at, unsigned x) { *(LdsWords)at = x; }
 
 // LDS has 32 banks of 4 bytes: what is read together in units of 16 bytes is best one line of all.
 constexpr int kUnitBytes = 16;

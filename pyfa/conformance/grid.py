@@ -12,6 +12,7 @@ that it does not, the plainest case that needs it: that one must be refused.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from . import grid_fp8
@@ -154,8 +155,20 @@ def cases(
     if wanted:
         grid = [case for case in grid if case.features & set(wanted)]
     able = set(dtypes)
-    kept = [case for case in grid if case.features <= declared and able.issuperset(case.dtypes)]
+    theirs = dict.fromkeys(_in_their_float8(case, dtypes) for case in grid)
+    kept = [case for case in theirs if case.features <= declared and able.issuperset(case.dtypes)]
     return kept + _probes(grid, declared, dtypes)
+
+
+def _in_their_float8(case: Case, dtypes: Sequence[str]) -> Case:
+    """The case in the one float8 format of ``dtypes``; as it is where there are both, or none."""
+    found = [name for name in grid_fp8.FORMATS if name in dtypes]
+    if len(found) != 1:
+        return case
+    dtype, cache = (
+        found[0] if name in grid_fp8.FORMATS else name for name in (case.dtype, case.cache_dtype)
+    )
+    return replace(case, dtype=dtype, cache_dtype=cache)
 
 
 def _probes(grid: list[Case], declared: frozenset[str], dtypes: Sequence[str]) -> list[Case]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from .cases import FLOAT8_RECIPES, LAYOUTS, Case, dense, packed
 
-_FORMATS = ("float8_e4m3fn", "float8_e4m3fnuz")
+FORMATS = ("float8_e4m3fn", "float8_e4m3fnuz")
 _SCALES: tuple[str | int, ...] = ("head", 16, "tensor", 64, "", 32)
 _DENSE: tuple[Mapping[str, Any], ...] = (
     {},
@@ -45,7 +45,7 @@ def quick() -> Iterator[Case]:
     yield dense(16, 16, batch=1, dtype="float8_e4m3fn")
     yield dense(16, 16, batch=1, dtype="float8_e4m3fnuz", scales="head")
     for index, options in enumerate(_DENSE):
-        fields = {"dtype": _FORMATS[index == 1], "scales": _SCALES[index % 6], **options}
+        fields = {"dtype": FORMATS[index == 1], "scales": _SCALES[index % 6], **options}
         yield dense((65, 129, 33)[index % 3], (97, 130, 65)[index % 3], **fields)
     for index, recipe in enumerate(FLOAT8_RECIPES):
         yield dense(33, 513, dtype="float8_e4m3fn", recipe=recipe, causal=index == 2)
@@ -54,7 +54,7 @@ def quick() -> Iterator[Case]:
         yield packed(_LENGTHS, "varlen", dtype="float8_e4m3fn", scales=_SCALES[index], **options)
     for index, options in enumerate(_CACHES):
         lengths = _CACHED[index % 3 if "new_keys" not in options else 1]
-        dtypes = {"dtype": ("bfloat16", "float16")[index % 2], "cache_dtype": _FORMATS[index == 4]}
+        dtypes = {"dtype": ("bfloat16", "float16")[index % 2], "cache_dtype": FORMATS[index == 4]}
         if index in (1, 6, 7):
             dtypes = {"dtype": "float8_e4m3fn"}
         yield packed(lengths, "kvcache", scales=_SCALES[(index + 1) % 4], **dtypes, **options)
@@ -70,7 +70,7 @@ def full(draws: Callable[..., Iterator[dict[str, Any]]]) -> Iterator[Case]:
         "layout": LAYOUTS,
     }
     axes: Mapping[str, Any] = {
-        "dtype": _FORMATS,
+        "dtype": FORMATS,
         "out_dtype": ("", "float16"),
         "rows": (1, 17, 64, 129, 257),
         "keys": (1, 33, 64, 130, 257, 513),
@@ -79,16 +79,16 @@ def full(draws: Callable[..., Iterator[dict[str, Any]]]) -> Iterator[Case]:
     }
     for draw in draws("float8 dense", 100, {**common, **axes}):
         yield dense(**draw | dict(draw.pop("options")))
-    axes = {"dtype": _FORMATS, "options": _PACKED}
+    axes = {"dtype": FORMATS, "options": _PACKED}
     for draw in draws("float8 packed", 60, {**common, **axes}):
         yield packed(_LENGTHS, "varlen", **draw | dict(draw.pop("options")))
     axes = {
         "lengths": _CACHED,
-        "dtype": ("bfloat16", "float16", *_FORMATS),
-        "cache_dtype": _FORMATS,
+        "dtype": ("bfloat16", "float16", *FORMATS),
+        "cache_dtype": FORMATS,
         "options": _CACHES,
     }
     for draw in draws("float8 caches", 100, {**common, **axes}):
-        if draw["dtype"] in _FORMATS:
+        if draw["dtype"] in FORMATS:
             draw["cache_dtype"] = ""
         yield packed(draw.pop("lengths"), "kvcache", **draw | dict(draw.pop("options")))

@@ -216,17 +216,23 @@ def test_transformers_generates_the_same_tokens(kind: str, cache: str) -> None:
     assert torch.equal(model.generate(**given, cache_implementation=cache), want)
 
 
+def gradients(
+    kind: str, implementation: str, dtype: torch.dtype, *, compiled: bool = False
+) -> list[torch.Tensor]:
+    model = model_of(kind, implementation, dtype)
+    ids = torch.randint(2, 96, (2, 40), generator=torch.Generator().manual_seed(1)).cuda()
+    run = torch.compile(model, fullgraph=True) if compiled else model
+    run(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return [x.grad.float() for x in model.parameters() if x.grad is not None]
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
 def test_a_compiled_training_step_of_transformers(kind: str) -> None:
+    """The compiled model is as near to float32 as the eager one is, uncompiled."""
     torch.compiler.reset()
-    model = model_of(kind, "pyfa", torch.bfloat16)
-    ids = torch.randint(2, 96, (2, 40), device="cuda")
-    compiled = torch.compile(model, fullgraph=True)
-    grads = []
-    for run in (model, compiled):
-        model.zero_grad()
-        run(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        grads.append([x.grad.clone() for x in model.parameters() if x.grad is not None])
-    for x, y in zip(*grads, strict=True):
-        # The compiler rounds elsewhere.
-        assert float((x - y).norm()) <= 0.05 * float(x.norm())
+    exact = gradients(kind, "eager", torch.float32)
+    naive = gradients(kind, "eager", torch.bfloat16)
+    found = gradients(kind, "pyfa", torch.bfloat16, compiled=True)
+    for truth, x, y in zip(exact, naive, found, strict=True):
+        allowed = 2 * float((x - truth).norm()) + 0.01 * float(truth.norm())
+        assert float((y - truth).norm()) <= allowed

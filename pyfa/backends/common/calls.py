@@ -40,16 +40,19 @@ def score_class(problem: Problem) -> int:
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:
-    """``x`` in 16-byte units: rows without gaps, a multiple of 8 long, bases and strides too."""
-    short = -x.shape[-1] % 8
+    """``x`` in 16-byte units: rows without gaps, whole units long, bases and strides too."""
+    unit = 16 // x.element_size()
+    short = -x.shape[-1] % unit
     if short:
-        return pad(x, (0, short))
+        # PyTorch does not pad float8; its 0 is that of integers.
+        bits = x.view(torch.uint8) if unit == 16 else x
+        return pad(bits, (0, short)).view(x.dtype)
     *strides, last = x.stride()
     row = x.stride(-3)
     if (
         last != 1
         or x.data_ptr() % 16
-        or any(stride % 8 for stride in strides)
+        or any(stride % unit for stride in strides)
         or not x.shape[-1] <= row < MAX_ROW_STRIDE
     ):
         return x.clone(memory_format=torch.contiguous_format)
@@ -63,7 +66,7 @@ def with_readable(call: Call) -> Call:
 
 def results(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse, not initialised but where rows belong to no sequence, or lie beyond one's."""
-    out = call.q.new_empty(call.out_shape())
+    out = call.q.new_empty(call.out_shape(), dtype=call.dtype_of_out())
     lse = call.q.new_empty(call.lse_shape(), dtype=torch.float32)
     if call.cu_seqlens_q is not None or call.seqused_q is not None:
         out.zero_()

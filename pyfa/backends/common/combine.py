@@ -96,10 +96,15 @@ def run(
 
 def lines_of(parts: int, dim: int) -> int:
     """Lines, rows of one head, of a workgroup: ``kernels/common/combine.h`` says how."""
-    of_part = _power_of_two(dim)
-    return THREADS // of_part // min(THREADS // of_part, _power_of_two(parts))
+    of_part = threads_of_part(dim)
+    return THREADS // of_part // min(THREADS // of_part, _fours(parts))
 
 
-def _power_of_two(count: int) -> int:
-    """As many threads as take ``count`` in fours, rounded up to a power of two."""
+def threads_of_part(dim: int) -> int:
+    """Threads that take one part's output of a line."""
+    return _fours(dim)
+
+
+def _fours(count: int) -> int:
+    """So many, in fours, rounded up to a power of two."""
     return 1 << (-(-count // 4) - 1).bit_length()

@@ -19,7 +19,7 @@ from .launcher import Launcher, Runtime
 
 class HipBackend:
     FEATURES = forward.FEATURES | common_backward.FEATURES
-    DTYPES: tuple[str, ...] = calls.DTYPES
+    DTYPES: tuple[str, ...] = (*calls.DTYPES, forward.FLOAT8)
 
     def __init__(self, name: str, runtime: Runtime) -> None:
         self.NAME = name

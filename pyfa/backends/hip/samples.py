@@ -21,7 +21,8 @@ from . import backward, decode, forward
 
 LANES = forward.LANES
 _DTYPES = {code: getattr(torch, name) for name, code in calls.DTYPE_CODES.items()}
-_SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+_DTYPES[forward.FLOAT8_CODE] = getattr(torch, forward.FLOAT8)
+_SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", _DTYPES[forward.FLOAT8_CODE]: "fp8"}
 _PAGE = 64
 
 
@@ -126,14 +127,16 @@ def _constants(plan: Plan) -> dict[str, int]:
 
 def _title(constants: Mapping[str, int]) -> str:
     dtype = _SHORT[_DTYPES[constants["DTYPE"]]]
+    if "OUT_DTYPE" in constants:
+        dtype += f" to {_SHORT[_DTYPES[constants['OUT_DTYPE']]]}"
     return f"{constants['HEAD_DIM']}/{constants['HEAD_DIM_V']} {dtype}"
 
 
 def _call(constants: Mapping[str, int], rows: int, keys: int) -> Call:
     """One head, its keys not split."""
-    dtype = _DTYPES[constants["DTYPE"]]
+    dtype, out = (_DTYPES.get(constants.get(name, -1)) for name in ("DTYPE", "OUT_DTYPE"))
     q, k, v = (
         torch.zeros(1, length, 1, constants[dim], dtype=dtype)
         for length, dim in ((rows, "HEAD_DIM"), (keys, "HEAD_DIM"), (keys, "HEAD_DIM_V"))
     )
-    return Call(q, k, v, max_seqlen_q=rows, max_seqlen_k=keys, num_splits=1)
+    return Call(q, k, v, max_seqlen_q=rows, max_seqlen_k=keys, num_splits=1, out_dtype=out)

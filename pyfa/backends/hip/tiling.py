@@ -40,13 +40,14 @@ def _forward(plan: Plan, problem: Problem, shape: Shape) -> TiledKernel:
     groups = -(-shape.seqlen_q // rows) * shape.lines
     parts = forward.splits(groups, shape.seqlen_k, plans.device_of(problem).units)
     dims = values["HEAD_DIM"], values["HEAD_DIM_V"]
+    size = 1 if values["DTYPE"] == forward.FLOAT8_CODE else 2
     stride = next(width for width in (64, 128, 256) if width >= dims[0])  # lds.h: whole lines
     return TiledKernel(
         "forward",
         Tiling(rows, keys, parts),
         dims,
         values["WAVES"] * forward.LANES,
-        {"K, two tiles": 2 * keys * stride * 2, "V, two tiles": 2 * keys * dims[1] * 2},
+        {"K, two tiles": 2 * keys * stride * size, "V, two tiles": 2 * keys * dims[1] * size},
     )
 
 
