@@ -33,7 +33,7 @@ NAVIGATION = {
     "Guide": ("index.md", "start.md", "features.md", "migrating.md", "serving.md", "training.md",
               "fp8.md", "context_parallel.md", "integrations.md"),
     "Running it": ("mi300x.md", "ci.md", "troubleshooting.md"),
-    "Background": ("how.md",),
+    "Background": ("how.md", "speed.md"),
     "Reference": ("api.md", "compat.md", "cli.md", "settings.md"),
     "Project": ("../kernels/README.md", "../CONTRIBUTING.md", "../CHANGELOG.md"),
 }  # fmt: skip

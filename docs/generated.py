@@ -13,9 +13,11 @@ import functools
 import io
 import itertools
 import json
+import math
 import os
 import re
 import shlex
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -302,6 +304,83 @@ def devices() -> str:
     return table(["device", "arch", "CUs or SMs", "dies", "GB/s", "GiB"], rows)
 
 
+# --- what was measured
+
+
+def speed(name: str) -> str:
+    """A row for each cell of ``bench_<name>.json``: all values, and pyfa's speed over the best."""
+    cells: dict[str, dict[str, Any]] = {}
+    data = results()[f"bench_{name}.json"]
+    for row in data["rows"]:
+        cells.setdefault(row["cell"], {})[row["peer"]] = row
+    took_part = {peer for found in cells.values() for peer in found}
+    peers = sorted(took_part, key=list(data["peers"]).index)
+    rows, ratios, unit = [], [], ""
+    for cell, found in cells.items():
+        seconds = {k: v["seconds"]["median"] for k, v in found.items() if "seconds" in v}
+        ratios.append(min(v for k, v in seconds.items() if k != "pyfa") / seconds["pyfa"])
+        unit = found["pyfa"]["unit"]
+        digits = {"TFLOP/s": 0, "TB/s": 2}.get(unit, 1)
+        values = [f"{found[k]['value']:.{digits}f}" if k in seconds else "–" for k in peers]
+        rows.append([cell, *values, f"{ratios[-1]:.2f}"])
+    unit = unit.replace("us", "µs")
+    mean = statistics.geometric_mean(ratios)
+    return (
+        table([unit, *peers, "pyfa over the fastest"], rows)
+        + f"\n\nGeometric mean of the last column {mean:.3f}, smallest {min(ratios):.3f}."
+    )
+
+
+def naive_beside() -> str:
+    """Time and memory of standard attention and of pyfa, by length."""
+    found = {
+        (row["kind"], row["side"], row["seqlen"]): row
+        for row in results()["naive_vs_pyfa.json"]["lengths"]
+    }
+
+    def cell(row: dict[str, Any], key: str, unit: float) -> str:
+        if key not in row:
+            return str(row["why_not"])
+        digits = max(0, 2 - int(math.log10(row[key] / unit)))
+        return f"{row[key] / unit:,.{digits}f}"
+
+    rows = []
+    for length in sorted({length for *_, length in found if length >= 1024}):
+        four = [found[kind, side, length] for kind, side in KINDS_AND_SIDES]
+        times, sizes = (
+            [cell(row, key, unit) for row in four] for key, unit in (("seconds", 1e-3), _GB)
+        )
+        rows.append([f"{length:,}", *times, *sizes[2:]])
+    sides = ["forward, standard", "forward, pyfa", "training, standard", "training, pyfa"]
+    head = [f"{each} (ms)" for each in sides] + [f"{each} (GB)" for each in sides[2:]]
+    return table(["tokens", *head], rows)
+
+
+KINDS_AND_SIDES = tuple(itertools.product(("forward", "training"), ("naive", "pyfa")))
+_GB = ("extra_bytes", 1e9)
+
+
+def dram() -> str:
+    """DRAM's bytes by Nsight Compute beside the three that ``pyfa plan`` computes."""
+    rows = []
+    for row in results()["hbm_traffic.json"]["traffic"]:
+        once, moved = row["compulsory_bytes"], row["dram_bytes"]
+        shown = [f"{x / 1e9:,.3f}" for x in (once, row["estimated_bytes"], moved)]
+        more = [f"{x / 1e9:,.1f}" for x in (row["l2_bytes"], row["requested_bytes"])]
+        rows.append([row["title"].removesuffix(" full"), *shown, f"{moved / once:.2f} ×", *more])
+    head = ["compulsory", "estimated", "DRAM", "DRAM over compulsory", "through L2", "requested"]
+    return table(["GB", *head], rows)
+
+
+def sanitizers() -> str:
+    """What Compute Sanitizer reported of pyfa's kernels."""
+    rows = []
+    for found in results()["sanitizer_cuda.json"]["tools"]:
+        cases = ", ".join(f"{count} {status}" for status, count in found["cases"].items())
+        rows.append([f"`{found['tool']}`", cases, str(found["of_our_kernels"])])
+    return table(["tool", "cases", "reports of pyfa's kernels"], rows)
+
+
 # --- settings, extras, commands
 
 
@@ -408,13 +487,17 @@ PARTS: dict[str, Callable[..., str]] = {
     "commands": commands,
     "conformance": conformance,
     "devices": devices,
+    "dram": dram,
     "extras": extras,
     "features": features,
     "fp8_accuracy": fp8_accuracy,
     "fused": fused,
     "machines": machines,
     "module": signatures.module,
+    "naive_beside": naive_beside,
     "run": run,
+    "sanitizers": sanitizers,
     "settings": settings,
+    "speed": speed,
     "verified": verified,
 }
