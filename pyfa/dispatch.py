@@ -28,7 +28,17 @@ from .backends.base import (
 from .device import Device, of
 from .errors import PerformanceWarning, UnsupportedProblem
 from .plan import Plan
-from .problem import Call, Problem, are_on_16, is_aligned, is_positive, problem_of, scales_of
+from .problem import (
+    Call,
+    Problem,
+    again,
+    are_on_16,
+    is_aligned,
+    is_positive,
+    problem_of,
+    scales_of,
+    unchanging,
+)
 
 _log = logging.getLogger("pyfa")
 _context: ContextVar[str] = ContextVar("pyfa_backend", default="")
@@ -131,20 +141,18 @@ class Prepared(NamedTuple):
         return self.backend.forward(self.plan, call)
 
     def repeat(self, call: Call, with_lse: bool, contiguous: bool) -> Repeat:
-        """``forward`` as a function of q, k and v, for calls that differ from ``call``, which has
-        run, in nothing but their addresses. Raises ``OtherAlignment``."""
+        """``forward`` as a function of q, k, v and offsets, for calls that differ from ``call``,
+        which has run, in nothing but their values and addresses. Raises ``OtherAlignment``."""
         if isinstance(self.backend, Repeating) and not self.check:
             short = self.backend.repeat(self.plan, call, with_lse)
             if short is not None:
                 return short
-        rest, aligned = call[3:], are_on_16(*call[:3])
+        rest, aligned = unchanging(call), are_on_16(*call[:3])
 
-        def repeated(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            if are_on_16(q, k, v) is not aligned:
+        def repeated(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            if are_on_16(*tensors[:3]) is not aligned:
                 raise OtherAlignment
-            out, lse = self.forward(Call(q, k, v, *rest))
+            out, lse = self.forward(again(rest, tensors))
             return (out.contiguous(), lse.contiguous()) if contiguous else (out, lse)
 
         return repeated

@@ -141,15 +141,16 @@ _MOST_BACKWARDS = 4
 
 
 class DifferentiableRepeat(torch.autograd.Function):
-    """``Differentiable`` for a call that comes again: 4 arguments where that one has 35."""
+    """``Differentiable`` for a call that comes again: at most 6 arguments where that one has 35."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Repeated
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        out, lse = call.run(q, k, v)
+        ctx: Any, call: Repeated, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        *offsets: torch.Tensor,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        out, lse = call.run(q, k, v, *offsets)
         assert lse is not None
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, *offsets)
         ctx.call = call
         if call.returns_lse:
             ctx.set_materialize_grads(False)
@@ -164,13 +165,13 @@ class DifferentiableRepeat(torch.autograd.Function):
             run = _repeated_backward(call, saved, dout)
             if run is not None:
                 try:
-                    return (*run(*saved, dout), None)
+                    return (None, *run(dout, *saved), *(None,) * (len(saved) - 5))
                 except OtherAlignment:
                     pass
-        q, k, v, out, lse = saved
-        args = (q, k, v, *call.rest, *call.who)
+        q, k, v, out, lse, *offsets = saved
+        args = (*call.call((q, k, v, *offsets)), *call.who)
         dq, dk, dv, *_ = _gradients(_backward, args, out, lse, dout, dlse)
-        return dq, dk, dv, None
+        return None, dq, dk, dv, *(None for _ in offsets)
 
 
 def _repeated_backward(
@@ -178,18 +179,18 @@ def _repeated_backward(
 ) -> RepeatBackward | None:
     """The shorter way for gradients as ``dout``, prepared where it is the first as this one."""
     for fits, run in call.backwards:
-        if fits(*saved, dout):
+        if fits(dout, *saved):
             return run
     if (
         len(call.backwards) >= _MOST_BACKWARDS
-        or not is_unwatched(*saved, dout)
-        or not are_on_16(*saved, dout)
+        or not is_unwatched(dout, *saved)
+        or not are_on_16(dout, *saved[:5])
     ):
         return None
-    q, k, v, out, lse = saved
-    again = Call(q, k, v, *call.rest)
+    q, k, v, out, lse, *offsets = saved
+    again = call.call((q, k, v, *offsets))
     made = prepare(again, *call.who).repeat_backward(again, out, lse, dout)
-    call.backwards.append((fitting(*saved, dout), made))
+    call.backwards.append((fitting(dout, *saved), made))
     return made
 
 

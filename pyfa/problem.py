@@ -7,8 +7,9 @@ the bias with four dimensions, slopes and sinks in float32, the seed on the devi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -114,6 +115,30 @@ class Call(NamedTuple):
     def dtype_of_out(self) -> torch.dtype:
         """``out_dtype``, or q's."""
         return self.out_dtype or self.q.dtype
+
+
+_OFFSETS = Call._fields.index("cu_seqlens_q")  # and behind it cu_seqlens_k
+
+
+def changing(call: Call) -> tuple[torch.Tensor, ...]:
+    """q, k, v and, where ``call`` is packed, its offsets: once where one tensor is both."""
+    of_q, of_k = call.cu_seqlens_q, call.cu_seqlens_k
+    offsets = (of_q,) if of_q is of_k else (of_q, of_k)
+    return (*call[:3], *(x for x in offsets if x is not None))
+
+
+def unchanging(call: Call) -> tuple[Any, ...]:
+    """What ``call`` has behind v, without offsets."""
+    return (*call[3:_OFFSETS], None, None, *call[_OFFSETS + 2 :])
+
+
+def again(rest: tuple[Any, ...], tensors: Sequence[torch.Tensor]) -> Call:
+    """The call of ``unchanging`` and ``changing``."""
+    q, k, v, *offsets = tensors
+    call = Call(q, k, v, *rest)
+    if not offsets:
+        return call
+    return call._replace(cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[-1])
 
 
 def bucket(size: int) -> int:

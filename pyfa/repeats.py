@@ -1,15 +1,16 @@
-"""Calls that come again, of q, k, v, masks and numbers alone: found by what they depend on."""
+"""Calls that come again, of q, k, v, offsets of packed ones, masks and numbers alone: found by what
+they depend on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
 from .backends.base import Repeat, RepeatBackward
-from .problem import Call, are_on_16
+from .problem import Call, again, are_on_16, changing, unchanging
 
 Fits = Callable[..., bool]
 _Guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
@@ -73,9 +74,10 @@ def modes() -> tuple[bool, bool]:
 
 
 class Repeated:
-    """A call that may come again: how it runs, the rest of its ``Call``, and who may run it and
+    """A call that may come again: how it runs, what of its ``Call`` stays, and who may run it and
     what needs a gradient.
 
+    It comes with other tensors, ``problem.changing``, which ``fits`` holds to what these were.
     ``backwards``: how the backward of such a call runs, for the tensors that each fits; None where
     the general way is the only one.
     """
@@ -90,13 +92,22 @@ class Repeated:
         call: Call,
         who: tuple[str, bool, bool],
     ) -> None:
-        tensors = call[:3]
-        self.run, self.rest, self.who = run, call[3:], who
+        tensors = changing(call)
+        self.run, self.rest, self.who = run, unchanging(call), who
         self.returns_lse, self.needs_grad = call.return_lse, who[1]
         self.fits = fitting(*tensors)
         self.modes = modes() if any(x.requires_grad for x in tensors) else None
-        self.aligned = are_on_16(*tensors)
+        self.aligned = are_on_16(*tensors[:3])
         self.backwards: list[tuple[Fits, RepeatBackward | None]] = []
+
+    def call(self, tensors: Sequence[torch.Tensor]) -> Call:
+        """The call with these tensors."""
+        return again(self.rest, tensors)
+
+
+def _key(options: tuple[Any, ...], tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """With the shapes of q, k and v, or of offsets, which tell how many sequences there are."""
+    return options, tensors[0].shape, tensors[1].shape, tensors[-1].shape
 
 
 class Table:
@@ -110,15 +121,15 @@ class Table:
         self.recent: dict[tuple[Any, ...], Repeated] = {}
         self.known: dict[tuple[Any, ...], list[Repeated]] = {}
 
-    def find(self, options: tuple[Any, ...], q: Any, k: Any, v: Any) -> Repeated | None:
+    def find(self, options: tuple[Any, ...], *tensors: Any) -> Repeated | None:
         """Also where it is not the one that came last."""
-        if not is_unwatched(q, k, v):
+        if not is_unwatched(*tensors):
             return None
-        for each in self.known.get((options, q.shape, k.shape), ()):
+        for each in self.known.get(_key(options, tensors), ()):
             if (
-                each.fits(q, k, v)
+                each.fits(*tensors)
                 and (each.modes is None or each.modes == modes())
-                and each.aligned == are_on_16(q, k, v)
+                and each.aligned == are_on_16(*tensors[:3])
             ):
                 self.recent[options] = each
                 return each
@@ -129,7 +140,7 @@ class Table:
         if len(self.known) >= _MOST:
             self.known.clear()
             self.recent.clear()
-        key = (options, call.q.shape, call.k.shape)
+        key = _key(options, changing(call))
         # A new list, for those who are reading the old one.
         self.known[key] = [found, *self.known.get(key, ())][:_MOST_ALIKE]
         self.recent[options] = found

@@ -295,7 +295,7 @@ def short_backwards(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             if any(x.data_ptr() % 16 for x in given):
                 raise OtherAlignment
             ran.append(given)
-            return tuple(torch.zeros_like(x) for x in given[:3])
+            return tuple(torch.zeros_like(x) for x in given[1:4])
 
         return run if dout.is_contiguous() else None
 

@@ -11,11 +11,10 @@ from ..plan import Plan
 from ..problem import FEATURES, Call, Problem
 from ..traffic import Shape, TiledKernel
 
-# From q, k and v to out and, where it was asked for, LSE.
-Repeat = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]
-]
-# From q, k, v, out, LSE and dout to dq, dk and dv.
+# From q, k, v and the offsets of packed ones, as ``problem.changing`` gives them, to out and, where
+# it was asked for, LSE.
+Repeat = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+# From dout, q, k, v, out, LSE and offsets to dq, dk and dv.
 RepeatBackward = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
@@ -92,9 +91,10 @@ class Repeating(Protocol):
     """A backend with a shorter way for a call that comes again with other tensors."""
 
     def repeat(self, plan: Plan, call: Call, with_lse: bool) -> Repeat | None:
-        """``forward`` of calls that share all with ``call`` but the addresses of q, k and v: their
-        shapes, strides, dtype and device, and all options. ``call`` has run. None where there is no
-        such way. Results are contiguous. Raises ``OtherAlignment``."""
+        """``forward`` of calls that share all with ``call`` but the addresses of q, k, v and
+        offsets, and what is in them: shapes, strides, dtypes and devices, and all options. ``call``
+        has run, and has no other tensors. None where there is no such way. Results are contiguous.
+        Raises ``OtherAlignment``."""
 
 
 @runtime_checkable

@@ -17,6 +17,7 @@ import pyfa
 from pyfa import abi, api, ops
 from pyfa import request as requests
 from pyfa.backends.common import libcuda
+from pyfa.backends.cuda import launcher
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LAUNCHED = ("attn_fwd", "row_sums", "attn_bwd", "dq_convert")
@@ -68,7 +69,10 @@ def mapped(data: bytes) -> list[int]:
 
 def step(driver: Any, tensors: list[torch.Tensor], **options: Any) -> tuple[list[Launch], Any]:
     """Launches of a forward and its backward, and the tensors that they were given."""
-    out = pyfa.attention(*tensors, **options)
+    return given_to(driver, pyfa.attention(*tensors, **options), tensors)
+
+
+def given_to(driver: Any, out: Any, tensors: list[torch.Tensor]) -> tuple[list[Launch], Any]:
     out = out[0] if isinstance(out, tuple) else out
     dout = torch.randn(out.shape).to(out.dtype)
     grads = torch.autograd.grad(out, tensors, dout)
@@ -112,6 +116,22 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+def check_same(found: list[Launch], first: list[Launch], tensors: set[str]) -> None:
+    """The same launches, but for the addresses of ``tensors`` and of what is made for each call."""
+    for (name, config, values), (name_1, config_1, values_1) in zip(found, first, strict=True):
+        assert (name, config) == (name_1, config_1)
+        differing = FRESH | tensors
+        assert [n for n in abi.NAMES if n not in differing and values[n] != values_1[n]] == []
+        assert [n for n in FRESH if (values[n] == 0) != (values_1[n] == 0)] == []
+
+
+def check_prepared() -> None:
+    """The one call that was kept, with its backward."""
+    (entry,) = api._repeats.recent.values()
+    ((_, prepared),) = entry.backwards
+    assert prepared is not None
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
 def test_a_repeated_call_launches_what_the_first_did(
@@ -123,14 +143,51 @@ def test_a_repeated_call_launches_what_the_first_did(
     for _ in range(2):
         again, given = step(driver, inputs(**shapes), **options)
         check_addresses(again, given)
-        for (name, config, values), (name_1, config_1, values_1) in zip(again, first, strict=True):
-            assert (name, config) == (name_1, config_1)
-            tensors = FRESH | {"q", "k", "v", "dout"}
-            assert [n for n in abi.NAMES if n not in tensors and values[n] != values_1[n]] == []
-            assert [n for n in FRESH if (values[n] == 0) != (values_1[n] == 0)] == []
-    (entry,) = api._repeats.recent.values()
-    ((_, prepared),) = entry.backwards
-    assert prepared is not None
+        check_same(again, first, {"q", "k", "v", "dout"})
+    check_prepared()
+
+
+def offsets_of(*ends: int) -> torch.Tensor:
+    """At no multiple of 16 bytes, which only q, k and v have to be at."""
+    return torch.tensor((7, 0, *ends), dtype=torch.int32)[1:]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("shared", [False, True])
+def test_packed_calls_read_their_own_offsets(
+    driver: Any, options: dict[str, Any], shared: bool
+) -> None:
+    """And what no kernel writes, which with an idle driver is all, is 0, or -inf in the LSE."""
+    seen = []
+    for ends in ((40, 100), (100, 120), (70, 128)):
+        tensors = [x[0].detach().requires_grad_() for x in inputs(heads=4)]
+        of_q = offsets_of(*ends)
+        of_k = of_q if shared else offsets_of(*ends)
+        found = pyfa.attention_varlen(*tensors, of_q, of_k, 100, 100, **options)
+        launched, given = given_to(driver, found, tensors)
+        names = tuple(name.split(".cu")[0].rsplit("/")[-1] for name, *_ in launched)
+        assert names == LAUNCHED
+        check_addresses(launched, given)
+        for *_, values in launched:
+            assert values["cu_seqlens_q"] == of_q.data_ptr()
+            assert values["cu_seqlens_k"] == of_k.data_ptr()
+        if not seen:
+            seen = launched
+        check_same(launched, seen, {"q", "k", "v", "dout", *launcher.OFFSETS})
+        for name in ("out", "dq", "dk", "dv"):
+            assert not given[name].any()
+        if isinstance(found, tuple):
+            assert (found[1] == -torch.inf).all()
+    check_prepared()
+
+
+def test_dense_calls_have_no_offsets(driver: Any) -> None:
+    """Also where packed ones of the same kernels came before."""
+    packed = [x[0].detach().requires_grad_() for x in inputs()]
+    for _ in range(2):
+        given_to(driver, pyfa.attention_varlen(*packed, *[offsets_of(128)] * 2, 128, 128), packed)
+        launched, _ = step(driver, inputs())
+        assert not any(values[name] for *_, values in launched for name in launcher.OFFSETS)
 
 
 def test_hopper_s_tensor_maps_follow_the_tensors(driver: Any) -> None:
@@ -311,7 +368,7 @@ def prepared(driver: Any) -> Callable[[], Any]:
     tensors = [x.detach() for x in inputs()]
     out, lse = entry.run(*tensors)
     launches(driver)
-    return lambda: run(*tensors, out, lse, torch.ones_like(out))
+    return lambda: run(torch.ones_like(out), *tensors, out, lse)
 
 
 def test_a_launch_that_fails_leaves_the_next_one_whole(

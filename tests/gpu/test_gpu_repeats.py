@@ -47,6 +47,36 @@ def test_steps_on_other_tensors(
     assert len(entry.backwards) == 1
 
 
+def packed_step(seed: int, backend: str, ends: list[int]) -> tuple[torch.Tensor, ...]:
+    q, k, v, dout = (x.flatten(0, 1) for x in tensors(seed))
+    leaves = [x.requires_grad_() for x in (q, k[:600], v[:600])]
+    offsets = torch.tensor([0, *ends], dtype=torch.int32, device="cuda")
+    out, lse = pyfa.attention_varlen(
+        *leaves, offsets, offsets, 300, 300, causal=True, return_lse=True, deterministic=True,
+        backend=backend,
+    )  # fmt: skip
+    return (out, lse, *torch.autograd.grad(out, leaves, dout))
+
+
+def test_packed_steps_with_other_offsets(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same shapes, with rows of no sequence behind the last."""
+    ends = [[200, 500, 600], [300, 301, 590], [0, 256, 400], [1, 2, 3]]
+    expected = []
+    for seed, each in enumerate(ends):
+        monkeypatch.setattr(api, "_repeats", repeats.Table())
+        expected.append(packed_step(seed, backend, each))
+    for _ in range(2):
+        for seed, each in enumerate(ends):
+            waste = torch.full((1 << 24,), torch.nan, device="cuda")
+            del waste
+            found = packed_step(seed, backend, each)
+            for x, y in zip(found, expected[seed], strict=True):
+                assert torch.equal(x, y)
+            assert not any(x[each[-1] :].any() for x in (found[0], *found[2:]))
+            assert (found[1][:, each[-1] :] == -torch.inf).all()
+    assert len(api._repeats.recent) == 1
+
+
 def test_steps_in_threads_on_streams(backend: str) -> None:
     expected = [step(seed, backend) for seed in range(4)]
     torch.cuda.synchronize()

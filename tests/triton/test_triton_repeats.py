@@ -112,7 +112,7 @@ def test_a_repeated_call_launches_what_the_first_did(
     assert launches(driver) == []
     other = again(call)
     out_2, lse_2, dout_2 = out.clone(), lse.clone(), dout.clone()
-    grads_2 = prepared(*other[:3], out_2, lse_2, dout_2)
+    grads_2 = prepared(dout_2, *other[:3], out_2, lse_2)
     # Which of the tensors stands where an address differs; base and delta are one allocation.
     pairs = {
         x.data_ptr(): y.data_ptr()
@@ -172,5 +172,5 @@ def test_addresses_of_another_alignment(driver: Any) -> None:
     with pytest.raises(OtherAlignment):
         forward(on_8, call.k, call.v)
     with pytest.raises(OtherAlignment):
-        backward(call.q, call.k, call.v, out, lse, on_8)
+        backward(on_8, call.q, call.k, call.v, out, lse)
     assert launches(driver) == []

@@ -66,9 +66,20 @@ def with_readable(call: Call) -> Call:
 
 def results(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse, not initialised but where rows belong to no sequence, or lie beyond one's."""
-    out = call.q.new_empty(call.out_shape(), dtype=call.dtype_of_out())
-    lse = call.q.new_empty(call.lse_shape(), dtype=torch.float32)
+    out, lse = places(call)
     if call.cu_seqlens_q is not None or call.seqused_q is not None:
-        out.zero_()
-        lse.fill_(-torch.inf)
+        fill(out, lse)
     return out, lse
+
+
+def places(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse, not initialised."""
+    out = call.q.new_empty(call.out_shape(), dtype=call.dtype_of_out())
+    return out, call.q.new_empty(call.lse_shape(), dtype=torch.float32)
+
+
+def fill(out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """What rows have that see nothing: which rows no kernel writes is known on the device alone."""
+    out.zero_()
+    if lse is not None:
+        lse.fill_(-torch.inf)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..base import Gradients, OtherAlignment, Repeat, RepeatBackward
+from . import calls
 
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
@@ -32,6 +33,11 @@ def like(x: torch.Tensor) -> _Like:
     return tuple(x.shape), x.stride(), x.dtype
 
 
+def _addresses(offsets: tuple[torch.Tensor, ...]) -> tuple[int, int]:
+    """Of queries' and keys' offsets, which may be one tensor."""
+    return offsets[0].data_ptr(), offsets[-1].data_ptr()
+
+
 def ready_forward(
     launch: Callable[..., None],
     blocks: int,
@@ -39,31 +45,36 @@ def ready_forward(
     lse: torch.Tensor | None,
     aligned: bool = True,
 ) -> Repeat:
-    """A forward of known shapes: allocates out and LSE, takes five addresses, launches.
+    """A forward of known shapes: allocates out and LSE, takes addresses, launches.
 
     ``launch`` takes ``blocks`` and the addresses of q, k, v, out and LSE, the last 0 where ``lse``
-    is None: where nobody will ask for it. ``out`` and ``lse`` tell shapes, dtypes and the device,
-    ``aligned`` whether the addresses are multiples of 16.
+    is None: where nobody will ask for it; behind them those of a packed call's offsets. ``out`` and
+    ``lse`` tell shapes, dtypes and the device, ``aligned`` whether the addresses of q, k and v are
+    multiples of 16.
     """
     # Not an object with ``__call__``, which takes 0.1 µs more.
     index, grids = out.device.index, (blocks,)
     out_like, lse_like = like(out), None if lse is None else like(lse)
 
     def forward(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *offsets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if _current_device() != index:
             with torch.cuda.device(index):
-                return forward(q, k, v)
+                return forward(q, k, v, *offsets)
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if ((at_q | at_k | at_v) & 15 == 0) is not aligned:
             raise OtherAlignment
         made = empty(*out_like)
-        if lse_like is None:
-            launch(grids, at_q, at_k, at_v, made.data_ptr(), 0)
-            return made, None
-        made_lse = empty(*lse_like)
-        launch(grids, at_q, at_k, at_v, made.data_ptr(), made_lse.data_ptr())
+        at_lse, made_lse = 0, None
+        if lse_like is not None:
+            made_lse = empty(*lse_like)
+            at_lse = made_lse.data_ptr()
+        if not offsets:
+            launch(grids, at_q, at_k, at_v, made.data_ptr(), at_lse)
+            return made, made_lse
+        calls.fill(made, made_lse)
+        launch(grids, at_q, at_k, at_v, made.data_ptr(), at_lse, *_addresses(offsets))
         return made, made_lse
 
     return forward
@@ -73,28 +84,34 @@ def ready_backward(launch: Callable[..., None], made: Gradients, workspace: int)
     """A backward of known shapes: allocates dq, dk, dv and a workspace, takes addresses, launches.
 
     ``launch`` takes those of q, k, v, out, LSE, dout, dq, dk, dv and of the ``workspace``, so many
-    float32. ``made`` tells shapes, dtypes and the device.
+    float32; behind them those of a packed call's offsets. ``made`` tells shapes, dtypes and the
+    device.
     """
     index = made.dq.device.index
     dq_like, dk_like, dv_like = (like(x) for x in made[:3])
     size = (workspace,)
 
     def backward(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-        dout: torch.Tensor,
+        dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+        lse: torch.Tensor, *offsets: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         if _current_device() != index:
             with torch.cuda.device(index):
-                return backward(q, k, v, out, lse, dout)
+                return backward(dout, q, k, v, out, lse, *offsets)
         at_q, at_k, at_v, at_dout = q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.data_ptr()
         at_out, at_lse = out.data_ptr(), lse.data_ptr()
         if (at_q | at_k | at_v | at_dout | at_out | at_lse) & 15:
             raise OtherAlignment
         dq, dk, dv = empty(*dq_like), empty(*dk_like), empty(*dv_like)
         work = empty(size, (1,), torch.float32)
+        at_offsets: tuple[int, ...] = ()
+        if offsets:
+            at_offsets = _addresses(offsets)
+            for x in (dq, dk, dv):
+                x.zero_()  # rows of no sequence stay so; whether there are any, the device knows
         launch(
             at_q, at_k, at_v, at_out, at_lse, at_dout, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),
-            work.data_ptr(),
+            work.data_ptr(), *at_offsets,
         )  # fmt: skip
         return dq, dk, dv
 

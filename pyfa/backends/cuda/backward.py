@@ -21,7 +21,7 @@ from ..common import calls
 from ..common.backward import finished, gradients, is_general, is_general_problem
 from ..common.launch import Launch
 from ..common.ready import ready_backward
-from . import backward_sm90, forward_sm90, plans
+from . import backward_sm90, forward_sm90, launcher, plans
 from .launcher import Launcher
 
 KERNEL = "cuda/sm80/attn_bwd.cu"
@@ -246,46 +246,44 @@ class _Noting:
         self.values, self.tensors = values, tensors
 
 
-# What each call gives anew: q, k, v, out and lse lead ``Params``, and behind members that only
-# calls with more than q, k and v have, which are 0, follow those from dout to counter.
-_ANEW = ("q", "k", "v", "out", "lse", "dout", "dlse", "delta", "dq", "dk", "dv", "dq_accum",
+# What each call gives anew, in the order of ``Params``. What lies between only calls with more
+# tensors have.
+_ANEW = (*launcher.NAMES, *launcher.OFFSETS, "dout", "dlse", "delta", "dq", "dk", "dv", "dq_accum",
          "dsinks", "counter")  # fmt: skip
-_SKIPPED = abi.NAMES[5 : abi.NAMES.index("dout")]
-_FIRST = f"5Q{8 * len(_SKIPPED)}x9Q"
+_NEVER = (*launcher.between(_ANEW), "dlse", "dsinks")
 
 
 def repeat(
-    launcher: Launcher, call: Call, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
+    launch: Launcher, call: Call, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
 ) -> RepeatBackward | None:
     """``RepeatingBackward.repeat_backward``: where nothing is copied.
 
     One packing of ``Params`` for the three kernels, and one allocation for what they share: dQ's
     sums, the counter, delta.
     """
-    noting = _Noting(launcher)
+    noting = _Noting(launch)
     made = run(noting, call, out, lse, dout, None)
     if len(noting.kernels) != 3:
         return None
     values, tensors = noting.values, noting.tensors
     given = {"q": call.q, "k": call.k, "v": call.v, "out": out, "lse": lse, "dout": dout}
     copied = any(tensors[name] is not x for name, x in given.items())
-    if copied or any(values.get(name) for name in (*_SKIPPED, "dlse", "dsinks")):
+    if copied or any(values.get(name) for name in _NEVER):
         return None
     counter = 4 * tensors["dq_accum"].numel() if call.deterministic else 0
     floats = tensors["dq_accum"].numel() + (tensors["counter"].numel() if counter else 0)
     floats += -floats % 128  # delta begins at a multiple of 512 bytes, as by itself
-    if not all(launcher.can_prepare(plan) for plan, _ in noting.kernels):
+    if not all(launch.can_prepare(plan) for plan, _ in noting.kernels):
         return None
-    launch = launcher.prepare_all(
-        noting.kernels, values, call.q.device.index, _FIRST, _ANEW, tensors
-    )
+    kernels = launch.prepare_all(noting.kernels, values, call.q.device.index, _ANEW, tensors)
     grids = tuple(noting.grids)
 
     def launch_all(
-        q: int, k: int, v: int, out: int, lse: int, dout: int, dq: int, dk: int, dv: int, work: int
-    ) -> None:
-        launch(
-            grids, q, k, v, out, lse, dout, 0, work + 4 * floats, dq, dk, dv, work, 0,
+        q: int, k: int, v: int, out: int, lse: int, dout: int, dq: int, dk: int, dv: int, work: int,
+        of_q: int = 0, of_k: int = 0,
+    ) -> None:  # fmt: skip
+        kernels(
+            grids, q, k, v, out, lse, of_q, of_k, dout, 0, work + 4 * floats, dq, dk, dv, work, 0,
             counter and work + counter,
         )  # fmt: skip
 

@@ -235,7 +235,7 @@ def repeat(launch: Launcher, plan: Plan, call: Call, with_lse: bool) -> Repeat |
     blocks, parts = _grid(plan, call)
     if parts > 1 or not blocks or not launch.can_prepare(plan):
         return None
-    out, lse = calls.results(call)
+    out, lse = calls.places(call)
     values = abi.forward_values(call, out, lse)
     tensors = calls.tensors_of(call)
     prepared, grid = launch.prepare(plan, blocks, plans.threads_of(plan), values, tensors)

@@ -16,9 +16,9 @@ from ..common import libcuda
 from ..common.plans import name_of
 from . import code, counters, plans, tensor_maps
 
-# The leading members of ``Params``, which a prepared launch gets anew: q, k, v, out and lse.
-TENSORS = 5
-NAMES = abi.NAMES[:TENSORS]
+# What a prepared launch gets anew of ``Params``, in its order, and of packed calls.
+NAMES = ("q", "k", "v", "out", "lse")
+OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 _COUNTER_AT = 8 * abi.NAMES.index("counter")  # only pointers come before
 
 
@@ -65,15 +65,16 @@ class Launcher:
         values: Mapping[str, int | float],
         tensors: Mapping[str, torch.Tensor],
     ) -> tuple[Callable[..., None], int]:
-        """The kernel as a function of its grid and the addresses of q, k, v, out and lse, and the
-        grid for ``blocks``.
+        """The kernel as a function of its grid and the addresses of q, k, v, out and lse, and of
+        offsets where there are any, and the grid for ``blocks``.
 
         All else is as in ``values``, and in ``tensors``, of which the kernel has maps.
         """
         index = _index(tensors["q"].device)
         grid = self._grid(plan, blocks, index)
+        names = NAMES + OFFSETS if OFFSETS[0] in tensors else NAMES
         launch = self.prepare_all(
-            [(plan, threads)], values, index, f"{TENSORS}Q", NAMES, tensors, counted=grid < blocks
+            [(plan, threads)], values, index, names, tensors, counted=grid < blocks
         )
         return launch, grid
 
@@ -82,16 +83,15 @@ class Launcher:
         kernels: Sequence[tuple[Plan, int]],
         values: Mapping[str, int | float],
         index: int,
-        first: str,
-        names: Sequence[str] = (),
-        tensors: Mapping[str, torch.Tensor] | None = None,
+        names: Sequence[str],
+        tensors: Mapping[str, torch.Tensor],
         counted: bool = False,
     ) -> Callable[..., None]:
         """``libcuda.launcher`` of plans, each with its number of threads, which share ``Params``.
 
-        The leading members, of the struct format ``first``, come anew; all else is as in
-        ``values``. ``names`` are theirs, for a kernel that has maps of ``tensors`` (one of all).
-        ``counted``: blocks take their work from a counter.
+        The members ``names`` come anew, and those between them are 0: ``between``. All else is as
+        in ``values``, and in ``tensors``, of which one kernel of all may have maps. ``counted``:
+        blocks take their work from a counter.
         """
         loaded = [self._load(plan, threads, index).kernel for plan, threads in kernels]
         maps: tuple[bytes, ...] = ()
@@ -99,9 +99,9 @@ class Launcher:
         for plan, _ in kernels:
             for box in tensor_maps.BOXES.get(plan.kernel, ()):
                 again.append((abi.MAPS_AT + len(again) * abi.MAP_SIZE, names.index(box.tensor)))
-            maps += tensor_maps.maps_of(plan, tensors or {})
+            maps += tensor_maps.maps_of(plan, tensors)
         taken = [(_COUNTER_AT, counters.source(index))] if counted else []
-        return libcuda.launcher(index, loaded, abi.pack(values, maps), first, again, taken)
+        return libcuda.launcher(index, loaded, abi.pack(values, maps), _format(names), again, taken)
 
     def plan(self, kernel: str, dtype: int) -> Plan:
         return plans.plan_of(kernel, dtype)
@@ -138,6 +138,18 @@ def launchable(plan: Plan, function: int, threads: int, shared: int, index: int)
     size = abi.MAPPED_SIZE if plan.kernel in tensor_maps.BOXES else abi.SIZE
     kernel = libcuda.Kernel(function, threads, shared, struct=True, ahead=ahead)
     return Loaded(kernel, libcuda.launcher(index, [kernel], bytes(size), f"{size}s"))
+
+
+def between(names: Sequence[str]) -> list[str]:
+    """The members of ``Params`` up to the last of ``names`` that are not among them."""
+    return [name for name in abi.NAMES[: abi.NAMES.index(names[-1])] if name not in names]
+
+
+def _format(names: Sequence[str]) -> str:
+    """The struct format of these members, addresses in the order of ``Params``, and of zeros
+    ``between`` them."""
+    last = abi.NAMES.index(names[-1])
+    return "".join("Q" if name in names else "8x" for name in abi.NAMES[: last + 1])
 
 
 def _index(where: torch.device) -> int:
