@@ -15,11 +15,15 @@
     !defined(STAGES) || !defined(OCCUPANCY)
 #error "the plan defines DTYPE, HEAD_DIM, HEAD_DIM_V, TILES, STAGES and OCCUPANCY"
 #endif
+#ifndef KEY_DTYPE  // of K and V
+#define KEY_DTYPE DTYPE
+#endif
 
 #include "arguments.h"
 #include "decode_load.h"
 
 typedef M::Acc Acc;
+constexpr float kLeastUnit = 1e-30f;  // below any scale that `quantize` makes
 constexpr int kWaves = 4;
 constexpr int kThreads = kWaves * kLanes;
 
@@ -30,6 +34,7 @@ struct Shared {
     Acc sums[kWaves][4][kLanes];  // of one piece: from wavefront, row of the product
   };
   float maximum[kWaves][TILES][kGroup], total[kWaves][TILES][kGroup];
+  ScaleTable scales[kFloat8 ? kWaves : 0];
 };
 
 // A workgroup's part of the problem.
@@ -46,12 +51,19 @@ struct Lines {
   Quad q[TILES][kChunks];
   int row[TILES], head[TILES];
   float slope[TILES];
+  float scale[TILES];  // of float8
 };
 
 // Online softmax, per column; `total` is a lane's share of the sum.
 struct State {
   Acc o[TILES][kElements];
   float maximum[TILES], total[TILES];
+  float unit;  // that `o` counts in, of float8
+};
+
+// Of the four keys that a lane has scores of: what those are multiplied by, and P.
+struct Factors {
+  Acc k, v;
 };
 
 // ---- one group of keys --------------------------------------------------------------------------
@@ -61,8 +73,8 @@ DEVICE bool any_lane(bool x) { return __builtin_amdgcn_ballot_w64(x) != 0; }
 DEVICE Acc scores(const Group &group, const Quad (&q)[kChunks]) {
   Acc s = Acc{0};
   for (int c = 0; c < kChunks; ++c) {
-    s = M::mma(group.k[c].xy, q[c].xy, s);
-    s = M::mma(group.k[c].zw, q[c].zw, s);
+    s = M::mma(key_operand(group, 2 * c), q[c].xy, s);
+    s = M::mma(key_operand(group, 2 * c + 1), q[c].zw, s);
   }
   return s;
 }
@@ -93,7 +105,7 @@ DEVICE void finish(Acc &s, const Params &p, const Sequence &sequence, const Bloc
 
 // P as the operand of the next product. The accumulator is brought to a new maximum only when there
 // is one, which after the first groups is seldom.
-DEVICE Pair weights(State &state, int t, const Acc &s) {
+DEVICE Pair weights(State &state, int t, const Acc &s, const Factors &factors) {
   float highest = max(max(s[0], s[1]), max(s[2], s[3]));
   if (any_lane(highest > state.maximum[t])) {
     float raised = max(state.maximum[t], M::column_max(highest));
@@ -107,21 +119,40 @@ DEVICE Pair weights(State &state, int t, const Acc &s) {
   Acc w;
   for (int r = 0; r < 4; ++r) w[r] = exp2(s[r] - base);
   state.total[t] += (w[0] + w[1]) + (w[2] + w[3]);
+  if (kFloat8) w *= factors.v;
   return Pair{Format<DTYPE>::half_up(w[0], w[1]), Format<DTYPE>::half_up(w[2], w[3])};
 }
 
-DEVICE void step(State &state, const Group &group, const Params &p, const Sequence &sequence,
-                 const Block &b, const Lines &lines, int first) {
+// The factors of the n-th group of a table. Those of P are relative to the accumulator's unit, the
+// largest of a few groups: times scales of 2^-14 and less, P would lose bits in float16. Scales that
+// differ by less than 64 cost no rescale.
+DEVICE Factors factors_of(State &state, const ScaleTable &table, int n) {
+  int at = n * kGroup + M::part() * 4;
+  Factors factors{*(const Acc *)&table.k[at], *(const Acc *)&table.v[at]};
+  const Acc &v = factors.v;
+  float largest = max(max(v[0], v[1]), max(v[2], v[3]));
+  if (any_lane(largest > state.unit) || !any_lane(largest * 64.0f > state.unit)) {
+    float unit = max(M::column_max(largest), kLeastUnit);
+    float change = state.unit * reciprocal(unit);
+    for (int t = 0; t < TILES; ++t)
+      for (int e = 0; e < kElements; ++e) state.o[t][e] *= change;
+    state.unit = unit;
+  }
+  factors.v *= reciprocal(state.unit);
+  return factors;
+}
+
+DEVICE void step(State &state, const Group &group, const Factors &factors, const Params &p,
+                 const Sequence &sequence, const Block &b, const Lines &lines, int first) {
   Pair w[TILES];
   for (int t = 0; t < TILES; ++t) {
     Acc s = scores(group, lines.q[t]);
+    if (kFloat8) s *= factors.k * lines.scale[t];
     finish(s, p, sequence, b, lines, t, first);
-    w[t] = weights(state, t, s);
+    w[t] = weights(state, t, s, factors);
   }
   for (int e = 0; e < kElements; ++e) {
-    unsigned halves = e % 2 ? 0x07060302 : 0x05040100;
-    Pair v{__builtin_amdgcn_perm(group.v[1][e / 2], group.v[0][e / 2], halves),
-           __builtin_amdgcn_perm(group.v[3][e / 2], group.v[2][e / 2], halves)};
+    Pair v = value_operand(group, e);
     for (int t = 0; t < TILES; ++t) state.o[t][e] = M::mma(v, w[t], state.o[t][e]);
   }
 }
@@ -138,7 +169,8 @@ DEVICE void load_queries(Quad (&share)[kShare], const Params &p, const Sequence 
   for (int i = 0; i < kShare; ++i) {
     int piece = i * kWaves + wave_index();
     unsigned line = b.first_line + piece / kChunks * 16 + M::column();
-    int chunk = piece % kChunks * 4 + M::part();
+    int c = piece % kChunks, chunk = c * 4 + M::part();
+    if (kFloat8 && c < kPaired) chunk = c / 2 * 8 + M::part() * 2 + c % 2;
     share[i] = Quad{0, 0, 0, 0};
     if (piece < kPieces && (int)line < b.lines && chunk * 8 < p.head_dim)
       share[i] = *(const Quad *)((const unsigned short *)p.q + s.row_batch * p.q_batch +
@@ -162,6 +194,7 @@ DEVICE void share_queries(Lines &lines, Shared &shared, const Quad (&share)[kSha
     lines.row[t] = line / b.group;
     lines.head[t] = b.head_k * b.group + line % b.group;
     lines.slope[t] = terms_of(p, s.batch, lines.head[t], lines.row[t]).slope;
+    if (kFloat8) lines.scale[t] = query_scale(p, s, b.head_k, lines.row[t]);
   }
 }
 
@@ -180,19 +213,35 @@ DEVICE void attend(State &state, Shared &shared, const Params &p, const Sequence
   }
   int groups = (b.stop - begin + kStride - 1) / kStride;
   RowTable &rows = shared.rows[wave_index()];
-  Source k{(const char *)p.k + b.head_k * p.k_head * 2, p.k_batch, p.k_row, p.head_dim};
-  Source v{(const char *)p.v + b.head_k * p.v_head * 2, p.v_batch, p.v_row, p.head_dim_v};
+  Source k{(const char *)p.k + b.head_k * p.k_head * kSize, p.k_batch, p.k_row, p.head_dim};
+  Source v{(const char *)p.v + b.head_k * p.v_head * kSize, p.v_batch, p.v_row, p.head_dim_v};
   unsigned inverse = p.page_table ? 0xffffffffu / (unsigned)p.page_size : 0;
 
-  // A lane finds one key of the groups n ... n + kStages - 1; one beyond the end as the last.
-  Place place{0, 0};
+  // A lane finds one key of the groups n ... n + kStages - 1, or two; one beyond the end as the last.
+  // Scales are asked for when the page is known, and written a round after the rows.
+  Place place[kFound] = {};
+  KeyScales scales[kFound];
+  for (int f = 0; f < kFound; ++f) scales[f] = KeyScales{1.0f, 1.0f};
   auto look = [&](int n) {
-    int key = begin + (n + lane_index() / kGroup) * kStride + lane_index() % kGroup;
-    find(place, p, s, inverse, min(key, b.stop - 1));
+    each_found([&](int i, int at) {
+      int key = begin + (n + at / kGroup) * kStride + at % kGroup;
+      find(place[i], p, s, inverse, min(key, b.stop - 1));
+    });
   };
-  auto write = [&] { write_rows(rows, k, v, p.page_table ? place.page : s.key_batch, place.row); };
-  auto advance = [&](const Group &group, int n) {
-    step(state, group, p, s, b, lines, begin + n * kStride);
+  auto write = [&] {
+    each_found([&](int i, int at) {
+      write_row(rows, at, k, v, p.page_table ? place[i].page : s.key_batch, place[i].row);
+      if (kFloat8) find_scales(scales[i], s, b.head_k, place[i]);
+    });
+    wave_fence();
+  };
+  auto begin_round = [&] {
+    if (kFloat8) write_scales(shared.scales[wave_index()], scales);
+  };
+  auto advance = [&](const Group &group, int n, int i) {  // the i-th of its round
+    Factors factors{};
+    if (kFloat8) factors = factors_of(state, shared.scales[wave_index()], i);
+    step(state, group, factors, p, s, b, lines, begin + n * kStride);
   };
   Group group[kStages];
   look(0);
@@ -206,11 +255,12 @@ DEVICE void attend(State &state, Shared &shared, const Params &p, const Sequence
     for (int i = 0; i < kStages; ++i) load(group[i], rows, i, k, v);
     share_queries(lines, shared, share, s, b);
     for (; n + 2 * kStages <= groups; n += kStages) {
+      begin_round();
       write();
       look(n + 2 * kStages);
 #pragma unroll
       for (int i = 0; i < kStages; ++i) {
-        advance(group[i], n + i);
+        advance(group[i], n + i, i);
         load(group[i], rows, i, k, v);
       }
     }
@@ -222,9 +272,10 @@ DEVICE void attend(State &state, Shared &shared, const Params &p, const Sequence
   }
   // Fewer than two rounds are left.
   while (true) {
+    begin_round();
 #pragma unroll
     for (int i = 0; i < kStages; ++i)
-      if (n + i < groups) advance(group[i], n + i);
+      if (n + i < groups) advance(group[i], n + i, i);
     n += kStages;
     if (n >= groups) return;
     write();
@@ -278,6 +329,7 @@ DEVICE void finish_tile(State &state, int t, Shared &shared, const Params &p, co
     total += shared.total[w][t][column] * exp2(shared.maximum[w][t][column] - base);
   bool saw = total != 0.0f;
   float own = exp2(state.maximum[t] - base) * (saw ? 1.0f / total : 0.0f);
+  if (kFloat8) own *= state.unit;
   if (wave == 0 && M::part() == 0 && exists)
     store_lse(p, s, row, head, part, saw ? (top + log2(total)) * kLn2 : -INFINITY_F);
 
@@ -325,6 +377,7 @@ extern "C" __global__ WORKGROUP(kThreads, OCCUPANCY) void attn_decode(Params p) 
   b.general = p.softcap > 0.0f || p.alibi_slopes || p.bias_type;
 
   State state;
+  state.unit = 1.0f;
   for (int t = 0; t < TILES; ++t) {
     state.maximum[t] = -INFINITY_F;
     state.total[t] = 0.0f;

@@ -4,15 +4,26 @@
 //      dimension is free, so that both halves of a load are operands; the query's are alike.
 //   V  lane l holds 4 keys, of each head_dim_v / 16 neighbouring elements: 16 lanes load one whole
 //      row. Row i of product j is element 8 i + j (of 128), and v_perm brings its 4 keys together.
+// Float8 keys and values stay 8 bits wide in registers until the step that multiplies them: there
+// they become DTYPE, exactly. Of K a lane holds 16 of every 64 elements, then 8 of the last 32.
 #pragma once
 #include "mma.h"
-#include "../sequence.h"
+#include "descale.h"
 
 typedef Mma<DTYPE, 16> M;
+constexpr bool kFloat8 = KEY_DTYPE == FLOAT8;
+constexpr int kSize = kFloat8 ? 1 : 2;      // bytes of an element of K and V
 constexpr int kGroup = 16;                  // keys of one step of a wavefront
-constexpr int kChunks = HEAD_DIM / 32;      // 16-byte pieces of a key that a lane holds
+constexpr int kChunks = HEAD_DIM / 32;      // 16-byte pieces of a query that a lane holds
 constexpr int kElements = HEAD_DIM_V / 16;  // of a value that a lane holds, and products
 constexpr int kStages = STAGES;             // groups on their way to a wavefront
+constexpr int kKeys = kStages * kGroup;
+constexpr int kFound = (kKeys + kLanes - 1) / kLanes;  // of these, that a lane finds
+static_assert(kFound <= 2, "see each_found");
+
+constexpr int kKeyPieces = HEAD_DIM * kSize / 64;  // of 16 bytes, that a lane holds of a key
+constexpr int kHalfPieces = HEAD_DIM * kSize % 64 / 32;
+constexpr int kPaired = kKeyPieces * 2;  // pieces of a query that meet halves of float8 ones
 
 // A lane's elements are pieces of 8 while 128 of the row are left, then of 4, then of 2.
 constexpr int kWide = HEAD_DIM_V / 128 * 8;
@@ -26,13 +37,18 @@ constexpr __device__ int dim_of(int e, int row) {
 }
 
 struct Group {
-  Quad k[kChunks];
-  unsigned v[4][kElements / 2];
+  unsigned k[HEAD_DIM * kSize / 16];
+  unsigned v[4][(kElements * kSize + 3) / 4];
 };
 
 // Byte offsets of the rows of kStages groups, from their head's first element.
 struct RowTable {
-  long long k[kStages * kGroup], v[kStages * kGroup];
+  long long k[kKeys], v[kKeys];
+};
+
+// The scales of kStages groups.
+struct ScaleTable {
+  float k[kKeys], v[kKeys];
 };
 
 // K or V of one head.
@@ -45,6 +61,13 @@ struct Source {
 struct Place {
   int page, row;  // the page is only set where there are pages
 };
+
+// f(i, n) for the i-th key that the lane finds, the n-th of a table.
+template <typename F>
+DEVICE void each_found(F f) {
+  f(0, lane_index());
+  if constexpr (kFound == 2) f(1, lane_index() + kLanes);
+}
 
 // Quotients by the page size without a division: `inverse` is floor((2^32 - 1) / size), and the
 // estimate is the quotient or 1 less.
@@ -62,38 +85,119 @@ DEVICE void find(Place &place, const Params &p, const Sequence &s, unsigned inve
   place.page = int_at(p.page_table, s.batch * p.page_table_batch + page);
 }
 
+// The scales of a key that was found. Registers stay as they are where there are none: see `find`.
+DEVICE void find_scales(KeyScales &scales, const Sequence &s, int head, const Place &place) {
+  const Params &p = params_again();
+  if (!p.k_descale) return;
+  long long stored = p.descale_type == 1 ? s.batch : p.page_table ? place.page : s.key_batch;
+  scales = scales_of_block(p, stored, head, place.row >> p.k_block_log2);
+}
+
 // What other lanes of the wavefront wrote to LDS before is visible after.
 DEVICE void wave_fence() {
   __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
   __builtin_amdgcn_wave_barrier();
 }
 
-DEVICE void write_rows(RowTable &rows, const Source &k, const Source &v, int page, int row) {
-  if (lane_index() < kStages * kGroup) {
-    rows.k[lane_index()] = (page * k.batch_stride + row * k.row_stride) * 2;
-    rows.v[lane_index()] = (page * v.batch_stride + row * v.row_stride) * 2;
+DEVICE void write_row(RowTable &rows, int n, const Source &k, const Source &v, int page, int row) {
+  if (n < kKeys) {
+    rows.k[n] = (page * k.batch_stride + row * k.row_stride) * kSize;
+    rows.v[n] = (page * v.batch_stride + row * v.row_stride) * kSize;
   }
+}
+
+DEVICE void write_scales(ScaleTable &table, const KeyScales (&scales)[kFound]) {
+  each_found([&](int i, int n) {
+    if (n >= kKeys) return;
+    table.k[n] = scales[i].k;
+    table.v[n] = scales[i].v;
+  });
   wave_fence();
 }
 
-// A piece of a value, from element `e` of the lane on.
-template <typename Piece>
-DEVICE void load_piece(unsigned *v, const char *value, int e, const Source &source) {
-  int size = sizeof(Piece) / 2;
-  Piece x = *(const Piece *)(value + min(dim_of(e, M::column()), source.head_dim - size) * 2);
-  __builtin_memcpy(v + e / 2, &x, sizeof(Piece));
+template <int bytes>
+struct Bytes;
+template <>
+struct Bytes<2> {
+  typedef unsigned short Type;
+};
+template <>
+struct Bytes<4> {
+  typedef unsigned Type;
+};
+template <>
+struct Bytes<8> {
+  typedef Pair Type;
+};
+template <>
+struct Bytes<16> {
+  typedef Quad Type;
+};
+
+// Piece `index` of a key.
+template <int bytes>
+DEVICE void load_key(unsigned *k, const char *key, int index, const Source &source) {
+  typename Bytes<bytes>::Type x;
+  x = *(decltype(x) *)(key + min(index, source.head_dim / (bytes / kSize) - 1) * bytes);
+  __builtin_memcpy(k, &x, bytes);
+}
+
+// `count` elements of a value, from the lane's element `e` on.
+template <int count>
+DEVICE void load_value(unsigned *v, const char *value, int e, const Source &source) {
+  typename Bytes<count * kSize>::Type x;
+  x = *(decltype(x) *)(value + min(dim_of(e, M::column()), source.head_dim - count) * kSize);
+  __builtin_memcpy(v + e * kSize / 4, &x, count * kSize);
 }
 
 // Group `n` of `rows`. Pieces beyond the head are read as the last one inside: they meet zeros of
 // the query, or make rows of the output that nobody stores.
 DEVICE void load(Group &group, const RowTable &rows, int n, const Source &k, const Source &v) {
   const char *key = k.base + rows.k[n * kGroup + M::column()];
-  for (int c = 0; c < kChunks; ++c)
-    group.k[c] = *(const Quad *)(key + min(c * 4 + M::part(), k.head_dim / 8 - 1) * 16);
+  for (int c = 0; c < kKeyPieces; ++c) load_key<16>(group.k + c * 4, key, c * 4 + M::part(), k);
+  if (kHalfPieces)
+    load_key<8>(group.k + kKeyPieces * 4, key, kKeyPieces * 8 + M::part(), k);
   for (int i = 0; i < 4; ++i) {
     const char *value = v.base + rows.v[n * kGroup + M::part() * 4 + i];
-    for (int e = 0; e < kWide; e += 8) load_piece<Quad>(group.v[i], value, e, v);
-    for (int e = kWide; e < kMiddle; e += 4) load_piece<Pair>(group.v[i], value, e, v);
-    for (int e = kMiddle; e < kElements; e += 2) load_piece<unsigned>(group.v[i], value, e, v);
+    for (int e = 0; e < kWide; e += 8) load_value<8>(group.v[i], value, e, v);
+    for (int e = kWide; e < kMiddle; e += 4) load_value<4>(group.v[i], value, e, v);
+    for (int e = kMiddle; e < kElements; e += 2) load_value<2>(group.v[i], value, e, v);
   }
+}
+
+// ---- operands -----------------------------------------------------------------------------------
+
+typedef float Two __attribute__((ext_vector_type(2)));
+
+// Two neighbours of four float8 elements.
+DEVICE Two two_of(unsigned four, bool second) {
+  return second ? __builtin_amdgcn_cvt_pk_f32_fp8(four, true)
+                : __builtin_amdgcn_cvt_pk_f32_fp8(four, false);
+}
+
+// What were float8 elements, in one register: DTYPE has them all.
+DEVICE unsigned narrow(float low, float high) {
+  if (DTYPE == FLOAT16)
+    return __builtin_bit_cast(unsigned, __builtin_amdgcn_cvt_pkrtz(low, high));
+  return __builtin_amdgcn_perm(__builtin_bit_cast(unsigned, high), __builtin_bit_cast(unsigned, low),
+                               0x07060302);
+}
+
+// Four elements of a key, those of half `i` % 2 of a query's piece `i` / 2.
+DEVICE Pair key_operand(const Group &group, int i) {
+  if (!kFloat8) return Pair{group.k[2 * i], group.k[2 * i + 1]};
+  Two a = two_of(group.k[i], false), b = two_of(group.k[i], true);
+  return Pair{narrow(a.x, a.y), narrow(b.x, b.y)};
+}
+
+// Element `e` of four values.
+DEVICE Pair value_operand(const Group &group, int e) {
+  if (kFloat8) {
+    float x[4];
+    for (int i = 0; i < 4; ++i) x[i] = two_of(group.v[i][e / 4], e / 2 % 2)[e % 2];
+    return Pair{narrow(x[0], x[1]), narrow(x[2], x[3])};
+  }
+  unsigned halves = e % 2 ? 0x07060302 : 0x05040100;
+  return Pair{__builtin_amdgcn_perm(group.v[1][e / 2], group.v[0][e / 2], halves),
+              __builtin_amdgcn_perm(group.v[3][e / 2], group.v[2][e / 2], halves)};
 }

@@ -19,6 +19,15 @@ struct KeyScales {
   float k, v;
 };
 
+// Of keys and values in a block of rows of `stored`: a sequence, or a row of the cache, or a page.
+DEVICE KeyScales scales_of_block(const Params &p, long long stored, int head, long long block) {
+  return KeyScales{
+      float_at(p.k_descale,
+               stored * p.k_descale_batch + head * p.k_descale_head + block * p.k_descale_block),
+      float_at(p.v_descale,
+               stored * p.v_descale_batch + head * p.v_descale_head + block * p.v_descale_block)};
+}
+
 // Of a key and its value.
 DEVICE KeyScales key_scales(const Params &p, const Sequence &s, int head, int key) {
   if (!p.k_descale) return KeyScales{1.0f, 1.0f};
@@ -33,9 +42,5 @@ DEVICE KeyScales key_scales(const Params &p, const Sequence &s, int head, int ke
     }
     block = row >> p.k_block_log2;
   }
-  return KeyScales{
-      float_at(p.k_descale,
-               stored * p.k_descale_batch + head * p.k_descale_head + block * p.k_descale_block),
-      float_at(p.v_descale,
-               stored * p.v_descale_batch + head * p.v_descale_head + block * p.v_descale_block)};
+  return scales_of_block(p, stored, head, block);
 }

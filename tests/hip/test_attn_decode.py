@@ -134,7 +134,7 @@ def test_resources(plan):
 
 
 def test_number_of_plans():
-    assert len(decode.all_plans("hip")) <= 40
+    assert len(decode.all_plans("hip")) == 60
 
 
 class Recording(EmulatorRuntime):

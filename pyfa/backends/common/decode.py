@@ -26,18 +26,19 @@ def lines(problem: Problem) -> int:
     return problem.seqlen_q * (problem.heads_q // problem.heads_k)
 
 
-def takes(problem: Problem) -> bool:
-    """Whether decode rather than forward is the plan."""
+def takes(problem: Problem, features: frozenset[str] = FEATURES) -> bool:
+    """Whether decode, which has ``features``, rather than forward is the plan."""
     most = MOST_LINES_ALONE if problem.heads_q == problem.heads_k else MOST_LINES
     few = lines(problem) <= most or problem.seqlen_q == 1
-    return few and problem.features <= FEATURES and not why_not(problem)
+    return few and problem.features <= features and not why_not(problem)
 
 
 def why_not(problem: Problem) -> list[str]:
     """Why the cache cannot be read where it lies. A copy of it at every step would be too dear."""
     reasons = []
-    if problem.head_dim % 8 or problem.head_dim_v % 8:
-        reasons.append("decode reads heads of a multiple of 8 elements")
+    unit = 16 if "fp8" in problem.features else 8  # elements of 16 bytes
+    if problem.head_dim % unit or problem.head_dim_v % unit:
+        reasons.append(f"decode reads heads of a multiple of {unit} elements")
     if not problem.aligned:
         reasons.append("decode reads rows at multiples of 16 bytes")
     return reasons

@@ -12,7 +12,6 @@ from ...traffic import Shape, TiledKernel
 from ..base import Gradients, Rotary, missing
 from ..common import append, calls
 from ..common import backward as common_backward
-from ..common.decode import takes
 from . import backward, code, decode, forward, tiling
 from .launcher import Launcher, Runtime
 
@@ -37,12 +36,12 @@ class HipBackend:
         elsewhere = self.runtime.why_not(problem)
         reasons = [elsewhere] if elsewhere else []
         reasons += missing(self, problem)
-        if takes(problem):
+        if decode.takes(problem):
             return reasons
         return reasons + forward.why_not(problem) + common_backward.why_not(problem)
 
     def plan(self, problem: Problem) -> Plan:
-        if takes(problem):
+        if decode.takes(problem):
             return decode.plan(self.NAME, problem)
         return forward.plan(self.NAME, problem)
 

@@ -1,19 +1,24 @@
-"""Decode: tiles, the number of parts, and the launch. What it takes: ``common/decode.py``."""
+"""Decode: what it takes beyond ``common/decode.py``, tiles, the number of parts, the launch."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from ...plan import Plan
 from ...problem import Call, Problem, is_aligned
 from ..common import calls, combine
+from ..common import decode as common
 from ..common.decode import GROUP, forced_parts, keys_seen, lines
 from ..common.launch import Launch
 from ..common.plans import notes_of
+from .forward import FLOAT8_CODE
 
+FEATURES = common.FEATURES | {"fp8"}
 KERNEL = "hip/attn_decode.hip"
 THREADS = 256
 COLUMNS = 16  # lines of a matrix product: a line is a query row of one head
@@ -37,7 +42,27 @@ TILES = {
     (192, 192): {1: Tiles(2, 2), 2: Tiles(2, 1)},
     (256, 256): {1: Tiles(2, 1), 2: Tiles(2, 1)},
 }
+# Of float8 keys and values, which take half the bytes and registers: with twice the stages at 64
+# there are 48 KB and more on their way to each workgroup.
+FLOAT8_TILES = {
+    (64, 64): {1: Tiles(8, 2), 2: Tiles(8, 2), 4: Tiles(8, 1)},
+    (96, 96): {1: Tiles(4, 2), 2: Tiles(4, 2), 4: Tiles(4, 1)},
+    (128, 128): {1: Tiles(4, 2), 2: Tiles(4, 1), 4: Tiles(4, 1)},
+    (192, 128): {1: Tiles(4, 2), 2: Tiles(4, 1)},
+    (192, 192): {1: Tiles(4, 2), 2: Tiles(4, 1)},
+    (256, 256): {1: Tiles(4, 1), 2: Tiles(4, 1)},
+}
 MOST_SPLITS = 512
+
+
+def takes(problem: Problem) -> bool:
+    """Whether decode rather than forward is the plan.
+
+    It is of all 16-bit queries over float8 keys: the forward has one format for both.
+    """
+    if problem.dtype_k:
+        return problem.features <= FEATURES
+    return common.takes(problem, FEATURES)
 
 
 def plan(backend: str, problem: Problem) -> Plan:
@@ -45,13 +70,20 @@ def plan(backend: str, problem: Problem) -> Plan:
     pair = calls.bucket_of(TILES, problem.head_dim, problem.head_dim_v)
     sizes = TILES[pair]
     columns = next((n for n in sizes if n * COLUMNS >= lines(problem)), max(sizes))
-    return _plan(backend, pair, calls.DTYPE_CODES[problem.dtype], columns, notes_of(problem, pair))
+    dtype = calls.DTYPE_CODES[problem.dtype_out or problem.dtype]
+    float8 = "fp8" in problem.features
+    return _plan(backend, pair, dtype, columns, float8, notes_of(problem, pair))
 
 
 def _plan(
-    backend: str, pair: tuple[int, int], dtype: int, columns: int, notes: list[str] | None = None
+    backend: str,
+    pair: tuple[int, int],
+    dtype: int,
+    columns: int,
+    float8: bool,
+    notes: Sequence[str] = (),
 ) -> Plan:
-    stages, occupancy = TILES[pair][columns]
+    stages, occupancy = (FLOAT8_TILES if float8 else TILES)[pair][columns]
     constants = {
         "DTYPE": dtype,
         "HEAD_DIM": pair[0],
@@ -60,12 +92,15 @@ def _plan(
         "STAGES": stages,
         "TILES": columns,
     }
-    return Plan(backend, KERNEL, tuple(constants.items()), tuple(notes or ()))
+    if float8:
+        constants["KEY_DTYPE"] = FLOAT8_CODE
+    return Plan(backend, KERNEL, tuple(sorted(constants.items())), tuple(notes))
 
 
 def all_plans(backend: str) -> list[Plan]:
     return [
-        _plan(backend, pair, dtype, columns)
+        _plan(backend, pair, dtype, columns, float8)
+        for float8 in (False, True)
         for pair, sizes in TILES.items()
         for columns in sizes
         for dtype in calls.DTYPE_CODES.values()
@@ -74,8 +109,8 @@ def all_plans(backend: str) -> list[Plan]:
 
 def run(launch: Launch, plan: Plan, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of ``call``."""
-    if not is_aligned(call):  # on a GPU such a call is not taken: see `takes`
-        call = calls.with_readable(call)
+    head_dim_v = call.v.shape[-1]
+    call = _readable(call)
     out, lse = calls.results(call)
     heads_k = call.k.shape[-2]
     lines = call.max_seqlen_q * call.q.shape[-2] // heads_k
@@ -84,7 +119,20 @@ def run(launch: Launch, plan: Plan, call: Call) -> tuple[torch.Tensor, torch.Ten
     if workgroups:
         parts = _splits(call, workgroups, launch.device_at(call.q.device).units)
         combine.launch_parts(launch, plan, workgroups, THREADS, call, out, lse, parts)
-    return out, lse
+    return out[..., :head_dim_v], lse
+
+
+def _readable(call: Call) -> Call:
+    """``call`` as the kernel reads it. Float8 queries become what out is, exactly."""
+    if call.q.element_size() == 1:
+        call = call._replace(q=call.q.to(call.dtype_of_out()))
+    unit = 16 // call.k.element_size()
+    if is_aligned(call) and not any(x.shape[-1] % unit for x in (call.k, call.v)):
+        return call
+    call = calls.with_readable(call)
+    # Float8 keys came to a multiple of 16 elements, queries to one of 8.
+    more = call.k.shape[-1] - call.q.shape[-1]
+    return call._replace(q=pad(call.q, (0, more))) if more else call
 
 
 def _splits(call: Call, workgroups: int, units: int) -> int:

@@ -62,8 +62,6 @@ def why_not(problem: Problem) -> list[str]:
         reasons.append("dropout with a paged cache is not implemented")
     if features >= {"fp8", "dropout"}:
         reasons.append("dropout with float8 is not implemented")
-    if problem.dtype_k:
-        reasons.append(f"{problem.dtype_k} keys under {problem.dtype} queries are not implemented")
     return reasons
 
 

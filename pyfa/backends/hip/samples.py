@@ -88,9 +88,9 @@ def _decode(plan: Plan) -> Sample:
     def run(launch: Launch, length: int) -> None:
         decode.run(launch, plan, _call(constants, lines, length))
 
-    # Wavefronts take groups in turn; each repeats itself after 2 to 4 of its own (its stages), and
-    # looks its keys' rows up every 4: both come round after 12.
-    turn = decode.THREADS // LANES * 12 * keys
+    # Wavefronts take groups in turn; each repeats itself after its stages, 2 to 4 of its own or 8:
+    # all come round after 24.
+    turn = decode.THREADS // LANES * 24 * keys
     short, long = turn, 2 * turn
     return Sample(_title(constants), run, short, long, lines, keys, (long - short) // keys)
 
@@ -127,16 +127,18 @@ def _constants(plan: Plan) -> dict[str, int]:
 
 def _title(constants: Mapping[str, int]) -> str:
     dtype = _SHORT[_DTYPES[constants["DTYPE"]]]
-    if "OUT_DTYPE" in constants:
-        dtype += f" to {_SHORT[_DTYPES[constants['OUT_DTYPE']]]}"
+    for name, word in (("OUT_DTYPE", "to"), ("KEY_DTYPE", "over")):
+        if name in constants:
+            dtype += f" {word} {_SHORT[_DTYPES[constants[name]]]}"
     return f"{constants['HEAD_DIM']}/{constants['HEAD_DIM_V']} {dtype}"
 
 
 def _call(constants: Mapping[str, int], rows: int, keys: int) -> Call:
     """One head, its keys not split."""
     dtype, out = (_DTYPES.get(constants.get(name, -1)) for name in ("DTYPE", "OUT_DTYPE"))
-    q, k, v = (
-        torch.zeros(1, length, 1, constants[dim], dtype=dtype)
-        for length, dim in ((rows, "HEAD_DIM"), (keys, "HEAD_DIM"), (keys, "HEAD_DIM_V"))
+    of_keys = _DTYPES[constants.get("KEY_DTYPE", constants["DTYPE"])]
+    q = torch.zeros(1, rows, 1, constants["HEAD_DIM"], dtype=dtype)
+    k, v = (
+        torch.zeros(1, keys, 1, constants[dim], dtype=of_keys) for dim in ("HEAD_DIM", "HEAD_DIM_V")
     )
     return Call(q, k, v, max_seqlen_q=rows, max_seqlen_k=keys, num_splits=1, out_dtype=out)

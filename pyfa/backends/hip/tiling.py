@@ -58,16 +58,18 @@ def _decode(plan: Plan, problem: Problem, shape: Shape) -> TiledKernel:
     begin, end = shape.keys_seen(0, max(0, shape.seqlen_q - 1))
     parts = decode.splits_for(groups, end - begin, plans.device_of(problem).units)
     dims = values["HEAD_DIM"], values["HEAD_DIM_V"]
-    addresses = _WAVES * 2 * values["STAGES"] * GROUP * 8
+    rows = _WAVES * 2 * values["STAGES"] * GROUP  # of K and V
+    scales = {"scales of K and V": rows * 4} if "KEY_DTYPE" in values else {}
     return TiledKernel(
         "forward",
         Tiling(lines, GROUP, parts, shape.group),
         dims,
         decode.THREADS,
         {
-            "addresses of K and V": addresses,
+            "addresses of K and V": rows * 8,
             "Q, then sums of wavefronts": max(lines * dims[0] * 2, _SUMS),
             "maxima and totals": 2 * _WAVES * lines * 4,
+            **scales,
         },
     )
 
