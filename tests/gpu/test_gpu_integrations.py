@@ -226,13 +226,21 @@ def gradients(
     return [x.grad.float() for x in model.parameters() if x.grad is not None]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
-def test_a_compiled_training_step_of_transformers(kind: str) -> None:
+def test_a_compiled_training_step_of_transformers() -> None:
     """The compiled model is as near to float32 as the eager one is, uncompiled."""
     torch.compiler.reset()
-    exact = gradients(kind, "eager", torch.float32)
-    naive = gradients(kind, "eager", torch.bfloat16)
-    found = gradients(kind, "pyfa", torch.bfloat16, compiled=True)
+    exact = gradients("llama", "eager", torch.float32)
+    naive = gradients("llama", "eager", torch.bfloat16)
+    found = gradients("llama", "pyfa", torch.bfloat16, compiled=True)
     for truth, x, y in zip(exact, naive, found, strict=True):
         allowed = 2 * float((x - truth).norm()) + 0.01 * float(truth.norm())
         assert float((y - truth).norm()) <= allowed
+
+
+def test_a_compiled_training_step_with_sinks_and_experts() -> None:
+    """In float32: rounded to 16 bits, a token that goes to another expert has other gradients."""
+    torch.compiler.reset()
+    exact = gradients("gpt_oss", "eager", torch.float32)
+    found = gradients("gpt_oss", "pyfa", torch.float32, compiled=True)
+    for truth, y in zip(exact, found, strict=True):
+        assert float((y - truth).norm()) <= 1e-3 * float(truth.norm())
