@@ -14,9 +14,10 @@ import time
 
 import machine
 import torch
+from peaks import beyond_inputs
 
 import pyfa
-from pyfa.traffic import Shape, attention_flops, footprint, tensor_bytes
+from pyfa.traffic import Shape, attention_flops
 
 HOW = (
     "One call after a warm-up on 1,024 tokens, between two waits for the device. Memory: the "
@@ -96,14 +97,13 @@ def main() -> int:
         errors["dq"] = max(errors["dq"], relative(dq[0, rows, head], want_dq))
     shape = Shape(1, options.seqlen, options.seqlen, options.heads, options.heads,
                   options.head_dim, options.head_dim, window_right=0 if causal else -1)  # fmt: skip
-    sizes = tensor_bytes(shape)
-    given = sum(sizes[name] for name in ("q", "k", "v", "dout"))
+    size = (options.seqlen, options.heads, options.head_dim, causal)
     row = {
         "kind": "training", "side": "pyfa", "seqlen": options.seqlen, "heads": options.heads,
         "head_dim": options.head_dim, "causal": causal, "seconds": forward + backward,
         "forward_seconds": forward, "backward_seconds": backward, "extra_bytes": extra,
-        "computed_bytes": footprint.tiled_bytes(shape, training=True) - given,
-        "standard_bytes": footprint.standard_bytes(shape, training=True) - given,
+        "computed_bytes": beyond_inputs("pyfa", "training", *size),
+        "standard_bytes": beyond_inputs("naive", "training", *size),
         "forward_tflops": attention_flops(shape) / forward / 1e12,
         "backward_tflops": attention_flops(shape, backward=True) / backward / 1e12,
         "errors": errors,

@@ -19,12 +19,12 @@ from typing import Any
 
 import machine
 import torch
+from peaks import beyond_inputs
 
 import pyfa
 from pyfa.bench.timing import Clock
 from pyfa.cli.console import print_table
 from pyfa.cli.measure import naive
-from pyfa.traffic import Shape, footprint, tensor_bytes
 
 HOW = (
     "Three rounds in which the sides take turns, 0.1 s of samples each, but one round of three "
@@ -59,14 +59,6 @@ def calls(side: str, kind: str, x: list[torch.Tensor], causal: bool) -> Callable
     return lambda: torch.autograd.grad(forward(), leaves, dout)
 
 
-def computed(side: str, kind: str, shape: Shape) -> int:
-    """Peak bytes beyond q, k, v and, in training, dO, by ``traffic.footprint``."""
-    training = kind == "training"
-    of = footprint.standard_bytes if side == "naive" else footprint.tiled_bytes
-    given = ("q", "k", "v", *(("dout",) if training else ()))
-    return of(shape, training) - sum(tensor_bytes(shape)[name] for name in given)
-
-
 def peak(call: Callable[[], object], device: torch.device) -> int | None:
     """Bytes beyond what was allocated before; None on a CPU."""
     if device.type == "cpu":
@@ -89,7 +81,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     device = clock.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    shape = Shape(1, seqlen, seqlen, heads, heads, head_dim, head_dim, itemsize=dtype.itemsize)
+    name = str(dtype).removeprefix("torch.")
     rows = []
     for kind in KINDS:
         size = (1, seqlen, heads, head_dim)
@@ -101,7 +93,8 @@ def measure(
         for side in SIDES:
             row = {"kind": kind, "side": side, "seqlen": seqlen, "heads": heads,
                    "head_dim": head_dim, "causal": causal,
-                   "computed_bytes": computed(side, kind, shape)}  # fmt: skip
+                   "computed_bytes": beyond_inputs(side, kind, seqlen, heads, head_dim, causal,
+                                                   name)}  # fmt: skip
             found[side] = row
             if row["computed_bytes"] > room(device):
                 row["why_not"] = f"would need {row['computed_bytes'] / 1e9:.0f} GB"

@@ -117,8 +117,9 @@ class Renderer:
                 page.title = said
         for token in tokens:
             for child in token.children or []:
-                if child.type == "link_open":
-                    child.attrSet("href", self._link(page, str(child.attrGet("href"))))
+                attribute = {"link_open": "href", "image": "src"}.get(child.type)
+                if attribute:
+                    child.attrSet(attribute, self._link(page, str(child.attrGet(attribute))))
         page.html = self.markdown.renderer.render(tokens, self.markdown.options, {})
 
     def _link(self, page: Page, target: str) -> str:

@@ -1,7 +1,8 @@
 """Pictures by matplotlib: a roofline, lines over the sequence length, a heat map; as SVG.
 
 Everything that is neither data nor a shade of it is drawn in ``INK``, which ``svg`` turns into the
-colour of the surrounding text, so that a page is right in light and in dark.
+colour of the surrounding text, so that a page is right in light and in dark. ``standing_alone``
+makes a file of it that is right in both.
 """
 
 from __future__ import annotations
@@ -24,6 +25,12 @@ INK = "#5f6b7a"
 # Okabe and Ito's, which the colour-blind tell apart; without black, which a dark page swallows.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#999999")
 _MARKERS = "osD^vPX*"
+# Of a picture that stands alone: text and ground, in light and in dark. It has a ground of its own
+# because a page may be dark where the reader's system is light.
+_ALONE = (
+    "<style>svg { color: #1c2430; background: #ffffff }"
+    " @media (prefers-color-scheme: dark) { svg { color: #e4e8ee; background: #0d1117 } }</style>"
+)
 _SUFFIXES = (".png", ".svg", ".pdf")
 Points = Sequence[tuple[float, float]]
 
@@ -172,6 +179,15 @@ def svg(made: Figure, name: str) -> str:
     text = re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", text)
     text = text.replace("<svg ", f'<svg role="img" aria-label="{html.escape(name)}" ', 1)
     return text.replace(INK, "currentColor")
+
+
+def standing_alone(element: str) -> str:
+    """What ``svg`` gives, as a file: with a size, and colours that follow the reader's system."""
+    opening = element[: element.index(">") + 1]
+    sizes = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', opening)
+    assert sizes is not None
+    sized = opening.replace("<svg ", f'<svg width="{sizes[1]}pt" height="{sizes[2]}pt" ', 1)
+    return sized + _ALONE + element[len(opening) :]
 
 
 def save(made: Figure, path: Path) -> None:

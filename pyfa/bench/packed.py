@@ -4,7 +4,9 @@ that get a call for each."""
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -49,13 +51,16 @@ def by_pyfa(backend: str | None, cell: Cell, device: torch.device) -> Ready:
 
 
 def by_package(name: str, cell: Cell, device: torch.device) -> Ready:
-    """flash-attention's own packages."""
+    """flash-attention's own packages, which do not agree on the order of these arguments; the
+    longest lengths not all of them have."""
     function = importlib.import_module(name).flash_attn_varlen_func
     leaves, dout, cu = inputs(cell, device)
-    longest = cell.seqlen_q
+    options: dict[str, Any] = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "causal": cell.causal}
+    taken = inspect.signature(function).parameters
+    options |= dict.fromkeys({"max_seqlen_q", "max_seqlen_k"} & set(taken), cell.seqlen_q)
 
     def forward() -> torch.Tensor:
-        result = function(*leaves, cu, cu, longest, longest, causal=cell.causal)
+        result = function(*leaves, **options)
         out: torch.Tensor = result[0] if isinstance(result, tuple) else result
         return out
 

@@ -1,6 +1,7 @@
-"""``pyfa bench --report``: one HTML file of result files, readable on its own.
+"""``pyfa bench --report``: one HTML file of result files, readable on its own, and its pictures.
 
-Nothing in it is loaded from elsewhere: pictures are inline SVG. Every section says what it shows,
+Nothing in it is loaded from elsewhere: pictures are inline SVG. Beside it each is a file too, for
+other pages to show. Every section says what it shows,
 how that was measured, and where; a result without an environment is refused.
 """
 
@@ -70,7 +71,7 @@ def read(paths: Sequence[Path]) -> list[Result]:
 
 
 def write(folder: Path, results: Sequence[Result]) -> Path:
-    """Write ``index.html`` into ``folder``, which is made where it is missing."""
+    """Write ``index.html`` and ``pictures/*.svg`` into ``folder``, which is made where missing."""
     import jinja2
 
     sections: list[Section] = []
@@ -86,7 +87,11 @@ def write(folder: Path, results: Sequence[Result]) -> Path:
     page = engine.from_string(_TEMPLATE.read_text()).render(
         title=TITLE, intro=_INTRO, sections=sections, unread=unread
     )
-    folder.mkdir(parents=True, exist_ok=True)
+    pictures = folder / "pictures"
+    pictures.mkdir(parents=True, exist_ok=True)
+    for section in sections:
+        for picture in section.figures:
+            (pictures / picture.file).write_text(charts.standing_alone(picture.svg) + "\n")
     path = folder / "index.html"
     path.write_text(page)
     return path

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from . import charts
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class Picture(NamedTuple):
-    """``svg`` is an element, ``caption`` says what it shows."""
+    """``svg`` is an element, ``caption`` says what it shows; ``name`` no other of a report has."""
 
     svg: str
     caption: str
+    name: str
+
+    @property
+    def file(self) -> str:
+        """What the picture is called as a file of its own."""
+        words = re.sub(r"[^\w]+", "-", self.name.replace(".json", ""))
+        return f"{words.strip('-')}.svg"
+
+
+def drawn(made: Figure, name: str, caption: str) -> Picture:
+    return Picture(charts.svg(made, name), caption, name)
 
 
 class Cell(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 from ..device import DEVICES, Device
 from ..traffic import Shape, compulsory_bytes
 from . import charts
-from .report_parts import Cell, Picture, Section, Table, where
+from .report_parts import Cell, Picture, Section, Table, drawn, where
 
 _ORDER = (
     "forward", "backward", "decode", "small", "varlen", "window", "gqa", "fp8", "fp8_decode",
@@ -122,7 +122,7 @@ def _by_length(name: str, suite: str, rows: Rows, peers: list[str]) -> list[Pict
         ordered = {peer: sorted(points) for peer, points in series.items()}
         charts.lines(axis, ordered, "queries and keys", "TFLOP/s", title, log_y=False)
         caption = f"{title}: speed against the sequence length; more is better."
-        pictures.append(Picture(charts.svg(made, f"{name} {title}"), caption))
+        pictures.append(drawn(made, f"{name} {title}", caption))
     return pictures
 
 
@@ -156,18 +156,20 @@ def _roofline(name: str, data: Mapping[str, Any], suite: str, rows: Rows) -> Pic
         "Measured speed over FLOPs per compulsory byte, under the vendor's peaks: the distance to "
         "the roof is what is left to gain at best."
     )
-    return Picture(charts.svg(made, f"{name} {suite} roofline"), caption)
+    return drawn(made, f"{name} {suite} roofline", caption)
 
 
 def _ratios(name: str, suite: str, rows: Rows, peers: list[str]) -> Picture | None:
     others = [peer for peer in peers if peer != "pyfa"]
     if not others or len(rows) < 2:
         return None
-    made, (axis,) = charts.figure(height=0.9 + 0.24 * len(rows), width=1.9 + 0.75 * len(others))
+    # A single column still has room for the names of the rows.
+    width = max(3.6, 1.9 + 0.75 * len(others))
+    made, (axis,) = charts.figure(height=0.9 + 0.24 * len(rows), width=width)
     values = [[_ratio(by, peer) for peer in others] for by in rows.values()]
     charts.heat_map(axis, list(rows), others, values, f"{suite}: pyfa's speed over a peer's")
     caption = "Above 1, blue: pyfa is faster. Below, orange: the peer is."
-    return Picture(charts.svg(made, f"{name} {suite} ratios"), caption)
+    return drawn(made, f"{name} {suite} ratios", caption)
 
 
 def _table(rows: Rows, peers: list[str], unit: str) -> Table:
@@ -201,6 +203,9 @@ def lengths(name: str, data: Mapping[str, Any]) -> list[Section]:
     pictures = []
     for kind in ("forward", "training"):
         rows = [row for row in data["lengths"] if row["kind"] == kind]
+        # One length alone makes no line.
+        if len({row["seqlen"] for row in rows}) < 2:
+            continue
         for key, y in (("seconds", "seconds"), ("extra_bytes", "bytes beyond the inputs")):
             series: dict[str, list[tuple[float, float]]] = {}
             for row in rows:
@@ -212,7 +217,7 @@ def lengths(name: str, data: Mapping[str, Any]) -> list[Section]:
             made, (axis,) = charts.figure()
             charts.lines(axis, series, "queries and keys", y, kind)
             caption = f"{kind.capitalize()}: {y}; less is better."
-            pictures.append(Picture(charts.svg(made, f"{name} {kind} {key}"), caption))
+            pictures.append(drawn(made, f"{name} {kind} {key}", caption))
     head = ["seqlen", "kind", "side", "ms", "MB beyond the inputs", "computed"]
     body = [
         [
@@ -248,7 +253,7 @@ def traffic(name: str, data: Mapping[str, Any]) -> list[Section]:
         points = [(row[computed], row[measured]) for row in rows if computed in row]
         charts.against(axis, label, points)
     charts.finish_against(axis, "bytes by the model", "bytes by ncu", "Model against measured")
-    picture = Picture(charts.svg(made, name), "On the line the model is right.")
+    picture = drawn(made, name, "On the line the model is right.")
     shows = "Bytes that the memory system moved, beside those that the formulas give."
     return [
         Section(21, "Bytes: model against measured", shows, data["how"], where(name, data),

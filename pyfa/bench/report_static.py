@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import charts
-from .report_parts import Cell, Picture, Section, Table, plain, where
+from .report_parts import Cell, Section, Table, drawn, plain, where
 
 
 def hip(name: str, data: Mapping[str, Any]) -> list[Section]:
@@ -39,7 +39,7 @@ def hip(name: str, data: Mapping[str, Any]) -> list[Section]:
             "from instructions counted in the emulator; no hardware ran them.",
             " ".join(data["notes"]),
             where(name, data),
-            [Picture(charts.svg(made, name), "Plans without score terms, bfloat16.")],
+            [drawn(made, name, "Plans without score terms, bfloat16.")],
             [Table(head, body)],
         )
     ]

@@ -34,7 +34,10 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument(
-        "--report", type=Path, metavar="DIR", help="write DIR/index.html: charts, tables, how"
+        "--report",
+        type=Path,
+        metavar="DIR",
+        help="write DIR/index.html: charts, tables, how; the charts also as DIR/pictures/*.svg",
     )
     parser.add_argument(
         "--from",

@@ -20,7 +20,8 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 from pyfa.bench import charts
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 class Page(HTMLParser):
@@ -40,10 +41,15 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The report of the project's own results, by the command."""
-    folder = tmp_path_factory.mktemp("report")
-    assert cli.main(["bench", "--report", str(folder), "--from", str(RESULTS)]) == 0
+    made = tmp_path_factory.mktemp("report")
+    assert cli.main(["bench", "--report", str(made), "--from", str(RESULTS)]) == 0
+    return made
+
+
+@pytest.fixture(scope="module")
+def page(folder: Path) -> str:
     return (folder / "index.html").read_text()
 
 
@@ -78,6 +84,47 @@ def test_pictures_are_svg_with_identifiers_of_their_own(page: str) -> None:
         seen |= set(names)
         for used in re.findall(r"(?:url\(#|xlink:href=\"#)([\w-]+)", picture):
             assert used in names
+
+
+def test_every_picture_is_a_file_that_is_right_in_light_and_dark(folder: Path, page: str) -> None:
+    files = list((folder / "pictures").iterdir())
+    assert len(files) == page.count("<figure>")
+    for path in files:
+        text = path.read_text()
+        root = xml.etree.ElementTree.fromstring(text)
+        assert root.get("width")
+        assert root.get("height")
+        dark = text.index("(prefers-color-scheme: dark)")
+        grounds = [found.start() for found in re.finditer("background: #", text)]
+        assert len(grounds) == 2
+        assert grounds[0] < dark < grounds[1]
+        assert charts.INK not in text
+        assert "currentColor" in text
+
+
+def drawn(path: Path) -> list[str]:
+    """A picture's text, and where its marks are, to a point: fonts differ by less."""
+    root = xml.etree.ElementTree.parse(path).getroot()
+    marks = [one for one in root.iter() if one.tag.endswith("}use")]
+    return [text for text in map(str.strip, root.itertext()) if text] + [
+        f"{float(one.get('x', 0)):.0f}, {float(one.get('y', 0)):.0f}" for one in marks
+    ]
+
+
+def test_pictures_of_readme_and_guide_are_what_the_command_makes(folder: Path) -> None:
+    readme, guide = (ROOT / "README.md").read_text(), (ROOT / "docs" / "speed.md").read_text()
+    shown = re.findall(r'<img src="docs/(pictures/[^"]+)"', readme)
+    assert len(shown) >= 2
+    assert re.findall(r"!\[[^]]+\]\((pictures/[^)]+)\)", guide) == shown
+    assert len(re.findall(r'<img [^>]*alt="[^"]+"', readme)) == len(shown)
+    assert {path.name for path in (ROOT / "docs" / "pictures").iterdir()} == {
+        Path(name).name for name in shown
+    }
+    for name in shown:
+        assert drawn(ROOT / "docs" / name) == drawn(folder / name), (
+            f"docs/{name} is older than the results: pyfa bench --report out --from "
+            f"benchmarks/results, then copy out/{name} there"
+        )
 
 
 def test_every_section_says_how_and_where(page: str) -> None:

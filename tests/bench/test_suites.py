@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from pyfa.bench import gpt, peers, suites
+from pyfa.bench import gpt, packed, peers, suites
 
 CPU = torch.device("cpu")
 
@@ -36,6 +39,26 @@ def test_gradients_of_packed_sequences_are_the_same() -> None:
         found.append(torch.autograd.grad(one.forward(), one.leaves, one.dout))
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("longest", [True, False])
+@pytest.mark.parametrize("version", [2, 3, 4])
+def test_packages_are_given_packed_sequences_by_name(
+    monkeypatch: pytest.MonkeyPatch, version: int, longest: bool
+) -> None:
+    theirs = importlib.import_module(f"pyfa.compat.fa{version}").flash_attn_varlen_func
+    cell = suites.SUITES["varlen"](False)[0]
+
+    # Some releases of version 4 do without the longest lengths.
+    def without(q, k, v, *, cu_seqlens_q, cu_seqlens_k, causal):  # type: ignore[no-untyped-def]
+        length = cell.seqlen_q
+        return theirs(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+                      max_seqlen_q=length, max_seqlen_k=length, causal=causal)  # fmt: skip
+
+    module = SimpleNamespace(flash_attn_varlen_func=theirs if longest else without)
+    monkeypatch.setitem(sys.modules, "their_package", module)
+    out = packed.by_package("their_package", cell, CPU).forward()
+    torch.testing.assert_close(out, ready("pyfa", cell).forward(), rtol=1e-4, atol=1e-4)
 
 
 def test_a_model_step_is_the_same_with_every_attention_and_trains() -> None:
@@ -67,9 +90,9 @@ def test_flops_are_those_of_the_visible_pairs() -> None:
     window = suites.Cell("window", 2, 64, 64, 4, 4, 16, True, "float32", window=10)
     pairs = sum(min(i, 10) + 1 for i in range(64))
     assert window.flops == 4 * 2 * 4 * pairs * 16
-    packed = suites.Cell("varlen", 2, 48, 48, 4, 4, 16, True, "float32", lengths=(48, 16))
-    assert packed.flops == 4 * 4 * (48**2 + 16**2) / 2 * 16
-    assert packed.tokens == 64
+    cells = suites.Cell("varlen", 2, 48, 48, 4, 4, 16, True, "float32", lengths=(48, 16))
+    assert cells.flops == 4 * 4 * (48**2 + 16**2) / 2 * 16
+    assert cells.tokens == 64
     step = suites.Cell("model", 2, 64, 64, 2, 2, 8, True, "float32", unit="ktoken/s", layers=2)
     assert step.value(0.5) == pytest.approx(2 * 64 / 0.5 / 1e3)
 
