@@ -23,7 +23,7 @@ CASES = {
     ),
     "sink": Case(dtype=FNUZ, lengths_q=(33,), lengths_k=(513,), recipe="sink"),
     "sink of the head": Case(
-        dtype=FNUZ, lengths_q=(17,), lengths_k=(513,), recipe="sink", sinks=True
+        dtype=FNUZ, lengths_q=(80,), lengths_k=(513,), recipe="sink", sinks=True
     ),
     "needle": Case(dtype=FNUZ, lengths_q=(33,), lengths_k=(513,), recipe="needle"),
     "growing": Case(dtype=FNUZ, lengths_q=(129,), lengths_k=(193,), recipe="growing"),

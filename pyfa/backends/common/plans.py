@@ -15,10 +15,11 @@ def name_of(plan: Plan) -> str:
 
 
 def is_common(plan: Plan) -> bool:
-    """Whether most problems need it: heads of 64 and 128, no dropout, no pages in prefill."""
+    """Whether most problems need it: heads of 64 and 128, no dropout, no pages in prefill, no
+    float8 caches in decode."""
     constants = dict(plan.constants)
     dim = constants.get("HEAD_DIM", COMMON_HEAD_DIMS[0])
-    if constants.get("PAGED") or constants.get("SCORE") == DROPOUT:
+    if constants.get("PAGED") or constants.get("SCORE") == DROPOUT or "KEY_DTYPE" in constants:
         return False
     return dim in COMMON_HEAD_DIMS and constants.get("HEAD_DIM_V", dim) == dim
 
