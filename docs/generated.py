@@ -346,18 +346,14 @@ def naive_beside() -> str:
 
     rows = []
     for length in sorted({length for *_, length in found if length >= 1024}):
-        four = [found[kind, side, length] for kind, side in KINDS_AND_SIDES]
-        times, sizes = (
-            [cell(row, key, unit) for row in four] for key, unit in (("seconds", 1e-3), _GB)
-        )
+        ways = itertools.product(("forward", "training"), ("naive", "pyfa"))
+        four = [found[kind, side, length] for kind, side in ways]
+        times = [cell(row, "seconds", 1e-3) for row in four]
+        sizes = [cell(row, "extra_bytes", 1e9) for row in four]
         rows.append([f"{length:,}", *times, *sizes[2:]])
     sides = ["forward, standard", "forward, pyfa", "training, standard", "training, pyfa"]
     head = [f"{each} (ms)" for each in sides] + [f"{each} (GB)" for each in sides[2:]]
     return table(["tokens", *head], rows)
-
-
-KINDS_AND_SIDES = tuple(itertools.product(("forward", "training"), ("naive", "pyfa")))
-_GB = ("extra_bytes", 1e9)
 
 
 def dram() -> str:

@@ -249,6 +249,11 @@ class Problem:
     def arch(self) -> str:
         return self.device.arch
 
+    @property
+    def unit(self) -> int:
+        """Elements of 16 bytes, of the narrowest of q, k and v that kernels read in such units."""
+        return 16 if "fp8" in self.features else 8
+
     def bucketed(self) -> Problem:
         """The same problem with batch and lengths rounded up to powers of two: what plans see."""
         return replace(

@@ -19,26 +19,13 @@ from pyfa import api, dispatch, ops, repeats
 from pyfa import request as requests
 from pyfa.backends.base import OtherAlignment
 
-
-@pytest.fixture(autouse=True, params=["guards", "by hand"])
-def fresh(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "_repeats", repeats.Table())
-    if request.param == "by hand":  # as with a PyTorch that has no such guards
-        monkeypatch.setattr(repeats, "_Guards", None)
+pytestmark = pytest.mark.usefixtures("fresh_repeats")
 
 
 @pytest.fixture
-def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def long_ways(calls_of: Callable[[Any, str], list[Any]]) -> list[Any]:
     """The calls that were checked and normalised, which repeated ones are not."""
-    seen: list[Any] = []
-    dense = requests.dense
-
-    def noted(*arguments: Any) -> Any:
-        seen.append(arguments)
-        return dense(*arguments)
-
-    monkeypatch.setattr(requests, "dense", noted)
-    return seen
+    return calls_of(requests, "dense")
 
 
 def inputs(requires_grad: bool = True) -> list[torch.Tensor]:

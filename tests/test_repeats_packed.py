@@ -14,28 +14,15 @@ import pyfa
 from pyfa import api, repeats
 from pyfa import request as requests
 
+pytestmark = pytest.mark.usefixtures("fresh_repeats")
+
 ROWS, LONGEST = 30, 20
 
 
-@pytest.fixture(autouse=True, params=["guards", "by hand"])
-def fresh(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "_repeats", repeats.Table())
-    if request.param == "by hand":  # as with a PyTorch that has no such guards
-        monkeypatch.setattr(repeats, "_Guards", None)
-
-
 @pytest.fixture
-def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def long_ways(calls_of: Callable[[Any, str], list[Any]]) -> list[Any]:
     """The calls that were checked and normalised, which repeated ones are not."""
-    seen: list[Any] = []
-    varlen = requests.varlen
-
-    def noted(*arguments: Any) -> Any:
-        seen.append(arguments)
-        return varlen(*arguments)
-
-    monkeypatch.setattr(requests, "varlen", noted)
-    return seen
+    return calls_of(requests, "varlen")
 
 
 def inputs(requires_grad: bool = True) -> list[torch.Tensor]:

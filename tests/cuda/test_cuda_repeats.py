@@ -231,18 +231,6 @@ def test_the_parts_of_the_workspace(
         assert at % 16 == 0
 
 
-def long_way(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    seen: list[Any] = []
-    backward = ops._backward
-
-    def noted(*arguments: Any) -> Any:
-        seen.append(arguments)
-        return backward(*arguments)
-
-    monkeypatch.setattr(ops, "_backward", noted)
-    return seen
-
-
 def strided(dout: torch.Tensor) -> torch.Tensor:
     return dout.transpose(1, 2).contiguous().transpose(1, 2)
 
@@ -263,11 +251,11 @@ def on_8(x: torch.Tensor) -> torch.Tensor:
     ids=["strided", "on 8 bytes", "expanded"],
 )
 def test_gradients_of_another_layout(
-    driver: Any, monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any], copied: bool
+    driver: Any, calls_of: Callable[..., Any], change: Callable[..., Any], copied: bool
 ) -> None:
     for _ in range(2):
         step(driver, inputs())
-    seen = long_way(monkeypatch)
+    seen = calls_of(ops, "_backward")
     for _ in range(2):
         tensors = inputs()
         out = pyfa.attention(*tensors)
@@ -282,9 +270,9 @@ def test_gradients_of_another_layout(
     assert len(seen) == 2 * copied
 
 
-def test_a_gradient_of_the_lse(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_of_the_lse(driver: Any, calls_of: Callable[..., Any]) -> None:
     step(driver, inputs(), return_lse=True)
-    seen = long_way(monkeypatch)
+    seen = calls_of(ops, "_backward")
     for given in ((True, True), (True, False), (False, True)):
         tensors = inputs()
         outputs = pyfa.attention(*tensors, return_lse=True)

@@ -67,13 +67,15 @@ CASES = {
 
 
 def case(name: str) -> Case:
-    options = dict(CASES[name])
-    lengths = options.pop("lengths", (64, 64))
-    defaults = {
-        "dtype": "float32", "lengths_q": lengths, "lengths_k": lengths, "heads_q": 4, "heads_k": 4,
-        "head_dim": 16, "head_dim_v": 16, "backward": True,
-    }  # fmt: skip
-    return Case(**{**defaults, **options})
+    return whole.case_of(
+        CASES[name],
+        lengths=(64, 64),
+        dtype="float32",
+        heads_q=4,
+        heads_k=4,
+        head_dim=16,
+        head_dim_v=16,
+    )
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,6 +15,14 @@ from pyfa.conformance.build import build
 from pyfa.distributed import ring, ring_attention, shard, ulysses_attention, unshard
 
 _meshes: dict[tuple[int, int], DeviceMesh] = {}
+
+
+def case_of(options: Mapping[str, Any], *, lengths: tuple[int, ...], **defaults: Any) -> Case:
+    """The case of ``options``, with a backward and as many keys as queries unless they differ."""
+    options = dict(options)
+    lengths = options.pop("lengths", lengths)
+    whole = {"lengths_q": lengths, "lengths_k": lengths, "backward": True, **defaults}
+    return Case(**{**whole, **options})
 
 
 def mesh(ring: int, heads: int) -> DeviceMesh:

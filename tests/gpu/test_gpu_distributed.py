@@ -42,13 +42,15 @@ CASES = {
 
 
 def case(name: str) -> Case:
-    options = dict(CASES[name])
-    lengths = options.pop("lengths", (512, 512))
-    defaults = {
-        "dtype": "bfloat16", "lengths_q": lengths, "lengths_k": lengths, "heads_q": 8, "heads_k": 4,
-        "head_dim": 128, "head_dim_v": 128, "backward": True,
-    }  # fmt: skip
-    return Case(**{**defaults, **options})
+    return whole.case_of(
+        CASES[name],
+        lengths=(512, 512),
+        dtype="bfloat16",
+        heads_q=8,
+        heads_k=4,
+        head_dim=128,
+        head_dim_v=128,
+    )
 
 
 @pytest.fixture(scope="module", params=SIZES)

@@ -36,9 +36,8 @@ def takes(problem: Problem, features: frozenset[str] = FEATURES) -> bool:
 def why_not(problem: Problem) -> list[str]:
     """Why the cache cannot be read where it lies. A copy of it at every step would be too dear."""
     reasons = []
-    unit = 16 if "fp8" in problem.features else 8  # elements of 16 bytes
-    if problem.head_dim % unit or problem.head_dim_v % unit:
-        reasons.append(f"decode reads heads of a multiple of {unit} elements")
+    if problem.head_dim % problem.unit or problem.head_dim_v % problem.unit:
+        reasons.append(f"decode reads heads of a multiple of {problem.unit} elements")
     if not problem.aligned:
         reasons.append("decode reads rows at multiples of 16 bytes")
     return reasons

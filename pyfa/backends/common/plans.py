@@ -27,7 +27,7 @@ def is_common(plan: Plan) -> bool:
 def notes_of(problem: Problem, pair: tuple[int, int]) -> list[str]:
     """What ``explain`` adds to a plan compiled for the head dims ``pair``."""
     notes = []
-    unit = 16 if "fp8" in problem.features else 8  # elements of 16 bytes
+    unit = problem.unit
     if problem.head_dim % unit or problem.head_dim_v % unit:
         notes.append(f"q, k and v are copied once: head dims padded to a multiple of {unit}")
     elif not problem.aligned:

@@ -1,9 +1,8 @@
 """Backward: sm80's tiles and every launch.
 
 They are: delta of every row and zeros for dQ, one kernel that owns keys and adds dQ up in float32,
-its rounding.
-``deterministic`` makes blocks wait for their turn to add; otherwise dQ's last bits may differ from
-run to run, while dK's and dV's never do.
+its rounding. ``deterministic`` makes blocks wait for their turn to add; otherwise dQ's last bits
+may differ from run to run, while dK's and dV's never do.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from ..common import calls
 from ..common.backward import finished, gradients, is_general, is_general_problem
 from ..common.launch import Launch
 from ..common.ready import ready_backward
-from . import backward_sm90, forward_sm90, launcher, plans
-from .launcher import Launcher
+from . import backward_sm90, forward_sm90, plans
+from .launcher import NAMES, OFFSETS, Launcher, between
 
 KERNEL = "cuda/sm80/attn_bwd.cu"
 
@@ -248,9 +247,9 @@ class _Noting:
 
 # What each call gives anew, in the order of ``Params``. What lies between only calls with more
 # tensors have.
-_ANEW = (*launcher.NAMES, *launcher.OFFSETS, "dout", "dlse", "delta", "dq", "dk", "dv", "dq_accum",
+_ANEW = (*NAMES, *OFFSETS, "dout", "dlse", "delta", "dq", "dk", "dv", "dq_accum",
          "dsinks", "counter")  # fmt: skip
-_NEVER = (*launcher.between(_ANEW), "dlse", "dsinks")
+_NEVER = (*between(_ANEW), "dlse", "dsinks")
 
 
 def repeat(

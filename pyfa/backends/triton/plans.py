@@ -298,8 +298,7 @@ def plan(problem: Problem, name: str) -> Plan:
         if not amd:
             del values["matrix"], values["waves"]
         # The copy engine wants rows at multiples of 16 bytes, dO's and O's too.
-        unit = 16 if "fp8" in problem.features else 8
-        whole = problem.aligned and not (problem.head_dim | problem.head_dim_v) % unit
+        whole = problem.aligned and not (problem.head_dim | problem.head_dim_v) % problem.unit
         values["tma"] = tiles.tma and whole and problem.arch in _COPY_ENGINE
         values["paged"] = _paging(problem, tiles.block_n)
         constants |= {f"{role}_{key}": value for key, value in values.items()}

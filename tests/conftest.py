@@ -1,0 +1,38 @@
+"""What tests of several folders ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pyfa import api, repeats
+
+CallsOf = Callable[[Any, str], list[Any]]
+
+
+@pytest.fixture(params=["guards", "by hand"])
+def fresh_repeats(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call has come yet. Twice: also as with a PyTorch that has no such guards."""
+    monkeypatch.setattr(api, "_repeats", repeats.Table())
+    if request.param == "by hand":
+        monkeypatch.setattr(repeats, "_Guards", None)
+
+
+@pytest.fixture
+def calls_of(monkeypatch: pytest.MonkeyPatch) -> CallsOf:
+    """The arguments of all calls of a module's function from now on."""
+
+    def calls_of(module: Any, name: str) -> list[Any]:
+        seen: list[Any] = []
+        function = getattr(module, name)
+
+        def noted(*arguments: Any) -> Any:
+            seen.append(arguments)
+            return function(*arguments)
+
+        monkeypatch.setattr(module, name, noted)
+        return seen
+
+    return calls_of
