@@ -356,6 +356,35 @@ def naive_beside() -> str:
     return table(["tokens", *head], rows)
 
 
+def context_parallel() -> str:
+    """Times of 131,072 tokens by each way over GPUs, and time and memory of the longest."""
+    ways = {"ring": "`ring_attention`", "ulysses": "`ulysses_attention`", "both": "both, 2 × 2"}
+    parts, rows, longest = ("forward", "backward"), [], []
+    for count in (4, 2):
+        data = results()[f"context_parallel_{count}.json"]
+        tokens = data["title"].split()[0]
+        for row in data["speeds"]:
+            if "gpus" not in row:
+                continue
+            cells = [str(row["gpus"]), ways.get(row["side"], row["side"])]
+            for part in parts:
+                share = row.get("of_one_gpu", {part: 1.0})[part]
+                cells += [f"{row[f'{part}_seconds'] * 1e3:.1f}", f"{row[f'{part}_tflops']:,.0f}"]
+                cells.append(f"{share:.1%}".replace("%", " %"))
+            rows.append(cells)
+        for row in data["long"]:
+            cells = [f"{row['seqlen']:,}", str(row["gpus"]), ways.get(row["side"], row["side"])]
+            cells += [f"{row[f'{part}_seconds']:.2f}" for part in parts]
+            longest.append([*cells, f"{row['peak_bytes'] / 1e9:.1f}", f"{row['ratio']:.2f}"])
+    head = [x for part in parts for x in (f"{part} (ms)", "TFLOP/s", "of one GPU's")]
+    more = [f"{part} (s)" for part in parts]
+    return (
+        table(["GPUs", f"{tokens} tokens", *head], rows)
+        + "\n\n"
+        + table(["tokens", "GPUs", "", *more, "GB a GPU", "over the least"], longest)
+    )
+
+
 def dram() -> str:
     """DRAM's bytes by Nsight Compute beside the three that ``pyfa plan`` computes."""
     rows = []
@@ -482,6 +511,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "combinations": combinations,
     "commands": commands,
     "conformance": conformance,
+    "context_parallel": context_parallel,
     "devices": devices,
     "dram": dram,
     "extras": extras,

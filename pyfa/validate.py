@@ -223,7 +223,10 @@ def bias(value: torch.Tensor, q: torch.Tensor, sizes: tuple[int, int, int, int])
 
 
 def per_head(name: str, value: torch.Tensor, q: torch.Tensor, batch: int | None) -> torch.Tensor:
-    """``value`` in float32, of shape (heads,) or, where ``batch`` is given, also (batch, heads)."""
+    """``value`` in float32, of shape (heads,) or, where ``batch`` is given, also (batch, heads).
+
+    Contiguous: kernels are told of no stride between heads.
+    """
     a_tensor(name, value)
     shapes = [(q.shape[-2],)] + ([(batch, q.shape[-2])] if batch is not None else [])
     if tuple(value.shape) not in shapes:
@@ -232,7 +235,7 @@ def per_head(name: str, value: torch.Tensor, q: torch.Tensor, batch: int | None)
         wrong(name, "a floating point dtype", value)
     if value.device != q.device:
         wrong(name, f"q's device {q.device}", value)
-    return value.float()
+    return value.float().contiguous()
 
 
 def seed(value: object, device: torch.device) -> torch.Tensor:

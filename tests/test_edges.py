@@ -149,6 +149,23 @@ def test_the_negative_bit(backend):
     assert torch.equal(pyfa.attention(negative, k, k, backend=backend), expected)
 
 
+@pytest.mark.parametrize("backend", ["torch", "emulator"])
+def test_slopes_and_sinks_that_are_parts_of_larger_tensors(backend):
+    q, k = torch.randn(2, 9, 4, 64).half(), torch.randn(2, 9, 2, 64).half()
+    larger = torch.randn(2, 8)
+    for slopes, sinks in (
+        (larger[0, ::2], larger[1, ::2]),
+        (larger[0, :1].expand(4), larger[1, :1].expand(4)),
+        (larger.view(8, 2).T[:, :4], larger.view(8, 2).T[0, :4]),
+    ):
+        found, expected = (
+            pyfa.attention(q, k, k, alibi_slopes=x, sinks=y, backend=backend)
+            for x, y in ((slopes, sinks), (slopes.clone(memory_format=torch.contiguous_format),
+                                           sinks.clone(memory_format=torch.contiguous_format)))
+        )  # fmt: skip
+        assert torch.equal(found, expected)
+
+
 def test_contexts_that_overlap_in_two_threads_leave_nothing_behind():
     entered, left = threading.Event(), threading.Event()
 

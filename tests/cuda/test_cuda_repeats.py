@@ -14,10 +14,11 @@ import pytest
 import torch
 
 import pyfa
-from pyfa import abi, api, ops
+from pyfa import abi, api, dispatch, ops
 from pyfa import request as requests
 from pyfa.backends.common import libcuda
 from pyfa.backends.cuda import launcher
+from pyfa.problem import Call
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LAUNCHED = ("attn_fwd", "row_sums", "attn_bwd", "dq_convert")
@@ -268,6 +269,21 @@ def test_gradients_of_another_layout(
             assert values["dout_head"] == (64 if copied else dout.stride(2))
     # A layout of its own is prepared for; what needs a copy takes the long way.
     assert len(seen) == 2 * copied
+
+
+def test_an_lse_that_is_a_slice_of_a_larger_one_is_not_prepared_for(driver: Any) -> None:
+    """To PyTorch it is contiguous; kernels go by the stride of a lone sequence, too."""
+    q, k, v = (x.detach() for x in inputs())
+    call = Call(q, k, v, max_seqlen_q=128, max_seqlen_k=128, scale=0.125)
+    prepared = dispatch.prepare(call, "cuda", True, False)
+    out, lse = prepared.forward(call)
+    sliced = torch.empty(1, 6, 128)[:, 2:4].copy_(lse)
+    assert sliced.is_contiguous()
+    for given, repeats in ((lse, True), (sliced, False)):
+        assert (prepared.repeat_backward(call, out, given, out) is not None) is repeats
+        driver.launched.clear()
+        prepared.backward(call, out, given, out, None, False)
+        assert {values["lse_batch"] for *_, values in launches(driver)} == {2 * 128}
 
 
 def test_a_gradient_of_the_lse(driver: Any, calls_of: Callable[..., Any]) -> None:

@@ -107,3 +107,22 @@ def test_ranks_with_more_rows_than_others_take_as_many_heads_at_a_time(pool):
     # 21, 40 and 40 rows of 128 elements.
     uneven = case("uneven")
     assert pool.run(3, whole.examined, uneven, "ring", 3, "zigzag", least=1500)[0] == []
+
+
+# One sequence, whose stride is nothing to PyTorch; and of one head as well.
+LONE = {
+    "dense": {"heads_q": 4, "heads_k": 2},
+    "one head": {"heads_q": 1, "heads_k": 1},
+    "packed, one head": {"kind": "varlen", "heads_q": 1, "heads_k": 1, "dropout_p": 0.3},
+}
+
+
+@pytest.mark.parametrize("name", LONE)
+def test_kernels_stay_inside_their_tensors_where_a_sequence_is_alone(pool, name):
+    """On the emulator, which knows where each tensor ends."""
+    lone = whole.case_of(
+        LONE[name], lengths=(64,), dtype="bfloat16", head_dim=16, head_dim_v=16, causal=True,
+        dlse="both",
+    )  # fmt: skip
+    wrong = pool.run(2, whole.examined, lone, "ring", 2, "zigzag", backend="emulator", least=1)
+    assert wrong[0] == []

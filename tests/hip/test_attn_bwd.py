@@ -8,6 +8,8 @@ import pyfa
 from pyfa import codeobject, emulator
 from pyfa.backends.hip import backward, code
 from pyfa.conformance.cases import Case
+from pyfa.dispatch import prepare
+from pyfa.problem import Call
 
 # Between them: rows and keys past the edges of tiles, of wavefronts and of workgroups, groups of
 # heads, every score term, every way that rows and keys can lie, both score classes.
@@ -157,3 +159,19 @@ def test_at_most_forty_plans_a_pass():
     found = [dict(plan.constants) for plan in backward.all_plans("hip")]
     for owner in (backward.KEYS, backward.ROWS):
         assert sum(constants.get("OWNS") == owner for constants in found) <= 40
+
+
+@pytest.mark.parametrize(("heads", "rows"), [(1, 70), (2, 70), (1, 1)])
+def test_an_lse_that_is_a_slice_of_a_larger_one(heads, rows):
+    """The stride of a lone sequence, head or row is nothing to PyTorch."""
+    q, k, v, dout = torch.randn(4, 1, rows, heads, 64).to(torch.bfloat16).unbind()
+    call = Call(q, k, v, max_seqlen_q=rows, max_seqlen_k=rows, scale=0.125, window_right=0)
+    prepared = prepare(call, "emulator", True, False)
+    out, lse = prepared.forward(call)
+    larger = torch.zeros(1, 5, 70)
+    larger[:, 2 : 2 + heads, :: 71 - rows] = lse
+    sliced = larger[:, 2 : 2 + heads, :: 71 - rows]
+    assert sliced.is_contiguous()
+    assert sliced.stride() != lse.stride()
+    given, own = (prepared.backward(call, out, x, dout, None, False) for x in (sliced, lse))
+    assert all(torch.equal(x, y) for x, y in zip(given[:3], own[:3], strict=True))

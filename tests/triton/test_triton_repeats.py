@@ -149,6 +149,8 @@ def test_what_is_not_prepared(driver: Any) -> None:
         (call._replace(q=call.q[:, :0], max_seqlen_q=0), dout[:, :0]),
     ):
         assert backward.repeat(runner, changed, out, lse, gradient) is None
+    for x, y in ((out.mT.contiguous().mT, lse), (out, lse.mT.contiguous().mT)):
+        assert backward.repeat(runner, call, x, y, dout) is None
 
 
 def test_addresses_of_another_alignment(driver: Any) -> None:

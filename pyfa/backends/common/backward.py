@@ -43,7 +43,7 @@ def gradients(
     gaps_k = call.cu_seqlens_k is not None or call.seqused_k is not None
     tensors = {
         "out": out,
-        "lse": lse.contiguous(),
+        "lse": whole(lse),
         "dout": dout,
         "dq": _like(call.q, gaps_q),
         "dk": _like(call.k, gaps_k),
@@ -55,6 +55,18 @@ def gradients(
     if call.sinks is not None:
         tensors["dsinks"] = torch.zeros_like(tensors["lse"])
     return tensors
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """Contiguous, and with the strides of a tensor of its own, by which kernels go.
+
+    To ``contiguous`` the stride of a lone sequence or head is nothing: in a slice of a larger LSE
+    it stays that one's, and what kernels keep of each row would lie beyond its tensor.
+    """
+    x = x.contiguous()
+    heads, rows = (max(size, 1) for size in x.shape[-2:])
+    own = (heads * rows, rows, 1)[-x.dim() :]
+    return x if x.stride() == own else x.as_strided(x.shape, own)
 
 
 def _like(x: torch.Tensor, gaps: bool) -> torch.Tensor:

@@ -50,7 +50,8 @@ def backward(
     """``Backend.backward``; its kernels but the bias's go to ``launch``."""
     given = runner.given(call)
     heads = call.q.shape[-2]
-    dout = _readable(dout, runner.constants["div_dv"])
+    out, dout = (_readable(x, runner.constants["div_dv"]) for x in (out, dout))
+    lse = lse.contiguous()
     saved = _row_state(runner, call, given, out, lse, dout, dlse, launch)
     sizes = (call.batch, heads, heads // call.k.shape[-2], call.q.shape[-1], call.v.shape[-1],
              call.max_seqlen_q, call.max_seqlen_k, given.page_size)  # fmt: skip
@@ -74,7 +75,8 @@ def repeat(
     """
     given = runner.given(call)
     copied = any(x is not y for x, y in zip(given[:3], call[:3], strict=True))
-    if copied or _readable(dout, runner.constants["div_dv"]) is not dout:
+    copied |= any(_readable(x, runner.constants["div_dv"]) is not x for x in (out, dout))
+    if copied or not lse.is_contiguous():
         return None
     noted: list[tuple[Kernel, int, tuple[Any, ...]]] = []
 
@@ -104,13 +106,13 @@ def repeat(
     return ready_backward(launch, made, behind // 2)
 
 
-def _readable(dout: torch.Tensor, divisor: int) -> torch.Tensor:
-    """``dout`` with contiguous rows and the alignment that the kernels were compiled for."""
-    *strides, last = dout.stride()
-    if last != 1 or dout.data_ptr() % 16 or any(stride % divisor for stride in strides):
+def _readable(x: torch.Tensor, divisor: int) -> torch.Tensor:
+    """``x`` with contiguous rows and the alignment that the kernels were compiled for."""
+    *strides, last = x.stride()
+    if last != 1 or x.data_ptr() % 16 or any(stride % divisor for stride in strides):
         # Not contiguous(), which leaves a misaligned base where it is.
-        return torch.empty(dout.shape, dtype=dout.dtype, device=dout.device).copy_(dout)
-    return dout
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+    return x
 
 
 def _row_state(
