@@ -6,7 +6,13 @@ and with the cases' own guard zones around their tensors. Cases are those of the
 most 300 rows and keys, drawn by hash; ``--jobs`` processes of each tool share them. What a tool
 reports counts where it names one of pyfa's kernels; of anything else that it says there is the
 number, and the first. A process begins no case once the time is over: what it left is said, and
-makes the status 1.
+makes the status 1. ``--save`` writes ``results/sanitizer_cuda.json``.
+
+On Hopper with its own tiles only cases that its own kernels take are drawn: first those that bring
+a kernel or a feature which none before had, and some whose grids are larger than the device, where
+forward's blocks take pieces from a counter; the result is ``sanitizer_cuda_sm_90.json``. The tools
+are then memcheck, initcheck and synccheck: racecheck hardly knows TMA, mbarriers and wgmma.
+``PYFA_ARCH_TILES=sm_80`` draws from all cases, for sm80's kernels.
 
 Racecheck takes for races what barriers of a part of a block's warps order (backward's, by which one
 warp hands its P to another: bar.arrive and bar.sync of 64 threads). So it runs twice: on the
@@ -36,30 +42,122 @@ from typing import Any
 
 import machine
 
+from pyfa import device
 from pyfa.backends import BACKENDS
-from pyfa.backends.cuda import code
+from pyfa.backends.common.backward import is_general_problem
+from pyfa.backends.cuda import backward, code, forward_sm90
 from pyfa.conformance import grid, runner
-from pyfa.conformance.cases import Case
+from pyfa.conformance.cases import Case, dense, packed
 from pyfa.conformance.report import PASSED, REFUSED
+from pyfa.device import Device
 from pyfa.plan import Plan
+from pyfa.problem import Problem
 
 TOOLS = ("memcheck", "initcheck", "racecheck", "racecheck-widened")
+OWN_TOOLS = ("memcheck", "initcheck", "synccheck")
 _WIDENED = "-widened"
 # Barriers of some warps: what they are in the source, and those of the block.
 _SOME = re.compile(r'asm volatile\("bar\.(?:arrive|sync) %0, %1;"[^;]*;')
 _WHOLE = "barrier();"
 KERNELS = re.compile(r"\b(attn_fwd|attn_bwd|attn_decode|combine|append|row_sums|dq_convert)\b")
 _LONGEST = 300
+# Always with Hopper's own kernels. More blocks than an H100 or an H200 has SMs, 132: most of these
+# twice as many and more. And what is in no short case.
+LARGE_GRIDS = (
+    dense(200, 97, heads_q=72, heads_k=72, causal=True, backward=True, deterministic=True),
+    dense(130, 97, heads_q=72, heads_k=8, head_dim=128, backward=True),
+    packed(
+        ((129, 0, 150), (33, 65, 200)),
+        "varlen",
+        heads_q=60,
+        heads_k=60,
+        head_dim=128,
+        dtype="float16",
+        causal=True,
+        backward=True,
+    ),
+    dense(
+        130,
+        97,
+        heads_q=68,
+        heads_k=68,
+        head_dim=192,
+        head_dim_v=128,
+        backward=True,
+        deterministic=True,
+    ),
+    dense(130, 150, heads_q=68, heads_k=4, head_dim=256, window=(17, 5)),
+    dense(130, 97, heads_q=68, heads_k=68, head_dim=96, softcap=5.0),
+    dense(130, 97, heads_q=68, heads_k=68, head_dim=128, softcap=5.0),
+)
+RARE = (
+    dense(150, 200, head_dim=192, head_dim_v=128, causal=True, backward=True),
+    dense(150, 200, head_dim=192, head_dim_v=128, softcap=5.0),
+    dense(150, 200, head_dim=192, window=(17, 5), backward=True, deterministic=True),
+    dense(150, 200, head_dim=192, softcap=5.0),
+    dense(150, 200, head_dim=256, causal=True, backward=True, deterministic=True),
+    dense(150, 200, head_dim=256, softcap=5.0),
+)
 _SUMMARY = re.compile(r"(ERROR SUMMARY|RACECHECK SUMMARY): .*")
 # A block of the log that reports something, as opposed to what the tool says of itself.
 _REPORT = re.compile(r"\b(Invalid|Misaligned|Uninitialized|Error|Warning|Program hit|hazard)\b")
-_RAN = "ran: "
+_RAN, _KERNEL = "ran: ", "kernel: "
 _LAST_CASE = 20.0  # seconds for what a process has begun when its time is over
 
 
+def facts() -> Device:
+    """Of the device that the cases run on."""
+    return device.of(runner.device_of("cuda"))
+
+
+def has_own(where: Device) -> bool:
+    """Whether it runs Hopper's own kernels."""
+    return forward_sm90.runs_on(where.arch)
+
+
+def own_plans(case: Case, where: Device) -> list[Plan]:
+    """Hopper's own kernels that ``case`` gets, in both number formats alike."""
+    problem = Problem(
+        case.batch, max(case.lengths_q, default=0), max(case.lengths_k, default=0), case.heads_q,
+        case.heads_k, case.head_dim, case.head_dim_v, "bfloat16", case.features, where,
+        square=case.lengths_q == case.lengths_k, page_size=case.page_size,
+        aligned=case.layout not in ("unaligned", "gapped"),
+        positive=case.scale is None or case.scale > 0.0,
+    ).bucketed()  # fmt: skip
+    backend = BACKENDS["cuda"]
+    if backend.why_not(problem):
+        return []
+    found, dims = [backend.plan(problem)], (problem.head_dim, problem.head_dim_v)
+    if case.backward:
+        general = is_general_problem(problem)
+        found.append(backward.plans_for(problem.arch, *dims, 1, general)[1])
+    return [plan for plan in found if "/sm90/" in plan.kernel]
+
+
+def chosen(count: int, where: Device) -> list[Case]:
+    """So many cases for a device."""
+    return (by_coverage(where) if has_own(where) else by_hash())[:count]
+
+
 @functools.cache
-def chosen(count: int) -> list[Case]:
-    """The cases whose names hash smallest, of those that are short and that the backend takes."""
+def by_coverage(where: Device) -> list[Case]:
+    """The cases of Hopper's own kernels, those first that bring what none before had."""
+    cases = by_hash()
+    always = (*LARGE_GRIDS, *RARE)
+    own = [case for case in (*always, *cases) if own_plans(case, where)]
+    seen: set[object] = set()
+    first = []
+    for case in own:
+        brings = {*own_plans(case, where), *case.features} - seen
+        if brings or case in always:
+            first.append(case)
+            seen |= brings
+    return list(dict.fromkeys((*first, *own)))
+
+
+@functools.cache
+def by_hash() -> list[Case]:
+    """Cases that are short and that the backend takes, those first whose names hash smallest."""
     backend = BACKENDS["cuda"]
     cases = grid.cases("full", backend.FEATURES, backend.DTYPES)
     short = [
@@ -69,7 +167,7 @@ def chosen(count: int) -> list[Case]:
         and case.dtype in backend.DTYPES
         and max((*case.lengths_q, *case.lengths_k), default=0) <= _LONGEST
     ]
-    return sorted(short, key=lambda case: hashlib.sha256(case.name.encode()).digest())[:count]
+    return sorted(short, key=lambda case: hashlib.sha256(case.name.encode()).digest())
 
 
 def widen() -> None:
@@ -83,8 +181,8 @@ def widen() -> None:
 
 
 def run(cases: list[Case], widened: bool, until: float) -> None:
-    """The cases, in this process: a line of each as soon as it has run."""
-    backend = BACKENDS["cuda"]
+    """The cases, in this process: a line of each as soon as it has run, and of new kernels."""
+    backend, kernels = BACKENDS["cuda"], set[str]()
     where = runner.device_of("cuda")
     if widened:
         widen()
@@ -94,6 +192,9 @@ def run(cases: list[Case], widened: bool, until: float) -> None:
         result = runner.run_case(backend, case, where)
         said = " | ".join(result.messages).strip().replace("\n", " ")[-300:]
         print(f"{_RAN}{result.status} {result.name} {said}", flush=True)
+        for kernel in set(backend.kernel_digests()) - kernels:
+            print(f"{_KERNEL}{kernel}", flush=True)
+            kernels.add(kernel)
 
 
 def sanitized(tool: str, share: int, options: argparse.Namespace, until: float) -> dict[str, Any]:
@@ -129,6 +230,7 @@ def sanitized(tool: str, share: int, options: argparse.Namespace, until: float) 
     return {
         "tool": tool,
         "cases": dict(collections.Counter(line.split()[0] for line in ran)),
+        "kernels": [line.removeprefix(_KERNEL) for line in lines if line.startswith(_KERNEL)],
         "failed": [line for line in ran if line.split()[0] not in (PASSED, REFUSED)],
         "not_run": len(part_of(options, share, tool.endswith(_WIDENED))) - len(ran),
         "of_our_kernels": len(ours),
@@ -141,7 +243,7 @@ def sanitized(tool: str, share: int, options: argparse.Namespace, until: float) 
 
 def part_of(options: argparse.Namespace, share: int, widened: bool) -> list[Case]:
     """The cases of a share, each of which has some of every kind."""
-    cases = chosen(options.cases)
+    cases = chosen(options.cases, facts())
     return [case for case in cases if not (widened and case.deterministic)][share :: options.jobs]
 
 
@@ -151,11 +253,12 @@ def together(tool: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {"tool": tool, "cases": collections.Counter()}
     for part in mine:
         found["cases"].update(part["cases"])
-        for name in ("failed", "not_run", "of_our_kernels", "first", "of_others",
+        for name in ("kernels", "failed", "not_run", "of_our_kernels", "first", "of_others",
                      "first_of_others", "ended"):  # fmt: skip
             found[name] = found[name] + part[name] if name in found else part[name]
     for name in ("first", "first_of_others"):
         found[name] = "".join(found[name][:1])
+    found["kernels"] = sorted(set(found["kernels"]))
     return found
 
 
@@ -164,7 +267,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=72)
     parser.add_argument("--jobs", type=int, default=4, help="processes of each tool")
     parser.add_argument("--seconds", type=float, default=300.0, help="then no case is begun")
-    parser.add_argument("--tools", default=",".join(TOOLS))
+    parser.add_argument("--tools", default="", help=f"{', '.join(TOOLS)}; or synccheck")
     parser.add_argument("--save", action="store_true")
     parser.add_argument(
         "--run", choices=("as-is", "widened"), help="only run the cases, without a tool"
@@ -177,7 +280,8 @@ def main() -> int:
         run(part_of(options, options.share, widened), widened, options.until)
         return 0
     begin = time.monotonic()
-    until, tools = begin + options.seconds, options.tools.split(",")
+    until, own = begin + options.seconds, has_own(facts())
+    tools = options.tools.split(",") if options.tools else OWN_TOOLS if own else TOOLS
     parts: list[dict[str, Any]] = []
     with ThreadPoolExecutor(len(tools) * options.jobs) as pool:
         under_way = [
@@ -187,18 +291,19 @@ def main() -> int:
         ]
         for done in as_completed(under_way):
             parts.append(done.result())
-            told = {name: x for name, x in parts[-1].items() if "first" not in name}
+            unsaid = ("first", "first_of_others", "kernels")
+            told = {name: x for name, x in parts[-1].items() if name not in unsaid}
             print(f"{time.monotonic() - begin:4.0f} s {told}", flush=True)
     found = [together(tool, parts) for tool in tools]
     for each in found:
-        print(each)
+        print({name: x if name != "kernels" else len(x) for name, x in each.items()})
     if options.save:
         seconds = round(time.monotonic() - begin)
         results = {
             "cases": options.cases, "jobs": options.jobs, "seconds": seconds,
             "tiles": os.environ.get("PYFA_ARCH_TILES", "the device's own"), "tools": found,
         }  # fmt: skip
-        print(machine.save("sanitizer_cuda", results))
+        print(machine.save("sanitizer_cuda_sm_90" if own else "sanitizer_cuda", results))
     counted = [each for each in found if each["tool"] != "racecheck"]
     bad = any(each["of_our_kernels"] for each in counted)
     bad = bad or any("SUMMARY" not in ended for each in found for ended in each["ended"])

@@ -23,27 +23,28 @@ def inputs(cell: Cell, device: torch.device) -> tuple[Inputs, torch.Tensor, torc
     generator = torch.Generator(device).manual_seed(0)
     dtype = getattr(torch, cell.dtype)
 
-    def normal(heads: int) -> torch.Tensor:
-        shape = (cell.tokens, heads, cell.head_dim)
+    def normal(heads: int, dim: int = cell.head_dim) -> torch.Tensor:
+        shape = (cell.tokens, heads, dim)
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
-    q, k, v = (
-        normal(heads).requires_grad_(cell.grad)
-        for heads in (cell.heads_q, cell.heads_k, cell.heads_k)
-    )
+    q, k = (normal(heads).requires_grad_(cell.grad) for heads in (cell.heads_q, cell.heads_k))
+    v = normal(cell.heads_k, cell.dim_v).requires_grad_(cell.grad)
     ends = torch.tensor((0, *cell.lengths)).cumsum(0)
     cu_seqlens = ends.to(device, torch.int32)
-    return (q, k, v), normal(cell.heads_q), cu_seqlens
+    return (q, k, v), normal(cell.heads_q, cell.dim_v), cu_seqlens
 
 
-def by_pyfa(backend: str | None, cell: Cell, device: torch.device) -> Ready:
+def by_pyfa(
+    backend: str | None, cell: Cell, device: torch.device, *, deterministic: bool = False
+) -> Ready:
     leaves, dout, cu = inputs(cell, device)
     longest = cell.seqlen_q
 
     def forward() -> torch.Tensor:
         result = pyfa.attention_varlen(
-            *leaves, cu, cu, longest, longest, causal=cell.causal, backend=backend
-        )
+            *leaves, cu, cu, longest, longest, causal=cell.causal, deterministic=deterministic,
+            backend=backend,
+        )  # fmt: skip
         assert isinstance(result, torch.Tensor)
         return result
 

@@ -64,14 +64,15 @@ def inputs(cell: Cell, device: torch.device) -> tuple[Inputs, torch.Tensor]:
     generator = torch.Generator(device).manual_seed(0)
     dtype = getattr(torch, cell.dtype)
 
-    def normal(length: int, heads: int) -> torch.Tensor:
-        shape = (cell.batch, length, heads, cell.head_dim)
+    def normal(length: int, heads: int, dim: int = cell.head_dim) -> torch.Tensor:
+        shape = (cell.batch, length, heads, dim)
         x = torch.randn(shape, generator=generator, device=device, dtype=dtype)
         return x.requires_grad_(cell.grad)
 
     q = normal(cell.seqlen_q, cell.heads_q)
-    k, v = normal(cell.seqlen_k, cell.heads_k), normal(cell.seqlen_k, cell.heads_k)
-    return (q, k, v), torch.randn_like(q, requires_grad=False)
+    k, v = normal(cell.seqlen_k, cell.heads_k), normal(cell.seqlen_k, cell.heads_k, cell.dim_v)
+    dout = torch.randn((*q.shape[:3], cell.dim_v), device=device, dtype=dtype)
+    return (q, k, v), dout
 
 
 def _heads_first(cell: Cell, device: torch.device, *, copied: bool) -> tuple[Inputs, torch.Tensor]:
@@ -85,22 +86,29 @@ def _heads_first(cell: Cell, device: torch.device, *, copied: bool) -> tuple[Inp
     return (turned[0], turned[1], turned[2]), turned[3]
 
 
-def _pyfa_attend(backend: str | None, cell: Cell, device: torch.device) -> Attend:
+def _pyfa_attend(
+    backend: str | None, cell: Cell, device: torch.device, *, deterministic: bool = False
+) -> Attend:
     window = None if cell.window < 0 else (cell.window, 0)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        result = pyfa.attention(q, k, v, causal=cell.causal, window=window, backend=backend)
+        result = pyfa.attention(
+            q, k, v, causal=cell.causal, window=window, deterministic=deterministic,
+            backend=backend,
+        )  # fmt: skip
         assert isinstance(result, torch.Tensor)
         return result
 
     return attend
 
 
-def _pyfa(backend: str | None, cell: Cell, device: torch.device) -> Ready:
+def _pyfa(
+    backend: str | None, cell: Cell, device: torch.device, *, deterministic: bool = False
+) -> Ready:
     leaves, dout = inputs(cell, device)
     q, k, v = leaves
     if not cell.cache:
-        attend = _pyfa_attend(backend, cell, device)
+        attend = _pyfa_attend(backend, cell, device, deterministic=deterministic)
         return Ready(lambda: attend(q, k, v), leaves, dout)
 
     def forward() -> torch.Tensor:
@@ -205,7 +213,7 @@ def _eager(cell: Cell, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tor
     if visible is not None:
         score = score.masked_fill(~visible, -torch.inf)
     out: torch.Tensor = score.softmax(-1) @ v[:, :, None]
-    return out.reshape(q.shape)
+    return out.flatten(1, 2)
 
 
 def _naive_attend(cell: Cell, device: torch.device) -> Attend:
@@ -274,10 +282,11 @@ def _package_lacks(name: str, device: str) -> str | None:
 
 
 def _of_pyfa(name: str, meaning: str, why_not: Callable[[str], str | None],
-             backend: str | None) -> Peer:  # fmt: skip
+             backend: str | None, deterministic: bool = False) -> Peer:  # fmt: skip
     return Peer(
-        name, meaning, why_not, functools.partial(_pyfa, backend),
-        functools.partial(packed.by_pyfa, backend), functools.partial(_pyfa_attend, backend),
+        name, meaning, why_not, functools.partial(_pyfa, backend, deterministic=deterministic),
+        functools.partial(packed.by_pyfa, backend, deterministic=deterministic),
+        functools.partial(_pyfa_attend, backend, deterministic=deterministic),
         float8=functools.partial(float8.by_pyfa, backend),
     )  # fmt: skip
 
@@ -316,7 +325,15 @@ _ALL = (
 PEERS: dict[str, Peer] = {peer.name: peer for peer in _ALL}
 
 
+# Behind "pyfa:", where else a backend's name stands.
+_DETERMINISTIC = "deterministic"
+
+
 def _forced(backend: str) -> Peer:
+    if backend == _DETERMINISTIC:
+        meaning = "the backend that pyfa chooses, with deterministic gradients"
+        return _of_pyfa(f"pyfa:{backend}", meaning, _anywhere, None, True)
+
     def why_not(device: str) -> str | None:
         from pyfa.backends import BACKENDS
 
@@ -329,7 +346,8 @@ def chosen(wanted: list[str] | None, device: str) -> tuple[list[Peer], dict[str,
     """Who takes part, pyfa first, and why the others do not.
 
     By default all that the environment has (``sdpa`` only on a CPU: on a GPU it is one of the
-    others). ``ValueError`` for a name that is none, or one that cannot take part here.
+    others); pyfa with deterministic gradients, or with a backend that is named, where it is wanted.
+    ``ValueError`` for a name that is none, or one that cannot take part here.
     """
     if wanted is None:
         lacking = {name: peer.why_not(device) for name, peer in PEERS.items()}
@@ -339,8 +357,9 @@ def chosen(wanted: list[str] | None, device: str) -> tuple[list[Peer], dict[str,
     found = []
     for name in ["pyfa", *wanted]:
         head, _, backend = name.partition(":")
-        if name not in PEERS and not (head == "pyfa" and backend in NAMES):
-            raise ValueError(f"--peers: expected {', '.join(PEERS)} or pyfa:BACKEND; got {name!r}")
+        if name not in PEERS and not (head == "pyfa" and backend in (*NAMES, _DETERMINISTIC)):
+            expected = f"{', '.join(PEERS)}, pyfa:{_DETERMINISTIC} or pyfa:BACKEND"
+            raise ValueError(f"--peers: expected {expected}; got {name!r}")
         peer = PEERS.get(name) or _forced(backend)
         why = peer.why_not(device)
         if why is not None:

@@ -24,7 +24,8 @@ _SHOWS = {
     "varlen": "Sequences of different lengths, packed one behind the other; peers without such a "
     "call get one a sequence.",
     "window": "Causal attention to the nearest keys; FLOPs of exactly the visible pairs.",
-    "gqa": "Query heads that share key heads, forward and backward.",
+    "gqa": "Query heads that share key heads, and keys that are wider than values; forward and "
+    "backward.",
     "fp8": "Forward with float8 inputs, beside 16 bits.",
     "fp8_decode": "Decode with a float8 cache under 16-bit queries, beside one of 16 bits. Less is "
     "better.",

@@ -20,6 +20,7 @@ class Cell:
     which a training step is the cell; 0 where attention alone is. ``fp8``: what is of float8, all
     "inputs" or the "cache" under queries of ``dtype``; or what makes them is timed, "quantize" or
     "rotate" (with the rotation), and "copy", which moves as many tensors unchanged.
+    ``head_dim_v``: that of V where it is not ``head_dim``, else 0.
     """
 
     suite: str
@@ -41,12 +42,18 @@ class Cell:
     layers: int = 0
     vocabulary: int = 0
     fp8: str = ""
+    head_dim_v: int = 0
+
+    @property
+    def dim_v(self) -> int:
+        """V's head_dim."""
+        return self.head_dim_v or self.head_dim
 
     @property
     def name(self) -> str:
         """Unique in its suite: what two result files are matched by."""
         parts = [
-            f"D={self.head_dim}",
+            f"D={_pair(self.head_dim, self.dim_v)}",
             f"B={self.batch}",
             f"S={_pair(self.seqlen_q, self.seqlen_k)}",
             f"H={_pair(self.heads_q, self.heads_k)}",
@@ -72,7 +79,8 @@ class Cell:
     def flops(self) -> float:
         """4·B·H·Sq·Sk·D, half of it under a causal mask, 2.5 times it for backward.
 
-        The field's half counts a diagonal too few; with a window exactly the visible pairs count.
+        Of forward's two products one is of D and one of V's, of backward's five three and two. The
+        field's half counts a diagonal too few; with a window exactly the visible pairs count.
         """
         lengths = self.lengths or (self.seqlen_q,) * self.batch
         if self.window >= 0:
@@ -81,8 +89,8 @@ class Cell:
             share = 0.5 if self.causal and self.seqlen_q > 1 else 1.0
             keys = self.lengths or (self.seqlen_k,) * self.batch
             pairs = share * sum(rows * seen for rows, seen in zip(lengths, keys, strict=True))
-        forward = 4.0 * self.heads_q * pairs * self.head_dim
-        return forward * {"forward": 1.0, "backward": 2.5, "both": 3.5}[self.passes]
+        products = {"forward": (1, 1), "backward": (3, 2), "both": (4, 3)}[self.passes]
+        return 2.0 * self.heads_q * pairs * (products[0] * self.head_dim + products[1] * self.dim_v)
 
     def _windowed(self, length: int) -> int:
         keys = length + self.seqlen_k - self.seqlen_q
@@ -97,11 +105,11 @@ class Cell:
     def bytes_moved(self) -> int:
         """K and V, read once; or all that ``quantize`` or a copy reads and writes."""
         width = 4 if self.dtype == "float32" else 2
-        of_k = self.batch * self.seqlen_k * self.heads_k * self.head_dim
+        of_keys = self.batch * self.seqlen_k * self.heads_k * (self.head_dim + self.dim_v)
         if self.fp8 in ("quantize", "rotate", "copy"):
             of_q = self.batch * self.seqlen_q * self.heads_q * self.head_dim
-            return (of_q + 2 * of_k) * (width + (width if self.fp8 == "copy" else 1))
-        return 2 * of_k * (1 if self.fp8 else width)
+            return (of_q + of_keys) * (width + (width if self.fp8 == "copy" else 1))
+        return of_keys * (1 if self.fp8 else width)
 
     def value(self, seconds: float) -> float:
         """``seconds`` in the cell's unit."""
@@ -117,8 +125,8 @@ class Cell:
         return asdict(self)
 
 
-def _pair(queries: int, keys: int) -> str:
-    return str(queries) if queries == keys else f"{queries},{keys}"
+def _pair(first: int, second: int) -> str:
+    return str(first) if first == second else f"{first},{second}"
 
 
 def _matrix(suite: str, passes: str, gpu: bool) -> list[Cell]:
@@ -190,14 +198,19 @@ def _window(gpu: bool) -> list[Cell]:
 
 
 def _gqa(gpu: bool) -> list[Cell]:
-    """Groups of heads that share keys, as large models have them, and one key head for all."""
+    """Heads as large models have them: groups that share keys, one key head for all, and keys
+    that are wider than their values."""
     batch, length, dim = (2, 8192, 128) if gpu else (1, 64, 64)
     heads = ((32, 8), (64, 8), (16, 1)) if gpu else ((4, 2), (4, 1))
+    kinds = [(*each, dim, 0) for each in heads]
+    kinds.append((16, 16, 192, 128) if gpu else (4, 4, 96, 64))
     dtype = "bfloat16" if gpu else "float32"
     return [
         Cell("gqa", batch, length, length, count, count_k, dim, True, dtype, passes,
-             grad=passes != "forward")
-        for (count, count_k), passes in itertools.product(heads, ("forward", "backward"))
+             grad=passes != "forward", head_dim_v=dim_v)
+        for (count, count_k, dim, dim_v), passes in itertools.product(
+            kinds, ("forward", "backward")
+        )
     ]  # fmt: skip
 
 

@@ -313,6 +313,54 @@ def test_a_sanitizers_reports_are_told_apart(
     assert sanitize.main() == 1
 
 
+def test_on_hopper_its_own_kernels_are_sanitized(
+    script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sanitize = script("sanitize")
+    hopper = sanitize.device.DEVICES["H200"]
+    cases = sanitize.chosen(72, hopper)
+    assert len(set(cases)) == 72
+    assert set(sanitize.LARGE_GRIDS) < set(cases)
+    plans = [sanitize.own_plans(case, hopper) for case in cases]
+    assert all(plans)
+    forward, backward = sanitize.forward_sm90, sanitize.backward.backward_sm90
+    every = {*forward.all_plans(), *(backward.plan_of(pair, 1) for pair in backward.TILES)}
+    assert {plan for plan in every if ("DTYPE", 1) in plan.constants} == set().union(*plans)
+    for name in ("causal", "window", "gqa", "varlen", "seqused", "deterministic", "dlse"):
+        assert any(name in case.features for case in cases)
+    for case in sanitize.LARGE_GRIDS:
+        groups = dict(sanitize.own_plans(case, hopper)[0].constants)["GROUPS"]
+        blocks = -(-max(case.lengths_q) // (64 * groups)) * case.heads_q * case.batch
+        assert blocks > 2 * hopper.units
+
+    ran: list[str] = []
+
+    class Program:
+        def __init__(self, command: list[str], stdout: Any, **options: Any) -> None:
+            ran.append(command[command.index("--tool") + 1])
+            log = "========= ERROR SUMMARY: 0 errors"
+            Path(command[command.index("--log-file") + 1]).write_text(log)
+            stdout.write("ran: passed one \nkernel: cuda/sm90/attn_fwd.cu A=1\n")
+
+        def wait(self, seconds: float) -> int:
+            return 0
+
+    monkeypatch.setattr(sanitize.subprocess, "Popen", Program)
+    monkeypatch.setattr(sanitize, "facts", lambda: hopper)
+    saved: dict[str, Any] = {}
+    monkeypatch.setattr(sanitize.machine, "save", saved.__setitem__)
+    arguments = ["sanitize.py", "--cases", "2", "--jobs", "2", "--save"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert sanitize.main() == 0
+    assert set(ran) == {"memcheck", "initcheck", "synccheck"}
+    monkeypatch.setenv("PYFA_ARCH_TILES", "sm_80")
+    sanitize.main()
+    assert "racecheck" in ran
+    assert set(saved) == {"sanitizer_cuda_sm_90", "sanitizer_cuda"}
+    (kernels,) = {tuple(tool["kernels"]) for tool in saved["sanitizer_cuda_sm_90"]["tools"]}
+    assert kernels == ("cuda/sm90/attn_fwd.cu A=1",)
+
+
 def test_a_larger_sample_contains_a_smaller_one(script: Any) -> None:
     conformance = script("conformance")
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import pyfa
 from pyfa.bench import gpt, packed, peers, suites
 
 CPU = torch.device("cpu")
@@ -31,12 +32,19 @@ def test_peers_compute_the_same(suite: str) -> None:
             torch.testing.assert_close(same, outs["pyfa"], rtol=1e-4, atol=1e-4)
 
 
-def test_gradients_of_packed_sequences_are_the_same() -> None:
-    cell = next(cell for cell in suites.SUITES["varlen"](False) if cell.passes == "both")
+@pytest.mark.parametrize(("suite", "passes"), [("varlen", "both"), ("gqa", "backward")])
+def test_gradients_are_the_same(suite: str, passes: str) -> None:
+    cell = [cell for cell in suites.SUITES[suite](False) if cell.passes == passes][-1]
     found = []
     for name in ("pyfa", "naive"):
         one = ready(name, cell)
-        found.append(torch.autograd.grad(one.forward(), one.leaves, one.dout))
+        heads_first = name == "naive" and not cell.lengths
+        torch.manual_seed(0)
+        dout = torch.randn(one.dout.transpose(1, 2).shape if heads_first else one.dout.shape)
+        dout = dout.transpose(1, 2) if heads_first else dout
+        assert dout.shape == one.dout.shape
+        grads = torch.autograd.grad(one.forward(), one.leaves, dout)
+        found.append([x.transpose(1, 2) if heads_first else x for x in grads])
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
@@ -95,6 +103,45 @@ def test_flops_are_those_of_the_visible_pairs() -> None:
     assert cells.tokens == 64
     step = suites.Cell("model", 2, 64, 64, 2, 2, 8, True, "float32", unit="ktoken/s", layers=2)
     assert step.value(0.5) == pytest.approx(2 * 64 / 0.5 / 1e3)
+
+
+def test_values_may_be_narrower_than_keys() -> None:
+    cell = suites.Cell("gqa", 2, 64, 64, 4, 4, 24, False, "float32", head_dim_v=16)
+    pairs = 2 * 4 * 64 * 64
+    # Q·K and P·V; then dO·V and Pᵀ·dO, and what has Q's and K's width: scores again, dQ and dK.
+    assert cell.flops == 2 * pairs * (24 + 16)
+    assert replace(cell, passes="backward").flops == 2 * pairs * (2 * 16 + 3 * 24)
+    assert replace(cell, passes="both").flops == 2 * pairs * (3 * 16 + 4 * 24)
+    assert replace(cell, passes="backward", head_dim_v=0).flops == 2.5 * 4 * pairs * 24
+    for passes in ("forward", "backward"):
+        (wide,) = [cell for cell in suites.SUITES["gqa"](True)
+                   if cell.head_dim != cell.dim_v and cell.passes == passes]  # fmt: skip
+        assert (wide.head_dim, wide.dim_v) == (192, 128)
+        assert "D=192,128" in wide.name
+
+
+def test_deterministic_gradients_are_measured_where_they_are_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[bool] = []
+
+    def attention(q, k, v, *, deterministic=False, **options):  # type: ignore[no-untyped-def]
+        asked.append(deterministic)
+        return pyfa.attention(q, k, v, **options)
+
+    def attention_varlen(*arguments, deterministic=False, **options):  # type: ignore[no-untyped-def]
+        asked.append(deterministic)
+        return pyfa.attention_varlen(*arguments, **options)
+
+    stand_in = SimpleNamespace(attention=attention, attention_varlen=attention_varlen)
+    for module in (peers, packed):
+        monkeypatch.setattr(module, "pyfa", stand_in)
+    assert not any("deterministic" in peer.name for peer in peers.chosen(None, "cpu")[0])
+    for cell in (suites.SUITES["backward"](False)[0], suites.SUITES["varlen"](False)[0]):
+        asked.clear()
+        for name in ("pyfa", "pyfa:deterministic"):
+            ready(name, cell).forward()
+        assert asked == [False, True]
 
 
 def test_packs_fill_their_total() -> None:
