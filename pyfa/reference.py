@@ -73,13 +73,10 @@ def attention(
     outs, lses = [], []
     starts_q = call.cu_seqlens_q.tolist() if call.cu_seqlens_q is not None else None
     for b in range(call.batch):
-        q = call.q[starts_q[b] : starts_q[b + 1]] if starts_q else call.q[b]
-        rows = q.shape[0] if call.seqused_q is None else int(call.seqused_q[b])
-        k, v = _keys_and_values(call, b, dtype)
-        q = _queries(call, b, q, dtype)
-        out, lse = _one_sequence(call, b, q[:rows], k, v, p_bits)
-        outs.append(_pad_rows(out, q.shape[0], 0.0))
-        lses.append(_pad_rows(lse.T, q.shape[0], -torch.inf).T)
+        room = starts_q[b + 1] - starts_q[b] if starts_q else call.q.shape[1]
+        out, lse = _one_sequence(call, b, *operands(call, b, dtype), p_bits)
+        outs.append(_pad_rows(out, room, 0.0))
+        lses.append(_pad_rows(lse.T, room, -torch.inf).T)
     if starts_q is None:
         empty = call.q.new_zeros(call.out_shape(), dtype=dtype)
         return (
@@ -156,6 +153,20 @@ def rotary(
 def _pad_rows(x: torch.Tensor, rows: int, value: float) -> torch.Tensor:
     filler = x.new_full((rows - x.shape[0], *x.shape[1:]), value)
     return torch.cat([x, filler])
+
+
+def operands(
+    call: Call, b: int, dtype: torch.dtype = torch.float64
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What sequence ``b`` multiplies: its rows of q (rows, H, D), its valid keys (length, Hk, D)
+    and values (length, Hk, Dv), in ``dtype`` and with their scales."""
+    if call.cu_seqlens_q is None:
+        rows = call.q[b]
+    else:
+        start, stop = call.cu_seqlens_q[b : b + 2].tolist()
+        rows = call.q[start:stop]
+    used = rows.shape[0] if call.seqused_q is None else int(call.seqused_q[b])
+    return _queries(call, b, rows, dtype)[:used], *_keys_and_values(call, b, dtype)
 
 
 def _queries(call: Call, b: int, q: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,9 +1,10 @@
-// The 16-bit formats, and registers full of them.
+// The formats of tensors, and registers full of them.
 #pragma once
 #include "device.h"
 
 #define FLOAT16 0
 #define BFLOAT16 1
+#define E4M3 2  // float8_e4m3fn: 4 significant bits, up to 448
 
 struct alignas(8) Pair {  // four 16-bit elements
   unsigned word[2];
@@ -36,5 +37,20 @@ struct Format<BFLOAT16> {
     unsigned both;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
+  }
+};
+
+template <>
+struct Format<E4M3> {
+  // Four values in one register, the first one lowest, to nearest, ties to even; beyond 448 becomes 448.
+  static METHOD unsigned nearest(float a, float b, float c, float d) {
+    unsigned all;
+    asm("{.reg .b16 low, high;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+        "mov.b32 %0, {low, high};}"
+        : "=r"(all)
+        : "f"(a), "f"(b), "f"(c), "f"(d));
+    return all;
   }
 };

@@ -13,6 +13,8 @@ float64. Everything is said through the reference's own arguments:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from .. import reference
@@ -60,14 +62,19 @@ def _moved_call(inputs: Inputs) -> Call | None:
     call = inputs.spec
     if call.q.dtype != torch.float32:
         return None
-    shape = (call.batch, inputs.case.heads_q, call.max_seqlen_q, call.max_seqlen_k)
+    return with_moved_scores(call, (_summed_in_order(q, k, call) for q, k, _ in inputs.sequences))
+
+
+def with_moved_scores(call: Call, errors: Iterable[torch.Tensor]) -> Call:
+    """``call`` with each sequence's scores moved by its errors (H, rows, keys), in float64."""
+    shape = (call.batch, call.q.shape[-2], call.max_seqlen_q, call.max_seqlen_k)
     bias = torch.zeros(shape, dtype=torch.float64)
     if call.bias is not None and call.bias.dtype == torch.bool:
         bias = bias.masked_fill(~call.bias, -torch.inf)
     elif call.bias is not None:
         bias = bias + call.bias
-    for b, (q, k, _) in enumerate(inputs.sequences):
-        bias[b, :, : q.shape[0], : k.shape[0]] += _summed_in_order(q, k, call)
+    for b, error in enumerate(errors):
+        bias[b, :, : error.shape[1], : error.shape[2]] += error
     return call._replace(bias=bias)
 
 

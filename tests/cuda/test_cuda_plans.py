@@ -88,8 +88,10 @@ def test_every_plan_is_one_that_is_compiled_ahead() -> None:
 def test_no_more_than_forty_plans_of_a_kernel_for_each_format() -> None:
     for arch in plans.TILED:
         for kernel in (forward, backward, decode):
-            mine = [p for p in kernel.all_plans(arch) if dict(p.constants)["DTYPE"] == 0]
-            assert len(mine) == len(set(mine)) <= 40
+            mine = [p.constants for p in kernel.all_plans(arch) if dict(p.constants)["DTYPE"] == 0]
+            assert len(mine) == len(set(mine))
+            float8 = sum("INPUTS" in dict(x) for x in mine)
+            assert max(float8, len(mine) - float8) <= 40
 
 
 def test_a_few_rows_over_a_cache_are_decode() -> None:
@@ -136,6 +138,57 @@ def test_what_hopper_leaves_to_ampere_s_kernel(
     found = answer(features=frozenset(features), page_size=16 * ("paged" in features)).plan
     assert found is not None
     assert (found.kernel, found.notes) == (kernel, notes)
+
+
+FLOAT8: dict[str, object] = {"dtype": "float8_e4m3fn", "dtype_out": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "constants"),
+    [
+        ({}, {"DTYPE": 1, "INPUTS": 2, "SCALES": 0, "SCORE": 0, "HEAD_DIM": 128}),
+        ({}, {"GROUPS": 3, "BLOCK_K": 128}),
+        ({"dtype_out": "float16", "scales": 64}, {"DTYPE": 0, "SCALES": 1}),
+        ({"features": frozenset({"fp8", "softcap", "varlen"})}, {"SCALES": 0, "SCORE": 1}),
+        ({"head_dim": 192, "head_dim_v": 96}, {"HEAD_DIM": 256, "HEAD_DIM_V": 256}),
+        ({"head_dim": 40}, {"HEAD_DIM": 128}),
+    ],
+)
+def test_float8_on_hopper(changes: dict[str, object], constants: dict[str, int]) -> None:
+    found = answer(**{"features": frozenset({"fp8"}), **FLOAT8, **changes}).plan
+    assert found is not None
+    assert found.kernel == forward_sm90.KERNEL
+    assert constants.items() <= dict(found.constants).items()
+    assert found.notes[0] == "float8: P is rounded to it too"
+    assert replace(found, notes=()) in plans.all_plans("sm_90")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"device": DEVICES["A100-80GB"]},
+            "sm_80 has no kernel for float8, which is Hopper's (sm_90a)",
+        ),
+        ({"dtype": "float8_e4m3fnuz"}, "float8_e4m3fnuz is not implemented"),
+        (
+            {"dtype": "bfloat16", "dtype_k": "float8_e4m3fn", "dtype_out": ""},
+            "float8 keys under bfloat16 queries are not implemented",
+        ),
+        ({"features": frozenset({"fp8", "bias"})}, "float8 with bias is not implemented"),
+        (
+            {"features": frozenset({"fp8", "paged"}), "page_size": 16},
+            "float8 with page table is not implemented",
+        ),
+        ({"features": frozenset({"fp8", "dropout"})}, "float8 with dropout is not implemented"),
+        ({"features": frozenset({"fp8", "backward"})}, "float8 has no backward"),
+        ({"seqlen_q": 2, "heads_k": 1}, "there is no float8 kernel for a few rows (decode)"),
+    ],
+)
+def test_float8_that_is_left_to_others(changes: dict[str, object], reason: str) -> None:
+    found = answer(**{"features": frozenset({"fp8"}), **FLOAT8, **changes})
+    assert found.plan is None
+    assert list(found.reasons) == [reason]
 
 
 def test_hopper_s_own_kernels_are_compiled_for_its_own_target() -> None:

@@ -17,6 +17,7 @@ from pyfa.backends.cuda import (
     code,
     counters,
     forward_sm90,
+    forward_sm90_fp8,
     plans,
     runtime_compiler,
     tensor_maps,
@@ -39,7 +40,8 @@ def report_of(plan: Plan) -> tuple[cubin.Cubin, str]:
 def test_forward_keeps_to_its_registers() -> None:
     """Nothing is spilled, products stay asynchronous (ptxas says so where it waits for each), and a
     block's registers are as its kinds of warps hand them to one another."""
-    mine = [plan for plan in forward_sm90.all_plans() if dict(plan.constants)["DTYPE"] == 1]
+    every = forward_sm90.all_plans() + forward_sm90_fp8.all_plans()
+    mine = [plan for plan in every if dict(plan.constants)["DTYPE"] == 1]
     spawning = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(2, mp_context=spawning) as pool:
         for plan, (kernel, report) in zip(mine, pool.map(report_of, mine), strict=True):
@@ -107,6 +109,24 @@ def test_a_packed_tensor_is_a_batch_of_one(monkeypatch: pytest.MonkeyPatch) -> N
         tensor_maps.movable.cache_clear()
         tensor_maps._encoded.cache_clear()
     assert driver.told[-1] == [9, 4, [64, 100, 3, 1], [3 * 64 * 2, 64 * 2, 16], [64, 128, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("head", "width", "swizzle"), [(64, 64, 2), (128, 128, 3), (192, 64, 2), (96, 32, 1)]
+)
+def test_float8_is_bytes_to_the_copy_engine(
+    monkeypatch: pytest.MonkeyPatch, head: int, width: int, swizzle: int
+) -> None:
+    told: list[tuple[object, ...]] = []
+    monkeypatch.setattr(
+        tensor_maps._Described, "encode", lambda self, address: told.append(self) or bytes(128)
+    )
+    monkeypatch.setattr(tensor_maps, "movable", lambda: False)
+    x = torch.empty(2, 100, 3, head, dtype=torch.float8_e4m3fn)
+    assert tensor_maps.panel(head, x.itemsize) == width
+    tensor_maps.tensor_map(x, 128, width)
+    strides = (3 * head, head, 100 * 3 * head)
+    assert told == [(0, (head, 100, 3, 2), strides, (width, 128, 1, 1), swizzle)]
 
 
 def test_launches_that_may_run_together_have_counters_of_their_own(

@@ -95,7 +95,8 @@ DEVICE void bring_states(const Params &p, const Owned &own, const Work &w,
       if (row < BLOCK_Q && first + row < s.rows) x[i] = from[row];
     }
     mbarrier_wait(at(kEmpty + place_of(step)), phase_of(step) ^ 1);
-    Shared to = shared + (of_q ? kMinusLse : kMinusDelta) + place_of(step) * kStates + lane_index() * 4;
+    Shared to = shared + (of_q ? kMinusLse : kMinusDelta) + place_of(step) * kStates +
+                state_place(lane_index()) * 4;
 #pragma unroll
     for (int i = 0; i * kLanes < BLOCK_Q; ++i)
       if (i * kLanes + lane_index() < BLOCK_Q)

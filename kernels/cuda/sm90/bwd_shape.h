@@ -19,11 +19,11 @@ constexpr int kQPanels = HEAD_DIM / 64, kVPanels = HEAD_DIM_V / 64;
 constexpr int kQPanel = BLOCK_Q * kRowBytes, kKPanel = BLOCK_K * kRowBytes;
 typedef Operand<64> Panel;
 
-// dQ^T = K^T dS^T: a warpgroup makes some of the head's elements for all rows or, where they are too few,
-// all elements for some of the rows.
-constexpr int kDqM = HEAD_DIM / 64 < kConsumers ? 1 : HEAD_DIM / 64 / kConsumers;
-constexpr int kDqPartsD = HEAD_DIM / 64 / kDqM;
+// dQ^T = K^T dS^T: a warpgroup makes 64 of the head's elements for all rows or, where they are too few, all
+// elements for some of the rows. A warp's sums, 16 elements x kDqRows, are staged in shared memory.
+constexpr int kDqPartsD = HEAD_DIM / 64 < kConsumers ? HEAD_DIM / 64 : kConsumers;
 constexpr int kDqRows = BLOCK_Q * kDqPartsD / kConsumers;
+constexpr int kStagedBytes = 16 * kDqRows * 4;
 
 // Shared memory. The states of a tile: -LSE with its Q, -delta with its dO.
 constexpr int kStates = (BLOCK_Q * 4 + 127) / 128 * 128;
@@ -38,8 +38,13 @@ constexpr int kDsBytes = kKeyGroups * kQPanel;
 constexpr int kWeights = kDs + 2 * kDsBytes;  // with ROLES, P^T as threads hold it
 constexpr int kMinusLse = kWeights + (ROLES ? 64 * BLOCK_Q * 2 : 0);
 constexpr int kMinusDelta = kMinusLse + kStages * kStates;
-constexpr int kBarriers = kMinusDelta + kStages * kStates;
-static_assert(kBarriers + 128 == SHARED_BYTES, "as the plan says");
+constexpr int kStaged = kMinusDelta + kStages * kStates;
+constexpr int kBarriers = kStaged + (ROLES ? 0 : kConsumers * 4 * kStagedBytes);
+static_assert(kBarriers + 256 == SHARED_BYTES, "as the plan says");
+
+// Where the float of a row lies among those of its tile: the four of a slice of 16 that a lane needs (of
+// rows 2 c, 2 c + 1 and the same of the next 8, c = lane % 4) one behind the other.
+DEVICE int state_place(int row) { return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2; }
 
 // mbarriers. "Full" ones: of an arrival for the copies and one of the warp that brings states and clears
 // what lies beyond a sequence's end. "Landed": of the copies, where that warp has to wait for them.
@@ -49,17 +54,18 @@ enum Barrier {
   kQLanded, kDoutLanded = kQLanded + kStages,  // of each place: two short heads may be under way
   kQFull = kDoutLanded + kStages, kQEmpty = kQFull + kStages,
   kDoutFull = kQEmpty + kStages, kDoutEmpty = kDoutFull + kStages,
-  kBarrierCount = kDoutEmpty + kStages
+  kDsFull = kDoutEmpty + kStages,  // of dS; wide heads have a named barrier
+  kBarrierCount = kDsFull + kStages
 };
-static_assert(kBarrierCount * 8 <= 128, "what is set aside for them");
+static_assert(kBarrierCount * 8 <= 256, "what is set aside for them");
 DEVICE Shared mbarrier_at(Shared shared, int number) { return shared + kBarriers + number * 8; }
 
 // Named barriers; 0 is that of the block.
-constexpr int kDsWritten = 1;       // of all consumers
+constexpr int kConsumersMeet = 1;   // of all consumers
 constexpr int kWeightsWritten = 2;  // with ROLES
 constexpr int kTurn = 3;            // and on, of each consumer's threads
 
-// The keys that a block owns.
+// The keys that a block owns: the first block the first ones or, where blocks add to dQ in turn, the last.
 struct Owned {
   int batch, head_k, first_key;
 };
@@ -67,7 +73,8 @@ DEVICE Owned owned_keys(const Params &p) {
   int id = workgroup_index();
   pin(id);  // what follows from it is made where it is used: no register keeps it through the loop
   int blocks = (p.seqlen_k + BLOCK_K - 1) / BLOCK_K;
-  return Owned{id / blocks / p.heads_k, id / blocks % p.heads_k, id % blocks * BLOCK_K};
+  int block = p.counter ? blocks - 1 - id % blocks : id % blocks;
+  return Owned{id / blocks / p.heads_k, id / blocks % p.heads_k, block * BLOCK_K};
 }
 
 // What it does: tiles begin ... end of BLOCK_Q rows, of each head of the group.
@@ -102,16 +109,4 @@ DEVICE bool rows_to_clear(const Params &p, const Sequence &s, int tile) {
 }
 DEVICE bool keys_to_clear(const Params &p, const Sequence &s, int first_key) {
   return (p.cu_seqlens_k || p.seqused_k) && first_key + BLOCK_K > s.keys;
-}
-
-// Four 8 x 8 matrices, as sm80/mma.h's ldmatrix would read them.
-DEVICE void stmatrix(Shared at, const unsigned (&x)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(x[0]),
-               "r"(x[1]), "r"(x[2]), "r"(x[3])
-               : "memory");
-}
-DEVICE void stmatrix_transposed(Shared at, const unsigned (&x)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(at),
-               "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
-               : "memory");
 }

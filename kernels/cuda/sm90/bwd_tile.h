@@ -11,8 +11,14 @@ constexpr int kDqSums = kDqRows / 2;   // registers of 64 elements of the head x
 
 typedef unsigned Packed[kSlices][4];   // scores in 16 bits, as A operands
 
-DEVICE void load_pair(float (&x)[2], Shared at) {
-  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(at));
+// One float of each of the lane's rows, by slices; `at`: the lane's place in what bring_states left.
+typedef float States[kSlices][4];
+DEVICE void load_states(States &x, Shared at) {
+#pragma unroll
+  for (int i = 0; i < kSlices; ++i)
+    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(x[i][0]), "=f"(x[i][1]), "=f"(x[i][2]), "=f"(x[i][3])
+                 : "r"(at + i * 64));
 }
 
 // S^T = K Q^T or dP^T = V dO^T, of panels of 64 elements of the head.
@@ -38,16 +44,13 @@ DEVICE void multiply_rows(float (&d)[width / 2], const Packed &scores, Shared ro
 }
 
 // dQ^T = K^T dS^T: `keys` from the first element of the head that is wanted, `ds` from the first row.
-template <int panels, int n>
-DEVICE void multiply_keys(float (&d)[panels][n], Shared keys, Shared ds) {
+template <int n>
+DEVICE void multiply_keys(float (&d)[n], Shared keys, Shared ds) {
   unsigned long long a = Panel::down(keys, kKPanel), b = Panel::along(ds);
   wgmma_fence();
 #pragma unroll
-  for (int m = 0; m < panels; ++m)
-#pragma unroll
-    for (int i = 0; i < BLOCK_K / 16; ++i)
-      wgmma<DTYPE, true, false>(d[m], a + m * (kKPanel / 16) + Panel::step_down(i),
-                                b + Panel::step_along(i, kQPanel), i > 0);
+  for (int i = 0; i < BLOCK_K / 16; ++i)
+    wgmma<DTYPE, true, false>(d, a + Panel::step_down(i), b + Panel::step_along(i, kQPanel), i > 0);
 }
 
 DEVICE void hold(Packed &x) {
@@ -55,14 +58,15 @@ DEVICE void hold(Packed &x) {
   for (int i = 0; i < kSlices; ++i) hold(x[i]);
 }
 
-// P^T from S^T, in 16 bits; `minus_lse` of the lane's first row.
-DEVICE void make_weights(Packed &weights, const float (&s)[kScores], float scale, Shared minus_lse) {
+// P^T from S^T, in 16 bits.
+DEVICE void make_weights(Packed &weights, const float (&s)[kScores], float scale,
+                         const States &minus_lse) {
 #pragma unroll
   for (int j = 0; j < kScores / 4; ++j) {
-    float lse[2], x[4];
-    load_pair(lse, minus_lse + j * 32);
+    float x[4];
 #pragma unroll
-    for (int r = 0; r < 4; ++r) x[r] = exp2(__builtin_fmaf(s[4 * j + r], scale, lse[r % 2]));
+    for (int r = 0; r < 4; ++r)
+      x[r] = exp2(__builtin_fmaf(s[4 * j + r], scale, minus_lse[j / 2][j % 2 * 2 + r % 2]));
 #pragma unroll
     for (int h = 0; h < 2; ++h)
       weights[j / 2][j % 2 * 2 + h] = Format<DTYPE>::nearest(x[2 * h], x[2 * h + 1]);
@@ -70,14 +74,13 @@ DEVICE void make_weights(Packed &weights, const float (&s)[kScores], float scale
 }
 // dS^T from dP^T and P^T, of slice i. P in 32 bits would not fit the registers beside what is under way.
 DEVICE void make_differences(unsigned (&ds)[4], const float (&dp)[kScores], int i,
-                             const unsigned (&weights)[4], Shared minus_delta) {
+                             const unsigned (&weights)[4], const float (&minus_delta)[4]) {
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
-    float delta[2], x[4];
-    load_pair(delta, minus_delta + (2 * i + j) * 32);
+    float x[4];
 #pragma unroll
     for (int r = 0; r < 4; ++r)
-      x[r] = (dp[8 * i + 4 * j + r] + delta[r % 2]) *
+      x[r] = (dp[8 * i + 4 * j + r] + minus_delta[2 * j + r % 2]) *
              low_half<DTYPE>(weights[2 * j + r / 2] >> r % 2 * 16);
 #pragma unroll
     for (int h = 0; h < 2; ++h) ds[2 * j + h] = Format<DTYPE>::nearest(x[2 * h], x[2 * h + 1]);
@@ -122,9 +125,10 @@ DEVICE void hide(const Params &p, const Sequence &s, int key, int row, Packed &w
   }
 }
 
-// Where the sums of a tile have to be the same from run to run, its blocks add in the order of their
-// keys: those before this one have lower numbers and so have been started. Each warpgroup has a count of
-// its own, of those that added the same part before it.
+// Where the sums of a tile have to be the same from run to run, its blocks add in the reverse order of their
+// keys: those before this one have lower numbers and so have been started, and with a causal mask reach the
+// tile earlier, since each begins at the diagonal. Each warpgroup has a count of its own, of those that added
+// the same part before it.
 struct Turn {
   int *count;
   int before;
@@ -133,9 +137,9 @@ DEVICE Turn turn_of(const Params &p, const Cursor &at, int group) {
   Owned own = owned_keys(p);
   Sequence s = sequence_of(p, own.batch);
   int first = at.tile * BLOCK_Q;
-  int begin = keys_seen(p, s, first, min(first + BLOCK_Q, s.rows) - 1).low / BLOCK_K;
+  int last = (keys_seen(p, s, first, min(first + BLOCK_Q, s.rows) - 1).high - 1) / BLOCK_K;
   return Turn{(int *)p.counter + q_tile(p, s, first, at.head) * kConsumers + group,
-              own.first_key / BLOCK_K - begin};
+              last - own.first_key / BLOCK_K};
 }
 DEVICE void wait_for_turn(const Turn &turn, int group) {
   if (thread_index() % 128 == 0) {
@@ -150,18 +154,6 @@ DEVICE void end_turn(const Turn &turn, int group) {
   bar_sync(kTurn + group, 128);
   if (thread_index() % 128 == 0)
     asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn.count) : "memory");
-}
-
-// To where `to` has the lane's part of the first product.
-template <int m, int n>
-DEVICE void add_dq(float *to, const float (&dq)[m][n]) {
-#pragma unroll
-  for (int i = 0; i < m; ++i)
-#pragma unroll
-    for (int j = 0; j < n / 4; ++j) {
-      float four[4] = {dq[i][4 * j], dq[i][4 * j + 1], dq[i][4 * j + 2], dq[i][4 * j + 3]};
-      add(to + q_product<true>(4 * i, j), four);
-    }
 }
 
 // A warp's 16 keys of a gradient to memory, by way of its part of a tile that nobody reads any more, so
@@ -213,9 +205,13 @@ DEVICE void store_values_gradient(const Params &p, const float (&dv)[HEAD_DIM_V 
                              p.dv_row, s.keys - first, p.head_dim_v);
 }
 
-// All tiles of a block. Of a tile, products are asked for in the order S, dP, dV, dQ, dK, so that
-// exponentials lie beside dP, dS and the wait for the other warpgroup's beside dV, and adding dQ up beside
-// dK. With OVERLAP the next S is asked for while dK is under way: dS keeps its registers for longer.
+// -LSE comes before S is asked for where it takes 16 registers: behind dQ, 1.04 to 1.07 times as long (D = 128),
+// since products of 64 rows leave shared memory no time for it. At D = 64 it takes 32, which would spill.
+constexpr bool kStatesEarly = kSlices <= 4;
+
+// All tiles of a block. Of a tile, products are asked for in the order S, dQ of the tile before, dP, dV, dK, and
+// only the oldest is waited for: exponentials lie beside dQ, dS beside dV, the next S is asked for while dK
+// is under way. That dQ comes a tile late leaves a warpgroup the time of a tile to wait for the others' dS.
 DEVICE void consume(const Params &p, const Work &w, Shared shared) {
   auto at = [&](int barrier) { return mbarrier_at(shared, barrier); };
   int group = wave_index() / 4, warp = wave_index();
@@ -229,95 +225,127 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
     Packed ds;
     Owned own = owned_keys(p);
     Sequence s = counted_from(own, sequence_of(p, own.batch));
-    Cursor cursor = first_tile(p, own, w);
+    Cursor cursor = first_tile(p, own, w), before = cursor;
     Shared my_keys = shared + kK + group * 64 * kRowBytes, my_values = my_keys + (kV - kK);
     float scale = p.scale * kLog2E;
     int column = lane_index() % 4 * 2;  // a lane's first row in a tile, which lies along its registers
+    Shared my_states = shared + kMinusLse + column * 8;
     // Where the lane's four matrices of 16 rows x 16 keys begin in dS.
     int ds_row = lane_index() / 16 * 8 + lane_index() % 8;
     Shared ds_at = shared + kDs + group * kQPanel + ds_row * kRowBytes +
                    ((warp % 4 * 2 + lane_index() / 8 % 2) ^ ds_row % 8) * 16;
     // Its share of dQ.
     int part_d = group % kDqPartsD, part_rows = group / kDqPartsD;
-    Shared dq_keys = shared + kK + part_d * kDqM * kKPanel;
+    Shared dq_keys = shared + kK + part_d * kKPanel;
     Shared dq_ds = shared + kDs + part_rows * kDqRows * kRowBytes;
+    Shared staged = shared + kStaged + warp * kStagedBytes;
     float *dq_to = (float *)p.dq_accum + q_tile(p, sequence_of(p, own.batch), 0, 0) * kQTile +
-                   q_product<true>(part_d * kDqM * 4 + warp % 4, part_rows * kDqRows / 8) +
-                   lane_index() * kLaneStep;
+                   q_product<true>(part_d * 4 + warp % 4, part_rows * kDqRows / 8);
+
+    // dQ of the tile before `step`, which at first is of what happens to lie there and goes nowhere.
+    auto ask_dq = [&](float(&dq)[kDqSums], int step) {
+      if (step) mbarrier_wait(at(kDsFull + place_of(step + 1)), phase_of(step - 1));
+      multiply_keys(dq, dq_keys, dq_ds + place_of(step + 1) * kDsBytes);
+      wgmma_commit();
+    };
+    auto stage_dq = [&](const float(&dq)[kDqSums]) {
+      if (lane_index() == 0) bulk_wait_group_read<0>();
+      __syncwarp();
+#pragma unroll
+      for (int j = 0; j < kDqSums / 4; ++j)
+        store_shared(staged + j * 512 + lane_index() * 16,
+                     Quad{__float_as_uint(dq[4 * j]), __float_as_uint(dq[4 * j + 1]),
+                          __float_as_uint(dq[4 * j + 2]), __float_as_uint(dq[4 * j + 3])});
+    };
+    auto send_dq = [&](const Cursor &tile) {
+      float *to = dq_to + ((long long)tile.tile * p.heads_q + tile.head) * kQTile;
+      auto add = [&] {
+        bulk_reduce_add(to, staged, kStagedBytes);
+        bulk_commit_group();
+      };
+      if (!p.counter) {
+        if (lane_index() == 0) add();
+        return;
+      }
+      Turn turn = turn_of(p, tile, group);
+      wait_for_turn(turn, group);
+      if (lane_index() == 0) {
+        add();
+        bulk_wait_group<0>();
+      }
+      end_turn(turn, group);
+    };
 
     mbarrier_wait(at(kKFull), 0);
 #pragma unroll 1
     for (int step = 0; step < w.steps; ++step) {
-      float scores[kScores], dp[kScores];
+      float scores[kScores], dp[kScores], dq[kDqSums];
       Packed weights;
+      States states;
       int first = cursor.tile * BLOCK_Q;
       Shared this_q = shared + kQ + place_of(step) * kQBytes;
       Shared this_dout = shared + kDout + place_of(step) * kDoutBytes;
       mbarrier_wait(at(kQFull + place_of(step)), phase_of(step));
+      if (kStatesEarly) load_states(states, my_states + place_of(step) * kStates);
       multiply_heads<kQPanels>(scores, my_keys, this_q);
       wgmma_commit();
-      if (OVERLAP) {
-        wgmma_wait<1>();  // dK of the last tile
-        hold(dk);
-        hold(ds);
-        if (step && lane_index() == 0) mbarrier_arrive(at(kQEmpty + place_of(step + 1)));
-      }
+      wgmma_wait<1>();  // dK of the last tile
+      hold(dk);
+      hold(ds);
+      if (step && lane_index() == 0) mbarrier_arrive(at(kQEmpty + place_of(step + 1)));
+      ask_dq(dq, step);
+
+      if (!kStatesEarly) load_states(states, my_states + place_of(step) * kStates);
+      wgmma_wait<1>();  // S
+      hold(scores);
+      make_weights(weights, scores, scale, states);
+      if (first < w.all_low || first + BLOCK_Q > w.all_high)
+        hide(p, s, warp * 16 + lane_index() / 4, first + column, weights);
       if (step == 0) mbarrier_wait(at(kVFull), 0);
       mbarrier_wait(at(kDoutFull + place_of(step)), phase_of(step));
       multiply_heads<kVPanels>(dp, my_values, this_dout);
       wgmma_commit();
-
-      wgmma_wait<1>();  // S
-      hold(scores);
-      make_weights(weights, scores, scale, shared + kMinusLse + place_of(step) * kStates + column * 4);
-      if (first < w.all_low || first + BLOCK_Q > w.all_high)
-        hide(p, s, warp * 16 + lane_index() / 4, first + column, weights);
       multiply_rows<HEAD_DIM_V>(dv, weights, this_dout);
       wgmma_commit();
 
+      wgmma_wait<2>();  // dQ
+      hold(dq);
+      if (step) stage_dq(dq);
+      load_states(states, my_states + (kMinusDelta - kMinusLse) + place_of(step) * kStates);
       wgmma_wait<1>();  // dP
       hold(dp);
+      // The other warpgroups are done with what they made of this place two tiles ago: their dS of the last
+      // tile, which ask_dq waited for, came after that.
 #pragma unroll
       for (int i = 0; i < kSlices; ++i) {
-        make_differences(ds[i], dp, i, weights[i],
-                         shared + kMinusDelta + place_of(step) * kStates + column * 4);
+        make_differences(ds[i], dp, i, weights[i], states[i]);
         stmatrix_transposed(ds_at + place_of(step) * kDsBytes + i * 16 * kRowBytes, ds[i]);
       }
-      fence_proxy_async();
-      bar_sync(kDsWritten, kConsumerThreads);
-
-      float dq[kDqM][kDqSums];
-      multiply_keys(dq, dq_keys, dq_ds + place_of(step) * kDsBytes);
-      wgmma_commit();
+      fence_proxy_async();  // for what was staged too
+      __syncwarp();
+      if (lane_index() == 0) mbarrier_arrive(at(kDsFull + place_of(step)));
       multiply_rows<HEAD_DIM>(dk, ds, this_q);
       wgmma_commit();
-      wgmma_wait<1>();  // dV and dQ
+      wgmma_wait<1>();  // dV
       hold(dv);
       hold(weights);
-#pragma unroll
-      for (int m = 0; m < kDqM; ++m) hold(dq[m]);
+      if (step) send_dq(before);
       if (lane_index() == 0) mbarrier_arrive(at(kDoutEmpty + place_of(step)));
-      float *to = dq_to + ((long long)cursor.tile * p.heads_q + cursor.head) * kQTile;
-      if (p.counter) {
-        Turn turn = turn_of(p, cursor, group);
-        wait_for_turn(turn, group);
-        add_dq(to, dq);
-        end_turn(turn, group);
-      } else {
-        add_dq(to, dq);
-      }
-      if (!OVERLAP) {
-        wgmma_wait<0>();  // dK
-        hold(dk);
-        hold(ds);
-        if (lane_index() == 0) mbarrier_arrive(at(kQEmpty + place_of(step)));
-      }
+      before = cursor;
       cursor.advance(w);
     }
+    float dq[kDqSums];
+    ask_dq(dq, w.steps);
     wgmma_wait<0>();
     hold(dk);
     hold(ds);
-    bar_sync(kDsWritten, kConsumerThreads);  // K was read
+    hold(dq);
+    stage_dq(dq);
+    fence_proxy_async();
+    __syncwarp();
+    send_dq(before);
+    bar_sync(kConsumersMeet, kConsumerThreads);  // K was read
+    if (lane_index() == 0) bulk_wait_group<0>();
   }
   store_keys_gradient(p, dk, shared, warp);
   store_values_gradient(p, dv, shared, warp);

@@ -6,7 +6,16 @@
 
 constexpr int kWeightsMaker = 0, kDifferencesMaker = 1;  // roles
 constexpr int kChunks = HEAD_DIM / 64;                   // of dQ^T
-typedef float Chunk[1][kScores];
+typedef float Chunk[kScores];
+
+// To where `to` has the lane's part of the first product.
+DEVICE void add_dq(float *to, const Chunk &dq) {
+#pragma unroll
+  for (int j = 0; j < kScores / 4; ++j) {
+    float four[4] = {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]};
+    add(to + q_product<true>(0, j), four);
+  }
+}
 
 DEVICE void store_weights(Shared to, const Packed &weights) {
 #pragma unroll
@@ -15,12 +24,13 @@ DEVICE void store_weights(Shared to, const Packed &weights) {
                  Quad{weights[i][0], weights[i][1], weights[i][2], weights[i][3]});
 }
 // As make_differences, with P^T from where the other warpgroup left it, 16 rows at a time.
-DEVICE void make_differences(Packed &ds, const float (&dp)[kScores], Shared weights, Shared minus_delta) {
+DEVICE void make_differences(Packed &ds, const float (&dp)[kScores], Shared weights,
+                             const States &minus_delta) {
 #pragma unroll
   for (int i = 0; i < kSlices; ++i) {
     Quad x = load_shared<Quad>(weights + (i * 128 + thread_index() % 128) * 16);
     unsigned words[4] = {x[0], x[1], x[2], x[3]};
-    make_differences(ds[i], dp, i, words, minus_delta);
+    make_differences(ds[i], dp, i, words, minus_delta[i]);
   }
 }
 
@@ -37,7 +47,7 @@ struct DqSums {
     wgmma_commit();
   }
   METHOD void add(const Params &p, Chunk &sums, int chunk, const Cursor &tile) const {
-    hold(sums[0]);
+    hold(sums);
     if (p.counter && chunk == role) wait_for_turn(turn_of(p, tile, role), role);
     long long number = (long long)tile.tile * p.heads_q + tile.head;
     add_dq(to + number * kQTile + q_product<true>(4 * chunk, 0), sums);
@@ -85,16 +95,17 @@ DEVICE void consume_role(const Params &p, const Work &w, Shared shared) {
     auto make_operand = [&](float(&scores)[kScores], int step) {
       int place = place_of(step), first = cursor.tile * BLOCK_Q;
       hold(scores);
+      States states;
+      load_states(states, shared + (kFirst ? kMinusLse : kMinusDelta) + place * kStates + column * 8);
       if constexpr (kFirst) {
-        make_weights(operand, scores, scale, shared + kMinusLse + place * kStates + column * 4);
+        make_weights(operand, scores, scale, states);
         if (first < w.all_low || first + BLOCK_Q > w.all_high)
           hide(p, s, warp * 16 + lane_index() / 4, first + column, operand);
         store_weights(shared + kWeights, operand);
         bar_arrive(kWeightsWritten, kConsumerThreads);
       } else {
         bar_sync(kWeightsWritten, kConsumerThreads);
-        make_differences(operand, scores, shared + kWeights,
-                         shared + kMinusDelta + place * kStates + column * 4);
+        make_differences(operand, scores, shared + kWeights, states);
 #pragma unroll
         for (int i = 0; i < kSlices; ++i)
           stmatrix_transposed(ds_at + place * kDsBytes + i * 16 * kRowBytes, operand[i]);
@@ -136,7 +147,7 @@ DEVICE void consume_role(const Params &p, const Work &w, Shared shared) {
       wgmma_wait<OVERLAP>();
       end_gradient(step);
       if (!OVERLAP) ask_scores(scores, step);
-      bar_sync(kDsWritten, kConsumerThreads);
+      bar_sync(kConsumersMeet, kConsumerThreads);
       dq.ask(sums, role);
       wgmma_wait<1>();  // the scores
       make_operand(scores, step);
@@ -151,7 +162,7 @@ DEVICE void consume_role(const Params &p, const Work &w, Shared shared) {
       }
     }
     Chunk sums;
-    bar_sync(kDsWritten, kConsumerThreads);
+    bar_sync(kConsumersMeet, kConsumerThreads);
     dq.ask(sums, role);
     wgmma_wait<0>();
     end_gradient(w.steps);
@@ -161,7 +172,7 @@ DEVICE void consume_role(const Params &p, const Work &w, Shared shared) {
       wgmma_wait<0>();
       dq.add(p, sums, kLast, dq.of);
     }
-    bar_sync(kDsWritten, kConsumerThreads);  // K was read
+    bar_sync(kConsumersMeet, kConsumerThreads);  // K was read
   }
   if constexpr (kFirst)
     store_values_gradient(p, gradient, shared, warp);

@@ -9,7 +9,18 @@
 #define PLAIN 0    // scale and mask only, a positive scale
 #define GENERAL 1  // softcap, ALiBi, any scale
 
-constexpr int kSlices = BLOCK_K / 16;  // of the second product's inner dimension
+// What q, k and v are in; DTYPE is that of out. Float8 has scales, one for each head or block of rows.
+#ifndef INPUTS
+#define INPUTS DTYPE
+#define SCALES PER_HEAD
+#endif
+#define PER_HEAD 0
+#define PER_BLOCK 1
+constexpr bool kFloat8 = INPUTS == E4M3;
+constexpr bool kBlocks = kFloat8 && SCALES == PER_BLOCK;
+constexpr int kInner = kFloat8 ? 32 : 16;  // elements of a product's inner dimension
+
+constexpr int kSlices = BLOCK_K / kInner;  // of the second product's
 constexpr int kKeyTiles = BLOCK_K / 8;
 constexpr int kDimTiles = HEAD_DIM_V / 8;
 
@@ -17,10 +28,30 @@ typedef float Scores[BLOCK_K / 2];
 typedef float Output[HEAD_DIM_V / 2];
 typedef unsigned Probabilities[kSlices][4];
 
+// Float8's products are summed in 14 bits (pyfa/conformance/float8.py). Over 16k keys a quarter of a mean
+// would be lost. So the products of one tile of keys are summed in registers of their own, kColumns of the
+// output's columns at a time, and added in float32.
+constexpr int kColumns = HEAD_DIM_V < 64 ? HEAD_DIM_V : 64;
+constexpr int kParts = HEAD_DIM_V / kColumns;
+typedef float Columns[kColumns / 2];
+// Whether these take the place of the scores, where there are no registers for both. Then a group's products
+// wait for its softmax, and only other groups' run under it.
+constexpr int kRegisters = HEAD_DIM_V + BLOCK_K / 2 + BLOCK_K / 8;  // of output, products, scores, P
+constexpr bool kSerial =
+    kBlocks || (kFloat8 && kRegisters > (GROUPS == 3 ? 140 : SCORE == PLAIN ? 208 : 176));
+// Scales of blocks of V come in there, and each k-slice has its own.
+constexpr int kProducts = kBlocks ? kParts * kSlices : kParts;
+constexpr int kUnderWay = kProducts < 2 ? 1 : 2;
+
 // Whether P is made in registers of its own while the last tile's is multiplied. Then the scores are still
 // there when the sums show that one has outgrown its base, and no maximum is looked for before: 320 instead
 // of 380 instructions a tile at D = 128.
-constexpr bool kApart = GROUPS == 2 && BLOCK_K + HEAD_DIM_V / 2 <= 192;
+constexpr bool kApart = !kFloat8 && GROUPS == 2 && BLOCK_K + HEAD_DIM_V / 2 <= 192;
+
+// What the largest P is after its row's base has been raised, as a power of two. E4M3 goes from 2^-6, below
+// which it loses bits, to 448: there is hardly room above for a base that lags behind.
+constexpr float kTop = kFloat8 ? 8.0f : 0.0f;
+constexpr float kMost = kFloat8 ? 8.75f : kLag;  // power of two of what P may become before that
 
 typedef Row Rows[2];  // rows group and group + 8 of the warp
 
@@ -41,15 +72,19 @@ DEVICE void each(Scores &s, int half, F f) {
     }
 }
 
-// `first_row`: of the warp.
+// `first_row`: of the warp. `descale`: of q and k.
 DEVICE void add_terms(const Params &p, Scores &s, const Sequence &sequence, int head, int first_row,
-                      int tile) {
+                      int tile, float descale) {
   int key0 = first_key(tile);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     int row = min(first_row + 8 * h + lane_index() / 4, sequence.rows - 1);
     int distance = key0 - row - sequence.shift;
     Terms terms = terms_of(p, sequence.batch, head, row);
+    if (kFloat8) {
+      terms.scale *= descale;
+      terms.inverse *= descale;
+    }
     if (p.softcap > 0.0f) {
       float unused;
       each(s, h, [&](float x, int) { return softcapped(terms, x, unused); });
@@ -88,7 +123,7 @@ DEVICE void find_largest(float to_base_2, const Scores &s, float (&largest)[2]) 
 DEVICE void raise(const float (&largest)[2], Rows &rows, float (&factors)[2]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    float raised = __builtin_fmaxf(rows[h].base, row_max(largest[h]));
+    float raised = __builtin_fmaxf(rows[h].base, row_max(largest[h]) - kTop);
     factors[h] = exp2(rows[h].base - raised);
     rows[h].base = raised;
     rows[h].total *= factors[h];
@@ -102,6 +137,26 @@ DEVICE void rescale(Output &o, const float (&factors)[2]) {
     for (int i = 0; i < 4; ++i) o[4 * t + i] *= factors[i / 2];
 }
 
+// Columns `part` of the output, in float8: plus products, or products times `unit`; or rescaled first.
+DEVICE void add(Output &o, const Columns &products, int part) {
+#pragma unroll
+  for (int i = 0; i < kColumns / 2; ++i) o[part * (kColumns / 2) + i] += products[i];
+}
+DEVICE void add(Output &o, const Columns &products, int part, float unit) {
+#pragma unroll
+  for (int i = 0; i < kColumns / 2; ++i) {
+    float &x = o[part * (kColumns / 2) + i];
+    x = __builtin_fmaf(products[i], unit, x);
+  }
+}
+DEVICE void rescale_and_add(Output &o, const float (&factors)[2], const Columns &products, int part) {
+#pragma unroll
+  for (int i = 0; i < kColumns / 2; ++i) {
+    float &x = o[part * (kColumns / 2) + i];
+    x = __builtin_fmaf(x, factors[i / 2 % 2], products[i]);
+  }
+}
+
 DEVICE float probability(float score, float to_base_2, float base) {
   return exp2(__builtin_fmaf(score, to_base_2, -base));
 }
@@ -111,7 +166,7 @@ DEVICE float probability(float score, float to_base_2, float base) {
 DEVICE bool soften_in_place(float to_base_2, Scores &s, Rows &rows, float (&factors)[2]) {
   float largest[2];
   find_largest(to_base_2, s, largest);
-  bool outgrown = largest[0] > rows[0].base + kLag || largest[1] > rows[1].base + kLag;
+  bool outgrown = largest[0] > rows[0].base + kMost || largest[1] > rows[1].base + kMost;
   bool raised = __any_sync(kAllLanes, outgrown);
   if (raised) raise(largest, rows, factors);
 #pragma unroll
@@ -125,11 +180,20 @@ DEVICE bool soften_in_place(float to_base_2, Scores &s, Rows &rows, float (&fact
   return raised;
 }
 DEVICE void round_to(Probabilities &p, const Scores &s) {
+  if constexpr (kFloat8) {
 #pragma unroll
-  for (int t = 0; t < kKeyTiles; ++t)
+    for (int t = 0; t < kKeyTiles; t += 2)
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
-      p[t / 2][t % 2 * 2 + h] = Format<DTYPE>::nearest(s[4 * t + 2 * h], s[4 * t + 2 * h + 1]);
+      for (int h = 0; h < 2; ++h)
+        p[t / 4][t / 2 % 2 * 2 + h] = Format<E4M3>::nearest(s[4 * t + 2 * h], s[4 * t + 2 * h + 1],
+                                                            s[4 * t + 2 * h + 4], s[4 * t + 2 * h + 5]);
+  } else {
+#pragma unroll
+    for (int t = 0; t < kKeyTiles; ++t)
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        p[t / 2][t % 2 * 2 + h] = Format<DTYPE>::nearest(s[4 * t + 2 * h], s[4 * t + 2 * h + 1]);
+  }
 }
 
 // The same into registers of their own, where that is done at once, and the sums are the tile's.
@@ -152,12 +216,12 @@ DEVICE void exponentiate(float to_base_2, const Scores &s, const Rows &rows, Pro
 template <bool first>
 DEVICE bool soften_apart(float to_base_2, const Scores &s, Rows &rows, Probabilities &p,
                          float (&factors)[2]) {
-  constexpr float kMost = 256.0f;
+  constexpr float kMostSum = 256.0f;
   float sums[2];
   bool raised = first;
   if (!first) {
     exponentiate(to_base_2, s, rows, p, sums);
-    raised = __any_sync(kAllLanes, !(sums[0] <= kMost && sums[1] <= kMost));  // also of a NaN
+    raised = __any_sync(kAllLanes, !(sums[0] <= kMostSum && sums[1] <= kMostSum));  // also of a NaN
   }
   if (raised) {
     float largest[2];

@@ -5,6 +5,9 @@
 // lane % 4, d[4 t + 2 h + i] is row 16 w + 8 h + group, column 8 t + 2 pair + i, and a[2 t + h] two
 // elements of the t-th 8 of the inner dimension. So the D of a k-slice, rounded in pairs, is the A of the
 // next product. B, and A otherwise, lie in shared memory as `Operand` describes.
+//
+// wgmma.m64nNk32 for E4M3 is the same with twice as many elements in the same bytes, so that a[2 t + h] are
+// elements 4 pair ... 4 pair + 3 of the t-th 16 of the inner dimension. B lies "along" only.
 // Source: PTX ISA, "Asynchronous warpgroup level matrix instructions".
 #pragma once
 #include "mbarrier.h"
@@ -29,9 +32,26 @@ DEVICE void hold(unsigned (&x)[count]) {
 #pragma unroll
   for (int i = 0; i < count; ++i) asm volatile("" : "+r"(x[i])::"memory");
 }
+template <int slices>
+DEVICE void hold(unsigned (&x)[slices][4]) {
+#pragma unroll
+  for (int i = 0; i < slices; ++i) hold(x[i]);
+}
 
-// An operand in shared memory, in panels: rows of `width` elements (64, 32 or 16, swizzled by 128, 64 or
-// 32 bytes), one behind the other, as TMA leaves a box of that width, at a multiple of 1024 bytes.
+// Four 8 x 8 matrices, as sm80/mma.h's ldmatrix would read them.
+DEVICE void stmatrix(Shared at, const unsigned (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(x[0]),
+               "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+DEVICE void stmatrix_transposed(Shared at, const unsigned (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(at),
+               "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
+// An operand in shared memory, in panels: rows of `width` 16-bit elements (64, 32 or 16, swizzled by 128,
+// 64 or 32 bytes), one behind the other, as TMA leaves a box of that width, at a multiple of 1024 bytes.
 //   along: a panel's rows are the operand's 64 or N, its elements 64, 32 or 16 of the inner dimension
 //          (K-major).
 //   down:  a panel's rows are the inner dimension, its elements 64, 32 or 16 of the operand's 64 or N, and
@@ -58,7 +78,7 @@ struct Operand {
 };
 
 // wgmma<dtype, transposed a, transposed b>(d, a, b, add): d = A B, or d += A B where `add`; the same with A
-// in registers, wgmma<dtype, transposed b>. N follows from the size of d.
+// in registers, wgmma<dtype, transposed b>. N follows from the size of d. E4M3 takes nothing transposed.
 #define WGMMA_SHARED(type, n, registers, outputs, e0, e1, e2, e3, e4)                              \
   asm volatile("{.reg .pred add; setp.ne.b32 add, %" #e2 ", 0;\n"                                  \
                "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" registers "}, " \
@@ -71,17 +91,33 @@ struct Operand {
                "{%" #e0 ", %" #e1 ", %" #e2 ", %" #e3 "}, %" #e4 ", add, 1, 1, %" #e6 ";}"           \
                : outputs                                                                           \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add), "n"(transposed_b))
+#define WGMMA_SHARED_8(n, registers, outputs, e0, e1, e2)                                          \
+  asm volatile("{.reg .pred add; setp.ne.b32 add, %" #e2 ", 0;\n"                                  \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" registers "}, "         \
+               "%" #e0 ", %" #e1 ", add, 1, 1;}"                                                    \
+               : outputs                                                                           \
+               : "l"(a), "l"(b), "r"((int)add))
+#define WGMMA_REGISTERS_8(n, registers, outputs, e0, e1, e2, e3, e4, e5)                           \
+  asm volatile("{.reg .pred add; setp.ne.b32 add, %" #e5 ", 0;\n"                                  \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" registers "}, "         \
+               "{%" #e0 ", %" #e1 ", %" #e2 ", %" #e3 "}, %" #e4 ", add, 1, 1;}"                     \
+               : outputs                                                                           \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add))
 #define WGMMA(n, registers, outputs, e0, e1, e2, e3, e4, e5, e6)                                   \
   template <int dtype, bool transposed_a, bool transposed_b>                                       \
   DEVICE void wgmma(float (&d)[n / 2], unsigned long long a, unsigned long long b, bool add) {     \
-    if constexpr (dtype == BFLOAT16)                                                               \
+    if constexpr (dtype == E4M3)                                                                   \
+      WGMMA_SHARED_8(n, registers, LIST(outputs), e0, e1, e2);                                     \
+    else if constexpr (dtype == BFLOAT16)                                                          \
       WGMMA_SHARED("bf16", n, registers, LIST(outputs), e0, e1, e2, e3, e4);                       \
     else                                                                                           \
       WGMMA_SHARED("f16", n, registers, LIST(outputs), e0, e1, e2, e3, e4);                        \
   }                                                                                                \
   template <int dtype, bool transposed_b>                                                          \
   DEVICE void wgmma(float (&d)[n / 2], const unsigned (&a)[4], unsigned long long b, bool add) {   \
-    if constexpr (dtype == BFLOAT16)                                                               \
+    if constexpr (dtype == E4M3)                                                                   \
+      WGMMA_REGISTERS_8(n, registers, LIST(outputs), e0, e1, e2, e3, e4, e5);                      \
+    else if constexpr (dtype == BFLOAT16)                                                          \
       WGMMA_REGISTERS("bf16", n, registers, LIST(outputs), e0, e1, e2, e3, e4, e5, e6);            \
     else                                                                                           \
       WGMMA_REGISTERS("f16", n, registers, LIST(outputs), e0, e1, e2, e3, e4, e5, e6);             \

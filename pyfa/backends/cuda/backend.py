@@ -15,14 +15,14 @@ from ..base import Gradients, Repeat, RepeatBackward, Rotary, missing
 from ..common import append, calls, libcuda
 from ..common import backward as common_backward
 from ..common.decode import takes
-from . import backward, decode, forward, plans, runtime_compiler, tiling
+from . import backward, decode, forward, forward_sm90_fp8, plans, runtime_compiler, tiling
 from .launcher import Launcher
 
 
 class CudaBackend:
     NAME = "cuda"
     FEATURES = forward.FEATURES | common_backward.FEATURES
-    DTYPES: tuple[str, ...] = calls.DTYPES
+    DTYPES: tuple[str, ...] = (*calls.DTYPES, forward_sm90_fp8.DTYPE)
 
     def __init__(self) -> None:
         self.launch = Launcher()
@@ -38,6 +38,8 @@ class CudaBackend:
         elsewhere = plans.why_not(problem.arch)
         reasons = [elsewhere] if elsewhere else []
         reasons += missing(self, problem)
+        if "fp8" in problem.features:
+            return reasons + forward_sm90_fp8.why_not(problem)
         if takes(problem):
             return reasons
         return reasons + common_backward.why_not(problem)

@@ -16,7 +16,8 @@ class Tiles(NamedTuple):
     """``groups`` warpgroups take ``block_q`` rows at a time, each for 64 keys of its own, or both
     for the same 64 with a role each (``roles``).
 
-    ``overlap``: a tile's first product is asked for while the last one's dK is under way.
+    ``overlap``, of roles: a tile's scores are asked for while the last one's gradient is under way,
+    as they always are without roles.
     """
 
     groups: int
@@ -31,13 +32,13 @@ class Tiles(NamedTuple):
 
 def shared_bytes(tiles: Tiles, head_dim: int, head_dim_v: int) -> int:
     """Of a block: keys and values, the stages with two floats a row, two dS, P where it is handed
-    over, barriers."""
+    over or else a tile of dQ in float32, barriers."""
     keys, rows = tiles.block_k, tiles.block_q
     states = -(-rows * 4 // 128) * 128
     stage = rows * (head_dim + head_dim_v) * 2 + 2 * states
     ds = keys // GROUP_KEYS * rows * PANEL_BYTES
-    weights = GROUP_KEYS * rows * 2 if tiles.roles else 0
-    return keys * (head_dim + head_dim_v) * 2 + STAGES * stage + 2 * ds + weights + 128
+    handed = GROUP_KEYS * rows * 2 if tiles.roles else rows * head_dim * 4
+    return keys * (head_dim + head_dim_v) * 2 + STAGES * stage + 2 * ds + handed + 256
 
 
 # By head dims. More rows at a time need more registers than 240 a thread.

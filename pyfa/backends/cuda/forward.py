@@ -17,11 +17,11 @@ from ..common import calls, combine
 from ..common.calls import DROPOUT, GENERAL, PLAIN
 from ..common.launch import Launch
 from ..common.ready import ready_forward
-from . import forward_sm90, plans
+from . import forward_sm90, forward_sm90_fp8, plans
 from .launcher import Launcher
 
 KERNEL = "cuda/sm80/attn_fwd.cu"
-FEATURES = frozenset(FEATURE_NAMES) - {"bias_grad", "backward", "dlse", "deterministic", "fp8"}
+FEATURES = frozenset(FEATURE_NAMES) - {"bias_grad", "backward", "dlse", "deterministic"}
 
 
 class Tiles(NamedTuple):
@@ -112,6 +112,8 @@ def tiles_for(arch: str, pair: tuple[int, int], score: int, paged: bool) -> Tile
 
 def plan(problem: Problem) -> Plan:
     """The kernel of ``problem`` and what it is compiled with."""
+    if "fp8" in problem.features:
+        return forward_sm90_fp8.plan(problem)
     arch, left = plans.tiles_of(problem.arch), []
     if forward_sm90.runs_on(problem.arch):
         left = forward_sm90.why_not(problem)
@@ -157,7 +159,7 @@ def _plan(
 
 def all_plans(arch: str) -> list[Plan]:
     own = forward_sm90.runs_on(arch)
-    found = forward_sm90.all_plans() if own else []
+    found = forward_sm90.all_plans() + forward_sm90_fp8.all_plans() if own else []
     for dtype in calls.DTYPE_CODES.values():
         for pair in PAIRS:
             for paged, score in ((False, PLAIN), *product((False, True), (GENERAL, DROPOUT))):

@@ -20,8 +20,9 @@ from ... import abi
 from ...plan import Plan
 from ..common import libcuda
 
-_DTYPES = {torch.float16: 6, torch.bfloat16: 9, torch.float32: 7}  # CU_TENSOR_MAP_DATA_TYPE_…
-_SWIZZLES = {64: 2, 128: 3}  # CU_TENSOR_MAP_SWIZZLE_…, by bytes
+# CU_TENSOR_MAP_DATA_TYPE_…; float8 are bytes.
+_DTYPES = {torch.float16: 6, torch.bfloat16: 9, torch.float32: 7, torch.float8_e4m3fn: 0}
+_SWIZZLES = {32: 1, 64: 2, 128: 3}  # CU_TENSOR_MAP_SWIZZLE_…, by bytes
 _NO_INTERLEAVE, _L2_256_BYTES, _ZEROS = 0, 3, 0
 _address = struct.Struct("<Q")
 
@@ -88,9 +89,10 @@ class _Described(NamedTuple):
         return ctypes.string_at(at, abi.MAP_SIZE)
 
 
-def panel(head: int) -> int:
-    """Elements of a panel: what 128 bytes hold, or 64 where heads are no multiple of that."""
-    return 64 if head % 64 == 0 else 32
+def panel(head: int, itemsize: int) -> int:
+    """Elements of a panel: what 128 bytes hold, or 64 or 32 where heads are no multiple of that."""
+    row = head * itemsize
+    return next(width for width in (128, 64, 32) if row % width == 0) // itemsize
 
 
 def maps_of(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, ...]:
@@ -101,9 +103,11 @@ def maps_of(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, ...
     def number(x: str | int) -> int:
         return x if isinstance(x, int) else constants[x]
 
-    return tuple(
-        tensor_map(tensors[box.tensor], number(box.rows), panel(number(box.head))) for box in boxes
-    )
+    def made(box: Box) -> bytes:
+        x = tensors[box.tensor]
+        return tensor_map(x, number(box.rows), panel(number(box.head), x.itemsize))
+
+    return tuple(made(box) for box in boxes)
 
 
 def tensor_map(x: torch.Tensor, rows: int, width: int) -> bytes:

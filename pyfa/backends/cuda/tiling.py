@@ -42,10 +42,14 @@ def _forward(plan: Plan, problem: Problem, shape: Shape) -> TiledKernel:
     lines = shape.seqlen_q * shape.lines
     parts = forward.parts_of(values, blocks, shape.seqlen_k, problem.device.units, lines)
     dims = values["HEAD_DIM"], values["HEAD_DIM_V"]
+    float8 = "fp8" in problem.features
+    size = 1 if float8 else 2
     stages = {
-        "K, tiles": values["STAGES"] * keys * dims[0] * 2,
-        "V, tiles": values["STAGES"] * keys * dims[1] * 2,
+        "K, tiles": values["STAGES"] * keys * dims[0] * size,
+        "V, tiles": values["STAGES"] * keys * dims[1] * size,
     }
+    if float8:
+        stages["V, tiles, turned"] = stages["V, tiles"]
     rest = values["SHARED_BYTES"] - sum(stages.values())
     return TiledKernel(
         "forward",

@@ -1,0 +1,55 @@
+"""How far float8 queries may leave the LSE off: what a matrix unit of 14 bits does to scores.
+
+Hopper's multiplies float8 exactly and adds up in fixed point. Of the 32 products of an instruction
+and the sum so far it takes the largest exponent e, cuts every one of them behind 2^(e − 13), adds,
+and keeps 14 bits of the result: DeepSeek-V3 report 2024 (arXiv:2412.19437), §3.5.2; Zhang et al.
+2024 (SageAttention2, arXiv:2411.10958), who find 13 bits behind the sum's first. So a dot product
+whose sum so far is s, off by Δ at most, is after n more elements of the head dim
+
+    s ← s + Σqk    Δ ← Δ + 2⁻¹³·(n + 1)·max(|s| + Δ, √Σ(qk)²)    then Δ ← Δ + 2⁻¹³·(|s| + Δ)
+
+n products and the sum are cut by less than 2^(e − 13) each, where 2^e is at most the larger of the
+sum and the largest product, and this at most the root of their squares' sum; then the new sum is
+cut by less than 2⁻¹³ of itself. Sums of 32 bits are within that too.
+
+``lse_slack`` says how far a row's LSE moves when each of its scores is off by as much, all of them
+upwards. That is the farthest: no softcap is steeper than 1, and the LSE is convex, so that
+downwards moves it less.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .. import reference
+from ..problem import Call
+from .recompute import with_moved_scores
+
+STEP = 32  # elements of the head dim that are added up at once
+_CUT = 2.0**-13
+
+
+def score_slack(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """How far q·k may be off, (H, rows, keys), of q (rows, H, D) and k (keys, H, D) in float64."""
+    total = q.new_zeros(q.shape[1], q.shape[0], k.shape[0])
+    slack = total.clone()
+    for begin in range(0, q.shape[-1], STEP):
+        a, b = (x[..., begin : begin + STEP] for x in (q, k))
+        largest = torch.einsum("qhd,khd->hqk", a.square(), b.square()).sqrt()
+        largest = torch.maximum(largest, total.abs() + slack)
+        total = total + torch.einsum("qhd,khd->hqk", a, b)
+        slack = slack + _CUT * (a.shape[-1] + 1) * largest
+        slack = slack + _CUT * (total.abs() + slack)
+    return slack
+
+
+def lse_slack(call: Call, lse: torch.Tensor) -> torch.Tensor:
+    """How far each element of ``lse``, that of ``call`` in float64, may be off."""
+
+    def of_sequence(b: int) -> torch.Tensor:
+        q, k, _ = reference.operands(call, b)
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        return abs(call.scale) * score_slack(q, k)
+
+    moved = with_moved_scores(call, (of_sequence(b) for b in range(call.batch)))
+    return reference.attention(moved)[1] - lse
