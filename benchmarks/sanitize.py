@@ -11,7 +11,7 @@ makes the status 1. ``--save`` writes ``results/sanitizer_cuda.json``.
 On Hopper with its own tiles only cases that its own kernels take are drawn: first those that bring
 a kernel or a feature which none before had, and some whose grids are larger than the device, where
 forward's blocks take pieces from a counter; the result is ``sanitizer_cuda_sm_90.json``. The tools
-are then memcheck, initcheck and synccheck: racecheck hardly knows TMA, mbarriers and wgmma.
+are then memcheck and initcheck: racecheck hardly knows TMA, mbarriers and wgmma.
 ``PYFA_ARCH_TILES=sm_80`` draws from all cases, for sm80's kernels.
 
 Racecheck takes for races what barriers of a part of a block's warps order (backward's, by which one
@@ -54,7 +54,7 @@ from pyfa.plan import Plan
 from pyfa.problem import Problem
 
 TOOLS = ("memcheck", "initcheck", "racecheck", "racecheck-widened")
-OWN_TOOLS = ("memcheck", "initcheck", "synccheck")
+OWN_TOOLS = ("memcheck", "initcheck")
 _WIDENED = "-widened"
 # Barriers of some warps: what they are in the source, and those of the block.
 _SOME = re.compile(r'asm volatile\("bar\.(?:arrive|sync) %0, %1;"[^;]*;')

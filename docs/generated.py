@@ -331,6 +331,27 @@ def speed(name: str) -> str:
     )
 
 
+def fp8_speed() -> str:
+    """TFLOP/s of float8 and of 16 bits by pyfa, and of cuDNN's float8, in one run."""
+    data = results()["bench_fp8_h200.json"]
+    cells: dict[tuple[int, int, bool], dict[tuple[str, str], float]] = {}
+    for row in data["rows"]:
+        problem = row["problem"]
+        cell = problem["head_dim"], problem["seqlen_k"], problem["causal"]
+        if "value" in row:
+            cells.setdefault(cell, {})[row["peer"], problem["fp8"]] = row["value"]
+    rows = []
+    for (dim, length, causal), found in cells.items():
+        ours = found["pyfa", "inputs"]
+        others = [found.get(key) for key in (("pyfa", ""), ("cudnn", "inputs"))]
+        values = ["–" if other is None else f"{other:.0f}" for other in others]
+        ratios = ["–" if other is None else f"{ours / other:.2f}" for other in others]
+        mask = "causal" if causal else "full"
+        rows.append([str(dim), f"{length:,}", mask, f"{ours:.0f}", *values, *ratios])
+    head = ["head_dim", "keys", "mask", "float8", "bfloat16", "cuDNN's float8"]
+    return table([*head, "over bfloat16", "over cuDNN"], rows)
+
+
 def naive_beside() -> str:
     """Time and memory of standard attention and of pyfa, by length."""
     found = {
@@ -400,10 +421,14 @@ def dram() -> str:
 def sanitizers() -> str:
     """What Compute Sanitizer reported of pyfa's kernels."""
     rows = []
-    for found in results()["sanitizer_cuda.json"]["tools"]:
-        cases = ", ".join(f"{count} {status}" for status, count in found["cases"].items())
-        rows.append([f"`{found['tool']}`", cases, str(found["of_our_kernels"])])
-    return table(["tool", "cases", "reports of pyfa's kernels"], rows)
+    for kernels, name in (
+        ("sm80's", "sanitizer_cuda.json"),
+        ("Hopper's", "sanitizer_cuda_sm_90.json"),
+    ):
+        for found in results()[name]["tools"]:
+            cases = ", ".join(f"{count} {status}" for status, count in found["cases"].items())
+            rows.append([kernels, f"`{found['tool']}`", cases, str(found["of_our_kernels"])])
+    return table(["kernels", "tool", "cases", "reports of pyfa's kernels"], rows)
 
 
 # --- settings, extras, commands
@@ -517,6 +542,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "extras": extras,
     "features": features,
     "fp8_accuracy": fp8_accuracy,
+    "fp8_speed": fp8_speed,
     "fused": fused,
     "machines": machines,
     "module": signatures.module,

@@ -74,6 +74,58 @@ def by_flash_attention_3(cell: Cell, device: torch.device) -> Ready:
     return _ready(forward, x.q, x.k, x.v)
 
 
+def by_cudnn(cell: Cell, device: torch.device) -> Ready:
+    """cuDNN's, through its ``cudnn`` package: scales of 1, and an output of float8."""
+    if cell.fp8 != "inputs":
+        raise ValueError("it has no float8 keys under 16-bit queries, and does not quantize")
+    cudnn = importlib.import_module("cudnn")
+    handle = cudnn.create_handle()
+    cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
+    float8, float32 = cudnn.data_type.FP8_E4M3, cudnn.data_type.FLOAT
+    graph = cudnn.pygraph(
+        io_data_type=float8,
+        intermediate_data_type=float32,
+        compute_data_type=float32,
+        handle=handle,
+    )
+    x = pyfa.quantize(*inputs(cell, device))
+    assert x.q is not None
+    leaves = [y.transpose(1, 2) for y in (x.q, x.k, x.v)]
+    given = {
+        graph.tensor(dim=list(y.shape), stride=list(y.stride()), data_type=float8): y
+        for y in leaves
+    }
+    ones = torch.ones(1, 1, 1, 1, device=device)
+    names = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
+    scales = {name: graph.tensor(dim=[1] * 4, stride=[1] * 4, data_type=float32) for name in names}
+    made = graph.sdpa_fp8(
+        **dict(zip("qkv", given, strict=True)), **scales, is_inference=True,
+        attn_scale=cell.head_dim**-0.5, use_causal_mask=cell.causal,
+    )  # fmt: skip
+    out = torch.empty_like(x.q).transpose(1, 2)
+    # The output, no LSE, and the largest of P and of the output.
+    results = {made[0]: out} | {
+        each: torch.zeros_like(ones) for each in made[2:] if each is not None
+    }
+    for symbol, tensor in results.items():
+        symbol.set_output(True).set_dim(list(tensor.shape)).set_stride(list(tensor.stride()))
+        symbol.set_data_type(float8 if tensor is out else float32)
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans([cudnn.heur_mode.A])
+    graph.check_support()
+    graph.build_plans()
+    size = max(1, graph.get_workspace_size())
+    workspace = torch.empty(size, device=device, dtype=torch.uint8)
+    pack = given | results | dict.fromkeys(scales.values(), ones)
+
+    def forward() -> torch.Tensor:
+        graph.execute(pack, workspace, handle=handle)
+        return out.transpose(1, 2)
+
+    return _ready(forward, *leaves)
+
+
 def _ready(forward: Any, *leaves: torch.Tensor) -> Ready:
     """There is no gradient: ``dout`` is nobody's."""
     return Ready(forward, leaves, leaves[0])

@@ -292,10 +292,10 @@ def _of_pyfa(name: str, meaning: str, why_not: Callable[[str], str | None],
 
 
 def _of_sdpa(name: str, meaning: str, why_not: Callable[[str], str | None],
-             kind: SDPBackend | None) -> Peer:  # fmt: skip
+             kind: SDPBackend | None, float8: Prepare | None = None) -> Peer:  # fmt: skip
     return Peer(
         name, meaning, why_not, functools.partial(_sdpa, kind),
-        functools.partial(packed.one_by_one, _sdpa_attend), _sdpa_attend, _choosing(kind),
+        functools.partial(packed.one_by_one, _sdpa_attend), _sdpa_attend, _choosing(kind), float8,
     )  # fmt: skip
 
 
@@ -312,7 +312,8 @@ _ALL = (
     _of_pyfa("pyfa", "the backend that pyfa chooses", _anywhere, None),
     _of_sdpa("sdpa", "PyTorch's own choice", _anywhere, None),
     _of_sdpa("flash", "PyTorch's FlashAttention-2", _on_gpu, SDPBackend.FLASH_ATTENTION),
-    _of_sdpa("cudnn", "PyTorch's cuDNN attention", _on_nvidia, SDPBackend.CUDNN_ATTENTION),
+    _of_sdpa("cudnn", "PyTorch's cuDNN attention; of float8 cuDNN's own, which writes float8",
+             _on_nvidia, SDPBackend.CUDNN_ATTENTION, float8.by_cudnn),
     _of_sdpa("efficient", "PyTorch's memory-efficient attention", _on_gpu,
              SDPBackend.EFFICIENT_ATTENTION),
     Peer("flex", "FlexAttention, compiled", _flex_lacks, _flex),

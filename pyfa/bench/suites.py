@@ -232,13 +232,17 @@ QUANTIZE_BLOCK = 128
 
 def _fp8(gpu: bool) -> list[Cell]:
     """Forward with float8 inputs, beside 16 bits in the same run."""
-    dims, length, width, dtype = (
-        ((128, 64, 256), 16384, 2048, "bfloat16") if gpu else ((64,), 128, 128, "float16")
-    )
+    dims, lengths = ((128, 64, 256), (16384, 4096)) if gpu else ((64,), (128,))
+    tokens, width, dtype = (16384, 2048, "bfloat16") if gpu else (128, 128, "float16")
     return [
-        Cell("fp8", 1, length, length, width // dim, width // dim, dim, causal, dtype, fp8=kind)
-        for dim, causal, kind in itertools.product(dims, (True, False), ("", "inputs"))
-    ]
+        Cell(
+            "fp8", tokens // length, length, length, width // dim, width // dim, dim, causal, dtype,
+            fp8=kind,
+        )
+        for dim, causal, length, kind in itertools.product(
+            dims, (True, False), lengths, ("", "inputs")
+        )
+    ]  # fmt: skip
 
 
 def _fp8_decode(gpu: bool) -> list[Cell]:

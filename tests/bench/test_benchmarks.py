@@ -352,7 +352,7 @@ def test_on_hopper_its_own_kernels_are_sanitized(
     arguments = ["sanitize.py", "--cases", "2", "--jobs", "2", "--save"]
     monkeypatch.setattr(sys, "argv", arguments)
     assert sanitize.main() == 0
-    assert set(ran) == {"memcheck", "initcheck", "synccheck"}
+    assert set(ran) == {"memcheck", "initcheck"}
     monkeypatch.setenv("PYFA_ARCH_TILES", "sm_80")
     sanitize.main()
     assert "racecheck" in ran

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import itertools
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -189,3 +191,71 @@ def test_bytes_are_those_that_move() -> None:
     assert moved == {
         "": 4 * elements, "cache": 2 * elements, "copy": 12 * elements, "rotate": 9 * elements
     }  # fmt: skip
+
+
+class Symbol:
+    """A tensor of a cuDNN graph."""
+
+    def _told(self, value: object) -> Symbol:
+        return self
+
+    set_output = set_dim = set_stride = set_data_type = _told
+
+
+class Graph:
+    """As much of cuDNN's as ``by_cudnn`` asks for."""
+
+    asked: dict[str, Any]
+    pack: dict[Symbol, torch.Tensor]
+
+    def __init__(self, **types: object) -> None: ...
+
+    def tensor(self, dim: list[int], stride: list[int], data_type: str) -> Symbol:
+        return Symbol()
+
+    def sdpa_fp8(self, **asked: Any) -> list[Symbol | None]:
+        self.made: list[Symbol | None] = [Symbol(), None, Symbol(), Symbol()]
+        Graph.asked = asked
+        return self.made
+
+    def get_workspace_size(self) -> int:
+        return 0
+
+    def execute(
+        self, pack: dict[Symbol, torch.Tensor], workspace: torch.Tensor, handle: object
+    ) -> None:
+        q, k, v = (pack[Graph.asked[name]].float() for name in "qkv")
+        scores = q @ k.transpose(-1, -2) * Graph.asked["attn_scale"]
+        if Graph.asked["use_causal_mask"]:
+            rows = scores.shape[-1]
+            scores += torch.full((rows, rows), -torch.inf).triu(1)
+        out = self.made[0]
+        assert out is not None
+        pack[out].copy_(scores.softmax(-1) @ v)
+        Graph.pack = pack
+
+    def __getattr__(self, step: str) -> Callable[..., None]:
+        return lambda *given: None
+
+
+def test_cudnn_gets_float8_by_its_own_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = SimpleNamespace(FP8_E4M3="float8", FLOAT="float32", A="A")
+    package = SimpleNamespace(
+        create_handle=object, set_stream=lambda **given: None, pygraph=Graph, data_type=names,
+        heur_mode=names,
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "cudnn", package)
+    stream = SimpleNamespace(cuda_stream=0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    for cell in suites.SUITES["fp8"](False):
+        if cell.fp8 != "inputs":
+            continue
+        found = peers.PEERS["cudnn"].ready(cell, CPU)
+        out = found.forward()
+        assert out.dtype == found.leaves[0].dtype == torch.float8_e4m3fn
+        x = [leaf.transpose(1, 2) for leaf in found.leaves]
+        wanted = pyfa.attention(*x, causal=cell.causal, descale=(torch.ones(1, 1),) * 3)
+        torch.testing.assert_close(out.float(), wanted.float(), rtol=0.07, atol=0.02)
+        assert len(Graph.pack) == 3 + 6 + 3
+    with pytest.raises(ValueError, match="does not quantize"):
+        peers.PEERS["cudnn"].ready(suites.SUITES["quantize"](False)[0], CPU)
