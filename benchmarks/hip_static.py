@@ -93,6 +93,8 @@ def mca(plan: Plan, data: bytes) -> dict[str, Any]:
     if tool("llvm-objdump") is None or tool("llvm-mca") is None:
         return {"why_not": "llvm-objdump or llvm-mca is not installed"}
     text = listing(data)
+    if not text:
+        return {"why_not": "this llvm-objdump does not know gfx942: LLVM 17 or newer does"}
     addresses, others = hot_loop(plan)
     loop = [text[pc] for pc in addresses]
     lines = [line for line in loop if not DROPPED.match(line)]

@@ -1,19 +1,21 @@
 // A kernel that starts while the one in front of it on its stream still runs (programmatic dependent
 // launch, Hopper and later; before, both functions are nothing, and so is the launch attribute:
-// plans.starts_ahead): `combine`, behind what leaves the parts. Its blocks are in place when the last
-// part is, where else the end of one grid and the launch of the next would pass.
+// plans.starts_ahead): `combine`, behind what leaves the parts, and in backward Hopper's attn_bwd, behind
+// row_sums, and dq_convert, behind attn_bwd. Its blocks are in place when the last one of that is done, where
+// else the end of one grid and the launch of the next would pass.
 //
 // What may overlap:
-// - `combine` with the one kernel in front of it, and nothing else. wait_for_kernel_before returns when
-//   that one has ended and its writes are visible. It began when all before it had ended, since it has
-//   no such attribute itself: so nothing older runs either, whatever the stream did before.
-// - Nothing with `combine`: what comes behind it has no such attribute, and starts when it has ended. It
-//   ends after the kernel that it waits for. So memory that the allocator gives to the next call, as
-//   that of the parts, is nobody's any more when the next call's kernels start, and an event recorded
-//   behind `combine` covers both kernels. Within a CUDA graph the edges are the same.
-// - Another thread may queue a kernel on the same stream between the two. Then `combine` waits for that
-//   one, which began when the parts were done, if it is not launched ahead itself; if it is, it waits
-//   before it ends, as everything that is launched so has to.
+// - Such a kernel with the one in front of it, and nothing else. wait_for_kernel_before returns when that
+//   one has ended and its writes are visible. It began when all before it had ended, where it has no such
+//   attribute itself; where it has, as attn_bwd in front of dq_convert, it waited for what was before it. So
+//   nothing older runs either, whatever the stream did before.
+// - Nothing with the last one of a call: what comes behind it has no such attribute, and starts when it has
+//   ended. It ends after the kernels that it waits for. So memory that the allocator gives to the next
+//   call, as that of the parts, is nobody's any more when the next call's kernels start, and an event
+//   recorded behind it covers them all. Within a CUDA graph the edges are the same.
+// - Another thread may queue a kernel on the same stream between two of them. Then the second waits for that
+//   one, which began when the first was done, if it is not launched ahead itself; if it is, it waits before
+//   it ends, as everything that is launched so has to.
 //
 // Every thread waits before it reads or writes memory. A kernel without allow_kernel_behind allows it at
 // its end.

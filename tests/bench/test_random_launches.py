@@ -24,8 +24,13 @@ def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     found = importlib.import_module("random_launches")
     monkeypatch.setattr(found.machine, "RESULTS", tmp_path)
     yield found
-    for name in ("random_launches", "machine"):
+    for name in ("random_launches", "random_cases", "disturbance", "machine"):
         del sys.modules[name]
+
+
+@pytest.fixture
+def kinds(script: Any) -> Any:
+    return importlib.import_module("random_cases").KINDS
 
 
 def options(**given: Any) -> argparse.Namespace:
@@ -34,13 +39,12 @@ def options(**given: Any) -> argparse.Namespace:
     return argparse.Namespace(**usual | given)
 
 
-def test_cases_are_of_all_kinds_and_mean_something(script: Any) -> None:
+def test_cases_are_of_all_kinds_and_mean_something(script: Any, kinds: Any) -> None:
     full = options(longest=1500, scores=6e6)
     cases = [script.drawn(index, full) for index in range(400)]
     assert cases == [script.drawn(index, full) for index in range(400)]
     assert not [case.flaws() for _, case in cases if case.flaws()]
-    first = cases[: len(script.KINDS)]
-    assert [kind for kind, _ in first] == list(script.KINDS)
+    assert [kind for kind, _ in cases[: len(kinds)]] == list(kinds)
     features = {name for _, case in cases for name in case.features}
     assert features == set(FEATURES) - {"bias", "bias_grad", "fp8"}
     # Triton compiles others for fewer rows, where there is no more to it than the heads' own sizes.
@@ -51,15 +55,15 @@ def test_cases_are_of_all_kinds_and_mean_something(script: Any) -> None:
     assert sum(count > 132 for count in pieces) > 60  # more than an H200 has SMs
 
 
-def test_launches_of_every_kind_pass(script: Any) -> None:
-    kinds, bits = set(), 0
-    for index in range(len(script.KINDS)):
+def test_launches_of_every_kind_pass(script: Any, kinds: Any) -> None:
+    passed, bits = set(), 0
+    for index in range(len(kinds)):
         found = script.examined(index, options(each=2))
         assert not found.failures
         assert found.launches == 2
-        kinds.add(found.kind)
+        passed.add(found.kind)
         bits += found.bits
-    assert kinds == {kind.name for kind in script.KINDS}
+    assert passed == {kind.name for kind in kinds}
     assert bits > 4 * len(kinds)
 
 
@@ -108,10 +112,10 @@ def test_a_write_around_the_inputs_is_found(script: Any, monkeypatch: pytest.Mon
 
 
 def test_other_kernels_than_expected_are_found(
-    script: Any, monkeypatch: pytest.MonkeyPatch
+    script: Any, kinds: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(script.device, "of", lambda where: script.device.DEVICES["H200"])
-    both, decode = script.KINDS[0], script.KINDS[-1]
+    both, decode = kinds[0], kinds[-1]
     own, older = "cuda/sm90/attn_fwd.cu", "cuda/sm80/attn_bwd.cu"
     cpu = torch.device("cpu")
     assert not script.unexpected(both, [own, own], "cuda", cpu)

@@ -4,7 +4,8 @@
 //
 // A block stays on its SM and takes one piece of work (rows of one head) after the other, whichever is
 // next when it is done: `counter`, which is 0 before and after. K and V pass through STAGES places each,
-// from the last tile that the rows see to the first.
+// from the last tile that the rows see to the first. Float8 inputs (INPUTS, SCALES) have V turned on its way
+// by the three warps beside the one that copies: float8.h.
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(SCORE) || \
     !defined(GROUPS) || !defined(BLOCK_K) || !defined(STAGES) || !defined(SHARED_BYTES)
 #error "the plan defines DTYPE, HEAD_DIM, HEAD_DIM_V, SCORE, GROUPS (warpgroups that multiply), BLOCK_K, \
@@ -51,7 +52,7 @@ DEVICE void clear_rows(Shared values, int from, int group) {
   bar_sync(8 + group, kGroupThreads);
 }
 
-// One row of float32, to the workspace of this part of the keys; or all rows in 16 bits.
+// The warp's rows: in float32 to the workspace of this part of the keys, or in 16 bits to out.
 // `unit`: what the output is a multiple of.
 DEVICE void store(const Params &p, Shared told, int first_row, const Rows &rows, Output &o, float unit) {
   auto range = load_shared<decltype(Told::range)>(told);

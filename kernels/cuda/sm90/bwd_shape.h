@@ -48,13 +48,13 @@ DEVICE int state_place(int row) { return row / 16 * 16 + row % 8 / 2 * 4 + row /
 
 // mbarriers. "Full" ones: of an arrival for the copies and one of the warp that brings states and clears
 // what lies beyond a sequence's end. "Landed": of the copies, where that warp has to wait for them.
-// "Empty": of each consumer warp.
+// "Empty", and kDsFull: of each consumer warp.
 enum Barrier {
   kKFull, kVFull, kKLanded, kVLanded,
   kQLanded, kDoutLanded = kQLanded + kStages,  // of each place: two short heads may be under way
   kQFull = kDoutLanded + kStages, kQEmpty = kQFull + kStages,
   kDoutFull = kQEmpty + kStages, kDoutEmpty = kDoutFull + kStages,
-  kDsFull = kDoutEmpty + kStages,  // of dS; wide heads have a named barrier
+  kDsFull = kDoutEmpty + kStages,  // dS of all keys is written; wide heads have kConsumersMeet for it
   kBarrierCount = kDsFull + kStages
 };
 static_assert(kBarrierCount * 8 <= 256, "what is set aside for them");
@@ -63,7 +63,7 @@ DEVICE Shared mbarrier_at(Shared shared, int number) { return shared + kBarriers
 // Named barriers; 0 is that of the block.
 constexpr int kConsumersMeet = 1;   // of all consumers
 constexpr int kWeightsWritten = 2;  // with ROLES
-constexpr int kTurn = 3;            // and on, of each consumer's threads
+constexpr int kTurn = 3;            // and on, of each consumer warpgroup
 
 // The keys that a block owns: the first block the first ones or, where blocks add to dQ in turn, the last.
 struct Owned {

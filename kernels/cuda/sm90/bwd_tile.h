@@ -53,11 +53,6 @@ DEVICE void multiply_keys(float (&d)[n], Shared keys, Shared ds) {
     wgmma<DTYPE, true, false>(d, a + Panel::step_down(i), b + Panel::step_along(i, kQPanel), i > 0);
 }
 
-DEVICE void hold(Packed &x) {
-#pragma unroll
-  for (int i = 0; i < kSlices; ++i) hold(x[i]);
-}
-
 // P^T from S^T, in 16 bits.
 DEVICE void make_weights(Packed &weights, const float (&s)[kScores], float scale,
                          const States &minus_lse) {
@@ -205,13 +200,14 @@ DEVICE void store_values_gradient(const Params &p, const float (&dv)[HEAD_DIM_V 
                              p.dv_row, s.keys - first, p.head_dim_v);
 }
 
-// -LSE comes before S is asked for where it takes 16 registers: behind dQ, 1.04 to 1.07 times as long (D = 128),
-// since products of 64 rows leave shared memory no time for it. At D = 64 it takes 32, which would spill.
+// -LSE comes before S is asked for where it takes 16 registers: behind dQ, backward takes 1.04 to 1.07 times
+// as long (D = 128), since products of 64 rows leave shared memory no time for it. At D = 64 it takes 32,
+// which would spill.
 constexpr bool kStatesEarly = kSlices <= 4;
 
-// All tiles of a block. Of a tile, products are asked for in the order S, dQ of the tile before, dP, dV, dK, and
-// only the oldest is waited for: exponentials lie beside dQ, dS beside dV, the next S is asked for while dK
-// is under way. That dQ comes a tile late leaves a warpgroup the time of a tile to wait for the others' dS.
+// All tiles of a block. Of a tile, products are asked for in the order S, dQ of the tile before, dP, dV, dK,
+// and only the oldest is waited for: exponentials lie beside dQ, dS beside dV, the next S is asked for while
+// dK is under way. That dQ comes a tile late leaves a warpgroup the time of a tile to wait for the others' dS.
 DEVICE void consume(const Params &p, const Work &w, Shared shared) {
   auto at = [&](int barrier) { return mbarrier_at(shared, barrier); };
   int group = wave_index() / 4, warp = wave_index();
@@ -314,8 +310,8 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
       load_states(states, my_states + (kMinusDelta - kMinusLse) + place_of(step) * kStates);
       wgmma_wait<1>();  // dP
       hold(dp);
-      // The other warpgroups are done with what they made of this place two tiles ago: their dS of the last
-      // tile, which ask_dq waited for, came after that.
+      // Nobody reads this place any more: the other warpgroups had dQ of the dS that lay here before they
+      // wrote their dS of the last tile, which ask_dq waited for.
 #pragma unroll
       for (int i = 0; i < kSlices; ++i) {
         make_differences(ds[i], dp, i, weights[i], states[i]);

@@ -1,6 +1,6 @@
 // The copy engine of Hopper: boxes of tensors that a map in the kernel's parameters describes (TMA), and
-// plain runs of bytes. One thread asks; all addresses in shared memory are multiples of 128 bytes, of
-// 1024 where the map swizzles by 128.
+// plain runs of float32 that are added to memory. One thread asks; all addresses in shared memory are
+// multiples of 128 bytes, of 1024 where the map swizzles by 128.
 //
 // A swizzle of 128 bytes lets unit u (of 16 bytes) of the row at byte 128 r lie at u ^ r % 8; of 64 bytes,
 // in rows of 64, at u ^ r / 2 % 4; of 32 bytes, in rows of 32, at u ^ r / 4 % 2.
@@ -21,49 +21,16 @@ DEVICE void tma_load(Shared to, const TensorMap *map, Shared mbarrier, int c0, i
       "l"(map), "r"(mbarrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
-// With how L2 is to keep it: evict_first() or evict_last().
-DEVICE void tma_load(Shared to, const TensorMap *map, Shared mbarrier, int c0, int c1, int c2, int c3,
-                     unsigned long long policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
-      "l"(map), "r"(mbarrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(policy)
-      : "memory");
-}
-DEVICE unsigned long long evict_first() {
-  unsigned long long policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-DEVICE unsigned long long evict_last() {
-  unsigned long long policy;
-  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-// A box from shared memory; nothing is written beyond the tensor. Writers fence_proxy_async() first.
-DEVICE void tma_store(const TensorMap *map, Shared from, int c0, int c1, int c2, int c3) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
-      "r"(from), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-      : "memory");
-}
 
 // `bytes` (a multiple of 16) of float32 are added to memory, element by element, in no fixed order.
+// Writers fence_proxy_async() first.
 DEVICE void bulk_reduce_add(float *to, Shared from, int bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
                "r"(from), "r"(bytes)
                : "memory");
 }
-// `bytes` (a multiple of 16) of memory as they lie.
-DEVICE void bulk_load(Shared to, const void *from, Shared mbarrier, int bytes) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %3, [%2];" ::"r"(to),
-      "l"(from), "r"(mbarrier), "r"(bytes)
-      : "memory");
-}
 
-// Stores and reductions of this thread so far become one group ...
+// Reductions of this thread so far become one group ...
 DEVICE void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // ... of which all but the last `groups` have been read from shared memory, or are done.
 template <int groups>

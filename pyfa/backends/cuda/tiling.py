@@ -87,12 +87,13 @@ def _backward(plan: Plan) -> TiledKernel:
         "Q and dO, two tiles": 2 * rows * sum(dims) * 2,
     }
     rest = values["SHARED_BYTES"] - sum(buffers.values())
+    passed = "dS and dQ" if values.get("ROLES") == 0 else "P and dS"
     return TiledKernel(
         "gradients",
         Tiling(rows, keys),
         dims,
         plans.threads_of(plan),
-        buffers | {"P and dS, states": rest},
+        buffers | {f"{passed}, states": rest},
         whole_tiles=True,
     )
 
