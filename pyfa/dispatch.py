@@ -174,6 +174,9 @@ class Prepared(NamedTuple):
         dlse: torch.Tensor | None,
         bias_grad: bool,
     ) -> Gradients:
+        # What flows back through a complex number may have the negative bit, and kernels go by the
+        # address.
+        dout, dlse = dout.resolve_neg(), None if dlse is None else dlse.resolve_neg()
         return self.backend.backward(self.plan, call, out, lse, dout, dlse, bias_grad)
 
 

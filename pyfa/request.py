@@ -131,6 +131,7 @@ def kvcache(
     validate.qkv(q, k_cache, v_cache, dims, ("k_cache", "v_cache"))
     needless = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
     needless |= {"bias": shared.bias, "sinks": shared.sinks}
+    needless |= {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
     validate.no_gradient(needless, "attention_kvcache has none")
     if cu_seqlens_q is not None:
         validate.offsets("cu_seqlens_q", cu_seqlens_q, q)

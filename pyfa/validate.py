@@ -77,9 +77,11 @@ _INPUT_DTYPES = {
     torch.float8_e4m3fn,
     torch.float8_e4m3fnuz,
 }
+# What kernels read a bias as. Any other becomes float32, in which all of them add it.
+_BIAS_DTYPES = {torch.bool, torch.float32, torch.float16, torch.bfloat16}
 _MAX_HEAD_DIM = 256
 _FLOAT32_MAX = float(torch.finfo(torch.float32).max)
-_UNLIMITED = 2**31 - 1  # kernels hold a window's edges in 32 bits, and no sequence is longer
+_UNLIMITED = 2**31 - 1  # kernels hold lengths and a window's edges in 32 bits
 
 
 def qkv(
@@ -207,7 +209,10 @@ def _number(name: str, value: Any) -> float:
 
 
 def bias(value: torch.Tensor, q: torch.Tensor, sizes: tuple[int, int, int, int]) -> torch.Tensor:
-    """``value`` with four dimensions, each 1 or that of ``sizes`` (batch, heads, rows, keys)."""
+    """``value`` with four dimensions, each 1 or that of ``sizes`` (batch, heads, rows, keys).
+
+    In a dtype that kernels read, and with the sign that its memory says.
+    """
     a_tensor("bias", value)
     if value.device != q.device:
         wrong("bias", f"q's device {q.device}", value)
@@ -219,13 +224,17 @@ def bias(value: torch.Tensor, q: torch.Tensor, sizes: tuple[int, int, int, int])
     )
     if not fits:
         wrong("bias", f"a shape that broadcasts to {sizes} (batch, heads, rows, keys)", value)
+    if value.dtype not in _BIAS_DTYPES:
+        value = value.float()
+    if value.is_neg():
+        value = value.resolve_neg()
     return value[(None,) * (4 - value.dim())] if value.dim() < 4 else value
 
 
 def per_head(name: str, value: torch.Tensor, q: torch.Tensor, batch: int | None) -> torch.Tensor:
     """``value`` in float32, of shape (heads,) or, where ``batch`` is given, also (batch, heads).
 
-    Contiguous: kernels are told of no stride between heads.
+    Contiguous: kernels are told of no stride between heads. Nor of a negative bit.
     """
     a_tensor(name, value)
     shapes = [(q.shape[-2],)] + ([(batch, q.shape[-2])] if batch is not None else [])
@@ -235,7 +244,7 @@ def per_head(name: str, value: torch.Tensor, q: torch.Tensor, batch: int | None)
         wrong(name, "a floating point dtype", value)
     if value.device != q.device:
         wrong(name, f"q's device {q.device}", value)
-    return value.float().contiguous()
+    return value.float().contiguous().resolve_neg()
 
 
 def seed(value: object, device: torch.device) -> torch.Tensor:
@@ -273,6 +282,8 @@ def length(name: str, value: Any) -> int:
         raise TypeError(f"{name}: expected an int; got {type(value).__name__}")
     if value < 0:
         wrong(name, "0 or more", value)
+    if value > _UNLIMITED:
+        wrong(name, f"at most {_UNLIMITED}", value)
     return value  # type: ignore[return-value]  # a SymInt is an int to whoever traces
 
 
@@ -304,8 +315,9 @@ def check_values(call: Call) -> None:
     if call.page_table is not None:
         page_size = call.k.shape[1]
         columns = call.page_table.shape[1]
-        used = call.seqused_k.tolist() if call.seqused_k is not None else [columns * page_size]
-        for row, keys in zip(call.page_table.tolist(), used, strict=False):
+        whole = [columns * page_size] * call.batch
+        used = call.seqused_k.tolist() if call.seqused_k is not None else whole
+        for row, keys in zip(call.page_table.tolist(), used, strict=True):
             for page in row[: -(-keys // page_size)]:
                 if not 0 <= page < call.k.shape[0]:
                     wrong("page_table", f"pages from 0 to {call.k.shape[0] - 1}", page)

@@ -118,7 +118,7 @@ def rotary(
         integers("rotary_seqlens", seqlens, (batch,), q)
     elif cos.shape[0] < longest_k:
         wrong("rotary_cos", f"a row for each of the cache's {longest_k} positions", cos)
-    return cos, sin
+    return cos.resolve_neg(), sin.resolve_neg()  # kernels go by the address
 
 
 def rotates(x: torch.Tensor, name: str) -> None:

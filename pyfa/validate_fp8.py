@@ -78,7 +78,8 @@ def _scale(name: str, scale: Any, x: torch.Tensor, heads: int, batch: int) -> to
         wrong(name, "dtype float32", scale)
     if scale.device != x.device:
         wrong(name, f"q's device {x.device}", scale)
-    found: torch.Tensor = scale
+    no_gradient({name: scale}, "scales have none")
+    found: torch.Tensor = scale.resolve_neg()  # kernels go by the address
     shape = tuple(found.shape)
     if shape in ((), (1,)):
         return found.reshape(1, 1).expand(batch, heads)

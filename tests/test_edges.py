@@ -149,6 +149,155 @@ def test_the_negative_bit(backend):
     assert torch.equal(pyfa.attention(negative, k, k, backend=backend), expected)
 
 
+def negative(x):
+    """x, of which PyTorch stores −x and a negative bit, as of z.conj().imag."""
+    found = torch._neg_view(-x)
+    assert found.is_neg()
+    return found
+
+
+@pytest.mark.parametrize("backend", ["torch", "emulator"])
+@pytest.mark.parametrize("name", ["bias", "alibi_slopes", "sinks"])
+def test_the_negative_bit_of_score_terms(backend, name):
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 9, 4, 64).half(), torch.randn(2, 9, 2, 64).half()
+    term = torch.rand(9, 9) if name == "bias" else torch.rand(4)
+    found, expected = (
+        pyfa.attention(q, k, k, backend=backend, **{name: x}) for x in (negative(term), term)
+    )
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("backend", ["torch", "emulator"])
+@pytest.mark.parametrize("name", ["dout", "dlse"])
+def test_the_negative_bit_of_what_flows_back(backend, name):
+    torch.manual_seed(0)
+    q, k = (torch.randn(2, 9, 2, 64).half().requires_grad_() for _ in range(2))
+    out, lse = pyfa.attention(q, k, k, backend=backend, return_lse=True)
+    result = out if name == "dout" else lse
+    grad = torch.randn_like(result)
+    found, expected = (
+        torch.autograd.grad(result, (q, k), x, retain_graph=True) for x in (negative(grad), grad)
+    )
+    for x, y in zip(found, expected, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("backend", ["torch", "emulator"])
+def test_the_negative_bit_of_float8_scales(backend):
+    torch.manual_seed(0)
+    q, k, v, descale = pyfa.quantize(
+        *torch.randn(3, 1, 9, 2, 64).half(), dtype=torch.float8_e4m3fnuz
+    )
+    found, expected = (
+        pyfa.attention(q, k, v, descale=scales, backend=backend)
+        for scales in (tuple(negative(x) for x in descale), descale)
+    )
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("backend", ["torch", "emulator"])
+def test_the_negative_bit_of_rotary_tables(backend):
+    """Turning back: the tables of the conjugate."""
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 2, 64).half(), torch.randn(2, 9, 2, 64).half()
+    cos, sin = torch.rand(2, 9, 16)
+    found, expected = (
+        pyfa.attention_kvcache(q, k, k, rotary_cos=cos, rotary_sin=x, cache_seqlens=ints(3, 8),
+                               backend=backend)
+        for x in (negative(sin), sin)
+    )  # fmt: skip
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("backend", ["torch", "emulator"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e5m2, torch.bfloat16, torch.float16])
+def test_a_bias_in_any_float(backend, dtype):
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 9, 4, 64).half(), torch.randn(2, 9, 2, 64).half()
+    bias = torch.randn(9, 9).to(dtype)
+    found, expected = (
+        pyfa.attention(q, k, k, bias=x, backend=backend) for x in (bias, bias.float())
+    )
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("backend", ["torch", "emulator"])
+@pytest.mark.parametrize("page", [-1, 7])
+def test_a_page_that_is_not_there_behind_the_first_row(backend, page):
+    """Without lengths all pages are in use, of all sequences."""
+    q, pages = torch.randn(2, 1, 4, 64).half(), torch.randn(3, 4, 2, 64).half()
+    with pytest.raises(ValueError, match=f"page_table: expected pages from 0 to 2; got {page}"):
+        pyfa.attention_kvcache(q, pages, pages, page_table=ints(0, 1, 2, page).view(2, 2),
+                               backend=backend)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
+def test_lengths_of_more_than_32_bits(name):
+    q, lengths = torch.randn(3, 4, 64).half(), {"max_seqlen_q": 3, "max_seqlen_k": 3}
+    with pytest.raises(ValueError, match=f"{name}: expected at most 2147483647; got {2**31}"):
+        pyfa.attention_varlen(q, q, q, ints(0, 3), ints(0, 3), **lengths | {name: 2**31},
+                              backend="emulator")  # fmt: skip
+
+
+def test_a_cache_length_of_more_than_32_bits():
+    q = torch.randn(1, 3, 4, 64)
+    with pytest.raises(
+        ValueError, match=f"cache_seqlens: expected at most 2147483647; got {2**31}"
+    ):
+        pyfa.attention_kvcache(q, q, q, cache_seqlens=2**31)
+
+
+@pytest.mark.parametrize("name", ["rotary_cos", "rotary_sin"])
+def test_a_gradient_of_rotary_tables_that_would_be_lost(name):
+    q, tables = (
+        torch.randn(1, 9, 2, 64),
+        {x: torch.rand(9, 16) for x in ("rotary_cos", "rotary_sin")},
+    )
+    tables[name].requires_grad_()
+    with pytest.raises(ValueError, match=f"^{name}: expected no requires_grad"):
+        pyfa.attention_kvcache(q, q, q, cache_seqlens=5, **tables)
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_a_gradient_of_float8_scales_that_would_be_lost(which):
+    *tensors, descale = pyfa.quantize(*torch.randn(3, 1, 9, 2, 64))
+    descale[which].requires_grad_()
+    with pytest.raises(ValueError, match=rf"^descale\[{which}\] .*: expected no requires_grad"):
+        pyfa.attention(*tensors, descale=descale)
+
+
+@pytest.mark.parametrize("backend", ["torch", "emulator"])
+@pytest.mark.parametrize("dims", [(12, 12), (64, 5)])
+def test_rows_in_the_order_of_an_image_with_channels_last(backend, dims):
+    """Transposed keys (B, H, D, S), of whose order PyTorch's pad makes its result."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(2, 9, 2, dims[i]).half() for i in (0, 0, 1, 1))
+    turned = [x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) for x in (q, k, v, dout)]
+    assert all(x.is_contiguous(memory_format=torch.channels_last) for x in turned)
+    results = []
+    for *leaves, grad in ((q, k, v, dout), turned):
+        leaves = [x.clone().requires_grad_() for x in leaves]
+        out = pyfa.attention(*leaves, backend=backend)
+        results.append((out, *torch.autograd.grad(out, leaves, grad)))
+    for x, y in zip(*results, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("backend", ["torch", "emulator"])
+@pytest.mark.parametrize("block", [None, 16])
+def test_float8_scales_of_one_thing_with_any_stride(backend, block):
+    torch.manual_seed(0)
+    *tensors, descale = pyfa.quantize(
+        *torch.randn(3, 1, 9, 1, 64).half(), block=block, dtype=torch.float8_e4m3fnuz
+    )
+    found, expected = (
+        pyfa.attention(*tensors, descale=scales, backend=backend)
+        for scales in (tuple(x.as_strided(x.shape, (2**40,) * x.dim()) for x in descale), descale)
+    )
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("backend", ["torch", "emulator"])
 def test_slopes_and_sinks_that_are_parts_of_larger_tensors(backend):
     q, k = torch.randn(2, 9, 4, 64).half(), torch.randn(2, 9, 2, 64).half()

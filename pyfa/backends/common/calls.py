@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch.nn.functional import pad
 
 from ...problem import Call, Problem
 
@@ -44,9 +43,12 @@ def readable(x: torch.Tensor) -> torch.Tensor:
     unit = 16 // x.element_size()
     short = -x.shape[-1] % unit
     if short:
-        # PyTorch does not pad float8; its 0 is that of integers.
+        # Not by PyTorch's pad, which keeps the order of a tensor that it takes for an image with
+        # its channels last, and knows no float8; its 0 is that of integers.
         bits = x.view(torch.uint8) if unit == 16 else x
-        return pad(bits, (0, short)).view(x.dtype)
+        whole = bits.new_zeros((*x.shape[:-1], x.shape[-1] + short))
+        whole[..., : x.shape[-1]] = bits
+        return whole.view(x.dtype)
     *strides, last = x.stride()
     row = x.stride(-3)
     if (
