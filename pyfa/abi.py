@@ -233,11 +233,7 @@ def descale_values(call: Call) -> dict[str, int]:
     for name, scale in (("q", call.q_descale), ("k", call.k_descale), ("v", call.v_descale)):
         if scale is None:
             continue
-        # To PyTorch the stride of one thing is nothing: it may be any, of more than 32 bits too.
-        batch, head, *block = (
-            stride if size > 1 else 0
-            for stride, size in zip(scale.stride(), scale.shape, strict=True)
-        )
+        batch, head, *block = scale.stride()
         values[f"{name}_descale"] = scale.data_ptr()
         values[f"{name}_descale_batch"] = batch
         values[f"{name}_descale_head"] = head

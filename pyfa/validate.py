@@ -226,8 +226,7 @@ def bias(value: torch.Tensor, q: torch.Tensor, sizes: tuple[int, int, int, int])
         wrong("bias", f"a shape that broadcasts to {sizes} (batch, heads, rows, keys)", value)
     if value.dtype not in _BIAS_DTYPES:
         value = value.float()
-    if value.is_neg():
-        value = value.resolve_neg()
+    value = value.resolve_neg()
     return value[(None,) * (4 - value.dim())] if value.dim() < 4 else value
 
 

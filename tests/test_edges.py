@@ -285,20 +285,6 @@ def test_rows_in_the_order_of_an_image_with_channels_last(backend, dims):
 
 
 @pytest.mark.parametrize("backend", ["torch", "emulator"])
-@pytest.mark.parametrize("block", [None, 16])
-def test_float8_scales_of_one_thing_with_any_stride(backend, block):
-    torch.manual_seed(0)
-    *tensors, descale = pyfa.quantize(
-        *torch.randn(3, 1, 9, 1, 64).half(), block=block, dtype=torch.float8_e4m3fnuz
-    )
-    found, expected = (
-        pyfa.attention(*tensors, descale=scales, backend=backend)
-        for scales in (tuple(x.as_strided(x.shape, (2**40,) * x.dim()) for x in descale), descale)
-    )
-    assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("backend", ["torch", "emulator"])
 def test_slopes_and_sinks_that_are_parts_of_larger_tensors(backend):
     q, k = torch.randn(2, 9, 4, 64).half(), torch.randn(2, 9, 2, 64).half()
     larger = torch.randn(2, 8)
