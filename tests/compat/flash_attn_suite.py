@@ -34,6 +34,7 @@ import io
 import itertools
 import json
 import multiprocessing
+import re
 import shutil
 import sys
 import tempfile
@@ -156,6 +157,11 @@ def shares(drawn: list[tuple[str, Parameters]], workers: int) -> list[list[int]]
     return found
 
 
+def _trace() -> str:
+    """The traceback of the error at hand, with files by their names: folders are the machine's."""
+    return re.sub(r'File "[^"]*/([^"/]+)"', r'File "\1"', traceback.format_exc())
+
+
 def run_one(function: Any, parameters: Parameters) -> tuple[str, str]:
     """(status, message) of one case."""
     import pytest
@@ -172,11 +178,11 @@ def run_one(function: Any, parameters: Parameters) -> tuple[str, str]:
             return "refused", str(refusal)
         except torch.OutOfMemoryError:
             # The workers share the memory, and the tests' own reference takes gigabytes.
-            error = traceback.format_exc()
+            error = _trace()
             torch.cuda.empty_cache()
             time.sleep(3.0 * (attempt + 1))
         except Exception:
-            return "failed", traceback.format_exc()
+            return "failed", _trace()
     return "failed", error
 
 

@@ -43,12 +43,7 @@ def readable(x: torch.Tensor) -> torch.Tensor:
     unit = 16 // x.element_size()
     short = -x.shape[-1] % unit
     if short:
-        # Not by PyTorch's pad, which keeps the order of a tensor that it takes for an image with
-        # its channels last, and knows no float8; its 0 is that of integers.
-        bits = x.view(torch.uint8) if unit == 16 else x
-        whole = bits.new_zeros((*x.shape[:-1], x.shape[-1] + short))
-        whole[..., : x.shape[-1]] = bits
-        return whole.view(x.dtype)
+        return padded(x, short)
     *strides, last = x.stride()
     row = x.stride(-3)
     if (
@@ -59,6 +54,16 @@ def readable(x: torch.Tensor) -> torch.Tensor:
     ):
         return x.clone(memory_format=torch.contiguous_format)
     return x
+
+
+def padded(x: torch.Tensor, more: int) -> torch.Tensor:
+    """``x`` with ``more`` zeros behind each row's elements, contiguous."""
+    # Not by PyTorch's pad, which keeps the order of a tensor that it takes for an image with its
+    # channels last, and knows no float8; its 0 is that of integers.
+    bits = x.view(torch.uint8) if x.element_size() == 1 else x
+    whole = bits.new_zeros((*x.shape[:-1], x.shape[-1] + more))
+    whole[..., : x.shape[-1]] = bits
+    return whole.view(x.dtype)
 
 
 def with_readable(call: Call) -> Call:

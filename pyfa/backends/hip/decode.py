@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import pad
 
 from ...plan import Plan
 from ...problem import Call, Problem, is_aligned
@@ -132,7 +131,7 @@ def _readable(call: Call) -> Call:
     call = calls.with_readable(call)
     # Float8 keys came to a multiple of 16 elements, queries to one of 8.
     more = call.k.shape[-1] - call.q.shape[-1]
-    return call._replace(q=pad(call.q, (0, more))) if more else call
+    return call._replace(q=calls.padded(call.q, more)) if more else call
 
 
 def _splits(call: Call, workgroups: int, units: int) -> int:
