@@ -181,7 +181,8 @@ def kernels_of(case: Case, inputs: Inputs, backend: str, where: torch.device) ->
     if case.backward and backend == "cuda":
         code, general = DTYPE_CODES[problem.dtype], is_general_problem(problem)
         dims = problem.head_dim, problem.head_dim_v
-        found.append(backward.plans_for(problem.arch, *dims, code, general)[1].kernel)
+        kernels = backward.plans_for(problem.arch, *dims, code, general, case.deterministic)
+        found.append(kernels[1].kernel)
     return found
 
 

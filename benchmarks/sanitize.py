@@ -130,7 +130,7 @@ def own_plans(case: Case, where: Device) -> list[Plan]:
     found, dims = [backend.plan(problem)], (problem.head_dim, problem.head_dim_v)
     if case.backward:
         general = is_general_problem(problem)
-        found.append(backward.plans_for(problem.arch, *dims, 1, general)[1])
+        found.append(backward.plans_for(problem.arch, *dims, 1, general, case.deterministic)[1])
     return [plan for plan in found if "/sm90/" in plan.kernel]
 
 

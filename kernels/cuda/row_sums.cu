@@ -3,8 +3,8 @@
 #include "format.h"
 #include "../common/row_sums.h"
 
-#if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(BLOCK_Q) || !defined(TURNS)
-#error "the plan defines DTYPE, HEAD_DIM, HEAD_DIM_V, BLOCK_Q and TURNS"
+#if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(BLOCK_Q)
+#error "the plan defines DTYPE, HEAD_DIM, HEAD_DIM_V and BLOCK_Q"
 #endif
 #include "sm80/bwd_dq.h"
 
@@ -18,7 +18,7 @@ extern "C" __global__ WORKGROUP(kSumThreads, 4) void row_sums(KERNEL_PARAMS p) {
   Quad *sums = (Quad *)p.dq_accum + tile * (kQTile / 4);
 #pragma unroll
   for (int i = thread_index(); i < kQTile / 4; i += kSumThreads) sums[i] = Quad{0, 0, 0, 0};
-  if (p.counter && thread_index() < TURNS) ((int *)p.counter)[tile * TURNS + thread_index()] = 0;
+  if (p.counter && thread_index() == 0) ((int *)p.counter)[tile] = 0;
   // Heads of 64 elements take 128 bytes a row.
   sum_rows<DTYPE, BLOCK_Q, HEAD_DIM_V <= 64 ? 8 : 16>(p, s, head, first);
 }

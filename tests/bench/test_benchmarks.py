@@ -324,7 +324,9 @@ def test_on_hopper_its_own_kernels_are_sanitized(
     plans = [sanitize.own_plans(case, hopper) for case in cases]
     assert all(plans)
     forward, backward = sanitize.forward_sm90, sanitize.backward.backward_sm90
-    every = {*forward.all_plans(), *(backward.plan_of(pair, 1) for pair in backward.TILES)}
+    every = set(forward.all_plans())
+    for pair in backward.TILES:
+        every |= {backward.plan_of(pair, 1, deterministic) for deterministic in (False, True)}
     assert {plan for plan in every if ("DTYPE", 1) in plan.constants} == set().union(*plans)
     for name in ("causal", "window", "gqa", "varlen", "seqused", "deterministic", "dlse"):
         assert any(name in case.features for case in cases)

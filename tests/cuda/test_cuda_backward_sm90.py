@@ -28,7 +28,7 @@ def problem(*features: str, device: str = "H200") -> Problem:
 
 
 def kernel_of(head_dim: int, head_dim_v: int, general: bool = False, arch: str = "sm_90a") -> Plan:
-    found = backward.plans_for(arch, head_dim, head_dim_v, 1, general)
+    found = backward.plans_for(arch, head_dim, head_dim_v, 1, general, False)
     assert len({dict(each.constants)["BLOCK_Q"] for each in found}) == 1
     return found[1]
 
@@ -74,7 +74,8 @@ def test_explain_says_what_is_left_to_sm80(features: tuple[str, ...], left: bool
         plan
         for pair in backward_sm90.TILES
         for dtype in DTYPE_CODES.values()
-        for plan in backward.sm90_plans_of(pair, dtype)
+        for deterministic in (False, True)
+        for plan in backward.sm90_plans_of(pair, dtype, deterministic)
     ),
     ids=str,
 )

@@ -11,18 +11,20 @@
 #include "../format.h"
 
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(BLOCK_Q) ||           \
-    !defined(BLOCK_K) || !defined(GROUPS) || !defined(OVERLAP) || !defined(ROLES) ||               \
+    !defined(BLOCK_K) || !defined(DETERMINISTIC) || !defined(FLOAT_WEIGHTS) || !defined(GROUPS) || !defined(OVERLAP) || !defined(ROLES) ||               \
     !defined(SHARED_BYTES)
 #error "the plan defines all of these"
 #endif
 #include "bwd_load.h"
+#include "bwd_turn.h"
 #include "bwd_wide.h"
 
 DEVICE void init_barriers(Shared shared) {
   for (int i = 0; i < kBarrierCount; ++i) {
     bool full = i == kKFull || i == kVFull || (i >= kQFull && i < kQEmpty) ||
                 (i >= kDoutFull && i < kDoutEmpty);
-    mbarrier_init(mbarrier_at(shared, i), full ? 2 : i < kQFull ? 1 : kConsumers * 4);
+    mbarrier_init(mbarrier_at(shared, i),
+                  full ? 2 : i < kQFull || (ROLES ? i == kTurn : i >= kStagedEmpty) ? 1 : kConsumers * 4);
   }
   fence_mbarrier_init();
 }
@@ -64,5 +66,6 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd(
     if (warp == 0 && elect_one()) ask_for_tiles(mapped, own, w, s, shared);
     if (warp == 1) bring_states<true>(p, own, w, s, shared);
     if (warp == 2) bring_states<false>(p, own, w, s, shared);
+    if (DETERMINISTIC && warp == 3 && elect_one()) take_turns(p, own, w, s, shared);
   }
 }

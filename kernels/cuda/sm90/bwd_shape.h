@@ -36,7 +36,7 @@ constexpr int kDoutBytes = kVPanels * kQPanel;
 constexpr int kDs = kDout + kStages * kDoutBytes;  // two buffers of panels of 64 keys
 constexpr int kDsBytes = kKeyGroups * kQPanel;
 constexpr int kWeights = kDs + 2 * kDsBytes;  // with ROLES, P^T as threads hold it
-constexpr int kMinusLse = kWeights + (ROLES ? 64 * BLOCK_Q * 2 : 0);
+constexpr int kMinusLse = kWeights + (ROLES ? 64 * BLOCK_Q * (FLOAT_WEIGHTS ? 4 : 2) : 0);
 constexpr int kMinusDelta = kMinusLse + kStages * kStates;
 constexpr int kStaged = kMinusDelta + kStages * kStates;
 constexpr int kBarriers = kStaged + (ROLES ? 0 : kConsumers * 4 * kStagedBytes);
@@ -55,7 +55,10 @@ enum Barrier {
   kQFull = kDoutLanded + kStages, kQEmpty = kQFull + kStages,
   kDoutFull = kQEmpty + kStages, kDoutEmpty = kDoutFull + kStages,
   kDsFull = kDoutEmpty + kStages,  // dS of all keys is written; wide heads have kConsumersMeet for it
-  kBarrierCount = kDsFull + kStages
+  // Where blocks add to dQ in turn: the turn has come, one arrival, and all has been added; or, but for
+  // wide heads, what a warp has staged was read, one arrival.
+  kTurn = kDsFull + kStages, kAdded = kTurn + 1, kStagedEmpty = kTurn,
+  kBarrierCount = kTurn + (ROLES ? 2 : kConsumers * 4)
 };
 static_assert(kBarrierCount * 8 <= 256, "what is set aside for them");
 DEVICE Shared mbarrier_at(Shared shared, int number) { return shared + kBarriers + number * 8; }
@@ -63,18 +66,34 @@ DEVICE Shared mbarrier_at(Shared shared, int number) { return shared + kBarriers
 // Named barriers; 0 is that of the block.
 constexpr int kConsumersMeet = 1;   // of all consumers
 constexpr int kWeightsWritten = 2;  // with ROLES
-constexpr int kTurn = 3;            // and on, of each consumer warpgroup
+constexpr int kGroupMeets = 3;      // and on, of each consumer warpgroup
 
-// The keys that a block owns: the first block the first ones or, where blocks add to dQ in turn, the last.
+// The keys that a block owns. Where blocks add to dQ in turn, the last keys of a head come first, and heads
+// several at a time, so that of the blocks that run together few are of one head and wait for each other. With
+// a causal mask these are at different rows, which all should stay in the L2: 24 MB of it, of 50.
+constexpr int kMostTogether = 16;
 struct Owned {
   int batch, head_k, first_key;
 };
+DEVICE int heads_together(const Params &p) {
+  constexpr int kRow = 2 * (HEAD_DIM + HEAD_DIM_V) + 4 * HEAD_DIM;  // of q, dout and dq_accum
+  if (p.window_left < 0 && p.window_right < 0) return kMostTogether;
+  long long head = (long long)p.seqlen_q * (p.heads_q / p.heads_k) * kRow;
+  return max(1, (int)min((long long)kMostTogether, (24 << 20) / max(head, 1ll)));
+}
 DEVICE Owned owned_keys(const Params &p) {
   int id = workgroup_index();
   pin(id);  // what follows from it is made where it is used: no register keeps it through the loop
   int blocks = (p.seqlen_k + BLOCK_K - 1) / BLOCK_K;
-  int block = p.counter ? blocks - 1 - id % blocks : id % blocks;
-  return Owned{id / blocks / p.heads_k, id / blocks % p.heads_k, block * BLOCK_K};
+  int head = id / blocks, block = id % blocks;
+  if (DETERMINISTIC) {
+    int together = heads_together(p), first = head / together * together;
+    int heads = min(together, (int)gridDim.x / blocks - first);
+    id -= first * blocks;
+    head = first + id % heads;
+    block = blocks - 1 - id / heads;
+  }
+  return Owned{head / p.heads_k, head % p.heads_k, block * BLOCK_K};
 }
 
 // What it does: tiles begin ... end of BLOCK_Q rows, of each head of the group.

@@ -2,8 +2,7 @@
 #pragma once
 #include "bwd_shape.h"
 #include "../bwd_mask.h"
-#include "../../common/row_sums.h"
-#include "../sm80/bwd_dq.h"
+#include "bwd_turn.h"
 
 constexpr int kScores = BLOCK_Q / 2;   // registers of 64 keys x BLOCK_Q rows in float32
 constexpr int kSlices = BLOCK_Q / 16;  // of a product over the rows
@@ -53,19 +52,21 @@ DEVICE void multiply_keys(float (&d)[n], Shared keys, Shared ds) {
     wgmma<DTYPE, true, false>(d, a + Panel::step_down(i), b + Panel::step_along(i, kQPanel), i > 0);
 }
 
-// P^T from S^T, in 16 bits.
-DEVICE void make_weights(Packed &weights, const float (&s)[kScores], float scale,
-                         const States &minus_lse) {
+// Exponents of P^T from S^T, in its place.
+DEVICE void make_exponents(float (&s)[kScores], float scale, const States &minus_lse) {
 #pragma unroll
-  for (int j = 0; j < kScores / 4; ++j) {
-    float x[4];
+  for (int i = 0; i < kScores; ++i)
+    s[i] = __builtin_fmaf(s[i], scale, minus_lse[i / 8][i / 4 % 2 * 2 + i % 2]);
+}
+DEVICE void round_to(Packed &to, const float (&x)[kScores]) {
 #pragma unroll
-    for (int r = 0; r < 4; ++r)
-      x[r] = exp2(__builtin_fmaf(s[4 * j + r], scale, minus_lse[j / 2][j % 2 * 2 + r % 2]));
+  for (int i = 0; i < kScores / 2; ++i)
+    to[i / 4][i % 4] = Format<DTYPE>::nearest(x[2 * i], x[2 * i + 1]);
+}
+// P^T from its exponents, in their place.
+DEVICE void make_weights(float (&x)[kScores]) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
-      weights[j / 2][j % 2 * 2 + h] = Format<DTYPE>::nearest(x[2 * h], x[2 * h + 1]);
-  }
+  for (int i = 0; i < kScores; ++i) x[i] = exp2(x[i]);
 }
 // dS^T from dP^T and P^T, of slice i. P in 32 bits would not fit the registers beside what is under way.
 DEVICE void make_differences(unsigned (&ds)[4], const float (&dp)[kScores], int i,
@@ -97,10 +98,16 @@ DEVICE Sequence counted_from(const Owned &own, Sequence s) {
   s.rows = 0x3fffffff;
   return s;
 }
-// 0 for what is not seen, of the lane's keys number `key` and `key` + 8 and rows from `row` on. A bit a row
-// says what is seen; the sign of a byte of each of two words, for two neighbouring rows, is spread over
-// 16 bits. 2 instructions a register, where comparing takes 10.
-DEVICE void hide(const Params &p, const Sequence &s, int key, int row, Packed &weights) {
+// By bits: `x` where they are 1, which may be NaN where they are 0.
+DEVICE float chosen(unsigned bits, float x, float otherwise) {
+  return __uint_as_float((__float_as_uint(x) & bits) | (__float_as_uint(otherwise) & ~bits));
+}
+// P's 0, or its exponents' -infinity, for what is not seen, of the lane's keys number `key` and `key` + 8 and
+// rows from `row` on. A bit a row says what is seen; the sign of a byte of each of two words, for two
+// neighbouring rows, is spread over 16 bits, or of one over 32. 2 instructions a register, where comparing
+// takes 10.
+template <class Values>
+DEVICE void hide(const Params &p, const Sequence &s, int key, int row, Values &x) {
   Mask mask = mask_of(p, s);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -110,45 +117,23 @@ DEVICE void hide(const Params &p, const Sequence &s, int key, int row, Packed &w
       unsigned seen = bits_between(range.first - 8 * j, range.last - 8 * j);
 #pragma unroll
       for (int i = 0; i < 4 && j + i < kScores / 4; ++i) {
-        unsigned both;
-        asm("prmt.b32 %0, %1, %2, %3;"
-            : "=r"(both)
-            : "r"(seen << 7), "r"(seen << 6), "r"(0xcc88 + 0x1111 * i));
-        weights[(j + i) / 2][(j + i) % 2 * 2 + h] &= both;
+        auto spread = [&](unsigned signs) {
+          unsigned bits;
+          asm("prmt.b32 %0, %1, %2, %3;"
+              : "=r"(bits)
+              : "r"(seen << 7), "r"(seen << 6), "r"(signs + 0x1111 * i));
+          return bits;
+        };
+        if constexpr (sizeof(Values) == sizeof(Packed)) {
+          x[(j + i) / 2][(j + i) % 2 * 2 + h] &= spread(0xcc88);
+        } else {
+          float *two = x + 4 * (j + i) + 2 * h;
+          two[0] = chosen(spread(0x8888), two[0], -INFINITY_F);
+          two[1] = chosen(spread(0xcccc), two[1], -INFINITY_F);
+        }
       }
     }
   }
-}
-
-// Where the sums of a tile have to be the same from run to run, its blocks add in the reverse order of their
-// keys: those before this one have lower numbers and so have been started, and with a causal mask reach the
-// tile earlier, since each begins at the diagonal. Each warpgroup has a count of its own, of those that added
-// the same part before it.
-struct Turn {
-  int *count;
-  int before;
-};
-DEVICE Turn turn_of(const Params &p, const Cursor &at, int group) {
-  Owned own = owned_keys(p);
-  Sequence s = sequence_of(p, own.batch);
-  int first = at.tile * BLOCK_Q;
-  int last = (keys_seen(p, s, first, min(first + BLOCK_Q, s.rows) - 1).high - 1) / BLOCK_K;
-  return Turn{(int *)p.counter + q_tile(p, s, first, at.head) * kConsumers + group,
-              last - own.first_key / BLOCK_K};
-}
-DEVICE void wait_for_turn(const Turn &turn, int group) {
-  if (thread_index() % 128 == 0) {
-    int count;
-    do asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(count) : "l"(turn.count) : "memory");
-    while (count != turn.before);
-  }
-  bar_sync(kTurn + group, 128);
-}
-DEVICE void end_turn(const Turn &turn, int group) {
-  asm volatile("fence.acq_rel.gpu;" ::: "memory");
-  bar_sync(kTurn + group, 128);
-  if (thread_index() % 128 == 0)
-    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn.count) : "memory");
 }
 
 // A warp's 16 keys of a gradient to memory, by way of its part of a tile that nobody reads any more, so
@@ -235,8 +220,7 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
     Shared dq_keys = shared + kK + part_d * kKPanel;
     Shared dq_ds = shared + kDs + part_rows * kDqRows * kRowBytes;
     Shared staged = shared + kStaged + warp * kStagedBytes;
-    float *dq_to = (float *)p.dq_accum + q_tile(p, sequence_of(p, own.batch), 0, 0) * kQTile +
-                   q_product<true>(part_d * 4 + warp % 4, part_rows * kDqRows / 8);
+    float *dq_to = (float *)p.dq_accum + q_tile(p, sequence_of(p, own.batch), 0, 0) * kQTile + dq_place(warp);
 
     // dQ of the tile before `step`, which at first is of what happens to lie there and goes nowhere.
     auto ask_dq = [&](float(&dq)[kDqSums], int step) {
@@ -244,8 +228,14 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
       multiply_keys(dq, dq_keys, dq_ds + place_of(step + 1) * kDsBytes);
       wgmma_commit();
     };
-    auto stage_dq = [&](const float(&dq)[kDqSums]) {
-      if (lane_index() == 0) bulk_wait_group_read<0>();
+    // Of the tile before `step`, once the last one's was read.
+    auto stage_dq = [&](const float(&dq)[kDqSums], int step) {
+      if (lane_index() == 0) {
+        if (DETERMINISTIC)
+          mbarrier_wait(at(kStagedEmpty + warp), step & 1);
+        else
+          bulk_wait_group_read<0>();
+      }
       __syncwarp();
 #pragma unroll
       for (int j = 0; j < kDqSums / 4; ++j)
@@ -254,6 +244,7 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
                           __float_as_uint(dq[4 * j + 2]), __float_as_uint(dq[4 * j + 3])});
     };
     auto send_dq = [&](const Cursor &tile) {
+      if (DETERMINISTIC) return;
       float *to = dq_to + ((long long)tile.tile * p.heads_q + tile.head) * kQTile;
       auto add = [&] {
         bulk_reduce_add(to, staged, kStagedBytes);
@@ -263,13 +254,12 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
         if (lane_index() == 0) add();
         return;
       }
-      Turn turn = turn_of(p, tile, group);
-      wait_for_turn(turn, group);
+      wait_in_group(p, tile, group);
       if (lane_index() == 0) {
         add();
         bulk_wait_group<0>();
       }
-      end_turn(turn, group);
+      end_in_group(p, tile, group);
     };
 
     mbarrier_wait(at(kKFull), 0);
@@ -294,7 +284,9 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
       if (!kStatesEarly) load_states(states, my_states + place_of(step) * kStates);
       wgmma_wait<1>();  // S
       hold(scores);
-      make_weights(weights, scores, scale, states);
+      make_exponents(scores, scale, states);
+      make_weights(scores);
+      round_to(weights, scores);
       if (first < w.all_low || first + BLOCK_Q > w.all_high)
         hide(p, s, warp * 16 + lane_index() / 4, first + column, weights);
       if (step == 0) mbarrier_wait(at(kVFull), 0);
@@ -306,7 +298,7 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
 
       wgmma_wait<2>();  // dQ
       hold(dq);
-      if (step) stage_dq(dq);
+      if (step) stage_dq(dq, step);
       load_states(states, my_states + (kMinusDelta - kMinusLse) + place_of(step) * kStates);
       wgmma_wait<1>();  // dP
       hold(dp);
@@ -336,10 +328,11 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
     hold(dk);
     hold(ds);
     hold(dq);
-    stage_dq(dq);
+    stage_dq(dq, w.steps);
     fence_proxy_async();
     __syncwarp();
     send_dq(before);
+    if (DETERMINISTIC && lane_index() == 0) mbarrier_arrive(at(kDsFull + place_of(w.steps)));
     bar_sync(kConsumersMeet, kConsumerThreads);  // K was read
     if (lane_index() == 0) bulk_wait_group<0>();
   }

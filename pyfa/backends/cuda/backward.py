@@ -117,17 +117,14 @@ def plans_of(
         "WARPS_K": tiles.warps_k,
         "WARPS_Q": tiles.warps_q,
     }
-    return around(Plan("cuda", KERNEL, tuple(constants.items())), turns=1, transposed=False)
+    return around(Plan("cuda", KERNEL, tuple(constants.items())), transposed=False)
 
 
-def around(over_keys: Plan, turns: int, transposed: bool) -> tuple[Plan, Plan, Plan]:
-    """attn_bwd with what runs before and behind it, by tiles of as many rows.
-
-    ``turns``: counts of a tile, where blocks add to dQ in turn.
-    """
+def around(over_keys: Plan, transposed: bool) -> tuple[Plan, Plan, Plan]:
+    """attn_bwd with what runs before and behind it, by tiles of as many rows."""
     constants = dict(over_keys.constants)
     tile = tuple((name, constants[name]) for name in ("BLOCK_Q", "DTYPE", "HEAD_DIM"))
-    of_sums = (*tile, ("HEAD_DIM_V", constants["HEAD_DIM_V"]), ("TURNS", turns))
+    of_sums = (*tile, ("HEAD_DIM_V", constants["HEAD_DIM_V"]))
     return (
         Plan("cuda", "cuda/row_sums.cu", of_sums),
         over_keys,
@@ -135,10 +132,11 @@ def around(over_keys: Plan, turns: int, transposed: bool) -> tuple[Plan, Plan, P
     )
 
 
-def sm90_plans_of(pair: tuple[int, int], dtype: int) -> tuple[Plan, Plan, Plan]:
+def sm90_plans_of(
+    pair: tuple[int, int], dtype: int, deterministic: bool
+) -> tuple[Plan, Plan, Plan]:
     """The same of Hopper's own."""
-    over_keys = backward_sm90.plan_of(pair, dtype)
-    return around(over_keys, turns=backward_sm90.TILES[pair].groups, transposed=True)
+    return around(backward_sm90.plan_of(pair, dtype, deterministic), transposed=True)
 
 
 def is_sm90(arch: str, general: bool) -> bool:
@@ -147,12 +145,12 @@ def is_sm90(arch: str, general: bool) -> bool:
 
 
 def plans_for(
-    arch: str, head_dim: int, head_dim_v: int, dtype: int, general: bool
+    arch: str, head_dim: int, head_dim_v: int, dtype: int, general: bool, deterministic: bool
 ) -> tuple[Plan, Plan, Plan]:
     """row_sums, attn_bwd and dq_convert for these heads on a device of ``arch``."""
     if is_sm90(arch, general):
         pair = calls.bucket_of(backward_sm90.TILES, head_dim, head_dim_v)
-        return sm90_plans_of(pair, dtype)
+        return sm90_plans_of(pair, dtype, deterministic)
     tiles = plans.tiles_of(arch)
     pair = calls.bucket_of(TILES[tiles], head_dim, head_dim_v)
     return plans_of(tiles, pair, dtype, general)
@@ -173,7 +171,8 @@ def all_plans(arch: str) -> list[Plan]:
         for general in (False, True):
             if is_sm90(arch, general):
                 for pair in backward_sm90.TILES:
-                    found += sm90_plans_of(pair, dtype)
+                    for deterministic in (False, True):
+                        found += sm90_plans_of(pair, dtype, deterministic)
             else:
                 for pair in TILES[arch]:
                     found += plans_of(arch, pair, dtype, general)
@@ -191,7 +190,9 @@ def run(
     """The gradients of ``call``, whose forward made ``out`` and ``lse``."""
     dim, dim_v = call.q.shape[-1], call.v.shape[-1]
     arch, dtype = launch.device_at(call.q.device).arch, calls.dtype_code(call.q)
-    sums, over_keys, convert = plans_for(arch, dim, dim_v, dtype, is_general(call))
+    sums, over_keys, convert = plans_for(
+        arch, dim, dim_v, dtype, is_general(call), call.deterministic
+    )
     call = calls.with_readable(call)
     tensors = gradients(call, calls.readable(out), lse, calls.readable(dout), dlse)
 
@@ -210,8 +211,7 @@ def run(
         stored * heads * block_q * constants["HEAD_DIM"], dtype=torch.float32, device=device
     )
     if call.deterministic:
-        counts = stored * heads * int(dict(sums.constants)["TURNS"])
-        tensors["counter"] = torch.empty(counts, dtype=torch.int32, device=device)
+        tensors["counter"] = torch.empty(stored * heads, dtype=torch.int32, device=device)
     values = abi.backward_values(call, tensors)
     tensors |= calls.tensors_of(call)
     for kernel, blocks in (

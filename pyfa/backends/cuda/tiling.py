@@ -24,6 +24,7 @@ def kernels_of(plan: Plan, problem: Problem, shape: Shape, compiled: bool) -> li
             problem.head_dim_v,
             calls.DTYPE_CODES[problem.dtype],
             is_general_problem(problem),
+            "deterministic" in problem.features,
         )
         made.append((_backward(over_keys), over_keys))
     return [_as_compiled(*one, problem.arch) if compiled else one[0] for one in made]
@@ -67,7 +68,8 @@ def _decode(plan: Plan, problem: Problem, shape: Shape) -> TiledKernel:
     blocks = -(-shape.seqlen_q * shape.group // lines) * shape.heads_k * shape.batch
     begin, end = shape.keys_seen(0, max(0, shape.seqlen_q - 1))
     dims = values["HEAD_DIM"], values["HEAD_DIM_V"]
-    key_bytes = 2 * (problem.head_dim + problem.head_dim_v)
+    size = 1 if "fp8" in problem.features else 2
+    key_bytes = size * (problem.head_dim + problem.head_dim_v)
     parts = decode.splits_for(blocks, end - begin, problem.device.units, key_bytes)
     return TiledKernel(
         "forward",
