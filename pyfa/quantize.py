@@ -123,9 +123,13 @@ def quantize(
         validate.wrong("dtype", "float8_e4m3fn or float8_e4m3fnuz", dtype)
     signs = _signs(k.shape[-1], seed, k.device) if hadamard else None
     how = Rounding(k.shape[-2], block, per_tensor, signs, dtype)
-    q8, of_q = (None, None) if q is None else _quantized(q.detach(), how)
-    k8, of_k = _quantized(k.detach(), how)
-    v8, of_v = _quantized(v.detach(), how._replace(signs=None))
+    given = [x.detach() for x in (q, k, v) if x is not None]
+    whole = [x if x.dim() == 4 else x[None] for x in given]
+    made = _by_kernel(whole, how) or _by_pytorch(whole, how)
+    *of_queries, (k8, of_k), (v8, of_v) = [
+        (y if x.dim() == 4 else y[0], scale) for x, (y, scale) in zip(given, made, strict=True)
+    ]
+    q8, of_q = of_queries[0] if of_queries else (None, None)
     return Quantized(q8, k8, v8, Descale(of_q, of_k, of_v))
 
 
@@ -175,7 +179,7 @@ def _drawn(dim: int, seed: int, device: torch.device) -> torch.Tensor:
 
 def _signs(dim: int, seed: int | None, device: torch.device) -> torch.Tensor:
     if seed is None:
-        return torch.randint(0, 2, (dim,), device=device).float() * 2.0 - 1.0
+        return torch.randint(0, 2, (dim,), device=device, dtype=torch.float32) * 2.0 - 1.0
     return _drawn(dim, seed, device)
 
 
@@ -207,28 +211,40 @@ def _rotated(x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
     return turned
 
 
-def _quantized(x: torch.Tensor, how: Rounding) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (…, rows, H, D) in float8, and its scales."""
-    whole = x if x.dim() == 4 else x[None]
-    y, scale = _by_kernel(whole, how) or _in_pytorch(whole, how)
-    return (y if x.dim() == 4 else y[0]), scale
+_Made = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def _by_kernel(x: torch.Tensor, how: Rounding) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _by_kernel(xs: list[torch.Tensor], how: Rounding) -> _Made | None:
     """By the first kernel of this device's backends that can; None where PyTorch is to do it."""
-    if x.device.type != "cuda" or torch.compiler.is_compiling() or not request.is_plain(x):
+    where = xs[0].device
+    if where.type != "cuda" or torch.compiler.is_compiling():
         return None
-    for name in AUTOMATIC[device.of(x.device).vendor]:
-        backend = BACKENDS[name]
-        if isinstance(backend, Quantizing) and backend.why_unavailable() is None:
-            made = backend.quantize(x, how)
+    if not all(request.is_plain(x) and x.numel() for x in xs):
+        return None
+    for backend in _with_kernels(device.of(where).vendor):
+        if backend.why_unavailable() is None:
+            made: _Made | None = backend.quantize(xs, how)
             if made is not None:
                 return made
     return None
 
 
-def _in_pytorch(x: torch.Tensor, how: Rounding) -> tuple[torch.Tensor, torch.Tensor]:
+@functools.cache
+def _with_kernels(vendor: str) -> tuple[Any, ...]:
+    """A vendor's backends that are ``Quantizing``, which takes 30 µs to ask."""
+    return tuple(
+        backend for name in AUTOMATIC[vendor] if isinstance(backend := BACKENDS[name], Quantizing)
+    )
+
+
+def _by_pytorch(xs: list[torch.Tensor], how: Rounding) -> _Made:
     """``Quantizing.quantize`` in plain PyTorch."""
+    *turned, last = xs
+    return [*(_in_pytorch(x, how) for x in turned), _in_pytorch(last, how._replace(signs=None))]
+
+
+def _in_pytorch(x: torch.Tensor, how: Rounding) -> tuple[torch.Tensor, torch.Tensor]:
+    """One tensor of ``_by_pytorch``, turned where there are signs."""
     heads, block, per_tensor, signs, dtype = how
     y = x.float() if signs is None else _rotated(x, signs)
     rows, size = y.shape[1], block or max(1, y.shape[1])
@@ -239,8 +255,10 @@ def _in_pytorch(x: torch.Tensor, how: Rounding) -> tuple[torch.Tensor, torch.Ten
         most = _largest(most, (0, 1, 2)).reshape(1, 1, 1)
     elif block is None:
         most = _largest(most, (2,))[..., None]
-    scale = torch.where(most > 0.0, (most / torch.finfo(dtype).max).clamp(min=LEAST_SCALE), 1.0)
-    y = y / scale.transpose(1, 2)[:, :, None, :, None, None]
+    # By a tensor: by a number CUDA divides as by a product, an ulp off what the kernels compute.
+    scale = most / torch.full_like(most, torch.finfo(dtype).max)
+    scale = torch.where(most > 0.0, scale.clamp(min=LEAST_SCALE), 1.0)
+    y = y * scale.reciprocal().transpose(1, 2)[:, :, None, :, None, None]
     y = y.flatten(1, 2)[:, :rows].flatten(2, 3).to(dtype)
     return y, scale.contiguous() if block else scale[..., 0]
 

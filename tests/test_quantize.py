@@ -141,6 +141,17 @@ def test_packed_pages_empty_and_zero() -> None:
     assert tiny.descale.k.unique().tolist() == [2.0**-63]
 
 
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_the_largest_of_a_scale_becomes_the_largest_there_is(dtype: torch.dtype) -> None:
+    """max · (1 / (max / 448)) is 448 give or take a rounding, which must not lead beyond it."""
+    torch.manual_seed(0)
+    top = (1.0 + torch.rand(4096)) * 2.0 ** torch.arange(-48, 80).repeat(32)
+    x = (top[:, None] * torch.tensor([1.0, -1.0]).repeat(8)).reshape(1, -1, 1, 1)
+    found = pyfa.quantize(None, x, x, block=16, dtype=dtype)
+    assert torch.equal(found.descale.k[0, 0], top / LARGEST[dtype])
+    assert torch.equal(found.k.float().abs(), torch.full_like(x, LARGEST[dtype]))
+
+
 def test_to_the_other_format_and_back() -> None:
     fn, fnuz = LARGEST
     every = torch.arange(256, dtype=torch.uint8).view(fn)

@@ -147,10 +147,12 @@ class Rounding(NamedTuple):
 class Quantizing(Protocol):
     """A backend with a kernel for ``pyfa.quantize``."""
 
-    def quantize(self, x: torch.Tensor, how: Rounding) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """x (B, rows, H, D) in float8, and what to multiply it by: float32 (B, Hk),
-        (B, Hk, ⌈rows / block⌉), or (1, 1) ``per_tensor``. None where x's device has no such
-        numbers."""
+    def quantize(
+        self, xs: Sequence[torch.Tensor], how: Rounding
+    ) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+        """Each of xs (B, rows, H, D) in float8, and what to multiply it by: float32 (B, Hk),
+        (B, Hk, ⌈rows / block⌉), or (1, 1) ``per_tensor``. They are q, k and v, or k and v: the last
+        is never turned. None is empty. None where their device has no such numbers."""
 
 
 @runtime_checkable

@@ -30,8 +30,7 @@ from pyfa.conformance import report, runner  # noqa: E402
 from pyfa.conformance.cases import Case  # noqa: E402
 from pyfa.device import DEVICES  # noqa: E402
 from pyfa.emulator import Machine, load  # noqa: E402
-from pyfa.quantize import _in_pytorch as in_pytorch  # noqa: E402
-from pyfa.validate_fp8 import LEAST_SCALE  # noqa: E402
+from pyfa.quantize import _by_pytorch as by_pytorch  # noqa: E402
 
 _FORMATS = {"i32": "<i", "u32": "<I", "i64": "<q", "fp32": "<f"}
 
@@ -144,30 +143,21 @@ def test_conforms(case, backend):
 @pytest.mark.parametrize("turned", [False, True], ids=["plain", "rotated"])
 def test_quantising_rounds_as_pytorch_does(turned):
     torch.manual_seed(0)
-    dim, rows, block, dtype = 64, 70, 32, torch.float8_e4m3fnuz
-    x = (torch.randn(2, rows, 4, dim) * torch.rand(2, rows, 1, 1) ** 8).bfloat16()
+    rows, dim, block, dtype = 70, 64, 32, torch.float8_e4m3fnuz
+    xs = [(torch.randn(2, rows, 4, dim) * torch.rand(2, rows, 1, 1) ** 8).bfloat16() for _ in "qkv"]
     signs = torch.randint(0, 2, (dim,)) * 2.0 - 1.0
-    tile, wide, warps = quantize.launch_shape(dim, 2 * block, turned)
-    constants = {
-        "BLOCK": block, "TILE": tile, "BLOCK_D": wide, "SIZE": dim if turned else 0,
-        "MEASURE": True, "ROUND": True, "HELD": 2 * block <= tile, "LARGEST": 240.0,
-        "LEAST": torch.finfo(dtype).tiny, "LEAST_SCALE": LEAST_SCALE,
-    }  # fmt: skip
-    types = {"X": "*bf16", "Y": "*fp8e4b8", "SCALES": "*fp32", "SIGNS": "*fp32"}
-    signature = {
-        name: "constexpr" if name in constants
-        else types.get(name, "i64" if name.startswith("stride_") else "i32")
-        for name in quantize.quantize_rows.arg_names
-    }  # fmt: skip
-    emulated = EmulatedKernel(
-        specs.Spec(quantize.quantize_rows, signature, constants, {}, {"num_warps": warps}), None
+    layout = quantize.Layout(
+        xs[0].shape, xs[0].stride(), xs[0].dtype, 3, 2 * turned, True, 2, block, False, dtype
     )
-    y, scales = torch.zeros(x.shape, dtype=dtype), torch.zeros(2, 2, 3)
+    emulated = EmulatedKernel(quantize.spec(layout, "gfx942"), None)
+    ys, scales = [torch.zeros(x.shape, dtype=dtype) for x in xs], torch.zeros(3, 2, 2, 3)
+    blocks, parts, programs = 3, 2 * 2 * 3, 5  # some go through seven parts, some through eight
     emulated(
-        2 * 2 * 3, x.data_ptr(), y.data_ptr(), scales.data_ptr(), signs.data_ptr(),
-        *x.stride()[:3], *scales.stride()[:2], rows, 2, 2, dim, 3,
+        programs, *(x.data_ptr() for x in (*xs, *ys, scales, scales, signs)), *xs[0].stride()[:3],
+        rows, 2, dim, blocks, parts, 3, 2 * turned, 1, programs,
     )  # fmt: skip
-    wanted, of = in_pytorch(x, Rounding(2, block, False, signs if turned else None, dtype))
-    torch.testing.assert_close(scales, of, rtol=1e-6, atol=0.0)
-    share = float((y.float() != wanted.float()).float().mean())
-    assert share <= (2e-3 if turned else 0.0)
+    wanted = by_pytorch(xs, Rounding(2, block, False, signs if turned else None, dtype))
+    for y, scale, (y_wanted, scale_wanted) in zip(ys, scales, wanted, strict=True):
+        torch.testing.assert_close(scale, scale_wanted, rtol=1e-6, atol=0.0)
+        share = float((y.float() != y_wanted.float()).float().mean())
+        assert share <= (2e-3 if turned else 0.0)

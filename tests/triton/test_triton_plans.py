@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from pyfa import device
 from pyfa.arch import ARCHS
@@ -173,23 +174,14 @@ def test_float8_compiles_without_a_gpu(arch: str) -> None:
 @pytest.mark.parametrize("arch", ["gfx942", "sm_90a"])
 @pytest.mark.parametrize("dim", [128, 256])
 def test_quantising_compiles_ahead_of_time(arch: str, dim: int) -> None:
-    """Blocks of 128 rows, rotated: held in registers, or read again from the L2."""
-    function, dtype = quantize.quantize_rows, "fp8e4b8" if arch == "gfx942" else "fp8e4nv"
-    tile, wide, warps = quantize.launch_shape(dim, 128, True)
-    assert (tile, wide) == (128 if dim == 128 else 16, dim)
-    constants = {
-        "BLOCK": 128, "TILE": tile, "BLOCK_D": wide, "SIZE": dim, "MEASURE": True, "ROUND": True,
-        "HELD": tile == 128, "LARGEST": 448.0, "LEAST": 2.0**-6, "LEAST_SCALE": 2.0**-63,
-    }  # fmt: skip
-    types = {"X": "*bf16", "Y": f"*{dtype}", "SCALES": "*fp32", "SIGNS": "*fp32"}
-    signature = {
-        name: "constexpr" if name in constants
-        else types.get(name, "i64" if name.startswith("stride_") else "i32")
-        for name in function.arg_names
-    }  # fmt: skip
-    aligned = dict.fromkeys(("X", "Y", "stride_xb", "stride_xs", "stride_xh", "head_dim"), 16)
-    used = resources.measure(
-        specs.Spec(function, signature, constants, aligned, {"num_warps": warps}), arch
+    """Blocks of 128 rows, rotated and held in registers, or read again from the L2."""
+    made = torch.float8_e4m3fnuz if arch == "gfx942" else torch.float8_e4m3fn
+    layout = quantize.Layout(
+        (1, 256, 16, dim), (0, 0, 0), torch.bfloat16, 3, 2, True, 16, 128, False, made
     )
-    assert used.spill_bytes == 0
-    assert used.shared_bytes <= used.block_limit
+    tile = quantize.launch_shape_of(layout, arch).tile
+    assert tile == (64 if (arch, dim) == ("gfx942", 256) else 128)
+    for measure, store in ((True, True), (True, False), (False, True)):
+        used = resources.measure(quantize.spec(layout, arch, measure, store), arch)
+        assert used.spill_bytes == 0
+        assert used.shared_bytes <= used.block_limit

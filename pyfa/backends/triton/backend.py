@@ -77,13 +77,18 @@ class TritonBackend:
     ) -> RepeatBackward | None:
         return self.runner(plan).repeat_backward(call, out, lse, dout)
 
-    def quantize(self, x: torch.Tensor, how: Rounding) -> tuple[torch.Tensor, torch.Tensor] | None:
-        if not plans.has_float8(devices.of(x.device).arch, str(how.dtype).removeprefix("torch.")):
+    def quantize(
+        self, xs: Sequence[torch.Tensor], how: Rounding
+    ) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+        where = xs[0].device
+        if not plans.has_float8(devices.of(where).arch, str(how.dtype).removeprefix("torch.")):
             return None
         from . import quantize
 
-        with torch.cuda.device_of(x):
-            return quantize.quantize(x, how)
+        if torch._C._cuda_getDevice() == where.index:
+            return quantize.quantize(xs, how)
+        with torch.cuda.device(where):
+            return quantize.quantize(xs, how)
 
     def backward(
         self,

@@ -1,26 +1,41 @@
-"""Rounds queries, keys or values to float8 with their scales, after a rotation where asked for.
+"""Rounds queries, keys and values to float8 with their scales, after a rotation where asked for.
 
-Memory-bound: with scales per block each element is read once, where a program holds what shares a
-scale, and else a second time from the L2. The rotation is a product with the Hadamard matrix on the
-matrix units: its entries are ±1, so that 16-bit inputs lose nothing before float32.
+Memory-bound. With scales per block each element is read once, where a program holds what shares a
+scale, and else a second time from the L2. The rotation is a product with the signed Hadamard matrix
+on the matrix units: its entries are ±1, so that 16-bit inputs lose nothing before float32. Programs
+that turn go through several blocks, so that one is on its way while another is turned. Tensors of
+one shape share a launch: on an H200 three launches of 64 MB took 95 µs, one of as many rows 82.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
+from ... import device as devices
 from ...validate_fp8 import LEAST_SCALE
 from ..base import Rounding
 from .common import INTERPRETED, dot
+from .kernel import Kernel, address, no_float
+from .plans import KINDS
+from .specs import Spec
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
-# Elements of a program's tile: 64 float32 registers for each of 256 lanes.
-_TILE = 16384
+# Elements that a program holds: 64 float32 registers for each lane of 8 warps.
+_HELD = 16384
 # Rows that a program measures where a scale has no end of its own.
-_PART = 128
+_ROWS = 128
+# Channels that one product turns: the matrix is 32 KB of shared memory, and of the LDS's 64.
+_WIDTH = tl.constexpr(128)
+# Layouts whose launches are kept, so that serving does not grow the table without end.
+_MOST_READY = 1024
 
 
 @triton.jit
@@ -37,148 +52,360 @@ def _float8(x, dtype: tl.constexpr, LEAST: tl.constexpr):
 
 
 @triton.jit
-def _hadamard(WIDTH: tl.constexpr, SIZE: tl.constexpr):
-    """Sylvester's matrix of ±1, [WIDTH, WIDTH], in blocks of SIZE along the diagonal."""
-    i = tl.arange(0, WIDTH)[:, None]
+def _matrix(SIGNS, first, head_dim, WIDTH: tl.constexpr, SIZE: tl.constexpr):
+    """diag(signs)·H for channels first … first+WIDTH: Sylvester's ±1 in blocks of SIZE."""
+    i = tl.arange(0, WIDTH)
     j = tl.arange(0, WIDTH)[None, :]
+    signs = tl.load(SIGNS + first + i, mask=first + i < head_dim, other=0.0)[:, None]
+    i = i[:, None]
     odd = i & j & (SIZE - 1)
     odd = odd ^ (odd >> 4)
-    odd = odd ^ (odd >> 2)
-    odd = (odd ^ (odd >> 1)) & 1
-    return tl.where(i // SIZE == j // SIZE, 1.0 - 2.0 * odd.to(tl.float32), 0.0)
+    odd = (0x6996 >> (odd & 15)) & 1  # the parity of four bits
+    return tl.where(i // SIZE == j // SIZE, tl.where(odd == 1, -signs, signs), 0.0)
+
+
+@triton.jit
+def _turned(x, matrix):
+    """x·matrix in float32."""
+    y = tl.zeros([x.shape[0], x.shape[1]], dtype=tl.float32)
+    if x.dtype == tl.float32:
+        # Three times eight bits, which the matrix units take and which are all there are.
+        high = x.to(matrix.dtype)
+        rest = x - high.to(tl.float32)
+        middle = rest.to(matrix.dtype)
+        y = dot((rest - middle.to(tl.float32)).to(matrix.dtype), matrix, y, "ieee")
+        y = dot(middle, matrix, y, "ieee")
+        x = high
+    return dot(x, matrix, y, "ieee")
+
+
+@triton.jit
+def _load(
+    X, base, line, row0, rows, stride_s, stride_h, first, head_dim,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Channels first … first+WIDTH of lines; 0 where none exists.
+
+    A line is a row of one of the group's heads.
+    """
+    row = row0 + line // GROUP
+    places = base + row.to(tl.int64) * stride_s
+    if GROUP > 1:
+        places += (line % GROUP).to(tl.int64) * stride_h
+    d = first + tl.arange(0, WIDTH)
+    inside = (row < rows)[:, None] & (d < head_dim)[None, :]
+    return tl.load(X + (places[:, None] + d[None, :]), mask=inside, other=0.0)
 
 
 @triton.jit
 def _tile(
-    X, base, first, row0, rows, stride_xs, stride_xh, group, head_dim, SIGNS,
-    TILE: tl.constexpr, BLOCK_D: tl.constexpr, SIZE: tl.constexpr,
+    X, base, line, row0, rows, stride_s, stride_h, head_dim, first, second,
+    BLOCK_D: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """(x of lines first … in float32, their row, their head in the group); 0 where none exists.
+    """Lines in float32: turned but for the rotation's factor where SIZE > 0, by ``first`` and,
+    above 128 channels, ``second``."""
+    WIDTH: tl.constexpr = BLOCK_D if SIZE == 0 else first.shape[0]
+    x = _load(X, base, line, row0, rows, stride_s, stride_h, 0, head_dim, WIDTH, GROUP)
+    if SIZE == 0:
+        y = x.to(tl.float32)
+    else:
+        y = _turned(x, first)
+    if BLOCK_D > WIDTH:
+        x = _load(X, base, line, row0, rows, stride_s, stride_h, WIDTH, head_dim, WIDTH, GROUP)
+        z = _turned(x, second)
+        if SIZE > WIDTH:
+            # H256 is H128 on both halves, then their sum and difference.
+            y, z = y + z, y - z
+        y = tl.reshape(tl.permute(tl.join(y, z), (0, 2, 1)), (line.shape[0], BLOCK_D))
+    return y
 
-    A line is a row of one of the group's heads.
-    """
-    line = first + tl.arange(0, TILE)
-    row = row0 + line // group
-    head = line % group
+
+@triton.jit
+def _parts(
+    start, stop, X0, X1, X2, Y0, Y1, Y2, SCALES, MOST, first, second, stride_b, stride_s, stride_h,
+    rows, heads, head_dim, blocks, parts, shared, programs,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr,
+    SIZE: tl.constexpr, UNIT: tl.constexpr, MEASURE: tl.constexpr, ROUND: tl.constexpr,
+    LARGEST: tl.constexpr, LEAST: tl.constexpr, LEAST_SCALE: tl.constexpr,
+):  # fmt: skip
+    """Every ``programs``-th of parts start … stop, ``parts`` of each tensor."""
+    LINES: tl.constexpr = BLOCK * GROUP
+    HELD: tl.constexpr = LINES <= TILE
     d = tl.arange(0, BLOCK_D)
-    exists = (row < rows)[:, None] & (d < head_dim)[None, :]
-    places = base + row.to(tl.int64) * stride_xs + head * stride_xh
-    x = tl.load(X + (places[:, None] + d[None, :]), mask=exists, other=0.0)
-    if SIZE > 0:
-        signs = tl.load(SIGNS + d, mask=d < head_dim, other=0.0)
-        turned = (x.to(tl.float32) * signs[None, :]).to(x.dtype)
-        # A matrix of 256 would not fit the LDS: H256 is H128 on both halves, then their sum and
-        # difference.
-        WIDTH: tl.constexpr = 128 if BLOCK_D > 128 else BLOCK_D
-        matrix = _hadamard(WIDTH, 128 if SIZE > 128 else SIZE).to(x.dtype)
-        if BLOCK_D > 128:
-            turned = tl.reshape(turned, (TILE * 2, WIDTH))
-        y = dot(turned, matrix, tl.zeros([turned.shape[0], WIDTH], dtype=tl.float32), "ieee")
-        if BLOCK_D > 128:
-            halves = tl.permute(tl.reshape(y, (TILE, 2, WIDTH)), (0, 2, 1))
-            if SIZE > 128:
-                a, b = tl.split(halves)
-                halves = tl.join(a + b, a - b)
-            y = tl.reshape(tl.permute(halves, (0, 2, 1)), (TILE, BLOCK_D))
-        x = y * (1.0 / tl.sqrt(SIZE * 1.0))
-    return x.to(tl.float32), row, head
+    line = tl.arange(0, TILE)
+    for each in tl.range(start, stop, programs):
+        which = each // parts
+        X = tl.where(which == 0, X0, tl.where(which == 1, X1, X2))
+        Y = tl.where(which == 0, Y0, tl.where(which == 1, Y1, Y2))
+        part = each % parts
+        head = part % heads
+        block = part // heads % blocks
+        b = part // heads // blocks
+        base = b.to(tl.int64) * stride_b + head.to(tl.int64) * GROUP * stride_h
+        row0 = block * BLOCK
+        place = (which * parts + (b * heads + head) * blocks + block) // shared
+        if HELD:
+            x = _tile(
+                X, base, line, row0, rows, stride_s, stride_h, head_dim, first, second, BLOCK_D,
+                SIZE, GROUP,
+            )  # fmt: skip
+        if MEASURE:
+            if HELD:
+                most = tl.max(tl.abs(x))
+            else:
+                tops = tl.zeros([TILE], dtype=tl.float32)
+                for begin in tl.range(0, LINES, TILE):
+                    some = _tile(
+                        X, base, begin + line, row0, rows, stride_s, stride_h, head_dim, first,
+                        second, BLOCK_D, SIZE, GROUP,
+                    )  # fmt: skip
+                    tops = tl.maximum(tops, tl.max(tl.abs(some), 1))
+                most = tl.max(tops)
+            most *= UNIT
+            if not ROUND:
+                # Of numbers from 0 the bits are in the order of the numbers.
+                bits = most.to(tl.int32, bitcast=True)
+                tl.atomic_max(MOST + place, bits, sem="relaxed")
+        else:
+            most = tl.load(MOST + place).to(tl.float32, bitcast=True)
+        if ROUND:
+            least = tl.maximum(tl.div_rn(most, LARGEST), LEAST_SCALE)
+            scale = tl.where(most > 0.0, least, 1.0)
+            tl.store(SCALES + place, scale)
+            # A division for each element would take longer than the memory does.
+            factor = tl.div_rn(1.0, scale) * UNIT
+            for begin in tl.range(0, LINES, TILE):
+                if not HELD:
+                    x = _tile(
+                        X, base, begin + line, row0, rows, stride_s, stride_h, head_dim, first,
+                        second, BLOCK_D, SIZE, GROUP,
+                    )  # fmt: skip
+                row = row0 + (begin + line) // GROUP
+                member = (begin + line) % GROUP
+                to = ((b.to(tl.int64) * rows + row) * heads + head) * GROUP + member
+                inside = (row < rows)[:, None] & (d < head_dim)[None, :]
+                y = _float8(x * factor, Y.dtype.element_ty, LEAST)
+                tl.store(Y + (to[:, None] * head_dim + d[None, :]), y, mask=inside)
 
 
 @triton.jit
 def quantize_rows(
-    X, Y, SCALES, SIGNS, stride_xb, stride_xs, stride_xh, stride_sb, stride_sh, rows, heads, group,
-    head_dim, blocks,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr, SIZE: tl.constexpr,
-    MEASURE: tl.constexpr, ROUND: tl.constexpr, HELD: tl.constexpr, LARGEST: tl.constexpr,
-    LEAST: tl.constexpr, LEAST_SCALE: tl.constexpr,
+    X0, X1, X2, Y0, Y1, Y2, SCALES, MOST, SIGNS, stride_b, stride_s, stride_h, rows, heads,
+    head_dim, blocks, parts, tensors, turned, shared, programs,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr,
+    SIZE: tl.constexpr, UNIT: tl.constexpr, MEASURE: tl.constexpr, ROUND: tl.constexpr,
+    LARGEST: tl.constexpr, LEAST: tl.constexpr, LEAST_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK rows of the heads that share a key head, of X (B, rows, H, D); Y is contiguous.
+    """Rounds up to three X (B, rows, H, D) into Y, which are contiguous; the first are ``turned``.
 
-    ``MEASURE``: SCALES (B, Hk, blocks) gets their scale, or where they are not to be ``ROUND``\\ ed
-    their largest magnitude; otherwise it tells the scale. ``HELD``: all of it is one tile.
+    A part is BLOCK rows of the GROUP heads that share a key head. So many that follow one another
+    in (tensor, sequence, key head, block) are ``shared`` by one scale, which SCALES gets. Where it
+    is not for one part alone, a launch that may MEASURE, but not ROUND, raises MOST to the bits of
+    the largest magnitude, and a second one finds it there. ``UNIT``: the rotation's 1/√SIZE.
     """
-    pid = tl.program_id(0)
-    head = pid % heads
-    block = pid // heads % blocks
-    b = pid // heads // blocks
-    base = b.to(tl.int64) * stride_xb + head.to(tl.int64) * group * stride_xh
-    row0 = block * BLOCK
-    d = tl.arange(0, BLOCK_D)
-    lines = BLOCK * group
-    place = SCALES + b * stride_sb + head * stride_sh + (block if MEASURE else 0)
-    if HELD:
-        x, row, member = _tile(
-            X, base, 0, row0, rows, stride_xs, stride_xh, group, head_dim, SIGNS, TILE, BLOCK_D,
-            SIZE,
+    begin = tl.program_id(0)
+    if SIZE > 0:
+        WIDTH: tl.constexpr = _WIDTH if BLOCK_D > _WIDTH else BLOCK_D
+        MIXED: tl.constexpr = WIDTH if SIZE > WIDTH else SIZE
+        given: tl.constexpr = X0.dtype.element_ty
+        kind: tl.constexpr = tl.bfloat16 if given == tl.float32 else given
+        first = _matrix(SIGNS, 0, head_dim, WIDTH, MIXED).to(kind)
+        second = None
+        if BLOCK_D > WIDTH:
+            second = _matrix(SIGNS, WIDTH, head_dim, WIDTH, MIXED).to(kind)
+        _parts(
+            begin, turned * parts, X0, X1, X2, Y0, Y1, Y2, SCALES, MOST, first, second, stride_b,
+            stride_s, stride_h, rows, heads, head_dim, blocks, parts, shared, programs, GROUP,
+            BLOCK, TILE, BLOCK_D, SIZE, UNIT, MEASURE, ROUND, LARGEST, LEAST, LEAST_SCALE,
         )  # fmt: skip
-    if MEASURE:
-        if HELD:
-            most = tl.max(tl.abs(x))
-        else:
-            most = tl.max(tl.zeros([TILE], dtype=tl.float32))
-            for first in range(0, lines, TILE):
-                part, row, member = _tile(
-                    X, base, first, row0, rows, stride_xs, stride_xh, group, head_dim, SIGNS, TILE,
-                    BLOCK_D, SIZE,
-                )  # fmt: skip
-                most = tl.maximum(most, tl.max(tl.abs(part)))
-        scale = most
-        if ROUND:
-            scale = tl.where(most > 0.0, tl.maximum(most / LARGEST, LEAST_SCALE), 1.0)
-        tl.store(place, scale)
-    else:
-        scale = tl.load(place)
-    if ROUND:
-        for first in range(0, lines, TILE):
-            if not HELD:
-                x, row, member = _tile(
-                    X, base, first, row0, rows, stride_xs, stride_xh, group, head_dim, SIGNS, TILE,
-                    BLOCK_D, SIZE,
-                )  # fmt: skip
-            to = ((b.to(tl.int64) * rows + row) * heads + head) * group + member
-            kept = (row < rows)[:, None] & (d < head_dim)[None, :]
-            y = _float8(tl.div_rn(x, scale), Y.dtype.element_ty, LEAST)
-            tl.store(Y + (to[:, None] * head_dim + d[None, :]), y, mask=kept)
+        # Where that ended: who has turned one part less rounds one more of these.
+        begin += tl.cdiv(tl.maximum(turned * parts - begin, 0), programs) * programs
+    _parts(
+        begin, tensors * parts, X0, X1, X2, Y0, Y1, Y2, SCALES, MOST, None, None, stride_b,
+        stride_s, stride_h, rows, heads, head_dim, blocks, parts, shared, programs, GROUP, BLOCK,
+        TILE, BLOCK_D, 0, 1.0, MEASURE, ROUND, LARGEST, LEAST, LEAST_SCALE,
+    )  # fmt: skip
 
 
-def launch_shape(dim: int, lines: int, turned: bool) -> tuple[int, int, int]:
-    """TILE, BLOCK_D and warps for ``lines`` of ``dim`` elements that share a scale."""
+class Shape(NamedTuple):
+    """``programs``: for each of the device's units, 0 for one to each part."""
+
+    tile: int
+    wide: int
+    warps: int
+    stages: int
+    programs: int
+
+
+@functools.cache
+def launch_shape(dim: int, lines: int, turned: bool, width: int, arch: str) -> Shape:
+    """How ``lines`` of ``dim`` elements of ``width`` bytes that share a scale are gone through.
+
+    Figures are bandwidths of three launches of 64 MB on an H200, of that of a copy.
+    """
     wide = max(16, triton.next_power_of_2(dim))
-    # Above 128 channels the rotation's halves change places through the LDS.
-    most = _TILE // (4 if wide > 128 and turned else 1)
-    tile = max(16, min(most // wide, triton.next_power_of_2(lines)))
-    return tile, wide, 8 if tile * wide > _TILE // 2 else 4
+    lines = triton.next_power_of_2(lines)
+    if not turned:
+        # What is too large is read in two parts, or in more of 64 KB: with 8 warps 0.81 for 128
+        # rows of 256 channels, which 16 warps could hold (0.79), 0.86 for 512 rows of 128, and
+        # 0.60 by 32 KB, where more programs run at once than the L2 holds rows for.
+        tile = lines if lines * wide <= _HELD else min(lines // 2, 4 * _HELD // width // wide)
+        tile = max(16, tile)
+        return Shape(tile, wide, min(8, max(4, tile * wide // 2048)), 1, 0)
+    # Where the matrix units read what they multiply from registers, those hold half as many sums,
+    # and a quarter where float32 is three products.
+    held = 2 * _HELD
+    if arch != "sm_90a" or width > 2:
+        held //= width
+    tile = max(16, lines if lines * wide <= held else min(held, _HELD) // wide)
+    warps = min(16, max(4, tile * wide // 2048))
+    if arch.startswith("gfx"):
+        return Shape(tile, wide, warps, 1, 4)
+    if width > 2:
+        return Shape(tile, wide, max(8, warps), 1, 2)
+    # Three programs a unit with three parts of 16 KB each on their way reach 0.86; of 32 KB shared
+    # memory holds two of two programs (0.66, of one program 0.44), of 64 KB those of one (0.49).
+    if tile * wide <= _HELD // 2:
+        return Shape(tile, wide, warps, 3, 3)
+    return Shape(tile, wide, warps, 2, 2 if tile * wide <= _HELD else 1)
 
 
-def quantize(x: torch.Tensor, how: Rounding) -> tuple[torch.Tensor, torch.Tensor]:
+class Layout(NamedTuple):
+    """Tensors (B, rows, H, D) that share a launch, the first of them ``turned``, and how they are
+    rounded, as ``base.Rounding``. ``aligned``: addresses and strides are multiples of 16 bytes."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    given: torch.dtype
+    tensors: int
+    turned: int
+    aligned: bool
+    heads: int
+    block: int | None
+    per_tensor: bool
+    made: torch.dtype
+
+    @property
+    def group(self) -> int:
+        """Heads that share a key head."""
+        return self.shape[2] // self.heads
+
+    @property
+    def part(self) -> int:
+        """Rows that a program measures at once."""
+        return self.block or _ROWS
+
+
+def launch_shape_of(layout: Layout, arch: str) -> Shape:
+    """``launch_shape`` of what one program goes through at once."""
+    dim, lines = layout.shape[-1], layout.part * layout.group
+    return launch_shape(dim, lines, layout.turned > 0, layout.given.itemsize, arch)
+
+
+def spec(layout: Layout, arch: str, measure: bool = True, store: bool = True) -> Spec:
+    """The kernel that measures or rounds ``layout``, or both."""
+    dim, bytes_of = layout.shape[-1], layout.given.itemsize
+    shape, info = launch_shape_of(layout, arch), torch.finfo(layout.made)
+    size = dim & -dim if layout.turned else 0
+    constants = {
+        "GROUP": layout.group, "BLOCK": layout.part, "TILE": shape.tile, "BLOCK_D": shape.wide,
+        "SIZE": size, "UNIT": size**-0.5 if size else 1.0, "MEASURE": measure, "ROUND": store,
+        "LARGEST": info.max, "LEAST": info.tiny, "LEAST_SCALE": LEAST_SCALE,
+    }  # fmt: skip
+    given, made = (KINDS[str(x).removeprefix("torch.")] for x in (layout.given, layout.made))
+    types = dict.fromkeys(("X0", "X1", "X2"), f"*{given}")
+    types |= dict.fromkeys(("Y0", "Y1", "Y2"), f"*{made}")
+    types |= {"SCALES": "*fp32", "MOST": "*i32", "SIGNS": "*fp32"}
+    divisors = dict.fromkeys(("X0", "X1", "X2"), 16 if layout.aligned else bytes_of)
+    divisors |= dict.fromkeys(("Y0", "Y1", "Y2"), 16) | {"head_dim": min(16, dim & -dim)}
+    if layout.aligned:
+        divisors |= dict.fromkeys(("stride_b", "stride_s", "stride_h"), 16 // bytes_of)
+    signature = {
+        name: "constexpr" if name in constants
+        else types.get(name, "i64" if name.startswith("stride_") else "i32")
+        for name in quantize_rows.arg_names
+    }  # fmt: skip
+    options = {"num_warps": shape.warps, "num_stages": shape.stages}
+    return Spec(quantize_rows, signature, constants, divisors, options)
+
+
+@functools.cache
+def _kernel(layout: Layout, arch: str, index: int | None, measure: bool, store: bool) -> Kernel:
+    """``layout``: with 1 for what kernels do not depend on, so that many share one."""
+    return Kernel(spec(layout, arch, measure, store), index)
+
+
+class _Ready(NamedTuple):
+    """``run`` takes the programs, as a tuple of one, and nine addresses."""
+
+    scales: tuple[int, ...]
+    programs: tuple[int]
+    run: tuple[Callable[..., None], ...]
+
+
+@functools.lru_cache(_MOST_READY)
+def _ready(layout: Layout, where: torch.device) -> _Ready:
+    """The launches of a layout with everything filled in but addresses."""
+    on = devices.of(where)
+    batch, rows, _, dim = layout.shape
+    shape = launch_shape_of(layout, on.arch)
+    blocks = -(-rows // layout.part)
+    parts = batch * layout.heads * blocks
+    shared = 1 if layout.block else parts if layout.per_tensor else blocks
+    programs = min(layout.tensors * parts, shape.programs * on.units or layout.tensors * parts)
+    sizes = (layout.heads, blocks) if layout.block else (layout.heads,)
+    scales = (layout.tensors, 1, 1) if layout.per_tensor else (layout.tensors, batch, *sizes)
+    alike = layout._replace(
+        shape=(1, 1, layout.group, dim), strides=(), tensors=1, turned=min(1, layout.turned),
+        heads=1, per_tensor=False,
+    )  # fmt: skip
+    rest = (
+        *layout.strides[:3], rows, layout.heads, dim, blocks, parts, layout.tensors, layout.turned,
+        shared, programs,
+    )  # fmt: skip
+    passes = ((True, True),) if layout.block else ((True, False), (False, True))
+    run = tuple(_kernel(alike, on.arch, where.index, *each).prepared(9, rest) for each in passes)
+    return _Ready(scales, (programs,), run)
+
+
+def _rows_contiguous(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def quantize(xs: Sequence[torch.Tensor], how: Rounding) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """``base.Quantizing.quantize``."""
+    made: list[tuple[torch.Tensor, torch.Tensor]] = []
+    turned = 0 if how.signs is None else len(xs) - 1
+    for _, alike in itertools.groupby(map(_rows_contiguous, xs), lambda x: (x.shape, x.stride())):
+        group = list(alike)
+        few = min(turned, len(group))
+        turned -= few
+        made += _together(group, few, how)
+    return made
+
+
+def _together(
+    xs: list[torch.Tensor], turned: int, how: Rounding
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """``quantize`` of tensors of one shape and strides, of which the first are ``turned``."""
+    x = xs[0]
     heads, block, per_tensor, signs, dtype = how
-    if x.stride(-1) != 1:
-        x = x.contiguous()
-    batch, rows, all_heads, dim = x.shape
-    group = all_heads // heads
-    y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    part = block or _PART
-    blocks = -(-rows // part)
-    scales = torch.empty((batch, heads, blocks), device=x.device)
-    if y.numel() == 0:
-        return y, scales if block else torch.ones((batch, heads), device=x.device)
-    info = torch.finfo(dtype)
-    tile, wide, warps = launch_shape(dim, part * group, signs is not None)
-
-    def run(to: torch.Tensor, measure: bool, store: bool) -> None:
-        quantize_rows[(batch * heads * blocks,)](
-            x, y, to, x if signs is None else signs, *x.stride()[:3], *to.stride()[:2], rows, heads,
-            group, dim, blocks, part, tile, wide, 0 if signs is None else dim & -dim, measure,
-            store, part * group <= tile, info.max, info.tiny, LEAST_SCALE,
-            num_warps=warps,
-        )  # fmt: skip
-
-    if block:
-        run(scales, True, True)
-        return y, scales
-    run(scales, True, False)
-    largest = scales.amax().expand(1, 1) if per_tensor else scales.amax(-1)
-    scale = torch.where(largest > 0.0, (largest / info.max).clamp(min=LEAST_SCALE), 1.0)
-    run(scale.expand(batch, heads), False, True)
-    return y, scale
+    ys = [torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in xs]
+    strides = x.stride()
+    bits = (strides[0] | strides[1] | strides[2]) * x.itemsize
+    for each in xs:
+        bits |= each.data_ptr()
+    layout = Layout(
+        x.shape, strides, x.dtype, len(xs), turned, bits & 15 == 0, heads, block, per_tensor, dtype
+    )
+    ready = _ready(layout, x.device)
+    scales = x.new_empty(ready.scales, dtype=torch.float32)
+    most = scales if block else torch.zeros_like(scales, dtype=torch.int32)
+    last = len(xs) - 1
+    addresses = [
+        *(address(each[min(i, last)]) for each in (xs, ys) for i in range(3)), address(scales),
+        address(most), no_float if signs is None else address(signs),
+    ]  # fmt: skip
+    for run in ready.run:
+        run(ready.programs, *addresses)
+    return list(zip(ys, scales.unbind(), strict=True))
