@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import multiprocessing
 import struct
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +17,8 @@ import torch
 import pyfa
 from pyfa import abi
 from pyfa.backends.common import combine, libcuda
-from pyfa.backends.cuda import code, plans
+from pyfa.backends.cuda import code, decode, plans, runtime_compiler
+from pyfa.plan import Plan
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 COMBINE = plans.plan_of("combine", 1)
@@ -47,6 +50,48 @@ def test_a_block_combines_as_many_lines_as_it_has_room_for(
     assert (combined[1][0], combined[1][3]) == (blocks, combine.THREADS)
     values = abi.unpack(combined[2])
     assert values["batch"] * values["seqlen_q"] * values["heads_q"] == batch * 32
+
+
+def test_half_the_bytes_of_a_key_are_half_of_its_time(no_gpu: ModuleType) -> None:
+    """Float8 keys are cut into parts by their own bytes; float8 queries come in out's format."""
+    q = torch.randn(1, 1, 32, 128).bfloat16()
+    cache = [torch.randn(1, 2048, 8, 128) for _ in range(2)]
+    parts = {}
+    for of_q, of_k in (("bfloat16",) * 2, ("bfloat16", "float8_e4m3fn"), ("float8_e4m3fn",) * 2):
+        k, v = (x.to(getattr(torch, of_k)) for x in cache)
+        with no_gpu.nvidia("H200", notes=True) as driver:
+            out = pyfa.attention_kvcache(q.to(getattr(torch, of_q)), k, v, backend="cuda")
+            values = abi.unpack(driver.launched[0][2])
+        assert out.dtype == torch.bfloat16
+        assert values["q_head"] == 128
+        parts[of_q, of_k] = values["num_splits"]
+    wanted = [decode.splits_for(8, 2048, 132, 256 * size) for size in (2, 1, 1)]
+    assert list(parts.values()) == wanted
+    assert wanted[0] > wanted[1]
+
+
+def report_of(plan: Plan) -> tuple[int, int]:
+    return runtime_compiler.spills(
+        runtime_compiler.compile_cuda(code.source_of(plan), arch="sm_90")[1]
+    )
+
+
+@pytest.mark.skipif(
+    runtime_compiler.why_unavailable() is not None, reason=str(runtime_compiler.why_unavailable())
+)
+@pytest.mark.xdist_group("cuda_resources")
+def test_a_float8_cache_spills_nothing_on_hopper() -> None:
+    """Those of sm_89 are among what ``test_cuda_code`` compiles."""
+    mine = [
+        plan
+        for plan in decode.all_plans("sm_90")
+        if {"KEY_DTYPE": 2, "DTYPE": 1}.items() <= dict(plan.constants).items()
+    ]
+    assert len(mine) == 12
+    spawning = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(2, mp_context=spawning) as pool:
+        for plan, spills in zip(mine, pool.map(report_of, mine), strict=True):
+            assert spills == (0, 0), plan
 
 
 @pytest.mark.parametrize(("device", "ahead"), [("H200", True), ("A100-80GB", False)])

@@ -90,7 +90,7 @@ def test_no_more_than_forty_plans_of_a_kernel_for_each_format() -> None:
         for kernel in (forward, backward, decode):
             mine = [p.constants for p in kernel.all_plans(arch) if dict(p.constants)["DTYPE"] == 0]
             assert len(mine) == len(set(mine))
-            float8 = sum("INPUTS" in dict(x) for x in mine)
+            float8 = sum(not {"INPUTS", "KEY_DTYPE"}.isdisjoint(dict(x)) for x in mine)
             assert max(float8, len(mine) - float8) <= 40
 
 
@@ -141,6 +141,7 @@ def test_what_hopper_leaves_to_ampere_s_kernel(
 
 
 FLOAT8: dict[str, object] = {"dtype": "float8_e4m3fn", "dtype_out": "bfloat16"}
+CACHE: dict[str, object] = {"dtype": "bfloat16", "dtype_k": "float8_e4m3fn", "dtype_out": ""}
 
 
 @pytest.mark.parametrize(
@@ -171,10 +172,7 @@ def test_float8_on_hopper(changes: dict[str, object], constants: dict[str, int])
             "sm_80 has no kernel for float8, which is Hopper's (sm_90a)",
         ),
         ({"dtype": "float8_e4m3fnuz"}, "float8_e4m3fnuz is not implemented"),
-        (
-            {"dtype": "bfloat16", "dtype_k": "float8_e4m3fn", "dtype_out": ""},
-            "float8 keys under bfloat16 queries are not implemented",
-        ),
+        (CACHE, "float8 keys under bfloat16 queries are for a few rows (decode)"),
         ({"features": frozenset({"fp8", "bias"})}, "float8 with bias is not implemented"),
         (
             {"features": frozenset({"fp8", "paged"}), "page_size": 16},
@@ -182,13 +180,52 @@ def test_float8_on_hopper(changes: dict[str, object], constants: dict[str, int])
         ),
         ({"features": frozenset({"fp8", "dropout"})}, "float8 with dropout is not implemented"),
         ({"features": frozenset({"fp8", "backward"})}, "float8 has no backward"),
-        ({"seqlen_q": 2, "heads_k": 1}, "there is no float8 kernel for a few rows (decode)"),
+        (
+            {"seqlen_q": 2, "heads_k": 1, "head_dim": 40},
+            "decode reads heads of a multiple of 16 elements",
+        ),
+        (
+            {"seqlen_q": 1, "features": frozenset({"fp8", "dropout"})},
+            "float8 with dropout is not implemented",
+        ),
+        (
+            CACHE | {"seqlen_q": 1, "device": DEVICES["A100-80GB"]},
+            "sm_80 has no instruction that widens float8 (sm_89 has)",
+        ),
     ],
 )
 def test_float8_that_is_left_to_others(changes: dict[str, object], reason: str) -> None:
     found = answer(**{"features": frozenset({"fp8"}), **FLOAT8, **changes})
     assert found.plan is None
     assert list(found.reasons) == [reason]
+
+
+@pytest.mark.parametrize(
+    ("changes", "constants"),
+    [
+        (CACHE, {"DTYPE": 1, "KEY_DTYPE": 2, "HEAD_DIM": 128, "HEAD_DIM_V": 128}),
+        (CACHE | {"dtype": "float16", "heads_k": 4}, {"DTYPE": 0, "KEY_DTYPE": 2}),
+        (FLOAT8, {"DTYPE": 1, "KEY_DTYPE": 2}),
+        (FLOAT8 | {"dtype_out": "float16", "scales": 16}, {"DTYPE": 0, "KEY_DTYPE": 2}),
+        (CACHE | {"head_dim": 192, "head_dim_v": 96}, {"HEAD_DIM": 256, "HEAD_DIM_V": 256}),
+        (CACHE | {"heads_k": 1, "seqlen_q": 4}, {"TILES": 2, "TEAM": 4}),
+    ],
+)
+@pytest.mark.parametrize("device", ["H200", "RTX4090"])
+def test_a_float8_cache_under_a_few_rows(
+    device: str, changes: dict[str, object], constants: dict[str, int]
+) -> None:
+    features = frozenset(
+        {"fp8", "causal", "window", "softcap", "bias", "sinks", "paged", "seqused"}
+    )
+    given = {"seqlen_q": 1, "features": features, "page_size": 16, "device": DEVICES[device]}
+    found = answer(**given | changes).plan
+    assert found is not None
+    assert found.kernel == decode.KERNEL
+    assert constants.items() <= dict(found.constants).items()
+    tiles = plans.tiles_of(DEVICES[device].arch)
+    assert replace(found, notes=()) in plans.all_plans(tiles)
+    assert replace(found, notes=()) not in plans.common_plans(tiles)
 
 
 def test_hopper_s_own_kernels_are_compiled_for_its_own_target() -> None:

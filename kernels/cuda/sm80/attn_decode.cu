@@ -5,7 +5,7 @@
 // one head of the group, row * group + head, and a column of the products S^T = K Q^T and O^T = V^T P^T
 // (mma.h), which waste half of the matrix unit that 16 rows of lines would. Each team of warps takes 16
 // keys in turn (decode_load.h), a warp of it 8 * TILES lines; a team of one warp waits for nobody
-// before they all put their sums together.
+// before they all put their sums together. K and V may be of float8 (decode_float8.h).
 #include "../../params.h"
 #include "../ahead.h"
 #include "mma.h"
@@ -38,7 +38,9 @@ struct Memory {
     float sums[kTeams][kLines][HEAD_DIM_V + 4];  // 4 more: a warp writes to all banks
   };
 };
-static_assert(sizeof(Memory) == SHARED_BYTES, "as the plan has it");
+static_assert(sizeof(Memory) + (kFloat8 ? sizeof(Scales) : 0) == SHARED_BYTES, "as the plan has it");
+
+DEVICE Scales &scales_of(Memory &memory) { return *(Scales *)(&memory + 1); }
 
 // A block's part of the problem.
 struct Block {
@@ -113,7 +115,7 @@ DEVICE unsigned transposed(unsigned x) {
 
 // P^T as the operand of the next product. The accumulator is brought to a new maximum only when there is
 // one, which after the first slots is seldom.
-DEVICE void weights(unsigned (&w)[2], State &state, int t, const float (&s)[4]) {
+DEVICE void weights(unsigned (&w)[2], State &state, int t, const float (&s)[4], const ValueFactors &factors) {
   float(&maximum)[2] = state.maximum[t];
   float highest[2] = {max(s[0], s[2]), max(s[1], s[3])};
   if (__any_sync(kAllLanes, highest[0] > maximum[0] || highest[1] > maximum[1])) {
@@ -134,53 +136,87 @@ DEVICE void weights(unsigned (&w)[2], State &state, int t, const float (&s)[4]) 
   float x[4];
 #pragma unroll
   for (int r = 0; r < 4; ++r)
-    x[r] = exp2(s[r] - (maximum[r % 2] == -INFINITY_F ? 0.0f : maximum[r % 2]));
-  state.total[t][0] += x[0] + x[2];
-  state.total[t][1] += x[1] + x[3];
-  w[0] = transposed(Format<DTYPE>::nearest(x[0], x[1]));
-  w[1] = transposed(Format<DTYPE>::nearest(x[2], x[3]));
+    x[r] = exp2(s[r] - (maximum[r % 2] == -INFINITY_F ? 0.0f : maximum[r % 2] - kTop));
+#pragma unroll
+  for (int c = 0; c < 2; ++c)
+    state.total[t][c] +=
+        kFloat8 ? x[c] * factors.back[0] + x[c + 2] * factors.back[1] : x[c] + x[c + 2];
+  w[0] = transposed(Format<kProduct>::nearest(x[0], x[1]));
+  w[1] = transposed(Format<kProduct>::nearest(x[2], x[3]));
 }
 
+// The `n`-th slot, whose keys begin at `first`.
 DEVICE void step(State &state, Shared slot, const Queries &q, const Params &p, const Sequence &sequence,
-                 const Block &b, const Line *lines, int first) {
+                 const Block &b, const Line *lines, int n, int first, const Scales &scales) {
   float s[TILES][4] = {};
   Shared keys = KeyTile::down(slot);
 #pragma unroll
-  for (int c = 0; c < kChunks; ++c) {
-    unsigned k[4];
-    ldmatrix(k, KeyTile::at(keys, 0, c * 2));
+  for (int c = 0; c < kChunks; c += kOperands) {
+    unsigned x[4];
+    ldmatrix(x, KeyTile::at(keys, 0, c * kSize));
 #pragma unroll
-    for (int t = 0; t < TILES; ++t) mma<DTYPE>(s[t], k, q[t][c * 2], q[t][c * 2 + 1]);
+    for (int i = 0; i < kOperands; ++i) {
+      unsigned k[4];
+      key_operand(k, x, i);
+#pragma unroll
+      for (int t = 0; t < TILES; ++t)
+        mma<kProduct>(s[t], k, q[t][(c + i) * 2], q[t][(c + i) * 2 + 1]);
+    }
   }
   unsigned w[TILES][2];
 #pragma unroll
   for (int t = 0; t < TILES; ++t) {
+    if constexpr (kFloat8)
+      scale_scores(s[t], p, scales, first_of_warp() + t * kTile + column(), n, row());
     finish(s[t], p, sequence, b, lines + t * kTile, first);
-    weights(w[t], state, t, s[t]);
+    ValueFactors factors(p, scales, n, row());
+    if constexpr (kFloat8)
+      for (int r = 0; r < 4; ++r) s[t][r] += factors.lift[r / 2];
+    weights(w[t], state, t, s[t], factors);
   }
   Shared values = ValueTile::along(slot + KeyTile::kBytes);
 #pragma unroll
-  for (int e = 0; e < kDims; ++e) {
-    unsigned v[4];
-    ldmatrix_transposed(v, ValueTile::at(values, 0, e * 2));
+  for (int e = 0; e < kDims; e += kOperands) {
+    unsigned x[4];
+    ldmatrix_transposed(x, ValueTile::at(values, 0, e * kSize));
 #pragma unroll
-    for (int t = 0; t < TILES; ++t) mma<DTYPE>(state.o[t][e], v, w[t][0], w[t][1]);
+    for (int i = 0; i < kOperands; ++i) {
+      unsigned v[4];
+      value_operand(v, x, i);
+#pragma unroll
+      for (int t = 0; t < TILES; ++t) mma<kProduct>(state.o[t][e + i], v, w[t][0], w[t][1]);
+    }
   }
 }
 
 // ---- the keys of a part --------------------------------------------------------------------------
 
-// Straight from memory as the operand that they are; 0 for lines and elements that there are not.
-DEVICE void load_queries(Queries &q, const Params &p, const Sequence &s, const Block &b) {
+// Straight from memory as the operand that they are, a float8 key's in its order; 0 for lines and elements
+// that there are not.
+DEVICE void load_queries(Queries &q, const Params &p, const Sequence &s, const Block &b, Scales &scales) {
 #pragma unroll
   for (int t = 0; t < TILES; ++t) {
-    unsigned line = b.first_line + first_of_warp() + t * kTile + row();
+    int place = first_of_warp() + t * kTile + row();
+    unsigned line = b.first_line + place;
     const unsigned short *from = (const unsigned short *)p.q + s.row_batch * p.q_batch +
                                  (s.row0 + line / b.group) * p.q_row +
-                                 (b.head_k * b.group + line % b.group) * p.q_head + column();
+                                 (b.head_k * b.group + line % b.group) * p.q_head + column() * kOperands;
+    if constexpr (kFloat8) {
 #pragma unroll
-    for (int c = 0; c < kChunks * 2; ++c)
-      q[t][c] = (int)line < b.lines && c * 8 < p.head_dim ? *(const unsigned *)(from + c * 8) : 0;
+      for (int c = 0; c < kChunks; ++c) {
+        bool exists = (int)line < b.lines && c * 16 < p.head_dim;
+        Pair four = exists ? *(const Pair *)(from + c * 16) : Pair{0, 0};
+        q[t][c * 2] = four[0];
+        q[t][c * 2 + 1] = four[1];
+      }
+      float factor = as_float16(q[t]) * line_scale(p, s, b.head_k, min((int)line, b.lines - 1) / b.group);
+      bool writes = team_index() == 0 && column() == 0;
+      if (writes) scales.lines[place] = factor;
+    } else {
+#pragma unroll
+      for (int c = 0; c < kChunks * 2; ++c)
+        q[t][c] = (int)line < b.lines && c * 8 < p.head_dim ? *(const unsigned *)(from + c * 8) : 0;
+    }
   }
 }
 
@@ -200,14 +236,16 @@ DEVICE void attend(State &state, Memory &memory, const Params &p, const Sequence
   int from = TEAM == 1 ? begin : b.start;
   int steps = from < b.stop ? (b.stop - from + kStride - 1) / kStride : 0;
   Shared ring = shared_address(memory.ring[team]);
-  Stream stream(p, s, memory.rows[wave_index()], ring, b.head_k, wave_index() % TEAM, begin, b.stop);
+  Scales &scales = scales_of(memory);
+  Stream stream(p, s, memory.rows[wave_index()], scales, ring, b.head_k, wave_index() % TEAM, begin, b.stop);
   for (int n = 0; n < kStages - 1; ++n) {
     if (n < steps) stream.load(n, n);
     end_group();
   }
   Queries q;
-  load_queries(q, p, s, b);
+  load_queries(q, p, s, b, scales);
   describe_lines(memory, p, s, b);
+  if (kFloat8 && thread_index() == 0) scales.output = value_scale(p, s, b.head_k);
   barrier();
   const Line *lines = memory.lines + first_of_warp();
   int slot = 0, free = kStages - 1;
@@ -217,7 +255,8 @@ DEVICE void attend(State &state, Memory &memory, const Params &p, const Sequence
     if (n + kStages - 1 < steps) stream.load(n + kStages - 1, free);
     end_group();
     int first = begin + n * kStride;
-    if (TEAM == 1 || first < b.stop) step(state, ring + slot * kSlot, q, p, s, b, lines, first);
+    if (TEAM == 1 || first < b.stop)
+      step(state, ring + slot * kSlot, q, p, s, b, lines, n, first, scales);
     free = slot;
     slot = slot + 1 == kStages ? 0 : slot + 1;
   }
@@ -261,21 +300,21 @@ DEVICE void share_sums(Memory &memory, const State &state) {
       int line = first_of_warp() + t * kTile + column() + c;
       float total = column_sum(state.total[t][c]);
       if (row() == 0) {
-        memory.maximum[team][line] = state.maximum[t][c];
+        memory.maximum[team][line] = state.maximum[t][c] - kTop;
         memory.total[team][line] = total;
       }
 #pragma unroll
       for (int e = 0; e < kDims; ++e) {
-        memory.sums[team][line][e * 16 + row()] = state.o[t][e][c];
-        memory.sums[team][line][e * 16 + row() + 8] = state.o[t][e][c + 2];
+        float *sums = memory.sums[team][line] + e * 16 + row() * kRows[0];
+        sums[0] = state.o[t][e][c];
+        sums[kRows[1]] = state.o[t][e][c + 2];
       }
     }
   }
 }
 
 // Four elements of line `i` of the block.
-DEVICE void add_up(const Memory &memory, const Params &p, const Sequence &s, const Block &b, int i,
-                   int dim) {
+DEVICE void add_up(Memory &memory, const Params &p, const Sequence &s, const Block &b, int i, int dim) {
   const Line &line = memory.lines[i];
   // A sink is one more logit, without a value: the first part's.
   float sink = -INFINITY_F;
@@ -296,6 +335,7 @@ DEVICE void add_up(const Memory &memory, const Params &p, const Sequence &s, con
   // The output of a part that saw nothing is not read.
   if (dim >= p.head_dim_v || (!saw && p.num_splits > 1)) return;
   float inverse = saw ? reciprocal(total) : 0.0f;
+  if constexpr (kFloat8) inverse *= scales_of(memory).output;
   for (int j = 0; j < 4; ++j) o.x[j] *= inverse;
   store(p, s, b, line, dim, o);
 }

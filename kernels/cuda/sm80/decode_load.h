@@ -6,21 +6,24 @@
 // the next 32 keys, through the page table where there is one, whose answers are asked for two rounds
 // ahead; its warp reads the address from shared memory. Dense caches and pages of any size are one path.
 #pragma once
-#include "smem.h"
-#include "../../sequence.h"
+#include "decode_float8.h"
 
+constexpr int kPiece = 16 / kSize;  // elements of 16 bytes
+// Lanes that copy a row together: one of 64 bytes has no work for more.
+constexpr int kCopying = (HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V) * kSize > 64 ? 8 : 4;
 constexpr int kTeams = WARPS / TEAM;
 constexpr int kStages = STAGES;
 constexpr int kKeys = 16;                // of a slot
 constexpr int kStride = kTeams * kKeys;  // between a team's slots, in keys
 constexpr int kRound = kLanes / kKeys;   // slots whose keys a warp looks up together
-constexpr int kRowsAtOnce = 4 * TEAM;    // that a team copies with one instruction of each lane
+constexpr int kRowsOfWarp = kLanes / kCopying;   // that a warp copies with one instruction
+constexpr int kRowsAtOnce = kRowsOfWarp * TEAM;  // and its team
 
 // What 128 bytes of a row are copied to is one line of shared memory, too. With rows of 16 bytes more
 // instead, against bank conflicts, half of the sectors came twice (64 x 8192 keys: 100.7 M into the SMs
 // where 67.1 M hold them all): 4.25 TB/s on an H200, not 4.39.
-typedef Tile<kKeys, HEAD_DIM> KeyTile;
-typedef Tile<kKeys, HEAD_DIM_V> ValueTile;
+typedef Tile<kKeys, HEAD_DIM * kSize / 2> KeyTile;
+typedef Tile<kKeys, HEAD_DIM_V * kSize / 2> ValueTile;
 constexpr int kSlot = KeyTile::kBytes + ValueTile::kBytes;
 
 static_assert(WARPS % TEAM == 0, "teams are alike");
@@ -43,30 +46,31 @@ DEVICE void team_sync() {
     barrier();
 }
 
-// What lane % 8 copies of a row of up to `dim` elements: pieces of 16 bytes, 128 apart. What lies beyond
-// head_dim, and rows that do not exist, become 0.
+// What lane % kCopying copies of a row of up to `dim` elements: pieces of 16 bytes, 128 apart. What lies
+// beyond head_dim, and rows that do not exist, become 0.
 template <int dim>
 DEVICE void copy_row(Shared to, const char *from, int head_dim, bool exists) {
+  constexpr int kStep = kCopying * kPiece;
 #pragma unroll
-  for (int first = 0; first < dim; first += 64) {
-    int element = first + lane_index() % 8 * 8;
-    if (dim - first >= 64 || element < dim)
-      copy_16(to + first * 2, from + first * 2, exists && element < head_dim ? 16 : 0);
+  for (int first = 0; first < dim; first += kStep) {
+    int element = first + lane_index() % kCopying * kPiece;
+    if (dim - first >= kStep || element < dim)
+      copy_16(to + first * kSize, from + first * kSize, exists && element < head_dim ? 16 : 0);
   }
 }
 
 // The keys begin, begin + 1 ... of a team, kKeys of every kStride, on their way to its ring.
 class Stream {
  public:
-  METHOD Stream(const Params &p, const Sequence &s, Row *rows, Shared ring, int head_k, int member,
-                int begin, int stop)
-      : p_(p), s_(s), rows_(rows), begin_(begin), stop_(stop) {
-    int lane = lane_index();
-    first_ = member * 4 + lane / 8;
-    to_k_ = ring + KeyTile::place(first_, lane % 8);
-    to_v_ = ring + KeyTile::kBytes + ValueTile::place(first_, lane % 8);
-    k_ = (const char *)p.k + (head_k * p.k_head + lane % 8 * 8) * 2;
-    v_ = (const char *)p.v + (head_k * p.v_head + lane % 8 * 8) * 2;
+  METHOD Stream(const Params &p, const Sequence &s, Row *rows, Scales &scales, Shared ring, int head_k,
+                int member, int begin, int stop)
+      : p_(p), s_(s), rows_(rows), scales_(scales), head_k_(head_k), begin_(begin), stop_(stop) {
+    int lane = lane_index(), piece = lane % kCopying;
+    first_ = member * kRowsOfWarp + lane / kCopying;
+    to_k_ = ring + KeyTile::place(first_, piece);
+    to_v_ = ring + KeyTile::kBytes + ValueTile::place(first_, piece);
+    k_ = (const char *)p.k + (head_k * p.k_head + piece * kPiece) * kSize;
+    v_ = (const char *)p.v + (head_k * p.v_head + piece * kPiece) * kSize;
     inverse_ = p.page_table ? 0xffffffffu / (unsigned)p.page_size : 0;
     look(0, next_);
     look(kRound, after_);
@@ -76,8 +80,10 @@ class Stream {
   METHOD void load(int n, int slot) {
     if (n % kRound == 0) {
       __syncwarp();
-      rows_[lane_index()] = Row{(next_.page * p_.k_batch + next_.row * p_.k_row) * 2,
-                                (next_.page * p_.v_batch + next_.row * p_.v_row) * 2};
+      rows_[lane_index()] = Row{(next_.page * p_.k_batch + next_.row * p_.k_row) * kSize,
+                                (next_.page * p_.v_batch + next_.row * p_.v_row) * kSize};
+      if constexpr (kFloat8)
+        copy_scales(scales_, p_, head_k_, next_.page, next_.row, n / kRound, key(n) < stop_);
       __syncwarp();
       next_ = after_;
       look(n + 2 * kRound, after_);
@@ -98,14 +104,19 @@ class Stream {
     int page, row;  // `page` is what the batch strides count where there are no pages
   };
 
-  // One key of the slots n ... n + kRound - 1; one beyond the end as the last. The quotient by the page
-  // size takes no division: `inverse_` is floor((2^32 - 1) / size), and the estimate right or 1 less.
-  METHOD void look(int n, Place &place) {
+  // The lane's of the slots n ... n + kRound - 1.
+  METHOD int key(int n) const {
     int lane = lane_index();
-    int key = min(begin_ + (n + lane / kKeys) * kStride + lane % kKeys, stop_ - 1);
-    place = Place{s_.key_batch, (int)s_.key0 + key};
+    return begin_ + (n + lane / kKeys) * kStride + lane % kKeys;
+  }
+
+  // Where that is; one beyond the end as the last. The quotient by the page size takes no division:
+  // `inverse_` is floor((2^32 - 1) / size), and the estimate right or 1 less.
+  METHOD void look(int n, Place &place) {
+    int known = min(key(n), stop_ - 1);
+    place = Place{s_.key_batch, (int)s_.key0 + known};
     if (!p_.page_table || begin_ >= stop_) return;
-    unsigned position = key + s_.padding, size = p_.page_size;
+    unsigned position = known + s_.padding, size = p_.page_size;
     unsigned page = __umulhi(position, inverse_);
     unsigned row = position - page * size;
     if (row >= size) {
@@ -119,9 +130,10 @@ class Stream {
   const Params &p_;
   const Sequence &s_;
   Row *rows_;
+  Scales &scales_;
   Shared to_k_, to_v_;
   const char *k_, *v_;
   unsigned inverse_;
-  int begin_, stop_, first_;
+  int head_k_, begin_, stop_, first_;
   Place next_, after_;
 };

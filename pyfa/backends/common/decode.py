@@ -26,11 +26,15 @@ def lines(problem: Problem) -> int:
     return problem.seqlen_q * (problem.heads_q // problem.heads_k)
 
 
+def are_few(problem: Problem) -> bool:
+    """Whether the rows are few enough for decode."""
+    most = MOST_LINES_ALONE if problem.heads_q == problem.heads_k else MOST_LINES
+    return lines(problem) <= most or problem.seqlen_q == 1
+
+
 def takes(problem: Problem, features: frozenset[str] = FEATURES) -> bool:
     """Whether decode, which has ``features``, rather than forward is the plan."""
-    most = MOST_LINES_ALONE if problem.heads_q == problem.heads_k else MOST_LINES
-    few = lines(problem) <= most or problem.seqlen_q == 1
-    return few and problem.features <= features and not why_not(problem)
+    return are_few(problem) and problem.features <= features and not why_not(problem)
 
 
 def why_not(problem: Problem) -> list[str]:

@@ -14,7 +14,7 @@ from ...traffic import Shape, TiledKernel
 from ..base import Gradients, Repeat, RepeatBackward, Rotary, missing
 from ..common import append, calls, libcuda
 from ..common import backward as common_backward
-from ..common.decode import takes
+from ..common.decode import are_few
 from . import backward, decode, forward, forward_sm90_fp8, plans, runtime_compiler, tiling
 from .launcher import Launcher
 
@@ -38,14 +38,15 @@ class CudaBackend:
         elsewhere = plans.why_not(problem.arch)
         reasons = [elsewhere] if elsewhere else []
         reasons += missing(self, problem)
-        if "fp8" in problem.features:
-            return reasons + forward_sm90_fp8.why_not(problem)
-        if takes(problem):
+        if decode.takes(problem):
             return reasons
+        if "fp8" in problem.features:
+            why_not = decode.why_not if are_few(problem) else forward_sm90_fp8.why_not
+            return reasons + why_not(problem)
         return reasons + common_backward.why_not(problem)
 
     def plan(self, problem: Problem) -> Plan:
-        if takes(problem):
+        if decode.takes(problem):
             return decode.plan(problem)
         plan = forward.plan(problem)
         return replace(plan, notes=(*plan.notes, *backward.notes_of(problem)))

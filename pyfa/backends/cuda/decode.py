@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,10 +12,14 @@ import torch
 from ...plan import Plan
 from ...problem import Call, Problem, is_aligned
 from ..common import calls, combine
+from ..common import decode as common
 from ..common.decode import GROUP, forced_parts, keys_seen, lines
 from ..common.launch import Launch
 from . import plans
+from .forward_sm90 import ELSEWHERE
+from .forward_sm90_fp8 import CODE as FLOAT8_CODE
 
+FEATURES = common.FEATURES | {"fp8"}
 KERNEL = "cuda/sm80/attn_decode.cu"
 LINES = 8  # of a matrix product: a line is a query row of one head
 MOST_PARTS = 512
@@ -32,13 +37,15 @@ class Tiles(NamedTuple):
     stages: int
 
 
-def shared_bytes(tiles: Tiles, head_dim: int, head_dim_v: int) -> int:
-    """Of a block: page offsets, rows' states, and the rings, where the teams' sums meet."""
+def shared_bytes(tiles: Tiles, head_dim: int, head_dim_v: int, float8: bool) -> int:
+    """Of a block: page offsets, rows' states, and the rings, where the teams' sums meet; of float8
+    scales of rows, and of as many keys as are on their way."""
     teams, rows = tiles.warps // tiles.team, LINES * tiles.products * tiles.team
-    ring = teams * tiles.stages * GROUP * 2 * (head_dim + head_dim_v)
+    ring = teams * tiles.stages * GROUP * (1 if float8 else 2) * (head_dim + head_dim_v)
     sums = teams * rows * (head_dim_v + 4) * 4
     states = tiles.warps * 512 + rows * 12 + 2 * teams * rows * 4
-    return _in_lines(states) + _in_lines(max(ring, sums))
+    scales = rows * 4 + 8 + tiles.warps * (tiles.stages // 2 + 1) * 256 if float8 else 0
+    return _in_lines(states) + _in_lines(max(ring, sums)) + scales
 
 
 def _in_lines(size: int) -> int:
@@ -123,25 +130,91 @@ _SMALL: dict[tuple[int, int], tuple[Tiles, ...]] = {
         Tiles(2, 4, 4, 5),
     ),
 }
-# By how much shared memory a block may have: 163 KB and more, or 99.
-TILES = {
-    "sm_80": _LARGE,
-    "sm_86": _SMALL,
-    "sm_89": _SMALL,
-    "sm_90": _LARGE,
-    "sm_100": _LARGE,
-    "sm_120": _SMALL,
+# Of float8 keys and values: as many bytes on their way, which are twice the keys. Heads of 96 and
+# 192 run in the next tiles, whose copies leave out what is not there. At 128, 4 products a warp
+# would spill.
+_LARGE_FLOAT8: dict[tuple[int, int], tuple[Tiles, ...]] = {
+    (64, 64): (
+        Tiles(1, 1, 8, 6),
+        Tiles(2, 1, 8, 6),
+        Tiles(4, 1, 8, 6),
+        Tiles(4, 2, 8, 12),
+    ),
+    (128, 128): (
+        Tiles(1, 1, 8, 4),
+        Tiles(2, 1, 8, 4),
+        Tiles(2, 2, 8, 8),
+        Tiles(2, 4, 8, 16),
+    ),
+    (256, 256): (
+        Tiles(1, 1, 8, 3),
+        Tiles(2, 1, 6, 4),
+        Tiles(2, 2, 8, 4),
+        Tiles(2, 4, 8, 8),
+    ),
 }
+_SMALL_FLOAT8: dict[tuple[int, int], tuple[Tiles, ...]] = {
+    (64, 64): (
+        Tiles(1, 1, 8, 4),
+        Tiles(2, 1, 8, 4),
+        Tiles(4, 1, 8, 4),
+        Tiles(4, 2, 8, 8),
+    ),
+    (128, 128): (
+        Tiles(1, 1, 4, 4),
+        Tiles(2, 1, 4, 4),
+        Tiles(2, 2, 8, 4),
+        Tiles(2, 4, 8, 8),
+    ),
+    (256, 256): (
+        Tiles(1, 1, 4, 2),
+        Tiles(2, 1, 4, 2),
+        Tiles(2, 2, 4, 4),
+        Tiles(2, 4, 4, 8),
+    ),
+}
+# By how much shared memory a block may have: 163 KB and more, or 99. Of 16-bit keys, and of float8.
+TILES = {
+    "sm_80": (_LARGE, _LARGE_FLOAT8),
+    "sm_86": (_SMALL, _SMALL_FLOAT8),
+    "sm_89": (_SMALL, _SMALL_FLOAT8),
+    "sm_90": (_LARGE, _LARGE_FLOAT8),
+    "sm_100": (_LARGE, _LARGE_FLOAT8),
+    "sm_120": (_SMALL, _SMALL_FLOAT8),
+}
+
+
+def takes(problem: Problem) -> bool:
+    """Whether decode rather than forward is the plan."""
+    return common.takes(problem, FEATURES) and not _cannot_widen(problem)
+
+
+def why_not(problem: Problem) -> list[str]:
+    """Why a few rows over float8 keys, which no forward here takes, are not decode's either."""
+    reasons = common.why_not(problem)
+    if _cannot_widen(problem):
+        reasons.append(f"{problem.arch} has no instruction that widens float8 (sm_89 has)")
+    lacking = problem.features - FEATURES
+    return reasons + [
+        f"float8 with {words} is not implemented"
+        for feature, words in ELSEWHERE.items()
+        if feature in lacking
+    ]
+
+
+def _cannot_widen(problem: Problem) -> bool:
+    return "fp8" in problem.features and not plans.widens_float8(problem.arch)
 
 
 def plan(problem: Problem) -> Plan:
     """The kernel of ``problem`` and what it is compiled with."""
-    by_pair = TILES[plans.tiles_of(problem.arch)]
+    float8 = "fp8" in problem.features
+    by_pair = TILES[plans.tiles_of(problem.arch)][float8]
     pair = calls.bucket_of(by_pair, problem.head_dim, problem.head_dim_v)
     fitting = (tiles for tiles in by_pair[pair] if _rows(tiles) >= lines(problem))
     tiles = next(fitting, by_pair[pair][-1])
-    dtype = calls.DTYPE_CODES[problem.dtype]
-    return _plan(pair, dtype, tiles, plans.notes_of(problem, pair))
+    dtype = calls.DTYPE_CODES[problem.dtype_out or problem.dtype]
+    return _plan(pair, dtype, tiles, float8, plans.notes_of(problem, pair))
 
 
 def _rows(tiles: Tiles) -> int:
@@ -149,24 +222,29 @@ def _rows(tiles: Tiles) -> int:
     return LINES * tiles.products * tiles.team
 
 
-def _plan(pair: tuple[int, int], dtype: int, tiles: Tiles, notes: list[str] | None = None) -> Plan:
+def _plan(
+    pair: tuple[int, int], dtype: int, tiles: Tiles, float8: bool, notes: Sequence[str] = ()
+) -> Plan:
     constants = {
         "DTYPE": dtype,
         "HEAD_DIM": pair[0],
         "HEAD_DIM_V": pair[1],
-        "SHARED_BYTES": shared_bytes(tiles, *pair),
+        "SHARED_BYTES": shared_bytes(tiles, *pair, float8),
         "STAGES": tiles.stages,
         "TEAM": tiles.team,
         "TILES": tiles.products,
         "WARPS": tiles.warps,
     }
-    return Plan("cuda", KERNEL, tuple(constants.items()), tuple(notes or ()))
+    if float8:
+        constants["KEY_DTYPE"] = FLOAT8_CODE
+    return Plan("cuda", KERNEL, tuple(sorted(constants.items())), tuple(notes))
 
 
 def all_plans(arch: str) -> list[Plan]:
     return [
-        _plan(pair, dtype, tiles)
-        for pair, sizes in TILES[arch].items()
+        _plan(pair, dtype, tiles, float8)
+        for float8 in ((False, True) if plans.widens_float8(arch) else (False,))
+        for pair, sizes in TILES[arch][float8].items()
         for tiles in sizes
         for dtype in calls.DTYPE_CODES.values()
     ]
@@ -174,6 +252,8 @@ def all_plans(arch: str) -> list[Plan]:
 
 def run(launch: Launch, plan: Plan, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of ``call``."""
+    if call.q.element_size() == 1:  # what out is has all float8 numbers
+        call = call._replace(q=call.q.to(call.dtype_of_out()))
     if not is_aligned(call):  # a plan is for aligned tensors, but for those of an empty call
         call = calls.with_readable(call)
     out, lse = calls.results(call)
@@ -184,7 +264,7 @@ def run(launch: Launch, plan: Plan, call: Call) -> tuple[torch.Tensor, torch.Ten
     blocks = -(-rows // of_block) * heads_k * call.batch
     if blocks:
         units = launch.device_at(call.q.device).units
-        key_bytes = 2 * (call.k.shape[-1] + call.v.shape[-1])
+        key_bytes = call.k.element_size() * (call.k.shape[-1] + call.v.shape[-1])
         parts = forced_parts(call) or splits_for(blocks, keys_seen(call), units, key_bytes)
         threads = plans.threads_of(plan)
         combine.launch_parts(launch, plan, blocks, threads, call, out, lse, parts)

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 
 from ...plan import Plan
 from ...problem import Problem
-from ..common import calls, decode
+from ..common import calls
 from ..common.calls import GENERAL, PLAIN
 from . import plans
 from .forward_sm90 import ELSEWHERE, KERNEL, ROWS, STAGES, TOLD, Tiles, runs_on
 
 DTYPE = "float8_e4m3fn"
-_CODE = 2  # E4M3 in kernels/cuda/format.h
+CODE = 2  # E4M3 in kernels/cuda/format.h
 _PER_HEAD, _PER_BLOCK = range(2)  # of scales
 
 # By head dims: plain; with score terms; with scales per block of rows.
@@ -40,10 +40,10 @@ def shared_bytes(tiles: Tiles, head_dim: int, head_dim_v: int) -> int:
 
 
 def why_not(problem: Problem) -> list[str]:
-    """Why no kernel here takes ``problem``, which has float8."""
+    """Why the kernel does not take ``problem``, which has float8 and too many rows for decode."""
     reasons = []
     if problem.dtype in calls.DTYPE_CODES:
-        reasons.append(f"float8 keys under {problem.dtype} queries are not implemented")
+        reasons.append(f"float8 keys under {problem.dtype} queries are for a few rows (decode)")
     if not runs_on(problem.arch):
         reasons.append(f"{problem.arch} has no kernel for float8, which is Hopper's (sm_90a)")
     reasons += [
@@ -51,8 +51,6 @@ def why_not(problem: Problem) -> list[str]:
         for feature, words in ELSEWHERE.items()
         if feature in problem.features
     ]
-    if decode.lines(problem) <= decode.MOST_LINES_ALONE:
-        reasons.append("there is no float8 kernel for a few rows (decode)")
     return reasons
 
 
@@ -74,7 +72,7 @@ def _plan(
         "GROUPS": tiles.groups,
         "HEAD_DIM": pair[0],
         "HEAD_DIM_V": pair[1],
-        "INPUTS": _CODE,
+        "INPUTS": CODE,
         "SCALES": _PER_BLOCK if blocks else _PER_HEAD,
         "SCORE": GENERAL if general or blocks else PLAIN,
         "SHARED_BYTES": shared_bytes(tiles, *pair),

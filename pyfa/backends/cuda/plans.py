@@ -64,6 +64,11 @@ def _number(arch: str) -> int:
     return int(arch.removeprefix("sm_").rstrip("a"))
 
 
+def widens_float8(arch: str) -> bool:
+    """Whether one instruction makes two float16 numbers of two float8 ones."""
+    return _number(arch) >= 89
+
+
 def limits_of(arch: str) -> Arch:
     """The limits of ``arch`` as it is compiled for; those of its tiles' where it has no row."""
     names = (arch, arch + "a", tiles_of(arch), tiles_of(arch) + "a")
