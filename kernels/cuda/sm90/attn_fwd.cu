@@ -109,7 +109,7 @@ DEVICE void multiply(const Params &p, Shared shared, int group) {
   int in_group = wave_index() % 4;
   bool speaker = lane_index() == 0;  // for its warp
   auto release = [&](Shared barrier) {
-    if (speaker) mbarrier_arrive(barrier);
+    if (kFloat8 ? elect_one() : speaker) mbarrier_arrive(barrier);
   };
   float factor = to_base_2(p);
   unsigned long long queries = Operand<kRowBytes / 2>::along(shared + group * kQueryBytes);
@@ -124,6 +124,7 @@ DEVICE void multiply(const Params &p, Shared shared, int group) {
   Turn<> of_keys, of_values;
   Turn<kSlots> of_pieces;
   unsigned used = 0;  // parity of the queries' place
+  unsigned long long next_keys = keys;
   while (true) {
     mbarrier_wait(barriers.piece_full(of_pieces.stage), of_pieces.parity);
     Shared told = shared + kToldAt + of_pieces.stage * kToldBytes;
@@ -156,7 +157,11 @@ DEVICE void multiply(const Params &p, Shared shared, int group) {
         int key = tile * BLOCK_K;
         if constexpr (kBlocks) blocks.scale_scores(x, tile);
         if (SCORE != PLAIN) add_terms(p, x, s, sequence.head, first_row, tile, descale);
-        if (key < seen.all_low || key + BLOCK_K > seen.all_high) mask(p, x, s, first_row, tile);
+        if (key < seen.all_low || key + BLOCK_K > seen.all_high) {
+          int row = first_row;
+          if constexpr (kFloat8) hold(row);  // else each row's is kept through the loop, in four registers
+          mask(p, x, s, row, tile);
+        }
       };
       auto take_turn = [&]() {
         if (kTurns) bar_sync(mine, 2 * kGroupThreads);
@@ -167,11 +172,13 @@ DEVICE void multiply(const Params &p, Shared shared, int group) {
       auto wait_keys = [&]() { mbarrier_wait(barriers.key_full(of_keys.stage), of_keys.parity); };
       auto issue_keys = [&](Scores &x) {
         wgmma_fence();
-        multiply_keys(x, queries, keys + of_keys.stage * (kKeyBytes / 16));
+        multiply_keys(x, queries, kFloat8 ? next_keys : keys + of_keys.stage * (kKeyBytes / 16));
       };
       auto release_keys = [&]() {
         release(barriers.key_free(of_keys.stage));
         of_keys.advance();
+        // Here and not in the turn, for which another group waits.
+        if constexpr (kFloat8) next_keys = keys + of_keys.stage * (kKeyBytes / 16);
       };
       auto wait_values = [&]() { mbarrier_wait(barriers.operand_full(of_values.stage), of_values.parity); };
       auto descriptor = [&]() { return values + of_values.stage * (kValueBytes / 16); };
@@ -189,7 +196,7 @@ DEVICE void multiply(const Params &p, Shared shared, int group) {
           float units[kSlices];
           {
             Scores x;
-            wait_keys();
+            if (!kAhead || tile == last) wait_keys();
             issue_keys(x);
             pass_turn();
             wgmma_wait<0>();
@@ -219,6 +226,7 @@ DEVICE void multiply(const Params &p, Shared shared, int group) {
           wgmma_fence();
 #pragma unroll
           for (int i = 0; i < kUnderWay; ++i) issue(i);
+          if (kAhead && tile > first) wait_keys();
 #pragma unroll
           for (int i = 0; i < kProducts; ++i) {
             Columns &done = products[i % kUnderWay];

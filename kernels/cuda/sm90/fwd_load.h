@@ -87,8 +87,11 @@ DEVICE void turn_values(Shared shared, int warp) {
     for (int tile = last; tile >= first; --tile) {
       mbarrier_wait(barriers.value_full(turn_of.stage), turn_of.parity);
       mbarrier_wait(barriers.operand_free(turn_of.stage), turn_of.parity ^ 1);
-      int at = turn_of.stage * kValueBytes;
-      turn<kRowBytesV>(shared + kValuesAt + at, shared + kTurnedAt + at, warp, keys - tile * BLOCK_K);
+      int at = turn_of.stage * kValueBytes, valid = keys - tile * BLOCK_K;
+      if (valid >= BLOCK_K)
+        turn<kRowBytesV, true>(shared + kValuesAt + at, shared + kTurnedAt + at, warp, valid);
+      else
+        turn<kRowBytesV, false>(shared + kValuesAt + at, shared + kTurnedAt + at, warp, valid);
       fence_proxy_async();
       __syncwarp();
       if (speaker) {

@@ -30,8 +30,10 @@ typedef unsigned Probabilities[kSlices][4];
 
 // Float8's products are summed in 14 bits (pyfa/conformance/float8.py). Over 16k keys a quarter of a mean
 // would be lost. So the products of one tile of keys are summed in registers of their own, kColumns of the
-// output's columns at a time, and added in float32.
-constexpr int kColumns = HEAD_DIM_V < 64 ? HEAD_DIM_V : 64;
+// output's columns at a time, and added in float32. 128 at once take half as many instructions, and registers
+// that two times 64 under way take as well.
+constexpr int kMostColumns = GROUPS == 3 ? 128 : 64;
+constexpr int kColumns = HEAD_DIM_V < kMostColumns ? HEAD_DIM_V : kMostColumns;
 constexpr int kParts = HEAD_DIM_V / kColumns;
 typedef float Columns[kColumns / 2];
 // Whether these take the place of the scores, where there are no registers for both. Then a group's products
@@ -42,6 +44,9 @@ constexpr bool kSerial =
 // Scales of blocks of V come in there, and each k-slice has its own.
 constexpr int kProducts = kBlocks ? kParts * kSlices : kParts;
 constexpr int kUnderWay = kProducts < 2 ? 1 : 2;
+// Whether the next tile's keys are waited for as soon as these are under way, and not after them: 1 to 2 % at
+// D = 128 and 64. At D = 256 ptxas writes out the products twice then, and 5 % are lost.
+constexpr bool kAhead = kProducts == 1;
 
 // Whether P is made in registers of its own while the last tile's is multiplied. Then the scores are still
 // there when the sums show that one has outgrown its base, and no maximum is looked for before: 320 instead
