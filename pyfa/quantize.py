@@ -112,8 +112,8 @@ def quantize(
         ``float8_e4m3fn``, or ``float8_e4m3fnuz``, the format of gfx942's matrix units; by default
         that of k's device.
 
-    No gradient. Rows are read once with ``block``, otherwise twice. Raises ``ValueError`` or
-    ``TypeError`` naming the argument that is wrong.
+    No gradient, and numbers are to be finite. Rows are read once with ``block``, otherwise twice.
+    Raises ``ValueError`` or ``TypeError`` naming the argument that is wrong.
 
     Source: Shah et al. 2024, arXiv:2407.08608, §3.3; Chee et al. 2023 (QuIP).
     """

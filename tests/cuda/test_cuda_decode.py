@@ -60,10 +60,11 @@ def test_half_the_bytes_of_a_key_are_half_of_its_time(no_gpu: ModuleType) -> Non
     for of_q, of_k in (("bfloat16",) * 2, ("bfloat16", "float8_e4m3fn"), ("float8_e4m3fn",) * 2):
         k, v = (x.to(getattr(torch, of_k)) for x in cache)
         with no_gpu.nvidia("H200", notes=True) as driver:
-            out = pyfa.attention_kvcache(q.to(getattr(torch, of_q)), k, v, backend="cuda")
+            given = q.to(getattr(torch, of_q))
+            out = pyfa.attention_kvcache(given, k, v, backend="cuda")
             values = abi.unpack(driver.launched[0][2])
         assert out.dtype == torch.bfloat16
-        assert values["q_head"] == 128
+        assert (values["q"] == given.data_ptr()) == (of_q == "bfloat16")
         parts[of_q, of_k] = values["num_splits"]
     wanted = [decode.splits_for(8, 2048, 132, 256 * size) for size in (2, 1, 1)]
     assert list(parts.values()) == wanted

@@ -200,6 +200,13 @@ def test_float8_that_is_left_to_others(changes: dict[str, object], reason: str) 
     assert list(found.reasons) == [reason]
 
 
+def test_a_float8_cache_on_another_vendor() -> None:
+    features = frozenset({"fp8"})
+    found = answer(**CACHE, seqlen_q=1, features=features, device=DEVICES["MI300X"])
+    assert found.plan is None
+    assert any("AMD" in reason for reason in found.reasons)
+
+
 @pytest.mark.parametrize(
     ("changes", "constants"),
     [

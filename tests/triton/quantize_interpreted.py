@@ -20,8 +20,9 @@ def main() -> None:
         itertools.product((64, 96, 128, 192, 256), ways, (False, True))
     ):
         dtype = formats[index % 3 == 0]
-        # One launch for all, one for queries, or one for values.
-        more, last = ((2, dim), (4, dim), (2, dim // 2))[index // 6 % 3]
+        # One launch for all, one for queries, or one for values. Of three heads a tile has rows to
+        # spare.
+        more, last = ((2, dim), (4, dim), (6, dim), (2, dim // 2))[index // 6 % 4]
         xs = [
             torch.randn(2, 70, n, width) * torch.rand(2, 70, 1, 1) ** 8
             for n, width in ((more, dim), (2, dim), (2, last))

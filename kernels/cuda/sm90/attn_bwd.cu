@@ -11,8 +11,8 @@
 #include "../format.h"
 
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(BLOCK_Q) ||           \
-    !defined(BLOCK_K) || !defined(DETERMINISTIC) || !defined(FLOAT_WEIGHTS) || !defined(GROUPS) || !defined(OVERLAP) || !defined(ROLES) ||               \
-    !defined(SHARED_BYTES)
+    !defined(BLOCK_K) || !defined(DETERMINISTIC) || !defined(GROUPS) || !defined(OVERLAP) ||        \
+    !defined(ROLES) || !defined(SHARED_BYTES)
 #error "the plan defines all of these"
 #endif
 #include "bwd_load.h"

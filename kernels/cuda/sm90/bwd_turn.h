@@ -33,9 +33,9 @@ DEVICE void end_turn(const Turn &turn) {
 }
 
 // A warpgroup's turn, where its warps wait for it. Plans without DETERMINISTIC have this, and nobody sets
-// p.counter for them: without these branches, never taken, ptxas makes the same instructions in nearly the same
-// order of the rest, and backward takes 1.03 times as long (D = 64), or 1.10 (192). With only one of the two,
-// or something shorter in their place, it still does at 192. With 128 and 256 there is no difference.
+// p.counter for them: without these branches, never taken, ptxas makes the same instructions of the rest in
+// nearly the same order, and backward takes 1.03 times as long (D = 64), or 1.10 (192). With only one of the
+// two, or something shorter in their place, it still does at 192. At 128 and 256 there is no difference.
 DEVICE Turn turn_of_tile(const Params &p, const Cursor &at) {
   Owned own = owned_keys(p);
   return turn_of(p, own, sequence_of(p, own.batch), at);
@@ -61,7 +61,8 @@ DEVICE void tell_of_reading(Shared empty) {
 }
 
 // The turns of a block. Wide heads' warps add by themselves. Others have staged their sums of a tile when
-// they tell of the next one's dS; a copy of its own for each warp lets the first go on while the last is read.
+// they tell of the next one's dS; each warp's are copied by themselves, so that the first goes on while the
+// last is read.
 DEVICE void take_turns(const Params &p, const Owned &own, const Work &w, const Sequence &s, Shared shared) {
   auto at = [&](int barrier) { return mbarrier_at(shared, barrier); };
   Cursor cursor = first_tile(p, own, w);

@@ -66,7 +66,7 @@ def _number(arch: str) -> int:
 
 def widens_float8(arch: str) -> bool:
     """Whether one instruction makes two float16 numbers of two float8 ones."""
-    return _number(arch) >= 89
+    return arch.startswith("sm_") and _number(arch) >= 89
 
 
 def limits_of(arch: str) -> Arch:

@@ -143,10 +143,11 @@ def _parts(
         b = part // heads // blocks
         base = b.to(tl.int64) * stride_b + head.to(tl.int64) * GROUP * stride_h
         row0 = block * BLOCK
+        end = tl.minimum(row0 + BLOCK, rows)  # a part's last tile may reach beyond it
         place = (which * parts + (b * heads + head) * blocks + block) // shared
         if HELD:
             x = _tile(
-                X, base, line, row0, rows, stride_s, stride_h, head_dim, first, second, BLOCK_D,
+                X, base, line, row0, end, stride_s, stride_h, head_dim, first, second, BLOCK_D,
                 SIZE, GROUP,
             )  # fmt: skip
         if MEASURE:
@@ -156,7 +157,7 @@ def _parts(
                 tops = tl.zeros([TILE], dtype=tl.float32)
                 for begin in tl.range(0, LINES, TILE):
                     some = _tile(
-                        X, base, begin + line, row0, rows, stride_s, stride_h, head_dim, first,
+                        X, base, begin + line, row0, end, stride_s, stride_h, head_dim, first,
                         second, BLOCK_D, SIZE, GROUP,
                     )  # fmt: skip
                     tops = tl.maximum(tops, tl.max(tl.abs(some), 1))
@@ -177,13 +178,13 @@ def _parts(
             for begin in tl.range(0, LINES, TILE):
                 if not HELD:
                     x = _tile(
-                        X, base, begin + line, row0, rows, stride_s, stride_h, head_dim, first,
+                        X, base, begin + line, row0, end, stride_s, stride_h, head_dim, first,
                         second, BLOCK_D, SIZE, GROUP,
                     )  # fmt: skip
                 row = row0 + (begin + line) // GROUP
                 member = (begin + line) % GROUP
                 to = ((b.to(tl.int64) * rows + row) * heads + head) * GROUP + member
-                inside = (row < rows)[:, None] & (d < head_dim)[None, :]
+                inside = (row < end)[:, None] & (d < head_dim)[None, :]
                 y = _float8(x * factor, Y.dtype.element_ty, LEAST)
                 tl.store(Y + (to[:, None] * head_dim + d[None, :]), y, mask=inside)
 
