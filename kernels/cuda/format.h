@@ -6,6 +6,8 @@
 #define BFLOAT16 1
 #define E4M3 2  // float8_e4m3fn: 4 significant bits, up to 448
 
+constexpr float kLeastScale = 1.0842022e-19f;  // of float8: 2^-63, the least that `quantize` makes
+
 struct alignas(8) Pair {  // four 16-bit elements
   unsigned word[2];
   METHOD unsigned &operator[](int i) { return word[i]; }

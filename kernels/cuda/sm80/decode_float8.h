@@ -78,8 +78,6 @@ DEVICE float as_float16(unsigned (&q)[count]) {
 
 // ---- scales --------------------------------------------------------------------------------------
 
-constexpr float kLeastScale = 1.0842022e-19f;  // 2^-63, the least that `quantize` makes
-
 // Of a key and its value, where scales are of blocks.
 struct alignas(8) KeyScales {
   float k, v;

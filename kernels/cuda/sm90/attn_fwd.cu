@@ -159,7 +159,7 @@ DEVICE void multiply(const Params &p, Shared shared, int group) {
         if (SCORE != PLAIN) add_terms(p, x, s, sequence.head, first_row, tile, descale);
         if (key < seen.all_low || key + BLOCK_K > seen.all_high) {
           int row = first_row;
-          if constexpr (kFloat8) hold(row);  // else each row's is kept through the loop, in four registers
+          if constexpr (kFloat8) pin(row);  // else each row's is kept through the loop, in four registers
           mask(p, x, s, row, tile);
         }
       };

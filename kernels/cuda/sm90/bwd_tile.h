@@ -3,6 +3,7 @@
 #include "bwd_shape.h"
 #include "../bwd_mask.h"
 #include "bwd_turn.h"
+#include "../../common/row_sums.h"
 
 constexpr int kScores = BLOCK_Q / 2;   // registers of 64 keys x BLOCK_Q rows in float32
 constexpr int kSlices = BLOCK_Q / 16;  // of a product over the rows

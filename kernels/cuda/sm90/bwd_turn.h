@@ -3,7 +3,6 @@
 // tile earlier, since each begins at the diagonal. One thread of the warpgroup that loads waits and counts.
 #pragma once
 #include "bwd_shape.h"
-#include "../../common/row_sums.h"
 #include "../sm80/bwd_dq.h"
 
 // Where the sums of a consumer warp begin in a tile of dQ.

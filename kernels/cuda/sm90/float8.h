@@ -11,9 +11,6 @@
 #pragma once
 #include "fwd_tile.h"
 
-// Keeps what is made of `x` from being made earlier.
-DEVICE void hold(int &x) { asm volatile("" : "+r"(x)); }
-
 constexpr int kTurners = 3;  // warps that turn V
 constexpr int kTurnedRow = BLOCK_K % 128 == 0 ? 128 : BLOCK_K % 64 == 0 ? 64 : 32;  // bytes of a panel
 constexpr int kTurnedPanel = HEAD_DIM_V * kTurnedRow;
@@ -149,7 +146,7 @@ struct Blocks {
     for (int i = 0; i < kSlices; ++i) {
       int first = tile * BLOCK_K + i * kInner;
       int last = values.block(min(first + kInner - 1, last_key));
-      float largest = 1.0842022e-19f;  // 2^-63, the least that `quantize` makes
+      float largest = kLeastScale;
 #pragma unroll 1
       for (int block = values.block(min(first, last_key)); block <= last; ++block)
         largest = __builtin_fmaxf(largest, __builtin_fabsf(values.at[(long long)block * values.step]));

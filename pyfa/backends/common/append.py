@@ -40,7 +40,7 @@ def run(
     tensors = calls.tensors_of(call)
     lines = 0
     if rotary is not None:
-        q = _with_rows(q)
+        q = calls.with_rows(q)
         # Any but float32 and q's own format goes through float32, as in the operator.
         kept = rotary.cos.dtype == rotary.sin.dtype == q.dtype
         cos, sin = (
@@ -60,7 +60,7 @@ def run(
         tensors |= {"q": q, "out": call.q, "cos": cos, "sin": sin, "start": rotary.start}
         lines = call.batch * call.max_seqlen_q
     if k is not None and v is not None:
-        k, v = _with_rows(k), _with_rows(v)
+        k, v = calls.with_rows(k), calls.with_rows(v)
         values["new_rows"] = k.shape[1]
         for name, x in (("k", call.k), ("v", call.v), ("new_k", k), ("new_v", v)):
             values |= abi.place(name, x)
@@ -77,7 +77,3 @@ def run(
     if lines:
         launch(launch.plan("append", calls.dtype_code(q)), lines, THREADS, values, tensors)
     return True
-
-
-def _with_rows(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()

@@ -56,6 +56,11 @@ def readable(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def with_rows(x: torch.Tensor) -> torch.Tensor:
+    """``x``, or a copy: who reads its last dimension as contiguous goes by no stride of it."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def padded(x: torch.Tensor, more: int) -> torch.Tensor:
     """``x`` with ``more`` zeros behind each row's elements, contiguous."""
     # Not by PyTorch's pad, which keeps the order of a tensor that it takes for an image with its

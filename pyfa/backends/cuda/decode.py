@@ -15,9 +15,7 @@ from ..common import calls, combine
 from ..common import decode as common
 from ..common.decode import GROUP, forced_parts, keys_seen, lines
 from ..common.launch import Launch
-from . import plans
-from .forward_sm90 import ELSEWHERE
-from .forward_sm90_fp8 import CODE as FLOAT8_CODE
+from . import forward_sm90_fp8, plans
 
 FEATURES = common.FEATURES | {"fp8"}
 KERNEL = "cuda/sm80/attn_decode.cu"
@@ -194,12 +192,7 @@ def why_not(problem: Problem) -> list[str]:
     reasons = common.why_not(problem)
     if _cannot_widen(problem):
         reasons.append(f"{problem.arch} has no instruction that widens float8 (sm_89 has)")
-    lacking = problem.features - FEATURES
-    return reasons + [
-        f"float8 with {words} is not implemented"
-        for feature, words in ELSEWHERE.items()
-        if feature in lacking
-    ]
+    return reasons + forward_sm90_fp8.lacking(problem.features - FEATURES)
 
 
 def _cannot_widen(problem: Problem) -> bool:
@@ -236,7 +229,7 @@ def _plan(
         "WARPS": tiles.warps,
     }
     if float8:
-        constants["KEY_DTYPE"] = FLOAT8_CODE
+        constants["KEY_DTYPE"] = forward_sm90_fp8.CODE
     return Plan("cuda", KERNEL, tuple(sorted(constants.items())), tuple(notes))
 
 

@@ -75,17 +75,26 @@ def plan(problem: Problem) -> Plan:
 
 def _plan(pair: tuple[int, int], kind: int, dtype: int, notes: Sequence[str] = ()) -> Plan:
     tiles = TILES[pair][kind]
+    score = GENERAL if kind == _TERMS else PLAIN
+    return plan_of(tiles, pair, dtype, score, shared_bytes(tiles, *pair), notes)
+
+
+def plan_of(
+    tiles: Tiles, pair: tuple[int, int], dtype: int, score: int, shared: int,
+    notes: Sequence[str], **more: int,
+) -> Plan:  # fmt: skip
+    """The kernel with these tiles, ``shared`` bytes, and ``more`` constants for other inputs."""
     constants = {
         "BLOCK_K": tiles.block_k,
         "DTYPE": dtype,
         "GROUPS": tiles.groups,
         "HEAD_DIM": pair[0],
         "HEAD_DIM_V": pair[1],
-        "SCORE": GENERAL if kind == _TERMS else PLAIN,
-        "SHARED_BYTES": shared_bytes(tiles, *pair),
+        "SCORE": score,
+        "SHARED_BYTES": shared,
         "STAGES": STAGES,
     }
-    return Plan("cuda", KERNEL, tuple(constants.items()), tuple(notes))
+    return Plan("cuda", KERNEL, tuple(sorted((constants | more).items())), tuple(notes))
 
 
 def all_plans() -> list[Plan]:

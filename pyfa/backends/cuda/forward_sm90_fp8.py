@@ -17,7 +17,7 @@ from ...problem import Problem
 from ..common import calls
 from ..common.calls import GENERAL, PLAIN
 from . import plans
-from .forward_sm90 import ELSEWHERE, KERNEL, ROWS, STAGES, TOLD, Tiles, runs_on
+from .forward_sm90 import ELSEWHERE, ROWS, STAGES, TOLD, Tiles, plan_of, runs_on
 
 DTYPE = "float8_e4m3fn"
 CODE = 2  # E4M3 in kernels/cuda/format.h
@@ -46,12 +46,16 @@ def why_not(problem: Problem) -> list[str]:
         reasons.append(f"float8 keys under {problem.dtype} queries are for a few rows (decode)")
     if not runs_on(problem.arch):
         reasons.append(f"{problem.arch} has no kernel for float8, which is Hopper's (sm_90a)")
-    reasons += [
+    return reasons + lacking(problem.features)
+
+
+def lacking(features: frozenset[str]) -> list[str]:
+    """Those of ``features`` that no forward here has with float8."""
+    return [
         f"float8 with {words} is not implemented"
         for feature, words in ELSEWHERE.items()
-        if feature in problem.features
+        if feature in features
     ]
-    return reasons
 
 
 def plan(problem: Problem) -> Plan:
@@ -66,19 +70,10 @@ def _plan(
     pair: tuple[int, int], dtype: int, general: bool, blocks: bool, notes: Sequence[str] = ()
 ) -> Plan:
     tiles = TILES[pair][2 if blocks else general]
-    constants = {
-        "BLOCK_K": tiles.block_k,
-        "DTYPE": dtype,
-        "GROUPS": tiles.groups,
-        "HEAD_DIM": pair[0],
-        "HEAD_DIM_V": pair[1],
-        "INPUTS": CODE,
-        "SCALES": _PER_BLOCK if blocks else _PER_HEAD,
-        "SCORE": GENERAL if general or blocks else PLAIN,
-        "SHARED_BYTES": shared_bytes(tiles, *pair),
-        "STAGES": STAGES,
-    }
-    return Plan("cuda", KERNEL, tuple(constants.items()), tuple(notes))
+    score = GENERAL if general or blocks else PLAIN
+    scales = _PER_BLOCK if blocks else _PER_HEAD
+    shared = shared_bytes(tiles, *pair)
+    return plan_of(tiles, pair, dtype, score, shared, notes, INPUTS=CODE, SCALES=scales)
 
 
 def all_plans() -> list[Plan]:

@@ -43,13 +43,12 @@ def _forward(plan: Plan, problem: Problem, shape: Shape) -> TiledKernel:
     lines = shape.seqlen_q * shape.lines
     parts = forward.parts_of(values, blocks, shape.seqlen_k, problem.device.units, lines)
     dims = values["HEAD_DIM"], values["HEAD_DIM_V"]
-    float8 = "fp8" in problem.features
-    size = 1 if float8 else 2
+    size = 16 // problem.unit
     stages = {
         "K, tiles": values["STAGES"] * keys * dims[0] * size,
         "V, tiles": values["STAGES"] * keys * dims[1] * size,
     }
-    if float8:
+    if size == 1:
         stages["V, tiles, turned"] = stages["V, tiles"]
     rest = values["SHARED_BYTES"] - sum(stages.values())
     return TiledKernel(
@@ -68,8 +67,7 @@ def _decode(plan: Plan, problem: Problem, shape: Shape) -> TiledKernel:
     blocks = -(-shape.seqlen_q * shape.group // lines) * shape.heads_k * shape.batch
     begin, end = shape.keys_seen(0, max(0, shape.seqlen_q - 1))
     dims = values["HEAD_DIM"], values["HEAD_DIM_V"]
-    size = 1 if "fp8" in problem.features else 2
-    key_bytes = size * (problem.head_dim + problem.head_dim_v)
+    key_bytes = 16 // problem.unit * (problem.head_dim + problem.head_dim_v)
     parts = decode.splits_for(blocks, end - begin, problem.device.units, key_bytes)
     return TiledKernel(
         "forward",

@@ -22,6 +22,7 @@ import triton.language as tl
 from ... import device as devices
 from ...validate_fp8 import LEAST_SCALE
 from ..base import Rounding
+from ..common.calls import with_rows
 from .common import INTERPRETED, dot
 from .kernel import Kernel, address, no_float
 from .plans import KINDS
@@ -369,15 +370,11 @@ def _ready(layout: Layout, where: torch.device) -> _Ready:
     return _Ready(scales, (programs,), run)
 
 
-def _rows_contiguous(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def quantize(xs: Sequence[torch.Tensor], how: Rounding) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """``base.Quantizing.quantize``."""
     made: list[tuple[torch.Tensor, torch.Tensor]] = []
     turned = 0 if how.signs is None else len(xs) - 1
-    for _, alike in itertools.groupby(map(_rows_contiguous, xs), lambda x: (x.shape, x.stride())):
+    for _, alike in itertools.groupby(map(with_rows, xs), lambda x: (x.shape, x.stride())):
         group = list(alike)
         few = min(turned, len(group))
         turned -= few

@@ -11,6 +11,7 @@ import torch
 from ...plan import Plan
 from ...problem import Call, are_on_16, scales_of
 from ..base import Gradients, OtherAlignment, Repeat, RepeatBackward
+from ..common.calls import with_rows
 from ..common.ready import ready_forward
 from . import plans, runtime_backward, specs
 from .common import NO_LSE
@@ -46,10 +47,6 @@ class Given(NamedTuple):
     kept: tuple[Any, ...] = ()
     scales: tuple[Any, ...] = ()
     scaled: int = 0
-
-
-def _rows_contiguous(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _ready(
@@ -141,7 +138,7 @@ class Runner:
         q, k, v = call.q, call.k, call.v
         qs, ks, vs = q.stride(), k.stride(), v.stride()
         if qs[-1] != 1 or ks[-1] != 1 or vs[-1] != 1:
-            q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
+            q, k, v = with_rows(q), with_rows(k), with_rows(v)
             qs, ks, vs = q.stride(), k.stride(), v.stride()
         left, right = call.window_left, call.window_right
         if left < 0 or left > _FAR:
