@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -25,6 +29,34 @@ def test_a_deterministic_backward(backend: str, dim: int, options: dict[str, flo
     for _ in range(100):
         again = torch.autograd.grad(out, leaves, dout, retain_graph=True)
         assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+TOO_SMALL = """
+import sys
+import torch
+import pyfa
+
+offsets = torch.tensor([0, 900, 2000], dtype=torch.int32, device="cuda")
+q, k, v = (torch.randn(2000, 4, int(sys.argv[2]), device="cuda").bfloat16() for _ in range(3))
+leaves = [x.requires_grad_() for x in (q, k, v)]
+junk = [torch.full((1 << n,), torch.nan, device="cuda") for n in range(5, 27)]
+del junk  # lies where turns are counted
+for rows, keys in ((1100, 300), (300, 1100), (64, 64)):
+    out = pyfa.attention_varlen(*leaves, offsets, offsets, rows, keys, causal=True,
+                                deterministic=True, backend=sys.argv[1])
+    torch.autograd.grad(out, leaves, torch.ones_like(out))
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_a_deterministic_backward_ends_where_a_max_seqlen_is_too_small(
+    backend: str, dim: int
+) -> None:
+    """Its blocks wait for each other, and must not wait for one that was not started."""
+    command = [sys.executable, "-c", TOO_SMALL, backend, str(dim)]
+    environment = os.environ | {"PYFA_CHECK": "0"}
+    subprocess.run(command, env=environment, timeout=120, check=True)
 
 
 @pytest.mark.parametrize("rows", [1, 130, 700])

@@ -196,6 +196,7 @@ extern "C" __global__ WORKGROUP(kThreads, BLOCKS_PER_SM) void attn_bwd(KERNEL_PA
   w.head_k = workgroup_index() / blocks % p.heads_k;
   w.batch = workgroup_index() / blocks / p.heads_k;
   Sequence s = sequence_of(p, w.batch);
+  if (p.counter) s = as_started(p, s);
   if (w.first_key >= s.keys) return;
   Seen seen = rows_seeing(p, s, w.first_key, min(w.first_key + BLOCK_K, s.keys) - 1);
   w.begin = seen.low / BLOCK_Q;

@@ -11,8 +11,8 @@
 #include "../format.h"
 
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(BLOCK_Q) ||           \
-    !defined(BLOCK_K) || !defined(DETERMINISTIC) || !defined(GROUPS) || !defined(OVERLAP) ||        \
-    !defined(ROLES) || !defined(SHARED_BYTES)
+    !defined(BLOCK_K) || !defined(DETERMINISTIC) || !defined(FLOAT_WEIGHTS) || !defined(GROUPS) ||  \
+    !defined(OVERLAP) || !defined(ROLES) || !defined(SHARED_BYTES)
 #error "the plan defines all of these"
 #endif
 #include "bwd_load.h"
@@ -37,6 +37,7 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd(
   Shared shared = shared_address(memory);
   Owned own = owned_keys(p);
   Sequence s = sequence_of(p, own.batch);
+  if (DETERMINISTIC) s = as_started(p, s);
   if (own.first_key >= s.keys) return;
   Seen seen = rows_seeing(p, s, own.first_key, min(own.first_key + BLOCK_K, s.keys) - 1);
   Work w;

@@ -53,19 +53,21 @@ DEVICE void multiply_keys(float (&d)[n], Shared keys, Shared ds) {
     wgmma<DTYPE, true, false>(d, a + Panel::step_down(i), b + Panel::step_along(i, kQPanel), i > 0);
 }
 
-// P^T from S^T, in 16 bits.
-DEVICE void make_weights(Packed &weights, const float (&s)[kScores], float scale,
-                         const States &minus_lse) {
+// Exponents of P^T from S^T, in its place.
+DEVICE void make_exponents(float (&s)[kScores], float scale, const States &minus_lse) {
 #pragma unroll
-  for (int j = 0; j < kScores / 4; ++j) {
-    float x[4];
+  for (int i = 0; i < kScores; ++i)
+    s[i] = __builtin_fmaf(s[i], scale, minus_lse[i / 8][i / 4 % 2 * 2 + i % 2]);
+}
+DEVICE void round_to(Packed &to, const float (&x)[kScores]) {
 #pragma unroll
-    for (int r = 0; r < 4; ++r)
-      x[r] = exp2(__builtin_fmaf(s[4 * j + r], scale, minus_lse[j / 2][j % 2 * 2 + r % 2]));
+  for (int i = 0; i < kScores / 2; ++i)
+    to[i / 4][i % 4] = Format<DTYPE>::nearest(x[2 * i], x[2 * i + 1]);
+}
+// P^T from its exponents, in their place.
+DEVICE void make_weights(float (&x)[kScores]) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
-      weights[j / 2][j % 2 * 2 + h] = Format<DTYPE>::nearest(x[2 * h], x[2 * h + 1]);
-  }
+  for (int i = 0; i < kScores; ++i) x[i] = exp2(x[i]);
 }
 // dS^T from dP^T and P^T, of slice i. P in 32 bits would not fit the registers beside what is under way.
 DEVICE void make_differences(unsigned (&ds)[4], const float (&dp)[kScores], int i,
@@ -97,10 +99,16 @@ DEVICE Sequence counted_from(const Owned &own, Sequence s) {
   s.rows = 0x3fffffff;
   return s;
 }
-// 0 for what is not seen, of the lane's keys number `key` and `key` + 8 and rows from `row` on. A bit a row
-// says what is seen; the sign of a byte of each of two words, for two neighbouring rows, is spread over
-// 16 bits. 2 instructions a register, where comparing takes 10.
-DEVICE void hide(const Params &p, const Sequence &s, int key, int row, Packed &weights) {
+// By bits: `x` where they are 1, which may be NaN where they are 0.
+DEVICE float chosen(unsigned bits, float x, float otherwise) {
+  return __uint_as_float((__float_as_uint(x) & bits) | (__float_as_uint(otherwise) & ~bits));
+}
+// P's 0, or its exponents' -infinity, for what is not seen, of the lane's keys number `key` and `key` + 8 and
+// rows from `row` on. A bit a row says what is seen; the sign of a byte of each of two words, for two
+// neighbouring rows, is spread over 16 bits, or of one over 32. 2 instructions a register, where comparing
+// takes 10.
+template <class Values>
+DEVICE void hide(const Params &p, const Sequence &s, int key, int row, Values &x) {
   Mask mask = mask_of(p, s);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -110,11 +118,20 @@ DEVICE void hide(const Params &p, const Sequence &s, int key, int row, Packed &w
       unsigned seen = bits_between(range.first - 8 * j, range.last - 8 * j);
 #pragma unroll
       for (int i = 0; i < 4 && j + i < kScores / 4; ++i) {
-        unsigned both;
-        asm("prmt.b32 %0, %1, %2, %3;"
-            : "=r"(both)
-            : "r"(seen << 7), "r"(seen << 6), "r"(0xcc88 + 0x1111 * i));
-        weights[(j + i) / 2][(j + i) % 2 * 2 + h] &= both;
+        auto spread = [&](unsigned signs) {
+          unsigned bits;
+          asm("prmt.b32 %0, %1, %2, %3;"
+              : "=r"(bits)
+              : "r"(seen << 7), "r"(seen << 6), "r"(signs + 0x1111 * i));
+          return bits;
+        };
+        if constexpr (sizeof(Values) == sizeof(Packed)) {
+          x[(j + i) / 2][(j + i) % 2 * 2 + h] &= spread(0xcc88);
+        } else {
+          float *two = x + 4 * (j + i) + 2 * h;
+          two[0] = chosen(spread(0x8888), two[0], -INFINITY_F);
+          two[1] = chosen(spread(0xcccc), two[1], -INFINITY_F);
+        }
       }
     }
   }
@@ -268,7 +285,9 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
       if (!kStatesEarly) load_states(states, my_states + place_of(step) * kStates);
       wgmma_wait<1>();  // S
       hold(scores);
-      make_weights(weights, scores, scale, states);
+      make_exponents(scores, scale, states);
+      make_weights(scores);
+      round_to(weights, scores);
       if (first < w.all_low || first + BLOCK_Q > w.all_high)
         hide(p, s, warp * 16 + lane_index() / 4, first + column, weights);
       if (step == 0) mbarrier_wait(at(kVFull), 0);

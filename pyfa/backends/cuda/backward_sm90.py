@@ -17,13 +17,14 @@ class Tiles(NamedTuple):
     for the same 64 with a role each (``roles``).
 
     ``overlap``, of roles: a tile's scores are asked for while the last one's gradient is under way,
-    as they always are without roles.
+    as they always are without roles. ``float_weights``, of roles: P is handed over in float32.
     """
 
     groups: int
     block_q: int
     overlap: bool = True
     roles: bool = False
+    float_weights: bool = False
 
     @property
     def block_k(self) -> int:
@@ -37,7 +38,7 @@ def shared_bytes(tiles: Tiles, head_dim: int, head_dim_v: int) -> int:
     states = -(-rows * 4 // 128) * 128
     stage = rows * (head_dim + head_dim_v) * 2 + 2 * states
     ds = keys // GROUP_KEYS * rows * PANEL_BYTES
-    handed = GROUP_KEYS * rows * 2 if tiles.roles else rows * head_dim * 4
+    handed = rows * (GROUP_KEYS * (2 + 2 * tiles.float_weights) if tiles.roles else head_dim * 4)
     return keys * (head_dim + head_dim_v) * 2 + STAGES * stage + 2 * ds + handed + 256
 
 
@@ -47,7 +48,7 @@ TILES: dict[tuple[int, int], Tiles] = {
     (128, 128): Tiles(2, 64),
     (192, 128): Tiles(2, 64, roles=True),
     (192, 192): Tiles(2, 64, roles=True),
-    (256, 256): Tiles(2, 64, overlap=False, roles=True),
+    (256, 256): Tiles(2, 64, overlap=False, roles=True, float_weights=True),
 }
 
 
@@ -58,6 +59,7 @@ def plan_of(pair: tuple[int, int], dtype: int, deterministic: bool) -> Plan:
         "BLOCK_Q": tiles.block_q,
         "DETERMINISTIC": int(deterministic),
         "DTYPE": dtype,
+        "FLOAT_WEIGHTS": int(tiles.float_weights),
         "GROUPS": tiles.groups,
         "HEAD_DIM": pair[0],
         "HEAD_DIM_V": pair[1],
