@@ -46,14 +46,6 @@ DEVICE Sequence sequence_of(const Params &p, int batch) {
   return s;
 }
 
-// What of a sequence there are blocks for, where a max_seqlen is smaller than it: who waits for others
-// waits only for blocks that there are.
-DEVICE Sequence as_started(const Params &p, Sequence s) {
-  s.rows = min(s.rows, p.seqlen_q);
-  s.keys = min(s.keys, p.seqlen_k);
-  return s;
-}
-
 // The line that a part of the keys has for a row of one head in partial_out and partial_lse.
 DEVICE long long part_line(const Params &p, const Sequence &s, int row, int head, int part) {
   long long place = s.row0 + row;

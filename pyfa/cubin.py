@@ -16,12 +16,14 @@ from .errors import CodeObjectError
 EM_CUDA = 190
 _REGISTERS, _FRAME = 0x2F, 0x11  # EIATTR_…, each a symbol's index and a number
 _HAS_SIZE = 0x04  # EIFMT_SVAL: the 16 bits behind the attribute are its size
+# From sm_90 on a kernel's shared memory begins with what the system keeps, and this symbol is there.
+_SYSTEMS, _SYSTEMS_BYTES = ".nv.reservedSmem.offset0", 1024
 
 
 @dataclass(frozen=True)
 class Cubin:
     """One kernel. ``stack_bytes``: local memory of a thread, where spills and indexed arrays go.
-    ``shared_bytes``: the static part, without what a launch adds."""
+    ``shared_bytes``: the static part, without what a launch adds and the system keeps."""
 
     name: str
     registers: int
@@ -50,11 +52,14 @@ def parse(data: bytes) -> Cubin:
             for attribute, index, number in _attributes(sections[".nv.info"].data())
         }
         shared = sections.get(f".nv.shared.{name}")
+        static = shared["sh_size"] if shared is not None else 0
+        if static and any(symbol.name == _SYSTEMS for symbol in symbols):
+            static -= _SYSTEMS_BYTES
         return Cubin(
             name,
             numbers[_REGISTERS, name],
             numbers[_FRAME, name],
-            shared["sh_size"] if shared is not None else 0,
+            static,
             sections[f".text.{name}"]["sh_size"],
         )
     except (ELFError, struct.error, LookupError, ValueError, TypeError, AttributeError) as error:

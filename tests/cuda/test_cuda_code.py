@@ -51,8 +51,9 @@ def test_resources(arch: str) -> None:
     assert found == []
 
 
-def test_a_cubin_tells_local_and_shared_memory() -> None:
-    data, report = runtime_compiler.compile_cuda(INDEXED, arch="sm_80")
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+def test_a_cubin_tells_local_and_shared_memory(arch: str) -> None:
+    data, report = runtime_compiler.compile_cuda(INDEXED, arch=arch)
     kernel = cubin.parse(data)
     assert (kernel.name, kernel.stack_bytes, kernel.shared_bytes) == ("indexed", 256, 400)
     assert runtime_compiler.spills(report) == (256, 0)

@@ -60,7 +60,8 @@ DEVICE void wait_for_turn(const Params &p, const Work &w, const Cursor &at) {
   int first = at.tile * BLOCK_Q;
   int before = w.first_key / BLOCK_K -
                keys_seen(p, s, first, min(first + BLOCK_Q, s.rows) - 1).low / BLOCK_K;
-  if (thread_index() == 0) {
+  // Beyond a max_seqlen_q that is too small nobody has set the count to 0.
+  if (thread_index() == 0 && first < p.seqlen_q) {
     int turn;
     do asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(turn) : "l"(turn_of(p, s, at)) : "memory");
     while (turn != before);
@@ -196,7 +197,6 @@ extern "C" __global__ WORKGROUP(kThreads, BLOCKS_PER_SM) void attn_bwd(KERNEL_PA
   w.head_k = workgroup_index() / blocks % p.heads_k;
   w.batch = workgroup_index() / blocks / p.heads_k;
   Sequence s = sequence_of(p, w.batch);
-  if (p.counter) s = as_started(p, s);
   if (w.first_key >= s.keys) return;
   Seen seen = rows_seeing(p, s, w.first_key, min(w.first_key + BLOCK_K, s.keys) - 1);
   w.begin = seen.low / BLOCK_Q;

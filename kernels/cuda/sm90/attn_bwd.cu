@@ -12,19 +12,19 @@
 
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(BLOCK_Q) ||           \
     !defined(BLOCK_K) || !defined(DETERMINISTIC) || !defined(FLOAT_WEIGHTS) || !defined(GROUPS) ||  \
-    !defined(OVERLAP) || !defined(ROLES) || !defined(SHARED_BYTES)
+    !defined(ONE_SENDER) || !defined(OVERLAP) || !defined(ROLES) || !defined(SHARED_BYTES)
 #error "the plan defines all of these"
 #endif
 #include "bwd_load.h"
-#include "bwd_turn.h"
+#include "bwd_send.h"
 #include "bwd_wide.h"
 
 DEVICE void init_barriers(Shared shared) {
   for (int i = 0; i < kBarrierCount; ++i) {
     bool full = i == kKFull || i == kVFull || (i >= kQFull && i < kQEmpty) ||
                 (i >= kDoutFull && i < kDoutEmpty);
-    mbarrier_init(mbarrier_at(shared, i),
-                  full ? 2 : i < kQFull || (ROLES ? i == kTurn : i >= kStagedEmpty) ? 1 : kConsumers * 4);
+    bool one = i < kQFull || (i >= kStagedEmpty && !(ROLES && i == kAdded));
+    mbarrier_init(mbarrier_at(shared, i), full ? 2 : one ? 1 : kConsumers * 4);
   }
   fence_mbarrier_init();
 }
@@ -37,7 +37,10 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd(
   Shared shared = shared_address(memory);
   Owned own = owned_keys(p);
   Sequence s = sequence_of(p, own.batch);
-  if (DETERMINISTIC) s = as_started(p, s);
+  if (DETERMINISTIC) {  // nobody waits for blocks that a max_seqlen, too small, did not start
+    s.rows = min(s.rows, p.seqlen_q);
+    s.keys = min(s.keys, p.seqlen_k);
+  }
   if (own.first_key >= s.keys) return;
   Seen seen = rows_seeing(p, s, own.first_key, min(own.first_key + BLOCK_K, s.keys) - 1);
   Work w;
@@ -67,6 +70,7 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd(
     if (warp == 0 && elect_one()) ask_for_tiles(mapped, own, w, s, shared);
     if (warp == 1) bring_states<true>(p, own, w, s, shared);
     if (warp == 2) bring_states<false>(p, own, w, s, shared);
-    if (DETERMINISTIC && warp == 3 && elect_one()) take_turns(p, own, w, s, shared);
+    if (ONE_SENDER && warp == 3 && elect_one()) send_tiles(p, own, w, s, shared);
+    if (ROLES && DETERMINISTIC && warp == 3 && elect_one()) take_turns(p, own, w, s, shared);
   }
 }

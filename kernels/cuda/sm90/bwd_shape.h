@@ -24,6 +24,9 @@ typedef Operand<64> Panel;
 constexpr int kDqPartsD = HEAD_DIM / 64 < kConsumers ? HEAD_DIM / 64 : kConsumers;
 constexpr int kDqRows = BLOCK_Q * kDqPartsD / kConsumers;
 constexpr int kStagedBytes = 16 * kDqRows * 4;
+// Where one thread sends them for all, the whole tile lies there as in memory, in one of two places: one is
+// staged while the other is sent or waits for its turn.
+constexpr int kStagedTile = kConsumers * 4 * kStagedBytes, kStagedTiles = ONE_SENDER ? 2 : 1;
 
 // Shared memory. The states of a tile: -LSE with its Q, -delta with its dO.
 constexpr int kStates = (BLOCK_Q * 4 + 127) / 128 * 128;
@@ -39,7 +42,7 @@ constexpr int kWeights = kDs + 2 * kDsBytes;  // with ROLES, P^T as threads hold
 constexpr int kMinusLse = kWeights + (ROLES ? 64 * BLOCK_Q * (FLOAT_WEIGHTS ? 4 : 2) : 0);
 constexpr int kMinusDelta = kMinusLse + kStages * kStates;
 constexpr int kStaged = kMinusDelta + kStages * kStates;
-constexpr int kBarriers = kStaged + (ROLES ? 0 : kConsumers * 4 * kStagedBytes);
+constexpr int kBarriers = kStaged + (ROLES ? 0 : kStagedTiles * kStagedTile);
 static_assert(kBarriers + 256 == SHARED_BYTES, "as the plan says");
 
 // Where the float of a row lies among those of its tile: the four of a slice of 16 that a lane needs (of
@@ -55,10 +58,9 @@ enum Barrier {
   kQFull = kDoutLanded + kStages, kQEmpty = kQFull + kStages,
   kDoutFull = kQEmpty + kStages, kDoutEmpty = kDoutFull + kStages,
   kDsFull = kDoutEmpty + kStages,  // dS of all keys is written; wide heads have kConsumersMeet for it
-  // Where blocks add to dQ in turn: the turn has come, one arrival, and all has been added; or, but for
-  // wide heads, what a warp has staged was read, one arrival.
-  kTurn = kDsFull + kStages, kAdded = kTurn + 1, kStagedEmpty = kTurn,
-  kBarrierCount = kTurn + (ROLES ? 2 : kConsumers * 4)
+  kStagedEmpty = kDsFull + kStages,         // with ONE_SENDER, of each place: one arrival
+  kTurn = kStagedEmpty, kAdded = kTurn + 1,  // wide heads in turn: it has come, one arrival; all has been added
+  kBarrierCount = kTurn + (ONE_SENDER || ROLES ? 2 : 0)
 };
 static_assert(kBarrierCount * 8 <= 256, "what is set aside for them");
 DEVICE Shared mbarrier_at(Shared shared, int number) { return shared + kBarriers + number * 8; }
@@ -69,17 +71,19 @@ constexpr int kWeightsWritten = 2;  // with ROLES
 constexpr int kGroupMeets = 3;      // and on, of each consumer warpgroup
 
 // The keys that a block owns. Where blocks add to dQ in turn, the last keys of a head come first, and heads
-// several at a time, so that of the blocks that run together few are of one head and wait for each other. With
-// a causal mask these are at different rows, which all should stay in the L2: 24 MB of it, of 50.
+// several at a time, so that of the blocks that run together few are of one head and wait for each other. But
+// then fewer read the same rows at a time: without a mask, 4 heads of 4k rows or more are best, 16 of 1k. With
+// a causal mask blocks of a head are at different rows, which all should stay in the L2: 24 MB of it, of 50.
 constexpr int kMostTogether = 16;
 struct Owned {
   int batch, head_k, first_key;
 };
 DEVICE int heads_together(const Params &p) {
   constexpr int kRow = 2 * (HEAD_DIM + HEAD_DIM_V) + 4 * HEAD_DIM;  // of q, dout and dq_accum
-  if (p.window_left < 0 && p.window_right < 0) return kMostTogether;
-  long long head = (long long)p.seqlen_q * (p.heads_q / p.heads_k) * kRow;
-  return max(1, (int)min((long long)kMostTogether, (24 << 20) / max(head, 1ll)));
+  long long rows = max((long long)p.seqlen_q * (p.heads_q / p.heads_k), 1ll);
+  bool masked = p.window_left >= 0 || p.window_right >= 0;
+  long long heads = masked ? max(1ll, (24 << 20) / kRow / rows) : max(4ll, (16 << 10) / rows);
+  return (int)min((long long)kMostTogether, heads);
 }
 DEVICE Owned owned_keys(const Params &p) {
   int id = workgroup_index();

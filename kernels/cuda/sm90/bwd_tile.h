@@ -2,7 +2,7 @@
 #pragma once
 #include "bwd_shape.h"
 #include "../bwd_mask.h"
-#include "bwd_turn.h"
+#include "bwd_send.h"
 #include "../../common/row_sums.h"
 
 constexpr int kScores = BLOCK_Q / 2;   // registers of 64 keys x BLOCK_Q rows in float32
@@ -220,7 +220,7 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
     int part_d = group % kDqPartsD, part_rows = group / kDqPartsD;
     Shared dq_keys = shared + kK + part_d * kKPanel;
     Shared dq_ds = shared + kDs + part_rows * kDqRows * kRowBytes;
-    Shared staged = shared + kStaged + warp * kStagedBytes;
+    Shared staged = shared + kStaged + (ONE_SENDER ? dq_place(warp) * 4 : warp * kStagedBytes);
     float *dq_to = (float *)p.dq_accum + q_tile(p, sequence_of(p, own.batch), 0, 0) * kQTile + dq_place(warp);
 
     // dQ of the tile before `step`, which at first is of what happens to lie there and goes nowhere.
@@ -232,20 +232,21 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
     // Of the tile before `step`, once the last one's was read.
     auto stage_dq = [&](const float(&dq)[kDqSums], int step) {
       if (lane_index() == 0) {
-        if (DETERMINISTIC)
-          mbarrier_wait(at(kStagedEmpty + warp), step & 1);
+        if (ONE_SENDER)
+          mbarrier_wait(at(kStagedEmpty + place_of(step + 1)), phase_of(step + 1));
         else
           bulk_wait_group_read<0>();
       }
       __syncwarp();
+      Shared to = staged + place_of(step + 1) % kStagedTiles * kStagedTile + lane_index() * 16;
 #pragma unroll
       for (int j = 0; j < kDqSums / 4; ++j)
-        store_shared(staged + j * 512 + lane_index() * 16,
+        store_shared(to + j * 512,
                      Quad{__float_as_uint(dq[4 * j]), __float_as_uint(dq[4 * j + 1]),
                           __float_as_uint(dq[4 * j + 2]), __float_as_uint(dq[4 * j + 3])});
     };
     auto send_dq = [&](const Cursor &tile) {
-      if (DETERMINISTIC) return;
+      if (ONE_SENDER) return;
       float *to = dq_to + ((long long)tile.tile * p.heads_q + tile.head) * kQTile;
       auto add = [&] {
         bulk_reduce_add(to, staged, kStagedBytes);
@@ -333,7 +334,7 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
     fence_proxy_async();
     __syncwarp();
     send_dq(before);
-    if (DETERMINISTIC && lane_index() == 0) mbarrier_arrive(at(kDsFull + place_of(w.steps)));
+    if (ONE_SENDER && lane_index() == 0) mbarrier_arrive(at(kDsFull + place_of(w.steps)));
     bar_sync(kConsumersMeet, kConsumerThreads);  // K was read
     if (lane_index() == 0) bulk_wait_group<0>();
   }

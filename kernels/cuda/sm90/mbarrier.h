@@ -34,6 +34,18 @@ DEVICE bool mbarrier_try_wait(Shared at, unsigned parity) {
       : "memory");
   return done;
 }
+// The same, without waiting.
+DEVICE bool mbarrier_test_wait(Shared at, unsigned parity) {
+  unsigned done;
+  asm volatile(
+      "{.reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;}"
+      : "=r"(done)
+      : "r"(at), "r"(parity)
+      : "memory");
+  return done;
+}
 DEVICE void mbarrier_wait(Shared at, unsigned parity) {
   while (!mbarrier_try_wait(at, parity)) {
   }

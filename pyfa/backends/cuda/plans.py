@@ -125,12 +125,10 @@ def blocks_per_sm(plan: Plan, arch: str, registers: int, shared: int) -> int:
     """Blocks that fit on an SM together, by registers, shared memory and warps.
 
     Registers are given out to warps in steps of 256, shared memory in steps of 128 bytes with 1 KiB
-    of each block's for the system, which cubins from sm_90 on count where they count any. Source:
-    CUDA's occupancy calculator, compute capability 8.x.
+    of each block's for the system. Source: CUDA's occupancy calculator, compute capability 8.x.
     """
     limits, warps = limits_of(arch), threads_of(plan) // 32
     per_warp = -(-registers * 32 // 256) * 256
     by_registers = limits.register_bytes // 4 // per_warp // warps
-    whole = max(shared, 1024) if _number(arch) >= 90 else shared + 1024
-    by_shared = limits.shared_bytes // (-(-whole // 128) * 128)
+    by_shared = limits.shared_bytes // (-(-(shared + 1024) // 128) * 128)
     return min(by_registers, by_shared, limits.waves // warps)
