@@ -16,7 +16,7 @@ from .errors import CodeObjectError
 EM_CUDA = 190
 _REGISTERS, _FRAME = 0x2F, 0x11  # EIATTR_…, each a symbol's index and a number
 _HAS_SIZE = 0x04  # EIFMT_SVAL: the 16 bits behind the attribute are its size
-# From sm_90 on a kernel's shared memory begins with what the system keeps, and this symbol is there.
+# From sm_90 on a kernel's shared memory begins with the system's part, and this symbol is there.
 _SYSTEMS, _SYSTEMS_BYTES = ".nv.reservedSmem.offset0", 1024
 
 

@@ -147,8 +147,6 @@ def kvcache(
     longest_k = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
     validate_cache.check_room(used, 0 if k is None else k.shape[1], longest_k)
     rotary = begin = None
-    if rotary_cos is not None:
-        validate_cache.rotates(q if k is None else k, "q" if k is None else "k")
     if not (rotary_cos is rotary_sin is rotary_seqlens is None):
         cos, sin = validate_cache.rotary(
             q, rotary_cos, rotary_sin, rotary_seqlens, batch, longest_k

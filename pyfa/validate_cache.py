@@ -121,12 +121,6 @@ def rotary(
     return cos.resolve_neg(), sin.resolve_neg()  # kernels go by the address
 
 
-def rotates(x: torch.Tensor, name: str) -> None:
-    """``x``, which rotary would turn: float8 has been scaled and rounded for good."""
-    if isinstance(x, torch.Tensor) and x.itemsize == 1:
-        wrong(name, "16 bits or more with rotary (turn it, then quantize)", x)
-
-
 def check_positions(start: torch.Tensor, rows: int | torch.Tensor, cos: torch.Tensor) -> None:
     """``ValueError`` where one of each sequence's ``rows`` positions from ``start`` on, where the
     CPU can see them, has no row in the rotary tables."""

@@ -9,6 +9,7 @@ import torch
 
 import pyfa
 from pyfa import reference, request
+from pyfa.compat.rotary import apply_rotary_emb
 from pyfa.problem import rows_per_scale
 
 FORMATS = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
@@ -186,11 +187,39 @@ def test_a_gradient_is_refused() -> None:
         assert pyfa.attention(half, k, v).shape == (2, 40, 4, 48)
 
 
-def test_rotary_is_for_what_is_not_yet_rounded() -> None:
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_rounds_again(interleaved: bool, dtype: torch.dtype) -> None:
+    """Queries and new keys are turned in float32; what becomes too large becomes the largest."""
+    q, k, v = inputs(dtype)
+    most = torch.finfo(dtype).max
+    q[0, 0, 0, :16] = most
+    angle = torch.linspace(0, 3, 80 * 8).reshape(80, 8)
+    turn = (angle.cos(), angle.sin())
+    where = {"cache_seqlens": torch.tensor([3, 60], dtype=torch.int32), "causal": True}
+    options = {"rotary_cos": turn[0], "rotary_sin": turn[1], "rotary_interleaved": interleaved}
+    cache = k.clone(), v.clone()
+    new = k[:, 5:9].clone(), v[:, 5:9].clone()
+    out = pyfa.attention_kvcache(q[:, :4], *cache, k=new[0], v=new[1], **options, **where)
+
+    def turned(x: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+        there = apply_rotary_emb(x.float(), *turn, interleaved, start)
+        return there.clamp(-most, most).to(x.dtype)
+
+    start = where["cache_seqlens"]
+    theirs = k.clone(), v.clone()
+    wanted = pyfa.attention_kvcache(
+        turned(q[:, :4], start), *theirs, k=turned(new[0], start), v=new[1], **where
+    )
+    assert torch.equal(out, wanted)
+    for x, y in zip(cache, theirs, strict=True):
+        assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+    assert out.isfinite().all()
+
+
+def test_a_cache_takes_its_own_dtype() -> None:
     q, k, v = inputs()
     tables = {name: torch.ones(80, 8) for name in ("rotary_cos", "rotary_sin")}
-    with pytest.raises(ValueError, match=r"^q: expected 16 bits or more with rotary"):
-        pyfa.attention_kvcache(q, k, v, **tables)
     with pytest.raises(ValueError, match=r"^k: expected the cache's dtype torch.float8_e4m3fn"):
         pyfa.attention_kvcache(
             q.half(), k, v, k=k[:, :1].half(), v=v[:, :1].half(), cache_seqlens=3

@@ -7,7 +7,7 @@ pyfa takes beyond it stays, as in ``fa2``. Conventions of its own: ``return_attn
 ``return_softmax_lse`` give the LSE, float32, natural logarithm, −inf for a row that sees nothing;
 ``flash_attn_with_kvcache`` gives no gradient; descales, (B, Hk) float32 or (1,), belong to float8
 inputs, whose output is bfloat16, and are not read for others. Float8 keys may also meet 16-bit
-queries.
+queries. Float8 has no gradient, which is said by a ``NotImplementedError`` in backward.
 
 Taken and not needed: ``num_splits`` but for the cache, ``pack_gqa``, ``sm_margin`` and
 ``scheduler_metadata`` steer its kernels' scheduling, which is the plan's business here. Refused
@@ -17,6 +17,7 @@ with a ``NotImplementedError``: ``qv`` and ``attention_chunk``. Wrong arguments 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,12 +74,12 @@ def flash_attn_func(
     backend can run it.
     """
     _refuse(qv, attention_chunk)
-    return api.attention(
-        q, k, v, deterministic=deterministic, return_lse=return_attn_probs,
-        **_shared(
-            q, k, softmax_scale, causal, q_descale, k_descale, v_descale, window_size, softcap
-        ),
-    )  # fmt: skip
+    shared = _shared(
+        q, k, softmax_scale, causal, q_descale, k_descale, v_descale, window_size, softcap
+    )
+    return _attend(
+        api.attention, q, k, v, deterministic=deterministic, return_lse=return_attn_probs, **shared
+    )
 
 
 @_in_their_words
@@ -148,13 +149,13 @@ def flash_attn_varlen_func(
     Returns out (total_q, H, Dv); the LSE is (H, total_q). Raises the same.
     """
     _refuse(qv, attention_chunk)
-    return api.attention_varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, length(max_seqlen_q), length(max_seqlen_k),
-        seqused_q=seqused_q, seqused_k=seqused_k, deterministic=deterministic,
-        return_lse=return_attn_probs,
-        **_shared(
-            q, k, softmax_scale, causal, q_descale, k_descale, v_descale, window_size, softcap
-        ),
+    shared = _shared(
+        q, k, softmax_scale, causal, q_descale, k_descale, v_descale, window_size, softcap
+    )
+    return _attend(
+        api.attention_varlen, q, k, v, cu_seqlens_q, cu_seqlens_k, length(max_seqlen_q),
+        length(max_seqlen_k), seqused_q=seqused_q, seqused_k=seqused_k, deterministic=deterministic,
+        return_lse=return_attn_probs, **shared,
     )  # fmt: skip
 
 
@@ -291,6 +292,35 @@ def _refuse(qv: torch.Tensor | None, attention_chunk: int) -> None:
     refuse("qv", qv, "a second product of queries with V (latent attention) is not implemented")
     why = "attention inside chunks is not implemented; a causal mask and window_size are"
     refuse("attention_chunk", attention_chunk or None, why)
+
+
+class _NoGradient(torch.autograd.Function):
+    """``out`` of float8 tensors of which some want a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise NotImplementedError("float8 attention has no gradient")
+
+
+def _attend(
+    function: Callable[..., Result],
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any,
+) -> Result:  # fmt: skip
+    """``function``, which refuses float8 tensors that want a gradient, where theirs attends."""
+    inputs = (q, k, v)
+    tensors = all(isinstance(x, torch.Tensor) for x in inputs)
+    wanted = tensors and torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    if not wanted or all(x.itemsize > 1 for x in inputs):
+        return function(*inputs, *args, **options)
+    with torch.no_grad():
+        result = function(*inputs, *args, **options)
+    several = result if isinstance(result, tuple) else (result,)
+    found = tuple(_NoGradient.apply(x, *inputs) for x in several)  # type: ignore[no-untyped-call]
+    return found if isinstance(result, tuple) else found[0]
 
 
 def _shared(

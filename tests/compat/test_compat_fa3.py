@@ -326,6 +326,22 @@ def test_float8_is_scaled_by_sequence_and_key_head() -> None:
     assert torch.equal(cached[:1], out[:1, :1])
 
 
+def test_float8_says_in_backward_that_it_has_no_gradient() -> None:
+    leaves = [torch.randn(2, 9, 2, 16).to(torch.float8_e4m3fn).requires_grad_() for _ in range(3)]
+    q, k, v = (x.detach() for x in leaves)
+    out, lse = fa3.flash_attn_func(*leaves, causal=True, return_attn_probs=True)
+    assert torch.equal(out, fa3.flash_attn_func(q, k, v, causal=True))
+    offsets = ints(0, 9, 18)
+    packed = [x.flatten(0, 1) for x in leaves]
+    of_packed = fa3.flash_attn_varlen_func(*packed, offsets, offsets, 9, 9, causal=True)
+    assert torch.equal(of_packed, out.flatten(0, 1))
+    for x in (out, lse, of_packed):
+        with pytest.raises(NotImplementedError, match="float8 attention has no gradient"):
+            x.float().sum().backward()
+    with torch.no_grad():
+        assert not fa3.flash_attn_func(*leaves).requires_grad
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

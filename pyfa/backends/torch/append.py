@@ -37,6 +37,8 @@ def append_kv(
         place = sequence if cache_batch_idx is None else cache_batch_idx.long()[:, None]
     fits = (begin < capacity)[..., None, None]
     for cache, new in ((k_cache, k), (v_cache, v)):
+        if cache.itemsize == 1:  # PyTorch does not index all of float8's formats everywhere
+            cache, new = cache.view(torch.uint8), new.view(torch.uint8)
         cache[place, position] = torch.where(fits, new[sequence, row], cache[place, position])
 
 
@@ -49,7 +51,8 @@ def rotary(
 ) -> torch.Tensor:
     """x (…, heads, D) with the first 2·R elements of each head rotated by ``positions`` (…).
 
-    cos and sin are (max_position, R). Computed in float32. Source: Su et al. 2021, "RoFormer".
+    cos and sin are (max_position, R). Computed in float32; float8 is rounded again, to at most its
+    largest number. Source: Su et al. 2021, "RoFormer".
     """
     half = cos.shape[-1]
     c, s = (table.float()[positions.long()][..., None, :] for table in (cos, sin))
@@ -62,6 +65,12 @@ def rotary(
     else:
         first, second = head[..., :half], head[..., half:]
         to_first, to_second = turned[..., :half], turned[..., half:]
-    to_first.copy_(first * c - second * s)
-    to_second.copy_(first * s + second * c)
+    for to, values in (
+        (to_first, first * c - second * s),
+        (to_second, first * s + second * c),
+    ):
+        if x.itemsize == 1:
+            most = torch.finfo(x.dtype).max
+            values.clamp_(-most, most)
+        to.copy_(values)
     return out
