@@ -270,7 +270,7 @@ def main() -> int:
         if time.monotonic() > until + LAST_CASE:
             for process in processes:
                 process.terminate()
-    lost = [index for index, process in enumerate(processes) if process.exitcode]
+    lost = {index: process.exitcode for index, process in enumerate(processes) if process.exitcode}
     counts = collections.Counter(status for _, status, _, _ in results)
     by_test = collections.Counter(name.split("[")[0] for name, status, _, _ in results
                                   if status == "passed")  # fmt: skip
@@ -280,7 +280,7 @@ def main() -> int:
     left, seconds = len(drawn) - len(results), time.monotonic() - begin
     print(f"{dict(counts)} of {len(drawn)}, {left} not run, in {seconds:.0f} s")
     if lost:
-        print(f"workers that ended early, with cases of theirs not run: {lost}")
+        print(f"workers that ended with a status: {lost}")
     report = {
         "backend": options.backend,
         "counts": dict(counts),
