@@ -248,8 +248,9 @@ def attention_kvcache(
     share the first position, as in flash-attention. ``rotary_interleaved`` pairs elements 2i and
     2i+1 (GPT-J), otherwise i and i+R (GPT-NeoX). ``num_splits``: 0 lets the plan choose.
 
-    A float8 cache takes new keys of float8, rounded with the scales of their place, and no rotary
-    for these; ``descale`` per block of rows is of the cache's own rows or pages.
+    A float8 cache takes new keys of float8, rounded with the scales of their place. Rotary turns
+    float8 in float32 and rounds it again, to at most the format's largest number. ``descale`` per
+    block of rows is of the cache's own rows or pages.
 
     No dropout and no gradient: ``ValueError`` where an input requires one. The rest as
     ``attention``. Lengths and pages outside the cache raise ``ValueError`` on the CPU always, on a

@@ -7,7 +7,8 @@ pyfa takes beyond it stays, as in ``fa2``. Conventions of its own: ``return_attn
 ``return_softmax_lse`` give the LSE, float32, natural logarithm, −inf for a row that sees nothing;
 ``flash_attn_with_kvcache`` gives no gradient; descales, (B, Hk) float32 or (1,), belong to float8
 inputs, whose output is bfloat16, and are not read for others. Float8 keys may also meet 16-bit
-queries. Float8 has no gradient, which is said by a ``NotImplementedError`` in backward.
+queries. Float8 has no gradient, which is said by a ``NotImplementedError`` in backward; under
+``torch.compile(fullgraph=True)`` its inputs must not want one.
 
 Taken and not needed: ``num_splits`` but for the cache, ``pack_gqa``, ``sm_margin`` and
 ``scheduler_metadata`` steer its kernels' scheduling, which is the plan's business here. Refused
@@ -295,11 +296,12 @@ def _refuse(qv: torch.Tensor | None, attention_chunk: int) -> None:
 
 
 class _NoGradient(torch.autograd.Function):
-    """``out`` of float8 tensors of which some want a gradient."""
+    """``out`` of float8 attention, where one of its inputs wants a gradient."""
 
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-        return out.view_as(out)
+        ctx.mark_dirty(out)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -311,16 +313,17 @@ def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any,
 ) -> Result:  # fmt: skip
     """``function``, which refuses float8 tensors that want a gradient, where theirs attends."""
-    inputs = (q, k, v)
-    tensors = all(isinstance(x, torch.Tensor) for x in inputs)
-    wanted = tensors and torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    inputs = [q, k, v, *options.get("descale", ())]
+    inputs = [x for x in inputs if isinstance(x, torch.Tensor)]
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     if not wanted or all(x.itemsize > 1 for x in inputs):
-        return function(*inputs, *args, **options)
+        return function(q, k, v, *args, **options)
     with torch.no_grad():
-        result = function(*inputs, *args, **options)
-    several = result if isinstance(result, tuple) else (result,)
-    found = tuple(_NoGradient.apply(x, *inputs) for x in several)  # type: ignore[no-untyped-call]
-    return found if isinstance(result, tuple) else found[0]
+        result = function(q, k, v, *args, **options)
+    apply = _NoGradient.apply
+    if isinstance(result, torch.Tensor):
+        return apply(result.detach(), *inputs)  # type: ignore[no-untyped-call, no-any-return]
+    return tuple(apply(x.detach(), *inputs) for x in result)  # type: ignore[no-untyped-call]
 
 
 def _shared(

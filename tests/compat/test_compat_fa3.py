@@ -340,6 +340,34 @@ def test_float8_says_in_backward_that_it_has_no_gradient() -> None:
             x.float().sum().backward()
     with torch.no_grad():
         assert not fa3.flash_attn_func(*leaves).requires_grad
+    out = fa3.flash_attn_func(*leaves)
+    out += 1.0
+    scale = torch.ones(2, 2, requires_grad=True)
+    scaled = fa3.flash_attn_func(q, k, v, k_descale=scale)
+    with pytest.raises(NotImplementedError, match="float8 attention has no gradient"):
+        scaled.float().sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("of_cache", "of_k", "of_v", "name"),
+    [
+        (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e4m3fn, "k"),
+        (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.uint8, "v"),
+        (torch.float8_e4m3fn, torch.bfloat16, torch.bfloat16, "k"),
+        (torch.float16, torch.float16, torch.float32, "v"),
+    ],
+    ids=str,
+)
+def test_packed_new_keys_are_of_the_caches_dtype(
+    of_cache: torch.dtype, of_k: torch.dtype, of_v: torch.dtype, name: str
+) -> None:
+    caches = [torch.zeros(2, 8, 2, 16).to(of_cache) for _ in range(2)]
+    k, v = (torch.ones(4, 2, 16).to(dtype) for dtype in (of_k, of_v))
+    q = torch.zeros(2, 1, 4, 16).to(of_cache)
+    given = {"cache_seqlens": ints(0, 3), "cu_seqlens_k_new": ints(0, 2, 4)}
+    with pytest.raises(fa3.ArgumentError, match=rf"^{name}: expected the cache's dtype"):
+        fa3.flash_attn_with_kvcache(q, *caches, k, v, **given)
+    assert not any(x.float().any() for x in caches)
 
 
 @pytest.mark.parametrize(
