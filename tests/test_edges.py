@@ -363,3 +363,13 @@ class TestRotaryPositions:
         cache = torch.randn(1, 8, 2, 8)
         with pytest.raises(ValueError, match="rotary_seqlens: expected None without"):
             pyfa.attention_kvcache(cache[:, :1], cache, cache, rotary_seqlens=ints(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 3.0}], ids=str)
+def test_meta_tensors_tell_the_outputs_shape(dtype, options):
+    q, k, v = (torch.empty(2, rows, 4, 16, device="meta", dtype=dtype) for rows in (5, 7, 7))
+    out, lse = pyfa.attention(q, k, v, return_lse=True, **options)
+    assert out.device.type == lse.device.type == "meta"
+    assert out.shape == q.shape
+    assert lse.shape == (2, 4, 5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -53,6 +54,9 @@ class TorchBackend:
             return tiled.backward(call, out, lse, dout, dlse, bias_grad)
 
 
-def _without_autocast(call: Call) -> torch.autocast:
+def _without_autocast(call: Call) -> AbstractContextManager[object]:
     """The inputs have their dtype by now; autocast would round scores and P before a product."""
-    return torch.autocast(call.q.device.type, enabled=False)
+    device = call.q.device.type
+    if not torch.amp.is_autocast_available(device):  # "meta", for one
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
