@@ -56,6 +56,12 @@ def splits(num_splits: int) -> None:
         wrong("num_splits", "0 or more", num_splits)
 
 
+def cached(name: str, x: torch.Tensor, dtype: torch.dtype, device: torch.device) -> None:
+    """``x``, which goes into a cache of this dtype as it is."""
+    if x.dtype != dtype or x.device != device:
+        wrong(name, f"the cache's dtype {dtype} and device {device}", x)
+
+
 def new_rows(
     k: torch.Tensor | None,
     v: torch.Tensor | None,
@@ -75,8 +81,7 @@ def new_rows(
         heads, dim = cache.shape[2:]
         if x.dim() != 4 or x.shape[0] != batch or x.shape[2:] != (heads, dim):
             wrong(name, f"shape ({batch}, new, {heads}, {dim})", x)
-        if x.dtype != cache.dtype or x.device != q.device:
-            wrong(name, f"the cache's dtype {cache.dtype} and device {q.device}", x)
+        cached(name, x, cache.dtype, q.device)
     if v.shape[1] != k.shape[1]:
         wrong("v", f"as many new rows as k, {k.shape[1]}", v)
     return k, v, used

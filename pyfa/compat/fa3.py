@@ -313,8 +313,8 @@ def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any,
 ) -> Result:  # fmt: skip
     """``function``, which refuses float8 tensors that want a gradient, where theirs attends."""
-    inputs = [q, k, v, *options.get("descale", ())]
-    inputs = [x for x in inputs if isinstance(x, torch.Tensor)]
+    given = (q, k, v, *options.get("descale", ()))
+    inputs = [x for x in given if isinstance(x, torch.Tensor)]
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     if not wanted or all(x.itemsize > 1 for x in inputs):
         return function(q, k, v, *args, **options)

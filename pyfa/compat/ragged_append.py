@@ -35,8 +35,7 @@ def append_ragged(
         if x.dim() != 3 or x.shape[0] != k.shape[0] or x.shape[1:] != cache.shape[2:]:
             heads, dim = cache.shape[2:]
             validate.wrong(name, f"shape (total_new, {heads}, {dim})", x)
-        if x.dtype != cache.dtype or x.device != cache.device:
-            validate.wrong(name, f"the cache's dtype {cache.dtype} and device {cache.device}", x)
+        validate_cache.cached(name, x, cache.dtype, cache.device)
     new = cu_seqlens_k_new.diff()
     lengths = cache_seqlens + new
     capacity = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])

@@ -33,10 +33,10 @@ DEVICE bool wait_and_ask(Shared barrier, unsigned parity, const Turn &turn, bool
     if (!come) come = has_come(turn);
   return come;
 }
-DEVICE void wait_for_turn(const Turn &turn) {
-  while (!has_come(turn)) {
-  }
-  asm volatile("fence.proxy.async.global;" ::: "memory");  // TMA adds, too
+// Unless it has come, for that; what was added before it is seen then, by TMA too.
+DEVICE void wait_for_turn(const Turn &turn, bool come = false) {
+  while (!come) come = has_come(turn);
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 // What this thread has added, and others had when they arrived where it waited, is there.
 DEVICE void end_turn(const Turn &turn) {
@@ -72,9 +72,7 @@ DEVICE void send_tiles(const Params &p, const Owned &own, const Work &w, const S
     Turn turn;
     if (DETERMINISTIC) {
       turn = turn_of(p, own, s, cursor);
-      bool come = wait_and_ask(all_staged, phase_of(step + 1), turn, false);
-      while (!come) come = has_come(turn);
-      asm volatile("fence.proxy.async.global;" ::: "memory");  // TMA adds
+      wait_for_turn(turn, wait_and_ask(all_staged, phase_of(step + 1), turn, false));
     } else {
       mbarrier_wait(all_staged, phase_of(step + 1));
     }

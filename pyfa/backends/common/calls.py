@@ -61,11 +61,16 @@ def with_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def as_bits(x: torch.Tensor) -> torch.Tensor:
+    """``x``, float8 as bytes: PyTorch does not fill and index all of its formats everywhere."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x
+
+
 def padded(x: torch.Tensor, more: int) -> torch.Tensor:
     """``x`` with ``more`` zeros behind each row's elements, contiguous."""
     # Not by PyTorch's pad, which keeps the order of a tensor that it takes for an image with its
     # channels last, and knows no float8; its 0 is that of integers.
-    bits = x.view(torch.uint8) if x.element_size() == 1 else x
+    bits = as_bits(x)
     whole = bits.new_zeros((*x.shape[:-1], x.shape[-1] + more))
     whole[..., : x.shape[-1]] = bits
     return whole.view(x.dtype)

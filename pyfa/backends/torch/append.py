@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ..common.calls import as_bits
+
 
 def append_kv(
     k_cache: torch.Tensor,
@@ -37,8 +39,7 @@ def append_kv(
         place = sequence if cache_batch_idx is None else cache_batch_idx.long()[:, None]
     fits = (begin < capacity)[..., None, None]
     for cache, new in ((k_cache, k), (v_cache, v)):
-        if cache.itemsize == 1:  # PyTorch does not index all of float8's formats everywhere
-            cache, new = cache.view(torch.uint8), new.view(torch.uint8)
+        cache, new = as_bits(cache), as_bits(new)
         cache[place, position] = torch.where(fits, new[sequence, row], cache[place, position])
 
 
