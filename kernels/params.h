@@ -15,7 +15,7 @@ struct Params {
   void *seed;  // one int64, read by the kernel
   void *cu_seqlens_q;  // int32 (B + 1,)
   void *cu_seqlens_k;  // int32 (B + 1,)
-  void *seqused_q;  // int32 (B,)
+  void *seqused_q;  // int32 (B,); of append, keys in the cache before it
   void *seqused_k;  // int32 (B,)
   void *page_table;  // int32 (B, pages)
   void *cache_batch_idx;  // int32 (B,)
@@ -33,7 +33,7 @@ struct Params {
   void *dv;  // gradient of v
   void *dq_accum;  // float32 workspace of dq
   void *dsinks;  // float32, as the LSE: each row's share of the sinks' gradient
-  void *counter;  // int32 work counter of persistent grids
+  void *counter;  // int32: next work tile of a persistent grid, or locks of dq tiles
   void *new_k;  // keys to append to the cache: (B, new_rows, Hk, D)
   void *new_v;  // values to append, as new_k with Dv
   void *rotary_cos;  // (rotary_rows, rotary_dim / 2), see rotary_size

@@ -10,12 +10,14 @@ maps (Hopper's TMA) take ``MappedParams``, the same members followed by the maps
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from .problem import Call, scales_of
+from .problem import TENSORS, Call, scales_of
+
+Strides = tuple[int, ...]
 
 
 class Field(NamedTuple):
@@ -51,7 +53,7 @@ FIELDS: tuple[Field, ...] = (
     Field("seed", "void *", "one int64, read by the kernel"),
     Field("cu_seqlens_q", "void *", "int32 (B + 1,)"),
     Field("cu_seqlens_k", "void *", "int32 (B + 1,)"),
-    Field("seqused_q", "void *", "int32 (B,)"),
+    Field("seqused_q", "void *", "int32 (B,); of append, keys in the cache before it"),
     Field("seqused_k", "void *", "int32 (B,)"),
     Field("page_table", "void *", "int32 (B, pages)"),
     Field("cache_batch_idx", "void *", "int32 (B,)"),
@@ -69,7 +71,7 @@ FIELDS: tuple[Field, ...] = (
     Field("dv", "void *", "gradient of v"),
     Field("dq_accum", "void *", "float32 workspace of dq"),
     Field("dsinks", "void *", "float32, as the LSE: each row's share of the sinks' gradient"),
-    Field("counter", "void *", "int32 work counter of persistent grids"),
+    Field("counter", "void *", "int32: next work tile of a persistent grid, or locks of dq tiles"),
     Field("new_k", "void *", "keys to append to the cache: (B, new_rows, Hk, D)"),
     Field("new_v", "void *", "values to append, as new_k with Dv"),
     Field("rotary_cos", "void *", "(rotary_rows, rotary_dim / 2), see rotary_size"),
@@ -160,8 +162,11 @@ def unpack(data: bytes) -> dict[str, int | float]:
     return dict(zip(NAMES, _LAYOUT.unpack_from(data), strict=True))
 
 
-def forward_values(call: Call, out: torch.Tensor, lse: torch.Tensor) -> dict[str, int | float]:
-    """What a forward kernel is told of ``call``: out (``Call.out_shape``), lse (``lse_shape``)."""
+def forward_values(call: Call, out: Strides, lse: Strides) -> dict[str, int | float]:
+    """The numbers that a forward kernel is told of ``call``; no addresses.
+
+    ``out`` and ``lse`` are the strides of tensors shaped ``Call.out_shape`` and ``lse_shape``.
+    """
     values: dict[str, int | float] = {
         "batch": call.batch,
         "heads_q": call.q.shape[-2],
@@ -181,22 +186,26 @@ def forward_values(call: Call, out: torch.Tensor, lse: torch.Tensor) -> dict[str
         "head_start": call.head_start,
         "batch_start": call.batch_start,
         "dies": 1,
-        "lse": lse.data_ptr(),
-        "lse_head": lse.stride(-2),
-        "lse_batch": lse.stride(0) if lse.dim() == 3 else 0,
+        "lse_head": lse[-2],
+        "lse_batch": lse[0] if len(lse) == 3 else 0,
     }
-    for name, tensor in (("q", call.q), ("k", call.k), ("v", call.v), ("out", out)):
-        values |= place(name, tensor)
+    for name, strides in (
+        ("q", call.q.stride()),
+        ("k", call.k.stride()),
+        ("v", call.v.stride()),
+        ("out", out),
+    ):
+        values |= strides_of(name, strides)
     if call.page_table is not None:
         values["page_size"] = call.k.shape[1]
         values["page_table_batch"] = call.page_table.stride(0)
     if call.bias is not None:
-        strides = (
+        given = (
             stride if size > 1 else 0
             for stride, size in zip(call.bias.stride(), call.bias.shape, strict=True)
         )
         names = ("bias_batch", "bias_head", "bias_row", "bias_key")
-        values |= dict(zip(names, strides, strict=True))
+        values |= dict(zip(names, given, strict=True))
         values["bias_type"] = _BIAS_TYPES[call.bias.dtype]
     if call.alibi_slopes is not None and call.alibi_slopes.dim() == 2:
         values["slopes_batch"] = call.alibi_slopes.stride(0)
@@ -205,27 +214,17 @@ def forward_values(call: Call, out: torch.Tensor, lse: torch.Tensor) -> dict[str
     if call.dropout_p:
         values["dropout_threshold"] = int((1.0 - call.dropout_p) * 2**32)
         values["dropout_scale"] = 1.0 / (1.0 - call.dropout_p)
-    for name in (
-        "bias",
-        "alibi_slopes",
-        "sinks",
-        "seed",
-        "cu_seqlens_q",
-        "cu_seqlens_k",
-        "seqused_q",
-        "seqused_k",
-        "page_table",
-        "cache_batch_idx",
-        "cache_leftpad",
-    ):
-        tensor = getattr(call, name)
-        if tensor is not None:
-            values[name] = tensor.data_ptr()
     return values
 
 
+def pointers_of(call: Call) -> dict[str, str]:
+    """The members that point to the tensors which ``call`` has: both are named alike."""
+    given = zip(Call._fields[:TENSORS], call[:TENSORS], strict=True)
+    return {name: name for name, x in given if x is not None}
+
+
 def descale_values(call: Call) -> dict[str, int]:
-    """Addresses and strides of the float8 scales that ``call`` has.
+    """Strides and blocks of the float8 scales that ``call`` has.
 
     Those per block belong to rows as they lie in memory, where a packed tensor is one sequence.
     """
@@ -234,7 +233,6 @@ def descale_values(call: Call) -> dict[str, int]:
         if scale is None:
             continue
         batch, head, *block = scale.stride()
-        values[f"{name}_descale"] = scale.data_ptr()
         values[f"{name}_descale_batch"] = batch
         values[f"{name}_descale_head"] = head
         values[f"{name}_descale_block"] = block[0] if block else 0
@@ -244,29 +242,22 @@ def descale_values(call: Call) -> dict[str, int]:
     return values
 
 
-def backward_values(call: Call, tensors: Mapping[str, torch.Tensor]) -> dict[str, int | float]:
-    """What backward's kernels are told: ``tensors`` are out, lse, dout, dq, dk, dv and workspace.
-
-    All that are shaped as the LSE have its strides.
-    """
-    values = forward_values(call, tensors["out"], tensors["lse"])
-    for name, tensor in tensors.items():
-        if name in ("dout", "dq", "dk", "dv"):
-            values |= place(name, tensor)
-        else:
-            values[name] = tensor.data_ptr()
-    return values
+def strides_of(name: str, strides: Strides) -> dict[str, int]:
+    """Of a tensor (B, S, H, D), or of (total, H, D) with a batch stride of 0."""
+    batch, row, head = strides[:3] if len(strides) == 4 else (0, *strides[:2])
+    return {f"{name}_batch": batch, f"{name}_row": row, f"{name}_head": head}
 
 
-def place(name: str, tensor: torch.Tensor) -> dict[str, int]:
-    """Address and strides of a tensor (B, S, H, D), or (total, H, D) with a batch stride of 0."""
-    batch, row, head = tensor.stride()[:3] if tensor.dim() == 4 else (0, *tensor.stride()[:2])
-    return {
-        name: tensor.data_ptr(),
-        f"{name}_batch": batch,
-        f"{name}_row": row,
-        f"{name}_head": head,
-    }
+def pointer_format(members: Iterable[str]) -> str:
+    """The struct format of these pointers in the order of ``Params``, with zeros between them."""
+    wanted = set(members)
+    last = max(_POSITIONS[name] for name in wanted)
+    return "<" + "".join("Q" if name in wanted else "8x" for name in NAMES[: last + 1])
+
+
+def in_order(members: Iterable[str]) -> list[str]:
+    """Members in the order of ``Params``."""
+    return sorted(members, key=_POSITIONS.__getitem__)
 
 
 def header() -> str:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
+from . import _torch, dispatch, ops, validate
 from . import device as devices
-from . import dispatch, ops, repeats, validate
 from . import request as requests
-from .backends.base import OtherAlignment
-from .problem import Call, changing
+from .backends.base import Appending, OtherAlignment
+from .bound import Bound, Table, modes
+from .problem import Append, Call, tensors_of
 from .request import Backends, Descale, Request, Shared
 from .validate import Window
 
+_log = logging.getLogger("pyfa")
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -86,36 +90,38 @@ def attention(
 
     Source: Dao et al. 2022 and Dao 2023 (FlashAttention, FlashAttention-2).
     """
-    options = None
-    if (
-        bias is None
-        and alibi_slopes is None
-        and sinks is None
-        and not dropout_p
-        and descale is None
-        and out_dtype is None
-        and not unknown
-        and not _is_compiling()
-        and forward_ad._current_level < 0
-    ):
-        options = (
-            causal, window, scale, softcap, deterministic, return_lse, backend,
-            dispatch.context() if dispatch.named else "",
-        )  # fmt: skip
-        repeated = _again(options, q, k, v)
-        if repeated is not None:
-            return repeated
-    if unknown:
-        validate.refuse_unknown("attention", unknown, _known(attention))
+    tensors: tuple[Any, ...] = (q, k, v)
+    given = _DENSE
+    if bias is not None:
+        tensors += (bias,)
+        given += 1
+    if alibi_slopes is not None:
+        tensors += (alibi_slopes,)
+        given += 2
+    if sinks is not None:
+        tensors += (sinks,)
+        given += 4
+    if dropout_p:
+        seed = _drawn(seed, q)
+        tensors += (seed,)
+        given += 8
+    if descale is not None:
+        tensors += _scales(descale)
+        given += 16
+    key: tuple[Any, ...] = (
+        given, causal, window, scale, softcap, deterministic, return_lse, backend
+    )  # fmt: skip
+    if window is not None or dropout_p or out_dtype is not None:
+        key += _rare(window, dropout_p, out_dtype)
+    result = None if unknown else _again(key, tensors)
+    if result is not None:
+        return result
+    validate.refuse_unknown("attention", unknown, attention)
     shared = Shared(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, descale,
         out_dtype, deterministic, return_lse, backend,
     )  # fmt: skip
-    request = requests.dense(q, k, v, shared)
-    result = _run(request)
-    if options is not None:
-        _keep(options, request)
-    return result
+    return _first(key, tensors, requests.dense(q, k, v, shared))
 
 
 def attention_varlen(
@@ -161,34 +167,50 @@ def attention_varlen(
     Everything else, and what is raised, as ``attention``. Offsets and lengths that lie outside
     their tensors raise ``ValueError`` on the CPU always, on a GPU under ``PYFA_CHECK=1``.
     """
-    options = None
-    if (
-        seqused_q is None
-        and seqused_k is None
-        and page_table is None
-        and bias is None
-        and alibi_slopes is None
-        and sinks is None
-        and not dropout_p
-        and descale is None
-        and out_dtype is None
-        and not unknown
-        and not _is_compiling()
-        and forward_ad._current_level < 0
-        and type(max_seqlen_q) is type(max_seqlen_k) is int
-    ):
-        # PyTorch's guards are never satisfied where one tensor comes twice.
-        one = cu_seqlens_k is cu_seqlens_q
-        options = (
-            max_seqlen_q, max_seqlen_k, one, causal, window, scale, softcap, deterministic,
-            return_lse, backend, dispatch.context() if dispatch.named else "",
-        )  # fmt: skip
-        offsets = (cu_seqlens_q,) if one else (cu_seqlens_q, cu_seqlens_k)
-        repeated = _again(options, q, k, v, *offsets)
-        if repeated is not None:
-            return repeated
-    if unknown:
-        validate.refuse_unknown("attention_varlen", unknown, _known(attention_varlen))
+    tensors: tuple[Any, ...] = (q, k, v)
+    given = _PACKED
+    if bias is not None:
+        tensors += (bias,)
+        given += 1
+    if alibi_slopes is not None:
+        tensors += (alibi_slopes,)
+        given += 2
+    if sinks is not None:
+        tensors += (sinks,)
+        given += 4
+    if dropout_p:
+        seed = _drawn(seed, q)
+        tensors += (seed,)
+        given += 8
+    tensors += (cu_seqlens_q,)
+    # Kernels do without the offsets of pages, and read one tensor of offsets once.
+    if cu_seqlens_k is cu_seqlens_q:
+        given += 32
+    elif cu_seqlens_k is not None and (page_table is None or seqused_k is None):
+        tensors += (cu_seqlens_k,)
+        given += 64
+    if seqused_q is not None:
+        tensors += (seqused_q,)
+        given += 128
+    if seqused_k is not None:
+        tensors += (seqused_k,)
+        given += 256
+    if page_table is not None:
+        tensors += (page_table,)
+        given += 512
+    if descale is not None:
+        tensors += _scales(descale)
+        given += 16
+    key: tuple[Any, ...] = (
+        given, causal, window, scale, softcap, deterministic, return_lse, backend, max_seqlen_q,
+        max_seqlen_k,
+    )  # fmt: skip
+    if window is not None or dropout_p or out_dtype is not None:
+        key += _rare(window, dropout_p, out_dtype)
+    result = None if unknown else _again(key, tensors)
+    if result is not None:
+        return result
+    validate.refuse_unknown("attention_varlen", unknown, attention_varlen)
     shared = Shared(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, descale,
         out_dtype, deterministic, return_lse, backend,
@@ -197,10 +219,7 @@ def attention_varlen(
         q, k, v, shared, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q,
         seqused_k, page_table,
     )  # fmt: skip
-    result = _run(request)
-    if options is not None:
-        _keep(options, request)
-    return result
+    return _first(key, tensors, request)
 
 
 def attention_kvcache(
@@ -256,8 +275,52 @@ def attention_kvcache(
     ``attention``. Lengths and pages outside the cache raise ``ValueError`` on the CPU always, on a
     GPU under ``PYFA_CHECK=1``, where otherwise new rows beyond the cache's end are dropped.
     """
-    if unknown:
-        validate.refuse_unknown("attention_kvcache", unknown, _known(attention_kvcache))
+    tensors: tuple[Any, ...] = (q, k_cache, v_cache)
+    given = _CACHE
+    if bias is not None:
+        tensors += (bias,)
+        given += 1
+    if alibi_slopes is not None:
+        tensors += (alibi_slopes,)
+        given += 2
+    if sinks is not None:
+        tensors += (sinks,)
+        given += 4
+    if cu_seqlens_q is not None:
+        tensors += (cu_seqlens_q,)
+        given += 32
+    if cache_seqlens is not None:
+        tensors += (cache_seqlens,)
+        given += 64
+    if page_table is not None:
+        tensors += (page_table,)
+        given += 128
+    if cache_batch_idx is not None:
+        tensors += (cache_batch_idx,)
+        given += 256
+    if cache_leftpad is not None:
+        tensors += (cache_leftpad,)
+        given += 512
+    if descale is not None:
+        tensors += _scales(descale)
+        given += 16
+    if k is not None:
+        tensors += (k, v)
+        given += 1024
+    key: tuple[Any, ...] = (
+        given, causal, window, scale, softcap, return_lse, backend, num_splits, max_seqlen_q
+    )  # fmt: skip
+    if window is not None or out_dtype is not None:
+        key += _rare(window, 0.0, out_dtype)
+    if rotary_cos is not None:
+        tensors += (rotary_cos, rotary_sin)
+        if rotary_seqlens is not None:
+            tensors += (rotary_seqlens,)
+        key += (rotary_interleaved, rotary_seqlens is None, "rotary")
+    result = None if unknown else _again(key, tensors)
+    if result is not None:
+        return result
+    validate.refuse_unknown("attention_kvcache", unknown, attention_kvcache)
     shared = Shared(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, 0.0, None, descale,
         out_dtype, False, return_lse, backend,
@@ -267,7 +330,7 @@ def attention_kvcache(
         cu_seqlens_q, max_seqlen_q, page_table, rotary_cos, rotary_sin, rotary_interleaved,
         rotary_seqlens, num_splits,
     )  # fmt: skip
-    return _run(request)
+    return _first(key, tensors, request)
 
 
 def explain(
@@ -292,93 +355,141 @@ def explain(
         build = requests.varlen
     elif any(name.startswith("cache_") or name == "page_table" for name in same):
         build = requests.kvcache
-        same["append"] = False
     own = list(inspect.signature(build).parameters)[4:]  # behind q, k, v and what all share
     allowed = (*Shared._fields, *own)
     unknown = {name: value for name, value in same.items() if name not in allowed}
     validate.refuse_unknown("explain", unknown, allowed)
     shared = Shared(**{name: same.pop(name) for name in Shared._fields if name in same})
     request = build(q, k, v, shared, **same)
-    return dispatch.explain(*request, device=devices.by_name(device) if device else None)
+    return dispatch.explain(
+        request.call, *request.who, device=devices.by_name(device) if device else None
+    )
 
 
-def _known(function: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(inspect.signature(function).parameters)
+# What a key begins with: the function, and which tensors there are. All that is rare comes behind.
+_DENSE, _PACKED, _CACHE = 0, 1 << 16, 2 << 16
 
 
-# What a call with nothing but masks needs when it comes again: checks, normalised arguments, choice
-# and launch are functions of its options and of what ``repeats.fitting`` compares. To find it takes
-# 1.5 µs where request and choice alone take 10. A packed call's offsets are read on the device.
-_repeats = repeats.Table()
+def _rare(window: Any, dropout_p: Any, out_dtype: Any) -> tuple[Any, ...]:
+    """The end of a key. A window's edges are in it by themselves, for their types."""
+    edges = window if type(window) is tuple else ()
+    return (dropout_p, out_dtype, *edges)
+
+
+def _drawn(seed: int | torch.Tensor | None, q: torch.Tensor) -> Any:
+    """The seed as kernels read it; what is no seed is left to the checks."""
+    if isinstance(seed, torch.Tensor) or not isinstance(q, torch.Tensor):
+        return seed
+    return validate.seed(seed, q.device)
+
+
+def _scales(descale: Any) -> tuple[Any, ...]:
+    """The scales that there are; what is no triple is left to the checks."""
+    return tuple(x for x in descale if x is not None) if type(descale) is tuple else (descale,)
+
+
+# Calls by the arguments of the public functions: of a bound call, checks, normalised arguments,
+# choice and launch are functions of its key and of what ``Fitting`` compares. To find it takes
+# 1.5 µs where request and choice alone take 10.
+calls = Table()
 _is_compiling = torch.compiler.is_compiling
 
 
-def _again(options: tuple[Any, ...], *tensors: Any) -> Result | None:
-    """What a call gives that came before with such options and tensors; None where none did."""
+def _again(key: tuple[Any, ...], tensors: tuple[Any, ...]) -> Result | None:
+    """What a call gives that was bound before for such arguments; None where none was."""
+    if _is_compiling() or forward_ad._current_level >= 0:
+        return None
+    if dispatch.named:
+        key += (dispatch.context(),)
+    kinds = tuple(map(type, key))
     try:
-        call = _repeats.recent.get(options)
+        bound = calls.recent.get(key)
+        if (
+            bound is None
+            or bound.kinds != kinds
+            or not bound.fitting.fits(*tensors)
+            or not (bound.modes is None or bound.modes == modes())
+        ):
+            bound = calls.find(key, tensors, kinds)
     except TypeError:  # a window or names of backends given as a list
         return None
-    if (
-        call is None
-        or not call.fits(*tensors)
-        or not (call.modes is None or call.modes == repeats.modes())
-    ):
-        call = _repeats.find(options, *tensors)
-    while call is not None:
+    while bound is not None:
         try:
-            if call.needs_grad:
-                result: Result = ops.repeat_with_gradient(call, *tensors)
+            if bound.needs_grad:
+                result: Result = ops.attend(bound, *tensors)
                 return result
-            out, lse = call.run(*tensors)
-            return (out, lse) if call.returns_lse else out  # type: ignore[return-value]  # lse if asked for
+            found = bound.run(*tensors)
         except OtherAlignment:
-            call = _repeats.find(options, *tensors)
+            bound = calls.find(key, tensors, kinds)
+            continue
+        if bound.writes:
+            torch.autograd.graph.increment_version(tensors[1:3])
+        return (found[0], found[1]) if bound.returns_lse else found[0]
     return None
 
 
-def _keep(options: tuple[Any, ...], request: Request) -> None:
-    """Let ``_again`` find a call that has run."""
-    call, needs_grad = request.call, request.needs_grad
-    if _is_hashable(options) and repeats.is_unwatched(*changing(call)):
-        with_lse = call.return_lse or needs_grad
-        run = dispatch.prepare(*request).repeat(call, with_lse, needs_grad)
-        _repeats.keep(options, call, repeats.Repeated(run, call, request[1:]))
-
-
-def _is_hashable(options: tuple[Any, ...]) -> bool:
-    try:
-        hash(options)
-    except TypeError:
-        return False
-    return True
-
-
-def _run(request: Request) -> Result:
-    call = request.call
+def _first(key: tuple[Any, ...], tensors: tuple[Any, ...], request: Request) -> Result:
+    """What a call gives that was not bound before, or cannot be found by its arguments alone."""
+    call, who, append = request.call, request.who, request.append
     if torch.compiler.is_compiling():
-        out, lse = torch.ops.pyfa.forward(*call, *request[1:])
-    else:
-        _refuse_transforms(call)
-        if call.q.is_neg() or call.k.is_neg() or call.v.is_neg():
-            # Kernels go by the address, where a tensor with the negative bit has the wrong sign.
-            q, k, v = (x.resolve_neg() for x in call[:3])
-            call = call._replace(q=q, k=k, v=v)
-        if not requests.is_plain(call.q):
-            out, lse = torch.ops.pyfa.forward(*call, *request[1:])
-        elif request.needs_grad:
-            out, lse = ops.Differentiable.apply(*call, *request[1:])  # type: ignore[no-untyped-call]
-        else:
-            # Inference needs no operator: PyTorch's dispatcher would double the host time.
-            out, lse = dispatch.prepare(call, *request[1:]).forward(call)
-    return (out, lse) if call.return_lse else out
+        if append is not None:
+            call = requests.appended(call, append)
+        out, lse = torch.ops.pyfa.forward(*call, *who)
+        return (out, lse) if call.return_lse else out
+    _refuse_transforms(call)
+    plain = _torch.is_plain(call.q)
+    if append is not None:
+        backend = _ready(call, append, who)
+        why_not = "somebody watches the call" if not plain else backend
+        if why_not is not None:
+            _log.debug("a call that appends is not bound: %s", why_not)
+            call, append = requests.appended(call, append), None
+    if call.q.is_neg() or call.k.is_neg() or call.v.is_neg():
+        # Kernels go by the address, where a tensor with the negative bit has the wrong sign.
+        q, k, v = (x.resolve_neg() for x in call[:3])
+        call = call._replace(q=q, k=k, v=v)
+    if not plain:
+        out, lse = torch.ops.pyfa.forward(*call, *who)
+        return (out, lse) if call.return_lse else out
+    given = tensors_of(call, append)
+    bound = ops.bound_of(call, append, who, call.return_lse or request.needs_grad)
+    if len(given) == len(tensors) and all(x is y for x, y in zip(given, tensors, strict=True)):
+        _keep(key, tensors, bound)
+    if bound.needs_grad:
+        result: Result = ops.attend(bound, *given)
+        return result
+    found = bound.run(*given)
+    if bound.writes:
+        torch.autograd.graph.increment_version((call.k, call.v))
+    return (found[0], found[1]) if call.return_lse else found[0]
+
+
+def _ready(call: Call, append: Append, who: tuple[str, bool, bool]) -> str | None:
+    """Why the backend of ``call`` does not append; None where it does. Whatever is wrong with the
+    call is said before anything is written."""
+    prepared = dispatch.prepare(call, *who)
+    if isinstance(prepared.backend, Appending):
+        return prepared.backend.why_not_append(call, append)
+    prepared.validate(call, append)
+    return f"the {prepared.backend.NAME} backend leaves it to PyTorch's operators"
+
+
+def _keep(key: tuple[Any, ...], tensors: tuple[torch.Tensor, ...], bound: Bound) -> None:
+    """Let ``_again`` find a call by its arguments."""
+    if dispatch.named:
+        key += (dispatch.context(),)
+    with contextlib.suppress(TypeError):  # a window or names of backends given as a list
+        hash(key)
+        if _torch.is_unwatched(*tensors):
+            bound.kinds = tuple(map(type, key))
+            calls.keep(key, tensors, bound)
 
 
 def _refuse_transforms(call: Call) -> None:
     """An operator with a registered gradient would drop tangents and batch dimensions silently."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if _torch.in_transform():
         raise NotImplementedError("attention under torch.func transforms (grad, vjp, jvp, vmap)")
-    if forward_ad._current_level >= 0:
+    if _torch.in_forward_mode():
         for x in call[:3]:
             if forward_ad.unpack_dual(x).tangent is not None:
                 raise NotImplementedError("attention has no forward-mode derivative")

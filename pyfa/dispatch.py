@@ -14,30 +14,22 @@ from typing import NamedTuple
 
 import torch
 
-from . import env, validate
+from . import _torch, env, validate
 from .backends import AUTOMATIC, BACKENDS, NAMES
-from .backends.base import (
-    Backend,
-    Gradients,
-    OtherAlignment,
-    Repeat,
-    RepeatBackward,
-    Repeating,
-    RepeatingBackward,
-)
+from .backends.base import Backend, Gradients, Run, RunBackward
 from .device import Device, of
 from .errors import PerformanceWarning, UnsupportedProblem
 from .plan import Plan
 from .problem import (
+    Append,
     Call,
     Problem,
-    again,
-    are_on_16,
+    form_of,
     is_aligned,
     is_positive,
     problem_of,
     scales_of,
-    unchanging,
+    tensors_of,
 )
 
 _log = logging.getLogger("pyfa")
@@ -85,7 +77,7 @@ def use_backend(*names: str) -> Iterator[None]:
     token = None
     if not torch.compiler.is_compiling():
         token = _context.set(joined)
-        torch._C._stash_obj_in_tls(_HANDED_ON, joined)
+        _torch.hand_to_backward(_HANDED_ON, joined)
     try:
         yield
     finally:
@@ -95,7 +87,7 @@ def use_backend(*names: str) -> Iterator[None]:
             # Not what another thread may have set in between: what this one is left with.
             _context.reset(token)
             _traced_context = _context.get()
-            torch._C._stash_obj_in_tls(_HANDED_ON, _traced_context)
+            _torch.hand_to_backward(_HANDED_ON, _traced_context)
 
 
 @functools.cache
@@ -115,10 +107,7 @@ def preference(argument: str | Sequence[str] | None) -> str:
 def context() -> str:
     """What ``use_backend`` set: in this thread, or where this thread's ``backward`` was called."""
     here = _context.get()
-    if here or torch._C._current_graph_task_id() == -1 or not torch._C._is_key_in_tls(_HANDED_ON):
-        return here
-    handed: str = torch._C._get_obj_in_tls(_HANDED_ON)
-    return handed
+    return here or _torch.handed_to_backward(_HANDED_ON) or ""
 
 
 class Prepared(NamedTuple):
@@ -131,39 +120,41 @@ class Prepared(NamedTuple):
     plan: Plan
     check: bool
 
-    def validate(self, call: Call) -> None:
+    def validate(self, call: Call, append: Append | None = None) -> None:
         """``ValueError`` where offsets, lengths or page numbers lie outside their tensors."""
         if self.check:
-            validate.check_values(call)
+            validate.check_values(call, append)
+
+    def bind(self, call: Call, append: Append | None = None, with_lse: bool = True) -> Run:
+        """``Backend.bind``. The result raises ``ValueError`` where offsets, lengths or page numbers
+        lie outside their tensors, before anything is written."""
+        run = self.backend.bind(self.plan, call, append, with_lse)
+        if not self.check:
+            return run
+        form = form_of(call, append)
+
+        def checked(*tensors: torch.Tensor) -> list[torch.Tensor]:
+            self.validate(*form.fill(tensors))
+            return run(*tensors)
+
+        return checked
 
     def forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        self.validate(call)
-        return self.backend.forward(self.plan, call)
+        """out and LSE of ``call``."""
+        out, lse, *_ = self.bind(call)(*tensors_of(call))
+        return out, lse
 
-    def repeat(self, call: Call, with_lse: bool, contiguous: bool) -> Repeat:
-        """``forward`` as a function of q, k, v and offsets, for calls that differ from ``call``,
-        which has run, in nothing but their values and addresses. Raises ``OtherAlignment``."""
-        if isinstance(self.backend, Repeating) and not self.check:
-            short = self.backend.repeat(self.plan, call, with_lse)
-            if short is not None:
-                return short
-        rest, aligned = unchanging(call), are_on_16(*call[:3])
-
-        def repeated(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            if are_on_16(*tensors[:3]) is not aligned:
-                raise OtherAlignment
-            out, lse = self.forward(again(rest, tensors))
-            return (out.contiguous(), lse.contiguous()) if contiguous else (out, lse)
-
-        return repeated
-
-    def repeat_backward(
-        self, call: Call, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
-    ) -> RepeatBackward | None:
-        """``RepeatingBackward.repeat_backward``; None also where the backend has no such thing."""
-        if isinstance(self.backend, RepeatingBackward):
-            return self.backend.repeat_backward(self.plan, call, out, lse, dout)
-        return None
+    def bind_backward(
+        self,
+        call: Call,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        bias_grad: bool,
+    ) -> RunBackward:
+        """``Backend.bind_backward``."""
+        return self.backend.bind_backward(self.plan, call, out, lse, dout, dlse, bias_grad)
 
     def backward(
         self,
@@ -174,10 +165,12 @@ class Prepared(NamedTuple):
         dlse: torch.Tensor | None,
         bias_grad: bool,
     ) -> Gradients:
+        """The gradients of ``call``, whose forward made ``out`` and ``lse``."""
         # What flows back through a complex number may have the negative bit, and kernels go by the
         # address.
         dout, dlse = dout.resolve_neg(), None if dlse is None else dlse.resolve_neg()
-        return self.backend.backward(self.plan, call, out, lse, dout, dlse, bias_grad)
+        run = self.bind_backward(call, out, lse, dout, dlse, bias_grad)
+        return run(dout, dlse, out, lse, *tensors_of(call))
 
 
 # Sizes enter the key as powers of two, so what can be in here is bounded by the kinds of problem.

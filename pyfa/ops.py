@@ -8,27 +8,34 @@ that does not do it itself (``backends.base.Appending``).
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, get_type_hints
 
 import torch
 
-from .backends.base import OtherAlignment, RepeatBackward
+from . import _torch
+from .backends.base import Gradients, OtherAlignment
 from .backends.torch import append
+from .bound import Bound, Fitting, Table
 from .dispatch import prepare
-from .problem import Call, are_on_16
-from .repeats import Repeated, fitting, is_unwatched
+from .problem import TENSORS, Append, Call, form_of, tensors_of
 
 _LIBRARY = torch.library.Library("pyfa", "DEF")
 
-_CALL = (
-    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, "
-    "Tensor? seed, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, "
-    "Tensor? seqused_k, Tensor? page_table, Tensor? cache_batch_idx, Tensor? cache_leftpad, "
-    "Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, "
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, SymInt window_left, "
-    "SymInt window_right, float softcap, float dropout_p, bool deterministic, bool return_lse, "
-    "int num_splits, ScalarType? out_dtype, int q_start, int k_start, int head_start, "
-    "int batch_start, str backend, bool needs_grad, bool bias_grad"
+# How the schema of an operator writes what ``Call`` is annotated with.
+_SCHEMA: dict[Any, str] = {
+    torch.Tensor: "Tensor",
+    torch.Tensor | None: "Tensor?",
+    int: "SymInt",
+    float: "float",
+    bool: "bool",
+    torch.dtype | None: "ScalarType?",
+}
+_CALL = ", ".join(
+    (
+        *(f"{_SCHEMA[kind]} {name}" for name, kind in get_type_hints(Call).items()),
+        "str backend, bool needs_grad, bool bias_grad",
+    )
 )
 _FIELDS = len(Call._fields)
 
@@ -46,9 +53,33 @@ _LIBRARY.define(
 )
 
 
+# Calls by all that ``Call`` says, from every way that leads to a backend.
+calls = Table()
+
+
+def bound_of(
+    call: Call, append: Append | None, who: tuple[str, bool, bool], with_lse: bool
+) -> Bound:
+    """``call`` bound, with the tensors that it came with or others like them.
+
+    ``who`` is what ``dispatch.prepare`` takes behind the call. Kept where nobody watches.
+    """
+    tensors = tensors_of(call, append)
+    form = form_of(call, append)
+    key = (*form.places, form.shared_offsets, *form.numbers, form.append, *who, with_lse)
+    found = calls.find(key, tensors)
+    if found is None:
+        prepared = prepare(call, *who)
+        run = prepared.bind(call, append, with_lse)
+        found = Bound(run, call, append, who, tensors, prepared.backend.ANY_TOTAL)
+        if _torch.is_unwatched(*tensors):
+            calls.keep(key, tensors, found)
+    return found
+
+
 def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    call = Call(*args[:_FIELDS])
-    out, lse = prepare(call, *args[_FIELDS:]).forward(call)
+    call, who = Call(*args[:_FIELDS]), args[_FIELDS:]
+    out, lse, *_ = bound_of(call, None, who, True).run(*tensors_of(call))
     return out.contiguous(), lse.contiguous()
 
 
@@ -63,9 +94,9 @@ def _forward_fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _backward(
     dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor, *args: Any
 ) -> tuple[torch.Tensor, ...]:
-    call = Call(*args[:_FIELDS])
-    bias_grad: bool = args[-1]
-    grads = prepare(call, *args[_FIELDS:]).backward(call, out, lse, dout, dlse, bias_grad)
+    call, who = Call(*args[:_FIELDS]), args[_FIELDS:]
+    bound = bound_of(call, None, who, True)
+    grads = _gradients(bound, dout, dlse, out, lse, tensors_of(call))
     # An operator cannot return None: what was not asked for is an empty tensor.
     return tuple(call.q.new_empty(0) if x is None else x.contiguous() for x in grads)
 
@@ -81,122 +112,106 @@ def _backward_fake(
     )
 
 
-_TENSORS = 17  # Call's leading fields, which are tensors or None
-_RETURN_LSE = Call._fields.index("return_lse")
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    ctx.backward_run = torch.ops.pyfa.backward
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:_TENSORS], *output)
-    ctx.scalars = inputs[_TENSORS:]
+    ctx.save_for_backward(*inputs[:TENSORS], *output)
+    ctx.scalars = inputs[TENSORS:]
 
 
 def _gradient(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
     *tensors, out, lse = ctx.saved_tensors
-    args = (*tensors, *ctx.scalars)
-    *dqkv, dbias, dsinks = _gradients(ctx.backward_run, args, out, lse, dout, dlse)
-    call, bias_grad = Call(*args[:_FIELDS]), args[-1]
+    call, bias_grad = Call(*tensors, *ctx.scalars[: _FIELDS - TENSORS]), ctx.scalars[-1]
+    if dout is None:
+        dout = torch.zeros_like(out)
+    dlse = dlse if call.return_lse else None
+    *dqkv, dbias, dsinks = torch.ops.pyfa.backward(dout, dlse, out, lse, *tensors, *ctx.scalars)
     grads = [*dqkv, dbias if bias_grad else None, None, dsinks if call.sinks is not None else None]
     return (*grads, *(None,) * (_FIELDS + 3 - len(grads)))
 
 
+# Kinds of ``dout`` for which a call's backward is kept: that bounds what they hold.
+_MOST_BACKWARDS = 4
+
+
 def _gradients(
-    run: Any, args: tuple[Any, ...], out: torch.Tensor, lse: torch.Tensor,
-    dout: torch.Tensor | None, dlse: torch.Tensor | None,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """``backward``'s results for ``forward``'s ``args``, of which ``out`` and ``lse`` came."""
-    if dout is None:
-        dout = torch.zeros_like(out)
-    if torch.is_grad_enabled():
-        # A graph of the gradients is asked for: by the operator, which refuses to be
-        # differentiated; else straight to the backend.
-        run = torch.ops.pyfa.backward
-    dlse = dlse if args[_RETURN_LSE] else None
-    grads: tuple[torch.Tensor, ...] = run(dout, dlse, out, lse, *args)
-    return grads
+    bound: Bound, dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor,
+    lse: torch.Tensor, tensors: Sequence[torch.Tensor],
+) -> Gradients:  # fmt: skip
+    """The gradients of a call that ``bound`` ran, by a backward that is bound as well."""
+    given = (dout, out, lse, *tensors) if dlse is None else (dout, dlse, out, lse, *tensors)
+    backwards = bound.backwards[dlse is not None]
+    for fitting, run in backwards:
+        if fitting.fits(*given):
+            try:
+                return run(dout, dlse, out, lse, *tensors)
+            except OtherAlignment:
+                break
+    call, _ = bound.form.fill(tensors)
+    # What flows back through a complex number may have the negative bit, and kernels go by the
+    # address.
+    dout, dlse = dout.resolve_neg(), None if dlse is None else dlse.resolve_neg()
+    run = prepare(call, *bound.who).bind_backward(call, out, lse, dout, dlse, bound.who[2])
+    if len(backwards) < _MOST_BACKWARDS and _torch.is_unwatched(*given):
+        backwards.append((_fitting(given, bound, dlse is not None), run))
+    return run(dout, dlse, out, lse, *tensors)
 
 
-class Differentiable(torch.autograd.Function):
-    """``forward`` with its gradient for eager tensors, past PyTorch's operator.
+def _fitting(given: Sequence[torch.Tensor], bound: Bound, with_dlse: bool) -> Fitting:
+    """What a backward was bound for: dout, maybe dLSE, out, LSE, and the tensors of the call."""
+    first = 4 if with_dlse else 3
+    free = {first + number: at for number, at in bound.free.items()}
+    alike = [(first + 1, first + 2)] if 1 in bound.free else []
+    if 0 in bound.free:
+        # LSE is (heads, rows), out (rows, heads, head_dim).
+        free |= {number: given[number].dim() == 2 for number in range(first)}
+        alike += [(number, first) for number in range(first)]
+    return Fitting(given, free, alike)
+
+
+_OF_GRADIENTS = {"q": 0, "k": 1, "v": 2, "bias": 3, "sinks": 4}
+
+
+class Attend(torch.autograd.Function):
+    """A bound call with its gradient, for eager tensors, past PyTorch's operator.
 
     The gradient registered for the operator is the same code, and what torch.compile takes; eager
     calls of it fill in and check 35 arguments one by one, 250 µs a call (torch 2.11 and 2.13).
     """
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        output = _forward(*args)
-        _save(ctx, args, output)
-        ctx.backward_run = _backward
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        return _gradient(ctx, *grads)
-
-
-# Kinds of ``dout`` for which a call's backward is prepared: that bounds what they keep.
-_MOST_BACKWARDS = 4
-
-
-class DifferentiableRepeat(torch.autograd.Function):
-    """``Differentiable`` for a call that comes again: at most 6 arguments where that one has 35."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, call: Repeated, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        *offsets: torch.Tensor,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        out, lse = call.run(q, k, v, *offsets)
-        assert lse is not None
-        ctx.save_for_backward(q, k, v, out, lse, *offsets)
-        ctx.call = call
-        if call.returns_lse:
+    def forward(ctx: Any, bound: Bound, *tensors: torch.Tensor) -> Any:
+        out, lse, *_ = bound.run(*tensors)
+        out, lse = out.contiguous(), lse.contiguous()
+        ctx.save_for_backward(out, lse, *tensors)
+        ctx.bound = bound
+        if bound.returns_lse:
             ctx.set_materialize_grads(False)
             return out, lse
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor | None = None) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors
-        call: Repeated = ctx.call
-        if dlse is None and dout is not None and not torch.is_grad_enabled():
-            run = _repeated_backward(call, saved, dout)
-            if run is not None:
-                try:
-                    return (None, *run(dout, *saved), *(None,) * (len(saved) - 5))
-                except OtherAlignment:
-                    pass
-        q, k, v, out, lse, *offsets = saved
-        args = (*call.call((q, k, v, *offsets)), *call.who)
-        dq, dk, dv, *_ = _gradients(_backward, args, out, lse, dout, dlse)
-        return None, dq, dk, dv, *(None for _ in offsets)
-
-
-def _repeated_backward(
-    call: Repeated, saved: tuple[torch.Tensor, ...], dout: torch.Tensor
-) -> RepeatBackward | None:
-    """The shorter way for gradients as ``dout``, prepared where it is the first as this one."""
-    for fits, run in call.backwards:
-        if fits(dout, *saved):
-            return run
-    if (
-        len(call.backwards) >= _MOST_BACKWARDS
-        or not is_unwatched(dout, *saved)
-        or not are_on_16(dout, *saved[:5])
-    ):
-        return None
-    q, k, v, out, lse, *offsets = saved
-    again = call.call((q, k, v, *offsets))
-    made = prepare(again, *call.who).repeat_backward(again, out, lse, dout)
-    call.backwards.append((fitting(dout, *saved), made))
-    return made
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None = None) -> Any:
+        out, lse, *tensors = ctx.saved_tensors
+        bound: Bound = ctx.bound
+        if dout is None:
+            dout = torch.zeros_like(out)
+        if torch.is_grad_enabled():
+            # A graph of the gradients is asked for: by the operator, which refuses to be
+            # differentiated.
+            call, _ = bound.form.fill(tensors)
+            grads = torch.ops.pyfa.backward(dout, dlse, out, lse, *call, *bound.who)
+        else:
+            grads = _gradients(bound, dout, dlse, out, lse, tensors)
+        needs = ctx.needs_input_grad
+        return None, *(
+            grads[_OF_GRADIENTS[name]] if name in _OF_GRADIENTS and needs[number + 1] else None
+            for number, name in enumerate(bound.form.names)
+        )
 
 
 # Function.apply without what it does for torch.func's transforms, which have been refused by then:
 # 1.9 of 7.4 µs of a call on a CPU.
-repeat_with_gradient: Any = super(torch.autograd.Function, DifferentiableRepeat).apply
+attend: Any = super(torch.autograd.Function, Attend).apply
 
 
 def _no_second_gradient(ctx: Any, *grads: Any) -> Any:

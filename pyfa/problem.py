@@ -117,28 +117,93 @@ class Call(NamedTuple):
         return self.out_dtype or self.q.dtype
 
 
-_OFFSETS = Call._fields.index("cu_seqlens_q")  # and behind it cu_seqlens_k
+TENSORS = Call._fields.index("max_seqlen_q")
+"""Call's leading fields, which are tensors or None."""
+_CU_Q, _CU_K = Call._fields.index("cu_seqlens_q"), Call._fields.index("cu_seqlens_k")
 
 
-def changing(call: Call) -> tuple[torch.Tensor, ...]:
-    """q, k, v and, where ``call`` is packed, its offsets: once where one tensor is both."""
-    of_q, of_k = call.cu_seqlens_q, call.cu_seqlens_k
-    offsets = (of_q,) if of_q is of_k else (of_q, of_k)
-    return (*call[:3], *(x for x in offsets if x is not None))
+class Append(NamedTuple):
+    """What is done to a KV cache, and to the queries, before attention.
+
+    ``k`` and ``v`` (B, new, Hk, D) go behind the ``seqused_k`` keys that each sequence of the call
+    holds, and are seen by its queries. Rotary rotates the new keys and ``Call.q``: ``cos`` and
+    ``sin`` are (max_position, R), the new keys of sequence b stand at ``start[b]`` and behind, and
+    so do its queries, or all of them at ``start[b]`` unless they are ``moving``. ``start`` is int32
+    (B,); None for ``seqused_k``.
+    """
+
+    k: torch.Tensor | None = None
+    v: torch.Tensor | None = None
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+    start: torch.Tensor | None = None
+    interleaved: bool = True
+    moving: bool = False
 
 
-def unchanging(call: Call) -> tuple[Any, ...]:
-    """What ``call`` has behind v, without offsets."""
-    return (*call[3:_OFFSETS], None, None, *call[_OFFSETS + 2 :])
-
-
-def again(rest: tuple[Any, ...], tensors: Sequence[torch.Tensor]) -> Call:
-    """The call of ``unchanging`` and ``changing``."""
-    q, k, v, *offsets = tensors
-    call = Call(q, k, v, *rest)
-    if not offsets:
+def counted(call: Call, append: Append) -> Call:
+    """``call`` with the keys that ``append`` adds to each sequence."""
+    if append.k is None or call.seqused_k is None:
         return call
-    return call._replace(cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[-1])
+    return call._replace(seqused_k=call.seqused_k + append.k.shape[1])
+
+
+_APPENDED = 5  # Append's leading fields, which are tensors or None
+APPEND_NAMES = ("new_k", "new_v", "rotary_cos", "rotary_sin", "rotary_seqlens")
+
+
+class Form(NamedTuple):
+    """A call, and what is appended before it, without the tensors: ``names`` are those it has.
+
+    Packed queries and keys may share one tensor of offsets, which then comes once.
+    """
+
+    names: tuple[str, ...]
+    places: tuple[int, ...]
+    numbers: tuple[Any, ...]
+    shared_offsets: bool
+    append: Append | None
+
+    def fill(self, tensors: Sequence[torch.Tensor]) -> tuple[Call, Append | None]:
+        """The call, and what is appended before it, with these tensors."""
+        fields: list[Any] = [None] * (TENSORS + _APPENDED)
+        for place, x in zip(self.places, tensors, strict=True):
+            fields[place] = x
+        if self.shared_offsets:
+            fields[_CU_K] = fields[_CU_Q]
+        append = self.append
+        if append is not None:
+            append = Append(*fields[TENSORS:], *append[_APPENDED:])
+        return Call(*fields[:TENSORS], *self.numbers), append
+
+
+_ALL_NAMES = (*Call._fields[:TENSORS], *APPEND_NAMES)
+
+
+def tensors_of(call: Call, append: Append | None = None) -> tuple[torch.Tensor, ...]:
+    """The tensors of a call, and of what is appended, in the order of ``Form.names``."""
+    fields: tuple[Any, ...] = call[:TENSORS]
+    if fields[_CU_K] is fields[_CU_Q]:
+        fields = (*fields[:_CU_K], None, *fields[_CU_K + 1 :])
+    if append is not None:
+        fields += append[:_APPENDED]
+    return tuple(x for x in fields if x is not None)
+
+
+def form_of(call: Call, append: Append | None = None) -> Form:
+    """What of a call stays when it comes again with other tensors."""
+    fields: list[Any] = [*call[:TENSORS], *(append[:_APPENDED] if append is not None else ())]
+    shared = fields[_CU_Q] is not None and fields[_CU_K] is fields[_CU_Q]
+    if shared:
+        fields[_CU_K] = None
+    places = tuple(i for i, x in enumerate(fields) if x is not None)
+    return Form(
+        tuple(_ALL_NAMES[i] for i in places),
+        places,
+        tuple(call[TENSORS:]),
+        shared,
+        None if append is None else append._replace(k=None, v=None, cos=None, sin=None, start=None),
+    )
 
 
 def bucket(size: int) -> int:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from . import device, request, validate
+from . import _torch, device, validate
 from .backends import AUTOMATIC, BACKENDS
 from .backends.base import Quantizing, Rounding
 from .validate_fp8 import FLOAT8, LEAST_SCALE
@@ -219,7 +219,7 @@ def _by_kernel(xs: list[torch.Tensor], how: Rounding) -> _Made | None:
     where = xs[0].device
     if where.type != "cuda" or torch.compiler.is_compiling():
         return None
-    if not all(request.is_plain(x) and x.numel() for x in xs):
+    if not all(_torch.is_plain(x) and x.numel() for x in xs):
         return None
     for backend in _with_kernels(device.of(where).vendor):
         if backend.why_unavailable() is None:

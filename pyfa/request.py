@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch.autograd import forward_ad
 
 from . import validate, validate_cache, validate_fp8
-from .backends.base import Appending, Rotary
-from .dispatch import preference, prepare
-from .problem import Call
+from .dispatch import preference
+from .problem import Append, Call, counted
 from .validate import Window
 
 Backends = str | Sequence[str] | None
@@ -41,12 +39,18 @@ class Shared(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A call with who may run it and what needs a gradient."""
+    """A call, what is appended to its cache before, who may run it and what needs a gradient."""
 
     call: Call
     wanted: str
     needs_grad: bool
     bias_grad: bool
+    append: Append | None = None
+
+    @property
+    def who(self) -> tuple[str, bool, bool]:
+        """For ``dispatch.prepare``, behind the call."""
+        return self.wanted, self.needs_grad, self.bias_grad
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: Shared) -> Request:
@@ -124,9 +128,8 @@ def kvcache(
     rotary_interleaved: bool = True,
     rotary_seqlens: torch.Tensor | None = None,
     num_splits: int = 0,
-    append: bool = True,
 ) -> Request:
-    """``attention_kvcache``'s request. Writes k and v into the cache, unless ``append`` is off."""
+    """``attention_kvcache``'s request. Nothing is written yet."""
     dims = (4 if cu_seqlens_q is None else 3, 4)
     validate.qkv(q, k_cache, v_cache, dims, ("k_cache", "v_cache"))
     needless = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
@@ -146,26 +149,28 @@ def kvcache(
     validate_cache.splits(num_splits)
     longest_k = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
     validate_cache.check_room(used, 0 if k is None else k.shape[1], longest_k)
-    rotary = begin = None
+    append = None
     if not (rotary_cos is rotary_sin is rotary_seqlens is None):
         cos, sin = validate_cache.rotary(
             q, rotary_cos, rotary_sin, rotary_seqlens, batch, longest_k
         )
-        start = rotary_seqlens if rotary_seqlens is not None else used
-        if start is None:
+        start = rotary_seqlens
+        if start is None and used is None:
             start = torch.full((batch,), longest_k, dtype=torch.int32, device=q.device)
         moving = shared.causal or shared.window is not None
-        rotary = Rotary(cos, sin, start, rotary_interleaved, moving)
+        interleaved = validate.flag("rotary_interleaved", rotary_interleaved)
+        append = Append(None, None, cos, sin, start, interleaved, moving)
+        first = used if start is None else start
+        assert first is not None
         rows = q.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff()
-        validate_cache.check_positions(start, rows if moving else rows > 0, cos)
+        validate_cache.check_positions(first, rows if moving else rows > 0, cos)
         if k is not None:
-            validate_cache.check_positions(start, k.shape[1], cos)
+            validate_cache.check_positions(first, k.shape[1], cos)
     if k is not None or v is not None:
-        k, v, begin = validate_cache.new_rows(k, v, used, q, k_cache, v_cache, batch)
-        used = begin + k.shape[1]
+        k, v, used = validate_cache.new_rows(k, v, used, q, k_cache, v_cache, batch)
+        append = (append or Append())._replace(k=k, v=v)
     request = _request(
-        # Attention gets the turned queries, which are not there yet.
-        q if rotary is None else torch.empty_like(q, memory_format=torch.contiguous_format),
+        q,
         k_cache,
         v_cache,
         shared,
@@ -179,55 +184,25 @@ def kvcache(
         cache_leftpad=cache_leftpad,
         num_splits=num_splits,
     )
-    if append and (k is not None or rotary is not None):
-        return _ready(request, q, k, v, begin, rotary)
-    return request
+    return request._replace(append=append)
 
 
-def _ready(
-    request: Request,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    begin: torch.Tensor | None,
-    rotary: Rotary | None,
-) -> Request:
-    """``request`` with its queries turned and its cache appended to.
-
-    By the backend that attention gets, where it offers that and nobody watches, else by operators.
-    """
-    call = request.call
-    if not torch.compiler.is_compiling() and is_plain(q):
-        prepared = prepare(*request)
-        if k is not None:
-            # Whatever is wrong is said before anything is written.
-            prepared.validate(call)
-        backend = prepared.backend
-        if isinstance(backend, Appending) and backend.append(call, q, k, v, rotary):
-            if k is not None:
-                torch.autograd.graph.increment_version((call.k, call.v))
-            return request
-    if rotary is not None:
-        cos, sin, start, interleaved, moving = rotary
-        positions = _query_positions(q, start, call.cu_seqlens_q, moving)
-        q = torch.ops.pyfa.rotary(q, cos, sin, positions, interleaved)
-        request = request._replace(call=call._replace(q=q))
+def appended(call: Call, append: Append) -> Call:
+    """``call`` with its queries rotated and its cache appended to, by operators of PyTorch."""
+    q, k, v = call.q, append.k, append.v
+    begin = call.seqused_k
+    if append.cos is not None and append.sin is not None:
+        start = begin if append.start is None else append.start
+        assert start is not None
+        tables = append.cos, append.sin
+        positions = _query_positions(q, start, call.cu_seqlens_q, append.moving)
+        q = torch.ops.pyfa.rotary(q, *tables, positions, append.interleaved)
         if k is not None:
             positions = start[:, None] + torch.arange(k.shape[1], device=k.device)
-            k = torch.ops.pyfa.rotary(k, cos, sin, positions, interleaved)
+            k = torch.ops.pyfa.rotary(k, *tables, positions, append.interleaved)
     if k is not None:
         torch.ops.pyfa.append_kv(call.k, call.v, k, v, begin, call.page_table, call.cache_batch_idx)
-    return request
-
-
-def is_plain(q: torch.Tensor) -> bool:
-    """Whether nobody watches: no tensor subclass, no mode that traces or fakes, no transform."""
-    return (
-        type(q) is torch.Tensor
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and forward_ad._current_level < 0
-    )
+    return counted(call, append)._replace(q=q)
 
 
 def _query_positions(
@@ -267,6 +242,7 @@ def _request(
         out_dtype, deterministic, return_lse, backend,
     ) = shared  # fmt: skip
     left, right = validate.window(window, causal)
+    deterministic = validate.flag("deterministic", deterministic)
     scale, softcap, dropout_p = validate.scalars(scale, q.shape[-1], softcap, dropout_p)
     scales = _NO_SCALES
     if k.dtype.itemsize == 1:
@@ -318,7 +294,7 @@ def _request(
         softcap,
         dropout_p,
         deterministic or torch.are_deterministic_algorithms_enabled(),
-        return_lse,
+        validate.flag("return_lse", return_lse),
         num_splits,
         scales.out_dtype,
     )

@@ -8,14 +8,15 @@ fails. It names the argument, what was expected and what came. What needs the va
 from __future__ import annotations
 
 import difflib
+import inspect
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
-from .problem import Call
+from .problem import Append, Call, counted
 
 Window = Sequence[int | None] | None
 
@@ -46,15 +47,18 @@ _OTHER_NAMES = {
 }
 
 
-def refuse_unknown(function: str, unknown: Mapping[str, object], known: Iterable[str]) -> None:
-    """``TypeError`` for arguments that ``function`` does not have, with the name that was meant."""
-    for name in unknown:
-        near = _OTHER_NAMES.get(name)
-        known = tuple(known)
-        if near not in known:
-            near = next(iter(difflib.get_close_matches(name, known, 1, 0.75)), None)
+def refuse_unknown(
+    name: str, unknown: Mapping[str, object], known: Iterable[str] | Callable[..., Any]
+) -> None:
+    """``TypeError`` for arguments that the function ``name`` does not have, with the one that was
+    meant. ``known``: its arguments, or the function."""
+    for each in unknown:
+        names = tuple(inspect.signature(known).parameters if callable(known) else known)
+        near = _OTHER_NAMES.get(each)
+        if near not in names:
+            near = next(iter(difflib.get_close_matches(each, names, 1, 0.75)), None)
         hint = f"; did you mean '{near}'?" if near else ""
-        raise TypeError(f"{function}() got an unexpected keyword argument '{name}'{hint}")
+        raise TypeError(f"{name}() got an unexpected keyword argument '{each}'{hint}")
 
 
 def wrong(name: str, expected: str, got: object) -> NoReturn:
@@ -165,9 +169,7 @@ def window(value: Any, causal: Any) -> tuple[int, int]:
         if not isinstance(value, (tuple, list)) or len(value) != 2:
             wrong("window", "(left, right)", value)
         left, right = (-1 if edge is None else _edge(edge, value) for edge in value)
-    if causal is not True and causal is not False:
-        causal = _flag("causal", causal)
-    if causal:
+    if flag("causal", causal):
         right = 0 if right < 0 else min(right, 0)
     return left, right
 
@@ -178,9 +180,13 @@ def _edge(edge: Any, window: object) -> int:
     return -1 if edge >= _UNLIMITED else int(edge)
 
 
-def _flag(name: str, value: object) -> bool:
-    if isinstance(value, torch.Tensor) or not isinstance(value, (int, np.bool_)):
-        raise TypeError(f"{name}: expected True or False; got {type(value).__name__}")
+def flag(name: str, value: object) -> bool:
+    """``value`` as True or False, which 0 and 1 are, too."""
+    if value is True or value is False:
+        return value
+    if not isinstance(value, (int, np.bool_)) or value not in (0, 1):
+        got = value if isinstance(value, int) else type(value).__name__
+        raise TypeError(f"{name}: expected True or False; got {got}")
     return bool(value)
 
 
@@ -295,11 +301,14 @@ def no_gradient(tensors: Mapping[str, torch.Tensor | None], why: str) -> None:
             wrong(name, f"no requires_grad ({why}; use torch.no_grad() or detach())", x)
 
 
-def check_values(call: Call) -> None:
-    """``ValueError`` for offsets, lengths and page numbers that lie outside their tensors.
+def check_values(call: Call, append: Append | None = None) -> None:
+    """``ValueError`` for offsets, lengths and page numbers that lie outside their tensors, with
+    what is appended before the call.
 
     Reads tensor values: free on the CPU, a wait on a GPU (where only ``PYFA_CHECK=1`` asks for it).
     """
+    if append is not None:
+        call = counted(call, append)
     _check_offsets("cu_seqlens_q", call.cu_seqlens_q, call.q, call.max_seqlen_q, "max_seqlen_q")
     _check_offsets("cu_seqlens_k", call.cu_seqlens_k, call.k, call.max_seqlen_k, "max_seqlen_k")
     _check_range("seqused_q", call.seqused_q, _room(call.cu_seqlens_q, call.max_seqlen_q))

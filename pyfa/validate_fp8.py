@@ -81,6 +81,8 @@ def _scale(name: str, scale: Any, x: torch.Tensor, heads: int, batch: int) -> to
     no_gradient({name: scale}, "scales have none")
     found: torch.Tensor = scale.resolve_neg()  # kernels go by the address
     shape = tuple(found.shape)
+    if shape == (batch, heads):
+        return found  # the same tensor: what it was bound for is found again
     if shape in ((), (1,)):
         return found.reshape(1, 1).expand(batch, heads)
     if len(shape) == 2 and shape[0] in (1, batch) and shape[1] in (1, heads):

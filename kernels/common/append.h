@@ -1,7 +1,8 @@
 // What a KV cache needs before attention, in one launch: new keys and values are written behind
 // each sequence's, and rotary (Su et al. 2021, "RoFormer") turns the new keys and the queries.
 //
-// A workgroup takes one row with all its heads: first come the new keys' rows, then the new
+// `seqused_q` has the keys that each sequence holds, and `seqused_k` gets their number with the new
+// ones. A workgroup takes one row with all its heads: first come the new keys' rows, then the new
 // values', then the queries', which are there only with rotary. A thread takes pieces of heads:
 // 8 pairs to be turned or 8 elements to be copied, 16 bytes at a time where they are aligned.
 // Needs a vendor's device.h, Quad and Format.
@@ -153,7 +154,10 @@ DEVICE bool find_row(const Params &p, int line, Row &row) {
   if (!is_key) line -= appended;
   Sequence s = sequence_of(p, line / p.new_rows);
   int index = line % p.new_rows;
-  int place = int_at(p.seqused_k, s.batch) - p.new_rows + index;
+  int before = int_at(p.seqused_q, s.batch), place = before + index;
+  // What attention counts by, which the host would take a launch of its own to add up.
+  if (is_key && index == 0 && thread_index() == 0)
+    ((int *)p.seqused_k)[s.batch] = before + p.new_rows;
   if ((unsigned)place >= (unsigned)p.seqlen_k) return false;  // beyond the end of the cache
   if (is_key) {
     int position = p.rotary_dim ? int_at(p.rotary_seqlens, s.batch) + index : 0;

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from ..plan import Plan
-from ..problem import FEATURES, Call, Problem
-from ..traffic import Shape, TiledKernel
+from ..problem import FEATURES, Append, Call, Problem
 
-# From q, k, v and the offsets of packed ones, as ``problem.changing`` gives them, to out and, where
-# it was asked for, LSE.
-Repeat = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-# From dout, q, k, v, out, LSE and offsets to dq, dk and dv.
-RepeatBackward = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+if TYPE_CHECKING:
+    from ..traffic import Shape, TiledKernel
+
+# Takes the tensors of a call, as ``problem.tensors_of`` gives them, to out and, where it was asked
+# for, LSE. What comes behind them in the list is nobody's.
+Run = Callable[..., list[torch.Tensor]]
 
 
 class OtherAlignment(Exception):
-    """A ``Repeat`` was given an address that is a multiple of 16 bytes where none was, or the other
+    """A bound call was given an address that is a multiple of 16 bytes where none was, or the other
     way round: that may be another plan's. Nothing was done."""
 
 
@@ -33,19 +33,8 @@ class Gradients(NamedTuple):
     dsinks: torch.Tensor | None = None
 
 
-class Rotary(NamedTuple):
-    """Rotary embedding of queries and of new keys.
-
-    ``cos`` and ``sin`` are (max_position, R). The new keys of sequence b stand at ``start[b]`` and
-    behind, ``start`` being int32 (B,); so do its queries, or all at ``start[b]`` unless they are
-    ``moving``.
-    """
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-    start: torch.Tensor
-    interleaved: bool
-    moving: bool
+# Takes dout, dLSE or None, out, LSE and the tensors of the call to its gradients.
+RunBackward = Callable[..., Gradients]
 
 
 class Backend(Protocol):
@@ -54,12 +43,13 @@ class Backend(Protocol):
     ``FEATURES`` are the names in ``problem.FEATURES`` that it implements and ``DTYPES`` its input
     dtypes: the dispatcher, the conformance grid and the docs all derive from these two.
     ``why_not`` and ``plan`` are pure functions of the (bucketed) problem; a plan may be used for
-    any call whose problem has the same bucket. ``forward`` returns out (``Call.out_shape``,
-    ``Call.dtype_of_out``) and LSE (``Call.lse_shape``, float32), on the current stream, without
-    waiting for it.
+    any call whose problem has the same bucket. What ``bind`` returns runs on the current stream,
+    without waiting for it.
     """
 
     NAME: str
+    ANY_TOTAL: bool
+    """Whether what it binds for a packed call runs with any number of packed rows."""
     FEATURES: frozenset[str]
     DTYPES: tuple[str, ...]
 
@@ -72,9 +62,17 @@ class Backend(Protocol):
     def plan(self, problem: Problem) -> Plan:
         """How it would run ``problem``, which it does not decline."""
 
-    def forward(self, plan: Plan, call: Call) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def bind(self, plan: Plan, call: Call, append: Append | None, with_lse: bool) -> Run:
+        """``plan`` for ``call``, and for all calls that differ from it by the values and addresses
+        of their tensors: shapes, strides, dtypes, devices and numbers are the same.
 
-    def backward(
+        The result takes the tensors to out (``Call.out_shape``, ``Call.dtype_of_out``) and, with
+        ``with_lse``, LSE (``Call.lse_shape``, float32). It keeps none of them, and raises
+        ``OtherAlignment`` where q, k or v begin at a multiple of 16 bytes and did not here, or the
+        other way round. ``append`` is given to backends that are ``Appending`` alone.
+        """
+
+    def bind_backward(
         self,
         plan: Plan,
         call: Call,
@@ -83,49 +81,16 @@ class Backend(Protocol):
         dout: torch.Tensor,
         dlse: torch.Tensor | None,
         bias_grad: bool,
-    ) -> Gradients: ...
-
-
-@runtime_checkable
-class Repeating(Protocol):
-    """A backend with a shorter way for a call that comes again with other tensors."""
-
-    def repeat(self, plan: Plan, call: Call, with_lse: bool) -> Repeat | None:
-        """``forward`` of calls that share all with ``call`` but the addresses of q, k, v and
-        offsets, and what is in them: shapes, strides, dtypes and devices, and all options. ``call``
-        has run, and has no other tensors. None where there is no such way. Results are contiguous.
-        Raises ``OtherAlignment``."""
-
-
-@runtime_checkable
-class RepeatingBackward(Protocol):
-    """A backend with a shorter way for the backward of a call that comes again."""
-
-    def repeat_backward(
-        self, plan: Plan, call: Call, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
-    ) -> RepeatBackward | None:
-        """``backward``, without a gradient of LSE or bias, of calls that share all with ``call``
-        but addresses; shapes, strides, dtypes and devices are those of ``call``, ``out``, ``lse``
-        and ``dout``, which are aligned to 16 bytes. None where there is no such way.
-        Raises ``OtherAlignment`` where one is not aligned."""
+    ) -> RunBackward:
+        """The backward of ``call``, as ``bind``: for all tensors that are like these."""
 
 
 @runtime_checkable
 class Appending(Protocol):
     """A backend that readies a KV cache, and the queries, itself."""
 
-    def append(
-        self,
-        call: Call,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        rotary: Rotary | None,
-    ) -> bool:
-        """Write k and v (B, new, Hk, D), which ``call.seqused_k`` counts, into the cache that is
-        ``call.k`` and ``call.v``, and with ``rotary`` q, turned, into ``call.q``. As the operators
-        ``append_kv`` and ``rotary`` do it, on the current stream. False, with nothing written,
-        where there is no such way."""
+    def why_not_append(self, call: Call, append: Append) -> str | None:
+        """Why its ``bind`` cannot take ``append``; None where it can."""
 
 
 class Rounding(NamedTuple):

@@ -97,18 +97,17 @@ def emulate(wanted: Plan, sample: Sample, keys: int) -> Any:
     from ..backends.hip.launcher import Launcher
     from ..backends.hip.runtime_emulator import EmulatorRuntime
 
-    runtime = EmulatorRuntime()
     found = []
 
-    class Watching(Launcher):
+    class Watching(EmulatorRuntime):
         """Picks this plan's launch out of all that ``sample`` makes."""
 
-        def __call__(self, plan: Plan, *rest: Any, **named: Any) -> None:
-            super().__call__(plan, *rest, **named)
-            if (plan.kernel, plan.constants) == (wanted.kernel, wanted.constants):
-                found.append(runtime.counters)
+        def run(self, step: Any, *rest: Any) -> None:
+            super().run(step, *rest)
+            if (step.plan.kernel, step.plan.constants) == (wanted.kernel, wanted.constants):
+                found.append(self.counters)
 
-    sample.run(Watching(runtime), keys)
+    sample.run(Launcher(Watching()), keys)
     (counters,) = found
     return counters
 

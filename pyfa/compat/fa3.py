@@ -371,8 +371,8 @@ def _appended(
         name = "v" if v is None else "cache_seqlens"
         validate.wrong(name, "v and cache_seqlens with k", None)
     # Whatever is wrong is said before anything is written.
-    asked = request.kvcache(q, k_cache, v_cache, request.Shared(**shared), append=False, **where)
-    dispatch.prepare(*asked).validate(asked.call)
+    asked = request.kvcache(q, k_cache, v_cache, request.Shared(**shared), **where)
+    dispatch.prepare(asked.call, *asked.who).validate(asked.call)
     used = asked.call.seqused_k
     assert used is not None
     start = where["rotary_seqlens"]

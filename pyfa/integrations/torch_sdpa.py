@@ -177,7 +177,7 @@ def flash_forward(
         for name, x in (("seqused_k", seqused_k), ("alibi_slopes", alibi_slopes)):
             if x is not None:
                 raise NotImplementedError(f"{name}: PyTorch's backward is not told of it")
-    out, lse = dispatch.prepare(*asked).forward(asked.call)
+    out, lse = dispatch.prepare(asked.call, *asked.who).forward(asked.call)
     if return_debug_mask and seed is not None:
         call = asked.call
         packed = None
@@ -226,7 +226,7 @@ def flash_backward(
         query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, seed, scale,
         window_size_left, window_size_right,
     )  # fmt: skip
-    prepared = dispatch.prepare(*asked._replace(needs_grad=True))
+    prepared = dispatch.prepare(asked.call, *asked._replace(needs_grad=True).who)
     grads = prepared.backward(asked.call, out, logsumexp, grad_out, None, False)
     inputs = (query, key, value)
     return tuple(_laid_out_as(x, grad) for x, grad in zip(inputs, grads[:3], strict=True))

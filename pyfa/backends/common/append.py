@@ -1,35 +1,52 @@
-"""Readies a KV cache for attention: new rows go in, rotary turns queries and new keys."""
+"""Readies a KV cache for attention: new rows go in, rotary rotates queries and new keys."""
 
 from __future__ import annotations
 
 import torch
 
 from ... import abi
-from ...problem import Call
-from ..base import Rotary
+from ...problem import Append, Call
 from . import calls
-from .launch import Launch
+from .launch import Launcher
+from .program import Params, Program, like
 
 THREADS = 256
+_MOST_THREADS = 2**32  # of a grid
 
 
-def run(
-    launch: Launch,
-    call: Call,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    rotary: Rotary | None,
-) -> bool:
-    """What ``Appending.append`` promises, in one launch."""
-    given = [x for x in (call.k, call.v, q, k, v) if x is not None]
-    # The kernel goes by addresses, and a cache cannot be copied first.
-    if call.k.stride(-1) != 1 or call.v.stride(-1) != 1 or any(x.is_neg() for x in given):
-        return False
-    if call.k.element_size() == 1:  # float8 is not one of its formats
-        return False
+def why_not(call: Call, append: Append) -> str | None:
+    """Why the kernel does not do it; None where it does."""
+    given = (call.k, call.v, call.q, append.k, append.v)
+    if call.k.stride(-1) != 1 or call.v.stride(-1) != 1:
+        return "the cache's rows are not contiguous, and it cannot be copied"
+    if any(x is not None and x.is_neg() for x in given):
+        return "a tensor has the negative bit"
+    if call.k.element_size() == 1:
+        return "float8 is not one of its formats"
+    if _rows(call, append) * THREADS >= _MOST_THREADS:
+        return "there are more rows than a grid has workgroups"
+    return None
+
+
+def readable(append: Append, q: torch.Tensor) -> Append:
+    """``append`` as the kernel reads it."""
+    if append.k is not None and append.v is not None:
+        append = append._replace(k=calls.with_rows(append.k), v=calls.with_rows(append.v))
+    if append.cos is not None and append.sin is not None:
+        # Any but float32 and q's own format goes through float32, as in the operator.
+        kept = append.cos.dtype == append.sin.dtype == q.dtype
+        cos, sin = ((x if kept else x.float()).contiguous() for x in (append.cos, append.sin))
+        append = append._replace(cos=cos, sin=sin)
+    return append
+
+
+def add(launch: Launcher, program: Program, call: Call, append: Append) -> dict[str, str]:
+    """Launch the kernel in ``program``, whose inputs are those of ``call`` and ``append``.
+
+    Returns which of attention's pointers go to what the kernel writes.
+    """
     values: dict[str, int | float] = {
-        "heads_q": q.shape[-2],
+        "heads_q": call.q.shape[-2],
         "heads_k": call.k.shape[-2],
         "batch": call.batch,
         "seqlen_q": call.max_seqlen_q,
@@ -37,43 +54,43 @@ def run(
         "head_dim": call.k.shape[-1],
         "head_dim_v": call.v.shape[-1],
     }
-    tensors = calls.tensors_of(call)
-    lines = 0
-    if rotary is not None:
-        q = calls.with_rows(q)
-        # Any but float32 and q's own format goes through float32, as in the operator.
-        kept = rotary.cos.dtype == rotary.sin.dtype == q.dtype
-        cos, sin = (
-            (x if kept else x.float()).contiguous() for x in (rotary.cos, rotary.sin)
-        )  # fmt: skip
+    pointers = {name: name for name in ("k", "v")}
+    written: dict[str, str] = {}
+    for name in ("cu_seqlens_q", "page_table", "cache_batch_idx"):
+        if getattr(call, name) is not None:
+            pointers[name] = name
+    if append.cos is not None:
+        rotated = like(call.q.shape, call.q.dtype)
+        program.make("rotated_q", rotated)
+        written["q"] = "rotated_q"
         values |= {
-            "rotary_cos": cos.data_ptr(),
-            "rotary_sin": sin.data_ptr(),
-            "rotary_seqlens": rotary.start.data_ptr(),
-            "rotary_dim": 2 * cos.shape[1],
-            "rotary_rows": cos.shape[0],
-            "rotary_size": cos.element_size(),
-            "rotary_interleaved": int(rotary.interleaved),
-            "rotary_step": int(rotary.moving),
+            "rotary_dim": 2 * append.cos.shape[1],
+            "rotary_rows": append.cos.shape[0],
+            "rotary_size": append.cos.element_size(),
+            "rotary_interleaved": int(append.interleaved),
+            "rotary_step": int(append.moving),
         }
-        values |= abi.place("q", q) | abi.place("out", call.q)
-        tensors |= {"q": q, "out": call.q, "cos": cos, "sin": sin, "start": rotary.start}
-        lines = call.batch * call.max_seqlen_q
-    if k is not None and v is not None:
-        k, v = calls.with_rows(k), calls.with_rows(v)
-        values["new_rows"] = k.shape[1]
-        for name, x in (("k", call.k), ("v", call.v), ("new_k", k), ("new_v", v)):
-            values |= abi.place(name, x)
-        tensors |= {"new_k": k, "new_v": v}
-        lines += 2 * call.batch * k.shape[1]
-    for name in ("cu_seqlens_q", "seqused_k", "page_table", "cache_batch_idx"):
-        if name in tensors:
-            values[name] = tensors[name].data_ptr()
+        values |= abi.strides_of("q", call.q.stride()) | abi.strides_of("out", rotated[1])
+        start = "rotary_seqlens" if append.start is not None else "seqused_k"
+        pointers |= {"q": "q", "out": "rotated_q", "rotary_seqlens": start}
+        pointers |= {name: name for name in ("rotary_cos", "rotary_sin")}
+    if append.k is not None and append.v is not None:
+        values["new_rows"] = append.k.shape[1]
+        for name, x in (("k", call.k), ("v", call.v), ("new_k", append.k), ("new_v", append.v)):
+            values |= abi.strides_of(name, x.stride())
+        pointers |= {"new_k": "new_k", "new_v": "new_v", "seqused_q": "seqused_k"}
+        if append.k.shape[1]:
+            program.make("used", like((call.batch,), torch.int32))
+            pointers["seqused_k"] = written["seqused_k"] = "used"
     if call.page_table is not None:
         values["page_size"] = call.k.shape[1]
         values["page_table_batch"] = call.page_table.stride(0)
-    if lines * THREADS >= 2**32:  # more threads than a grid may have
-        return False
-    if lines:
-        launch(launch.plan("append", calls.dtype_code(q)), lines, THREADS, values, tensors)
-    return True
+    plan = launch.plan("append", calls.dtype_code(call.q))
+    program.add(plan, _rows(call, append), THREADS, Params(values, pointers))
+    return written
+
+
+def _rows(call: Call, append: Append) -> int:
+    """Workgroups: one for each new key's row, each new value's, and each query's with rotary."""
+    rows = call.batch * call.max_seqlen_q if append.cos is not None else 0
+    return rows + (2 * call.batch * append.k.shape[1] if append.k is not None else 0)

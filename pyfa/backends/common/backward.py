@@ -1,11 +1,20 @@
-"""What backward is on every device: what it takes, the tensors that its kernels read and write."""
+"""What backward is on every device: what it takes, and the program around its kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
 import torch
 
-from ...problem import Call, Problem
-from ..base import Gradients
+from ... import abi
+from ..._torch import Like
+from ...plan import Plan
+from ...problem import Call, Problem, form_of, tensors_of
+from ..base import Gradients, RunBackward
+from . import calls, gaps
+from .launch import Launcher
+from .program import MOST_TOTALS, Params, Program, like, run_of
 
 FEATURES = frozenset({"backward", "dlse", "deterministic"})
 
@@ -28,33 +37,141 @@ def is_general_problem(problem: Problem) -> bool:
     return bool(problem.features & {"softcap", "alibi", "bias", "sinks", "dropout"})
 
 
-def gradients(
+class Kernel(NamedTuple):
+    """A launch of backward: ``blocks`` workgroups of ``threads`` for each sequence."""
+
+    plan: Plan
+    blocks: int
+    threads: int
+
+
+class Kernels(NamedTuple):
+    """What one pass launches, in order, and the buffers that only this device's kernels need."""
+
+    kernels: Sequence[Kernel]
+    workspace: Mapping[str, Like] = {}
+
+
+class _Given(NamedTuple):
+    """What a backward reads, as it came or as the kernels can read it."""
+
+    dout: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    call: Call
+    dlse: torch.Tensor | None
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        last = () if self.dlse is None else (self.dlse,)
+        return (self.dout, self.out, self.lse, *tensors_of(self.call), *last)
+
+
+def _readable(given: _Given) -> _Given:
+    dout, out, lse, call, dlse = given
+    return _Given(
+        calls.readable(dout),
+        calls.readable(out),
+        whole(lse),
+        calls.with_readable(call),
+        None if dlse is None else dlse.contiguous(),
+    )
+
+
+def bind(
+    launch: Launcher,
     call: Call,
     out: torch.Tensor,
     lse: torch.Tensor,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
-) -> dict[str, torch.Tensor]:
-    """What backward's kernels read and write, by name; for ``abi.backward_values``.
+    kernels_of: Callable[[Call], Kernels],
+) -> RunBackward:
+    """``Backend.bind_backward`` for the kernels that ``kernels_of`` the readable call names."""
+    given = _Given(dout, out, lse, call, dlse)
+    direct = _readable(given)
+    run = _for_any_total(direct, lambda given: _bind(launch, given, kernels_of))
+    copied = any(x is not y for x, y in zip(given.tensors(), direct.tensors(), strict=True))
+    if not copied:
+        return run
+    form, dim, dim_v = form_of(call), call.q.shape[-1], call.v.shape[-1]
 
-    The gradients are 0 where nobody writes them: in rows of no sequence, or beyond one's length.
-    """
-    gaps_q = call.cu_seqlens_q is not None or call.seqused_q is not None
-    gaps_k = call.cu_seqlens_k is not None or call.seqused_k is not None
-    tensors = {
-        "out": out,
-        "lse": whole(lse),
-        "dout": dout,
-        "dq": _like(call.q, gaps_q),
-        "dk": _like(call.k, gaps_k),
-        "dv": _like(call.v, gaps_k),
-        "delta": torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device),
-    }
-    if dlse is not None:
-        tensors["dlse"] = dlse.contiguous()
+    def run_on_copies(
+        dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
+        *tensors: torch.Tensor,
+    ) -> Gradients:  # fmt: skip
+        made = _readable(_Given(dout, out, lse, form.fill(tensors)[0], dlse))
+        found = run(made.dout, made.dlse, made.out, made.lse, *tensors_of(made.call))
+        dq, dk, dv, dbias, dsinks = found
+        return Gradients(dq[..., :dim], dk[..., :dim], dv[..., :dim_v], dbias, dsinks)
+
+    return run_on_copies
+
+
+def _for_any_total(given: _Given, bind: Callable[[_Given], RunBackward]) -> RunBackward:
+    """``program.for_any_total`` of a backward."""
+    run, call = bind(given), given.call
+    if call.cu_seqlens_q is None and call.cu_seqlens_k is None:
+        return run
+    form, runs = form_of(call), {(call.q.shape[0], call.k.shape[0]): run}
+
+    def run_any_total(
+        dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
+        *tensors: torch.Tensor,
+    ) -> Gradients:  # fmt: skip
+        totals = tensors[0].shape[0], tensors[1].shape[0]
+        found = runs.get(totals)
+        if found is None:
+            if len(runs) >= MOST_TOTALS:
+                runs.clear()
+            found = runs[totals] = bind(_Given(dout, out, lse, form.fill(tensors)[0], dlse))
+        return found(dout, dlse, out, lse, *tensors)
+
+    return run_any_total
+
+
+def _bind(launch: Launcher, given: _Given, kernels_of: Callable[[Call], Kernels]) -> RunBackward:
+    """``bind`` of what the kernels read as it lies."""
+    call = given.call
+    form = form_of(call)
+    names = ("dout", "out", "lse", *form.names, *(("dlse",) if given.dlse is not None else ()))
+    program = Program(names, call.q)
+    dq, dk, dv = (like(x.shape, x.dtype) for x in call[:3])
+    for name, each in (("dq", dq), ("dk", dk), ("dv", dv)):
+        program.make(name, each)
+    pointers = {**abi.pointers_of(call), **{name: name for name in ("dq", "dk", "dv", *names[:3])}}
+    if form.shared_offsets:
+        pointers["cu_seqlens_k"] = "cu_seqlens_q"
+    if given.dlse is not None:
+        pointers["dlse"] = "dlse"
     if call.sinks is not None:
-        tensors["dsinks"] = torch.zeros_like(tensors["lse"])
-    return tensors
+        program.make("dsinks", like(given.lse.shape, torch.float32), fill=0.0)
+        pointers["dsinks"] = "dsinks"
+    kernels, workspace = kernels_of(call)
+    parts = {**workspace, "delta": like((2, *given.lse.shape), torch.float32)}
+    program.make_workspace(parts, launch.APART)
+    pointers |= {name: name for name in parts}
+    values = abi.forward_values(call, given.out.stride(), given.lse.stride())
+    values |= abi.strides_of("dout", given.dout.stride())
+    for name, each in (("dq", dq), ("dk", dk), ("dv", dv)):
+        values |= abi.strides_of(name, each[1])
+    values["dies"] = launch.device_at(call.q.device).dies
+    gaps.add_backward(launch, program, call, dq, dk, dv)
+    params = Params(values, pointers)
+    for plan, blocks, threads in kernels:
+        program.add(plan, blocks * call.batch, threads, params)
+    run = run_of(program, launch.launch_of(program, given.tensors()), launch.empty, aligned=6)
+    rows = (0, 2) if given.lse.dim() == 3 else 1
+    has_sinks = call.sinks is not None
+
+    def backward(
+        dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
+        *tensors: torch.Tensor,
+    ) -> Gradients:  # fmt: skip
+        last = () if dlse is None else (dlse,)
+        dq, dk, dv, *more = run(dout, out, lse, *tensors, *last)
+        return Gradients(dq, dk, dv, None, more[0].sum(rows) if has_sinks else None)
+
+    return backward
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
@@ -67,19 +184,3 @@ def whole(x: torch.Tensor) -> torch.Tensor:
     heads, rows = (max(size, 1) for size in x.shape[-2:])
     own = (heads * rows, rows, 1)[-x.dim() :]
     return x if x.stride() == own else x.as_strided(x.shape, own)
-
-
-def _like(x: torch.Tensor, gaps: bool) -> torch.Tensor:
-    make = torch.zeros if gaps else torch.empty
-    return make(x.shape, dtype=x.dtype, device=x.device)
-
-
-def finished(
-    call: Call, tensors: dict[str, torch.Tensor], head_dim: int, head_dim_v: int
-) -> Gradients:
-    """What the kernels left in the tensors of ``gradients``, of heads as they were given."""
-    dsinks = None
-    if call.sinks is not None:
-        dsinks = tensors["dsinks"].sum((0, 2) if tensors["lse"].dim() == 3 else 1)
-    dq, dk, dv = (tensors[name] for name in ("dq", "dk", "dv"))
-    return Gradients(dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim_v], None, dsinks)

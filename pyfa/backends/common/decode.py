@@ -6,7 +6,8 @@ read once for the group, and the keys go to as many workgroups as it takes to bu
 
 from __future__ import annotations
 
-from ...problem import Call, Problem
+from ...problem import Call, Problem, is_aligned
+from . import calls
 
 FEATURES = frozenset(
     (
@@ -57,3 +58,17 @@ def keys_seen(call: Call) -> int:
 def forced_parts(call: Call) -> int:
     """The parts that ``num_splits`` asks for, no more than there are groups of keys; 0 for none."""
     return max(1, min(call.num_splits, -(-keys_seen(call) // GROUP))) if call.num_splits else 0
+
+
+def readable(call: Call) -> Call:
+    """``call`` as the kernel reads it. Float8 queries become what out is, exactly."""
+    if call.q.element_size() == 1:
+        call = call._replace(q=call.q.to(call.dtype_of_out()))
+    unit = 16 // call.k.element_size()
+    if is_aligned(call) and not any(x.shape[-1] % unit for x in (call.k, call.v)):
+        return call
+    # A plan is for aligned tensors; only those of an empty call are not.
+    call = calls.with_readable(call)
+    # Float8 keys came to a multiple of 16 elements, queries to one of 8.
+    more = call.k.shape[-1] - call.q.shape[-1]
+    return call._replace(q=calls.padded(call.q, more)) if more else call

@@ -1,31 +1,33 @@
-"""How the host side of ``kernels/`` runs a kernel, whatever the vendor."""
+"""What the host side of ``kernels/`` needs of a driver, whatever the vendor."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 
+from ..._torch import Empty
 from ...device import Device
 from ...plan import Plan
+from .program import Launch, Program
 
 
-class Launch(Protocol):
-    """Runs the kernel of a plan on the current stream."""
+class Launcher(Protocol):
+    """Turns programs into launches on one driver."""
 
-    def __call__(
-        self,
-        plan: Plan,
-        blocks: int,
-        threads: int,
-        values: Mapping[str, int | float],
-        tensors: Mapping[str, torch.Tensor],
-    ) -> None:
-        """``blocks`` workgroups of ``threads``. ``values`` fill ``Params``; ``tensors`` are all
-        that the kernel may touch, by name."""
+    APART: bool
+    """Whether parts of a workspace are tensors of their own, so that an access outside is found."""
+    NEEDS_LSE: bool
+    """Whether the forward kernels write an LSE that nobody asked for."""
 
-    def plan(self, kernel: str, dtype: int) -> Plan:
+    def launch_of(self, program: Program, tensors: tuple[torch.Tensor, ...]) -> Launch:
+        """``program``, as described for ``tensors``, as a launch on the current stream."""
+
+    @property
+    def empty(self) -> Empty:
+        """Makes an uninitialised tensor on the current device."""
+
+    def plan(self, kernel: str, dtype: int | None = None) -> Plan:
         """The plan of a kernel of ``kernels/common``, as "combine"."""
 
     def device_at(self, where: torch.device) -> Device:

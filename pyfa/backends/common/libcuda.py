@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import struct
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,13 +15,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ...errors import CodeObjectError
+from . import arguments
+from .arguments import Calls, Layout
 
 _BUFFER, _SIZE, _END = 1, 2, 0  # CU_LAUNCH_PARAM_…
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 # What cuModuleLoadData says of code that is not for this device, or not code.
 _BAD_CODE = {200: "invalid image", 209: "no binary for this GPU", 218: "invalid PTX"}
 _DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 class _Config(ctypes.Structure):
@@ -88,99 +88,74 @@ class Kernel(NamedTuple):
     ahead: bool = False
 
 
-class _Block:
-    """Arguments and launch configurations of some kernels, for one thread at a time."""
+class Launch(NamedTuple):
+    """A kernel, its blocks, and where its arguments begin among those of all that are launched
+    with it."""
 
-    __slots__ = ("_configs", "_kept", "buffer", "grids", "launches", "stream")
-
-    def __init__(self, kernels: Sequence[Kernel], arguments: bytes) -> None:
-        self.buffer = ctypes.create_string_buffer(arguments, len(arguments))
-        size = ctypes.c_size_t(len(arguments))
-        extra = (ctypes.c_void_p * 5)(
-            _BUFFER, ctypes.addressof(self.buffer), _SIZE, ctypes.addressof(size), _END
-        )
-        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
-        self._kept = size, extra, parameters
-        self._configs = [
-            _Config((0, 1, 1), (each.threads, 1, 1), each.shared, None, *_attributes(each))
-            for each in kernels
-        ]
-        # ctypes converts Python's integers to 64 bits only by objects like these.
-        self.launches = tuple(
-            (
-                ctypes.c_void_p(ctypes.addressof(config)),
-                ctypes.c_void_p(each.function),
-                ctypes.c_void_p(ctypes.addressof(parameters)) if each.struct else None,
-                None if each.struct else ctypes.c_void_p(ctypes.addressof(extra)),
-            )
-            for config, each in zip(self._configs, kernels, strict=True)
-        )
-        self.grids: tuple[int, ...] = ()
-        self.stream = 0
-
-    def set_grids(self, grids: tuple[int, ...]) -> None:
-        for config, blocks in zip(self._configs, grids, strict=True):
-            config.blocks[0] = blocks
-        self.grids = grids
-
-    def set_stream(self, stream: int) -> None:
-        for config in self._configs:
-            config.stream = stream
-        self.stream = stream
-
-
-def _attributes(kernel: Kernel) -> tuple[int | None, int]:
-    return (ctypes.addressof(_AHEAD), 1) if kernel.ahead else (None, 0)
+    kernel: Kernel
+    blocks: int
+    start: int = 0
 
 
 def launcher(
     index: int,
-    kernels: Sequence[Kernel],
-    arguments: bytes,
-    first: str,
-    again: Sequence[tuple[int, int]] = (),
+    launches: Sequence[Launch],
+    layout: Layout,
     taken: Sequence[tuple[int, Callable[[], int]]] = (),
 ) -> Callable[..., None]:
-    """Kernels on device ``index`` with one block of arguments, which start one behind the other.
-
-    The result takes the number of blocks of each, as a tuple, and the leading arguments anew; it
-    queues them on torch's current stream, from any thread. ``arguments`` are the parameters as they
-    lie in memory, of which each kernel takes as many as it has, and ``first`` the struct format of
-    what comes anew, as "5Q". ``again``: bytes at which an address lies once more, each with its
-    number among what comes anew. ``taken``: the same of addresses that a function gives at each
-    launch.
-    """
+    """Kernels on device ``index``, one behind the other, as ``arguments.launcher`` makes them."""
     driver = library()
     assert driver is not None
-    run, pack = driver.cuLaunchKernelEx, struct.Struct(first).pack_into
-    pack_address = struct.Struct("<Q").pack_into
-    # The driver copies the arguments before it returns; until then they are one thread's. Taking
-    # the last of a list and putting it back are atomic, need no lock (0.2 µs where these take 0.02)
-    # and let a signal's handler launch in between. What raises is not put back.
-    free: list[_Block] = []
+    run, size = driver.cuLaunchKernelEx, len(layout.data)
 
-    def launch(grids: tuple[int, ...], *first: Any) -> None:
-        stream = _current_stream(index)
-        try:
-            block = free.pop()
-        except IndexError:
-            block = _Block(kernels, arguments)
-        pack(block.buffer, 0, *first)
-        for at, number in again:
-            pack_address(block.buffer, at, first[number])
-        for at, take in taken:
-            pack_address(block.buffer, at, take())
-        if grids is not block.grids:
-            block.set_grids(grids)
-        if stream != block.stream:
-            block.set_stream(stream)
-        for how in block.launches:
-            error = run(*how)
-            if error:
-                _recover(error, index, functools.partial(run, *how))
-        free.append(block)
+    def calls_of(address: int) -> Calls:
+        return _calls(launches, address, size)
 
-    return launch
+    def recover(error: int, step: int, call: tuple[Any, ...]) -> None:
+        _recover(error, index, functools.partial(run, *call))
+
+    return arguments.launcher(layout, index, run, calls_of, recover, taken)
+
+
+def _calls(launches: Sequence[Launch], address: int, size: int) -> Calls:
+    """What ``cuLaunchKernelEx`` takes for each of ``launches`` with arguments at ``address``."""
+    calls: list[tuple[Any, ...]] = []
+    configs: list[_Config] = []
+    kept: list[Any] = []
+    for kernel, blocks, start in launches:
+        config = _Config(
+            (blocks, 1, 1), (kernel.threads, 1, 1), kernel.shared, None, *_attributes(kernel)
+        )
+        configs.append(config)
+        parameters = extra = None
+        if kernel.struct:
+            parameters = (ctypes.c_void_p * 1)(address + start)
+        else:
+            count = ctypes.c_size_t(size)
+            extra = (ctypes.c_void_p * 5)(_BUFFER, address, _SIZE, ctypes.addressof(count), _END)
+            kept.append(count)
+        # ctypes converts Python's integers to 64 bits only by objects like these.
+        calls.append((_at(config), ctypes.c_void_p(kernel.function), _at(parameters), _at(extra)))
+
+    def set_stream(stream: int) -> None:
+        for config in configs:
+            config.stream = stream
+
+    set_stream.kept = kept  # type: ignore[attr-defined]  # as long as the calls are
+    return calls, set_stream
+
+
+def _at(x: Any) -> ctypes.c_void_p | None:
+    """The address of ``x``, which lives as long as the result."""
+    if x is None:
+        return None
+    found = ctypes.c_void_p(ctypes.addressof(x))
+    found.kept = x  # type: ignore[attr-defined]
+    return found
+
+
+def _attributes(kernel: Kernel) -> tuple[int | None, int]:
+    return (ctypes.addressof(_AHEAD), 1) if kernel.ahead else (None, 0)
 
 
 def _recover(error: int, index: int, again: Callable[[], int]) -> None:

@@ -9,11 +9,12 @@ from dataclasses import replace
 import torch
 
 from ...plan import Plan
-from ...problem import Call, Problem
+from ...problem import Append, Call, Problem
 from ...traffic import Shape, TiledKernel
-from ..base import Gradients, Repeat, RepeatBackward, Rotary, missing
-from ..common import append, calls, libcuda
+from ..base import Run, RunBackward, missing
+from ..common import append as common_append
 from ..common import backward as common_backward
+from ..common import calls, libcuda
 from ..common.decode import are_few
 from . import backward, decode, forward, forward_sm90_fp8, plans, runtime_compiler, tiling
 from .launcher import Launcher
@@ -21,6 +22,7 @@ from .launcher import Launcher
 
 class CudaBackend:
     NAME = "cuda"
+    ANY_TOTAL = True
     FEATURES = forward.FEATURES | common_backward.FEATURES
     DTYPES: tuple[str, ...] = (*calls.DTYPES, forward_sm90_fp8.DTYPE)
 
@@ -56,35 +58,15 @@ class CudaBackend:
     ) -> Sequence[TiledKernel]:
         return tiling.kernels_of(plan, problem, shape, compiled)
 
-    def forward(self, plan: Plan, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    def bind(self, plan: Plan, call: Call, append: Append | None, with_lse: bool) -> Run:
+        bind = decode.bind if plan.kernel == decode.KERNEL else forward.bind
         with torch.cuda.device(call.q.device):
-            if plan.kernel == decode.KERNEL:
-                return decode.run(self.launch, plan, call)
-            return forward.run(self.launch, plan, call)
+            return bind(self.launch, plan, call, append, with_lse)
 
-    def repeat(self, plan: Plan, call: Call, with_lse: bool) -> Repeat | None:
-        if plan.kernel == decode.KERNEL:
-            return None
-        return forward.repeat(self.launch, plan, call, with_lse)
+    def why_not_append(self, call: Call, append: Append) -> str | None:
+        return common_append.why_not(call, append)
 
-    def repeat_backward(
-        self, plan: Plan, call: Call, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
-    ) -> RepeatBackward | None:
-        with torch.cuda.device(call.q.device):
-            return backward.repeat(self.launch, call, out, lse, dout)
-
-    def append(
-        self,
-        call: Call,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        rotary: Rotary | None,
-    ) -> bool:
-        with torch.cuda.device(call.q.device):
-            return append.run(self.launch, call, q, k, v, rotary)
-
-    def backward(
+    def bind_backward(
         self,
         plan: Plan,
         call: Call,
@@ -93,10 +75,10 @@ class CudaBackend:
         dout: torch.Tensor,
         dlse: torch.Tensor | None,
         bias_grad: bool,
-    ) -> Gradients:
+    ) -> RunBackward:
         # bias_grad is never asked for: FEATURES has none.
         with torch.cuda.device(call.q.device):
-            return backward.run(self.launch, call, out, lse, dout, dlse)
+            return backward.bind(self.launch, call, out, lse, dout, dlse)
 
 
 @functools.cache

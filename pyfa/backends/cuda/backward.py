@@ -7,21 +7,19 @@ may differ from run to run, while dK's and dV's never do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
-from ... import abi
 from ...plan import Plan
 from ...problem import Call, Problem
-from ..base import Gradients, RepeatBackward
+from ..base import RunBackward
+from ..common import backward as common
 from ..common import calls
-from ..common.backward import finished, gradients, is_general, is_general_problem
-from ..common.launch import Launch
-from ..common.ready import ready_backward
+from ..common.backward import Kernel, Kernels, is_general, is_general_problem
+from ..common.launch import Launcher
+from ..common.program import like
 from . import backward_sm90, forward_sm90, plans
-from .launcher import NAMES, OFFSETS, Launcher, between
 
 KERNEL = "cuda/sm80/attn_bwd.cu"
 
@@ -179,111 +177,41 @@ def all_plans(arch: str) -> list[Plan]:
     return list(dict.fromkeys(found))
 
 
-def run(
-    launch: Launch,
+def bind(
+    launch: Launcher,
     call: Call,
     out: torch.Tensor,
     lse: torch.Tensor,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
-) -> Gradients:
-    """The gradients of ``call``, whose forward made ``out`` and ``lse``."""
-    dim, dim_v = call.q.shape[-1], call.v.shape[-1]
+) -> RunBackward:
+    """``Backend.bind_backward``."""
     arch, dtype = launch.device_at(call.q.device).arch, calls.dtype_code(call.q)
-    sums, over_keys, convert = plans_for(
-        arch, dim, dim_v, dtype, is_general(call), call.deterministic
-    )
-    call = calls.with_readable(call)
-    tensors = gradients(call, calls.readable(out), lse, calls.readable(dout), dlse)
+    dims = call.q.shape[-1], call.v.shape[-1]
+    sums, over_keys, convert = plans_for(arch, *dims, dtype, is_general(call), call.deterministic)
 
-    heads, heads_k, batch = call.q.shape[-2], call.k.shape[-2], call.batch
-    constants = {name: int(value) for name, value in over_keys.constants}
-    block_q = constants["BLOCK_Q"]
-    row_tiles = -(-call.max_seqlen_q // block_q)
-    key_tiles = -(-call.max_seqlen_k // constants["BLOCK_K"])
-    # A packed sequence begins at a tile of its own.
-    stored = row_tiles * batch
-    if call.cu_seqlens_q is not None:
-        stored = call.q.shape[0] // block_q + batch
-    device = call.q.device
-    # row_sums begins both with 0.
-    tensors["dq_accum"] = torch.empty(
-        stored * heads * block_q * constants["HEAD_DIM"], dtype=torch.float32, device=device
-    )
-    if call.deterministic:
-        tensors["counter"] = torch.empty(stored * heads, dtype=torch.int32, device=device)
-    values = abi.backward_values(call, tensors)
-    tensors |= calls.tensors_of(call)
-    for kernel, blocks in (
-        (sums, row_tiles * heads),
-        (over_keys, key_tiles * heads_k),
-        (convert, row_tiles * heads),
-    ):
-        if blocks * batch:
-            launch(kernel, blocks * batch, plans.threads_of(kernel), values, tensors)
-    return finished(call, tensors, dim, dim_v)
+    def kernels_of(call: Call) -> Kernels:
+        heads, heads_k = call.q.shape[-2], call.k.shape[-2]
+        constants = {name: int(value) for name, value in over_keys.constants}
+        block_q = constants["BLOCK_Q"]
+        row_tiles = -(-call.max_seqlen_q // block_q)
+        key_tiles = -(-call.max_seqlen_k // constants["BLOCK_K"])
+        # A packed sequence begins at a tile of its own.
+        stored = row_tiles * call.batch
+        if call.cu_seqlens_q is not None:
+            stored = call.q.shape[0] // block_q + call.batch
+        # row_sums begins both with 0.
+        sizes = stored * heads * block_q * constants["HEAD_DIM"]
+        workspace = {"dq_accum": like((sizes,), torch.float32)}
+        if call.deterministic:
+            workspace["counter"] = like((stored * heads,), torch.int32)
+        return Kernels(
+            [
+                Kernel(sums, row_tiles * heads, plans.threads_of(sums)),
+                Kernel(over_keys, key_tiles * heads_k, plans.threads_of(over_keys)),
+                Kernel(convert, row_tiles * heads, plans.threads_of(convert)),
+            ],
+            workspace,
+        )
 
-
-class _Noting:
-    """A ``Launch`` that launches nothing."""
-
-    def __init__(self, launcher: Launcher) -> None:
-        self.plan, self.device_at = launcher.plan, launcher.device_at
-        self.kernels: list[tuple[Plan, int]] = []
-        self.grids: list[int] = []
-
-    def __call__(
-        self,
-        plan: Plan,
-        blocks: int,
-        threads: int,
-        values: Mapping[str, int | float],
-        tensors: Mapping[str, torch.Tensor],
-    ) -> None:
-        self.kernels.append((plan, threads))
-        self.grids.append(blocks)
-        self.values, self.tensors = values, tensors
-
-
-# What each call gives anew, in the order of ``Params``. What lies between only calls with more
-# tensors have.
-_ANEW = (*NAMES, *OFFSETS, "dout", "dlse", "delta", "dq", "dk", "dv", "dq_accum",
-         "dsinks", "counter")  # fmt: skip
-_NEVER = (*between(_ANEW), "dlse", "dsinks")
-
-
-def repeat(
-    launch: Launcher, call: Call, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
-) -> RepeatBackward | None:
-    """``RepeatingBackward.repeat_backward``: where nothing is copied.
-
-    One packing of ``Params`` for the three kernels, and one allocation for what they share: dQ's
-    sums, the counter, delta.
-    """
-    noting = _Noting(launch)
-    made = run(noting, call, out, lse, dout, None)
-    if len(noting.kernels) != 3:
-        return None
-    values, tensors = noting.values, noting.tensors
-    given = {"q": call.q, "k": call.k, "v": call.v, "out": out, "lse": lse, "dout": dout}
-    copied = any(tensors[name] is not x for name, x in given.items())
-    if copied or any(values.get(name) for name in _NEVER):
-        return None
-    counter = 4 * tensors["dq_accum"].numel() if call.deterministic else 0
-    floats = tensors["dq_accum"].numel() + (tensors["counter"].numel() if counter else 0)
-    floats += -floats % 128  # delta begins at a multiple of 512 bytes, as by itself
-    if not all(launch.can_prepare(plan) for plan, _ in noting.kernels):
-        return None
-    kernels = launch.prepare_all(noting.kernels, values, call.q.device.index, _ANEW, tensors)
-    grids = tuple(noting.grids)
-
-    def launch_all(
-        q: int, k: int, v: int, out: int, lse: int, dout: int, dq: int, dk: int, dv: int, work: int,
-        of_q: int = 0, of_k: int = 0,
-    ) -> None:  # fmt: skip
-        kernels(
-            grids, q, k, v, out, lse, of_q, of_k, dout, 0, work + 4 * floats, dq, dk, dv, work, 0,
-            counter and work + counter,
-        )  # fmt: skip
-
-    return ready_backward(launch_all, made, floats + tensors["delta"].numel())
+    return common.bind(launch, call, out, lse, dout, dlse, kernels_of)

@@ -7,14 +7,13 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
-
 from ...plan import Plan
-from ...problem import Call, Problem, is_aligned
-from ..common import calls, combine
+from ...problem import Append, Call, Problem
+from ..base import Run
+from ..common import attend, calls
 from ..common import decode as common
 from ..common.decode import GROUP, forced_parts, keys_seen, lines
-from ..common.launch import Launch
+from ..common.launch import Launcher
 from . import forward_sm90_fp8, plans
 
 FEATURES = common.FEATURES | {"fp8"}
@@ -243,25 +242,23 @@ def all_plans(arch: str) -> list[Plan]:
     ]
 
 
-def run(launch: Launch, plan: Plan, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse of ``call``."""
-    if call.q.element_size() == 1:  # what out is has all float8 numbers
-        call = call._replace(q=call.q.to(call.dtype_of_out()))
-    if not is_aligned(call):  # a plan is for aligned tensors, but for those of an empty call
-        call = calls.with_readable(call)
-    out, lse = calls.results(call)
-    heads_k = call.k.shape[-2]
-    rows = call.max_seqlen_q * call.q.shape[-2] // heads_k
+def bind(
+    launch: Launcher, plan: Plan, call: Call, append: Append | None = None, with_lse: bool = True
+) -> Run:
+    """``Backend.bind``."""
     constants = {name: int(value) for name, value in plan.constants}
     of_block = LINES * constants["TILES"] * constants["TEAM"]
-    blocks = -(-rows // of_block) * heads_k * call.batch
-    if blocks:
+
+    def grid_of(call: Call) -> attend.Grid:
+        heads_k = call.k.shape[-2]
+        rows = call.max_seqlen_q * call.q.shape[-2] // heads_k
+        blocks = -(-rows // of_block) * heads_k * call.batch
         units = launch.device_at(call.q.device).units
         key_bytes = call.k.element_size() * (call.k.shape[-1] + call.v.shape[-1])
         parts = forced_parts(call) or splits_for(blocks, keys_seen(call), units, key_bytes)
-        threads = plans.threads_of(plan)
-        combine.launch_parts(launch, plan, blocks, threads, call, out, lse, parts)
-    return out, lse
+        return attend.Grid(blocks, plans.threads_of(plan), parts)
+
+    return attend.bind(launch, plan, call, append, with_lse, common.readable, grid_of)
 
 
 @functools.lru_cache(4096)

@@ -6,19 +6,15 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
-import torch
-
-from ... import abi, device
+from ... import device
 from ...plan import Plan
 from ...problem import FEATURES as FEATURE_NAMES
-from ...problem import Call, Problem
-from ..base import Repeat
-from ..common import calls, combine
+from ...problem import Append, Call, Problem
+from ..base import Run
+from ..common import attend, calls
 from ..common.calls import DROPOUT, GENERAL, PLAIN
-from ..common.launch import Launch
-from ..common.ready import ready_forward
+from ..common.launch import Launcher
 from . import forward_sm90, forward_sm90_fp8, plans
-from .launcher import Launcher
 
 KERNEL = "cuda/sm80/attn_fwd.cu"
 FEATURES = frozenset(FEATURE_NAMES) - {"bias_grad", "backward", "dlse", "deterministic"}
@@ -217,28 +213,13 @@ def splits(blocks: int, keys: int, places: int, lines: int, tile_us: float = _TI
     return parts if gain > _COMBINE_US + lines * _LINE_US else 1
 
 
-def run(launch: Launch, plan: Plan, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse of ``call``."""
-    head_dim_v = call.v.shape[-1]
-    call = calls.with_readable(call)
-    out, lse = calls.results(call)
-    if lse.numel() and call.batch and call.max_seqlen_q:
-        blocks, parts = _grid(plan, call)
-        threads = plans.threads_of(plan)
-        combine.launch_parts(launch, plan, blocks, threads, call, out, lse, parts)
-    return out[..., :head_dim_v], lse
+def bind(
+    launch: Launcher, plan: Plan, call: Call, append: Append | None = None, with_lse: bool = True
+) -> Run:
+    """``Backend.bind``."""
 
+    def grid_of(call: Call) -> attend.Grid:
+        blocks, num_splits = _grid(plan, call)
+        return attend.Grid(blocks, plans.threads_of(plan), num_splits)
 
-def repeat(launch: Launcher, plan: Plan, call: Call, with_lse: bool) -> Repeat | None:
-    """``Repeating.repeat``: where nothing is copied and one launch does it all."""
-    readable = calls.with_readable(call)
-    if any(a is not b for a, b in zip(readable[:3], call[:3], strict=True)) or not call.q.numel():
-        return None
-    blocks, parts = _grid(plan, call)
-    if parts > 1 or not blocks or not launch.can_prepare(plan):
-        return None
-    out, lse = calls.places(call)
-    values = abi.forward_values(call, out, lse)
-    tensors = calls.tensors_of(call)
-    prepared, grid = launch.prepare(plan, blocks, plans.threads_of(plan), values, tensors)
-    return ready_forward(prepared, grid, out, lse if with_lse else None)
+    return attend.bind(launch, plan, call, append, with_lse, calls.with_readable, grid_of)

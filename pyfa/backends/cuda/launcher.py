@@ -1,115 +1,98 @@
-"""One launch: from a plan to its cubin, loaded on a device, and ``Params``."""
+"""Programs on NVIDIA's driver: cubins loaded on a device, tensor maps, work counters."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
-from ... import abi, device
+from ... import _torch, abi, device
+from ..._torch import Empty
 from ...device import Device
 from ...plan import Plan
-from ..common import libcuda
+from ..common import arguments, libcuda
+from ..common.arguments import TensorMap
 from ..common.plans import name_of
+from ..common.program import Launch, Program
 from . import code, counters, plans, tensor_maps
 
-# What a prepared launch gets anew of ``Params``, in its order, and of packed calls.
-NAMES = ("q", "k", "v", "out", "lse")
-OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
-_COUNTER_AT = 8 * abi.NAMES.index("counter")  # only pointers come before
-
-
-class Loaded(NamedTuple):
-    kernel: libcuda.Kernel
-    launch: Callable[..., None]  # with all of ``Params`` given anew
+_COUNTER = abi.NAMES.index("counter")  # only pointers come before
 
 
 class Launcher:
-    """``common.launch.Launch`` on NVIDIA's driver. Safe to use from several threads."""
+    """``common.launch.Launcher`` on NVIDIA's driver. Safe to use from several threads."""
+
+    APART = False
+    NEEDS_LSE = False
 
     def __init__(self) -> None:
         self.digests: dict[str, str] = {}
         """The kernels that ran in this process, each with the sha256 of its cubin."""
-        self._loaded: dict[tuple[str, tuple[object, ...], int, int], Loaded] = {}
+        self._loaded: dict[tuple[str, tuple[object, ...], int, int], libcuda.Kernel] = {}
         self._lock = threading.Lock()
 
-    def __call__(
+    def launch_of(self, program: Program, tensors: tuple[torch.Tensor, ...]) -> Launch:
+        """``common.launch.Launcher.launch_of``."""
+        given = dict(zip(program.inputs, tensors, strict=True))
+        if not any(step.plan.kernel in tensor_maps.BOXES for step in program.steps):
+            return self._launch(program, given, None)
+        # Of what a program makes, the rotated queries have a map.
+        if "rotated_q" in program.made:
+            shape, strides, dtype = program.likes[program.made.index("rotated_q")]
+            rotated = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+            given["rotated_q"] = rotated
+        if tensor_maps.movable():
+            return self._launch(program, given, None)
+        # Described, and not kept: these are the tensors of one call.
+        described = {
+            name: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+            for name, x in given.items()
+        }
+
+        def launch(addresses: list[int], *_: object) -> None:
+            of_names = dict(zip(program.names, addresses, strict=True))
+            self._launch(program, described, of_names)(addresses)
+
+        return launch
+
+    def _launch(
         self,
-        plan: Plan,
-        blocks: int,
-        threads: int,
-        values: Mapping[str, int | float],
+        program: Program,
         tensors: Mapping[str, torch.Tensor],
-    ) -> None:
-        index = _index(next(iter(tensors.values())).device)
-        loaded, grid = self._load(plan, threads, index), self._grid(plan, blocks, index)
-        if grid < blocks:
-            values = {**values, "counter": counters.source(index)()}
-        loaded.launch((grid,), abi.pack(values, tensor_maps.maps_of(plan, tensors)))
-
-    def _grid(self, plan: Plan, blocks: int, index: int) -> int:
-        return plans.grid_of(plan, blocks, self.device_at(torch.device("cuda", index)).units)
-
-    def can_prepare(self, plan: Plan) -> bool:
-        """Whether nothing but addresses changes between launches."""
-        return plan.kernel not in tensor_maps.BOXES or tensor_maps.movable()
-
-    def prepare(
-        self,
-        plan: Plan,
-        blocks: int,
-        threads: int,
-        values: Mapping[str, int | float],
-        tensors: Mapping[str, torch.Tensor],
-    ) -> tuple[Callable[..., None], int]:
-        """The kernel as a function of its grid and the addresses of q, k, v, out and lse, and of
-        offsets where there are any, and the grid for ``blocks``.
-
-        All else is as in ``values``, and in ``tensors``, of which the kernel has maps.
-        """
-        index = _index(tensors["q"].device)
-        grid = self._grid(plan, blocks, index)
-        names = NAMES + OFFSETS if OFFSETS[0] in tensors else NAMES
-        launch = self.prepare_all(
-            [(plan, threads)], values, index, names, tensors, counted=grid < blocks
-        )
-        return launch, grid
-
-    def prepare_all(
-        self,
-        kernels: Sequence[tuple[Plan, int]],
-        values: Mapping[str, int | float],
-        index: int,
-        names: Sequence[str],
-        tensors: Mapping[str, torch.Tensor],
-        counted: bool = False,
+        addresses: Mapping[str, int] | None,
     ) -> Callable[..., None]:
-        """``libcuda.launcher`` of plans, each with its number of threads, which share ``Params``.
+        """``addresses``: where this driver's tensor maps cannot be moved."""
+        pointers = {step.plan.kernel: step.params.pointers for step in program.steps}
 
-        The members ``names`` come anew, and those between them are 0: ``between``. All else is as
-        in ``values``, and in ``tensors``, of which one kernel of all may have maps. ``counted``:
-        blocks take their work from a counter.
-        """
-        loaded = [self._load(plan, threads, index).kernel for plan, threads in kernels]
-        maps: tuple[bytes, ...] = ()
-        again: list[tuple[int, int]] = []
-        for plan, _ in kernels:
-            for box in tensor_maps.BOXES.get(plan.kernel, ()):
-                again.append((abi.MAPS_AT + len(again) * abi.MAP_SIZE, names.index(box.tensor)))
-            maps += tensor_maps.maps_of(plan, tensors)
-        taken = [(_COUNTER_AT, counters.source(index))] if counted else []
-        return libcuda.launcher(index, loaded, abi.pack(values, maps), _format(names), again, taken)
+        def maps_of(plan: Plan) -> list[TensorMap]:
+            return tensor_maps.maps_of(plan, tensors, pointers[plan.kernel], addresses)
 
-    def plan(self, kernel: str, dtype: int) -> Plan:
+        index = index_of(program.device)
+        layout = arguments.layout_of(program, maps_of)
+        units = self.device_at(program.device).units
+        launches = []
+        taken: list[tuple[int, Callable[[], int]]] = []
+        for step, start in zip(program.steps, layout.starts, strict=True):
+            blocks = plans.grid_of(step.plan, step.blocks, units)
+            if blocks < step.blocks:
+                taken.append((start // 8 + _COUNTER, counters.source(index)))
+            kernel = self._load(step.plan, step.threads, index)
+            launches.append(libcuda.Launch(kernel, blocks, start))
+        return libcuda.launcher(index, launches, layout, taken)
+
+    @property
+    def empty(self) -> Empty:
+        return _torch.empty_cuda
+
+    def plan(self, kernel: str, dtype: int | None = None) -> Plan:
         return plans.plan_of(kernel, dtype)
 
     def device_at(self, where: torch.device) -> Device:
         return device.of(where)
 
-    def _load(self, plan: Plan, threads: int, index: int) -> Loaded:
+    def _load(self, plan: Plan, threads: int, index: int) -> libcuda.Kernel:
         key = (plan.kernel, plan.constants, threads, index)
         found = self._loaded.get(key)
         if found is None:
@@ -119,7 +102,7 @@ class Launcher:
                     found = self._loaded[key] = self._load_new(plan, threads, index)
         return found
 
-    def _load_new(self, plan: Plan, threads: int, index: int) -> Loaded:
+    def _load_new(self, plan: Plan, threads: int, index: int) -> libcuda.Kernel:
         # Notes are no part of a kernel: two plans that differ in them are one.
         plan = replace(plan, notes=())
         arch = plans.compiled_for(device.of(torch.device("cuda", index)).arch, plan)
@@ -132,25 +115,12 @@ class Launcher:
         return launchable(plan, function, threads, shared, index)
 
 
-def launchable(plan: Plan, function: int, threads: int, shared: int, index: int) -> Loaded:
+def launchable(plan: Plan, function: int, threads: int, shared: int, index: int) -> libcuda.Kernel:
     """A function that is on device ``index``, as ``plan`` takes its arguments."""
     ahead = plans.starts_ahead(plan, device.of(torch.device("cuda", index)).arch)
-    size = abi.MAPPED_SIZE if plan.kernel in tensor_maps.BOXES else abi.SIZE
-    kernel = libcuda.Kernel(function, threads, shared, struct=True, ahead=ahead)
-    return Loaded(kernel, libcuda.launcher(index, [kernel], bytes(size), f"{size}s"))
+    return libcuda.Kernel(function, threads, shared, struct=True, ahead=ahead)
 
 
-def between(names: Sequence[str]) -> list[str]:
-    """The members of ``Params`` up to the last of ``names`` that are not among them."""
-    return [name for name in abi.NAMES[: abi.NAMES.index(names[-1])] if name not in names]
-
-
-def _format(names: Sequence[str]) -> str:
-    """The struct format of these members, addresses in the order of ``Params``, and of zeros
-    ``between`` them."""
-    last = abi.NAMES.index(names[-1])
-    return "".join("Q" if name in names else "8x" for name in abi.NAMES[: last + 1])
-
-
-def _index(where: torch.device) -> int:
+def index_of(where: torch.device) -> int:
+    """The number of a CUDA device; the current one where it has none."""
     return where.index if where.index is not None else torch.cuda.current_device()

@@ -12,7 +12,7 @@ from ..common.calls import DTYPE_CODES
 # Archs with a row of tiles. Another one takes those of the nearest below it of its major version,
 # and code is compiled for itself.
 TILED = env.TILED_ARCHS
-SMALL_THREADS = 256  # of combine, append, row_sums and dq_convert
+SMALL_THREADS = 256  # of combine, append, gaps, row_sums and dq_convert
 
 
 def compiled_for(arch: str, plan: Plan | None = None) -> str:
@@ -84,9 +84,10 @@ def notes_of(problem: Problem, pair: tuple[int, int]) -> list[str]:
     return notes
 
 
-def plan_of(kernel: str, dtype: int) -> Plan:
-    """The plan of a kernel that needs a number format and nothing else."""
-    return Plan("cuda", f"cuda/{kernel}.cu", (("DTYPE", dtype),))
+def plan_of(kernel: str, dtype: int | None = None) -> Plan:
+    """The plan of a kernel that needs a number format at most."""
+    constants = () if dtype is None else (("DTYPE", dtype),)
+    return Plan("cuda", f"cuda/{kernel}.cu", constants)
 
 
 def shared_bytes(plan: Plan) -> int:
@@ -101,7 +102,7 @@ def all_plans(tiles: str) -> list[Plan]:
     found = [plan for each in (forward, backward, decode) for plan in each.all_plans(tiles)]
     for kernel in ("combine", "append"):
         found += [plan_of(kernel, code) for code in DTYPE_CODES.values()]
-    return found
+    return [*found, plan_of("gaps")]
 
 
 def common_plans(tiles: str) -> list[Plan]:

@@ -3,7 +3,7 @@
 A map describes a tensor (B, S, H, D), or (total, H, D), as four dimensions, the contiguous one
 first, and boxes of some rows by one panel of a head. Its 128 bytes are opaque. On every driver seen
 the address is the first eight, so that a map is encoded once and moved; where that is not so, it
-is encoded anew for every address.
+is encoded anew for every launch.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from ... import abi
 from ...plan import Plan
 from ..common import libcuda
+from ..common.arguments import TensorMap
 
 # CU_TENSOR_MAP_DATA_TYPE_…; float8 are bytes.
 _DTYPES = {torch.float16: 6, torch.bfloat16: 9, torch.float32: 7, torch.float8_e4m3fn: 0}
@@ -54,7 +55,7 @@ BOXES: dict[str, tuple[Box, ...]] = {
 }
 
 
-class _Described(NamedTuple):
+class Described(NamedTuple):
     """A map but for the address: sizes and box in elements, strides in bytes."""
 
     dtype: int
@@ -95,27 +96,42 @@ def panel(head: int, itemsize: int) -> int:
     return next(width for width in (128, 64, 32) if row % width == 0) // itemsize
 
 
-def maps_of(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, ...]:
-    """The maps that ``plan``'s kernel takes behind ``Params``, none for one that takes none."""
+def maps_of(
+    plan: Plan,
+    tensors: Mapping[str, torch.Tensor],
+    pointers: Mapping[str, str],
+    addresses: Mapping[str, int] | None = None,
+) -> list[TensorMap]:
+    """The maps that ``plan``'s kernel takes behind ``Params``, none for one that takes none.
+
+    ``pointers``: the names among ``tensors`` that the members of ``Params`` point to. The maps wait
+    for their address, which comes with each launch, unless ``addresses`` are given.
+    """
     boxes = BOXES.get(plan.kernel, ())
     constants = {name: int(value) for name, value in plan.constants} if boxes else {}
 
     def number(x: str | int) -> int:
         return x if isinstance(x, int) else constants[x]
 
-    def made(box: Box) -> bytes:
-        x = tensors[box.tensor]
-        return tensor_map(x, number(box.rows), panel(number(box.head), x.itemsize))
+    def made(box: Box) -> TensorMap:
+        name = pointers[box.tensor]
+        x = tensors[name]
+        described = describe(x, number(box.rows), panel(number(box.head), x.itemsize))
+        if addresses is None:
+            return TensorMap(_encoded(described), name)
+        return TensorMap(described.encode(addresses[name]), "")
 
-    return tuple(made(box) for box in boxes)
+    return [made(box) for box in boxes]
 
 
-def tensor_map(x: torch.Tensor, rows: int, width: int) -> bytes:
+def describe(x: torch.Tensor, rows: int, width: int) -> Described:
     """The map of a tensor whose boxes are ``rows`` rows by ``width`` elements of one head."""
-    whole = x if x.dim() == 4 else x.unsqueeze(0)
-    batch, length, heads, dim = (max(size, 1) for size in whole.shape)
-    by_batch, by_row, by_head, _ = whole.stride()
-    described = _Described(
+    shape, strides = tuple(x.shape), x.stride()
+    if len(shape) == 3:
+        shape, strides = (1, *shape), (0, *strides)
+    batch, length, heads, dim = (max(size, 1) for size in shape)
+    by_batch, by_row, by_head, _ = strides
+    return Described(
         _DTYPES[x.dtype],
         (dim, length, heads, batch),
         # Of a dimension without a second element the stride may be anything, also 0.
@@ -126,24 +142,51 @@ def tensor_map(x: torch.Tensor, rows: int, width: int) -> bytes:
         (width, rows, 1, 1),
         _SWIZZLES[width * x.itemsize],
     )
-    address = x.data_ptr()
-    if not movable():
-        return described.encode(address)
-    return _address.pack(address) + _encoded(described)[_address.size :]
+
+
+def _encoded(described: Described) -> bytes:
+    """The map of a tensor that lies anywhere. To encode one takes 20 µs, and packed tensors have
+    another number of rows at each step: where the driver keeps that number is found out once."""
+    at = rows_at()
+    if at is None:
+        return _encoded_as_is(described)
+    dim, rows, *rest = described.sizes
+    data = bytearray(_encoded_as_is(described._replace(sizes=(dim, _ROWS, *rest))))
+    _rows.pack_into(data, at, rows - 1)
+    return bytes(data)
 
 
 @functools.lru_cache(1024)
-def _encoded(described: _Described) -> bytes:
+def _encoded_as_is(described: Described) -> bytes:
     return described.encode(_HERE)
+
+
+_rows = struct.Struct("<I")
+_ROWS = 4096  # of maps that others are made from
+
+
+@functools.cache
+def rows_at() -> int | None:
+    """The byte where this driver's maps have the number of rows, less 1; None where maps of other
+    numbers differ in more than that."""
+    numbers = (_ROWS, 1, 77_777, (1 << 31) - 9)
+    maps = [_EXAMPLE._replace(sizes=(128, n, 16, 2)).encode(_HERE) for n in numbers]
+    for at in range(_address.size, abi.MAP_SIZE, _rows.size):
+        if all(_rows.unpack_from(x, at)[0] == n - 1 for x, n in zip(maps, numbers, strict=True)):
+            others = {x[:at] + x[at + _rows.size :] for x in maps}
+            return at if len(others) == 1 else None
+    return None
 
 
 _HERE, _THERE = 1 << 30, (1 << 47) - (1 << 20) + 16  # addresses: encoding reads nothing there
 
 
+_EXAMPLE = Described(9, (128, 4096, 16, 2), (4096, 256, 1 << 24), (64, 64, 1, 1), 3)
+
+
 @functools.cache
 def movable() -> bool:
     """Whether this driver's maps of two addresses differ in nothing but their first eight bytes."""
-    example = _Described(9, (128, 4096, 16, 2), (4096, 256, 1 << 24), (64, 64, 1, 1), 3)
-    here, there = example.encode(_HERE), example.encode(_THERE)
+    here, there = _EXAMPLE.encode(_HERE), _EXAMPLE.encode(_THERE)
     leads = _address.unpack_from(here)[0] == _HERE and _address.unpack_from(there)[0] == _THERE
     return leads and here[_address.size :] == there[_address.size :]

@@ -7,16 +7,18 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ...plan import Plan
-from ...problem import Call, Problem
+from ...problem import Append, Call, Problem
 from ...traffic import Shape, TiledKernel
-from ..base import Gradients, Rotary, missing
-from ..common import append, calls
+from ..base import Run, RunBackward, missing
+from ..common import append as common_append
 from ..common import backward as common_backward
+from ..common import calls
 from . import backward, code, decode, forward, tiling
 from .launcher import Launcher, Runtime
 
 
 class HipBackend:
+    ANY_TOTAL = True
     FEATURES = forward.FEATURES | common_backward.FEATURES
     DTYPES: tuple[str, ...] = (*calls.DTYPES, forward.FLOAT8)
 
@@ -50,22 +52,14 @@ class HipBackend:
     ) -> Sequence[TiledKernel]:
         return tiling.kernels_of(plan, problem, shape, compiled)
 
-    def forward(self, plan: Plan, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        if plan.kernel == decode.KERNEL:
-            return decode.run(self.launch, plan, call)
-        return forward.run(self.launch, plan, call)
+    def bind(self, plan: Plan, call: Call, append: Append | None, with_lse: bool) -> Run:
+        bind = decode.bind if plan.kernel == decode.KERNEL else forward.bind
+        return bind(self.launch, plan, call, append, with_lse)
 
-    def append(
-        self,
-        call: Call,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        rotary: Rotary | None,
-    ) -> bool:
-        return append.run(self.launch, call, q, k, v, rotary)
+    def why_not_append(self, call: Call, append: Append) -> str | None:
+        return common_append.why_not(call, append)
 
-    def backward(
+    def bind_backward(
         self,
         plan: Plan,
         call: Call,
@@ -74,6 +68,6 @@ class HipBackend:
         dout: torch.Tensor,
         dlse: torch.Tensor | None,
         bias_grad: bool,
-    ) -> Gradients:
+    ) -> RunBackward:
         # bias_grad is never asked for: FEATURES has none.
-        return backward.run(self.launch, call, out, lse, dout, dlse)
+        return backward.bind(self.launch, call, out, lse, dout, dlse)

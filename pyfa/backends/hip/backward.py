@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import torch
 
-from ... import abi
 from ...plan import Plan
 from ...problem import Call
-from ..base import Gradients
+from ..base import RunBackward
+from ..common import backward as common
 from ..common import calls
-from ..common.backward import finished, gradients, is_general
-from ..common.launch import Launch
+from ..common.backward import Kernel, Kernels, is_general
+from ..common.launch import Launcher
 from . import plans
 
 SUM_ROWS = 16  # rows of a workgroup of row_sums.hip
@@ -78,33 +78,29 @@ def all_plans(backend: str) -> list[Plan]:
     return list(dict.fromkeys(found))
 
 
-def run(
-    launch: Launch,
+def bind(
+    launch: Launcher,
     call: Call,
     out: torch.Tensor,
     lse: torch.Tensor,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
-) -> Gradients:
-    """The gradients of ``call``, whose forward made ``out`` and ``lse``."""
-    dim, dim_v = call.q.shape[-1], call.v.shape[-1]
-    pair = calls.bucket_of(TILES, dim, dim_v)
-    sums, over_keys, over_rows = plans_of("hip", pair, calls.dtype_code(call.q), is_general(call))
-    call = calls.with_readable(call)
-    tensors = gradients(call, calls.readable(out), lse, calls.readable(dout), dlse)
-    values = abi.backward_values(call, tensors)
-    values["dies"] = launch.device_at(call.q.device).dies
-    tensors |= calls.tensors_of(call)
-    heads, heads_k = call.q.shape[-2], call.k.shape[-2]
-    for kernel, length, per_block, width in (
-        (sums, call.max_seqlen_q, SUM_ROWS, heads),
-        (over_keys, call.max_seqlen_k, _owned(over_keys), heads_k),
-        (over_rows, call.max_seqlen_q, _owned(over_rows), heads),
-    ):
-        groups = -(-length // per_block) * width * call.batch
-        if groups:
-            launch(kernel, groups, THREADS, values, tensors)
-    return finished(call, tensors, dim, dim_v)
+) -> RunBackward:
+    """``Backend.bind_backward``."""
+    pair = calls.bucket_of(TILES, call.q.shape[-1], call.v.shape[-1])
+    sums, keys, rows = plans_of("hip", pair, calls.dtype_code(call.q), is_general(call))
+
+    def kernels_of(call: Call) -> Kernels:
+        heads, heads_k = call.q.shape[-2], call.k.shape[-2]
+        return Kernels(
+            [
+                Kernel(sums, -(-call.max_seqlen_q // SUM_ROWS) * heads, THREADS),
+                Kernel(keys, -(-call.max_seqlen_k // _owned(keys)) * heads_k, THREADS),
+                Kernel(rows, -(-call.max_seqlen_q // _owned(rows)) * heads, THREADS),
+            ]
+        )
+
+    return common.bind(launch, call, out, lse, dout, dlse, kernels_of)
 
 
 def _owned(plan: Plan) -> int:

@@ -6,14 +6,13 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
-
 from ...plan import Plan
-from ...problem import Call, Problem, is_aligned
-from ..common import calls, combine
+from ...problem import Append, Call, Problem
+from ..base import Run
+from ..common import attend, calls
 from ..common import decode as common
 from ..common.decode import GROUP, forced_parts, keys_seen, lines
-from ..common.launch import Launch
+from ..common.launch import Launcher
 from ..common.plans import notes_of
 from .forward import FLOAT8_CODE
 
@@ -106,32 +105,20 @@ def all_plans(backend: str) -> list[Plan]:
     ]
 
 
-def run(launch: Launch, plan: Plan, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse of ``call``."""
-    head_dim_v = call.v.shape[-1]
-    call = _readable(call)
-    out, lse = calls.results(call)
-    heads_k = call.k.shape[-2]
-    lines = call.max_seqlen_q * call.q.shape[-2] // heads_k
-    tiles = int(dict(plan.constants)["TILES"])
-    workgroups = -(-lines // (tiles * COLUMNS)) * heads_k * call.batch
-    if workgroups:
-        parts = _splits(call, workgroups, launch.device_at(call.q.device).units)
-        combine.launch_parts(launch, plan, workgroups, THREADS, call, out, lse, parts)
-    return out[..., :head_dim_v], lse
+def bind(
+    launch: Launcher, plan: Plan, call: Call, append: Append | None = None, with_lse: bool = True
+) -> Run:
+    """``Backend.bind``."""
+    columns = int(dict(plan.constants)["TILES"]) * COLUMNS
 
+    def grid_of(call: Call) -> attend.Grid:
+        heads_k = call.k.shape[-2]
+        rows = call.max_seqlen_q * call.q.shape[-2] // heads_k
+        blocks = -(-rows // columns) * heads_k * call.batch
+        units = launch.device_at(call.q.device).units
+        return attend.Grid(blocks, THREADS, _splits(call, blocks, units))
 
-def _readable(call: Call) -> Call:
-    """``call`` as the kernel reads it. Float8 queries become what out is, exactly."""
-    if call.q.element_size() == 1:
-        call = call._replace(q=call.q.to(call.dtype_of_out()))
-    unit = 16 // call.k.element_size()
-    if is_aligned(call) and not any(x.shape[-1] % unit for x in (call.k, call.v)):
-        return call
-    call = calls.with_readable(call)
-    # Float8 keys came to a multiple of 16 elements, queries to one of 8.
-    more = call.k.shape[-1] - call.q.shape[-1]
-    return call._replace(q=calls.padded(call.q, more)) if more else call
+    return attend.bind(launch, plan, call, append, with_lse, common.readable, grid_of)
 
 
 def _splits(call: Call, workgroups: int, units: int) -> int:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
-
 from ... import traffic
 from ...plan import Plan
 from ...problem import FEATURES as FEATURE_NAMES
-from ...problem import Call, Problem
-from ..common import calls, combine
+from ...problem import Append, Call, Problem
+from ..base import Run
+from ..common import attend, calls
 from ..common.calls import DROPOUT, GENERAL, PLAIN, score_class
-from ..common.launch import Launch
+from ..common.launch import Launcher
 from ..common.plans import notes_of
 
 KERNEL = "hip/attn_fwd.hip"
@@ -139,15 +138,16 @@ def splits(workgroups: int, keys: int, units: int) -> int:
     return max(1, min(units // max(workgroups, 1), keys // MIN_PART_KEYS))
 
 
-def run(launch: Launch, plan: Plan, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse of ``call``."""
-    head_dim_v = call.v.shape[-1]
-    call = calls.with_readable(call)
-    out, lse = calls.results(call)
-    if lse.numel() and call.batch and call.max_seqlen_q:
-        waves = int(dict(plan.constants)["WAVES"])
-        workgroups = -(-call.max_seqlen_q // (ROWS * waves)) * call.q.shape[-2] * call.batch
+def bind(
+    launch: Launcher, plan: Plan, call: Call, append: Append | None = None, with_lse: bool = True
+) -> Run:
+    """``Backend.bind``."""
+    waves = int(dict(plan.constants)["WAVES"])
+
+    def grid_of(call: Call) -> attend.Grid:
+        blocks = -(-call.max_seqlen_q // (ROWS * waves)) * call.q.shape[-2] * call.batch
         units = launch.device_at(call.q.device).units
-        parts = call.num_splits or splits(workgroups, call.max_seqlen_k, units)
-        combine.launch_parts(launch, plan, workgroups, waves * LANES, call, out, lse, parts)
-    return out[..., :head_dim_v], lse
+        num_splits = call.num_splits or splits(blocks, call.max_seqlen_k, units)
+        return attend.Grid(blocks, waves * LANES, num_splits)
+
+    return attend.bind(launch, plan, call, append, with_lse, calls.with_readable, grid_of)

@@ -1,59 +1,65 @@
-"""One launch: from a plan to its code object, ``Params`` and a runtime."""
+"""Programs on a runtime that takes gfx942 code objects: a GPU's, or the emulator."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
 import torch
 
-from ... import abi
+from ..._torch import Empty
 from ...device import Device
 from ...plan import Plan
 from ...problem import Problem
+from ..common.program import Launch, Program
 from . import code, plans
 
 
 class Runtime(Protocol):
-    """What runs a code object: a GPU, or the emulator."""
+    """What runs code objects: a GPU, or the emulator."""
+
+    APART: bool
 
     def why_unavailable(self) -> str | None: ...
 
     def why_not(self, problem: Problem) -> str | None:
         """Why the problem's device is not this runtime's."""
 
-    def launch(
-        self,
-        kernel: code.Code,
-        grid: tuple[int, int, int],
-        threads: int,
-        params: bytes,
-        tensors: Mapping[str, torch.Tensor],
-    ) -> None:
-        """Run one grid. ``tensors`` are all that the kernel may touch, by name."""
+    @property
+    def empty(self) -> Empty:
+        """Makes an uninitialised tensor on the current device."""
+
+    def launch_of(self, program: Program, kernels: Sequence[code.Code]) -> Launch:
+        """``program`` with the code of each of its steps."""
 
 
 class Launcher:
+    """``common.launch.Launcher``. Safe to use from several threads."""
+
+    NEEDS_LSE = True
+
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
+        self.APART = runtime.APART
         self.digests: dict[str, str] = {}
         """The kernels that ran in this process, each with the sha256 of its code object."""
 
-    def __call__(
-        self,
-        plan: Plan,
-        blocks: int,
-        threads: int,
-        values: Mapping[str, int | float],
-        tensors: Mapping[str, torch.Tensor],
-    ) -> None:
-        """``common.launch.Launch``."""
+    def launch_of(self, program: Program, tensors: tuple[torch.Tensor, ...]) -> Launch:
+        """``common.launch.Launcher.launch_of``."""
+        kernels = [self._load(step.plan) for step in program.steps]
+        return self.runtime.launch_of(program, kernels)
+
+    def _load(self, plan: Plan) -> code.Code:
         kernel = code.load(replace(plan, backend="hip"), plans.ARCHS[0])
         self.digests[str(plan)] = kernel.digest
-        self.runtime.launch(kernel, (blocks, 1, 1), threads, abi.pack(values), tensors)
+        return kernel
 
-    def plan(self, kernel: str, dtype: int) -> Plan:
+    @property
+    def empty(self) -> Empty:
+        return self.runtime.empty
+
+    def plan(self, kernel: str, dtype: int | None = None) -> Plan:
         return plans.plan_of("hip", kernel, dtype)
 
     def device_at(self, where: torch.device) -> Device:

@@ -32,12 +32,13 @@ def all_plans(backend: str) -> list[Plan]:
     found = [plan for each in (forward, backward, decode) for plan in each.all_plans(backend)]
     for kernel in ("combine", "append"):
         found += [plan_of(backend, kernel, code) for code in DTYPE_CODES.values()]
-    return found
+    return [*found, plan_of(backend, "gaps")]
 
 
-def plan_of(backend: str, kernel: str, dtype: int) -> Plan:
-    """The plan of a kernel that needs a number format and nothing else."""
-    return Plan(backend, f"hip/{kernel}.hip", (("DTYPE", dtype),))
+def plan_of(backend: str, kernel: str, dtype: int | None = None) -> Plan:
+    """The plan of a kernel that needs a number format at most."""
+    constants = () if dtype is None else (("DTYPE", dtype),)
+    return Plan(backend, f"hip/{kernel}.hip", constants)
 
 
 def common_plans(backend: str) -> list[Plan]:

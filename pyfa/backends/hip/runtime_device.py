@@ -1,7 +1,7 @@
 """Runs code objects on an AMD GPU, beside PyTorch: its HIP runtime, its devices, its streams.
 
 A launch neither waits for the device nor allocates on it, so that it can be captured into a graph.
-A code object is loaded once per device, at ``prepare`` or else at its first launch, and stays until
+A code object is loaded once per device, when the first program with it is bound, and stays until
 the process ends: graphs and launches in flight hold its function.
 """
 
@@ -9,29 +9,20 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from ... import codeobject, device
+from ... import _torch, abi, codeobject, device
+from ..._torch import Empty
 from ...errors import CodeObjectError
 from ...problem import Problem
+from ..common import arguments
+from ..common.program import Launch, Program
 from . import libamdhip64, plans, topology
 from .code import Code
 from .libamdhip64 import Hip
-
-
-def _public_stream(index: int) -> int:
-    handle: int = torch.cuda.current_stream(index).cuda_stream
-    return handle
-
-
-# The handle of torch's current stream on a device. The private function costs 0.2 µs, the public
-# one builds a Stream and costs 4 µs (pytorch #78165); Inductor and Triton call it too.
-current_stream: Callable[[int], int] = getattr(
-    torch._C, "_cuda_getCurrentRawStream", _public_stream
-)
 
 
 class Loaded(NamedTuple):
@@ -55,6 +46,8 @@ class Shape(NamedTuple):
 
 class DeviceRuntime:
     """The runtime of the ``hip`` backend. Safe to use from several threads."""
+
+    APART = False
 
     def __init__(self) -> None:
         self._hip: Hip | None = None
@@ -83,52 +76,43 @@ class DeviceRuntime:
             return f"the device is NVIDIA ({facts.arch})"
         return f"{facts.arch} is not {' or '.join(plans.ARCHS)}"
 
-    def prepare(self, kernel: Code, index: int) -> None:
-        """Loads ``kernel`` on device ``index`` unless it is there: before a graph is captured.
+    @property
+    def empty(self) -> Empty:
+        return _torch.empty_cuda
 
-        Raises ``CodeObjectError`` where the device refuses the code, ``HipError`` where the
-        runtime fails, ``RuntimeError`` where there is no runtime or a capture is under way.
+    def launch_of(self, program: Program, kernels: Sequence[Code]) -> Launch:
+        """``program`` as one launch on torch's current stream, of the code of each of its steps.
+
+        Loads what is not on the device yet. Raises ``CodeObjectError`` where the device refuses the
+        code, ``HipError`` where the runtime fails, ``RuntimeError`` where there is no runtime or a
+        graph is being captured, ``ValueError`` where a kernel takes other parameters.
         """
-        self._load(self._runtime(), kernel, index)
+        hip, layout = self._runtime(), arguments.layout_of(program, lambda _: ())
+        index = program.device.index
+        functions = [self._load(hip, kernel, index) for kernel in kernels]
+        for kernel, loaded in zip(kernels, functions, strict=True):
+            # The runtime reads as many bytes as the kernel takes, whatever was given.
+            if loaded.params_bytes != abi.SIZE:
+                raise ValueError(
+                    f"{kernel.kernel.name} takes {loaded.params_bytes} bytes of parameters, "
+                    f"got {abi.SIZE}"
+                )
+        steps = [
+            (loaded.function, step.blocks, step.threads, start)
+            for loaded, step, start in zip(functions, program.steps, layout.starts, strict=True)
+        ]
 
-    def launch(
-        self,
-        kernel: Code,
-        grid: tuple[int, int, int],
-        threads: int,
-        params: bytes,
-        tensors: Mapping[str, torch.Tensor],
-    ) -> None:
-        """Queues one grid on torch's current stream of the tensors' device and returns.
+        def calls_of(address: int) -> arguments.Calls:
+            return _calls(steps, address)
 
-        Raises ``ValueError`` where ``params`` has another size than the kernel's struct, what
-        ``prepare`` raises, and ``HipError`` with the kernel's name where the launch fails.
-        """
-        index: int = next(iter(tensors.values())).device.index
-        hip = self._hip or self._runtime()
-        function, params_bytes, _image = self._loaded.get((kernel.digest, index)) or self._load(
-            hip, kernel, index
-        )
-        # The runtime reads as many bytes as the kernel takes, whatever was given.
-        if len(params) != params_bytes:
-            raise ValueError(
-                f"{kernel.kernel.name} takes {params_bytes} bytes of parameters, got {len(params)}"
-            )
-        # kernelParams is the address of one pointer, to the one struct. The bytes are copied before
-        # the call returns, also into a graph. Dynamic LDS is 0: kernels declare what they use.
-        pointers = ctypes.byref(ctypes.c_char_p(params))
-        arguments = (function, *grid, threads, 1, 1, 0, current_stream(index), pointers, None)
-        before = _current_device(hip)
-        if before == index:
-            code = hip.calls.hipModuleLaunchKernel(*arguments)
-        else:
-            # Handle 0, torch's default stream, is that of whichever device is current.
-            with _Current(hip, index, before):
-                code = hip.calls.hipModuleLaunchKernel(*arguments)
-        if code:
+        def recover(error: int, step: int, call: object) -> None:
+            name, blocks = kernels[step].kernel.name, program.steps[step].blocks
             raise hip.failure(
-                code, f"{kernel.kernel.name} was not launched (grid {grid}, device {index})"
+                error, f"{name} was not launched (grid {(blocks, 1, 1)}, device {index})"
             )
+
+        run = hip.calls.hipModuleLaunchKernel
+        return arguments.launcher(layout, index, run, calls_of, recover)
 
     def shape(self, index: int) -> Shape:
         """CUs and XCDs of device ``index`` in its partition mode.
@@ -164,6 +148,27 @@ class DeviceRuntime:
         return found
 
 
+def _calls(steps: Sequence[tuple[int, int, int, int]], address: int) -> arguments.Calls:
+    """What ``hipModuleLaunchKernel`` takes for each (function, blocks, threads, start of its
+    arguments), with all arguments at ``address``."""
+    handle = ctypes.c_void_p()
+    calls = []
+    for function, blocks, threads, start in steps:
+        # kernelParams is the address of one pointer, to the one struct. The bytes are copied before
+        # the call returns, also into a graph. Dynamic LDS is 0: kernels declare what they use.
+        pointers = (ctypes.c_void_p * 1)(address + start)
+        grid = (ctypes.c_uint(blocks), _ONE, _ONE, ctypes.c_uint(threads), _ONE, _ONE, _NONE)
+        calls.append((ctypes.c_void_p(function), *grid, handle, pointers, None))
+
+    def set_stream(stream: int) -> None:
+        handle.value = stream
+
+    return calls, set_stream
+
+
+_ONE, _NONE = ctypes.c_uint(1), ctypes.c_uint(0)
+
+
 def _open() -> tuple[str | None, Hip | None]:
     """torch's HIP runtime, or the reason why there is none."""
     if torch.version.hip is None:
@@ -196,7 +201,7 @@ def _load_module(hip: Hip, kernel: Code, index: int) -> Loaded:
     name = kernel.kernel.name
     capturing = ctypes.c_int()
     hip.check(
-        hip.calls.hipStreamIsCapturing(current_stream(index), ctypes.byref(capturing)),
+        hip.calls.hipStreamIsCapturing(_torch.current_stream(index), ctypes.byref(capturing)),
         f"{name} was not loaded on device {index}",
     )
     # A module takes memory and copies to the device, outside the graph and not repeated by it.

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from ... import _torch, abi
+from ..._torch import Empty
 from ...problem import Problem
+from ..common.program import Launch, Program, Step, arguments_of
 from .code import Code
 
 if TYPE_CHECKING:
-    from ...emulator import Counters, Program
+    from ...emulator import Counters
+    from ...emulator import Program as Loaded
 
 
 class EmulatorRuntime:
     """``counters`` holds what the last launch executed, ``code`` the code object that it ran."""
+
+    APART = True
 
     def __init__(self) -> None:
         self.counters: Counters | None = None
@@ -33,14 +39,30 @@ class EmulatorRuntime:
             return f"the emulator takes tensors on the CPU; these are on {problem.arch}"
         return None
 
-    def launch(
-        self,
-        code: Code,
-        grid: tuple[int, int, int],
-        threads: int,
-        params: bytes,
-        tensors: Mapping[str, torch.Tensor],
+    @property
+    def empty(self) -> Empty:
+        return _torch.empty_cpu
+
+    def launch_of(self, program: Program, kernels: Sequence[Code]) -> Launch:
+        """``program`` with the code of each of its steps, which run one behind the other."""
+        names, of_tensors = program.names, program.tensors
+
+        def launch(
+            addresses: Sequence[int], tensors: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
+        ) -> None:
+            of_names = dict(zip(names, addresses, strict=True))
+            given = dict(zip(of_tensors, (*tensors, *made), strict=True))
+            for step, code in zip(program.steps, kernels, strict=True):
+                # A kernel may touch what it is told of, and nothing else.
+                touched = {name: given[name] for name in step.params.pointers.values()}
+                self.run(step, code, abi.pack(arguments_of(step.params, of_names)), touched)
+
+        return launch
+
+    def run(
+        self, step: Step, code: Code, params: bytes, tensors: Mapping[str, torch.Tensor]
     ) -> None:
+        """One grid. ``tensors`` are all that the kernel may touch, by name."""
         from ...emulator import Machine
 
         machine = Machine(threads=os.cpu_count() or 1)
@@ -48,11 +70,13 @@ class EmulatorRuntime:
             machine.map(address, nbytes, name)
         kernel = _program(code.data).kernel(code.kernel.name)
         self.code = code
-        self.counters = machine.launch(kernel, grid=grid, block=(threads,), kernarg=params)
+        self.counters = machine.launch(
+            kernel, grid=(step.blocks, 1, 1), block=(step.threads,), kernarg=params
+        )
 
 
 @functools.lru_cache(maxsize=64)
-def _program(data: bytes) -> Program:
+def _program(data: bytes) -> Loaded:
     from ...emulator import load
 
     return load(data)

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 
 from ...plan import Plan
-from ...problem import Call
+from ...problem import Call, tensors_of
 from ..common import calls
 from ..common.calls import DROPOUT, GENERAL
 from ..common.decode import GROUP
-from ..common.launch import Launch
+from ..common.launch import Launcher
 from . import backward, decode, forward
 
 LANES = forward.LANES
@@ -34,7 +34,7 @@ class Sample(NamedTuple):
     """
 
     title: str
-    run: Callable[[Launch, int], object]
+    run: Callable[[Launcher, int], object]
     short: int
     long: int
     rows: int
@@ -59,7 +59,7 @@ def _forward(plan: Plan) -> Sample:
     rows, keys, waves = forward.ROWS, constants["BLOCK_K"], constants["WAVES"]
     score, paged = constants["SCORE"], bool(constants["PAGED"])
 
-    def run(launch: Launch, length: int) -> None:
+    def run(launch: Launcher, length: int) -> None:
         call = _call(constants, waves * rows, length)
         if score == GENERAL:
             call = call._replace(softcap=30.0)
@@ -72,7 +72,7 @@ def _forward(plan: Plan) -> Sample:
                 page_table=torch.zeros(1, length // _PAGE, dtype=torch.int32),
                 seqused_k=torch.tensor([length], dtype=torch.int32),
             )
-        forward.run(launch, plan, call)
+        forward.bind(launch, plan, call)(*tensors_of(call))
 
     # The loop may be unrolled by two tiles: an even number of them in between.
     short, long = 8 * keys, 16 * keys
@@ -85,8 +85,9 @@ def _decode(plan: Plan) -> Sample:
     constants = _constants(plan)
     lines, keys = constants["TILES"] * decode.COLUMNS, GROUP
 
-    def run(launch: Launch, length: int) -> None:
-        decode.run(launch, plan, _call(constants, lines, length))
+    def run(launch: Launcher, length: int) -> None:
+        call = _call(constants, lines, length)
+        decode.bind(launch, plan, call)(*tensors_of(call))
 
     # Wavefronts take groups in turn; each repeats itself after its stages, 2 to 4 of its own or 8:
     # all come round after 24.
@@ -100,13 +101,15 @@ def _backward(plan: Plan) -> Sample:
     owned, streamed = 32 * constants["COLUMNS"], 32
     owns_keys, general = constants["OWNS"] == backward.KEYS, bool(constants["GENERAL"])
 
-    def run(launch: Launch, length: int) -> None:
+    def run(launch: Launcher, length: int) -> None:
         all_owned = backward.WAVES * owned
         sizes = (length, all_owned) if owns_keys else (all_owned, length)
         call = _call(constants, *sizes)._replace(softcap=30.0 if general else 0.0)
         out = torch.zeros(call.out_shape(), dtype=call.q.dtype)
         lse = torch.zeros(call.lse_shape())
-        backward.run(launch, call, out, lse, torch.zeros_like(out), None)
+        dout = torch.zeros_like(out)
+        run = backward.bind(launch, call, out, lse, dout, None)
+        run(dout, None, out, lse, *tensors_of(call))
 
     short, long = 8 * streamed, 16 * streamed
     kind = ("dK, dV" if owns_keys else "dQ") + (" softcap" if general else "")

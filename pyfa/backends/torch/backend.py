@@ -8,13 +8,14 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from ...plan import Plan
-from ...problem import FEATURES, Call, Problem
-from ..base import Gradients, missing
+from ...problem import FEATURES, Append, Call, Problem, form_of
+from ..base import Gradients, Run, RunBackward, missing
 from . import sdpa, tiled
 
 
 class TorchBackend:
     NAME = "torch"
+    ANY_TOTAL = True
     FEATURES = frozenset(FEATURES)
     DTYPES: tuple[str, ...] = (
         "float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e4m3fnuz",
@@ -32,13 +33,12 @@ class TorchBackend:
             return Plan(self.NAME, "sdpa")
         return Plan(self.NAME, "tiled", notes=tuple(why_tiled))
 
-    def forward(self, plan: Plan, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        if plan.kernel == "sdpa":
-            return sdpa.forward(call)
-        with _without_autocast(call):
-            return tiled.forward(call)
+    def bind(self, plan: Plan, call: Call, append: Append | None, with_lse: bool) -> Run:
+        form = form_of(call)
+        forward = sdpa.forward if plan.kernel == "sdpa" else _tiled_forward
+        return lambda *tensors: [*forward(form.fill(tensors)[0])]
 
-    def backward(
+    def bind_backward(
         self,
         plan: Plan,
         call: Call,
@@ -47,11 +47,25 @@ class TorchBackend:
         dout: torch.Tensor,
         dlse: torch.Tensor | None,
         bias_grad: bool,
-    ) -> Gradients:
-        if plan.kernel == "sdpa" and dlse is None:
-            return sdpa.backward(call, out, lse, dout)
-        with _without_autocast(call):
-            return tiled.backward(call, out, lse, dout, dlse, bias_grad)
+    ) -> RunBackward:
+        form, by_sdpa = form_of(call), plan.kernel == "sdpa" and dlse is None
+
+        def backward(
+            dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
+            *tensors: torch.Tensor,
+        ) -> Gradients:  # fmt: skip
+            call, _ = form.fill(tensors)
+            if by_sdpa:
+                return sdpa.backward(call, out, lse, dout)
+            with _without_autocast(call):
+                return tiled.backward(call, out, lse, dout, dlse, bias_grad)
+
+        return backward
+
+
+def _tiled_forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    with _without_autocast(call):
+        return tiled.forward(call)
 
 
 def _without_autocast(call: Call) -> AbstractContextManager[object]:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ... import _torch
 from ... import device as devices
 from ...plan import Plan
-from ...problem import FEATURES, Call, Problem
+from ...problem import FEATURES, Append, Call, Problem
 from ...traffic import Shape, TiledKernel
-from ..base import Gradients, Repeat, RepeatBackward, Rounding, missing
+from ..base import Rounding, Run, RunBackward, missing
 from . import plans, tiling
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ def _interpreted() -> bool:
 
 class TritonBackend:
     NAME = "triton"
+    ANY_TOTAL = False
     FEATURES = frozenset(FEATURES)
     DTYPES: tuple[str, ...] = (
         "float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e4m3fnuz",
@@ -66,16 +68,20 @@ class TritonBackend:
             found = self._runners[id(plan)] = (plan, Runner(plan))
         return found[1]
 
-    def forward(self, plan: Plan, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.runner(plan).forward(call)
+    def bind(self, plan: Plan, call: Call, append: Append | None, with_lse: bool) -> Run:
+        return self.runner(plan).bind(call, with_lse)
 
-    def repeat(self, plan: Plan, call: Call, with_lse: bool) -> Repeat | None:
-        return self.runner(plan).repeat(call, with_lse)
-
-    def repeat_backward(
-        self, plan: Plan, call: Call, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
-    ) -> RepeatBackward | None:
-        return self.runner(plan).repeat_backward(call, out, lse, dout)
+    def bind_backward(
+        self,
+        plan: Plan,
+        call: Call,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        bias_grad: bool,
+    ) -> RunBackward:
+        return self.runner(plan).bind_backward(call, out, lse, dout, dlse, bias_grad)
 
     def quantize(
         self, xs: Sequence[torch.Tensor], how: Rounding
@@ -85,22 +91,10 @@ class TritonBackend:
             return None
         from . import quantize
 
-        if torch._C._cuda_getDevice() == where.index:
+        if _torch.current_device() == where.index:
             return quantize.quantize(xs, how)
         with torch.cuda.device(where):
             return quantize.quantize(xs, how)
-
-    def backward(
-        self,
-        plan: Plan,
-        call: Call,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        bias_grad: bool,
-    ) -> Gradients:
-        return self.runner(plan).backward(call, out, lse, dout, dlse, bias_grad)
 
 
 @functools.cache

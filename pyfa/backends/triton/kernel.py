@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from triton.runtime import _allocation, driver
 from triton.runtime.errors import OutOfResources
 
+from ... import _torch
 from . import runtime_launch, specs
 from .specs import INTERPRETED, Spec
 
@@ -16,6 +17,12 @@ from .specs import INTERPRETED, Spec
 def _allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:
     """What Triton asks for kernels that build descriptors: scratch of the current stream."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+class Slot(NamedTuple):
+    """An argument that each call gives anew: a pointer, by the name of its tensor."""
+
+    name: str
 
 
 class Kernel:
@@ -38,22 +45,40 @@ class Kernel:
         self._scratch = compiled.metadata.global_scratch_size > 0
         self._keep = compiled
         self._code = runtime_launch.code_of(compiled, spec, index)
-        self._launch: Callable[..., None] | None = None
 
-    def __call__(self, programs: int, *args: Any) -> None:
+    def bind(
+        self, programs: int, arguments: Sequence[Any], numbers: Mapping[str, int]
+    ) -> Callable[[Sequence[Any]], None]:
+        """A launch of ``programs`` with these ``arguments``, of which each ``Slot`` comes with a
+        call: the address, or the tensor where kernels are interpreted, that its name has a number
+        for."""
+        slots = [
+            (at, numbers[each.name]) for at, each in enumerate(arguments) if type(each) is Slot
+        ]
+        arguments = [0 if type(each) is Slot else each for each in arguments]
+        if not INTERPRETED and self._code is not None:
+            return runtime_launch.prepare(self._code, programs, arguments, slots)
+        template = list(arguments)
+
+        def launch(given: Sequence[Any]) -> None:
+            filled = template.copy()
+            for argument, number in slots:
+                filled[argument] = given[number]
+            self._start(programs, filled)
+
+        return launch
+
+    def _start(self, programs: int, args: Sequence[Any]) -> None:
+        """Launch past the direct way, which needs NVIDIA's driver."""
         if INTERPRETED:
-            names = [name for name in self._spec.signature if name not in _constants(self._spec)]
+            constants = _constants(self._spec)
+            names = [name for name in self._spec.signature if name not in constants]
             self._spec.function[(programs,)](
                 **dict(zip(names, args, strict=True)),
-                **{name: self._spec.constants[name] for name in _constants(self._spec)},
+                **{name: self._spec.constants[name] for name in constants},
             )
             return
-        if self._code is not None:
-            if self._launch is None:
-                self._launch = runtime_launch.prepare(self._code, args, len(args))
-            self._launch((programs,), *args)
-            return
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        stream = _torch.current_stream(self._index)
         if not self._scratch:
             self._run(programs, 1, 1, stream, self._function, self._metadata, None, None, None,
                       *args, *self._tail)  # fmt: skip
@@ -64,13 +89,6 @@ class Kernel:
                       *args, *self._tail)  # fmt: skip
         finally:
             _allocation._allocator.reset(token)
-
-    def prepared(self, count: int, rest: tuple[Any, ...]) -> Callable[..., None]:
-        """The kernel as a function of the number of programs, as a tuple of one, and its first
-        ``count`` arguments, which are addresses."""
-        if INTERPRETED or self._code is None:
-            return lambda programs, *first: self(*programs, *first, *rest)
-        return runtime_launch.prepare(self._code, (*(0,) * count, *rest), count)
 
 
 def _loaded(spec: Spec) -> Any:
@@ -97,9 +115,5 @@ if INTERPRETED:
     no_int: Any = torch.zeros(1, dtype=torch.int32)
     no_float: Any = torch.zeros(1)
     no_seed: Any = torch.zeros(1, dtype=torch.int64)
-
-    def address(x: torch.Tensor) -> Any:
-        return x
 else:
     no_int = no_float = no_seed = 0
-    address: Any = torch.Tensor.data_ptr  # type: ignore[no-redef]

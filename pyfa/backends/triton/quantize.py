@@ -24,7 +24,7 @@ from ...validate_fp8 import LEAST_SCALE
 from ..base import Rounding
 from ..common.calls import with_rows
 from .common import INTERPRETED, dot
-from .kernel import Kernel, address, no_float
+from .kernel import Kernel, Slot, no_float
 from .plans import KINDS
 from .specs import Spec
 
@@ -337,11 +337,13 @@ def _kernel(layout: Layout, arch: str, index: int | None, measure: bool, store: 
     return Kernel(spec(layout, arch, measure, store), index)
 
 
+_POINTERS = ("x0", "x1", "x2", "y0", "y1", "y2", "scales", "most", "signs")
+
+
 class _Ready(NamedTuple):
-    """``run`` takes the programs, as a tuple of one, and nine addresses."""
+    """``run`` takes nine pointers."""
 
     scales: tuple[int, ...]
-    programs: tuple[int]
     run: tuple[Callable[..., None], ...]
 
 
@@ -366,8 +368,13 @@ def _ready(layout: Layout, where: torch.device) -> _Ready:
         shared, programs,
     )  # fmt: skip
     passes = ((True, True),) if layout.block else ((True, False), (False, True))
-    run = tuple(_kernel(alike, on.arch, where.index, *each).prepared(9, rest) for each in passes)
-    return _Ready(scales, (programs,), run)
+    arguments = (*(Slot(name) for name in _POINTERS), *rest)
+    numbers = {name: number for number, name in enumerate(_POINTERS)}
+    run = tuple(
+        _kernel(alike, on.arch, where.index, *each).bind(programs, arguments, numbers)
+        for each in passes
+    )
+    return _Ready(scales, run)
 
 
 def quantize(xs: Sequence[torch.Tensor], how: Rounding) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -400,10 +407,12 @@ def _together(
     scales = x.new_empty(ready.scales, dtype=torch.float32)
     most = scales if block else torch.zeros_like(scales, dtype=torch.int32)
     last = len(xs) - 1
-    addresses = [
-        *(address(each[min(i, last)]) for each in (xs, ys) for i in range(3)), address(scales),
-        address(most), no_float if signs is None else address(signs),
-    ]  # fmt: skip
+    given = [*(each[min(i, last)] for each in (xs, ys) for i in range(3)), scales, most]
+    pointers = [x if INTERPRETED else x.data_ptr() for x in given]
+    if signs is None:
+        pointers.append(no_float)
+    else:
+        pointers.append(signs if INTERPRETED else signs.data_ptr())
     for run in ready.run:
-        run(ready.programs, *addresses)
+        run(pointers)
     return list(zip(ys, scales.unbind(), strict=True))

@@ -2,42 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ...problem import Call
-from ..base import Gradients, RepeatBackward
-from ..common.ready import ready_backward
-from . import specs
-from .kernel import Kernel, address, no_float
+from ..._torch import Like
+from ...problem import Call, Form, are_on_16, form_of, tensors_of
+from ..base import Gradients, RunBackward
+from ..common.program import Program, like, run_of
+from . import runtime, specs
+from .kernel import Slot, no_float
+from .specs import INTERPRETED
 
 if TYPE_CHECKING:
-    from .runtime import Given, Runner
+    from .runtime import Given, Launch, Runner
 
 
-# A kernel, the number of its programs and its arguments.
-Launch = Callable[..., None]
-
-
-def _launch(kernel: Kernel, programs: int, *arguments: Any) -> None:
-    kernel(programs, *arguments)
-
-
-class _Saved(NamedTuple):
-    """What came in and what ``row_state`` made of it, with strides in the kernels' order."""
+class _Given(NamedTuple):
+    """What a backward reads."""
 
     dout: torch.Tensor
-    base: torch.Tensor
-    delta: torch.Tensor
-    dout_strides: tuple[int, ...]
-    state_strides: tuple[int, int]
-    lse_strides: tuple[int, int]
+    out: torch.Tensor
+    lse: torch.Tensor
+    call: Call
+    dlse: torch.Tensor | None
+
+    def readable(self, divisor: int) -> _Given:
+        """The same as the kernels read it."""
+        return _Given(
+            _readable(self.dout, divisor),
+            _readable(self.out, divisor),
+            self.lse.contiguous(),
+            runtime.readable(self.call),
+            None if self.dlse is None else self.dlse.contiguous(),
+        )
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        last = () if self.dlse is None else (self.dlse,)
+        return (self.dout, self.out, self.lse, *tensors_of(self.call), *last)
+
+    def moods(self, runner: Runner) -> tuple[object, ...]:
+        """What the kernels depend on beyond shapes, strides and dtypes."""
+        on_16 = are_on_16(self.dout, self.out, self.lse, *self.call[:3])
+        return (*runner.moods(self.call), on_16)
 
 
-def backward(
+def bind(
     runner: Runner,
     call: Call,
     out: torch.Tensor,
@@ -45,65 +56,32 @@ def backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
     bias_grad: bool,
-    launch: Launch = _launch,
-) -> Gradients:
-    """``Backend.backward``; its kernels but the bias's go to ``launch``."""
-    given = runner.given(call)
-    heads = call.q.shape[-2]
-    out, dout = (_readable(x, runner.constants["div_dv"]) for x in (out, dout))
-    lse = lse.contiguous()
-    saved = _row_state(runner, call, given, out, lse, dout, dlse, launch)
-    sizes = (call.batch, heads, heads // call.k.shape[-2], call.q.shape[-1], call.v.shape[-1],
-             call.max_seqlen_q, call.max_seqlen_k, given.page_size)  # fmt: skip
-    dk, dv = _grad_keys(runner, call, given, saved, sizes, launch)
-    dots = torch.empty_like(lse) if call.sinks is not None else None
-    dq = _grad_rows(runner, call, given, saved, sizes, launch, dots)
-    dsinks = dbias = None
-    if call.sinks is not None and dots is not None:
-        dsinks = _grad_sinks(call.sinks, lse, dots if dlse is None else dots - dlse)
-    if bias_grad and call.bias is not None:
-        dbias = _grad_bias(runner, call, given, saved, sizes)
-    return Gradients(dq, dk, dv, dbias, dsinks)
+) -> RunBackward:
+    """``Backend.bind_backward``."""
+    divisor, form = runner.constants["div_dv"], form_of(call)
+    given = _Given(dout, out, lse, call, dlse)
+    direct = given.readable(divisor)
+    run, moods = _bind(runner, direct, bias_grad), direct.moods(runner)
+    copied = any(x is not y for x, y in zip(given.tensors(), direct.tensors(), strict=True))
+    if not copied and call.bias is None and not runner.tf32:
+        return run
+
+    def run_on_copies(
+        dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
+        *tensors: torch.Tensor,
+    ) -> Gradients:  # fmt: skip
+        now = _Given(dout, out, lse, form.fill(tensors)[0], dlse).readable(divisor)
+        again = run if now.moods(runner) == moods else _bind(runner, now, bias_grad)
+        return again(now.dout, now.dlse, now.out, now.lse, *tensors_of(now.call))
+
+    return run_on_copies
 
 
-def repeat(
-    runner: Runner, call: Call, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
-) -> RepeatBackward | None:
-    """``RepeatingBackward.repeat_backward`` of a plain call, where nothing is copied.
-
-    The kernels get what ``backward`` gives them, with other addresses: these lead their arguments.
-    """
-    given = runner.given(call)
-    copied = any(x is not y for x, y in zip(given[:3], call[:3], strict=True))
-    copied |= any(_readable(x, runner.constants["div_dv"]) is not x for x in (out, dout))
-    if copied or not lse.is_contiguous():
-        return None
-    noted: list[tuple[Kernel, int, tuple[Any, ...]]] = []
-
-    def note(kernel: Kernel, programs: int, *args: Any) -> None:
-        noted.append((kernel, programs, args))
-
-    made = backward(runner, call, out, lse, dout, None, False, note)
-    if len(noted) != 2 + len(runner.keys_roles):
-        return None
-    *_, base, delta = noted[0][2][:6]
-    behind = delta - base
-    counts = (6, *(8,) * (len(noted) - 1))
-    state, *over_keys, over_rows = (
-        partial(kernel.prepared(count, args[count:]), (programs,))
-        for count, (kernel, programs, args) in zip(counts, noted, strict=True)
-    )
-
-    def launch(
-        q: int, k: int, v: int, out: int, lse: int, dout: int, dq: int, dk: int, dv: int, base: int
-    ) -> None:
-        delta = base + behind
-        state(out, dout, lse, 0, base, delta)
-        for each in over_keys:
-            each(q, k, v, dout, dk, dv, base, delta)
-        over_rows(q, k, v, dout, dq, base, delta, 0)
-
-    return ready_backward(launch, made, behind // 2)
+def _bind(runner: Runner, given: _Given, bias_grad: bool) -> RunBackward:
+    """``bind`` of what the kernels read as it lies."""
+    with runtime.on(given.call.q):
+        passes = _Passes(runner, given, bias_grad)
+        return passes.bind()
 
 
 def _readable(x: torch.Tensor, divisor: int) -> torch.Tensor:
@@ -115,37 +93,187 @@ def _readable(x: torch.Tensor, divisor: int) -> torch.Tensor:
     return x
 
 
-def _row_state(
-    runner: Runner, call: Call, given: Given, out: torch.Tensor, lse: torch.Tensor,
-    dout: torch.Tensor, dlse: torch.Tensor | None, launch: Launch,
-) -> _Saved:  # fmt: skip
-    heads, rows = call.q.shape[-2], call.q.shape[-3]
-    out_strides, strides = out.stride()[:-1], dout.stride()[:-1]
-    if call.cu_seqlens_q is not None:
-        shape = (heads, (rows // 4 + call.batch) * 4)
-        state_strides, lse_strides = (0, shape[-1]), (0, rows)
-        out_strides, strides = (0, *out_strides), (0, *strides)
-    else:
-        padded = -(-rows // 4) * 4
-        shape = (call.batch * heads, padded)
-        state_strides, lse_strides = (heads * padded, padded), (heads * rows, rows)
-    base, delta = torch.empty((2, *shape), dtype=torch.float32, device=lse.device).unbind()
-    saved = _Saved(dout, base, delta, strides, state_strides, lse_strides)
-    dlse = dlse.contiguous() if dlse is not None else None
-    blocks = -(-call.max_seqlen_q // specs.state_lines(runner.constants))
-    programs = blocks * heads * call.batch
-    if programs:
-        key = ("state", out.device.index)
-        kernel = runner.kernel(key, lambda: specs.state_spec(runner.constants))
-        options = given.options
-        launch(
-            kernel, programs, address(out), address(dout), address(lse),
-            no_float if dlse is None else address(dlse), address(base), address(delta),
-            options[4], options[6], options[11], *out_strides, *strides, *lse_strides,
-            *state_strides, call.batch, heads, out.shape[-1], call.max_seqlen_q, blocks,
-            0 if dlse is None else 1,
+class _Passes:
+    """The kernels of one backward, and the buffers between them."""
+
+    def __init__(self, runner: Runner, given: _Given, bias_grad: bool) -> None:
+        call = given.call
+        heads = call.q.shape[-2]
+        self.runner, self.saved, self.call = runner, given, call
+        self.bias_grad = bias_grad and call.bias is not None
+        self.given: Given = runner.given(call)
+        self.form: Form = form_of(call)
+        names = ("dout", "out", "lse", *self.form.names)
+        self.program = Program((*names, *(("dlse",) if given.dlse is not None else ())), call.q)
+        self.sizes = (call.batch, heads, heads // call.k.shape[-2], call.q.shape[-1],
+                      call.v.shape[-1], call.max_seqlen_q, call.max_seqlen_k,
+                      self.given.page_size)  # fmt: skip
+        self.steps: list[tuple[Any, int, tuple[Any, ...]]] = []
+        self.index = call.q.device.index
+
+    def bind(self) -> RunBackward:
+        call, program = self.call, self.program
+        dq, dk, dv = self._make_gradients()
+        self._row_state()
+        self._grad_keys(dk, dv)
+        has_sinks, bias_grad = call.sinks is not None, self.bias_grad
+        if has_sinks:
+            program.make("dots", like(self.saved.lse.shape, torch.float32))
+        self._grad_rows(dq)
+        if bias_grad:
+            self._grad_bias()
+        numbers = runtime.numbers_of(program, self.form)
+        steps: list[Launch] = [
+            kernel.bind(programs, arguments, numbers) for kernel, programs, arguments in self.steps
+        ]
+        on_16 = are_on_16(*self.saved.tensors()[:6])
+        run = run_of(program, runtime.launching(steps), runtime.EMPTY[call.q.device.type], 6, on_16)
+        made = {name: number for number, name in enumerate(program.made)}
+        form, paged = self.form, call.page_table is not None
+
+        def backward(
+            dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
+            *tensors: torch.Tensor,
+        ) -> Gradients:  # fmt: skip
+            last = () if dlse is None else (dlse,)
+            found = run(dout, out, lse, *tensors, *last)
+            dq, dk, dv = found[:3]
+            if not (paged or has_sinks or bias_grad):
+                return Gradients(dq, dk, dv)
+            call, _ = form.fill(tensors)
+            if paged:
+                dk, dv = _to_pages(call, call.k, dk), _to_pages(call, call.v, dv)
+            dsinks = dbias = None
+            if call.sinks is not None and has_sinks:
+                dots = found[made["dots"]]
+                dsinks = _grad_sinks(call.sinks, lse, dots if dlse is None else dots - dlse)
+            if bias_grad:
+                dbias = found[made["dbias"]]
+            return Gradients(dq, dk, dv, dbias, dsinks)
+
+        return backward
+
+    def _make_gradients(self) -> tuple[Like, Like, Like]:
+        """Filled with 0 where there are rows that no program writes: beyond a sequence's length,
+        or of no sequence. Those of pages are dense at first, in float32."""
+        call = self.call
+        paged = call.page_table is not None
+        gaps_q = call.cu_seqlens_q is not None or call.seqused_q is not None
+        gaps_k = call.cu_seqlens_k is not None or call.seqused_k is not None
+        gaps_k = gaps_k or paged or call.cache_leftpad is not None
+        shapes = [tuple(x.shape) for x in call[:3]]
+        dtype = call.k.dtype
+        if paged:
+            batch, heads, group, *_ = self.sizes
+            longest = call.max_seqlen_k
+            shapes[1:] = [(batch, longest, heads // group, x.shape[-1]) for x in call[1:3]]
+            dtype = torch.float32
+        likes = like(shapes[0], call.q.dtype), like(shapes[1], dtype), like(shapes[2], dtype)
+        for name, each, gaps in zip(("dq", "dk", "dv"), likes, (gaps_q, *(gaps_k,) * 2)):  # noqa: B905
+            self.program.make(name, each, 0.0 if gaps else None)
+        return likes
+
+    def _row_state(self) -> None:
+        """``base`` and ``delta`` of every row."""
+        call, saved, runner = self.call, self.saved, self.runner
+        heads, rows = call.q.shape[-2], call.q.shape[-3]
+        out_strides: tuple[int, ...] = saved.out.stride()[:-1]
+        strides: tuple[int, ...] = saved.dout.stride()[:-1]
+        if call.cu_seqlens_q is not None:
+            shape = (heads, (rows // 4 + call.batch) * 4)
+            self.state_strides, self.lse_strides = (0, shape[-1]), (0, rows)
+            out_strides, strides = (0, *out_strides), (0, *strides)
+        else:
+            padded = -(-rows // 4) * 4
+            shape = (call.batch * heads, padded)
+            self.state_strides, self.lse_strides = (heads * padded, padded), (heads * rows, rows)
+        self.dout_strides = strides
+        state = like(shape, torch.float32)
+        self.program.make_workspace({"base": state, "delta": state}, apart=INTERPRETED)
+        blocks = -(-call.max_seqlen_q // specs.state_lines(runner.constants))
+        programs = blocks * heads * call.batch
+        if not programs:
+            return
+        kernel = runner.kernel(("state", self.index), lambda: specs.state_spec(runner.constants))
+        options, has_dlse = self.given.options, saved.dlse is not None
+        arguments = (
+            Slot("out"), Slot("dout"), Slot("lse"), Slot("dlse") if has_dlse else no_float,
+            Slot("base"), Slot("delta"), options[4], options[6], options[11], *out_strides,
+            *strides, *self.lse_strides, *self.state_strides, call.batch, heads,
+            saved.out.shape[-1], call.max_seqlen_q, blocks, int(has_dlse),
         )  # fmt: skip
-    return saved
+        self.steps.append((kernel, programs, arguments))
+
+    def _grad_keys(self, dk: Like, dv: Like) -> None:
+        call, runner, given = self.call, self.runner, self.given
+        batch, heads, group, *_ = self.sizes
+        heads_k, longest = heads // group, call.max_seqlen_k
+        strides = [(0, *x[1][:2]) if len(x[0]) == 3 else x[1][:3] for x in (dk, dv)]
+        elements = call.max_seqlen_q * group * (self.sizes[3] + self.sizes[4])
+        section = runner.section(elements, 1, batch * heads_k)
+        for role in runner.keys_roles:
+            block = runner.constants[f"{role}_block_n"]
+            blocks = -(-longest // block)
+            programs = blocks * heads_k * batch
+            if not programs:
+                continue
+            variant = runner.variant(call, given, max(block, runner.constants[f"{role}_block_m"]))
+            key = (role, variant, self.index)
+            kernel = runner.kernel(key, partial(specs.keys_spec, runner.constants, variant, role))
+            arguments = (
+                Slot("q"), Slot("k"), Slot("v"), Slot("dout"), Slot("dk"), Slot("dv"), Slot("base"),
+                Slot("delta"), *given.options, *given.strides, *self.dout_strides, *strides[0],
+                *strides[1], *self.state_strides, *given.more_strides, batch, heads_k,
+                *self.sizes[2:], blocks, section, 0, *given.numbers,
+            )  # fmt: skip
+            self.steps.append((kernel, programs, arguments))
+
+    def _grad_rows(self, dq: Like) -> None:
+        call, runner, given = self.call, self.runner, self.given
+        batch, heads, group, dim, dim_v, rows, longest, _ = self.sizes
+        strides = (0, *dq[1][:2]) if len(dq[0]) == 3 else dq[1][:3]
+        blocks = -(-rows // runner.constants["dq_block_m"])
+        programs = blocks * heads * batch
+        if not programs:
+            return
+        variant = runner.variant(call, given, runner.constants["dq_block_n"])
+        has_dots = call.sinks is not None
+        kernel = runner.kernel(
+            ("dq", variant, has_dots, self.index),
+            lambda: specs.rows_spec(runner.constants, variant, has_dots),
+        )
+        section = runner.section(longest * (dim + dim_v), group, heads * batch)
+        arguments = (
+            Slot("q"), Slot("k"), Slot("v"), Slot("dout"), Slot("dq"), Slot("base"), Slot("delta"),
+            Slot("dots") if has_dots else no_float, *given.options, *given.strides,
+            *self.dout_strides, *strides, *self.state_strides, *self.lse_strides,
+            *given.more_strides, *self.sizes, blocks, section, int(runner.reversed),
+            *given.numbers,
+        )  # fmt: skip
+        self.steps.append((kernel, programs, arguments))
+
+    def _grad_bias(self) -> None:
+        call, runner, given, bias = self.call, self.runner, self.given, self.call.bias
+        assert bias is not None
+        self.program.make("dbias", like(bias.shape, bias.dtype))
+        all_rows = bias.shape[2] < call.max_seqlen_q
+        all_keys = bias.shape[3] < call.max_seqlen_k
+        tiles = 1 if all_rows else -(-bias.shape[2] // specs.BIAS_TILE)
+        tiles *= 1 if all_keys else -(-bias.shape[3] // specs.BIAS_TILE)
+        programs = bias.shape[0] * bias.shape[1] * tiles
+        if not programs:
+            return
+        variant = runner.variant(call, given, specs.BIAS_TILE)
+        kernel = runner.kernel(
+            ("bias", variant, all_rows, all_keys, self.index),
+            lambda: specs.bias_spec(runner.constants, variant, all_rows, all_keys),
+        )
+        arguments = (
+            Slot("q"), Slot("k"), Slot("v"), Slot("dout"), Slot("dbias"), Slot("base"),
+            Slot("delta"), *given.options, *given.strides, *self.dout_strides, *self.state_strides,
+            *given.more_strides, *self.sizes, *bias.shape, *given.numbers,
+        )  # fmt: skip
+        self.steps.append((kernel, programs, arguments))
 
 
 def _grad_sinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
@@ -158,46 +286,6 @@ def _grad_sinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> 
     p = torch.exp(sinks.view(column if lse.dim() == 2 else (1, -1, 1)) - lse)
     parts = torch.where(lse > -torch.inf, p * delta, 0.0)
     return -parts.sum((0, 2) if lse.dim() == 3 else 1)
-
-
-def _grad_keys(
-    runner: Runner, call: Call, given: Given, saved: _Saved, sizes: tuple[int, ...], launch: Launch
-) -> tuple[torch.Tensor, torch.Tensor]:
-    batch, heads, group, *_ = sizes
-    k, v = given.k, given.v
-    heads_k, longest = heads // group, call.max_seqlen_k
-    paged = call.page_table is not None
-    kinds = (k, v)
-    shapes = [tuple(x.shape) for x in kinds]
-    dtype = k.dtype
-    if paged:
-        shapes = [(batch, longest, heads_k, x.shape[-1]) for x in kinds]
-        dtype = torch.float32
-    # Rows that no program writes: beyond a sequence's length, or of no sequence.
-    gaps = call.cu_seqlens_k is not None or call.seqused_k is not None or paged
-    make = torch.zeros if gaps or call.cache_leftpad is not None else torch.empty
-    dk, dv = (make(shape, dtype=dtype, device=k.device) for shape in shapes)
-    strides = [(0, *x.stride()[:2]) if x.dim() == 3 else x.stride()[:3] for x in (dk, dv)]
-    elements = call.max_seqlen_q * group * (sizes[3] + sizes[4])
-    section = runner.section(elements, 1, batch * heads_k)
-    for role in runner.keys_roles:
-        block = runner.constants[f"{role}_block_n"]
-        blocks = -(-longest // block)
-        programs = blocks * heads_k * batch
-        if not programs:
-            continue
-        variant = runner.variant(call, given, max(block, runner.constants[f"{role}_block_m"]))
-        key = (role, variant, k.device.index)
-        kernel = runner.kernel(key, partial(specs.keys_spec, runner.constants, variant, role))
-        launch(
-            kernel, programs, address(given.q), address(k), address(v), address(saved.dout),
-            address(dk), address(dv), address(saved.base), address(saved.delta), *given.options,
-            *given.strides, *saved.dout_strides, *strides[0], *strides[1], *saved.state_strides,
-            *given.more_strides, batch, heads_k, *sizes[2:], blocks, section, 0, *given.numbers,
-        )  # fmt: skip
-    if not paged:
-        return dk, dv
-    return _to_pages(call, k, dk), _to_pages(call, v, dv)
 
 
 def _to_pages(call: Call, like: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
@@ -220,57 +308,3 @@ def _to_pages(call: Call, like: torch.Tensor, dense: torch.Tensor) -> torch.Tens
     # Sums duplicates (pages that sequences share) by sorting: the same bits on every run.
     total.index_put_((page, position % page_size), dense, accumulate=True)
     return total.to(like.dtype)
-
-
-def _grad_rows(
-    runner: Runner, call: Call, given: Given, saved: _Saved, sizes: tuple[int, ...],
-    launch: Launch, dots: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
-    batch, heads, group, dim, dim_v, rows, longest, _ = sizes
-    q = given.q
-    gaps = call.cu_seqlens_q is not None or call.seqused_q is not None
-    dq = (torch.zeros if gaps else torch.empty)(q.shape, dtype=q.dtype, device=q.device)
-    strides = (0, *dq.stride()[:2]) if dq.dim() == 3 else dq.stride()[:3]
-    blocks = -(-rows // runner.constants["dq_block_m"])
-    programs = blocks * heads * batch
-    if programs:
-        variant = runner.variant(call, given, runner.constants["dq_block_n"])
-        key = ("dq", variant, dots is not None, q.device.index)
-        kernel = runner.kernel(
-            key, lambda: specs.rows_spec(runner.constants, variant, dots is not None)
-        )
-        section = runner.section(longest * (dim + dim_v), group, heads * batch)
-        launch(
-            kernel, programs, address(q), address(given.k), address(given.v), address(saved.dout),
-            address(dq), address(saved.base), address(saved.delta),
-            no_float if dots is None else address(dots), *given.options, *given.strides,
-            *saved.dout_strides, *strides, *saved.state_strides, *saved.lse_strides,
-            *given.more_strides, *sizes,
-            blocks, section, int(runner.reversed), *given.numbers,
-        )  # fmt: skip
-    return dq
-
-
-def _grad_bias(
-    runner: Runner, call: Call, given: Given, saved: _Saved, sizes: tuple[int, ...]
-) -> torch.Tensor:
-    bias = given.kept[0]
-    dbias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
-    all_rows = bias.shape[2] < call.max_seqlen_q
-    all_keys = bias.shape[3] < call.max_seqlen_k
-    tiles = 1 if all_rows else -(-bias.shape[2] // specs.BIAS_TILE)
-    tiles *= 1 if all_keys else -(-bias.shape[3] // specs.BIAS_TILE)
-    programs = bias.shape[0] * bias.shape[1] * tiles
-    if programs:
-        variant = runner.variant(call, given, specs.BIAS_TILE)
-        key = ("bias", variant, all_rows, all_keys, bias.device.index)
-        kernel = runner.kernel(
-            key, lambda: specs.bias_spec(runner.constants, variant, all_rows, all_keys)
-        )
-        kernel(
-            programs, address(given.q), address(given.k), address(given.v), address(saved.dout),
-            address(dbias), address(saved.base), address(saved.delta), *given.options,
-            *given.strides, *saved.dout_strides, *saved.state_strides, *given.more_strides, *sizes,
-            *bias.shape, *given.numbers,
-        )  # fmt: skip
-    return dbias.to(call.bias.dtype) if call.bias is not None else dbias

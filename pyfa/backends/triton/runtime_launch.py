@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ..common import libcuda
+from ..common.arguments import Layout
 from .specs import Spec
 
 _FORMATS = {"i32": "i", "u32": "I", "i64": "q", "fp32": "f"}
@@ -35,24 +36,31 @@ class Code:
         self.index = index
 
 
-def prepare(code: Code, arguments: tuple[Any, ...], count: int) -> Callable[..., None]:
-    """A launch with a block of arguments, of which each call gives the number of programs, as a
-    tuple of one, and the first ``count`` anew."""
+def prepare(
+    code: Code, programs: int, arguments: Sequence[Any], slots: Sequence[tuple[int, int]]
+) -> Callable[[Sequence[Any]], None]:
+    """A launch of ``programs`` with these ``arguments``, of which each call gives some anew.
+
+    ``slots``: (which argument, a pointer; the number of its address) of what a call gives.
+    """
     packed = struct.pack("".join(code.formats), *arguments, *(0,) * code.own)
+    ends = (struct.calcsize("".join(code.formats[: i + 1])) for i in range(len(code.formats)))
+    at = [end // 8 - 1 for end in ends]  # of pointers, the word
+    words = [(at[argument], number) for argument, number in slots]
     kernel = libcuda.Kernel(code.function, code.threads, code.shared)
-
-    def launching(anew: int) -> Callable[..., None]:
-        return libcuda.launcher(code.index, [kernel], packed, "".join(code.formats[:anew]))
-
     if not code.scratch:
-        return launching(count)
-    launch = launching(len(arguments) + 1)
-    rest, device = arguments[count:], torch.device("cuda", code.index)
+        layout = Layout(packed, (0,), (), tuple(words))
+        return libcuda.launcher(code.index, [libcuda.Launch(kernel, programs)], layout)
+    # The last address that the launch below gives is that of the scratch memory.
+    words = [*words, (at[len(arguments)], -1)]
+    layout = Layout(packed, (0,), (), tuple(words))
+    launch = libcuda.launcher(code.index, [libcuda.Launch(kernel, programs)], layout)
+    size, device = programs * code.scratch, torch.device("cuda", code.index)
 
-    def with_scratch(programs: tuple[int], *first: Any) -> None:
+    def with_scratch(addresses: Sequence[Any]) -> None:
         # Freed when this returns, and so given to nothing but what the stream runs later.
-        scratch = torch.empty(programs[0] * code.scratch, dtype=torch.int8, device=device)
-        launch(programs, *first, *rest, scratch.data_ptr())
+        scratch = torch.empty(size, dtype=torch.int8, device=device)
+        launch([*addresses, scratch.data_ptr()])
 
     return with_scratch
 

@@ -1,0 +1,124 @@
+"""Every private name of PyTorch that pyfa uses, each with a way to do without it.
+
+They are on the path of a repeated call, where the public ones cost 2 to 20 times as much on the
+host of an H200 (``torch.cuda.current_stream`` 4 µs instead of 0.1, ``torch.empty`` 3.7 instead
+of 1.1), or PyTorch has no public one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+_C: Any = torch._C
+_guards: Any = getattr(getattr(_C, "_dynamo", None), "guards", None)
+
+Like = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape, strides and dtype: what the functions below allocate by."""
+Empty = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
+
+
+def _public_stream(index: int) -> int:
+    handle: int = torch.cuda.current_stream(index).cuda_stream
+    return handle
+
+
+def _empty_cuda(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Any:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
+def _empty_cpu(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Any:
+    return torch.empty_strided(shape, strides, dtype=dtype)
+
+
+current_stream: Callable[[int], int] = getattr(_C, "_cuda_getCurrentRawStream", _public_stream)
+"""The handle of torch's current stream on a device."""
+
+current_device: Callable[[], int] = getattr(_C, "_cuda_getDevice", torch.cuda.current_device)
+
+is_capturing: Callable[[], bool] = getattr(
+    _C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
+
+empty_cuda: Empty = getattr(_guards, "_empty_strided_cuda", _empty_cuda)
+"""An uninitialised tensor on the current GPU."""
+
+empty_cpu: Empty = getattr(_guards, "_empty_strided_cpu", _empty_cpu)
+
+is_deterministic: Callable[[], bool] = getattr(
+    _C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled
+)
+
+# torch.compile's guards of tensors; None where this PyTorch has none.
+TensorGuards: Any = getattr(_guards, "TensorGuards", None)
+
+
+def _zero() -> int:
+    return 0
+
+
+def _none() -> None:
+    return None
+
+
+_modes: Callable[[], int] = getattr(_C, "_len_torch_dispatch_stack", _zero)
+_transform: Callable[[], Any] = getattr(
+    getattr(_C, "_functorch", None), "peek_interpreter_stack", _none
+)
+_autocasts: Callable[[], bool] = getattr(_C, "_is_any_autocast_enabled", torch.is_autocast_enabled)
+_tracing: Callable[[], Any] = getattr(_C, "_get_tracing_state", _none)
+
+
+def in_transform() -> bool:
+    """Whether a ``torch.func`` transform (grad, vmap, jvp) is active."""
+    return _transform() is not None
+
+
+def in_forward_mode() -> bool:
+    """Whether a level of forward-mode differentiation is active."""
+    return forward_ad._current_level >= 0
+
+
+def is_tracing() -> bool:
+    """Whether torch.compile or torch.jit records what is called."""
+    return torch.compiler.is_compiling() or _tracing() is not None
+
+
+def is_plain(q: torch.Tensor) -> bool:
+    """Whether eager code may take ``q`` by its address: no subclass, mode or transform."""
+    return (
+        type(q) is torch.Tensor
+        and _modes() == 0
+        and _transform() is None
+        and forward_ad._current_level < 0
+    )
+
+
+def is_unwatched(*tensors: torch.Tensor) -> bool:
+    """Whether nobody watches a call of these tensors: all are plain, without a negative bit, and
+    no compiler, mode, transform or autocast is active."""
+    return (
+        not torch.compiler.is_compiling()
+        and all(type(x) is torch.Tensor for x in tensors)
+        and _modes() == 0
+        and _transform() is None
+        and forward_ad._current_level < 0
+        and not _autocasts()
+        and not any(x.is_neg() for x in tensors)
+    )
+
+
+def hand_to_backward(name: str, value: object) -> None:
+    """Keep ``value`` in this thread's state, which autograd copies to the threads of a backward."""
+    if hasattr(_C, "_stash_obj_in_tls"):
+        _C._stash_obj_in_tls(name, value)
+
+
+def handed_to_backward(name: str) -> Any:
+    """What the thread that called ``backward`` had kept; None outside of a backward."""
+    if not hasattr(_C, "_stash_obj_in_tls") or _C._current_graph_task_id() == -1:
+        return None
+    return _C._get_obj_in_tls(name) if _C._is_key_in_tls(name) else None

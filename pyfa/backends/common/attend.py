@@ -1,0 +1,125 @@
+"""Binds a forward or decode: the program around its kernel, as a function of a call's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ... import abi
+from ...plan import Plan
+from ...problem import Append, Call, are_on_16, form_of, tensors_of
+from ..base import OtherAlignment, Run
+from . import append as appending
+from . import combine, gaps
+from .launch import Launcher
+from .program import Params, Program, for_any_total, like, run_of
+
+
+class Grid(NamedTuple):
+    """``blocks`` workgroups of ``threads`` for each of ``num_splits`` parts of the keys."""
+
+    blocks: int
+    threads: int
+    num_splits: int
+
+
+def bind(
+    launch: Launcher,
+    plan: Plan,
+    call: Call,
+    append: Append | None,
+    with_lse: bool,
+    readable: Callable[[Call], Call],
+    grid_of: Callable[[Call], Grid],
+) -> Run:
+    """``plan``'s kernel as a function of the tensors of ``call`` and ``append``, or others like
+    them, to out and, where it is asked for, LSE.
+
+    ``readable`` copies what the kernel cannot read as it lies. ``OtherAlignment`` is raised where
+    an address of q, k or v is a multiple of 16 bytes and was none here, or the other way round.
+    """
+    direct = readable(call)
+    prepared = None if append is None else appending.readable(append, call.q)
+
+    def bind_readable(call: Call, append: Append | None) -> Run:
+        return _bind(launch, plan, call, append, with_lse, grid_of)
+
+    run = for_any_total(direct, prepared, bind_readable)
+    if _same(tensors_of(call, append), tensors_of(direct, prepared)):
+        return run
+    form, aligned, dim_v = form_of(call, append), are_on_16(*call[:3]), call.v.shape[-1]
+
+    def run_on_copies(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        if are_on_16(*tensors[:3]) is not aligned:
+            raise OtherAlignment
+        given, new = form.fill(tensors)
+        new = None if new is None else appending.readable(new, given.q)
+        out, *rest = run(*tensors_of(readable(given), new))
+        return [out[..., :dim_v], *rest]
+
+    return run_on_copies
+
+
+def _same(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
+    return all(x is y for x, y in zip(a, b, strict=True))
+
+
+def _bind(
+    launch: Launcher,
+    plan: Plan,
+    call: Call,
+    append: Append | None,
+    with_lse: bool,
+    grid_of: Callable[[Call], Grid],
+) -> Run:
+    """``bind`` of what the kernels read as it lies."""
+    form, inputs = form_of(call, append), tensors_of(call, append)
+    program = Program(form.names, call.q)
+    out = like(call.out_shape(), call.dtype_of_out())
+    lse = like(call.lse_shape(), torch.float32)
+    program.make("out", out)
+    has_lse = with_lse or launch.NEEDS_LSE
+    if has_lse:
+        program.make("lse", lse)
+    pointers = abi.pointers_of(call)
+    if form.shared_offsets:
+        pointers["cu_seqlens_k"] = "cu_seqlens_q"
+    if append is not None:
+        pointers |= appending.add(launch, program, call, append)
+        if append.cos is not None:
+            # The rotated queries are contiguous, whatever strides these have.
+            call = call._replace(q=torch.empty_like(call.q, memory_format=torch.contiguous_format))
+    if torch.Size(lse[0]).numel() and call.batch and call.max_seqlen_q:
+        grid = grid_of(call)
+        if grid.blocks:
+            _add(launch, program, plan, call, grid, pointers, has_lse)
+    elif torch.Size(out[0]).numel() or torch.Size(lse[0]).numel():
+        gaps.add_forward(launch, program, call, out, lse if has_lse else None, 1)
+    return run_of(program, launch.launch_of(program, inputs), launch.empty)
+
+
+def _add(
+    launch: Launcher, program: Program, plan: Plan, call: Call, grid: Grid,
+    pointers: dict[str, str], has_lse: bool,
+) -> None:  # fmt: skip
+    """The kernel, what clears rows of no sequence before it, what combines splits behind it."""
+    out, lse = program.likes[0], like(call.lse_shape(), torch.float32)
+    written = lse if has_lse else None
+    splits = grid.num_splits
+    values = abi.forward_values(call, out[1], lse[1])
+    values |= {"dies": launch.device_at(call.q.device).dies, "num_splits": splits}
+    if splits > 1:
+        parts = combine.partials(call, splits)
+        program.make_workspace(parts, launch.APART)
+        pointers |= {name: name for name in parts}
+    else:
+        pointers["out"] = "out"
+        if has_lse:
+            pointers["lse"] = "lse"
+    if gaps.in_queries(call):
+        gaps.add_forward(launch, program, call, out, written, splits)
+    program.add(plan, grid.blocks * splits, grid.threads, Params(values, pointers))
+    if splits > 1:
+        combine.add(launch, program, call, out, written, splits)

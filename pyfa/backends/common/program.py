@@ -1,0 +1,187 @@
+"""A pass as data: what it allocates, which kernels it launches, what each reads where.
+
+``forward``, ``decode``, ``backward`` and ``append`` describe a pass once, as a ``Program``; the
+launcher of a driver turns it into a function of the tensors that later calls bring. So the first
+call and a repeated one run the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ... import _torch
+from ..._torch import Like
+from ...plan import Plan
+from ...problem import Append, Call, form_of
+from ..base import OtherAlignment, Run
+
+Values = Mapping[str, int | float]
+
+# Takes the addresses of all that a program names, its inputs and what it made.
+Launch = Callable[[list[int], Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
+
+
+class Params(NamedTuple):
+    """``Params`` of one or more kernels: numbers, and the names of what its pointers point to."""
+
+    values: Values
+    pointers: Mapping[str, str]
+
+
+class Step(NamedTuple):
+    """One launch: ``blocks`` workgroups of ``threads``."""
+
+    plan: Plan
+    blocks: int
+    threads: int
+    params: Params
+
+
+class Program:
+    """One pass over tensors of known shapes on the device of ``example``.
+
+    ``inputs`` are the names of the tensors that each call brings, in order. Buffers that it makes
+    follow them in the order of ``make``; parts of buffers follow those.
+    """
+
+    def __init__(self, inputs: Iterable[str], example: torch.Tensor) -> None:
+        self.inputs = tuple(inputs)
+        self.device = example.device
+        self.likes: list[Like] = []
+        self.fills: list[tuple[int, float]] = []
+        self.steps: list[Step] = []
+        self.made: list[str] = []
+        self._parts: dict[str, tuple[str, int]] = {}
+
+    def make(self, name: str, like: Like, fill: float | None = None) -> None:
+        """Allocate a buffer at each call and, where ``fill`` is given, fill it."""
+        if fill is not None:
+            self.fills.append((len(self.made), fill))
+        self.made.append(name)
+        self.likes.append(like)
+
+    def make_workspace(self, parts: Mapping[str, Like], apart: bool) -> None:
+        """Scratch buffers of a call, in one allocation unless they are to lie ``apart``.
+
+        Each begins at a multiple of 512 bytes, as PyTorch's allocator would place it.
+        """
+        if apart or len(parts) == 1:
+            for name, like in parts.items():
+                self.make(name, like)
+            return
+        size = 0
+        for name, (shape, _strides, dtype) in parts.items():
+            self._parts[name] = ("workspace", size)
+            size += -(-torch.Size(shape).numel() * dtype.itemsize // 512) * 512
+        self.make("workspace", ((size,), (1,), torch.uint8))
+
+    def add(self, plan: Plan, blocks: int, threads: int, params: Params) -> None:
+        """Launch ``plan`` behind what was added before; nothing for no ``blocks``."""
+        if blocks:
+            self.steps.append(Step(plan, blocks, threads, params))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all addresses that a launch is given, in their order."""
+        return (*self.inputs, *self.made, *self._parts)
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The names of those that are whole tensors."""
+        return (*self.inputs, *self.made)
+
+    def parts(self) -> list[tuple[int, int]]:
+        """Of each part, the number of its buffer among the names, and its offset in bytes."""
+        names = self.names
+        return [(names.index(of), offset) for of, offset in self._parts.values()]
+
+
+def like(shape: Iterable[int], dtype: torch.dtype) -> Like:
+    """A contiguous tensor."""
+    sizes = tuple(shape)
+    strides, step = [], 1
+    for size in reversed(sizes):
+        strides.append(step)
+        step *= max(size, 1)
+    return sizes, tuple(reversed(strides)), dtype
+
+
+def run_of(
+    program: Program,
+    launch: Launch,
+    empty: Callable[..., torch.Tensor],
+    aligned: int = 3,
+    on_16: bool = True,
+) -> Run:
+    """``program`` as a function of its inputs that returns the buffers it made.
+
+    The first ``aligned`` inputs have to begin at multiples of 16 bytes, or one of them not to where
+    ``on_16`` is off: ``OtherAlignment``.
+    """
+    likes, fills, parts = tuple(program.likes), tuple(program.fills), tuple(program.parts())
+    index = program.device.index if program.device.type == "cuda" else None
+    more, current_device = tuple(range(3, aligned)), _torch.current_device
+
+    def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        if index is not None and current_device() != index:
+            with torch.cuda.device(index):
+                return run(*tensors)
+        addresses = [x.data_ptr() for x in tensors]
+        bits = addresses[0] | addresses[1] | addresses[2]
+        for number in more:
+            bits |= addresses[number]
+        if (bits & 15 == 0) is not on_16:
+            raise OtherAlignment
+        made = []
+        for each in likes:
+            x = empty(*each)
+            made.append(x)
+            addresses.append(x.data_ptr())
+        for number, value in fills:
+            made[number].fill_(value)
+        for number, offset in parts:
+            addresses.append(addresses[number] + offset)
+        launch(addresses, tensors, made)
+        return made
+
+    return run
+
+
+# Totals of packed rows for which a bound call keeps what it launches.
+MOST_TOTALS = 8
+
+
+def for_any_total(
+    call: Call, append: Append | None, bind: Callable[[Call, Append | None], Run]
+) -> Run:
+    """``bind`` of a call, for all calls that differ from it by how many rows are packed as well.
+
+    Packed training has another total at each step. What it was bound for else holds for all of
+    them; only what depends on the total is described anew.
+    """
+    run, form = bind(call, append), form_of(call, append)
+    if call.cu_seqlens_q is None and call.cu_seqlens_k is None:
+        return run
+    runs = {(call.q.shape[0], call.k.shape[0]): run}
+
+    def run_any_total(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        totals = tensors[0].shape[0], tensors[1].shape[0]
+        found = runs.get(totals)
+        if found is None:
+            if len(runs) >= MOST_TOTALS:
+                runs.clear()
+            found = runs[totals] = bind(*form.fill(tensors))
+        return found(*tensors)
+
+    return run_any_total
+
+
+def arguments_of(params: Params, addresses: Mapping[str, int]) -> dict[str, int | float]:
+    """The members of ``Params`` with the pointers filled in."""
+    return {
+        **params.values,
+        **{member: addresses[name] for member, name in params.pointers.items()},
+    }
