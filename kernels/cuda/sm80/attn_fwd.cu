@@ -34,7 +34,7 @@ struct Context {
 DEVICE void store_part(const Context &c, const Output &o, int band, int half, bool saw, float lse) {
   const Params &p = c.p;
   int row = c.place().row(band, half), column = lane_index() % 4 * 2;
-  long long line = part_line(p, c.s, row, c.work.head, c.work.part);
+  long long line = part_line(p, c.s, row, c.work.head, c.work.split);
   float *to = (float *)p.partial_out + line * p.head_dim_v + column;
 #pragma unroll
   for (int t = 0; t < kDimTiles; ++t)
@@ -76,7 +76,7 @@ DEVICE void store(const Context &c, const Rows &rows, Output &o, Shared shared) 
   for (int b = 0; b < kBands; ++b)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      Finished end = finish(p, rows[b][h], c.work.head, c.work.part);
+      Finished end = finish(p, rows[b][h], c.work.head, c.work.split);
       if (SCORE == DROPOUT) end.inverse *= p.dropout_scale;
 #pragma unroll
       for (int t = 0; t < kDimTiles; ++t)
@@ -175,7 +175,7 @@ extern "C" __global__ WORKGROUP(kThreads, BLOCKS) void attn_fwd(KERNEL_PARAMS p)
   if (p.num_splits > 1) {
     int tiles = (max(end - begin, 0) + BLOCK_K - 1) / BLOCK_K;
     int share = (tiles + p.num_splits - 1) / p.num_splits * BLOCK_K;
-    begin += c.work.part * share;
+    begin += c.work.split * share;
     end = min(end, begin + share);
   }
   Shared shared = shared_address(memory);
