@@ -30,7 +30,7 @@ def parts(tag: str) -> dict[str, list[str]]:
         suite: [*pyfa, "bench", suite, "--out", str(RESULTS / f"bench_{suite}_{tag}.json")]
         for suite in bench.SUITES
     }
-    for script in ("naive_vs_pyfa", "long_context", "hbm_traffic", "claims"):
+    for script in ("naive_vs_pyfa", "long_context", "hbm_traffic"):
         found[script] = [*python, str(HERE / f"{script}.py"), "--save"]
     found["report"] = [*pyfa, "bench", "--report", str(REPORT), "--from", str(RESULTS)]
     return found

@@ -9,10 +9,11 @@ a forward kernel for gfx942 spills.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
+from pathlib import Path
 
+from pyfa import bench
 from pyfa.backends.triton import resources
 
 
@@ -49,8 +50,7 @@ def main() -> int:
             seconds = round(time.perf_counter() - begin, 2)
             rows.append({"arch": arch, "kernel": name, **found._asdict(), "seconds": seconds})
     if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump(rows, file, indent=1)
+        Path(arguments.json).write_text(bench.to_text(rows) + "\n")
     return 1 if bad else 0
 
 

@@ -1,11 +1,11 @@
-// What a KV cache needs before attention, in one launch: new keys and values are written behind
-// each sequence's, and rotary (Su et al. 2021, "RoFormer") turns the new keys and the queries.
+// What a KV cache needs before attention, in one launch: new keys and values are appended to each sequence,
+// and rotary (Su et al. 2021, "RoFormer") rotates the new keys and the queries.
 //
-// `seqused_q` has the keys that each sequence holds, and `seqused_k` gets their number with the new
-// ones. A workgroup takes one row with all its heads: first come the new keys' rows, then the new
-// values', then the queries', which are there only with rotary. A thread takes pieces of heads:
-// 8 pairs to be turned or 8 elements to be copied, 16 bytes at a time where they are aligned.
-// Needs a vendor's device.h, Quad and Format.
+// `seqused_q` has the keys that each sequence holds; `seqused_k` gets their number with the new ones. A
+// workgroup takes one row with all its heads. First come the rows of the new keys, then those of the new
+// values, then those of the queries, which are there only with rotary. A thread takes pieces of heads: 8
+// pairs to rotate or 8 elements to copy, 16 bytes at a time where they are aligned. Needs a vendor's
+// device.h, Quad and Format.
 #pragma once
 #include "../sequence.h"
 
@@ -34,8 +34,8 @@ template <typename T>
 DEVICE Piece<T> load(const T *from, int count) {
   Piece<T> piece{};
   if (count == kPiece && is_aligned(from)) {
-    // Vector by vector: a struct would be taken apart, and one of its elements loaded alone, as the
-    // path below loads it.
+    // Vector by vector. As a struct it would be taken apart, and one of its elements loaded alone, as the path
+    // below loads it.
     constexpr int kQuads = sizeof(Piece<T>) / sizeof(Quad);
     struct {
       Quad at[kQuads];
@@ -70,17 +70,17 @@ DEVICE Piece<float> table_at(const Params &p, const void *table, long long first
   return piece;
 }
 
-// Turns the pairs `pair` ... + 7 of a head. Products are rounded before they are added, as the
-// operator rounds them, where -ffp-contract=fast would fuse the two.
+// Rotates the pairs `pair` ... + 7 of a head. Products are rounded before they are added, as the operator
+// rounds them. -ffp-contract=fast would fuse the two.
 template <bool interleaved>
-DEVICE void turn(const Params &p, const Bits *from, Bits *to, int pair, int position) {
+DEVICE void rotate(const Params &p, const Bits *from, Bits *to, int pair, int position) {
   int half = p.rotary_dim / 2, count = min(half - pair, kPiece);
   // The two runs of elements that hold the pairs: neighbours, or one in each half.
   int low = interleaved ? 2 * pair : pair, high = interleaved ? low + kPiece : low + half;
   int in_low = interleaved ? min(2 * count, kPiece) : count;
   int in_high = interleaved ? 2 * count - in_low : count;
   Piece<Bits> a = load(from + low, in_low), b = load(from + high, in_high);
-  // A position that has no row in the tables gives NaN, and no read outside of them.
+  // A position without a row in the tables gives NaN, and no read outside of them.
   bool known = (unsigned)position < (unsigned)p.rotary_rows;
   long long entry = (long long)position * half + pair;
   Piece<float> cos = table_at(p, p.rotary_cos, entry, known ? count : 0);
@@ -109,39 +109,39 @@ DEVICE void turn(const Params &p, const Bits *from, Bits *to, int pair, int posi
   store(to + high, highs, in_high);
 }
 
-// A row: of `columns` elements of each head, the first `turned` are turned.
+// A row. Of the `columns` elements of each head the first `rotated` are rotated.
 struct Row {
   const Bits *from;
   Bits *to;
   long long from_head, to_head;  // strides
-  int heads, columns, turned, position;
+  int heads, columns, rotated, position;
 };
 
 DEVICE void write_row(const Params &p, const Row &row) {
-  int turns = (row.turned / 2 + kPiece - 1) / kPiece;
-  int pieces = turns + (row.columns - row.turned + kPiece - 1) / kPiece;
+  int rotations = (row.rotated / 2 + kPiece - 1) / kPiece;
+  int pieces = rotations + (row.columns - row.rotated + kPiece - 1) / kPiece;
   for (int i = thread_index(); i < row.heads * pieces; i += kThreads) {
     int head = i / pieces, piece = i % pieces;
     const Bits *from = row.from + head * row.from_head;
     Bits *to = row.to + head * row.to_head;
-    if (piece >= turns) {
-      int column = row.turned + (piece - turns) * kPiece, count = min(row.columns - column, kPiece);
+    if (piece >= rotations) {
+      int column = row.rotated + (piece - rotations) * kPiece, count = min(row.columns - column, kPiece);
       store(to + column, __builtin_bit_cast(Quad, load(from + column, count)), count);
     } else if (p.rotary_interleaved) {
-      turn<true>(p, from, to, piece * kPiece, row.position);
+      rotate<true>(p, from, to, piece * kPiece, row.position);
     } else {
-      turn<false>(p, from, to, piece * kPiece, row.position);
+      rotate<false>(p, from, to, piece * kPiece, row.position);
     }
   }
 }
 
-// The row of workgroup `line`, and whether there is one: new keys, new values, then queries.
-DEVICE bool find_row(const Params &p, int line, Row &row) {
+// The row of workgroup `id`: new keys, then new values, then queries. Returns false where there is none.
+DEVICE bool find_row(const Params &p, int id, Row &row) {
   int appended = p.batch * p.new_rows;
-  if (line >= 2 * appended) {
-    line -= 2 * appended;
-    Sequence s = sequence_of(p, line / p.seqlen_q);
-    int index = line % p.seqlen_q;
+  if (id >= 2 * appended) {
+    id -= 2 * appended;
+    Sequence s = sequence_of(p, id / p.seqlen_q);
+    int index = id % p.seqlen_q;
     if (index >= s.stored_rows) return false;
     long long at = s.row0 + index;
     int position = int_at(p.rotary_seqlens, s.batch) + index * p.rotary_step;
@@ -150,12 +150,12 @@ DEVICE bool find_row(const Params &p, int line, Row &row) {
               p.out_head, p.heads_q, p.head_dim, p.rotary_dim, position};
     return true;
   }
-  bool is_key = line < appended;
-  if (!is_key) line -= appended;
-  Sequence s = sequence_of(p, line / p.new_rows);
-  int index = line % p.new_rows;
+  bool is_key = id < appended;
+  if (!is_key) id -= appended;
+  Sequence s = sequence_of(p, id / p.new_rows);
+  int index = id % p.new_rows;
   int before = int_at(p.seqused_q, s.batch), place = before + index;
-  // What attention counts by, which the host would take a launch of its own to add up.
+  // What attention counts by. To add it up on the host would take a launch of its own.
   if (is_key && index == 0 && thread_index() == 0)
     ((int *)p.seqused_k)[s.batch] = before + p.new_rows;
   if ((unsigned)place >= (unsigned)p.seqlen_k) return false;  // beyond the end of the cache

@@ -1,13 +1,14 @@
-// Puts together what was computed for each part of the keys:
+// Combines the splits of the keys:
 //   out = sum of 2^(lse_i - lse) out_i,  2^lse = sum of 2^lse_i  (in base e where it is stored).
 //
-// A line is one row of one head, row * heads_q + head. A thread takes four neighbouring elements of the
-// outputs, so that a part takes as many threads as fours in head_dim_v, rounded up to a power of two: a
-// slot. A line has one slot for every four parts, up to all of a workgroup, and takes its parts in turn;
-// what is left of the workgroup takes further lines. So 2,048 lines of two parts and 128 elements are
-// 256 workgroups, and one of 32 parts is all of one. The slots' sums meet in LDS, in an order that does
-// not change. The output of a part that saw nothing (LSE -inf) is not read: it is as it was allocated.
-// Needs a vendor's device.h and Format. `lines_of` of pyfa/backends/common/combine.py counts the same.
+// A packed row is one row of one head, row * heads_q + head. A thread takes four neighbouring elements of
+// the outputs. So a split takes a slot of threads: as many as fours in head_dim_v, rounded up to a power of
+// two. A packed row has one slot for every four splits, up to all of a workgroup, and its slots take the
+// splits in turn. What is left of the workgroup takes further packed rows: 2,048 packed rows of two splits
+// and 128 elements are 256 workgroups, one of 32 splits is a workgroup. The slots' sums meet in LDS, in an
+// order that does not change. The output of a split that saw nothing (LSE -inf) is not read, because nobody
+// has written it. Needs a vendor's device.h and Format. `lines_of` of pyfa/backends/common/combine.py counts
+// the same.
 #pragma once
 #include "../params.h"
 
@@ -17,7 +18,7 @@
 
 constexpr int kThreads = 256;
 constexpr int kWide = 4;    // elements of a thread
-constexpr int kAtOnce = 4;  // parts whose outputs a thread loads together
+constexpr int kAtOnce = 4;  // splits whose outputs a thread loads together
 
 struct alignas(16) Elements {
   float x[kWide];
@@ -27,7 +28,7 @@ struct alignas(8) Stored {  // the same in 16 bits
   unsigned word[kWide / 2];
 };
 
-// A sum that is to be multiplied with e^top.
+// A sum in units of e^top.
 struct Sum {
   float top, total;
   Elements out;
@@ -38,15 +39,15 @@ struct Meeting {
   Elements out[kThreads];
 };
 
-// What a thread does. `stride`: threads of a slot.
+// The share of a thread. `stride`: threads of a slot.
 struct Place {
   int column, slot, slots, stride;
-  long long line;
+  long long packed_row;
 };
 
 DEVICE float power(float x) { return exp2(x * kLog2E); }
 
-// While nothing was seen `top` is -inf, and -inf - -inf would be NaN.
+// -inf stays out of differences: -inf - -inf would be NaN.
 DEVICE float finite(float top) { return top == -INFINITY_F ? 0.0f : top; }
 
 // The least power of two that is not below x / 4, as its logarithm.
@@ -68,21 +69,21 @@ DEVICE Place place_of(const Params &p) {
   place.slot = slot & ((1 << slots) - 1);
   place.slots = 1 << slots;
   place.stride = 1 << columns;
-  place.line = ((long long)workgroup_index() << (kThreadBits - columns - slots)) + (slot >> slots);
+  place.packed_row = ((long long)workgroup_index() << (kThreadBits - columns - slots)) + (slot >> slots);
   return place;
 }
 
-DEVICE void add_parts(Sum &sum, const Params &p, const Place &place, int first) {
-  long long parts = place.line * p.num_splits;
+DEVICE void add_splits(Sum &sum, const Params &p, const Place &place, int first) {
+  long long splits = place.packed_row * p.num_splits;
   float lse[kAtOnce];
   Elements out[kAtOnce];
   for (int i = 0; i < kAtOnce; ++i) {
-    int part = first + i * place.slots;
+    int split = first + i * place.slots;
     lse[i] = -INFINITY_F;
     out[i] = Elements{};
-    if (part < p.num_splits) lse[i] = ((const float *)p.partial_lse)[parts + part];
+    if (split < p.num_splits) lse[i] = ((const float *)p.partial_lse)[splits + split];
   }
-  const float *from = (const float *)p.partial_out + (parts + first) * p.head_dim_v + place.column;
+  const float *from = (const float *)p.partial_out + (splits + first) * p.head_dim_v + place.column;
   int step = place.slots * p.head_dim_v, columns = p.head_dim_v - place.column;
   if (p.head_dim_v % kWide == 0) {
     for (int i = 0; i < kAtOnce; ++i)
@@ -105,12 +106,12 @@ DEVICE void add_parts(Sum &sum, const Params &p, const Place &place, int first) 
   sum.top = top;
 }
 
-// seqlen_q counts the rows of a sequence as they are stored; in a packed batch all of them, with a
-// batch of 1 and batch strides of 0.
+// seqlen_q is the number of stored rows of a sequence. A packed batch is one sequence of all its rows, with
+// batch 1 and batch strides of 0.
 DEVICE void store(const Params &p, const Place &place, const Sum &sum) {
   bool saw = sum.total != 0.0f;  // also where it is NaN
-  int head = place.line % p.heads_q;
-  long long at = place.line / p.heads_q;
+  int head = place.packed_row % p.heads_q;
+  long long at = place.packed_row / p.heads_q;
   long long batch = at / p.seqlen_q, row = at % p.seqlen_q;
   unsigned short *to = (unsigned short *)p.out + batch * p.out_batch + row * p.out_row +
                        head * p.out_head + place.column;
@@ -130,11 +131,11 @@ DEVICE void store(const Params &p, const Place &place, const Sum &sum) {
 
 DEVICE void combine_lines(const Params &p, Meeting &meeting) {
   Place place = place_of(p);
-  bool exists = place.line < (long long)p.batch * p.seqlen_q * p.heads_q;
+  bool exists = place.packed_row < (long long)p.batch * p.seqlen_q * p.heads_q;
   Sum sum{-INFINITY_F, 0.0f, {}};
   if (exists)
     for (int first = place.slot; first < p.num_splits; first += place.slots * kAtOnce)
-      add_parts(sum, p, place, first);
+      add_splits(sum, p, place, first);
 
   int thread = thread_index();
   meeting.top[thread] = sum.top;

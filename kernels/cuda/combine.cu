@@ -5,6 +5,6 @@
 
 extern "C" __global__ WORKGROUP(kThreads, 4) void combine(KERNEL_PARAMS p) {
   __shared__ Meeting meeting;
-  wait_for_kernel_before();
+  griddepcontrol_wait();
   combine_lines(p, meeting);
 }

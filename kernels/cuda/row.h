@@ -6,14 +6,13 @@
 
 constexpr float kLowest = -3.4028234663852886e38f;
 
-// The maximum that probabilities are taken against may lag behind by this much, in powers of two, before
-// output and sum are brought to a new one: P stays below 2^8, where float32 and both 16-bit formats are as
-// exact as below 1, and almost every tile goes without a rescale, and without asking the other lanes. A
-// row's final result does not depend on it.
+// The base of a row is a maximum that may lag behind the true one by kLag, in powers of two, before output
+// and sum are rescaled to a new one. P stays below 2^8, where float32 and both 16-bit formats are as exact as
+// below 1. So almost every tile needs no rescale and no exchange with the other lanes. A row's final result
+// does not depend on it.
 constexpr float kLag = 8.0f;
 
-// `base` is what exponents are taken against: finite even while a row has seen nothing, as -inf - -inf
-// would be NaN.
+// `base`: the lagging maximum. It is finite even while a row has seen nothing, because -inf - -inf is NaN.
 struct Row {
   float base;
   float total;  // this lane's share of the sum of probabilities
@@ -28,14 +27,14 @@ DEVICE float row_sum(float x) {
   return x + from_lane_xor(x, 2);
 }
 
-// What a row's sum means: whether it saw anything, its output's factor, 0 where it did not, and its LSE.
+// A finished row: whether it saw a key, the factor of its output (0 if it saw none), and its LSE.
 struct Finished {
   bool saw;
   float inverse, lse;
 };
-DEVICE Finished finish(const Params &p, const Row &row, int head, int part) {
+DEVICE Finished finish(const Params &p, const Row &row, int head, int split) {
   float total = row_sum(row.total), base = row.base, factor = 1.0f;
-  if (p.sinks && p.use_sinks && part == 0) {
+  if (p.sinks && p.use_sinks && split == 0) {
     // One more logit, without a value.
     float sink = ((const float *)p.sinks)[head] * kLog2E;
     float raised = __builtin_fmaxf(base, sink);

@@ -1,5 +1,5 @@
-// The start of backward on NVIDIA GPUs: the sums of ../common/row_sums.h, and zeros where dQ and the turns
-// of its blocks add up. A block does one tile of BLOCK_Q rows of a head.
+// The preprocessing of backward on NVIDIA GPUs: the sums of ../common/row_sums.h, and zeros where dQ adds up
+// and where blocks count their turns. A block does one tile of BLOCK_Q rows of a head.
 #include "format.h"
 #include "../common/row_sums.h"
 

@@ -5,7 +5,7 @@ together, ``comparison`` two results; ``machine`` says where results come from.
 """
 
 from .comparison import Comparison, compare
-from .machine import SCHEMA, environment, load, write
+from .machine import SCHEMA, environment, load, to_text, write
 from .runner import Effort, run
 from .suites import SUITES
 
@@ -18,5 +18,6 @@ __all__ = [
     "environment",
     "load",
     "run",
+    "to_text",
     "write",
 ]

@@ -18,6 +18,7 @@ import pyfa
 
 SCHEMA = 1  # of every result file: raised when a field changes its meaning or goes
 _PACKAGE = Path(pyfa.__file__).parent
+_LINE = 240  # characters of a line of a result file, unless it is a record
 _QUERY = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,temperature.gpu"
 
 
@@ -60,9 +61,37 @@ def version_of(package: str) -> str | None:
 
 
 def write(path: Path, results: Mapping[str, Any]) -> None:
-    """Write ``results`` under the schema number, beside their environment."""
+    """Write ``results`` under the schema number, beside their environment, a record a line."""
     data = {"schema": SCHEMA, "environment": environment(), **results}
-    path.write_text(json.dumps(data, indent=1) + "\n")
+    path.write_text(to_text(data) + "\n")
+
+
+def to_text(value: Any, indent: int = 0, *, record: bool = False) -> str:
+    """``value`` as JSON with one record a line, so that a diff shows which cases changed.
+
+    A record is an element of a list that holds no list of records itself. What is short has a line,
+    and so has a list of numbers.
+    """
+    line = json.dumps(value)
+    parts = list(value.values()) if isinstance(value, dict) else value
+    if not isinstance(value, (dict, list)) or len(line) <= _LINE:
+        return line
+    if record and not any(_holds_records(part) for part in (value, *parts)):
+        return line
+    if isinstance(value, list) and all(isinstance(part, (int, float)) for part in parts):
+        return line
+    inner = indent + 1
+    if isinstance(value, dict):
+        rows = [f"{json.dumps(key)}: {to_text(part, inner)}" for key, part in value.items()]
+    else:
+        rows = [to_text(part, inner, record=True) for part in parts]
+    begin, end = "{}" if isinstance(value, dict) else "[]"
+    body = ",\n".join(" " * inner + row for row in rows)
+    return f"{begin}\n{body}\n{' ' * indent}{end}"
+
+
+def _holds_records(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(part, (dict, list)) for part in value)
 
 
 def load(path: Path) -> dict[str, Any]:

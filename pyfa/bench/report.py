@@ -98,6 +98,4 @@ def write(folder: Path, results: Sequence[Result]) -> Path:
 
 
 def _maker(data: Mapping[str, Any]) -> Callable[[str, Mapping[str, Any]], list[Section]] | None:
-    if data.get("what") == "figures of the documents":
-        return report_static.claims
     return next((make for key, make in _MAKERS.items() if key in data), None)

@@ -72,34 +72,3 @@ def conformance(name: str, data: Mapping[str, Any]) -> list[Section]:
             tables,
         )
     ]
-
-
-def claims(name: str, data: Mapping[str, Any]) -> list[Section]:
-    """The figures of the documents: benchmarks/claims.py."""
-    rows = data["rows"]
-    counts = Counter(row["verdict"] for row in rows)
-    body = [
-        [
-            Cell(row["file"][:3]),
-            Cell(row["statement"]),
-            Cell(row["stated"]),
-            Cell("–" if row["ours"] is None else f"{row['ours']:.4g} {row['unit']}"),
-            Cell(row["verdict"], "bad" if row["verdict"] == "wrong" else ""),
-            Cell("; ".join(text for text in (row["assuming"], row["why"]) if text)),
-        ]
-        for row in rows
-    ]
-    return [
-        Section(
-            50,
-            "Figures that are told of tiled attention",
-            "Numeric statements of five documents, each beside what the formulas, the devices' "
-            f"tables or measured results give: {', '.join(f'{n} {v}' for v, n in counts.items())}.",
-            "Computed by benchmarks/claims.py, verdicts included: ours lies within what the stated "
-            "figure means, or it does not. Speeds are those of the result files above.",
-            where(name, data),
-            [],
-            [Table(["file", "statement", "stated", "ours", "verdict", "assuming, or why"], body,
-                   text=True)],
-        )
-    ]  # fmt: skip

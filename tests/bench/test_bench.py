@@ -16,6 +16,8 @@ from pyfa.backends.torch.backend import TorchBackend
 from pyfa.bench import peers, runner, suites, timing
 from pyfa.cli import bench as command
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
 QUICK = bench.Effort(rounds=2, seconds=0.0, warm_up=1)
 
 
@@ -198,8 +200,23 @@ def test_the_matrix_is_as_long_as_flash_attentions() -> None:
 
 
 def test_the_packages_own_results_can_be_read() -> None:
-    folder = Path(__file__).parents[2] / "benchmarks" / "results"
-    files = list(folder.glob("*.json"))
+    files = list(RESULTS.glob("*.json"))
     assert files
     for path in files:
         assert bench.load(path)["environment"]["date"]
+
+
+def test_result_files_have_one_record_a_line() -> None:
+    rows = [{"cell": f"{i} " + 300 * "x", "seconds": {"median": i / 7, "rest": [i, None]}}
+            for i in range(3)]  # fmt: skip
+    data = {"schema": 1, "rows": rows, "curve": [i / 3 for i in range(100)], "none": [], "x": {}}
+    text = bench.to_text(data)
+    assert json.loads(text) == data
+    assert [json.loads(line.rstrip(",")) for line in text.splitlines() if '"cell"' in line] == rows
+    assert len(text.splitlines()) == 2 + 4 + 5
+    nested = {"tools": [{"name": "y" * 300, "cases": [[1, "z" * 300], [2, "z" * 300]]}]}
+    assert json.loads(bench.to_text(nested)) == nested
+    assert sum("zzz" in line for line in bench.to_text(nested).splitlines()) == 2
+    for path in RESULTS.glob("*.json"):
+        text = path.read_text()
+        assert bench.to_text(json.loads(text)) + "\n" == text, path.name

@@ -46,6 +46,7 @@ from queue import Empty
 from types import ModuleType
 from typing import Any
 
+from pyfa import bench
 from pyfa.compat import shim
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "flash_attn_suite.json"
@@ -229,7 +230,7 @@ def save(options: argparse.Namespace, report: dict[str, Any], seconds: float) ->
         "seconds": round(seconds),
         **{name: report[name] for name in ("counts", "not_run", "passed_by_test", "others")},
     })  # fmt: skip
-    RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+    RESULTS.write_text(bench.to_text(kept) + "\n")
 
 
 def main() -> int:
@@ -294,7 +295,7 @@ def main() -> int:
     }
     if options.out:
         times = {name: round(seconds, 2) for name, _, _, seconds in sorted(results)}
-        options.out.write_text(json.dumps(report | {"seconds": times}, indent=1) + "\n")
+        options.out.write_text(bench.to_text(report | {"seconds": times}) + "\n")
     if options.save:
         save(options, report, seconds)
     return 1 if left or counts["failed"] or not counts["passed"] else 0

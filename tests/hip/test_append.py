@@ -160,11 +160,11 @@ FAULTS = {
         "(__builtin_bit_cast(unsigned, x[2 * w]) >> 16 | "
         "__builtin_bit_cast(unsigned, x[2 * w + 1]) & 0xffff0000)",
     ),
-    "turned the other way": ("first, c) - product(second, s)", "first, c) + product(second, s)"),
+    "rotated the other way": ("first, c) - product(second, s)", "first, c) + product(second, s)"),
     "pairs of the wrong kind": ("(p.rotary_interleaved)", "(!p.rotary_interleaved)"),
-    "values turned": ("p.v_head, p.heads_k, p.head_dim_v, 0, 0", "p.v_head, p.heads_k, "
+    "values rotated": ("p.v_head, p.heads_k, p.head_dim_v, 0, 0", "p.v_head, p.heads_k, "
                       "p.head_dim_v, p.rotary_dim, 0"),
-    "rest of the head forgotten": ("row.columns - row.turned + kPiece - 1", "0"),
+    "rest of the head forgotten": ("row.columns - row.rotated + kPiece - 1", "0"),
     "one piece a thread": ("i += kThreads", "i += 1 << 20"),
     "tail not guarded": ("min(row.columns - column, kPiece)", "kPiece"),
     "pairs not guarded": ("min(half - pair, kPiece)", "kPiece"),

@@ -26,7 +26,7 @@ SHAPES = (
 
 # Each: what it is, the exact snippet, what it becomes.
 FAULTS = {
-    "a part that saw nothing is read": (
+    "a split that saw nothing is read": (
         "if (lse[i] != -INFINITY_F && columns > 0)",
         "if (columns > 0)",
     ),
@@ -39,11 +39,11 @@ FAULTS = {
     "barrier dropped": ("  barrier();\n", ""),
     "maxima of slots ignored": ("power(meeting.top[other] - finite(all.top))", "1.0f"),
     "sums of slots ignored": ("weight * meeting.total[other]", "weight"),
-    "last part dropped": ("if (part < p.num_splits)", "if (part < p.num_splits - 1)"),
-    "parts beyond the last": ("if (part < p.num_splits)", ""),
-    "lines beyond the last": ("  if (exists)\n", ""),
-    "last line dropped": ("bool exists = place.line <", "bool exists = place.line + 1 <"),
-    "lines of other workgroups": ("workgroup_index() << (kThreadBits", "0 << (kThreadBits"),
+    "last split dropped": ("if (split < p.num_splits)", "if (split < p.num_splits - 1)"),
+    "splits beyond the last": ("if (split < p.num_splits)", ""),
+    "packed rows beyond the last": ("  if (exists)\n", ""),
+    "last packed row dropped": ("bool exists = place.packed_row <", "bool exists = place.packed_row + 1 <"),
+    "packed rows of other workgroups": ("workgroup_index() << (kThreadBits", "0 << (kThreadBits"),
     "LSE in base 2": ("log2(sum.total) * kLn2", "log2(sum.total)"),
     "columns beyond head_dim_v": ("&& columns > 0", ""),
     "columns beyond odd dims": ("&& columns > j", ""),

@@ -1,18 +1,16 @@
-// Attention backward (FlashAttention-2, Dao 2023, algorithm 2) on Ampere and later: a block owns BLOCK_K
-// keys with their dK and dV in registers, and goes over the query rows that see them, BLOCK_Q at a
-// time, of all heads of its group; dQ adds up in memory (bwd_dq.h). P is made again from the LSE.
+// Attention backward (FlashAttention-2, Dao 2023, algorithm 2) on Ampere and later. A block owns BLOCK_K keys
+// with their dK and dV in registers. It goes over the query rows that see these keys, BLOCK_Q at a time, of all
+// heads of the group. dQ adds up in memory (bwd_dq.h). P is computed again from the LSE.
 //
 // Half of the warps make S^T = K Q^T, P = exp2(S - LSE) and dV += P^T dO, the other half dP^T = V dO^T,
-// dS = P (dP - delta) and dK += dS^T Q: keys x rows in WARPS_K x WARPS_Q warps each, CHUNK_Q rows at
-// once. So a warp holds one gradient of twice the keys, and each fragment of Q and dO that it reads
-// feeds twice as many products. P goes from one half to the other by shared memory. With WARPS_Q = 1 a
-// warp has all rows of its keys, and its P or dS is the A operand of its gradient as it lies in
-// registers; else both are read from where they were left for others. All warps make dQ = dS K,
-// DQ_WARPS_Q of them along rows.
+// dS = P (dP - delta) and dK += dS^T Q: keys x rows in WARPS_K x WARPS_Q warps each, CHUNK_Q rows at once. So a
+// warp holds one gradient of twice the keys, and each fragment of Q and dO that it reads feeds twice as many
+// products. P goes from one half to the other through shared memory. With WARPS_Q = 1 a warp has all rows of
+// its keys, and its P or dS is the A operand of its gradient as it lies in registers; else both are read from
+// where they were left for others. All warps make dQ = dS K, DQ_WARPS_Q of them along rows.
 //
-// With two BUFFERS of dS one barrier a tile is enough: in the interval between two of them a warp makes
-// dQ of one tile and the scores of the next, the halves in opposite order, so that one multiplies while
-// the other takes exponentials.
+// With two BUFFERS of dS one barrier a tile is enough. Between two barriers a warp makes dQ of one tile and the
+// scores of the next, the halves in opposite order, so that one multiplies while the other exponentiates.
 #include "../format.h"
 #include "../../common/row_sums.h"
 
@@ -50,12 +48,12 @@ DEVICE void load_tile(const Params &p, const Work &w, const Cursor &at, Shared s
 
 // ---- dQ -------------------------------------------------------------------------------------------
 
-// Where the sums of a tile have to be the same from run to run, its blocks add in the order of their
-// keys. Those before this one have lower numbers and so have been started.
-DEVICE int *turn_of(const Params &p, const Sequence &s, const Cursor &at) {
+// Deterministic: the blocks of a tile add to dQ in the order of their keys, so that its bits are the same from
+// run to run. Blocks that come before this one have lower numbers and so have been started.
+DEVICE int *semaphore_of(const Params &p, const Sequence &s, const Cursor &at) {
   return (int *)p.counter + q_tile(p, s, at.tile * BLOCK_Q, at.head);
 }
-DEVICE void wait_for_turn(const Params &p, const Work &w, const Cursor &at) {
+DEVICE void semaphore_wait(const Params &p, const Work &w, const Cursor &at) {
   Sequence s = sequence_of(p, w.batch);
   int first = at.tile * BLOCK_Q;
   int before = w.first_key / BLOCK_K -
@@ -63,17 +61,17 @@ DEVICE void wait_for_turn(const Params &p, const Work &w, const Cursor &at) {
   // Beyond a max_seqlen_q that is too small nobody has set the count to 0.
   if (thread_index() == 0 && first < p.seqlen_q) {
     int turn;
-    do asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(turn) : "l"(turn_of(p, s, at)) : "memory");
+    do asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(turn) : "l"(semaphore_of(p, s, at)) : "memory");
     while (turn != before);
   }
   barrier();
 }
-DEVICE void end_turn(const Params &p, const Work &w, const Cursor &at) {
+DEVICE void semaphore_release(const Params &p, const Work &w, const Cursor &at) {
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
   barrier();
   if (thread_index() == 0)
     asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(
-                     turn_of(p, sequence_of(p, w.batch), at))
+                     semaphore_of(p, sequence_of(p, w.batch), at))
                  : "memory");
 }
 
@@ -86,7 +84,7 @@ DEVICE void add_rows(const Params &p, const Work &w, const Cursor &at, Shared sh
   Sequence s = sequence_of(p, w.batch);
   float *to = (float *)p.dq_accum + q_tile(p, s, at.tile * BLOCK_Q, at.head) * kQTile +
               q_product<false>(row / 16, part * 2) + lane_index() * kLaneStep;
-  if (p.counter) wait_for_turn(p, w, at);
+  if (p.counter) semaphore_wait(p, w, at);
 #pragma unroll
   for (int i = 0; i < kDqM; ++i)
 #pragma unroll
@@ -99,7 +97,7 @@ DEVICE void add_rows(const Params &p, const Work &w, const Cursor &at, Shared sh
     asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;"
                  ::"l"((float *)p.dsinks + state_offset(p, s, at.head) + place), "f"(sum) : "memory");
   }
-  if (p.counter) end_turn(p, w, at);
+  if (p.counter) semaphore_release(p, w, at);
 }
 
 // ---- the end --------------------------------------------------------------------------------------
@@ -134,7 +132,7 @@ DEVICE void store_gradient(Shared from, const Rows &x, int first) {
 // between two barriers, its dQ in the next, the roles in opposite order.
 template <int role>
 DEVICE void run(const Params &p, const Work &w, Cursor at, int steps, Shared shared) {
-  constexpr int kN = role == kProbabilities ? kValueN : kKeyN;
+  constexpr int kN = role == kRoleP ? kValueN : kKeyN;
   float grad[kScoreM][kN][4];
   clear(grad);
   Shared buffer = shared + kBuffer0;
@@ -149,17 +147,17 @@ DEVICE void run(const Params &p, const Work &w, Cursor at, int steps, Shared sha
     sync<kThreads>(0);  // this tile is there, the last one was read; with one barrier its dS is there
     Cursor next = at;
     next.advance(w);
-    // Here and not behind a product: there the addresses would cost nothing, but copies come too late.
+    // Here and not after a product: there the addresses would cost nothing, but the copies would come too late.
     if (step + 1 < steps) load_tile(p, w, next, shared);
     end_group();
     Shared full = buffer;
     if (kOneBarrier) buffer = buffer == shared + kBuffer0 ? buffer + kBuffer : shared + kBuffer0;
-    if constexpr (role == kProbabilities) {
-      make_probabilities(p, w, at, shared, buffer, grad);
+    if constexpr (role == kRoleP) {
+      make_p(p, w, at, shared, buffer, grad);
       if (kOneBarrier && !first) add_rows(p, w, last, shared, full);
     } else {
       if (kOneBarrier && !first) add_rows(p, w, last, shared, full);
-      make_differences(p, w, at, shared, buffer, grad);
+      make_ds(p, w, at, shared, buffer, grad);
     }
     last = at;
     at = next;
@@ -167,7 +165,7 @@ DEVICE void run(const Params &p, const Work &w, Cursor at, int steps, Shared sha
   sync<kThreads>(0);  // the last dS is there
   if (steps) add_rows(p, w, last, shared, buffer);
   sync<kThreads>(0);  // K and V have been read
-  if constexpr (role == kProbabilities)
+  if constexpr (role == kRoleP)
     stage_gradient<HEAD_DIM_V>(w, grad, shared + kV,
                                GENERAL && p.dropout_threshold ? p.dropout_scale : 1.0f);
   else
@@ -218,10 +216,10 @@ extern "C" __global__ WORKGROUP(kThreads, BLOCKS_PER_SM) void attn_bwd(KERNEL_PA
     load_tile(p, w, at, shared);
     end_group();
   }
-  if (role == kProbabilities)
-    run<kProbabilities>(p, w, at, steps, shared);
+  if (role == kRoleP)
+    run<kRoleP>(p, w, at, steps, shared);
   else
-    run<kDifferences>(p, w, at, steps, shared);
+    run<kRoleDs>(p, w, at, steps, shared);
   barrier();
   s = sequence_of(p, w.batch);
   store_gradient<HEAD_DIM>(

@@ -1,11 +1,11 @@
-// Attention of few query rows over many keys on Ampere and later (split-KV, "flash decoding"): bound by
+// Attention of few query rows over many keys on Ampere and later (split-KV, "flash decoding"). It is bound by
 // the bytes of K and V, which are read once for all query heads of a group.
 //
-// A block takes one key head, one part of the keys and up to 8 * TILES * TEAM lines: a line is a row of
-// one head of the group, row * group + head, and a column of the products S^T = K Q^T and O^T = V^T P^T
-// (mma.h), which waste half of the matrix unit that 16 rows of lines would. Each team of warps takes 16
-// keys in turn (decode_load.h), a warp of it 8 * TILES lines; a team of one warp waits for nobody
-// before they all put their sums together. K and V may be of float8 (decode_float8.h).
+// A packed row (packed GQA) is a row of one head of a group, row * group + head. A block takes one key head,
+// one split of the keys and up to 8 * TILES * TEAM packed rows. Packed rows are the columns of the products
+// S^T = K Q^T and O^T = V^T P^T (mma.h). As rows they would come by 16, and waste twice as much. Each team
+// of warps takes 16 keys in turn (decode_load.h), a warp of it 8 * TILES packed rows. A team of one warp
+// waits for nobody until all teams add up their sums. K and V may be float8 (decode_float8.h).
 #include "../../params.h"
 #include "../ahead.h"
 #include "mma.h"
@@ -19,39 +19,39 @@
 #include "decode_load.h"
 
 constexpr int kThreads = WARPS * kLanes;
-constexpr int kTile = 8;                       // lines of a product
-constexpr int kLines = kTile * TILES * TEAM;   // of a block
+constexpr int kTile = 8;                       // packed rows of a product
+constexpr int kPackedRows = kTile * TILES * TEAM;   // of a block
 constexpr int kChunks = HEAD_DIM / 16;         // k-slices of the first product
 constexpr int kDims = HEAD_DIM_V / 16;         // rows of O^T in products
 
-struct Line {
+struct PackedRow {
   int row, head;
   float slope;
 };
 
 struct Memory {
   Row rows[WARPS][kLanes];
-  Line lines[kLines];
-  float maximum[kTeams][kLines], total[kTeams][kLines];
+  PackedRow packed_rows[kPackedRows];
+  float maximum[kTeams][kPackedRows], total[kTeams][kPackedRows];
   union alignas(kLine) {
-    char ring[kTeams][kStages][kSlot];
-    float sums[kTeams][kLines][HEAD_DIM_V + 4];  // 4 more: a warp writes to all banks
+    char ring[kTeams][kStages][kStageBytes];
+    float sums[kTeams][kPackedRows][HEAD_DIM_V + 4];  // 4 more: a warp writes to all banks
   };
 };
 static_assert(sizeof(Memory) + (kFloat8 ? sizeof(Scales) : 0) == SHARED_BYTES, "as the plan has it");
 
 DEVICE Scales &scales_of(Memory &memory) { return *(Scales *)(&memory + 1); }
 
-// A block's part of the problem.
+// The work tile of a block.
 struct Block {
-  int first_line, lines, head_k, part;
+  int first_packed_row, packed_rows, head_k, split;
   unsigned group;         // query heads of a key head
   int start, stop;        // its keys
-  int all_low, all_high;  // those that every line sees
+  int all_low, all_high;  // those that every packed row sees
   bool general;           // scores are more than q.k times a factor
 };
 
-// Online softmax of a lane's two columns, lines 2 (lane % 4) and the next of each tile; `total` is its
+// Online softmax of a lane's two columns: packed rows 2 (lane % 4) and the next, of each tile. `total` is its
 // share of the sum.
 struct State {
   float o[TILES][kDims][4];
@@ -60,18 +60,18 @@ struct State {
 
 typedef unsigned Queries[TILES][kChunks * 2];
 
-// The first of a warp's lines, among the block's.
+// The first of a warp's packed rows, counted in the block.
 DEVICE int first_of_warp() { return wave_index() % TEAM * TILES * kTile; }
 // The column, and the first row, of the accumulators' registers: register r is row + r / 2 * 8 and
 // column + r % 2.
 DEVICE int column() { return lane_index() % 4 * 2; }
 DEVICE int row() { return lane_index() / 4; }
 
-// ---- one slot of keys ----------------------------------------------------------------------------
+// ---- one stage of keys ----------------------------------------------------------------------------
 
-// Scores in base 2, -inf where the line does not see the key.
+// Scores in base 2, -inf where the packed row does not see the key.
 DEVICE void finish(float (&s)[4], const Params &p, const Sequence &sequence, const Block &b,
-                   const Line *lines, int first) {
+                   const PackedRow *packed_rows, int first) {
   bool masked = first < b.all_low || first + kKeys > b.all_high;
   if (!b.general)
     for (int r = 0; r < 4; ++r) s[r] *= p.scale * kLog2E;
@@ -80,12 +80,12 @@ DEVICE void finish(float (&s)[4], const Params &p, const Sequence &sequence, con
   int right = p.window_right < 0 ? 0x7fffffff : p.window_right;
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
-    const Line &line = lines[column() + r % 2];
+    const PackedRow &packed_row = packed_rows[column() + r % 2];
     int key = first + row() + r / 2 * 8;
-    int distance = key - line.row - sequence.shift;
+    int distance = key - packed_row.row - sequence.shift;
     if (b.general) {
-      Terms terms = terms_of(p, sequence.batch, line.head, line.row);
-      terms.slope = line.slope;
+      Terms terms = terms_of(p, sequence.batch, packed_row.head, packed_row.row);
+      terms.slope = packed_row.slope;
       float derivative;
       s[r] = score(terms, s[r], distance, derivative);
       if (terms.bias) s[r] += bias_of(terms, min(key, b.stop - 1));
@@ -113,8 +113,8 @@ DEVICE unsigned transposed(unsigned x) {
   return y;
 }
 
-// P^T as the operand of the next product. The accumulator is brought to a new maximum only when there is
-// one, which after the first slots is seldom.
+// P^T as the operand of the next product. The accumulator is rescaled only when the maximum rises, which
+// seldom happens after the first stages.
 DEVICE void weights(unsigned (&w)[2], State &state, int t, const float (&s)[4], const ValueFactors &factors) {
   float(&maximum)[2] = state.maximum[t];
   float highest[2] = {max(s[0], s[2]), max(s[1], s[3])};
@@ -122,7 +122,7 @@ DEVICE void weights(unsigned (&w)[2], State &state, int t, const float (&s)[4], 
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       float raised = max(maximum[c], column_max(highest[c]));
-      // Of a line that has seen nothing yet both are -inf.
+      // Of a packed row that has seen nothing yet both are -inf.
       float rescale = raised == -INFINITY_F ? 1.0f : exp2(maximum[c] - raised);
 #pragma unroll
       for (int e = 0; e < kDims; ++e) {
@@ -145,11 +145,11 @@ DEVICE void weights(unsigned (&w)[2], State &state, int t, const float (&s)[4], 
   w[1] = transposed(Format<kProduct>::nearest(x[2], x[3]));
 }
 
-// The `n`-th slot, whose keys begin at `first`.
-DEVICE void step(State &state, Shared slot, const Queries &q, const Params &p, const Sequence &sequence,
-                 const Block &b, const Line *lines, int n, int first, const Scales &scales) {
+// The `n`-th stage, whose keys begin at `first`.
+DEVICE void step(State &state, Shared stage, const Queries &q, const Params &p, const Sequence &sequence,
+                 const Block &b, const PackedRow *packed_rows, int n, int first, const Scales &scales) {
   float s[TILES][4] = {};
-  Shared keys = KeyTile::down(slot);
+  Shared keys = KeyTile::down(stage);
 #pragma unroll
   for (int c = 0; c < kChunks; c += kOperands) {
     unsigned x[4];
@@ -168,13 +168,13 @@ DEVICE void step(State &state, Shared slot, const Queries &q, const Params &p, c
   for (int t = 0; t < TILES; ++t) {
     if constexpr (kFloat8)
       scale_scores(s[t], p, scales, first_of_warp() + t * kTile + column(), n, row());
-    finish(s[t], p, sequence, b, lines + t * kTile, first);
+    finish(s[t], p, sequence, b, packed_rows + t * kTile, first);
     ValueFactors factors(p, scales, n, row());
     if constexpr (kFloat8)
       for (int r = 0; r < 4; ++r) s[t][r] += factors.lift[r / 2];
     weights(w[t], state, t, s[t], factors);
   }
-  Shared values = ValueTile::along(slot + KeyTile::kBytes);
+  Shared values = ValueTile::along(stage + KeyTile::kBytes);
 #pragma unroll
   for (int e = 0; e < kDims; e += kOperands) {
     unsigned x[4];
@@ -189,43 +189,44 @@ DEVICE void step(State &state, Shared slot, const Queries &q, const Params &p, c
   }
 }
 
-// ---- the keys of a part --------------------------------------------------------------------------
+// ---- the keys of a split -------------------------------------------------------------------------
 
-// Straight from memory as the operand that they are, a float8 key's in its order; 0 for lines and elements
-// that there are not.
+// Loads queries from memory as the operand of the product, for float8 keys in their order. Packed rows and
+// elements that do not exist become 0.
 DEVICE void load_queries(Queries &q, const Params &p, const Sequence &s, const Block &b, Scales &scales) {
 #pragma unroll
   for (int t = 0; t < TILES; ++t) {
     int place = first_of_warp() + t * kTile + row();
-    unsigned line = b.first_line + place;
+    unsigned packed_row = b.first_packed_row + place;
     const unsigned short *from = (const unsigned short *)p.q + s.row_batch * p.q_batch +
-                                 (s.row0 + line / b.group) * p.q_row +
-                                 (b.head_k * b.group + line % b.group) * p.q_head + column() * kOperands;
+                                 (s.row0 + packed_row / b.group) * p.q_row +
+                                 (b.head_k * b.group + packed_row % b.group) * p.q_head + column() * kOperands;
     if constexpr (kFloat8) {
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
-        bool exists = (int)line < b.lines && c * 16 < p.head_dim;
+        bool exists = (int)packed_row < b.packed_rows && c * 16 < p.head_dim;
         Pair four = exists ? *(const Pair *)(from + c * 16) : Pair{0, 0};
         q[t][c * 2] = four[0];
         q[t][c * 2 + 1] = four[1];
       }
-      float factor = as_float16(q[t]) * line_scale(p, s, b.head_k, min((int)line, b.lines - 1) / b.group);
+      float factor = as_float16(q[t]) *
+                     row_scale(p, s, b.head_k, min((int)packed_row, b.packed_rows - 1) / b.group);
       bool writes = team_index() == 0 && column() == 0;
-      if (writes) scales.lines[place] = factor;
+      if (writes) scales.packed_rows[place] = factor;
     } else {
 #pragma unroll
       for (int c = 0; c < kChunks * 2; ++c)
-        q[t][c] = (int)line < b.lines && c * 8 < p.head_dim ? *(const unsigned *)(from + c * 8) : 0;
+        q[t][c] = (int)packed_row < b.packed_rows && c * 8 < p.head_dim ? *(const unsigned *)(from + c * 8) : 0;
     }
   }
 }
 
-// Lines beyond the last repeat its mask; their queries are 0, and what they make is not stored.
-DEVICE void describe_lines(Memory &memory, const Params &p, const Sequence &s, const Block &b) {
-  for (int i = thread_index(); i < kLines; i += kThreads) {
-    unsigned line = min(b.first_line + i, b.lines - 1);
-    int row = line / b.group, head = b.head_k * b.group + line % b.group;
-    memory.lines[i] = Line{row, head, terms_of(p, s.batch, head, row).slope};
+// Packed rows beyond the last one repeat its mask. Their queries are 0, and their results are not stored.
+DEVICE void describe_packed_rows(Memory &memory, const Params &p, const Sequence &s, const Block &b) {
+  for (int i = thread_index(); i < kPackedRows; i += kThreads) {
+    unsigned packed_row = min(b.first_packed_row + i, b.packed_rows - 1);
+    int row = packed_row / b.group, head = b.head_k * b.group + packed_row % b.group;
+    memory.packed_rows[i] = PackedRow{row, head, terms_of(p, s.batch, head, row).slope};
   }
 }
 
@@ -244,11 +245,11 @@ DEVICE void attend(State &state, Memory &memory, const Params &p, const Sequence
   }
   Queries q;
   load_queries(q, p, s, b, scales);
-  describe_lines(memory, p, s, b);
+  describe_packed_rows(memory, p, s, b);
   if (kFloat8 && thread_index() == 0) scales.output = value_scale(p, s, b.head_k);
   barrier();
-  const Line *lines = memory.lines + first_of_warp();
-  int slot = 0, free = kStages - 1;
+  const PackedRow *packed_rows = memory.packed_rows + first_of_warp();
+  int stage = 0, free = kStages - 1;
   for (int n = 0; n < steps; ++n) {
     wait_for_copies<kStages - 2>();
     team_sync();
@@ -256,9 +257,9 @@ DEVICE void attend(State &state, Memory &memory, const Params &p, const Sequence
     end_group();
     int first = begin + n * kStride;
     if (TEAM == 1 || first < b.stop)
-      step(state, ring + slot * kSlot, q, p, s, b, lines, n, first, scales);
-    free = slot;
-    slot = slot + 1 == kStages ? 0 : slot + 1;
+      step(state, ring + stage * kStageBytes, q, p, s, b, packed_rows, n, first, scales);
+    free = stage;
+    stage = stage + 1 == kStages ? 0 : stage + 1;
   }
 }
 
@@ -268,27 +269,28 @@ struct alignas(16) Four {
   float x[4];
 };
 
-DEVICE long long part_of(const Params &p, const Sequence &s, const Block &b, const Line &line) {
-  long long place = p.cu_seqlens_q ? s.row0 + line.row : s.batch * (long long)p.seqlen_q + line.row;
-  return (place * p.heads_q + line.head) * p.num_splits + b.part;
+DEVICE long long split_row(const Params &p, const Sequence &s, const Block &b, const PackedRow &packed_row) {
+  long long place = p.cu_seqlens_q ? s.row0 + packed_row.row : s.batch * (long long)p.seqlen_q + packed_row.row;
+  return (place * p.heads_q + packed_row.head) * p.num_splits + b.split;
 }
 
-DEVICE void store(const Params &p, const Sequence &s, const Block &b, const Line &line, int dim,
+DEVICE void store(const Params &p, const Sequence &s, const Block &b, const PackedRow &packed_row, int dim,
                   const Four &o) {
   if (p.num_splits > 1) {
-    *(Four *)((float *)p.partial_out + part_of(p, s, b, line) * p.head_dim_v + dim) = o;
+    *(Four *)((float *)p.partial_out + split_row(p, s, b, packed_row) * p.head_dim_v + dim) = o;
     return;
   }
   unsigned short *to = (unsigned short *)p.out + s.row_batch * p.out_batch +
-                       (s.row0 + line.row) * p.out_row + line.head * p.out_head + dim;
+                       (s.row0 + packed_row.row) * p.out_row + packed_row.head * p.out_head + dim;
   *(Pair *)to = Pair{Format<DTYPE>::nearest(o.x[0], o.x[1]), Format<DTYPE>::nearest(o.x[2], o.x[3])};
 }
 
-DEVICE void store_lse(const Params &p, const Sequence &s, const Block &b, const Line &line, float lse) {
+DEVICE void store_lse(const Params &p, const Sequence &s, const Block &b, const PackedRow &packed_row,
+                      float lse) {
   if (p.num_splits > 1)
-    ((float *)p.partial_lse)[part_of(p, s, b, line)] = lse;
+    ((float *)p.partial_lse)[split_row(p, s, b, packed_row)] = lse;
   else if (p.lse)
-    ((float *)p.lse)[s.row_batch * p.lse_batch + line.head * p.lse_head + s.row0 + line.row] = lse;
+    ((float *)p.lse)[s.row_batch * p.lse_batch + packed_row.head * p.lse_head + s.row0 + packed_row.row] = lse;
 }
 
 DEVICE void share_sums(Memory &memory, const State &state) {
@@ -297,15 +299,15 @@ DEVICE void share_sums(Memory &memory, const State &state) {
   for (int t = 0; t < TILES; ++t) {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      int line = first_of_warp() + t * kTile + column() + c;
+      int packed_row = first_of_warp() + t * kTile + column() + c;
       float total = column_sum(state.total[t][c]);
       if (row() == 0) {
-        memory.maximum[team][line] = state.maximum[t][c] - kTop;
-        memory.total[team][line] = total;
+        memory.maximum[team][packed_row] = state.maximum[t][c] - kTop;
+        memory.total[team][packed_row] = total;
       }
 #pragma unroll
       for (int e = 0; e < kDims; ++e) {
-        float *sums = memory.sums[team][line] + e * 16 + row() * kRows[0];
+        float *sums = memory.sums[team][packed_row] + e * 16 + row() * kRows[0];
         sums[0] = state.o[t][e][c];
         sums[kRows[1]] = state.o[t][e][c + 2];
       }
@@ -313,12 +315,12 @@ DEVICE void share_sums(Memory &memory, const State &state) {
   }
 }
 
-// Four elements of line `i` of the block.
+// Four elements of packed row `i` of the block.
 DEVICE void add_up(Memory &memory, const Params &p, const Sequence &s, const Block &b, int i, int dim) {
-  const Line &line = memory.lines[i];
-  // A sink is one more logit, without a value: the first part's.
+  const PackedRow &packed_row = memory.packed_rows[i];
+  // A sink is one more logit, without a value. The first split has it.
   float sink = -INFINITY_F;
-  if (p.sinks && p.use_sinks && b.part == 0) sink = ((const float *)p.sinks)[line.head] * kLog2E;
+  if (p.sinks && p.use_sinks && b.split == 0) sink = ((const float *)p.sinks)[packed_row.head] * kLog2E;
   float top = sink;
   for (int w = 0; w < kTeams; ++w) top = max(top, memory.maximum[w][i]);
   float base = top == -INFINITY_F ? 0.0f : top;
@@ -331,36 +333,36 @@ DEVICE void add_up(Memory &memory, const Params &p, const Sequence &s, const Blo
     for (int j = 0; j < 4; ++j) o.x[j] += weight * sum.x[j];
   }
   bool saw = total != 0.0f;
-  if (dim == 0) store_lse(p, s, b, line, saw ? (top + log2(total)) * kLn2 : -INFINITY_F);
-  // The output of a part that saw nothing is not read.
+  if (dim == 0) store_lse(p, s, b, packed_row, saw ? (top + log2(total)) * kLn2 : -INFINITY_F);
+  // Nobody reads the output of a split that saw no key.
   if (dim >= p.head_dim_v || (!saw && p.num_splits > 1)) return;
   float inverse = saw ? reciprocal(total) : 0.0f;
   if constexpr (kFloat8) inverse *= scales_of(memory).output;
   for (int j = 0; j < 4; ++j) o.x[j] *= inverse;
-  store(p, s, b, line, dim, o);
+  store(p, s, b, packed_row, dim, o);
 }
 
 extern "C" __global__ WORKGROUP(kThreads, 1) void attn_decode(KERNEL_PARAMS p) {
   extern __shared__ __align__(128) char shared_bytes[];
   Memory &memory = *(Memory *)shared_bytes;
-  if (p.num_splits > 1) allow_kernel_behind();  // combine
+  if (p.num_splits > 1) griddepcontrol_launch_dependents();  // combine
   Block b;
   b.group = (unsigned)p.heads_q / (unsigned)p.heads_k;
-  // Neighbours in memory run together: blocks of the same keys, then the heads of a key, then the parts.
-  unsigned id = workgroup_index(), blocks = (p.seqlen_q * b.group + kLines - 1) / kLines;
-  b.first_line = id % blocks * kLines;
+  // Neighbours in memory run together: blocks of the same keys, then the heads of a key, then the splits.
+  unsigned id = workgroup_index(), blocks = (p.seqlen_q * b.group + kPackedRows - 1) / kPackedRows;
+  b.first_packed_row = id % blocks * kPackedRows;
   id /= blocks;
   b.head_k = id % (unsigned)p.heads_k;
   id /= (unsigned)p.heads_k;
-  b.part = id % (unsigned)p.num_splits;
+  b.split = id % (unsigned)p.num_splits;
   Sequence s = sequence_of(p, id / (unsigned)p.num_splits);
-  b.lines = s.rows * b.group;
-  if (b.first_line >= b.lines) return;
-  unsigned last_line = min(b.first_line + kLines, b.lines) - 1;
-  Seen seen = keys_seen(p, s, b.first_line / b.group, last_line / b.group);
+  b.packed_rows = s.rows * b.group;
+  if (b.first_packed_row >= b.packed_rows) return;
+  unsigned last_packed_row = min(b.first_packed_row + kPackedRows, b.packed_rows) - 1;
+  Seen seen = keys_seen(p, s, b.first_packed_row / b.group, last_packed_row / b.group);
   int groups = (max(seen.high - seen.low, 0) + kKeys - 1) / kKeys;
   int share = (unsigned)(groups + p.num_splits - 1) / (unsigned)p.num_splits * kKeys;
-  b.start = (int)min(seen.low + (long long)b.part * share, (long long)seen.high);
+  b.start = (int)min(seen.low + (long long)b.split * share, (long long)seen.high);
   b.stop = b.start + min(share, seen.high - b.start);
   b.all_low = seen.all_low;
   b.all_high = min(seen.all_high, b.stop);
@@ -383,9 +385,9 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_decode(KERNEL_PARAMS p) {
   barrier();
   share_sums(memory, state);
   barrier();
-  for (int item = thread_index(); item < kLines * HEAD_DIM_V / 4; item += kThreads) {
+  for (int item = thread_index(); item < kPackedRows * HEAD_DIM_V / 4; item += kThreads) {
     int i = item / (HEAD_DIM_V / 4);
-    if (b.first_line + i >= b.lines) return;
+    if (b.first_packed_row + i >= b.packed_rows) return;
     add_up(memory, p, s, b, i, item % (HEAD_DIM_V / 4) * 4);
   }
 }

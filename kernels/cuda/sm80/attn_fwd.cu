@@ -1,8 +1,8 @@
-// Attention forward on Ampere and later: out and lse of q (B, Sq, H, D), k (B, Sk, Hk, D), v (B, Sk, Hk,
-// Dv), dense, packed or paged. FlashAttention-2's loop (Dao 2023, algorithm 1) in base 2.
+// Attention forward on Ampere and later: out and lse of q (B, Sq, H, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv),
+// dense, packed or paged. FlashAttention-2's loop (Dao 2023, algorithm 1) in base 2.
 //
-// A warp owns ROWS query rows, with their output in registers. Tiles of BLOCK_K keys and values pass
-// through STAGES places in shared memory, asked for a whole tile ahead, one barrier a tile.
+// A warp owns ROWS query rows, with their output in registers. Tiles of BLOCK_K keys and values pass through
+// STAGES stages in shared memory. Each is loaded a whole tile ahead, with one barrier a tile.
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(SCORE) || \
     !defined(PAGED) || !defined(ROWS) || !defined(WARPS) || !defined(BLOCK_K) || \
     !defined(STAGES) || !defined(Q_IN_REGISTERS) || !defined(BLOCKS) || !defined(SHARED_BYTES)
@@ -12,7 +12,7 @@ BLOCK_K, STAGES, Q_IN_REGISTERS, BLOCKS (on an SM) and SHARED_BYTES"
 
 #include "fwd_tile.h"
 
-// What a block works on.
+// The work tile of a block.
 struct Context {
   const Params &p;
   Work work;
@@ -30,17 +30,17 @@ struct Context {
 
 // ---- the end of a row ---------------------------------------------------------------------------
 
-// float32, to the workspace of this part of the keys.
-DEVICE void store_part(const Context &c, const Output &o, int band, int half, bool saw, float lse) {
+// float32, to the workspace of this split.
+DEVICE void store_split(const Context &c, const Output &o, int band, int half, bool saw, float lse) {
   const Params &p = c.p;
   int row = c.place().row(band, half), column = lane_index() % 4 * 2;
-  long long line = part_line(p, c.s, row, c.work.head, c.work.part);
-  float *to = (float *)p.partial_out + line * p.head_dim_v + column;
+  long long at = part_line(p, c.s, row, c.work.head, c.work.split);
+  float *to = (float *)p.partial_out + at * p.head_dim_v + column;
 #pragma unroll
   for (int t = 0; t < kDimTiles; ++t)
     if (saw && 8 * t < p.head_dim_v)
       *(float2 *)(to + 8 * t) = make_float2(o[band][t][2 * half], o[band][t][2 * half + 1]);
-  if (column == 0) ((float *)p.partial_lse)[line] = lse;
+  if (column == 0) ((float *)p.partial_lse)[at] = lse;
 }
 
 // In 16 bits through shared memory, each warp its own rows, so that lanes store 16 bytes.
@@ -76,7 +76,7 @@ DEVICE void store(const Context &c, const Rows &rows, Output &o, Shared shared) 
   for (int b = 0; b < kBands; ++b)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      Finished end = finish(p, rows[b][h], c.work.head, c.work.part);
+      Finished end = finish(p, rows[b][h], c.work.head, c.work.split);
       if (SCORE == DROPOUT) end.inverse *= p.dropout_scale;
 #pragma unroll
       for (int t = 0; t < kDimTiles; ++t)
@@ -85,7 +85,7 @@ DEVICE void store(const Context &c, const Rows &rows, Output &o, Shared shared) 
       int row = c.place().row(b, h);
       if (row >= c.s.rows) continue;
       if (p.num_splits > 1)
-        store_part(c, o, b, h, end.saw, end.lse);
+        store_split(c, o, b, h, end.saw, end.lse);
       else if (p.lse && lane_index() % 4 == 0)
         ((float *)p.lse)[c.s.row_batch * p.lse_batch + c.work.head * p.lse_head + c.s.row0 + row] =
             end.lse;
@@ -139,12 +139,12 @@ DEVICE void attend(const Context &c, Rows &rows, Output &o, Shared shared, int b
     };
     if (first < high) {
       Scores s;
-      multiply_keys(s, q, keys, load);
+      gemm_qk(s, q, keys, load);
       Seen seen = w.seen();
       if (SCORE != PLAIN) add_terms(w, s, first);
       if (first < seen.all_low || first + BLOCK_K > seen.all_high) mask(w, s, first);
-      raise(w, s, rows, o);
-      multiply_values(w, o, s, rows, keys + Keys::kBytes, first);
+      update_max(w, s, rows, o);
+      gemm_pv(w, o, s, rows, keys + Keys::kBytes, first);
     } else {
       load();
     }
@@ -175,13 +175,13 @@ extern "C" __global__ WORKGROUP(kThreads, BLOCKS) void attn_fwd(KERNEL_PARAMS p)
   if (p.num_splits > 1) {
     int tiles = (max(end - begin, 0) + BLOCK_K - 1) / BLOCK_K;
     int share = (tiles + p.num_splits - 1) / p.num_splits * BLOCK_K;
-    begin += c.work.part * share;
+    begin += c.work.split * share;
     end = min(end, begin + share);
   }
   Shared shared = shared_address(memory);
   if (begin < end) attend(c, rows, o, shared, begin, end);
 
-  // Found again: through the loop these would take registers that it has not got.
+  // Computed again: through the loop these would take registers that it has not got.
   int id = workgroup_index();
   pin(id);
   store(Context(p, id), rows, o, shared);

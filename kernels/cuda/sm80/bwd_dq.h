@@ -1,7 +1,7 @@
-// Where dQ adds up: in float32, in tiles of BLOCK_Q rows of one head, there one 16 x 8 product after the
-// other as the lanes of a warp hold it, so that an addition is 16 bytes a lane and 512 a warp without
-// gaps. Products are of dQ or, transposed, of dQ^T. Tiles go by sequence, then by row, then by head. A
-// sequence of a packed batch begins at the tile that leaves one to spare for each sequence before it.
+// Where dQ adds up: in float32, in tiles of BLOCK_Q rows of one head. In a tile the 16 x 8 products lie one
+// after the other as the lanes of a warp hold them, so that an addition is 16 bytes a lane and 512 a warp
+// without gaps. The products are of dQ or, transposed, of dQ^T. Tiles go by sequence, then by row, then by
+// head. Each sequence of a packed batch leaves one tile to spare before the next.
 #pragma once
 #include "../device.h"
 #include "../../sequence.h"

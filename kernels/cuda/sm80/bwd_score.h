@@ -21,7 +21,7 @@ DEVICE int row_of(const Place &at, int j, int r) {
 
 // 0 for what is not seen.
 template <int m, int n>
-DEVICE void hide(const Params &p, Place at, float (&weights)[m][n][4]) {
+DEVICE void apply_mask(const Params &p, Place at, float (&weights)[m][n][4]) {
   pin(at.batch);  // or what follows from it would be kept for tiles that are seen
   Mask mask = mask_of(p, sequence_of(p, at.batch));
   int distance = at.key - at.row - mask.shift;

@@ -12,8 +12,8 @@ struct Tile {
   static_assert(width % 32 == 0, "a row's units are whole groups of those that are turned");
 
   static METHOD int place(int row, int unit) {
-    int turn = width % 64 ? row / 2 % 4 : row % 8;
-    return row * kRowBytes + (unit ^ turn) * 16;
+    int swizzle = width % 64 ? row / 2 % 4 : row % 8;
+    return row * kRowBytes + (unit ^ swizzle) * 16;
   }
   // From the place of an element to that `rows`, a multiple of 8, and `units`, an even number, further.
   static METHOD Shared move(Shared at, int rows, int units) {

@@ -18,8 +18,8 @@ constexpr int kDqWarpsD = kWarps / DQ_WARPS_Q;
 constexpr int kDqM = BLOCK_Q / DQ_WARPS_Q / 16, kDqN = HEAD_DIM / kDqWarpsD / 8;
 
 // What a warp makes.
-constexpr int kProbabilities = 0;  // S, P and dV
-constexpr int kDifferences = 1;    // dP, dS and dK
+constexpr int kRoleP = 0;  // S, P and dV
+constexpr int kRoleDs = 1;    // dP, dS and dK
 
 typedef Tile<HEAD_DIM> HeadTile;
 typedef Tile<HEAD_DIM_V> ValueTile;
@@ -124,7 +124,7 @@ DEVICE void add_dots(const float (&dots)[n][2], Shared to) {
 }
 
 // P of a warp's keys, and what it adds to dV.
-DEVICE void make_probabilities(const Params &p, const Work &w, const Cursor &at, Shared shared,
+DEVICE void make_p(const Params &p, const Work &w, const Cursor &at, Shared shared,
                                Shared buffer, float (&dv)[kScoreM][kValueN][4]) {
   Shared stage = shared + kStage0 + at.slot * kStage;
   int warp = w.warp, key = warp / WARPS_Q * (kScoreM * 16);
@@ -155,7 +155,7 @@ DEVICE void make_probabilities(const Params &p, const Work &w, const Cursor &at,
           for (int r = 0; r < 4; ++r)
             s[i][j][r] = exp2(__builtin_fmaf(s[i][j][r], scale, lse[r % 2]));
       }
-      if (first < w.all_low || first + BLOCK_Q > w.all_high) hide(p, place, s);
+      if (first < w.all_low || first + BLOCK_Q > w.all_high) apply_mask(p, place, s);
       round<DTYPE>(weights.x, s);
     }
     store_half(shared + kP, key, row, weights);
@@ -172,14 +172,14 @@ DEVICE void make_probabilities(const Params &p, const Work &w, const Cursor &at,
     }
   }
   if constexpr (!kHeld) {
-    sync<WARPS_Q * kLanes>(shared_keys(kProbabilities, warp));
+    sync<WARPS_Q * kLanes>(shared_keys(kRoleP, warp));
     multiply<DTYPE, BLOCK_Q / 16>(dv, Kept{a_along<ScoreTile>(shared + kP, key)},
                                   b_down<ValueTile, WARPS_Q>(stage + kDout, warp % WARPS_Q));
   }
 }
 
 // dS of a warp's keys, and what it adds to dK.
-DEVICE void make_differences(const Params &p, const Work &w, const Cursor &at, Shared shared,
+DEVICE void make_ds(const Params &p, const Work &w, const Cursor &at, Shared shared,
                              Shared buffer, float (&dk)[kScoreM][kKeyN][4]) {
   Shared stage = shared + kStage0 + at.slot * kStage;
   int warp = w.warp, key = warp / WARPS_Q * (kScoreM * 16);
@@ -233,7 +233,7 @@ DEVICE void make_differences(const Params &p, const Work &w, const Cursor &at, S
                                     b_down<HeadTile, 1>(stage + kQ + row * HeadTile::kRowBytes, 0));
   }
   if constexpr (!kHeld) {
-    sync<WARPS_Q * kLanes>(shared_keys(kDifferences, warp));
+    sync<WARPS_Q * kLanes>(shared_keys(kRoleDs, warp));
     multiply<DTYPE, BLOCK_Q / 16>(dk, a_along<ScoreTile>(buffer, key),
                                   b_down<HeadTile, WARPS_Q>(stage + kQ, warp % WARPS_Q));
   }

@@ -54,8 +54,8 @@ DEVICE void value_operand(unsigned (&a)[4], const unsigned (&x)[4], int i) {
   }
 }
 
-// One line's queries, of which four neighbouring lanes have a share each, in float16. Those of bfloat16 become
-// multiples of a power of two, which is returned: what float16 cannot hold of them is below 2^-39 of the
+// One packed row's queries in float16; four neighbouring lanes have a share each. bfloat16 queries become
+// multiples of a power of two, which is returned. What float16 cannot hold of them is below 2^-39 of the
 // largest one.
 template <int count>
 DEVICE float as_float16(unsigned (&q)[count]) {
@@ -83,11 +83,11 @@ struct alignas(8) KeyScales {
   float k, v;
 };
 
-constexpr int kRounds = STAGES / 2 + 1;  // of 32 keys, two slots, whose scales are kept
+constexpr int kRounds = STAGES / 2 + 1;  // of 32 keys, two stages, whose scales are kept
 
 // What float8 has in shared memory behind the rest.
 struct Scales {
-  float lines[8 * TILES * TEAM];  // what a line's scores are multiplied by
+  float packed_rows[8 * TILES * TEAM];  // what a packed row's scores are multiplied by
   float output;                   // and the output
   KeyScales keys[WARPS][kRounds * kLanes];
 };
@@ -115,9 +115,9 @@ DEVICE void copy_scales(Scales &scales, const Params &p, int head_k, int page, i
          exists);
 }
 
-// What a line's scores are multiplied by beside p.scale: the scales of its row and, where there is one, of
-// its key head.
-DEVICE float line_scale(const Params &p, const Sequence &s, int head_k, int row) {
+// The factor of a packed row's scores beside p.scale: the scale of its row and, if there is one, of its key
+// head.
+DEVICE float row_scale(const Params &p, const Sequence &s, int head_k, int row) {
   float scale = 1.0f;
   bool blocks = of_blocks(p);
   if (p.q_descale) {
@@ -131,28 +131,28 @@ DEVICE float line_scale(const Params &p, const Sequence &s, int head_k, int row)
   return scale;
 }
 
-// What the output is.
+// The factor of the output.
 DEVICE float value_scale(const Params &p, const Sequence &s, int head_k) {
   if (!p.v_descale || of_blocks(p)) return 1.0f;
   return ((const float *)p.v_descale)[s.batch * p.v_descale_batch + head_k * p.v_descale_head];
 }
 
-// The scales of the n-th slot's key `row`, where they are of blocks.
+// The scales of the n-th stage's key `row`, where they are of blocks.
 DEVICE KeyScales key_scales(const Scales &scales, int n, int row) {
   return scales.keys[thread_index() / kLanes][n % (2 * kRounds) * 16 + row];
 }
 
-// A lane's scores of keys `row` and row + 8, of two lines.
-DEVICE void scale_scores(float (&s)[4], const Params &p, const Scales &scales, int line, int n, int row) {
+// A lane's scores of keys `row` and row + 8, of two packed rows.
+DEVICE void scale_scores(float (&s)[4], const Params &p, const Scales &scales, int packed_row, int n, int row) {
   float factors[2] = {1.0f, 1.0f};
   if (of_blocks(p))
     for (int h = 0; h < 2; ++h) factors[h] = key_scales(scales, n, row + 8 * h).k;
-  for (int r = 0; r < 4; ++r) s[r] *= factors[r / 2] * scales.lines[line + r % 2];
+  for (int r = 0; r < 4; ++r) s[r] *= factors[r / 2] * scales.packed_rows[packed_row + r % 2];
 }
 
-// Of these two keys. P counts in their values' scales: `lift` is the logarithm, added to the scores before the
-// maximum is looked for, so that P is rounded as what it adds to the output. The sum of P is of what it is
-// without: times `back`.
+// v's scales of a lane's two keys, in P. `lift` is their logarithm: it is added to the scores before the
+// maximum is computed, so that P is rounded as what it adds to the output. The sum of P takes out the scale:
+// times `back`.
 struct ValueFactors {
   float lift[2] = {0.0f, 0.0f}, back[2] = {1.0f, 1.0f};
 

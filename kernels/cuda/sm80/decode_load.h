@@ -1,10 +1,10 @@
-// How keys come from memory to a decode kernel: by cp.async into rings of slots in shared memory, 16
-// keys and their values a slot, STAGES slots a ring.
+// How decode loads keys and values: by cp.async into rings in shared memory. A ring has STAGES stages of 16
+// keys and their values.
 //
-// A ring belongs to a team of TEAM warps, which see the same keys and differ in their lines; a team of
-// one waits for no other warp. Eight lanes copy 128 neighbouring bytes of a row. A lane finds one of
-// the next 32 keys, through the page table where there is one, whose answers are asked for two rounds
-// ahead; its warp reads the address from shared memory. Dense caches and pages of any size are one path.
+// A ring belongs to a team of TEAM warps, which see the same keys and differ in their packed rows. A team of
+// one waits for no other warp. Eight lanes copy 128 neighbouring bytes of a row. A lane looks up one of the
+// next 32 keys, through the page table if there is one, two rounds before it is used; its warp reads the
+// address from shared memory. So dense caches and pages of any size are one path.
 #pragma once
 #include "decode_float8.h"
 
@@ -13,21 +13,21 @@ constexpr int kPiece = 16 / kSize;  // elements of 16 bytes
 constexpr int kCopying = (HEAD_DIM > HEAD_DIM_V ? HEAD_DIM : HEAD_DIM_V) * kSize > 64 ? 8 : 4;
 constexpr int kTeams = WARPS / TEAM;
 constexpr int kStages = STAGES;
-constexpr int kKeys = 16;                // of a slot
-constexpr int kStride = kTeams * kKeys;  // between a team's slots, in keys
-constexpr int kRound = kLanes / kKeys;   // slots whose keys a warp looks up together
+constexpr int kKeys = 16;                // of a stage
+constexpr int kStride = kTeams * kKeys;  // between a team's stages, in keys
+constexpr int kRound = kLanes / kKeys;   // stages whose keys a warp looks up together
 constexpr int kRowsOfWarp = kLanes / kCopying;   // that a warp copies with one instruction
 constexpr int kRowsAtOnce = kRowsOfWarp * TEAM;  // and its team
 
-// What 128 bytes of a row are copied to is one line of shared memory, too. With rows of 16 bytes more
-// instead, against bank conflicts, half of the sectors came twice (64 x 8192 keys: 100.7 M into the SMs
-// where 67.1 M hold them all): 4.25 TB/s on an H200, not 4.39.
+// 128 bytes of a row go to one 128-byte line of shared memory. With 16 bytes of padding a row instead,
+// against bank conflicts, half of the sectors came twice (64 x 8192 keys: 100.7 M into the SMs where 67.1 M
+// hold them all): 4.25 TB/s on an H200, not 4.39.
 typedef Tile<kKeys, HEAD_DIM * kSize / 2> KeyTile;
 typedef Tile<kKeys, HEAD_DIM_V * kSize / 2> ValueTile;
-constexpr int kSlot = KeyTile::kBytes + ValueTile::kBytes;
+constexpr int kStageBytes = KeyTile::kBytes + ValueTile::kBytes;
 
 static_assert(WARPS % TEAM == 0, "teams are alike");
-static_assert(kKeys % kRowsAtOnce == 0, "a team's warps share a slot's rows");
+static_assert(kKeys % kRowsAtOnce == 0, "a team's warps share a stage's rows");
 
 // Byte offsets of a key and its value from their head's first element.
 struct alignas(16) Row {
@@ -36,9 +36,9 @@ struct alignas(16) Row {
 
 DEVICE int team_index() { return wave_index() / TEAM; }
 
-// What the team's warps copied is there for all of them, and what they read is done with. Barriers of
-// their own (bar.sync 1 ...) let teams drift: 3.0 TB/s, not 2.6, at 64 lines of 128. But then racecheck
-// takes for races what the whole block's barriers order.
+// The team's copies have arrived for all its warps, and all have read the stage before. Named barriers of a
+// team (bar.sync 1 ...) let teams drift: 3.0 TB/s, not 2.6, at 64 packed rows of 128. But racecheck does not
+// understand them and reports races.
 DEVICE void team_sync() {
   if constexpr (TEAM == 1)
     __syncwarp();
@@ -46,8 +46,8 @@ DEVICE void team_sync() {
     barrier();
 }
 
-// What lane % kCopying copies of a row of up to `dim` elements: pieces of 16 bytes, 128 apart. What lies
-// beyond head_dim, and rows that do not exist, become 0.
+// Copies the share of lane % kCopying of a row of up to `dim` elements: pieces of 16 bytes, 128 apart.
+// Elements beyond head_dim and rows that do not exist become 0.
 template <int dim>
 DEVICE void copy_row(Shared to, const char *from, int head_dim, bool exists) {
   constexpr int kStep = kCopying * kPiece;
@@ -59,7 +59,7 @@ DEVICE void copy_row(Shared to, const char *from, int head_dim, bool exists) {
   }
 }
 
-// The keys begin, begin + 1 ... of a team, kKeys of every kStride, on their way to its ring.
+// Loads the keys of a team into its ring: begin, begin + 1, ..., kKeys of every kStride.
 class Stream {
  public:
   METHOD Stream(const Params &p, const Sequence &s, Row *rows, Scales &scales, Shared ring, int head_k,
@@ -76,8 +76,8 @@ class Stream {
     look(kRound, after_);
   }
 
-  // Slot by slot: `n` counts up from 0.
-  METHOD void load(int n, int slot) {
+  // Stage by stage: `n` counts up from 0.
+  METHOD void load(int n, int stage) {
     if (n % kRound == 0) {
       __syncwarp();
       rows_[lane_index()] = Row{(next_.page * p_.k_batch + next_.row * p_.k_row) * kSize,
@@ -88,7 +88,7 @@ class Stream {
       next_ = after_;
       look(n + 2 * kRound, after_);
     }
-    Shared to_k = to_k_ + slot * kSlot, to_v = to_v_ + slot * kSlot;
+    Shared to_k = to_k_ + stage * kStageBytes, to_v = to_v_ + stage * kStageBytes;
 #pragma unroll
     for (int i = 0; i < kKeys; i += kRowsAtOnce) {
       int row = first_ + i;
@@ -104,7 +104,7 @@ class Stream {
     int page, row;  // `page` is what the batch strides count where there are no pages
   };
 
-  // The lane's of the slots n ... n + kRound - 1.
+  // The key that this lane looks up for the stages n ... n + kRound - 1.
   METHOD int key(int n) const {
     int lane = lane_index();
     return begin_ + (n + lane / kKeys) * kStride + lane % kKeys;

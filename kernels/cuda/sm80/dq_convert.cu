@@ -1,9 +1,9 @@
-// The end of backward: dQ from the float32 sums that attn_bwd.cu left to 16 bits, times the scale, and
-// each row's share of the sinks' gradient from the sum of its P dP.
+// The postprocessing of backward: dQ from the float32 sums that attn_bwd.cu left to 16 bits, times the scale,
+// and each row's share of the sinks' gradient from the sum of its P dP.
 //
-// A block takes one tile of BLOCK_Q rows of one head, a warp 16 rows and 32 columns of it at a time:
-// four products, of which each lane of four gets the 8 columns of one. TRANSPOSED: the products are of
-// dQ^T, and a warp takes 8 rows and 32 columns.
+// A block takes one tile of BLOCK_Q rows of one head, a warp 16 rows and 32 columns of it at a time: four
+// products, of which each of four lanes gets the 8 columns of one. TRANSPOSED: the products are of dQ^T, and a
+// warp takes 8 rows and 32 columns.
 #include "../ahead.h"
 #include "../format.h"
 #include "../../common/row_sums.h"
@@ -19,7 +19,7 @@ constexpr int kColumns = HEAD_DIM / 32;              // of 32, which are four pr
 constexpr int kHalves = TRANSPOSED ? 1 : 2;          // rows of an item by eights
 constexpr int kItems = BLOCK_Q / (8 * kHalves) * kColumns;  // of a tile
 
-// The delta that the rounded O gives is, summed over rows, too far off for the sinks.
+// The sinks need the exact sum: the delta of the rounded O, summed over rows, is too far off.
 DEVICE void finish_sinks(const Params &p, const Sequence &s, int head, int row) {
   long long at = state_offset(p, s, head) + row;
   float dlse = p.dlse ? ((const float *)p.dlse)[at] : 0.0f;
@@ -73,7 +73,7 @@ DEVICE void read_rows(const Params &p, const float *sums, int m, int n, unsigned
 }
 
 extern "C" __global__ WORKGROUP(kThreads, 4) void dq_convert(KERNEL_PARAMS p) {
-  wait_for_kernel_before();
+  griddepcontrol_wait();
   int tiles = (p.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
   int head = workgroup_index() / tiles % p.heads_q;
   int first = workgroup_index() % tiles * BLOCK_Q;

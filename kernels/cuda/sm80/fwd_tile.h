@@ -120,7 +120,7 @@ constexpr int kLoadSlot = HEAD_DIM > 128 ? 12 : 1;
 
 // S = Q K^T; `load` asks for the next tile.
 template <class F>
-DEVICE void multiply_keys(Scores &s, Query &q, Shared keys, F load) {
+DEVICE void gemm_qk(Scores &s, Query &q, Shared keys, F load) {
   constexpr int kPairs = kKeyTiles / 2, kSlots = kSteps * kPairs;
   Shared lane = Keys::along(keys);
   unsigned k[kAhead + 1][4];
@@ -191,7 +191,7 @@ DEVICE void exponentiate(const Warp &w, const Scores &s, Rows &rows, int first, 
 }
 
 // O += P V, where the exponentials of a slice lie between the products of the one before.
-DEVICE void multiply_values(const Warp &w, Output &o, const Scores &s, Rows &rows, Shared values,
+DEVICE void gemm_pv(const Warp &w, Output &o, const Scores &s, Rows &rows, Shared values,
                             int first) {
   constexpr int kPairs = kDimTiles / 2, kSlots = kSlices * kPairs;
   Shared lane = Values::down(values);
@@ -281,7 +281,7 @@ DEVICE void mask(const Warp &w, Scores &s, int first) {
 }
 
 // Brings accumulator and sum to a new base where a maximum has outgrown the old one by kLag.
-DEVICE void raise(const Warp &w, const Scores &s, Rows &rows, Output &o) {
+DEVICE void update_max(const Warp &w, const Scores &s, Rows &rows, Output &o) {
   float largest[kBands][2];
   bool outgrown = false;
 #pragma unroll

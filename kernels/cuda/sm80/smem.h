@@ -21,11 +21,11 @@ struct Tile {
   // half lines, two neighbours take the two halves, and every other row is moved by one more.
   static constexpr int kPeriod = elements % 64 ? 4 : 8;
 
-  static METHOD constexpr int turn(int row) { return (kPeriod == 8 ? row : row / 2) & (kPeriod - 1); }
+  static METHOD constexpr int swizzle(int row) { return (kPeriod == 8 ? row : row / 2) & (kPeriod - 1); }
   // Where unit `unit` of row `row` lies.
-  static METHOD int place(int row, int unit) { return row * kRowBytes + (unit ^ turn(row)) * 16; }
+  static METHOD int place(int row, int unit) { return row * kRowBytes + (unit ^ swizzle(row)) * 16; }
   // The same unit `more` rows further down, a number that has no bit in common with that of the row.
-  static METHOD Shared below(Shared at, int more) { return (at ^ turn(more) * 16) + more * kRowBytes; }
+  static METHOD Shared below(Shared at, int more) { return (at ^ swizzle(more) * 16) + more * kRowBytes; }
 
   // Where a lane reads 16 x 16 elements with ldmatrix, for A's fragment and, transposed, for B's (rows
   // are the inner dimension): matrices go down the rows first.

@@ -1,12 +1,12 @@
-// Attention backward on Hopper (FlashAttention-3, Shah et al. 2024): a block owns BLOCK_K keys of one key
-// head, 64 of them a warpgroup, with their dK and dV in registers, and goes over the query rows that see
-// them, BLOCK_Q at a time, of all heads of its group. Another warpgroup loads, by TMA. P is made again from
-// the LSE; dQ adds up in memory (../sm80/bwd_dq.h).
+// Attention backward on Hopper (FlashAttention-3, Shah et al. 2024). A block owns BLOCK_K keys of one key
+// head, 64 of them a consumer warpgroup, with their dK and dV in registers. It goes over the query rows that
+// see these keys, BLOCK_Q at a time, of all heads of the group. A producer warpgroup loads by TMA. P is
+// computed again from the LSE. dQ adds up in memory (../sm80/bwd_dq.h).
 //
-// Everything but dQ is made as keys x rows, so that P^T and dS^T are the A operand of dV and dK as they
-// lie in registers; dS goes through shared memory once, for dQ, of which the transpose is made: its
-// products may then have any number of rows. Heads beyond 128 (ROLES): bwd_wide.h. Plain scores only:
-// what has score terms or dropout is sm80's.
+// All but dQ is computed as keys x rows, so that P^T and dS^T are the A operands of dV and dK as they lie in
+// registers. dS goes through shared memory once, for dQ. dQ is computed transposed: its products may then have
+// any number of rows. Heads beyond 128 (ROLES): bwd_wide.h. Plain scores only; sm80 has score terms and
+// dropout.
 #include "../ahead.h"
 #include "../format.h"
 
@@ -31,7 +31,7 @@ DEVICE void init_barriers(Shared shared) {
 
 extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd(
     const __grid_constant__ MappedParams mapped) {
-  wait_for_kernel_before();
+  griddepcontrol_wait();
   extern __shared__ __align__(1024) unsigned char memory[];
   const Params &p = mapped.params;
   Shared shared = shared_address(memory);
@@ -57,9 +57,9 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd(
     setmaxnreg_inc<240>();
 #if ROLES
     if (wave_index() < 4)
-      consume_role<kWeightsMaker>(p, w, shared);
+      consume_role<kRoleP>(p, w, shared);
     else
-      consume_role<kDifferencesMaker>(p, w, shared);
+      consume_role<kRoleDs>(p, w, shared);
 #else
     consume(p, w, shared);
 #endif
@@ -67,9 +67,9 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd(
     setmaxnreg_dec<24>();
     if (w.steps == 0) return;
     int warp = wave_index() - kConsumerThreads / kLanes;
-    if (warp == 0 && elect_one()) ask_for_tiles(mapped, own, w, s, shared);
-    if (warp == 1) bring_states<true>(p, own, w, s, shared);
-    if (warp == 2) bring_states<false>(p, own, w, s, shared);
+    if (warp == 0 && elect_one()) produce_tiles(mapped, own, w, s, shared);
+    if (warp == 1) produce_states<true>(p, own, w, s, shared);
+    if (warp == 2) produce_states<false>(p, own, w, s, shared);
     if (ONE_SENDER && warp == 3 && elect_one()) send_tiles(p, own, w, s, shared);
     if (ROLES && DETERMINISTIC && warp == 3 && elect_one()) take_turns(p, own, w, s, shared);
   }

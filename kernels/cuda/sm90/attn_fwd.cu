@@ -1,63 +1,367 @@
 // Attention forward on Hopper: out and lse of q (B, Sq, H, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), dense
-// or packed. FlashAttention-3's division of labour (Shah et al. 2024): one warp copies by TMA, GROUPS
-// warpgroups of 64 query rows each multiply, and while one of them multiplies the other exponentiates.
+// or packed. Warp-specialised as FlashAttention-3 (Shah et al. 2024): one producer warpgroup, GROUPS
+// consumer warpgroups of 64 query rows each.
 //
-// A block stays on its SM and takes one piece of work (rows of one head) after the other, whichever is
-// next when it is done: `counter`, which is 0 before and after. K and V pass through STAGES places each,
-// from the last tile that the rows see to the first. Float8 inputs (INPUTS, SCALES) have V turned on its way
-// by the three warps beside the one that copies: float8.h.
+// A block stays on its SM and takes work tiles (rows of one head) from `counter`, which is 0 before the
+// launch and after it. For each work tile, in this order:
+//   1. The producer tells the consumers what it is and loads Q, K and V by TMA, from the last tile of keys
+//      that the rows see to the first. K and V have STAGES stages each (fwd_load.h). In float8 three more
+//      warps of the producer warpgroup transpose V (float8.h).
+//   2. The consumers run the online softmax over the tiles (consume). They have one of two loops:
+//      pipelined  S of the next tile and P V of this one are in flight together;
+//      serial     float8 with too few registers for that: one product after the other.
+//      Either way warpgroups alternate (ping-pong): one issues products while another exponentiates.
+//   3. The epilogue stores the output and the LSE, or a split's share of them (store).
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(SCORE) || \
     !defined(GROUPS) || !defined(BLOCK_K) || !defined(STAGES) || !defined(SHARED_BYTES)
-#error "the plan defines DTYPE, HEAD_DIM, HEAD_DIM_V, SCORE, GROUPS (warpgroups that multiply), BLOCK_K, \
+#error "the plan defines DTYPE, HEAD_DIM, HEAD_DIM_V, SCORE, GROUPS (consumer warpgroups), BLOCK_K, \
 STAGES and SHARED_BYTES"
 #endif
 
 #include "fwd_load.h"
 
-// S = Q K^T and O += P V, under way when these return.
-DEVICE void multiply_keys(Scores &s, unsigned long long queries, unsigned long long keys) {
+// ---- products, in flight when these return ------------------------------------------------------
+
+// S = Q K^T.
+DEVICE void issue_qk(Scores &s, unsigned long long q, unsigned long long k) {
   typedef Operand<kRowBytes / 2> Panel;
 #pragma unroll
   for (int i = 0; i < kSteps; ++i)
-    wgmma<INPUTS, false, false>(s, queries + Panel::step_along(i, kQueryPanel),
-                               keys + Panel::step_along(i, kKeyPanel), i > 0);
+    wgmma<INPUTS, false, false>(s, q + Panel::step_along(i, kQPanel), k + Panel::step_along(i, kKPanel),
+                               i > 0);
   wgmma_commit();
 }
-DEVICE void multiply_values(Output &o, const Probabilities &p, unsigned long long values) {
+// O += P V.
+DEVICE void issue_pv(Output &o, const Probabilities &p, unsigned long long v) {
 #pragma unroll
   for (int i = 0; i < kSlices; ++i)
-    wgmma<INPUTS, true>(o, p[i], values + Operand<kRowBytesV / 2>::step_down(i), true);
+    wgmma<INPUTS, true>(o, p[i], v + Operand<kRowBytesV / 2>::step_down(i), true);
   wgmma_commit();
 }
-// Columns `part` of P V in float8, of k-slices [from, to).
-DEVICE void multiply_values(Columns &products, const Probabilities &p, unsigned long long values, int part,
-                            int from = 0, int to = kSlices) {
-  values += part * (kColumns * kTurnedRow / 16);
+// Float8: one group of columns of P V, of the k-slices [from, to).
+DEVICE void issue_pv(TileOutput &pv, const Probabilities &p, unsigned long long v, int column_group,
+                     int from = 0, int to = kSlices) {
+  v += column_group * (kColumns * kTransposedRow / 16);
 #pragma unroll
   for (int i = from; i < to; ++i)
-    wgmma<INPUTS, false>(products, p[i], values + Operand<kTurnedRow / 2>::step_along(i, kTurnedPanel),
+    wgmma<INPUTS, false>(pv, p[i], v + Operand<kTransposedRow / 2>::step_along(i, kTransposedPanel),
                          i > from);
   wgmma_commit();
 }
 
-// The rows of a tile of V from `from` on become 0: what is beyond a sequence may hold anything, and P's 0
-// does not make 0 of a NaN. Each group does so for itself; others write the same.
-DEVICE void clear_rows(Shared values, int from, int group) {
+// The rows of a V tile from `from` on become 0. What lies beyond a sequence may be NaN, and P's 0 times NaN
+// is NaN. Each warpgroup clears for itself; the others write the same zeros.
+DEVICE void clear_rows(Shared v, int from, int group) {
   constexpr int kUnits = kWidthV / kUnit;
   Quad zeros{};
   for (int i = from * kUnits + thread_index() % kGroupThreads; i < BLOCK_K * kUnits; i += kGroupThreads)
 #pragma unroll
-    for (int panel = 0; panel < kPanelsV; ++panel) store_shared(values + panel * kValuePanel + i * 16, zeros);
+    for (int panel = 0; panel < kPanelsV; ++panel) store_shared(v + panel * kVPanel + i * 16, zeros);
   fence_proxy_async();
   bar_sync(8 + group, kGroupThreads);
 }
 
-// The warp's rows: in float32 to the workspace of this part of the keys, or in 16 bits to out.
-// `unit`: what the output is a multiple of.
-DEVICE void store(const Params &p, Shared told, int first_row, const Rows &rows, Output &o, float unit) {
-  auto range = load_shared<decltype(Told::range)>(told);
-  auto sequence = load_shared<decltype(Told::sequence)>(told + 16);
-  auto output = load_shared<decltype(Told::output)>(told + 32);
+// ---- a consumer warpgroup -----------------------------------------------------------------------
+
+DEVICE void store(const Params &p, Shared info, int first_row, const Rows &rows, Output &o, float unit);
+
+// One function, because ptxas allocates registers by the order in which a function declares its variables:
+// with the two loops in functions of their own 38 of the 46 plans became other machine code.
+DEVICE void consume(const Params &p, Shared shared, int group) {
+  // ---- through all work tiles: operands, pipelines, ping-pong
+  Barriers barriers{shared + kBarriersAt};
+  int warp = wave_index() % 4;  // of the warpgroup
+  bool leader = lane_index() == 0;  // arrives for its warp
+  auto release = [&](Shared empty) {
+    if (kFloat8 ? elect_one() : leader) mbarrier_arrive(empty);
+  };
+  float factor = to_base_2(p);
+  unsigned long long q = Operand<kRowBytes / 2>::along(shared + group * kQBytes);
+  unsigned long long k = Operand<kRowBytes / 2>::along(shared + kKAt);
+  unsigned long long v = kFloat8 ? Operand<kTransposedRow / 2>::along(shared + kTransposedAt)
+                                 : Operand<kRowBytesV / 2>::down(shared + kVAt, kVPanel);
+
+  // Ping-pong: a warpgroup waits for its turn to issue products, then lets the next one have it. Each waits
+  // on a named barrier of its own. The first turn is that of warpgroup 0.
+  int my_turn = 1 + group, next_turn = 1 + (group + 1) % GROUPS;
+  if (kPingPong && group == GROUPS - 1) bar_arrive(next_turn, 2 * kGroupThreads);
+
+  PipelineState<> k_pipe, v_pipe;
+  PipelineState<kWorkStages> work_pipe;
+  unsigned q_phase = 0;
+  unsigned long long next_k = k;  // float8: the descriptor of the next K tile
+  while (true) {
+    // ---- the next work tile, as the producer tells it
+    mbarrier_wait(barriers.work_full(work_pipe.stage), work_pipe.phase);
+    Shared info = shared + kWorkInfoAt + work_pipe.stage * kWorkInfoBytes;
+    auto range = load_shared<decltype(WorkTileInfo::range)>(info);
+    auto sequence = load_shared<decltype(WorkTileInfo::sequence)>(info + 16);
+    int row = uniform(range.row), first = uniform(range.first), last = uniform(range.last);
+    if (row < 0) break;
+    Sequence s;
+    s.rows = uniform(range.rows);
+    s.keys = uniform(sequence.keys);
+    s.shift = uniform(sequence.shift);
+    s.batch = sequence.batch;
+    int first_row = row + group * kGroupRows + warp * 16;
+    float descale = 1.0f, scale = factor, unit = 1.0f;
+    if (kFloat8) {
+      descale = load_shared<HeadScales>(info + sizeof(WorkTileInfo)).scores;
+      if (SCORE == PLAIN) scale *= descale;
+    }
+    Rows rows{{kLowest, 0.0f}, {kLowest, 0.0f}};
+    Output o;
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM_V / 2; ++i) o[i] = 0.0f;
+
+    if (first <= last) {
+      Seen seen = keys_seen(p, s, first_row, min(first_row + 16, s.rows) - 1);
+      Probabilities y[kSeparateP ? 2 : 1];  // P of the tile before, and of this one
+      float factors[2];
+      TileScales tile_scales(p, s.batch, sequence.head, first_row + lane_index() / 4);
+
+      // ---- the parts that both loops are made of
+      // Scales of blocks, score terms and mask of tile `n`. Only a tile that the mask cuts pays for it.
+      auto finish_scores = [&](Scores &x, int n) {
+        int key = n * BLOCK_K;
+        if constexpr (kBlockScaled) tile_scales.scale_scores(x, n);
+        if (SCORE != PLAIN) add_terms(p, x, s, sequence.head, first_row, n, descale);
+        if (key < seen.all_low || key + BLOCK_K > seen.all_high) {
+          int row = first_row;
+          if constexpr (kFloat8) pin(row);  // or the loop keeps each row's number in four registers
+          mask(p, x, s, row, n);
+        }
+      };
+      auto wait_for_turn = [&]() {
+        if (kPingPong) bar_sync(my_turn, 2 * kGroupThreads);
+      };
+      auto pass_turn = [&]() {
+        if (kPingPong) bar_arrive(next_turn, 2 * kGroupThreads);
+      };
+      auto wait_k = [&]() { mbarrier_wait(barriers.k_full(k_pipe.stage), k_pipe.phase); };
+      auto issue_s = [&](Scores &x) {
+        wgmma_fence();
+        issue_qk(x, q, kFloat8 ? next_k : k + k_pipe.stage * (kKBytes / 16));
+      };
+      auto release_k = [&]() {
+        release(barriers.k_empty(k_pipe.stage));
+        k_pipe.advance();
+        // Computed here and not in the next turn, for which another warpgroup waits.
+        if constexpr (kFloat8) next_k = k + k_pipe.stage * (kKBytes / 16);
+      };
+      auto wait_v = [&]() { mbarrier_wait(barriers.operand_full(v_pipe.stage), v_pipe.phase); };
+      auto this_v = [&]() { return v + v_pipe.stage * (kVBytes / 16); };
+      auto release_v = [&]() {
+        release(barriers.operand_empty(v_pipe.stage));
+        v_pipe.advance();
+      };
+
+      mbarrier_wait(barriers.q_full(group), q_phase);
+      q_phase ^= 1;
+      if constexpr (!kSerial) {
+        // ---- the pipelined consumer
+        // Prologue: S and P of the last tile, while nothing else is in flight.
+        Scores x;
+        wait_k();
+        hold(x);
+        issue_s(x);
+        wgmma_wait<0>();
+        hold(x);
+        release_k();
+        finish_scores(x, last);
+        if constexpr (kSeparateP) {
+          online_softmax_to<true>(scale, x, rows, y[0], factors);
+        } else {
+          online_softmax_in_place(scale, x, rows, factors);
+          round_to(y[0], x);
+        }
+        int valid = s.keys - last * BLOCK_K;
+        if (!kFloat8 && valid < BLOCK_K && (p.cu_seqlens_k || p.seqused_k)) {
+          wait_v();
+          clear_rows(shared + kVAt + v_pipe.stage * kVBytes, valid, group);
+        }
+
+        // The body of the hot loop: S and P of tile `n` (`made`), and P V of the tile before it (`before`).
+        auto step = [&](int n, Probabilities &before, Probabilities &made) {
+          // 1. K of this tile, before the turn: whoever has the turn keeps the tensor cores busy.
+          wait_k();
+          // 2. This warpgroup's turn on the tensor cores.
+          wait_for_turn();
+          hold(x);
+          if constexpr (!kFloat8) hold(o);
+          // 3. S = Q K^T goes first, because softmax needs it first.
+          issue_s(x);
+          // 4. P V of the tile before. It runs under the softmax of step 7. Float8's goes to registers of
+          //    its own.
+          wait_v();
+          TileOutput pv[kColumnGroups];
+          wgmma_fence();
+          if constexpr (kFloat8) {
+#pragma unroll
+            for (int i = 0; i < kColumnGroups; ++i) issue_pv(pv[i], before, this_v(), i);
+          } else {
+            issue_pv(o, before, this_v());
+          }
+          // 5. Both products are issued: the next warpgroup's turn.
+          pass_turn();
+          // 6. Waits for S alone. K's stage is free.
+          wgmma_wait<kFloat8 ? kColumnGroups : 1>();
+          hold(x);
+          release_k();
+          // 7. Score terms, mask and softmax, while P V is in flight.
+          finish_scores(x, n);
+          bool raised;
+          if constexpr (kSeparateP)
+            raised = online_softmax_to<false>(scale, x, rows, made, factors);
+          else
+            raised = online_softmax_in_place(scale, x, rows, factors);
+          // 8. Waits for P V. V's stage and the registers of `before` are free.
+          wgmma_wait<0>();
+          if constexpr (kFloat8) {
+#pragma unroll
+            for (int i = 0; i < kColumnGroups; ++i) {
+              hold(pv[i]);
+              add(o, pv[i], i);
+            }
+          } else {
+            hold(o);
+          }
+          hold(before);
+          release_v();
+          // 9. O follows the maximum. Almost no tile needs it, because the maximum may lag (kLag).
+          if (raised) rescale(o, factors);
+          // 10. P without registers of its own is rounded to where P V has just read it.
+          if constexpr (!kSeparateP) round_to(made, x);
+        };
+        // Drain: P V of the first tile. Q has been read for the last time.
+        auto drain = [&](Probabilities &before) {
+          release(barriers.q_empty(group));
+          wait_v();
+          if constexpr (kFloat8) {
+            TileOutput pv[kColumnGroups];
+            wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < kColumnGroups; ++i) issue_pv(pv[i], before, this_v(), i);
+            wgmma_wait<0>();
+#pragma unroll
+            for (int i = 0; i < kColumnGroups; ++i) {
+              hold(pv[i]);
+              add(o, pv[i], i);
+            }
+          } else {
+            hold(o);
+            wgmma_fence();
+            issue_pv(o, before, this_v());
+            wgmma_wait<0>();
+            hold(o);
+          }
+          release_v();
+        };
+        int n = last - 1;
+        if constexpr (kSeparateP) {
+          // Unrolled by two: what one step makes lies where the next one reads it, without moves.
+          for (; n > first; n -= 2) {
+            step(n, y[0], y[1]);
+            step(n - 1, y[1], y[0]);
+          }
+          if (n == first) {
+            step(n, y[0], y[1]);
+            drain(y[1]);
+          } else {
+            drain(y[0]);
+          }
+        } else {
+          for (; n >= first; --n) step(n, y[0], y[0]);
+          drain(y[0]);
+        }
+      } else {
+        // ---- the serial consumer
+        // Registers hold either the scores or P V. So a warpgroup's products never run under its own
+        // softmax, only under that of the other warpgroups.
+        wait_for_turn();
+#pragma unroll 1
+        for (int n = last; n >= first; --n) {
+          float units[kSlices];  // scales of blocks: what each k-slice of P is a multiple of
+          {
+            Scores x;
+            // 1. S = Q K^T, then the next warpgroup's turn.
+            if (!kWaitEarly || n == last) wait_k();
+            issue_s(x);
+            pass_turn();
+            // 2. Waits for S. K's stage is free, and Q after the first tile of keys.
+            wgmma_wait<0>();
+            hold(x);
+            release_k();
+            if (n == first) release(barriers.q_empty(group));
+            // 3. Score terms, mask and softmax, under the products of the other warpgroups.
+            finish_scores(x, n);
+            bool raised = online_softmax_in_place(scale, x, rows, factors);
+            if constexpr (kBlockScaled) {
+              if (raised) rescale(o, factors);
+              tile_scales.scale_probabilities(x, n, units);
+            } else if (!raised) {
+              factors[0] = factors[1] = 1.0f;  // step 6 multiplies O by them
+            }
+            round_to(y[0], x);
+          }
+          // 4. This warpgroup's turn, for P V and for S of the next tile.
+          wait_v();
+          wait_for_turn();
+          // 5. P V in kProducts parts, kInFlight of them at once, in registers that the scores have left.
+          TileOutput pv[kInFlight];
+          auto issue = [&](int i) {
+            TileOutput &to = pv[i % kInFlight];
+            if constexpr (kBlockScaled)
+              issue_pv(to, y[0], this_v(), i / kSlices, i % kSlices, i % kSlices + 1);
+            else
+              issue_pv(to, y[0], this_v(), i);
+          };
+          wgmma_fence();
+#pragma unroll
+          for (int i = 0; i < kInFlight; ++i) issue(i);
+          if (kWaitEarly && n > first) wait_k();
+          // 6. Each part is added to O in float32 when it is done, and the next one is issued.
+#pragma unroll
+          for (int i = 0; i < kProducts; ++i) {
+            TileOutput &done = pv[i % kInFlight];
+            if (i + 1 < kProducts)
+              wgmma_wait<kInFlight - 1>();
+            else
+              wgmma_wait<0>();
+            hold(done);
+            if constexpr (kBlockScaled)
+              add(o, done, i / kSlices, units[i % kSlices]);
+            else
+              rescale_and_add(o, factors, done, i);
+            if (i + kInFlight < kProducts) {
+              hold(done);
+              wgmma_fence();
+              issue(i + kInFlight);
+            }
+          }
+          hold(y[0]);
+          release_v();
+        }
+        pass_turn();
+      }
+    }
+    // ---- the epilogue
+    // Loaded again: through the loop these would take registers that it has not got.
+    if (kFloat8 && !kBlockScaled) unit = load_shared<HeadScales>(info + sizeof(WorkTileInfo)).values;
+    store(p, info, group * kGroupRows + warp * 16, rows, o, unit);
+    release(barriers.work_empty(work_pipe.stage));
+    work_pipe.advance();
+  }
+}
+
+// ---- the epilogue -------------------------------------------------------------------------------
+
+// Stores the warp's rows: in float32 to the workspace of their split, or in 16 bits to out. `unit`: what the
+// output is a multiple of, in float8.
+DEVICE void store(const Params &p, Shared info, int first_row, const Rows &rows, Output &o, float unit) {
+  auto range = load_shared<decltype(WorkTileInfo::range)>(info);
+  auto sequence = load_shared<decltype(WorkTileInfo::sequence)>(info + 16);
+  auto output = load_shared<decltype(WorkTileInfo::output)>(info + 32);
   Sequence s;
   s.batch = sequence.batch;
   s.row_batch = output.row_batch;
@@ -66,27 +370,32 @@ DEVICE void store(const Params &p, Shared told, int first_row, const Rows &rows,
   first_row += range.row;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    Finished end = finish(p, rows[h], sequence.head, output.part);
+    // 1. The sum of the row over its four lanes, the sink, the LSE.
+    Finished end = finish(p, rows[h], sequence.head, output.split);
     if (kFloat8) end.inverse *= unit;
     int row = first_row + 8 * h + lane / 4;
     bool mine = row < range.rows;
+    // 2. O / sum; 0 for a row that sees no key.
 #pragma unroll
     for (int t = 0; t < kDimTiles; ++t)
 #pragma unroll
       for (int i = 0; i < 2; ++i)
         o[4 * t + 2 * h + i] = end.inverse == 0.0f ? 0.0f : o[4 * t + 2 * h + i] * end.inverse;
+    // 3. Of a split: float32, for combine.
     if (p.num_splits > 1) {
       if (!mine) continue;
       int column = lane % 4 * 2;
-      long long line = part_line(p, s, row, sequence.head, output.part);
-      float *to = (float *)p.partial_out + line * p.head_dim_v + column;
+      long long at = part_line(p, s, row, sequence.head, output.split);
+      float *to = (float *)p.partial_out + at * p.head_dim_v + column;
 #pragma unroll
       for (int t = 0; t < kDimTiles; ++t)
         if (8 * t < p.head_dim_v)
           *(float2 *)(to + 8 * t) = make_float2(o[4 * t + 2 * h], o[4 * t + 2 * h + 1]);
-      if (column == 0) ((float *)p.partial_lse)[line] = end.lse;
+      if (column == 0) ((float *)p.partial_lse)[at] = end.lse;
       continue;
     }
+    // 4. Else 16 bits from registers to out. Four lanes exchange their elements first, so that each stores
+    // 16 neighbouring bytes: whole sectors, and Q's shared memory is not needed for it.
     if (p.lse && mine && lane % 4 == 0)
       ((float *)p.lse)[s.row_batch * p.lse_batch + sequence.head * p.lse_head + s.row0 + row] = end.lse;
     unsigned short *to = (unsigned short *)p.out + s.row_batch * p.out_batch + (s.row0 + row) * p.out_row +
@@ -97,269 +406,14 @@ DEVICE void store(const Params &p, Shared told, int first_row, const Rows &rows,
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         x[i] = Format<DTYPE>::nearest(o[4 * (t + i) + 2 * h], o[4 * (t + i) + 2 * h + 1]);
-      gather(x);
+      transpose_quads(x);
       if (mine && 8 * t + lane % 4 * kUnit < p.head_dim_v)
         *(Quad *)(to + 8 * t) = Quad{{x[0], x[1], x[2], x[3]}};
     }
   }
 }
 
-DEVICE void multiply(const Params &p, Shared shared, int group) {
-  Barriers barriers{shared + kBarriersAt};
-  int in_group = wave_index() % 4;
-  bool speaker = lane_index() == 0;  // for its warp
-  auto release = [&](Shared barrier) {
-    if (kFloat8 ? elect_one() : speaker) mbarrier_arrive(barrier);
-  };
-  float factor = to_base_2(p);
-  unsigned long long queries = Operand<kRowBytes / 2>::along(shared + group * kQueryBytes);
-  unsigned long long keys = Operand<kRowBytes / 2>::along(shared + kKeysAt);
-  unsigned long long values = kFloat8 ? Operand<kTurnedRow / 2>::along(shared + kTurnedAt)
-                                      : Operand<kRowBytesV / 2>::down(shared + kValuesAt, kValuePanel);
-
-  // Groups issue their products in turn, and the softmax of one runs under those of the others.
-  int mine = 1 + group, next = 1 + (group + 1) % GROUPS;
-  if (kTurns && group == GROUPS - 1) bar_arrive(next, 2 * kGroupThreads);
-
-  Turn<> of_keys, of_values;
-  Turn<kSlots> of_pieces;
-  unsigned used = 0;  // parity of the queries' place
-  unsigned long long next_keys = keys;
-  while (true) {
-    mbarrier_wait(barriers.piece_full(of_pieces.stage), of_pieces.parity);
-    Shared told = shared + kToldAt + of_pieces.stage * kToldBytes;
-    auto range = load_shared<decltype(Told::range)>(told);
-    auto sequence = load_shared<decltype(Told::sequence)>(told + 16);
-    int row = same(range.row), first = same(range.first), last = same(range.last);
-    if (row < 0) break;
-    Sequence s;
-    s.rows = same(range.rows);
-    s.keys = same(sequence.keys);
-    s.shift = same(sequence.shift);
-    s.batch = sequence.batch;
-    int first_row = row + group * kGroupRows + in_group * 16;
-    float descale = 1.0f, scale = factor, unit = 1.0f;
-    if (kFloat8) {
-      descale = load_shared<HeadScales>(told + sizeof(Told)).scores;
-      if (SCORE == PLAIN) scale *= descale;
-    }
-    Rows rows{{kLowest, 0.0f}, {kLowest, 0.0f}};
-    Output o;
-#pragma unroll
-    for (int i = 0; i < HEAD_DIM_V / 2; ++i) o[i] = 0.0f;
-
-    if (first <= last) {
-      Seen seen = keys_seen(p, s, first_row, min(first_row + 16, s.rows) - 1);
-      Probabilities y[kApart ? 2 : 1];  // of the tile that is multiplied, and of the one that is being made
-      float factors[2];
-      Blocks blocks(p, s.batch, sequence.head, first_row + lane_index() / 4);
-      auto finish_scores = [&](Scores &x, int tile) {
-        int key = tile * BLOCK_K;
-        if constexpr (kBlocks) blocks.scale_scores(x, tile);
-        if (SCORE != PLAIN) add_terms(p, x, s, sequence.head, first_row, tile, descale);
-        if (key < seen.all_low || key + BLOCK_K > seen.all_high) {
-          int row = first_row;
-          if constexpr (kFloat8) pin(row);  // else each row's is kept through the loop, in four registers
-          mask(p, x, s, row, tile);
-        }
-      };
-      auto take_turn = [&]() {
-        if (kTurns) bar_sync(mine, 2 * kGroupThreads);
-      };
-      auto pass_turn = [&]() {
-        if (kTurns) bar_arrive(next, 2 * kGroupThreads);
-      };
-      auto wait_keys = [&]() { mbarrier_wait(barriers.key_full(of_keys.stage), of_keys.parity); };
-      auto issue_keys = [&](Scores &x) {
-        wgmma_fence();
-        multiply_keys(x, queries, kFloat8 ? next_keys : keys + of_keys.stage * (kKeyBytes / 16));
-      };
-      auto release_keys = [&]() {
-        release(barriers.key_free(of_keys.stage));
-        of_keys.advance();
-        // Here and not in the turn, for which another group waits.
-        if constexpr (kFloat8) next_keys = keys + of_keys.stage * (kKeyBytes / 16);
-      };
-      auto wait_values = [&]() { mbarrier_wait(barriers.operand_full(of_values.stage), of_values.parity); };
-      auto descriptor = [&]() { return values + of_values.stage * (kValueBytes / 16); };
-      auto release_values = [&]() {
-        release(barriers.operand_free(of_values.stage));
-        of_values.advance();
-      };
-
-      mbarrier_wait(barriers.query_full(group), used);
-      used ^= 1;
-      if constexpr (kSerial) {
-        take_turn();
-#pragma unroll 1
-        for (int tile = last; tile >= first; --tile) {
-          float units[kSlices];
-          {
-            Scores x;
-            if (!kAhead || tile == last) wait_keys();
-            issue_keys(x);
-            pass_turn();
-            wgmma_wait<0>();
-            hold(x);
-            release_keys();
-            if (tile == first) release(barriers.query_free(group));
-            finish_scores(x, tile);
-            bool raised = soften_in_place(scale, x, rows, factors);
-            if constexpr (kBlocks) {
-              if (raised) rescale(o, factors);
-              blocks.scale_probabilities(x, tile, units);
-            } else if (!raised) {
-              factors[0] = factors[1] = 1.0f;
-            }
-            round_to(y[0], x);
-          }
-          wait_values();
-          take_turn();
-          Columns products[kUnderWay];
-          auto issue = [&](int i) {
-            Columns &into = products[i % kUnderWay];
-            if constexpr (kBlocks)
-              multiply_values(into, y[0], descriptor(), i / kSlices, i % kSlices, i % kSlices + 1);
-            else
-              multiply_values(into, y[0], descriptor(), i);
-          };
-          wgmma_fence();
-#pragma unroll
-          for (int i = 0; i < kUnderWay; ++i) issue(i);
-          if (kAhead && tile > first) wait_keys();
-#pragma unroll
-          for (int i = 0; i < kProducts; ++i) {
-            Columns &done = products[i % kUnderWay];
-            if (i + 1 < kProducts)
-              wgmma_wait<kUnderWay - 1>();
-            else
-              wgmma_wait<0>();
-            hold(done);
-            if constexpr (kBlocks)
-              add(o, done, i / kSlices, units[i % kSlices]);
-            else
-              rescale_and_add(o, factors, done, i);
-            if (i + kUnderWay < kProducts) {
-              hold(done);
-              wgmma_fence();
-              issue(i + kUnderWay);
-            }
-          }
-          hold(y[0]);
-          release_values();
-        }
-        pass_turn();
-      } else {
-        Scores x;
-        wait_keys();
-        hold(x);
-        issue_keys(x);
-        wgmma_wait<0>();
-        hold(x);
-        release_keys();
-        finish_scores(x, last);
-        if constexpr (kApart) {
-          soften_apart<true>(scale, x, rows, y[0], factors);
-        } else {
-          soften_in_place(scale, x, rows, factors);
-          round_to(y[0], x);
-        }
-        int valid = s.keys - last * BLOCK_K;
-        if (!kFloat8 && valid < BLOCK_K && (p.cu_seqlens_k || p.seqused_k)) {
-          wait_values();
-          clear_rows(shared + kValuesAt + of_values.stage * kValueBytes, valid, group);
-        }
-
-        // The scores of a tile, and the product of the one before it with its values.
-        auto step = [&](int tile, Probabilities &before, Probabilities &made) {
-          wait_keys();
-          take_turn();
-          hold(x);
-          if constexpr (!kFloat8) hold(o);
-          issue_keys(x);
-          wait_values();
-          Columns products[kParts];
-          wgmma_fence();
-          if constexpr (kFloat8) {
-#pragma unroll
-            for (int i = 0; i < kParts; ++i) multiply_values(products[i], before, descriptor(), i);
-          } else {
-            multiply_values(o, before, descriptor());
-          }
-          pass_turn();
-          wgmma_wait<kFloat8 ? kParts : 1>();
-          hold(x);
-          release_keys();
-          finish_scores(x, tile);
-          bool raised;
-          if constexpr (kApart)
-            raised = soften_apart<false>(scale, x, rows, made, factors);
-          else
-            raised = soften_in_place(scale, x, rows, factors);
-          wgmma_wait<0>();
-          if constexpr (kFloat8) {
-#pragma unroll
-            for (int i = 0; i < kParts; ++i) {
-              hold(products[i]);
-              add(o, products[i], i);
-            }
-          } else {
-            hold(o);
-          }
-          hold(before);
-          release_values();
-          if (raised) rescale(o, factors);
-          if constexpr (!kApart) round_to(made, x);
-        };
-        auto end = [&](Probabilities &before) {
-          release(barriers.query_free(group));
-          wait_values();
-          if constexpr (kFloat8) {
-            Columns products[kParts];
-            wgmma_fence();
-#pragma unroll
-            for (int i = 0; i < kParts; ++i) multiply_values(products[i], before, descriptor(), i);
-            wgmma_wait<0>();
-#pragma unroll
-            for (int i = 0; i < kParts; ++i) {
-              hold(products[i]);
-              add(o, products[i], i);
-            }
-          } else {
-            hold(o);
-            wgmma_fence();
-            multiply_values(o, before, descriptor());
-            wgmma_wait<0>();
-            hold(o);
-          }
-          release_values();
-        };
-        int tile = last - 1;
-        if constexpr (kApart) {
-          // By twos, so that what one step makes is where the next one takes it.
-          for (; tile > first; tile -= 2) {
-            step(tile, y[0], y[1]);
-            step(tile - 1, y[1], y[0]);
-          }
-          if (tile == first) {
-            step(tile, y[0], y[1]);
-            end(y[1]);
-          } else {
-            end(y[0]);
-          }
-        } else {
-          for (; tile >= first; --tile) step(tile, y[0], y[0]);
-          end(y[0]);
-        }
-      }
-    }
-    // Read again: through the loop these would take registers that it has not got.
-    if (kFloat8 && !kBlocks) unit = load_shared<HeadScales>(told + sizeof(Told)).values;
-    store(p, told, group * kGroupRows + in_group * 16, rows, o, unit);
-    release(barriers.piece_free(of_pieces.stage));
-    of_pieces.advance();
-  }
-}
+// ---- the kernel ---------------------------------------------------------------------------------
 
 extern "C" __global__ WORKGROUP(kThreads, 1) void attn_fwd(const __grid_constant__ MappedParams p) {
   extern __shared__ __align__(1024) char memory[];
@@ -368,14 +422,14 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_fwd(const __grid_constant
   barrier();
   int group = wave_index() / 4;
   if (group == 0) {
-    setmaxnreg_dec<kFew>();
+    setmaxnreg_dec<kProducerRegisters>();
     if (wave_index() == 0) {
-      if (elect_one()) copy(p, shared);
+      if (elect_one()) produce(p, shared);
     } else if constexpr (kFloat8) {
-      turn_values(shared, wave_index() - 1);
+      transpose_v(shared, wave_index() - 1);
     }
   } else {
-    setmaxnreg_inc<kMany>();
-    multiply(p.params, shared, group - 1);
+    setmaxnreg_inc<kConsumerRegisters>();
+    consume(p.params, shared, group - 1);
   }
 }

@@ -1,4 +1,4 @@
-// The warpgroup that loads: one warp asks for copies, two bring the rows' states.
+// The producer warpgroup: one warp issues copies, two load the rows' -LSE and -delta.
 #pragma once
 #include "bwd_shape.h"
 #include "../../common/row_sums.h"
@@ -14,7 +14,7 @@ DEVICE void load_panels(Shared to, const TensorMap *map, Shared mbarrier, int ro
     tma_load(to + i * rows * kRowBytes, map, mbarrier, i * 64, row, head, batch);
 }
 
-// Where the copies of what may have to be cleared arrive, and how many bytes of them.
+// Arms the barrier of a copy: `landed` where its tile may have to be cleared, else `full`. Returns it.
 DEVICE Shared expect(Shared full, Shared landed, bool clear, int bytes) {
   if (clear) mbarrier_arrive(full);
   Shared at = clear ? landed : full;
@@ -22,7 +22,7 @@ DEVICE Shared expect(Shared full, Shared landed, bool clear, int bytes) {
   return at;
 }
 
-DEVICE void ask_for_tiles(const MappedParams &mapped, const Owned &own, const Work &w,
+DEVICE void produce_tiles(const MappedParams &mapped, const Owned &own, const Work &w,
                           const Sequence &s, Shared shared) {
   const Params &p = mapped.params;
   auto at = [&](int barrier) { return mbarrier_at(shared, barrier); };
@@ -34,25 +34,25 @@ DEVICE void ask_for_tiles(const MappedParams &mapped, const Owned &own, const Wo
   for (int step = 0; step < w.steps; ++step) {
     int row = (int)s.row0 + cursor.tile * BLOCK_Q;
     bool clear_rows = rows_to_clear(p, s, cursor.tile);
-    mbarrier_wait(at(kQEmpty + place_of(step)), phase_of(step) ^ 1);
-    arrive = expect(at(kQFull + place_of(step)), at(kQLanded + place_of(step)), clear_rows, kQBytes);
-    load_panels<kQPanels, BLOCK_Q>(shared + kQ + place_of(step) * kQBytes, &mapped.maps[kMapQ], arrive, row,
+    mbarrier_wait(at(kQEmpty + stage_of(step)), phase_of(step) ^ 1);
+    arrive = expect(at(kQFull + stage_of(step)), at(kQLanded + stage_of(step)), clear_rows, kQBytes);
+    load_panels<kQPanels, BLOCK_Q>(shared + kQ + stage_of(step) * kQBytes, &mapped.maps[kMapQ], arrive, row,
                                    cursor.head, s.row_batch);
     if (step == 0) {
       arrive = expect(at(kVFull), at(kVLanded), clear, kVPanels * kKPanel);
       load_panels<kVPanels, BLOCK_K>(shared + kV, &mapped.maps[kMapV], arrive, key, own.head_k,
                                      s.key_batch);
     }
-    mbarrier_wait(at(kDoutEmpty + place_of(step)), phase_of(step) ^ 1);
-    arrive = expect(at(kDoutFull + place_of(step)), at(kDoutLanded + place_of(step)), clear_rows,
+    mbarrier_wait(at(kDoutEmpty + stage_of(step)), phase_of(step) ^ 1);
+    arrive = expect(at(kDoutFull + stage_of(step)), at(kDoutLanded + stage_of(step)), clear_rows,
                     kDoutBytes);
-    load_panels<kVPanels, BLOCK_Q>(shared + kDout + place_of(step) * kDoutBytes, &mapped.maps[kMapDout],
+    load_panels<kVPanels, BLOCK_Q>(shared + kDout + stage_of(step) * kDoutBytes, &mapped.maps[kMapDout],
                                    arrive, row, cursor.head, s.row_batch);
     cursor.advance(w);
   }
 }
 
-// Zeros in the rows from `first` on, once they have landed: 0 times what lies there may be NaN.
+// Clears the rows from `first` on, once they have landed: 0 times what lies there may be NaN.
 template <int panels, int rows>
 DEVICE void clear_rows(Shared panel, Shared landed, unsigned parity, int first) {
   mbarrier_wait(landed, parity);
@@ -64,10 +64,10 @@ DEVICE void clear_rows(Shared panel, Shared landed, unsigned parity, int first) 
   fence_proxy_async();
 }
 
-// What a warp brings beside the copies of Q and K, or of dO and V: one float a row, and zeros for what is
-// not of the sequence.
+// What a warp loads beside the copies of Q and K, or of dO and V: one float a row, and zeros for rows beyond
+// the sequence.
 template <bool of_q>
-DEVICE void bring_states(const Params &p, const Owned &own, const Work &w,
+DEVICE void produce_states(const Params &p, const Owned &own, const Work &w,
                           const Sequence &s, Shared shared) {
   constexpr int kPanels = of_q ? kQPanels : kVPanels;
   constexpr int kFull = of_q ? kQFull : kDoutFull, kEmpty = of_q ? kQEmpty : kDoutEmpty;
@@ -94,8 +94,8 @@ DEVICE void bring_states(const Params &p, const Owned &own, const Work &w,
       x[i] = of_q ? -INFINITY_F : 0.0f;  // which makes P 0
       if (row < BLOCK_Q && first + row < s.rows) x[i] = from[row];
     }
-    mbarrier_wait(at(kEmpty + place_of(step)), phase_of(step) ^ 1);
-    Shared to = shared + (of_q ? kMinusLse : kMinusDelta) + place_of(step) * kStates +
+    mbarrier_wait(at(kEmpty + stage_of(step)), phase_of(step) ^ 1);
+    Shared to = shared + (of_q ? kMinusLse : kMinusDelta) + stage_of(step) * kStates +
                 state_place(lane_index()) * 4;
 #pragma unroll
     for (int i = 0; i * kLanes < BLOCK_Q; ++i)
@@ -103,12 +103,12 @@ DEVICE void bring_states(const Params &p, const Owned &own, const Work &w,
         store_shared(to + i * kLanes * 4, __builtin_bit_cast(unsigned, x[i]));
     if (rows_to_clear(p, s, cursor.tile)) {
       clear_rows<kPanels, BLOCK_Q>(
-          shared + (of_q ? kQ + place_of(step) * kQBytes : kDout + place_of(step) * kDoutBytes),
-          at((of_q ? kQLanded : kDoutLanded) + place_of(step)), landed >> place_of(step) & 1,
+          shared + (of_q ? kQ + stage_of(step) * kQBytes : kDout + stage_of(step) * kDoutBytes),
+          at((of_q ? kQLanded : kDoutLanded) + stage_of(step)), landed >> stage_of(step) & 1,
           s.rows - first);
-      landed ^= 1u << place_of(step);
+      landed ^= 1u << stage_of(step);
     }
-    arrive(kFull + place_of(step));
+    arrive(kFull + stage_of(step));
     cursor.advance(w);
   }
 }

@@ -122,7 +122,7 @@ DEVICE Cursor first_tile(const Params &p, const Owned &own, const Work &w) {
 }
 
 // A step's place among the stages, and the parity that ends with its filling there.
-DEVICE int place_of(unsigned step) { return step % kStages; }
+DEVICE int stage_of(unsigned step) { return step % kStages; }
 DEVICE unsigned phase_of(unsigned step) { return step / kStages % 2; }
 
 // Rows that a tile holds and that are not of the sequence arrive as they lie in memory, where it is part of

@@ -70,7 +70,7 @@ DEVICE void make_weights(float (&x)[kScores]) {
   for (int i = 0; i < kScores; ++i) x[i] = exp2(x[i]);
 }
 // dS^T from dP^T and P^T, of slice i. P in 32 bits would not fit the registers beside what is under way.
-DEVICE void make_differences(unsigned (&ds)[4], const float (&dp)[kScores], int i,
+DEVICE void make_ds(unsigned (&ds)[4], const float (&dp)[kScores], int i,
                              const unsigned (&weights)[4], const float (&minus_delta)[4]) {
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
@@ -108,7 +108,7 @@ DEVICE float chosen(unsigned bits, float x, float otherwise) {
 // neighbouring rows, is spread over 16 bits, or of one over 32. 2 instructions a register, where comparing
 // takes 10.
 template <class Values>
-DEVICE void hide(const Params &p, const Sequence &s, int key, int row, Values &x) {
+DEVICE void apply_mask(const Params &p, const Sequence &s, int key, int row, Values &x) {
   Mask mask = mask_of(p, s);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -224,21 +224,21 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
     float *dq_to = (float *)p.dq_accum + q_tile(p, sequence_of(p, own.batch), 0, 0) * kQTile + dq_place(warp);
 
     // dQ of the tile before `step`, which at first is of what happens to lie there and goes nowhere.
-    auto ask_dq = [&](float(&dq)[kDqSums], int step) {
-      if (step) mbarrier_wait(at(kDsFull + place_of(step + 1)), phase_of(step - 1));
-      multiply_keys(dq, dq_keys, dq_ds + place_of(step + 1) * kDsBytes);
+    auto issue_dq = [&](float(&dq)[kDqSums], int step) {
+      if (step) mbarrier_wait(at(kDsFull + stage_of(step + 1)), phase_of(step - 1));
+      multiply_keys(dq, dq_keys, dq_ds + stage_of(step + 1) * kDsBytes);
       wgmma_commit();
     };
     // Of the tile before `step`, once the last one's was read.
     auto stage_dq = [&](const float(&dq)[kDqSums], int step) {
       if (lane_index() == 0) {
         if (ONE_SENDER)
-          mbarrier_wait(at(kStagedEmpty + place_of(step + 1)), phase_of(step + 1));
+          mbarrier_wait(at(kStagedEmpty + stage_of(step + 1)), phase_of(step + 1));
         else
           bulk_wait_group_read<0>();
       }
       __syncwarp();
-      Shared to = staged + place_of(step + 1) % kStagedTiles * kStagedTile + lane_index() * 16;
+      Shared to = staged + stage_of(step + 1) % kStagedTiles * kStagedTile + lane_index() * 16;
 #pragma unroll
       for (int j = 0; j < kDqSums / 4; ++j)
         store_shared(to + j * 512,
@@ -271,28 +271,28 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
       Packed weights;
       States states;
       int first = cursor.tile * BLOCK_Q;
-      Shared this_q = shared + kQ + place_of(step) * kQBytes;
-      Shared this_dout = shared + kDout + place_of(step) * kDoutBytes;
-      mbarrier_wait(at(kQFull + place_of(step)), phase_of(step));
-      if (kStatesEarly) load_states(states, my_states + place_of(step) * kStates);
+      Shared this_q = shared + kQ + stage_of(step) * kQBytes;
+      Shared this_dout = shared + kDout + stage_of(step) * kDoutBytes;
+      mbarrier_wait(at(kQFull + stage_of(step)), phase_of(step));
+      if (kStatesEarly) load_states(states, my_states + stage_of(step) * kStates);
       multiply_heads<kQPanels>(scores, my_keys, this_q);
       wgmma_commit();
       wgmma_wait<1>();  // dK of the last tile
       hold(dk);
       hold(ds);
-      if (step && lane_index() == 0) mbarrier_arrive(at(kQEmpty + place_of(step + 1)));
-      ask_dq(dq, step);
+      if (step && lane_index() == 0) mbarrier_arrive(at(kQEmpty + stage_of(step + 1)));
+      issue_dq(dq, step);
 
-      if (!kStatesEarly) load_states(states, my_states + place_of(step) * kStates);
+      if (!kStatesEarly) load_states(states, my_states + stage_of(step) * kStates);
       wgmma_wait<1>();  // S
       hold(scores);
       make_exponents(scores, scale, states);
       make_weights(scores);
       round_to(weights, scores);
       if (first < w.all_low || first + BLOCK_Q > w.all_high)
-        hide(p, s, warp * 16 + lane_index() / 4, first + column, weights);
+        apply_mask(p, s, warp * 16 + lane_index() / 4, first + column, weights);
       if (step == 0) mbarrier_wait(at(kVFull), 0);
-      mbarrier_wait(at(kDoutFull + place_of(step)), phase_of(step));
+      mbarrier_wait(at(kDoutFull + stage_of(step)), phase_of(step));
       multiply_heads<kVPanels>(dp, my_values, this_dout);
       wgmma_commit();
       multiply_rows<HEAD_DIM_V>(dv, weights, this_dout);
@@ -301,31 +301,31 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
       wgmma_wait<2>();  // dQ
       hold(dq);
       if (step) stage_dq(dq, step);
-      load_states(states, my_states + (kMinusDelta - kMinusLse) + place_of(step) * kStates);
+      load_states(states, my_states + (kMinusDelta - kMinusLse) + stage_of(step) * kStates);
       wgmma_wait<1>();  // dP
       hold(dp);
       // Nobody reads this place any more: the other warpgroups had dQ of the dS that lay here before they
-      // wrote their dS of the last tile, which ask_dq waited for.
+      // wrote their dS of the last tile, which issue_dq waited for.
 #pragma unroll
       for (int i = 0; i < kSlices; ++i) {
-        make_differences(ds[i], dp, i, weights[i], states[i]);
-        stmatrix_transposed(ds_at + place_of(step) * kDsBytes + i * 16 * kRowBytes, ds[i]);
+        make_ds(ds[i], dp, i, weights[i], states[i]);
+        stmatrix_transposed(ds_at + stage_of(step) * kDsBytes + i * 16 * kRowBytes, ds[i]);
       }
       fence_proxy_async();  // for what was staged too
       __syncwarp();
-      if (lane_index() == 0) mbarrier_arrive(at(kDsFull + place_of(step)));
+      if (lane_index() == 0) mbarrier_arrive(at(kDsFull + stage_of(step)));
       multiply_rows<HEAD_DIM>(dk, ds, this_q);
       wgmma_commit();
       wgmma_wait<1>();  // dV
       hold(dv);
       hold(weights);
       if (step) send_dq(before);
-      if (lane_index() == 0) mbarrier_arrive(at(kDoutEmpty + place_of(step)));
+      if (lane_index() == 0) mbarrier_arrive(at(kDoutEmpty + stage_of(step)));
       before = cursor;
       cursor.advance(w);
     }
     float dq[kDqSums];
-    ask_dq(dq, w.steps);
+    issue_dq(dq, w.steps);
     wgmma_wait<0>();
     hold(dk);
     hold(ds);
@@ -334,7 +334,7 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
     fence_proxy_async();
     __syncwarp();
     send_dq(before);
-    if (ONE_SENDER && lane_index() == 0) mbarrier_arrive(at(kDsFull + place_of(w.steps)));
+    if (ONE_SENDER && lane_index() == 0) mbarrier_arrive(at(kDsFull + stage_of(w.steps)));
     bar_sync(kConsumersMeet, kConsumerThreads);  // K was read
     if (lane_index() == 0) bulk_wait_group<0>();
   }

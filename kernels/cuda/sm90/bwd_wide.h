@@ -1,11 +1,11 @@
-// Wide heads, whose dK and dV of 64 keys fill the registers of a warpgroup each: one makes S, P and dV, the
-// other dP, dS and dK, both for the same 64 keys, and each every other 64 elements of dQ's head. P goes
-// from one to the other by shared memory, as its threads hold it. With FLOAT_WEIGHTS in float32: from P in
-// 16 bits, dK has 1.2 times the mean error.
+// Wide heads: dK and dV of 64 keys fill the registers of a warpgroup each. So two warpgroups have the same 64
+// keys. One makes S, P and dV, the other dP, dS and dK, and each every other 64 elements of dQ's head. P goes
+// from the first to the second through shared memory, as its threads hold it. With FLOAT_WEIGHTS in float32:
+// from P in 16 bits, dK has 1.2 times the mean error.
 #pragma once
 #include "bwd_tile.h"
 
-constexpr int kWeightsMaker = 0, kDifferencesMaker = 1;  // roles
+constexpr int kRoleP = 0, kRoleDs = 1;  // roles
 constexpr int kChunks = HEAD_DIM / 64;                   // of dQ^T
 typedef float Chunk[kScores];
 
@@ -32,7 +32,7 @@ DEVICE void store_weights(Shared to, const Packed &weights) {
                  Quad{weights[i][0], weights[i][1], weights[i][2], weights[i][3]});
 }
 // dS^T from dP^T, whose place may be taken, and P^T from where the other warpgroup left it.
-DEVICE void make_differences(Packed &ds, float (&dp)[kScores], Shared weights, const States &minus_delta) {
+DEVICE void make_ds(Packed &ds, float (&dp)[kScores], Shared weights, const States &minus_delta) {
   auto load = [&](int i) { return load_shared<Quad>(weights + (i * 128 + thread_index() % 128) * 16); };
   if constexpr (FLOAT_WEIGHTS) {
 #pragma unroll
@@ -48,28 +48,28 @@ DEVICE void make_differences(Packed &ds, float (&dp)[kScores], Shared weights, c
     for (int i = 0; i < kSlices; ++i) {
       Quad p = load(i);
       unsigned words[4] = {p[0], p[1], p[2], p[3]};
-      make_differences(ds[i], dp, i, words, minus_delta[i]);
+      make_ds(ds[i], dp, i, words, minus_delta[i]);
     }
   }
 }
 
-// What a warpgroup adds to dQ of a tile, every other chunk of 64 elements: ask(), some other work, add().
+// A warpgroup's share of dQ of a tile, every other chunk of 64 elements: issue(), some other work, add().
 static_assert(!ROLES || kChunks == 3 || kChunks == 4, "a role has one or two chunks");
 template <int role>
 struct DqSums {
   Shared keys, ds;
   float *to;   // of the first tile
   Cursor of;   // the last one whose dS was made
-  int place;
+  int stage;
   Shared turn, added;  // barriers, where blocks add in turn
-  METHOD void ask(Chunk &sums, int chunk) const {
-    multiply_keys(sums, keys + chunk * kKPanel, ds + place * kDsBytes);
+  METHOD void issue(Chunk &sums, int chunk) const {
+    multiply_keys(sums, keys + chunk * kKPanel, ds + stage * kDsBytes);
     wgmma_commit();
   }
   METHOD void add(const Params &p, Chunk &sums, int chunk, const Cursor &tile) const {
     hold(sums);
     bool first = chunk == role, last = chunk + 2 >= kChunks;
-    if (DETERMINISTIC && first) mbarrier_wait(turn, place);
+    if (DETERMINISTIC && first) mbarrier_wait(turn, stage);
     if (!DETERMINISTIC && p.counter && first) wait_in_group(p, tile, role);
     long long number = (long long)tile.tile * p.heads_q + tile.head;
     add_dq(to + number * kQTile + q_product<true>(4 * chunk, 0), sums);
@@ -81,12 +81,12 @@ struct DqSums {
   }
 };
 
-// All tiles of a block. While a tile's scores are made, the first chunk of dQ of the tile before is under
-// way, and its other chunks before this tile's dV or dK. Nothing asked for depends on a condition, which
-// the compiler would wait for.
+// All tiles of a block. While a tile's scores are made, the first chunk of dQ of the tile before is in flight,
+// and its other chunks before this tile's dV or dK. No product is issued under a condition: the compiler would
+// wait for it.
 template <int role>
 DEVICE void consume_role(const Params &p, const Work &w, Shared shared) {
-  constexpr bool kFirst = role == kWeightsMaker;
+  constexpr bool kFirst = role == kRoleP;
   constexpr int kWidth = kFirst ? HEAD_DIM_V : HEAD_DIM;
   constexpr int kLast = role + (kChunks - 1 - role) / 2 * 2;  // of its chunks
   auto at = [&](int barrier) { return mbarrier_at(shared, barrier); };
@@ -110,26 +110,26 @@ DEVICE void consume_role(const Params &p, const Work &w, Shared shared) {
                         q_product<true>(warp, 0) + lane_index() * kLaneStep,
                     {}, 0, at(kTurn), at(kAdded)};
 
-    auto ask_scores = [&](float(&scores)[kScores], int step) {
-      int place = place_of(step);
-      mbarrier_wait(at((kFirst ? kQFull : kDoutFull) + place), phase_of(step));
+    auto issue_scores = [&](float(&scores)[kScores], int step) {
+      int stage = stage_of(step);
+      mbarrier_wait(at((kFirst ? kQFull : kDoutFull) + stage), phase_of(step));
       if constexpr (kFirst)
-        multiply_heads<kQPanels>(scores, shared + kK, shared + kQ + place * kQBytes);
+        multiply_heads<kQPanels>(scores, shared + kK, shared + kQ + stage * kQBytes);
       else
-        multiply_heads<kVPanels>(scores, shared + kV, shared + kDout + place * kDoutBytes);
+        multiply_heads<kVPanels>(scores, shared + kV, shared + kDout + stage * kDoutBytes);
       wgmma_commit();
     };
     auto make_operand = [&](float(&scores)[kScores], int step) {
-      int place = place_of(step), first = cursor.tile * BLOCK_Q;
+      int stage = stage_of(step), first = cursor.tile * BLOCK_Q;
       hold(scores);
       States states;
-      load_states(states, shared + (kFirst ? kMinusLse : kMinusDelta) + place * kStates + column * 8);
+      load_states(states, shared + (kFirst ? kMinusLse : kMinusDelta) + stage * kStates + column * 8);
       if constexpr (kFirst) {
         bool masked = first < w.all_low || first + BLOCK_Q > w.all_high;
         int key = warp * 16 + lane_index() / 4;
         make_exponents(scores, scale, states);
         if constexpr (FLOAT_WEIGHTS) {
-          if (masked) hide(p, s, key, first + column, scores);
+          if (masked) apply_mask(p, s, key, first + column, scores);
           make_weights(scores);  // behind the branch, so that stores lie beside exponentials
           store_weights(shared + kWeights, scores);
           bar_arrive(kWeightsWritten, kConsumerThreads);
@@ -137,63 +137,63 @@ DEVICE void consume_role(const Params &p, const Work &w, Shared shared) {
         } else {
           make_weights(scores);
           round_to(operand, scores);
-          if (masked) hide(p, s, key, first + column, operand);
+          if (masked) apply_mask(p, s, key, first + column, operand);
           store_weights(shared + kWeights, operand);
           bar_arrive(kWeightsWritten, kConsumerThreads);
         }
       } else {
         bar_sync(kWeightsWritten, kConsumerThreads);
-        make_differences(operand, scores, shared + kWeights, states);
+        make_ds(operand, scores, shared + kWeights, states);
 #pragma unroll
         for (int i = 0; i < kSlices; ++i)
-          stmatrix_transposed(ds_at + place * kDsBytes + i * 16 * kRowBytes, operand[i]);
+          stmatrix_transposed(ds_at + stage * kDsBytes + i * 16 * kRowBytes, operand[i]);
         fence_proxy_async();
       }
-      if (lane_index() == 0) mbarrier_arrive(at((kFirst ? kQEmpty : kDoutEmpty) + place));
+      if (lane_index() == 0) mbarrier_arrive(at((kFirst ? kQEmpty : kDoutEmpty) + stage));
     };
-    auto ask_gradient = [&](int step) {
-      int place = place_of(step);
-      mbarrier_wait(at((kFirst ? kDoutFull : kQFull) + place), phase_of(step));
+    auto issue_gradient = [&](int step) {
+      int stage = stage_of(step);
+      mbarrier_wait(at((kFirst ? kDoutFull : kQFull) + stage), phase_of(step));
       multiply_rows<kWidth>(gradient, operand,
-                            shared + (kFirst ? kDout + place * kDoutBytes : kQ + place * kQBytes));
+                            shared + (kFirst ? kDout + stage * kDoutBytes : kQ + stage * kQBytes));
       wgmma_commit();
       dq.of = cursor;
-      dq.place = place;
+      dq.stage = stage;
       cursor.advance(w);
     };
     // Of the tile before `step`.
     auto end_gradient = [&](int step) {
       hold(gradient);
       hold(operand);
-      if (lane_index() == 0) mbarrier_arrive(at((kFirst ? kDoutEmpty : kQEmpty) + place_of(step - 1)));
+      if (lane_index() == 0) mbarrier_arrive(at((kFirst ? kDoutEmpty : kQEmpty) + stage_of(step - 1)));
     };
 
     mbarrier_wait(at(kKFull), 0);
     if (!kFirst) mbarrier_wait(at(kVFull), 0);
     {
       float scores[kScores];
-      ask_scores(scores, 0);
+      issue_scores(scores, 0);
       wgmma_wait<0>();
       make_operand(scores, 0);
-      ask_gradient(0);
+      issue_gradient(0);
     }
 #pragma unroll 1
     for (int step = 1; step < w.steps; ++step) {
       float scores[kScores];
       Chunk sums;
-      if (OVERLAP) ask_scores(scores, step);
+      if (OVERLAP) issue_scores(scores, step);
       wgmma_wait<OVERLAP>();
       end_gradient(step);
-      if (!OVERLAP) ask_scores(scores, step);
+      if (!OVERLAP) issue_scores(scores, step);
       bar_sync(kConsumersMeet, kConsumerThreads);
-      dq.ask(sums, role);
+      dq.issue(sums, role);
       wgmma_wait<1>();  // the scores
       make_operand(scores, step);
       wgmma_wait<0>();
       dq.add(p, sums, role, dq.of);
-      if constexpr (kLast != role) dq.ask(sums, kLast);
+      if constexpr (kLast != role) dq.issue(sums, kLast);
       Cursor before = dq.of;
-      ask_gradient(step);
+      issue_gradient(step);
       if constexpr (kLast != role) {
         wgmma_wait<1>();
         dq.add(p, sums, kLast, before);
@@ -201,12 +201,12 @@ DEVICE void consume_role(const Params &p, const Work &w, Shared shared) {
     }
     Chunk sums;
     bar_sync(kConsumersMeet, kConsumerThreads);
-    dq.ask(sums, role);
+    dq.issue(sums, role);
     wgmma_wait<0>();
     end_gradient(w.steps);
     dq.add(p, sums, role, dq.of);
     if constexpr (kLast != role) {
-      dq.ask(sums, kLast);
+      dq.issue(sums, kLast);
       wgmma_wait<0>();
       dq.add(p, sums, kLast, dq.of);
     }

@@ -1,19 +1,19 @@
-// What float8 adds to the forward on Hopper: the scales, and V turned on its way to the products.
+// What float8 adds to the forward on Hopper: V is transposed before the products, and scales.
 //
-// wgmma takes 8-bit operands only with the inner dimension contiguous, which for P V is the keys. So warps
-// beside the one that copies rewrite each tile of V, 16 keys by 32 elements at a time: ldmatrix transposes
-// pairs of bytes, prmt parts the pairs, stmatrix puts 16 keys of one element of the head into one unit.
+// wgmma takes 8-bit operands only if the inner dimension is contiguous. For P V that dimension is the keys.
+// So three producer warps rewrite each tile of V, 16 keys by 32 elements at a time: ldmatrix transposes
+// pairs of bytes, prmt splits the pairs, stmatrix puts 16 keys of one element of the head into one unit.
 //
-// In which order keys stand there is free, as long as P's are in the same. A lane has the scores of keys
-// 2 pair, 2 pair + 1, 8 + 2 pair, 8 + 2 pair + 1 of every 16 (wgmma.h), and an operand's register is places
-// 4 pair ... 4 pair + 3: so that is the order, and P needs no exchange between lanes. It is also the one in
-// which prmt finds the bytes of two matrices, keys 0 ... 7 and 8 ... 15.
+// The keys may stand in any order, as long as P has the same one. A lane has the scores of keys 2 pair,
+// 2 pair + 1, 8 + 2 pair, 8 + 2 pair + 1 of every 16 (wgmma.h), and one register of the operand holds places
+// 4 pair ... 4 pair + 3. So the keys go in that order, and P needs no exchange between lanes. prmt finds the
+// bytes of two matrices, keys 0 ... 7 and 8 ... 15, in the same order.
 #pragma once
 #include "fwd_tile.h"
 
-constexpr int kTurners = 3;  // warps that turn V
-constexpr int kTurnedRow = BLOCK_K % 128 == 0 ? 128 : BLOCK_K % 64 == 0 ? 64 : 32;  // bytes of a panel
-constexpr int kTurnedPanel = HEAD_DIM_V * kTurnedRow;
+constexpr int kTransposers = 3;  // producer warps that transpose V
+constexpr int kTransposedRow = BLOCK_K % 128 == 0 ? 128 : BLOCK_K % 64 == 0 ? 64 : 32;  // bytes of a panel
+constexpr int kTransposedPanel = HEAD_DIM_V * kTransposedRow;
 static_assert(!kFloat8 || (BLOCK_K % 32 == 0 && HEAD_DIM_V % 32 == 0), "whole products, whole units");
 
 // Where a unit of a row of `bytes` lies, swizzled as tma.h says.
@@ -22,27 +22,27 @@ DEVICE int swizzled(int row, int unit) {
   return row * bytes + (unit ^ row * bytes / kLine % (bytes / 16)) * 16;
 }
 
-// One warp's share of a tile: panels of `row_bytes` become panels of kTurnedRow. Keys from `valid` on become
-// 0: memory there may hold anything, and P's 0 does not make 0 of a NaN. `whole`: there are none of these.
-// A warp that turns takes issue slots from one of each group: without the 16 `and` of 16 keys, D = 128 gains
-// 5 %. Each load is asked for ahead of the store before it: another 5 % at D = 256, where products wait for V.
+// One warp's share of a tile: panels of `row_bytes` become panels of kTransposedRow. Keys from `valid` on
+// become 0: what lies there may be NaN, and P's 0 times NaN is NaN. `whole`: all keys are valid. Then no
+// bytes are masked, which saves 16 `and` per 16 keys and gains 5 % at D = 128, because a transposing warp
+// takes issue slots from one warp of each consumer warpgroup. Each load is issued before the store of the
+// one before it: another 5 % at D = 256, where products wait for V.
 template <int row_bytes, bool whole>
-DEVICE void turn(Shared from, Shared to, int warp, int valid) {
-  constexpr int kUnits = row_bytes / 16, kTurnedUnits = kTurnedRow / 16;
-  constexpr bool kOnePanel = BLOCK_K == kTurnedRow;
+DEVICE void transpose_tile(Shared from, Shared to, int warp, int valid) {
+  constexpr int kUnits = row_bytes / 16, kTransposedUnits = kTransposedRow / 16;
+  constexpr bool kOnePanel = BLOCK_K == kTransposedRow;
   int lane = lane_index(), row = lane % 8, pair = lane % 4;
   Shared read = swizzled<row_bytes>(lane % 16, lane / 16);
-  // Elements 0, 2, 4, 6, 9, 11, 13, 15 of 16 are one matrix and the rest another: eight rows that lie in
-  // different banks, which eight even ones would not. So half of the lanes part their pairs the other way
-  // round.
+  // Elements 0, 2, 4, 6, 9, 11, 13, 15 of 16 are one matrix, the rest is another. These eight rows lie in
+  // different banks; eight even ones would not. So half of the lanes split their pairs the other way round.
   int element = lane / 16 * 16 + 2 * row + ((row >= 4) ^ (lane / 8 & 1));
-  unsigned parts[2] = {0x6420, 0x7531};
+  unsigned selectors[2] = {0x6420, 0x7531};
   bool crossed = lane >= 16;
 #pragma unroll 1
-  for (unsigned keys = warp; keys < BLOCK_K / 16; keys += kTurners) {
+  for (unsigned keys = warp; keys < BLOCK_K / 16; keys += kTransposers) {
     Shared source = from + keys * 16 * row_bytes;
-    Shared target = to + (kOnePanel ? 0 : keys / kTurnedUnits * kTurnedPanel) +
-                    swizzled<kTurnedRow>(element, kOnePanel ? keys : keys % kTurnedUnits);
+    Shared target = to + (kOnePanel ? 0 : keys / kTransposedUnits * kTransposedPanel) +
+                    swizzled<kTransposedRow>(element, kOnePanel ? keys : keys % kTransposedUnits);
     unsigned kept = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -59,20 +59,22 @@ DEVICE void turn(Shared from, Shared to, int warp, int valid) {
       unsigned y[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        y[j] = __byte_perm(x[i % 2][j & 2], x[i % 2][j | 1], crossed ? parts[j + 1 & 1] : parts[j & 1]) & kept;
-      stmatrix(target + i * 32 * kTurnedRow, y);
+        y[j] = __byte_perm(x[i % 2][j & 2], x[i % 2][j | 1],
+                           crossed ? selectors[j + 1 & 1] : selectors[j & 1]) &
+               kept;
+      stmatrix(target + i * 32 * kTransposedRow, y);
     }
   }
 }
 
 // ---- scales -------------------------------------------------------------------------------------
 
-// What the scores of a head, and its output, are multiplied by, where scales are of whole heads.
+// Scales of heads: what a head's scores and its output are multiplied by.
 struct alignas(16) HeadScales {
   float scores, values;
 };
 DEVICE HeadScales head_scales(const Params &p, int batch, int head) {
-  if (kBlocks || !p.k_descale) return HeadScales{1.0f, 1.0f};
+  if (kBlockScaled || !p.k_descale) return HeadScales{1.0f, 1.0f};
   int head_k = head / (p.heads_q / p.heads_k);
   auto at = [&](const void *scales, long long by_batch, long long by_head) {
     return ((const float *)scales)[batch * by_batch + head_k * by_head];
@@ -82,7 +84,7 @@ DEVICE HeadScales head_scales(const Params &p, int batch, int head) {
                     at(p.v_descale, p.v_descale_batch, p.v_descale_head)};
 }
 
-// Of one head: those of its blocks of rows, which lie as the rows do in memory.
+// Scales of blocks, of one head: 2^log2 neighbouring rows in memory share one.
 struct BlockScales {
   const float *at;
   int step, log2;
@@ -91,15 +93,15 @@ struct BlockScales {
   METHOD float of(int row) const { return at[(long long)block(row) * step]; }
 };
 
-// The scales of a sequence and head.
-struct Blocks {
+// Scales of blocks that a lane applies: of its rows, of keys and of values.
+struct TileScales {
   BlockScales keys, values;
   float rows[2];
   int last_key;
 
   // `row`: the lane's first one.
-  METHOD Blocks(const Params &p, int batch, int head, int row) {
-    if constexpr (!kBlocks) return;
+  METHOD TileScales(const Params &p, int batch, int head, int row) {
+    if constexpr (!kBlockScaled) return;
     Sequence s = sequence_of(p, batch);
     int head_k = head / (p.heads_q / p.heads_k);
     auto scales = [&](const void *all, long long by_batch, long long by_head, int step, int log2, int of,
@@ -117,8 +119,8 @@ struct Blocks {
     last_key = s.keys - 1;
   }
 
-  // Both rows' elements of the keys of slices [from, to) times f(their scales). Where these share one it is
-  // read once.
+  // Multiplies both rows' elements of the k-slices [from, to) by f(scale of the key). If these keys share
+  // one scale, it is read once.
   template <typename F>
   METHOD void each_key(Scores &x, const BlockScales &scales, int tile, int from, int to, F f) const {
     int first = min(tile * BLOCK_K + from * kInner, last_key);
@@ -139,8 +141,8 @@ struct Blocks {
 #pragma unroll
     for (int h = 0; h < 2; ++h) each(x, h, [&](float s, int) { return s * rows[h]; });
   }
-  // Probabilities become multiples of their slice's largest scale, `units`: they stay what they are, and are
-  // rounded as without, where a slice has one scale.
+  // Brings v's scales into P: each k-slice of P becomes a multiple of the slice's largest scale, units[i].
+  // A slice with one scale keeps its P, so that rounding is the same as without scales.
   METHOD void scale_probabilities(Scores &x, int tile, float (&units)[kSlices]) const {
 #pragma unroll
     for (int i = 0; i < kSlices; ++i) {

@@ -1,104 +1,105 @@
-// The warpgroup that loads: one warp asks for copies and, in float8, three turn V.
+// The producer warpgroup: one thread issues the TMA copies and, in float8, three warps transpose V.
 #pragma once
 #include "fwd_shape.h"
 
-DEVICE void copy(const MappedParams &mapped, Shared shared) {
+// For each work tile of the block: tells the other warps about it, then loads the last K tile, Q, and the
+// other tiles from the last to the first, each K one tile ahead of its V.
+DEVICE void produce(const MappedParams &mapped, Shared shared) {
   const Params &p = mapped.params;
   Barriers barriers{shared + kBarriersAt};
-  const TensorMap *queries = mapped.maps, *keys = queries + 1, *values = queries + 2;
-  prefetch_tensormap(queries);
-  prefetch_tensormap(keys);
-  prefetch_tensormap(values);
-  Turn<> of_keys, of_values;
-  Turn<kSlots> of_pieces;
-  unsigned used = 1;  // parity of the queries' place
-  Pieces pieces(p);
-  // What multiplies is told of each piece, but for those of sequences that end before; -1: that was all.
-  auto tell = [&](const Told &told) {
-    Shared to = shared + kToldAt + of_pieces.stage * kToldBytes;
-    mbarrier_wait(barriers.piece_free(of_pieces.stage), of_pieces.parity ^ 1);
-    store_shared(to, told.range);
-    store_shared(to + 16, told.sequence);
-    store_shared(to + 32, told.output);
+  const TensorMap *q_map = mapped.maps, *k_map = q_map + 1, *v_map = q_map + 2;
+  prefetch_tensormap(q_map);
+  prefetch_tensormap(k_map);
+  prefetch_tensormap(v_map);
+  PipelineState<> k_pipe, v_pipe;
+  PipelineState<kWorkStages> work_pipe;
+  unsigned q_phase = 1;
+  WorkTiles tiles(p);
+  auto publish = [&](const WorkTileInfo &info) {
+    Shared to = shared + kWorkInfoAt + work_pipe.stage * kWorkInfoBytes;
+    mbarrier_wait(barriers.work_empty(work_pipe.stage), work_pipe.phase ^ 1);
+    store_shared(to, info.range);
+    store_shared(to + 16, info.sequence);
+    store_shared(to + 32, info.output);
     if constexpr (kFloat8)
-      store_shared(to + sizeof(Told), head_scales(p, told.sequence.batch, told.sequence.head));
-    mbarrier_arrive(barriers.piece_full(of_pieces.stage));
-    of_pieces.advance();
+      store_shared(to + sizeof(WorkTileInfo), head_scales(p, info.sequence.batch, info.sequence.head));
+    mbarrier_arrive(barriers.work_full(work_pipe.stage));
+    work_pipe.advance();
   };
-  for (int id = workgroup_index(); id < pieces.count; id = next_piece(p, pieces.count)) {
-    Piece piece(p, id, pieces.blocks);
-    const Sequence &s = piece.s;
-    if (piece.row >= s.rows) continue;
-    tell(Told{{piece.row, piece.first, piece.last, s.rows},
-              {s.keys, s.shift, piece.work.head, s.batch},
-              {piece.work.part, s.row_batch, s.row0}});
-    if (piece.last < piece.first) continue;
-    int head_k = piece.work.head / (p.heads_q / p.heads_k);
-    auto copy_keys = [&](int tile) {
-      Shared full = barriers.key_full(of_keys.stage);
-      mbarrier_wait(barriers.key_free(of_keys.stage), of_keys.parity ^ 1);
-      mbarrier_arrive_expect_tx(full, kKeyBytes);
+  for (int id = workgroup_index(); id < tiles.count; id = next_work_tile(p, tiles.count)) {
+    WorkTile tile(p, id, tiles.blocks);
+    const Sequence &s = tile.s;
+    if (tile.row >= s.rows) continue;  // the sequence ends before: nobody hears of this work tile
+    publish(WorkTileInfo{{tile.row, tile.first, tile.last, s.rows},
+                         {s.keys, s.shift, tile.work.head, s.batch},
+                         {tile.work.split, s.row_batch, s.row0}});
+    if (tile.last < tile.first) continue;
+    int head_k = tile.work.head / (p.heads_q / p.heads_k);
+    auto load_k = [&](int n) {
+      Shared full = barriers.k_full(k_pipe.stage);
+      mbarrier_wait(barriers.k_empty(k_pipe.stage), k_pipe.phase ^ 1);
+      mbarrier_arrive_expect_tx(full, kKBytes);
 #pragma unroll
       for (int i = 0; i < kPanels; ++i)
-        tma_load(shared + kKeysAt + of_keys.stage * kKeyBytes + i * kKeyPanel, keys, full, i * kWidth,
-                 (int)s.key0 + tile * BLOCK_K, head_k, s.key_batch);
-      of_keys.advance();
+        tma_load(shared + kKAt + k_pipe.stage * kKBytes + i * kKPanel, k_map, full, i * kWidth,
+                 (int)s.key0 + n * BLOCK_K, head_k, s.key_batch);
+      k_pipe.advance();
     };
-    copy_keys(piece.last);
+    load_k(tile.last);
     for (int group = 0; group < GROUPS; ++group) {
-      mbarrier_wait(barriers.query_free(group), used);
-      mbarrier_arrive_expect_tx(barriers.query_full(group), kQueryBytes);
+      mbarrier_wait(barriers.q_empty(group), q_phase);
+      mbarrier_arrive_expect_tx(barriers.q_full(group), kQBytes);
 #pragma unroll
       for (int i = 0; i < kPanels; ++i)
-        tma_load(shared + group * kQueryBytes + i * kQueryPanel, queries, barriers.query_full(group),
-                 i * kWidth, (int)s.row0 + piece.row + group * kGroupRows, piece.work.head, s.row_batch);
+        tma_load(shared + group * kQBytes + i * kQPanel, q_map, barriers.q_full(group), i * kWidth,
+                 (int)s.row0 + tile.row + group * kGroupRows, tile.work.head, s.row_batch);
     }
-    used ^= 1;
-    for (int tile = piece.last; tile >= piece.first; --tile) {
-      if (tile > piece.first) copy_keys(tile - 1);
-      Shared full = barriers.value_full(of_values.stage);
-      mbarrier_wait(barriers.value_free(of_values.stage), of_values.parity ^ 1);
-      mbarrier_arrive_expect_tx(full, kValueBytes);
+    q_phase ^= 1;
+    for (int n = tile.last; n >= tile.first; --n) {
+      if (n > tile.first) load_k(n - 1);
+      Shared full = barriers.v_full(v_pipe.stage);
+      mbarrier_wait(barriers.v_empty(v_pipe.stage), v_pipe.phase ^ 1);
+      mbarrier_arrive_expect_tx(full, kVBytes);
 #pragma unroll
       for (int i = 0; i < kPanelsV; ++i)
-        tma_load(shared + kValuesAt + of_values.stage * kValueBytes + i * kValuePanel, values, full,
-                 i * kWidthV, (int)s.key0 + tile * BLOCK_K, head_k, s.key_batch);
-      of_values.advance();
+        tma_load(shared + kVAt + v_pipe.stage * kVBytes + i * kVPanel, v_map, full, i * kWidthV,
+                 (int)s.key0 + n * BLOCK_K, head_k, s.key_batch);
+      v_pipe.advance();
     }
   }
-  tell(Told{{-1, 0, 0, 0}, {}, {}});
+  publish(WorkTileInfo{{-1, 0, 0, 0}, {}, {}});
 }
 
-// What turns V, in float8: `warp` is one of kTurners.
-DEVICE void turn_values(Shared shared, int warp) {
+// Float8: transposes each V tile into the operand of P V. `warp` is one of kTransposers.
+DEVICE void transpose_v(Shared shared, int warp) {
   Barriers barriers{shared + kBarriersAt};
-  bool speaker = lane_index() == 0;
-  Turn<> turn_of;
-  Turn<kSlots> of_pieces;
+  bool leader = lane_index() == 0;
+  PipelineState<> v_pipe;
+  PipelineState<kWorkStages> work_pipe;
   while (true) {
-    mbarrier_wait(barriers.piece_full(of_pieces.stage), of_pieces.parity);
-    Shared told = shared + kToldAt + of_pieces.stage * kToldBytes;
-    auto range = load_shared<decltype(Told::range)>(told);
-    int first = same(range.first), last = same(range.last);
-    int keys = same(load_shared<decltype(Told::sequence)>(told + 16).keys);
-    if (same(range.row) < 0) break;
-    if (speaker) mbarrier_arrive(barriers.piece_free(of_pieces.stage));
-    of_pieces.advance();
-    for (int tile = last; tile >= first; --tile) {
-      mbarrier_wait(barriers.value_full(turn_of.stage), turn_of.parity);
-      mbarrier_wait(barriers.operand_free(turn_of.stage), turn_of.parity ^ 1);
-      int at = turn_of.stage * kValueBytes, valid = keys - tile * BLOCK_K;
+    mbarrier_wait(barriers.work_full(work_pipe.stage), work_pipe.phase);
+    Shared info = shared + kWorkInfoAt + work_pipe.stage * kWorkInfoBytes;
+    auto range = load_shared<decltype(WorkTileInfo::range)>(info);
+    int first = uniform(range.first), last = uniform(range.last);
+    int keys = uniform(load_shared<decltype(WorkTileInfo::sequence)>(info + 16).keys);
+    if (uniform(range.row) < 0) break;
+    if (leader) mbarrier_arrive(barriers.work_empty(work_pipe.stage));
+    work_pipe.advance();
+    for (int n = last; n >= first; --n) {
+      mbarrier_wait(barriers.v_full(v_pipe.stage), v_pipe.phase);
+      mbarrier_wait(barriers.operand_empty(v_pipe.stage), v_pipe.phase ^ 1);
+      int at = v_pipe.stage * kVBytes, valid = keys - n * BLOCK_K;
       if (valid >= BLOCK_K)
-        turn<kRowBytesV, true>(shared + kValuesAt + at, shared + kTurnedAt + at, warp, valid);
+        transpose_tile<kRowBytesV, true>(shared + kVAt + at, shared + kTransposedAt + at, warp, valid);
       else
-        turn<kRowBytesV, false>(shared + kValuesAt + at, shared + kTurnedAt + at, warp, valid);
+        transpose_tile<kRowBytesV, false>(shared + kVAt + at, shared + kTransposedAt + at, warp, valid);
       fence_proxy_async();
       __syncwarp();
-      if (speaker) {
-        mbarrier_arrive(barriers.operand_full(turn_of.stage));
-        mbarrier_arrive(barriers.value_free(turn_of.stage));
+      if (leader) {
+        mbarrier_arrive(barriers.operand_full(v_pipe.stage));
+        mbarrier_arrive(barriers.v_empty(v_pipe.stage));
       }
-      turn_of.advance();
+      v_pipe.advance();
     }
   }
 }

@@ -1,5 +1,5 @@
-// What lies between the products of the forward, for the 64 rows of a warpgroup: score terms, mask,
-// softmax. Registers hold scores and output as wgmma.h says; the plan's constants are as attn_fwd.cu says.
+// What lies between the products of the forward, for the 64 rows of a consumer warpgroup: score terms,
+// mask, online softmax. wgmma.h says how registers hold scores and output, attn_fwd.cu what the plan defines.
 #pragma once
 #include "wgmma.h"
 #include "../row.h"
@@ -9,7 +9,7 @@
 #define PLAIN 0    // scale and mask only, a positive scale
 #define GENERAL 1  // softcap, ALiBi, any scale
 
-// What q, k and v are in; DTYPE is that of out. Float8 has scales, one for each head or block of rows.
+// INPUTS is the format of q, k and v, DTYPE that of out. Float8 has a scale for each head or block of rows.
 #ifndef INPUTS
 #define INPUTS DTYPE
 #define SCALES PER_HEAD
@@ -17,7 +17,7 @@
 #define PER_HEAD 0
 #define PER_BLOCK 1
 constexpr bool kFloat8 = INPUTS == E4M3;
-constexpr bool kBlocks = kFloat8 && SCALES == PER_BLOCK;
+constexpr bool kBlockScaled = kFloat8 && SCALES == PER_BLOCK;
 constexpr int kInner = kFloat8 ? 32 : 16;  // elements of a product's inner dimension
 
 constexpr int kSlices = BLOCK_K / kInner;  // of the second product's
@@ -28,43 +28,43 @@ typedef float Scores[BLOCK_K / 2];
 typedef float Output[HEAD_DIM_V / 2];
 typedef unsigned Probabilities[kSlices][4];
 
-// Float8's products are summed in 14 bits (pyfa/conformance/float8.py). Over 16k keys a quarter of a mean
-// would be lost. So the products of one tile of keys are summed in registers of their own, kColumns of the
-// output's columns at a time, and added in float32. 128 at once take half as many instructions, and registers
-// that two times 64 under way take as well.
+// The matrix unit sums float8's products in 14 bits (pyfa/conformance/float8.py). Over 16k keys a quarter of
+// a mean would be lost. So P V of one tile of keys goes to registers of its own (TileOutput), kColumns
+// columns of the output at a time, and O gets it in float32. 128 columns at once take half as many
+// instructions as 64, and as many registers as two times 64 in flight.
 constexpr int kMostColumns = GROUPS == 3 ? 128 : 64;
 constexpr int kColumns = HEAD_DIM_V < kMostColumns ? HEAD_DIM_V : kMostColumns;
-constexpr int kParts = HEAD_DIM_V / kColumns;
-typedef float Columns[kColumns / 2];
-// Whether these take the place of the scores, where there are no registers for both. Then a group's products
-// wait for its softmax, and only other groups' run under it.
+constexpr int kColumnGroups = HEAD_DIM_V / kColumns;
+typedef float TileOutput[kColumns / 2];
+// Whether TileOutput takes the registers of the scores, because both do not fit. Then a warpgroup's products
+// wait for its softmax, and only those of other warpgroups run under it (the serial consumer).
 constexpr int kRegisters = HEAD_DIM_V + BLOCK_K / 2 + BLOCK_K / 8;  // of output, products, scores, P
 constexpr bool kSerial =
-    kBlocks || (kFloat8 && kRegisters > (GROUPS == 3 ? 140 : SCORE == PLAIN ? 208 : 176));
-// Scales of blocks of V come in there, and each k-slice has its own.
-constexpr int kProducts = kBlocks ? kParts * kSlices : kParts;
-constexpr int kUnderWay = kProducts < 2 ? 1 : 2;
-// Whether the next tile's keys are waited for as soon as these are under way, and not after them: 1 to 2 % at
-// D = 128 and 64. At D = 256 ptxas writes out the products twice then, and 5 % are lost.
-constexpr bool kAhead = kProducts == 1;
+    kBlockScaled || (kFloat8 && kRegisters > (GROUPS == 3 ? 140 : SCORE == PLAIN ? 208 : 176));
+// With scales of blocks each k-slice is a product by itself: it has a scale of V of its own.
+constexpr int kProducts = kBlockScaled ? kColumnGroups * kSlices : kColumnGroups;
+constexpr int kInFlight = kProducts < 2 ? 1 : 2;
+// Whether the serial consumer waits for the next K tile while P V is in flight, and not after it: gains 1 to
+// 2 % at D = 128 and 64. At D = 256 ptxas then emits the products twice, which loses 5 %.
+constexpr bool kWaitEarly = kProducts == 1;
 
-// Whether P is made in registers of its own while the last tile's is multiplied. Then the scores are still
-// there when the sums show that one has outgrown its base, and no maximum is looked for before: 320 instead
-// of 380 instructions a tile at D = 128.
-constexpr bool kApart = !kFloat8 && GROUPS == 2 && BLOCK_K + HEAD_DIM_V / 2 <= 192;
+// Whether P has registers of its own while the P of the tile before is multiplied. Then the scores are still
+// there when a row's sum shows that one outgrew its base, so no maximum is computed first: 320 instructions
+// a tile at D = 128, not 380.
+constexpr bool kSeparateP = !kFloat8 && GROUPS == 2 && BLOCK_K + HEAD_DIM_V / 2 <= 192;
 
-// What the largest P is after its row's base has been raised, as a power of two. E4M3 goes from 2^-6, below
-// which it loses bits, to 448: there is hardly room above for a base that lags behind.
+// The largest P after its row's base has been raised, as a power of two. E4M3 goes from 2^-6, below which it
+// loses bits, to 448. So there is hardly room for a base that lags.
 constexpr float kTop = kFloat8 ? 8.0f : 0.0f;
-constexpr float kMost = kFloat8 ? 8.75f : kLag;  // power of two of what P may become before that
+constexpr float kMost = kFloat8 ? 8.75f : kLag;  // the same, before it is raised
 
 typedef Row Rows[2];  // rows group and group + 8 of the warp
 
 // What a finished score is multiplied by.
 DEVICE float to_base_2(const Params &p) { return SCORE == PLAIN ? p.scale * kLog2E : kLog2E; }
 
-// Every score of one row becomes f(score, place): its key is first_key() + place. Places are constants, so
-// that what is compared with them takes no registers.
+// Every score of one row becomes f(score, place). Its key is first_key() + place. Places are constants, so a
+// comparison with one takes no register.
 DEVICE int first_key(int tile) { return tile * BLOCK_K + lane_index() % 4 * 2; }
 template <typename F>
 DEVICE void each(Scores &s, int half, F f) {
@@ -124,8 +124,8 @@ DEVICE void find_largest(float to_base_2, const Scores &s, float (&largest)[2]) 
   }
 }
 
-// Brings bases and sums to the maxima so far; the output has to follow by `factors`.
-DEVICE void raise(const float (&largest)[2], Rows &rows, float (&factors)[2]) {
+// Raises bases and sums to the maxima so far. The output has to follow by `factors`.
+DEVICE void update_max(const float (&largest)[2], Rows &rows, float (&factors)[2]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     float raised = __builtin_fmaxf(rows[h].base, row_max(largest[h]) - kTop);
@@ -142,22 +142,23 @@ DEVICE void rescale(Output &o, const float (&factors)[2]) {
     for (int i = 0; i < 4; ++i) o[4 * t + i] *= factors[i / 2];
 }
 
-// Columns `part` of the output, in float8: plus products, or products times `unit`; or rescaled first.
-DEVICE void add(Output &o, const Columns &products, int part) {
+// Float8: one group of O's columns plus P V; plus P V times `unit`; or rescaled, plus P V.
+DEVICE void add(Output &o, const TileOutput &products, int column_group) {
 #pragma unroll
-  for (int i = 0; i < kColumns / 2; ++i) o[part * (kColumns / 2) + i] += products[i];
+  for (int i = 0; i < kColumns / 2; ++i) o[column_group * (kColumns / 2) + i] += products[i];
 }
-DEVICE void add(Output &o, const Columns &products, int part, float unit) {
+DEVICE void add(Output &o, const TileOutput &products, int column_group, float unit) {
 #pragma unroll
   for (int i = 0; i < kColumns / 2; ++i) {
-    float &x = o[part * (kColumns / 2) + i];
+    float &x = o[column_group * (kColumns / 2) + i];
     x = __builtin_fmaf(products[i], unit, x);
   }
 }
-DEVICE void rescale_and_add(Output &o, const float (&factors)[2], const Columns &products, int part) {
+DEVICE void rescale_and_add(Output &o, const float (&factors)[2], const TileOutput &products,
+                            int column_group) {
 #pragma unroll
   for (int i = 0; i < kColumns / 2; ++i) {
-    float &x = o[part * (kColumns / 2) + i];
+    float &x = o[column_group * (kColumns / 2) + i];
     x = __builtin_fmaf(x, factors[i / 2 % 2], products[i]);
   }
 }
@@ -166,14 +167,14 @@ DEVICE float probability(float score, float to_base_2, float base) {
   return exp2(__builtin_fmaf(score, to_base_2, -base));
 }
 
-// Scores become probabilities where they are; `round_to` makes the second product's operand of them.
-// Whether the output has to be rescaled.
-DEVICE bool soften_in_place(float to_base_2, Scores &s, Rows &rows, float (&factors)[2]) {
+// One tile of online softmax: the scores become probabilities in place, and `round_to` makes the operand of
+// P V of them. Returns whether O has to be rescaled.
+DEVICE bool online_softmax_in_place(float to_base_2, Scores &s, Rows &rows, float (&factors)[2]) {
   float largest[2];
   find_largest(to_base_2, s, largest);
   bool outgrown = largest[0] > rows[0].base + kMost || largest[1] > rows[1].base + kMost;
   bool raised = __any_sync(kAllLanes, outgrown);
-  if (raised) raise(largest, rows, factors);
+  if (raised) update_max(largest, rows, factors);
 #pragma unroll
   for (int t = 0; t < kKeyTiles; ++t)
 #pragma unroll
@@ -201,7 +202,7 @@ DEVICE void round_to(Probabilities &p, const Scores &s) {
   }
 }
 
-// The same into registers of their own, where that is done at once, and the sums are the tile's.
+// Scores to rounded probabilities in registers of their own, with the sums of this tile.
 DEVICE void exponentiate(float to_base_2, const Scores &s, const Rows &rows, Probabilities &p,
                          float (&sums)[2]) {
   sums[0] = sums[1] = 0.0f;
@@ -216,10 +217,11 @@ DEVICE void exponentiate(float to_base_2, const Scores &s, const Rows &rows, Pro
       p[t / 2][t % 2 * 2 + h] = Format<DTYPE>::nearest(x, y);
     }
 }
-// While a lane's share of a tile's sum stays below 2^kLag, no score has outgrown its base by more; else all
-// is done again. A piece's first tile has nothing to go by.
+// One tile of online softmax with P apart from the scores. While a lane's share of a tile's sum stays below
+// 2^kLag, no score outgrew its base by more than that. Else the tile is done again with new bases. The first
+// tile of a work tile has no base yet.
 template <bool first>
-DEVICE bool soften_apart(float to_base_2, const Scores &s, Rows &rows, Probabilities &p,
+DEVICE bool online_softmax_to(float to_base_2, const Scores &s, Rows &rows, Probabilities &p,
                          float (&factors)[2]) {
   constexpr float kMostSum = 256.0f;
   float sums[2];
@@ -231,7 +233,7 @@ DEVICE bool soften_apart(float to_base_2, const Scores &s, Rows &rows, Probabili
   if (raised) {
     float largest[2];
     find_largest(to_base_2, s, largest);
-    raise(largest, rows, factors);
+    update_max(largest, rows, factors);
     exponentiate(to_base_2, s, rows, p, sums);
   }
   rows[0].total += sums[0];
@@ -239,10 +241,10 @@ DEVICE bool soften_apart(float to_base_2, const Scores &s, Rows &rows, Probabili
   return raised;
 }
 
-// ---- the end of a row ---------------------------------------------------------------------------
+// ---- for the epilogue ---------------------------------------------------------------------------
 
-// Four lanes that hold pairs 0 ... 3 of four tiles of 8 columns get one whole tile each.
-DEVICE void gather(unsigned (&x)[4]) {
+// Four lanes each hold a pair of columns of four 8-column tiles, and exchange them: each gets a whole tile.
+DEVICE void transpose_quads(unsigned (&x)[4]) {
   bool odd = lane_index() & 1, upper = lane_index() & 2;
 #pragma unroll
   for (int i = 0; i < 4; i += 2) {
