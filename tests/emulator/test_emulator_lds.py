@@ -150,8 +150,8 @@ def test_exchanges() -> None:
         assert (out.view(U).reshape(64, 16)[:, 0] == values[source]).all(), name
 
 
-# An access, the places of its lanes, and what phases make of them, worked out by hand: clocks that a
-# wave takes, and those of them that a bank waits.
+# An access, the places of its lanes, and what phases make of them, worked out by hand: clocks that
+# a wave takes, and those of them that a bank waits.
 def row(stride: int) -> Any:
     return LANES * stride
 

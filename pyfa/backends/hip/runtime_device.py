@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import torch
 
-from ... import codeobject, device
+from ... import codeobject, device, topology
 from ...errors import CodeObjectError
 from ...problem import Problem
-from . import libamdhip64, plans, topology
+from . import libamdhip64, plans
 from .code import Code
 from .libamdhip64 import Hip
 
