@@ -19,6 +19,7 @@ from .backends import AUTOMATIC, BACKENDS, NAMES
 from .backends.base import (
     Backend,
     Gradients,
+    MachineReason,
     OtherAlignment,
     Repeat,
     RepeatBackward,
@@ -300,7 +301,8 @@ def _warn_if_lost(refused: dict[str, Sequence[str]], candidates: Sequence[str]) 
     first = candidates[0]
     if first not in refused:
         return
-    why = BACKENDS[first].why_unavailable()
+    lacking = (reason for reason in refused[first] if isinstance(reason, MachineReason))
+    why = BACKENDS[first].why_unavailable() or next(lacking, None)
     if why is None or first in _lost:
         return
     message = f"the {first} backend cannot run here and a slower one was chosen: {why}"
