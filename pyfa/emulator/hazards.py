@@ -30,7 +30,7 @@ from pyfa.emulator.effects import (
 
 # A rule's source is a function of it, or the ISA's table. Read in ROCm/llvm-project at 03a23131.
 SOURCE = "LLVM, llvm/lib/Target/AMDGPU/GCNHazardRecognizer.cpp"
-ISA = "AMD Instinct MI300 ISA, 4.5: Manually Inserted Wait States"
+ISA = "AMD Instinct MI300 ISA, 4.5: Required Software-inserted Wait States"
 
 Registers = Callable[[Effects], int]
 _MEMORY = frozenset(("vmem", "lds_dma", "lds"))
