@@ -34,14 +34,20 @@ def manifest() -> dict[str, Any]:
     return data
 
 
+def has(arch: str, key: str) -> bool:
+    """Whether the bundle lists a code object of this key."""
+    entry = manifest()["objects"].get(key)
+    return entry is not None and entry["arch"] == arch
+
+
 def find(arch: str, key: str) -> bytes | None:
     """The bundled code object of this key, or None.
 
     Raises ``CodeObjectError`` where its bytes are not those that were verified.
     """
-    entry = manifest()["objects"].get(key)
-    if entry is None or entry["arch"] != arch:
+    if not has(arch, key):
         return None
+    entry = manifest()["objects"][key]
     data: bytes = (FOLDER / entry["file"]).read_bytes()
     if hashlib.sha256(data).hexdigest() != entry["sha256"]:
         raise CodeObjectError(f"{FOLDER / entry['file']} is not the file that was verified")

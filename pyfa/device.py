@@ -7,9 +7,11 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
+from . import topology
 from .arch import ARCHS, Arch
 
 GIB = 1024**3
@@ -98,15 +100,38 @@ def _gpu(
     )
 
 
+def _partition(card: Device, name: str, dies: int) -> Device:
+    """What a card shows in a partition mode that gives a device ``dies`` of its XCDs.
+
+    The memory system is taken as shared evenly, whatever its own mode is.
+    """
+    share = dies / card.dies
+    return replace(
+        card,
+        name=name,
+        units=card.units * dies // card.dies,
+        dies=dies,
+        bandwidth=card.bandwidth * share,
+        memory_bytes=int(card.memory_bytes * share),
+        cache_bytes=int(card.cache_bytes * share),
+    )
+
+
+_MI300X = _gpu("MI300X", "gfx942", 304, 5300, 192, 4, 2100, dies=8, cache_mib=256)
+
 # Sources: the vendors' data sheets and architecture white papers. NVIDIA's clock is the one behind
-# the data sheet's matrix rate. A CPX partition gets an eighth of the card's memory system.
+# the data sheet's matrix rate. MI308X: 4 XCDs of 20 CUs, as Linux's driver tells (num_xcc).
 DEVICES: Mapping[str, Device] = MappingProxyType(
     {
         device.name: device
         for device in (
-            _gpu("MI300X", "gfx942", 304, 5300, 192, 4, 2100, dies=8, cache_mib=256),
+            _MI300X,
             _gpu("MI325X", "gfx942", 304, 6000, 256, 4, 2100, dies=8, cache_mib=256),
-            _gpu("MI300X-CPX", "gfx942", 38, 662.5, 24, 4, 2100, cache_mib=32),
+            _partition(_MI300X, "MI300X-DPX", 4),
+            _partition(_MI300X, "MI300X-QPX", 2),
+            _partition(_MI300X, "MI300X-CPX", 1),
+            _gpu("MI300A", "gfx942", 228, 5300, 128, 4, 2100, dies=6, cache_mib=256),
+            _gpu("MI308X", "gfx942", 80, 5300, 192, 4, 1420, dies=4, cache_mib=256),
             _gpu("MI250X", "gfx90a", 110, 1638.4, 64, 8, 1700),
             _gpu("A100-80GB", "sm_80", 108, 2039, 80, 40, 1410),
             _gpu("RTX4070", "sm_89", 46, 504, 12, 36, 2475, matrix_scale=0.5),
@@ -145,16 +170,44 @@ def _read(index: int) -> Device:
     else:
         arch = f"sm_{properties.major}{properties.minor}"
         arch = {"sm_90": "sm_90a"}.get(arch, arch)
-    units = properties.multi_processor_count
-    # torch tells neither the memory's speed nor the dies on every version: take those of the named
-    # device of the same arch and size, and say 0 (unknown) rather than guess for any other.
-    alike = [d for d in DEVICES.values() if d.arch == arch and d.units == units]
-    alike = [d for d in alike if d.name.split("-")[0] in properties.name] or alike
-    known = alike[0] if alike else Device("", arch, units, 1, 0.0, 0, 0, 0, 0.0)
+    known = _known(properties.name, arch, properties.multi_processor_count)
     return replace(
         known,
         name=properties.name,
+        dies=_dies(properties) or known.dies,
         memory_bytes=properties.total_memory,
         l2_bytes=getattr(properties, "L2_cache_size", known.l2_bytes),
         clock=getattr(properties, "clock_rate", 0) * 1e3 or known.clock,
     )
+
+
+def _known(name: str, arch: str, units: int) -> Device:
+    """What torch does not tell on every version: the memory's speed, the dies.
+
+    Those of the named device of the same arch and size, or of a part of one, and 0 (unknown) rather
+    than a guess for any other.
+    """
+    cards = [d for d in DEVICES.values() if d.arch == arch]
+    named = [d for d in cards if d.name.split("-")[0] in name]
+    parts = [
+        _partition(card, card.name, dies)
+        for card in named
+        for dies in range(card.dies, 0, -1)
+        if card.dies % dies == 0
+    ]
+    for device in (*named, *parts, *cards):
+        if device.units == units:
+            return device
+    # An XCD of gfx942 has 38 CUs switched on, but an MI308X's.
+    dies = units // 38 if arch == "gfx942" and units % 38 == 0 else 1
+    return Device("", arch, units, dies, 0.0, 0, 0, 0, 0.0)
+
+
+def _dies(properties: Any) -> int | None:
+    """XCDs as Linux's driver tells them; None where it does not, or torch not which GPU it is."""
+    parts: list[Any] = [
+        getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")
+    ]
+    if torch.version.hip is None or None in parts:
+        return None
+    return topology.dies("{:04x}:{:02x}:{:02x}.0".format(*parts))

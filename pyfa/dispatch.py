@@ -16,7 +16,7 @@ import torch
 
 from . import _torch, env, validate
 from .backends import AUTOMATIC, BACKENDS, NAMES
-from .backends.base import Backend, Gradients, Run, RunBackward
+from .backends.base import Backend, Gradients, MachineReason, Run, RunBackward
 from .device import Device, of
 from .errors import PerformanceWarning, UnsupportedProblem
 from .plan import Plan
@@ -293,7 +293,8 @@ def _warn_if_lost(refused: dict[str, Sequence[str]], candidates: Sequence[str]) 
     first = candidates[0]
     if first not in refused:
         return
-    why = BACKENDS[first].why_unavailable()
+    lacking = (reason for reason in refused[first] if isinstance(reason, MachineReason))
+    why = BACKENDS[first].why_unavailable() or next(lacking, None)
     if why is None or first in _lost:
         return
     message = f"the {first} backend cannot run here and a slower one was chosen: {why}"

@@ -259,7 +259,8 @@ def seed(value: object, device: torch.device) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.dtype != torch.int64 or value.device != device:
             wrong("seed", f"one int64 on {device}", value)
-        return value.reshape(1)
+        # The same tensor where it can be: a bound call is found by it.
+        return value if value.dim() == 1 else value.reshape(1)
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"seed: expected an int or a tensor; got {type(value).__name__}")
     if not -(2**63) <= value < 2**64:

@@ -15,8 +15,8 @@ PACKAGE = Path(__file__).parent.parent / "pyfa"
 # Every module or package of pyfa may import those before it. A backend is a layer of its own kind.
 ORDER = (
     "errors", "env",
-    "arch", "device", "problem", "validate", "validate_cache", "validate_fp8", "reference",
-    "traffic", "plan",
+    "arch", "topology", "device", "problem", "validate", "validate_cache", "validate_fp8",
+    "reference", "traffic", "plan",
     "abi", "sources", "codeobject", "cubin", "bundle", "cache", "emulator",
     "backends",
     "dispatch", "repeats", "ops", "request", "api", "quantize", "",

@@ -84,6 +84,9 @@ DEVICE void finish(Acc &s, const Params &p, const Sequence &sequence, const Bloc
                    const Lines &lines, int t, int first) {
   int key = first + M::part() * 4;
   int distance = key - lines.row[t] - sequence.shift;
+  // Multiplied before the paths part: where they meet again, what overwrites the products' registers
+  // would come a wait state too soon after them, by a path that the compiler does not count.
+  s *= b.general ? 1.0f : p.scale * kLog2E;
   if (b.general) {
     Terms terms = terms_of(params_again(), sequence.batch, lines.head[t], lines.row[t]);
     terms.slope = lines.slope[t];  // a load here would wait for all keys that are on their way
@@ -93,8 +96,6 @@ DEVICE void finish(Acc &s, const Params &p, const Sequence &sequence, const Bloc
       for (int r = 0; r < 4; ++r) s[r] += bias_of(terms, min(key + r, b.stop - 1));
     }
     s *= kLog2E;
-  } else {
-    s *= p.scale * kLog2E;
   }
   if (first >= b.all_low && first + kGroup <= b.all_high) return;
   int left = p.window_left < 0 ? -0x7fffffff : -p.window_left;

@@ -35,13 +35,13 @@ struct ValueTile {
   static constexpr int kUnits = keys / kUnit;  // of a row
   static constexpr int kBytes = head_dim * keys * kSize;
 
-  // Reading, neighbouring lanes have neighbouring d; writing, every other d, of bytes every fourth.
-  // All spread over a line.
+  // Reading, the 8 lanes of a phase (four neighbouring d, and four that are 20 or 12 further) have 8
+  // places of a line; writing, every other d, of bytes every fourth.
   static METHOD int place(int d, int unit) {
     if constexpr (kUnits < 8) {
       static_assert(kUnits == 4 || kUnits == 2, "two or four rows make a line");
       constexpr int kRows = 8 / kUnits;
-      int line = d / kRows, swizzle = kSize == 1 ? d / 4 : line;
+      int line = d / kRows, swizzle = kSize == 1 ? d / 4 ^ turn(d) : line;
       return line * kLineBytes + ((d % kRows * kUnits + unit) ^ (swizzle & 7)) * 16;
     } else {
       return d * kUnits * 16 + ((unit ^ (d & 7) ^ (d >> 3 & 1)) * 16);
@@ -50,8 +50,12 @@ struct ValueTile {
   // The place of d + n with n below 4, of bytes, where d is a multiple of 4 and lies at `place`.
   static METHOD int beside(int place, int n) {
     constexpr int kRows = 8 / kUnits;
-    return (place ^ n % kRows * kUnits * kUnitBytes) + n / kRows * kLineBytes;
+    return (place ^ (n % kRows * kUnits ^ turn(n)) * kUnitBytes) + n / kRows * kLineBytes;
   }
+
+ private:
+  // Of four neighbouring d that take two lines: the second line's places are others than the first's.
+  static METHOD int turn(int d) { return kUnits == 4 ? d / 2 % 2 * 2 : 0; }
 };
 
 DEVICE void loads_arrived() { asm volatile("s_waitcnt vmcnt(0)" : : : "memory"); }

@@ -66,20 +66,22 @@ struct Rows {
 };
 
 // 4 bytes a lane straight to LDS at `to` + 4 lane. The compiler does not know of these two:
-// `loads_arrived` waits. As its own builtin, every later LDS read would wait for all of them.
+// `loads_arrived` waits. As its own builtin, every later LDS read would wait for all of them. Nor does
+// it keep wait states here: a vector instruction that writes one of these scalar registers has to come
+// 5 before. The gate sees to it (pyfa/emulator/hazards.py).
 DEVICE void load_to_lds(const void *tile, int bytes, unsigned offset, unsigned scalar_offset, Lds to) {
   unsigned long long at = (unsigned long long)tile;
   Descriptor from{(int)at, (int)(at >> 32) & 0xffff, bytes, kRawDwords};
   asm volatile("s_mov_b32 m0, %3\n\ts_nop 0\n\tbuffer_load_dword %0, %1, %2 offen lds"
                :
                : "v"(offset), "s"(from), "s"(scalar_offset), "s"(to)
-               : "memory");
+               : "memory", "m0");
 }
 DEVICE void load_to_lds(const void *from, Lds to) {
   asm volatile("s_mov_b32 m0, %1\n\ts_nop 0\n\tglobal_load_lds_dword %0, off"
                :
                : "v"(from), "s"(to)
-               : "memory");
+               : "memory", "m0");
 }
 
 // ---- tiles whose keys lie anywhere: paged -------------------------------------------------------

@@ -23,6 +23,10 @@ class OtherAlignment(Exception):
     way round: that may be another plan's. Nothing was done."""
 
 
+class MachineReason(str):
+    """A reason of ``why_not`` that is not the problem's: something is missing on this machine."""
+
+
 class Gradients(NamedTuple):
     """dq, dk, dv as their inputs; ``dbias`` and ``dsinks`` where they were asked for, else None."""
 

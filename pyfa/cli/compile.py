@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -37,15 +38,15 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--bundle",
         action="store_true",
-        help="write the bundle that the package's wheel carries, after running the conformance "
-        "suite on each code object in the emulator",
+        help="write the bundle that the package's wheel carries, after holding each code object "
+        "to gfx942's wait states and running the conformance suite on it in the emulator",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Status 0 when every plan was built, and emulated where that was asked for."""
+    """Status 0 when every plan was built without a fault, and emulated where that was asked for."""
     from ..backends.cuda import plans as of_cuda
     from ..backends.hip import plans as of_hip
 
@@ -62,9 +63,14 @@ def run(options: argparse.Namespace) -> int:
         built += build(arch, options.all)
     if options.out is not None:
         _write(options.out, built)
-    failed = _bundle(built) if options.bundle else []
+    failed = _faults(built)
+    if options.bundle and not failed:
+        failed = _bundle(built)
+    for each in failed:
+        print(f"pyfa compile: {each}", file=sys.stderr)
     if options.json:
-        facts = [{k: v for k, v in row.items() if k not in ("data", "key")} for row in built]
+        hidden = ("data", "key", "faults")
+        facts = [{k: v for k, v in row.items() if k not in hidden} for row in built]
         print_json("compile", {"objects": facts, "failed": failed})
     else:
         for columns in (_COLUMNS, compile_cuda.COLUMNS):
@@ -84,6 +90,7 @@ _COLUMNS = {
     "lds_bytes": "LDS B",
     "kernarg_bytes": "kernarg B",
     "waves_per_simd": "waves/SIMD",
+    "hazards": "hazards",
 }
 
 
@@ -103,9 +110,10 @@ def _build(arch: str, every: bool) -> list[dict[str, Any]]:
 def _row(arch: str, plan: Plan) -> dict[str, Any]:
     from .. import codeobject
     from ..backends.common.plans import name_of
-    from ..backends.hip import code
+    from ..backends.hip import code, runtime_hazards
 
     data = code.build(plan, arch)
+    faults = runtime_hazards.faults(data)
     kernel = codeobject.parse(data).kernel(name_of(plan))
     return {
         "kernel": kernel.name,
@@ -120,10 +128,17 @@ def _row(arch: str, plan: Plan) -> dict[str, Any]:
         "lds_bytes": kernel.lds_bytes,
         "kernarg_bytes": kernel.kernarg_bytes,
         "waves_per_simd": _waves(kernel.vgprs),
+        "hazards": len(faults),
+        "faults": faults,
         "sha256": hashlib.sha256(data).hexdigest(),
         "key": code.key_of(plan, arch),
         "data": data,
     }
+
+
+def _faults(rows: list[dict[str, Any]]) -> list[str]:
+    """What a GPU might compute wrongly: instructions closer together than gfx942 allows."""
+    return [f"{row['plan']}: {fault}" for row in rows for fault in row.get("faults", ())]
 
 
 def _waves(registers: int) -> int:

@@ -52,7 +52,7 @@ class Counters:
     of global memory, in range (atomics count as stores); ``scalar_bytes`` of the loads are scalar
     ones: arguments, lengths. ``segments64`` and ``segments128`` are the different aligned segments
     of each vector memory instruction, summed. ``lds_clocks`` and ``lds_conflict_clocks`` are
-    modelled from addresses (32 banks of 4 bytes, 32 lanes together, 16 for 16-byte accesses), not
+    modelled from addresses (32 banks of 4 bytes, lanes together as core/phases.h has them), not
     measured; ``lds_read_bytes`` and ``lds_write_bytes`` (with atomics) are what the active lanes of
     the same instructions ask for, ``lds_direct_bytes`` what loads bring into LDS past registers,
     which no LDS clocks stand for. ``buffer_out_of_range`` counts lanes that a buffer

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 from memory_instructions import BYTES, LANES, LOADS, OLD, WAIT, U, data, launch, registers
 
 DS_READS = {
@@ -147,3 +148,52 @@ def test_exchanges() -> None:
     values = inputs.view(U).reshape(64, 16)[:, 0]
     for (name, (_, source)), out in zip(EXCHANGES.items(), outputs, strict=True):
         assert (out.view(U).reshape(64, 16)[:, 0] == values[source]).all(), name
+
+
+# An access, the places of its lanes, and what phases make of them, worked out by hand: clocks that
+# a wave takes, and those of them that a bank waits.
+def row(stride: int) -> Any:
+    return LANES * stride
+
+
+CROSSED = 16 * (LANES ^ (LANES >> 4 & 1) * 4)
+BANKS: dict[str, tuple[str, Any, int, int]] = {
+    "4 bytes": ("ds_read_b32 v8, v20", row(4), 2, 0),
+    "4 bytes, every other bank": ("ds_read_b32 v8, v20", row(8), 4, 2),
+    "4 bytes, a column of a padded row": ("ds_write_b32 v20, v8", row(132), 2, 0),
+    "4 bytes, one for all": ("ds_read_b32 v8, v20", row(0), 2, 0),
+    "2 bytes": ("ds_read_u16 v8, v20", row(2), 2, 0),
+    # 16 lanes ask for 32 dwords; two apart from 8 lanes on in the same bank.
+    "8 bytes": ("ds_read_b64 v[8:9], v20", row(8), 4, 0),
+    "8 bytes, every other place": ("ds_read_b64 v[8:9], v20", row(16), 8, 4),
+    "8 bytes written": ("ds_write_b64 v20, v[8:9]", row(8), 4, 0),
+    "8 bytes written, every other place": ("ds_write_b64 v20, v[8:9]", row(16), 8, 4),
+    "2 times 4 bytes": ("ds_read2_b32 v[8:9], v20 offset1:1", row(8), 8, 4),
+    # Lanes 0 to 3 have dwords 0 to 11, 20 to 23 have 60 to 71, which are banks 28 to 31 and 0 to 7.
+    "12 bytes": ("ds_read_b96 v[8:10], v20", row(12), 16, 8),
+    "12 bytes written": ("ds_write_b96 v20, v[8:10]", row(12), 8, 0),
+    "16 bytes": ("ds_read_b128 v[8:11], v20", row(16), 8, 0),
+    "16 bytes written": ("ds_write_b128 v20, v[8:11]", row(16), 8, 0),
+    "16 bytes, every other place": ("ds_read_b128 v[8:11], v20", row(32), 16, 8),
+    # Lanes 20 to 23 change places with 16 to 19, and so on: no two of 16 in a row, nor of 8, share
+    # a bank, but lanes 0 to 3 and 20 to 23 do.
+    "16 bytes, crossed": ("ds_read_b128 v[8:11], v20", CROSSED, 16, 8),
+    "16 bytes written, crossed": ("ds_write_b128 v20, v[8:11]", CROSSED, 8, 0),
+    "16 bytes, one for all": ("ds_read_b128 v[8:11], v20", row(0), 8, 0),
+    # One clock for a dword that lanes of one phase share, two where they are of different phases.
+    "16 bytes, lanes 0 and 20 the same": (
+        "ds_read_b128 v[8:11], v20", np.where(LANES == 20, 0, 16 * LANES), 8, 0
+    ),
+    "16 bytes, lanes 0 and 20 in one bank": (
+        "ds_read_b128 v[8:11], v20", np.where(LANES == 20, 1024, 16 * LANES), 9, 1
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BANKS)
+def test_bank_conflicts(name: str) -> None:
+    text, places, clocks, conflicts = BANKS[name]
+    inputs, outputs = data(6), np.zeros((1, BYTES), np.uint8)
+    inputs.view(U).reshape(64, 16)[:, 0] = places
+    counters = launch(f"global_load_dword v20, v[2:3], off\n{WAIT}{text}\n{WAIT}", inputs, outputs)
+    assert (counters.lds_clocks, counters.lds_conflict_clocks) == (clocks, conflicts)

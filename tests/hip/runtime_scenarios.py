@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
-from pyfa import codeobject
-from pyfa.backends.hip import code, compiler, libamdhip64, runtime_device, topology
+from pyfa import codeobject, topology
+from pyfa.backends.hip import code, compiler, libamdhip64, runtime_device
 from pyfa.backends.hip.runtime_device import DeviceRuntime
 
 STREAM = 0x7FAB00000000

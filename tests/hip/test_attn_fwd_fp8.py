@@ -80,7 +80,8 @@ FAULTS = {
     "V's rows exchanged": ("plain", "high, low, 0x05040100);\n        unsigned odd",
                            "high, low, 0x07060302);\n        unsigned odd"),
     "swizzle of half lines on one side": ("plain", "^ (key / 2 & 7)) * 16", ") * 16"),
-    "swizzle that four rows do not share": ("plain", "kSize == 1 ? d / 4 : line", "line"),
+    "swizzle that four rows do not share": ("plain", "kSize == 1 ? d / 4 ^ turn(d) : line", "line"),
+    "turn of the second line on one side": ("plain", "kUnits ^ turn(n)", "kUnits"),
     "read beyond the head": ("varlen", "width(head.head_dim * kSize)", "width(256)"),
     "rows beyond the sequence stored": ("varlen", "if (row >= c.s.rows) continue;", ""),
     "barrier after a tile dropped": (

@@ -13,6 +13,8 @@ import pytest
 
 from pyfa import bundle
 from pyfa.backends.hip import code, plans
+from pyfa.cli import main
+from pyfa.emulator import hazards
 from pyfa.errors import CodeObjectError
 
 # One process builds the bundle, for all of these.
@@ -56,6 +58,7 @@ def checkout(tmp_path_factory):
     compile_bundle = [sys.executable, "-m", "pyfa", "compile", "--arch", "gfx942", "--bundle"]
     report = json.loads(run(*compile_bundle, "--json", cwd=folder, PYTHONPATH=str(folder)))
     assert report["failed"] == []
+    assert {row["hazards"] for row in report["objects"]} == {0}
     return folder
 
 
@@ -69,6 +72,28 @@ def test_every_code_object_was_emulated(checkout):
     for entry in objects:
         assert entry["emulated"]
         assert (checkout / "pyfa" / "_bundle" / entry["file"]).is_file()
+
+
+def test_every_code_object_keeps_its_wait_states(checkout):
+    """All that a wheel carries; ``pyfa compile --all`` holds every other plan to the same."""
+    for entry in manifest(checkout)["objects"].values():
+        data = (checkout / "pyfa" / "_bundle" / entry["file"]).read_bytes()
+        assert hazards.check(data) == []
+
+
+def test_a_bundle_with_a_hazard_is_refused(tmp_path, monkeypatch, capsys):
+    """One s_nop of one plan a wait state shorter."""
+    plan = next(plan for plan in plans.common_plans("hip") if plan.kernel == "hip/append.hip")
+    good, (longer, shorter) = code.build(plan, "gfx942"), (b"\x01\0\x80\xbf", b"\0\0\x80\xbf")
+    assert longer in good
+    monkeypatch.setattr(plans, "common_plans", lambda backend: [plan])
+    monkeypatch.setattr(bundle, "FOLDER", tmp_path / "bundle")
+    monkeypatch.setattr(code, "build", lambda plan, arch: good.replace(longer, shorter, 1))
+    assert main(["compile", "--arch", "gfx942", "--bundle"]) == 1
+    assert not bundle.FOLDER.exists()
+    told = capsys.readouterr().err
+    assert f"pyfa compile: {plan}: append at 0x" in told
+    assert "and needs 2: " in told
 
 
 def test_another_build_gives_the_same_bytes(checkout):

@@ -72,14 +72,19 @@ def test_every_kind_of_plan_has_a_sample() -> None:
 
 
 @pytest.mark.parametrize(
-    ("title", "rows", "keys", "dims"),
+    ("title", "rows", "keys", "dims", "conflicts"),
     [
-        ("64/64 bf16", 16, 16, 128),
-        ("64/64 bf16 dK, dV", 32, 32, 256),
-        ("64/64 bf16 dQ", 32, 32, 192),
+        ("64/64 bf16", 16, 16, 128, 0),
+        # Of 8 reads of transposed tiles (Q and dO) and 4 writes of them, a wavefront's quarter: all
+        # wait as long as they take. ColumnTile (stream.h) is laid out for 16 lanes in a row.
+        ("64/64 bf16 dK, dV", 32, 32, 256, 8 * 8 + 4 * 4),
+        # 4 reads (K) and 2 writes.
+        ("64/64 bf16 dQ", 32, 32, 192, 4 * 8 + 2 * 4),
     ],
 )
-def test_products_of_the_other_kernels(title: str, rows: int, keys: int, dims: int) -> None:
+def test_products_of_the_other_kernels(
+    title: str, rows: int, keys: int, dims: int, conflicts: int
+) -> None:
     """Decode: over D and Dv. Backward: the same, and then dV and dK, or dQ."""
     plan = next(
         plan
@@ -88,7 +93,7 @@ def test_products_of_the_other_kernels(title: str, rows: int, keys: int, dims: i
     )
     found = inspect(plan, "gfx942")
     assert found["mfma_clocks"] == 2 * rows * keys * dims / 512
-    assert found["lds_conflict_clocks"] == 0
+    assert found["lds_conflict_clocks"] == conflicts
 
 
 @pytest.mark.parametrize("kind", ["softcap", "dropout", "softcap, paged"])

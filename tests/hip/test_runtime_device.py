@@ -20,8 +20,8 @@ import pytest
 import torch
 from runtime_scenarios import IMAGE, PARAMS, STREAM, params
 
-from pyfa import abi
-from pyfa.backends.hip import libamdhip64, topology
+from pyfa import abi, topology
+from pyfa.backends.hip import libamdhip64
 from pyfa.backends.hip.runtime_device import DeviceRuntime
 from pyfa.device import CPU, DEVICES
 from pyfa.problem import Call, Problem, problem_of

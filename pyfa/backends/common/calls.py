@@ -15,11 +15,6 @@ PLAIN, GENERAL, DROPOUT = range(3)
 MAX_ROW_STRIDE = 1 << 23  # elements: offsets inside a tile are 32-bit
 
 
-def tensors_of(call: Call) -> dict[str, torch.Tensor]:
-    """The tensors that ``call`` came with, by name: what kernels may read."""
-    return {name: x for name, x in call._asdict().items() if isinstance(x, torch.Tensor)}
-
-
 def dtype_code(x: torch.Tensor) -> int:
     """The DTYPE that kernels for ``x`` are compiled with."""
     return DTYPE_CODES[str(x.dtype).removeprefix("torch.")]
@@ -79,24 +74,3 @@ def padded(x: torch.Tensor, more: int) -> torch.Tensor:
 def with_readable(call: Call) -> Call:
     """``call`` with q, k and v as the kernels read them."""
     return call._replace(q=readable(call.q), k=readable(call.k), v=readable(call.v))
-
-
-def results(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse, not initialised but where rows belong to no sequence, or lie beyond one's."""
-    out, lse = places(call)
-    if call.cu_seqlens_q is not None or call.seqused_q is not None:
-        fill(out, lse)
-    return out, lse
-
-
-def places(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse, not initialised."""
-    out = call.q.new_empty(call.out_shape(), dtype=call.dtype_of_out())
-    return out, call.q.new_empty(call.lse_shape(), dtype=torch.float32)
-
-
-def fill(out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """What rows have that see nothing: which rows no kernel writes is known on the device alone."""
-    out.zero_()
-    if lse is not None:
-        lse.fill_(-torch.inf)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -13,7 +14,7 @@ from ..base import Run, RunBackward, missing
 from ..common import append as common_append
 from ..common import backward as common_backward
 from ..common import calls
-from . import backward, code, decode, forward, tiling
+from . import backward, code, decode, forward, plans, tiling
 from .launcher import Launcher, Runtime
 
 
@@ -38,9 +39,23 @@ class HipBackend:
         elsewhere = self.runtime.why_not(problem)
         reasons = [elsewhere] if elsewhere else []
         reasons += missing(self, problem)
-        if decode.takes(problem):
-            return reasons
-        return reasons + forward.why_not(problem) + common_backward.why_not(problem)
+        if not decode.takes(problem):
+            reasons += forward.why_not(problem) + common_backward.why_not(problem)
+        # Of a device that is not here nobody asks for code.
+        if not reasons and not self.runtime.why_unavailable():
+            without = code.why_missing(self._kernels(problem), plans.ARCHS[0])
+            reasons += [without] if without else []
+        return reasons
+
+    def _kernels(self, problem: Problem) -> list[Plan]:
+        """All that ``problem`` may launch, as the bundle names them."""
+        out = calls.DTYPE_CODES[problem.dtype_out or problem.dtype]
+        found = [self.plan(problem), plans.plan_of(self.NAME, "combine", out)]
+        if problem.features & {"varlen", "seqused"}:
+            found.append(plans.plan_of(self.NAME, "gaps"))
+        if "backward" in problem.features:
+            found += backward.plans_for(problem)
+        return [replace(plan, backend="hip", notes=()) for plan in found]
 
     def plan(self, problem: Problem) -> Plan:
         if decode.takes(problem):

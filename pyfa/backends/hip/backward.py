@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 
 from ...plan import Plan
-from ...problem import Call
+from ...problem import Call, Problem
 from ..base import RunBackward
 from ..common import backward as common
 from ..common import calls
-from ..common.backward import Kernel, Kernels, is_general
+from ..common.backward import Kernel, Kernels, is_general, is_general_problem
 from ..common.launch import Launcher
 from . import plans
 
@@ -51,6 +51,13 @@ def plans_of(
     sums = plans.plan_of(backend, "row_sums", dtype)
     keys, rows = (_plan(backend, pair, dtype, owner, int(general)) for owner in (KEYS, ROWS))
     return sums, keys, rows
+
+
+def plans_for(problem: Problem) -> tuple[Plan, Plan, Plan]:
+    """The kernels of a problem's backward."""
+    pair = calls.bucket_of(TILES, problem.head_dim, problem.head_dim_v)
+    dtype = calls.DTYPE_CODES[problem.dtype]
+    return plans_of("hip", pair, dtype, is_general_problem(problem))
 
 
 def _plan(backend: str, pair: tuple[int, int], dtype: int, owner: int, general: int) -> Plan:

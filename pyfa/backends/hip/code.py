@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ... import bundle, codeobject, sources
 from ...errors import CodeObjectError, CompileError
 from ...plan import Plan
+from ..base import MachineReason
 from ..common.plans import name_of
 from . import compiler, plans
 
@@ -79,6 +80,19 @@ def load(plan: Plan, arch: str) -> Code:
 def why_unavailable() -> str | None:
     """Why there is no code on this machine; None where a bundle or a compiler is here."""
     return None if bundle.manifest()["objects"] else compiler.why_unavailable()
+
+
+def why_missing(wanted: Sequence[Plan], arch: str) -> MachineReason | None:
+    """Why not every one of ``wanted`` can be had here; None where each is bundled or compiled."""
+    missing = compiler.why_unavailable()
+    if missing is None:
+        return None
+    lacking = [name_of(plan) for plan in wanted if not bundle.has(arch, key_of(plan, arch))]
+    if not lacking:
+        return None
+    return MachineReason(
+        f"no code for this problem is bundled ({', '.join(lacking)}), and {missing}"
+    )
 
 
 def build(plan: Plan, arch: str) -> bytes:

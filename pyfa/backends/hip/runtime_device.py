@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 import torch
 
-from ... import _torch, abi, codeobject, device
+from ... import _torch, abi, codeobject, device, topology
 from ..._torch import Empty
 from ...errors import CodeObjectError
 from ...problem import Problem
 from ..common import arguments
 from ..common.program import Launch, Program
-from . import libamdhip64, plans, topology
+from . import libamdhip64, plans
 from .code import Code
 from .libamdhip64 import Hip
 

@@ -8,6 +8,7 @@
 #include "atomics.h"
 #include "floats.h"
 #include "memory.h"
+#include "phases.h"
 
 static u16 tag_of(const Wave *w) { return (u16)(w->group->epoch << 5 | (u32)(w - w->group->wave)); }
 
@@ -84,10 +85,10 @@ static int outside(Wave *w, const Inst *i, int lane, u64 at, u32 bytes) {
                     (unsigned long long)at, w->group->lds_bytes);
 }
 
-// Modelled, not measured: 32 banks of 4 bytes; a group of 32 lanes (16 for 16-byte accesses) is
-// served together, taking as many clocks as the fullest bank has different dwords.
-// `moved` is the sum of bytes that active lanes ask for.
-static void count_banks(Wave *w, const Inst *i, const u32 *at, u32 bytes, u64 exec, u64 *moved) {
+// Modelled, not measured here: a phase (phases.h) takes as many clocks as the fullest bank has
+// different dwords. `moved` is the sum of bytes that active lanes ask for.
+static void count_banks(Wave *w, const Inst *i, const u32 *at, u32 bytes, int writes, u64 exec,
+                        u64 *moved) {
     Thread *t = w->thread;
     *moved += (u64)__builtin_popcountll(exec) * bytes;
     Pattern *p = &t->patterns[i - w->launch->code];
@@ -98,14 +99,15 @@ static void count_banks(Wave *w, const Inst *i, const u32 *at, u32 bytes, u64 ex
         same = differ == 0;
     } else same = 0;
     if (!same) {
-        u32 together = bytes == 16 ? 16 : 32, dwords = bytes < 4 ? 1 : bytes / 4;
-        u32 clocks = 0, ideal = 0;
-        for (u32 start = 0; start < LANES; start += together) {
+        Phases phases = phases_of(bytes, writes);
+        u32 dwords = bytes < 4 ? 1 : bytes / 4, clocks = 0, ideal = 0;
+        for (u32 start = 0; start < LANES; start += phases.together) {
             u32 seen[32][64], count[32] = {0}, fullest = 0, distinct = 0;
-            for (u32 l = start; l < start + together; l++) {
+            for (u32 n = start; n < start + phases.together; n++) {
+                u32 l = phases.lanes[n];
                 if (!(exec >> l & 1)) continue;
-                for (u32 n = 0; n < dwords; n++) {
-                    u32 dword = at[l] / 4 + n, bank = dword & 31, k = 0;
+                for (u32 d = 0; d < dwords; d++) {
+                    u32 dword = at[l] / 4 + d, bank = dword & 31, k = 0;
                     while (k < count[bank] && seen[bank][k] != dword) k++;
                     if (k == count[bank] && k < 64) {
                         seen[bank][count[bank]++] = dword;
@@ -168,7 +170,7 @@ INLINE int ds_read(Wave *w, const Inst *i, u32 bytes, u32 rows, int sign, int hi
     u64 exec, defined = ~0ull;
     Group *g = w->group;
     if (addresses(w, i, offset, bytes, bytes < 4 ? bytes : 4, at, &exec)) return STOP;
-    count_banks(w, i, at, bytes, exec, &w->thread->totals.lds_read_bytes);
+    count_banks(w, i, at, bytes, 0, exec, &w->thread->totals.lds_read_bytes);
     u32 to = i->dst - VGPR0 + first_row;
     if (touch_loaded(w, i, to, rows, 1)) return STOP;
     for (u32 r = 0; r < rows; r++) memcpy(value[r], w->v[to + r], sizeof value[r]);
@@ -202,7 +204,7 @@ INLINE int ds_write(Wave *w, const Inst *i, int source, u32 bytes, int high, u32
     u64 exec, defined = ~0ull;
     Group *g = w->group;
     if (addresses(w, i, offset, bytes, bytes < 4 ? bytes : 4, at, &exec)) return STOP;
-    count_banks(w, i, at, bytes, exec, &w->thread->totals.lds_write_bytes);
+    count_banks(w, i, at, bytes, 1, exec, &w->thread->totals.lds_write_bytes);
     u32 row = i->src[source] - VGPR0;
     if (touch_rows(w, i, row, rows)) return STOP;
     for (u32 r = 0; r < rows; r++) defined &= w->defined[row + r];
@@ -296,7 +298,7 @@ static int ds_atomic(Wave *w, const Inst *i, u32 kind, u32 bytes, int returns, i
     u64 exec, defined = ~0ull;
     Group *g = w->group;
     if (addresses(w, i, (u32)i->imm, bytes, bytes, at, &exec)) return STOP;
-    count_banks(w, i, at, bytes, exec, &w->thread->totals.lds_write_bytes);
+    count_banks(w, i, at, bytes, 1, exec, &w->thread->totals.lds_write_bytes);
     // DS compare-and-swap takes the comparand first and the new value second.
     u32 data = i->src[compares ? 2 : 1] - VGPR0, compare = i->src[1] - VGPR0;
     if (touch_rows(w, i, data, rows) || touch_rows(w, i, compare, rows)) return STOP;

@@ -1,0 +1,262 @@
+"""What one gfx942 instruction reads and writes, and what kind it is: for checks of machine code.
+
+Registers are bits of an integer, numbered as operands are (``decode``): scalar ones below 256 (VCC,
+M0 and EXEC among them), VGPRs from 256, AGPRs from 512, and the hardware registers of ``s_setreg``
+from 768. Operand widths follow from the mnemonic; the tests hold them to LLVM's assembler.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+
+from pyfa.emulator import tables
+from pyfa.emulator.counters import MFMA_CLOCKS
+from pyfa.emulator.decode import EXEC, M0, NONE, VCC, VGPR, Decoded
+
+HARDWARE = 768
+SCALARS = (1 << VGPR) - 1
+VCC_BITS, EXEC_BITS, M0_BIT = 3 << VCC, 3 << EXEC, 1 << M0
+_LITERALLY_SCALAR = 128  # operand codes from here to VGPR are constants
+VCCZ, EXECZ = 251, 252
+
+_MFMA = re.compile(r"v_mfma_\w32_(\d+)x(\d+)x(\d+)_(?:(\d+)b_)?(\w+)")
+_ELEMENT_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "i8": 1}
+_TRANS = frozenset(
+    f"v_{name}_{kind}"
+    for name in ("exp", "log", "rcp", "rsq", "sqrt", "sin", "cos", "rcp_iflag")
+    for kind in ("f16", "f32", "f64")
+)
+_MASK_IN = frozenset(("v_cndmask_b32", "v_addc_co_u32", "v_subb_co_u32", "v_subbrev_co_u32"))
+# Dwords of the destination and of each source, where not all are the width of the last type.
+_WIDTHS = {
+    "v_mad_u64_u32": (2, 1, 1, 2), "v_mad_i64_i32": (2, 1, 1, 2), "v_ldexp_f64": (2, 2, 1, 1),
+    "v_lshlrev_b64": (2, 1, 2, 1), "v_lshrrev_b64": (2, 1, 2, 1), "v_ashrrev_i64": (2, 1, 2, 1),
+    "v_lshl_add_u64": (2, 2, 1, 2), "v_frexp_mant_f64": (2, 2, 1, 1),
+    "v_frexp_exp_i32_f64": (1, 2, 1, 1), "v_cmp_class_f64": (2, 2, 1, 1),
+    "v_cmpx_class_f64": (2, 2, 1, 1), "v_cvt_pk_f32_fp8": (2, 1, 1, 1),
+    "v_cvt_pk_f32_bf8": (2, 1, 1, 1), "v_pk_fma_f32": (2, 2, 2, 2), "v_pk_mul_f32": (2, 2, 2, 1),
+    "v_pk_add_f32": (2, 2, 2, 1), "v_pk_mov_b32": (2, 2, 2, 1),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Effects:
+    """One instruction. Of a matrix instruction ``reads`` has all operands, ``a_b`` and ``c`` its
+    parts; ``lane_select`` is the scalar register that picks a lane, ``mode`` the hardware register
+    of ``s_setreg`` and ``s_getreg``."""
+
+    name: str
+    kind: str  # salu, smem, valu, mfma, lds, vmem, lds_dma, or other
+    reads: int = 0
+    writes: int = 0
+    a_b: int = 0
+    c: int = 0
+    store_data: int = 0  # of a store of more than 8 bytes that may still be read when it has issued
+    lane_select: int = 0
+    mode: int = 0
+    passes: int = 0
+    xdl: bool = False
+    trans: bool = False
+    dot: bool = False
+    dpp: bool = False
+    part: bool = False  # writes a part of its destination: SDWA, op_sel
+    states: int = 1  # wait states that it stands for
+
+
+def registers(code: int, dwords: int) -> int:
+    """The bits of ``dwords`` registers from operand ``code`` on; 0 for a constant."""
+    if code == NONE or _LITERALLY_SCALAR <= code < VGPR:
+        return 0
+    return ((1 << dwords) - 1) << code
+
+
+def effects_of(one: Decoded) -> Effects:
+    """The effects of a decoded instruction."""
+    name = one.name
+    if name.startswith("v_mfma"):
+        return _matrix(one)
+    if name.startswith("v_"):
+        return _vector(one)
+    if name.startswith("ds_"):
+        return _lds(one)
+    if name.startswith(("buffer_", "global_", "flat_", "scratch_")):
+        return _memory(one)
+    if name.startswith(("s_load", "s_buffer_load", "s_mem")):
+        dwords = int(re.sub(r"\D", "", name.rpartition("dword")[2]) or 2 - ("dword" in name))
+        return Effects(name, "smem", writes=registers(one.fields["dst"], dwords))
+    return _scalar(one)
+
+
+def _matrix(one: Decoded) -> Effects:
+    held, dwords = matrix_dwords(one.name)
+    a_b = registers(one.src[0], held) | registers(one.src[1], held)
+    c = registers(one.src[2], dwords)
+    return Effects(
+        one.name,
+        "mfma",
+        reads=a_b | c,
+        writes=registers(one.fields["dst"], dwords),
+        a_b=a_b,
+        c=c,
+        passes=MFMA_CLOCKS[one.name] // 4,
+        # LLVM calls those of float32 and float64 inputs SMFMA and DMFMA; the rest XDL.
+        xdl=not one.name.endswith("_f32"),
+    )
+
+
+@functools.cache
+def matrix_dwords(name: str) -> tuple[int, int]:
+    """Registers of A (and of B), and of C (and of D), in one lane."""
+    found = _MFMA.fullmatch(name)
+    assert found, name
+    rows, columns, depth, blocks = (int(group or 1) for group in found.groups()[:4])
+    size = _ELEMENT_BYTES.get(found[5], 1)  # the others are pairs of float8 types
+    return rows * depth * blocks * size // 256, rows * columns * blocks // 64
+
+
+@functools.cache
+def vector_dwords(name: str) -> tuple[int, int, int, int]:
+    """Registers of the destination and of the three sources of a VALU instruction."""
+    if name in _WIDTHS:
+        return _WIDTHS[name]
+    types = re.findall(r"_([biuf]\d+)(?=_|$)", name)
+    wide = [2 if kind.endswith("64") else 1 for kind in types] or [1]
+    if name.startswith("v_cvt"):
+        return wide[0], wide[-1], 1, 1
+    return wide[-1], wide[-1], wide[-1], wide[-1]
+
+
+def _vector(one: Decoded) -> Effects:
+    name, fields = one.name, one.fields
+    widths = vector_dwords(name)
+    masked = name in _MASK_IN
+    reads = lane_select = 0
+    for number, code in enumerate(one.src):
+        dwords = 2 if masked and number == 2 else widths[number + 1]
+        reads |= registers(code, dwords)
+        if code in (VCCZ, EXECZ):
+            reads |= 1 << code
+    written = fields.get("dst", NONE)
+    writes = registers(written, widths[0])
+    writes |= registers(fields.get("sdst", NONE), 2)
+    if name.startswith("v_cmpx"):
+        writes |= EXEC_BITS
+    if name.startswith("v_div_fmas"):
+        reads |= VCC_BITS
+    if name in ("v_readlane_b32", "v_writelane_b32"):
+        lane_select = registers(one.src[1], 1)
+    mode, extra = fields.get("mode", 0), fields.get("extra", 0)
+    part = fields.get("opsel", 0) >> 3 == 1
+    if mode == 2 and not name.startswith("v_cmp"):
+        part = extra >> 8 & 7 != 6  # dst_sel is not the whole dword
+    # What keeps a part of its destination reads it, and DPP where a lane has no source.
+    if part or mode == 1 or name == "v_writelane_b32":
+        reads |= writes & ~SCALARS
+    if name == "v_swap_b32":
+        reads, writes = reads | writes, reads | writes
+    return Effects(
+        name,
+        "valu",
+        reads=reads,
+        writes=writes,
+        lane_select=lane_select,
+        trans=name in _TRANS,
+        dot=name.startswith("v_dot"),
+        dpp=mode == 1,
+        part=part,
+    )
+
+
+def _lds(one: Decoded) -> Effects:
+    name = one.name
+    if name == "ds_nop":
+        return Effects(name, "lds")
+    address = registers(one.src[0], 1)
+    if "permute" in name:
+        return Effects(
+            name,
+            "lds",
+            reads=address | registers(one.src[1], 1),
+            writes=registers(one.fields["dst"], 1),
+        )
+    width = re.search(r"(\d+)$", name.replace("_d16_hi", "").replace("_d16", ""))
+    assert width, name
+    dwords = max(1, int(width[1]) // 32)
+    if name.startswith(("ds_read", "ds_swizzle")):
+        writes = registers(one.fields["dst"], dwords * (2 if "read2" in name else 1))
+        kept = writes if "_d16" in name else 0
+        return Effects(name, "lds", reads=address | kept, writes=writes)
+    reads = address | registers(one.src[1], dwords)
+    if "write2" in name or "cmpst" in name:
+        reads |= registers(one.src[2], dwords)
+    writes = registers(one.fields["dst"], dwords) if "_rtn" in name else 0
+    return Effects(name, "lds", reads=reads, writes=writes)
+
+
+def memory_dwords(name: str) -> int:
+    """Registers of data of a VMEM instruction in one lane."""
+    found = re.search(r"dwordx(\d)", name)
+    if found:
+        return int(found[1])
+    wide = name.endswith(("_x2", "_f64"))
+    return (2 if wide else 1) * (2 if "cmpswap" in name else 1)
+
+
+def _memory(one: Decoded) -> Effects:
+    name, fields = one.name, one.fields
+    if name in ("buffer_wbl2", "buffer_inv"):
+        return Effects(name, "vmem", reads=EXEC_BITS)
+    dwords, buffer = memory_dwords(name), name.startswith("buffer")
+    direct = bool(fields.get("lds", 0)) or "load_lds" in name
+    # Every lane's address, and the lanes that take part.
+    if buffer:
+        reads = registers(one.src[0], fields.get("offen", 0) + fields.get("idxen", 0))
+        reads |= registers(fields["sdst"], 4) | registers(one.src[2], 1)
+    elif name.startswith("scratch"):
+        reads = registers(one.src[0], fields.get("offen", 0)) | registers(one.src[2], 1)
+    else:
+        reads = registers(one.src[0], 1 if one.src[2] != NONE else 2) | registers(one.src[2], 2)
+    reads |= EXEC_BITS
+    if direct:
+        return Effects(name, "lds_dma", reads=reads | M0_BIT)
+    data = registers(one.src[1], dwords)
+    if "_load_" in name:
+        writes = registers(fields["dst"], dwords)
+        return Effects(name, "vmem", reads=reads | (writes if "_d16" in name else 0), writes=writes)
+    returned = dwords // 2 if "cmpswap" in name else dwords
+    writes = registers(fields["dst"], returned) if fields.get("glc") and "atomic" in name else 0
+    # With a register as its offset a buffer store takes a clock more to issue (LLVM:
+    # createsVALUHazard).
+    held = data if dwords > 2 and not (buffer and registers(one.src[2], 1)) else 0
+    return Effects(name, "vmem", reads=reads | data, writes=writes, store_data=held)
+
+
+_READS_ITS_FIELD = ("s_cmpk", "s_setreg")  # the encoding's destination field is a source
+
+
+def _scalar(one: Decoded) -> Effects:
+    name, fields = one.name, one.fields
+    if name == "s_nop":
+        return Effects(name, "other", states=(fields["imm"] & 15) + 1)
+    if name not in _SALU:
+        return Effects(name, "other", reads=M0_BIT if name == "s_ttracedata" else 0)
+    if name.startswith(("s_setreg", "s_getreg")):
+        mode = 1 << (HARDWARE + (fields["imm"] & 63))
+        writes = registers(fields["dst"], 1) if name.startswith("s_getreg") else 0
+        return Effects(name, "salu", mode=mode, writes=writes)
+    if name.startswith(_READS_ITS_FIELD):
+        return Effects(name, "salu")
+    wide = 2 if re.search(r"_[bui]64$", name) else 1
+    writes = registers(fields.get("dst", NONE), wide)
+    if "saveexec" in name or "wrexec" in name:
+        writes |= EXEC_BITS
+    return Effects(name, "salu", writes=writes)
+
+
+_SALU = frozenset(
+    name
+    for table in (tables.SOP1, tables.SOP2, tables.SOPC, tables.SOPK)
+    for name in table.values()
+)

@@ -1,0 +1,61 @@
+"""Inline assembly: what it tells the compiler, and what the compiler does not do for it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from pyfa import sources
+from pyfa.backends.hip import code, compiler, plans
+from pyfa.backends.hip.runtime_hazards import faults
+
+STATEMENT = re.compile(r"\basm\b(?:\s+volatile)?\s*\((.*?)\);", re.DOTALL)
+WRITES_M0 = re.compile(r"\bs_\w+ m0\b")
+LOAD = '"s_mov_b32 m0, %3\\n\\ts_nop 0\\n\\tbuffer_load_dword'
+INPUTS = '"v"(offset), "s"(from), "s"(scalar_offset), "s"(to)'
+
+
+def statements(text: str) -> list[str]:
+    return [match[1] for match in STATEMENT.finditer(text)]
+
+
+def silent_about_m0(text: str) -> list[str]:
+    """Statements that write M0 and do not say so in their list of clobbers."""
+    found = [s for s in statements(text) if WRITES_M0.search(s)]
+    return [s for s in found if '"m0"' not in s.rpartition(":")[2]]
+
+
+def test_every_statement_that_writes_m0_says_so() -> None:
+    texts = [path.read_text() for path in sorted((sources.directory() / "hip").iterdir())]
+    assert sum(len(statements(text)) for text in texts) >= 6
+    assert sum(bool(WRITES_M0.search(s)) for text in texts for s in statements(text)) == 2
+    for text in texts:
+        assert silent_about_m0(text) == []
+        assert len(silent_about_m0(text.replace(', "m0"', ""))) == text.count(', "m0"')
+
+
+@pytest.mark.parametrize(
+    ("snippet", "other", "expected"),
+    [
+        (LOAD, LOAD.replace("s_nop 0\\n\\t", ""), "a scalar instruction writes M0"),
+        # A scalar register written by a vector instruction just before.
+        (INPUTS, INPUTS.replace("scalar_offset", "__builtin_amdgcn_readfirstlane(offset)"),
+         "a scalar register that a memory instruction reads"),
+        # An address made by a transcendental at the last moment.
+        (LOAD, LOAD.replace("buffer_load", "v_rcp_f32 %0, %0\\n\\tbuffer_load"),
+         "a transcendental's result"),
+    ],
+)  # fmt: skip
+def test_the_compiler_leaves_its_hazards_and_the_gate_finds_them(
+    snippet: str, other: str, expected: str
+) -> None:
+    if compiler.why_unavailable():
+        pytest.skip(compiler.why_unavailable() or "")
+    plan = next(plan for plan in plans.common_plans("hip") if plan.kernel == "hip/attn_fwd.hip")
+    text = code.source_of(plan)
+    assert text.count(snippet) == 1
+    data = compiler.compile_hip(text.replace(snippet, other), arch="gfx942", options=code.OPTIONS)
+    found = faults(data)
+    assert len(found) > 2
+    assert any(expected in each for each in found)
