@@ -8,6 +8,7 @@
 #include "atomics.h"
 #include "floats.h"
 #include "memory.h"
+#include "trace.h"
 
 static u16 tag_of(const Wave *w) { return (u16)(w->group->epoch << 5 | (u32)(w - w->group->wave)); }
 
@@ -89,6 +90,7 @@ static int outside(Wave *w, const Inst *i, int lane, u64 at, u32 bytes) {
 // `moved` is the sum of bytes that active lanes ask for.
 static void count_banks(Wave *w, const Inst *i, const u32 *at, u32 bytes, u64 exec, u64 *moved) {
     Thread *t = w->thread;
+    if (w->group->trace) trace_lds(w->group->trace, at, bytes, exec);
     *moved += (u64)__builtin_popcountll(exec) * bytes;
     Pattern *p = &t->patterns[i - w->launch->code];
     u32 first = exec ? at[__builtin_ctzll(exec)] : 0, same = 1;

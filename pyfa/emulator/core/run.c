@@ -1,5 +1,6 @@
 // Workgroups: how waves start, take turns, meet at barriers and end; errors; the exported functions.
 #include "core.h"
+#include "trace.h"
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -110,8 +111,9 @@ static void start_wave(Wave *w, const Launch *c, Group *g, Thread *t, u32 number
     if (!c->policy[CHECK_UNDEFINED]) memset(w->defined, 0xff, sizeof w->defined);
 }
 
-// Runs until the wave ends, waits at a barrier, fails, or has had its turn.
-static int run_wave(Wave *w, u32 turn) {
+// Runs until the wave ends, waits at a barrier, fails, or has had its turn. `traced` is a constant
+// of each call, so that a loop which records nothing does not ask.
+static inline __attribute__((always_inline)) int run_turn(Wave *w, u32 turn, GroupTrace *traced) {
     const Launch *c = w->launch;
     const Inst *code = c->code;
     u64 *executed = w->thread->executed;
@@ -126,6 +128,7 @@ static int run_wave(Wave *w, u32 turn) {
         w->index = index + 1;
         w->executed++;
         executed[index]++;
+        if (traced) trace_event(traced, index, (u32)(w - w->group->wave));
         int r = i->run(w, i);
         if (__builtin_expect(r, 0)) {
             w->pc = i->pc;
@@ -137,6 +140,10 @@ static int run_wave(Wave *w, u32 turn) {
                     "the wave has executed %llu instructions",
                     (unsigned long long)w->executed);
     return OK;
+}
+
+static int run_wave(Wave *w, u32 turn) {
+    return w->group->trace ? run_turn(w, turn, w->group->trace) : run_turn(w, turn, 0);
 }
 
 static const Inst *at_pc(const Launch *c, u32 pc) { return &c->code[c->index_of[(pc - c->first_pc) / 4]]; }
@@ -258,6 +265,10 @@ EXPORT int emulator_run(Launch *c, u64 *executed, Totals *totals) {
         g->waves = waves;
         g->wave = wave;
         g->lds_bytes = c->lds_bytes;
+        g->trace = 0;
+        for (u32 k = 0; c->trace && k < c->trace->count; k++)
+            if (c->trace->group[k].workgroup == n) g->trace = &c->trace->group[k];
+        if (g->trace) g->trace->waves = waves;
         g->id[0] = (u32)(n % c->grid[0]);
         g->id[1] = (u32)(n / c->grid[0] % c->grid[1]);
         g->id[2] = (u32)(n / ((u64)c->grid[0] * c->grid[1]));
@@ -265,7 +276,7 @@ EXPORT int emulator_run(Launch *c, u64 *executed, Totals *totals) {
             start_wave(&wave[k], c, g, &thread, k, next_random(&random));
             wave[k].scratch = scratch ? scratch + (size_t)k * LANES * c->scratch_bytes : 0;
         }
-        failed = run_group(c, g, &random);
+        failed = run_group(c, g, &random) || (g->trace && g->trace->failed);
     }
     *totals = thread.totals;
     free(thread.patterns); free(g); free(wave); free(scratch);
