@@ -27,11 +27,12 @@ Policy = Literal["raise", "count", "off"]
 _POLICY = {"off": 0, "raise": 1, "count": 2}
 _KINDS = (*CHECKS, "unknown instruction", "unsupported", "trap", "limit")
 
-# Device addresses of what the emulator itself provides, beyond what a host process maps.
-IMAGE_BASE = 0x7E00_0000_0000_00
-KERNARG_BASE = 0x7E10_0000_0000_00
-DISPATCH_BASE = 0x7E20_0000_0000_00
-RESERVE_BASE = 0x7F00_0000_0000_00
+# Device addresses of what the emulator itself provides: beyond the 47 bits that a host process maps,
+# and within the 48 that a device address and a buffer descriptor have.
+IMAGE_BASE = 0xE000_0000_0000
+KERNARG_BASE = 0xE100_0000_0000
+DISPATCH_BASE = 0xE200_0000_0000
+RESERVE_BASE = 0xF000_0000_0000
 LDS_LIMIT = 65536
 PRELOAD_PROLOGUE = 256  # bytes that firmware with kernarg preload skips at a kernel's entry
 

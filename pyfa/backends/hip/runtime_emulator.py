@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,9 +17,13 @@ if TYPE_CHECKING:
 
 
 class EmulatorRuntime:
-    """``counters`` holds what the last launch executed, ``code`` the code object that it ran."""
+    """``counters`` holds what the last launch executed, ``code`` the code object that it ran.
 
-    def __init__(self) -> None:
+    ``trace``: workgroups whose execution ``counters`` is to hold for the timing model.
+    """
+
+    def __init__(self, trace: Sequence[int] = ()) -> None:
+        self.trace = trace
         self.counters: Counters | None = None
         self.code: Code | None = None
 
@@ -46,13 +50,16 @@ class EmulatorRuntime:
         machine = Machine(threads=os.cpu_count() or 1)
         for address, nbytes, name in _spans(tensors):
             machine.map(address, nbytes, name)
-        kernel = _program(code.data).kernel(code.kernel.name)
+        kernel = program(code.data).kernel(code.kernel.name)
         self.code = code
-        self.counters = machine.launch(kernel, grid=grid, block=(threads,), kernarg=params)
+        self.counters = machine.launch(
+            kernel, grid=grid, block=(threads,), kernarg=params, trace=self.trace
+        )
 
 
 @functools.lru_cache(maxsize=64)
-def _program(data: bytes) -> Program:
+def program(data: bytes) -> Program:
+    """The decoded code object."""
     from ...emulator import load
 
     return load(data)

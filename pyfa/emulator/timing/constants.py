@@ -35,7 +35,7 @@ _PROFILER = "ROCm Compute Profiler's page on the compute unit and its pipelines"
 # Of one compute unit: what core/timing.c is given, in the order of its `Parameters`.
 ISSUE: Mapping[str, Constant] = MappingProxyType(
     {
-        "lds_latency": Constant(100, 64, "clk", "assumption: published pointer chases on CDNA lie between"),
+        "lds_latency": Constant(128, 100, "clk", "fitted within 64 to 128"),
         "lds_queue": Constant(64, 64, "clk", "assumption: work that the LDS accepts ahead"),
         "lds_direct_bytes": Constant(64, 128, "B/clk", "assumption: rate at which direct loads fill LDS"),
         "l1_latency": Constant(140, 116, "clk", "assumption: L1 hit of the CDNA line, as published"),
@@ -47,12 +47,12 @@ ISSUE: Mapping[str, Constant] = MappingProxyType(
         "atomic_latency": Constant(1000, 500, "clk", "assumption"),
         "atomic_bytes": Constant(16, 64, "B/clk", "assumption: L2 updates, over all CUs at once"),
         "scalar_latency": Constant(200, 200, "clk", "assumption: scalar cache hit"),
-        "barrier": Constant(32, 16, "clk", "assumption: from the last arrival to the next issue"),
+        "barrier": Constant(96, 64, "clk", "fitted within 32 to 96: from the last arrival on"),
         "branch": Constant(20, 12, "clk", "assumption: a taken branch refills the instruction buffer"),
         "fetch_bytes": Constant(32, 32, "B/quantum", f"{_PROFILER}: 32 B for one SIMD in turn"),
         "transcendental": Constant(16, 16, "clk", f"{_ISA}: quarter rate; slots of AITER's kernels agree"),
         "transcendental_apart": Constant(0, 1, "", "assumption: v_exp_f32 beside other vector work"),
-        "matrix_apart": Constant(0, 1, "", "assumption: a product issues beside vector work"),
+        "matrix_apart": Constant(1, 1, "", "fitted of 0 and 1: a product issues beside vector work"),
         "matrix_extra": Constant(12, 12, "clk", f"{_LLVM}: three wait states after the passes"),
         "transcendental_extra": Constant(4, 4, "clk", f"{_LLVM}: one wait state"),
         "l1_lines": Constant(256, 256, "lines", f"{_PAPER}: 32 KB of 128 B, taken as 4 ways"),
