@@ -129,7 +129,8 @@ def _read(elf: Any) -> CodeObject:
 
 
 def _code_bytes(elf: Any, symbol: Any) -> int:
-    """Bytes of a function: hand-written assembly may leave out its size, and then it ends its section."""
+    """Bytes of a function: hand-written assembly may leave out its size, and then it ends its
+    section."""
     number = symbol["st_shndx"]
     if symbol["st_size"] or not isinstance(number, int):
         return int(symbol["st_size"])

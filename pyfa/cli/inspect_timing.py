@@ -20,8 +20,11 @@ _FLAGS = ("batch", "seqlen", "heads", "head_dim", "dtype", "causal", "window", "
 _NOTE = f"""\
 A {WORDS}, given as a range over its assumptions (docs/mi300x.md): in-order issue on four SIMDs over
 what the emulator executed, LDS phases, L1, waits, barriers; then rounds of workgroups and the clock
-that 750 W leave. It tells variants of one kernel apart that differ by about 8 %. Utilisation: of the
-matrix units in full tiles. Lost: shares of their time, by what the wavefronts wait for."""
+that 750 W leave. It tells variants of one kernel apart that differ by about 8 %. Util.: of the
+matrix units in full tiles. fixed: clocks of a workgroup beside its tiles. vector to issue: shares
+of the matrix units' time lost, by what the wavefronts wait for; of them, what lies between the last
+product of a turn of the loop and the next turn's first. conflicts: LDS clocks of a tile beyond
+what its bytes take. TFLOP/s: of the matrix units, with nothing but full tiles."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +36,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "plan that takes it, slot by slot, and of the problem",
     )
     problem.add_flags(parser)
-    parser.set_defaults(**{name: None for name in _FLAGS})
+    parser.set_defaults(**dict.fromkeys(_FLAGS))
 
 
 def problem_of(options: argparse.Namespace) -> argparse.Namespace | None:
@@ -48,7 +51,8 @@ def problem_of(options: argparse.Namespace) -> argparse.Namespace | None:
 
 
 def plans_of(options: argparse.Namespace, kernel: str) -> tuple[list[Plan], list[Answer]]:
-    """The plans called ``kernel`` that take a problem on an MI300X, and what it would take there."""
+    """The plans called ``kernel`` that take a problem on an MI300X, and what it would take
+    there."""
     from ..backends.common.plans import name_of
     from ..backends.hip import runtime_timing, tiling
     from .plan import modelled
@@ -99,7 +103,7 @@ def show(
     """Print what the model says."""
     print(f"{kernel} on {DEVICE}: {WORDS}")
     print()
-    causes = list(found[0][1].estimates[0].lost)
+    causes = [cause for cause in found[0][1].estimates[0].lost if cause != "start and end"]
     rows = []
     for plan, one in found:
         rates = _full_rate(plan, one)
@@ -118,8 +122,9 @@ def show(
                     f"{rates[number]:.0f}",
                 ]
             )
-    head = ["plan", "end", "utilisation", "clk/tile", "fixed clk", *causes, "(loop's end)", "conflicts",
-            "per CU", "matrix TFLOP/s"]  # fmt: skip
+    short = {"vector unit": "vector", "dependency": "depend."}
+    head = ["plan", "end", "util.", "clk/tile", "fixed", *(short.get(c, c) for c in causes),
+            "loop end", "conflicts", "per CU", "TFLOP/s"]  # fmt: skip
     print_table(head, rows)
     if slots:
         for _, one in found:
@@ -137,15 +142,16 @@ def _show_slots(one: Kernel) -> None:
         print(f"{one.title}, {estimate.end}: a turn of the hot loop, slot by slot ({WORDS})")
         rows = [
             [
-                slot.name, f"{slot.matrix}", f"{slot.vector}", f"{slot.transcendental}", f"{slot.lds}",
-                f"{slot.memory}", f"{slot.scalar}", f"{slot.matrix_clocks:.0f}", f"{slot.clocks:.0f}",
-                f"{sum(slot.lost.values()):.0f}",
+                slot.name,
+                *(f"{n}" for n in (slot.matrix, slot.vector, slot.transcendental, slot.lds)),
+                *(f"{n}" for n in (slot.memory, slot.scalar)),
+                *(f"{x:.0f}" for x in (slot.matrix_clocks, slot.clocks, sum(slot.lost.values()))),
                 ", ".join(f"{c} {x:.0f}" for c, x in slot.lost.items() if x >= 1),
             ]
             for slot in estimate.slots
         ]  # fmt: skip
-        print_table(["slot", "MFMA", "VALU", "exp", "LDS", "memory", "scalar", "MFMA clk", "clk", "lost clk",
-                     "to"], rows)  # fmt: skip
+        head = ["slot", "MFMA", "VALU", "exp", "LDS", "memory", "scalar", "MFMA clk", "clk"]
+        print_table([*head, "lost clk", "to"], rows)
 
 
 def line(answer: Answer) -> str:
@@ -157,7 +163,8 @@ def line(answer: Answer) -> str:
 
     by = answer.bound[0] if answer.bound[0] == answer.bound[1] else " or ".join(answer.bound)
     return (
-        f"{spread(answer.tflops, 1, '.0f')} TFLOP/s, {spread(answer.bytes_per_second, 1e-12, '.2f')} "
-        f"TB/s, {spread(answer.seconds, 1e6, '.0f')} us, matrix units "
+        f"{spread(answer.tflops, 1, '.0f')} TFLOP/s, "
+        f"{spread(answer.bytes_per_second, 1e-12, '.2f')} TB/s, "
+        f"{spread(answer.seconds, 1e6, '.0f')} us, matrix units "
         f"{spread(answer.utilisation, 1, '.2f')} busy, bound by {by} ({WORDS})"
     )

@@ -27,8 +27,8 @@ Policy = Literal["raise", "count", "off"]
 _POLICY = {"off": 0, "raise": 1, "count": 2}
 _KINDS = (*CHECKS, "unknown instruction", "unsupported", "trap", "limit")
 
-# Device addresses of what the emulator itself provides: beyond the 47 bits that a host process maps,
-# and within the 48 that a device address and a buffer descriptor have.
+# Device addresses of what the emulator itself provides: beyond the 47 bits that a host process
+# maps, and within the 48 that a device address and a buffer descriptor have.
 IMAGE_BASE = 0xE000_0000_0000
 KERNARG_BASE = 0xE100_0000_0000
 DISPATCH_BASE = 0xE200_0000_0000

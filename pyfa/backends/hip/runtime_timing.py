@@ -1,22 +1,24 @@
 """The timing model over the HIP kernels: what a turn of each costs, and a problem's time.
 
-A model of an MI300X, not measured. A kernel runs in the emulator on two lengths that differ by turns
-of its loop, one workgroup is recorded, and the model says when its instructions would issue.
+A model of an MI300X, not measured. A kernel runs in the emulator on two lengths that differ by
+turns of its loop, one workgroup is recorded, and the model says when its instructions would issue.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from ...plan import Plan
 from ...problem import Problem
 from ...traffic import Shape, TiledKernel
+from ...traffic.kernels import ROLES
 from ...traffic.model import Model
 from ...traffic.requested import blocks, requested_of
-from ...traffic.kernels import ROLES
 from ..common.launch import Launch
 from . import code, plans, samples, tiling
 from .launcher import Launcher
@@ -78,9 +80,7 @@ def _kernel(plan: Plan, resident: int) -> Kernel | None:
     made = {n: issue.turns_of(decoded, one[0].traces, copies) for n, one in traced.items()}
     short, long = made[sample.short], made[sample.long]
     tiles = (sample.short / sample.keys, sample.long / sample.keys)
-    estimates = tuple(
-        report.estimate(short, long, tiles, end, copies) for end in constants.ends()
-    )
+    estimates = tuple(report.estimate(short, long, tiles, end, copies) for end in constants.ends())
     masked: tuple[float, ...] = (0.0, 0.0)
     if sample.masked is not None:
         under, _ = _trace(plan, sample.masked, sample.short)
@@ -93,15 +93,22 @@ def _kernel(plan: Plan, resident: int) -> Kernel | None:
     return Kernel(sample.title, estimates, masked, conflicts / copies, copies)
 
 
-def _trace(plan: Plan, run: Callable[[Launch, int], object], length: int) -> tuple[Any, int]:
-    """The counters of the one launch of ``plan`` that ``run`` makes, and its threads."""
+def _trace(wanted: Plan, run: Callable[[Launch, int], object], length: int) -> tuple[Any, int]:
+    """The counters of the one launch of ``wanted`` that ``run`` makes, and its threads."""
     runtime = EmulatorRuntime(trace=(0,))
     found: list[tuple[Any, int]] = []
 
     class Watching(Launcher):
-        def __call__(self, wanted: Plan, blocks: int, threads: int, *rest: Any) -> None:
-            super().__call__(wanted, blocks, threads, *rest)
-            if (wanted.kernel, wanted.constants) == (plan.kernel, plan.constants):
+        def __call__(
+            self,
+            plan: Plan,
+            blocks: int,
+            threads: int,
+            values: Mapping[str, int | float],
+            tensors: Mapping[str, torch.Tensor],
+        ) -> None:
+            super().__call__(plan, blocks, threads, values, tensors)
+            if (plan.kernel, plan.constants) == (wanted.kernel, wanted.constants):
                 found.append((runtime.counters, threads))
 
     run(Watching(runtime), length)
@@ -128,9 +135,7 @@ def _answer(
     dram = model.costs["tiled", to].dram
     ends = []
     for number, end in enumerate(constants.ends()):
-        launches = [
-            _launch(tiled, plan, shape, number, dram / len(pairs)) for tiled, plan in pairs
-        ]
+        launches = [_launch(tiled, plan, shape, number, dram / len(pairs)) for tiled, plan in pairs]
         ends.append(device.time([one for one in launches if one is not None], end))
     low, high = ends
     flops = model.flops[to]

@@ -23,7 +23,8 @@ def kernels_of(plan: Plan, problem: Problem, shape: Shape, compiled: bool) -> li
 
 
 def pairs_of(plan: Plan, problem: Problem, shape: Shape) -> list[tuple[TiledKernel, Plan]]:
-    """The kernels of ``plan`` as they meet ``shape``, each with the plan that is compiled for it."""
+    """The kernels of ``plan`` as they meet ``shape``, each with the plan that is compiled for
+    it."""
     make = _decode if plan.kernel == decode.KERNEL else _forward
     made = [(make(plan, problem, shape), plan)]
     if "backward" in problem.features:

@@ -38,7 +38,7 @@ typedef struct {
     double lds_latency, lds_queue, lds_direct_bytes, l1_latency, l2_latency, l2_bytes, l1_queue,
         store_latency, store_bytes, atomic_latency, atomic_bytes, scalar_latency, barrier, branch,
         fetch_bytes, transcendental, transcendental_apart, matrix_apart, matrix_extra,
-        transcendental_extra, l1_lines, wait_release;
+        transcendental_extra, l1_lines;
 } Parameters;
 
 typedef struct { double at[64]; u32 count; } Queue;  // when outstanding accesses are done
@@ -256,7 +256,6 @@ EXPORT int emulator_time(const Step *step, u32 steps, const Turn *turn, const u6
                     break;
                 case IDLE: w->free = now + QUANTUM * i->amount; break;
                 case PRIORITY: w->priority = i->amount; break;
-                case WAIT_COUNT: w->free = now + QUANTUM + p->wait_release; break;
                 default: break;
                 }
                 if (t->taken) {

@@ -23,7 +23,16 @@ TURN = np.dtype(
 WAVE = np.dtype(
     [("first", "u4"), ("count", "u4"), ("simd", "u4"), ("group", "u4"), ("start", "f8")], align=True
 )
-CAUSES = ("vector unit", "LDS", "memory", "barrier", "dependency", "fetch", "issue", "start and end")
+CAUSES = (
+    "vector unit",
+    "LDS",
+    "memory",
+    "barrier",
+    "dependency",
+    "fetch",
+    "issue",
+    "start and end",
+)
 SIMDS = 4
 _SHUFFLE_CLOCKS = 2  # ds_bpermute and its like use the crossbar alone: 64 dwords of 32 a clock
 
@@ -103,13 +112,12 @@ def turns_of(code: Code, traces: Sequence[Trace], copies: int = 1) -> Turns:
             lines.append(_lines(trace) + np.uint64(copy << 40))
             line_at += len(lines[-1])
             group += 1
-    return Turns(
-        code, steps, np.concatenate(turns), np.concatenate(lines), np.array(waves, WAVE)
-    )
+    return Turns(code, steps, np.concatenate(turns), np.concatenate(lines), np.array(waves, WAVE))
 
 
 def _lines(trace: Trace) -> npt.NDArray[np.uint64]:
-    return trace.segments >> np.uint64(1)
+    halved: npt.NDArray[np.uint64] = trace.segments >> np.uint64(1)
+    return halved
 
 
 def _least_clocks(name: str) -> int:
@@ -173,4 +181,5 @@ def run(turns: Turns, waves: npt.NDArray[Any], values: Mapping[str, float]) -> R
         raise MemoryError(f"the timing model could not take {len(waves)} wavefronts")
     if status == 2:
         raise RuntimeError("the timing model stands still: a wavefront waits for ever")
-    return Result(*(float(x) for x in totals), issued, lost, stalled)
+    clocks, matrix, vector, lds, l1, misses = (float(x) for x in totals)
+    return Result(clocks, matrix, vector, lds, l1, misses, issued, lost, stalled)

@@ -1,9 +1,10 @@
 """Which lanes of an LDS access are served in the same clock, and the clocks that a pattern takes.
 
-The one table of the timing model. 32 banks of 4 bytes; in each phase a bank gives one dword, to every
-lane that asks for it. Sources: the page on LDS bank conflicts of AMD's Composable Kernel for 16-byte
-reads (lanes 0 to 3 with 20 to 23, and so on), HipKittens' phase measurements for writes and for 8
-bytes, which go in a row. Accesses of 12 bytes are taken as those of 16: nobody has published them.
+The one table of the timing model. 32 banks of 4 bytes; in each phase a bank gives one dword, to
+every lane that asks for it. Sources: the page on LDS bank conflicts of AMD's Composable Kernel for
+16-byte reads (lanes 0 to 3 with 20 to 23, and so on), HipKittens' phase measurements for writes
+and for 8 bytes, which go in a row. Accesses of 12 bytes are taken as those of 16: nobody has
+published them.
 """
 
 from __future__ import annotations

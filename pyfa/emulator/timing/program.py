@@ -31,8 +31,8 @@ _GROUP_KIND = {
     "smem": "scalar_load", "branch": "jump", "barrier": "barrier", "waitcnt": "wait",
 }  # fmt: skip
 _SIZES = {
-    "b8": 1, "u8": 1, "i8": 1, "b16": 2, "u16": 2, "i16": 2, "b32": 4, "b64": 8, "b96": 12, "b128": 16,
-    "f32": 4, "u32": 4, "i32": 4, "u64": 8, "i64": 8, "f64": 8,
+    "b8": 1, "u8": 1, "i8": 1, "b16": 2, "u16": 2, "i16": 2, "b32": 4, "b64": 8, "b96": 12, "b128":
+    16, "f32": 4, "u32": 4, "i32": 4, "u64": 8, "i64": 8, "f64": 8,
 }  # fmt: skip
 
 
@@ -98,7 +98,9 @@ def _amount(name: str, row: Any, kind: str) -> int:
         return 1 + (int(row["imm"]) & 15 if name == "s_nop" else 16 * (int(row["imm"]) & 127))
     if kind == "priority":
         return int(row["imm"]) & 3
-    if kind == "vector" and ("_mul_lo_" in name or "_mul_hi_" in name or name.startswith("v_mad_u64")):
+    if kind == "vector" and (
+        "_mul_lo_" in name or "_mul_hi_" in name or name.startswith("v_mad_u64")
+    ):
         return 4  # integer products of 32 bits: quarter rate (LLVM's model)
     return 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,8 @@ class Slot:
     """A stretch of the hot loop: from one matrix product up to the one that opens the next slot.
 
     The last one of a loop, ``end``, has what stands between the last product and the first of the
-    next turn. Instructions of one wavefront and turn; ``clocks`` of a wavefront from the first issue
-    to that of the next slot; ``lost``: clocks of a SIMD's matrix unit, by cause.
+    next turn. Instructions of one wavefront and turn; ``clocks`` of a wavefront from the first
+    issue to that of the next slot; ``lost``: clocks of a SIMD's matrix unit, by cause.
     """
 
     name: str
@@ -104,7 +105,9 @@ def estimate(
         fixed_matrix=max(0.0, few.matrix_clocks / resident - of_tile * tiles[0]),
         utilisation=matrix / (SIMDS * clocks),
         lost={cause: float(x) / (SIMDS * clocks) for cause, x in zip(CAUSES, lost, strict=True)},
-        end_of_loop=sum(slots[-1].lost.values()) * turns * SIMDS / (SIMDS * clocks) if slots else 0.0,
+        end_of_loop=sum(slots[-1].lost.values()) * turns * SIMDS / (SIMDS * clocks)
+        if slots
+        else 0.0,
         lds_share=(many.lds_clocks - few.lds_clocks) / clocks,
         l1_share=(many.l1_clocks - few.l1_clocks) / clocks,
         slots=slots,
@@ -158,7 +161,7 @@ def _slots(
     passes = _turns_between(short, long, loop)
     found: list[Slot] = []
     issued = many.issued[loop]
-    for number, (begin, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for number, (begin, stop) in enumerate(pairwise(bounds)):
         inside = np.arange(begin, stop)
         found.append(_slot(str(number + 1), inside, steps, kinds, long, lost, passes,
                            float(issued[min(stop, len(issued) - 1)] - issued[begin])))  # fmt: skip

@@ -19,11 +19,14 @@ LDS, MEMORY = 0, 1
 LANES = 64
 
 
+_COUNTS = ("events", "accesses", "lanes", "segments")
+
+
 class _GroupTrace(ctypes.Structure):
     _fields_ = (
         ("workgroup", ctypes.c_uint64), ("waves", ctypes.c_uint32), ("failed", ctypes.c_uint32),
-        *((name, ctypes.c_uint64) for name in ("events", "accesses", "lanes", "segments")),
-        *((f"room_{name}", ctypes.c_uint64) for name in ("events", "accesses", "lanes", "segments")),
+        *((name, ctypes.c_uint64) for name in _COUNTS),
+        *((f"room_{name}", ctypes.c_uint64) for name in _COUNTS),
         *((name, ctypes.c_void_p) for name in ("event", "access", "lane", "segment")),
     )  # fmt: skip
 
@@ -34,7 +37,7 @@ class Trace:
 
     ``events``: EVENT, ``index`` numbering the instructions of the code. ``accesses``: ACCESS; LDS
     has 64 addresses of ``lanes`` (0xffffffff: off), memory ``count`` different 64-byte ``segments``
-    for ``bytes`` asked. ``lds_bytes``, ``registers`` and ``threads`` tell how many workgroups fit.
+    for ``bytes`` asked.
     """
 
     workgroup: int
@@ -46,7 +49,8 @@ class Trace:
 
     def of_wave(self, wave: int) -> npt.NDArray[Any]:
         """The events of one wavefront."""
-        return self.events[self.events["wave"] == wave]
+        mine: npt.NDArray[Any] = self.events[self.events["wave"] == wave]
+        return mine
 
 
 class Recorder:
