@@ -51,7 +51,8 @@ typedef struct {
     u8 why, ended;
 } Running;
 
-typedef struct { double *used; u64 *line; u32 ways; } Cache;  // 64 sets
+#define SETS 4  // of L1, with 64 ways each
+typedef struct { double *used; u64 *line; u32 ways; } Cache;
 
 static u32 drop_done(Queue *q, double now) {
     u32 kept = 0;
@@ -68,7 +69,7 @@ static double after(Queue *q, double at, int in_order) {
 
 // Whether the line was there; it is afterwards, in place of the one not used for longest.
 static int touch_line(Cache *c, u64 line, double now) {
-    u32 first = (u32)(line & 63) * c->ways, oldest = first;
+    u32 first = (u32)(line & (SETS - 1)) * c->ways, oldest = first;
     for (u32 n = first; n < first + c->ways; n++) {
         if (c->line[n] == line + 1) { c->used[n] = now; return 1; }
         if (c->used[n] < c->used[oldest]) oldest = n;
@@ -105,7 +106,8 @@ EXPORT int emulator_time(const Step *step, u32 steps, const Turn *turn, const u6
                          const WaveOf *wave, u32 waves, const Parameters *p, float *issued,
                          double *lost, double *stalled, double *totals) {
     Running *run = calloc(waves, sizeof *run);
-    Cache l1 = {calloc(64 * 64, sizeof(double)), calloc(64 * 64, sizeof(u64)), (u32)p->l1_lines / 64};
+    u32 ways = (u32)p->l1_lines / SETS;
+    Cache l1 = {calloc(SETS * ways, sizeof(double)), calloc(SETS * ways, sizeof(u64)), ways};
     if (!run || !l1.used || !l1.line || waves > WAVES_MAX) {
         free(run); free(l1.used); free(l1.line);
         return 1;

@@ -69,7 +69,9 @@ ISSUE: Mapping[str, Constant] = MappingProxyType(
         ),
         "matrix_extra": Constant(12, 12, "clk", f"{_LLVM}: three wait states after the passes"),
         "transcendental_extra": Constant(4, 4, "clk", f"{_LLVM}: one wait state"),
-        "l1_lines": Constant(256, 256, "lines", f"{_PAPER}: 32 KB of 128 B, taken as 4 ways"),
+        "l1_lines": Constant(
+            256, 256, "lines", f"{_PAPER}: 32 KB of 128 B; 64 ways (ROCm Compute Profiler)"
+        ),
     }
 )
 
@@ -97,14 +99,18 @@ DEVICE: Mapping[str, Constant] = MappingProxyType(
     }
 )
 
-# The clock that 750 W leave: reference_hz at a matrix utilisation of 0.75, falling with a power of
-# it, never above the peak. Both numbers are fitted by benchmarks/mi300x_model.py to one half of the
-# published figures for forward kernels; AMD's blog "Measuring Max-Achievable FLOPs", part 2, gives
-# 1.115 to 1.23 GHz at about 0.9 for matrix products alone.
-CLOCK_EXPONENT = Constant(0.4, 0.4, "", "fitted: from 0.42 to 0.72 utilisation TFLOP/s "
-                          "rise by 39 %")  # fmt: skip
-REFERENCE_UTILISATION = 0.75
-REFERENCE_HZ = Constant(1.32e9, 1.18e9, "Hz", "fitted: benchmarks/results/mi300x_model.json")
+# The clock that 750 W leave: ``CLOCK_HZ`` at a matrix utilisation of ``REFERENCE``, falling with a
+# power of it, never above the peak. The Hz are fitted by benchmarks/mi300x_model.py to one half of
+# the published forward kernels; AMD's blog "Measuring Max-Achievable FLOPs", part 2, gives 1.115
+# to 1.23 GHz at about 0.9 for matrix products alone. The machines behind the figures differ:
+# ``MACHINES``.
+_FITTED = "fitted: benchmarks/results/mi300x_model.json"
+REFERENCE = 0.75
+CLOCK_HZ = Constant(1.27e9, 1.20e9, "Hz", _FITTED)
+CLOCK_EXPONENT = Constant(
+    0.4, 0.4, "", "assumption: from 0.42 to 0.72 utilisation published TFLOP/s rise by 39 %"
+)
+MACHINES = Constant(0.86, 1.06, "", f"{_FITTED}, the slowest and the fastest of three")
 
 
 def ends() -> tuple[str, str]:
@@ -117,15 +123,16 @@ def of(table: Mapping[str, Constant], end: str) -> dict[str, float]:
     return {name: getattr(constant, end) for name, constant in table.items()}
 
 
-def clock(utilisation: float, end: str, reference: float | None = None) -> float:
+def clock(utilisation: float, end: str, law: tuple[float, float] | None = None) -> float:
     """Hz that the device holds while its matrix units are busy for ``utilisation`` of the time.
 
-    The reference of each end is fitted with that end's utilisation, so that both agree where the
-    published figures are.
+    ``law``: Hz at ``REFERENCE`` and the exponent. By default those of ``end``, which are fitted
+    with the utilisations of that end, on the slowest or the fastest of the machines that are known.
     """
-    hz = float(getattr(REFERENCE_HZ, end)) if reference is None else reference
     peak = DEVICE["peak_hz"].low
     if utilisation <= 0:
         return peak
-    exponent = float(getattr(CLOCK_EXPONENT, end))
-    return float(min(peak, hz * (REFERENCE_UTILISATION / utilisation) ** exponent))
+    if law is None:
+        hz, exponent = getattr(CLOCK_HZ, end), getattr(CLOCK_EXPONENT, end)
+        law = hz * getattr(MACHINES, end), exponent
+    return float(min(peak, law[0] * (REFERENCE / utilisation) ** law[1]))

@@ -57,6 +57,11 @@ def resident(kernel: Kernel, threads: int, lds_bytes: int = 0) -> int:
 def finish(clocks: Sequence[float], places: int, dies: int, gap: float) -> float:
     """When the last of the workgroups ends. They go to the dies in turn; on a die each goes to the
     place that is free first, ``gap`` clocks after the one before it there ended."""
+    if not len(clocks):
+        return 0.0
+    if min(clocks) == max(clocks):
+        rounds = -(-len(clocks[::dies]) // (places // dies))
+        return rounds * (clocks[0] + gap) - gap
     last = 0.0
     for die in range(dies):
         free = [0.0] * (places // dies)
@@ -67,8 +72,11 @@ def finish(clocks: Sequence[float], places: int, dies: int, gap: float) -> float
     return last
 
 
-def time(launches: Sequence[Launch], end: str, reference: float | None = None) -> Time:
-    """The launches one after the other, with the clock that each one's utilisation leaves."""
+def time(launches: Sequence[Launch], end: str, law: tuple[float, float] | None = None) -> Time:
+    """The launches one after the other, with the clock that each one's utilisation leaves.
+
+    ``law`` is ``constants.clock``'s.
+    """
     device = constants.of(constants.DEVICE, end)
     units, dies = int(device["units"]), int(device["dies"])
     seconds = busy = total = 0.0
@@ -80,7 +88,7 @@ def time(launches: Sequence[Launch], end: str, reference: float | None = None) -
         places = units * launch.resident
         clocks = finish(launch.clocks, places, dies, device["dispatch"])
         utilisation = launch.matrix / (SIMDS * units * clocks)
-        hz_here = constants.clock(utilisation, end, reference)
+        hz_here = constants.clock(utilisation, end, law)
         ways = {
             "compute units": clocks / hz_here,
             "HBM": launch.dram_bytes / device["hbm_bytes"],

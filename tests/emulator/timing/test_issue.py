@@ -136,3 +136,17 @@ def test_clocks_are_busy_or_lost() -> None:
     result = run(turns([mfma(0), valu(60, 3), mfma(32)], [valu(0)] * 30))
     busy = result.matrix_clocks + result.lost.sum()
     assert busy == pytest.approx(4 * result.clocks, abs=4 * 32)
+
+
+def test_a_product_shares_the_vector_unit_s_issue_or_does_not() -> None:
+    assert clocks([exp(0), mfma(16)]) == [[0, 16]]
+    assert clocks([exp(0), mfma(16)], matrix_apart=1) == [[0, 4]]
+
+
+def test_a_barrier_is_of_its_workgroup_alone() -> None:
+    """The first workgroup's barrier, met at once, does not let go of the second's early
+    wavefront."""
+    alone, early = [I("idle", amount=3), I("barrier")], [I("barrier"), valu(0)]
+    late = [I("idle", amount=10), I("barrier")]
+    at = run(turns(alone, early, late, groups=(0, 1, 1))).issued
+    assert [int(x) for x in at[2:4]] == [1, 49]
