@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ... import bundle
 from ...plan import Plan
 from ...problem import Problem
 from ...traffic import Shape, TiledKernel
@@ -57,6 +58,15 @@ class Answer:
 def why_unavailable() -> str | None:
     """Why there is no model here; None where there is one."""
     return EmulatorRuntime().why_unavailable() or code.why_unavailable()
+
+
+def is_at_hand(plan: Plan, problem: Problem, shape: Shape) -> bool:
+    """Whether the code objects of a problem's kernels are in the bundle: nothing is compiled."""
+    arch = plans.ARCHS[0]
+    return all(
+        bundle.find(arch, code.key_of(Plan("hip", one.kernel, one.constants), arch)) is not None
+        for _, one in tiling.pairs_of(plan, problem, shape)
+    )
 
 
 def kernel(plan: Plan, resident: int = 0) -> Kernel | None:
