@@ -90,7 +90,6 @@ static int outside(Wave *w, const Inst *i, int lane, u64 at, u32 bytes) {
 // `moved` is the sum of bytes that active lanes ask for.
 static void count_banks(Wave *w, const Inst *i, const u32 *at, u32 bytes, u64 exec, u64 *moved) {
     Thread *t = w->thread;
-    if (w->group->trace) trace_lds(w->group->trace, at, bytes, exec);
     *moved += (u64)__builtin_popcountll(exec) * bytes;
     Pattern *p = &t->patterns[i - w->launch->code];
     u32 first = exec ? at[__builtin_ctzll(exec)] : 0, same = 1;
@@ -153,6 +152,7 @@ static int addresses(Wave *w, const Inst *i, u32 offset, u32 bytes, u32 align, u
             exec &= ~(1ull << l);  // counted only: the lane does nothing, as on the chip
         }
     *active = exec;
+    if (w->group->trace) trace_lds(w->group->trace, at, bytes, exec);
     if (skewed) EACH_LANE
         if ((exec >> l & 1) && (at[l] & (align - 1)) &&
             violated(w, i, CHECK_ALIGNMENT, l, "LDS address 0x%x is not a multiple of %u", at[l],
