@@ -5,10 +5,10 @@
 // (epoch) they belong to. Two accesses of different waves within one interval, one of them a write,
 // are a race: nothing orders them. A byte with writer tag 0 was never written, and reading it makes
 // the destination undefined.
+#include "trace.h"
 #include "atomics.h"
 #include "floats.h"
 #include "memory.h"
-#include "trace.h"
 
 static u16 tag_of(const Wave *w) { return (u16)(w->group->epoch << 5 | (u32)(w - w->group->wave)); }
 

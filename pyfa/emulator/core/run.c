@@ -1,9 +1,9 @@
 // Workgroups: how waves start, take turns, meet at barriers and end; errors; the exported functions.
 #include "core.h"
-#include "trace.h"
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include "trace.h"
 
 void mfma_tables(void);
 #define EXPORT __attribute__((visibility("default")))
@@ -256,6 +256,7 @@ EXPORT int emulator_run(Launch *c, u64 *executed, Totals *totals) {
     int failed = !thread.patterns || !g || !wave || (c->scratch_bytes && !scratch);
     for (u64 n; !failed && (n = __atomic_fetch_add(&c->next_workgroup, 1, __ATOMIC_SEQ_CST)) < groups;) {
         u64 random = c->seed + n * 0x632be59bd9b4e019ull;
+        g->trace = trace_of(c->trace, n, waves);
         memset(g->lds, 0xff, c->lds_bytes);
         memset(g->wrote, 0, 2 * c->lds_bytes);
         memset(g->read, 0, 2 * c->lds_bytes);
@@ -265,10 +266,6 @@ EXPORT int emulator_run(Launch *c, u64 *executed, Totals *totals) {
         g->waves = waves;
         g->wave = wave;
         g->lds_bytes = c->lds_bytes;
-        g->trace = 0;
-        for (u32 k = 0; c->trace && k < c->trace->count; k++)
-            if (c->trace->group[k].workgroup == n) g->trace = &c->trace->group[k];
-        if (g->trace) g->trace->waves = waves;
         g->id[0] = (u32)(n % c->grid[0]);
         g->id[1] = (u32)(n / c->grid[0] % c->grid[1]);
         g->id[2] = (u32)(n / ((u64)c->grid[0] * c->grid[1]));
@@ -276,7 +273,7 @@ EXPORT int emulator_run(Launch *c, u64 *executed, Totals *totals) {
             start_wave(&wave[k], c, g, &thread, k, next_random(&random));
             wave[k].scratch = scratch ? scratch + (size_t)k * LANES * c->scratch_bytes : 0;
         }
-        failed = run_group(c, g, &random) || (g->trace && g->trace->failed);
+        failed = run_group(c, g, &random);
     }
     *totals = thread.totals;
     free(thread.patterns); free(g); free(wave); free(scratch);

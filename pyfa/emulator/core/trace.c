@@ -18,6 +18,15 @@ static int grow(GroupTrace *t, void **array, u64 *room, u64 used, u64 more, size
 #define ROOM(t, array, count, more)                                                               \
     grow(t, (void **)&(t)->array, &(t)->room_##count, (t)->count, more, sizeof *(t)->array)
 
+GroupTrace *trace_of(struct Trace *t, u64 workgroup, u32 waves) {
+    for (u32 n = 0; t && n < t->count; n++)
+        if (t->group[n].workgroup == workgroup) {
+            t->group[n].waves = waves;
+            return &t->group[n];
+        }
+    return 0;
+}
+
 void trace_event(GroupTrace *t, u32 index, u32 wave) {
     if (!ROOM(t, event, events, 1)) return;
     t->event[t->events++] = (TraceEvent){index, (u16)wave, 0, (u32)t->accesses};

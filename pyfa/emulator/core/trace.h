@@ -23,6 +23,7 @@ typedef struct GroupTrace {
 
 struct Trace { u32 count; GroupTrace group[]; };
 
+GroupTrace *trace_of(struct Trace *t, u64 workgroup, u32 waves);  // 0 where it is not recorded
 void trace_event(GroupTrace *t, u32 index, u32 wave);
 void trace_lds(GroupTrace *t, const u32 *at, u32 bytes, u64 active);
 void trace_memory(GroupTrace *t, const u64 *at, u32 bytes, u64 active);

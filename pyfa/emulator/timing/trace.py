@@ -78,6 +78,9 @@ class Recorder:
     def _one(self, number: int) -> Trace:
         group = self._library.emulator_trace_group(ctypes.c_void_p(self.handle), number).contents
 
+        if group.failed:
+            raise MemoryError(f"no memory for the trace of workgroup {group.workgroup}")
+
         def copied(name: str, count: str, dtype: Any) -> npt.NDArray[Any]:
             address, length = getattr(group, name), int(getattr(group, count))
             size = length * np.dtype(dtype).itemsize
