@@ -22,6 +22,7 @@ class Pair(NamedTuple):
     tflops: float
     machine: str
     fit: bool
+    dim: int = 128
 
     @property
     def backward(self) -> bool:
@@ -30,7 +31,7 @@ class Pair(NamedTuple):
     @property
     def flops(self) -> float:
         """As all of them count: 4 · B · H · S² · D, half of it causal, 2.5 times backward."""
-        whole = 4.0 * self.batch * self.heads * self.length**2 * 128
+        whole = 4.0 * self.batch * self.heads * self.length**2 * self.dim
         return whole * (0.5 if self.causal else 1) * (2.5 if self.backward else 1)
 
 
@@ -90,6 +91,22 @@ _SWEEP = [
         (2048, 314.0, False), (4096, 409.0, False), (8192, 446.0, True), (16384, 494.0, False),
     )
 ]  # fmt: skip
+# The same file: HipKittens' triton_baseline_v02.py, by the Triton of ROCm 7.2.
+_SWEEP += [
+    Pair(f"Triton forward causal {dim}", 16, 16, 16, length, True, rate, "attn-dsl-bench",
+         False, dim)
+    for dim, length, rate in (
+        (128, 4096, 260.0), (128, 8192, 317.0), (128, 16384, 364.0),
+        (64, 4096, 231.0), (64, 8192, 271.0), (64, 16384, 301.0),
+    )
+]  # fmt: skip
 PAIRS: tuple[Pair, ...] = (*_MOONMATH, *_AITER, *_SWEEP)
-# counters_v1.csv of the same, MfmaUtil of AITER's causal kernel by length: never fitted to.
-MFMA_UTIL = {2048: 0.501, 4096: 0.645, 8192: 0.677, 16384: 0.721}
+# counters_v1.csv of the same, MfmaUtil by kernel and length: never fitted to.
+MFMA_UTIL = {
+    ("AITER forward causal rtna", 2048): 0.501,
+    ("AITER forward causal rtna", 4096): 0.645,
+    ("AITER forward causal rtna", 8192): 0.677,
+    ("AITER forward causal rtna", 16384): 0.721,
+    ("Triton forward causal 128", 16384): 0.340,
+    ("Triton forward causal 64", 16384): 0.318,
+}

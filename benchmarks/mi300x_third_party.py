@@ -236,3 +236,93 @@ def moonmath(data: bytes) -> tuple[Traced, dict[str, int]]:
         turns, copies = _turns(zeros.machine, data, "attention_forward", (1, 1, 1), 512, kernarg)
         found.append(turns)
     return Traced(found[0], found[1], (1024 / 64, 2048 / 64), copies), facts
+
+
+# (BLOCK_N, waves_per_eu) of the configurations that its autotuner chooses from; BLOCK_M is 128.
+TRITON_CONFIGS = ((128, 2), (64, 2), (64, 3), (64, 1), (32, 2))
+TRITON_ROWS = 128
+
+
+def triton_forward(source: Path, dim: int, block_n: int, waves: int) -> Traced:
+    """``attn_fwd`` of HipKittens' triton_baseline_v02.py under a causal mask, by this Triton.
+
+    The last block of rows is recorded: its tiles reach over all keys. Another Triton than the one
+    that was measured compiles it.
+    """
+    found, copies = [], 1
+    for length in (1024, 2048):
+        data, name, shared, threads = _triton_code(source, dim, block_n, waves, length)
+        zeros = _Zeros()
+        row = 2 * dim
+        q, k, v, out = (zeros(length * row, x) for x in ("q", "k", "v", "o"))
+        lse = zeros(4 * length, "lse")
+        program = zeros.machine.load(data)
+        kernel = program.kernel(name)
+        strides = (length * dim, length * dim, dim) * 4
+        # bias, its strides, ALiBi's, dropout and the generator are there only as arguments.
+        kernarg = pack_arguments(kernel.kernel, (q, k, v, lse, out, *strides))
+        last = length // TRITON_ROWS - 1
+        counters = zeros.machine.launch(
+            kernel, grid=(last + 1, 1, 1), block=(threads,), kernarg=kernarg, lds_bytes=shared,
+            trace=(last,),
+        )  # fmt: skip
+        copies = device.resident(kernel.kernel, threads, shared)
+        found.append(issue.turns_of(kernel.code, counters.traces, copies))
+    return Traced(found[0], found[1], (1024 / block_n, 2048 / block_n), copies)
+
+
+def _triton_code(
+    source: Path, dim: int, block_n: int, waves: int, length: int
+) -> tuple[bytes, str, int, int]:
+    import importlib.util
+
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    text = source.read_text()
+    # The tests and the autotuner, which wants a GPU, are left out.
+    head = text[: text.index("def get_gfx_version")].replace("import pytest\n", "")
+    body = text[text.index("@triton.jit\ndef attn_fwd(") : text.index("@triton.jit\ndef _attn_bwd")]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "baseline.py")
+        path.write_text(head + body)
+        spec = importlib.util.spec_from_file_location("baseline", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        function = module.attn_fwd
+        constants = {
+            "SM_SCALE": dim**-0.5, "PERSISTENT": False, "PERSISTENT_DYNAMIC": False, "NUM_CU": 304,
+            "GRID_CU_MULTIP": 2, "B": 16, "HQ": 16, "HK": 16, "ACTUAL_BLOCK_DMODEL": dim,
+            "MAX_SEQLENS_Q": length, "MAX_SEQLENS_K": length, "VARLEN": False, "IS_CAUSAL": True,
+            "BLOCK_M": TRITON_ROWS, "BLOCK_DMODEL": dim, "BLOCK_N": block_n, "PRE_LOAD_V": False,
+            "USE_BIAS": False, "ENABLE_DROPOUT": False, "RETURN_ENCODED_SOFTMAX": False,
+            "USE_ALIBI": False, "INT8": False, "USE_P_SCALE": False, "INT8_KV": False,
+            "dropout_p": 0.0, "philox_seed": 0, "philox_offset_base": 0,
+            **dict.fromkeys(("bias", "Q_descale", "K_descale", "P_scale", "P_descale", "V_descale",
+                             "cu_seqlens_q", "cu_seqlens_k", "atomic_counter", "encoded_softmax",
+                             "alibi_slopes")),
+            **dict.fromkeys(("stride_qk", "stride_kk", "stride_vn", "stride_on"), 1),
+            **dict.fromkeys(("stride_bz", "stride_bh", "stride_bm", "stride_bn", "stride_az",
+                             "stride_ah"), 0),
+        }  # fmt: skip
+        pointers = {"Q": "*bf16", "K": "*bf16", "V": "*bf16", "Out": "*bf16", "L": "*fp32"}
+        signature = {
+            name: "constexpr" if name in constants else pointers.get(name, "i32")
+            for name in function.arg_names
+        }
+        names = list(function.arg_names)
+        divisible = {
+            (names.index(name),): [["tt.divisibility", 16]]
+            for name, kind in signature.items()
+            if kind != "constexpr"
+        }
+        built = triton.compile(
+            ASTSource(function, signature, constants, divisible),
+            target=GPUTarget("hip", "gfx942", 64),
+            options={"num_warps": 4, "num_stages": 1, "waves_per_eu": waves},
+        )
+    facts = built.metadata
+    return built.asm["hsaco"], facts.name, facts.shared, facts.num_warps * 64
