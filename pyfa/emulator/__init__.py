@@ -5,7 +5,8 @@
     machine.map(q.data_ptr(), q.nbytes, "q")
     counters = machine.launch(kernel, grid=(8, 1, 1), block=(256, 1, 1), kernarg=params)
 
-Functionally emulated: nothing here was compared with silicon. Not modelled: time, caches, MFMA
+Functionally emulated: nothing here was compared with silicon. Not modelled: time and caches (of
+which ``timing`` has a model, over traces of what ran: ``Machine.launch(trace=...)``), MFMA
 hazards (the wait states between dependent matrix instructions), the order of rounding inside MFMA
 and the last bit of v_exp, v_log, v_rcp, v_rsq and v_sqrt.
 """
