@@ -7,7 +7,7 @@ clocks.
 from __future__ import annotations
 
 import pytest
-from small import I, clocks, exp, lost, mfma, run, turns, valu
+from timing_traces import I, clocks, exp, lost, mfma, run, turns, valu
 
 
 def test_one_instruction_a_turn() -> None:
