@@ -431,6 +431,80 @@ def sanitizers() -> str:
     return table(["kernels", "tool", "cases", "reports of pyfa's kernels"], rows)
 
 
+def _spread(values: Sequence[float], style: str, scale: float = 1) -> str:
+    return " to ".join(f"{value * scale:{style}}" for value in sorted(values))
+
+
+def timing_model() -> str:
+    """Predicted and published TFLOP/s of other people's gfx942 kernels."""
+    rows = [
+        [
+            row["kernel"].split(",")[0],
+            row["shape"],
+            row["machine"],
+            "fit" if row["fit"] else "blind",
+            f"{row['published']:.0f}",
+            f"{row['predicted']:.0f}",
+            f"{row['error']:+.1%}",
+        ]
+        for row in results()["mi300x_model.json"]["pairs"]
+    ]
+    head = ["kernel", "batch, heads, length", "figures of", "", "published", "model", "error"]
+    return table(head, rows)
+
+
+def timing_errors() -> str:
+    """The mean error of what was predicted blind."""
+    data = results()["mi300x_model.json"]
+    rows = [[f"one clock for all: {k}", f"{v:.1%}"] for k, v in data["blind_mean_error"].items()]
+    of_machine = data["blind_with_clock_of_machine"].items()
+    rows += [[f"a clock for each machine: {k}", f"{v:.1%}"] for k, v in of_machine]
+    of_its_own = data["blind_within_one_clock"].items()
+    rows += [[f"a clock for each kernel and machine: {k}", f"{v:.1%}"] for k, v in of_its_own]
+    order = data["order_8_percent"]
+    rows.append(["order of two kernels that differ by 8 % on one machine and shape",
+                 f"{order['right']} of {order['pairs']} right"])  # fmt: skip
+    for shape, both in data["mfma_utilisation"].items():
+        told = f"model {_spread(both['model'], '.2f')}, measured {both['measured']:.2f}"
+        rows.append([f"MfmaUtil of {shape}", told])
+    return table(["predicted blind", "mean error"], rows)
+
+
+def timing_own() -> str:
+    """The timing model's figures for pyfa's kernels."""
+    rows = []
+    for row in results()["mi300x_own.json"]["problems"]:
+        kernels = row["kernels"]
+        share = "; ".join(_spread(one["utilisation"], ".2f") for one in kernels)
+        lost = kernels[0]["lost"][0]
+        worst = sorted(lost, key=lambda cause: -lost[cause])[:2]
+        rate = _spread(row["tflops"], ".0f") + " TFLOP/s"
+        if row["bound"] == ["HBM", "HBM"]:
+            rate = _spread(row["bytes_per_second"], ".1f", 1e-12) + " TB/s"
+        conflicts = max(one["lds_conflict_clocks"] for one in kernels)
+        rows.append([f"`{row['flags']}`", row["role"], share,
+                     ", ".join(f"{cause} {lost[cause]:.2f}" for cause in worst),
+                     f"{conflicts:.0f}", rate])  # fmt: skip
+    head = ["problem", "", "matrix units busy", "most is lost to", "LDS conflicts", "rate"]
+    return table(head, rows)
+
+
+def timing_constants() -> str:
+    """Every number of the timing model."""
+    from pyfa.emulator.timing import constants
+
+    more = {
+        "clock_hz": constants.CLOCK_HZ,
+        "clock_exponent": constants.CLOCK_EXPONENT,
+        "machines": constants.MACHINES,
+    }
+    rows = [
+        [f"`{name}`", f"{one.low:g}", f"{one.high:g}", one.unit, one.source]
+        for name, one in {**constants.ISSUE, **constants.DEVICE, **more}.items()
+    ]
+    return table(["constant", "low", "high", "unit", "source"], rows)
+
+
 # --- settings, extras, commands
 
 
@@ -551,5 +625,9 @@ PARTS: dict[str, Callable[..., str]] = {
     "sanitizers": sanitizers,
     "settings": settings,
     "speed": speed,
+    "timing_constants": timing_constants,
+    "timing_errors": timing_errors,
+    "timing_model": timing_model,
+    "timing_own": timing_own,
     "verified": verified,
 }

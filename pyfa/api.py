@@ -106,8 +106,9 @@ def attention(
         tensors += (seed,)
         given += 8
     if descale is not None:
-        tensors += _scales(descale)
-        given += 16
+        scales, which = _scales(descale)
+        tensors += scales
+        given += 16 * which
     key: tuple[Any, ...] = (
         given, causal, window, scale, softcap, deterministic, return_lse, backend
     )  # fmt: skip
@@ -185,22 +186,23 @@ def attention_varlen(
     tensors += (cu_seqlens_q,)
     # Kernels do without the offsets of pages, and read one tensor of offsets once.
     if cu_seqlens_k is cu_seqlens_q:
-        given += 32
-    elif cu_seqlens_k is not None and (page_table is None or seqused_k is None):
+        given += 256
+    elif cu_seqlens_k is not None:
         tensors += (cu_seqlens_k,)
-        given += 64
+        given += 512
     if seqused_q is not None:
         tensors += (seqused_q,)
-        given += 128
+        given += 1024
     if seqused_k is not None:
         tensors += (seqused_k,)
-        given += 256
+        given += 2048
     if page_table is not None:
         tensors += (page_table,)
-        given += 512
+        given += 4096
     if descale is not None:
-        tensors += _scales(descale)
-        given += 16
+        scales, which = _scales(descale)
+        tensors += scales
+        given += 16 * which
     key: tuple[Any, ...] = (
         given, causal, window, scale, softcap, deterministic, return_lse, backend, max_seqlen_q,
         max_seqlen_k,
@@ -288,35 +290,38 @@ def attention_kvcache(
         given += 4
     if cu_seqlens_q is not None:
         tensors += (cu_seqlens_q,)
-        given += 32
+        given += 256
     if cache_seqlens is not None:
         tensors += (cache_seqlens,)
-        given += 64
+        given += 512
     if page_table is not None:
         tensors += (page_table,)
-        given += 128
+        given += 1024
     if cache_batch_idx is not None:
         tensors += (cache_batch_idx,)
-        given += 256
+        given += 2048
     if cache_leftpad is not None:
         tensors += (cache_leftpad,)
-        given += 512
+        given += 4096
     if descale is not None:
-        tensors += _scales(descale)
-        given += 16
+        scales, which = _scales(descale)
+        tensors += scales
+        given += 16 * which
     if k is not None:
-        tensors += (k, v)
-        given += 1024
+        tensors += (k,)
+        given += 8192
+    if v is not None:
+        tensors += (v,)
+        given += 16384
     key: tuple[Any, ...] = (
         given, causal, window, scale, softcap, return_lse, backend, num_splits, max_seqlen_q
     )  # fmt: skip
     if window is not None or out_dtype is not None:
         key += _rare(window, 0.0, out_dtype)
-    if rotary_cos is not None:
-        tensors += (rotary_cos, rotary_sin)
-        if rotary_seqlens is not None:
-            tensors += (rotary_seqlens,)
-        key += (rotary_interleaved, rotary_seqlens is None, "rotary")
+    if not (rotary_cos is rotary_sin is rotary_seqlens is None):
+        rotary = rotary_cos, rotary_sin, rotary_seqlens
+        tensors += tuple(x for x in rotary if x is not None)
+        key += (rotary_interleaved, *(x is None for x in rotary), "rotary")
     result = None if unknown else _again(key, tensors)
     if result is not None:
         return result
@@ -367,7 +372,7 @@ def explain(
 
 
 # What a key begins with: the function, and which tensors there are. All that is rare comes behind.
-_DENSE, _PACKED, _CACHE = 0, 1 << 16, 2 << 16
+_DENSE, _PACKED, _CACHE = 0, 1 << 20, 2 << 20
 
 
 def _rare(window: Any, dropout_p: Any, out_dtype: Any) -> tuple[Any, ...]:
@@ -383,15 +388,21 @@ def _drawn(seed: int | torch.Tensor | None, q: torch.Tensor) -> Any:
     return validate.seed(seed, q.device)
 
 
-def _scales(descale: Any) -> tuple[Any, ...]:
-    """The scales that there are; what is no triple is left to the checks."""
-    return tuple(x for x in descale if x is not None) if type(descale) is tuple else (descale,)
+def _scales(descale: Any) -> tuple[tuple[Any, ...], int]:
+    """The scales that there are, and a number from 1 to 8 for which. What is no triple is left to
+    the checks: no call with it is ever bound."""
+    if type(descale) is not tuple or len(descale) != 3:
+        return (descale,), 1
+    of_q, of_k, of_v = descale
+    which = 1 + (of_q is not None) + 2 * (of_k is not None) + 4 * (of_v is not None)
+    return tuple(x for x in descale if x is not None), which
 
 
 # Calls by the arguments of the public functions: of a bound call, checks, normalised arguments,
 # choice and launch are functions of its key and of what ``Fitting`` compares. To find it takes
 # 1.5 µs where request and choice alone take 10.
 calls = Table()
+_NOTHING: tuple[Any, Bound | None] = (), None
 _is_compiling = torch.compiler.is_compiling
 
 
@@ -401,16 +412,15 @@ def _again(key: tuple[Any, ...], tensors: tuple[Any, ...]) -> Result | None:
         return None
     if dispatch.named:
         key += (dispatch.context(),)
-    kinds = tuple(map(type, key))
     try:
-        bound = calls.recent.get(key)
+        kinds, bound = calls.recent.get(key, _NOTHING)
         if (
             bound is None
-            or bound.kinds != kinds
+            or kinds != tuple(map(type, key))
             or not bound.fitting.fits(*tensors)
             or not (bound.modes is None or bound.modes == modes())
         ):
-            bound = calls.find(key, tensors, kinds)
+            bound = calls.find(key, tensors)
     except TypeError:  # a window or names of backends given as a list
         return None
     while bound is not None:
@@ -420,7 +430,7 @@ def _again(key: tuple[Any, ...], tensors: tuple[Any, ...]) -> Result | None:
                 return result
             found = bound.run(*tensors)
         except OtherAlignment:
-            bound = calls.find(key, tensors, kinds)
+            bound = calls.find(key, tensors)
             continue
         if bound.writes:
             torch.autograd.graph.increment_version(tensors[1:3])
@@ -481,7 +491,6 @@ def _keep(key: tuple[Any, ...], tensors: tuple[torch.Tensor, ...], bound: Bound)
     with contextlib.suppress(TypeError):  # a window or names of backends given as a list
         hash(key)
         if _torch.is_unwatched(*tensors):
-            bound.kinds = tuple(map(type, key))
             calls.keep(key, tensors, bound)
 
 

@@ -130,15 +130,14 @@ class Bound:
     """One call, bound: ``run`` takes its tensors to out and, where somebody needs it, LSE.
 
     ``form`` is the call without its tensors, ``who`` may run it and what needs a gradient.
-    ``writes``: it appends to a cache. ``kinds``: the types of the numbers that it was asked with,
-    since 1.0 is refused where True is taken, and Python finds one by the other.
+    ``writes``: it appends to a cache.
     ``any_total``: ``run`` takes packed rows however many they are; ``free`` says of which tensors.
     ``backwards``: its bound backwards without and with a gradient of the LSE, each with the tensors
     that it fits.
     """
 
     __slots__ = (
-        "aligned", "backwards", "fitting", "form", "free", "kinds", "modes", "needs_grad",
+        "aligned", "backwards", "fitting", "form", "free", "modes", "needs_grad",
         "returns_lse", "run", "who", "writes",
     )  # fmt: skip
 
@@ -160,37 +159,40 @@ class Bound:
         self.fitting = Fitting(tensors, self.free, [(1, 2)] if 1 in self.free else ())
         self.modes = modes() if any(x.requires_grad for x in tensors) else None
         self.aligned = are_on_16(*tensors[:3])
-        self.kinds: tuple[type, ...] = ()
         self.backwards: dict[bool, list[tuple[Fitting, RunBackward]]] = {False: [], True: []}
+
+
+Kinds = tuple[type, ...]
 
 
 class Table:
     """Bound calls, first by their numbers alone: the one that came last, which mostly comes again.
 
     To look up shapes as well takes 0.3 µs more. They are in the other key so that many of them may
-    take turns; and so that both are emptied when serving has filled them.
+    take turns; and so that both are emptied when serving has filled them. Each stands beside the
+    types of its key's members: 1.0 is refused where True is taken, and Python finds one by the
+    other.
     """
 
     def __init__(self) -> None:
-        self.recent: dict[tuple[Any, ...], Bound] = {}
-        self.known: dict[tuple[Any, ...], list[Bound]] = {}
+        self.recent: dict[tuple[Any, ...], tuple[Kinds, Bound]] = {}
+        self.known: dict[tuple[Any, ...], list[tuple[Kinds, Bound]]] = {}
 
-    def find(
-        self, key: tuple[Any, ...], tensors: Sequence[Any], kinds: tuple[type, ...] | None = None
-    ) -> Bound | None:
-        """The call of these numbers, of ``kinds`` where those matter, that was bound for such
-        tensors; None where there is none."""
+    def find(self, key: tuple[Any, ...], tensors: Sequence[Any]) -> Bound | None:
+        """The call of these numbers that was bound for such tensors; None where there is none."""
         if not _torch.is_unwatched(*tensors):
             return None
+        kinds = tuple(map(type, key))
         for each in self.known.get(_with_shapes(key, tensors), ()):
+            bound = each[1]
             if (
-                kinds in (each.kinds, None)
-                and each.fitting.fits(*tensors)
-                and (each.modes is None or each.modes == modes())
-                and each.aligned == are_on_16(*tensors[:3])
+                each[0] == kinds
+                and bound.fitting.fits(*tensors)
+                and (bound.modes is None or bound.modes == modes())
+                and bound.aligned == are_on_16(*tensors[:3])
             ):
                 self.recent[key] = each
-                return each
+                return bound
         return None
 
     def keep(self, key: tuple[Any, ...], tensors: Sequence[torch.Tensor], found: Bound) -> None:
@@ -198,10 +200,11 @@ class Table:
         if len(self.known) >= _MOST:
             self.known.clear()
             self.recent.clear()
+        entry = tuple(map(type, key)), found
         shaped = _with_shapes(key, tensors)
         # A new list, for those who are reading the old one.
-        self.known[shaped] = [found, *self.known.get(shaped, ())][:_MOST_ALIKE]
-        self.recent[key] = found
+        self.known[shaped] = [entry, *self.known.get(shaped, ())][:_MOST_ALIKE]
+        self.recent[key] = entry
 
 
 def _with_shapes(key: tuple[Any, ...], tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:

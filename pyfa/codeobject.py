@@ -121,11 +121,21 @@ def _read(elf: Any) -> CodeObject:
         kernel = _kernel(entry, symbols, image)
         kernels[kernel.name] = kernel
     functions = tuple(
-        Function(name, symbol["st_value"], symbol["st_size"])
+        Function(name, symbol["st_value"], _code_bytes(elf, symbol))
         for name, symbol in sorted(symbols.items(), key=lambda item: item[1]["st_value"])
-        if symbol["st_info"]["type"] == "STT_FUNC" and symbol["st_size"]
+        if symbol["st_info"]["type"] == "STT_FUNC" and _code_bytes(elf, symbol)
     )
     return CodeObject(arch, elf["e_ident"]["EI_ABIVERSION"], kernels, functions, image)
+
+
+def _code_bytes(elf: Any, symbol: Any) -> int:
+    """Bytes of a function: hand-written assembly may leave out its size, and then it ends its
+    section."""
+    number = symbol["st_shndx"]
+    if symbol["st_size"] or not isinstance(number, int):
+        return int(symbol["st_size"])
+    section = elf.get_section(number)
+    return max(0, int(section["sh_addr"] + section["sh_size"] - symbol["st_value"]))
 
 
 def _symbols(elf: Any) -> list[Any]:

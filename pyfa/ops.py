@@ -145,7 +145,7 @@ def _gradients(
             try:
                 return run(dout, dlse, out, lse, *tensors)
             except OtherAlignment:
-                break
+                continue
     call, _ = bound.form.fill(tensors)
     # What flows back through a complex number may have the negative bit, and kernels go by the
     # address.

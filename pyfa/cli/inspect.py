@@ -11,6 +11,7 @@ import argparse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from . import inspect_timing
 from .console import print_json, print_table, progress
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--all", action="store_true", help="also the plans with score terms, dropout or pages"
     )
+    inspect_timing.add_flags(parser)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(run=run)
 
@@ -63,6 +65,11 @@ def run(options: argparse.Namespace) -> int:
         names = sorted({name_of(plan) for plan in known})
         raise ValueError(f"kernel: expected one of {', '.join(names)}; got {options.kernel}")
     wanted = [plan for plan in kernels if options.all or samples.is_plain(plan)]
+    asked = inspect_timing.problem_of(options)
+    if options.timing:
+        return _timing(options, wanted, asked)
+    if asked is not None:
+        raise ValueError("a problem's flags go with --timing")
     reports = []
     with progress("inspecting") as show:
         for done, plan in enumerate(wanted):
@@ -72,6 +79,36 @@ def run(options: argparse.Namespace) -> int:
         print_json("inspect", {"kernel": options.kernel, "arch": options.arch, "plans": reports})
     else:
         _print(options.kernel, options.arch, reports)
+    return 0
+
+
+def _timing(
+    options: argparse.Namespace, wanted: list[Plan], asked: argparse.Namespace | None
+) -> int:
+    from ..backends.hip import runtime_timing
+
+    answers: list[runtime_timing.Answer] = []
+    if asked is not None:
+        wanted, answers = inspect_timing.plans_of(asked, options.kernel)
+    found = []
+    with progress("timing") as show:
+        for done, plan in enumerate(wanted):
+            show(done, len(wanted), str(plan))
+            one = runtime_timing.kernel(plan)
+            if one is not None:
+                found.append((plan, one))
+    if options.json:
+        data = {
+            "kernel": options.kernel,
+            "arch": options.arch,
+            "device": inspect_timing.DEVICE,
+            "what": inspect_timing.WORDS,
+            "plans": [inspect_timing.as_dict(*one) for one in found],
+            "problem": [inspect_timing.answer_as_dict(one) for one in answers],
+        }
+        print_json("inspect-timing", data)
+    else:
+        inspect_timing.show(options.kernel, found, answers, asked is not None)
     return 0
 
 

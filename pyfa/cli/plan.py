@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import problem
+from . import inspect_timing, problem
 from .console import print_json, print_table, size
 
 if TYPE_CHECKING:
+    from ..backends.hip.runtime_timing import Answer
     from ..dispatch import Explanation
     from ..traffic import Model, TiledKernel
 
@@ -66,18 +67,40 @@ def run(options: argparse.Namespace) -> int:
 
         plan_plot.draw(options.plot, answer, result.shape, options.dtype)
         print(f"pyfa: wrote {options.plot}", file=sys.stderr)
+    timing = _timing(answer, result, options.compile)
     if options.json:
         data = {
             "problem": answer.problem.described,
             "backend": answer.chosen,
             "plan": _plan(answer),
             "left_out": left_out,
+            "timing_model": [inspect_timing.answer_as_dict(one) for one in timing],
             **result.as_dict(),
         }
         print_json("plan", data)
     else:
         _print(answer, result, why_none, left_out)
+        if result.device.name == inspect_timing.DEVICE:
+            print()
+            for one in timing:
+                print(f"{one.role}: {inspect_timing.line(one)}")
+            if not timing:
+                print("No timing model: --compile gets the HIP kernels that it runs.")
     return 0
+
+
+def _timing(answer: Explanation, model: Model, compiled: bool) -> list[Answer]:
+    """What the timing model says where the device is an MI300X and its kernels are at hand."""
+    from ..backends.hip import runtime_timing
+
+    if model.device.name != inspect_timing.DEVICE or answer.chosen != "hip":
+        return []
+    (plan,) = (one.plan for one in answer.answers if one.backend == "hip")
+    assert plan is not None
+    known = (plan, answer.problem, model.shape)
+    if runtime_timing.why_unavailable() or not (compiled or runtime_timing.is_at_hand(*known)):
+        return []
+    return runtime_timing.answers(*known, model)
 
 
 def modelled(options: argparse.Namespace) -> tuple[Explanation, Model, str]:

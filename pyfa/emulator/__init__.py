@@ -5,9 +5,10 @@
     machine.map(q.data_ptr(), q.nbytes, "q")
     counters = machine.launch(kernel, grid=(8, 1, 1), block=(256, 1, 1), kernarg=params)
 
-Functionally emulated: nothing here was compared with silicon. Not modelled: time, caches, the order
-of rounding inside MFMA and the last bit of v_exp, v_log, v_rcp, v_rsq and v_sqrt. Wait states are
-not executed but checked, in code that is not run: ``hazards``.
+Functionally emulated: nothing here was compared with silicon. Not modelled: time and caches (of
+which ``timing`` has a model, over traces of what ran: ``Machine.launch(trace=...)``), the order of
+rounding inside MFMA and the last bit of v_exp, v_log, v_rcp, v_rsq and v_sqrt. Wait states are not
+executed but checked, in code that is not run: ``hazards``.
 """
 
 from pyfa.emulator.counters import Counters

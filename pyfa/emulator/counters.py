@@ -5,6 +5,10 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pyfa.emulator.timing.trace import Trace
 
 CHECKS = ("undefined", "memory", "races", "waits", "barriers", "alignment")
 
@@ -57,7 +61,8 @@ class Counters:
     the same instructions ask for, ``lds_direct_bytes`` what loads bring into LDS past registers,
     which no LDS clocks stand for. ``buffer_out_of_range`` counts lanes that a buffer
     descriptor's range check cut off. ``violations`` counts by check what was found with the policy
-    "count". ``barriers`` counts each wave's arrival.
+    "count". ``barriers`` counts each wave's arrival. ``traces``: of the workgroups that the launch
+    was asked to record.
     """
 
     wavefronts: int
@@ -78,6 +83,7 @@ class Counters:
     barriers: int
     buffer_out_of_range: int
     violations: Mapping[str, int] = field(default_factory=dict)
+    traces: tuple[Trace, ...] = ()
 
     @property
     def total(self) -> int:

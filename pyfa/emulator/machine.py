@@ -9,7 +9,7 @@ import struct
 from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -20,17 +20,19 @@ from pyfa.codeobject import Kernel
 from pyfa.emulator import native
 from pyfa.emulator.counters import CHECKS, MFMA_CLOCKS, Counters, Totals
 from pyfa.emulator.decode import Code, decode_functions
+from pyfa.emulator.timing.trace import Recorder
 from pyfa.errors import CodeObjectError
 
 Policy = Literal["raise", "count", "off"]
 _POLICY = {"off": 0, "raise": 1, "count": 2}
 _KINDS = (*CHECKS, "unknown instruction", "unsupported", "trap", "limit")
 
-# Device addresses of what the emulator itself provides, beyond what a host process maps.
-IMAGE_BASE = 0x7E00_0000_0000_00
-KERNARG_BASE = 0x7E10_0000_0000_00
-DISPATCH_BASE = 0x7E20_0000_0000_00
-RESERVE_BASE = 0x7F00_0000_0000_00
+# Device addresses of what the emulator itself provides: beyond the 47 bits that a host process
+# maps, and within the 48 that a device address and a buffer descriptor have.
+IMAGE_BASE = 0xE000_0000_0000
+KERNARG_BASE = 0xE100_0000_0000
+DISPATCH_BASE = 0xE200_0000_0000
+RESERVE_BASE = 0xF000_0000_0000
 LDS_LIMIT = 65536
 PRELOAD_PROLOGUE = 256  # bytes that firmware with kernarg preload skips at a kernel's entry
 
@@ -97,7 +99,8 @@ class _Launch(ctypes.Structure):
             "lds_bytes", "scratch_bytes", "mode", "user_sgprs", "user_bits", "rsrc2",
             "preload_length", "preload_offset", "vgpr_rows", "in_order")),
         ("seed", ctypes.c_uint64), ("max_instructions", ctypes.c_uint64),
-        ("policy", ctypes.c_uint8 * 8), ("next_workgroup", ctypes.c_uint64), ("fault", _Fault),
+        ("policy", ctypes.c_uint8 * 8), ("next_workgroup", ctypes.c_uint64),
+        ("trace", ctypes.c_void_p), ("fault", _Fault),
     )  # fmt: skip
 
 
@@ -226,12 +229,15 @@ class Machine:
         block: Sequence[int],
         kernarg: bytes,
         lds_bytes: int = 0,
+        trace: Sequence[int] = (),
     ) -> Counters:
         """Runs a whole grid to its end.
 
         ``grid`` counts workgroups and ``block`` work-items, in up to three dimensions. ``kernarg``
         holds the explicit arguments; hidden ones are filled in from the metadata. ``lds_bytes`` is
         dynamic LDS on top of the kernel's own. Raises ``EmulatorError`` at the first fault.
+        ``trace`` numbers workgroups (x + y·X + z·X·Y) whose execution is recorded for the timing
+        model: ``Counters.traces``, in the same order.
         """
         facts = kernel.kernel
         size, items = _three(grid), _three(block)
@@ -261,7 +267,16 @@ class Machine:
         )
         launch = self._launch(kernel, size, items, lds)
         launch.regions, launch.region_count = ctypes.addressof(table), len(regions)
-        return self._run(kernel, launch, regions, _product(size) * ((total + 63) // 64))
+        waves = _product(size) * ((total + 63) // 64)
+        if not trace:
+            return self._run(kernel, launch, regions, waves)
+        recorder = Recorder(trace)
+        try:
+            launch.trace = recorder.handle
+            counters = self._run(kernel, launch, regions, waves)
+            return replace(counters, traces=recorder.traces())
+        finally:
+            recorder.close()
 
     def _launch(
         self, kernel: LoadedKernel, grid: tuple[int, ...], block: tuple[int, ...], lds: int

@@ -147,3 +147,19 @@ def test_pictures_are_drawn(
     assert json.loads(out)["device"]["name"] == device
     assert f"wrote {path}" in err
     assert path.stat().st_size > 10_000
+
+
+def test_the_timing_model_where_the_device_is_an_mi300x(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from pyfa.backends.hip import runtime_timing
+
+    if runtime_timing.why_unavailable():
+        pytest.skip("no emulator or no code objects here")
+    flags = (*SEED, "--device", "MI300X", "--compile")
+    (answer,) = report(capsys, *flags)["timing_model"]
+    assert answer["role"] == "forward"
+    assert answer["tflops"][0] < answer["tflops"][1] < 1307
+    _, out, _ = call(capsys, *flags)
+    assert out.count("model, not measured") == 1
+    assert report(capsys, *SEED, "--device", "H200")["timing_model"] == []

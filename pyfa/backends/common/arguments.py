@@ -92,7 +92,8 @@ class Block:
         data: bytes,
         calls_of: Callable[[int], Calls],
     ) -> None:
-        self.buffer = ctypes.create_string_buffer(data, len(data))
+        # Whole words, for the view: the driver is told the true size.
+        self.buffer = ctypes.create_string_buffer(data, -(-len(data) // 8) * 8)
         self.words = memoryview(self.buffer).cast("B").cast("Q")
         self.calls, self.set_stream = calls_of(ctypes.addressof(self.buffer))
         self.stream = 0

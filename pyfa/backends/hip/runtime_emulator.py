@@ -21,11 +21,15 @@ if TYPE_CHECKING:
 
 
 class EmulatorRuntime:
-    """``counters`` holds what the last launch executed, ``code`` the code object that it ran."""
+    """``counters`` holds what the last launch executed, ``code`` the code object that it ran.
+
+    ``trace``: workgroups whose execution ``counters`` is to hold for the timing model.
+    """
 
     APART = True
 
-    def __init__(self) -> None:
+    def __init__(self, trace: Sequence[int] = ()) -> None:
+        self.trace = trace
         self.counters: Counters | None = None
         self.code: Code | None = None
 
@@ -68,15 +72,20 @@ class EmulatorRuntime:
         machine = Machine(threads=os.cpu_count() or 1)
         for address, nbytes, name in _spans(tensors):
             machine.map(address, nbytes, name)
-        kernel = _program(code.data).kernel(code.kernel.name)
+        kernel = program(code.data).kernel(code.kernel.name)
         self.code = code
         self.counters = machine.launch(
-            kernel, grid=(step.blocks, 1, 1), block=(step.threads,), kernarg=params
+            kernel,
+            grid=(step.blocks, 1, 1),
+            block=(step.threads,),
+            kernarg=params,
+            trace=self.trace,
         )
 
 
 @functools.lru_cache(maxsize=64)
-def _program(data: bytes) -> Loaded:
+def program(data: bytes) -> Loaded:
+    """The decoded code object."""
     from ...emulator import load
 
     return load(data)

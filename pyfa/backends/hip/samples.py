@@ -6,6 +6,7 @@ cancel. All values are 0, so that no maximum moves: a rescale, rare on any input
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ class Sample(NamedTuple):
 
     A tile is ``rows`` × ``keys``, what one wavefront multiplies in a turn; ``tiles`` of them lie
     between the two runs. Where a workgroup owns keys (dK, dV), the two have changed places.
+    ``masked`` is ``run`` under a causal mask, whose diagonal lies in the last of the tiles.
     """
 
     title: str
@@ -40,6 +42,7 @@ class Sample(NamedTuple):
     rows: int
     keys: int
     tiles: int
+    masked: Callable[[Launcher, int], object] | None = None
 
 
 def of(plan: Plan) -> Sample | None:
@@ -59,8 +62,10 @@ def _forward(plan: Plan) -> Sample:
     rows, keys, waves = forward.ROWS, constants["BLOCK_K"], constants["WAVES"]
     score, paged = constants["SCORE"], bool(constants["PAGED"])
 
-    def run(launch: Launcher, length: int) -> None:
+    def run(launch: Launcher, length: int, causal: bool = False) -> None:
         call = _call(constants, waves * rows, length)
+        if causal:
+            call = call._replace(window_right=0)
         if score == GENERAL:
             call = call._replace(softcap=30.0)
         if score == DROPOUT:
@@ -78,7 +83,8 @@ def _forward(plan: Plan) -> Sample:
     short, long = 8 * keys, 16 * keys
     kind = ("plain", "softcap", "dropout")[score] + (", paged" if paged else "")
     tiles = (long - short) // keys * waves
-    return Sample(f"{_title(constants)} {kind}", run, short, long, rows, keys, tiles)
+    masked = functools.partial(run, causal=True)
+    return Sample(f"{_title(constants)} {kind}", run, short, long, rows, keys, tiles, masked)
 
 
 def _decode(plan: Plan) -> Sample:

@@ -18,6 +18,13 @@ _SUMS = _WAVES * 4 * forward.LANES * 16  # bytes of one piece of every wavefront
 
 def kernels_of(plan: Plan, problem: Problem, shape: Shape, compiled: bool) -> list[TiledKernel]:
     """The kernels of ``plan`` as they meet ``shape``."""
+    made = pairs_of(plan, problem, shape)
+    return [_as_compiled(*one) if compiled else one[0] for one in made]
+
+
+def pairs_of(plan: Plan, problem: Problem, shape: Shape) -> list[tuple[TiledKernel, Plan]]:
+    """The kernels of ``plan`` as they meet ``shape``, each with the plan that is compiled for
+    it."""
     make = _decode if plan.kernel == decode.KERNEL else _forward
     made = [(make(plan, problem, shape), plan)]
     if "backward" in problem.features:
@@ -26,7 +33,7 @@ def kernels_of(plan: Plan, problem: Problem, shape: Shape, compiled: bool) -> li
         dtype = calls.DTYPE_CODES[problem.dtype]
         _, *both = backward.plans_of(plan.backend, pair, dtype, general)
         made += [(_backward(one, pair), one) for one in both]
-    return [_as_compiled(*one) if compiled else one[0] for one in made]
+    return made
 
 
 def _as_compiled(kernel: TiledKernel, plan: Plan) -> TiledKernel:

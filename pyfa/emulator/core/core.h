@@ -64,6 +64,8 @@ typedef struct Inst {
     u8 glc, lds, idxen, offen, simple, to_exec;
 } Inst;
 
+struct Trace;
+struct GroupTrace;
 typedef struct { u64 base, size; u8 *host; u32 writable, id; } Region;
 
 typedef struct {
@@ -90,6 +92,7 @@ typedef struct {
     u64 seed, max_instructions;
     u8 policy[8];
     volatile u64 next_workgroup;
+    struct Trace *trace;      // 0, or what records some of the workgroups (trace.h)
     Fault fault;
 } Launch;
 
@@ -134,6 +137,7 @@ typedef struct Group {
     u32 incoming_count, epoch, id[3], waves;
     u32 lds_bytes;
     Wave *wave;
+    struct GroupTrace *trace; // 0 unless this workgroup is recorded
 } Group;
 #define OLD 1u          // tag of a write before the era: wave 1 of epoch 0, which is never current
 #define ERA 2000u       // barriers until tags are folded to OLD; 11 bits of epoch

@@ -5,6 +5,7 @@
 // (epoch) they belong to. Two accesses of different waves within one interval, one of them a write,
 // are a race: nothing orders them. A byte with writer tag 0 was never written, and reading it makes
 // the destination undefined.
+#include "trace.h"
 #include "atomics.h"
 #include "floats.h"
 #include "memory.h"
@@ -153,6 +154,7 @@ static int addresses(Wave *w, const Inst *i, u32 offset, u32 bytes, u32 align, u
             exec &= ~(1ull << l);  // counted only: the lane does nothing, as on the chip
         }
     *active = exec;
+    if (w->group->trace) trace_lds(w->group->trace, at, bytes, exec);
     if (skewed) EACH_LANE
         if ((exec >> l & 1) && (at[l] & (align - 1)) &&
             violated(w, i, CHECK_ALIGNMENT, l, "LDS address 0x%x is not a multiple of %u", at[l],

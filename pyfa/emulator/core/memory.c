@@ -7,6 +7,7 @@
 // compiler's short hazard (one wait state after stores of over 64 bits) is not modelled.
 #include "memory.h"
 #include "atomics.h"
+#include "trace.h"
 
 
 u8 *host_of(Wave *w, u64 address, u32 bytes, int writing) {
@@ -51,6 +52,7 @@ int outside_memory(Wave *w, const Inst *i, int lane, u64 address, u32 bytes, con
 // Requested bytes, and the 64- and 128-byte segments that one instruction's lanes touch.
 static void count_segments(Wave *w, const Inst *i, const u64 *at, u32 bytes, u64 active, int store) {
     Totals *t = &w->thread->totals;
+    if (w->group->trace) trace_memory(w->group->trace, at, bytes, active);
     u64 requested = (u64)__builtin_popcountll(active) * bytes;
     *(store ? &t->store_bytes : &t->load_bytes) += requested;
     if (!active) return;

@@ -3,6 +3,7 @@
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include "trace.h"
 
 void mfma_tables(void);
 #define EXPORT __attribute__((visibility("default")))
@@ -110,8 +111,9 @@ static void start_wave(Wave *w, const Launch *c, Group *g, Thread *t, u32 number
     if (!c->policy[CHECK_UNDEFINED]) memset(w->defined, 0xff, sizeof w->defined);
 }
 
-// Runs until the wave ends, waits at a barrier, fails, or has had its turn.
-static int run_wave(Wave *w, u32 turn) {
+// Runs until the wave ends, waits at a barrier, fails, or has had its turn. `traced` is a constant
+// of each call, so that a loop which records nothing does not ask.
+static inline __attribute__((always_inline)) int run_turn(Wave *w, u32 turn, GroupTrace *traced) {
     const Launch *c = w->launch;
     const Inst *code = c->code;
     u64 *executed = w->thread->executed;
@@ -126,6 +128,7 @@ static int run_wave(Wave *w, u32 turn) {
         w->index = index + 1;
         w->executed++;
         executed[index]++;
+        if (traced) trace_event(traced, index, (u32)(w - w->group->wave));
         int r = i->run(w, i);
         if (__builtin_expect(r, 0)) {
             w->pc = i->pc;
@@ -137,6 +140,10 @@ static int run_wave(Wave *w, u32 turn) {
                     "the wave has executed %llu instructions",
                     (unsigned long long)w->executed);
     return OK;
+}
+
+static int run_wave(Wave *w, u32 turn) {
+    return w->group->trace ? run_turn(w, turn, w->group->trace) : run_turn(w, turn, 0);
 }
 
 static const Inst *at_pc(const Launch *c, u32 pc) { return &c->code[c->index_of[(pc - c->first_pc) / 4]]; }
@@ -249,6 +256,7 @@ EXPORT int emulator_run(Launch *c, u64 *executed, Totals *totals) {
     int failed = !thread.patterns || !g || !wave || (c->scratch_bytes && !scratch);
     for (u64 n; !failed && (n = __atomic_fetch_add(&c->next_workgroup, 1, __ATOMIC_SEQ_CST)) < groups;) {
         u64 random = c->seed + n * 0x632be59bd9b4e019ull;
+        g->trace = trace_of(c->trace, n, waves);
         memset(g->lds, 0xff, c->lds_bytes);
         memset(g->wrote, 0, 2 * c->lds_bytes);
         memset(g->read, 0, 2 * c->lds_bytes);

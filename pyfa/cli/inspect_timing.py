@@ -1,0 +1,170 @@
+"""``pyfa inspect --timing``: what the timing model of an MI300X says of a kernel's hot loop."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from . import problem
+from .console import print_table
+
+if TYPE_CHECKING:
+    from ..backends.hip.runtime_timing import Answer, Kernel
+    from ..plan import Plan
+
+WORDS = "model, not measured"
+DEVICE = "MI300X"
+MFMA_FLOPS = 2048  # of a compute unit in a clock, fp16 and bf16; float8 twice as many
+_FLAGS = ("batch", "seqlen", "heads", "head_dim", "dtype", "causal", "window", "features")
+_NOTE = f"""\
+A {WORDS}, given as a range over its assumptions (docs/mi300x.md): in-order issue on four SIMDs over
+what the emulator executed, LDS phases, L1, waits, barriers; then rounds of workgroups and the clock
+that 750 W leave. It tells variants of one kernel apart that differ by about 8 %. Util.: of the
+matrix units in full tiles. fixed: clocks of a workgroup beside its tiles. vector to issue: shares
+of the matrix units' time lost, by what the wavefronts wait for; of them, what lies between the last
+product of a turn of the loop and the next turn's first. conflicts: LDS clocks of a tile beyond
+what its bytes take. TFLOP/s: of the matrix units, with nothing but full tiles."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """``--timing``, and the problem that it is for; nothing of a problem is set by default."""
+    parser.add_argument(
+        "--timing",
+        action="store_true",
+        help=f"what the timing model of an {DEVICE} says ({WORDS}); with a problem's flags, of the "
+        "plan that takes it, slot by slot, and of the problem",
+    )
+    problem.add_flags(parser)
+    parser.set_defaults(**dict.fromkeys(_FLAGS))
+
+
+def problem_of(options: argparse.Namespace) -> argparse.Namespace | None:
+    """The problem that was asked for, with the defaults of what was left out; None without one."""
+    given = {name: getattr(options, name) for name in _FLAGS}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        return None
+    parser = argparse.ArgumentParser()
+    problem.add_flags(parser)
+    return argparse.Namespace(**{**vars(parser.parse_args([])), **given})
+
+
+def plans_of(options: argparse.Namespace, kernel: str) -> tuple[list[Plan], list[Answer]]:
+    """The plans called ``kernel`` that take a problem on an MI300X, and what it would take
+    there."""
+    from ..backends.common.plans import name_of
+    from ..backends.hip import runtime_timing, tiling
+    from .plan import modelled
+
+    whole = argparse.Namespace(**vars(options), device=DEVICE, backend="hip", compile=False)
+    explanation, model, _ = modelled(whole)
+    taken = [one.plan for one in explanation.answers if one.backend == "hip" and one.plan]
+    if not taken:
+        raise ValueError("the hip backend does not take this problem (see pyfa explain)")
+    pairs = tiling.pairs_of(taken[0], explanation.problem, model.shape)
+    wanted = [plan for _, plan in pairs if name_of(plan) == kernel]
+    if not wanted:
+        names = ", ".join(sorted({name_of(plan) for _, plan in pairs}))
+        raise ValueError(f"kernel: this problem runs {names}; got {kernel}")
+    return wanted, runtime_timing.answers(taken[0], explanation.problem, model.shape, model)
+
+
+def as_dict(plan: Plan, one: Kernel) -> dict[str, Any]:
+    """One plan, for JSON."""
+    return {
+        "title": one.title,
+        "constants": dict(plan.constants),
+        "resident": one.resident,
+        "lds_conflict_clocks": one.conflict_clocks,
+        "masked_clocks": list(one.masked),
+        "matrix_tflops": list(_full_rate(plan, one)),
+        "ends": [estimate.as_dict() for estimate in one.estimates],
+    }
+
+
+def answer_as_dict(answer: Answer) -> dict[str, Any]:
+    """One direction of a problem, for JSON."""
+    return {name: getattr(answer, name) for name in answer.__dataclass_fields__}
+
+
+def _full_rate(plan: Plan, one: Kernel) -> tuple[float, ...]:
+    """TFLOP/s of the matrix units at each end, with full tiles everywhere."""
+    from ..device import DEVICES
+
+    float8 = dict(plan.constants).get("DTYPE") == 2
+    rate = MFMA_FLOPS * (2 if float8 else 1) * DEVICES[DEVICE].units
+    return tuple(e.utilisation * rate * e.hz / 1e12 for e in one.estimates)
+
+
+def show(
+    kernel: str, found: Sequence[tuple[Plan, Kernel]], answers: Sequence[Answer], slots: bool
+) -> None:
+    """Print what the model says."""
+    print(f"{kernel} on {DEVICE}: {WORDS}")
+    print()
+    causes = [cause for cause in found[0][1].estimates[0].lost if cause != "start and end"]
+    rows = []
+    for plan, one in found:
+        rates = _full_rate(plan, one)
+        for number, estimate in enumerate(one.estimates):
+            rows.append(
+                [
+                    one.title if not number else "",
+                    estimate.end,
+                    f"{estimate.utilisation:.3f}",
+                    f"{estimate.clocks_of_tile:.0f}",
+                    f"{estimate.fixed_clocks:.0f}",
+                    *(f"{estimate.lost[cause]:.3f}" for cause in causes),
+                    f"{estimate.end_of_loop:.3f}",
+                    f"{one.conflict_clocks:.0f}",
+                    f"{one.resident}",
+                    f"{rates[number]:.0f}",
+                ]
+            )
+    short = {"vector unit": "vector", "dependency": "depend."}
+    head = ["plan", "end", "util.", "clk/tile", "fixed", *(short.get(c, c) for c in causes),
+            "loop end", "conflicts", "per CU", "TFLOP/s"]  # fmt: skip
+    print_table(head, rows)
+    if slots:
+        for _, one in found:
+            _show_slots(one)
+    for answer in answers:
+        print()
+        print(f"{answer.role}: {line(answer)}")
+    print()
+    print(_NOTE)
+
+
+def _show_slots(one: Kernel) -> None:
+    for estimate in one.estimates:
+        print()
+        print(f"{one.title}, {estimate.end}: a turn of the hot loop, slot by slot ({WORDS})")
+        rows = [
+            [
+                slot.name,
+                *(f"{n}" for n in (slot.matrix, slot.vector, slot.transcendental, slot.lds)),
+                *(f"{n}" for n in (slot.memory, slot.scalar)),
+                *(f"{x:.0f}" for x in (slot.matrix_clocks, slot.clocks, sum(slot.lost.values()))),
+                ", ".join(f"{c} {x:.0f}" for c, x in slot.lost.items() if x >= 1),
+            ]
+            for slot in estimate.slots
+        ]  # fmt: skip
+        head = ["slot", "MFMA", "VALU", "exp", "LDS", "memory", "scalar", "MFMA clk", "clk"]
+        print_table([*head, "lost clk", "to"], rows)
+
+
+def line(answer: Answer) -> str:
+    """One direction of a problem in a line, always with what kind of figure it is."""
+
+    def spread(values: tuple[float, float], scale: float, style: str) -> str:
+        low, high = sorted(x * scale for x in values)
+        return f"{low:{style}} to {high:{style}}"
+
+    by = answer.bound[0] if answer.bound[0] == answer.bound[1] else " or ".join(answer.bound)
+    return (
+        f"{spread(answer.tflops, 1, '.0f')} TFLOP/s, "
+        f"{spread(answer.bytes_per_second, 1e-12, '.2f')} TB/s, "
+        f"{spread(answer.seconds, 1e6, '.0f')} us, matrix units "
+        f"{spread(answer.utilisation, 1, '.2f')} busy, bound by {by} ({WORDS})"
+    )

@@ -1,0 +1,138 @@
+"""Every number of the timing model, with where it comes from.
+
+``low`` and ``high`` are the two ends that a result is given for: what makes a kernel slower, and
+what makes it faster. Where they are equal, a document or a published measurement says so. Where
+they differ, nobody has measured it in the open: an assumption, with its range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True)
+class Constant:
+    """One number: its two ends, its unit and its source."""
+
+    low: float
+    high: float
+    unit: str
+    source: str
+
+    @property
+    def assumed(self) -> bool:
+        """Whether this is an assumption."""
+        return self.source.startswith("assumption")
+
+
+_LLVM = "LLVM's scheduling model and hazard recognizer of gfx942"
+_ISA = "AMD Instinct MI300 ISA reference"
+_PAPER = "AMD CDNA 3 white paper"
+_PROFILER = "ROCm Compute Profiler's page on the compute unit and its pipelines"
+
+# Of one compute unit: what core/timing.c is given, in the order of its `Parameters`.
+ISSUE: Mapping[str, Constant] = MappingProxyType(
+    {
+        "lds_latency": Constant(128, 100, "clk", "fitted within 64 to 128"),
+        "lds_queue": Constant(64, 64, "clk", "assumption: work that the LDS accepts ahead"),
+        "lds_direct_bytes": Constant(
+            64, 128, "B/clk", "assumption: rate at which direct loads fill LDS"
+        ),
+        "l1_latency": Constant(
+            140, 116, "clk", "assumption: L1 hit of the CDNA line, as published"
+        ),
+        "l2_latency": Constant(700, 400, "clk", "assumption: L2 hit to Infinity Cache hit, loaded"),
+        "l2_bytes": Constant(
+            54, 64, "B/clk", f"{_PAPER}: 2048 B/clk an XCD over 38 CUs; 64 B a CU"
+        ),
+        "l1_queue": Constant(256, 256, "clk", "assumption: work that the L1 accepts ahead"),
+        "store_latency": Constant(700, 400, "clk", "assumption: as a load"),
+        "store_bytes": Constant(64, 64, "B/clk", f"{_PAPER}: L1 to L2"),
+        "atomic_latency": Constant(1000, 500, "clk", "assumption"),
+        "atomic_bytes": Constant(16, 64, "B/clk", "assumption: L2 updates, over all CUs at once"),
+        "scalar_latency": Constant(200, 200, "clk", "assumption: scalar cache hit"),
+        "barrier": Constant(96, 64, "clk", "fitted within 32 to 96: from the last arrival on"),
+        "branch": Constant(
+            20, 12, "clk", "assumption: a taken branch refills the instruction buffer"
+        ),
+        "fetch_bytes": Constant(32, 32, "B/quantum", f"{_PROFILER}: 32 B for one SIMD in turn"),
+        "transcendental": Constant(
+            16, 16, "clk", f"{_ISA}: quarter rate; slots of AITER's kernels agree"
+        ),
+        "transcendental_apart": Constant(
+            0, 1, "", "assumption: v_exp_f32 beside other vector work"
+        ),
+        "matrix_apart": Constant(
+            1, 1, "", "fitted of 0 and 1: a product issues beside vector work"
+        ),
+        "matrix_extra": Constant(12, 12, "clk", f"{_LLVM}: three wait states after the passes"),
+        "transcendental_extra": Constant(4, 4, "clk", f"{_LLVM}: one wait state"),
+        "l1_lines": Constant(
+            256, 256, "lines", f"{_PAPER}: 32 KB of 128 B; 64 ways (ROCm Compute Profiler)"
+        ),
+    }
+)
+
+# Of the device around it.
+DEVICE: Mapping[str, Constant] = MappingProxyType(
+    {
+        "units": Constant(304, 304, "CUs", f"{_PAPER}: 38 on each of 8 dies"),
+        "dies": Constant(
+            8, 8, "XCDs", f"{_PAPER}; workgroups go round them in turn (arXiv 2511.02132)"
+        ),
+        "peak_hz": Constant(2.1e9, 2.1e9, "Hz", f"{_PAPER}"),
+        "wave_gap": Constant(
+            16, 4, "clk", "assumption: between wavefronts of a workgroup that starts"
+        ),
+        "dispatch": Constant(
+            1000, 300, "clk", "assumption: from a workgroup's end to the next one's start"
+        ),
+        "launch_seconds": Constant(
+            6e-6, 3e-6, "s", "assumption: outside the kernel, as timed by events"
+        ),
+        "hbm_bytes": Constant(
+            4.0e12, 4.3e12, "B/s", "assumption: 75 to 81 % of 5.3 TB/s, second-hand"
+        ),
+        "l2_bytes_of_die": Constant(2048, 2048, "B/clk", f"{_PAPER}: 16 channels of 128 B"),
+    }
+)
+
+# The clock that 750 W leave: ``CLOCK_HZ`` at a matrix utilisation of ``REFERENCE``, falling with a
+# power of it, never above the peak. The Hz are fitted by benchmarks/mi300x_model.py to one half of
+# the published forward kernels; AMD's blog "Measuring Max-Achievable FLOPs", part 2, gives 1.115
+# to 1.23 GHz at about 0.9 for matrix products alone. The machines behind the figures differ:
+# ``MACHINES``.
+_FITTED = "fitted: benchmarks/results/mi300x_model.json"
+REFERENCE = 0.75
+CLOCK_HZ = Constant(1.27e9, 1.20e9, "Hz", _FITTED)
+CLOCK_EXPONENT = Constant(
+    0.4, 0.4, "", "assumption: from 0.42 to 0.72 utilisation published TFLOP/s rise by 39 %"
+)
+MACHINES = Constant(0.86, 1.06, "", f"{_FITTED}, the slowest and the fastest of three")
+
+
+def ends() -> tuple[str, str]:
+    """The names of the two ends."""
+    return ("low", "high")
+
+
+def of(table: Mapping[str, Constant], end: str) -> dict[str, float]:
+    """Every number of ``table`` at one end, ``low`` or ``high``."""
+    return {name: getattr(constant, end) for name, constant in table.items()}
+
+
+def clock(utilisation: float, end: str, law: tuple[float, float] | None = None) -> float:
+    """Hz that the device holds while its matrix units are busy for ``utilisation`` of the time.
+
+    ``law``: Hz at ``REFERENCE`` and the exponent. By default those of ``end``, which are fitted
+    with the utilisations of that end, on the slowest or the fastest of the machines that are known.
+    """
+    peak = DEVICE["peak_hz"].low
+    if utilisation <= 0:
+        return peak
+    if law is None:
+        hz, exponent = getattr(CLOCK_HZ, end), getattr(CLOCK_EXPONENT, end)
+        law = hz * getattr(MACHINES, end), exponent
+    return float(min(peak, law[0] * (REFERENCE / utilisation) ** law[1]))

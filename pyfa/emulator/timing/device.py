@@ -1,0 +1,106 @@
+"""The device around a compute unit: rounds of workgroups, their tail, memory, and the clock."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pyfa.codeobject import Kernel
+from pyfa.emulator.timing import constants
+from pyfa.emulator.timing.issue import SIMDS
+
+LDS_OF_UNIT = 65536
+REGISTERS = 512  # of a lane and SIMD, shared by its wavefronts
+WAVES_OF_SIMD = 8
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel's workgroups, in the order in which they are dispatched.
+
+    ``clocks`` that each holds its place for, ``matrix`` clocks of all of them on all SIMDs,
+    ``resident`` workgroups on a compute unit at once. ``dram_bytes`` from memory behind the caches,
+    ``l2_bytes`` asked of L2.
+    """
+
+    clocks: Sequence[float]
+    matrix: float
+    resident: int = 1
+    dram_bytes: float = 0.0
+    l2_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Time:
+    """Seconds of launches one after the other, at one end of the constants."""
+
+    seconds: float
+    utilisation: float
+    hz: float
+    bound: str
+    last_round: float
+
+
+def resident(kernel: Kernel, threads: int, lds_bytes: int = 0) -> int:
+    """Workgroups of ``threads`` that one compute unit holds at once."""
+    waves = -(-threads // 64)
+    granule = 8
+    registers = max(granule, -(-max(kernel.vgprs, 1) // granule) * granule)
+    of_simd = min(WAVES_OF_SIMD, REGISTERS // min(registers, REGISTERS))
+    by_waves = of_simd * SIMDS // waves
+    lds = kernel.lds_bytes + lds_bytes
+    by_lds = LDS_OF_UNIT // lds if lds else by_waves
+    return max(1, min(by_waves, by_lds))
+
+
+def finish(clocks: Sequence[float], places: int, dies: int, gap: float) -> float:
+    """When the last of the workgroups ends. They go to the dies in turn; on a die each goes to the
+    place that is free first, ``gap`` clocks after the one before it there ended."""
+    if not len(clocks):
+        return 0.0
+    if min(clocks) == max(clocks):
+        rounds = -(-len(clocks[::dies]) // (places // dies))
+        return rounds * (clocks[0] + gap) - gap
+    last = 0.0
+    for die in range(dies):
+        free = [0.0] * (places // dies)
+        for one in clocks[die::dies]:
+            end = heapq.heappop(free) + one + gap
+            heapq.heappush(free, end)
+            last = max(last, end - gap)
+    return last
+
+
+def time(launches: Sequence[Launch], end: str, law: tuple[float, float] | None = None) -> Time:
+    """The launches one after the other, with the clock that each one's utilisation leaves.
+
+    ``law`` is ``constants.clock``'s.
+    """
+    device = constants.of(constants.DEVICE, end)
+    units, dies = int(device["units"]), int(device["dies"])
+    seconds = busy = total = 0.0
+    bound, last_round, hz = "", 0.0, 0.0
+    longest = -1.0
+    for launch in launches:
+        if not len(launch.clocks):
+            continue
+        places = units * launch.resident
+        clocks = finish(launch.clocks, places, dies, device["dispatch"])
+        utilisation = launch.matrix / (SIMDS * units * clocks)
+        hz_here = constants.clock(utilisation, end, law)
+        ways = {
+            "compute units": clocks / hz_here,
+            "HBM": launch.dram_bytes / device["hbm_bytes"],
+            "L2": launch.l2_bytes / (device["l2_bytes_of_die"] * dies * hz_here),
+        }
+        by = max(ways, key=lambda name: ways[name])
+        seconds += ways[by] + device["launch_seconds"]
+        busy += launch.matrix / hz_here
+        total += ways[by]
+        if ways[by] > longest:
+            longest, bound, hz = ways[by], by, hz_here
+            mean = sum(launch.clocks) / places
+            last_round = max(0.0, 1 - mean / clocks)
+    utilisation = busy / (SIMDS * units * total) if total else 0.0
+    return Time(seconds, utilisation, hz, bound, last_round)
