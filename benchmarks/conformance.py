@@ -25,8 +25,9 @@ from typing import Any
 import machine
 import torch
 
-from pyfa import dispatch
+from pyfa import api, dispatch, ops
 from pyfa.backends import BACKENDS
+from pyfa.bound import Table
 from pyfa.conformance import build, examine, grid, runner
 from pyfa.conformance.cases import Case
 from pyfa.conformance.report import CRASHED, FAILED, REFUSED, CaseResult, Report
@@ -57,7 +58,8 @@ def some(work: tuple[str, list[Case], list[str]]) -> list[CaseResult]:
         expected = examine.Expected(build.build(case))
         for arch in tiles:
             os.environ["PYFA_ARCH_TILES"] = arch
-            dispatch._prepared.clear()  # plans are kept, whatever their tiles
+            dispatch._prepared.clear()  # plans are kept, whatever their tiles, and so are calls
+            api.calls, ops.calls = Table(), Table()
             result = runner.run_case(BACKENDS[backend], case, where, expected)
             found.append(replace(result, name=f"{case.name} @ {arch}"))
     return found

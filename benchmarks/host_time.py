@@ -24,6 +24,7 @@ import torch
 import pyfa
 from pyfa import dispatch, request
 from pyfa.backends.torch import sdpa
+from pyfa.problem import tensors_of
 
 _CALLS = 25  # in a round: half a millisecond, so that most rounds are not interrupted
 _ROUNDS = 1500
@@ -35,17 +36,18 @@ def layers() -> dict[str, Callable[[], Any]]:
     """From the public call down to the operator that the torch backend runs."""
     q, k, v = (torch.randn(1, 16, 2, 64) for _ in range(3))
     asked = request.dense(q, k, v, request.Shared())
-    prepared = dispatch.prepare(*asked)
-    call, plan, backend = asked.call, prepared.plan, prepared.backend
+    prepared = dispatch.prepare(asked.call, *asked.who)
+    plan, backend = prepared.plan, prepared.backend
     if (backend.NAME, plan.kernel) != ("torch", "sdpa"):
         raise SystemExit(f"expected the torch backend's sdpa, got {backend.NAME} {plan}")
+    run, tensors = prepared.bind(asked.call, None, False), tensors_of(asked.call)
     turned = [x.transpose(1, 2) for x in (q, k, v)]
     shared = request.Shared()
     return {
         "pyfa.attention": lambda: pyfa.attention(q, k, v),
         "request": lambda: request.dense(q, k, v, shared),
-        "prepare": lambda: dispatch.prepare(*asked),
-        "backend.forward": lambda: backend.forward(plan, call),
+        "prepare": lambda: dispatch.prepare(asked.call, *asked.who),
+        "bound": lambda: run(*tensors),
         "operator": lambda: sdpa._CPU_FORWARD(*turned, 0.0, False, scale=0.125),
         "empty": lambda: None,
     }

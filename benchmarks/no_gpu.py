@@ -1,8 +1,8 @@
-"""The cuda backend's host side on a CPU: all of it but the driver, which does nothing.
+"""The host side of the cuda and hip backends on a CPU: all but the driver, which does nothing.
 
-Tensors are on the CPU and pass for those of an H200; kernels are neither compiled nor run, so that
-results are whatever memory holds. A launch calls a C function that returns at once, or one that
-notes what it was given.
+Tensors are on the CPU and pass for those of an H200 or an MI300X; kernels are neither compiled nor
+run, so that results are whatever memory holds. A launch calls a C function that returns at once, or
+one that notes what it was given.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from unittest import mock
 
 import torch
 
-from pyfa import abi, api, device, dispatch, repeats
+from pyfa import _torch, abi, api, bound, device, dispatch, ops
 from pyfa.backends import BACKENDS
-from pyfa.backends.common import libcuda, ready
+from pyfa.backends.common import arguments, libcuda
 from pyfa.backends.cuda import counters, launcher, tensor_maps
+from pyfa.backends.hip import backend as hip_backend
 
 _CONFIG = "7IQQI"  # CUlaunchConfig: grid, block, dynamic shared memory, stream, attributes
 
@@ -63,16 +64,76 @@ class Driver:
         return 0
 
 
-def _load(driver: Driver) -> Callable[..., launcher.Loaded]:
-    def load(plan: Any, threads: int, index: int) -> launcher.Loaded:
+def _load(driver: Driver) -> Callable[..., libcuda.Kernel]:
+    def load(plan: Any, threads: int, index: int) -> libcuda.Kernel:
         name = f"{plan.kernel} {plan.constants}"
         return launcher.launchable(plan, driver.function(name), threads, 0, index)
 
     return load
 
 
-def _empty(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype)
+def _on(name: str) -> list[tuple[Any, str, Any]]:
+    """What a process is like in which nothing was called yet, and tensors are on ``name``."""
+    return [
+        (device, "of", lambda where: device.DEVICES[name]),
+        (dispatch, "of", lambda where: device.DEVICES[name]),
+        (dispatch, "_prepared", {}),
+        (dispatch, "named", False),
+        (api, "calls", bound.Table()),
+        (ops, "calls", bound.Table()),
+        (_torch, "current_stream", lambda index: 0),
+        (_torch, "current_device", lambda: 0),
+        (_torch, "empty_cuda", _torch.empty_cpu),
+    ]
+
+
+@contextlib.contextmanager
+def _changed(changes: list[tuple[Any, str, Any]]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for owner, attribute, value in changes:
+            stack.enter_context(mock.patch.object(owner, attribute, value))
+        yield
+
+
+class _Runtime:
+    """A HIP runtime that takes every kernel and launches none."""
+
+    APART = False
+    empty = staticmethod(_torch.empty_cpu)
+    # 0 where its two arguments differ.
+    _launch = staticmethod(ctypes.CDLL(None).pthread_equal)
+
+    def why_unavailable(self) -> None:
+        return None
+
+    def why_not(self, problem: Any) -> None:
+        return None
+
+    def launch_of(self, program: Any, kernels: Any) -> Any:
+        layout = arguments.layout_of(program, lambda _: ())
+        count = len(program.steps)
+
+        def calls_of(address: int) -> Any:
+            first, second = ctypes.c_void_p(address), ctypes.c_void_p(0)
+            return [(first, second)] * count, lambda stream: None
+
+        def recover(error: int, step: int, call: Any) -> None:
+            raise RuntimeError(f"step {step} failed with {error}")
+
+        return arguments.launcher(layout, 0, self._launch, calls_of, recover)
+
+
+@contextlib.contextmanager
+def amd(name: str = "MI300X") -> Iterator[None]:
+    """The hip backend takes the CPU's tensors for those of the GPU ``name``."""
+    backend = hip_backend.HipBackend("hip", _Runtime())
+    changes: list[tuple[Any, str, Any]] = [
+        *_on(name),
+        (backend, "why_unavailable", lambda: None),
+        (backend.launch, "_load", lambda plan: None),
+    ]
+    with mock.patch.dict(BACKENDS, {"hip": backend}), _changed(changes):
+        yield
 
 
 @contextlib.contextmanager
@@ -81,23 +142,14 @@ def nvidia(name: str = "H200", notes: bool = False) -> Iterator[Driver]:
     driver, backend = Driver(notes), BACKENDS["cuda"]
     made = launcher.Launcher()
     changes: list[tuple[Any, str, Any]] = [
-        (device, "of", lambda where: device.DEVICES[name]),
-        (dispatch, "of", lambda where: device.DEVICES[name]),
-        (dispatch, "_prepared", {}),
-        (dispatch, "named", False),
-        (api, "_repeats", repeats.Table()),
+        *_on(name),
         (backend, "launch", made),
         (backend, "why_unavailable", lambda: None),
         (made, "_load_new", _load(driver)),
         (libcuda, "library", lambda: driver),
-        (libcuda, "_current_stream", lambda index: 0),
-        (ready, "_current_device", lambda: None),
-        (ready, "empty", getattr(torch._C._dynamo.guards, "_empty_strided_cpu", _empty)),
         (counters, "source", lambda index: lambda: 4096),
         (torch.cuda, "device", contextlib.nullcontext),
         (torch.cuda, "current_device", lambda: 0),
     ]
-    with contextlib.ExitStack() as stack:
-        for owner, attribute, value in changes:
-            stack.enter_context(mock.patch.object(owner, attribute, value))
+    with _changed(changes):
         yield driver

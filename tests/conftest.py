@@ -7,17 +7,19 @@ from typing import Any
 
 import pytest
 
-from pyfa import api, repeats
+from pyfa import _torch, api, ops
+from pyfa.bound import Table
 
 CallsOf = Callable[[Any, str], list[Any]]
 
 
 @pytest.fixture(params=["guards", "by hand"])
-def fresh_repeats(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def fresh_calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """No call has come yet. Twice: also as with a PyTorch that has no such guards."""
-    monkeypatch.setattr(api, "_repeats", repeats.Table())
+    monkeypatch.setattr(api, "calls", Table())
+    monkeypatch.setattr(ops, "calls", Table())
     if request.param == "by hand":
-        monkeypatch.setattr(repeats, "_Guards", None)
+        monkeypatch.setattr(_torch, "TensorGuards", None)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The struct that kernels take: Python's bytes and C's members are one layout."""
 
 import ctypes
+import struct
 import subprocess
 import sys
 
@@ -68,13 +69,11 @@ def test_forward_values():
     bias = torch.randn(1, 4, 1, 32, dtype=torch.float16)
     shared = request.Shared(causal=True, window=(9, None), bias=bias, softcap=3.0)
     call = request.kvcache(q, k, k, shared, cache_seqlens=lengths, page_table=table).call
-    out, lse = torch.empty(call.out_shape()), torch.empty(call.lse_shape())
-    values = abi.unpack(abi.pack(abi.forward_values(call, out, lse)))
+    values = abi.unpack(abi.pack(abi.forward_values(call, *strides(call))))
     expected = {
-        "q": q.data_ptr(),
-        "page_table": table.data_ptr(),
-        "cu_seqlens_q": 0,
-        "seqused_k": lengths.data_ptr(),
+        "q": 0,
+        "page_table": 0,
+        "seqused_k": 0,
         "q_batch": 160,
         "q_row": 32,
         "q_head": 8,
@@ -95,6 +94,37 @@ def test_forward_values():
     }
     assert {name: values[name] for name in expected} == expected
     assert values["scale"] == pytest.approx(8**-0.5)
+    given = {"q", "k", "v", "bias", "seqused_k", "page_table"}
+    assert abi.pointers_of(call) == {name: name for name in given}
+
+
+def strides(call):
+    """Of out and LSE."""
+    return torch.empty(call.out_shape()).stride(), torch.empty(call.lse_shape()).stride()
+
+
+def test_strides_of():
+    dense, packed = torch.empty(2, 5, 3, 8), torch.empty(10, 3, 8)
+    expected = {"dq_batch": 120, "dq_row": 24, "dq_head": 8}
+    assert abi.strides_of("dq", dense.stride()) == expected
+    assert abi.strides_of("dq", packed.stride()) == expected | {"dq_batch": 0}
+    assert set(expected) <= set(abi.NAMES)
+
+
+@pytest.mark.parametrize("members", [["q"], ["seed", "k"], ["dq", "q", "rotary_seqlens"]])
+def test_pointers_are_packed_in_place(members):
+    """Over the bytes of a struct whose numbers are already there."""
+    data = bytearray(abi.pack({"batch": 3, "scale": 0.5, **dict.fromkeys(members, 1)}))
+    ordered = abi.in_order(members)
+    assert sorted(ordered) == sorted(members)
+    addresses = {name: (1 << 60) + 16 * index for index, name in enumerate(ordered)}
+    struct.pack_into(abi.pointer_format(members), data, 0, *addresses.values())
+    values = abi.unpack(bytes(data))
+    assert {name: value for name, value in values.items() if value} == {
+        **addresses,
+        "batch": 3,
+        "scale": 0.5,
+    }
 
 
 def test_scales_of_float8():
@@ -102,20 +132,20 @@ def test_scales_of_float8():
     of_head = torch.ones(2, 4)[:, ::2]
     shared = request.Shared(descale=(of_head, of_head, torch.ones(())))
     values = abi.descale_values(request.dense(q, k, k, shared).call)
-    expected = {"q_descale": of_head.data_ptr(), "descale_type": 1, "q_descale_batch": 4,
+    expected = {"descale_type": 1, "q_descale_batch": 4,
                 "k_descale_head": 2, "v_descale_batch": 0, "k_descale_block": 0}  # fmt: skip
     assert {name: values[name] for name in expected} == expected
 
     blocks = torch.ones(2, 2, 5)
     shared = request.Shared(descale=(torch.ones(2, 2, 2), blocks, blocks))
     call = request.dense(q, k, k, shared).call
-    values = abi.forward_values(call, torch.empty(call.out_shape()), torch.empty(call.lse_shape()))
+    values = abi.forward_values(call, *strides(call))
     expected = {"descale_type": 2, "q_block_log2": 5, "k_block_log2": 4, "k_descale_batch": 10,
                 "v_descale_head": 5, "v_descale_block": 1}  # fmt: skip
     assert {name: values[name] for name in expected} == expected
 
     call = request.dense(q, k, k, request.Shared()).call
-    values = abi.forward_values(call, torch.empty(call.out_shape()), torch.empty(call.lse_shape()))
+    values = abi.forward_values(call, *strides(call))
     assert not [name for name in values if "descale" in name]
 
 

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from pyfa import cache, cli, env
+from pyfa import api, cache, cli, env, ops
 from pyfa.backends import BACKENDS, NAMES
 from pyfa.backends.common import calls
 from pyfa.backends.hip import forward, plans
+from pyfa.bound import Table
 from pyfa.cli import problem
 from pyfa.device import DEVICES
 from pyfa.plan import Plan
@@ -364,13 +366,21 @@ class TestConformance:
         arguments = ("conformance", "--backend", "torch", "--features", "batch_idx",
                      "--max-seqlen", "32", "--out")  # fmt: skip
         assert call(capsys, *arguments, str(good))[0] == 0
-        forward = BACKENDS["torch"].forward
+        bind = BACKENDS["torch"].bind
 
-        def wrong(plan: Any, problem_call: Any) -> Any:
-            out, lse = forward(plan, problem_call)
-            return out * 1.25, lse
+        def wrong(*described: Any) -> Any:
+            run = bind(*described)
 
-        monkeypatch.setattr(BACKENDS["torch"], "forward", wrong)
+            def run_wrong(*tensors: torch.Tensor) -> list[torch.Tensor]:
+                out, *rest = run(*tensors)
+                return [out * 1.25, *rest]
+
+            return run_wrong
+
+        monkeypatch.setattr(BACKENDS["torch"], "bind", wrong)
+        # The same calls came before, and their runs are kept.
+        monkeypatch.setattr(api, "calls", Table())
+        monkeypatch.setattr(ops, "calls", Table())
         status, text, _ = call(capsys, *arguments, str(bad))
         assert status == 1
         assert text

@@ -7,17 +7,24 @@ import pytest
 import torch
 
 import pyfa
-from pyfa import dispatch
+from pyfa import api, dispatch, ops
 from pyfa.backends import AUTOMATIC, BACKENDS, NAMES
 from pyfa.backends.torch.backend import TorchBackend
+from pyfa.bound import Table
 from pyfa.device import CPU, DEVICES
+
+
+def forget(monkeypatch):
+    """No call is bound."""
+    monkeypatch.setattr(api, "calls", Table())
+    monkeypatch.setattr(ops, "calls", Table())
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     """No choice made before the test is kept, and none made in it stays."""
     monkeypatch.setattr(dispatch, "_prepared", {})
-    monkeypatch.setattr(pyfa.api, "_repeats", pyfa.repeats.Table())
+    forget(monkeypatch)
     monkeypatch.setattr(dispatch, "_lost", set())
     dispatch._from_environment.cache_clear()
     yield
@@ -35,9 +42,14 @@ class Named(TorchBackend):
     def why_unavailable(self):
         return self.unavailable
 
-    def forward(self, plan, call):
-        self.ran.append(self.NAME)
-        return super().forward(plan, call)
+    def bind(self, plan, call, append, with_lse):
+        bound = super().bind(plan, call, append, with_lse)
+
+        def run(*tensors):
+            self.ran.append(self.NAME)
+            return bound(*tensors)
+
+        return run
 
 
 @pytest.fixture
@@ -61,7 +73,7 @@ def test_order_of_say(ran, inputs, monkeypatch):
     monkeypatch.setenv("PYFA_BACKEND", "triton,torch")
     dispatch._from_environment.cache_clear()
     monkeypatch.setattr(dispatch, "_prepared", {})
-    monkeypatch.setattr(pyfa.api, "_repeats", pyfa.repeats.Table())
+    forget(monkeypatch)
     pyfa.attention(*inputs)
     with pyfa.use_backend("cuda", "torch"):
         pyfa.attention(*inputs)

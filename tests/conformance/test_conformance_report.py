@@ -12,11 +12,13 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from rich.console import Console
 
-from pyfa import conformance, repeats
+from pyfa import conformance
 from pyfa.backends import BACKENDS
 from pyfa.backends.torch.backend import TorchBackend
+from pyfa.bound import Table
 from pyfa.conformance import Case, CaseResult, Report
 from pyfa.conformance.tolerances import Check
 from pyfa.problem import FEATURES, Problem
@@ -174,8 +176,11 @@ class Boasting(TorchBackend):
 
 
 class Crashing(TorchBackend):
-    def forward(self, *args: Any) -> Any:
-        raise ZeroDivisionError("on purpose")
+    def bind(self, *args: Any) -> Any:
+        def run(*tensors: torch.Tensor) -> Any:
+            raise ZeroDivisionError("on purpose")
+
+        return run
 
 
 @pytest.mark.parametrize(
@@ -192,7 +197,8 @@ def test_what_a_backend_may_do_wrong(
 ) -> None:
     monkeypatch.setitem(BACKENDS, "torch", backend)
     monkeypatch.setattr("pyfa.dispatch._prepared", {})
-    monkeypatch.setattr("pyfa.api._repeats", repeats.Table())
+    monkeypatch.setattr("pyfa.api.calls", Table())
+    monkeypatch.setattr("pyfa.ops.calls", Table())
     (result,) = conformance.run_cases(backend, SMALL[:1]).results
     assert result.status == status
     assert words in "\n".join((*result.messages, *result.reasons))

@@ -130,5 +130,5 @@ def test_lines_of_a_workgroup(dim: int) -> None:
     for parts in range(1, 600):
         of_part = next(n for n in (1, 2, 4, 8, 16, 32, 64) if 4 * n >= dim)
         slots = next(n for n in (2**i for i in range(12)) if 4 * n >= parts)
-        lines = combine.lines_of(parts, dim)
+        lines = combine.rows_of(parts, dim)
         assert lines == max(1, combine.THREADS // (of_part * slots))

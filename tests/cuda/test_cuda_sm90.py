@@ -73,58 +73,64 @@ class Driver:
         return 0
 
 
+PLAN = Plan("cuda", "one map", ())
+
+
 @pytest.mark.parametrize("leads", [True, False])
 def test_a_map_is_encoded_once_where_it_can_be_moved(
     monkeypatch: pytest.MonkeyPatch, leads: bool
 ) -> None:
     driver = Driver(leads)
     monkeypatch.setattr(libcuda, "library", lambda: driver)
+    monkeypatch.setitem(tensor_maps.BOXES, PLAN.kernel, (tensor_maps.Box("q", 64, 32),))
+    monkeypatch.setattr(tensor_maps, "panel", lambda head, itemsize: head)
     tensor_maps.movable.cache_clear()
-    tensor_maps._encoded.cache_clear()
+    tensor_maps._encoded_as_is.cache_clear()
+    tensor_maps.rows_at.cache_clear()
     try:
         assert tensor_maps.movable() == leads
+        tensor_maps.rows_at()
         driver.told.clear()
         for _ in range(3):
             x = torch.empty(2, 100, 3, 80, dtype=torch.float16)
-            made = tensor_maps.tensor_map(x, 64, 32)
-            where = made[:8] if leads else made[-8:]
-            assert int.from_bytes(where, "little") == x.data_ptr()
+            given = None if leads else {"x": x.data_ptr()}
+            (made,) = tensor_maps.maps_of(PLAN, {"x": x}, {"q": "x"}, given)
+            assert made.tensor == ("x" if leads else "")
+            if not leads:
+                assert int.from_bytes(made.data[-8:], "little") == x.data_ptr()
         assert len(driver.told) == (1 if leads else 3)
         strides = [3 * 80 * 2, 80 * 2, 100 * 3 * 80 * 2]
         assert driver.told[0] == [6, 4, [80, 100, 3, 2], strides, [32, 64, 1, 1]]
     finally:
         tensor_maps.movable.cache_clear()
-        tensor_maps._encoded.cache_clear()
+        tensor_maps._encoded_as_is.cache_clear()
+        tensor_maps.rows_at.cache_clear()
 
 
 def test_a_packed_tensor_is_a_batch_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(True)
     monkeypatch.setattr(libcuda, "library", lambda: driver)
-    tensor_maps._encoded.cache_clear()
+    tensor_maps._encoded_as_is.cache_clear()
+    tensor_maps.rows_at.cache_clear()
     try:
-        tensor_maps.tensor_map(torch.empty(100, 3, 64, dtype=torch.bfloat16), 128, 64)
+        x = torch.empty(100, 3, 64, dtype=torch.bfloat16)
+        tensor_maps.describe(x, 128, 64).encode(x.data_ptr())
     finally:
         tensor_maps.movable.cache_clear()
-        tensor_maps._encoded.cache_clear()
+        tensor_maps._encoded_as_is.cache_clear()
+        tensor_maps.rows_at.cache_clear()
     assert driver.told[-1] == [9, 4, [64, 100, 3, 1], [3 * 64 * 2, 64 * 2, 16], [64, 128, 1, 1]]
 
 
 @pytest.mark.parametrize(
     ("head", "width", "swizzle"), [(64, 64, 2), (128, 128, 3), (192, 64, 2), (96, 32, 1)]
 )
-def test_float8_is_bytes_to_the_copy_engine(
-    monkeypatch: pytest.MonkeyPatch, head: int, width: int, swizzle: int
-) -> None:
-    told: list[tuple[object, ...]] = []
-    monkeypatch.setattr(
-        tensor_maps._Described, "encode", lambda self, address: told.append(self) or bytes(128)
-    )
-    monkeypatch.setattr(tensor_maps, "movable", lambda: False)
+def test_float8_is_bytes_to_the_copy_engine(head: int, width: int, swizzle: int) -> None:
     x = torch.empty(2, 100, 3, head, dtype=torch.float8_e4m3fn)
     assert tensor_maps.panel(head, x.itemsize) == width
-    tensor_maps.tensor_map(x, 128, width)
+    found = tensor_maps.describe(x, 128, width)
     strides = (3 * head, head, 100 * 3 * head)
-    assert told == [(0, (head, 100, 3, 2), strides, (width, 128, 1, 1), swizzle)]
+    assert found == (0, (head, 100, 3, 2), strides, (width, 128, 1, 1), swizzle)
 
 
 def test_launches_that_may_run_together_have_counters_of_their_own(

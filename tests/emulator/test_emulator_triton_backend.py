@@ -15,7 +15,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
-from pyfa import dispatch  # noqa: E402
+from pyfa import api, dispatch, ops  # noqa: E402
 from pyfa.backends.base import Rounding, missing  # noqa: E402
 from pyfa.backends.triton import (  # noqa: E402
     kernel,
@@ -26,6 +26,7 @@ from pyfa.backends.triton import (  # noqa: E402
     specs,
 )
 from pyfa.backends.triton.backend import TritonBackend  # noqa: E402
+from pyfa.bound import Table  # noqa: E402
 from pyfa.conformance import report, runner  # noqa: E402
 from pyfa.conformance.cases import Case  # noqa: E402
 from pyfa.device import DEVICES  # noqa: E402
@@ -57,20 +58,20 @@ CASES = (
 )  # fmt: skip
 
 
-class EmulatedKernel:
-    """Stands in for ``kernel.Kernel``: the same specialisation, compiled for gfx942."""
+class EmulatedKernel(kernel.Kernel):
+    """``kernel.Kernel`` of the same specialisation, compiled for gfx942, on the emulator."""
 
     launches = 0
 
     def __init__(self, spec, index):
-        self.spec = spec
+        self.spec, self._code = spec, None
         compiled = specs.compile_for(spec, specs.target_of("gfx942"))
         self.lds_bytes = compiled.metadata.shared
         self.threads = 64 * compiled.metadata.num_warps
         program = load(compiled.asm["hsaco"])
         self.loaded = program.kernel(compiled.metadata.name)
 
-    def __call__(self, programs, *args):
+    def _start(self, programs, args):
         EmulatedKernel.launches += 1
         # What one variant compiles in still has a place among the arguments, but for the parameters
         # in upper case, which every variant compiles in.
@@ -129,6 +130,8 @@ def backend(monkeypatch):
     emulated = EmulatedTriton()
     monkeypatch.setitem(dispatch.BACKENDS, "triton", emulated)
     monkeypatch.setattr(dispatch, "_prepared", {})
+    monkeypatch.setattr(api, "calls", Table())
+    monkeypatch.setattr(ops, "calls", Table())
     return emulated
 
 
@@ -152,10 +155,14 @@ def test_quantising_rounds_as_pytorch_does(turned):
     emulated = EmulatedKernel(quantize.spec(layout, "gfx942"), None)
     ys, scales = [torch.zeros(x.shape, dtype=dtype) for x in xs], torch.zeros(3, 2, 2, 3)
     blocks, parts, programs = 3, 2 * 2 * 3, 5  # some go through seven parts, some through eight
-    emulated(
-        programs, *(x.data_ptr() for x in (*xs, *ys, scales, scales, signs)), *xs[0].stride()[:3],
-        rows, 2, dim, blocks, parts, 3, 2 * turned, 1, programs,
-    )  # fmt: skip
+    given = (*xs, *ys, scales, scales, signs)
+    slots = [kernel.Slot(str(number)) for number in range(len(given))]
+    launch = emulated.bind(
+        programs,
+        (*slots, *xs[0].stride()[:3], rows, 2, dim, blocks, parts, 3, 2 * turned, 1, programs),
+        {slot.name: number for number, slot in enumerate(slots)},
+    )
+    launch([x.data_ptr() for x in given])
     wanted = by_pytorch(xs, Rounding(2, block, False, signs if turned else None, dtype))
     for y, scale, (y_wanted, scale_wanted) in zip(ys, scales, wanted, strict=True):
         torch.testing.assert_close(scale, scale_wanted, rtol=1e-6, atol=0.0)

@@ -2,21 +2,59 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pyfa import api, ops
+from pyfa.backends.common.program import Step
 from pyfa.backends.hip import code
+from pyfa.backends.hip.runtime_emulator import EmulatorRuntime
+from pyfa.bound import Table
 from pyfa.emulator import native
 from pyfa.plan import Plan
 
 Plant = Callable[[str, str, str], None]
 
 
+def forget_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call has come yet: those that are bound hold the code that they were bound with."""
+    monkeypatch.setattr(api, "calls", Table())
+    monkeypatch.setattr(ops, "calls", Table())
+
+
+@pytest.fixture
+def nothing_bound(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """No call has come yet, and again none whenever this is called."""
+
+    def forget() -> None:
+        forget_calls(monkeypatch)
+
+    forget()
+    return forget
+
+
+@pytest.fixture
+def kernels_run(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that the emulator ran, by name, in order."""
+    names: list[str] = []
+    original = EmulatorRuntime.run
+
+    def run(
+        self: EmulatorRuntime, step: Step, kernel: code.Code, params: bytes, tensors: Any
+    ) -> None:
+        names.append(kernel.kernel.name)
+        original(self, step, kernel, params, tensors)
+
+    monkeypatch.setattr(EmulatorRuntime, "run", run)
+    return names
+
+
 @pytest.fixture
 def plant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Plant]:
     """Replaces a snippet, which must occur exactly once, in the source of every plan of a kernel.
 
-    Code objects go to a cache of their own.
+    Code objects go to a cache of their own, and calls that are bound to sound ones are forgotten.
     """
     native.load()
     monkeypatch.setenv("PYFA_CACHE_DIR", str(tmp_path))
@@ -32,6 +70,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Plant]:
 
         monkeypatch.setattr(code, "source_of", changed)
         code.load.cache_clear()
+        forget_calls(monkeypatch)
 
     yield plant
     code.load.cache_clear()

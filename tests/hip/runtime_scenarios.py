@@ -4,16 +4,19 @@ Run as a program: reads a scenario's name, arguments and environment from each l
 it in a fork, where it may map whatever it wants, and writes what it returns. The fork has torch
 imported (1.6 s, paid once) and no HIP runtime mapped.
 
-torch is a CPU build here, so that three things of a ROCm build are put in its place, and nothing
-else: ``torch.version.hip``, ``runtime_device.current_stream`` (a handle beyond 32 bits that differs
-by device and by thread) and ``torch.cuda.get_device_properties``. A tensor is anything with a
-``device``: none can be made on a GPU.
+torch is a CPU build here, so that five things of a ROCm build are put in its place, and nothing
+else: ``torch.version.hip``, ``_torch.current_stream`` (a handle beyond 32 bits that differs by
+device and by thread), ``_torch.current_device`` and ``torch.cuda.device`` (which ask and tell the
+HIP runtime, as torch does) and ``torch.cuda.get_device_properties``. A tensor is anything with a
+``device`` and an address: none can be made on a GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
+import gc
 import importlib
 import json
 import os
@@ -21,18 +24,22 @@ import sys
 import threading
 import traceback
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pyfa import codeobject, topology
-from pyfa.backends.hip import code, compiler, libamdhip64, runtime_device
+from pyfa import _torch, abi, codeobject, topology
+from pyfa.backends.base import Run
+from pyfa.backends.common.program import Params, Program, arguments_of, run_of
+from pyfa.backends.hip import code, compiler, libamdhip64, plans, runtime_device
 from pyfa.backends.hip.runtime_device import DeviceRuntime
+from pyfa.problem import Call, form_of, tensors_of
 
 STREAM = 0x7FAB00000000
 IMAGE = bytes(range(0xF0, 0x100)) * 4
-PARAMS = 40
+ADDRESSES = {"q": 0x7FCC00000000, "k": 0x7FDD00000010, "v": 0x7FEE00000020}
 
 
 def start(paths: list[str]) -> DeviceRuntime:
@@ -40,7 +47,10 @@ def start(paths: list[str]) -> DeviceRuntime:
     for path in paths:
         ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_LOCAL)
     torch.version.hip = "7.0.0"
-    runtime_device.current_stream = lambda index: STREAM + index
+    _torch.current_stream = lambda index: STREAM + index
+    if paths:
+        _torch.current_device = lambda: current_device(paths[0])
+        torch.cuda.device = lambda index: current(paths[0], index)
     torch.cuda.get_device_properties = lambda index: types.SimpleNamespace(
         gcnArchName="gfx90a:sramecc+:xnack-",
         multi_processor_count=104,
@@ -50,7 +60,23 @@ def start(paths: list[str]) -> DeviceRuntime:
     return DeviceRuntime()
 
 
-def kernel(data: bytes = IMAGE, digest: str = "d1", params: int = PARAMS) -> code.Code:
+def current_device(path: str) -> int:
+    index = ctypes.c_int()
+    assert ctypes.CDLL(path).hipGetDevice(ctypes.byref(index)) == 0
+    return index.value
+
+
+@contextlib.contextmanager
+def current(path: str, index: int) -> Iterator[None]:
+    before = current_device(path)
+    ctypes.CDLL(path).hipSetDevice(index)
+    try:
+        yield
+    finally:
+        ctypes.CDLL(path).hipSetDevice(before)
+
+
+def kernel(data: bytes = IMAGE, digest: str = "d1", params: int = abi.SIZE) -> code.Code:
     facts: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(codeobject.Kernel)}
     facts["name"] = "attn_fwd"
     facts["arguments"] = (
@@ -60,13 +86,45 @@ def kernel(data: bytes = IMAGE, digest: str = "d1", params: int = PARAMS) -> cod
     return code.Code(data, digest, "built", codeobject.Kernel(**facts))
 
 
-def on(index: int) -> dict[str, Any]:
-    return {"q": types.SimpleNamespace(device=torch.device("cuda", index))}
+def tensors(index: int, moved: int = 0) -> list[Any]:
+    """q, k and v on device ``index``, as many bytes further on as ``moved`` says."""
+    return [
+        types.SimpleNamespace(
+            device=torch.device("cuda", index), data_ptr=lambda at=address: at + moved
+        )
+        for address in ADDRESSES.values()
+    ]
 
 
-def params(first: int) -> bytes:
-    """Bytes with a zero in front and behind, which a C string would lose."""
-    return bytes([0, first, *range(PARAMS - 3), 0])
+def params(number: int) -> Params:
+    """Of launch ``number``, with zeros in front and behind, which a C string would lose."""
+    values = {"batch": number, "q_row": 2**40 + number, "scale": 0.5, "k_block_log2": 6}
+    return Params(values, {"q": "q", "out": "v", "lse": "k"})
+
+
+def packed(number: int, moved: int = 0) -> bytes:
+    """The same as the kernel gets them."""
+    addresses = {name: address + moved for name, address in ADDRESSES.items()}
+    data = abi.pack(arguments_of(params(number), addresses))
+    assert data[0] == data[-1] == 0
+    return data
+
+
+def program(index: int, *steps: tuple[int, int, Params]) -> Program:
+    """Steps of (blocks, threads, parameters) over three tensors on device ``index``."""
+    made = Program(ADDRESSES, tensors(index)[0])
+    for blocks, threads, each in steps:
+        made.add(plans.plan_of("hip", "gaps"), blocks, threads, each)
+    return made
+
+
+def bind(
+    runtime: DeviceRuntime, index: int = 0, blocks: int = 1, number: int = 0, threads: int = 64,
+    one: code.Code | None = None,
+) -> Run:  # fmt: skip
+    """One launch of a kernel, bound."""
+    described = program(index, (blocks, threads, params(number)))
+    return run_of(described, runtime.launch_of(described, [one or kernel()]), runtime.empty)
 
 
 def said(do: Any) -> list[str]:
@@ -79,30 +137,51 @@ def said(do: Any) -> list[str]:
 
 
 def launches(paths: list[str], indices: list[int]) -> dict[str, Any]:
-    """One launch on each of the devices, with different parameters."""
+    """One launch on each of the devices, with different parameters, each bound anew."""
     runtime = start(paths)
     for number, index in enumerate(indices):
-        runtime.launch(kernel(), (5 + number, 6, 7), 256, params(number), on(index))
+        bind(runtime, index, 5 + number, number, 256)(*tensors(index))
     return {"reason": runtime.why_unavailable(), "copies": libamdhip64.copies()}
 
 
-def launch_bytes(paths: list[str], hexadecimal: str, grid: list[int]) -> None:
-    data = bytes.fromhex(hexadecimal)
-    one = kernel(params=len(data))
-    start(paths).launch(one, tuple(grid), 256, data, on(0))
+def repeats(paths: list[str]) -> None:
+    """One launch, bound once, on tensors at three places."""
+    run = bind(start(paths), 0, 5, 0, 256)
+    for moved in (0, 4096, 512):
+        run(*tensors(0, moved))
+
+
+def call_params(paths: list[str]) -> dict[str, Any]:
+    """A launch with the parameters of a call, and what they should be."""
+    runtime = start(paths)
+    q, k, v = (torch.empty(3, rows, 4, 64, dtype=torch.float16) for rows in (130, 190, 190))
+    call = Call(q, k, v, max_seqlen_q=130, max_seqlen_k=190, scale=0.125)
+    out, lse = torch.empty(call.out_shape()), torch.empty(call.lse_shape())
+    given = {**dict(zip(form_of(call).names, tensors_of(call), strict=True)), "out": out}
+    given["lse"] = lse
+    addresses = {name: x.data_ptr() for name, x in given.items()}
+    values = abi.forward_values(call, out.stride(), lse.stride())
+    described = Program(given, tensors(0)[0])
+    pointers = {name: name for name in given}
+    described.add(plans.plan_of("hip", "gaps"), 12, 256, Params(values, pointers))
+    run_of(described, runtime.launch_of(described, [kernel()]), runtime.empty)(*given.values())
+    return {"packed": abi.pack({**values, **addresses}).hex(), "addresses": addresses}
 
 
 def two_kernels(paths: list[str]) -> None:
+    """Three steps of one program, two of one kernel and of one set of parameters."""
     runtime = start(paths)
-    for one in (kernel(), kernel(IMAGE[::-1], "d2"), kernel()):
-        runtime.launch(one, (1, 1, 1), 64, params(0), on(0))
+    first, second = params(0), params(1)
+    described = program(0, (1, 64, first), (2, 128, second), (3, 256, first))
+    kernels = [kernel(), kernel(IMAGE[::-1], "d2"), kernel()]
+    run_of(described, runtime.launch_of(described, kernels), runtime.empty)(*tensors(0))
 
 
 def refused(paths: list[str]) -> dict[str, Any]:
     """What a process says in which nothing can be launched."""
     runtime = start(paths)
     reason = runtime.why_unavailable()
-    raised = said(lambda: runtime.launch(kernel(), (1, 1, 1), 64, params(0), on(0)))
+    raised = said(lambda: bind(runtime))
     return {"reason": reason, "raised": raised, "copies": libamdhip64.copies()}
 
 
@@ -132,60 +211,75 @@ def failing(paths: list[str], answers: str, data: str = "") -> dict[str, Any]:
     runtime = start(paths)
     assert runtime.why_unavailable() is None
     one = kernel(bytes.fromhex(data) or IMAGE)
+    bound: list[Run] = []
+
+    def launch() -> None:
+        bound.append(bind(runtime, 1, 6, one=one))
+        bound[-1](*tensors(1))
+
     os.environ["STANDIN_ANSWERS"] = answers
-    raised = said(lambda: runtime.launch(one, (1, 2, 3), 64, params(0), on(1)))
+    raised = said(launch)
     peek = ctypes.CDLL(paths[0]).hipPeekAtLastError()
     current = runtime_device._current_device(runtime._runtime()) if "Get" not in answers else 0
     os.environ["STANDIN_ANSWERS"] = ""
-    after = said(lambda: runtime.launch(one, (1, 2, 3), 64, params(1), on(1)))
+    # What was bound before it failed is as good as what is bound anew.
+    after = [said(lambda run=run: run(*tensors(1))) for run in bound] + [said(launch)]
     return {"raised": raised, "left": peek, "current": current, "after": after}
 
 
 def failing_beside(path: str, later: str) -> dict[str, Any]:
     """Error 709 after another library has brought a copy of its own."""
     runtime = start([path])
-    runtime.launch(kernel(), (1, 1, 1), 64, params(0), on(0))
+    run = bind(runtime)
+    run(*tensors(0))
     ctypes.CDLL(later)
     os.environ["STANDIN_ANSWERS"] = "hipModuleLaunchKernel=709"
-    raised = said(lambda: runtime.launch(kernel(), (1, 1, 1), 64, params(0), on(0)))
+    raised = said(lambda: run(*tensors(0)))
     return {"raised": raised, "copies": libamdhip64.copies()}
 
 
 def capturing(paths: list[str]) -> dict[str, Any]:
+    """Bound under capture, twice; then before it, and launched, and bound again, under it."""
     runtime = start(paths)
     os.environ["STANDIN_CAPTURING"] = "1"
-    first = said(lambda: runtime.launch(kernel(), (1, 1, 1), 64, params(0), on(0)))
-    early = said(lambda: runtime.prepare(kernel(), 0))
+    refused = [said(lambda: bind(runtime)) for _ in range(2)]
     os.environ["STANDIN_CAPTURING"] = "0"
-    runtime.prepare(kernel(), 0)
+    run = bind(runtime)
     os.environ["STANDIN_CAPTURING"] = "1"
     Path(os.environ["STANDIN_LOG"]).write_text("")
-    runtime.launch(kernel(), (1, 1, 1), 64, params(7), on(0))
-    return {"first": first, "early": early}
+    run(*tensors(0))
+    bind(runtime, blocks=2)(*tensors(0))
+    return {"refused": refused}
 
 
 def wrong_size(paths: list[str]) -> list[str]:
     runtime = start(paths)
-    return said(lambda: runtime.launch(kernel(), (1, 1, 1), 64, params(0)[:-8], on(0)))
+    return said(lambda: bind(runtime, one=kernel(params=abi.SIZE - 8)))
 
 
 def threads(paths: list[str], count: int, each: int) -> list[str]:
-    """``count`` threads, each with a stream and parameters of its own, that start together."""
+    """``count`` threads, each with a stream and tensors of its own, that start together. Each
+    launches what it bound itself, with parameters of its own, and what the first of them bound."""
     runtime = start(paths)
     mine = threading.local()
-    runtime_device.current_stream = lambda index: STREAM + mine.number
+    _torch.current_stream = lambda index: STREAM + mine.number
     barrier = threading.Barrier(count)
     errors: list[str] = []
+    bound: dict[int, list[Run]] = {}
 
     def work(number: int) -> None:
         mine.number = number
         barrier.wait()
-        for turn in range(each):
-            target, grid = on((number + turn) % 2), (number + 1, 1, 1)
-            try:
-                runtime.launch(kernel(), grid, 64, params(number), target)
-            except Exception:
-                errors.append(traceback.format_exc())
+        try:
+            bound[number] = [bind(runtime, index, number + 1, number) for index in (0, 1)]
+            barrier.wait()
+            for turn in range(each):
+                index = (number + turn) % 2
+                for owner in (number, 0):
+                    bound[owner][index](*tensors(index, 256 * number))
+        except Exception:
+            errors.append(traceback.format_exc())
+            barrier.abort()
 
     workers = [threading.Thread(target=work, args=(number,)) for number in range(count)]
     for worker in workers:
@@ -196,11 +290,13 @@ def threads(paths: list[str], count: int, each: int) -> list[str]:
 
 
 def kept(paths: list[str]) -> int:
-    """How many more references to an image there are after it was loaded."""
+    """How many more references to an image there are after it was loaded, and what was bound to it
+    is gone."""
     data = bytes(bytearray(IMAGE))
     before = sys.getrefcount(data)
     runtime = start(paths)
-    runtime.prepare(kernel(data), 0)
+    bind(runtime, one=kernel(data))
+    gc.collect()
     return sys.getrefcount(data) - before
 
 
@@ -219,9 +315,9 @@ def not_mapped(path: str) -> dict[str, Any]:
 def streams() -> list[int]:
     """Torch's private function where there is one, else the public way."""
     torch.cuda.current_stream = lambda index: types.SimpleNamespace(cuda_stream=STREAM + index)
-    found = [importlib.reload(runtime_device).current_stream(3)]
+    found = [importlib.reload(_torch).current_stream(3)]
     torch._C._cuda_getCurrentRawStream = lambda index: index
-    return [*found, importlib.reload(runtime_device).current_stream(3)]
+    return [*found, importlib.reload(_torch).current_stream(3)]
 
 
 def real(names: list[str]) -> dict[str, Any]:

@@ -8,14 +8,14 @@ import torch
 
 import pyfa
 from pyfa import codeobject, request
-from pyfa.backends.base import Rotary
 from pyfa.backends.common import append
+from pyfa.backends.common.program import Program, run_of
 from pyfa.backends.hip import code, plans
 from pyfa.backends.hip.launcher import Launcher
 from pyfa.backends.hip.runtime_emulator import EmulatorRuntime
 from pyfa.backends.torch import append as operators
 from pyfa.emulator import EmulatorError
-from pyfa.problem import Call
+from pyfa.problem import Append, Call, form_of, tensors_of
 
 KERNEL = "hip/append.hip"
 
@@ -84,6 +84,22 @@ def copied(x):
     return whole.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
+def poisoned(shape, strides, dtype):
+    """A buffer as a program makes it, with values that none of its elements is to have."""
+    return torch.full(shape, -77 if dtype == torch.int32 else torch.nan, dtype=dtype)
+
+
+def run(call: Call, new: Append) -> dict[str, torch.Tensor]:
+    """The kernel alone: what it makes, by name."""
+    new = append.readable(new, call.q)
+    inputs = tensors_of(call, new)
+    launcher, program = Launcher(EmulatorRuntime()), Program(form_of(call, new).names, call.q)
+    written = append.add(launcher, program, call, new)
+    assert sorted(written.values()) == sorted(program.made)
+    made = run_of(program, launcher.launch_of(program, inputs), poisoned)(*inputs)
+    return dict(zip(program.made, made, strict=True))
+
+
 def errors_of(case: Case) -> list[str]:
     """What the kernel leaves that the operators do not, bit by bit."""
     generator = torch.Generator().manual_seed(7)
@@ -112,37 +128,41 @@ def errors_of(case: Case) -> list[str]:
     if case.new is not None:
         k, v = random(batch, case.new, heads_k, dim), random(batch, case.new, heads_k, dim_v)
     begin = torch.tensor(case.begin, dtype=torch.int32)
-    rotary = None
+    cos = sin = start = None
     if case.half is not None:
         angle = torch.randn(64, case.half, generator=generator)
         cos, sin = (x.to(case.table or case.dtype) for x in (angle.cos(), angle.sin()))
-        start = torch.tensor([5, 0, 40], dtype=torch.int32) if case.own_start else begin
-        rotary = Rotary(cos, sin, start, case.interleaved, case.moving)
+        start = torch.tensor([5, 0, 40], dtype=torch.int32) if case.own_start else None
 
-    used = begin + (case.new or 0)
-    target = q if rotary is None else q.new_full(q.shape, torch.nan)
     length = {"max_seqlen_q": rows, "max_seqlen_k": capacity}
-    call = Call(target, *caches, cu_seqlens_q=offsets, seqused_k=used, **options, **length)
+    call = Call(q, *caches, cu_seqlens_q=offsets, seqused_k=begin, **options, **length)
+    new = Append(k, v, cos, sin, start, case.interleaved, case.moving)
     want, want_q, turned = [copied(x) for x in caches], q, k
-    if rotary is not None:
-        positions = request._query_positions(q, rotary.start, offsets, case.moving)
+    if cos is not None:
+        first = begin if start is None else start
+        positions = request._query_positions(q, first, offsets, case.moving)
         want_q = operators.rotary(q, cos, sin, positions, case.interleaved)
         if k is not None:
-            positions = rotary.start[:, None] + torch.arange(case.new)
+            positions = first[:, None] + torch.arange(case.new)
             turned = operators.rotary(k, cos, sin, positions, case.interleaved)
     if k is not None:
         operators.append_kv(*want, turned, v, begin, page_table, call.cache_batch_idx)
-    untouched = [storage(x).clone() for x in (q, k, v) if x is not None]
+    read = [x for x in (q, k, v, begin, cos, sin, start) if x is not None]
+    untouched = [storage(x).clone() for x in read]
 
-    assert append.run(Launcher(EmulatorRuntime()), call, q, k, v, rotary)
+    made = run(call, new)
     found = []
+    if sorted(made) != ["rotated_q"] * (cos is not None) + ["used"] * bool(case.new):
+        found.append(f"made {sorted(made)}")
+    if case.new and not torch.equal(made["used"], begin + case.new):
+        found.append(f"keys held: {made['used']}")
     for name, have, expected in (("k", caches[0], want[0]), ("v", caches[1], want[1])):
         if not torch.equal(storage(have), storage(expected)):
             found.append(f"{name}_cache differs")
-    if not torch.equal(target.view(torch.int16), want_q.view(torch.int16)):
+    have_q = made.get("rotated_q", q)
+    if not torch.equal(have_q.view(torch.int16), want_q.view(torch.int16)):
         found.append("q differs")
-    after = [storage(x) for x in (q, k, v) if x is not None]
-    if not all(map(torch.equal, untouched, after)):
+    if not all(map(torch.equal, untouched, map(storage, read))):
         found.append("what is only read was written")
     return found
 
@@ -169,7 +189,21 @@ FAULTS = {
     "tail not guarded": ("min(row.columns - column, kPiece)", "kPiece"),
     "pairs not guarded": ("min(half - pair, kPiece)", "kPiece"),
     "rows beyond the end": ("(unsigned)place >= (unsigned)p.seqlen_k", "false"),
-    "written where the queries start": ("- p.new_rows + index", "+ index"),
+    "written behind the new keys": ("place = before + index;",
+                                    "place = before + p.new_rows + index;"),
+    "keys counted without the new": ("= before + p.new_rows;", "= before;"),
+    "keys counted where sequences begin": ("((int *)p.seqused_k)[s.batch] =",
+                                           "((int *)p.seqused_k)[0] ="),
+    "keys counted by each new row": ("is_key && index == 0 && thread_index() == 0)\n"
+                                     "    ((int *)p.seqused_k)[s.batch] = before + p.new_rows;",
+                                     "is_key && thread_index() == 0)\n"
+                                     "    ((int *)p.seqused_k)[s.batch] = place + p.new_rows;"),
+    "keys counted only where there is room": (
+        "if (is_key && index == 0",
+        "if (is_key && index == 0 && before + p.new_rows <= p.seqlen_k",
+    ),
+    "keys held as attention will see them": ("int before = int_at(p.seqused_q",
+                                             "int before = int_at(p.seqused_k"),
     "all new keys at one position": ("int_at(p.rotary_seqlens, s.batch) + index : 0",
                                      "int_at(p.rotary_seqlens, s.batch) : 0"),
     "queries always move": ("index * p.rotary_step", "index"),
@@ -201,32 +235,28 @@ def test_resources(plan):
     assert kernel.lds_bytes == 0
 
 
-def test_aligned_rows_move_in_16_bytes(monkeypatch):
-    counters, original = [], EmulatorRuntime.launch
+NUMBERS = {"global_load_dword", "global_store_dword"}
 
-    def launch(self, *rest):
+
+def test_aligned_rows_move_in_16_bytes(monkeypatch):
+    counters, original = [], EmulatorRuntime.run
+
+    def run(self, *rest):
         original(self, *rest)
         counters.append(self.counters)
 
-    monkeypatch.setattr(EmulatorRuntime, "launch", launch)
+    monkeypatch.setattr(EmulatorRuntime, "run", run)
     for interleaved in (False, True):
         case = Case(dims=(128, 128), half=32, table=torch.float32, interleaved=interleaved)
         assert not errors_of(case)
-    names = {name for each in counters for name in each.mnemonics if name.startswith("global_")}
-    assert names == {"global_load_dwordx4", "global_store_dwordx4"}
-
-
-@pytest.fixture
-def kernels_run(monkeypatch):
-    """The names of the kernels that are launched, as they are."""
-    names, original = [], EmulatorRuntime.launch
-
-    def launch(self, kernel, *rest):
-        names.append(kernel.kernel.name)
-        original(self, kernel, *rest)
-
-    monkeypatch.setattr(EmulatorRuntime, "launch", launch)
-    return names
+    for each in counters:
+        names = {name for name in each.mnemonics if name.startswith("global_")}
+        wide, lone = {"global_load_dwordx4", "global_store_dwordx4"}, names & NUMBERS
+        assert names == wide | lone
+        # The keys held by each of three sequences, and a position for each of four wavefronts of
+        # the six new keys' rows: what is behind a store is no scalar load.
+        assert each.mnemonics["global_store_dword"] == 3
+        assert each.mnemonics.get("global_load_dword", 0) <= 4 * 6
 
 
 def arguments(dtype=torch.bfloat16):
@@ -277,11 +307,9 @@ def test_positions_without_a_row_give_nan():
     q, (k_cache, v_cache), _, tables = arguments()
     table = tables["rotary_cos"]
     start = torch.tensor([23, -1], dtype=torch.int32)
-    call = Call(torch.empty_like(q), k_cache, v_cache, max_seqlen_q=2, max_seqlen_k=24)
-    append.run(
-        Launcher(EmulatorRuntime()), call, q, None, None, Rotary(table, table, start, True, True)
-    )
-    unknown = call.q.isnan().all(-1).all(-1)
-    turned = call.q[..., :32].isnan().all(-1).all(-1)
+    call = Call(q, k_cache, v_cache, max_seqlen_q=2, max_seqlen_k=24)
+    rotated = run(call, Append(None, None, table, table, start, True, True))["rotated_q"]
+    unknown = rotated.isnan().all(-1).all(-1)
+    turned = rotated[..., :32].isnan().all(-1).all(-1)
     assert turned.tolist() == [[False, True], [True, False]]
     assert not unknown.any()

@@ -106,7 +106,7 @@ def test_fault_is_caught(fault, plant):
 
 
 @pytest.mark.parametrize("case", ["plain", "causal", "growing", "split"])
-def test_products_of_16_rows(case, monkeypatch):
+def test_products_of_16_rows(case, monkeypatch, nothing_bound):
     """The other shape of the matrix instruction, which no plan has yet: hardware has to choose."""
     tiles = {pair: tiles._replace(mma=16) for pair, tiles in forward.TILES.items()}
     monkeypatch.setattr(forward, "TILES", tiles)

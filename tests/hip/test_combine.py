@@ -5,6 +5,7 @@ import torch
 
 from pyfa import codeobject
 from pyfa.backends.common import combine
+from pyfa.backends.common.program import Program, run_of
 from pyfa.backends.hip import code, plans
 from pyfa.backends.hip.launcher import Launcher
 from pyfa.backends.hip.runtime_emulator import EmulatorRuntime
@@ -42,7 +43,10 @@ FAULTS = {
     "last split dropped": ("if (split < p.num_splits)", "if (split < p.num_splits - 1)"),
     "splits beyond the last": ("if (split < p.num_splits)", ""),
     "packed rows beyond the last": ("  if (exists)\n", ""),
-    "last packed row dropped": ("bool exists = place.packed_row <", "bool exists = place.packed_row + 1 <"),
+    "last packed row dropped": (
+        "bool exists = place.packed_row <",
+        "bool exists = place.packed_row + 1 <",
+    ),
     "packed rows of other workgroups": ("workgroup_index() << (kThreadBits", "0 << (kThreadBits"),
     "LSE in base 2": ("log2(sum.total) * kLn2", "log2(sum.total)"),
     "columns beyond head_dim_v": ("&& columns > 0", ""),
@@ -59,6 +63,16 @@ FAULTS = {
         "(__builtin_bit_cast(unsigned, x[j]) >> 16)",
     ),
 }
+
+
+def run(call: Call, tensors: dict[str, torch.Tensor]) -> None:
+    """The kernel alone, on ``tensors`` by name."""
+    likes = {name: (x.shape, x.stride(), x.dtype) for name, x in tensors.items()}
+    launcher, program = Launcher(EmulatorRuntime()), Program(tensors, call.q)
+    parts = tensors["partial_lse"].shape[-1]
+    combine.add(launcher, program, call, likes["out"], likes["lse"], parts)
+    given = tuple(tensors.values())
+    run_of(program, launcher.launch_of(program, given), launcher.empty)(*given)
 
 
 def errors_of(shape: tuple, dtype: torch.dtype) -> list[str]:
@@ -80,8 +94,7 @@ def errors_of(shape: tuple, dtype: torch.dtype) -> list[str]:
     lse = torch.full((heads, rows) if packed else (batch, heads, rows), torch.nan)
     offsets = torch.tensor([0, rows], dtype=torch.int32) if packed else None
     call = Call(out, out, out, cu_seqlens_q=offsets)
-    launch = Launcher(EmulatorRuntime())
-    combine.run(launch, call, out, lse, partial_out, partial_lse, parts)
+    run(call, {"out": out, "lse": lse, "partial_out": partial_out, "partial_lse": partial_lse})
 
     want_lse = partial_lse.double().logsumexp(-1)
     weight = (partial_lse.double() - want_lse.nan_to_num(neginf=0.0)[..., None]).exp()
@@ -108,10 +121,17 @@ def test_sound(shape, dtype):
     assert not errors_of(shape, dtype)
 
 
-def test_nothing_to_do():
+def test_nothing_to_do(kernels_run):
     out, lse = torch.empty(2, 0, 4, 64, dtype=torch.float16), torch.empty(2, 4, 0)
-    partials = combine.partials(out, 3)
-    combine.run(Launcher(EmulatorRuntime()), Call(out, out, out), out, lse, *partials, 3)
+    call = Call(out, out, out)
+    parts = {
+        name: torch.empty_strided(shape, strides, dtype=dtype)
+        for name, (shape, strides, dtype) in combine.partials(call, 3).items()
+    }
+    assert parts["partial_out"].shape == (0, 4, 3, 64)
+    assert parts["partial_lse"].shape == (0, 4, 3)
+    run(call, {"out": out, "lse": lse, **parts})
+    assert not kernels_run
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from pyfa.backends.common import calls
+from pyfa.backends.common.launch import Launcher
 from pyfa.backends.hip import backward, code, decode, forward, samples
 from pyfa.cli.inspect import emulate, inspect
 from pyfa.emulator import native
 from pyfa.plan import Plan
-from pyfa.problem import Call
+from pyfa.problem import Call, tensors_of
 
 PLAIN = [
     plan
@@ -61,7 +62,11 @@ def test_the_launches_of_other_kernels_are_left_out() -> None:
     q = torch.zeros(1, 32, 1, 64, dtype=torch.bfloat16)
     call = Call(q, q, q, max_seqlen_q=32, max_seqlen_k=32, num_splits=2)
     plan = PLAIN[0]
-    sample = samples.Sample("", lambda launch, _: forward.run(launch, plan, call), 1, 1, 32, 32, 1)
+
+    def run(launch: Launcher, _: int) -> None:
+        forward.bind(launch, plan, call)(*tensors_of(call))
+
+    sample = samples.Sample("", run, 1, 1, 32, 32, 1)
     assert emulate(plan, sample, 1).instructions["mfma"] > 0
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_scenarios import IMAGE, PARAMS, STREAM, params
+from runtime_scenarios import IMAGE, STREAM, packed
 
 from pyfa import abi, topology
 from pyfa.backends.hip import libamdhip64
@@ -79,7 +79,7 @@ def scenario(server: subprocess.Popen[str], log: Path) -> Scenario:
     """Runs one in a process of its own and returns what it returns."""
 
     def run(name: str, *arguments: Any, **environment: str) -> Any:
-        environment = {"STANDIN_LOG": str(log), "STANDIN_PARAMS": str(PARAMS), **environment}
+        environment = {"STANDIN_LOG": str(log), "STANDIN_PARAMS": str(abi.SIZE), **environment}
         asked = {"scenario": name, "arguments": arguments, "environment": environment}
         assert server.stdin is not None
         assert server.stdout is not None
@@ -107,13 +107,13 @@ def a_launch(copy: str, number: int, device: int, function: int = FUNCTION) -> d
         "copy": copy,
         "call": "hipModuleLaunchKernel",
         "function": function,
-        "grid": [5 + number, 6, 7],
+        "grid": [5 + number, 1, 1],
         "block": [256, 1, 1],
         "lds": 0,
         "stream": STREAM + device,
         "extra": 0,
         "device": device,
-        "params": params(number).hex(),
+        "params": packed(number).hex(),
     }
 
 
@@ -241,12 +241,27 @@ def test_every_call_of_a_first_and_a_second_launch(
         {**at, "call": "hipModuleLoadData", "image": IMAGE[:8].hex(), "device": 0},
         {**at, "call": "hipModuleGetFunction", "module": MODULE, "name": "attn_fwd"},
         current,
-        # The first launch, then the second. Nothing waits, and nothing is allocated.
+        # The first launch, then the second, each after torch has told the device. Nothing waits,
+        # and nothing is allocated.
         here,
         a_launch("torch", 0, 0),
         here,
         a_launch("torch", 1, 0),
     ]
+
+
+def test_a_launch_that_is_repeated_is_the_launch_alone(
+    scenario: Scenario, copies: dict[str, str], log: Path
+) -> None:
+    scenario("repeats", [copies["torch"]])
+    launch = a_launch("torch", 0, 0)
+    here = {"copy": "torch", "call": "hipGetDevice"}
+    assert calls(log)[-6:] == [
+        call
+        for moved in (0, 4096, 512)
+        for call in (here, {**launch, "params": packed(0, moved).hex()})
+    ]
+    assert len(named(log, "hipModuleLoadData")) == 1
 
 
 def test_a_device_that_is_not_current(
@@ -260,11 +275,14 @@ def test_a_device_that_is_not_current(
         a_launch("torch", 1, 0, FUNCTION + 1),
         a_launch("torch", 2, 1, FUNCTION),
     ]
-    # Around the last launch, device 1 was made current and device 0 again.
-    names = [(call["call"], call.get("device")) for call in calls(log)][-4:]
+    # Around the last launch, torch made device 1 current and device 0 again, and asks once more
+    # which one is.
+    names = [(call["call"], call.get("device")) for call in calls(log)][-6:]
     assert names == [
         ("hipGetDevice", None),
+        ("hipGetDevice", None),
         ("hipSetDevice", 1),
+        ("hipGetDevice", None),
         ("hipModuleLaunchKernel", 1),
         ("hipSetDevice", 0),
     ]
@@ -276,32 +294,36 @@ def test_two_code_objects_are_two_modules(
     scenario("two_kernels", [copies["torch"]])
     images = [call["image"] for call in named(log, "hipModuleLoadData")]
     assert images == [IMAGE[:8].hex(), IMAGE[::-1][:8].hex()]
-    functions = [call["function"] for call in named(log, "hipModuleLaunchKernel")]
-    assert functions == [FUNCTION, FUNCTION + 1, FUNCTION]
+    launched = [
+        (call["function"], call["grid"], call["block"], call["params"])
+        for call in named(log, "hipModuleLaunchKernel")
+    ]
+    assert launched == [
+        (FUNCTION, [1, 1, 1], [64, 1, 1], packed(0).hex()),
+        (FUNCTION + 1, [2, 1, 1], [128, 1, 1], packed(1).hex()),
+        (FUNCTION, [3, 1, 1], [256, 1, 1], packed(0).hex()),
+    ]
 
 
 def test_params_of_a_call_arrive_as_they_were_packed(
     scenario: Scenario, copies: dict[str, str], log: Path
 ) -> None:
-    call = a_call()
-    out, lse = torch.empty(call.out_shape()), torch.empty(call.lse_shape())
-    packed = abi.pack(abi.forward_values(call, out, lse))
-    grid = (1, call.q.shape[-2], call.batch)
-    size = {"STANDIN_PARAMS": str(abi.SIZE)}
-    scenario("launch_bytes", [copies["torch"]], packed.hex(), list(grid), **size)
+    found = scenario("call_params", [copies["torch"]])
     (record,) = named(log, "hipModuleLaunchKernel")
-    assert record["grid"] == list(grid)
+    assert record["grid"] == [12, 1, 1]
     assert record["block"] == [256, 1, 1]
+    assert record["params"] == found["packed"]
     read = abi.unpack(bytes.fromhex(record["params"]))
-    assert read == abi.unpack(packed)
-    assert (read["q"], read["lse"]) == (call.q.data_ptr(), lse.data_ptr())
+    assert {name: read[name] for name in found["addresses"]} == found["addresses"]
+    assert set(found["addresses"]) == {"q", "k", "v", "out", "lse"}
+    assert (read["batch"], read["seqlen_k"], read["scale"]) == (3, 190, 0.125)
 
 
 def test_params_of_another_size_are_refused(
     scenario: Scenario, copies: dict[str, str], log: Path
 ) -> None:
     kind, text = scenario("wrong_size", [copies["torch"]])
-    assert (kind, text) == ("ValueError", "attn_fwd takes 40 bytes of parameters, got 32")
+    assert (kind, text) == ("ValueError", "attn_fwd takes 760 bytes of parameters, got 768")
     assert named(log, "hipModuleLaunchKernel") == []
 
 
@@ -316,25 +338,27 @@ def test_threads_load_once_and_keep_their_streams(
     assert sorted(call["device"] for call in named(log, "hipModuleLoadData")) == [0, 1]
     module_on = {call["device"]: n for n, call in enumerate(named(log, "hipModuleLoadData"))}
     launched = named(log, "hipModuleLaunchKernel")
-    assert len(launched) == 80
+    assert len(launched) == 160
     seen = dict.fromkeys(range(8), 0)
     for call in launched:
-        number = call["grid"][0] - 1
+        number = call["stream"] - STREAM
         turn, seen[number] = seen[number], seen[number] + 1
-        assert call["stream"] == STREAM + number
-        assert call["params"] == params(number).hex()
-        assert call["device"] == (number + turn) % 2
+        owner = 0 if turn % 2 else number  # by turns what it bound itself and what thread 0 did
+        assert call["grid"] == [owner + 1, 1, 1]
+        assert call["params"] == packed(owner, 256 * number).hex()
+        assert call["device"] == (number + turn // 2) % 2
         assert call["function"] == FUNCTION + module_on[call["device"]]
+    assert set(seen.values()) == {20}
 
 
 def test_capturing_a_graph(scenario: Scenario, copies: dict[str, str], log: Path) -> None:
     found = scenario("capturing", [copies["torch"]])
-    for kind, text in (found["first"], found["early"]):
+    for kind, text in found["refused"]:
         assert kind == "RuntimeError"
         assert "attn_fwd is not loaded on device 0" in text
         assert "before the capture" in text
-    # Once it is loaded, a launch under capture is as any other.
-    assert [call["call"] for call in calls(log)] == ["hipGetDevice", "hipModuleLaunchKernel"]
+    # Once it is loaded, a launch under capture is as any other, also one that is bound there.
+    assert [call["call"] for call in calls(log)] == ["hipGetDevice", "hipModuleLaunchKernel"] * 2
 
 
 def test_the_current_stream_is_torchs(scenario: Scenario) -> None:
@@ -348,7 +372,7 @@ def test_the_current_stream_is_torchs(scenario: Scenario) -> None:
     ("answers", "kind", "texts"),
     [
         ("hipModuleLaunchKernel=709", "HipError",
-         ["attn_fwd was not launched (grid (1, 2, 3), device 1)", "hipErrorContextIsDestroyed "
+         ["attn_fwd was not launched (grid (6, 1, 1), device 1)", "hipErrorContextIsDestroyed "
           "(709), context is destroyed", "another HIP runtime", "torch/lib/libamdhip64.so"]),
         ("hipModuleLaunchKernel=719", "HipError", ["(719)", "AMD_SERIALIZE_KERNEL=3"]),
         ("hipModuleLaunchKernel=12345", "HipError", ["unknown error (12345)"]),
@@ -374,7 +398,9 @@ def test_codes_become_exceptions(
     assert found["left"] == 0
     assert found["current"] == 0
     # A failure is not remembered as a loaded module.
-    assert found["after"] == ["nothing", ""]
+    assert found["after"][-1] == ["nothing", ""]
+    assert len(found["after"]) == 1 + ("LaunchKernel" in answers)
+    assert all(each == ["nothing", ""] for each in found["after"])
 
 
 @pytest.mark.parametrize("code", [200, 209, 218, 303])

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from pyfa.backends.common import calls, combine
+from pyfa.backends.common.program import Step
 from pyfa.backends.hip import code, forward
 from pyfa.backends.hip.launcher import Launcher
 from pyfa.backends.hip.runtime_emulator import EmulatorRuntime
 from pyfa.emulator import native
 from pyfa.plan import Plan
-from pyfa.problem import Call
+from pyfa.problem import Call, tensors_of
 from pyfa.traffic import Requested, Shape, Tiling, requested_bytes
 
 SHAPES = {
@@ -36,27 +37,20 @@ SHAPES = {
 }
 
 
-class Counting(Launcher):
-    """A launcher that sums (vector loads, stores) of all that it runs."""
+class Counting(EmulatorRuntime):
+    """Sums (vector loads, stores) of all that it runs."""
 
     def __init__(self) -> None:
-        self.emulator = EmulatorRuntime()
-        super().__init__(self.emulator)
+        super().__init__()
         self.loads = self.stores = 0
 
-    def __call__(
-        self,
-        plan: Plan,
-        blocks: int,
-        threads: int,
-        values: Mapping[str, int | float],
-        tensors: Mapping[str, torch.Tensor],
+    def run(
+        self, step: Step, kernel: code.Code, params: bytes, tensors: Mapping[str, torch.Tensor]
     ) -> None:
-        super().__call__(plan, blocks, threads, values, tensors)
-        counters = self.emulator.counters
-        assert counters is not None
-        self.loads += counters.load_bytes - counters.scalar_bytes
-        self.stores += counters.store_bytes
+        super().run(step, kernel, params, tensors)
+        assert self.counters is not None
+        self.loads += self.counters.load_bytes - self.counters.scalar_bytes
+        self.stores += self.counters.store_bytes
 
 
 def counted(plan: Plan, shape: Shape, parts: int) -> Counting:
@@ -73,9 +67,9 @@ def counted(plan: Plan, shape: Shape, parts: int) -> Counting:
         window_right=shape.window_right,
         num_splits=parts,
     )
-    launch = Counting()
-    forward.run(launch, plan, call)
-    return launch
+    runtime = Counting()
+    forward.bind(Launcher(runtime), plan, call)(*tensors_of(call))
+    return runtime
 
 
 def plan_of(shape: Shape) -> Plan:
@@ -98,12 +92,12 @@ def test_the_emulator_counts_what_was_computed(name: str) -> None:
     shape, parts = SHAPES[name]
     plan = plan_of(shape)
     asked = forward.requested_bytes(plan, shape, parts)
-    launch = counted(plan, shape, parts)
+    runtime = counted(plan, shape, parts)
     # Every thread of a part reads the part's LSE, which the model leaves out.
     lines = shape.batch * shape.seqlen_q * shape.heads_q if parts > 1 else 0
     lses = 4 * lines * parts * combine.threads_of_part(shape.head_dim_v)
-    assert launch.loads == asked.loads + lses
-    assert launch.stores == asked.stores
+    assert runtime.loads == asked.loads + lses
+    assert runtime.stores == asked.stores
 
 
 def brute(shape: Shape, tiling: Tiling) -> Requested:

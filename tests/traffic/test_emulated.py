@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from pyfa.backends import BACKENDS
+from pyfa.backends.common.program import Step
 from pyfa.backends.hip import backward, code, decode, tiling
 from pyfa.backends.hip.launcher import Launcher
 from pyfa.backends.hip.runtime_emulator import EmulatorRuntime
 from pyfa.device import DEVICES
 from pyfa.emulator import native
 from pyfa.plan import Plan
-from pyfa.problem import Call, Problem
+from pyfa.problem import Call, Problem, tensors_of
 from pyfa.traffic import Shape, TiledKernel
 from pyfa.traffic.requested import requested_of
 
@@ -31,27 +32,20 @@ SHAPES = {
 }
 
 
-class Counting(Launcher):
-    """A launcher that keeps (vector loads, stores) of every kernel that it runs."""
+class Counting(EmulatorRuntime):
+    """Keeps (vector loads, stores) of every kernel that it runs."""
 
     def __init__(self) -> None:
-        self.emulator = EmulatorRuntime()
-        super().__init__(self.emulator)
+        super().__init__()
         self.found: list[tuple[Plan, int, int]] = []
 
-    def __call__(
-        self,
-        plan: Plan,
-        grid: tuple[int, int, int],
-        threads: int,
-        values: Mapping[str, int | float],
-        tensors: Mapping[str, torch.Tensor],
+    def run(
+        self, step: Step, kernel: code.Code, params: bytes, tensors: Mapping[str, torch.Tensor]
     ) -> None:
-        super().__call__(plan, grid, threads, values, tensors)
-        counters = self.emulator.counters
-        assert counters is not None
-        loads = counters.load_bytes - counters.scalar_bytes
-        self.found.append((plan, loads, counters.store_bytes))
+        super().run(step, kernel, params, tensors)
+        assert self.counters is not None
+        loads = self.counters.load_bytes - self.counters.scalar_bytes
+        self.found.append((step.plan, loads, self.counters.store_bytes))
 
 
 @pytest.fixture(autouse=True)
@@ -92,13 +86,15 @@ def test_backward_asks_for_what_was_computed(name: str) -> None:
     them all, the formula each once, so that they are taken off here.
     """
     shape = SHAPES[name]
-    launch, call = Counting(), call_of(shape)
+    runtime, call = Counting(), call_of(shape)
     out = torch.zeros(call.out_shape(), dtype=torch.bfloat16)
-    backward.run(launch, call, out, torch.zeros(call.lse_shape()), torch.zeros_like(out), None)
+    lse, dout = torch.zeros(call.lse_shape()), torch.zeros_like(out)
+    run = backward.bind(Launcher(runtime), call, out, lse, dout, None)
+    run(dout, None, out, lse, *tensors_of(call))
     kernels = kernels_of(shape, "backward")
     counted = {
         ("dk_dv", "dq")[int(dict(plan.constants)["OWNS"])]: (loads, stores)
-        for plan, loads, stores in launch.found
+        for plan, loads, stores in runtime.found
         if plan.kernel == backward.KERNEL
     }
     for role, (loads, stores) in counted.items():
@@ -117,7 +113,7 @@ def test_backward_asks_for_what_was_computed(name: str) -> None:
 @pytest.mark.parametrize("keys", [500, 1024])
 def test_decode_asks_for_k_and_v_once_a_group(keys: int) -> None:
     shape = Shape(1, 1, keys, 8, 1, 128, 128)
-    launch, call = Counting(), call_of(shape)
+    runtime, call = Counting(), call_of(shape)
     problem_kernels = kernels_of(shape, "gqa")
     kernel = problem_kernels["forward"]
     plan = next(
@@ -125,11 +121,11 @@ def test_decode_asks_for_k_and_v_once_a_group(keys: int) -> None:
         if dict(plan.constants).items()
         >= {"HEAD_DIM": 128, "HEAD_DIM_V": 128, "TILES": 1, "DTYPE": 1}.items()
     )  # fmt: skip
-    decode.run(launch, plan, call)
-    _, loads, stores = launch.found[0]
+    decode.bind(Launcher(runtime), plan, call)(*tensors_of(call))
+    _, loads, stores = runtime.found[0]
     reads, writes = requested_of(shape, kernel)
     assert reads["k"] == reads["v"] == keys * 128 * 2
     assert kernel.tiling.splits > 1
-    assert len(launch.found) == 2
+    assert len(runtime.found) == 2
     assert loads == pytest.approx(sum(reads.values()), rel=0.03)
     assert stores == pytest.approx(sum(writes.values()), rel=0.03)

@@ -22,7 +22,7 @@ from pyfa.backends.triton import plans
 from pyfa.backends.triton.runtime import Runner
 from pyfa.conformance import grid
 from pyfa.device import CPU
-from pyfa.problem import Call, problem_of
+from pyfa.problem import Call, problem_of, tensors_of
 
 # One case of each kind, by the words that its name must hold.
 CASES = {
@@ -98,14 +98,15 @@ def _compare(call: Call, change: Callable[[dict], dict], backward: bool) -> list
     constants = dict(plan.constants)
     constants |= change(constants)
     runner = Runner(dataclasses.replace(plan, constants=tuple(sorted(constants.items()))))
-    out, lse = runner.forward(call)
+    out, lse, *_ = runner.bind(call, True)(*tensors_of(call))
     want, want_lse = reference.attention(call)
     pairs = {"out": (out, want), "lse": (lse.exp(), want_lse.exp())}
     if backward:
         dout = torch.randn_like(out)
         # Laid out in another way than the forward's, as PyTorch's operator may hand them in.
-        of_forward = (x.mT.contiguous().mT for x in (out, lse))
-        found = runner.backward(call, *of_forward, dout, None, False)
+        of_forward = [x.mT.contiguous().mT for x in (out, lse)]
+        run = runner.bind_backward(call, *of_forward, dout, None, False)
+        found = run(dout, None, *of_forward, *tensors_of(call))
         expected = reference.gradients(call, dout)
         for name in ("dq", "dk", "dv"):
             pairs[name] = (getattr(found, name), expected[name])

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from pyfa import _torch
 from pyfa.backends.common import libcuda
 from pyfa.backends.triton import runtime_launch
 from pyfa.backends.triton.specs import Spec
@@ -69,7 +70,7 @@ class Driver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     found = Driver()
     monkeypatch.setattr(libcuda, "library", lambda: found)
-    monkeypatch.setattr(libcuda, "_current_stream", lambda index: 7)
+    monkeypatch.setattr(_torch, "current_stream", lambda index: 7)
     return found
 
 
@@ -85,12 +86,12 @@ def spec(**constants: Any) -> Spec:
 def test_arguments_are_packed_as_the_driver_expects(driver: Driver) -> None:
     code = runtime_launch.code_of(compiled(), spec(), 0)
     assert code is not None
-    launch = runtime_launch.prepare(code, (0, 5, -6, 0.5, 7), 1)
-    for programs, address in ((3, 4096), (5, 8192)):
-        launch((programs,), address)
-    whole = runtime_launch.prepare(code, (0, 0, 0, 0.0, 0), 5)
-    whole((1,), 64, 5, -6, 0.5, 7)
-    expected = [(99, programs, 1, 1, 128, 1, 1, 1024, 7, 0, 0) for programs in (3, 5, 1)]
+    for programs, numbers in ((3, [4096]), (5, [1, 8192])):
+        slots = [(0, len(numbers) - 1)]
+        launch = runtime_launch.prepare(code, programs, (0, 5, -6, 0.5, 7), slots)
+        launch(numbers)
+    launch([2, 64])
+    expected = [(99, programs, 1, 1, 128, 1, 1, 1024, 7, 0, 0) for programs in (3, 5, 5)]
     assert [how for how, _ in driver.launched] == expected
     packed = [struct.unpack("QiqfiQQ", data) for _, data in driver.launched]
     assert packed == [(address, 5, -6, 0.5, 7, 0, 0) for address in (4096, 8192, 64)]
@@ -108,9 +109,10 @@ def test_descriptors_have_memory_of_their_own(
         return given[-1]
 
     monkeypatch.setattr(runtime_launch.torch, "empty", empty)
-    for count in (1, 5):
-        launch = runtime_launch.prepare(code, (0, 5, -6, 0.5, 7), count)
-        launch((3,), *(4096, 5, -6, 0.5, 7)[:count])
+    launch = runtime_launch.prepare(code, 3, (0, 5, -6, 0.5, 7), [(0, 0)])
+    for _ in range(2):
+        launch([4096])
+    assert len(given) == 2
     for x, (_, data) in zip(given, driver.launched, strict=True):
         assert x.numel() == 3 * 256
         assert struct.unpack("QiqfiQQ", data) == (4096, 5, -6, 0.5, 7, x.data_ptr(), 0)
@@ -119,13 +121,13 @@ def test_descriptors_have_memory_of_their_own(
 def test_a_thread_without_a_context_gets_one(driver: Driver) -> None:
     code = runtime_launch.code_of(compiled(), spec(), 0)
     assert code is not None
-    launch = runtime_launch.prepare(code, (0, 5, 6, 0.5, 7), 1)
+    launch = runtime_launch.prepare(code, 1, (0, 5, 6, 0.5, 7), [(0, 0)])
     driver.errors = [libcuda._NO_CONTEXT]
-    launch((1,), 4096)
+    launch([4096])
     assert driver.contexts == len(driver.launched) == 1
     driver.errors = [700]
     with pytest.raises(RuntimeError, match="CUDA error 700"):
-        launch((1,), 4096)
+        launch([4096])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Forward and backward that were prepared for are those of a first call, bit by bit."""
+"""Forward and backward that are bound are those of a first call, bit by bit."""
 
 from __future__ import annotations
 
@@ -9,9 +9,16 @@ import pytest
 import torch
 
 import pyfa
-from pyfa import api, repeats
+from pyfa import api, ops
+from pyfa.bound import Table
 
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call has come yet."""
+    monkeypatch.setattr(api, "calls", Table())
+    monkeypatch.setattr(ops, "calls", Table())
 
 
 def tensors(seed: int, heads_k: int = 8) -> list[torch.Tensor]:
@@ -34,7 +41,7 @@ def test_steps_on_other_tensors(
 ) -> None:
     expected = []
     for seed in range(4):
-        monkeypatch.setattr(api, "_repeats", repeats.Table())
+        forget(monkeypatch)
         expected.append(step(seed, backend, **options))
     # Twice with memory of which nothing is 0 by chance.
     for _ in range(2):
@@ -43,8 +50,8 @@ def test_steps_on_other_tensors(
             del waste
             for x, y in zip(step(seed, backend, **options), expected[seed], strict=True):
                 assert torch.equal(x, y)
-    (entry,) = api._repeats.recent.values()
-    assert len(entry.backwards) == 1
+    (entry,) = api.calls.recent.values()
+    assert [len(each) for each in entry.backwards.values()] == [1, 0]
 
 
 def packed_step(seed: int, backend: str, ends: list[int]) -> tuple[torch.Tensor, ...]:
@@ -63,7 +70,7 @@ def test_packed_steps_with_other_offsets(backend: str, monkeypatch: pytest.Monke
     ends = [[200, 500, 600], [300, 301, 590], [0, 256, 400], [1, 2, 3]]
     expected = []
     for seed, each in enumerate(ends):
-        monkeypatch.setattr(api, "_repeats", repeats.Table())
+        forget(monkeypatch)
         expected.append(packed_step(seed, backend, each))
     for _ in range(2):
         for seed, each in enumerate(ends):
@@ -74,7 +81,7 @@ def test_packed_steps_with_other_offsets(backend: str, monkeypatch: pytest.Monke
                 assert torch.equal(x, y)
             assert not any(x[each[-1] :].any() for x in (found[0], *found[2:]))
             assert (found[1][:, each[-1] :] == -torch.inf).all()
-    assert len(api._repeats.recent) == 1
+    assert len(api.calls.recent) == 1
 
 
 def test_steps_in_threads_on_streams(backend: str) -> None:

@@ -1,4 +1,4 @@
-"""A call that comes again takes a shorter way, which must not show."""
+"""A call that comes again runs what was bound for it, which must not show."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pyfa
-from pyfa import api, dispatch, ops, repeats
+from pyfa import _torch, api, bound, dispatch, ops
 from pyfa import request as requests
 from pyfa.backends.base import OtherAlignment
 
-pytestmark = pytest.mark.usefixtures("fresh_repeats")
+pytestmark = pytest.mark.usefixtures("fresh_calls")
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def inputs(requires_grad: bool = True) -> list[torch.Tensor]:
 
 
 def kept() -> int:
-    return sum(len(alike) for alike in api._repeats.known.values())
+    return sum(len(alike) for alike in api.calls.known.values())
 
 
 def results(**options: Any) -> tuple[torch.Tensor, ...]:
@@ -137,20 +137,23 @@ def outcome(call: Callable[[], Any]) -> Any:
         return type(error), str(error)
 
 
-@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
-def test_what_differs_is_another_call(other: Callable[..., Any]) -> None:
-    """Twice, with the entry of the first in place, and with what it would run poisoned."""
-    q, k, v = inputs(requires_grad=False)
-    expected = outcome(lambda: other(q, k, v))
-    api._repeats.known.clear()
-    api._repeats.recent.clear()
-    pyfa.attention(q, k, v)
-    (entry,) = api._repeats.recent.values()
+# Those whose ``Call`` is another one, or of other tensors.
+OTHER_CALLS = {
+    "dtype", "shape of v", "heads", "stride of q", "stride of v", "device", "requires_grad",
+    "autocast", "mode", "context", "inference mode", "unhashable", "option",
+}  # fmt: skip
 
-    def poison(*given: Any) -> Any:
-        raise AssertionError("another call ran this one's")
 
-    entry.run = poison
+def poison(*given: Any) -> Any:
+    raise AssertionError("another call ran this one's")
+
+
+def forget(table: bound.Table) -> None:
+    table.known.clear()
+    table.recent.clear()
+
+
+def check_others(other: Callable[..., Any], expected: Any, q: Any, k: Any, v: Any) -> None:
     for _ in range(2):
         found = outcome(lambda: other(q, k, v))
         if isinstance(expected, torch.Tensor):
@@ -159,6 +162,36 @@ def test_what_differs_is_another_call(other: Callable[..., Any]) -> None:
             assert torch.equal(found, expected)
         else:
             assert found == expected
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_what_differs_is_another_call(other: Callable[..., Any]) -> None:
+    """Twice, with the entry of the first in place, and with what it would run poisoned."""
+    q, k, v = inputs(requires_grad=False)
+    expected = outcome(lambda: other(q, k, v))
+    forget(api.calls)
+    forget(ops.calls)
+    pyfa.attention(q, k, v)
+    (entry,) = api.calls.recent.values()
+    entry.run = poison
+    forget(ops.calls)  # where some of the others are this very call, once they are checked
+    check_others(other, expected, q, k, v)
+    with pytest.raises(AssertionError, match="ran this one's"):
+        pyfa.attention(q, k, v)
+
+
+@pytest.mark.parametrize("name", sorted(OTHER_CALLS))
+def test_what_differs_is_another_checked_call(name: str) -> None:
+    """The same of the table behind the checks."""
+    q, k, v = inputs(requires_grad=False)
+    expected = outcome(lambda: OTHERS[name](q, k, v))
+    forget(api.calls)
+    forget(ops.calls)
+    pyfa.attention(q, k, v)
+    (entry,) = ops.calls.recent.values()
+    entry.run = poison
+    forget(api.calls)
+    check_others(OTHERS[name], expected, q, k, v)
     with pytest.raises(AssertionError, match="ran this one's"):
         pyfa.attention(q, k, v)
 
@@ -204,15 +237,15 @@ def test_a_tensor_that_comes_twice_is_found_again(long_ways: list[Any]) -> None:
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repeats, "_MOST", 5)
+    monkeypatch.setattr(bound, "_MOST", 5)
     q, k, v = inputs(requires_grad=False)
     for rows in range(1, 12):
         pyfa.attention(q[:, :rows], k, v)
-    assert len(api._repeats.known) <= 5
+    assert len(api.calls.known) <= 5
     wide = torch.randn(2, 12, 2, 64)
     for start in range(20):
         pyfa.attention(wide[..., :8].as_strided((2, 12, 2, 8), (1536, 128, 40 + start, 1)), k, v)
-    assert max(len(alike) for alike in api._repeats.known.values()) <= repeats._MOST_ALIKE
+    assert max(len(alike) for alike in api.calls.known.values()) <= bound._MOST_ALIKE
 
 
 def test_tensors_are_not_kept() -> None:
@@ -234,13 +267,14 @@ def test_the_backward_runs_where_its_forward_ran(monkeypatch: pytest.MonkeyPatch
         return prepare(call, wanted, *rest)
 
     monkeypatch.setattr(ops, "prepare", noted)
-    for _ in range(2):
+    for turn in range(2):
         q, k, v = inputs()
         with pyfa.use_backend("torch"):
             out = pyfa.attention(q, k, v)
+        # Nobody is asked for a call that is bound, forward or backward.
+        assert ran == ["torch"] * (2 if turn else 1)
         out.sum().backward()
-    # Forward and backward of the first call; a shorter way sought, and backward, of the second.
-    assert ran == ["torch"] * 4
+        assert ran == ["torch"] * 2
 
 
 def test_a_second_derivative_is_refused_again() -> None:
@@ -251,44 +285,63 @@ def test_a_second_derivative_is_refused_again() -> None:
         grad.sum().backward()
 
 
-def test_a_backend_may_have_a_shorter_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is given a call that has run, and whether the LSE is wanted."""
+def test_a_backend_binds_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told whether the LSE is wanted; the first call and later ones run what it gives."""
     asked: list[bool] = []
-    backend = dispatch.BACKENDS["torch"]
 
-    def repeat(self: Any, plan: Any, call: Any, with_lse: bool) -> Callable[..., Any]:
+    def bind(self: Any, plan: Any, call: Any, append: Any, with_lse: bool) -> Callable[..., Any]:
         asked.append(with_lse)
-        return lambda q, k, v: (q * 0 + 1, None)
+        return lambda q, k, v: [q * 0 + 1, q[..., 0].transpose(1, 2) * 0 + 2]
 
-    monkeypatch.setattr(type(backend), "repeat", repeat, raising=False)
+    monkeypatch.setattr(type(dispatch.BACKENDS["torch"]), "bind", bind)
     q, k, v = inputs(requires_grad=False)
-    first, second = pyfa.attention(q, k, v), pyfa.attention(q, k, v)
+    for _ in range(3):
+        assert torch.equal(pyfa.attention(q, k, v), torch.ones_like(q))
     assert asked == [False]
-    assert not torch.equal(first, second)
-    assert torch.equal(second, torch.ones_like(q))
-    pyfa.attention(q, k, v, return_lse=True)
+    for _ in range(2):
+        out, lse = pyfa.attention(q, k, v, return_lse=True)
+        assert torch.equal(lse, torch.full((2, 2, 12), 2.0))
+        assert torch.equal(out, torch.ones_like(q))
     assert asked == [False, True]
+    for _ in range(2):
+        pyfa.attention(q.requires_grad_(), k, v)
+    assert asked == [False, True, True]
+
+
+class Backwards:
+    """What the torch backend was asked to bind, and how often what it gave was run."""
+
+    def __init__(self) -> None:
+        self.bound = self.ran = self.refused = 0
 
 
 @pytest.fixture
-def short_backwards(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The torch backend has a shorter backward, of zeros; each time it runs is noted."""
-    ran: list[Any] = []
-
-    def repeat_backward(
-        self: Any, plan: Any, call: Any, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor
-    ) -> Any:
-        def run(*given: torch.Tensor) -> Any:
-            if any(x.data_ptr() % 16 for x in given):
-                raise OtherAlignment
-            ran.append(given)
-            return tuple(torch.zeros_like(x) for x in given[1:4])
-
-        return run if dout.is_contiguous() else None
-
+def backwards(monkeypatch: pytest.MonkeyPatch) -> Backwards:
+    """What the torch backend binds for aligned tensors refuses others, as kernels do."""
+    noted = Backwards()
     backend = type(dispatch.BACKENDS["torch"])
-    monkeypatch.setattr(backend, "repeat_backward", repeat_backward, raising=False)
-    return ran
+    real = backend.bind_backward
+
+    def on_16(tensors: Any) -> bool:
+        return not any(x.data_ptr() % 16 for x in tensors if x is not None)
+
+    def bind_backward(
+        self: Any, plan: Any, call: Any, out: Any, lse: Any, dout: Any, dlse: Any, bias_grad: bool
+    ) -> Any:
+        noted.bound += 1
+        found, aligned = real(self, plan, call, out, lse, dout, dlse, bias_grad), on_16((dout,))
+
+        def run(*given: Any) -> Any:
+            if on_16(given[:1]) is not aligned:
+                noted.refused += 1
+                raise OtherAlignment
+            noted.ran += 1
+            return found(*given)
+
+        return run
+
+    monkeypatch.setattr(backend, "bind_backward", bind_backward)
+    return noted
 
 
 def gradients(dout: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> Any:
@@ -304,43 +357,69 @@ def misaligned(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("dout", "how"),
+    ("dout", "how", "binds"),
     [
-        (lambda out: torch.ones(()).expand(out.shape), {}),
-        (lambda out: dense_again(torch.ones_like(out)), {}),
-        (lambda out: misaligned(torch.ones_like(out)), {}),
-        (lambda out: negative(torch.ones_like(out)), {}),
-        (lambda out: (torch.ones_like(out), torch.zeros(2, 2, 12)), {}),
-        (torch.ones_like, {"create_graph": True}),
+        (lambda out: torch.ones(()).expand(out.shape), {}, 1),
+        (lambda out: dense_again(torch.ones_like(out)), {}, 1),
+        (lambda out: misaligned(torch.ones_like(out)), {}, 1),
+        # Nothing is kept for what is copied before it reaches a backend.
+        (lambda out: negative(torch.ones_like(out)), {}, 3),
+        (lambda out: (torch.ones_like(out), torch.zeros(2, 2, 12)), {}, 1),
+        # By the operator: where a graph is asked for, its calls are other ones.
+        (torch.ones_like, {"create_graph": True}, 1),
     ],
     ids=["expanded", "strided", "misaligned", "negative", "dlse", "graph"],
 )
-@pytest.mark.parametrize("prepared_first", [False, True])
-def test_backwards_that_take_the_long_way(
-    short_backwards: list[Any], dout: Any, how: dict[str, Any], prepared_first: bool
+@pytest.mark.parametrize("plain_first", [False, True])
+def test_backwards_of_another_kind(
+    backwards: Backwards, dout: Any, how: dict[str, Any], binds: int, plain_first: bool
 ) -> None:
+    """Each is bound once, whichever came first, and gives what it gives by itself."""
     tensors = inputs()
-    expected = gradients(torch.ones_like, *tensors)  # a first call goes the long way
-    if prepared_first:
-        assert not any(x.any() for x in gradients(torch.ones_like, *tensors))
-        assert len(short_backwards) == 1
-    for _ in range(2):
+    expected = gradients(torch.ones_like, *tensors)
+    assert (backwards.bound, backwards.ran) == (1, 1)
+    if not plain_first:
+        forget(api.calls)
+        forget(ops.calls)
+    backwards.bound = backwards.ran = 0
+    for _ in range(3):
         for x, y in zip(gradients(dout, *tensors, **how), expected, strict=True):
             torch.testing.assert_close(x, y)
-    assert len(short_backwards) == prepared_first
-    gradients(torch.ones_like, *tensors)
-    assert len(short_backwards) == prepared_first + 1
+    assert backwards.ran == 3
+    assert backwards.bound <= binds
+    for _ in range(2):
+        for x, y in zip(gradients(torch.ones_like, *tensors), expected, strict=True):
+            torch.testing.assert_close(x, y)
+    assert backwards.ran == 5
+    assert backwards.bound <= binds + (not plain_first)
 
 
-def test_kinds_of_gradients_are_bounded(short_backwards: list[Any]) -> None:
+def test_alignments_that_take_turns_are_all_found_again(backwards: Backwards) -> None:
     tensors = inputs()
-    for width in range(8, 20):
+    expected = gradients(torch.ones_like, *tensors)
+    for _ in range(3):
+        for dout in (torch.ones_like, lambda out: misaligned(torch.ones_like(out))):
+            for x, y in zip(gradients(dout, *tensors), expected, strict=True):
+                torch.testing.assert_close(x, y)
+    assert backwards.bound == 2
+
+
+def test_kinds_of_gradients_are_bounded(backwards: Backwards) -> None:
+    tensors = inputs()
+    expected = gradients(torch.ones_like, *tensors)
+    widths = range(8, 20)
+    for width in widths:
         for _ in range(2):
-            gradients(lambda out, width=width: torch.ones(2, 12, 2, width)[..., :8], *tensors)
-    (entry,) = api._repeats.recent.values()
-    assert len(entry.backwards) == ops._MOST_BACKWARDS
-    # Contiguous was the first of them.
-    assert len(short_backwards) == 1
+            found = gradients(
+                lambda out, width=width: torch.ones(2, 12, 2, width)[..., :8], *tensors
+            )
+            for x, y in zip(found, expected, strict=True):
+                torch.testing.assert_close(x, y)
+    (entry,) = api.calls.recent.values()
+    assert [len(each) for each in entry.backwards.values()] == [ops._MOST_BACKWARDS, 0]
+    # Those that are kept once, the others each time: contiguous was the first of them.
+    kept_once = ops._MOST_BACKWARDS
+    assert backwards.bound == kept_once + 2 * (len(widths) - kept_once)
 
 
 def test_threads_share_what_is_found(long_ways: list[Any]) -> None:
@@ -365,9 +444,22 @@ def test_threads_share_what_is_found(long_ways: list[Any]) -> None:
 
 def test_guards_that_are_made_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are PyTorch's own, and not public."""
-    monkeypatch.setattr(repeats, "_Guards", lambda *tensors: None)
+    monkeypatch.setattr(_torch, "TensorGuards", lambda *tensors: None)
     q, k, v = (x.detach() for x in inputs())
-    fits = repeats.fitting(q, k, v)
-    assert fits(q + 1, k, v)
-    assert not fits(q[:1], k, v)
-    assert not fits(q.double(), k, v)
+    assert bound.guard((q, k, v), {}) is None
+    fitting = bound.Fitting((q, k, v), {})
+    for _ in range(3):
+        assert fitting.fits(q + 1, k, v)
+        assert not fitting.fits(q[:1], k, v)
+        assert not fitting.fits(q.double(), k, v)
+
+
+def test_two_ways_to_ask_for_one_call_are_both_found_again(long_ways: list[Any]) -> None:
+    """The numbers may be of other types: None and the default, 1 and 1.0."""
+    tensors = inputs(requires_grad=False)
+    ways: list[dict[str, Any]] = [{}, {"scale": 8**-0.5}, {"softcap": 0}, {"window": (None, None)}]
+    expected = pyfa.attention(*tensors)
+    for _ in range(3):
+        for options in ways:
+            torch.testing.assert_close(pyfa.attention(*tensors, **options), expected)
+    assert len(long_ways) == len(ways)

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 import pyfa
-from pyfa import abi, api, dispatch, ops
+from pyfa import _torch, abi, api, dispatch, ops
 from pyfa import request as requests
 from pyfa.backends.common import libcuda
-from pyfa.backends.cuda import launcher
 from pyfa.problem import Call
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 LAUNCHED = ("attn_fwd", "row_sums", "attn_bwd", "dq_convert")
 FRESH = {"out", "lse", "delta", "dq", "dk", "dv", "dq_accum", "counter"}
 
@@ -50,6 +50,13 @@ def inputs(
         leaf((batch, keys, heads_k, dim), dtype),
         leaf((batch, keys, heads_k, dim_v), dtype),
     ]
+
+
+def forget() -> None:
+    """No call is bound any more."""
+    for table in (api.calls, ops.calls):
+        table.known.clear()
+        table.recent.clear()
 
 
 Launch = tuple[str, tuple[int, ...], dict[str, Any]]
@@ -128,9 +135,8 @@ def check_same(found: list[Launch], first: list[Launch], tensors: set[str]) -> N
 
 def check_prepared() -> None:
     """The one call that was kept, with its backward."""
-    (entry,) = api._repeats.recent.values()
-    ((_, prepared),) = entry.backwards
-    assert prepared is not None
+    (entry,) = api.calls.recent.values()
+    assert [len(each) for each in entry.backwards.values()] == [1, 0]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -158,7 +164,7 @@ def offsets_of(*ends: int) -> torch.Tensor:
 def test_packed_calls_read_their_own_offsets(
     driver: Any, options: dict[str, Any], shared: bool
 ) -> None:
-    """And what no kernel writes, which with an idle driver is all, is 0, or -inf in the LSE."""
+    """And a kernel clears what no sequence owns: the queries' rows, theirs and the keys'."""
     seen = []
     for ends in ((40, 100), (100, 120), (70, 128)):
         tensors = [x[0].detach().requires_grad_() for x in inputs(heads=4)]
@@ -166,19 +172,26 @@ def test_packed_calls_read_their_own_offsets(
         of_k = of_q if shared else offsets_of(*ends)
         found = pyfa.attention_varlen(*tensors, of_q, of_k, 100, 100, **options)
         launched, given = given_to(driver, found, tensors)
-        names = tuple(name.split(".cu")[0].rsplit("/")[-1] for name, *_ in launched)
-        assert names == LAUNCHED
+        names = [name.split(".cu")[0].rsplit("/")[-1] for name, *_ in launched]
+        assert tuple(name for name in names if name != "gaps") == LAUNCHED
+        assert names.index("gaps") < names.index("attn_fwd")
+        assert names[names.index("attn_fwd") + 1 :][:2] == ["gaps", "gaps"]
+        gaps = [
+            values for name, (*_, values) in zip(names, launched, strict=True) if name == "gaps"
+        ]
+        launched = [x for name, x in zip(names, launched, strict=True) if name != "gaps"]
         check_addresses(launched, given)
+        for cleared, wanted in zip(gaps, (("out", of_q), ("dq", of_q), ("dk", of_k)), strict=True):
+            assert cleared["out"] == given[wanted[0]].data_ptr()
+            assert cleared["cu_seqlens_q"] == wanted[1].data_ptr()
+        assert gaps[0]["lse"] == launched[0][2]["lse"]
+        assert gaps[2]["dv"] == given["dv"].data_ptr()
         for *_, values in launched:
             assert values["cu_seqlens_q"] == of_q.data_ptr()
             assert values["cu_seqlens_k"] == of_k.data_ptr()
         if not seen:
             seen = launched
-        check_same(launched, seen, {"q", "k", "v", "dout", *launcher.OFFSETS})
-        for name in ("out", "dq", "dk", "dv"):
-            assert not given[name].any()
-        if isinstance(found, tuple):
-            assert (found[1] == -torch.inf).all()
+        check_same(launched, seen, {"q", "k", "v", "dout", *OFFSETS})
     check_prepared()
 
 
@@ -188,7 +201,7 @@ def test_dense_calls_have_no_offsets(driver: Any) -> None:
     for _ in range(2):
         given_to(driver, pyfa.attention_varlen(*packed, *[offsets_of(128)] * 2, 128, 128), packed)
         launched, _ = step(driver, inputs())
-        assert not any(values[name] for *_, values in launched for name in launcher.OFFSETS)
+        assert not any(values[name] for *_, values in launched for name in OFFSETS)
 
 
 def test_hopper_s_tensor_maps_follow_the_tensors(driver: Any) -> None:
@@ -206,29 +219,29 @@ def test_the_parts_of_the_workspace(
     driver: Any, monkeypatch: pytest.MonkeyPatch, deterministic: bool
 ) -> None:
     """They do not overlap, are as large as by themselves, and begin as 0 where kernels add up."""
-    from pyfa.backends.common import ready
-
-    made: list[tuple[torch.Tensor, bool]] = []
-    empty = ready.empty
+    made: list[torch.Tensor] = []
+    empty = _torch.empty_cuda
 
     def noted(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
         found = empty(shape, strides, dtype).fill_(7)
-        made.append((found, False))
+        made.append(found)
         return found
 
     shapes = {"batch": 3, "rows": 100, "keys": 77, "heads": 6}
     step(driver, inputs(**shapes), deterministic=deterministic)
-    monkeypatch.setattr(ready, "empty", noted)
+    monkeypatch.setattr(_torch, "empty_cuda", noted)
+    forget()
     (*_, (_, _, values)), _ = step(driver, inputs(**shapes), deterministic=deterministic)
-    work = made[-1][0]
-    begin, end = work.data_ptr(), work.data_ptr() + 4 * work.numel()
+    work = made[-1]
+    assert len(made) == 2 + 3 + 1
+    begin, end = work.data_ptr(), work.data_ptr() + work.nbytes
     sums, delta = 4 * 3 * 6 * 128 * 64, 4 * 2 * 3 * 6 * 100  # rows in tiles of 64
     parts = [(values["dq_accum"], sums), (values["delta"], delta)]
     if deterministic:
         parts.insert(1, (values["counter"], 4 * 3 * 6 * 2))
     for (at, size), (after, _) in zip(parts, [*parts[1:], (end, 0)], strict=True):
         assert begin <= at
-        assert at + size <= after
+        assert at + size <= after < at + size + 512
         assert at % 16 == 0
 
 
@@ -256,7 +269,7 @@ def test_gradients_of_another_layout(
 ) -> None:
     for _ in range(2):
         step(driver, inputs())
-    seen = calls_of(ops, "_backward")
+    seen = calls_of(ops, "prepare")
     for _ in range(2):
         tensors = inputs()
         out = pyfa.attention(*tensors)
@@ -267,11 +280,11 @@ def test_gradients_of_another_layout(
             assert (values["dout"] == dout.data_ptr()) is not copied
             assert values["dout_row"] == (128 if copied else dout.stride(1))
             assert values["dout_head"] == (64 if copied else dout.stride(2))
-    # A layout of its own is prepared for; what needs a copy takes the long way.
-    assert len(seen) == 2 * copied
+    # Each is bound once, also what needs a copy.
+    assert len(seen) == 1
 
 
-def test_an_lse_that_is_a_slice_of_a_larger_one_is_not_prepared_for(driver: Any) -> None:
+def test_an_lse_that_is_a_slice_of_a_larger_one_is_read_as_one_of_its_own(driver: Any) -> None:
     """To PyTorch it is contiguous; kernels go by the stride of a lone sequence, too."""
     q, k, v = (x.detach() for x in inputs())
     call = Call(q, k, v, max_seqlen_q=128, max_seqlen_k=128, scale=0.125)
@@ -279,16 +292,17 @@ def test_an_lse_that_is_a_slice_of_a_larger_one_is_not_prepared_for(driver: Any)
     out, lse = prepared.forward(call)
     sliced = torch.empty(1, 6, 128)[:, 2:4].copy_(lse)
     assert sliced.is_contiguous()
-    for given, repeats in ((lse, True), (sliced, False)):
-        assert (prepared.repeat_backward(call, out, given, out) is not None) is repeats
+    for given in (lse, sliced):
         driver.launched.clear()
         prepared.backward(call, out, given, out, None, False)
-        assert {values["lse_batch"] for *_, values in launches(driver)} == {2 * 128}
+        found = [values for *_, values in launches(driver)]
+        assert {values["lse_batch"] for values in found} == {2 * 128}
+        assert {values["lse"] for values in found} == {given.data_ptr()}
 
 
 def test_a_gradient_of_the_lse(driver: Any, calls_of: Callable[..., Any]) -> None:
     step(driver, inputs(), return_lse=True)
-    seen = calls_of(ops, "_backward")
+    seen = calls_of(ops, "prepare")
     for given in ((True, True), (True, False), (False, True)):
         tensors = inputs()
         outputs = pyfa.attention(*tensors, return_lse=True)
@@ -296,7 +310,8 @@ def test_a_gradient_of_the_lse(driver: Any, calls_of: Callable[..., Any]) -> Non
         asked = [x for x, is_given in zip(outputs, given, strict=True) if is_given]
         torch.autograd.grad(asked, tensors, [torch.randn_like(x) for x in asked])
         assert {bool(values["dlse"]) for *_, values in launches(driver)} == {given[1]}
-    assert len(seen) == 2
+    # With a gradient of the LSE, and of it alone: a dout of zeros is like any other.
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize("first_on_16", [False, True])
@@ -327,10 +342,9 @@ def test_threads_do_not_mix_arguments(driver: Any, monkeypatch: pytest.MonkeyPat
     streams = threading.local()
     step(driver, inputs())
     # After the first call, so that all threads share what it prepared.
-    monkeypatch.setattr(libcuda, "_current_stream", lambda index: streams.mine)
+    monkeypatch.setattr(_torch, "current_stream", lambda index: streams.mine)
     tensors = [inputs() for _ in range(4)]
-    api._repeats.known.clear()
-    api._repeats.recent.clear()
+    forget()
     streams.mine = 0
     step(driver, tensors[0])
     step(driver, tensors[0])
@@ -367,12 +381,12 @@ def test_threads_do_not_mix_arguments(driver: Any, monkeypatch: pytest.MonkeyPat
 def prepared(driver: Any) -> Callable[[], Any]:
     for _ in range(2):
         step(driver, inputs())
-    (entry,) = api._repeats.recent.values()
-    ((_, run),) = entry.backwards
+    (entry,) = api.calls.recent.values()
+    ((_, run),) = entry.backwards[False]
     tensors = [x.detach() for x in inputs()]
-    out, lse = entry.run(*tensors)
+    out, lse, *_ = entry.run(*tensors)
     launches(driver)
-    return lambda: run(torch.ones_like(out), *tensors, out, lse)
+    return lambda: run(torch.ones_like(out), None, out, lse, *tensors)
 
 
 def test_a_launch_that_fails_leaves_the_next_one_whole(
