@@ -172,7 +172,7 @@ def test_what_differs_is_another_call(other: Callable[..., Any]) -> None:
     forget(api.calls)
     forget(ops.calls)
     pyfa.attention(q, k, v)
-    (entry,) = api.calls.recent.values()
+    ((_, entry),) = api.calls.recent.values()
     entry.run = poison
     forget(ops.calls)  # where some of the others are this very call, once they are checked
     check_others(other, expected, q, k, v)
@@ -188,7 +188,7 @@ def test_what_differs_is_another_checked_call(name: str) -> None:
     forget(api.calls)
     forget(ops.calls)
     pyfa.attention(q, k, v)
-    (entry,) = ops.calls.recent.values()
+    ((_, entry),) = ops.calls.recent.values()
     entry.run = poison
     forget(api.calls)
     check_others(OTHERS[name], expected, q, k, v)
@@ -415,7 +415,7 @@ def test_kinds_of_gradients_are_bounded(backwards: Backwards) -> None:
             )
             for x, y in zip(found, expected, strict=True):
                 torch.testing.assert_close(x, y)
-    (entry,) = api.calls.recent.values()
+    ((_, entry),) = api.calls.recent.values()
     assert [len(each) for each in entry.backwards.values()] == [ops._MOST_BACKWARDS, 0]
     # Those that are kept once, the others each time: contiguous was the first of them.
     kept_once = ops._MOST_BACKWARDS

@@ -82,7 +82,7 @@ def error_of(call: Callable[[], Any]) -> tuple[type, str] | None:
 @pytest.mark.parametrize(
     ("name", "call", "right", "wrong"),
     CASES,
-    ids=[f"{call.__name__}-{name}-{wrong}"[:60] for name, call, _, wrong in CASES],
+    ids=[f"{n}-{call.__name__}-{name}" for n, (name, call, _, _) in enumerate(CASES)],
 )
 def test_a_wrong_argument_is_found_again(
     name: str, call: Call, right: dict[str, Any], wrong: dict[str, Any]

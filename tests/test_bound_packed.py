@@ -145,7 +145,7 @@ def test_what_differs_is_another_call(other: Callable[..., Any]) -> None:
     expected = outcome(lambda: other(tensors, of))
     forget()
     attend(tensors, 15, 30)
-    (entry,) = api.calls.recent.values()
+    ((_, entry),) = api.calls.recent.values()
 
     def poison(*given: Any) -> Any:
         raise AssertionError("another call ran this one's")

@@ -135,7 +135,7 @@ def check_same(found: list[Launch], first: list[Launch], tensors: set[str]) -> N
 
 def check_prepared() -> None:
     """The one call that was kept, with its backward."""
-    (entry,) = api.calls.recent.values()
+    ((_, entry),) = api.calls.recent.values()
     assert [len(each) for each in entry.backwards.values()] == [1, 0]
 
 
@@ -381,7 +381,7 @@ def test_threads_do_not_mix_arguments(driver: Any, monkeypatch: pytest.MonkeyPat
 def prepared(driver: Any) -> Callable[[], Any]:
     for _ in range(2):
         step(driver, inputs())
-    (entry,) = api.calls.recent.values()
+    ((_, entry),) = api.calls.recent.values()
     ((_, run),) = entry.backwards[False]
     tensors = [x.detach() for x in inputs()]
     out, lse, *_ = entry.run(*tensors)

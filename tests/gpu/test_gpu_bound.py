@@ -50,7 +50,7 @@ def test_steps_on_other_tensors(
             del waste
             for x, y in zip(step(seed, backend, **options), expected[seed], strict=True):
                 assert torch.equal(x, y)
-    (entry,) = api.calls.recent.values()
+    ((_, entry),) = api.calls.recent.values()
     assert [len(each) for each in entry.backwards.values()] == [1, 0]
 
 
