@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-CHECKS = ("undefined", "memory", "races", "waits", "barriers", "alignment")
+CHECKS = ("undefined", "memory", "races", "waits", "barriers", "alignment", "global_races")
 
 # Clocks that a SIMD's matrix unit is busy with one instruction: 4 times the passes that LLVM's
 # scheduling model of gfx942 gives it.
