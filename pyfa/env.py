@@ -92,6 +92,14 @@ VARIABLES: dict[str, Variable] = {
             "one. Read at each new plan.",
         ),
         Variable(
+            "PYFA_EMULATOR_SEED",
+            int,
+            0,
+            "a number",
+            "Another order of workgroups, wavefronts and atomics for the `emulator` backend, as a "
+            "failing conformance case names it. Read at each launch.",
+        ),
+        Variable(
             "PYFA_CACHE_DIR",
             lambda text: Path(text).expanduser(),
             None,

@@ -114,6 +114,8 @@ class TestMain:
             (("conformance", "--backend", "vulkan"), "got 'vulkan'"),
             (("conformance", "--features", "nonsense"), "got 'nonsense'"),
             (("conformance", "--max-seqlen", "0"), "expected 1 or more"),
+            (("conformance", "--orders", "0"), "expected 1 or more"),
+            (("conformance", "--backend", "torch", "--orders", "2"), "torch cannot choose"),
             (("conformance", "--out", "/nowhere/x.json"), "no folder /nowhere"),
             (("conformance", "compare", "/nowhere/a", "/nowhere/b"), "/nowhere/a"),
             (("demo", "--seqlen", "8"), "expected 256 or more"),

@@ -21,6 +21,13 @@ def add(commands: Any) -> None:
     parser.add_argument("--level", choices=("quick", "full"), default="quick")
     parser.add_argument("--features", metavar="a,b,…", help="only the cases of these features")
     parser.add_argument("--max-seqlen", type=int, metavar="N", help="only cases this short")
+    parser.add_argument(
+        "--orders",
+        type=int,
+        default=1,
+        metavar="N",
+        help="orders of float atomics in which cases that have them run (emulator)",
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
     parser.add_argument("--junit", type=Path, metavar="FILE", help="write it as JUnit XML")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -54,6 +61,7 @@ def run(options: argparse.Namespace) -> int:
                 features=features,
                 max_seqlen=options.max_seqlen,
                 on_progress=show,
+                orders=options.orders,
             )
     except RuntimeError as error:
         # A backend that cannot run here; what goes wrong in a case is in the report.

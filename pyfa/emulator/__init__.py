@@ -5,6 +5,10 @@
     machine.map(q.data_ptr(), q.nbytes, "q")
     counters = machine.launch(kernel, grid=(8, 1, 1), block=(256, 1, 1), kernarg=params)
 
+One workgroup runs at a time (on each host thread), in an order drawn from the machine's seed; what
+several workgroups do to one address is found by tags (core/races.c), and atomics without a return
+value reach memory late and in any order that the ISA allows (core/pending.c).
+
 Functionally emulated: nothing here was compared with silicon. Not modelled: time and caches (of
 which ``timing`` has a model, over traces of what ran: ``Machine.launch(trace=...)``), the order of
 rounding inside MFMA and the last bit of v_exp, v_log, v_rcp, v_rsq and v_sqrt. Wait states are not

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pyfa.emulator.timing.trace import Trace
 
-CHECKS = ("undefined", "memory", "races", "waits", "barriers", "alignment")
+CHECKS = ("undefined", "memory", "races", "waits", "barriers", "alignment", "global_races")
 
 # Clocks that a SIMD's matrix unit is busy with one instruction: 4 times the passes that LLVM's
 # scheduling model of gfx942 gives it.

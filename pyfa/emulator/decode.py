@@ -24,6 +24,7 @@ INSTRUCTION = np.dtype(
         ("size", "u1"), ("neg", "u1"), ("abs", "u1"), ("neg_hi", "u1"), ("opsel", "u1"),
         ("opsel_hi", "u1"), ("omod", "u1"), ("clamp", "u1"), ("mode", "u1"), ("glc", "u1"),
         ("lds", "u1"), ("idxen", "u1"), ("offen", "u1"), ("simple", "u1"), ("to_exec", "u1"),
+        ("sc1", "u1"),
     ],
     align=True,
 )  # fmt: skip
@@ -422,6 +423,7 @@ def _flat(low: int, high: int) -> Decoded:
 def _mubuf(low: int, high: int) -> Decoded:
     one = _named(tables.MUBUF, low >> 18 & 0x7F, 8)
     if one.name in ("buffer_wbl2", "buffer_inv"):
+        one.fields.update(sc1=low >> 15 & 1)
         return one
     data = (high >> 8 & 0xFF) + (AGPR if high >> 23 & 1 else VGPR)
     one.src[:] = [(high & 0xFF) + VGPR, data, high >> 24]

@@ -56,7 +56,9 @@ class Checks:
     ``races``: two waves touch one LDS byte in one barrier interval, and one writes. ``waits``: a
     register or LDS byte is used before an ``s_waitcnt`` covers the load that fills it.
     ``barriers``: a wave ends without reaching a barrier that others wait at. ``alignment``:
-    atomics, scalar loads and LDS dwords that are not naturally aligned.
+    atomics, scalar loads and LDS dwords that are not naturally aligned. ``global_races``: two
+    workgroups touch one byte of global memory, one stores to it, the other's access is not ordered
+    with that by an atomic at agent scope with its fences, and not both are atomics.
     """
 
     undefined: Policy = "raise"
@@ -65,11 +67,12 @@ class Checks:
     waits: Policy = "raise"
     barriers: Policy = "raise"
     alignment: Policy = "raise"
+    global_races: Policy = "raise"
 
     @classmethod
     def off(cls) -> Checks:
         """Nothing but memory bounds, which protect the host."""
-        return cls("off", "raise", "off", "off", "off", "off")
+        return cls("off", "raise", "off", "off", "off", "off", "off")
 
 
 class _Region(ctypes.Structure):
@@ -90,6 +93,7 @@ class _Fault(ctypes.Structure):
 class _Launch(ctypes.Structure):
     _fields_ = (
         ("code", ctypes.c_void_p), ("index_of", ctypes.c_void_p), ("regions", ctypes.c_void_p),
+        ("order", ctypes.c_void_p), ("shadow", ctypes.c_void_p),
         ("image_base", ctypes.c_uint64), ("kernarg_address", ctypes.c_uint64),
         ("dispatch_address", ctypes.c_uint64), ("queue_address", ctypes.c_uint64),
         *((name, ctypes.c_uint32) for name in (
@@ -123,6 +127,11 @@ class LoadedKernel:
     code: Code
     image: npt.NDArray[np.uint8]
 
+    @property
+    def adds_floats(self) -> bool:
+        """Whether the code has atomics whose result depends on their order."""
+        return any("atomic" in n and ("add_f" in n or "add_bf" in n) for n in self.code.names)
+
 
 @dataclass(frozen=True)
 class Program:
@@ -140,9 +149,12 @@ class Program:
 class Machine:
     """A device with its own address space.
 
-    ``seed`` chooses the order in which waves take turns (``in_order`` runs each as far as it goes);
-    ``threads`` host threads share the workgroups. With float atomics, one thread and one seed give
-    the same bits every time. ``max_instructions`` is a limit per wave that ends endless loops.
+    ``seed`` chooses every order that the machine leaves open: that in which workgroups start, in
+    which waves take turns, and in which atomics of different waves and lanes reach memory
+    (core/pending.c). ``in_order`` has none of this: workgroups in turn, each wave as far as it
+    goes, atomics at once and by lane. ``threads`` host threads share the workgroups; with float
+    atomics, one thread and one seed give the same bits every time. ``max_instructions`` is a limit
+    per wave that ends endless loops.
     """
 
     def __init__(
@@ -309,7 +321,14 @@ class Machine:
         self, kernel: LoadedKernel, launch: _Launch, regions: list[Region], waves: int
     ) -> Counters:
         library, count = native.load(), len(kernel.code.instructions)
-        workers = max(1, min(self.threads, _product(launch.grid)))
+        groups = _product(launch.grid)
+        workers = max(1, min(self.threads, groups))
+        if not self.in_order:
+            order = np.empty(groups, np.uint32)
+            launch.order = order.ctypes.data
+            library.emulator_order(
+                ctypes.c_uint64(launch.seed), ctypes.c_void_p(launch.order), ctypes.c_uint64(groups)
+            )
         executed = np.zeros((workers, count), np.uint64)
         totals = (Totals * workers)()
 
@@ -321,11 +340,18 @@ class Machine:
             )
             return result
 
-        if workers == 1:
-            failed = [work(0)]
-        else:
-            with ThreadPoolExecutor(workers) as pool:
-                failed = list(pool.map(work, range(workers)))
+        if self.checks.global_races != "off":
+            launch.shadow = library.emulator_shadow_new(ctypes.byref(launch))
+            if not launch.shadow:
+                raise MemoryError("the emulator could not allocate its check for global races")
+        try:
+            if workers == 1:
+                failed = [work(0)]
+            else:
+                with ThreadPoolExecutor(workers) as pool:
+                    failed = list(pool.map(work, range(workers)))
+        finally:
+            library.emulator_shadow_free(ctypes.c_void_p(launch.shadow))
         if launch.fault.set:
             raise _error(kernel, launch.fault, regions)
         if any(failed):

@@ -102,6 +102,7 @@ def load() -> ctypes.CDLL:
             file.flush()
             library = ctypes.CDLL(file.name)
     library.emulator_op_name.restype = ctypes.c_char_p
+    library.emulator_shadow_new.restype = ctypes.c_void_p
     library.emulator_ops()
     return library
 

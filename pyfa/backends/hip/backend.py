@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -34,6 +35,11 @@ class HipBackend:
     def kernel_digests(self) -> Mapping[str, str]:
         """For a conformance report: which bytes its cases ran."""
         return self.launch.digests
+
+    @property
+    def orders(self) -> Any:
+        """What chooses the order of float atomics: the emulator's ``Orders``, None on a GPU."""
+        return getattr(self.runtime, "orders", None)
 
     def why_not(self, problem: Problem) -> Sequence[str]:
         elsewhere = self.runtime.why_not(problem)

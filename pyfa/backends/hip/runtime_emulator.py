@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ... import _torch, abi
+from ... import _torch, abi, env
 from ..._torch import Empty
 from ...problem import Problem
 from ..common.program import Launch, Program, Step, arguments_of
@@ -18,6 +18,26 @@ from .code import Code
 if TYPE_CHECKING:
     from ...emulator import Counters
     from ...emulator import Program as Loaded
+
+
+class Orders:
+    """Which order of workgroups, wavefronts and atomics a launch has, of all that are possible.
+
+    ``seed`` and the number of launches since it was chosen say it, so that two runs in one process
+    differ, and a run can be made again. ``mattered``: whether any of them had float atomics.
+    """
+
+    def __init__(self) -> None:
+        self.choose(None)
+
+    def choose(self, seed: int | None) -> None:
+        """``seed`` from now on; None takes that of ``PYFA_EMULATOR_SEED``."""
+        self.seed, self.launches, self.mattered = seed, 0, False
+
+    def next(self) -> int:
+        seed = env.get("PYFA_EMULATOR_SEED") if self.seed is None else self.seed
+        self.launches += 1
+        return int(seed) * 1_000_003 + self.launches
 
 
 class EmulatorRuntime:
@@ -32,6 +52,7 @@ class EmulatorRuntime:
         self.trace = trace
         self.counters: Counters | None = None
         self.code: Code | None = None
+        self.orders = Orders()
 
     def why_unavailable(self) -> str | None:
         from ...emulator import native
@@ -69,10 +90,13 @@ class EmulatorRuntime:
         """One grid. ``tensors`` are all that the kernel may touch, by name."""
         from ...emulator import Machine
 
-        machine = Machine(threads=os.cpu_count() or 1)
+        kernel = program(code.data).kernel(code.kernel.name)
+        # Sums of floats depend on the order: on one thread the seed alone says it.
+        self.orders.mattered |= kernel.adds_floats
+        workers = 1 if kernel.adds_floats else os.cpu_count() or 1
+        machine = Machine(seed=self.orders.next(), threads=workers)
         for address, nbytes, name in _spans(tensors):
             machine.map(address, nbytes, name)
-        kernel = program(code.data).kernel(code.kernel.name)
         self.code = code
         self.counters = machine.launch(
             kernel,

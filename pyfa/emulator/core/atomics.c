@@ -1,4 +1,14 @@
 // What an atomic leaves in memory, for 32-bit (in the low half) and 64-bit values.
+//
+// Float additions round to nearest even, whatever MODE says, and quiet a NaN. In global memory
+// denormals are kept, as operands and as results, whatever MODE says: f32 since gfx940 (LLVM's
+// FeatureMemoryAtomicFAddF32DenormalSupport, llvm-project#96443; before, "global FP atomic
+// instructions have a hardcoded FP mode and do not support FP32 denormals, and only support v2f16
+// denormals", LLVM review D87864), f16 and bf16 as AMD's own simulator has them ("fixed nearest-even
+// rounding, preserve memory-atomic denormals", ROCm/rocm-systems#11447). In LDS f32 follows MODE's
+// FP_DENORM ("DS FP atomics do respect the denormal mode, but the rounding mode is fixed to
+// round-to-nearest-even", D87864; llvm-project#89468), f64 never flushes. The three sources agree with
+// each other; none was compared with silicon here.
 #include "atomics.h"
 #include "floats.h"
 
@@ -16,6 +26,15 @@ static u64 packed(u32 kind, u32 old, u32 data) {
                               : to_bf16(from_bf16(x) + from_bf16(y))) << n;
     }
     return r;
+}
+static u32 without_denormal(u32 x) { return x & 0x7f800000 ? x : x & 0x80000000; }
+u64 lds_atomic_update(u32 mode, u32 kind, u64 old, u64 data, u64 compare) {
+    if (kind != A_ADDF32 && kind != A_MINF32 && kind != A_MAXF32)
+        return atomic_update(kind, old, data, compare);
+    u32 x = (u32)old, y = (u32)data;
+    if (!(mode & 0x10)) { x = without_denormal(x); y = without_denormal(y); }
+    u32 r = (u32)float_op(kind, x, y);
+    return mode & 0x20 ? r : without_denormal(r);
 }
 u64 atomic_update(u32 kind, u64 old, u64 data, u64 compare) {
     u32 x = (u32)old, y = (u32)data;

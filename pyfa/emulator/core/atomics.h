@@ -8,4 +8,5 @@ enum {
     A_SUB64, A_SMIN64, A_UMIN64, A_SMAX64, A_UMAX64, A_ADDF64, A_MINF64, A_MAXF64
 };
 u64 atomic_update(u32 kind, u64 old, u64 data, u64 compare);
+u64 lds_atomic_update(u32 mode, u32 kind, u64 old, u64 data, u64 compare);
 #endif

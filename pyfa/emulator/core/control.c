@@ -1,5 +1,6 @@
 // SOPK moves, SOPP, jumps, waits, barriers and hardware registers.
 #include "scalar.h"
+#include "pending.h"
 
 static int movk(Wave *w, const Inst *i) { return put32(w, i, i->dst, (u32)i->imm, ~0ull); }
 static int cmovk(Wave *w, const Inst *i) { return w->scc ? movk(w, i) : OK; }
@@ -126,6 +127,7 @@ static int waitcnt(Wave *w, const Inst *i) {
         w->vm_done = w->vm_issued - vm;
         if (w->dma_count) vm_finished(w);
     }
+    if (vm < 63 && w->group->buffered) commit_waited(w);
     if (lgkm < 15 && w->lds_issued - w->lds_done > lgkm) w->lds_done = w->lds_issued - lgkm;
     if (lgkm == 0) w->smem_done = w->smem_issued;
     return OK;

@@ -7,7 +7,11 @@
 #define PYFA_EMULATOR_CORE_H
 #include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
+
+#define EXPORT __attribute__((visibility("default")))
 
 typedef uint8_t u8;
 typedef uint16_t u16;
@@ -39,7 +43,7 @@ enum Type {
 };
 
 enum Check { CHECK_UNDEFINED, CHECK_MEMORY, CHECK_RACES, CHECK_WAITS, CHECK_BARRIERS,
-             CHECK_ALIGNMENT, CHECKS };
+             CHECK_ALIGNMENT, CHECK_GLOBAL_RACES, CHECKS };
 enum Policy { POLICY_OFF, POLICY_RAISE, POLICY_COUNT };
 // Kinds of error beyond the checks; shared with machine.py by number.
 enum { ERROR_UNKNOWN = CHECKS, ERROR_UNSUPPORTED, ERROR_TRAP, ERROR_LIMIT };
@@ -61,7 +65,7 @@ typedef struct Inst {
     u16 op, dst, sdst, src[3];
     u8 size, neg, abs, neg_hi, opsel, opsel_hi, omod, clamp;
     u8 mode;      // 0 plain, 1 DPP, 2 SDWA
-    u8 glc, lds, idxen, offen, simple, to_exec;
+    u8 glc, lds, idxen, offen, simple, to_exec, sc1;
 } Inst;
 
 struct Trace;
@@ -80,10 +84,15 @@ typedef struct {
         buffer_out_of_range, violations[CHECKS];
 } Totals;
 
+typedef struct Shadow Shadow;
+typedef struct Pool Pool;
+
 typedef struct {
     Inst *code;
     u32 *index_of;            // (pc - first_pc) / 4 to index, 0xffffffff where none starts
     Region *regions;
+    u32 *order;               // the workgroups as they are taken; 0 for in order
+    Shadow *shadow;          // of the check for global races, or 0
     u64 image_base, kernarg_address, dispatch_address, queue_address;
     u32 code_count, first_pc, code_bytes, entry, region_count;
     u32 grid[3], block[3];    // grid counts workgroups
@@ -106,6 +115,8 @@ typedef struct {
     u64 *executed;            // per instruction
     Totals totals;
     Pattern *patterns;        // per instruction
+    Pool *pool;               // atomics under way
+    u32 waves, groups;        // started so far
 } Thread;
 
 typedef struct { u32 sequence, first, bytes; } Dma;  // an outstanding direct-to-LDS dword run
@@ -128,6 +139,8 @@ typedef struct Wave {
     u32 undefined_pc, undefined_where;  // last read of LDS never written: 1 when set
     Dma dma[64];
     u32 dma_count, region_hint;
+    u32 key;                  // of all waves of the thread
+    u32 last_write, write_barriers;  // the last store or atomic: as in vm_issued; after how many barriers
 } Wave;
 
 typedef struct Group {
@@ -136,6 +149,10 @@ typedef struct Group {
     u8 incoming[LDS_MAX];               // wave + 1 of an outstanding direct-to-LDS load
     u32 incoming_count, epoch, id[3], waves;
     u32 lds_bytes;
+    u32 number;                         // in the grid
+    u32 key, buffered, barriers;        // of all of the thread; atomics in its pool; passed
+    u32 stores, written_back;           // to global memory; how many when they were last written back
+    u8 *offered, *acquired;             // sets of workgroups: races.c
     Wave *wave;
     struct GroupTrace *trace; // 0 unless this workgroup is recorded
 } Group;

@@ -312,7 +312,7 @@ static int ds_atomic(Wave *w, const Inst *i, u32 kind, u32 bytes, int returns, i
         memcpy(&old, g->lds + at[l], bytes);
         u64 known = defined >> l & 1;
         for (u32 b = 0; b < bytes; b++) known &= g->wrote[at[l] + b] != 0;
-        u64 now = atomic_update(kind, old, x, y);
+        u64 now = lds_atomic_update(w->mode, kind, old, x, y);
         memcpy(g->lds + at[l], &now, bytes);
         for (u32 b = 0; b < bytes; b++) g->wrote[at[l] + b] = known ? OLD : 0;
         defined = (defined & ~(1ull << l)) | known << l;

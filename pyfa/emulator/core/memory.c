@@ -9,7 +9,6 @@
 #include "atomics.h"
 #include "trace.h"
 
-
 u8 *host_of(Wave *w, u64 address, u32 bytes, int writing) {
     const Launch *c = w->launch;
     const Region *r = &c->regions[w->region_hint];
@@ -50,7 +49,7 @@ int outside_memory(Wave *w, const Inst *i, int lane, u64 address, u32 bytes, con
 }
 
 // Requested bytes, and the 64- and 128-byte segments that one instruction's lanes touch.
-static void count_segments(Wave *w, const Inst *i, const u64 *at, u32 bytes, u64 active, int store) {
+void count_segments(Wave *w, const Inst *i, const u64 *at, u32 bytes, u64 active, int store) {
     Totals *t = &w->thread->totals;
     if (w->group->trace) trace_memory(w->group->trace, at, bytes, active);
     u64 requested = (u64)__builtin_popcountll(active) * bytes;
@@ -104,6 +103,17 @@ int need_scalar(Wave *w, const Inst *i, u32 code, u32 count, const char *what) {
     return OK;
 }
 
+// Atomics under way on bytes that the wave accesses now, which come first.
+static void settle(Wave *w, const u64 *at, u64 active, u32 bytes) {
+    u64 low = ~0ull, high = 0;
+    EACH_LANE {
+        if (!(active >> l & 1)) continue;
+        if (at[l] < low) low = at[l];
+        if (at[l] + bytes > high) high = at[l] + bytes;
+    }
+    commit_overlapping(w, low, high);
+}
+
 // `valid[r]` are the lanes whose dword r is in range; the others load 0.
 static int load(Wave *w, const Inst *i, const u64 *at, u64 active, const u64 *valid, Access x) {
     u32 to = i->dst - VGPR0, value[4][LANES];
@@ -111,6 +121,7 @@ static int load(Wave *w, const Inst *i, const u64 *at, u64 active, const u64 *va
     for (u32 r = 0; r < x.rows; r++) memcpy(value[r], w->v[to + r], sizeof value[r]);
     count_segments(w, i, at, x.bytes, valid ? active & valid[0] : active, 0);
     u32 unit = x.bytes < 4 ? x.bytes : 4;
+    if (w->group->buffered) settle(w, at, active, x.bytes);
     EACH_LANE {
         if (!(active >> l & 1)) continue;
         u32 in_range = x.rows;
@@ -127,6 +138,7 @@ static int load(Wave *w, const Inst *i, const u64 *at, u64 active, const u64 *va
             for (u32 r = 0; r < in_range; r++) value[r][l] = 0;
             continue;
         }
+        if (note_global(w, i, l, at[l], bytes, ACCESS_READ)) return STOP;
         if (unit == 4) {
             for (u32 r = 0; r < in_range; r++) memcpy(&value[r][l], from + 4 * r, 4);
             continue;
@@ -153,6 +165,7 @@ static int store(Wave *w, const Inst *i, const u64 *at, u64 active, const u64 *v
     for (u32 r = 0; r < x.rows; r++) defined &= w->defined[from + r];
     if (need_defined(w, i, active, defined, "the stored value")) return STOP;
     count_segments(w, i, at, x.bytes, valid ? active & valid[0] : active, 1);
+    if (w->group->buffered) settle(w, at, active, x.bytes);
     EACH_LANE {
         if (!(active >> l & 1)) continue;
         u32 in_range = x.rows;
@@ -164,6 +177,7 @@ static int store(Wave *w, const Inst *i, const u64 *at, u64 active, const u64 *v
             if (outside_memory(w, i, l, at[l], bytes, "store")) return STOP;
             continue;
         }
+        if (note_global(w, i, l, at[l], bytes, ACCESS_WRITE)) return STOP;
         if (x.bytes >= 4) {
             for (u32 r = 0; r < in_range; r++) memcpy(to + 4 * r, &w->v[from + r][l], 4);
         } else {
@@ -171,60 +185,9 @@ static int store(Wave *w, const Inst *i, const u64 *at, u64 active, const u64 *v
             memcpy(to, &v, x.bytes);
         }
     }
-    w->vm_issued++;
-    return OK;
-}
-
-// Other workgroups run on other threads: the update is a compare-and-swap on the host's memory.
-static int atomic(Wave *w, const Inst *i, const u64 *at, u64 active, u32 kind, u32 bytes) {
-    u32 rows = bytes / 4, from = i->src[1] - VGPR0, value[2 * LANES] = {0};
-    int compares = kind == A_CMPSWAP32 || kind == A_CMPSWAP64;
-    u32 needed = compares ? 2 * rows : rows;
-    u64 defined = ~0ull;
-    if (touch_rows(w, i, from, needed)) return STOP;
-    for (u32 r = 0; r < needed; r++) defined &= w->defined[from + r];
-    if (need_defined(w, i, active, defined, "the atomic's operand")) return STOP;
-    count_segments(w, i, at, bytes, active, 1);
-    EACH_LANE {
-        if (!(active >> l & 1)) continue;
-        if ((at[l] & (bytes - 1)) &&
-            violated(w, i, CHECK_ALIGNMENT, l, "atomic at 0x%llx, not a multiple of %u",
-                     (unsigned long long)at[l], bytes)) return STOP;
-        u8 *to = host_of(w, at[l], bytes, 1);
-        if (!to) {
-            if (outside_memory(w, i, l, at[l], bytes, "atomic")) return STOP;
-            continue;
-        }
-        // Global compare-and-swap has the new value first and the comparand second.
-        u64 data = w->v[from][l], compare = compares ? w->v[from + rows][l] : 0, old;
-        if (rows == 2) {
-            data |= (u64)w->v[from + 1][l] << 32;
-            if (compares) compare |= (u64)w->v[from + 3][l] << 32;
-        }
-        if (bytes == 4) {
-            u32 before = __atomic_load_n((u32 *)to, __ATOMIC_RELAXED);
-            while (!__atomic_compare_exchange_n((u32 *)to, &before,
-                       (u32)atomic_update(kind, before, data, compare), 0, __ATOMIC_SEQ_CST,
-                       __ATOMIC_RELAXED)) {}
-            old = before;
-        } else {
-            u64 before = __atomic_load_n((u64 *)to, __ATOMIC_RELAXED);
-            while (!__atomic_compare_exchange_n((u64 *)to, &before,
-                       atomic_update(kind, before, data, compare), 0, __ATOMIC_SEQ_CST,
-                       __ATOMIC_RELAXED)) {}
-            old = before;
-        }
-        value[l] = (u32)old;
-        value[l + LANES] = (u32)(old >> 32);
-    }
-    u32 tag = ++w->vm_issued << 1, to = i->dst - VGPR0;
-    if (i->glc) {
-        if (touch_loaded(w, i, to, rows, 0)) return STOP;
-        for (u32 r = 0; r < rows; r++) {
-            write_row(w, to + r, value + r * LANES, active, ~0ull);
-            w->pending[to + r] = tag;
-        }
-    }
+    w->last_write = ++w->vm_issued;
+    w->write_barriers = w->group->barriers;
+    w->group->stores++;
     return OK;
 }
 
@@ -237,6 +200,7 @@ static int load_to_lds(Wave *w, const Inst *i, const u64 *at, u64 active, u64 va
                                base)) return STOP;
     count_segments(w, i, at, 4, active & valid, 0);
     w->thread->totals.lds_direct_bytes += 4 * (u64)__builtin_popcountll(active);
+    if (w->group->buffered) settle(w, at, active & valid, 4);
     u32 sequence = ++w->vm_issued;
     EACH_LANE {
         if (!(active >> l & 1)) continue;
@@ -248,8 +212,10 @@ static int load_to_lds(Wave *w, const Inst *i, const u64 *at, u64 active, u64 va
         }
         if (valid >> l & 1) {
             const u8 *from = host_of(w, at[l], 4, 0);
-            if (from) memcpy(&v, from, 4);
-            else if (outside_memory(w, i, l, at[l], 4, "load")) return STOP;
+            if (from) {
+                if (note_global(w, i, l, at[l], 4, ACCESS_READ)) return STOP;
+                memcpy(&v, from, 4);
+            } else if (outside_memory(w, i, l, at[l], 4, "load")) return STOP;
         }
         if (note_write(w, i, l, place, 4, 1, (const u8 *)&v)) return STOP;
         memcpy(g->lds + place, &v, 4);
@@ -405,26 +371,28 @@ static int global_load_lds(Wave *w, const Inst *i) {
     static int global_atomic_##name(Wave *w, const Inst *i) {                                     \
         u64 at[LANES];                                                                            \
         if (global_addresses(w, i, at)) return STOP;                                              \
-        return atomic(w, i, at, exec_of(w), kind, bytes);                                         \
+        return memory_atomic(w, i, at, exec_of(w), kind, bytes);                                         \
     }                                                                                             \
     static int flat_atomic_##name(Wave *w, const Inst *i) {                                       \
         u64 at[LANES];                                                                            \
         int where;                                                                                \
         if (flat_addresses(w, i, at, &where)) return STOP;                                        \
         if (where) return fail(w, i, ERROR_UNSUPPORTED, -1, "flat atomic outside global memory"); \
-        return atomic(w, i, at, exec_of(w), kind, bytes);                                         \
+        return memory_atomic(w, i, at, exec_of(w), kind, bytes);                                         \
     }
 #define DEFINE_BUFFER(name, kind, bytes)                                                          \
     static int buffer_atomic_##name(Wave *w, const Inst *i) {                                     \
         u64 at[LANES], valid[4];                                                                  \
         if (buffer_addresses(w, i, bytes, at, valid)) return STOP;                                \
-        return atomic(w, i, at, exec_of(w) & valid[(bytes) / 4 - 1], kind, bytes);                \
+        return memory_atomic(w, i, at, exec_of(w) & valid[(bytes) / 4 - 1], kind, bytes);                \
     }
 ATOMICS(DEFINE)
 ATOMICS(DEFINE_BUFFER)
 DEFINE(pk_add_bf16, A_PKBF16, 4)
-// Cache maintenance: caches are not modelled. LLVM does not count these in vmcnt; nor does this.
-static int cache_control(Wave *w, const Inst *i) { (void)w; (void)i; return OK; }
+// Cache maintenance: caches are not modelled, but that it took place (sc1: for other XCDs) is part of
+// what orders workgroups. LLVM does not count these in vmcnt; nor does this.
+static int buffer_wbl2(Wave *w, const Inst *i) { if (i->sc1) write_back(w); return OK; }
+static int buffer_inv(Wave *w, const Inst *i) { if (i->sc1) invalidate(w); return OK; }
 
 #define M(n, f) {n, KIND_SPECIAL, VMEM, NONE, {NONE, NONE, NONE}, f, 0}
 #define LIST(name, f, bytes, sign, high) M("global_" #name, global_##name),                       \
@@ -435,7 +403,7 @@ static int cache_control(Wave *w, const Inst *i) { (void)w; (void)i; return OK; 
 const Op memory_ops[] = {
     ACCESSES(LIST) ATOMICS(LIST2) M("global_atomic_pk_add_bf16", global_atomic_pk_add_bf16),
     M("flat_atomic_pk_add_bf16", flat_atomic_pk_add_bf16),
-    M("global_load_lds_dword", global_load_lds), M("buffer_wbl2", cache_control),
-    M("buffer_inv", cache_control),
+    M("global_load_lds_dword", global_load_lds), M("buffer_wbl2", buffer_wbl2),
+    M("buffer_inv", buffer_inv),
     {0},
 };

@@ -1,12 +1,10 @@
 // Workgroups: how waves start, take turns, meet at barriers and end; errors; the exported functions.
 #include "core.h"
+#include "pending.h"
 #include <stdarg.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include "trace.h"
 
 void mfma_tables(void);
-#define EXPORT __attribute__((visibility("default")))
 #define OPS_MAX 1600
 const Op *op_table[OPS_MAX];
 int op_total;
@@ -65,6 +63,7 @@ static void start_wave(Wave *w, const Launch *c, Group *g, Thread *t, u32 number
     w->group = g;
     w->thread = t;
     w->random = seed ^ (u64)number << 32;
+    w->key = ++t->waves;
     w->mode = c->mode;
     w->index = c->entry;
     for (u32 r = 0; r < 128; r++) w->s[r] = POISON;
@@ -162,6 +161,7 @@ static int run_group(const Launch *c, Group *g, u64 *random) {
     u32 live = g->waves, waiting = 0;
     while (live) {
         if (c->fault.set) return STOP;
+        if (!(next_random(random) & 3)) commit_any(g->wave->thread->pool);  // a wave may wait for one
         u32 order[MAX_WAVES], n = 0;
         for (u32 k = 0; k < g->waves; k++)
             if (!g->wave[k].ended && !g->wave[k].at_barrier) order[n++] = k;
@@ -192,6 +192,7 @@ static int run_group(const Launch *c, Group *g, u64 *random) {
                              g->wave[k].barriers)) return STOP;
             for (u32 k = 0; k < g->waves; k++) g->wave[k].at_barrier = 0;
             waiting = 0;
+            g->barriers++;
             next_epoch(g);
         }
     }
@@ -244,17 +245,29 @@ EXPORT u32 emulator_size(int which) {
     return sizes[which];
 }
 
+// The workgroups 0 ... count - 1 in an order that the seed chooses.
+EXPORT void emulator_order(u64 seed, u32 *order, u64 count) {
+    for (u64 n = 0; n < count; n++) order[n] = (u32)n;
+    for (u64 n = count; n > 1; n--) {
+        u64 other = next_random(&seed) % n;
+        u32 kept = order[n - 1];
+        order[n - 1] = order[other];
+        order[other] = kept;
+    }
+}
+
 // One thread's work: takes workgroups until none is left. `executed` has a counter per instruction.
 EXPORT int emulator_run(Launch *c, u64 *executed, Totals *totals) {
     u64 items = (u64)c->block[0] * c->block[1] * c->block[2];
     u32 waves = (u32)((items + LANES - 1) / LANES);
     u64 groups = (u64)c->grid[0] * c->grid[1] * c->grid[2];
-    Thread thread = {executed, {0}, calloc(c->code_count, sizeof(Pattern))};
+    Thread thread = {executed, {0}, calloc(c->code_count, sizeof(Pattern)), new_pool(c->seed), 0, 0};
     Group *g = aligned_alloc(64, (sizeof *g + 63) / 64 * 64);
     Wave *wave = aligned_alloc(64, (sizeof *wave + 63) / 64 * 64 * waves);
     u8 *scratch = c->scratch_bytes ? calloc((size_t)waves * LANES, c->scratch_bytes) : 0;
-    int failed = !thread.patterns || !g || !wave || (c->scratch_bytes && !scratch);
+    int failed = !thread.patterns || !thread.pool || !g || !wave || (c->scratch_bytes && !scratch);
     for (u64 n; !failed && (n = __atomic_fetch_add(&c->next_workgroup, 1, __ATOMIC_SEQ_CST)) < groups;) {
+        if (c->order) n = c->order[n];
         u64 random = c->seed + n * 0x632be59bd9b4e019ull;
         g->trace = trace_of(c->trace, n, waves);
         memset(g->lds, 0xff, c->lds_bytes);
@@ -266,6 +279,11 @@ EXPORT int emulator_run(Launch *c, u64 *executed, Totals *totals) {
         g->waves = waves;
         g->wave = wave;
         g->lds_bytes = c->lds_bytes;
+        g->number = (u32)n;
+        g->key = ++thread.groups;
+        g->buffered = g->barriers = 0;
+        g->stores = g->written_back = 0;
+        g->offered = g->acquired = 0;
         g->id[0] = (u32)(n % c->grid[0]);
         g->id[1] = (u32)(n / c->grid[0] % c->grid[1]);
         g->id[2] = (u32)(n / ((u64)c->grid[0] * c->grid[1]));
@@ -274,8 +292,11 @@ EXPORT int emulator_run(Launch *c, u64 *executed, Totals *totals) {
             wave[k].scratch = scratch ? scratch + (size_t)k * LANES * c->scratch_bytes : 0;
         }
         failed = run_group(c, g, &random);
+        free(g->offered);
+        free(g->acquired);
     }
+    if (!failed) commit_all(thread.pool);
     *totals = thread.totals;
-    free(thread.patterns); free(g); free(wave); free(scratch);
+    free(thread.pool); free(thread.patterns); free(g); free(wave); free(scratch);
     return failed;
 }

@@ -22,8 +22,10 @@ static int scalar_load(Wave *w, const Inst *i, u32 count, int buffer) {
                                   "of 4", (unsigned long long)address)) return STOP;
     if (in_range) {
         const u8 *from = host_of(w, address & ~3ull, 4 * in_range, 0);
-        if (from) memcpy(value, from, 4 * in_range);
-        else if (outside_memory(w, i, -1, address, 4 * in_range, "scalar load")) return STOP;
+        if (from) {
+            if (note_global(w, i, -1, address & ~3ull, 4 * in_range, ACCESS_READ)) return STOP;
+            memcpy(value, from, 4 * in_range);
+        } else if (outside_memory(w, i, -1, address, 4 * in_range, "scalar load")) return STOP;
     }
     w->thread->totals.scalar_bytes += 4 * count;
     w->thread->totals.load_bytes += 4 * count;
