@@ -187,9 +187,10 @@ class Table:
             bound = each[1]
             if (
                 each[0] == kinds
-                and bound.fitting.fits(*tensors)
                 and (bound.modes is None or bound.modes == modes())
                 and bound.aligned == are_on_16(*tensors[:3])
+                # The last: it makes guards, which hold for the modes in which they are made.
+                and bound.fitting.fits(*tensors)
             ):
                 self.recent[key] = each
                 return bound

@@ -117,7 +117,7 @@ def test_a_kernel_that_starts_ahead_waits_before_anything_else() -> None:
         body = code.source_of(plan).split('extern "C"')[1].split("{", 1)[1]
         lines = (line.strip() for line in body.splitlines())
         first = next(line for line in lines if line and not line.startswith("__shared__"))
-        assert first == "wait_for_kernel_before();"
+        assert first == "griddepcontrol_wait();"
 
 
 def test_the_attribute_is_as_the_driver_reads_it() -> None:

@@ -14,7 +14,7 @@ THREADS = 256
 _MOST_THREADS = 2**32  # of a grid
 
 
-def why_not(call: Call, append: Append) -> str | None:
+def why_declined(call: Call, append: Append) -> str | None:
     """Why the kernel does not do it; None where it does."""
     given = (call.k, call.v, call.q, append.k, append.v)
     if call.k.stride(-1) != 1 or call.v.stride(-1) != 1:

@@ -64,7 +64,7 @@ class CudaBackend:
             return bind(self.launch, plan, call, append, with_lse)
 
     def why_not_append(self, call: Call, append: Append) -> str | None:
-        return common_append.why_not(call, append)
+        return common_append.why_declined(call, append)
 
     def bind_backward(
         self,
