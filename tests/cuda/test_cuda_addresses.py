@@ -268,8 +268,14 @@ def test_alignments_take_turns(driver: Any, name: str, which: str, turns: tuple[
         if turn:
             given[which] = on_8(given[which])
         attend(given)
+        appends = ["append.cu" in name for name, *_ in driver.launched]
         found = pointers(driver)
-        assert not any(each[x] % 16 for each in found for x in ("q", "k", "v", "out"))
+        for each, is_append in zip(found, appends, strict=True):
+            if is_append:  # The cache itself, wherever it begins: a copy's new rows would be lost.
+                assert (each["k"], each["v"]) == (given["k"].data_ptr(), given["v"].data_ptr())
+            else:
+                assert not any(each[x] % 16 for x in ("q", "k", "v", "out"))
+        assert any(appends) is ("new_k" in given)
         check(found, {x: y for x, y in given.items() if not (turn and x == which)}, [])
 
 
