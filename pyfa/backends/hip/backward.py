@@ -1,6 +1,7 @@
-"""Backward: delta of every row, then one kernel twice, owning keys (dK, dV) and owning rows (dQ).
+"""Backward: delta of every row, then the gradients, in one pass over the scores or in two.
 
-No atomics: the same bits on every run, for two more matrix products a tile than one pass needs.
+One pass makes five matrix products a tile and adds dQ up in float32 by atomics, in any order. Two
+passes, owning keys (dK, dV) and owning rows (dQ), make seven, and the same bits on every run.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from . import plans
 
 SUM_ROWS = 16  # rows of a workgroup of row_sums.hip
 KERNEL = "hip/attn_bwd.hip"
+ONE_PASS = "hip/attn_bwd_onepass.hip"
+CONVERT_ROWS = 64  # rows of a workgroup of dq_convert.hip
 KEYS, ROWS = 0, 1
 THREADS = 256
 WAVES = THREADS // 64
@@ -44,13 +47,42 @@ TILES: dict[tuple[int, int], tuple[Columns, Columns, Columns, Columns]] = {
 }
 
 
+# One pass, by head dims: 16s of keys that a wavefront owns, of plain scores, then of general ones. None:
+# two passes whatever is asked for.
+ONE_PASS_TILES: dict[tuple[int, int], tuple[int | None, int | None]] = {
+    (128, 128): (3, None),
+}
+
+
 def plans_of(
-    backend: str, pair: tuple[int, int], dtype: int, general: bool
+    backend: str, pair: tuple[int, int], dtype: int, general: bool, deterministic: bool
 ) -> tuple[Plan, Plan, Plan]:
-    """row_sums, and attn_bwd owning keys and owning rows."""
-    sums = plans.plan_of(backend, "row_sums", dtype)
-    keys, rows = (_plan(backend, pair, dtype, owner, int(general)) for owner in (KEYS, ROWS))
-    return sums, keys, rows
+    """row_sums, then the two kernels that follow.
+
+    In one pass that is attn_bwd_onepass, and dq_convert behind it; in two attn_bwd twice, owning
+    keys and owning rows.
+    """
+    tiles = ONE_PASS_TILES.get(pair, (None, None))[general]
+    if deterministic or tiles is None:
+        sums = _of_rows(backend, "row_sums", dtype, 0)
+        keys, rows = (_plan(backend, pair, dtype, owner, int(general)) for owner in (KEYS, ROWS))
+        return sums, keys, rows
+    constants = {
+        "DTYPE": dtype,
+        "GENERAL": int(general),
+        "HEAD_DIM": pair[0],
+        "HEAD_DIM_V": pair[1],
+        "TILES": tiles,
+    }
+    return (
+        _of_rows(backend, "row_sums", dtype, pair[0]),
+        Plan(backend, ONE_PASS, tuple(constants.items())),
+        _of_rows(backend, "dq_convert", dtype, pair[0]),
+    )
+
+
+def _of_rows(backend: str, kernel: str, dtype: int, head_dim: int) -> Plan:
+    return Plan(backend, f"hip/{kernel}.hip", (("DTYPE", dtype), ("HEAD_DIM", head_dim)))
 
 
 def _plan(backend: str, pair: tuple[int, int], dtype: int, owner: int, general: int) -> Plan:
@@ -73,7 +105,8 @@ def all_plans(backend: str) -> list[Plan]:
         for pair in TILES
         for dtype in calls.DTYPE_CODES.values()
         for general in (False, True)
-        for plan in plans_of(backend, pair, dtype, general)
+        for deterministic in (False, True)
+        for plan in plans_of(backend, pair, dtype, general, deterministic)
     ]
     return list(dict.fromkeys(found))
 
@@ -89,24 +122,42 @@ def run(
     """The gradients of ``call``, whose forward made ``out`` and ``lse``."""
     dim, dim_v = call.q.shape[-1], call.v.shape[-1]
     pair = calls.bucket_of(TILES, dim, dim_v)
-    sums, over_keys, over_rows = plans_of("hip", pair, calls.dtype_code(call.q), is_general(call))
+    dtype = calls.dtype_code(call.q)
+    chain = plans_of("hip", pair, dtype, is_general(call), call.deterministic)
     call = calls.with_readable(call)
     tensors = gradients(call, calls.readable(out), lse, calls.readable(dout), dlse)
+    heads, heads_k = call.q.shape[-2], call.k.shape[-2]
+    if chain[1].kernel == ONE_PASS:
+        # row_sums begins it with 0.
+        tensors["dq_accum"] = torch.empty(
+            sums_of(call) * pair[0], dtype=torch.float32, device=call.q.device
+        )
     values = abi.backward_values(call, tensors)
     values["dies"] = launch.device_at(call.q.device).dies
     tensors |= calls.tensors_of(call)
-    heads, heads_k = call.q.shape[-2], call.k.shape[-2]
-    for kernel, length, per_block, width in (
-        (sums, call.max_seqlen_q, SUM_ROWS, heads),
-        (over_keys, call.max_seqlen_k, _owned(over_keys), heads_k),
-        (over_rows, call.max_seqlen_q, _owned(over_rows), heads),
-    ):
-        groups = -(-length // per_block) * width * call.batch
-        if groups:
-            launch(kernel, groups, THREADS, values, tensors)
+    for kernel in chain:
+        rows, keys = owned(kernel)
+        lengths = -(-call.max_seqlen_q // rows) * heads if rows else -(-call.max_seqlen_k // keys) * heads_k
+        if lengths * call.batch:
+            launch(kernel, lengths * call.batch, THREADS, values, tensors)
     return finished(call, tensors, dim, dim_v)
 
 
-def _owned(plan: Plan) -> int:
-    """Keys or rows of a workgroup."""
-    return WAVES * 32 * int(dict(plan.constants)["COLUMNS"])
+def sums_of(call: Call) -> int:
+    """Rows of all heads that dQ's float32 sums have: each sequence begins at a tile of its own."""
+    if call.cu_seqlens_q is not None:
+        tiles = call.q.shape[0] // SUM_ROWS + call.batch
+    else:
+        tiles = -(-call.max_seqlen_q // SUM_ROWS) * call.batch
+    return tiles * SUM_ROWS * call.q.shape[-2]
+
+
+def owned(plan: Plan) -> tuple[int, int]:
+    """Rows and keys of a workgroup, one of them 0."""
+    constants = {name: int(value) for name, value in plan.constants}
+    if plan.kernel == ONE_PASS:
+        return 0, WAVES * 16 * constants["TILES"]
+    if plan.kernel == KERNEL:
+        columns = WAVES * 32 * constants["COLUMNS"]
+        return (0, columns) if constants["OWNS"] == KEYS else (columns, 0)
+    return (CONVERT_ROWS if plan.kernel.endswith("dq_convert.hip") else SUM_ROWS), 0

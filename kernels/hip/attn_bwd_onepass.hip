@@ -1,0 +1,518 @@
+// Attention backward on CDNA 3 in one pass over the scores (FlashAttention-2, Dao 2023, algorithm 2): five
+// products a score where two passes have seven. dQ is added up by atomics, in whatever order.
+//
+// A workgroup owns kBlock keys: a wavefront TILES times 16, with K, V, dK and dV in registers, and a share
+// of dQ's columns for all of them, so that the same keys of K are in registers a second time, transposed.
+// It walks over the query rows that see its keys, 16 a step:
+//
+//   S = Q K^T    dP = dO V^T    rows x keys, its own keys in columns: P and dS feed from registers
+//   dV^T += dO^T P    dK^T += Q^T dS
+//   dQ^T = K^T dS^T    of all keys, through LDS, a step later
+//
+// Steps overlap: while the matrix unit makes S and dP of a step, it makes dK, dV and dQ of the one before,
+// and the vector unit finds products to hide behind (see `Schedule`). One barrier a step.
+#include "bwd_inputs.h"
+#include "bwd_dq.h"
+#include "bwd_step.h"
+#include "schedule.h"
+
+#if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(GENERAL) || \
+    !defined(TILES)
+#error "the plan defines DTYPE, HEAD_DIM, HEAD_DIM_V, GENERAL and TILES"
+#endif
+
+typedef Mma<DTYPE, 16> M;
+typedef M::Acc Acc;
+typedef Format<DTYPE> F;
+
+constexpr int kWaves = 4;
+constexpr int kThreads = kWaves * kLanes;
+constexpr int kOwned = TILES * 16;         // keys of a wavefront
+constexpr int kBlock = kWaves * kOwned;    // of a workgroup
+constexpr int kSteps = HEAD_DIM / 32;      // of 16 bytes a lane along the head
+constexpr int kStepsV = HEAD_DIM_V / 32;
+constexpr int kShares = (HEAD_DIM / 16 + kWaves - 1) / kWaves;  // products of dQ^T of a wavefront
+constexpr bool kAllShares = kShares * kWaves * 16 == HEAD_DIM;
+typedef Exchange<kWaves, TILES> Swap;
+typedef Loads<HEAD_DIM, HEAD_DIM_V, kWaves> Feed;
+
+// ---- LDS ----------------------------------------------------------------------------------------
+
+typedef RowUnits<HEAD_DIM> RowsQ;
+typedef RowUnits<HEAD_DIM_V> RowsO;
+typedef ColumnUnits<HEAD_DIM> ColumnsQ;
+typedef ColumnUnits<HEAD_DIM_V> ColumnsO;
+
+// One step's rows, with -LSE and -delta of each; its columns; its dS.
+constexpr int kRowsO = RowsQ::Tile::kBytes;
+constexpr int kStates = kRowsO + RowsO::Tile::kBytes;
+constexpr int kRowsBytes = kStates + 2 * kStepRows * 4;
+constexpr int kColumnsO = ColumnsQ::kBytes;
+constexpr int kColumnsBytes = kColumnsO + ColumnsO::kBytes;
+constexpr int kSwapBytes = Swap::Tile::kBytes;
+constexpr int kLdsBytes = 2 * kRowsBytes + 3 * kColumnsBytes + 2 * kSwapBytes;
+
+// Where the loop finds them: of the step before, of this, of the next one.
+struct Buffers {
+  Lds rows, rows_next;
+  Lds columns, columns_next, columns_after;
+  Lds swap, swap_next;
+
+  METHOD Buffers(Lds lds)
+      : rows(lds),
+        rows_next(rows + kRowsBytes),
+        columns(rows_next + kRowsBytes),
+        columns_next(columns + kColumnsBytes),
+        columns_after(columns_next + kColumnsBytes),
+        swap(columns_after + kColumnsBytes),
+        swap_next(swap + kSwapBytes) {}
+
+  METHOD void turn() {
+    Lds x = rows;
+    rows = rows_next;
+    rows_next = x;
+    x = columns;
+    columns = columns_next;
+    columns_next = columns_after;
+    columns_after = x;
+    x = swap;
+    swap = swap_next;
+    swap_next = x;
+  }
+};
+
+// ---- what a wavefront has -----------------------------------------------------------------------
+
+struct Context {
+  Sequence s;
+  int first;  // key of this wavefront
+  float to_base_2;
+  Seen mine;  // rows that see them: a step is cut unless all rows see all keys
+
+  METHOD int own(int n) const { return first + n * 16 + M::column(); }
+};
+
+struct Fixed {
+  Quad k[TILES][kSteps], v[TILES][kStepsV];
+  Quad transposed[kShares][Swap::kBlocks];  // of K: a share of the head, all keys
+};
+
+struct Gradients {
+  Acc k[TILES][2 * kSteps], v[TILES][2 * kStepsV];
+};
+
+// The element of product `t` of dQ^T, dK^T or dV^T that lane or register row `n` is.
+DEVICE int element_of(int t, int n) { return t / 2 * 32 + n * 2 + t % 2; }
+
+template <int steps, typename Units>
+DEVICE void load_owned(const Context &c, Quad (&x)[TILES][steps], const Matrix &m) {
+  for (int n = 0; n < TILES; ++n) {
+    int first = c.first + n * 16;
+    pin_scalar(first);
+    auto from = step_buffer(m, first, c.s.keys - first);
+    for (int i = 0; i < steps; ++i)
+      x[n][i] = __builtin_amdgcn_raw_buffer_load_b128(
+          from, buffer_offset(m, M::column(), Units::unit(i, M::part()) * 8), 0, 0);
+  }
+}
+
+// K^T of a share of the head, for all keys of the workgroup: two neighbouring elements of a key by four
+// bytes, of which one is kept, and the keys in the order of the exchange.
+DEVICE void load_transposed(const Context &c, Fixed &x, const Matrix &m, int first_own) {
+#pragma unroll
+  for (int b = 0; b < Swap::kBlocks; ++b) {
+    unsigned two[kShares][4][2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int first = first_own + Swap::tile_of(b, half) * 16;
+      pin_scalar(first);  // or the descriptors of all tiles would be made first: 900 scalars spilled
+      auto from = step_buffer(m, first, c.s.keys - first);
+#pragma unroll
+      for (int t = 0; t < kShares; ++t)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          int element = element_of((wave_index() * kShares + t) / 2 * 2, M::column());
+          two[t][i][half] = __builtin_amdgcn_raw_buffer_load_b32(
+              from, buffer_offset(m, M::part() * 4 + i, element), 0, 0);
+        }
+    }
+#pragma unroll
+    for (int t = 0; t < kShares; ++t) {
+      unsigned pick = (wave_index() * kShares + t) % 2 ? 0x07060302 : 0x05040100;
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        x.transposed[t][b][i] = __builtin_amdgcn_perm(two[t][i][1], two[t][i][0], pick);
+    }
+  }
+}
+
+constexpr int kAhead = 2;  // slots that a read comes before its products
+
+// What a turn leaves for the next one.
+struct Scored {
+  Acc p[TILES];         // not yet rounded
+  Pair ds[TILES];
+  Quad columns[kAhead];  // the first ones
+};
+
+// Which of the rows first + 4 part + 0 ... 3 see key `own`: bit r for register r of a product.
+DEVICE unsigned seen_bits(const Context &c, int own, int first) {
+  pin(own);  // or what follows from it would be kept for steps without a mask
+  Seen seen = rows_seeing(params_again(), c.s, own, own);
+  int low = max(seen.low - first, 0), high = min(seen.high - first, kStepRows);
+  if (own >= c.s.keys || low >= high) return 0;
+  return (0xffffu >> (kStepRows - high + low) << low) >> M::part() * kMmaPart;
+}
+
+// Lanes' places in LDS.
+struct Places {
+  int rows_q, rows_o, columns, swap, state;
+  int swap_to, swap_odd;  // where dS goes: of tiles in pairs, and of the odd one
+
+  METHOD Places() {
+    int row = M::column(), part = M::part();
+    rows_q = RowsQ::Tile::place(row, part, 0);
+    rows_o = kRowsO + RowsO::Tile::place(row, part, 0);
+    columns = (part * 16 + (row ^ (row >> 3 & 1))) * kUnitBytes;
+    swap = Swap::Tile::place(row, part, 0);
+    state = kStates + part * 16;
+    int to = Swap::Tile::place(4 * part, row / 4, 0) + row % 4 * 4;
+    swap_to = to + Swap::block(wave_index(), 0) * kUnitBytes;
+    swap_odd = to + Swap::block(wave_index(), TILES - 1) * kUnitBytes + Swap::half(wave_index(), TILES - 1) * 2;
+    pin(rows_q);
+    pin(rows_o);
+    pin(columns);
+    pin(swap);
+    pin(state);
+    pin(swap_to);
+    pin(swap_odd);
+  }
+};
+
+DEVICE Acc read_four(Lds at) { return __builtin_bit_cast(Acc, lds_read(at)); }
+
+typedef __attribute__((address_space(3))) unsigned short *LdsHalves;
+
+// Rows r and r + 1 of dS of tile n.
+DEVICE void exchange(const Places &at, Lds swap, int n, int r, unsigned two) {
+  bool odd = TILES % 2 && n == TILES - 1;
+  Lds to = swap + (odd ? at.swap_odd : at.swap_to + n / 2 * kUnitBytes + n % 2 * 2) + r * Swap::Tile::kRowBytes;
+  *(LdsHalves)to = (unsigned short)two;
+  *(LdsHalves)(to + Swap::Tile::kRowBytes) = (unsigned short)(two >> 16);
+}
+
+DEVICE void fence() { __builtin_amdgcn_sched_barrier(0); }
+
+// ---- a turn of the loop -------------------------------------------------------------------------
+
+// Products come in slots, each with what one read of 16 bytes brings, which was read kAhead slots before.
+// In their order: dK and then, a step further, S; dQ; dP of the further step; dV.
+constexpr int kSlotS = kSteps;
+constexpr int kSlotQ = kSlotS + kSteps;
+constexpr int kSlotP = kSlotQ + Swap::kBlocks;
+constexpr int kSlotV = kSlotP + kStepsV;
+constexpr int kSlots = kSlotV + kStepsV;
+
+// The first product of each.
+constexpr int kAtS = kSteps * 2 * TILES;
+constexpr int kAtQ = 2 * kAtS;
+constexpr int kAtP = kAtQ + Swap::kBlocks * 2 * kShares;
+constexpr int kAtV = kAtP + kStepsV * 2 * TILES;
+constexpr int kProducts = kAtV + kStepsV * 2 * TILES;
+
+// Whether the i-th of `count` things, spread evenly over the products `from` ... `to`, comes with product m.
+DEVICE constexpr bool comes(int m, int i, int count, int from, int to) {
+  return m == from + i * (to - from) / count;
+}
+
+struct Turn {
+  const Context &c;
+  const Places &at;
+  const Fixed &fixed;
+  Gradients &grad;
+  Feed &feed;
+  Scored &scored;  // of the step before, then of this
+  const Buffers &lds;
+  float *sums;     // of dQ of the step before
+
+  Acc s[TILES], dp[TILES], dq[kShares];
+  Pair p[TILES], ds[TILES];
+  Acc minus_lse, minus_delta;
+  Quad fragment[kSlots + kAhead];
+
+  METHOD void read(int slot) {
+    Quad &x = fragment[slot];
+    if (slot >= kSlots)
+      x = lds_read(lds.columns_next + at.columns + (slot - kSlots) * ColumnsQ::kPairBytes);
+    else if (slot >= kSlotV)
+      x = lds_read(lds.columns + kColumnsO + at.columns + (slot - kSlotV) * ColumnsQ::kPairBytes);
+    else if (slot >= kSlotP)
+      x = lds_read(lds.rows + at.rows_o + (slot - kSlotP) * kUnitBytes);
+    else if (slot >= kSlotQ)
+      x = lds_read(lds.swap + at.swap + (slot - kSlotQ) * kUnitBytes);
+    else if (slot >= kSlotS)
+      x = lds_read(lds.rows + at.rows_q + (slot - kSlotS) * kUnitBytes);
+    else
+      x = lds_read(lds.columns + at.columns + slot * ColumnsQ::kPairBytes);
+  }
+
+  // Product i of a slot.
+  METHOD void multiply(int slot, int i) {
+    const Quad &x = fragment[slot];
+    if (slot < kSlotS) {
+      int n = i % TILES, t = slot * 2 + i / TILES;
+      grad.k[n][t] = M::mma(i / TILES ? x.zw : x.xy, ds[n], grad.k[n][t]);
+    } else if (slot < kSlotQ) {
+      int n = i % TILES, step = slot - kSlotS;
+      const Quad &k = fixed.k[n][step];
+      s[n] = i < TILES ? M::mma(x.xy, k.xy, step ? s[n] : Acc{0}) : M::mma(x.zw, k.zw, s[n]);
+    } else if (slot < kSlotP) {
+      int t = i % kShares, b = slot - kSlotQ;
+      const Quad &k = fixed.transposed[t][b];
+      dq[t] = i < kShares ? M::mma(k.xy, x.xy, b ? dq[t] : Acc{0}) : M::mma(k.zw, x.zw, dq[t]);
+    } else if (slot < kSlotV) {
+      int n = i % TILES, step = slot - kSlotP;
+      const Quad &v = fixed.v[n][step];
+      dp[n] = i < TILES ? M::mma(x.xy, v.xy, step ? dp[n] : minus_delta) : M::mma(x.zw, v.zw, dp[n]);
+    } else {
+      int n = i % TILES, t = (slot - kSlotV) * 2 + i / TILES;
+      grad.v[n][t] = M::mma(i / TILES ? x.zw : x.xy, p[n], grad.v[n][t]);
+    }
+  }
+
+  // What the other units do behind product m.
+  METHOD void beside(int m) {
+#pragma unroll
+    for (int i = 0; i < 2 * TILES; ++i)
+      if (comes(m, i, 2 * TILES, 0, kAtS)) {
+        unsigned two = F::half_up(scored.p[i / 2][i % 2 * 2], scored.p[i / 2][i % 2 * 2 + 1]);
+        pin(two);
+        p[i / 2][i % 2] = two;
+      }
+#pragma unroll
+    for (int i = 0; i < Feed::kStores; ++i)
+      if (comes(m, i, Feed::kStores, 3, kAtS)) feed.store(i, lds.rows_next, lds.columns_after);
+#pragma unroll
+    for (int i = 0; i < Feed::kLoads; ++i)
+      if (comes(m, i, Feed::kLoads, kAtS, kAtQ)) feed.load(i);
+#pragma unroll
+    for (int i = 0; i < 4 * TILES; ++i)
+      if (comes(m, i, 4 * TILES, kAtQ + 1, kAtV - 2)) {
+        float x = exp2(__builtin_fmaf(s[i / 4][i % 4], c.to_base_2, minus_lse[i % 4]));
+        pin(x);
+        scored.p[i / 4][i % 4] = x;
+      }
+#pragma unroll
+    for (int i = 0; i < 4 * kShares; ++i)
+      if (comes(m, i, 4 * kShares, kAtP + 2, kAtV)) add(i / 4, i % 4);
+#pragma unroll
+    for (int i = 0; i < 2 * TILES; ++i)
+      if (comes(m, i, 2 * TILES, kAtV + 2, kProducts - 2)) {
+        int n = i / 2, r = i % 2 * 2;
+        float x = dp[n][r] * scored.p[n][r], y = dp[n][r + 1] * scored.p[n][r + 1];
+        unsigned two = F::half_up(x, y);
+        pin(two);
+        scored.ds[n][i % 2] = two;
+        exchange(at, lds.swap_next, n, r, two);
+      }
+  }
+
+  METHOD void add(int t, int r) const {
+    typedef __attribute__((address_space(1))) float *Global;
+    int tile = wave_index() * kShares + t;
+    if (!kAllShares && tile * 16 >= HEAD_DIM) return;
+    Global to = (Global)sums + (tile * 4 + r) * kLanes + lane_index();
+    __builtin_amdgcn_global_atomic_fadd_f32(to, dq[t][r]);
+  }
+
+  METHOD void mask(int first) {
+#pragma unroll
+    for (int n = 0; n < TILES; ++n) {
+      unsigned seen = seen_bits(c, c.own(n), first);
+#pragma unroll
+      for (int r = 0; r < 4; ++r) scored.p[n][r] = where(seen, r, scored.p[n][r]);
+    }
+  }
+  METHOD bool is_cut(int first) const {
+    return first < c.mine.all_low || first + kStepRows > c.mine.all_high;
+  }
+
+  METHOD void run(int first) {
+    int m = 0;
+#pragma unroll
+    for (int n = 0; n < TILES; ++n) ds[n] = scored.ds[n];
+    for (int i = 0; i < kAhead; ++i) fragment[i] = scored.columns[i];
+#pragma unroll
+    for (int slot = 0; slot < kSlots; ++slot) {
+      if (slot == kSlotV && is_cut(first)) mask(first);
+      if (slot == kSlotS) {
+        minus_lse = read_four(lds.rows + at.state);
+        minus_delta = read_four(lds.rows + at.state + kStepRows * 4);
+      }
+      read(slot + kAhead);
+      fence();
+      int products = slot >= kSlotQ && slot < kSlotP ? 2 * kShares : 2 * TILES;
+#pragma unroll
+      for (int i = 0; i < products; ++i) {
+        multiply(slot, i);
+        beside(m++);
+        fence();
+      }
+    }
+    for (int i = 0; i < kAhead; ++i) scored.columns[i] = fragment[kSlots + i];
+  }
+};
+
+// The first step of all: scores without a turn.
+DEVICE void begin(const Context &c, const Places &at, const Fixed &fixed, const Buffers &lds,
+                  Scored &scored, int first) {
+  Acc minus_lse = read_four(lds.rows + at.state), minus_delta = read_four(lds.rows + at.state + kStepRows * 4);
+  Acc s[TILES], dp[TILES];
+  for (int n = 0; n < TILES; ++n) {
+    s[n] = Acc{0};
+    dp[n] = minus_delta;
+  }
+  for (int i = 0; i < kSteps; ++i) {
+    Quad x = lds_read(lds.rows + at.rows_q + i * kUnitBytes);
+    for (int n = 0; n < TILES; ++n) {
+      s[n] = M::mma(x.xy, fixed.k[n][i].xy, s[n]);
+      s[n] = M::mma(x.zw, fixed.k[n][i].zw, s[n]);
+    }
+  }
+  for (int i = 0; i < kStepsV; ++i) {
+    Quad x = lds_read(lds.rows + at.rows_o + i * kUnitBytes);
+    for (int n = 0; n < TILES; ++n) {
+      dp[n] = M::mma(x.xy, fixed.v[n][i].xy, dp[n]);
+      dp[n] = M::mma(x.zw, fixed.v[n][i].zw, dp[n]);
+    }
+  }
+  for (int n = 0; n < TILES; ++n) {
+    unsigned seen = seen_bits(c, c.own(n), first);
+    for (int r = 0; r < 4; ++r)
+      scored.p[n][r] = where(seen, r, exp2(__builtin_fmaf(s[n][r], c.to_base_2, minus_lse[r])));
+    for (int r = 0; r < 4; r += 2) {
+      scored.ds[n][r / 2] = F::half_up(dp[n][r] * scored.p[n][r], dp[n][r + 1] * scored.p[n][r + 1]);
+      exchange(at, lds.swap, n, r, scored.ds[n][r / 2]);
+    }
+  }
+  for (int i = 0; i < kAhead; ++i)
+    scored.columns[i] = lds_read(lds.columns + at.columns + i * ColumnsQ::kPairBytes);
+}
+
+// ---- the end ------------------------------------------------------------------------------------
+
+// What is not owned lies outside the buffer and is not written. A width is a multiple of 8.
+template <int tiles>
+DEVICE void store(const Context &c, const Matrix &m, const Acc (&grad)[TILES][tiles], float factor) {
+  for (int n = 0; n < TILES; ++n) {
+    int first = c.first + n * 16;
+    pin_scalar(first);
+    auto to = step_buffer(m, first, c.s.keys - first);
+    for (int t = 0; t < tiles; t += 2) {
+      Quad x;
+      for (int r = 0; r < 4; ++r) x[r] = F::nearest(grad[n][t][r] * factor, grad[n][t + 1][r] * factor);
+      unsigned offset = buffer_offset(m, M::column(), element_of(t, 4 * M::part()));
+      __builtin_amdgcn_raw_buffer_store_b128(x, to, offset, 0, 0);
+    }
+  }
+}
+
+extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd_onepass(Params p) {
+  __shared__ __attribute__((aligned(kLineBytes))) char memory[kLdsBytes];
+  Buffers lds((Lds)memory);
+  int blocks = (p.seqlen_k + kBlock - 1) / kBlock;
+  Work work = work_of(workgroup_index(), blocks, 1, p.heads_k, p.batch, p.dies);
+  work.block = blocks - 1 - work.block;  // the first keys are seen most
+  Context c{sequence_of(p, work.batch)};
+  int first_own = work.block * kBlock;
+  if (first_own >= c.s.keys) return;
+  c.first = first_own + wave_index() * kOwned;
+  c.to_base_2 = p.scale * kLog2E;
+  c.mine = rows_seeing(p, c.s, c.first, min(c.first + kOwned, c.s.keys) - 1);
+  if (c.first + kOwned > c.s.keys) c.mine.all_low = 0x7fffffff;  // what has no key counts for nothing
+
+  Fixed fixed;
+  load_owned<kSteps, RowsQ>(c, fixed.k, k_of(params_again(), c.s, work.head));
+  fence();
+  load_owned<kStepsV, RowsO>(c, fixed.v, v_of(params_again(), c.s, work.head));
+  fence();
+  load_transposed(c, fixed, k_of(params_again(), c.s, work.head), first_own);
+  fence();
+  Gradients grad;
+  for (int n = 0; n < TILES; ++n) {
+    for (int t = 0; t < 2 * kSteps; ++t) grad.k[n][t] = Acc{0};
+    for (int t = 0; t < 2 * kStepsV; ++t) grad.v[n][t] = Acc{0};
+  }
+
+  Seen block = rows_seeing(p, c.s, first_own, min(first_own + kBlock, c.s.keys) - 1);
+  int start = block.low / kStepRows * kStepRows;
+  int steps = max(block.high - start + kStepRows - 1, 0) / kStepRows;
+  int group = p.heads_q / p.heads_k, head = work.head * group;
+
+  if (steps) {
+    int fed_head = head, fed = steps;  // steps that are left of it
+    const Params &again = params_again();
+    Feed feed(q_of(again, c.s, head), dout_of(again, c.s, head), kRowsO, kColumnsO, kStates);
+    auto seek = [&] {
+      const Params &again = params_again();
+      Sequence s = sequence_of(again, c.s.batch);
+      feed.seek(q_of(again, s, fed_head), dout_of(again, s, fed_head), states_of(again, s, fed_head),
+                start, s.rows);
+    };
+    auto go_on = [&] {
+      feed.advance();
+      if (--fed) return;
+      fed = steps;
+      ++fed_head;
+      feed.left = 0;
+      if (fed_head < head + group) seek();
+    };
+    seek();
+    for (int i = 0; i < Feed::kLoads; ++i) feed.load(i);
+    for (int i = 0; i < Feed::kStores; ++i) feed.store(i, lds.rows, lds.columns);
+    go_on();
+    for (int i = 0; i < Feed::kLoads; ++i) feed.load(i);
+    for (int i = 0; i < Feed::kStores; ++i) feed.store(i, lds.rows_next, lds.columns_next);
+    go_on();
+    for (int i = 0; i < Feed::kLoads; ++i) feed.load(i);
+    go_on();
+    barrier();
+    Places at;
+    Scored scored;
+    begin(c, at, fixed, lds, scored, start);
+    Lds x = lds.rows;
+    lds.rows = lds.rows_next;
+    lds.rows_next = x;
+    barrier();
+
+    int added_head = head, added = steps;
+    float *sums;
+    auto seek_sums = [&] {
+      const Params &again = params_again();
+      Sequence s = sequence_of(again, c.s.batch);
+      sums = (float *)again.dq_accum + sum_tile(again, s, start, added_head) * (kSumRows * HEAD_DIM);
+    };
+    seek_sums();
+    int stride = params_again().heads_q * (kSumRows * HEAD_DIM);
+    int row = start;
+    for (int n = group * steps; n > 0; --n) {
+      row += kStepRows;
+      if (row >= start + steps * kStepRows) row = start;
+      Turn turn{c, at, fixed, grad, feed, scored, lds, sums};
+      turn.run(row);
+      go_on();
+      sums += stride;
+      if (--added == 0) {
+        added = steps;
+        ++added_head;
+        seek_sums();
+      }
+      barrier();
+      lds.turn();
+    }
+  }
+  const Params &q = params_again();
+  Sequence s = sequence_of(q, c.s.batch);
+  store(c, keys_of(q.dk, s, work.head, q.dk_batch, q.dk_row, q.dk_head, q.head_dim), grad.k, q.scale);
+  store(c, keys_of(q.dv, s, work.head, q.dv_batch, q.dv_row, q.dv_head, q.head_dim_v), grad.v, 1.0f);
+}
