@@ -118,7 +118,8 @@ DEVICE void load_owned(const Context &c, Quad (&x)[TILES][steps], const Matrix &
 
 // K^T of a share of the head, for all keys of the workgroup: two neighbouring elements of a key by four
 // bytes, of which one is kept, and the keys in the order of the exchange.
-DEVICE void load_transposed(const Context &c, Fixed &x, const Matrix &m, int first_own) {
+DEVICE void load_transposed(const Context &c, Fixed &x, const Matrix &m, int first_own, Lds lds) {
+  Lds mine = lds + thread_index() * kUnitBytes;
 #pragma unroll
   for (int b = 0; b < Swap::kBlocks; ++b) {
     unsigned two[kShares][4][2];
@@ -142,6 +143,11 @@ DEVICE void load_transposed(const Context &c, Fixed &x, const Matrix &m, int fir
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         x.transposed[t][b][i] = __builtin_amdgcn_perm(two[t][i][1], two[t][i][0], pick);
+      // What a load brings may lie in any register. What an instruction makes would be copied to a
+      // VGPR before each of its products: 46 moves a step.
+      lds_write(mine, x.transposed[t][b]);
+      asm volatile("" : : : "memory");
+      x.transposed[t][b] = lds_read(mine);
     }
   }
 }
@@ -168,6 +174,7 @@ DEVICE unsigned seen_bits(const Context &c, int own, int first) {
 struct Places {
   int rows_q, rows_o, columns, swap, state;
   int swap_to, swap_odd;  // where dS goes: of tiles in pairs, and of the odd one
+  unsigned sums;          // where dQ goes in a tile of sums, not in LDS
 
   METHOD Places() {
     int row = M::column(), part = M::part();
@@ -179,6 +186,8 @@ struct Places {
     int to = Swap::Tile::place(4 * part, row / 4, 0) + row % 4 * 4;
     swap_to = to + Swap::block(wave_index(), 0) * kUnitBytes;
     swap_odd = to + Swap::block(wave_index(), TILES - 1) * kUnitBytes + Swap::half(wave_index(), TILES - 1) * 2;
+    sums = (wave_index() * kShares * 4 * kLanes + lane_index()) * 4;
+    pin(sums);
     pin(rows_q);
     pin(rows_o);
     pin(columns);
@@ -206,24 +215,70 @@ DEVICE void fence() { __builtin_amdgcn_sched_barrier(0); }
 // ---- a turn of the loop -------------------------------------------------------------------------
 
 // Products come in slots, each with what one read of 16 bytes brings, which was read kAhead slots before.
-// In their order: dK and then, a step further, S; dQ; dP of the further step; dV.
+// In their order: dK of a step and, a step further, S and dP; then dQ and dV.
 constexpr int kSlotS = kSteps;
-constexpr int kSlotQ = kSlotS + kSteps;
-constexpr int kSlotP = kSlotQ + Swap::kBlocks;
-constexpr int kSlotV = kSlotP + kStepsV;
+constexpr int kSlotP = kSlotS + kSteps;
+constexpr int kSlotQ = kSlotP + kStepsV;
+constexpr int kSlotV = kSlotQ + Swap::kBlocks;
 constexpr int kSlots = kSlotV + kStepsV;
 
 // The first product of each.
 constexpr int kAtS = kSteps * 2 * TILES;
-constexpr int kAtQ = 2 * kAtS;
-constexpr int kAtP = kAtQ + Swap::kBlocks * 2 * kShares;
-constexpr int kAtV = kAtP + kStepsV * 2 * TILES;
+constexpr int kAtP = 2 * kAtS;
+constexpr int kAtQ = kAtP + kStepsV * 2 * TILES;
+constexpr int kAtV = kAtQ + Swap::kBlocks * 2 * kShares;
 constexpr int kProducts = kAtV + kStepsV * 2 * TILES;
+
+// Between two products fit three instructions of the vector unit (or one exponential, and one clock in
+// five is lost). What comes where, in products: P is rounded, and what was loaded goes to LDS, beside dK;
+// loads beside S; P is made beside dP and half of dQ, where it is cut; then dS, which is in LDS a few
+// products before the barrier; atomics beside dV.
+constexpr int kCutSlot = kSlotQ + Swap::kBlocks / 2;
+constexpr int kAtCut = kAtQ + Swap::kBlocks / 2 * 2 * kShares;
+constexpr int kAtEnd = kProducts - 8;
 
 // Whether the i-th of `count` things, spread evenly over the products `from` ... `to`, comes with product m.
 DEVICE constexpr bool comes(int m, int i, int count, int from, int to) {
   return m == from + i * (to - from) / count;
 }
+
+typedef __attribute__((address_space(1))) char *Global;
+
+// Where the loop is: what comes next of each kind, through the heads of the group.
+struct Walk {
+  int start, end;    // rows
+  int steps;         // of a head
+  int group_end;     // head behind the last
+  int row;           // whose scores are made
+  int fed_head, fed;      // of the loads, and the steps that are left
+  int added_head, added;  // of dQ
+  Global sums;
+  int sums_step;     // bytes from step to step
+
+  METHOD void seek(const Context &c, Feed &feed) const {
+    const Params &p = params_again();
+    Sequence s = sequence_of(p, c.s.batch);
+    feed.seek(q_of(p, s, fed_head), dout_of(p, s, fed_head), states_of(p, s, fed_head), start, c.s.rows);
+  }
+  METHOD void feed_on(const Context &c, Feed &feed) {
+    feed.advance();
+    if (--fed) return;
+    fed = steps;
+    feed.left = 0;
+    if (++fed_head < group_end) seek(c, feed);
+  }
+  METHOD void seek_sums(const Context &c) {
+    const Params &p = params_again();
+    Sequence s = sequence_of(p, c.s.batch);
+    sums = (Global)p.dq_accum + sum_tile(p, s, start, added_head) * (kSumRows * HEAD_DIM * 4);
+  }
+  METHOD void add_on(const Context &c) {
+    sums += sums_step;
+    if (--added) return;
+    added = steps;
+    if (++added_head < group_end) seek_sums(c);
+  }
+};
 
 struct Turn {
   const Context &c;
@@ -232,8 +287,8 @@ struct Turn {
   Gradients &grad;
   Feed &feed;
   Scored &scored;  // of the step before, then of this
-  const Buffers &lds;
-  float *sums;     // of dQ of the step before
+  Buffers &lds;
+  Walk &walk;
 
   Acc s[TILES], dp[TILES], dq[kShares];
   Pair p[TILES], ds[TILES];
@@ -246,10 +301,10 @@ struct Turn {
       x = lds_read(lds.columns_next + at.columns + (slot - kSlots) * ColumnsQ::kPairBytes);
     else if (slot >= kSlotV)
       x = lds_read(lds.columns + kColumnsO + at.columns + (slot - kSlotV) * ColumnsQ::kPairBytes);
-    else if (slot >= kSlotP)
-      x = lds_read(lds.rows + at.rows_o + (slot - kSlotP) * kUnitBytes);
     else if (slot >= kSlotQ)
       x = lds_read(lds.swap + at.swap + (slot - kSlotQ) * kUnitBytes);
+    else if (slot >= kSlotP)
+      x = lds_read(lds.rows + at.rows_o + (slot - kSlotP) * kUnitBytes);
     else if (slot >= kSlotS)
       x = lds_read(lds.rows + at.rows_q + (slot - kSlotS) * kUnitBytes);
     else
@@ -262,18 +317,18 @@ struct Turn {
     if (slot < kSlotS) {
       int n = i % TILES, t = slot * 2 + i / TILES;
       grad.k[n][t] = M::mma(i / TILES ? x.zw : x.xy, ds[n], grad.k[n][t]);
-    } else if (slot < kSlotQ) {
+    } else if (slot < kSlotP) {
       int n = i % TILES, step = slot - kSlotS;
       const Quad &k = fixed.k[n][step];
       s[n] = i < TILES ? M::mma(x.xy, k.xy, step ? s[n] : Acc{0}) : M::mma(x.zw, k.zw, s[n]);
-    } else if (slot < kSlotP) {
-      int t = i % kShares, b = slot - kSlotQ;
-      const Quad &k = fixed.transposed[t][b];
-      dq[t] = i < kShares ? M::mma(k.xy, x.xy, b ? dq[t] : Acc{0}) : M::mma(k.zw, x.zw, dq[t]);
-    } else if (slot < kSlotV) {
+    } else if (slot < kSlotQ) {
       int n = i % TILES, step = slot - kSlotP;
       const Quad &v = fixed.v[n][step];
       dp[n] = i < TILES ? M::mma(x.xy, v.xy, step ? dp[n] : minus_delta) : M::mma(x.zw, v.zw, dp[n]);
+    } else if (slot < kSlotV) {
+      int t = i % kShares, b = slot - kSlotQ;
+      const Quad &k = fixed.transposed[t][b];
+      dq[t] = i < kShares ? M::mma(k.xy, x.xy, b ? dq[t] : Acc{0}) : M::mma(k.zw, x.zw, dq[t]);
     } else {
       int n = i % TILES, t = (slot - kSlotV) * 2 + i / TILES;
       grad.v[n][t] = M::mma(i / TILES ? x.zw : x.xy, p[n], grad.v[n][t]);
@@ -291,37 +346,55 @@ struct Turn {
       }
 #pragma unroll
     for (int i = 0; i < Feed::kStores; ++i)
-      if (comes(m, i, Feed::kStores, 3, kAtS)) feed.store(i, lds.rows_next, lds.columns_after);
+      if (comes(m, i, Feed::kStores, 2, kAtS)) feed.store(i, lds.rows_next, lds.columns_after);
 #pragma unroll
     for (int i = 0; i < Feed::kLoads; ++i)
-      if (comes(m, i, Feed::kLoads, kAtS, kAtQ)) feed.load(i);
+      if (comes(m, i, Feed::kLoads, kAtS, kAtP)) feed.load(i);
 #pragma unroll
-    for (int i = 0; i < 4 * TILES; ++i)
-      if (comes(m, i, 4 * TILES, kAtQ + 1, kAtV - 2)) {
-        float x = exp2(__builtin_fmaf(s[i / 4][i % 4], c.to_base_2, minus_lse[i % 4]));
+    for (int i = 0; i < 4 * TILES; ++i) {
+      float &x = exponent[i / 4][i % 4];
+      if (comes(m, i, 4 * TILES, kAtP + 1, kAtCut - 2)) {
+        x = __builtin_fmaf(s[i / 4][i % 4], c.to_base_2, minus_lse[i % 4]);
+        pin(x);
+      }
+      if (comes(m - 1, i, 4 * TILES, kAtP + 1, kAtCut - 2)) {
+        x = exp2(x);
         pin(x);
         scored.p[i / 4][i % 4] = x;
       }
+    }
 #pragma unroll
-    for (int i = 0; i < 4 * kShares; ++i)
-      if (comes(m, i, 4 * kShares, kAtP + 2, kAtV)) add(i / 4, i % 4);
-#pragma unroll
-    for (int i = 0; i < 2 * TILES; ++i)
-      if (comes(m, i, 2 * TILES, kAtV + 2, kProducts - 2)) {
-        int n = i / 2, r = i % 2 * 2;
-        float x = dp[n][r] * scored.p[n][r], y = dp[n][r + 1] * scored.p[n][r + 1];
-        unsigned two = F::half_up(x, y);
+    for (int i = 0; i < 2 * TILES; ++i) {
+      int n = i / 2, r = i % 2 * 2;
+      if (comes(m, i, 2 * TILES, kAtCut, kAtEnd))
+        for (int j = r; j < r + 2; ++j) {
+          float x = dp[n][j] * scored.p[n][j];
+          pin(x);
+          dp[n][j] = x;
+        }
+      if (comes(m - 1, i, 2 * TILES, kAtCut, kAtEnd)) {
+        unsigned two = F::half_up(dp[n][r], dp[n][r + 1]);
         pin(two);
         scored.ds[n][i % 2] = two;
-        exchange(at, lds.swap_next, n, r, two);
       }
+      if (comes(m - 2, i, 2 * TILES, kAtCut, kAtEnd)) exchange(at, lds.swap_next, n, r, scored.ds[n][i % 2]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4 * kShares; ++i)
+      if (comes(m, i, 4 * kShares, kAtV + 2, kProducts - 1)) add(i / 4, i % 4);
+    if (m == kAtQ) walk.feed_on(c, feed);
+    if (m == kProducts - 1) {
+      walk.add_on(c);
+      lds.turn();
+    }
   }
+  float exponent[TILES][4];
 
   METHOD void add(int t, int r) const {
-    typedef __attribute__((address_space(1))) float *Global;
     int tile = wave_index() * kShares + t;
     if (!kAllShares && tile * 16 >= HEAD_DIM) return;
-    Global to = (Global)sums + (tile * 4 + r) * kLanes + lane_index();
+    typedef __attribute__((address_space(1))) float *Floats;
+    Floats to = (Floats)(walk.sums + at.sums) + (t * 4 + r) * kLanes;
     __builtin_amdgcn_global_atomic_fadd_f32(to, dq[t][r]);
   }
 
@@ -337,21 +410,22 @@ struct Turn {
     return first < c.mine.all_low || first + kStepRows > c.mine.all_high;
   }
 
-  METHOD void run(int first) {
+  METHOD void run() {
+    walk.row = walk.row + kStepRows < walk.end ? walk.row + kStepRows : walk.start;
     int m = 0;
 #pragma unroll
     for (int n = 0; n < TILES; ++n) ds[n] = scored.ds[n];
     for (int i = 0; i < kAhead; ++i) fragment[i] = scored.columns[i];
 #pragma unroll
     for (int slot = 0; slot < kSlots; ++slot) {
-      if (slot == kSlotV && is_cut(first)) mask(first);
+      if (slot == kCutSlot && is_cut(walk.row)) mask(walk.row);
       if (slot == kSlotS) {
         minus_lse = read_four(lds.rows + at.state);
         minus_delta = read_four(lds.rows + at.state + kStepRows * 4);
       }
       read(slot + kAhead);
       fence();
-      int products = slot >= kSlotQ && slot < kSlotP ? 2 * kShares : 2 * TILES;
+      int products = slot >= kSlotQ && slot < kSlotV ? 2 * kShares : 2 * TILES;
 #pragma unroll
       for (int i = 0; i < products; ++i) {
         multiply(slot, i);
@@ -360,6 +434,7 @@ struct Turn {
       }
     }
     for (int i = 0; i < kAhead; ++i) scored.columns[i] = fragment[kSlots + i];
+    barrier();
   }
 };
 
@@ -424,6 +499,9 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd_onepass(Params p) {
   Work work = work_of(workgroup_index(), blocks, 1, p.heads_k, p.batch, p.dies);
   work.block = blocks - 1 - work.block;  // the first keys are seen most
   Context c{sequence_of(p, work.batch)};
+  // The same in all lanes, which the compiler does not know of a v_med3.
+  c.s.keys = __builtin_amdgcn_readfirstlane(c.s.keys);
+  c.s.rows = __builtin_amdgcn_readfirstlane(c.s.rows);
   int first_own = work.block * kBlock;
   if (first_own >= c.s.keys) return;
   c.first = first_own + wave_index() * kOwned;
@@ -436,7 +514,7 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd_onepass(Params p) {
   fence();
   load_owned<kStepsV, RowsO>(c, fixed.v, v_of(params_again(), c.s, work.head));
   fence();
-  load_transposed(c, fixed, k_of(params_again(), c.s, work.head), first_own);
+  load_transposed(c, fixed, k_of(params_again(), c.s, work.head), first_own, (Lds)memory);
   fence();
   Gradients grad;
   for (int n = 0; n < TILES; ++n) {
@@ -450,32 +528,23 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd_onepass(Params p) {
   int group = p.heads_q / p.heads_k, head = work.head * group;
 
   if (steps) {
-    int fed_head = head, fed = steps;  // steps that are left of it
+    Walk walk{start, start + steps * kStepRows, steps, head + group, start, head, steps, head, steps};
     const Params &again = params_again();
     Feed feed(q_of(again, c.s, head), dout_of(again, c.s, head), kRowsO, kColumnsO, kStates);
-    auto seek = [&] {
-      const Params &again = params_again();
-      Sequence s = sequence_of(again, c.s.batch);
-      feed.seek(q_of(again, s, fed_head), dout_of(again, s, fed_head), states_of(again, s, fed_head),
-                start, s.rows);
+    walk.seek(c, feed);
+    auto load = [&] {
+      for (int i = 0; i < Feed::kLoads; ++i) feed.load(i);
+      walk.feed_on(c, feed);
     };
-    auto go_on = [&] {
-      feed.advance();
-      if (--fed) return;
-      fed = steps;
-      ++fed_head;
-      feed.left = 0;
-      if (fed_head < head + group) seek();
+    auto store = [&](Lds rows, Lds columns) {
+      for (int i = 0; i < Feed::kStores; ++i) feed.store(i, rows, columns);
     };
-    seek();
-    for (int i = 0; i < Feed::kLoads; ++i) feed.load(i);
-    for (int i = 0; i < Feed::kStores; ++i) feed.store(i, lds.rows, lds.columns);
-    go_on();
-    for (int i = 0; i < Feed::kLoads; ++i) feed.load(i);
-    for (int i = 0; i < Feed::kStores; ++i) feed.store(i, lds.rows_next, lds.columns_next);
-    go_on();
-    for (int i = 0; i < Feed::kLoads; ++i) feed.load(i);
-    go_on();
+    load();
+    barrier();  // K^T has been where tiles come
+    store(lds.rows, lds.columns);
+    load();
+    store(lds.rows_next, lds.columns_next);
+    load();
     barrier();
     Places at;
     Scored scored;
@@ -485,30 +554,11 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd_onepass(Params p) {
     lds.rows_next = x;
     barrier();
 
-    int added_head = head, added = steps;
-    float *sums;
-    auto seek_sums = [&] {
-      const Params &again = params_again();
-      Sequence s = sequence_of(again, c.s.batch);
-      sums = (float *)again.dq_accum + sum_tile(again, s, start, added_head) * (kSumRows * HEAD_DIM);
-    };
-    seek_sums();
-    int stride = params_again().heads_q * (kSumRows * HEAD_DIM);
-    int row = start;
+    walk.seek_sums(c);
+    walk.sums_step = params_again().heads_q * (kSumRows * HEAD_DIM * 4);
     for (int n = group * steps; n > 0; --n) {
-      row += kStepRows;
-      if (row >= start + steps * kStepRows) row = start;
-      Turn turn{c, at, fixed, grad, feed, scored, lds, sums};
-      turn.run(row);
-      go_on();
-      sums += stride;
-      if (--added == 0) {
-        added = steps;
-        ++added_head;
-        seek_sums();
-      }
-      barrier();
-      lds.turn();
+      Turn turn{c, at, fixed, grad, feed, scored, lds, walk};
+      turn.run();
     }
   }
   const Params &q = params_again();

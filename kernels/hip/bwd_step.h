@@ -12,13 +12,13 @@ constexpr int kStepRows = 16;
 // `rows` of a matrix from `first` on, at most kStepRows of them. Without a comparison, which would be a
 // branch for each of a wavefront's tiles.
 DEVICE __amdgpu_buffer_rsrc_t step_buffer(const char *base, int rows, int row_bytes, int width) {
-  int there = max(min(rows, kStepRows), 0);
-  int bytes = there * row_bytes - min(there, 1) * (row_bytes - width * 2);
-  // min and max become v_med3, of which the compiler does not know that all lanes agree.
-  return buffer(base, __builtin_amdgcn_readfirstlane(bytes));
+  int there = min(rows, kStepRows);
+  return buffer(base, there * row_bytes - min(there, 1) * (row_bytes - width * 2));
 }
 DEVICE __amdgpu_buffer_rsrc_t step_buffer(const Matrix &m, int first, int rows) {
-  return step_buffer(m.row(first), rows, m.row_bytes, m.width);
+  int there = max(rows, 0);
+  pin_scalar(there);  // or min and max become v_med3, of which the compiler does not know that lanes agree
+  return step_buffer(m.row(first), there, m.row_bytes, m.width);
 }
 
 // 16 rows of 4 * `length` units: part p reads the units that begin at length * (p / 2) + 2 length * (p % 2).
@@ -159,20 +159,23 @@ struct Loads {
 #pragma unroll
     for (int n = 0; n < kMine; ++n) piece[n].base = is_a(n) ? a.row(first) : c.row(first);
     states = (wave_index() < waves / 2 ? of_rows.minus_lse : of_rows.minus_delta) + first;
-    left = rows - first;
+    pin_scalar(states);
+    left = max(rows - first, 0);
   }
   METHOD void advance() {
 #pragma unroll
     for (int n = 0; n < kMine; ++n) piece[n].base += kStepRows * (long long)piece[n].row_bytes;
     states += kStepRows;
     left -= kStepRows;
+    pin_scalar(left);  // or this is a saturating subtraction, which is the vector unit's
+    left = max(left, 0);
   }
 
   // The i-th load. Rows beyond the end become 0.
   METHOD void load(int i) {
     int n = i / 4, row = i % 4;
     if (n == kMine) {
-      auto from = buffer(states, max(left, 0) * 4);
+      auto from = buffer(states, left * 4);
       int at = wave_index() % (waves / 2) * 8 + lane_index() % 8;
       state = __builtin_amdgcn_raw_buffer_load_b32(from, at * 4, 0, 0);
       return;
