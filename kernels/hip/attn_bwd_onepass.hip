@@ -32,9 +32,11 @@ constexpr int kBlock = kWaves * kOwned;    // of a workgroup
 constexpr int kSteps = HEAD_DIM / 32;      // of 16 bytes a lane along the head
 constexpr int kStepsV = HEAD_DIM_V / 32;
 constexpr int kShares = (HEAD_DIM / 16 + kWaves - 1) / kWaves;  // products of dQ^T of a wavefront
-constexpr bool kAllShares = kShares * kWaves * 16 == HEAD_DIM;
 typedef Exchange<kWaves, TILES> Swap;
 typedef Loads<HEAD_DIM, HEAD_DIM_V, kWaves> Feed;
+
+// The same in all lanes, which the compiler does not know of a minimum of 64 bits or a v_med3.
+DEVICE void make_scalar(int &x) { x = __builtin_amdgcn_readfirstlane(x); }
 
 // ---- LDS ----------------------------------------------------------------------------------------
 
@@ -52,32 +54,42 @@ constexpr int kColumnsBytes = kColumnsO + ColumnsO::kBytes;
 constexpr int kSwapBytes = Swap::Tile::kBytes;
 constexpr int kLdsBytes = 2 * kRowsBytes + 3 * kColumnsBytes + 2 * kSwapBytes;
 
-// Where the loop finds them: of the step before, of this, of the next one.
+// Where the loop finds them: of this step, of the next one and, where they are stored, of the one after.
+// What comes in turn is made from what all are together, in place: copies would stand at the loop's end.
 struct Buffers {
-  Lds rows, rows_next;
-  Lds columns, columns_next, columns_after;
-  Lds swap, swap_next;
+  unsigned rows, rows_next;
+  unsigned columns, columns_next, columns_after;
+  unsigned swap, swap_next;
+  unsigned all_rows, all_columns, all_swaps;
 
-  METHOD Buffers(Lds lds)
-      : rows(lds),
-        rows_next(rows + kRowsBytes),
-        columns(rows_next + kRowsBytes),
-        columns_next(columns + kColumnsBytes),
-        columns_after(columns_next + kColumnsBytes),
-        swap(columns_after + kColumnsBytes),
-        swap_next(swap + kSwapBytes) {}
-
-  METHOD void turn() {
-    Lds x = rows;
+  METHOD Buffers(Lds lds) {
+    rows = (unsigned)lds;
+    rows_next = rows + kRowsBytes;
+    columns = rows_next + kRowsBytes;
+    columns_next = columns + kColumnsBytes;
+    columns_after = columns_next + kColumnsBytes;
+    swap = columns_after + kColumnsBytes;
+    swap_next = swap + kSwapBytes;
+    all_rows = rows + rows_next;
+    all_columns = columns + columns_next + columns_after;
+    all_swaps = swap + swap_next;
+  }
+  METHOD void turn_rows() {
     rows = rows_next;
-    rows_next = x;
-    x = columns;
+    pin_scalar(rows);
+    rows_next = all_rows - rows;
+  }
+  METHOD void turn_columns() {
     columns = columns_next;
     columns_next = columns_after;
-    columns_after = x;
-    x = swap;
+    pin_scalar(columns);
+    pin_scalar(columns_next);
+    columns_after = all_columns - columns - columns_next;
+  }
+  METHOD void turn_swaps() {
     swap = swap_next;
-    swap_next = x;
+    pin_scalar(swap);
+    swap_next = all_swaps - swap;
   }
 };
 
@@ -159,6 +171,7 @@ struct Scored {
   Acc p[TILES];         // not yet rounded
   Pair ds[TILES];
   Quad columns[kAhead];  // the first ones
+  Acc dq[kShares];
 };
 
 // Which of the rows first + 4 part + 0 ... 3 see key `own`: bit r for register r of a product.
@@ -198,14 +211,15 @@ struct Places {
   }
 };
 
-DEVICE Acc read_four(Lds at) { return __builtin_bit_cast(Acc, lds_read(at)); }
+DEVICE Quad read_unit(unsigned at) { return lds_read((Lds)at); }
+DEVICE Acc read_four(unsigned at) { return __builtin_bit_cast(Acc, read_unit(at)); }
 
 typedef __attribute__((address_space(3))) unsigned short *LdsHalves;
 
 // Rows r and r + 1 of dS of tile n.
-DEVICE void exchange(const Places &at, Lds swap, int n, int r, unsigned two) {
+DEVICE void exchange(const Places &at, unsigned swap, int n, int r, unsigned two) {
   bool odd = TILES % 2 && n == TILES - 1;
-  Lds to = swap + (odd ? at.swap_odd : at.swap_to + n / 2 * kUnitBytes + n % 2 * 2) + r * Swap::Tile::kRowBytes;
+  Lds to = (Lds)(swap + (odd ? at.swap_odd : at.swap_to + n / 2 * kUnitBytes + n % 2 * 2) + r * Swap::Tile::kRowBytes);
   *(LdsHalves)to = (unsigned short)two;
   *(LdsHalves)(to + Swap::Tile::kRowBytes) = (unsigned short)(two >> 16);
 }
@@ -242,8 +256,6 @@ DEVICE constexpr bool comes(int m, int i, int count, int from, int to) {
   return m == from + i * (to - from) / count;
 }
 
-typedef __attribute__((address_space(1))) char *Global;
-
 // Where the loop is: what comes next of each kind, through the heads of the group.
 struct Walk {
   int start, end;    // rows
@@ -252,8 +264,9 @@ struct Walk {
   int row;           // whose scores are made
   int fed_head, fed;      // of the loads, and the steps that are left
   int added_head, added;  // of dQ
-  Global sums;
+  char *sums;        // where dQ is added
   int sums_step;     // bytes from step to step
+  int sums_bytes;    // of a tile, at first 0, when there is no dQ yet: all is beyond the buffer
 
   METHOD void seek(const Context &c, Feed &feed) const {
     const Params &p = params_again();
@@ -261,8 +274,7 @@ struct Walk {
     feed.seek(q_of(p, s, fed_head), dout_of(p, s, fed_head), states_of(p, s, fed_head), start, c.s.rows);
   }
   METHOD void feed_on(const Context &c, Feed &feed) {
-    feed.advance();
-    if (--fed) return;
+    if (__builtin_expect(--fed != 0, 1)) return;
     fed = steps;
     feed.left = 0;
     if (++fed_head < group_end) seek(c, feed);
@@ -270,14 +282,32 @@ struct Walk {
   METHOD void seek_sums(const Context &c) {
     const Params &p = params_again();
     Sequence s = sequence_of(p, c.s.batch);
-    sums = (Global)p.dq_accum + sum_tile(p, s, start, added_head) * (kSumRows * HEAD_DIM * 4);
+    sums = (char *)p.dq_accum + sum_tile(p, s, start, added_head) * (kSumRows * HEAD_DIM * 4);
   }
   METHOD void add_on(const Context &c) {
-    sums += sums_step;
-    if (--added) return;
+    if (__builtin_expect(--added != 0, 1)) return;
     added = steps;
     if (++added_head < group_end) seek_sums(c);
   }
+};
+
+// A register of dQ^T. Without a value that returns, an addition is done when memory has it; the next
+// kernel comes after it. Scope: workgroups that share a tile may be on any die. Additions skip L1, and
+// leave sc1 at 0, which is the scope of the agent, all its dies (LLVM's memory model for gfx942).
+DEVICE void add(const Places &at, const Walk &walk, const Acc (&dq)[kShares], int i) {
+  auto to = buffer(walk.sums, walk.sums_bytes);
+  __builtin_amdgcn_raw_ptr_buffer_atomic_fadd_f32(dq[i / 4][i % 4], to, at.sums + i * kLanes * 4, 0, 0);
+}
+
+// What lives within a turn. Apart from Turn, whose references the compiler has to see through before it
+// has unrolled what indexes these.
+struct Values {
+  Acc s[TILES], dp[TILES], dq[kShares];
+  Pair p[TILES], ds[TILES];  // of the step before
+  float exponent[TILES][4];
+  Acc minus_lse, minus_delta;
+  Quad fragment[kSlots + kAhead];
+  int cut;  // below 0: some row of the step does not see some key
 };
 
 struct Turn {
@@ -289,49 +319,45 @@ struct Turn {
   Scored &scored;  // of the step before, then of this
   Buffers &lds;
   Walk &walk;
-
-  Acc s[TILES], dp[TILES], dq[kShares];
-  Pair p[TILES], ds[TILES];
-  Acc minus_lse, minus_delta;
-  Quad fragment[kSlots + kAhead];
+  Values &v;
 
   METHOD void read(int slot) {
-    Quad &x = fragment[slot];
+    Quad &x = v.fragment[slot];
     if (slot >= kSlots)
-      x = lds_read(lds.columns_next + at.columns + (slot - kSlots) * ColumnsQ::kPairBytes);
+      x = read_unit(lds.columns_next + at.columns + (slot - kSlots) * ColumnsQ::kPairBytes);
     else if (slot >= kSlotV)
-      x = lds_read(lds.columns + kColumnsO + at.columns + (slot - kSlotV) * ColumnsQ::kPairBytes);
+      x = read_unit(lds.columns + kColumnsO + at.columns + (slot - kSlotV) * ColumnsQ::kPairBytes);
     else if (slot >= kSlotQ)
-      x = lds_read(lds.swap + at.swap + (slot - kSlotQ) * kUnitBytes);
+      x = read_unit(lds.swap + at.swap + (slot - kSlotQ) * kUnitBytes);
     else if (slot >= kSlotP)
-      x = lds_read(lds.rows + at.rows_o + (slot - kSlotP) * kUnitBytes);
+      x = read_unit(lds.rows + at.rows_o + (slot - kSlotP) * kUnitBytes);
     else if (slot >= kSlotS)
-      x = lds_read(lds.rows + at.rows_q + (slot - kSlotS) * kUnitBytes);
+      x = read_unit(lds.rows + at.rows_q + (slot - kSlotS) * kUnitBytes);
     else
-      x = lds_read(lds.columns + at.columns + slot * ColumnsQ::kPairBytes);
+      x = read_unit(lds.columns + at.columns + slot * ColumnsQ::kPairBytes);
   }
 
   // Product i of a slot.
   METHOD void multiply(int slot, int i) {
-    const Quad &x = fragment[slot];
+    const Quad &x = v.fragment[slot];
     if (slot < kSlotS) {
       int n = i % TILES, t = slot * 2 + i / TILES;
-      grad.k[n][t] = M::mma(i / TILES ? x.zw : x.xy, ds[n], grad.k[n][t]);
+      grad.k[n][t] = M::mma(i / TILES ? x.zw : x.xy, v.ds[n], grad.k[n][t]);
     } else if (slot < kSlotP) {
       int n = i % TILES, step = slot - kSlotS;
       const Quad &k = fixed.k[n][step];
-      s[n] = i < TILES ? M::mma(x.xy, k.xy, step ? s[n] : Acc{0}) : M::mma(x.zw, k.zw, s[n]);
+      v.s[n] = i < TILES ? M::mma(x.xy, k.xy, step ? v.s[n] : Acc{0}) : M::mma(x.zw, k.zw, v.s[n]);
     } else if (slot < kSlotQ) {
       int n = i % TILES, step = slot - kSlotP;
-      const Quad &v = fixed.v[n][step];
-      dp[n] = i < TILES ? M::mma(x.xy, v.xy, step ? dp[n] : minus_delta) : M::mma(x.zw, v.zw, dp[n]);
+      const Quad &y = fixed.v[n][step];
+      v.dp[n] = i < TILES ? M::mma(x.xy, y.xy, step ? v.dp[n] : v.minus_delta) : M::mma(x.zw, y.zw, v.dp[n]);
     } else if (slot < kSlotV) {
       int t = i % kShares, b = slot - kSlotQ;
       const Quad &k = fixed.transposed[t][b];
-      dq[t] = i < kShares ? M::mma(k.xy, x.xy, b ? dq[t] : Acc{0}) : M::mma(k.zw, x.zw, dq[t]);
+      v.dq[t] = i < kShares ? M::mma(k.xy, x.xy, b ? v.dq[t] : Acc{0}) : M::mma(k.zw, x.zw, v.dq[t]);
     } else {
       int n = i % TILES, t = (slot - kSlotV) * 2 + i / TILES;
-      grad.v[n][t] = M::mma(i / TILES ? x.zw : x.xy, p[n], grad.v[n][t]);
+      grad.v[n][t] = M::mma(i / TILES ? x.zw : x.xy, v.p[n], grad.v[n][t]);
     }
   }
 
@@ -342,22 +368,26 @@ struct Turn {
       if (comes(m, i, 2 * TILES, 0, kAtS)) {
         unsigned two = F::half_up(scored.p[i / 2][i % 2 * 2], scored.p[i / 2][i % 2 * 2 + 1]);
         pin(two);
-        p[i / 2][i % 2] = two;
+        v.p[i / 2][i % 2] = two;
       }
 #pragma unroll
     for (int i = 0; i < Feed::kStores; ++i)
-      if (comes(m, i, Feed::kStores, 2, kAtS)) feed.store(i, lds.rows_next, lds.columns_after);
+      if (comes(m, i, Feed::kStores, 1, kAtS)) feed.store(i, lds.rows_next, lds.columns_after);
+#pragma unroll
+    for (int i = 0; i < 4 * kShares; ++i)
+      if (comes(m, i, 4 * kShares, kAtS + 1, kAtS + (kAtP - kAtS) / 2)) add(at, walk, scored.dq, i);
+    if (m == kAtS + 2) feed.prepare();
 #pragma unroll
     for (int i = 0; i < Feed::kLoads; ++i)
-      if (comes(m, i, Feed::kLoads, kAtS, kAtP)) feed.load(i);
+      if (comes(m, i, Feed::kLoads, kAtS + (kAtP - kAtS) / 2, kAtP)) feed.load(i);
 #pragma unroll
     for (int i = 0; i < 4 * TILES; ++i) {
-      float &x = exponent[i / 4][i % 4];
-      if (comes(m, i, 4 * TILES, kAtP + 1, kAtCut - 2)) {
-        x = __builtin_fmaf(s[i / 4][i % 4], c.to_base_2, minus_lse[i % 4]);
+      float &x = v.exponent[i / 4][i % 4];
+      if (comes(m, i, 4 * TILES, kAtP + 3, kAtCut - 2)) {
+        x = __builtin_fmaf(v.s[i / 4][i % 4], c.to_base_2, v.minus_lse[i % 4]);
         pin(x);
       }
-      if (comes(m - 1, i, 4 * TILES, kAtP + 1, kAtCut - 2)) {
+      if (comes(m - 1, i, 4 * TILES, kAtP + 3, kAtCut - 2)) {
         x = exp2(x);
         pin(x);
         scored.p[i / 4][i % 4] = x;
@@ -368,36 +398,34 @@ struct Turn {
       int n = i / 2, r = i % 2 * 2;
       if (comes(m, i, 2 * TILES, kAtCut, kAtEnd))
         for (int j = r; j < r + 2; ++j) {
-          float x = dp[n][j] * scored.p[n][j];
+          float x = v.dp[n][j] * scored.p[n][j];
           pin(x);
-          dp[n][j] = x;
+          v.dp[n][j] = x;
         }
       if (comes(m - 1, i, 2 * TILES, kAtCut, kAtEnd)) {
-        unsigned two = F::half_up(dp[n][r], dp[n][r + 1]);
+        unsigned two = F::half_up(v.dp[n][r], v.dp[n][r + 1]);
         pin(two);
         scored.ds[n][i % 2] = two;
       }
       if (comes(m - 2, i, 2 * TILES, kAtCut, kAtEnd)) exchange(at, lds.swap_next, n, r, scored.ds[n][i % 2]);
     }
-#pragma unroll
-    for (int i = 0; i < 4 * kShares; ++i)
-      if (comes(m, i, 4 * kShares, kAtV + 2, kProducts - 1)) add(i / 4, i % 4);
-    if (m == kAtQ) walk.feed_on(c, feed);
-    if (m == kProducts - 1) {
-      walk.add_on(c);
-      lds.turn();
+    if (m == kAtP + 1) walk.sums += walk.sums_step;
+    if (m == kAtP + 2) walk.sums_bytes = kSumRows * HEAD_DIM * 4;
+    if (m == kAtP + 3) walk.add_on(c);
+    if (m == kAtP + 5) feed.advance();
+    if (m == kAtP + 6) walk.feed_on(c, feed);
+    if (m == kAtQ) lds.turn_rows();
+    if (m == kAtQ + 1) {
+      walk.row = walk.row + kStepRows < walk.end ? walk.row + kStepRows : walk.start;
+      pin_scalar(walk.row);
     }
+    if (m == kAtQ + 2) {
+      v.cut = (walk.row - c.mine.all_low) | (c.mine.all_high - kStepRows - walk.row);
+      pin_scalar(v.cut);
+    }
+    if (m == kProducts - 2) lds.turn_swaps();
+    if (m == kProducts - 1) lds.turn_columns();
   }
-  float exponent[TILES][4];
-
-  METHOD void add(int t, int r) const {
-    int tile = wave_index() * kShares + t;
-    if (!kAllShares && tile * 16 >= HEAD_DIM) return;
-    typedef __attribute__((address_space(1))) float *Floats;
-    Floats to = (Floats)(walk.sums + at.sums) + (t * 4 + r) * kLanes;
-    __builtin_amdgcn_global_atomic_fadd_f32(to, dq[t][r]);
-  }
-
   METHOD void mask(int first) {
 #pragma unroll
     for (int n = 0; n < TILES; ++n) {
@@ -406,22 +434,17 @@ struct Turn {
       for (int r = 0; r < 4; ++r) scored.p[n][r] = where(seen, r, scored.p[n][r]);
     }
   }
-  METHOD bool is_cut(int first) const {
-    return first < c.mine.all_low || first + kStepRows > c.mine.all_high;
-  }
-
   METHOD void run() {
-    walk.row = walk.row + kStepRows < walk.end ? walk.row + kStepRows : walk.start;
     int m = 0;
 #pragma unroll
-    for (int n = 0; n < TILES; ++n) ds[n] = scored.ds[n];
-    for (int i = 0; i < kAhead; ++i) fragment[i] = scored.columns[i];
+    for (int n = 0; n < TILES; ++n) v.ds[n] = scored.ds[n];
+    for (int i = 0; i < kAhead; ++i) v.fragment[i] = scored.columns[i];
 #pragma unroll
     for (int slot = 0; slot < kSlots; ++slot) {
-      if (slot == kCutSlot && is_cut(walk.row)) mask(walk.row);
+      if (slot == kCutSlot && __builtin_expect(v.cut < 0, 0)) mask(walk.row);
       if (slot == kSlotS) {
-        minus_lse = read_four(lds.rows + at.state);
-        minus_delta = read_four(lds.rows + at.state + kStepRows * 4);
+        v.minus_lse = read_four(lds.rows + at.state);
+        v.minus_delta = read_four(lds.rows + at.state + kStepRows * 4);
       }
       read(slot + kAhead);
       fence();
@@ -433,7 +456,8 @@ struct Turn {
         fence();
       }
     }
-    for (int i = 0; i < kAhead; ++i) scored.columns[i] = fragment[kSlots + i];
+    for (int i = 0; i < kAhead; ++i) scored.columns[i] = v.fragment[kSlots + i];
+    for (int t = 0; t < kShares; ++t) scored.dq[t] = v.dq[t];
     barrier();
   }
 };
@@ -448,14 +472,14 @@ DEVICE void begin(const Context &c, const Places &at, const Fixed &fixed, const 
     dp[n] = minus_delta;
   }
   for (int i = 0; i < kSteps; ++i) {
-    Quad x = lds_read(lds.rows + at.rows_q + i * kUnitBytes);
+    Quad x = read_unit(lds.rows + at.rows_q + i * kUnitBytes);
     for (int n = 0; n < TILES; ++n) {
       s[n] = M::mma(x.xy, fixed.k[n][i].xy, s[n]);
       s[n] = M::mma(x.zw, fixed.k[n][i].zw, s[n]);
     }
   }
   for (int i = 0; i < kStepsV; ++i) {
-    Quad x = lds_read(lds.rows + at.rows_o + i * kUnitBytes);
+    Quad x = read_unit(lds.rows + at.rows_o + i * kUnitBytes);
     for (int n = 0; n < TILES; ++n) {
       dp[n] = M::mma(x.xy, fixed.v[n][i].xy, dp[n]);
       dp[n] = M::mma(x.zw, fixed.v[n][i].zw, dp[n]);
@@ -471,7 +495,7 @@ DEVICE void begin(const Context &c, const Places &at, const Fixed &fixed, const 
     }
   }
   for (int i = 0; i < kAhead; ++i)
-    scored.columns[i] = lds_read(lds.columns + at.columns + i * ColumnsQ::kPairBytes);
+    scored.columns[i] = read_unit(lds.columns + at.columns + i * ColumnsQ::kPairBytes);
 }
 
 // ---- the end ------------------------------------------------------------------------------------
@@ -499,15 +523,16 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd_onepass(Params p) {
   Work work = work_of(workgroup_index(), blocks, 1, p.heads_k, p.batch, p.dies);
   work.block = blocks - 1 - work.block;  // the first keys are seen most
   Context c{sequence_of(p, work.batch)};
-  // The same in all lanes, which the compiler does not know of a v_med3.
-  c.s.keys = __builtin_amdgcn_readfirstlane(c.s.keys);
-  c.s.rows = __builtin_amdgcn_readfirstlane(c.s.rows);
+  make_scalar(c.s.keys);
+  make_scalar(c.s.rows);
   int first_own = work.block * kBlock;
   if (first_own >= c.s.keys) return;
   c.first = first_own + wave_index() * kOwned;
   c.to_base_2 = p.scale * kLog2E;
   c.mine = rows_seeing(p, c.s, c.first, min(c.first + kOwned, c.s.keys) - 1);
   if (c.first + kOwned > c.s.keys) c.mine.all_low = 0x7fffffff;  // what has no key counts for nothing
+  make_scalar(c.mine.all_low);
+  make_scalar(c.mine.all_high);
 
   Fixed fixed;
   load_owned<kSteps, RowsQ>(c, fixed.k, k_of(params_again(), c.s, work.head));
@@ -525,18 +550,24 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd_onepass(Params p) {
   Seen block = rows_seeing(p, c.s, first_own, min(first_own + kBlock, c.s.keys) - 1);
   int start = block.low / kStepRows * kStepRows;
   int steps = max(block.high - start + kStepRows - 1, 0) / kStepRows;
+  make_scalar(start);
+  make_scalar(steps);
   int group = p.heads_q / p.heads_k, head = work.head * group;
 
   if (steps) {
-    Walk walk{start, start + steps * kStepRows, steps, head + group, start, head, steps, head, steps};
+    Walk walk{start, start + steps * kStepRows, steps, head + group, start, head, steps, head, steps + 1};
     const Params &again = params_again();
     Feed feed(q_of(again, c.s, head), dout_of(again, c.s, head), kRowsO, kColumnsO, kStates);
     walk.seek(c, feed);
     auto load = [&] {
+      feed.prepare();
+#pragma unroll
       for (int i = 0; i < Feed::kLoads; ++i) feed.load(i);
+      feed.advance();
       walk.feed_on(c, feed);
     };
-    auto store = [&](Lds rows, Lds columns) {
+    auto store = [&](unsigned rows, unsigned columns) {
+#pragma unroll
       for (int i = 0; i < Feed::kStores; ++i) feed.store(i, rows, columns);
     };
     load();
@@ -549,17 +580,20 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd_onepass(Params p) {
     Places at;
     Scored scored;
     begin(c, at, fixed, lds, scored, start);
-    Lds x = lds.rows;
-    lds.rows = lds.rows_next;
-    lds.rows_next = x;
+    lds.turn_rows();
     barrier();
 
     walk.seek_sums(c);
     walk.sums_step = params_again().heads_q * (kSumRows * HEAD_DIM * 4);
+    walk.sums -= walk.sums_step;
+    walk.sums_bytes = 0;
     for (int n = group * steps; n > 0; --n) {
-      Turn turn{c, at, fixed, grad, feed, scored, lds, walk};
+      Values values;
+      Turn turn{c, at, fixed, grad, feed, scored, lds, walk, values};
       turn.run();
     }
+#pragma unroll
+    for (int i = 0; i < 4 * kShares; ++i) add(at, walk, scored.dq, i);
   }
   const Params &q = params_again();
   Sequence s = sequence_of(q, c.s.batch);

@@ -11,14 +11,13 @@ constexpr int kStepRows = 16;
 
 // `rows` of a matrix from `first` on, at most kStepRows of them. Without a comparison, which would be a
 // branch for each of a wavefront's tiles.
-DEVICE __amdgpu_buffer_rsrc_t step_buffer(const char *base, int rows, int row_bytes, int width) {
-  int there = min(rows, kStepRows);
-  return buffer(base, there * row_bytes - min(there, 1) * (row_bytes - width * 2));
+DEVICE int step_bytes(int rows, int row_bytes, int width) {
+  return rows * row_bytes - min(rows, 1) * (row_bytes - width * 2);
 }
 DEVICE __amdgpu_buffer_rsrc_t step_buffer(const Matrix &m, int first, int rows) {
   int there = max(rows, 0);
   pin_scalar(there);  // or min and max become v_med3, of which the compiler does not know that lanes agree
-  return step_buffer(m.row(first), there, m.row_bytes, m.width);
+  return buffer(m.row(first), step_bytes(min(there, kStepRows), m.row_bytes, m.width));
 }
 
 // 16 rows of 4 * `length` units: part p reads the units that begin at length * (p / 2) + 2 length * (p % 2).
@@ -105,7 +104,8 @@ struct Loads {
   static constexpr int kMine = (kPieces + waves - 1) / waves;
   static constexpr int kPairs = kElements / 2;
   static constexpr int kLoads = kMine * 4 + 1;
-  static constexpr int kStores = kMine * (4 + kPairs) + 1;
+  static constexpr int kStoresAPiece = 4 + 3 * kPairs;
+  static constexpr int kStores = kMine * kStoresAPiece + 1;
 
   struct Piece {
     char *base;  // of the next step's first row
@@ -115,11 +115,14 @@ struct Loads {
     int row;           // in LDS
     int column[kPairs];
     unsigned x[4][kPairs];
+    Quad turned[kPairs];
+    int bytes;
   };
   Piece piece[kMine];
   const float *states;  // of the next step's first row: -LSE or -delta
   int left;             // rows from there on
-  int state_place;
+  int state_place;  // in LDS
+  unsigned state_offset;
   unsigned state;
 
   METHOD int index(int n) const { return wave_index() + n * waves; }
@@ -152,6 +155,8 @@ struct Loads {
     }
     state_place = states_at + (wave_index() * 8 + lane % 8) * 4;
     pin(state_place);
+    state_offset = (wave_index() % (waves / 2) * 8 + lane % 8) * 4;
+    pin(state_offset);
   }
 
   // Goes on with the rows `first` ... and below `rows` of another head.
@@ -161,6 +166,7 @@ struct Loads {
     states = (wave_index() < waves / 2 ? of_rows.minus_lse : of_rows.minus_delta) + first;
     pin_scalar(states);
     left = max(rows - first, 0);
+    pin_scalar(left);
   }
   METHOD void advance() {
 #pragma unroll
@@ -169,19 +175,27 @@ struct Loads {
     left -= kStepRows;
     pin_scalar(left);  // or this is a saturating subtraction, which is the vector unit's
     left = max(left, 0);
+    pin_scalar(left);
+  }
+
+  // Once before the loads of a step.
+  METHOD void prepare() {
+    int rows = min(left, kStepRows);
+    for (int n = 0; n < kMine; ++n) {
+      piece[n].bytes = is_there(n) ? step_bytes(rows, piece[n].row_bytes, piece[n].width) : 0;
+      pin_scalar(piece[n].bytes);
+    }
   }
 
   // The i-th load. Rows beyond the end become 0.
   METHOD void load(int i) {
     int n = i / 4, row = i % 4;
     if (n == kMine) {
-      auto from = buffer(states, left * 4);
-      int at = wave_index() % (waves / 2) * 8 + lane_index() % 8;
-      state = __builtin_amdgcn_raw_buffer_load_b32(from, at * 4, 0, 0);
+      state = __builtin_amdgcn_raw_buffer_load_b32(buffer(states, left * 4), state_offset, 0, 0);
       return;
     }
     Piece &x = piece[n];
-    auto from = step_buffer(x.base, is_there(n) ? left : 0, x.row_bytes, x.width);
+    auto from = buffer(x.base, x.bytes);
     if constexpr (kPairs == 1) {
       x.x[row][0] = __builtin_amdgcn_raw_buffer_load_b32(from, x.offset, row * x.row_bytes, 0);
     } else {
@@ -191,32 +205,36 @@ struct Loads {
     }
   }
 
-  // The i-th store.
-  METHOD void store(int i, Lds rows, Lds columns) const {
-    int n = i / (4 + kPairs), j = i % (4 + kPairs);
+  // The i-th instruction or two of the stores: rows, then the halves of each unit of columns and it.
+  METHOD void store(int i, unsigned rows, unsigned columns) {
+    int n = i / kStoresAPiece, j = i % kStoresAPiece;
     if (n == kMine) {
-      lds_write(rows + state_place, state);
+      lds_write((Lds)(rows + state_place), state);
       return;
     }
     if (!is_there(n)) return;
-    const Piece &x = piece[n];
+    Piece &x = piece[n];
     if (j < 4) {
       typedef RowUnits<dim_a> A;
       // Rows of a lane are a constant apart, for A and C the same only where they are as wide.
       int step = dim_a == dim_c || is_a(n) ? A::Tile::kRowBytes : RowsC::Tile::kRowBytes;
-      Lds to = rows + x.row + j * step;
+      Lds to = (Lds)(rows + x.row + j * step);
       if constexpr (kPairs == 1)
         lds_write(to, x.x[j][0]);
       else
         lds_write(to, Pair{x.x[j][0], x.x[j][1]});
       return;
     }
-    int pair = j - 4;
-    Quad unit;
-    for (int half = 0; half < 2; ++half)
-      for (int two = 0; two < 2; ++two)
-        unit[half * 2 + two] = __builtin_amdgcn_perm(x.x[2 * two + 1][pair], x.x[2 * two][pair],
-                                                     half ? 0x07060302 : 0x05040100);
-    lds_write(columns + x.column[pair], unit);
+    int pair = (j - 4) / 3, half = (j - 4) % 3;
+    if (half == 2) {
+      lds_write((Lds)(columns + x.column[pair]), x.turned[pair]);
+      return;
+    }
+    for (int two = 0; two < 2; ++two) {
+      unsigned y = __builtin_amdgcn_perm(x.x[2 * two + 1][pair], x.x[2 * two][pair],
+                                         half ? 0x07060302 : 0x05040100);
+      pin(y);
+      x.turned[pair][half * 2 + two] = y;
+    }
   }
 };
