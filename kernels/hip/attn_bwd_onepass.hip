@@ -324,7 +324,7 @@ struct Turn {
   METHOD void read(int slot) {
     Quad &x = v.fragment[slot];
     if (slot >= kSlots)
-      x = read_unit(lds.columns_next + at.columns + (slot - kSlots) * ColumnsQ::kPairBytes);
+      x = read_unit(lds.columns + at.columns + (slot - kSlots) * ColumnsQ::kPairBytes);
     else if (slot >= kSlotV)
       x = read_unit(lds.columns + kColumnsO + at.columns + (slot - kSlotV) * ColumnsQ::kPairBytes);
     else if (slot >= kSlotQ)
@@ -376,7 +376,7 @@ struct Turn {
 #pragma unroll
     for (int i = 0; i < 4 * kShares; ++i)
       if (comes(m, i, 4 * kShares, kAtS + 1, kAtS + (kAtP - kAtS) / 2)) add(at, walk, scored.dq, i);
-    if (m == kAtS + 2) feed.prepare();
+    if (m == kAtS - 2) feed.prepare();
 #pragma unroll
     for (int i = 0; i < Feed::kLoads; ++i)
       if (comes(m, i, Feed::kLoads, kAtS + (kAtP - kAtS) / 2, kAtP)) feed.load(i);
@@ -413,7 +413,8 @@ struct Turn {
     if (m == kAtP + 2) walk.sums_bytes = kSumRows * HEAD_DIM * 4;
     if (m == kAtP + 3) walk.add_on(c);
     if (m == kAtP + 5) feed.advance();
-    if (m == kAtP + 6) walk.feed_on(c, feed);
+    if (m == kAtP + 6) feed.advance_states();
+    if (m == kAtP + 7) walk.feed_on(c, feed);
     if (m == kAtQ) lds.turn_rows();
     if (m == kAtQ + 1) {
       walk.row = walk.row + kStepRows < walk.end ? walk.row + kStepRows : walk.start;
@@ -423,8 +424,8 @@ struct Turn {
       v.cut = (walk.row - c.mine.all_low) | (c.mine.all_high - kStepRows - walk.row);
       pin_scalar(v.cut);
     }
-    if (m == kProducts - 2) lds.turn_swaps();
-    if (m == kProducts - 1) lds.turn_columns();
+    if (m == kAtEnd + 4) lds.turn_swaps();
+    if (m == kProducts - 2) barrier();  // before the last product, which goes on meanwhile
   }
   METHOD void mask(int first) {
 #pragma unroll
@@ -446,7 +447,13 @@ struct Turn {
         v.minus_lse = read_four(lds.rows + at.state);
         v.minus_delta = read_four(lds.rows + at.state + kStepRows * 4);
       }
-      read(slot + kAhead);
+      if (slot == kSlots - kAhead) {
+        // All that the next turn begins with, as the barrier waits for it.
+        lds.turn_columns();
+        for (int i = 0; i < kAhead; ++i) read(kSlots + i);
+      } else if (slot < kSlots - kAhead) {
+        read(slot + kAhead);
+      }
       fence();
       int products = slot >= kSlotQ && slot < kSlotV ? 2 * kShares : 2 * TILES;
 #pragma unroll
@@ -458,7 +465,6 @@ struct Turn {
     }
     for (int i = 0; i < kAhead; ++i) scored.columns[i] = v.fragment[kSlots + i];
     for (int t = 0; t < kShares; ++t) scored.dq[t] = v.dq[t];
-    barrier();
   }
 };
 
@@ -564,6 +570,7 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd_onepass(Params p) {
 #pragma unroll
       for (int i = 0; i < Feed::kLoads; ++i) feed.load(i);
       feed.advance();
+      feed.advance_states();
       walk.feed_on(c, feed);
     };
     auto store = [&](unsigned rows, unsigned columns) {

@@ -171,6 +171,8 @@ struct Loads {
   METHOD void advance() {
 #pragma unroll
     for (int n = 0; n < kMine; ++n) piece[n].base += kStepRows * (long long)piece[n].row_bytes;
+  }
+  METHOD void advance_states() {
     states += kStepRows;
     left -= kStepRows;
     pin_scalar(left);  // or this is a saturating subtraction, which is the vector unit's
