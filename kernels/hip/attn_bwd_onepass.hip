@@ -16,9 +16,8 @@
 #include "bwd_step.h"
 #include "schedule.h"
 
-#if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(GENERAL) || \
-    !defined(TILES)
-#error "the plan defines DTYPE, HEAD_DIM, HEAD_DIM_V, GENERAL and TILES"
+#if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(TILES)
+#error "the plan defines DTYPE, HEAD_DIM, HEAD_DIM_V and TILES"
 #endif
 
 typedef Mma<DTYPE, 16> M;

@@ -1,12 +1,9 @@
-// The end of the one-pass backward: dQ from float32 sums (bwd_dq.h) to 16 bits, times the scale, and each
-// row's share of the sinks' gradient from the sum of its P dP.
+// The end of the one-pass backward: dQ from float32 sums (bwd_dq.h) to 16 bits, times the scale.
 //
 // A wavefront takes a tile of 16 rows of a head. Of two neighbouring products of dQ^T a lane has 8
 // neighbouring elements of its row: 16 bytes.
 #include "mma.h"
-#include "arguments.h"
 #include "bwd_dq.h"
-#include "../common/sinks.h"
 
 #if !defined(DTYPE) || !defined(HEAD_DIM)
 #error "the plan defines DTYPE and HEAD_DIM"
@@ -36,9 +33,5 @@ extern "C" __global__ WORKGROUP(kWaves *kLanes, 4) void dq_convert(Params p) {
       x[r] = Format<DTYPE>::nearest(two[0] * p.scale, two[4 * kLanes] * p.scale);
     }
     *(Quad *)(dq + element) = x;
-  }
-  if (p.dsinks && M::part() == 0) {
-    float *dots = (float *)p.dsinks + state_offset(p, s, head) + row;
-    *dots = sink_share(p, s, head, row, *dots);
   }
 }

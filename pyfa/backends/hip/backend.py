@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -43,7 +44,8 @@ class HipBackend:
     def plan(self, problem: Problem) -> Plan:
         if decode.takes(problem):
             return decode.plan(self.NAME, problem)
-        return forward.plan(self.NAME, problem)
+        plan = forward.plan(self.NAME, problem)
+        return replace(plan, notes=(*plan.notes, *backward.notes_of(problem)))
 
     def tiled_kernels(
         self, plan: Plan, problem: Problem, shape: Shape, compiled: bool

@@ -12,12 +12,11 @@ import torch
 
 from ... import abi
 from ...plan import Plan
-from ...problem import Call
+from ...problem import Call, Problem
 from ..base import Gradients
 from ..common import calls
-from ..common.backward import finished, gradients, is_general
+from ..common.backward import finished, gradients, is_general, is_general_problem
 from ..common.launch import Launch
-from . import plans
 
 SUM_ROWS = 16  # rows of a workgroup of row_sums.hip
 KERNEL = "hip/attn_bwd.hip"
@@ -47,11 +46,37 @@ TILES: dict[tuple[int, int], tuple[Columns, Columns, Columns, Columns]] = {
 }
 
 
-# One pass, by head dims: 16s of keys that a wavefront owns, of plain scores, then of general ones. None:
-# two passes whatever is asked for.
-ONE_PASS_TILES: dict[tuple[int, int], tuple[int | None, int | None]] = {
-    (128, 128): (3, None),
+# One pass over plain scores, by head dims: 16s of keys that a wavefront owns, in registers with
+# their gradients (7 head_dim / 8 registers for each). Which leaves room for what a step needs, by
+# the figures in kernels/README.md.
+ONE_PASS_TILES: dict[tuple[int, int], int] = {
+    (64, 64): 4,
+    (96, 96): 4,
+    (128, 128): 3,
 }
+
+
+def _why_two_passes(pair: tuple[int, int], general: bool, deterministic: bool) -> str | None:
+    """Why backward takes two passes over the scores; None where it takes one."""
+    if deterministic:
+        return "deterministic: atomics would add dQ in any order"
+    if general:
+        return "the one-pass kernel has no score terms, sinks or dropout"
+    if pair not in ONE_PASS_TILES:
+        return "wider than 128, the one-pass kernel's tiles do not fit 64 KB of LDS"
+    return None
+
+
+def notes_of(problem: Problem) -> list[str]:
+    """What ``explain`` adds to the plan of a problem with a backward."""
+    if "backward" not in problem.features:
+        return []
+    pair = calls.bucket_of(TILES, problem.head_dim, problem.head_dim_v)
+    deterministic = "deterministic" in problem.features
+    why = _why_two_passes(pair, is_general_problem(problem), deterministic)
+    if why is None:
+        return ["backward in one pass: five products a tile, dQ added in float32 by atomics"]
+    return [f"backward in two passes, seven products a tile: {why}"]
 
 
 def plans_of(
@@ -62,17 +87,15 @@ def plans_of(
     In one pass that is attn_bwd_onepass, and dq_convert behind it; in two attn_bwd twice, owning
     keys and owning rows.
     """
-    tiles = ONE_PASS_TILES.get(pair, (None, None))[general]
-    if deterministic or tiles is None:
+    if _why_two_passes(pair, general, deterministic):
         sums = _of_rows(backend, "row_sums", dtype, 0)
         keys, rows = (_plan(backend, pair, dtype, owner, int(general)) for owner in (KEYS, ROWS))
         return sums, keys, rows
     constants = {
         "DTYPE": dtype,
-        "GENERAL": int(general),
         "HEAD_DIM": pair[0],
         "HEAD_DIM_V": pair[1],
-        "TILES": tiles,
+        "TILES": ONE_PASS_TILES[pair],
     }
     return (
         _of_rows(backend, "row_sums", dtype, pair[0]),
@@ -137,9 +160,12 @@ def run(
     tensors |= calls.tensors_of(call)
     for kernel in chain:
         rows, keys = owned(kernel)
-        lengths = -(-call.max_seqlen_q // rows) * heads if rows else -(-call.max_seqlen_k // keys) * heads_k
-        if lengths * call.batch:
-            launch(kernel, lengths * call.batch, THREADS, values, tensors)
+        if rows:
+            groups = -(-call.max_seqlen_q // rows) * heads * call.batch
+        else:
+            groups = -(-call.max_seqlen_k // keys) * heads_k * call.batch
+        if groups:
+            launch(kernel, groups, THREADS, values, tensors)
     return finished(call, tensors, dim, dim_v)
 
 

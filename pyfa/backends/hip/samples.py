@@ -101,7 +101,7 @@ def _backward(plan: Plan) -> Sample:
     all_owned = rows or keys
     one_pass = plan.kernel == backward.ONE_PASS
     owned, streamed = all_owned // backward.WAVES, backward.SUM_ROWS if one_pass else 32
-    general = bool(constants["GENERAL"])
+    general = bool(constants.get("GENERAL"))
 
     def run(launch: Launch, length: int) -> None:
         call = _call(constants, *((length, keys) if keys else (rows, length)))
@@ -111,7 +111,9 @@ def _backward(plan: Plan) -> Sample:
         backward.run(launch, call, out, lse, torch.zeros_like(out), None)
 
     short, long = 8 * streamed, 16 * streamed
-    kind = ("one pass" if one_pass else "dK, dV" if keys else "dQ") + (" softcap" if general else "")
+    kind = ("one pass" if one_pass else "dK, dV" if keys else "dQ") + (
+        " softcap" if general else ""
+    )
     tiles = (long - short) // streamed * backward.WAVES
     return Sample(f"{_title(constants)} {kind}", run, short, long, owned, streamed, tiles)
 
