@@ -77,6 +77,7 @@ struct Buffers {
     rows = rows_next;
     pin_scalar(rows);
     rows_next = all_rows - rows;
+    pin_scalar(rows_next);  // or each address in it would be a subtraction
   }
   METHOD void turn_columns() {
     columns = columns_next;
@@ -84,11 +85,13 @@ struct Buffers {
     pin_scalar(columns);
     pin_scalar(columns_next);
     columns_after = all_columns - columns - columns_next;
+    pin_scalar(columns_after);
   }
   METHOD void turn_swaps() {
     swap = swap_next;
     pin_scalar(swap);
     swap_next = all_swaps - swap;
+    pin_scalar(swap_next);
   }
 };
 
@@ -163,13 +166,13 @@ DEVICE void load_transposed(const Context &c, Fixed &x, const Matrix &m, int fir
   }
 }
 
-constexpr int kAhead = 2;  // slots that a read comes before its products
+constexpr int kCarried = kSteps < 4 ? 1 : 2;  // slots whose reads come a turn before
 
 // What a turn leaves for the next one.
 struct Scored {
   Acc p[TILES];         // not yet rounded
   Pair ds[TILES];
-  Quad columns[kAhead];  // the first ones
+  Quad columns[kCarried];  // the first ones
   Acc dq[kShares];
 };
 
@@ -227,27 +230,43 @@ DEVICE void fence() { __builtin_amdgcn_sched_barrier(0); }
 
 // ---- a turn of the loop -------------------------------------------------------------------------
 
-// Products come in slots, each with what one read of 16 bytes brings, which was read kAhead slots before.
-// In their order: dK of a step and, a step further, S and dP; then dQ and dV.
-constexpr int kSlotS = kSteps;
-constexpr int kSlotP = kSlotS + kSteps;
+// Products come in slots, each with what one read of 16 bytes brings, which came kLead products before.
+// In their order: half of dK of a step and, a step further, S; the rest of dK; dP of the further step; then
+// dQ and dV. What comes first has been in LDS for a step, what makes S waited for the barrier.
+constexpr int kSlotS = kSteps / 2;
+constexpr int kSlotK = kSlotS + kSteps;  // the rest of dK
+constexpr int kSlotP = 2 * kSteps;
 constexpr int kSlotQ = kSlotP + kStepsV;
 constexpr int kSlotV = kSlotQ + Swap::kBlocks;
 constexpr int kSlots = kSlotV + kStepsV;
 
 // The first product of each.
-constexpr int kAtS = kSteps * 2 * TILES;
-constexpr int kAtP = 2 * kAtS;
+constexpr int kAtS = kSlotS * 2 * TILES;
+constexpr int kAtK = kSlotK * 2 * TILES;
+constexpr int kAtP = kSlotP * 2 * TILES;
 constexpr int kAtQ = kAtP + kStepsV * 2 * TILES;
 constexpr int kAtV = kAtQ + Swap::kBlocks * 2 * kShares;
 constexpr int kProducts = kAtV + kStepsV * 2 * TILES;
 
+// Of 16 clocks; LDS takes 64 to 128. Both by the timing model: at 128, 12 and a quarter for 9 and a half
+// below is 0.826 in place of 0.853, at 64 9 for 12 is 0.729 in place of 0.736.
+constexpr int kLead = HEAD_DIM > 96 ? 9 : 12;
+static_assert(kCarried <= kSlotS, "what is read before the barrier is dK's");
+
+// The first product of a slot.
+DEVICE constexpr int at_of(int slot) {
+  if (slot < kSlotQ) return slot * 2 * TILES;
+  if (slot < kSlotV) return kAtQ + (slot - kSlotQ) * 2 * kShares;
+  return kAtV + (slot - kSlotV) * 2 * TILES;
+}
+
 // Between two products fit three instructions of the vector unit (or one exponential, and one clock in
-// five is lost). What comes where, in products: P is rounded, and what was loaded goes to LDS, beside dK;
-// loads beside S; P is made beside dP and half of dQ, where it is cut; then dS, which is in LDS a few
-// products before the barrier; atomics beside dV.
-constexpr int kCutSlot = kSlotQ + Swap::kBlocks / 2;
-constexpr int kAtCut = kAtQ + Swap::kBlocks / 2 * 2 * kShares;
+// five is lost). What comes where, in products: until S is made, P is rounded, what was loaded goes to LDS,
+// and dQ of the step before is added; then loads; P is made beside the rest of dK, dP and a part of dQ,
+// where it is cut; then dS, which is in LDS a few products before the barrier.
+constexpr int kCutBlock = Swap::kBlocks / (HEAD_DIM > 96 ? 2 : 4);
+constexpr int kCutSlot = kSlotQ + kCutBlock;
+constexpr int kAtCut = kAtQ + kCutBlock * 2 * kShares;
 constexpr int kAtEnd = kProducts - 8;
 
 // Whether the i-th of `count` things, spread evenly over the products `from` ... `to`, comes with product m.
@@ -305,7 +324,7 @@ struct Values {
   Pair p[TILES], ds[TILES];  // of the step before
   float exponent[TILES][4];
   Acc minus_lse, minus_delta;
-  Quad fragment[kSlots + kAhead];
+  Quad fragment[kSlots + kCarried];
   int cut;  // below 0: some row of the step does not see some key
 };
 
@@ -320,6 +339,9 @@ struct Turn {
   Walk &walk;
   Values &v;
 
+  // Of dK.
+  static METHOD int pair_of(int slot) { return slot < kSlotS ? slot : slot - kSteps; }
+
   METHOD void read(int slot) {
     Quad &x = v.fragment[slot];
     if (slot >= kSlots)
@@ -330,19 +352,19 @@ struct Turn {
       x = read_unit(lds.swap + at.swap + (slot - kSlotQ) * kUnitBytes);
     else if (slot >= kSlotP)
       x = read_unit(lds.rows + at.rows_o + (slot - kSlotP) * kUnitBytes);
-    else if (slot >= kSlotS)
+    else if (slot >= kSlotS && slot < kSlotK)
       x = read_unit(lds.rows + at.rows_q + (slot - kSlotS) * kUnitBytes);
     else
-      x = read_unit(lds.columns + at.columns + slot * ColumnsQ::kPairBytes);
+      x = read_unit(lds.columns + at.columns + pair_of(slot) * ColumnsQ::kPairBytes);
   }
 
   // Product i of a slot.
   METHOD void multiply(int slot, int i) {
     const Quad &x = v.fragment[slot];
-    if (slot < kSlotS) {
-      int n = i % TILES, t = slot * 2 + i / TILES;
+    if (slot < kSlotS || (slot >= kSlotK && slot < kSlotP)) {
+      int n = i % TILES, t = pair_of(slot) * 2 + i / TILES;
       grad.k[n][t] = M::mma(i / TILES ? x.zw : x.xy, v.ds[n], grad.k[n][t]);
-    } else if (slot < kSlotP) {
+    } else if (slot < kSlotK) {
       int n = i % TILES, step = slot - kSlotS;
       const Quad &k = fixed.k[n][step];
       v.s[n] = i < TILES ? M::mma(x.xy, k.xy, step ? v.s[n] : Acc{0}) : M::mma(x.zw, k.zw, v.s[n]);
@@ -364,29 +386,29 @@ struct Turn {
   METHOD void beside(int m) {
 #pragma unroll
     for (int i = 0; i < 2 * TILES; ++i)
-      if (comes(m, i, 2 * TILES, 0, kAtS)) {
+      if (comes(m, i, 2 * TILES, 0, kAtK - 1)) {
         unsigned two = F::half_up(scored.p[i / 2][i % 2 * 2], scored.p[i / 2][i % 2 * 2 + 1]);
         pin(two);
         v.p[i / 2][i % 2] = two;
       }
 #pragma unroll
     for (int i = 0; i < Feed::kStores; ++i)
-      if (comes(m, i, Feed::kStores, 1, kAtS)) feed.store(i, lds.rows_next, lds.columns_after);
+      if (comes(m, i, Feed::kStores, 1, kAtK - 2)) feed.store(i, lds.rows_next, lds.columns_after);
 #pragma unroll
     for (int i = 0; i < 4 * kShares; ++i)
-      if (comes(m, i, 4 * kShares, kAtS + 1, kAtS + (kAtP - kAtS) / 2)) add(at, walk, scored.dq, i);
-    if (m == kAtS - 2) feed.prepare();
+      if (comes(m, i, 4 * kShares, kAtS + 1, kAtK)) add(at, walk, scored.dq, i);
+    if (m == kAtK - 2) feed.prepare();
 #pragma unroll
     for (int i = 0; i < Feed::kLoads; ++i)
-      if (comes(m, i, Feed::kLoads, kAtS + (kAtP - kAtS) / 2, kAtP)) feed.load(i);
+      if (comes(m, i, Feed::kLoads, kAtK, kAtP)) feed.load(i);
 #pragma unroll
     for (int i = 0; i < 4 * TILES; ++i) {
       float &x = v.exponent[i / 4][i % 4];
-      if (comes(m, i, 4 * TILES, kAtP + 3, kAtCut - 2)) {
+      if (comes(m, i, 4 * TILES, kAtK + 3, kAtCut - 2)) {
         x = __builtin_fmaf(v.s[i / 4][i % 4], c.to_base_2, v.minus_lse[i % 4]);
         pin(x);
       }
-      if (comes(m - 1, i, 4 * TILES, kAtP + 3, kAtCut - 2)) {
+      if (comes(m - 1, i, 4 * TILES, kAtK + 3, kAtCut - 2)) {
         x = exp2(x);
         pin(x);
         scored.p[i / 4][i % 4] = x;
@@ -438,7 +460,7 @@ struct Turn {
     int m = 0;
 #pragma unroll
     for (int n = 0; n < TILES; ++n) v.ds[n] = scored.ds[n];
-    for (int i = 0; i < kAhead; ++i) v.fragment[i] = scored.columns[i];
+    for (int i = 0; i < kCarried; ++i) v.fragment[i] = scored.columns[i];
 #pragma unroll
     for (int slot = 0; slot < kSlots; ++slot) {
       if (slot == kCutSlot && __builtin_expect(v.cut < 0, 0)) mask(walk.row);
@@ -446,23 +468,24 @@ struct Turn {
         v.minus_lse = read_four(lds.rows + at.state);
         v.minus_delta = read_four(lds.rows + at.state + kStepRows * 4);
       }
-      if (slot == kSlots - kAhead) {
+      if (slot == kSlots - 2) {
         // All that the next turn begins with, as the barrier waits for it.
         lds.turn_columns();
-        for (int i = 0; i < kAhead; ++i) read(kSlots + i);
-      } else if (slot < kSlots - kAhead) {
-        read(slot + kAhead);
+        for (int i = 0; i < kCarried; ++i) read(kSlots + i);
       }
-      fence();
-      int products = slot >= kSlotQ && slot < kSlotV ? 2 * kShares : 2 * TILES;
+      int products = at_of(slot + 1) - at_of(slot);
 #pragma unroll
       for (int i = 0; i < products; ++i) {
+#pragma unroll
+        for (int ahead = kCarried; ahead < kSlots; ++ahead)
+          if (max(at_of(ahead) - kLead, 0) == m) read(ahead);
+        fence();
         multiply(slot, i);
         beside(m++);
         fence();
       }
     }
-    for (int i = 0; i < kAhead; ++i) scored.columns[i] = v.fragment[kSlots + i];
+    for (int i = 0; i < kCarried; ++i) scored.columns[i] = v.fragment[kSlots + i];
     for (int t = 0; t < kShares; ++t) scored.dq[t] = v.dq[t];
   }
 };
@@ -499,7 +522,7 @@ DEVICE void begin(const Context &c, const Places &at, const Fixed &fixed, const 
       exchange(at, lds.swap, n, r, scored.ds[n][r / 2]);
     }
   }
-  for (int i = 0; i < kAhead; ++i)
+  for (int i = 0; i < kCarried; ++i)
     scored.columns[i] = read_unit(lds.columns + at.columns + i * ColumnsQ::kPairBytes);
 }
 

@@ -105,7 +105,7 @@ FAULTS = {
         "plain", " + Swap::half(wave_index(), TILES - 1) * 2;", ";",
     ),
     "K's elements of the other product": (
-        "plain", "% 2 ? 0x07060302 : 0x05040100;", "% 2 ? 0x05040100 : 0x07060302;",
+        "plain", "+ t) % 2 ? 0x07060302 : 0x05040100;", "+ t) % 2 ? 0x05040100 : 0x07060302;",
     ),
     "high halves for low ones": (
         "plain", "half ? 0x07060302 : 0x05040100", "half ? 0x05040100 : 0x07060302",
