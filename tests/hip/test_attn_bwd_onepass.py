@@ -74,7 +74,7 @@ FAULTS = {
         "plain", "    barrier();\n    Places at;", "    Places at;",
     ),
     "mask off by one": (
-        "causal", "min(seen.high - first, kStepRows)", "min(seen.high + 1 - first, kStepRows)",
+        "window", "min(seen.high - first, kStepRows)", "min(seen.high + 1 - first, kStepRows)",
     ),
     "mask of the first step forgotten": (
         "causal",
