@@ -411,8 +411,8 @@ def test_a_thread_without_a_context_goes_on_where_it_was(
         contexts.append(index)
         return True
 
-    monkeypatch.setattr(libcuda, "_use_primary_context", use)
-    driver.errors = [0, libcuda._NO_CONTEXT]
+    monkeypatch.setattr(libcuda, "use_primary_context", use)
+    driver.errors = [0, libcuda.NO_CONTEXT]
     prepared()
     names = [name.split(".cu")[0].rsplit("/")[-1] for name, *_ in launches(driver)]
     assert tuple(names) == LAUNCHED[1:]

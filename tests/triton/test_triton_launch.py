@@ -122,7 +122,7 @@ def test_a_thread_without_a_context_gets_one(driver: Driver) -> None:
     code = runtime_launch.code_of(compiled(), spec(), 0)
     assert code is not None
     launch = runtime_launch.prepare(code, 1, (0, 5, 6, 0.5, 7), [(0, 0)])
-    driver.errors = [libcuda._NO_CONTEXT]
+    driver.errors = [libcuda.NO_CONTEXT]
     launch([4096])
     assert driver.contexts == len(driver.launched) == 1
     driver.errors = [700]

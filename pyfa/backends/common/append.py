@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from ... import abi
-from ...problem import Append, Call
+from ...problem import Append, Call, form_of, tensors_of
 from . import calls
 from .launch import Launcher
-from .program import Params, Program, like
+from .program import Params, Program, like, run_of
 
 THREADS = 256
 _MOST_THREADS = 2**32  # of a grid
@@ -38,6 +41,25 @@ def readable(append: Append, q: torch.Tensor) -> Append:
         cos, sin = ((x if kept else x.float()).contiguous() for x in (append.cos, append.sin))
         append = append._replace(cos=cos, sin=sin)
     return append
+
+
+def bind(launch: Launcher, call: Call, append: Append) -> Callable[[Call, Append], Call]:
+    """The kernel by itself, where attention cannot read the cache that it writes.
+
+    The result takes a call and what is appended, which are like these, to the call that follows:
+    with the rotated queries, and the lengths with the new keys.
+    """
+    program = Program(form_of(call, append).names, call.q)
+    written = add(launch, program, call, append)
+    run = run_of(program, launch.launch_of(program, tensors_of(call, append)), launch.empty, None)
+    made = {member: program.made.index(name) for member, name in written.items()}
+
+    def ready(call: Call, append: Append) -> Call:
+        found = run(*tensors_of(call, append))
+        written: dict[str, Any] = {member: found[number] for member, number in made.items()}
+        return call._replace(**written)
+
+    return ready
 
 
 def add(launch: Launcher, program: Program, call: Call, append: Append) -> dict[str, str]:

@@ -46,17 +46,24 @@ def bind(
     def bind_readable(call: Call, append: Append | None) -> Run:
         return _bind(launch, plan, call, append, with_lse, grid_of)
 
-    run = for_any_total(direct, prepared, bind_readable)
     if _same(tensors_of(call, append), tensors_of(direct, prepared)):
-        return run
+        return for_any_total(call, append, bind_readable)
     form, aligned, dim_v = form_of(call, append), are_on_16(*call[:3]), call.v.shape[-1]
+    ready = None if prepared is None else appending.bind(launch, call, prepared)
+    run = None if ready is not None else for_any_total(direct, None, bind_readable)
 
     def run_on_copies(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        nonlocal run
         if are_on_16(*tensors[:3]) is not aligned:
             raise OtherAlignment
         given, new = form.fill(tensors)
-        new = None if new is None else appending.readable(new, given.q)
-        out, *rest = run(*tensors_of(readable(given), new))
+        if ready is not None and new is not None:
+            # Into the cache itself, of which attention then reads a copy.
+            given = ready(given, appending.readable(new, given.q))
+        given = readable(given)
+        if run is None:
+            run = for_any_total(given, None, bind_readable)
+        out, *rest = run(*tensors_of(given))
         return [out[..., :dim_v], *rest]
 
     return run_on_copies

@@ -19,7 +19,7 @@ from . import arguments
 from .arguments import Calls, Layout
 
 _BUFFER, _SIZE, _END = 1, 2, 0  # CU_LAUNCH_PARAM_…
-_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 # What cuModuleLoadData says of code that is not for this device, or not code.
 _BAD_CODE = {200: "invalid image", 209: "no binary for this GPU", 218: "invalid PTX"}
 _DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -160,7 +160,7 @@ def _attributes(kernel: Kernel) -> tuple[int | None, int]:
 
 def _recover(error: int, index: int, again: Callable[[], int]) -> None:
     """A thread that has done nothing on its device yet has no context; else an error."""
-    if error == _NO_CONTEXT and _use_primary_context(index):
+    if error == NO_CONTEXT and use_primary_context(index):
         error = again()
     if error:
         raise RuntimeError(f"cuLaunchKernelEx failed with CUDA error {error}")
@@ -186,7 +186,7 @@ def load(code: bytes, name: str, index: int, shared: int) -> int:
         torch.cuda.current_stream(index).synchronize()  # makes the context of a fresh process
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         error = driver.cuModuleLoadData(ctypes.byref(module), code)
-        if error == _NO_CONTEXT and _use_primary_context(index):
+        if error == NO_CONTEXT and use_primary_context(index):
             error = driver.cuModuleLoadData(ctypes.byref(module), code)
         if error in _BAD_CODE:
             raise CodeObjectError(f"device {index} refuses {name}: {_BAD_CODE[error]}")
@@ -205,7 +205,7 @@ def _check(error: int, what: str) -> None:
         raise RuntimeError(f"{what}: CUDA error {error}")
 
 
-def _use_primary_context(index: int) -> bool:
+def use_primary_context(index: int) -> bool:
     """Make the device's primary context, which is torch's, this thread's."""
     driver = library()
     device, context = ctypes.c_int(), ctypes.c_void_p()

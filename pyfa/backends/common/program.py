@@ -113,17 +113,18 @@ def run_of(
     program: Program,
     launch: Launch,
     empty: Callable[..., torch.Tensor],
-    aligned: int = 3,
+    aligned: int | None = 3,
     on_16: bool = True,
 ) -> Run:
     """``program`` as a function of its inputs that returns the buffers it made.
 
     The first ``aligned`` inputs have to begin at multiples of 16 bytes, or one of them not to where
-    ``on_16`` is off: ``OtherAlignment``.
+    ``on_16`` is off: ``OtherAlignment``. None of them has to where ``aligned`` is None.
     """
     likes, fills, parts = tuple(program.likes), tuple(program.fills), tuple(program.parts())
     index = program.device.index if program.device.type == "cuda" else None
-    more, current_device = tuple(range(3, aligned)), _torch.current_device
+    more, current_device = tuple(range(3, aligned or 0)), _torch.current_device
+    anywhere = aligned is None
 
     def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
         if index is not None and current_device() != index:
@@ -133,7 +134,7 @@ def run_of(
         bits = addresses[0] | addresses[1] | addresses[2]
         for number in more:
             bits |= addresses[number]
-        if (bits & 15 == 0) is not on_16:
+        if (bits & 15 == 0) is not on_16 and not anywhere:
             raise OtherAlignment
         made = []
         for each in likes:

@@ -71,7 +71,8 @@ class Described(NamedTuple):
         # The map has to lie at a multiple of 64.
         room = ctypes.create_string_buffer(abi.MAP_SIZE + abi.MAP_ALIGNMENT)
         at = -(-ctypes.addressof(room) // abi.MAP_ALIGNMENT) * abi.MAP_ALIGNMENT
-        error = driver.cuTensorMapEncodeTiled(
+        encode = functools.partial(
+            driver.cuTensorMapEncodeTiled,
             ctypes.c_void_p(at),
             ctypes.c_int(self.dtype),
             ctypes.c_uint32(rank),
@@ -85,6 +86,10 @@ class Described(NamedTuple):
             ctypes.c_int(_L2_256_BYTES),
             ctypes.c_int(_ZEROS),
         )
+        error = encode()
+        # A thread of autograd may have done nothing on its device yet.
+        if error == libcuda.NO_CONTEXT and libcuda.use_primary_context(torch.cuda.current_device()):
+            error = encode()
         if error:
             raise RuntimeError(f"cuTensorMapEncodeTiled failed with CUDA error {error}: {self}")
         return ctypes.string_at(at, abi.MAP_SIZE)

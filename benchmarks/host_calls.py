@@ -1,0 +1,198 @@
+"""Host time of repeated calls on a GPU: every kind of call, beside PyTorch's attention.
+
+``python benchmarks/host_calls.py [--save]`` writes ``results/host_calls_<gpu>.json``. A figure is
+the median over rounds of 60 calls that do not wait for the device, in µs a call; the rounds of all
+rows take turns, so that load and clock strike all alike. "autograd alone" is a function of three
+tensors that does nothing, forward and backward: what of a training step's host time is PyTorch's
+engine. "new total" are packed calls whose total of rows never came before. "decode" is on the
+device, by events, as a fraction of the same call in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import machine
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import pyfa
+from pyfa.compat import fa2
+
+_CALLS, _ROUNDS, _WARM_UP = 60, 40, 60
+_BATCH, _CAPACITY, _PAGE = 4, 512, 64
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def lengths(*values: int) -> torch.Tensor:
+    return torch.tensor(values, device="cuda", dtype=torch.int32)
+
+
+class _Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(q, k, v)
+        return torch.empty_like(q)
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> Any:
+        return ctx.saved_tensors
+
+
+def calls() -> dict[str, Callable[[], Any]]:
+    """Every kind of call, on problems whose time is the host's."""
+    q, k, v = random(1, 128, 8, 64), random(1, 128, 8, 64), random(1, 128, 8, 64)
+    turned = [x.transpose(1, 2) for x in (q, k, v)]
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    dout, sinks, row = torch.randn_like(q), torch.randn(8, device="cuda"), random(1, 1, 8, 64)
+    k_cache, v_cache = (random(_BATCH, _CAPACITY, 2, 64) for _ in range(2))
+    k_pages, v_pages = (random(64, _PAGE, 2, 64) for _ in range(2))
+    new_k, new_v = random(_BATCH, 1, 2, 64), random(_BATCH, 1, 2, 64)
+    queries, packed = random(_BATCH, 1, 8, 64), random(_BATCH, 8, 64)
+    used, offsets = lengths(*[300] * _BATCH), lengths(*range(_BATCH + 1))
+    pages = torch.arange(32, device="cuda", dtype=torch.int32).view(_BATCH, -1)
+
+    def training(attend: Callable[..., Any]) -> Any:
+        return torch.autograd.grad(attend(*leaves), leaves, dout)
+
+    def torchs(*tensors: torch.Tensor) -> torch.Tensor:
+        given = [x.transpose(1, 2) for x in tensors]
+        return scaled_dot_product_attention(*given, is_causal=True).transpose(1, 2)
+
+    def causal(*tensors: torch.Tensor) -> Any:
+        return pyfa.attention(*tensors, causal=True)
+
+    return {
+        "sdpa": lambda: scaled_dot_product_attention(*turned, is_causal=True),
+        "plain": lambda: causal(q, k, v),
+        "return_lse": lambda: pyfa.attention(q, k, v, causal=True, return_lse=True),
+        "sinks and window": lambda: pyfa.attention(
+            q, k, v, causal=True, window=(64, 0), sinks=sinks
+        ),
+        "one query row": lambda: pyfa.attention(row, k, v),
+        "cache": lambda: pyfa.attention_kvcache(queries, k_cache, v_cache),
+        "cache with lengths": lambda: pyfa.attention_kvcache(
+            queries, k_cache, v_cache, cache_seqlens=used
+        ),
+        "cache in pages": lambda: pyfa.attention_kvcache(
+            queries, k_pages, v_pages, cache_seqlens=used, page_table=pages
+        ),
+        "append": lambda: pyfa.attention_kvcache(
+            queries, k_cache, v_cache, k=new_k, v=new_v, cache_seqlens=used
+        ),
+        "packed rows over pages": lambda: pyfa.attention_varlen(
+            packed, k_pages, v_pages, offsets, None, 1, _CAPACITY, seqused_k=used,
+            page_table=pages, causal=True,
+        ),
+        "compat.fa2": lambda: fa2.flash_attn_func(q, k, v, causal=True),
+        "autograd forward": lambda: causal(*leaves),
+        "forward and backward": lambda: training(causal),
+        "sdpa forward and backward": lambda: training(torchs),
+        "autograd alone": lambda: training(_Nothing.apply),
+    }  # fmt: skip
+
+
+def measure(functions: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
+    """Seconds a call, of every function in every round."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for function in functions.values():
+        for _ in range(_WARM_UP):
+            function()
+    for _ in range(_ROUNDS):
+        for name, function in functions.items():
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(_CALLS):
+                function()
+            times[name].append((time.perf_counter() - begin) / _CALLS)
+    torch.cuda.synchronize()
+    return times
+
+
+def new_totals(training: bool) -> list[float]:
+    """Seconds of packed calls with another total each."""
+    times = []
+    for step in range(100):
+        ends = (100 + 3 * step, 300 + 4 * step, 357 + 4 * step)
+        offsets = lengths(0, *ends)
+        tensors = [random(ends[-1], 8, 64).requires_grad_(training) for _ in range(3)]
+        dout = random(ends[-1], 8, 64)
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        out = pyfa.attention_varlen(*tensors, offsets, offsets, 512, 512, causal=True)
+        if training:
+            torch.autograd.grad(out, tensors, dout)
+        times.append(time.perf_counter() - begin)
+    return times[20:]
+
+
+def decode_beside_a_graph() -> float:
+    """Time of decode of one sequence of 65,536 keys called eagerly, over that in a CUDA graph."""
+    q, k, v = random(1, 1, 32, 128), random(1, 65536, 8, 128), random(1, 65536, 8, 128)
+
+    def many() -> None:
+        for _ in range(20):
+            pyfa.attention(q, k, v)
+
+    def seconds(run: Callable[[], Any]) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        for _ in range(10):
+            run()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        many()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        many()
+    seconds(many)
+    return statistics.median(seconds(many) / seconds(graph.replay) for _ in range(9))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--save", action="store_true", help="write results/host_calls_<gpu>.json")
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+
+    def note(name: str, times: list[float]) -> None:
+        low, middle, high = (x * 1e6 for x in statistics.quantiles(times, n=4))
+        rows.append(
+            {"call": name, "us": round(middle, 2), "quartiles": [round(low, 2), round(high, 2)]}
+        )
+        print(f"{name:<32} {middle:8.2f} us  ({low:.2f} … {high:.2f})")
+
+    gc.disable()
+    functions = calls()
+    with torch.inference_mode():
+        for name, times in measure({x: functions[x] for x in ("sdpa", "plain")}).items():
+            note(f"{name}, inference mode", times)
+    for name, times in measure(functions).items():
+        note(name, times)
+    note("new total, forward", new_totals(training=False))
+    note("new total, forward and backward", new_totals(training=True))
+    ratio = round(decode_beside_a_graph(), 4)
+    print(f"decode of 65,536 keys, eagerly over in a graph: {ratio}")
+    if options.save:
+        gpu = torch.cuda.get_device_name().split()[-1].lower()
+        results = {"calls": _CALLS, "rounds": _ROUNDS, "decode_over_graph": ratio, "rows": rows}
+        print(machine.save(f"host_calls_{gpu}", results))
+
+
+if __name__ == "__main__":
+    main()
