@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from pyfa import bench, cli
+from pyfa import api, bench, cli, ops
 from pyfa.backends.torch.backend import TorchBackend
 from pyfa.bench import peers, runner, suites, timing
+from pyfa.bound import Table
 from pyfa.cli import bench as command
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -100,13 +101,20 @@ def test_a_planted_slowdown_is_found(
 ) -> None:
     before = str(tmp_path / "before.json")
     assert call(capsys, "small", "--peers", "pyfa", "--out", before)[0] == 0
-    forward = TorchBackend.forward
+    bind = TorchBackend.bind
 
     def slower(self: TorchBackend, *arguments: Any) -> Any:
-        time.sleep(0.5)
-        return forward(self, *arguments)
+        run = bind(self, *arguments)
 
-    monkeypatch.setattr(TorchBackend, "forward", slower)
+        def after_a_while(*tensors: Any) -> Any:
+            time.sleep(0.5)
+            return run(*tensors)
+
+        return after_a_while
+
+    monkeypatch.setattr(TorchBackend, "bind", slower)
+    monkeypatch.setattr(api, "calls", Table())
+    monkeypatch.setattr(ops, "calls", Table())
     status, out, _ = call(capsys, "small", "--peers", "pyfa", "--against", before)
     assert status == 1
     assert "SLOWER" in out

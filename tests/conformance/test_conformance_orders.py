@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from pyfa import conformance
+from pyfa import api, conformance, ops
 from pyfa.backends import BACKENDS
 from pyfa.backends.hip.runtime_emulator import Orders
 from pyfa.backends.torch.backend import TorchBackend
+from pyfa.bound import Table
 from pyfa.conformance import Case
 from pyfa.conformance.runner import run_case
 
@@ -20,16 +21,23 @@ CASE = Case(lengths_q=(9,), lengths_k=(7,))
 @pytest.fixture
 def orders(monkeypatch: pytest.MonkeyPatch) -> Orders:
     """Of a torch backend whose output is off in the order of seed 2, as by a lost atomic."""
-    chosen, forward, seeds = Orders(), TorchBackend.forward, list[Any]()
+    chosen, bind, seeds = Orders(), TorchBackend.bind, list[Any]()
 
     def wrong_in_one_order(self: Any, *arguments: Any) -> Any:
-        chosen.mattered = True
-        seeds.append(chosen.seed)
-        out, lse = forward(self, *arguments)
-        return (out * 1.5 if chosen.seed == 2 else out), lse
+        bound = bind(self, *arguments)
+
+        def run(*tensors: torch.Tensor) -> Any:
+            chosen.mattered = True
+            seeds.append(chosen.seed)
+            out, lse = bound(*tensors)
+            return [out * 1.5 if chosen.seed == 2 else out, lse]
+
+        return run
 
     monkeypatch.setattr(TorchBackend, "orders", chosen, raising=False)
-    monkeypatch.setattr(TorchBackend, "forward", wrong_in_one_order)
+    monkeypatch.setattr(TorchBackend, "bind", wrong_in_one_order)
+    monkeypatch.setattr(api, "calls", Table())
+    monkeypatch.setattr(ops, "calls", Table())
     return chosen
 
 
@@ -74,7 +82,9 @@ def test_an_error_says_in_which_order(orders: Orders, monkeypatch: pytest.Monkey
     def broken(*_: Any) -> Any:
         raise ArithmeticError("lost")
 
-    monkeypatch.setattr(TorchBackend, "forward", broken)
+    monkeypatch.setattr(TorchBackend, "bind", broken)
+    monkeypatch.setattr(api, "calls", Table())
+    monkeypatch.setattr(ops, "calls", Table())
     result = run(3)
     assert result.status == "crashed"
     assert "PYFA_EMULATOR_SEED=0" in result.messages[0]

@@ -9,7 +9,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import pyfa
+from pyfa import api, ops
 from pyfa.backends import BACKENDS
+from pyfa.bound import Table
 
 HALF = {"device": "cuda", "dtype": torch.float16}
 
@@ -95,18 +97,25 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """(backend, "forward" or "backward") of every run from here on."""
     runs: list[tuple[str, str]] = []
 
-    def watch(name: str, method: str) -> None:
+    def watch(name: str, method: str, kind: str) -> None:
         original = getattr(BACKENDS[name], method)
 
-        def run(*args):
-            runs.append((name, method))
-            return original(*args)
+        def bind(*args):
+            bound = original(*args)
 
-        monkeypatch.setattr(BACKENDS[name], method, run)
+            def run(*tensors):
+                runs.append((name, kind))
+                return bound(*tensors)
+
+            return run
+
+        monkeypatch.setattr(BACKENDS[name], method, bind)
 
     for name in ("cuda", "triton", "torch"):
-        for method in ("forward", "backward"):
-            watch(name, method)
+        watch(name, "bind", "forward")
+        watch(name, "bind_backward", "backward")
+    monkeypatch.setattr(api, "calls", Table())
+    monkeypatch.setattr(ops, "calls", Table())
     return runs
 
 
