@@ -46,7 +46,10 @@ struct ColumnTile {
   static constexpr int kBytes = kTile * dim * 2;
 
   static METHOD int place(unsigned element, unsigned unit) {
-    return (element / 2 * 8 + ((element % 2 * 4 + unit) ^ (element / 4 & 7))) * kUnitBytes;
+    // By gfx942's phases of 16-byte reads (lanes 0-3 with 20-23 and so on), of which element / 4 made two
+    // meet: bits 1, 3 and 4 of the element turn the unit by 1, 2 and 6.
+    unsigned turn = (element >> 1 & 1) ^ (element >> 3 & 1) * 2 ^ (element >> 4 & 1) * 6;
+    return (element / 2 * 8 + ((element % 2 * 4 + unit) ^ turn)) * kUnitBytes;
   }
 };
 

@@ -67,20 +67,25 @@ def shape(pair: tuple[int, int], rows: int = 512) -> Shape:
 
 @pytest.mark.parametrize("pair", forward.TILES)
 @pytest.mark.parametrize("rows", [1, 512])
-def test_buffers_are_the_lds_of_the_code_object(pair: tuple[int, int], rows: int) -> None:
-    """Forward or decode, and both kernels of backward."""
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_buffers_are_the_lds_of_the_code_object(
+    pair: tuple[int, int], rows: int, deterministic: bool
+) -> None:
+    """Forward or decode, and backward in one pass or, deterministic, in two."""
     if code.why_unavailable():
         pytest.skip("no compiler for the kernels")
-    asked = problem(pair, "backward", "gqa", rows=rows)
+    asked = problem(pair, "backward", "gqa", *["deterministic"] * deterministic, rows=rows)
     make = decode.plan if rows == 1 else forward.plan
     by_formula = tiling.kernels_of(make("hip", asked), asked, shape(pair, rows), False)
     built = tiling.kernels_of(make("hip", asked), asked, shape(pair, rows), True)
-    assert [one.role for one in built] == ["forward", "dk_dv", "dq"]
+    one_pass = not deterministic and pair in backward.ONE_PASS_TILES
+    expected = ["gradients"] if one_pass else ["dk_dv", "dq"]
+    assert [one.role for one in built] == ["forward", *expected]
     for formula, found in zip(by_formula, built, strict=True):
         assert sum(formula.buffers.values()) == formula.shared_bytes == found.compiled_bytes
         assert 0 < found.registers <= 512
         assert replace(found, registers=0, compiled_bytes=0) == formula
-    assert built[1].tiling.block_k % (32 * backward.WAVES) == 0
+    assert built[1].tiling.block_k % (16 * backward.WAVES) == 0
 
 
 def test_backends_with_tiles_tell_them_for_every_named_device() -> None:
@@ -90,7 +95,9 @@ def test_backends_with_tiles_tell_them_for_every_named_device() -> None:
     for device in DEVICES.values():
         backend = tiled["hip" if device.arch in plans.ARCHS else "triton"]
         for rows in (1, 512):
-            asked = replace(problem((128, 128), "backward", "gqa", rows=rows), device=device)
+            asked = replace(
+                problem((128, 128), "backward", "gqa", "deterministic", rows=rows), device=device
+            )
             plan = backend.plan(asked.bucketed())
             kernels = backend.tiled_kernels(plan, asked, shape((128, 128), rows), False)
             assert kernels[0].role == "forward"

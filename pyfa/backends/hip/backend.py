@@ -66,7 +66,8 @@ class HipBackend:
     def plan(self, problem: Problem) -> Plan:
         if decode.takes(problem):
             return decode.plan(self.NAME, problem)
-        return forward.plan(self.NAME, problem)
+        plan = forward.plan(self.NAME, problem)
+        return replace(plan, notes=(*plan.notes, *backward.notes_of(problem)))
 
     def tiled_kernels(
         self, plan: Plan, problem: Problem, shape: Shape, compiled: bool

@@ -1,6 +1,7 @@
-"""Backward: delta of every row, then one kernel twice, owning keys (dK, dV) and owning rows (dQ).
+"""Backward: delta of every row, then the gradients, in one pass over the scores or in two.
 
-No atomics: the same bits on every run, for two more matrix products a tile than one pass needs.
+One pass makes five matrix products a tile and adds dQ up in float32 by atomics, in any order. Two
+passes, owning keys (dK, dV) and owning rows (dQ), make seven, and the same bits on every run.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from ..common import backward as common
 from ..common import calls
 from ..common.backward import Kernel, Kernels, is_general, is_general_problem
 from ..common.launch import Launcher
-from . import plans
+from ..common.program import like
 
 SUM_ROWS = 16  # rows of a workgroup of row_sums.hip
 KERNEL = "hip/attn_bwd.hip"
+ONE_PASS = "hip/attn_bwd_onepass.hip"
+CONVERT_ROWS = 64  # rows of a workgroup of dq_convert.hip
 KEYS, ROWS = 0, 1
 THREADS = 256
 WAVES = THREADS // 64
@@ -44,20 +47,74 @@ TILES: dict[tuple[int, int], tuple[Columns, Columns, Columns, Columns]] = {
 }
 
 
+# One pass over plain scores, by head dims: 16s of keys that a wavefront owns, in registers with
+# their gradients (7 head_dim / 8 registers for each). Which leaves room for what a step needs, by
+# the figures in kernels/README.md.
+ONE_PASS_TILES: dict[tuple[int, int], int] = {
+    (64, 64): 4,
+    (96, 96): 4,
+    (128, 128): 3,
+}
+
+
+def _why_two_passes(pair: tuple[int, int], general: bool, deterministic: bool) -> str | None:
+    """Why backward takes two passes over the scores; None where it takes one."""
+    if deterministic:
+        return "deterministic: atomics would add dQ in any order"
+    if general:
+        return "the one-pass kernel has no score terms, sinks or dropout"
+    if pair not in ONE_PASS_TILES:
+        return "wider than 128, the one-pass kernel's tiles do not fit 64 KB of LDS"
+    return None
+
+
+def notes_of(problem: Problem) -> list[str]:
+    """What ``explain`` adds to the plan of a problem with a backward."""
+    if "backward" not in problem.features:
+        return []
+    pair = calls.bucket_of(TILES, problem.head_dim, problem.head_dim_v)
+    deterministic = "deterministic" in problem.features
+    why = _why_two_passes(pair, is_general_problem(problem), deterministic)
+    if why is None:
+        return ["backward in one pass: five products a tile, dQ added in float32 by atomics"]
+    return [f"backward in two passes, seven products a tile: {why}"]
+
+
 def plans_of(
-    backend: str, pair: tuple[int, int], dtype: int, general: bool
+    backend: str, pair: tuple[int, int], dtype: int, general: bool, deterministic: bool
 ) -> tuple[Plan, Plan, Plan]:
-    """row_sums, and attn_bwd owning keys and owning rows."""
-    sums = plans.plan_of(backend, "row_sums", dtype)
-    keys, rows = (_plan(backend, pair, dtype, owner, int(general)) for owner in (KEYS, ROWS))
-    return sums, keys, rows
+    """row_sums, then the two kernels that follow.
+
+    In one pass that is attn_bwd_onepass, and dq_convert behind it; in two attn_bwd twice, owning
+    keys and owning rows.
+    """
+    if _why_two_passes(pair, general, deterministic):
+        sums = _of_rows(backend, "row_sums", dtype, 0)
+        keys, rows = (_plan(backend, pair, dtype, owner, int(general)) for owner in (KEYS, ROWS))
+        return sums, keys, rows
+    constants = {
+        "DTYPE": dtype,
+        "HEAD_DIM": pair[0],
+        "HEAD_DIM_V": pair[1],
+        "TILES": ONE_PASS_TILES[pair],
+    }
+    return (
+        _of_rows(backend, "row_sums", dtype, pair[0]),
+        Plan(backend, ONE_PASS, tuple(constants.items())),
+        _of_rows(backend, "dq_convert", dtype, pair[0]),
+    )
+
+
+def _of_rows(backend: str, kernel: str, dtype: int, head_dim: int) -> Plan:
+    return Plan(backend, f"hip/{kernel}.hip", (("DTYPE", dtype), ("HEAD_DIM", head_dim)))
 
 
 def plans_for(problem: Problem) -> tuple[Plan, Plan, Plan]:
     """The kernels of a problem's backward."""
     pair = calls.bucket_of(TILES, problem.head_dim, problem.head_dim_v)
     dtype = calls.DTYPE_CODES[problem.dtype]
-    return plans_of("hip", pair, dtype, is_general_problem(problem))
+    deterministic = "deterministic" in problem.features
+    return plans_of("hip", pair, dtype, is_general_problem(problem), deterministic)
 
 
 def _plan(backend: str, pair: tuple[int, int], dtype: int, owner: int, general: int) -> Plan:
@@ -80,7 +137,8 @@ def all_plans(backend: str) -> list[Plan]:
         for pair in TILES
         for dtype in calls.DTYPE_CODES.values()
         for general in (False, True)
-        for plan in plans_of(backend, pair, dtype, general)
+        for deterministic in (False, True)
+        for plan in plans_of(backend, pair, dtype, general, deterministic)
     ]
     return list(dict.fromkeys(found))
 
@@ -95,21 +153,41 @@ def bind(
 ) -> RunBackward:
     """``Backend.bind_backward``."""
     pair = calls.bucket_of(TILES, call.q.shape[-1], call.v.shape[-1])
-    sums, keys, rows = plans_of("hip", pair, calls.dtype_code(call.q), is_general(call))
+    dtype = calls.dtype_code(call.q)
+    chain = plans_of("hip", pair, dtype, is_general(call), call.deterministic)
 
     def kernels_of(call: Call) -> Kernels:
-        heads, heads_k = call.q.shape[-2], call.k.shape[-2]
-        return Kernels(
-            [
-                Kernel(sums, -(-call.max_seqlen_q // SUM_ROWS) * heads, THREADS),
-                Kernel(keys, -(-call.max_seqlen_k // _owned(keys)) * heads_k, THREADS),
-                Kernel(rows, -(-call.max_seqlen_q // _owned(rows)) * heads, THREADS),
-            ]
-        )
+        kernels = []
+        for kernel in chain:
+            rows, keys = owned(kernel)
+            if rows:
+                blocks = -(-call.max_seqlen_q // rows) * call.q.shape[-2]
+            else:
+                blocks = -(-call.max_seqlen_k // keys) * call.k.shape[-2]
+            kernels.append(Kernel(kernel, blocks, THREADS))
+        if chain[1].kernel != ONE_PASS:
+            return Kernels(kernels)
+        # row_sums begins it with 0.
+        return Kernels(kernels, {"dq_accum": like((sums_of(call) * pair[0],), torch.float32)})
 
     return common.bind(launch, call, out, lse, dout, dlse, kernels_of)
 
 
-def _owned(plan: Plan) -> int:
-    """Keys or rows of a workgroup."""
-    return WAVES * 32 * int(dict(plan.constants)["COLUMNS"])
+def sums_of(call: Call) -> int:
+    """Rows of all heads that dQ's float32 sums have: each sequence begins at a tile of its own."""
+    if call.cu_seqlens_q is not None:
+        tiles = call.q.shape[0] // SUM_ROWS + call.batch
+    else:
+        tiles = -(-call.max_seqlen_q // SUM_ROWS) * call.batch
+    return tiles * SUM_ROWS * call.q.shape[-2]
+
+
+def owned(plan: Plan) -> tuple[int, int]:
+    """Rows and keys of a workgroup, one of them 0."""
+    constants = {name: int(value) for name, value in plan.constants}
+    if plan.kernel == ONE_PASS:
+        return 0, WAVES * 16 * constants["TILES"]
+    if plan.kernel == KERNEL:
+        columns = WAVES * 32 * constants["COLUMNS"]
+        return (0, columns) if constants["OWNS"] == KEYS else (columns, 0)
+    return (CONVERT_ROWS if plan.kernel.endswith("dq_convert.hip") else SUM_ROWS), 0

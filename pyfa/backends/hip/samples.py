@@ -104,13 +104,15 @@ def _decode(plan: Plan) -> Sample:
 
 def _backward(plan: Plan) -> Sample:
     constants = _constants(plan)
-    owned, streamed = 32 * constants["COLUMNS"], 32
-    owns_keys, general = constants["OWNS"] == backward.KEYS, bool(constants["GENERAL"])
+    rows, keys = backward.owned(plan)
+    all_owned = rows or keys
+    one_pass = plan.kernel == backward.ONE_PASS
+    owned, streamed = all_owned // backward.WAVES, backward.SUM_ROWS if one_pass else 32
+    general = bool(constants.get("GENERAL"))
 
     def run(launch: Launcher, length: int) -> None:
-        all_owned = backward.WAVES * owned
-        sizes = (length, all_owned) if owns_keys else (all_owned, length)
-        call = _call(constants, *sizes)._replace(softcap=30.0 if general else 0.0)
+        call = _call(constants, *((length, keys) if keys else (rows, length)))
+        call = call._replace(softcap=30.0 if general else 0.0, deterministic=not one_pass)
         out = torch.zeros(call.out_shape(), dtype=call.q.dtype)
         lse = torch.zeros(call.lse_shape())
         dout = torch.zeros_like(out)
@@ -118,7 +120,9 @@ def _backward(plan: Plan) -> Sample:
         run(dout, None, out, lse, *tensors_of(call))
 
     short, long = 8 * streamed, 16 * streamed
-    kind = ("dK, dV" if owns_keys else "dQ") + (" softcap" if general else "")
+    kind = ("one pass" if one_pass else "dK, dV" if keys else "dQ") + (
+        " softcap" if general else ""
+    )
     tiles = (long - short) // streamed * backward.WAVES
     return Sample(f"{_title(constants)} {kind}", run, short, long, owned, streamed, tiles)
 
@@ -127,6 +131,7 @@ SAMPLES: Mapping[str, Callable[[Plan], Sample]] = {
     forward.KERNEL: _forward,
     decode.KERNEL: _decode,
     backward.KERNEL: _backward,
+    backward.ONE_PASS: _backward,
 }
 
 

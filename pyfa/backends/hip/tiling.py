@@ -8,6 +8,7 @@ from ...plan import Plan
 from ...problem import Problem
 from ...traffic import Shape, TiledKernel, Tiling
 from ..common import calls
+from ..common.backward import is_general_problem
 from ..common.decode import GROUP
 from . import backward, code, decode, forward, plans
 
@@ -29,10 +30,11 @@ def pairs_of(plan: Plan, problem: Problem, shape: Shape) -> list[tuple[TiledKern
     made = [(make(plan, problem, shape), plan)]
     if "backward" in problem.features:
         pair = calls.bucket_of(backward.TILES, problem.head_dim, problem.head_dim_v)
-        general = bool(problem.features & {"softcap", "alibi", "bias", "sinks", "dropout"})
         dtype = calls.DTYPE_CODES[problem.dtype]
-        _, *both = backward.plans_of(plan.backend, pair, dtype, general)
-        made += [(_backward(one, pair), one) for one in both]
+        general, deterministic = is_general_problem(problem), "deterministic" in problem.features
+        chain = backward.plans_of(plan.backend, pair, dtype, general, deterministic)
+        made += [(_one_pass(one, pair), one) for one in chain if one.kernel == backward.ONE_PASS]
+        made += [(_backward(one, pair), one) for one in chain if one.kernel == backward.KERNEL]
     return made
 
 
@@ -99,3 +101,26 @@ def _backward(plan: Plan, pair: tuple[int, int]) -> TiledKernel:
         whole_tiles=True,
         ahead=1,
     )
+
+
+def _one_pass(plan: Plan, pair: tuple[int, int]) -> TiledKernel:
+    rows, (_, keys) = backward.SUM_ROWS, backward.owned(plan)
+    units, units_v = (_skewed_bytes(-(-dim // 64) * 2) for dim in pair)
+    blocks = keys // 32
+    return TiledKernel(
+        "gradients",
+        Tiling(rows, keys),
+        pair,
+        backward.THREADS,
+        {
+            "Q and dO, rows, and states, two steps": 2 * (units + units_v + 2 * rows * 4),
+            "Q and dO, columns, three steps": 3 * sum(pair) * rows * 2,
+            "dS, two steps": 2 * _skewed_bytes(blocks if blocks % 4 else blocks + 2),
+        },
+        whole_tiles=True,
+    )
+
+
+def _skewed_bytes(length: int) -> int:
+    """Of a tile of 16 rows of 4 * ``length`` units (kernels/hip/bwd_step.h)."""
+    return (16 * (4 * length + 1) + 3 * (2 * length % 8)) * 16

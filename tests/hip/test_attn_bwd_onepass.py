@@ -1,0 +1,284 @@
+"""One-pass backward in HIP, run in the emulator: right as it is, caught when it is broken."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from planted import faults_found
+from test_traffic import Counting
+
+from pyfa import codeobject
+from pyfa.backends.common.program import Step
+from pyfa.backends.hip import backward, code
+from pyfa.backends.hip.launcher import Launcher
+from pyfa.backends.hip.tiling import kernels_of
+from pyfa.conformance.cases import Case
+from pyfa.device import DEVICES
+from pyfa.dispatch import prepare
+from pyfa.problem import Call, Problem, tensors_of
+from pyfa.traffic import Shape
+from pyfa.traffic.requested import requested_of
+
+# Between them: rows and keys past the edges of steps, of wavefronts and of workgroups, groups of
+# heads, masks, gradients of the LSE, every way that rows and keys can lie, every tile.
+CASES = {
+    "plain": Case(
+        lengths_q=(70,), lengths_k=(270,), heads_q=4, head_dim=128, head_dim_v=128, backward=True
+    ),
+    "causal": Case(
+        dtype="float16", lengths_q=(161,), lengths_k=(145,), causal=True, backward=True,
+        head_dim=96, head_dim_v=96,
+    ),
+    "window": Case(lengths_q=(140,), lengths_k=(260,), window=(70, 20), backward=True),
+    "window 128": Case(
+        lengths_q=(140,), lengths_k=(260,), window=(70, 20), dlse="both", head_dim=128,
+        head_dim_v=128, backward=True,
+    ),
+    "varlen": Case(
+        kind="varlen", lengths_q=(70, 0, 133), lengths_k=(70, 5, 39), used_q=True, used_k=True,
+        slack=3, head_dim=80, head_dim_v=72, heads_q=3, heads_k=1, layout="strided",
+        backward=True,
+    ),
+    "float16": Case(
+        dtype="float16", lengths_q=(50,), lengths_k=(33,), head_dim=128, head_dim_v=120,
+        backward=True,
+    ),
+    "nothing": Case(lengths_q=(0,), lengths_k=(40,), backward=True),
+    "offset": Case(lengths_q=(70,), lengths_k=(33,), recipe="offset", backward=True),
+}  # fmt: skip
+
+# Each: the case that shows it, the exact snippet, what it becomes.
+FAULTS = {
+    "an addition lost": (
+        "plain",
+        "i < 4 * kShares; ++i)\n      if (comes(",
+        "i < 4 * kShares - 1; ++i)\n      if (comes(",
+    ),
+    "additions of the last step lost": (
+        "plain",
+        "i < 4 * kShares; ++i) add(at, walk, scored.dq, i);",
+        "i < 0; ++i) add(at, walk, scored.dq, i);",
+    ),
+    "additions before there is a dQ": (
+        "plain", "walk.sums_bytes = 0;", "walk.sums_bytes = kSumRows * HEAD_DIM * 4;",
+    ),
+    "additions a step further": ("plain", "    walk.sums -= walk.sums_step;\n", ""),
+    "additions to the first head": (
+        "plain", "if (++added_head < group_end) seek_sums(c);", "++added_head;",
+    ),
+    "barrier of a turn dropped": ("plain", "if (m == kProducts - 2) barrier();", ""),
+    "barrier before the loop dropped": (
+        "plain", "lds.turn_rows();\n    barrier();", "lds.turn_rows();",
+    ),
+    "barrier behind the first loads dropped": (
+        "plain", "    barrier();\n    Places at;", "    Places at;",
+    ),
+    "mask off by one": (
+        "window", "min(seen.high - first, kStepRows)", "min(seen.high + 1 - first, kStepRows)",
+    ),
+    "mask of the first step forgotten": (
+        "causal",
+        "unsigned seen = seen_bits(c, c.own(n), first);\n    for",
+        "unsigned seen = ~0u;\n    for",
+    ),
+    "cut steps misjudged": ("window", "(walk.row - c.mine.all_low) | ", ""),
+    "steps at the end skipped": (
+        "plain", "block.high - start + kStepRows - 1", "block.high - start",
+    ),
+    "columns without their swizzle on one side": (
+        "plain", "columns = (part * 16 + (row ^ (row >> 3 & 1)))", "columns = (part * 16 + row)",
+    ),
+    "rows of a neighbour": (
+        "plain", "rows_q = RowsQ::Tile::place(row, part, 0);",
+        "rows_q = RowsQ::Tile::place(row ^ 1, part, 0);",
+    ),
+    "fours of rows not shifted on one side": (
+        "window", "swap = Swap::Tile::place(row, part, 0);",
+        "swap = Swap::Tile::place(row, part, 0) - row / 4 * Swap::Tile::kShift;",
+    ),
+    "dS of a neighbouring key": ("plain", "+ row % 4 * 4;", "+ (row % 4 ^ 1) * 4;"),
+    "dS of a neighbouring row": (
+        "plain",
+        "*(LdsHalves)to = (unsigned short)two;",
+        "*(LdsHalves)to = (unsigned short)(two >> 16);",
+    ),
+    "odd tiles of two wavefronts in one place": (
+        "plain", " + Swap::half(wave_index(), TILES - 1) * 2;", ";",
+    ),
+    "K's elements of the other product": (
+        "plain", "+ t) % 2 ? 0x07060302 : 0x05040100;", "+ t) % 2 ? 0x05040100 : 0x07060302;",
+    ),
+    "high halves for low ones": (
+        "plain", "half ? 0x07060302 : 0x05040100", "half ? 0x05040100 : 0x07060302",
+    ),
+    "columns overwritten while they are read": (
+        "plain",
+        "columns_after = all_columns - columns - columns_next;",
+        "columns_after = columns;",
+    ),
+    "dS overwritten while it is read": (
+        "plain", "swap_next = all_swaps - swap;", "swap_next = swap;",
+    ),
+    "rows beyond the end read": (
+        "varlen", "step_bytes(rows, piece[n].row_bytes", "step_bytes(kStepRows, piece[n].row_bytes",
+    ),
+    "columns beyond the width read": ("varlen", "+ (beyond << 29)", ""),
+    "heads of a group forgotten": ("plain", "n = group * steps;", "n = steps;"),
+    "states of the last head": (
+        "plain", "states_of(p, s, fed_head)", "states_of(p, s, group_end - 1)",
+    ),
+    "delta forgotten": (
+        "offset",
+        "v.minus_delta = read_four(lds.rows + at.state + kStepRows * 4);",
+        "v.minus_delta = Acc{0};",
+    ),
+    "scale forgotten": ("plain", "grad.k, q.scale);", "grad.k, 1.0f);"),
+    "more stored than owned": (
+        "varlen",
+        "auto to = step_buffer(m, first, c.s.keys - first);",
+        "auto to = step_buffer(m, first, kStepRows);",
+    ),
+}  # fmt: skip
+
+# Of the kernels around it.
+OTHER_FAULTS = {
+    "dQ without its scale": ("dq_convert", "two[0] * p.scale", "two[0]"),
+    "elements of a neighbour": ("dq_convert", "two[4 * kLanes]", "two[kLanes]"),
+    "rows that are not there": ("dq_convert", "if (row >= s.rows) return;", ""),
+    "sums that do not begin with 0": ("row_sums", "sums[i] = Quad{0, 0, 0, 0};", ";"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sound(case):
+    assert not faults_found([CASES[case]])
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_is_caught(fault, plant):
+    case, snippet, other = FAULTS[fault]
+    plant(backward.ONE_PASS, snippet, other)
+    assert faults_found([CASES[case]])
+
+
+@pytest.mark.parametrize("fault", OTHER_FAULTS)
+def test_fault_around_it_is_caught(fault, plant):
+    kernel, snippet, other = OTHER_FAULTS[fault]
+    plant(f"hip/{kernel}.hip", snippet, other)
+    assert faults_found([CASES["varlen"]])
+
+
+@pytest.mark.parametrize("pair", backward.ONE_PASS_TILES, ids=lambda pair: f"{pair[0]}")
+@pytest.mark.parametrize("dtype", [0, 1], ids=["float16", "bfloat16"])
+def test_resources(pair, dtype):
+    """No spill, no scratch, LDS for a workgroup on a compute unit."""
+    plan = backward.plans_of("hip", pair, dtype, False, False)[1]
+    kernel = codeobject.parse(code.load(plan, "gfx942").data).kernel("attn_bwd_onepass")
+    assert (kernel.vgpr_spills, kernel.sgpr_spills, kernel.scratch_bytes) == (0, 0, 0)
+    assert kernel.vgprs <= 512
+    assert kernel.lds_bytes <= 65536
+
+
+def problem(*features: str, head_dim: int = 128) -> Problem:
+    return Problem(
+        1, 512, 512, 2, 2, head_dim, head_dim, "bfloat16", frozenset({"backward", *features}),
+        DEVICES["MI300X"], False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("asked", "kernel", "why"),
+    [
+        (problem(), backward.ONE_PASS, "in one pass"),
+        (problem("deterministic"), backward.KERNEL, "deterministic"),
+        (problem("softcap"), backward.KERNEL, "score terms"),
+        (problem(head_dim=256), backward.KERNEL, "64 KB"),
+    ],
+    ids=["plain", "deterministic", "softcap", "256"],
+)
+def test_which_one_runs_is_said(asked: Problem, kernel: str, why: str) -> None:
+    from pyfa.backends import BACKENDS
+
+    (note,) = [x for x in BACKENDS["hip"].plan(asked).notes if "backward" in x]
+    assert why in note
+    pair = (asked.head_dim, asked.head_dim_v)
+    general = "softcap" in asked.features
+    chain = backward.plans_of("hip", pair, 1, general, "deterministic" in asked.features)
+    assert chain[1].kernel == kernel
+
+
+class CountingEach(Counting):
+    """Keeps the stores of each kernel, by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stored: dict[str, int] = {}
+
+    def run(self, step: Step, *rest) -> None:
+        before = self.stores
+        super().run(step, *rest)
+        self.stored[step.plan.kernel] = self.stores - before
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(1, 64, 400, 1, 1, 128, 128),
+        Shape(2, 48, 200, 4, 2, 64, 64),
+        Shape(1, 320, 320, 2, 1, 128, 128, window_right=0),
+        Shape(1, 320, 320, 1, 1, 96, 96, window_left=50, window_right=10),
+    ],
+    ids=["whole", "groups", "causal", "window"],
+)
+def test_the_emulator_counts_what_was_computed(shape: Shape) -> None:
+    """Bytes that are added to dQ, and those of dK and dV, to the byte; so is the workspace."""
+
+    def zeros(length: int, heads: int) -> torch.Tensor:
+        return torch.zeros(shape.batch, length, heads, shape.head_dim, dtype=torch.bfloat16)
+
+    q, k, out = (
+        zeros(shape.seqlen_q, shape.heads_q), zeros(shape.seqlen_k, shape.heads_k),
+        zeros(shape.seqlen_q, shape.heads_q),
+    )  # fmt: skip
+    call = Call(
+        q, k, k.clone(), max_seqlen_q=shape.seqlen_q, max_seqlen_k=shape.seqlen_k,
+        window_left=shape.window_left, window_right=shape.window_right,
+    )  # fmt: skip
+    runtime, lse, dout = CountingEach(), torch.zeros(call.lse_shape()), torch.zeros_like(out)
+    run = backward.bind(Launcher(runtime), call, out, lse, dout, None)
+    run(dout, None, out, lse, *tensors_of(call))
+    asked = Problem(
+        shape.batch, shape.seqlen_q, shape.seqlen_k, shape.heads_q, shape.heads_k, shape.head_dim,
+        shape.head_dim_v, "bfloat16", frozenset({"backward"}), DEVICES["MI300X"], False,
+    )  # fmt: skip
+    from pyfa.backends import BACKENDS
+
+    plan = BACKENDS["hip"].plan(asked)
+    (kernel,) = [x for x in kernels_of(plan, asked, shape, False) if x.role == "gradients"]
+    _, writes = requested_of(shape, kernel)
+    assert runtime.stored[backward.ONE_PASS] == sum(writes.values())
+    sums = backward.sums_of(call) * shape.head_dim * 4
+    states = 2 * 4 * shape.lines * shape.seqlen_q
+    assert runtime.stored["hip/row_sums.hip"] == sums + states
+    assert runtime.stored["hip/dq_convert.hip"] == q.numel() * 2
+
+
+def test_packed_rows_begin_at_a_tile_of_their_own() -> None:
+    """The same gradients whatever lies before a sequence, but for the order of additions."""
+    q, k, dout = torch.randn(3, 120, 1, 64).to(torch.bfloat16).unbind()
+    rows = torch.tensor([0, 37, 120], dtype=torch.int32)
+    call = Call(
+        q, k, k, max_seqlen_q=83, max_seqlen_k=83, scale=0.125, cu_seqlens_q=rows, cu_seqlens_k=rows
+    )
+    assert backward.sums_of(call) == (120 // 16 + 2) * 16
+    prepared = prepare(call, "emulator", True, False)
+    out, lse = prepared.forward(call)
+    packed = prepared.backward(call, out, lse, dout, None, False)
+    alone = Call(
+        q[None, 37:], k[None, 37:], k[None, 37:], max_seqlen_q=83, max_seqlen_k=83, scale=0.125
+    )
+    other = prepare(alone, "emulator", True, False)
+    out, lse = other.forward(alone)
+    single = other.backward(alone, out, lse, dout[None, 37:], None, False)
+    assert torch.equal(packed.dq[37:], single.dq[0])
+    assert torch.equal(packed.dk[37:], single.dk[0])
