@@ -11,6 +11,7 @@ that it does not, the plainest case that needs it: that one must be refused.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -213,6 +214,13 @@ def _quick() -> Iterator[Case]:
                 dtype = _HALF[(index + causal) % 2]
                 heads = {"head_dim": dim, "heads_q": 4, "heads_k": (2, 4)[index % 2]}
                 yield _dense(rows, keys, dtype=dtype, causal=causal, **heads)
+    # Training likewise, by the kernels that add in any order and by those that do not.
+    for index, (dim, deterministic, dtype) in enumerate(
+        itertools.product((64, 128), (False, True), _HALF)
+    ):
+        fields = {"head_dim": dim, "heads_q": 4, "deterministic": deterministic, "dtype": dtype}
+        causal = (index + index // 2) % 2 == 0
+        yield _dense(129, 257, batch=1, backward=True, causal=causal, **fields)
     for index, recipe in enumerate(_VALUES):
         yield _dense(65, 513, dtype=_HALF[index % 2], backward=True, recipe=recipe, softcap=50.0)
         yield _dense(64, 64, dtype=_DTYPES[-index % 3], backward=True, recipe=recipe)
