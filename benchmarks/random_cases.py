@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from pyfa import device, dispatch
-from pyfa.backends.common.backward import is_general_problem
 from pyfa.backends.common.calls import DTYPE_CODES
 from pyfa.backends.cuda import backward, forward_sm90
+from pyfa.backends.native.backward import is_general_problem
 from pyfa.conformance.cases import Case, pick
 from pyfa.conformance.inputs import Inputs, Placed, integers
 from pyfa.problem import Call, is_aligned, problem_of

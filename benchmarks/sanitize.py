@@ -44,8 +44,8 @@ import machine
 
 from pyfa import device
 from pyfa.backends import BACKENDS
-from pyfa.backends.common.backward import is_general_problem
 from pyfa.backends.cuda import backward, code, forward_sm90
+from pyfa.backends.native.backward import is_general_problem
 from pyfa.conformance import grid, runner
 from pyfa.conformance.cases import Case, dense, packed
 from pyfa.conformance.report import PASSED, REFUSED

@@ -23,8 +23,8 @@ ORDER = (
     "compat", "integrations", "distributed", "conformance", "bench", "cli", "__main__",
 )  # fmt: skip
 BACKENDS = ("hip", "cuda", "triton", "torch")
-# What every backend may import.
-SHARED = ("base", "common")
+# What every backend may import; native, only hip and cuda do.
+SHARED = ("base", "common", "native")
 DRIVERS = ("hip", "cuda", "rocm")
 
 

@@ -109,8 +109,8 @@ def _build(arch: str, every: bool) -> list[dict[str, Any]]:
 
 def _row(arch: str, plan: Plan) -> dict[str, Any]:
     from .. import codeobject
-    from ..backends.common.plans import name_of
     from ..backends.hip import code, runtime_hazards
+    from ..backends.native.plans import name_of
 
     data = code.build(plan, arch)
     faults = runtime_hazards.faults(data)
@@ -209,7 +209,7 @@ def _write_manifest(objects: dict[str, dict[str, Any]]) -> None:
 
 def _is_common(case: Case) -> bool:
     """Whether the common plans are all that ``case`` needs."""
-    from ..backends.common.plans import COMMON_HEAD_DIMS
+    from ..backends.native.plans import COMMON_HEAD_DIMS
 
     return (
         case.head_dim == case.head_dim_v in COMMON_HEAD_DIMS

@@ -51,8 +51,8 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Status 0; nothing here is a check."""
     from ..backends import BACKENDS
-    from ..backends.common.plans import name_of
     from ..backends.hip import plans, samples
+    from ..backends.native.plans import name_of
 
     why_not = BACKENDS["emulator"].why_unavailable()
     if why_not:

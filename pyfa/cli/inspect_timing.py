@@ -53,8 +53,8 @@ def problem_of(options: argparse.Namespace) -> argparse.Namespace | None:
 def plans_of(options: argparse.Namespace, kernel: str) -> tuple[list[Plan], list[Answer]]:
     """The plans called ``kernel`` that take a problem on an MI300X, and what it would take
     there."""
-    from ..backends.common.plans import name_of
     from ..backends.hip import runtime_timing, tiling
+    from ..backends.native.plans import name_of
     from .plan import modelled
 
     whole = argparse.Namespace(**vars(options), device=DEVICE, backend="hip", compile=False)

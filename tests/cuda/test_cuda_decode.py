@@ -16,8 +16,9 @@ import torch
 
 import pyfa
 from pyfa import abi
-from pyfa.backends.common import combine, libcuda
+from pyfa.backends.common import libcuda
 from pyfa.backends.cuda import code, decode, plans, runtime_compiler
+from pyfa.backends.native import combine
 from pyfa.plan import Plan
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

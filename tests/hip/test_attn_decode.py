@@ -7,10 +7,10 @@ import torch
 from planted import faults_found
 
 from pyfa import api, codeobject, device, emulator
-from pyfa.backends.common.decode import GROUP, takes
 from pyfa.backends.hip import code, decode
 from pyfa.backends.hip.launcher import Launcher
 from pyfa.backends.hip.runtime_emulator import EmulatorRuntime
+from pyfa.backends.native.decode import GROUP, takes
 from pyfa.conformance import cases
 from pyfa.problem import Call, Problem, tensors_of
 

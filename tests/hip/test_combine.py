@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from pyfa import codeobject
-from pyfa.backends.common import combine
 from pyfa.backends.common.program import Program, run_of
 from pyfa.backends.hip import code, plans
 from pyfa.backends.hip.launcher import Launcher
 from pyfa.backends.hip.runtime_emulator import EmulatorRuntime
+from pyfa.backends.native import combine
 from pyfa.emulator import EmulatorError
 from pyfa.problem import Call
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pyfa.backends.common import calls
-from pyfa.backends.common.launch import Launcher
 from pyfa.backends.hip import backward, code, decode, forward, samples
+from pyfa.backends.native.launch import Launcher
 from pyfa.cli.inspect import emulate, inspect
 from pyfa.emulator import native
 from pyfa.plan import Plan

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from pyfa.backends.common import calls, combine
+from pyfa.backends.common import calls
 from pyfa.backends.common.program import Step
 from pyfa.backends.hip import code, forward
 from pyfa.backends.hip.launcher import Launcher
 from pyfa.backends.hip.runtime_emulator import EmulatorRuntime
+from pyfa.backends.native import combine
 from pyfa.emulator import native
 from pyfa.plan import Plan
 from pyfa.problem import Call, tensors_of

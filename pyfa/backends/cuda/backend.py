@@ -12,10 +12,10 @@ from ...plan import Plan
 from ...problem import Append, Call, Problem
 from ...traffic import Shape, TiledKernel
 from ..base import Run, RunBackward, missing
-from ..common import append as common_append
-from ..common import backward as common_backward
 from ..common import calls, libcuda
-from ..common.decode import are_few
+from ..native import append as common_append
+from ..native import backward as common_backward
+from ..native.decode import are_few
 from . import backward, decode, forward, forward_sm90_fp8, plans, runtime_compiler, tiling
 from .launcher import Launcher
 

@@ -14,11 +14,11 @@ import torch
 from ...plan import Plan
 from ...problem import Call, Problem
 from ..base import RunBackward
-from ..common import backward as common
 from ..common import calls
-from ..common.backward import Kernel, Kernels, is_general, is_general_problem
-from ..common.launch import Launcher
 from ..common.program import like
+from ..native import backward as common
+from ..native.backward import Kernel, Kernels, is_general, is_general_problem
+from ..native.launch import Launcher
 from . import backward_sm90, forward_sm90, plans
 
 KERNEL = "cuda/sm80/attn_bwd.cu"

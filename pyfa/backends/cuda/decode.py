@@ -1,4 +1,4 @@
-"""Decode: tiles, the number of parts, and the launch. What it takes: ``common/decode.py``."""
+"""Decode: tiles, the number of parts, and the launch. What it takes: ``native/decode.py``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import NamedTuple
 from ...plan import Plan
 from ...problem import Append, Call, Problem
 from ..base import Run
-from ..common import attend, calls
-from ..common import decode as common
-from ..common.decode import GROUP, forced_parts, keys_seen, lines
-from ..common.launch import Launcher
+from ..common import calls
+from ..native import attend
+from ..native import decode as common
+from ..native.decode import GROUP, forced_parts, keys_seen, lines
+from ..native.launch import Launcher
 from . import forward_sm90_fp8, plans
 
 FEATURES = common.FEATURES | {"fp8"}

@@ -11,9 +11,10 @@ from ...plan import Plan
 from ...problem import FEATURES as FEATURE_NAMES
 from ...problem import Append, Call, Problem
 from ..base import Run
-from ..common import attend, calls
+from ..common import calls
 from ..common.calls import DROPOUT, GENERAL, PLAIN
-from ..common.launch import Launcher
+from ..native import attend
+from ..native.launch import Launcher
 from . import forward_sm90, forward_sm90_fp8, plans
 
 KERNEL = "cuda/sm80/attn_fwd.cu"

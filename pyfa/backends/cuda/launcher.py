@@ -14,8 +14,8 @@ from ...device import Device
 from ...plan import Plan
 from ..common import arguments, libcuda
 from ..common.arguments import TensorMap
-from ..common.plans import name_of
 from ..common.program import Launch, Program
+from ..native.plans import name_of
 from . import code, counters, plans, tensor_maps
 
 _COUNTER = abi.NAMES.index("counter")  # only pointers come before

@@ -6,8 +6,8 @@ from ... import env
 from ...arch import ARCHS, Arch
 from ...plan import Plan
 from ...problem import Problem
-from ..common import plans as common
 from ..common.calls import DTYPE_CODES
+from ..native import plans as common
 
 # Archs with a row of tiles. Another one takes those of the nearest below it of its major version,
 # and code is compiled for itself.

@@ -12,9 +12,9 @@ from ...plan import Plan
 from ...problem import Append, Call, Problem
 from ...traffic import Shape, TiledKernel
 from ..base import Run, RunBackward, missing
-from ..common import append as common_append
-from ..common import backward as common_backward
 from ..common import calls
+from ..native import append as common_append
+from ..native import backward as common_backward
 from . import backward, code, decode, forward, plans, tiling
 from .launcher import Launcher, Runtime
 

@@ -11,7 +11,7 @@ from ... import bundle, codeobject, sources
 from ...errors import CodeObjectError, CompileError
 from ...plan import Plan
 from ..base import MachineReason
-from ..common.plans import name_of
+from ..native.plans import name_of
 from . import compiler, plans
 
 # -fno-math-errno and the contraction of a·b + c are what these kernels are written for; nothing

@@ -1,4 +1,4 @@
-"""Decode: what it takes beyond ``common/decode.py``, tiles, the number of parts, the launch."""
+"""Decode: what it takes beyond ``native/decode.py``, tiles, the number of parts, the launch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import NamedTuple
 from ...plan import Plan
 from ...problem import Append, Call, Problem
 from ..base import Run
-from ..common import attend, calls
-from ..common import decode as common
-from ..common.decode import GROUP, forced_parts, keys_seen, lines
-from ..common.launch import Launcher
-from ..common.plans import notes_of
+from ..common import calls
+from ..native import attend
+from ..native import decode as common
+from ..native.decode import GROUP, forced_parts, keys_seen, lines
+from ..native.launch import Launcher
+from ..native.plans import notes_of
 from .forward import FLOAT8_CODE
 
 FEATURES = common.FEATURES | {"fp8"}

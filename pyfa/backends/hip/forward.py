@@ -10,10 +10,11 @@ from ...plan import Plan
 from ...problem import FEATURES as FEATURE_NAMES
 from ...problem import Append, Call, Problem
 from ..base import Run
-from ..common import attend, calls
+from ..common import calls
 from ..common.calls import DROPOUT, GENERAL, PLAIN, score_class
-from ..common.launch import Launcher
-from ..common.plans import notes_of
+from ..native import attend
+from ..native.launch import Launcher
+from ..native.plans import notes_of
 
 KERNEL = "hip/attn_fwd.hip"
 FEATURES = frozenset(FEATURE_NAMES) - {"bias_grad", "backward", "dlse", "deterministic"}

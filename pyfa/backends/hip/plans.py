@@ -9,7 +9,7 @@ from ...device import DEVICES, Device
 from ...plan import Plan
 from ...problem import Problem
 from ..common.calls import DTYPE_CODES
-from ..common.plans import is_common
+from ..native.plans import is_common
 
 ARCHS = ("gfx942",)
 LDS_BYTES = 65536

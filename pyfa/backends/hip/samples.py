@@ -16,8 +16,8 @@ from ...plan import Plan
 from ...problem import Call, tensors_of
 from ..common import calls
 from ..common.calls import DROPOUT, GENERAL
-from ..common.decode import GROUP
-from ..common.launch import Launcher
+from ..native.decode import GROUP
+from ..native.launch import Launcher
 from . import backward, decode, forward
 
 LANES = forward.LANES

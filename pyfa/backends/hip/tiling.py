@@ -8,8 +8,8 @@ from ...plan import Plan
 from ...problem import Problem
 from ...traffic import Shape, TiledKernel, Tiling
 from ..common import calls
-from ..common.backward import is_general_problem
-from ..common.decode import GROUP
+from ..native.backward import is_general_problem
+from ..native.decode import GROUP
 from . import backward, code, decode, forward, plans
 
 _TILE = 32  # rows of a tile that backward streams

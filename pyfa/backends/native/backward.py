@@ -12,9 +12,10 @@ from ..._torch import Like
 from ...plan import Plan
 from ...problem import Call, Problem, form_of, tensors_of
 from ..base import Gradients, RunBackward
-from . import calls, gaps
+from ..common import calls
+from ..common.program import MOST_TOTALS, Params, Program, like, run_of
+from . import gaps
 from .launch import Launcher
-from .program import MOST_TOTALS, Params, Program, like, run_of
 
 FEATURES = frozenset({"backward", "dlse", "deterministic"})
 

@@ -7,7 +7,7 @@ read once for the group, and the keys go to as many workgroups as it takes to bu
 from __future__ import annotations
 
 from ...problem import Call, Problem, is_aligned
-from . import calls
+from ..common import calls
 
 FEATURES = frozenset(
     (

@@ -9,7 +9,7 @@ import torch
 from ..._torch import Empty
 from ...device import Device
 from ...plan import Plan
-from .program import Launch, Program
+from ..common.program import Launch, Program
 
 
 class Launcher(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...plan import Plan
 from ...problem import Problem
-from .calls import DROPOUT
+from ..common.calls import DROPOUT
 
 COMMON_HEAD_DIMS = (64, 128)
 
