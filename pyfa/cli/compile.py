@@ -95,9 +95,10 @@ _COLUMNS = {
 
 
 def _build(arch: str, every: bool) -> list[dict[str, Any]]:
-    from ..backends.hip import plans
+    from ..backends.hip.target import TARGET
+    from ..backends.native import catalog
 
-    wanted = plans.all_plans("hip") if every else plans.common_plans("hip")
+    wanted = (catalog.all_plans if every else catalog.common_plans)(TARGET, arch)
     rows = []
     # The compiler runs in processes of its own.
     with progress("compiling") as show, ThreadPoolExecutor(os.cpu_count()) as pool:
