@@ -20,6 +20,8 @@ from pyfa import api, cache, cli, env, ops
 from pyfa.backends import BACKENDS, NAMES
 from pyfa.backends.common import calls
 from pyfa.backends.hip import forward, plans
+from pyfa.backends.hip.target import TARGET
+from pyfa.backends.native import catalog
 from pyfa.bound import Table
 from pyfa.cli import problem
 from pyfa.device import DEVICES
@@ -239,8 +241,8 @@ class TestCompileAndInspect:
             )
         ]  # fmt: skip
         wanted.append(plans.plan_of("hip", "combine", calls.DTYPE_CODES["bfloat16"]))
-        assert set(wanted) <= set(plans.all_plans("hip"))
-        monkeypatch.setattr(plans, "all_plans", lambda backend: wanted)
+        assert set(wanted) <= set(catalog.all_plans(TARGET, "gfx942"))
+        monkeypatch.setattr(catalog, "all_plans", lambda target, arch: wanted)
         return wanted
 
     def test_compile(

@@ -132,7 +132,7 @@ def _bind(launch: Launcher, given: _Given) -> RunBackward:
         program.make("dsinks", like(given.lse.shape, torch.float32), fill=0.0)
         pointers["dsinks"] = "dsinks"
     chain = _chain(launch, call)
-    parts = {**_sums(launch, call, chain), "delta": like((2, *given.lse.shape), torch.float32)}
+    parts = {**sums_of(launch, call, chain), "delta": like((2, *given.lse.shape), torch.float32)}
     program.make_workspace(parts, launch.APART)
     pointers |= {name: name for name in parts}
     values = abi.forward_values(call, given.out.stride(), given.lse.stride())
@@ -188,7 +188,7 @@ def _chain(launch: Launcher, call: Call) -> tuple[Plan, ...]:
     )
 
 
-def _sums(launch: Launcher, call: Call, chain: Sequence[Plan]) -> dict[str, Like]:
+def sums_of(launch: Launcher, call: Call, chain: Sequence[Plan]) -> dict[str, Like]:
     """Where blocks that own keys add dQ up in float32, and the lock of their turns."""
     if name_of(chain[-1]) != "dq_convert":
         return {}

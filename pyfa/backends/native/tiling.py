@@ -53,7 +53,7 @@ def _kernel(target: Target, plan: Plan, problem: Problem, shape: Shape) -> Tiled
         key_bytes = 16 // problem.unit * (problem.head_dim + problem.head_dim_v)
         parts = target.decode_splits(blocks, end - begin, units, key_bytes)
     elif buffers.role == "forward":
-        blocks, lines = -(-shape.seqlen_q // rows) * shape.lines, shape.seqlen_q * shape.lines
+        blocks = -(-shape.seqlen_q // rows) * shape.lines
         parts = splits.within_a_round(
             blocks,
             shape.seqlen_k,
