@@ -57,10 +57,9 @@ def plans_of(options: argparse.Namespace, kernel: str) -> tuple[list[Plan], list
     from ..backends.hip.target import TARGET
     from ..backends.native import tiling
     from ..backends.native.plans import name_of
-    from .plan import modelled
 
     whole = argparse.Namespace(**vars(options), device=DEVICE, backend="hip", compile=False)
-    explanation, model, _ = modelled(whole)
+    explanation, model, _ = problem.modelled(whole)
     taken = [one.plan for one in explanation.answers if one.backend == "hip" and one.plan]
     if not taken:
         raise ValueError("the hip backend does not take this problem (see pyfa explain)")

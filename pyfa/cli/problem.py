@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
     from ..dispatch import Explanation
-    from ..traffic import Shape
+    from ..traffic import Model, Shape, TiledKernel
 
 # What --features can say. The other features of a problem have a flag of their own.
 _FEATURES = (
@@ -114,6 +115,38 @@ def shape(options: argparse.Namespace) -> Shape:
         -1 if left is None else left, -1 if right is None else right,
         getattr(torch, options.dtype).itemsize,
     )  # fmt: skip
+
+
+def modelled(options: argparse.Namespace) -> tuple[Explanation, Model, str]:
+    """Who would run it, what that costs, and why no kernels are told where there are none."""
+    from ..traffic import model
+
+    answer = explain(options, options.device, options.backend)
+    sizes = shape(options)
+    if 0 in (sizes.batch, sizes.seqlen_q, sizes.seqlen_k):
+        raise ValueError("an attention without queries or keys costs nothing")
+    kernels, why_none = _kernels(answer, sizes, options.compile)
+    return answer, model(sizes, answer.problem.device, options.dtype, kernels), why_none
+
+
+def _kernels(
+    answer: Explanation, shape: Shape, compiled: bool
+) -> tuple[Sequence[TiledKernel], str]:
+    """The kernels of the chosen backend's plan, else why there are none."""
+    from ..backends import BACKENDS
+    from ..backends.base import Tiled
+
+    if answer.chosen is None:
+        return (), "no backend can run this attention"
+    backend = BACKENDS[answer.chosen]
+    if not isinstance(backend, Tiled):
+        able = [one.backend for one in answer.answers if one.plan is not None]
+        others = [name for name in able if isinstance(BACKENDS[name], Tiled)]
+        hint = f" (--backend {others[0]} does)" if others else ""
+        return (), f"{answer.chosen} does not tell its tiles{hint}"
+    (plan,) = (one.plan for one in answer.answers if one.backend == answer.chosen)
+    assert plan is not None
+    return backend.tiled_kernels(plan, answer.problem, shape, compiled), ""
 
 
 def _build(

@@ -81,7 +81,9 @@ class TritonBackend:
         dlse: torch.Tensor | None,
         bias_grad: bool,
     ) -> RunBackward:
-        return self.runner(plan).bind_backward(call, out, lse, dout, dlse, bias_grad)
+        from . import runtime_backward
+
+        return runtime_backward.bind(self.runner(plan), call, out, lse, dout, dlse, bias_grad)
 
     def quantize(
         self, xs: Sequence[torch.Tensor], how: Rounding
