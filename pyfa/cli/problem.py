@@ -12,18 +12,6 @@ if TYPE_CHECKING:
     from ..dispatch import Explanation
     from ..traffic import Model, Shape, TiledKernel
 
-# What --features can say. The other features of a problem have a flag of their own.
-_FEATURES = (
-    "softcap", "alibi", "bias", "bias_grad", "sinks", "dropout", "varlen", "seqused", "paged",
-    "leftpad", "batch_idx", "backward", "dlse", "deterministic",
-)  # fmt: skip
-_FLAG_OF = {
-    "causal": "--causal",
-    "window": "--window L,R",
-    "gqa": "--heads H,Hk",
-    "dv": "--head-dim D,Dv",
-    "fp8": "--dtype float8_e4m3fn",
-}
 _SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
 _DTYPES = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e4m3fnuz")
 _PAGE_SIZE = 256
@@ -60,14 +48,23 @@ def _dtype(text: str) -> str:
 
 
 def _features(text: str) -> tuple[str, ...]:
+    from ..problem import FEATURES
+
     names = tuple(part.strip() for part in text.split(",") if part.strip())
     for name in names:
-        if name in _FLAG_OF:
-            raise argparse.ArgumentTypeError(f"{name} is said by {_FLAG_OF[name]}")
-        if name not in _FEATURES:
-            expected = ", ".join(_FEATURES)
+        if name in FEATURES and FEATURES[name].flag:
+            raise argparse.ArgumentTypeError(f"{name} is said by {FEATURES[name].flag}")
+        if name not in FEATURES:
+            expected = ", ".join(by_name())
             raise argparse.ArgumentTypeError(f"expected some of {expected}; got {name!r}")
     return names
+
+
+def by_name() -> tuple[str, ...]:
+    """What ``--features`` can say. The other features of a problem have a flag of their own."""
+    from ..problem import FEATURES
+
+    return tuple(name for name, feature in FEATURES.items() if not feature.flag)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +80,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--window", type=_window, metavar="L,R", help="keys to the left and right; none for no end"
     )
     group.add_argument(
-        "--features", type=_features, default=(), metavar="a,b,…", help=", ".join(_FEATURES)
+        "--features", type=_features, default=(), metavar="a,b,…", help=", ".join(by_name())
     )
 
 

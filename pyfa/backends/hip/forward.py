@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from ... import traffic
 from ...plan import Plan
-from ...problem import FEATURES as FEATURE_NAMES
 from ...problem import Problem
 from ..common import calls
 from ..common.calls import DROPOUT, GENERAL, PLAIN, score_class
@@ -16,7 +15,6 @@ from ..native.tiles.gfx942 import Tiles
 from .plans import EMULATED, tiles_of
 
 KERNEL = "hip/attn_fwd.hip"
-FEATURES = frozenset(FEATURE_NAMES) - {"bias_grad", "backward", "dlse", "deterministic"}
 FLOAT8 = "float8_e4m3fnuz"
 FLOAT8_CODE = 2
 ROWS = 32  # of a wavefront

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from ...plan import Plan
-from ...problem import FEATURES, Append, Call, Problem
+from ...problem import Append, Call, Problem, features_by
 from ...traffic import Shape, TiledKernel
 from ..base import Run, RunBackward
 from . import append as appending
@@ -27,10 +27,10 @@ class NativeBackend:
     """``base.Backend`` over a vendor's ``target`` and ``launch``."""
 
     ANY_TOTAL = True
-    FEATURES = frozenset(FEATURES) - {"bias_grad"}
 
     def __init__(self, name: str, target: Target, launch: DigestingLauncher) -> None:
         self.NAME = name
+        self.FEATURES = features_by(target.NAME)
         self.target = target
         self.launch = launch
 

@@ -10,7 +10,7 @@ import torch
 from ... import abi
 from ..._torch import Like
 from ...plan import Plan
-from ...problem import Call, Problem, form_of, tensors_of
+from ...problem import TERMS, Call, Problem, form_of, tensors_of
 from ..base import Gradients, RunBackward
 from ..common import calls
 from ..common.program import MOST_TOTALS, Params, Program, like, run_of
@@ -35,7 +35,7 @@ def is_general(call: Call) -> bool:
 
 def is_general_problem(problem: Problem) -> bool:
     """The same of a problem."""
-    return bool(problem.features & {"softcap", "alibi", "bias", "sinks", "dropout"})
+    return bool(problem.features & TERMS)
 
 
 class _Given(NamedTuple):

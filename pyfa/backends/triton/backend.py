@@ -13,7 +13,7 @@ import torch
 from ... import _torch
 from ... import device as devices
 from ...plan import Plan
-from ...problem import FEATURES, Append, Call, Problem
+from ...problem import Append, Call, Problem, features_by
 from ...traffic import Shape, TiledKernel
 from ..base import Rounding, Run, RunBackward, missing
 from . import plans, tiling
@@ -29,7 +29,7 @@ def _interpreted() -> bool:
 class TritonBackend:
     NAME = "triton"
     ANY_TOTAL = False
-    FEATURES = frozenset(FEATURES)
+    FEATURES = features_by("triton")
     DTYPES: tuple[str, ...] = (
         "float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e4m3fnuz",
     )  # fmt: skip
