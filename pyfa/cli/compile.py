@@ -55,8 +55,8 @@ def run(options: argparse.Namespace) -> int:
     for arch in archs:
         if arch not in known:
             raise ValueError(f"--arch: expected one of {', '.join(known)}; got {arch}")
-    if options.bundle and archs != list(of_hip.ARCHS):
-        raise ValueError(f"--bundle: expected --arch {','.join(of_hip.ARCHS)}")
+    if options.bundle and archs != [of_hip.EMULATED]:
+        raise ValueError(f"--bundle: expected --arch {of_hip.EMULATED}")
     built = []
     for arch in archs:
         build = compile_cuda.build if arch in of_cuda.TILED else _build
