@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ...device import Device
 from ...plan import Plan
 from ...problem import Problem
 from ..common.splits import Costs
 from ..native.plans import values_of
-from ..native.target import Block, Buffers, Compiled
+from ..native.target import Block, Buffers, Target
 from ..native.tiles import GROUP, Pair, sm90
 from ..native.tiles.sm80 import LINES, Decode
 from . import backward, code, decode, forward, forward_sm90, forward_sm90_fp8, plans
@@ -21,76 +20,43 @@ _COSTS = Costs(tile_us=2.7, row_us=0.0033, combine_us=3.0)
 _SM90_COSTS = _COSTS._replace(tile_us=0.85)
 
 
-class CudaTarget:
-    """``native.target.Target``."""
+def _block_of(plan: Plan) -> Block:
+    values, threads = values_of(plan), plans.threads_of(plan)
+    if plan.kernel == forward_sm90.KERNEL:
+        rows = sm90.ROWS * values["GROUPS"]
+        return Block(threads, rows, values["BLOCK_K"], costs=_SM90_COSTS)
+    if plan.kernel == forward.KERNEL:
+        rows = values["ROWS"] * values["WARPS"]
+        return Block(threads, rows, values["BLOCK_K"], values["BLOCKS"], _COSTS)
+    if plan.kernel == decode.KERNEL:
+        return Block(threads, LINES * values["TILES"] * values["TEAM"], GROUP)
+    if "BLOCK_K" in values:
+        return Block(threads, keys=values["BLOCK_K"])
+    return Block(threads, rows=values["BLOCK_Q"])
 
-    NAME = "cuda"
-    DECODE = decode.KERNEL
-    FLOAT8 = forward_sm90_fp8.CODE
 
-    def passes(self, backend: str, arch: str) -> list[Plan]:
-        return forward.all_plans(arch) + backward.all_plans(arch)
+def _buffers_of(plan: Plan, problem: Problem) -> Buffers | None:
+    values = values_of(plan)
+    if plan.kernel == decode.KERNEL:
+        parts = {"rings of K and V, then sums; states": values["SHARED_BYTES"]}
+        return Buffers("forward", parts)
+    if plan.kernel in (backward.KERNEL, backward.SM90):
+        return _backward(values)
+    if plan.kernel in (forward.KERNEL, forward_sm90.KERNEL):
+        return _forward(values, 16 // problem.unit)
+    return None
 
-    def plan_of(self, backend: str, kernel: str, dtype: int | None = None) -> Plan:
-        return plans.plan_of(kernel, dtype)
 
-    def device_of(self, problem: Problem) -> Device:
-        return problem.device
+def _compiled(plan: Plan, problem: Problem) -> tuple[int, int]:
+    found = code.load(plan, plans.compiled_for(problem.arch, plan)).kernel
+    return found.registers, found.shared_bytes + plans.shared_bytes(plan)
 
-    def notes_of(self, problem: Problem, pair: Pair) -> list[str]:
-        return plans.notes_of(problem, pair)
 
-    def block_of(self, plan: Plan) -> Block:
-        values, threads = values_of(plan), plans.threads_of(plan)
-        if plan.kernel == forward_sm90.KERNEL:
-            rows = sm90.ROWS * values["GROUPS"]
-            return Block(threads, rows, values["BLOCK_K"], costs=_SM90_COSTS)
-        if plan.kernel == forward.KERNEL:
-            rows = values["ROWS"] * values["WARPS"]
-            return Block(threads, rows, values["BLOCK_K"], values["BLOCKS"], _COSTS)
-        if plan.kernel == decode.KERNEL:
-            return Block(threads, LINES * values["TILES"] * values["TEAM"], GROUP)
-        if "BLOCK_K" in values:
-            return Block(threads, keys=values["BLOCK_K"])
-        return Block(threads, rows=values["BLOCK_Q"])
-
-    def buffers_of(self, plan: Plan, problem: Problem) -> Buffers | None:
-        values = values_of(plan)
-        if plan.kernel == decode.KERNEL:
-            parts = {"rings of K and V, then sums; states": values["SHARED_BYTES"]}
-            return Buffers("forward", parts)
-        if plan.kernel in (backward.KERNEL, backward.SM90):
-            return _backward(values)
-        if plan.kernel in (forward.KERNEL, forward_sm90.KERNEL):
-            return _forward(values, 16 // problem.unit)
-        return None
-
-    def compiled(self, plan: Plan, problem: Problem) -> Compiled:
-        found = code.load(plan, plans.compiled_for(problem.arch, plan)).kernel
-        return Compiled(found.registers, found.shared_bytes + plans.shared_bytes(plan))
-
-    def forward_plan(self, backend: str, problem: Problem) -> Plan:
-        return forward.plan(problem)
-
-    def takes_decode(self, problem: Problem) -> bool:
-        return decode.takes(problem)
-
-    def decode_tiles(self, arch: str, float8: bool) -> Mapping[Pair, Sequence[Decode]]:
-        tiles = plans.tiles_of(arch)
-        if not float8:
-            return tiles.decode
-        return tiles.decode_float8 if plans.widens_float8(arch) else {}
-
-    def decode_splits(self, blocks: int, keys: int, units: int, key_bytes: int) -> int:
-        return decode.splits_for(blocks, keys, units, key_bytes)
-
-    def backward_plans(
-        self, backend: str, arch: str, dims: Pair, dtype: int, general: bool, deterministic: bool
-    ) -> tuple[Plan, Plan, Plan]:
-        return backward.plans_for(arch, dims, dtype, general, deterministic)
-
-    def backward_notes(self, problem: Problem) -> list[str]:
-        return backward.notes_of(problem)
+def _decode_tiles(arch: str, float8: bool) -> Mapping[Pair, Sequence[Decode]]:
+    tiles = plans.tiles_of(arch)
+    if not float8:
+        return tiles.decode
+    return tiles.decode_float8 if plans.widens_float8(arch) else {}
 
 
 def _forward(values: Mapping[str, int], size: int) -> Buffers:
@@ -114,4 +80,21 @@ def _backward(values: Mapping[str, int]) -> Buffers:
     return Buffers("gradients", parts, (rows, keys), whole_tiles=True)
 
 
-TARGET = CudaTarget()
+TARGET = Target(
+    name="cuda",
+    decode=decode.KERNEL,
+    float8=forward_sm90_fp8.CODE,
+    device_of=lambda problem: problem.device,
+    plan_of=lambda backend, kernel, dtype: plans.plan_of(kernel, dtype),
+    passes=lambda backend, arch: [*forward.all_plans(arch), *backward.all_plans(arch)],
+    notes_of=plans.notes_of,
+    backward_notes=backward.notes_of,
+    block_of=_block_of,
+    buffers_of=_buffers_of,
+    compiled=_compiled,
+    takes_decode=decode.takes,
+    forward_plan=lambda backend, problem: forward.plan(problem),
+    decode_tiles=_decode_tiles,
+    decode_splits=decode.splits_for,
+    backward_plans=lambda backend, *asked: backward.plans_for(*asked),
+)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ...device import Device
 from ...plan import Plan
 from ...problem import Problem
 from ..common import calls
 from ..native.plans import notes_of, values_of
-from ..native.target import Block, Buffers, Compiled
+from ..native.target import Block, Buffers, Target
 from ..native.tiles import GROUP, Pair
 from ..native.tiles.gfx942 import LINES, Decode
 from . import backward, code, decode, forward, plans
@@ -19,70 +18,43 @@ _WAVES = decode.THREADS // forward.LANES  # of decode
 _SUMS = _WAVES * 4 * forward.LANES * 16  # bytes of one piece of every wavefront's output
 
 
-class HipTarget:
-    """``native.target.Target``."""
+def _block_of(plan: Plan) -> Block:
+    values = values_of(plan)
+    if plan.kernel == forward.KERNEL:
+        waves = values["WAVES"]
+        return Block(waves * forward.LANES, forward.ROWS * waves, values["BLOCK_K"])
+    if plan.kernel == decode.KERNEL:
+        return Block(decode.THREADS, LINES * values["TILES"], GROUP)
+    rows, keys = backward.owned(plan)
+    return Block(backward.THREADS, rows, keys)
 
-    NAME = "hip"
-    DECODE = decode.KERNEL
-    FLOAT8 = forward.FLOAT8_CODE
 
-    def passes(self, backend: str, arch: str) -> list[Plan]:
-        return forward.all_plans(backend, arch) + backward.all_plans(backend, arch)
+def _buffers_of(plan: Plan, problem: Problem) -> Buffers | None:
+    values = values_of(plan)
+    if plan.kernel == forward.KERNEL:
+        return _forward(values)
+    if plan.kernel == decode.KERNEL:
+        return _decode(values)
+    if plan.kernel == backward.KERNEL:
+        return _backward(values)
+    return _one_pass(plan, values) if plan.kernel == backward.ONE_PASS else None
 
-    def plan_of(self, backend: str, kernel: str, dtype: int | None = None) -> Plan:
-        return plans.plan_of(backend, kernel, dtype)
 
-    def device_of(self, problem: Problem) -> Device:
-        return plans.device_of(problem)
+def _compiled(plan: Plan, problem: Problem) -> tuple[int, int]:
+    found = code.load(plan, plans.device_of(problem).arch).kernel
+    return found.vgprs, found.lds_bytes
 
-    def notes_of(self, problem: Problem, pair: Pair) -> list[str]:
-        return notes_of(problem, pair)
 
-    def block_of(self, plan: Plan) -> Block:
-        values = values_of(plan)
-        if plan.kernel == forward.KERNEL:
-            waves = values["WAVES"]
-            return Block(waves * forward.LANES, forward.ROWS * waves, values["BLOCK_K"])
-        if plan.kernel == decode.KERNEL:
-            return Block(decode.THREADS, LINES * values["TILES"], GROUP)
-        rows, keys = backward.owned(plan)
-        return Block(backward.THREADS, rows, keys)
+def _decode_tiles(arch: str, float8: bool) -> Mapping[Pair, Sequence[Decode]]:
+    tiles = plans.tiles_of(arch)
+    return tiles.decode_float8 if float8 else tiles.decode
 
-    def buffers_of(self, plan: Plan, problem: Problem) -> Buffers | None:
-        values = values_of(plan)
-        if plan.kernel == forward.KERNEL:
-            return _forward(values)
-        if plan.kernel == decode.KERNEL:
-            return _decode(values)
-        if plan.kernel == backward.KERNEL:
-            return _backward(values)
-        return _one_pass(plan, values) if plan.kernel == backward.ONE_PASS else None
 
-    def compiled(self, plan: Plan, problem: Problem) -> Compiled:
-        found = code.load(plan, plans.device_of(problem).arch).kernel
-        return Compiled(found.vgprs, found.lds_bytes)
-
-    def forward_plan(self, backend: str, problem: Problem) -> Plan:
-        return forward.plan(backend, problem)
-
-    def takes_decode(self, problem: Problem) -> bool:
-        return decode.takes(problem)
-
-    def decode_tiles(self, arch: str, float8: bool) -> Mapping[Pair, Sequence[Decode]]:
-        tiles = plans.tiles_of(arch)
-        return tiles.decode_float8 if float8 else tiles.decode
-
-    def decode_splits(self, blocks: int, keys: int, units: int, key_bytes: int) -> int:
-        return decode.splits_for(blocks, keys, units)
-
-    def backward_plans(
-        self, backend: str, arch: str, dims: Pair, dtype: int, general: bool, deterministic: bool
-    ) -> tuple[Plan, Plan, Plan]:
-        pair = calls.bucket_of(plans.tiles_of(arch).two_passes, *dims)
-        return backward.plans_of(backend, pair, dtype, general, deterministic, arch)
-
-    def backward_notes(self, problem: Problem) -> list[str]:
-        return backward.notes_of(problem)
+def _backward_plans(
+    backend: str, arch: str, dims: Pair, dtype: int, general: bool, deterministic: bool
+) -> tuple[Plan, Plan, Plan]:
+    pair = calls.bucket_of(plans.tiles_of(arch).two_passes, *dims)
+    return backward.plans_of(backend, pair, dtype, general, deterministic, arch)
 
 
 def _forward(values: Mapping[str, int]) -> Buffers:
@@ -140,4 +112,24 @@ def _dims(values: Mapping[str, int]) -> Pair:
     return values["HEAD_DIM"], values["HEAD_DIM_V"]
 
 
-TARGET = HipTarget()
+TARGET = Target(
+    name="hip",
+    decode=decode.KERNEL,
+    float8=forward.FLOAT8_CODE,
+    device_of=plans.device_of,
+    plan_of=plans.plan_of,
+    passes=lambda backend, arch: [
+        *forward.all_plans(backend, arch),
+        *backward.all_plans(backend, arch),
+    ],
+    notes_of=notes_of,
+    backward_notes=backward.notes_of,
+    block_of=_block_of,
+    buffers_of=_buffers_of,
+    compiled=_compiled,
+    takes_decode=decode.takes,
+    forward_plan=forward.plan,
+    decode_tiles=_decode_tiles,
+    decode_splits=lambda blocks, keys, units, key_bytes: decode.splits_for(blocks, keys, units),
+    backward_plans=_backward_plans,
+)

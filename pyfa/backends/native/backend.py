@@ -30,7 +30,7 @@ class NativeBackend:
 
     def __init__(self, name: str, target: Target, launch: DigestingLauncher) -> None:
         self.NAME = name
-        self.FEATURES = features_by(target.NAME)
+        self.FEATURES = features_by(target.name)
         self.target = target
         self.launch = launch
 
@@ -50,7 +50,7 @@ class NativeBackend:
         return tiling.kernels_of(self.target, plan, problem, shape, compiled)
 
     def bind(self, plan: Plan, call: Call, append: Append | None, with_lse: bool) -> Run:
-        bind = decode.bind if plan.kernel == self.target.DECODE else forward.bind
+        bind = decode.bind if plan.kernel == self.target.decode else forward.bind
         with self.launch.on(call.q.device):
             return bind(self.launch, plan, call, append, with_lse)
 

@@ -179,7 +179,7 @@ def plans_for(target: Target, backend: str, problem: Problem) -> tuple[Plan, ...
 def _chain(launch: Launcher, call: Call) -> tuple[Plan, ...]:
     """What one pass launches, in order."""
     return launch.target.backward_plans(
-        launch.target.NAME,
+        launch.target.name,
         launch.device_at(call.q.device).arch,
         (call.q.shape[-1], call.v.shape[-1]),
         calls.dtype_code(call.q),

@@ -11,11 +11,11 @@ from .target import Target
 
 def all_plans(target: Target, arch: str, backend: str = "") -> list[Plan]:
     """All that a problem on a device with the tiles of ``arch`` can get."""
-    backend = backend or target.NAME
+    backend = backend or target.name
     found = [*target.passes(backend, arch), *decode.all_plans(target, backend, arch)]
     for kernel in ("combine", "append"):
         found += [target.plan_of(backend, kernel, code) for code in DTYPE_CODES.values()]
-    return [*found, target.plan_of(backend, "gaps")]
+    return [*found, target.plan_of(backend, "gaps", None)]
 
 
 def common_plans(target: Target, arch: str) -> list[Plan]:

@@ -107,8 +107,8 @@ def _plan(
     if shared:
         constants["SHARED_BYTES"] = shared
     if float8:
-        constants["KEY_DTYPE"] = target.FLOAT8
-    return plan_with(backend, target.DECODE, constants)
+        constants["KEY_DTYPE"] = target.float8
+    return plan_with(backend, target.decode, constants)
 
 
 def all_plans(target: Target, backend: str, arch: str) -> list[Plan]:

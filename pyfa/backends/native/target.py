@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from ...device import Device
@@ -52,60 +53,45 @@ class DecodeTiles(Protocol):
         """Dynamic shared memory; 0 where the compiler knows."""
 
 
-class Compiled(NamedTuple):
-    """Registers of a lane and bytes of LDS or shared memory, as the compiler reports them."""
+@dataclass(frozen=True)
+class Target:
+    """hip's or cuda's kernels. Where a plan's ``backend`` is asked for, it is a backend's name: the
+    emulator has hip's kernels.
 
-    registers: int
-    shared_bytes: int
+    ``name``: the vendor's backend, and the folder of its kernels. ``decode``: the decode kernel's
+    source; ``float8``: the code of its float8 keys. ``device_of``: the device that a problem's plan
+    is made for.
 
+    ``plan_of``: a backend's plan of a kernel that needs a number format at most, as "combine".
+    ``passes``: every forward and backward kernel of a backend with the tiles of an arch.
+    ``notes_of``: what ``explain`` adds to a plan compiled for a pair of head dims, and
+    ``backward_notes`` to one of a problem with a backward.
 
-class Target(Protocol):
-    """hip's or cuda's kernels."""
+    ``block_of``: a workgroup of a plan's kernel. ``buffers_of``: what it keeps near, None of a
+    kernel that is small beside the others. ``compiled``: registers of a lane, and bytes of LDS or
+    shared memory, as the compiler reports them, which may take seconds.
 
-    NAME: str
-    """The vendor's backend, and the folder of its kernels."""
-    DECODE: str
-    """The decode kernel's source."""
-    FLOAT8: int
-    """The code of its float8 keys."""
+    ``takes_decode``: whether decode rather than forward is the plan. ``forward_plan``: a backend's
+    kernel of another problem. ``decode_tiles``: of an arch, for float8 keys or not, by head dims,
+    blocks of fewer lines first. ``decode_splits``: into how many parts keys go, by blocks, keys,
+    units and the bytes of a key with its value. ``backward_plans``: row_sums and the two kernels
+    that follow, by backend, arch, head dims, number format, whether scores are general, and whether
+    the result is to be deterministic.
+    """
 
-    def passes(self, backend: str, arch: str) -> list[Plan]:
-        """Every forward and backward kernel, with the tiles of ``arch``."""
-
-    def plan_of(self, backend: str, kernel: str, dtype: int | None = None) -> Plan:
-        """The plan of a kernel that needs a number format at most, as "combine"."""
-
-    def device_of(self, problem: Problem) -> Device:
-        """The device that a plan is made for."""
-
-    def notes_of(self, problem: Problem, pair: Pair) -> list[str]:
-        """What ``explain`` adds to a plan compiled for the head dims ``pair``."""
-
-    def block_of(self, plan: Plan) -> Block:
-        """A workgroup of ``plan``'s kernel."""
-
-    def buffers_of(self, plan: Plan, problem: Problem) -> Buffers | None:
-        """What it keeps near; None of a kernel that is small beside the others."""
-
-    def compiled(self, plan: Plan, problem: Problem) -> Compiled:
-        """The compiler's figures, which may take seconds."""
-
-    def forward_plan(self, backend: str, problem: Problem) -> Plan:
-        """The kernel of a ``problem`` that is not decode's."""
-
-    def takes_decode(self, problem: Problem) -> bool:
-        """Whether decode rather than forward is the plan."""
-
-    def decode_tiles(self, arch: str, float8: bool) -> Mapping[Pair, Sequence[DecodeTiles]]:
-        """By head dims, blocks of fewer lines first."""
-
-    def decode_splits(self, blocks: int, keys: int, units: int, key_bytes: int) -> int:
-        """Into how many parts ``keys`` of ``key_bytes`` with their values go."""
-
-    def backward_plans(
-        self, backend: str, arch: str, dims: Pair, dtype: int, general: bool, deterministic: bool
-    ) -> tuple[Plan, Plan, Plan]:
-        """row_sums, then the two kernels that follow, for these head dims."""
-
-    def backward_notes(self, problem: Problem) -> list[str]:
-        """What ``explain`` adds to the plan of a problem with a backward; nothing without one."""
+    name: str
+    decode: str
+    float8: int
+    device_of: Callable[[Problem], Device]
+    plan_of: Callable[[str, str, int | None], Plan]
+    passes: Callable[[str, str], list[Plan]]
+    notes_of: Callable[[Problem, Pair], list[str]]
+    backward_notes: Callable[[Problem], list[str]]
+    block_of: Callable[[Plan], Block]
+    buffers_of: Callable[[Plan, Problem], Buffers | None]
+    compiled: Callable[[Plan, Problem], tuple[int, int]]
+    takes_decode: Callable[[Problem], bool]
+    forward_plan: Callable[[str, Problem], Plan]
+    decode_tiles: Callable[[str, bool], Mapping[Pair, Sequence[DecodeTiles]]]
+    decode_splits: Callable[[int, int, int, int], int]
+    backward_plans: Callable[[str, str, Pair, int, bool, bool], tuple[Plan, Plan, Plan]]

@@ -46,7 +46,7 @@ def _kernel(target: Target, plan: Plan, problem: Problem, shape: Shape) -> Tiled
     rows, keys = buffers.tile or (block.rows, block.keys)
     parts, packed = 1, 1
     units = target.device_of(problem).units
-    if plan.kernel == target.DECODE:
+    if plan.kernel == target.decode:
         packed = shape.group
         blocks = -(-shape.seqlen_q * packed // rows) * shape.heads_k * shape.batch
         begin, end = shape.keys_seen(0, max(0, shape.seqlen_q - 1))
