@@ -413,6 +413,9 @@ def _again(key: tuple[Any, ...], tensors: tuple[Any, ...]) -> Result | None:
     if dispatch.named:
         key += (dispatch.context(),)
     try:
+        for x in tensors:
+            if x.is_nested:  # asked for strides, PyTorch's guards would end the process
+                return None
         kinds, bound = calls.recent.get(key, _NOTHING)
         if (
             bound is None
@@ -421,7 +424,7 @@ def _again(key: tuple[Any, ...], tensors: tuple[Any, ...]) -> Result | None:
             or not (bound.modes is None or bound.modes == modes())
         ):
             bound = calls.find(key, tensors)
-    except TypeError:  # a window or names of backends given as a list
+    except (TypeError, AttributeError):  # a list: a window, names of backends, or no tensor
         return None
     while bound is not None:
         try:

@@ -64,14 +64,22 @@ def refuse_unknown(
 def wrong(name: str, expected: str, got: object) -> NoReturn:
     """``ValueError``: ``name`` should have been ``expected``, and was ``got``."""
     if isinstance(got, torch.Tensor):
-        got = f"shape {tuple(got.shape)}, {got.dtype}, on {got.device}"
+        shape = "nested" if got.is_nested else f"shape {tuple(got.shape)}"
+        layout = "" if got.layout is torch.strided else f", {got.layout}"
+        got = f"{shape}{layout}, {got.dtype}, on {got.device}"
     raise ValueError(f"{name}: expected {expected}; got {got}")
 
 
 def a_tensor(name: str, value: object) -> None:
-    """``TypeError`` unless ``value`` is a tensor."""
+    """``TypeError`` unless ``value`` is a tensor, ``ValueError`` unless it has strides."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: expected a tensor; got {type(value).__name__}")
+    if not _is_dense(value):
+        wrong(name, "a dense tensor, neither sparse nor nested", value)
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    return x.layout is torch.strided and not x.is_nested
 
 
 _INPUT_DTYPES = {
@@ -101,6 +109,8 @@ def qkv(
     the caller, which knows the layout.
     """
     try:
+        if not (_is_dense(q) and _is_dense(k) and _is_dense(v)):
+            _refuse_qkv(q, k, v, dims, names)
         q_shape, k_shape, v_shape, dtype, device = q.shape, k.shape, v.shape, q.dtype, q.device
         # One expression for the good case, 1.5 µs; which part failed is found out only then.
         good = (
