@@ -69,7 +69,8 @@ def cached(name: str, x: torch.Tensor, dtype: torch.dtype, device: torch.device)
 
 def writable(name: str, cache: torch.Tensor) -> None:
     """``ValueError`` where ``cache`` cannot be appended to: said before a row is written."""
-    if cache.is_inference() and not torch.is_inference_mode_enabled():
+    compiling = torch.compiler.is_compiling()  # which cannot trace this question
+    if not compiling and cache.is_inference() and not torch.is_inference_mode_enabled():
         wrong(name, "no tensor of inference_mode, outside of which it cannot be changed", cache)
     if any(size > 1 and not step for size, step in zip(cache.shape, cache.stride(), strict=True)):
         wrong(name, "elements that do not share memory", f"strides {cache.stride()}")

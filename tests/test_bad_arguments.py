@@ -98,7 +98,7 @@ def test_a_refused_append_has_written_nothing(kind: str, calls_before: int) -> N
     else:
         k_cache = k_cache[:1].expand(2, -1, -1, -1)
     before = k_cache.clone(), v_cache.clone()
-    with pytest.raises(ValueError, match="^k_cache: expected"):
+    with pytest.raises(ValueError, match=r"^k_cache: expected"):
         pyfa.attention_kvcache(q, k_cache, v_cache, k=k, v=v, cache_seqlens=lengths)
     assert torch.equal(k_cache, before[0])
     assert torch.equal(v_cache, before[1])
@@ -146,7 +146,7 @@ def test_more_rows_than_kernels_count(index: int) -> None:
     with pytest.raises(ValueError, match=f"^{'qk'[index]}: expected at most 2147483647 rows"):
         pyfa.explain(*args, device="MI300X")
     if index:
-        with pytest.raises(ValueError, match="^k_cache: expected at most 2147483647 keys"):
+        with pytest.raises(ValueError, match=r"^k_cache: expected at most 2147483647 keys"):
             pyfa.explain(*args, device="MI300X", cache_seqlens=5)
 
 
