@@ -10,7 +10,7 @@ import torch
 from .. import validate
 
 
-def rearrange(x: torch.Tensor, pattern: str, **sizes: int) -> torch.Tensor:
+def rearrange(x: torch.Tensor, pattern: str, /, **sizes: int) -> torch.Tensor:
     """``x`` with its axes split, moved and merged: ``"b s ... -> (b s) ..."``.
 
     Names are axes, parentheses merge (left: split, by ``sizes`` or what is left over), ``...`` is

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import pyfa
-from pyfa.compat import fa2, fa2_extension, fa2_interface, fa3_interface, fa4_interface
+from pyfa.compat import fa2, fa2_extension, fa2_interface, fa3_interface, fa4_interface, raw
 from pyfa.compat.errors import ArgumentError
 
 SCALE = 0.3
@@ -191,6 +191,35 @@ def test_rows_that_see_nothing() -> None:
         given = [x.detach() for x in (q, k, v, made, kept)]
         fa2_interface._flash_attn_backward(dout, *given, *grads, *options)
         close(grads, want[2:])
+
+
+def test_kernels_get_the_lse_of_a_row_that_sees_nothing_as_pyfas(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """−inf: what the kernels are tested with."""
+    q, k, v, dout = (x.detach() for x in tensors((1, 60), (1, 57)))
+    options = (0.0, SCALE, True, -1, -1, 0.0, None, False)
+    out, lse, *_ = fa2_interface._flash_attn_forward(q, k, v, *options)
+    seen = []
+    prepare = raw.prepare
+
+    def watched(*args: Any) -> Any:
+        prepared = prepare(*args)
+
+        class Watch:
+            validate = prepared.validate
+
+            @staticmethod
+            def backward(call: Any, out: torch.Tensor, lse: torch.Tensor, *rest: Any) -> Any:
+                seen.append(lse)
+                return prepared.backward(call, out, lse, *rest)
+
+        return Watch
+
+    monkeypatch.setattr(raw, "prepare", watched)
+    fa2_interface._flash_attn_backward(dout, q, k, v, out, lse, None, None, None, *options)
+    assert bool((seen[0][..., :3] == -torch.inf).all())
+    assert not bool((seen[0] == torch.inf).any())
 
 
 def test_blocks_of_keys_merged_as_in_ring_attention() -> None:
