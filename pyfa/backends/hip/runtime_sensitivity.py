@@ -16,8 +16,10 @@ from ...plan import Plan
 from ...problem import Problem
 from ...traffic import Shape, TiledKernel
 from ...traffic.model import Model
-from . import code, plans, runtime_timing, tiling
+from ..native import tiling
+from . import code, plans, runtime_timing
 from .runtime_timing import Cost
+from .target import TARGET
 
 # What a constant is multiplied by; 1 is its own value. Times in between are interpolated.
 FACTORS = (0.25, 0.5, 2.0, 4.0)
@@ -152,7 +154,7 @@ def costs_of(plan: Plan, resident: int = 0) -> Costs:
         )
         if any(x[:3] != base[:3] for base, end in ((low, first), (high, second)) for x in end):
             changed[name] = (first, second)
-    digest = code.load(plan, plans.ARCHS[0]).digest
+    digest = code.load(plan, plans.EMULATED).digest
     return Costs(digest, runs.title, runs.resident, runs.fits, (low, high), changed)
 
 
@@ -183,7 +185,7 @@ def reckon(
     forward = direction == "forward"
     pairs = [
         pair
-        for pair in tiling.pairs_of(plan, problem, shape)
+        for pair in tiling.pairs_of(TARGET, plan, problem, shape)
         if (pair[0].role == "forward") == forward
     ]
     dram = model.costs["tiled", direction].dram / len(pairs)
@@ -259,7 +261,7 @@ class Table:
 
     def find(self, plan: Plan, resident: int) -> Costs:
         """``Find``."""
-        digest = code.load(Plan("hip", plan.kernel, plan.constants), plans.ARCHS[0]).digest
+        digest = code.load(Plan("hip", plan.kernel, plan.constants), plans.EMULATED).digest
         key = (digest, resident or self._fits.get(digest, 0))
         if key in self._saved:
             found = Costs.of(self._saved[key])
