@@ -91,7 +91,9 @@ def main() -> int:
     for name in options.names or CONSUMERS:
         result = ran(name, options.folder)
         results.append(result)
-        print(f"{'ok  ' if result['good'] else 'FAIL'} {result['version']}, {result['seconds']} s")
+        print(
+            f"{'ok  ' if result['good'] else 'FAIL'} {name}: {result['version']}, {result['seconds']} s"
+        )
         for check in result["checks"]:
             print(f"     {check['error']:.1e} of {check['limit']:.0e}  {check['name']}")
     if options.out:
