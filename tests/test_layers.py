@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "pyfa"
 ORDER = (
     "errors", "_torch", "env",
     "arch", "topology", "device", "problem", "validate", "validate_cache", "validate_fp8",
-    "reference", "traffic", "plan",
+    "reference", "traffic", "plan", "merging",
     "abi", "sources", "codeobject", "cubin", "bundle", "cache", "emulator",
     "backends",
     "dispatch", "bound", "ops", "request", "api", "merging", "quantize", "",

@@ -37,6 +37,11 @@ CASES = {
     "float8": ("dense-fp8-b2-q65", "dense-fp8fnuz-b2", "fp8-b2-q65-k97-h6x3", "varlen-fp8-b4",
                "page_size=32-scales", "kvcache-bf16", "leftpad-cache_dtype", "num_splits=3-cache",
                "page_size=64-cache"),
+    # Not of float8: the interpreter takes its NaN for 480.
+    "hostile": ("q65-k97-h4x2-d64x64-backward-causal-hostile=k=nan", "sinks-hostile=q=nan",
+                "page_size=16-hostile=q=nan", "num_splits=3-hostile=v=nan",
+                "q33-k33-h2x2-d64x64-hostile=q=-inf", "window=40,0-hostile=k=inf",
+                "num_splits=3-hostile=padding"),
 }  # fmt: skip
 
 

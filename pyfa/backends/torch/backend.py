@@ -35,7 +35,7 @@ class TorchBackend:
 
     def bind(self, plan: Plan, call: Call, append: Append | None, with_lse: bool) -> Run:
         form = form_of(call)
-        forward = sdpa.forward if plan.kernel == "sdpa" else _tiled_forward
+        forward = _fused_forward if plan.kernel == "sdpa" else _tiled_forward
         return lambda *tensors: [*forward(form.fill(tensors)[0])]
 
     def bind_backward(
@@ -55,12 +55,16 @@ class TorchBackend:
             *tensors: torch.Tensor,
         ) -> Gradients:  # fmt: skip
             call, _ = form.fill(tensors)
-            if by_sdpa:
+            if by_sdpa and (not lse.is_cpu or sdpa.is_usual(lse)):
                 return sdpa.backward(call, out, lse, dout)
             with _without_autocast(call):
                 return tiled.backward(call, out, lse, dout, dlse, bias_grad)
 
         return backward
+
+
+def _fused_forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    return sdpa.forward(call) or _tiled_forward(call)
 
 
 def _tiled_forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:

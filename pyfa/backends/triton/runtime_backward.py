@@ -282,7 +282,7 @@ def _grad_sinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> 
     """
     column = (-1, 1, 1) if lse.dim() == 3 else (-1, 1)
     p = torch.exp(sinks.view(column if lse.dim() == 2 else (1, -1, 1)) - lse)
-    parts = torch.where(lse > -torch.inf, p * delta, 0.0)
+    parts = torch.where(lse != -torch.inf, p * delta, 0.0)
     return -parts.sum((0, 2) if lse.dim() == 3 else 1)
 
 
