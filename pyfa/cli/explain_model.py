@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from . import model_config
 from .console import print_json, print_table, size
 from .model_config import Attention
-from .plan import kernels_of, seconds
+from .plan import seconds
+from .problem import kernels_of
 
 if TYPE_CHECKING:
     import torch
