@@ -91,13 +91,16 @@ def main() -> int:
     for name in options.names or CONSUMERS:
         result = ran(name, options.folder)
         results.append(result)
-        print(
-            f"{'ok  ' if result['good'] else 'FAIL'} {name}: {result['version']}, {result['seconds']} s"
-        )
+        word = "ok  " if result["good"] else "FAIL"
+        print(f"{word} {name}: {result['version']}, {result['seconds']} s")
         for check in result["checks"]:
             print(f"     {check['error']:.1e} of {check['limit']:.0e}  {check['name']}")
     if options.out:
-        report = {"schema": bench.SCHEMA, **bench.environment(), "consumers": results}
+        report = {
+            "schema": bench.SCHEMA,
+            "environment": bench.environment(),
+            "consumers": results,
+        }
         options.out.write_text(bench.to_text(report) + "\n")
     return 0 if all(result["good"] for result in results) else 1
 
