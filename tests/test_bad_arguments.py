@@ -211,7 +211,7 @@ def test_many_gradients_at_once_are_those_of_one_by_one(backend: str) -> None:
 
 
 def test_a_trace_is_refused_by_name() -> None:
-    with pytest.raises(NotImplementedError, match="torch.jit.trace"):
+    with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace"):
         torch.jit.trace(lambda q, k, v: pyfa.attention(q, k, v), tuple(_dense()))
 
 
@@ -276,7 +276,7 @@ def test_wrong_arguments_of_a_cache_are_named(name: str, wrong: dict[str, object
 
 @pytest.mark.parametrize("device", [5, "", [], "MI42"])
 def test_a_device_that_explain_does_not_know(device: object) -> None:
-    with pytest.raises((TypeError, ValueError), match="^device: expected"):
+    with pytest.raises((TypeError, ValueError), match=r"^device: expected"):
         pyfa.explain(*_dense(), device=device)
 
 
