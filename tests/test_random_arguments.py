@@ -35,7 +35,8 @@ KINDS = {
 }  # fmt: skip
 OBJECTS: list[Any] = [
     None, True, False, 0, 1, -1, 3, 2**31, 2**63, 2**70, 0.0, 1.0, 0.5, -2.5, float("nan"),
-    float("inf"), 1e300, 1 + 2j, "", "no", "torch", "torch,torch", b"torch", [], [1], [1.0, 2.0], (),
+    float("inf"), 1e300, 1 + 2j, "", "no", "torch", "torch,torch", b"torch", [], [1],
+    [1.0, 2.0], (),
     (1, 2), (0, 0), (None, 3), (1.5, 2), (-2, 0), ("a", "b"), {}, {"a": 1}, {1}, range(3), object(),
     int, len, np.int64(3), np.float32(0.5), np.complex64(1), np.bool_(True), np.zeros(2),
     np.zeros((2, 5, 4, 8), np.float32), np.array(0.0), torch.float16, torch.device("cpu"),
