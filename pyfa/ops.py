@@ -187,7 +187,8 @@ class Attend(torch.autograd.Function):
         out, lse, *_ = bound.run(*tensors)
         out, lse = out.contiguous(), lse.contiguous()
         if out._is_view():  # which nobody may change in place when it comes from here
-            out = out.new_empty(0).set_(out)  # type: ignore[call-overload]
+            whole = out.untyped_storage(), out.storage_offset(), out.shape, out.stride()
+            out = out.new_empty(0).set_(*whole)
         ctx.save_for_backward(out, lse, *tensors)
         ctx.bound = bound
         if bound.returns_lse:

@@ -18,7 +18,7 @@ import torch
 
 from pyfa import conformance, reference
 from pyfa.backends import BACKENDS
-from pyfa.backends.triton import plans
+from pyfa.backends.triton import plans, runtime_backward
 from pyfa.backends.triton.runtime import Runner
 from pyfa.conformance import grid
 from pyfa.device import CPU
@@ -110,7 +110,7 @@ def _compare(call: Call, change: Callable[[dict], dict], backward: bool) -> list
         dout = torch.randn_like(out)
         # Laid out in another way than the forward's, as PyTorch's operator may hand them in.
         of_forward = [x.mT.contiguous().mT for x in (out, lse)]
-        run = runner.bind_backward(call, *of_forward, dout, None, False)
+        run = runtime_backward.bind(runner, call, *of_forward, dout, None, False)
         found = run(dout, None, *of_forward, *tensors_of(call))
         expected = reference.gradients(call, dout)
         for name in ("dq", "dk", "dv"):

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from ...plan import Plan
-from ...problem import FEATURES, Append, Call, Problem, form_of
+from ...problem import Append, Call, Problem, features_by, form_of
 from ..base import Gradients, Run, RunBackward, missing
 from . import sdpa, tiled
 
@@ -16,7 +16,7 @@ from . import sdpa, tiled
 class TorchBackend:
     NAME = "torch"
     ANY_TOTAL = True
-    FEATURES = frozenset(FEATURES)
+    FEATURES = features_by("torch")
     DTYPES: tuple[str, ...] = (
         "float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e4m3fnuz",
     )  # fmt: skip

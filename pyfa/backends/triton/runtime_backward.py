@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,10 +13,8 @@ from ..base import Gradients, RunBackward
 from ..common.program import Program, like, run_of
 from . import runtime, specs
 from .kernel import Slot, no_float
+from .runtime import Given, Launch, Runner
 from .specs import INTERPRETED
-
-if TYPE_CHECKING:
-    from .runtime import Given, Launch, Runner
 
 
 class _Given(NamedTuple):
