@@ -413,8 +413,15 @@ def offsets(name: str, value: torch.Tensor, q: torch.Tensor) -> None:
     integers(name, value, (value.shape[0],), q)
 
 
+def a_dtype(out_dtype: object) -> None:
+    """``TypeError`` unless it is one, or None."""
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        raise TypeError(f"out_dtype: expected a dtype; got {type(out_dtype).__name__}")
+
+
 def output(q: torch.Tensor, descale: object, out_dtype: torch.dtype | None) -> None:
     """``descale`` and a differing ``out_dtype`` belong to float8 inputs alone."""
+    a_dtype(out_dtype)
     if descale is not None:
         wrong("descale", f"None for {q.dtype} (it scales float8 inputs)", type(descale).__name__)
     if out_dtype is not None and out_dtype != q.dtype:

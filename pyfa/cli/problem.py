@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -160,6 +161,8 @@ def _build(
 
     # Expanded from one row: the shape and the device of a real input, and next to no memory.
     def tensor(*shape: int, dtype: torch.dtype = dtype, grad: bool = False) -> torch.Tensor:
+        if math.prod(shape) >= 2**60:
+            raise ValueError(f"problem: a tensor of {shape} has more elements than PyTorch counts")
         x = torch.zeros(shape[-1], dtype=dtype, device=place).expand(shape)
         return x.requires_grad_() if grad else x
 
