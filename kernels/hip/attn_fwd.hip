@@ -81,22 +81,30 @@ struct State {
   }
 };
 
-// What the vector unit does beside the products of a tile, beat by beat: the probabilities of this tile,
-// evenly spread over what comes before the last products which need them, and the largest of the next
-// tile's scores.
+constexpr bool kPlain = SCORE == PLAIN;
+// The barrier comes before the last products of a tile, which cover it, and fragments of the next keys
+// are read behind it. With float8 they do not fit (9 registers spilled at 128), nor beside score terms.
+constexpr bool kEarly = kPlain && !kFloat8;
+// O is rescaled just before the next products with values. (At a tile's end: 17 moves a tile and 14
+// registers spilled at 128.) With float8 at 192 the factor does not fit (16 spilled).
+constexpr bool kFull = kPlain && kFloat8 && HEAD_DIM_V == 192;
+constexpr bool kLate = kPlain && !kFull;
+
+// In which beats probabilities are made: evenly spread over all that come before the last products
+// which need them, or where registers are short, over those with keys, as scores that are used up are
+// free. Maxima are taken beside the products with values.
 constexpr int kLastNeed = kAllKeyBeats + (kSlices / 2 - 1) * kGroups * kValueBeats;
+constexpr int kElementBeats = kFull ? kAllKeyBeats : kLastNeed - 1;
+constexpr int kLargestBeats = kBeats - kAllKeyBeats - 2 - (kEarly ? kValueBeats : 0);
 DEVICE constexpr int clamp(int x, int most) { return x < 0 ? 0 : x < most ? x : most; }
 // The first of `count` that comes in `beat` or later where all are spread over `beats`.
 DEVICE constexpr int first_in(int beat, int beats, int count) {
   return beat <= 0 ? 0 : clamp((beat * count + beats - 1) / beats, count);
 }
-DEVICE constexpr int first_element(int beat) { return first_in(beat, kLastNeed - 1, kElements); }
-constexpr int kLoadSlots = kSlots > 8 ? kSlots / 2 : kSlots / 4;
-constexpr bool kPlain = SCORE == PLAIN;
-// The barrier comes before the last products of a tile, which cover it, and fragments of the next keys are
-// read behind it. With float8 they do not fit (9 registers spilled at 128), nor beside score terms.
-constexpr bool kEarly = kPlain && !kFloat8;
-constexpr int kLargestBeats = kBeats - kAllKeyBeats - 2 - (kEarly ? kValueBeats : 0);
+DEVICE constexpr int first_element(int beat) { return first_in(beat, kElementBeats, kElements); }
+// Loads are spread over the first half of a tile's slots, of few slots over the first quarter, so that
+// they arrive in time: 0.737 to 0.859 of the clocks on the matrix unit at 96 by pyfa/bench's model.
+constexpr int kLoadSlots = kSlots > 10 ? kSlots / 2 : kSlots / 4;
 
 // Where two tiles of K and two of V lie in LDS.
 struct Places {
@@ -114,7 +122,8 @@ struct Places {
   METHOD Places next() const { return Places(next_keys, next_values, keys, values); }
 };
 
-// What is done beside the products of a tile, beat by beat.
+// What the vector unit does beside the products of a tile, beat by beat: the probabilities of this
+// tile, the largest of the next tile's scores, and what follows from them.
 struct Beside {
   const Context &c;
   Source &in;
@@ -141,7 +150,7 @@ struct Beside {
       pin(state.row[e.n].total);
       if (i % 4 == 3) {
         operand(c, state.scales, made, state.key(first), i, p);
-        if (kPlain) pin(p[e.slice][e.n]);
+        if (kLate) pin(p[e.slice][e.n]);
       }
     }
     int of_values = beat - kAllKeyBeats - 1;
@@ -164,9 +173,10 @@ struct Beside {
   }
 };
 
-// One tile, whose scores are `now` and whose place in the order of visits is `first`, with the tile after
-// it, of which the scores become `next`. `end`: of all keys. This tile's values and the next one's keys are in LDS; the next one's values
-// arrive, and where this tile's keys were, those after the next one's.
+// One tile, whose scores are `now` and whose place in the order of visits is `first`, with the tile
+// after it, of which the scores become `next`. `end`: of all keys. This tile's values and the next one's
+// keys are in LDS; the next one's values arrive, and where this tile's keys were, those after the next
+// one's. `ready`: the first fragments of the next one's keys, where they are read early.
 DEVICE void step(const Context &c, Source &in, State &state, const Places &at, Fragments &ready,
                  Scores &now, Scores &next, int first, int end) {
   float largest[kColumns], made[kElements];
@@ -194,11 +204,12 @@ DEVICE void step(const Context &c, Source &in, State &state, const Places &at, F
       if (i * kLoadSlots / Values::kLoads == slot) values[i] = in.load_values(i);
     for (int i = 0; i < Keys::kLoads; ++i)
       if (i * kLoadSlots / Keys::kLoads == slot) in.load_keys(i, at.keys);
+    // The wavefront that is behind goes first.
     if (slot == 0) __builtin_amdgcn_s_setprio(3);
     if (slot == kSlots / 4) __builtin_amdgcn_s_setprio(2);
     if (slot == kSlots / 2) __builtin_amdgcn_s_setprio(1);
     if (slot == kSlots * 3 / 4) __builtin_amdgcn_s_setprio(0);
-    if (kPlain && slot == kKeySlots) state.rescale.apply(state.o);
+    if (kLate && slot == kKeySlots) state.rescale.apply(state.o);
     if (slot < kKeySlots)
       multiply_keys(next, ready, state.q, slot, beside);
     else
@@ -215,7 +226,7 @@ DEVICE void step(const Context &c, Source &in, State &state, const Places &at, F
   }
   if (kEarly) return;
   beside.finish();
-  if (!kPlain) state.rescale.apply(state.o);
+  if (!kLate) state.rescale.apply(state.o);
   loads_arrived();
   barrier();
 }
@@ -257,7 +268,7 @@ DEVICE void attend(const Context &c, State &state, int begin, int end) {
   raise(c, state.scales, state.scales, largest, state.row, state.rescale);
   barrier();  // where the first keys are, others are loaded next
 
-  fragments.read_keys(at.next_keys, 0);
+  if (kEarly) fragments.read_keys(at.next_keys, 0);
   int first = begin, last = begin + (end - begin - 1) / BLOCK_K * BLOCK_K;
   // Two at a time, so that the scores need not be moved. With all score terms that would be 96 KB of
   // code, where two compute units share 64 KB of instruction cache: there, one at a time.

@@ -227,10 +227,12 @@ struct Fragments {
   }
 };
 
-// S^T += K Q^T along 16 bytes a lane of the head.
+// What is done beside products: nothing.
 struct Nothing {
   METHOD void operator()(int) {}
 };
+
+// S^T += K Q^T along 16 bytes a lane of the head. `beside` is called after every product.
 
 template <typename Beside = Nothing>
 DEVICE void multiply_keys(Scores &s, const Fragments &k, const Quad (&q)[kColumns][kSteps], int step,
@@ -328,12 +330,14 @@ DEVICE void find_largest(const Scores &s, float (&largest)[kColumns]) {
 }
 
 // Every score becomes f(score, key) of its register, `key` counted from `key0`. Four at a time: all
-// together would take more registers than there are.
+// together would take more registers than there are. `key0` is opaque for each four, or the mask's
+// comparisons all come first: 22 scalar registers spilled at 96.
 template <typename F>
 DEVICE void each(Scores &s, int n, int key0, F f) {
 #pragma unroll
   for (int i = 0; i < kKeyTiles * M::kRegisters; ++i) {
     int t = i / M::kRegisters, r = i % M::kRegisters;
+    if (i % 4 == 0) pin(key0);
     s[t][n][r] = f(s[t][n][r], key0 + t * MMA + r / 4 * 8 + r % 4);
     if (i % 4 == 3) fence();
   }
@@ -382,8 +386,7 @@ DEVICE void finish_scores(const Context &c, const Scales &scales, Scores &s, int
   if (SCORE != PLAIN || cut) find_largest(s, largest);
 }
 
-// Brings accumulator and sum to a new base where a maximum has outgrown the old one by kLag, and the
-// accumulator to the scale of the values that come, `next`.
+// What the accumulator is multiplied by before the products with the next tile's values.
 struct Rescale {
   bool pending = false;
   float factor[kColumns];
@@ -396,6 +399,8 @@ struct Rescale {
   }
 };
 
+// Brings the sum to a new base where a maximum has outgrown the old one by kLag, and says what brings
+// the accumulator there, and to the scale of the values that come, `next`.
 DEVICE void raise(const Context &c, const Scales &scales, const Scales &next,
                   const float (&largest)[kColumns], Row (&row)[kColumns], Rescale &rescale) {
   bool outgrown = false;

@@ -42,7 +42,7 @@ FAULTS = {
     "window off by one": ("window", "key < c.first_key[n]", "key + 1 < c.first_key[n]"),
     "full tiles misjudged": ("window", "first < c.seen.all_low ||", ""),
     "keys of the first tile skipped": ("window", "begin = seen.low /", "begin = seen.all_low /"),
-    "accumulator not rescaled": ("growing", "o[t][n] *= factor;", ";"),
+    "accumulator not rescaled": ("growing", "o[t][n] *= factor[n];", ";"),
     "sum not rescaled": ("growing", "row[n].total *= factor;", ";"),
     "maximum of half a row": (
         "growing", "M::column_max(largest[n] * (c.to_base_2[n] * next.k))",
@@ -50,10 +50,24 @@ FAULTS = {
     ),
     "sum of half a row": ("plain", "M::column_sum(rows[n].total)", "rows[n].total"),
     "base that lags too far": ("growing", ": 8.0f;", ": 800.0f;"),
-    "barrier after a tile dropped": (
-        "plain", "  loads_arrived();\n  barrier();\n}", "  loads_arrived();\n}",
+    "accumulator rescaled late": (
+        "growing", "kLate && slot == kKeySlots)", "kLate && slot == kKeySlots + 1)",
     ),
-    "keys not awaited": ("plain", "  loads_arrived();\n  barrier();\n}", "  barrier();\n}"),
+    "last tile not rescaled": (
+        "growing", "state.rescale.apply(state.o);\n  for (", "for (",
+    ),
+    "barrier before the last products dropped": (
+        "plain", "barrier();\n      ahead.read_keys", "ahead.read_keys",
+    ),
+    "keys not awaited there": (
+        "plain", "loads_arrived();\n      barrier();\n      ahead", "barrier();\n      ahead",
+    ),
+    "barrier after a tile dropped": (
+        "terms", "  loads_arrived();\n  barrier();\n}", "  loads_arrived();\n}",
+    ),
+    "keys not awaited": ("terms", "  loads_arrived();\n  barrier();\n}", "  barrier();\n}"),
+    "maxima of the first keys": ("growing", "kAllKeyBeats - 2 -", "kAllKeyBeats + 400 -"),
+    "probabilities left out": ("plain", "kAllKeyBeats : kLastNeed - 1", "1 : kLastNeed * 2"),
     "barrier after the first keys dropped": (
         "plain", "barrier();  // where the first keys are", "// where the first keys are",
     ),
@@ -80,7 +94,9 @@ FAULTS = {
     "parts that overlap": ("split", "begin += work.part * share;", "begin += 0;"),
     "dropout bits of the next keys": ("dropout", "philox(key / 4,", "philox(key / 4 + 1,"),
     "dropout not scaled": ("dropout", "inverse *= p.dropout_scale;", ";"),
-    "sum after dropout": ("dropout", "x[i] = 0.0f;", "x[i] = 0.0f, row.total *= 0.99f;"),
+    "sum after dropout": (
+        "dropout", "state.row[e.n].total += made[i];", "state.row[e.n].total += 0.99f * made[i];",
+    ),
     "padding before the keys forgotten": (
         "paged", "int place = key + s.padding;", "int place = key;",
     ),
