@@ -330,14 +330,15 @@ DEVICE void find_largest(const Scores &s, float (&largest)[kColumns]) {
 }
 
 // Every score becomes f(score, key) of its register, `key` counted from `key0`. Four at a time: all
-// together would take more registers than there are. `key0` is opaque for each four, or the mask's
-// comparisons all come first: 22 scalar registers spilled at 96.
+// together would take more registers than there are. In a plain plan `key0` is opaque for each four, or
+// the mask's comparisons all come first: 22 scalar registers spilled at 96. (Beside score terms that is
+// more vector registers: 7 spilled at 128, paged.)
 template <typename F>
 DEVICE void each(Scores &s, int n, int key0, F f) {
 #pragma unroll
   for (int i = 0; i < kKeyTiles * M::kRegisters; ++i) {
     int t = i / M::kRegisters, r = i % M::kRegisters;
-    if (i % 4 == 0) pin(key0);
+    if (SCORE == PLAIN && i % 4 == 0) pin(key0);
     s[t][n][r] = f(s[t][n][r], key0 + t * MMA + r / 4 * 8 + r % 4);
     if (i % 4 == 3) fence();
   }
