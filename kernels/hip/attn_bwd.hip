@@ -13,8 +13,7 @@
 // is stored as it lies. Two barriers a tile. Keys are owned once for all heads of their group, whose
 // gradients add up in registers. Rows and keys beyond the end are 0 and so is what they add.
 #include "bwd_inputs.h"
-#include "../philox.h"
-#include "../score.h"
+#include "bwd_score.h"
 #include "schedule.h"
 
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(OWNS) || \
@@ -162,14 +161,8 @@ DEVICE void mask(Acc &s, unsigned seen) {
 // Which scores of a product dropout keeps: bit r for register r.
 DEVICE unsigned kept(const Context &c, int head, int own, int first) {
   const Params &p = params_again();
-  unsigned long long seed = *(const unsigned long long *)p.seed;
-  auto draw = [&](int key, int row) {
-    Draws draws = philox((unsigned)(key + p.k_start) / 4, row + p.q_start, head + p.head_start,
-                         c.s.batch + p.batch_start, seed);
-    unsigned bits = 0;
-    for (int i = 0; i < 4; ++i) bits |= (draws.word[i] < p.dropout_threshold ? 1u : 0u) << i;
-    return bits;
-  };
+  Dropout dropout(p, c.s.batch);
+  auto draw = [&](int key, int row) { return dropout.kept_of_four(dropout.group_of(key), row, head); };
   // A draw serves four keys: four registers, or where keys are owned one of four neighbouring lanes,
   // each of which draws for every fourth row.
   int lane = lane_index() % 4;
@@ -180,8 +173,7 @@ DEVICE unsigned kept(const Context &c, int head, int own, int first) {
     bits |= (kKeys ? draw(own, other + lane) : draw(other, own)) << 4 * j;
   }
   if (!kKeys) return bits;
-  return (of_four<0>(bits) >> lane & 0x1111) | (of_four<1>(bits) >> lane & 0x1111) << 1 |
-         (of_four<2>(bits) >> lane & 0x1111) << 2 | (of_four<3>(bits) >> lane & 0x1111) << 3;
+  return kept_by_lane<0x1111>(bits);
 }
 
 // What is left of S for dS, beyond the product itself.
@@ -255,16 +247,11 @@ DEVICE float differ(Acc &dp, const Acc &s, const Weights &w, const Acc &minus_de
   return dots;
 }
 
-// A row's share of the sinks' gradient, from the sum of its P dP: the delta that the rounded O gives
-// is, summed over rows, three times as far off as naive attention's.
 DEVICE void store_sinks(const Context &c, float dots, int head, int row) {
   const Params &p = params_again();
   dots = M::column_sum(dots);
   if (row >= c.s.rows || M::part()) return;
-  long long at = state_offset(p, c.s, head) + row;
-  float dlse = p.dlse ? ((const float *)p.dlse)[at] : 0.0f;
-  float sink = exp2(((const float *)p.sinks)[head] * kLog2E + row_states(p).minus_lse[at]);
-  ((float *)p.dsinks)[at] = sink * (dlse - dots);
+  store_sink_gradient(p, c.s, head, row, dots);
 }
 
 // ---- the end ------------------------------------------------------------------------------------

@@ -14,10 +14,11 @@
 #include "bwd_inputs.h"
 #include "bwd_dq.h"
 #include "bwd_step.h"
+#include "bwd_terms.h"
 #include "schedule.h"
 
-#if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(TILES)
-#error "the plan defines DTYPE, HEAD_DIM, HEAD_DIM_V and TILES"
+#if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(GENERAL) || !defined(TILES)
+#error "the plan defines DTYPE, HEAD_DIM, HEAD_DIM_V, GENERAL and TILES"
 #endif
 
 typedef Mma<DTYPE, 16> M;
@@ -33,6 +34,7 @@ constexpr int kStepsV = HEAD_DIM_V / 32;
 constexpr int kShares = (HEAD_DIM / 16 + kWaves - 1) / kWaves;  // products of dQ^T of a wavefront
 typedef Exchange<kWaves, TILES> Swap;
 typedef Loads<HEAD_DIM, HEAD_DIM_V, kWaves> Feed;
+typedef Scoring<DTYPE, TILES> General;
 
 // The same in all lanes, which the compiler does not know of a minimum of 64 bits or a v_med3.
 DEVICE void make_scalar(int &x) { x = __builtin_amdgcn_readfirstlane(x); }
@@ -172,6 +174,7 @@ constexpr int kCarried = kSteps < 4 ? 1 : 2;  // slots whose reads come a turn b
 struct Scored {
   Acc p[TILES];         // not yet rounded
   Pair ds[TILES];
+  General::Scored general;  // in place of both
   Quad columns[kCarried];  // the first ones
   Acc dq[kShares];
 };
@@ -213,9 +216,6 @@ struct Places {
   }
 };
 
-DEVICE Quad read_unit(unsigned at) { return lds_read((Lds)at); }
-DEVICE Acc read_four(unsigned at) { return __builtin_bit_cast(Acc, read_unit(at)); }
-
 typedef __attribute__((address_space(3))) unsigned short *LdsHalves;
 
 // Rows r and r + 1 of dS of tile n.
@@ -225,8 +225,6 @@ DEVICE void exchange(const Places &at, unsigned swap, int n, int r, unsigned two
   *(LdsHalves)to = (unsigned short)two;
   *(LdsHalves)(to + Swap::Tile::kRowBytes) = (unsigned short)(two >> 16);
 }
-
-DEVICE void fence() { __builtin_amdgcn_sched_barrier(0); }
 
 // ---- a turn of the loop -------------------------------------------------------------------------
 
@@ -274,12 +272,24 @@ DEVICE constexpr bool comes(int m, int i, int count, int from, int to) {
   return m == from + i * (to - from) / count;
 }
 
+// An integer that all lanes share and that is seldom needed: with score terms, in a vector register.
+struct Aside {
+  int x;
+
+  METHOD Aside(int x) : x(x) {
+    if (GENERAL) pin(this->x);
+  }
+  METHOD operator int() const { return GENERAL ? __builtin_amdgcn_readfirstlane(x) : x; }
+};
+
 // Where the loop is: what comes next of each kind, through the heads of the group.
 struct Walk {
-  int start, end;    // rows
-  int steps;         // of a head
-  int group_end;     // head behind the last
+  Aside start;       // row
+  int end;           // row
+  Aside steps;       // of a head
+  Aside group_end;   // head behind the last
   int row;           // whose scores are made
+  Aside head;        // and of which head, where that matters
   int fed_head, fed;      // of the loads, and the steps that are left
   int added_head, added;  // of dQ
   char *sums;        // where dQ is added
@@ -296,6 +306,15 @@ struct Walk {
     fed = steps;
     feed.left = 0;
     if (++fed_head < group_end) seek(c, feed);
+  }
+  METHOD void score_on(const Context &c, General &general) {
+    row += kStepRows;
+    if (__builtin_expect(row >= end, 0)) {
+      row = start;
+      head = min(head + 1, group_end - 1);  // behind the last step its head again
+      if (GENERAL) general.seek(c.s, head);
+    }
+    pin_scalar(row);
   }
   METHOD void seek_sums(const Context &c) {
     const Params &p = params_again();
@@ -337,6 +356,7 @@ struct Turn {
   Scored &scored;  // of the step before, then of this
   Buffers &lds;
   Walk &walk;
+  General &general;
   Values &v;
 
   // Of dK.
@@ -371,7 +391,8 @@ struct Turn {
     } else if (slot < kSlotQ) {
       int n = i % TILES, step = slot - kSlotP;
       const Quad &y = fixed.v[n][step];
-      v.dp[n] = i < TILES ? M::mma(x.xy, y.xy, step ? v.dp[n] : v.minus_delta) : M::mma(x.zw, y.zw, v.dp[n]);
+      Acc from = GENERAL ? Acc{0} : v.minus_delta;
+      v.dp[n] = i < TILES ? M::mma(x.xy, y.xy, step ? v.dp[n] : from) : M::mma(x.zw, y.zw, v.dp[n]);
     } else if (slot < kSlotV) {
       int t = i % kShares, b = slot - kSlotQ;
       const Quad &k = fixed.transposed[t][b];
@@ -386,7 +407,7 @@ struct Turn {
   METHOD void beside(int m) {
 #pragma unroll
     for (int i = 0; i < 2 * TILES; ++i)
-      if (comes(m, i, 2 * TILES, 0, kAtK - 1)) {
+      if (!GENERAL && comes(m, i, 2 * TILES, 0, kAtK - 1)) {
         unsigned two = F::half_up(scored.p[i / 2][i % 2 * 2], scored.p[i / 2][i % 2 * 2 + 1]);
         pin(two);
         v.p[i / 2][i % 2] = two;
@@ -397,12 +418,15 @@ struct Turn {
 #pragma unroll
     for (int i = 0; i < 4 * kShares; ++i)
       if (comes(m, i, 4 * kShares, kAtS + 1, kAtK)) add(at, walk, scored.dq, i);
+    if (GENERAL && m == kAtS + 1) general.add_dots(scored.general, c.s, walk.head, walk.row);
+    if (GENERAL && m == kAtS + 2) walk.score_on(c, general);
+    if (GENERAL && m == kAtK - 3) general.load_bias(c.s, walk.head, walk.row);
     if (m == kAtK - 2) feed.prepare();
 #pragma unroll
     for (int i = 0; i < Feed::kLoads; ++i)
       if (comes(m, i, Feed::kLoads, kAtK, kAtP)) feed.load(i);
 #pragma unroll
-    for (int i = 0; i < 4 * TILES; ++i) {
+    for (int i = 0; !GENERAL && i < 4 * TILES; ++i) {
       float &x = v.exponent[i / 4][i % 4];
       if (comes(m, i, 4 * TILES, kAtK + 3, kAtCut - 2)) {
         x = __builtin_fmaf(v.s[i / 4][i % 4], c.to_base_2, v.minus_lse[i % 4]);
@@ -417,6 +441,10 @@ struct Turn {
 #pragma unroll
     for (int i = 0; i < 2 * TILES; ++i) {
       int n = i / 2, r = i % 2 * 2;
+      if (GENERAL) {
+        if (comes(m, i, 2 * TILES, kAtCut, kAtEnd)) exchange(at, lds.swap_next, n, r, scored.general.ds[n][i % 2]);
+        continue;
+      }
       if (comes(m, i, 2 * TILES, kAtCut, kAtEnd))
         for (int j = r; j < r + 2; ++j) {
           float x = v.dp[n][j] * scored.p[n][j];
@@ -437,8 +465,8 @@ struct Turn {
     if (m == kAtP + 6) feed.advance_states();
     if (m == kAtP + 7) walk.feed_on(c, feed);
     if (m == kAtQ) lds.turn_rows();
-    if (m == kAtQ + 1) {
-      walk.row = walk.row + kStepRows < walk.end ? walk.row + kStepRows : walk.start;
+    if (!GENERAL && m == kAtQ + 1) {
+      walk.row = walk.row + kStepRows < walk.end ? walk.row + kStepRows : (int)walk.start;
       pin_scalar(walk.row);
     }
     if (m == kAtQ + 2) {
@@ -456,15 +484,32 @@ struct Turn {
       for (int r = 0; r < 4; ++r) scored.p[n][r] = where(seen, r, scored.p[n][r]);
     }
   }
+  METHOD void weigh() {
+    auto masked = [&](Acc (&x)[TILES]) {
+      if (v.cut >= 0) return;
+#pragma unroll
+      for (int n = 0; n < TILES; ++n) {
+        unsigned seen = seen_bits(c, c.own(n), walk.row);
+#pragma unroll
+        for (int r = 0; r < 4; ++r) x[n][r] = where(seen, r, x[n][r]);
+      }
+    };
+    // The rows that came before those of this turn are still there.
+    general.weigh(scored.general, v.s, v.dp, lds.rows_next + at.state, c.s, walk.head, walk.row, masked);
+  }
   METHOD void run() {
     int m = 0;
 #pragma unroll
-    for (int n = 0; n < TILES; ++n) v.ds[n] = scored.ds[n];
+    for (int n = 0; n < TILES; ++n) {
+      v.ds[n] = GENERAL ? scored.general.ds[n] : scored.ds[n];
+      if (GENERAL) v.p[n] = scored.general.p[n];
+    }
     for (int i = 0; i < kCarried; ++i) v.fragment[i] = scored.columns[i];
 #pragma unroll
     for (int slot = 0; slot < kSlots; ++slot) {
-      if (slot == kCutSlot && __builtin_expect(v.cut < 0, 0)) mask(walk.row);
-      if (slot == kSlotS) {
+      if (GENERAL && slot == kCutSlot) weigh();
+      if (!GENERAL && slot == kCutSlot && __builtin_expect(v.cut < 0, 0)) mask(walk.row);
+      if (!GENERAL && slot == kSlotS) {
         v.minus_lse = read_four(lds.rows + at.state);
         v.minus_delta = read_four(lds.rows + at.state + kStepRows * 4);
       }
@@ -492,12 +537,12 @@ struct Turn {
 
 // The first step of all: scores without a turn.
 DEVICE void begin(const Context &c, const Places &at, const Fixed &fixed, const Buffers &lds,
-                  Scored &scored, int first) {
+                  Scored &scored, General &general, int head, int first) {
   Acc minus_lse = read_four(lds.rows + at.state), minus_delta = read_four(lds.rows + at.state + kStepRows * 4);
   Acc s[TILES], dp[TILES];
   for (int n = 0; n < TILES; ++n) {
     s[n] = Acc{0};
-    dp[n] = minus_delta;
+    dp[n] = GENERAL ? Acc{0} : minus_delta;
   }
   for (int i = 0; i < kSteps; ++i) {
     Quad x = read_unit(lds.rows + at.rows_q + i * kUnitBytes);
@@ -513,7 +558,19 @@ DEVICE void begin(const Context &c, const Places &at, const Fixed &fixed, const 
       dp[n] = M::mma(x.zw, fixed.v[n][i].zw, dp[n]);
     }
   }
-  for (int n = 0; n < TILES; ++n) {
+  if (GENERAL) {
+    general.load_bias(c.s, head, first);
+    auto masked = [&](Acc (&x)[TILES]) {
+      for (int n = 0; n < TILES; ++n) {
+        unsigned seen = seen_bits(c, c.own(n), first);
+        for (int r = 0; r < 4; ++r) x[n][r] = where(seen, r, x[n][r]);
+      }
+    };
+    general.weigh(scored.general, s, dp, lds.rows + at.state, c.s, head, first, masked);
+    for (int i = 0; i < 2 * TILES; ++i)
+      exchange(at, lds.swap, i / 2, i % 2 * 2, scored.general.ds[i / 2][i % 2]);
+  }
+  for (int n = 0; !GENERAL && n < TILES; ++n) {
     unsigned seen = seen_bits(c, c.own(n), first);
     for (int r = 0; r < 4; ++r)
       scored.p[n][r] = where(seen, r, exp2(__builtin_fmaf(s[n][r], c.to_base_2, minus_lse[r])));
@@ -583,7 +640,7 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd_onepass(Params p) {
   int group = p.heads_q / p.heads_k, head = work.head * group;
 
   if (steps) {
-    Walk walk{start, start + steps * kStepRows, steps, head + group, start, head, steps, head, steps + 1};
+    Walk walk{start, start + steps * kStepRows, steps, head + group, start, head, head, steps, head, steps + 1};
     const Params &again = params_again();
     Feed feed(q_of(again, c.s, head), dout_of(again, c.s, head), kRowsO, kColumnsO, kStates);
     walk.seek(c, feed);
@@ -608,7 +665,9 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd_onepass(Params p) {
     barrier();
     Places at;
     Scored scored;
-    begin(c, at, fixed, lds, scored, start);
+    General general;
+    if (GENERAL) general.begin(c.s, c.first, head);
+    begin(c, at, fixed, lds, scored, general, head, start);
     lds.turn_rows();
     barrier();
 
@@ -618,7 +677,7 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd_onepass(Params p) {
     walk.sums_bytes = 0;
     for (int n = group * steps; n > 0; --n) {
       Values values;
-      Turn turn{c, at, fixed, grad, feed, scored, lds, walk, values};
+      Turn turn{c, at, fixed, grad, feed, scored, lds, walk, general, values};
       turn.run();
     }
 #pragma unroll

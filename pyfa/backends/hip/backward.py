@@ -47,22 +47,20 @@ TILES: dict[tuple[int, int], tuple[Columns, Columns, Columns, Columns]] = {
 }
 
 
-# One pass over plain scores, by head dims: 16s of keys that a wavefront owns, in registers with
-# their gradients (7 head_dim / 8 registers for each). Which leaves room for what a step needs, by
-# the figures in kernels/README.md.
-ONE_PASS_TILES: dict[tuple[int, int], int] = {
-    (64, 64): 4,
-    (96, 96): 4,
-    (128, 128): 3,
+# One pass, by head dims: 16s of keys that a wavefront owns, in registers with their gradients (7
+# head_dim / 8 registers for each), of plain scores and of general ones. Which leaves room for what
+# a step needs, by the figures in kernels/README.md.
+ONE_PASS_TILES: dict[tuple[int, int], tuple[int, int]] = {
+    (64, 64): (4, 4),
+    (96, 96): (4, 3),
+    (128, 128): (3, 3),
 }
 
 
-def _why_two_passes(pair: tuple[int, int], general: bool, deterministic: bool) -> str | None:
+def _why_two_passes(pair: tuple[int, int], deterministic: bool) -> str | None:
     """Why backward takes two passes over the scores; None where it takes one."""
     if deterministic:
         return "deterministic: atomics would add dQ in any order"
-    if general:
-        return "the one-pass kernel has no score terms, sinks or dropout"
     if pair not in ONE_PASS_TILES:
         return "wider than 128, the one-pass kernel's tiles do not fit 64 KB of LDS"
     return None
@@ -74,7 +72,7 @@ def notes_of(problem: Problem) -> list[str]:
         return []
     pair = calls.bucket_of(TILES, problem.head_dim, problem.head_dim_v)
     deterministic = "deterministic" in problem.features
-    why = _why_two_passes(pair, is_general_problem(problem), deterministic)
+    why = _why_two_passes(pair, deterministic)
     if why is None:
         return ["backward in one pass: five products a tile, dQ added in float32 by atomics"]
     return [f"backward in two passes, seven products a tile: {why}"]
@@ -88,15 +86,16 @@ def plans_of(
     In one pass that is attn_bwd_onepass, and dq_convert behind it; in two attn_bwd twice, owning
     keys and owning rows.
     """
-    if _why_two_passes(pair, general, deterministic):
+    if _why_two_passes(pair, deterministic):
         sums = _of_rows(backend, "row_sums", dtype, 0)
         keys, rows = (_plan(backend, pair, dtype, owner, int(general)) for owner in (KEYS, ROWS))
         return sums, keys, rows
     constants = {
         "DTYPE": dtype,
+        "GENERAL": int(general),
         "HEAD_DIM": pair[0],
         "HEAD_DIM_V": pair[1],
-        "TILES": ONE_PASS_TILES[pair],
+        "TILES": ONE_PASS_TILES[pair][general],
     }
     return (
         _of_rows(backend, "row_sums", dtype, pair[0]),
