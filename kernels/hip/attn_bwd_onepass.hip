@@ -32,8 +32,8 @@ constexpr int kBlock = kWaves * kOwned;    // of a workgroup
 constexpr int kSteps = HEAD_DIM / 32;      // of 16 bytes a lane along the head
 constexpr int kStepsV = HEAD_DIM_V / 32;
 constexpr int kShares = (HEAD_DIM / 16 + kWaves - 1) / kWaves;  // products of dQ^T of a wavefront
-typedef Exchange<kWaves, TILES> Swap;
-typedef Loads<HEAD_DIM, HEAD_DIM_V, kWaves> Feed;
+typedef Exchange<kWaves, TILES, (HEAD_DIM > 128)> Swap;
+typedef Loads<HEAD_DIM, HEAD_DIM_V, kWaves, GENERAL> Feed;
 typedef Scoring<DTYPE, TILES> General;
 
 // The same in all lanes, which the compiler does not know of a minimum of 64 bits or a v_med3.
@@ -280,18 +280,21 @@ struct Aside {
     if (GENERAL) pin(this->x);
   }
   METHOD operator int() const { return GENERAL ? __builtin_amdgcn_readfirstlane(x) : x; }
+  METHOD int operator++() { return *this = Aside(*this + 1); }
 };
 
 // Where the loop is: what comes next of each kind, through the heads of the group.
 struct Walk {
   Aside start;       // row
-  int end;           // row
+  Aside end;         // row
   Aside steps;       // of a head
   Aside group_end;   // head behind the last
   int row;           // whose scores are made
   Aside head;        // and of which head, where that matters
-  int fed_head, fed;      // of the loads, and the steps that are left
-  int added_head, added;  // of dQ
+  Aside fed_head;    // of the loads,
+  int fed;           // and the steps that are left
+  Aside added_head;  // the same of dQ
+  int added;
   char *sums;        // where dQ is added
   int sums_step;     // bytes from step to step
   int sums_bytes;    // of a tile, at first 0, when there is no dQ yet: all is beyond the buffer

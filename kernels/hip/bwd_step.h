@@ -76,11 +76,11 @@ struct ColumnUnits {
 
 // dS of all keys of the workgroup, for the product over keys: rows of blocks of 32 keys, which are two
 // products' keys in turn. A lane's 16 bytes are keys 4 part ... 4 part + 3 of both.
-template <int waves, int tiles>
+template <int waves, int tiles, bool short_of_room>
 struct Exchange {
   static constexpr int kBlocks = waves * tiles / 2;
-  // Of lengths that fit, the one whose writes of 2 bytes meet fewer banks twice.
-  static constexpr int kLength = kBlocks % 4 ? kBlocks : kBlocks + 2;
+  // Of lengths that fit, the one whose writes of 2 bytes meet fewer banks twice, where there is room for it.
+  static constexpr int kLength = kBlocks % 4 || short_of_room ? kBlocks : kBlocks + 2;
   typedef SkewedTile<kLength> Tile;
   static constexpr int kTogether = tiles / 2;  // blocks that are one wavefront's
   static_assert(waves % 2 == 0, "odd tiles of two wavefronts share a block");
@@ -100,11 +100,13 @@ struct Exchange {
 
 // A wavefront's part in bringing 16 rows of A and C, and their two states, to LDS: pieces of 16 rows x
 // 16 * kElements elements. A lane has 4 rows of kElements, which it stores as rows and as columns.
-template <int dim_a, int dim_c, int waves>
+template <int dim_a, int dim_c, int waves, bool few_pieces>
 struct Loads {
   typedef RowUnits<dim_a> RowsA;
   typedef RowUnits<dim_c> RowsC;
-  static constexpr int kElements = dim_a + dim_c <= 192 ? 2 : 4;
+  // Four where that deals all wavefronts the same, or where pieces shall be few: each takes 5 scalars.
+  static constexpr int kWide = 64 * waves;
+  static constexpr int kElements = (dim_a + dim_c) % kWide && !(few_pieces && dim_a + dim_c > kWide) ? 2 : 4;
   static constexpr int kWidth = 16 * kElements;
   static constexpr int kPiecesA = dim_a / kWidth;
   static constexpr int kPieces = kPiecesA + dim_c / kWidth;
@@ -132,12 +134,16 @@ struct Loads {
   unsigned state_offset;
   unsigned state;
 
-  METHOD int index(int n) const { return wave_index() + n * waves; }
+  // A wavefront for which there is no piece left brings its last one again, which takes no branch.
+  METHOD int index(int n) const {
+    int found = wave_index() + n * waves;
+    return (n + 1) * waves <= kPieces || found < kPieces ? found : found - waves;
+  }
   METHOD bool is_a(int n) const {
     if ((n + 1) * waves <= kPiecesA) return true;
-    return n * waves < kPiecesA && index(n) < kPiecesA;
+    int least = (n + 1) * waves <= kPieces ? n * waves : (n - 1) * waves + kPieces % waves;
+    return least < kPiecesA && index(n) < kPiecesA;
   }
-  METHOD bool is_there(int n) const { return kPieces % waves == 0 || index(n) < kPieces; }
 
   // Offsets in LDS are in rows, columns and states, C's behind A's.
   METHOD Loads(const Matrix &a, const Matrix &c, int rows_c, int columns_c, int states_at) {
@@ -191,7 +197,7 @@ struct Loads {
   METHOD void prepare() {
     int rows = min(left, kStepRows);
     for (int n = 0; n < kMine; ++n) {
-      piece[n].bytes = is_there(n) ? step_bytes(rows, piece[n].row_bytes, piece[n].width) : 0;
+      piece[n].bytes = step_bytes(rows, piece[n].row_bytes, piece[n].width);
       pin_scalar(piece[n].bytes);
     }
   }
@@ -221,7 +227,6 @@ struct Loads {
       lds_write((Lds)(rows + state_place), state);
       return;
     }
-    if (!is_there(n)) return;
     Piece &x = piece[n];
     if (j < 4) {
       typedef RowUnits<dim_a> A;
