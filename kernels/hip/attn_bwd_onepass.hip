@@ -33,7 +33,9 @@ constexpr int kSteps = HEAD_DIM / 32;      // of 16 bytes a lane along the head
 constexpr int kStepsV = HEAD_DIM_V / 32;
 constexpr int kShares = (HEAD_DIM / 16 + kWaves - 1) / kWaves;  // products of dQ^T of a wavefront
 typedef Exchange<kWaves, TILES, (HEAD_DIM > 128)> Swap;
-typedef Loads<HEAD_DIM, HEAD_DIM_V, kWaves, GENERAL> Feed;
+// Three buffers of columns do not fit 64 KB, and columns come to LDS a step later.
+constexpr bool kLate = HEAD_DIM + HEAD_DIM_V > 320;
+typedef Loads<HEAD_DIM, HEAD_DIM_V, kWaves, GENERAL, kLate> Feed;
 typedef Scoring<DTYPE, TILES> General;
 
 // The same in all lanes, which the compiler does not know of a minimum of 64 bits or a v_med3.
@@ -53,7 +55,7 @@ constexpr int kRowsBytes = kStates + 2 * kStepRows * 4;
 constexpr int kColumnsO = ColumnsQ::kBytes;
 constexpr int kColumnsBytes = kColumnsO + ColumnsO::kBytes;
 constexpr int kSwapBytes = Swap::Tile::kBytes;
-constexpr int kLdsBytes = 2 * kRowsBytes + 3 * kColumnsBytes + 2 * kSwapBytes;
+constexpr int kLdsBytes = 2 * kRowsBytes + (kLate ? 2 : 3) * kColumnsBytes + 2 * kSwapBytes;
 
 // Where the loop finds them: of this step, of the next one and, where they are stored, of the one after.
 // What comes in turn is made from what all are together, in place: copies would stand at the loop's end.
@@ -69,10 +71,10 @@ struct Buffers {
     columns = rows_next + kRowsBytes;
     columns_next = columns + kColumnsBytes;
     columns_after = columns_next + kColumnsBytes;
-    swap = columns_after + kColumnsBytes;
+    swap = (kLate ? columns_next : columns_after) + kColumnsBytes;
     swap_next = swap + kSwapBytes;
     all_rows = rows + rows_next;
-    all_columns = columns + columns_next + columns_after;
+    all_columns = columns + columns_next + (kLate ? 0 : columns_after);
     all_swaps = swap + swap_next;
   }
   METHOD void turn_rows() {
@@ -83,9 +85,11 @@ struct Buffers {
   }
   METHOD void turn_columns() {
     columns = columns_next;
-    columns_next = columns_after;
+    if (!kLate) columns_next = columns_after;
     pin_scalar(columns);
+    if (kLate) columns_next = all_columns - columns;
     pin_scalar(columns_next);
+    if (kLate) return;
     columns_after = all_columns - columns - columns_next;
     pin_scalar(columns_after);
   }
@@ -265,7 +269,11 @@ DEVICE constexpr int at_of(int slot) {
 constexpr int kCutBlock = Swap::kBlocks / (HEAD_DIM > 96 ? 2 : 4);
 constexpr int kCutSlot = kSlotQ + kCutBlock;
 constexpr int kAtCut = kAtQ + kCutBlock * 2 * kShares;
-constexpr int kAtEnd = kProducts - 8;
+// The barrier is before the last product, which goes on meanwhile. Where what the next turn begins with comes
+// only in this one, it is behind it that this is read, and the products that are left wait for nothing.
+constexpr int kAtBarrier = kLate ? kProducts - 10 : kProducts - 2;
+constexpr int kAtEnd = kAtBarrier - 6;
+static_assert(kAtBarrier > at_of(kSlots - 1) - kLead, "all columns have been read");
 
 // Whether the i-th of `count` things, spread evenly over the products `from` ... `to`, comes with product m.
 DEVICE constexpr bool comes(int m, int i, int count, int from, int to) {
@@ -417,7 +425,8 @@ struct Turn {
       }
 #pragma unroll
     for (int i = 0; i < Feed::kStores; ++i)
-      if (comes(m, i, Feed::kStores, 1, kAtK - 2)) feed.store(i, lds.rows_next, lds.columns_after);
+      if (comes(m, i, Feed::kStores, 1, kAtK - 2))
+        feed.store(i, lds.rows_next, kLate ? lds.columns_next : lds.columns_after);
 #pragma unroll
     for (int i = 0; i < 4 * kShares; ++i)
       if (comes(m, i, 4 * kShares, kAtS + 1, kAtK)) add(at, walk, scored.dq, i);
@@ -477,7 +486,13 @@ struct Turn {
       pin_scalar(v.cut);
     }
     if (m == kAtEnd + 4) lds.turn_swaps();
-    if (m == kProducts - 2) barrier();  // before the last product, which goes on meanwhile
+    if (m == kAtBarrier) barrier();
+    if (kLate && m == kAtBarrier) carry();
+  }
+  // Reads all that the next turn begins with.
+  METHOD void carry() {
+    lds.turn_columns();
+    for (int i = 0; i < kCarried; ++i) read(kSlots + i);
   }
   METHOD void mask(int first) {
 #pragma unroll
@@ -516,11 +531,7 @@ struct Turn {
         v.minus_lse = read_four(lds.rows + at.state);
         v.minus_delta = read_four(lds.rows + at.state + kStepRows * 4);
       }
-      if (slot == kSlots - 2) {
-        // All that the next turn begins with, as the barrier waits for it.
-        lds.turn_columns();
-        for (int i = 0; i < kCarried; ++i) read(kSlots + i);
-      }
+      if (!kLate && slot == kSlots - 2) carry();  // the barrier waits for it
       int products = at_of(slot + 1) - at_of(slot);
 #pragma unroll
       for (int i = 0; i < products; ++i) {
@@ -655,15 +666,15 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd_onepass(Params p) {
       feed.advance_states();
       walk.feed_on(c, feed);
     };
-    auto store = [&](unsigned rows, unsigned columns) {
+    auto store = [&](unsigned rows, unsigned columns, bool has_columns) {
 #pragma unroll
-      for (int i = 0; i < Feed::kStores; ++i) feed.store(i, rows, columns);
+      for (int i = 0; i < Feed::kStores; ++i) feed.store(i, rows, columns, has_columns);
     };
     load();
     barrier();  // K^T has been where tiles come
-    store(lds.rows, lds.columns);
+    store(lds.rows, lds.columns, !kLate);
     load();
-    store(lds.rows_next, lds.columns_next);
+    store(lds.rows_next, kLate ? lds.columns : lds.columns_next, true);
     load();
     barrier();
     Places at;

@@ -99,8 +99,9 @@ struct Exchange {
 };
 
 // A wavefront's part in bringing 16 rows of A and C, and their two states, to LDS: pieces of 16 rows x
-// 16 * kElements elements. A lane has 4 rows of kElements, which it stores as rows and as columns.
-template <int dim_a, int dim_c, int waves, bool few_pieces>
+// 16 * kElements elements. A lane has 4 rows of kElements, which it stores as rows and as columns: the columns
+// at once, or, `late`, from registers a step later.
+template <int dim_a, int dim_c, int waves, bool few_pieces, bool late>
 struct Loads {
   typedef RowUnits<dim_a> RowsA;
   typedef RowUnits<dim_c> RowsC;
@@ -220,8 +221,9 @@ struct Loads {
     }
   }
 
-  // The i-th instruction or two of the stores: rows, then the halves of each unit of columns and it.
-  METHOD void store(int i, unsigned rows, unsigned columns) {
+  // The i-th instruction or two of the stores: rows, then the halves of each unit of columns and it, or, of the
+  // step before, before them.
+  METHOD void store(int i, unsigned rows, unsigned columns, bool has_columns = true) {
     int n = i / kStoresAPiece, j = i % kStoresAPiece;
     if (n == kMine) {
       lds_write((Lds)(rows + state_place), state);
@@ -239,9 +241,9 @@ struct Loads {
         lds_write(to, Pair{x.x[j][0], x.x[j][1]});
       return;
     }
-    int pair = (j - 4) / 3, half = (j - 4) % 3;
+    int pair = (j - 4) / 3, half = (j - 4 + (late ? 2 : 0)) % 3;
     if (half == 2) {
-      lds_write((Lds)(columns + x.column[pair]), x.turned[pair]);
+      if (has_columns) lds_write((Lds)(columns + x.column[pair]), x.turned[pair]);
       return;
     }
     for (int two = 0; two < 2; ++two) {
