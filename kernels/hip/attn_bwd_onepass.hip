@@ -35,7 +35,7 @@ constexpr int kShares = (HEAD_DIM / 16 + kWaves - 1) / kWaves;  // products of d
 typedef Exchange<kWaves, TILES, (HEAD_DIM > 128)> Swap;
 // Three buffers of columns do not fit 64 KB, and columns come to LDS a step later.
 constexpr bool kLate = HEAD_DIM + HEAD_DIM_V > 320;
-typedef Loads<HEAD_DIM, HEAD_DIM_V, kWaves, GENERAL, kLate> Feed;
+typedef Loads<HEAD_DIM, HEAD_DIM_V, kWaves, GENERAL && !kLate, kLate> Feed;
 typedef Scoring<DTYPE, TILES> General;
 
 // The same in all lanes, which the compiler does not know of a minimum of 64 bits or a v_med3.
@@ -103,13 +103,30 @@ struct Buffers {
 
 // ---- what a wavefront has -----------------------------------------------------------------------
 
+// An integer that all lanes share and that is seldom needed: with score terms, in a vector register.
+struct Aside {
+  int x;
+
+  METHOD Aside(int x = 0) : x(x) {
+    if (GENERAL) pin(this->x);
+  }
+  METHOD operator int() const { return GENERAL ? __builtin_amdgcn_readfirstlane(x) : x; }
+  METHOD int operator++() { return *this = Aside(*this + 1); }
+};
+
 struct Context {
-  Sequence s;
+  Sequence s;  // but for its number
+  Aside batch;
   int first;  // key of this wavefront
   float to_base_2;
   Seen mine;  // rows that see them: a step is cut unless all rows see all keys
 
   METHOD int own(int n) const { return first + n * 16 + M::column(); }
+  METHOD Sequence sequence() const {
+    Sequence x = s;
+    x.batch = batch;
+    return x;
+  }
 };
 
 struct Fixed {
@@ -280,17 +297,6 @@ DEVICE constexpr bool comes(int m, int i, int count, int from, int to) {
   return m == from + i * (to - from) / count;
 }
 
-// An integer that all lanes share and that is seldom needed: with score terms, in a vector register.
-struct Aside {
-  int x;
-
-  METHOD Aside(int x) : x(x) {
-    if (GENERAL) pin(this->x);
-  }
-  METHOD operator int() const { return GENERAL ? __builtin_amdgcn_readfirstlane(x) : x; }
-  METHOD int operator++() { return *this = Aside(*this + 1); }
-};
-
 // Where the loop is: what comes next of each kind, through the heads of the group.
 struct Walk {
   Aside start;       // row
@@ -304,12 +310,12 @@ struct Walk {
   Aside added_head;  // the same of dQ
   int added;
   char *sums;        // where dQ is added
-  int sums_step;     // bytes from step to step
+  Aside sums_step;   // bytes from step to step
   int sums_bytes;    // of a tile, at first 0, when there is no dQ yet: all is beyond the buffer
 
   METHOD void seek(const Context &c, Feed &feed) const {
     const Params &p = params_again();
-    Sequence s = sequence_of(p, c.s.batch);
+    Sequence s = sequence_of(p, c.batch);
     feed.seek(q_of(p, s, fed_head), dout_of(p, s, fed_head), states_of(p, s, fed_head), start, c.s.rows);
   }
   METHOD void feed_on(const Context &c, Feed &feed) {
@@ -323,13 +329,13 @@ struct Walk {
     if (__builtin_expect(row >= end, 0)) {
       row = start;
       head = min(head + 1, group_end - 1);  // behind the last step its head again
-      if (GENERAL) general.seek(c.s, head);
+      if (GENERAL) general.seek(c.sequence(), head);
     }
     pin_scalar(row);
   }
   METHOD void seek_sums(const Context &c) {
     const Params &p = params_again();
-    Sequence s = sequence_of(p, c.s.batch);
+    Sequence s = sequence_of(p, c.batch);
     sums = (char *)p.dq_accum + sum_tile(p, s, start, added_head) * (kSumRows * HEAD_DIM * 4);
   }
   METHOD void add_on(const Context &c) {
@@ -430,9 +436,9 @@ struct Turn {
 #pragma unroll
     for (int i = 0; i < 4 * kShares; ++i)
       if (comes(m, i, 4 * kShares, kAtS + 1, kAtK)) add(at, walk, scored.dq, i);
-    if (GENERAL && m == kAtS + 1) general.add_dots(scored.general, c.s, walk.head, walk.row);
+    if (GENERAL && m == kAtS + 1) general.add_dots(scored.general, c.sequence(), walk.head, walk.row);
     if (GENERAL && m == kAtS + 2) walk.score_on(c, general);
-    if (GENERAL && m == kAtK - 3) general.load_bias(c.s, walk.head, walk.row);
+    if (GENERAL && m == kAtK - 3) general.load_bias(c.sequence(), walk.head, walk.row);
     if (m == kAtK - 2) feed.prepare();
 #pragma unroll
     for (int i = 0; i < Feed::kLoads; ++i)
@@ -513,7 +519,7 @@ struct Turn {
       }
     };
     // The rows that came before those of this turn are still there.
-    general.weigh(scored.general, v.s, v.dp, lds.rows_next + at.state, c.s, walk.head, walk.row, masked);
+    general.weigh(scored.general, v.s, v.dp, lds.rows_next + at.state, c.sequence(), walk.head, walk.row, masked);
   }
   METHOD void run() {
     int m = 0;
@@ -573,14 +579,14 @@ DEVICE void begin(const Context &c, const Places &at, const Fixed &fixed, const 
     }
   }
   if (GENERAL) {
-    general.load_bias(c.s, head, first);
+    general.load_bias(c.sequence(), head, first);
     auto masked = [&](Acc (&x)[TILES]) {
       for (int n = 0; n < TILES; ++n) {
         unsigned seen = seen_bits(c, c.own(n), first);
         for (int r = 0; r < 4; ++r) x[n][r] = where(seen, r, x[n][r]);
       }
     };
-    general.weigh(scored.general, s, dp, lds.rows + at.state, c.s, head, first, masked);
+    general.weigh(scored.general, s, dp, lds.rows + at.state, c.sequence(), head, first, masked);
     for (int i = 0; i < 2 * TILES; ++i)
       exchange(at, lds.swap, i / 2, i % 2 * 2, scored.general.ds[i / 2][i % 2]);
   }
@@ -621,7 +627,7 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd_onepass(Params p) {
   int blocks = (p.seqlen_k + kBlock - 1) / kBlock;
   Work work = work_of(workgroup_index(), blocks, 1, p.heads_k, p.batch, p.dies);
   work.block = blocks - 1 - work.block;  // the first keys are seen most
-  Context c{sequence_of(p, work.batch)};
+  Context c{sequence_of(p, work.batch), work.batch};
   make_scalar(c.s.keys);
   make_scalar(c.s.rows);
   int first_own = work.block * kBlock;
@@ -680,7 +686,7 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd_onepass(Params p) {
     Places at;
     Scored scored;
     General general;
-    if (GENERAL) general.begin(c.s, c.first, head);
+    if (GENERAL) general.begin(c.sequence(), c.first, head);
     begin(c, at, fixed, lds, scored, general, head, start);
     lds.turn_rows();
     barrier();
@@ -698,7 +704,7 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd_onepass(Params p) {
     for (int i = 0; i < 4 * kShares; ++i) add(at, walk, scored.dq, i);
   }
   const Params &q = params_again();
-  Sequence s = sequence_of(q, c.s.batch);
+  Sequence s = sequence_of(q, c.batch);
   store(c, keys_of(q.dk, s, work.head, q.dk_batch, q.dk_row, q.dk_head, q.head_dim), grad.k, q.scale);
   store(c, keys_of(q.dv, s, work.head, q.dv_batch, q.dv_row, q.dv_head, q.head_dim_v), grad.v, 1.0f);
 }
