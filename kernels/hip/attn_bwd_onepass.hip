@@ -268,8 +268,9 @@ constexpr int kAtV = kAtQ + Swap::kBlocks * 2 * kShares;
 constexpr int kProducts = kAtV + kStepsV * 2 * TILES;
 
 // Of 16 clocks; LDS takes 64 to 128. Both by the timing model: at 128, 12 and a quarter for 9 and a half
-// below is 0.826 in place of 0.853, at 64 9 for 12 is 0.729 in place of 0.736.
-constexpr int kLead = HEAD_DIM > 96 ? 9 : 12;
+// below is 0.826 in place of 0.853, at 64 9 for 12 is 0.729 in place of 0.736. With score terms registers are
+// few, and the vector unit is what is waited for.
+constexpr int kLead = GENERAL ? 8 : HEAD_DIM > 96 ? 9 : 12;
 static_assert(kCarried <= kSlotS, "what is read before the barrier is dK's");
 
 // The first product of a slot.

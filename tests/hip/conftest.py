@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pyfa import api, ops
+from pyfa import api, cache, ops
 from pyfa.backends.common.program import Step
 from pyfa.backends.hip import code
 from pyfa.backends.hip.runtime_emulator import EmulatorRuntime
@@ -54,9 +54,11 @@ def kernels_run(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def plant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Plant]:
     """Replaces a snippet, which must occur exactly once, in the source of every plan of a kernel.
 
-    Code objects go to a cache of their own, and calls that are bound to sound ones are forgotten.
+    Code objects go to a cache of their own, sound ones of other kernels come from the usual one;
+    calls that are bound to sound ones are forgotten.
     """
     native.load()
+    monkeypatch.setenv("PYFA_CACHE_READONLY_DIRS", str(cache.directory()))
     monkeypatch.setenv("PYFA_CACHE_DIR", str(tmp_path))
     original = code.source_of
 

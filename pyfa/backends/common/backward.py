@@ -68,6 +68,8 @@ class _Given(NamedTuple):
 
 def _readable(given: _Given) -> _Given:
     dout, out, lse, call, dlse = given
+    if call.bias is not None and max(call.bias.stride()[-2:], default=0) >= calls.MAX_ROW_STRIDE:
+        call = call._replace(bias=call.bias.contiguous())  # offsets inside a tile are 32-bit
     return _Given(
         calls.readable(dout),
         calls.readable(out),

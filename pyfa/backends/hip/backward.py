@@ -47,9 +47,10 @@ TILES: dict[tuple[int, int], tuple[Columns, Columns, Columns, Columns]] = {
 }
 
 
-# One pass, by head dims: 16s of keys that a wavefront owns, in registers with their gradients (7
-# head_dim / 8 registers for each), of plain scores and of general ones. Which leaves room for what
-# a step needs, by the figures in kernels/README.md.
+# One pass, by head dims: 16s of keys that a wavefront owns, of plain scores and of general ones.
+# They are in registers with their gradients, and once more for dQ: at most 168 registers for 16 of
+# a head_dim of 192. As many as leave room for what a step needs. By the timing model one pass takes
+# 0.25 to 0.5 of the clocks of two (kernels/README.md).
 ONE_PASS_TILES: dict[tuple[int, int], tuple[int, int]] = {
     (64, 64): (4, 4),
     (96, 96): (4, 3),
@@ -64,7 +65,7 @@ def _why_two_passes(pair: tuple[int, int], deterministic: bool) -> str | None:
     if deterministic:
         return "deterministic: atomics would add dQ in any order"
     if pair not in ONE_PASS_TILES:
-        return "wider than 128, the one-pass kernel's tiles do not fit 64 KB of LDS"
+        return "wider than 192, the one-pass kernel's tiles do not fit 64 KB of LDS"
     return None
 
 

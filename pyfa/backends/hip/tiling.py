@@ -106,7 +106,9 @@ def _backward(plan: Plan, pair: tuple[int, int]) -> TiledKernel:
 def _one_pass(plan: Plan, pair: tuple[int, int]) -> TiledKernel:
     rows, (_, keys) = backward.SUM_ROWS, backward.owned(plan)
     units, units_v = (_skewed_bytes(-(-dim // 64) * 2) for dim in pair)
-    blocks = keys // 32
+    blocks, wide = keys // 32, pair[0] > 128
+    swap = blocks if blocks % 4 or wide else blocks + 2
+    steps = 2 if sum(pair) > 320 else 3
     return TiledKernel(
         "gradients",
         Tiling(rows, keys),
@@ -114,8 +116,10 @@ def _one_pass(plan: Plan, pair: tuple[int, int]) -> TiledKernel:
         backward.THREADS,
         {
             "Q and dO, rows, and states, two steps": 2 * (units + units_v + 2 * rows * 4),
-            "Q and dO, columns, three steps": 3 * sum(pair) * rows * 2,
-            "dS, two steps": 2 * _skewed_bytes(blocks if blocks % 4 else blocks + 2),
+            f"Q and dO, columns, {'two' if steps == 2 else 'three'} steps": (
+                steps * sum(pair) * rows * 2
+            ),
+            "dS, two steps": 2 * _skewed_bytes(swap),
         },
         whole_tiles=True,
     )
