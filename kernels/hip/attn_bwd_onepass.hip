@@ -270,7 +270,7 @@ constexpr int kProducts = kAtV + kStepsV * 2 * TILES;
 // Of 16 clocks; LDS takes 64 to 128. Both by the timing model: at 128, 12 and a quarter for 9 and a half
 // below is 0.826 in place of 0.853, at 64 9 for 12 is 0.729 in place of 0.736. With score terms registers are
 // few, and the vector unit is what is waited for.
-constexpr int kLead = GENERAL ? 8 : HEAD_DIM > 96 ? 9 : 12;
+constexpr int kLead = HEAD_DIM > 96 ? GENERAL ? 8 : 9 : 12;
 static_assert(kCarried <= kSlotS, "what is read before the barrier is dK's");
 
 // The first product of a slot.
@@ -291,7 +291,9 @@ constexpr int kAtCut = kAtQ + kCutBlock * 2 * kShares;
 // only in this one, it is behind it that this is read, and the products that are left wait for nothing.
 constexpr int kAtBarrier = kLate ? kProducts - 10 : kProducts - 2;
 constexpr int kAtEnd = kAtBarrier - 6;
-static_assert(kAtBarrier > at_of(kSlots - 1) - kLead, "all columns have been read");
+// From here on what is read is the next turn's.
+constexpr int kAtCarry = kLate ? kAtBarrier : kProducts - 2 * 2 * TILES;  // or two slots before the end
+static_assert(at_of(kSlots - 1) - kLead < kAtCarry, "all columns of this turn are read by then");
 
 // Whether the i-th of `count` things, spread evenly over the products `from` ... `to`, comes with product m.
 DEVICE constexpr bool comes(int m, int i, int count, int from, int to) {
@@ -494,7 +496,7 @@ struct Turn {
     }
     if (m == kAtEnd + 4) lds.turn_swaps();
     if (m == kAtBarrier) barrier();
-    if (kLate && m == kAtBarrier) carry();
+    if (kLate && m == kAtCarry) carry();
   }
   // Reads all that the next turn begins with.
   METHOD void carry() {
