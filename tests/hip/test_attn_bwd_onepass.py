@@ -8,6 +8,8 @@ from planted import faults_found
 from test_traffic import Counting
 
 from pyfa import codeobject
+from pyfa.backends.common import backward as common
+from pyfa.backends.common import calls
 from pyfa.backends.common.program import Step
 from pyfa.backends.hip import backward, code
 from pyfa.backends.hip.launcher import Launcher
@@ -212,7 +214,9 @@ FAULTS |= {
         "dropout", "of_four<1>(bits) >> lane & first) << 1",
         "of_four<1>(bits) >> lane & first) << 2",
     ),
-    "draws of the same head again": ("dropout", "M::column()), mine, head)", "M::column()), mine, 0)"),
+    "draws of the same head again": (
+        "dropout", "M::column()), mine, head)", "M::column()), mine, 0)",
+    ),
     "sinks of half a row": ("terms", "x += turned<8>(x);", ""),
     "sinks of a neighbouring row": ("terms", "column % 4 == r", "column % 4 == (r ^ 1)"),
     "sinks of the rows before": (
@@ -227,7 +231,9 @@ OTHER_FAULTS = {
     "elements of a neighbour": ("dq_convert", "two[4 * kLanes]", "two[kLanes]"),
     "rows that are not there": ("dq_convert", "if (row >= s.rows) return;", ""),
     "sinks' sums left as they are": (
-        "dq_convert", "    store_sink_gradient(p, s, head, row, dot);\n", "",
+        "dq_convert",
+        "    store_sink_gradient(p, s, head, row, dot);\n",
+        "",
     ),
     "sums that do not begin with 0": ("row_sums", "sums[i] = Quad{0, 0, 0, 0};", ";"),
 }
@@ -370,3 +376,20 @@ def test_packed_rows_begin_at_a_tile_of_their_own() -> None:
     single = other.backward(alone, out, lse, dout[None, 37:], None, False)
     assert torch.equal(packed.dq[37:], single.dq[0])
     assert torch.equal(packed.dk[37:], single.dk[0])
+
+
+@pytest.mark.parametrize("apart", [40, calls.MAX_ROW_STRIDE])
+def test_a_bias_whose_rows_are_too_far_apart_is_copied(apart: int) -> None:
+    """Offsets inside a tile are 32-bit."""
+    q = torch.zeros(1, 3, 1, 64, dtype=torch.bfloat16)
+    k = torch.zeros(1, 40, 1, 64, dtype=torch.bfloat16)
+    whole = torch.zeros(2 * apart + 40, dtype=torch.bool)
+    bias = whole.as_strided((1, 1, 3, 40), (0, 0, apart, 1))
+    bias[...] = torch.rand(3, 40) < 0.5
+    call = Call(q, k, k, max_seqlen_q=3, max_seqlen_k=40, bias=bias)
+    lse = torch.zeros(call.lse_shape())
+    found = common._readable(common._Given(q, q, lse, call, None)).call.bias
+    assert found is not None
+    assert (found is bias) == (apart == 40)
+    assert torch.equal(found, bias)
+    assert max(found.stride()[-2:]) == 40
