@@ -9,7 +9,9 @@ import pytest
 
 from pyfa import bundle, dispatch
 from pyfa.backends import BACKENDS
-from pyfa.backends.hip import code, compiler, plans
+from pyfa.backends.hip import code, compiler
+from pyfa.backends.hip.target import TARGET
+from pyfa.backends.native import catalog
 from pyfa.device import DEVICES
 from pyfa.errors import CompileError, PerformanceWarning
 from pyfa.plan import Plan
@@ -30,7 +32,7 @@ def problem(dim: int, *features: str, device: str = "MI300X", **changes: object)
 @pytest.fixture
 def bundled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Plan]]:
     """An MI300X machine as a wheel finds it: the bundle lists the common plans, no ziglang."""
-    listed = plans.common_plans("hip")
+    listed = catalog.common_plans(TARGET, "gfx942")
     objects = {code.key_of(plan, "gfx942"): {"arch": "gfx942"} for plan in listed}
     monkeypatch.setattr(bundle, "manifest", lambda: {"schema": 1, "objects": objects})
     monkeypatch.setattr(compiler, "why_unavailable", lambda: MISSING)
@@ -52,6 +54,7 @@ def test_the_bundle_runs(bundled: list[Plan]) -> None:
         warnings.simplefilter("error")
         assert chosen(problem(128)) == "hip"
         assert chosen(problem(64, "causal", "backward")) == "hip"
+        assert chosen(problem(64, "causal", "backward", "deterministic")) == "hip"
         assert chosen(problem(128, seqlen_q=1)) == "hip"
 
 
@@ -81,7 +84,7 @@ def test_kernels_beside_the_first_count_too(
     for plan in bundled:
         if plan.kernel in ("hip/combine.hip", "hip/attn_bwd.hip"):
             del objects[code.key_of(plan, "gfx942")]
-    (reason,) = BACKENDS["hip"].why_not(problem(128, "backward"))
+    (reason,) = BACKENDS["hip"].why_not(problem(128, "backward", "deterministic"))
     assert "(combine, attn_bwd, attn_bwd)" in reason
     (reason,) = BACKENDS["hip"].why_not(problem(128))
     assert "(combine)" in reason
@@ -112,4 +115,4 @@ def test_the_plans_are_those_that_run(wanted: Problem) -> None:
     hip = BACKENDS["hip"]
     for features in ((), ("backward", "softcap"), ("backward", "dropout")):
         changed = problem(wanted.head_dim, *features)
-        assert set(hip._kernels(changed)) <= set(plans.all_plans("hip"))  # type: ignore[attr-defined]
+        assert set(hip._kernels(changed)) <= set(catalog.all_plans(TARGET, "gfx942"))  # type: ignore[attr-defined]

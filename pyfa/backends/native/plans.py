@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 from ...plan import Plan
 from ...problem import Problem
-from .calls import DROPOUT
+from ..common.calls import DROPOUT
 
 COMMON_HEAD_DIMS = (64, 128)
+
+
+def plan_with(
+    backend: str, kernel: str, constants: Mapping[str, int], notes: Iterable[str] = ()
+) -> Plan:
+    """``kernel`` compiled with ``constants``, in any order."""
+    return Plan(backend, kernel, tuple(sorted(constants.items())), tuple(notes))
+
+
+def values_of(plan: Plan) -> dict[str, int]:
+    """The constants of a plan."""
+    return {name: int(value) for name, value in plan.constants}
 
 
 def name_of(plan: Plan) -> str:
@@ -18,7 +32,8 @@ def is_common(plan: Plan) -> bool:
     """Whether most problems need it: heads of 64 and 128, no dropout, no pages in prefill, no
     float8 caches in decode."""
     constants = dict(plan.constants)
-    dim = constants.get("HEAD_DIM", COMMON_HEAD_DIMS[0])
+    # 0 where a kernel has no use for heads: it is for any.
+    dim = constants.get("HEAD_DIM") or COMMON_HEAD_DIMS[0]
     if constants.get("PAGED") or constants.get("SCORE") == DROPOUT or "KEY_DTYPE" in constants:
         return False
     return dim in COMMON_HEAD_DIMS and constants.get("HEAD_DIM_V", dim) == dim
