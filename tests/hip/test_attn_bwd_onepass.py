@@ -182,7 +182,9 @@ FAULTS = {
 # The same with score terms, sinks and dropout.
 FAULTS |= {
     "slope of softcap forgotten": ("terms", "* (s[n][r] * derivative[n][r])", "* s[n][r]"),
-    "softcap of an unscaled score": ("terms", "? p.scale / p.softcap :", "? 1.0f / p.softcap :"),
+    "softcap of an unscaled score": (
+        "terms", "? p.scale / p.softcap : p.scale;", "? 1.0f / p.softcap : p.scale;",
+    ),
     "ALiBi of another row": ("terms", "place + n * 16 - r - row", "place + n * 16 - row"),
     "ALiBi of the first head": ("terms", "if (GENERAL) general.seek(c.sequence(), head);", ""),
     "bias of a neighbouring row": (
