@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .problem import rows_per_scale
-from .validate import a_tensor, no_gradient, wrong
+from .validate import a_dtype, a_tensor, no_gradient, wrong
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 # ``quantize`` makes no smaller scale, so that the product of two stays a normal float32.
@@ -39,6 +39,7 @@ def scales(
     ``more``: the other arguments that could want a gradient, which float8 does not have.
     """
     no_gradient({"q": q, "k": k, "v": v, **more}, "float8 attention has none")
+    a_dtype(out_dtype)
     if q.dtype not in FLOAT8:
         if out_dtype is not None and out_dtype != q.dtype:
             wrong("out_dtype", f"None or {q.dtype}, that of the queries", out_dtype)

@@ -93,8 +93,8 @@ def _pyfa_attend(
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         result = pyfa.attention(
-            q, k, v, causal=cell.causal, window=window, deterministic=deterministic,
-            backend=backend,
+            q, k, v, causal=cell.causal, window=window,
+            deterministic=deterministic or cell.deterministic, backend=backend,
         )  # fmt: skip
         assert isinstance(result, torch.Tensor)
         return result

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import charts, machine, report_speed, report_static
+from . import charts, machine, report_mi300x, report_speed, report_static
 from .report_parts import Section
 
 TITLE = "pyfa: what was measured, and what was computed"
@@ -38,6 +38,7 @@ _MAKERS: dict[str, Callable[[str, Mapping[str, Any]], list[Section]]] = {
     "traffic": report_speed.traffic,
     "plans": report_static.hip,
     "counts": report_static.conformance,
+    "problems": report_mi300x.own,
 }
 
 

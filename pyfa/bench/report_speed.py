@@ -9,8 +9,9 @@ from typing import Any
 
 from ..device import DEVICES, Device
 from ..traffic import Shape, compulsory_bytes
-from . import charts
+from . import charts, report_mi300x
 from .report_parts import Cell, Picture, Section, Table, drawn, where
+from .suites import MI300X
 
 _ORDER = (
     "forward", "backward", "decode", "small", "varlen", "window", "gqa", "fp8", "fp8_decode",
@@ -43,9 +44,12 @@ Rows = dict[str, dict[str, Mapping[str, Any]]]
 
 
 def sections(name: str, data: Mapping[str, Any]) -> list[Section]:
-    """A section a suite of a result of ``pyfa bench``."""
-    found = []
+    """A section a suite of a result of ``pyfa bench``, and one of the timing model beside them
+    where the results are from an MI300X."""
+    found = report_mi300x.beside(name, data) if "mi300x" in data else []
     for suite in data["suites"]:
+        if suite == MI300X:
+            continue
         rows: Rows = {}
         for row in data["rows"]:
             if row["suite"] == suite:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from . import machine
+import pyfa
+
+from . import machine, mi300x
 from .peers import Peer, chosen
 from .ready import Ready
-from .suites import SUITES, Cell
+from .suites import BY_NAME_ALONE, MI300X, SUITES, Cell
 from .timing import Clock
 
 OnProgress = Callable[[int, int, str], None]
@@ -35,18 +38,28 @@ def run(
     effort: Effort | None = None,
     on_progress: OnProgress | None = None,
 ) -> dict[str, Any]:
-    """The results of ``suites`` (all by default) on this machine's GPU, or else its CPU.
+    """The results of ``suites`` on this machine's GPU, or else its CPU. By default of all but those
+    ``BY_NAME_ALONE``.
 
     Plain data: who took part and who not and why, clocks before and after, and a row for every
-    cell and peer with median and quartiles of seconds, or with the reason that it has none.
+    cell and peer with median and quartiles of seconds, or with the reason that it has none. On an
+    MI300X pyfa's rows also have what the timing model says (``mi300x.beside``).
     """
     for name in suites or ():
         if name not in SUITES:
             raise ValueError(f"suite: expected one of {', '.join(SUITES)}; got {name!r}")
+    names = list(suites or (name for name in SUITES if name not in BY_NAME_ALONE))
+    no_model = mi300x.why_not_here()
+    held_to_model = MI300X in names
+    if held_to_model:
+        if no_model:
+            raise ValueError(f"{MI300X}: {no_model}")
+        # The clocks that the model has are those of work that lasts.
+        effort = effort or Effort(seconds=0.3)
+        wanted = wanted or []
     effort = effort or Effort()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     taking_part, absent = chosen(wanted, device.type)
-    names = list(suites or SUITES)
     cells = [cell for name in names for cell in SUITES[name](device.type == "cuda")]
     clock = Clock(device)
     before = machine.gpu_state()
@@ -54,7 +67,9 @@ def run(
     for done, cell in enumerate(cells):
         if on_progress is not None:
             on_progress(done, len(cells), f"{cell.suite} {cell.name}")
-        rows += _measure(cell, taking_part, clock, effort)
+        with pyfa.use_backend("hip") if held_to_model else nullcontext():
+            rows += _measure(cell, taking_part, clock, effort)
+    model = {} if no_model else {"mi300x": mi300x.beside(cells, rows, on_progress=on_progress)}
     return {
         "suites": names,
         "device": device.type,
@@ -63,6 +78,7 @@ def run(
         "absent": absent,
         "clocks": {"before": before, "after": machine.gpu_state()},
         "rows": rows,
+        **model,
     }
 
 

@@ -9,6 +9,9 @@ from typing import Any
 
 from ..traffic import Shape
 
+# What holds the timing model of an MI300X to the hardware: run where it is asked for by name.
+MI300X = "mi300x"
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -20,7 +23,8 @@ class Cell:
     which a training step is the cell; 0 where attention alone is. ``fp8``: what is of float8, all
     "inputs" or the "cache" under queries of ``dtype``; or what makes them is timed, "quantize" or
     "rotate" (with the rotation), and "copy", which moves as many tensors unchanged.
-    ``head_dim_v``: that of V where it is not ``head_dim``, else 0.
+    ``head_dim_v``: that of V where it is not ``head_dim``, else 0. ``deterministic``: whether
+    gradients are asked for that are the same bits on every run.
     """
 
     suite: str
@@ -43,6 +47,7 @@ class Cell:
     vocabulary: int = 0
     fp8: str = ""
     head_dim_v: int = 0
+    deterministic: bool = False
 
     @property
     def dim_v(self) -> int:
@@ -65,12 +70,14 @@ class Cell:
             parts[2] = f"S≤{self.seqlen_q} of {sum(self.lengths)}"
         if self.layers:
             parts.append(f"L={self.layers}")
-        if self.suite in ("fp8", "fp8_decode", "quantize"):
+        if self.suite in ("fp8", "fp8_decode", "quantize") or (self.suite == MI300X and self.fp8):
             said = {"": self.dtype, "inputs": "float8", "cache": "float8 cache"}
             parts.append(said.get(self.fp8, self.fp8))
         # Suites of one kind of pass do not name it.
-        if self.suite in ("window", "gqa", "varlen") and self.passes != "forward":
+        if self.suite in ("window", "gqa", "varlen", MI300X) and self.passes != "forward":
             parts.append(self.passes)
+        if self.deterministic:
+            parts.append("deterministic")
         if self.timed == "host":
             parts.append(f"autograd, {self.passes}" if self.grad else "inference")
         return " ".join(parts)
@@ -265,6 +272,55 @@ def _quantize(gpu: bool) -> list[Cell]:
     ]
 
 
+def _mi300x() -> list[Cell]:
+    """Each kernel that the timing model knows, on grids that fill the device and on such that do
+    not, long and short, bound by compute units and by memory: for ``mi300x.py``, which runs them on
+    nothing else."""
+    sizes = [(4, 16384, 16), (8, 2048, 16), (1, 1024, 16)]  # batch, length, heads
+    cells = [
+        Cell(MI300X, batch, length, length, heads, heads, dim, causal, "bfloat16")
+        for dim, causal, (batch, length, heads) in itertools.product(
+            (128, 64), (False, True), sizes
+        )
+    ]
+    # 608 and 640 workgroups of 256 rows on 304 compute units, 32 blocks a head: the last round.
+    cells += [
+        Cell(MI300X, 1, 8192, 8192, heads, heads, 128, False, "bfloat16") for heads in (19, 20)
+    ]
+    cells += [
+        Cell(MI300X, 4, 8192, 8192, 16, 16, dim, causal, "bfloat16", head_dim_v=dim_v)
+        for dim, dim_v in ((96, 0), (192, 128), (192, 0), (256, 0))
+        for causal in (False, True)
+    ]
+    cells += [
+        Cell(MI300X, 4, length, length, 16, 16, dim, causal, "bfloat16", fp8="inputs")
+        for dim, causal, length in (
+            (64, False, 8192), (128, False, 16384), (128, True, 16384), (128, False, 1024),
+            (256, False, 8192),
+        )
+    ]  # fmt: skip
+    cells += [
+        Cell(MI300X, batch, length, length, 16, 16, dim, causal, "bfloat16", "backward", grad=True,
+             deterministic=deterministic)
+        for deterministic in (False, True)
+        for dim, causal, batch, length in (
+            (128, False, 4, 8192), (128, True, 4, 8192), (128, False, 4, 2048),
+            (64, False, 4, 8192), (64, True, 4, 8192),
+        )
+    ]  # fmt: skip
+    # Bytes of K and V decide: from what Infinity Cache holds to 17 GB.
+    cells += [
+        Cell(MI300X, batch, 1, keys, heads, heads_k, dim, True, "bfloat16", unit="TB/s", cache=True,
+             fp8=kind)
+        for batch, keys, heads, heads_k, dim, kind in (
+            (64, 32768, 32, 8, 128, ""), (16, 32768, 32, 8, 128, ""), (64, 8192, 64, 8, 128, ""),
+            (64, 32768, 16, 16, 64, ""), (64, 32768, 32, 8, 128, "cache"),
+            (8, 8192, 32, 8, 128, ""),
+        )
+    ]  # fmt: skip
+    return cells
+
+
 # By name: the cells for a GPU, or for a CPU.
 SUITES: dict[str, Callable[[bool], list[Cell]]] = {
     "forward": lambda gpu: _matrix("forward", "forward", gpu),
@@ -279,4 +335,7 @@ SUITES: dict[str, Callable[[bool], list[Cell]]] = {
     "quantize": _quantize,
     "host": _host,
     "model": _model,
+    MI300X: lambda gpu: _mi300x(),
 }
+# Those that ``pyfa bench`` without a name leaves out.
+BY_NAME_ALONE = (MI300X,)

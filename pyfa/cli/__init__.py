@@ -7,6 +7,7 @@ wrong is status 2. Only the report goes to stdout; progress and errors go to std
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -38,6 +39,13 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
+    if sys.stdout is None:  # closed by who started this, so that a report has nowhere to go
+        print("pyfa: error: standard output is closed", file=sys.stderr)
+        return 1
+    for stream in (sys.stdout, sys.stderr):
+        # What an encoding lacks is spelled out, and not the end of a report.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     top = parser()
     options = top.parse_args(arguments)
     if options.version:

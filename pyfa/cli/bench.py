@@ -13,7 +13,7 @@ from .console import print_json, print_table, progress
 # Not imported from pyfa.bench, which would load torch before a wrong name is refused.
 _SUITES = (
     "forward", "backward", "decode", "small", "varlen", "window", "gqa", "fp8", "fp8_decode",
-    "quantize", "host", "model",
+    "quantize", "host", "model", "mi300x",
 )  # fmt: skip
 
 
@@ -23,7 +23,8 @@ def add(commands: Any) -> None:
         "bench",
         help="the benchmarks, beside the peers found here",
         description="Times attention beside the peers found in the environment, in rounds that "
-        "take turns: all suites, or one.",
+        "take turns: all suites, or one; mi300x only by name: it holds the timing model to an "
+        "MI300X and says which of its constants was wrong.",
     )
     parser.add_argument("suite", nargs="?", metavar="SUITE", help=", ".join(_SUITES))
     parser.add_argument(
@@ -113,6 +114,8 @@ def _print(results: dict[str, Any]) -> None:
     for suite in results["suites"]:
         rows = [row for row in results["rows"] if row["suite"] == suite]
         unit = next((row["unit"] for row in rows if "unit" in row), "")
+        if suite == "mi300x":
+            continue
         print(f"\n{suite}, {unit}")
         cells: dict[str, dict[str, dict[str, Any]]] = {}
         for row in rows:
@@ -125,6 +128,19 @@ def _print(results: dict[str, Any]) -> None:
         print_table(["", *peers], table)
         for why, names in _reasons(rows).items():
             print(f"–: {why} ({', '.join(names)})")
+    if "mi300x" in results:
+        _print_model(results)
+
+
+def _print_model(results: dict[str, Any]) -> None:
+    """What the timing model says beside what was measured, and which constant of it was wrong."""
+    from ..bench import mi300x
+
+    words = results["mi300x"]["what"]
+    print(f"\nMI300X: measured, and by the timing model ({words})")
+    print_table(list(mi300x.HEAD), mi300x.table(results["rows"]))
+    print(results["mi300x"]["left_out"])
+    print(results["mi300x"]["sentence"])
 
 
 def _mean(cells: dict[str, dict[str, dict[str, Any]]], peer: str) -> str:

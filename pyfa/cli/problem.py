@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 _SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
 _DTYPES = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e4m3fnuz")
 _PAGE_SIZE = 256
+SEQLEN = (8192, 8192)  # where nobody says
 
 
 def _pair(text: str) -> tuple[int, int]:
@@ -71,7 +73,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the ``[problem]`` flags to ``parser``."""
     group = parser.add_argument_group("problem")
     group.add_argument("--batch", type=_number, default=1, metavar="B")
-    group.add_argument("--seqlen", type=_pair, default=(8192, 8192), metavar="S|Sq,Sk")
+    group.add_argument("--seqlen", type=_pair, default=SEQLEN, metavar="S|Sq,Sk")
     group.add_argument("--heads", type=_pair, default=(8, 8), metavar="H|H,Hk")
     group.add_argument("--head-dim", type=_pair, default=(64, 64), metavar="D|D,Dv")
     group.add_argument("--dtype", type=_dtype, default="bfloat16", help=", ".join(_DTYPES))
@@ -122,11 +124,11 @@ def modelled(options: argparse.Namespace) -> tuple[Explanation, Model, str]:
     sizes = shape(options)
     if 0 in (sizes.batch, sizes.seqlen_q, sizes.seqlen_k):
         raise ValueError("an attention without queries or keys costs nothing")
-    kernels, why_none = _kernels(answer, sizes, options.compile)
+    kernels, why_none = kernels_of(answer, sizes, options.compile)
     return answer, model(sizes, answer.problem.device, options.dtype, kernels), why_none
 
 
-def _kernels(
+def kernels_of(
     answer: Explanation, shape: Shape, compiled: bool
 ) -> tuple[Sequence[TiledKernel], str]:
     """The kernels of the chosen backend's plan, else why there are none."""
@@ -159,6 +161,8 @@ def _build(
 
     # Expanded from one row: the shape and the device of a real input, and next to no memory.
     def tensor(*shape: int, dtype: torch.dtype = dtype, grad: bool = False) -> torch.Tensor:
+        if math.prod(shape) >= 2**60:
+            raise ValueError(f"problem: a tensor of {shape} has more elements than PyTorch counts")
         x = torch.zeros(shape[-1], dtype=dtype, device=place).expand(shape)
         return x.requires_grad_() if grad else x
 

@@ -15,6 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pyfa.emulator import tables
+from pyfa.errors import CodeObjectError
+
+NOWHERE = 0xFFFFFFFF
 
 # The layout of `Inst` in core/core.h.
 INSTRUCTION = np.dtype(
@@ -66,11 +69,15 @@ class Code:
     instructions: npt.NDArray[Any]  # of INSTRUCTION
     names: tuple[str, ...]
     first_pc: int
-    index_of: npt.NDArray[np.uint32]  # (pc - first_pc) / 4 to index; 0xffffffff between
+    index_of: npt.NDArray[np.uint32]  # (pc - first_pc) / 4 to index; NOWHERE between
 
     def index_at(self, pc: int) -> int:
         """The number of the instruction at address ``pc``."""
-        return int(self.index_of[(pc - self.first_pc) // 4])
+        place = (pc - self.first_pc) // 4
+        found = int(self.index_of[place]) if 0 <= place < len(self.index_of) else NOWHERE
+        if found == NOWHERE:
+            raise CodeObjectError(f"no instruction begins at 0x{pc:x}")
+        return found
 
     def text(self, index: int) -> str:
         """The mnemonic and operands of instruction ``index``, for messages."""
@@ -120,7 +127,7 @@ def decode_functions(
             rows.append(_row(one, pc, low, op_of))
             pc += one.size
     array = np.array(rows, INSTRUCTION)
-    index_of = np.full((last - first) // 4, 0xFFFFFFFF, np.uint32)
+    index_of = np.full((last - first) // 4, NOWHERE, np.uint32)
     index_of[(array["pc"] - first) // 4] = np.arange(len(array), dtype=np.uint32)
     for index, name in enumerate(names):
         if name in _BRANCHES or name == "s_call_b64":

@@ -34,6 +34,9 @@ class Requested(NamedTuple):
         return self.out + self.lse + self.partial
 
 
+_MOST_BLOCKS = 1 << 20  # 5 s
+
+
 def requested_bytes(shape: Shape, tiling: Tiling) -> Requested:
     """Of a forward with its merge: Q once per part, K and V once per block of rows that sees them.
 
@@ -119,6 +122,9 @@ def _walk(
     """Lines ``first`` … ``last`` (rows, or rows of all ``packed`` heads) and [begin, end) of each
     of their parts; empty parts are left out."""
     lines = shape.seqlen_q * tiling.packed
+    if lines // owned > _MOST_BLOCKS:
+        most = _MOST_BLOCKS * owned // tiling.packed
+        raise ValueError(f"seqlen: a plan counts block by block, here of at most {most} rows")
     for first in range(0, lines, owned):
         last = min(first + owned, lines) - 1
         low, end = shape.keys_seen(first // tiling.packed, last // tiling.packed)

@@ -23,8 +23,10 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
 # What is installed of each: without dependencies, and with them.
+_DIFFUSERS = (["diffusers==0.42.1"], ["requests", "importlib_metadata"])
 CONSUMERS: dict[str, tuple[list[str], list[str]]] = {
-    "diffusers_flash": (["diffusers==0.42.1"], ["requests", "importlib_metadata"]),
+    "diffusers_flash": _DIFFUSERS,
+    "diffusers_parallel": _DIFFUSERS,
     "ring_attention": (["ring-flash-attn==0.1.8"], []),
     "te_modules": (["transformer_engine==2.20.2"], []),
     "verl_padding": (["verl==0.9.1", "einops==0.8.2"], []),
@@ -33,8 +35,8 @@ CONSUMERS: dict[str, tuple[list[str], list[str]]] = {
 
 def installed(folder: Path, name: str) -> Path:
     """The folder with the wheels of ``name``."""
-    target = folder / name
     alone, whole = CONSUMERS[name]
+    target = folder / alone[0].replace("==", "-")
     stamp = target / "stamp.txt"
     wanted = " ".join([*alone, *whole])
     if stamp.is_file() and stamp.read_text() == wanted:
@@ -89,11 +91,16 @@ def main() -> int:
     for name in options.names or CONSUMERS:
         result = ran(name, options.folder)
         results.append(result)
-        print(f"{'ok  ' if result['good'] else 'FAIL'} {result['version']}, {result['seconds']} s")
+        word = "ok  " if result["good"] else "FAIL"
+        print(f"{word} {name}: {result['version']}, {result['seconds']} s")
         for check in result["checks"]:
             print(f"     {check['error']:.1e} of {check['limit']:.0e}  {check['name']}")
     if options.out:
-        report = {"schema": bench.SCHEMA, **bench.environment(), "consumers": results}
+        report = {
+            "schema": bench.SCHEMA,
+            "environment": bench.environment(),
+            "consumers": results,
+        }
         options.out.write_text(bench.to_text(report) + "\n")
     return 0 if all(result["good"] for result in results) else 1
 

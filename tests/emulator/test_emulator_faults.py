@@ -12,6 +12,7 @@ from test_emulator_kernels import SOURCE, program, run
 
 from pyfa.backends.hip.compiler import compile_hip
 from pyfa.emulator import Checks, EmulatorError, Machine, Program, load, pack_arguments
+from pyfa.errors import CodeObjectError
 
 __all__ = ["program"]
 S_NOP = 0xBF800000
@@ -380,3 +381,20 @@ def test_a_load_into_lds_may_follow_another_of_the_same_wave() -> None:
             assembled(OUT + loads + f"{wait}\nds_read_b32 v8, v1", values, lds=256)
     with pytest.raises(EmulatorError, match="under way"):
         assembled(OUT + loads + "ds_write_b32 v1, v1", values, lds=256)
+
+
+def test_kernel_arguments_lie_in_whole_lines() -> None:
+    """Compilers load 32 bytes of them where 24 are left."""
+    values = np.zeros(64, np.float32)
+    assembled(OUT + "s_load_dwordx8 s[8:15], s[0:1], 0x20\ns_waitcnt lgkmcnt(0)", values)
+    with pytest.raises(EmulatorError, match="kernarg"):
+        assembled(OUT + "s_load_dwordx8 s[8:15], s[0:1], 0x40\ns_waitcnt lgkmcnt(0)", values)
+
+
+def test_an_entry_where_no_instruction_begins_is_named(good: bytes) -> None:
+    code = load(good).code
+    long = next(n for n, size in enumerate(code.instructions["size"]) if size > 4)
+    inside = int(code.instructions["pc"][long]) + 4
+    for pc in (inside, code.first_pc - 4, code.first_pc + 4 * len(code.index_of), 1 << 40):
+        with pytest.raises(CodeObjectError, match=f"no instruction begins at 0x{pc:x}"):
+            code.index_at(pc)

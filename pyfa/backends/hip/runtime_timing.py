@@ -7,9 +7,9 @@ turns of its loop, one workgroup is recorded, and the model says when its instru
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ... import bundle
 from ...plan import Plan
@@ -26,6 +26,18 @@ from .runtime_emulator import EmulatorRuntime, program
 from .target import TARGET
 
 
+class Cost(NamedTuple):
+    """What a workgroup, or all that share a compute unit, take at one end: clocks of a tile, of
+    all else, and what a causal diagonal adds; and matrix clocks of one of them, as the first
+    two."""
+
+    tile: float
+    fixed: float
+    masked: float
+    matrix_of_tile: float
+    fixed_matrix: float
+
+
 @dataclass(frozen=True)
 class Kernel:
     """What the model says of one plan: an estimate for each end, and its sample's tiles.
@@ -39,6 +51,17 @@ class Kernel:
     masked: tuple[float, ...]
     conflict_clocks: float
     resident: int
+
+    def cost(self, end: int) -> Cost:
+        """At the ``end``-th end."""
+        one = self.estimates[end]
+        return Cost(
+            one.clocks_of_tile,
+            one.fixed_clocks,
+            self.masked[end],
+            one.matrix_of_tile,
+            one.fixed_matrix,
+        )
 
 
 @dataclass(frozen=True)
@@ -77,30 +100,61 @@ def kernel(plan: Plan, resident: int = 0) -> Kernel | None:
 
 @functools.cache
 def _kernel(plan: Plan, resident: int) -> Kernel | None:
-    from ...emulator.timing import constants, device, issue, report
+    from ...emulator.timing import constants, report
+
+    runs = runs_of(plan, resident)
+    if runs is None:
+        return None
+    short, long, tiles, copies = runs.short, runs.long, runs.tiles, runs.resident
+    ends = constants.ends()
+    estimates = tuple(report.estimate(short, long, tiles, end, copies) for end in ends)
+    masked = tuple(runs.masked_clocks(end) for end in ends)
+    conflicts = (long.lds_conflict_clocks - short.lds_conflict_clocks) / (tiles[1] - tiles[0])
+    return Kernel(runs.title, estimates, masked, conflicts / copies, copies)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What was recorded of one plan, as ``emulator.timing.issue.Turns``: two lengths, of so many
+    ``tiles``, and the shorter under a causal mask. ``fits``: workgroups on a compute unit."""
+
+    title: str
+    short: Any
+    long: Any
+    under: Any | None
+    tiles: tuple[float, float]
+    resident: int
+    fits: int
+
+    def masked_clocks(self, end: str, changed: Mapping[str, float] | None = None) -> float:
+        """What the diagonal of a causal mask adds."""
+        from ...emulator.timing import issue
+
+        if self.under is None:
+            return 0.0
+        under, short = (issue.simulate(x, end, changed).clocks for x in (self.under, self.short))
+        return max(0.0, under - short)
+
+
+def runs_of(plan: Plan, resident: int = 0) -> Runs | None:
+    """Runs ``plan`` in the emulator; None for a kernel that ``samples`` does not know."""
+    from ...emulator.timing import device, issue
 
     sample = samples.of(plan)
     if sample is None:
         return None
     traced = {n: _trace(plan, sample.run, n) for n in (sample.short, sample.long)}
-    threads = traced[sample.short][1]
     facts = code.load(plan, plans.EMULATED)
-    copies = resident or device.resident(facts.kernel, threads)
+    fits = device.resident(facts.kernel, traced[sample.short][1])
+    copies = resident or fits
     decoded = program(facts.data).code
-    made = {n: issue.turns_of(decoded, one[0].traces, copies) for n, one in traced.items()}
-    short, long = made[sample.short], made[sample.long]
-    tiles = (sample.short / sample.keys, sample.long / sample.keys)
-    estimates = tuple(report.estimate(short, long, tiles, end, copies) for end in constants.ends())
-    masked: tuple[float, ...] = (0.0, 0.0)
+    short, long = (issue.turns_of(decoded, one[0].traces, copies) for one in traced.values())
+    under = None
     if sample.masked is not None:
-        under, _ = _trace(plan, sample.masked, sample.short)
-        turns = issue.turns_of(decoded, under.traces, copies)
-        masked = tuple(
-            max(0.0, issue.simulate(turns, end).clocks - issue.simulate(short, end).clocks)
-            for end in constants.ends()
-        )
-    conflicts = (long.lds_conflict_clocks - short.lds_conflict_clocks) / (tiles[1] - tiles[0])
-    return Kernel(sample.title, estimates, masked, conflicts / copies, copies)
+        masked, _ = _trace(plan, sample.masked, sample.short)
+        under = issue.turns_of(decoded, masked.traces, copies)
+    tiles = (sample.short / sample.keys, sample.long / sample.keys)
+    return Runs(sample.title, short, long, under, tiles, copies, fits)
 
 
 def _trace(wanted: Plan, run: Callable[[Launcher, int], object], length: int) -> tuple[Any, int]:
@@ -158,35 +212,58 @@ def _answer(
 
 
 def _launch(tiled: TiledKernel, plan: Plan, shape: Shape, end: int, dram: float) -> Any:
-    """Workgroups head by head, a head's last blocks first, as kernels/hip/schedule.h has them."""
-    from ...emulator.timing import constants, device
+    work, most = work_of(tiled, shape), kernel(plan)
+    assert most is not None
+    resident = work.resident(most.resident)
+    one = most if resident == most.resident else kernel(plan, resident)
+    assert one is not None
+    return work.launch(one.cost(end), resident, dram)
 
-    walked = tiled.tiling.block_k if not ROLES[tiled.role].owns_keys else tiled.tiling.block_q
+
+@dataclass(frozen=True)
+class Work:
+    """The workgroups of one launch, head by head, a head's last blocks first, as
+    kernels/hip/schedule.h has them: ``parts`` of a head are tiles, and whether a causal diagonal
+    runs through them. ``lines``: heads of all sequences. ``asked``: bytes asked of L2."""
+
+    parts: Sequence[tuple[int, bool]]
+    lines: int
+    asked: float
+
+    def resident(self, most: int) -> int:
+        """Workgroups on a compute unit at once where ``most`` fit."""
+        from ...emulator.timing import constants
+
+        units = int(constants.DEVICE["units"].low)
+        return max(1, min(most, -(-len(self.parts) * self.lines // units)))
+
+    def launch(self, cost: Cost, resident: int, dram: float) -> Any:
+        """An ``emulator.timing.device.Launch`` of it."""
+        from ...emulator.timing import constants, device
+
+        clocks = [cost.fixed + cost.tile * tiles + cost.masked * cut for tiles, cut in self.parts]
+        matrix = sum(cost.fixed_matrix + cost.matrix_of_tile * tiles for tiles, _ in self.parts)
+        # A die has neighbouring heads one after the other: as many heads as dies go side by side.
+        dies = int(constants.DEVICE["dies"].low)
+        side = min(dies, self.lines)
+        order = [c for c in clocks for _ in range(side)] * (self.lines // side)
+        order += clocks * (self.lines % side)
+        return device.Launch(order, matrix * self.lines, resident, dram, self.asked)
+
+
+def work_of(tiled: TiledKernel, shape: Shape) -> Work:
+    """What ``tiled`` does for ``shape``."""
     owns = ROLES[tiled.role].owns_keys
+    walked = tiled.tiling.block_q if owns else tiled.tiling.block_k
     heads = shape.heads_k if owns else shape.heads_q // tiled.tiling.packed
     again = shape.group if owns else 1
     parts = [
         (-(-(stop - begin) // walked) * again, _is_cut(shape, first, last, stop, owns))
         for first, last, begin, stop in blocks(shape, tiled)
     ][::-1]
-    count = len(parts) * heads * shape.batch
-    most = kernel(plan)
-    assert most is not None
-    units = int(constants.DEVICE["units"].low)
-    resident = max(1, min(most.resident, -(-count // units)))
-    one = most if resident == most.resident else kernel(plan, resident)
-    assert one is not None
-    estimate = one.estimates[end]
-    clocks = [estimate.clocks(tiles) + one.masked[end] * cut for tiles, cut in parts]
-    matrix = sum(estimate.matrix(tiles) for tiles, _ in parts) * heads * shape.batch
     reads, writes = requested_of(shape, tiled)
     asked = float(sum(reads.values()) + sum(writes.values()))
-    # A die has neighbouring heads one after the other: as many heads as dies go side by side.
-    dies = int(constants.DEVICE["dies"].low)
-    side = min(dies, heads * shape.batch)
-    order = [c for c in clocks for _ in range(side)] * (heads * shape.batch // side)
-    order += clocks * (heads * shape.batch % side)
-    return device.Launch(order, matrix, resident, dram, asked)
+    return Work(parts, heads * shape.batch, asked)
 
 
 def _is_cut(shape: Shape, first: int, last: int, stop: int, owns: bool) -> bool:

@@ -5,6 +5,7 @@
 // those of high priority first, then the oldest; a wavefront issues in order, one instruction a turn.
 // What stands here is mechanism; every number comes from pyfa/emulator/timing/constants.py.
 #include "core.h"
+#include "phases.h"
 #include <stdlib.h>
 
 #define EXPORT __attribute__((visibility("default")))
@@ -40,6 +41,13 @@ typedef struct {
         fetch_bytes, transcendental, transcendental_apart, matrix_apart, matrix_extra,
         transcendental_extra, l1_lines;
 } Parameters;
+
+// The order in which lanes are served, into `lanes`; the result is how many make a phase.
+EXPORT u32 emulator_phases(u32 bytes, int writes, u8 *lanes) {
+    Phases phases = phases_of(bytes, writes);
+    memcpy(lanes, phases.lanes, LANES);
+    return phases.together;
+}
 
 typedef struct { double at[64]; u32 count; } Queue;  // when outstanding accesses are done
 

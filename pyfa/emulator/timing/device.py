@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pyfa.codeobject import Kernel
@@ -72,12 +72,17 @@ def finish(clocks: Sequence[float], places: int, dies: int, gap: float) -> float
     return last
 
 
-def time(launches: Sequence[Launch], end: str, law: tuple[float, float] | None = None) -> Time:
+def time(
+    launches: Sequence[Launch],
+    end: str,
+    law: tuple[float, float] | None = None,
+    changed: Mapping[str, float] | None = None,
+) -> Time:
     """The launches one after the other, with the clock that each one's utilisation leaves.
 
-    ``law`` is ``constants.clock``'s.
+    ``law`` is ``constants.clock``'s; ``changed`` are other numbers for some of ``DEVICE``.
     """
-    device = constants.of(constants.DEVICE, end)
+    device = {**constants.of(constants.DEVICE, end), **(changed or {})}
     units, dies = int(device["units"]), int(device["dies"])
     seconds = busy = total = 0.0
     bound, last_round, hz = "", 0.0, 0.0

@@ -1,41 +1,29 @@
-"""Which lanes of an LDS access are served in the same clock, and the clocks that a pattern takes.
+"""The clocks that a pattern of LDS addresses takes.
 
-The one table of the timing model. 32 banks of 4 bytes; in each phase a bank gives one dword, to
-every lane that asks for it. Sources: the page on LDS bank conflicts of AMD's Composable Kernel for
-16-byte reads (lanes 0 to 3 with 20 to 23, and so on), HipKittens' phase measurements for writes
-and for 8 bytes, which go in a row. Accesses of 12 bytes are taken as those of 16: nobody has
-published them.
+32 banks of 4 bytes; in each phase a bank gives one dword, to every lane that asks for it. Which
+lanes make a phase is told by core/phases.h, with its sources; the emulator's counter of conflicts
+takes the same table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import functools
 
 import numpy as np
 import numpy.typing as npt
 
+from pyfa.emulator import native
+
 BANKS, LANES = 32, 64
 
 
-def _rows(together: int) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(range(start, start + together)) for start in range(0, LANES, together))
-
-
-_QUARTERS = ((0, 20), (4, 16), (8, 28), (12, 24))
-_WIDE_READ = tuple(
-    (*range(half + a, half + a + 4), *range(half + b, half + b + 4))
-    for half in (0, 32)
-    for a, b in _QUARTERS
-)
-
-
-def groups(size: int, store: bool) -> Sequence[Sequence[int]]:
+@functools.cache
+def groups(size: int, store: bool) -> tuple[tuple[int, ...], ...]:
     """The lanes of each phase of an access of ``size`` bytes a lane."""
-    if size <= 4:
-        return _rows(32)
-    if size == 8:
-        return _rows(16)
-    return _rows(8) if store else _WIDE_READ
+    order = (ctypes.c_uint8 * LANES)()
+    together = native.load().emulator_phases(ctypes.c_uint32(size), int(store), order)
+    return tuple(tuple(order[start : start + together]) for start in range(0, LANES, together))
 
 
 def clocks(lanes: npt.NDArray[np.uint32], size: int, store: bool) -> int:

@@ -1,0 +1,222 @@
+"""Which single constant of the timing model explains best what was measured beside it.
+
+The model gives two ends of seconds for each cell, and with each constant changed. Where between the
+ends the device stands is left free, one number for all cells. A constant is named where changing it
+alone, within its range or beyond, explains the measured times clearly better than changing none,
+and clearly better than changing any other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..backends.hip.runtime_sensitivity import FACTORS, Constant
+
+# Standard deviations of measured over model with all constants right: what remains of published
+# kernels with one clock for a kernel and machine (2 to 6 %), across kernels of backward (8 to 15 %;
+# benchmarks/results/mi300x_model.json), and half of what a kernel that waits for memory may be off
+# (docs/mi300x.md).
+FORWARD, BACKWARD, MEMORY = 0.05, 0.10, 0.15
+FEWEST = 6
+# Differences of chi squared: what takes part by chance stays below, of some 25 constants at once
+# (4 standard deviations), and of the best one against the second (3).
+NAMED, APART = 16.0, 9.0
+EXPLAINED = 0.25  # of chi squared is left at most by what is named: half of the distance
+_STEPS = np.linspace(0, 1, 21)  # between the ends
+_POWERS = np.linspace(math.log2(FACTORS[0]), math.log2(FACTORS[-1]), 65)
+
+# What the constants are called in a sentence; the others go by their names.
+WORDS = {
+    "clock": "the clock at a matrix utilisation of 0.75",
+    "clock_exponent": "how steeply the clock falls with utilisation",
+    "hbm_bytes": "the bandwidth of HBM",
+    "l2_bytes_of_die": "the bandwidth of a die's L2",
+    "launch_seconds": "the cost of a launch",
+    "dispatch": "the cost of starting the next workgroup",
+    "lds_latency": "the latency of LDS",
+    "lds_direct_bytes": "the rate at which direct loads fill LDS",
+    "l2_latency": "the latency of L2",
+    "l2_bytes": "the bytes that a compute unit gets from L2",
+    "barrier": "the cost of a barrier",
+    "branch": "the cost of a taken branch",
+    "transcendental": "the time of v_exp_f32",
+    "transcendental_apart": "whether v_exp_f32 goes beside other vector work",
+    "matrix_apart": "whether products issue beside vector work",
+    "matrix_extra": "the wait behind a product",
+    "atomic_bytes": "the rate of atomic additions",
+}
+
+Array = npt.NDArray[np.float64]
+
+
+class Point(NamedTuple):
+    """A cell: seconds measured, their relative error with the model's own, and the model's seconds
+    at both ends, also with each constant changed (``runtime_sensitivity.Reckoned.changed``)."""
+
+    name: str
+    measured: float
+    error: float
+    seconds: tuple[float, float]
+    changed: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best that one constant can do: its value, whether that is beyond its range, and the
+    relative distance of measured and model that remains (rms)."""
+
+    constant: str
+    value: float
+    range: tuple[float, float]
+    unit: str
+    beyond: bool
+    at_edge: bool
+    rms: float
+    chi2: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``named``: the constant that was wrong, or "". ``rms``: with none changed. ``between``: where
+    the device stands, 0 at ``low`` and 1 at ``high``. ``found``: all constants, the best first."""
+
+    named: str
+    alike: tuple[str, ...]
+    cells: int
+    rms: float
+    between: float
+    found: tuple[Found, ...]
+    sentence: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def fit(points: Sequence[Point], known: Mapping[str, Constant]) -> Verdict:
+    """The verdict over ``points``; FEWEST at least."""
+    measured = np.log([one.measured for one in points])
+    errors = np.array([one.error for one in points])
+    ends = np.log([one.seconds for one in points]).T
+    chi2, rms, between, _ = _best(measured, errors, ends[:, None, :])
+    found = []
+    for name in sorted({name for one in points for name in one.changed}):
+        constant = known[name]
+        curves = _curves(name, constant, points, ends)
+        if np.ptp(curves, axis=1).max() < 1e-9 and not constant.switch:
+            continue
+        found.append(_found(constant, *_best(measured, errors, curves)))
+    found.sort(key=lambda one: one.chi2)
+    best = found[0]
+    # Where even the best leaves more than the errors say, the errors were too small.
+    scale = max(1.0, best.chi2 / max(1, len(points) - 2))
+    wrong = (
+        chi2 > len(points) and (chi2 - best.chi2) / scale > NAMED and best.chi2 < EXPLAINED * chi2
+    )
+    alike = tuple(one.constant for one in found[1:] if (one.chi2 - best.chi2) / scale <= APART)
+    named = best.constant if wrong and not alike else ""
+    sentence = _sentence(found, alike if wrong else None, len(points), rms)
+    return Verdict(named, alike if wrong else (), len(points), rms, between, tuple(found), sentence)
+
+
+def _curves(name: str, constant: Constant, points: Sequence[Point], ends: Array) -> Array:
+    """Logarithms of the seconds: ends × positions of the constant × cells."""
+    both = []
+    for end in range(2):
+        rows = []
+        for number, one in enumerate(points):
+            own = float(ends[end, number])
+            if name not in one.changed:
+                rows.append(np.full(2 if constant.switch else len(_POWERS), own))
+            elif constant.switch:
+                rows.append(np.log(one.changed[name][end]))
+            else:
+                at = [*(math.log2(factor) for factor in FACTORS), 0.0]
+                values = [*np.log(one.changed[name][end]).tolist(), own]
+                order = np.argsort(at)
+                rows.append(np.interp(_POWERS, np.array(at)[order], np.array(values)[order]))
+        both.append(np.array(rows).T)
+    return np.array(both)
+
+
+def _best(measured: Array, errors: Array, curves: Array) -> tuple[float, float, float, int]:
+    """Of curves (ends × positions × cells): the least chi squared, its rms, and where it is."""
+    low, high = curves
+    mixed = low[None] + _STEPS[:, None, None] * (high - low)[None]
+    off = measured - mixed
+    chi2 = ((off / errors) ** 2).sum(axis=2)
+    step, position = np.unravel_index(int(chi2.argmin()), chi2.shape)
+    rms = float(np.sqrt((off[step, position] ** 2).mean()))
+    return float(chi2[step, position]), rms, float(_STEPS[step]), int(position)
+
+
+def _found(constant: Constant, chi2: float, rms: float, between: float, position: int) -> Found:
+    low, high = constant.ends
+    least, most = min(constant.ends), max(constant.ends)
+    if constant.switch:
+        value, edge = float(position), False
+    else:
+        value = low ** (1 - between) * high**between * 2 ** float(_POWERS[position])
+        edge = position in (0, len(_POWERS) - 1)
+    beyond = not least * 0.97 <= value <= most * 1.03
+    return Found(constant.name, value, (least, most), constant.unit, beyond, edge, rms, chi2)
+
+
+def _sentence(found: Sequence[Found], alike: tuple[str, ...] | None, cells: int, rms: float) -> str:
+    best = found[0]
+    begin = f"Of {cells} cells, measured times are {rms:.1%} (rms) from the model's"
+    if alike is None and best.chi2 > 2 * cells:
+        return (
+            f"{begin}, with one place between its two ends for all: more than its own error, and "
+            f"no single constant explains it. The best, {_told(best)}."
+        )
+    if alike is None:
+        return (
+            f"{begin}, with one place between its two ends for all: no constant is shown to be "
+            f"wrong. The best change of one alone, of {_name(best)}, leaves {best.rms:.1%}, which "
+            "the model's own error does not tell from chance."
+        )
+    if alike:
+        others = [one for one in found if one.constant in alike]
+        listed = "; ".join(_told(one) for one in (best, *others[:4]))
+        more = f"; and {len(others) - 4} more" if len(others) > 4 else ""
+        return (
+            f"{begin}. Something is wrong, and not distinguishable is which of these: {listed}"
+            f"{more}."
+        )
+    second = found[1] if len(found) > 1 else None
+    next_best = f" The next best, {_told(second)}." if second else ""
+    rest = ""
+    if best.rms > 2 * FORWARD:
+        rest = " One constant does not explain all of it."
+    return f"{begin}. Wrong was {_told(best)}.{next_best}{rest}"
+
+
+def _name(one: Found) -> str:
+    return WORDS.get(one.constant, one.constant)
+
+
+def _told(one: Found) -> str:
+    """A constant with its range and its value, and what it leaves."""
+    least, most = one.range
+    scale, unit = {"Hz": (1e9, "GHz"), "B/s": (1e12, "TB/s"), "s": (1e-6, "us")}.get(
+        one.unit, (1.0, one.unit)
+    )
+    if unit in ("us", "GHz", "TB/s"):
+        least, most, value = least / scale, most / scale, one.value / scale
+    else:
+        value = one.value
+    span = f"{least:.4g}" if least == most else f"{least:.4g} to {most:.4g}"
+    edge = " or beyond" if one.at_edge else ""
+    where = "beyond its range" if one.beyond else "inside its range"
+    tail = f" {unit}" if unit else ""
+    return (
+        f"{_name(one)}: {value:.3g}{tail}{edge} where the model has {span}{tail} ({where}), "
+        f"which leaves {one.rms:.1%}"
+    )

@@ -1,0 +1,64 @@
+"""The sections of a report that show the timing model of an MI300X: a model, not measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from . import mi300x
+from .report_parts import Section, Table, plain, where
+
+_HOW = (
+    "In-order issue over what the emulator executed, LDS phases, L1, waits and barriers of one "
+    "compute unit, then rounds of workgroups, bytes, and the clock that 750 W leave; a range over "
+    "what it assumes (docs/mi300x.md)."
+)
+
+
+def beside(name: str, data: Mapping[str, Any]) -> list[Section]:
+    """Measured and model, of results from an MI300X."""
+    found = data["mi300x"]
+    return [
+        Section(
+            10,
+            f"MI300X: measured beside the timing model ({found['what']})",
+            found["sentence"],
+            f"{_HOW} {found['left_out']}",
+            where(name, data),
+            [],
+            [Table(mi300x.HEAD, plain(mi300x.table(data["rows"])))],
+        )
+    ]
+
+
+def own(name: str, data: Mapping[str, Any]) -> list[Section]:
+    """The model's figures for pyfa's kernels: benchmarks/mi300x_own.py."""
+    rows = []
+    for one in data["problems"]:
+        busy = "; ".join(
+            f"{kernel['title']} {_span(kernel['utilisation'], '.2f')}" for kernel in one["kernels"]
+        )
+        rows.append(
+            [
+                one["flags"].replace("--", ""), _span(one["tflops"], ".0f"),
+                _span([x * 1e-12 for x in one["bytes_per_second"]], ".2f"), busy,
+                " or ".join(dict.fromkeys(one["bound"])),
+            ]
+        )  # fmt: skip
+    head = ["", "TFLOP/s", "TB/s", "matrix units busy in full tiles", "bound by"]
+    return [
+        Section(
+            29,
+            f"MI300X: the timing model's figures ({data['what']})",
+            "What pyfa's kernels would reach on an MI300X by the model. Nothing here was measured.",
+            _HOW,
+            where(name, data),
+            [],
+            [Table(head, plain(rows), text=True)],
+        )
+    ]
+
+
+def _span(values: Any, style: str) -> str:
+    low, high = sorted(values)
+    return f"{low:{style}} to {high:{style}}"

@@ -1,0 +1,41 @@
+"""The command line where something is too large, closed, or of another encoding."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from pyfa.cli import main
+
+
+@pytest.mark.parametrize("command", ["explain", "plan"])
+def test_a_problem_beyond_any_tensor(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--batch", "999999999999", "--seqlen", "999999999"]) == 2
+    assert "problem: a tensor of (999999999999, 999999999, 8, 64)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rows", [2**31 - 1, 2**32])
+def test_a_plan_of_too_many_blocks_is_refused_at_once(
+    rows: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["plan", "--seqlen", str(rows), "--backend", "hip", "--device", "MI300X"]
+    assert main(given) == 2
+    assert "at most" in capsys.readouterr().err
+
+
+def test_closed_output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["info"]) == 1
+    assert capsys.readouterr().err == "pyfa: error: standard output is closed\n"
+
+
+def test_an_encoding_without_the_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert main(["plan", "--device", "MI300X", "--backend", "hip"]) == 0
+    sys.stdout.flush()
+    text = written.getvalue().decode("ascii")
+    assert "No timing model" in text
+    assert "\\xd7" in text or "\\u" in text
