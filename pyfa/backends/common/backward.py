@@ -46,10 +46,15 @@ class Kernel(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """What one pass launches, in order, and the buffers that only this device's kernels need."""
+    """What one pass launches, in order, and the buffers that only this device's kernels need.
+
+    ``bias``: what makes the gradient of the bias where it is asked for; its ``blocks`` are of all
+    sequences. Its Params have that gradient as ``out``.
+    """
 
     kernels: Sequence[Kernel]
     workspace: Mapping[str, Like] = {}
+    bias: Kernel | None = None
 
 
 class _Given(NamedTuple):
@@ -66,8 +71,11 @@ class _Given(NamedTuple):
         return (self.dout, self.out, self.lse, *tensors_of(self.call), *last)
 
 
-def _readable(given: _Given) -> _Given:
+def _readable(given: _Given, bias_grad: bool) -> _Given:
     dout, out, lse, call, dlse = given
+    if bias_grad and call.bias is not None and call.bias.numel() and 0 in call.bias.stride():
+        # What has a stride of 0 is broadcast to the kernels, and its gradient a sum.
+        call = call._replace(bias=call.bias.contiguous())
     return _Given(
         calls.readable(dout),
         calls.readable(out),
@@ -85,10 +93,11 @@ def bind(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
     kernels_of: Callable[[Call], Kernels],
+    bias_grad: bool = False,
 ) -> RunBackward:
     """``Backend.bind_backward`` for the kernels that ``kernels_of`` the readable call names."""
     given = _Given(dout, out, lse, call, dlse)
-    direct = _readable(given)
+    direct = _readable(given, bias_grad)
     run = _for_any_total(direct, lambda given: _bind(launch, given, kernels_of))
     copied = any(x is not y for x, y in zip(given.tensors(), direct.tensors(), strict=True))
     if not copied:
@@ -99,7 +108,7 @@ def bind(
         dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
         *tensors: torch.Tensor,
     ) -> Gradients:  # fmt: skip
-        made = _readable(_Given(dout, out, lse, form.fill(tensors)[0], dlse))
+        made = _readable(_Given(dout, out, lse, form.fill(tensors)[0], dlse), bias_grad)
         found = run(made.dout, made.dlse, made.out, made.lse, *tensors_of(made.call))
         dq, dk, dv, dbias, dsinks = found
         return Gradients(dq[..., :dim], dk[..., :dim], dv[..., :dim_v], dbias, dsinks)
@@ -146,7 +155,7 @@ def _bind(launch: Launcher, given: _Given, kernels_of: Callable[[Call], Kernels]
     if call.sinks is not None:
         program.make("dsinks", like(given.lse.shape, torch.float32), fill=0.0)
         pointers["dsinks"] = "dsinks"
-    kernels, workspace = kernels_of(call)
+    kernels, workspace, of_bias = kernels_of(call)
     parts = {**workspace, "delta": like((2, *given.lse.shape), torch.float32)}
     program.make_workspace(parts, launch.APART)
     pointers |= {name: name for name in parts}
@@ -159,17 +168,27 @@ def _bind(launch: Launcher, given: _Given, kernels_of: Callable[[Call], Kernels]
     params = Params(values, pointers)
     for plan, blocks, threads in kernels:
         program.add(plan, blocks * call.batch, threads, params)
+    if of_bias is not None and call.bias is not None:
+        made = like(call.bias.shape, call.bias.dtype)
+        program.make("dbias", made)
+        names_of_out = ("out_batch", "out_head", "out_row")
+        own = {**values, **dict(zip(names_of_out, made[1][:3], strict=True))}
+        program.add(*of_bias, Params(own, {**pointers, "out": "dbias"}))
     run = run_of(program, launch.launch_of(program, given.tensors()), launch.empty, aligned=6)
     rows = (0, 2) if given.lse.dim() == 3 else 1
-    has_sinks = call.sinks is not None
+    numbers = {name: number for number, name in enumerate(program.made)}
+    dsinks_at, dbias_at = numbers.get("dsinks"), numbers.get("dbias")
 
     def backward(
         dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
         *tensors: torch.Tensor,
     ) -> Gradients:  # fmt: skip
         last = () if dlse is None else (dlse,)
-        dq, dk, dv, *more = run(dout, out, lse, *tensors, *last)
-        return Gradients(dq, dk, dv, None, more[0].sum(rows) if has_sinks else None)
+        found = run(dout, out, lse, *tensors, *last)
+        dq, dk, dv = found[:3]
+        dsinks = None if dsinks_at is None else found[dsinks_at].sum(rows)
+        dbias = None if dbias_at is None else found[dbias_at]
+        return Gradients(dq, dk, dv, dbias, dsinks)
 
     return backward
 

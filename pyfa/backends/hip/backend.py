@@ -21,7 +21,7 @@ from .launcher import Launcher, Runtime
 
 class HipBackend:
     ANY_TOTAL = True
-    FEATURES = forward.FEATURES | common_backward.FEATURES
+    FEATURES = forward.FEATURES | common_backward.FEATURES | {"bias_grad"}
     DTYPES: tuple[str, ...] = (*calls.DTYPES, forward.FLOAT8)
 
     def __init__(self, name: str, runtime: Runtime) -> None:
@@ -61,6 +61,8 @@ class HipBackend:
             found.append(plans.plan_of(self.NAME, "gaps"))
         if "backward" in problem.features:
             found += backward.plans_for(problem)
+        if "bias_grad" in problem.features:
+            found.append(backward.bias_plan_for(problem))
         return [replace(plan, backend="hip", notes=()) for plan in found]
 
     def plan(self, problem: Problem) -> Plan:
@@ -91,5 +93,4 @@ class HipBackend:
         dlse: torch.Tensor | None,
         bias_grad: bool,
     ) -> RunBackward:
-        # bias_grad is never asked for: FEATURES has none.
-        return backward.bind(self.launch, call, out, lse, dout, dlse)
+        return backward.bind(self.launch, call, out, lse, dout, dlse, bias_grad)

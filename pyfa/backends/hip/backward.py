@@ -22,6 +22,8 @@ from ..common.program import like
 SUM_ROWS = 16  # rows of a workgroup of row_sums.hip
 KERNEL = "hip/attn_bwd.hip"
 ONE_PASS = "hip/attn_bwd_onepass.hip"
+BIAS_GRAD = "hip/bias_grad.hip"
+BIAS_TILE = 64, 128  # rows and keys of its workgroups
 CONVERT_ROWS = 64  # rows of a workgroup of dq_convert.hip
 KEYS, ROWS = 0, 1
 THREADS = 256
@@ -76,8 +78,12 @@ def notes_of(problem: Problem) -> list[str]:
     deterministic = "deterministic" in problem.features
     why = _why_two_passes(pair, is_general_problem(problem), deterministic)
     if why is None:
-        return ["backward in one pass: five products a tile, dQ added in float32 by atomics"]
-    return [f"backward in two passes, seven products a tile: {why}"]
+        notes = ["backward in one pass: five products a tile, dQ added in float32 by atomics"]
+    else:
+        notes = [f"backward in two passes, seven products a tile: {why}"]
+    if "bias_grad" in problem.features:
+        notes.append("the gradient of bias in a pass of its own, two products a tile, no atomics")
+    return notes
 
 
 def plans_of(
@@ -117,6 +123,18 @@ def plans_for(problem: Problem) -> tuple[Plan, Plan, Plan]:
     return plans_of("hip", pair, dtype, is_general_problem(problem), deterministic)
 
 
+def bias_plan(backend: str, pair: tuple[int, int], dtype: int) -> Plan:
+    """What makes the gradient of the bias, behind the others."""
+    constants = {"DTYPE": dtype, "HEAD_DIM": pair[0], "HEAD_DIM_V": pair[1]}
+    return Plan(backend, BIAS_GRAD, tuple(constants.items()))
+
+
+def bias_plan_for(problem: Problem) -> Plan:
+    """The same of a problem."""
+    pair = calls.bucket_of(TILES, problem.head_dim, problem.head_dim_v)
+    return bias_plan("hip", pair, calls.DTYPE_CODES[problem.dtype])
+
+
 def _plan(backend: str, pair: tuple[int, int], dtype: int, owner: int, general: int) -> Plan:
     tiles = TILES[pair][2 * general + owner]
     constants = {
@@ -140,6 +158,8 @@ def all_plans(backend: str) -> list[Plan]:
         for deterministic in (False, True)
         for plan in plans_of(backend, pair, dtype, general, deterministic)
     ]
+    codes = calls.DTYPE_CODES.values()
+    found += [bias_plan(backend, pair, dtype) for pair in TILES for dtype in codes]
     return list(dict.fromkeys(found))
 
 
@@ -150,6 +170,7 @@ def bind(
     lse: torch.Tensor,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
+    bias_grad: bool = False,
 ) -> RunBackward:
     """``Backend.bind_backward``."""
     pair = calls.bucket_of(TILES, call.q.shape[-1], call.v.shape[-1])
@@ -165,12 +186,22 @@ def bind(
             else:
                 blocks = -(-call.max_seqlen_k // keys) * call.k.shape[-2]
             kernels.append(Kernel(kernel, blocks, THREADS))
+        of_bias = None
+        if bias_grad and call.bias is not None:
+            of_bias = Kernel(bias_plan("hip", pair, dtype), _bias_blocks(call.bias), THREADS)
         if chain[1].kernel != ONE_PASS:
-            return Kernels(kernels)
+            return Kernels(kernels, bias=of_bias)
         # row_sums begins it with 0.
-        return Kernels(kernels, {"dq_accum": like((sums_of(call) * pair[0],), torch.float32)})
+        sums = like((sums_of(call) * pair[0],), torch.float32)
+        return Kernels(kernels, {"dq_accum": sums}, of_bias)
 
-    return common.bind(launch, call, out, lse, dout, dlse, kernels_of)
+    return common.bind(launch, call, out, lse, dout, dlse, kernels_of, bias_grad)
+
+
+def _bias_blocks(bias: torch.Tensor) -> int:
+    """Workgroups of bias_grad.hip: one for all rows or keys where there is one of them."""
+    batches, heads, rows, keys = bias.shape
+    return batches * heads * -(-rows // BIAS_TILE[0]) * -(-keys // BIAS_TILE[1])
 
 
 def sums_of(call: Call) -> int:
