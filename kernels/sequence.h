@@ -46,6 +46,22 @@ DEVICE Sequence sequence_of(const Params &p, int batch) {
   return s;
 }
 
+// Whether a sequence uses row `row` of batch entry `batch`; of packed rows, row `row` of all.
+DEVICE bool is_used(const Params &p, int batch, int row) {
+  if (p.cu_seqlens_q) {
+    // The last sequence that begins at `row` or before it.
+    int low = 0, high = p.batch;
+    while (high - low > 1) {
+      int middle = (low + high) / 2;
+      (int_at(p.cu_seqlens_q, middle) <= row ? low : high) = middle;
+    }
+    if (row >= int_at(p.cu_seqlens_q, p.batch)) return false;
+    batch = low;
+    row -= int_at(p.cu_seqlens_q, batch);
+  }
+  return !p.seqused_q || row < int_at(p.seqused_q, batch);
+}
+
 // The line that a part of the keys has for a row of one head in partial_out and partial_lse.
 DEVICE long long part_line(const Params &p, const Sequence &s, int row, int head, int part) {
   long long place = s.row0 + row;

@@ -7,10 +7,10 @@
 // splits in turn. What is left of the workgroup takes further packed rows: 2,048 packed rows of two splits
 // and 128 elements are 256 workgroups, one of 32 splits is a workgroup. The slots' sums meet in LDS, in an
 // order that does not change. The output of a split that saw nothing (LSE -inf) is not read, because nobody
-// has written it. Needs a vendor's device.h and Format. `lines_of` of pyfa/backends/common/combine.py counts
+// has written it; nor is anything of a row that no sequence uses, whose output is 0 and LSE -inf. Needs a vendor's device.h and Format. `lines_of` of pyfa/backends/common/combine.py counts
 // the same.
 #pragma once
-#include "../params.h"
+#include "../sequence.h"
 
 #if !defined(DTYPE)
 #error "the plan defines DTYPE"
@@ -106,8 +106,7 @@ DEVICE void add_splits(Sum &sum, const Params &p, const Place &place, int first)
   sum.top = top;
 }
 
-// seqlen_q is the number of stored rows of a sequence. A packed batch is one sequence of all its rows, with
-// batch 1 and batch strides of 0.
+// seqlen_q is the number of stored rows of a batch entry; packed rows are one entry, with batch strides of 0.
 DEVICE void store(const Params &p, const Place &place, const Sum &sum) {
   bool saw = sum.total != 0.0f;  // also where it is NaN
   int head = place.packed_row % p.heads_q;
@@ -131,9 +130,11 @@ DEVICE void store(const Params &p, const Place &place, const Sum &sum) {
 
 DEVICE void combine_lines(const Params &p, Meeting &meeting) {
   Place place = place_of(p);
-  bool exists = place.packed_row < (long long)p.batch * p.seqlen_q * p.heads_q;
+  long long row = place.packed_row / p.heads_q;
+  bool exists = row < (long long)(p.cu_seqlens_q ? 1 : p.batch) * p.seqlen_q;
+  bool used = exists && is_used(p, (int)(row / p.seqlen_q), (int)(row % p.seqlen_q));
   Sum sum{-INFINITY_F, 0.0f, {}};
-  if (exists)
+  if (used)
     for (int first = place.slot; first < p.num_splits; first += place.slots * kAtOnce)
       add_splits(sum, p, place, first);
 

@@ -5,31 +5,13 @@
 // `seqlen_q` is the number of rows in memory of each of p's batch entries, or of all where they are
 // packed; `cu_seqlens_q` and `seqused_q` say which of them are in use. `out` has `heads_q` heads of
 // `head_dim_v` elements, `dv`, where it is given, `heads_k` of `head_dim`; both have 2 bytes an
-// element and whole units of 16 bytes. Where the keys are split, the parts' LSEs become -inf, from
-// which `combine` makes the output. Needs a vendor's device.h and Quad.
+// element and whole units of 16 bytes. Where the keys are split, `combine` does this instead. Needs a
+// vendor's device.h and Quad.
 #pragma once
-#include "../params.h"
+#include "../sequence.h"
 
 constexpr int kThreads = 256;
 constexpr int kRows = 16;  // of a workgroup
-
-DEVICE int entry_of(const void *array, long long index) { return ((const int *)array)[index]; }
-
-// Whether a sequence uses row `row` of entry `batch`.
-DEVICE bool is_used(const Params &p, int batch, int row) {
-  if (p.cu_seqlens_q) {
-    // The last sequence that begins at `row` or before it.
-    int low = 0, high = p.batch;
-    while (high - low > 1) {
-      int middle = (low + high) / 2;
-      (entry_of(p.cu_seqlens_q, middle) <= row ? low : high) = middle;
-    }
-    if (row >= entry_of(p.cu_seqlens_q, p.batch)) return false;
-    batch = low;
-    row -= entry_of(p.cu_seqlens_q, batch);
-  }
-  return !p.seqused_q || row < entry_of(p.seqused_q, batch);
-}
 
 DEVICE void clear(unsigned short *to, long long head_stride, int heads, int columns, int thread) {
   int units = columns / 8;
@@ -45,11 +27,6 @@ DEVICE void fill_gaps(const Params &p) {
   if (place >= (long long)p.seqlen_q * (p.cu_seqlens_q ? 1 : p.batch)) return;
   int batch = (int)(place / p.seqlen_q), row = (int)(place % p.seqlen_q);
   if (is_used(p, batch, row)) return;
-  if (p.partial_lse) {
-    float *parts = (float *)p.partial_lse + place * p.heads_q * p.num_splits;
-    for (int j = thread; j < p.heads_q * p.num_splits; j += kOfRow) parts[j] = -INFINITY_F;
-    return;
-  }
   clear((unsigned short *)p.out + batch * p.out_batch + row * p.out_row, p.out_head, p.heads_q,
         p.head_dim_v, thread);
   if (p.dv)

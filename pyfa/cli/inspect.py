@@ -38,7 +38,9 @@ def add(commands: Any) -> None:
         description="Runs a kernel in the emulator and shows, per wavefront and tile of keys, the "
         "instructions of its hot loop, clocks of each unit, and the static bound they imply.",
     )
-    parser.add_argument("kernel", metavar="KERNEL", help="attn_fwd, attn_decode, attn_bwd")
+    parser.add_argument(
+        "kernel", metavar="KERNEL", help="attn_fwd, attn_decode, attn_bwd, attn_bwd_onepass"
+    )
     parser.add_argument("--arch", required=True, metavar="A", help="gfx942")
     parser.add_argument(
         "--all", action="store_true", help="also the plans with score terms, dropout or pages"

@@ -25,6 +25,15 @@ SHAPES = (
     (2, 1, 2, 16, 192),
 )
 
+# The same where sequences leave rows out: lengths of packed ones, rows of each in memory if they
+# are not packed, how many of them are in use, rows behind the last sequence.
+GAPS = (
+    ((3, 0, 2), None, None, 2),
+    ((5, 1, 4), None, (2, 1, 0), 1),
+    ((0, 0), None, None, 3),
+    ((), 3, (2, 0, 3), 0),
+)
+
 # Each: what it is, the exact snippet, what it becomes.
 FAULTS = {
     "a split that saw nothing is read": (
@@ -42,16 +51,24 @@ FAULTS = {
     "sums of slots ignored": ("weight * meeting.total[other]", "weight"),
     "last split dropped": ("if (split < p.num_splits)", "if (split < p.num_splits - 1)"),
     "splits beyond the last": ("if (split < p.num_splits)", ""),
-    "packed rows beyond the last": ("  if (exists)\n", ""),
+    "packed rows beyond the last": ("used = exists && is_used", "used = is_used"),
     "last packed row dropped": (
-        "bool exists = place.packed_row <",
-        "bool exists = place.packed_row + 1 <",
+        "bool exists = row <",
+        "bool exists = row + 1 <",
     ),
     "packed rows of other workgroups": ("workgroup_index() << (kThreadBits", "0 << (kThreadBits"),
     "LSE in base 2": ("log2(sum.total) * kLn2", "log2(sum.total)"),
     "columns beyond head_dim_v": ("&& columns > 0", ""),
     "columns beyond odd dims": ("&& columns > j", ""),
     "columns stored beyond it": ("      if (place.column + j < p.head_dim_v)\n        to", "to"),
+    "rows of no sequence": ("if (used)", "if (exists)"),
+    "rows of the first entry": ("is_used(p, (int)(row / p.seqlen_q)", "is_used(p, 0"),
+    "rows not counted from their entry": ("(int)(row % p.seqlen_q))", "(int)row)"),
+    "rows behind the last sequence": ("if (row >= int_at(p.cu_seqlens_q, p.batch))", "if (false)"),
+    "lengths of the first sequence": (
+        "row < int_at(p.seqused_q, batch)",
+        "row < int_at(p.seqused_q, 0)",
+    ),
     "rows of the next sequence": ("batch * p.out_batch +", ""),
     "wrong head": ("head * p.lse_head", "(p.heads_q - 1 - head) * p.lse_head"),
     "truncated": (
@@ -77,6 +94,29 @@ def run(call: Call, tensors: dict[str, torch.Tensor]) -> None:
 
 def errors_of(shape: tuple, dtype: torch.dtype) -> list[str]:
     """What differs from the same sum in float64, beyond what float32 and one rounding can."""
+    batch, rows, *_ = shape
+    offsets = torch.tensor([0, rows], dtype=torch.int32) if batch is None else None
+    unused = torch.zeros((batch or 1) * rows, dtype=torch.bool)
+    return _errors_of(shape, dtype, {"cu_seqlens_q": offsets}, unused)
+
+
+def errors_of_gaps(gaps: tuple) -> list[str]:
+    """The same where rows of no sequence have parts that hold anything."""
+    lengths, stored, used, behind = gaps
+    sizes = lengths or (stored,) * len(used)
+    in_use = zip(sizes, used or sizes, strict=True)
+    unused = [torch.arange(size) >= n for size, n in in_use]
+    unused = torch.cat([*unused, torch.ones(behind, dtype=torch.bool)])
+    fields = {}
+    if stored is None:
+        fields["cu_seqlens_q"] = torch.tensor([0, *lengths]).cumsum(0).int()
+    if used is not None:
+        fields["seqused_q"] = torch.tensor(used, dtype=torch.int32)
+    shape = (None, len(unused), 2, 3, 64) if stored is None else (len(used), stored, 2, 3, 64)
+    return _errors_of(shape, torch.bfloat16, fields, unused)
+
+
+def _errors_of(shape: tuple, dtype: torch.dtype, fields: dict, unused: torch.Tensor) -> list[str]:
     batch, rows, heads, parts, dim = shape
     generator = torch.Generator().manual_seed(parts * 1000 + dim)
     lines = (batch or 1) * rows
@@ -92,9 +132,11 @@ def errors_of(shape: tuple, dtype: torch.dtype) -> list[str]:
     # Wider rows than needed, so that strides count.
     out = torch.full((*shaped, dim + 8), torch.nan, dtype=dtype)[..., :dim]
     lse = torch.full((heads, rows) if packed else (batch, heads, rows), torch.nan)
-    offsets = torch.tensor([0, rows], dtype=torch.int32) if packed else None
-    call = Call(out, out, out, cu_seqlens_q=offsets)
-    run(call, {"out": out, "lse": lse, "partial_out": partial_out, "partial_lse": partial_lse})
+    fields = {name: x for name, x in fields.items() if x is not None}
+    tensors = {"out": out, "lse": lse, "partial_out": partial_out, "partial_lse": partial_lse}
+    run(Call(out, out, out, **fields), tensors | fields)
+    partial_lse[unused] = -torch.inf
+    unseen = partial_lse == -torch.inf
 
     want_lse = partial_lse.double().logsumexp(-1)
     weight = (partial_lse.double() - want_lse.nan_to_num(neginf=0.0)[..., None]).exp()
@@ -134,15 +176,23 @@ def test_nothing_to_do(kernels_run):
     assert not kernels_run
 
 
+@pytest.mark.parametrize("gaps", GAPS, ids=str)
+def test_rows_of_no_sequence(gaps):
+    assert not errors_of_gaps(gaps)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_is_caught(fault, plant):
     plant("hip/combine.hip", *FAULTS[fault])
-    assert any(finds(shape) for shape in SHAPES)
+    bf16 = torch.bfloat16
+    assert any(finds(lambda x: errors_of(x, bf16), x) for x in SHAPES) or any(
+        finds(errors_of_gaps, x) for x in GAPS
+    )
 
 
-def finds(shape):
+def finds(errors, case):
     try:
-        return bool(errors_of(shape, torch.bfloat16))
+        return bool(errors(case))
     except EmulatorError:
         return True
 

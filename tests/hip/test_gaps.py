@@ -9,7 +9,7 @@ import torch
 
 import pyfa
 from pyfa import codeobject
-from pyfa.backends.common import combine, gaps
+from pyfa.backends.common import gaps
 from pyfa.backends.common.program import Program, like, run_of
 from pyfa.backends.hip import code, plans
 from pyfa.backends.hip.launcher import Launcher
@@ -31,7 +31,6 @@ class Case:
     rows: int = 0
     heads: tuple[int, int] = (2, 2)
     dims: tuple[int, int] = (64, 64)
-    splits: int = 1
     has_lse: bool = True
     wide: int = 0
     shared: bool = False
@@ -59,8 +58,6 @@ CASES = {
     "without an LSE": Case((5, 2), used=(1, 2), behind=2, has_lse=False),
     "strided": Case((5, 2), used=(1, 2), behind=2, wide=24, dims=(40, 24), dtype=torch.float16),
     "strided, dense": Case((), used=(2, 4), rows=6, wide=8, dims=(72, 40)),
-    "split": Case((5, 9), used=(5, 2), behind=7, splits=3, heads=(6, 2)),
-    "split, dense": Case((), used=(1, 0), rows=3, splits=20, heads=(4, 2)),
     "one tensor of offsets": Case((5, 9), behind=7, shared=True),
 }  # fmt: skip
 
@@ -121,7 +118,7 @@ def storage(x: torch.Tensor) -> torch.Tensor:
 
 
 def errors_of(case: Case, backward: bool) -> list[str]:
-    """What memory holds other than it should, of out and LSE, of the parts' LSEs or of dq, dk, dv.
+    """What memory holds other than it should, of out and LSE, or of dq, dk, dv.
 
     Out of gaps, and between heads, that is what was there before, whatever it was.
     """
@@ -138,58 +135,48 @@ def errors_of(case: Case, backward: bool) -> list[str]:
         program.make("out", out)
         if case.has_lse:
             program.make("lse", lse)
-        if case.splits > 1:
-            for name, part in combine.partials(call, case.splits).items():
-                program.make(name, part)
-        gaps.add_forward(launcher, program, call, out, lse if case.has_lse else None, case.splits)
+        gaps.add_forward(launcher, program, call, out, lse if case.has_lse else None)
     inputs = tensors_of(call)
     read = [storage(x).clone() for x in inputs]
     made = run_of(program, launcher.launch_of(program, inputs), buffers.empty)(*inputs)
     found = [] if all(map(torch.equal, read, map(storage, inputs))) else ["an input was written"]
     for name, have, before in zip(program.made, made, buffers.before, strict=True):
         want = before.view(have.dtype).as_strided(have.shape, have.stride())
-        if name in cleared(case, backward):
-            clear(name, want, empty, case)
+        clear(name, want, empty, case)
         if not torch.equal(storage(have), before):
             found.append(f"{name} is not what it should be")
     return found
-
-
-def cleared(case: Case, backward: bool) -> set[str]:
-    if backward:
-        return {"dq", "dk", "dv"}
-    return {"partial_lse"} if case.splits > 1 else {"out", "lse"}
 
 
 def clear(name: str, x: torch.Tensor, empty: torch.Tensor, case: Case) -> None:
     """What the kernel is to do to ``x``, whose rows are first, or behind the batch, or last."""
     if name == "lse":
         x = x.movedim(-1, 0 if case.packed else 1)
-    if name != "partial_lse" and not case.packed:
+    if not case.packed:
         empty = empty.view(x.shape[:2])
-    x[empty] = -torch.inf if "lse" in name else 0.0
+    x[empty] = -torch.inf if name == "lse" else 0.0
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_byte(name: str) -> None:
     case = CASES[name]
     assert not errors_of(case, backward=False)
-    if case.splits == 1 and case.has_lse:
+    if case.has_lse:
         assert not errors_of(case, backward=True)
 
 
 # Each: what it is, the exact snippet, what it becomes.
 FAULTS = {
-    "rows behind the last sequence kept": ("if (row >= entry_of(p.cu_seqlens_q, p.batch))",
+    "rows behind the last sequence kept": ("if (row >= int_at(p.cu_seqlens_q, p.batch))",
                                            "if (false)"),
     "row of the sequence before": ("<= row ? low : high", "< row ? low : high"),
-    "rows not counted from their sequence": ("row -= entry_of(p.cu_seqlens_q, batch);", ""),
-    "lengths of the first sequence": ("row < entry_of(p.seqused_q, batch);",
-                                      "row < entry_of(p.seqused_q, 0);"),
-    "one row more in use": ("row < entry_of(p.seqused_q, batch);",
-                            "row <= entry_of(p.seqused_q, batch);"),
-    "one row less in use": ("row < entry_of(p.seqused_q, batch);",
-                            "row + 1 < entry_of(p.seqused_q, batch);"),
+    "rows not counted from their sequence": ("row -= int_at(p.cu_seqlens_q, batch);", ""),
+    "lengths of the first sequence": ("row < int_at(p.seqused_q, batch);",
+                                      "row < int_at(p.seqused_q, 0);"),
+    "one row more in use": ("row < int_at(p.seqused_q, batch);",
+                            "row <= int_at(p.seqused_q, batch);"),
+    "one row less in use": ("row < int_at(p.seqused_q, batch);",
+                            "row + 1 < int_at(p.seqused_q, batch);"),
     "used rows cleared": ("if (is_used(p, batch, row)) return;", ""),
     "first head alone": ("i / units * head_stride", "0"),
     "part of a head": ("i += kThreads / kRows", "i += 1 << 20"),
@@ -202,9 +189,6 @@ FAULTS = {
     "dv with the heads of dk's dims": ("p.dv_head, p.heads_k,\n          p.head_dim, thread",
                                        "p.dv_head, p.heads_k,\n          p.head_dim_v, thread"),
     "dv kept": ("if (p.dv)", "if (false)"),
-    "parts of the first head": ("j < p.heads_q * p.num_splits; j", "j < p.num_splits; j"),
-    "one part of a row": ("parts[j] = -INFINITY_F", "parts[0] = -INFINITY_F"),
-    "parts of another row": ("place * p.heads_q * p.num_splits;", "place * p.num_splits;"),
 }  # fmt: skip
 
 
@@ -215,7 +199,7 @@ def test_fault_is_caught(fault: str, plant) -> None:
 
 
 def finds(case: Case, backward: bool) -> bool:
-    if backward and not (case.splits == 1 and case.has_lse):
+    if backward and not case.has_lse:
         return False
     try:
         return bool(errors_of(case, backward))
@@ -257,4 +241,4 @@ def test_one_launch_before_the_kernel(options, kernels, kernels_run, nothing_bou
 def test_a_dense_call_needs_none(kernels_run, nothing_bound) -> None:
     q = torch.ones(1, 40, 1, 64, dtype=torch.bfloat16, requires_grad=True)
     pyfa.attention(q, q, q, backend="emulator").sum().backward()
-    assert kernels_run == ["attn_fwd", "row_sums", "attn_bwd", "attn_bwd"]
+    assert kernels_run == ["attn_fwd", "row_sums", "attn_bwd_onepass", "dq_convert"]

@@ -52,6 +52,7 @@ def test_the_bundle_runs(bundled: list[Plan]) -> None:
         warnings.simplefilter("error")
         assert chosen(problem(128)) == "hip"
         assert chosen(problem(64, "causal", "backward")) == "hip"
+        assert chosen(problem(64, "causal", "backward", "deterministic")) == "hip"
         assert chosen(problem(128, seqlen_q=1)) == "hip"
 
 
@@ -81,7 +82,7 @@ def test_kernels_beside_the_first_count_too(
     for plan in bundled:
         if plan.kernel in ("hip/combine.hip", "hip/attn_bwd.hip"):
             del objects[code.key_of(plan, "gfx942")]
-    (reason,) = BACKENDS["hip"].why_not(problem(128, "backward"))
+    (reason,) = BACKENDS["hip"].why_not(problem(128, "backward", "deterministic"))
     assert "(combine, attn_bwd, attn_bwd)" in reason
     (reason,) = BACKENDS["hip"].why_not(problem(128))
     assert "(combine)" in reason

@@ -103,7 +103,7 @@ def _bind(
         if grid.blocks:
             _add(launch, program, plan, call, grid, pointers, has_lse)
     elif torch.Size(out[0]).numel() or torch.Size(lse[0]).numel():
-        gaps.add_forward(launch, program, call, out, lse if has_lse else None, 1)
+        gaps.add_forward(launch, program, call, out, lse if has_lse else None)
     return run_of(program, launch.launch_of(program, inputs), launch.empty)
 
 
@@ -111,7 +111,7 @@ def _add(
     launch: Launcher, program: Program, plan: Plan, call: Call, grid: Grid,
     pointers: dict[str, str], has_lse: bool,
 ) -> None:  # fmt: skip
-    """The kernel, what clears rows of no sequence before it, what combines splits behind it."""
+    """The kernel, and what clears rows of no sequence before it or combines splits behind it."""
     out, lse = program.likes[0], like(call.lse_shape(), torch.float32)
     written = lse if has_lse else None
     splits = grid.num_splits
@@ -125,8 +125,8 @@ def _add(
         pointers["out"] = "out"
         if has_lse:
             pointers["lse"] = "lse"
-    if gaps.in_queries(call):
-        gaps.add_forward(launch, program, call, out, written, splits)
+    if gaps.in_queries(call) and splits == 1:
+        gaps.add_forward(launch, program, call, out, written)
     program.add(plan, grid.blocks * splits, grid.threads, Params(values, pointers))
     if splits > 1:
         combine.add(launch, program, call, out, written, splits)

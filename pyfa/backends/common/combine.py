@@ -29,20 +29,23 @@ def add(
 ) -> None:
     """Launch what writes out and lse from every row's parts, each a normalised output and its LSE.
 
-    A part that saw nothing has the LSE −inf, and its output may be anything. That holds for every
-    row of ``out``, also those of no sequence.
+    A part that saw nothing has the LSE −inf, and its output may be anything. Parts of rows that no
+    sequence uses may be anything.
     """
     packed = call.cu_seqlens_q is not None
     sizes, strides, _ = out
     values: dict[str, int | float] = {
         **abi.strides_of("out", strides),
-        "batch": 1 if packed else sizes[0],
+        "batch": call.batch,
         "heads_q": sizes[-2],
         "seqlen_q": sizes[-3],
         "head_dim_v": sizes[-1],
         "num_splits": num_splits,
     }
     pointers = {name: name for name in ("out", "partial_out", "partial_lse")}
+    for name in ("cu_seqlens_q", "seqused_q"):
+        if getattr(call, name) is not None:
+            pointers[name] = name
     if lse is not None:
         pointers["lse"] = "lse"
         values |= {"lse_batch": 0 if packed else lse[1][0], "lse_head": lse[1][-2]}

@@ -26,13 +26,12 @@ def in_keys(call: Call) -> bool:
 
 
 def add_forward(
-    launch: Launcher, program: Program, call: Call, out: Like, lse: Like | None, num_splits: int
+    launch: Launcher, program: Program, call: Call, out: Like, lse: Like | None
 ) -> None:
-    """Clear the rows of out and lse, or of the splits' LSEs, that no query owns."""
-    pointers = {"partial_lse": "partial_lse"} if num_splits > 1 else {"out": "out"}
-    values: dict[str, int | float] = {"num_splits": num_splits, **_heads(out, "q", "_v")}
-    values |= abi.strides_of("out", out[1])
-    if lse is not None and num_splits == 1:
+    """Clear the rows of out and lse that no query owns."""
+    pointers = {"out": "out"}
+    values: dict[str, int | float] = {**_heads(out, "q", "_v"), **abi.strides_of("out", out[1])}
+    if lse is not None:
         pointers["lse"] = "lse"
         values |= {"lse_batch": lse[1][0] if len(lse[1]) == 3 else 0, "lse_head": lse[1][-2]}
     _add(launch, program, call, out, values, pointers, "q")

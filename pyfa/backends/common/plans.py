@@ -18,7 +18,8 @@ def is_common(plan: Plan) -> bool:
     """Whether most problems need it: heads of 64 and 128, no dropout, no pages in prefill, no
     float8 caches in decode."""
     constants = dict(plan.constants)
-    dim = constants.get("HEAD_DIM", COMMON_HEAD_DIMS[0])
+    # 0 where a kernel has no use for heads: it is for any.
+    dim = constants.get("HEAD_DIM") or COMMON_HEAD_DIMS[0]
     if constants.get("PAGED") or constants.get("SCORE") == DROPOUT or "KEY_DTYPE" in constants:
         return False
     return dim in COMMON_HEAD_DIMS and constants.get("HEAD_DIM_V", dim) == dim

@@ -38,7 +38,7 @@ def test_the_order_of_our_kernels() -> None:
     matrix units busier than D = 64, whose vector work is twice as much a product; both passes of
     backward wait for LDS before each group of products."""
     _, keys, rows = (Plan("hip", p.kernel, p.constants) for p in
-                     backward.plans_of("hip", (128, 128), BF16, False))  # fmt: skip
+                     backward.plans_of("hip", (128, 128), BF16, False, True))  # fmt: skip
     wide, narrow = forward_of(128), forward_of(64)
     both = [kernel_of(plan) for plan in (keys, rows)]
     for number in range(2):
