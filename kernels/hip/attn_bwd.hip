@@ -13,8 +13,8 @@
 // is stored as it lies. Two barriers a tile. Keys are owned once for all heads of their group, whose
 // gradients add up in registers. Rows and keys beyond the end are 0 and so is what they add.
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(OWNS) || \
-    !defined(GENERAL) || !defined(COLUMNS) || !defined(PER_SIMD)
-#error "the plan defines DTYPE, HEAD_DIM, HEAD_DIM_V, OWNS, GENERAL, COLUMNS and PER_SIMD"
+    !defined(GENERAL) || !defined(COLUMNS) || !defined(PER_SIMD) || !defined(SLOTS)
+#error "the plan defines DTYPE, HEAD_DIM, HEAD_DIM_V, OWNS, GENERAL, COLUMNS, PER_SIMD and SLOTS"
 #endif
 
 #include "bwd_owned.h"
@@ -26,14 +26,42 @@ constexpr int kTilesV = HEAD_DIM_V / kTile;
 // K, V and their gradients take 384 registers.
 constexpr bool kFull = kKeys && (HEAD_DIM + HEAD_DIM_V) * COLUMNS == 512;
 
-typedef Stream<HEAD_DIM, HEAD_DIM_V, kWaves, kFull && GENERAL> Tiles;
+typedef Stream<HEAD_DIM, HEAD_DIM_V, kWaves, kFull> Tiles;
 constexpr int kRowsA = 0;
 constexpr int kRowsC = kRowsA + Tiles::RowsA::kBytes;
 constexpr int kColumnsA = kRowsC + Tiles::RowsC::kBytes;
 constexpr int kColumnsC = kColumnsA + ColumnTile<HEAD_DIM>::kBytes;
-constexpr int kLdsBytes = kColumnsC + (kKeys ? ColumnTile<HEAD_DIM_V>::kBytes : 0);
+constexpr int kStates = kColumnsC + (kKeys ? ColumnTile<HEAD_DIM_V>::kBytes : 0);
+// Where keys are owned, every lane needs -LSE and -delta of all rows: in slots they are in LDS, of this tile
+// and of the next.
+constexpr int kStateBytes = 2 * kTile * 4;
+constexpr int kLdsBytes = kStates + (kKeys && SLOTS ? 2 * kStateBytes : 0);
 
 typedef Pair Rounded[COLUMNS][kFours];  // P or dS: what the next product takes
+
+// What the owned ones meet: tiles from row `start` on, `steps` of them in each of `heads`.
+struct Pass {
+  Context c;
+  Lds lds;
+  Tiles tiles;
+  Matrix a, b;       // streamed, of `head`
+  RowStates states;  // of `head`
+  Seen mine;         // by this wavefront's
+  int start, steps, heads, head;
+
+  // Where what is streamed of `head` lies: all but `a` and `b`'s rows' lengths.
+  METHOD void look_up() {
+    const Params &p = params_again();
+    Sequence s = sequence_of(p, c.s.batch);
+    a = q_of(p, s, head);
+    b = dout_of(p, s, head);
+    states = states_of(p, s, head);
+  }
+};
+
+#if SLOTS
+#include "bwd_slots.h"
+#endif
 
 // ---- operands -----------------------------------------------------------------------------------
 
@@ -50,17 +78,6 @@ DEVICE void accumulate(Acc (&grad)[COLUMNS][tiles], Lds tile, const Rounded &x) 
         grad[n][t] = M::mma(a.zw, x[n][2 * j + 1], grad[n][t]);
       }
     }
-}
-
-// S becomes P, plain scores.
-DEVICE void exponentiate(Acc &s, const Context &c, const Acc &minus_lse) {
-  Acc x = s * c.to_base_2 + minus_lse;
-  for (int r = 0; r < M::kRegisters; ++r) s[r] = exp2(x[r]);
-}
-
-DEVICE void mask(Acc &s, unsigned seen) {
-#pragma unroll
-  for (int r = 0; r < M::kRegisters; ++r) s[r] = where(seen, bit_of(r), s[r]);
 }
 
 // dP becomes dS. Returns this lane's share of the row's sum of P dP.
@@ -85,6 +102,72 @@ DEVICE void store_sinks(const Context &c, float dots, int head, int row) {
   float dlse = p.dlse ? ((const float *)p.dlse)[at] : 0.0f;
   float sink = exp2(((const float *)p.sinks)[head] * kLog2E + row_states(p).minus_lse[at]);
   ((float *)p.dsinks)[at] = sink * (dlse - dots);
+}
+
+// S becomes P, plain scores.
+DEVICE void exponentiate(Acc &s, const Context &c, const Acc &minus_lse) {
+  Acc x = s * c.to_base_2 + minus_lse;
+  for (int r = 0; r < M::kRegisters; ++r) s[r] = exp2(x[r]);
+}
+
+// All tiles of all heads of `pass`, in the compiler's own schedule.
+DEVICE void run(Pass &pass, const Quad (&x)[COLUMNS][kSteps], const Quad (&y)[COLUMNS][kStepsV],
+                Acc (&grad_x)[COLUMNS][kTiles], Acc (&grad_y)[COLUMNS][kTilesV], float (&dots)[COLUMNS]) {
+  const Context &c = pass.c;
+  Lds lds = pass.lds;
+  Tiles &tiles = pass.tiles;
+  tiles.load(pass.a, pass.b, pass.start, c.streamed());
+  tiles.store_rows(lds + kRowsA, lds + kRowsC);
+  Acc minus_lse[COLUMNS], minus_delta[COLUMNS];
+  auto load_both = [&](int n, int first) {
+    minus_lse[n] = load_states(c, pass.states.minus_lse, first);
+    minus_delta[n] = load_states(c, pass.states.minus_delta, first);
+  };
+  if (!kKeys)
+    for (int n = 0; n < COLUMNS; ++n) load_both(n, c.first + n * kTile);
+  int step = 0;
+  for (int n = pass.heads * pass.steps; n > 0; --n) {
+    int first = pass.start + step * kTile;
+    barrier();  // its rows are there, and the columns of the tile before have been read
+    tiles.store_columns<kKeys>(lds + kColumnsA, lds + kColumnsC);
+    if (kKeys && !GENERAL) load_both(0, first);
+    Acc s[COLUMNS], dp[COLUMNS];
+    Rounded p_rounded, ds_rounded;
+    for (int n = 0; n < COLUMNS; ++n) s[n] = Acc{0};
+    multiply<HEAD_DIM, kFull>(s, lds + kRowsA, x);
+    Weights weights[COLUMNS];
+    if (GENERAL) {
+      for (int n = 0; n < COLUMNS; ++n)
+        weights[n] = weigh(s[n], p_rounded[n], c, minus_lse[n], pass.states, pass.head, n, first);
+      fence();
+    }
+    for (int n = 0; n < COLUMNS; ++n) dp[n] = GENERAL ? Acc{0} : minus_delta[kKeys ? 0 : n];
+    multiply<HEAD_DIM_V, kFull>(dp, lds + kRowsC, y);
+    if (kKeys && GENERAL) minus_delta[0] = load_states(c, pass.states.minus_delta, first);
+    for (int n = 0; n < COLUMNS; ++n) {
+      if (GENERAL) {
+        dots[n] += differ(dp[n], s[n], weights[n], minus_delta[kKeys ? 0 : n]);
+      } else {
+        exponentiate(s[n], c, minus_lse[kKeys ? 0 : n]);
+        if (first < pass.mine.all_low || first + kTile > pass.mine.all_high)
+          mask(s[n], seen_bits(c, c.own(n), first));
+        if (kKeys) round(p_rounded[n], s[n]);
+        dp[n] *= s[n];
+      }
+      round(ds_rounded[n], dp[n]);
+    }
+    barrier();  // its columns are there, and its rows have been read
+
+    if (++step == pass.steps && --pass.heads) {
+      step = 0;
+      ++pass.head;
+      pass.look_up();
+    }
+    tiles.load(pass.a, pass.b, pass.start + step * kTile, c.streamed());
+    if (kKeys) accumulate<HEAD_DIM_V>(grad_y, lds + kColumnsC, p_rounded);
+    tiles.store_rows(lds + kRowsA, lds + kRowsC);
+    accumulate<HEAD_DIM>(grad_x, lds + kColumnsA, ds_rounded);
+  }
 }
 
 // ---- the end ------------------------------------------------------------------------------------
@@ -137,72 +220,27 @@ extern "C" __global__ WORKGROUP(kThreads, PER_SIMD) void attn_bwd(Params p) {
 
   int last = min(c.first + COLUMNS * kTile, c.owned()) - 1;
   Seen block = seen_by(p, c.s, first_own, min(first_own + kBlock, c.owned()) - 1);
-  Seen mine = seen_by(p, c.s, c.first, last);
   int start = block.low / kTile * kTile;
   int steps = max(block.high - start + kTile - 1, 0) / kTile;
-  int heads = kKeys ? group : 1;
   int head = kKeys ? head_k * group : work.head;
 
-  Tiles tiles{wave};
-  Matrix streamed_a = kKeys ? q_of(p, c.s, head) : k_of(p, c.s, head_k);
-  Matrix streamed_c = kKeys ? dout_of(p, c.s, head) : v_of(p, c.s, head_k);
-  tiles.load(streamed_a, streamed_c, start, c.streamed());
-  tiles.store_rows(lds + kRowsA, lds + kRowsC);
-  RowStates states = states_of(p, c.s, head);
-  Acc minus_lse[COLUMNS], minus_delta[COLUMNS];
-  auto load_both = [&](int n, int first) {
-    minus_lse[n] = load_states(c, states.minus_lse, first);
-    minus_delta[n] = load_states(c, states.minus_delta, first);
-  };
-  if (!kKeys)
-    for (int n = 0; n < COLUMNS; ++n) load_both(n, c.first + n * kTile);
+  Pass pass{c,
+            lds,
+            Tiles{wave},
+            kKeys ? q_of(p, c.s, head) : k_of(p, c.s, head_k),
+            kKeys ? dout_of(p, c.s, head) : v_of(p, c.s, head_k),
+            states_of(p, c.s, head),
+            seen_by(p, c.s, c.first, last),
+            start,
+            steps,
+            kKeys ? group : 1,
+            head};
   float dots[COLUMNS] = {};
-  int step = 0;
-  for (int n = heads * steps; n > 0; --n) {
-    int first = start + step * kTile;
-    barrier();  // its rows are there, and the columns of the tile before have been read
-    tiles.store_columns<kKeys>(lds + kColumnsA, lds + kColumnsC);
-    if (kKeys && !GENERAL) load_both(0, first);
-    Acc s[COLUMNS], dp[COLUMNS];
-    Rounded p_rounded, ds_rounded;
-    for (int n = 0; n < COLUMNS; ++n) s[n] = Acc{0};
-    multiply<HEAD_DIM, kFull>(s, lds + kRowsA, x);
-    Weights weights[COLUMNS];
-    if (GENERAL)
-      for (int n = 0; n < COLUMNS; ++n)
-        weights[n] = weigh(s[n], p_rounded[n], c, minus_lse[n], states, head, n, first);
-    if (GENERAL) __builtin_amdgcn_sched_barrier(0);
-    for (int n = 0; n < COLUMNS; ++n) dp[n] = GENERAL ? Acc{0} : minus_delta[kKeys ? 0 : n];
-    multiply<HEAD_DIM_V, kFull>(dp, lds + kRowsC, y);
-    if (kKeys && GENERAL) minus_delta[0] = load_states(c, states.minus_delta, first);
-    for (int n = 0; n < COLUMNS; ++n) {
-      if (GENERAL) {
-        dots[n] += differ(dp[n], s[n], weights[n], minus_delta[kKeys ? 0 : n]);
-      } else {
-        exponentiate(s[n], c, minus_lse[kKeys ? 0 : n]);
-        if (first < mine.all_low || first + kTile > mine.all_high)
-          mask(s[n], seen_bits(c, c.own(n), first));
-        if (kKeys) round(p_rounded[n], s[n]);
-        dp[n] *= s[n];
-      }
-      round(ds_rounded[n], dp[n]);
-    }
-    barrier();  // its columns are there, and its rows have been read
-
-    if (++step == steps && --heads) {
-      step = 0;
-      ++head;
-      const Params &again = params_again();
-      Sequence s = sequence_of(again, c.s.batch);
-      streamed_a = q_of(again, s, head);
-      streamed_c = dout_of(again, s, head);
-      states = states_of(again, s, head);
-    }
-    tiles.load(streamed_a, streamed_c, start + step * kTile, c.streamed());
-    if (kKeys) accumulate<HEAD_DIM_V>(grad_y, lds + kColumnsC, p_rounded);
-    tiles.store_rows(lds + kRowsA, lds + kRowsC);
-    accumulate<HEAD_DIM>(grad_x, lds + kColumnsA, ds_rounded);
-  }
+#if SLOTS
+  run_in_slots(pass, x, y, grad_x, grad_y);
+#else
+  run(pass, x, y, grad_x, grad_y, dots);
+#endif
   const Params &q = params_again();
   Sequence s = sequence_of(q, c.s.batch);
   if (kKeys) {

@@ -98,6 +98,11 @@ DEVICE unsigned seen_bits(const Context &c, int own, int first) {
 }
 constexpr METHOD int bit_of(int r) { return r / 4 * 8 + r % 4; }
 
+DEVICE void mask(Acc &s, unsigned seen) {
+#pragma unroll
+  for (int r = 0; r < M::kRegisters; ++r) s[r] = where(seen, bit_of(r), s[r]);
+}
+
 // ---- scores of every kind -----------------------------------------------------------------------
 
 // Which scores of a product dropout keeps: bit r for register r.

@@ -35,17 +35,21 @@ class Columns(NamedTuple):
 
     columns: int
     per_simd: int
+    slots: int = 0
 
 
 # By head dims: of plain scores owning keys and rows, then of general ones. Two columns read LDS
 # half as often; two wavefronts on a SIMD hide each other's vector instructions. The rest spills.
+# Slots (kernels/hip/bwd_slots.h) keep the matrix unit busy where the vector unit has less to do
+# than it; with score terms it has more, and fragments read ahead spilled. Owning 256 elements of
+# keys and values there are no registers to read ahead: 0.25 of the matrix unit, without slots 0.33.
 TILES: dict[tuple[int, int], tuple[Columns, Columns, Columns, Columns]] = {
-    (64, 64): (Columns(1, 2), Columns(1, 2), Columns(1, 1), Columns(1, 2)),
-    (96, 96): (Columns(2, 1), Columns(1, 2), Columns(1, 1), Columns(1, 2)),
-    (128, 128): (Columns(2, 1), Columns(1, 2), Columns(1, 1), Columns(1, 1)),
-    (192, 128): (Columns(1, 1), Columns(1, 1), Columns(1, 1), Columns(1, 1)),
-    (192, 192): (Columns(1, 1), Columns(1, 1), Columns(1, 1), Columns(1, 1)),
-    (256, 256): (Columns(1, 1), Columns(1, 1), Columns(1, 1), Columns(1, 1)),
+    (64, 64): (Columns(1, 2, 1), Columns(1, 2, 1), Columns(1, 1), Columns(1, 2)),
+    (96, 96): (Columns(2, 1, 1), Columns(1, 2, 1), Columns(1, 1), Columns(1, 2)),
+    (128, 128): (Columns(1, 1, 1), Columns(1, 2, 1), Columns(1, 1), Columns(1, 1)),
+    (192, 128): (Columns(1, 1, 1), Columns(1, 1, 1), Columns(1, 1), Columns(1, 1)),
+    (192, 192): (Columns(1, 1, 1), Columns(1, 1, 1), Columns(1, 1), Columns(1, 1)),
+    (256, 256): (Columns(1, 1), Columns(1, 1, 1), Columns(1, 1), Columns(1, 1)),
 }
 
 
@@ -145,6 +149,7 @@ def _plan(backend: str, pair: tuple[int, int], dtype: int, owner: int, general: 
         "HEAD_DIM_V": pair[1],
         "OWNS": owner,
         "PER_SIMD": tiles.per_simd,
+        "SLOTS": tiles.slots,
     }
     return Plan(backend, KERNEL, tuple(constants.items()))
 
