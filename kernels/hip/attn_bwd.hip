@@ -31,11 +31,7 @@ constexpr int kRowsA = 0;
 constexpr int kRowsC = kRowsA + Tiles::RowsA::kBytes;
 constexpr int kColumnsA = kRowsC + Tiles::RowsC::kBytes;
 constexpr int kColumnsC = kColumnsA + ColumnTile<HEAD_DIM>::kBytes;
-constexpr int kStates = kColumnsC + (kKeys ? ColumnTile<HEAD_DIM_V>::kBytes : 0);
-// Where keys are owned, every lane needs -LSE and -delta of all rows: in slots they are in LDS, of this tile
-// and of the next.
-constexpr int kStateBytes = 2 * kTile * 4;
-constexpr int kLdsBytes = kStates + (kKeys && SLOTS ? 2 * kStateBytes : 0);
+constexpr int kLdsBytes = kColumnsC + (kKeys ? ColumnTile<HEAD_DIM_V>::kBytes : 0);
 
 typedef Pair Rounded[COLUMNS][kFours];  // P or dS: what the next product takes
 

@@ -226,7 +226,6 @@ DEVICE void exchange(const Places &at, unsigned swap, int n, int r, unsigned two
   *(LdsHalves)(to + Swap::Tile::kRowBytes) = (unsigned short)(two >> 16);
 }
 
-DEVICE void fence() { __builtin_amdgcn_sched_barrier(0); }
 
 // ---- a turn of the loop -------------------------------------------------------------------------
 

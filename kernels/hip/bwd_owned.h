@@ -68,21 +68,24 @@ DEVICE void round(Pair (&to)[kFours], const Acc &x) {
 
 // ---- scores -------------------------------------------------------------------------------------
 
-// -LSE or -delta, a value for each register of a product: of the tile's rows at `first` where keys are
-// owned, else of the owned row.
-DEVICE Acc load_states(const Context &c, const float *state, int first) {
+// -LSE or -delta of the tile's rows at `first`, for registers 4 j ... 4 j + 3 of a product.
+DEVICE void load_four(Acc &x, const Context &c, const float *state, int first, int j) {
   auto from = buffer(state + first, max(c.s.rows - first, 0) * 4);
+  typedef float Four __attribute__((ext_vector_type(4)));
+  auto four = __builtin_bit_cast(
+      Four, __builtin_amdgcn_raw_buffer_load_b128(from, M::row(4 * j) * 4, 0, 0));
+  for (int i = 0; i < 4; ++i) x[4 * j + i] = four[i];
+}
+
+// The same for each register: of the tile's rows where keys are owned, else of the owned row.
+DEVICE Acc load_states(const Context &c, const float *state, int first) {
   Acc x;
   if (!kKeys) {
+    auto from = buffer(state + first, max(c.s.rows - first, 0) * 4);
     unsigned one = __builtin_amdgcn_raw_buffer_load_b32(from, M::column() * 4, 0, 0);
     return Acc(__builtin_bit_cast(float, one));
   }
-  for (int j = 0; j < kFours; ++j) {
-    typedef float Four __attribute__((ext_vector_type(4)));
-    auto four = __builtin_bit_cast(
-        Four, __builtin_amdgcn_raw_buffer_load_b128(from, M::row(4 * j) * 4, 0, 0));
-    for (int i = 0; i < 4; ++i) x[4 * j + i] = four[i];
-  }
+  for (int j = 0; j < kFours; ++j) load_four(x, c, state, first, j);
   return x;
 }
 

@@ -9,8 +9,6 @@
 #pragma once
 #include "bwd_owned.h"
 
-typedef float Four __attribute__((ext_vector_type(4)));
-
 static_assert(!kFull, "K, V and their gradients leave no registers for the fragments of the next slot");
 
 constexpr int kReads = COLUMNS == 2 || HEAD_DIM + HEAD_DIM_V > 384 ? 1 : 2;  // of a slot
@@ -29,30 +27,37 @@ constexpr int kProducts = kSlots * kPerSlot;
 constexpr int kElements = M::kRegisters * COLUMNS;  // of S, in a lane
 constexpr int kMoves = Tiles::kMine * 4;            // rows or columns of pieces that a lane stores
 
+// Elements in the order in which products take them.
+DEVICE constexpr int register_of(int element) { return element / (4 * COLUMNS) * 4 + element % 4; }
+DEVICE constexpr int column_of(int element) { return element / 4 % COLUMNS; }
+
 // After which of the products `begin` ... `end` - 1 comes part `part` of `parts`.
 DEVICE constexpr int turn(int part, int parts, int begin, int end) {
   return begin + part * (end - begin) / parts;
 }
-// P of an element: among the products for dP.
-DEVICE constexpr int turn_of_p(int element) { return turn(element, kElements, kFirstP, kFirstV); }
-// Of P, the half that the first products for dV take is rounded at once, the rest among these.
-constexpr int kEarly = M::kRegisters / 2;
-DEVICE constexpr int turn_of_late(int element) {
-  return turn(element - kElements / 2, kElements / 2, kFirstV, (kFirstV + kFirstG) / 2 - kPerSlot / 2);
+// Elements `first` ... of S are dealt out over the products `begin` ... `end` - 1: `work` takes those whose turn
+// comes after `product`.
+template <int first, int begin, int end, typename Work>
+DEVICE void elements_of(int product, Work work) {
+  if (product < begin || product >= end) return;
+  constexpr int parts = kElements - first, span = end - begin;
+  int from = ((product - begin) * parts + span - 1) / span;
+#pragma unroll
+  for (int i = 0; i < (parts + span - 1) / span; ++i)
+    if (from + i < parts && turn(from + i, parts, begin, end) == product) work(first + from + i);
 }
-// dS of an element: among those for dV. Of dQ half right after dP, half among the first products for dQ, which
-// need it last.
-DEVICE constexpr int turn_of_ds(int element) {
-  if (kKeys) return turn(element, kElements, kFirstV + 1, kFirstG);
-  return element < kElements / 2
-             ? -1
-             : turn(element - kElements / 2, kElements / 2, kFirstG, (kFirstG + kProducts) / 2);
-}
+// Of P, the half that the first products for dV take is rounded at once, the rest among these; of dS
+// of rows, half is made right after dP, half among the first products for dQ, which need it last.
+constexpr int kEarly = M::kRegisters / 2, kEarlyElements = kElements / 2;
 // The transposed stores come first, then, in the place of each piece's registers, the loads of the next tile,
 // whose rows are stored well before the barrier that they have to pass.
 DEVICE constexpr int turn_of_column(int move) { return turn(move, kMoves, 0, kFirstP * 3 / 4); }
 DEVICE constexpr int turn_of_load(int move) { return turn_of_column(move / 4 * 4 + 3) + 1 + move % 4; }
-DEVICE constexpr int turn_of_state(int n) { return kFirstP / 4 * (n + 1) + 1; }
+// Where keys are owned, -LSE and -delta of the next tile come among the products for dV.
+constexpr int kStates = 2 * kFours;
+DEVICE constexpr int turn_of_state(int n) { return turn(n, kStates, kFirstV, kFirstG); }
+// What is loaded in the next turn of the loop is found among the products for dK.
+DEVICE constexpr int turn_of_next(int n) { return kFirstG + 1 + n; }
 DEVICE constexpr int turn_of_row(int move) {
   return turn(move, kMoves, kFirstG - kPerSlot, kProducts - 5 * kPerSlot / 2);
 }
@@ -70,31 +75,41 @@ struct Bases {
 };
 
 // Where the tile lies that is loaded: looked up once a head, then moved on from tile to tile, so that what
-// stands beside products is two additions and not a descriptor from the start (312 clocks of 2,933 at 128).
+// stands beside products is a few additions and not descriptors from the start (312 clocks of 2,933 at 128).
 struct Next {
   char *a, *b;
-  int left;                         // rows from its first one on
-  int bytes_a, bytes_b;             // of it, from there to its end
-  unsigned offset[Tiles::kMine];    // of a lane's first row of each piece
+  int left;                       // rows from its first one on
+  int rows, bytes_a, bytes_b;     // of it
+  unsigned offset[Tiles::kMine];  // of a lane's first row of each piece
 
   METHOD void seek(const Pass &pass) {
     a = pass.a.row(pass.start);
     b = pass.b.row(pass.start);
     left = pass.c.streamed() - pass.start;
-    measure(pass);
+    for (int part = 2; part < kParts; ++part) advance(pass, part);
   }
-  METHOD void advance(const Pass &pass) {
-    a += kTile * pass.a.row_bytes;
-    b += kTile * pass.b.row_bytes;
-    left -= kTile;
-    measure(pass);
-  }
-  METHOD void measure(const Pass &pass) {
-    int rows = max(left, 0);
-    pin_scalar(rows);  // or min and max become v_med3, of which the compiler does not know that lanes agree
-    rows = min(rows, kTile);
-    bytes_a = bytes_of(pass.a, rows);
-    bytes_b = bytes_of(pass.b, rows);
+  // In parts, each beside a product of its own.
+  static constexpr int kParts = 5;
+  METHOD void advance(const Pass &pass, int part) {
+    if (part == 0) {
+      a += kTile * pass.a.row_bytes;
+      left -= kTile;
+      pin_scalar(a);
+    } else if (part == 1) {
+      b += kTile * pass.b.row_bytes;
+      pin_scalar(b);
+    } else if (part == 2) {
+      rows = max(left, 0);
+      pin_scalar(rows);  // or min and max become v_med3, of which the compiler does not know that lanes agree
+      rows = min(rows, kTile);
+      pin_scalar(rows);
+    } else if (part == 3) {
+      bytes_a = bytes_of(pass.a, rows);
+      pin_scalar(bytes_a);
+    } else {
+      bytes_b = bytes_of(pass.b, rows);
+      pin_scalar(bytes_b);
+    }
   }
   // Without a comparison, which would be a branch.
   static METHOD int bytes_of(const Matrix &m, int rows) {
@@ -133,7 +148,7 @@ DEVICE void multiply_slot(Acc (&acc)[COLUMNS], const Fragments &f, const Quad (&
     for (int half = 0; half < 2; ++half)
 #pragma unroll
       for (int n = 0; n < COLUMNS; ++n) {
-        const Acc &to = step || half ? acc[n] : start[n];
+        const Acc &to = step || half ? acc[n] : start[kKeys ? 0 : n];
         acc[n] = half ? M::mma(f[i].zw, x[n][step].zw, to) : M::mma(f[i].xy, x[n][step].xy, to);
         work((i * 2 + half) * COLUMNS + n);
       }
@@ -159,27 +174,10 @@ DEVICE void accumulate_slot(Acc (&grad)[COLUMNS][tiles], const Fragments &f, con
 }
 
 // Registers r and r + 1 of x. Pinned, or the compiler would make them below a branch that they pass.
-DEVICE void round_two(Pair &to, const Acc &x, int r, bool pinned = false) {
+DEVICE void round_two(Pair &to, const Acc &x, int r) {
   unsigned two = F::half_up(x[r], x[r + 1]);
-  if (pinned) pin(two);
+  pin(two);
   to[r / 2 % 2] = two;
-}
-
-// -LSE or -delta of a row: where keys are owned of row `first` + lane % 32, else of the owned row.
-DEVICE float load_state(const Context &c, const float *state, int first) {
-  auto from = buffer(state + first, max(c.s.rows - first, 0) * 4);
-  return __builtin_bit_cast(
-      float, __builtin_amdgcn_raw_buffer_load_b32(from, lane_index() % kTile * 4, 0, 0));
-}
-// Where keys are owned: what registers 4 j ... 4 j + 3 of a product take of one state, which is at `lds`.
-DEVICE Four states_of_four(Lds lds, int j) {
-  return __builtin_bit_cast(Four, lds_read(lds + M::row(4 * j) * 4));
-}
-// The first 32 lanes bring LSE, the others delta. Every wavefront writes the same.
-DEVICE void store_states(Lds lds, float lse, float delta) {
-  int lane = lane_index();
-  float x = lane < kTile ? lse : delta;
-  lds_write(lds + lane * 4, __builtin_bit_cast(unsigned, x));
 }
 
 // All tiles of all heads of `pass`.
@@ -204,63 +202,53 @@ DEVICE void run_in_slots(Pass &pass, const Quad (&x)[COLUMNS][kSteps], const Qua
   }
   for (int i = 0; i < kMoves; ++i) load(i);
   for (int i = 0; i < kMoves; ++i) tiles.store_row(i / 4, i % 4, lane, lds + kRowsA, lds + kRowsC);
-  // Of this tile; where keys are owned, the first alone, on its way to LDS.
-  float minus_lse[COLUMNS], minus_delta[COLUMNS];
-  for (int n = 0; n < (kKeys ? 1 : COLUMNS); ++n) {
-    int at = kKeys ? pass.start : c.first + n * kTile;
-    minus_lse[n] = load_state(c, pass.states.minus_lse, at);
-    minus_delta[n] = load_state(c, pass.states.minus_delta, at);
-  }
-  if (kKeys) store_states(lds + kStates + count % 2 * kStateBytes, minus_lse[0], minus_delta[0]);
-  Acc nothing[COLUMNS], start_dp[COLUMNS];
+  // Of this tile: where keys are owned, of its rows, else of the owned ones.
+  Acc minus_lse[COLUMNS], start_dp[COLUMNS];
   for (int n = 0; n < COLUMNS; ++n) {
-    nothing[n] = Acc{0};
-    if (!kKeys) start_dp[n] = Acc(minus_delta[n]);
+    int at = kKeys ? pass.start : c.first + n * kTile;
+    minus_lse[n] = load_states(c, pass.states.minus_lse, at);
+    start_dp[n] = load_states(c, pass.states.minus_delta, at);
   }
-  int step = 0, first = pass.start;
-  auto next_first = [&] { return pass.start + step * kTile; };
-  auto advance = [&] {
-    next.advance(pass);
-    if (++step == pass.steps && --pass.heads) {
+  Acc nothing[COLUMNS];
+  for (int n = 0; n < COLUMNS; ++n) nothing[n] = Acc{0};
+  // Of this tile, and of that which is loaded beside it.
+  int step = 0, first = pass.start, next_first = pass.start;
+  auto advance = [&](int part) {
+    next.advance(pass, part);
+    if (part) return;
+    next_first += kTile;
+    if (__builtin_expect(++step == pass.steps, 0) && --pass.heads) {
       step = 0;
+      next_first = pass.start;
       ++pass.head;
       pass.look_up();
-      next.seek(pass);
+      next.a = pass.a.row(pass.start);
+      next.b = pass.b.row(pass.start) - kTile * pass.b.row_bytes;
+      next.left = c.streamed() - pass.start;
     }
   };
-  Fragments ready, ahead;
+  for (int part = 0; part < Next::kParts; ++part) advance(part);
+  Fragments fragments[2];  // of this slot and of the next, in turn
   Bases bases;
   barrier();  // the first rows are there
-  read(ready, lds, bases, 0);
+  read(fragments[0], lds, bases, 0);
   for (; count > 0; --count) {
-    advance();
     bool cut = first < pass.mine.all_low || first + kTile > pass.mine.all_high;
     Acc s[COLUMNS], dp[COLUMNS];
     Rounded p_rounded, ds_rounded;
-    float next_lse, next_delta;
-    Four lse[kFours];
-    int states_at = count % 2 * kStateBytes;
-    Lds lds_lse = lds + kStates + states_at, lds_delta = lds_lse + kTile * 4;
+    int after = next_first;
     auto differ_element = [&](int e) {
-      int r = e / (4 * COLUMNS) * 4 + e % 4, n = e / 4 % COLUMNS;
+      int r = register_of(e), n = column_of(e);
       dp[n][r] *= s[n][r];
       if (r % 2) round_two(ds_rounded[n][r / 4], dp[n], r - 1);
     };
 #pragma unroll
     for (int slot = 0; slot < kSlots; ++slot) {
       int reading = (slot + 1) % kSlots;
-      if (reading == kEndP) barrier();  // its columns are there, and its rows have been read
+      if (reading == kEndP) barrier();  // the columns are there, and the rows have been read
       if (reading == 0) barrier();      // the next rows are there, and the columns have been read
-      read(ahead, lds, bases, reading);
-      if (kKeys)  // a slot before they are needed
-#pragma unroll
-        for (int j = 0; j < kFours; ++j) {
-          if (slot == turn_of_p(j * 4 * COLUMNS) / kPerSlot - 1) lse[j] = states_of_four(lds_lse, j);
-          if (slot != kEndS - 2 + j / 2) continue;
-          Four delta = states_of_four(lds_delta, j);
-          for (int n = 0; n < COLUMNS; ++n)
-            for (int i = 0; i < 4; ++i) start_dp[n][4 * j + i] = delta[i];
-        }
+      read(fragments[(slot + 1) % 2], lds, bases, reading);
+      const Fragments &ready = fragments[slot % 2];
       fence();
       auto work = [&](int product) {
         product += slot * kPerSlot;
@@ -270,27 +258,35 @@ DEVICE void run_in_slots(Pass &pass, const Quad (&x)[COLUMNS][kSteps], const Qua
             tiles.store_column<kKeys>(i / 4, i % 4, lane, lds + kColumnsA, lds + kColumnsC);
           if (product == turn_of_load(i)) load(i);
         }
-        if (kKeys && product == turn_of_state(0))
-          next_lse = load_state(c, pass.states.minus_lse, next_first());
-        if (kKeys && product == turn_of_state(1))
-          next_delta = load_state(c, pass.states.minus_delta, next_first());
 #pragma unroll
-        for (int e = 0; e < kElements; ++e) {
-          int r = e / (4 * COLUMNS) * 4 + e % 4, n = e / 4 % COLUMNS;
-          if (product == turn_of_p(e)) {
-            s[n][r] = exp2(s[n][r] * c.to_base_2 + (kKeys ? lse[r / 4][r % 4] : minus_lse[n]));
-            if (kKeys && r % 2 && r < kEarly) round_two(p_rounded[n][r / 4], s[n], r - 1, true);
+        for (int i = 0; kKeys && i < kStates; ++i)
+          if (product == turn_of_state(i)) {
+            bool of_lse = i < kFours;
+            load_four(of_lse ? minus_lse[0] : start_dp[0], c,
+                      of_lse ? pass.states.minus_lse : pass.states.minus_delta, after, i % kFours);
           }
-          if (kKeys && r % 2 && r >= kEarly && product == turn_of_late(e))
-            round_two(p_rounded[n][r / 4], s[n], r - 1);
-          if (product == turn_of_ds(e)) differ_element(e);
+#pragma unroll
+        for (int i = 0; i < Next::kParts; ++i)
+          if (product == turn_of_next(i)) advance(i);
+        elements_of<0, kFirstP, kFirstV>(product, [&](int e) {
+          int r = register_of(e), n = column_of(e);
+          s[n][r] = exp2(s[n][r] * c.to_base_2 + minus_lse[kKeys ? 0 : n][r]);
+          if (kKeys && r % 2 && r < kEarly) round_two(p_rounded[n][r / 4], s[n], r - 1);
+        });
+        if (kKeys) {
+          elements_of<kEarlyElements, kFirstV, (kFirstV + kFirstG) / 2 - kPerSlot / 2>(
+              product, [&](int e) {
+                int r = register_of(e), n = column_of(e);
+                if (r % 2) round_two(p_rounded[n][r / 4], s[n], r - 1);
+              });
+          elements_of<0, kFirstV + 1, kFirstG>(product, differ_element);
+        } else {
+          elements_of<kEarlyElements, kFirstG, (kFirstG + kProducts) / 2>(product, differ_element);
         }
 #pragma unroll
         for (int i = 0; i < kMoves; ++i)
           if (product == turn_of_row(i))
             tiles.store_row(i / 4, i % 4, lane, lds + kRowsA, lds + kRowsC);
-        if (kKeys && product == turn_of_row(kMoves - 1))
-          store_states(lds + kStates + (states_at ^ kStateBytes), next_lse, next_delta);
         fence();
       };
       if (slot < kEndS)
@@ -310,13 +306,11 @@ DEVICE void run_in_slots(Pass &pass, const Quad (&x)[COLUMNS][kSteps], const Qua
             for (int r = 0; kKeys && r < kEarly; r += 2) round_two(p_rounded[n][r / 4], s[n], r);
           }
 #pragma unroll
-        for (int e = 0; e < kElements; ++e)
-          if (turn_of_ds(e) < 0) differ_element(e);
+        for (int e = 0; !kKeys && e < kEarlyElements; ++e) differ_element(e);
       }
       fence();
-#pragma unroll
-      for (int i = 0; i < kReads; ++i) ready[i] = ahead[i];
     }
-    first = next_first();
+    for (int i = 0; kSlots % 2 && i < kReads; ++i) fragments[0][i] = fragments[1][i];
+    first = after;
   }
 }

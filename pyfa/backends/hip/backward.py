@@ -45,7 +45,7 @@ class Columns(NamedTuple):
 # keys and values there are no registers to read ahead: 0.25 of the matrix unit, without slots 0.33.
 TILES: dict[tuple[int, int], tuple[Columns, Columns, Columns, Columns]] = {
     (64, 64): (Columns(1, 2, 1), Columns(1, 2, 1), Columns(1, 1), Columns(1, 2)),
-    (96, 96): (Columns(2, 1, 1), Columns(1, 2, 1), Columns(1, 1), Columns(1, 2)),
+    (96, 96): (Columns(1, 1, 1), Columns(1, 2, 1), Columns(1, 1), Columns(1, 2)),
     (128, 128): (Columns(1, 1, 1), Columns(1, 2, 1), Columns(1, 1), Columns(1, 1)),
     (192, 128): (Columns(1, 1, 1), Columns(1, 1, 1), Columns(1, 1), Columns(1, 1)),
     (192, 192): (Columns(1, 1, 1), Columns(1, 1, 1), Columns(1, 1), Columns(1, 1)),
