@@ -74,7 +74,9 @@ FAULTS = {
         "place(lane % kTile, 2 * i + lane / kTile)",
         "place(lane % kTile ^ 1, 2 * i + lane / kTile)",
     ),
-    "units of another step": ("plain", "base ^ n % 4 * 2 * kUnitBytes", "base ^ n % 4 * kUnitBytes"),
+    "units of another step": (
+        "plain", "base ^ n % 4 * 2 * kUnitBytes", "base ^ n % 4 * kUnitBytes",
+    ),
     "rows in memory's order": (
         "plain",
         "unit = four / 4 * 2 + four % 2, half = four / 2 % 2",
@@ -94,7 +96,9 @@ FAULTS = {
     "rows left of the first head": ("plain", "      next.left = c.streamed() - pass.start;\n", ""),
     "general: rows of the first head": ("terms", "    a = q_of(p, s, head);\n", ""),
     "states of the tile before": ("plain", "after, i % kFours);", "first, i % kFours);"),
-    "LSE for delta": ("offset", "of_lse ? pass.states.minus_lse :", "of_lse || true ? pass.states.minus_lse :"),
+    "LSE for delta": (
+        "offset", "of_lse ? pass.states.minus_lse :", "true ? pass.states.minus_lse :",
+    ),
     "delta forgotten": (
         "offset",
         "start_dp[n] = load_states(c, pass.states.minus_delta, at);",
@@ -128,7 +132,7 @@ FAULTS = {
 }  # fmt: skip
 
 SUM_FAULTS = {
-    "sum of half a row": ("plain", "bit < lanes", "bit < lanes / 2"),
+    "sum of half a row": ("128", "bit < lanes", "bit < lanes / 2"),
     "dLSE forgotten": ("terms", "saw ? dlse - sums[i] : 0.0f", "saw ? -sums[i] : 0.0f"),
     "LSE of empty rows": ("hidden", "saw ? -lse * kLog2E : -INFINITY_F", "-lse * kLog2E"),
 }
