@@ -101,10 +101,14 @@ def attention(
     if sinks is not None:
         tensors += (sinks,)
         given += 4
+    if type(dropout_p) is not float:
+        dropout_p = validate.number("dropout_p", dropout_p)
     if dropout_p:
         seed = _drawn(seed, q)
         tensors += (seed,)
         given += 8
+    elif seed is not None:
+        validate.unused_seed(seed)
     if descale is not None:
         scales, which = _scales(descale)
         tensors += scales
@@ -179,10 +183,14 @@ def attention_varlen(
     if sinks is not None:
         tensors += (sinks,)
         given += 4
+    if type(dropout_p) is not float:
+        dropout_p = validate.number("dropout_p", dropout_p)
     if dropout_p:
         seed = _drawn(seed, q)
         tensors += (seed,)
         given += 8
+    elif seed is not None:
+        validate.unused_seed(seed)
     tensors += (cu_seqlens_q,)
     # Kernels do without the offsets of pages, and read one tensor of offsets once.
     if cu_seqlens_k is cu_seqlens_q:
@@ -318,7 +326,7 @@ def attention_kvcache(
     )  # fmt: skip
     if window is not None or out_dtype is not None:
         key += _rare(window, 0.0, out_dtype)
-    if not (rotary_cos is rotary_sin is rotary_seqlens is None):
+    if not (rotary_cos is rotary_sin is rotary_seqlens is None and rotary_interleaved is True):
         rotary = rotary_cos, rotary_sin, rotary_seqlens
         tensors += tuple(x for x in rotary if x is not None)
         key += (rotary_interleaved, *(x is None for x in rotary), "rotary")
@@ -367,7 +375,7 @@ def explain(
     shared = Shared(**{name: same.pop(name) for name in Shared._fields if name in same})
     request = build(q, k, v, shared, **same)
     return dispatch.explain(
-        request.call, *request.who, device=devices.by_name(device) if device else None
+        request.call, *request.who, device=None if device is None else devices.by_name(device)
     )
 
 
@@ -413,6 +421,9 @@ def _again(key: tuple[Any, ...], tensors: tuple[Any, ...]) -> Result | None:
     if dispatch.named:
         key += (dispatch.context(),)
     try:
+        for x in tensors:
+            if x.is_nested:  # asked for strides, PyTorch's guards would end the process
+                return None
         kinds, bound = calls.recent.get(key, _NOTHING)
         if (
             bound is None
@@ -421,7 +432,7 @@ def _again(key: tuple[Any, ...], tensors: tuple[Any, ...]) -> Result | None:
             or not (bound.modes is None or bound.modes == modes())
         ):
             bound = calls.find(key, tensors)
-    except TypeError:  # a window or names of backends given as a list
+    except (TypeError, AttributeError):  # a list: a window, names of backends, or no tensor
         return None
     while bound is not None:
         try:
@@ -446,7 +457,7 @@ def _first(key: tuple[Any, ...], tensors: tuple[Any, ...], request: Request) -> 
             call = requests.appended(call, append)
         out, lse = torch.ops.pyfa.forward(*call, *who)
         return (out, lse) if call.return_lse else out
-    _refuse_transforms(call)
+    _refuse_transforms(call, append)
     plain = _torch.is_plain(call.q)
     if append is not None:
         backend = _ready(call, append, who)
@@ -494,11 +505,11 @@ def _keep(key: tuple[Any, ...], tensors: tuple[torch.Tensor, ...], bound: Bound)
             calls.keep(key, tensors, bound)
 
 
-def _refuse_transforms(call: Call) -> None:
+def _refuse_transforms(call: Call, append: Append | None) -> None:
     """An operator with a registered gradient would drop tangents and batch dimensions silently."""
     if _torch.in_transform():
         raise NotImplementedError("attention under torch.func transforms (grad, vjp, jvp, vmap)")
     if _torch.in_forward_mode():
-        for x in call[:3]:
+        for x in tensors_of(call, append):
             if forward_ad.unpack_dual(x).tangent is not None:
                 raise NotImplementedError("attention has no forward-mode derivative")

@@ -148,6 +148,8 @@ CPU = Device(platform.processor() or platform.machine(), "cpu", 0, 1, 0.0, 0, 0,
 
 def by_name(name: str) -> Device:
     """The device called ``name`` (upper and lower case alike). ``ValueError`` if there is none."""
+    if not isinstance(name, str):
+        raise TypeError(f"device: expected a name; got {type(name).__name__}")
     for key, device in DEVICES.items():
         if key.lower() == name.lower():
             return device

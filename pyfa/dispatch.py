@@ -21,6 +21,7 @@ from .device import Device, of
 from .errors import PerformanceWarning, UnsupportedProblem
 from .plan import Plan
 from .problem import (
+    WITH_VALUES,
     Append,
     Call,
     Problem,
@@ -45,12 +46,14 @@ _check_on_device: bool = env.get("PYFA_CHECK")
 
 def _joined(names: str | Sequence[str]) -> str:
     """Backend names as one string, checked: ``"triton,torch"``."""
-    if names in NAMES:
-        return names
-    if isinstance(names, str):
-        names = [part.strip() for part in names.split(",")]
-    if not isinstance(names, (list, tuple)):
+    if not isinstance(names, (str, list, tuple)):
         raise TypeError(f"backend: expected a name or names; got {type(names).__name__}")
+    if not names:
+        raise ValueError("backend: expected at least one name, or None for whoever can")
+    if isinstance(names, str):
+        if names in NAMES:
+            return names
+        names = [part.strip() for part in names.split(",")]
     for name in names:
         if name not in NAMES:
             raise ValueError(f"backend: expected one of {', '.join(NAMES)}; got {name!r}")
@@ -92,14 +95,13 @@ def use_backend(*names: str) -> Iterator[None]:
 
 @functools.cache
 def _from_environment() -> str:
-    return _joined(env.get("PYFA_BACKEND"))
+    named: str = env.get("PYFA_BACKEND")
+    return _joined(named) if named else ""
 
 
 def preference(argument: str | Sequence[str] | None) -> str:
     """Who may run a call: the argument, else the context, else "" for whoever can."""
     if argument is not None:
-        if not argument:
-            raise ValueError("backend: expected at least one name, or None for whoever can")
         return _joined(argument)
     return _traced_context if torch.compiler.is_compiling() else context()
 
@@ -275,15 +277,12 @@ def _choose(problem: Problem, wanted: str) -> Prepared:
                 _warn_if_lost(refused, candidates)
             if env.get("PYFA_LOG") == "plan":
                 _log.info("plan for %s: %s %s", problem.described, name, answer.plan)
-            has_values = not _WITH_VALUES.isdisjoint(problem.features)
+            has_values = not WITH_VALUES.isdisjoint(problem.features)
             check = has_values and (problem.arch == "cpu" or _check_on_device)
             return Prepared(BACKENDS[name], answer.plan, check)
         refused[name] = answer.reasons
     raise UnsupportedProblem(problem.described, refused)
 
-
-# The features that come with offsets, lengths or page numbers.
-_WITH_VALUES = frozenset({"varlen", "seqused", "paged", "leftpad", "batch_idx"})
 
 _lost: set[str] = set()
 

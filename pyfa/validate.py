@@ -64,14 +64,22 @@ def refuse_unknown(
 def wrong(name: str, expected: str, got: object) -> NoReturn:
     """``ValueError``: ``name`` should have been ``expected``, and was ``got``."""
     if isinstance(got, torch.Tensor):
-        got = f"shape {tuple(got.shape)}, {got.dtype}, on {got.device}"
+        shape = "nested" if got.is_nested else f"shape {tuple(got.shape)}"
+        layout = "" if got.layout is torch.strided else f", {got.layout}"
+        got = f"{shape}{layout}, {got.dtype}, on {got.device}"
     raise ValueError(f"{name}: expected {expected}; got {got}")
 
 
 def a_tensor(name: str, value: object) -> None:
-    """``TypeError`` unless ``value`` is a tensor."""
+    """``TypeError`` unless ``value`` is a tensor, ``ValueError`` unless it has strides."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: expected a tensor; got {type(value).__name__}")
+    if not _is_dense(value):
+        wrong(name, "a dense tensor, neither sparse nor nested", value)
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    return x.layout is torch.strided and not x.is_nested
 
 
 _INPUT_DTYPES = {
@@ -85,7 +93,7 @@ _INPUT_DTYPES = {
 _BIAS_DTYPES = {torch.bool, torch.float32, torch.float16, torch.bfloat16}
 _MAX_HEAD_DIM = 256
 _FLOAT32_MAX = float(torch.finfo(torch.float32).max)
-_UNLIMITED = 2**31 - 1  # kernels hold lengths and a window's edges in 32 bits
+UNLIMITED = 2**31 - 1  # kernels hold lengths and a window's edges in 32 bits
 
 
 def qkv(
@@ -101,6 +109,8 @@ def qkv(
     the caller, which knows the layout.
     """
     try:
+        if not (_is_dense(q) and _is_dense(k) and _is_dense(v)):
+            _refuse_qkv(q, k, v, dims, names)
         q_shape, k_shape, v_shape, dtype, device = q.shape, k.shape, v.shape, q.dtype, q.device
         # One expression for the good case, 1.5 µs; which part failed is found out only then.
         good = (
@@ -177,7 +187,7 @@ def window(value: Any, causal: Any) -> tuple[int, int]:
 def _edge(edge: Any, window: object) -> int:
     if isinstance(edge, bool) or not isinstance(edge, (int, np.integer)) or edge < -1:
         wrong("window", "two integers from 0 up, None or -1 for unlimited", window)
-    return -1 if edge >= _UNLIMITED else int(edge)
+    return -1 if edge >= UNLIMITED else int(edge)
 
 
 def flag(name: str, value: object) -> bool:
@@ -194,10 +204,10 @@ def scalars(
     scale: float | None, head_dim: int, softcap: float, dropout_p: float
 ) -> tuple[float, float, float]:
     """(scale, softcap, dropout_p) as floats in range; the default scale is 1/√head_dim."""
-    scale = head_dim**-0.5 if scale is None else _number("scale", scale)
+    scale = head_dim**-0.5 if scale is None else number("scale", scale)
+    softcap, dropout_p = number("softcap", softcap), number("dropout_p", dropout_p)
     if softcap == 0.0 and dropout_p == 0.0:
         return scale, 0.0, 0.0
-    softcap, dropout_p = _number("softcap", softcap), _number("dropout_p", dropout_p)
     if softcap < 0.0:
         wrong("softcap", "0 for none, or a positive number", softcap)
     if not 0.0 <= dropout_p < 1.0:
@@ -205,8 +215,9 @@ def scalars(
     return scale, softcap, dropout_p
 
 
-def _number(name: str, value: Any) -> float:
-    if not isinstance(value, (int, float, np.number)):
+def number(name: str, value: Any) -> float:
+    """``value`` as a float that float32 can hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TypeError(f"{name}: expected a number; got {type(value).__name__}")
     # Not math.isfinite, which torch.compile cannot trace for a number that it holds symbolic.
     if not -_FLOAT32_MAX <= value <= _FLOAT32_MAX:
@@ -261,12 +272,18 @@ def seed(value: object, device: torch.device) -> torch.Tensor:
             wrong("seed", f"one int64 on {device}", value)
         # The same tensor where it can be: a bound call is found by it.
         return value if value.dim() == 1 else value.reshape(1)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"seed: expected an int or a tensor; got {type(value).__name__}")
+    unused_seed(value)
+    assert isinstance(value, int)
     if not -(2**63) <= value < 2**64:
         wrong("seed", "a number of 64 bits", value)
     signed = value - 2**64 if value >= 2**63 else value
     return torch.full((1,), signed, dtype=torch.int64, device=device)
+
+
+def unused_seed(value: Any) -> None:
+    """``TypeError`` for what is no seed, also where nothing is dropped."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.Tensor)):
+        raise TypeError(f"seed: expected an int or a tensor; got {type(value).__name__}")
 
 
 def integers(name: str, value: torch.Tensor, shape: tuple[int, ...], q: torch.Tensor) -> None:
@@ -286,19 +303,32 @@ def length(name: str, value: Any) -> int:
     """A sequence length given as a number."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer, torch.SymInt)):
         raise TypeError(f"{name}: expected an int; got {type(value).__name__}")
+    if torch.compiler.is_compiling() and not isinstance(value, np.integer):
+        # Of a number that comes from a tensor only the compiled code can tell.
+        torch._check(value >= 0)
+        torch._check(value <= UNLIMITED)
+        return value  # type: ignore[return-value]  # a SymInt is an int to whoever traces
     if value < 0:
         wrong(name, "0 or more", value)
-    if value > _UNLIMITED:
-        wrong(name, f"at most {_UNLIMITED}", value)
-    return value  # type: ignore[return-value]  # a SymInt is an int to whoever traces
+    if value > UNLIMITED:
+        wrong(name, f"at most {UNLIMITED}", value)
+    return int(value)
+
+
+def rows(name: str, x: torch.Tensor) -> None:
+    """``ValueError`` where x (batch, rows, heads, head_dim) has more rows than kernels count."""
+    if x.shape[1] > UNLIMITED:
+        wrong(name, f"at most {UNLIMITED} rows", x)
 
 
 def no_gradient(tensors: Mapping[str, torch.Tensor | None], why: str) -> None:
     """``ValueError`` where a tensor would need a gradient that is not computed."""
-    if not torch.is_grad_enabled():
-        return
+    grad = torch.is_grad_enabled()
     for name, x in tensors.items():
-        if x is not None and x.requires_grad:
+        if x is None:
+            continue
+        a_tensor(name, x)
+        if grad and x.requires_grad:
             wrong(name, f"no requires_grad ({why}; use torch.no_grad() or detach())", x)
 
 
@@ -310,6 +340,9 @@ def check_values(call: Call, append: Append | None = None) -> None:
     """
     if append is not None:
         call = counted(call, append)
+    for name, scales in zip("qkv", (call.q_descale, call.k_descale, call.v_descale), strict=True):
+        if scales is not None:
+            _check_scales(f"descale ({name})", scales, call)
     _check_offsets("cu_seqlens_q", call.cu_seqlens_q, call.q, call.max_seqlen_q, "max_seqlen_q")
     _check_offsets("cu_seqlens_k", call.cu_seqlens_k, call.k, call.max_seqlen_k, "max_seqlen_k")
     _check_range("seqused_q", call.seqused_q, _room(call.cu_seqlens_q, call.max_seqlen_q))
@@ -330,6 +363,15 @@ def check_values(call: Call, append: Append | None = None) -> None:
             for page in row[: -(-keys // page_size)]:
                 if not 0 <= page < call.k.shape[0]:
                     wrong("page_table", f"pages from 0 to {call.k.shape[0] - 1}", page)
+
+
+def _check_scales(name: str, scales: torch.Tensor, call: Call) -> None:
+    bad = ~((scales > 0.0) & (scales < torch.inf))
+    lengths = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.page_table
+    if scales.dim() == 3 and any(x is not None for x in lengths):
+        bad &= ~scales.isnan()  # a block of which no row is anybody's may have any scale
+    if bad.any():
+        wrong(name, "positive numbers", scales[bad][0].item())
 
 
 def _room(offsets: torch.Tensor | None, longest: int) -> int | list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from .console import print_json, print_table, size
 if TYPE_CHECKING:
     from ..backends.hip.runtime_timing import Answer
     from ..dispatch import Explanation
-    from ..traffic import Model, TiledKernel
+    from ..traffic import Model
 
 # What makes a problem more than the dense attention that the model counts.
 _LEFT_OUT = {
@@ -60,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
 
         charts.require("--plot")
         charts.check_name(options.plot)
-    answer, result, why_none = modelled(options)
+    answer, result, why_none = problem.modelled(options)
     left_out = [text for name, text in _LEFT_OUT.items() if name in answer.problem.features]
     if options.plot is not None:
         from . import plan_plot
@@ -103,39 +102,9 @@ def _timing(answer: Explanation, model: Model, compiled: bool) -> list[Answer]:
     return runtime_timing.answers(*known, model)
 
 
-def modelled(options: argparse.Namespace) -> tuple[Explanation, Model, str]:
-    """Who would run it, what that costs, and why no kernels are told where there are none."""
-    from ..traffic import model
-
-    answer = problem.explain(options, options.device, options.backend)
-    shape = problem.shape(options)
-    if 0 in (shape.batch, shape.seqlen_q, shape.seqlen_k):
-        raise ValueError("an attention without queries or keys costs nothing")
-    kernels, why_none = _kernels(answer, shape, options.compile)
-    return answer, model(shape, answer.problem.device, options.dtype, kernels), why_none
-
-
 def _plan(answer: Explanation) -> str | None:
     found = [one.plan for one in answer.answers if one.backend == answer.chosen]
     return str(found[0]) if found else None
-
-
-def _kernels(answer: Explanation, shape: Any, compiled: bool) -> tuple[Sequence[TiledKernel], str]:
-    """The kernels of the chosen backend's plan, else why there are none."""
-    from ..backends import BACKENDS
-    from ..backends.base import Tiled
-
-    if answer.chosen is None:
-        return (), "no backend can run this attention"
-    backend = BACKENDS[answer.chosen]
-    if not isinstance(backend, Tiled):
-        able = [one.backend for one in answer.answers if one.plan is not None]
-        others = [name for name in able if isinstance(BACKENDS[name], Tiled)]
-        hint = f" (--backend {others[0]} does)" if others else ""
-        return (), f"{answer.chosen} does not tell its tiles{hint}"
-    (plan,) = (one.plan for one in answer.answers if one.backend == answer.chosen)
-    assert plan is not None
-    return backend.tiled_kernels(plan, answer.problem, shape, compiled), ""
 
 
 def _print(answer: Explanation, model: Model, why_none: str, left_out: list[str]) -> None:
@@ -226,8 +195,8 @@ def _print_costs(model: Model, backward: bool) -> None:
         row("computed TFLOP", [f"{cost.computed_flops / 1e12:.4g}" for _, cost, _ in known]),
         row("FLOP/byte", [f"{cost.intensity:.3g}" for _, cost, _ in known]),
         row("bound by", [cost.by or "–" for _, cost, _ in known]),
-        row("at least", [_seconds(cost.seconds) for _, cost, _ in known]),
-        row("… any tiles", [_seconds(model.least[to].seconds) for _, _, to in known]),
+        row("at least", [seconds(cost.seconds) for _, cost, _ in known]),
+        row("… any tiles", [seconds(model.least[to].seconds) for _, _, to in known]),
         row("peak memory", [_peak(model, name, to) for name, _, to in known]),
     ]
     print_table(["", *(name for name, _, _ in known)], rows)
@@ -238,7 +207,10 @@ def _peak(model: Model, name: str, to: str) -> str:
     return size(model.peak_bytes[name.split(",")[0], kind])
 
 
-def _seconds(seconds: float) -> str:
-    if not seconds:
+def seconds(time: float) -> str:
+    """``time`` for people; a dash where it is not known."""
+    if not time:
         return "–"
-    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
+    if time >= 1.0:
+        return f"{time:.3g} s"
+    return f"{time * 1e6:.1f} us" if time < 1e-3 else f"{time * 1e3:.3g} ms"

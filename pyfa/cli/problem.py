@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
     from ..dispatch import Explanation
-    from ..traffic import Shape
+    from ..traffic import Model, Shape, TiledKernel
 
-# What --features can say. The other features of a problem have a flag of their own.
-_FEATURES = (
-    "softcap", "alibi", "bias", "bias_grad", "sinks", "dropout", "varlen", "seqused", "paged",
-    "leftpad", "batch_idx", "backward", "dlse", "deterministic",
-)  # fmt: skip
-_FLAG_OF = {
-    "causal": "--causal",
-    "window": "--window L,R",
-    "gqa": "--heads H,Hk",
-    "dv": "--head-dim D,Dv",
-    "fp8": "--dtype float8_e4m3fn",
-}
 _SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
 _DTYPES = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e4m3fnuz")
 _PAGE_SIZE = 256
+SEQLEN = (8192, 8192)  # where nobody says
 
 
 def _pair(text: str) -> tuple[int, int]:
@@ -59,21 +49,30 @@ def _dtype(text: str) -> str:
 
 
 def _features(text: str) -> tuple[str, ...]:
+    from ..problem import FEATURES
+
     names = tuple(part.strip() for part in text.split(",") if part.strip())
     for name in names:
-        if name in _FLAG_OF:
-            raise argparse.ArgumentTypeError(f"{name} is said by {_FLAG_OF[name]}")
-        if name not in _FEATURES:
-            expected = ", ".join(_FEATURES)
+        if name in FEATURES and FEATURES[name].flag:
+            raise argparse.ArgumentTypeError(f"{name} is said by {FEATURES[name].flag}")
+        if name not in FEATURES:
+            expected = ", ".join(by_name())
             raise argparse.ArgumentTypeError(f"expected some of {expected}; got {name!r}")
     return names
+
+
+def by_name() -> tuple[str, ...]:
+    """What ``--features`` can say. The other features of a problem have a flag of their own."""
+    from ..problem import FEATURES
+
+    return tuple(name for name, feature in FEATURES.items() if not feature.flag)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the ``[problem]`` flags to ``parser``."""
     group = parser.add_argument_group("problem")
     group.add_argument("--batch", type=_number, default=1, metavar="B")
-    group.add_argument("--seqlen", type=_pair, default=(8192, 8192), metavar="S|Sq,Sk")
+    group.add_argument("--seqlen", type=_pair, default=SEQLEN, metavar="S|Sq,Sk")
     group.add_argument("--heads", type=_pair, default=(8, 8), metavar="H|H,Hk")
     group.add_argument("--head-dim", type=_pair, default=(64, 64), metavar="D|D,Dv")
     group.add_argument("--dtype", type=_dtype, default="bfloat16", help=", ".join(_DTYPES))
@@ -82,7 +81,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--window", type=_window, metavar="L,R", help="keys to the left and right; none for no end"
     )
     group.add_argument(
-        "--features", type=_features, default=(), metavar="a,b,…", help=", ".join(_FEATURES)
+        "--features", type=_features, default=(), metavar="a,b,…", help=", ".join(by_name())
     )
 
 
@@ -114,6 +113,38 @@ def shape(options: argparse.Namespace) -> Shape:
         -1 if left is None else left, -1 if right is None else right,
         getattr(torch, options.dtype).itemsize,
     )  # fmt: skip
+
+
+def modelled(options: argparse.Namespace) -> tuple[Explanation, Model, str]:
+    """Who would run it, what that costs, and why no kernels are told where there are none."""
+    from ..traffic import model
+
+    answer = explain(options, options.device, options.backend)
+    sizes = shape(options)
+    if 0 in (sizes.batch, sizes.seqlen_q, sizes.seqlen_k):
+        raise ValueError("an attention without queries or keys costs nothing")
+    kernels, why_none = kernels_of(answer, sizes, options.compile)
+    return answer, model(sizes, answer.problem.device, options.dtype, kernels), why_none
+
+
+def kernels_of(
+    answer: Explanation, shape: Shape, compiled: bool
+) -> tuple[Sequence[TiledKernel], str]:
+    """The kernels of the chosen backend's plan, else why there are none."""
+    from ..backends import BACKENDS
+    from ..backends.base import Tiled
+
+    if answer.chosen is None:
+        return (), "no backend can run this attention"
+    backend = BACKENDS[answer.chosen]
+    if not isinstance(backend, Tiled):
+        able = [one.backend for one in answer.answers if one.plan is not None]
+        others = [name for name in able if isinstance(BACKENDS[name], Tiled)]
+        hint = f" (--backend {others[0]} does)" if others else ""
+        return (), f"{answer.chosen} does not tell its tiles{hint}"
+    (plan,) = (one.plan for one in answer.answers if one.backend == answer.chosen)
+    assert plan is not None
+    return backend.tiled_kernels(plan, answer.problem, shape, compiled), ""
 
 
 def _build(

@@ -9,6 +9,7 @@ from planted import faults_found
 import pyfa
 from pyfa import codeobject
 from pyfa.backends.hip import backward, code
+from pyfa.backends.native.tiles.gfx942 import TILES
 from pyfa.conformance.cases import Case
 
 
@@ -128,7 +129,7 @@ def test_a_nan_of_one_sequence_stays_out_of_what_it_has_not():
     assert not bias.grad[0, 0, 20:].isnan().any()
 
 
-@pytest.mark.parametrize("pair", backward.TILES, ids=lambda pair: f"{pair[0]}x{pair[1]}")
+@pytest.mark.parametrize("pair", TILES.two_passes, ids=lambda pair: f"{pair[0]}x{pair[1]}")
 def test_resources(pair):
     """No spill, no scratch: ``code.build`` refuses both, and any wait state that is missing."""
     for dtype in (0, 1):

@@ -7,11 +7,15 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from pyfa.backends.common import calls, combine
+from pyfa.backends.common import calls
 from pyfa.backends.common.program import Step
 from pyfa.backends.hip import code, forward
 from pyfa.backends.hip.launcher import Launcher
 from pyfa.backends.hip.runtime_emulator import EmulatorRuntime
+from pyfa.backends.hip.target import TARGET
+from pyfa.backends.native import combine
+from pyfa.backends.native import forward as native_forward
+from pyfa.backends.native.tiles import gfx942
 from pyfa.emulator import native
 from pyfa.plan import Plan
 from pyfa.problem import Call, tensors_of
@@ -68,12 +72,12 @@ def counted(plan: Plan, shape: Shape, parts: int) -> Counting:
         num_splits=parts,
     )
     runtime = Counting()
-    forward.bind(Launcher(runtime), plan, call)(*tensors_of(call))
+    native_forward.bind(Launcher(runtime), plan, call)(*tensors_of(call))
     return runtime
 
 
 def plan_of(shape: Shape) -> Plan:
-    pair = calls.bucket_of(forward.TILES, shape.head_dim, shape.head_dim_v)
+    pair = calls.bucket_of(gfx942.FORWARD, shape.head_dim, shape.head_dim_v)
     return next(
         plan
         for plan in forward.all_plans("emulator")
@@ -91,7 +95,8 @@ def test_the_emulator_counts_what_was_computed(name: str) -> None:
         pytest.skip("no compiler for the emulator")
     shape, parts = SHAPES[name]
     plan = plan_of(shape)
-    asked = forward.requested_bytes(plan, shape, parts)
+    block = TARGET.block_of(plan)
+    asked = requested_bytes(shape, Tiling(block.rows, block.keys, parts))
     runtime = counted(plan, shape, parts)
     # Every thread of a part reads the part's LSE, which the model leaves out.
     lines = shape.batch * shape.seqlen_q * shape.heads_q if parts > 1 else 0
