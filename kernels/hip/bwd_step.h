@@ -13,9 +13,6 @@ DEVICE Quad read_unit(unsigned at) { return lds_read((Lds)at); }
 typedef float Four __attribute__((ext_vector_type(4)));
 DEVICE Four read_four(unsigned at) { return __builtin_bit_cast(Four, read_unit(at)); }
 
-// The compiler moves no instruction across it.
-DEVICE void fence() { __builtin_amdgcn_sched_barrier(0); }
-
 // `rows` of a matrix from `first` on, at most kStepRows of them. Without a comparison, which would be a
 // branch for each of a wavefront's tiles.
 DEVICE int step_bytes(int rows, int row_bytes, int width) {

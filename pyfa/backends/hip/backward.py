@@ -17,6 +17,8 @@ from .plans import EMULATED, tiles_of
 SUM_ROWS = 16  # rows of a workgroup of row_sums.hip
 KERNEL = "hip/attn_bwd.hip"
 ONE_PASS = "hip/attn_bwd_onepass.hip"
+BIAS_GRAD = "hip/bias_grad.hip"
+BIAS_TILE = 64, 128  # rows and keys of its workgroups
 CONVERT_ROWS = 64  # rows of a workgroup of dq_convert.hip
 KEYS, ROWS = 0, 1
 THREADS = 256
@@ -41,8 +43,12 @@ def notes_of(problem: Problem) -> list[str]:
     deterministic = "deterministic" in problem.features
     why = _why_two_passes(tiles, pair, deterministic)
     if why is None:
-        return ["backward in one pass: five products a tile, dQ added in float32 by atomics"]
-    return [f"backward in two passes, seven products a tile: {why}"]
+        notes = ["backward in one pass: five products a tile, dQ added in float32 by atomics"]
+    else:
+        notes = [f"backward in two passes, seven products a tile: {why}"]
+    if "bias_grad" in problem.features:
+        notes.append("the gradient of bias in a pass of its own, two products a tile, no atomics")
+    return notes
 
 
 def plans_of(
@@ -97,6 +103,13 @@ def _plan(
     return plan_with(backend, KERNEL, constants)
 
 
+def bias_plan(backend: str, pair: tuple[int, int], dtype: int) -> Plan:
+    """What makes the gradient of the bias, behind the others."""
+    return plan_with(
+        backend, BIAS_GRAD, {"DTYPE": dtype, "HEAD_DIM": pair[0], "HEAD_DIM_V": pair[1]}
+    )
+
+
 def all_plans(backend: str, arch: str = EMULATED) -> list[Plan]:
     found = [
         plan
@@ -106,6 +119,8 @@ def all_plans(backend: str, arch: str = EMULATED) -> list[Plan]:
         for deterministic in (False, True)
         for plan in plans_of(backend, pair, dtype, general, deterministic, arch)
     ]
+    pairs, codes = tiles_of(arch).two_passes, calls.DTYPE_CODES.values()
+    found += [bias_plan(backend, pair, dtype) for pair in pairs for dtype in codes]
     return list(dict.fromkeys(found))
 
 

@@ -52,10 +52,13 @@ class _Given(NamedTuple):
         return (self.dout, self.out, self.lse, *tensors_of(self.call), *last)
 
 
-def _readable(given: _Given) -> _Given:
+def _readable(given: _Given, bias_grad: bool) -> _Given:
     dout, out, lse, call, dlse = given
     if call.bias is not None and max(call.bias.stride()[-2:], default=0) >= calls.MAX_ROW_STRIDE:
         call = call._replace(bias=call.bias.contiguous())  # offsets inside a tile are 32-bit
+    if bias_grad and call.bias is not None and call.bias.numel() and 0 in call.bias.stride():
+        # What has a stride of 0 is broadcast to the kernels, and its gradient a sum.
+        call = call._replace(bias=call.bias.contiguous())
     return _Given(
         calls.readable(dout),
         calls.readable(out),
@@ -72,11 +75,12 @@ def bind(
     lse: torch.Tensor,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
+    bias_grad: bool = False,
 ) -> RunBackward:
     """``Backend.bind_backward``."""
     given = _Given(dout, out, lse, call, dlse)
-    direct = _readable(given)
-    run = _for_any_total(direct, lambda given: _bind(launch, given))
+    direct = _readable(given, bias_grad)
+    run = _for_any_total(direct, lambda given: _bind(launch, given, bias_grad))
     copied = any(x is not y for x, y in zip(given.tensors(), direct.tensors(), strict=True))
     if not copied:
         return run
@@ -86,7 +90,7 @@ def bind(
         dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
         *tensors: torch.Tensor,
     ) -> Gradients:  # fmt: skip
-        made = _readable(_Given(dout, out, lse, form.fill(tensors)[0], dlse))
+        made = _readable(_Given(dout, out, lse, form.fill(tensors)[0], dlse), bias_grad)
         found = run(made.dout, made.dlse, made.out, made.lse, *tensors_of(made.call))
         dq, dk, dv, dbias, dsinks = found
         return Gradients(dq[..., :dim], dk[..., :dim], dv[..., :dim_v], dbias, dsinks)
@@ -116,7 +120,7 @@ def _for_any_total(given: _Given, bind: Callable[[_Given], RunBackward]) -> RunB
     return run_any_total
 
 
-def _bind(launch: Launcher, given: _Given) -> RunBackward:
+def _bind(launch: Launcher, given: _Given, bias_grad: bool) -> RunBackward:
     """``bind`` of what the kernels read as it lies."""
     call = given.call
     form = form_of(call)
@@ -151,19 +155,52 @@ def _bind(launch: Launcher, given: _Given) -> RunBackward:
         else:
             blocks = -(-call.max_seqlen_k // block.keys) * call.k.shape[-2]
         program.add(plan, blocks * call.batch, block.threads, params)
+    if bias_grad and call.bias is not None:
+        _add_bias_grad(launch, program, call, call.bias, params)
     run = run_of(program, launch.launch_of(program, given.tensors()), launch.empty, aligned=6)
     rows = (0, 2) if given.lse.dim() == 3 else 1
-    has_sinks = call.sinks is not None
+    numbers = {name: number for number, name in enumerate(program.made)}
+    dsinks_at, dbias_at = numbers.get("dsinks"), numbers.get("dbias")
 
     def backward(
         dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
         *tensors: torch.Tensor,
     ) -> Gradients:  # fmt: skip
         last = () if dlse is None else (dlse,)
-        dq, dk, dv, *more = run(dout, out, lse, *tensors, *last)
-        return Gradients(dq, dk, dv, None, more[0].sum(rows) if has_sinks else None)
+        found = run(dout, out, lse, *tensors, *last)
+        dq, dk, dv = found[:3]
+        dsinks = None if dsinks_at is None else found[dsinks_at].sum(rows)
+        dbias = None if dbias_at is None else found[dbias_at]
+        return Gradients(dq, dk, dv, dbias, dsinks)
 
     return backward
+
+
+def _add_bias_grad(
+    launch: Launcher, program: Program, call: Call, bias: torch.Tensor, params: Params
+) -> None:
+    """What makes the gradient of the bias, which its Params have as ``out``."""
+    make = launch.target.bias_grad_plan
+    assert make is not None, "FEATURES has the gradient of bias"
+    arch = launch.device_at(call.q.device).arch
+    dims = call.q.shape[-1], call.v.shape[-1]
+    plan = make(launch.target.name, arch, dims, calls.dtype_code(call.q))
+    block = launch.target.block_of(plan)
+    made = like(bias.shape, bias.dtype)
+    program.make("dbias", made)
+    strides = dict(zip(("out_batch", "out_head", "out_row"), made[1][:3], strict=True))
+    own = Params({**params.values, **strides}, {**params.pointers, "out": "dbias"})
+    batches, heads, rows, keys = bias.shape
+    # One for all rows or keys where there is one of them.
+    blocks = batches * heads * -(-rows // block.rows) * -(-keys // block.keys)
+    program.add(plan, blocks, block.threads, own)
+
+
+def bias_plan_for(target: Target, backend: str, problem: Problem) -> Plan:
+    """The kernel of a problem's gradient of bias."""
+    assert target.bias_grad_plan is not None
+    arch, dims = target.device_of(problem).arch, (problem.head_dim, problem.head_dim_v)
+    return target.bias_grad_plan(backend, arch, dims, calls.DTYPE_CODES[problem.dtype])
 
 
 def plans_for(target: Target, backend: str, problem: Problem) -> tuple[Plan, ...]:
