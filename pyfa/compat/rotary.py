@@ -14,10 +14,10 @@ def apply_rotary_emb(
     interleaved: bool = False,
     seqlen_offsets: int | torch.Tensor = 0,
 ) -> torch.Tensor:
-    """Turns the first 2·R elements of each head of x (B, S, H, D) by its position.
+    """Rotate the first 2·R elements of each head of x (B, S, H, D) by its position.
 
-    cos and sin are (positions, R); row s of sequence b is at ``seqlen_offsets[b]`` + s. Pairs are
-    elements 2i and 2i+1 where ``interleaved``, else i and i+R. Computed in float32.
+    cos and sin are (positions, R). Row s of sequence b is at ``seqlen_offsets[b]`` + s. Pairs are
+    elements 2i and 2i+1 if ``interleaved``, else i and i+R. Computed in float32.
     """
     offsets = torch.as_tensor(seqlen_offsets, device=x.device).reshape(-1, 1)
     positions = offsets + torch.arange(x.shape[1], device=x.device)
