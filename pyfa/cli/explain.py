@@ -1,25 +1,33 @@
-"""``pyfa explain``: who would run a problem, and why the others would not."""
+"""``pyfa explain``: which backend runs a problem, and why the others do not."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from . import problem
-from .console import print_json
+from . import planned, problem, usage
+from .console import print_json, print_text
+
+if TYPE_CHECKING:
+    from ..dispatch import Explanation
 
 
 def add(commands: Any) -> None:
     """Add the command to argparse's ``commands``."""
-    parser = commands.add_parser(
+    parser = usage.command(
+        commands,
         "explain",
-        help="who would run a problem, and why not the others",
-        description="Who would run a problem, with which plan, and why not the others. "
-        "Nothing is computed, and --device names a GPU that need not be here.",
+        "say which backend runs a problem, and why the others do not",
+        "Say which backend runs a problem, with which plan, and why the others do not. Runs "
+        "nothing. --device names a GPU that this machine need not have.",
+        "pyfa explain --seqlen 8192 --heads 32,8 --head-dim 128 --causal",
+        "pyfa explain --seqlen 1,32768 --heads 64,8 --features paged --device MI300X",
+        "pyfa explain --dtype float8_e4m3fn --device H200 -v",
     )
     problem.add_flags(parser)
-    parser.add_argument("--device", metavar="D", help="a GPU by name: MI300X, H200, RTX4090, …")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    problem.add_device(parser)
+    planned.add_flag(parser)
+    usage.add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -29,7 +37,23 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_json("explain", answer.as_dict())
     else:
-        print(answer)
+        show(answer, options.verbose)
         if answer.chosen is None:
             print("no backend can run this attention")
     return 0
+
+
+def show(answer: Explanation, verbose: bool) -> None:
+    """The answers, ``*`` before the chosen one; with ``verbose`` the plans' constants."""
+    print_text(answer.problem.described, "  ")
+    width = max(len(one.backend) for one in answer.answers)
+    for one in answer.answers:
+        mark = "*" if one.backend == answer.chosen else " "
+        texts = list(one.reasons)
+        if one.plan is not None:
+            texts = [f"plan: {one.plan.kernel}", *one.plan.notes]
+            if verbose and one.plan.constants:
+                texts.insert(1, planned.text(dict(one.plan.constants)))
+        for number, text in enumerate(texts):
+            head = f"{mark} {one.backend:<{width}}" if number == 0 else " " * (width + 2)
+            print_text(f"{head}  {text}", " " * (width + 4))

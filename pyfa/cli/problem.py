@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ _FLAG_OF = {
 _SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
 _DTYPES = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e4m3fnuz")
 _PAGE_SIZE = 256
+_LARGEST = 2**31 - 1  # lengths and offsets are int32
+_MOST_BYTES = 2**63 - 1  # of one tensor, as PyTorch counts them
 
 
 def _pair(text: str) -> tuple[int, int]:
@@ -33,12 +36,18 @@ def _pair(text: str) -> tuple[int, int]:
     parts = text.split(",")
     if len(parts) > 2 or not all(part.strip().isdecimal() for part in parts):
         raise argparse.ArgumentTypeError(f"expected a number, or two as 32,8; got {text!r}")
-    return int(parts[0]), int(parts[-1])
+    return _size(parts[0]), _size(parts[-1])
 
 
 def _number(text: str) -> int:
     if not text.strip().isdecimal():
         raise argparse.ArgumentTypeError(f"expected a number from 0 up; got {text!r}")
+    return _size(text)
+
+
+def _size(text: str) -> int:
+    if int(text) > _LARGEST:
+        raise argparse.ArgumentTypeError(f"expected at most {_LARGEST:,}; got {int(text):,}")
     return int(text)
 
 
@@ -72,17 +81,53 @@ def _features(text: str) -> tuple[str, ...]:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the ``[problem]`` flags to ``parser``."""
     group = parser.add_argument_group("problem")
-    group.add_argument("--batch", type=_number, default=1, metavar="B")
-    group.add_argument("--seqlen", type=_pair, default=(8192, 8192), metavar="S|Sq,Sk")
-    group.add_argument("--heads", type=_pair, default=(8, 8), metavar="H|H,Hk")
-    group.add_argument("--head-dim", type=_pair, default=(64, 64), metavar="D|D,Dv")
-    group.add_argument("--dtype", type=_dtype, default="bfloat16", help=", ".join(_DTYPES))
-    group.add_argument("--causal", action="store_true")
+    group.add_argument("--batch", type=_number, default=1, metavar="B", help="sequences")
     group.add_argument(
-        "--window", type=_window, metavar="L,R", help="keys to the left and right; none for no end"
+        "--seqlen",
+        type=_pair,
+        default=(8192, 8192),
+        metavar="S|Sq,Sk",
+        help="queries and keys of each sequence; 1,32768 is one query over 32,768 keys",
     )
     group.add_argument(
-        "--features", type=_features, default=(), metavar="a,b,…", help=", ".join(_FEATURES)
+        "--heads",
+        type=_pair,
+        default=(8, 8),
+        metavar="H|H,Hk",
+        help="query heads and key heads; 64,8 is grouped-query attention",
+    )
+    group.add_argument(
+        "--head-dim",
+        type=_pair,
+        default=(64, 64),
+        metavar="D|D,Dv",
+        help="head_dim of q and k, and that of v",
+    )
+    group.add_argument(
+        "--dtype", type=_dtype, default="bfloat16", metavar="T", help=", ".join(_DTYPES)
+    )
+    group.add_argument("--causal", action="store_true", help="causal mask (default: none)")
+    group.add_argument(
+        "--window",
+        type=_window,
+        metavar="L,R",
+        help="keys to the left and right of each query; none is unlimited (default: no window)",
+    )
+    group.add_argument(
+        "--features",
+        type=_features,
+        default=(),
+        metavar="a,b,…",
+        help=f"some of {', '.join(_FEATURES)} (default: none)",
+    )
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """``--device``."""
+    parser.add_argument(
+        "--device",
+        metavar="D",
+        help="a GPU by name, as MI300X, H200 or RTX4090 (default: this machine's)",
     )
 
 
@@ -129,6 +174,8 @@ def _build(
 
     # Expanded from one row: the shape and the device of a real input, and next to no memory.
     def tensor(*shape: int, dtype: torch.dtype = dtype, grad: bool = False) -> torch.Tensor:
+        if math.prod(shape) * dtype.itemsize > _MOST_BYTES:
+            raise ValueError(f"expected tensors that PyTorch can describe; got shape {shape}")
         x = torch.zeros(shape[-1], dtype=dtype, device=place).expand(shape)
         return x.requires_grad_() if grad else x
 
