@@ -108,7 +108,7 @@ def run_compare(options: argparse.Namespace) -> int:
     from .. import conformance
 
     comparison = conformance.compare(
-        conformance.load(options.first), conformance.load(options.second)
+        conformance.load(options.first), conformance.load(options.second), common=options.common
     )
     if options.json:
         print_json("conformance compare", comparison.as_dict())
