@@ -121,10 +121,10 @@ def mca(plan: Plan, data: bytes) -> dict[str, Any]:
 
 
 def row(plan: Plan) -> dict[str, Any]:
-    built = code.load(plan, plans.ARCHS[0])
+    built = code.load(plan, plans.EMULATED)
     kernel = built.kernel
     return {
-        **inspect(plan, plans.ARCHS[0]),
+        **inspect(plan, plans.EMULATED),
         "vgprs": kernel.vgprs,
         "agprs": kernel.agprs,
         "sgprs": kernel.sgprs,

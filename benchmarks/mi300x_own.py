@@ -10,7 +10,9 @@ from typing import Any
 
 import machine
 
-from pyfa.backends.hip import runtime_timing, tiling
+from pyfa.backends.hip import runtime_timing
+from pyfa.backends.hip.target import TARGET
+from pyfa.backends.native import tiling
 from pyfa.cli import inspect_timing, problem
 from pyfa.cli.plan import modelled
 
@@ -37,7 +39,7 @@ def main() -> None:
         (plan,) = (one.plan for one in explanation.answers if one.backend == "hip")
         assert plan is not None
         kernels = []
-        for tiled, one in tiling.pairs_of(plan, explanation.problem, model.shape):
+        for tiled, one in tiling.pairs_of(TARGET, plan, explanation.problem, model.shape):
             found = runtime_timing.kernel(one)
             assert found is not None
             kernels.append(

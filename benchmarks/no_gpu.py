@@ -130,7 +130,7 @@ def amd(name: str = "MI300X") -> Iterator[None]:
     changes: list[tuple[Any, str, Any]] = [
         *_on(name),
         (backend, "why_unavailable", lambda: None),
-        (backend.launch, "_load", lambda plan: None),
+        (backend.launch, "_load", lambda plan, arch: None),
     ]
     with mock.patch.dict(BACKENDS, {"hip": backend}), _changed(changes):
         yield

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from pyfa import device, dispatch
-from pyfa.backends.common.backward import is_general_problem
 from pyfa.backends.common.calls import DTYPE_CODES
-from pyfa.backends.cuda import backward, forward_sm90
+from pyfa.backends.cuda import backward, plans
+from pyfa.backends.native.backward import is_general_problem
 from pyfa.conformance.cases import Case, pick
 from pyfa.conformance.inputs import Inputs, Placed, integers
 from pyfa.problem import Call, is_aligned, problem_of
@@ -181,14 +181,14 @@ def kernels_of(case: Case, inputs: Inputs, backend: str, where: torch.device) ->
     if case.backward and backend == "cuda":
         code, general = DTYPE_CODES[problem.dtype], is_general_problem(problem)
         dims = problem.head_dim, problem.head_dim_v
-        kernels = backward.plans_for(problem.arch, *dims, code, general, case.deterministic)
+        kernels = backward.plans_for(problem.arch, dims, code, general, case.deterministic)
         found.append(kernels[1].kernel)
     return found
 
 
 def unexpected(kind: Kind, kernels: list[str], backend: str, where: torch.device) -> str:
     """How a device with kernels of its own did not take these; "" elsewhere and otherwise."""
-    if backend != "cuda" or not forward_sm90.runs_on(device.of(where).arch):
+    if backend != "cuda" or not plans.runs_sm90(device.of(where).arch):
         return ""
     expected = {"both": [True, True], "forward": [True, False], "": [False, False]}[kind.own]
     if ["/sm90/" in kernel for kernel in kernels] == expected[: len(kernels)] and kernels:

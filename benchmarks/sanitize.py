@@ -44,8 +44,8 @@ import machine
 
 from pyfa import device
 from pyfa.backends import BACKENDS
-from pyfa.backends.common.backward import is_general_problem
-from pyfa.backends.cuda import backward, code, forward_sm90
+from pyfa.backends.cuda import backward, code, plans
+from pyfa.backends.native.backward import is_general_problem
 from pyfa.conformance import grid, runner
 from pyfa.conformance.cases import Case, dense, packed
 from pyfa.conformance.report import PASSED, REFUSED
@@ -112,7 +112,7 @@ def facts() -> Device:
 
 def has_own(where: Device) -> bool:
     """Whether it runs Hopper's own kernels."""
-    return forward_sm90.runs_on(where.arch)
+    return plans.runs_sm90(where.arch)
 
 
 def own_plans(case: Case, where: Device) -> list[Plan]:
@@ -130,7 +130,7 @@ def own_plans(case: Case, where: Device) -> list[Plan]:
     found, dims = [backend.plan(problem)], (problem.head_dim, problem.head_dim_v)
     if case.backward:
         general = is_general_problem(problem)
-        found.append(backward.plans_for(problem.arch, *dims, 1, general, case.deterministic)[1])
+        found.append(backward.plans_for(problem.arch, dims, 1, general, case.deterministic)[1])
     return [plan for plan in found if "/sm90/" in plan.kernel]
 
 

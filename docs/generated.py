@@ -83,8 +83,8 @@ def problem_on(
 def features() -> str:
     """A row for each name in FEATURES, a column for each backend."""
     rows = [
-        [f"`{name}`", meaning, *(_mark(name in BACKENDS[each].FEATURES) for each in NAMES)]
-        for name, meaning in FEATURES.items()
+        [f"`{name}`", one.phrase, *(_mark(name in BACKENDS[each].FEATURES) for each in NAMES)]
+        for name, one in FEATURES.items()
     ]
     dtypes = sorted({dtype for each in BACKENDS.values() for dtype in each.DTYPES})
     rows += [

@@ -3,6 +3,7 @@
 from .api import attention, attention_kvcache, attention_varlen, explain
 from .dispatch import use_backend
 from .errors import CodeObjectError, CompileError, PerformanceWarning, UnsupportedProblem
+from .merging import merge
 from .quantize import Quantized, quantize
 
 __version__ = "0.1.0"
@@ -17,6 +18,7 @@ __all__ = [
     "attention_kvcache",
     "attention_varlen",
     "explain",
+    "merge",
     "quantize",
     "use_backend",
 ]

@@ -99,10 +99,11 @@ def is_plain(q: torch.Tensor) -> bool:
 
 def is_unwatched(*tensors: torch.Tensor) -> bool:
     """Whether nobody watches a call of these tensors: all are plain, without a negative bit, and
-    no compiler, mode, transform or autocast is active."""
+    no compiler, mode, transform or autocast is active. Nested tensors are not plain: guards that
+    are asked about one end the process."""
     return (
         not torch.compiler.is_compiling()
-        and all(type(x) is torch.Tensor for x in tensors)
+        and all(type(x) is torch.Tensor and not x.is_nested for x in tensors)
         and _modes() == 0
         and _transform() is None
         and forward_ad._current_level < 0

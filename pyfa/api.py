@@ -419,6 +419,9 @@ def _again(key: tuple[Any, ...], tensors: tuple[Any, ...]) -> Result | None:
     if dispatch.named:
         key += (dispatch.context(),)
     try:
+        for x in tensors:
+            if x.is_nested:  # asked for strides, PyTorch's guards would end the process
+                return None
         kinds, bound = calls.recent.get(key, _NOTHING)
         if (
             bound is None
@@ -427,7 +430,7 @@ def _again(key: tuple[Any, ...], tensors: tuple[Any, ...]) -> Result | None:
             or not (bound.modes is None or bound.modes == modes())
         ):
             bound = calls.find(key, tensors)
-    except TypeError:  # a window or names of backends given as a list
+    except (TypeError, AttributeError):  # a list: a window, names of backends, or no tensor
         return None
     while bound is not None:
         try:
@@ -452,7 +455,7 @@ def _first(key: tuple[Any, ...], tensors: tuple[Any, ...], request: Request) -> 
             call = requests.appended(call, append)
         out, lse = torch.ops.pyfa.forward(*call, *who)
         return (out, lse) if call.return_lse else out
-    _refuse_transforms(call)
+    _refuse_transforms(call, append)
     plain = _torch.is_plain(call.q)
     if append is not None:
         backend = _ready(call, append, who)
@@ -500,11 +503,11 @@ def _keep(key: tuple[Any, ...], tensors: tuple[torch.Tensor, ...], bound: Bound)
             calls.keep(key, tensors, bound)
 
 
-def _refuse_transforms(call: Call) -> None:
+def _refuse_transforms(call: Call, append: Append | None) -> None:
     """An operator with a registered gradient would drop tangents and batch dimensions silently."""
     if _torch.in_transform():
         raise NotImplementedError("attention under torch.func transforms (grad, vjp, jvp, vmap)")
     if _torch.in_forward_mode():
-        for x in call[:3]:
+        for x in tensors_of(call, append):
             if forward_ad.unpack_dual(x).tangent is not None:
                 raise NotImplementedError("attention has no forward-mode derivative")

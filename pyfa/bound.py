@@ -52,7 +52,8 @@ def facts(tensors: Sequence[torch.Tensor], free: Free) -> list[object]:
     found: list[object] = [torch.is_inference_mode_enabled()]
     for number, x in enumerate(tensors):
         sizes = _sizes(x, free[number]) if number in free else (x.shape, x.stride())
-        found.append((*sizes, x.dtype, x.device, x.requires_grad))
+        # Tensors of inference_mode are refused where they are appended to outside of it.
+        found.append((*sizes, x.dtype, x.device, x.requires_grad, x.is_inference()))
     return found
 
 

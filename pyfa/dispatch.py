@@ -21,6 +21,7 @@ from .device import Device, of
 from .errors import PerformanceWarning, UnsupportedProblem
 from .plan import Plan
 from .problem import (
+    WITH_VALUES,
     Append,
     Call,
     Problem,
@@ -275,15 +276,12 @@ def _choose(problem: Problem, wanted: str) -> Prepared:
                 _warn_if_lost(refused, candidates)
             if env.get("PYFA_LOG") == "plan":
                 _log.info("plan for %s: %s %s", problem.described, name, answer.plan)
-            has_values = not _WITH_VALUES.isdisjoint(problem.features)
+            has_values = not WITH_VALUES.isdisjoint(problem.features)
             check = has_values and (problem.arch == "cpu" or _check_on_device)
             return Prepared(BACKENDS[name], answer.plan, check)
         refused[name] = answer.reasons
     raise UnsupportedProblem(problem.described, refused)
 
-
-# The features that come with offsets, lengths or page numbers.
-_WITH_VALUES = frozenset({"varlen", "seqused", "paged", "leftpad", "batch_idx"})
 
 _lost: set[str] = set()
 

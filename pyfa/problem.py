@@ -7,36 +7,13 @@ the bias with four dimensions, slopes and sinks in float32, the seed on the devi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from .device import Device
-
-# A capability that a problem needs, and how a sentence names it.
-FEATURES: dict[str, str] = {
-    "causal": "causal masking",
-    "window": "a sliding window",
-    "softcap": "softcap",
-    "alibi": "ALiBi",
-    "bias": "bias",
-    "bias_grad": "the gradient of bias",
-    "sinks": "attention sinks",
-    "dropout": "dropout",
-    "varlen": "a packed batch (cu_seqlens)",
-    "seqused": "a length per sequence (seqused, cache_seqlens)",
-    "paged": "a paged cache (page_table)",
-    "leftpad": "cache_leftpad",
-    "batch_idx": "cache_batch_idx",
-    "gqa": "grouped-query attention",
-    "dv": "a head_dim of V that differs",
-    "backward": "backward",
-    "dlse": "the gradient through the returned LSE",
-    "deterministic": "a deterministic backward",
-    "fp8": "float8",
-}
 
 
 class Call(NamedTuple):
@@ -227,30 +204,101 @@ def scales_of(descale: torch.Tensor | None, x: torch.Tensor) -> int:
     return rows_per_scale(descale.shape[2], x.shape[-3])
 
 
+class Asked(NamedTuple):
+    """What decides which features a call needs."""
+
+    call: Call
+    needs_grad: bool = False
+    bias_grad: bool = False
+
+
+_KERNELS = frozenset({"hip", "cuda", "triton", "torch"})
+
+
+class Feature(NamedTuple):
+    """A capability that a problem needs: all that is known of it outside of kernels.
+
+    ``phrase``: how a sentence names it. ``is_needed`` by a call. ``by``: the backends that have it;
+    the emulator is hip. All others decline it, so a new one is declined everywhere. ``shown``: what
+    describes it where its name says too little, with the call's fields in braces; "" for what
+    shapes and dtypes say. ``is_term``: it changes a score between product and softmax, or the sum
+    below. ``has_values``: it comes with offsets, lengths or page numbers, to be checked before a
+    run. ``flag``: how ``pyfa explain`` is told of it; "" for ``--features``.
+    """
+
+    name: str
+    phrase: str
+    is_needed: Callable[[Asked], bool]
+    by: frozenset[str] = frozenset()
+    shown: str | None = None
+    is_term: bool = False
+    has_values: bool = False
+    flag: str = ""
+
+
+FEATURES: dict[str, Feature] = {
+    feature.name: feature
+    for feature in (
+        Feature("causal", "causal masking", lambda asked: asked.call.window_right == 0, _KERNELS,
+                flag="--causal"),
+        Feature("window", "a sliding window",
+                lambda asked: asked.call.window_left >= 0 or asked.call.window_right > 0, _KERNELS,
+                shown="window=({window_left}, {window_right})", flag="--window L,R"),
+        Feature("softcap", "softcap", lambda asked: asked.call.softcap != 0.0, _KERNELS,
+                shown="softcap={softcap}", is_term=True),
+        Feature("alibi", "ALiBi", lambda asked: asked.call.alibi_slopes is not None, _KERNELS,
+                is_term=True),
+        Feature("bias", "bias", lambda asked: asked.call.bias is not None, _KERNELS, is_term=True),
+        Feature("bias_grad", "the gradient of bias", lambda asked: asked.bias_grad,
+                frozenset({"triton", "torch"})),
+        Feature("sinks", "attention sinks", lambda asked: asked.call.sinks is not None, _KERNELS,
+                is_term=True),
+        Feature("dropout", "dropout", lambda asked: asked.call.dropout_p > 0.0, _KERNELS,
+                shown="dropout_p={dropout_p}", is_term=True),
+        Feature("varlen", "a packed batch (cu_seqlens)",
+                lambda asked: _any(asked.call.cu_seqlens_q, asked.call.cu_seqlens_k), _KERNELS,
+                has_values=True),
+        Feature("seqused", "a length per sequence (seqused, cache_seqlens)",
+                lambda asked: _any(asked.call.seqused_q, asked.call.seqused_k), _KERNELS,
+                has_values=True),
+        Feature("paged", "a paged cache (page_table)",
+                lambda asked: asked.call.page_table is not None, _KERNELS, has_values=True),
+        Feature("leftpad", "cache_leftpad", lambda asked: asked.call.cache_leftpad is not None,
+                _KERNELS, has_values=True),
+        Feature("batch_idx", "cache_batch_idx",
+                lambda asked: asked.call.cache_batch_idx is not None, _KERNELS, has_values=True),
+        Feature("gqa", "grouped-query attention",
+                lambda asked: asked.call.q.shape[-2] != asked.call.k.shape[-2], _KERNELS,
+                shown="", flag="--heads H,Hk"),
+        Feature("dv", "a head_dim of V that differs",
+                lambda asked: asked.call.q.shape[-1] != asked.call.v.shape[-1], _KERNELS,
+                shown="", flag="--head-dim D,Dv"),
+        Feature("backward", "backward", lambda asked: asked.needs_grad, _KERNELS),
+        Feature("dlse", "the gradient through the returned LSE",
+                lambda asked: asked.needs_grad and asked.call.return_lse, _KERNELS),
+        Feature("deterministic", "a deterministic backward",
+                lambda asked: asked.needs_grad and asked.call.deterministic, _KERNELS),
+        Feature("fp8", "float8", lambda asked: asked.call.k.dtype.itemsize == 1, _KERNELS,
+                shown="", flag="--dtype float8_e4m3fn"),
+    )
+}  # fmt: skip
+TERMS = frozenset(name for name, feature in FEATURES.items() if feature.is_term)
+WITH_VALUES = frozenset(name for name, feature in FEATURES.items() if feature.has_values)
+
+
+def _any(*tensors: torch.Tensor | None) -> bool:
+    return any(x is not None for x in tensors)
+
+
+def features_by(backend: str) -> frozenset[str]:
+    """The names of the features that ``backend`` has."""
+    return frozenset(name for name, feature in FEATURES.items() if backend in feature.by)
+
+
 def features_of(call: Call, needs_grad: bool, bias_grad: bool) -> frozenset[str]:
     """The names in ``FEATURES`` that this call needs from a backend."""
-    needs = {
-        "causal": call.window_right == 0,
-        "window": call.window_left >= 0 or call.window_right > 0,
-        "softcap": call.softcap != 0.0,
-        "alibi": call.alibi_slopes is not None,
-        "bias": call.bias is not None,
-        "bias_grad": bias_grad,
-        "sinks": call.sinks is not None,
-        "dropout": call.dropout_p > 0.0,
-        "varlen": call.cu_seqlens_q is not None or call.cu_seqlens_k is not None,
-        "seqused": call.seqused_q is not None or call.seqused_k is not None,
-        "paged": call.page_table is not None,
-        "leftpad": call.cache_leftpad is not None,
-        "batch_idx": call.cache_batch_idx is not None,
-        "gqa": call.q.shape[-2] != call.k.shape[-2],
-        "dv": call.q.shape[-1] != call.v.shape[-1],
-        "backward": needs_grad,
-        "dlse": needs_grad and call.return_lse,
-        "deterministic": needs_grad and call.deterministic,
-        "fp8": call.k.dtype.itemsize == 1,
-    }
-    return frozenset(name for name, needed in needs.items() if needed)
+    asked = Asked(call, needs_grad, bias_grad)
+    return frozenset(name for name, feature in FEATURES.items() if feature.is_needed(asked))
 
 
 def is_aligned(call: Call) -> bool:
@@ -367,12 +415,9 @@ def describe(call: Call, needs_grad: bool, bias_grad: bool, device: Device) -> s
     if call.k.dtype != call.q.dtype:
         keys += f" {_name(call.k.dtype)}"
     parts = [f"q {tuple(call.q.shape)} {dtype}", keys]
-    values = {
-        "softcap": f"softcap={call.softcap}",
-        "dropout": f"dropout_p={call.dropout_p}",
-        "window": f"window=({call.window_left}, {call.window_right})",
-    }
-    needed = features_of(call, needs_grad, bias_grad)
-    shown = [name for name in FEATURES if name in needed and name not in ("gqa", "dv", "fp8")]
-    parts += [values.get(name, name) for name in shown]
+    needed, fields = features_of(call, needs_grad, bias_grad), call._asdict()
+    for name, feature in FEATURES.items():
+        shown = name if feature.shown is None else feature.shown.format_map(fields)
+        if name in needed and shown:
+            parts.append(shown)
     return f"{', '.join(parts)}, on {device.arch}"

@@ -59,6 +59,8 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: Shared) -> 
     validate.qkv(q, k, v, (4, 4))
     if k.shape[0] != q.shape[0]:
         validate.wrong("k", f"q's batch size {q.shape[0]}", k)
+    validate.rows("q", q)
+    validate.rows("k", k)
     return _request(q, k, v, shared, q.shape[0], q.shape[1], k.shape[1])
 
 
@@ -143,11 +145,13 @@ def kvcache(
     else:
         if max_seqlen_q is not None:
             validate.wrong("max_seqlen_q", "None without cu_seqlens_q", max_seqlen_q)
+        validate.rows("q", q)
         batch, longest_q = q.shape[:2]
     validate_cache.where(q, k_cache, batch, cache_batch_idx, cache_leftpad, page_table)
     used = validate_cache.lengths(cache_seqlens, batch, q)
-    validate_cache.splits(num_splits)
+    num_splits = validate_cache.splits(num_splits)
     longest_k = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
+    validate_cache.capacity(longest_k)
     validate_cache.check_room(used, 0 if k is None else k.shape[1], longest_k)
     append = None
     if not (rotary_cos is rotary_sin is rotary_seqlens is None):

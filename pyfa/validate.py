@@ -64,14 +64,22 @@ def refuse_unknown(
 def wrong(name: str, expected: str, got: object) -> NoReturn:
     """``ValueError``: ``name`` should have been ``expected``, and was ``got``."""
     if isinstance(got, torch.Tensor):
-        got = f"shape {tuple(got.shape)}, {got.dtype}, on {got.device}"
+        shape = "nested" if got.is_nested else f"shape {tuple(got.shape)}"
+        layout = "" if got.layout is torch.strided else f", {got.layout}"
+        got = f"{shape}{layout}, {got.dtype}, on {got.device}"
     raise ValueError(f"{name}: expected {expected}; got {got}")
 
 
 def a_tensor(name: str, value: object) -> None:
-    """``TypeError`` unless ``value`` is a tensor."""
+    """``TypeError`` unless ``value`` is a tensor, ``ValueError`` unless it has strides."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: expected a tensor; got {type(value).__name__}")
+    if not _is_dense(value):
+        wrong(name, "a dense tensor, neither sparse nor nested", value)
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    return x.layout is torch.strided and not x.is_nested
 
 
 _INPUT_DTYPES = {
@@ -85,7 +93,7 @@ _INPUT_DTYPES = {
 _BIAS_DTYPES = {torch.bool, torch.float32, torch.float16, torch.bfloat16}
 _MAX_HEAD_DIM = 256
 _FLOAT32_MAX = float(torch.finfo(torch.float32).max)
-_UNLIMITED = 2**31 - 1  # kernels hold lengths and a window's edges in 32 bits
+UNLIMITED = 2**31 - 1  # kernels hold lengths and a window's edges in 32 bits
 
 
 def qkv(
@@ -101,6 +109,8 @@ def qkv(
     the caller, which knows the layout.
     """
     try:
+        if not (_is_dense(q) and _is_dense(k) and _is_dense(v)):
+            _refuse_qkv(q, k, v, dims, names)
         q_shape, k_shape, v_shape, dtype, device = q.shape, k.shape, v.shape, q.dtype, q.device
         # One expression for the good case, 1.5 µs; which part failed is found out only then.
         good = (
@@ -177,7 +187,7 @@ def window(value: Any, causal: Any) -> tuple[int, int]:
 def _edge(edge: Any, window: object) -> int:
     if isinstance(edge, bool) or not isinstance(edge, (int, np.integer)) or edge < -1:
         wrong("window", "two integers from 0 up, None or -1 for unlimited", window)
-    return -1 if edge >= _UNLIMITED else int(edge)
+    return -1 if edge >= UNLIMITED else int(edge)
 
 
 def flag(name: str, value: object) -> bool:
@@ -286,11 +296,22 @@ def length(name: str, value: Any) -> int:
     """A sequence length given as a number."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer, torch.SymInt)):
         raise TypeError(f"{name}: expected an int; got {type(value).__name__}")
+    if torch.compiler.is_compiling() and not isinstance(value, np.integer):
+        # Of a number that comes from a tensor only the compiled code can tell.
+        torch._check(value >= 0)
+        torch._check(value <= UNLIMITED)
+        return value  # type: ignore[return-value]  # a SymInt is an int to whoever traces
     if value < 0:
         wrong(name, "0 or more", value)
-    if value > _UNLIMITED:
-        wrong(name, f"at most {_UNLIMITED}", value)
-    return value  # type: ignore[return-value]  # a SymInt is an int to whoever traces
+    if value > UNLIMITED:
+        wrong(name, f"at most {UNLIMITED}", value)
+    return int(value)
+
+
+def rows(name: str, x: torch.Tensor) -> None:
+    """``ValueError`` where x (batch, rows, heads, head_dim) has more rows than kernels count."""
+    if x.shape[1] > UNLIMITED:
+        wrong(name, f"at most {UNLIMITED} rows", x)
 
 
 def no_gradient(tensors: Mapping[str, torch.Tensor | None], why: str) -> None:

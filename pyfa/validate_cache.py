@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .validate import a_tensor, integers, length, wrong
+from .validate import UNLIMITED, a_tensor, integers, length, wrong
 
 
 def pages(page_table: torch.Tensor, batch: int, k: torch.Tensor) -> None:
@@ -37,6 +37,12 @@ def where(
             integers(name, x, (batch,), q)
 
 
+def capacity(keys: int) -> None:
+    """``ValueError`` where a sequence of the cache has more ``keys`` than kernels count."""
+    if keys > UNLIMITED:
+        wrong("k_cache", f"at most {UNLIMITED} keys of a sequence", keys)
+
+
 def lengths(
     cache_seqlens: int | torch.Tensor | None, batch: int, q: torch.Tensor
 ) -> torch.Tensor | None:
@@ -50,16 +56,24 @@ def lengths(
     return torch.full((batch,), each, dtype=torch.int32, device=q.device)
 
 
-def splits(num_splits: int) -> None:
+def splits(num_splits: int) -> int:
     """``num_splits``: 0 for the plan's choice, or how many parts the keys are cut into."""
-    if isinstance(num_splits, bool) or not isinstance(num_splits, int) or num_splits < 0:
-        wrong("num_splits", "0 or more", num_splits)
+    return length("num_splits", num_splits)
 
 
 def cached(name: str, x: torch.Tensor, dtype: torch.dtype, device: torch.device) -> None:
     """``x``, which goes into a cache of this dtype as it is."""
     if x.dtype != dtype or x.device != device:
         wrong(name, f"the cache's dtype {dtype} and device {device}", x)
+
+
+def writable(name: str, cache: torch.Tensor) -> None:
+    """``ValueError`` where ``cache`` cannot be appended to: said before a row is written."""
+    compiling = torch.compiler.is_compiling()  # which cannot trace this question
+    if not compiling and cache.is_inference() and not torch.is_inference_mode_enabled():
+        wrong(name, "no tensor of inference_mode, outside of which it cannot be changed", cache)
+    if any(size > 1 and not step for size, step in zip(cache.shape, cache.stride(), strict=True)):
+        wrong(name, "elements that do not share memory", f"strides {cache.stride()}")
 
 
 def new_rows(
@@ -82,6 +96,7 @@ def new_rows(
         if x.dim() != 4 or x.shape[0] != batch or x.shape[2:] != (heads, dim):
             wrong(name, f"shape ({batch}, new, {heads}, {dim})", x)
         cached(name, x, cache.dtype, q.device)
+        writable(f"{name}_cache", cache)
     if v.shape[1] != k.shape[1]:
         wrong("v", f"as many new rows as k, {k.shape[1]}", v)
     return k, v, used

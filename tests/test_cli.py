@@ -20,6 +20,8 @@ from pyfa import api, cache, cli, env, ops
 from pyfa.backends import BACKENDS, NAMES
 from pyfa.backends.common import calls
 from pyfa.backends.hip import forward, plans
+from pyfa.backends.hip.target import TARGET
+from pyfa.backends.native import catalog
 from pyfa.bound import Table
 from pyfa.cli import problem
 from pyfa.device import DEVICES
@@ -196,7 +198,7 @@ class TestExplain:
             "window=(16, -1), on gfx942"
         )
 
-    @pytest.mark.parametrize("name", problem._FEATURES)
+    @pytest.mark.parametrize("name", problem.by_name())
     def test_each_feature_reaches_the_problem(
         self, capsys: pytest.CaptureFixture[str], name: str
     ) -> None:
@@ -214,8 +216,10 @@ class TestExplain:
         for name in names.split(","):
             assert name in shown
 
-    def test_every_feature_can_be_said(self) -> None:
-        assert set(problem._FEATURES) | set(problem._FLAG_OF) == set(FEATURES)
+    def test_every_feature_can_be_said(self, capsys: pytest.CaptureFixture[str]) -> None:
+        flags = {feature.flag.split()[0] for feature in FEATURES.values() if feature.flag}
+        _, told, _ = call(capsys, "explain", "--help")
+        assert [name for name in (*problem.by_name(), *flags) if name not in told] == []
 
     def test_it_takes_no_memory(self, capsys: pytest.CaptureFixture[str]) -> None:
         size = "1000000000"
@@ -239,8 +243,8 @@ class TestCompileAndInspect:
             )
         ]  # fmt: skip
         wanted.append(plans.plan_of("hip", "combine", calls.DTYPE_CODES["bfloat16"]))
-        assert set(wanted) <= set(plans.all_plans("hip"))
-        monkeypatch.setattr(plans, "all_plans", lambda backend: wanted)
+        assert set(wanted) <= set(catalog.all_plans(TARGET, "gfx942"))
+        monkeypatch.setattr(catalog, "all_plans", lambda target, arch: wanted)
         return wanted
 
     def test_compile(

@@ -203,7 +203,7 @@ def test_rotary_rounds_again(interleaved: bool, dtype: torch.dtype) -> None:
     out = pyfa.attention_kvcache(q[:, :4], *cache, k=new[0], v=new[1], **options, **where)
 
     def turned(x: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-        there = apply_rotary_emb(x.float(), *turn, interleaved, start)
+        there = apply_rotary_emb(x.float(), *turn, interleaved, seqlen_offsets=start)
         return there.clamp(-most, most).to(x.dtype)
 
     start = where["cache_seqlens"]

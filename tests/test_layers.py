@@ -16,15 +16,15 @@ PACKAGE = Path(__file__).parent.parent / "pyfa"
 ORDER = (
     "errors", "_torch", "env",
     "arch", "topology", "device", "problem", "validate", "validate_cache", "validate_fp8",
-    "reference", "traffic", "plan",
+    "reference", "traffic", "plan", "merging",
     "abi", "sources", "codeobject", "cubin", "bundle", "cache", "emulator",
     "backends",
     "dispatch", "bound", "ops", "request", "api", "quantize", "",
     "compat", "integrations", "distributed", "conformance", "bench", "cli", "__main__",
 )  # fmt: skip
 BACKENDS = ("hip", "cuda", "triton", "torch")
-# What every backend may import.
-SHARED = ("base", "common")
+# What every backend may import; native, only hip and cuda do.
+SHARED = ("base", "common", "native")
 DRIVERS = ("hip", "cuda", "rocm")
 
 
@@ -39,8 +39,11 @@ def modules(package: Path) -> dict[str, Path]:
     return found
 
 
-def imports(name: str, path: Path, known: dict[str, Path]) -> list[tuple[int, str, bool]]:
-    """(line, module, whether it is pyfa's) of every import in ``path``."""
+def imports(
+    name: str, path: Path, known: dict[str, Path], for_types: bool = True
+) -> list[tuple[int, str, bool]]:
+    """(line, module, whether it is pyfa's) of every import in ``path``; without ``for_types`` of
+    none that only a type checker reads."""
     here = name.split(".") if name else []
     if path.name != "__init__.py":
         here = here[:-1]
@@ -52,7 +55,10 @@ def imports(name: str, path: Path, known: dict[str, Path]) -> list[tuple[int, st
             module = f"{target}.{each}".strip(".")
             found.append((line, module if each and module in known else target, True))
 
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    if not for_types:
+        tree = _WithoutTypes().visit(tree)
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             names = [alias.name for alias in node.names]
             if node.level:
@@ -77,6 +83,47 @@ def imports(name: str, path: Path, known: dict[str, Path]) -> list[tuple[int, st
                 inside = first.value.split(".")[0] == "pyfa"
                 target = first.value[len("pyfa.") :] if inside else first.value
                 found.append((node.lineno, target, inside))
+    return found
+
+
+class _WithoutTypes(ast.NodeTransformer):
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            return node.orelse
+        return self.generic_visit(node)
+
+
+def circles(package: Path) -> list[list[str]]:
+    """The modules that import each other, by however many others, inside functions too.
+
+    That a module's packages are imported before it does not count: ``pyfa`` imports nearly all.
+    """
+    known = modules(package)
+    graph = {
+        name: {
+            target
+            for _, target, inside in imports(name, path, known, for_types=False)
+            if inside and target in known
+        }
+        for name, path in known.items()
+    }
+    reached = {name: _reached(graph, name) for name in graph}
+    found = {
+        tuple(sorted(other for other in mine if name in reached[other]))
+        for name, mine in reached.items()
+        if name in mine
+    }
+    return sorted(map(list, found))
+
+
+def _reached(graph: dict[str, set[str]], start: str) -> set[str]:
+    found: set[str] = set()
+    waiting = list(graph[start])
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += graph[name]
     return found
 
 
@@ -135,6 +182,22 @@ def _why_not_outside(name: str, path: Path, target: str) -> str:
 
 def test_imports_go_one_way() -> None:
     assert violations(PACKAGE) == []
+
+
+def test_no_modules_import_each_other() -> None:
+    assert circles(PACKAGE) == []
+
+
+def test_a_planted_circle_is_found(tmp_path: Path) -> None:
+    _write(tmp_path / "__init__.py", "from .a import x")
+    _write(tmp_path / "a.py", "from .folder import b")
+    _write(tmp_path / "folder" / "__init__.py", "")
+    _write(tmp_path / "folder" / "b.py", "def f():\n    from .c import y")
+    _write(tmp_path / "folder" / "c.py", "from ..d import z")
+    _write(tmp_path / "d.py", "if TYPE_CHECKING:\n    from .a import x")
+    assert circles(tmp_path) == []
+    _write(tmp_path / "d.py", "from .a import x")
+    assert circles(tmp_path) == [["a", "d", "folder.b", "folder.c"]]
 
 
 def test_every_module_is_walked() -> None:

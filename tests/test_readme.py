@@ -33,12 +33,12 @@ def rows(title: str) -> list[list[str]]:
 
 def in_this_release(name: str) -> str:
     """What the table of backends says of one."""
-    lacking = [meaning for key, meaning in FEATURES.items() if key not in BACKENDS[name].FEATURES]
+    lacking = [one.phrase for key, one in FEATURES.items() if key not in BACKENDS[name].FEATURES]
     if not lacking:
         return "all features"
     if len(lacking) < len(FEATURES) / 2:
         return f"all features but {', '.join(lacking)}"
-    return ", ".join(FEATURES[key] for key in FEATURES if key in BACKENDS[name].FEATURES)
+    return ", ".join(FEATURES[key].phrase for key in FEATURES if key in BACKENDS[name].FEATURES)
 
 
 def test_it_opens_with_the_two_commands() -> None:

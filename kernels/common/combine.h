@@ -7,7 +7,8 @@
 // splits in turn. What is left of the workgroup takes further packed rows: 2,048 packed rows of two splits
 // and 128 elements are 256 workgroups, one of 32 splits is a workgroup. The slots' sums meet in LDS, in an
 // order that does not change. The output of a split that saw nothing (LSE -inf) is not read, because nobody
-// has written it; nor is anything of a row that no sequence uses, whose output is 0 and LSE -inf. Needs a vendor's device.h and Format. `lines_of` of pyfa/backends/common/combine.py counts
+// has written it; nor is anything of a row that no sequence uses, whose output is 0 and LSE -inf. Needs a
+// vendor's device.h and Format. `rows_of` of pyfa/backends/native/combine.py counts
 // the same.
 #pragma once
 #include "../sequence.h"

@@ -73,7 +73,7 @@ DEVICE void sum_rows(const Params &p, const Sequence &s, int head, int first) {
     long long at = state_offset(p, s, head) + row;
     float lse = ((const float *)p.lse)[at];
     float dlse = p.dlse ? ((const float *)p.dlse)[at] : 0.0f;
-    bool saw = lse > -INFINITY_F;
+    bool saw = lse != -INFINITY_F;  // a NaN has to come through
     states.minus_delta[at] = saw ? dlse - sums[i] : 0.0f;
     states.minus_lse[at] = saw ? -lse * kLog2E : -INFINITY_F;
   }

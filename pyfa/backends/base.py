@@ -143,7 +143,11 @@ def missing(backend: Backend, problem: Problem) -> list[str]:
     if "fp8" not in lacking:
         dtypes = dict.fromkeys((problem.dtype, problem.dtype_k or problem.dtype))
         reasons += [f"{name} is not implemented" for name in dtypes if name not in backend.DTYPES]
-    reasons += [f"{FEATURES[name]} is not implemented" for name in FEATURES if name in lacking]
+    reasons += [
+        f"{feature.phrase} is not implemented"
+        for name, feature in FEATURES.items()
+        if name in lacking
+    ]
     if {"fp8", "backward"} <= problem.features:
         reasons.append("float8 has no backward")
     return reasons

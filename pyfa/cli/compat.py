@@ -39,6 +39,15 @@ def add(commands: Any) -> None:
         help="install or remove (default: show the state)",
     )
     parser.add_argument(
+        "--only",
+        nargs="+",
+        default=(),
+        choices=("fa2", "fa3", "fa4"),
+        metavar="VERSION",
+        help="only fa2 (flash_attn), fa3 (flash_attn_interface) or fa4 (flash_attn.cute) "
+        "(default: all)",
+    )
+    parser.add_argument(
         "--target",
         type=Path,
         metavar="DIR",
@@ -52,16 +61,16 @@ def run(options: argparse.Namespace) -> int:
     """Status 1 where something stands in the way, or the shim's files were changed."""
     from ..compat import shim
 
-    before = shim.status(options.target)
+    before = shim.status(options.target, options.only)
     error = None
     try:
         if options.action == "install":
-            shim.install(options.target)
+            shim.install(options.target, options.only)
         elif options.action == "remove":
-            shim.remove(options.target)
+            shim.remove(options.target, options.only)
     except shim.ShimError as problem:
         error = str(problem)
-    after = shim.status(options.target)
+    after = shim.status(options.target, options.only)
     folder = str(options.target or shim.purelib())
     if options.json:
         data = {

@@ -63,8 +63,8 @@ def run(options: argparse.Namespace) -> int:
     for arch in archs:
         if arch not in known:
             raise ValueError(f"--arch: expected one of {', '.join(known)}; got {arch}")
-    if options.bundle and archs != list(of_hip.ARCHS):
-        raise ValueError(f"--bundle: expected --arch {','.join(of_hip.ARCHS)}")
+    if options.bundle and archs != [of_hip.EMULATED]:
+        raise ValueError(f"--bundle: expected --arch {of_hip.EMULATED}")
     built = []
     for arch in archs:
         build = compile_cuda.build if arch in of_cuda.TILED else _build
@@ -104,9 +104,10 @@ _COLUMNS = {
 
 
 def _build(arch: str, every: bool) -> list[dict[str, Any]]:
-    from ..backends.hip import plans
+    from ..backends.hip.target import TARGET
+    from ..backends.native import catalog
 
-    wanted = plans.all_plans("hip") if every else plans.common_plans("hip")
+    wanted = (catalog.all_plans if every else catalog.common_plans)(TARGET, arch)
     rows = []
     # The compiler runs in processes of its own.
     with progress("compiling") as show, ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -118,8 +119,8 @@ def _build(arch: str, every: bool) -> list[dict[str, Any]]:
 
 def _row(arch: str, plan: Plan) -> dict[str, Any]:
     from .. import codeobject
-    from ..backends.common.plans import name_of
     from ..backends.hip import code, runtime_hazards
+    from ..backends.native.plans import name_of
 
     data = code.build(plan, arch)
     faults = runtime_hazards.faults(data)
@@ -218,7 +219,7 @@ def _write_manifest(objects: dict[str, dict[str, Any]]) -> None:
 
 def _is_common(case: Case) -> bool:
     """Whether the common plans are all that ``case`` needs."""
-    from ..backends.common.plans import COMMON_HEAD_DIMS
+    from ..backends.native.plans import COMMON_HEAD_DIMS
 
     return (
         case.head_dim == case.head_dim_v in COMMON_HEAD_DIMS

@@ -23,9 +23,10 @@ COLUMNS = {
 
 def build(arch: str, every: bool) -> list[dict[str, Any]]:
     """A row for each plan of ``arch``, or for the common ones."""
-    from ..backends.cuda import plans
+    from ..backends.cuda.target import TARGET
+    from ..backends.native import catalog
 
-    wanted = plans.all_plans(arch) if every else plans.common_plans(arch)
+    wanted = (catalog.all_plans if every else catalog.common_plans)(TARGET, arch)
     rows = []
     # NVRTC compiles one program at a time in a process.
     spawning = multiprocessing.get_context("spawn")

@@ -48,7 +48,7 @@ def collect() -> dict[str, Any]:
     assert ran is not None
     return {
         "problem": f"1 × {_SEQLEN} × {_HEADS}/{_HEADS_K} × {_HEAD_DIM}, bfloat16, causal, forward",
-        "arch": plans.ARCHS[0],
+        "arch": plans.EMULATED,
         "kernel": ran.kernel.name,
         "sha256": ran.digest,
         "origin": ran.origin,

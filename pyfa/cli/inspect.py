@@ -58,15 +58,17 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Status 0; nothing here is a check."""
     from ..backends import BACKENDS
-    from ..backends.common.plans import name_of
     from ..backends.hip import plans, samples
+    from ..backends.hip.target import TARGET
+    from ..backends.native import catalog
+    from ..backends.native.plans import name_of
 
     why_not = BACKENDS["emulator"].why_unavailable()
     if why_not:
         raise ValueError(why_not)
     if options.arch not in plans.ARCHS:
         raise ValueError(f"--arch: expected one of {', '.join(plans.ARCHS)}; got {options.arch}")
-    known = [plan for plan in plans.all_plans("hip") if samples.of(plan)]
+    known = [plan for plan in catalog.all_plans(TARGET, options.arch) if samples.of(plan)]
     kernels = [plan for plan in known if name_of(plan) == options.kernel]
     if not kernels:
         names = sorted({name_of(plan) for plan in known})

@@ -55,16 +55,17 @@ def problem_of(options: argparse.Namespace) -> argparse.Namespace | None:
 def plans_of(options: argparse.Namespace, kernel: str) -> tuple[list[Plan], list[Answer]]:
     """The plans called ``kernel`` that take a problem on an MI300X, and what it would take
     there."""
-    from ..backends.common.plans import name_of
-    from ..backends.hip import runtime_timing, tiling
-    from .plan import modelled
+    from ..backends.hip import runtime_timing
+    from ..backends.hip.target import TARGET
+    from ..backends.native import tiling
+    from ..backends.native.plans import name_of
 
     whole = argparse.Namespace(**vars(options), device=DEVICE, backend="hip", compile=False)
-    explanation, model, _ = modelled(whole)
+    explanation, model, _ = problem.modelled(whole)
     taken = [one.plan for one in explanation.answers if one.backend == "hip" and one.plan]
     if not taken:
         raise ValueError("the hip backend does not take this problem (see pyfa explain)")
-    pairs = tiling.pairs_of(taken[0], explanation.problem, model.shape)
+    pairs = tiling.pairs_of(TARGET, taken[0], explanation.problem, model.shape)
     wanted = [plan for _, plan in pairs if name_of(plan) == kernel]
     if not wanted:
         names = ", ".join(sorted({name_of(plan) for _, plan in pairs}))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from .console import print_json, print_table, print_text, size
 if TYPE_CHECKING:
     from ..backends.hip.runtime_timing import Answer
     from ..dispatch import Explanation
-    from ..traffic import Model, TiledKernel
+    from ..traffic import Model
 
 # What makes a problem more than the dense attention that the model counts.
 _LEFT_OUT = {
@@ -69,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
 
         charts.require("--plot")
         charts.check_name(options.plot)
-    answer, result, why_none = modelled(options)
+    answer, result, why_none = problem.modelled(options)
     left_out = [text for name, text in _LEFT_OUT.items() if name in answer.problem.features]
     if options.plot is not None:
         from . import plan_plot
@@ -112,42 +111,12 @@ def _timing(answer: Explanation, model: Model, compiled: bool) -> list[Answer]:
     return runtime_timing.answers(*known, model)
 
 
-def modelled(options: argparse.Namespace) -> tuple[Explanation, Model, str]:
-    """The explanation, its costs, and a reason if no kernels are known."""
-    from ..traffic import model
-
-    answer = problem.explain(options, options.device, options.backend)
-    shape = problem.shape(options)
-    if 0 in (shape.batch, shape.seqlen_q, shape.seqlen_k):
-        raise ValueError("--batch and --seqlen: expected 1 or more")
-    kernels, why_none = _kernels(answer, shape, options.compile)
-    return answer, model(shape, answer.problem.device, options.dtype, kernels), why_none
-
-
 def _plan(answer: Explanation, whole: bool) -> str | None:
     """The chosen backend's plan: with its constants, or its kernel alone."""
     for one in answer.answers:
         if one.backend == answer.chosen and one.plan is not None:
             return str(one.plan) if whole else one.plan.kernel
     return None
-
-
-def _kernels(answer: Explanation, shape: Any, compiled: bool) -> tuple[Sequence[TiledKernel], str]:
-    """The kernels of the chosen backend's plan, else why there are none."""
-    from ..backends import BACKENDS
-    from ..backends.base import Tiled
-
-    if answer.chosen is None:
-        return (), "no backend can run this attention"
-    backend = BACKENDS[answer.chosen]
-    if not isinstance(backend, Tiled):
-        able = [one.backend for one in answer.answers if one.plan is not None]
-        others = [name for name in able if isinstance(BACKENDS[name], Tiled)]
-        hint = f" (--backend {others[0]} does)" if others else ""
-        return (), f"{answer.chosen} has no known tiles{hint}"
-    (plan,) = (one.plan for one in answer.answers if one.backend == answer.chosen)
-    assert plan is not None
-    return backend.tiled_kernels(plan, answer.problem, shape, compiled), ""
 
 
 def _print(

@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
     from ..dispatch import Explanation
-    from ..traffic import Shape
+    from ..traffic import Model, Shape, TiledKernel
 
-# What --features can say. The other features of a problem have a flag of their own.
-_FEATURES = (
-    "softcap", "alibi", "bias", "bias_grad", "sinks", "dropout", "varlen", "seqused", "paged",
-    "leftpad", "batch_idx", "backward", "dlse", "deterministic",
-)  # fmt: skip
-_FLAG_OF = {
-    "causal": "--causal",
-    "window": "--window L,R",
-    "gqa": "--heads H,Hk",
-    "dv": "--head-dim D,Dv",
-    "fp8": "--dtype float8_e4m3fn",
-}
 _SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
 _DTYPES = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e4m3fnuz")
 _PAGE_SIZE = 256
@@ -68,14 +57,23 @@ def _dtype(text: str) -> str:
 
 
 def _features(text: str) -> tuple[str, ...]:
+    from ..problem import FEATURES
+
     names = tuple(part.strip() for part in text.split(",") if part.strip())
     for name in names:
-        if name in _FLAG_OF:
-            raise argparse.ArgumentTypeError(f"{name} is said by {_FLAG_OF[name]}")
-        if name not in _FEATURES:
-            expected = ", ".join(_FEATURES)
+        if name in FEATURES and FEATURES[name].flag:
+            raise argparse.ArgumentTypeError(f"{name} is said by {FEATURES[name].flag}")
+        if name not in FEATURES:
+            expected = ", ".join(by_name())
             raise argparse.ArgumentTypeError(f"expected some of {expected}; got {name!r}")
     return names
+
+
+def by_name() -> tuple[str, ...]:
+    """What ``--features`` can say. The other features of a problem have a flag of their own."""
+    from ..problem import FEATURES
+
+    return tuple(name for name, feature in FEATURES.items() if not feature.flag)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -118,7 +116,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=_features,
         default=(),
         metavar="a,b,…",
-        help=f"some of {', '.join(_FEATURES)} (default: none)",
+        help=f"some of {', '.join(by_name())} (default: none)",
     )
 
 
@@ -159,6 +157,38 @@ def shape(options: argparse.Namespace) -> Shape:
         -1 if left is None else left, -1 if right is None else right,
         getattr(torch, options.dtype).itemsize,
     )  # fmt: skip
+
+
+def modelled(options: argparse.Namespace) -> tuple[Explanation, Model, str]:
+    """The explanation, its costs, and a reason if no kernels are known."""
+    from ..traffic import model
+
+    answer = explain(options, options.device, options.backend)
+    sizes = shape(options)
+    if 0 in (sizes.batch, sizes.seqlen_q, sizes.seqlen_k):
+        raise ValueError("--batch and --seqlen: expected 1 or more")
+    kernels, why_none = _kernels(answer, sizes, options.compile)
+    return answer, model(sizes, answer.problem.device, options.dtype, kernels), why_none
+
+
+def _kernels(
+    answer: Explanation, shape: Shape, compiled: bool
+) -> tuple[Sequence[TiledKernel], str]:
+    """The kernels of the chosen backend's plan, else why there are none."""
+    from ..backends import BACKENDS
+    from ..backends.base import Tiled
+
+    if answer.chosen is None:
+        return (), "no backend can run this attention"
+    backend = BACKENDS[answer.chosen]
+    if not isinstance(backend, Tiled):
+        able = [one.backend for one in answer.answers if one.plan is not None]
+        others = [name for name in able if isinstance(BACKENDS[name], Tiled)]
+        hint = f" (--backend {others[0]} does)" if others else ""
+        return (), f"{answer.chosen} has no known tiles{hint}"
+    (plan,) = (one.plan for one in answer.answers if one.backend == answer.chosen)
+    assert plan is not None
+    return backend.tiled_kernels(plan, answer.problem, shape, compiled), ""
 
 
 def _build(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from .rearrange import rearrange
+
 __all__ = [
     "index_first_axis",
     "index_first_axis_residual",
     "index_put_first_axis",
     "pad_input",
+    "rearrange",
     "unpad_input",
     "unpad_input_for_concatenated_sequences",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .. import validate
+from ..merging import merged
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -38,13 +39,7 @@ def combine(
         validate.wrong("out_dtype", "float32, float16 or bfloat16", dtype)
     if out is not None and (out.shape != out_partial.shape[1:] or out.dtype != dtype):
         validate.wrong("out", f"shape {tuple(out_partial.shape[1:])} and {dtype}", out)
-    lse = lse_partial.logsumexp(0)
-    # NaN, which is not above 0 either, where a row has no part at all.
-    weights = (lse_partial - lse).exp()[..., None]
-    total = torch.zeros_like(out_partial[0])
-    for weight, part in zip(weights, out_partial, strict=True):
-        # One part at a time, for all together would take as much memory again.
-        total = total + torch.where(weight > 0.0, weight * part, 0.0)
+    total, lse = merged(list(out_partial), lse_partial)
     if out is None:
         return total.to(dtype), lse
     return out.copy_(total), lse

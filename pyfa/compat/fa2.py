@@ -265,7 +265,7 @@ def flash_attn_with_kvcache(
         )
     if isinstance(result, torch.Tensor):
         return result
-    return result[0], _their_lse(result[1])
+    return result[0], their_lse(result[1])
 
 
 def _attend(
@@ -301,7 +301,7 @@ def _attend(
         return result
     out, lse = result
     if seed is None:
-        return out, _their_lse(lse), q.new_empty(0)
+        return out, their_lse(lse), q.new_empty(0)
     probabilities = signed_probabilities(
         q.detach(),
         k.detach(),
@@ -314,10 +314,10 @@ def _attend(
         options.dropout_p,
         seed,
     )
-    return out, _their_lse(lse), probabilities
+    return out, their_lse(lse), probabilities
 
 
-def _their_lse(lse: torch.Tensor) -> torch.Tensor:
+def their_lse(lse: torch.Tensor) -> torch.Tensor:
     """The LSE of a row that sees nothing is +inf in flash-attention 2."""
     return lse.masked_fill(lse == -torch.inf, torch.inf)
 

@@ -1,19 +1,50 @@
-"""What others take from inside flash-attention 2 (``flash_attn.flash_attn_interface``)."""
+"""What others take from inside flash-attention 2 (``flash_attn.flash_attn_interface``).
+
+Importing this registers PyTorch operators under flash-attention's names, ``torch.ops.flash_attn``:
+it is for the packages that ``pyfa compat install`` writes, where flash-attention itself is not. The
+operators have no gradient of their own, as there: their callers bring one.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from .. import api
 from . import fa2
-from .arguments import length, window
-from .errors import in_words_of
+from . import fa2_extension as flash_attn_gpu
 from .fa2 import *  # noqa: F403  # the module has the public functions too
+from .raw import ROUNDED, rounded
 
-__all__ = [*fa2.__all__, "USE_TRITON_ROCM", "_flash_attn_varlen_forward", "_get_block_size_n"]
+__all__ = [
+    *fa2.__all__,
+    "USE_TRITON_ROCM",
+    "_flash_attn_backward",
+    "_flash_attn_forward",
+    "_flash_attn_varlen_backward",
+    "_flash_attn_varlen_forward",
+    "_get_block_size_n",
+    "_wrapped_flash_attn_backward",
+    "_wrapped_flash_attn_forward",
+    "_wrapped_flash_attn_varlen_backward",
+    "_wrapped_flash_attn_varlen_forward",
+    "flash_attn_gpu",
+    "maybe_contiguous",
+    "round_multiple",
+]
 
-# There is no compiled extension with raw entry points: flash-attention says so by this.
-USE_TRITON_ROCM = True
+# flash-attention says by this that it runs without its extension, which ``flash_attn_gpu`` is.
+USE_TRITON_ROCM = False
+
+
+def maybe_contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
+    """``x`` with a contiguous last dimension."""
+    return x.contiguous() if x is not None and x.stride(-1) != 1 else x
+
+
+def round_multiple(x: int, m: int) -> int:
+    """``x`` rounded up to a multiple of ``m``."""
+    return -(-x // m) * m
 
 
 def _get_block_size_n(
@@ -23,7 +54,42 @@ def _get_block_size_n(
     return 1 << 30
 
 
-@in_words_of(page_table="block_table")
+@torch.library.custom_op("flash_attn::_flash_attn_forward", mutates_args=())
+def _flash_attn_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    return_softmax: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out, LSE, S_dmask, rng_state) of q, k and v (B, S, H, D)."""
+    out, lse, probabilities, state = flash_attn_gpu.fwd(
+        q, k, v, None, alibi_slopes, dropout_p, softmax_scale, causal, window_size_left,
+        window_size_right, softcap, return_softmax, None,
+    )  # fmt: skip
+    return out, lse, probabilities, state
+
+
+def _forward_fake(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any, **named: Any
+) -> tuple[torch.Tensor, ...]:
+    batch, rows, heads = q.shape[:3]
+    drawn = _option(7, "return_softmax", options, named)
+    return (
+        q.new_empty((batch, rows, heads, v.shape[-1])),
+        q.new_empty((batch, heads, rows), dtype=torch.float32),
+        q.new_empty((batch, heads, rounded(rows), rounded(k.shape[1])) if drawn else (0,)),
+        q.new_empty((2,), dtype=torch.int64),
+    )
+
+
+@torch.library.custom_op("flash_attn::_flash_attn_varlen_forward", mutates_args=())
 def _flash_attn_varlen_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -39,16 +105,144 @@ def _flash_attn_varlen_forward(
     window_size_right: int = -1,
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
+    return_softmax: bool = False,
     block_table: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
+    zero_tensors: bool = False,
     num_splits: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, LSE) as ``flash_attn_varlen_func``'s, of which ``seqused_k`` (B,) keys are used."""
-    if num_splits > 1:
-        raise RuntimeError("num_splits > 1 is not supported for packed queries")
-    return api.attention_varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, length(max_seqlen_q), length(max_seqlen_k),
-        seqused_k=seqused_k, page_table=block_table, causal=causal,
-        window=window((window_size_left, window_size_right)), scale=softmax_scale,
-        softcap=softcap, alibi_slopes=alibi_slopes, dropout_p=dropout_p, return_lse=True,
-    )  # type: ignore[return-value]  # fmt: skip  # with return_lse it is a pair
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out, LSE, S_dmask, rng_state) of packed q, k and v, or of k and v in blocks."""
+    out, lse, probabilities, state = flash_attn_gpu.varlen_fwd(
+        q, k, v, None, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes,
+        max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, zero_tensors, causal,
+        window_size_left, window_size_right, softcap, return_softmax, None, num_splits,
+    )  # fmt: skip
+    return out, lse, probabilities, state
+
+
+def _varlen_forward_fake(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *options: Any,
+    **named: Any,
+) -> tuple[torch.Tensor, ...]:
+    total, heads = q.shape[:2]
+    sizes = (cu_seqlens_q.shape[0] - 1, heads, rounded(max_seqlen_q), rounded(max_seqlen_k))
+    drawn = _option(7, "return_softmax", options, named)
+    return (
+        q.new_empty((total, heads, v.shape[-1])),
+        q.new_empty((heads, total), dtype=torch.float32),
+        q.new_empty(sizes if drawn else (0,)),
+        q.new_empty((2,), dtype=torch.int64),
+    )
+
+
+@torch.library.custom_op("flash_attn::_flash_attn_backward", mutates_args=("dq", "dk", "dv"))
+def _flash_attn_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    dq: torch.Tensor | None,
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    deterministic: bool,
+    rng_state: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Writes dq, dk and dv, where given; returns rowsum(dO∘O) (B, H, Sq rounded up to 128).
+
+    ``out`` and ``softmax_lse`` may be those of more keys than these, as in ring attention.
+    """
+    *_, sums = flash_attn_gpu.bwd(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, alibi_slopes, dropout_p, softmax_scale,
+        causal, window_size_left, window_size_right, softcap, deterministic, None, rng_state,
+    )  # fmt: skip
+    return sums
+
+
+def _backward_fake(dout: torch.Tensor, q: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+    batch, rows, heads = q.shape[:3]
+    return q.new_empty((batch, heads, rounded(rows)), dtype=torch.float32)
+
+
+@torch.library.custom_op("flash_attn::_flash_attn_varlen_backward", mutates_args=("dq", "dk", "dv"))
+def _flash_attn_varlen_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    dq: torch.Tensor | None,
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    deterministic: bool,
+    rng_state: torch.Tensor | None = None,
+    zero_tensors: bool = False,
+) -> torch.Tensor:
+    """``_flash_attn_backward`` of packed tensors; returns (H, total_q + 128·B)."""
+    *_, sums = flash_attn_gpu.varlen_bwd(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, alibi_slopes,
+        max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, zero_tensors, causal,
+        window_size_left, window_size_right, softcap, deterministic, None, rng_state,
+    )  # fmt: skip
+    return sums
+
+
+def _varlen_backward_fake(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    dq: torch.Tensor | None,
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor,
+    *rest: Any,
+    **named: Any,
+) -> torch.Tensor:
+    columns = q.shape[0] + ROUNDED * (cu_seqlens_q.shape[0] - 1)
+    return q.new_empty((q.shape[1], columns), dtype=torch.float32)
+
+
+def _option(number: int, name: str, options: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    return options[number] if number < len(options) else named.get(name)
+
+
+torch.library.register_fake("flash_attn::_flash_attn_forward", _forward_fake)
+torch.library.register_fake("flash_attn::_flash_attn_varlen_forward", _varlen_forward_fake)
+torch.library.register_fake("flash_attn::_flash_attn_backward", _backward_fake)
+torch.library.register_fake("flash_attn::_flash_attn_varlen_backward", _varlen_backward_fake)
+
+_wrapped_flash_attn_forward = torch.ops.flash_attn._flash_attn_forward
+_wrapped_flash_attn_varlen_forward = torch.ops.flash_attn._flash_attn_varlen_forward
+_wrapped_flash_attn_backward = torch.ops.flash_attn._flash_attn_backward
+_wrapped_flash_attn_varlen_backward = torch.ops.flash_attn._flash_attn_varlen_backward

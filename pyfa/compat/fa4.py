@@ -89,14 +89,14 @@ def flash_attn_func(
     ``NotImplementedError`` for what the module lists, and ``pyfa.UnsupportedProblem`` if no backend
     can run the call.
     """
-    _refuse(
+    refuse_missing(
         qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod,
         score_mod_bwd=score_mod_bwd, mask_mod=mask_mod, aux_tensors=aux_tensors or None,
         aux_scalars=aux_scalars or None, block_sparse_tensors=block_sparse_tensors,
         block_sparse_tensors_bwd=block_sparse_tensors_bwd,
     )  # fmt: skip
     result = api.attention(
-        q, k, v, causal=causal, window=_window(window_size, causal), scale=softmax_scale,
+        q, k, v, causal=causal, window=pyfas_window(window_size, causal), scale=softmax_scale,
         softcap=softcap or 0.0, sinks=learnable_sink, deterministic=deterministic,
         return_lse=return_lse,
     )  # fmt: skip
@@ -148,7 +148,7 @@ def flash_attn_varlen_func(
     Returns (out, lse) in the layout of q: lse is (H, total_q) or (B, H, Sq), or None. Raises what
     ``flash_attn_func`` raises.
     """
-    _refuse(
+    refuse_missing(
         qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod,
         score_mod_bwd=score_mod_bwd, mask_mod=mask_mod, aux_tensors=aux_tensors or None,
         aux_scalars=aux_scalars or None, block_sparse_tensors=block_sparse_tensors,
@@ -176,7 +176,7 @@ def flash_attn_varlen_func(
         q.shape[0] if max_seqlen_q is None else length(max_seqlen_q),
         k.shape[0] if max_seqlen_k is None else length(max_seqlen_k),
         seqused_q=seqused_q, seqused_k=seqused_k, page_table=page_table, causal=causal,
-        window=_window(window_size, causal), scale=softmax_scale, softcap=softcap or 0.0,
+        window=pyfas_window(window_size, causal), scale=softmax_scale, softcap=softcap or 0.0,
         sinks=learnable_sink, deterministic=deterministic, return_lse=return_lse,
     )  # fmt: skip
     out, lse = (result, None) if isinstance(result, torch.Tensor) else result
@@ -204,7 +204,7 @@ def flash_attn_combine(
     given, else of ``out_dtype`` (float32 by default), and the LSE (B, S, H) or (total, H), None
     without ``return_lse``. ``cu_seqlens`` and ``seqused`` are ignored: each row merges alone.
     """
-    _refuse(virtual_batch_idx=virtual_batch_idx)
+    refuse_missing(virtual_batch_idx=virtual_batch_idx)
     merged, lse = combine(out_partial, lse_partial, out, out_dtype)
     return merged, lse if return_lse else None
 
@@ -235,12 +235,13 @@ def get_scheduler_metadata(
     themselves."""
 
 
-def _refuse(**given: object) -> None:
+def refuse_missing(**given: object) -> None:
+    """``NotImplementedError`` for an argument that is given and not implemented."""
     for name, value in given.items():
         refuse(name, value, _WHY_NOT[name])
 
 
-def _window(window_size: Window, causal: bool) -> tuple[int | None, int | None] | None:
+def pyfas_window(window_size: Window, causal: bool) -> tuple[int | None, int | None] | None:
     """pyfa's window. None is unlimited here; a window that is empty as given counts as none."""
     if len(window_size) != 2:
         validate.wrong("window_size", "(left, right)", window_size)

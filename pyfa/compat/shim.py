@@ -15,7 +15,7 @@ import importlib.metadata
 import importlib.util
 import io
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -31,8 +31,12 @@ class ShimError(Exception):
 
 @dataclass(frozen=True)
 class Distribution:
-    """One package: the version of the interface, and each file's source in ``pyfa.compat``."""
+    """One package: the version of the interface, and each file's source in ``pyfa.compat``.
 
+    ``short`` is how a person names it.
+    """
+
+    short: str
     name: str
     interface: str
     modules: Mapping[str, str]
@@ -64,43 +68,62 @@ class Distribution:
                 "Root-Is-Purelib: true\nTag: py3-none-any\n"
             ),
             f"{self.dist_info}/top_level.txt": "".join(f"{root}\n" for root in self.roots),
-            **{path: self._source(module) for path, module in self.modules.items()},
+            **{path: self._source(path) for path in self.modules},
         }
 
-    def _source(self, module: str) -> str:
+    def _source(self, path: str) -> str:
         lines = [f'"""Written by `pyfa compat install`: {self.name} on pyfa\'s kernels."""', ""]
-        if module:
-            lines += [f"from pyfa.compat.{module} import *", ""]
+        if self.modules[path]:
+            lines += [f"from pyfa.compat.{self.modules[path]} import *"]
+            lines += [f"from . import {name}" for name in self._inside(path)]
+            lines += [""]
         return "\n".join([*lines, f'__version__ = "{self.version}"', ""])
+
+    def _inside(self, path: str) -> list[str]:
+        """The modules of a package: flash-attention's are there once the package is imported."""
+        if not path.endswith("/__init__.py"):
+            return []
+        folder = PurePosixPath(path).parent
+        found = (PurePosixPath(each) for each in self.modules)
+        return sorted(each.stem for each in found if each.parent == folder and str(each) != path)
 
 
 DISTRIBUTIONS = (
     Distribution(
+        "fa2",
         "flash_attn",
-        "2.8.4",
+        # The last release. TransformerEngine 2.20 takes none from 2.8.4 on.
+        "2.8.3",
         {
             "flash_attn/__init__.py": "fa2",
             "flash_attn/flash_attn_interface.py": "fa2_interface",
             "flash_attn/bert_padding.py": "bert_padding",
             "flash_attn/layers/__init__.py": "",
             "flash_attn/layers/rotary.py": "rotary",
+            "flash_attn/ops/__init__.py": "",
+            "flash_attn/ops/triton/__init__.py": "",
+            "flash_attn/ops/triton/rotary.py": "rotary",
+            "flash_attn_2_cuda.py": "fa2_extension",
         },
     ),
     Distribution(
+        "fa3",
         "flash_attn_3",
         "3.0.0",
         {
-            "flash_attn_interface.py": "fa3",
+            "flash_attn_interface.py": "fa3_interface",
             "flash_attn_3/__init__.py": "",
-            "flash_attn_3/flash_attn_interface.py": "fa3",
+            "flash_attn_3/_C.py": "fa3_extension",
+            "flash_attn_3/flash_attn_interface.py": "fa3_interface",
         },
     ),
     Distribution(
+        "fa4",
         "flash_attn_4",
         "4.0.0",
         {
             "flash_attn/cute/__init__.py": "fa4",
-            "flash_attn/cute/interface.py": "fa4",
+            "flash_attn/cute/interface.py": "fa4_interface",
         },
     ),
 )
@@ -120,45 +143,51 @@ def purelib() -> Path:
     return Path(sysconfig.get_path("purelib"))
 
 
-def status(target: Path | None = None) -> list[Status]:
+def chosen(only: Sequence[str] = ()) -> tuple[Distribution, ...]:
+    """The distributions by their short names, fa2, fa3 and fa4; all of them where none is named."""
+    return tuple(each for each in DISTRIBUTIONS if not only or each.short in only)
+
+
+def status(target: Path | None = None, only: Sequence[str] = ()) -> list[Status]:
     """What there is of each distribution, in ``target`` or wherever Python here finds it."""
-    return [_status_of(each, target) for each in DISTRIBUTIONS]
+    return [_status_of(each, target) for each in chosen(only)]
 
 
-def install(target: Path | None = None) -> list[Status]:
+def install(target: Path | None = None, only: Sequence[str] = ()) -> list[Status]:
     """Write what is missing into ``target`` (default: ``purelib()``); returns what there is then.
 
-    Raises ``ShimError``, before anything is written, where another package of these names is there
-    or found by Python, or where the shim's own files were changed.
+    ``only`` these, by their short names; the others stay as they are. Raises ``ShimError``, before
+    anything is written, where another package of these names is there or found by Python, or where
+    the shim's own files were changed.
     """
     folder = target or purelib()
-    found = status(target)
+    found = status(target, only)
     for each in found:
         if each.state == "foreign":
             raise ShimError(
                 f"{each.name} is installed already ({each.where}) and is never overwritten; "
                 "import pyfa.compat instead, or uninstall it first"
             )
-    _refuse_changed(folder)
-    for package, now in zip(DISTRIBUTIONS, found, strict=True):
+    _refuse_changed(folder, only)
+    for package, now in zip(chosen(only), found, strict=True):
         if now.state == "outdated":
             _remove(folder, package)
         if now.state != "installed":
             _write(folder, package)
     importlib.invalidate_caches()
-    return status(target)
+    return status(target, only)
 
 
-def remove(target: Path | None = None) -> list[Status]:
+def remove(target: Path | None = None, only: Sequence[str] = ()) -> list[Status]:
     """Remove what ``install`` wrote into ``target`` (default: ``purelib()``) and nothing else.
 
     Raises ``ShimError``, before anything is removed, where a file of the shim was changed. Returns
     what was there.
     """
     folder = target or purelib()
-    _refuse_changed(folder)
-    found = [each for each in status(target) if each.state in ("installed", "outdated")]
-    for package in DISTRIBUTIONS:
+    _refuse_changed(folder, only)
+    found = [each for each in status(target, only) if each.state in ("installed", "outdated")]
+    for package in chosen(only):
         _remove(folder, package)
     importlib.invalidate_caches()
     return found
@@ -238,10 +267,10 @@ def _changed(folder: Path, info: Path) -> list[Path]:
     ]
 
 
-def _refuse_changed(folder: Path) -> None:
+def _refuse_changed(folder: Path, only: Sequence[str]) -> None:
     changed = [
         str(path)
-        for each in DISTRIBUTIONS
+        for each in chosen(only)
         if (info := _dist_info(folder, each)) is not None
         for path in _changed(folder, info)
     ]

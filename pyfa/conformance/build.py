@@ -6,11 +6,13 @@ sequences and never from each other, so that the path from one to the other is u
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 
 from ..problem import Call
+from . import hostile
 from .cases import Case, pick
 from .inputs import (
     Inputs,
@@ -33,13 +35,31 @@ _EMPTY_BATCH_ROWS = 5
 def build(case: Case) -> Inputs:
     """The inputs of ``case``, the same bytes on every machine."""
     parts = [sequence(case, b) for b in range(case.batch)]
+    hostile.make_way(case, parts)
     builder = {"dense": _dense, "varlen": _varlen, "kvcache": _kvcache}[case.kind]
     inputs = builder(case, parts)
     inputs.sequences = parts
     inputs.score_size, inputs.product_size = score_sizes(parts, inputs.spec)
     if case.backward:
         _add_gradients(inputs)
+    if case.hostile:
+        _poison(inputs, builder(case, hostile.poisoned(case, parts)))
     return inputs
+
+
+def _poison(inputs: Inputs, poisoned: Inputs) -> None:
+    """The call gets what is hostile; the reference keeps what it has."""
+    inputs.placed, inputs.cache_after = poisoned.placed, poisoned.cache_after
+    inputs.marks = hostile.marks(inputs)
+    if inputs.case.hostile != "padding=inf":
+        return
+    padded = {name: hostile.pad_with_inf(item) for name, item in inputs.placed.items()}
+    for name, after in inputs.cache_after.items():
+        item = dataclasses.replace(padded[name], buffer=after)
+        inputs.cache_after[name] = hostile.pad_with_inf(item).buffer
+    inputs.placed = padded
+    if inputs.dout is not None:
+        inputs.dout = hostile.pad_with_inf(inputs.dout)
 
 
 def _dense(case: Case, parts: list[Sequence]) -> Inputs:

@@ -20,6 +20,7 @@ RECIPES = ("plain", "growing", "huge", "equal", "offset", "big", "identity")
 FLOAT8_RECIPES = ("sink", "needle", "rotated")
 LAYOUTS = ("contiguous", "strided", "heads_first", "unaligned", "gapped")
 BIASES = ("full", "keys", "rows", "heads", "bool", "hidden")
+HOSTILE = ("q=nan", "k=nan", "v=nan", "q=inf", "q=-inf", "k=inf", "v=inf", "padding=inf")
 ROTARIES = ("interleaved", "halves", "interleaved_part", "halves_part")
 _SHORT = {
     "bfloat16": "bf16",
@@ -46,6 +47,7 @@ class Case:
     ``recipe``: what the values are like (``RECIPES``). ``layout``: where they lie (``LAYOUTS``).
     ``cache_dtype``: that of k and v where it is not q's. ``scales``: those of float8 tensors, per
     "tensor" or "head", or of so many rows each. ``out_dtype``: asked for, where it is.
+    ``hostile``: a NaN or an inf among the inputs, and where (``HOSTILE``).
     """
 
     kind: str = "dense"
@@ -85,6 +87,7 @@ class Case:
     cache_dtype: str = ""
     scales: str | int = ""
     out_dtype: str = ""
+    hostile: str = ""
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -157,6 +160,17 @@ class Case:
     def _has_seqused(self) -> bool:
         return self.used_q or self.used_k or self.page_size > 0
 
+    @property
+    def _can_be_hostile(self) -> bool:
+        """Whether ``hostile.py`` knows what becomes of the element, or of the padding."""
+        if self.hostile == "padding=inf":
+            return not self.rotary and "float8" not in "".join(self.dtypes)
+        pairs = zip(self.lengths_q, self.lengths_k, strict=False)
+        unknown = self.dropout_p or self.bias or self.rotary or self.shared or self.dlse
+        if self.backward:
+            unknown = unknown or self.page_size or self.sinks or "inf" in self.hostile
+        return self.hostile in HOSTILE and not unknown and any(a and b for a, b in pairs)
+
     def clamped(self, longest: int) -> Case:
         """The case with no length above ``longest``, for backends that are slow."""
         lengths_k = tuple(min(n, longest) for n in self.lengths_k)
@@ -204,6 +218,7 @@ class Case:
             and self.dtypes[0 if not self.new_keys else 1].startswith("float8"),
             "float8 under": bool(self.cache_dtype) and self.dtype not in ("bfloat16", "float16"),
             "out_dtype": bool(self.out_dtype) and not self.dtype.startswith("float8"),
+            "hostile": bool(self.hostile) and not self._can_be_hostile,
             "identity": self.recipe == "identity" and max(self.lengths_k, default=0) > 256,
         }
         return [name for name, wrong in found.items() if wrong]

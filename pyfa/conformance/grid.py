@@ -236,6 +236,7 @@ def _quick() -> Iterator[Case]:
     yield from _quick_packed()
     yield from _quick_caches()
     yield from _dropout_bits(4)
+    yield from _hostile()
     yield from grid_fp8.quick()
 
 
@@ -280,6 +281,35 @@ def _quick_caches() -> Iterator[Case]:
         for lengths, options in zip(_APPENDS, appends, strict=True):
             fields = {"dtype": _DTYPES[index % 3], "rotary": rotary, "slack": index, **options}
             yield _packed(lengths, "kvcache", new_keys=lengths[0][0], **fields)
+
+
+def _hostile() -> Iterator[Case]:
+    """NaN and inf among the inputs, in masked places, in padding, in rows and pages of nobody."""
+    for index, element in enumerate(("q=nan", "k=nan", "v=nan")):
+        half, other = _HALF[index % 2], _HALF[1 - index % 2]
+        fields: dict[str, Any] = {"hostile": element, "backward": True}
+        yield _dense(65, 97, dtype=half, causal=True, heads_q=4, **fields)
+        yield _dense(64, 64, dtype=other, causal=index > 0, deterministic=True, **fields)
+        yield _dense(40, 12, dtype="float32", **fields)
+        yield _dense(5, 7, dtype=half, hostile=element, softcap=5.0, alibi="heads", sinks=True)
+        yield _packed(_PACKED[1], "varlen", dtype=other, causal=True, **fields)
+        splits: dict[str, Any] = {"num_splits": 3} if index else {"page_size": 16}
+        yield _packed(_CACHES[0], "kvcache", dtype=half, heads_q=8, hostile=element, **splits)
+    for index, element in enumerate(("q=inf", "q=-inf", "k=inf", "v=inf")):
+        half = _HALF[index % 2]
+        yield _dense(65, 97, dtype=half, causal=True, window=(40, 0), hostile=element)
+        yield _dense(33, 33, dtype=half, hostile=element)
+        yield _packed(_CACHES[0], "kvcache", dtype=half, heads_q=4, hostile=element)
+    beyond: dict[str, Any] = {"hostile": "padding=inf"}
+    yield _packed(_PACKED[0], "varlen", used_q=True, used_k=True, slack=4, backward=True, **beyond)
+    yield _packed(_PACKED[1], "varlen", page_size=16, used_k=True, backward=True, **beyond)
+    caches: tuple[Fields, ...] = (
+        {"page_size": 16, "slack": 5},
+        {"leftpad": True, "batch_idx": True, "slack": 3, "heads_q": 8, "num_splits": 3},
+        {"new_keys": 1, "slack": 9, "dtype": "float16"},
+    )
+    for options in caches:
+        yield _packed(_CACHES[0], "kvcache", **beyond, **options)
 
 
 def _dropout_bits(count: int) -> Iterator[Case]:

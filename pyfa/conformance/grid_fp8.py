@@ -50,6 +50,10 @@ def quick() -> Iterator[Case]:
     for index, recipe in enumerate(FLOAT8_RECIPES):
         yield dense(33, 513, dtype="float8_e4m3fn", recipe=recipe, causal=index == 2)
     yield dense(17, 513, dtype="float8_e4m3fn", recipe="sink", sinks=True)
+    for index, element in enumerate(("q=nan", "k=nan", "v=nan")):
+        fields = {"hostile": element, "causal": index > 0}
+        yield dense(33, 65, dtype="float8_e4m3fn", scales=_SCALES[index], **fields)
+    yield packed(_CACHED[0], "kvcache", cache_dtype="float8_e4m3fn", heads_q=8, hostile="k=nan")
     for index, options in enumerate(_PACKED):
         yield packed(_LENGTHS, "varlen", dtype="float8_e4m3fn", scales=_SCALES[index], **options)
     for index, options in enumerate(_CACHES):

@@ -113,8 +113,9 @@ class Inputs:
     meaning demands; ``naive`` differs from it only in how rotary was computed. ``dout`` and
     ``dlse`` are what flows back. ``cache_after`` holds the caches' buffers as an append must leave
     them; where rotary ran, ``rotated_rows`` marks k's elements that hold a rotated value.
-    ``sequences`` holds q, k and v of each sequence. ``score_size`` and ``product_size`` are the
-    largest |score| and the largest scale·Σ|q||k|, with all other terms.
+    ``sequences`` holds q, k and v of each sequence, ``marks`` what becomes of a hostile element
+    (``hostile.Marks`` by result), which ``spec`` does not have. ``score_size`` and ``product_size``
+    are the largest |score| and the largest scale·Σ|q||k|, with all other terms.
     """
 
     case: Case
@@ -127,6 +128,7 @@ class Inputs:
     cache_after: dict[str, torch.Tensor] = field(default_factory=dict)
     rotated_rows: torch.Tensor | None = None
     sequences: list[Sequence] = field(default_factory=list)
+    marks: dict[str, Any] = field(default_factory=dict)
     score_size: float = 0.0
     product_size: float = 0.0
 

@@ -298,5 +298,5 @@ def _grad_sinks(sinks: torch.Tensor, rows: Rows) -> torch.Tensor:
     if rows.dlse is not None:
         delta = delta - rows.dlse
     share = torch.exp(sinks[:, None] - rows.lse) * delta
-    share = torch.where(rows.lse > -torch.inf, share, 0.0)
+    share = torch.where(rows.lse != -torch.inf, share, 0.0)
     return -share.sum(-1).reshape(-1, sinks.shape[0]).sum(0)

@@ -1,4 +1,4 @@
-"""Packing padded sequences and back, as ``flash_attn.bert_padding``; rotary by its own formula."""
+"""Packing padded sequences and back, as ``flash_attn.bert_padding``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from pyfa.compat import bert_padding
-from pyfa.compat.rotary import apply_rotary_emb
 
 MASK = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 1, 1]])
 
@@ -56,16 +55,40 @@ def test_rows_by_index() -> None:
     assert not bool(put[[1, 3]].any())
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_rotary(interleaved: bool) -> None:
-    """Position by position, the rotation of a plane per pair."""
-    x, angle = torch.randn(2, 3, 2, 10), torch.rand(9, 4)
-    offsets = torch.tensor([0, 5])
-    out = apply_rotary_emb(x, angle.cos(), angle.sin(), interleaved, seqlen_offsets=offsets)
-    for i in range(4):
-        first, second = (2 * i, 2 * i + 1) if interleaved else (i, i + 4)
-        turn = torch.stack([angle[:3, i], angle[5:8, i]])[..., None]
-        a, b = x[..., first], x[..., second]
-        torch.testing.assert_close(out[..., first], a * turn.cos() - b * turn.sin())
-        torch.testing.assert_close(out[..., second], a * turn.sin() + b * turn.cos())
-    assert torch.equal(out[..., 8:], x[..., 8:])
+X = torch.arange(120.0).view(2, 3, 4, 5)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "sizes", "expected"),
+    [
+        # What verl asks for, and then each kind of change alone.
+        ("b s ... -> (b s) ...", {}, X.view(6, 4, 5)),
+        ("b s h d -> (b s) (h d)", {}, X.view(6, 20)),
+        ("c b s ... -> (b s) c ...", {}, X.permute(1, 2, 0, 3).reshape(12, 2, 5)),
+        ("... d -> d ...", {}, X.permute(3, 0, 1, 2)),
+        ("b s (x y) d -> b y s (d x)", {"x": 2}, X.view(2, 3, 2, 2, 5).permute(0, 3, 1, 4, 2)
+         .reshape(2, 2, 3, 10)),
+        ("b s h d -> b 1 s (h d)", {}, X.view(2, 1, 3, 20)),
+        ("(a b) ... -> a b (...)", {"a": 1}, X.view(1, 2, 60)),
+    ],
+)  # fmt: skip
+def test_rearrange(pattern: str, sizes: dict[str, int], expected: torch.Tensor) -> None:
+    assert torch.equal(bert_padding.rearrange(X, pattern, **sizes), expected)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "sizes"),
+    [
+        ("b s -> s b", {}),
+        ("b s h d e ... -> b", {}),
+        ("b s h d", {}),
+        ("b s h d -> b s h", {}),
+        ("b (s t) h d -> b s t h d", {}),
+        ("b (s t) h d -> b s t h d", {"s": 2}),
+        ("b s h d -> b s h [d]", {}),
+        ("b s 1 d -> b s d", {}),
+    ],
+)
+def test_rearrange_that_does_not_fit(pattern: str, sizes: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        bert_padding.rearrange(X, pattern, **sizes)

@@ -13,10 +13,25 @@ from pathlib import Path
 import pytest
 
 from pyfa import __version__, cli
-from pyfa.compat import bert_padding, fa2, fa2_interface, fa3, fa4, shim
+from pyfa.compat import (
+    bert_padding,
+    fa2,
+    fa2_extension,
+    fa2_interface,
+    fa3,
+    fa3_interface,
+    fa4,
+    fa4_interface,
+    rotary,
+    shim,
+)
 
 STATES = "absent", "absent", "absent"
 WRITTEN = "installed", "installed", "installed"
+
+
+# Functions that pyfa.compat's own modules share.
+_FOR_OTHER_MODULES = {"their_lse", "refuse_missing", "pyfas_window"}
 
 
 def states(target: Path | None) -> tuple[str, ...]:
@@ -43,10 +58,12 @@ def test_the_names_that_people_import(tmp_path: Path) -> None:
 import json
 import flash_attn, flash_attn_interface, flash_attn.cute
 from flash_attn import flash_attn_func, flash_attn_with_kvcache
-from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
+from flash_attn.bert_padding import index_first_axis, pad_input, rearrange, unpad_input
 from flash_attn.cute.interface import flash_attn_combine
 from flash_attn.flash_attn_interface import _flash_attn_varlen_forward, flash_attn_varlen_func
-from flash_attn.layers.rotary import apply_rotary_emb
+from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb, apply_rotary_emb_qkv_
+from flash_attn.ops.triton.rotary import apply_rotary
+from flash_attn_2_cuda import bwd, fwd, fwd_kvcache, varlen_bwd, varlen_fwd
 from flash_attn_3.flash_attn_interface import get_scheduler_metadata
 from importlib.metadata import packages_distributions, version
 import pyfa.compat.fa2, pyfa.compat.fa3, pyfa.compat.fa4
@@ -62,7 +79,7 @@ print(json.dumps({
 }))
 """
     found = json.loads(asked(tmp_path, code))
-    versions = [f"{x}+pyfa.{__version__}" for x in ("2.8.4", "2.8.4", "3.0.0", "4.0.0", "2.8.4")]
+    versions = [f"{x}+pyfa.{__version__}" for x in ("2.8.3", "2.8.3", "3.0.0", "4.0.0", "2.8.3")]
     assert found["versions"] == versions
     assert found["flash_attn"] == ["flash_attn", "flash_attn_4"]
     assert found["interface"] == ["flash_attn_3"]
@@ -70,14 +87,15 @@ print(json.dumps({
 
 def test_every_public_name_is_handed_on(tmp_path: Path) -> None:
     """``from … import *`` hands on what is in ``__all__``: nothing else may be meant for users."""
-    for module in (fa2, fa3, fa4, bert_padding):
+    for module in (fa2, fa3, fa4, bert_padding, rotary, fa2_extension):
         own = {
             name
             for name, x in vars(module).items()
             if inspect.isfunction(x) and x.__module__ == module.__name__ and name[0] != "_"
-        }
+        } - _FOR_OTHER_MODULES
         assert own <= set(module.__all__)
-    assert set(fa2.__all__) < set(fa2_interface.__all__)
+    for public, interface in ((fa2, fa2_interface), (fa3, fa3_interface), (fa4, fa4_interface)):
+        assert set(public.__all__) < set(interface.__all__)
 
 
 def test_what_is_recorded_is_what_is_there(tmp_path: Path) -> None:
@@ -219,6 +237,36 @@ def test_a_write_cut_short_can_be_removed(tmp_path: Path, monkeypatch: pytest.Mo
     assert states(tmp_path)[0] == "outdated"
     shim.remove(tmp_path)
     assert files(tmp_path) == set()
+
+
+@pytest.mark.parametrize("name", ["fa2", "fa3", "fa4"])
+def test_one_alone(tmp_path: Path, name: str) -> None:
+    """The others are neither written, nor in the way, nor removed."""
+    number = ("fa2", "fa3", "fa4").index(name)
+    shim.install(tmp_path, only=[name])
+    expected = tuple("installed" if i == number else "absent" for i in range(3))
+    assert states(tmp_path) == expected
+    foreign = shim.DISTRIBUTIONS[(number + 1) % 3].name
+    (tmp_path / f"{foreign}-9.9.dist-info").mkdir()
+    (tmp_path / f"{foreign}-9.9.dist-info" / "METADATA").write_text("theirs")
+    assert [each.state for each in shim.install(tmp_path, only=[name])] == ["installed"]
+    with pytest.raises(shim.ShimError, match="never overwritten"):
+        shim.install(tmp_path)
+    others = [each for each in ("fa2", "fa3", "fa4") if each != name]
+    assert shim.remove(tmp_path, only=others) == []
+    assert states(tmp_path)[number] == "installed"
+    assert [each.name for each in shim.remove(tmp_path, only=[name])] == [
+        shim.DISTRIBUTIONS[number].name
+    ]
+    assert files(tmp_path) == {f"{foreign}-9.9.dist-info/METADATA"}
+
+
+def test_the_command_for_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ["--target", str(tmp_path), "--json"]
+    assert cli.main(["compat", "install", "--only", "fa2", *where]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [each["name"] for each in report["packages"]] == ["flash_attn"]
+    assert states(tmp_path) == ("installed", "absent", "absent")
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -162,7 +162,7 @@ def test_other_case_sets_are_said(report: Report) -> None:
 
 def test_common_cases_alone(report: Report) -> None:
     """What one backend was not asked, or refused, is counted; what both ran must still agree."""
-    first, second, *rest = report.results
+    _, second, *rest = report.results
     other = with_results(report, replace(second, status="refused"), *rest)
     comparison = conformance.compare(report, other, common=True)
     assert comparison.same

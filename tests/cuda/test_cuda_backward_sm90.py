@@ -12,7 +12,10 @@ import torch
 import pyfa
 from pyfa import abi, cubin, dispatch
 from pyfa.backends.common.calls import DTYPE_CODES
-from pyfa.backends.cuda import backward, backward_sm90, code, plans, runtime_compiler
+from pyfa.backends.cuda import backward, code, plans, runtime_compiler
+from pyfa.backends.cuda.target import TARGET
+from pyfa.backends.native import catalog
+from pyfa.backends.native.tiles import sm90
 from pyfa.device import DEVICES
 from pyfa.plan import Plan
 from pyfa.problem import Problem
@@ -28,7 +31,7 @@ def problem(*features: str, device: str = "H200") -> Problem:
 
 
 def kernel_of(head_dim: int, head_dim_v: int, general: bool = False, arch: str = "sm_90a") -> Plan:
-    found = backward.plans_for(arch, head_dim, head_dim_v, 1, general, False)
+    found = backward.plans_for(arch, (head_dim, head_dim_v), 1, general, False)
     assert len({dict(each.constants)["BLOCK_Q"] for each in found}) == 1
     return found[1]
 
@@ -39,8 +42,8 @@ def test_plain_scores_on_hopper_are_its_own(arch: str, general: bool) -> None:
     own = arch == "sm_90a" and not general
     for dims in ((1, 1), (64, 64), (80, 40), (128, 128), (192, 128), (160, 160), (256, 256)):
         plan = kernel_of(*dims, general, arch)
-        assert plan.kernel == (backward_sm90.KERNEL if own else backward.KERNEL)
-        assert plan in plans.all_plans(plans.tiles_of(arch))
+        assert plan.kernel == (backward.SM90 if own else backward.KERNEL)
+        assert plan in catalog.all_plans(TARGET, plans.tiled_arch(arch))
         constants = dict(plan.constants)
         assert int(constants["HEAD_DIM"]) >= dims[0]
         assert int(constants["HEAD_DIM_V"]) >= dims[1]
@@ -72,7 +75,7 @@ def test_explain_says_what_is_left_to_sm80(features: tuple[str, ...], left: bool
     "plan",
     dict.fromkeys(
         plan
-        for pair in backward_sm90.TILES
+        for pair in sm90.BACKWARD
         for dtype in DTYPE_CODES.values()
         for deterministic in (False, True)
         for plan in backward.sm90_plans_of(pair, dtype, deterministic)
@@ -86,7 +89,7 @@ def test_products_run_on_while_registers_are_as_planned(plan: Plan) -> None:
     data, report = runtime_compiler.compile_cuda(code.source_of(plan), arch="sm_90a")
     found, constants = cubin.parse(data), dict(plan.constants)
     assert "C75" not in report
-    if plan.kernel != backward_sm90.KERNEL:
+    if plan.kernel != backward.SM90:
         assert found.stack_bytes == 0
         return
     assert found.registers == 168

@@ -16,8 +16,11 @@ import torch
 
 import pyfa
 from pyfa import abi
-from pyfa.backends.common import combine, libcuda
+from pyfa.backends.common import libcuda
 from pyfa.backends.cuda import code, decode, plans, runtime_compiler
+from pyfa.backends.cuda.target import TARGET
+from pyfa.backends.native import catalog, combine
+from pyfa.backends.native import decode as native_decode
 from pyfa.plan import Plan
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -85,7 +88,7 @@ def test_a_float8_cache_spills_nothing_on_hopper() -> None:
     """Those of sm_89 are among what ``test_cuda_code`` compiles."""
     mine = [
         plan
-        for plan in decode.all_plans("sm_90")
+        for plan in native_decode.all_plans(TARGET, "cuda", "sm_90")
         if {"KEY_DTYPE": 2, "DTYPE": 1}.items() <= dict(plan.constants).items()
     ]
     assert len(mine) == 12
@@ -109,7 +112,7 @@ def test_what_combines_is_launched_ahead_from_hopper_on(
 
 
 def test_a_kernel_that_starts_ahead_waits_before_anything_else() -> None:
-    every = {plan for tiles in plans.TILED for plan in plans.all_plans(tiles)}
+    every = {plan for tiles in plans.TILED for plan in catalog.all_plans(TARGET, tiles)}
     ahead = {plan for plan in every if plans.starts_ahead(plan, "sm_90")}
     assert {plan.kernel for plan in ahead} == plans.AHEAD
     assert not any(plans.starts_ahead(plan, "sm_89") for plan in every)

@@ -10,7 +10,7 @@ import torch
 import pyfa
 from pyfa import dispatch
 from pyfa.backends import BACKENDS
-from pyfa.backends.common import libcuda
+from pyfa.backends.common import libcuda, splits
 from pyfa.backends.cuda import (
     backend,
     backward,
@@ -20,6 +20,11 @@ from pyfa.backends.cuda import (
     plans,
     runtime_compiler,
 )
+from pyfa.backends.cuda.target import TARGET
+from pyfa.backends.native import catalog
+from pyfa.backends.native import decode as native_decode
+from pyfa.backends.native.target import Block
+from pyfa.backends.native.tiles import GROUP
 from pyfa.device import DEVICES
 from pyfa.problem import Problem
 
@@ -39,7 +44,7 @@ def answer(**changes: object) -> dispatch.Answer:
     ],
 )  # fmt: skip
 def test_whose_tiles(arch: str, tiles: str) -> None:
-    assert plans.tiles_of(arch) == tiles
+    assert plans.tiled_arch(arch) == tiles
 
 
 def test_tiles_of_another_arch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +78,7 @@ def test_reasons(changes: dict[str, object], reason: str) -> None:
 
 
 def test_every_plan_is_one_that_is_compiled_ahead() -> None:
-    known = {name: set(plans.all_plans(name)) for name in plans.TILED}
+    known = {name: set(catalog.all_plans(TARGET, name)) for name in plans.TILED}
     for device in ("A100-80GB", "RTX4090", "H200"):
         for dims in ((1, 1), (64, 64), (80, 80), (96, 64), (128, 128), (192, 128), (136, 200)):
             for features in ((), ("causal",), ("softcap", "gqa"), ("dropout",), ("paged",)):
@@ -82,13 +87,14 @@ def test_every_plan_is_one_that_is_compiled_ahead() -> None:
                         head_dim=dims[0], head_dim_v=dims[1], features=frozenset(features),
                         device=DEVICES[device], seqlen_q=rows, heads_k=4,
                     )  # fmt: skip
-                    assert found.plan in known[plans.tiles_of(DEVICES[device].arch)]
+                    assert found.plan in known[plans.tiled_arch(DEVICES[device].arch)]
 
 
 def test_no_more_than_forty_plans_of_a_kernel_for_each_format() -> None:
     for arch in plans.TILED:
-        for kernel in (forward, backward, decode):
-            mine = [p.constants for p in kernel.all_plans(arch) if dict(p.constants)["DTYPE"] == 0]
+        decodes = native_decode.all_plans(TARGET, "cuda", arch)
+        for every in (forward.all_plans(arch), backward.all_plans(arch), decodes):
+            mine = [p.constants for p in every if dict(p.constants)["DTYPE"] == 0]
             assert len(mine) == len(set(mine))
             float8 = sum(not {"INPUTS", "KEY_DTYPE"}.isdisjoint(dict(x)) for x in mine)
             assert max(float8, len(mine) - float8) <= 40
@@ -161,7 +167,7 @@ def test_float8_on_hopper(changes: dict[str, object], constants: dict[str, int])
     assert found.kernel == forward_sm90.KERNEL
     assert constants.items() <= dict(found.constants).items()
     assert found.notes[0] == "float8: P is rounded to it too"
-    assert replace(found, notes=()) in plans.all_plans("sm_90")
+    assert replace(found, notes=()) in catalog.all_plans(TARGET, "sm_90")
 
 
 @pytest.mark.parametrize(
@@ -230,13 +236,13 @@ def test_a_float8_cache_under_a_few_rows(
     assert found is not None
     assert found.kernel == decode.KERNEL
     assert constants.items() <= dict(found.constants).items()
-    tiles = plans.tiles_of(DEVICES[device].arch)
-    assert replace(found, notes=()) in plans.all_plans(tiles)
-    assert replace(found, notes=()) not in plans.common_plans(tiles)
+    tiles = plans.tiled_arch(DEVICES[device].arch)
+    assert replace(found, notes=()) in catalog.all_plans(TARGET, tiles)
+    assert replace(found, notes=()) not in catalog.common_plans(TARGET, tiles)
 
 
 def test_hopper_s_own_kernels_are_compiled_for_its_own_target() -> None:
-    found = {plans.compiled_for("sm_90a", plan) for plan in plans.all_plans("sm_90")}
+    found = {plans.compiled_for("sm_90a", plan) for plan in catalog.all_plans(TARGET, "sm_90")}
     assert found == {"sm_90", "sm_90a"}
     ours = forward_sm90.plan(EXAMPLE)
     assert plans.compiled_for("sm_90a", ours) == "sm_90a"
@@ -270,21 +276,28 @@ def test_a_grid_that_leaves_sms_idle_gets_blocks_of_half_the_rows() -> None:
     ],
 )
 def test_when_forward_splits_the_keys(blocks: int, keys: int, lines: int, parts: int) -> None:
-    assert forward.splits(blocks, keys, 264, lines) == parts
+    costs = TARGET.block_of(forward.all_plans("sm_80")[0]).costs
+    assert splits.within_a_round(blocks, keys, 264, lines, costs) == parts
 
 
 def test_hopper_s_kernel_gains_less_by_splitting() -> None:
-    ours = {name: int(value) for name, value in forward_sm90.plan(EXAMPLE).constants}
-    assert forward.splits(16, 1024, 132, 4096) == 4
-    assert forward.parts_of(ours, 16, 1024, 132, 4096) == 1
-    assert forward.parts_of(ours, 8, 65536, 132, 1024) == 16
+    ours = TARGET.block_of(forward_sm90.plan(EXAMPLE))
+    other = TARGET.block_of(forward.all_plans("sm_80")[0])
+
+    def parts(block: Block, blocks: int, keys: int, lines: int) -> int:
+        return splits.within_a_round(blocks, keys, 132, lines, block.costs)
+
+    assert parts(other, 16, 1024, 4096) == 4
+    assert parts(ours, 16, 1024, 4096) == 1
+    assert parts(ours, 8, 65536, 1024) == 16
+    assert (other.per_unit, ours.per_unit) == (2, 1)
 
 
 @pytest.mark.parametrize("keys", [1, 16, 500, 8192, 65536])
 @pytest.mark.parametrize("blocks", [1, 8, 100, 132, 600])
 def test_parts_of_decode(blocks: int, keys: int) -> None:
     parts = decode.splits_for(blocks, keys, 132, 512)
-    assert 1 <= parts <= max(1, -(-keys // decode.GROUP) // 4)  # none shorter than 64 keys
+    assert 1 <= parts <= max(1, -(-keys // GROUP) // 4)  # none shorter than 64 keys
     if blocks % 132 == 0:
         assert parts == 1
 

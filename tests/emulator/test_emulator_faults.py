@@ -152,6 +152,18 @@ def test_dropped_waits_are_found(good: bytes, kernel: str) -> None:
     assert found >= 0.75 * len(waits), (found, len(waits))
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_dropped_waits_between_write_and_barrier_are_found(good: bytes, seed: int) -> None:
+    names = load(good).code.names
+    waits = [n for n in sites(good, "reduce", "s_waitcnt") if names[n + 1] == "s_barrier"]
+    written = [n for n in waits if "ds_write" in "".join(names[n - 4 : n])]
+    assert written
+    for index in written:
+        arguments = np.ones(256, np.float32), np.zeros(1, np.float32), 256
+        text = caught("waits", patched(good, "reduce", index), "reduce", *arguments, seed=seed)
+        assert "has not waited" in text
+
+
 def assembled(
     body: str, *arrays: Any, lds: int = 0, block: int = 64, checks: Checks | None = None
 ) -> Any:
@@ -312,3 +324,59 @@ def test_same_value_by_two_waves_is_no_race_and_another_is() -> None:
         OUT + wave + ("v_mov_b32 v2, s20\nv_mov_b32 v3, s20\nds_write_b8 v2, v3\ns_barrier")
     )
     assembled(neighbours, np.zeros(64, np.float32), lds=64, block=128)
+
+
+# Wave 0 writes, wave 1 reads after the barrier.
+_ACROSS = (
+    OUT + "v_readfirstlane_b32 s20, v0\ns_lshr_b32 s20, s20, 6\nv_and_b32 v2, 63, v0\n"
+    "v_lshlrev_b32 v2, 2, v2\nv_mov_b32 v3, 5\ns_cmp_eq_u32 s20, 1\ns_cbranch_scc1 there\n"
+)
+
+
+def across(write: str, wait: str, read: str) -> None:
+    body = f"{_ACROSS}{write}\n{wait}\nthere:\ns_barrier\ns_cmp_eq_u32 s20, 0\n"
+    body += f"s_cbranch_scc1 over\n{read}\nover:\ns_waitcnt lgkmcnt(0)\ns_barrier"
+    assembled(body, np.zeros(64, np.float32), lds=512, block=128)
+
+
+TWICE = "ds_write_b32 v2, v3\nds_write_b32 v2, v3 offset:256"
+
+
+@pytest.mark.parametrize(
+    ("write", "read"),
+    [
+        ("ds_write_b32 v2, v3", "ds_read_b32 v4, v2"),
+        ("ds_write_b32 v2, v3", "ds_write_b32 v2, v3"),
+        ("ds_write_b32 v2, v3", "ds_add_u32 v2, v3"),
+        ("ds_write2st64_b32 v2, v3, v3 offset1:1", "ds_read_b32 v4, v2 offset:256"),
+        ("ds_write_b32 v2, v3\ns_waitcnt lgkmcnt(0)\nds_add_u32 v2, v3", "ds_read_b32 v4, v2"),
+        (TWICE, "ds_read_b32 v4, v2 offset:256"),
+    ],
+)
+def test_a_write_has_to_be_waited_for_before_a_barrier(write: str, read: str) -> None:
+    across(write, "s_waitcnt lgkmcnt(0)", read)
+    with pytest.raises(EmulatorError, match="has not waited") as error:
+        across(write, "s_nop 0", read)
+    assert error.value.check == "waits"
+
+
+def test_a_wait_is_for_the_writes_that_it_counts() -> None:
+    across(TWICE, "s_waitcnt lgkmcnt(1)", "ds_read_b32 v4, v2")
+    with pytest.raises(EmulatorError, match="has not waited"):
+        across(TWICE, "s_waitcnt lgkmcnt(1)", "ds_read_b32 v4, v2 offset:256")
+    # Nobody else reads it, or not before the wait: no fault.
+    across("ds_write_b32 v2, v3", "s_nop 0", "s_nop 0")
+    later = "s_waitcnt lgkmcnt(0)\ns_barrier\nds_read_b32 v4, v2"
+    body = f"{_ACROSS}ds_write_b32 v2, v3\nthere:\ns_barrier\n{later}\ns_waitcnt lgkmcnt(0)"
+    assembled(body, np.zeros(64, np.float32), lds=512, block=128)
+
+
+def test_a_load_into_lds_may_follow_another_of_the_same_wave() -> None:
+    loads = "s_mov_b32 m0, 0\n" + "global_load_lds_dword v1, s[4:5]\n" * 2
+    values = np.arange(64, dtype=np.float32)
+    assembled(OUT + loads + "s_waitcnt vmcnt(0)\nds_read_b32 v8, v1", values, lds=256)
+    for wait in ("s_nop 0", "s_waitcnt vmcnt(1)"):
+        with pytest.raises(EmulatorError, match="under way"):
+            assembled(OUT + loads + f"{wait}\nds_read_b32 v8, v1", values, lds=256)
+    with pytest.raises(EmulatorError, match="under way"):
+        assembled(OUT + loads + "ds_write_b32 v1, v1", values, lds=256)

@@ -10,7 +10,9 @@ from assembly import assemble
 from elftools.elf.elffile import ELFFile
 
 from pyfa import codeobject
-from pyfa.backends.hip import code, compiler, plans
+from pyfa.backends.hip import code, compiler
+from pyfa.backends.hip.target import TARGET
+from pyfa.backends.native import catalog
 from pyfa.emulator import decode, hazards, native
 from pyfa.plan import Plan
 
@@ -165,8 +167,8 @@ def test_a_finding_names_the_place() -> None:
 # ---- planted faults ------------------------------------------------------------------------------
 
 SAMPLE = [
-    next(plan for plan in plans.common_plans("hip") if plan.kernel == f"hip/{kernel}.hip"
-         and wanted.items() <= dict(plan.constants).items())
+    next(plan for plan in catalog.common_plans(TARGET, "gfx942")
+         if plan.kernel == f"hip/{kernel}.hip" and wanted.items() <= dict(plan.constants).items())
     for kernel, wanted in (
         ("attn_fwd", {"HEAD_DIM": 64, "DTYPE": 0}),
         ("attn_fwd", {"HEAD_DIM": 128, "DTYPE": 1, "SCORE": 1}),

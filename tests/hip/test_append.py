@@ -8,11 +8,11 @@ import torch
 
 import pyfa
 from pyfa import codeobject, request
-from pyfa.backends.common import append
 from pyfa.backends.common.program import Program, run_of
 from pyfa.backends.hip import code, plans
 from pyfa.backends.hip.launcher import Launcher
 from pyfa.backends.hip.runtime_emulator import EmulatorRuntime
+from pyfa.backends.native import append
 from pyfa.backends.torch import append as operators
 from pyfa.emulator import EmulatorError
 from pyfa.problem import Append, Call, form_of, tensors_of

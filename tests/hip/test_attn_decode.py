@@ -7,10 +7,13 @@ import torch
 from planted import faults_found
 
 from pyfa import api, codeobject, device, emulator
-from pyfa.backends.common.decode import GROUP, takes
 from pyfa.backends.hip import code, decode
 from pyfa.backends.hip.launcher import Launcher
 from pyfa.backends.hip.runtime_emulator import EmulatorRuntime
+from pyfa.backends.hip.target import TARGET
+from pyfa.backends.native import decode as native_decode
+from pyfa.backends.native.decode import takes
+from pyfa.backends.native.tiles import GROUP
 from pyfa.conformance import cases
 from pyfa.problem import Call, Problem, tensors_of
 
@@ -106,7 +109,11 @@ def test_fault_is_caught(fault, plant):
 
 
 def plans_of(*wanted):
-    return [plan for plan in decode.all_plans("hip") if dict(plan.constants)["DTYPE"] in wanted]
+    return [
+        plan
+        for plan in native_decode.all_plans(TARGET, "hip", "gfx942")
+        if dict(plan.constants)["DTYPE"] in wanted
+    ]
 
 
 @pytest.mark.parametrize("plan", plans_of(1)[::4], ids=str)
@@ -123,7 +130,7 @@ def test_resources(plan):
 
 
 def test_number_of_plans():
-    assert len(decode.all_plans("hip")) == 60
+    assert len(native_decode.all_plans(TARGET, "hip", "gfx942")) == 60
 
 
 class Recording(EmulatorRuntime):
@@ -160,7 +167,7 @@ def call_of(keys, heads, heads_k, dim, used=None, page_size=0):
 def plan_of(call):
     problem = problem_of(call)
     assert takes(problem)
-    return decode.plan("hip", problem)
+    return native_decode.plan(TARGET, "hip", problem)
 
 
 def problem_of(call, **changes):
@@ -184,7 +191,7 @@ def problem_of(call, **changes):
 def test_bytes_and_grid(call, keys):
     """K and V are asked for once, within 3 %, and MI300X's 304 CUs have work at 8,192 keys."""
     runtime = Recording()
-    decode.bind(Launcher(runtime), plan_of(call), call)(*tensors_of(call))
+    native_decode.bind(Launcher(runtime), plan_of(call), call)(*tensors_of(call))
     name, blocks, counters = runtime.launches[0]
     assert name == "attn_decode"
     once = keys * call.k.shape[2] * (call.k.shape[3] + call.v.shape[3]) * 2

@@ -8,6 +8,8 @@ from planted import faults_found
 
 from pyfa import api, codeobject, emulator
 from pyfa.backends.hip import code, decode
+from pyfa.backends.hip.target import TARGET
+from pyfa.backends.native import decode as native_decode
 from pyfa.conformance.cases import Case
 from pyfa.problem import FEATURES
 
@@ -71,7 +73,11 @@ FAULTS = {
     "last elements dropped": ("96", "if (kHalfPieces)", "if (false)"),
     "read beyond the head": ("narrow", "source.head_dim / (bytes / kSize) - 1", "1 << 20"),
 }  # fmt: skip
-PLANS = [plan for plan in decode.all_plans("hip") if "KEY_DTYPE" in dict(plan.constants)]
+PLANS = [
+    plan
+    for plan in native_decode.all_plans(TARGET, "hip", "gfx942")
+    if "KEY_DTYPE" in dict(plan.constants)
+]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -122,4 +128,4 @@ def test_resources(plan):
 def test_what_it_takes():
     """A plan for each 16-bit one, and no feature less."""
     assert len(PLANS) == 30
-    assert {"fp8"} == decode.FEATURES - decode.common.FEATURES <= set(FEATURES)
+    assert {"fp8"} == decode.FEATURES - native_decode.FEATURES <= set(FEATURES)

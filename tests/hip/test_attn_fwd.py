@@ -6,7 +6,9 @@ from planted import faults_found
 
 import pyfa
 from pyfa import codeobject, dispatch, emulator
+from pyfa.backends.common import splits
 from pyfa.backends.hip import code, forward
+from pyfa.backends.native.tiles import gfx942
 from pyfa.conformance.cases import Case
 
 # Between them: rows and keys past the edges of tiles and workgroups, grouped heads, values whose
@@ -108,8 +110,8 @@ def test_fault_is_caught(fault, plant):
 @pytest.mark.parametrize("case", ["plain", "causal", "growing", "split"])
 def test_products_of_16_rows(case, monkeypatch, nothing_bound):
     """The other shape of the matrix instruction, which no plan has yet: hardware has to choose."""
-    tiles = {pair: tiles._replace(mma=16) for pair, tiles in forward.TILES.items()}
-    monkeypatch.setattr(forward, "TILES", tiles)
+    tiles = {pair: tiles._replace(mma=16) for pair, tiles in gfx942.FORWARD.items()}
+    monkeypatch.setattr(gfx942, "TILES", gfx942.TILES._replace(forward=tiles))
     monkeypatch.setattr(dispatch, "_prepared", {})
     assert not faults_found([CASES[case]])
 
@@ -162,8 +164,12 @@ def test_two_builds_are_equal():
 def test_small_grids_are_split_to_fill_the_device(units, workgroups):
     """An MI300X, a device of 80 CUs, one XCD in CPX mode: at most a workgroup a CU, and more than
     half of them busy where the keys are long enough."""
-    parts = forward.splits(workgroups, 65536, units)
+
+    def split(workgroups, keys):
+        return splits.within_a_round(workgroups, keys, units, 0, splits.FREE)
+
+    parts = split(workgroups, 65536)
     assert parts == 1 or units / 2 < workgroups * parts <= units
     assert (parts == 1) == (workgroups > units / 2)
-    assert forward.splits(workgroups, 200, units) == 1
-    assert forward.splits(1, 1024, units) == 4
+    assert split(workgroups, 200) == 1
+    assert split(1, 1024) == 4

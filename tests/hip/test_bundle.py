@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from pyfa import bundle
-from pyfa.backends.hip import code, plans
+from pyfa.backends.hip import code
+from pyfa.backends.hip.target import TARGET
+from pyfa.backends.native import catalog
 from pyfa.cli import main
 from pyfa.emulator import hazards
 from pyfa.errors import CodeObjectError
@@ -68,7 +70,7 @@ def manifest(folder):
 
 def test_every_code_object_was_emulated(checkout):
     objects = manifest(checkout)["objects"].values()
-    assert len(objects) == len(plans.common_plans("hip"))
+    assert len(objects) == len(catalog.common_plans(TARGET, "gfx942"))
     for entry in objects:
         assert entry["emulated"]
         assert (checkout / "pyfa" / "_bundle" / entry["file"]).is_file()
@@ -83,10 +85,12 @@ def test_every_code_object_keeps_its_wait_states(checkout):
 
 def test_a_bundle_with_a_hazard_is_refused(tmp_path, monkeypatch, capsys):
     """One s_nop of one plan a wait state shorter."""
-    plan = next(plan for plan in plans.common_plans("hip") if plan.kernel == "hip/append.hip")
+    plan = next(
+        plan for plan in catalog.common_plans(TARGET, "gfx942") if plan.kernel == "hip/append.hip"
+    )
     good, (longer, shorter) = code.build(plan, "gfx942"), (b"\x01\0\x80\xbf", b"\0\0\x80\xbf")
     assert longer in good
-    monkeypatch.setattr(plans, "common_plans", lambda backend: [plan])
+    monkeypatch.setattr(catalog, "common_plans", lambda target, arch: [plan])
     monkeypatch.setattr(bundle, "FOLDER", tmp_path / "bundle")
     monkeypatch.setattr(code, "build", lambda plan, arch: good.replace(longer, shorter, 1))
     assert main(["compile", "--arch", "gfx942", "--bundle"]) == 1
@@ -99,7 +103,7 @@ def test_a_bundle_with_a_hazard_is_refused(tmp_path, monkeypatch, capsys):
 def test_another_build_gives_the_same_bytes(checkout):
     """From another folder, in another process."""
     digests = {entry["plan"]: entry["sha256"] for entry in manifest(checkout)["objects"].values()}
-    for plan in plans.common_plans("hip")[::7]:
+    for plan in catalog.common_plans(TARGET, "gfx942")[::7]:
         data = code.build(plan, "gfx942")
         assert hashlib.sha256(data).hexdigest() == digests[str(plan)]
 

@@ -1,15 +1,18 @@
 """The kernel that combines the parts of split keys, run in the emulator."""
 
+import struct
+
 import pytest
 import torch
 
-from pyfa import codeobject
-from pyfa.backends.common import combine
+from pyfa import codeobject, emulator
 from pyfa.backends.common.program import Program, run_of
-from pyfa.backends.hip import code, plans
+from pyfa.backends.hip import code, plans, runtime_emulator
 from pyfa.backends.hip.launcher import Launcher
 from pyfa.backends.hip.runtime_emulator import EmulatorRuntime
-from pyfa.emulator import EmulatorError
+from pyfa.backends.native import combine
+from pyfa.emulator import EmulatorError, load
+from pyfa.emulator import Program as Loaded
 from pyfa.problem import Call
 
 # batch (None: packed), rows, heads, parts, head_dim_v: one part, a workgroup of one line and of
@@ -90,6 +93,31 @@ def run(call: Call, tensors: dict[str, torch.Tensor]) -> None:
     combine.add(launcher, program, call, likes["out"], likes["lse"], parts)
     given = tuple(tensors.values())
     run_of(program, launcher.launch_of(program, given), launcher.empty)(*given)
+
+
+def test_a_wait_dropped_before_the_barrier_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its only trace: the bits are the same where LDS happens to be fast enough."""
+    dropped = []
+
+    def without_wait(data: bytes) -> Loaded:
+        loaded = load(data)
+        names, pcs = loaded.code.names, loaded.code.instructions["pc"]
+        barrier = names.index("s_barrier")
+        wait = max(n for n in range(barrier) if names[n] == "s_waitcnt")
+        assert "ds_write" in "".join(names[wait - 4 : wait])
+        assert "ds_write" not in "".join(names[wait:barrier])
+        pc = int(pcs[wait])
+        at = data.index(loaded.object.image[pc : pc + 64])
+        dropped.append(pc)
+        return load(data[:at] + struct.pack("<I", 0xBF800000) + data[at + 4 :])  # s_nop 0
+
+    runtime_emulator.program.cache_clear()
+    monkeypatch.setattr(emulator, "load", without_wait)
+    with pytest.raises(EmulatorError, match="has not waited") as error:
+        errors_of((1, 1, 4, 35, 128), torch.bfloat16)
+    runtime_emulator.program.cache_clear()
+    assert dropped
+    assert error.value.check == "waits"
 
 
 def errors_of(shape: tuple, dtype: torch.dtype) -> list[str]:

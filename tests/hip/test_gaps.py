@@ -9,11 +9,11 @@ import torch
 
 import pyfa
 from pyfa import codeobject
-from pyfa.backends.common import gaps
 from pyfa.backends.common.program import Program, like, run_of
 from pyfa.backends.hip import code, plans
 from pyfa.backends.hip.launcher import Launcher
 from pyfa.backends.hip.runtime_emulator import EmulatorRuntime
+from pyfa.backends.native import gaps
 from pyfa.emulator import EmulatorError
 from pyfa.problem import Call, form_of, tensors_of
 

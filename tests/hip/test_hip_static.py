@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from pyfa.backends.common import calls
-from pyfa.backends.common.launch import Launcher
-from pyfa.backends.hip import backward, code, decode, forward, samples
+from pyfa.backends.hip import backward, code, forward, samples
+from pyfa.backends.hip.target import TARGET
+from pyfa.backends.native import decode as native_decode
+from pyfa.backends.native import forward as native_forward
+from pyfa.backends.native.launch import Launcher
 from pyfa.cli.inspect import emulate, inspect
 from pyfa.emulator import native
 from pyfa.plan import Plan
@@ -64,7 +67,7 @@ def test_the_launches_of_other_kernels_are_left_out() -> None:
     plan = PLAIN[0]
 
     def run(launch: Launcher, _: int) -> None:
-        forward.bind(launch, plan, call)(*tensors_of(call))
+        native_forward.bind(launch, plan, call)(*tensors_of(call))
 
     sample = samples.Sample("", run, 1, 1, 32, 32, 1)
     assert emulate(plan, sample, 1).instructions["mfma"] > 0
@@ -93,7 +96,7 @@ def test_products_of_the_other_kernels(
     """Decode: over D and Dv. Backward: the same, and then dV and dK, or dQ."""
     plan = next(
         plan
-        for plan in decode.all_plans("hip") + backward.all_plans("hip")
+        for plan in native_decode.all_plans(TARGET, "hip", "gfx942") + backward.all_plans("hip")
         if (sample := samples.of(plan)) and (sample.title, sample.rows) == (title, rows)
     )
     found = inspect(plan, "gfx942")

@@ -7,8 +7,10 @@ import re
 import pytest
 
 from pyfa import sources
-from pyfa.backends.hip import code, compiler, plans
+from pyfa.backends.hip import code, compiler
 from pyfa.backends.hip.runtime_hazards import faults
+from pyfa.backends.hip.target import TARGET
+from pyfa.backends.native import catalog
 
 STATEMENT = re.compile(r"\basm\b(?:\s+volatile)?\s*\((.*?)\);", re.DOTALL)
 WRITES_M0 = re.compile(r"\bs_\w+ m0\b")
@@ -52,7 +54,9 @@ def test_the_compiler_leaves_its_hazards_and_the_gate_finds_them(
 ) -> None:
     if compiler.why_unavailable():
         pytest.skip(compiler.why_unavailable() or "")
-    plan = next(plan for plan in plans.common_plans("hip") if plan.kernel == "hip/attn_fwd.hip")
+    plan = next(
+        plan for plan in catalog.common_plans(TARGET, "gfx942") if plan.kernel == "hip/attn_fwd.hip"
+    )
     text = code.source_of(plan)
     assert text.count(snippet) == 1
     data = compiler.compile_hip(text.replace(snippet, other), arch="gfx942", options=code.OPTIONS)

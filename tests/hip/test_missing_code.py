@@ -9,7 +9,9 @@ import pytest
 
 from pyfa import bundle, dispatch
 from pyfa.backends import BACKENDS
-from pyfa.backends.hip import code, compiler, plans
+from pyfa.backends.hip import code, compiler
+from pyfa.backends.hip.target import TARGET
+from pyfa.backends.native import catalog
 from pyfa.device import DEVICES
 from pyfa.errors import CompileError, PerformanceWarning
 from pyfa.plan import Plan
@@ -30,7 +32,7 @@ def problem(dim: int, *features: str, device: str = "MI300X", **changes: object)
 @pytest.fixture
 def bundled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Plan]]:
     """An MI300X machine as a wheel finds it: the bundle lists the common plans, no ziglang."""
-    listed = plans.common_plans("hip")
+    listed = catalog.common_plans(TARGET, "gfx942")
     objects = {code.key_of(plan, "gfx942"): {"arch": "gfx942"} for plan in listed}
     monkeypatch.setattr(bundle, "manifest", lambda: {"schema": 1, "objects": objects})
     monkeypatch.setattr(compiler, "why_unavailable", lambda: MISSING)
@@ -113,4 +115,4 @@ def test_the_plans_are_those_that_run(wanted: Problem) -> None:
     hip = BACKENDS["hip"]
     for features in ((), ("backward", "softcap"), ("backward", "dropout")):
         changed = problem(wanted.head_dim, *features)
-        assert set(hip._kernels(changed)) <= set(plans.all_plans("hip"))  # type: ignore[attr-defined]
+        assert set(hip._kernels(changed)) <= set(catalog.all_plans(TARGET, "gfx942"))  # type: ignore[attr-defined]

@@ -7,11 +7,14 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from pyfa.backends.common import calls, combine
+from pyfa.backends.common import calls
 from pyfa.backends.common.program import Step
 from pyfa.backends.hip import code, forward
 from pyfa.backends.hip.launcher import Launcher
 from pyfa.backends.hip.runtime_emulator import EmulatorRuntime
+from pyfa.backends.native import combine
+from pyfa.backends.native import forward as native_forward
+from pyfa.backends.native.tiles import gfx942
 from pyfa.emulator import native
 from pyfa.plan import Plan
 from pyfa.problem import Call, tensors_of
@@ -68,12 +71,12 @@ def counted(plan: Plan, shape: Shape, parts: int) -> Counting:
         num_splits=parts,
     )
     runtime = Counting()
-    forward.bind(Launcher(runtime), plan, call)(*tensors_of(call))
+    native_forward.bind(Launcher(runtime), plan, call)(*tensors_of(call))
     return runtime
 
 
 def plan_of(shape: Shape) -> Plan:
-    pair = calls.bucket_of(forward.TILES, shape.head_dim, shape.head_dim_v)
+    pair = calls.bucket_of(gfx942.FORWARD, shape.head_dim, shape.head_dim_v)
     return next(
         plan
         for plan in forward.all_plans("emulator")

@@ -10,9 +10,13 @@ import torch
 
 from pyfa.backends import BACKENDS
 from pyfa.backends.common.program import Step
-from pyfa.backends.hip import backward, code, decode, tiling
+from pyfa.backends.hip import backward, code
 from pyfa.backends.hip.launcher import Launcher
 from pyfa.backends.hip.runtime_emulator import EmulatorRuntime
+from pyfa.backends.hip.target import TARGET
+from pyfa.backends.native import backward as native_backward
+from pyfa.backends.native import decode as native_decode
+from pyfa.backends.native import tiling
 from pyfa.device import DEVICES
 from pyfa.emulator import native
 from pyfa.plan import Plan
@@ -75,7 +79,7 @@ def kernels_of(shape: Shape, *features: str) -> dict[str, TiledKernel]:
         shape.head_dim_v, "bfloat16", frozenset(features), DEVICES["MI300X"], False,
     )  # fmt: skip
     plan = BACKENDS["hip"].plan(problem)
-    return {one.role: one for one in tiling.kernels_of(plan, problem, shape, False)}
+    return {one.role: one for one in tiling.kernels_of(TARGET, plan, problem, shape, False)}
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -89,7 +93,7 @@ def test_backward_asks_for_what_was_computed(name: str) -> None:
     runtime, call = Counting(), call_of(shape)._replace(deterministic=True)
     out = torch.zeros(call.out_shape(), dtype=torch.bfloat16)
     lse, dout = torch.zeros(call.lse_shape()), torch.zeros_like(out)
-    run = backward.bind(Launcher(runtime), call, out, lse, dout, None)
+    run = native_backward.bind(Launcher(runtime), call, out, lse, dout, None)
     run(dout, None, out, lse, *tensors_of(call))
     kernels = kernels_of(shape, "backward", "deterministic")
     counted = {
@@ -117,11 +121,11 @@ def test_decode_asks_for_k_and_v_once_a_group(keys: int) -> None:
     problem_kernels = kernels_of(shape, "gqa")
     kernel = problem_kernels["forward"]
     plan = next(
-        plan for plan in decode.all_plans("emulator")
+        plan for plan in native_decode.all_plans(TARGET, "emulator", "gfx942")
         if dict(plan.constants).items()
         >= {"HEAD_DIM": 128, "HEAD_DIM_V": 128, "TILES": 1, "DTYPE": 1}.items()
     )  # fmt: skip
-    decode.bind(Launcher(runtime), plan, call)(*tensors_of(call))
+    native_decode.bind(Launcher(runtime), plan, call)(*tensors_of(call))
     _, loads, stores = runtime.found[0]
     reads, writes = requested_of(shape, kernel)
     assert reads["k"] == reads["v"] == keys * 128 * 2

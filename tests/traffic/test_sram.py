@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 from pyfa.arch import ARCHS
 from pyfa.backends import BACKENDS
 from pyfa.backends.base import Tiled
-from pyfa.backends.hip import backward, code, decode, forward, plans, tiling
+from pyfa.backends.hip import backward, code, plans
+from pyfa.backends.hip.target import TARGET
+from pyfa.backends.native import tiling
+from pyfa.backends.native.tiles import gfx942
 from pyfa.device import DEVICES
 from pyfa.problem import Problem
 from pyfa.traffic import Shape
@@ -65,7 +68,7 @@ def shape(pair: tuple[int, int], rows: int = 512) -> Shape:
     return Shape(1, rows, 512, 8, 2, *pair)
 
 
-@pytest.mark.parametrize("pair", forward.TILES)
+@pytest.mark.parametrize("pair", gfx942.FORWARD)
 @pytest.mark.parametrize("rows", [1, 512])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_buffers_are_the_lds_of_the_code_object(
@@ -75,10 +78,10 @@ def test_buffers_are_the_lds_of_the_code_object(
     if code.why_unavailable():
         pytest.skip("no compiler for the kernels")
     asked = problem(pair, "backward", "gqa", *["deterministic"] * deterministic, rows=rows)
-    make = decode.plan if rows == 1 else forward.plan
-    by_formula = tiling.kernels_of(make("hip", asked), asked, shape(pair, rows), False)
-    built = tiling.kernels_of(make("hip", asked), asked, shape(pair, rows), True)
-    one_pass = not deterministic and pair in backward.ONE_PASS_TILES
+    plan = BACKENDS["hip"].plan(asked)
+    by_formula = tiling.kernels_of(TARGET, plan, asked, shape(pair, rows), False)
+    built = tiling.kernels_of(TARGET, plan, asked, shape(pair, rows), True)
+    one_pass = not deterministic and pair in gfx942.TILES.one_pass
     expected = ["gradients"] if one_pass else ["dk_dv", "dq"]
     assert [one.role for one in built] == ["forward", *expected]
     for formula, found in zip(by_formula, built, strict=True):

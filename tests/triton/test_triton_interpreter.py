@@ -13,7 +13,9 @@ import pytest
 pytest.importorskip("triton")
 
 
-@pytest.mark.parametrize("group", ["masks", "scores", "gradients", "layouts", "paths", "float8"])
+@pytest.mark.parametrize(
+    "group", ["masks", "scores", "gradients", "layouts", "paths", "float8", "hostile"]
+)
 def test_interpreted_kernels_keep_the_rule(group: str) -> None:
     script = Path(__file__).with_name("interpreted.py")
     done = subprocess.run(

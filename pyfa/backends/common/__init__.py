@@ -1,1 +1,1 @@
-"""What several backends share: calls as ``kernels/`` takes them, and NVIDIA's driver."""
+"""What several backends share: programs, their arguments, NVIDIA's driver."""

@@ -3,38 +3,29 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import torch
 
-from ...plan import Plan
-from ...problem import Append, Call, Problem
-from ...traffic import Shape, TiledKernel
-from ..base import Run, RunBackward, missing
-from ..common import append as common_append
-from ..common import backward as common_backward
+from ...problem import Problem
+from ..base import missing
 from ..common import calls, libcuda
-from ..common.decode import are_few
-from . import backward, decode, forward, forward_sm90_fp8, plans, runtime_compiler, tiling
+from ..native import backward as native_backward
+from ..native.backend import NativeBackend
+from ..native.decode import are_few
+from . import decode, forward_sm90_fp8, plans, runtime_compiler
 from .launcher import Launcher
+from .target import TARGET
 
 
-class CudaBackend:
-    NAME = "cuda"
-    ANY_TOTAL = True
-    FEATURES = forward.FEATURES | common_backward.FEATURES
+class CudaBackend(NativeBackend):
     DTYPES: tuple[str, ...] = (*calls.DTYPES, forward_sm90_fp8.DTYPE)
 
     def __init__(self) -> None:
-        self.launch = Launcher()
+        super().__init__("cuda", TARGET, Launcher())
 
     def why_unavailable(self) -> str | None:
         return _why_unavailable()
-
-    def kernel_digests(self) -> Mapping[str, str]:
-        """For a conformance report: which bytes its cases ran."""
-        return self.launch.digests
 
     def why_not(self, problem: Problem) -> Sequence[str]:
         elsewhere = plans.why_not(problem.arch)
@@ -45,40 +36,7 @@ class CudaBackend:
         if "fp8" in problem.features:
             why_not = decode.why_not if are_few(problem) else forward_sm90_fp8.why_not
             return reasons + why_not(problem)
-        return reasons + common_backward.why_not(problem)
-
-    def plan(self, problem: Problem) -> Plan:
-        if decode.takes(problem):
-            return decode.plan(problem)
-        plan = forward.plan(problem)
-        return replace(plan, notes=(*plan.notes, *backward.notes_of(problem)))
-
-    def tiled_kernels(
-        self, plan: Plan, problem: Problem, shape: Shape, compiled: bool
-    ) -> Sequence[TiledKernel]:
-        return tiling.kernels_of(plan, problem, shape, compiled)
-
-    def bind(self, plan: Plan, call: Call, append: Append | None, with_lse: bool) -> Run:
-        bind = decode.bind if plan.kernel == decode.KERNEL else forward.bind
-        with torch.cuda.device(call.q.device):
-            return bind(self.launch, plan, call, append, with_lse)
-
-    def why_not_append(self, call: Call, append: Append) -> str | None:
-        return common_append.why_declined(call, append)
-
-    def bind_backward(
-        self,
-        plan: Plan,
-        call: Call,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        bias_grad: bool,
-    ) -> RunBackward:
-        # bias_grad is never asked for: FEATURES has none.
-        with torch.cuda.device(call.q.device):
-            return backward.bind(self.launch, call, out, lse, dout, dlse)
+        return reasons + native_backward.why_not(problem)
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ... import cubin, sources
 from ...errors import CodeObjectError, CompileError
 from ...plan import Plan
-from ..common.plans import name_of
+from ..native.plans import name_of
 from . import plans, runtime_compiler
 
 

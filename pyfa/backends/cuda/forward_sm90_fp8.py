@@ -1,4 +1,4 @@
-"""Hopper's forward of float8 inputs: which problems it takes, and its tiles.
+"""Hopper's forward of float8 inputs: which problems it takes, and what it is compiled with.
 
 The kernel is ``forward_sm90``'s. P is rounded to float8 too, as a multiple of its row's 2⁻⁸, and
 keys are visited from last to first; so no tile has more than 128 of them, as many as may be lost
@@ -16,27 +16,13 @@ from ...plan import Plan
 from ...problem import Problem
 from ..common import calls
 from ..common.calls import GENERAL, PLAIN
+from ..native.tiles.sm90 import FORWARD_FLOAT8
 from . import plans
-from .forward_sm90 import ELSEWHERE, ROWS, STAGES, TOLD, Tiles, plan_of, runs_on
+from .forward_sm90 import ELSEWHERE, plan_of
 
 DTYPE = "float8_e4m3fn"
 CODE = 2  # E4M3 in kernels/cuda/format.h
 _PER_HEAD, _PER_BLOCK = range(2)  # of scales
-
-# By head dims: plain; with score terms; with scales per block of rows.
-TILES: dict[tuple[int, int], tuple[Tiles, Tiles, Tiles]] = {
-    (64, 64): (Tiles(3, 128), Tiles(2, 128), Tiles(2, 128)),
-    (128, 128): (Tiles(3, 128), Tiles(2, 128), Tiles(2, 128)),
-    (256, 256): (Tiles(2, 128), Tiles(2, 96), Tiles(2, 64)),
-}
-
-
-def shared_bytes(tiles: Tiles, head_dim: int, head_dim_v: int) -> int:
-    """Of a block: as ``forward_sm90.shared_bytes``, with V once more, turned, and the scales."""
-    queries = tiles.groups * ROWS * head_dim
-    stages = STAGES * tiles.block_k * (head_dim + 2 * head_dim_v)
-    barriers = (2 * tiles.groups + 6 * STAGES + 2 * TOLD) * 8
-    return -(-(queries + stages + barriers) // 16) * 16 + TOLD * 64
 
 
 def why_not(problem: Problem) -> list[str]:
@@ -44,7 +30,7 @@ def why_not(problem: Problem) -> list[str]:
     reasons = []
     if problem.dtype in calls.DTYPE_CODES:
         reasons.append(f"float8 keys under {problem.dtype} queries are for a few rows (decode)")
-    if not runs_on(problem.arch):
+    if not plans.runs_sm90(problem.arch):
         reasons.append(f"{problem.arch} has no kernel for float8, which is Hopper's (sm_90a)")
     return reasons + lacking(problem.features)
 
@@ -59,7 +45,7 @@ def lacking(features: frozenset[str]) -> list[str]:
 
 
 def plan(problem: Problem) -> Plan:
-    pair = calls.bucket_of(TILES, problem.head_dim, problem.head_dim_v)
+    pair = calls.bucket_of(FORWARD_FLOAT8, problem.head_dim, problem.head_dim_v)
     notes = ["float8: P is rounded to it too", *plans.notes_of(problem, pair)]
     general = calls.score_class(problem) != PLAIN
     dtype = calls.DTYPE_CODES[problem.dtype_out]
@@ -69,10 +55,10 @@ def plan(problem: Problem) -> Plan:
 def _plan(
     pair: tuple[int, int], dtype: int, general: bool, blocks: bool, notes: Sequence[str] = ()
 ) -> Plan:
-    tiles = TILES[pair][2 if blocks else general]
+    tiles = FORWARD_FLOAT8[pair][2 if blocks else general]
     score = GENERAL if general or blocks else PLAIN
     scales = _PER_BLOCK if blocks else _PER_HEAD
-    shared = shared_bytes(tiles, *pair)
+    shared = tiles.shared_bytes_of_float8(pair)
     return plan_of(tiles, pair, dtype, score, shared, notes, INPUTS=CODE, SCALES=scales)
 
 
@@ -81,6 +67,6 @@ def all_plans() -> list[Plan]:
     return [
         _plan(pair, dtype, *kind)
         for dtype in calls.DTYPE_CODES.values()
-        for pair in TILES
+        for pair in FORWARD_FLOAT8
         for kind in kinds
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -14,9 +15,11 @@ from ...device import Device
 from ...plan import Plan
 from ..common import arguments, libcuda
 from ..common.arguments import TensorMap
-from ..common.plans import name_of
 from ..common.program import Launch, Program
+from ..native.plans import name_of
+from ..native.target import Target
 from . import code, counters, plans, tensor_maps
+from .target import TARGET
 
 _COUNTER = abi.NAMES.index("counter")  # only pointers come before
 
@@ -26,6 +29,7 @@ class Launcher:
 
     APART = False
     NEEDS_LSE = False
+    target: Target = TARGET
 
     def __init__(self) -> None:
         self.digests: dict[str, str] = {}
@@ -85,6 +89,9 @@ class Launcher:
     @property
     def empty(self) -> Empty:
         return _torch.empty_cuda
+
+    def on(self, where: torch.device) -> AbstractContextManager[None]:
+        return torch.cuda.device(where)
 
     def plan(self, kernel: str, dtype: int | None = None) -> Plan:
         return plans.plan_of(kernel, dtype)

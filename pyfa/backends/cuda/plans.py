@@ -1,4 +1,4 @@
-"""What the CUDA kernels have in common: archs, whose tiles are used, the plans of all of them."""
+"""What the CUDA kernels have in common: archs, whose tiles are used, how blocks are launched."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from ... import env
 from ...arch import ARCHS, Arch
 from ...plan import Plan
 from ...problem import Problem
-from ..common import plans as common
-from ..common.calls import DTYPE_CODES
+from ..native import plans, tiles
+from ..native.plans import values_of
+from ..native.tiles import Pair, sm80
 
-# Archs with a row of tiles. Another one takes those of the nearest below it of its major version,
+# Archs with a file of tiles. Another one takes those of the nearest below it of its major version,
 # and code is compiled for itself.
-TILED = env.TILED_ARCHS
+TILED = tiles.archs("sm")
 SMALL_THREADS = 256  # of combine, append, gaps, row_sums and dq_convert
 
 
@@ -43,14 +44,23 @@ def starts_ahead(plan: Plan, arch: str) -> bool:
     return plan.kernel in AHEAD and _number(arch) >= 90
 
 
-def tiles_of(arch: str) -> str:
+def tiled_arch(arch: str) -> str:
     """Whose tiles a device of ``arch`` gets; ``PYFA_ARCH_TILES`` names another's."""
     forced: str = env.get("PYFA_ARCH_TILES")
     if forced:
+        if forced not in TILED:
+            expected = f"expected one of {', '.join(TILED)}"
+            raise ValueError(f"environment variable PYFA_ARCH_TILES={forced!r}: {expected}")
         return forced
     mine = _number(arch)
     below = [name for name in TILED if _number(name) // 10 == mine // 10 and _number(name) <= mine]
     return below[-1] if below else TILED[0]
+
+
+def tiles_of(arch: str) -> sm80.Tiles:
+    """Ampere's kernels' tiles on a device of ``arch``."""
+    found: sm80.Tiles = tiles.of(tiled_arch(arch))
+    return found
 
 
 def why_not(arch: str) -> str | None:
@@ -64,6 +74,11 @@ def _number(arch: str) -> int:
     return int(arch.removeprefix("sm_").rstrip("a"))
 
 
+def runs_sm90(arch: str) -> bool:
+    """Whether Hopper's own kernels are for ``arch``: their instructions are on no other."""
+    return arch.removesuffix("a") == "sm_90" and tiled_arch(arch) == "sm_90"
+
+
 def widens_float8(arch: str) -> bool:
     """Whether one instruction makes two float16 numbers of two float8 ones."""
     return arch.startswith("sm_") and _number(arch) >= 89
@@ -71,13 +86,13 @@ def widens_float8(arch: str) -> bool:
 
 def limits_of(arch: str) -> Arch:
     """The limits of ``arch`` as it is compiled for; those of its tiles' where it has no row."""
-    names = (arch, arch + "a", tiles_of(arch), tiles_of(arch) + "a")
+    names = (arch, arch + "a", tiled_arch(arch), tiled_arch(arch) + "a")
     return next(ARCHS[name] for name in names if name in ARCHS)
 
 
-def notes_of(problem: Problem, pair: tuple[int, int]) -> list[str]:
-    """``common.plans.notes_of``, and whose tiles these are where another's were asked for."""
-    notes = common.notes_of(problem, pair)
+def notes_of(problem: Problem, pair: Pair) -> list[str]:
+    """``native.plans.notes_of``, and whose tiles these are where another's were asked for."""
+    notes = plans.notes_of(problem, pair)
     forced: str = env.get("PYFA_ARCH_TILES")
     if forced:
         notes.append(f"tiles of {forced} on {problem.arch} (PYFA_ARCH_TILES)")
@@ -86,33 +101,17 @@ def notes_of(problem: Problem, pair: tuple[int, int]) -> list[str]:
 
 def plan_of(kernel: str, dtype: int | None = None) -> Plan:
     """The plan of a kernel that needs a number format at most."""
-    constants = () if dtype is None else (("DTYPE", dtype),)
-    return Plan("cuda", f"cuda/{kernel}.cu", constants)
+    return plans.plan_with("cuda", f"cuda/{kernel}.cu", {} if dtype is None else {"DTYPE": dtype})
 
 
 def shared_bytes(plan: Plan) -> int:
     """The dynamic shared memory of a block."""
-    return int(dict(plan.constants).get("SHARED_BYTES", 0))
-
-
-def all_plans(tiles: str) -> list[Plan]:
-    """Every kernel that a problem on a device with these tiles can get."""
-    from . import backward, decode, forward
-
-    found = [plan for each in (forward, backward, decode) for plan in each.all_plans(tiles)]
-    for kernel in ("combine", "append"):
-        found += [plan_of(kernel, code) for code in DTYPE_CODES.values()]
-    return [*found, plan_of("gaps")]
-
-
-def common_plans(tiles: str) -> list[Plan]:
-    """What most problems need: heads of 64 and 128, no dropout, no pages in prefill."""
-    return [plan for plan in all_plans(tiles) if common.is_common(plan)]
+    return values_of(plan).get("SHARED_BYTES", 0)
 
 
 def threads_of(plan: Plan) -> int:
     """Of a block."""
-    constants = {name: int(value) for name, value in plan.constants}
+    constants = values_of(plan)
     if "GROUPS" in constants:
         return 128 * (1 + constants["GROUPS"])  # one more copies
     if "WARPS" in constants:

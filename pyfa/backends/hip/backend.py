@@ -2,39 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from ...plan import Plan
-from ...problem import Append, Call, Problem
-from ...traffic import Shape, TiledKernel
-from ..base import Run, RunBackward, missing
-from ..common import append as common_append
-from ..common import backward as common_backward
+from ...problem import Problem
+from ..base import missing
 from ..common import calls
-from . import backward, code, decode, forward, plans, tiling
+from ..native import backward as native_backward
+from ..native.backend import NativeBackend
+from . import code, decode, forward, plans
 from .launcher import Launcher, Runtime
+from .target import TARGET
 
 
-class HipBackend:
-    ANY_TOTAL = True
-    FEATURES = forward.FEATURES | common_backward.FEATURES
+class HipBackend(NativeBackend):
     DTYPES: tuple[str, ...] = (*calls.DTYPES, forward.FLOAT8)
 
     def __init__(self, name: str, runtime: Runtime) -> None:
-        self.NAME = name
+        super().__init__(name, TARGET, Launcher(runtime))
         self.runtime = runtime
-        self.launch = Launcher(runtime)
 
     def why_unavailable(self) -> str | None:
         return self.runtime.why_unavailable() or code.why_unavailable()
-
-    def kernel_digests(self) -> Mapping[str, str]:
-        """For a conformance report: which bytes its cases ran."""
-        return self.launch.digests
 
     @property
     def orders(self) -> Any:
@@ -46,10 +37,10 @@ class HipBackend:
         reasons = [elsewhere] if elsewhere else []
         reasons += missing(self, problem)
         if not decode.takes(problem):
-            reasons += forward.why_not(problem) + common_backward.why_not(problem)
+            reasons += forward.why_not(problem) + native_backward.why_not(problem)
         # Of a device that is not here nobody asks for code.
         if not reasons and not self.runtime.why_unavailable():
-            without = code.why_missing(self._kernels(problem), plans.ARCHS[0])
+            without = code.why_missing(self._kernels(problem), plans.device_of(problem).arch)
             reasons += [without] if without else []
         return reasons
 
@@ -60,36 +51,5 @@ class HipBackend:
         if problem.features & {"varlen", "seqused"}:
             found.append(plans.plan_of(self.NAME, "gaps"))
         if "backward" in problem.features:
-            found += backward.plans_for(problem)
+            found += native_backward.plans_for(self.target, self.NAME, problem)
         return [replace(plan, backend="hip", notes=()) for plan in found]
-
-    def plan(self, problem: Problem) -> Plan:
-        if decode.takes(problem):
-            return decode.plan(self.NAME, problem)
-        plan = forward.plan(self.NAME, problem)
-        return replace(plan, notes=(*plan.notes, *backward.notes_of(problem)))
-
-    def tiled_kernels(
-        self, plan: Plan, problem: Problem, shape: Shape, compiled: bool
-    ) -> Sequence[TiledKernel]:
-        return tiling.kernels_of(plan, problem, shape, compiled)
-
-    def bind(self, plan: Plan, call: Call, append: Append | None, with_lse: bool) -> Run:
-        bind = decode.bind if plan.kernel == decode.KERNEL else forward.bind
-        return bind(self.launch, plan, call, append, with_lse)
-
-    def why_not_append(self, call: Call, append: Append) -> str | None:
-        return common_append.why_declined(call, append)
-
-    def bind_backward(
-        self,
-        plan: Plan,
-        call: Call,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        bias_grad: bool,
-    ) -> RunBackward:
-        # bias_grad is never asked for: FEATURES has none.
-        return backward.bind(self.launch, call, out, lse, dout, dlse)

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ... import bundle, codeobject, sources
+from ...arch import ARCHS
 from ...errors import CodeObjectError, CompileError
 from ...plan import Plan
 from ..base import MachineReason
-from ..common.plans import name_of
-from . import compiler, plans
+from ..native.plans import name_of
+from . import compiler
 
 # -fno-math-errno and the contraction of a·b + c are what these kernels are written for; nothing
 # that would let the compiler forget NaN and infinities.
@@ -101,7 +102,7 @@ def build(plan: Plan, arch: str) -> bytes:
     kernel = codeobject.parse(data).kernel(name_of(plan))
     if kernel.vgpr_spills or kernel.sgpr_spills or kernel.scratch_bytes:
         raise CodeObjectError(f"{plan} on {arch} spills: {kernel}")
-    if kernel.lds_bytes > plans.LDS_BYTES:
+    if kernel.lds_bytes > ARCHS[arch].shared_bytes_per_block:
         raise CodeObjectError(f"{plan} on {arch} takes {kernel.lds_bytes} B of LDS")
     return data
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Protocol
 
@@ -13,7 +14,9 @@ from ...device import Device
 from ...plan import Plan
 from ...problem import Problem
 from ..common.program import Launch, Program
+from ..native.target import Target
 from . import code, plans
+from .target import TARGET
 
 
 class Runtime(Protocol):
@@ -38,6 +41,7 @@ class Launcher:
     """``common.launch.Launcher``. Safe to use from several threads."""
 
     NEEDS_LSE = True
+    target: Target = TARGET
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -47,17 +51,21 @@ class Launcher:
 
     def launch_of(self, program: Program, tensors: tuple[torch.Tensor, ...]) -> Launch:
         """``common.launch.Launcher.launch_of``."""
-        kernels = [self._load(step.plan) for step in program.steps]
+        arch = self.device_at(program.device).arch
+        kernels = [self._load(step.plan, arch) for step in program.steps]
         return self.runtime.launch_of(program, kernels)
 
-    def _load(self, plan: Plan) -> code.Code:
-        kernel = code.load(replace(plan, backend="hip"), plans.ARCHS[0])
+    def _load(self, plan: Plan, arch: str) -> code.Code:
+        kernel = code.load(replace(plan, backend="hip"), arch)
         self.digests[str(plan)] = kernel.digest
         return kernel
 
     @property
     def empty(self) -> Empty:
         return self.runtime.empty
+
+    def on(self, where: torch.device) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def plan(self, kernel: str, dtype: int | None = None) -> Plan:
         return plans.plan_of("hip", kernel, dtype)

@@ -1,4 +1,4 @@
-"""What the HIP kernels have in common: archs, and the plans of all of them."""
+"""What the HIP kernels have in common: archs, their tiles, devices."""
 
 from __future__ import annotations
 
@@ -8,39 +8,29 @@ from ... import device
 from ...device import DEVICES, Device
 from ...plan import Plan
 from ...problem import Problem
-from ..common.calls import DTYPE_CODES
-from ..common.plans import is_common
+from ..native import plans, tiles
+from ..native.tiles import gfx942
 
-ARCHS = ("gfx942",)
-LDS_BYTES = 65536
+ARCHS = tiles.archs("gfx")
+EMULATED = "gfx942"
+_STANDS_FOR = DEVICES["MI300X"]  # the emulator
 
 
 def device_of(problem: Problem) -> Device:
-    """The device that a plan is made for: the emulator's stands for an MI300X."""
-    return DEVICES["MI300X"] if problem.arch == "cpu" else problem.device
+    """The device that a plan is made for."""
+    return _STANDS_FOR if problem.arch == "cpu" else problem.device
 
 
 def device_at(where: torch.device) -> Device:
     """The same of the device that tensors are on."""
-    return DEVICES["MI300X"] if where.type == "cpu" else device.of(where)
+    return _STANDS_FOR if where.type == "cpu" else device.of(where)
 
 
-def all_plans(backend: str) -> list[Plan]:
-    """Every kernel that any problem can get."""
-    from . import backward, decode, forward
-
-    found = [plan for each in (forward, backward, decode) for plan in each.all_plans(backend)]
-    for kernel in ("combine", "append"):
-        found += [plan_of(backend, kernel, code) for code in DTYPE_CODES.values()]
-    return [*found, plan_of(backend, "gaps")]
+def tiles_of(arch: str) -> gfx942.Tiles:
+    found: gfx942.Tiles = tiles.of(EMULATED if arch == "cpu" else arch)
+    return found
 
 
 def plan_of(backend: str, kernel: str, dtype: int | None = None) -> Plan:
     """The plan of a kernel that needs a number format at most."""
-    constants = () if dtype is None else (("DTYPE", dtype),)
-    return Plan(backend, f"hip/{kernel}.hip", constants)
-
-
-def common_plans(backend: str) -> list[Plan]:
-    """The kernels that a wheel carries: heads of 64 and 128, no dropout, no pages in prefill."""
-    return [plan for plan in all_plans(backend) if is_common(plan)]
+    return plans.plan_with(backend, f"hip/{kernel}.hip", {} if dtype is None else {"DTYPE": dtype})

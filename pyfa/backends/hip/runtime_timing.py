@@ -19,9 +19,11 @@ from ...traffic.kernels import ROLES
 from ...traffic.model import Model
 from ...traffic.requested import blocks, requested_of
 from ..common.program import Step
-from . import code, plans, samples, tiling
+from ..native import tiling
+from . import code, plans, samples
 from .launcher import Launcher
 from .runtime_emulator import EmulatorRuntime, program
+from .target import TARGET
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,10 @@ def why_unavailable() -> str | None:
 
 def is_at_hand(plan: Plan, problem: Problem, shape: Shape) -> bool:
     """Whether the code objects of a problem's kernels are in the bundle: nothing is compiled."""
-    arch = plans.ARCHS[0]
+    arch = plans.EMULATED
     return all(
         bundle.find(arch, code.key_of(Plan("hip", one.kernel, one.constants), arch)) is not None
-        for _, one in tiling.pairs_of(plan, problem, shape)
+        for _, one in tiling.pairs_of(TARGET, plan, problem, shape)
     )
 
 
@@ -82,7 +84,7 @@ def _kernel(plan: Plan, resident: int) -> Kernel | None:
         return None
     traced = {n: _trace(plan, sample.run, n) for n in (sample.short, sample.long)}
     threads = traced[sample.short][1]
-    facts = code.load(plan, plans.ARCHS[0])
+    facts = code.load(plan, plans.EMULATED)
     copies = resident or device.resident(facts.kernel, threads)
     decoded = program(facts.data).code
     made = {n: issue.turns_of(decoded, one[0].traces, copies) for n, one in traced.items()}
@@ -118,7 +120,7 @@ def _trace(wanted: Plan, run: Callable[[Launcher, int], object], length: int) ->
 
 def answers(plan: Plan, problem: Problem, shape: Shape, model: Model) -> list[Answer]:
     """Forward, and backward where the problem has one, on an MI300X."""
-    pairs = tiling.pairs_of(plan, problem, shape)
+    pairs = tiling.pairs_of(TARGET, plan, problem, shape)
     found = []
     for to in ("forward", "backward"):
         mine = [p for p in pairs if (p[0].role == "forward") == (to == "forward")]

@@ -16,8 +16,12 @@ from ...plan import Plan
 from ...problem import Call, tensors_of
 from ..common import calls
 from ..common.calls import DROPOUT, GENERAL
-from ..common.decode import GROUP
-from ..common.launch import Launcher
+from ..native import backward as native_backward
+from ..native import decode as native_decode
+from ..native import forward as native_forward
+from ..native.launch import Launcher
+from ..native.tiles import GROUP
+from ..native.tiles.gfx942 import LINES
 from . import backward, decode, forward
 
 LANES = forward.LANES
@@ -77,7 +81,7 @@ def _forward(plan: Plan) -> Sample:
                 page_table=torch.zeros(1, length // _PAGE, dtype=torch.int32),
                 seqused_k=torch.tensor([length], dtype=torch.int32),
             )
-        forward.bind(launch, plan, call)(*tensors_of(call))
+        native_forward.bind(launch, plan, call)(*tensors_of(call))
 
     # The loop may be unrolled by two tiles: an even number of them in between.
     short, long = 8 * keys, 16 * keys
@@ -89,11 +93,11 @@ def _forward(plan: Plan) -> Sample:
 
 def _decode(plan: Plan) -> Sample:
     constants = _constants(plan)
-    lines, keys = constants["TILES"] * decode.COLUMNS, GROUP
+    lines, keys = constants["TILES"] * LINES, GROUP
 
     def run(launch: Launcher, length: int) -> None:
         call = _call(constants, lines, length)
-        decode.bind(launch, plan, call)(*tensors_of(call))
+        native_decode.bind(launch, plan, call)(*tensors_of(call))
 
     # Wavefronts take groups in turn; each repeats itself after its stages, 2 to 4 of its own or 8:
     # all come round after 24.
@@ -116,7 +120,7 @@ def _backward(plan: Plan) -> Sample:
         out = torch.zeros(call.out_shape(), dtype=call.q.dtype)
         lse = torch.zeros(call.lse_shape())
         dout = torch.zeros_like(out)
-        run = backward.bind(launch, call, out, lse, dout, None)
+        run = native_backward.bind(launch, call, out, lse, dout, None)
         run(dout, None, out, lse, *tensors_of(call))
 
     short, long = 8 * streamed, 16 * streamed

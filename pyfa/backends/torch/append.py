@@ -53,10 +53,15 @@ def rotary(
     """x (…, heads, D) with the first 2·R elements of each head rotated by ``positions`` (…).
 
     cos and sin are (max_position, R). Computed in float32; float8 is rounded again, to at most its
-    largest number. Source: Su et al. 2021, "RoFormer".
+    largest number. A position without a row in the tables gives NaN, as in the kernels: rows behind
+    the last packed sequence have positions too. Source: Su et al. 2021, "RoFormer".
     """
     half = cos.shape[-1]
-    c, s = (table.float()[positions.long()][..., None, :] for table in (cos, sin))
+    positions = positions.long()
+    unknown = ((positions < 0) | (positions >= cos.shape[0]))[..., None, None]
+    positions = positions.clamp(0, cos.shape[0] - 1)
+    c, s = (table.float()[positions][..., None, :] for table in (cos, sin))
+    c = c.masked_fill(unknown, torch.nan)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     out.copy_(x)
     head, turned = x[..., : 2 * half].float(), out[..., : 2 * half]

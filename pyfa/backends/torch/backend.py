@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from ...plan import Plan
-from ...problem import FEATURES, Append, Call, Problem, form_of
+from ...problem import Append, Call, Problem, features_by, form_of
 from ..base import Gradients, Run, RunBackward, missing
 from . import sdpa, tiled
 
@@ -16,7 +16,7 @@ from . import sdpa, tiled
 class TorchBackend:
     NAME = "torch"
     ANY_TOTAL = True
-    FEATURES = frozenset(FEATURES)
+    FEATURES = features_by("torch")
     DTYPES: tuple[str, ...] = (
         "float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e4m3fnuz",
     )  # fmt: skip
@@ -35,7 +35,7 @@ class TorchBackend:
 
     def bind(self, plan: Plan, call: Call, append: Append | None, with_lse: bool) -> Run:
         form = form_of(call)
-        forward = sdpa.forward if plan.kernel == "sdpa" else _tiled_forward
+        forward = _fused_forward if plan.kernel == "sdpa" else _tiled_forward
         return lambda *tensors: [*forward(form.fill(tensors)[0])]
 
     def bind_backward(
@@ -55,12 +55,16 @@ class TorchBackend:
             *tensors: torch.Tensor,
         ) -> Gradients:  # fmt: skip
             call, _ = form.fill(tensors)
-            if by_sdpa:
+            if by_sdpa and (not lse.is_cpu or sdpa.is_usual(lse)):
                 return sdpa.backward(call, out, lse, dout)
             with _without_autocast(call):
                 return tiled.backward(call, out, lse, dout, dlse, bias_grad)
 
         return backward
+
+
+def _fused_forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    return sdpa.forward(call) or _tiled_forward(call)
 
 
 def _tiled_forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:

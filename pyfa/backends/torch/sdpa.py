@@ -6,6 +6,8 @@ CPU's flash kernel and, on a GPU, PyTorch's FlashAttention-2 (AOTriton's on ROCm
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ...problem import Call, Problem
@@ -49,14 +51,29 @@ def why_not(problem: Problem) -> list[str]:
     return reasons
 
 
-def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """out and LSE; None where PyTorch's kernel may have lost a NaN or an inf among the inputs."""
     q, k, v = _heads_first(call)
     causal = call.window_right == 0
     if q.is_cpu:
         out, lse = _CPU_FORWARD(q, k, v, 0.0, causal, scale=call.scale)
+        if not is_usual(lse):
+            return None
     else:
         out, lse, *_ = _GPU_FORWARD(q, k, v, 0.0, causal, False, scale=call.scale)
+        # FlashAttention-2 writes +inf where the sum is NaN.
+        lse = lse.masked_fill(lse == torch.inf, torch.nan)
     return out.transpose(1, 2), lse
+
+
+def is_usual(lse: torch.Tensor) -> bool:
+    """Whether a CPU's LSE is one of finite scores: neither NaN nor inf nor 0.
+
+    What PyTorch's CPU kernels make of others depends on where in a register they lie: of a NaN row
+    and 12 keys output 0 and LSE 0, of a key of inf in bfloat16 output 0 and LSE +inf. A 0 may also
+    be the sum of finite scores; the caller's other way computes it as well. 3 µs a call.
+    """
+    return math.isfinite((lse / lse).sum().item())
 
 
 def backward(call: Call, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor) -> Gradients:

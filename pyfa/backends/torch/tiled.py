@@ -202,7 +202,7 @@ def _forward_rows(grid: _Grid, begin_q: int, end_q: int) -> tuple[torch.Tensor, 
             p = p * drop
         acc = acc * grid.grouped(rescale) + grid.grouped(p) @ v
         maximum = raised
-    seen = total > 0
+    seen = total != 0  # NaN has to come through
     total = torch.where(seen, total, 1.0)
     lse = torch.where(seen, maximum + torch.log(total), -torch.inf)
     out = acc / grid.grouped(total)
@@ -233,7 +233,7 @@ def backward(
         delta = grid.by_head(delta, rows)
         if dlse is not None:
             delta = delta - _row_values(grid, dlse, begin_q, end_q)
-        saw = row_lse > -torch.inf
+        saw = row_lse != -torch.inf
         exists = grid.rows.valid(begin_q, end_q)
         if exists is not None:
             # The bias of a row that does not exist may be NaN, and 0 · NaN would reach dK and dV.

@@ -13,7 +13,7 @@ import torch
 from ... import _torch
 from ... import device as devices
 from ...plan import Plan
-from ...problem import FEATURES, Append, Call, Problem
+from ...problem import Append, Call, Problem, features_by
 from ...traffic import Shape, TiledKernel
 from ..base import Rounding, Run, RunBackward, missing
 from . import plans, tiling
@@ -29,7 +29,7 @@ def _interpreted() -> bool:
 class TritonBackend:
     NAME = "triton"
     ANY_TOTAL = False
-    FEATURES = frozenset(FEATURES)
+    FEATURES = features_by("triton")
     DTYPES: tuple[str, ...] = (
         "float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e4m3fnuz",
     )  # fmt: skip
@@ -81,7 +81,9 @@ class TritonBackend:
         dlse: torch.Tensor | None,
         bias_grad: bool,
     ) -> RunBackward:
-        return self.runner(plan).bind_backward(call, out, lse, dout, dlse, bias_grad)
+        from . import runtime_backward
+
+        return runtime_backward.bind(self.runner(plan), call, out, lse, dout, dlse, bias_grad)
 
     def quantize(
         self, xs: Sequence[torch.Tensor], how: Rounding

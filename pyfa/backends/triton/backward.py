@@ -56,7 +56,7 @@ def row_state(
     lse_rows = b * stride_lb + head * stride_lh + place
     delta -= tl.load(DLSE + lse_rows, mask=row < rows * with_dlse, other=0.0)
     lse = tl.load(LSE + lse_rows, mask=exists, other=0.0)
-    saw = lse > float("-inf")
+    saw = lse != float("-inf")  # NaN has to come through
     to = b * stride_sb + head * stride_sh + state_start(start_q, b, present) + row
     tl.store(BASE + to, tl.where(saw, lse * LOG2E, float("inf")), mask=exists)
     tl.store(DELTA + to, tl.where(saw, delta, 0.0), mask=exists)

@@ -103,10 +103,9 @@ def _step(
     else:
         # A positive factor, so that it can wait until after the maximum and become part of an fma.
         raised = tl.maximum(top, tl.max(qk, 1) * factor)
-    base = raised
-    if MASKED or BIAS > 0:
-        # While a row has seen nothing its maximum is −inf, and −inf − −inf would be NaN.
-        base = tl.where(raised == float("-inf"), 0.0, raised)
+    # While a row has seen nothing its maximum is −inf, and −inf − −inf would be NaN. So it is also
+    # where nothing is masked, but all scores are −inf.
+    base = tl.where(raised == float("-inf"), 0.0, raised)
     if EXACT:
         p = tl.exp2((qk - base[:, None]) * LOG2E)
         rescale = tl.exp2((top - base) * LOG2E)

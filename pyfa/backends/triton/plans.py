@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ...plan import Plan
 from ...problem import Problem
+from ..common import splits
 
 Value = int | str | bool
 
@@ -337,14 +338,8 @@ def splits_for(programs: int, tiles: int, slots: int, part_tiles: int, streams: 
     if not streams and programs >= 0.8 * slots:
         return 1
     most = max(1, min(128, slots, tiles // part_tiles))
-    full = {}
-    for parts in range(1, most + 1):
-        # Only counts that change the tiles of the longest part are worth a look.
-        if parts > 1 and -(-tiles // parts) == -(-tiles // (parts - 1)):
-            continue
-        rounds = programs * parts / slots
-        full[parts] = rounds / -(-programs * parts // slots)
-        if streams and full[parts] >= (0.72 if rounds <= 1.0 else 0.9):
-            return parts
-    best = max(full.values())
-    return next(parts for parts, share in full.items() if share >= 0.85 * best)
+
+    def enough(rounds: float, best: float) -> float:
+        return (0.72 if rounds <= 1.0 else 0.9) if streams else 0.85 * best
+
+    return splits.fewest_to_fill(programs, tiles, slots, most, enough)

@@ -12,10 +12,10 @@ import torch
 from ... import _torch
 from ...plan import Plan
 from ...problem import Call, Form, are_on_16, form_of, scales_of, tensors_of
-from ..base import OtherAlignment, Run, RunBackward
+from ..base import OtherAlignment, Run
 from ..common.calls import with_rows
 from ..common.program import Program, like, run_of
-from . import plans, runtime_backward, specs
+from . import plans, specs
 from .common import NO_LSE
 from .kernel import Kernel, Slot, no_float, no_int, no_seed
 from .plans import BYTES, KINDS
@@ -310,18 +310,6 @@ class Runner:
             if parts > 1:
                 steps.append(self._combine(program, parts, heads, total, lse_strides, numbers))
         return run_of(program, launching(steps), EMPTY[q.device.type], 3, are_on_16(q, k, v))
-
-    def bind_backward(
-        self,
-        call: Call,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        bias_grad: bool,
-    ) -> RunBackward:
-        """``Backend.bind_backward``."""
-        return runtime_backward.bind(self, call, out, lse, dout, dlse, bias_grad)
 
     def _combine(
         self, program: Program, parts: int, heads: int, rows_per_batch: int,

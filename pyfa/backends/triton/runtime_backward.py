@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,10 +13,8 @@ from ..base import Gradients, RunBackward
 from ..common.program import Program, like, run_of
 from . import runtime, specs
 from .kernel import Slot, no_float
+from .runtime import Given, Launch, Runner
 from .specs import INTERPRETED
-
-if TYPE_CHECKING:
-    from .runtime import Given, Launch, Runner
 
 
 class _Given(NamedTuple):
@@ -284,7 +282,7 @@ def _grad_sinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> 
     """
     column = (-1, 1, 1) if lse.dim() == 3 else (-1, 1)
     p = torch.exp(sinks.view(column if lse.dim() == 2 else (1, -1, 1)) - lse)
-    parts = torch.where(lse > -torch.inf, p * delta, 0.0)
+    parts = torch.where(lse != -torch.inf, p * delta, 0.0)
     return -parts.sum((0, 2) if lse.dim() == 3 else 1)
 
 

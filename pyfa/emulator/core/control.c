@@ -1,5 +1,6 @@
 // SOPK moves, SOPP, jumps, waits, barriers and hardware registers.
 #include "scalar.h"
+#include "late.h"
 #include "pending.h"
 
 static int movk(Wave *w, const Inst *i) { return put32(w, i, i->dst, (u32)i->imm, ~0ull); }
@@ -110,25 +111,17 @@ static int trap(Wave *w, const Inst *i) {
 }
 // vmcnt is bits 3:0 and 15:14, lgkmcnt bits 11:8. LDS operations finish in order, and so do vector
 // memory operations; scalar loads do not, so that only lgkmcnt(0) proves that one has finished.
-static void vm_finished(Wave *w) {
-    Group *g = w->group;
-    u32 kept = 0;
-    for (u32 n = 0; n < w->dma_count; n++) {
-        Dma d = w->dma[n];
-        if ((i32)(d.sequence - w->vm_done) > 0) { w->dma[kept++] = d; continue; }
-        for (u32 b = d.first; b < d.first + d.bytes; b++) g->incoming[b] = 0;
-        g->incoming_count--;
-    }
-    w->dma_count = kept;
-}
 static int waitcnt(Wave *w, const Inst *i) {
     u32 vm = (i->imm & 15) | (i->imm >> 10 & 48), lgkm = i->imm >> 8 & 15;
     if (w->vm_issued - w->vm_done > vm && vm < 63) {
         w->vm_done = w->vm_issued - vm;
-        if (w->dma_count) vm_finished(w);
+        if (w->dma_count) loads_waited(w);
     }
     if (vm < 63 && w->group->buffered) commit_waited(w);
-    if (lgkm < 15 && w->lds_issued - w->lds_done > lgkm) w->lds_done = w->lds_issued - lgkm;
+    if (lgkm < 15 && w->lds_issued - w->lds_done > lgkm) {
+        w->lds_done = w->lds_issued - lgkm;
+        if (w->written_count) lds_waited(w);
+    }
     if (lgkm == 0) w->smem_done = w->smem_issued;
     return OK;
 }

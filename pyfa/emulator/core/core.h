@@ -119,7 +119,9 @@ typedef struct {
     u32 waves, groups;        // started so far
 } Thread;
 
-typedef struct { u32 sequence, first, bytes; } Dma;  // an outstanding direct-to-LDS dword run
+typedef struct { u32 sequence, base; u64 active; } Dma;  // a direct-to-LDS load under way, a dword a lane
+typedef struct { u32 number, bytes, is_late; u64 exec; u32 at[LANES]; } LdsWrite;  // late.c
+#define LDS_WRITES 64
 
 struct Group;
 typedef struct Wave {
@@ -139,6 +141,8 @@ typedef struct Wave {
     u32 undefined_pc, undefined_where;  // last read of LDS never written: 1 when set
     Dma dma[64];
     u32 dma_count, region_hint;
+    LdsWrite written[LDS_WRITES];  // that it has not waited for, as far as known
+    u32 written_count;
     u32 key;                  // of all waves of the thread
     u32 last_write, write_barriers;  // the last store or atomic: as in vm_issued; after how many barriers
 } Wave;
@@ -147,7 +151,8 @@ typedef struct Group {
     u8 lds[LDS_MAX] __attribute__((aligned(64)));
     u16 wrote[LDS_MAX], read[LDS_MAX];  // epoch << 5 | wave; 0 never, OLD in an earlier era
     u8 incoming[LDS_MAX];               // wave + 1 of an outstanding direct-to-LDS load
-    u32 incoming_count, epoch, id[3], waves;
+    u8 late[LDS_MAX];                   // wave + 1 of a ds write before the barrier, not waited for
+    u32 incoming_count, late_count, epoch, id[3], waves;
     u32 lds_bytes;
     u32 number;                         // in the grid
     u32 key, buffered, barriers;        // of all of the thread; atomics in its pool; passed

@@ -8,6 +8,7 @@
 #include "trace.h"
 #include "atomics.h"
 #include "floats.h"
+#include "late.h"
 #include "memory.h"
 #include "phases.h"
 
@@ -38,19 +39,15 @@ INLINE int note_read(Wave *w, const Inst *i, int lane, u32 at, u32 bytes, u32 *u
         for (u32 b = 0; b < bytes; b++)
             if (((wrote[b] ^ mine) & 0xffe0) == 0 && wrote[b] != mine &&
                 race(w, i, lane, at + b, "read, and written", wrote[b] & 31)) return STOP;
-    if (g->incoming_count && checking(w, CHECK_WAITS))
-        for (u32 b = 0; b < bytes; b++)
-            if (g->incoming[at + b] &&
-                violated(w, i, CHECK_WAITS, lane, "LDS byte 0x%x is read while a direct-to-LDS load "
-                         "into it is under way (wave %d)", at + b, g->incoming[at + b] - 1))
-                return STOP;
+    if (g->incoming_count && touch_incoming(w, i, lane, at, bytes, BY_READ)) return STOP;
+    if (g->late_count && touch_late(w, i, lane, at, bytes, "read")) return STOP;
     return OK;
 }
 
 // Notes that `data` is about to be written; where it is undefined its bytes count as never written.
 // Two waves that write the same value are no race: compilers let all waves store a replicated value.
 INLINE int noted(Wave *w, const Inst *i, int lane, u32 at, u32 bytes, int is_defined,
-                 const u8 *data) {
+                 const u8 *data, enum Touch how) {
     Group *g = w->group;
     u16 mine = tag_of(w), by_write = 0, by_read = 0, stored = is_defined ? mine : 0;
     u16 *wrote = g->wrote + at, *read = g->read + at;
@@ -68,16 +65,13 @@ INLINE int noted(Wave *w, const Inst *i, int lane, u32 at, u32 bytes, int is_def
                      t & 31)) return STOP;
         }
     for (u32 b = 0; b < bytes; b++) wrote[b] = stored;
-    if (g->incoming_count && checking(w, CHECK_WAITS))
-        for (u32 b = 0; b < bytes; b++)
-            if (g->incoming[at + b] &&
-                violated(w, i, CHECK_WAITS, lane, "LDS byte 0x%x is written while a direct-to-LDS "
-                         "load into it is under way", at + b)) return STOP;
+    if (g->incoming_count && touch_incoming(w, i, lane, at, bytes, how)) return STOP;
+    if (g->late_count && touch_late(w, i, lane, at, bytes, "written")) return STOP;
     return OK;
 }
 
 int note_write(Wave *w, const Inst *i, int lane, u32 at, u32 bytes, int is_defined, const u8 *data) {
-    return noted(w, i, lane, at, bytes, is_defined, data);
+    return noted(w, i, lane, at, bytes, is_defined, data, BY_LOAD);
 }
 
 static int outside(Wave *w, const Inst *i, int lane, u64 at, u32 bytes) {
@@ -176,7 +170,8 @@ INLINE int ds_read(Wave *w, const Inst *i, u32 bytes, u32 rows, int sign, int hi
     u32 to = i->dst - VGPR0 + first_row;
     if (touch_loaded(w, i, to, rows, 1)) return STOP;
     for (u32 r = 0; r < rows; r++) memcpy(value[r], w->v[to + r], sizeof value[r]);
-    int tracked = checking(w, CHECK_RACES) || checking(w, CHECK_UNDEFINED) || g->incoming_count;
+    int tracked = checking(w, CHECK_RACES) || checking(w, CHECK_UNDEFINED) ||
+                  g->incoming_count || g->late_count;
     EACH_LANE {
         if (!(exec >> l & 1)) continue;
         u32 undefined = 0;
@@ -210,16 +205,19 @@ INLINE int ds_write(Wave *w, const Inst *i, int source, u32 bytes, int high, u32
     u32 row = i->src[source] - VGPR0;
     if (touch_rows(w, i, row, rows)) return STOP;
     for (u32 r = 0; r < rows; r++) defined &= w->defined[row + r];
-    int tracked = checking(w, CHECK_RACES) || checking(w, CHECK_UNDEFINED) || g->incoming_count;
+    int tracked = checking(w, CHECK_RACES) || checking(w, CHECK_UNDEFINED) ||
+                  g->incoming_count || g->late_count;
     EACH_LANE {
         if (!(exec >> l & 1)) continue;
         u32 data[4];
         for (u32 r = 0; r < rows; r++) data[r] = w->v[row + r][l];
         if (high) data[0] >>= 16;
-        if (tracked && noted(w, i, l, at[l], bytes, defined >> l & 1, (const u8 *)data))
+        if (tracked && noted(w, i, l, at[l], bytes, defined >> l & 1, (const u8 *)data,
+                             BY_WRITE))
             return STOP;
         memcpy(g->lds + at[l], data, bytes);
     }
+    lds_written(w, at, bytes, exec);
     return OK;
 }
 static void mark(Wave *w, const Inst *i, u32 rows) {
@@ -307,6 +305,7 @@ static int ds_atomic(Wave *w, const Inst *i, u32 kind, u32 bytes, int returns, i
     for (u32 r = 0; r < rows; r++) defined &= w->defined[data + r] & w->defined[compare + r];
     EACH_LANE {
         if (!(exec >> l & 1)) continue;
+        if (g->late_count && touch_late(w, i, l, at[l], bytes, "updated")) return STOP;
         u64 old = 0, x = w->v[data][l], y = w->v[compare][l];
         if (rows == 2) { x |= (u64)w->v[data + 1][l] << 32; y |= (u64)w->v[compare + 1][l] << 32; }
         memcpy(&old, g->lds + at[l], bytes);
@@ -319,6 +318,7 @@ static int ds_atomic(Wave *w, const Inst *i, u32 kind, u32 bytes, int returns, i
         value[l] = (u32)old;
         value[l + LANES] = (u32)(old >> 32);
     }
+    lds_written(w, at, bytes, exec);
     if (returns) {
         u32 to = i->dst - VGPR0;
         if (touch_loaded(w, i, to, rows, 1)) return STOP;

@@ -7,6 +7,7 @@
 // compiler's short hazard (one wait state after stores of over 64 bits) is not modelled.
 #include "memory.h"
 #include "atomics.h"
+#include "late.h"
 #include "trace.h"
 
 u8 *host_of(Wave *w, u64 address, u32 bytes, int writing) {
@@ -220,17 +221,7 @@ static int load_to_lds(Wave *w, const Inst *i, const u64 *at, u64 active, u64 va
         if (note_write(w, i, l, place, 4, 1, (const u8 *)&v)) return STOP;
         memcpy(g->lds + place, &v, 4);
     }
-    if (!checking(w, CHECK_WAITS) || !active) return OK;
-    u32 first = (u32)__builtin_ctzll(active), last = 63 - (u32)__builtin_clzll(active);
-    u32 start = base + 4 * first, end = base + 4 * last + 4;
-    if (end > g->lds_bytes) return OK;
-    if (w->dma_count == 64)
-        return fail(w, i, ERROR_UNSUPPORTED, -1, "more than 64 direct-to-LDS loads under way");
-    w->dma[w->dma_count++] = (Dma){sequence, start, end - start};
-    g->incoming_count++;
-    u8 owner = (u8)(w - g->wave + 1);
-    EACH_LANE if (active >> l & 1) memset(g->incoming + base + 4 * l, owner, 4);
-    return OK;
+    return load_into_lds(w, i, sequence, base, active);
 }
 
 // --- addresses ----------------------------------------------------------------------------------

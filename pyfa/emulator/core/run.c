@@ -1,5 +1,6 @@
 // Workgroups: how waves start, take turns, meet at barriers and end; errors; the exported functions.
 #include "core.h"
+#include "late.h"
 #include "pending.h"
 #include <stdarg.h>
 #include "trace.h"
@@ -193,6 +194,7 @@ static int run_group(const Launch *c, Group *g, u64 *random) {
             for (u32 k = 0; k < g->waves; k++) g->wave[k].at_barrier = 0;
             waiting = 0;
             g->barriers++;
+            lds_barrier(g);
             next_epoch(g);
         }
     }
@@ -274,7 +276,8 @@ EXPORT int emulator_run(Launch *c, u64 *executed, Totals *totals) {
         memset(g->wrote, 0, 2 * c->lds_bytes);
         memset(g->read, 0, 2 * c->lds_bytes);
         memset(g->incoming, 0, c->lds_bytes);
-        g->incoming_count = 0;
+        memset(g->late, 0, c->lds_bytes);
+        g->incoming_count = g->late_count = 0;
         g->epoch = 1;
         g->waves = waves;
         g->wave = wave;

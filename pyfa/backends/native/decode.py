@@ -6,8 +6,17 @@ read once for the group, and the keys go to as many workgroups as it takes to bu
 
 from __future__ import annotations
 
-from ...problem import Call, Problem, is_aligned
-from . import calls
+from dataclasses import replace
+
+from ...plan import Plan
+from ...problem import Append, Call, Problem, is_aligned
+from ..base import Run
+from ..common import calls
+from . import attend
+from .launch import Launcher
+from .plans import plan_with
+from .target import DecodeTiles, Target
+from .tiles import GROUP, Pair, constants_of
 
 FEATURES = frozenset(
     (
@@ -15,7 +24,6 @@ FEATURES = frozenset(
         "leftpad", "batch_idx", "gqa", "dv",
     )
 )  # fmt: skip
-GROUP = 16  # keys of a step, the unit in which keys are shared out
 # Up to how many lines decode is taken rather than the forward, whose tiles hold more rows of one
 # head. With a group its heads share what is read; without one nothing does.
 MOST_LINES = 64
@@ -72,3 +80,64 @@ def readable(call: Call) -> Call:
     # Float8 keys came to a multiple of 16 elements, queries to one of 8.
     more = call.k.shape[-1] - call.q.shape[-1]
     return call._replace(q=calls.padded(call.q, more)) if more else call
+
+
+def plan(target: Target, backend: str, problem: Problem) -> Plan:
+    """The kernel of ``problem`` and what it is compiled with."""
+    float8 = "fp8" in problem.features
+    table = target.decode_tiles(problem.arch, float8)
+    pair = calls.bucket_of(table, problem.head_dim, problem.head_dim_v)
+    sizes = table[pair]
+    tiles = next((each for each in sizes if each.lines >= lines(problem)), sizes[-1])
+    dtype = calls.DTYPE_CODES[problem.dtype_out or problem.dtype]
+    found = _plan(target, backend, pair, dtype, tiles, float8)
+    return replace(found, notes=tuple(target.notes_of(problem, pair)))
+
+
+def _plan(
+    target: Target, backend: str, pair: Pair, dtype: int, tiles: DecodeTiles, float8: bool
+) -> Plan:
+    constants = {
+        "DTYPE": dtype,
+        "HEAD_DIM": pair[0],
+        "HEAD_DIM_V": pair[1],
+        **constants_of(tiles),
+    }
+    shared = tiles.shared_bytes(pair, float8)
+    if shared:
+        constants["SHARED_BYTES"] = shared
+    if float8:
+        constants["KEY_DTYPE"] = target.float8
+    return plan_with(backend, target.decode, constants)
+
+
+def all_plans(target: Target, backend: str, arch: str) -> list[Plan]:
+    """Every decode that a problem on a device with the tiles of ``arch`` can get."""
+    return [
+        _plan(target, backend, pair, dtype, tiles, float8)
+        for float8 in (False, True)
+        for pair, sizes in target.decode_tiles(arch, float8).items()
+        for tiles in sizes
+        for dtype in calls.DTYPE_CODES.values()
+    ]
+
+
+def bind(
+    launch: Launcher, plan: Plan, call: Call, append: Append | None = None, with_lse: bool = True
+) -> Run:
+    """``Backend.bind``."""
+    target = launch.target
+    block = target.block_of(plan)
+
+    def grid_of(call: Call) -> attend.Grid:
+        heads_k = call.k.shape[-2]
+        rows = call.max_seqlen_q * call.q.shape[-2] // heads_k
+        blocks = -(-rows // block.rows) * heads_k * call.batch
+        num_splits = forced_parts(call)
+        if not num_splits:
+            units = launch.device_at(call.q.device).units
+            key_bytes = call.k.element_size() * (call.k.shape[-1] + call.v.shape[-1])
+            num_splits = target.decode_splits(blocks, keys_seen(call), units, key_bytes)
+        return attend.Grid(blocks, block.threads, num_splits)
+
+    return attend.bind(launch, plan, call, append, with_lse, readable, grid_of)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,13 +10,14 @@ import torch
 from ... import abi
 from ..._torch import Like
 from ...plan import Plan
-from ...problem import Call, Problem, form_of, tensors_of
+from ...problem import TERMS, Call, Problem, form_of, tensors_of
 from ..base import Gradients, RunBackward
-from . import calls, gaps
+from ..common import calls
+from ..common.program import MOST_TOTALS, Params, Program, like, run_of
+from . import gaps
 from .launch import Launcher
-from .program import MOST_TOTALS, Params, Program, like, run_of
-
-FEATURES = frozenset({"backward", "dlse", "deterministic"})
+from .plans import name_of, values_of
+from .target import Target
 
 
 def why_not(problem: Problem) -> list[str]:
@@ -34,22 +35,7 @@ def is_general(call: Call) -> bool:
 
 def is_general_problem(problem: Problem) -> bool:
     """The same of a problem."""
-    return bool(problem.features & {"softcap", "alibi", "bias", "sinks", "dropout"})
-
-
-class Kernel(NamedTuple):
-    """A launch of backward: ``blocks`` workgroups of ``threads`` for each sequence."""
-
-    plan: Plan
-    blocks: int
-    threads: int
-
-
-class Kernels(NamedTuple):
-    """What one pass launches, in order, and the buffers that only this device's kernels need."""
-
-    kernels: Sequence[Kernel]
-    workspace: Mapping[str, Like] = {}
+    return bool(problem.features & TERMS)
 
 
 class _Given(NamedTuple):
@@ -84,12 +70,11 @@ def bind(
     lse: torch.Tensor,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
-    kernels_of: Callable[[Call], Kernels],
 ) -> RunBackward:
-    """``Backend.bind_backward`` for the kernels that ``kernels_of`` the readable call names."""
+    """``Backend.bind_backward``."""
     given = _Given(dout, out, lse, call, dlse)
     direct = _readable(given)
-    run = _for_any_total(direct, lambda given: _bind(launch, given, kernels_of))
+    run = _for_any_total(direct, lambda given: _bind(launch, given))
     copied = any(x is not y for x, y in zip(given.tensors(), direct.tensors(), strict=True))
     if not copied:
         return run
@@ -129,7 +114,7 @@ def _for_any_total(given: _Given, bind: Callable[[_Given], RunBackward]) -> RunB
     return run_any_total
 
 
-def _bind(launch: Launcher, given: _Given, kernels_of: Callable[[Call], Kernels]) -> RunBackward:
+def _bind(launch: Launcher, given: _Given) -> RunBackward:
     """``bind`` of what the kernels read as it lies."""
     call = given.call
     form = form_of(call)
@@ -146,8 +131,8 @@ def _bind(launch: Launcher, given: _Given, kernels_of: Callable[[Call], Kernels]
     if call.sinks is not None:
         program.make("dsinks", like(given.lse.shape, torch.float32), fill=0.0)
         pointers["dsinks"] = "dsinks"
-    kernels, workspace = kernels_of(call)
-    parts = {**workspace, "delta": like((2, *given.lse.shape), torch.float32)}
+    chain = _chain(launch, call)
+    parts = {**sums_of(launch, call, chain), "delta": like((2, *given.lse.shape), torch.float32)}
     program.make_workspace(parts, launch.APART)
     pointers |= {name: name for name in parts}
     values = abi.forward_values(call, given.out.stride(), given.lse.stride())
@@ -157,8 +142,13 @@ def _bind(launch: Launcher, given: _Given, kernels_of: Callable[[Call], Kernels]
     values["dies"] = launch.device_at(call.q.device).dies
     gaps.add_backward(launch, program, call, dq, dk, dv)
     params = Params(values, pointers)
-    for plan, blocks, threads in kernels:
-        program.add(plan, blocks * call.batch, threads, params)
+    for plan in chain:
+        block = launch.target.block_of(plan)
+        if block.rows:
+            blocks = -(-call.max_seqlen_q // block.rows) * call.q.shape[-2]
+        else:
+            blocks = -(-call.max_seqlen_k // block.keys) * call.k.shape[-2]
+        program.add(plan, blocks * call.batch, block.threads, params)
     run = run_of(program, launch.launch_of(program, given.tensors()), launch.empty, aligned=6)
     rows = (0, 2) if given.lse.dim() == 3 else 1
     has_sinks = call.sinks is not None
@@ -172,6 +162,47 @@ def _bind(launch: Launcher, given: _Given, kernels_of: Callable[[Call], Kernels]
         return Gradients(dq, dk, dv, None, more[0].sum(rows) if has_sinks else None)
 
     return backward
+
+
+def plans_for(target: Target, backend: str, problem: Problem) -> tuple[Plan, ...]:
+    """The kernels of a problem's backward."""
+    return target.backward_plans(
+        backend,
+        target.device_of(problem).arch,
+        (problem.head_dim, problem.head_dim_v),
+        calls.DTYPE_CODES[problem.dtype],
+        is_general_problem(problem),
+        "deterministic" in problem.features,
+    )
+
+
+def _chain(launch: Launcher, call: Call) -> tuple[Plan, ...]:
+    """What one pass launches, in order."""
+    return launch.target.backward_plans(
+        launch.target.name,
+        launch.device_at(call.q.device).arch,
+        (call.q.shape[-1], call.v.shape[-1]),
+        calls.dtype_code(call.q),
+        is_general(call),
+        call.deterministic,
+    )
+
+
+def sums_of(launch: Launcher, call: Call, chain: Sequence[Plan]) -> dict[str, Like]:
+    """Where blocks that own keys add dQ up in float32, and the lock of their turns."""
+    if name_of(chain[-1]) != "dq_convert":
+        return {}
+    rows, heads = launch.target.block_of(chain[0]).rows, call.q.shape[-2]
+    # A packed sequence begins at a tile of its own.
+    tiles = -(-call.max_seqlen_q // rows) * call.batch
+    if call.cu_seqlens_q is not None:
+        tiles = call.q.shape[0] // rows + call.batch
+    # row_sums begins both with 0.
+    dim = values_of(chain[-1])["HEAD_DIM"]
+    found = {"dq_accum": like((tiles * rows * heads * dim,), torch.float32)}
+    if call.deterministic:
+        found["counter"] = like((tiles * heads,), torch.int32)
+    return found
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:

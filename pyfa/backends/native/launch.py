@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -9,12 +10,15 @@ import torch
 from ..._torch import Empty
 from ...device import Device
 from ...plan import Plan
-from .program import Launch, Program
+from ..common.program import Launch, Program
+from .target import Target
 
 
 class Launcher(Protocol):
     """Turns programs into launches on one driver."""
 
+    target: Target
+    """Whose kernels it launches."""
     APART: bool
     """Whether parts of a workspace are tensors of their own, so that an access outside is found."""
     NEEDS_LSE: bool
@@ -26,6 +30,9 @@ class Launcher(Protocol):
     @property
     def empty(self) -> Empty:
         """Makes an uninitialised tensor on the current device."""
+
+    def on(self, where: torch.device) -> AbstractContextManager[None]:
+        """Makes the device that tensors are on the current one, where a driver has such a thing."""
 
     def plan(self, kernel: str, dtype: int | None = None) -> Plan:
         """The plan of a kernel of ``kernels/common``, as "combine"."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from ... import abi
 from ..._torch import Like
 from ...problem import Call
+from ..common.program import Params, Program
 from .launch import Launcher
-from .program import Params, Program
 
 THREADS, ROWS = 256, 16
 

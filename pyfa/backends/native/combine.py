@@ -7,9 +7,9 @@ import torch
 from ... import abi
 from ..._torch import Like
 from ...problem import Call
-from . import calls
+from ..common import calls
+from ..common.program import Params, Program, like
 from .launch import Launcher
-from .program import Params, Program, like
 
 THREADS = 256
 

@@ -11,10 +11,10 @@ from ... import abi
 from ...plan import Plan
 from ...problem import Append, Call, are_on_16, form_of, tensors_of
 from ..base import OtherAlignment, Run
+from ..common.program import Params, Program, for_any_total, like, run_of
 from . import append as appending
 from . import combine, gaps
 from .launch import Launcher
-from .program import Params, Program, for_any_total, like, run_of
 
 
 class Grid(NamedTuple):

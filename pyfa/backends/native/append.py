@@ -9,9 +9,9 @@ import torch
 
 from ... import abi
 from ...problem import Append, Call, form_of, tensors_of
-from . import calls
+from ..common import calls
+from ..common.program import Params, Program, like, run_of
 from .launch import Launcher
-from .program import Params, Program, like, run_of
 
 THREADS = 256
 _MOST_THREADS = 2**32  # of a grid

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 from ...plan import Plan
 from ...problem import Problem
-from .calls import DROPOUT
+from ..common.calls import DROPOUT
 
 COMMON_HEAD_DIMS = (64, 128)
+
+
+def plan_with(
+    backend: str, kernel: str, constants: Mapping[str, int], notes: Iterable[str] = ()
+) -> Plan:
+    """``kernel`` compiled with ``constants``, in any order."""
+    return Plan(backend, kernel, tuple(sorted(constants.items())), tuple(notes))
+
+
+def values_of(plan: Plan) -> dict[str, int]:
+    """The constants of a plan."""
+    return {name: int(value) for name, value in plan.constants}
 
 
 def name_of(plan: Plan) -> str:

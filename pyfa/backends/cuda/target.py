@@ -1,0 +1,100 @@
+"""The CUDA kernels as the host driver sees them: blocks, shared memory, which backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ...plan import Plan
+from ...problem import Problem
+from ..common.splits import Costs
+from ..native.plans import values_of
+from ..native.target import Block, Buffers, Target
+from ..native.tiles import GROUP, Pair, sm90
+from ..native.tiles.sm80 import LINES, Decode
+from . import backward, code, decode, forward, forward_sm90, forward_sm90_fp8, plans
+
+# On an H200: 64 keys of a block of 128 rows (8 heads of 8192, causal: 351 µs, of which the longest
+# block has 128 such tiles), and a row of one head in ``combine`` (16,384 of them: 54 µs), which
+# starts 3 µs late. Of Hopper's own kernel 650 TFLOP/s on 132 SMs, one block on each.
+_COSTS = Costs(tile_us=2.7, row_us=0.0033, combine_us=3.0)
+_SM90_COSTS = _COSTS._replace(tile_us=0.85)
+
+
+def _block_of(plan: Plan) -> Block:
+    values, threads = values_of(plan), plans.threads_of(plan)
+    if plan.kernel == forward_sm90.KERNEL:
+        rows = sm90.ROWS * values["GROUPS"]
+        return Block(threads, rows, values["BLOCK_K"], costs=_SM90_COSTS)
+    if plan.kernel == forward.KERNEL:
+        rows = values["ROWS"] * values["WARPS"]
+        return Block(threads, rows, values["BLOCK_K"], values["BLOCKS"], _COSTS)
+    if plan.kernel == decode.KERNEL:
+        return Block(threads, LINES * values["TILES"] * values["TEAM"], GROUP)
+    if "BLOCK_K" in values:
+        return Block(threads, keys=values["BLOCK_K"])
+    return Block(threads, rows=values["BLOCK_Q"])
+
+
+def _buffers_of(plan: Plan, problem: Problem) -> Buffers | None:
+    values = values_of(plan)
+    if plan.kernel == decode.KERNEL:
+        parts = {"rings of K and V, then sums; states": values["SHARED_BYTES"]}
+        return Buffers("forward", parts)
+    if plan.kernel in (backward.KERNEL, backward.SM90):
+        return _backward(values)
+    if plan.kernel in (forward.KERNEL, forward_sm90.KERNEL):
+        return _forward(values, 16 // problem.unit)
+    return None
+
+
+def _compiled(plan: Plan, problem: Problem) -> tuple[int, int]:
+    found = code.load(plan, plans.compiled_for(problem.arch, plan)).kernel
+    return found.registers, found.shared_bytes + plans.shared_bytes(plan)
+
+
+def _decode_tiles(arch: str, float8: bool) -> Mapping[Pair, Sequence[Decode]]:
+    tiles = plans.tiles_of(arch)
+    if not float8:
+        return tiles.decode
+    return tiles.decode_float8 if plans.widens_float8(arch) else {}
+
+
+def _forward(values: Mapping[str, int], size: int) -> Buffers:
+    keys, stages = values["BLOCK_K"], values["STAGES"]
+    parts = {
+        "K, tiles": stages * keys * values["HEAD_DIM"] * size,
+        "V, tiles": stages * keys * values["HEAD_DIM_V"] * size,
+    }
+    if size == 1:
+        parts["V, tiles, turned"] = parts["V, tiles"]
+    parts["Q, and what warps tell each other"] = values["SHARED_BYTES"] - sum(parts.values())
+    return Buffers("forward", parts, whole_tiles=True)
+
+
+def _backward(values: Mapping[str, int]) -> Buffers:
+    rows, keys = values["BLOCK_Q"], values["BLOCK_K"]
+    both = values["HEAD_DIM"] + values["HEAD_DIM_V"]
+    parts = {"K and V": keys * both * 2, "Q and dO, two tiles": 2 * rows * both * 2}
+    passed = "dS and dQ" if values.get("ROLES") == 0 else "P and dS"
+    parts[f"{passed}, states"] = values["SHARED_BYTES"] - sum(parts.values())
+    return Buffers("gradients", parts, (rows, keys), whole_tiles=True)
+
+
+TARGET = Target(
+    name="cuda",
+    decode=decode.KERNEL,
+    float8=forward_sm90_fp8.CODE,
+    device_of=lambda problem: problem.device,
+    plan_of=lambda backend, kernel, dtype: plans.plan_of(kernel, dtype),
+    passes=lambda backend, arch: [*forward.all_plans(arch), *backward.all_plans(arch)],
+    notes_of=plans.notes_of,
+    backward_notes=backward.notes_of,
+    block_of=_block_of,
+    buffers_of=_buffers_of,
+    compiled=_compiled,
+    takes_decode=decode.takes,
+    forward_plan=lambda backend, problem: forward.plan(problem),
+    decode_tiles=_decode_tiles,
+    decode_splits=decode.splits_for,
+    backward_plans=lambda backend, *asked: backward.plans_for(*asked),
+)

@@ -1,0 +1,135 @@
+"""The HIP kernels as the host driver sees them: workgroups, LDS buffers, which backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ...plan import Plan
+from ...problem import Problem
+from ..common import calls
+from ..native.plans import notes_of, values_of
+from ..native.target import Block, Buffers, Target
+from ..native.tiles import GROUP, Pair
+from ..native.tiles.gfx942 import LINES, Decode
+from . import backward, code, decode, forward, plans
+
+_TILE = 32  # rows of a tile that backward streams
+_WAVES = decode.THREADS // forward.LANES  # of decode
+_SUMS = _WAVES * 4 * forward.LANES * 16  # bytes of one piece of every wavefront's output
+
+
+def _block_of(plan: Plan) -> Block:
+    values = values_of(plan)
+    if plan.kernel == forward.KERNEL:
+        waves = values["WAVES"]
+        return Block(waves * forward.LANES, forward.ROWS * waves, values["BLOCK_K"])
+    if plan.kernel == decode.KERNEL:
+        return Block(decode.THREADS, LINES * values["TILES"], GROUP)
+    rows, keys = backward.owned(plan)
+    return Block(backward.THREADS, rows, keys)
+
+
+def _buffers_of(plan: Plan, problem: Problem) -> Buffers | None:
+    values = values_of(plan)
+    if plan.kernel == forward.KERNEL:
+        return _forward(values)
+    if plan.kernel == decode.KERNEL:
+        return _decode(values)
+    if plan.kernel == backward.KERNEL:
+        return _backward(values)
+    return _one_pass(plan, values) if plan.kernel == backward.ONE_PASS else None
+
+
+def _compiled(plan: Plan, problem: Problem) -> tuple[int, int]:
+    found = code.load(plan, plans.device_of(problem).arch).kernel
+    return found.vgprs, found.lds_bytes
+
+
+def _decode_tiles(arch: str, float8: bool) -> Mapping[Pair, Sequence[Decode]]:
+    tiles = plans.tiles_of(arch)
+    return tiles.decode_float8 if float8 else tiles.decode
+
+
+def _backward_plans(
+    backend: str, arch: str, dims: Pair, dtype: int, general: bool, deterministic: bool
+) -> tuple[Plan, Plan, Plan]:
+    pair = calls.bucket_of(plans.tiles_of(arch).two_passes, *dims)
+    return backward.plans_of(backend, pair, dtype, general, deterministic, arch)
+
+
+def _forward(values: Mapping[str, int]) -> Buffers:
+    keys, (dim, dim_v) = values["BLOCK_K"], _dims(values)
+    size = 1 if values["DTYPE"] == forward.FLOAT8_CODE else 2
+    stride = next(width for width in (64, 128, 256) if width >= dim)  # lds.h: whole lines
+    parts = {"K, two tiles": 2 * keys * stride * size, "V, two tiles": 2 * keys * dim_v * size}
+    return Buffers("forward", parts)
+
+
+def _decode(values: Mapping[str, int]) -> Buffers:
+    lines = values["TILES"] * LINES
+    rows = _WAVES * 2 * values["STAGES"] * GROUP  # of K and V
+    scales = {"scales of K and V": rows * 4} if "KEY_DTYPE" in values else {}
+    parts = {
+        "addresses of K and V": rows * 8,
+        "Q, then sums of wavefronts": max(lines * values["HEAD_DIM"] * 2, _SUMS),
+        "maxima and totals": 2 * _WAVES * lines * 4,
+        **scales,
+    }
+    return Buffers("forward", parts)
+
+
+def _backward(values: Mapping[str, int]) -> Buffers:
+    owned = backward.WAVES * 32 * values["COLUMNS"]
+    keys = values["OWNS"] == backward.KEYS
+    a, c = ("Q", "dO") if keys else ("K", "V")
+    tile, tile_v = (_TILE * dim * 2 for dim in _dims(values))
+    parts = {f"{a}, rows": tile, f"{c}, rows": tile_v, f"{a}, columns": tile}
+    if keys:
+        parts[f"{c}, columns"] = tile_v
+    role, shape = ("dk_dv", (_TILE, owned)) if keys else ("dq", (owned, _TILE))
+    return Buffers(role, parts, shape, whole_tiles=True, ahead=1)
+
+
+def _one_pass(plan: Plan, values: Mapping[str, int]) -> Buffers:
+    rows, (_, keys) = backward.SUM_ROWS, backward.owned(plan)
+    dims = _dims(values)
+    units, units_v = (_skewed_bytes(-(-dim // 64) * 2) for dim in dims)
+    blocks = keys // 32
+    parts = {
+        "Q and dO, rows, and states, two steps": 2 * (units + units_v + 2 * rows * 4),
+        "Q and dO, columns, three steps": 3 * sum(dims) * rows * 2,
+        "dS, two steps": 2 * _skewed_bytes(blocks if blocks % 4 else blocks + 2),
+    }
+    return Buffers("gradients", parts, (rows, keys), whole_tiles=True)
+
+
+def _skewed_bytes(length: int) -> int:
+    """Of a tile of 16 rows of 4 * ``length`` units (kernels/hip/bwd_step.h)."""
+    return (16 * (4 * length + 1) + 3 * (2 * length % 8)) * 16
+
+
+def _dims(values: Mapping[str, int]) -> Pair:
+    return values["HEAD_DIM"], values["HEAD_DIM_V"]
+
+
+TARGET = Target(
+    name="hip",
+    decode=decode.KERNEL,
+    float8=forward.FLOAT8_CODE,
+    device_of=plans.device_of,
+    plan_of=plans.plan_of,
+    passes=lambda backend, arch: [
+        *forward.all_plans(backend, arch),
+        *backward.all_plans(backend, arch),
+    ],
+    notes_of=notes_of,
+    backward_notes=backward.notes_of,
+    block_of=_block_of,
+    buffers_of=_buffers_of,
+    compiled=_compiled,
+    takes_decode=decode.takes,
+    forward_plan=forward.plan,
+    decode_tiles=_decode_tiles,
+    decode_splits=lambda blocks, keys, units, key_bytes: decode.splits_for(blocks, keys, units),
+    backward_plans=_backward_plans,
+)

@@ -1,0 +1,1 @@
+"""The host side of ``kernels/``, once for hip and cuda."""

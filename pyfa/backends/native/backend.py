@@ -1,0 +1,72 @@
+"""What the ``hip``, ``emulator`` and ``cuda`` backends have in common: all but reasons and code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from ...plan import Plan
+from ...problem import Append, Call, Problem, features_by
+from ...traffic import Shape, TiledKernel
+from ..base import Run, RunBackward
+from . import append as appending
+from . import backward, decode, forward, tiling
+from .launch import Launcher
+from .target import Target
+
+
+class DigestingLauncher(Launcher, Protocol):
+    digests: dict[str, str]
+    """The kernels that ran in this process, each with the sha256 of its code object."""
+
+
+class NativeBackend:
+    """``base.Backend`` over a vendor's ``target`` and ``launch``."""
+
+    ANY_TOTAL = True
+
+    def __init__(self, name: str, target: Target, launch: DigestingLauncher) -> None:
+        self.NAME = name
+        self.FEATURES = features_by(target.name)
+        self.target = target
+        self.launch = launch
+
+    def kernel_digests(self) -> Mapping[str, str]:
+        """For a conformance report: which bytes its cases ran."""
+        return self.launch.digests
+
+    def plan(self, problem: Problem) -> Plan:
+        if self.target.takes_decode(problem):
+            return decode.plan(self.target, self.NAME, problem)
+        plan = self.target.forward_plan(self.NAME, problem)
+        return replace(plan, notes=(*plan.notes, *self.target.backward_notes(problem)))
+
+    def tiled_kernels(
+        self, plan: Plan, problem: Problem, shape: Shape, compiled: bool
+    ) -> Sequence[TiledKernel]:
+        return tiling.kernels_of(self.target, plan, problem, shape, compiled)
+
+    def bind(self, plan: Plan, call: Call, append: Append | None, with_lse: bool) -> Run:
+        bind = decode.bind if plan.kernel == self.target.decode else forward.bind
+        with self.launch.on(call.q.device):
+            return bind(self.launch, plan, call, append, with_lse)
+
+    def why_not_append(self, call: Call, append: Append) -> str | None:
+        return appending.why_declined(call, append)
+
+    def bind_backward(
+        self,
+        plan: Plan,
+        call: Call,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        bias_grad: bool,
+    ) -> RunBackward:
+        # bias_grad is never asked for: FEATURES has none.
+        with self.launch.on(call.q.device):
+            return backward.bind(self.launch, call, out, lse, dout, dlse)

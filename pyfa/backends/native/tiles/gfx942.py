@@ -1,0 +1,124 @@
+"""MI300X and its kin: 64 KB of LDS, 512 registers a lane on each of 4 SIMDs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from . import Pair
+
+LINES = 16  # of a matrix product of decode
+
+
+class Forward(NamedTuple):
+    """Keys of a tile, wavefronts of 32 query rows, rows of a matrix product."""
+
+    block_k: int
+    waves: int
+    mma: int = 32
+
+
+class Decode(NamedTuple):
+    """``tiles``: matrix products of 16 lines, each a query row of one head. ``stages``: groups of
+    keys on their way to a wavefront; ``occupancy``: wavefronts that a SIMD holds."""
+
+    tiles: int
+    stages: int
+    occupancy: int
+
+    @property
+    def lines(self) -> int:
+        """Of a workgroup."""
+        return LINES * self.tiles
+
+    def shared_bytes(self, pair: Pair, float8: bool) -> int:
+        """None is dynamic: kernels declare what they use."""
+        return 0
+
+
+class Owner(NamedTuple):
+    """Of backward in two passes: what a wavefront owns, in 32 keys or rows, and wavefronts on a
+    SIMD."""
+
+    columns: int
+    per_simd: int
+
+
+class Tiles(NamedTuple):
+    """All tables of an arch."""
+
+    forward: Mapping[Pair, Forward]
+    forward_dropout: Mapping[Pair, Forward]
+    forward_float8: Mapping[Pair, Forward]
+    forward_float8_general: Mapping[Pair, Forward]
+    forward_float8_paged: Mapping[Pair, Forward]
+    paged_pairs: tuple[Pair, ...]
+    decode: Mapping[Pair, tuple[Decode, ...]]
+    decode_float8: Mapping[Pair, tuple[Decode, ...]]
+    two_passes: Mapping[Pair, tuple[Owner, Owner, Owner, Owner]]
+    one_pass: Mapping[Pair, int]
+
+
+# LDS holds two tiles of K and two of V: 65,536 B at 128 and 256. At 256 the accumulators alone are
+# 128 registers: one wavefront on a SIMD, with twice as many.
+FORWARD = {
+    (64, 64): Forward(64, 8),
+    (96, 96): Forward(64, 8),
+    (128, 128): Forward(64, 8),
+    (192, 128): Forward(32, 8),
+    (192, 192): Forward(32, 8),
+    (256, 256): Forward(32, 4),
+}
+# Of float8, in half the bytes: 65,536 B at 256.
+_FLOAT8 = {pair: tiles._replace(block_k=64) for pair, tiles in FORWARD.items()}
+# Backward's owners: one and two columns of 32, one or two wavefronts on a SIMD.
+_1, _1_TWICE, _2 = Owner(1, 1), Owner(1, 2), Owner(2, 1)
+
+TILES = Tiles(
+    forward=FORWARD,
+    # Where the generator's registers do not fit beside two wavefronts on a SIMD (58 spilled).
+    forward_dropout=FORWARD | {(192, 192): Forward(32, 4)},
+    forward_float8=_FLOAT8,
+    # What scales of single keys add does not fit beside scores of 64 keys at 192 (36 vector
+    # registers spilled, or 1 scalar).
+    forward_float8_general=_FLOAT8 | {(192, 128): Forward(32, 8), (192, 192): Forward(32, 8)},
+    # Nor at 128 beside the offsets of pages (17). At 256, 32 loads with pages are a loop that the
+    # compiler does not unroll.
+    forward_float8_paged=_FLOAT8 | {(128, 128): Forward(32, 8), (256, 256): Forward(32, 4)},
+    paged_pairs=((64, 64), (128, 128), (256, 256)),
+    # The stages are what 256 registers hold, or 512 where 256 would leave less than 32 KB on their
+    # way to a compute unit's one workgroup: at 5.3 TB/s and a latency of 1 to 2 µs an MI300X has 17
+    # to 35 KB on their way to each.
+    decode={
+        (64, 64): (Decode(1, 4, 2), Decode(2, 4, 2), Decode(4, 4, 1)),
+        (96, 96): (Decode(1, 4, 2), Decode(2, 3, 2), Decode(4, 3, 1)),
+        (128, 128): (Decode(1, 4, 2), Decode(2, 3, 1), Decode(4, 2, 1)),
+        (192, 128): (Decode(1, 2, 2), Decode(2, 3, 1)),
+        (192, 192): (Decode(1, 2, 2), Decode(2, 2, 1)),
+        (256, 256): (Decode(1, 2, 1), Decode(2, 2, 1)),
+    },
+    # Float8 keys and values take half the bytes and registers: with twice the stages at 64 there
+    # are 48 KB and more on their way to each workgroup.
+    decode_float8={
+        (64, 64): (Decode(1, 8, 2), Decode(2, 8, 2), Decode(4, 8, 1)),
+        (96, 96): (Decode(1, 4, 2), Decode(2, 4, 2), Decode(4, 4, 1)),
+        (128, 128): (Decode(1, 4, 2), Decode(2, 4, 1), Decode(4, 4, 1)),
+        (192, 128): (Decode(1, 4, 2), Decode(2, 4, 1)),
+        (192, 192): (Decode(1, 4, 2), Decode(2, 4, 1)),
+        (256, 256): (Decode(1, 4, 1), Decode(2, 4, 1)),
+    },
+    # Of plain scores owning keys and rows, then of general ones. Two columns read LDS half as
+    # often; two wavefronts on a SIMD hide each other's vector instructions. The rest spills.
+    two_passes={
+        (64, 64): (_1_TWICE, _1_TWICE, _1, _1_TWICE),
+        (96, 96): (_2, _1_TWICE, _1, _1_TWICE),
+        (128, 128): (_2, _1_TWICE, _1, _1),
+        (192, 128): (_1, _1, _1, _1),
+        (192, 192): (_1, _1, _1, _1),
+        (256, 256): (_1, _1, _1, _1),
+    },
+    # One pass over plain scores: 16s of keys that a wavefront owns, in registers with their
+    # gradients (7 head_dim / 8 registers for each). Which leaves room for what a step needs, by the
+    # figures in kernels/README.md.
+    one_pass={(64, 64): 4, (96, 96): 4, (128, 128): 3},
+)

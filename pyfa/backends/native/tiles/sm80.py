@@ -1,0 +1,173 @@
+"""A100: 163 KB of shared memory a block. Also the rows of what Ampere's kernels are compiled with.
+
+These kernels run on every later arch too, each with the tiles in its own file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from . import GROUP, Pair
+
+STAGES = 2  # of forward: places for a tile of K and V
+LINES = 8  # of a matrix product of decode: a line is a query row of one head
+
+
+class Forward(NamedTuple):
+    """A warp owns ``rows`` query rows, and K and V pass in tiles of ``block_k`` keys, two of each.
+
+    ``q_in_registers``: the queries stay there. ``blocks`` are to fit on an SM.
+    """
+
+    rows: int
+    warps: int
+    block_k: int
+    q_in_registers: bool
+    blocks: int
+
+    def shared_bytes(self, pair: Pair, paged: bool) -> int:
+        """Of a block: the stages, the queries where they do not pass through them, warps' notes."""
+        stage = self.block_k * sum(pair) * 2
+        queries = self.rows * self.warps * pair[0] * 2
+        passing = self.q_in_registers and queries <= stage
+        notes = self.warps * (80 if paged else 64)
+        return STAGES * stage + (0 if passing else queries) + notes
+
+
+class Decode(NamedTuple):
+    """A warp has ``tiles`` products of 8 lines; ``team`` warps share keys and differ in lines.
+
+    Each team of a block's ``warps`` has ``stages`` slots of 16 keys on their way.
+    """
+
+    tiles: int
+    team: int
+    warps: int
+    stages: int
+
+    @property
+    def lines(self) -> int:
+        """Of a block."""
+        return LINES * self.tiles * self.team
+
+    def shared_bytes(self, pair: Pair, float8: bool) -> int:
+        """Of a block: page offsets, rows' states, and the rings, where the teams' sums meet; of
+        float8 scales of rows, and of as many keys as are on their way."""
+        teams, rows = self.warps // self.team, self.lines
+        ring = teams * self.stages * GROUP * (1 if float8 else 2) * sum(pair)
+        sums = teams * rows * (pair[1] + 4) * 4
+        states = self.warps * 512 + rows * 12 + 2 * teams * rows * 4
+        scales = rows * 4 + 8 + self.warps * (self.stages // 2 + 1) * 256 if float8 else 0
+        return _in_lines(states) + _in_lines(max(ring, sums)) + scales
+
+
+def _in_lines(size: int) -> int:
+    return -(-size // 128) * 128
+
+
+class Backward(NamedTuple):
+    """A block owns ``block_k`` keys and takes ``block_q`` rows at a time, with two kinds of warps.
+
+    ``warps_k`` × ``warps_q`` warps make S, P and dV, as many dP, dS and dK, ``chunk_q`` rows at
+    once (0: all of a warp's). ``dq_warps_q`` of them all share the rows of dQ, the others the head.
+    dS goes through ``buffers``; ``lookahead``: fragments that are read before their use.
+    ``blocks_per_sm`` are to fit on an SM.
+    """
+
+    block_q: int
+    block_k: int
+    warps_k: int
+    warps_q: int = 1
+    chunk_q: int = 0
+    dq_warps_q: int = 2
+    buffers: int = 2
+    lookahead: int = 2
+    blocks_per_sm: int = 1
+
+    def shared_bytes(self, pair: Pair, general: bool) -> int:
+        """Of a block: its keys and values, two stages of Q and dO with their states, P and dS."""
+        q, k = self.block_q, self.block_k
+        stage = q * sum(pair) * 2 + 2 * q * 4
+        scores = k * q * 2
+        buffer = scores + (self.warps_k * q * 4 if general else 0)
+        kept = scores * (1 + general) + self.buffers * buffer
+        return k * sum(pair) * 2 + 2 * stage + kept
+
+
+class Tiles(NamedTuple):
+    """What Ampere's kernels are compiled with for one arch, by head dims.
+
+    ``forward``: of plain scores, general ones, dropout; ``forward_paged``: where general ones with
+    pages differ. ``small_grid``: with half the rows, for where the usual tiles leave SMs without a
+    block; plain and dense only. ``decode``: for blocks of 8, 16, 32 and 64 lines; of float8 caches
+    only where one instruction makes two float16 numbers of two float8 ones (sm_89 and later).
+    ``backward``: of plain scores, then of general ones, which keep more of P for dS.
+    """
+
+    forward: Mapping[Pair, tuple[Forward, Forward, Forward]]
+    forward_paged: Mapping[Pair, Forward]
+    small_grid: Mapping[Pair, Forward]
+    decode: Mapping[Pair, tuple[Decode, ...]]
+    decode_float8: Mapping[Pair, tuple[Decode, ...]]
+    backward: Mapping[Pair, tuple[Backward, Backward]]
+
+
+def sizes(*rows: tuple[int, int, int, int]) -> tuple[Decode, ...]:
+    """Decode's tiles for 8, 16, 32 and 64 lines."""
+    return tuple(Decode(*row) for row in rows)
+
+
+# A warp of 32 rows reads K and V from shared memory half as often as two of 16 do: at a head_dim of
+# 128 1.22 times as fast (kernels/cuda/README.md). The tiles here are the first that spill nothing
+# and fit; none was timed on an A100.
+_64 = Forward(32, 4, 64, True, 2)
+_192 = Forward(16, 8, 64, False, 1)
+_256 = Forward(16, 8, 32, False, 1)
+_GENERAL_96 = Forward(32, 4, 32, False, 2)
+_128 = Forward(32, 4, 48, False, 2)
+ONE_OF_128 = Forward(16, 8, 64, True, 1)
+
+TILES = Tiles(
+    forward={
+        (64, 64): (_64, _64, Forward(32, 4, 32, True, 2)),
+        (96, 96): (Forward(32, 4, 64, False, 2), _GENERAL_96, _GENERAL_96),
+        (128, 128): (_128, _128, ONE_OF_128),
+        (192, 128): (_192, _192, _192),
+        (192, 192): (_192, _192, _192),
+        (256, 256): (_256, _256, _256),
+    },
+    forward_paged={(64, 64): Forward(32, 4, 64, False, 2)},
+    small_grid={
+        (64, 64): Forward(16, 4, 64, True, 2),
+        (128, 128): Forward(16, 4, 64, True, 2),
+    },
+    # Heads of 128 are measured (on an H200); the others have about as many bytes on their way, of
+    # what registers and shared memory hold.
+    decode={
+        (64, 64): sizes((1, 1, 8, 3), (2, 1, 8, 3), (4, 1, 8, 3), (4, 2, 8, 6)),
+        (96, 96): sizes((1, 1, 8, 2), (2, 1, 8, 2), (4, 1, 8, 2), (4, 2, 8, 5)),
+        (128, 128): sizes((1, 1, 8, 2), (2, 1, 8, 2), (4, 1, 8, 2), (4, 2, 8, 4)),
+        (192, 128): sizes((1, 1, 6, 2), (2, 1, 6, 2), (2, 2, 8, 3), (2, 4, 8, 6)),
+        (192, 192): sizes((1, 1, 6, 2), (2, 1, 6, 2), (2, 2, 8, 3), (2, 4, 8, 6)),
+        (256, 256): sizes((1, 1, 4, 2), (2, 1, 4, 2), (2, 2, 8, 2), (2, 4, 8, 4)),
+    },
+    # As many bytes on their way, which are twice the keys. Heads of 96 and 192 run in the next
+    # tiles, whose copies leave out what is not there. At 128, 4 products a warp would spill.
+    decode_float8={
+        (64, 64): sizes((1, 1, 8, 6), (2, 1, 8, 6), (4, 1, 8, 6), (4, 2, 8, 12)),
+        (128, 128): sizes((1, 1, 8, 4), (2, 1, 8, 4), (2, 2, 8, 8), (2, 4, 8, 16)),
+        (256, 256): sizes((1, 1, 8, 3), (2, 1, 6, 4), (2, 2, 8, 4), (2, 4, 8, 8)),
+    },
+    # The first that spill nothing and fit. What is wide (192 and more) has two warps for the same
+    # keys, each with half of the rows.
+    backward={
+        (64, 64): (Backward(128, 128, 4, 1, 64, 4, buffers=1), Backward(64, 128, 4, 1, 32)),
+        (96, 96): (Backward(64, 128, 4, 1, 64, 4), Backward(64, 128, 4, 1, 32, 4, buffers=1)),
+        (128, 128): (Backward(64, 128, 4, 1, 64, buffers=1, lookahead=4),
+                     Backward(32, 128, 4, 1, 32, buffers=1)),
+        (192, 128): (Backward(64, 64, 2, 2, lookahead=4), Backward(64, 64, 2, 2)),
+        (192, 192): (Backward(64, 64, 2, 2, buffers=1, lookahead=4), Backward(32, 64, 2, 2)),
+        (256, 256): (Backward(32, 64, 2, 2), Backward(32, 64, 2, 2)),
+    },
+)  # fmt: skip

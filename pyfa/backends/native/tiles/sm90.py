@@ -1,0 +1,125 @@
+"""H100 and H200: Hopper's own kernels, and the tiles of Ampere's where those run (227 KB)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from . import Pair
+from .sm80 import ONE_OF_128, Backward, Forward
+from .sm80 import TILES as OF_SM80
+
+ROWS = 64  # query rows of a warpgroup of the forward
+STAGES = 2  # of forward: places for a tile of K, and for one of V; of backward: for Q and dO
+TOLD = 2  # work tiles that the copying warp may be ahead by
+_GROUP_KEYS = 64  # of a warpgroup of backward
+_PANEL_BYTES = 128  # of a row: what TMA and the matrix instruction swizzle
+
+
+class Own(NamedTuple):
+    """``groups`` warpgroups of 64 query rows each, tiles of ``block_k`` keys, two of K and of V."""
+
+    groups: int
+    block_k: int
+
+    def shared_bytes(self, pair: Pair) -> int:
+        """Of a block: queries, the stages, barriers of 8 bytes, and what is told of two tiles of
+        work."""
+        queries = self.groups * ROWS * pair[0] * 2
+        stages = STAGES * self.block_k * sum(pair) * 2
+        barriers = (2 * self.groups + 4 * STAGES + 2 * TOLD) * 8
+        return -(-(queries + stages + barriers) // 16) * 16 + TOLD * 48
+
+    def shared_bytes_of_float8(self, pair: Pair) -> int:
+        """The same with V once more, transposed, and the scales."""
+        queries = self.groups * ROWS * pair[0]
+        stages = STAGES * self.block_k * (pair[0] + 2 * pair[1])
+        barriers = (2 * self.groups + 6 * STAGES + 2 * TOLD) * 8
+        return -(-(queries + stages + barriers) // 16) * 16 + TOLD * 64
+
+
+# Where every row sees all keys; with a causal mask or a window; with score terms. On an H200 those
+# of 64 and 128 are the fastest of the ones in kernels/cuda/README.md. Of 256 no other was tried;
+# those of 96 and 192 are of FlashAttention-3's size, as far as nothing is spilled.
+FORWARD: dict[Pair, tuple[Own, Own, Own]] = {
+    (64, 64): (Own(3, 128), Own(3, 128), Own(2, 128)),
+    (96, 96): (Own(2, 176), Own(2, 128), Own(2, 128)),
+    (128, 128): (Own(2, 128), Own(2, 128), Own(2, 128)),
+    (192, 128): (Own(2, 128), Own(2, 128), Own(2, 112)),
+    (192, 192): (Own(2, 112), Own(2, 96), Own(2, 80)),
+    (256, 256): (Own(2, 80), Own(2, 80), Own(2, 80)),
+}
+# Plain; with score terms; with scales per block of rows.
+FORWARD_FLOAT8: dict[Pair, tuple[Own, Own, Own]] = {
+    (64, 64): (Own(3, 128), Own(2, 128), Own(2, 128)),
+    (128, 128): (Own(3, 128), Own(2, 128), Own(2, 128)),
+    (256, 256): (Own(2, 128), Own(2, 96), Own(2, 64)),
+}
+
+
+class OwnBackward(NamedTuple):
+    """``groups`` warpgroups take ``block_q`` rows at a time, each for 64 keys of its own, or both
+    for the same 64 with a role each (``roles``).
+
+    ``overlap``, of roles: a tile's scores are asked for while the last one's gradient is under way,
+    as they always are without roles. ``float_weights``, of roles: P is handed over in float32.
+    ``one_sender``, without roles: one thread adds dQ's tiles to memory for all warps.
+    """
+
+    groups: int
+    block_q: int
+    overlap: bool = True
+    roles: bool = False
+    float_weights: bool = False
+    one_sender: bool = False
+
+    @property
+    def block_k(self) -> int:
+        return _GROUP_KEYS * (1 if self.roles else self.groups)
+
+    def shared_bytes(self, pair: Pair) -> int:
+        """Of a block: keys and values, the stages with two floats a row, two dS, P where it is
+        handed over or else one or two tiles of dQ in float32, barriers."""
+        keys, rows = self.block_k, self.block_q
+        states = -(-rows * 4 // 128) * 128
+        stage = rows * sum(pair) * 2 + 2 * states
+        ds = keys // _GROUP_KEYS * rows * _PANEL_BYTES
+        if self.roles:
+            passed_on = rows * _GROUP_KEYS * (4 if self.float_weights else 2)  # P
+        else:
+            passed_on = rows * pair[0] * 4 * (2 if self.one_sender else 1)  # dQ
+        return keys * sum(pair) * 2 + STAGES * stage + 2 * ds + passed_on + 256
+
+
+# More rows at a time need more registers than 240 a thread.
+BACKWARD: dict[Pair, OwnBackward] = {
+    (64, 64): OwnBackward(2, 128),
+    (128, 128): OwnBackward(2, 64, one_sender=True),
+    (192, 128): OwnBackward(2, 64, roles=True),
+    (192, 192): OwnBackward(2, 64, roles=True),
+    (256, 256): OwnBackward(2, 64, overlap=False, roles=True, float_weights=True),
+}
+
+# Ampere's kernels: for dropout, pages and bias forward, and for decode. Plain tiles of 64, 128 and
+# 256, forward and backward, are the fastest on an H200 of those in kernels/cuda/README.md; the
+# others are the first of the same kind that spill nothing and fit.
+_256 = Forward(16, 8, 64, False, 1)
+_192, _GENERAL_128 = Forward(32, 4, 32, False, 2), OF_SM80.forward[128, 128][1]
+_BACKWARD_192 = (Backward(64, 64, 2, 2, lookahead=4), Backward(64, 64, 2, 2))
+
+TILES = OF_SM80._replace(
+    forward={
+        **OF_SM80.forward,
+        (128, 128): (Forward(32, 4, 64, False, 2), _GENERAL_128, ONE_OF_128),
+        (192, 128): (_192, _192, OF_SM80.forward[192, 128][2]),
+        (256, 256): (_256, _256, _256),
+    },
+    backward={
+        (64, 64): (Backward(64, 128, 2, 1, 32, lookahead=3, blocks_per_sm=2),
+                   Backward(64, 128, 4, 1, 32)),
+        (96, 96): (Backward(64, 128, 4, 1, 64, 4), Backward(64, 128, 4, 1, 32, 4)),
+        (128, 128): (Backward(64, 128, 4, 1, 64, lookahead=3), Backward(64, 128, 4, 1, 32)),
+        (192, 128): _BACKWARD_192,
+        (192, 192): _BACKWARD_192,
+        (256, 256): (Backward(64, 64, 2, 2), Backward(64, 64, 2, 2)),
+    },
+)  # fmt: skip

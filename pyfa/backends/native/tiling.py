@@ -1,0 +1,72 @@
+"""The tiles and buffers of plans, for ``pyfa.traffic``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...plan import Plan
+from ...problem import Problem
+from ...traffic import Shape, TiledKernel, Tiling
+from ..common import splits
+from .backward import plans_for
+from .target import Target
+
+
+def kernels_of(
+    target: Target, plan: Plan, problem: Problem, shape: Shape, compiled: bool
+) -> list[TiledKernel]:
+    """The kernels of ``plan`` as they meet ``shape``."""
+    made = pairs_of(target, plan, problem, shape)
+    if not compiled:
+        return [kernel for kernel, _ in made]
+    found = []
+    for kernel, one in made:
+        registers, shared = target.compiled(one, problem)
+        found.append(replace(kernel, registers=registers, compiled_bytes=shared))
+    return found
+
+
+def pairs_of(
+    target: Target, plan: Plan, problem: Problem, shape: Shape
+) -> list[tuple[TiledKernel, Plan]]:
+    """The kernels of ``plan`` as they meet ``shape``, each with the plan that is compiled for
+    it."""
+    made = [(_kernel(target, plan, problem, shape), plan)]
+    if "backward" in problem.features:
+        chain = plans_for(target, plan.backend, problem)
+        made += [(_kernel(target, one, problem, shape), one) for one in chain]
+    return [(kernel, one) for kernel, one in made if kernel is not None]
+
+
+def _kernel(target: Target, plan: Plan, problem: Problem, shape: Shape) -> TiledKernel | None:
+    buffers = target.buffers_of(plan, problem)
+    if buffers is None:
+        return None
+    block, constants = target.block_of(plan), dict(plan.constants)
+    rows, keys = buffers.tile or (block.rows, block.keys)
+    parts, packed = 1, 1
+    units = target.device_of(problem).units
+    if plan.kernel == target.decode:
+        packed = shape.group
+        blocks = -(-shape.seqlen_q * packed // rows) * shape.heads_k * shape.batch
+        begin, end = shape.keys_seen(0, max(0, shape.seqlen_q - 1))
+        key_bytes = 16 // problem.unit * (problem.head_dim + problem.head_dim_v)
+        parts = target.decode_splits(blocks, end - begin, units, key_bytes)
+    elif buffers.role == "forward":
+        blocks = -(-shape.seqlen_q // rows) * shape.lines
+        parts = splits.within_a_round(
+            blocks,
+            shape.seqlen_k,
+            units * block.per_unit,
+            shape.seqlen_q * shape.lines,
+            block.costs,
+        )
+    return TiledKernel(
+        buffers.role,
+        Tiling(rows, keys, parts, packed),
+        (int(constants["HEAD_DIM"]), int(constants["HEAD_DIM_V"])),
+        block.threads,
+        dict(buffers.parts),
+        whole_tiles=buffers.whole_tiles,
+        ahead=buffers.ahead,
+    )

@@ -1,0 +1,161 @@
+"""What others take from inside flash-attention 4 (``flash_attn.cute.interface``).
+
+Arguments that choose tiles and threads are taken and not needed, as scheduling is the plan's
+business here. What ``fa4`` refuses is refused here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import request
+from . import fa4, raw
+from .errors import in_words_of, refuse
+from .fa4 import *  # noqa: F403  # the module has the public functions too
+
+__all__ = [*fa4.__all__, "_flash_attn_bwd", "_flash_attn_fwd", "_validate_head_dims"]
+
+_MAX_HEAD_DIM = 256
+
+
+def _validate_head_dims(
+    head_dim: int, head_dim_v: int, compute_capability: int, alignment: int
+) -> None:
+    """``AssertionError`` for heads that pyfa does not have, whatever the GPU."""
+    for name, size in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
+        if not 1 <= size <= _MAX_HEAD_DIM:
+            raise AssertionError(f"{name}: expected 1 to {_MAX_HEAD_DIM}; got {size}")
+
+
+def _flash_attn_fwd(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    qv: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    min_seqlen_k: int | None = None,
+    page_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    softcap: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    learnable_sink: torch.Tensor | None = None,
+    tile_mn: tuple[int, int] | None = None,
+    mma_pv_is_rs: bool | None = None,
+    intra_wg_overlap: bool | None = None,
+    num_threads: int = 384,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    _arch: int | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    block_sparse_tensors: Any = None,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    aux_tensors: list[torch.Tensor] | None = None,
+    aux_scalars: tuple[Any, ...] | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    gather_kv_indices: torch.Tensor | None = None,
+    scheduler_metadata: Any = None,
+    seqlen_k_per_split: int | None = None,
+    disable_scheduler_metadata: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
+    """(out, lse or None, None, None), written into ``out`` and ``lse`` where given. No gradient."""
+    for name, given in (("q_descale", q_descale), ("k_descale", k_descale)):
+        refuse(name, given, "float8 is in version 3's functions and in pyfa.attention")
+    refuse("v_descale", v_descale, "float8 is in version 3's functions and in pyfa.attention")
+    with torch.no_grad():
+        result, sums = fa4.flash_attn_varlen_func(
+            q, k, v, qv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, min_seqlen_k,
+            seqused_q, seqused_k, gather_kv_indices, page_table, softmax_scale, causal,
+            (window_size_left, window_size_right), learnable_sink, softcap or 0.0, num_splits,
+            pack_gqa, False, score_mod, None, mask_mod, block_sparse_tensors, aux_tensors,
+            aux_scalars, return_lse or lse is not None,
+        )  # fmt: skip
+        result = result if out is None else out.copy_(result)
+        if sums is not None and lse is not None:
+            sums = lse.copy_(sums)
+    return result, sums, None, None
+
+
+@in_words_of(sinks="learnable_sink")
+def _flash_attn_bwd(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    dout: torch.Tensor,
+    lse: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    softcap: float = 0.0,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    m_block_size: int = 64,
+    n_block_size: int = 128,
+    num_threads: int = 256,
+    pack_gqa: bool = False,
+    num_stages_Q: int = 2,
+    num_stages_dO: int = 2,
+    SdP_swapAB: bool = False,
+    dKV_swapAB: bool = False,
+    dQ_swapAB: bool = False,
+    AtomLayoutMSdP: int = 2,
+    AtomLayoutNdKV: int = 2,
+    AtomLayoutMdQ: int = 2,
+    V_in_regs: bool = False,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    deterministic: bool = False,
+    dq: torch.Tensor | None = None,
+    dk: torch.Tensor | None = None,
+    dv: torch.Tensor | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    score_mod_bwd: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    aux_tensors: list[torch.Tensor] | None = None,
+    aux_scalars: tuple[Any, ...] | None = None,
+    block_sparse_tensors: Any = None,
+    dlse: torch.Tensor | None = None,
+    learnable_sink: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv), written into those given; packed with both ``cu_seqlens``, else dense.
+
+    ``out`` and ``lse`` may be those of more keys than these. ``dlse`` and ``learnable_sink`` are
+    refused: their gradients flow through the public functions.
+    """
+    fa4.refuse_missing(
+        score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod,
+        aux_tensors=aux_tensors or None, aux_scalars=aux_scalars or None,
+        block_sparse_tensors=block_sparse_tensors,
+    )  # fmt: skip
+    refuse("dlse", dlse, "its gradient flows through flash_attn_func")
+    refuse("learnable_sink", learnable_sink, "its gradient flows through flash_attn_func")
+    shared = request.Shared(
+        causal=causal,
+        window=fa4.pyfas_window((window_size_left, window_size_right), causal),
+        scale=softmax_scale,
+        softcap=softcap or 0.0,
+        deterministic=deterministic,
+    )
+    with torch.no_grad():
+        rows = raw.Rows(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
+        )
+        return rows.backward(shared, dout, out, lse, (dq, dk, dv))

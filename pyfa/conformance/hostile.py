@@ -1,0 +1,148 @@
+"""NaN and inf among the inputs: where they have to arrive, where they may, and nowhere else.
+
+``Case.hostile`` is "q=nan" and the like: one element of q, k or v, which half of the rows see where
+there is a mask; or "padding=inf", instead of the NaN that lies around every tensor. The reference
+is computed without it, and what it does is said here, as the guide does under Meaning:
+
+- a row that sees a NaN in q or k has NaN in its output and its LSE; a score of +inf counts as NaN,
+  one of −inf as masked;
+- a NaN in v stands in that element of the output of the rows that see it, and may stand in that
+  of the sequence's other rows of these heads, as 0 · NaN; never in an LSE. So does an inf, which
+  may become NaN there: kernels read the last key for those that are missing of its tile;
+- gradients of a row that sees a NaN are NaN, and those of the keys that it sees; those of the
+  sequence's other rows and keys of these heads may be.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import torch
+
+from .cases import Case
+from .inputs import Inputs, Placed, Sequence
+
+
+class Marks(NamedTuple):
+    """Of one result: what must be ``value``, and what may be anything."""
+
+    must: torch.Tensor
+    value: float
+    free: torch.Tensor
+
+    def put(self, x: torch.Tensor, ref: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x and ref as they are to be compared."""
+        must = self.must.reshape(ref.shape)
+        ref = torch.where(must, self.value, ref)
+        x, taken = x.reshape(ref.shape), self.free.reshape(ref.shape)
+        if self.value == math.inf:
+            taken = taken | (must & x.isnan())
+        return torch.where(taken, ref.to(x.dtype), x), ref
+
+
+class _Place(NamedTuple):
+    """Where the element is: sequence, row or key, head of q or of k, and along the head."""
+
+    name: str
+    value: float
+    b: int
+    at: int
+    head: int
+    d: int
+
+
+def _place(case: Case) -> _Place:
+    name, value = case.hostile.split("=")
+    b = max(range(case.batch), key=lambda b: case.lengths_q[b] * case.lengths_k[b])
+    rows, keys = case.lengths_q[b], case.lengths_k[b]
+    at = rows - 1 - rows // 3 if name == "q" else max(0, keys - 1 - rows // 2)
+    head, dim = case.heads_k - 1, case.head_dim_v if name == "v" else case.head_dim
+    return _Place(name, float(value), b, at, case.heads_q - 1 if name == "q" else head, dim // 3)
+
+
+def make_way(case: Case, parts: list[Sequence]) -> None:
+    """Gives what inf is multiplied by one sign, so that all its scores are alike."""
+    if not case.hostile.startswith(("q=", "k=")) or "inf" not in case.hostile:
+        return
+    place = _place(case)
+    other = parts[place.b][1 if place.name == "q" else 0]
+    other[..., place.d] = other[..., place.d].abs() + 0.5
+
+
+def poisoned(case: Case, parts: list[Sequence]) -> list[Sequence]:
+    """The sequences with the hostile element."""
+    if case.hostile.startswith("padding"):
+        return parts
+    place = _place(case)
+    found = [tuple(x.clone() for x in part) for part in parts]
+    found[place.b]["qkv".index(place.name)][place.at, place.head, place.d] = place.value
+    return found  # type: ignore[return-value]
+
+
+def pad_with_inf(placed: Placed) -> Placed:
+    """With inf for each NaN of the tensor itself: rows that are nobody's."""
+    result = dataclasses.replace(placed, buffer=placed.buffer.clone())
+    view = result.view()
+    view.masked_fill_(view.isnan(), math.inf)
+    return result
+
+
+def marks(inputs: Inputs) -> dict[str, Marks]:
+    """By the names of the results."""
+    case, spec = inputs.case, inputs.spec
+    if not case.hostile or case.hostile.startswith("padding"):
+        return {}
+    place = _place(case)
+    rows, keys = case.lengths_q[place.b], case.lengths_k[place.b]
+    distance = torch.arange(keys) - torch.arange(rows)[:, None] - (keys - rows)
+    seen = torch.ones(rows, keys, dtype=torch.bool)
+    if spec.window_right >= 0:
+        seen &= distance <= spec.window_right
+    if spec.window_left >= 0:
+        seen &= -distance <= spec.window_left
+    group = case.heads_q // case.heads_k
+    if place.name == "q":
+        heads, head_k = [place.head], place.head // group
+        hit = seen.any(1) & (torch.arange(rows) == place.at)
+    else:
+        heads, head_k = list(range(place.head * group, (place.head + 1) * group)), place.head
+        hit = seen[:, place.at]
+    hit_keys = seen[hit].any(0)
+
+    def own(mask: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
+        """The part of ``mask`` that is the sequence's, from its first row on."""
+        return mask[place.b] if starts is None else mask[int(starts[place.b]) :]
+
+    def of_rows(which: torch.Tensor, shape: tuple[int, ...], d: slice) -> torch.Tensor:
+        mask = torch.zeros(shape, dtype=torch.bool)
+        for head in heads:
+            own(mask, spec.cu_seqlens_q)[:rows, head, d] |= which[:, None]
+        return mask
+
+    def of_keys(which: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros(like.shape, dtype=torch.bool)
+        own(mask, spec.cu_seqlens_k)[:keys, head_k] |= which[:, None]
+        return mask
+
+    nothing = place.value == -math.inf and place.name != "v"
+    value = place.value if place.name == "v" else 0.0 if nothing else math.nan
+    d = slice(place.d, place.d + 1) if place.name == "v" else slice(None)
+    out = of_rows(hit, spec.out_shape(), d)
+    free = of_rows(~hit, spec.out_shape(), d) if place.name == "v" else torch.zeros_like(out)
+    found = {"out": Marks(out, value, free)}
+    lse = out.any(-1).transpose(-1, -2)
+    if place.name != "v":
+        at_lse = -math.inf if nothing else math.nan
+        found["lse"] = Marks(lse, at_lse, torch.zeros_like(lse))
+    if case.backward:
+        found["dq"] = Marks(
+            of_rows(hit, spec.q.shape, slice(None)),
+            math.nan,
+            of_rows(~hit, spec.q.shape, slice(None)),
+        )
+        found["dk"] = Marks(of_keys(hit_keys, spec.k), math.nan, of_keys(~hit_keys, spec.k))
+        if place.name != "v":
+            found["dv"] = Marks(of_keys(hit_keys, spec.v), math.nan, of_keys(~hit_keys, spec.v))
+    return found

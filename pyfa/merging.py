@@ -1,0 +1,106 @@
+"""Attention over all keys from attention over parts of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from . import validate
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def merge(
+    outs: Sequence[torch.Tensor],
+    lses: Sequence[torch.Tensor],
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention over all keys, from attention over parts of them.
+
+    Each part is attention of the same queries over some of the keys. ``outs`` are (B, Sq, H, Dv)
+    with ``lses`` (B, H, Sq), or packed (total_q, H, Dv) with (H, total_q), as ``return_lse=True``
+    returns them. A tensor whose first dimension counts the parts works too. Parts are float16,
+    bfloat16 or float32, also mixed. LSEs are float32, natural logarithm.
+
+    Returns out and, with ``return_lse``, the LSE of all keys. Out has the widest dtype of the
+    parts, or is written to ``out``, which may have any of the three dtypes. Sums are float32, part
+    by part in the given order: the same parts in the same order give the same bits.
+
+    The output of a part with LSE −inf is not read. A row that is fully masked in every part gets
+    output 0 and LSE −inf. Pass ``sinks`` to one part only, so that they count once. Gradients flow
+    to ``outs`` and ``lses``, also from the returned LSE, but not through a given ``out``.
+
+    Raises ``ValueError`` or ``TypeError`` for parts that do not fit together.
+
+    Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
+
+    >>> own = pyfa.attention(q, k, v, causal=True, return_lse=True)
+    >>> shared = pyfa.attention(q, k_prefix, v_prefix, return_lse=True)
+    >>> out = pyfa.merge(*zip(own, shared))
+    """
+    parts, sums = list(outs), list(lses)
+    _check(parts, sums, out)
+    total, lse = merged(parts, torch.stack([x.mT for x in sums]))
+    if out is None:
+        dtype = parts[0].dtype
+        for part in parts[1:]:
+            dtype = torch.promote_types(dtype, part.dtype)
+        out = total.to(dtype)
+    else:
+        out.copy_(total)
+    return (out, lse.mT.contiguous()) if return_lse else out
+
+
+def merged(outs: Sequence[torch.Tensor], lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 out (…, H, Dv) and LSE (…, H) of ``outs`` and ``lses`` (parts, …, H)."""
+    top = lses.detach().amax(0)
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    weights = (lses - top).exp()
+    total = weights.sum(0)
+    unseen = total == 0.0  # not where it is NaN
+    total = total.masked_fill(unseen, 1.0)
+    # One part at a time: all together would take as much memory again.
+    out = torch.zeros(outs[0].shape, dtype=torch.float32, device=outs[0].device)
+    for part, weight, lse in zip(outs, weights, lses, strict=True):
+        read = part.float().masked_fill((lse == -torch.inf)[..., None], 0.0)
+        out = out + (weight / total)[..., None] * read
+    return out, (top + total.log()).masked_fill(unseen, -torch.inf)
+
+
+def _check(outs: list[torch.Tensor], lses: list[torch.Tensor], out: torch.Tensor | None) -> None:
+    if not outs or len(outs) != len(lses):
+        raise ValueError(
+            f"merge: expected as many lses as outs, one or more; got {len(outs)} outs and "
+            f"{len(lses)} lses"
+        )
+    given = [*zip(("outs", "lses"), (outs, lses), strict=True)]
+    for name, tensors in (*given, ("out", [] if out is None else [out])):
+        for number, x in enumerate(tensors):
+            which = name if name == "out" else f"{name}[{number}]"
+            validate.a_tensor(which, x)
+            if x.device != outs[0].device:
+                validate.wrong(which, f"device {outs[0].device}", x.device)
+            if name == "lses" and x.dtype != torch.float32:
+                validate.wrong(which, "float32", x)
+            if x.dtype not in _DTYPES:
+                validate.wrong(which, "float16, bfloat16 or float32", x)
+    if outs[0].dim() not in (3, 4):
+        validate.wrong(
+            "outs[0]", "(batch, seqlen, heads, head_dim) or (total, heads, head_dim)", outs[0]
+        )
+    *rows, heads, _ = shape = tuple(outs[0].shape)
+    of_lse = (*rows[:-1], heads, rows[-1])
+    for number, (part, lse) in enumerate(zip(outs, lses, strict=True)):
+        if tuple(part.shape) != shape:
+            validate.wrong(f"outs[{number}]", f"shape {shape}, as outs[0]", part)
+        if tuple(lse.shape) != of_lse:
+            validate.wrong(f"lses[{number}]", f"shape {of_lse}", lse)
+    if out is not None:
+        if tuple(out.shape) != shape:
+            validate.wrong("out", f"shape {shape}, as outs[0]", out)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (*outs, *lses)):
+            raise ValueError(
+                "out: no gradient flows through a given out; leave it away, or no_grad"
+            )

@@ -1,0 +1,102 @@
+"""Runs real programs against pyfa: their wheels, unchanged, with the packages of `pyfa compat`.
+
+    python tests/consumers/run.py [NAME …] [--folder DIR] [--out FILE]
+
+Wheels go to DIR (build/consumers), without their dependencies where those are a GPU's: nothing in
+the environment changes. Each consumer runs in a process of its own, which prints a line of JSON for
+each check: its name, the largest difference, and the limit. Exit status 1 where one is beyond it,
+or a program fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+# What is installed of each: without dependencies, and with them.
+CONSUMERS: dict[str, tuple[list[str], list[str]]] = {
+    "diffusers_flash": (["diffusers==0.42.1"], ["requests", "importlib_metadata"]),
+    "ring_attention": (["ring-flash-attn==0.1.8"], []),
+    "te_modules": (["transformer_engine==2.20.2"], []),
+    "verl_padding": (["verl==0.9.1", "einops==0.8.2"], []),
+}
+
+
+def installed(folder: Path, name: str) -> Path:
+    """The folder with the wheels of ``name``."""
+    target = folder / name
+    alone, whole = CONSUMERS[name]
+    stamp = target / "stamp.txt"
+    wanted = " ".join([*alone, *whole])
+    if stamp.is_file() and stamp.read_text() == wanted:
+        return target
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    where = ["--only-binary", ":all:", "--upgrade", "--target", str(target)]
+    for packages, options in ((alone, ["--no-deps"]), (whole, [])):
+        if packages:
+            subprocess.run([*pip, *options, *where, *packages], check=True)
+    stamp.write_text(wanted)
+    return target
+
+
+def ran(name: str, folder: Path) -> dict[str, Any]:
+    """The checks of one consumer, or why there are none."""
+    paths = [str(ROOT), str(folder / "shim"), str(installed(folder, name)), str(HERE)]
+    variables = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    began = time.monotonic()
+    command = [sys.executable, str(HERE / f"{name}.py")]
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600)
+    checks = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+    good = ended.returncode == 0 and checks and all(x["error"] <= x["limit"] for x in checks)
+    if not good:
+        sys.stderr.write(ended.stderr[-4000:])
+    return {
+        "consumer": name,
+        "version": CONSUMERS[name][0][0],
+        "good": bool(good),
+        "seconds": round(time.monotonic() - began, 1),
+        "checks": checks,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", choices=[[], *CONSUMERS], help="default: all")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "consumers")
+    parser.add_argument("--out", type=Path, help="a result file")
+    options = parser.parse_args()
+    sys.path.insert(0, str(ROOT))
+    from pyfa import bench
+    from pyfa.compat import shim
+
+    options.folder.mkdir(parents=True, exist_ok=True)
+    shim.install(options.folder / "shim")
+    results = []
+    for name in options.names or CONSUMERS:
+        result = ran(name, options.folder)
+        results.append(result)
+        print(f"{'ok  ' if result['good'] else 'FAIL'} {result['version']}, {result['seconds']} s")
+        for check in result["checks"]:
+            print(f"     {check['error']:.1e} of {check['limit']:.0e}  {check['name']}")
+    if options.out:
+        report = {"schema": bench.SCHEMA, **bench.environment(), "consumers": results}
+        options.out.write_text(bench.to_text(report) + "\n")
+    return 0 if all(result["good"] for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

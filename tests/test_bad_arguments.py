@@ -1,0 +1,177 @@
+"""Wrong arguments of every kind: an error that names the argument, or right numbers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import pyfa
+
+# Sizes of a nested tensor raise, its strides too; PyTorch's guards end the process over the latter.
+_NESTED = """
+import warnings; warnings.simplefilter("ignore")
+import torch, pyfa
+
+def rows(*shape, grad=False):
+    return torch.randn(shape).requires_grad_(grad)
+
+nested = torch.nested.nested_tensor([rows(5, 4, 8), rows(3, 4, 8)])
+offsets = torch.tensor([0, 2, 5], dtype=torch.int32)
+slopes = rows(4)
+calls = {
+    "q": lambda x: pyfa.attention(x, k, v, alibi_slopes=slopes),
+    "k": lambda x: pyfa.attention(q, x, v, alibi_slopes=slopes),
+    "alibi_slopes": lambda x: pyfa.attention(q, k, v, alibi_slopes=x),
+    "v": lambda x: pyfa.attention_varlen(q[0], q[0], x, offsets, offsets, 3, 3),
+    "k_cache": lambda x: pyfa.attention_kvcache(q, x, v),
+}
+right = {"alibi_slopes": slopes, "v": rows(5, 4, 8)}
+for name, call in calls.items():
+    q, k, v = rows(2, 5, 4, 8), rows(2, 5, 4, 8), rows(2, 5, 4, 8)
+    for _ in range(3):  # from the second on, guards compare the tensors
+        call(right.get(name, rows(2, 5, 4, 8)))
+    try:
+        call(nested)
+    except ValueError as error:
+        assert str(error).startswith(name + ": expected a dense tensor"), error
+    else:
+        raise AssertionError(name)
+q, k, v = rows(2, 5, 4, 8, grad=True), rows(2, 5, 4, 8), rows(2, 5, 4, 8)
+for _ in range(3):
+    pyfa.attention(q, k, v).backward(rows(2, 5, 4, 8))
+try:
+    pyfa.attention(q, k, v).backward(nested)
+except RuntimeError as error:
+    print("refused", type(error).__name__)
+"""
+
+
+def test_nested_tensors_after_dense_ones_are_refused() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _NESTED], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
+    assert done.stdout.startswith("refused"), done.stdout
+
+
+def _dense() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(2, 5, 4, 8) for _ in range(3)]
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["sparse", "mkldnn", "jagged"])
+@pytest.mark.filterwarnings("ignore")
+def test_layouts_without_strides(kind: str, index: int) -> None:
+    args = _dense()
+    x = args[index]
+    args[index] = {
+        "sparse": x.to_sparse,
+        "mkldnn": x.to_mkldnn,
+        "jagged": lambda: torch.nested.nested_tensor([*x], layout=torch.jagged),
+    }[kind]()
+    with pytest.raises(ValueError, match=f"^{'qkv'[index]}: expected a dense tensor"):
+        pyfa.attention(*args)
+
+
+def _cache(rows: int = 9) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
+    q, new = torch.randn(2, 1, 2, 8), torch.randn(2, 1, 2, 8)
+    return q, torch.randn(2, rows, 2, 8), torch.randn(2, rows, 2, 8), new, new + 1
+
+
+@pytest.mark.usefixtures("fresh_calls")
+@pytest.mark.parametrize("calls_before", [0, 3])
+@pytest.mark.parametrize("kind", ["inference", "shared"])
+def test_a_refused_append_has_written_nothing(kind: str, calls_before: int) -> None:
+    q, k_cache, v_cache, k, v = _cache()
+    lengths = torch.tensor([2, 5], dtype=torch.int32)
+    for _ in range(calls_before):
+        pyfa.attention_kvcache(q, k_cache, v_cache, k=k, v=v, cache_seqlens=lengths)
+    if kind == "inference":
+        with torch.inference_mode():
+            k_cache, v_cache = k_cache.clone(), v_cache.clone()
+    else:
+        k_cache = k_cache[:1].expand(2, -1, -1, -1)
+    before = k_cache.clone(), v_cache.clone()
+    with pytest.raises(ValueError, match=r"^k_cache: expected"):
+        pyfa.attention_kvcache(q, k_cache, v_cache, k=k, v=v, cache_seqlens=lengths)
+    assert torch.equal(k_cache, before[0])
+    assert torch.equal(v_cache, before[1])
+    if kind == "inference":
+        with torch.inference_mode():
+            pyfa.attention_kvcache(q, k_cache, v_cache, k=k, v=v, cache_seqlens=lengths)
+        assert torch.equal(k_cache[0, 2], k[0, 0])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_behind_the_last_sequence_need_no_rotary_position(causal: bool) -> None:
+    _, k_cache, v_cache, *_ = _cache()
+    q = torch.randn(20, 2, 8)
+    offsets = torch.tensor([0, 1, 3], dtype=torch.int32)
+    angles = torch.rand(9, 4)
+    options = {
+        "cache_seqlens": torch.tensor([7, 7], dtype=torch.int32), "causal": causal,
+        "rotary_cos": angles.cos(), "rotary_sin": angles.sin(), "cu_seqlens_q": offsets,
+        "max_seqlen_q": 2, "rotary_seqlens": torch.tensor([8, 7], dtype=torch.int32),
+    }  # fmt: skip
+    out = pyfa.attention_kvcache(q, k_cache, v_cache, **options)
+    assert torch.equal(out[:3], pyfa.attention_kvcache(q[:3], k_cache, v_cache, **options))
+    assert not out[3:].any()
+
+
+@pytest.mark.parametrize("name", ["bias", "sinks", "alibi_slopes", "v"])
+def test_no_tangent_is_dropped(name: str) -> None:
+    from torch.autograd import forward_ad
+
+    q, k, v = _dense()
+    shapes = {"bias": (5, 5), "sinks": (4,), "alibi_slopes": (4,), "v": (2, 5, 4, 8)}
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(torch.randn(shapes[name]), torch.randn(shapes[name]))
+        given = {"v": v} | {name: x}
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            pyfa.attention(q, k, **given)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_more_rows_than_kernels_count(index: int) -> None:
+    shapes = [[1, 4, 1, 8]] * 3
+    longer = [1, 2**31, 1, 8]
+    shapes = [longer, *shapes[1:]] if index == 0 else [shapes[0], longer, longer]
+    args = [torch.empty(1, dtype=torch.float16, device="meta").expand(shape) for shape in shapes]
+    with pytest.raises(ValueError, match=f"^{'qk'[index]}: expected at most 2147483647 rows"):
+        pyfa.explain(*args, device="MI300X")
+    if index:
+        with pytest.raises(ValueError, match=r"^k_cache: expected at most 2147483647 keys"):
+            pyfa.explain(*args, device="MI300X", cache_seqlens=5)
+
+
+def test_numpy_integers_are_integers() -> None:
+    x = torch.randn(9, 2, 8)
+    offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
+    longest = np.int64(5)
+    for _ in range(3):
+        out = pyfa.attention_varlen(x, x, x, offsets, offsets, longest, longest)
+    assert torch.equal(out, pyfa.attention_varlen(x, x, x, offsets, offsets, 5, 5))
+    q, k_cache, v_cache, *_ = _cache()
+    pyfa.attention_kvcache(q, k_cache, v_cache, num_splits=np.int32(2), cache_seqlens=np.int32(3))
+
+
+def test_a_length_from_a_tensor_compiles_into_one_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
+
+    def packed(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        longest = offsets.diff().max().item()
+        out = pyfa.attention_varlen(x, x, x, offsets, offsets, longest, longest, causal=True)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    x, offsets = torch.randn(9, 2, 8), torch.tensor([0, 4, 9], dtype=torch.int32)
+    compiled = torch.compile(packed, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x, offsets), packed(x, offsets))
