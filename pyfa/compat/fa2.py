@@ -318,7 +318,7 @@ def _attend(
 
 
 def their_lse(lse: torch.Tensor) -> torch.Tensor:
-    """The LSE of a row that sees nothing is +inf in flash-attention 2."""
+    """The LSE of a fully masked row is +inf in flash-attention 2."""
     return lse.masked_fill(lse == -torch.inf, torch.inf)
 
 
