@@ -24,7 +24,7 @@ import torch
 
 import pyfa
 from pyfa import cli
-from pyfa.cli import plan
+from pyfa.cli import problem
 from pyfa.cli.console import print_table
 from pyfa.cli.measure import naive
 
@@ -82,7 +82,7 @@ def model(case: Case, device: str) -> dict[str, Any]:
         "plan", "--seqlen", str(case.seqlen), "--heads", str(case.heads), "--head-dim",
         str(case.head_dim), "--dtype", "bf16", "--device", device, "--features", "backward",
     ]  # fmt: skip
-    _, found, why = plan.modelled(
+    _, found, why = problem.modelled(
         cli.parser().parse_args(arguments + (["--causal"] if case.causal else []))
     )
     way = "standard" if case.side == "naive" else "tiled"

@@ -14,7 +14,7 @@ from pyfa.backends.hip import runtime_timing
 from pyfa.backends.hip.target import TARGET
 from pyfa.backends.native import tiling
 from pyfa.cli import inspect_timing, problem
-from pyfa.cli.plan import modelled
+from pyfa.cli.problem import modelled
 
 LONG = "--batch 4 --seqlen 16384 --heads 16"
 PROBLEMS = (

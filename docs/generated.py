@@ -562,7 +562,8 @@ def _command(name: str, parser: argparse.ArgumentParser, level: int) -> list[str
         if action.option_strings and action.nargs != 0 and value:
             shown += f" {value}"
         said = action.help or ""
-        if action.default not in (None, False, argparse.SUPPRESS, ()) and action.nargs != 0:
+        told = "default" in said or action.nargs == 0
+        if not told and action.default not in (None, False, argparse.SUPPRESS, ()):
             default = action.default
             if isinstance(default, tuple):
                 default = ",".join(map(str, default))

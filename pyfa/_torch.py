@@ -56,6 +56,10 @@ is_deterministic: Callable[[], bool] = getattr(
 TensorGuards: Any = getattr(_guards, "TensorGuards", None)
 
 
+has_storage: Callable[[torch.Tensor], bool] = getattr(_C, "_has_storage", lambda x: True)
+"""Whether a tensor has memory. One that stands for many, as under vmap, has none."""
+
+
 def _zero() -> int:
     return 0
 

@@ -103,10 +103,14 @@ def attention(
     if sinks is not None:
         tensors += (sinks,)
         given += 4
+    if type(dropout_p) is not float:
+        dropout_p = validate.number("dropout_p", dropout_p)
     if dropout_p:
         seed = _drawn(seed, q)
         tensors += (seed,)
         given += 8
+    elif seed is not None:
+        validate.unused_seed(seed)
     if descale is not None:
         scales, which = _scales(descale)
         tensors += scales
@@ -183,10 +187,14 @@ def attention_varlen(
     if sinks is not None:
         tensors += (sinks,)
         given += 4
+    if type(dropout_p) is not float:
+        dropout_p = validate.number("dropout_p", dropout_p)
     if dropout_p:
         seed = _drawn(seed, q)
         tensors += (seed,)
         given += 8
+    elif seed is not None:
+        validate.unused_seed(seed)
     tensors += (cu_seqlens_q,)
     # Kernels do without the offsets of pages, and read one tensor of offsets once.
     if cu_seqlens_k is cu_seqlens_q:
@@ -323,7 +331,7 @@ def attention_kvcache(
     )  # fmt: skip
     if window is not None or out_dtype is not None:
         key += _rare(window, 0.0, out_dtype)
-    if not (rotary_cos is rotary_sin is rotary_seqlens is None):
+    if not (rotary_cos is rotary_sin is rotary_seqlens is None and rotary_interleaved is True):
         rotary = rotary_cos, rotary_sin, rotary_seqlens
         tensors += tuple(x for x in rotary if x is not None)
         key += (rotary_interleaved, *(x is None for x in rotary), "rotary")
@@ -373,7 +381,7 @@ def explain(
     shared = Shared(**{name: same.pop(name) for name in Shared._fields if name in same})
     request = build(q, k, v, shared, **same)
     return dispatch.explain(
-        request.call, *request.who, device=devices.by_name(device) if device else None
+        request.call, *request.who, device=None if device is None else devices.by_name(device)
     )
 
 

@@ -36,8 +36,10 @@ from pyfa import env
 Build = Callable[[], bytes]
 SCHEMA = 1  # part of every key and entry: raised when the meaning of either changes
 _ENTRY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,63}-[0-9a-f]{64}")
+_NO_HOME = Path(os.devnull, "no home")  # where nothing can ever be
 _TEMPORARY = ".pyfa-tmp-"
 _STALE_SECONDS = 86400.0  # no writer needs a day: an older temporary folder was left by a kill
+_NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _POLL_SECONDS = 0.25  # between looks at the entry, while another process holds its lock
 _TELL_SECONDS = 2.0  # a wait as long as this is worth a message
 _LOCK_SECONDS = 600.0  # several times the slowest compile: the holder is stopped, or its lock stale
@@ -86,9 +88,18 @@ def key(source: str, options: Sequence[str], compiler: str, arch: str) -> str:
 
 
 def directory() -> Path:
-    """Where entries are written: ``PYFA_CACHE_DIR``, otherwise the user's cache folder."""
+    """Where entries are written: ``PYFA_CACHE_DIR``, otherwise the user's cache folder.
+
+    A user may have none: a container may run under a uid that nobody knows, without ``HOME``.
+    """
     chosen: Path | None = env.get("PYFA_CACHE_DIR")
-    return (chosen or Path(platformdirs.user_cache_dir("pyfa", appauthor=False))).absolute()
+    if chosen is not None:
+        return chosen.absolute()
+    try:
+        found = platformdirs.user_cache_dir("pyfa", appauthor=False)
+    except (RuntimeError, KeyError):
+        return _NO_HOME
+    return _NO_HOME if found.startswith("~") else Path(found).absolute()
 
 
 def why_unusable(path: Path, *, readonly: bool = False) -> str | None:
@@ -96,6 +107,8 @@ def why_unusable(path: Path, *, readonly: bool = False) -> str | None:
 
     One that is to be made (mode 0700) may. A ``readonly`` one must exist, and may be root's.
     """
+    if path == _NO_HOME:
+        return "this user has no home folder; PYFA_CACHE_DIR names another"
     try:
         status = os.stat(path)
     except FileNotFoundError:
@@ -201,12 +214,18 @@ def _read(path: Path, readonly: bool = False) -> Entry | None:
     """The entry at ``path``, or ``None`` unless it is whole and all of it is to be trusted."""
 
     def load(name: str) -> bytes:
-        with open(path / name, "rb") as file:
-            if Path(name).name != name or _fault(os.fstat(file.fileno()), readonly):
+        if Path(name).name != name:
+            raise PermissionError(f"{name} is not a file of {path}")
+        # Not to wait where it is a pipe, which nobody may ever write to.
+        with open(os.open(path / name, os.O_RDONLY | _NO_WAIT), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or _fault(status, readonly):
                 raise PermissionError(f"{path / name} is not to be trusted")
             return file.read()
 
     with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+        if _fault(os.stat(path), readonly):
+            return None  # who can write the folder can put other files into it
         meta = json.loads(load("meta.json"))
         files = {name: load(name) for name in meta["sha256"]}
         sha256 = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}

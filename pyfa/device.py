@@ -165,6 +165,8 @@ def by_name(name: str) -> Device:
 
     ``ValueError`` if there is none, with the reason for cards that no backend has kernels for.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"device: expected a name; got {type(name).__name__}")
     wanted = _plain(name)
     for key, device in DEVICES.items():
         if _plain(key) == wanted or _plain(key.split("-")[0]) == wanted:

@@ -46,12 +46,14 @@ _check_on_device: bool = env.get("PYFA_CHECK")
 
 def _joined(names: str | Sequence[str]) -> str:
     """Backend names as one string, checked: ``"triton,torch"``."""
-    if names in NAMES:
-        return names
-    if isinstance(names, str):
-        names = [part.strip() for part in names.split(",")]
-    if not isinstance(names, (list, tuple)):
+    if not isinstance(names, (str, list, tuple)):
         raise TypeError(f"backend: expected a name or names; got {type(names).__name__}")
+    if not names:
+        raise ValueError("backend: expected at least one name, or None for whoever can")
+    if isinstance(names, str):
+        if names in NAMES:
+            return names
+        names = [part.strip() for part in names.split(",")]
     for name in names:
         if name not in NAMES:
             raise ValueError(f"backend: expected one of {', '.join(NAMES)}; got {name!r}")
@@ -93,14 +95,13 @@ def use_backend(*names: str) -> Iterator[None]:
 
 @functools.cache
 def _from_environment() -> str:
-    return _joined(env.get("PYFA_BACKEND"))
+    named: str = env.get("PYFA_BACKEND")
+    return _joined(named) if named else ""
 
 
 def preference(argument: str | Sequence[str] | None) -> str:
     """Who may run a call: the argument, else the context, else "" for whoever can."""
     if argument is not None:
-        if not argument:
-            raise ValueError("backend: expected at least one name, or None for whoever can")
         return _joined(argument)
     return _traced_context if torch.compiler.is_compiling() else context()
 

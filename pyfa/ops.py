@@ -147,6 +147,10 @@ def _gradients(
             except OtherAlignment:
                 continue
     call, _ = bound.form.fill(tensors)
+    if not all(_torch.has_storage(x) for x in (dout, dlse) if x is not None):
+        # Many gradients at once (``is_grads_batched``, ``jacobian(vectorize=True)``): PyTorch calls
+        # an operator for one after the other.
+        return Gradients(*torch.ops.pyfa.backward(dout, dlse, out, lse, *call, *bound.who))
     # What flows back through a complex number may have the negative bit, and kernels go by the
     # address.
     dout, dlse = dout.resolve_neg(), None if dlse is None else dlse.resolve_neg()
@@ -182,6 +186,9 @@ class Attend(torch.autograd.Function):
     def forward(ctx: Any, bound: Bound, *tensors: torch.Tensor) -> Any:
         out, lse, *_ = bound.run(*tensors)
         out, lse = out.contiguous(), lse.contiguous()
+        if out._is_view():  # which nobody may change in place when it comes from here
+            whole = out.untyped_storage(), out.storage_offset(), out.shape, out.stride()
+            out = out.new_empty(0).set_(*whole)
         ctx.save_for_backward(out, lse, *tensors)
         ctx.bound = bound
         if bound.returns_lse:

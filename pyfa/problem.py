@@ -222,8 +222,8 @@ class Feature(NamedTuple):
     the emulator is hip. All others decline it, so a new one is declined everywhere. ``shown``: what
     describes it where its name says too little, with the call's fields in braces; "" for what
     shapes and dtypes say. ``is_term``: it changes a score between product and softmax, or the sum
-    below. ``has_values``: it comes with offsets, lengths or page numbers, to be checked before a
-    run. ``flag``: how ``pyfa explain`` is told of it; "" for ``--features``.
+    below. ``has_values``: it comes with offsets, lengths, page numbers or scales, to be checked
+    before a run. ``flag``: how ``pyfa explain`` is told of it; "" for ``--features``.
     """
 
     name: str
@@ -279,7 +279,7 @@ FEATURES: dict[str, Feature] = {
         Feature("deterministic", "a deterministic backward",
                 lambda asked: asked.needs_grad and asked.call.deterministic, _KERNELS),
         Feature("fp8", "float8", lambda asked: asked.call.k.dtype.itemsize == 1, _KERNELS,
-                shown="", flag="--dtype float8_e4m3fn"),
+                shown="", has_values=True, flag="--dtype float8_e4m3fn"),
     )
 }  # fmt: skip
 TERMS = frozenset(name for name, feature in FEATURES.items() if feature.is_term)

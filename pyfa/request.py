@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import validate, validate_cache, validate_fp8
+from . import _torch, validate, validate_cache, validate_fp8
 from .dispatch import preference
 from .problem import Append, Call, counted
 from .validate import Window
@@ -53,8 +53,15 @@ class Request(NamedTuple):
         return self.wanted, self.needs_grad, self.bias_grad
 
 
+def _refuse_tracing() -> None:
+    """A trace has no loops over tiles, and its sizes are tensors, of which no plan can be made."""
+    if not torch.compiler.is_compiling() and _torch.is_tracing():
+        raise NotImplementedError("attention under torch.jit.trace; torch.compile can be used")
+
+
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: Shared) -> Request:
     """``attention``'s request."""
+    _refuse_tracing()
     q, k, v = _autocast(q, k, v)
     validate.qkv(q, k, v, (4, 4))
     if k.shape[0] != q.shape[0]:
@@ -78,6 +85,7 @@ def varlen(
     page_table: torch.Tensor | None = None,
 ) -> Request:
     """``attention_varlen``'s request."""
+    _refuse_tracing()
     q, k, v = _autocast(q, k, v)
     validate.qkv(q, k, v, (3, 3 if page_table is None else 4))
     validate.offsets("cu_seqlens_q", cu_seqlens_q, q)
@@ -132,6 +140,7 @@ def kvcache(
     num_splits: int = 0,
 ) -> Request:
     """``attention_kvcache``'s request. Nothing is written yet."""
+    _refuse_tracing()
     dims = (4 if cu_seqlens_q is None else 3, 4)
     validate.qkv(q, k_cache, v_cache, dims, ("k_cache", "v_cache"))
     needless = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
@@ -150,8 +159,12 @@ def kvcache(
     validate_cache.where(q, k_cache, batch, cache_batch_idx, cache_leftpad, page_table)
     used = validate_cache.lengths(cache_seqlens, batch, q)
     num_splits = validate_cache.splits(num_splits)
+    interleaved = validate.flag("rotary_interleaved", rotary_interleaved)
     longest_k = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
     validate_cache.capacity(longest_k)
+    appends = k is not None or v is not None
+    if appends:
+        k, v, used = validate_cache.new_rows(k, v, used, q, k_cache, v_cache, batch)
     validate_cache.check_room(used, 0 if k is None else k.shape[1], longest_k)
     append = None
     if not (rotary_cos is rotary_sin is rotary_seqlens is None):
@@ -162,7 +175,6 @@ def kvcache(
         if start is None and used is None:
             start = torch.full((batch,), longest_k, dtype=torch.int32, device=q.device)
         moving = shared.causal or shared.window is not None
-        interleaved = validate.flag("rotary_interleaved", rotary_interleaved)
         append = Append(None, None, cos, sin, start, interleaved, moving)
         first = used if start is None else start
         assert first is not None
@@ -170,8 +182,7 @@ def kvcache(
         validate_cache.check_positions(first, rows if moving else rows > 0, cos)
         if k is not None:
             validate_cache.check_positions(first, k.shape[1], cos)
-    if k is not None or v is not None:
-        k, v, used = validate_cache.new_rows(k, v, used, q, k_cache, v_cache, batch)
+    if appends:
         append = (append or Append())._replace(k=k, v=v)
     request = _request(
         q,

@@ -204,10 +204,10 @@ def scalars(
     scale: float | None, head_dim: int, softcap: float, dropout_p: float
 ) -> tuple[float, float, float]:
     """(scale, softcap, dropout_p) as floats in range; the default scale is 1/√head_dim."""
-    scale = head_dim**-0.5 if scale is None else _number("scale", scale)
+    scale = head_dim**-0.5 if scale is None else number("scale", scale)
+    softcap, dropout_p = number("softcap", softcap), number("dropout_p", dropout_p)
     if softcap == 0.0 and dropout_p == 0.0:
         return scale, 0.0, 0.0
-    softcap, dropout_p = _number("softcap", softcap), _number("dropout_p", dropout_p)
     if softcap < 0.0:
         wrong("softcap", "0 for none, or a positive number", softcap)
     if not 0.0 <= dropout_p < 1.0:
@@ -215,8 +215,9 @@ def scalars(
     return scale, softcap, dropout_p
 
 
-def _number(name: str, value: Any) -> float:
-    if not isinstance(value, (int, float, np.number)):
+def number(name: str, value: Any) -> float:
+    """``value`` as a float that float32 can hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TypeError(f"{name}: expected a number; got {type(value).__name__}")
     # Not math.isfinite, which torch.compile cannot trace for a number that it holds symbolic.
     if not -_FLOAT32_MAX <= value <= _FLOAT32_MAX:
@@ -271,12 +272,18 @@ def seed(value: object, device: torch.device) -> torch.Tensor:
             wrong("seed", f"one int64 on {device}", value)
         # The same tensor where it can be: a bound call is found by it.
         return value if value.dim() == 1 else value.reshape(1)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"seed: expected an int or a tensor; got {type(value).__name__}")
+    unused_seed(value)
+    assert isinstance(value, int)
     if not -(2**63) <= value < 2**64:
         wrong("seed", "a number of 64 bits", value)
     signed = value - 2**64 if value >= 2**63 else value
     return torch.full((1,), signed, dtype=torch.int64, device=device)
+
+
+def unused_seed(value: Any) -> None:
+    """``TypeError`` for what is no seed, also where nothing is dropped."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.Tensor)):
+        raise TypeError(f"seed: expected an int or a tensor; got {type(value).__name__}")
 
 
 def integers(name: str, value: torch.Tensor, shape: tuple[int, ...], q: torch.Tensor) -> None:
@@ -316,10 +323,12 @@ def rows(name: str, x: torch.Tensor) -> None:
 
 def no_gradient(tensors: Mapping[str, torch.Tensor | None], why: str) -> None:
     """``ValueError`` where a tensor would need a gradient that is not computed."""
-    if not torch.is_grad_enabled():
-        return
+    grad = torch.is_grad_enabled()
     for name, x in tensors.items():
-        if x is not None and x.requires_grad:
+        if x is None:
+            continue
+        a_tensor(name, x)
+        if grad and x.requires_grad:
             wrong(name, f"no requires_grad ({why}; use torch.no_grad() or detach())", x)
 
 
@@ -331,6 +340,9 @@ def check_values(call: Call, append: Append | None = None) -> None:
     """
     if append is not None:
         call = counted(call, append)
+    for name, scales in zip("qkv", (call.q_descale, call.k_descale, call.v_descale), strict=True):
+        if scales is not None:
+            _check_scales(f"descale ({name})", scales, call)
     _check_offsets("cu_seqlens_q", call.cu_seqlens_q, call.q, call.max_seqlen_q, "max_seqlen_q")
     _check_offsets("cu_seqlens_k", call.cu_seqlens_k, call.k, call.max_seqlen_k, "max_seqlen_k")
     _check_range("seqused_q", call.seqused_q, _room(call.cu_seqlens_q, call.max_seqlen_q))
@@ -351,6 +363,15 @@ def check_values(call: Call, append: Append | None = None) -> None:
             for page in row[: -(-keys // page_size)]:
                 if not 0 <= page < call.k.shape[0]:
                     wrong("page_table", f"pages from 0 to {call.k.shape[0] - 1}", page)
+
+
+def _check_scales(name: str, scales: torch.Tensor, call: Call) -> None:
+    bad = ~((scales > 0.0) & (scales < torch.inf))
+    lengths = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.page_table
+    if scales.dim() == 3 and any(x is not None for x in lengths):
+        bad &= ~scales.isnan()  # a block of which no row is anybody's may have any scale
+    if bad.any():
+        wrong(name, "positive numbers", scales[bad][0].item())
 
 
 def _room(offsets: torch.Tensor | None, longest: int) -> int | list[int]:

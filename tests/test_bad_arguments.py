@@ -175,3 +175,122 @@ def test_a_length_from_a_tensor_compiles_into_one_graph(
     x, offsets = torch.randn(9, 2, 8), torch.tensor([0, 4, 9], dtype=torch.int32)
     compiled = torch.compile(packed, fullgraph=True, backend="eager")
     assert torch.equal(compiled(x, offsets), packed(x, offsets))
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_a_result_may_be_changed_in_place_before_no_backward(
+    softcap: float, return_lse: bool
+) -> None:
+    """Backward needs it as it was, and says so, on the fused path and in tiles."""
+    q, k, v = (x.requires_grad_() for x in _dense())
+    for _ in range(3):
+        result = pyfa.attention(q, k, v, softcap=softcap, return_lse=return_lse)
+        out = result[0] if isinstance(result, tuple) else result
+        before = out.detach().clone()
+        out.mul_(2)
+        assert torch.equal(out, 2 * before)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("backend", ["torch", "emulator"])
+def test_many_gradients_at_once_are_those_of_one_by_one(backend: str) -> None:
+    q, k, v = (torch.randn(1, 5, 2, 64).half().requires_grad_() for _ in range(3))
+    for return_lse in (False, True):
+        result = pyfa.attention(q, k, v, causal=True, return_lse=return_lse, backend=backend)
+        outs = result if isinstance(result, tuple) else (result,)
+        flows = [torch.randn(2, *x.shape, dtype=x.dtype) for x in outs]
+        together = torch.autograd.grad(
+            outs, (q, k, v), flows, is_grads_batched=True, retain_graph=True
+        )
+        for i in range(2):
+            alone = torch.autograd.grad(outs, (q, k, v), [x[i] for x in flows], retain_graph=True)
+            assert all(torch.equal(x[i], y) for x, y in zip(together, alone, strict=True))
+
+
+def test_a_trace_is_refused_by_name() -> None:
+    with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace"):
+        torch.jit.trace(lambda q, k, v: pyfa.attention(q, k, v), tuple(_dense()))
+
+
+TWO = torch.ones(2)
+WRONG: list[tuple[str, dict[str, object], type[Exception]]] = [
+    ("alibi_slopes", {"alibi_slopes": [1.0] * 4}, TypeError),
+    ("bias", {"bias": [1.0]}, TypeError),
+    ("sinks", {"sinks": [1.0] * 4}, TypeError),
+    ("softcap", {"softcap": TWO}, TypeError),
+    ("softcap", {"softcap": torch.zeros(1)}, TypeError),
+    ("dropout_p", {"dropout_p": TWO}, TypeError),
+    ("dropout_p", {"dropout_p": torch.zeros(1)}, TypeError),
+    ("dropout_p", {"dropout_p": []}, TypeError),
+    ("dropout_p", {"dropout_p": None}, TypeError),
+    ("dropout_p", {"dropout_p": False}, TypeError),
+    ("scale", {"scale": np.complex64(1)}, TypeError),
+    ("scale", {"scale": 1 + 0j}, TypeError),
+    ("scale", {"scale": True}, TypeError),
+    ("seed", {"seed": "x"}, TypeError),
+    ("deterministic", {"deterministic": "False"}, TypeError),
+    ("deterministic", {"deterministic": TWO}, TypeError),
+    ("return_lse", {"return_lse": "no"}, TypeError),
+    ("return_lse", {"return_lse": TWO}, TypeError),
+    ("backend", {"backend": TWO}, TypeError),
+    ("backend", {"backend": {}}, TypeError),
+    ("backend", {"backend": ()}, ValueError),
+]
+
+
+@pytest.mark.usefixtures("fresh_calls")
+@pytest.mark.parametrize(("name", "wrong", "error"), WRONG)
+def test_wrong_arguments_are_named(
+    name: str, wrong: dict[str, object], error: type[Exception]
+) -> None:
+    args = _dense()
+    for repeated in range(3):
+        with pytest.raises(error, match=f"^{name}: expected"):
+            pyfa.attention(*args, **wrong)
+        for _ in range(repeated):
+            pyfa.attention(*args)
+
+
+CACHED: list[tuple[str, dict[str, object]]] = [
+    ("k", {"k": [1.0], "v": TWO, "cache_seqlens": 2}),
+    ("k", {"k": TWO, "v": TWO, "cache_seqlens": 2}),
+    ("rotary_cos", {"rotary_cos": [1.0], "rotary_sin": [1.0]}),
+    ("rotary_sin", {"rotary_cos": TWO, "rotary_sin": [1.0]}),
+    ("rotary_interleaved", {"rotary_interleaved": "no"}),
+]
+
+
+@pytest.mark.usefixtures("fresh_calls")
+@pytest.mark.parametrize(("name", "wrong"), CACHED)
+def test_wrong_arguments_of_a_cache_are_named(name: str, wrong: dict[str, object]) -> None:
+    q, k_cache, v_cache, *_ = _cache()
+    for repeated in range(3):
+        with pytest.raises((TypeError, ValueError), match=f"^{name}: expected"):
+            pyfa.attention_kvcache(q, k_cache, v_cache, **wrong)
+        for _ in range(repeated):
+            pyfa.attention_kvcache(q, k_cache, v_cache)
+
+
+@pytest.mark.parametrize("device", [5, "", [], "MI42"])
+def test_a_device_that_explain_does_not_know(device: object) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"^device: expected"):
+        pyfa.explain(*_dense(), device=device)
+
+
+@pytest.mark.usefixtures("fresh_calls")
+@pytest.mark.parametrize("scale", [float("nan"), 0.0, -1.0, float("inf")])
+@pytest.mark.parametrize("index", [0, 1, 2])
+@pytest.mark.parametrize("shape", [(), (2, 4), (2, 4, 1)])
+def test_a_scale_of_float8_is_positive(scale: float, index: int, shape: tuple[int, ...]) -> None:
+    args = [x.to(torch.float8_e4m3fn) for x in _dense()]
+    right = tuple(torch.ones(shape) for _ in range(3))
+    wrong = list(right)
+    wrong[index] = wrong[index].clone()
+    wrong[index].view(-1)[-1] = scale
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"^descale \({'qkv'[index]}\): expected positive"):
+            pyfa.attention(*args, descale=tuple(wrong))
+        pyfa.attention(*args, descale=right)

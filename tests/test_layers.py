@@ -19,7 +19,7 @@ ORDER = (
     "reference", "traffic", "plan", "merging",
     "abi", "sources", "codeobject", "cubin", "bundle", "cache", "emulator",
     "backends",
-    "dispatch", "bound", "ops", "request", "api", "quantize", "",
+    "dispatch", "bound", "ops", "request", "api", "merging", "quantize", "",
     "compat", "integrations", "distributed", "conformance", "bench", "cli", "__main__",
 )  # fmt: skip
 BACKENDS = ("hip", "cuda", "triton", "torch")
@@ -175,6 +175,8 @@ def _why_not_outside(name: str, path: Path, target: str) -> str:
         return "only runtime*.py files import a driver"
     if top == "triton" and not name.startswith("backends.triton"):
         return "only backends/triton imports triton"
+    if top == "diffusers" and name != "integrations.diffusers":
+        return "only integrations/diffusers.py imports diffusers"
     if top == "transformers" and name != "integrations.transformers":
         return "only integrations/transformers.py imports transformers"
     return ""
@@ -227,6 +229,7 @@ def test_every_module_is_walked() -> None:
         ("cli/x.py", "from ..emulator import machine", "only a backend's runtime"),
         ("cli/x.py", "import triton", "only backends/triton"),
         ("cli/x.py", "from transformers import AutoModel", "only integrations/transformers.py"),
+        ("cli/x.py", "import diffusers", "only integrations/diffusers.py"),
         ("api.py", "from .compat import fa2", "compat comes after api"),
     ],
 )

@@ -23,16 +23,31 @@ def add(commands: Any) -> None:
         "pyfa explain --seqlen 8192 --heads 32,8 --head-dim 128 --causal",
         "pyfa explain --seqlen 1,32768 --heads 64,8 --features paged --device MI300X",
         "pyfa explain --dtype float8_e4m3fn --device H200 -v",
+        "pyfa explain --model llama-3.1-8b --device MI300X",
     )
     problem.add_flags(parser)
     problem.add_device(parser)
+    parser.add_argument(
+        "--model",
+        metavar="CONFIG|NAME",
+        help="a table of a model's layers instead, from its config.json or by a name such as "
+        "llama-3.1-8b; uses --batch, --seqlen and --dtype (default: none)",
+    )
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="GPUs that share its heads")
     planned.add_flag(parser)
     usage.add_json(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, seqlen=None)
 
 
 def run(options: argparse.Namespace) -> int:
     """Status 0 also where nobody can run it: that is an answer, not a failed check."""
+    if options.model is not None:
+        from . import explain_model
+
+        return explain_model.run(options)
+    if options.tp != 1:
+        raise ValueError("--tp: only with --model")
+    options.seqlen = options.seqlen or problem.SEQLEN
     answer = problem.explain(options, options.device)
     if options.json:
         print_json("explain", answer.as_dict())

@@ -214,8 +214,8 @@ def _print_costs(model: Model, backward: bool) -> None:
         row("computed TFLOP", [f"{cost.computed_flops / 1e12:.4g}" for _, cost, _ in known]),
         row("FLOP/byte", [f"{cost.intensity:.3g}" for _, cost, _ in known]),
         row("bound by", [cost.by or "–" for _, cost, _ in known]),
-        row("at least", [_seconds(cost.seconds) for _, cost, _ in known]),
-        row("… any tiles", [_seconds(model.least[to].seconds) for _, _, to in known]),
+        row("at least", [seconds(cost.seconds) for _, cost, _ in known]),
+        row("… any tiles", [seconds(model.least[to].seconds) for _, _, to in known]),
         row("peak memory", [_peak(model, name, to) for name, _, to in known]),
     ]
     print_table(["", *(name for name, _, _ in known)], rows)
@@ -226,7 +226,10 @@ def _peak(model: Model, name: str, to: str) -> str:
     return size(model.peak_bytes[name.split(",")[0], kind])
 
 
-def _seconds(seconds: float) -> str:
-    if not seconds:
+def seconds(time: float) -> str:
+    """``time`` for people; a dash where it is not known."""
+    if not time:
         return "–"
-    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
+    if time >= 1.0:
+        return f"{time:.3g} s"
+    return f"{time * 1e6:.1f} us" if time < 1e-3 else f"{time * 1e3:.3g} ms"

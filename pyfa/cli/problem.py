@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
 _DTYPES = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e4m3fnuz")
 _PAGE_SIZE = 256
+SEQLEN = (8192, 8192)  # the default
 _LARGEST = 2**31 - 1  # lengths and offsets are int32
 _MOST_BYTES = 2**63 - 1  # of one tensor, as PyTorch counts them
 
@@ -83,9 +84,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--seqlen",
         type=_pair,
-        default=(8192, 8192),
+        default=SEQLEN,
         metavar="S|Sq,Sk",
-        help="queries and keys of each sequence; 1,32768 is one query over 32,768 keys",
+        help="queries and keys of each sequence; 1,32768 is one query over 32,768 keys "
+        f"(default: {SEQLEN[0]})",
     )
     group.add_argument(
         "--heads",
@@ -167,11 +169,11 @@ def modelled(options: argparse.Namespace) -> tuple[Explanation, Model, str]:
     sizes = shape(options)
     if 0 in (sizes.batch, sizes.seqlen_q, sizes.seqlen_k):
         raise ValueError("--batch and --seqlen: expected 1 or more")
-    kernels, why_none = _kernels(answer, sizes, options.compile)
+    kernels, why_none = kernels_of(answer, sizes, options.compile)
     return answer, model(sizes, answer.problem.device, options.dtype, kernels), why_none
 
 
-def _kernels(
+def kernels_of(
     answer: Explanation, shape: Shape, compiled: bool
 ) -> tuple[Sequence[TiledKernel], str]:
     """The kernels of the chosen backend's plan, else why there are none."""

@@ -172,7 +172,7 @@ class Machine:
         self.in_order = in_order
         self.max_instructions = max_instructions
         self.regions: list[Region] = []
-        self._reserved: dict[int, mmap.mmap] = {}
+        self._reserved: list[mmap.mmap] = []
         self._next_reserved = RESERVE_BASE
 
     def map(
@@ -217,17 +217,8 @@ class Machine:
         address = self._next_reserved
         self._next_reserved += (nbytes + (1 << 21)) & ~((1 << 20) - 1)
         self.map(address, nbytes, name, host=array.ctypes.data)
-        self._reserved[address] = memory
+        self._reserved.append(memory)
         return address, array
-
-    def unmap(self, address: int) -> None:
-        """Removes the region that starts at ``address``."""
-        for region in self.regions:
-            if region.address == address:
-                self.regions.remove(region)
-                self._reserved.pop(address, None)
-                return
-        raise ValueError(f"no region starts at 0x{address:x}")
 
     def load(self, data: bytes) -> Program:
         """Parses and decodes a code object's bytes."""

@@ -6,9 +6,11 @@ import ctypes
 import functools
 import importlib.metadata
 import importlib.util
+import os
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from pyfa import cache
@@ -80,6 +82,20 @@ def _build(command: tuple[str, ...], flags: tuple[str, ...]) -> bytes:
         return library.read_bytes()
 
 
+def _loaded(code: bytes) -> ctypes.CDLL:
+    """The library of these bytes, which were verified: not of a file that may be another by now."""
+    if hasattr(os, "memfd_create"):
+        with suppress(OSError), open(os.memfd_create("pyfa-emulator"), "wb") as file:
+            file.write(code)
+            file.flush()
+            return ctypes.CDLL(f"/proc/self/fd/{file.fileno()}")
+    # In memory only: the loader wants a file, which may go once it is mapped.
+    with tempfile.NamedTemporaryFile(suffix=".so") as file:
+        file.write(code)
+        file.flush()
+        return ctypes.CDLL(file.name)
+
+
 @functools.cache
 def load() -> ctypes.CDLL:
     """The core as a ctypes library; calls release the GIL."""
@@ -96,13 +112,7 @@ def load() -> ctypes.CDLL:
         meta={"compiler": name, "arch": "host", "options": " ".join(flags)},
         build=lambda: _build(command, flags),
     )
-    if entry.path is not None and entry.path.exists():
-        library = ctypes.CDLL(str(entry.path))
-    else:  # kept in memory only: the loader wants a file, which may go once it is mapped
-        with tempfile.NamedTemporaryFile(suffix=".so") as file:
-            file.write(entry.code)
-            file.flush()
-            library = ctypes.CDLL(file.name)
+    library = _loaded(entry.code)
     library.emulator_op_name.restype = ctypes.c_char_p
     library.emulator_shadow_new.restype = ctypes.c_void_p
     library.emulator_ops()

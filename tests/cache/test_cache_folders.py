@@ -70,6 +70,51 @@ def test_a_folder_of_another_user_is_refused(home: Path) -> None:
     assert names(home) == before
 
 
+def test_no_home_and_no_such_user(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container under a uid that its passwd does not have."""
+
+    def nobody(uid: int) -> None:
+        raise KeyError(uid)
+
+    for name in ("PYFA_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    expect_memory_only("this user has no home folder; PYFA_CACHE_DIR names another")
+    assert cache.entries() == []
+    assert cache.clear() == []
+
+
+@needs_root
+def test_an_entry_in_a_folder_of_another_user_is_not_read(home: Path) -> None:
+    ask(lambda: b"planted")
+    os.chown(place(home), 65534, 65534)
+    assert ask_quietly(lambda: b"own").code == b"own"
+    assert ask_quietly().code == b"own"
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o720])
+def test_an_entry_in_a_folder_that_others_can_write_is_not_read(home: Path, mode: int) -> None:
+    ask(lambda: b"planted")
+    place(home).chmod(mode)
+    assert [info.intact for info in cache.entries()] == [False]
+    assert ask_quietly(lambda: b"own").code == b"own"
+
+
+@pytest.mark.parametrize("name", ["meta.json", "code.hsaco", "source"])
+def test_a_pipe_in_an_entry_is_not_waited_for(home: Path, name: str) -> None:
+    ask(lambda: b"code")
+    (place(home) / name).unlink()
+    os.mkfifo(place(home) / name)
+    found: list[cache.Entry] = []
+    asking = threading.Thread(
+        target=lambda: found.append(ask_quietly(lambda: b"again")), daemon=True
+    )
+    asking.start()
+    asking.join(20)
+    assert [entry.code for entry in found] == [b"again"]
+    assert ask_quietly().code == b"again"
+
+
 def test_a_file_in_the_folders_place(home: Path) -> None:
     home.write_text("")
     expect_memory_only(f"{home} is not a folder")

@@ -1,4 +1,4 @@
-"""diffusers with `pyfa compat`: small Flux and Wan models of random weights, in float32.
+"""diffusers with `pyfa compat` and with pyfa's own backend: small Flux and Wan models, in float32.
 
 No message of a fallback, every backend of flash-attention equal to diffusers' own "native", with
 gradients, and the two operators of which its context parallelism is made. ``_flash_3`` is not run:
@@ -22,6 +22,7 @@ from diffusers import FluxTransformer2DModel, WanTransformer3DModel  # noqa: E40
 from diffusers.models import attention_dispatch  # noqa: E402
 
 from pyfa.compat import fa2  # noqa: E402
+from pyfa.integrations import diffusers as integration  # noqa: E402
 
 assert "alling back" not in heard.getvalue(), heard.getvalue()
 assert attention_dispatch._CAN_USE_FLASH_ATTN
@@ -61,17 +62,21 @@ def wan() -> tuple[Any, dict[str, Any]]:
 def results(model: Any, inputs: dict[str, Any], backend: str) -> list[torch.Tensor]:
     """The output, and the gradient of the first input."""
     model.set_attention_backend(backend)
+    for module in model.modules():
+        processor = getattr(module, "processor", None)
+        assert processor is None or processor._attention_backend == backend
     first = inputs["hidden_states"].clone().requires_grad_()
     out = model(**inputs | {"hidden_states": first}).sample
     (gradient,) = torch.autograd.grad(out.square().sum(), first)
     return [out.detach(), gradient]
 
 
+integration.register()
 torch.manual_seed(0)
 for build in (flux, wan):
     model, inputs = build()
     own = results(model.eval(), inputs, "native")
-    for backend in ("flash", "flash_varlen"):
+    for backend in ("flash", "flash_varlen", "pyfa"):
         for what, x, y in zip(
             ("output", "gradient"), results(model, inputs, backend), own, strict=True
         ):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_emulator_kernels import SOURCE, triton_program
 
+from pyfa import cache
 from pyfa.backends.hip.compiler import compile_hip
 from pyfa.emulator import decode, load, native, tables
 from pyfa.emulator.counters import Totals
@@ -53,6 +56,22 @@ def test_layouts_agree() -> None:
     library = native.load()
     sizes = [decode.INSTRUCTION.itemsize, *map(ctypes.sizeof, (_Launch, Totals, _Region))]
     assert [library.emulator_size(n) for n in range(4)] == sizes
+
+
+def test_the_core_that_is_loaded_is_the_one_that_was_verified(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Not the file, which another process may have changed in between."""
+    native.load()
+    build = cache.get_or_build
+
+    def changed(*arguments: Any, **named: Any) -> cache.Entry:
+        path = tmp_path / "code.so"
+        path.write_bytes(b"planted")
+        return dataclasses.replace(build(*arguments, **named), path=path)
+
+    monkeypatch.setattr(cache, "get_or_build", changed)
+    assert native.load.__wrapped__().emulator_ops() == native.load().emulator_ops()
 
 
 def test_every_operation_has_a_test() -> None:

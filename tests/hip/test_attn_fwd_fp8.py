@@ -88,7 +88,11 @@ FAULTS = {
         "blocks", "  loads_arrived();\n  barrier();\n}", "  loads_arrived();\n}",
     ),
 }  # fmt: skip
-PLANS = [plan for plan in forward.all_plans("hip") if forward.is_float8(plan)]
+PLANS = [
+    plan
+    for plan in forward.all_plans("hip")
+    if dict(plan.constants)["DTYPE"] == forward.FLOAT8_CODE
+]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -39,7 +39,7 @@ def _emulator() -> None:
 def test_hot_loop(plan: Plan) -> None:
     """Counted, and worked out from the tile: 32 rows of a wavefront against all keys of it."""
     found, constants = inspect(plan, "gfx942"), {name: int(x) for name, x in plan.constants}
-    size = 1 if forward.is_float8(plan) else 2
+    size = 1 if dict(plan.constants)["DTYPE"] == forward.FLOAT8_CODE else 2
     keys, waves = constants["BLOCK_K"], constants["WAVES"]
     dim, dim_v = constants["HEAD_DIM"], constants["HEAD_DIM_V"]
     assert found["mfma_clocks"] == size * 32 * keys * (dim + dim_v) / 512

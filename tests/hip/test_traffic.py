@@ -12,6 +12,7 @@ from pyfa.backends.common.program import Step
 from pyfa.backends.hip import code, forward
 from pyfa.backends.hip.launcher import Launcher
 from pyfa.backends.hip.runtime_emulator import EmulatorRuntime
+from pyfa.backends.hip.target import TARGET
 from pyfa.backends.native import combine
 from pyfa.backends.native import forward as native_forward
 from pyfa.backends.native.tiles import gfx942
@@ -94,7 +95,8 @@ def test_the_emulator_counts_what_was_computed(name: str) -> None:
         pytest.skip("no compiler for the emulator")
     shape, parts = SHAPES[name]
     plan = plan_of(shape)
-    asked = forward.requested_bytes(plan, shape, parts)
+    block = TARGET.block_of(plan)
+    asked = requested_bytes(shape, Tiling(block.rows, block.keys, parts))
     runtime = counted(plan, shape, parts)
     # Every thread of a part reads the part's LSE, which the model leaves out.
     lines = shape.batch * shape.seqlen_q * shape.heads_q if parts > 1 else 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ... import traffic
 from ...plan import Plan
 from ...problem import Problem
 from ..common import calls
@@ -90,14 +89,3 @@ def all_plans(backend: str, arch: str = EMULATED) -> list[Plan]:
         for score in ((GENERAL,) if paged else (PLAIN, GENERAL, DROPOUT))
         if not (float8 and score == DROPOUT)
     ]
-
-
-def is_float8(plan: Plan) -> bool:
-    return dict(plan.constants).get("DTYPE") == FLOAT8_CODE
-
-
-def requested_bytes(plan: Plan, shape: traffic.Shape, parts: int = 1) -> traffic.Requested:
-    """What the kernel and, where the keys are split, ``combine`` ask of the memory system."""
-    constants = {name: int(value) for name, value in plan.constants}
-    tiling = traffic.Tiling(ROWS * constants["WAVES"], constants["BLOCK_K"], parts)
-    return traffic.requested_bytes(shape, tiling)

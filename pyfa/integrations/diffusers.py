@@ -1,0 +1,165 @@
+"""diffusers' models on pyfa: a backend of its attention dispatcher.
+
+    from pyfa.integrations import diffusers as integration
+    integration.register()
+    pipeline.transformer.set_attention_backend("pyfa")
+
+``register`` adds the name ``pyfa`` to diffusers' list and changes nothing else. Masks (boolean, or
+added to the score), causal masks (aligned to the top left, as PyTorch's are), windows, grouped
+heads and dropout are taken; gradients flow. Context parallelism, ring and Ulysses, takes pyfa as it
+takes diffusers' own backends: without mask and dropout. Tested with diffusers 0.42.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import importlib
+from typing import Any
+
+import torch
+
+from .. import api, request
+from ..compat import raw
+
+__all__ = ["NAME", "register"]
+
+NAME = "pyfa"
+
+_NEEDED = (
+    "AttentionBackendName", "_AttentionBackendRegistry", "_templated_context_parallel_attention",
+)  # fmt: skip
+
+
+def register() -> None:
+    """List pyfa among the backends that ``set_attention_backend`` takes.
+
+    Once is enough, and twice does no harm. Raises ``ImportError`` without diffusers, or where its
+    dispatcher is not the one that this is written for.
+    """
+    dispatcher = importlib.import_module("diffusers.models.attention_dispatch")
+    missing = [name for name in _NEEDED if not hasattr(dispatcher, name)]
+    if missing:
+        version = getattr(importlib.import_module("diffusers"), "__version__", "?")
+        raise ImportError(f"diffusers {version} has no {', '.join(missing)}; 0.42 has")
+    member = _member(dispatcher.AttentionBackendName)
+    registry = dispatcher._AttentionBackendRegistry
+    registry.register(member, supports_context_parallel=True)(_attention)
+
+
+def _member(names: type[enum.Enum]) -> enum.Enum:
+    """The member ``pyfa`` of diffusers' closed enumeration of strings, made where it is missing."""
+    if NAME in names._value2member_map_:
+        return names(NAME)
+    member: Any = str.__new__(names, NAME)  # type: ignore[type-var]
+    member._name_, member._value_ = NAME.upper(), NAME
+    member._sort_order_ = len(names._member_names_)
+    names._member_names_.append(member._name_)
+    names._member_map_[member._name_] = member
+    names._value2member_map_[NAME] = member
+    return names(NAME)
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    return_lse: bool = False,
+    _parallel_config: Any = None,
+) -> Any:
+    """What the dispatcher calls: q, k and v (B, S, H, D); the LSE is (B, H, S)."""
+    window = _window(window_size)
+    if _parallel_config is not None:
+        dispatcher = importlib.import_module("diffusers.models.attention_dispatch")
+        return dispatcher._templated_context_parallel_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse,
+            forward_op=functools.partial(_forward, window=window),
+            backward_op=functools.partial(_backward, window=window),
+            _parallel_config=_parallel_config,
+        )  # fmt: skip
+    bias, causal = _mask(attn_mask, is_causal, query, key)
+    return api.attention(
+        query, key, value, bias=bias, causal=causal, window=window, scale=scale,
+        dropout_p=dropout_p, return_lse=return_lse,
+    )  # fmt: skip
+
+
+def _forward(
+    ctx: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    _save_ctx: bool = True,
+    _parallel_config: Any = None,
+    *,
+    window: tuple[int, int] | None,
+) -> Any:
+    """One block of context parallelism; the LSE is (B, S, H) here."""
+    if attn_mask is not None or dropout_p:
+        raise ValueError("pyfa in diffusers' context parallelism takes no attn_mask, no dropout_p")
+    with torch.no_grad():
+        out, lse = api.attention(
+            query, key, value, causal=is_causal, window=window, scale=scale, return_lse=True
+        )
+    lse = lse.transpose(1, 2)
+    if _save_ctx:
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.pyfa = request.Shared(causal=is_causal, window=window, scale=scale)
+    return (out, lse) if return_lse else out
+
+
+def _backward(
+    ctx: Any,
+    grad_out: torch.Tensor,
+    *unused: Any,
+    query: torch.Tensor | None = None,
+    key: torch.Tensor | None = None,
+    value: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    **more: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of one block, from the ``out`` and ``lse`` of all keys where they are given."""
+    given = (query, key, value, out, lse)
+    q, k, v, whole, sums = (
+        kept if x is None else x for x, kept in zip(given, ctx.saved_tensors, strict=True)
+    )
+    with torch.no_grad():
+        asked = request.dense(q, k, v, ctx.pyfa)
+        sums = sums.transpose(1, 2).float()
+        return raw.backward(asked, grad_out.to(q.dtype), whole, sums, (None, None, None))
+
+
+def _window(window_size: tuple[int, int]) -> tuple[int, int] | None:
+    left, right = (max(-1, int(edge)) for edge in window_size)
+    return None if left == right == -1 else (left, right)
+
+
+def _mask(
+    attn_mask: torch.Tensor | None, is_causal: bool, query: torch.Tensor, key: torch.Tensor
+) -> tuple[torch.Tensor | None, bool]:
+    """pyfa's bias, and whether its causal mask is the one meant."""
+    if attn_mask is not None and attn_mask.dim() == 2 and attn_mask.dtype == torch.bool:
+        attn_mask = attn_mask[:, None, None]  # (B, Sk): which keys there are
+    rows, keys = query.shape[1], key.shape[1]
+    if not is_causal or rows == keys:
+        return attn_mask, is_causal
+    # PyTorch's causal mask begins at the first key, pyfa's ends at the last.
+    seen = torch.ones(rows, keys, dtype=torch.bool, device=query.device).tril()[None, None]
+    if attn_mask is None:
+        return seen, False
+    if attn_mask.dtype == torch.bool:
+        return attn_mask & seen, False
+    return attn_mask.masked_fill(~seen, -torch.inf), False
