@@ -320,7 +320,7 @@ class TestCache:
         status, out, _ = call(capsys, "cache", "list")
         assert status == 0
         assert f"{cache_dir}: 3 entries" in out
-        assert entries[0]["key"][:12] in out
+        assert entries[0]["key"][:8] in out
 
         largest = max(entry["bytes"] for entry in entries)
         removed = report(capsys, "cache", "prune", "--max-size", f"{largest}B")["entries"]
@@ -455,6 +455,6 @@ class TestProgress:
                 show(done, 100, f"case {done}")
         printed = capsys.readouterr()
         assert printed.out == ""
-        assert printed.err.splitlines()[0] == "work: 9/100 case 9"
+        assert printed.err.splitlines()[0] == "work: 9/100 about 2 min left case 9"
         assert len(printed.err.splitlines()) == 10
         assert printed.err.isascii()

@@ -37,7 +37,7 @@ def backward(
 ) -> Written:
     """dq, dk and dv, written ``into`` the tensors that are given.
 
-    ``lse`` (B, H, Sq), or (H, total_q), natural logarithm; ±inf for a row that sees nothing.
+    ``lse`` (B, H, Sq), or (H, total_q), natural logarithm; ±inf for a fully masked row.
     Raises ``ValueError`` where a tensor does not have the shape of what it belongs to.
     """
     call = request.call
@@ -51,7 +51,7 @@ def backward(
             _like(name, given, tuple(of.shape), of)
     prepared = prepare(call, request.wanted, True, False)
     prepared.validate(call)
-    # Version 2 marks a row that sees nothing by +inf.
+    # Version 2 marks a fully masked row by +inf.
     lse = lse.masked_fill(lse == torch.inf, -torch.inf).contiguous()
     grads = prepared.backward(call, out, lse, dout, None, False)
     made = (grads.dq, grads.dk, grads.dv)

@@ -114,7 +114,7 @@ def drawn(path: Path) -> list[str]:
 def test_pictures_of_readme_and_guide_are_what_the_command_makes(folder: Path) -> None:
     readme, guide = (ROOT / "README.md").read_text(), (ROOT / "docs" / "speed.md").read_text()
     shown = re.findall(r'<img src="docs/(pictures/[^"]+)"', readme)
-    assert len(shown) >= 2
+    assert len(shown) >= 1
     assert re.findall(r"!\[[^]]+\]\((pictures/[^)]+)\)", guide) == shown
     assert len(re.findall(r'<img [^>]*alt="[^"]+"', readme)) == len(shown)
     assert {path.name for path in (ROOT / "docs" / "pictures").iterdir()} == {
@@ -261,8 +261,9 @@ def test_a_missing_package_is_named_with_its_extra(
         importlib.util, "find_spec", lambda name: None if name == package else there(name)
     )
     assert cli.main(["bench", "--report", "x", "--from", "y"]) == 2
-    assert f"--report needs {package}, which the extra bench has: pip install 'pyfa[bench]'" in (
-        capsys.readouterr().err
+    assert (
+        f"--report needs {package}, which the extra bench has: pip install 'pyfa-attention[bench]'"
+        in (capsys.readouterr().err)
     )
 
 

@@ -130,7 +130,10 @@ def test_a_picture_without_matplotlib_names_the_extra(
     )
     status, _, err = call(capsys, *SEED, "--plot", "x.png")
     assert status == 2
-    assert "--plot needs matplotlib, which the extra bench has: pip install 'pyfa[bench]'" in err
+    assert (
+        "--plot needs matplotlib, which the extra bench has: pip install 'pyfa-attention[bench]'"
+        in err
+    )
 
 
 @pytest.mark.parametrize("device", ["MI300X", "A100-80GB"])
