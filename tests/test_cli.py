@@ -193,7 +193,7 @@ class TestExplain:
             "--head-dim", "64,32", "--dtype", "fp16", "--window", "16,none", "--device", "mi300x",
         )  # fmt: skip
         assert status == 0
-        assert out.startswith(
+        assert " ".join(out.split()).startswith(
             "q (2, 128, 8, 64) float16, k (2, 256, 2, 64), v (2, 256, 2, 32), "
             "window=(16, -1), on gfx942"
         )
@@ -280,8 +280,12 @@ class TestCompileAndInspect:
         assert everything[2]["vector_clocks"] > 2 * found[0]["vector_clocks"]
 
     def test_what_inspect_prints(
-        self, capsys: pytest.CaptureFixture[str], few_plans: list[Plan]
+        self,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+        few_plans: list[Plan],
     ) -> None:
+        monkeypatch.setenv("COLUMNS", "160")
         status, out, _ = call(capsys, "inspect", "attn_fwd", "--arch", "gfx942")
         assert status == 0
         assert "A static bound, not measured" in out

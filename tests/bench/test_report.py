@@ -113,10 +113,11 @@ def drawn(path: Path) -> list[str]:
 
 def test_pictures_of_readme_and_guide_are_what_the_command_makes(folder: Path) -> None:
     readme, guide = (ROOT / "README.md").read_text(), (ROOT / "docs" / "speed.md").read_text()
-    shown = re.findall(r'<img src="docs/(pictures/[^"]+)"', readme)
-    assert len(shown) >= 1
-    assert re.findall(r"!\[[^]]+\]\((pictures/[^)]+)\)", guide) == shown
-    assert len(re.findall(r'<img [^>]*alt="[^"]+"', readme)) == len(shown)
+    in_readme = re.findall(r'<img src="docs/(pictures/[^"]+)"', readme)
+    shown = re.findall(r"!\[[^]]+\]\((pictures/[^)]+)\)", guide)
+    assert in_readme
+    assert set(in_readme) <= set(shown)
+    assert len(re.findall(r'<img [^>]*alt="[^"]+"', readme)) == len(in_readme)
     assert {path.name for path in (ROOT / "docs" / "pictures").iterdir()} == {
         Path(name).name for name in shown
     }

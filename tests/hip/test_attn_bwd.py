@@ -115,8 +115,8 @@ FAULTS = {
     ),
     "kept bits of another row": (
         "dropout",
-        "of_four<1>(bits) >> lane & 0x1111) << 1",
-        "of_four<1>(bits) >> lane & 0x1111) << 2",
+        "of_four<1>(bits) >> lane & first) << 1",
+        "of_four<1>(bits) >> lane & first) << 2",
     ),
     "dropped P in dS": (
         "dropout",

@@ -27,7 +27,7 @@ CASES = {
                   causal=True),
     "keys": case("keys", softcap=5.0, dropout_p=0.2, head_dim=96, head_dim_v=96, lengths_q=(65,)),
     "rows": case("rows", lengths_q=(33,), lengths_k=(270,), sinks=True, dlse="both"),
-    "one": case("one", sinks=True, lengths_k=(130,)),
+    "one": case("one", sinks=True, softcap=5.0, lengths_k=(130,)),
     "sequences": case("sequences", lengths_q=(40, 40), lengths_k=(40, 40), alibi="heads"),
     "window": case("full", dtype="float16", lengths_q=(150,), lengths_k=(200,), window=(40, 3),
                    head_dim=128, head_dim_v=128, heads_q=1, heads_k=1),
@@ -42,7 +42,7 @@ CASES = {
 # Each: the case that shows it, the exact snippet, what it becomes.
 FAULTS = {
     "delta forgotten": ("full", "(g + minus_delta[r]) * w.p[r]", "g * w.p[r]"),
-    "P after the score's slope": ("keys", "minus_delta[r]) * w.p[r]", "minus_delta[r]) * s[0][r]"),
+    "P after the score's slope": ("one", "minus_delta[r]) * w.p[r]", "minus_delta[r]) * s[0][r]"),
     "dropout forgotten": (
         "keys", "where(w.keep, r, dp[0][r] * w.keep_scale)", "dp[0][r] * w.keep_scale",
     ),
