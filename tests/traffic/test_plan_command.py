@@ -79,7 +79,7 @@ def test_a_backend_without_tiles_and_a_device_without_peaks(
 ) -> None:
     status, out, _ = call(capsys, "--seqlen", "256", "--backend", "torch", "--device", "H200")
     assert status == 0
-    assert "torch does not tell its tiles (--backend " in " ".join(out.split())
+    assert "torch has no known tiles (--backend " in " ".join(out.split())
     assert "tiled, forward" not in out
     data = report(capsys, "--seqlen", "256", "--backend", "torch", "--device", "H200")
     assert data["kernels"] == []
