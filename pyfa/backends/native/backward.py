@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from ...plan import Plan
 from ...problem import TERMS, Call, Problem, form_of, tensors_of
 from ..base import Gradients, RunBackward
 from ..common import calls
-from ..common.program import MOST_TOTALS, Params, Program, like, run_of
+from ..common.program import Params, Program, for_any_total, like, run_of
 from . import gaps
 from .launch import Launcher
 from .plans import name_of, values_of
@@ -80,7 +80,16 @@ def bind(
     """``Backend.bind_backward``."""
     given = _Given(dout, out, lse, call, dlse)
     direct = _readable(given, bias_grad)
-    run = _for_any_total(direct, lambda given: _bind(launch, given, bias_grad))
+    readable_form = form_of(direct.call)
+
+    def bind_again(
+        dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
+        *tensors: torch.Tensor,
+    ) -> RunBackward:  # fmt: skip
+        of_call = readable_form.fill(tensors)[0]
+        return _bind(launch, _Given(dout, out, lse, of_call, dlse), bias_grad)
+
+    run = for_any_total(direct.call, _bind(launch, direct, bias_grad), bind_again, first=4)
     copied = any(x is not y for x, y in zip(given.tensors(), direct.tensors(), strict=True))
     if not copied:
         return run
@@ -96,28 +105,6 @@ def bind(
         return Gradients(dq[..., :dim], dk[..., :dim], dv[..., :dim_v], dbias, dsinks)
 
     return run_on_copies
-
-
-def _for_any_total(given: _Given, bind: Callable[[_Given], RunBackward]) -> RunBackward:
-    """``program.for_any_total`` of a backward."""
-    run, call = bind(given), given.call
-    if call.cu_seqlens_q is None and call.cu_seqlens_k is None:
-        return run
-    form, runs = form_of(call), {(call.q.shape[0], call.k.shape[0]): run}
-
-    def run_any_total(
-        dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
-        *tensors: torch.Tensor,
-    ) -> Gradients:  # fmt: skip
-        totals = tensors[0].shape[0], tensors[1].shape[0]
-        found = runs.get(totals)
-        if found is None:
-            if len(runs) >= MOST_TOTALS:
-                runs.clear()
-            found = runs[totals] = bind(_Given(dout, out, lse, form.fill(tensors)[0], dlse))
-        return found(dout, dlse, out, lse, *tensors)
-
-    return run_any_total
 
 
 def _bind(launch: Launcher, given: _Given, bias_grad: bool) -> RunBackward:
