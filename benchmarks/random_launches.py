@@ -125,7 +125,7 @@ def judged(
     """The rule's checks of ``results`` by name, and what failed."""
     results = {name: x for name, x in results.items() if name not in _CACHES}
     found = examine.Findings()
-    examine._compare(found, expected, results)
+    examine._compare(found, expected, expected.ref, results)
     examine._zeros(found, expected.inputs, results, expected.ref)
     failures = [f"{whose}: {check.message}" for check in found.checks if check.message]
     return {check.name: check for check in found.checks}, failures

@@ -33,9 +33,10 @@ PY
   return 1
 }
 
-# The version of torch if it is a build for a GPU, else nothing.
+# The version of torch if it is a build for a GPU, else nothing. Never fails: a caller under `set -e`
+# (GitHub's `bash -e`) would end without a word where there is no torch.
 _gpu_torch() {
-  "$1" - <<'PY' 2>/dev/null
+  "$1" - <<'PY' 2>/dev/null || true
 import torch
 
 if torch.version.hip or torch.version.cuda:

@@ -91,7 +91,7 @@ def features() -> str:
         [f"`{dtype}`", "input dtype", *(_mark(dtype in BACKENDS[each].DTYPES) for each in NAMES)]
         for dtype in dtypes
     ]
-    return table(["feature", "what it is", *(f"`{name}`" for name in NAMES)], rows)
+    return table(["feature", "meaning", *(f"`{name}`" for name in NAMES)], rows)
 
 
 def _mark(is_there: bool) -> str:
@@ -110,7 +110,7 @@ def combinations() -> str:
                     found.setdefault(reason, []).append(" with ".join(f"`{one}`" for one in pair))
         for reason, pairs in found.items():
             rows.append([f"`{name}`", ", ".join(pairs), reason])
-    return table(["backend", "features", "the reason it gives"], rows)
+    return table(["backend", "combination", "reason"], rows)
 
 
 def _declines(name: str, wanted: Iterable[str]) -> list[str]:
@@ -140,7 +140,7 @@ def fused() -> str:
 def automatic() -> str:
     """Who is tried, in order, by the vendor of the tensors' device."""
     return table(
-        ["tensors on", "tried in this order"],
+        ["tensors on", "order"],
         ([vendor, ", ".join(f"`{name}`" for name in names)] for vendor, names in AUTOMATIC.items()),
     )
 
@@ -213,7 +213,11 @@ def state(name: str, arch: str) -> str:
         or (name == "hip" and arch in hip_plans.ARCHS)
         or (name == "triton" and arch in compiled_by_triton())
     )
-    return "compiled in the tests, no result on hardware" if compiled else "accepted, no result"
+    return (
+        "compiled in the tests, no result on hardware"
+        if compiled
+        else "untested: accepted, never run"
+    )
 
 
 def archs() -> str:
@@ -265,8 +269,8 @@ def verified() -> str:
         if name == "hip" and not found:
             lines.append(
                 "- `hip`, for MI300X: **emulated, not verified on hardware**. Its compiled gfx942 "
-                "code passes the conformance suite in the project's own emulator. Nothing is known "
-                "of its speed."
+                "code passes the conformance suite in the project's own emulator. Its speed is "
+                "unknown."
             )
         elif found:
             lines.append(f"- `{name}`: {'; '.join(found)}. On no other GPU.")
@@ -285,7 +289,7 @@ def conformance() -> str:
         rows.append(
             [f"`{name}`", where, _counts(data), declined, f"{found['commit']}, {found['date']}"]
         )
-    return table(["backend", "on", "result", "refused, with the reason", "commit, date"], rows)
+    return table(["backend", "on", "result", "reasons of refusals", "commit, date"], rows)
 
 
 def devices() -> str:
@@ -326,7 +330,7 @@ def speed(name: str) -> str:
     unit = unit.replace("us", "µs")
     mean = statistics.geometric_mean(ratios)
     return (
-        table([unit, *peers, "pyfa over the fastest"], rows)
+        table([unit, *peers, "pyfa / fastest"], rows)
         + f"\n\nGeometric mean of the last column {mean:.3f}, smallest {min(ratios):.3f}."
     )
 
@@ -349,7 +353,7 @@ def fp8_speed() -> str:
         mask = "causal" if causal else "full"
         rows.append([str(dim), f"{length:,}", mask, f"{ours:.0f}", *values, *ratios])
     head = ["head_dim", "keys", "mask", "float8", "bfloat16", "cuDNN's float8"]
-    return table([*head, "over bfloat16", "over cuDNN"], rows)
+    return table([*head, "float8 / bfloat16", "pyfa / cuDNN"], rows)
 
 
 def naive_beside() -> str:
@@ -402,7 +406,7 @@ def context_parallel() -> str:
     return (
         table(["GPUs", f"{tokens} tokens", *head], rows)
         + "\n\n"
-        + table(["tokens", "GPUs", "", *more, "GB a GPU", "over the least"], longest)
+        + table(["tokens", "GPUs", "", *more, "GB per GPU", "peak / least"], longest)
     )
 
 
@@ -428,7 +432,7 @@ def sanitizers() -> str:
         for found in results()[name]["tools"]:
             cases = ", ".join(f"{count} {status}" for status, count in found["cases"].items())
             rows.append([kernels, f"`{found['tool']}`", cases, str(found["of_our_kernels"])])
-    return table(["kernels", "tool", "cases", "reports of pyfa's kernels"], rows)
+    return table(["kernels", "tool", "cases", "reports in pyfa's kernels"], rows)
 
 
 def _spread(values: Sequence[float], style: str, scale: float = 1) -> str:
@@ -538,7 +542,7 @@ def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPa
 
 
 def commands() -> str:
-    """Every command with its usage and options."""
+    """Every command with its usage, options and examples."""
     parts = []
     for name, parser in subparsers(cli.parser()).items():
         parts += _command(f"pyfa {name}", parser, 2)
@@ -558,7 +562,8 @@ def _command(name: str, parser: argparse.ArgumentParser, level: int) -> list[str
         if action.option_strings and action.nargs != 0 and value:
             shown += f" {value}"
         said = action.help or ""
-        if action.default not in (None, False, argparse.SUPPRESS, ()) and action.nargs != 0:
+        told = "default" in said or action.nargs == 0
+        if not told and action.default not in (None, False, argparse.SUPPRESS, ()):
             default = action.default
             if isinstance(default, tuple):
                 default = ",".join(map(str, default))

@@ -63,16 +63,26 @@ DEVICE float score(const Terms &terms, float qk, int distance, float &derivative
   return s + alibi(terms, distance);
 }
 
-// The bias of one key, -inf where a boolean one masks. Only where terms.bias is not null.
-// `size`: of a bias in bytes, which tells its type but for the two of 16 bits.
+// A bias of `type`, whose `size` in bytes tells it but for the two of 16 bits: -inf where a boolean one masks.
+template <int size>
+DEVICE float bias_value(int type, unsigned bits) {
+  if constexpr (size == 4) return __builtin_bit_cast(float, bits);
+  if constexpr (size == 1) return bits ? 0.0f : -INFINITY_F;
+  return type == kBfloat16Bias ? __builtin_bit_cast(float, bits << 16) : float_of_half(bits);
+}
+
+// The bias of one key. Only where terms.bias is not null.
 template <int size>
 DEVICE float bias_of(const Terms &terms, int key) {
   const char *at = terms.bias + key * terms.bias_step;
-  if constexpr (size == 4) return *(const float *)at;
-  if constexpr (size == 1) return *at ? 0.0f : -INFINITY_F;
-  unsigned short bits = *(const unsigned short *)at;
-  return terms.bias_type == kBfloat16Bias ? __builtin_bit_cast(float, (unsigned)bits << 16)
-                                          : float_of_half(bits);
+  unsigned bits;
+  if constexpr (size == 4)
+    bits = *(const unsigned *)at;
+  else if constexpr (size == 2)
+    bits = *(const unsigned short *)at;
+  else
+    bits = *(const unsigned char *)at;
+  return bias_value<size>(terms.bias_type, bits);
 }
 
 DEVICE float bias_of(const Terms &terms, int key) {

@@ -47,46 +47,48 @@ def attention(
 ) -> Result:
     """Exact attention of q (B, Sq, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv).
 
-    Returns out (B, Sq, H, Dv) in q's dtype; with ``return_lse`` also the log-sum-exp of each row's
-    scores, (B, H, Sq), float32, natural logarithm. H must be a multiple of Hk (GQA, MQA); D and Dv
-    lie in 1 … 256. Dtypes: float16, bfloat16, float32; float8 e4m3 for all three, or for k and v
-    under 16-bit queries. Gradients flow to q, k, v, a float ``bias``, ``sinks``, and from the LSE,
-    but not with float8.
+    Returns out (B, Sq, H, Dv) in q's dtype. With ``return_lse`` it also returns the log-sum-exp of
+    each row's scores: (B, H, Sq), float32, natural logarithm. H is a multiple of Hk (GQA, MQA).
+    D and Dv are 1 to 256. Dtypes: float16, bfloat16, float32; float8 e4m3 for q, k and v, or for
+    k and v with 16-bit q. Gradients flow to q, k, v, a float ``bias``, ``sinks``, and from the LSE;
+    float8 has no gradient.
 
     score = softcap(scale · q·k) − slope · |i + Sk − Sq − j| + bias, then masks, then softmax.
+    A fully masked row gives output 0, LSE −inf and zero gradients.
 
     Parameters
     ----------
     causal, window
         Aligned to the bottom right: query i sees key j when j ≤ i + Sk − Sq. ``window`` is
-        (left, right) in keys, None or −1 for unlimited; with ``causal`` right is at most 0.
+        (left, right) in keys; None or −1 is unlimited. With ``causal``, right is at most 0.
     scale
         Any finite number; 1/√D by default.
     softcap
         c in c·tanh(x/c); 0 for none.
     bias
-        Broadcasts to (B, H, Sq, Sk). A boolean one hides where it is False.
+        Broadcasts to (B, H, Sq, Sk). A boolean bias masks where it is False.
     alibi_slopes
         (H,) or (B, H). No gradient.
     sinks
-        (H,): one more logit for each head, without a value (GPT-OSS).
+        (H,): one extra logit per head, without a value (GPT-OSS).
     dropout_p, seed
-        0 ≤ p < 1. The same bits on every backend for an int seed or a one-element int64 tensor on
-        the device; None draws one on the device from torch's generator. LSE is before dropout.
+        0 ≤ p < 1. ``seed`` is an int or a one-element int64 tensor on the device; it gives the same
+        bits on every backend. None draws a seed on the device from torch's generator. The LSE is
+        taken before dropout.
     descale, out_dtype
-        Float8 inputs are multiplied by float32 (of q, of k, of v), as ``quantize`` makes them: ()
-        or (1,) for a tensor, (B, Hk) for each sequence and key head, or (B, Hk, ⌈rows / block⌉) for
-        each block of rows, a power of two; all of one kind, positive, and None for q of 16 bits.
-        Without, they are 1. The output of float8 queries is bfloat16 or, asked for, float16.
+        ``descale`` is (of q, of k, of v): float32 scales that multiply float8 inputs, as
+        ``quantize`` makes them; 1 by default. Shapes: () or (1,) per tensor, (B, Hk) per sequence
+        and key head, (B, Hk, ⌈rows / block⌉) per block of rows, where block is a power of two. All
+        are positive and of one kind; q's is None for 16-bit q. With float8 q, ``out_dtype`` is
+        bfloat16 (default) or float16.
     deterministic
-        Bitwise equal gradients from run to run; also by torch's global switch.
+        Gradients are bitwise equal from run to run. torch's global switch has the same effect.
     backend
-        A name or an ordered list of names; nothing else is tried. Otherwise ``use_backend``,
-        ``PYFA_BACKEND``, and then the fastest that can.
+        A name, or names in order; pyfa tries no others. By default ``use_backend`` decides, then
+        ``PYFA_BACKEND``, then the fastest backend that can run the call.
 
-    Raises ``ValueError`` or ``TypeError`` naming the argument that is wrong, ``UnsupportedProblem``
-    with every backend's reasons when none can run it. A row that sees nothing gives output 0,
-    LSE −inf and zero gradients.
+    Raises ``ValueError`` or ``TypeError`` naming the wrong argument. Raises ``UnsupportedProblem``
+    with every backend's reasons if none can run the call.
 
     Source: Dao et al. 2022 and Dao 2023 (FlashAttention, FlashAttention-2).
     """
@@ -159,18 +161,20 @@ def attention_varlen(
 ) -> Result:
     """``attention`` on packed sequences: q (total_q, H, D), k (total_k, Hk, D), v (…, Hk, Dv).
 
-    Sequence b is rows ``cu_seqlens[b]`` to ``cu_seqlens[b+1]`` (int32, (B+1,)); ``max_seqlen`` are
-    Python ints and must not be exceeded. ``seqused`` (B,) int32 uses only the first rows of a
-    sequence: queries beyond give output 0, LSE −inf, gradient 0. With ``page_table``
-    (B, pages) int32, k and v are (num_pages, page_size, Hk, D), the lengths come from ``seqused_k``
-    or else from the differences of ``cu_seqlens_k``, which may then be None.
+    Sequence b is rows ``cu_seqlens[b]`` to ``cu_seqlens[b+1]`` (int32, (B+1,)). ``max_seqlen_q``
+    and ``max_seqlen_k`` are Python ints; no sequence may be longer. With ``seqused`` (B,) int32
+    only the first rows of a sequence are used: queries beyond give output 0, LSE −inf, gradient 0.
+    With ``page_table`` (B, pages) int32, k and v are (num_pages, page_size, Hk, D). Lengths then
+    come from ``seqused_k``, or without it from the differences of ``cu_seqlens_k``; one of the two
+    may be None.
 
-    Returns out (total_q, H, Dv), and LSE (H, total_q). ``bias`` is (H | 1, max_seqlen_q,
-    max_seqlen_k) with indices inside each sequence; dropout counts inside each sequence too.
+    Returns out (total_q, H, Dv) and LSE (H, total_q). ``bias`` is (H | 1, max_seqlen_q,
+    max_seqlen_k) with indices inside each sequence. Dropout also counts inside each sequence.
     ``descale`` per block of rows is (1, Hk, ⌈total / block⌉) for packed tensors, whatever their
     offsets, and (num_pages, Hk, ⌈page_size / block⌉) for pages.
-    Everything else, and what is raised, as ``attention``. Offsets and lengths that lie outside
-    their tensors raise ``ValueError`` on the CPU always, on a GPU under ``PYFA_CHECK=1``.
+
+    Other arguments and errors are those of ``attention``. Offsets and lengths outside their tensors
+    raise ``ValueError``: on a CPU always, on a GPU with ``PYFA_CHECK=1``.
     """
     tensors: tuple[Any, ...] = (q, k, v)
     given = _PACKED
@@ -265,25 +269,26 @@ def attention_kvcache(
 ) -> Result:
     """Attention of q (B, Sq, H, D) over a cache, after appending k and v to it in place.
 
-    ``k_cache`` (B_cache, S, Hk, D) and ``v_cache``, or (num_pages, page_size, Hk, D) with
-    ``page_table`` (B, pages) int32. ``cache_seqlens``, an int or (B,) int32, is what the cache
-    holds before the append (all of it by default); new ``k`` (B, S_new, Hk, D) and ``v`` go right
-    behind and are visible to the queries. ``cache_batch_idx`` (B,) int32 names each sequence's row
-    in the cache; ``cache_leftpad`` (B,) int32 its first valid key, from which positions count.
-    Packed queries are (total_q, H, D) with ``cu_seqlens_q`` and ``max_seqlen_q``.
+    ``k_cache`` and ``v_cache`` are (B_cache, S, Hk, D), or (num_pages, page_size, Hk, D) with
+    ``page_table`` (B, pages) int32. ``cache_seqlens``, an int or (B,) int32, counts the keys in the
+    cache before the append; by default all. New ``k`` and ``v`` (B, S_new, Hk, D) follow them, and
+    queries see them. ``cache_batch_idx`` (B,) int32 selects each sequence's cache row.
+    ``cache_leftpad`` (B,) int32 is its first valid key; positions count from there. Packed queries
+    are (total_q, H, D) with ``cu_seqlens_q`` and ``max_seqlen_q``.
 
     ``rotary_cos`` and ``rotary_sin`` (max_position, R) rotate q and the new k by their position in
-    the cache, or from ``rotary_seqlens`` (B,) int32 on; without a causal mask or window all queries
+    the cache, or from ``rotary_seqlens`` (B,) int32 on. Without a causal mask or window all queries
     share the first position, as in flash-attention. ``rotary_interleaved`` pairs elements 2i and
-    2i+1 (GPT-J), otherwise i and i+R (GPT-NeoX). ``num_splits``: 0 lets the plan choose.
+    2i+1 (GPT-J); otherwise i and i+R (GPT-NeoX). ``num_splits=0`` lets the plan choose.
 
-    A float8 cache takes new keys of float8, rounded with the scales of their place. Rotary turns
-    float8 in float32 and rounds it again, to at most the format's largest number. ``descale`` per
-    block of rows is of the cache's own rows or pages.
+    A float8 cache takes float8 keys, rounded with the scales of their place. Rotary converts float8
+    to float32 and rounds again, clamped to the format's largest number. ``descale`` per block of
+    rows is that of the cache's rows or pages.
 
-    No dropout and no gradient: ``ValueError`` where an input requires one. The rest as
-    ``attention``. Lengths and pages outside the cache raise ``ValueError`` on the CPU always, on a
-    GPU under ``PYFA_CHECK=1``, where otherwise new rows beyond the cache's end are dropped.
+    There is no dropout and no gradient: ``ValueError`` if an input requires one. Other arguments
+    and errors are those of ``attention``. Lengths and pages outside the cache raise ``ValueError``:
+    on a CPU always, on a GPU with ``PYFA_CHECK=1``. Without it, new rows beyond the end of the
+    cache are dropped.
     """
     tensors: tuple[Any, ...] = (q, k_cache, v_cache)
     given = _CACHE
@@ -355,13 +360,14 @@ def explain(
     device: str | None = None,
     **same: Any,
 ) -> dispatch.Explanation:
-    """Who would run this attention, with which plan, and why the others would not.
+    """Which backend runs this attention, with which plan, and why the others do not.
 
     Takes the arguments of ``attention``, of ``attention_varlen`` (recognised by ``cu_seqlens_q``
-    with ``max_seqlen_k``) or of ``attention_kvcache`` (by any ``cache_…`` argument, or
-    ``page_table``), as keywords; the tensors may be on the ``meta`` device. ``device`` names a GPU
-    that need not be here ("MI300X"). Nothing is computed and no cache is written. Printable, and
-    plain data by ``as_dict()``. Raises as they do, but never ``UnsupportedProblem``.
+    with ``max_seqlen_k``) or of ``attention_kvcache`` (recognised by a ``cache_…`` argument or
+    ``page_table``), as keywords. Tensors may be on the ``meta`` device. ``device`` names a GPU
+    ("MI300X") that this machine need not have. Computes nothing and writes no cache. The result
+    prints, and ``as_dict()`` gives plain data. Raises what those functions raise, but never
+    ``UnsupportedProblem``.
     """
     build: Callable[..., Request] = requests.dense
     if "max_seqlen_k" in same:

@@ -64,7 +64,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class EntryInfo:
-    """One entry on disk, ``created`` in seconds since the epoch; never served unless ``intact``."""
+    """One entry on disk, ``created`` in seconds since the epoch; never served unless ``intact``.
+
+    ``plan``: the source and constants that it was compiled from, where its writer told them.
+    """
 
     name: str
     key: str
@@ -72,6 +75,7 @@ class EntryInfo:
     created: float
     arch: str
     intact: bool
+    plan: str = ""
 
 
 def key(source: str, options: Sequence[str], compiler: str, arch: str) -> str:
@@ -158,7 +162,8 @@ def entries() -> list[EntryInfo]:
             meta = json.loads((path / "meta.json").read_bytes()) if intact else {}
             created, arch = meta.get("created", path.lstat().st_mtime), str(meta.get("arch", ""))
             size = sum(file.lstat().st_size for file in path.iterdir())
-            infos.append(EntryInfo(path.name[:-65], path.name[-64:], size, created, arch, intact))
+            named, plan = (path.name[:-65], path.name[-64:]), str(meta.get("plan", ""))
+            infos.append(EntryInfo(*named, size, created, arch, intact, plan))
     return sorted(infos, key=lambda info: info.created)
 
 

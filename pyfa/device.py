@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import platform
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -133,27 +134,52 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
             _gpu("MI300A", "gfx942", 228, 5300, 128, 4, 2100, dies=6, cache_mib=256),
             _gpu("MI308X", "gfx942", 80, 5300, 192, 4, 1420, dies=4, cache_mib=256),
             _gpu("MI250X", "gfx90a", 110, 1638.4, 64, 8, 1700),
+            _gpu("MI355X", "gfx950", 256, 8000, 288, 4, 2400, dies=8, cache_mib=256),
+            _gpu("RX7900XTX", "gfx1100", 96, 960, 24, 6, 2500, cache_mib=96),
             _gpu("A100-80GB", "sm_80", 108, 2039, 80, 40, 1410),
+            _gpu("RTX3090", "sm_86", 82, 936, 24, 6, 1695, matrix_scale=0.5),
             _gpu("RTX4070", "sm_89", 46, 504, 12, 36, 2475, matrix_scale=0.5),
             _gpu("RTX4090", "sm_89", 128, 1008, 24, 72, 2520, matrix_scale=0.5),
             _gpu("L40S", "sm_89", 142, 864, 48, 96, 2520),
             _gpu("H100", "sm_90a", 132, 3350, 80, 50, 1830),
             _gpu("H200", "sm_90a", 132, 4800, 141, 50, 1830),
+            _gpu("B200", "sm_100", 148, 8000, 180, 126, 1856),
+            _gpu("RTX5090", "sm_120", 170, 1792, 32, 96, 2407, matrix_scale=0.5),
         )
     }
 )
+
+# Cards that people ask for, older than any that a backend has kernels for.
+_OLD = {
+    **dict.fromkeys(
+        ("v100", "t4", "p100", "2080", "2080ti"), "the cuda backend needs sm_80 or newer"
+    ),
+    **dict.fromkeys(("mi50", "mi60", "mi100"), "the hip backend needs gfx942"),
+}
 
 CPU = Device(platform.processor() or platform.machine(), "cpu", 0, 1, 0.0, 0, 0, 0, 0.0)
 
 
 def by_name(name: str) -> Device:
-    """The device called ``name`` (upper and lower case alike). ``ValueError`` if there is none."""
+    """The device called ``name``; case, spaces and the vendor's name do not matter.
+
+    ``ValueError`` if there is none, with the reason for cards that no backend has kernels for.
+    """
     if not isinstance(name, str):
         raise TypeError(f"device: expected a name; got {type(name).__name__}")
+    wanted = _plain(name)
     for key, device in DEVICES.items():
-        if key.lower() == name.lower():
+        if _plain(key) == wanted or _plain(key.split("-")[0]) == wanted:
             return device
+    if why := _OLD.get(wanted):
+        raise ValueError(f"device: {name} is too old: {why}; triton and torch are untested there")
     raise ValueError(f"device: expected one of {', '.join(DEVICES)}; got {name!r}")
+
+
+def _plain(name: str) -> str:
+    words = ("nvidia", "geforce", "amd", "instinct", "radeon", "rtx", "rx")
+    text = re.sub("|".join(words), "", name.lower())
+    return re.sub(r"[\s_-]", "", text)
 
 
 def of(device: torch.device) -> Device:

@@ -62,11 +62,11 @@ def _joined(names: str | Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def use_backend(*names: str) -> Iterator[None]:
-    """Use these backends, in this order and no others, inside the ``with`` block.
+    """Inside the ``with`` block, use only these backends, in this order.
 
-    Ranks below the ``backend`` argument and above ``PYFA_BACKEND``. A backward keeps the backend of
-    its forward, wherever it runs; what activation checkpointing computes again there goes by what
-    holds where ``backward`` is called. Raises ``ValueError`` for an unknown name.
+    Ranks below the ``backend`` argument and above ``PYFA_BACKEND``. The backward uses the backend
+    of its forward, on any thread. A forward recomputed by activation checkpointing uses the
+    ``use_backend`` active at ``backward()``. Raises ``ValueError`` for an unknown name.
 
     >>> with pyfa.use_backend("triton", "torch"):
     ...     out = pyfa.attention(q, k, v)

@@ -1,4 +1,4 @@
-"""What pyfa raises and warns. Plain mistakes in arguments are ``ValueError`` and ``TypeError``."""
+"""Exceptions and warnings. A wrong argument is a ``ValueError`` or ``TypeError``."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 
 class UnsupportedProblem(NotImplementedError):
-    """No backend (or none of those named) can run this attention.
+    """None of the allowed backends can run this attention.
 
-    ``problem`` is the one-line-per-fact description that the message opens with; ``reasons`` maps
-    each backend that was asked to the sentences that say why it declines.
+    ``problem`` describes it, as at the top of the message. ``reasons`` maps each backend that was
+    asked to the sentences that say why it declines.
     """
 
     def __init__(self, problem: str, reasons: Mapping[str, Sequence[str]]) -> None:
@@ -31,7 +31,7 @@ class UnsupportedProblem(NotImplementedError):
 
 
 class CompileError(RuntimeError):
-    """A kernel did not compile. Carries the compiler's log and the source that it was given."""
+    """A kernel did not compile. Contains the compiler's log and the path of the source."""
 
     def __init__(self, what: str, log: str, source_path: str) -> None:
         self.what = what
@@ -44,12 +44,13 @@ class CompileError(RuntimeError):
 
 
 class CodeObjectError(RuntimeError):
-    """A code object is damaged, or not for this device, or breaks a rule that pyfa holds it to."""
+    """A code object is damaged, is for another device, or breaks one of pyfa's rules."""
 
 
 class RankError(RuntimeError):
-    """Another rank died, hangs or is not where this one is. Says what was waited for, from whom."""
+    """Another rank died, hangs, or is at another step. The message says what this rank waited
+    for."""
 
 
 class PerformanceWarning(UserWarning):
-    """The fast path is lost to the environment. ``PYFA_STRICT=1`` makes it an error."""
+    """The environment keeps the vendor's backend from running. ``PYFA_STRICT=1``: an error."""

@@ -17,22 +17,20 @@ def merge(
     out: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention over all keys from the results of attention over parts of them.
+    """Attention over all keys, from attention over parts of them.
 
-    Each part is attention of the same queries over some of the keys, with its LSE: ``outs`` are
-    (B, Sq, H, Dv) with ``lses`` (B, H, Sq), or packed (total_q, H, Dv) with (H, total_q), as
-    ``return_lse=True`` gives them. Parts may differ in dtype (float16, bfloat16, float32); LSEs are
-    float32, natural logarithm. A tensor whose first dimension counts the parts is a sequence too.
+    Each part is attention of the same queries over some of the keys. ``outs`` are (B, Sq, H, Dv)
+    with ``lses`` (B, H, Sq), or packed (total_q, H, Dv) with (H, total_q), as ``return_lse=True``
+    returns them. A tensor whose first dimension counts the parts works too. Parts are float16,
+    bfloat16 or float32, also mixed. LSEs are float32, natural logarithm.
 
-    Returns out, and the LSE of all keys with ``return_lse``. Its dtype is that of the parts, the
-    widest where they differ; ``out`` is written and returned where given, and may be any of the
-    three dtypes. Sums are in float32, part by part in the given order: the same parts in the same
-    order give the same bits, in another order the last bits may differ.
+    Returns out and, with ``return_lse``, the LSE of all keys. Out has the widest dtype of the
+    parts, or is written to ``out``, which may have any of the three dtypes. Sums are float32, part
+    by part in the given order: the same parts in the same order give the same bits.
 
-    A part with LSE −inf saw nothing: its output is not read. A row without any part that saw
-    something gets output 0 and LSE −inf. ``sinks`` are one more logit of a softmax: give them to
-    one of the parts, and they count once. Gradients flow to ``outs`` and ``lses``, from the
-    returned LSE too, but not through a given ``out``.
+    The output of a part with LSE −inf is not read. A row that is fully masked in every part gets
+    output 0 and LSE −inf. Pass ``sinks`` to one part only, so that they count once. Gradients flow
+    to ``outs`` and ``lses``, also from the returned LSE, but not through a given ``out``.
 
     Raises ``ValueError`` or ``TypeError`` for parts that do not fit together.
 

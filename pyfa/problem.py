@@ -250,7 +250,7 @@ FEATURES: dict[str, Feature] = {
                 is_term=True),
         Feature("bias", "bias", lambda asked: asked.call.bias is not None, _KERNELS, is_term=True),
         Feature("bias_grad", "the gradient of bias", lambda asked: asked.bias_grad,
-                frozenset({"triton", "torch"})),
+                frozenset({"hip", "triton", "torch"})),
         Feature("sinks", "attention sinks", lambda asked: asked.call.sinks is not None, _KERNELS,
                 is_term=True),
         Feature("dropout", "dropout", lambda asked: asked.call.dropout_p > 0.0, _KERNELS,

@@ -1,11 +1,11 @@
 """Float8 inputs for attention: scales per tensor, per head or per block of rows, and a rotation.
 
-A float8 number has 4 significant bits. What lies far below the largest that shares its scale has
-fewer; and an outlier is off by up to 1/16 of its size, which every score that it is part of feels.
-Against the one there are scales for smaller parts, against the other incoherent processing (QuIP,
-Chee et al. 2023): Q and K are multiplied by the same orthogonal matrix, random signs and then a
-Hadamard matrix, which spreads an outlier over the head's channels and leaves every q·k as it was.
-Both are FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608, §3.3).
+A float8 number has 4 significant bits. Values far below the largest one that shares their scale
+keep fewer. An outlier is off by up to 1/16 of its size, and every score that contains it is off
+too. Scales for smaller blocks reduce the first error. Incoherent processing (QuIP, Chee et al.
+2023) reduces the second: Q and K are multiplied by the same orthogonal matrix, random signs and
+then a Hadamard matrix. This spreads an outlier over the head's channels and leaves every q·k
+unchanged. Both are FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608, §3.3).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Descale(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """Float8 tensors with the scales by which attention multiplies them.
+    """Float8 tensors, and the scales by which attention multiplies them.
 
     >>> x = pyfa.quantize(q, k, v, block=128, hadamard=True)
     >>> pyfa.attention(x.q, x.k, x.v, descale=x.descale, out_dtype=torch.bfloat16)
@@ -87,33 +87,33 @@ def quantize(
     seed: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> Quantized:
-    """q (B, Sq, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv) in float8 e4m3, with their scales.
+    """Convert q (B, Sq, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv) to float8 e4m3 with scales.
 
-    Also packed tensors (total, heads, head_dim), whose rows count as one sequence, and pages
-    (num_pages, page_size, Hk, D). A scale is max|x| / max(float8) of what shares it, 1 where that
-    is all zero; query heads share the scale of their key head. ``q`` may be None, for a cache that
-    16-bit queries will read.
+    Also takes packed tensors (total, heads, head_dim), whose rows count as one sequence, and pages
+    (num_pages, page_size, Hk, D). A scale is max|x| / max(float8) over the elements that share it,
+    or 1 if all are zero. Query heads share the scale of their key head. ``q`` may be None, for a
+    cache that 16-bit queries will read.
 
     Parameters
     ----------
     block
-        Rows that share a scale: a power of two from 16. None: one scale for each sequence and key
-        head, (B, Hk), as FlashAttention-3 has them; else (B, Hk, ⌈rows / block⌉). 128 suits every
-        kernel, being a whole number of their tiles.
+        Rows that share a scale: a power of two from 16, giving (B, Hk, ⌈rows / block⌉). None: one
+        scale per sequence and key head, (B, Hk), as in FlashAttention-3. 128 is a multiple of every
+        kernel's tile.
     per_tensor
-        One scale for each tensor, as (1, 1); not with ``block``.
+        One scale per tensor, (1, 1). Not together with ``block``.
     hadamard
-        Rotate Q and K before they are rounded. A head_dim of 2ⁿ is mixed throughout; any other in
-        blocks of its largest power of two, which must be at least 8 (96 in three blocks of 32).
+        Rotate Q and K before rounding. A head_dim of 2ⁿ is mixed completely; any other in blocks of
+        its largest power of two, which must be at least 8 (96 as three blocks of 32).
     seed
-        Of the rotation's signs: the same int gives the same rotation, on every device and in every
-        call, which keys in a cache and later queries must share. None: from torch's generator.
+        Seed of the rotation's signs. The same int gives the same rotation on every device and in
+        every call: keys in a cache and later queries must share it. None draws from torch's
+        generator.
     dtype
-        ``float8_e4m3fn``, or ``float8_e4m3fnuz``, the format of gfx942's matrix units; by default
-        that of k's device.
+        ``float8_e4m3fn``, or ``float8_e4m3fnuz`` (gfx942). By default the format of k's device.
 
-    No gradient, and numbers are to be finite. Rows are read once with ``block``, otherwise twice.
-    Raises ``ValueError`` or ``TypeError`` naming the argument that is wrong.
+    No gradient; inputs must be finite. Rows are read once with ``block``, otherwise twice. Raises
+    ``ValueError`` or ``TypeError`` naming the wrong argument.
 
     Source: Shah et al. 2024, arXiv:2407.08608, §3.3; Chee et al. 2023 (QuIP).
     """
@@ -184,10 +184,9 @@ def _signs(dim: int, seed: int | None, device: torch.device) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, seed: int) -> torch.Tensor:
-    """x (…, D) turned as ``quantize(…, hadamard=True, seed=seed)`` turns Q and K, in x's dtype.
+    """Rotate x (…, D) as ``quantize(…, hadamard=True, seed=seed)`` rotates Q and K, in x's dtype.
 
-    For queries that stay in 16 bits before keys that were turned. Raises ``ValueError`` for a
-    head_dim that is no multiple of 8.
+    For 16-bit queries over rotated keys. Raises ``ValueError`` if head_dim is not a multiple of 8.
     """
     validate.a_tensor("x", x)
     dim = x.shape[-1]

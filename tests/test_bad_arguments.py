@@ -161,11 +161,8 @@ def test_numpy_integers_are_integers() -> None:
     pyfa.attention_kvcache(q, k_cache, v_cache, num_splits=np.int32(2), cache_seqlens=np.int32(3))
 
 
-def test_a_length_from_a_tensor_compiles_into_one_graph(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
-
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_a_length_from_a_tensor_compiles_into_one_graph() -> None:
     def packed(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         longest = offsets.diff().max().item()
         out = pyfa.attention_varlen(x, x, x, offsets, offsets, longest, longest, causal=True)

@@ -97,3 +97,34 @@ def test_nvidia_is_not_asked(show: Show, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_named_ones(name: str, units: int, dies: int) -> None:
     assert (DEVICES[name].units, DEVICES[name].dies) == (units, dies)
     assert DEVICES["MI300X-CPX"].memory_bytes == 24 * GIB
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [
+        ("B200", "sm_100"), ("RTX 5090", "sm_120"), ("NVIDIA GeForce RTX 4090", "sm_89"),
+        ("4090", "sm_89"), ("rtx-3090", "sm_86"), ("L40S", "sm_89"), ("A100", "sm_80"),
+        ("MI300A", "gfx942"), ("AMD Instinct MI325X", "gfx942"), ("mi308x", "gfx942"),
+        ("MI300X CPX", "gfx942"), ("MI355X", "gfx950"), ("RX 7900 XTX", "gfx1100"),
+    ],
+)  # fmt: skip
+def test_names_that_people_use(name: str, arch: str) -> None:
+    assert device.by_name(name).arch == arch
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("V100", "needs sm_80"), ("NVIDIA T4", "needs sm_80"), ("MI100", "needs gfx942"),
+     ("MI9", "expected one of MI300X, ")],
+)  # fmt: skip
+def test_names_that_it_has_no_kernels_for(name: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        device.by_name(name)
+
+
+def test_peaks_are_the_data_sheets() -> None:
+    """Dense bfloat16 with float32 sums, within 2 %; AMD's peak clock, NVIDIA's boost."""
+    sheets = {"B200": 2250, "RTX5090": 209.5, "RTX4090": 165.2, "RTX3090": 71, "H200": 989,
+              "A100-80GB": 312, "MI300X": 1307.4, "MI355X": 2516.6, "RX7900XTX": 122.8}  # fmt: skip
+    for name, tflops in sheets.items():
+        assert DEVICES[name].matrix_flops("bfloat16") / 1e12 == pytest.approx(tflops, rel=0.02)

@@ -107,6 +107,7 @@ def test_wheel_contents(wheel: Path) -> None:
     assert {top for top in tops if not top.endswith(".dist-info")} == {"pyfa"}
     assert "pyfa/api.py" in names
     assert "pyfa/_kernels/params.h" in names
+    assert "pyfa/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not [name for name in names if "test" in name.split("/")[1] or "__pycache__" in name]
     # Every module and data file of the checkout, so that none is lost to a pattern.
@@ -181,7 +182,7 @@ def test_an_installed_rocm_torch_is_left_as_it_was(wheel: Path, rocm: tuple[Path
     new = {
         name.split("/")[0].split("-")[0].removesuffix(".py") for name in set(after) - set(before)
     }
-    assert new <= {"pyfa", "numpy", "filelock", "platformdirs", "..", "bin"}
+    assert new <= {"pyfa", "pyfa_attention", "numpy", "filelock", "platformdirs", "..", "bin"}
     pip(python, "check")
     pip(python, "install", "--find-links", folder, "--upgrade", wheel)
     assert {name: hashes(site).get(name) for name in before} == before
@@ -219,3 +220,33 @@ def test_dependencies_are_few_and_extras_are_said(wheel: Path) -> None:
     said = re.search(r"Extras: (.*?)\.", (ROOT / "README.md").read_text(), re.S)
     assert said is not None
     assert set(re.findall(r"`(\w+)`", said[1])) == extras
+
+
+def test_the_page_on_an_index_leads_nowhere_wrong(wheel: Path) -> None:
+    """An index shows the README alone: no picture and no link of the checkout may be in it."""
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
+    head, _, page = archive.read(name).decode().partition("\n\n")
+    assert "Description-Content-Type: text/markdown" in head
+    own = (ROOT / "README.md").read_text()
+    assert "](docs/start.md)" in own
+    assert '<img src="docs/' in own
+    targets = re.findall(r"\]\(([^)]*)\)", page) + re.findall(r'src="([^"]*)"', page)
+    assert [each for each in targets if not each.startswith("https://")] == []
+    for kept in ("# pyfa", "pyfa.attention(q, k, v, causal=True)", "Features and support lists"):
+        assert kept in page
+
+
+def test_hints_name_the_distribution() -> None:
+    """What an error says to install is what this project is called on an index, with an extra."""
+    text = (ROOT / "pyproject.toml").read_text()
+    project = re.search(r'^name = "([^"]+)"', text, re.M)
+    assert project is not None
+    extras = set(re.findall(r"^(\w+) = \[", text, re.M))
+    hints = []
+    for path in (ROOT / "pyfa").rglob("*.py"):
+        hints += re.findall(r"pip install '([\w.-]+)\[(\w+)\]'", path.read_text())
+    assert len(hints) >= 3
+    for name, extra in hints:
+        assert name == project[1]
+        assert extra in extras

@@ -137,7 +137,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         (gfx942, "Forward(32, 8)", "(64, 64): Forward("),
         (gfx942, "(Decode(1, 2, 2),)", "(64, 64): (Decode(1, 4, 2)"),
         (gfx942, "(Decode(1, 4, 2),)", "(64, 64): (Decode(1, 8, 2)"),
-        (gfx942, "(_1, _1, _1, _1)", "(64, 64): (_1_TWICE"),
+        (gfx942, "(_1, _1, _1, _1)", "(64, 64): (_SLOTS_TWICE"),
     ):
         add(file, f"(160, 160): {row},\n        ", before)
     # A feature: its record.

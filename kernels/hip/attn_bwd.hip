@@ -12,37 +12,21 @@
 // while it is stored transposed, the products over its rows read it transposed while the next tile
 // is stored as it lies. Two barriers a tile. Keys are owned once for all heads of their group, whose
 // gradients add up in registers. Rows and keys beyond the end are 0 and so is what they add.
-#include "bwd_inputs.h"
-#include "../philox.h"
-#include "../score.h"
-#include "schedule.h"
-
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(OWNS) || \
-    !defined(GENERAL) || !defined(COLUMNS) || !defined(PER_SIMD)
-#error "the plan defines DTYPE, HEAD_DIM, HEAD_DIM_V, OWNS, GENERAL, COLUMNS and PER_SIMD"
+    !defined(GENERAL) || !defined(COLUMNS) || !defined(PER_SIMD) || !defined(SLOTS)
+#error "the plan defines DTYPE, HEAD_DIM, HEAD_DIM_V, OWNS, GENERAL, COLUMNS, PER_SIMD and SLOTS"
 #endif
 
-#define KEYS 0
-#define ROWS 1
+#include "bwd_owned.h"
+#include "schedule.h"
 
-typedef Mma<DTYPE, kTile> M;
-typedef M::Acc Acc;
-typedef Format<DTYPE> F;
-
-constexpr bool kKeys = OWNS == KEYS;
-constexpr int kWaves = 4;
-constexpr int kThreads = kWaves * kLanes;
-constexpr int kBlock = kWaves * COLUMNS * kTile;  // owned by a workgroup
-constexpr int kSteps = HEAD_DIM / 16;             // of 16 bytes a lane along the head
-constexpr int kStepsV = HEAD_DIM_V / 16;
 constexpr int kTiles = HEAD_DIM / kTile;          // products along the head
 constexpr int kTilesV = HEAD_DIM_V / kTile;
-constexpr int kFours = M::kRegisters / 4;         // groups of four consecutive rows of a product
 
 // K, V and their gradients take 384 registers.
 constexpr bool kFull = kKeys && (HEAD_DIM + HEAD_DIM_V) * COLUMNS == 512;
 
-typedef Stream<HEAD_DIM, HEAD_DIM_V, kWaves, kFull && GENERAL> Tiles;
+typedef Stream<HEAD_DIM, HEAD_DIM_V, kWaves, kFull> Tiles;
 constexpr int kRowsA = 0;
 constexpr int kRowsC = kRowsA + Tiles::RowsA::kBytes;
 constexpr int kColumnsA = kRowsC + Tiles::RowsC::kBytes;
@@ -51,48 +35,31 @@ constexpr int kLdsBytes = kColumnsC + (kKeys ? ColumnTile<HEAD_DIM_V>::kBytes : 
 
 typedef Pair Rounded[COLUMNS][kFours];  // P or dS: what the next product takes
 
-struct Context {
-  Sequence s;
-  int first;  // that this wavefront owns
-  float to_base_2;
+// What the owned ones meet: tiles from row `start` on, `steps` of them in each of `heads`.
+struct Pass {
+  Context c;
+  Lds lds;
+  Tiles tiles;
+  Matrix a, b;       // streamed, of `head`
+  RowStates states;  // of `head`
+  Seen mine;         // by this wavefront's
+  int start, steps, heads, head;
 
-  METHOD int owned() const { return kKeys ? s.keys : s.rows; }
-  METHOD int streamed() const { return kKeys ? s.rows : s.keys; }
-  METHOD int own(int c) const { return first + c * kTile + M::column(); }
+  // Where what is streamed of `head` lies: all but `a` and `b`'s rows' lengths.
+  METHOD void look_up() {
+    const Params &p = params_again();
+    Sequence s = sequence_of(p, c.s.batch);
+    a = q_of(p, s, head);
+    b = dout_of(p, s, head);
+    states = states_of(p, s, head);
+  }
 };
 
-// ---- where things are ---------------------------------------------------------------------------
-
-// Which streamed rows see or are seen by the owned ones `first` ... `last`.
-DEVICE Seen seen_by(const Params &p, const Sequence &s, int first, int last) {
-  return kKeys ? rows_seeing(p, s, first, last) : keys_seen(p, s, first, last);
-}
+#if SLOTS
+#include "bwd_slots.h"
+#endif
 
 // ---- operands -----------------------------------------------------------------------------------
-
-template <int steps>
-DEVICE void load_owned(const Context &c, Quad (&x)[COLUMNS][steps], const Matrix &m) {
-  for (int n = 0; n < COLUMNS; ++n) {
-    int first = c.first + n * kTile;
-    auto from = buffer_of(m, first, c.owned() - first);
-    for (int i = 0; i < steps; ++i)
-      x[n][i] = __builtin_amdgcn_raw_buffer_load_b128(
-          from, buffer_offset(m, M::column(), i * 16 + M::part() * 8), 0, 0);
-  }
-}
-
-// A product over the head: acc (tile x owned) of a tile's rows and the owned ones.
-template <int dim, int steps>
-DEVICE void multiply(Acc (&acc)[COLUMNS], Lds tile, const Quad (&x)[COLUMNS][steps]) {
-  int lane = lane_for<kFull>();
-  for (int i = 0; i < steps; ++i) {
-    Quad a = lds_read(tile + RowTile<dim>::place(lane % kTile, 2 * i + lane / kTile));
-    for (int n = 0; n < COLUMNS; ++n) {
-      acc[n] = M::mma(a.xy, x[n][i].xy, acc[n]);
-      acc[n] = M::mma(a.zw, x[n][i].zw, acc[n]);
-    }
-  }
-}
 
 // A product over the tile's rows: grad (head x owned).
 template <int dim, int tiles>
@@ -109,140 +76,6 @@ DEVICE void accumulate(Acc (&grad)[COLUMNS][tiles], Lds tile, const Rounded &x) 
     }
 }
 
-DEVICE void round(Pair (&to)[kFours], const Acc &x) {
-  for (int j = 0; j < kFours; ++j)
-    to[j] = Pair{F::half_up(x[4 * j], x[4 * j + 1]), F::half_up(x[4 * j + 2], x[4 * j + 3])};
-}
-
-// ---- scores -------------------------------------------------------------------------------------
-
-// -LSE or -delta, a value for each register of a product: of the tile's rows at `first` where keys are
-// owned, else of the owned row.
-DEVICE Acc load_states(const Context &c, const float *state, int first) {
-  auto from = buffer(state + first, max(c.s.rows - first, 0) * 4);
-  Acc x;
-  if (!kKeys) {
-    unsigned one = __builtin_amdgcn_raw_buffer_load_b32(from, M::column() * 4, 0, 0);
-    return Acc(__builtin_bit_cast(float, one));
-  }
-  for (int j = 0; j < kFours; ++j) {
-    typedef float Four __attribute__((ext_vector_type(4)));
-    auto four = __builtin_bit_cast(
-        Four, __builtin_amdgcn_raw_buffer_load_b128(from, M::row(4 * j) * 4, 0, 0));
-    for (int i = 0; i < 4; ++i) x[4 * j + i] = four[i];
-  }
-  return x;
-}
-
-// Which rows of the tile at `first` owned `own` sees or is seen by, none beyond the end of either: bit
-// bit_of(r) for register r of a product. Bits in a vector register, since a lane mask for each
-// register of a product would take 32 scalar ones.
-DEVICE unsigned seen_bits(const Context &c, int own, int first) {
-  pin(own);  // or what follows from it would be kept for tiles without a mask
-  Seen seen = seen_by(params_again(), c.s, own, own);
-  int low = max(seen.low - first, 0), high = min(seen.high - first, kTile);
-  if (own >= c.owned() || low >= high) return 0;
-  return (~0u >> (kTile - high + low) << low) >> M::part() * kMmaPart;
-}
-constexpr METHOD int bit_of(int r) { return r / 4 * 8 + r % 4; }
-
-// S becomes P, plain scores.
-DEVICE void exponentiate(Acc &s, const Context &c, const Acc &minus_lse) {
-  Acc x = s * c.to_base_2 + minus_lse;
-  for (int r = 0; r < M::kRegisters; ++r) s[r] = exp2(x[r]);
-}
-
-DEVICE void mask(Acc &s, unsigned seen) {
-#pragma unroll
-  for (int r = 0; r < M::kRegisters; ++r) s[r] = where(seen, bit_of(r), s[r]);
-}
-
-// ---- scores of every kind -----------------------------------------------------------------------
-
-// Which scores of a product dropout keeps: bit r for register r.
-DEVICE unsigned kept(const Context &c, int head, int own, int first) {
-  const Params &p = params_again();
-  unsigned long long seed = *(const unsigned long long *)p.seed;
-  auto draw = [&](int key, int row) {
-    Draws draws = philox((unsigned)(key + p.k_start) / 4, row + p.q_start, head + p.head_start,
-                         c.s.batch + p.batch_start, seed);
-    unsigned bits = 0;
-    for (int i = 0; i < 4; ++i) bits |= (draws.word[i] < p.dropout_threshold ? 1u : 0u) << i;
-    return bits;
-  };
-  // A draw serves four keys: four registers, or where keys are owned one of four neighbouring lanes,
-  // each of which draws for every fourth row.
-  int lane = lane_index() % 4;
-  unsigned bits = 0;
-#pragma unroll 1
-  for (int j = 0; j < kFours; ++j) {
-    int other = first + M::row(4 * j);
-    bits |= (kKeys ? draw(own, other + lane) : draw(other, own)) << 4 * j;
-  }
-  if (!kKeys) return bits;
-  return (of_four<0>(bits) >> lane & 0x1111) | (of_four<1>(bits) >> lane & 0x1111) << 1 |
-         (of_four<2>(bits) >> lane & 0x1111) << 2 | (of_four<3>(bits) >> lane & 0x1111) << 3;
-}
-
-// What is left of S for dS, beyond the product itself.
-struct Weights {
-  Acc p;         // before dropout: for the sinks
-  unsigned keep;  // bit r: whether dropout keeps register r
-  float keep_scale;
-};
-
-// S becomes d P / d (scaled Q K^T), and `rounded` P after dropout.
-DEVICE Weights weigh(Acc &s, Pair (&rounded)[kFours], const Context &c, Acc minus_lse,
-                     const RowStates &states, int head, int n, int first) {
-  const Params &p = params_again();
-  int own = c.own(n), row0 = first + M::row(0);
-  // Or what follows from them would be kept from tile to tile: with a head_dim of 256 there is no room.
-  pin(own);
-  pin(row0);
-  unsigned seen = seen_bits(c, own, first);
-  Terms terms = terms_of(p, c.s.batch, head, 0);
-  // S is scaled here and gradients at the end, which leaves 1 for a score's slope.
-  terms.scale = 1.0f;
-  terms.inverse = terms.softcap > 0.0f ? 1.0f / terms.softcap : 0.0f;
-  Weights w;
-  w.keep = ~0u;
-  w.keep_scale = 1.0f;
-  if (p.dropout_threshold) {
-    w.keep = kept(c, head, own, first);
-    w.keep_scale = p.dropout_scale;
-  }
-  float slope[M::kRegisters];
-#pragma unroll
-  for (int r = 0; r < M::kRegisters; ++r) {
-    int other = row0 + bit_of(r);
-    int distance = (kKeys ? own - other : other - own) - c.s.shift;
-    s[r] = score(terms, s[r] * p.scale, distance, slope[r]);
-  }
-  if (p.bias_type != kNoBias) {
-    const Params &again = params_again();
-    Terms at = terms_of(again, c.s.batch, head, 0);
-    const char *bias = at.bias;
-    long long row_step = terms_of(again, c.s.batch, head, 1).bias - bias;
-    int place = own < c.owned() ? own : 0;
-#pragma unroll
-    for (int r = 0; r < M::kRegisters; ++r) {
-      // What is not seen need not be there: any element does for it.
-      int other = row0 + bit_of(r) & bits_of(seen, bit_of(r));
-      at.bias = bias + (kKeys ? other : place) * row_step;
-      s[r] += bias_of(at, kKeys ? place : other);
-    }
-  }
-  if (kKeys) minus_lse = load_states(c, states.minus_lse, first);
-#pragma unroll
-  for (int r = 0; r < M::kRegisters; ++r)
-    w.p[r] = where(seen, bit_of(r), exp2(s[r] * kLog2E + minus_lse[r]));
-#pragma unroll
-  for (int r = 0; r < M::kRegisters; ++r) s[r] = where(w.keep, r, w.p[r] * w.keep_scale);
-  if (kKeys) round(rounded, s);
-  for (int r = 0; r < M::kRegisters; ++r) s[r] = w.p[r] * slope[r];
-  return w;
-}
-
 // dP becomes dS. Returns this lane's share of the row's sum of P dP.
 DEVICE float differ(Acc &dp, const Acc &s, const Weights &w, const Acc &minus_delta) {
   float dots = 0.0f;
@@ -255,16 +88,77 @@ DEVICE float differ(Acc &dp, const Acc &s, const Weights &w, const Acc &minus_de
   return dots;
 }
 
-// A row's share of the sinks' gradient, from the sum of its P dP: the delta that the rounded O gives
-// is, summed over rows, three times as far off as naive attention's.
 DEVICE void store_sinks(const Context &c, float dots, int head, int row) {
   const Params &p = params_again();
   dots = M::column_sum(dots);
   if (row >= c.s.rows || M::part()) return;
-  long long at = state_offset(p, c.s, head) + row;
-  float dlse = p.dlse ? ((const float *)p.dlse)[at] : 0.0f;
-  float sink = exp2(((const float *)p.sinks)[head] * kLog2E + row_states(p).minus_lse[at]);
-  ((float *)p.dsinks)[at] = sink * (dlse - dots);
+  store_sink_gradient(p, c.s, head, row, dots);
+}
+
+// S becomes P, plain scores.
+DEVICE void exponentiate(Acc &s, const Context &c, const Acc &minus_lse) {
+  Acc x = s * c.to_base_2 + minus_lse;
+  for (int r = 0; r < M::kRegisters; ++r) s[r] = exp2(x[r]);
+}
+
+// All tiles of all heads of `pass`, in the compiler's own schedule.
+DEVICE void run(Pass &pass, const Quad (&x)[COLUMNS][kSteps], const Quad (&y)[COLUMNS][kStepsV],
+                Acc (&grad_x)[COLUMNS][kTiles], Acc (&grad_y)[COLUMNS][kTilesV], float (&dots)[COLUMNS]) {
+  const Context &c = pass.c;
+  Lds lds = pass.lds;
+  Tiles &tiles = pass.tiles;
+  tiles.load(pass.a, pass.b, pass.start, c.streamed());
+  tiles.store_rows(lds + kRowsA, lds + kRowsC);
+  Acc minus_lse[COLUMNS], minus_delta[COLUMNS];
+  auto load_both = [&](int n, int first) {
+    minus_lse[n] = load_states(c, pass.states.minus_lse, first);
+    minus_delta[n] = load_states(c, pass.states.minus_delta, first);
+  };
+  if (!kKeys)
+    for (int n = 0; n < COLUMNS; ++n) load_both(n, c.first + n * kTile);
+  int step = 0;
+  for (int n = pass.heads * pass.steps; n > 0; --n) {
+    int first = pass.start + step * kTile;
+    barrier();  // its rows are there, and the columns of the tile before have been read
+    tiles.store_columns<kKeys>(lds + kColumnsA, lds + kColumnsC);
+    if (kKeys && !GENERAL) load_both(0, first);
+    Acc s[COLUMNS], dp[COLUMNS];
+    Rounded p_rounded, ds_rounded;
+    for (int n = 0; n < COLUMNS; ++n) s[n] = Acc{0};
+    multiply<HEAD_DIM, kFull>(s, lds + kRowsA, x);
+    Weights weights[COLUMNS];
+    if (GENERAL) {
+      for (int n = 0; n < COLUMNS; ++n)
+        weights[n] = weigh(s[n], p_rounded[n], c, minus_lse[n], pass.states, pass.head, n, first);
+      fence();
+    }
+    for (int n = 0; n < COLUMNS; ++n) dp[n] = GENERAL ? Acc{0} : minus_delta[kKeys ? 0 : n];
+    multiply<HEAD_DIM_V, kFull>(dp, lds + kRowsC, y);
+    if (kKeys && GENERAL) minus_delta[0] = load_states(c, pass.states.minus_delta, first);
+    for (int n = 0; n < COLUMNS; ++n) {
+      if (GENERAL) {
+        dots[n] += differ(dp[n], s[n], weights[n], minus_delta[kKeys ? 0 : n]);
+      } else {
+        exponentiate(s[n], c, minus_lse[kKeys ? 0 : n]);
+        if (first < pass.mine.all_low || first + kTile > pass.mine.all_high)
+          mask(s[n], seen_bits(c, c.own(n), first));
+        if (kKeys) round(p_rounded[n], s[n]);
+        dp[n] *= s[n];
+      }
+      round(ds_rounded[n], dp[n]);
+    }
+    barrier();  // its columns are there, and its rows have been read
+
+    if (++step == pass.steps && --pass.heads) {
+      step = 0;
+      ++pass.head;
+      pass.look_up();
+    }
+    tiles.load(pass.a, pass.b, pass.start + step * kTile, c.streamed());
+    if (kKeys) accumulate<HEAD_DIM_V>(grad_y, lds + kColumnsC, p_rounded);
+    tiles.store_rows(lds + kRowsA, lds + kRowsC);
+    accumulate<HEAD_DIM>(grad_x, lds + kColumnsA, ds_rounded);
+  }
 }
 
 // ---- the end ------------------------------------------------------------------------------------
@@ -317,72 +211,27 @@ extern "C" __global__ WORKGROUP(kThreads, PER_SIMD) void attn_bwd(Params p) {
 
   int last = min(c.first + COLUMNS * kTile, c.owned()) - 1;
   Seen block = seen_by(p, c.s, first_own, min(first_own + kBlock, c.owned()) - 1);
-  Seen mine = seen_by(p, c.s, c.first, last);
   int start = block.low / kTile * kTile;
   int steps = max(block.high - start + kTile - 1, 0) / kTile;
-  int heads = kKeys ? group : 1;
   int head = kKeys ? head_k * group : work.head;
 
-  Tiles tiles{wave};
-  Matrix streamed_a = kKeys ? q_of(p, c.s, head) : k_of(p, c.s, head_k);
-  Matrix streamed_c = kKeys ? dout_of(p, c.s, head) : v_of(p, c.s, head_k);
-  tiles.load(streamed_a, streamed_c, start, c.streamed());
-  tiles.store_rows(lds + kRowsA, lds + kRowsC);
-  RowStates states = states_of(p, c.s, head);
-  Acc minus_lse[COLUMNS], minus_delta[COLUMNS];
-  auto load_both = [&](int n, int first) {
-    minus_lse[n] = load_states(c, states.minus_lse, first);
-    minus_delta[n] = load_states(c, states.minus_delta, first);
-  };
-  if (!kKeys)
-    for (int n = 0; n < COLUMNS; ++n) load_both(n, c.first + n * kTile);
+  Pass pass{c,
+            lds,
+            Tiles{wave},
+            kKeys ? q_of(p, c.s, head) : k_of(p, c.s, head_k),
+            kKeys ? dout_of(p, c.s, head) : v_of(p, c.s, head_k),
+            states_of(p, c.s, head),
+            seen_by(p, c.s, c.first, last),
+            start,
+            steps,
+            kKeys ? group : 1,
+            head};
   float dots[COLUMNS] = {};
-  int step = 0;
-  for (int n = heads * steps; n > 0; --n) {
-    int first = start + step * kTile;
-    barrier();  // its rows are there, and the columns of the tile before have been read
-    tiles.store_columns<kKeys>(lds + kColumnsA, lds + kColumnsC);
-    if (kKeys && !GENERAL) load_both(0, first);
-    Acc s[COLUMNS], dp[COLUMNS];
-    Rounded p_rounded, ds_rounded;
-    for (int n = 0; n < COLUMNS; ++n) s[n] = Acc{0};
-    multiply<HEAD_DIM>(s, lds + kRowsA, x);
-    Weights weights[COLUMNS];
-    if (GENERAL)
-      for (int n = 0; n < COLUMNS; ++n)
-        weights[n] = weigh(s[n], p_rounded[n], c, minus_lse[n], states, head, n, first);
-    if (GENERAL) __builtin_amdgcn_sched_barrier(0);
-    for (int n = 0; n < COLUMNS; ++n) dp[n] = GENERAL ? Acc{0} : minus_delta[kKeys ? 0 : n];
-    multiply<HEAD_DIM_V>(dp, lds + kRowsC, y);
-    if (kKeys && GENERAL) minus_delta[0] = load_states(c, states.minus_delta, first);
-    for (int n = 0; n < COLUMNS; ++n) {
-      if (GENERAL) {
-        dots[n] += differ(dp[n], s[n], weights[n], minus_delta[kKeys ? 0 : n]);
-      } else {
-        exponentiate(s[n], c, minus_lse[kKeys ? 0 : n]);
-        if (first < mine.all_low || first + kTile > mine.all_high)
-          mask(s[n], seen_bits(c, c.own(n), first));
-        if (kKeys) round(p_rounded[n], s[n]);
-        dp[n] *= s[n];
-      }
-      round(ds_rounded[n], dp[n]);
-    }
-    barrier();  // its columns are there, and its rows have been read
-
-    if (++step == steps && --heads) {
-      step = 0;
-      ++head;
-      const Params &again = params_again();
-      Sequence s = sequence_of(again, c.s.batch);
-      streamed_a = q_of(again, s, head);
-      streamed_c = dout_of(again, s, head);
-      states = states_of(again, s, head);
-    }
-    tiles.load(streamed_a, streamed_c, start + step * kTile, c.streamed());
-    if (kKeys) accumulate<HEAD_DIM_V>(grad_y, lds + kColumnsC, p_rounded);
-    tiles.store_rows(lds + kRowsA, lds + kRowsC);
-    accumulate<HEAD_DIM>(grad_x, lds + kColumnsA, ds_rounded);
-  }
+#if SLOTS
+  run_in_slots(pass, x, y, grad_x, grad_y);
+#else
+  run(pass, x, y, grad_x, grad_y, dots);
+#endif
   const Params &q = params_again();
   Sequence s = sequence_of(q, c.s.batch);
   if (kKeys) {

@@ -14,10 +14,11 @@
 #include "bwd_inputs.h"
 #include "bwd_dq.h"
 #include "bwd_step.h"
+#include "bwd_terms.h"
 #include "schedule.h"
 
-#if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(TILES)
-#error "the plan defines DTYPE, HEAD_DIM, HEAD_DIM_V and TILES"
+#if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(GENERAL) || !defined(TILES)
+#error "the plan defines DTYPE, HEAD_DIM, HEAD_DIM_V, GENERAL and TILES"
 #endif
 
 typedef Mma<DTYPE, 16> M;
@@ -31,8 +32,11 @@ constexpr int kBlock = kWaves * kOwned;    // of a workgroup
 constexpr int kSteps = HEAD_DIM / 32;      // of 16 bytes a lane along the head
 constexpr int kStepsV = HEAD_DIM_V / 32;
 constexpr int kShares = (HEAD_DIM / 16 + kWaves - 1) / kWaves;  // products of dQ^T of a wavefront
-typedef Exchange<kWaves, TILES> Swap;
-typedef Loads<HEAD_DIM, HEAD_DIM_V, kWaves> Feed;
+typedef Exchange<kWaves, TILES, (HEAD_DIM > 128)> Swap;
+// Three buffers of columns do not fit 64 KB, and columns come to LDS a step later.
+constexpr bool kLate = HEAD_DIM + HEAD_DIM_V > 320;
+typedef Loads<HEAD_DIM, HEAD_DIM_V, kWaves, GENERAL && !kLate, kLate> Feed;
+typedef Scoring<DTYPE, TILES> General;
 
 // The same in all lanes, which the compiler does not know of a minimum of 64 bits or a v_med3.
 DEVICE void make_scalar(int &x) { x = __builtin_amdgcn_readfirstlane(x); }
@@ -51,7 +55,7 @@ constexpr int kRowsBytes = kStates + 2 * kStepRows * 4;
 constexpr int kColumnsO = ColumnsQ::kBytes;
 constexpr int kColumnsBytes = kColumnsO + ColumnsO::kBytes;
 constexpr int kSwapBytes = Swap::Tile::kBytes;
-constexpr int kLdsBytes = 2 * kRowsBytes + 3 * kColumnsBytes + 2 * kSwapBytes;
+constexpr int kLdsBytes = 2 * kRowsBytes + (kLate ? 2 : 3) * kColumnsBytes + 2 * kSwapBytes;
 
 // Where the loop finds them: of this step, of the next one and, where they are stored, of the one after.
 // What comes in turn is made from what all are together, in place: copies would stand at the loop's end.
@@ -67,10 +71,10 @@ struct Buffers {
     columns = rows_next + kRowsBytes;
     columns_next = columns + kColumnsBytes;
     columns_after = columns_next + kColumnsBytes;
-    swap = columns_after + kColumnsBytes;
+    swap = (kLate ? columns_next : columns_after) + kColumnsBytes;
     swap_next = swap + kSwapBytes;
     all_rows = rows + rows_next;
-    all_columns = columns + columns_next + columns_after;
+    all_columns = columns + columns_next + (kLate ? 0 : columns_after);
     all_swaps = swap + swap_next;
   }
   METHOD void turn_rows() {
@@ -81,9 +85,11 @@ struct Buffers {
   }
   METHOD void turn_columns() {
     columns = columns_next;
-    columns_next = columns_after;
+    if (!kLate) columns_next = columns_after;
     pin_scalar(columns);
+    if (kLate) columns_next = all_columns - columns;
     pin_scalar(columns_next);
+    if (kLate) return;
     columns_after = all_columns - columns - columns_next;
     pin_scalar(columns_after);
   }
@@ -97,13 +103,30 @@ struct Buffers {
 
 // ---- what a wavefront has -----------------------------------------------------------------------
 
+// An integer that all lanes share and that is seldom needed: with score terms, in a vector register.
+struct Aside {
+  int x;
+
+  METHOD Aside(int x = 0) : x(x) {
+    if (GENERAL) pin(this->x);
+  }
+  METHOD operator int() const { return GENERAL ? __builtin_amdgcn_readfirstlane(x) : x; }
+  METHOD int operator++() { return *this = Aside(*this + 1); }
+};
+
 struct Context {
-  Sequence s;
+  Sequence s;  // but for its number
+  Aside batch;
   int first;  // key of this wavefront
   float to_base_2;
   Seen mine;  // rows that see them: a step is cut unless all rows see all keys
 
   METHOD int own(int n) const { return first + n * 16 + M::column(); }
+  METHOD Sequence sequence() const {
+    Sequence x = s;
+    x.batch = batch;
+    return x;
+  }
 };
 
 struct Fixed {
@@ -172,6 +195,7 @@ constexpr int kCarried = kSteps < 4 ? 1 : 2;  // slots whose reads come a turn b
 struct Scored {
   Acc p[TILES];         // not yet rounded
   Pair ds[TILES];
+  General::Scored general;  // in place of both
   Quad columns[kCarried];  // the first ones
   Acc dq[kShares];
 };
@@ -213,9 +237,6 @@ struct Places {
   }
 };
 
-DEVICE Quad read_unit(unsigned at) { return lds_read((Lds)at); }
-DEVICE Acc read_four(unsigned at) { return __builtin_bit_cast(Acc, read_unit(at)); }
-
 typedef __attribute__((address_space(3))) unsigned short *LdsHalves;
 
 // Rows r and r + 1 of dS of tile n.
@@ -225,8 +246,6 @@ DEVICE void exchange(const Places &at, unsigned swap, int n, int r, unsigned two
   *(LdsHalves)to = (unsigned short)two;
   *(LdsHalves)(to + Swap::Tile::kRowBytes) = (unsigned short)(two >> 16);
 }
-
-DEVICE void fence() { __builtin_amdgcn_sched_barrier(0); }
 
 // ---- a turn of the loop -------------------------------------------------------------------------
 
@@ -249,8 +268,9 @@ constexpr int kAtV = kAtQ + Swap::kBlocks * 2 * kShares;
 constexpr int kProducts = kAtV + kStepsV * 2 * TILES;
 
 // Of 16 clocks; LDS takes 64 to 128. Both by the timing model: at 128, 12 and a quarter for 9 and a half
-// below is 0.826 in place of 0.853, at 64 9 for 12 is 0.729 in place of 0.736.
-constexpr int kLead = HEAD_DIM > 96 ? 9 : 12;
+// below is 0.826 in place of 0.853, at 64 9 for 12 is 0.729 in place of 0.736. With score terms registers are
+// few, and the vector unit is what is waited for.
+constexpr int kLead = HEAD_DIM > 96 ? GENERAL ? 8 : 9 : 12;
 static_assert(kCarried <= kSlotS, "what is read before the barrier is dK's");
 
 // The first product of a slot.
@@ -267,7 +287,13 @@ DEVICE constexpr int at_of(int slot) {
 constexpr int kCutBlock = Swap::kBlocks / (HEAD_DIM > 96 ? 2 : 4);
 constexpr int kCutSlot = kSlotQ + kCutBlock;
 constexpr int kAtCut = kAtQ + kCutBlock * 2 * kShares;
-constexpr int kAtEnd = kProducts - 8;
+// The barrier is before the last product, which goes on meanwhile. Where what the next turn begins with comes
+// only in this one, it is behind it that this is read, and the products that are left wait for nothing.
+constexpr int kAtBarrier = kLate ? kProducts - 10 : kProducts - 2;
+constexpr int kAtEnd = kAtBarrier - 6;
+// From here on what is read is the next turn's.
+constexpr int kAtCarry = kLate ? kAtBarrier : kProducts - 2 * 2 * TILES;  // or two slots before the end
+static_assert(at_of(kSlots - 1) - kLead < kAtCarry, "all columns of this turn are read by then");
 
 // Whether the i-th of `count` things, spread evenly over the products `from` ... `to`, comes with product m.
 DEVICE constexpr bool comes(int m, int i, int count, int from, int to) {
@@ -276,19 +302,23 @@ DEVICE constexpr bool comes(int m, int i, int count, int from, int to) {
 
 // Where the loop is: what comes next of each kind, through the heads of the group.
 struct Walk {
-  int start, end;    // rows
-  int steps;         // of a head
-  int group_end;     // head behind the last
+  Aside start;       // row
+  Aside end;         // row
+  Aside steps;       // of a head
+  Aside group_end;   // head behind the last
   int row;           // whose scores are made
-  int fed_head, fed;      // of the loads, and the steps that are left
-  int added_head, added;  // of dQ
+  Aside head;        // and of which head, where that matters
+  Aside fed_head;    // of the loads,
+  int fed;           // and the steps that are left
+  Aside added_head;  // the same of dQ
+  int added;
   char *sums;        // where dQ is added
-  int sums_step;     // bytes from step to step
+  Aside sums_step;   // bytes from step to step
   int sums_bytes;    // of a tile, at first 0, when there is no dQ yet: all is beyond the buffer
 
   METHOD void seek(const Context &c, Feed &feed) const {
     const Params &p = params_again();
-    Sequence s = sequence_of(p, c.s.batch);
+    Sequence s = sequence_of(p, c.batch);
     feed.seek(q_of(p, s, fed_head), dout_of(p, s, fed_head), states_of(p, s, fed_head), start, c.s.rows);
   }
   METHOD void feed_on(const Context &c, Feed &feed) {
@@ -297,9 +327,18 @@ struct Walk {
     feed.left = 0;
     if (++fed_head < group_end) seek(c, feed);
   }
+  METHOD void score_on(const Context &c, General &general) {
+    row += kStepRows;
+    if (__builtin_expect(row >= end, 0)) {
+      row = start;
+      head = min(head + 1, group_end - 1);  // behind the last step its head again
+      if (GENERAL) general.seek(c.sequence(), head);
+    }
+    pin_scalar(row);
+  }
   METHOD void seek_sums(const Context &c) {
     const Params &p = params_again();
-    Sequence s = sequence_of(p, c.s.batch);
+    Sequence s = sequence_of(p, c.batch);
     sums = (char *)p.dq_accum + sum_tile(p, s, start, added_head) * (kSumRows * HEAD_DIM * 4);
   }
   METHOD void add_on(const Context &c) {
@@ -337,6 +376,7 @@ struct Turn {
   Scored &scored;  // of the step before, then of this
   Buffers &lds;
   Walk &walk;
+  General &general;
   Values &v;
 
   // Of dK.
@@ -371,7 +411,8 @@ struct Turn {
     } else if (slot < kSlotQ) {
       int n = i % TILES, step = slot - kSlotP;
       const Quad &y = fixed.v[n][step];
-      v.dp[n] = i < TILES ? M::mma(x.xy, y.xy, step ? v.dp[n] : v.minus_delta) : M::mma(x.zw, y.zw, v.dp[n]);
+      Acc from = GENERAL ? Acc{0} : v.minus_delta;
+      v.dp[n] = i < TILES ? M::mma(x.xy, y.xy, step ? v.dp[n] : from) : M::mma(x.zw, y.zw, v.dp[n]);
     } else if (slot < kSlotV) {
       int t = i % kShares, b = slot - kSlotQ;
       const Quad &k = fixed.transposed[t][b];
@@ -386,23 +427,27 @@ struct Turn {
   METHOD void beside(int m) {
 #pragma unroll
     for (int i = 0; i < 2 * TILES; ++i)
-      if (comes(m, i, 2 * TILES, 0, kAtK - 1)) {
+      if (!GENERAL && comes(m, i, 2 * TILES, 0, kAtK - 1)) {
         unsigned two = F::half_up(scored.p[i / 2][i % 2 * 2], scored.p[i / 2][i % 2 * 2 + 1]);
         pin(two);
         v.p[i / 2][i % 2] = two;
       }
 #pragma unroll
     for (int i = 0; i < Feed::kStores; ++i)
-      if (comes(m, i, Feed::kStores, 1, kAtK - 2)) feed.store(i, lds.rows_next, lds.columns_after);
+      if (comes(m, i, Feed::kStores, 1, kAtK - 2))
+        feed.store(i, lds.rows_next, kLate ? lds.columns_next : lds.columns_after);
 #pragma unroll
     for (int i = 0; i < 4 * kShares; ++i)
       if (comes(m, i, 4 * kShares, kAtS + 1, kAtK)) add(at, walk, scored.dq, i);
+    if (GENERAL && m == kAtS + 1) general.add_dots(scored.general, c.sequence(), walk.head, walk.row);
+    if (GENERAL && m == kAtS + 2) walk.score_on(c, general);
+    if (GENERAL && m == kAtK - 3) general.load_bias(c.sequence(), walk.head, walk.row);
     if (m == kAtK - 2) feed.prepare();
 #pragma unroll
     for (int i = 0; i < Feed::kLoads; ++i)
       if (comes(m, i, Feed::kLoads, kAtK, kAtP)) feed.load(i);
 #pragma unroll
-    for (int i = 0; i < 4 * TILES; ++i) {
+    for (int i = 0; !GENERAL && i < 4 * TILES; ++i) {
       float &x = v.exponent[i / 4][i % 4];
       if (comes(m, i, 4 * TILES, kAtK + 3, kAtCut - 2)) {
         x = __builtin_fmaf(v.s[i / 4][i % 4], c.to_base_2, v.minus_lse[i % 4]);
@@ -417,6 +462,10 @@ struct Turn {
 #pragma unroll
     for (int i = 0; i < 2 * TILES; ++i) {
       int n = i / 2, r = i % 2 * 2;
+      if (GENERAL) {
+        if (comes(m, i, 2 * TILES, kAtCut, kAtEnd)) exchange(at, lds.swap_next, n, r, scored.general.ds[n][i % 2]);
+        continue;
+      }
       if (comes(m, i, 2 * TILES, kAtCut, kAtEnd))
         for (int j = r; j < r + 2; ++j) {
           float x = v.dp[n][j] * scored.p[n][j];
@@ -437,8 +486,8 @@ struct Turn {
     if (m == kAtP + 6) feed.advance_states();
     if (m == kAtP + 7) walk.feed_on(c, feed);
     if (m == kAtQ) lds.turn_rows();
-    if (m == kAtQ + 1) {
-      walk.row = walk.row + kStepRows < walk.end ? walk.row + kStepRows : walk.start;
+    if (!GENERAL && m == kAtQ + 1) {
+      walk.row = walk.row + kStepRows < walk.end ? walk.row + kStepRows : (int)walk.start;
       pin_scalar(walk.row);
     }
     if (m == kAtQ + 2) {
@@ -446,7 +495,13 @@ struct Turn {
       pin_scalar(v.cut);
     }
     if (m == kAtEnd + 4) lds.turn_swaps();
-    if (m == kProducts - 2) barrier();  // before the last product, which goes on meanwhile
+    if (m == kAtBarrier) barrier();
+    if (kLate && m == kAtCarry) carry();
+  }
+  // Reads all that the next turn begins with.
+  METHOD void carry() {
+    lds.turn_columns();
+    for (int i = 0; i < kCarried; ++i) read(kSlots + i);
   }
   METHOD void mask(int first) {
 #pragma unroll
@@ -456,23 +511,36 @@ struct Turn {
       for (int r = 0; r < 4; ++r) scored.p[n][r] = where(seen, r, scored.p[n][r]);
     }
   }
+  METHOD void weigh() {
+    auto masked = [&](Acc (&x)[TILES]) {
+      if (v.cut >= 0) return;
+#pragma unroll
+      for (int n = 0; n < TILES; ++n) {
+        unsigned seen = seen_bits(c, c.own(n), walk.row);
+#pragma unroll
+        for (int r = 0; r < 4; ++r) x[n][r] = where(seen, r, x[n][r]);
+      }
+    };
+    // The rows that came before those of this turn are still there.
+    general.weigh(scored.general, v.s, v.dp, lds.rows_next + at.state, c.sequence(), walk.head, walk.row, masked);
+  }
   METHOD void run() {
     int m = 0;
 #pragma unroll
-    for (int n = 0; n < TILES; ++n) v.ds[n] = scored.ds[n];
+    for (int n = 0; n < TILES; ++n) {
+      v.ds[n] = GENERAL ? scored.general.ds[n] : scored.ds[n];
+      if (GENERAL) v.p[n] = scored.general.p[n];
+    }
     for (int i = 0; i < kCarried; ++i) v.fragment[i] = scored.columns[i];
 #pragma unroll
     for (int slot = 0; slot < kSlots; ++slot) {
-      if (slot == kCutSlot && __builtin_expect(v.cut < 0, 0)) mask(walk.row);
-      if (slot == kSlotS) {
+      if (GENERAL && slot == kCutSlot) weigh();
+      if (!GENERAL && slot == kCutSlot && __builtin_expect(v.cut < 0, 0)) mask(walk.row);
+      if (!GENERAL && slot == kSlotS) {
         v.minus_lse = read_four(lds.rows + at.state);
         v.minus_delta = read_four(lds.rows + at.state + kStepRows * 4);
       }
-      if (slot == kSlots - 2) {
-        // All that the next turn begins with, as the barrier waits for it.
-        lds.turn_columns();
-        for (int i = 0; i < kCarried; ++i) read(kSlots + i);
-      }
+      if (!kLate && slot == kSlots - 2) carry();  // the barrier waits for it
       int products = at_of(slot + 1) - at_of(slot);
 #pragma unroll
       for (int i = 0; i < products; ++i) {
@@ -492,12 +560,12 @@ struct Turn {
 
 // The first step of all: scores without a turn.
 DEVICE void begin(const Context &c, const Places &at, const Fixed &fixed, const Buffers &lds,
-                  Scored &scored, int first) {
+                  Scored &scored, General &general, int head, int first) {
   Acc minus_lse = read_four(lds.rows + at.state), minus_delta = read_four(lds.rows + at.state + kStepRows * 4);
   Acc s[TILES], dp[TILES];
   for (int n = 0; n < TILES; ++n) {
     s[n] = Acc{0};
-    dp[n] = minus_delta;
+    dp[n] = GENERAL ? Acc{0} : minus_delta;
   }
   for (int i = 0; i < kSteps; ++i) {
     Quad x = read_unit(lds.rows + at.rows_q + i * kUnitBytes);
@@ -513,7 +581,19 @@ DEVICE void begin(const Context &c, const Places &at, const Fixed &fixed, const 
       dp[n] = M::mma(x.zw, fixed.v[n][i].zw, dp[n]);
     }
   }
-  for (int n = 0; n < TILES; ++n) {
+  if (GENERAL) {
+    general.load_bias(c.sequence(), head, first);
+    auto masked = [&](Acc (&x)[TILES]) {
+      for (int n = 0; n < TILES; ++n) {
+        unsigned seen = seen_bits(c, c.own(n), first);
+        for (int r = 0; r < 4; ++r) x[n][r] = where(seen, r, x[n][r]);
+      }
+    };
+    general.weigh(scored.general, s, dp, lds.rows + at.state, c.sequence(), head, first, masked);
+    for (int i = 0; i < 2 * TILES; ++i)
+      exchange(at, lds.swap, i / 2, i % 2 * 2, scored.general.ds[i / 2][i % 2]);
+  }
+  for (int n = 0; !GENERAL && n < TILES; ++n) {
     unsigned seen = seen_bits(c, c.own(n), first);
     for (int r = 0; r < 4; ++r)
       scored.p[n][r] = where(seen, r, exp2(__builtin_fmaf(s[n][r], c.to_base_2, minus_lse[r])));
@@ -550,7 +630,7 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd_onepass(Params p) {
   int blocks = (p.seqlen_k + kBlock - 1) / kBlock;
   Work work = work_of(workgroup_index(), blocks, 1, p.heads_k, p.batch, p.dies);
   work.block = blocks - 1 - work.block;  // the first keys are seen most
-  Context c{sequence_of(p, work.batch)};
+  Context c{sequence_of(p, work.batch), work.batch};
   make_scalar(c.s.keys);
   make_scalar(c.s.rows);
   int first_own = work.block * kBlock;
@@ -583,7 +663,7 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd_onepass(Params p) {
   int group = p.heads_q / p.heads_k, head = work.head * group;
 
   if (steps) {
-    Walk walk{start, start + steps * kStepRows, steps, head + group, start, head, steps, head, steps + 1};
+    Walk walk{start, start + steps * kStepRows, steps, head + group, start, head, head, steps, head, steps + 1};
     const Params &again = params_again();
     Feed feed(q_of(again, c.s, head), dout_of(again, c.s, head), kRowsO, kColumnsO, kStates);
     walk.seek(c, feed);
@@ -595,20 +675,22 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd_onepass(Params p) {
       feed.advance_states();
       walk.feed_on(c, feed);
     };
-    auto store = [&](unsigned rows, unsigned columns) {
+    auto store = [&](unsigned rows, unsigned columns, bool has_columns) {
 #pragma unroll
-      for (int i = 0; i < Feed::kStores; ++i) feed.store(i, rows, columns);
+      for (int i = 0; i < Feed::kStores; ++i) feed.store(i, rows, columns, has_columns);
     };
     load();
     barrier();  // K^T has been where tiles come
-    store(lds.rows, lds.columns);
+    store(lds.rows, lds.columns, !kLate);
     load();
-    store(lds.rows_next, lds.columns_next);
+    store(lds.rows_next, kLate ? lds.columns : lds.columns_next, true);
     load();
     barrier();
     Places at;
     Scored scored;
-    begin(c, at, fixed, lds, scored, start);
+    General general;
+    if (GENERAL) general.begin(c.sequence(), c.first, head);
+    begin(c, at, fixed, lds, scored, general, head, start);
     lds.turn_rows();
     barrier();
 
@@ -618,14 +700,14 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd_onepass(Params p) {
     walk.sums_bytes = 0;
     for (int n = group * steps; n > 0; --n) {
       Values values;
-      Turn turn{c, at, fixed, grad, feed, scored, lds, walk, values};
+      Turn turn{c, at, fixed, grad, feed, scored, lds, walk, general, values};
       turn.run();
     }
 #pragma unroll
     for (int i = 0; i < 4 * kShares; ++i) add(at, walk, scored.dq, i);
   }
   const Params &q = params_again();
-  Sequence s = sequence_of(q, c.s.batch);
+  Sequence s = sequence_of(q, c.batch);
   store(c, keys_of(q.dk, s, work.head, q.dk_batch, q.dk_row, q.dk_head, q.head_dim), grad.k, q.scale);
   store(c, keys_of(q.dv, s, work.head, q.dv_batch, q.dv_row, q.dv_head, q.head_dim_v), grad.v, 1.0f);
 }

@@ -48,9 +48,3 @@ DEVICE int bits_of(unsigned bits, int bit) {
 DEVICE float where(unsigned bits, int bit, float x) {
   return __builtin_bit_cast(float, __builtin_bit_cast(int, x) & bits_of(bits, bit));
 }
-
-// `x` of lane `from` of the four that this lane is one of.
-template <int from>
-DEVICE unsigned of_four(unsigned x) {
-  return __builtin_amdgcn_mov_dpp(x, from * 0x55, 0xf, 0xf, true);
-}

@@ -9,6 +9,10 @@
 
 constexpr int kStepRows = 16;
 
+DEVICE Quad read_unit(unsigned at) { return lds_read((Lds)at); }
+typedef float Four __attribute__((ext_vector_type(4)));
+DEVICE Four read_four(unsigned at) { return __builtin_bit_cast(Four, read_unit(at)); }
+
 // `rows` of a matrix from `first` on, at most kStepRows of them. Without a comparison, which would be a
 // branch for each of a wavefront's tiles.
 DEVICE int step_bytes(int rows, int row_bytes, int width) {
@@ -69,11 +73,11 @@ struct ColumnUnits {
 
 // dS of all keys of the workgroup, for the product over keys: rows of blocks of 32 keys, which are two
 // products' keys in turn. A lane's 16 bytes are keys 4 part ... 4 part + 3 of both.
-template <int waves, int tiles>
+template <int waves, int tiles, bool short_of_room>
 struct Exchange {
   static constexpr int kBlocks = waves * tiles / 2;
-  // Of lengths that fit, the one whose writes of 2 bytes meet fewer banks twice.
-  static constexpr int kLength = kBlocks % 4 ? kBlocks : kBlocks + 2;
+  // Of lengths that fit, the one whose writes of 2 bytes meet fewer banks twice, where there is room for it.
+  static constexpr int kLength = kBlocks % 4 || short_of_room ? kBlocks : kBlocks + 2;
   typedef SkewedTile<kLength> Tile;
   static constexpr int kTogether = tiles / 2;  // blocks that are one wavefront's
   static_assert(waves % 2 == 0, "odd tiles of two wavefronts share a block");
@@ -92,12 +96,15 @@ struct Exchange {
 };
 
 // A wavefront's part in bringing 16 rows of A and C, and their two states, to LDS: pieces of 16 rows x
-// 16 * kElements elements. A lane has 4 rows of kElements, which it stores as rows and as columns.
-template <int dim_a, int dim_c, int waves>
+// 16 * kElements elements. A lane has 4 rows of kElements, which it stores as rows and as columns: the columns
+// at once, or, `late`, from registers a step later.
+template <int dim_a, int dim_c, int waves, bool few_pieces, bool late>
 struct Loads {
   typedef RowUnits<dim_a> RowsA;
   typedef RowUnits<dim_c> RowsC;
-  static constexpr int kElements = dim_a + dim_c <= 192 ? 2 : 4;
+  // Four where that deals all wavefronts the same, or where pieces shall be few: each takes 5 scalars.
+  static constexpr int kWide = 64 * waves;
+  static constexpr int kElements = (dim_a + dim_c) % kWide && !(few_pieces && dim_a + dim_c > kWide) ? 2 : 4;
   static constexpr int kWidth = 16 * kElements;
   static constexpr int kPiecesA = dim_a / kWidth;
   static constexpr int kPieces = kPiecesA + dim_c / kWidth;
@@ -125,12 +132,16 @@ struct Loads {
   unsigned state_offset;
   unsigned state;
 
-  METHOD int index(int n) const { return wave_index() + n * waves; }
+  // A wavefront for which there is no piece left brings its last one again, which takes no branch.
+  METHOD int index(int n) const {
+    int found = wave_index() + n * waves;
+    return (n + 1) * waves <= kPieces || found < kPieces ? found : found - waves;
+  }
   METHOD bool is_a(int n) const {
     if ((n + 1) * waves <= kPiecesA) return true;
-    return n * waves < kPiecesA && index(n) < kPiecesA;
+    int least = (n + 1) * waves <= kPieces ? n * waves : (n - 1) * waves + kPieces % waves;
+    return least < kPiecesA && index(n) < kPiecesA;
   }
-  METHOD bool is_there(int n) const { return kPieces % waves == 0 || index(n) < kPieces; }
 
   // Offsets in LDS are in rows, columns and states, C's behind A's.
   METHOD Loads(const Matrix &a, const Matrix &c, int rows_c, int columns_c, int states_at) {
@@ -184,7 +195,7 @@ struct Loads {
   METHOD void prepare() {
     int rows = min(left, kStepRows);
     for (int n = 0; n < kMine; ++n) {
-      piece[n].bytes = is_there(n) ? step_bytes(rows, piece[n].row_bytes, piece[n].width) : 0;
+      piece[n].bytes = step_bytes(rows, piece[n].row_bytes, piece[n].width);
       pin_scalar(piece[n].bytes);
     }
   }
@@ -207,14 +218,14 @@ struct Loads {
     }
   }
 
-  // The i-th instruction or two of the stores: rows, then the halves of each unit of columns and it.
-  METHOD void store(int i, unsigned rows, unsigned columns) {
+  // The i-th instruction or two of the stores: rows, then the halves of each unit of columns and it, or, of the
+  // step before, before them.
+  METHOD void store(int i, unsigned rows, unsigned columns, bool has_columns = true) {
     int n = i / kStoresAPiece, j = i % kStoresAPiece;
     if (n == kMine) {
       lds_write((Lds)(rows + state_place), state);
       return;
     }
-    if (!is_there(n)) return;
     Piece &x = piece[n];
     if (j < 4) {
       typedef RowUnits<dim_a> A;
@@ -227,9 +238,9 @@ struct Loads {
         lds_write(to, Pair{x.x[j][0], x.x[j][1]});
       return;
     }
-    int pair = (j - 4) / 3, half = (j - 4) % 3;
+    int pair = (j - 4) / 3, half = (j - 4 + (late ? 2 : 0)) % 3;
     if (half == 2) {
-      lds_write((Lds)(columns + x.column[pair]), x.turned[pair]);
+      if (has_columns) lds_write((Lds)(columns + x.column[pair]), x.turned[pair]);
       return;
     }
     for (int two = 0; two < 2; ++two) {

@@ -1,9 +1,10 @@
-// The end of the one-pass backward: dQ from float32 sums (bwd_dq.h) to 16 bits, times the scale.
+// The end of the one-pass backward: dQ from float32 sums (bwd_dq.h) to 16 bits, times the scale; the sinks'
+// gradient from the rows' sums of P dP, which have been added up where it goes.
 //
 // A wavefront takes a tile of 16 rows of a head. Of two neighbouring products of dQ^T a lane has 8
 // neighbouring elements of its row: 16 bytes.
-#include "mma.h"
 #include "bwd_dq.h"
+#include "bwd_score.h"
 
 #if !defined(DTYPE) || !defined(HEAD_DIM)
 #error "the plan defines DTYPE and HEAD_DIM"
@@ -19,6 +20,10 @@ extern "C" __global__ WORKGROUP(kWaves *kLanes, 4) void dq_convert(Params p) {
   Sequence s = sequence_of(p, id / blocks / p.heads_q);
   int row = first + M::column();
   if (row >= s.rows) return;
+  if (p.dsinks && !M::part()) {
+    float dot = ((const float *)p.dsinks)[state_offset(p, s, head) + row];
+    store_sink_gradient(p, s, head, row, dot);
+  }
   const float *sums =
       (const float *)p.dq_accum + sum_tile(p, s, first, head) * (kSumRows * HEAD_DIM) + lane_index();
   unsigned short *dq = (unsigned short *)p.dq + s.row_batch * p.dq_batch + (s.row0 + row) * p.dq_row +

@@ -48,11 +48,6 @@ typedef KeyLoads<BLOCK_K, HEAD_DIM, WAVES> Keys;
 typedef ValueLoads<kSize, BLOCK_K, HEAD_DIM_V, M::kDepth, WAVES> Values;
 constexpr int kLdsBytes = 2 * Keys::Tile::kBytes + 2 * Values::Tile::kBytes;
 
-// Nothing moves from one side to the other: the schedule is the source's, slot by slot. (Left to the
-// compiler, fragments are read one product before their use: 0.80 of the clocks on the matrix unit by
-// llvm-mca for HEAD_DIM 128, 0.90 with fences.)
-DEVICE void fence() { __builtin_amdgcn_sched_barrier(0); }
-
 typedef Acc Scores[kKeyTiles][kColumns];
 typedef Acc Output[kDimTiles][kColumns];
 typedef Pair Probabilities[kSlices][kColumns];

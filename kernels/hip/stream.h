@@ -37,6 +37,15 @@ struct RowTile {
       return (row * kUnits + unit / 8 * 8 + (unit % 8 ^ (row & 7))) * kUnitBytes;
     }
   }
+  // The place of unit 2 n + part of a lane's row, whose unit `part` lies at `base`.
+  static METHOD int step(int base, int n) {
+    if constexpr (kUnits % 8) {
+      int lane = lane_index();
+      return place(lane % kTile, 2 * n + lane / kTile);
+    } else {
+      return (base ^ n % 4 * 2 * kUnitBytes) + n / 4 * 8 * kUnitBytes;
+    }
+  }
 };
 
 // The same transposed: 32 rows of each of `dim` elements. Unit 2 J + part holds what the k-slices
@@ -50,6 +59,10 @@ struct ColumnTile {
     // meet: bits 1, 3 and 4 of the element turn the unit by 1, 2 and 6.
     unsigned turn = (element >> 1 & 1) ^ (element >> 3 & 1) * 2 ^ (element >> 4 & 1) * 6;
     return (element / 2 * 8 + ((element % 2 * 4 + unit) ^ turn)) * kUnitBytes;
+  }
+  // The place of element 32 t + e, unit 2 n + part, where element e, unit `part`, lies at `base`.
+  static METHOD int step(int base, int t, int n) {
+    return (base ^ n * 2 * kUnitBytes) + t * kTile / 2 * 8 * kUnitBytes;
   }
 };
 
@@ -100,7 +113,38 @@ struct Stream {
     return (is_a(n) ? index(n) : index(n) - kPiecesA) * kPiece + lane % 8 * 4;
   }
 
-  // Rows beyond `rows` become 0.
+  // Where a lane's first row of piece n lies, from the tile's first row on.
+  METHOD unsigned offset(int n, int lane, const Matrix &a, const Matrix &c) const {
+    Matrix m{nullptr, is_a(n) ? a.row_bytes : c.row_bytes, is_a(n) ? a.width : c.width};
+    return buffer_offset(m, lane / 8 * 4, element(n, lane));
+  }
+  // Row i of the four of piece n, of the tile's `bytes` at `base`. What lies beyond them becomes 0.
+  METHOD void load_row(int n, int i, char *base, int bytes, unsigned offset, int row_bytes) {
+    piece[n][i] =
+        __builtin_amdgcn_raw_buffer_load_b64(buffer(base, bytes), offset, i * row_bytes, 0);
+  }
+  // Row i of the four of piece n.
+  METHOD void store_row(int n, int i, int lane, Lds a, Lds c) const {
+    if (!is_there(n)) return;
+    int unit = element(n, lane) / 8, half = lane % 2, row = lane / 8 * 4 + i;
+    Lds to = is_a(n) ? a + RowsA::place(row, unit) : c + RowsC::place(row, unit);
+    lds_write(to + half * 8, piece[n][i]);
+  }
+  // Column i of the four of piece n, of C only where `with_c`.
+  template <bool with_c>
+  METHOD void store_column(int n, int i, int lane, Lds a, Lds c) const {
+    if (!is_there(n) || !(with_c || is_a(n))) return;
+    int four = lane / 8, unit = four / 4 * 2 + four % 2, half = four / 2 % 2;
+    unsigned pick = i % 2 ? 0x07060302 : 0x05040100;
+    Pair column;
+    for (int rows = 0; rows < 2; ++rows)
+      column[rows] =
+          __builtin_amdgcn_perm(piece[n][2 * rows + 1][i / 2], piece[n][2 * rows][i / 2], pick);
+    Lds to = (is_a(n) ? a : c) + ColumnTile<dim_a>::place(element(n, lane) + i, unit);
+    lds_write(to + half * 8, column);
+  }
+
+  // All pieces of the tile at `first`. Rows beyond `rows` become 0.
   METHOD void load(const Matrix &a, const Matrix &c, int first, int rows) {
     int lane = lane_for<again>();
 #pragma unroll
@@ -113,38 +157,17 @@ struct Stream {
             from, buffer_offset(m, lane / 8 * 4 + i, element(n, lane)), 0, 0);
     }
   }
-
   METHOD void store_rows(Lds a, Lds c) const {
     int lane = lane_for<again>();
 #pragma unroll
-    for (int n = 0; n < kMine; ++n) {
-      if (!is_there(n)) continue;
-      int unit = element(n, lane) / 8, half = lane % 2;
-      for (int i = 0; i < 4; ++i) {
-        int row = lane / 8 * 4 + i;
-        Lds to = is_a(n) ? a + RowsA::place(row, unit) : c + RowsC::place(row, unit);
-        lds_write(to + half * 8, piece[n][i]);
-      }
-    }
+    for (int n = 0; n < kMine; ++n)
+      for (int i = 0; i < 4; ++i) store_row(n, i, lane, a, c);
   }
-
-  // C only where `with_c`.
   template <bool with_c>
   METHOD void store_columns(Lds a, Lds c) const {
     int lane = lane_for<again>();
 #pragma unroll
-    for (int n = 0; n < kMine; ++n) {
-      if (!is_there(n) || !(with_c || is_a(n))) continue;
-      int four = lane / 8, unit = four / 4 * 2 + four % 2, half = four / 2 % 2;
-      for (int i = 0; i < 4; ++i) {
-        unsigned pick = i % 2 ? 0x07060302 : 0x05040100;
-        Pair column;
-        for (int rows = 0; rows < 2; ++rows)
-          column[rows] = __builtin_amdgcn_perm(piece[n][2 * rows + 1][i / 2],
-                                               piece[n][2 * rows][i / 2], pick);
-        Lds to = (is_a(n) ? a : c) + ColumnTile<dim_a>::place(element(n, lane) + i, unit);
-        lds_write(to + half * 8, column);
-      }
-    }
+    for (int n = 0; n < kMine; ++n)
+      for (int i = 0; i < 4; ++i) store_column<with_c>(n, i, lane, a, c);
   }
 };

@@ -39,7 +39,8 @@ def require(what: str) -> None:
     """``ValueError`` where ``what`` wants pictures and matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
-            f"{what} needs matplotlib, which the extra bench has: pip install 'pyfa[bench]'"
+            f"{what} needs matplotlib, which the extra bench has: "
+            "pip install 'pyfa-attention[bench]'"
         )
 
 

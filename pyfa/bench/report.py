@@ -47,7 +47,7 @@ def require() -> None:
     charts.require("--report")
     if importlib.util.find_spec("jinja2") is None:
         raise ValueError(
-            "--report needs jinja2, which the extra bench has: pip install 'pyfa[bench]'"
+            "--report needs jinja2, which the extra bench has: pip install 'pyfa-attention[bench]'"
         )
 
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from . import bench, cache, compat, compile, conformance, demo, explain, info, inspect, plan
+from . import bench, cache, compat, compile, conformance, demo, explain, info, inspect, plan, usage
 
 _COMMANDS = (info, demo, explain, plan, compile, inspect, conformance, bench, cache, compat)
 _USAGE = 2
@@ -29,8 +29,15 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the whole command line; each command's function is its ``run``."""
-    top = _Parser(prog="pyfa", description="Exact attention on AMD, NVIDIA and CPUs.")
-    top.add_argument("--version", action="store_true", help="print the version and leave")
+    top = _Parser(
+        prog="pyfa",
+        description="Exact attention on AMD, NVIDIA and CPUs.",
+        epilog="examples:\n  pyfa info\n"
+        "  pyfa explain --seqlen 8192 --heads 32,8 --head-dim 128 --causal\n\n"
+        "`pyfa COMMAND --help` describes one command.",
+        formatter_class=usage.Formatter,
+    )
+    top.add_argument("--version", action="store_true", help="print the version and exit")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", parser_class=_Parser)
     for command in _COMMANDS:
         command.add(commands)

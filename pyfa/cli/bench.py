@@ -1,14 +1,16 @@
-"""``pyfa bench``: attention beside its peers, and against an earlier result."""
+"""``pyfa bench``: attention compared with other libraries, and with an earlier result."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
-from .console import print_json, print_table, progress
+from . import usage
+from .console import print_json, print_table, print_text, progress
 
 # Not imported from pyfa.bench, which would load torch before a wrong name is refused.
 _SUITES = (
@@ -19,26 +21,39 @@ _SUITES = (
 
 def add(commands: Any) -> None:
     """Add the command to argparse's ``commands``."""
-    parser = commands.add_parser(
+    parser = usage.command(
+        commands,
         "bench",
-        help="the benchmarks, beside the peers found here",
-        description="Times attention beside the peers found in the environment, in rounds that "
-        "take turns: all suites, or one; mi300x only by name: it holds the timing model to an "
-        "MI300X and says which of its constants was wrong.",
+        "time attention and the other libraries installed",
+        "Time attention and the other libraries installed, in rounds in which they take turns: "
+        "all suites, or one. mi300x runs only by name: it holds the timing model to an MI300X "
+        "and says which of its constants was wrong.",
+        "pyfa bench forward --peers flash,cudnn --out now.json",
+        "pyfa bench forward --against before.json",
+        "pyfa bench mi300x --out mi300x.json",
+        "pyfa bench --report out --from benchmarks/results",
     )
-    parser.add_argument("suite", nargs="?", metavar="SUITE", help=", ".join(_SUITES))
     parser.add_argument(
-        "--peers", metavar="a,b,…", help="flash, cudnn, flex, …, pyfa:BACKEND; pyfa always runs"
+        "suite", nargs="?", metavar="SUITE", help=f"one of {', '.join(_SUITES)} (default: all)"
     )
     parser.add_argument(
-        "--against", type=Path, metavar="FILE", help="status 1 where pyfa became slower than there"
+        "--peers",
+        metavar="a,b,…",
+        help="other libraries, as flash, cudnn, flex, naive, or pyfa:BACKEND (default: all that "
+        "are installed)",
+    )
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="FILE",
+        help="compare with an earlier result of this machine; status 1 if pyfa became slower",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument(
         "--report",
         type=Path,
         metavar="DIR",
-        help="write DIR/index.html: charts, tables, how; the charts also as DIR/pictures/*.svg",
+        help="write DIR/index.html with charts and tables, and the charts as DIR/pictures/*.svg",
     )
     parser.add_argument(
         "--from",
@@ -46,9 +61,9 @@ def add(commands: Any) -> None:
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="with --report: result files, or folders of them, in place of measuring",
+        help="with --report: use these result files or folders instead of measuring",
     )
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    usage.add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -107,10 +122,10 @@ def _wrote(path: Path) -> None:
 
 
 def _print(results: dict[str, Any]) -> None:
-    """A table a suite: cells down, peers across, and what pyfa is to each on geometric average."""
+    """A table per suite: cells down, libraries across, and the geometric mean of the ratios."""
     peers = list(results["peers"])
     for name, why in results["absent"].items():
-        print(f"without {name}: {why}")
+        print_text(f"without {name}: {why}", "  ")
     for suite in results["suites"]:
         rows = [row for row in results["rows"] if row["suite"] == suite]
         unit = next((row["unit"] for row in rows if "unit" in row), "")
@@ -124,10 +139,12 @@ def _print(results: dict[str, Any]) -> None:
             [cell, *(f"{by_peer[p]['value']:.4g}" if "value" in by_peer[p] else "–" for p in peers)]
             for cell, by_peer in cells.items()
         ]
-        table.append(["pyfa's speed is, of theirs", *(_mean(cells, peer) for peer in peers)])
-        print_table(["", *peers], table)
+        table.append(["pyfa's speed / theirs, mean", *(_mean(cells, peer) for peer in peers)])
+        print_table(["cell", *peers], table)
+        if spread := _spread(rows):
+            print_text(f"pyfa's rounds differ by {spread} (median, largest)")
         for why, names in _reasons(rows).items():
-            print(f"–: {why} ({', '.join(names)})")
+            print_text(f"–: {why} ({', '.join(names)})", "   ")
     if "mi300x" in results:
         _print_model(results)
 
@@ -139,8 +156,8 @@ def _print_model(results: dict[str, Any]) -> None:
     words = results["mi300x"]["what"]
     print(f"\nMI300X: measured, and by the timing model ({words})")
     print_table(list(mi300x.HEAD), mi300x.table(results["rows"]))
-    print(results["mi300x"]["left_out"])
-    print(results["mi300x"]["sentence"])
+    print_text(results["mi300x"]["left_out"])
+    print_text(results["mi300x"]["sentence"])
 
 
 def _mean(cells: dict[str, dict[str, dict[str, Any]]], peer: str) -> str:
@@ -152,6 +169,16 @@ def _mean(cells: dict[str, dict[str, dict[str, Any]]], peer: str) -> str:
     if not ratios:
         return "–"
     return f"{math.exp(sum(map(math.log, ratios)) / len(ratios)):.2f} ×"
+
+
+def _spread(rows: list[dict[str, Any]]) -> str:
+    """How far the medians of pyfa's rounds are apart, in a typical cell and in the worst."""
+    apart = []
+    for row in rows:
+        medians = row.get("round_medians", [])
+        if row["peer"] == "pyfa" and len(medians) > 1:
+            apart.append((max(medians) - min(medians)) / statistics.median(medians))
+    return f"{statistics.median(apart):.1%}, {max(apart):.1%}" if apart else ""
 
 
 def _reasons(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
@@ -177,7 +204,7 @@ def _print_comparison(comparison: Any) -> None:
         for change in comparison.changes
     ]
     print()
-    print_table(["", "", "", "before", "now", "now/before", ""], rows)
+    print_table(["suite", "cell", "peer", "before", "now", "now/before", ""], rows)
     for name in comparison.missing:
         print(f"not measured now: {name}")
     print(f"{len(comparison.slower)} of {len(comparison.changes)} cells are slower")

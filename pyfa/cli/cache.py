@@ -8,6 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from . import planned, usage
 from .console import print_json, print_table, size
 
 if TYPE_CHECKING:
@@ -39,22 +40,35 @@ _days.__name__ = "number of days"
 
 def add(commands: Any) -> None:
     """Add the command to argparse's ``commands``."""
-    parser = commands.add_parser(
-        "cache", help="the code cache", description="Lists or removes compiled kernels."
+    parser = usage.command(
+        commands,
+        "cache",
+        "list or remove compiled kernels",
+        "List or remove compiled kernels.",
+        "pyfa cache list",
+        "pyfa cache prune --max-age 30 --max-size 2GB",
+        "pyfa cache clear",
     )
     actions = parser.add_subparsers(metavar="list|prune|clear", required=True, dest="action")
-    for name, meaning in (
-        ("list", "what it holds, oldest first"),
-        ("prune", "remove what is old or too much"),
-        ("clear", "remove everything"),
+    for name, meaning, example in (
+        ("list", "list entries with their plans, oldest first", "pyfa cache list -v"),
+        ("prune", "remove entries by age or total size", "pyfa cache prune --max-size 500M"),
+        ("clear", "remove every entry", "pyfa cache clear"),
     ):
-        action = actions.add_parser(name, help=meaning, description=meaning.capitalize() + ".")
+        action = usage.command(actions, name, meaning, meaning.capitalize() + ".", example)
         if name == "prune":
-            action.add_argument("--max-age", type=_days, metavar="DAYS", help="remove older ones")
             action.add_argument(
-                "--max-size", type=_bytes, metavar="SIZE", help="then the oldest, until 500M, 2GB …"
+                "--max-age", type=_days, metavar="DAYS", help="remove older entries (default: none)"
             )
-        action.add_argument("--json", action="store_true", help="print the report as JSON")
+            action.add_argument(
+                "--max-size",
+                type=_bytes,
+                metavar="SIZE",
+                help="then remove the oldest until the rest is no larger than, for example, 500M "
+                "or 2GB (default: no limit)",
+            )
+        planned.add_flag(action)
+        usage.add_json(action)
         action.set_defaults(run=run)
 
 
@@ -84,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
         }
         print_json("cache", data)
     else:
-        _print(options.action, str(home), entries)
+        _print(options.action, str(home), entries, options.verbose)
         if unusable:
             print(f"pyfa: {unusable}", file=sys.stderr)
     return 1 if unusable else 0
@@ -97,25 +111,22 @@ def _as_dict(entry: EntryInfo) -> dict[str, object]:
         "bytes": entry.size,
         "created": entry.created,
         "arch": entry.arch,
+        "plan": entry.plan,
         "intact": entry.intact,
     }
 
 
-def _print(action: str, home: str, entries: list[EntryInfo]) -> None:
+def _print(action: str, home: str, entries: list[EntryInfo], verbose: bool) -> None:
     total = size(sum(entry.size for entry in entries))
     verb = "" if action == "list" else "removed "
     print(f"{home}: {verb}{len(entries)} entries, {total}")
     if not entries:
         return
-    rows = [
-        [
-            entry.name,
-            entry.key[:12],
-            entry.arch,
-            size(entry.size),
-            time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.created)),
-            "" if entry.intact else "damaged: never served",
-        ]
-        for entry in entries
-    ]
-    print_table(["name", "key", "arch", "size", "created", ""], rows)
+    rows = []
+    for entry in entries:
+        constants = planned.of_text(entry.plan)
+        told = planned.text(constants) if verbose else planned.words(constants)
+        day = time.strftime("%Y-%m-%d", time.localtime(entry.created))
+        plan = told if entry.intact else "damaged: never used"
+        rows.append([entry.name, entry.key[:8], entry.arch, size(entry.size), day, plan])
+    print_table(["kernel", "key", "arch", "size", "created", "plan"], rows)

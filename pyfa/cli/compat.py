@@ -1,4 +1,4 @@
-"""``pyfa compat [install|remove]``: packages named flash_attn that hand on pyfa's functions."""
+"""``pyfa compat [install|remove]``: packages named flash_attn that call pyfa."""
 
 from __future__ import annotations
 
@@ -7,35 +7,53 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from . import usage
 from .console import print_json, print_table
 
 _MEANING = {
     "absent": "not installed: `pyfa compat install` writes it",
-    "installed": "pyfa's",
-    "outdated": "pyfa's, of another version or incomplete: `pyfa compat install` renews it",
-    "changed": "pyfa's, but changed since: neither renewed nor removed",
+    "installed": "written by pyfa",
+    "outdated": "by another version of pyfa, or incomplete: `pyfa compat install` renews it",
+    "changed": "written by pyfa and changed since: neither renewed nor removed",
     "foreign": "another package: never touched",
 }
 
 
 def add(commands: Any) -> None:
     """Add the command to argparse's ``commands``."""
-    parser = commands.add_parser(
+    parser = usage.command(
+        commands,
         "compat",
-        help="packages named flash_attn that hand on pyfa's functions",
-        description="Writes or removes packages named flash_attn, flash_attn_interface and "
-        "flash_attn.cute that hand on pyfa's functions, for programs that import these names. "
-        "What is there already is never overwritten. Without an action: what there is.",
+        "write packages named flash_attn that call pyfa",
+        "Write or remove packages named flash_attn, flash_attn_interface and flash_attn.cute that "
+        "call pyfa, for programs that import these names. Existing packages are never "
+        "overwritten. Without an action: show the state of each package.",
+        "pyfa compat",
+        "pyfa compat install",
+        "pyfa compat remove --target vendored",
     )
-    parser.add_argument("action", nargs="?", choices=("install", "remove"), help="what to do")
     parser.add_argument(
-        "--only", nargs="+", default=(), choices=("fa2", "fa3", "fa4"), metavar="VERSION",
-        help="these alone: fa2 (flash_attn), fa3 (flash_attn_interface), fa4 (flash_attn.cute)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--target", type=Path, metavar="DIR", help="a folder other than the environment's own"
+        "action",
+        nargs="?",
+        choices=("install", "remove"),
+        help="install or remove (default: show the state)",
     )
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=(),
+        choices=("fa2", "fa3", "fa4"),
+        metavar="VERSION",
+        help="only fa2 (flash_attn), fa3 (flash_attn_interface) or fa4 (flash_attn.cute) "
+        "(default: all)",
+    )
+    parser.add_argument(
+        "--target",
+        type=Path,
+        metavar="DIR",
+        help="write to this folder (default: the environment's site-packages)",
+    )
+    usage.add_json(parser)
     parser.set_defaults(run=run)
 
 

@@ -1,4 +1,4 @@
-"""``pyfa compile``: code objects on a machine that needs no GPU, and the bundle of a wheel."""
+"""``pyfa compile``: code objects, built without a GPU, and the bundle of a wheel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import compile_cuda
+from . import compile_cuda, planned, usage
 from .console import print_json, print_table, progress
 
 if TYPE_CHECKING:
@@ -23,25 +23,33 @@ if TYPE_CHECKING:
 
 def add(commands: Any) -> None:
     """Add the command to argparse's ``commands``."""
-    parser = commands.add_parser(
+    parser = usage.command(
+        commands,
         "compile",
-        help="build code objects",
-        description="Build the common plans' code objects for an arch, with no GPU. A row per "
-        "kernel: registers, spills, LDS or shared memory, and how many fit on a compute unit. "
-        "Cubins also go to the cache, for later runs.",
+        "build code objects without a GPU",
+        "Build the common plans' code objects for an arch, without a GPU. For each kernel: "
+        "registers, spills, LDS or shared memory, and how many fit on a compute unit. Cubins also "
+        "go to the cache, for later runs.",
+        "pyfa compile --arch gfx942 --out objects",
+        "pyfa compile --arch sm_90 --all",
     )
-    parser.add_argument("--arch", required=True, metavar="A[,B]", help="gfx942, sm_80, sm_86, …")
     parser.add_argument(
-        "--all", action="store_true", help="every plan, not only those that a wheel carries"
+        "--arch", required=True, metavar="A[,B]", help="archs, as gfx942 or sm_80,sm_86"
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write the code objects there")
+    parser.add_argument(
+        "--all", action="store_true", help="build every plan (default: those a wheel carries)"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="write the code objects to this folder"
+    )
     parser.add_argument(
         "--bundle",
         action="store_true",
-        help="write the bundle that the package's wheel carries, after holding each code object "
-        "to gfx942's wait states and running the conformance suite on it in the emulator",
+        help="write the bundle that a wheel carries, after checking each code object's wait "
+        "states and running the conformance suite on it in the emulator",
     )
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    planned.add_flag(parser)
+    usage.add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -74,9 +82,10 @@ def run(options: argparse.Namespace) -> int:
         print_json("compile", {"objects": facts, "failed": failed})
     else:
         for columns in (_COLUMNS, compile_cuda.COLUMNS):
-            rows = [_cells(row, columns) for row in built if set(columns) <= set(row)]
+            found = [row for row in built if set(columns) <= set(row)]
+            rows = [_cells(row, columns, options.verbose) for row in found]
             if rows:
-                print_table(["kernel", "constants", "arch", *columns.values(), "sha256"], rows)
+                print_table(["kernel", "plan", "arch", *columns.values(), "sha256"], rows)
     return 1 if failed else 0
 
 
@@ -147,10 +156,10 @@ def _waves(registers: int) -> int:
     return min(8, 512 // max(8, -(-registers // 8) * 8))
 
 
-def _cells(row: dict[str, Any], columns: dict[str, str]) -> list[str]:
-    constants = " ".join(f"{name}={value}" for name, value in row["constants"].items())
+def _cells(row: dict[str, Any], columns: dict[str, str], verbose: bool) -> list[str]:
+    told = (planned.text if verbose else planned.words)(row["constants"])
     figures = [str(row[name]) for name in columns]
-    return [row["kernel"], constants, row["arch"], *figures, row["sha256"][:16]]
+    return [row["kernel"], told, row["arch"], *figures, row["sha256"][:16]]
 
 
 def _file(row: dict[str, Any]) -> str:

@@ -6,38 +6,64 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from . import usage
 from .console import print_json, progress, stdout
 
 
 def add(commands: Any) -> None:
     """Add the command to argparse's ``commands``."""
-    parser = commands.add_parser(
+    parser = usage.command(
+        commands,
         "conformance",
-        help="check a backend against the float64 reference, or compare two reports",
-        description="Runs the conformance suite on one backend. "
-        "`pyfa conformance compare A B` compares two reports, case by case.",
+        "check a backend against float64, or compare two reports",
+        "Run the conformance suite on one backend. `pyfa conformance compare A B` compares two "
+        "reports, case by case.",
+        "pyfa conformance",
+        "pyfa conformance --backend torch --level full --out cpu.json",
+        "pyfa conformance --features dropout --max-seqlen 256",
+        "pyfa conformance compare cpu.json gpu.json --common",
     )
-    parser.add_argument("--backend", metavar="B", help="by default the one chosen on this machine")
-    parser.add_argument("--level", choices=("quick", "full"), default="quick")
-    parser.add_argument("--features", metavar="a,b,…", help="only the cases of these features")
-    parser.add_argument("--max-seqlen", type=int, metavar="N", help="only cases this short")
+    parser.add_argument(
+        "--backend", metavar="B", help="the backend to test (default: the one chosen here)"
+    )
+    parser.add_argument(
+        "--level", choices=("quick", "full"), default="quick", help="how many cases"
+    )
+    parser.add_argument(
+        "--features", metavar="a,b,…", help="only cases of these features (default: all)"
+    )
+    parser.add_argument(
+        "--max-seqlen", type=int, metavar="N", help="only cases up to this length (default: all)"
+    )
     parser.add_argument(
         "--orders",
         type=int,
         default=1,
         metavar="N",
-        help="orders of float atomics in which cases that have them run (emulator)",
+        help="how many orders of float atomics to try; emulator only",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
     parser.add_argument("--junit", type=Path, metavar="FILE", help="write it as JUnit XML")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    usage.add_json(parser)
     parser.set_defaults(run=run)
     actions = parser.add_subparsers(metavar="compare")
-    compare = actions.add_parser(
-        "compare", help="two reports, case by case", description="Compares two reports."
+    compare = usage.command(
+        actions,
+        "compare",
+        "compare two reports, case by case",
+        "Compare two reports, case by case. A case is the same if both passed or both refused it, "
+        "with equal dropout bits and LSE patterns.",
+        "pyfa conformance compare cpu.json mi300x.json",
+        "pyfa conformance compare cpu.json mi300x.json --common",
     )
-    compare.add_argument("first", type=Path, metavar="A")
-    compare.add_argument("second", type=Path, metavar="B")
+    compare.add_argument("first", type=Path, metavar="A", help="a report, as --out writes it")
+    compare.add_argument("second", type=Path, metavar="B", help="another one")
+    compare.add_argument(
+        "--common",
+        action="store_true",
+        help="compare only cases that both backends ran: leave out cases that are in one report "
+        "alone, or that one backend refused, and count them",
+    )
     compare.add_argument("--json", action="store_true", help="print the comparison as JSON")
     compare.set_defaults(run=run_compare)
 
@@ -82,7 +108,7 @@ def run_compare(options: argparse.Namespace) -> int:
     from .. import conformance
 
     comparison = conformance.compare(
-        conformance.load(options.first), conformance.load(options.second)
+        conformance.load(options.first), conformance.load(options.second), common=options.common
     )
     if options.json:
         print_json("conformance compare", comparison.as_dict())

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+from . import layout
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,15 +20,26 @@ SCHEMA = 1  # of every --json report: raised when a field changes its meaning or
 Progress = Callable[[int, int, str], None]
 
 _PIPED_COLUMNS = 160  # a pipe has no width of its own, and a report cut at 80 loses its reasons
+_TEXT_COLUMNS = 100
 _PLAIN_SECONDS = 10.0  # between two lines of progress where nothing can be redrawn
 
 
+def columns() -> int:
+    """The width of a report: ``COLUMNS``, else the terminal's, else that of a pipe."""
+    try:
+        chosen = int(os.environ.get("COLUMNS", ""))
+    except ValueError:
+        chosen = 0
+    if chosen > 0:
+        return chosen
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else _PIPED_COLUMNS
+
+
 def stdout() -> Console:
-    """A rich console on stdout: plain, and wide enough not to wrap, where it is a pipe."""
+    """A rich console on stdout, as wide as ``columns`` says."""
     from rich.console import Console
 
-    width = None if sys.stdout.isatty() else _PIPED_COLUMNS
-    return Console(file=sys.stdout, width=width, highlight=False, markup=False, emoji=False)
+    return Console(file=sys.stdout, width=columns(), highlight=False, markup=False, emoji=False)
 
 
 def print_json(command: str, data: Mapping[str, Any]) -> None:
@@ -32,20 +47,16 @@ def print_json(command: str, data: Mapping[str, Any]) -> None:
     print(json.dumps({"schema": SCHEMA, "command": command, **data}, indent=2, default=str))
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """An aligned table without lines; the first column on the left, numbers wherever they are."""
-    from rich.table import Table
+def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """An aligned table without lines, which fits the width and breaks no word."""
+    for line in layout.table(head, rows, columns()):
+        print(line)
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for name in columns:
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    console = stdout()
-    with console.capture() as captured:
-        console.print(table)
-    for line in captured.get().splitlines():
-        console.out(line.rstrip(), highlight=False)
+
+def print_text(text: str, indent: str = "") -> None:
+    """A paragraph, at most 100 columns wide: longer lines are hard to read."""
+    for line in layout.paragraph(text, min(columns(), _TEXT_COLUMNS), indent):
+        print(line)
 
 
 @contextmanager
@@ -55,7 +66,13 @@ def progress(title: str) -> Iterator[Progress]:
         yield _plain(title)
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
     from rich.progress import Progress as Bar
 
     columns = (
@@ -63,6 +80,8 @@ def progress(title: str) -> Iterator[Progress]:
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
         TextColumn("{task.fields[what]}", markup=False),
     )
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
@@ -71,15 +90,22 @@ def progress(title: str) -> Iterator[Progress]:
 
 
 def _plain(title: str) -> Progress:
-    last = time.monotonic()
+    begin = last = time.monotonic()
 
     def show(done: int, total: int, what: str) -> None:
         nonlocal last
-        if time.monotonic() - last >= _PLAIN_SECONDS:
-            last = time.monotonic()
-            print(f"{title}: {done}/{total} {what}".rstrip(), file=sys.stderr)
+        now = time.monotonic()
+        if now - last >= _PLAIN_SECONDS:
+            last = now
+            rest = f"about {_minutes((now - begin) / done * (total - done))} left" if done else ""
+            line = " ".join(part for part in (f"{done}/{total}", rest, what) if part)
+            print(f"{title}: {line}", file=sys.stderr)
 
     return show
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
 def size(count: float) -> str:

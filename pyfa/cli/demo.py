@@ -1,4 +1,4 @@
-"""``pyfa demo``: the main job on this machine, against attention as the formula says.
+"""``pyfa demo``: attention on this machine, compared with naive attention.
 
 Each side runs in a process of its own at two lengths, so that time, peak memory and its growth are
 seen; one head of the results is compared with float64.
@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .console import print_json, print_table, progress, size
+from . import usage
+from .console import print_json, print_table, print_text, progress, size
 
 if TYPE_CHECKING:
     import torch
@@ -57,25 +58,30 @@ class Error:
 
 def add(commands: Any) -> None:
     """Add the command to argparse's ``commands``."""
-    parser = commands.add_parser(
+    parser = usage.command(
+        commands,
         "demo",
-        help="attention forward and backward here, against naive attention",
-        description="Attention forward and backward on this machine's best backend, against naive "
-        "attention: time, peak memory and error. Takes about a minute on two cores.",
+        "time attention on this machine against naive attention",
+        "Run attention forward and backward on this machine's best backend, and compare it with "
+        "naive attention: time, peak memory, error. Takes about a minute on two cores.",
+        "pyfa demo",
+        "pyfa demo --seqlen 4096 --no-causal",
     )
-    parser.add_argument("--seqlen", type=int, default=_SEQLEN, metavar="S")
+    parser.add_argument(
+        "--seqlen", type=int, default=_SEQLEN, metavar="S", help=f"tokens, {_SHORTEST} or more"
+    )
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="float32 on a CPU, bfloat16 on a GPU by default",
+        help="input dtype (default: float32 on a CPU, bfloat16 on a GPU)",
     )
     parser.add_argument(
         "--causal",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="a causal mask (the default), or none",
+        help="a causal mask, or none (default: causal)",
     )
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    usage.add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -99,9 +105,12 @@ def run(options: argparse.Namespace) -> int:
     note = "" if seqlen == spec.seqlen else f"naive attention of {spec.seqlen} tokens does not fit"
     spec = replace(spec, seqlen=seqlen)
     q, k, v, _ = inputs(spec, _SHORTEST)
-    chosen = pyfa.explain(q.requires_grad_(), k, v, causal=spec.causal).chosen
+    answer = pyfa.explain(q.requires_grad_(), k, v, causal=spec.causal)
+    chosen = answer.chosen
     if chosen is None:
         raise ValueError("no backend can run this attention here: see pyfa explain")
+    plan = next(one.plan for one in answer.answers if one.backend == chosen)
+    assert plan is not None
     with progress("demo") as show:
         sides, errors = _measure_all(spec, show)
     checks = {
@@ -117,6 +126,7 @@ def run(options: argparse.Namespace) -> int:
         "device": torch.cuda.get_device_name() if device == "cuda" else "CPU",
         "threads": torch.get_num_threads(),
         "backend": chosen,
+        "plan": plan.kernel,
         "note": note,
         "sides": [asdict(side) for side in sides],
         "errors": [asdict(error) for error in errors],
@@ -220,9 +230,14 @@ def _reference_head(spec: Spec) -> tuple[dict[str, torch.Tensor], float]:
 
 def _print(data: dict[str, Any], sides: list[Side], errors: list[Error]) -> None:
     where = data["device"] if data["device"] != "CPU" else f"this CPU, {data['threads']} threads"
-    print(f"attention {data['problem']}, on {where}: pyfa ({data['backend']} backend) and naive")
+    print_text(f"attention {data['problem']}, on {where}")
+    print_text(
+        f"compared: pyfa (backend {data['backend']}, plan: {data['plan']}) and naive attention"
+    )
+    if data["plan"] == "sdpa":
+        print_text("note: plan sdpa is PyTorch's own fused attention, which pyfa calls here")
     if data["note"]:
-        print(f"note: {data['note']} in memory here")
+        print_text(f"note: {data['note']} in memory here")
     print()
     rows = []
     for side in sides:
@@ -247,7 +262,9 @@ def _print(data: dict[str, Any], sides: list[Side], errors: list[Error]) -> None
     print(f"twice the tokens need {growth[0]:.1f} × the memory with pyfa, {growth[1]:.1f} × naive")
     for name, good in data["checks"].items():
         print(f"{name}: {'yes' if good else 'NO'}")
-    print("(extra memory: the peak beyond the inputs, results included; errors: over one head)")
+    print_text(
+        "(extra memory: the peak beyond the inputs, results included; errors: over one head)"
+    )
 
 
 def _fitting(spec: Spec) -> int:

@@ -1,31 +1,41 @@
-"""``pyfa explain``: who would run a problem, and why the others would not."""
+"""``pyfa explain``: which backend runs a problem, and why the others do not."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from . import problem
-from .console import print_json
+from . import planned, problem, usage
+from .console import print_json, print_text
+
+if TYPE_CHECKING:
+    from ..dispatch import Explanation
 
 
 def add(commands: Any) -> None:
     """Add the command to argparse's ``commands``."""
-    parser = commands.add_parser(
+    parser = usage.command(
+        commands,
         "explain",
-        help="who would run a problem, and why not the others",
-        description="Who would run a problem, with which plan, and why not the others. "
-        "Nothing is computed, and --device names a GPU that need not be here.",
+        "say which backend runs a problem, and why the others do not",
+        "Say which backend runs a problem, with which plan, and why the others do not. Runs "
+        "nothing. --device names a GPU that this machine need not have.",
+        "pyfa explain --seqlen 8192 --heads 32,8 --head-dim 128 --causal",
+        "pyfa explain --seqlen 1,32768 --heads 64,8 --features paged --device MI300X",
+        "pyfa explain --dtype float8_e4m3fn --device H200 -v",
+        "pyfa explain --model llama-3.1-8b --device MI300X",
     )
     problem.add_flags(parser)
-    parser.add_argument("--device", metavar="D", help="a GPU by name: MI300X, H200, RTX4090, …")
+    problem.add_device(parser)
     parser.add_argument(
-        "--model", metavar="CONFIG|NAME",
+        "--model",
+        metavar="CONFIG|NAME",
         help="a table of a model's layers instead, from its config.json or by a name such as "
-        "llama-3.1-8b; of the problem's flags --batch, --seqlen and --dtype count",
-    )  # fmt: skip
+        "llama-3.1-8b; uses --batch, --seqlen and --dtype (default: none)",
+    )
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="GPUs that share its heads")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    planned.add_flag(parser)
+    usage.add_json(parser)
     parser.set_defaults(run=run, seqlen=None)
 
 
@@ -42,7 +52,23 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_json("explain", answer.as_dict())
     else:
-        print(answer)
+        show(answer, options.verbose)
         if answer.chosen is None:
             print("no backend can run this attention")
     return 0
+
+
+def show(answer: Explanation, verbose: bool) -> None:
+    """The answers, ``*`` before the chosen one; with ``verbose`` the plans' constants."""
+    print_text(answer.problem.described, "  ")
+    width = max(len(one.backend) for one in answer.answers)
+    for one in answer.answers:
+        mark = "*" if one.backend == answer.chosen else " "
+        texts = list(one.reasons)
+        if one.plan is not None:
+            texts = [f"plan: {one.plan.kernel}", *one.plan.notes]
+            if verbose and one.plan.constants:
+                texts.insert(1, planned.text(dict(one.plan.constants)))
+        for number, text in enumerate(texts):
+            head = f"{mark} {one.backend:<{width}}" if number == 0 else " " * (width + 2)
+            print_text(f"{head}  {text}", " " * (width + 4))

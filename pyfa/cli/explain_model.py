@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import model_config
-from .console import print_json, print_table, size
+from .console import print_json, print_table, print_text, size
 from .model_config import Attention
 from .plan import seconds
 from .problem import kernels_of
@@ -260,7 +260,7 @@ def _print(
             least += f" ({whole} where layers with a window keep every token too)"
         print(f"{least}, {size(cache['per_token'])} a token of all layers")
     print()
-    print(_NOTE)
+    print_text(_NOTE)
 
 
 def _described(row: Row) -> str:

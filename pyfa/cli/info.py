@@ -1,4 +1,4 @@
-"""``pyfa info``: what is here, and what pyfa makes of it."""
+"""``pyfa info``: devices, backends, versions, settings and the cache of this machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import platform
 from importlib import metadata
 from typing import Any
 
-from .console import print_json, print_table, size
+from . import usage
+from .console import print_json, print_table, print_text, size
 
 # Whoever helps with a problem asks for these first.
 _DISTRIBUTIONS = (
@@ -19,12 +20,15 @@ _DISTRIBUTIONS = (
 
 def add(commands: Any) -> None:
     """Add the command to argparse's ``commands``."""
-    parser = commands.add_parser(
+    parser = usage.command(
+        commands,
         "info",
-        help="devices, backends, versions, settings, cache",
-        description="Devices, each backend ready or why not, versions, settings, code cache.",
+        "show devices, backends, versions, settings, cache",
+        "Show devices, the state of each backend, versions, settings and the code cache.",
+        "pyfa info",
+        "pyfa info --json",
     )
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    usage.add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -197,7 +201,7 @@ def _environment() -> list[dict[str, Any]]:
 
 def _print(data: dict[str, Any]) -> None:
     versions = [f"{name} {version}" for name, version in data["versions"].items()]
-    print(f"pyfa {data['pyfa']}, Python {data['python']}, {', '.join(versions)}")
+    print_text(f"pyfa {data['pyfa']}, Python {data['python']}, {', '.join(versions)}", "  ")
     print(data["platform"])
     print()
     rows = []
@@ -209,12 +213,12 @@ def _print(data: dict[str, Any]) -> None:
     answers = [[answer["name"], answer["why_not"] or "ready"] for answer in data["backends"]]
     print_table(["backend", ""], answers)
     print()
-    print(f"bundle   {_bundle_text(data['bundle'])}")
+    print_text(f"bundle   {_bundle_text(data['bundle'])}", " " * 9)
     kept = data["cache"]
     state = kept["unusable"] or f"{kept['entries']} entries, {size(kept['bytes'])}"
     if not kept["unusable"] and not kept["exists"]:
-        state = "not made yet"
-    print(f"cache    {kept['directory']}: {state}")
+        state = "not created yet"
+    print_text(f"cache    {kept['directory']}: {state}", " " * 9)
     print()
     settings = []
     for row in data["environment"]:
@@ -224,9 +228,10 @@ def _print(data: dict[str, Any]) -> None:
 
 
 def _gpu_facts(device: dict[str, Any]) -> str:
-    facts = [f"{device['units']} units", size(device["memory_bytes"])]
+    unit = "CUs" if device["arch"].startswith("gfx") else "SMs"
+    facts = [f"{device['units']} {unit}", size(device["memory_bytes"])]
     if device["bandwidth"]:
         facts.append(f"{device['bandwidth'] / 1e12:.2f} TB/s")
     if not device["known_arch"]:
-        facts.append("an arch that pyfa has no row for")
+        facts.append("unknown arch")
     return ", ".join(facts)

@@ -11,8 +11,8 @@ import argparse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from . import inspect_timing
-from .console import print_json, print_table, progress
+from . import inspect_timing, usage
+from .console import print_json, print_table, print_text, progress
 
 if TYPE_CHECKING:
     from ..backends.hip.samples import Sample
@@ -32,21 +32,26 @@ _PACKED = ("v_pk_fma_f32", "v_pk_mul_f32", "v_pk_add_f32")
 
 def add(commands: Any) -> None:
     """Add the command to argparse's ``commands``."""
-    parser = commands.add_parser(
+    parser = usage.command(
+        commands,
         "inspect",
-        help="the instruction mix of a kernel's hot loop",
-        description="Runs a kernel in the emulator and shows, per wavefront and tile of keys, the "
-        "instructions of its hot loop, clocks of each unit, and the static bound they imply.",
+        "show the instruction mix of a HIP kernel's hot loop",
+        "Run a HIP kernel in the emulator and show, per wavefront and tile of keys, the "
+        "instructions of its hot loop, the clocks of each unit, and the static bound that follows.",
+        "pyfa inspect attn_fwd --arch gfx942",
+        "pyfa inspect attn_fwd --arch gfx942 --timing --head-dim 128 --causal",
     )
     parser.add_argument(
-        "kernel", metavar="KERNEL", help="attn_fwd, attn_decode, attn_bwd, attn_bwd_onepass"
+        "kernel", metavar="KERNEL", help="attn_fwd, attn_decode, attn_bwd or attn_bwd_onepass"
     )
     parser.add_argument("--arch", required=True, metavar="A", help="gfx942")
     parser.add_argument(
-        "--all", action="store_true", help="also the plans with score terms, dropout or pages"
+        "--all",
+        action="store_true",
+        help="include plans with score terms, dropout or pages (default: plain plans)",
     )
     inspect_timing.add_flags(parser)
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    usage.add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -246,15 +251,18 @@ def _print(kernel: str, arch: str, reports: list[dict[str, Any]]) -> None:
     units = reports[0]["static_bound"]["compute_units"]
     low, high = (hz / 1e9 for hz in SUSTAINED_HZ)
     print()
-    print(
-        f"""\
-Clocks of one wavefront on each unit: VALU {VALU_CLOCKS} an instruction, packed fp32 (part of valu)
-and integer products too; v_exp_f32 {TRANS_CLOCKS}; MFMA as LLVM's model has it; LDS clocks and
-conflicts modelled from addresses. B/clk: bytes of a compute unit per clock of its four matrix
-units: read and written in LDS, brought there directly, loaded from memory. Barriers per 64 keys.
-A static bound, not measured: the busiest of MFMA, VALU+exp and LDS never idle, the others hidden
-behind it. It knows nothing of latency, waits, barriers, issue, caches and HBM. TFLOP/s: {units}
-compute units at the clock that {DEVICE} sustains, {low:g} to {high:g} GHz."""
+    print_text(
+        f"Clocks of one wavefront on each unit: VALU {VALU_CLOCKS} an instruction, packed fp32 "
+        "(part of valu) and integer products too; "
+        f"v_exp_f32 {TRANS_CLOCKS}; MFMA as LLVM's model has it; LDS clocks and conflicts modelled "
+        "from addresses. B/clk: bytes of a compute unit per clock of its four matrix units: read "
+        "and written in LDS, loaded into it directly, loaded from memory. Barriers per 64 keys."
+    )
+    print_text(
+        "A static bound, not measured: the busiest of MFMA, VALU+exp and LDS never idles, and the "
+        "others are hidden behind it. It ignores latency, waits, barriers, issue, caches and HBM. "
+        f"TFLOP/s: {units} compute units at the clock that {DEVICE} sustains, {low:g} to "
+        f"{high:g} GHz."
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import problem
-from .console import print_table
+from .console import print_table, print_text
 
 if TYPE_CHECKING:
     from ..backends.hip.runtime_timing import Answer, Kernel
@@ -17,14 +17,16 @@ WORDS = "model, not measured"
 DEVICE = "MI300X"
 MFMA_FLOPS = 2048  # of a compute unit in a clock, fp16 and bf16; float8 twice as many
 _FLAGS = ("batch", "seqlen", "heads", "head_dim", "dtype", "causal", "window", "features")
-_NOTE = f"""\
-A {WORDS}, given as a range over its assumptions (docs/mi300x.md): in-order issue on four SIMDs over
-what the emulator executed, LDS phases, L1, waits, barriers; then rounds of workgroups and the clock
-that 750 W leave. It tells variants of one kernel apart that differ by about 8 %. Util.: of the
-matrix units in full tiles. fixed: clocks of a workgroup beside its tiles. vector to issue: shares
-of the matrix units' time lost, by what the wavefronts wait for; of them, what lies between the last
-product of a turn of the loop and the next turn's first. conflicts: LDS clocks of a tile beyond
-what its bytes take. TFLOP/s: of the matrix units, with nothing but full tiles."""
+_NOTE = (
+    f"A {WORDS}, given as a range over its assumptions (docs/mi300x.md): in-order issue on four "
+    "SIMDs over what the emulator executed, LDS phases, L1, waits, barriers; then rounds of "
+    "workgroups and the clock that 750 W allow. It distinguishes variants of one kernel that "
+    "differ by about 8 %. util.: of the matrix units in full tiles. fixed: clocks of a workgroup "
+    "outside its tiles. vector to issue: shares of the matrix units' time lost, by what the "
+    "wavefronts wait for. loop end: of these, the time between the last product of one iteration "
+    "and the first of the next. conflicts: LDS clocks of a tile beyond what its bytes take. "
+    "TFLOP/s: of the matrix units, with full tiles only."
+)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -32,8 +34,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timing",
         action="store_true",
-        help=f"what the timing model of an {DEVICE} says ({WORDS}); with a problem's flags, of the "
-        "plan that takes it, slot by slot, and of the problem",
+        help=f"show a timing model of an {DEVICE} ({WORDS}); with a problem's flags, for that "
+        "problem and its plan, slot by slot",
     )
     problem.add_flags(parser)
     parser.set_defaults(**dict.fromkeys(_FLAGS))
@@ -132,9 +134,9 @@ def show(
             _show_slots(one)
     for answer in answers:
         print()
-        print(f"{answer.role}: {line(answer)}")
+        print_text(f"{answer.role}: {line(answer)}", "  ")
     print()
-    print(_NOTE)
+    print_text(_NOTE)
 
 
 def _show_slots(one: Kernel) -> None:

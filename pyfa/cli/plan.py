@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import inspect_timing, problem
-from .console import print_json, print_table, size
+from . import inspect_timing, planned, problem, usage
+from .console import print_json, print_table, print_text, size
 
 if TYPE_CHECKING:
     from ..backends.hip.runtime_timing import Answer
@@ -24,30 +24,39 @@ _LEFT_OUT = {
     "leftpad": "cache_leftpad: all keys count",
     "dropout": "the generator's instructions",
 }
-_NOTE = """\
-Compulsory: each input read once, each output written once. Requested: what the tiles ask of the
-memory system; standard attention's rest on matrix products in tiles of 128 × 128. DRAM: estimated
-from the size of the last cache, between the two. Intensity: visible FLOPs per DRAM byte. At least:
-every kernel at the vendor's peaks, which no card holds for long: a bound, not a prediction."""
+_NOTE = (
+    "Compulsory: each input read once, each output written once. Requested: what the tiles ask of "
+    "the memory system; standard attention's tiles are 128 × 128. DRAM: estimated from the size "
+    "of the last cache, between the two. FLOP/byte: visible FLOPs per DRAM byte. At least: every "
+    "kernel at the vendor's peaks, which no card holds for long: a bound, not a prediction."
+)
 
 
 def add(commands: Any) -> None:
     """Add the command to argparse's ``commands``."""
-    parser = commands.add_parser(
+    parser = usage.command(
+        commands,
         "plan",
-        help="bytes, FLOPs, memory and on-chip buffers of a problem, and what bounds it",
-        description="What a problem costs on a device, by formula: LDS or shared memory, block "
-        "sizes that fit, bytes, FLOPs, peak memory, roofline, for standard attention and for the "
-        "kernels of the backend's plan. No GPU is needed, and nothing is run.",
+        "compute bytes, FLOPs, memory and a roofline of a problem",
+        "Compute what a problem costs on a device, by formula: LDS or shared memory, block sizes "
+        "that fit, bytes, FLOPs, peak memory, roofline; for standard attention and for the "
+        "kernels of the backend's plan. Runs nothing and needs no GPU.",
+        "pyfa plan --seqlen 16384 --heads 16 --head-dim 128 --causal --device MI300X",
+        "pyfa plan --seqlen 8192 --features backward --device H200 --plot plan.svg",
     )
     problem.add_flags(parser)
-    parser.add_argument("--device", metavar="D", help="a GPU by name: MI300X, H200, RTX4090, …")
-    parser.add_argument("--backend", metavar="B", help="by default the one that would be chosen")
+    problem.add_device(parser)
     parser.add_argument(
-        "--compile", action="store_true", help="compile the kernels for registers and occupancy"
+        "--backend", metavar="B", help="whose kernels (default: the backend that would run)"
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .png, .svg or .pdf")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the kernels to count registers"
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="also draw it, as .png, .svg or .pdf"
+    )
+    planned.add_flag(parser)
+    usage.add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -71,20 +80,20 @@ def run(options: argparse.Namespace) -> int:
         data = {
             "problem": answer.problem.described,
             "backend": answer.chosen,
-            "plan": _plan(answer),
+            "plan": _plan(answer, True),
             "left_out": left_out,
             "timing_model": [inspect_timing.answer_as_dict(one) for one in timing],
             **result.as_dict(),
         }
         print_json("plan", data)
     else:
-        _print(answer, result, why_none, left_out)
+        _print(answer, result, why_none, left_out, options.verbose)
         if result.device.name == inspect_timing.DEVICE:
             print()
             for one in timing:
-                print(f"{one.role}: {inspect_timing.line(one)}")
+                print_text(f"{one.role}: {inspect_timing.line(one)}", "  ")
             if not timing:
-                print("No timing model: --compile gets the HIP kernels that it runs.")
+                print_text("No timing model: it needs compiled HIP kernels; --compile makes them.")
     return 0
 
 
@@ -102,16 +111,21 @@ def _timing(answer: Explanation, model: Model, compiled: bool) -> list[Answer]:
     return runtime_timing.answers(*known, model)
 
 
-def _plan(answer: Explanation) -> str | None:
-    found = [one.plan for one in answer.answers if one.backend == answer.chosen]
-    return str(found[0]) if found else None
+def _plan(answer: Explanation, whole: bool) -> str | None:
+    """The chosen backend's plan: with its constants, or its kernel alone."""
+    for one in answer.answers:
+        if one.backend == answer.chosen and one.plan is not None:
+            return str(one.plan) if whole else one.plan.kernel
+    return None
 
 
-def _print(answer: Explanation, model: Model, why_none: str, left_out: list[str]) -> None:
+def _print(
+    answer: Explanation, model: Model, why_none: str, left_out: list[str], verbose: bool
+) -> None:
     device = model.device
-    print(answer.problem.described)
-    print(_device_line(model))
-    print(f"backend {answer.chosen or 'none'}: {why_none or _plan(answer)}")
+    print_text(answer.problem.described, "  ")
+    print_text(_device_line(model), "  ")
+    print_text(f"backend {answer.chosen or 'none'}: {why_none or _plan(answer, verbose)}", "  ")
     if model.fits:
         print()
         _print_kernels(model)
@@ -123,9 +137,9 @@ def _print(answer: Explanation, model: Model, why_none: str, left_out: list[str]
     print()
     _print_costs(model, "backward" in answer.problem.features)
     print()
-    print(_NOTE)
+    print_text(_NOTE)
     for text in left_out:
-        print(f"Left out: {text}.")
+        print_text(f"Left out: {text}.")
 
 
 def _device_line(model: Model) -> str:
@@ -134,9 +148,10 @@ def _device_line(model: Model) -> str:
     device = model.device
     peak = device.matrix_flops(model.dtype)
     if not device.bandwidth or not peak:
-        return f"{device.name or device.arch}: peaks not known, so no roofline"
+        return f"{device.name or device.arch}: unknown peaks, so no roofline"
+    units = "CUs" if device.vendor == "amd" else "SMs"
     return (
-        f"{device.name}: {device.units} units, {peak / 1e12:.4g} TFLOP/s {model.dtype}, "
+        f"{device.name}: {device.units} {units}, {peak / 1e12:.4g} TFLOP/s {model.dtype}, "
         f"{device.bandwidth / 1e12:.3g} TB/s, ridge {model.ridge:.0f} FLOP/byte, last cache "
         f"{last_level_bytes(device) / 2**20:.0f} MiB, on-chip {device.shared_bandwidth / 1e12:.1f} "
         "TB/s (vendor's figures)"
@@ -162,7 +177,7 @@ def _print_kernels(model: Model) -> None:
                 f"{kernel.shared_bytes / limit:.0%}" if limit else "–",
                 f"{known.workgroups}" if known else "–",
                 f"{'' if kernel.registers else '≤ '}{known.share:.0%}" if known else "–",
-                known.limited_by if known else "–",
+                _in_vendors_words(known.limited_by, model) if known else "–",
             ]
         )
     head = ["kernel", "rows × keys", "workgroups", "threads", "registers", "on-chip B", "of limit",
@@ -170,9 +185,13 @@ def _print_kernels(model: Model) -> None:
     print_table(head, rows)
     for fit in model.fits:
         buffers = ", ".join(f"{name} {count}" for name, count in fit.kernel.buffers.items())
-        print(f"  {fit.kernel.role.replace('_', ', ')}: {buffers} B")
+        print_text(f"  {fit.kernel.role.replace('_', ', ')}: {buffers} B", "    ")
     if not all(fit.kernel.registers for fit in model.fits):
-        print("  Registers are not counted (--compile does), so the occupancy is an upper bound.")
+        print_text("  Occupancy is an upper bound: only --compile counts registers.", "    ")
+
+
+def _in_vendors_words(limit: str, model: Model) -> str:
+    return limit.replace("shared memory", "LDS") if model.device.vendor == "amd" else limit
 
 
 def _print_costs(model: Model, backward: bool) -> None:

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 _SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
 _DTYPES = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e4m3fnuz")
 _PAGE_SIZE = 256
-SEQLEN = (8192, 8192)  # where nobody says
+SEQLEN = (8192, 8192)  # the default
+_LARGEST = 2**31 - 1  # lengths and offsets are int32
+_MOST_BYTES = 2**63 - 1  # of one tensor, as PyTorch counts them
 
 
 def _pair(text: str) -> tuple[int, int]:
@@ -24,12 +26,18 @@ def _pair(text: str) -> tuple[int, int]:
     parts = text.split(",")
     if len(parts) > 2 or not all(part.strip().isdecimal() for part in parts):
         raise argparse.ArgumentTypeError(f"expected a number, or two as 32,8; got {text!r}")
-    return int(parts[0]), int(parts[-1])
+    return _size(parts[0]), _size(parts[-1])
 
 
 def _number(text: str) -> int:
     if not text.strip().isdecimal():
         raise argparse.ArgumentTypeError(f"expected a number from 0 up; got {text!r}")
+    return _size(text)
+
+
+def _size(text: str) -> int:
+    if int(text) > _LARGEST:
+        raise argparse.ArgumentTypeError(f"expected at most {_LARGEST:,}; got {int(text):,}")
     return int(text)
 
 
@@ -72,17 +80,54 @@ def by_name() -> tuple[str, ...]:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the ``[problem]`` flags to ``parser``."""
     group = parser.add_argument_group("problem")
-    group.add_argument("--batch", type=_number, default=1, metavar="B")
-    group.add_argument("--seqlen", type=_pair, default=SEQLEN, metavar="S|Sq,Sk")
-    group.add_argument("--heads", type=_pair, default=(8, 8), metavar="H|H,Hk")
-    group.add_argument("--head-dim", type=_pair, default=(64, 64), metavar="D|D,Dv")
-    group.add_argument("--dtype", type=_dtype, default="bfloat16", help=", ".join(_DTYPES))
-    group.add_argument("--causal", action="store_true")
+    group.add_argument("--batch", type=_number, default=1, metavar="B", help="sequences")
     group.add_argument(
-        "--window", type=_window, metavar="L,R", help="keys to the left and right; none for no end"
+        "--seqlen",
+        type=_pair,
+        default=SEQLEN,
+        metavar="S|Sq,Sk",
+        help="queries and keys of each sequence; 1,32768 is one query over 32,768 keys "
+        f"(default: {SEQLEN[0]})",
     )
     group.add_argument(
-        "--features", type=_features, default=(), metavar="a,b,…", help=", ".join(by_name())
+        "--heads",
+        type=_pair,
+        default=(8, 8),
+        metavar="H|H,Hk",
+        help="query heads and key heads; 64,8 is grouped-query attention",
+    )
+    group.add_argument(
+        "--head-dim",
+        type=_pair,
+        default=(64, 64),
+        metavar="D|D,Dv",
+        help="head_dim of q and k, and that of v",
+    )
+    group.add_argument(
+        "--dtype", type=_dtype, default="bfloat16", metavar="T", help=", ".join(_DTYPES)
+    )
+    group.add_argument("--causal", action="store_true", help="causal mask (default: none)")
+    group.add_argument(
+        "--window",
+        type=_window,
+        metavar="L,R",
+        help="keys to the left and right of each query; none is unlimited (default: no window)",
+    )
+    group.add_argument(
+        "--features",
+        type=_features,
+        default=(),
+        metavar="a,b,…",
+        help=f"some of {', '.join(by_name())} (default: none)",
+    )
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """``--device``."""
+    parser.add_argument(
+        "--device",
+        metavar="D",
+        help="a GPU by name, as MI300X, H200 or RTX4090 (default: this machine's)",
     )
 
 
@@ -117,13 +162,13 @@ def shape(options: argparse.Namespace) -> Shape:
 
 
 def modelled(options: argparse.Namespace) -> tuple[Explanation, Model, str]:
-    """Who would run it, what that costs, and why no kernels are told where there are none."""
+    """The explanation, its costs, and a reason if no kernels are known."""
     from ..traffic import model
 
     answer = explain(options, options.device, options.backend)
     sizes = shape(options)
     if 0 in (sizes.batch, sizes.seqlen_q, sizes.seqlen_k):
-        raise ValueError("an attention without queries or keys costs nothing")
+        raise ValueError("--batch and --seqlen: expected 1 or more")
     kernels, why_none = kernels_of(answer, sizes, options.compile)
     return answer, model(sizes, answer.problem.device, options.dtype, kernels), why_none
 
@@ -142,7 +187,7 @@ def kernels_of(
         able = [one.backend for one in answer.answers if one.plan is not None]
         others = [name for name in able if isinstance(BACKENDS[name], Tiled)]
         hint = f" (--backend {others[0]} does)" if others else ""
-        return (), f"{answer.chosen} does not tell its tiles{hint}"
+        return (), f"{answer.chosen} has no known tiles{hint}"
     (plan,) = (one.plan for one in answer.answers if one.backend == answer.chosen)
     assert plan is not None
     return backend.tiled_kernels(plan, answer.problem, shape, compiled), ""
@@ -161,8 +206,8 @@ def _build(
 
     # Expanded from one row: the shape and the device of a real input, and next to no memory.
     def tensor(*shape: int, dtype: torch.dtype = dtype, grad: bool = False) -> torch.Tensor:
-        if math.prod(shape) >= 2**60:
-            raise ValueError(f"problem: a tensor of {shape} has more elements than PyTorch counts")
+        if math.prod(shape) * dtype.itemsize > _MOST_BYTES:
+            raise ValueError(f"expected tensors that PyTorch can describe; got shape {shape}")
         x = torch.zeros(shape[-1], dtype=dtype, device=place).expand(shape)
         return x.requires_grad_() if grad else x
 

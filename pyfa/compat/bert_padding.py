@@ -1,4 +1,4 @@
-"""From padded sequences to packed ones and back, with gradients (``flash_attn.bert_padding``)."""
+"""Conversion between padded and packed sequences, with gradients (``flash_attn.bert_padding``)."""
 
 from __future__ import annotations
 
@@ -42,11 +42,12 @@ def unpad_input(
     attention_mask: torch.Tensor,
     unused_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor]:
-    """Of hidden_states (B, S, …) the rows that a mask marks: (total, …).
+    """The rows of hidden_states (B, S, …) that a mask marks: (total, …).
 
-    ``attention_mask`` (B, S), bool or int, marks tokens in use and ``unused_mask`` (B, S) room that
-    is allocated. Also their indices in (B·S), the offsets of the sequences (B+1,) int32, the
-    longest allocated length, and the lengths in use (B,) int32. Waits for the device.
+    ``attention_mask`` (B, S), bool or int, marks tokens in use; ``unused_mask`` (B, S) marks
+    allocated but unused ones. Also returns the rows' indices in (B·S), the offsets of the sequences
+    (B+1,) int32, the largest allocated length, and the used lengths (B,) int32. Waits for the
+    device.
     """
     marked = attention_mask if unused_mask is None else attention_mask + unused_mask
     allocated = marked.sum(-1, dtype=torch.int32)
@@ -63,11 +64,11 @@ def unpad_input(
 def unpad_input_for_concatenated_sequences(
     hidden_states: torch.Tensor, attention_mask_in_length: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """``unpad_input`` where each row of the batch holds several sequences, one behind the other.
+    """``unpad_input`` for a batch whose rows each hold several sequences, one after the other.
 
-    ``attention_mask_in_length`` (B, S) int: the lengths of row b's sequences in its first elements,
-    the rest 0. Returns the rows in use, their indices in (B·S), the offsets of all sequences
-    (sequences+1,) int32, and the longest length.
+    Row b of ``attention_mask_in_length`` (B, S) int begins with the lengths of its sequences; the
+    rest is 0. Returns the used rows, their indices in (B·S), the offsets of all sequences
+    (sequences+1,) int32, and the largest length.
     """
     used = attention_mask_in_length.sum(-1, keepdim=True)
     position = torch.arange(attention_mask_in_length.shape[1], device=used.device)
@@ -80,7 +81,7 @@ def unpad_input_for_concatenated_sequences(
 def pad_input(
     hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int
 ) -> torch.Tensor:
-    """The inverse: (total, …) to (batch, seqlen, …), 0 where nothing was."""
+    """The inverse of ``unpad_input``: (total, …) to (batch, seqlen, …), 0 in unused rows."""
     padded = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return padded.view(batch, seqlen, *hidden_states.shape[1:])
 

@@ -1,4 +1,4 @@
-"""The merge of attention over parts of the keys into attention over all of them."""
+"""Merge attention over parts of the keys into attention over all of them."""
 
 from __future__ import annotations
 

@@ -1,17 +1,16 @@
-"""The seven functions of flash-attention 2 (``from flash_attn import …``) on pyfa's API.
+"""The seven functions of flash-attention 2 (``from flash_attn import …``) on pyfa.
 
     from pyfa.compat.fa2 import flash_attn_func
 
-Signatures, defaults and what is returned are those of flash-attention 2.8. Everything that pyfa
-takes beyond it stays: float32, CPUs, any head_dim up to 256 and another one for V, softcap with
-dropout, pages of any size, gradients through the returned LSE. Which backend runs is pyfa's choice
-(``pyfa.use_backend``, ``PYFA_BACKEND``).
+Signatures, defaults and return values are those of flash-attention 2.8. pyfa's additions remain:
+float32, CPUs, any head_dim up to 256 and a different one for V, softcap with dropout, pages of any
+size, gradients through the returned LSE. pyfa chooses the backend (``pyfa.use_backend``,
+``PYFA_BACKEND``).
 
-Conventions of flash-attention's own: the LSE of a row that sees nothing is +inf; ``window_size``
+These conventions are flash-attention's: the LSE of a fully masked row is +inf; ``window_size``
 takes any two integers, negative for unlimited; ``flash_attn_with_kvcache`` accepts tensors that
 require a gradient and gives none. Wrong arguments raise ``ArgumentError``, a ``RuntimeError`` as in
-flash-attention, in flash-attention's names. Dropout's bits are pyfa's, not flash-attention's.
-"""
+flash-attention, with flash-attention's argument names. Dropout's bits are pyfa's."""
 
 from __future__ import annotations
 
@@ -70,14 +69,15 @@ def flash_attn_func(
 ) -> Result:
     """Attention of q (B, Sq, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv): out (B, Sq, H, Dv).
 
-    With ``return_attn_probs`` (out, softmax_lse, S_dmask): the LSE is (B, H, Sq) float32, natural
-    logarithm; S_dmask is empty without dropout, else (B, H, Sq, Sk) in q's dtype, both lengths
-    rounded up to multiples of 128: exp(score − the row's maximum), negative where dropped. It is
-    for tests, takes memory quadratic in the length and has no gradient; everything else has.
+    With ``return_attn_probs`` it returns (out, softmax_lse, S_dmask). The LSE is (B, H, Sq)
+    float32, natural logarithm. S_dmask is empty without dropout; with it, (B, H, Sq, Sk) in q's
+    dtype, both lengths rounded up to multiples of 128, containing exp(score − the row's maximum),
+    negative where dropped. S_dmask is for tests: its memory is quadratic, and it has no gradient.
+    The others do.
 
     ``causal`` and ``window_size`` (left, right) align to the bottom right. ``alibi_slopes`` is (H,)
     or (B, H). Raises ``ArgumentError`` (a ``RuntimeError``) or ``TypeError`` for wrong arguments,
-    ``pyfa.UnsupportedProblem`` where no backend can run it.
+    and ``pyfa.UnsupportedProblem`` if no backend can run the call.
     """
     return _attend(q, k, v, _Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
@@ -148,9 +148,10 @@ def flash_attn_varlen_func(
     """``flash_attn_func`` on packed q (total_q, H, D), k (total_k, Hk, D) and v (total_k, Hk, Dv).
 
     Sequence b is rows ``cu_seqlens[b]`` to ``cu_seqlens[b+1]`` (int32, (B+1,)). With
-    ``block_table`` (B, blocks) int32, k and v are (num_blocks, block_size, Hk, D) and
-    ``cu_seqlens_k`` gives only lengths. Returns out (total_q, H, Dv); the LSE is (H, total_q) and
-    S_dmask (B, H, max_seqlen_q, max_seqlen_k), each sequence in its corner. Raises the same.
+    ``block_table`` (B, blocks) int32, k and v are (num_blocks, block_size, Hk, D), and
+    ``cu_seqlens_k`` gives only lengths. Returns out (total_q, H, Dv). The LSE is (H, total_q),
+    S_dmask (B, H, max_seqlen_q, max_seqlen_k) with each sequence in its top left corner. Raises
+    what ``flash_attn_func`` raises.
     """
     return _attend(q, k, v, _Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
@@ -229,14 +230,14 @@ def flash_attn_with_kvcache(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of q (B, Sq, H, D) over a cache, after appending k and v to it in place.
 
-    ``k_cache`` (B_cache, S, Hk, D) and ``v_cache``, or (num_blocks, block_size, Hk, D) with
-    ``block_table`` (B, blocks) int32. New ``k`` and ``v`` (B, S_new, Hk, D) go behind the
-    ``cache_seqlens`` (an int or (B,) int32) keys that the cache holds and are visible.
-    ``rotary_cos`` and ``rotary_sin`` (positions, rotary_dim / 2) turn q and the new k.
+    ``k_cache`` and ``v_cache`` are (B_cache, S, Hk, D), or (num_blocks, block_size, Hk, D) with
+    ``block_table`` (B, blocks) int32. ``cache_seqlens`` (an int or (B,) int32) counts the keys in
+    the cache. New ``k`` and ``v`` (B, S_new, Hk, D) follow them, and queries see them.
+    ``rotary_cos`` and ``rotary_sin`` (positions, rotary_dim / 2) rotate q and the new k.
 
-    Returns out (B, Sq, H, Dv), with ``return_softmax_lse`` also the LSE (B, H, Sq). No gradient.
-    With ``block_table`` and lengths as a tensor it waits for the device, as flash-attention does,
-    to raise ``ArgumentError`` where they pass the table's end; not while a graph is captured.
+    Returns out (B, Sq, H, Dv) and, with ``return_softmax_lse``, the LSE (B, H, Sq). No gradient.
+    With ``block_table`` and lengths in a tensor it waits for the device, as flash-attention does,
+    to raise ``ArgumentError`` if they exceed the table; not while a graph is captured.
     """
     if block_table is not None and cache_seqlens is not None:
         _check_capacity(k_cache, k, cache_seqlens, block_table)
@@ -317,7 +318,7 @@ def _attend(
 
 
 def their_lse(lse: torch.Tensor) -> torch.Tensor:
-    """The LSE of a row that sees nothing is +inf in flash-attention 2."""
+    """The LSE of a fully masked row is +inf in flash-attention 2."""
     return lse.masked_fill(lse == -torch.inf, torch.inf)
 
 

@@ -220,7 +220,7 @@ def fwd_kvcache(
         cache_leftpad, block_table, softmax_scale, causal, (window_size_left, window_size_right),
         softcap, rotary_interleaved, alibi_slopes, num_splits, return_softmax_lse=True,
     )  # fmt: skip
-    return [_into(out, result), lse]
+    return [raw.copied_into(out, result), lse]
 
 
 def _shared(
@@ -262,14 +262,6 @@ def _kept(dropout_p: float, rng_state: torch.Tensor | None) -> torch.Tensor | No
     return rng_state[:1]
 
 
-def _into(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
-    if out is None:
-        return result
-    if out.shape != result.shape or out.dtype != result.dtype:
-        validate.wrong("out", f"shape {tuple(result.shape)}, {result.dtype}", out)
-    return out.copy_(result)
-
-
 def _results(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -290,4 +282,4 @@ def _results(
                 q, k, where, shared["causal"], shared["window"], shared["scale"],
                 shared["softcap"], shared["alibi_slopes"], shared["dropout_p"], seed,
             )  # fmt: skip
-    return [_into(out, result), fa2.their_lse(lse), probabilities, state]
+    return [raw.copied_into(out, result), fa2.their_lse(lse), probabilities, state]

@@ -1,19 +1,19 @@
-"""flash-attention 3 (``import flash_attn_interface``) on pyfa's API.
+"""flash-attention 3 (``import flash_attn_interface``) on pyfa.
 
     from pyfa.compat.fa3 import flash_attn_func
 
-Signatures, defaults and what is returned are those of its ``flash_attn_interface``. Everything that
-pyfa takes beyond it stays, as in ``fa2``. Conventions of its own: ``return_attn_probs`` and
-``return_softmax_lse`` give the LSE, float32, natural logarithm, −inf for a row that sees nothing;
-``flash_attn_with_kvcache`` gives no gradient; descales, (B, Hk) float32 or (1,), belong to float8
-inputs, whose output is bfloat16, and are not read for others. Float8 keys may also meet 16-bit
-queries. Float8 has no gradient, which is said by a ``NotImplementedError`` in backward; under
-``torch.compile(fullgraph=True)`` its inputs must not want one.
+Signatures, defaults and return values are those of ``flash_attn_interface``. pyfa's additions
+remain, as in ``fa2``. Conventions: ``return_attn_probs`` and ``return_softmax_lse`` return the LSE,
+float32, natural logarithm, −inf for a fully masked row. ``flash_attn_with_kvcache`` has no
+gradient. Descales, (B, Hk) float32 or (1,), apply to float8 inputs, whose output is bfloat16; other
+inputs ignore them. Float8 keys also work with 16-bit queries. Float8 has no gradient: its backward
+raises ``NotImplementedError``, and under ``torch.compile(fullgraph=True)`` its inputs must not
+require one.
 
-Taken and not needed: ``num_splits`` but for the cache, ``pack_gqa``, ``sm_margin`` and
-``scheduler_metadata`` steer its kernels' scheduling, which is the plan's business here. Refused
-with a ``NotImplementedError``: ``qv`` and ``attention_chunk``. Wrong arguments raise
-``ArgumentError``, a ``RuntimeError`` as in flash-attention, in its names.
+Accepted and ignored, because pyfa's plan decides the schedule: ``num_splits`` (used for the cache
+only), ``pack_gqa``, ``sm_margin``, ``scheduler_metadata``. ``qv`` and ``attention_chunk`` raise
+``NotImplementedError``. Wrong arguments raise ``ArgumentError``, a ``RuntimeError`` as in
+flash-attention, with its argument names.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ def flash_attn_func(
 ) -> Result:
     """Attention of q (B, Sq, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv): out (B, Sq, H, Dv).
 
-    With ``return_attn_probs`` (out, softmax_lse): the LSE is (B, H, Sq) float32. Gradients flow to
-    q, k, v and from the LSE. ``causal`` and ``window_size`` (left, right) align to the bottom
-    right.
+    With ``return_attn_probs`` it returns (out, softmax_lse); the LSE is (B, H, Sq) float32.
+    Gradients flow to q, k, v and from the LSE. ``causal`` and ``window_size`` (left, right) align
+    to the bottom right.
 
     Raises ``ArgumentError`` (a ``RuntimeError``) or ``TypeError`` for wrong arguments,
-    ``NotImplementedError`` for ``qv`` and ``attention_chunk``, ``pyfa.UnsupportedProblem`` where no
-    backend can run it.
+    ``NotImplementedError`` for ``qv`` and ``attention_chunk``, and ``pyfa.UnsupportedProblem`` if
+    no backend can run the call.
     """
     _refuse(qv, attention_chunk)
     shared = _shared(
@@ -101,7 +101,7 @@ def flash_attn_qkvpacked_func(
 ) -> Result:
     """``flash_attn_func`` with Q, K and V in one tensor qkv (B, S, 3, H, D).
 
-    With ``num_heads_q`` it may be (B, S, num_heads_q + 2·Hk, D): the heads of Q, of K, of V.
+    With ``num_heads_q``, qkv may be (B, S, num_heads_q + 2·Hk, D): heads of Q, then K, then V.
     """
     if isinstance(qkv, torch.Tensor) and qkv.dim() == 4:
         if num_heads_q is None or qkv.shape[2] <= num_heads_q or (qkv.shape[2] - num_heads_q) % 2:
@@ -145,9 +145,9 @@ def flash_attn_varlen_func(
 ) -> Result:
     """``flash_attn_func`` on packed q (total_q, H, D), k (total_k, Hk, D) and v (total_k, Hk, Dv).
 
-    Sequence b is rows ``cu_seqlens[b]`` to ``cu_seqlens[b+1]`` (int32, (B+1,)), of which
-    ``seqused`` (B,) int32 may use only the first: queries beyond give output 0 and LSE −inf.
-    Returns out (total_q, H, Dv); the LSE is (H, total_q). Raises the same.
+    Sequence b is rows ``cu_seqlens[b]`` to ``cu_seqlens[b+1]`` (int32, (B+1,)). With ``seqused``
+    (B,) int32 only its first rows are used: queries beyond give output 0 and LSE −inf. Returns out
+    (total_q, H, Dv); the LSE is (H, total_q). Raises what ``flash_attn_func`` raises.
     """
     _refuse(qv, attention_chunk)
     shared = _shared(
@@ -167,11 +167,11 @@ def flash_attn_combine(
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over all keys from attention over parts of them: (out, softmax_lse).
+    """Merge attention over parts of the keys into attention over all of them: (out, softmax_lse).
 
-    ``out_partial`` (splits, B, S, H, D) and ``lse_partial`` (splits, B, S, H), both float32. Out is
-    (B, S, H, D), written into ``out`` where given, else of ``out_dtype``, by default float32; the
-    LSE is (B, S, H), −inf where no part saw anything.
+    ``out_partial`` (splits, B, S, H, D) and ``lse_partial`` (splits, B, S, H) are float32. Returns
+    out (B, S, H, D), written to ``out`` if given, else of ``out_dtype`` (float32 by default), and
+    the LSE (B, S, H), −inf for rows that are fully masked in every part.
     """
     return combine(out_partial, lse_partial, out, out_dtype)
 
@@ -211,17 +211,17 @@ def flash_attn_with_kvcache(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention of q (B, Sq, H, D) over a cache, after appending k and v to it in place.
 
-    ``k_cache`` (B_cache, S, Hk, D) and ``v_cache``, or (num_pages, page_size, Hk, D) with
-    ``page_table`` (B, pages) int32; ``cache_batch_idx`` (B,) int32 names each sequence's row of
-    either. Packed queries are (total_q, H, D) with ``cu_seqlens_q`` and
-    ``max_seqlen_q``. New ``k`` and ``v`` (B, S_new, Hk, D), or (total_new, Hk, D) with
-    ``cu_seqlens_k_new`` (B+1,) int32, go behind the ``cache_seqlens`` (an int or (B,) int32) keys
-    that the cache holds and are visible. ``rotary_cos`` and ``rotary_sin`` (positions,
-    rotary_dim / 2) turn q and the new k.
+    ``k_cache`` and ``v_cache`` are (B_cache, S, Hk, D), or (num_pages, page_size, Hk, D) with
+    ``page_table`` (B, pages) int32. ``cache_batch_idx`` (B,) int32 selects each sequence's row of
+    either. Packed queries are (total_q, H, D) with ``cu_seqlens_q`` and ``max_seqlen_q``.
+    ``cache_seqlens`` (an int or (B,) int32) counts the keys in the cache. New ``k`` and ``v``
+    (B, S_new, Hk, D), or (total_new, Hk, D) with ``cu_seqlens_k_new`` (B+1,) int32, follow them,
+    and queries see them. ``rotary_cos`` and ``rotary_sin`` (positions, rotary_dim / 2) rotate q
+    and the new k.
 
-    Returns out (B, Sq, H, Dv), with ``return_softmax_lse`` (out, LSE (B, H, Sq), and two empty
-    tensors where flash-attention has its partial results). No gradient. Raises as
-    ``flash_attn_func``.
+    Returns out (B, Sq, H, Dv). With ``return_softmax_lse`` it returns (out, LSE (B, H, Sq), and two
+    empty tensors in place of flash-attention's partial results). No gradient. Raises what
+    ``flash_attn_func`` raises.
     """
     _refuse(qv, attention_chunk)
     shared = _shared(

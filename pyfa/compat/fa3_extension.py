@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .. import request, validate
+from .. import request
 from . import fa3, raw
 from .arguments import window
 from .errors import in_words_of
@@ -128,11 +128,7 @@ def fwd(
         function = fa3.flash_attn_varlen_func if rows.has_lengths else fa3.flash_attn_func
         result, lse = function(*rows.arguments, **common | {"return_attn_probs": True})
         result, lse = rows.as_given(result), rows.lse_as_given(lse)
-    if out is not None:
-        if out.shape != result.shape or out.dtype != result.dtype:
-            validate.wrong("out", f"shape {tuple(result.shape)}, {result.dtype}", out)
-        result = out.copy_(result)
-    return result, lse, q.new_empty(0, dtype=torch.float32), lse.new_empty(0)
+    return raw.copied_into(out, result), lse, q.new_empty(0, dtype=torch.float32), lse.new_empty(0)
 
 
 @_in_their_words

@@ -1,19 +1,19 @@
-"""flash-attention 4 (``from flash_attn.cute import …``) on pyfa's API.
+"""flash-attention 4 (``from flash_attn.cute import …``) on pyfa.
 
     from pyfa.compat.fa4 import flash_attn_func
 
-Signatures, defaults and return values are those of ``flash_attn.cute``, and of the two functions
-of ``flash_attn.cute.interface`` around split keys. Everything that pyfa takes beyond it stays, as
-in ``fa2``. Conventions of its own: every call returns (out, lse), with lse None unless
-``return_lse``; gradients flow through it. (flash-attention also hands out an LSE without gradient
-where an input requires one.) ``window_size`` has None for unlimited; ``learnable_sink`` (H,) is
-float16, bfloat16 or float32 and has a gradient; the LSE contains it.
+Signatures, defaults and return values are those of ``flash_attn.cute``, and of two functions of
+``flash_attn.cute.interface`` for split keys. pyfa's additions remain, as in ``fa2``. Conventions:
+every call returns (out, lse); lse is None without ``return_lse``, and gradients flow through it.
+(flash-attention also returns an LSE without gradient if an input requires one.) In
+``window_size`` None is unlimited. ``learnable_sink`` (H,) is float16, bfloat16 or float32 and has a
+gradient; the LSE includes it.
 
-Taken and not needed, as scheduling is the plan's business here: ``num_splits``, ``pack_gqa``,
+Accepted and ignored, because pyfa's plan decides the schedule: ``num_splits``, ``pack_gqa``,
 ``min_seqlen_k``, ``scheduler_metadata``, ``seqlen_k_per_split``, ``disable_scheduler_metadata``.
-Refused with a ``NotImplementedError``: ``qv``, ``gather_kv_indices``, ``score_mod``, ``mask_mod``
-and what belongs to them, block-sparse tensors, and windows with a negative edge. Wrong arguments
-raise ``ArgumentError``, a ``RuntimeError``, in flash-attention's names.
+These raise ``NotImplementedError``: ``qv``, ``gather_kv_indices``, ``score_mod``, ``mask_mod`` and
+their arguments, block-sparse tensors, windows with a negative edge. Wrong arguments raise
+``ArgumentError``, a ``RuntimeError``, with flash-attention's argument names.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ def flash_attn_func(
 ) -> Result:
     """Attention of q (B, Sq, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv).
 
-    Returns (out (B, Sq, H, Dv), lse); lse is (B, H, Sq) float32 with ``return_lse``, else None.
+    Returns (out (B, Sq, H, Dv), lse). With ``return_lse`` lse is (B, H, Sq) float32, else None.
     ``causal`` and ``window_size`` (left, right) align to the bottom right.
 
     Raises ``ArgumentError`` (a ``RuntimeError``) or ``TypeError`` for wrong arguments,
-    ``NotImplementedError`` for what the module lists, ``pyfa.UnsupportedProblem`` where no backend
-    can run it.
+    ``NotImplementedError`` for what the module lists, and ``pyfa.UnsupportedProblem`` if no backend
+    can run the call.
     """
     refuse_missing(
         qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod,
@@ -137,16 +137,16 @@ def flash_attn_varlen_func(
     seqlen_k_per_split: int | None = None,
     disable_scheduler_metadata: bool = False,
 ) -> Result:
-    """``flash_attn_func`` where sequences have lengths of their own.
+    """``flash_attn_func`` for sequences of different lengths.
 
-    q is packed, (total_q, H, D) with ``cu_seqlens_q`` (B+1,) int32, or padded, (B, Sq, H, D); k and
+    q is packed, (total_q, H, D) with ``cu_seqlens_q`` (B+1,) int32, or padded, (B, Sq, H, D). k and
     v are packed with ``cu_seqlens_k``, padded, or pages (num_pages, page_size, Hk, D) with
     ``page_table`` (B, pages) int32. ``seqused_q`` and ``seqused_k`` (B,) int32 use only the first
-    rows of a sequence; queries beyond give output 0 and LSE −inf. The longest lengths may be left
-    out, which costs time where sequences are much shorter than all of them together.
+    rows of a sequence; queries beyond give output 0 and LSE −inf. Maximum lengths are optional;
+    without them calls are slower if sequences are much shorter than the whole batch.
 
-    Returns (out, lse) in the layout of q: lse is (H, total_q), or (B, H, Sq), else None. Raises the
-    same.
+    Returns (out, lse) in the layout of q: lse is (H, total_q) or (B, H, Sq), or None. Raises what
+    ``flash_attn_func`` raises.
     """
     refuse_missing(
         qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod,
@@ -197,12 +197,12 @@ def flash_attn_combine(
     virtual_batch_idx: torch.Tensor | None = None,
     return_lse: bool = True,
 ) -> Result:
-    """Attention over all keys from attention over parts of them: (out, lse).
+    """Merge attention over parts of the keys into attention over all of them: (out, lse).
 
     ``out_partial`` (splits, B, S, H, D) and ``lse_partial`` (splits, B, S, H), or packed
-    (splits, total, H, D) and (splits, total, H), float32. Out is written into ``out`` where given,
-    else of ``out_dtype``, by default float32; the LSE, None without ``return_lse``, is (B, S, H) or
-    (total, H). ``cu_seqlens`` and ``seqused`` are not needed: each row combines alone.
+    (splits, total, H, D) and (splits, total, H), are float32. Returns out, written to ``out`` if
+    given, else of ``out_dtype`` (float32 by default), and the LSE (B, S, H) or (total, H), None
+    without ``return_lse``. ``cu_seqlens`` and ``seqused`` are ignored: each row merges alone.
     """
     refuse_missing(virtual_batch_idx=virtual_batch_idx)
     merged, lse = combine(out_partial, lse_partial, out, out_dtype)
@@ -231,7 +231,8 @@ def get_scheduler_metadata(
     seqlen_k_per_split: int | None = None,
     _arch: int | None = None,
 ) -> None:
-    """None, which ``flash_attn_varlen_func`` takes: pyfa's kernels read the lengths themselves."""
+    """None, which ``flash_attn_varlen_func`` accepts: pyfa's kernels read the lengths
+    themselves."""
 
 
 def refuse_missing(**given: object) -> None:

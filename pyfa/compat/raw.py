@@ -37,7 +37,7 @@ def backward(
 ) -> Written:
     """dq, dk and dv, written ``into`` the tensors that are given.
 
-    ``lse`` (B, H, Sq), or (H, total_q), natural logarithm; ±inf for a row that sees nothing.
+    ``lse`` (B, H, Sq), or (H, total_q), natural logarithm; ±inf for a fully masked row.
     Raises ``ValueError`` where a tensor does not have the shape of what it belongs to.
     """
     call = request.call
@@ -51,11 +51,21 @@ def backward(
             _like(name, given, tuple(of.shape), of)
     prepared = prepare(call, request.wanted, True, False)
     prepared.validate(call)
-    # Version 2 marks a row that sees nothing by +inf.
+    # Version 2 marks a fully masked row by +inf.
     lse = lse.masked_fill(lse == torch.inf, -torch.inf).contiguous()
     grads = prepared.backward(call, out, lse, dout, None, False)
     made = (grads.dq, grads.dk, grads.dv)
     return Written(*(x if y is None else y.copy_(x) for x, y in zip(made, into, strict=True)))
+
+
+def copied_into(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
+    """``result``, written into ``out`` where that is given. Raises ``ValueError`` where ``out`` has
+    another shape or dtype."""
+    if out is None:
+        return result
+    if out.shape != result.shape or out.dtype != result.dtype:
+        validate.wrong("out", f"shape {tuple(result.shape)}, {result.dtype}", out)
+    return out.copy_(result)
 
 
 def rounded(rows: int) -> int:
@@ -65,14 +75,14 @@ def rounded(rows: int) -> int:
 
 def row_sums(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """rowsum(dO∘O) of dense tensors (B, S, H, D): (B, H, S rounded up to 128) float32."""
-    return _padded((dout.float() * out.float()).sum(-1).transpose(1, 2))
+    return _padded(_dots(dout, out))
 
 
 def packed_row_sums(
     dout: torch.Tensor, out: torch.Tensor, offsets: torch.Tensor, columns: int
 ) -> torch.Tensor:
     """rowsum(dO∘O) of packed tensors (total, H, D): (H, columns) float32."""
-    return _spread((dout.float() * out.float()).sum(-1).t(), offsets, columns)
+    return _spread(_dots(dout, out), offsets, columns)
 
 
 class Rows:
@@ -145,7 +155,7 @@ class Rows:
         """rowsum(dO∘O): (B, H, S rounded up to 128), or (H, columns) as ``spread``."""
         if not self.has_lengths:
             return row_sums(dout, out)
-        return self.spread((self._flat(dout).float() * self._flat(out).float()).sum(-1).t())
+        return self.spread(_dots(self._flat(dout), self._flat(out)))
 
     def spread(self, rows: torch.Tensor) -> torch.Tensor:
         """A number per row, as an LSE is laid out, in the layout of ``sums``."""
@@ -167,6 +177,11 @@ def _even(x: torch.Tensor) -> torch.Tensor:
     """The offsets of a batch of sequences of one length."""
     batch, rows = x.shape[:2]
     return torch.arange(batch + 1, dtype=torch.int32, device=x.device) * rows
+
+
+def _dots(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """rowsum(dO∘O) in float32, laid out as an LSE."""
+    return (dout.float() * out.float()).sum(-1).mT
 
 
 def _padded(rows: torch.Tensor) -> torch.Tensor:

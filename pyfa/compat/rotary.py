@@ -1,8 +1,8 @@
 """Rotary position embedding in plain PyTorch (``flash_attn.layers.rotary``, ``ops.triton.rotary``).
 
-Pairs are elements 2i and 2i+1 where ``interleaved``, else i and i+R, with cos and sin (positions,
-R); elements behind the first 2·R of a head stay. Computed in float32. Row s of sequence b stands at
-``seqlen_offsets[b]`` + s; a position behind the tables' last is not turned.
+Pairs are elements 2i and 2i+1 if ``interleaved``, else i and i+R. cos and sin are (positions, R).
+Elements of a head after the first 2·R do not change. Computed in float32. Row s of sequence b is at
+``seqlen_offsets[b]`` + s. Positions after the end of the tables are not rotated.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def apply_rotary(
     inplace: bool = False,
     conjugate: bool = False,
 ) -> torch.Tensor:
-    """x (B, S, H, D), or packed (total, H, D) with ``cu_seqlens``, turned; back if ``conjugate``.
+    """x (B, S, H, D), or packed (total, H, D) with ``cu_seqlens``, rotated; back if ``conjugate``.
 
-    Returns x itself where ``inplace``.
+    Returns x itself if ``inplace``.
     """
     turned = 2 * cos.shape[-1]
     if cos.shape != sin.shape or cos.dim() != 2 or turned > x.shape[-1]:
@@ -85,7 +85,7 @@ def apply_rotary_emb(
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> torch.Tensor:
-    """``apply_rotary`` with a gradient for x, also where it writes in place."""
+    """``apply_rotary`` with a gradient for x, also with ``inplace``."""
     where = {
         "seqlen_offsets": seqlen_offsets,
         "cu_seqlens": cu_seqlens,
@@ -103,7 +103,7 @@ apply_rotary_emb_func = apply_rotary_emb
 def apply_rotary_emb_torch(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
 ) -> torch.Tensor:
-    """x (B, S, H, D) turned in its own dtype, by cos and sin (S, R) or (B, S, R)."""
+    """x (B, S, H, D) rotated in its own dtype, by cos and sin (S, R) or (B, S, R)."""
     first = slice(0, 2 * cos.shape[-1])
     head, tail = x[..., first], x[..., first.stop :]
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
@@ -123,7 +123,7 @@ def apply_rotary_emb_qkv_(
     seqlen_offsets: Offsets = 0,
     num_heads_q: int | None = None,
 ) -> torch.Tensor:
-    """Turns Q and K of qkv in place, K by ``cos_k`` and ``sin_k`` where given; returns qkv.
+    """Rotate Q and K of qkv in place, K by ``cos_k`` and ``sin_k`` if given; returns qkv.
 
     qkv is (B, S, 3, H, D), or (B, S, num_heads_q + 2·Hk, D).
     """
@@ -155,7 +155,7 @@ def apply_rotary_emb_kv_(
     interleaved: bool = False,
     seqlen_offsets: Offsets = 0,
 ) -> torch.Tensor:
-    """Turns K of kv (B, S, 2, Hk, D) in place; returns kv."""
+    """Rotate K of kv (B, S, 2, H, D) in place; returns kv."""
     if kv.dim() != 5 or kv.shape[2] != 2:
         validate.wrong("kv", "shape (batch, seqlen, 2, heads, head_dim)", kv)
     where = {"seqlen_offsets": seqlen_offsets, "interleaved": interleaved}
@@ -163,10 +163,10 @@ def apply_rotary_emb_kv_(
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """Rotary embedding with tables of its own (Su et al. 2021, arXiv:2104.09864).
+    """Rotary embedding with its own tables (Su et al. 2021, arXiv:2104.09864).
 
-    ``dim`` elements of each head are turned. ``scale_base`` asks for XPos (Sun et al. 2022,
-    arXiv:2212.10554): tables of Q grow with the position by ``scale``, those of K shrink.
+    Rotates ``dim`` elements of each head. ``scale_base`` selects XPos (Sun et al. 2022,
+    arXiv:2212.10554): Q's tables grow with the position by ``scale``, K's shrink.
     """
 
     inv_freq: torch.Tensor

@@ -1,9 +1,9 @@
-"""Packages named ``flash_attn`` and ``flash_attn_interface`` that hand on pyfa's functions.
+"""Packages named ``flash_attn`` and ``flash_attn_interface`` that call pyfa.
 
-For programs and libraries that import these by name, or ask ``importlib.metadata`` for them, where
-flash-attention itself is not installed. Each package is a distribution of its own, as there, with a
-dist-info that says who wrote it (``INSTALLER``) and what (``RECORD``, with digests). What is there
-already is never overwritten, and only what this module wrote, unchanged, is ever removed.
+For programs and libraries that import these names, or ask ``importlib.metadata`` for them, on
+machines without flash-attention. Each package is its own distribution, with a dist-info that
+records who wrote it (``INSTALLER``) and its files (``RECORD``, with digests). Existing packages are
+never overwritten. Only files that this module wrote, unchanged, are ever removed.
 """
 
 from __future__ import annotations

@@ -340,6 +340,8 @@ def _bias(case: Case, call: Call) -> torch.Tensor:
         "keys": (1, 1, 1, keys),
         "rows": (1, 1, rows, 1),
         "heads": (1, heads, rows, keys),
+        "one": (1, 1, 1, 1),
+        "sequences": (batch, 1, 1, keys),
         "bool": (batch, 1, rows, keys),
     }.get(case.bias, (batch, heads, rows, keys))
     values = near_normal(f"{case.name}/bias", shape)

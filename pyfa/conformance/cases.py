@@ -40,11 +40,12 @@ class Case:
     that is called: ``attention``, ``attention_varlen`` or ``attention_kvcache``.
 
     ``dlse``: gradient through "both" out and LSE, or the LSE "only". ``bias``: which dimensions it
-    has (``BIASES``; "hidden" is full with rows that are −inf throughout). ``alibi``: slopes per
-    "heads" or per "batch" and head. ``used_q`` and ``used_k``: sequences have more rows than take
-    part. ``slack``: rows of a packed tensor, or of a cache, beyond what any sequence owns, and by
-    how much ``max_seqlen`` exceeds the longest. ``shared``: sequences share their first page.
-    ``recipe``: what the values are like (``RECIPES``). ``layout``: where they lie (``LAYOUTS``).
+    has (``BIASES``, or "one" or "sequences", which no level has; "hidden" is full with rows that
+    are −inf throughout). ``alibi``: slopes per "heads" or per "batch" and head. ``used_q`` and
+    ``used_k``: sequences have more rows than take part. ``slack``: rows of a packed tensor, or of a
+    cache, beyond what any sequence owns, and by how much ``max_seqlen`` exceeds the longest.
+    ``shared``: sequences share their first page. ``recipe``: what the values are like
+    (``RECIPES``). ``layout``: where they lie (``LAYOUTS``).
     ``cache_dtype``: that of k and v where it is not q's. ``scales``: those of float8 tensors, per
     "tensor" or "head", or of so many rows each. ``out_dtype``: asked for, where it is.
     ``hostile``: a NaN or an inf among the inputs, and where (``HOSTILE``).

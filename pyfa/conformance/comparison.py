@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
 
-from .report import CRASHED, FAILED, PASSED, SCHEMA, CaseResult, Report
+from .report import CRASHED, FAILED, PASSED, REFUSED, SCHEMA, CaseResult, Report
 
 _DIGESTS = {
     "inputs": "the inputs differ",
@@ -22,7 +22,8 @@ class Comparison:
     """``same``: both reports have the same cases, and in each the same came out.
 
     ``differences`` maps a case to the reasons why it is not the same; ``only_a`` and ``only_b`` are
-    cases that one report lacks; ``notes`` say what the reports differ in as a whole.
+    cases that one report lacks; ``notes`` say what the reports differ in as a whole. ``left_out``
+    counts cases that were not compared, by the reason.
     """
 
     a: str
@@ -32,6 +33,7 @@ class Comparison:
     only_a: tuple[str, ...] = ()
     only_b: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    left_out: dict[str, int] = field(default_factory=dict)
 
     @property
     def same(self) -> bool:
@@ -49,6 +51,7 @@ class Comparison:
             "only_a": list(self.only_a),
             "only_b": list(self.only_b),
             "notes": list(self.notes),
+            "left_out": self.left_out,
         }
 
     def print(self, console: Console | None = None, most: int = 50) -> None:
@@ -57,6 +60,7 @@ class Comparison:
         console.print(f"a: {self.a}", **plain)  # type: ignore[arg-type]
         console.print(f"b: {self.b}", **plain)  # type: ignore[arg-type]
         lines = list(self.notes)
+        lines += [f"left out: {count} cases {why}" for why, count in self.left_out.items()]
         for label, names in (("a", self.only_a), ("b", self.only_b)):
             if names:
                 lines.append(f"{len(names)} cases are only in {label}, first {names[0]}")
@@ -70,15 +74,28 @@ class Comparison:
         console.print(f"{verdict}: {equal} of {self.compared} cases in both are the same")
 
 
-def compare(a: Report, b: Report) -> Comparison:
-    """``a`` against ``b``.
+def compare(a: Report, b: Report, *, common: bool = False) -> Comparison:
+    """``a`` compared with ``b``.
 
     A case is the same when both are within the rule, or both refused, and the dropout bits and the
-    places of −inf in the LSE are equal. The wording of a refusal is each backend's own.
+    places of −inf in the LSE are equal. The wording of a refusal is each backend's own. With
+    ``common`` only cases that both backends ran are compared; the others are counted. A case that
+    failed or crashed counts as run.
     """
     of_a = {result.name: result for result in a.results}
     of_b = {result.name: result for result in b.results}
     both = [name for name in of_a if name in of_b]
+    only_a = tuple(name for name in of_a if name not in of_b)
+    only_b = tuple(name for name in of_b if name not in of_a)
+    left_out: dict[str, int] = {}
+    if common:
+        ran = [name for name in both if REFUSED not in (of_a[name].status, of_b[name].status)]
+        left_out = {
+            "that only a has": len(only_a),
+            "that only b has": len(only_b),
+            "that a backend refused": len(both) - len(ran),
+        }
+        both, only_a, only_b = ran, (), ()
     differences = {name: _why_not_same(of_a[name], of_b[name]) for name in both}
     notes = [
         f"{what}: {left!r} in a, {right!r} in b"
@@ -94,9 +111,10 @@ def compare(a: Report, b: Report) -> Comparison:
         _title(b),
         len(both),
         {name: why for name, why in differences.items() if why},
-        tuple(name for name in of_a if name not in of_b),
-        tuple(name for name in of_b if name not in of_a),
+        only_a,
+        only_b,
         tuple(notes),
+        {why: count for why, count in left_out.items() if count},
     )
 
 

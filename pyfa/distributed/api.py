@@ -48,42 +48,43 @@ def ring_attention(
     backend: Backends = None,
     **unknown: object,
 ) -> Result:
-    """``pyfa.attention`` of a sequence that lies in parts on several ranks: exact, with gradients.
+    """``pyfa.attention`` of a sequence that is split over several ranks: exact, with gradients.
 
     Every rank passes its rows of q (B, S, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv), as
-    ``shard`` deals them out, and gets those rows of out (B, S, H, Dv), in q's dtype, and with
-    ``return_lse`` of the LSE (B, H, S), float32. float16, bfloat16, float32. Results do not depend
-    on the number of ranks but for rounding, dropout's bits not at all, and each run gives the same
-    bits where the backend's gradients do.
+    ``shard`` cuts them. It gets those rows of out (B, S, H, Dv) in q's dtype and, with
+    ``return_lse``, of the LSE (B, H, S), float32. Dtypes: float16, bfloat16, float32. The number of
+    ranks changes results only by rounding, and does not change dropout's bits. Results are equal
+    from run to run if the backend's gradients are.
 
     Parameters
     ----------
     group, mesh
-        A process group (the default one without either), or a ``DeviceMesh``: of one dimension, or
-        of two as ``DeviceMesh("cuda", ranks, mesh_dim_names=("ring", "heads"))``. Ranks along the
-        second share out the heads as in ``ulysses_attention``, and the ring goes along the first:
-        nodes along the first dimension, the GPUs of a node along the second.
+        A process group (by default the default one), or a ``DeviceMesh`` of one or two dimensions:
+        ``DeviceMesh("cuda", ranks, mesh_dim_names=("ring", "heads"))``. The ring runs along the
+        first dimension; ranks along the second share the heads, as in ``ulysses_attention``. Put
+        nodes along the first dimension and the GPUs of a node along the second.
     sharding
-        "zigzag": of 2·ranks chunks rank r holds chunks r and 2·ranks − 1 − r, which is balanced
-        under a causal mask. "contiguous": one chunk each.
+        "zigzag": of 2·ranks chunks rank r holds chunks r and 2·ranks − 1 − r, which balances a
+        causal mask. "contiguous": one chunk per rank.
     seqlen_q, seqlen_k
-        The whole lengths, where they are not what a rank holds times the number of ranks.
+        The full lengths, if they differ from this rank's rows times the number of ranks.
     cu_seqlens_q, cu_seqlens_k
-        The offsets (batch + 1,) of the whole packed batch. q, k and v are then (rows, H, D), every
-        sequence of the batch being cut by itself, and the LSE is (H, rows). Read on the host: best
-        a list or a tensor on the CPU. ``cu_seqlens_k`` is ``cu_seqlens_q`` by default.
+        The offsets (batch + 1,) of the whole packed batch. q, k and v are then (rows, H, D), each
+        sequence is cut separately, and the LSE is (H, rows). The host reads them: pass a list or a
+        CPU tensor. ``cu_seqlens_k`` is ``cu_seqlens_q`` by default.
     sinks
-        (H,), the same on every rank. Its gradient is what this rank's rows contribute: to be summed
-        over ranks, as that of every parameter.
+        (H,), the same on every rank. The gradient is the share of this rank's rows; sum it over
+        ranks, like that of any parameter.
     seed
-        The same on all ranks. None draws on the first rank, and sends.
+        The same on all ranks. None draws on the first rank, which sends it to the others.
 
-    The others as ``pyfa.attention``'s, the same on all ranks; there is no ``bias``.
+    The other arguments are those of ``pyfa.attention`` and are the same on all ranks. There is no
+    ``bias``.
 
-    Raises ``ValueError`` or ``TypeError`` naming the argument that is wrong, also where ranks
-    differ, at the first call with such arguments and before anything else is sent;
-    ``UnsupportedProblem`` where no backend can run a block; ``RankError`` naming rank and step
-    where another rank died, or did not answer within the group's timeout.
+    Raises ``ValueError`` or ``TypeError`` naming the wrong argument, also if ranks disagree: at the
+    first call with such arguments, before anything else is sent. Raises ``UnsupportedProblem`` if
+    no backend can run a block. Raises ``RankError`` naming rank and step if another rank died or
+    did not answer within the group's timeout.
 
     Sources: Liu et al. 2023, Ring Attention with Blockwise Transformers, arXiv:2310.01889; zigzag:
     Llama 3, arXiv:2407.21783; with heads: Fang and Zhao 2024, USP, arXiv:2405.07719.
@@ -124,12 +125,12 @@ def ulysses_attention(
     backend: Backends = None,
     **unknown: object,
 ) -> Result:
-    """``ring_attention`` by all-to-all: every rank computes some heads of the whole sequence.
+    """Like ``ring_attention``, by all-to-all: each rank computes some heads of the whole sequence.
 
-    Arguments, results and errors are those of ``ring_attention``, rows being where
-    ``shard(..., sharding="contiguous")`` deals them out. A packed batch is cut as one sequence, and
-    ``shard`` is not given its offsets. H must be a multiple of the number of ranks, and so must Hk,
-    or divide it: heads of keys are then sent to several ranks.
+    Arguments, results and errors are those of ``ring_attention``. Cut rows with
+    ``shard(..., sharding="contiguous")``. A packed batch is cut as one sequence: do not pass its
+    offsets to ``shard``. H is a multiple of the number of ranks. Hk is too, or divides it; then
+    several ranks get the same key heads.
 
     Source: Jacobs et al. 2023, DeepSpeed Ulysses, arXiv:2309.14509.
     """

@@ -92,12 +92,12 @@ def shard(
     sharding: Sharding = "zigzag",
     cu_seqlens: Lengths | None = None,
 ) -> torch.Tensor:
-    """What this rank holds of ``x``, whose dimension ``dim`` is the sequence.
+    """This rank's part of ``x``, whose dimension ``dim`` is the sequence.
 
-    ``x`` is any tensor, the same on all ranks: tokens (B, S), activations (B, S, …). With
-    ``cu_seqlens`` (batch + 1,) ``dim`` is a packed batch, of which every sequence is cut. The rest
-    as ``ring_attention``. The result is contiguous, and its gradient flows to ``x``.
-    """
+    ``x`` is any tensor that is the same on all ranks: tokens (B, S), activations (B, S, …). With
+    ``cu_seqlens`` (batch + 1,) ``dim`` is a packed batch, and each of its sequences is cut. Other
+    arguments are those of ``ring_attention``. The result is contiguous; its gradient flows to
+    ``x``."""
     where = place("shard", group, mesh, sharding)
     rows = _rows(where, where.ring.rank, where.heads.rank, _lengths(x.shape[dim], cu_seqlens))
     return x.index_select(dim, rows.to(x.device))
@@ -113,11 +113,10 @@ def unshard(
     seqlen: int | None = None,
     cu_seqlens: Lengths | None = None,
 ) -> torch.Tensor:
-    """The whole tensor, on every rank, of which each holds what ``shard`` gives it.
+    """The whole tensor, on every rank, from the parts that ``shard`` makes.
 
-    ``seqlen``: the whole length, where ranks do not hold equally much. No gradient flows through
-    it: ``ValueError`` where ``x`` requires one.
-    """
+    ``seqlen`` is the full length, if ranks hold different numbers of rows. No gradient flows
+    through this: ``ValueError`` if ``x`` requires one."""
     validate.no_gradient({"x": x}, "unshard has none")
     where = place("unshard", group, mesh, sharding)
     lengths = _lengths(x.shape[dim] * where.ranks() if seqlen is None else seqlen, cu_seqlens)
@@ -150,9 +149,9 @@ def local_positions(
     cu_seqlens: Lengths | None = None,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """The position in its sequence of each row that this rank holds: int64, for rotary embeddings.
+    """The position in its sequence of each of this rank's rows: int64, for rotary embeddings.
 
-    Of a sequence of ``seqlen`` rows or of a packed batch with ``cu_seqlens`` (batch + 1,).
+    For one sequence of ``seqlen`` rows, or for a packed batch with ``cu_seqlens`` (batch + 1,).
     """
     if seqlen is None and cu_seqlens is None:
         validate.wrong("seqlen", "the whole length, or cu_seqlens", None)

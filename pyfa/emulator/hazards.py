@@ -99,7 +99,6 @@ def _after_dot(first: Effects, second: Effects) -> int:
     return 3
 
 
-_VALU = frozenset(("valu",))
 # LLVM counts a load that goes to LDS among VALU instructions too, and a matrix one.
 _VALU_LIKE = frozenset(("valu", "mfma", "lds_dma"))
 _LANES = ("v_readlane_b32", "v_readfirstlane_b32", "v_writelane_b32")

@@ -39,7 +39,9 @@ def compiler() -> tuple[tuple[str, ...], str]:
         return (str(zig), "cc", "-fno-sanitize=all"), f"zig {importlib.metadata.version('ziglang')}"
     system = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if system is None:
-        raise CoreMissing("no C compiler: pip install 'pyfa[compile]' (ziglang), or install cc")
+        raise CoreMissing(
+            "no C compiler: pip install 'pyfa-attention[compile]' (ziglang), or install cc"
+        )
     told = subprocess.run([system, "--version"], capture_output=True, text=True, check=True).stdout
     return (system,), told.splitlines()[0]
 
@@ -52,7 +54,7 @@ def why_unavailable() -> str | None:
         return str(missing)
     for package in ("elftools", "msgpack"):
         if importlib.util.find_spec(package) is None:
-            return f"{package} is not installed (pip install 'pyfa[emulator]')"
+            return f"{package} is not installed (pip install 'pyfa-attention[emulator]')"
     return None
 
 

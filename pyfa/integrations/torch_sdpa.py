@@ -3,22 +3,23 @@
     from pyfa.integrations import torch_sdpa
     torch_sdpa.activate()    # scaled_dot_product_attention on a GPU now runs pyfa's kernels
     ...
-    torch_sdpa.restore()     # and PyTorch's own again
+    torch_sdpa.restore()     # PyTorch's own kernels again
 
-While it is active, the operators behind ``scaled_dot_product_attention`` where it chooses flash
-attention, behind ``varlen_attn`` and behind nested tensors run here, forward and backward. PyTorch
-still decides when it chooses flash attention: float16 and bfloat16, no mask, head_dim up to 256
-(``torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)`` insists on it).
+While active, pyfa runs the operators behind ``varlen_attn``, behind nested tensors and behind
+``scaled_dot_product_attention`` where PyTorch chooses flash attention, forward and backward.
+PyTorch still decides when to choose it: float16 and bfloat16, no mask, head_dim up to 256.
+``torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)`` forces it.
 
-Dropout is pyfa's, its seed drawn from PyTorch's generator of the device: the state that forward
-hands to backward holds the seed and an offset of 0, and replays of a captured graph differ. The LSE
-of a row that sees nothing is −inf. Who runs is pyfa's choice (``use_backend``, ``PYFA_BACKEND``),
-without the torch backend on a GPU, which would call the operators that this replaces. Activate and
-restore between iterations, not between a forward and its backward.
+Dropout is pyfa's. The seed comes from PyTorch's generator of the device; the state passed from
+forward to backward holds the seed and an offset of 0. Replays of a captured graph differ. The LSE
+of a fully masked row is −inf. pyfa chooses the backend (``use_backend``, ``PYFA_BACKEND``), except
+the torch backend on a GPU, which would call the operators that this replaces. Activate and restore
+between iterations, not between a forward and its backward.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -41,20 +42,30 @@ _NEEDED = (
 def register() -> None:
     """List pyfa among the implementations that ``activate_flash_attention_impl("PYFA")`` takes.
 
-    Changes nothing else. Raises ``RuntimeError`` where PyTorch has no such registry.
+    Changes nothing else. Raises ``RuntimeError`` if PyTorch has no such registry.
     """
     _check_registry()
     registry.register_flash_attention_impl(NAME, register_fn=_override)
 
 
 def activate() -> None:
-    """Run PyTorch's flash attention on pyfa in this process until ``restore``. Raises as above."""
+    """Run PyTorch's flash attention on pyfa in this process until ``restore``.
+
+    Warns if PyTorch finds no GPU: PyTorch's attention on a CPU does not change. Raises
+    ``RuntimeError`` if PyTorch has no registry of implementations.
+    """
     register()
+    if not torch.cuda.is_available():
+        warnings.warn(
+            "torch_sdpa.activate() changes nothing here: PyTorch finds no GPU, and its attention "
+            "on a CPU stays PyTorch's own",
+            stacklevel=2,
+        )
     registry.activate_flash_attention_impl(NAME)
 
 
 def restore() -> None:
-    """Give PyTorch its own kernels back, if pyfa's are active; otherwise nothing happens."""
+    """Restore PyTorch's own kernels, if pyfa's are active; otherwise do nothing."""
     _check_registry()
     if registry.current_flash_attention_impl() == NAME:
         registry.restore_flash_attention_impl()

@@ -4,14 +4,14 @@
     transformers.register()
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="pyfa")
 
-Two functions are registered, for a model asks one for its masks and the other for attention. Masks
-that follow from positions are not made: causal ones, sliding windows, padding on the left or on the
-right, and what of a static cache is not filled yet. Everything else (holes, packed sequences that
-come without ``cu_seq_lens_q`` and the like, chunks, blocks that see each other) becomes a boolean
-mask (B, 1, queries, keys).
+``register`` adds two functions, one for masks and one for attention. Masks that follow from
+positions are never built: causal masks, sliding windows, padding on either side, and the unfilled
+end of a static cache. All others become a boolean mask (B, 1, queries, keys): holes, packed
+sequences without ``cu_seq_lens_q``, chunks, blocks that see each other.
 
-As for transformers' own flash attention, a layer's window is what it passes as ``sliding_window``.
-Queries that are padding get an output that means nothing; their keys are never seen by others.
+As with transformers' own flash attention, a layer's window is its ``sliding_window``. The output of
+padding queries is meaningless; other queries never see their keys. A fully masked row gives 0,
+where ``eager`` gives the mean of the values.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ __all__ = ["attention", "make_mask", "register"]
 
 
 def register(name: str = "pyfa", attend: Callable[..., torch.Tensor] | None = None) -> None:
-    """Make ``attn_implementation=name`` known to every model of transformers in this process.
+    """Make ``attn_implementation=name`` known to every transformers model in this process.
 
-    ``attend`` computes instead of ``pyfa.attention`` where each process holds a part of every
-    sequence: ``functools.partial(pyfa.distributed.ring_attention, mesh=mesh)``. The model is then
-    given its part of the tokens and their ``position_ids``. Causal masks, sliding windows and sinks
-    are those of the whole; padding and caches are not implemented.
+    ``attend`` replaces ``pyfa.attention`` if each process holds a part of every sequence, as in
+    ``functools.partial(pyfa.distributed.ring_attention, mesh=mesh)``. Give the model its part of
+    the tokens and their ``position_ids``. Causal masks, sliding windows and sinks are those of the
+    whole sequence. Padding and caches are not implemented.
     """
     if attend is None:
         AttentionInterface.register(name, attention)
@@ -72,12 +72,12 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention of query (B, H, Sq, D), key (B, Hk, Sk, D) and value (B, Hk, Sk, Dv).
 
-    ``attention_mask`` is what ``make_mask`` gave, or a mask (B | 1, H | 1, Sq | 1, Sk) of the
-    caller's own, boolean or to be added to the scores; ``position_bias`` (B | 1, H, Sq, Sk) is
-    added too. ``s_aux`` (H,) are sinks. With ``cu_seq_lens_q`` and the three beside it, the
-    sequences of a batch of one are packed, and the mask is not read. Weights are never returned.
+    ``attention_mask`` comes from ``make_mask``, or is a mask (B | 1, H | 1, Sq | 1, Sk), boolean or
+    added to the scores. ``position_bias`` (B | 1, H, Sq, Sk) is also added. ``s_aux`` (H,) are
+    sinks. With ``cu_seq_lens_q`` and its three companions, a batch of one holds packed sequences,
+    and the mask is ignored. Weights are never returned.
 
-    Returns (out (B, Sq, H, Dv), None). Raises what ``pyfa.attention`` does, and
+    Returns (out (B, Sq, H, Dv), None). Raises what ``pyfa.attention`` raises, and
     ``NotImplementedError`` for the paged cache of continuous batching.
     """
     if cache is not None:

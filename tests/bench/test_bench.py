@@ -58,7 +58,7 @@ def test_results_say_where_they_come_from(
     path = tmp_path / "small.json"
     status, out, _ = call(capsys, "small", "--peers", "naive", "--out", str(path))
     assert status == 0
-    assert "pyfa's speed is, of theirs" in out
+    assert "pyfa's speed / theirs, mean" in out
     data = bench.load(path)
     assert data["schema"] == bench.SCHEMA
     assert {"cpu", "gpu", "torch", "triton", "commit", "date"} <= set(data["environment"])

@@ -139,7 +139,7 @@ def test_a_backend_that_does_not_tell_its_tiles_is_said(
     script: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     traffic = script("hbm_traffic")
-    monkeypatch.setattr(traffic.problem, "_kernels", lambda *x: ((), "nobody tells"))
+    monkeypatch.setattr(traffic.problem, "kernels_of", lambda *x: ((), "nobody tells"))
     told = traffic.model(traffic.Case("pyfa", "forward", 256, 2, 64, True), "H200")
     assert told["not_told"] == "nobody tells"
     assert "estimated_bytes" not in told

@@ -160,6 +160,22 @@ def test_other_case_sets_are_said(report: Report) -> None:
     assert "only in a" in printed(comparison)
 
 
+def test_common_cases_alone(report: Report) -> None:
+    """What one backend was not asked, or refused, is counted; what both ran must still agree."""
+    _, second, *rest = report.results
+    other = with_results(report, replace(second, status="refused"), *rest)
+    comparison = conformance.compare(report, other, common=True)
+    assert comparison.same
+    # The fourth case both refused: nobody ran it.
+    assert comparison.compared == 1
+    assert comparison.left_out == {"that only a has": 1, "that a backend refused": 2}
+    assert "left out: 1 cases that only a has" in printed(comparison)
+    third = replace(report.results[2], status="failed")
+    assert not conformance.compare(report, with_results(report, third), common=True).same
+    # With nothing in common nothing is the same.
+    assert not conformance.compare(report, with_results(report), common=True).same
+
+
 class Declining(TorchBackend):
     """Declares less than it is asked, and says so."""
 

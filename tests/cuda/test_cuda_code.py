@@ -104,7 +104,7 @@ def test_the_compiler_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         why = runtime_compiler.why_unavailable()
         assert why == (
-            "the package cuda-core is not installed (pip install 'pyfa[cuda]' brings it)"
+            "the package cuda-core is not installed (pip install 'pyfa-attention[cuda]' brings it)"
         )
         with pytest.raises(CompileError, match="cuda-core is not installed"):
             runtime_compiler.compile_cuda("", arch="sm_80")

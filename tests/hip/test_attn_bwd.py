@@ -16,9 +16,9 @@ from pyfa.problem import Call
 # Between them: rows and keys past the edges of tiles, of wavefronts and of workgroups, groups of
 # heads, every score term, every way that rows and keys can lie, both score classes.
 CASES = {
-    "plain": Case(
-        dtype="bfloat16", lengths_q=(70,), lengths_k=(270,), heads_q=4, head_dim=128,
-        head_dim_v=128, backward=True, deterministic=True,
+    "plain": Case(lengths_q=(70,), lengths_k=(270,), heads_q=4, backward=True),
+    "128": Case(
+        lengths_q=(70,), lengths_k=(150,), heads_q=4, head_dim=128, head_dim_v=128, backward=True,
     ),
     "causal": Case(
         dtype="float16", lengths_q=(161,), lengths_k=(145,), causal=True, backward=True,
@@ -27,7 +27,7 @@ CASES = {
     "window": Case(lengths_q=(140,), lengths_k=(260,), window=(70, 20), backward=True),
     "terms": Case(
         lengths_q=(70,), lengths_k=(150,), softcap=3.0, alibi="batch", bias="hidden", sinks=True,
-        dlse="both", backward=True,
+        dlse="both", backward=True, heads_q=4,
     ),
     "dropout": Case(
         dtype="float16", lengths_q=(66,), lengths_k=(130,), dropout_p=0.2, heads_q=4,
@@ -39,6 +39,10 @@ CASES = {
         backward=True,
     ),
     "wide": Case(lengths_q=(33,), lengths_k=(65,), head_dim=192, head_dim_v=128, backward=True),
+    "widest": Case(
+        lengths_q=(65,), lengths_k=(80,), head_dim=256, head_dim_v=256, window=(20, 3),
+        backward=True,
+    ),
     "hidden": Case(dtype="float16", lengths_q=(40,), lengths_k=(70,), bias="hidden", backward=True),
     "nothing": Case(lengths_q=(0,), lengths_k=(40,), backward=True),
     "offset": Case(lengths_q=(70,), lengths_k=(33,), recipe="offset", backward=True),
@@ -50,14 +54,28 @@ FAULTS = {
     "mask off by one": (
         "causal", "min(seen.high - first, kTile)", "min(seen.high + 1 - first, kTile)",
     ),
-    "full tiles misjudged": ("window", "first < mine.all_low ||", ""),
+    "full tiles misjudged": ("window", "bool cut = first < pass.mine.all_low ||", "bool cut ="),
+    "P of the masked": ("causal", "r += 2) round_two(p_rounded[n][r / 4], s[n], r);", "r += 2);"),
     "tiles at the end skipped": ("plain", "block.high - start + kTile - 1", "block.high - start"),
-    "barrier before columns dropped": ("plain", "barrier();  // its rows are there", "//"),
-    "barrier before rows dropped": ("plain", "barrier();  // its columns are there", "//"),
+    "barrier before columns dropped": ("plain", "if (reading == 0) barrier();", ""),
+    "barrier before rows dropped": ("plain", "if (reading == kEndP) barrier();", ""),
+    "first barrier dropped": ("plain", "barrier();  // the first rows are there", ""),
+    "general: barrier before columns dropped": ("terms", "barrier();  // its rows are there", "//"),
+    "general: barrier before rows dropped": ("terms", "barrier();  // its columns are there", "//"),
+    "rows stored before the barrier": ("plain", "kMoves, kFirstG - kPerSlot,", "kMoves, kFirstP,"),
+    "loads before columns are stored": (
+        "plain", "turn_of_column(move / 4 * 4 + 3) + 1", "turn_of_column(move / 4 * 4)",
+    ),
     "swizzle of rows on one side": (
-        "plain",
+        "plain", "a = Tiles::RowsA::place(row, part)", "a = Tiles::RowsA::place(row ^ 1, part)",
+    ),
+    "general: swizzle of rows on one side": (
+        "terms",
         "place(lane % kTile, 2 * i + lane / kTile)",
         "place(lane % kTile ^ 1, 2 * i + lane / kTile)",
+    ),
+    "units of another step": (
+        "plain", "base ^ n % 4 * 2 * kUnitBytes", "base ^ n % 4 * kUnitBytes",
     ),
     "rows in memory's order": (
         "plain",
@@ -67,16 +85,24 @@ FAULTS = {
     "high halves for low ones": (
         "plain", "i % 2 ? 0x07060302 : 0x05040100", "i % 2 ? 0x05040100 : 0x07060302",
     ),
-    "rows beyond the end read": (
+    "rows beyond the end read": ("varlen", "bytes_of(pass.a, rows);", "bytes_of(pass.a, kTile);"),
+    "owned beyond the end read": (
         "varlen", "(min(rows, kTile) - 1) * m.row_bytes", "(kTile - 1) * m.row_bytes",
     ),
     "columns beyond the width read": ("varlen", "+ (beyond << 29)", ""),
-    "heads of a group forgotten": ("plain", "int heads = kKeys ? group : 1;", "int heads = 1;"),
-    "states of the first head": ("plain", "      states = states_of(again, s, head);\n", ""),
+    "heads of a group forgotten": ("plain", "kKeys ? group : 1,\n", "1,\n"),
+    "states of the first head": ("plain", "    states = states_of(p, s, head);\n", ""),
+    "rows of the first head": ("plain", "      next.a = pass.a.row(pass.start);\n", ""),
+    "rows left of the first head": ("plain", "      next.left = c.streamed() - pass.start;\n", ""),
+    "general: rows of the first head": ("terms", "    a = q_of(p, s, head);\n", ""),
+    "states of the tile before": ("plain", "after, i % kFours);", "first, i % kFours);"),
+    "LSE for delta": (
+        "offset", "of_lse ? pass.states.minus_lse :", "true ? pass.states.minus_lse :",
+    ),
     "delta forgotten": (
         "offset",
-        "minus_delta[n] = load_states(c, states.minus_delta, first);",
-        "minus_delta[n] = Acc{0};",
+        "start_dp[n] = load_states(c, pass.states.minus_delta, at);",
+        "start_dp[n] = Acc{0};",
     ),
     "scale forgotten": (
         "plain",
@@ -89,8 +115,8 @@ FAULTS = {
     ),
     "kept bits of another row": (
         "dropout",
-        "of_four<1>(bits) >> lane & 0x1111) << 1",
-        "of_four<1>(bits) >> lane & 0x1111) << 2",
+        "of_four<1>(bits) >> lane & first) << 1",
+        "of_four<1>(bits) >> lane & first) << 2",
     ),
     "dropped P in dS": (
         "dropout",
@@ -106,7 +132,7 @@ FAULTS = {
 }  # fmt: skip
 
 SUM_FAULTS = {
-    "sum of half a row": ("plain", "bit < lanes", "bit < lanes / 2"),
+    "sum of half a row": ("128", "bit < lanes", "bit < lanes / 2"),
     "dLSE forgotten": ("terms", "saw ? dlse - sums[i] : 0.0f", "saw ? -sums[i] : 0.0f"),
     "LSE of empty rows": ("hidden", "saw ? -lse * kLog2E : -INFINITY_F", "-lse * kLog2E"),
 }

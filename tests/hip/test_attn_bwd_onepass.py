@@ -8,12 +8,12 @@ from planted import faults_found
 from test_traffic import Counting
 
 from pyfa import codeobject
+from pyfa.backends.common import calls
 from pyfa.backends.common.program import Step
 from pyfa.backends.hip import backward, code
 from pyfa.backends.hip.launcher import Launcher
 from pyfa.backends.hip.target import TARGET
 from pyfa.backends.native import backward as native_backward
-from pyfa.backends.native.tiles import gfx942
 from pyfa.backends.native.tiling import kernels_of
 from pyfa.conformance.cases import Case
 from pyfa.device import DEVICES
@@ -23,9 +23,11 @@ from pyfa.traffic import Shape
 from pyfa.traffic.requested import requested_of
 
 # Between them: rows and keys past the edges of steps, of wavefronts and of workgroups, groups of
-# heads, masks, gradients of the LSE, every way that rows and keys can lie, every tile.
+# heads, masks, gradients of the LSE, every way that rows and keys can lie, every tile; every score
+# term. Heads of 64 where any would do: they compile in a third of the time of 128.
 CASES = {
-    "plain": Case(
+    "plain": Case(lengths_q=(70,), lengths_k=(270,), heads_q=4, backward=True),
+    "128": Case(
         lengths_q=(70,), lengths_k=(270,), heads_q=4, head_dim=128, head_dim_v=128, backward=True
     ),
     "causal": Case(
@@ -36,6 +38,14 @@ CASES = {
     "window 128": Case(
         lengths_q=(140,), lengths_k=(260,), window=(70, 20), dlse="both", head_dim=128,
         head_dim_v=128, backward=True,
+    ),
+    "192 and 128": Case(
+        lengths_q=(70,), lengths_k=(150,), heads_q=4, heads_k=1, head_dim=192, head_dim_v=128,
+        causal=True, backward=True,
+    ),
+    "192": Case(
+        dtype="float16", lengths_q=(70,), lengths_k=(150,), heads_q=4, head_dim=184,
+        head_dim_v=192, backward=True,
     ),
     "varlen": Case(
         kind="varlen", lengths_q=(70, 0, 133), lengths_k=(70, 5, 39), used_q=True, used_k=True,
@@ -48,6 +58,32 @@ CASES = {
     ),
     "nothing": Case(lengths_q=(0,), lengths_k=(40,), backward=True),
     "offset": Case(lengths_q=(70,), lengths_k=(33,), recipe="offset", backward=True),
+    "terms": Case(
+        lengths_q=(70,), lengths_k=(150,), softcap=3.0, alibi="batch", bias="hidden", sinks=True,
+        heads_q=4, dlse="both", backward=True,
+    ),
+    "window, terms": Case(
+        lengths_q=(140,), lengths_k=(260,), window=(70, 20), softcap=3.0, sinks=True,
+        backward=True,
+    ),
+    "bool": Case(lengths_q=(70,), lengths_k=(150,), bias="bool", backward=True),
+    "float16 bias": Case(
+        dtype="float16", lengths_q=(40,), lengths_k=(70,), bias="hidden", backward=True
+    ),
+    "dropout": Case(
+        lengths_q=(66,), lengths_k=(130,), dropout_p=0.2, heads_q=4, sinks=True, recipe="offset",
+        backward=True,
+    ),
+    "varlen, terms": Case(
+        kind="varlen", lengths_q=(70, 0, 133), lengths_k=(70, 5, 39), used_q=True, used_k=True,
+        slack=3, heads_q=6, heads_k=2, layout="strided", sinks=True, alibi="heads", bias="heads",
+        dropout_p=0.1, backward=True,
+    ),
+    "terms 128": Case(
+        dtype="float16", lengths_q=(40,), lengths_k=(200,), head_dim=128, head_dim_v=128,
+        causal=True, softcap=3.0, alibi="heads", bias="full", sinks=True, dropout_p=0.1,
+        backward=True,
+    ),
 }  # fmt: skip
 
 # Each: the case that shows it, the exact snippet, what it becomes.
@@ -69,7 +105,7 @@ FAULTS = {
     "additions to the first head": (
         "plain", "if (++added_head < group_end) seek_sums(c);", "++added_head;",
     ),
-    "barrier of a turn dropped": ("plain", "if (m == kProducts - 2) barrier();", ""),
+    "barrier of a turn dropped": ("plain", "if (m == kAtBarrier) barrier();", ""),
     "barrier before the loop dropped": (
         "plain", "lds.turn_rows();\n    barrier();", "lds.turn_rows();",
     ),
@@ -106,7 +142,7 @@ FAULTS = {
         "*(LdsHalves)to = (unsigned short)(two >> 16);",
     ),
     "odd tiles of two wavefronts in one place": (
-        "plain", " + Swap::half(wave_index(), TILES - 1) * 2;", ";",
+        "128", " + Swap::half(wave_index(), TILES - 1) * 2;", ";",
     ),
     "K's elements of the other product": (
         "plain", "+ t) % 2 ? 0x07060302 : 0x05040100;", "+ t) % 2 ? 0x05040100 : 0x07060302;",
@@ -143,11 +179,65 @@ FAULTS = {
     ),
 }  # fmt: skip
 
+# The same with score terms, sinks and dropout.
+FAULTS |= {
+    "slope of softcap forgotten": ("terms", "* (s[n][r] * derivative[n][r])", "* s[n][r]"),
+    "softcap of an unscaled score": (
+        "terms", "? p.scale / p.softcap : p.scale;", "? 1.0f / p.softcap : p.scale;",
+    ),
+    "ALiBi of another row": ("terms", "place + n * 16 - r - row", "place + n * 16 - row"),
+    "ALiBi of the first head": ("terms", "if (GENERAL) general.seek(c.sequence(), head);", ""),
+    "bias of a neighbouring row": (
+        "terms", "n * 16 * key_step + r * row_step", "n * 16 * key_step + (r ^ 1) * row_step",
+    ),
+    "bias of the same rows again": (
+        "terms", "general.load_bias(c.sequence(), walk.head, walk.row)",
+        "general.load_bias(c.sequence(), walk.head, walk.start)",
+    ),
+    "boolean bias taken for its contrary": (
+        "bool", "bits ? 0.0f : -INFINITY_F", "bits ? -INFINITY_F : 0.0f",
+    ),
+    "float16 taken for bfloat16": (
+        "float16 bias", "add_bias<kFloat16Bias, 2>(s)", "add_bias<kBfloat16Bias, 2>(s)",
+    ),
+    "mask with score terms forgotten": (
+        "window, terms", "if (v.cut >= 0) return;", "return;",
+    ),
+    "delta with score terms forgotten": ("dropout", "(dp[n][r] + minus_delta[r])", "dp[n][r]"),
+    "dropped P in dS": (
+        "dropout", "where(kept[n], r, dp[n][r] * keep_scale)", "dp[n][r] * keep_scale",
+    ),
+    "dropout's scale forgotten in dS": (
+        "dropout", "where(kept[n], r, dp[n][r] * keep_scale)", "where(kept[n], r, dp[n][r])",
+    ),
+    "dropout's scale forgotten in dV": (
+        "dropout", "where(kept[n], r, s[n][r] * keep_scale)", "where(kept[n], r, s[n][r])",
+    ),
+    "kept bits of another row": (
+        "dropout", "of_four<1>(bits) >> lane & first) << 1",
+        "of_four<1>(bits) >> lane & first) << 2",
+    ),
+    "draws of the same head again": (
+        "dropout", "M::column()), mine, head)", "M::column()), mine, 0)",
+    ),
+    "sinks of half a row": ("terms", "x += turned<8>(x);", ""),
+    "sinks of a neighbouring row": ("terms", "column % 4 == r", "column % 4 == (r ^ 1)"),
+    "sinks of the rows before": (
+        "terms", "m == kAtS + 1) general.add_dots", "m == kAtS + 3) general.add_dots",
+    ),
+    "columns of the step after": ("192", "(j - 4 + (late ? 2 : 0)) % 3", "(j - 4) % 3"),
+}  # fmt: skip
+
 # Of the kernels around it.
 OTHER_FAULTS = {
     "dQ without its scale": ("dq_convert", "two[0] * p.scale", "two[0]"),
     "elements of a neighbour": ("dq_convert", "two[4 * kLanes]", "two[kLanes]"),
     "rows that are not there": ("dq_convert", "if (row >= s.rows) return;", ""),
+    "sinks' sums left as they are": (
+        "dq_convert",
+        "    store_sink_gradient(p, s, head, row, dot);\n",
+        "",
+    ),
     "sums that do not begin with 0": ("row_sums", "sums[i] = Quad{0, 0, 0, 0};", ";"),
 }
 
@@ -168,14 +258,17 @@ def test_fault_is_caught(fault, plant):
 def test_fault_around_it_is_caught(fault, plant):
     kernel, snippet, other = OTHER_FAULTS[fault]
     plant(f"hip/{kernel}.hip", snippet, other)
-    assert faults_found([CASES["varlen"]])
+    assert faults_found([CASES["varlen, terms"]])
 
 
-@pytest.mark.parametrize("pair", gfx942.TILES.one_pass, ids=lambda pair: f"{pair[0]}")
-@pytest.mark.parametrize("dtype", [0, 1], ids=["float16", "bfloat16"])
-def test_resources(pair, dtype):
-    """No spill, no scratch, LDS for a workgroup on a compute unit."""
-    plan = backward.plans_of("hip", pair, dtype, False, False)[1]
+@pytest.mark.parametrize("pair", [(64, 64), (96, 96), (128, 128)], ids=lambda pair: f"{pair[0]}")
+@pytest.mark.parametrize("general", [False, True], ids=["plain", "general"])
+def test_resources(pair, general):
+    """No spill, no scratch, LDS for a workgroup on a compute unit.
+
+    ``code.build`` refuses spills and LDS beyond 64 KB of every plan that is compiled.
+    """
+    plan = backward.plans_of("hip", pair, 1, general, False)[1]
     kernel = codeobject.parse(code.load(plan, "gfx942").data).kernel("attn_bwd_onepass")
     assert (kernel.vgpr_spills, kernel.sgpr_spills, kernel.scratch_bytes) == (0, 0, 0)
     assert kernel.vgprs <= 512
@@ -194,10 +287,11 @@ def problem(*features: str, head_dim: int = 128) -> Problem:
     [
         (problem(), backward.ONE_PASS, "in one pass"),
         (problem("deterministic"), backward.KERNEL, "deterministic"),
-        (problem("softcap"), backward.KERNEL, "score terms"),
+        (problem("softcap"), backward.ONE_PASS, "in one pass"),
+        (problem(head_dim=192), backward.ONE_PASS, "in one pass"),
         (problem(head_dim=256), backward.KERNEL, "64 KB"),
     ],
-    ids=["plain", "deterministic", "softcap", "256"],
+    ids=["plain", "deterministic", "softcap", "192", "256"],
 )
 def test_which_one_runs_is_said(asked: Problem, kernel: str, why: str) -> None:
     from pyfa.backends import BACKENDS
@@ -292,3 +386,22 @@ def test_packed_rows_begin_at_a_tile_of_their_own() -> None:
     single = other.backward(alone, out, lse, dout[None, 37:], None, False)
     assert torch.equal(packed.dq[37:], single.dq[0])
     assert torch.equal(packed.dk[37:], single.dk[0])
+
+
+@pytest.mark.parametrize("apart", [40, calls.MAX_ROW_STRIDE])
+def test_a_bias_whose_rows_are_too_far_apart_is_copied(apart: int) -> None:
+    """Offsets inside a tile are 32-bit."""
+    q = torch.zeros(1, 3, 1, 64, dtype=torch.bfloat16)
+    k = torch.zeros(1, 40, 1, 64, dtype=torch.bfloat16)
+    whole = torch.zeros(2 * apart + 40, dtype=torch.bool)
+    bias = whole.as_strided((1, 1, 3, 40), (0, 0, apart, 1))
+    bias[...] = torch.rand(3, 40) < 0.5
+    call = Call(q, k, k, max_seqlen_q=3, max_seqlen_k=40, bias=bias)
+    lse = torch.zeros(call.lse_shape())
+    found = native_backward._readable(
+        native_backward._Given(q, q, lse, call, None), bias_grad=False
+    ).call.bias
+    assert found is not None
+    assert (found is bias) == (apart == 40)
+    assert torch.equal(found, bias)
+    assert max(found.stride()[-2:]) == 40

@@ -6,6 +6,7 @@ What the operators do inside PyTorch is in tests/gpu/test_gpu_integrations.py.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,7 +51,8 @@ def seeded() -> None:
 
 
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="PyTorch has kernels of its own here")
-def test_it_is_opt_in_and_goes_again() -> None:
+def test_it_is_opt_in_and_goes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # it warns where this is not so
     before = overridden()
     assert before == set()
     torch_sdpa.register()
@@ -65,6 +67,16 @@ def test_it_is_opt_in_and_goes_again() -> None:
         torch_sdpa.restore()
         assert registry.current_flash_attention_impl() is None
         assert overridden() == before
+
+
+def test_without_a_gpu_it_says_that_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found, warned in ((False, 1), (True, 0)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda found=found: found)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            torch_sdpa.activate()
+        torch_sdpa.restore()
+        assert len([each for each in seen if "finds no GPU" in str(each.message)]) == warned
 
 
 def test_another_implementation_is_not_restored_away() -> None:

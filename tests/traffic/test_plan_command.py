@@ -79,7 +79,7 @@ def test_a_backend_without_tiles_and_a_device_without_peaks(
 ) -> None:
     status, out, _ = call(capsys, "--seqlen", "256", "--backend", "torch", "--device", "H200")
     assert status == 0
-    assert "torch does not tell its tiles (--backend " in out
+    assert "torch has no known tiles (--backend " in " ".join(out.split())
     assert "tiled, forward" not in out
     data = report(capsys, "--seqlen", "256", "--backend", "torch", "--device", "H200")
     assert data["kernels"] == []
@@ -104,7 +104,7 @@ def test_compiled_kernels_have_registers(capsys: pytest.CaptureFixture[str]) -> 
     ("arguments", "expected"),
     [
         (("--device", "MI9"), "MI300X"),
-        (("--seqlen", "0"), "without queries or keys"),
+        (("--seqlen", "0"), "expected 1 or more"),
         (("--plot", "x.txt"), "expected a name that ends in .png, .svg, .pdf"),
         (("--plot", "/nowhere/x.png"), "there is no folder /nowhere"),
         (("--backend", "vulkan"), "got 'vulkan'"),
@@ -130,7 +130,10 @@ def test_a_picture_without_matplotlib_names_the_extra(
     )
     status, _, err = call(capsys, *SEED, "--plot", "x.png")
     assert status == 2
-    assert "--plot needs matplotlib, which the extra bench has: pip install 'pyfa[bench]'" in err
+    assert (
+        "--plot needs matplotlib, which the extra bench has: pip install 'pyfa-attention[bench]'"
+        in err
+    )
 
 
 @pytest.mark.parametrize("device", ["MI300X", "A100-80GB"])

@@ -8,17 +8,18 @@ call and a repeated one run the same code.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from ... import _torch
 from ..._torch import Like
 from ...plan import Plan
-from ...problem import Append, Call, form_of
+from ...problem import Call
 from ..base import OtherAlignment, Run
 
 Values = Mapping[str, int | float]
+_Result = TypeVar("_Result")
 
 # Takes the addresses of all that a program names, its inputs and what it made.
 Launch = Callable[[list[int], Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
@@ -156,26 +157,31 @@ MOST_TOTALS = 8
 
 
 def for_any_total(
-    call: Call, append: Append | None, bind: Callable[[Call, Append | None], Run]
-) -> Run:
-    """``bind`` of a call, for all calls that differ from it by how many rows are packed as well.
+    call: Call,
+    run: Callable[..., _Result],
+    bind: Callable[..., Callable[..., _Result]],
+    first: int = 0,
+) -> Callable[..., _Result]:
+    """``run``, which is bound for ``call``, for all calls that differ from it by how many rows are
+    packed as well.
 
     Packed training has another total at each step. What it was bound for else holds for all of
-    them; only what depends on the total is described anew.
+    them; only what depends on the total is described anew, by ``bind`` of what ``run`` takes. Of
+    that q is number ``first``, k the next.
     """
-    run, form = bind(call, append), form_of(call, append)
     if call.cu_seqlens_q is None and call.cu_seqlens_k is None:
         return run
+    second = first + 1
     runs = {(call.q.shape[0], call.k.shape[0]): run}
 
-    def run_any_total(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        totals = tensors[0].shape[0], tensors[1].shape[0]
+    def run_any_total(*given: Any) -> _Result:
+        totals = given[first].shape[0], given[second].shape[0]
         found = runs.get(totals)
         if found is None:
             if len(runs) >= MOST_TOTALS:
                 runs.clear()
-            found = runs[totals] = bind(*form.fill(tensors))
-        return found(*tensors)
+            found = runs[totals] = bind(*given)
+        return found(*given)
 
     return run_any_total
 

@@ -25,7 +25,7 @@ _COUNTER = abi.NAMES.index("counter")  # only pointers come before
 
 
 class Launcher:
-    """``common.launch.Launcher`` on NVIDIA's driver. Safe to use from several threads."""
+    """``native.launch.Launcher`` on NVIDIA's driver. Safe to use from several threads."""
 
     APART = False
     NEEDS_LSE = False
@@ -38,7 +38,7 @@ class Launcher:
         self._lock = threading.Lock()
 
     def launch_of(self, program: Program, tensors: tuple[torch.Tensor, ...]) -> Launch:
-        """``common.launch.Launcher.launch_of``."""
+        """``native.launch.Launcher.launch_of``."""
         given = dict(zip(program.inputs, tensors, strict=True))
         if not any(step.plan.kernel in tensor_maps.BOXES for step in program.steps):
             return self._launch(program, given, None)

@@ -26,7 +26,10 @@ def why_unavailable() -> str | None:
         except ModuleNotFoundError:
             found = None
         if found is None:
-            return f"the package {package} is not installed (pip install 'pyfa[cuda]' brings it)"
+            return (
+                f"the package {package} is not installed "
+                "(pip install 'pyfa-attention[cuda]' brings it)"
+            )
     try:
         version()
     except Exception as error:  # cuda-bindings has several kinds for a library that is not there

@@ -52,4 +52,6 @@ class HipBackend(NativeBackend):
             found.append(plans.plan_of(self.NAME, "gaps"))
         if "backward" in problem.features:
             found += native_backward.plans_for(self.target, self.NAME, problem)
+        if "bias_grad" in problem.features:
+            found.append(native_backward.bias_plan_for(self.target, self.NAME, problem))
         return [replace(plan, backend="hip", notes=()) for plan in found]

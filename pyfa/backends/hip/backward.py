@@ -9,7 +9,6 @@ from __future__ import annotations
 from ...plan import Plan
 from ...problem import Problem
 from ..common import calls
-from ..native.backward import is_general_problem
 from ..native.plans import plan_with
 from ..native.tiles import constants_of
 from ..native.tiles.gfx942 import Tiles
@@ -18,22 +17,20 @@ from .plans import EMULATED, tiles_of
 SUM_ROWS = 16  # rows of a workgroup of row_sums.hip
 KERNEL = "hip/attn_bwd.hip"
 ONE_PASS = "hip/attn_bwd_onepass.hip"
+BIAS_GRAD = "hip/bias_grad.hip"
+BIAS_TILE = 64, 128  # rows and keys of its workgroups
 CONVERT_ROWS = 64  # rows of a workgroup of dq_convert.hip
 KEYS, ROWS = 0, 1
 THREADS = 256
 WAVES = THREADS // 64
 
 
-def _why_two_passes(
-    tiles: Tiles, pair: tuple[int, int], general: bool, deterministic: bool
-) -> str | None:
+def _why_two_passes(tiles: Tiles, pair: tuple[int, int], deterministic: bool) -> str | None:
     """Why backward takes two passes over the scores; None where it takes one."""
     if deterministic:
         return "deterministic: atomics would add dQ in any order"
-    if general:
-        return "the one-pass kernel has no score terms, sinks or dropout"
     if pair not in tiles.one_pass:
-        return "wider than 128, the one-pass kernel's tiles do not fit 64 KB of LDS"
+        return "wider than 192, the one-pass kernel's tiles do not fit 64 KB of LDS"
     return None
 
 
@@ -44,10 +41,14 @@ def notes_of(problem: Problem) -> list[str]:
     tiles = tiles_of(problem.arch)
     pair = calls.bucket_of(tiles.two_passes, problem.head_dim, problem.head_dim_v)
     deterministic = "deterministic" in problem.features
-    why = _why_two_passes(tiles, pair, is_general_problem(problem), deterministic)
+    why = _why_two_passes(tiles, pair, deterministic)
     if why is None:
-        return ["backward in one pass: five products a tile, dQ added in float32 by atomics"]
-    return [f"backward in two passes, seven products a tile: {why}"]
+        notes = ["backward in one pass: five products a tile, dQ added in float32 by atomics"]
+    else:
+        notes = [f"backward in two passes, seven products a tile: {why}"]
+    if "bias_grad" in problem.features:
+        notes.append("the gradient of bias in a pass of its own, two products a tile, no atomics")
+    return notes
 
 
 def plans_of(
@@ -64,7 +65,7 @@ def plans_of(
     keys and owning rows.
     """
     tiles = tiles_of(arch)
-    if _why_two_passes(tiles, pair, general, deterministic):
+    if _why_two_passes(tiles, pair, deterministic):
         sums = _of_rows(backend, "row_sums", dtype, 0)
         keys, rows = (
             _plan(backend, tiles, pair, dtype, owner, int(general)) for owner in (KEYS, ROWS)
@@ -72,9 +73,10 @@ def plans_of(
         return sums, keys, rows
     constants = {
         "DTYPE": dtype,
+        "GENERAL": int(general),
         "HEAD_DIM": pair[0],
         "HEAD_DIM_V": pair[1],
-        "TILES": tiles.one_pass[pair],
+        "TILES": tiles.one_pass[pair][general],
     }
     return (
         _of_rows(backend, "row_sums", dtype, pair[0]),
@@ -101,6 +103,13 @@ def _plan(
     return plan_with(backend, KERNEL, constants)
 
 
+def bias_plan(backend: str, pair: tuple[int, int], dtype: int) -> Plan:
+    """What makes the gradient of the bias, behind the others."""
+    return plan_with(
+        backend, BIAS_GRAD, {"DTYPE": dtype, "HEAD_DIM": pair[0], "HEAD_DIM_V": pair[1]}
+    )
+
+
 def all_plans(backend: str, arch: str = EMULATED) -> list[Plan]:
     found = [
         plan
@@ -110,6 +119,8 @@ def all_plans(backend: str, arch: str = EMULATED) -> list[Plan]:
         for deterministic in (False, True)
         for plan in plans_of(backend, pair, dtype, general, deterministic, arch)
     ]
+    pairs, codes = tiles_of(arch).two_passes, calls.DTYPE_CODES.values()
+    found += [bias_plan(backend, pair, dtype) for pair in pairs for dtype in codes]
     return list(dict.fromkeys(found))
 
 

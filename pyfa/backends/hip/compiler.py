@@ -43,7 +43,10 @@ def zig() -> Path | None:
 def why_unavailable() -> str | None:
     """Why HIP kernels cannot be compiled here; None where they can."""
     if zig() is None:
-        return "the HIP compiler is not installed (pip install 'pyfa[compile]' brings ziglang)"
+        return (
+            "the HIP compiler is not installed (pip install 'pyfa-attention[compile]' brings "
+            "ziglang)"
+        )
     return None
 
 

@@ -38,7 +38,7 @@ class Runtime(Protocol):
 
 
 class Launcher:
-    """``common.launch.Launcher``. Safe to use from several threads."""
+    """``native.launch.Launcher``. Safe to use from several threads."""
 
     NEEDS_LSE = True
     target: Target = TARGET
@@ -50,7 +50,7 @@ class Launcher:
         """The kernels that ran in this process, each with the sha256 of its code object."""
 
     def launch_of(self, program: Program, tensors: tuple[torch.Tensor, ...]) -> Launch:
-        """``common.launch.Launcher.launch_of``."""
+        """``native.launch.Launcher.launch_of``."""
         arch = self.device_at(program.device).arch
         kernels = [self._load(step.plan, arch) for step in program.steps]
         return self.runtime.launch_of(program, kernels)

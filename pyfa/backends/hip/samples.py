@@ -131,11 +131,32 @@ def _backward(plan: Plan) -> Sample:
     return Sample(f"{_title(constants)} {kind}", run, short, long, owned, streamed, tiles)
 
 
+def _bias_grad(plan: Plan) -> Sample:
+    """Of a bias that is broadcast over rows: what makes a tile of rows, and none of the rest."""
+    constants = _constants(plan)
+    keys = backward.BIAS_TILE[1]
+
+    def run(launch: Launcher, length: int) -> None:
+        call = _call(constants, length, keys)._replace(bias=torch.zeros(1, 1, 1, keys))
+        out = torch.zeros(call.out_shape(), dtype=call.q.dtype)
+        lse = torch.zeros(call.lse_shape())
+        dout = torch.zeros_like(out)
+        run = native_backward.bind(launch, call, out, lse, dout, None, True)
+        run(dout, None, out, lse, *tensors_of(call))
+
+    owned, streamed = keys // backward.WAVES, 32
+    short, long = 8 * streamed, 16 * streamed
+    tiles = (long - short) // streamed * backward.WAVES
+    title = f"{_title(constants)} gradient of bias"
+    return Sample(title, run, short, long, owned, streamed, tiles)
+
+
 SAMPLES: Mapping[str, Callable[[Plan], Sample]] = {
     forward.KERNEL: _forward,
     decode.KERNEL: _decode,
     backward.KERNEL: _backward,
     backward.ONE_PASS: _backward,
+    backward.BIAS_GRAD: _bias_grad,
 }
 
 

@@ -25,6 +25,8 @@ def _block_of(plan: Plan) -> Block:
         return Block(waves * forward.LANES, forward.ROWS * waves, values["BLOCK_K"])
     if plan.kernel == decode.KERNEL:
         return Block(decode.THREADS, LINES * values["TILES"], GROUP)
+    if plan.kernel == backward.BIAS_GRAD:
+        return Block(backward.THREADS, *backward.BIAS_TILE)
     rows, keys = backward.owned(plan)
     return Block(backward.THREADS, rows, keys)
 
@@ -55,6 +57,11 @@ def _backward_plans(
 ) -> tuple[Plan, Plan, Plan]:
     pair = calls.bucket_of(plans.tiles_of(arch).two_passes, *dims)
     return backward.plans_of(backend, pair, dtype, general, deterministic, arch)
+
+
+def _bias_grad_plan(backend: str, arch: str, dims: Pair, dtype: int) -> Plan:
+    pair = calls.bucket_of(plans.tiles_of(arch).two_passes, *dims)
+    return backward.bias_plan(backend, pair, dtype)
 
 
 def _forward(values: Mapping[str, int]) -> Buffers:
@@ -94,11 +101,12 @@ def _one_pass(plan: Plan, values: Mapping[str, int]) -> Buffers:
     rows, (_, keys) = backward.SUM_ROWS, backward.owned(plan)
     dims = _dims(values)
     units, units_v = (_skewed_bytes(-(-dim // 64) * 2) for dim in dims)
-    blocks = keys // 32
+    blocks, wide = keys // 32, dims[0] > 128
+    steps, word = (2, "two") if sum(dims) > 320 else (3, "three")
     parts = {
         "Q and dO, rows, and states, two steps": 2 * (units + units_v + 2 * rows * 4),
-        "Q and dO, columns, three steps": 3 * sum(dims) * rows * 2,
-        "dS, two steps": 2 * _skewed_bytes(blocks if blocks % 4 else blocks + 2),
+        f"Q and dO, columns, {word} steps": steps * sum(dims) * rows * 2,
+        "dS, two steps": 2 * _skewed_bytes(blocks if blocks % 4 or wide else blocks + 2),
     }
     return Buffers("gradients", parts, (rows, keys), whole_tiles=True)
 
@@ -132,4 +140,5 @@ TARGET = Target(
     decode_tiles=_decode_tiles,
     decode_splits=lambda blocks, keys, units, key_bytes: decode.splits_for(blocks, keys, units),
     backward_plans=_backward_plans,
+    bias_grad_plan=_bias_grad_plan,
 )

@@ -44,13 +44,19 @@ def bind(
     prepared = None if append is None else appending.readable(append, call.q)
 
     def bind_readable(call: Call, append: Append | None) -> Run:
-        return _bind(launch, plan, call, append, with_lse, grid_of)
+        form = form_of(call, append)
+
+        def bind_again(*tensors: torch.Tensor) -> Run:
+            return _bind(launch, plan, *form.fill(tensors), with_lse, grid_of)
+
+        run = _bind(launch, plan, call, append, with_lse, grid_of)
+        return for_any_total(call, run, bind_again)
 
     if _same(tensors_of(call, append), tensors_of(direct, prepared)):
-        return for_any_total(call, append, bind_readable)
+        return bind_readable(call, append)
     form, aligned, dim_v = form_of(call, append), are_on_16(*call[:3]), call.v.shape[-1]
     ready = None if prepared is None else appending.bind(launch, call, prepared)
-    run = None if ready is not None else for_any_total(direct, None, bind_readable)
+    run = None if ready is not None else bind_readable(direct, None)
 
     def run_on_copies(*tensors: torch.Tensor) -> list[torch.Tensor]:
         nonlocal run
@@ -62,7 +68,7 @@ def bind(
             given = ready(given, appending.readable(new, given.q))
         given = readable(given)
         if run is None:
-            run = for_any_total(given, None, bind_readable)
+            run = bind_readable(given, None)
         out, *rest = run(*tensors_of(given))
         return [out[..., :dim_v], *rest]
 

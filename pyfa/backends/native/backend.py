@@ -67,6 +67,5 @@ class NativeBackend:
         dlse: torch.Tensor | None,
         bias_grad: bool,
     ) -> RunBackward:
-        # bias_grad is never asked for: FEATURES has none.
         with self.launch.on(call.q.device):
-            return backward.bind(self.launch, call, out, lse, dout, dlse)
+            return backward.bind(self.launch, call, out, lse, dout, dlse, bias_grad)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from ...plan import Plan
 from ...problem import TERMS, Call, Problem, form_of, tensors_of
 from ..base import Gradients, RunBackward
 from ..common import calls
-from ..common.program import MOST_TOTALS, Params, Program, like, run_of
+from ..common.program import Params, Program, for_any_total, like, run_of
 from . import gaps
 from .launch import Launcher
 from .plans import name_of, values_of
@@ -52,8 +52,13 @@ class _Given(NamedTuple):
         return (self.dout, self.out, self.lse, *tensors_of(self.call), *last)
 
 
-def _readable(given: _Given) -> _Given:
+def _readable(given: _Given, bias_grad: bool) -> _Given:
     dout, out, lse, call, dlse = given
+    if call.bias is not None and max(call.bias.stride()[-2:], default=0) >= calls.MAX_ROW_STRIDE:
+        call = call._replace(bias=call.bias.contiguous())  # offsets inside a tile are 32-bit
+    if bias_grad and call.bias is not None and call.bias.numel() and 0 in call.bias.stride():
+        # What has a stride of 0 is broadcast to the kernels, and its gradient a sum.
+        call = call._replace(bias=call.bias.contiguous())
     return _Given(
         calls.readable(dout),
         calls.readable(out),
@@ -70,11 +75,21 @@ def bind(
     lse: torch.Tensor,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
+    bias_grad: bool = False,
 ) -> RunBackward:
     """``Backend.bind_backward``."""
     given = _Given(dout, out, lse, call, dlse)
-    direct = _readable(given)
-    run = _for_any_total(direct, lambda given: _bind(launch, given))
+    direct = _readable(given, bias_grad)
+    readable_form = form_of(direct.call)
+
+    def bind_again(
+        dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
+        *tensors: torch.Tensor,
+    ) -> RunBackward:  # fmt: skip
+        of_call = readable_form.fill(tensors)[0]
+        return _bind(launch, _Given(dout, out, lse, of_call, dlse), bias_grad)
+
+    run = for_any_total(direct.call, _bind(launch, direct, bias_grad), bind_again, first=4)
     copied = any(x is not y for x, y in zip(given.tensors(), direct.tensors(), strict=True))
     if not copied:
         return run
@@ -84,7 +99,7 @@ def bind(
         dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
         *tensors: torch.Tensor,
     ) -> Gradients:  # fmt: skip
-        made = _readable(_Given(dout, out, lse, form.fill(tensors)[0], dlse))
+        made = _readable(_Given(dout, out, lse, form.fill(tensors)[0], dlse), bias_grad)
         found = run(made.dout, made.dlse, made.out, made.lse, *tensors_of(made.call))
         dq, dk, dv, dbias, dsinks = found
         return Gradients(dq[..., :dim], dk[..., :dim], dv[..., :dim_v], dbias, dsinks)
@@ -92,29 +107,7 @@ def bind(
     return run_on_copies
 
 
-def _for_any_total(given: _Given, bind: Callable[[_Given], RunBackward]) -> RunBackward:
-    """``program.for_any_total`` of a backward."""
-    run, call = bind(given), given.call
-    if call.cu_seqlens_q is None and call.cu_seqlens_k is None:
-        return run
-    form, runs = form_of(call), {(call.q.shape[0], call.k.shape[0]): run}
-
-    def run_any_total(
-        dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
-        *tensors: torch.Tensor,
-    ) -> Gradients:  # fmt: skip
-        totals = tensors[0].shape[0], tensors[1].shape[0]
-        found = runs.get(totals)
-        if found is None:
-            if len(runs) >= MOST_TOTALS:
-                runs.clear()
-            found = runs[totals] = bind(_Given(dout, out, lse, form.fill(tensors)[0], dlse))
-        return found(dout, dlse, out, lse, *tensors)
-
-    return run_any_total
-
-
-def _bind(launch: Launcher, given: _Given) -> RunBackward:
+def _bind(launch: Launcher, given: _Given, bias_grad: bool) -> RunBackward:
     """``bind`` of what the kernels read as it lies."""
     call = given.call
     form = form_of(call)
@@ -149,19 +142,52 @@ def _bind(launch: Launcher, given: _Given) -> RunBackward:
         else:
             blocks = -(-call.max_seqlen_k // block.keys) * call.k.shape[-2]
         program.add(plan, blocks * call.batch, block.threads, params)
+    if bias_grad and call.bias is not None:
+        _add_bias_grad(launch, program, call, call.bias, params)
     run = run_of(program, launch.launch_of(program, given.tensors()), launch.empty, aligned=6)
     rows = (0, 2) if given.lse.dim() == 3 else 1
-    has_sinks = call.sinks is not None
+    numbers = {name: number for number, name in enumerate(program.made)}
+    dsinks_at, dbias_at = numbers.get("dsinks"), numbers.get("dbias")
 
     def backward(
         dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
         *tensors: torch.Tensor,
     ) -> Gradients:  # fmt: skip
         last = () if dlse is None else (dlse,)
-        dq, dk, dv, *more = run(dout, out, lse, *tensors, *last)
-        return Gradients(dq, dk, dv, None, more[0].sum(rows) if has_sinks else None)
+        found = run(dout, out, lse, *tensors, *last)
+        dq, dk, dv = found[:3]
+        dsinks = None if dsinks_at is None else found[dsinks_at].sum(rows)
+        dbias = None if dbias_at is None else found[dbias_at]
+        return Gradients(dq, dk, dv, dbias, dsinks)
 
     return backward
+
+
+def _add_bias_grad(
+    launch: Launcher, program: Program, call: Call, bias: torch.Tensor, params: Params
+) -> None:
+    """What makes the gradient of the bias, which its Params have as ``out``."""
+    make = launch.target.bias_grad_plan
+    assert make is not None, "FEATURES has the gradient of bias"
+    arch = launch.device_at(call.q.device).arch
+    dims = call.q.shape[-1], call.v.shape[-1]
+    plan = make(launch.target.name, arch, dims, calls.dtype_code(call.q))
+    block = launch.target.block_of(plan)
+    made = like(bias.shape, bias.dtype)
+    program.make("dbias", made)
+    strides = dict(zip(("out_batch", "out_head", "out_row"), made[1][:3], strict=True))
+    own = Params({**params.values, **strides}, {**params.pointers, "out": "dbias"})
+    batches, heads, rows, keys = bias.shape
+    # One for all rows or keys where there is one of them.
+    blocks = batches * heads * -(-rows // block.rows) * -(-keys // block.keys)
+    program.add(plan, blocks, block.threads, own)
+
+
+def bias_plan_for(target: Target, backend: str, problem: Problem) -> Plan:
+    """The kernel of a problem's gradient of bias."""
+    assert target.bias_grad_plan is not None
+    arch, dims = target.device_of(problem).arch, (problem.head_dim, problem.head_dim_v)
+    return target.bias_grad_plan(backend, arch, dims, calls.DTYPE_CODES[problem.dtype])
 
 
 def plans_for(target: Target, backend: str, problem: Problem) -> tuple[Plan, ...]:

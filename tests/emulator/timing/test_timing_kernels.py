@@ -35,16 +35,16 @@ def kernel_of(plan: Plan) -> runtime_timing.Kernel:
 
 def test_the_order_of_our_kernels() -> None:
     """What is known by other means too (llvm-mca, a prototype of this model): D = 128 keeps the
-    matrix units busier than D = 64, whose vector work is twice as much a product; both passes of
-    backward wait for LDS before each group of products."""
+    matrix units busier than D = 64, whose vector work is twice as much a product; of the
+    two passes of backward, the one that owns rows has a product less to wait for."""
     _, keys, rows = (Plan("hip", p.kernel, p.constants) for p in
                      backward.plans_of("hip", (128, 128), BF16, False, True))  # fmt: skip
     wide, narrow = forward_of(128), forward_of(64)
     both = [kernel_of(plan) for plan in (keys, rows)]
     for number in range(2):
         of = [one.estimates[number].utilisation for one in (wide, narrow, *both)]
-        assert of[0] > of[1] > of[2]
-        assert of[1] > of[3]
+        assert of[0] > of[1]
+        assert of[3] > of[2]
         assert 0.75 < of[0] < 0.95
     assert all(a.utilisation < b.utilisation for a, b in (one.estimates for one in (wide, narrow)))
 

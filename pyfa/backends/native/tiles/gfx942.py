@@ -37,11 +37,12 @@ class Decode(NamedTuple):
 
 
 class Owner(NamedTuple):
-    """Of backward in two passes: what a wavefront owns, in 32 keys or rows, and wavefronts on a
-    SIMD."""
+    """Of backward in two passes: what a wavefront owns, in 32 keys or rows, wavefronts on a SIMD,
+    and whether products are made in slots."""
 
     columns: int
     per_simd: int
+    slots: int = 0
 
 
 class Tiles(NamedTuple):
@@ -56,7 +57,7 @@ class Tiles(NamedTuple):
     decode: Mapping[Pair, tuple[Decode, ...]]
     decode_float8: Mapping[Pair, tuple[Decode, ...]]
     two_passes: Mapping[Pair, tuple[Owner, Owner, Owner, Owner]]
-    one_pass: Mapping[Pair, int]
+    one_pass: Mapping[Pair, tuple[int, int]]
 
 
 # LDS holds two tiles of K and two of V: 65,536 B at 128 and 256. At 256 the accumulators alone are
@@ -71,8 +72,9 @@ FORWARD = {
 }
 # Of float8, in half the bytes: 65,536 B at 256.
 _FLOAT8 = {pair: tiles._replace(block_k=64) for pair, tiles in FORWARD.items()}
-# Backward's owners: one and two columns of 32, one or two wavefronts on a SIMD.
-_1, _1_TWICE, _2 = Owner(1, 1), Owner(1, 2), Owner(2, 1)
+# Backward's owners: a column of 32, one or two wavefronts on a SIMD, and the same in slots.
+_1, _1_TWICE = Owner(1, 1), Owner(1, 2)
+_SLOTS, _SLOTS_TWICE = Owner(1, 1, 1), Owner(1, 2, 1)
 
 TILES = Tiles(
     forward=FORWARD,
@@ -107,18 +109,28 @@ TILES = Tiles(
         (192, 192): (Decode(1, 4, 2), Decode(2, 4, 1)),
         (256, 256): (Decode(1, 4, 1), Decode(2, 4, 1)),
     },
-    # Of plain scores owning keys and rows, then of general ones. Two columns read LDS half as
-    # often; two wavefronts on a SIMD hide each other's vector instructions. The rest spills.
+    # Of plain scores owning keys and rows, then of general ones. Two wavefronts on a SIMD hide each
+    # other's vector instructions, where that does not spill. Slots (kernels/hip/bwd_slots.h) keep
+    # the matrix unit busy where the vector unit has less to do than it; with score terms it has
+    # more, and fragments read ahead spilled. Owning 256 elements of keys and values there are no
+    # registers to read ahead: 0.25 to 0.29 of the matrix unit, without slots 0.31 to 0.35.
     two_passes={
-        (64, 64): (_1_TWICE, _1_TWICE, _1, _1_TWICE),
-        (96, 96): (_2, _1_TWICE, _1, _1_TWICE),
-        (128, 128): (_2, _1_TWICE, _1, _1),
-        (192, 128): (_1, _1, _1, _1),
-        (192, 192): (_1, _1, _1, _1),
-        (256, 256): (_1, _1, _1, _1),
+        (64, 64): (_SLOTS_TWICE, _SLOTS_TWICE, _1, _1_TWICE),
+        (96, 96): (_SLOTS, _SLOTS_TWICE, _1, _1_TWICE),
+        (128, 128): (_SLOTS, _SLOTS_TWICE, _1, _1),
+        (192, 128): (_SLOTS, _SLOTS, _1, _1),
+        (192, 192): (_SLOTS, _SLOTS, _1, _1),
+        (256, 256): (_1, _SLOTS, _1, _1),
     },
-    # One pass over plain scores: 16s of keys that a wavefront owns, in registers with their
-    # gradients (7 head_dim / 8 registers for each). Which leaves room for what a step needs, by the
-    # figures in kernels/README.md.
-    one_pass={(64, 64): 4, (96, 96): 4, (128, 128): 3},
+    # One pass: 16s of keys that a wavefront owns, of plain scores and of general ones. They are in
+    # registers with their gradients, and once more for dQ: 168 registers for 16 of a head_dim of
+    # 192. As many as leave room for what a step needs. By the timing model one pass takes 0.25 to
+    # 0.55 of the clocks of two (kernels/README.md).
+    one_pass={
+        (64, 64): (4, 4),
+        (96, 96): (4, 3),
+        (128, 128): (3, 3),
+        (192, 128): (2, 2),
+        (192, 192): (2, 2),
+    },
 )

@@ -1,0 +1,186 @@
+// What backward kernels have in common whose wavefronts own 32 or 64 keys or query rows, as columns of
+// products, and stream tiles of the others through LDS: their operands, masks and score terms.
+#pragma once
+#include "bwd_inputs.h"
+#include "bwd_score.h"
+
+#define KEYS 0
+#define ROWS 1
+
+typedef Mma<DTYPE, kTile> M;
+typedef M::Acc Acc;
+typedef Format<DTYPE> F;
+
+constexpr bool kKeys = OWNS == KEYS;
+constexpr int kWaves = 4;
+constexpr int kThreads = kWaves * kLanes;
+constexpr int kBlock = kWaves * COLUMNS * kTile;  // owned by a workgroup
+constexpr int kSteps = HEAD_DIM / 16;             // of 16 bytes a lane along the head
+constexpr int kStepsV = HEAD_DIM_V / 16;
+constexpr int kFours = M::kRegisters / 4;         // groups of four consecutive rows of a product
+
+struct Context {
+  Sequence s;
+  int first;  // that this wavefront owns
+  float to_base_2;
+
+  METHOD int owned() const { return kKeys ? s.keys : s.rows; }
+  METHOD int streamed() const { return kKeys ? s.rows : s.keys; }
+  METHOD int own(int c) const { return first + c * kTile + M::column(); }
+};
+
+// Which streamed rows see or are seen by the owned ones `first` ... `last`.
+DEVICE Seen seen_by(const Params &p, const Sequence &s, int first, int last) {
+  return kKeys ? rows_seeing(p, s, first, last) : keys_seen(p, s, first, last);
+}
+
+// ---- operands -----------------------------------------------------------------------------------
+
+template <int steps>
+DEVICE void load_owned(const Context &c, Quad (&x)[COLUMNS][steps], const Matrix &m) {
+  for (int n = 0; n < COLUMNS; ++n) {
+    int first = c.first + n * kTile;
+    auto from = buffer_of(m, first, c.owned() - first);
+    for (int i = 0; i < steps; ++i)
+      x[n][i] = __builtin_amdgcn_raw_buffer_load_b128(
+          from, buffer_offset(m, M::column(), i * 16 + M::part() * 8), 0, 0);
+  }
+}
+
+// A product over the head: acc (tile x owned) of a tile's rows and the owned ones. `again`: see lane_for.
+template <int dim, bool again, int steps>
+DEVICE void multiply(Acc (&acc)[COLUMNS], Lds tile, const Quad (&x)[COLUMNS][steps]) {
+  int lane = lane_for<again>();
+  for (int i = 0; i < steps; ++i) {
+    Quad a = lds_read(tile + RowTile<dim>::place(lane % kTile, 2 * i + lane / kTile));
+    for (int n = 0; n < COLUMNS; ++n) {
+      acc[n] = M::mma(a.xy, x[n][i].xy, acc[n]);
+      acc[n] = M::mma(a.zw, x[n][i].zw, acc[n]);
+    }
+  }
+}
+
+DEVICE void round(Pair (&to)[kFours], const Acc &x) {
+  for (int j = 0; j < kFours; ++j)
+    to[j] = Pair{F::half_up(x[4 * j], x[4 * j + 1]), F::half_up(x[4 * j + 2], x[4 * j + 3])};
+}
+
+// ---- scores -------------------------------------------------------------------------------------
+
+// -LSE or -delta of the tile's rows at `first`, for registers 4 j ... 4 j + 3 of a product.
+DEVICE void load_four(Acc &x, const Context &c, const float *state, int first, int j) {
+  auto from = buffer(state + first, max(c.s.rows - first, 0) * 4);
+  typedef float Four __attribute__((ext_vector_type(4)));
+  auto four = __builtin_bit_cast(
+      Four, __builtin_amdgcn_raw_buffer_load_b128(from, M::row(4 * j) * 4, 0, 0));
+  for (int i = 0; i < 4; ++i) x[4 * j + i] = four[i];
+}
+
+// The same for each register: of the tile's rows where keys are owned, else of the owned row.
+DEVICE Acc load_states(const Context &c, const float *state, int first) {
+  Acc x;
+  if (!kKeys) {
+    auto from = buffer(state + first, max(c.s.rows - first, 0) * 4);
+    unsigned one = __builtin_amdgcn_raw_buffer_load_b32(from, M::column() * 4, 0, 0);
+    return Acc(__builtin_bit_cast(float, one));
+  }
+  for (int j = 0; j < kFours; ++j) load_four(x, c, state, first, j);
+  return x;
+}
+
+// Which rows of the tile at `first` owned `own` sees or is seen by, none beyond the end of either: bit
+// bit_of(r) for register r of a product. Bits in a vector register, since a lane mask for each
+// register of a product would take 32 scalar ones.
+DEVICE unsigned seen_bits(const Context &c, int own, int first) {
+  pin(own);  // or what follows from it would be kept for tiles without a mask
+  Seen seen = seen_by(params_again(), c.s, own, own);
+  int low = max(seen.low - first, 0), high = min(seen.high - first, kTile);
+  if (own >= c.owned() || low >= high) return 0;
+  return (~0u >> (kTile - high + low) << low) >> M::part() * kMmaPart;
+}
+constexpr METHOD int bit_of(int r) { return r / 4 * 8 + r % 4; }
+
+DEVICE void mask(Acc &s, unsigned seen) {
+#pragma unroll
+  for (int r = 0; r < M::kRegisters; ++r) s[r] = where(seen, bit_of(r), s[r]);
+}
+
+// ---- scores of every kind -----------------------------------------------------------------------
+
+// Which scores of a product dropout keeps: bit r for register r.
+DEVICE unsigned kept(const Context &c, int head, int own, int first) {
+  const Params &p = params_again();
+  Dropout dropout(p, c.s.batch);
+  auto draw = [&](int key, int row) { return dropout.kept_of_four(dropout.group_of(key), row, head); };
+  // A draw serves four keys: four registers, or where keys are owned one of four neighbouring lanes,
+  // each of which draws for every fourth row.
+  int lane = lane_index() % 4;
+  unsigned bits = 0;
+#pragma unroll 1
+  for (int j = 0; j < kFours; ++j) {
+    int other = first + M::row(4 * j);
+    bits |= (kKeys ? draw(own, other + lane) : draw(other, own)) << 4 * j;
+  }
+  if (!kKeys) return bits;
+  return kept_by_lane<0x1111>(bits);
+}
+
+// What is left of S for dS, beyond the product itself.
+struct Weights {
+  Acc p;         // before dropout: for the sinks, and for the gradient of a bias
+  unsigned seen;  // bit_of(r): whether the mask leaves register r
+  unsigned keep;  // bit r: whether dropout keeps register r
+  float keep_scale;
+};
+
+// S becomes d P / d (scaled Q K^T), and where keys are owned `rounded` P after dropout.
+DEVICE Weights weigh(Acc &s, Pair (&rounded)[kFours], const Context &c, Acc minus_lse,
+                     const RowStates &states, int head, int n, int first) {
+  const Params &p = params_again();
+  int own = c.own(n), row0 = first + M::row(0);
+  // Or what follows from them would be kept from tile to tile: with a head_dim of 256 there is no room.
+  pin(own);
+  pin(row0);
+  Weights w;
+  unsigned seen = w.seen = seen_bits(c, own, first);
+  Terms terms = terms_of(p, c.s.batch, head, 0);
+  // S is scaled here and gradients at the end, which leaves 1 for a score's slope.
+  terms.scale = 1.0f;
+  terms.inverse = terms.softcap > 0.0f ? 1.0f / terms.softcap : 0.0f;
+  w.keep = ~0u;
+  w.keep_scale = 1.0f;
+  if (p.dropout_threshold) {
+    w.keep = kept(c, head, own, first);
+    w.keep_scale = p.dropout_scale;
+  }
+  float slope[M::kRegisters];
+#pragma unroll
+  for (int r = 0; r < M::kRegisters; ++r) {
+    int other = row0 + bit_of(r);
+    int distance = (kKeys ? own - other : other - own) - c.s.shift;
+    s[r] = score(terms, s[r] * p.scale, distance, slope[r]);
+  }
+  if (p.bias_type != kNoBias) {
+    const Params &again = params_again();
+    Terms at = terms_of(again, c.s.batch, head, 0);
+    const char *bias = at.bias;
+    long long row_step = terms_of(again, c.s.batch, head, 1).bias - bias;
+    int place = own < c.owned() ? own : 0;
+#pragma unroll
+    for (int r = 0; r < M::kRegisters; ++r) {
+      // What is not seen need not be there: any element does for it.
+      int other = row0 + bit_of(r) & bits_of(seen, bit_of(r));
+      at.bias = bias + (kKeys ? other : place) * row_step;
+      s[r] += bias_of(at, kKeys ? place : other);
+    }
+  }
+  if (kKeys) minus_lse = load_states(c, states.minus_lse, first);
+#pragma unroll
+  for (int r = 0; r < M::kRegisters; ++r)
+    w.p[r] = where(seen, bit_of(r), exp2(s[r] * kLog2E + minus_lse[r]));
+#pragma unroll
+  for (int r = 0; r < M::kRegisters; ++r) s[r] = where(w.keep, r, w.p[r] * w.keep_scale);
+  if (kKeys) round(rounded, s);
+  for (int r = 0; r < M::kRegisters; ++r) s[r] = w.p[r] * slope[r];
+  return w;
+}

@@ -1,0 +1,208 @@
+// Scores of every kind in the one-pass backward: softcap, ALiBi, bias, dropout, sinks. Which of them there
+// are is known at run time: each is a branch around the work of a whole step.
+#pragma once
+#include "bwd_score.h"
+#include "bwd_step.h"
+
+// Of 16 rows and the keys of a wavefront, `tiles` times 16: a lane has one key of each tile, and four rows.
+template <int dtype, int tiles>
+struct Scoring {
+  typedef Mma<dtype, 16> M;
+  typedef typename M::Acc Acc;
+  typedef Format<dtype> F;
+  enum { kSoftcap = 1, kAlibi = 2, kBias = 4, kDropout = 8, kSinks = 16, kBiasType = 32 };
+
+  // What a step leaves.
+  struct Scored {
+    Pair p[tiles], ds[tiles];  // P is rounded after dropout
+    float dot;                 // the sum of P dP of row 4 * part + lane % 4, over the wavefront's keys
+  };
+
+  int kinds;        // and the bias' type, times kBiasType
+  int first;        // key of the wavefront
+  // Of the score's head. S is scaled here and gradients at the end, which leaves a scale of 1; `inverse` is
+  // what S is multiplied by first, with softcap or without.
+  Terms terms;
+  int place;        // of the lane's first key, as distances count, before row 4 * part
+  unsigned bias[tiles][4];  // of the step whose scores come next, as it is in memory
+
+  METHOD void begin(const Sequence &s, int first_key, int head) {
+    const Params &p = params_again();
+    first = first_key;
+    kinds = (p.softcap > 0.0f ? kSoftcap : 0) | (p.alibi_slopes ? kAlibi : 0) |
+            (p.bias_type != kNoBias ? kBias : 0) | (p.dropout_threshold ? kDropout : 0) |
+            (p.dsinks ? kSinks : 0) | p.bias_type * kBiasType;
+    pin_scalar(kinds);
+    terms.scale = 1.0f;
+    terms.softcap = p.softcap;
+    terms.inverse = p.softcap > 0.0f ? p.scale / p.softcap : p.scale;
+    place = first + M::column() - s.shift - M::part() * kMmaPart;
+    // In vector registers: scalar ones are few.
+    pin(terms.softcap);
+    pin(terms.inverse);
+    pin(place);
+    seek(s, head);
+  }
+  METHOD void seek(const Sequence &s, int head) {
+    terms.slope = 0.0f;
+    if (kinds & kAlibi) terms.slope = terms_of(params_again(), s.batch, head, 0).slope;
+    pin(terms.slope);
+  }
+
+  // What is not seen need not be there: elements beyond the end are 0 or others of the bias.
+  METHOD void load_bias(const Sequence &s, int head, int row) {
+    if (!(kinds & kBias)) return;
+    const Params &p = params_again();
+    Terms at = terms_of(p, s.batch, head, row);
+    int size = size_of_bias(bias_type()), row_step = p.bias_row * size, key_step = p.bias_key * size;
+    int key = first;
+    pin_scalar(key);  // or what follows from it would be kept from step to step
+    int rows = min(s.rows - row, kStepRows), keys = min(s.keys - key, tiles * 16);
+    pin_scalar(rows);
+    pin_scalar(keys);
+    int bytes = rows > 0 && keys > 0 ? (rows - 1) * row_step + (keys - 1) * key_step + size : 0;
+    auto from = buffer(at.bias + key * at.bias_step, bytes);
+    unsigned offset = M::part() * kMmaPart * row_step + M::column() * key_step;
+    auto load = [&](auto one) {
+#pragma unroll
+      for (int n = 0; n < tiles; ++n)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) bias[n][r] = one(n * 16 * key_step + r * row_step);
+    };
+    if (size == 4)
+      load([&](int more) { return __builtin_amdgcn_raw_buffer_load_b32(from, offset, more, 0); });
+    else if (size == 2)
+      load([&](int more) { return __builtin_amdgcn_raw_buffer_load_b16(from, offset, more, 0); });
+    else
+      load([&](int more) { return __builtin_amdgcn_raw_buffer_load_b8(from, offset, more, 0); });
+  }
+
+  METHOD int bias_type() const {
+    int type = kinds / kBiasType;
+    pin_scalar(type);  // or each comparison with it would be kept
+    return type;
+  }
+  template <int type, int size>
+  METHOD void add_bias(Acc (&s)[tiles]) const {
+#pragma unroll
+    for (int n = 0; n < tiles; ++n)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) s[n][r] += bias_value<size>(type, bias[n][r]);
+  }
+
+  // Whether dropout keeps row r of tile n: bit r.
+  METHOD void keep(unsigned (&kept)[tiles], const Sequence &s, int head, int row) const {
+    Dropout dropout(params_again(), s.batch);
+#pragma unroll
+    for (int n = 0; n < tiles; ++n) {
+      int mine = row + M::part() * kMmaPart + lane_index() % 4;
+      kept[n] = kept_by_lane<1>(
+          dropout.kept_of_four(dropout.group_of(first + n * 16 + M::column()), mine, head));
+      fence();  // or the draws of all tiles would be made side by side, in registers that are not there
+    }
+  }
+
+  // From S and dP of the rows at `row`, whose states are in LDS. `masked` leaves 0 where a row does not see
+  // a key.
+  template <typename Mask>
+  METHOD void weigh(Scored &to, Acc (&s)[tiles], Acc (&dp)[tiles], unsigned states, const Sequence &of,
+                    int head, int row, Mask masked) const {
+    float derivative[tiles][4];
+    if (kinds & kSoftcap) {
+#pragma unroll
+      for (int n = 0; n < tiles; ++n)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          s[n][r] = softcapped(terms, s[n][r], derivative[n][r]);
+          if (r % 2) fence();
+        }
+    } else {
+#pragma unroll
+      for (int n = 0; n < tiles; ++n) {
+        s[n] *= terms.inverse;
+        for (int r = 0; r < 4; ++r) derivative[n][r] = 1.0f;
+      }
+    }
+    if (kinds & kAlibi)
+#pragma unroll
+      for (int n = 0; n < tiles; ++n)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) s[n][r] += alibi(terms, place + n * 16 - r - row);
+    if (kinds & kBias) {
+      int type = bias_type();
+      if (type == kFloat32Bias)
+        add_bias<kFloat32Bias, 4>(s);
+      else if (type == kBfloat16Bias)
+        add_bias<kBfloat16Bias, 2>(s);
+      else if (type == kFloat16Bias)
+        add_bias<kFloat16Bias, 2>(s);
+      else
+        add_bias<kBoolBias, 1>(s);
+    }
+    Acc minus_lse = read_four(states);
+#pragma unroll
+    for (int n = 0; n < tiles; ++n)
+      for (int r = 0; r < 4; ++r) s[n][r] = exp2(s[n][r] * kLog2E + minus_lse[r]);
+    masked(s);
+    if (kinds & kDropout) {
+      float keep_scale = params_again().dropout_scale;
+      unsigned kept[tiles];
+      keep(kept, of, head, row);
+#pragma unroll
+      for (int n = 0; n < tiles; ++n) {
+        float x[4];
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          x[r] = where(kept[n], r, s[n][r] * keep_scale);
+          dp[n][r] = where(kept[n], r, dp[n][r] * keep_scale);
+        }
+        M::put(to.p[n], 0, x);
+      }
+    } else {
+#pragma unroll
+      for (int n = 0; n < tiles; ++n) to.p[n] = Pair{F::half_up(s[n][0], s[n][1]), F::half_up(s[n][2], s[n][3])};
+    }
+    if (kinds & kSinks) {
+      int column = M::column();
+      pin(column);  // or each comparison with it would be kept
+      to.dot = 0.0f;
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        float x = 0.0f;
+#pragma unroll
+        for (int n = 0; n < tiles; ++n) x += s[n][r] * dp[n][r];
+        x += turned<8>(x);
+        x += turned<4>(x);
+        x += turned<2>(x);
+        x += turned<1>(x);
+        to.dot = column % 4 == r ? x : to.dot;
+      }
+    }
+    Acc minus_delta = read_four(states + kStepRows * 4);
+#pragma unroll
+    for (int n = 0; n < tiles; ++n) {
+      float x[4];
+      for (int r = 0; r < 4; ++r) x[r] = (dp[n][r] + minus_delta[r]) * (s[n][r] * derivative[n][r]);
+      M::put(to.ds[n], 0, x);
+    }
+  }
+
+  // The rows' shares of the sinks' gradient, as far as they are sums (dq_convert.hip has the rest).
+  METHOD void add_dots(const Scored &of, const Sequence &s, int head, int row) const {
+    if (!(kinds & kSinks)) return;
+    const Params &p = params_again();
+    int column = M::column();
+    Sequence again = sequence_of(p, s.batch);
+    int rows = min(s.rows - row, kStepRows);
+    pin_scalar(rows);
+    auto to = buffer((float *)p.dsinks + state_offset(p, again, head) + row, max(rows, 0) * 4);
+    int at = (M::part() * kMmaPart + column) * 4 + (column / 4 << 28);  // of columns beyond 3 beyond the end
+    __builtin_amdgcn_raw_ptr_buffer_atomic_fadd_f32(of.dot, to, at, 0, 0);
+  }
+  // Of the lane that is so many behind in the 16 of a row, which come round.
+  template <int lanes>
+  static METHOD float turned(float x) {
+    return __builtin_bit_cast(
+        float, __builtin_amdgcn_mov_dpp(__builtin_bit_cast(int, x), 0x120 + lanes, 0xf, 0xf, true));
+  }
+};
