@@ -103,8 +103,15 @@ DEVICE constexpr int first_in(int beat, int beats, int count) {
 }
 DEVICE constexpr int first_element(int beat) { return first_in(beat, kElementBeats, kElements); }
 // Loads are spread over the first half of a tile's slots, of few slots over the first quarter, so that
-// they arrive in time: 0.737 to 0.859 of the clocks on the matrix unit at 96 by pyfa/bench's model.
-constexpr int kLoadSlots = kSlots > 10 ? kSlots / 2 : kSlots / 4;
+// they arrive in time: 0.737 to 0.859 of the clocks on the matrix unit at 96 by the timing model.
+constexpr int kLoadSlots = kSlots > 10 ? kSlots / 2 : kFloat8 ? kSlots * 3 / 8 : kSlots / 4;
+constexpr int kLoadBeats = kLoadSlots * kKeyBeats;
+// Values go to LDS two slots before the last (of few slots one), so that no write is waited for at the
+// barrier: 0.837 to 0.917 at 192 and 128 by the same model, where they went half a slot before the last.
+constexpr int kStoreBeat = kBeats - (kValueSlots > 2 ? 3 : 2) * kValueBeats;
+static_assert(kLoadBeats <= kStoreBeat && kLoadBeats + 3 < kBeats &&
+                  (kLoadSlots <= kKeySlots || kValueBeats <= kKeyBeats),
+              "loads, and then what the next tile's need");
 
 // Where two tiles of K and two of V lie in LDS.
 struct Places {
@@ -160,7 +167,13 @@ struct Beside {
       raise_largest(next, pair, largest);
       for (int n = 0; n < kColumns && kPlain; ++n) pin(largest[n]);
     }
-    if (beat == kBeats - kValueBeats - 4) in.values.store(values, next_values);
+    // Where the next tile's loads are, in four beats: all at once were 26 scalar instructions.
+    int advanced = beat - kLoadBeats;
+    if (advanced == 0) in.end_values();
+    if (advanced == 1) in.begin_values();
+    if (advanced == 2) in.end_keys();
+    if (advanced == 3) in.begin_keys();
+    if (beat == kStoreBeat) in.values.store(values, next_values);
     if (kPlain) fence();
   }
 
@@ -223,13 +236,6 @@ DEVICE void step(const Context &c, Source &in, State &state, const Places &at, F
       multiply_keys(next, ready, state.q, slot, beside);
     else
       multiply_values(state.o, ready, p, value_slot, beside);
-    if (slot == kSlots / 2) {
-      in.end_values();
-      in.end_keys();
-      in.begin_values();
-      in.begin_keys();
-      in.settle();
-    }
     fence();
     ready = ahead;
   };

@@ -36,11 +36,15 @@ constexpr int kFours = M::kRegisters / 4;        // groups of four consecutive r
 constexpr int kTogether = kDimTiles % 2 ? 3 : 2;  // accumulators of O^T in a slot
 constexpr int kGroups = kDimTiles / kTogether;    // slots of a pair of key slices
 constexpr int kSlices = BLOCK_K / M::kDepth;
-constexpr int kKeySlots = kSteps, kValueSlots = kSlices / 2 * kGroups;
+// A step of 32 keys is two products, 64 clocks, too few for the next one's fragments where no other
+// wavefront is on the SIMD: there a slot of keys has two steps (0.680 to 0.752 at 256 by the model).
+constexpr int kStepsASlot = kKeyTiles == 1 && WAVES == 4 ? 2 : 1;
+constexpr int kKeySlots = kSteps / kStepsASlot, kValueSlots = kSlices / 2 * kGroups;
 constexpr int kSlots = kKeySlots + kValueSlots;
 static_assert(kDimTiles % kTogether == 0, "every d is multiplied");
 // A beat is one product, and what the vector unit does in its shadow.
-constexpr int kKeyBeats = 2 * kKeyTiles * kColumns, kValueBeats = 2 * kTogether * kColumns;  // of a slot
+constexpr int kStepBeats = 2 * kKeyTiles * kColumns;
+constexpr int kKeyBeats = kStepsASlot * kStepBeats, kValueBeats = 2 * kTogether * kColumns;  // of a slot
 constexpr int kAllKeyBeats = kKeySlots * kKeyBeats;
 constexpr int kBeats = kAllKeyBeats + kValueSlots * kValueBeats;
 
@@ -123,7 +127,6 @@ struct Source {
   }
   METHOD void end_keys() { next_k += kTurn * BLOCK_K; }
   METHOD void end_values() { next_v += kTurn * BLOCK_K; }
-  METHOD void settle() {}
 };
 #else
 constexpr bool kFewLoads = Keys::kLoads + Values::kLoads <= 16;  // of 32, 12 addends spilled
@@ -140,18 +143,24 @@ struct Source {
         keys(k),
         values(v) {}
 
-  METHOD void begin_keys() { bytes_k = k.bytes(BLOCK_K); }
-  METHOD void begin_values() { bytes_v = v.bytes(BLOCK_K); }
+  // Here and now, and not where the loads are.
+  METHOD void begin_keys() {
+    bytes_k = k.bytes(BLOCK_K);
+    pin_scalar(bytes_k);
+  }
+  METHOD void begin_values() {
+    bytes_v = v.bytes(BLOCK_K);
+    pin_scalar(bytes_v);
+  }
   METHOD void load_keys(int i, Lds to) const { keys.load(i, k, bytes_k, to); }
   METHOD unsigned load_values(int i) const { return values.load(i, v, bytes_v); }
-  METHOD void end_keys() { k.advance(BLOCK_K, kFewLoads); }
-  METHOD void end_values() { v.advance(BLOCK_K, kFewLoads); }
-  // Here and now, and not where the next loads are.
-  METHOD void settle() {
+  METHOD void end_keys() {
+    k.advance(BLOCK_K, kFewLoads);
     pin_scalar(k.tile);
+  }
+  METHOD void end_values() {
+    v.advance(BLOCK_K, kFewLoads);
     pin_scalar(v.tile);
-    pin_scalar(bytes_k);
-    pin_scalar(bytes_v);
   }
 };
 #endif
@@ -204,15 +213,18 @@ struct Descale {
 
 // ---- one tile -----------------------------------------------------------------------------------
 
-constexpr int kFragments = kKeyTiles > kTogether ? kKeyTiles : kTogether;
+constexpr int kKeyFragments = kStepsASlot * kKeyTiles;
+constexpr int kFragments = kKeyFragments > kTogether ? kKeyFragments : kTogether;
 
 // A of one slot.
 struct Fragments {
   Quad x[kFragments];
 
-  METHOD void read_keys(Lds keys, int step) {
-    for (int t = 0; t < kKeyTiles; ++t)
-      x[t] = lds_read(keys + Keys::Tile::place(t * MMA + M::column(), step * kParts + M::part()));
+  METHOD void read_keys(Lds keys, int slot) {
+    for (int i = 0; i < kKeyFragments; ++i) {
+      int step = slot * kStepsASlot + i / kKeyTiles, t = i % kKeyTiles;
+      x[i] = lds_read(keys + Keys::Tile::place(t * MMA + M::column(), step * kParts + M::part()));
+    }
   }
   METHOD void read_values(Lds values, int slot) {
     int pair = slot / kGroups, d = slot % kGroups * kTogether * MMA;
@@ -227,40 +239,33 @@ struct Nothing {
   METHOD void operator()(int) {}
 };
 
-// S^T += K Q^T along 16 bytes a lane of the head. `beside` is called after every product.
-
+// S^T += K Q^T along 16 bytes a lane of the head, or twice as many. `beside` is called after every
+// product.
 template <typename Beside = Nothing>
-DEVICE void multiply_keys(Scores &s, const Fragments &k, const Quad (&q)[kColumns][kSteps], int step,
+DEVICE void multiply_keys(Scores &s, const Fragments &k, const Quad (&q)[kColumns][kSteps], int slot,
                           Beside beside = Beside()) {
-  int beat = step * kKeyBeats;
-  for (int t = 0; t < kKeyTiles; ++t)
-    for (int n = 0; n < kColumns; ++n) {
-      s[t][n] = M::mma(k.x[t].xy, q[n][step].xy, step ? s[t][n] : Acc{0});
-      beside(beat++);
-    }
-  for (int t = 0; t < kKeyTiles; ++t)
-    for (int n = 0; n < kColumns; ++n) {
-      s[t][n] = M::mma(k.x[t].zw, q[n][step].zw, s[t][n]);
-      beside(beat++);
-    }
+#pragma unroll
+  for (int i = 0; i < kKeyBeats; ++i) {
+    int step = i / kStepBeats, half = i / (kStepBeats / 2) % 2;
+    int t = i / kColumns % kKeyTiles, n = i % kColumns;
+    Quad a = k.x[step * kKeyTiles + t], b = q[n][slot * kStepsASlot + step];
+    bool first = slot + step + half == 0;
+    s[t][n] = M::mma(half ? a.zw : a.xy, half ? b.zw : b.xy, first ? Acc{0} : s[t][n]);
+    beside(slot * kKeyBeats + i);
+  }
 }
 
 // O^T += V^T P^T of two key slices and a few d.
 template <typename Beside = Nothing>
 DEVICE void multiply_values(Output &o, const Fragments &v, const Probabilities &p, int slot,
                             Beside beside = Beside()) {
-  int slice = slot / kGroups * 2, d = slot % kGroups * kTogether;
-  int beat = kKeySlots * kKeyBeats + slot * kValueBeats;
-  for (int t = 0; t < kTogether; ++t)
-    for (int n = 0; n < kColumns; ++n) {
-      o[d + t][n] = M::mma(v.x[t].xy, p[slice][n], o[d + t][n]);
-      beside(beat++);
-    }
-  for (int t = 0; t < kTogether; ++t)
-    for (int n = 0; n < kColumns; ++n) {
-      o[d + t][n] = M::mma(v.x[t].zw, p[slice + 1][n], o[d + t][n]);
-      beside(beat++);
-    }
+#pragma unroll
+  for (int i = 0; i < kValueBeats; ++i) {
+    int half = i / (kValueBeats / 2), t = i / kColumns % kTogether, n = i % kColumns;
+    int slice = slot / kGroups * 2 + half, d = slot % kGroups * kTogether + t;
+    o[d][n] = M::mma(half ? v.x[t].zw : v.x[t].xy, p[slice][n], o[d][n]);
+    beside(kAllKeyBeats + slot * kValueBeats + i);
+  }
 }
 
 // The scores of a lane are made into probabilities one after the other, in the order in which the

@@ -87,6 +87,8 @@ FAULTS = {
     "barrier after a tile dropped": (
         "blocks", "  loads_arrived();\n  barrier();\n}", "  loads_arrived();\n}",
     ),
+    # Elsewhere a wait of the compiler's own covers it, as yet.
+    "keys not awaited": ("plain", "  loads_arrived();\n  barrier();\n}", "  barrier();\n}"),
 }  # fmt: skip
 PLANS = [
     plan
