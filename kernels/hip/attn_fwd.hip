@@ -157,7 +157,7 @@ struct Beside {
       pin(state.row[e.n].total);
       if (i % 4 == 3) {
         operand(c, state.scales, made, state.key(first), i, p);
-        if (kLate) pin(p[e.slice][e.n]);
+        if (kLate && (i + 1) % M::kHeld == 0) pin(p[e.slice][e.n]);
       }
     }
     int of_values = beat - kAllKeyBeats - 1;

@@ -406,7 +406,7 @@ DEVICE void raise(const Context &c, const Scales &scales, const Scales &next,
                   const float (&largest)[kColumns], Row (&row)[kColumns], Rescale &rescale) {
   bool outgrown = false;
   for (int n = 0; n < kColumns; ++n)
-    outgrown |= largest[n] * (c.to_base_2[n] * next.k) > row[n].base + (kPeak + kLag);
+    outgrown |= __builtin_fmaf(largest[n], c.to_base_2[n] * next.k, -row[n].base) > kPeak + kLag;
   rescale.pending = __builtin_amdgcn_ballot_w64(outgrown) || scales.v != next.v;
   if (!rescale.pending) return;
   for (int n = 0; n < kColumns; ++n) {
