@@ -10,7 +10,7 @@
 //   dQ^T = K^T dS^T    of all keys, through LDS, a step later
 //
 // Steps overlap: while the matrix unit makes S and dP of a step, it makes dK, dV and dQ of the one before,
-// and the vector unit finds products to hide behind (see `Schedule`). One barrier a step.
+// and the vector unit finds products to hide behind (see `Deal`). One barrier a step.
 #include "bwd_inputs.h"
 #include "bwd_dq.h"
 #include "bwd_step.h"
@@ -58,10 +58,11 @@ constexpr int kSwapBytes = Swap::Tile::kBytes;
 constexpr int kLdsBytes = 2 * kRowsBytes + (kLate ? 2 : 3) * kColumnsBytes + 2 * kSwapBytes;
 
 // Where the loop finds them: of this step, of the next one and, where they are stored, of the one after.
-// What comes in turn is made from what all are together, in place: copies would stand at the loop's end.
+// What comes in turn is made from what all are together, each in its place: copies would stand at the loop's
+// end, behind the last product.
 struct Buffers {
   unsigned rows, rows_next;
-  unsigned columns, columns_next, columns_after;
+  unsigned columns, columns_stored;
   unsigned swap, swap_next;
   unsigned all_rows, all_columns, all_swaps;
 
@@ -69,34 +70,35 @@ struct Buffers {
     rows = (unsigned)lds;
     rows_next = rows + kRowsBytes;
     columns = rows_next + kRowsBytes;
-    columns_next = columns + kColumnsBytes;
-    columns_after = columns_next + kColumnsBytes;
-    swap = (kLate ? columns_next : columns_after) + kColumnsBytes;
+    columns_stored = columns + (kLate ? 1 : 2) * kColumnsBytes;
+    swap = columns_stored + kColumnsBytes;
     swap_next = swap + kSwapBytes;
     all_rows = rows + rows_next;
-    all_columns = columns + columns_next + (kLate ? 0 : columns_after);
+    all_columns = columns + columns_stored + (kLate ? 0 : columns + kColumnsBytes);
     all_swaps = swap + swap_next;
   }
+  METHOD unsigned columns_next() const { return kLate ? columns_stored : all_columns - columns - columns_stored; }
   METHOD void turn_rows() {
-    rows = rows_next;
+    rows = all_rows - rows;
     pin_scalar(rows);
-    rows_next = all_rows - rows;
+    rows_next = all_rows - rows_next;
     pin_scalar(rows_next);  // or each address in it would be a subtraction
   }
   METHOD void turn_columns() {
-    columns = columns_next;
-    if (!kLate) columns_next = columns_after;
+    columns = kLate ? all_columns - columns : columns_next();
     pin_scalar(columns);
-    if (kLate) columns_next = all_columns - columns;
-    pin_scalar(columns_next);
-    if (kLate) return;
-    columns_after = all_columns - columns - columns_next;
-    pin_scalar(columns_after);
   }
+  METHOD void turn_columns_stored() {
+    columns_stored = kLate ? all_columns - columns_stored : columns_next();
+    pin_scalar(columns_stored);
+  }
+  // With score terms scalar registers are too few for one more.
+  METHOD unsigned next_swap() const { return GENERAL ? all_swaps - swap : swap_next; }
   METHOD void turn_swaps() {
-    swap = swap_next;
+    swap = all_swaps - swap;
     pin_scalar(swap);
-    swap_next = all_swaps - swap;
+    if (GENERAL) return;
+    swap_next = all_swaps - swap_next;
     pin_scalar(swap_next);
   }
 };
@@ -280,10 +282,10 @@ DEVICE constexpr int at_of(int slot) {
   return kAtV + (slot - kSlotV) * 2 * TILES;
 }
 
-// Between two products fit three instructions of the vector unit (or one exponential, and one clock in
-// five is lost). What comes where, in products: until S is made, P is rounded, what was loaded goes to LDS,
-// and dQ of the step before is added; then loads; P is made beside the rest of dK, dP and a part of dQ,
-// where it is cut; then dS, which is in LDS a few products before the barrier.
+// Between two products fit three instructions (of the vector unit, or one exponential, and one clock in five
+// is lost). What comes where, in products: until S is made, P is rounded, what was loaded goes to LDS, and dQ of
+// the step before is added; then loads; P is made beside the rest of dK, dP and a part of dQ, where it is cut;
+// then dS, which is in LDS a few products before the barrier.
 constexpr int kCutBlock = Swap::kBlocks / (HEAD_DIM > 96 ? 2 : 4);
 constexpr int kCutSlot = kSlotQ + kCutBlock;
 constexpr int kAtCut = kAtQ + kCutBlock * 2 * kShares;
@@ -291,14 +293,84 @@ constexpr int kAtCut = kAtQ + kCutBlock * 2 * kShares;
 // only in this one, it is behind it that this is read, and the products that are left wait for nothing.
 constexpr int kAtBarrier = kLate ? kProducts - 10 : kProducts - 2;
 constexpr int kAtEnd = kAtBarrier - 6;
+static_assert(kAtEnd + 7 < kProducts, "what the next turn needs comes in this one");
 // From here on what is read is the next turn's.
 constexpr int kAtCarry = kLate ? kAtBarrier : kProducts - 2 * 2 * TILES;  // or two slots before the end
-static_assert(at_of(kSlots - 1) - kLead < kAtCarry, "all columns of this turn are read by then");
+constexpr int kAtTurn = kAtCarry - (kLate ? 0 : 2);
+static_assert(at_of(kSlots - 1) - kLead <= kAtTurn, "all columns of this turn are read by then");
 
-// Whether the i-th of `count` things, spread evenly over the products `from` ... `to`, comes with product m.
-DEVICE constexpr bool comes(int m, int i, int count, int from, int to) {
-  return m == from + i * (to - from) / count;
-}
+// After which product comes what. Everything would like to be spread evenly over a range of products; where that
+// is more than fits between two, something goes to the next product, or the one before, that has room. Evenly
+// alone, with up to ten instructions behind one product and none behind the next, was 0.868 of the matrix unit
+// at 128 and is 0.896.
+struct Deal {
+  static constexpr int kRoom = 3;   // instructions between two products
+  static constexpr int kApart = 4;  // products that something goes at most
+  static constexpr int kElements = 4 * TILES, kTwos = 2 * TILES;
+  int taken[kProducts] = {};  // instructions behind each product
+  int rounded[kTwos] = {};    // P of the step before
+  int stored[Feed::kStores] = {}, loaded[Feed::kLoads] = {}, added[4 * kShares] = {};
+  int state[2] = {};                               // -LSE and -delta are read
+  int scaled[kElements] = {}, raised[kElements] = {};  // S to the exponent of 2, and that to P
+  int differed[kTwos] = {}, halved[kTwos] = {}, given[kTwos] = {};  // dP to dS, to 16 bits, to LDS
+
+  // The product from `least` to `most` for something of `cost` instructions that would like to be at `wanted`.
+  constexpr int place(int wanted, int least, int most, int cost) {
+    int best = wanted, least_loss = 1 << 30;
+    for (int m = least; m <= most; ++m) {
+      int apart = m < wanted ? wanted - m : m - wanted, over = taken[m] + cost - kRoom;
+      int loss = apart + (over > 0 ? 4 * over : 0) + (apart > kApart ? 100 : 0);
+      if (loss < least_loss) {
+        best = m;
+        least_loss = loss;
+      }
+    }
+    taken[best] += cost;
+    return best;
+  }
+  // The i-th of `count`, no earlier than `before`, which is where the one before it is.
+  constexpr int spread(int i, int count, int from, int to, int before, int cost) {
+    return place(from + i * (to - from) / count, i ? before : from, to, cost);
+  }
+
+  constexpr Deal() {
+    // What has its place already: reads of LDS, waits for them, scalars of the loads and of the loop.
+    for (int slot = 0; slot < kSlots; ++slot) {
+      int read = at_of(slot) - kLead - 1;
+      if (slot >= kCarried) taken[read > 0 ? read : 0] += 1;
+      if (slot) taken[at_of(slot) - 1] += 1;
+    }
+    taken[kAtK - 2] += 1;
+    taken[kAtK - 1] += 4;
+    taken[kAtQ] += 2;
+    taken[kAtQ + 1] += 3;
+    taken[kAtQ + 2] += 4;
+    for (int m = kAtTurn; m < kAtCarry; ++m) taken[m] += 2;
+    for (int i = 0; i < 2 && !GENERAL; ++i) state[i] = place(kAtS, kAtS - 4, kAtS + 4, 2);
+    for (int i = 0; i < kTwos && !GENERAL; ++i)
+      rounded[i] = spread(i, kTwos, 0, kAtK - 2, i ? rounded[i - 1] : 0, 3);
+    for (int i = 0; i < Feed::kStores; ++i)
+      stored[i] = spread(i, Feed::kStores, 1, kAtK - 2, i ? stored[i - 1] : 0, 2);
+    for (int i = 0; i < 4 * kShares; ++i)
+      added[i] = spread(i, 4 * kShares, kAtS + 1, kAtK - 1, i ? added[i - 1] : 0, i ? 2 : 4);
+    for (int i = 0; i < Feed::kLoads; ++i)
+      loaded[i] = spread(i, Feed::kLoads, kAtK, kAtP, i ? loaded[i - 1] : 0, i % 4 ? 1 : 3);
+    for (int i = 0; i < kElements && !GENERAL; ++i) {
+      scaled[i] = spread(i, kElements, kAtK + 3, kAtCut - 2, i ? scaled[i - 1] : 0, 1);
+      raised[i] = place(scaled[i] + 1, scaled[i] + 1, kAtCut - 1, 2);
+    }
+    for (int i = 0; i < kTwos; ++i) {
+      if (GENERAL) {
+        given[i] = spread(i, kTwos, kAtCut, kAtEnd, i ? given[i - 1] : 0, 2);
+        continue;
+      }
+      differed[i] = spread(i, kTwos, kAtCut, kAtEnd - 2, i ? differed[i - 1] : 0, 2);
+      halved[i] = place(differed[i] + 1, differed[i] + 1, kAtEnd - 1, 3);
+      given[i] = place(halved[i] + 1, halved[i] + 1, kAtEnd, 2);
+    }
+  }
+};
+constexpr Deal kDeal;
 
 // Where the loop is: what comes next of each kind, through the heads of the group.
 struct Walk {
@@ -315,6 +387,7 @@ struct Walk {
   char *sums;        // where dQ is added
   Aside sums_step;   // bytes from step to step
   int sums_bytes;    // of a tile, at first 0, when there is no dQ yet: all is beyond the buffer
+  int turns;         // that are left
 
   METHOD void seek(const Context &c, Feed &feed) const {
     const Params &p = params_again();
@@ -427,33 +500,41 @@ struct Turn {
   METHOD void beside(int m) {
 #pragma unroll
     for (int i = 0; i < 2 * TILES; ++i)
-      if (!GENERAL && comes(m, i, 2 * TILES, 0, kAtK - 1)) {
-        unsigned two = F::half_up(scored.p[i / 2][i % 2 * 2], scored.p[i / 2][i % 2 * 2 + 1]);
+      if (!GENERAL && m == kDeal.rounded[i]) {
+        float low = scored.p[i / 2][i % 2 * 2], high = scored.p[i / 2][i % 2 * 2 + 1];
+        if (m < kAtS) {  // or this would be done before the first product
+          pin(low);
+          pin(high);
+        }
+        unsigned two = F::half_up(low, high);
         pin(two);
         v.p[i / 2][i % 2] = two;
       }
+    if (m == kDeal.stored[0]) pin_scalar(lds.rows_next);  // the same of an address
 #pragma unroll
     for (int i = 0; i < Feed::kStores; ++i)
-      if (comes(m, i, Feed::kStores, 1, kAtK - 2))
-        feed.store(i, lds.rows_next, kLate ? lds.columns_next : lds.columns_after);
+      if (m == kDeal.stored[i]) feed.store(i, lds.rows_next, lds.columns_stored);
 #pragma unroll
     for (int i = 0; i < 4 * kShares; ++i)
-      if (comes(m, i, 4 * kShares, kAtS + 1, kAtK)) add(at, walk, scored.dq, i);
+      if (m == kDeal.added[i]) add(at, walk, scored.dq, i);
     if (GENERAL && m == kAtS + 1) general.add_dots(scored.general, c.sequence(), walk.head, walk.row);
     if (GENERAL && m == kAtS + 2) walk.score_on(c, general);
     if (GENERAL && m == kAtK - 3) general.load_bias(c.sequence(), walk.head, walk.row);
-    if (m == kAtK - 2) feed.prepare();
+    if (!GENERAL && m == kDeal.state[0]) v.minus_lse = read_four(lds.rows + at.state);
+    if (!GENERAL && m == kDeal.state[1]) v.minus_delta = read_four(lds.rows + at.state + kStepRows * 4);
+    if (m == kAtK - 2) feed.prepare_rows();
+    if (m == kAtK - 1) feed.prepare();
 #pragma unroll
     for (int i = 0; i < Feed::kLoads; ++i)
-      if (comes(m, i, Feed::kLoads, kAtK, kAtP)) feed.load(i);
+      if (m == kDeal.loaded[i]) feed.load(i);
 #pragma unroll
     for (int i = 0; !GENERAL && i < 4 * TILES; ++i) {
       float &x = v.exponent[i / 4][i % 4];
-      if (comes(m, i, 4 * TILES, kAtK + 3, kAtCut - 2)) {
+      if (m == kDeal.scaled[i]) {
         x = __builtin_fmaf(v.s[i / 4][i % 4], c.to_base_2, v.minus_lse[i % 4]);
         pin(x);
       }
-      if (comes(m - 1, i, 4 * TILES, kAtK + 3, kAtCut - 2)) {
+      if (m == kDeal.raised[i]) {
         x = exp2(x);
         pin(x);
         scored.p[i / 4][i % 4] = x;
@@ -462,29 +543,20 @@ struct Turn {
 #pragma unroll
     for (int i = 0; i < 2 * TILES; ++i) {
       int n = i / 2, r = i % 2 * 2;
-      if (GENERAL) {
-        if (comes(m, i, 2 * TILES, kAtCut, kAtEnd)) exchange(at, lds.swap_next, n, r, scored.general.ds[n][i % 2]);
-        continue;
-      }
-      if (comes(m, i, 2 * TILES, kAtCut, kAtEnd))
+      if (!GENERAL && m == kDeal.differed[i])
         for (int j = r; j < r + 2; ++j) {
           float x = v.dp[n][j] * scored.p[n][j];
           pin(x);
           v.dp[n][j] = x;
         }
-      if (comes(m - 1, i, 2 * TILES, kAtCut, kAtEnd)) {
+      if (!GENERAL && m == kDeal.halved[i]) {
         unsigned two = F::half_up(v.dp[n][r], v.dp[n][r + 1]);
         pin(two);
         scored.ds[n][i % 2] = two;
       }
-      if (comes(m - 2, i, 2 * TILES, kAtCut, kAtEnd)) exchange(at, lds.swap_next, n, r, scored.ds[n][i % 2]);
+      if (m == kDeal.given[i])
+        exchange(at, lds.next_swap(), n, r, GENERAL ? scored.general.ds[n][i % 2] : scored.ds[n][i % 2]);
     }
-    if (m == kAtP + 1) walk.sums += walk.sums_step;
-    if (m == kAtP + 2) walk.sums_bytes = kSumRows * HEAD_DIM * 4;
-    if (m == kAtP + 3) walk.add_on(c);
-    if (m == kAtP + 5) feed.advance();
-    if (m == kAtP + 6) feed.advance_states();
-    if (m == kAtP + 7) walk.feed_on(c, feed);
     if (m == kAtQ) lds.turn_rows();
     if (!GENERAL && m == kAtQ + 1) {
       walk.row = walk.row + kStepRows < walk.end ? walk.row + kStepRows : (int)walk.start;
@@ -494,14 +566,28 @@ struct Turn {
       v.cut = (walk.row - c.mine.all_low) | (c.mine.all_high - kStepRows - walk.row);
       pin_scalar(v.cut);
     }
-    if (m == kAtEnd + 4) lds.turn_swaps();
+    // What the next turn needs, where there is least else.
+    if (m == kAtEnd + 1) {
+      walk.sums += walk.sums_step;
+      walk.sums_bytes = kSumRows * HEAD_DIM * 4;
+      pin_scalar(walk.sums_bytes);
+    }
+    if (m == kAtEnd + 2) walk.add_on(c);
+    if (m == kAtEnd + 3) lds.turn_swaps();
+    if (m == kAtEnd + 4) feed.advance_states();
+    if (m == kAtEnd + 5) feed.advance();
+    if (m == kAtEnd + 6) walk.feed_on(c, feed);
+    if (m == kAtEnd + 7) {
+      --walk.turns;
+      pin_scalar(walk.turns);
+    }
     if (m == kAtBarrier) barrier();
-    if (kLate && m == kAtCarry) carry();
-  }
-  // Reads all that the next turn begins with.
-  METHOD void carry() {
-    lds.turn_columns();
-    for (int i = 0; i < kCarried; ++i) read(kSlots + i);
+    // The last of this turn's columns have been read.
+    if (m == kAtTurn) lds.turn_columns();
+    if (m == kAtTurn + (kLate ? 0 : 1)) lds.turn_columns_stored();
+#pragma unroll
+    for (int i = 0; i < kCarried; ++i)  // what the next turn begins with
+      if (m == kAtCarry + (kLate ? 0 : i)) read(kSlots + i);
   }
   METHOD void mask(int first) {
 #pragma unroll
@@ -536,11 +622,6 @@ struct Turn {
     for (int slot = 0; slot < kSlots; ++slot) {
       if (GENERAL && slot == kCutSlot) weigh();
       if (!GENERAL && slot == kCutSlot && __builtin_expect(v.cut < 0, 0)) mask(walk.row);
-      if (!GENERAL && slot == kSlotS) {
-        v.minus_lse = read_four(lds.rows + at.state);
-        v.minus_delta = read_four(lds.rows + at.state + kStepRows * 4);
-      }
-      if (!kLate && slot == kSlots - 2) carry();  // the barrier waits for it
       int products = at_of(slot + 1) - at_of(slot);
 #pragma unroll
       for (int i = 0; i < products; ++i) {
@@ -549,6 +630,7 @@ struct Turn {
           if (max(at_of(ahead) - kLead, 0) == m) read(ahead);
         fence();
         multiply(slot, i);
+        fence();
         beside(m++);
         fence();
       }
@@ -668,6 +750,7 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd_onepass(Params p) {
     Feed feed(q_of(again, c.s, head), dout_of(again, c.s, head), kRowsO, kColumnsO, kStates);
     walk.seek(c, feed);
     auto load = [&] {
+      feed.prepare_rows();
       feed.prepare();
 #pragma unroll
       for (int i = 0; i < Feed::kLoads; ++i) feed.load(i);
@@ -683,7 +766,7 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd_onepass(Params p) {
     barrier();  // K^T has been where tiles come
     store(lds.rows, lds.columns, !kLate);
     load();
-    store(lds.rows_next, kLate ? lds.columns : lds.columns_next, true);
+    store(lds.rows_next, kLate ? lds.columns : lds.columns_next(), true);
     load();
     barrier();
     Places at;
@@ -698,11 +781,12 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd_onepass(Params p) {
     walk.sums_step = params_again().heads_q * (kSumRows * HEAD_DIM * 4);
     walk.sums -= walk.sums_step;
     walk.sums_bytes = 0;
-    for (int n = group * steps; n > 0; --n) {
+    walk.turns = group * steps;
+    do {
       Values values;
       Turn turn{c, at, fixed, grad, feed, scored, lds, walk, general, values};
       turn.run();
-    }
+    } while (walk.turns);
 #pragma unroll
     for (int i = 0; i < 4 * kShares; ++i) add(at, walk, scored.dq, i);
   }
