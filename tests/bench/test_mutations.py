@@ -91,3 +91,27 @@ def test_rows_that_no_kernel_writes_are_seen(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(ops, "calls", Table())
     result = run_cases(BACKENDS["emulator"], [case]).results[0]
     assert result.status == "failed"
+
+
+def test_faults_of_cuda_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    script = importlib.import_module("mutations_cuda")
+    source = """#if A < B
+// a < b
+DEVICE int least(int a, int b) { return a < b; }
+  int x = min(a + 1, b);  // a < b
+  if (x >= 3 && y) barrier();
+  asm volatile("a < b");
+    __syncthreads();
+"""
+    found = list(script.faults(source))
+    made = {(fault.line, fault.kind, fault.new.strip()) for fault in found}
+    assert made == {
+        (3, "extremum", "int x = max(a + 1, b);"),
+        (3, "arithmetic", "int x = min(a - 1, b);"),
+        (4, "comparison", "if (x > 3 && y) barrier();"),
+        (4, "logic", "if (x >= 3 || y) barrier();"),
+        (4, "call left out", ""),
+        (6, "call left out", ""),
+    }
+    assert script.planted(source, found[-1]).splitlines()[6] == ""
