@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import _torch, validate, validate_cache, validate_fp8
+from . import _torch, invariance, validate, validate_cache, validate_fp8
 from .dispatch import preference
 from .problem import Append, Call, counted
 from .validate import Window
@@ -36,6 +36,7 @@ class Shared(NamedTuple):
     deterministic: bool = False
     return_lse: bool = False
     backend: Backends = None
+    batch_invariant: bool = False
 
 
 class Request(NamedTuple):
@@ -254,10 +255,14 @@ def _request(
     """What all layouts share: masks, score terms, dropout, gradients, choice of backend."""
     (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, descale,
-        out_dtype, deterministic, return_lse, backend,
+        out_dtype, deterministic, return_lse, backend, batch_invariant,
     ) = shared  # fmt: skip
     left, right = validate.window(window, causal)
     deterministic = validate.flag("deterministic", deterministic)
+    invariant = validate.flag("batch_invariant", batch_invariant) or invariance.is_on()
+    if invariant:
+        # Atomics add in any order; keys are never split.
+        deterministic, num_splits = True, validate_cache.only_part(num_splits)
     scale, softcap, dropout_p = validate.scalars(scale, q.shape[-1], softcap, dropout_p)
     scales = _NO_SCALES
     if k.dtype.itemsize == 1:
@@ -311,6 +316,7 @@ def _request(
         deterministic or torch.are_deterministic_algorithms_enabled(),
         validate.flag("return_lse", return_lse),
         num_splits,
+        invariant,
         scales.out_dtype,
     )
     return Request(call, preference(backend), needs_grad, bias_grad)

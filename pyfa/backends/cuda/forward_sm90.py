@@ -15,7 +15,11 @@ from . import plans
 
 KERNEL = "cuda/sm90/attn_fwd.cu"
 # What is left to sm80's kernel, with the words for ``explain``.
-ELSEWHERE = {"dropout": "dropout", "paged": "page table", "bias": "bias"}
+ELSEWHERE = {
+    "dropout": "dropout", "paged": "page table", "bias": "bias",
+    # Pages must not change a bit, and it has none.
+    "batch_invariant": "batch invariance",
+}  # fmt: skip
 _FULL, _MASKED, _TERMS = range(3)
 
 

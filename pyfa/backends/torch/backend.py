@@ -25,7 +25,10 @@ class TorchBackend:
         return None
 
     def why_not(self, problem: Problem) -> Sequence[str]:
-        return missing(self, problem)
+        reasons = missing(self, problem)
+        if "batch_invariant" in problem.features and problem.arch != "cpu":
+            reasons.append("PyTorch's products on a GPU go by the size of the batch")
+        return reasons
 
     def plan(self, problem: Problem) -> Plan:
         why_tiled = sdpa.why_not(problem)
