@@ -109,9 +109,14 @@ class Pool:
         def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
             return (torch.randn(shape, generator=generator) * scale).to(self.device, model.dtype)
 
-        # Scores wide enough that maxima grow by more than a lagging base allows, now and then.
-        self.q = [normal(n, model.heads, model.dim, scale=4.0) for n in lengths]
-        self.k = [normal(n, model.heads_k, model.dim, scale=2.0) for n in lengths]
+        # Scores grow along the keys, so that maxima outgrow a lagging base in some rows of a tile
+        # and not in others.
+        self.q = [normal(n, model.heads, model.dim, scale=2.0) for n in lengths]
+        self.k = [
+            normal(n, model.heads_k, model.dim)
+            * torch.linspace(1, 4, n, device=self.device).to(model.dtype)[:, None, None]
+            for n in lengths
+        ]
         self.v = [normal(n, model.heads_k, model.dim_v) for n in lengths]
         self.dout = [normal(n, model.heads, model.dim_v) for n in lengths]
         heads = torch.linspace(0.02, 0.5, model.heads, device=self.device)
@@ -280,7 +285,11 @@ class Pool:
             dlse = dout.float().sum(-1).transpose(1, 2)
         else:
             out, lse = pyfa.attention_varlen(
-                *inputs, self.offsets(counts), self.offsets(ends), max(counts), max(ends),
+                *inputs,
+                self.offsets(counts),
+                self.offsets(ends),
+                max(counts),
+                max(ends),
                 **self.options,
             )
             dlse = dout.float().sum(-1).T

@@ -19,8 +19,8 @@ from .rows import Rows, key_rows, query_rows
 # Scores in flight. On 2 CPU cores 2^18 is 1.2 times slower than 2^19 … 2^23, all alike (causal
 # 2048 x 8 x 64 with softcap, forward and backward): 4 MB of float32. A GPU wants more per launch.
 _TILE_SCORES = {"cpu": 1 << 20, "cuda": 1 << 25}
-# Rows and keys of every tile, the last ones too, where nothing may hang on the batch: a BLAS chooses
-# its order of sums by the sizes of a product.
+# Rows and keys of every tile, the last ones too, where nothing may hang on the batch: a BLAS
+# chooses its order of sums by the sizes of a product.
 _WHOLE_TILE = 32, 256
 
 
@@ -216,7 +216,10 @@ def _forward_rows(grid: _Grid, begin_q: int, end_q: int) -> tuple[torch.Tensor, 
     total = (maximum > -torch.inf).float()
     acc = q.new_zeros((*q.shape[:-1], call.v.shape[-1]))
     for tile in grid.tiles(begin_q, end_q):
-        k, v = grid.keys_of(call.k, tile, call.k_descale), grid.keys_of(call.v, tile, call.v_descale)
+        k, v = (
+            grid.keys_of(call.k, tile, call.k_descale),
+            grid.keys_of(call.v, tile, call.v_descale),
+        )
         score = grid.scores(q, k, tile)
         raised = torch.maximum(maximum, score.amax(-1, keepdim=True))
         # While a row has seen nothing its maximum is −inf, and −inf − −inf would be NaN.
