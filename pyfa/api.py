@@ -42,6 +42,7 @@ def attention(
     out_dtype: torch.dtype | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
+    num_splits: int = 0,
     backend: Backends = None,
     batch_invariant: bool = False,
     **unknown: object,
@@ -84,6 +85,8 @@ def attention(
         bfloat16 (default) or float16.
     deterministic
         Gradients are bitwise equal from run to run. torch's global switch has the same effect.
+    num_splits
+        Into how many parts keys are cut, which are combined: 0 lets the plan choose, 1 is none.
     batch_invariant
         Output, LSE and gradients of a sequence have the same bits whatever shares its batch: see
         the guide. ``use_batch_invariant`` and ``PYFA_BATCH_INVARIANT`` have the same effect.
@@ -120,7 +123,8 @@ def attention(
         tensors += scales
         given += 16 * which
     key: tuple[Any, ...] = (
-        given, causal, window, scale, softcap, deterministic, return_lse, backend, batch_invariant
+        given, causal, window, scale, softcap, deterministic, return_lse, backend, batch_invariant,
+        num_splits,
     )  # fmt: skip
     if window is not None or dropout_p or out_dtype is not None:
         key += _rare(window, dropout_p, out_dtype)
@@ -132,7 +136,7 @@ def attention(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, descale,
         out_dtype, deterministic, return_lse, backend, batch_invariant,
     )  # fmt: skip
-    return _first(key, tensors, requests.dense(q, k, v, shared))
+    return _first(key, tensors, requests.dense(q, k, v, shared, num_splits))
 
 
 def attention_varlen(
@@ -160,6 +164,7 @@ def attention_varlen(
     out_dtype: torch.dtype | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
+    num_splits: int = 0,
     backend: Backends = None,
     batch_invariant: bool = False,
     **unknown: object,
@@ -222,7 +227,7 @@ def attention_varlen(
         given += 16 * which
     key: tuple[Any, ...] = (
         given, causal, window, scale, softcap, deterministic, return_lse, backend, batch_invariant,
-        max_seqlen_q, max_seqlen_k,
+        num_splits, max_seqlen_q, max_seqlen_k,
     )  # fmt: skip
     if window is not None or dropout_p or out_dtype is not None:
         key += _rare(window, dropout_p, out_dtype)
@@ -236,7 +241,7 @@ def attention_varlen(
     )  # fmt: skip
     request = requests.varlen(
         q, k, v, shared, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q,
-        seqused_k, page_table,
+        seqused_k, page_table, num_splits,
     )  # fmt: skip
     return _first(key, tensors, request)
 

@@ -57,8 +57,8 @@ VARIABLES: dict[str, Variable] = {
             _flag,
             False,
             "0 or 1",
-            "Make every call `batch_invariant`. Ranks below `use_batch_invariant`. Read once, when "
-            "the first attention runs.",
+            "Make every call `batch_invariant`. Ranks below `use_batch_invariant`. Read once, at "
+            "import.",
         ),
         Variable(
             "PYFA_STRICT",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from contextvars import ContextVar
 
@@ -15,6 +14,7 @@ _context: ContextVar[bool | None] = ContextVar("pyfa_batch_invariant", default=N
 # As in ``dispatch``: what torch.compile guards, and what autograd hands to its threads.
 _traced_context: bool | None = None
 _HANDED_ON = "pyfa_batch_invariant"
+_from_environment: bool = env.get("PYFA_BATCH_INVARIANT")
 # Whether the context was ever set, here or anywhere: to ask ``context`` takes 0.2 µs.
 named = False
 
@@ -51,11 +51,6 @@ def use_batch_invariant(enabled: bool = True) -> Iterator[None]:
             _torch.hand_to_backward(_HANDED_ON, _traced_context)
 
 
-@functools.cache
-def _from_environment() -> bool:
-    return bool(env.get("PYFA_BATCH_INVARIANT"))
-
-
 def context() -> bool | None:
     """What ``use_batch_invariant`` set: here, or where this thread's ``backward`` was called."""
     here = _context.get()
@@ -68,4 +63,4 @@ def context() -> bool | None:
 def is_on() -> bool:
     """Whether calls are batch invariant that do not ask for it themselves."""
     here = _traced_context if torch.compiler.is_compiling() else context()
-    return _from_environment() if here is None else here
+    return _from_environment if here is None else here

@@ -60,7 +60,9 @@ def _refuse_tracing() -> None:
         raise NotImplementedError("attention under torch.jit.trace; torch.compile can be used")
 
 
-def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: Shared) -> Request:
+def dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: Shared, num_splits: int = 0
+) -> Request:
     """``attention``'s request."""
     _refuse_tracing()
     q, k, v = _autocast(q, k, v)
@@ -69,7 +71,7 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: Shared) -> 
         validate.wrong("k", f"q's batch size {q.shape[0]}", k)
     validate.rows("q", q)
     validate.rows("k", k)
-    return _request(q, k, v, shared, q.shape[0], q.shape[1], k.shape[1])
+    return _request(q, k, v, shared, q.shape[0], q.shape[1], k.shape[1], num_splits=num_splits)
 
 
 def varlen(
@@ -84,6 +86,7 @@ def varlen(
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
     page_table: torch.Tensor | None = None,
+    num_splits: int = 0,
 ) -> Request:
     """``attention_varlen``'s request."""
     _refuse_tracing()
@@ -118,6 +121,7 @@ def varlen(
         seqused_q=seqused_q,
         seqused_k=seqused_k,
         page_table=page_table,
+        num_splits=num_splits,
     )
 
 
@@ -159,7 +163,6 @@ def kvcache(
         batch, longest_q = q.shape[:2]
     validate_cache.where(q, k_cache, batch, cache_batch_idx, cache_leftpad, page_table)
     used = validate_cache.lengths(cache_seqlens, batch, q)
-    num_splits = validate_cache.splits(num_splits)
     interleaved = validate.flag("rotary_interleaved", rotary_interleaved)
     longest_k = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
     validate_cache.capacity(longest_k)
@@ -258,6 +261,7 @@ def _request(
         out_dtype, deterministic, return_lse, backend, batch_invariant,
     ) = shared  # fmt: skip
     left, right = validate.window(window, causal)
+    num_splits = validate_cache.splits(num_splits)
     deterministic = validate.flag("deterministic", deterministic)
     invariant = validate.flag("batch_invariant", batch_invariant) or invariance.is_on()
     if invariant:

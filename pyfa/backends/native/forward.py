@@ -68,7 +68,8 @@ def _bind(launch: Launcher, plan: Plan, call: Call, append: Append | None, with_
     def grid_of(call: Call) -> attend.Grid:
         heads = call.q.shape[-2] * call.batch
         blocks = -(-call.max_seqlen_q // block.rows) * heads
-        num_splits = call.num_splits
+        # No more parts than there are tiles.
+        num_splits = min(call.num_splits, max(1, -(-call.max_seqlen_k // block.keys)))
         if not num_splits:
             places = launch.device_at(call.q.device).units * block.per_unit
             rows = call.max_seqlen_q * heads

@@ -31,6 +31,10 @@ class TorchBackend:
         return reasons
 
     def plan(self, problem: Problem) -> Plan:
+        if "batch_invariant" in problem.features:
+            rows, keys = tiled.WHOLE_TILE
+            note = f"batch_invariant: every tile is {rows} rows x {keys} keys, a lone row's too"
+            return Plan(self.NAME, "tiled", notes=(note,))
         why_tiled = sdpa.why_not(problem)
         if not why_tiled:
             return Plan(self.NAME, "sdpa")

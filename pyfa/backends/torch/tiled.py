@@ -21,7 +21,7 @@ from .rows import Rows, key_rows, query_rows
 _TILE_SCORES = {"cpu": 1 << 20, "cuda": 1 << 25}
 # Rows and keys of every tile, the last ones too, where nothing may hang on the batch: a BLAS
 # chooses its order of sums by the sizes of a product.
-_WHOLE_TILE = 32, 256
+WHOLE_TILE = 32, 256
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class _Grid:
         self.step_k = min(512, max(64, budget // self.step_q))
         self.whole = call.batch_invariant
         if self.whole:
-            self.step_q, self.step_k = _WHOLE_TILE
+            self.step_q, self.step_k = WHOLE_TILE
         # Query i sits at key i + shift. One number where all sequences agree, else (B, 1, 1, 1).
         offset = call.q_start - call.k_start
         self.shift: int | torch.Tensor = self.keys.longest - self.rows.longest + offset
