@@ -402,7 +402,7 @@ def run(
         members = [draw.randrange(len(lengths)) for _ in range(count)]
         chosen = [Row(s, draw.randrange(lengths[s])) for s in members]
         check(tally, pool, chosen, sizes)
-        if model.gradient:
+        if model.gradient and with_gradients:
             check_gradients(tally, pool, chosen[:with_gradients], sizes)
         number += 1
     return tally
