@@ -93,8 +93,9 @@ def check(options: argparse.Namespace) -> int:
             "seconds": round(seconds, 1), "companies": table,
             "failures": [failure._asdict() for failure in found.failures[:50]],
         }  # fmt: skip
-        without = "_without" if options.without else ""
-        print(machine.save(f"batch_invariance_{options.backend}{without}", results))
+        name = f"batch_invariance_{options.backend}"
+        name += "_interpreted" if small and options.backend == "triton" else ""
+        print(machine.save(name + ("_without" if options.without else ""), results))
     return 1 if differed else 0
 
 
