@@ -11,7 +11,7 @@ from ..common import calls
 from ..common.calls import GENERAL, PLAIN
 from ..native.plans import plan_with
 from ..native.tiles import Pair, constants_of
-from ..native.tiles.sm90 import FORWARD, STAGES, Own
+from ..native.tiles.sm90 import FORWARD, FORWARD_INVARIANT, STAGES, Own
 from . import plans
 
 KERNEL = "cuda/sm90/attn_fwd.cu"
@@ -46,26 +46,29 @@ def why_not_invariant(problem: Problem) -> list[str]:
 
 def plan(problem: Problem) -> Plan:
     pair = calls.bucket_of(FORWARD, problem.head_dim, problem.head_dim_v)
-    invariant = "batch_invariant" in problem.features
     kind = _TERMS if calls.score_class(problem) != PLAIN else _FULL
-    if kind == _FULL and (invariant or problem.features & {"causal", "window"}):
+    if kind == _FULL and problem.features & {"causal", "window"}:
         kind = _MASKED
     dtype, notes = calls.DTYPE_CODES[problem.dtype], plans.notes_of(problem, pair)
-    if not invariant:
-        return _plan(pair, kind, dtype, notes)
-    return _plan(pair, kind, dtype, notes, **_invariant(pair, kind, problem.page_size))
+    if "batch_invariant" in problem.features:
+        return _invariant(pair, kind, dtype, problem.page_size, notes)
+    return _plan(pair, kind, dtype, notes)
 
 
-def _invariant(pair: Pair, kind: int, page_size: int) -> dict[str, int]:
-    """What a kernel is also compiled with whose rows do not see each other; 0 without pages."""
-    rows = math.gcd(page_size, FORWARD[pair][kind].block_k) if page_size else 0
-    return {"INVARIANT": 1, "PAGE_ROWS": rows}
+def _invariant(
+    pair: Pair, kind: int, dtype: int, page_size: int, notes: Iterable[str] = ()
+) -> Plan:
+    """The kernel whose rows do not depend on each other; ``page_size`` is 0 without pages."""
+    tiles = FORWARD_INVARIANT[pair][kind]
+    rows = math.gcd(page_size, tiles.block_k) if page_size else 0
+    score, shared = GENERAL if kind == _TERMS else PLAIN, tiles.shared_bytes(pair)
+    return plan_of(tiles, pair, dtype, score, shared, notes, INVARIANT=1, PAGE_ROWS=rows)
 
 
-def _plan(pair: Pair, kind: int, dtype: int, notes: Iterable[str] = (), **more: int) -> Plan:
+def _plan(pair: Pair, kind: int, dtype: int, notes: Iterable[str] = ()) -> Plan:
     tiles = FORWARD[pair][kind]
     score = GENERAL if kind == _TERMS else PLAIN
-    return plan_of(tiles, pair, dtype, score, tiles.shared_bytes(pair), notes, **more)
+    return plan_of(tiles, pair, dtype, score, tiles.shared_bytes(pair), notes)
 
 
 def plan_of(
@@ -93,7 +96,7 @@ def all_plans() -> list[Plan]:
         for kind in (_FULL, _MASKED, _TERMS)
     ]
     found += [
-        _plan(pair, kind, dtype, (), **_invariant(pair, kind, page_size))
+        _invariant(pair, kind, dtype, page_size)
         for dtype in calls.DTYPE_CODES.values()
         for pair in FORWARD
         for kind in (_MASKED, _TERMS)
