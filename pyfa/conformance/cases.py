@@ -83,6 +83,7 @@ class Case:
     rotary: str = ""
     rotary_seqlens: bool = False
     num_splits: int = 0
+    batch_invariant: bool = False
     recipe: str = "plain"
     layout: str = "contiguous"
     cache_dtype: str = ""
@@ -153,6 +154,7 @@ class Case:
             "backward": self.backward,
             "dlse": bool(self.dlse),
             "deterministic": self.deterministic,
+            "batch_invariant": self.batch_invariant,
             "fp8": self.dtypes[1].startswith("float8"),
         }
         return frozenset(name for name, needed in needs.items() if needed)
@@ -207,6 +209,7 @@ class Case:
             "cache options": not cache
             and bool(self.leftpad or self.batch_idx or self.packed_q or self.new_keys),
             "cache only": not cache and bool(self.rotary or self.num_splits),
+            "parts of an invariant call": self.batch_invariant and self.num_splits > 1,
             "batch_idx with pages": self.batch_idx and self.page_size > 0,
             "cache gradient": cache and bool(self.backward or self.dropout_p),
             "gradient options": not self.backward

@@ -240,9 +240,22 @@ def _quick() -> Iterator[Case]:
         yield _packed(_PACKED[index % 3], "varlen", **packed)
     yield from _quick_packed()
     yield from _quick_caches()
+    yield from _invariant()
     yield from _dropout_bits(4)
     yield from _hostile()
     yield from grid_fp8.quick()
+
+
+def _invariant() -> Iterator[Case]:
+    """By the kernels of batch_invariant, which serve every layout."""
+    fields: Fields = {"batch_invariant": True, "heads_q": 4}
+    yield _dense(65, 97, causal=True, backward=True, **fields)
+    yield _dense(97, 65, dtype="float16", window=(30, 5), softcap=5.0, sinks=True, **fields)
+    yield _dense(33, 65, dtype="float16", bias="full", head_dim=96, **fields)
+    yield _packed(_PACKED[1], "varlen", causal=True, backward=True, **fields)
+    yield _packed(_PACKED[0], "varlen", causal=True, page_size=16, **fields)
+    yield _packed(_CACHES[0], "kvcache", dtype="float16", head_dim=128, causal=True, **fields)
+    yield _packed(_APPENDS[0], "kvcache", new_keys=1, page_size=32, slack=2, causal=True, **fields)
 
 
 def _quick_packed() -> Iterator[Case]:
