@@ -38,15 +38,20 @@ constexpr __device__ int dim_of(int e, int row) {
   return kMiddle * 16 + row * 2 + (e - kMiddle);
 }
 
-// Keys on their way to values, 256 bytes of each of a group. Its 16 pieces of 16 bytes are exchanged within
-// the row by an exclusive or with the key, so that what is written and what is read together is in
-// different banks.
+// Keys on their way to values, 256 bytes of each of a group, in pieces of 16 bytes.
 constexpr int kTurnBytes = 256;
 constexpr int kTurnProducts = kTurnBytes / kSize / 16;
 struct Turn {
   Quad piece[kGroup][kTurnBytes / 16];
 };
 static_assert(!LATENT || HEAD_DIM_V * kSize % kTurnBytes == 0, "turns are whole");
+
+// Where a key's piece lies in its row. Eight lanes write the same piece of neighbouring keys, and read four
+// neighbouring pieces of one key with the four next to them of the fourth key behind: both touch every bank
+// once.
+constexpr __device__ int place_of_piece(int piece, int key) {
+  return piece ^ ((key >> 1 & 3) | (key & 1) << 2);
+}
 
 struct Group {
   unsigned k[HEAD_DIM * kSize / 16];
@@ -184,7 +189,8 @@ DEVICE void turn_values(Group &values, Turn &turn, const Group &group, int c) {
   wave_fence();
   for (int j = 0; j < 4; ++j) {
     const unsigned *k = group.k + (c * 4 + j) * 4;
-    turn.piece[M::column()][(j * 4 + M::part()) ^ M::column()] = Quad{k[0], k[1], k[2], k[3]};
+    int place = place_of_piece(j * 4 + M::part(), M::column());
+    turn.piece[M::column()][place] = Quad{k[0], k[1], k[2], k[3]};
   }
   wave_fence();
   for (int i = 0; i < 4; ++i) {
@@ -192,7 +198,7 @@ DEVICE void turn_values(Group &values, Turn &turn, const Group &group, int c) {
     for (int e = 0; e < kTurnProducts; e += 8) {
       int byte = (e / 8 * 128 + M::column() * 8) * kSize;
       typename Bytes<8 * kSize>::Type x;
-      x = *(decltype(x) *)((const char *)&turn.piece[key][(byte / 16) ^ key] + byte % 16);
+      x = *(decltype(x) *)((const char *)&turn.piece[key][place_of_piece(byte / 16, key)] + byte % 16);
       __builtin_memcpy(values.v[i] + (c * kTurnProducts + e) * kSize / 4, &x, 8 * kSize);
     }
   }

@@ -3,7 +3,7 @@
     from pyfa.compat.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
 Signatures, defaults and return values are those of ``flash_mla``, on every GPU and on CPUs.
-Conventions, converted: the LSE of a row that sees nothing is +inf, and ``attn_sink`` scales the
+Conventions, converted: the LSE of a fully masked row is +inf, and ``attn_sink`` scales the
 output without entering the LSE. A key that ``indices`` name twice counts twice. ``softmax_scale``
 is 1/√head_dim by default, which is not the scale of DeepSeek's models.
 
@@ -144,8 +144,8 @@ def flash_mla_sparse_fwd(
     """(out, max_logits, lse) of q (Sq, H, D) over kv (Sk, 1, D) at ``indices`` (Sq, 1, topk).
 
     Entries that are negative or not below Sk are none, and only the first ``topk_length`` (Sq,) of
-    a row count. out is (Sq, H, d_v); max_logits (the largest scaled score, −inf of a row that sees
-    nothing) and lse are (Sq, H) float32. max_logits is computed by PyTorch's operators.
+    a row count. out is (Sq, H, d_v); max_logits (the largest scaled score, −inf of a fully masked
+    row) and lse are (Sq, H) float32. max_logits is computed by PyTorch's operators.
     """
     validate.a_tensor("indices", indices)
     if indices.dim() != 3 or indices.shape[1] != 1:
@@ -208,7 +208,7 @@ def _in_their_convention(
         if attn_sink.shape != out.shape[-2:-1]:
             validate.wrong("attn_sink", f"shape {tuple(out.shape[-2:-1])}", attn_sink)
         share = torch.sigmoid(lse.mT - attn_sink.float())
-        # Of a row that sees nothing the output is 0, whatever −inf − −inf is.
+        # Of a fully masked row the output is 0, whatever −inf − −inf is.
         share = share.masked_fill(lse.mT == -torch.inf, 0.0)
         out = (out.float() * share[..., None]).to(out.dtype)
     return out, lse.masked_fill(lse == -torch.inf, torch.inf)
