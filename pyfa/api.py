@@ -51,9 +51,9 @@ def attention(
 
     Returns out (B, Sq, H, Dv) in q's dtype. With ``return_lse`` it also returns the log-sum-exp of
     each row's scores: (B, H, Sq), float32, natural logarithm. H is a multiple of Hk (GQA, MQA).
-    D and Dv are 1 to 256. Dtypes: float16, bfloat16, float32; float8 e4m3 for q, k and v, or for
-    k and v with 16-bit q. Gradients flow to q, k, v, a float ``bias``, ``sinks``, and from the LSE;
-    float8 has no gradient.
+    D is 1 to 576 and Dv 1 to 512; above 256 on the torch backend only. Dtypes: float16, bfloat16,
+    float32; float8 e4m3 for q, k and v, or for k and v with 16-bit q. Gradients flow to q, k, v, a
+    float ``bias``, ``sinks``, and from the LSE; float8 has no gradient.
 
     score = softcap(scale · q·k) − slope · |i + Sk − Sq − j| + bias, then masks, then softmax.
     A fully masked row gives output 0, LSE −inf and zero gradients.
@@ -376,7 +376,8 @@ def explain(
 
     Takes the arguments of ``attention``, of ``attention_varlen`` (recognised by ``cu_seqlens_q``
     with ``max_seqlen_k``) or of ``attention_kvcache`` (recognised by a ``cache_…`` argument or
-    ``page_table``), as keywords. Tensors may be on the ``meta`` device. ``device`` names a GPU
+    ``page_table``), as keywords. With ``latent=True`` v is a view of k, as in
+    ``attention_latent``. Tensors may be on the ``meta`` device. ``device`` names a GPU
     ("MI300X") that this machine need not have. Computes nothing and writes no cache. The result
     prints, and ``as_dict()`` gives plain data. Raises what those functions raise, but never
     ``UnsupportedProblem``.
@@ -384,7 +385,7 @@ def explain(
     build: Callable[..., Request] = requests.dense
     if "max_seqlen_k" in same:
         build = requests.varlen
-    elif any(name.startswith("cache_") or name == "page_table" for name in same):
+    elif any(name.startswith("cache_") or name in ("page_table", "latent") for name in same):
         build = requests.kvcache
     own = list(inspect.signature(build).parameters)[4:]  # behind q, k, v and what all share
     allowed = (*Shared._fields, *own)
@@ -503,6 +504,11 @@ def _first(key: tuple[Any, ...], tensors: tuple[Any, ...], request: Request) -> 
     if bound.writes:
         torch.autograd.graph.increment_version((call.k, call.v))
     return (found[0], found[1]) if call.return_lse else found[0]
+
+
+def attend(request: Request) -> Result:
+    """What ``request`` gives, whoever made it. Nothing is kept of it by its arguments."""
+    return _first((), (), request)
 
 
 def _ready(call: Call, append: Append, who: tuple[str, bool, bool]) -> str | None:

@@ -231,6 +231,8 @@ def prepare(call: Call, wanted: str, needs_grad: bool, bias_grad: bool) -> Prepa
         k.dtype,
         out_dtype,
         None if k_descale is None else scales_of(k_descale, k),
+        call.latent,
+        call.topk,
     )
     found = _prepared.get(key)
     if found is None:

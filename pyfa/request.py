@@ -143,8 +143,11 @@ def kvcache(
     rotary_interleaved: bool = True,
     rotary_seqlens: torch.Tensor | None = None,
     num_splits: int = 0,
+    latent: bool = False,
+    topk: bool = False,
 ) -> Request:
-    """``attention_kvcache``'s request. Nothing is written yet."""
+    """``attention_kvcache``'s request. Nothing is written yet. ``latent`` and ``topk`` are
+    ``Call``'s: they say what is so already."""
     _refuse_tracing()
     dims = (4 if cu_seqlens_q is None else 3, 4)
     validate.qkv(q, k_cache, v_cache, dims, ("k_cache", "v_cache"))
@@ -203,6 +206,8 @@ def kvcache(
         cache_leftpad=cache_leftpad,
         num_splits=num_splits,
     )
+    if latent:
+        request = request._replace(call=request.call._replace(latent=True, topk=topk))
     return request._replace(append=append)
 
 

@@ -9,7 +9,7 @@ class Shape(NamedTuple):
     """A dense attention without score terms. Windows as a ``Call`` has them: −1 for unlimited.
 
     Masks align to the bottom right: query i sees key j where −left ≤ j − i − shift ≤ right.
-    ``itemsize``: bytes of an element of q, k and v.
+    ``itemsize``: bytes of an element of q, k and v. ``latent``: v is a view of k.
     """
 
     batch: int
@@ -22,6 +22,7 @@ class Shape(NamedTuple):
     window_left: int = -1
     window_right: int = -1
     itemsize: int = 2
+    latent: bool = False
 
     @property
     def shift(self) -> int:
