@@ -5,12 +5,14 @@ from .dispatch import use_backend
 from .errors import CodeObjectError, CompileError, PerformanceWarning, UnsupportedProblem
 from .merging import merge
 from .quantize import Quantized, quantize
+from .validate import Edge
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CodeObjectError",
     "CompileError",
+    "Edge",
     "PerformanceWarning",
     "Quantized",
     "UnsupportedProblem",

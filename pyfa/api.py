@@ -31,6 +31,7 @@ def attention(
     *,
     causal: bool = False,
     window: Window = None,
+    attention_chunk: int | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     bias: torch.Tensor | None = None,
@@ -60,7 +61,12 @@ def attention(
     ----------
     causal, window
         Aligned to the bottom right: query i sees key j when j ≤ i + Sk − Sq. ``window`` is
-        (left, right) in keys; None or −1 is unlimited. With ``causal``, right is at most 0.
+        (left, right) in keys; None or −1 is unlimited. With ``causal``, right is at most 0. A
+        negative edge leaves out keys around the query's own: with (8, −3) query i sees the keys
+        from 8 to 3 before it. ``pyfa.Edge(-1)`` is −1 as a number.
+    attention_chunk
+        Keys of a chunk (Llama 4); None or 0 for none. Query i also has to be in key j's chunk:
+        ⌊(i + Sk − Sq) / chunk⌋ = ⌊j / chunk⌋.
     scale
         Any finite number; 1/√D by default.
     softcap
@@ -118,15 +124,15 @@ def attention(
     key: tuple[Any, ...] = (
         given, causal, window, scale, softcap, deterministic, return_lse, backend
     )  # fmt: skip
-    if window is not None or dropout_p or out_dtype is not None:
-        key += _rare(window, dropout_p, out_dtype)
+    if window is not None or attention_chunk is not None or dropout_p or out_dtype is not None:
+        key += _rare(window, attention_chunk, dropout_p, out_dtype)
     result = None if unknown else _again(key, tensors)
     if result is not None:
         return result
     validate.refuse_unknown("attention", unknown, attention)
     shared = Shared(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, descale,
-        out_dtype, deterministic, return_lse, backend,
+        out_dtype, deterministic, return_lse, backend, attention_chunk,
     )  # fmt: skip
     return _first(key, tensors, requests.dense(q, k, v, shared))
 
@@ -145,6 +151,7 @@ def attention_varlen(
     page_table: torch.Tensor | None = None,
     causal: bool = False,
     window: Window = None,
+    attention_chunk: int | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     bias: torch.Tensor | None = None,
@@ -219,15 +226,15 @@ def attention_varlen(
         given, causal, window, scale, softcap, deterministic, return_lse, backend, max_seqlen_q,
         max_seqlen_k,
     )  # fmt: skip
-    if window is not None or dropout_p or out_dtype is not None:
-        key += _rare(window, dropout_p, out_dtype)
+    if window is not None or attention_chunk is not None or dropout_p or out_dtype is not None:
+        key += _rare(window, attention_chunk, dropout_p, out_dtype)
     result = None if unknown else _again(key, tensors)
     if result is not None:
         return result
     validate.refuse_unknown("attention_varlen", unknown, attention_varlen)
     shared = Shared(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, descale,
-        out_dtype, deterministic, return_lse, backend,
+        out_dtype, deterministic, return_lse, backend, attention_chunk,
     )  # fmt: skip
     request = requests.varlen(
         q, k, v, shared, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q,
@@ -256,6 +263,7 @@ def attention_kvcache(
     num_splits: int = 0,
     causal: bool = False,
     window: Window = None,
+    attention_chunk: int | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     bias: torch.Tensor | None = None,
@@ -329,8 +337,8 @@ def attention_kvcache(
     key: tuple[Any, ...] = (
         given, causal, window, scale, softcap, return_lse, backend, num_splits, max_seqlen_q
     )  # fmt: skip
-    if window is not None or out_dtype is not None:
-        key += _rare(window, 0.0, out_dtype)
+    if window is not None or attention_chunk is not None or out_dtype is not None:
+        key += _rare(window, attention_chunk, 0.0, out_dtype)
     if not (rotary_cos is rotary_sin is rotary_seqlens is None and rotary_interleaved is True):
         rotary = rotary_cos, rotary_sin, rotary_seqlens
         tensors += tuple(x for x in rotary if x is not None)
@@ -341,7 +349,7 @@ def attention_kvcache(
     validate.refuse_unknown("attention_kvcache", unknown, attention_kvcache)
     shared = Shared(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, 0.0, None, descale,
-        out_dtype, False, return_lse, backend,
+        out_dtype, False, return_lse, backend, attention_chunk,
     )  # fmt: skip
     request = requests.kvcache(
         q, k_cache, v_cache, shared, k, v, cache_seqlens, cache_batch_idx, cache_leftpad,
@@ -389,10 +397,10 @@ def explain(
 _DENSE, _PACKED, _CACHE = 0, 1 << 20, 2 << 20
 
 
-def _rare(window: Any, dropout_p: Any, out_dtype: Any) -> tuple[Any, ...]:
+def _rare(window: Any, attention_chunk: Any, dropout_p: Any, out_dtype: Any) -> tuple[Any, ...]:
     """The end of a key. A window's edges are in it by themselves, for their types."""
     edges = window if type(window) is tuple else ()
-    return (dropout_p, out_dtype, *edges)
+    return (attention_chunk, dropout_p, out_dtype, *edges)
 
 
 def _drawn(seed: int | torch.Tensor | None, q: torch.Tensor) -> Any:

@@ -36,6 +36,7 @@ class Shared(NamedTuple):
     deterministic: bool = False
     return_lse: bool = False
     backend: Backends = None
+    attention_chunk: int | None = None
 
 
 class Request(NamedTuple):
@@ -174,7 +175,7 @@ def kvcache(
         start = rotary_seqlens
         if start is None and used is None:
             start = torch.full((batch,), longest_k, dtype=torch.int32, device=q.device)
-        moving = shared.causal or shared.window is not None
+        moving = shared.causal or shared.window is not None or bool(shared.attention_chunk)
         append = Append(None, None, cos, sin, start, interleaved, moving)
         first = used if start is None else start
         assert first is not None
@@ -254,9 +255,9 @@ def _request(
     """What all layouts share: masks, score terms, dropout, gradients, choice of backend."""
     (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, descale,
-        out_dtype, deterministic, return_lse, backend,
+        out_dtype, deterministic, return_lse, backend, attention_chunk,
     ) = shared  # fmt: skip
-    left, right = validate.window(window, causal)
+    left, right, shift = validate.window(window, causal)
     deterministic = validate.flag("deterministic", deterministic)
     scale, softcap, dropout_p = validate.scalars(scale, q.shape[-1], softcap, dropout_p)
     scales = _NO_SCALES
@@ -312,6 +313,8 @@ def _request(
         validate.flag("return_lse", return_lse),
         num_splits,
         scales.out_dtype,
+        window_shift=shift,
+        attention_chunk=validate.attention_chunk(attention_chunk),
     )
     return Request(call, preference(backend), needs_grad, bias_grad)
 

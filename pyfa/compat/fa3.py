@@ -11,9 +11,9 @@ raises ``NotImplementedError``, and under ``torch.compile(fullgraph=True)`` its 
 require one.
 
 Accepted and ignored, because pyfa's plan decides the schedule: ``num_splits`` (used for the cache
-only), ``pack_gqa``, ``sm_margin``, ``scheduler_metadata``. ``qv`` and ``attention_chunk`` raise
-``NotImplementedError``. Wrong arguments raise ``ArgumentError``, a ``RuntimeError`` as in
-flash-attention, with its argument names.
+only), ``pack_gqa``, ``sm_margin``, ``scheduler_metadata``. ``qv`` raises ``NotImplementedError``.
+A negative edge of ``window_size`` is unlimited, as in flash-attention. Wrong arguments raise
+``ArgumentError``, a ``RuntimeError`` as in flash-attention, with its argument names.
 """
 
 from __future__ import annotations
@@ -71,13 +71,14 @@ def flash_attn_func(
     to the bottom right.
 
     Raises ``ArgumentError`` (a ``RuntimeError``) or ``TypeError`` for wrong arguments,
-    ``NotImplementedError`` for ``qv`` and ``attention_chunk``, and ``pyfa.UnsupportedProblem`` if
-    no backend can run the call.
+    ``NotImplementedError`` for ``qv``, and ``pyfa.UnsupportedProblem`` if no backend can run the
+    call.
     """
-    _refuse(qv, attention_chunk)
+    _refuse(qv)
     shared = _shared(
-        q, k, softmax_scale, causal, q_descale, k_descale, v_descale, window_size, softcap
-    )
+        q, k, softmax_scale, causal, q_descale, k_descale, v_descale, window_size,
+        attention_chunk, softcap,
+    )  # fmt: skip
     return _attend(
         api.attention, q, k, v, deterministic=deterministic, return_lse=return_attn_probs, **shared
     )
@@ -149,10 +150,11 @@ def flash_attn_varlen_func(
     (B,) int32 only its first rows are used: queries beyond give output 0 and LSE −inf. Returns out
     (total_q, H, Dv); the LSE is (H, total_q). Raises what ``flash_attn_func`` raises.
     """
-    _refuse(qv, attention_chunk)
+    _refuse(qv)
     shared = _shared(
-        q, k, softmax_scale, causal, q_descale, k_descale, v_descale, window_size, softcap
-    )
+        q, k, softmax_scale, causal, q_descale, k_descale, v_descale, window_size,
+        attention_chunk, softcap,
+    )  # fmt: skip
     return _attend(
         api.attention_varlen, q, k, v, cu_seqlens_q, cu_seqlens_k, length(max_seqlen_q),
         length(max_seqlen_k), seqused_q=seqused_q, seqused_k=seqused_k, deterministic=deterministic,
@@ -223,10 +225,11 @@ def flash_attn_with_kvcache(
     empty tensors in place of flash-attention's partial results). No gradient. Raises what
     ``flash_attn_func`` raises.
     """
-    _refuse(qv, attention_chunk)
+    _refuse(qv)
     shared = _shared(
-        q, k_cache, softmax_scale, causal, q_descale, k_descale, v_descale, window_size, softcap
-    )
+        q, k_cache, softmax_scale, causal, q_descale, k_descale, v_descale, window_size,
+        attention_chunk, softcap,
+    )  # fmt: skip
     if page_table is not None and cache_batch_idx is not None:
         page_table, cache_batch_idx = page_table[cache_batch_idx.long()], None
     where: dict[str, Any] = {
@@ -281,18 +284,14 @@ def get_scheduler_metadata(
 ) -> torch.Tensor:
     """An empty int32 tensor on the device of ``cache_seqlens``: pyfa's kernels read the lengths.
 
-    ``flash_attn_with_kvcache`` takes it as ``scheduler_metadata``. Raises ``NotImplementedError``
-    for ``attention_chunk``.
+    ``flash_attn_with_kvcache`` takes it as ``scheduler_metadata``.
     """
-    _refuse(None, attention_chunk)
     validate.a_tensor("cache_seqlens", cache_seqlens)
     return cache_seqlens.new_empty(0, dtype=torch.int32)
 
 
-def _refuse(qv: torch.Tensor | None, attention_chunk: int) -> None:
+def _refuse(qv: torch.Tensor | None) -> None:
     refuse("qv", qv, "a second product of queries with V (latent attention) is not implemented")
-    why = "attention inside chunks is not implemented; a causal mask and window_size are"
-    refuse("attention_chunk", attention_chunk or None, why)
 
 
 class _NoGradient(torch.autograd.Function):
@@ -335,6 +334,7 @@ def _shared(
     k_descale: torch.Tensor | None,
     v_descale: torch.Tensor | None,
     window_size: Window,
+    attention_chunk: int,
     softcap: float,
 ) -> dict[str, Any]:
     """pyfa's names for what all functions share."""
@@ -342,6 +342,8 @@ def _shared(
         "scale": softmax_scale,
         "causal": causal,
         "window": window(window_size),
+        # FlashAttention-3 has no chunks of a negative length, and takes them for none.
+        "attention_chunk": max(attention_chunk, 0),
         "softcap": softcap,
     }
     of_q, of_k = (isinstance(x, torch.Tensor) and x.itemsize == 1 for x in (q, k))

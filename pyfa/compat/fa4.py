@@ -241,8 +241,9 @@ def refuse_missing(**given: object) -> None:
         refuse(name, value, _WHY_NOT[name])
 
 
-def pyfas_window(window_size: Window, causal: bool) -> tuple[int | None, int | None] | None:
-    """pyfa's window. None is unlimited here; a window that is empty as given counts as none."""
+def pyfas_window(window_size: Window, causal: bool) -> tuple[validate.Edge | None, ...] | None:
+    """pyfa's window. None is unlimited here, −1 is not; a window that is empty as given counts as
+    none."""
     if len(window_size) != 2:
         validate.wrong("window_size", "(left, right)", window_size)
     left, right = window_size
@@ -250,12 +251,9 @@ def pyfas_window(window_size: Window, causal: bool) -> tuple[int | None, int | N
         right = 0
     if left is not None and right is not None and left + right < 0:
         return None
-    if (left is not None and left < 0) or (right is not None and right < 0):
-        raise NotImplementedError(
-            "window_size: a negative edge, which leaves out keys around the query's own, is not "
-            f"implemented; None is unlimited; got {tuple(window_size)}"
-        )
-    return None if left is right is None else (left, right)
+    if left is right is None:
+        return None
+    return tuple(None if edge is None else validate.Edge(edge) for edge in (left, right))
 
 
 def _padded(name: str, x: torch.Tensor) -> tuple[int, int]:

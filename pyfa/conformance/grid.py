@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from . import grid_fp8
+from . import grid_bands, grid_fp8
 from .cases import BIASES, LAYOUTS, RECIPES, ROTARIES, Case, pick
 from .cases import dense as _dense
 from .cases import packed as _packed
@@ -240,6 +240,7 @@ def _quick() -> Iterator[Case]:
     yield from _dropout_bits(4)
     yield from _hostile()
     yield from grid_fp8.quick()
+    yield from grid_bands.quick()
 
 
 def _quick_packed() -> Iterator[Case]:
@@ -358,6 +359,7 @@ def _full() -> Iterator[Case]:
     yield from _full_caches()
     yield from _dropout_bits(40)
     yield from grid_fp8.full(_draws)
+    yield from grid_bands.full(_draws)
 
 
 def _full_dense() -> Iterator[Case]:

@@ -6,7 +6,7 @@ import functools
 from typing import NamedTuple
 
 from ...plan import Plan
-from ...problem import Problem
+from ...problem import Problem, is_banded
 from ..common import splits
 
 Value = int | str | bool
@@ -271,6 +271,7 @@ def plan(problem: Problem, name: str) -> Plan:
         "even_dv": block_dv == problem.head_dim_v,
         "general": bool(features & {"softcap", "alibi", "bias"}),
         "dropout": "dropout" in features,
+        "banded": is_banded(features),
         "pack": packs(problem),
         # Triton's dot takes tf32 everywhere on NVIDIA, on AMD only for some archs.
         "tf32": problem.dtype == "float32" and problem.device.vendor == "nvidia",
