@@ -181,7 +181,7 @@ FAULTS = {
         "__builtin_bit_cast(unsigned, x[2 * w + 1]) & 0xffff0000)",
     ),
     "rotated the other way": ("first, c) - product(second, s)", "first, c) + product(second, s)"),
-    "pairs of the wrong kind": ("(p.rotary_interleaved)", "(!p.rotary_interleaved)"),
+    "pairs of the wrong kind": ("p.rotary_flags & kInterleaved", "~p.rotary_flags & kInterleaved"),
     "values rotated": ("p.v_head, p.heads_k, p.head_dim_v, 0, 0", "p.v_head, p.heads_k, "
                       "p.head_dim_v, p.rotary_dim, 0"),
     "rest of the head forgotten": ("row.columns - row.rotated + kPiece - 1", "0"),
@@ -205,9 +205,9 @@ FAULTS = {
                                              "int place = int_at(p.seqused_k"),
     "all new keys at one position": ("int_at(p.rotary_seqlens, s.batch) + index : 0",
                                      "int_at(p.rotary_seqlens, s.batch) : 0"),
-    "queries always move": ("index * p.rotary_step", "index"),
+    "queries always move": ("(p.rotary_flags & kMoving ? index : 0)", "index"),
     "rows of other sequences": ("if (index >= s.stored_rows) return false;", ""),
-    "tables of float32 only": ("if (p.rotary_size == 4)", "if (true)"),
+    "tables of float32 only": ("if (p.rotary_flags & kFloat32Tables)", "if (true)"),
     "heads of the cache at new_k's stride": ("p.k_head, p.heads_k", "p.new_k_head, p.heads_k"),
 }  # fmt: skip
 

@@ -14,6 +14,11 @@ from ..common.program import Params, Program, like, run_of
 from .launch import Launcher
 
 THREADS = 256
+_FLOAT32_TABLES, _INTERLEAVED, _MOVING = (
+    1,
+    2,
+    4,
+)  # rotary_flags, as kernels/common/append.h has them
 _MOST_THREADS = 2**32  # of a grid
 
 
@@ -88,9 +93,11 @@ def add(launch: Launcher, program: Program, call: Call, append: Append) -> dict[
         values |= {
             "rotary_dim": 2 * append.cos.shape[1],
             "rotary_rows": append.cos.shape[0],
-            "rotary_size": append.cos.element_size(),
-            "rotary_interleaved": int(append.interleaved),
-            "rotary_step": int(append.moving),
+            "rotary_flags": (
+                _FLOAT32_TABLES * (append.cos.element_size() == 4)
+                + _INTERLEAVED * append.interleaved
+                + _MOVING * append.moving
+            ),
         }
         values |= abi.strides_of("q", call.q.stride()) | abi.strides_of("out", rotated[1])
         start = "rotary_seqlens" if append.start is not None else "seqused_k"
