@@ -45,9 +45,9 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd(
   Seen seen = rows_seeing(p, s, own.first_key, min(own.first_key + BLOCK_K, s.keys) - 1);
   Work w;
   w.begin = seen.low / BLOCK_Q;
-  // As in sm80's: a block whose keys no row sees takes its turn between two of which one does.
-  bool any = BANDED ? seen.low < s.rows : seen.low < seen.high;
-  w.end = any ? max((seen.high + BLOCK_Q - 1) / BLOCK_Q, w.begin) : w.begin;
+  w.end = seen.low < seen.high ? (seen.high + BLOCK_Q - 1) / BLOCK_Q : w.begin;
+  // As in sm80's: a block whose keys no row sees takes its turn between others.
+  if (BANDED && seen.low < s.rows) w.end = max((seen.high + BLOCK_Q - 1) / BLOCK_Q, w.begin);
   w.steps = (w.end - w.begin) * (p.heads_q / p.heads_k);
   // Keys beyond the end are seen by nobody; rows beyond it have P = 0 without a mask.
   w.all_low = own.first_key + BLOCK_K > s.keys ? s.rows : seen.all_low;
