@@ -255,6 +255,7 @@ def attention_kvcache(
     cache_leftpad: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
+    cu_seqlens_new: torch.Tensor | None = None,
     page_table: torch.Tensor | None = None,
     rotary_cos: torch.Tensor | None = None,
     rotary_sin: torch.Tensor | None = None,
@@ -280,7 +281,8 @@ def attention_kvcache(
     ``k_cache`` and ``v_cache`` are (B_cache, S, Hk, D), or (num_pages, page_size, Hk, D) with
     ``page_table`` (B, pages) int32. ``cache_seqlens``, an int or (B,) int32, counts the keys in the
     cache before the append; by default all. New ``k`` and ``v`` (B, S_new, Hk, D) follow them, and
-    queries see them. ``cache_batch_idx`` (B,) int32 selects each sequence's cache row.
+    queries see them; packed they are (total_new, Hk, D) with ``cu_seqlens_new`` (B+1,) int32.
+    ``cache_batch_idx`` (B,) int32 selects each sequence's cache row.
     ``cache_leftpad`` (B,) int32 is its first valid key; positions count from there. Packed queries
     are (total_q, H, D) with ``cu_seqlens_q`` and ``max_seqlen_q``.
 
@@ -334,6 +336,9 @@ def attention_kvcache(
     if v is not None:
         tensors += (v,)
         given += 16384
+    if cu_seqlens_new is not None:
+        tensors += (cu_seqlens_new,)
+        given += 32768
     key: tuple[Any, ...] = (
         given, causal, window, scale, softcap, return_lse, backend, num_splits, max_seqlen_q
     )  # fmt: skip
@@ -354,7 +359,7 @@ def attention_kvcache(
     request = requests.kvcache(
         q, k_cache, v_cache, shared, k, v, cache_seqlens, cache_batch_idx, cache_leftpad,
         cu_seqlens_q, max_seqlen_q, page_table, rotary_cos, rotary_sin, rotary_interleaved,
-        rotary_seqlens, num_splits,
+        rotary_seqlens, num_splits, cu_seqlens_new,
     )  # fmt: skip
     return _first(key, tensors, request)
 
@@ -504,7 +509,10 @@ def _ready(call: Call, append: Append, who: tuple[str, bool, bool]) -> str | Non
     call is said before anything is written."""
     prepared = dispatch.prepare(call, *who)
     if isinstance(prepared.backend, Appending):
-        return prepared.backend.why_not_append(call, append)
+        why_not = prepared.backend.why_not_append(call, append)
+        if why_not is not None:
+            prepared.validate(call, append)
+        return why_not
     prepared.validate(call, append)
     return f"the {prepared.backend.NAME} backend leaves it to PyTorch's operators"
 

@@ -113,11 +113,11 @@ _CU_Q, _CU_K = Call._fields.index("cu_seqlens_q"), Call._fields.index("cu_seqlen
 class Append(NamedTuple):
     """What is done to a KV cache, and to the queries, before attention.
 
-    ``k`` and ``v`` (B, new, Hk, D) go behind the ``seqused_k`` keys that each sequence of the call
-    holds, and are seen by its queries. Rotary rotates the new keys and ``Call.q``: ``cos`` and
-    ``sin`` are (max_position, R), the new keys of sequence b stand at ``start[b]`` and behind, and
-    so do its queries, or all of them at ``start[b]`` unless they are ``moving``. ``start`` is int32
-    (B,); None for ``seqused_k``.
+    ``k`` and ``v`` (B, new, Hk, D), or (total_new, Hk, D) with ``cu_seqlens`` (B+1,), go behind the
+    ``seqused_k`` keys that each sequence of the call holds, and are seen by its queries. Rotary
+    rotates the new keys and ``Call.q``: ``cos`` and ``sin`` are (max_position, R), the new keys of
+    sequence b stand at ``start[b]`` and behind, and so do its queries, or all of them at
+    ``start[b]`` unless they are ``moving``. ``start`` is int32 (B,); None for ``seqused_k``.
     """
 
     k: torch.Tensor | None = None
@@ -125,6 +125,7 @@ class Append(NamedTuple):
     cos: torch.Tensor | None = None
     sin: torch.Tensor | None = None
     start: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor | None = None
     interleaved: bool = True
     moving: bool = False
 
@@ -133,11 +134,14 @@ def counted(call: Call, append: Append) -> Call:
     """``call`` with the keys that ``append`` adds to each sequence."""
     if append.k is None or call.seqused_k is None:
         return call
-    return call._replace(seqused_k=call.seqused_k + append.k.shape[1])
+    new = append.k.shape[1] if append.cu_seqlens is None else append.cu_seqlens.diff()
+    return call._replace(seqused_k=call.seqused_k + new)
 
 
-_APPENDED = 5  # Append's leading fields, which are tensors or None
-APPEND_NAMES = ("new_k", "new_v", "rotary_cos", "rotary_sin", "rotary_seqlens")
+_APPENDED = 6  # Append's leading fields, which are tensors or None
+APPEND_NAMES = (
+    "new_k", "new_v", "rotary_cos", "rotary_sin", "rotary_seqlens", "cu_seqlens_new",
+)  # fmt: skip
 
 
 class Form(NamedTuple):
@@ -190,7 +194,7 @@ def form_of(call: Call, append: Append | None = None) -> Form:
         places,
         tuple(call[TENSORS:]),
         shared,
-        None if append is None else append._replace(k=None, v=None, cos=None, sin=None, start=None),
+        None if append is None else Append(interleaved=append.interleaved, moving=append.moving),
     )
 
 

@@ -380,6 +380,9 @@ def check_values(call: Call, append: Append | None = None) -> None:
     Reads tensor values: free on the CPU, a wait on a GPU (where only ``PYFA_CHECK=1`` asks for it).
     """
     if append is not None:
+        if append.cu_seqlens is not None and append.k is not None:
+            longest = ("the cache's length", call.max_seqlen_k)
+            _check_offsets("cu_seqlens_new", append.cu_seqlens, append.k, longest[1], longest[0])
         call = counted(call, append)
     for name, scales in zip("qkv", (call.q_descale, call.k_descale, call.v_descale), strict=True):
         if scales is not None:

@@ -23,11 +23,10 @@ from typing import Any
 
 import torch
 
-from .. import api, dispatch, request, validate
+from .. import api, validate
 from .arguments import Window, length, unpacked, window
 from .combine import combine
 from .errors import ArgumentError, in_words_of, refuse
-from .ragged_append import append_ragged
 
 __all__ = [
     "ArgumentError",
@@ -41,7 +40,9 @@ __all__ = [
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
-_in_their_words = in_words_of(return_lse="return_attn_probs", descale="q_descale")
+_in_their_words = in_words_of(
+    return_lse="return_attn_probs", descale="q_descale", cu_seqlens_new="cu_seqlens_k_new"
+)
 
 
 @_in_their_words
@@ -238,6 +239,7 @@ def flash_attn_with_kvcache(
         "cache_leftpad": cache_leftpad,
         "page_table": page_table,
         "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_new": None if k is None else cu_seqlens_k_new,
         "max_seqlen_q": None if cu_seqlens_q is None or max_seqlen_q is None
         else length(max_seqlen_q),
         "rotary_cos": rotary_cos,
@@ -247,9 +249,6 @@ def flash_attn_with_kvcache(
         "num_splits": max(num_splits, 0),
     }  # fmt: skip
     with torch.no_grad():
-        if k is not None and cu_seqlens_k_new is not None:
-            where |= _appended(q, k_cache, v_cache, k, v, cu_seqlens_k_new, where, shared)
-            k = v = None
         result = api.attention_kvcache(
             q, k_cache, v_cache, k=k, v=v, return_lse=return_softmax_lse, **where, **shared
         )
@@ -356,36 +355,3 @@ def _shared(
         q_scale = one if q_descale is None else q_descale
         shared["descale"] = (q_scale if of_q else None, k_scale, v_scale)
     return shared
-
-
-def _appended(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor | None,
-    cu_seqlens_k_new: torch.Tensor,
-    where: dict[str, Any],
-    shared: dict[str, Any],
-) -> dict[str, Any]:
-    """What changes in ``where`` once packed new keys are in the cache."""
-    if v is None or where["cache_seqlens"] is None:
-        name = "v" if v is None else "cache_seqlens"
-        validate.wrong(name, "v and cache_seqlens with k", None)
-    # Whatever is wrong is said before anything is written.
-    asked = request.kvcache(q, k_cache, v_cache, request.Shared(**shared), **where)
-    dispatch.prepare(asked.call, *asked.who).validate(asked.call)
-    used = asked.call.seqused_k
-    assert used is not None
-    start = where["rotary_seqlens"]
-    lengths = append_ragged(
-        k_cache, v_cache, k, v, cu_seqlens_k_new, used, where["page_table"],
-        where["cache_batch_idx"], where["rotary_cos"], where["rotary_sin"], start,
-        where["rotary_interleaved"],
-    )  # fmt: skip
-    turned = where["rotary_cos"] is not None
-    return {
-        "cache_seqlens": lengths,
-        # The queries stand where the new keys do, not behind them.
-        "rotary_seqlens": used if turned and start is None else start,
-    }

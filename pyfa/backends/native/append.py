@@ -24,6 +24,8 @@ _MOST_THREADS = 2**32  # of a grid
 
 def why_declined(call: Call, append: Append) -> str | None:
     """Why the kernel does not do it; None where it does."""
+    if append.cu_seqlens is not None:
+        return "new keys are packed (cu_seqlens_new)"
     given = (call.k, call.v, call.q, append.k, append.v)
     if call.k.stride(-1) != 1 or call.v.stride(-1) != 1:
         return "the cache's rows are not contiguous, and it cannot be copied"
