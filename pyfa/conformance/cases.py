@@ -172,6 +172,8 @@ class Case:
             return not self.rotary and "float8" not in "".join(self.dtypes)
         pairs = zip(self.lengths_q, self.lengths_k, strict=False)
         unknown = self.dropout_p or self.bias or self.rotary or self.shared or self.dlse
+        if "float8" in "".join(self.dtypes):
+            unknown = unknown or "inf" in self.hostile  # which the format does not have
         if self.backward:
             unknown = unknown or self.page_size or self.sinks or "inf" in self.hostile
         return self.hostile in HOSTILE and not unknown and any(a and b for a, b in pairs)
