@@ -189,7 +189,8 @@ def bias_plan_for(target: Target, backend: str, problem: Problem) -> Plan:
     """The kernel of a problem's gradient of bias."""
     assert target.bias_grad_plan is not None
     arch, dims = target.device_of(problem).arch, (problem.head_dim, problem.head_dim_v)
-    return target.bias_grad_plan(backend, arch, dims, calls.DTYPE_CODES[problem.dtype])
+    plan = target.bias_grad_plan(backend, arch, dims, calls.DTYPE_CODES[problem.dtype])
+    return banded(plan) if is_banded(problem.features) else plan
 
 
 def plans_for(target: Target, backend: str, problem: Problem) -> tuple[Plan, ...]:

@@ -27,7 +27,8 @@ def banded(plan: Plan) -> Plan:
     """``plan`` for calls with chunks or a moved window (``problem.is_banded``), where it masks."""
     if name_of(plan) not in _MASKING:
         return plan
-    return replace(plan, constants=tuple(sorted((*plan.constants, ("BANDED", 1)))))
+    notes = (*plan.notes, "compiled for chunks, or a window moved beside ALiBi or dropout")
+    return replace(plan, constants=tuple(sorted((*plan.constants, ("BANDED", 1)))), notes=notes)
 
 
 def values_of(plan: Plan) -> dict[str, int]:
