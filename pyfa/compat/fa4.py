@@ -6,14 +6,14 @@ Signatures, defaults and return values are those of ``flash_attn.cute``, and of 
 ``flash_attn.cute.interface`` for split keys. pyfa's additions remain, as in ``fa2``. Conventions:
 every call returns (out, lse); lse is None without ``return_lse``, and gradients flow through it.
 (flash-attention also returns an LSE without gradient if an input requires one.) In
-``window_size`` None is unlimited. ``learnable_sink`` (H,) is float16, bfloat16 or float32 and has a
-gradient; the LSE includes it.
+``window_size`` None is unlimited, −1 is a number. ``learnable_sink`` (H,) is float16, bfloat16 or
+float32 and has a gradient; the LSE includes it.
 
 Accepted and ignored, because pyfa's plan decides the schedule: ``num_splits``, ``pack_gqa``,
 ``min_seqlen_k``, ``scheduler_metadata``, ``seqlen_k_per_split``, ``disable_scheduler_metadata``.
 These raise ``NotImplementedError``: ``qv``, ``gather_kv_indices``, ``score_mod``, ``mask_mod`` and
-their arguments, block-sparse tensors, windows with a negative edge. Wrong arguments raise
-``ArgumentError``, a ``RuntimeError``, with flash-attention's argument names.
+their arguments, block-sparse tensors. Wrong arguments raise ``ArgumentError``, a
+``RuntimeError``, with flash-attention's argument names.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def errors_of(case: Case) -> list[str]:
 
     length = {"max_seqlen_q": rows, "max_seqlen_k": capacity}
     call = Call(q, *caches, cu_seqlens_q=offsets, seqused_k=begin, **options, **length)
-    new = Append(k, v, cos, sin, start, case.interleaved, case.moving)
+    new = Append(k, v, cos, sin, start, None, case.interleaved, case.moving)
     want, want_q, turned = [copied(x) for x in caches], q, k
     if cos is not None:
         first = begin if start is None else start
@@ -307,7 +307,7 @@ def test_positions_without_a_row_give_nan():
     table = tables["rotary_cos"]
     start = torch.tensor([23, -1], dtype=torch.int32)
     call = Call(q, k_cache, v_cache, max_seqlen_q=2, max_seqlen_k=24)
-    rotated = run(call, Append(None, None, table, table, start, True, True))["rotated_q"]
+    rotated = run(call, Append(None, None, table, table, start, None, True, True))["rotated_q"]
     unknown = rotated.isnan().all(-1).all(-1)
     turned = rotated[..., :32].isnan().all(-1).all(-1)
     assert turned.tolist() == [[False, True], [True, False]]
