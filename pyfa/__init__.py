@@ -7,12 +7,14 @@ from .invariance import use_batch_invariant
 from .latent import append_latent, attention_latent
 from .merging import merge
 from .quantize import Quantized, quantize
+from .validate import Edge
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CodeObjectError",
     "CompileError",
+    "Edge",
     "PerformanceWarning",
     "Quantized",
     "UnsupportedProblem",

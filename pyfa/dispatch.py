@@ -213,6 +213,8 @@ def prepare(call: Call, wanted: str, needs_grad: bool, bias_grad: bool) -> Prepa
         left >= 0,
         # Unlimited, causal, or a window's right edge: three kinds.
         min(right, 1),
+        call.window_shift != 0,
+        call.attention_chunk != 0,
         softcap != 0.0,
         dropout_p != 0.0,
         deterministic,

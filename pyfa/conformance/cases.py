@@ -66,6 +66,7 @@ class Case:
     dlse: str = ""
     causal: bool = False
     window: tuple[int, int] | None = None
+    attention_chunk: int = 0
     scale: float | None = None
     softcap: float = 0.0
     bias: str = ""
@@ -137,12 +138,15 @@ class Case:
     def features(self) -> frozenset[str]:
         """The names in ``problem.FEATURES`` that a backend must declare to be asked for this."""
         left, right = self.window or (-1, -1)
-        right = 0 if self.causal else right
+        right = 0 if self.causal and right >= -1 else right
+        moved = min(left, right) < -1
         cache, latent = self.kind in ("kvcache", "latent"), self.kind == "latent"
         needs = {
             # A list leaves out what its row does not see, before a backend has it.
-            "causal": right == 0 and not self.topk,
-            "window": left >= 0 or right > 0,
+            "causal": right == 0 and not moved and not self.topk,
+            "window": left >= 0 or right > 0 or moved,
+            "negative_edge": moved,
+            "chunk": self.attention_chunk > 0,
             "softcap": self.softcap != 0.0,
             "alibi": bool(self.alibi),
             "bias": bool(self.bias),

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from . import grid_fp8, grid_latent
+from . import grid_bands, grid_fp8, grid_latent
 from .cases import BIASES, LAYOUTS, RECIPES, ROTARIES, Case, pick
 from .cases import dense as _dense
 from .cases import packed as _packed
@@ -244,6 +244,7 @@ def _quick() -> Iterator[Case]:
     yield from _dropout_bits(4)
     yield from _hostile()
     yield from grid_fp8.quick()
+    yield from grid_bands.quick()
     yield from grid_latent.quick()
 
 
@@ -387,6 +388,7 @@ def _full() -> Iterator[Case]:
     yield from _dropout_bits(40)
     yield from grid_fp8.full(_draws)
     yield from grid_latent.full(_draws)
+    yield from grid_bands.full(_draws)
 
 
 def _full_dense() -> Iterator[Case]:

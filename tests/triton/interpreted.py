@@ -39,6 +39,8 @@ CASES = {
     "float8": ("dense-fp8-b2-q65", "dense-fp8fnuz-b2", "fp8-b2-q65-k97-h6x3", "varlen-fp8-b4",
                "page_size=32-scales", "kvcache-bf16", "leftpad-cache_dtype", "num_splits=3-cache",
                "page_size=64-cache"),
+    "bands": ("backward-attention_chunk=16", "causal-attention_chunk=40", "window=40,-9",
+              "alibi=batch", "window=-2,9", "varlen-bf16", "window=-6,-1"),
     # Not of float8: the interpreter takes its NaN for 480.
     "hostile": ("q65-k97-h4x2-d64x64-backward-causal-hostile=k=nan", "sinks-hostile=q=nan",
                 "page_size=16-hostile=q=nan", "num_splits=3-hostile=v=nan",
@@ -55,6 +57,8 @@ def conform(group: str) -> list[str]:
     for word in CASES[group]:
         for case in cases:
             alike = ("fp8" in case.features) == (group == "float8")
+            banded = not case.features.isdisjoint(("chunk", "negative_edge"))
+            alike = alike and banded == (group == "bands")
             if word in case.name and alike and bool(case.hostile) == (group == "hostile"):
                 chosen[case.name] = case
                 break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from ...plan import Plan
 from ...problem import Problem
@@ -16,6 +17,18 @@ def plan_with(
 ) -> Plan:
     """``kernel`` compiled with ``constants``, in any order."""
     return Plan(backend, kernel, tuple(sorted(constants.items())), tuple(notes))
+
+
+# Those in whose code masks are.
+_MASKING = frozenset({"attn_fwd", "attn_decode", "attn_bwd", "attn_bwd_onepass", "bias_grad"})
+
+
+def banded(plan: Plan) -> Plan:
+    """``plan`` for calls with chunks or a moved window (``problem.is_banded``), where it masks."""
+    if name_of(plan) not in _MASKING:
+        return plan
+    notes = (*plan.notes, "compiled for chunks, or a window moved beside ALiBi or dropout")
+    return replace(plan, constants=tuple(sorted((*plan.constants, ("BANDED", 1)))), notes=notes)
 
 
 def values_of(plan: Plan) -> dict[str, int]:
