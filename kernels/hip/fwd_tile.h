@@ -400,18 +400,26 @@ struct Rescale {
   }
 };
 
-// Brings the sum to a new base where a maximum has outgrown the old one by kLag, and says what brings
-// the accumulator there, and to the scale of the values that come, `next`.
+// How far a score is above what a row's exponents are taken against, to base 2.
+DEVICE float above(float score, float to_base_2, const Row &row) {
+  return __builtin_fmaf(score, to_base_2, -row.base);
+}
+
+// Brings the sum to a new base where a maximum has outgrown the old one by kLag, of that row alone, whose
+// bits are then the same whatever the wavefront's other rows are; and says what brings the accumulator
+// there, and to the scale of the values that come, `next`.
 DEVICE void raise(const Context &c, const Scales &scales, const Scales &next,
                   const float (&largest)[kColumns], Row (&row)[kColumns], Rescale &rescale) {
   bool outgrown = false;
   for (int n = 0; n < kColumns; ++n)
-    outgrown |= __builtin_fmaf(largest[n], c.to_base_2[n] * next.k, -row[n].base) > kPeak + kLag;
+    outgrown |= above(largest[n], c.to_base_2[n] * next.k, row[n]) > kPeak + kLag;
   rescale.pending = __builtin_amdgcn_ballot_w64(outgrown) || scales.v != next.v;
   if (!rescale.pending) return;
   for (int n = 0; n < kColumns; ++n) {
-    float highest = M::column_max(largest[n] * (c.to_base_2[n] * next.k)) - kPeak;
-    float raised = __builtin_fmaxf(row[n].base, highest);
+    // By the same operations as above, so that what a lane finds and what its row does is one.
+    float highest = M::column_max(largest[n]), to_base_2 = c.to_base_2[n] * next.k;
+    bool outgrows = above(highest, to_base_2, row[n]) > kPeak + kLag;
+    float raised = outgrows ? highest * to_base_2 - kPeak : row[n].base;
     float factor = exp2(row[n].base - raised);
     row[n].base = raised;
     row[n].total *= factor;
