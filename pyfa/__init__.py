@@ -3,6 +3,8 @@
 from .api import attention, attention_kvcache, attention_varlen, explain
 from .dispatch import use_backend
 from .errors import CodeObjectError, CompileError, PerformanceWarning, UnsupportedProblem
+from .invariance import use_batch_invariant
+from .latent import append_latent, attention_latent
 from .merging import merge
 from .quantize import Quantized, quantize
 from .validate import Edge
@@ -16,11 +18,14 @@ __all__ = [
     "PerformanceWarning",
     "Quantized",
     "UnsupportedProblem",
+    "append_latent",
     "attention",
     "attention_kvcache",
+    "attention_latent",
     "attention_varlen",
     "explain",
     "merge",
     "quantize",
     "use_backend",
+    "use_batch_invariant",
 ]

@@ -40,6 +40,9 @@ class Call(NamedTuple):
     indices of its row 0, key 0, query head 0 and sequence 0. Dropout counts by them, with a
     ``k_start`` that is a multiple of 4. Query i then stands at key i + Sk − Sq + q_start − k_start,
     Sq and Sk being the block's own, for masks and ALiBi. Tensors are the block's.
+
+    ``latent``: v is a view of k's first elements, and k has one head. ``topk``: besides, each
+    sequence is one row of queries, and its pages, of one key each, are the keys that it sees.
     """
 
     q: torch.Tensor
@@ -69,11 +72,14 @@ class Call(NamedTuple):
     deterministic: bool = False
     return_lse: bool = False
     num_splits: int = 0
+    batch_invariant: bool = False
     out_dtype: torch.dtype | None = None
     q_start: int = 0
     k_start: int = 0
     head_start: int = 0
     batch_start: int = 0
+    latent: bool = False
+    topk: bool = False
     window_shift: int = 0
     attention_chunk: int = 0
 
@@ -228,6 +234,7 @@ class Asked(NamedTuple):
 
 
 _KERNELS = frozenset({"hip", "cuda", "triton", "torch"})
+NARROW = 256  # the widest head that every backend takes
 
 
 class Feature(NamedTuple):
@@ -293,11 +300,21 @@ FEATURES: dict[str, Feature] = {
         Feature("dv", "a head_dim of V that differs",
                 lambda asked: asked.call.q.shape[-1] != asked.call.v.shape[-1], _KERNELS,
                 shown="", flag="--head-dim D,Dv"),
+        Feature("wide", f"a head_dim above {NARROW}",
+                lambda asked: not asked.call.latent
+                and max(asked.call.q.shape[-1], asked.call.v.shape[-1]) > NARROW,
+                frozenset({"torch"}), shown="", flag="--head-dim D,Dv"),
+        Feature("latent", "latent attention",
+                lambda asked: asked.call.latent, frozenset({"hip", "cuda", "torch"})),
+        Feature("topk", "a list of keys for each row",
+                lambda asked: asked.call.topk, frozenset({"hip", "cuda", "torch"})),
         Feature("backward", "backward", lambda asked: asked.needs_grad, _KERNELS),
         Feature("dlse", "the gradient through the returned LSE",
                 lambda asked: asked.needs_grad and asked.call.return_lse, _KERNELS),
         Feature("deterministic", "a deterministic backward",
                 lambda asked: asked.needs_grad and asked.call.deterministic, _KERNELS),
+        Feature("batch_invariant", "batch invariance (batch_invariant)",
+                lambda asked: asked.call.batch_invariant, _KERNELS),
         Feature("fp8", "float8", lambda asked: asked.call.k.dtype.itemsize == 1, _KERNELS,
                 shown="", has_values=True, flag="--dtype float8_e4m3fn"),
     )

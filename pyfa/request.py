@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import _torch, validate, validate_cache, validate_fp8
+from . import _torch, invariance, validate, validate_cache, validate_fp8
 from .dispatch import preference
 from .problem import Append, Call, counted
 from .validate import Window
@@ -36,6 +36,7 @@ class Shared(NamedTuple):
     deterministic: bool = False
     return_lse: bool = False
     backend: Backends = None
+    batch_invariant: bool = False
     attention_chunk: int | None = None
 
 
@@ -60,7 +61,9 @@ def _refuse_tracing() -> None:
         raise NotImplementedError("attention under torch.jit.trace; torch.compile can be used")
 
 
-def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: Shared) -> Request:
+def dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: Shared, num_splits: int = 0
+) -> Request:
     """``attention``'s request."""
     _refuse_tracing()
     q, k, v = _autocast(q, k, v)
@@ -69,7 +72,7 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: Shared) -> 
         validate.wrong("k", f"q's batch size {q.shape[0]}", k)
     validate.rows("q", q)
     validate.rows("k", k)
-    return _request(q, k, v, shared, q.shape[0], q.shape[1], k.shape[1])
+    return _request(q, k, v, shared, q.shape[0], q.shape[1], k.shape[1], num_splits=num_splits)
 
 
 def varlen(
@@ -84,6 +87,7 @@ def varlen(
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
     page_table: torch.Tensor | None = None,
+    num_splits: int = 0,
 ) -> Request:
     """``attention_varlen``'s request."""
     _refuse_tracing()
@@ -118,6 +122,7 @@ def varlen(
         seqused_q=seqused_q,
         seqused_k=seqused_k,
         page_table=page_table,
+        num_splits=num_splits,
     )
 
 
@@ -139,9 +144,12 @@ def kvcache(
     rotary_interleaved: bool = True,
     rotary_seqlens: torch.Tensor | None = None,
     num_splits: int = 0,
+    latent: bool = False,
+    topk: bool = False,
     cu_seqlens_new: torch.Tensor | None = None,
 ) -> Request:
-    """``attention_kvcache``'s request. Nothing is written yet."""
+    """``attention_kvcache``'s request. Nothing is written yet. ``latent`` and ``topk`` are
+    ``Call``'s: they say what is so already."""
     _refuse_tracing()
     dims = (4 if cu_seqlens_q is None else 3, 4)
     validate.qkv(q, k_cache, v_cache, dims, ("k_cache", "v_cache"))
@@ -160,7 +168,6 @@ def kvcache(
         batch, longest_q = q.shape[:2]
     validate_cache.where(q, k_cache, batch, cache_batch_idx, cache_leftpad, page_table)
     used = validate_cache.lengths(cache_seqlens, batch, q)
-    num_splits = validate_cache.splits(num_splits)
     interleaved = validate.flag("rotary_interleaved", rotary_interleaved)
     longest_k = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
     validate_cache.capacity(longest_k)
@@ -206,6 +213,8 @@ def kvcache(
         cache_leftpad=cache_leftpad,
         num_splits=num_splits,
     )
+    if latent:
+        request = request._replace(call=request.call._replace(latent=True, topk=topk))
     return request._replace(append=append)
 
 
@@ -305,10 +314,15 @@ def _request(
     """What all layouts share: masks, score terms, dropout, gradients, choice of backend."""
     (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, descale,
-        out_dtype, deterministic, return_lse, backend, attention_chunk,
+        out_dtype, deterministic, return_lse, backend, batch_invariant, attention_chunk,
     ) = shared  # fmt: skip
     left, right, shift = validate.window(window, causal)
+    num_splits = validate_cache.splits(num_splits)
     deterministic = validate.flag("deterministic", deterministic)
+    invariant = validate.flag("batch_invariant", batch_invariant) or invariance.is_on()
+    if invariant:
+        # Atomics add in any order; keys are never split.
+        deterministic, num_splits = True, validate_cache.only_part(num_splits)
     scale, softcap, dropout_p = validate.scalars(scale, q.shape[-1], softcap, dropout_p)
     scales = _NO_SCALES
     if k.dtype.itemsize == 1:
@@ -362,6 +376,7 @@ def _request(
         deterministic or torch.are_deterministic_algorithms_enabled(),
         validate.flag("return_lse", return_lse),
         num_splits,
+        invariant,
         scales.out_dtype,
         window_shift=shift,
         attention_chunk=validate.attention_chunk(attention_chunk),

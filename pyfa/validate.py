@@ -101,7 +101,7 @@ _INPUT_DTYPES = {
 }
 # What kernels read a bias as. Any other becomes float32, in which all of them add it.
 _BIAS_DTYPES = {torch.bool, torch.float32, torch.float16, torch.bfloat16}
-_MAX_HEAD_DIM = 256
+MAX_HEAD_DIM, MAX_HEAD_DIM_V = 576, 512  # those of latent attention
 _FLOAT32_MAX = float(torch.finfo(torch.float32).max)
 UNLIMITED = 2**31 - 1  # kernels hold lengths and a window's edges in 32 bits
 
@@ -135,8 +135,8 @@ def qkv(
             and k.dtype in _INPUT_DTYPES
             and q_shape[-1] == k_shape[-1]
             and k_shape[:-1] == v_shape[:-1]
-            and 0 < q_shape[-1] <= _MAX_HEAD_DIM
-            and 0 < v_shape[-1] <= _MAX_HEAD_DIM
+            and 0 < q_shape[-1] <= MAX_HEAD_DIM
+            and 0 < v_shape[-1] <= MAX_HEAD_DIM_V
             and q_shape[-2] > 0
             and k_shape[-2] > 0
             and q_shape[-2] % k_shape[-2] == 0
@@ -173,9 +173,9 @@ def _refuse_qkv(
         wrong(of_v, f"{of_k}'s dtype {k.dtype}", v)
     if k.shape[:-1] != v.shape[:-1]:
         wrong(of_v, f"{of_k}'s shape {tuple(k.shape)} but for head_dim", v)
-    for name, x in (("q", q), (of_v, v)):
-        if not 1 <= x.shape[-1] <= _MAX_HEAD_DIM:
-            wrong(name, f"a head_dim from 1 to {_MAX_HEAD_DIM}", x)
+    for name, x, most in (("q", q, MAX_HEAD_DIM), (of_v, v, MAX_HEAD_DIM_V)):
+        if not 1 <= x.shape[-1] <= most:
+            wrong(name, f"a head_dim from 1 to {most}", x)
     if 0 in (q.shape[-2], k.shape[-2]):
         wrong(of_k if q.shape[-2] else "q", "at least one head", k if q.shape[-2] else q)
     wrong(of_k, f"a number of heads that divides q's {q.shape[-2]}", f"{k.shape[-2]} heads")

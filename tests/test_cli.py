@@ -102,7 +102,7 @@ class TestMain:
             (("explain", "--heads", "8,2,1"), "expected a number, or two"),
             (("explain", "--heads", "8,3"), "a number of heads that divides q's 8"),
             (("explain", "--batch", "-1"), "expected a number"),
-            (("explain", "--head-dim", "512"), "a head_dim from 1 to 256"),
+            (("explain", "--head-dim", "577"), "a head_dim from 1 to 576"),
             (("explain", "--window", "1"), "expected two numbers or none"),
             (("explain", "--dtype", "float64"), "expected one of float16"),
             (("explain", "--features", "gqa"), "gqa is said by --heads H,Hk"),

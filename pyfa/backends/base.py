@@ -150,4 +150,6 @@ def missing(backend: Backend, problem: Problem) -> list[str]:
     ]
     if {"fp8", "backward"} <= problem.features:
         reasons.append("float8 has no backward")
+    if {"latent", "batch_invariant"} <= problem.features:
+        reasons.append("latent attention is not batch-invariant: its keys are split by the batch")
     return reasons

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ _SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "flo
 _DTYPES = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e4m3fnuz")
 _CHUNK = 8192  # Llama 4's
 _PAGE_SIZE = 256
+_TOPK = 2048  # DeepSeek-V3.2's
 SEQLEN = (8192, 8192)  # the default
 _LARGEST = 2**31 - 1  # lengths and offsets are int32
 _MOST_BYTES = 2**63 - 1  # of one tensor, as PyTorch counts them
@@ -155,9 +156,12 @@ def shape(options: argparse.Namespace) -> Shape:
 
     left, right, shift = validate.window(options.window, options.causal)
     (rows, keys), (heads, heads_k) = options.seqlen, options.heads
+    batch, latent = options.batch, not {"latent", "topk"}.isdisjoint(options.features)
+    if "topk" in options.features:
+        batch, rows, keys = batch * rows, 1, min(keys, _TOPK)
     return Shape(
-        options.batch, rows, keys, heads, heads_k, options.head_dim[0], options.head_dim[1],
-        left, right, getattr(torch, options.dtype).itemsize, shift,
+        batch, rows, keys, heads, 1 if latent else heads_k, options.head_dim[0],
+        options.head_dim[1], left, right, getattr(torch, options.dtype).itemsize, latent, shift,
     )  # fmt: skip
 
 
@@ -214,6 +218,8 @@ def _build(
     def lengths(count: int) -> torch.Tensor:
         return tensor(count, dtype=torch.int32)
 
+    if wanted & {"latent", "topk"}:
+        return _latent(options, tensor)
     cached = bool(wanted & {"leftpad", "batch_idx"}) or (
         bool(wanted & {"paged", "seqused"}) and "varlen" not in wanted
     )
@@ -253,6 +259,41 @@ def _build(
         arguments |= {"dropout_p": 0.1, "seed": 0}
     if "deterministic" in wanted:
         arguments["deterministic"] = True
+    if "batch_invariant" in wanted:
+        arguments["batch_invariant"] = True
     if "dlse" in wanted:
         arguments["return_lse"] = True
     return q, k, v, arguments
+
+
+def _latent(
+    options: argparse.Namespace, tensor: Callable[..., torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """``attention_latent``'s problem, of one key head. With lists of keys each row is a sequence,
+    over pages of one key."""
+    import torch
+
+    wanted, batch, (rows, keys) = set(options.features), options.batch, options.seqlen
+    (heads, _), (dim, dim_v) = options.heads, options.head_dim
+    if dim_v > dim or options.window:
+        raise ValueError(
+            "--features latent: expected a head_dim of v that is no longer than q's, as "
+            "--head-dim 576,512, and no window"
+        )
+    arguments: dict[str, Any] = {"latent": True, "causal": options.causal}
+    store: tuple[int, ...] = (batch, keys)
+    if "topk" in wanted:
+        count = min(keys, _TOPK)
+        arguments |= {"topk": True, "causal": False}
+        arguments["page_table"] = tensor(batch * rows, count, dtype=torch.int32)
+        store, batch, rows = (batch * keys, 1), batch * rows, 1
+    elif "paged" in wanted:
+        pages = -(-keys // _PAGE_SIZE)
+        store = (batch * pages, _PAGE_SIZE)
+        arguments["page_table"] = tensor(batch, pages, dtype=torch.int32)
+    if wanted & {"topk", "paged", "seqused"}:
+        arguments["cache_seqlens"] = tensor(batch, dtype=torch.int32)
+    if "sinks" in wanted:
+        arguments["sinks"] = tensor(heads, dtype=torch.float32)
+    cache = tensor(*store, 1, dim)
+    return tensor(batch, rows, heads, dim), cache, cache[..., :dim_v], arguments

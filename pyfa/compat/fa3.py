@@ -10,10 +10,11 @@ inputs ignore them. Float8 keys also work with 16-bit queries. Float8 has no gra
 raises ``NotImplementedError``, and under ``torch.compile(fullgraph=True)`` its inputs must not
 require one.
 
-Accepted and ignored, because pyfa's plan decides the schedule: ``num_splits`` (used for the cache
-only), ``pack_gqa``, ``sm_margin``, ``scheduler_metadata``. ``qv`` raises ``NotImplementedError``.
-A negative edge of ``window_size`` is unlimited, as in flash-attention. Wrong arguments raise
-``ArgumentError``, a ``RuntimeError`` as in flash-attention, with its argument names.
+Accepted and ignored, because pyfa's plan decides the schedule: ``pack_gqa``, ``sm_margin``,
+``scheduler_metadata``. ``qv`` runs as one product of longer heads: on hip and cuda by the decode
+kernel, without a copy where v and k are parts of one latent cache. A negative edge of
+``window_size`` is unlimited, as in flash-attention. Wrong arguments raise ``ArgumentError``, a
+``RuntimeError`` as in flash-attention, with its argument names.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from typing import Any
 
 import torch
 
-from .. import api, validate
+from .. import api, request, validate
+from . import query_values
 from .arguments import Window, length, unpacked, window
 from .combine import combine
-from .errors import ArgumentError, in_words_of, refuse
+from .errors import ArgumentError, in_words_of
 
 __all__ = [
     "ArgumentError",
@@ -69,20 +71,24 @@ def flash_attn_func(
 
     With ``return_attn_probs`` it returns (out, softmax_lse); the LSE is (B, H, Sq) float32.
     Gradients flow to q, k, v and from the LSE. ``causal`` and ``window_size`` (left, right) align
-    to the bottom right.
+    to the bottom right. ``qv`` (B, Sq, H, Dv) adds qv·v to the scores, whose default scale is then
+    1/√(D + Dv).
 
     Raises ``ArgumentError`` (a ``RuntimeError``) or ``TypeError`` for wrong arguments,
-    ``NotImplementedError`` for ``qv``, and ``pyfa.UnsupportedProblem`` if no backend can run the
-    call.
+    and ``pyfa.UnsupportedProblem`` if no backend can run the call.
     """
-    _refuse(qv)
     shared = _shared(
         q, k, softmax_scale, causal, q_descale, k_descale, v_descale, window_size,
         attention_chunk, softcap,
     )  # fmt: skip
+    if qv is not None:
+        parts = _joined(shared, q, qv, k, v)
+        shared |= {"deterministic": deterministic, "return_lse": return_attn_probs}
+        return query_values.attended(request.dense(*parts, request.Shared(**shared)))
     return _attend(
-        api.attention, q, k, v, deterministic=deterministic, return_lse=return_attn_probs, **shared
-    )
+        api.attention, q, k, v, deterministic=deterministic, return_lse=return_attn_probs,
+        num_splits=max(num_splits, 0), **shared,
+    )  # fmt: skip
 
 
 @_in_their_words
@@ -151,15 +157,22 @@ def flash_attn_varlen_func(
     (B,) int32 only its first rows are used: queries beyond give output 0 and LSE −inf. Returns out
     (total_q, H, Dv); the LSE is (H, total_q). Raises what ``flash_attn_func`` raises.
     """
-    _refuse(qv)
     shared = _shared(
         q, k, softmax_scale, causal, q_descale, k_descale, v_descale, window_size,
         attention_chunk, softcap,
     )  # fmt: skip
+    if qv is not None:
+        parts = _joined(shared, q, qv, k, v)
+        shared |= {"deterministic": deterministic, "return_lse": return_attn_probs}
+        asked = request.varlen(
+            *parts, request.Shared(**shared), cu_seqlens_q, cu_seqlens_k, length(max_seqlen_q),
+            length(max_seqlen_k), seqused_q, seqused_k,
+        )  # fmt: skip
+        return query_values.attended(asked)
     return _attend(
         api.attention_varlen, q, k, v, cu_seqlens_q, cu_seqlens_k, length(max_seqlen_q),
         length(max_seqlen_k), seqused_q=seqused_q, seqused_k=seqused_k, deterministic=deterministic,
-        return_lse=return_attn_probs, **shared,
+        return_lse=return_attn_probs, num_splits=max(num_splits, 0), **shared,
     )  # fmt: skip
 
 
@@ -226,7 +239,6 @@ def flash_attn_with_kvcache(
     empty tensors in place of flash-attention's partial results). No gradient. Raises what
     ``flash_attn_func`` raises.
     """
-    _refuse(qv)
     shared = _shared(
         q, k_cache, softmax_scale, causal, q_descale, k_descale, v_descale, window_size,
         attention_chunk, softcap,
@@ -249,9 +261,15 @@ def flash_attn_with_kvcache(
         "num_splits": max(num_splits, 0),
     }  # fmt: skip
     with torch.no_grad():
-        result = api.attention_kvcache(
-            q, k_cache, v_cache, k=k, v=v, return_lse=return_softmax_lse, **where, **shared
-        )
+        if qv is not None:
+            shared["scale"] = query_values.scale_of(softmax_scale, q, v_cache)
+            all_shared = request.Shared(**shared, return_lse=return_softmax_lse)
+            asked = request.kvcache(q, k_cache, v_cache, all_shared, k, v, **where)
+            result = query_values.attended_with_cache(asked, qv)
+        else:
+            result = api.attention_kvcache(
+                q, k_cache, v_cache, k=k, v=v, return_lse=return_softmax_lse, **where, **shared
+            )
     if isinstance(result, torch.Tensor):
         return result
     return *result, q.new_empty(0), q.new_empty(0)
@@ -289,10 +307,6 @@ def get_scheduler_metadata(
     return cache_seqlens.new_empty(0, dtype=torch.int32)
 
 
-def _refuse(qv: torch.Tensor | None) -> None:
-    refuse("qv", qv, "a second product of queries with V (latent attention) is not implemented")
-
-
 class _NoGradient(torch.autograd.Function):
     """``out`` of float8 attention, where one of its inputs wants a gradient."""
 
@@ -322,6 +336,19 @@ def _attend(
     if isinstance(result, torch.Tensor):
         return apply(result.detach(), *inputs)  # type: ignore[no-untyped-call, no-any-return]
     return tuple(apply(x.detach(), *inputs) for x in result)  # type: ignore[no-untyped-call]
+
+
+def _joined(
+    shared: dict[str, Any], q: torch.Tensor, qv: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v of q·k + qv·v, with what that changes in ``shared``."""
+    shared["scale"] = query_values.scale_of(shared["scale"], q, v)
+    *parts, descale = query_values.joined(q, qv, k, v, shared.get("descale"))
+    if descale is not None:
+        shared["descale"] = descale
+    if parts[0].itemsize > 1:
+        shared.pop("out_dtype", None)
+    return parts[0], parts[1], parts[2]
 
 
 def _shared(

@@ -10,7 +10,7 @@ class Shape(NamedTuple):
 
     Masks align to the bottom right: query i sees key j where −left ≤ j − i − shift ≤ right. Chunks
     are not counted: their kernels read less than this says.
-    ``itemsize``: bytes of an element of q, k and v.
+    ``itemsize``: bytes of an element of q, k and v. ``latent``: v is a view of k.
     """
 
     batch: int
@@ -23,6 +23,7 @@ class Shape(NamedTuple):
     window_left: int = -1
     window_right: int = -1
     itemsize: int = 2
+    latent: bool = False
     window_shift: int = 0
 
     @property

@@ -276,16 +276,6 @@ def test_combine_names_what_is_wrong() -> None:
             fa3.flash_attn_combine(*args)
 
 
-@pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func"])
-def test_what_is_refused_says_why(name: str) -> None:
-    q, starts = torch.randn(1, 4, 2, 8), ints(0, 4)
-    values = (q, q, q) if name == "flash_attn_func" else (*(q[0],) * 3, starts, starts, 4, 4)
-    with pytest.raises(NotImplementedError, match=r"qv: .* is not implemented"):
-        getattr(fa3, name)(*values, qv=q)
-    with pytest.raises(NotImplementedError, match="qv"):
-        fa3.flash_attn_with_kvcache(q, q, q, qv=q)
-
-
 @pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func", "cache"])
 @pytest.mark.parametrize("chunk", [3, 0, -1])
 def test_chunks_are_pyfas(name: str, chunk: int) -> None:

@@ -180,7 +180,7 @@ def test_parts_combine_padded_and_packed() -> None:
 @pytest.mark.parametrize(
     "argument",
     [
-        "qv", "gather_kv_indices", "score_mod", "score_mod_bwd", "mask_mod", "aux_tensors",
+        "gather_kv_indices", "score_mod", "score_mod_bwd", "mask_mod", "aux_tensors",
         "aux_scalars", "block_sparse_tensors", "block_sparse_tensors_bwd",
     ],
 )  # fmt: skip

@@ -16,6 +16,10 @@
 #error "the plan defines DTYPE, HEAD_DIM, HEAD_DIM_V, TILES, TEAM, WARPS, STAGES and SHARED_BYTES"
 #endif
 
+#ifndef LATENT  // whether V is the first elements of K
+#define LATENT 0
+#endif
+
 #include "decode_load.h"
 
 constexpr int kThreads = WARPS * kLanes;
@@ -179,7 +183,7 @@ DEVICE void step(State &state, Shared stage, const Queries &q, const Params &p, 
       for (int r = 0; r < 4; ++r) s[t][r] += factors.lift[r / 2];
     weights(w[t], state, t, s[t], factors);
   }
-  Shared values = ValueTile::along(stage + KeyTile::kBytes);
+  Shared values = ValueTile::along(stage + (LATENT ? 0 : KeyTile::kBytes));
 #pragma unroll
   for (int e = 0; e < kDims; e += kOperands) {
     unsigned x[4];

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from .common import (
+    FAR,
     HAS_ALIBI,
     HAS_CU_K,
     HAS_CU_Q,
@@ -337,6 +338,7 @@ def grad_rows(
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, GENERAL: tl.constexpr, BIAS: tl.constexpr,
     DROPOUT: tl.constexpr, PAGED: tl.constexpr, WIDE: tl.constexpr, TMA: tl.constexpr,
     DIES: tl.constexpr, PRECISION: tl.constexpr, DOTS: tl.constexpr,
+    ORDERED: tl.constexpr,
 ):  # fmt: skip
     """dQ of a block of queries of one head. ``DOTS``: also Σ P∘dP of each row, which is
     rowsum(dO∘O) without the rounding of O."""
@@ -392,6 +394,12 @@ def grad_rows(
                 low, high, all_low, all_high, first_row + shift + k_start,
                 last_row + shift + k_start, k_start, CHUNK,
             )  # fmt: skip
+    if ORDERED:
+        # Which tiles a left edge leaves whole hangs on the block's other rows: in order, then.
+        cut = left < FAR
+        if CHUNK is not None:
+            cut = cut | (CHUNK > 0)
+        all_low = tl.where(cut, high, all_low)
     start, full_start, full_stop = full_tiles(low, high, all_low, all_high, BLOCK_N)
     stop = tl.maximum(high, start)
     right_start = tl.maximum(full_stop, start)

@@ -18,6 +18,7 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from .common import (
+    FAR,
     HAS_ALIBI,
     HAS_BATCH_IDX,
     HAS_CU_K,
@@ -158,7 +159,7 @@ def attention_forward(
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, GENERAL: tl.constexpr, BIAS: tl.constexpr,
     DROPOUT: tl.constexpr, PAGED: tl.constexpr, PACK: tl.constexpr, SPLIT: tl.constexpr,
     WIDE: tl.constexpr, TMA: tl.constexpr, DIES: tl.constexpr, PRECISION: tl.constexpr,
-    AHEAD: tl.constexpr, SCALED: tl.constexpr,
+    AHEAD: tl.constexpr, SCALED: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
     if AHEAD:
         cuda.gdc_launch_dependents()  # the combination may take its place and wait there
@@ -254,6 +255,12 @@ def attention_forward(
                 low, high, all_low, all_high, first_row + shift + k_start,
                 last_row + shift + k_start, k_start, CHUNK,
             )  # fmt: skip
+    if ORDERED:
+        # Which tiles a left edge leaves whole hangs on the block's other rows: in order, then.
+        cut = left < FAR
+        if CHUNK is not None:
+            cut = cut | (CHUNK > 0)
+        all_low = tl.where(cut, high, all_low)
     start, full_start, full_stop = full_tiles(low, high, all_low, all_high, BLOCK_N)
     stop = tl.maximum(high, start)
     if SPLIT:
