@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .. import latent, validate
+from .. import api, latent, request, validate
 from .errors import ArgumentError, in_words_of, refuse
 
 __all__ = [
@@ -79,9 +79,9 @@ def flash_mla_with_kvcache(
     topk_length: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of q (B, Sq, H, D) over pages k_cache (blocks, page_block_size, 1, D).
+    """Attention of q (B, Sq, H, D) over pages k_cache (blocks, page_block_size, Hk, D).
 
-    Without ``indices`` the keys are the first ``cache_seqlens`` (B,) int32 of the pages in
+    Hk is 1 with ``indices``. Without them the keys are the first ``cache_seqlens`` (B,) int32 of the pages in
     ``block_table`` (B, pages) int32. ``indices`` (B, Sq, topk) int32 name them instead, as block ·
     page_block_size + offset; −1 is none, and only the first ``topk_length`` (B,) count.
     ``extra_k_cache`` with ``extra_indices_in_kvcache`` adds tokens of another cache.
@@ -100,11 +100,12 @@ def flash_mla_with_kvcache(
         refuse(
             "is_fp8_kvcache", is_fp8_kvcache or None, "float8 without indices is not implemented"
         )
-        out, lse = _both(latent.attention_latent(
-            q, k_cache, v_dim=head_dim_v, page_table=block_table, cache_seqlens=cache_seqlens,
-            causal=causal, scale=scale, return_lse=True,
-        ))  # fmt: skip
-        return _in_their_convention(out, lse, attn_sink)
+        shared = request.Shared(causal=causal, scale=scale, return_lse=True)
+        asked = request.kvcache(
+            q, k_cache, k_cache[..., :head_dim_v], shared, cache_seqlens=cache_seqlens,
+            page_table=block_table, latent=True,
+        )  # fmt: skip
+        return _in_their_convention(*_both(api.attend(asked)), attn_sink)
     if causal:
         validate.wrong("causal", "False with indices", causal)
     if extra_k_cache is None and not is_fp8_kvcache:
