@@ -300,7 +300,7 @@ def _seen(
     """Which entries are keys that their row sees."""
     rows, topk = indices.shape[1:]
     limit: Any = capacity if used is None else used[:, None, None]
-    seen = (indices >= 0) & (indices < limit)
+    seen: torch.Tensor = (indices >= 0) & (indices < limit)
     if causal:
         row = torch.arange(rows, device=indices.device)[:, None]
         seen &= indices <= row + (limit - rows)

@@ -195,7 +195,7 @@ class TestExplain:
         assert status == 0
         assert " ".join(out.split()).startswith(
             "q (2, 128, 8, 64) float16, k (2, 256, 2, 64), v (2, 256, 2, 32), "
-            "window=(16, -1), on gfx942"
+            "window=(16, None), on gfx942"
         )
 
     @pytest.mark.parametrize("name", problem.by_name())
@@ -203,7 +203,9 @@ class TestExplain:
         self, capsys: pytest.CaptureFixture[str], name: str
     ) -> None:
         data = report(capsys, "explain", "--features", name)
-        shown = {"softcap": "softcap=30.0", "dropout": "dropout_p=0.1"}.get(name, name)
+        shown = {
+            "softcap": "softcap=30.0", "dropout": "dropout_p=0.1", "chunk": "attention_chunk=8192"
+        }.get(name, name)  # fmt: skip
         assert shown in data["problem"].split(", ")
 
     @pytest.mark.parametrize(

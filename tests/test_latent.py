@@ -232,3 +232,9 @@ def test_pages_of_one_key_are_a_view() -> None:
         for j in range(3):
             assert torch.equal(flat[b * store + j * key, 0], cache[b, j])
     assert flat.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
+
+
+def test_batch_invariance_is_declined() -> None:
+    q, cache = torch.randn(1, 1, 2, 576).half(), torch.randn(1, 5, 1, 576).half()
+    with pyfa.use_batch_invariant(), pytest.raises(pyfa.UnsupportedProblem, match="its keys are"):
+        pyfa.attention_latent(q, cache, scale=192**-0.5)

@@ -303,7 +303,7 @@ def _rotated(
     if case.rotary_seqlens:
         start = integers(f"{case.name}/rotary_seqlens", case.batch, 8)
         result.arguments["rotary_seqlens"] = _int32(start)
-    moving = case.causal or case.window is not None
+    moving = case.causal or case.window is not None or case.attention_chunk > 0
     for b, (q, k, _) in enumerate(parts):
         steps = torch.arange(q.shape[0]) if moving else torch.zeros(q.shape[0], dtype=torch.int64)
         turned_q = rotate(q, cos, sin, start[b] + steps, case.rotary)
@@ -328,10 +328,9 @@ def _with_terms(
     case: Case, placed: dict[str, Placed], others: dict[str, Any], call: Call
 ) -> Inputs:
     """Adds masks, bias, slopes, sinks and dropout to the arguments and to the reference's call."""
-    left, right = case.window or (-1, -1)
     terms: dict[str, Any] = {
-        "window_left": left,
-        "window_right": 0 if case.causal else right,
+        **_window(case),
+        "attention_chunk": case.attention_chunk,
         "scale": case.head_dim**-0.5 if case.scale is None else case.scale,
         "softcap": case.softcap,
         "dropout_p": case.dropout_p,
@@ -373,14 +372,29 @@ def _with_terms(
     options = {
         "causal": case.causal,
         "window": case.window,
+        "attention_chunk": case.attention_chunk or None,
         "scale": case.scale,
         "softcap": case.softcap if case.kind != "latent" else None,
     }
     others |= {name: value for name, value in options.items() if value is not None}
+    if case.batch_invariant:
+        others["batch_invariant"] = terms["batch_invariant"] = True
     if case.kind in ("dense", "varlen"):
         others |= {"dropout_p": case.dropout_p, "deterministic": case.deterministic}
     spec = call._replace(**terms)
     return Inputs(case, placed, others, spec, spec)
+
+
+def _window(case: Case) -> dict[str, int]:
+    """The reference's window: one without a negative edge, moved by as much."""
+    left, right = case.window or (-1, -1)
+    if case.causal:
+        right = right if right < -1 else 0
+    if -1 not in (left, right) and left + right < 0:
+        return {"window_right": 0, "window_shift": -(1 << 20)}  # no key at all
+    shift = -left if left < -1 else right if right < -1 else 0
+    edges = left if left == -1 else left + shift, right if right == -1 else right - shift
+    return {"window_left": edges[0], "window_right": edges[1], "window_shift": shift}
 
 
 def _scales(case: Case, placed: dict[str, Placed], call: Call) -> dict[str, torch.Tensor]:

@@ -66,6 +66,7 @@ class Case:
     dlse: str = ""
     causal: bool = False
     window: tuple[int, int] | None = None
+    attention_chunk: int = 0
     scale: float | None = None
     softcap: float = 0.0
     bias: str = ""
@@ -86,6 +87,7 @@ class Case:
     rotary: str = ""
     rotary_seqlens: bool = False
     num_splits: int = 0
+    batch_invariant: bool = False
     recipe: str = "plain"
     layout: str = "contiguous"
     cache_dtype: str = ""
@@ -136,12 +138,15 @@ class Case:
     def features(self) -> frozenset[str]:
         """The names in ``problem.FEATURES`` that a backend must declare to be asked for this."""
         left, right = self.window or (-1, -1)
-        right = 0 if self.causal else right
+        right = 0 if self.causal and right >= -1 else right
+        moved = min(left, right) < -1
         cache, latent = self.kind in ("kvcache", "latent"), self.kind == "latent"
         needs = {
             # A list leaves out what its row does not see, before a backend has it.
-            "causal": right == 0 and not self.topk,
-            "window": left >= 0 or right > 0,
+            "causal": right == 0 and not moved and not self.topk,
+            "window": left >= 0 or right > 0 or moved,
+            "negative_edge": moved,
+            "chunk": self.attention_chunk > 0,
             "softcap": self.softcap != 0.0,
             "alibi": bool(self.alibi),
             "bias": bool(self.bias),
@@ -161,6 +166,7 @@ class Case:
             "backward": self.backward,
             "dlse": bool(self.dlse),
             "deterministic": self.deterministic,
+            "batch_invariant": self.batch_invariant,
             "fp8": self.dtypes[1].startswith("float8"),
         }
         return frozenset(name for name, needed in needs.items() if needed)
@@ -227,6 +233,7 @@ class Case:
             "cache options": not cache
             and bool(self.leftpad or self.batch_idx or self.packed_q or self.new_keys),
             "cache only": not cache and bool(self.rotary or self.num_splits),
+            "parts of an invariant call": self.batch_invariant and self.num_splits > 1,
             "batch_idx with pages": self.batch_idx and self.page_size > 0,
             "cache gradient": cache and bool(self.backward or self.dropout_p),
             "gradient options": not self.backward

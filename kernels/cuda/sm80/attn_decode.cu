@@ -95,7 +95,12 @@ DEVICE void finish(float (&s)[4], const Params &p, const Sequence &sequence, con
       if (terms.bias) s[r] += bias_of(terms, min(key, b.stop - 1));
       s[r] *= kLog2E;
     }
-    if (masked && (distance < left || distance > right || key >= b.stop)) s[r] = -INFINITY_F;
+    if (BANDED && masked) {
+      Seen seen = keys_seen(p, sequence, packed_row.row, packed_row.row);
+      if (key < seen.low || key >= min(seen.high, b.stop)) s[r] = -INFINITY_F;
+    } else if (masked && (distance < left || distance > right || key >= b.stop)) {
+      s[r] = -INFINITY_F;
+    }
   }
 }
 

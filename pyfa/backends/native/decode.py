@@ -20,8 +20,8 @@ from .tiles import GROUP, Pair, constants_of
 
 FEATURES = frozenset(
     (
-        "causal", "window", "softcap", "alibi", "bias", "sinks", "varlen", "seqused", "paged",
-        "leftpad", "batch_idx", "gqa", "dv", "latent", "topk",
+        "causal", "window", "negative_edge", "chunk", "softcap", "alibi", "bias", "sinks", "varlen",
+        "seqused", "paged", "leftpad", "batch_idx", "gqa", "dv", "latent", "topk",
     )
 )  # fmt: skip
 # Up to how many lines decode is taken rather than the forward, whose tiles hold more rows of one
@@ -60,9 +60,14 @@ def why_not(problem: Problem) -> list[str]:
 
 def keys_seen(call: Call) -> int:
     """The most keys that one sequence's rows can see."""
+    seen, rows = call.max_seqlen_k, call.max_seqlen_q
     if call.window_left >= 0 and call.window_right >= 0:
-        return min(call.max_seqlen_k, call.window_left + call.window_right + call.max_seqlen_q)
-    return call.max_seqlen_k
+        seen = min(seen, call.window_left + call.window_right + rows)
+    if call.attention_chunk:
+        # One chunk more than the rows but for one fill, where they begin at the end of one.
+        chunks = 1 + -(-max(rows - 1, 0) // call.attention_chunk)
+        seen = min(seen, chunks * call.attention_chunk)
+    return seen
 
 
 def forced_parts(call: Call) -> int:
