@@ -86,7 +86,8 @@ def flash_mla_with_kvcache(
 
     Without ``indices`` the keys are the first ``cache_seqlens`` (B,) int32 of the pages in
     ``block_table`` (B, pages) int32. ``indices`` (B, Sq, topk) int32 name them instead, of a cache
-    with one head, as block · page_block_size + offset; −1 is none, and only the first ``topk_length`` (B,) count.
+    with one head, as block · page_block_size + offset; −1 is none, and only the first
+    ``topk_length`` (B,) count.
     ``extra_k_cache`` with ``extra_indices_in_kvcache`` adds tokens of another cache.
 
     Returns (out (B, Sq, H, head_dim_v), softmax_lse (B, H, Sq) float32).
