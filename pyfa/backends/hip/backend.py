@@ -11,6 +11,7 @@ from ...problem import Problem
 from ..base import missing
 from ..common import calls
 from ..native import backward as native_backward
+from ..native import decode as native_decode
 from ..native.backend import NativeBackend
 from . import backward, code, decode, forward, plans
 from .launcher import Launcher, Runtime
@@ -41,7 +42,9 @@ class HipBackend(NativeBackend):
         elsewhere = self.runtime.why_not(problem)
         reasons = [elsewhere] if elsewhere else []
         reasons += missing(self, problem)
-        if not decode.takes(problem):
+        if not decode.takes(problem) and "latent" in problem.features:
+            reasons += native_decode.why_not_latent(problem, decode.FEATURES)
+        elif not decode.takes(problem):
             reasons += forward.why_not(problem) + native_backward.why_not(problem)
             reasons += backward.why_not(problem)
         # Of a device that is not here nobody asks for code.
