@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from . import _torch, dispatch, ops, validate
+from . import _torch, dispatch, mods, ops, validate
 from . import device as devices
 from . import request as requests
 from .backends.base import Appending, OtherAlignment
@@ -43,6 +43,8 @@ def attention(
     deterministic: bool = False,
     return_lse: bool = False,
     backend: Backends = None,
+    score_mod: mods.Mod | None = None,
+    mask_mod: mods.Mod | None = None,
     **unknown: object,
 ) -> Result:
     """Exact attention of q (B, Sq, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv).
@@ -115,18 +117,24 @@ def attention(
         scales, which = _scales(descale)
         tensors += scales
         given += 16 * which
+    digest = ""
+    if score_mod is not None or mask_mod is not None:
+        digest, captured = _modified(score_mod, mask_mod, q)
+        tensors += captured
     key: tuple[Any, ...] = (
         given, causal, window, scale, softcap, deterministic, return_lse, backend
     )  # fmt: skip
     if window is not None or dropout_p or out_dtype is not None:
         key += _rare(window, dropout_p, out_dtype)
+    if digest:
+        key += (digest, "mods")
     result = None if unknown else _again(key, tensors)
     if result is not None:
         return result
     validate.refuse_unknown("attention", unknown, attention)
     shared = Shared(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, descale,
-        out_dtype, deterministic, return_lse, backend,
+        out_dtype, deterministic, return_lse, backend, score_mod, mask_mod,
     )  # fmt: skip
     return _first(key, tensors, requests.dense(q, k, v, shared))
 
@@ -157,6 +165,8 @@ def attention_varlen(
     deterministic: bool = False,
     return_lse: bool = False,
     backend: Backends = None,
+    score_mod: mods.Mod | None = None,
+    mask_mod: mods.Mod | None = None,
     **unknown: object,
 ) -> Result:
     """``attention`` on packed sequences: q (total_q, H, D), k (total_k, Hk, D), v (…, Hk, Dv).
@@ -215,19 +225,25 @@ def attention_varlen(
         scales, which = _scales(descale)
         tensors += scales
         given += 16 * which
+    digest = ""
+    if score_mod is not None or mask_mod is not None:
+        digest, captured = _modified(score_mod, mask_mod, q)
+        tensors += captured
     key: tuple[Any, ...] = (
         given, causal, window, scale, softcap, deterministic, return_lse, backend, max_seqlen_q,
         max_seqlen_k,
     )  # fmt: skip
     if window is not None or dropout_p or out_dtype is not None:
         key += _rare(window, dropout_p, out_dtype)
+    if digest:
+        key += (digest, "mods")
     result = None if unknown else _again(key, tensors)
     if result is not None:
         return result
     validate.refuse_unknown("attention_varlen", unknown, attention_varlen)
     shared = Shared(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, descale,
-        out_dtype, deterministic, return_lse, backend,
+        out_dtype, deterministic, return_lse, backend, score_mod, mask_mod,
     )  # fmt: skip
     request = requests.varlen(
         q, k, v, shared, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q,
@@ -265,6 +281,8 @@ def attention_kvcache(
     out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     backend: Backends = None,
+    score_mod: mods.Mod | None = None,
+    mask_mod: mods.Mod | None = None,
     **unknown: object,
 ) -> Result:
     """Attention of q (B, Sq, H, D) over a cache, after appending k and v to it in place.
@@ -320,6 +338,10 @@ def attention_kvcache(
         scales, which = _scales(descale)
         tensors += scales
         given += 16 * which
+    digest = ""
+    if score_mod is not None or mask_mod is not None:
+        digest, captured = _modified(score_mod, mask_mod, q)
+        tensors += captured
     if k is not None:
         tensors += (k,)
         given += 8192
@@ -335,13 +357,15 @@ def attention_kvcache(
         rotary = rotary_cos, rotary_sin, rotary_seqlens
         tensors += tuple(x for x in rotary if x is not None)
         key += (rotary_interleaved, *(x is None for x in rotary), "rotary")
+    if digest:
+        key += (digest, "mods")
     result = None if unknown else _again(key, tensors)
     if result is not None:
         return result
     validate.refuse_unknown("attention_kvcache", unknown, attention_kvcache)
     shared = Shared(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, 0.0, None, descale,
-        out_dtype, False, return_lse, backend,
+        out_dtype, False, return_lse, backend, score_mod, mask_mod,
     )  # fmt: skip
     request = requests.kvcache(
         q, k_cache, v_cache, shared, k, v, cache_seqlens, cache_batch_idx, cache_leftpad,
@@ -393,6 +417,13 @@ def _rare(window: Any, dropout_p: Any, out_dtype: Any) -> tuple[Any, ...]:
     """The end of a key. A window's edges are in it by themselves, for their types."""
     edges = window if type(window) is tuple else ()
     return (dropout_p, out_dtype, *edges)
+
+
+def _modified(score_mod: Any, mask_mod: Any, q: Any) -> tuple[str, tuple[torch.Tensor, ...]]:
+    """The digest of mods and what they captured. A q that is no tensor is left to the checks."""
+    if not isinstance(q, torch.Tensor):
+        return "", ()
+    return mods.resolve(score_mod, mask_mod, q.device)
 
 
 def _drawn(seed: int | torch.Tensor | None, q: torch.Tensor) -> Any:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from . import mods
 from .device import Device
 
 
@@ -32,6 +33,9 @@ class Call(NamedTuple):
     one sequence and (num_pages, Hk, blocks) are those of pages. ``scales_of`` tells the size of a
     block. k and v have the same shape of them, q has none where it is not float8. ``out_dtype`` is
     that of float8 queries' output, and otherwise None: q's.
+
+    ``mods`` is the digest of a score_mod and mask_mod (``mods.of``), "" where there are none, and
+    ``captured0`` … are the tensors that these read, of any shape and strides.
 
     ``q_start`` … ``batch_start`` are not 0 for a block of a larger problem: there they are the
     indices of its row 0, key 0, query head 0 and sequence 0. Dropout counts by them, with a
@@ -56,6 +60,14 @@ class Call(NamedTuple):
     q_descale: torch.Tensor | None = None
     k_descale: torch.Tensor | None = None
     v_descale: torch.Tensor | None = None
+    captured0: torch.Tensor | None = None
+    captured1: torch.Tensor | None = None
+    captured2: torch.Tensor | None = None
+    captured3: torch.Tensor | None = None
+    captured4: torch.Tensor | None = None
+    captured5: torch.Tensor | None = None
+    captured6: torch.Tensor | None = None
+    captured7: torch.Tensor | None = None
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
     scale: float = 1.0
@@ -71,6 +83,13 @@ class Call(NamedTuple):
     k_start: int = 0
     head_start: int = 0
     batch_start: int = 0
+    mods: str = ""
+
+    @property
+    def captured(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that ``mods`` read, by slot."""
+        found: tuple[Any, ...] = self[_CAPTURED:TENSORS]
+        return tuple(x for x in found if x is not None)
 
     @property
     def batch(self) -> int:
@@ -96,6 +115,7 @@ class Call(NamedTuple):
 
 TENSORS = Call._fields.index("max_seqlen_q")
 """Call's leading fields, which are tensors or None."""
+_CAPTURED = Call._fields.index("captured0")
 _CU_Q, _CU_K = Call._fields.index("cu_seqlens_q"), Call._fields.index("cu_seqlens_k")
 
 
@@ -255,6 +275,12 @@ FEATURES: dict[str, Feature] = {
                 is_term=True),
         Feature("dropout", "dropout", lambda asked: asked.call.dropout_p > 0.0, _KERNELS,
                 shown="dropout_p={dropout_p}", is_term=True),
+        Feature("score_mod", "a score_mod",
+                lambda asked: bool(asked.call.mods) and mods.of(asked.call.mods).score is not None,
+                frozenset({"hip", "cuda", "torch"}), is_term=True),
+        Feature("mask_mod", "a mask_mod",
+                lambda asked: bool(asked.call.mods) and mods.of(asked.call.mods).mask is not None,
+                frozenset({"hip", "cuda", "torch"}), is_term=True),
         Feature("varlen", "a packed batch (cu_seqlens)",
                 lambda asked: _any(asked.call.cu_seqlens_q, asked.call.cu_seqlens_k), _KERNELS,
                 has_values=True),
@@ -336,6 +362,7 @@ class Problem:
     ``positive``: the scale is above 0 in float32, as kernels that scale after masking need.
     ``dtype`` is q's; ``dtype_k``, of k and v, and ``dtype_out`` are "" where they are the same.
     ``scales``: how many rows of k share one float8 scale, 0 where a sequence's whole head does.
+    ``mods``: the digest of its score_mod and mask_mod, "" without.
     ``described`` is for people and takes no part in equality.
     """
 
@@ -356,6 +383,7 @@ class Problem:
     dtype_k: str = ""
     dtype_out: str = ""
     scales: int = 0
+    mods: str = ""
     described: str = field(default="", compare=False)
 
     @property
@@ -399,6 +427,7 @@ def problem_of(
         dtype_k=_name(call.k.dtype) if call.k.dtype != call.q.dtype else "",
         dtype_out=_name(call.dtype_of_out()) if call.dtype_of_out() != call.q.dtype else "",
         scales=scales_of(call.k_descale, call.k),
+        mods=call.mods,
         described=describe(call, needs_grad, bias_grad, device),
     )
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from . import _torch, validate, validate_cache, validate_fp8
+from . import _torch, mods, validate, validate_cache, validate_fp8
 from .dispatch import preference
 from .problem import Append, Call, counted
 from .validate import Window
@@ -36,6 +36,8 @@ class Shared(NamedTuple):
     deterministic: bool = False
     return_lse: bool = False
     backend: Backends = None
+    score_mod: mods.Mod | None = None
+    mask_mod: mods.Mod | None = None
 
 
 class Request(NamedTuple):
@@ -254,7 +256,7 @@ def _request(
     """What all layouts share: masks, score terms, dropout, gradients, choice of backend."""
     (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, descale,
-        out_dtype, deterministic, return_lse, backend,
+        out_dtype, deterministic, return_lse, backend, score_mod, mask_mod,
     ) = shared  # fmt: skip
     left, right = validate.window(window, causal)
     deterministic = validate.flag("deterministic", deterministic)
@@ -283,6 +285,11 @@ def _request(
         or bias_grad
         or (sinks is not None and sinks.requires_grad)
     )
+    digest = ""
+    captured: tuple[torch.Tensor | None, ...] = ()
+    if score_mod is not None or mask_mod is not None:
+        digest, captured = mods.resolve(score_mod, mask_mod, q.device)
+    slots: list[Any] = [*captured, *(None,) * (mods.MOST_CAPTURED - len(captured))]
     call = Call(
         q,
         k,
@@ -301,6 +308,14 @@ def _request(
         scales.q,
         scales.k,
         scales.v,
+        slots[0],
+        slots[1],
+        slots[2],
+        slots[3],
+        slots[4],
+        slots[5],
+        slots[6],
+        slots[7],
         max_seqlen_q,
         max_seqlen_k,
         scale,
@@ -312,6 +327,7 @@ def _request(
         validate.flag("return_lse", return_lse),
         num_splits,
         scales.out_dtype,
+        mods=digest,
     )
     return Request(call, preference(backend), needs_grad, bias_grad)
 

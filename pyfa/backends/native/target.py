@@ -75,9 +75,9 @@ class Target:
     kernel of another problem. ``decode_tiles``: of an arch, for float8 keys or not, by head dims,
     blocks of fewer lines first. ``decode_splits``: into how many parts keys go, by blocks, keys,
     units and the bytes of a key with its value. ``backward_plans``: row_sums and the two kernels
-    that follow, by backend, arch, head dims, number format, whether scores are general, and whether
-    the result is to be deterministic. ``bias_grad_plan``: what makes the gradient of a bias, where
-    there is one.
+    that follow, by backend, arch, head dims, number format, whether scores are general, whether the
+    result is to be deterministic, and the digest of the mods. ``bias_grad_plan``: what makes the
+    gradient of a bias, where there is one.
     """
 
     name: str
@@ -95,5 +95,5 @@ class Target:
     forward_plan: Callable[[str, Problem], Plan]
     decode_tiles: Callable[[str, bool], Mapping[Pair, Sequence[DecodeTiles]]]
     decode_splits: Callable[[int, int, int, int], int]
-    backward_plans: Callable[[str, str, Pair, int, bool, bool], tuple[Plan, Plan, Plan]]
-    bias_grad_plan: Callable[[str, str, Pair, int], Plan] | None = None
+    backward_plans: Callable[[str, str, Pair, int, bool, bool, str], tuple[Plan, Plan, Plan]]
+    bias_grad_plan: Callable[[str, str, Pair, int, str], Plan] | None = None

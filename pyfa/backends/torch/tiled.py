@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ... import mods
+from ...mods.evaluate import evaluate
 from ...problem import Call
 from ..base import Gradients
 from . import philox
@@ -44,6 +46,7 @@ class _Grid:
         self.step_q = min(256, max(32, budget >> 9))
         self.step_k = min(512, max(64, budget // self.step_q))
         # Query i sits at key i + shift. One number where all sequences agree, else (B, 1, 1, 1).
+        self.mods = mods.of(call.mods) if call.mods else None
         offset = call.q_start - call.k_start
         self.shift: int | torch.Tensor = self.keys.longest - self.rows.longest + offset
         if self.rows.lengths is not None or self.keys.lengths is not None:
@@ -88,13 +91,23 @@ class _Grid:
         split: torch.Tensor = x.unflatten(1, (self.heads_k, -1))
         return split.flatten(2, 3)
 
-    def scores(self, q: torch.Tensor, k: torch.Tensor, tile: _Tile) -> torch.Tensor:
-        """Everything between q·k and softmax: (B, H, rows, keys), −inf where masked."""
+    def scores(
+        self, q: torch.Tensor, k: torch.Tensor, tile: _Tile
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Everything between q·k and softmax: (B, H, rows, keys), −inf where masked. And what
+        d score / d (scale · q·k) is, None where that is 1."""
         call = self.call
         score = self.by_head(q @ k.transpose(-1, -2), tile.end_q - tile.begin_q)
         score = score * call.scale
+        slope = None
         if call.softcap:
-            score = call.softcap * torch.tanh(score / call.softcap)
+            capped = torch.tanh(score / call.softcap)
+            score, slope = call.softcap * capped, 1.0 - capped.square()
+        if self.mods is not None and self.mods.slope is not None:
+            inputs = {"score": score, **self._places(tile)}
+            given, of_mod = evaluate(self.mods.slope, inputs, call.captured)
+            score = given.expand(score.shape)
+            slope = of_mod if slope is None else slope * of_mod
         row = torch.arange(tile.begin_q, tile.end_q, device=self.device)[:, None]
         key = torch.arange(tile.begin_k, tile.end_k, device=self.device)
         distance = key - row - self.shift
@@ -107,7 +120,21 @@ class _Grid:
                 hidden = ~bias if hidden is None else hidden | ~bias
             else:
                 score = score + bias.float()
-        return score if hidden is None else score.masked_fill(hidden, -torch.inf)
+        if self.mods is not None and self.mods.mask is not None:
+            inputs = {"score": score, **self._places(tile)}
+            (seen,) = evaluate(self.mods.mask, inputs, call.captured)
+            hidden = ~seen if hidden is None else hidden | ~seen
+        return (score if hidden is None else score.masked_fill(hidden, -torch.inf)), slope
+
+    def _places(self, tile: _Tile) -> dict[str, torch.Tensor]:
+        """What mods are told: sequence, head, row and key, as they count in the whole problem."""
+        call = self.call
+        return {
+            "b": self._from(call.batch_start, call.batch).int()[:, None, None, None],
+            "h": self._from(call.head_start, self.heads).int()[:, None, None],
+            "q": self._from(call.q_start + tile.begin_q, tile.end_q - tile.begin_q).int()[:, None],
+            "kv": self._from(call.k_start + tile.begin_k, tile.end_k - tile.begin_k).int(),
+        }
 
     def bias_tile(self, tile: _Tile) -> torch.Tensor | None:
         """The part of the bias that this tile sees; broadcast dimensions stay 1."""
@@ -190,7 +217,7 @@ def _forward_rows(grid: _Grid, begin_q: int, end_q: int) -> tuple[torch.Tensor, 
     for tile in grid.tiles(begin_q, end_q):
         k = grid.keys.tile(call.k, tile.begin_k, tile.end_k, call.k_descale).transpose(1, 2)
         v = grid.keys.tile(call.v, tile.begin_k, tile.end_k, call.v_descale).transpose(1, 2)
-        score = grid.scores(q, k, tile)
+        score, _ = grid.scores(q, k, tile)
         raised = torch.maximum(maximum, score.amax(-1, keepdim=True))
         # While a row has seen nothing its maximum is −inf, and −inf − −inf would be NaN.
         base = raised.masked_fill(raised == -torch.inf, 0.0)
@@ -246,7 +273,7 @@ def backward(
         for tile in grid.tiles(begin_q, end_q):
             k = grid.keys.tile(call.k, tile.begin_k, tile.end_k).transpose(1, 2)
             v = grid.keys.tile(call.v, tile.begin_k, tile.end_k).transpose(1, 2)
-            score = grid.scores(q, k, tile)
+            score, slope = grid.scores(q, k, tile)
             p = torch.where(saw, torch.exp(score - base), 0.0)
             dp = grid.by_head(do @ v.transpose(-1, -2), rows)
             p_dropped = p
@@ -257,9 +284,9 @@ def backward(
             if dbias is not None:
                 part = _bias_part(dbias, tile)
                 part += ds.sum_to_size(part.shape)
-            if call.softcap:
-                capped = grid.by_head(q @ k.transpose(-1, -2), rows) * (call.scale / call.softcap)
-                ds = ds * (1.0 - torch.tanh(capped).square())
+            if slope is not None:
+                # Where P is 0 a slope need not be finite: that of a score_mod whose -inf hides.
+                ds = torch.where(p == 0.0, 0.0, ds * slope)
             ds = grid.grouped(ds) * call.scale
             dq_rows += ds @ k
             for storage, part in ((dk, ds.mT @ q), (dv, grid.grouped(p_dropped).mT @ do)):
