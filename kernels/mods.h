@@ -47,11 +47,11 @@ DEVICE float mod_abs(float x) { return __builtin_fabsf(x); }
 // NaN comes through.
 template <typename T>
 DEVICE T mod_min(T x, T y) {
-  return x < y || x != x ? x : y;
+  return (x < y) | (x != x) ? x : y;
 }
 template <typename T>
 DEVICE T mod_max(T x, T y) {
-  return x > y || x != x ? x : y;
+  return (x > y) | (x != x) ? x : y;
 }
 template <typename T>
 DEVICE T mod_truncdiv(T x, T y) {

@@ -146,9 +146,13 @@ DEVICE void modify(Acc &s, float (&slope)[M::kRegisters], unsigned &seen, const 
 #pragma unroll
   for (int r = 0; r < M::kRegisters; ++r) {
     place.captured = captured_of(params_again());
-    int other = row0 + bit_of(r), row = kKeys ? other : own, key = kKeys ? own : other;
+    int other = row0 + bit_of(r);
+    pin(other);  // or what elements need comes first for all of them: 88 scalar registers spilled
+    int row = kKeys ? other : own, key = kKeys ? own : other;
 #ifdef HAS_SCORE_MOD
-    float x = modified(place, s[r], row, key, slope[r]);
+    float x = s[r];
+    pin(x);
+    x = modified(place, x, row, key, slope[r]);
     pin(x);
     pin(slope[r]);
     s[r] = x;

@@ -318,8 +318,11 @@ DEVICE void finish_scores(const Context &c, const Scales &scales, Scores &s, int
       }
 #ifdef HAS_SCORE_MOD
       each(s, n, key0, [&](float x, int key) {
+        // Or what single scores need would be made for many of them first: 27 scalar registers spilled.
+        pin(x);
+        pin(key);
         x = modified(ModPlace(params_again(), c.work.batch, c.work.head), x, row, key);
-        pin(x);  // or what single scores need would be kept, side by side: 27 scalar registers spilled
+        pin(x);
         return x;
       });
 #endif
@@ -334,6 +337,7 @@ DEVICE void finish_scores(const Context &c, const Scales &scales, Scores &s, int
         each(s, n, key0, [&](float x, int key) { return x + bias_of<4>(terms, min(key, last)); });
 #ifdef HAS_MASK_MOD
       each(s, n, key0, [&](float x, int key) {
+        pin(key);
         x = is_seen(ModPlace(params_again(), c.work.batch, c.work.head), row, key) ? x : -INFINITY_F;
         pin(x);
         return x;

@@ -36,7 +36,8 @@ class Kernel:
             return
         # Arguments that became constants in this variant still have a place in the launcher's list.
         names = list(spec.signature)
-        self._tail = (None,) * sum(name.isupper() and name in spec.constants for name in names)
+        inside = [name for name in names if not (name.isupper() and name in spec.constants)]
+        self._places = [inside.index(name) if name in inside else None for name in names]
         with torch.cuda.device(index):
             compiled = _loaded(spec)
         self._run = compiled.run
@@ -56,6 +57,16 @@ class Kernel:
             (at, numbers[each.name]) for at, each in enumerate(arguments) if type(each) is Slot
         ]
         arguments = [0 if type(each) is Slot else each for each in arguments]
+        kept = [] if INTERPRETED else [x for x in arguments if isinstance(x, torch.Tensor)]
+        if kept:
+            arguments = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments]
+            launch_kept = self._bound(programs, arguments, slots)
+            return lambda given, _kept=kept: launch_kept(given)  # type: ignore[misc]
+        return self._bound(programs, arguments, slots)
+
+    def _bound(
+        self, programs: int, arguments: list[Any], slots: list[tuple[int, int]]
+    ) -> Callable[[Sequence[Any]], None]:
         if not INTERPRETED and self._code is not None:
             return runtime_launch.prepare(self._code, programs, arguments, slots)
         template = list(arguments)
@@ -79,14 +90,15 @@ class Kernel:
             )
             return
         stream = _torch.current_stream(self._index)
+        args = [None if place is None else args[place] for place in self._places]
         if not self._scratch:
             self._run(programs, 1, 1, stream, self._function, self._metadata, None, None, None,
-                      *args, *self._tail)  # fmt: skip
+                      *args)  # fmt: skip
             return
         token = _allocation._allocator.set(_allocate)
         try:
             self._run(programs, 1, 1, stream, self._function, self._metadata, None, None, None,
-                      *args, *self._tail)  # fmt: skip
+                      *args)  # fmt: skip
         finally:
             _allocation._allocator.reset(token)
 

@@ -12,6 +12,7 @@ import torch
 from ... import _torch
 from ...plan import Plan
 from ...problem import Call, Form, are_on_16, form_of, scales_of, tensors_of
+from ...mods.emit_triton import INFO
 from ..base import OtherAlignment, Run
 from ..common.calls import with_rows
 from ..common.program import Program, like, run_of
@@ -25,7 +26,7 @@ from .specs import INTERPRETED, Spec, Variant
 _FAR = 1 << 30
 # (row, head) pairs up to which the combination gives each a program of its own.
 _FEW_LINES = 4096
-# Where a call's q_start, k_start, head_start and batch_start are, the last of its fields.
+# Where a call's q_start, k_start, head_start and batch_start are.
 _STARTS = Call._fields.index("q_start")
 _lock = threading.Lock()
 
@@ -40,6 +41,7 @@ class Given(NamedTuple):
     numbers: tuple[Any, ...]
     scales: tuple[Any, ...]
     scaled: int
+    captured: tuple[Any, ...]
 
 
 def _tf32_allowed() -> bool:
@@ -75,8 +77,28 @@ def _scales(call: Call, block_n: int) -> tuple[tuple[Any, ...], int]:
     return scales, 3 if apart or size % block_n else 2
 
 
+def _captured(call: Call) -> tuple[Any, ...]:
+    """The table of sizes and strides of the tensors that mods read, and these."""
+    tensors = call.captured
+    if not tensors:
+        return ()
+    info = []
+    for x in tensors:
+        filler = (1,) * (INFO // 2 - x.dim())
+        info += [*x.shape, *filler, *x.stride(), *filler]
+    table = torch.tensor(info, dtype=torch.int32, device=call.q.device)
+    return table, *(Slot(f"captured{slot}") for slot in range(len(tensors)))
+
+
 def readable(call: Call) -> Call:
     """``call`` as the kernels read it."""
+    if INTERPRETED:
+        bools = {
+            f"captured{slot}": x.view(torch.uint8)
+            for slot, x in enumerate(call.captured)
+            if x.dtype == torch.bool
+        }
+        call = call._replace(**bools)
     bias, of_k, of_v = call.bias, call.k_descale, call.v_descale
     if bias is not None and bias.dtype == torch.bool:
         bias = bias.view(torch.uint8)
@@ -192,11 +214,12 @@ class Runner:
         p = call.dropout_p
         threshold = min(int((1.0 - p) * 2**32), 2**32 - 1) if p else 0
         numbers = (
-            left, right, call.scale, call.softcap, threshold, 1.0 / (1.0 - p), *call[_STARTS:],
+            left, right, call.scale, call.softcap, threshold, 1.0 / (1.0 - p), *call[_STARTS : _STARTS + 4],
         )  # fmt: skip
         page_size = call.k.shape[1] if call.page_table is not None else 0
         strides = strides_q + strides_k + strides_v
-        return Given(options, strides, more, page_size, numbers, scales, scaled)
+        captured = _captured(call)
+        return Given(options, strides, more, page_size, numbers, scales, scaled, captured)
 
     def variant(self, call: Call, given: Given, block: int) -> Variant:
         kind, rows, bias = "", False, call.bias
@@ -304,7 +327,7 @@ class Runner:
                 Slot("q"), Slot("k"), Slot("v"), to, to_lse, *options, *given.strides, *out_strides,
                 *lse_strides, *given.more_strides, *part_strides, batch, units, group, dim, dim_v,
                 rows, longest, given.page_size, blocks, section, int(self.reversed), parts,
-                *given.numbers, *given.scales,
+                *given.numbers, *given.scales, *given.captured,
             )  # fmt: skip
             steps.append(kernel.bind(programs * parts, arguments, numbers))
             if parts > 1:
