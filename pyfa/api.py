@@ -55,7 +55,8 @@ def attention(
     k and v with 16-bit q. Gradients flow to q, k, v, a float ``bias``, ``sinks``, and from the LSE;
     float8 has no gradient.
 
-    score = softcap(scale · q·k) − slope · |i + Sk − Sq − j| + bias, then masks, then softmax.
+    score = score_mod(softcap(scale · q·k)) − slope · |i + Sk − Sq − j| + bias, then masks, then
+    softmax.
     A fully masked row gives output 0, LSE −inf and zero gradients.
 
     Parameters
@@ -88,6 +89,11 @@ def attention(
     backend
         A name, or names in order; pyfa tries no others. By default ``use_backend`` decides, then
         ``PYFA_BACKEND``, then the fastest backend that can run the call.
+    score_mod, mask_mod
+        Functions with FlexAttention's signatures: ``score_mod(score, b, h, q_idx, kv_idx)`` gives
+        the new score, ``mask_mod(b, h, q_idx, kv_idx)`` whether the key is seen. Indices count
+        inside the sequence from the top left. Captured tensors are values at run time, without a
+        gradient. A ``ValueError`` names the line of what cannot be expressed.
 
     Raises ``ValueError`` or ``TypeError`` naming the wrong argument. Raises ``UnsupportedProblem``
     with every backend's reasons if none can run the call.

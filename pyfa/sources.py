@@ -50,8 +50,9 @@ def _expand(file: Path, root: Path, taken: set[Path], generated: Mapping[str, st
     name = file.relative_to(root).as_posix()
 
     def replace(match: re.Match[str]) -> str:
-        if match[1] in generated:
-            return generated[match[1]]
+        made = generated.get(match[1].rsplit("/", 1)[-1])
+        if made is not None:
+            return made
         for folder in (file.parent, root):
             wanted = (folder / match[1]).resolve()
             if wanted.is_file():

@@ -335,15 +335,18 @@ DEVICE void finish_scores(const Context &c, const Scales &scales, Scores &s, int
         each(s, n, key0, [&](float x, int key) { return x + bias_of<2>(terms, min(key, last)); });
       else if (size == 4)
         each(s, n, key0, [&](float x, int key) { return x + bias_of<4>(terms, min(key, last)); });
-#ifdef HAS_MASK_MOD
-      each(s, n, key0, [&](float x, int key) {
-        pin(key);
-        x = is_seen(ModPlace(params_again(), c.work.batch, c.work.head), row, key) ? x : -INFINITY_F;
-        pin(x);
-        return x;
-      });
-#endif
     }
+#ifdef HAS_MASK_MOD
+  for (int n = 0; n < kColumns; ++n) {
+    int row = min(c.row[n], c.s.rows - 1);
+    each(s, n, first + M::row(0), [&](float x, int key) {
+      pin(key);
+      x = is_seen(ModPlace(params_again(), c.work.batch, c.work.head), row, key) ? x : -INFINITY_F;
+      pin(x);
+      return x;
+    });
+  }
+#endif
   bool cut = first < c.seen.all_low || first + BLOCK_K > c.seen.all_high;
   if (cut)
     for (int n = 0; n < kColumns; ++n)

@@ -1,4 +1,4 @@
-"""A pair of mods as the source of Triton functions on blocks of scores, or on what broadcasts to one."""
+"""A pair of mods as the source of Triton functions, on blocks of scores or what broadcasts to one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MORE = ", ".join(("INFO", *(f"C{slot}" for slot in range(MOST_CAPTURED))))
 
 
 def source(mods: Mods) -> str:
-    """``score_mod``, which returns the score and its slope, and ``mask_mod``, as far as there are."""
+    """``score_mod``, which gives the score and its slope, and ``mask_mod``, as far as there are."""
     parts = []
     if mods.slope is not None:
         parts.append(_function(mods, mods.slope, f"score_mod(x, b, h, q, kv, {_MORE})"))

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 
 @pytest.mark.parametrize(
-    "group", ["masks", "scores", "gradients", "layouts", "paths", "float8", "hostile"]
+    "group", ["masks", "scores", "gradients", "layouts", "paths", "float8", "hostile", "mods"]
 )
 def test_interpreted_kernels_keep_the_rule(group: str) -> None:
     script = Path(__file__).with_name("interpreted.py")

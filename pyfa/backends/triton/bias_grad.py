@@ -40,7 +40,8 @@ def grad_bias(
     head_start, batch_start, MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BIAS: tl.constexpr, DROPOUT: tl.constexpr, PAGED: tl.constexpr, ALL_ROWS: tl.constexpr,
-    ALL_KEYS: tl.constexpr, PRECISION: tl.constexpr, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
+    ALL_KEYS: tl.constexpr, PRECISION: tl.constexpr, SCORE_MOD: tl.constexpr,
+    MASK_MOD: tl.constexpr,
 ):  # fmt: skip
     """dBias (batches_b, heads_b, rows_b, keys_b), contiguous. ``ALL_ROWS`` and ``ALL_KEYS``: the
     bias broadcasts along them."""

@@ -85,8 +85,8 @@ def _step(
     if GENERAL:
         qk, _capped = score(
             qk, distance, slope, scale[:, None] if SCALED >= 2 else scale, softcap, b, head,
-            rows[:, None] + q_start, key[None, :] + k_start, MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
-            SCORE_MOD,
+            rows[:, None] + q_start, key[None, :] + k_start,
+            MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7, SCORE_MOD,
         )  # fmt: skip
         if BIAS > 0:
             exists = row_exists[:, None] & (key < keys)[None, :]

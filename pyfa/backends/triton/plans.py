@@ -123,8 +123,8 @@ _FAMILIES = {
 
 # What makes the runtime look at more than q, k, v and the window.
 _OPTIONS = frozenset(
-    {"softcap", "alibi", "bias", "score_mod", "mask_mod", "sinks", "dropout", "varlen", "seqused", "paged", "leftpad",
-     "batch_idx", "fp8"}
+    {"softcap", "alibi", "bias", "score_mod", "mask_mod", "sinks", "dropout", "varlen", "seqused",
+     "paged", "leftpad", "batch_idx", "fp8"}
 )  # fmt: skip
 
 # The archs whose matrix units, and so Triton's, take a float8 format; the interpreter takes all.

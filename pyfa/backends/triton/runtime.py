@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ... import _torch
+from ...mods.emit_triton import INFO
 from ...plan import Plan
 from ...problem import Call, Form, are_on_16, form_of, scales_of, tensors_of
-from ...mods.emit_triton import INFO
 from ..base import OtherAlignment, Run
 from ..common.calls import with_rows
 from ..common.program import Program, like, run_of
@@ -93,7 +93,7 @@ def _captured(call: Call) -> tuple[Any, ...]:
 def readable(call: Call) -> Call:
     """``call`` as the kernels read it."""
     if INTERPRETED:
-        bools = {
+        bools: dict[str, Any] = {
             f"captured{slot}": x.view(torch.uint8)
             for slot, x in enumerate(call.captured)
             if x.dtype == torch.bool
@@ -214,7 +214,8 @@ class Runner:
         p = call.dropout_p
         threshold = min(int((1.0 - p) * 2**32), 2**32 - 1) if p else 0
         numbers = (
-            left, right, call.scale, call.softcap, threshold, 1.0 / (1.0 - p), *call[_STARTS : _STARTS + 4],
+            left, right, call.scale, call.softcap, threshold, 1.0 / (1.0 - p),
+            *call[_STARTS : _STARTS + 4],
         )  # fmt: skip
         page_size = call.k.shape[1] if call.page_table is not None else 0
         strides = strides_q + strides_k + strides_v
