@@ -3,6 +3,7 @@
 from .api import attention, attention_kvcache, attention_varlen, explain
 from .dispatch import use_backend
 from .errors import CodeObjectError, CompileError, PerformanceWarning, UnsupportedProblem
+from .invariance import use_batch_invariant
 from .merging import merge
 from .quantize import Quantized, quantize
 
@@ -21,4 +22,5 @@ __all__ = [
     "merge",
     "quantize",
     "use_backend",
+    "use_batch_invariant",
 ]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from . import _torch, dispatch, mods, ops, validate
+from . import _torch, dispatch, invariance, mods, ops, validate
 from . import device as devices
 from . import request as requests
 from .backends.base import Appending, OtherAlignment
@@ -42,7 +42,9 @@ def attention(
     out_dtype: torch.dtype | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
+    num_splits: int = 0,
     backend: Backends = None,
+    batch_invariant: bool = False,
     score_mod: mods.Mod | None = None,
     mask_mod: mods.Mod | None = None,
     **unknown: object,
@@ -86,6 +88,11 @@ def attention(
         bfloat16 (default) or float16.
     deterministic
         Gradients are bitwise equal from run to run. torch's global switch has the same effect.
+    num_splits
+        Into how many parts keys are cut, which are combined: 0 lets the plan choose, 1 is none.
+    batch_invariant
+        Output, LSE and gradients of a sequence have the same bits whatever shares its batch: see
+        the guide. ``use_batch_invariant`` and ``PYFA_BATCH_INVARIANT`` have the same effect.
     backend
         A name, or names in order; pyfa tries no others. By default ``use_backend`` decides, then
         ``PYFA_BACKEND``, then the fastest backend that can run the call.
@@ -128,7 +135,8 @@ def attention(
         digest, captured = _modified(score_mod, mask_mod, q)
         tensors += captured
     key: tuple[Any, ...] = (
-        given, causal, window, scale, softcap, deterministic, return_lse, backend
+        given, causal, window, scale, softcap, deterministic, return_lse, backend, batch_invariant,
+        num_splits,
     )  # fmt: skip
     if window is not None or dropout_p or out_dtype is not None:
         key += _rare(window, dropout_p, out_dtype)
@@ -140,9 +148,9 @@ def attention(
     validate.refuse_unknown("attention", unknown, attention)
     shared = Shared(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, descale,
-        out_dtype, deterministic, return_lse, backend, score_mod, mask_mod,
+        out_dtype, deterministic, return_lse, backend, batch_invariant, score_mod, mask_mod,
     )  # fmt: skip
-    return _first(key, tensors, requests.dense(q, k, v, shared))
+    return _first(key, tensors, requests.dense(q, k, v, shared, num_splits))
 
 
 def attention_varlen(
@@ -170,7 +178,9 @@ def attention_varlen(
     out_dtype: torch.dtype | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
+    num_splits: int = 0,
     backend: Backends = None,
+    batch_invariant: bool = False,
     score_mod: mods.Mod | None = None,
     mask_mod: mods.Mod | None = None,
     **unknown: object,
@@ -236,8 +246,8 @@ def attention_varlen(
         digest, captured = _modified(score_mod, mask_mod, q)
         tensors += captured
     key: tuple[Any, ...] = (
-        given, causal, window, scale, softcap, deterministic, return_lse, backend, max_seqlen_q,
-        max_seqlen_k,
+        given, causal, window, scale, softcap, deterministic, return_lse, backend, batch_invariant,
+        num_splits, max_seqlen_q, max_seqlen_k,
     )  # fmt: skip
     if window is not None or dropout_p or out_dtype is not None:
         key += _rare(window, dropout_p, out_dtype)
@@ -249,11 +259,11 @@ def attention_varlen(
     validate.refuse_unknown("attention_varlen", unknown, attention_varlen)
     shared = Shared(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, descale,
-        out_dtype, deterministic, return_lse, backend, score_mod, mask_mod,
+        out_dtype, deterministic, return_lse, backend, batch_invariant, score_mod, mask_mod,
     )  # fmt: skip
     request = requests.varlen(
         q, k, v, shared, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q,
-        seqused_k, page_table,
+        seqused_k, page_table, num_splits,
     )  # fmt: skip
     return _first(key, tensors, request)
 
@@ -287,6 +297,7 @@ def attention_kvcache(
     out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     backend: Backends = None,
+    batch_invariant: bool = False,
     score_mod: mods.Mod | None = None,
     mask_mod: mods.Mod | None = None,
     **unknown: object,
@@ -355,7 +366,8 @@ def attention_kvcache(
         tensors += (v,)
         given += 16384
     key: tuple[Any, ...] = (
-        given, causal, window, scale, softcap, return_lse, backend, num_splits, max_seqlen_q
+        given, causal, window, scale, softcap, return_lse, backend, batch_invariant, num_splits,
+        max_seqlen_q,
     )  # fmt: skip
     if window is not None or out_dtype is not None:
         key += _rare(window, 0.0, out_dtype)
@@ -371,7 +383,7 @@ def attention_kvcache(
     validate.refuse_unknown("attention_kvcache", unknown, attention_kvcache)
     shared = Shared(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, 0.0, None, descale,
-        out_dtype, False, return_lse, backend, score_mod, mask_mod,
+        out_dtype, False, return_lse, backend, batch_invariant, score_mod, mask_mod,
     )  # fmt: skip
     request = requests.kvcache(
         q, k_cache, v_cache, shared, k, v, cache_seqlens, cache_batch_idx, cache_leftpad,
@@ -463,6 +475,8 @@ def _again(key: tuple[Any, ...], tensors: tuple[Any, ...]) -> Result | None:
         return None
     if dispatch.named:
         key += (dispatch.context(),)
+    if invariance.named:
+        key += (invariance.context(),)
     try:
         for x in tensors:
             if x.is_nested:  # asked for strides, PyTorch's guards would end the process
@@ -542,6 +556,8 @@ def _keep(key: tuple[Any, ...], tensors: tuple[torch.Tensor, ...], bound: Bound)
     """Let ``_again`` find a call by its arguments."""
     if dispatch.named:
         key += (dispatch.context(),)
+    if invariance.named:
+        key += (invariance.context(),)
     with contextlib.suppress(TypeError):  # a window or names of backends given as a list
         hash(key)
         if _torch.is_unwatched(*tensors):

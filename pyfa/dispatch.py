@@ -190,8 +190,7 @@ def prepare(call: Call, wanted: str, needs_grad: bool, bias_grad: bool) -> Prepa
         page_table, cache_batch_idx, cache_leftpad, _q_descale, k_descale, _v_descale,
         _captured0, _captured1, _captured2, _captured3, _captured4, _captured5, _captured6,
         _captured7, rows, keys, scale, left, right, softcap, dropout_p, deterministic, return_lse,
-        _num_splits, out_dtype,
-        q_start, k_start, _head_start, _batch_start, mods,
+        _num_splits, batch_invariant, out_dtype, q_start, k_start, _head_start, _batch_start, mods,
     ) = call  # fmt: skip
     device, q_shape = q.device, q.shape
     # Alignment decides nothing on a CPU, and reading it costs 2 µs.
@@ -218,6 +217,7 @@ def prepare(call: Call, wanted: str, needs_grad: bool, bias_grad: bool) -> Prepa
         softcap != 0.0,
         dropout_p != 0.0,
         deterministic,
+        batch_invariant,
         return_lse,
         alibi_slopes is None,
         bias is None,

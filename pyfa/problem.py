@@ -78,6 +78,7 @@ class Call(NamedTuple):
     deterministic: bool = False
     return_lse: bool = False
     num_splits: int = 0
+    batch_invariant: bool = False
     out_dtype: torch.dtype | None = None
     q_start: int = 0
     k_start: int = 0
@@ -304,6 +305,8 @@ FEATURES: dict[str, Feature] = {
                 lambda asked: asked.needs_grad and asked.call.return_lse, _KERNELS),
         Feature("deterministic", "a deterministic backward",
                 lambda asked: asked.needs_grad and asked.call.deterministic, _KERNELS),
+        Feature("batch_invariant", "batch invariance (batch_invariant)",
+                lambda asked: asked.call.batch_invariant, _KERNELS),
         Feature("fp8", "float8", lambda asked: asked.call.k.dtype.itemsize == 1, _KERNELS,
                 shown="", has_values=True, flag="--dtype float8_e4m3fn"),
     )

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import _torch, mods, validate, validate_cache, validate_fp8
+from . import _torch, invariance, mods, validate, validate_cache, validate_fp8
 from .dispatch import preference
 from .problem import Append, Call, counted
 from .validate import Window
@@ -36,6 +36,7 @@ class Shared(NamedTuple):
     deterministic: bool = False
     return_lse: bool = False
     backend: Backends = None
+    batch_invariant: bool = False
     score_mod: mods.Mod | None = None
     mask_mod: mods.Mod | None = None
 
@@ -61,7 +62,9 @@ def _refuse_tracing() -> None:
         raise NotImplementedError("attention under torch.jit.trace; torch.compile can be used")
 
 
-def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: Shared) -> Request:
+def dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: Shared, num_splits: int = 0
+) -> Request:
     """``attention``'s request."""
     _refuse_tracing()
     q, k, v = _autocast(q, k, v)
@@ -70,7 +73,7 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: Shared) -> 
         validate.wrong("k", f"q's batch size {q.shape[0]}", k)
     validate.rows("q", q)
     validate.rows("k", k)
-    return _request(q, k, v, shared, q.shape[0], q.shape[1], k.shape[1])
+    return _request(q, k, v, shared, q.shape[0], q.shape[1], k.shape[1], num_splits=num_splits)
 
 
 def varlen(
@@ -85,6 +88,7 @@ def varlen(
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
     page_table: torch.Tensor | None = None,
+    num_splits: int = 0,
 ) -> Request:
     """``attention_varlen``'s request."""
     _refuse_tracing()
@@ -119,6 +123,7 @@ def varlen(
         seqused_q=seqused_q,
         seqused_k=seqused_k,
         page_table=page_table,
+        num_splits=num_splits,
     )
 
 
@@ -160,7 +165,6 @@ def kvcache(
         batch, longest_q = q.shape[:2]
     validate_cache.where(q, k_cache, batch, cache_batch_idx, cache_leftpad, page_table)
     used = validate_cache.lengths(cache_seqlens, batch, q)
-    num_splits = validate_cache.splits(num_splits)
     interleaved = validate.flag("rotary_interleaved", rotary_interleaved)
     longest_k = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
     validate_cache.capacity(longest_k)
@@ -256,10 +260,15 @@ def _request(
     """What all layouts share: masks, score terms, dropout, gradients, choice of backend."""
     (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, descale,
-        out_dtype, deterministic, return_lse, backend, score_mod, mask_mod,
+        out_dtype, deterministic, return_lse, backend, batch_invariant, score_mod, mask_mod,
     ) = shared  # fmt: skip
     left, right = validate.window(window, causal)
+    num_splits = validate_cache.splits(num_splits)
     deterministic = validate.flag("deterministic", deterministic)
+    invariant = validate.flag("batch_invariant", batch_invariant) or invariance.is_on()
+    if invariant:
+        # Atomics add in any order; keys are never split.
+        deterministic, num_splits = True, validate_cache.only_part(num_splits)
     scale, softcap, dropout_p = validate.scalars(scale, q.shape[-1], softcap, dropout_p)
     scales = _NO_SCALES
     if k.dtype.itemsize == 1:
@@ -326,6 +335,7 @@ def _request(
         deterministic or torch.are_deterministic_algorithms_enabled(),
         validate.flag("return_lse", return_lse),
         num_splits,
+        invariant,
         scales.out_dtype,
         mods=digest,
     )

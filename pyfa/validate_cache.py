@@ -61,6 +61,13 @@ def splits(num_splits: int) -> int:
     return length("num_splits", num_splits)
 
 
+def only_part(num_splits: int) -> int:
+    """1, where parts of the keys would be merged in another order than the keys of one part."""
+    if num_splits > 1:
+        wrong("num_splits", "0 or 1 with batch_invariant", num_splits)
+    return 1
+
+
 def cached(name: str, x: torch.Tensor, dtype: torch.dtype, device: torch.device) -> None:
     """``x``, which goes into a cache of this dtype as it is."""
     if x.dtype != dtype or x.device != device:

@@ -255,6 +255,8 @@ def _build(
         arguments |= {"dropout_p": 0.1, "seed": 0}
     if "deterministic" in wanted:
         arguments["deterministic"] = True
+    if "batch_invariant" in wanted:
+        arguments["batch_invariant"] = True
     if "dlse" in wanted:
         arguments["return_lse"] = True
     return q, k, v, arguments

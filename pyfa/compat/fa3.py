@@ -10,8 +10,8 @@ inputs ignore them. Float8 keys also work with 16-bit queries. Float8 has no gra
 raises ``NotImplementedError``, and under ``torch.compile(fullgraph=True)`` its inputs must not
 require one.
 
-Accepted and ignored, because pyfa's plan decides the schedule: ``num_splits`` (used for the cache
-only), ``pack_gqa``, ``sm_margin``, ``scheduler_metadata``. ``qv`` and ``attention_chunk`` raise
+Accepted and ignored, because pyfa's plan decides the schedule: ``pack_gqa``, ``sm_margin``,
+``scheduler_metadata``. ``qv`` and ``attention_chunk`` raise
 ``NotImplementedError``. Wrong arguments raise ``ArgumentError``, a ``RuntimeError`` as in
 flash-attention, with its argument names.
 """
@@ -79,8 +79,9 @@ def flash_attn_func(
         q, k, softmax_scale, causal, q_descale, k_descale, v_descale, window_size, softcap
     )
     return _attend(
-        api.attention, q, k, v, deterministic=deterministic, return_lse=return_attn_probs, **shared
-    )
+        api.attention, q, k, v, deterministic=deterministic, return_lse=return_attn_probs,
+        num_splits=max(num_splits, 0), **shared,
+    )  # fmt: skip
 
 
 @_in_their_words
@@ -156,7 +157,7 @@ def flash_attn_varlen_func(
     return _attend(
         api.attention_varlen, q, k, v, cu_seqlens_q, cu_seqlens_k, length(max_seqlen_q),
         length(max_seqlen_k), seqused_q=seqused_q, seqused_k=seqused_k, deterministic=deterministic,
-        return_lse=return_attn_probs, **shared,
+        return_lse=return_attn_probs, num_splits=max(num_splits, 0), **shared,
     )  # fmt: skip
 
 

@@ -9,8 +9,8 @@ every call returns (out, lse); lse is None without ``return_lse``, and gradients
 ``window_size`` None is unlimited. ``learnable_sink`` (H,) is float16, bfloat16 or float32 and has a
 gradient; the LSE includes it.
 
-Accepted and ignored, because pyfa's plan decides the schedule: ``num_splits``, ``pack_gqa``,
-``min_seqlen_k``, ``scheduler_metadata``, ``seqlen_k_per_split``, ``disable_scheduler_metadata``.
+Accepted and ignored, because pyfa's plan decides the schedule: ``pack_gqa``, ``min_seqlen_k``,
+``scheduler_metadata``, ``seqlen_k_per_split``, ``disable_scheduler_metadata``.
 These raise ``NotImplementedError``: ``qv``, ``gather_kv_indices``, ``score_mod``, ``mask_mod`` and
 their arguments, block-sparse tensors, windows with a negative edge. Wrong arguments raise
 ``ArgumentError``, a ``RuntimeError``, with flash-attention's argument names.
@@ -98,7 +98,7 @@ def flash_attn_func(
     result = api.attention(
         q, k, v, causal=causal, window=pyfas_window(window_size, causal), scale=softmax_scale,
         softcap=softcap or 0.0, sinks=learnable_sink, deterministic=deterministic,
-        return_lse=return_lse,
+        num_splits=max(num_splits, 0), return_lse=return_lse,
     )  # fmt: skip
     return (result, None) if isinstance(result, torch.Tensor) else result
 
@@ -177,7 +177,8 @@ def flash_attn_varlen_func(
         k.shape[0] if max_seqlen_k is None else length(max_seqlen_k),
         seqused_q=seqused_q, seqused_k=seqused_k, page_table=page_table, causal=causal,
         window=pyfas_window(window_size, causal), scale=softmax_scale, softcap=softcap or 0.0,
-        sinks=learnable_sink, deterministic=deterministic, return_lse=return_lse,
+        sinks=learnable_sink, deterministic=deterministic, num_splits=max(num_splits, 0),
+        return_lse=return_lse,
     )  # fmt: skip
     out, lse = (result, None) if isinstance(result, torch.Tensor) else result
     if padded_q:

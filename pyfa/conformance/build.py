@@ -309,6 +309,8 @@ def _with_terms(
         "softcap": case.softcap,
     }
     others |= {name: value for name, value in options.items() if value is not None}
+    if case.batch_invariant:
+        others["batch_invariant"] = terms["batch_invariant"] = True
     if case.kind != "kvcache":
         others |= {"dropout_p": case.dropout_p, "deterministic": case.deterministic}
     spec = call._replace(**terms)

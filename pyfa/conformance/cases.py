@@ -84,6 +84,7 @@ class Case:
     rotary: str = ""
     rotary_seqlens: bool = False
     num_splits: int = 0
+    batch_invariant: bool = False
     recipe: str = "plain"
     layout: str = "contiguous"
     cache_dtype: str = ""
@@ -158,6 +159,7 @@ class Case:
             "backward": self.backward,
             "dlse": bool(self.dlse),
             "deterministic": self.deterministic,
+            "batch_invariant": self.batch_invariant,
             "fp8": self.dtypes[1].startswith("float8"),
         }
         return frozenset(name for name, needed in needs.items() if needed)
@@ -174,6 +176,10 @@ class Case:
         pairs = zip(self.lengths_q, self.lengths_k, strict=False)
         unknown = self.dropout_p or self.bias or self.rotary or self.shared or self.dlse
         unknown = unknown or self.score_mod or self.mask_mod
+        if "float8" in "".join(self.dtypes):
+            unknown = unknown or "inf" in self.hostile  # which the format does not have
+        if self.hostile.startswith(("q=", "k=")) and "inf" in self.hostile:
+            unknown = unknown or self.softcap  # which makes it finite
         if self.backward:
             unknown = unknown or self.page_size or self.sinks or "inf" in self.hostile
         return self.hostile in HOSTILE and not unknown and any(a and b for a, b in pairs)
@@ -209,6 +215,7 @@ class Case:
             "cache options": not cache
             and bool(self.leftpad or self.batch_idx or self.packed_q or self.new_keys),
             "cache only": not cache and bool(self.rotary or self.num_splits),
+            "parts of an invariant call": self.batch_invariant and self.num_splits > 1,
             "batch_idx with pages": self.batch_idx and self.page_size > 0,
             "cache gradient": cache and bool(self.backward or self.dropout_p),
             "gradient options": not self.backward
@@ -226,6 +233,7 @@ class Case:
             "float8 under": bool(self.cache_dtype) and self.dtype not in ("bfloat16", "float16"),
             "out_dtype": bool(self.out_dtype) and not self.dtype.startswith("float8"),
             "hostile": bool(self.hostile) and not self._can_be_hostile,
+            "rotated": self.recipe == "rotated" and self.head_dim % 8 != 0,
             "identity": self.recipe == "identity" and max(self.lengths_k, default=0) > 256,
         }
         return [name for name, wrong in found.items() if wrong]

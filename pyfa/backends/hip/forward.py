@@ -29,6 +29,8 @@ def why_not(problem: Problem) -> list[str]:
         reasons.append("dropout with float8 is not implemented")
     if "fp8" in features and problem.mods:
         reasons.append("score_mod and mask_mod with float8 are not implemented")
+    if features >= {"fp8", "batch_invariant"}:
+        reasons.append("float8 with batch invariance is not implemented")
     return reasons
 
 
@@ -36,11 +38,15 @@ def plan(backend: str, problem: Problem) -> Plan:
     """The kernel of ``problem`` and what it is compiled with."""
     paged = "paged" in problem.features
     tiles = tiles_of(problem.arch)
-    pairs = tiles.paged_pairs if paged else tiles.forward
+    invariant = "batch_invariant" in problem.features
+    # Whether there are pages must not tell: their pairs and score class are everybody's.
+    pairs = tiles.paged_pairs if paged or invariant else tiles.forward
     pair = calls.bucket_of(pairs, problem.head_dim, problem.head_dim_v)
     out = calls.DTYPE_CODES[problem.dtype_out or problem.dtype]
     dtype = FLOAT8_CODE if "fp8" in problem.features else out
-    score = GENERAL if paged or _tiles_have_scales(problem, pair) else score_class(problem)
+    score = score_class(problem)
+    if paged or invariant or _tiles_have_scales(problem, pair):
+        score = max(score, GENERAL)
     found = _plan(backend, tiles, pair, dtype, out, score, paged, notes_of(problem, pair))
     return modified(found, problem.mods) if problem.mods else found
 

@@ -72,6 +72,11 @@ def notes_of(problem: Problem, pair: tuple[int, int]) -> list[str]:
         notes.append(f"q, k and v are copied once: head dims padded to a multiple of {unit}")
     elif not problem.aligned:
         notes.append("q, k and v are copied once: not aligned to 16 bytes")
+    if "batch_invariant" in problem.features:
+        notes.append(
+            "batch_invariant: no decode kernel and no split keys; a few sequences of long caches "
+            "fill less of the device"
+        )
     if pair != (problem.head_dim, problem.head_dim_v):
         notes.append(f"compiled for head dims {pair[0]} and {pair[1]}")
     return notes

@@ -21,6 +21,9 @@ from .rows import Rows, key_rows, query_rows
 # Scores in flight. On 2 CPU cores 2^18 is 1.2 times slower than 2^19 … 2^23, all alike (causal
 # 2048 x 8 x 64 with softcap, forward and backward): 4 MB of float32. A GPU wants more per launch.
 _TILE_SCORES = {"cpu": 1 << 20, "cuda": 1 << 25}
+# Rows and keys of every tile, the last ones too, where nothing may hang on the batch: a BLAS
+# chooses its order of sums by the sizes of a product.
+WHOLE_TILE = 32, 256
 
 
 @dataclass(frozen=True)
@@ -45,17 +48,24 @@ class _Grid:
         budget = _TILE_SCORES.get(self.device.type, 1 << 20) // max(1, call.batch * self.heads)
         self.step_q = min(256, max(32, budget >> 9))
         self.step_k = min(512, max(64, budget // self.step_q))
+        self.whole = call.batch_invariant
+        if self.whole:
+            self.step_q, self.step_k = WHOLE_TILE
         # Query i sits at key i + shift. One number where all sequences agree, else (B, 1, 1, 1).
         self.mods = mods.of(call.mods) if call.mods else None
         offset = call.q_start - call.k_start
         self.shift: int | torch.Tensor = self.keys.longest - self.rows.longest + offset
-        if self.rows.lengths is not None or self.keys.lengths is not None:
+        if not (self.rows.uniform and self.keys.uniform):
             keys = self.keys.lengths if self.keys.lengths is not None else self.keys.longest
             rows = self.rows.lengths if self.rows.lengths is not None else self.rows.longest
             self.shift = (keys - rows + offset).reshape(-1, 1, 1, 1)  # type: ignore[union-attr]
 
     def row_blocks(self) -> list[tuple[int, int]]:
-        return _blocks(self.rows.longest, self.step_q)
+        return self._blocks(self.rows.longest, self.step_q)
+
+    def _blocks(self, length: int, step: int) -> list[tuple[int, int]]:
+        last = length + step if self.whole else length
+        return [(begin, min(begin + step, last)) for begin in range(0, length, step)]
 
     def tiles(self, begin_q: int, end_q: int) -> list[_Tile]:
         """The tiles of these rows that the mask does not leave empty."""
@@ -65,7 +75,7 @@ class _Grid:
                 last = min(last, end_q + self.shift + self.call.window_right)
             if self.call.window_left >= 0:
                 first = max(first, begin_q + self.shift - self.call.window_left)
-        blocks = _blocks(last, self.step_k)
+        blocks = self._blocks(last, self.step_k)
         return [_Tile(begin_q, end_q, a, b) for a, b in blocks if b > first]
 
     def queries(
@@ -74,7 +84,18 @@ class _Grid:
         """(B, Hk, group·rows, dim) float32: the query heads that share a key head lie together."""
         rows = self.rows.tile(x, begin, end, descale)
         grouped: torch.Tensor = rows.unflatten(2, (self.heads_k, -1))
-        return grouped.permute(0, 2, 3, 1, 4).flatten(2, 3)
+        return self._laid_out(grouped.permute(0, 2, 3, 1, 4).flatten(2, 3))
+
+    def keys_of(
+        self, x: torch.Tensor, tile: _Tile, descale: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Of k or v: (B, Hk, keys, dim) float32."""
+        rows = self.keys.tile(x, tile.begin_k, tile.end_k, descale)
+        return self._laid_out(rows.transpose(1, 2))
+
+    def _laid_out(self, x: torch.Tensor) -> torch.Tensor:
+        """In one layout, wherever it came from: a BLAS may go by that, too."""
+        return x.contiguous() if self.whole else x
 
     def from_queries(self, x: torch.Tensor, rows: int) -> torch.Tensor:
         """The inverse of ``queries``: (B, rows, H, dim)."""
@@ -145,6 +166,13 @@ class _Grid:
             bias = bias[:, :, tile.begin_q : tile.end_q]
         if bias.shape[3] > 1:
             bias = bias[..., tile.begin_k : tile.end_k]
+        if self.whole:
+            sizes = tile.end_q - tile.begin_q, tile.end_k - tile.begin_k
+            rows, keys = (
+                0 if stored == 1 else size - stored
+                for stored, size in zip(bias.shape[2:], sizes, strict=True)
+            )
+            bias = torch.nn.functional.pad(bias, (0, keys, 0, rows))
         return bias
 
     def _hidden(self, distance: torch.Tensor, tile: _Tile) -> torch.Tensor | None:
@@ -215,8 +243,10 @@ def _forward_rows(grid: _Grid, begin_q: int, end_q: int) -> tuple[torch.Tensor, 
     total = (maximum > -torch.inf).float()
     acc = q.new_zeros((*q.shape[:-1], call.v.shape[-1]))
     for tile in grid.tiles(begin_q, end_q):
-        k = grid.keys.tile(call.k, tile.begin_k, tile.end_k, call.k_descale).transpose(1, 2)
-        v = grid.keys.tile(call.v, tile.begin_k, tile.end_k, call.v_descale).transpose(1, 2)
+        k, v = (
+            grid.keys_of(call.k, tile, call.k_descale),
+            grid.keys_of(call.v, tile, call.v_descale),
+        )
         score, _ = grid.scores(q, k, tile)
         raised = torch.maximum(maximum, score.amax(-1, keepdim=True))
         # While a row has seen nothing its maximum is −inf, and −inf − −inf would be NaN.
@@ -271,8 +301,7 @@ def backward(
             dsinks -= torch.where(saw, p_sink * delta, 0.0).sum((0, 2, 3))
         dq_rows = torch.zeros_like(q)
         for tile in grid.tiles(begin_q, end_q):
-            k = grid.keys.tile(call.k, tile.begin_k, tile.end_k).transpose(1, 2)
-            v = grid.keys.tile(call.v, tile.begin_k, tile.end_k).transpose(1, 2)
+            k, v = grid.keys_of(call.k, tile), grid.keys_of(call.v, tile)
             score, slope = grid.scores(q, k, tile)
             p = torch.where(saw, torch.exp(score - base), 0.0)
             dp = grid.by_head(do @ v.transpose(-1, -2), rows)
@@ -283,7 +312,12 @@ def backward(
             ds = p * (dp - delta)
             if dbias is not None:
                 part = _bias_part(dbias, tile)
-                part += ds.sum_to_size(part.shape)
+                stored = (
+                    size if alike == 1 else alike
+                    for alike, size in zip(part.shape[2:], ds.shape[2:], strict=True)
+                )
+                rows_of, keys_of = stored
+                part += ds[:, :, :rows_of, :keys_of].sum_to_size(part.shape)
             if slope is not None:
                 # Where P is 0 a slope need not be finite: that of a score_mod whose -inf hides.
                 ds = torch.where(p == 0.0, 0.0, ds * slope)
@@ -311,7 +345,3 @@ def _bias_part(dbias: torch.Tensor, tile: _Tile) -> torch.Tensor:
     rows = slice(tile.begin_q, tile.end_q) if dbias.shape[2] > 1 else slice(None)
     keys = slice(tile.begin_k, tile.end_k) if dbias.shape[3] > 1 else slice(None)
     return dbias[:, :, rows, keys]
-
-
-def _blocks(length: int, step: int) -> list[tuple[int, int]]:
-    return [(begin, min(begin + step, length)) for begin in range(0, length, step)]

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from .common import (
+    FAR,
     HAS_ALIBI,
     HAS_CU_K,
     HAS_CU_Q,
@@ -350,6 +351,7 @@ def grad_rows(
     DROPOUT: tl.constexpr, PAGED: tl.constexpr, WIDE: tl.constexpr, TMA: tl.constexpr,
     DIES: tl.constexpr, PRECISION: tl.constexpr, DOTS: tl.constexpr,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
+    ORDERED: tl.constexpr,
 ):  # fmt: skip
     """dQ of a block of queries of one head. ``DOTS``: also Σ P∘dP of each row, which is
     rowsum(dO∘O) without the rounding of O."""
@@ -398,6 +400,9 @@ def grad_rows(
     slope = tl.load(ALIBI + b * stride_ab + head, mask=(present & HAS_ALIBI) != 0, other=0.0)
     bias_rows = BIAS_PTR + (b * stride_bias_b + head * stride_bias_h + row * stride_bias_i)
     low, high, all_low, all_high = keys_seen(first_row, last_row, shift, keys, left, right)
+    if ORDERED:
+        # Which tiles a left edge leaves whole hangs on the block's other rows: in order, then.
+        all_low = tl.where(left < FAR, high, all_low)
     start, full_start, full_stop = full_tiles(low, high, all_low, all_high, BLOCK_N)
     stop = tl.maximum(high, start)
     right_start = tl.maximum(full_stop, start)

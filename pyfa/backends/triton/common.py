@@ -26,6 +26,8 @@ HAS_BATCH_IDX = tl.constexpr(16)
 HAS_LEFTPAD = tl.constexpr(32)
 HAS_ALIBI = tl.constexpr(64)
 HAS_SINKS = tl.constexpr(128)
+# Unlimited, for a window: beyond any length, and sums of two still fit 32 bits.
+FAR = tl.constexpr(1 << 30)
 # Nobody reads the LSE: it is not stored.
 NO_LSE = tl.constexpr(256)
 

@@ -18,6 +18,7 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from .common import (
+    FAR,
     HAS_ALIBI,
     HAS_BATCH_IDX,
     HAS_CU_K,
@@ -162,7 +163,8 @@ def attention_forward(
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, GENERAL: tl.constexpr, BIAS: tl.constexpr,
     DROPOUT: tl.constexpr, PAGED: tl.constexpr, PACK: tl.constexpr, SPLIT: tl.constexpr,
     WIDE: tl.constexpr, TMA: tl.constexpr, DIES: tl.constexpr, PRECISION: tl.constexpr,
-    AHEAD: tl.constexpr, SCALED: tl.constexpr, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
+    AHEAD: tl.constexpr, SCALED: tl.constexpr, ORDERED: tl.constexpr,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
 ):  # fmt: skip
     if AHEAD:
         cuda.gdc_launch_dependents()  # the combination may take its place and wait there
@@ -251,6 +253,9 @@ def attention_forward(
                             + rows * stride_bias_i)  # fmt: skip
 
     low, high, all_low, all_high = keys_seen(first_row, last_row, shift, keys, left, right)
+    if ORDERED:
+        # Which tiles a left edge leaves whole hangs on the block's other rows: in order, then.
+        all_low = tl.where(left < FAR, high, all_low)
     start, full_start, full_stop = full_tiles(low, high, all_low, all_high, BLOCK_N)
     stop = tl.maximum(high, start)
     if SPLIT:

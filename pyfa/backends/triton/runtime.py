@@ -17,13 +17,12 @@ from ..base import OtherAlignment, Run
 from ..common.calls import with_rows
 from ..common.program import Program, like, run_of
 from . import plans, specs
-from .common import NO_LSE
+from .common import FAR, NO_LSE
 from .kernel import Kernel, Slot, no_float, no_int, no_seed
 from .plans import BYTES, KINDS
 from .specs import INTERPRETED, Spec, Variant
 
-# Unlimited, for a window: beyond any length, and sums of two still fit 32 bits.
-_FAR = 1 << 30
+_FAR: int = FAR.value
 # (row, head) pairs up to which the combination gives each a program of its own.
 _FEW_LINES = 4096
 # Where a call's q_start, k_start, head_start and batch_start are.
@@ -74,7 +73,8 @@ def _scales(call: Call, block_n: int) -> tuple[tuple[Any, ...], int]:
     apart = call.cu_seqlens_k is not None or call.cache_leftpad is not None
     if call.page_table is not None:
         apart = apart or call.k.shape[1] % block_n != 0
-    return scales, 3 if apart or size % block_n else 2
+    # The two round differently.
+    return scales, 3 if apart or size % block_n or call.batch_invariant else 2
 
 
 def _captured(call: Call) -> tuple[Any, ...]:

@@ -157,6 +157,7 @@ def _common(plan: Constants, variant: Variant, role: str) -> dict[str, Any]:
         "GENERAL": variant.general,
         "BIAS": 0 if not variant.bias else 2 if variant.bias == "u8" else 1,
         "DROPOUT": plan["dropout"],
+        "ORDERED": plan["ordered"],
         "PAGED": plan[f"{role}_paged"],
         "WIDE": variant.wide,
         "TMA": plan[f"{role}_tma"] and not variant.wide and plan[f"{role}_paged"] == 0,
