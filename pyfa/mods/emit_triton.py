@@ -1,4 +1,4 @@
-"""A pair of mods as the source of Triton functions, on blocks of scores or what broadcasts to one."""
+"""A pair of mods as the source of Triton functions, on blocks or what broadcasts to one."""
 
 from __future__ import annotations
 
