@@ -30,8 +30,8 @@ DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 # The order of the pages, in sections. The last section is the project's own files.
 NAVIGATION = {
-    "Guide": ("index.md", "start.md", "features.md", "migrating.md", "serving.md", "training.md",
-              "fp8.md", "context_parallel.md", "integrations.md"),
+    "Guide": ("index.md", "start.md", "features.md", "migrating.md", "serving.md", "latent.md",
+              "training.md", "fp8.md", "context_parallel.md", "integrations.md"),
     "Running it": ("mi300x.md", "ci.md", "troubleshooting.md"),
     "Background": ("how.md", "speed.md"),
     "Reference": ("api.md", "compat.md", "cli.md", "settings.md"),

@@ -190,7 +190,7 @@ def prepare(call: Call, wanted: str, needs_grad: bool, bias_grad: bool) -> Prepa
         page_table, cache_batch_idx, cache_leftpad, _q_descale, k_descale, _v_descale,
         _captured0, _captured1, _captured2, _captured3, _captured4, _captured5, _captured6,
         _captured7, rows, keys, scale, left, right, softcap, dropout_p, deterministic, return_lse,
-        _num_splits, batch_invariant, out_dtype, q_start, k_start, _head_start, _batch_start, mods,
+        _num_splits, batch_invariant, out_dtype, q_start, k_start, *_rest,
     ) = call  # fmt: skip
     device, q_shape = q.device, q.shape
     # Alignment decides nothing on a CPU, and reading it costs 2 µs.
@@ -214,6 +214,8 @@ def prepare(call: Call, wanted: str, needs_grad: bool, bias_grad: bool) -> Prepa
         left >= 0,
         # Unlimited, causal, or a window's right edge: three kinds.
         min(right, 1),
+        call.window_shift != 0,
+        call.attention_chunk != 0,
         softcap != 0.0,
         dropout_p != 0.0,
         deterministic,
@@ -232,7 +234,9 @@ def prepare(call: Call, wanted: str, needs_grad: bool, bias_grad: bool) -> Prepa
         k.dtype,
         out_dtype,
         None if k_descale is None else scales_of(k_descale, k),
-        mods,
+        call.mods,
+        call.latent,
+        call.topk,
     )
     found = _prepared.get(key)
     if found is None:

@@ -259,9 +259,14 @@ def _one_sequence(
         score = score - slopes.to(score.dtype)[:, None, None] * distance.abs()
     visible = torch.ones(rows, keys, dtype=torch.bool)
     if call.window_right >= 0:
-        visible &= distance <= call.window_right
+        visible &= distance - call.window_shift <= call.window_right
     if call.window_left >= 0:
-        visible &= -distance <= call.window_left
+        visible &= call.window_shift - distance <= call.window_left
+    if call.attention_chunk:
+        # The keys of the query's chunk, by their places in the larger problem.
+        key = torch.arange(keys) + call.k_start
+        own = key - distance
+        visible &= key // call.attention_chunk == own // call.attention_chunk
     if modified is not None and modified.mask is not None:
         (seen,) = evaluate(modified.mask, {"score": score, **places}, call.captured)
         visible = visible & seen

@@ -19,7 +19,7 @@ ORDER = (
     "reference", "traffic", "plan", "merging",
     "abi", "sources", "codeobject", "cubin", "bundle", "cache", "emulator",
     "backends",
-    "dispatch", "bound", "ops", "request", "api", "quantize", "",
+    "dispatch", "bound", "ops", "request", "api", "latent", "quantize", "",
     "compat", "integrations", "distributed", "conformance", "bench", "cli", "__main__",
 )  # fmt: skip
 BACKENDS = ("hip", "cuda", "triton", "torch")

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from . import grid_fp8
+from . import grid_bands, grid_fp8, grid_latent
 from .cases import BIASES, LAYOUTS, RECIPES, ROTARIES, Case, pick
 from .cases import dense as _dense
 from .cases import packed as _packed
@@ -114,6 +114,9 @@ _MODS: tuple[Fields, ...] = (
     {"score_mod": "softcap", "bias": "full", "alibi": "heads", "softcap": 5.0},
     {"score_mod": "gated"},
     {"score_mod": "bounded", "mask_mod": "documents", "sinks": True, "scale": -0.2},
+    {"mask_mod": "dilated", "attention_chunk": 24},
+    # Where rows are moved for a window, mods are told their own places.
+    {"score_mod": "alibi", "mask_mod": "strided", "window": (40, -9)},
 )
 _MODS_PACKED: tuple[Fields, ...] = (
     {"mask_mod": "documents", "slack": 2},
@@ -123,6 +126,8 @@ _MODS_PACKED: tuple[Fields, ...] = (
 _MODS_CACHED: tuple[Fields, ...] = (
     {"mask_mod": "prefix", "page_size": 16},
     {"mask_mod": "tree", "leftpad": True, "score_mod": "alibi"},
+    # Lone rows, whose heads a mod tells apart.
+    {"score_mod": "alibi", "mask_mod": "dilated", "batch_invariant": True, "heads_q": 4},
 )
 # (rows, keys): square, either longer, rows that a causal mask leaves empty, several key tiles.
 _SHAPES: tuple[tuple[int, int], ...] = ((65, 65), (65, 97), (97, 65), (129, 48), (17, 513))
@@ -271,6 +276,8 @@ def _quick() -> Iterator[Case]:
     yield from _hostile()
     yield from _mods(1)
     yield from grid_fp8.quick()
+    yield from grid_bands.quick()
+    yield from grid_latent.quick()
 
 
 def _invariant() -> Iterator[Case]:
@@ -352,8 +359,8 @@ def _mods(count: int) -> Iterator[Case]:
         for lengths in (_PACKED * 2)[index : index + count]:
             yield _packed(lengths, "varlen", dtype=_DTYPES[index % 3], backward=True, **options)
     for index, options in enumerate(_MODS_CACHED):
-        for lengths in _CACHES[index : index + count]:
-            yield _packed(lengths, "kvcache", dtype=_DTYPES[index % 3], **options)
+        for lengths in (*_CACHES[:2], *_CACHES)[index : index + count]:
+            yield _packed(lengths, "kvcache", dtype=_HALF[index % 2], **options)
 
 
 def _hostile() -> Iterator[Case]:
@@ -430,6 +437,8 @@ def _full() -> Iterator[Case]:
     yield from _full_caches()
     yield from _dropout_bits(40)
     yield from grid_fp8.full(_draws)
+    yield from grid_latent.full(_draws)
+    yield from grid_bands.full(_draws)
 
 
 def _full_dense() -> Iterator[Case]:

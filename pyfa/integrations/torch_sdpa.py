@@ -263,8 +263,11 @@ def _request(
     block_table: torch.Tensor | None = None,
     num_splits: int = 0,
 ) -> request.Request:
+    # PyTorch's kernels take any negative edge for unlimited.
+    edges = (window_size_left, window_size_right)
+    window = tuple(-1 if edge is None else max(-1, edge) for edge in edges)
     shared = request.Shared(
-        causal=is_causal, window=(window_size_left, window_size_right), scale=scale,
+        causal=is_causal, window=window, scale=scale,
         alibi_slopes=alibi_slopes, dropout_p=dropout_p, seed=seed, backend=_candidates(query),
     )  # fmt: skip
     if cum_seq_q is None:

@@ -125,6 +125,8 @@ def test_every_feature_has_cases() -> None:
 def test_features_of_a_case_are_those_of_its_problem() -> None:
     """The grid's idea of what a case needs is the dispatcher's."""
     for case in grid.cases("quick", ALL, ("bfloat16",), max_seqlen=9):
+        if case.topk:
+            continue  # the reference has no lists: see tests/test_latent.py
         call = build(case).spec._replace(
             return_lse=bool(case.dlse), deterministic=case.deterministic
         )

@@ -41,6 +41,8 @@ CASES = {
                "page_size=64-cache"),
     "mods": ("d64x64-backward-mask_mod=documents", "score_mod=gated", "mask_mod=strided",
              "page_size=16-mask_mod=prefix"),
+    "bands": ("backward-attention_chunk=16", "causal-attention_chunk=40", "window=40,-9",
+              "alibi=batch", "window=-2,9", "varlen-bf16", "window=-6,-1"),
     # Not of float8: the interpreter takes its NaN for 480.
     "hostile": ("q65-k97-h4x2-d64x64-backward-causal-hostile=k=nan", "sinks-hostile=q=nan",
                 "page_size=16-hostile=q=nan", "num_splits=3-hostile=v=nan",
@@ -57,6 +59,8 @@ def conform(group: str) -> list[str]:
     for word in CASES[group]:
         for case in cases:
             alike = ("fp8" in case.features) == (group == "float8")
+            banded = not case.features.isdisjoint(("chunk", "negative_edge"))
+            alike = alike and banded == (group == "bands")
             if word in case.name and alike and bool(case.hostile) == (group == "hostile"):
                 chosen[case.name] = case
                 break

@@ -15,7 +15,18 @@ pytest.importorskip("triton")
 
 @pytest.mark.parametrize(
     "group",
-    ["masks", "scores", "gradients", "layouts", "paths", "float8", "hostile", "invariance", "mods"],
+    [
+        "masks",
+        "scores",
+        "gradients",
+        "layouts",
+        "paths",
+        "float8",
+        "bands",
+        "hostile",
+        "invariance",
+        "mods",
+    ],
 )
 def test_interpreted_kernels_keep_the_rule(group: str) -> None:
     script = Path(__file__).with_name("interpreted.py")

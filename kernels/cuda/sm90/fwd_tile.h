@@ -114,7 +114,7 @@ DEVICE void mask(const Params &p, Scores &s, const Sequence &sequence, int first
     Seen seen = keys_seen(p, sequence, row, row);
     int low = seen.low - key0, high = seen.high - key0;
     each(s, h, [&](float x, int at) { return at >= high ? -INFINITY_F : x; });
-    if (p.window_left >= 0) each(s, h, [&](float x, int at) { return at < low ? -INFINITY_F : x; });
+    if (BANDED || p.window_left >= 0) each(s, h, [&](float x, int at) { return at < low ? -INFINITY_F : x; });
   }
 }
 

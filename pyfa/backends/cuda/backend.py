@@ -35,6 +35,8 @@ class CudaBackend(NativeBackend):
             return reasons
         if plans.runs_sm90(problem.arch):
             reasons += forward_sm90.why_not_invariant(problem)
+        if "latent" in problem.features:
+            return reasons + decode.why_not(problem)
         if "fp8" in problem.features:
             why_not = decode.why_not if are_few(problem) else forward_sm90_fp8.why_not
             return reasons + why_not(problem)

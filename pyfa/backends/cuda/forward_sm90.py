@@ -50,7 +50,7 @@ def why_not_invariant(problem: Problem) -> list[str]:
 def plan(problem: Problem) -> Plan:
     pair = calls.bucket_of(FORWARD, problem.head_dim, problem.head_dim_v)
     kind = _TERMS if calls.score_class(problem) != PLAIN else _FULL
-    if kind == _FULL and problem.features & {"causal", "window"}:
+    if kind == _FULL and problem.features & {"causal", "window", "chunk"}:
         kind = _MASKED
     dtype, notes = calls.DTYPE_CODES[problem.dtype], plans.notes_of(problem, pair)
     if "batch_invariant" in problem.features:

@@ -8,6 +8,7 @@ from ...plan import Plan
 from ...problem import Problem
 from ..common import calls
 from ..common.calls import DROPOUT, GENERAL, PLAIN, score_class
+from ..native import decode
 from ..native.plans import modified, notes_of, plan_with
 from ..native.tiles import constants_of
 from ..native.tiles.gfx942 import Tiles
@@ -23,6 +24,8 @@ LANES = 64
 def why_not(problem: Problem) -> list[str]:
     """What the kernel lacks for ``problem``, beyond features and dtypes."""
     features, reasons = problem.features, []
+    if "latent" in features:
+        return decode.why_not(problem)
     if features >= {"paged", "dropout"}:
         reasons.append("dropout with a paged cache is not implemented")
     if features >= {"fp8", "dropout"}:

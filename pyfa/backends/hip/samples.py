@@ -192,7 +192,7 @@ def _zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def _call(constants: Mapping[str, int], rows: int, keys: int) -> Call:
     """One head, its keys not split."""
-    dtype, out = (_DTYPES.get(constants.get(name, -1)) for name in ("DTYPE", "OUT_DTYPE"))
+    dtype, out = _DTYPES[constants["DTYPE"]], _DTYPES.get(constants.get("OUT_DTYPE", -1))
     of_keys = _DTYPES[constants.get("KEY_DTYPE", constants["DTYPE"])]
     q = _zeros(1, rows, 1, constants["HEAD_DIM"], dtype=dtype)
     k, v = (_zeros(1, keys, 1, constants[dim], dtype=of_keys) for dim in ("HEAD_DIM", "HEAD_DIM_V"))

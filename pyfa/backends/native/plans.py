@@ -43,6 +43,18 @@ def source_of(plan: Plan) -> str:
     return sources.flatten(plan.kernel, constants, generated)
 
 
+# Those in whose code masks are.
+_MASKING = frozenset({"attn_fwd", "attn_decode", "attn_bwd", "attn_bwd_onepass", "bias_grad"})
+
+
+def banded(plan: Plan) -> Plan:
+    """``plan`` for calls with chunks or a moved window (``problem.is_banded``), where it masks."""
+    if name_of(plan) not in _MASKING:
+        return plan
+    notes = (*plan.notes, "compiled for chunks, or a window moved beside ALiBi or dropout")
+    return replace(plan, constants=tuple(sorted((*plan.constants, ("BANDED", 1)))), notes=notes)
+
+
 def values_of(plan: Plan) -> dict[str, int]:
     """The numbers among the constants of a plan: all but the digest of its mods."""
     return {name: int(value) for name, value in plan.constants if name != "MOD"}

@@ -8,6 +8,7 @@ computed in float32, so P is not rounded before the second product.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -71,12 +72,22 @@ class _Grid:
         """The tiles of these rows that the mask does not leave empty."""
         first, last = 0, self.keys.longest
         if isinstance(self.shift, int):
+            middle = self.shift + self.call.window_shift
             if self.call.window_right >= 0:
-                last = min(last, end_q + self.shift + self.call.window_right)
+                last = min(last, end_q + middle + self.call.window_right)
             if self.call.window_left >= 0:
-                first = max(first, begin_q + self.shift - self.call.window_left)
+                first = max(first, begin_q + middle - self.call.window_left)
+            if self.call.attention_chunk:
+                first = max(first, self._chunk_of(begin_q + self.shift))
+                end = self._chunk_of(end_q - 1 + self.shift) + self.call.attention_chunk
+                last = min(last, end)
         blocks = self._blocks(last, self.step_k)
         return [_Tile(begin_q, end_q, a, b) for a, b in blocks if b > first]
+
+    def _chunk_of(self, key: Any) -> Any:
+        """The first key of the chunk that ``key`` is in: chunks are the larger problem's."""
+        key = key + self.call.k_start
+        return key - key % self.call.attention_chunk - self.call.k_start
 
     def queries(
         self, x: torch.Tensor, begin: int, end: int, descale: torch.Tensor | None = None
@@ -134,7 +145,10 @@ class _Grid:
         distance = key - row - self.shift
         if call.alibi_slopes is not None:
             score = score - call.alibi_slopes[..., None, None] * distance.abs()
-        hidden = self._hidden(distance, tile)
+        hidden = self._hidden(distance - call.window_shift, tile)
+        if call.attention_chunk:
+            other = self._chunk_of(key) != self._chunk_of(key - distance)
+            hidden = other if hidden is None else hidden | other
         bias = self.bias_tile(tile)
         if bias is not None:
             if bias.dtype == torch.bool:
@@ -191,7 +205,8 @@ class _Grid:
     def _cuts_right(self, tile: _Tile) -> bool:
         if not isinstance(self.shift, int):
             return True
-        return tile.end_k - 1 > tile.begin_q + self.shift + self.call.window_right
+        right = self.call.window_shift + self.call.window_right
+        return tile.end_k - 1 > tile.begin_q + self.shift + right
 
     def dropout(self, tile: _Tile) -> torch.Tensor | None:
         """1/(1−p) where kept and 0 where dropped, (B, H, rows, keys); None without dropout."""

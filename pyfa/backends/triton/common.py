@@ -117,6 +117,40 @@ def keys_seen(first_row, last_row, shift, keys, left, right):
 
 
 @triton.jit
+def chunk_of(at, CHUNK):
+    """The number of the chunk at ``at``; −1 in front of the first key, where no chunk has one."""
+    return tl.where(at < 0, -1, at // CHUNK)
+
+
+@triton.jit
+def within_chunks(low, high, all_low, all_high, first, last, offset, CHUNK):
+    """What the chunks of ``first`` … ``last``, places in the larger problem, leave of
+    ``keys_seen``. ``offset``: what a key's, or a row's, place there is beyond its own number."""
+    begin = chunk_of(first, CHUNK) * CHUNK - offset
+    last_begin = chunk_of(last, CHUNK) * CHUNK - offset
+    low = tl.maximum(low, begin)
+    high = tl.minimum(high, last_begin + CHUNK)
+    all_low = tl.maximum(all_low, last_begin)
+    all_high = tl.minimum(all_high, begin + CHUNK)
+    return low, high, all_low, all_high
+
+
+@triton.jit
+def sees(distance, key, own, k_start, left, right, WINDOW_SHIFT, CHUNK):
+    """Whether a row sees a key ``distance`` behind its ``own``.
+
+    ``WINDOW_SHIFT`` and ``CHUNK`` (0 for none) are None in plans without chunks and negative
+    edges, whose code they then do not touch."""
+    if CHUNK is not None:
+        moved = distance - WINDOW_SHIFT
+        seen = (moved <= right) & (moved >= -left)
+        chunk = tl.maximum(CHUNK, 1)
+        same = chunk_of(key + k_start, chunk) == chunk_of(own + k_start, chunk)
+        return seen & (same | (CHUNK == 0))
+    return (distance <= right) & (distance >= -left)
+
+
+@triton.jit
 def full_tiles(low, high, all_low, all_high, BLOCK: tl.constexpr):
     """Tile-aligned (start, full_start, full_stop): tiles in [full_start, full_stop) need no mask,
     those in [start, full_start) and [full_stop, high) do."""

@@ -40,7 +40,9 @@ from .common import (
     locate,
     rounded,
     score,
+    sees,
     span,
+    within_chunks,
 )
 
 
@@ -49,7 +51,8 @@ def _step(
     acc, total, top, q, k_base, v_base, n0, keys, stride_ks, stride_vs, stride_kb, stride_vb, PAGES,
     page_size, pad, d, dv, head_dim, head_dim_v, rows, row_exists, shift, left, right, scale,
     softcap, slope, bias_rows, stride_bias_j, SEED, head, b, q_start, k_start, threshold,
-    K_SCALE, V_SCALE, place, stride_page, K_SCALE_ROWS, MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
+    K_SCALE, V_SCALE, place, stride_page, K_SCALE_ROWS, WINDOW_SHIFT, CHUNK,
+    MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
     GENERAL: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, PAGED: tl.constexpr,
     WIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, SCALED: tl.constexpr,
@@ -104,7 +107,10 @@ def _step(
     elif EXACT:
         qk = qk * scale
     if MASKED:
-        seen = (distance <= right) & (distance >= -left) & (key < keys)[None, :]
+        seen = sees(
+            distance, key[None, :], rows[:, None] + shift, k_start, left, right, WINDOW_SHIFT, CHUNK
+        )  # fmt: skip
+        seen = seen & (key < keys)[None, :]
         qk = tl.where(seen, qk, float("-inf"))
     if EXACT:
         # Subtracted before it is scaled: of the row's largest score exactly 0 is left, and a row
@@ -156,7 +162,7 @@ def attention_forward(
     stride_bias_i, stride_bias_j, stride_ab, stride_pb, stride_o_split, stride_l_split,
     batch, heads, group, head_dim, head_dim_v, longest_q, longest_k, page_size, blocks, section,
     descending, splits, left, right, scale, softcap, threshold, keep_scale, q_start, k_start,
-    head_start, batch_start,
+    head_start, batch_start, WINDOW_SHIFT, CHUNK,
     K_SCALE, V_SCALE, K_SCALE_B, K_SCALE_H, K_SCALE_ROWS, Q_SCALE, Q_SCALE_B, Q_SCALE_H,
     Q_SCALE_ROWS, MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -252,7 +258,14 @@ def attention_forward(
     bias_rows = BIAS_PTR + (b * stride_bias_b + head_of_row * stride_bias_h
                             + rows * stride_bias_i)  # fmt: skip
 
-    low, high, all_low, all_high = keys_seen(first_row, last_row, shift, keys, left, right)
+    middle = shift if WINDOW_SHIFT is None else shift + WINDOW_SHIFT
+    low, high, all_low, all_high = keys_seen(first_row, last_row, middle, keys, left, right)
+    if CHUNK is not None:  # noqa: SIM102  (compiled in or not, and then a branch)
+        if CHUNK > 0:
+            low, high, all_low, all_high = within_chunks(
+                low, high, all_low, all_high, first_row + shift + k_start,
+                last_row + shift + k_start, k_start, CHUNK,
+            )  # fmt: skip
     if ORDERED:
         # Which tiles a left edge leaves whole hangs on the block's other rows: in order, then.
         all_low = tl.where(left < FAR, high, all_low)
@@ -283,9 +296,10 @@ def attention_forward(
             stride_vb, PAGES, page_size, pad, d, dv, head_dim, head_dim_v, rows, row_exists, shift,
             left, right, scale, softcap, slope, bias_rows, stride_bias_j, SEED, head + head_start,
             b + batch_start, q_start, k_start, threshold, K_SCALE, V_SCALE, stored_at, K_SCALE_B,
-            K_SCALE_ROWS, MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
-            BLOCK_M, BLOCK_N, EVEN_D, EVEN_DV, GENERAL, BIAS, DROPOUT, PAGED, WIDE,
-            TMA, PRECISION, SCALED, SCORE_MOD, MASK_MOD, False,
+            K_SCALE_ROWS, WINDOW_SHIFT, CHUNK,
+            MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
+            BLOCK_M, BLOCK_N, EVEN_D, EVEN_DV, GENERAL, BIAS, DROPOUT, PAGED, WIDE, TMA, PRECISION,
+            SCALED, SCORE_MOD, MASK_MOD, False,
         )  # fmt: skip
     for tile in range(tiles_left + tiles_right):
         n0 = tl.where(
@@ -298,9 +312,10 @@ def attention_forward(
             stride_vb, PAGES, page_size, pad, d, dv, head_dim, head_dim_v, rows, row_exists, shift,
             left, right, scale, softcap, slope, bias_rows, stride_bias_j, SEED, head + head_start,
             b + batch_start, q_start, k_start, threshold, K_SCALE, V_SCALE, stored_at, K_SCALE_B,
-            K_SCALE_ROWS, MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
-            BLOCK_M, BLOCK_N, EVEN_D, EVEN_DV, GENERAL, BIAS, DROPOUT, PAGED, WIDE,
-            TMA, PRECISION, SCALED, SCORE_MOD, MASK_MOD, True,
+            K_SCALE_ROWS, WINDOW_SHIFT, CHUNK,
+            MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
+            BLOCK_M, BLOCK_N, EVEN_D, EVEN_DV, GENERAL, BIAS, DROPOUT, PAGED, WIDE, TMA, PRECISION,
+            SCALED, SCORE_MOD, MASK_MOD, True,
         )  # fmt: skip
 
     empty = total == 0.0

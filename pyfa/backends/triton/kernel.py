@@ -35,9 +35,8 @@ class Kernel:
         if INTERPRETED:
             return
         # Arguments that became constants in this variant still have a place in the launcher's list.
-        names = list(spec.signature)
-        inside = [name for name in names if not (name.isupper() and name in spec.constants)]
-        self._places = [inside.index(name) if name in inside else None for name in names]
+        names = enumerate(spec.signature)
+        self._gaps = [at for at, n in names if n.isupper() and n in spec.constants]
         with torch.cuda.device(index):
             compiled = _loaded(spec)
         self._run = compiled.run
@@ -90,7 +89,9 @@ class Kernel:
             )
             return
         stream = _torch.current_stream(self._index)
-        args = [None if place is None else args[place] for place in self._places]
+        args = list(args)
+        for at in self._gaps:
+            args.insert(at, None)
         if not self._scratch:
             self._run(programs, 1, 1, stream, self._function, self._metadata, None, None, None,
                       *args)  # fmt: skip
@@ -119,7 +120,7 @@ def _loaded(spec: Spec) -> Any:
 
 
 def _constants(spec: Spec) -> list[str]:
-    """The parameters that every variant compiles in: a kernel's last ones, in upper case."""
+    """The parameters that a variant compiles in: those in upper case."""
     return [p for p in spec.signature if p.isupper() and p in spec.constants]
 
 

@@ -6,7 +6,7 @@ import functools
 from typing import NamedTuple
 
 from ...plan import Plan
-from ...problem import Problem
+from ...problem import Problem, is_banded
 from ..common import splits
 
 Value = int | str | bool
@@ -218,7 +218,7 @@ def forward_tiles(problem: Problem) -> Tiles:
         if problem.seqlen_k <= 1024:
             return tiles._replace(tma=False)
         # 525 against 490 at 16,384 keys, 495 against 508 at 4,096; causal 405 against 492.
-        if problem.seqlen_k > 8192 and not problem.features & {"causal", "window"}:
+        if problem.seqlen_k > 8192 and not problem.features & {"causal", "window", "chunk"}:
             return tiles._replace(block_m=128, stages=2)
     elif tiles.tma:
         # 535 against 519 at 16,384 keys, 420 against 432 at 4,096.
@@ -234,7 +234,7 @@ def _long_rows(problem: Problem) -> bool:
     """Whether rows see so many keys that larger tiles, through the copy engine, are worth it."""
     if problem.features & {"softcap", "alibi", "bias", "score_mod", "mask_mod", "dropout"}:
         return False  # what these keep in registers would spill
-    masked = problem.features & {"causal", "window"}
+    masked = problem.features & {"causal", "window", "chunk"}
     return problem.seqlen_k > (8192 if masked else 1024)
 
 
@@ -282,6 +282,7 @@ def plan(problem: Problem, name: str) -> Plan:
         "mods": problem.mods,
         "dropout": "dropout" in features,
         "ordered": is_invariant(problem),
+        "banded": is_banded(features),
         "pack": packs(problem),
         # Triton's dot takes tf32 everywhere on NVIDIA, on AMD only for some archs.
         "tf32": problem.dtype == "float32" and problem.device.vendor == "nvidia",

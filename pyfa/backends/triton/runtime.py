@@ -12,7 +12,7 @@ import torch
 from ... import _torch
 from ...mods.emit_triton import INFO
 from ...plan import Plan
-from ...problem import Call, Form, are_on_16, form_of, scales_of, tensors_of
+from ...problem import Call, Form, are_on_16, band_of, form_of, scales_of, tensors_of
 from ..base import OtherAlignment, Run
 from ..common.calls import with_rows
 from ..common.program import Program, like, run_of
@@ -25,8 +25,6 @@ from .specs import INTERPRETED, Spec, Variant
 _FAR: int = FAR.value
 # (row, head) pairs up to which the combination gives each a program of its own.
 _FEW_LINES = 4096
-# Where a call's q_start, k_start, head_start and batch_start are.
-_STARTS = Call._fields.index("q_start")
 _lock = threading.Lock()
 
 
@@ -151,6 +149,7 @@ class Runner:
         get = self.constants.__getitem__
         self.general: bool = get("general")
         self.pack: bool = get("pack")
+        self.banded: bool = get("banded")
         self.reversed: bool = get("reversed")
         self.block_m: int = get("fwd_block_m")
         self.block_n: int = get("fwd_block_n")
@@ -213,10 +212,13 @@ class Runner:
         scales, scaled = _scales(call, self.block_n)
         p = call.dropout_p
         threshold = min(int((1.0 - p) * 2**32), 2**32 - 1) if p else 0
-        numbers = (
-            left, right, call.scale, call.softcap, threshold, 1.0 / (1.0 - p),
-            *call[_STARTS : _STARTS + 4],
+        band = band_of(call)
+        numbers: tuple[Any, ...] = (
+            left, right, call.scale, call.softcap, threshold, 1.0 / (1.0 - p), band.q_start,
+            call.k_start, call.head_start, call.batch_start,
         )  # fmt: skip
+        if self.banded:
+            numbers += (band.window_shift, band.attention_chunk)
         page_size = call.k.shape[1] if call.page_table is not None else 0
         strides = strides_q + strides_k + strides_v
         captured = _captured(call)

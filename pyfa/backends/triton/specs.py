@@ -60,6 +60,8 @@ _CAPTURED = ("MOD_INFO", *(f"C{slot}" for slot in range(mods.MOST_CAPTURED)))
 _FLOATS = ("scale", "softcap", "keep_scale")
 # Of float8: pointers, strides and rows per scale. Compiled in as None where there are none.
 _K_SCALES = ("K_SCALE", "V_SCALE", "K_SCALE_B", "K_SCALE_H", "K_SCALE_ROWS")
+# Of plans with chunks or windows with a negative edge; compiled in as None elsewhere.
+_BANDS = ("WINDOW_SHIFT", "CHUNK")
 _Q_SCALES = ("Q_SCALE", "Q_SCALE_B", "Q_SCALE_H", "Q_SCALE_ROWS")
 
 
@@ -98,7 +100,7 @@ def _spec(
     options: dict[str, Any],
     **types: str,
 ) -> Spec:
-    constants = dict(constants)
+    constants = dict(constants) | ({} if plan["banded"] else dict.fromkeys(_BANDS))
     if variant.bias and variant.bias_rows:
         constants["stride_bias_j"] = 1
         divisors = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from . import Pair
-from .sm80 import ONE_OF_128, Backward, Forward
+from .sm80 import ONE_OF_128, Backward, Forward, sizes
 from .sm80 import TILES as OF_SM80
 
 ROWS = 64  # query rows of a warpgroup of the forward
@@ -119,6 +119,8 @@ TILES = OF_SM80._replace(
         (192, 128): (_192, _192, OF_SM80.forward[192, 128][2]),
         (256, 256): (_256, _256, _256),
     },
+    latent={(576, 512): sizes((1, 1, 4, 3), (1, 2, 8, 3), (1, 4, 8, 6))},
+    latent_float8={(576, 512): sizes((1, 1, 4, 6), (1, 2, 8, 5), (1, 4, 8, 10))},
     backward={
         (64, 64): (Backward(64, 128, 2, 1, 32, lookahead=3, blocks_per_sm=2),
                    Backward(64, 128, 4, 1, 32)),
