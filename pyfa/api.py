@@ -154,7 +154,7 @@ def attention(
     validate.refuse_unknown("attention", unknown, attention)
     shared = Shared(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, descale,
-        out_dtype, deterministic, return_lse, backend, attention_chunk, batch_invariant,
+        out_dtype, deterministic, return_lse, backend, batch_invariant, attention_chunk,
         score_mod, mask_mod,
     )  # fmt: skip
     return _first(key, tensors, requests.dense(q, k, v, shared, num_splits))
@@ -267,7 +267,7 @@ def attention_varlen(
     validate.refuse_unknown("attention_varlen", unknown, attention_varlen)
     shared = Shared(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, descale,
-        out_dtype, deterministic, return_lse, backend, attention_chunk, batch_invariant,
+        out_dtype, deterministic, return_lse, backend, batch_invariant, attention_chunk,
         score_mod, mask_mod,
     )  # fmt: skip
     request = requests.varlen(
@@ -398,13 +398,13 @@ def attention_kvcache(
     validate.refuse_unknown("attention_kvcache", unknown, attention_kvcache)
     shared = Shared(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, 0.0, None, descale,
-        out_dtype, False, return_lse, backend, attention_chunk, batch_invariant,
+        out_dtype, False, return_lse, backend, batch_invariant, attention_chunk,
         score_mod, mask_mod,
     )  # fmt: skip
     request = requests.kvcache(
         q, k_cache, v_cache, shared, k, v, cache_seqlens, cache_batch_idx, cache_leftpad,
         cu_seqlens_q, max_seqlen_q, page_table, rotary_cos, rotary_sin, rotary_interleaved,
-        rotary_seqlens, num_splits, cu_seqlens_new,
+        rotary_seqlens, num_splits, cu_seqlens_new=cu_seqlens_new,
     )  # fmt: skip
     return _first(key, tensors, request)
 

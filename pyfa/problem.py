@@ -45,7 +45,7 @@ class Call(NamedTuple):
     ``k_start`` that is a multiple of 4. Query i then stands at key i + Sk − Sq + q_start − k_start,
     Sq and Sk being the block's own, for masks and ALiBi. Tensors are the block's.
 
-    ``latent``: v is a view of k's first elements, and k has one head. ``topk``: besides, each
+    ``latent``: v is a view of k's first elements. ``topk``: besides, each
     sequence is one row of queries, and its pages, of one key each, are the keys that it sees.
     """
 

@@ -36,8 +36,8 @@ class Shared(NamedTuple):
     deterministic: bool = False
     return_lse: bool = False
     backend: Backends = None
-    attention_chunk: int | None = None
     batch_invariant: bool = False
+    attention_chunk: int | None = None
     score_mod: mods.Mod | None = None
     mask_mod: mods.Mod | None = None
 
@@ -146,9 +146,9 @@ def kvcache(
     rotary_interleaved: bool = True,
     rotary_seqlens: torch.Tensor | None = None,
     num_splits: int = 0,
-    cu_seqlens_new: torch.Tensor | None = None,
     latent: bool = False,
     topk: bool = False,
+    cu_seqlens_new: torch.Tensor | None = None,
 ) -> Request:
     """``attention_kvcache``'s request. Nothing is written yet. ``latent`` and ``topk`` are
     ``Call``'s: they say what is so already."""
@@ -316,7 +316,7 @@ def _request(
     """What all layouts share: masks, score terms, dropout, gradients, choice of backend."""
     (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, descale,
-        out_dtype, deterministic, return_lse, backend, attention_chunk, batch_invariant,
+        out_dtype, deterministic, return_lse, backend, batch_invariant, attention_chunk,
         score_mod, mask_mod,
     ) = shared  # fmt: skip
     left, right, shift = validate.window(window, causal)

@@ -437,8 +437,8 @@ def _full() -> Iterator[Case]:
     yield from _full_caches()
     yield from _dropout_bits(40)
     yield from grid_fp8.full(_draws)
-    yield from grid_latent.full(_draws)
     yield from grid_bands.full(_draws)
+    yield from grid_latent.full(_draws)
 
 
 def _full_dense() -> Iterator[Case]:

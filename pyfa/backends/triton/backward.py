@@ -430,7 +430,10 @@ def grad_rows(
             )  # fmt: skip
     if ORDERED:
         # Which tiles a left edge leaves whole hangs on the block's other rows: in order, then.
-        all_low = tl.where(left < FAR, high, all_low)
+        cut = left < FAR
+        if CHUNK is not None:
+            cut = cut | (CHUNK > 0)
+        all_low = tl.where(cut, high, all_low)
     start, full_start, full_stop = full_tiles(low, high, all_low, all_high, BLOCK_N)
     stop = tl.maximum(high, start)
     right_start = tl.maximum(full_stop, start)

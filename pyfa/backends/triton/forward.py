@@ -268,7 +268,10 @@ def attention_forward(
             )  # fmt: skip
     if ORDERED:
         # Which tiles a left edge leaves whole hangs on the block's other rows: in order, then.
-        all_low = tl.where(left < FAR, high, all_low)
+        cut = left < FAR
+        if CHUNK is not None:
+            cut = cut | (CHUNK > 0)
+        all_low = tl.where(cut, high, all_low)
     start, full_start, full_stop = full_tiles(low, high, all_low, all_high, BLOCK_N)
     stop = tl.maximum(high, start)
     if SPLIT:

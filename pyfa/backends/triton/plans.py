@@ -281,8 +281,8 @@ def plan(problem: Problem, name: str) -> Plan:
         "general": bool(features & {"softcap", "alibi", "bias", "score_mod", "mask_mod"}),
         "mods": problem.mods,
         "dropout": "dropout" in features,
-        "ordered": is_invariant(problem),
         "banded": is_banded(features),
+        "ordered": is_invariant(problem),
         "pack": packs(problem),
         # Triton's dot takes tf32 everywhere on NVIDIA, on AMD only for some archs.
         "tf32": problem.dtype == "float32" and problem.device.vendor == "nvidia",
