@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from . import _torch, invariance, validate, validate_cache, validate_fp8
+from . import _torch, invariance, mods, validate, validate_cache, validate_fp8
 from .dispatch import preference
 from .problem import Append, Call, counted
 from .validate import Window
@@ -38,6 +38,8 @@ class Shared(NamedTuple):
     backend: Backends = None
     batch_invariant: bool = False
     attention_chunk: int | None = None
+    score_mod: mods.Mod | None = None
+    mask_mod: mods.Mod | None = None
 
 
 class Request(NamedTuple):
@@ -315,6 +317,7 @@ def _request(
     (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, descale,
         out_dtype, deterministic, return_lse, backend, batch_invariant, attention_chunk,
+        score_mod, mask_mod,
     ) = shared  # fmt: skip
     left, right, shift = validate.window(window, causal)
     num_splits = validate_cache.splits(num_splits)
@@ -348,6 +351,11 @@ def _request(
         or bias_grad
         or (sinks is not None and sinks.requires_grad)
     )
+    digest = ""
+    captured: tuple[torch.Tensor | None, ...] = ()
+    if score_mod is not None or mask_mod is not None:
+        digest, captured = mods.resolve(score_mod, mask_mod, q.device)
+    slots: list[Any] = [*captured, *(None,) * (mods.MOST_CAPTURED - len(captured))]
     call = Call(
         q,
         k,
@@ -366,6 +374,14 @@ def _request(
         scales.q,
         scales.k,
         scales.v,
+        slots[0],
+        slots[1],
+        slots[2],
+        slots[3],
+        slots[4],
+        slots[5],
+        slots[6],
+        slots[7],
         max_seqlen_q,
         max_seqlen_k,
         scale,
@@ -378,6 +394,7 @@ def _request(
         num_splits,
         invariant,
         scales.out_dtype,
+        mods=digest,
         window_shift=shift,
         attention_chunk=validate.attention_chunk(attention_chunk),
     )
