@@ -53,7 +53,7 @@ def attention(
     k and v with 16-bit q. Gradients flow to q, k, v, a float ``bias``, ``sinks``, and from the LSE;
     float8 has no gradient.
 
-    score = softcap(scale · q·k) − slope · |i + Sk − Sq − j| + bias, then masks, then softmax.
+    score = softcap(scale · q·k) − slope · ``|i + Sk − Sq − j|`` + bias, then masks, then softmax.
     A fully masked row gives output 0, LSE −inf and zero gradients.
 
     Parameters
