@@ -13,6 +13,7 @@ DOCS = Path(__file__).resolve().parent
 sys.path[:0] = [str(DOCS), str(DOCS.parent)]
 
 import generated  # noqa: E402
+import matrix  # noqa: E402
 
 project, author = "pyfa", "The pyfa authors"
 version = release = generated.version()
@@ -45,6 +46,7 @@ autodoc_type_aliases = {
 }
 napoleon_google_docstring = napoleon_use_param = False
 
+PARTS = {**generated.PARTS, **matrix.PARTS}
 _MARKER = re.compile(r"^<!-- generated: (.+?) -->$", re.M)
 # How a block of code is introduced; the rest of a fence's words are for the tests.
 _CAPTIONS = {"output": ("text", "prints"), "python gpu": ("python", "needs a GPU")}
@@ -55,7 +57,7 @@ def prepared(text: str) -> str:
 
     def part(match: re.Match[str]) -> str:
         name, *arguments = shlex.split(match[1])
-        return generated.PARTS[name](*arguments)
+        return PARTS[name](*arguments)
 
     def fence(match: re.Match[str]) -> str:
         if match[1] not in _CAPTIONS:

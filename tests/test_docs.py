@@ -11,6 +11,7 @@ import functools
 import html
 import importlib.util
 import io
+import json
 import logging
 import os
 import re
@@ -43,14 +44,26 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 
 
-@pytest.fixture(scope="module")
-def generated() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generated", DOCS / "generated.py")
+def load(name: str) -> ModuleType:
+    """A module of docs/, under the name that the other one imports it by."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def generated() -> Iterator[ModuleType]:
+    yield load("generated")
+    del sys.modules["generated"]
+
+
+@pytest.fixture(scope="module")
+def matrix(generated: ModuleType) -> Iterator[ModuleType]:
+    yield load("matrix")
+    del sys.modules["matrix"]
 
 
 def build(source: Path, out: Path) -> str:
@@ -335,8 +348,68 @@ def markers() -> tuple[str, ...]:
     return tuple(re.findall(r"^<!-- (generated: .+?) -->$", text, re.M))
 
 
-def test_every_part_is_used(generated: ModuleType) -> None:
-    assert {line.split()[1] for line in markers()} == set(generated.PARTS)
+def test_every_part_is_used(generated: ModuleType, matrix: ModuleType) -> None:
+    assert {line.split()[1] for line in markers()} == {*generated.PARTS, *matrix.PARTS}
+
+
+@pytest.mark.parametrize(
+    ("arch", "device", "feature", "column", "flags"),
+    [
+        ("gfx942", "MI300X", "softcap", "forward, 16 bits", "--features softcap"),
+        ("gfx942", "MI300X", "paged", "decode, 16 bits", "--features paged,seqused"),
+        ("gfx942", "MI300X", "none", "forward, float32", "--dtype float32"),
+        ("sm_90a", "H200", "bias_grad", "backward, 16 bits", "--features bias,bias_grad,backward"),
+        ("sm_80", "A100-80GB", "sinks", "backward, 16 bits", "--features sinks,backward"),
+    ],
+)
+def test_the_matrix_says_what_the_dispatcher_answers(
+    matrix: ModuleType, generated: ModuleType, capsys: pytest.CaptureFixture[str],
+    arch: str, device: str, feature: str, column: str, flags: str,
+) -> None:  # fmt: skip
+    (text,) = (
+        part for part in re.split("^### ", matrix.matrix(), flags=re.M)[1:]
+        if arch in part.splitlines()[0].split(", ")
+    )  # fmt: skip
+    lines = text[text.index("| feature") :]
+    columns = [each.strip() for each in lines.splitlines()[0].strip("|").split("|")]
+    (row,) = (row for row in cells(lines) if row[0].strip("`") == feature)
+    said = row[columns.index(column)]
+    queries = "1,4096" if column.startswith("decode") else "4096"
+    command = f"explain --seqlen {queries} --head-dim 128 --device {device} --json {flags}"
+    assert cli.main(shlex.split(command)) == 0
+    chosen = json.loads(capsys.readouterr().out)["chosen"]
+    part = next(each for each in said.split("; ") if "(" not in each or "128" in each)
+    assert part.split("`")[1] == chosen
+
+
+def test_the_matrix_has_every_arch_and_only_letters_of_its_legend(
+    matrix: ModuleType, generated: ModuleType
+) -> None:
+    text = matrix.matrix()
+    titles = [arch for line in re.findall(r"^### (.+)$", text, re.M) for arch in line.split(", ")]
+    assert sorted(titles) == sorted(ARCHS)
+    letters = set("".join(re.findall(r"` ([A-Z]+)", text)))
+    page = (DOCS / "matrix.md").read_text()
+    assert letters <= set(re.findall(r"^\| ([A-Z]) \|", page, re.M))
+    ran = generated.conformance_results()
+    for arch in ARCHS:
+        for name in ("hip", "cuda", "triton"):
+            if BACKENDS[name].why_not(generated.problem_on(_device(arch))):
+                continue
+            letter = matrix.tested(name, arch)
+            assert (letter == "H") == ((name, arch) in ran), (name, arch)
+    assert matrix.tested("hip", "gfx942") in ("E", "H")
+    assert matrix.tested("cuda", "sm_80") == "T"
+
+
+def test_models_are_those_that_the_command_knows(matrix: ModuleType) -> None:
+    from pyfa.cli import model_config
+
+    names = [row[0].strip("`") for row in cells(matrix.models())]
+    assert names == list(model_config.NAMES)
+    data = json.loads((ROOT / "benchmarks" / "results" / "llama_speed.json").read_text())
+    measured = cells(matrix.measured_models().split("\n\n")[1])
+    assert [row[2] for row in measured] == [f"{x['tokens_per_second']:,.0f}" for x in data["rows"]]
 
 
 def cells(table: str) -> list[list[str]]:
