@@ -168,6 +168,10 @@ class Case:
             return not self.rotary and "float8" not in "".join(self.dtypes)
         pairs = zip(self.lengths_q, self.lengths_k, strict=False)
         unknown = self.dropout_p or self.bias or self.rotary or self.shared or self.dlse
+        if "float8" in "".join(self.dtypes):
+            unknown = unknown or "inf" in self.hostile  # which the format does not have
+        if self.hostile.startswith(("q=", "k=")) and "inf" in self.hostile:
+            unknown = unknown or self.softcap  # which makes it finite
         if self.backward:
             unknown = unknown or self.page_size or self.sinks or "inf" in self.hostile
         return self.hostile in HOSTILE and not unknown and any(a and b for a, b in pairs)
@@ -220,6 +224,7 @@ class Case:
             "float8 under": bool(self.cache_dtype) and self.dtype not in ("bfloat16", "float16"),
             "out_dtype": bool(self.out_dtype) and not self.dtype.startswith("float8"),
             "hostile": bool(self.hostile) and not self._can_be_hostile,
+            "rotated": self.recipe == "rotated" and self.head_dim % 8 != 0,
             "identity": self.recipe == "identity" and max(self.lengths_k, default=0) > 256,
         }
         return [name for name, wrong in found.items() if wrong]

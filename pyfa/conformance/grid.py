@@ -226,6 +226,9 @@ def _quick() -> Iterator[Case]:
     for index, recipe in enumerate(_VALUES):
         yield _dense(65, 513, dtype=_HALF[index % 2], backward=True, recipe=recipe, softcap=50.0)
         yield _dense(64, 64, dtype=_DTYPES[-index % 3], backward=True, recipe=recipe)
+    # A scale that is no power of two, which PyTorch's CPU kernels round in two ways.
+    large = {"dtype": "float32", "head_dim": 72, "recipe": "growing", "backward": True}
+    yield _dense(129, 129, batch=1, **large)
     # Windows that leave whole tiles of keys empty, at either end.
     yield _dense(257, 257, backward=True, window=(3, 0), head_dim=32)
     yield _dense(33, 513, backward=True, window=(8, -1), head_dim=32)
@@ -283,6 +286,17 @@ def _quick_caches() -> Iterator[Case]:
         for lengths, options in zip(_APPENDS, appends, strict=True):
             fields = {"dtype": _DTYPES[index % 3], "rotary": rotary, "slack": index, **options}
             yield _packed(lengths, "kvcache", new_keys=lengths[0][0], **fields)
+    # Decode with every number of rows and heads that share a key head, around blocks of lines.
+    for index, (dim, rows, group) in enumerate(
+        itertools.product((64, 128, 256), (1, 3, 8), (1, 4, 8))
+    ):
+        lengths = (rows,) * 2, ((97, 300), (64, 256), (31, 33))[index % 3]
+        fields = {"head_dim": dim, "heads_q": 2 * group, "dtype": _HALF[index % 2]}
+        yield _packed(lengths, "kvcache", causal=index % 2 == 0, **fields)
+    # So many splits that what combines them meets across wavefronts, and more than it has slots.
+    for index, (dim, splits, keys) in enumerate(((64, 20, 513), (128, 9, 257), (256, 32, 513))):
+        fields = {"head_dim": dim, "num_splits": splits, "dtype": _HALF[index % 2]}
+        yield _packed(((1, 1), (keys, 17)), "kvcache", heads_q=4, **fields)
 
 
 def _hostile() -> Iterator[Case]:

@@ -50,13 +50,18 @@ class CaseResult:
 
 @dataclass(frozen=True)
 class Report:
-    """All results of one backend at one level, and where they were found."""
+    """All results of one backend at one level, and where they were found.
+
+    ``coverage``: of the emulator, by kernel, the code objects that ran, their instructions, and how
+    many of these were executed.
+    """
 
     backend: str
     level: str
     selected: tuple[str, ...]
     environment: Mapping[str, Any]
     results: tuple[CaseResult, ...]
+    coverage: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -79,6 +84,7 @@ class Report:
             "environment": dict(self.environment),
             "ok": self.ok,
             "counts": {status: counts[status] for status in STATUSES},
+            "coverage": {kernel: dict(counts) for kernel, counts in self.coverage.items()},
             "cases": [result.as_dict() for result in self.results],
         }
         return {name: _strict(value) for name, value in data.items()}
@@ -125,6 +131,8 @@ class Report:
         """A row per feature, then the first ``failures`` cases that failed and why."""
         console = console or Console()
         console.print(self._table())
+        if self.coverage:
+            console.print(self._covered())
         bad = [r for r in self.results if r.status in (FAILED, CRASHED)]
         for result in bad[:failures]:
             console.print(f"{result.status}: {result.name}", style="bold red", soft_wrap=True)
@@ -151,6 +159,25 @@ class Report:
                 table.add_row(*_summary(name, results), end_section=last)
         table.add_row(*_summary("all", self.results), style="bold")
         return table
+
+    def _covered(self) -> Table:
+        table = Table(title="instructions of the code objects that ran")
+        table.add_column("kernel")
+        for heading in ("objects", "instructions", "executed", "share"):
+            table.add_column(heading, justify="right")
+        totals = [0, 0, 0]
+        for index, (kernel, counts) in enumerate(self.coverage.items()):
+            numbers = [counts[name] for name in ("objects", "instructions", "executed")]
+            totals = [a + b for a, b in zip(totals, numbers, strict=True)]
+            last = index == len(self.coverage) - 1
+            table.add_row(kernel, *_shares(numbers), end_section=last)
+        table.add_row("all", *_shares(totals), style="bold")
+        return table
+
+
+def _shares(numbers: list[int]) -> tuple[str, ...]:
+    objects, static, executed = numbers
+    return str(objects), str(static), str(executed), f"{executed / max(static, 1):.1%}"
 
 
 def _summary(name: str, results: Iterable[CaseResult]) -> tuple[str, ...]:
@@ -184,6 +211,7 @@ def load(path: str | Path) -> Report:
             tuple(data["features"]),
             data["environment"],
             tuple(_result(item) for item in data["cases"]),
+            data.get("coverage", {}),
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: a damaged conformance report ({error!r})") from None

@@ -90,6 +90,7 @@ def run_cases(
         tuple(features or ()),
         environment(implementation, where),
         tuple(results),
+        coverage_of(implementation),
     )
 
 
@@ -208,6 +209,19 @@ def environment(implementation: Backend, where: torch.device) -> dict[str, Any]:
     if kernel_digests is not None:
         found["kernels"] = dict(kernel_digests())
     return found
+
+
+def coverage_of(implementation: Backend) -> dict[str, dict[str, int]]:
+    """By kernel, how many code objects ran in this process, how many instructions these have, and
+    how many of them were executed; nothing for a backend that cannot tell."""
+    coverage: Any = getattr(implementation, "coverage", None)
+    if coverage is None:
+        return {}
+    names = ("objects", "instructions", "executed")
+    return {
+        kernel: dict(zip(names, counts, strict=True))
+        for kernel, counts in coverage.by_kernel().items()
+    }
 
 
 def _first() -> str:

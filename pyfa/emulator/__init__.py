@@ -16,6 +16,7 @@ executed but checked, in code that is not run: ``hazards``.
 """
 
 from pyfa.emulator.counters import Counters
+from pyfa.emulator.coverage import Coverage, Covered
 from pyfa.emulator.machine import (
     Checks,
     EmulatorError,
@@ -24,15 +25,19 @@ from pyfa.emulator.machine import (
     Program,
     load,
     pack_arguments,
+    prepare,
 )
 
 __all__ = [
     "Checks",
     "Counters",
+    "Coverage",
+    "Covered",
     "EmulatorError",
     "LoadedKernel",
     "Machine",
     "Program",
     "load",
     "pack_arguments",
+    "prepare",
 ]

@@ -352,7 +352,11 @@ class Machine:
 
 def load(data: bytes) -> Program:
     """Parses and decodes a code object's bytes. Raises ``CodeObjectError`` if it is not gfx942."""
-    parsed = codeobject.parse(data)
+    return prepare(codeobject.parse(data))
+
+
+def prepare(parsed: codeobject.CodeObject) -> Program:
+    """Decodes what ``codeobject.parse`` found, or what a test made of it."""
     if parsed.arch != "gfx942":
         raise CodeObjectError(f"the emulator runs gfx942 code objects, this one is {parsed.arch}")
     functions = [(f.address, f.code_bytes) for f in parsed.functions]

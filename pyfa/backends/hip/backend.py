@@ -32,6 +32,11 @@ class HipBackend(NativeBackend):
         """What chooses the order of float atomics: the emulator's ``Orders``, None on a GPU."""
         return getattr(self.runtime, "orders", None)
 
+    @property
+    def coverage(self) -> Any:
+        """What of the code objects ran: the emulator's ``Coverage``, None before and on a GPU."""
+        return getattr(self.runtime, "coverage", None)
+
     def why_not(self, problem: Problem) -> Sequence[str]:
         elsewhere = self.runtime.why_not(problem)
         reasons = [elsewhere] if elsewhere else []

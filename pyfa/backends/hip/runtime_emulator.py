@@ -16,7 +16,7 @@ from ..common.program import Launch, Program, Step, arguments_of
 from .code import Code
 
 if TYPE_CHECKING:
-    from ...emulator import Counters
+    from ...emulator import Counters, Coverage
     from ...emulator import Program as Loaded
 
 
@@ -41,7 +41,8 @@ class Orders:
 
 
 class EmulatorRuntime:
-    """``counters`` holds what the last launch executed, ``code`` the code object that it ran.
+    """``counters`` holds what the last launch executed, ``code`` the code object that it ran, and
+    ``coverage`` what all of them executed.
 
     ``trace``: workgroups whose execution ``counters`` is to hold for the timing model.
     """
@@ -52,6 +53,7 @@ class EmulatorRuntime:
         self.trace = trace
         self.counters: Counters | None = None
         self.code: Code | None = None
+        self.coverage: Coverage | None = None
         self.orders = Orders()
 
     def why_unavailable(self) -> str | None:
@@ -66,7 +68,7 @@ class EmulatorRuntime:
 
     @property
     def empty(self) -> Empty:
-        return _torch.empty_cpu
+        return _poisoned
 
     def launch_of(self, program: Program, kernels: Sequence[Code]) -> Launch:
         """``program`` with the code of each of its steps, which run one behind the other."""
@@ -88,12 +90,12 @@ class EmulatorRuntime:
         self, step: Step, code: Code, params: bytes, tensors: Mapping[str, torch.Tensor]
     ) -> None:
         """One grid. ``tensors`` are all that the kernel may touch, by name."""
-        from ...emulator import Machine
+        from ...emulator import Coverage, Machine
 
         kernel = program(code.data).kernel(code.kernel.name)
         # Sums of floats depend on the order: on one thread the seed alone says it.
         self.orders.mattered |= kernel.adds_floats
-        workers = 1 if kernel.adds_floats else os.cpu_count() or 1
+        workers = 1 if kernel.adds_floats else _cores()
         machine = Machine(seed=self.orders.next(), threads=workers)
         for address, nbytes, name in _spans(tensors):
             machine.map(address, nbytes, name)
@@ -105,6 +107,21 @@ class EmulatorRuntime:
             kernarg=params,
             trace=self.trace,
         )
+        self.coverage = self.coverage or Coverage()
+        self.coverage.note(code.digest, kernel, self.counters)
+
+
+def _poisoned(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Memory that nothing was written to: NaN and -1, where a fresh page would hold zeros, so that
+    a row that no kernel writes is seen."""
+    x = _torch.empty_cpu(shape, strides, dtype)
+    x.untyped_storage().fill_(0xFF)  # type: ignore[attr-defined]  # torch's stubs lack it
+    return x
+
+
+def _cores() -> int:
+    """How many cores this process may use, where the system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,0 +1,374 @@
+"""Random problems on one backend against float64, until the time is over or something is wrong.
+
+``python benchmarks/fuzz.py [--backend B] [--minutes M] [--jobs N] [--seed S] [--save]``. A problem
+is a case of the conformance suite with every field drawn at random: the function, dtypes, lengths
+around the edges of tiles, heads, head dims, masks, score terms, gradients, packing, caches, pages,
+hostile values. It runs twice: as drawn, then with other values and with its sequences in another
+order, in memory that the first has freed, so that the second call is one that pyfa has bound. What
+is wrong (numbers, an error that is no refusal, a crash of the process, no answer within ``--stuck``
+seconds) is made smaller as long as it stays wrong, and printed as a call to paste; the status is 1.
+Left out, because the rule has no bound for them: float8 where a row is nearly one key ("big",
+"growing", a scale of 0.5), for kernels round its P of up to 1 like any other, to 1/16 at worst,
+where the yardstick's is exactly 1; and "growing" with a head_dim below 8, whose rows are all equal.
+
+``--problems N`` ends after that many. ``--plant numbers``, ``crash`` or ``stuck`` is a fault that
+has to be found. ``--save`` writes ``results/fuzz_<backend>_<arch>.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import faulthandler
+import json
+import os
+import queue
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+import machine
+import torch
+
+from pyfa import api, ops
+from pyfa.backends import BACKENDS
+from pyfa.backends.base import Backend
+from pyfa.bound import Table
+from pyfa.conformance import runner
+from pyfa.conformance.cases import (
+    BIASES,
+    FLOAT8_RECIPES,
+    HOSTILE,
+    KINDS,
+    LAYOUTS,
+    RECIPES,
+    ROTARIES,
+    Case,
+)
+from pyfa.conformance.report import CRASHED, FAILED
+
+_LENGTHS = (0, 1, 2, 7, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 95, 96, 97, 112, 113, 127,
+            128, 129, 176, 177, 191, 192, 193, 255, 256, 257)  # fmt: skip
+_DIMS = (1, 3, 8, 16, 24, 40, 59, 64, 64, 64, 72, 80, 96, 104, 111, 128, 128, 128, 160, 192, 256)
+_BAD = (FAILED, CRASHED)
+
+
+def drawn(key: str, backend: Backend, longest: int) -> Case:
+    """A case that means something, and whose features the backend has."""
+    draw = random.Random(key)
+    while True:
+        case = _any(draw, backend, longest)
+        if not case.flaws() and case.features <= backend.FEATURES:
+            return case
+
+
+def _any(draw: random.Random, backend: Backend, longest: int) -> Case:
+    def often(share: float) -> bool:
+        return draw.random() < share
+
+    kind, batch = draw.choice(KINDS), draw.choice((1, 1, 2, 2, 3, 5))
+    few = kind == "kvcache" and often(0.6)
+
+    def length(least: int = 0, most: int = longest) -> int:
+        number = draw.choice(_LENGTHS) if often(0.6) else draw.randint(least, most)
+        return min(max(number, least), most)
+
+    same = kind == "dense"
+    rows = [length(most=4 if few else longest) for _ in range(batch)]
+    keys = [length() for _ in range(batch)]
+    packed_q = kind == "kvcache" and often(0.2)
+    if same or (kind == "kvcache" and not packed_q):
+        rows = rows[:1] * batch
+    if same:
+        keys = keys[:1] * batch
+    if often(0.3):
+        keys = list(rows)
+    heads_k = draw.choice((1, 1, 2, 3))
+    dim = draw.choice(_DIMS)
+    dtype = draw.choice(backend.DTYPES)
+    float8 = dtype.startswith("float8")
+    cache_dtype = ""
+    if not float8 and kind == "kvcache" and often(0.15):
+        cache_dtype = next((name for name in backend.DTYPES if name.startswith("float8")), "")
+    any8 = float8 or bool(cache_dtype)
+    recipe = draw.choice((*RECIPES, *FLOAT8_RECIPES)) if often(0.4) else "plain"
+    scale = draw.choice((0.0, -0.3, 0.5)) if often(0.1) else None
+    if recipe == "growing" and (any8 or dim < 8):
+        recipe = "plain"
+    if any8 and (recipe == "big" or (scale or 0.0) > 0.3):
+        recipe, scale = "plain", None
+    backward = kind != "kvcache" and not any8 and often(0.5)
+    causal = often(0.4)
+    page_size = draw.choice((16, 32, 64, 128, 48)) if kind != "dense" and often(0.3) else 0
+    bias = draw.choice(BIASES) if often(0.15) else ""
+    return Case(
+        kind=kind,
+        dtype=dtype,
+        lengths_q=tuple(rows),
+        lengths_k=tuple(keys),
+        heads_q=heads_k * draw.choice((1, 1, 2, 4, 8)),
+        heads_k=heads_k,
+        head_dim=dim,
+        head_dim_v=dim if often(0.8) else draw.choice(_DIMS),
+        backward=backward,
+        dlse=draw.choice(("both", "only")) if backward and often(0.2) else "",
+        causal=causal,
+        window=_window(draw, causal, longest) if often(0.3) else None,
+        scale=scale,
+        softcap=draw.choice((2.0, 30.0)) if often(0.15) else 0.0,
+        bias=bias,
+        bias_grad=backward and bias not in ("", "bool") and often(0.5),
+        alibi=draw.choice(("heads", "batch")) if often(0.15) else "",
+        sinks=often(0.15),
+        dropout_p=draw.choice((0.1, 0.5)) if often(0.1) else 0.0,
+        deterministic=backward and often(0.3),
+        used_q=kind == "varlen" and often(0.2),
+        used_k=kind != "dense" and often(0.3),
+        slack=draw.choice((0, 0, 1, 5)) if kind != "dense" else 0,
+        page_size=page_size,
+        shared=bool(page_size) and kind == "varlen" and often(0.2),
+        leftpad=kind == "kvcache" and often(0.15),
+        batch_idx=kind == "kvcache" and not page_size and often(0.2),
+        packed_q=packed_q,
+        new_keys=draw.choice((1, 1, 2, 5)) if kind == "kvcache" and often(0.3) else 0,
+        rotary=draw.choice(ROTARIES) if kind == "kvcache" and often(0.2) else "",
+        num_splits=draw.choice((1, 2, 3, 8)) if kind == "kvcache" and often(0.2) else 0,
+        recipe=recipe,
+        layout=draw.choice(LAYOUTS) if often(0.4) else "contiguous",
+        cache_dtype=cache_dtype,
+        scales=draw.choice(("tensor", "head", 16, 64)) if any8 and often(0.6) else "",
+        hostile=draw.choice(HOSTILE) if often(0.1) else "",
+    )
+
+
+def _window(draw: random.Random, causal: bool, longest: int) -> tuple[int, int]:
+    def edge() -> int:
+        return draw.choice((-1, 0, 1, 15, 16, 63, 64, draw.randint(0, longest)))
+
+    return edge(), draw.choice((0, -1)) if causal else edge()
+
+
+def again(case: Case) -> Case:
+    """The same shapes with other values, the sequences in another order."""
+    recipe = "growing" if case.recipe == "plain" else "plain"
+    order = [*range(1, case.batch), 0] if case.batch and case.kind != "dense" else []
+    moved = {name: tuple(getattr(case, name)[i] for i in order)
+             for name in ("lengths_q", "lengths_k") if order}  # fmt: skip
+    other = replace(case, recipe=recipe, **moved)
+    return other if not other.flaws() else replace(case, recipe=recipe)
+
+
+def wrong(cases: list[Case], backend: Backend) -> tuple[str, list[str]]:
+    """What the last of these calls does wrong in a process that has bound none, or "" and the
+    statuses of all."""
+    api.calls, ops.calls = Table(), Table()
+    where, statuses = runner.device_of(backend.NAME), []
+    for case in cases:
+        result = runner.run_case(backend, case, where)
+        statuses.append(result.status)
+        if result.status in _BAD:
+            return f"{result.status}: {' '.join(result.messages).strip()[-1500:]}", statuses
+    return "", statuses
+
+
+def smaller(case: Case) -> Iterator[Case]:
+    """Simpler cases, the boldest first."""
+    for item in fields(Case):
+        value = getattr(case, item.name)
+        if item.name.startswith("lengths_") or value == item.default:
+            continue
+        if item.name == "head_dim":
+            yield replace(case, head_dim=64, head_dim_v=64)
+        else:
+            yield replace(case, **{item.name: item.default})
+    yield replace(case, heads_q=1, heads_k=1)
+    for b in range(case.batch):
+        kept = [i for i in range(case.batch) if i != b]
+        yield replace(case, lengths_q=tuple(case.lengths_q[i] for i in kept),
+                      lengths_k=tuple(case.lengths_k[i] for i in kept))  # fmt: skip
+    for name in ("lengths_q", "lengths_k"):
+        given = getattr(case, name)
+        for least in (lambda n: n // 2, lambda n: n - 1):
+            changed = tuple(max(least(n), 0) for n in given)
+            yield replace(case, **{name: changed})
+            for b in range(case.batch):
+                yield replace(case, **{name: (*given[:b], changed[b], *given[b + 1 :])})
+
+
+def shrunk(cases: list[Case], backend: Backend, seconds: float) -> list[Case]:
+    """Calls that are wrong as well, as small as could be found in the time."""
+    end = time.monotonic() + seconds
+    if len(cases) > 1 and wrong(cases[-1:], backend)[0]:
+        cases = cases[-1:]
+    found = True
+    while found and time.monotonic() < end:
+        found = False
+        for simpler in smaller(cases[0]):
+            if simpler == cases[0] or simpler.flaws() or not simpler.features <= backend.FEATURES:
+                continue
+            tried = [simpler, again(simpler)][: len(cases)]
+            if time.monotonic() < end and wrong(tried, backend)[0]:
+                cases, found = tried, True
+                break
+    return cases
+
+
+def to_paste(cases: list[Case], backend: str) -> str:
+    """Python that makes these calls again."""
+    lines = ["from pyfa.backends import BACKENDS", "from pyfa.conformance import Case, run_cases"]
+    lines.append("cases = [")
+    for case in cases:
+        given = {item.name: getattr(case, item.name) for item in fields(Case)
+                 if getattr(case, item.name) != item.default}  # fmt: skip
+        lines.append(
+            f"    Case({', '.join(f'{name}={value!r}' for name, value in given.items())}),"
+        )
+    return "\n".join([*lines, "]", f"run_cases(BACKENDS[{backend!r}], cases).print()"])
+
+
+def work(options: argparse.Namespace) -> None:
+    """A process: takes numbers of problems on stdin, answers each with a line of JSON."""
+    torch.set_num_threads(1)
+    if hasattr(os, "sched_setaffinity") and options.backend == "emulator":
+        os.sched_setaffinity(0, {random.choice(sorted(os.sched_getaffinity(0)))})
+    backend = BACKENDS[options.backend]
+    if options.plant:
+        plant(backend, options.plant)
+    for line in sys.stdin:
+        # No answer: the process ends with a traceback, and whoever listens says which problem.
+        faulthandler.dump_traceback_later(options.stuck, exit=True)
+        case = drawn(f"{options.seed}/{int(line)}", backend, options.longest)
+        cases = [case, again(case)]
+        message, statuses = wrong(cases, backend)
+        answer: dict[str, Any] = {"statuses": statuses}
+        if message:
+            cases = cases[: len(statuses)]
+            faulthandler.cancel_dump_traceback_later()
+            small = shrunk(cases, backend, options.shrink)
+            message = wrong(small, backend)[0] or message
+            answer["wrong"] = {"message": message, "paste": to_paste(small, options.backend)}
+        faulthandler.cancel_dump_traceback_later()
+        print(json.dumps(answer), flush=True)
+
+
+def plant(backend: Backend, what: str) -> None:
+    """A fault of calls with more than 40 keys."""
+    true = type(backend).bind
+
+    def bind(self: Any, plan: Any, call: Any, append: Any, with_lse: bool) -> Any:
+        run = true(self, plan, call, append, with_lse)
+
+        def broken(*tensors: torch.Tensor) -> list[torch.Tensor]:
+            if what == "crash":
+                os._exit(3)
+            if what == "stuck":
+                time.sleep(1e6)
+            out, *rest = run(*tensors)
+            return [out + 1.0, *rest]
+
+        return broken if call.max_seqlen_k > 40 else run
+
+    type(backend).bind = bind  # type: ignore[method-assign]
+
+
+class Found:
+    """What came of all problems."""
+
+    def __init__(self) -> None:
+        self.statuses: collections.Counter[str] = collections.Counter()
+        self.problems = 0
+        self.wrong: list[dict[str, Any]] = []
+
+
+def drive(
+    numbers: queue.SimpleQueue[int], end: float, found: Found, options: argparse.Namespace
+) -> None:
+    """Hands problems to a process, and to another where that one ends."""
+    command = [sys.executable, __file__, "--worker", *sys.argv[1:]]
+    process: subprocess.Popen[str] | None = None
+    while time.monotonic() < end:
+        if process is None:
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                text=True,
+            )  # fmt: skip
+        assert process.stdin is not None
+        assert process.stdout is not None
+        number = numbers.get()
+        numbers.put(number + 1)
+        if number >= options.problems:
+            break
+        try:
+            process.stdin.write(f"{number}\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        found.problems += 1
+        if line:
+            answer = json.loads(line)
+            found.statuses.update(answer["statuses"])
+            if "wrong" in answer:
+                found.wrong.append({"problem": number, **answer["wrong"]})
+            continue
+        said = process.communicate()[1]
+        case = drawn(f"{options.seed}/{number}", BACKENDS[options.backend], options.longest)
+        message = f"the process ended with status {process.returncode}: {said[-1500:]}"
+        paste = to_paste([case, again(case)], options.backend)
+        found.wrong.append({"problem": number, "message": message, "paste": paste})
+        process = None
+    if process is not None:
+        process.communicate()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--backend", default="torch")
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--problems", type=int, default=1 << 60, help="at most so many")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--seed", default="0")
+    parser.add_argument("--longest", type=int, default=0, help="rows or keys (by the backend)")
+    parser.add_argument("--stuck", type=float, default=300.0, help="seconds for one problem")
+    parser.add_argument("--shrink", type=float, default=60.0, help="seconds to make it smaller")
+    parser.add_argument("--plant", default="", choices=("numbers", "crash", "stuck"))
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    options.longest = options.longest or {"torch": 300, "cuda": 600}.get(options.backend, 200)
+    if options.worker:
+        work(options)
+        return 0
+    begin = time.monotonic()
+    found, numbers = Found(), queue.SimpleQueue[int]()
+    numbers.put(0)
+    arguments = (numbers, begin + options.minutes * 60, found, options)
+    threads = [threading.Thread(target=drive, args=arguments) for _ in range(options.jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for each in found.wrong:
+        print(f"problem {each['problem']}: {each['message']}\n{each['paste']}\n")
+    print(f"{found.problems} problems, calls: {dict(found.statuses)}, wrong: {len(found.wrong)}")
+    if options.save:
+        backend = BACKENDS[options.backend]
+        where = runner.environment(backend, runner.device_of(options.backend))
+        results = {
+            "what": "random problems against float64 under the one rule, each called twice",
+            "backend": options.backend, "arch": where["arch"], "seed": options.seed,
+            "longest": options.longest, "problems": found.problems,
+            "calls": dict(found.statuses), "wrong": found.wrong,
+            "seconds": round(time.monotonic() - begin),
+        }  # fmt: skip
+        print(machine.save(f"fuzz_{options.backend}_{where['arch']}", results))
+    return 1 if found.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""benchmarks/fuzz.py: what it draws, and that each kind of fault is found and made small."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyfa.backends import BACKENDS
+from pyfa.conformance.cases import KINDS
+from pyfa.problem import FEATURES
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "fuzz.py"
+
+
+def fuzz(*given: str, out: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), "--jobs", "1", "--longest", "70", *given]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_it_draws_every_feature(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import fuzz as script
+
+    torch = BACKENDS["torch"]
+    cases = [script.drawn(f"0/{i}", torch, 300) for i in range(600)]
+    assert script.drawn("0/7", torch, 300) == cases[7], "a number is the same problem everywhere"
+    assert set().union(*(case.features for case in cases)) == torch.FEATURES & set(FEATURES)
+    assert {case.kind for case in cases} == set(KINDS)
+    assert any(case.hostile for case in cases)
+    for case in cases:
+        other = script.again(case)
+        assert not other.flaws()
+        assert other != case
+        assert sorted(other.lengths_k) == sorted(case.lengths_k)
+
+
+def test_right_numbers_pass() -> None:
+    done = fuzz("--problems", "6")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("6 problems, calls: {'passed': 12}")
+
+
+@pytest.mark.parametrize("what", ["numbers", "crash", "stuck"])
+def test_a_fault_is_found(what: str, tmp_path: Path) -> None:
+    done = fuzz("--problems", "3", "--plant", what, "--stuck", "8", "--shrink", "5", "--seed", "3")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "cases = [\n    Case(" in done.stdout
+    said = {"numbers": "max error", "crash": "ended with status 3", "stuck": "Timeout (0:00:08)!"}
+    assert said[what] in done.stdout
+    if what != "numbers":
+        return
+    # The call that is printed fails as well, and little is left of what was drawn.
+    paste = done.stdout[done.stdout.index("from pyfa.backends") :].split("\n\n")[0]
+    namespace: dict[str, Any] = {}
+    exec(paste.rsplit("\n", 1)[0], namespace)
+    small = namespace["cases"]
+    assert max(small[-1].lengths_k) > 40
+    assert len(small) == 1
+    assert json.loads(json.dumps(small[0].name)).count("=") <= 1

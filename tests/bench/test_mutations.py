@@ -1,0 +1,117 @@
+"""benchmarks/mutations.py: the faults it makes, and what conformance says of them; coverage."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pyfa import api, emulator, ops
+from pyfa.backends import BACKENDS
+from pyfa.backends.hip import runtime_emulator
+from pyfa.backends.native import gaps
+from pyfa.bound import Table
+from pyfa.conformance import run_cases
+from pyfa.conformance.cases import Case, packed
+from pyfa.emulator.decode import decode
+
+SPLIT = packed(((1, 1), (65, 17)), "kvcache", num_splits=2)
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    found = importlib.import_module("mutations"), importlib.import_module("machine_faults")
+    for place, name in ((runtime_emulator, "program"), (emulator, "Machine")):
+        monkeypatch.setattr(place, name, getattr(place, name))  # they put others there
+    yield found
+    for name in ("mutations", "machine_faults", "machine"):
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "kind", "name"),
+    [
+        (0xBF8CC07F, 0, "wait", "s_nop"),
+        (0xBF8A0000, 0, "barrier", "s_nop"),
+        (0xBF840003, 0, "branch", "s_cbranch_scc1"),
+        (0xBF060100, 0, "comparison", "s_cmp_lg_u32"),
+        (0xD86C0010, 0x01000002, "offset", "ds_read_b32"),
+        (0x02040702, 0, "register", "v_add_f32"),
+    ],
+)
+def test_faults_of_one_instruction(scripts: Any, low: int, high: int, kind: str, name: str) -> None:
+    """Encodings by the ISA's document, each changed in one place."""
+    made = [fault for fault in scripts[1].faults(low, high) if fault.kind == kind]
+    assert made
+    for fault in made:
+        after = decode(fault.low, fault.high)
+        assert (fault.low, fault.high) != (low, high)
+        assert after.name == name or kind not in ("wait", "barrier", "branch", "comparison")
+    assert not scripts[1].faults(0xFFFFFFFF, 0), "what is no instruction has no faults"
+
+
+def test_a_dropped_wait_is_caught_and_its_wait_alone(scripts: Any) -> None:
+    mutations, _ = scripts
+    plain = mutations.run_plainly(SPLIT)
+    assert plain.status == "passed"
+    options = argparse.Namespace(all="wait", kernels="combine", seed=0, faults=0, cases=1)
+    planted = mutations.drawn([plain], plain.objects, {SPLIT.name}, options)
+    verdicts = [mutations.judge((each, plain.objects[each.digest])) for each in planted]
+    caught = [verdict for verdict in verdicts if verdict.by]
+    assert caught
+    assert {verdict.by for verdict in caught} == {"emulator: waits"}
+    assert all("s_waitcnt → s_nop" in verdict.text for verdict in verdicts)
+
+
+def test_the_emulators_coverage_is_in_the_report() -> None:
+    found = run_cases(BACKENDS["emulator"], [SPLIT])
+    covered = found.coverage["combine"]
+    assert found.ok
+    assert 0 < covered["executed"] < covered["instructions"]
+    assert found.as_dict()["coverage"]["combine"] == covered
+    console = Console(width=100, record=True, file=StringIO())
+    found.print(console)
+    assert "combine" in console.export_text()
+    assert not run_cases(BACKENDS["torch"], [SPLIT]).coverage
+
+
+def test_rows_that_no_kernel_writes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that nobody wrote holds no zeros, so a gap that is not cleared is not 0 by luck."""
+    case = Case(kind="varlen", lengths_q=(33, 40), lengths_k=(33, 40), slack=3)
+    assert run_cases(BACKENDS["emulator"], [case]).ok
+    monkeypatch.setattr(gaps, "add_forward", lambda *_: None)
+    monkeypatch.setattr(api, "calls", Table())
+    monkeypatch.setattr(ops, "calls", Table())
+    result = run_cases(BACKENDS["emulator"], [case]).results[0]
+    assert result.status == "failed"
+
+
+def test_faults_of_cuda_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    script = importlib.import_module("mutations_cuda")
+    source = """#if A < B
+// a < b
+DEVICE int least(int a, int b) { return a < b; }
+  int x = min(a + 1, b);  // a < b
+  if (x >= 3 && y) barrier();
+  asm volatile("a < b");
+    __syncthreads();
+"""
+    found = list(script.faults(source))
+    made = {(fault.line, fault.kind, fault.new.strip()) for fault in found}
+    assert made == {
+        (3, "extremum", "int x = max(a + 1, b);"),
+        (3, "arithmetic", "int x = min(a - 1, b);"),
+        (4, "comparison", "if (x > 3 && y) barrier();"),
+        (4, "logic", "if (x >= 3 || y) barrier();"),
+        (4, "call left out", ""),
+        (6, "call left out", ""),
+    }
+    assert script.planted(source, found[-1]).splitlines()[6] == ""
