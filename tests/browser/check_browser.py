@@ -24,7 +24,7 @@ THEMES = ("light", "dark")
 # A word, and a page that explains it.
 SEARCHES = {
     "softcap": "features", "checkpointing": "training", "page_table": "serving",
-    "Philox": "features", "ring_attention": "context_parallel", "NVRTC": "start",
+    "Philox": "how", "ring_attention": "context_parallel", "NVRTC": "start",
     "diffusers": "integrations", "PYFA_CACHE_DIR": "settings", "use_backend": "api",
     "roofline": "cli",
 }  # fmt: skip
