@@ -119,6 +119,7 @@ def _any(draw: random.Random, backend: Backend, longest: int) -> Case:
         dlse=draw.choice(("both", "only")) if backward and often(0.2) else "",
         causal=causal,
         window=_window(draw, causal, longest) if often(0.3) else None,
+        attention_chunk=draw.choice((1, 16, 40, 64, 100, 128)) if often(0.15) else 0,
         scale=scale,
         softcap=draw.choice((2.0, 30.0)) if often(0.15) else 0.0,
         bias=bias,
@@ -148,9 +149,10 @@ def _any(draw: random.Random, backend: Backend, longest: int) -> Case:
 
 def _window(draw: random.Random, causal: bool, longest: int) -> tuple[int, int]:
     def edge() -> int:
-        return draw.choice((-1, 0, 1, 15, 16, 63, 64, draw.randint(0, longest)))
+        near = draw.randint(0, longest)
+        return draw.choice((-1, 0, 1, 15, 16, 63, 64, near, -2, -17, min(-2, -near // 2)))
 
-    return edge(), draw.choice((0, -1)) if causal else edge()
+    return edge(), draw.choice((0, -1, -1, -5)) if causal else edge()
 
 
 def again(case: Case) -> Case:

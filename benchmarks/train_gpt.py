@@ -2,6 +2,7 @@
 
     python benchmarks/train_gpt.py --backend hip          # on an MI300X
     python benchmarks/train_gpt.py --backend emulator     # its machine code, on a CPU
+    python benchmarks/train_gpt.py --backend emulator:deterministic   # gradients in two passes
     python benchmarks/train_gpt.py --backend float64      # what the rule compares with
     python benchmarks/train_gpt.py --backend float64,naive,torch,triton,cuda --save
 
@@ -42,12 +43,17 @@ def eager(dtype: torch.dtype) -> Attention:
 
 
 def attention(backend: str) -> Attention:
-    """Causal attention by ``float64``, ``naive``, or a backend of pyfa."""
+    """Causal attention by ``float64``, ``naive``, or a backend, as ``hip:deterministic``."""
     if backend in ("float64", "naive"):
         return eager(torch.float64 if backend == "float64" else torch.bfloat16)
 
+    name, _, way = backend.partition(":")
+    if way not in ("", "deterministic"):
+        raise ValueError(f"backend: expected {name} or {name}:deterministic; got {backend}")
+    deterministic = bool(way)
+
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = pyfa.attention(q, k, v, causal=True, backend=backend)
+        out = pyfa.attention(q, k, v, causal=True, deterministic=deterministic, backend=name)
         assert isinstance(out, torch.Tensor)
         return out
 
@@ -111,7 +117,7 @@ def main() -> None:
     curves: dict[str, list[float]] = {}
     begin = time.monotonic()
     for backend in options.backend.split(","):
-        on_gpu = torch.cuda.is_available() and backend != "emulator"
+        on_gpu = torch.cuda.is_available() and not backend.startswith("emulator")
         curves[backend] = losses(
             backend, options.steps, options.batch, options.seqlen, "cuda" if on_gpu else "cpu"
         )

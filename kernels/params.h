@@ -36,7 +36,7 @@ struct Params {
   void *counter;  // int32: next work tile of a persistent grid, or locks of dq tiles
   void *new_k;  // keys to append to the cache: (B, new_rows, Hk, D)
   void *new_v;  // values to append, as new_k with Dv
-  void *rotary_cos;  // (rotary_rows, rotary_dim / 2), see rotary_size
+  void *rotary_cos;  // (rotary_rows, rotary_dim / 2), see rotary_flags
   void *rotary_sin;  // as rotary_cos
   void *rotary_seqlens;  // int32 (B,): positions of the first query and new key
   long long q_batch;  // stride of q between sequences (0: packed)
@@ -99,9 +99,9 @@ struct Params {
   int new_rows;  // keys to append to each sequence; seqused_k counts them
   int rotary_dim;  // leading elements of a head that rotary turns, 0 without
   int rotary_rows;  // positions that the rotary tables have
-  int rotary_size;  // bytes of their elements: 4 float32, 2 q's format
-  int rotary_interleaved;  // pairs are 2i and 2i + 1; else i and i + rotary_dim / 2
-  int rotary_step;  // between the positions of a sequence's queries: 1, or 0 for one
+  int rotary_flags;  // as append.h says: what is in the tables, and whom they turn
+  int window_shift;  // of BANDED plans: keys from the diagonal to the window's middle
+  int attention_chunk;  // of BANDED plans: keys of a chunk, 0 without
   unsigned dropout_threshold;  // a draw below this is kept; 0 without dropout
   float scale;  // factor of q.k
   float softcap;  // 0 without

@@ -3,6 +3,12 @@
 #pragma once
 #include "params.h"
 
+// Whether there may be chunks, or a moved window where something else counts by the rows' places. The
+// code of other plans knows of neither.
+#ifndef BANDED
+#define BANDED 0
+#endif
+
 struct Sequence {
   int batch;            // its number
   long long row0;       // of its first row in q, out and their gradients
@@ -75,19 +81,43 @@ struct Seen {
   int low, high, all_low, all_high;
 };
 
+// What a window counts from: row i's is in the middle at key i + this.
+DEVICE long long middle_of(const Params &p, const Sequence &s) {
+  return BANDED ? (long long)s.shift + p.window_shift : s.shift;
+}
+
+// The first key of the chunk that a row at `key`, or that key, is in. Chunks are the larger problem's.
+DEVICE int chunk_begin(const Params &p, int key) {
+  int place = key + p.k_start;
+  // In front of the first key there is none to see, whatever the chunk.
+  return (place < 0 ? -p.attention_chunk : place - (int)((unsigned)place % (unsigned)p.attention_chunk)) -
+         p.k_start;
+}
+
+// Leaves of `seen`, of at most `most` keys or rows, what is in the chunks that begin at `first` and at `last`.
+// In 32 bits: the host keeps chunks below 2^30 (problem.band_of).
+DEVICE void cut_to_chunks(const Params &p, Seen &seen, int most, int first, int last) {
+  seen.low = max(seen.low, min(first, most));
+  seen.high = min(seen.high, max(last + p.attention_chunk, 0));
+  seen.all_low = max(seen.all_low, min(last, most));
+  seen.all_high = min(seen.all_high, max(first + p.attention_chunk, 0));
+}
+
 DEVICE Seen keys_seen(const Params &p, const Sequence &s, int first, int last) {
   Seen seen{0, s.keys, 0, s.keys};
   if (p.window_left >= 0) {
     // In 64 bits: a window may be as wide as an int.
-    long long left = (long long)s.shift - p.window_left;
+    long long left = middle_of(p, s) - p.window_left;
     seen.low = (int)min(max(first + left, 0ll), (long long)s.keys);
     seen.all_low = (int)min(max(last + left, 0ll), (long long)s.keys);
   }
   if (p.window_right >= 0) {
-    long long right = (long long)s.shift + p.window_right + 1;
+    long long right = middle_of(p, s) + p.window_right + 1;
     seen.high = (int)min(max(last + right, 0ll), (long long)s.keys);
     seen.all_high = (int)min(max(first + right, 0ll), (long long)s.keys);
   }
+  if (BANDED && p.attention_chunk)
+    cut_to_chunks(p, seen, s.keys, chunk_begin(p, first + s.shift), chunk_begin(p, last + s.shift));
   return seen;
 }
 
@@ -96,15 +126,17 @@ DEVICE Seen keys_seen(const Params &p, const Sequence &s, int first, int last) {
 DEVICE Seen rows_seeing(const Params &p, const Sequence &s, int first, int last) {
   Seen seen{0, s.rows, 0, s.rows};
   if (p.window_right >= 0) {
-    long long right = (long long)s.shift + p.window_right;
+    long long right = middle_of(p, s) + p.window_right;
     seen.low = (int)min(max(first - right, 0ll), (long long)s.rows);
     seen.all_low = (int)min(max(last - right, 0ll), (long long)s.rows);
   }
   if (p.window_left >= 0) {
-    long long left = p.window_left - (long long)s.shift + 1;
+    long long left = p.window_left - middle_of(p, s) + 1;
     seen.high = (int)min(max(last + left, 0ll), (long long)s.rows);
     seen.all_high = (int)min(max(first + left, 0ll), (long long)s.rows);
   }
+  if (BANDED && p.attention_chunk)
+    cut_to_chunks(p, seen, s.rows, chunk_begin(p, first) - s.shift, chunk_begin(p, last) - s.shift);
   return seen;
 }
 

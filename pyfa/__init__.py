@@ -3,22 +3,29 @@
 from .api import attention, attention_kvcache, attention_varlen, explain
 from .dispatch import use_backend
 from .errors import CodeObjectError, CompileError, PerformanceWarning, UnsupportedProblem
+from .invariance import use_batch_invariant
+from .latent import append_latent, attention_latent
 from .merging import merge
 from .quantize import Quantized, quantize
+from .validate import Edge
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CodeObjectError",
     "CompileError",
+    "Edge",
     "PerformanceWarning",
     "Quantized",
     "UnsupportedProblem",
+    "append_latent",
     "attention",
     "attention_kvcache",
+    "attention_latent",
     "attention_varlen",
     "explain",
     "merge",
     "quantize",
     "use_backend",
+    "use_batch_invariant",
 ]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from .problem import TENSORS, Call, scales_of
+from .problem import TENSORS, Call, band_of, scales_of
 
 Strides = tuple[int, ...]
 
@@ -74,7 +74,7 @@ FIELDS: tuple[Field, ...] = (
     Field("counter", "void *", "int32: next work tile of a persistent grid, or locks of dq tiles"),
     Field("new_k", "void *", "keys to append to the cache: (B, new_rows, Hk, D)"),
     Field("new_v", "void *", "values to append, as new_k with Dv"),
-    Field("rotary_cos", "void *", "(rotary_rows, rotary_dim / 2), see rotary_size"),
+    Field("rotary_cos", "void *", "(rotary_rows, rotary_dim / 2), see rotary_flags"),
     Field("rotary_sin", "void *", "as rotary_cos"),
     Field("rotary_seqlens", "void *", "int32 (B,): positions of the first query and new key"),
     *_strided("q", "k", "v", "out", "dout", "dq", "dk", "dv", "new_k", "new_v"),
@@ -108,9 +108,9 @@ FIELDS: tuple[Field, ...] = (
     Field("new_rows", "int", "keys to append to each sequence; seqused_k counts them"),
     Field("rotary_dim", "int", "leading elements of a head that rotary turns, 0 without"),
     Field("rotary_rows", "int", "positions that the rotary tables have"),
-    Field("rotary_size", "int", "bytes of their elements: 4 float32, 2 q's format"),
-    Field("rotary_interleaved", "int", "pairs are 2i and 2i + 1; else i and i + rotary_dim / 2"),
-    Field("rotary_step", "int", "between the positions of a sequence's queries: 1, or 0 for one"),
+    Field("rotary_flags", "int", "as append.h says: what is in the tables, and whom they turn"),
+    Field("window_shift", "int", "of BANDED plans: keys from the diagonal to the window's middle"),
+    Field("attention_chunk", "int", "of BANDED plans: keys of a chunk, 0 without"),
     Field("dropout_threshold", "unsigned", "a draw below this is kept; 0 without dropout"),
     Field("scale", "float", "factor of q.k"),
     Field("softcap", "float", "0 without"),
@@ -167,6 +167,7 @@ def forward_values(call: Call, out: Strides, lse: Strides) -> dict[str, int | fl
 
     ``out`` and ``lse`` are the strides of tensors shaped ``Call.out_shape`` and ``lse_shape``.
     """
+    band = band_of(call)
     values: dict[str, int | float] = {
         "batch": call.batch,
         "heads_q": call.q.shape[-2],
@@ -181,10 +182,12 @@ def forward_values(call: Call, out: Strides, lse: Strides) -> dict[str, int | fl
         "softcap": call.softcap,
         "use_sinks": int(call.sinks is not None),
         "num_splits": 1,
-        "q_start": call.q_start,
+        "q_start": band.q_start,
         "k_start": call.k_start,
         "head_start": call.head_start,
         "batch_start": call.batch_start,
+        "window_shift": band.window_shift,
+        "attention_chunk": band.attention_chunk,
         "dies": 1,
         "lse_head": lse[-2],
         "lse_batch": lse[0] if len(lse) == 3 else 0,

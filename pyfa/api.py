@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from . import _torch, dispatch, ops, validate
+from . import _torch, dispatch, invariance, ops, validate
 from . import device as devices
 from . import request as requests
 from .backends.base import Appending, OtherAlignment
@@ -31,6 +31,7 @@ def attention(
     *,
     causal: bool = False,
     window: Window = None,
+    attention_chunk: int | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     bias: torch.Tensor | None = None,
@@ -42,16 +43,18 @@ def attention(
     out_dtype: torch.dtype | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
+    num_splits: int = 0,
     backend: Backends = None,
+    batch_invariant: bool = False,
     **unknown: object,
 ) -> Result:
     """Exact attention of q (B, Sq, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv).
 
     Returns out (B, Sq, H, Dv) in q's dtype. With ``return_lse`` it also returns the log-sum-exp of
     each row's scores: (B, H, Sq), float32, natural logarithm. H is a multiple of Hk (GQA, MQA).
-    D and Dv are 1 to 256. Dtypes: float16, bfloat16, float32; float8 e4m3 for q, k and v, or for
-    k and v with 16-bit q. Gradients flow to q, k, v, a float ``bias``, ``sinks``, and from the LSE;
-    float8 has no gradient.
+    D is 1 to 576 and Dv 1 to 512; above 256 on the torch backend only. Dtypes: float16, bfloat16,
+    float32; float8 e4m3 for q, k and v, or for k and v with 16-bit q. Gradients flow to q, k, v, a
+    float ``bias``, ``sinks``, and from the LSE; float8 has no gradient.
 
     score = softcap(scale · q·k) − slope · ``|i + Sk − Sq − j|`` + bias, then masks, then softmax.
     A fully masked row gives output 0, LSE −inf and zero gradients.
@@ -60,7 +63,12 @@ def attention(
     ----------
     causal, window
         Aligned to the bottom right: query i sees key j when j ≤ i + Sk − Sq. ``window`` is
-        (left, right) in keys; None or −1 is unlimited. With ``causal``, right is at most 0.
+        (left, right) in keys; None or −1 is unlimited. With ``causal``, right is at most 0. A
+        negative edge leaves out keys around the query's own: with (8, −3) query i sees the keys
+        from 8 to 3 before it. ``pyfa.Edge(-1)`` is −1 as a number.
+    attention_chunk
+        Keys of a chunk (Llama 4); None or 0 for none. Query i also has to be in key j's chunk:
+        ⌊(i + Sk − Sq) / chunk⌋ = ⌊j / chunk⌋.
     scale
         Any finite number; 1/√D by default.
     softcap
@@ -83,6 +91,11 @@ def attention(
         bfloat16 (default) or float16.
     deterministic
         Gradients are bitwise equal from run to run. torch's global switch has the same effect.
+    num_splits
+        Into how many parts keys are cut, which are combined: 0 lets the plan choose, 1 is none.
+    batch_invariant
+        Output, LSE and gradients of a sequence have the same bits whatever shares its batch: see
+        the guide. ``use_batch_invariant`` and ``PYFA_BATCH_INVARIANT`` have the same effect.
     backend
         A name, or names in order; pyfa tries no others. By default ``use_backend`` decides, then
         ``PYFA_BACKEND``, then the fastest backend that can run the call.
@@ -116,19 +129,21 @@ def attention(
         tensors += scales
         given += 16 * which
     key: tuple[Any, ...] = (
-        given, causal, window, scale, softcap, deterministic, return_lse, backend
+        given, causal, window, scale, softcap, deterministic, return_lse, backend, batch_invariant,
+        num_splits,
     )  # fmt: skip
-    if window is not None or dropout_p or out_dtype is not None:
-        key += _rare(window, dropout_p, out_dtype)
+    if window is not None or attention_chunk is not None or dropout_p or out_dtype is not None:
+        key += _rare(window, attention_chunk, dropout_p, out_dtype)
     result = None if unknown else _again(key, tensors)
     if result is not None:
         return result
     validate.refuse_unknown("attention", unknown, attention)
     shared = Shared(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, descale,
-        out_dtype, deterministic, return_lse, backend,
+        out_dtype, deterministic, return_lse, backend, batch_invariant,
+        attention_chunk,
     )  # fmt: skip
-    return _first(key, tensors, requests.dense(q, k, v, shared))
+    return _first(key, tensors, requests.dense(q, k, v, shared, num_splits))
 
 
 def attention_varlen(
@@ -145,6 +160,7 @@ def attention_varlen(
     page_table: torch.Tensor | None = None,
     causal: bool = False,
     window: Window = None,
+    attention_chunk: int | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     bias: torch.Tensor | None = None,
@@ -156,7 +172,9 @@ def attention_varlen(
     out_dtype: torch.dtype | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
+    num_splits: int = 0,
     backend: Backends = None,
+    batch_invariant: bool = False,
     **unknown: object,
 ) -> Result:
     """``attention`` on packed sequences: q (total_q, H, D), k (total_k, Hk, D), v (…, Hk, Dv).
@@ -216,22 +234,23 @@ def attention_varlen(
         tensors += scales
         given += 16 * which
     key: tuple[Any, ...] = (
-        given, causal, window, scale, softcap, deterministic, return_lse, backend, max_seqlen_q,
-        max_seqlen_k,
+        given, causal, window, scale, softcap, deterministic, return_lse, backend, batch_invariant,
+        num_splits, max_seqlen_q, max_seqlen_k,
     )  # fmt: skip
-    if window is not None or dropout_p or out_dtype is not None:
-        key += _rare(window, dropout_p, out_dtype)
+    if window is not None or attention_chunk is not None or dropout_p or out_dtype is not None:
+        key += _rare(window, attention_chunk, dropout_p, out_dtype)
     result = None if unknown else _again(key, tensors)
     if result is not None:
         return result
     validate.refuse_unknown("attention_varlen", unknown, attention_varlen)
     shared = Shared(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, descale,
-        out_dtype, deterministic, return_lse, backend,
+        out_dtype, deterministic, return_lse, backend, batch_invariant,
+        attention_chunk,
     )  # fmt: skip
     request = requests.varlen(
         q, k, v, shared, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q,
-        seqused_k, page_table,
+        seqused_k, page_table, num_splits,
     )  # fmt: skip
     return _first(key, tensors, request)
 
@@ -248,6 +267,7 @@ def attention_kvcache(
     cache_leftpad: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
+    cu_seqlens_new: torch.Tensor | None = None,
     page_table: torch.Tensor | None = None,
     rotary_cos: torch.Tensor | None = None,
     rotary_sin: torch.Tensor | None = None,
@@ -256,6 +276,7 @@ def attention_kvcache(
     num_splits: int = 0,
     causal: bool = False,
     window: Window = None,
+    attention_chunk: int | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     bias: torch.Tensor | None = None,
@@ -265,6 +286,7 @@ def attention_kvcache(
     out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     backend: Backends = None,
+    batch_invariant: bool = False,
     **unknown: object,
 ) -> Result:
     """Attention of q (B, Sq, H, D) over a cache, after appending k and v to it in place.
@@ -272,7 +294,8 @@ def attention_kvcache(
     ``k_cache`` and ``v_cache`` are (B_cache, S, Hk, D), or (num_pages, page_size, Hk, D) with
     ``page_table`` (B, pages) int32. ``cache_seqlens``, an int or (B,) int32, counts the keys in the
     cache before the append; by default all. New ``k`` and ``v`` (B, S_new, Hk, D) follow them, and
-    queries see them. ``cache_batch_idx`` (B,) int32 selects each sequence's cache row.
+    queries see them; packed they are (total_new, Hk, D) with ``cu_seqlens_new`` (B+1,) int32.
+    ``cache_batch_idx`` (B,) int32 selects each sequence's cache row.
     ``cache_leftpad`` (B,) int32 is its first valid key; positions count from there. Packed queries
     are (total_q, H, D) with ``cu_seqlens_q`` and ``max_seqlen_q``.
 
@@ -326,11 +349,15 @@ def attention_kvcache(
     if v is not None:
         tensors += (v,)
         given += 16384
+    if cu_seqlens_new is not None:
+        tensors += (cu_seqlens_new,)
+        given += 32768
     key: tuple[Any, ...] = (
-        given, causal, window, scale, softcap, return_lse, backend, num_splits, max_seqlen_q
+        given, causal, window, scale, softcap, return_lse, backend, batch_invariant, num_splits,
+        max_seqlen_q,
     )  # fmt: skip
-    if window is not None or out_dtype is not None:
-        key += _rare(window, 0.0, out_dtype)
+    if window is not None or attention_chunk is not None or out_dtype is not None:
+        key += _rare(window, attention_chunk, 0.0, out_dtype)
     if not (rotary_cos is rotary_sin is rotary_seqlens is None and rotary_interleaved is True):
         rotary = rotary_cos, rotary_sin, rotary_seqlens
         tensors += tuple(x for x in rotary if x is not None)
@@ -341,12 +368,13 @@ def attention_kvcache(
     validate.refuse_unknown("attention_kvcache", unknown, attention_kvcache)
     shared = Shared(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, 0.0, None, descale,
-        out_dtype, False, return_lse, backend,
+        out_dtype, False, return_lse, backend, batch_invariant,
+        attention_chunk,
     )  # fmt: skip
     request = requests.kvcache(
         q, k_cache, v_cache, shared, k, v, cache_seqlens, cache_batch_idx, cache_leftpad,
         cu_seqlens_q, max_seqlen_q, page_table, rotary_cos, rotary_sin, rotary_interleaved,
-        rotary_seqlens, num_splits,
+        rotary_seqlens, num_splits, cu_seqlens_new=cu_seqlens_new,
     )  # fmt: skip
     return _first(key, tensors, request)
 
@@ -364,7 +392,8 @@ def explain(
 
     Takes the arguments of ``attention``, of ``attention_varlen`` (recognised by ``cu_seqlens_q``
     with ``max_seqlen_k``) or of ``attention_kvcache`` (recognised by a ``cache_…`` argument or
-    ``page_table``), as keywords. Tensors may be on the ``meta`` device. ``device`` names a GPU
+    ``page_table``), as keywords. With ``latent=True`` v is a view of k, as in
+    ``attention_latent``. Tensors may be on the ``meta`` device. ``device`` names a GPU
     ("MI300X") that this machine need not have. Computes nothing and writes no cache. The result
     prints, and ``as_dict()`` gives plain data. Raises what those functions raise, but never
     ``UnsupportedProblem``.
@@ -372,7 +401,7 @@ def explain(
     build: Callable[..., Request] = requests.dense
     if "max_seqlen_k" in same:
         build = requests.varlen
-    elif any(name.startswith("cache_") or name == "page_table" for name in same):
+    elif any(name.startswith("cache_") or name in ("page_table", "latent") for name in same):
         build = requests.kvcache
     own = list(inspect.signature(build).parameters)[4:]  # behind q, k, v and what all share
     allowed = (*Shared._fields, *own)
@@ -389,10 +418,10 @@ def explain(
 _DENSE, _PACKED, _CACHE = 0, 1 << 20, 2 << 20
 
 
-def _rare(window: Any, dropout_p: Any, out_dtype: Any) -> tuple[Any, ...]:
+def _rare(window: Any, attention_chunk: Any, dropout_p: Any, out_dtype: Any) -> tuple[Any, ...]:
     """The end of a key. A window's edges are in it by themselves, for their types."""
     edges = window if type(window) is tuple else ()
-    return (dropout_p, out_dtype, *edges)
+    return (attention_chunk, dropout_p, out_dtype, *edges)
 
 
 def _drawn(seed: int | torch.Tensor | None, q: torch.Tensor) -> Any:
@@ -426,6 +455,8 @@ def _again(key: tuple[Any, ...], tensors: tuple[Any, ...]) -> Result | None:
         return None
     if dispatch.named:
         key += (dispatch.context(),)
+    if invariance.named:
+        key += (invariance.context(),)
     try:
         for x in tensors:
             if x.is_nested:  # asked for strides, PyTorch's guards would end the process
@@ -491,12 +522,20 @@ def _first(key: tuple[Any, ...], tensors: tuple[Any, ...], request: Request) -> 
     return (found[0], found[1]) if call.return_lse else found[0]
 
 
+def attend(request: Request) -> Result:
+    """What ``request`` gives, whoever made it. Nothing is kept of it by its arguments."""
+    return _first((), (), request)
+
+
 def _ready(call: Call, append: Append, who: tuple[str, bool, bool]) -> str | None:
     """Why the backend of ``call`` does not append; None where it does. Whatever is wrong with the
     call is said before anything is written."""
     prepared = dispatch.prepare(call, *who)
     if isinstance(prepared.backend, Appending):
-        return prepared.backend.why_not_append(call, append)
+        why_not = prepared.backend.why_not_append(call, append)
+        if why_not is not None:
+            prepared.validate(call, append)
+        return why_not
     prepared.validate(call, append)
     return f"the {prepared.backend.NAME} backend leaves it to PyTorch's operators"
 
@@ -505,6 +544,8 @@ def _keep(key: tuple[Any, ...], tensors: tuple[torch.Tensor, ...], bound: Bound)
     """Let ``_again`` find a call by its arguments."""
     if dispatch.named:
         key += (dispatch.context(),)
+    if invariance.named:
+        key += (invariance.context(),)
     with contextlib.suppress(TypeError):  # a window or names of backends given as a list
         hash(key)
         if _torch.is_unwatched(*tensors):

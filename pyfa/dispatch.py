@@ -188,8 +188,8 @@ def prepare(call: Call, wanted: str, needs_grad: bool, bias_grad: bool) -> Prepa
     (
         q, k, v, bias, alibi_slopes, sinks, _seed, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
         page_table, cache_batch_idx, cache_leftpad, _q_descale, k_descale, _v_descale, rows, keys,
-        scale, left, right, softcap, dropout_p, deterministic, return_lse, _num_splits, out_dtype,
-        q_start, k_start, *_rest,
+        scale, left, right, softcap, dropout_p, deterministic, return_lse, _num_splits,
+        batch_invariant, out_dtype, q_start, k_start, *_rest,
     ) = call  # fmt: skip
     device, q_shape = q.device, q.shape
     # Alignment decides nothing on a CPU, and reading it costs 2 µs.
@@ -213,9 +213,12 @@ def prepare(call: Call, wanted: str, needs_grad: bool, bias_grad: bool) -> Prepa
         left >= 0,
         # Unlimited, causal, or a window's right edge: three kinds.
         min(right, 1),
+        call.window_shift != 0,
+        call.attention_chunk != 0,
         softcap != 0.0,
         dropout_p != 0.0,
         deterministic,
+        batch_invariant,
         return_lse,
         alibi_slopes is None,
         bias is None,
@@ -230,6 +233,8 @@ def prepare(call: Call, wanted: str, needs_grad: bool, bias_grad: bool) -> Prepa
         k.dtype,
         out_dtype,
         None if k_descale is None else scales_of(k_descale, k),
+        call.latent,
+        call.topk,
     )
     found = _prepared.get(key)
     if found is None:

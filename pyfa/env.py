@@ -53,6 +53,14 @@ VARIABLES: dict[str, Variable] = {
             "Read once, when the first attention runs.",
         ),
         Variable(
+            "PYFA_BATCH_INVARIANT",
+            _flag,
+            False,
+            "0 or 1",
+            "Make every call `batch_invariant`. Ranks below `use_batch_invariant`. Read once, at "
+            "import.",
+        ),
+        Variable(
             "PYFA_STRICT",
             _flag,
             False,

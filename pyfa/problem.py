@@ -24,7 +24,10 @@ class Call(NamedTuple):
     (B, pages) k and v are (num_pages, page_size, Hk, D). ``cache_batch_idx`` (B,) names the row of
     k and v that each sequence uses, ``cache_leftpad`` (B,) the first valid key. ``bias`` is
     (B | 1, H | 1, Sq | 1, Sk | 1), ``alibi_slopes`` (H,) or (B, H) and ``sinks`` (H,) are float32,
-    ``seed`` is one int64 on the device. ``window_left`` and ``window_right`` are −1 for unlimited.
+    ``seed`` is one int64 on the device. ``window_left`` and ``window_right`` are −1 for unlimited,
+    and count from ``window_shift`` keys to the right of the query's own: a window with a negative
+    edge is one that was moved (``validate.window``). ``attention_chunk`` is 0 for none; chunks are
+    those of the larger problem, see ``k_start``.
 
     ``q_descale``, ``k_descale`` and ``v_descale`` are float32 factors of float8 q, k and v, all of
     one kind: (B, Hk) by sequence and key head, with any strides; or per block of rows, which lie as
@@ -37,6 +40,9 @@ class Call(NamedTuple):
     indices of its row 0, key 0, query head 0 and sequence 0. Dropout counts by them, with a
     ``k_start`` that is a multiple of 4. Query i then stands at key i + Sk − Sq + q_start − k_start,
     Sq and Sk being the block's own, for masks and ALiBi. Tensors are the block's.
+
+    ``latent``: v is a view of k's first elements. ``topk``: besides, each
+    sequence is one row of queries, and its pages, of one key each, are the keys that it sees.
     """
 
     q: torch.Tensor
@@ -66,11 +72,22 @@ class Call(NamedTuple):
     deterministic: bool = False
     return_lse: bool = False
     num_splits: int = 0
+    batch_invariant: bool = False
     out_dtype: torch.dtype | None = None
     q_start: int = 0
     k_start: int = 0
     head_start: int = 0
     batch_start: int = 0
+    latent: bool = False
+    topk: bool = False
+    window_shift: int = 0
+    attention_chunk: int = 0
+
+    @property
+    def window(self) -> tuple[int | None, int | None]:
+        """The edges as they were asked for, from the query's own key; None for unlimited."""
+        left, right, shift = self.window_left, self.window_right, self.window_shift
+        return None if left < 0 else left - shift, None if right < 0 else right + shift
 
     @property
     def batch(self) -> int:
@@ -102,11 +119,11 @@ _CU_Q, _CU_K = Call._fields.index("cu_seqlens_q"), Call._fields.index("cu_seqlen
 class Append(NamedTuple):
     """What is done to a KV cache, and to the queries, before attention.
 
-    ``k`` and ``v`` (B, new, Hk, D) go behind the ``seqused_k`` keys that each sequence of the call
-    holds, and are seen by its queries. Rotary rotates the new keys and ``Call.q``: ``cos`` and
-    ``sin`` are (max_position, R), the new keys of sequence b stand at ``start[b]`` and behind, and
-    so do its queries, or all of them at ``start[b]`` unless they are ``moving``. ``start`` is int32
-    (B,); None for ``seqused_k``.
+    ``k`` and ``v`` (B, new, Hk, D), or (total_new, Hk, D) with ``cu_seqlens`` (B+1,), go behind the
+    ``seqused_k`` keys that each sequence of the call holds, and are seen by its queries. Rotary
+    rotates the new keys and ``Call.q``: ``cos`` and ``sin`` are (max_position, R), the new keys of
+    sequence b stand at ``start[b]`` and behind, and so do its queries, or all of them at
+    ``start[b]`` unless they are ``moving``. ``start`` is int32 (B,); None for ``seqused_k``.
     """
 
     k: torch.Tensor | None = None
@@ -114,6 +131,7 @@ class Append(NamedTuple):
     cos: torch.Tensor | None = None
     sin: torch.Tensor | None = None
     start: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor | None = None
     interleaved: bool = True
     moving: bool = False
 
@@ -122,11 +140,14 @@ def counted(call: Call, append: Append) -> Call:
     """``call`` with the keys that ``append`` adds to each sequence."""
     if append.k is None or call.seqused_k is None:
         return call
-    return call._replace(seqused_k=call.seqused_k + append.k.shape[1])
+    new = append.k.shape[1] if append.cu_seqlens is None else append.cu_seqlens.diff()
+    return call._replace(seqused_k=call.seqused_k + new)
 
 
-_APPENDED = 5  # Append's leading fields, which are tensors or None
-APPEND_NAMES = ("new_k", "new_v", "rotary_cos", "rotary_sin", "rotary_seqlens")
+_APPENDED = 6  # Append's leading fields, which are tensors or None
+APPEND_NAMES = (
+    "new_k", "new_v", "rotary_cos", "rotary_sin", "rotary_seqlens", "cu_seqlens_new",
+)  # fmt: skip
 
 
 class Form(NamedTuple):
@@ -179,7 +200,7 @@ def form_of(call: Call, append: Append | None = None) -> Form:
         places,
         tuple(call[TENSORS:]),
         shared,
-        None if append is None else append._replace(k=None, v=None, cos=None, sin=None, start=None),
+        None if append is None else Append(interleaved=append.interleaved, moving=append.moving),
     )
 
 
@@ -213,6 +234,7 @@ class Asked(NamedTuple):
 
 
 _KERNELS = frozenset({"hip", "cuda", "triton", "torch"})
+NARROW = 256  # the widest head that every backend takes
 
 
 class Feature(NamedTuple):
@@ -239,11 +261,16 @@ class Feature(NamedTuple):
 FEATURES: dict[str, Feature] = {
     feature.name: feature
     for feature in (
-        Feature("causal", "causal masking", lambda asked: asked.call.window_right == 0, _KERNELS,
-                flag="--causal"),
-        Feature("window", "a sliding window",
-                lambda asked: asked.call.window_left >= 0 or asked.call.window_right > 0, _KERNELS,
-                shown="window=({window_left}, {window_right})", flag="--window L,R"),
+        Feature("causal", "causal masking",
+                lambda asked: asked.call.window_right == 0 and not asked.call.window_shift,
+                _KERNELS, flag="--causal"),
+        Feature("window", "a sliding window", lambda asked: _has_window(asked.call), _KERNELS,
+                shown="window={window}", flag="--window L,R"),
+        Feature("negative_edge", "a window with a negative edge",
+                lambda asked: asked.call.window_shift != 0, _KERNELS, shown="",
+                flag="--window L,R"),
+        Feature("chunk", "attention_chunk", lambda asked: asked.call.attention_chunk > 0,
+                _KERNELS, shown="attention_chunk={attention_chunk}"),
         Feature("softcap", "softcap", lambda asked: asked.call.softcap != 0.0, _KERNELS,
                 shown="softcap={softcap}", is_term=True),
         Feature("alibi", "ALiBi", lambda asked: asked.call.alibi_slopes is not None, _KERNELS,
@@ -273,11 +300,21 @@ FEATURES: dict[str, Feature] = {
         Feature("dv", "a head_dim of V that differs",
                 lambda asked: asked.call.q.shape[-1] != asked.call.v.shape[-1], _KERNELS,
                 shown="", flag="--head-dim D,Dv"),
+        Feature("wide", f"a head_dim above {NARROW}",
+                lambda asked: not asked.call.latent
+                and max(asked.call.q.shape[-1], asked.call.v.shape[-1]) > NARROW,
+                frozenset({"torch"}), shown="", flag="--head-dim D,Dv"),
+        Feature("latent", "latent attention",
+                lambda asked: asked.call.latent, frozenset({"hip", "cuda", "torch"})),
+        Feature("topk", "a list of keys for each row",
+                lambda asked: asked.call.topk, frozenset({"hip", "cuda", "torch"})),
         Feature("backward", "backward", lambda asked: asked.needs_grad, _KERNELS),
         Feature("dlse", "the gradient through the returned LSE",
                 lambda asked: asked.needs_grad and asked.call.return_lse, _KERNELS),
         Feature("deterministic", "a deterministic backward",
                 lambda asked: asked.needs_grad and asked.call.deterministic, _KERNELS),
+        Feature("batch_invariant", "batch invariance (batch_invariant)",
+                lambda asked: asked.call.batch_invariant, _KERNELS),
         Feature("fp8", "float8", lambda asked: asked.call.k.dtype.itemsize == 1, _KERNELS,
                 shown="", has_values=True, flag="--dtype float8_e4m3fn"),
     )
@@ -288,6 +325,39 @@ WITH_VALUES = frozenset(name for name, feature in FEATURES.items() if feature.ha
 
 def _any(*tensors: torch.Tensor | None) -> bool:
     return any(x is not None for x in tensors)
+
+
+class Band(NamedTuple):
+    """Where a call's rows stand, for kernels: see ``band_of``."""
+
+    q_start: int
+    window_shift: int
+    attention_chunk: int
+
+
+def band_of(call: Call) -> Band:
+    """``call``'s chunks and moved window in 32 bits.
+
+    A window alone is moved by moving the rows, in any kernel. Where chunks, ALiBi or dropout count
+    by the rows' own places, only plans that are banded can do it.
+    """
+    # Beyond this no key and no chunk of the lengths is another.
+    far = call.max_seqlen_q + call.max_seqlen_k + abs(call.q_start) + abs(call.k_start) + 1
+    far = min(far, 1 << 30)
+    shift = max(-far, min(call.window_shift, far))
+    if call.attention_chunk or call.alibi_slopes is not None or call.dropout_p:
+        return Band(call.q_start, shift, min(call.attention_chunk, far))
+    return Band(call.q_start + shift, 0, 0)
+
+
+def is_banded(features: frozenset[str]) -> bool:
+    """Whether a plan is for a ``Band`` that has more than rows' places."""
+    moved = "negative_edge" in features and not features.isdisjoint(("alibi", "dropout"))
+    return moved or "chunk" in features
+
+
+def _has_window(call: Call) -> bool:
+    return call.window_left >= 0 or call.window_right > 0 or call.window_shift != 0
 
 
 def features_by(backend: str) -> frozenset[str]:
@@ -415,7 +485,8 @@ def describe(call: Call, needs_grad: bool, bias_grad: bool, device: Device) -> s
     if call.k.dtype != call.q.dtype:
         keys += f" {_name(call.k.dtype)}"
     parts = [f"q {tuple(call.q.shape)} {dtype}", keys]
-    needed, fields = features_of(call, needs_grad, bias_grad), call._asdict()
+    needed = features_of(call, needs_grad, bias_grad)
+    fields = {**call._asdict(), "window": call.window}
     for name, feature in FEATURES.items():
         shown = name if feature.shown is None else feature.shown.format_map(fields)
         if name in needed and shown:

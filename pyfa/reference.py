@@ -238,9 +238,14 @@ def _one_sequence(
         score = score - slopes.to(score.dtype)[:, None, None] * distance.abs()
     visible = torch.ones(rows, keys, dtype=torch.bool)
     if call.window_right >= 0:
-        visible &= distance <= call.window_right
+        visible &= distance - call.window_shift <= call.window_right
     if call.window_left >= 0:
-        visible &= -distance <= call.window_left
+        visible &= call.window_shift - distance <= call.window_left
+    if call.attention_chunk:
+        # The keys of the query's chunk, by their places in the larger problem.
+        key = torch.arange(keys) + call.k_start
+        own = key - distance
+        visible &= key // call.attention_chunk == own // call.attention_chunk
     if call.bias is not None:
         shape = (call.batch, heads, call.max_seqlen_q, call.max_seqlen_k)
         bias = call.bias.expand(shape)[b, :, :rows, :keys]

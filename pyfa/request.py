@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import _torch, validate, validate_cache, validate_fp8
+from . import _torch, invariance, validate, validate_cache, validate_fp8
 from .dispatch import preference
 from .problem import Append, Call, counted
 from .validate import Window
@@ -36,6 +36,8 @@ class Shared(NamedTuple):
     deterministic: bool = False
     return_lse: bool = False
     backend: Backends = None
+    batch_invariant: bool = False
+    attention_chunk: int | None = None
 
 
 class Request(NamedTuple):
@@ -59,7 +61,9 @@ def _refuse_tracing() -> None:
         raise NotImplementedError("attention under torch.jit.trace; torch.compile can be used")
 
 
-def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: Shared) -> Request:
+def dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: Shared, num_splits: int = 0
+) -> Request:
     """``attention``'s request."""
     _refuse_tracing()
     q, k, v = _autocast(q, k, v)
@@ -68,7 +72,7 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: Shared) -> 
         validate.wrong("k", f"q's batch size {q.shape[0]}", k)
     validate.rows("q", q)
     validate.rows("k", k)
-    return _request(q, k, v, shared, q.shape[0], q.shape[1], k.shape[1])
+    return _request(q, k, v, shared, q.shape[0], q.shape[1], k.shape[1], num_splits=num_splits)
 
 
 def varlen(
@@ -83,6 +87,7 @@ def varlen(
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
     page_table: torch.Tensor | None = None,
+    num_splits: int = 0,
 ) -> Request:
     """``attention_varlen``'s request."""
     _refuse_tracing()
@@ -117,6 +122,7 @@ def varlen(
         seqused_q=seqused_q,
         seqused_k=seqused_k,
         page_table=page_table,
+        num_splits=num_splits,
     )
 
 
@@ -138,8 +144,12 @@ def kvcache(
     rotary_interleaved: bool = True,
     rotary_seqlens: torch.Tensor | None = None,
     num_splits: int = 0,
+    latent: bool = False,
+    topk: bool = False,
+    cu_seqlens_new: torch.Tensor | None = None,
 ) -> Request:
-    """``attention_kvcache``'s request. Nothing is written yet."""
+    """``attention_kvcache``'s request. Nothing is written yet. ``latent`` and ``topk`` are
+    ``Call``'s: they say what is so already."""
     _refuse_tracing()
     dims = (4 if cu_seqlens_q is None else 3, 4)
     validate.qkv(q, k_cache, v_cache, dims, ("k_cache", "v_cache"))
@@ -158,14 +168,18 @@ def kvcache(
         batch, longest_q = q.shape[:2]
     validate_cache.where(q, k_cache, batch, cache_batch_idx, cache_leftpad, page_table)
     used = validate_cache.lengths(cache_seqlens, batch, q)
-    num_splits = validate_cache.splits(num_splits)
     interleaved = validate.flag("rotary_interleaved", rotary_interleaved)
     longest_k = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
     validate_cache.capacity(longest_k)
     appends = k is not None or v is not None
     if appends:
-        k, v, used = validate_cache.new_rows(k, v, used, q, k_cache, v_cache, batch)
-    validate_cache.check_room(used, 0 if k is None else k.shape[1], longest_k)
+        k, v, used = validate_cache.new_rows(k, v, used, q, k_cache, v_cache, batch, cu_seqlens_new)
+    elif cu_seqlens_new is not None:
+        validate.wrong("cu_seqlens_new", "None without k and v", cu_seqlens_new)
+    new: int | torch.Tensor = 0
+    if k is not None:
+        new = k.shape[1] if cu_seqlens_new is None else cu_seqlens_new.diff()
+    validate_cache.check_room(used, new, longest_k)
     append = None
     if not (rotary_cos is rotary_sin is rotary_seqlens is None):
         cos, sin = validate_cache.rotary(
@@ -174,16 +188,16 @@ def kvcache(
         start = rotary_seqlens
         if start is None and used is None:
             start = torch.full((batch,), longest_k, dtype=torch.int32, device=q.device)
-        moving = shared.causal or shared.window is not None
-        append = Append(None, None, cos, sin, start, interleaved, moving)
+        moving = shared.causal or shared.window is not None or bool(shared.attention_chunk)
+        append = Append(None, None, cos, sin, start, None, interleaved, moving)
         first = used if start is None else start
         assert first is not None
         rows = q.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff()
         validate_cache.check_positions(first, rows if moving else rows > 0, cos)
         if k is not None:
-            validate_cache.check_positions(first, k.shape[1], cos)
+            validate_cache.check_positions(first, new, cos)
     if appends:
-        append = (append or Append())._replace(k=k, v=v)
+        append = (append or Append())._replace(k=k, v=v, cu_seqlens=cu_seqlens_new)
     request = _request(
         q,
         k_cache,
@@ -199,13 +213,21 @@ def kvcache(
         cache_leftpad=cache_leftpad,
         num_splits=num_splits,
     )
+    if latent:
+        request = request._replace(call=request.call._replace(latent=True, topk=topk))
     return request._replace(append=append)
 
 
 def appended(call: Call, append: Append) -> Call:
     """``call`` with its queries rotated and its cache appended to, by operators of PyTorch."""
     q, k, v = call.q, append.k, append.v
-    begin = call.seqused_k
+    begin, where = call.seqused_k, (call.page_table, call.cache_batch_idx)
+    rows = None
+    if append.cu_seqlens is not None and k is not None and v is not None:
+        assert begin is not None
+        rows = _packed_rows(append.cu_seqlens, k.shape[0], begin, call.max_seqlen_k)
+        k, v = (x[rows.number][:, None] for x in (k, v))
+        where = _of_each(call, rows.sequence)
     if append.cos is not None and append.sin is not None:
         start = begin if append.start is None else append.start
         assert start is not None
@@ -213,11 +235,49 @@ def appended(call: Call, append: Append) -> Call:
         positions = _query_positions(q, start, call.cu_seqlens_q, append.moving)
         q = torch.ops.pyfa.rotary(q, *tables, positions, append.interleaved)
         if k is not None:
-            positions = start[:, None] + torch.arange(k.shape[1], device=k.device)
+            if rows is None:
+                positions = start[:, None] + torch.arange(k.shape[1], device=k.device)
+            else:
+                positions = (start[rows.sequence] + rows.inside)[:, None]
             k = torch.ops.pyfa.rotary(k, *tables, positions, append.interleaved)
     if k is not None:
-        torch.ops.pyfa.append_kv(call.k, call.v, k, v, begin, call.page_table, call.cache_batch_idx)
+        at = begin if rows is None else rows.start
+        torch.ops.pyfa.append_kv(call.k, call.v, k, v, at, *where)
     return counted(call, append)._replace(q=q)
+
+
+class _Rows(NamedTuple):
+    """Of packed new rows: which one is written, of which sequence, its number in there, and where
+    in the cache it goes."""
+
+    number: torch.Tensor
+    sequence: torch.Tensor
+    inside: torch.Tensor
+    start: torch.Tensor
+
+
+def _packed_rows(cu_seqlens: torch.Tensor, total: int, begin: torch.Tensor, capacity: int) -> _Rows:
+    """Each row as a sequence of its own, which all backends append, without a wait for the device.
+
+    A row of no sequence, or one beyond the end of the cache, is another one once more: what is
+    written twice is the same both times.
+    """
+    offsets, used = cu_seqlens.long(), cu_seqlens[-1:].long()
+    number = torch.arange(total, device=begin.device).minimum((used - 1).clamp(min=0))
+    sequence = torch.searchsorted(offsets[1:], number, right=True)
+    sequence = sequence.clamp(max=max(begin.shape[0] - 1, 0))
+    first = begin.long()[sequence]
+    inside = (number - offsets[sequence]).minimum((capacity - 1 - first).clamp(min=0))
+    start = torch.where(used > 0, first + inside, capacity)
+    return _Rows(offsets[sequence] + inside, sequence, inside, start.int())
+
+
+def _of_each(call: Call, sequence: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Page table and index into the cache of each row of ``sequence``."""
+    if call.page_table is not None:
+        return call.page_table[sequence], None
+    index = call.cache_batch_idx
+    return None, sequence.int() if index is None else index[sequence]
 
 
 def _query_positions(
@@ -254,10 +314,15 @@ def _request(
     """What all layouts share: masks, score terms, dropout, gradients, choice of backend."""
     (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, descale,
-        out_dtype, deterministic, return_lse, backend,
+        out_dtype, deterministic, return_lse, backend, batch_invariant, attention_chunk,
     ) = shared  # fmt: skip
-    left, right = validate.window(window, causal)
+    left, right, shift = validate.window(window, causal)
+    num_splits = validate_cache.splits(num_splits)
     deterministic = validate.flag("deterministic", deterministic)
+    invariant = validate.flag("batch_invariant", batch_invariant) or invariance.is_on()
+    if invariant:
+        # Atomics add in any order; keys are never split.
+        deterministic, num_splits = True, validate_cache.only_part(num_splits)
     scale, softcap, dropout_p = validate.scalars(scale, q.shape[-1], softcap, dropout_p)
     scales = _NO_SCALES
     if k.dtype.itemsize == 1:
@@ -311,7 +376,10 @@ def _request(
         deterministic or torch.are_deterministic_algorithms_enabled(),
         validate.flag("return_lse", return_lse),
         num_splits,
+        invariant,
         scales.out_dtype,
+        window_shift=shift,
+        attention_chunk=validate.attention_chunk(attention_chunk),
     )
     return Request(call, preference(backend), needs_grad, bias_grad)
 

@@ -11,14 +11,24 @@ import difflib
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 
 from .problem import Append, Call, counted
 
-Window = Sequence[int | None] | None
+
+class Edge(NamedTuple):
+    """A window's edge that counts as it is: ``Edge(-1)`` leaves out the query's own key.
+
+    As a plain number −1 is unlimited, as in flash-attention.
+    """
+
+    keys: int
+
+
+Window = Sequence[int | Edge | None] | None
 
 # What other packages call the same thing.
 _OTHER_NAMES = {
@@ -91,7 +101,7 @@ _INPUT_DTYPES = {
 }
 # What kernels read a bias as. Any other becomes float32, in which all of them add it.
 _BIAS_DTYPES = {torch.bool, torch.float32, torch.float16, torch.bfloat16}
-_MAX_HEAD_DIM = 256
+MAX_HEAD_DIM, MAX_HEAD_DIM_V = 576, 512  # those of latent attention
 _FLOAT32_MAX = float(torch.finfo(torch.float32).max)
 UNLIMITED = 2**31 - 1  # kernels hold lengths and a window's edges in 32 bits
 
@@ -125,8 +135,8 @@ def qkv(
             and k.dtype in _INPUT_DTYPES
             and q_shape[-1] == k_shape[-1]
             and k_shape[:-1] == v_shape[:-1]
-            and 0 < q_shape[-1] <= _MAX_HEAD_DIM
-            and 0 < v_shape[-1] <= _MAX_HEAD_DIM
+            and 0 < q_shape[-1] <= MAX_HEAD_DIM
+            and 0 < v_shape[-1] <= MAX_HEAD_DIM_V
             and q_shape[-2] > 0
             and k_shape[-2] > 0
             and q_shape[-2] % k_shape[-2] == 0
@@ -163,31 +173,62 @@ def _refuse_qkv(
         wrong(of_v, f"{of_k}'s dtype {k.dtype}", v)
     if k.shape[:-1] != v.shape[:-1]:
         wrong(of_v, f"{of_k}'s shape {tuple(k.shape)} but for head_dim", v)
-    for name, x in (("q", q), (of_v, v)):
-        if not 1 <= x.shape[-1] <= _MAX_HEAD_DIM:
-            wrong(name, f"a head_dim from 1 to {_MAX_HEAD_DIM}", x)
+    for name, x, most in (("q", q, MAX_HEAD_DIM), (of_v, v, MAX_HEAD_DIM_V)):
+        if not 1 <= x.shape[-1] <= most:
+            wrong(name, f"a head_dim from 1 to {most}", x)
     if 0 in (q.shape[-2], k.shape[-2]):
         wrong(of_k if q.shape[-2] else "q", "at least one head", k if q.shape[-2] else q)
     wrong(of_k, f"a number of heads that divides q's {q.shape[-2]}", f"{k.shape[-2]} heads")
 
 
-def window(value: Any, causal: Any) -> tuple[int, int]:
-    """(left, right), −1 for unlimited, with ``causal`` folded into the right edge."""
+def window(value: Any, causal: Any) -> tuple[int, int, int]:
+    """(left, right, shift) as ``Call`` has them, with ``causal`` folded into the right edge."""
     if value is None:
-        left = right = -1
-    else:
-        if not isinstance(value, (tuple, list)) or len(value) != 2:
-            wrong("window", "(left, right)", value)
-        left, right = (-1 if edge is None else _edge(edge, value) for edge in value)
+        return -1, 0 if flag("causal", causal) else -1, 0
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        wrong("window", "(left, right)", value)
+    left, right = (_edge(edge, value) for edge in value)
     if flag("causal", causal):
-        right = 0 if right < 0 else min(right, 0)
-    return left, right
+        right = 0 if right is None else min(right, 0)
+    return shifted(left, right)
 
 
-def _edge(edge: Any, window: object) -> int:
-    if isinstance(edge, bool) or not isinstance(edge, (int, np.integer)) or edge < -1:
-        wrong("window", "two integers from 0 up, None or -1 for unlimited", window)
-    return -1 if edge >= UNLIMITED else int(edge)
+def shifted(left: int | None, right: int | None) -> tuple[int, int, int]:
+    """Edges, None for unlimited, as ``Call`` has them: none is negative, but the window is moved.
+
+    Kernels then know no negative edges. A window without a key is one beyond all keys.
+    """
+    if left is not None and right is not None and left + right < 0:
+        return -1, 0, -UNLIMITED
+    if left is not None and left < 0:
+        return 0, -1 if right is None else right + left, -left
+    if right is not None and right < 0:
+        return -1 if left is None else left + right, 0, right
+    return -1 if left is None else left, -1 if right is None else right, 0
+
+
+def _edge(edge: Any, window: object) -> int | None:
+    """An edge as a number; None for unlimited."""
+    exact = isinstance(edge, Edge)
+    number = edge.keys if exact else edge
+    if number is None and not exact:
+        return None
+    if isinstance(number, bool) or not isinstance(number, (int, np.integer)):
+        wrong("window", "two integers, None or -1 for unlimited", window)
+    if (number == -1 and not exact) or number >= UNLIMITED:
+        return None
+    return max(int(number), -UNLIMITED)
+
+
+def attention_chunk(value: Any) -> int:
+    """Keys of a chunk; 0 for None."""
+    if value is None:
+        return 0
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"attention_chunk: expected an int or None; got {type(value).__name__}")
+    if value < 0:
+        wrong("attention_chunk", "the keys of a chunk, None or 0 for no chunks", value)
+    return min(int(value), UNLIMITED)
 
 
 def flag(name: str, value: object) -> bool:
@@ -339,6 +380,9 @@ def check_values(call: Call, append: Append | None = None) -> None:
     Reads tensor values: free on the CPU, a wait on a GPU (where only ``PYFA_CHECK=1`` asks for it).
     """
     if append is not None:
+        if append.cu_seqlens is not None and append.k is not None:
+            longest = ("the cache's length", call.max_seqlen_k)
+            _check_offsets("cu_seqlens_new", append.cu_seqlens, append.k, longest[1], longest[0])
         call = counted(call, append)
     for name, scales in zip("qkv", (call.q_descale, call.k_descale, call.v_descale), strict=True):
         if scales is not None:

@@ -61,6 +61,13 @@ def splits(num_splits: int) -> int:
     return length("num_splits", num_splits)
 
 
+def only_part(num_splits: int) -> int:
+    """1, where parts of the keys would be merged in another order than the keys of one part."""
+    if num_splits > 1:
+        wrong("num_splits", "0 or 1 with batch_invariant", num_splits)
+    return 1
+
+
 def cached(name: str, x: torch.Tensor, dtype: torch.dtype, device: torch.device) -> None:
     """``x``, which goes into a cache of this dtype as it is."""
     if x.dtype != dtype or x.device != device:
@@ -84,32 +91,40 @@ def new_rows(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     batch: int,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What is appended: k (batch, new, Hk, D), v (batch, new, Hk, Dv), and where it goes."""
+    """What is appended: k (batch, new, Hk, D), v (batch, new, Hk, Dv), and where it goes. Packed
+    with ``cu_seqlens``: k (total_new, Hk, D), v (total_new, Hk, Dv)."""
     if k is None or v is None:
         wrong("k" if k is None else "v", "k and v to append together", None)
     if used is None:
         wrong("cache_seqlens", "where to append k and v", None)
+    if cu_seqlens is not None:
+        integers("cu_seqlens_new", cu_seqlens, (batch + 1,), q)
     for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
         a_tensor(name, x)
         heads, dim = cache.shape[2:]
-        if x.dim() != 4 or x.shape[0] != batch or x.shape[2:] != (heads, dim):
-            wrong(name, f"shape ({batch}, new, {heads}, {dim})", x)
+        lead = (batch, x.shape[1]) if cu_seqlens is None and x.dim() > 1 else (k.shape[0],)
+        if x.shape != (*lead, heads, dim):
+            many = f"{batch}, new" if cu_seqlens is None else "total_new"
+            hint = "" if cu_seqlens is None else " with cu_seqlens_new"
+            wrong(name, f"shape ({many}, {heads}, {dim}){hint}", x)
         cached(name, x, cache.dtype, q.device)
         writable(f"{name}_cache", cache)
-    if v.shape[1] != k.shape[1]:
+    if cu_seqlens is None and v.shape[1] != k.shape[1]:
         wrong("v", f"as many new rows as k, {k.shape[1]}", v)
     return k, v, used
 
 
-def check_room(used: torch.Tensor | None, new: int, capacity: int) -> None:
+def check_room(used: torch.Tensor | None, new: int | torch.Tensor, capacity: int) -> None:
     """``ValueError`` where lengths that the CPU can see, with ``new`` more keys, pass the end."""
     if used is None or used.device.type != "cpu" or torch.compiler.is_compiling():
         return
     if type(used) is torch.Tensor and used.numel():
-        least, most = int(used.min()), int(used.max())
-        if least < 0 or most + new > capacity:
-            room = f" (with {new} new keys)" if new else ""
+        least, most = int(used.min()), int((used + new).max())
+        if least < 0 or most > capacity:
+            counts = new.tolist() if isinstance(new, torch.Tensor) else new
+            room = f" (with {counts} new keys)" if counts else ""
             wrong("cache_seqlens", f"lengths from 0 to {capacity}{room}", used.tolist())
 
 

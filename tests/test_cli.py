@@ -102,7 +102,7 @@ class TestMain:
             (("explain", "--heads", "8,2,1"), "expected a number, or two"),
             (("explain", "--heads", "8,3"), "a number of heads that divides q's 8"),
             (("explain", "--batch", "-1"), "expected a number"),
-            (("explain", "--head-dim", "512"), "a head_dim from 1 to 256"),
+            (("explain", "--head-dim", "577"), "a head_dim from 1 to 576"),
             (("explain", "--window", "1"), "expected two numbers or none"),
             (("explain", "--dtype", "float64"), "expected one of float16"),
             (("explain", "--features", "gqa"), "gqa is said by --heads H,Hk"),
@@ -195,7 +195,7 @@ class TestExplain:
         assert status == 0
         assert " ".join(out.split()).startswith(
             "q (2, 128, 8, 64) float16, k (2, 256, 2, 64), v (2, 256, 2, 32), "
-            "window=(16, -1), on gfx942"
+            "window=(16, None), on gfx942"
         )
 
     @pytest.mark.parametrize("name", problem.by_name())
@@ -203,7 +203,9 @@ class TestExplain:
         self, capsys: pytest.CaptureFixture[str], name: str
     ) -> None:
         data = report(capsys, "explain", "--features", name)
-        shown = {"softcap": "softcap=30.0", "dropout": "dropout_p=0.1"}.get(name, name)
+        shown = {
+            "softcap": "softcap=30.0", "dropout": "dropout_p=0.1", "chunk": "attention_chunk=8192"
+        }.get(name, name)  # fmt: skip
         assert shown in data["problem"].split(", ")
 
     @pytest.mark.parametrize(

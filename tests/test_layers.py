@@ -14,12 +14,12 @@ PACKAGE = Path(__file__).parent.parent / "pyfa"
 
 # Every module or package of pyfa may import those before it. A backend is a layer of its own kind.
 ORDER = (
-    "errors", "_torch", "env",
+    "errors", "_torch", "env", "invariance",
     "arch", "topology", "device", "problem", "validate", "validate_cache", "validate_fp8",
     "reference", "traffic", "plan", "merging",
     "abi", "sources", "codeobject", "cubin", "bundle", "cache", "emulator",
     "backends",
-    "dispatch", "bound", "ops", "request", "api", "quantize", "",
+    "dispatch", "bound", "ops", "request", "api", "latent", "quantize", "",
     "compat", "integrations", "distributed", "conformance", "bench", "cli", "__main__",
 )  # fmt: skip
 BACKENDS = ("hip", "cuda", "triton", "torch")

@@ -16,6 +16,11 @@
 constexpr int kThreads = 256;
 constexpr int kPiece = 8;  // elements of 16 bytes
 
+// Of rotary_flags; pyfa/backends/native/append.py has them too. Tables that are not float32 are in q's format.
+// Pairs are 2i and 2i + 1, or i and i + rotary_dim / 2. The queries of a sequence stand one behind the other,
+// or all at its first position.
+enum RotaryFlags { kFloat32Tables = 1, kInterleaved = 2, kMoving = 4 };
+
 typedef unsigned short Bits;  // an element as it is stored
 
 DEVICE float float_of(Bits bits) {
@@ -62,7 +67,7 @@ DEVICE void store(Bits *to, Quad words, int count) {
 
 // `count` elements of a table from `first` on.
 DEVICE Piece<float> table_at(const Params &p, const void *table, long long first, int count) {
-  if (p.rotary_size == 4) return load((const float *)table + first, count);
+  if (p.rotary_flags & kFloat32Tables) return load((const float *)table + first, count);
   Piece<Bits> bits = load((const Bits *)table + first, count);
   Piece<float> piece;
 #pragma unroll
@@ -127,7 +132,7 @@ DEVICE void write_row(const Params &p, const Row &row) {
     if (piece >= rotations) {
       int column = row.rotated + (piece - rotations) * kPiece, count = min(row.columns - column, kPiece);
       store(to + column, __builtin_bit_cast(Quad, load(from + column, count)), count);
-    } else if (p.rotary_interleaved) {
+    } else if (p.rotary_flags & kInterleaved) {
       rotate<true>(p, from, to, piece * kPiece, row.position);
     } else {
       rotate<false>(p, from, to, piece * kPiece, row.position);
@@ -144,7 +149,7 @@ DEVICE bool find_row(const Params &p, int id, Row &row) {
     int index = id % p.seqlen_q;
     if (index >= s.stored_rows) return false;
     long long at = s.row0 + index;
-    int position = int_at(p.rotary_seqlens, s.batch) + index * p.rotary_step;
+    int position = int_at(p.rotary_seqlens, s.batch) + (p.rotary_flags & kMoving ? index : 0);
     row = Row{(const Bits *)p.q + s.row_batch * p.q_batch + at * p.q_row,
               (Bits *)p.out + s.row_batch * p.out_batch + at * p.out_row, p.q_head,
               p.out_head, p.heads_q, p.head_dim, p.rotary_dim, position};

@@ -7,9 +7,17 @@
 struct Mask {
   int low, high;
   int rows, keys, shift;
+#if BANDED
+  int chunk, origin;  // key 0's place among the chunks
+#endif
 };
 DEVICE Mask mask_of(const Params &p, const Sequence &s) {
   constexpr int kFar = 0x3fffffff;  // what is added to it does not overflow
+#if BANDED
+  return Mask{p.window_left >= 0 ? p.window_shift - min(p.window_left, kFar) : -kFar,
+              p.window_right >= 0 ? p.window_shift + min(p.window_right, kFar) : kFar, s.rows, s.keys,
+              s.shift, p.attention_chunk, p.k_start};
+#endif
   return Mask{p.window_left >= 0 ? -min(p.window_left, kFar) : -kFar,
               p.window_right >= 0 ? min(p.window_right, kFar) : kFar, s.rows, s.keys, s.shift};
 }
@@ -21,6 +29,13 @@ struct Range {
 };
 DEVICE Range rows_that_see(const Mask &mask, int key, int row) {
   int distance = key - row - mask.shift;
+#if BANDED
+  // No key that is there has a place below 0.
+  int begin = mask.chunk ? distance - (key + mask.origin) % (unsigned)mask.chunk : distance - mask.high;
+  int end = mask.chunk ? begin + mask.chunk - 1 : distance - mask.low;
+  return Range{max(begin, distance - mask.high),
+               key < mask.keys ? min(min(end, distance - mask.low), mask.rows - 1 - row) : -1};
+#endif
   return Range{distance - mask.high,
                key < mask.keys ? min(distance - mask.low, mask.rows - 1 - row) : -1};
 }

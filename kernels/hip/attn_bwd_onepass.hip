@@ -10,136 +10,15 @@
 //   dQ^T = K^T dS^T    of all keys, through LDS, a step later
 //
 // Steps overlap: while the matrix unit makes S and dP of a step, it makes dK, dV and dQ of the one before,
-// and the vector unit finds products to hide behind (see `Schedule`). One barrier a step.
-#include "bwd_inputs.h"
-#include "bwd_dq.h"
-#include "bwd_step.h"
-#include "bwd_terms.h"
-#include "schedule.h"
-
+// and the vector unit finds products to hide behind (see `Deal`). One barrier a step.
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(GENERAL) || !defined(TILES)
 #error "the plan defines DTYPE, HEAD_DIM, HEAD_DIM_V, GENERAL and TILES"
 #endif
 
-typedef Mma<DTYPE, 16> M;
-typedef M::Acc Acc;
-typedef Format<DTYPE> F;
+#include "bwd_turn.h"
+#include "schedule.h"
 
-constexpr int kWaves = 4;
-constexpr int kThreads = kWaves * kLanes;
-constexpr int kOwned = TILES * 16;         // keys of a wavefront
-constexpr int kBlock = kWaves * kOwned;    // of a workgroup
-constexpr int kSteps = HEAD_DIM / 32;      // of 16 bytes a lane along the head
-constexpr int kStepsV = HEAD_DIM_V / 32;
-constexpr int kShares = (HEAD_DIM / 16 + kWaves - 1) / kWaves;  // products of dQ^T of a wavefront
-typedef Exchange<kWaves, TILES, (HEAD_DIM > 128)> Swap;
-// Three buffers of columns do not fit 64 KB, and columns come to LDS a step later.
-constexpr bool kLate = HEAD_DIM + HEAD_DIM_V > 320;
-typedef Loads<HEAD_DIM, HEAD_DIM_V, kWaves, GENERAL && !kLate, kLate> Feed;
-typedef Scoring<DTYPE, TILES> General;
-
-// The same in all lanes, which the compiler does not know of a minimum of 64 bits or a v_med3.
-DEVICE void make_scalar(int &x) { x = __builtin_amdgcn_readfirstlane(x); }
-
-// ---- LDS ----------------------------------------------------------------------------------------
-
-typedef RowUnits<HEAD_DIM> RowsQ;
-typedef RowUnits<HEAD_DIM_V> RowsO;
-typedef ColumnUnits<HEAD_DIM> ColumnsQ;
-typedef ColumnUnits<HEAD_DIM_V> ColumnsO;
-
-// One step's rows, with -LSE and -delta of each; its columns; its dS.
-constexpr int kRowsO = RowsQ::Tile::kBytes;
-constexpr int kStates = kRowsO + RowsO::Tile::kBytes;
-constexpr int kRowsBytes = kStates + 2 * kStepRows * 4;
-constexpr int kColumnsO = ColumnsQ::kBytes;
-constexpr int kColumnsBytes = kColumnsO + ColumnsO::kBytes;
-constexpr int kSwapBytes = Swap::Tile::kBytes;
-constexpr int kLdsBytes = 2 * kRowsBytes + (kLate ? 2 : 3) * kColumnsBytes + 2 * kSwapBytes;
-
-// Where the loop finds them: of this step, of the next one and, where they are stored, of the one after.
-// What comes in turn is made from what all are together, in place: copies would stand at the loop's end.
-struct Buffers {
-  unsigned rows, rows_next;
-  unsigned columns, columns_next, columns_after;
-  unsigned swap, swap_next;
-  unsigned all_rows, all_columns, all_swaps;
-
-  METHOD Buffers(Lds lds) {
-    rows = (unsigned)lds;
-    rows_next = rows + kRowsBytes;
-    columns = rows_next + kRowsBytes;
-    columns_next = columns + kColumnsBytes;
-    columns_after = columns_next + kColumnsBytes;
-    swap = (kLate ? columns_next : columns_after) + kColumnsBytes;
-    swap_next = swap + kSwapBytes;
-    all_rows = rows + rows_next;
-    all_columns = columns + columns_next + (kLate ? 0 : columns_after);
-    all_swaps = swap + swap_next;
-  }
-  METHOD void turn_rows() {
-    rows = rows_next;
-    pin_scalar(rows);
-    rows_next = all_rows - rows;
-    pin_scalar(rows_next);  // or each address in it would be a subtraction
-  }
-  METHOD void turn_columns() {
-    columns = columns_next;
-    if (!kLate) columns_next = columns_after;
-    pin_scalar(columns);
-    if (kLate) columns_next = all_columns - columns;
-    pin_scalar(columns_next);
-    if (kLate) return;
-    columns_after = all_columns - columns - columns_next;
-    pin_scalar(columns_after);
-  }
-  METHOD void turn_swaps() {
-    swap = swap_next;
-    pin_scalar(swap);
-    swap_next = all_swaps - swap;
-    pin_scalar(swap_next);
-  }
-};
-
-// ---- what a wavefront has -----------------------------------------------------------------------
-
-// An integer that all lanes share and that is seldom needed: with score terms, in a vector register.
-struct Aside {
-  int x;
-
-  METHOD Aside(int x = 0) : x(x) {
-    if (GENERAL) pin(this->x);
-  }
-  METHOD operator int() const { return GENERAL ? __builtin_amdgcn_readfirstlane(x) : x; }
-  METHOD int operator++() { return *this = Aside(*this + 1); }
-};
-
-struct Context {
-  Sequence s;  // but for its number
-  Aside batch;
-  int first;  // key of this wavefront
-  float to_base_2;
-  Seen mine;  // rows that see them: a step is cut unless all rows see all keys
-
-  METHOD int own(int n) const { return first + n * 16 + M::column(); }
-  METHOD Sequence sequence() const {
-    Sequence x = s;
-    x.batch = batch;
-    return x;
-  }
-};
-
-struct Fixed {
-  Quad k[TILES][kSteps], v[TILES][kStepsV];
-  Quad transposed[kShares][Swap::kBlocks];  // of K: a share of the head, all keys
-};
-
-struct Gradients {
-  Acc k[TILES][2 * kSteps], v[TILES][2 * kStepsV];
-};
-
-// The element of product `t` of dQ^T, dK^T or dV^T that lane or register row `n` is.
-DEVICE int element_of(int t, int n) { return t / 2 * 32 + n * 2 + t % 2; }
+// ---- operands -----------------------------------------------------------------------------------
 
 template <int steps, typename Units>
 DEVICE void load_owned(const Context &c, Quad (&x)[TILES][steps], const Matrix &m) {
@@ -189,376 +68,9 @@ DEVICE void load_transposed(const Context &c, Fixed &x, const Matrix &m, int fir
   }
 }
 
-constexpr int kCarried = kSteps < 4 ? 1 : 2;  // slots whose reads come a turn before
+// ---- the first step, and the end ----------------------------------------------------------------
 
-// What a turn leaves for the next one.
-struct Scored {
-  Acc p[TILES];         // not yet rounded
-  Pair ds[TILES];
-  General::Scored general;  // in place of both
-  Quad columns[kCarried];  // the first ones
-  Acc dq[kShares];
-};
-
-// Which of the rows first + 4 part + 0 ... 3 see key `own`: bit r for register r of a product.
-DEVICE unsigned seen_bits(const Context &c, int own, int first) {
-  pin(own);  // or what follows from it would be kept for steps without a mask
-  Seen seen = rows_seeing(params_again(), c.s, own, own);
-  int low = max(seen.low - first, 0), high = min(seen.high - first, kStepRows);
-  if (own >= c.s.keys || low >= high) return 0;
-  return (0xffffu >> (kStepRows - high + low) << low) >> M::part() * kMmaPart;
-}
-
-// Lanes' places in LDS.
-struct Places {
-  int rows_q, rows_o, columns, swap, state;
-  int swap_to, swap_odd;  // where dS goes: of tiles in pairs, and of the odd one
-  unsigned sums;          // where dQ goes in a tile of sums, not in LDS
-
-  METHOD Places() {
-    int row = M::column(), part = M::part();
-    rows_q = RowsQ::Tile::place(row, part, 0);
-    rows_o = kRowsO + RowsO::Tile::place(row, part, 0);
-    columns = (part * 16 + (row ^ (row >> 3 & 1))) * kUnitBytes;
-    swap = Swap::Tile::place(row, part, 0);
-    state = kStates + part * 16;
-    int to = Swap::Tile::place(4 * part, row / 4, 0) + row % 4 * 4;
-    swap_to = to + Swap::block(wave_index(), 0) * kUnitBytes;
-    swap_odd = to + Swap::block(wave_index(), TILES - 1) * kUnitBytes + Swap::half(wave_index(), TILES - 1) * 2;
-    sums = (wave_index() * kShares * 4 * kLanes + lane_index()) * 4;
-    pin(sums);
-    pin(rows_q);
-    pin(rows_o);
-    pin(columns);
-    pin(swap);
-    pin(state);
-    pin(swap_to);
-    pin(swap_odd);
-  }
-};
-
-typedef __attribute__((address_space(3))) unsigned short *LdsHalves;
-
-// Rows r and r + 1 of dS of tile n.
-DEVICE void exchange(const Places &at, unsigned swap, int n, int r, unsigned two) {
-  bool odd = TILES % 2 && n == TILES - 1;
-  Lds to = (Lds)(swap + (odd ? at.swap_odd : at.swap_to + n / 2 * kUnitBytes + n % 2 * 2) + r * Swap::Tile::kRowBytes);
-  *(LdsHalves)to = (unsigned short)two;
-  *(LdsHalves)(to + Swap::Tile::kRowBytes) = (unsigned short)(two >> 16);
-}
-
-// ---- a turn of the loop -------------------------------------------------------------------------
-
-// Products come in slots, each with what one read of 16 bytes brings, which came kLead products before.
-// In their order: half of dK of a step and, a step further, S; the rest of dK; dP of the further step; then
-// dQ and dV. What comes first has been in LDS for a step, what makes S waited for the barrier.
-constexpr int kSlotS = kSteps / 2;
-constexpr int kSlotK = kSlotS + kSteps;  // the rest of dK
-constexpr int kSlotP = 2 * kSteps;
-constexpr int kSlotQ = kSlotP + kStepsV;
-constexpr int kSlotV = kSlotQ + Swap::kBlocks;
-constexpr int kSlots = kSlotV + kStepsV;
-
-// The first product of each.
-constexpr int kAtS = kSlotS * 2 * TILES;
-constexpr int kAtK = kSlotK * 2 * TILES;
-constexpr int kAtP = kSlotP * 2 * TILES;
-constexpr int kAtQ = kAtP + kStepsV * 2 * TILES;
-constexpr int kAtV = kAtQ + Swap::kBlocks * 2 * kShares;
-constexpr int kProducts = kAtV + kStepsV * 2 * TILES;
-
-// Of 16 clocks; LDS takes 64 to 128. Both by the timing model: at 128, 12 and a quarter for 9 and a half
-// below is 0.826 in place of 0.853, at 64 9 for 12 is 0.729 in place of 0.736. With score terms registers are
-// few, and the vector unit is what is waited for.
-constexpr int kLead = HEAD_DIM > 96 ? GENERAL ? 8 : 9 : 12;
-static_assert(kCarried <= kSlotS, "what is read before the barrier is dK's");
-
-// The first product of a slot.
-DEVICE constexpr int at_of(int slot) {
-  if (slot < kSlotQ) return slot * 2 * TILES;
-  if (slot < kSlotV) return kAtQ + (slot - kSlotQ) * 2 * kShares;
-  return kAtV + (slot - kSlotV) * 2 * TILES;
-}
-
-// Between two products fit three instructions of the vector unit (or one exponential, and one clock in
-// five is lost). What comes where, in products: until S is made, P is rounded, what was loaded goes to LDS,
-// and dQ of the step before is added; then loads; P is made beside the rest of dK, dP and a part of dQ,
-// where it is cut; then dS, which is in LDS a few products before the barrier.
-constexpr int kCutBlock = Swap::kBlocks / (HEAD_DIM > 96 ? 2 : 4);
-constexpr int kCutSlot = kSlotQ + kCutBlock;
-constexpr int kAtCut = kAtQ + kCutBlock * 2 * kShares;
-// The barrier is before the last product, which goes on meanwhile. Where what the next turn begins with comes
-// only in this one, it is behind it that this is read, and the products that are left wait for nothing.
-constexpr int kAtBarrier = kLate ? kProducts - 10 : kProducts - 2;
-constexpr int kAtEnd = kAtBarrier - 6;
-// From here on what is read is the next turn's.
-constexpr int kAtCarry = kLate ? kAtBarrier : kProducts - 2 * 2 * TILES;  // or two slots before the end
-static_assert(at_of(kSlots - 1) - kLead < kAtCarry, "all columns of this turn are read by then");
-
-// Whether the i-th of `count` things, spread evenly over the products `from` ... `to`, comes with product m.
-DEVICE constexpr bool comes(int m, int i, int count, int from, int to) {
-  return m == from + i * (to - from) / count;
-}
-
-// Where the loop is: what comes next of each kind, through the heads of the group.
-struct Walk {
-  Aside start;       // row
-  Aside end;         // row
-  Aside steps;       // of a head
-  Aside group_end;   // head behind the last
-  int row;           // whose scores are made
-  Aside head;        // and of which head, where that matters
-  Aside fed_head;    // of the loads,
-  int fed;           // and the steps that are left
-  Aside added_head;  // the same of dQ
-  int added;
-  char *sums;        // where dQ is added
-  Aside sums_step;   // bytes from step to step
-  int sums_bytes;    // of a tile, at first 0, when there is no dQ yet: all is beyond the buffer
-
-  METHOD void seek(const Context &c, Feed &feed) const {
-    const Params &p = params_again();
-    Sequence s = sequence_of(p, c.batch);
-    feed.seek(q_of(p, s, fed_head), dout_of(p, s, fed_head), states_of(p, s, fed_head), start, c.s.rows);
-  }
-  METHOD void feed_on(const Context &c, Feed &feed) {
-    if (__builtin_expect(--fed != 0, 1)) return;
-    fed = steps;
-    feed.left = 0;
-    if (++fed_head < group_end) seek(c, feed);
-  }
-  METHOD void score_on(const Context &c, General &general) {
-    row += kStepRows;
-    if (__builtin_expect(row >= end, 0)) {
-      row = start;
-      head = min(head + 1, group_end - 1);  // behind the last step its head again
-      if (GENERAL) general.seek(c.sequence(), head);
-    }
-    pin_scalar(row);
-  }
-  METHOD void seek_sums(const Context &c) {
-    const Params &p = params_again();
-    Sequence s = sequence_of(p, c.batch);
-    sums = (char *)p.dq_accum + sum_tile(p, s, start, added_head) * (kSumRows * HEAD_DIM * 4);
-  }
-  METHOD void add_on(const Context &c) {
-    if (__builtin_expect(--added != 0, 1)) return;
-    added = steps;
-    if (++added_head < group_end) seek_sums(c);
-  }
-};
-
-// A register of dQ^T. Without a value that returns, an addition is done when memory has it; the next
-// kernel comes after it. Scope: workgroups that share a tile may be on any die. Additions skip L1, and
-// leave sc1 at 0, which is the scope of the agent, all its dies (LLVM's memory model for gfx942).
-DEVICE void add(const Places &at, const Walk &walk, const Acc (&dq)[kShares], int i) {
-  auto to = buffer(walk.sums, walk.sums_bytes);
-  __builtin_amdgcn_raw_ptr_buffer_atomic_fadd_f32(dq[i / 4][i % 4], to, at.sums + i * kLanes * 4, 0, 0);
-}
-
-// What lives within a turn. Apart from Turn, whose references the compiler has to see through before it
-// has unrolled what indexes these.
-struct Values {
-  Acc s[TILES], dp[TILES], dq[kShares];
-  Pair p[TILES], ds[TILES];  // of the step before
-  float exponent[TILES][4];
-  Acc minus_lse, minus_delta;
-  Quad fragment[kSlots + kCarried];
-  int cut;  // below 0: some row of the step does not see some key
-};
-
-struct Turn {
-  const Context &c;
-  const Places &at;
-  const Fixed &fixed;
-  Gradients &grad;
-  Feed &feed;
-  Scored &scored;  // of the step before, then of this
-  Buffers &lds;
-  Walk &walk;
-  General &general;
-  Values &v;
-
-  // Of dK.
-  static METHOD int pair_of(int slot) { return slot < kSlotS ? slot : slot - kSteps; }
-
-  METHOD void read(int slot) {
-    Quad &x = v.fragment[slot];
-    if (slot >= kSlots)
-      x = read_unit(lds.columns + at.columns + (slot - kSlots) * ColumnsQ::kPairBytes);
-    else if (slot >= kSlotV)
-      x = read_unit(lds.columns + kColumnsO + at.columns + (slot - kSlotV) * ColumnsQ::kPairBytes);
-    else if (slot >= kSlotQ)
-      x = read_unit(lds.swap + at.swap + (slot - kSlotQ) * kUnitBytes);
-    else if (slot >= kSlotP)
-      x = read_unit(lds.rows + at.rows_o + (slot - kSlotP) * kUnitBytes);
-    else if (slot >= kSlotS && slot < kSlotK)
-      x = read_unit(lds.rows + at.rows_q + (slot - kSlotS) * kUnitBytes);
-    else
-      x = read_unit(lds.columns + at.columns + pair_of(slot) * ColumnsQ::kPairBytes);
-  }
-
-  // Product i of a slot.
-  METHOD void multiply(int slot, int i) {
-    const Quad &x = v.fragment[slot];
-    if (slot < kSlotS || (slot >= kSlotK && slot < kSlotP)) {
-      int n = i % TILES, t = pair_of(slot) * 2 + i / TILES;
-      grad.k[n][t] = M::mma(i / TILES ? x.zw : x.xy, v.ds[n], grad.k[n][t]);
-    } else if (slot < kSlotK) {
-      int n = i % TILES, step = slot - kSlotS;
-      const Quad &k = fixed.k[n][step];
-      v.s[n] = i < TILES ? M::mma(x.xy, k.xy, step ? v.s[n] : Acc{0}) : M::mma(x.zw, k.zw, v.s[n]);
-    } else if (slot < kSlotQ) {
-      int n = i % TILES, step = slot - kSlotP;
-      const Quad &y = fixed.v[n][step];
-      Acc from = GENERAL ? Acc{0} : v.minus_delta;
-      v.dp[n] = i < TILES ? M::mma(x.xy, y.xy, step ? v.dp[n] : from) : M::mma(x.zw, y.zw, v.dp[n]);
-    } else if (slot < kSlotV) {
-      int t = i % kShares, b = slot - kSlotQ;
-      const Quad &k = fixed.transposed[t][b];
-      v.dq[t] = i < kShares ? M::mma(k.xy, x.xy, b ? v.dq[t] : Acc{0}) : M::mma(k.zw, x.zw, v.dq[t]);
-    } else {
-      int n = i % TILES, t = (slot - kSlotV) * 2 + i / TILES;
-      grad.v[n][t] = M::mma(i / TILES ? x.zw : x.xy, v.p[n], grad.v[n][t]);
-    }
-  }
-
-  // What the other units do behind product m.
-  METHOD void beside(int m) {
-#pragma unroll
-    for (int i = 0; i < 2 * TILES; ++i)
-      if (!GENERAL && comes(m, i, 2 * TILES, 0, kAtK - 1)) {
-        unsigned two = F::half_up(scored.p[i / 2][i % 2 * 2], scored.p[i / 2][i % 2 * 2 + 1]);
-        pin(two);
-        v.p[i / 2][i % 2] = two;
-      }
-#pragma unroll
-    for (int i = 0; i < Feed::kStores; ++i)
-      if (comes(m, i, Feed::kStores, 1, kAtK - 2))
-        feed.store(i, lds.rows_next, kLate ? lds.columns_next : lds.columns_after);
-#pragma unroll
-    for (int i = 0; i < 4 * kShares; ++i)
-      if (comes(m, i, 4 * kShares, kAtS + 1, kAtK)) add(at, walk, scored.dq, i);
-    if (GENERAL && m == kAtS + 1) general.add_dots(scored.general, c.sequence(), walk.head, walk.row);
-    if (GENERAL && m == kAtS + 2) walk.score_on(c, general);
-    if (GENERAL && m == kAtK - 3) general.load_bias(c.sequence(), walk.head, walk.row);
-    if (m == kAtK - 2) feed.prepare();
-#pragma unroll
-    for (int i = 0; i < Feed::kLoads; ++i)
-      if (comes(m, i, Feed::kLoads, kAtK, kAtP)) feed.load(i);
-#pragma unroll
-    for (int i = 0; !GENERAL && i < 4 * TILES; ++i) {
-      float &x = v.exponent[i / 4][i % 4];
-      if (comes(m, i, 4 * TILES, kAtK + 3, kAtCut - 2)) {
-        x = __builtin_fmaf(v.s[i / 4][i % 4], c.to_base_2, v.minus_lse[i % 4]);
-        pin(x);
-      }
-      if (comes(m - 1, i, 4 * TILES, kAtK + 3, kAtCut - 2)) {
-        x = exp2(x);
-        pin(x);
-        scored.p[i / 4][i % 4] = x;
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < 2 * TILES; ++i) {
-      int n = i / 2, r = i % 2 * 2;
-      if (GENERAL) {
-        if (comes(m, i, 2 * TILES, kAtCut, kAtEnd)) exchange(at, lds.swap_next, n, r, scored.general.ds[n][i % 2]);
-        continue;
-      }
-      if (comes(m, i, 2 * TILES, kAtCut, kAtEnd))
-        for (int j = r; j < r + 2; ++j) {
-          float x = v.dp[n][j] * scored.p[n][j];
-          pin(x);
-          v.dp[n][j] = x;
-        }
-      if (comes(m - 1, i, 2 * TILES, kAtCut, kAtEnd)) {
-        unsigned two = F::half_up(v.dp[n][r], v.dp[n][r + 1]);
-        pin(two);
-        scored.ds[n][i % 2] = two;
-      }
-      if (comes(m - 2, i, 2 * TILES, kAtCut, kAtEnd)) exchange(at, lds.swap_next, n, r, scored.ds[n][i % 2]);
-    }
-    if (m == kAtP + 1) walk.sums += walk.sums_step;
-    if (m == kAtP + 2) walk.sums_bytes = kSumRows * HEAD_DIM * 4;
-    if (m == kAtP + 3) walk.add_on(c);
-    if (m == kAtP + 5) feed.advance();
-    if (m == kAtP + 6) feed.advance_states();
-    if (m == kAtP + 7) walk.feed_on(c, feed);
-    if (m == kAtQ) lds.turn_rows();
-    if (!GENERAL && m == kAtQ + 1) {
-      walk.row = walk.row + kStepRows < walk.end ? walk.row + kStepRows : (int)walk.start;
-      pin_scalar(walk.row);
-    }
-    if (m == kAtQ + 2) {
-      v.cut = (walk.row - c.mine.all_low) | (c.mine.all_high - kStepRows - walk.row);
-      pin_scalar(v.cut);
-    }
-    if (m == kAtEnd + 4) lds.turn_swaps();
-    if (m == kAtBarrier) barrier();
-    if (kLate && m == kAtCarry) carry();
-  }
-  // Reads all that the next turn begins with.
-  METHOD void carry() {
-    lds.turn_columns();
-    for (int i = 0; i < kCarried; ++i) read(kSlots + i);
-  }
-  METHOD void mask(int first) {
-#pragma unroll
-    for (int n = 0; n < TILES; ++n) {
-      unsigned seen = seen_bits(c, c.own(n), first);
-#pragma unroll
-      for (int r = 0; r < 4; ++r) scored.p[n][r] = where(seen, r, scored.p[n][r]);
-    }
-  }
-  METHOD void weigh() {
-    auto masked = [&](Acc (&x)[TILES]) {
-      if (v.cut >= 0) return;
-#pragma unroll
-      for (int n = 0; n < TILES; ++n) {
-        unsigned seen = seen_bits(c, c.own(n), walk.row);
-#pragma unroll
-        for (int r = 0; r < 4; ++r) x[n][r] = where(seen, r, x[n][r]);
-      }
-    };
-    // The rows that came before those of this turn are still there.
-    general.weigh(scored.general, v.s, v.dp, lds.rows_next + at.state, c.sequence(), walk.head, walk.row, masked);
-  }
-  METHOD void run() {
-    int m = 0;
-#pragma unroll
-    for (int n = 0; n < TILES; ++n) {
-      v.ds[n] = GENERAL ? scored.general.ds[n] : scored.ds[n];
-      if (GENERAL) v.p[n] = scored.general.p[n];
-    }
-    for (int i = 0; i < kCarried; ++i) v.fragment[i] = scored.columns[i];
-#pragma unroll
-    for (int slot = 0; slot < kSlots; ++slot) {
-      if (GENERAL && slot == kCutSlot) weigh();
-      if (!GENERAL && slot == kCutSlot && __builtin_expect(v.cut < 0, 0)) mask(walk.row);
-      if (!GENERAL && slot == kSlotS) {
-        v.minus_lse = read_four(lds.rows + at.state);
-        v.minus_delta = read_four(lds.rows + at.state + kStepRows * 4);
-      }
-      if (!kLate && slot == kSlots - 2) carry();  // the barrier waits for it
-      int products = at_of(slot + 1) - at_of(slot);
-#pragma unroll
-      for (int i = 0; i < products; ++i) {
-#pragma unroll
-        for (int ahead = kCarried; ahead < kSlots; ++ahead)
-          if (max(at_of(ahead) - kLead, 0) == m) read(ahead);
-        fence();
-        multiply(slot, i);
-        beside(m++);
-        fence();
-      }
-    }
-    for (int i = 0; i < kCarried; ++i) scored.columns[i] = v.fragment[kSlots + i];
-    for (int t = 0; t < kShares; ++t) scored.dq[t] = v.dq[t];
-  }
-};
-
-// The first step of all: scores without a turn.
+// Scores without a turn.
 DEVICE void begin(const Context &c, const Places &at, const Fixed &fixed, const Buffers &lds,
                   Scored &scored, General &general, int head, int first) {
   Acc minus_lse = read_four(lds.rows + at.state), minus_delta = read_four(lds.rows + at.state + kStepRows * 4);
@@ -605,8 +117,6 @@ DEVICE void begin(const Context &c, const Places &at, const Fixed &fixed, const 
   for (int i = 0; i < kCarried; ++i)
     scored.columns[i] = read_unit(lds.columns + at.columns + i * ColumnsQ::kPairBytes);
 }
-
-// ---- the end ------------------------------------------------------------------------------------
 
 // What is not owned lies outside the buffer and is not written. A width is a multiple of 8.
 template <int tiles>
@@ -668,6 +178,7 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd_onepass(Params p) {
     Feed feed(q_of(again, c.s, head), dout_of(again, c.s, head), kRowsO, kColumnsO, kStates);
     walk.seek(c, feed);
     auto load = [&] {
+      feed.prepare_rows();
       feed.prepare();
 #pragma unroll
       for (int i = 0; i < Feed::kLoads; ++i) feed.load(i);
@@ -683,7 +194,7 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd_onepass(Params p) {
     barrier();  // K^T has been where tiles come
     store(lds.rows, lds.columns, !kLate);
     load();
-    store(lds.rows_next, kLate ? lds.columns : lds.columns_next, true);
+    store(lds.rows_next, kLate ? lds.columns : lds.columns_next(), true);
     load();
     barrier();
     Places at;
@@ -698,11 +209,12 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd_onepass(Params p) {
     walk.sums_step = params_again().heads_q * (kSumRows * HEAD_DIM * 4);
     walk.sums -= walk.sums_step;
     walk.sums_bytes = 0;
-    for (int n = group * steps; n > 0; --n) {
+    walk.turns = group * steps;
+    do {
       Values values;
       Turn turn{c, at, fixed, grad, feed, scored, lds, walk, general, values};
       turn.run();
-    }
+    } while (walk.turns);
 #pragma unroll
     for (int i = 0; i < 4 * kShares; ++i) add(at, walk, scored.dq, i);
   }

@@ -18,6 +18,9 @@
 #ifndef KEY_DTYPE  // of K and V
 #define KEY_DTYPE DTYPE
 #endif
+#ifndef LATENT  // whether V is the first elements of K
+#define LATENT 0
+#endif
 
 #include "arguments.h"
 #include "decode_load.h"
@@ -35,6 +38,7 @@ struct Shared {
   };
   float maximum[kWaves][TILES][kGroup], total[kWaves][TILES][kGroup];
   ScaleTable scales[kFloat8 ? kWaves : 0];
+  Turn turns[LATENT ? kWaves : 0];
 };
 
 // A workgroup's part of the problem.
@@ -98,6 +102,12 @@ DEVICE void finish(Acc &s, const Params &p, const Sequence &sequence, const Bloc
     s *= kLog2E;
   }
   if (first >= b.all_low && first + kGroup <= b.all_high) return;
+  if (BANDED) {
+    Seen seen = keys_seen(params_again(), sequence, lines.row[t], lines.row[t]);
+    for (int r = 0; r < 4; ++r)
+      if (key + r < seen.low || key + r >= min(seen.high, b.stop)) s[r] = -INFINITY_F;
+    return;
+  }
   int left = p.window_left < 0 ? -0x7fffffff : -p.window_left;
   int right = p.window_right < 0 ? 0x7fffffff : p.window_right;
   for (int r = 0; r < 4; ++r)
@@ -143,7 +153,7 @@ DEVICE Factors factors_of(State &state, const ScaleTable &table, int n) {
   return factors;
 }
 
-DEVICE void step(State &state, const Group &group, const Factors &factors, const Params &p,
+DEVICE void step(State &state, Shared &shared, const Group &group, const Factors &factors, const Params &p,
                  const Sequence &sequence, const Block &b, const Lines &lines, int first) {
   Pair w[TILES];
   for (int t = 0; t < TILES; ++t) {
@@ -151,6 +161,16 @@ DEVICE void step(State &state, const Group &group, const Factors &factors, const
     if (kFloat8) s *= factors.k * lines.scale[t];
     finish(s, p, sequence, b, lines, t, first);
     w[t] = weights(state, t, s, factors);
+  }
+  if constexpr (LATENT) {
+    Group values;
+    for (int e = 0; e < kElements; ++e) {
+      if (e % kTurnProducts == 0)
+        turn_values(values, shared.turns[wave_index()], group, e / kTurnProducts);
+      Pair v = value_operand(values, e);
+      for (int t = 0; t < TILES; ++t) state.o[t][e] = M::mma(v, w[t], state.o[t][e]);
+    }
+    return;
   }
   for (int e = 0; e < kElements; ++e) {
     Pair v = value_operand(group, e);
@@ -242,7 +262,7 @@ DEVICE void attend(State &state, Shared &shared, const Params &p, const Sequence
   auto advance = [&](const Group &group, int n, int i) {  // the i-th of its round
     Factors factors{};
     if (kFloat8) factors = factors_of(state, shared.scales[wave_index()], i);
-    step(state, group, factors, p, s, b, lines, begin + n * kStride);
+    step(state, shared, group, factors, p, s, b, lines, begin + n * kStride);
   };
   Group group[kStages];
   look(0);

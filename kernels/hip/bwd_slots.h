@@ -51,11 +51,13 @@ DEVICE void elements_of(int product, Work work) {
 constexpr int kEarly = M::kRegisters / 2, kEarlyElements = kElements / 2;
 // The transposed stores come first, then, in the place of each piece's registers, the loads of the next tile,
 // whose rows are stored well before the barrier that they have to pass.
-DEVICE constexpr int turn_of_column(int move) { return turn(move, kMoves, 0, kFirstP * 3 / 4); }
+// At 64 the loads would come too late (rows: 0.73 to 0.82 of the matrix unit in place of 0.77 to 0.82).
+constexpr int kColumnsEnd = HEAD_DIM > 64 ? kFirstP : kFirstP * 3 / 4;
+DEVICE constexpr int turn_of_column(int move) { return turn(move, kMoves, 0, kColumnsEnd); }
 DEVICE constexpr int turn_of_load(int move) { return turn_of_column(move / 4 * 4 + 3) + 1 + move % 4; }
 // Where keys are owned, -LSE and -delta of the next tile come among the products for dV.
 constexpr int kStates = 2 * kFours;
-DEVICE constexpr int turn_of_state(int n) { return turn(n, kStates, kFirstV, kFirstG); }
+DEVICE constexpr int turn_of_state(int n) { return turn(n, kStates, kFirstV + 2, kFirstG + 2); }
 // What is loaded in the next turn of the loop is found among the products for dK.
 DEVICE constexpr int turn_of_next(int n) { return kFirstG + 1 + n; }
 DEVICE constexpr int turn_of_row(int move) {
@@ -86,24 +88,26 @@ struct Next {
     a = pass.a.row(pass.start);
     b = pass.b.row(pass.start);
     left = pass.c.streamed() - pass.start;
-    for (int part = 2; part < kParts; ++part) advance(pass, part);
+    for (int part = 3; part < kParts; ++part) advance(pass, part);
   }
   // In parts, each beside a product of its own.
-  static constexpr int kParts = 5;
+  static constexpr int kParts = 6;
   METHOD void advance(const Pass &pass, int part) {
     if (part == 0) {
       a += kTile * pass.a.row_bytes;
-      left -= kTile;
       pin_scalar(a);
     } else if (part == 1) {
+      left -= kTile;
+      pin_scalar(left);
+    } else if (part == 2) {
       b += kTile * pass.b.row_bytes;
       pin_scalar(b);
-    } else if (part == 2) {
+    } else if (part == 3) {
       rows = max(left, 0);
       pin_scalar(rows);  // or min and max become v_med3, of which the compiler does not know that lanes agree
       rows = min(rows, kTile);
       pin_scalar(rows);
-    } else if (part == 3) {
+    } else if (part == 4) {
       bytes_a = bytes_of(pass.a, rows);
       pin_scalar(bytes_a);
     } else {
@@ -215,7 +219,7 @@ DEVICE void run_in_slots(Pass &pass, const Quad (&x)[COLUMNS][kSteps], const Qua
   int step = 0, first = pass.start, next_first = pass.start;
   auto advance = [&](int part) {
     next.advance(pass, part);
-    if (part) return;
+    if (part != 1) return;
     next_first += kTile;
     if (__builtin_expect(++step == pass.steps, 0) && --pass.heads) {
       step = 0;
@@ -233,10 +237,10 @@ DEVICE void run_in_slots(Pass &pass, const Quad (&x)[COLUMNS][kSteps], const Qua
   barrier();  // the first rows are there
   read(fragments[0], lds, bases, 0);
   for (; count > 0; --count) {
-    bool cut = first < pass.mine.all_low || first + kTile > pass.mine.all_high;
     Acc s[COLUMNS], dp[COLUMNS];
     Rounded p_rounded, ds_rounded;
     int after = next_first;
+    int cut;  // below 0: the tile is not seen as a whole
     auto differ_element = [&](int e) {
       int r = register_of(e), n = column_of(e);
       dp[n][r] *= s[n][r];
@@ -252,6 +256,11 @@ DEVICE void run_in_slots(Pass &pass, const Quad (&x)[COLUMNS][kSteps], const Qua
       fence();
       auto work = [&](int product) {
         product += slot * kPerSlot;
+        fence();  // or some of it would come before the product
+        if (product == kFirstP) {
+          cut = (first - pass.mine.all_low) | (pass.mine.all_high - kTile - first);
+          pin_scalar(cut);
+        }
 #pragma unroll
         for (int i = 0; i < kMoves; ++i) {
           if (product == turn_of_column(i))
@@ -298,7 +307,7 @@ DEVICE void run_in_slots(Pass &pass, const Quad (&x)[COLUMNS][kSteps], const Qua
       else
         accumulate_slot(grad_x, ready, ds_rounded, slot - kEndV, work);
       if (slot == kEndP - 1) {
-        if (cut)
+        if (__builtin_expect(cut < 0, 0))
 #pragma unroll
           for (int n = 0; n < COLUMNS; ++n) {
             mask(s[n], seen_bits(c, c.own(n), first));

@@ -128,6 +128,7 @@ struct Loads {
   Piece piece[kMine];
   const float *states;  // of the next step's first row: -LSE or -delta
   int left;             // rows from there on
+  int rows;             // of them in the next step
   int state_place;  // in LDS
   unsigned state_offset;
   unsigned state;
@@ -191,9 +192,12 @@ struct Loads {
     pin_scalar(left);
   }
 
-  // Once before the loads of a step.
+  // Both once before the loads of a step.
+  METHOD void prepare_rows() {
+    rows = min(left, kStepRows);
+    pin_scalar(rows);
+  }
   METHOD void prepare() {
-    int rows = min(left, kStepRows);
     for (int n = 0; n < kMine; ++n) {
       piece[n].bytes = step_bytes(rows, piece[n].row_bytes, piece[n].width);
       pin_scalar(piece[n].bytes);

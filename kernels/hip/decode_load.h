@@ -4,6 +4,8 @@
 //      dimension is free, so that both halves of a load are operands; the query's are alike.
 //   V  lane l holds 4 keys, of each head_dim_v / 16 neighbouring elements: 16 lanes load one whole
 //      row. Row i of product j is element 8 i + j (of 128), and v_perm brings its 4 keys together.
+//      Where V is a view of K (LATENT) it is not loaded: keys pass from registers through LDS, 256 bytes
+//      of each at a time, and come back in this form.
 // Float8 keys and values stay 8 bits wide in registers until the step that multiplies them: there
 // they become DTYPE, exactly. Of K a lane holds 16 of every 64 elements, then 8 of the last 32.
 #pragma once
@@ -34,6 +36,21 @@ constexpr __device__ int dim_of(int e, int row) {
   if (e < kWide) return e / 8 * 128 + row * 8 + e % 8;
   if (e < kMiddle) return kWide * 16 + row * 4 + (e - kWide);
   return kMiddle * 16 + row * 2 + (e - kMiddle);
+}
+
+// Keys on their way to values, 256 bytes of each of a group, in pieces of 16 bytes.
+constexpr int kTurnBytes = 256;
+constexpr int kTurnProducts = kTurnBytes / kSize / 16;
+struct Turn {
+  Quad piece[kGroup][kTurnBytes / 16];
+};
+static_assert(!LATENT || HEAD_DIM_V * kSize % kTurnBytes == 0, "turns are whole");
+
+// Where a key's piece lies in its row. Eight lanes write the same piece of neighbouring keys, and read four
+// neighbouring pieces of one key with the four next to them of the fourth key behind: both touch every bank
+// once.
+constexpr __device__ int place_of_piece(int piece, int key) {
+  return piece ^ ((key >> 1 & 3) | (key & 1) << 2);
 }
 
 struct Group {
@@ -102,7 +119,7 @@ DEVICE void wave_fence() {
 DEVICE void write_row(RowTable &rows, int n, const Source &k, const Source &v, int page, int row) {
   if (n < kKeys) {
     rows.k[n] = (page * k.batch_stride + row * k.row_stride) * kSize;
-    rows.v[n] = (page * v.batch_stride + row * v.row_stride) * kSize;
+    if constexpr (!LATENT) rows.v[n] = (page * v.batch_stride + row * v.row_stride) * kSize;
   }
 }
 
@@ -157,11 +174,33 @@ DEVICE void load(Group &group, const RowTable &rows, int n, const Source &k, con
   for (int c = 0; c < kKeyPieces; ++c) load_key<16>(group.k + c * 4, key, c * 4 + M::part(), k);
   if (kHalfPieces)
     load_key<8>(group.k + kKeyPieces * 4, key, kKeyPieces * 8 + M::part(), k);
+  if constexpr (LATENT) return;
   for (int i = 0; i < 4; ++i) {
     const char *value = v.base + rows.v[n * kGroup + M::part() * 4 + i];
     for (int e = 0; e < kWide; e += 8) load_value<8>(group.v[i], value, e, v);
     for (int e = kWide; e < kMiddle; e += 4) load_value<4>(group.v[i], value, e, v);
     for (int e = kMiddle; e < kElements; e += 2) load_value<2>(group.v[i], value, e, v);
+  }
+}
+
+// The values of the `c`-th 256 bytes of the keys of `group`, as `load` leaves them. A wavefront's own: what
+// it writes to LDS and reads there stays in order.
+DEVICE void turn_values(Group &values, Turn &turn, const Group &group, int c) {
+  wave_fence();
+  for (int j = 0; j < 4; ++j) {
+    const unsigned *k = group.k + (c * 4 + j) * 4;
+    int place = place_of_piece(j * 4 + M::part(), M::column());
+    turn.piece[M::column()][place] = Quad{k[0], k[1], k[2], k[3]};
+  }
+  wave_fence();
+  for (int i = 0; i < 4; ++i) {
+    int key = M::part() * 4 + i;
+    for (int e = 0; e < kTurnProducts; e += 8) {
+      int byte = (e / 8 * 128 + M::column() * 8) * kSize;
+      typename Bytes<8 * kSize>::Type x;
+      x = *(decltype(x) *)((const char *)&turn.piece[key][place_of_piece(byte / 16, key)] + byte % 16);
+      __builtin_memcpy(values.v[i] + (c * kTurnProducts + e) * kSize / 4, &x, 8 * kSize);
+    }
   }
 }
 

@@ -332,8 +332,9 @@ DEVICE void finish_scores(const Context &c, const Scales &scales, Scores &s, int
   if (SCORE != PLAIN || cut) find_largest(s, largest);
 }
 
-// Brings accumulator and sum to a new base where a maximum has outgrown the old one by kLag, and the
-// accumulator to the scale of the values that come, `next`.
+// Brings accumulator and sum to a new base where a maximum has outgrown the old one by kLag, of that row
+// alone, whose bits are then the same whatever the wavefront's other rows are; and the accumulator to the
+// scale of the values that come, `next`.
 DEVICE void raise(const Context &c, const Scales &scales, const Scales &next,
                   const float (&largest)[kColumns], Row (&row)[kColumns], Output &o) {
   bool outgrown = false;
@@ -342,7 +343,7 @@ DEVICE void raise(const Context &c, const Scales &scales, const Scales &next,
   if (!__builtin_amdgcn_ballot_w64(outgrown) && scales.v == next.v) return;
   for (int n = 0; n < kColumns; ++n) {
     float highest = M::column_max(largest[n] * (c.to_base_2[n] * next.k)) - kPeak;
-    float raised = __builtin_fmaxf(row[n].base, highest);
+    float raised = highest > row[n].base + kLag ? highest : row[n].base;
     float factor = exp2(row[n].base - raised);
     row[n].base = raised;
     row[n].total *= factor;

@@ -150,4 +150,8 @@ def missing(backend: Backend, problem: Problem) -> list[str]:
     ]
     if {"fp8", "backward"} <= problem.features:
         reasons.append("float8 has no backward")
+    if "batch_invariant" in problem.features and problem.features & {"chunk", "negative_edge"}:
+        reasons.append("batch invariance is not implemented for chunks and negative edges")
+    if {"latent", "batch_invariant"} <= problem.features:
+        reasons.append("latent attention is not batch-invariant: its keys are split by the batch")
     return reasons

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 _SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
 _DTYPES = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e4m3fnuz")
+_CHUNK = 8192  # Llama 4's
 _PAGE_SIZE = 256
+_TOPK = 2048  # DeepSeek-V3.2's
 SEQLEN = (8192, 8192)  # the default
 _LARGEST = 2**31 - 1  # lengths and offsets are int32
 _MOST_BYTES = 2**63 - 1  # of one tensor, as PyTorch counts them
@@ -44,7 +46,7 @@ def _size(text: str) -> int:
 def _window(text: str) -> tuple[int | None, int | None]:
     parts = [part.strip() for part in text.split(",")]
     edges = [None if part in ("none", "-1") else part for part in parts]
-    if len(edges) != 2 or not all(edge is None or edge.isdecimal() for edge in edges):
+    if len(edges) != 2 or not all(e is None or e.removeprefix("-").isdecimal() for e in edges):
         raise argparse.ArgumentTypeError(f"expected two numbers or none, as 256,0; got {text!r}")
     left, right = (None if edge is None else int(edge) for edge in edges)
     return left, right
@@ -111,7 +113,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--window",
         type=_window,
         metavar="L,R",
-        help="keys to the left and right of each query; none is unlimited (default: no window)",
+        help="keys to the left and right of each query; none is unlimited, and a number below -1 "
+        "leaves out keys around the query's own, as in --window=256,-8 (default: no window)",
     )
     group.add_argument(
         "--features",
@@ -148,16 +151,17 @@ def shape(options: argparse.Namespace) -> Shape:
     """The same as sizes alone: a dense attention of the longest sequences, without score terms."""
     import torch
 
+    from .. import validate
     from ..traffic import Shape
 
-    left, right = options.window or (None, None)
-    if options.causal:
-        right = 0 if right is None else min(right, 0)
+    left, right, shift = validate.window(options.window, options.causal)
     (rows, keys), (heads, heads_k) = options.seqlen, options.heads
+    batch, latent = options.batch, not {"latent", "topk"}.isdisjoint(options.features)
+    if "topk" in options.features:
+        batch, rows, keys = batch * rows, 1, min(keys, _TOPK)
     return Shape(
-        options.batch, rows, keys, heads, heads_k, options.head_dim[0], options.head_dim[1],
-        -1 if left is None else left, -1 if right is None else right,
-        getattr(torch, options.dtype).itemsize,
+        batch, rows, keys, heads, 1 if latent else heads_k, options.head_dim[0],
+        options.head_dim[1], left, right, getattr(torch, options.dtype).itemsize, latent, shift,
     )  # fmt: skip
 
 
@@ -214,6 +218,8 @@ def _build(
     def lengths(count: int) -> torch.Tensor:
         return tensor(count, dtype=torch.int32)
 
+    if wanted & {"latent", "topk"}:
+        return _latent(options, tensor)
     cached = bool(wanted & {"leftpad", "batch_idx"}) or (
         bool(wanted & {"paged", "seqused"}) and "varlen" not in wanted
     )
@@ -238,6 +244,8 @@ def _build(
     for name, argument in (("leftpad", "cache_leftpad"), ("batch_idx", "cache_batch_idx")):
         if name in wanted:
             arguments[argument] = lengths(batch)
+    if "chunk" in wanted:
+        arguments["attention_chunk"] = _CHUNK
     if "softcap" in wanted:
         arguments["softcap"] = 30.0
     if "alibi" in wanted:
@@ -251,6 +259,41 @@ def _build(
         arguments |= {"dropout_p": 0.1, "seed": 0}
     if "deterministic" in wanted:
         arguments["deterministic"] = True
+    if "batch_invariant" in wanted:
+        arguments["batch_invariant"] = True
     if "dlse" in wanted:
         arguments["return_lse"] = True
     return q, k, v, arguments
+
+
+def _latent(
+    options: argparse.Namespace, tensor: Callable[..., torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """``attention_latent``'s problem, of one key head. With lists of keys each row is a sequence,
+    over pages of one key."""
+    import torch
+
+    wanted, batch, (rows, keys) = set(options.features), options.batch, options.seqlen
+    (heads, _), (dim, dim_v) = options.heads, options.head_dim
+    if dim_v > dim or options.window:
+        raise ValueError(
+            "--features latent: expected a head_dim of v that is no longer than q's, as "
+            "--head-dim 576,512, and no window"
+        )
+    arguments: dict[str, Any] = {"latent": True, "causal": options.causal}
+    store: tuple[int, ...] = (batch, keys)
+    if "topk" in wanted:
+        count = min(keys, _TOPK)
+        arguments |= {"topk": True, "causal": False}
+        arguments["page_table"] = tensor(batch * rows, count, dtype=torch.int32)
+        store, batch, rows = (batch * keys, 1), batch * rows, 1
+    elif "paged" in wanted:
+        pages = -(-keys // _PAGE_SIZE)
+        store = (batch * pages, _PAGE_SIZE)
+        arguments["page_table"] = tensor(batch, pages, dtype=torch.int32)
+    if wanted & {"topk", "paged", "seqused"}:
+        arguments["cache_seqlens"] = tensor(batch, dtype=torch.int32)
+    if "sinks" in wanted:
+        arguments["sinks"] = tensor(heads, dtype=torch.float32)
+    cache = tensor(*store, 1, dim)
+    return tensor(batch, rows, heads, dim), cache, cache[..., :dim_v], arguments

@@ -99,7 +99,7 @@ def varlen_fwd(
     )
     result, lse = api.attention_varlen(
         q, k, v, *where[:4], seqused_k=seqused_k, page_table=block_table, seed=seed,
-        return_lse=True, **shared,
+        return_lse=True, num_splits=num_splits, **shared,
     )  # fmt: skip
     if return_softmax and seqused_k is not None:
         raise NotImplementedError("return_softmax: with seqused_k")

@@ -10,10 +10,11 @@ inputs ignore them. Float8 keys also work with 16-bit queries. Float8 has no gra
 raises ``NotImplementedError``, and under ``torch.compile(fullgraph=True)`` its inputs must not
 require one.
 
-Accepted and ignored, because pyfa's plan decides the schedule: ``num_splits`` (used for the cache
-only), ``pack_gqa``, ``sm_margin``, ``scheduler_metadata``. ``qv`` and ``attention_chunk`` raise
-``NotImplementedError``. Wrong arguments raise ``ArgumentError``, a ``RuntimeError`` as in
-flash-attention, with its argument names.
+Accepted and ignored, because pyfa's plan decides the schedule: ``pack_gqa``, ``sm_margin``,
+``scheduler_metadata``. ``qv`` runs as one product of longer heads: on hip and cuda by the decode
+kernel, without a copy where v and k are parts of one latent cache. A negative edge of
+``window_size`` is unlimited, as in flash-attention. Wrong arguments raise ``ArgumentError``, a
+``RuntimeError`` as in flash-attention, with its argument names.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from typing import Any
 
 import torch
 
-from .. import api, dispatch, request, validate
+from .. import api, request, validate
+from . import query_values
 from .arguments import Window, length, unpacked, window
 from .combine import combine
-from .errors import ArgumentError, in_words_of, refuse
-from .ragged_append import append_ragged
+from .errors import ArgumentError, in_words_of
 
 __all__ = [
     "ArgumentError",
@@ -41,7 +42,9 @@ __all__ = [
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
-_in_their_words = in_words_of(return_lse="return_attn_probs", descale="q_descale")
+_in_their_words = in_words_of(
+    return_lse="return_attn_probs", descale="q_descale", cu_seqlens_new="cu_seqlens_k_new"
+)
 
 
 @_in_their_words
@@ -68,19 +71,24 @@ def flash_attn_func(
 
     With ``return_attn_probs`` it returns (out, softmax_lse); the LSE is (B, H, Sq) float32.
     Gradients flow to q, k, v and from the LSE. ``causal`` and ``window_size`` (left, right) align
-    to the bottom right.
+    to the bottom right. ``qv`` (B, Sq, H, Dv) adds qv·v to the scores, whose default scale is then
+    1/√(D + Dv).
 
     Raises ``ArgumentError`` (a ``RuntimeError``) or ``TypeError`` for wrong arguments,
-    ``NotImplementedError`` for ``qv`` and ``attention_chunk``, and ``pyfa.UnsupportedProblem`` if
-    no backend can run the call.
+    and ``pyfa.UnsupportedProblem`` if no backend can run the call.
     """
-    _refuse(qv, attention_chunk)
     shared = _shared(
-        q, k, softmax_scale, causal, q_descale, k_descale, v_descale, window_size, softcap
-    )
+        q, k, softmax_scale, causal, q_descale, k_descale, v_descale, window_size,
+        attention_chunk, softcap,
+    )  # fmt: skip
+    if qv is not None:
+        parts = _joined(shared, q, qv, k, v)
+        shared |= {"deterministic": deterministic, "return_lse": return_attn_probs}
+        return query_values.attended(request.dense(*parts, request.Shared(**shared)))
     return _attend(
-        api.attention, q, k, v, deterministic=deterministic, return_lse=return_attn_probs, **shared
-    )
+        api.attention, q, k, v, deterministic=deterministic, return_lse=return_attn_probs,
+        num_splits=max(num_splits, 0), **shared,
+    )  # fmt: skip
 
 
 @_in_their_words
@@ -149,14 +157,22 @@ def flash_attn_varlen_func(
     (B,) int32 only its first rows are used: queries beyond give output 0 and LSE −inf. Returns out
     (total_q, H, Dv); the LSE is (H, total_q). Raises what ``flash_attn_func`` raises.
     """
-    _refuse(qv, attention_chunk)
     shared = _shared(
-        q, k, softmax_scale, causal, q_descale, k_descale, v_descale, window_size, softcap
-    )
+        q, k, softmax_scale, causal, q_descale, k_descale, v_descale, window_size,
+        attention_chunk, softcap,
+    )  # fmt: skip
+    if qv is not None:
+        parts = _joined(shared, q, qv, k, v)
+        shared |= {"deterministic": deterministic, "return_lse": return_attn_probs}
+        asked = request.varlen(
+            *parts, request.Shared(**shared), cu_seqlens_q, cu_seqlens_k, length(max_seqlen_q),
+            length(max_seqlen_k), seqused_q, seqused_k,
+        )  # fmt: skip
+        return query_values.attended(asked)
     return _attend(
         api.attention_varlen, q, k, v, cu_seqlens_q, cu_seqlens_k, length(max_seqlen_q),
         length(max_seqlen_k), seqused_q=seqused_q, seqused_k=seqused_k, deterministic=deterministic,
-        return_lse=return_attn_probs, **shared,
+        return_lse=return_attn_probs, num_splits=max(num_splits, 0), **shared,
     )  # fmt: skip
 
 
@@ -223,10 +239,10 @@ def flash_attn_with_kvcache(
     empty tensors in place of flash-attention's partial results). No gradient. Raises what
     ``flash_attn_func`` raises.
     """
-    _refuse(qv, attention_chunk)
     shared = _shared(
-        q, k_cache, softmax_scale, causal, q_descale, k_descale, v_descale, window_size, softcap
-    )
+        q, k_cache, softmax_scale, causal, q_descale, k_descale, v_descale, window_size,
+        attention_chunk, softcap,
+    )  # fmt: skip
     if page_table is not None and cache_batch_idx is not None:
         page_table, cache_batch_idx = page_table[cache_batch_idx.long()], None
     where: dict[str, Any] = {
@@ -235,6 +251,7 @@ def flash_attn_with_kvcache(
         "cache_leftpad": cache_leftpad,
         "page_table": page_table,
         "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_new": None if k is None else cu_seqlens_k_new,
         "max_seqlen_q": None if cu_seqlens_q is None or max_seqlen_q is None
         else length(max_seqlen_q),
         "rotary_cos": rotary_cos,
@@ -244,12 +261,15 @@ def flash_attn_with_kvcache(
         "num_splits": max(num_splits, 0),
     }  # fmt: skip
     with torch.no_grad():
-        if k is not None and cu_seqlens_k_new is not None:
-            where |= _appended(q, k_cache, v_cache, k, v, cu_seqlens_k_new, where, shared)
-            k = v = None
-        result = api.attention_kvcache(
-            q, k_cache, v_cache, k=k, v=v, return_lse=return_softmax_lse, **where, **shared
-        )
+        if qv is not None:
+            shared["scale"] = query_values.scale_of(softmax_scale, q, v_cache)
+            all_shared = request.Shared(**shared, return_lse=return_softmax_lse)
+            asked = request.kvcache(q, k_cache, v_cache, all_shared, k, v, **where)
+            result = query_values.attended_with_cache(asked, qv)
+        else:
+            result = api.attention_kvcache(
+                q, k_cache, v_cache, k=k, v=v, return_lse=return_softmax_lse, **where, **shared
+            )
     if isinstance(result, torch.Tensor):
         return result
     return *result, q.new_empty(0), q.new_empty(0)
@@ -281,18 +301,10 @@ def get_scheduler_metadata(
 ) -> torch.Tensor:
     """An empty int32 tensor on the device of ``cache_seqlens``: pyfa's kernels read the lengths.
 
-    ``flash_attn_with_kvcache`` takes it as ``scheduler_metadata``. Raises ``NotImplementedError``
-    for ``attention_chunk``.
+    ``flash_attn_with_kvcache`` takes it as ``scheduler_metadata``.
     """
-    _refuse(None, attention_chunk)
     validate.a_tensor("cache_seqlens", cache_seqlens)
     return cache_seqlens.new_empty(0, dtype=torch.int32)
-
-
-def _refuse(qv: torch.Tensor | None, attention_chunk: int) -> None:
-    refuse("qv", qv, "a second product of queries with V (latent attention) is not implemented")
-    why = "attention inside chunks is not implemented; a causal mask and window_size are"
-    refuse("attention_chunk", attention_chunk or None, why)
 
 
 class _NoGradient(torch.autograd.Function):
@@ -326,6 +338,19 @@ def _attend(
     return tuple(apply(x.detach(), *inputs) for x in result)  # type: ignore[no-untyped-call]
 
 
+def _joined(
+    shared: dict[str, Any], q: torch.Tensor, qv: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v of q·k + qv·v, with what that changes in ``shared``."""
+    shared["scale"] = query_values.scale_of(shared["scale"], q, v)
+    *parts, descale = query_values.joined(q, qv, k, v, shared.get("descale"))
+    if descale is not None:
+        shared["descale"] = descale
+    if parts[0].itemsize > 1:
+        shared.pop("out_dtype", None)
+    return parts[0], parts[1], parts[2]
+
+
 def _shared(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -335,6 +360,7 @@ def _shared(
     k_descale: torch.Tensor | None,
     v_descale: torch.Tensor | None,
     window_size: Window,
+    attention_chunk: int,
     softcap: float,
 ) -> dict[str, Any]:
     """pyfa's names for what all functions share."""
@@ -342,6 +368,8 @@ def _shared(
         "scale": softmax_scale,
         "causal": causal,
         "window": window(window_size),
+        # FlashAttention-3 has no chunks of a negative length, and takes them for none.
+        "attention_chunk": max(attention_chunk, 0),
         "softcap": softcap,
     }
     of_q, of_k = (isinstance(x, torch.Tensor) and x.itemsize == 1 for x in (q, k))
@@ -354,36 +382,3 @@ def _shared(
         q_scale = one if q_descale is None else q_descale
         shared["descale"] = (q_scale if of_q else None, k_scale, v_scale)
     return shared
-
-
-def _appended(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor | None,
-    cu_seqlens_k_new: torch.Tensor,
-    where: dict[str, Any],
-    shared: dict[str, Any],
-) -> dict[str, Any]:
-    """What changes in ``where`` once packed new keys are in the cache."""
-    if v is None or where["cache_seqlens"] is None:
-        name = "v" if v is None else "cache_seqlens"
-        validate.wrong(name, "v and cache_seqlens with k", None)
-    # Whatever is wrong is said before anything is written.
-    asked = request.kvcache(q, k_cache, v_cache, request.Shared(**shared), **where)
-    dispatch.prepare(asked.call, *asked.who).validate(asked.call)
-    used = asked.call.seqused_k
-    assert used is not None
-    start = where["rotary_seqlens"]
-    lengths = append_ragged(
-        k_cache, v_cache, k, v, cu_seqlens_k_new, used, where["page_table"],
-        where["cache_batch_idx"], where["rotary_cos"], where["rotary_sin"], start,
-        where["rotary_interleaved"],
-    )  # fmt: skip
-    turned = where["rotary_cos"] is not None
-    return {
-        "cache_seqlens": lengths,
-        # The queries stand where the new keys do, not behind them.
-        "rotary_seqlens": used if turned and start is None else start,
-    }

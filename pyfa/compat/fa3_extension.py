@@ -126,7 +126,8 @@ def fwd(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
         )
         function = fa3.flash_attn_varlen_func if rows.has_lengths else fa3.flash_attn_func
-        result, lse = function(*rows.arguments, **common | {"return_attn_probs": True})
+        dense: dict[str, Any] = common | {"return_attn_probs": True, "num_splits": num_splits}
+        result, lse = function(*rows.arguments, **dense)
         result, lse = rows.as_given(result), rows.lse_as_given(lse)
     return raw.copied_into(out, result), lse, q.new_empty(0, dtype=torch.float32), lse.new_empty(0)
 

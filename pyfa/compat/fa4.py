@@ -6,14 +6,14 @@ Signatures, defaults and return values are those of ``flash_attn.cute``, and of 
 ``flash_attn.cute.interface`` for split keys. pyfa's additions remain, as in ``fa2``. Conventions:
 every call returns (out, lse); lse is None without ``return_lse``, and gradients flow through it.
 (flash-attention also returns an LSE without gradient if an input requires one.) In
-``window_size`` None is unlimited. ``learnable_sink`` (H,) is float16, bfloat16 or float32 and has a
-gradient; the LSE includes it.
+``window_size`` None is unlimited, −1 is a number. ``learnable_sink`` (H,) is float16, bfloat16 or
+float32 and has a gradient; the LSE includes it.
 
-Accepted and ignored, because pyfa's plan decides the schedule: ``num_splits``, ``pack_gqa``,
-``min_seqlen_k``, ``scheduler_metadata``, ``seqlen_k_per_split``, ``disable_scheduler_metadata``.
-These raise ``NotImplementedError``: ``qv``, ``gather_kv_indices``, ``score_mod``, ``mask_mod`` and
-their arguments, block-sparse tensors, windows with a negative edge. Wrong arguments raise
-``ArgumentError``, a ``RuntimeError``, with flash-attention's argument names.
+Accepted and ignored, because pyfa's plan decides the schedule: ``pack_gqa``, ``min_seqlen_k``,
+``scheduler_metadata``, ``seqlen_k_per_split``, ``disable_scheduler_metadata``.
+``qv`` is as in ``fa3``. These raise ``NotImplementedError``: ``gather_kv_indices``, ``score_mod``,
+``mask_mod`` and their arguments, block-sparse tensors. Wrong arguments raise ``ArgumentError``, a
+``RuntimeError``, with flash-attention's argument names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 
-from .. import api, validate
+from .. import api, request, validate
+from . import query_values
 from .arguments import length
 from .combine import combine
 from .errors import ArgumentError, in_words_of, refuse
@@ -42,8 +43,8 @@ Result = tuple[torch.Tensor, torch.Tensor | None]
 _in_their_words = in_words_of(sinks="learnable_sink")
 
 _WHY_NOT = {
-    "qv": "a second product of queries with V (latent attention) is not implemented",
-    "gather_kv_indices": "attention to a list of keys per query is not implemented",
+    "gather_kv_indices": "attention to a list of keys per query is not implemented here; "
+    "pyfa.attention_latent takes one",
     "score_mod": "programs inside the kernel are not implemented; softcap, sinks and windows are",
     "score_mod_bwd": "belongs to score_mod, which is not implemented",
     "mask_mod": "programs inside the kernel are not implemented; causal and window_size are, and "
@@ -90,16 +91,23 @@ def flash_attn_func(
     can run the call.
     """
     refuse_missing(
-        qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod,
+        gather_kv_indices=gather_kv_indices, score_mod=score_mod,
         score_mod_bwd=score_mod_bwd, mask_mod=mask_mod, aux_tensors=aux_tensors or None,
         aux_scalars=aux_scalars or None, block_sparse_tensors=block_sparse_tensors,
         block_sparse_tensors_bwd=block_sparse_tensors_bwd,
     )  # fmt: skip
-    result = api.attention(
-        q, k, v, causal=causal, window=pyfas_window(window_size, causal), scale=softmax_scale,
-        softcap=softcap or 0.0, sinks=learnable_sink, deterministic=deterministic,
-        return_lse=return_lse,
-    )  # fmt: skip
+    shared: dict[str, Any] = {
+        "causal": causal, "window": pyfas_window(window_size, causal), "scale": softmax_scale,
+        "softcap": softcap or 0.0, "sinks": learnable_sink, "deterministic": deterministic,
+        "return_lse": return_lse,
+    }  # fmt: skip
+    num_splits = max(num_splits, 0)
+    if qv is None:
+        result = api.attention(q, k, v, num_splits=num_splits, **shared)
+    else:
+        shared["scale"] = query_values.scale_of(softmax_scale, q, v)
+        q, k, v, _ = query_values.joined(q, qv, k, v)
+        result = query_values.attended(request.dense(q, k, v, request.Shared(**shared), num_splits))
     return (result, None) if isinstance(result, torch.Tensor) else result
 
 
@@ -149,11 +157,14 @@ def flash_attn_varlen_func(
     ``flash_attn_func`` raises.
     """
     refuse_missing(
-        qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod,
+        gather_kv_indices=gather_kv_indices, score_mod=score_mod,
         score_mod_bwd=score_mod_bwd, mask_mod=mask_mod, aux_tensors=aux_tensors or None,
         aux_scalars=aux_scalars or None, block_sparse_tensors=block_sparse_tensors,
     )  # fmt: skip
     padded_q = cu_seqlens_q is None
+    if qv is not None:
+        softmax_scale = query_values.scale_of(softmax_scale, q, v)
+        q, k, v, _ = query_values.joined(q, qv, k, v)
     if cu_seqlens_q is None:
         batch, rows = _padded("q", q)
         q, cu_seqlens_q, max_seqlen_q = q.flatten(0, 1), _even(batch, rows, q), rows
@@ -170,15 +181,25 @@ def flash_attn_varlen_func(
         _padded("v", v)
         cu_seqlens_k = _even(batch_k, max_seqlen_k, k)
         k, v = k.flatten(0, 1), v.flatten(0, 1)
-    result = api.attention_varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k,
-        # Bounds, where they are not known: reading the offsets would wait for the device.
-        q.shape[0] if max_seqlen_q is None else length(max_seqlen_q),
-        k.shape[0] if max_seqlen_k is None else length(max_seqlen_k),
-        seqused_q=seqused_q, seqused_k=seqused_k, page_table=page_table, causal=causal,
-        window=pyfas_window(window_size, causal), scale=softmax_scale, softcap=softcap or 0.0,
-        sinks=learnable_sink, deterministic=deterministic, return_lse=return_lse,
-    )  # fmt: skip
+    # Bounds, where they are not known: reading the offsets would wait for the device.
+    longest_q = q.shape[0] if max_seqlen_q is None else length(max_seqlen_q)
+    longest_k = k.shape[0] if max_seqlen_k is None else length(max_seqlen_k)
+    lengths: dict[str, Any] = {
+        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+        "max_seqlen_q": longest_q, "max_seqlen_k": longest_k,
+        "seqused_q": seqused_q, "seqused_k": seqused_k, "page_table": page_table,
+        "num_splits": max(num_splits, 0),
+    }  # fmt: skip
+    shared: dict[str, Any] = {
+        "causal": causal, "window": pyfas_window(window_size, causal), "scale": softmax_scale,
+        "softcap": softcap or 0.0, "sinks": learnable_sink, "deterministic": deterministic,
+        "return_lse": return_lse,
+    }  # fmt: skip
+    if qv is None:
+        result = api.attention_varlen(q, k, v, **lengths, **shared)
+    else:
+        asked = request.varlen(q, k, v, request.Shared(**shared), **lengths)
+        result = query_values.attended(asked)
     out, lse = (result, None) if isinstance(result, torch.Tensor) else result
     if padded_q:
         out = out.unflatten(0, (batch, rows))
@@ -241,8 +262,9 @@ def refuse_missing(**given: object) -> None:
         refuse(name, value, _WHY_NOT[name])
 
 
-def pyfas_window(window_size: Window, causal: bool) -> tuple[int | None, int | None] | None:
-    """pyfa's window. None is unlimited here; a window that is empty as given counts as none."""
+def pyfas_window(window_size: Window, causal: bool) -> tuple[validate.Edge | None, ...] | None:
+    """pyfa's window. None is unlimited here, −1 is not; a window that is empty as given counts as
+    none."""
     if len(window_size) != 2:
         validate.wrong("window_size", "(left, right)", window_size)
     left, right = window_size
@@ -250,12 +272,9 @@ def pyfas_window(window_size: Window, causal: bool) -> tuple[int | None, int | N
         right = 0
     if left is not None and right is not None and left + right < 0:
         return None
-    if (left is not None and left < 0) or (right is not None and right < 0):
-        raise NotImplementedError(
-            "window_size: a negative edge, which leaves out keys around the query's own, is not "
-            f"implemented; None is unlimited; got {tuple(window_size)}"
-        )
-    return None if left is right is None else (left, right)
+    if left is right is None:
+        return None
+    return tuple(None if edge is None else validate.Edge(edge) for edge in (left, right))
 
 
 def _padded(name: str, x: torch.Tensor) -> tuple[int, int]:

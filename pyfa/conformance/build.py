@@ -36,9 +36,10 @@ def build(case: Case) -> Inputs:
     """The inputs of ``case``, the same bytes on every machine."""
     parts = [sequence(case, b) for b in range(case.batch)]
     hostile.make_way(case, parts)
-    builder = {"dense": _dense, "varlen": _varlen, "kvcache": _kvcache}[case.kind]
+    builders = {"dense": _dense, "varlen": _varlen, "kvcache": _kvcache, "latent": _latent}
+    builder = builders[case.kind]
     inputs = builder(case, parts)
-    inputs.sequences = parts
+    inputs.sequences = inputs.sequences or parts
     inputs.score_size, inputs.product_size = score_sizes(parts, inputs.spec)
     if case.backward:
         _add_gradients(inputs)
@@ -195,6 +196,83 @@ def _kvcache(case: Case, parts: list[Sequence]) -> Inputs:
     return inputs
 
 
+def _latent(case: Case, parts: list[Sequence]) -> Inputs:
+    """One cache, of which the call's values are a part. Rows with lists are the reference's packed
+    sequences: it has their keys one behind the other, as often as they are named."""
+    batch, stored = case.batch, list(case.lengths_k)
+    capacity = max(stored, default=0) + case.slack
+    others: dict[str, Any] = {"v_dim": case.head_dim_v, "num_splits": case.num_splits}
+    fields: dict[str, Any] = {}
+    table, shape = None, (batch, capacity)
+    if case.page_size:
+        table, shape = _pages(case, [-(-capacity // case.page_size)] * batch, stored)
+        others["page_table"] = fields["page_table"] = table
+        capacity = table.shape[1] * case.page_size
+    if case.passes_cache_seqlens:
+        same = len(set(stored)) == 1
+        others["cache_seqlens"] = stored[0] if same else _int32(stored)
+        fields["seqused_k"] = _int32(stored)
+    held = torch.full((*shape, 1, case.head_dim), torch.nan)
+    for b, part in enumerate(parts):
+        held[_places(case, table, b, 0, stored[b])] = part[1].float()
+    placed = {
+        "q": place(_queries(case, parts), _dtype(case), case.layout),
+        "cache": place(held, _dtype(case, "k"), case.layout),
+    }
+    q, cache = (item.view() for item in placed.values())
+    if not case.topk:
+        fields |= {"max_seqlen_q": max(case.lengths_q, default=0), "max_seqlen_k": capacity}
+        spec = Call(q, cache, cache[..., : case.head_dim_v], latent=True, **fields)
+        return _with_terms(case, placed, others, spec)
+    lists, lengths = _lists(case)
+    others["indices"] = lists
+    if lengths is not None:
+        others["topk_lengths"] = lengths
+    rows = [_row_with_list(case, part, lists, lengths, b, i) for b, part in enumerate(parts)
+            for i in range(case.lengths_q[b])]  # fmt: skip
+    counts = [row[1].shape[0] for row in rows]
+    empty = parts[0][1][:0]
+    spec = Call(
+        q.flatten(0, 1),
+        torch.cat([empty, *(row[1] for row in rows)]),
+        torch.cat([empty, *(row[1] for row in rows)])[..., : case.head_dim_v],
+        cu_seqlens_q=_offsets([1] * len(rows)),
+        cu_seqlens_k=_offsets(counts),
+        max_seqlen_q=1,
+        max_seqlen_k=max(counts, default=0),
+    )
+    inputs = _with_terms(case, placed, others, spec)
+    inputs.spec = inputs.naive = inputs.spec._replace(window_right=-1)
+    inputs.sequences = rows
+    return inputs
+
+
+def _lists(case: Case) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Which keys each row has: (B, rows, topk) with −1, numbers behind the end, and keys twice."""
+    rows = max(case.lengths_q, default=0)
+    count = case.batch * rows * case.topk
+    below = max(case.lengths_k, default=0) + 4
+    drawn = integers(f"{case.name}/indices", count, below)
+    lists = _int32(drawn).reshape(case.batch, rows, case.topk) - 1
+    lists[:, :, 1::7] = lists[:, :, 0::7][:, :, : lists[:, :, 1::7].shape[2]]
+    if not case.used_q:
+        return lists, None
+    lengths = integers(f"{case.name}/topk_lengths", case.batch * rows, case.topk + 1)
+    return lists, _int32(lengths).reshape(case.batch, rows)
+
+
+def _row_with_list(
+    case: Case, part: Sequence, lists: torch.Tensor, lengths: torch.Tensor | None, b: int, i: int
+) -> Sequence:
+    """Row ``i`` of sequence ``b``, with the keys that its list names."""
+    q, k, _ = part
+    end = k.shape[0] + (i + 1 - q.shape[0] if case.causal else 0)
+    read = case.topk if lengths is None else int(lengths[b, i])
+    named = [key for key in lists[b, i, :read].tolist() if 0 <= key < min(end, k.shape[0])]
+    keys = k[torch.tensor(named, dtype=torch.int64)]
+    return q[i : i + 1], keys, keys[..., : case.head_dim_v]
+
+
 class _Rotated:
     """What rotary makes of a case: each sequence's (q, k), exactly rounded and in float32."""
 
@@ -225,7 +303,7 @@ def _rotated(
     if case.rotary_seqlens:
         start = integers(f"{case.name}/rotary_seqlens", case.batch, 8)
         result.arguments["rotary_seqlens"] = _int32(start)
-    moving = case.causal or case.window is not None
+    moving = case.causal or case.window is not None or case.attention_chunk > 0
     for b, (q, k, _) in enumerate(parts):
         steps = torch.arange(q.shape[0]) if moving else torch.zeros(q.shape[0], dtype=torch.int64)
         turned_q = rotate(q, cos, sin, start[b] + steps, case.rotary)
@@ -250,10 +328,9 @@ def _with_terms(
     case: Case, placed: dict[str, Placed], others: dict[str, Any], call: Call
 ) -> Inputs:
     """Adds masks, bias, slopes, sinks and dropout to the arguments and to the reference's call."""
-    left, right = case.window or (-1, -1)
     terms: dict[str, Any] = {
-        "window_left": left,
-        "window_right": 0 if case.causal else right,
+        **_window(case),
+        "attention_chunk": case.attention_chunk,
         "scale": case.head_dim**-0.5 if case.scale is None else case.scale,
         "softcap": case.softcap,
         "dropout_p": case.dropout_p,
@@ -295,25 +372,43 @@ def _with_terms(
     options = {
         "causal": case.causal,
         "window": case.window,
+        "attention_chunk": case.attention_chunk or None,
         "scale": case.scale,
-        "softcap": case.softcap,
+        "softcap": case.softcap if case.kind != "latent" else None,
     }
     others |= {name: value for name, value in options.items() if value is not None}
-    if case.kind != "kvcache":
+    if case.batch_invariant:
+        others["batch_invariant"] = terms["batch_invariant"] = True
+    if case.kind in ("dense", "varlen"):
         others |= {"dropout_p": case.dropout_p, "deterministic": case.deterministic}
     spec = call._replace(**terms)
     return Inputs(case, placed, others, spec, spec)
 
 
+def _window(case: Case) -> dict[str, int]:
+    """The reference's window: one without a negative edge, moved by as much."""
+    left, right = case.window or (-1, -1)
+    if case.causal:
+        right = right if right < -1 else 0
+    if -1 not in (left, right) and left + right < 0:
+        return {"window_right": 0, "window_shift": -(1 << 20)}  # no key at all
+    shift = -left if left < -1 else right if right < -1 else 0
+    edges = left if left == -1 else left + shift, right if right == -1 else right - shift
+    return {"window_left": edges[0], "window_right": edges[1], "window_shift": shift}
+
+
 def _scales(case: Case, placed: dict[str, Placed], call: Call) -> dict[str, torch.Tensor]:
     """Scales from 0.5 to 1.5 of the float8 tensors, NaN where no row of a block is anybody's."""
-    terms = {}
+    terms: dict[str, torch.Tensor] = {}
     for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
         if x.dtype.itemsize > 1:
             continue
+        if case.kind == "latent" and name == "v":
+            terms["v_descale"] = terms["k_descale"]
+            continue
         shape: tuple[int, ...] = ()
         if case.scales == "head":
-            shape = (call.batch, case.heads_k)
+            shape = (case.batch, case.heads_k)
         elif isinstance(case.scales, int):
             stored = x.shape[0] if x.dim() == 4 else 1
             shape = (stored, case.heads_k, -(-x.shape[-3] // case.scales))
@@ -327,7 +422,11 @@ def _scales(case: Case, placed: dict[str, Placed], call: Call) -> dict[str, torc
             values = values.masked_fill(nobody, torch.nan)
         placed[f"{name}_descale"] = place(values, torch.float32, "contiguous")
         view = placed[f"{name}_descale"].view()
-        terms[f"{name}_descale"] = view if view.dim() else view.expand(call.batch, case.heads_k)
+        if not view.dim():
+            view = view.expand(call.batch, case.heads_k)
+        elif case.topk:
+            view = view.repeat_interleave(call.batch // max(case.batch, 1), dim=0)
+        terms[f"{name}_descale"] = view
     return terms
 
 

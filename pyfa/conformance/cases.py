@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from ..problem import FEATURES
+from ..problem import FEATURES, NARROW
 
-KINDS = ("dense", "varlen", "kvcache")
+KINDS = ("dense", "varlen", "kvcache", "latent")
 RECIPES = ("plain", "growing", "huge", "equal", "offset", "big", "identity")
 # Those that only a float8 P is afraid of, and float8 queries and keys that were rotated.
 FLOAT8_RECIPES = ("sink", "needle", "rotated")
@@ -37,7 +37,8 @@ class Case:
 
     ``lengths_q`` and ``lengths_k`` hold, for each sequence, the rows that take part: in a cache the
     keys from the first valid one on, the appended ones included. ``kind`` is the public function
-    that is called: ``attention``, ``attention_varlen`` or ``attention_kvcache``.
+    that is called: ``attention``, ``attention_varlen``, ``attention_kvcache`` or
+    ``attention_latent``, whose values are the first ``head_dim_v`` elements of the keys.
 
     ``dlse``: gradient through "both" out and LSE, or the LSE "only". ``bias``: which dimensions it
     has (``BIASES``, or "one" or "sequences", which no level has; "hidden" is full with rows that
@@ -49,6 +50,8 @@ class Case:
     ``cache_dtype``: that of k and v where it is not q's. ``scales``: those of float8 tensors, per
     "tensor" or "head", or of so many rows each. ``out_dtype``: asked for, where it is.
     ``hostile``: a NaN or an inf among the inputs, and where (``HOSTILE``).
+    ``topk``: each row has a list of so many keys, some of them none and some twice. ``used_q``:
+    lists have lengths, too.
     """
 
     kind: str = "dense"
@@ -63,6 +66,7 @@ class Case:
     dlse: str = ""
     causal: bool = False
     window: tuple[int, int] | None = None
+    attention_chunk: int = 0
     scale: float | None = None
     softcap: float = 0.0
     bias: str = ""
@@ -83,12 +87,14 @@ class Case:
     rotary: str = ""
     rotary_seqlens: bool = False
     num_splits: int = 0
+    batch_invariant: bool = False
     recipe: str = "plain"
     layout: str = "contiguous"
     cache_dtype: str = ""
     scales: str | int = ""
     out_dtype: str = ""
     hostile: str = ""
+    topk: int = 0
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -132,11 +138,15 @@ class Case:
     def features(self) -> frozenset[str]:
         """The names in ``problem.FEATURES`` that a backend must declare to be asked for this."""
         left, right = self.window or (-1, -1)
-        right = 0 if self.causal else right
-        cache = self.kind == "kvcache"
+        right = 0 if self.causal and right >= -1 else right
+        moved = min(left, right) < -1
+        cache, latent = self.kind in ("kvcache", "latent"), self.kind == "latent"
         needs = {
-            "causal": right == 0,
-            "window": left >= 0 or right > 0,
+            # A list leaves out what its row does not see, before a backend has it.
+            "causal": right == 0 and not moved and not self.topk,
+            "window": left >= 0 or right > 0 or moved,
+            "negative_edge": moved,
+            "chunk": self.attention_chunk > 0,
             "softcap": self.softcap != 0.0,
             "alibi": bool(self.alibi),
             "bias": bool(self.bias),
@@ -144,15 +154,19 @@ class Case:
             "sinks": self.sinks,
             "dropout": self.dropout_p > 0.0,
             "varlen": self.kind == "varlen" or self.packed_q,
-            "seqused": self.passes_cache_seqlens if cache else self._has_seqused,
-            "paged": self.page_size > 0,
+            "seqused": (self.passes_cache_seqlens if cache else self._has_seqused) or self.topk > 0,
+            "paged": self.page_size > 0 or self.topk > 0,
             "leftpad": self.leftpad,
             "batch_idx": self.batch_idx,
             "gqa": self.heads_q != self.heads_k,
             "dv": self.head_dim != self.head_dim_v,
+            "wide": not latent and max(self.head_dim, self.head_dim_v) > NARROW,
+            "latent": latent,
+            "topk": self.topk > 0,
             "backward": self.backward,
             "dlse": bool(self.dlse),
             "deterministic": self.deterministic,
+            "batch_invariant": self.batch_invariant,
             "fp8": self.dtypes[1].startswith("float8"),
         }
         return frozenset(name for name, needed in needs.items() if needed)
@@ -176,6 +190,14 @@ class Case:
             unknown = unknown or self.page_size or self.sinks or "inf" in self.hostile
         return self.hostile in HOSTILE and not unknown and any(a and b for a, b in pairs)
 
+    @property
+    def _can_be_latent(self) -> bool:
+        """Whether ``attention_latent`` has arguments for all of it."""
+        terms = self.window or self.softcap or self.bias or self.alibi or self.dropout_p
+        options = self.leftpad or self.batch_idx or self.packed_q or self.new_keys or self.rotary
+        fits = self.heads_k == 1 and self.head_dim_v <= self.head_dim and self.scale is not None
+        return fits and not (terms or options or self.hostile)
+
     def clamped(self, longest: int) -> Case:
         """The case with no length above ``longest``, for backends that are slow."""
         lengths_k = tuple(min(n, longest) for n in self.lengths_k)
@@ -188,14 +210,18 @@ class Case:
 
     def flaws(self) -> list[str]:
         """Why this is no case: combinations that the API has no meaning for."""
-        dense, cache = self.kind == "dense", self.kind == "kvcache"
+        dense, latent = self.kind == "dense", self.kind == "latent"
+        cache = latent or self.kind == "kvcache"
         uneven = len(set(self.lengths_q)) > 1 or (dense and len(set(self.lengths_k)) > 1)
         found = {
             "unknown feature": not self.features <= set(FEATURES),
             "lengths": len(self.lengths_k) != len(self.lengths_q),
             "heads": self.heads_q % self.heads_k != 0,
             "dense lengths differ": uneven and (dense or (cache and not self.packed_q)),
-            "used rows": (dense and (self.used_q or self.used_k)) or (cache and self.used_q),
+            "used rows": (dense and (self.used_q or self.used_k))
+            or (cache and self.used_q and not self.topk),
+            "latent": latent and not self._can_be_latent,
+            "topk": self.topk > 0 and (not latent or isinstance(self.scales, int)),
             "slack": dense and self.slack > 0,
             "pages": dense and self.page_size > 0,
             "shared": self.shared
@@ -207,6 +233,7 @@ class Case:
             "cache options": not cache
             and bool(self.leftpad or self.batch_idx or self.packed_q or self.new_keys),
             "cache only": not cache and bool(self.rotary or self.num_splits),
+            "parts of an invariant call": self.batch_invariant and self.num_splits > 1,
             "batch_idx with pages": self.batch_idx and self.page_size > 0,
             "cache gradient": cache and bool(self.backward or self.dropout_p),
             "gradient options": not self.backward

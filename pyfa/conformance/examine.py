@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .. import api, reference
+from .. import api, latent, reference
 from ..problem import Call
 from .float8 import lse_slack
 from .inputs import Inputs, Placed
@@ -20,6 +20,7 @@ _FUNCTIONS = {
     "dense": api.attention,
     "varlen": api.attention_varlen,
     "kvcache": api.attention_kvcache,
+    "latent": latent.attention_latent,
 }
 _CACHES = ("k_cache", "v_cache")
 _FLOAT8_BITS = 4
@@ -133,7 +134,7 @@ def _execute(inputs: Inputs, backend: str, where: torch.device, grad: bool) -> _
     }
     scales = tuple(tensors.pop(f"{name}_descale", None) for name in "qkv")
     if scales[1] is not None:
-        others["descale"] = scales
+        others["descale"] = scales[:2] if case.kind == "latent" else scales
     leaves: dict[str, torch.Tensor] = {}
     if grad:
         wanted = ["q", "k", "v", *(["bias"] if case.bias_grad else [])]
@@ -144,6 +145,9 @@ def _execute(inputs: Inputs, backend: str, where: torch.device, grad: bool) -> _
     with torch.set_grad_enabled(grad):
         result = function(**tensors, **others, return_lse=return_lse, backend=backend)
     out, lse = result if return_lse else (result, None)
+    if case.topk and lse is not None:
+        # The reference has each row as a sequence, packed.
+        out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
     results = {"out": out} if lse is None else {"out": out, "lse": lse}
     if grad:
         results |= _gradients(inputs, where, out, lse, leaves)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from . import grid_fp8
+from . import grid_bands, grid_fp8, grid_latent
 from .cases import BIASES, LAYOUTS, RECIPES, ROTARIES, Case, pick
 from .cases import dense as _dense
 from .cases import packed as _packed
@@ -240,9 +240,24 @@ def _quick() -> Iterator[Case]:
         yield _packed(_PACKED[index % 3], "varlen", **packed)
     yield from _quick_packed()
     yield from _quick_caches()
+    yield from _invariant()
     yield from _dropout_bits(4)
     yield from _hostile()
     yield from grid_fp8.quick()
+    yield from grid_bands.quick()
+    yield from grid_latent.quick()
+
+
+def _invariant() -> Iterator[Case]:
+    """By the kernels of batch_invariant, which serve every layout."""
+    fields: Fields = {"batch_invariant": True, "heads_q": 4}
+    yield _dense(65, 97, causal=True, backward=True, **fields)
+    yield _dense(97, 65, dtype="float16", window=(30, 5), softcap=5.0, sinks=True, **fields)
+    yield _dense(33, 65, dtype="float16", bias="full", head_dim=96, **fields)
+    yield _packed(_PACKED[1], "varlen", causal=True, backward=True, **fields)
+    yield _packed(_PACKED[0], "varlen", causal=True, page_size=16, **fields)
+    yield _packed(_CACHES[0], "kvcache", dtype="float16", head_dim=128, causal=True, **fields)
+    yield _packed(_APPENDS[0], "kvcache", new_keys=1, page_size=32, slack=2, causal=True, **fields)
 
 
 def _quick_packed() -> Iterator[Case]:
@@ -372,6 +387,8 @@ def _full() -> Iterator[Case]:
     yield from _full_caches()
     yield from _dropout_bits(40)
     yield from grid_fp8.full(_draws)
+    yield from grid_bands.full(_draws)
+    yield from grid_latent.full(_draws)
 
 
 def _full_dense() -> Iterator[Case]:

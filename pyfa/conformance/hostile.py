@@ -99,9 +99,12 @@ def marks(inputs: Inputs) -> dict[str, Marks]:
     distance = torch.arange(keys) - torch.arange(rows)[:, None] - (keys - rows)
     seen = torch.ones(rows, keys, dtype=torch.bool)
     if spec.window_right >= 0:
-        seen &= distance <= spec.window_right
+        seen &= distance - spec.window_shift <= spec.window_right
     if spec.window_left >= 0:
-        seen &= -distance <= spec.window_left
+        seen &= spec.window_shift - distance <= spec.window_left
+    if spec.attention_chunk:
+        chunk = torch.arange(keys) // spec.attention_chunk
+        seen &= chunk == (torch.arange(keys) - distance) // spec.attention_chunk
     group = case.heads_q // case.heads_k
     if place.name == "q":
         heads, head_k = [place.head], place.head // group

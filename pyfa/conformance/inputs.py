@@ -183,7 +183,8 @@ def sequence(case: Case, b: int) -> Sequence:
         k[..., 1] *= 12.0
         q, k = rotate_by_hadamard(q, 0), rotate_by_hadamard(k, 0)
     of_q, of_k, of_v = (getattr(torch, name) for name in case.dtypes)
-    return q.to(of_q), k.to(of_k), v.to(of_v)
+    q, k = q.to(of_q), k.to(of_k)
+    return q, k, k[..., : case.head_dim_v] if case.kind == "latent" else v.to(of_v)
 
 
 def _dominate(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -252,6 +252,8 @@ def _asked(
             for side, n, x in zip("qk", seqlens, (q, k), strict=True)
         )
     call = request.call
+    if call.window_shift:
+        raise NotImplementedError("window: a negative edge, in attention over several ranks")
     q, k, v = call[:3]
     for name, x in (("q", q), ("k", k)):
         if x.itemsize == 1:

@@ -177,12 +177,13 @@ def flash_forward(
 
     lse is (B, H, Sq), or (H, total_q). The mask is empty without dropout, else (B, H, Sq, Sk) with
     lengths rounded up to multiples of 128: exp(score − the row's maximum), negative where dropped.
+    ``num_splits``: into how many parts keys are cut; None or 0 for the plan's choice.
     Raises ``NotImplementedError`` where PyTorch's backward would not learn of an argument.
     """
     seed = validate.seed(None, query.device) if dropout_p else None
     asked = _request(
         query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, seed, scale,
-        window_size_left, window_size_right, seqused_k, alibi_slopes, block_table,
+        window_size_left, window_size_right, seqused_k, alibi_slopes, block_table, num_splits or 0,
     )  # fmt: skip
     if asked.needs_grad:
         for name, x in (("seqused_k", seqused_k), ("alibi_slopes", alibi_slopes)):
@@ -260,16 +261,20 @@ def _request(
     seqused_k: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
+    num_splits: int = 0,
 ) -> request.Request:
+    # PyTorch's kernels take any negative edge for unlimited.
+    edges = (window_size_left, window_size_right)
+    window = tuple(-1 if edge is None else max(-1, edge) for edge in edges)
     shared = request.Shared(
-        causal=is_causal, window=(window_size_left, window_size_right), scale=scale,
+        causal=is_causal, window=window, scale=scale,
         alibi_slopes=alibi_slopes, dropout_p=dropout_p, seed=seed, backend=_candidates(query),
     )  # fmt: skip
     if cum_seq_q is None:
-        return request.dense(query, key, value, shared)
+        return request.dense(query, key, value, shared, num_splits)
     return request.varlen(
         query, key, value, shared, cum_seq_q, cum_seq_k, max_q, max_k, seqused_k=seqused_k,
-        page_table=block_table,
+        page_table=block_table, num_splits=num_splits,
     )  # fmt: skip
 
 

@@ -16,6 +16,8 @@ def tensor_bytes(shape: Shape) -> dict[str, int]:
     keys = shape.batch * shape.seqlen_k * shape.heads_k
     q, out = rows * shape.head_dim * shape.itemsize, rows * shape.head_dim_v * shape.itemsize
     k, v = keys * shape.head_dim * shape.itemsize, keys * shape.head_dim_v * shape.itemsize
+    if shape.latent:
+        v = 0  # it comes with k
     scores = shape.lines * shape.seqlen_q * shape.seqlen_k * shape.itemsize
     state = rows * FLOAT_BYTES
     return {

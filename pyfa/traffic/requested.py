@@ -74,7 +74,7 @@ def requested_bytes(shape: Shape, tiling: Tiling) -> Requested:
     return Requested(
         q=rows * shape.head_dim * size * tiling.splits,
         k=lines * keys * shape.head_dim * size,
-        v=lines * keys * shape.head_dim_v * size,
+        v=0 if shape.latent else lines * keys * shape.head_dim_v * size,
         out=rows * shape.head_dim_v * size,
         lse=rows * FLOAT_BYTES,
         partial=merged + rows * FLOAT_BYTES * tiling.splits if split else 0,

@@ -8,8 +8,9 @@ from typing import NamedTuple
 class Shape(NamedTuple):
     """A dense attention without score terms. Windows as a ``Call`` has them: −1 for unlimited.
 
-    Masks align to the bottom right: query i sees key j where −left ≤ j − i − shift ≤ right.
-    ``itemsize``: bytes of an element of q, k and v.
+    Masks align to the bottom right: query i sees key j where −left ≤ j − i − shift ≤ right. Chunks
+    are not counted: their kernels read less than this says.
+    ``itemsize``: bytes of an element of q, k and v. ``latent``: v is a view of k.
     """
 
     batch: int
@@ -22,11 +23,13 @@ class Shape(NamedTuple):
     window_left: int = -1
     window_right: int = -1
     itemsize: int = 2
+    latent: bool = False
+    window_shift: int = 0
 
     @property
     def shift(self) -> int:
         """The key in the middle of query 0's window."""
-        return self.seqlen_k - self.seqlen_q
+        return self.seqlen_k - self.seqlen_q + self.window_shift
 
     @property
     def group(self) -> int:
@@ -46,6 +49,7 @@ class Shape(NamedTuple):
             seqlen_k=self.seqlen_q,
             window_left=self.window_right,
             window_right=self.window_left,
+            window_shift=-self.window_shift,
         )
 
     def keys_seen(self, first: int, last: int) -> tuple[int, int]:

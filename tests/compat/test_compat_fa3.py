@@ -276,24 +276,28 @@ def test_combine_names_what_is_wrong() -> None:
             fa3.flash_attn_combine(*args)
 
 
-@pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func"])
-@pytest.mark.parametrize("argument", ["qv", "attention_chunk"])
-def test_what_is_refused_says_why(name: str, argument: str) -> None:
-    q, starts = torch.randn(1, 4, 2, 8), ints(0, 4)
-    values = (q, q, q) if name == "flash_attn_func" else (*(q[0],) * 3, starts, starts, 4, 4)
-    value = {"qv": q, "attention_chunk": 2}[argument]
-    with pytest.raises(NotImplementedError, match=f"{argument}: .* is not implemented"):
-        getattr(fa3, name)(*values, **{argument: value})
-    with pytest.raises(NotImplementedError, match=argument):
-        fa3.flash_attn_with_kvcache(q, q, q, **{argument: value})
+@pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func", "cache"])
+@pytest.mark.parametrize("chunk", [3, 0, -1])
+def test_chunks_are_pyfas(name: str, chunk: int) -> None:
+    q, k, starts = torch.randn(1, 5, 2, 8), torch.randn(1, 7, 2, 8), (ints(0, 5), ints(0, 7))
+    want = pyfa.attention(q, k, k, causal=True, attention_chunk=max(chunk, 0))
+    options = {"causal": True, "attention_chunk": chunk}
+    if name == "flash_attn_func":
+        found = fa3.flash_attn_func(q, k, k, **options)
+    elif name == "cache":
+        found = fa3.flash_attn_with_kvcache(q, k, k, **options)
+    else:
+        found = fa3.flash_attn_varlen_func(q[0], k[0], k[0], *starts, 5, 7, **options)
+    assert torch.allclose(found.reshape(want.shape), want, atol=1e-6)
+    assert (chunk == 3) != torch.allclose(want, pyfa.attention(q, k, k, causal=True), atol=1e-3)
 
 
 def test_scheduler_metadata_is_empty() -> None:
     found = fa3.get_scheduler_metadata(2, 1, 64, 4, 2, 16, ints(3, 4))
     assert found.dtype == torch.int32
     assert found.numel() == 0
-    with pytest.raises(NotImplementedError, match="attention_chunk"):
-        fa3.get_scheduler_metadata(2, 1, 64, 4, 2, 16, ints(3, 4), attention_chunk=4)
+    found = fa3.get_scheduler_metadata(2, 1, 64, 4, 2, 16, ints(3, 4), attention_chunk=4)
+    assert found.numel() == 0
 
 
 def test_float8_comes_with_its_scales(monkeypatch: pytest.MonkeyPatch) -> None:

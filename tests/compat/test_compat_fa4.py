@@ -180,7 +180,7 @@ def test_parts_combine_padded_and_packed() -> None:
 @pytest.mark.parametrize(
     "argument",
     [
-        "qv", "gather_kv_indices", "score_mod", "score_mod_bwd", "mask_mod", "aux_tensors",
+        "gather_kv_indices", "score_mod", "score_mod_bwd", "mask_mod", "aux_tensors",
         "aux_scalars", "block_sparse_tensors", "block_sparse_tensors_bwd",
     ],
 )  # fmt: skip
@@ -192,11 +192,22 @@ def test_what_is_refused_says_why(name: str, argument: str) -> None:
         getattr(fa4, name)(q, q, q, **{argument: [q]})
 
 
-@pytest.mark.parametrize("window", [(-1, None), (5, -1), (None, -2)])
-def test_a_negative_edge_is_refused(window: tuple[int | None, int | None]) -> None:
-    q = torch.randn(1, 4, 2, 8)
-    with pytest.raises(NotImplementedError, match="window_size: a negative edge"):
-        fa4.flash_attn_func(q, q, q, window_size=window)
+@pytest.mark.parametrize("window", [(-1, None), (5, -1), (None, -2), (-2, 6), (None, -1)])
+def test_a_negative_edge_is_a_number(window: tuple[int | None, int | None]) -> None:
+    q, k = torch.randn(1, 9, 2, 8), torch.randn(1, 12, 2, 8)
+    found, lse = fa4.flash_attn_func(q, k, k, window_size=window, return_lse=True)
+    distance = torch.arange(12) - torch.arange(9)[:, None] - 3
+    left, right = (99 if edge is None else edge for edge in window)
+    seen = (distance >= -left) & (distance <= right)
+    want, want_lse = pyfa.attention(q, k, k, bias=seen, return_lse=True)
+    assert torch.allclose(found, want, atol=1e-6)
+    assert torch.equal(lse == -torch.inf, want_lse == -torch.inf)
+
+
+def test_a_window_that_is_empty_as_given_is_none() -> None:
+    q = torch.randn(1, 9, 2, 8)
+    found, _ = fa4.flash_attn_func(q, q, q, window_size=(3, -4))
+    assert torch.allclose(found, pyfa.attention(q, q, q), atol=1e-6)
 
 
 @pytest.mark.parametrize(

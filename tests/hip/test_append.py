@@ -136,7 +136,7 @@ def errors_of(case: Case) -> list[str]:
 
     length = {"max_seqlen_q": rows, "max_seqlen_k": capacity}
     call = Call(q, *caches, cu_seqlens_q=offsets, seqused_k=begin, **options, **length)
-    new = Append(k, v, cos, sin, start, case.interleaved, case.moving)
+    new = Append(k, v, cos, sin, start, None, case.interleaved, case.moving)
     want, want_q, turned = [copied(x) for x in caches], q, k
     if cos is not None:
         first = begin if start is None else start
@@ -181,7 +181,7 @@ FAULTS = {
         "__builtin_bit_cast(unsigned, x[2 * w + 1]) & 0xffff0000)",
     ),
     "rotated the other way": ("first, c) - product(second, s)", "first, c) + product(second, s)"),
-    "pairs of the wrong kind": ("(p.rotary_interleaved)", "(!p.rotary_interleaved)"),
+    "pairs of the wrong kind": ("p.rotary_flags & kInterleaved", "~p.rotary_flags & kInterleaved"),
     "values rotated": ("p.v_head, p.heads_k, p.head_dim_v, 0, 0", "p.v_head, p.heads_k, "
                       "p.head_dim_v, p.rotary_dim, 0"),
     "rest of the head forgotten": ("row.columns - row.rotated + kPiece - 1", "0"),
@@ -205,9 +205,9 @@ FAULTS = {
                                              "int place = int_at(p.seqused_k"),
     "all new keys at one position": ("int_at(p.rotary_seqlens, s.batch) + index : 0",
                                      "int_at(p.rotary_seqlens, s.batch) : 0"),
-    "queries always move": ("index * p.rotary_step", "index"),
+    "queries always move": ("(p.rotary_flags & kMoving ? index : 0)", "index"),
     "rows of other sequences": ("if (index >= s.stored_rows) return false;", ""),
-    "tables of float32 only": ("if (p.rotary_size == 4)", "if (true)"),
+    "tables of float32 only": ("if (p.rotary_flags & kFloat32Tables)", "if (true)"),
     "heads of the cache at new_k's stride": ("p.k_head, p.heads_k", "p.new_k_head, p.heads_k"),
 }  # fmt: skip
 
@@ -307,7 +307,7 @@ def test_positions_without_a_row_give_nan():
     table = tables["rotary_cos"]
     start = torch.tensor([23, -1], dtype=torch.int32)
     call = Call(q, k_cache, v_cache, max_seqlen_q=2, max_seqlen_k=24)
-    rotated = run(call, Append(None, None, table, table, start, True, True))["rotated_q"]
+    rotated = run(call, Append(None, None, table, table, start, None, True, True))["rotated_q"]
     unknown = rotated.isnan().all(-1).all(-1)
     turned = rotated[..., :32].isnan().all(-1).all(-1)
     assert turned.tolist() == [[False, True], [True, False]]

@@ -54,7 +54,7 @@ FAULTS = {
     "mask off by one": (
         "causal", "min(seen.high - first, kTile)", "min(seen.high + 1 - first, kTile)",
     ),
-    "full tiles misjudged": ("window", "bool cut = first < pass.mine.all_low ||", "bool cut ="),
+    "full tiles misjudged": ("window", "cut = (first - pass.mine.all_low) | ", "cut = "),
     "P of the masked": ("causal", "r += 2) round_two(p_rounded[n][r / 4], s[n], r);", "r += 2);"),
     "tiles at the end skipped": ("plain", "block.high - start + kTile - 1", "block.high - start"),
     "barrier before columns dropped": ("plain", "if (reading == 0) barrier();", ""),

@@ -90,8 +90,8 @@ CASES = {
 FAULTS = {
     "an addition lost": (
         "plain",
-        "i < 4 * kShares; ++i)\n      if (comes(",
-        "i < 4 * kShares - 1; ++i)\n      if (comes(",
+        "if (m == kDeal.added[i]) add(",
+        "if (i && m == kDeal.added[i]) add(",
     ),
     "additions of the last step lost": (
         "plain",
@@ -152,17 +152,18 @@ FAULTS = {
     ),
     "columns overwritten while they are read": (
         "plain",
-        "columns_after = all_columns - columns - columns_next;",
-        "columns_after = columns;",
+        "columns_stored = kLate ? all_columns - columns_stored : columns_next();",
+        "columns_stored = columns;",
     ),
     "dS overwritten while it is read": (
-        "plain", "swap_next = all_swaps - swap;", "swap_next = swap;",
+        "plain", "swap_next = all_swaps - swap_next;", "swap_next = swap;",
     ),
     "rows beyond the end read": (
         "varlen", "step_bytes(rows, piece[n].row_bytes", "step_bytes(kStepRows, piece[n].row_bytes",
     ),
     "columns beyond the width read": ("varlen", "+ (beyond << 29)", ""),
-    "heads of a group forgotten": ("plain", "n = group * steps;", "n = steps;"),
+    "heads of a group forgotten": ("plain", "walk.turns = group * steps;", "walk.turns = steps;"),
+    "columns of the step before again": ("plain", "lds.turn_columns();", ""),
     "states of the last head": (
         "plain", "states_of(p, s, fed_head)", "states_of(p, s, group_end - 1)",
     ),

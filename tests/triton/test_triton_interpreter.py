@@ -14,7 +14,18 @@ pytest.importorskip("triton")
 
 
 @pytest.mark.parametrize(
-    "group", ["masks", "scores", "gradients", "layouts", "paths", "float8", "hostile"]
+    "group",
+    [
+        "masks",
+        "scores",
+        "gradients",
+        "layouts",
+        "paths",
+        "float8",
+        "bands",
+        "hostile",
+        "invariance",
+    ],
 )
 def test_interpreted_kernels_keep_the_rule(group: str) -> None:
     script = Path(__file__).with_name("interpreted.py")

@@ -199,6 +199,9 @@ extern "C" __global__ WORKGROUP(kThreads, BLOCKS_PER_SM) void attn_bwd(KERNEL_PA
   Seen seen = rows_seeing(p, s, w.first_key, min(w.first_key + BLOCK_K, s.keys) - 1);
   w.begin = seen.low / BLOCK_Q;
   w.end = seen.low < seen.high ? (seen.high + BLOCK_Q - 1) / BLOCK_Q : w.begin;
+  // Chunks and windows together may leave out keys between those that a tile of rows sees. The blocks of
+  // such keys take their turn there as well, or those that come after them would wait for ever.
+  if (BANDED && seen.low < s.rows) w.end = max((seen.high + BLOCK_Q - 1) / BLOCK_Q, w.begin);
   // Keys beyond the end are seen by nobody.
   w.all_low = w.first_key + BLOCK_K > s.keys ? s.rows : seen.all_low;
   w.all_high = seen.all_high;

@@ -16,6 +16,10 @@
 #error "the plan defines DTYPE, HEAD_DIM, HEAD_DIM_V, TILES, TEAM, WARPS, STAGES and SHARED_BYTES"
 #endif
 
+#ifndef LATENT  // whether V is the first elements of K
+#define LATENT 0
+#endif
+
 #include "decode_load.h"
 
 constexpr int kThreads = WARPS * kLanes;
@@ -91,7 +95,12 @@ DEVICE void finish(float (&s)[4], const Params &p, const Sequence &sequence, con
       if (terms.bias) s[r] += bias_of(terms, min(key, b.stop - 1));
       s[r] *= kLog2E;
     }
-    if (masked && (distance < left || distance > right || key >= b.stop)) s[r] = -INFINITY_F;
+    if (BANDED && masked) {
+      Seen seen = keys_seen(p, sequence, packed_row.row, packed_row.row);
+      if (key < seen.low || key >= min(seen.high, b.stop)) s[r] = -INFINITY_F;
+    } else if (masked && (distance < left || distance > right || key >= b.stop)) {
+      s[r] = -INFINITY_F;
+    }
   }
 }
 
@@ -174,7 +183,7 @@ DEVICE void step(State &state, Shared stage, const Queries &q, const Params &p, 
       for (int r = 0; r < 4; ++r) s[t][r] += factors.lift[r / 2];
     weights(w[t], state, t, s[t], factors);
   }
-  Shared values = ValueTile::along(stage + KeyTile::kBytes);
+  Shared values = ValueTile::along(stage + (LATENT ? 0 : KeyTile::kBytes));
 #pragma unroll
   for (int e = 0; e < kDims; e += kOperands) {
     unsigned x[4];

@@ -27,7 +27,7 @@ DEVICE void apply_mask(const Params &p, Place at, float (&weights)[m][n][4]) {
   int distance = at.key - at.row - mask.shift;
   bool all = distance - (n * 8 - 1) >= mask.low && distance + (m * 16 - 1) <= mask.high &&
              at.key + m * 16 <= mask.keys;
-  if (all) return;
+  if (!BANDED && all) return;
 #pragma unroll
   for (int i = 0; i < m; ++i)
 #pragma unroll

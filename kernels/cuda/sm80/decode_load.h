@@ -23,8 +23,9 @@ constexpr int kRowsAtOnce = kRowsOfWarp * TEAM;  // and its team
 // against bank conflicts, half of the sectors came twice (64 x 8192 keys: 100.7 M into the SMs where 67.1 M
 // hold them all): 4.25 TB/s on an H200, not 4.39.
 typedef Tile<kKeys, HEAD_DIM * kSize / 2> KeyTile;
-typedef Tile<kKeys, HEAD_DIM_V * kSize / 2> ValueTile;
-constexpr int kStageBytes = KeyTile::kBytes + ValueTile::kBytes;
+// Where V is a view of K (LATENT), values are read where the keys lie.
+typedef Tile<kKeys, (LATENT ? HEAD_DIM : HEAD_DIM_V) * kSize / 2> ValueTile;
+constexpr int kStageBytes = KeyTile::kBytes + (LATENT ? 0 : ValueTile::kBytes);
 
 static_assert(WARPS % TEAM == 0, "teams are alike");
 static_assert(kKeys % kRowsAtOnce == 0, "a team's warps share a stage's rows");
@@ -95,7 +96,8 @@ class Stream {
       Row at = rows_[n % kRound * kKeys + row];
       bool exists = begin_ + n * kStride + row < stop_;
       copy_row<HEAD_DIM>(KeyTile::below(to_k, i), k_ + at.k, p_.head_dim, exists);
-      copy_row<HEAD_DIM_V>(ValueTile::below(to_v, i), v_ + at.v, p_.head_dim_v, exists);
+      if constexpr (!LATENT)
+        copy_row<HEAD_DIM_V>(ValueTile::below(to_v, i), v_ + at.v, p_.head_dim_v, exists);
     }
   }
 

@@ -280,7 +280,8 @@ DEVICE void mask(const Warp &w, Scores &s, int first) {
     }
 }
 
-// Brings accumulator and sum to a new base where a maximum has outgrown the old one by kLag.
+// Brings accumulator and sum to a new base where a maximum has outgrown the old one by kLag: of that row
+// alone, whose bits are then the same whatever the other rows of the warp are.
 DEVICE void update_max(const Warp &w, const Scores &s, Rows &rows, Output &o) {
   float largest[kBands][2];
   bool outgrown = false;
@@ -302,7 +303,8 @@ DEVICE void update_max(const Warp &w, const Scores &s, Rows &rows, Output &o) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       Row &row = rows[b][h];
-      float raised = __builtin_fmaxf(row.base, row_max(largest[b][h]));
+      float highest = row_max(largest[b][h]);
+      float raised = highest > row.base + kLag ? highest : row.base;
       float factor = exp2(row.base - raised);
       row.base = raised;
       row.total *= factor;

@@ -46,10 +46,12 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd(
   Work w;
   w.begin = seen.low / BLOCK_Q;
   w.end = seen.low < seen.high ? (seen.high + BLOCK_Q - 1) / BLOCK_Q : w.begin;
+  // As in sm80's: a block whose keys no row sees takes its turn between others.
+  if (BANDED && seen.low < s.rows) w.end = max((seen.high + BLOCK_Q - 1) / BLOCK_Q, w.begin);
   w.steps = (w.end - w.begin) * (p.heads_q / p.heads_k);
   // Keys beyond the end are seen by nobody; rows beyond it have P = 0 without a mask.
   w.all_low = own.first_key + BLOCK_K > s.keys ? s.rows : seen.all_low;
-  w.all_high = p.window_left < 0 ? 0x7fffffff : seen.all_high;
+  w.all_high = !BANDED && p.window_left < 0 ? 0x7fffffff : seen.all_high;
 
   if (thread_index() == 0) init_barriers(shared);
   barrier();

@@ -176,7 +176,7 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
           round_to(y[0], x);
         }
         int valid = s.keys - last * BLOCK_K;
-        if (!kFloat8 && valid < BLOCK_K && (p.cu_seqlens_k || p.seqused_k)) {
+        if (!kFloat8 && valid < BLOCK_K && (PAGE_ROWS || p.cu_seqlens_k || p.seqused_k)) {
           wait_v();
           clear_rows(shared + kVAt + v_pipe.stage * kVBytes, valid, group);
         }

@@ -110,6 +110,9 @@ DEVICE float chosen(unsigned bits, float x, float otherwise) {
 template <class Values>
 DEVICE void apply_mask(const Params &p, const Sequence &s, int key, int row, Values &x) {
   Mask mask = mask_of(p, s);
+#if BANDED
+  mask.origin += owned_keys(p).first_key;  // from where `s` counts
+#endif
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     Range range = rows_that_see(mask, key + 8 * h, row);

@@ -2,6 +2,33 @@
 #pragma once
 #include "fwd_shape.h"
 
+// Asks for tile `n` of keys or values, of one head. From pages PAGE_ROWS of them at a time; where none of the
+// sequence's are, what the stage held before stays.
+template <int panels, int width, int panel_bytes>
+DEVICE void load_keys(const Params &p, const Sequence &s, const TensorMap *map, Shared to, Shared full,
+                      int head, int n) {
+#if PAGE_ROWS
+  constexpr int kCopies = BLOCK_K / PAGE_ROWS, kCopyBytes = panel_bytes / kCopies;
+  static_assert(BLOCK_K % PAGE_ROWS == 0 && PAGE_ROWS % 8 == 0, "copies of whole swizzles");
+  const int *pages = (const int *)p.page_table + s.batch * p.page_table_batch;
+  int key = n * BLOCK_K, copies = min((s.keys - key + PAGE_ROWS - 1) / PAGE_ROWS, kCopies);
+  mbarrier_arrive_expect_tx(full, copies * panels * kCopyBytes);
+#pragma unroll 1
+  for (int i = 0; i < copies; ++i) {
+    int page = pages[key / p.page_size];
+#pragma unroll
+    for (int j = 0; j < panels; ++j)
+      tma_load(to + j * panel_bytes + i * kCopyBytes, map, full, j * width, key % p.page_size, head, page);
+    key += PAGE_ROWS;
+  }
+#else
+  mbarrier_arrive_expect_tx(full, panels * panel_bytes);
+#pragma unroll
+  for (int i = 0; i < panels; ++i)
+    tma_load(to + i * panel_bytes, map, full, i * width, (int)s.key0 + n * BLOCK_K, head, s.key_batch);
+#endif
+}
+
 // For each work tile of the block: tells the other warps about it, then loads the last K tile, Q, and the
 // other tiles from the last to the first, each K one tile ahead of its V.
 DEVICE void produce(const MappedParams &mapped, Shared shared) {
@@ -38,11 +65,8 @@ DEVICE void produce(const MappedParams &mapped, Shared shared) {
     auto load_k = [&](int n) {
       Shared full = barriers.k_full(k_pipe.stage);
       mbarrier_wait(barriers.k_empty(k_pipe.stage), k_pipe.phase ^ 1);
-      mbarrier_arrive_expect_tx(full, kKBytes);
-#pragma unroll
-      for (int i = 0; i < kPanels; ++i)
-        tma_load(shared + kKAt + k_pipe.stage * kKBytes + i * kKPanel, k_map, full, i * kWidth,
-                 (int)s.key0 + n * BLOCK_K, head_k, s.key_batch);
+      Shared to = shared + kKAt + k_pipe.stage * kKBytes;
+      load_keys<kPanels, kWidth, kKPanel>(p, s, k_map, to, full, head_k, n);
       k_pipe.advance();
     };
     load_k(tile.last);
@@ -59,11 +83,8 @@ DEVICE void produce(const MappedParams &mapped, Shared shared) {
       if (n > tile.first) load_k(n - 1);
       Shared full = barriers.v_full(v_pipe.stage);
       mbarrier_wait(barriers.v_empty(v_pipe.stage), v_pipe.phase ^ 1);
-      mbarrier_arrive_expect_tx(full, kVBytes);
-#pragma unroll
-      for (int i = 0; i < kPanelsV; ++i)
-        tma_load(shared + kVAt + v_pipe.stage * kVBytes + i * kVPanel, v_map, full, i * kWidthV,
-                 (int)s.key0 + n * BLOCK_K, head_k, s.key_batch);
+      Shared to = shared + kVAt + v_pipe.stage * kVBytes;
+      load_keys<kPanelsV, kWidthV, kVPanel>(p, s, v_map, to, full, head_k, n);
       v_pipe.advance();
     }
   }

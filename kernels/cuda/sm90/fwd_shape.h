@@ -4,6 +4,11 @@
 #include "tma.h"
 #include "../sm80/schedule.h"
 
+// Keys of a copy from a page, of which a tile takes several; 0 without pages.
+#ifndef PAGE_ROWS
+#define PAGE_ROWS 0
+#endif
+
 constexpr int kGroupThreads = 128;  // of a warpgroup
 constexpr int kGroupRows = 64;      // query rows of a consumer warpgroup
 constexpr int kBlockQ = GROUPS * kGroupRows;

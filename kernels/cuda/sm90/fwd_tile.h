@@ -17,6 +17,12 @@
 #define PER_HEAD 0
 #define PER_BLOCK 1
 constexpr bool kFloat8 = INPUTS == E4M3;
+
+// Whether a row's bits are the same whatever the other rows of its warp are. Its base then follows its own
+// scores alone, and not because another row outgrew its base.
+#ifndef INVARIANT
+#define INVARIANT 0
+#endif
 constexpr bool kBlockScaled = kFloat8 && SCALES == PER_BLOCK;
 constexpr int kInner = kFloat8 ? 32 : 16;  // elements of a product's inner dimension
 
@@ -108,7 +114,7 @@ DEVICE void mask(const Params &p, Scores &s, const Sequence &sequence, int first
     Seen seen = keys_seen(p, sequence, row, row);
     int low = seen.low - key0, high = seen.high - key0;
     each(s, h, [&](float x, int at) { return at >= high ? -INFINITY_F : x; });
-    if (p.window_left >= 0) each(s, h, [&](float x, int at) { return at < low ? -INFINITY_F : x; });
+    if (BANDED || p.window_left >= 0) each(s, h, [&](float x, int at) { return at < low ? -INFINITY_F : x; });
   }
 }
 
@@ -124,11 +130,17 @@ DEVICE void find_largest(float to_base_2, const Scores &s, float (&largest)[2]) 
   }
 }
 
-// Raises bases and sums to the maxima so far. The output has to follow by `factors`.
-DEVICE void update_max(const float (&largest)[2], Rows &rows, float (&factors)[2]) {
+// Whether any of the four lanes of a row says so.
+DEVICE bool any_of_row(bool x) { return __ballot_sync(kAllLanes, x) >> (lane_index() & 28) & 15; }
+
+// Raises bases and sums to the maxima so far, with INVARIANT of rows that are `outgrown`. The output has to
+// follow by `factors`.
+DEVICE void update_max(const float (&largest)[2], const bool (&outgrown)[2], Rows &rows,
+                       float (&factors)[2]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     float raised = __builtin_fmaxf(rows[h].base, row_max(largest[h]) - kTop);
+    if (INVARIANT && !outgrown[h]) raised = rows[h].base;
     factors[h] = exp2(rows[h].base - raised);
     rows[h].base = raised;
     rows[h].total *= factors[h];
@@ -172,9 +184,11 @@ DEVICE float probability(float score, float to_base_2, float base) {
 DEVICE bool online_softmax_in_place(float to_base_2, Scores &s, Rows &rows, float (&factors)[2]) {
   float largest[2];
   find_largest(to_base_2, s, largest);
-  bool outgrown = largest[0] > rows[0].base + kMost || largest[1] > rows[1].base + kMost;
-  bool raised = __any_sync(kAllLanes, outgrown);
-  if (raised) update_max(largest, rows, factors);
+  bool outgrown[2] = {largest[0] > rows[0].base + kMost, largest[1] > rows[1].base + kMost};
+  if constexpr (INVARIANT)
+    for (int h = 0; h < 2; ++h) outgrown[h] = any_of_row(outgrown[h]);
+  bool raised = __any_sync(kAllLanes, outgrown[0] || outgrown[1]);
+  if (raised) update_max(largest, outgrown, rows, factors);
 #pragma unroll
   for (int t = 0; t < kKeyTiles; ++t)
 #pragma unroll
@@ -225,15 +239,20 @@ DEVICE bool online_softmax_to(float to_base_2, const Scores &s, Rows &rows, Prob
                          float (&factors)[2]) {
   constexpr float kMostSum = 256.0f;
   float sums[2];
-  bool raised = first;
+  bool raised = first, outgrown[2] = {true, true};
   if (!first) {
     exponentiate(to_base_2, s, rows, p, sums);
-    raised = __any_sync(kAllLanes, !(sums[0] <= kMostSum && sums[1] <= kMostSum));  // also of a NaN
+    if constexpr (INVARIANT) {
+      for (int h = 0; h < 2; ++h) outgrown[h] = any_of_row(!(sums[h] <= kMostSum));
+      raised = __any_sync(kAllLanes, outgrown[0] || outgrown[1]);
+    } else {
+      raised = __any_sync(kAllLanes, !(sums[0] <= kMostSum && sums[1] <= kMostSum));  // also of a NaN
+    }
   }
   if (raised) {
     float largest[2];
     find_largest(to_base_2, s, largest);
-    update_max(largest, rows, factors);
+    update_max(largest, outgrown, rows, factors);
     exponentiate(to_base_2, s, rows, p, sums);
   }
   rows[0].total += sums[0];

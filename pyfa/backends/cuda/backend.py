@@ -13,7 +13,7 @@ from ..common import calls, libcuda
 from ..native import backward as native_backward
 from ..native.backend import NativeBackend
 from ..native.decode import are_few
-from . import decode, forward_sm90_fp8, plans, runtime_compiler
+from . import decode, forward_sm90, forward_sm90_fp8, plans, runtime_compiler
 from .launcher import Launcher
 from .target import TARGET
 
@@ -33,6 +33,10 @@ class CudaBackend(NativeBackend):
         reasons += missing(self, problem)
         if decode.takes(problem):
             return reasons
+        if plans.runs_sm90(problem.arch):
+            reasons += forward_sm90.why_not_invariant(problem)
+        if "latent" in problem.features:
+            return reasons + decode.why_not(problem)
         if "fp8" in problem.features:
             why_not = decode.why_not if are_few(problem) else forward_sm90_fp8.why_not
             return reasons + why_not(problem)

@@ -22,7 +22,7 @@ def plan(problem: Problem) -> Plan:
     """The kernel of ``problem`` and what it is compiled with."""
     if "fp8" in problem.features:
         return forward_sm90_fp8.plan(problem)
-    left = []
+    left, invariant = [], "batch_invariant" in problem.features
     if plans.runs_sm90(problem.arch):
         left = forward_sm90.why_not(problem)
         if not left:
@@ -31,7 +31,7 @@ def plan(problem: Problem) -> Plan:
     pair = calls.bucket_of(table.forward, problem.head_dim, problem.head_dim_v)
     dtype, paged = calls.DTYPE_CODES[problem.dtype], "paged" in problem.features
     score = calls.score_class(problem)
-    if paged:
+    if paged or invariant:
         score = max(score, GENERAL)
     tiles = _tiles_for(table, pair, score, paged)
     blocks = -(-problem.seqlen_q // (tiles.rows * tiles.warps)) * problem.heads_q * problem.batch

@@ -39,7 +39,7 @@ def lacking(features: frozenset[str]) -> list[str]:
     """Those of ``features`` that no forward here has with float8."""
     return [
         f"float8 with {words} is not implemented"
-        for feature, words in ELSEWHERE.items()
+        for feature, words in (*ELSEWHERE.items(), ("batch_invariant", "batch invariance"))
         if feature in features
     ]
 

@@ -59,6 +59,13 @@ def _decode_tiles(arch: str, float8: bool) -> Mapping[Pair, Sequence[Decode]]:
     return tiles.decode_float8 if plans.widens_float8(arch) else {}
 
 
+def _latent_tiles(arch: str, float8: bool) -> Mapping[Pair, Sequence[Decode]]:
+    tiles = plans.tiles_of(arch)
+    if not float8:
+        return tiles.latent
+    return tiles.latent_float8 if plans.widens_float8(arch) else {}
+
+
 def _forward(values: Mapping[str, int], size: int) -> Buffers:
     keys, stages = values["BLOCK_K"], values["STAGES"]
     parts = {
@@ -95,6 +102,7 @@ TARGET = Target(
     takes_decode=decode.takes,
     forward_plan=lambda backend, problem: forward.plan(problem),
     decode_tiles=_decode_tiles,
+    latent_tiles=_latent_tiles,
     decode_splits=decode.splits_for,
     backward_plans=lambda backend, *asked: backward.plans_for(*asked),
 )

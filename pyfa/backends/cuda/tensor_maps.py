@@ -118,10 +118,14 @@ def maps_of(
     def number(x: str | int) -> int:
         return x if isinstance(x, int) else constants[x]
 
+    def rows_of(box: Box) -> int:
+        of_page = constants.get("PAGE_ROWS", 0) if box.tensor in ("k", "v") else 0
+        return of_page or number(box.rows)
+
     def made(box: Box) -> TensorMap:
         name = pointers[box.tensor]
         x = tensors[name]
-        described = describe(x, number(box.rows), panel(number(box.head), x.itemsize))
+        described = describe(x, rows_of(box), panel(number(box.head), x.itemsize))
         if addresses is None:
             return TensorMap(_encoded(described), name)
         return TensorMap(described.encode(addresses[name]), "")

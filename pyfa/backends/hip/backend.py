@@ -12,7 +12,7 @@ from ..base import missing
 from ..common import calls
 from ..native import backward as native_backward
 from ..native.backend import NativeBackend
-from . import code, decode, forward, plans
+from . import backward, code, decode, forward, plans
 from .launcher import Launcher, Runtime
 from .target import TARGET
 
@@ -43,6 +43,7 @@ class HipBackend(NativeBackend):
         reasons += missing(self, problem)
         if not decode.takes(problem):
             reasons += forward.why_not(problem) + native_backward.why_not(problem)
+            reasons += backward.why_not(problem)
         # Of a device that is not here nobody asks for code.
         if not reasons and not self.runtime.why_unavailable():
             without = code.why_missing(self._kernels(problem), plans.device_of(problem).arch)

@@ -7,8 +7,9 @@ passes, owning keys (dK, dV) and owning rows (dQ), make seven, and the same bits
 from __future__ import annotations
 
 from ...plan import Plan
-from ...problem import Problem
+from ...problem import Problem, is_banded
 from ..common import calls
+from ..native.backward import is_general_problem
 from ..native.plans import plan_with
 from ..native.tiles import constants_of
 from ..native.tiles.gfx942 import Tiles
@@ -21,6 +22,10 @@ BIAS_GRAD = "hip/bias_grad.hip"
 BIAS_TILE = 64, 128  # rows and keys of its workgroups
 CONVERT_ROWS = 64  # rows of a workgroup of dq_convert.hip
 KEYS, ROWS = 0, 1
+BANDS_AT_256 = (
+    "float16 backward of attention_chunk, or of a window with a negative edge, together with score "
+    "terms or dropout is not implemented above head_dim 192"
+)
 THREADS = 256
 WAVES = THREADS // 64
 
@@ -32,6 +37,16 @@ def _why_two_passes(tiles: Tiles, pair: tuple[int, int], deterministic: bool) ->
     if pair not in tiles.one_pass:
         return "wider than 192, the one-pass kernel's tiles do not fit 64 KB of LDS"
     return None
+
+
+def why_not(problem: Problem) -> list[str]:
+    """What backward lacks for ``problem`` beyond what it lacks on every device."""
+    banded = is_general_problem(problem) and is_banded(problem.features)
+    wide = max(problem.head_dim, problem.head_dim_v) > 192
+    # Of the 512 registers that a lane may have, owning keys wants 520.
+    if "backward" in problem.features and banded and wide and problem.dtype == "float16":
+        return [BANDS_AT_256]
+    return []
 
 
 def notes_of(problem: Problem) -> list[str]:

@@ -8,6 +8,7 @@ from ...plan import Plan
 from ...problem import Problem
 from ..common import calls
 from ..common.calls import DROPOUT, GENERAL, PLAIN, score_class
+from ..native import decode
 from ..native.plans import notes_of, plan_with
 from ..native.tiles import constants_of
 from ..native.tiles.gfx942 import Tiles
@@ -23,10 +24,14 @@ LANES = 64
 def why_not(problem: Problem) -> list[str]:
     """What the kernel lacks for ``problem``, beyond features and dtypes."""
     features, reasons = problem.features, []
+    if "latent" in features:
+        return decode.why_not(problem)
     if features >= {"paged", "dropout"}:
         reasons.append("dropout with a paged cache is not implemented")
     if features >= {"fp8", "dropout"}:
         reasons.append("dropout with float8 is not implemented")
+    if features >= {"fp8", "batch_invariant"}:
+        reasons.append("float8 with batch invariance is not implemented")
     return reasons
 
 
@@ -34,11 +39,15 @@ def plan(backend: str, problem: Problem) -> Plan:
     """The kernel of ``problem`` and what it is compiled with."""
     paged = "paged" in problem.features
     tiles = tiles_of(problem.arch)
-    pairs = tiles.paged_pairs if paged else tiles.forward
+    invariant = "batch_invariant" in problem.features
+    # Whether there are pages must not tell: their pairs and score class are everybody's.
+    pairs = tiles.paged_pairs if paged or invariant else tiles.forward
     pair = calls.bucket_of(pairs, problem.head_dim, problem.head_dim_v)
     out = calls.DTYPE_CODES[problem.dtype_out or problem.dtype]
     dtype = FLOAT8_CODE if "fp8" in problem.features else out
-    score = GENERAL if paged or _tiles_have_scales(problem, pair) else score_class(problem)
+    score = score_class(problem)
+    if paged or invariant or _tiles_have_scales(problem, pair):
+        score = max(score, GENERAL)
     return _plan(backend, tiles, pair, dtype, out, score, paged, notes_of(problem, pair))
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ... import bundle
+from ..._torch import Empty
 from ...plan import Plan
 from ...problem import Problem
 from ...traffic import Shape, TiledKernel
@@ -162,6 +163,10 @@ def _trace(wanted: Plan, run: Callable[[Launcher, int], object], length: int) ->
     found: list[tuple[Any, int]] = []
 
     class Watching(EmulatorRuntime):
+        @property
+        def empty(self) -> Empty:
+            return samples.empty
+
         def run(self, step: Step, *rest: Any) -> None:
             super().run(step, *rest)
             if (step.plan.kernel, step.plan.constants) == (wanted.kernel, wanted.constants):

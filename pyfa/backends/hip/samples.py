@@ -29,6 +29,7 @@ _DTYPES = {code: getattr(torch, name) for name, code in calls.DTYPE_CODES.items(
 _DTYPES[forward.FLOAT8_CODE] = getattr(torch, forward.FLOAT8)
 _SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", _DTYPES[forward.FLOAT8_CODE]: "fp8"}
 _PAGE = 64
+_ALIGNED = 512  # bytes, of PyTorch's allocator on a GPU
 
 
 class Sample(NamedTuple):
@@ -78,7 +79,7 @@ def _forward(plan: Plan) -> Sample:
             call = call._replace(
                 k=call.k[:, :_PAGE],
                 v=call.v[:, :_PAGE],
-                page_table=torch.zeros(1, length // _PAGE, dtype=torch.int32),
+                page_table=_zeros(1, length // _PAGE, dtype=torch.int32),
                 seqused_k=torch.tensor([length], dtype=torch.int32),
             )
         native_forward.bind(launch, plan, call)(*tensors_of(call))
@@ -117,9 +118,9 @@ def _backward(plan: Plan) -> Sample:
     def run(launch: Launcher, length: int) -> None:
         call = _call(constants, *((length, keys) if keys else (rows, length)))
         call = call._replace(softcap=30.0 if general else 0.0, deterministic=not one_pass)
-        out = torch.zeros(call.out_shape(), dtype=call.q.dtype)
-        lse = torch.zeros(call.lse_shape())
-        dout = torch.zeros_like(out)
+        out = _zeros(*call.out_shape(), dtype=call.q.dtype)
+        lse = _zeros(*call.lse_shape())
+        dout = _zeros(*out.shape, dtype=out.dtype)
         run = native_backward.bind(launch, call, out, lse, dout, None)
         run(dout, None, out, lse, *tensors_of(call))
 
@@ -137,10 +138,10 @@ def _bias_grad(plan: Plan) -> Sample:
     keys = backward.BIAS_TILE[1]
 
     def run(launch: Launcher, length: int) -> None:
-        call = _call(constants, length, keys)._replace(bias=torch.zeros(1, 1, 1, keys))
-        out = torch.zeros(call.out_shape(), dtype=call.q.dtype)
-        lse = torch.zeros(call.lse_shape())
-        dout = torch.zeros_like(out)
+        call = _call(constants, length, keys)._replace(bias=_zeros(1, 1, 1, keys))
+        out = _zeros(*call.out_shape(), dtype=call.q.dtype)
+        lse = _zeros(*call.lse_shape())
+        dout = _zeros(*out.shape, dtype=out.dtype)
         run = native_backward.bind(launch, call, out, lse, dout, None, True)
         run(dout, None, out, lse, *tensors_of(call))
 
@@ -172,12 +173,27 @@ def _title(constants: Mapping[str, int]) -> str:
     return f"{constants['HEAD_DIM']}/{constants['HEAD_DIM_V']} {dtype}"
 
 
+def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Memory that begins where PyTorch's allocator on a GPU begins it.
+
+    The CPU's allocator begins anywhere at a multiple of 64 bytes: rows would lie across lines of L1
+    in one process and not in the next, by which the timing model's shares moved by up to 0.1.
+    """
+    last = sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+    nbytes = (last + 1) * dtype.itemsize if all(shape) else 0
+    room = torch.zeros(nbytes + _ALIGNED, dtype=torch.uint8)
+    begin = -room.data_ptr() % _ALIGNED
+    return room[begin : begin + nbytes].view(dtype).as_strided(shape, strides)
+
+
+def _zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return empty(shape, torch.empty(shape, device="meta").stride(), dtype)
+
+
 def _call(constants: Mapping[str, int], rows: int, keys: int) -> Call:
     """One head, its keys not split."""
-    dtype, out = (_DTYPES.get(constants.get(name, -1)) for name in ("DTYPE", "OUT_DTYPE"))
+    dtype, out = _DTYPES[constants["DTYPE"]], _DTYPES.get(constants.get("OUT_DTYPE", -1))
     of_keys = _DTYPES[constants.get("KEY_DTYPE", constants["DTYPE"])]
-    q = torch.zeros(1, rows, 1, constants["HEAD_DIM"], dtype=dtype)
-    k, v = (
-        torch.zeros(1, keys, 1, constants[dim], dtype=of_keys) for dim in ("HEAD_DIM", "HEAD_DIM_V")
-    )
+    q = _zeros(1, rows, 1, constants["HEAD_DIM"], dtype=dtype)
+    k, v = (_zeros(1, keys, 1, constants[dim], dtype=of_keys) for dim in ("HEAD_DIM", "HEAD_DIM_V"))
     return Call(q, k, v, max_seqlen_q=rows, max_seqlen_k=keys, num_splits=1, out_dtype=out)

@@ -52,6 +52,11 @@ def _decode_tiles(arch: str, float8: bool) -> Mapping[Pair, Sequence[Decode]]:
     return tiles.decode_float8 if float8 else tiles.decode
 
 
+def _latent_tiles(arch: str, float8: bool) -> Mapping[Pair, Sequence[Decode]]:
+    tiles = plans.tiles_of(arch)
+    return tiles.latent_float8 if float8 else tiles.latent
+
+
 def _backward_plans(
     backend: str, arch: str, dims: Pair, dtype: int, general: bool, deterministic: bool
 ) -> tuple[Plan, Plan, Plan]:
@@ -82,6 +87,8 @@ def _decode(values: Mapping[str, int]) -> Buffers:
         "maxima and totals": 2 * _WAVES * lines * 4,
         **scales,
     }
+    if "LATENT" in values:
+        parts["keys on their way to values"] = _WAVES * GROUP * 256
     return Buffers("forward", parts)
 
 
@@ -138,6 +145,7 @@ TARGET = Target(
     takes_decode=decode.takes,
     forward_plan=forward.plan,
     decode_tiles=_decode_tiles,
+    latent_tiles=_latent_tiles,
     decode_splits=lambda blocks, keys, units, key_bytes: decode.splits_for(blocks, keys, units),
     backward_plans=_backward_plans,
     bias_grad_plan=_bias_grad_plan,

@@ -14,11 +14,18 @@ from ..common.program import Params, Program, like, run_of
 from .launch import Launcher
 
 THREADS = 256
+_FLOAT32_TABLES, _INTERLEAVED, _MOVING = (
+    1,
+    2,
+    4,
+)  # rotary_flags, as kernels/common/append.h has them
 _MOST_THREADS = 2**32  # of a grid
 
 
 def why_declined(call: Call, append: Append) -> str | None:
     """Why the kernel does not do it; None where it does."""
+    if append.cu_seqlens is not None:
+        return "new keys are packed (cu_seqlens_new)"
     given = (call.k, call.v, call.q, append.k, append.v)
     if call.k.stride(-1) != 1 or call.v.stride(-1) != 1:
         return "the cache's rows are not contiguous, and it cannot be copied"
@@ -88,9 +95,11 @@ def add(launch: Launcher, program: Program, call: Call, append: Append) -> dict[
         values |= {
             "rotary_dim": 2 * append.cos.shape[1],
             "rotary_rows": append.cos.shape[0],
-            "rotary_size": append.cos.element_size(),
-            "rotary_interleaved": int(append.interleaved),
-            "rotary_step": int(append.moving),
+            "rotary_flags": (
+                _FLOAT32_TABLES * (append.cos.element_size() == 4)
+                + _INTERLEAVED * append.interleaved
+                + _MOVING * append.moving
+            ),
         }
         values |= abi.strides_of("q", call.q.stride()) | abi.strides_of("out", rotated[1])
         start = "rotary_seqlens" if append.start is not None else "seqused_k"

@@ -9,12 +9,13 @@ from typing import Protocol
 import torch
 
 from ...plan import Plan
-from ...problem import Append, Call, Problem, features_by
+from ...problem import Append, Call, Problem, features_by, is_banded
 from ...traffic import Shape, TiledKernel
 from ..base import Run, RunBackward
 from . import append as appending
 from . import backward, decode, forward, tiling
 from .launch import Launcher
+from .plans import banded
 from .target import Target
 
 
@@ -40,8 +41,11 @@ class NativeBackend:
 
     def plan(self, problem: Problem) -> Plan:
         if self.target.takes_decode(problem):
-            return decode.plan(self.target, self.NAME, problem)
+            plan = decode.plan(self.target, self.NAME, problem)
+            return banded(plan) if is_banded(problem.features) else plan
         plan = self.target.forward_plan(self.NAME, problem)
+        if is_banded(problem.features):
+            plan = banded(plan)
         return replace(plan, notes=(*plan.notes, *self.target.backward_notes(problem)))
 
     def tiled_kernels(

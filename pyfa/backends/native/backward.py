@@ -10,13 +10,13 @@ import torch
 from ... import abi
 from ..._torch import Like
 from ...plan import Plan
-from ...problem import TERMS, Call, Problem, form_of, tensors_of
+from ...problem import TERMS, Call, Problem, band_of, form_of, is_banded, tensors_of
 from ..base import Gradients, RunBackward
 from ..common import calls
 from ..common.program import Params, Program, for_any_total, like, run_of
 from . import gaps
 from .launch import Launcher
-from .plans import name_of, values_of
+from .plans import banded, name_of, values_of
 from .target import Target
 
 
@@ -172,6 +172,8 @@ def _add_bias_grad(
     arch = launch.device_at(call.q.device).arch
     dims = call.q.shape[-1], call.v.shape[-1]
     plan = make(launch.target.name, arch, dims, calls.dtype_code(call.q))
+    if _is_banded(call):
+        plan = banded(plan)
     block = launch.target.block_of(plan)
     made = like(bias.shape, bias.dtype)
     program.make("dbias", made)
@@ -187,12 +189,13 @@ def bias_plan_for(target: Target, backend: str, problem: Problem) -> Plan:
     """The kernel of a problem's gradient of bias."""
     assert target.bias_grad_plan is not None
     arch, dims = target.device_of(problem).arch, (problem.head_dim, problem.head_dim_v)
-    return target.bias_grad_plan(backend, arch, dims, calls.DTYPE_CODES[problem.dtype])
+    plan = target.bias_grad_plan(backend, arch, dims, calls.DTYPE_CODES[problem.dtype])
+    return banded(plan) if is_banded(problem.features) else plan
 
 
 def plans_for(target: Target, backend: str, problem: Problem) -> tuple[Plan, ...]:
     """The kernels of a problem's backward."""
-    return target.backward_plans(
+    plans = target.backward_plans(
         backend,
         target.device_of(problem).arch,
         (problem.head_dim, problem.head_dim_v),
@@ -200,11 +203,12 @@ def plans_for(target: Target, backend: str, problem: Problem) -> tuple[Plan, ...
         is_general_problem(problem),
         "deterministic" in problem.features,
     )
+    return tuple(map(banded, plans)) if is_banded(problem.features) else plans
 
 
 def _chain(launch: Launcher, call: Call) -> tuple[Plan, ...]:
     """What one pass launches, in order."""
-    return launch.target.backward_plans(
+    sums, first, last = launch.target.backward_plans(
         launch.target.name,
         launch.device_at(call.q.device).arch,
         (call.q.shape[-1], call.v.shape[-1]),
@@ -212,6 +216,12 @@ def _chain(launch: Launcher, call: Call) -> tuple[Plan, ...]:
         is_general(call),
         call.deterministic,
     )
+    return (sums, banded(first), banded(last)) if _is_banded(call) else (sums, first, last)
+
+
+def _is_banded(call: Call) -> bool:
+    band = band_of(call)
+    return bool(band.window_shift or band.attention_chunk)
 
 
 def sums_of(launch: Launcher, call: Call, chain: Sequence[Plan]) -> dict[str, Like]:

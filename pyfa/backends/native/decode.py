@@ -20,8 +20,8 @@ from .tiles import GROUP, Pair, constants_of
 
 FEATURES = frozenset(
     (
-        "causal", "window", "softcap", "alibi", "bias", "sinks", "varlen", "seqused", "paged",
-        "leftpad", "batch_idx", "gqa", "dv",
+        "causal", "window", "negative_edge", "chunk", "softcap", "alibi", "bias", "sinks", "varlen",
+        "seqused", "paged", "leftpad", "batch_idx", "gqa", "dv", "latent", "topk",
     )
 )  # fmt: skip
 # Up to how many lines decode is taken rather than the forward, whose tiles hold more rows of one
@@ -36,7 +36,9 @@ def lines(problem: Problem) -> int:
 
 
 def are_few(problem: Problem) -> bool:
-    """Whether the rows are few enough for decode."""
+    """Whether the rows are few enough for decode, which alone has latent attention."""
+    if "latent" in problem.features:
+        return True
     most = MOST_LINES_ALONE if problem.heads_q == problem.heads_k else MOST_LINES
     return lines(problem) <= most or problem.seqlen_q == 1
 
@@ -58,9 +60,14 @@ def why_not(problem: Problem) -> list[str]:
 
 def keys_seen(call: Call) -> int:
     """The most keys that one sequence's rows can see."""
+    seen, rows = call.max_seqlen_k, call.max_seqlen_q
     if call.window_left >= 0 and call.window_right >= 0:
-        return min(call.max_seqlen_k, call.window_left + call.window_right + call.max_seqlen_q)
-    return call.max_seqlen_k
+        seen = min(seen, call.window_left + call.window_right + rows)
+    if call.attention_chunk:
+        # One chunk more than the rows but for one fill, where they begin at the end of one.
+        chunks = 1 + -(-max(rows - 1, 0) // call.attention_chunk)
+        seen = min(seen, chunks * call.attention_chunk)
+    return seen
 
 
 def forced_parts(call: Call) -> int:
@@ -85,25 +92,30 @@ def readable(call: Call) -> Call:
 def plan(target: Target, backend: str, problem: Problem) -> Plan:
     """The kernel of ``problem`` and what it is compiled with."""
     float8 = "fp8" in problem.features
-    table = target.decode_tiles(problem.arch, float8)
+    latent = "latent" in problem.features
+    table = (target.latent_tiles if latent else target.decode_tiles)(problem.arch, float8)
     pair = calls.bucket_of(table, problem.head_dim, problem.head_dim_v)
     sizes = table[pair]
     tiles = next((each for each in sizes if each.lines >= lines(problem)), sizes[-1])
     dtype = calls.DTYPE_CODES[problem.dtype_out or problem.dtype]
-    found = _plan(target, backend, pair, dtype, tiles, float8)
+    found = _plan(target, backend, pair, dtype, tiles, float8, latent)
     return replace(found, notes=tuple(target.notes_of(problem, pair)))
 
 
 def _plan(
-    target: Target, backend: str, pair: Pair, dtype: int, tiles: DecodeTiles, float8: bool
-) -> Plan:
+    target: Target, backend: str, pair: Pair, dtype: int, tiles: DecodeTiles, float8: bool,
+    latent: bool,
+) -> Plan:  # fmt: skip
     constants = {
         "DTYPE": dtype,
         "HEAD_DIM": pair[0],
         "HEAD_DIM_V": pair[1],
         **constants_of(tiles),
     }
-    shared = tiles.shared_bytes(pair, float8)
+    if latent:
+        constants["LATENT"] = 1
+    # V lies in K's place.
+    shared = tiles.shared_bytes(pair, float8, latent)
     if shared:
         constants["SHARED_BYTES"] = shared
     if float8:
@@ -114,9 +126,10 @@ def _plan(
 def all_plans(target: Target, backend: str, arch: str) -> list[Plan]:
     """Every decode that a problem on a device with the tiles of ``arch`` can get."""
     return [
-        _plan(target, backend, pair, dtype, tiles, float8)
+        _plan(target, backend, pair, dtype, tiles, float8, latent)
+        for latent, table in ((False, target.decode_tiles), (True, target.latent_tiles))
         for float8 in (False, True)
-        for pair, sizes in target.decode_tiles(arch, float8).items()
+        for pair, sizes in table(arch, float8).items()
         for tiles in sizes
         for dtype in calls.DTYPE_CODES.values()
     ]
@@ -136,7 +149,8 @@ def bind(
         num_splits = forced_parts(call)
         if not num_splits:
             units = launch.device_at(call.q.device).units
-            key_bytes = call.k.element_size() * (call.k.shape[-1] + call.v.shape[-1])
+            elements = call.k.shape[-1] + (0 if call.latent else call.v.shape[-1])
+            key_bytes = call.k.element_size() * elements
             num_splits = target.decode_splits(blocks, keys_seen(call), units, key_bytes)
         return attend.Grid(blocks, block.threads, num_splits)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import torch
+
 from ...plan import Plan
-from ...problem import Append, Call
+from ...problem import Append, Call, form_of, tensors_of
 from ..base import Run
 from ..common import calls, splits
+from . import append as appending
 from . import attend
 from .launch import Launcher
 
@@ -14,12 +17,60 @@ def bind(
     launch: Launcher, plan: Plan, call: Call, append: Append | None = None, with_lse: bool = True
 ) -> Run:
     """``Backend.bind``."""
+    if _has_lone_rows(call):
+        return _bind_lone_rows(launch, plan, call, append, with_lse)
+    return _bind(launch, plan, call, append, with_lse)
+
+
+def _has_lone_rows(call: Call) -> bool:
+    """Whether each sequence has one row, which all heads of a group may share a block with.
+
+    Only where this is not decode's. They are then rows of one head, which see the same keys: no
+    window may cut, and nothing may tell heads apart.
+    """
+    alone = call.cu_seqlens_q is None and call.max_seqlen_q == 1 and call.seqused_q is None
+    cut = call.window_left >= 0 or call.window_right > 0 or call.q_start != call.k_start
+    cut = cut or call.window_shift != 0 or call.attention_chunk > 0
+    terms = (call.alibi_slopes, call.bias, call.sinks)
+    alike = all(x is None for x in terms) and not call.dropout_p
+    grouped = call.q.shape[-2] > call.k.shape[-2] > 0
+    return call.batch_invariant and alone and grouped and alike and not cut
+
+
+def _bind_lone_rows(
+    launch: Launcher, plan: Plan, call: Call, append: Append | None, with_lse: bool
+) -> Run:
+    """``bind`` with the heads of a group as rows, so that keys are read once for all of them."""
+    form, run = form_of(call, append), None
+    ready = None
+    if append is not None:
+        ready = appending.bind(launch, call, appending.readable(append, call.q))
+
+    def run_grouped(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        nonlocal run
+        given, new = form.fill(tensors)
+        if ready is not None and new is not None:
+            given = ready(given, appending.readable(new, given.q))
+        heads_k = given.k.shape[-2]
+        rows = given.q.unflatten(2, (heads_k, -1)).squeeze(1).transpose(1, 2)
+        grouped = given._replace(q=rows, max_seqlen_q=rows.shape[1], window_right=-1)
+        if run is None:
+            run = _bind(launch, plan, grouped, None, with_lse)
+        out, *rest = run(*tensors_of(grouped))
+        out = out.transpose(1, 2).reshape(given.out_shape())
+        return [out, *(x.reshape(given.lse_shape()) for x in rest)]
+
+    return run_grouped
+
+
+def _bind(launch: Launcher, plan: Plan, call: Call, append: Append | None, with_lse: bool) -> Run:
     block = launch.target.block_of(plan)
 
     def grid_of(call: Call) -> attend.Grid:
         heads = call.q.shape[-2] * call.batch
         blocks = -(-call.max_seqlen_q // block.rows) * heads
-        num_splits = call.num_splits
+        # No more parts than there are tiles.
+        num_splits = min(call.num_splits, max(1, -(-call.max_seqlen_k // block.keys)))
         if not num_splits:
             places = launch.device_at(call.q.device).units * block.per_unit
             rows = call.max_seqlen_q * heads

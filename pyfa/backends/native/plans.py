@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from ...plan import Plan
 from ...problem import Problem
@@ -16,6 +17,18 @@ def plan_with(
 ) -> Plan:
     """``kernel`` compiled with ``constants``, in any order."""
     return Plan(backend, kernel, tuple(sorted(constants.items())), tuple(notes))
+
+
+# Those in whose code masks are.
+_MASKING = frozenset({"attn_fwd", "attn_decode", "attn_bwd", "attn_bwd_onepass", "bias_grad"})
+
+
+def banded(plan: Plan) -> Plan:
+    """``plan`` for calls with chunks or a moved window (``problem.is_banded``), where it masks."""
+    if name_of(plan) not in _MASKING:
+        return plan
+    notes = (*plan.notes, "compiled for chunks, or a window moved beside ALiBi or dropout")
+    return replace(plan, constants=tuple(sorted((*plan.constants, ("BANDED", 1)))), notes=notes)
 
 
 def values_of(plan: Plan) -> dict[str, int]:
@@ -47,6 +60,11 @@ def notes_of(problem: Problem, pair: tuple[int, int]) -> list[str]:
         notes.append(f"q, k and v are copied once: head dims padded to a multiple of {unit}")
     elif not problem.aligned:
         notes.append("q, k and v are copied once: not aligned to 16 bytes")
+    if "batch_invariant" in problem.features:
+        notes.append(
+            "batch_invariant: no decode kernel and no split keys; a few sequences of long caches "
+            "fill less of the device"
+        )
     if pair != (problem.head_dim, problem.head_dim_v):
         notes.append(f"compiled for head dims {pair[0]} and {pair[1]}")
     return notes

@@ -49,7 +49,7 @@ class DecodeTiles(Protocol):
     def lines(self) -> int:
         """Query rows of all heads of a group that a workgroup takes."""
 
-    def shared_bytes(self, pair: Pair, float8: bool) -> int:
+    def shared_bytes(self, pair: Pair, float8: bool, latent: bool) -> int:
         """Dynamic shared memory; 0 where the compiler knows."""
 
 
@@ -73,11 +73,11 @@ class Target:
 
     ``takes_decode``: whether decode rather than forward is the plan. ``forward_plan``: a backend's
     kernel of another problem. ``decode_tiles``: of an arch, for float8 keys or not, by head dims,
-    blocks of fewer lines first. ``decode_splits``: into how many parts keys go, by blocks, keys,
-    units and the bytes of a key with its value. ``backward_plans``: row_sums and the two kernels
-    that follow, by backend, arch, head dims, number format, whether scores are general, and whether
-    the result is to be deterministic. ``bias_grad_plan``: what makes the gradient of a bias, where
-    there is one.
+    blocks of fewer lines first; ``latent_tiles``: where V is a view of K. ``decode_splits``: into
+    how many parts keys go, by blocks, keys, units and the bytes of a key with its value.
+    ``backward_plans``: row_sums and the two kernels that follow, by backend, arch, head dims,
+    number format, whether scores are general, and whether the result is to be deterministic.
+    ``bias_grad_plan``: what makes the gradient of a bias, where there is one.
     """
 
     name: str
@@ -94,6 +94,7 @@ class Target:
     takes_decode: Callable[[Problem], bool]
     forward_plan: Callable[[str, Problem], Plan]
     decode_tiles: Callable[[str, bool], Mapping[Pair, Sequence[DecodeTiles]]]
+    latent_tiles: Callable[[str, bool], Mapping[Pair, Sequence[DecodeTiles]]]
     decode_splits: Callable[[int, int, int, int], int]
     backward_plans: Callable[[str, str, Pair, int, bool, bool], tuple[Plan, Plan, Plan]]
     bias_grad_plan: Callable[[str, str, Pair, int], Plan] | None = None

@@ -52,7 +52,7 @@ def _kernel(target: Target, plan: Plan, problem: Problem, shape: Shape) -> Tiled
         begin, end = shape.keys_seen(0, max(0, shape.seqlen_q - 1))
         key_bytes = 16 // problem.unit * (problem.head_dim + problem.head_dim_v)
         parts = target.decode_splits(blocks, end - begin, units, key_bytes)
-    elif buffers.role == "forward":
+    elif buffers.role == "forward" and "batch_invariant" not in problem.features:
         blocks = -(-shape.seqlen_q // rows) * shape.lines
         parts = splits.within_a_round(
             blocks,

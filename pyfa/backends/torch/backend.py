@@ -25,9 +25,16 @@ class TorchBackend:
         return None
 
     def why_not(self, problem: Problem) -> Sequence[str]:
-        return missing(self, problem)
+        reasons = missing(self, problem)
+        if "batch_invariant" in problem.features and problem.arch != "cpu":
+            reasons.append("PyTorch's products on a GPU go by the size of the batch")
+        return reasons
 
     def plan(self, problem: Problem) -> Plan:
+        if "batch_invariant" in problem.features:
+            rows, keys = tiled.WHOLE_TILE
+            note = f"batch_invariant: every tile is {rows} rows x {keys} keys, a lone row's too"
+            return Plan(self.NAME, "tiled", notes=(note,))
         why_tiled = sdpa.why_not(problem)
         if not why_tiled:
             return Plan(self.NAME, "sdpa")

@@ -13,7 +13,8 @@ class Rows:
     """Rows 0 … ``longest``−1 of every sequence in a tensor (…, heads, dim), read in tiles.
 
     ``lengths`` (B,) or None where every sequence has ``longest`` rows. ``start`` is the storage
-    position of row 0: the packed offset, or the left padding.
+    position of row 0: the packed offset, or the left padding. ``whole``: tiles may reach beyond the
+    last row, so that all have one size.
     """
 
     def __init__(
@@ -25,6 +26,7 @@ class Rows:
         start: torch.Tensor | None = None,
         page_table: torch.Tensor | None = None,
         batch_idx: torch.Tensor | None = None,
+        whole: bool = False,
     ) -> None:
         self.lengths = lengths
         self.packed = packed
@@ -46,6 +48,16 @@ class Rows:
             # A generous max_seqlen must not cost a tile for each of its rows.
             longest = min(longest, max([0, *lengths.tolist()]))
         self.longest = longest
+        # Whether all sequences have as many rows, none of which lies beyond the end.
+        self.uniform = lengths is None
+        if whole and lengths is None:
+            batch = storage.shape[0] if batch_idx is None else batch_idx.shape[0]
+            if page_table is not None:
+                batch = page_table.shape[0]
+            self.lengths = torch.full((batch,), longest, device=self.device)
+        if whole and start is None:
+            assert self.lengths is not None
+            self.start = torch.zeros_like(self.lengths)
 
     def valid(self, begin: int, end: int) -> torch.Tensor | None:
         """(B, end−begin), which of these rows exist; None when all do."""
@@ -135,8 +147,9 @@ class Rows:
         exists = self.valid(begin, end)
         if not self.packed:
             part = total[:, begin:end]
+            stored = part.shape[1]
             if exists is not None:
-                rows = torch.where(exists[:, :, None, None], rows, part)
+                rows = torch.where(exists[:, :stored, None, None], rows[:, :stored], part)
             part.copy_(rows)
             return
         (position,) = self.index(begin, end)
@@ -153,7 +166,7 @@ def query_rows(call: Call) -> Rows:
         start = call.cu_seqlens_q[:-1]
         if lengths is None:
             lengths = call.cu_seqlens_q[1:] - start
-    return Rows(call.max_seqlen_q, call.q, packed, lengths, start)
+    return Rows(call.max_seqlen_q, call.q, packed, lengths, start, whole=call.batch_invariant)
 
 
 def key_rows(call: Call) -> Rows:
@@ -174,4 +187,5 @@ def key_rows(call: Call) -> Rows:
         start,
         call.page_table,
         call.cache_batch_idx,
+        call.batch_invariant,
     )

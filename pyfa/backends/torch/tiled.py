@@ -8,6 +8,7 @@ computed in float32, so P is not rounded before the second product.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,6 +20,9 @@ from .rows import Rows, key_rows, query_rows
 # Scores in flight. On 2 CPU cores 2^18 is 1.2 times slower than 2^19 … 2^23, all alike (causal
 # 2048 x 8 x 64 with softcap, forward and backward): 4 MB of float32. A GPU wants more per launch.
 _TILE_SCORES = {"cpu": 1 << 20, "cuda": 1 << 25}
+# Rows and keys of every tile, the last ones too, where nothing may hang on the batch: a BLAS
+# chooses its order of sums by the sizes of a product.
+WHOLE_TILE = 32, 256
 
 
 @dataclass(frozen=True)
@@ -43,27 +47,44 @@ class _Grid:
         budget = _TILE_SCORES.get(self.device.type, 1 << 20) // max(1, call.batch * self.heads)
         self.step_q = min(256, max(32, budget >> 9))
         self.step_k = min(512, max(64, budget // self.step_q))
+        self.whole = call.batch_invariant
+        if self.whole:
+            self.step_q, self.step_k = WHOLE_TILE
         # Query i sits at key i + shift. One number where all sequences agree, else (B, 1, 1, 1).
         offset = call.q_start - call.k_start
         self.shift: int | torch.Tensor = self.keys.longest - self.rows.longest + offset
-        if self.rows.lengths is not None or self.keys.lengths is not None:
+        if not (self.rows.uniform and self.keys.uniform):
             keys = self.keys.lengths if self.keys.lengths is not None else self.keys.longest
             rows = self.rows.lengths if self.rows.lengths is not None else self.rows.longest
             self.shift = (keys - rows + offset).reshape(-1, 1, 1, 1)  # type: ignore[union-attr]
 
     def row_blocks(self) -> list[tuple[int, int]]:
-        return _blocks(self.rows.longest, self.step_q)
+        return self._blocks(self.rows.longest, self.step_q)
+
+    def _blocks(self, length: int, step: int) -> list[tuple[int, int]]:
+        last = length + step if self.whole else length
+        return [(begin, min(begin + step, last)) for begin in range(0, length, step)]
 
     def tiles(self, begin_q: int, end_q: int) -> list[_Tile]:
         """The tiles of these rows that the mask does not leave empty."""
         first, last = 0, self.keys.longest
         if isinstance(self.shift, int):
+            middle = self.shift + self.call.window_shift
             if self.call.window_right >= 0:
-                last = min(last, end_q + self.shift + self.call.window_right)
+                last = min(last, end_q + middle + self.call.window_right)
             if self.call.window_left >= 0:
-                first = max(first, begin_q + self.shift - self.call.window_left)
-        blocks = _blocks(last, self.step_k)
+                first = max(first, begin_q + middle - self.call.window_left)
+            if self.call.attention_chunk:
+                first = max(first, self._chunk_of(begin_q + self.shift))
+                end = self._chunk_of(end_q - 1 + self.shift) + self.call.attention_chunk
+                last = min(last, end)
+        blocks = self._blocks(last, self.step_k)
         return [_Tile(begin_q, end_q, a, b) for a, b in blocks if b > first]
+
+    def _chunk_of(self, key: Any) -> Any:
+        """The first key of the chunk that ``key`` is in: chunks are the larger problem's."""
+        key = key + self.call.k_start
+        return key - key % self.call.attention_chunk - self.call.k_start
 
     def queries(
         self, x: torch.Tensor, begin: int, end: int, descale: torch.Tensor | None = None
@@ -71,7 +92,18 @@ class _Grid:
         """(B, Hk, group·rows, dim) float32: the query heads that share a key head lie together."""
         rows = self.rows.tile(x, begin, end, descale)
         grouped: torch.Tensor = rows.unflatten(2, (self.heads_k, -1))
-        return grouped.permute(0, 2, 3, 1, 4).flatten(2, 3)
+        return self._laid_out(grouped.permute(0, 2, 3, 1, 4).flatten(2, 3))
+
+    def keys_of(
+        self, x: torch.Tensor, tile: _Tile, descale: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Of k or v: (B, Hk, keys, dim) float32."""
+        rows = self.keys.tile(x, tile.begin_k, tile.end_k, descale)
+        return self._laid_out(rows.transpose(1, 2))
+
+    def _laid_out(self, x: torch.Tensor) -> torch.Tensor:
+        """In one layout, wherever it came from: a BLAS may go by that, too."""
+        return x.contiguous() if self.whole else x
 
     def from_queries(self, x: torch.Tensor, rows: int) -> torch.Tensor:
         """The inverse of ``queries``: (B, rows, H, dim)."""
@@ -100,7 +132,10 @@ class _Grid:
         distance = key - row - self.shift
         if call.alibi_slopes is not None:
             score = score - call.alibi_slopes[..., None, None] * distance.abs()
-        hidden = self._hidden(distance, tile)
+        hidden = self._hidden(distance - call.window_shift, tile)
+        if call.attention_chunk:
+            other = self._chunk_of(key) != self._chunk_of(key - distance)
+            hidden = other if hidden is None else hidden | other
         bias = self.bias_tile(tile)
         if bias is not None:
             if bias.dtype == torch.bool:
@@ -118,6 +153,13 @@ class _Grid:
             bias = bias[:, :, tile.begin_q : tile.end_q]
         if bias.shape[3] > 1:
             bias = bias[..., tile.begin_k : tile.end_k]
+        if self.whole:
+            sizes = tile.end_q - tile.begin_q, tile.end_k - tile.begin_k
+            rows, keys = (
+                0 if stored == 1 else size - stored
+                for stored, size in zip(bias.shape[2:], sizes, strict=True)
+            )
+            bias = torch.nn.functional.pad(bias, (0, keys, 0, rows))
         return bias
 
     def _hidden(self, distance: torch.Tensor, tile: _Tile) -> torch.Tensor | None:
@@ -136,7 +178,8 @@ class _Grid:
     def _cuts_right(self, tile: _Tile) -> bool:
         if not isinstance(self.shift, int):
             return True
-        return tile.end_k - 1 > tile.begin_q + self.shift + self.call.window_right
+        right = self.call.window_shift + self.call.window_right
+        return tile.end_k - 1 > tile.begin_q + self.shift + right
 
     def dropout(self, tile: _Tile) -> torch.Tensor | None:
         """1/(1−p) where kept and 0 where dropped, (B, H, rows, keys); None without dropout."""
@@ -188,8 +231,10 @@ def _forward_rows(grid: _Grid, begin_q: int, end_q: int) -> tuple[torch.Tensor, 
     total = (maximum > -torch.inf).float()
     acc = q.new_zeros((*q.shape[:-1], call.v.shape[-1]))
     for tile in grid.tiles(begin_q, end_q):
-        k = grid.keys.tile(call.k, tile.begin_k, tile.end_k, call.k_descale).transpose(1, 2)
-        v = grid.keys.tile(call.v, tile.begin_k, tile.end_k, call.v_descale).transpose(1, 2)
+        k, v = (
+            grid.keys_of(call.k, tile, call.k_descale),
+            grid.keys_of(call.v, tile, call.v_descale),
+        )
         score = grid.scores(q, k, tile)
         raised = torch.maximum(maximum, score.amax(-1, keepdim=True))
         # While a row has seen nothing its maximum is −inf, and −inf − −inf would be NaN.
@@ -244,8 +289,7 @@ def backward(
             dsinks -= torch.where(saw, p_sink * delta, 0.0).sum((0, 2, 3))
         dq_rows = torch.zeros_like(q)
         for tile in grid.tiles(begin_q, end_q):
-            k = grid.keys.tile(call.k, tile.begin_k, tile.end_k).transpose(1, 2)
-            v = grid.keys.tile(call.v, tile.begin_k, tile.end_k).transpose(1, 2)
+            k, v = grid.keys_of(call.k, tile), grid.keys_of(call.v, tile)
             score = grid.scores(q, k, tile)
             p = torch.where(saw, torch.exp(score - base), 0.0)
             dp = grid.by_head(do @ v.transpose(-1, -2), rows)
@@ -256,7 +300,12 @@ def backward(
             ds = p * (dp - delta)
             if dbias is not None:
                 part = _bias_part(dbias, tile)
-                part += ds.sum_to_size(part.shape)
+                stored = (
+                    size if alike == 1 else alike
+                    for alike, size in zip(part.shape[2:], ds.shape[2:], strict=True)
+                )
+                rows_of, keys_of = stored
+                part += ds[:, :, :rows_of, :keys_of].sum_to_size(part.shape)
             if call.softcap:
                 capped = grid.by_head(q @ k.transpose(-1, -2), rows) * (call.scale / call.softcap)
                 ds = ds * (1.0 - torch.tanh(capped).square())
@@ -284,7 +333,3 @@ def _bias_part(dbias: torch.Tensor, tile: _Tile) -> torch.Tensor:
     rows = slice(tile.begin_q, tile.end_q) if dbias.shape[2] > 1 else slice(None)
     keys = slice(tile.begin_k, tile.end_k) if dbias.shape[3] > 1 else slice(None)
     return dbias[:, :, rows, keys]
-
-
-def _blocks(length: int, step: int) -> list[tuple[int, int]]:
-    return [(begin, min(begin + step, length)) for begin in range(0, length, step)]

@@ -38,6 +38,8 @@ class TritonBackend:
         # By the plan's identity: hashing its constants costs more than a launch. The plan is kept,
         # so that its identity is not given to another.
         self._runners: dict[int, tuple[Plan, Runner]] = {}
+        # Problems with equal plans share one, and so its kernels.
+        self._plans: dict[Plan, Plan] = {}
 
     def why_unavailable(self) -> str | None:
         return _why_unavailable(_interpreted())
@@ -53,7 +55,8 @@ class TritonBackend:
         return reasons
 
     def plan(self, problem: Problem) -> Plan:
-        return plans.plan(problem, self.NAME)
+        found = plans.plan(problem, self.NAME)
+        return self._plans.setdefault(found, found)
 
     def tiled_kernels(
         self, plan: Plan, problem: Problem, shape: Shape, compiled: bool

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from .common import (
+    FAR,
     HAS_ALIBI,
     HAS_CU_K,
     HAS_CU_Q,
@@ -26,8 +27,10 @@ from .common import (
     locate,
     rounded,
     score,
+    sees,
     span,
     state_start,
+    within_chunks,
 )
 
 
@@ -84,6 +87,7 @@ def _keys_step(
     dk, dv, k, v, q_base, g_base, lse_base, delta_base, m0, rows, keys, n0, stride_qs, stride_gs,
     d, e, head_dim, head_dim_v, shift, left, right, scale, softcap, slope, bias_base,
     stride_bias_i, stride_bias_j, SEED, head, b, q_start, k_start, threshold, keep_scale,
+    WINDOW_SHIFT, CHUNK,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
     GENERAL: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, WIDE: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
@@ -127,7 +131,10 @@ def _keys_step(
         p = tl.exp2(s * (scale * LOG2E) - lse[None, :])
     if MASKED:
         # Keys beyond the end need no mask: their rows of dK and dV are not stored.
-        p = tl.where((distance <= right) & (distance >= -left), p, 0.0)
+        seen = sees(
+            distance, key[:, None], row[None, :] + shift, k_start, left, right, WINDOW_SHIFT, CHUNK
+        )  # fmt: skip
+        p = tl.where(seen, p, 0.0)
     p_kept = p
     if DROPOUT:
         keep = kept_transposed(
@@ -157,7 +164,7 @@ def grad_keys(
     stride_bias_j, stride_ab, stride_pb,
     batch, heads, group, head_dim, head_dim_v, longest_q, longest_k, page_size, blocks, section,
     descending, left, right, scale, softcap, threshold, keep_scale, q_start, k_start, head_start,
-    batch_start,
+    batch_start, WINDOW_SHIFT, CHUNK,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, GENERAL: tl.constexpr, BIAS: tl.constexpr,
     DROPOUT: tl.constexpr, PAGED: tl.constexpr, WIDE: tl.constexpr, TMA: tl.constexpr,
@@ -193,7 +200,14 @@ def grad_keys(
     dv = tl.zeros([BLOCK_N, BLOCK_DV], dtype=tl.float32) if WITH_DV else 0.0
     last_key = tl.minimum(n0 + BLOCK_N, keys) - 1
     # Seen from the keys the window is mirrored.
-    low, high, all_low, all_high = keys_seen(n0, last_key, -shift, rows, right, left)
+    middle = shift if WINDOW_SHIFT is None else shift + WINDOW_SHIFT
+    low, high, all_low, all_high = keys_seen(n0, last_key, -middle, rows, right, left)
+    if CHUNK is not None:  # noqa: SIM102  (compiled in or not, and then a branch)
+        if CHUNK > 0:
+            low, high, all_low, all_high = within_chunks(
+                low, high, all_low, all_high, n0 + k_start, last_key + k_start, shift + k_start,
+                CHUNK,
+            )  # fmt: skip
     start, full_start, full_stop = full_tiles(low, high, all_low, all_high, BLOCK_M)
     stop = tl.maximum(high, start)
     right_start = tl.maximum(full_stop, start)
@@ -223,8 +237,9 @@ def grad_keys(
                 dk, dv, k, v, q_base, g_base, lse_base, delta_base, m0, rows, keys, n0,
                 stride_qs, stride_gs, d, e, head_dim, head_dim_v, shift, left, right, scale,
                 softcap, slope, bias_base, stride_bias_i, stride_bias_j, SEED, head + head_start,
-                b + batch_start, q_start, k_start, threshold, keep_scale, BLOCK_M, BLOCK_N, EVEN_D,
-                EVEN_DV, GENERAL, BIAS, DROPOUT, WIDE, TMA, PRECISION, WITH_DK, WITH_DV, False,
+                b + batch_start, q_start, k_start, threshold, keep_scale, WINDOW_SHIFT, CHUNK,
+                BLOCK_M, BLOCK_N, EVEN_D, EVEN_DV, GENERAL, BIAS, DROPOUT, WIDE, TMA, PRECISION,
+                WITH_DK, WITH_DV, False,
             )  # fmt: skip
         for tile in range(tiles_left + tiles_right):
             m0 = tl.where(
@@ -236,8 +251,9 @@ def grad_keys(
                 dk, dv, k, v, q_base, g_base, lse_base, delta_base, m0, rows, keys, n0,
                 stride_qs, stride_gs, d, e, head_dim, head_dim_v, shift, left, right, scale,
                 softcap, slope, bias_base, stride_bias_i, stride_bias_j, SEED, head + head_start,
-                b + batch_start, q_start, k_start, threshold, keep_scale, BLOCK_M, BLOCK_N, EVEN_D,
-                EVEN_DV, GENERAL, BIAS, DROPOUT, WIDE, TMA, PRECISION, WITH_DK, WITH_DV, True,
+                b + batch_start, q_start, k_start, threshold, keep_scale, WINDOW_SHIFT, CHUNK,
+                BLOCK_M, BLOCK_N, EVEN_D, EVEN_DV, GENERAL, BIAS, DROPOUT, WIDE, TMA, PRECISION,
+                WITH_DK, WITH_DV, True,
             )  # fmt: skip
 
     # Gradients of paged keys go to a dense buffer that the caller gathers: offset 0 there.
@@ -259,7 +275,7 @@ def _rows_step(
     dq, dots, q, g, lse, delta, k_base, v_base, n0, keys, stride_ks, stride_vs, stride_kb,
     stride_vb, PAGES, page_size, pad, d, e, head_dim, head_dim_v, row, exists, shift, left, right,
     scale, softcap, slope, bias_rows, stride_bias_j, SEED, head, b, q_start, k_start, threshold,
-    keep_scale,
+    keep_scale, WINDOW_SHIFT, CHUNK,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
     GENERAL: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, PAGED: tl.constexpr,
     WIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, DOTS: tl.constexpr,
@@ -288,7 +304,10 @@ def _rows_step(
     else:
         p = tl.exp2(s * (scale * LOG2E) - lse[:, None])
     if MASKED:
-        seen = (distance <= right) & (distance >= -left) & (key < keys)[None, :]
+        seen = sees(
+            distance, key[None, :], row[:, None] + shift, k_start, left, right, WINDOW_SHIFT, CHUNK
+        )  # fmt: skip
+        seen = seen & (key < keys)[None, :]
         p = tl.where(seen, p, 0.0)
     dp = dot(g, tl.trans(v), nothing, PRECISION)
     if DROPOUT:
@@ -314,11 +333,12 @@ def grad_rows(
     stride_ab, stride_pb,
     batch, heads, group, head_dim, head_dim_v, longest_q, longest_k, page_size, blocks, section,
     descending, left, right, scale, softcap, threshold, keep_scale, q_start, k_start, head_start,
-    batch_start,
+    batch_start, WINDOW_SHIFT, CHUNK,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, GENERAL: tl.constexpr, BIAS: tl.constexpr,
     DROPOUT: tl.constexpr, PAGED: tl.constexpr, WIDE: tl.constexpr, TMA: tl.constexpr,
     DIES: tl.constexpr, PRECISION: tl.constexpr, DOTS: tl.constexpr,
+    ORDERED: tl.constexpr,
 ):  # fmt: skip
     """dQ of a block of queries of one head. ``DOTS``: also Σ P∘dP of each row, which is
     rowsum(dO∘O) without the rounding of O."""
@@ -366,7 +386,20 @@ def grad_rows(
         )
     slope = tl.load(ALIBI + b * stride_ab + head, mask=(present & HAS_ALIBI) != 0, other=0.0)
     bias_rows = BIAS_PTR + (b * stride_bias_b + head * stride_bias_h + row * stride_bias_i)
-    low, high, all_low, all_high = keys_seen(first_row, last_row, shift, keys, left, right)
+    middle = shift if WINDOW_SHIFT is None else shift + WINDOW_SHIFT
+    low, high, all_low, all_high = keys_seen(first_row, last_row, middle, keys, left, right)
+    if CHUNK is not None:  # noqa: SIM102  (compiled in or not, and then a branch)
+        if CHUNK > 0:
+            low, high, all_low, all_high = within_chunks(
+                low, high, all_low, all_high, first_row + shift + k_start,
+                last_row + shift + k_start, k_start, CHUNK,
+            )  # fmt: skip
+    if ORDERED:
+        # Which tiles a left edge leaves whole hangs on the block's other rows: in order, then.
+        cut = left < FAR
+        if CHUNK is not None:
+            cut = cut | (CHUNK > 0)
+        all_low = tl.where(cut, high, all_low)
     start, full_start, full_stop = full_tiles(low, high, all_low, all_high, BLOCK_N)
     stop = tl.maximum(high, start)
     right_start = tl.maximum(full_stop, start)
@@ -379,8 +412,9 @@ def grad_rows(
             dq, dots, q, g, lse, delta, k_base, v_base, n0, keys, stride_ks, stride_vs, stride_kb,
             stride_vb, PAGES, page_size, pad, d, e, head_dim, head_dim_v, row, exists, shift, left,
             right, scale, softcap, slope, bias_rows, stride_bias_j, SEED, head + head_start,
-            b + batch_start, q_start, k_start, threshold, keep_scale, BLOCK_M, BLOCK_N, EVEN_D,
-            EVEN_DV, GENERAL, BIAS, DROPOUT, PAGED, WIDE, TMA, PRECISION, DOTS, False,
+            b + batch_start, q_start, k_start, threshold, keep_scale, WINDOW_SHIFT, CHUNK,
+            BLOCK_M, BLOCK_N, EVEN_D, EVEN_DV, GENERAL, BIAS, DROPOUT, PAGED, WIDE, TMA, PRECISION,
+            DOTS, False,
         )  # fmt: skip
     for tile in range(tiles_left + tiles_right):
         n0 = tl.where(
@@ -392,8 +426,9 @@ def grad_rows(
             dq, dots, q, g, lse, delta, k_base, v_base, n0, keys, stride_ks, stride_vs, stride_kb,
             stride_vb, PAGES, page_size, pad, d, e, head_dim, head_dim_v, row, exists, shift, left,
             right, scale, softcap, slope, bias_rows, stride_bias_j, SEED, head + head_start,
-            b + batch_start, q_start, k_start, threshold, keep_scale, BLOCK_M, BLOCK_N, EVEN_D,
-            EVEN_DV, GENERAL, BIAS, DROPOUT, PAGED, WIDE, TMA, PRECISION, DOTS, True,
+            b + batch_start, q_start, k_start, threshold, keep_scale, WINDOW_SHIFT, CHUNK,
+            BLOCK_M, BLOCK_N, EVEN_D, EVEN_DV, GENERAL, BIAS, DROPOUT, PAGED, WIDE, TMA, PRECISION,
+            DOTS, True,
         )  # fmt: skip
     if DOTS:
         tl.store(DOTS_PTR + (b * stride_lb + head * stride_lh + row_place), dots, mask=exists)

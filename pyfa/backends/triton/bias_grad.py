@@ -23,8 +23,10 @@ from .common import (
     load_keys,
     rounded,
     score,
+    sees,
     span,
     state_start,
+    within_chunks,
 )
 
 
@@ -37,7 +39,7 @@ def grad_bias(
     stride_bias_i, stride_bias_j, stride_ab, stride_pb,
     batch, heads, group, head_dim, head_dim_v, longest_q, longest_k, page_size, batches_b, heads_b,
     rows_b, keys_b, left, right, scale, softcap, threshold, keep_scale, q_start, k_start,
-    head_start, batch_start,
+    head_start, batch_start, WINDOW_SHIFT, CHUNK,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BIAS: tl.constexpr, DROPOUT: tl.constexpr, PAGED: tl.constexpr, ALL_ROWS: tl.constexpr,
     ALL_KEYS: tl.constexpr, PRECISION: tl.constexpr,
@@ -66,6 +68,7 @@ def grad_bias(
         pad = tl.load(LEFTPAD + b, mask=(present & HAS_LEFTPAD) != 0, other=0)
         keys -= pad
         shift = keys - rows + q_start - k_start
+        middle = shift if WINDOW_SHIFT is None else shift + WINDOW_SHIFT
         place = (start_k + pad).to(tl.int64)
         pages = PAGES + b * stride_pb
         row_stop = rows if ALL_ROWS else tl.minimum(first_row + BLOCK_M, rows)
@@ -97,7 +100,13 @@ def grad_bias(
                     b * stride_bias_b + head * stride_bias_h + row * stride_bias_i
                 )
                 last_row = tl.minimum(m0 + BLOCK_M, rows) - 1
-                low, high, _all_low, _all_high = keys_seen(m0, last_row, shift, keys, left, right)
+                low, high, all_low, all_high = keys_seen(m0, last_row, middle, keys, left, right)
+                if CHUNK is not None:  # noqa: SIM102  (compiled in or not, and then a branch)
+                    if CHUNK > 0:
+                        low, high, all_low, all_high = within_chunks(
+                            low, high, all_low, all_high, m0 + shift + k_start,
+                            last_row + shift + k_start, k_start, CHUNK,
+                        )  # fmt: skip
                 key_start = tl.maximum(first_key, low // BLOCK_N * BLOCK_N)
                 key_stop = high if ALL_KEYS else tl.minimum(high, first_key + BLOCK_N)
                 for n0 in range(key_start, key_stop, BLOCK_N):
@@ -114,7 +123,10 @@ def grad_bias(
                     inside = exists[:, None] & (key < keys)[None, :]
                     s = add_bias(s, pointers, inside, BIAS)
                     p = tl.exp2(s * LOG2E - lse[:, None])
-                    seen = inside & (distance <= right) & (distance >= -left)
+                    seen = inside & sees(
+                        distance, key[None, :], row[:, None] + shift, k_start, left, right,
+                        WINDOW_SHIFT, CHUNK,
+                    )  # fmt: skip
                     p = tl.where(seen, p, 0.0)
                     dp = dot(g, tl.trans(v), nothing, PRECISION)
                     if DROPOUT:

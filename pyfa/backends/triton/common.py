@@ -26,6 +26,8 @@ HAS_BATCH_IDX = tl.constexpr(16)
 HAS_LEFTPAD = tl.constexpr(32)
 HAS_ALIBI = tl.constexpr(64)
 HAS_SINKS = tl.constexpr(128)
+# Unlimited, for a window: beyond any length, and sums of two still fit 32 bits.
+FAR = tl.constexpr(1 << 30)
 # Nobody reads the LSE: it is not stored.
 NO_LSE = tl.constexpr(256)
 
@@ -112,6 +114,40 @@ def keys_seen(first_row, last_row, shift, keys, left, right):
     all_low = tl.maximum(last_row + shift - left, 0)
     all_high = tl.minimum(first_row + shift + right + 1, keys)
     return low, high, all_low, all_high
+
+
+@triton.jit
+def chunk_of(at, CHUNK):
+    """The number of the chunk at ``at``; −1 in front of the first key, where no chunk has one."""
+    return tl.where(at < 0, -1, at // CHUNK)
+
+
+@triton.jit
+def within_chunks(low, high, all_low, all_high, first, last, offset, CHUNK):
+    """What the chunks of ``first`` … ``last``, places in the larger problem, leave of
+    ``keys_seen``. ``offset``: what a key's, or a row's, place there is beyond its own number."""
+    begin = chunk_of(first, CHUNK) * CHUNK - offset
+    last_begin = chunk_of(last, CHUNK) * CHUNK - offset
+    low = tl.maximum(low, begin)
+    high = tl.minimum(high, last_begin + CHUNK)
+    all_low = tl.maximum(all_low, last_begin)
+    all_high = tl.minimum(all_high, begin + CHUNK)
+    return low, high, all_low, all_high
+
+
+@triton.jit
+def sees(distance, key, own, k_start, left, right, WINDOW_SHIFT, CHUNK):
+    """Whether a row sees a key ``distance`` behind its ``own``.
+
+    ``WINDOW_SHIFT`` and ``CHUNK`` (0 for none) are None in plans without chunks and negative
+    edges, whose code they then do not touch."""
+    if CHUNK is not None:
+        moved = distance - WINDOW_SHIFT
+        seen = (moved <= right) & (moved >= -left)
+        chunk = tl.maximum(CHUNK, 1)
+        same = chunk_of(key + k_start, chunk) == chunk_of(own + k_start, chunk)
+        return seen & (same | (CHUNK == 0))
+    return (distance <= right) & (distance >= -left)
 
 
 @triton.jit

@@ -18,6 +18,7 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from .common import (
+    FAR,
     HAS_ALIBI,
     HAS_BATCH_IDX,
     HAS_CU_K,
@@ -39,7 +40,9 @@ from .common import (
     locate,
     rounded,
     score,
+    sees,
     span,
+    within_chunks,
 )
 
 
@@ -48,7 +51,7 @@ def _step(
     acc, total, top, q, k_base, v_base, n0, keys, stride_ks, stride_vs, stride_kb, stride_vb, PAGES,
     page_size, pad, d, dv, head_dim, head_dim_v, rows, row_exists, shift, left, right, scale,
     softcap, slope, bias_rows, stride_bias_j, SEED, head, b, q_start, k_start, threshold,
-    K_SCALE, V_SCALE, place, stride_page, K_SCALE_ROWS,
+    K_SCALE, V_SCALE, place, stride_page, K_SCALE_ROWS, WINDOW_SHIFT, CHUNK,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
     GENERAL: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, PAGED: tl.constexpr,
     WIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, SCALED: tl.constexpr,
@@ -94,7 +97,10 @@ def _step(
     elif EXACT:
         qk = qk * scale
     if MASKED:
-        seen = (distance <= right) & (distance >= -left) & (key < keys)[None, :]
+        seen = sees(
+            distance, key[None, :], rows[:, None] + shift, k_start, left, right, WINDOW_SHIFT, CHUNK
+        )  # fmt: skip
+        seen = seen & (key < keys)[None, :]
         qk = tl.where(seen, qk, float("-inf"))
     if EXACT:
         # Subtracted before it is scaled: of the row's largest score exactly 0 is left, and a row
@@ -146,14 +152,14 @@ def attention_forward(
     stride_bias_i, stride_bias_j, stride_ab, stride_pb, stride_o_split, stride_l_split,
     batch, heads, group, head_dim, head_dim_v, longest_q, longest_k, page_size, blocks, section,
     descending, splits, left, right, scale, softcap, threshold, keep_scale, q_start, k_start,
-    head_start, batch_start,
+    head_start, batch_start, WINDOW_SHIFT, CHUNK,
     K_SCALE, V_SCALE, K_SCALE_B, K_SCALE_H, K_SCALE_ROWS, Q_SCALE, Q_SCALE_B, Q_SCALE_H,
     Q_SCALE_ROWS,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, GENERAL: tl.constexpr, BIAS: tl.constexpr,
     DROPOUT: tl.constexpr, PAGED: tl.constexpr, PACK: tl.constexpr, SPLIT: tl.constexpr,
     WIDE: tl.constexpr, TMA: tl.constexpr, DIES: tl.constexpr, PRECISION: tl.constexpr,
-    AHEAD: tl.constexpr, SCALED: tl.constexpr,
+    AHEAD: tl.constexpr, SCALED: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
     if AHEAD:
         cuda.gdc_launch_dependents()  # the combination may take its place and wait there
@@ -241,7 +247,20 @@ def attention_forward(
     bias_rows = BIAS_PTR + (b * stride_bias_b + head_of_row * stride_bias_h
                             + rows * stride_bias_i)  # fmt: skip
 
-    low, high, all_low, all_high = keys_seen(first_row, last_row, shift, keys, left, right)
+    middle = shift if WINDOW_SHIFT is None else shift + WINDOW_SHIFT
+    low, high, all_low, all_high = keys_seen(first_row, last_row, middle, keys, left, right)
+    if CHUNK is not None:  # noqa: SIM102  (compiled in or not, and then a branch)
+        if CHUNK > 0:
+            low, high, all_low, all_high = within_chunks(
+                low, high, all_low, all_high, first_row + shift + k_start,
+                last_row + shift + k_start, k_start, CHUNK,
+            )  # fmt: skip
+    if ORDERED:
+        # Which tiles a left edge leaves whole hangs on the block's other rows: in order, then.
+        cut = left < FAR
+        if CHUNK is not None:
+            cut = cut | (CHUNK > 0)
+        all_low = tl.where(cut, high, all_low)
     start, full_start, full_stop = full_tiles(low, high, all_low, all_high, BLOCK_N)
     stop = tl.maximum(high, start)
     if SPLIT:
@@ -269,8 +288,8 @@ def attention_forward(
             stride_vb, PAGES, page_size, pad, d, dv, head_dim, head_dim_v, rows, row_exists, shift,
             left, right, scale, softcap, slope, bias_rows, stride_bias_j, SEED, head + head_start,
             b + batch_start, q_start, k_start, threshold, K_SCALE, V_SCALE, stored_at, K_SCALE_B,
-            K_SCALE_ROWS, BLOCK_M, BLOCK_N, EVEN_D, EVEN_DV, GENERAL, BIAS, DROPOUT, PAGED, WIDE,
-            TMA, PRECISION, SCALED, False,
+            K_SCALE_ROWS, WINDOW_SHIFT, CHUNK, BLOCK_M, BLOCK_N, EVEN_D, EVEN_DV, GENERAL, BIAS,
+            DROPOUT, PAGED, WIDE, TMA, PRECISION, SCALED, False,
         )  # fmt: skip
     for tile in range(tiles_left + tiles_right):
         n0 = tl.where(
@@ -283,8 +302,8 @@ def attention_forward(
             stride_vb, PAGES, page_size, pad, d, dv, head_dim, head_dim_v, rows, row_exists, shift,
             left, right, scale, softcap, slope, bias_rows, stride_bias_j, SEED, head + head_start,
             b + batch_start, q_start, k_start, threshold, K_SCALE, V_SCALE, stored_at, K_SCALE_B,
-            K_SCALE_ROWS, BLOCK_M, BLOCK_N, EVEN_D, EVEN_DV, GENERAL, BIAS, DROPOUT, PAGED, WIDE,
-            TMA, PRECISION, SCALED, True,
+            K_SCALE_ROWS, WINDOW_SHIFT, CHUNK, BLOCK_M, BLOCK_N, EVEN_D, EVEN_DV, GENERAL, BIAS,
+            DROPOUT, PAGED, WIDE, TMA, PRECISION, SCALED, True,
         )  # fmt: skip
 
     empty = total == 0.0

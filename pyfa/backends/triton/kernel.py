@@ -35,8 +35,8 @@ class Kernel:
         if INTERPRETED:
             return
         # Arguments that became constants in this variant still have a place in the launcher's list.
-        names = list(spec.signature)
-        self._tail = (None,) * sum(name.isupper() and name in spec.constants for name in names)
+        names = enumerate(spec.signature)
+        self._gaps = [at for at, n in names if n.isupper() and n in spec.constants]
         with torch.cuda.device(index):
             compiled = _loaded(spec)
         self._run = compiled.run
@@ -79,14 +79,17 @@ class Kernel:
             )
             return
         stream = _torch.current_stream(self._index)
+        args = list(args)
+        for at in self._gaps:
+            args.insert(at, None)
         if not self._scratch:
             self._run(programs, 1, 1, stream, self._function, self._metadata, None, None, None,
-                      *args, *self._tail)  # fmt: skip
+                      *args)  # fmt: skip
             return
         token = _allocation._allocator.set(_allocate)
         try:
             self._run(programs, 1, 1, stream, self._function, self._metadata, None, None, None,
-                      *args, *self._tail)  # fmt: skip
+                      *args)  # fmt: skip
         finally:
             _allocation._allocator.reset(token)
 
@@ -107,7 +110,7 @@ def _loaded(spec: Spec) -> Any:
 
 
 def _constants(spec: Spec) -> list[str]:
-    """The parameters that every variant compiles in: a kernel's last ones, in upper case."""
+    """The parameters that a variant compiles in: those in upper case."""
     return [p for p in spec.signature if p.isupper() and p in spec.constants]
 
 

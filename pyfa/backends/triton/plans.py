@@ -6,7 +6,7 @@ import functools
 from typing import NamedTuple
 
 from ...plan import Plan
-from ...problem import Problem
+from ...problem import Problem, is_banded
 from ..common import splits
 
 Value = int | str | bool
@@ -182,9 +182,16 @@ def kernels_of(problem: Problem) -> Kernels:
     return table[max(64, widest)]
 
 
+def is_invariant(problem: Problem) -> bool:
+    """Whether nothing but head dims, dtypes and features may choose tiles."""
+    return "batch_invariant" in problem.features
+
+
 def packs(problem: Problem) -> bool:
     """Whether a block holds the rows of all heads of a group."""
     group = problem.heads_q // problem.heads_k
+    if is_invariant(problem):
+        return group > 1
     return group > 1 and group * problem.seqlen_q <= _PACKED_ROWS
 
 
@@ -194,6 +201,8 @@ def forward_tiles(problem: Problem) -> Tiles:
     if "bias" in problem.features and tiles.matrix and tiles.block_m == 128:
         # Pointers into a float32 bias cost 64 registers at 128 × 64: 384 bytes of spills.
         tiles = tiles._replace(block_m=64, block_n=64, stages=1, waves=0)
+    if is_invariant(problem):
+        return tiles._replace(tma=False)
     rows = problem.seqlen_q
     if packs(problem):
         rows *= problem.heads_q // problem.heads_k
@@ -209,7 +218,7 @@ def forward_tiles(problem: Problem) -> Tiles:
         if problem.seqlen_k <= 1024:
             return tiles._replace(tma=False)
         # 525 against 490 at 16,384 keys, 495 against 508 at 4,096; causal 405 against 492.
-        if problem.seqlen_k > 8192 and not problem.features & {"causal", "window"}:
+        if problem.seqlen_k > 8192 and not problem.features & {"causal", "window", "chunk"}:
             return tiles._replace(block_m=128, stages=2)
     elif tiles.tma:
         # 535 against 519 at 16,384 keys, 420 against 432 at 4,096.
@@ -225,13 +234,13 @@ def _long_rows(problem: Problem) -> bool:
     """Whether rows see so many keys that larger tiles, through the copy engine, are worth it."""
     if problem.features & {"softcap", "alibi", "bias", "dropout"}:
         return False  # what these keep in registers would spill
-    masked = problem.features & {"causal", "window"}
+    masked = problem.features & {"causal", "window", "chunk"}
     return problem.seqlen_k > (8192 if masked else 1024)
 
 
 def _rows_tiles(problem: Problem, tiles: Tiles) -> Tiles:
     """The tiles of dQ's kernel."""
-    if tiles == _HOPPER[64].dq and _long_rows(problem):
+    if tiles == _HOPPER[64].dq and not is_invariant(problem) and _long_rows(problem):
         # At 16,384 keys 2.41 ms against 2.60, full 4.71 and 5.61; at 1,024 full 0.43 and 0.38.
         return tiles._replace(block_n=128, tma=True)
     return tiles
@@ -271,6 +280,8 @@ def plan(problem: Problem, name: str) -> Plan:
         "even_dv": block_dv == problem.head_dim_v,
         "general": bool(features & {"softcap", "alibi", "bias"}),
         "dropout": "dropout" in features,
+        "banded": is_banded(features),
+        "ordered": is_invariant(problem),
         "pack": packs(problem),
         # Triton's dot takes tf32 everywhere on NVIDIA, on AMD only for some archs.
         "tf32": problem.dtype == "float32" and problem.device.vendor == "nvidia",
@@ -300,7 +311,9 @@ def plan(problem: Problem, name: str) -> Plan:
             del values["matrix"], values["waves"]
         # The copy engine wants rows at multiples of 16 bytes, dO's and O's too.
         whole = problem.aligned and not (problem.head_dim | problem.head_dim_v) % problem.unit
-        values["tma"] = tiles.tma and whole and problem.arch in _COPY_ENGINE
+        values["tma"] = (
+            tiles.tma and whole and problem.arch in _COPY_ENGINE and not is_invariant(problem)
+        )
         values["paged"] = _paging(problem, tiles.block_n)
         constants |= {f"{role}_{key}": value for key, value in values.items()}
     return Plan(name, "attention_forward", tuple(sorted(constants.items())), _notes(problem))
@@ -317,6 +330,11 @@ def _notes(problem: Problem) -> tuple[str, ...]:
     notes = []
     if not problem.aligned:
         notes.append("rows that are not multiples of 16 bytes are read element by element")
+    if is_invariant(problem):
+        notes.append(
+            "batch_invariant: tiles of a prefill, no split keys, no copy engine; a few sequences "
+            "of long caches fill less of the device"
+        )
     if {"paged", "backward"} <= problem.features:
         notes.append("gradients of pages pass through a dense float32 buffer of batch × max_seqlen")
     return tuple(notes)

@@ -11,22 +11,19 @@ import torch
 
 from ... import _torch
 from ...plan import Plan
-from ...problem import Call, Form, are_on_16, form_of, scales_of, tensors_of
+from ...problem import Call, Form, are_on_16, band_of, form_of, scales_of, tensors_of
 from ..base import OtherAlignment, Run
 from ..common.calls import with_rows
 from ..common.program import Program, like, run_of
 from . import plans, specs
-from .common import NO_LSE
+from .common import FAR, NO_LSE
 from .kernel import Kernel, Slot, no_float, no_int, no_seed
 from .plans import BYTES, KINDS
 from .specs import INTERPRETED, Spec, Variant
 
-# Unlimited, for a window: beyond any length, and sums of two still fit 32 bits.
-_FAR = 1 << 30
+_FAR: int = FAR.value
 # (row, head) pairs up to which the combination gives each a program of its own.
 _FEW_LINES = 4096
-# Where a call's q_start, k_start, head_start and batch_start are, the last of its fields.
-_STARTS = Call._fields.index("q_start")
 _lock = threading.Lock()
 
 
@@ -72,7 +69,8 @@ def _scales(call: Call, block_n: int) -> tuple[tuple[Any, ...], int]:
     apart = call.cu_seqlens_k is not None or call.cache_leftpad is not None
     if call.page_table is not None:
         apart = apart or call.k.shape[1] % block_n != 0
-    return scales, 3 if apart or size % block_n else 2
+    # The two round differently.
+    return scales, 3 if apart or size % block_n or call.batch_invariant else 2
 
 
 def readable(call: Call) -> Call:
@@ -129,6 +127,7 @@ class Runner:
         get = self.constants.__getitem__
         self.general: bool = get("general")
         self.pack: bool = get("pack")
+        self.banded: bool = get("banded")
         self.reversed: bool = get("reversed")
         self.block_m: int = get("fwd_block_m")
         self.block_n: int = get("fwd_block_n")
@@ -191,9 +190,13 @@ class Runner:
         scales, scaled = _scales(call, self.block_n)
         p = call.dropout_p
         threshold = min(int((1.0 - p) * 2**32), 2**32 - 1) if p else 0
-        numbers = (
-            left, right, call.scale, call.softcap, threshold, 1.0 / (1.0 - p), *call[_STARTS:],
+        band = band_of(call)
+        numbers: tuple[Any, ...] = (
+            left, right, call.scale, call.softcap, threshold, 1.0 / (1.0 - p), band.q_start,
+            call.k_start, call.head_start, call.batch_start,
         )  # fmt: skip
+        if self.banded:
+            numbers += (band.window_shift, band.attention_chunk)
         page_size = call.k.shape[1] if call.page_table is not None else 0
         strides = strides_q + strides_k + strides_v
         return Given(options, strides, more, page_size, numbers, scales, scaled)

@@ -55,6 +55,8 @@ _INPUTS = ("Q", "K", "V", "DOUT", "OUT", "DQ", "DK", "DV")
 _FLOATS = ("scale", "softcap", "keep_scale")
 # Of float8: pointers, strides and rows per scale. Compiled in as None where there are none.
 _K_SCALES = ("K_SCALE", "V_SCALE", "K_SCALE_B", "K_SCALE_H", "K_SCALE_ROWS")
+# Of plans with chunks or windows with a negative edge; compiled in as None elsewhere.
+_BANDS = ("WINDOW_SHIFT", "CHUNK")
 _Q_SCALES = ("Q_SCALE", "Q_SCALE_B", "Q_SCALE_H", "Q_SCALE_ROWS")
 
 
@@ -90,7 +92,7 @@ def _spec(
     options: dict[str, Any],
     **types: str,
 ) -> Spec:
-    constants = dict(constants)
+    constants = dict(constants) | ({} if plan["banded"] else dict.fromkeys(_BANDS))
     if variant.bias and variant.bias_rows:
         constants["stride_bias_j"] = 1
         divisors = (
@@ -149,6 +151,7 @@ def _common(plan: Constants, variant: Variant, role: str) -> dict[str, Any]:
         "GENERAL": variant.general,
         "BIAS": 0 if not variant.bias else 2 if variant.bias == "u8" else 1,
         "DROPOUT": plan["dropout"],
+        "ORDERED": plan["ordered"],
         "PAGED": plan[f"{role}_paged"],
         "WIDE": variant.wide,
         "TMA": plan[f"{role}_tma"] and not variant.wide and plan[f"{role}_paged"] == 0,

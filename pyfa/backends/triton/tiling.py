@@ -35,7 +35,8 @@ def _kernel(
     packed, splits = 1, 1
     if role == "forward":
         packed = shape.group if values["pack"] else 1
-        splits = _splits(values, shape, rows, keys, packed)
+        if not values["ordered"]:  # batch_invariant
+            splits = _splits(values, shape, rows, keys, packed)
     lanes = problem.device.limits.lanes if problem.device.limits else _LANES
     registers, compiled_bytes = _compiled(values, name, problem, splits) if compiled else (0, 0)
     return TiledKernel(

@@ -31,7 +31,7 @@ class Decode(NamedTuple):
         """Of a workgroup."""
         return LINES * self.tiles
 
-    def shared_bytes(self, pair: Pair, float8: bool) -> int:
+    def shared_bytes(self, pair: Pair, float8: bool, latent: bool) -> int:
         """None is dynamic: kernels declare what they use."""
         return 0
 
@@ -56,6 +56,8 @@ class Tiles(NamedTuple):
     paged_pairs: tuple[Pair, ...]
     decode: Mapping[Pair, tuple[Decode, ...]]
     decode_float8: Mapping[Pair, tuple[Decode, ...]]
+    latent: Mapping[Pair, tuple[Decode, ...]]
+    latent_float8: Mapping[Pair, tuple[Decode, ...]]
     two_passes: Mapping[Pair, tuple[Owner, Owner, Owner, Owner]]
     one_pass: Mapping[Pair, tuple[int, int]]
 
@@ -109,6 +111,10 @@ TILES = Tiles(
         (192, 192): (Decode(1, 4, 2), Decode(2, 4, 1)),
         (256, 256): (Decode(1, 4, 1), Decode(2, 4, 1)),
     },
+    # Of 16 lines the accumulators are 128 registers, the queries 72, a group of keys 72 (36 of
+    # float8). A second product of 16 lines spilled 170.
+    latent={(576, 512): (Decode(1, 2, 1),)},
+    latent_float8={(576, 512): (Decode(1, 4, 1),)},
     # Of plain scores owning keys and rows, then of general ones. Two wavefronts on a SIMD hide each
     # other's vector instructions, where that does not spill. Slots (kernels/hip/bwd_slots.h) keep
     # the matrix unit busy where the vector unit has less to do than it; with score terms it has

@@ -51,11 +51,12 @@ class Decode(NamedTuple):
         """Of a block."""
         return LINES * self.tiles * self.team
 
-    def shared_bytes(self, pair: Pair, float8: bool) -> int:
+    def shared_bytes(self, pair: Pair, float8: bool, latent: bool) -> int:
         """Of a block: page offsets, rows' states, and the rings, where the teams' sums meet; of
-        float8 scales of rows, and of as many keys as are on their way."""
+        float8 scales of rows, and of as many keys as are on their way. Latent values are keys."""
         teams, rows = self.warps // self.team, self.lines
-        ring = teams * self.stages * GROUP * (1 if float8 else 2) * sum(pair)
+        elements = pair[0] if latent else sum(pair)
+        ring = teams * self.stages * GROUP * (1 if float8 else 2) * elements
         sums = teams * rows * (pair[1] + 4) * 4
         states = self.warps * 512 + rows * 12 + 2 * teams * rows * 4
         scales = rows * 4 + 8 + self.warps * (self.stages // 2 + 1) * 256 if float8 else 0
@@ -102,6 +103,7 @@ class Tiles(NamedTuple):
     pages differ. ``small_grid``: with half the rows, for where the usual tiles leave SMs without a
     block; plain and dense only. ``decode``: for blocks of 8, 16, 32 and 64 lines; of float8 caches
     only where one instruction makes two float16 numbers of two float8 ones (sm_89 and later).
+    ``latent``: the same where V is a view of K.
     ``backward``: of plain scores, then of general ones, which keep more of P for dS.
     """
 
@@ -110,11 +112,13 @@ class Tiles(NamedTuple):
     small_grid: Mapping[Pair, Forward]
     decode: Mapping[Pair, tuple[Decode, ...]]
     decode_float8: Mapping[Pair, tuple[Decode, ...]]
+    latent: Mapping[Pair, tuple[Decode, ...]]
+    latent_float8: Mapping[Pair, tuple[Decode, ...]]
     backward: Mapping[Pair, tuple[Backward, Backward]]
 
 
 def sizes(*rows: tuple[int, int, int, int]) -> tuple[Decode, ...]:
-    """Decode's tiles for 8, 16, 32 and 64 lines."""
+    """Decode's tiles for 8, 16, 32 and, where head dims leave registers for it, 64 lines."""
     return tuple(Decode(*row) for row in rows)
 
 
@@ -159,6 +163,10 @@ TILES = Tiles(
         (128, 128): sizes((1, 1, 8, 4), (2, 1, 8, 4), (2, 2, 8, 8), (2, 4, 8, 16)),
         (256, 256): sizes((1, 1, 8, 3), (2, 1, 6, 4), (2, 2, 8, 4), (2, 4, 8, 8)),
     },
+    # A warp's 8 lines take 128 registers of sums and 72 of queries: more lines are more warps of a
+    # team, of which four share the 16 rows of a stage.
+    latent={(576, 512): sizes((1, 1, 4, 2), (1, 2, 8, 2), (1, 4, 8, 4))},
+    latent_float8={(576, 512): sizes((1, 1, 4, 4), (1, 2, 8, 4), (1, 4, 8, 8))},
     # The first that spill nothing and fit. What is wide (192 and more) has two warps for the same
     # keys, each with half of the rows.
     backward={

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from . import Pair
-from .sm80 import ONE_OF_128, Backward, Forward
+from .sm80 import ONE_OF_128, Backward, Forward, sizes
 from .sm80 import TILES as OF_SM80
 
 ROWS = 64  # query rows of a warpgroup of the forward
@@ -47,6 +47,12 @@ FORWARD: dict[Pair, tuple[Own, Own, Own]] = {
     (192, 128): (Own(2, 128), Own(2, 128), Own(2, 112)),
     (192, 192): (Own(2, 112), Own(2, 96), Own(2, 80)),
     (256, 256): (Own(2, 80), Own(2, 80), Own(2, 80)),
+}
+# The same with batch_invariant, where masks are everybody's. Its ballots spilled 16 to 32 bytes at
+# 192, with 96 keys and with 128.
+FORWARD_INVARIANT: dict[Pair, tuple[Own, Own, Own]] = {
+    pair: (terms,) * 3 if pair[0] == 192 else (masked, masked, terms)
+    for pair, (_, masked, terms) in FORWARD.items()
 }
 # Plain; with score terms; with scales per block of rows.
 FORWARD_FLOAT8: dict[Pair, tuple[Own, Own, Own]] = {
@@ -113,6 +119,8 @@ TILES = OF_SM80._replace(
         (192, 128): (_192, _192, OF_SM80.forward[192, 128][2]),
         (256, 256): (_256, _256, _256),
     },
+    latent={(576, 512): sizes((1, 1, 4, 3), (1, 2, 8, 3), (1, 4, 8, 6))},
+    latent_float8={(576, 512): sizes((1, 1, 4, 6), (1, 2, 8, 5), (1, 4, 8, 10))},
     backward={
         (64, 64): (Backward(64, 128, 2, 1, 32, lookahead=3, blocks_per_sm=2),
                    Backward(64, 128, 4, 1, 32)),

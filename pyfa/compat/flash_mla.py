@@ -1,0 +1,250 @@
+"""FlashMLA (``import flash_mla``) on pyfa.
+
+    from pyfa.compat.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+
+Signatures, defaults and return values are those of ``flash_mla``, on every GPU and on CPUs.
+Conventions, converted: the LSE of a fully masked row is +inf, and ``attn_sink`` scales the
+output without entering the LSE. A key that ``indices`` name twice counts twice. ``softmax_scale``
+is 1/√head_dim by default, which is not the scale of DeepSeek's models.
+
+Beyond FlashMLA: any number of heads and page size, ``indices`` over caches of 16 bits, CPUs.
+Float8 caches are those of 656 bytes a token (DeepSeek-V3.2): 512 e4m3, four float32 scales of 128
+elements each, 64 bfloat16. Their listed tokens, and those of two caches, are copied before the
+kernel, as bfloat16. Caches of 584 bytes a token and float8 without ``indices`` raise
+``NotImplementedError``. With ``attn_sink`` the output is rounded once more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from .. import api, latent, request, validate
+from .errors import ArgumentError, in_words_of, refuse
+
+__all__ = [
+    "ArgumentError",
+    "FlashMLASchedMeta",
+    "dequantize_tokens",
+    "flash_mla_sparse_fwd",
+    "flash_mla_with_kvcache",
+    "get_mla_metadata",
+    "quantize_tokens",
+]
+
+_DIM, _DIM_V, _TILE, _TOKEN_BYTES = 576, 512, 128, 656
+_SCALES_AT, _ROPE_AT = 512, 528
+_LARGEST = 448.0  # of e4m3fn
+_CHUNK_BYTES = 1 << 28  # of gathered keys, where a row's largest score is asked for
+_BYTES = (torch.float8_e4m3fn, torch.uint8, torch.int8)
+
+_in_their_words = in_words_of(
+    sinks="attn_sink", topk_lengths="topk_length", page_table="block_table", cache="k_cache",
+    v_dim="head_dim_v",
+)  # fmt: skip
+
+
+@dataclasses.dataclass
+class FlashMLASchedMeta:
+    """What ``get_mla_metadata`` returns: empty, since pyfa's kernels read the lengths."""
+
+    tile_scheduler_metadata: torch.Tensor | None = None
+    num_splits: torch.Tensor | None = None
+
+
+def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
+    """(a ``FlashMLASchedMeta``, None), whatever the arguments, as FlashMLA."""
+    return FlashMLASchedMeta(), None
+
+
+@_in_their_words
+@torch.no_grad()
+def flash_mla_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: FlashMLASchedMeta | torch.Tensor | None = None,
+    num_splits: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    extra_k_cache: torch.Tensor | None = None,
+    extra_indices_in_kvcache: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of q (B, Sq, H, D) over pages k_cache (blocks, page_block_size, Hk, D).
+
+    Hk is 1 with ``indices``. Without them the keys are the first ``cache_seqlens`` (B,) int32 of the pages in
+    ``block_table`` (B, pages) int32. ``indices`` (B, Sq, topk) int32 name them instead, as block ·
+    page_block_size + offset; −1 is none, and only the first ``topk_length`` (B,) count.
+    ``extra_k_cache`` with ``extra_indices_in_kvcache`` adds tokens of another cache.
+
+    Returns (out (B, Sq, H, head_dim_v), softmax_lse (B, H, Sq) float32).
+    """
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    if indices is None:
+        for name, x in (
+            ("extra_k_cache", extra_k_cache),
+            ("extra_indices_in_kvcache", extra_indices_in_kvcache),
+            ("topk_length", topk_length), ("extra_topk_length", extra_topk_length),
+        ):  # fmt: skip
+            if x is not None:
+                validate.wrong(name, "None without indices", x)
+        refuse(
+            "is_fp8_kvcache", is_fp8_kvcache or None, "float8 without indices is not implemented"
+        )
+        shared = request.Shared(causal=causal, scale=scale, return_lse=True)
+        asked = request.kvcache(
+            q, k_cache, k_cache[..., :head_dim_v], shared, cache_seqlens=cache_seqlens,
+            page_table=block_table, latent=True,
+        )  # fmt: skip
+        return _in_their_convention(*_both(api.attend(asked)), attn_sink)
+    if causal:
+        validate.wrong("causal", "False with indices", causal)
+    if extra_k_cache is None and not is_fp8_kvcache:
+        # Pages in their own order: what counts in a sequence counts in memory.
+        table = torch.arange(k_cache.shape[0], dtype=torch.int32, device=q.device)
+        return _in_their_convention(*_both(latent.attention_latent(
+            q, k_cache, v_dim=head_dim_v, page_table=table.expand(q.shape[0], -1),
+            indices=indices, topk_lengths=topk_length, scale=scale, return_lse=True,
+        )), attn_sink)  # fmt: skip
+    found = [_gathered(k_cache, indices, topk_length, is_fp8_kvcache)]
+    if extra_k_cache is not None:
+        if extra_indices_in_kvcache is None:
+            validate.wrong("extra_indices_in_kvcache", "the keys of extra_k_cache", None)
+        found.append(
+            _gathered(extra_k_cache, extra_indices_in_kvcache, extra_topk_length, is_fp8_kvcache)
+        )
+    tokens, exist = (torch.cat(parts, 2) for parts in zip(*found, strict=True))
+    own = torch.arange(exist[0].numel(), dtype=torch.int32, device=q.device).view_as(exist[0])
+    out, lse = _both(latent.attention_latent(
+        q, tokens.flatten(1, 2)[:, :, None], v_dim=head_dim_v, scale=scale, return_lse=True,
+        indices=own.where(exist, -1).int(),
+    ))  # fmt: skip
+    return _in_their_convention(out, lse, attn_sink)
+
+
+@_in_their_words
+@torch.no_grad()
+def flash_mla_sparse_fwd(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out, max_logits, lse) of q (Sq, H, D) over kv (Sk, 1, D) at ``indices`` (Sq, 1, topk).
+
+    Entries that are negative or not below Sk are none, and only the first ``topk_length`` (Sq,) of
+    a row count. out is (Sq, H, d_v); max_logits (the largest scaled score, −inf of a fully masked
+    row) and lse are (Sq, H) float32. max_logits is computed by PyTorch's operators.
+    """
+    validate.a_tensor("indices", indices)
+    if indices.dim() != 3 or indices.shape[1] != 1:
+        validate.wrong("indices", "shape (seqlen_q, 1, topk)", indices)
+    lists = indices.transpose(0, 1)
+    ends = None if topk_length is None else topk_length[None]
+    out, lse = _both(latent.attention_latent(
+        q[None], kv[None], v_dim=d_v, indices=lists, topk_lengths=ends, scale=sm_scale,
+        return_lse=True,
+    ))  # fmt: skip
+    out, lse = _in_their_convention(out, lse, attn_sink)
+    return out[0], _max_logits(q, kv, lists[0], topk_length, sm_scale), lse[0].T.contiguous()
+
+
+def quantize_tokens(cache: torch.Tensor) -> torch.Tensor:
+    """(…, 576) of bfloat16 as tokens of 656 bytes, (…, 656) uint8, as FlashMLA's kernels read them.
+
+    Each scale is the power of two, not below 1e-4 rounded up, that brings its 128 elements to at
+    most 448.
+    """
+    if cache.shape[-1] != _DIM or cache.dtype != torch.bfloat16:
+        validate.wrong("cache", f"bfloat16 tokens of {_DIM} elements", cache)
+    tiles = cache[..., :_DIM_V].float().unflatten(-1, (-1, _TILE))
+    scales = (tiles.abs().amax(-1) / _LARGEST).clamp_min(1e-4).log2().ceil().exp2()
+    values = (tiles / scales[..., None]).to(torch.float8_e4m3fn).flatten(-2)
+    rope = cache[..., _DIM_V:].contiguous()
+    return torch.cat([x.view(torch.uint8) for x in (values, scales, rope)], -1)
+
+
+def dequantize_tokens(tokens: torch.Tensor) -> torch.Tensor:
+    """(…, 576) bfloat16 of tokens of 656 bytes, (…, 656) of float8_e4m3fn, uint8 or int8."""
+    if tokens.dtype not in _BYTES or tokens.shape[-1] != _TOKEN_BYTES:
+        why = "caches of another layout than 656 bytes a token are not implemented"
+        refuse("k_cache", None if tokens.dtype not in _BYTES else tokens, why)
+        validate.wrong(
+            "k_cache", f"tokens of {_TOKEN_BYTES} bytes (float8_e4m3fn or uint8)", tokens
+        )
+    bits = tokens.view(torch.uint8).contiguous()
+    # e4m3fn on every GPU: read as AMD's e4m3fnuz these bytes would be half as much.
+    values = bits[..., :_SCALES_AT].contiguous().view(torch.float8_e4m3fn).float()
+    scales = bits[..., _SCALES_AT:_ROPE_AT].contiguous().view(torch.float32)
+    whole = torch.empty((*bits.shape[:-1], _DIM), dtype=torch.bfloat16, device=bits.device)
+    tiles = values.unflatten(-1, (-1, _TILE)) * scales[..., None]
+    whole[..., :_DIM_V] = tiles.flatten(-2)
+    whole[..., _DIM_V:] = bits[..., _ROPE_AT:].contiguous().view(torch.bfloat16)
+    return whole
+
+
+def _both(result: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = result
+    return out, lse
+
+
+def _in_their_convention(
+    out: torch.Tensor, lse: torch.Tensor, attn_sink: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``lse`` (…, H, Sq) as FlashMLA's, and ``out`` (…, Sq, H, Dv) beside the sink's share."""
+    if attn_sink is not None:
+        validate.a_tensor("attn_sink", attn_sink)
+        if attn_sink.shape != out.shape[-2:-1]:
+            validate.wrong("attn_sink", f"shape {tuple(out.shape[-2:-1])}", attn_sink)
+        share = torch.sigmoid(lse.mT - attn_sink.float())
+        # Of a fully masked row the output is 0, whatever −inf − −inf is.
+        share = share.masked_fill(lse.mT == -torch.inf, 0.0)
+        out = (out.float() * share[..., None]).to(out.dtype)
+    return out, lse.masked_fill(lse == -torch.inf, torch.inf)
+
+
+def _gathered(
+    cache: torch.Tensor, indices: torch.Tensor, ends: torch.Tensor | None, float8: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens that ``indices`` name in the pages' memory, (B, Sq, topk, D), and which exist."""
+    validate.a_tensor("indices", indices)
+    blocks, size = cache.shape[:2]
+    exist = (indices >= 0) & (indices < blocks * size)
+    if ends is not None:
+        exist &= torch.arange(indices.shape[-1], device=indices.device) < ends[:, None, None]
+    places = indices.long().where(exist, 0)
+    stored = cache.view(torch.uint8) if float8 else cache
+    tokens = stored[places // size, places % size, 0]
+    return dequantize_tokens(tokens) if float8 else tokens, exist
+
+
+def _max_logits(
+    q: torch.Tensor, kv: torch.Tensor, lists: torch.Tensor, ends: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """The largest scaled score of each row and head, (Sq, H)."""
+    rows, topk = lists.shape
+    exist = (lists >= 0) & (lists < kv.shape[0])
+    if ends is not None:
+        exist &= torch.arange(topk, device=q.device) < ends[:, None]
+    found = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
+    if topk == 0:
+        return found
+    step = max(1, _CHUNK_BYTES // (topk * kv.shape[-1] * 4))
+    for first in range(0, rows, step):
+        part = slice(first, first + step)
+        keys = kv[lists[part].long().where(exist[part], 0), 0].float()
+        scores = torch.einsum("rhd,rkd->rhk", q[part].float(), keys) * scale
+        found[part] = scores.masked_fill(~exist[part][:, None], -torch.inf).amax(-1)
+    return found

@@ -1,0 +1,81 @@
+"""The grid's cases of latent attention, and of head dims above 256.
+
+A cache of one head whose first elements are the values: by rows of all heads, which decide how many
+products and workgroups a decode takes, by where the keys lie, and with lists of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from .cases import LAYOUTS, Case, dense, packed
+
+_HALF = ("bfloat16", "float16")
+_DIMS: Mapping[str, Any] = {"head_dim": 576, "head_dim_v": 512, "heads_k": 1, "scale": 192**-0.5}
+_LENGTHS: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
+    ((1, 1, 1), (65, 1, 130)),
+    ((2, 2, 2, 2), (0, 1, 2, 63)),
+    ((3, 3), (97, 33)),
+)
+_OPTIONS: tuple[Mapping[str, Any], ...] = (
+    {"heads_q": 16},
+    {"heads_q": 16, "page_size": 16, "causal": True},
+    {"heads_q": 5, "page_size": 7, "slack": 3, "sinks": True},
+    {"heads_q": 40, "causal": True, "num_splits": 3},
+    {"heads_q": 8, "sinks": True, "num_splits": 2, "recipe": "growing"},
+    {"heads_q": 4, "head_dim": 320, "head_dim_v": 256, "page_size": 64, "causal": True},
+)
+_LISTS: tuple[Mapping[str, Any], ...] = (
+    {"heads_q": 16, "topk": 37},
+    {"heads_q": 16, "topk": 70, "page_size": 5, "used_q": True},
+    {"heads_q": 3, "topk": 9, "slack": 4, "causal": True, "sinks": True, "num_splits": 2},
+)
+# Of float8 caches.
+_SCALES: tuple[str | int, ...] = ("", "tensor", "head", 16)
+
+
+def quick() -> Iterator[Case]:
+    yield _latent(((1,), (40,)), heads_q=4)
+    yield _latent(((1,), (40,)), heads_q=4, topk=20)
+    for index, options in enumerate((*_OPTIONS, *_LISTS)):
+        dtype = (*_HALF, "float32")[index % 3]
+        yield _latent(_LENGTHS[index % 3], dtype=dtype, **options)
+        yield _latent(_LENGTHS[(index + 1) % 3], dtype=_HALF[index % 2], **options)
+    for index, scales in enumerate(_SCALES):
+        fields = {"scales": scales, "heads_q": 16, "page_size": 16 * (index % 2)}
+        dtypes = {"dtype": _HALF[index % 2], "cache_dtype": "float8_e4m3fn"}
+        yield _latent(_LENGTHS[index % 3], **dtypes, **fields)
+    fields = {"cache_dtype": "float8_e4m3fn", "scales": "head"}
+    yield _latent(_LENGTHS[0], topk=20, **fields)
+    for index, (dim, dim_v) in enumerate(((512, 512), (576, 512), (320, 64), (64, 500))):
+        dims: dict[str, Any] = {"head_dim": dim, "head_dim_v": dim_v, "dtype": _HALF[index % 2]}
+        yield dense(33, 65, **dims, heads_q=4, backward=index < 2, causal=True)
+
+
+def full(draws: Callable[..., Iterator[dict[str, Any]]]) -> Iterator[Case]:
+    axes: Mapping[str, Any] = {
+        "lengths": (*_LENGTHS, ((1, 1), (257, 400)), ((5, 5), (48, 200)), ((1,), (1030,))),
+        "dtype": _HALF,
+        "heads_q": (1, 8, 16, 17, 32, 33, 64, 128),
+        "page_size": (0, 1, 16, 64, 61),
+        "slack": (0, 0, 9),
+        "causal": (False, True),
+        "sinks": (False, True),
+        "num_splits": (0, 0, 1, 5),
+        "layout": LAYOUTS,
+        "recipe": ("plain", "growing", "huge", "offset"),
+        "dims": ({}, {}, {"head_dim": 512}, {"head_dim": 192, "head_dim_v": 128}),
+        "lists": ({}, {}, {"topk": 64}, {"topk": 100, "used_q": True}, {"topk": 1}),
+        "cache": ({}, {}, {"cache_dtype": "float8_e4m3fn"},
+                  {"cache_dtype": "float8_e4m3fnuz", "scales": "head"}),
+    }  # fmt: skip
+    for draw in draws("latent", 200, axes):
+        more: dict[str, Any] = {}
+        for axis in ("dims", "lists", "cache"):
+            more |= draw.pop(axis)
+        yield _latent(draw.pop("lengths"), **draw | more)
+
+
+def _latent(lengths: tuple[tuple[int, ...], tuple[int, ...]], **options: Any) -> Case:
+    return packed(lengths, "latent", **{**_DIMS, **options})

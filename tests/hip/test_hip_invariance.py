@@ -1,0 +1,66 @@
+"""``batch_invariant`` on the HIP kernels, in the emulator: bits, and faults that they show."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+SCRIPTS = Path(__file__).parents[2] / "benchmarks"
+KERNEL = "hip/attn_fwd.hip"
+
+# Each: the model that shows it, the exact snippet, what it becomes.
+FAULTS = {
+    "rescaled because another row is": (
+        "plain", "highest > row[n].base + kLag ? highest : row[n].base",
+        "__builtin_fmaxf(row[n].base, highest)",
+    ),
+    "tiles begin where a window does": (
+        "window", "begin = seen.low / BLOCK_K * BLOCK_K", "begin = seen.low"
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cases() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPTS))
+        yield importlib.import_module("invariance_cases")
+        sys.modules.pop("invariance_cases")
+
+
+def compared(cases: ModuleType, name: str, **options: Any) -> Any:
+    models = {
+        "plain": cases.Model(2, 1, 64, 64, longest=280),
+        "window": cases.Model(2, 2, 64, 64, torch.float16, window=70, sinks=True, longest=280),
+    }
+    sizes = cases.Sizes((2,), (16, 1000), (16,), (2,), (2,))
+    return cases.run(
+        [models[name]], device="cpu", backend="emulator", sizes=sizes, **{"rows": 3, **options}
+    )
+
+
+@pytest.mark.parametrize("name", ["plain", "window"])
+def test_bits_of_a_row_do_not_depend_on_its_company(cases: ModuleType, name: str) -> None:
+    found = compared(cases, name, with_gradients=1)
+    assert sum(found.compared.values()) > 70
+    assert found.failures == []
+
+
+def test_without_it_they_do(cases: ModuleType) -> None:
+    assert compared(cases, "plain", invariant=False, with_gradients=0).failures
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found(
+    cases: ModuleType, plant: Callable[[str, str, str], None], fault: str
+) -> None:
+    name, snippet, other = FAULTS[fault]
+    plant(KERNEL, snippet, other)
+    assert compared(cases, name, with_gradients=0).failures

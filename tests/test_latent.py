@@ -1,0 +1,240 @@
+"""``attention_latent`` and ``append_latent``: arguments, lists, what reaches a backend."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import pyfa
+from pyfa import dispatch, latent
+from pyfa.conformance import grid, runner
+from pyfa.conformance.build import build
+from pyfa.conformance.examine import Expected, examine
+from pyfa.problem import FEATURES, Call, features_of
+
+SCALE = 192**-0.5
+
+
+def tensors(batch: int = 2, rows: int = 1, heads: int = 4, keys: int = 40) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    return torch.randn(batch, rows, heads, 576), torch.randn(batch, keys, 1, 576)
+
+
+def expected(q: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """out (H, 512) and LSE (H,) of one row over ``keys`` (n, 576), in float64."""
+    scores = q.double() @ keys.double().T * SCALE
+    return scores.softmax(-1) @ keys[:, :512].double(), scores.logsumexp(-1)
+
+
+def refused(match: str, q: Any, cache: Any, error: type[Exception] = ValueError, **more: Any):
+    with pytest.raises(error, match=match):
+        pyfa.attention_latent(q, cache, **{"scale": SCALE, **more})
+
+
+class TestArguments:
+    def test_scale_is_required_and_the_message_has_the_formula(self) -> None:
+        q, cache = tensors()
+        formula = r"^scale: expected a number.*\(qk_nope_head_dim \+ qk_rope_head_dim\) \*\* -0.5"
+        with pytest.raises(TypeError, match=formula):
+            pyfa.attention_latent(q, cache)
+
+    def test_other_names_are_recognised(self) -> None:
+        q, cache = tensors()
+        refused("did you mean 'page_table'", q, cache, TypeError, block_table=None)
+
+    def test_shapes(self) -> None:
+        q, cache = tensors()
+        refused("^cache: expected one head", q, cache.expand(-1, -1, 2, -1))
+        refused("^cache: expected a tensor", q, None, TypeError)
+        refused("^q: expected the cache's head_dim 576; got 512 elements", q[..., :512], cache)
+        refused("^q: expected 4 dimensions", q[0], cache)
+        refused("^v_dim: expected 1 to 512", q, cache, v_dim=513)
+        refused("^v_dim: expected 1 to 64", q[..., :64], cache[..., :64], v_dim=65)
+        refused("^v_dim: expected an int", q, cache, TypeError, v_dim=512.0)
+        wide = torch.zeros(2, 3, 1, 584)
+        refused("^cache: expected a head_dim from 1 to 576", torch.zeros(2, 1, 4, 584), wide)
+        refused("^k_cache: expected q's batch size 2", q, cache[:1])
+
+    def test_a_pair_of_queries(self) -> None:
+        q, cache = tensors()
+        out = pyfa.attention_latent((q[..., :512], q[..., 512:]), cache, scale=SCALE)
+        assert torch.equal(out, pyfa.attention_latent(q, cache, scale=SCALE))
+        refused(r"^q\[0\] \(nope\): expected v_dim = 512", (q[..., :500], q[..., 500:]), cache)
+        refused(r"^q\[1\] \(rope\)", (q[..., :512], q[:1, ..., 512:]), cache)
+        refused("^q: expected a tensor or a pair", (q, q, q), cache)
+
+    def test_lists(self) -> None:
+        q, cache = tensors()
+        lists = torch.zeros(2, 1, 5, dtype=torch.int32)
+        refused("^indices: expected dtype int32", q, cache, indices=lists.long())
+        refused(r"^indices: expected shape \(2, 1, topk\)", q, cache, indices=lists[0])
+        refused(r"^indices: expected shape \(2, 1, 5\)", q, cache, indices=lists[:1])
+        lengths = torch.zeros(2, dtype=torch.int32)
+        refused("^topk_lengths: expected None", q, cache, topk_lengths=lengths)
+        refused(
+            r"^topk_lengths: expected shape \(2,\)", q, cache, indices=lists,
+            topk_lengths=lengths[:1],
+        )  # fmt: skip
+
+    def test_scales_are_for_float8(self) -> None:
+        q, cache = tensors()
+        one = torch.ones(())
+        refused("^descale: expected two scales", q, cache, descale=(None, one, one))
+        refused("^descale: expected None for torch.float32", q, cache, descale=(None, one))
+
+    def test_no_gradient(self) -> None:
+        q, cache = tensors()
+        refused("^q: expected no requires_grad", q.requires_grad_(), cache)
+
+
+class TestLists:
+    """Against what the lists say, key by key."""
+
+    @pytest.mark.parametrize("paged", [False, True])
+    @pytest.mark.parametrize("gaps", [False, True])
+    def test_repeats_none_and_lengths(self, paged: bool, gaps: bool) -> None:
+        q, cache = tensors(rows=2)
+        if gaps:
+            whole = torch.full((2, 43, 1, 584), torch.nan)
+            whole[:, :40, :, :576] = cache
+            cache = whole[:, :40, :, :576]
+        table = None
+        if paged:
+            # Pages of 8 keys; sequence 1 has those of sequence 0 in another order.
+            table = torch.tensor([[4, 2, 0, 1, 3], [1, 0, 3, 2, 4]], dtype=torch.int32)
+            cache = cache[0].reshape(5, 8, 1, 576) if not gaps else cache[0].unflatten(0, (5, 8))
+        used = torch.tensor([40, 17], dtype=torch.int32)
+        lists = torch.tensor(
+            [[[3, 3, -1, 39, 40, 7], [-1, -1, -1, -1, -1, -1]],
+             [[16, 17, 5, -1, 5, 5], [0, 1, 2, 3, 4, 5]]], dtype=torch.int32
+        )  # fmt: skip
+        ends = torch.tensor([[6, 6], [5, 2]], dtype=torch.int32)
+        out, lse = pyfa.attention_latent(
+            q, cache, scale=SCALE, cache_seqlens=used, indices=lists, topk_lengths=ends,
+            page_table=table, return_lse=True,
+        )  # fmt: skip
+        seen = {(0, 0): [3, 3, 39, 7], (1, 0): [16, 5, 5], (1, 1): [0, 1]}
+        for (b, i), keys in seen.items():
+            stored = cache[b, :, 0] if table is None else cache[table[b].long()].flatten(0, 2)
+            want, want_lse = expected(q[b, i], stored[keys])
+            torch.testing.assert_close(out[b, i], want.float())
+            torch.testing.assert_close(lse[b, :, i], want_lse.float())
+        assert (out[0, 1] == 0).all()
+        assert (lse[0, :, 1] == -math.inf).all()
+
+    def test_causal_hides_what_lies_behind_a_row(self) -> None:
+        q, cache = tensors(batch=1, rows=3)
+        lists = torch.arange(40, dtype=torch.int32).expand(1, 3, 40).contiguous()
+        out = pyfa.attention_latent(q, cache, scale=SCALE, indices=lists, causal=True)
+        want = pyfa.attention_latent(q, cache, scale=SCALE, causal=True)
+        torch.testing.assert_close(out, want)
+
+    def test_empty_lists(self) -> None:
+        q, cache = tensors()
+        lists = torch.zeros(2, 1, 0, dtype=torch.int32)
+        out, lse = pyfa.attention_latent(q, cache, scale=SCALE, indices=lists, return_lse=True)
+        assert (out == 0).all()
+        assert (lse == -math.inf).all()
+
+
+def test_calls_that_come_again_are_bound() -> None:
+    q, cache = tensors()
+    first = pyfa.attention_latent(q, cache, scale=SCALE, cache_seqlens=None)
+    cache.mul_(0.5)
+    again = pyfa.attention_latent(q, cache, scale=SCALE, cache_seqlens=None)
+    want, _ = expected(q[1, 0], cache[1, :, 0])
+    torch.testing.assert_close(again[1, 0], want.float())
+    assert not torch.equal(first, again)
+
+
+class TestAppend:
+    @pytest.mark.parametrize("pair", [False, True])
+    @pytest.mark.parametrize("dim", [576, 512])
+    def test_rows_and_pages(self, pair: bool, dim: int) -> None:
+        torch.manual_seed(0)
+        new = torch.randn(2, 3, 1, dim)
+        given = (new[..., :512], new[..., 512:]) if pair else new
+        used = torch.tensor([6, 0], dtype=torch.int32)
+        cache = torch.full((2, 10, 1, dim), torch.nan)
+        pyfa.append_latent(cache, given, used)
+        assert torch.equal(cache[0, 6:9], new[0])
+        assert torch.equal(cache[1, :3], new[1])
+        assert cache.isnan().sum() == 14 * dim
+        pages = torch.full((5, 4, 1, dim), torch.nan)
+        table = torch.tensor([[3, 1, 4], [0, 2, 2]], dtype=torch.int32)
+        pyfa.append_latent(pages, given, used, page_table=table)
+        assert torch.equal(torch.cat((pages[1, 2:], pages[4, :1])), new[0])
+        assert torch.equal(pages[0, :3], new[1])
+        assert pages.isnan().sum() == 14 * dim
+
+    def test_refusals(self) -> None:
+        cache, new = torch.zeros(2, 4, 1, 576), torch.zeros(2, 3, 1, 576)
+        used = torch.tensor([2, 0], dtype=torch.int32)
+        for match, wrong, lengths in (
+            ("^cache_seqlens: expected lengths from 0 to 4", new, used),
+            ("^new: expected the cache's dtype", new.half(), 0),
+            ("^new: expected the cache's head_dim 576; got 575", new[..., 1:], 0),
+            ("^new: expected one head", new.expand(-1, -1, 2, -1), 0),
+        ):
+            with pytest.raises(ValueError, match=match):
+                pyfa.append_latent(cache, wrong, lengths)
+
+
+class TestBackends:
+    def test_a_case_names_the_features_of_its_call(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The grid's idea of what lists need is the dispatcher's."""
+        asked: list[Call] = []
+        prepare = dispatch.prepare
+        monkeypatch.setattr("pyfa.ops.prepare", lambda call, *who: asked.append(call) or prepare(
+            call, *who))  # fmt: skip
+        cases = grid.cases("quick", frozenset(FEATURES), ("bfloat16",), ["topk"], 9)
+        for case in cases:
+            asked.clear()
+            examine(Expected(build(case)), "torch", runner.device_of("emulator"))
+            assert [features_of(call, False, False) for call in asked[:1]] == [case.features]
+
+    def test_triton_declines_with_a_reason(self) -> None:
+        q, cache = (x.bfloat16() for x in tensors())
+        with pytest.raises(pyfa.UnsupportedProblem, match="latent attention is not implemented"):
+            pyfa.attention_latent(q, cache, scale=SCALE, backend="triton")
+
+    def test_heads_above_256_are_declined_with_a_reason(self) -> None:
+        q = torch.zeros(1, 4, 2, 512, dtype=torch.bfloat16)
+        for backend in ("hip", "cuda", "triton"):
+            with pytest.raises(pyfa.UnsupportedProblem, match="a head_dim above 256"):
+                pyfa.attention(q, q, q, backend=backend)
+
+    @pytest.mark.parametrize("name", ["MI300X", "H200", "A100-80GB", "RTX4090"])
+    def test_gpus_take_it_by_decode_with_v_in_place(self, name: str) -> None:
+        q, cache = (x.bfloat16() for x in tensors(heads=16))
+        answer = pyfa.explain(q, cache, cache[..., :512], latent=True, device=name)
+        chosen = next(one for one in answer.answers if one.backend == answer.chosen)
+        assert chosen.plan is not None
+        assert "attn_decode" in chosen.plan.kernel
+        assert dict(chosen.plan.constants)["LATENT"] == 1
+
+    def test_a_cache_that_is_not_on_16_bytes_goes_to_torch_with_a_reason(self) -> None:
+        cache = torch.zeros(2, 8, 1, 580, dtype=torch.bfloat16)[..., :576]
+        q = torch.zeros(2, 1, 16, 576, dtype=torch.bfloat16)
+        answer = pyfa.explain(q, cache, cache[..., :512], latent=True, device="MI300X")
+        assert answer.chosen == "torch"
+        assert "multiples of 16 bytes" in str(answer)
+
+
+def test_pages_of_one_key_are_a_view() -> None:
+    """The pages of one key are a view of the cache, whatever its gaps."""
+    cache = torch.arange(3 * 5 * 24.0).view(3, 5, 1, 24)[:, 1:4, :, 8:]
+    flat, store, key = latent._rows_of(cache)
+    for b in range(3):
+        for j in range(3):
+            assert torch.equal(flat[b * store + j * key, 0], cache[b, j])
+    assert flat.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
+
+
+def test_batch_invariance_is_declined() -> None:
+    q, cache = torch.randn(1, 1, 2, 576).half(), torch.randn(1, 5, 1, 576).half()
+    with pyfa.use_batch_invariant(), pytest.raises(pyfa.UnsupportedProblem, match="its keys are"):
+        pyfa.attention_latent(q, cache, scale=192**-0.5)
