@@ -3,10 +3,10 @@
     python tests/compat/flash_mla_suite.py CHECKOUT --cases 300 [--small 1500000]
 
 CHECKOUT is a clone of https://github.com/deepseek-ai/FlashMLA. Its tests' cases (dense decoding,
-sparse decoding over float8, sparse prefill; not those that only measure) are sampled by the SHA-256 of their parameters, so that a sample is the same everywhere and a larger one contains it.
-Inputs, reference and tolerances are FlashMLA's; ``flash_mla`` is pyfa's. ``--small`` draws from
-cases of no more rows times keys than that, which a CPU can compute. Caches of 584 bytes a token count as refused. Needs triton, which its
-helpers import.
+sparse decoding over float8, sparse prefill; not those that only measure) are sampled by the SHA-256
+of their parameters, so that a sample is the same everywhere and a larger one contains it. Inputs,
+reference and tolerances are FlashMLA's; ``flash_mla`` is pyfa's. ``--small`` draws from cases of no
+more rows times keys than that, which a CPU can compute. Needs triton, which its helpers import.
 
 Exit status: 0 when none fails, 1 when one does.
 """
