@@ -86,7 +86,8 @@ def newest(results: Sequence[Result]) -> tuple[list[Result], list[str]]:
 
 
 def _age(result: Result) -> tuple[str, int]:
-    rows = result.data.get("rows", ())
+    # In files that are not of `pyfa bench` the word means what it likes.
+    rows = result.data["rows"] if "suites" in result.data else ()
     return str(result.data["environment"]["date"]), sum("value" in row for row in rows)
 
 
