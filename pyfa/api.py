@@ -58,7 +58,7 @@ def attention(
     float32; float8 e4m3 for q, k and v, or for k and v with 16-bit q. Gradients flow to q, k, v, a
     float ``bias``, ``sinks``, and from the LSE; float8 has no gradient.
 
-    score = score_mod(softcap(scale · q·k)) − slope · |i + Sk − Sq − j| + bias, then masks, then
+    score = score_mod(softcap(scale · q·k)) − slope · ``|i + Sk − Sq − j|`` + bias, then masks, then
     softmax.
     A fully masked row gives output 0, LSE −inf and zero gradients.
 
