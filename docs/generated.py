@@ -491,6 +491,19 @@ def timing_own() -> str:
     return table(head, rows)
 
 
+def timing_causal() -> str:
+    """Causal attention beside other people's, by the timing model and as published."""
+    rows = []
+    for row in results()["mi300x_own.json"]["causal"]:
+        scale = row["clock_of_machine"]
+        theirs = row["rival_by_the_model"]
+        rows.append([str(row["head_dim"]), _spread(row["ours"], ".0f", scale), row["rival"],
+                     _spread(theirs, ".0f", scale) if theirs else "not run",
+                     f"{row['rival_published']:.0f}"])  # fmt: skip
+    head = ["head dim", "pyfa, model", "beside", "its model", "its published figure"]
+    return table(head, rows)
+
+
 def timing_constants() -> str:
     """Every number of the timing model."""
     from pyfa.emulator.timing import constants
@@ -629,6 +642,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "timing_constants": timing_constants,
     "timing_errors": timing_errors,
     "timing_model": timing_model,
+    "timing_causal": timing_causal,
     "timing_own": timing_own,
     "verified": verified,
 }

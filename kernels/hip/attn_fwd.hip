@@ -71,6 +71,7 @@ struct State {
   Quad q[kColumns][kSteps];
   Output o;
   Row row[kColumns];
+  Rescale rescale;
   Descale descale;
   Scales scales;  // of the tile whose values come next
   int begin, ends;  // the first key, and the sum of the first and last tiles' first keys
@@ -83,11 +84,37 @@ struct State {
   }
 };
 
-// In which slot a key slice's probabilities are made: evenly spread over all that come before the
-// last products which need them.
-DEVICE constexpr int slot_of(int slice) {
-  return slice * (kKeySlots + (kSlices / 2 - 1) * kGroups) / kSlices;
+constexpr bool kPlain = SCORE == PLAIN;
+// The barrier comes before the last products of a tile, which cover it, and fragments of the next keys
+// are read behind it. With float8 they do not fit (9 registers spilled at 128), nor beside score terms.
+constexpr bool kEarly = kPlain && !kFloat8;
+// O is rescaled just before the next products with values. (At a tile's end: 17 moves a tile and 14
+// registers spilled at 128.) With float8 at 192 the factor does not fit (16 spilled).
+constexpr bool kFull = kPlain && kFloat8 && HEAD_DIM_V == 192;
+constexpr bool kLate = kPlain && !kFull;
+
+// In which beats probabilities are made: evenly spread over all that come before the last products
+// which need them, or where registers are short, over those with keys, as scores that are used up are
+// free. Maxima are taken beside the products with values.
+constexpr int kLastNeed = kAllKeyBeats + (kSlices / 2 - 1) * kGroups * kValueBeats;
+constexpr int kElementBeats = kFull ? kAllKeyBeats : kLastNeed - 1;
+constexpr int kLargestBeats = kBeats - kAllKeyBeats - 2 - (kEarly ? kValueBeats : 0);
+DEVICE constexpr int clamp(int x, int most) { return x < 0 ? 0 : x < most ? x : most; }
+// The first of `count` that comes in `beat` or later where all are spread over `beats`.
+DEVICE constexpr int first_in(int beat, int beats, int count) {
+  return beat <= 0 ? 0 : clamp((beat * count + beats - 1) / beats, count);
 }
+DEVICE constexpr int first_element(int beat) { return first_in(beat, kElementBeats, kElements); }
+// Loads are spread over the first half of a tile's slots, of few slots over the first quarter, so that
+// they arrive in time: 0.737 to 0.859 of the clocks on the matrix unit at 96 by the timing model.
+constexpr int kLoadSlots = kSlots > 10 ? kSlots / 2 : kFloat8 ? kSlots * 3 / 8 : kSlots / 4;
+constexpr int kLoadBeats = kLoadSlots * kKeyBeats;
+// Values go to LDS two slots before the last (of few slots one), so that no write is waited for at the
+// barrier: 0.837 to 0.917 at 192 and 128 by the same model, where they went half a slot before the last.
+constexpr int kStoreBeat = kBeats - (kValueSlots > 2 ? 3 : 2) * kValueBeats;
+static_assert(kLoadBeats <= kStoreBeat && kLoadBeats + 3 < kBeats &&
+                  (kLoadSlots <= kKeySlots || kValueBeats <= kKeyBeats),
+              "loads, and then what the next tile's need");
 
 // Where two tiles of K and two of V lie in LDS.
 struct Places {
@@ -105,51 +132,124 @@ struct Places {
   METHOD Places next() const { return Places(next_keys, next_values, keys, values); }
 };
 
-// One tile, whose scores are `now` and whose place in the order of visits is `first`, with the tile after
-// it, of which the scores become `next`. `end`: of all keys. This tile's values and the next one's keys are in LDS; the next one's values
-// arrive, and where this tile's keys were, those after the next one's.
-DEVICE void step(const Context &c, Source &in, State &state, const Places &at, Scores &now,
-                 Scores &next, int first, int end) {
-  float largest[kColumns];
+// What the vector unit does beside the products of a tile, beat by beat: the probabilities of this
+// tile, the largest of the next tile's scores, and what follows from them.
+struct Beside {
+  const Context &c;
+  Source &in;
+  State &state;
+  const Scores &now;
+  Scores &next;
+  const Scales &scales;  // of the next tile
+  const unsigned (&values)[Values::kLoads];
+  Lds next_values;
+  int first, end;
+  Probabilities &p;
+  float (&largest)[kColumns];
+  float (&made)[kElements];
+
+  METHOD void operator()(int beat) {
+#pragma unroll
+    for (int i = first_element(beat); i < first_element(beat + 1); ++i)
+      made[i] = probability(c, state.scales, now, state.row, i);
+    // A beat later, when they are there.
+#pragma unroll
+    for (int i = first_element(beat - 1); i < first_element(beat); ++i) {
+      Element e(i);
+      state.row[e.n].total += made[i];
+      pin(state.row[e.n].total);
+      if (i % 4 == 3) {
+        operand(c, state.scales, made, state.key(first), i, p);
+        if (kLate && (i + 1) % M::kHeld == 0) pin(p[e.slice][e.n]);
+      }
+    }
+    int of_values = beat - kAllKeyBeats - 1;
+#pragma unroll
+    for (int pair = first_in(of_values, kLargestBeats, kPairs);
+         pair < first_in(of_values + 1, kLargestBeats, kPairs); ++pair) {
+      raise_largest(next, pair, largest);
+      for (int n = 0; n < kColumns && kPlain; ++n) pin(largest[n]);
+    }
+    // Where the next tile's loads are, in four beats: all at once were 26 scalar instructions.
+    int advanced = beat - kLoadBeats;
+    if (advanced == 0) in.end_values();
+    if (advanced == 1) in.begin_values();
+    if (advanced == 2) in.end_keys();
+    if (advanced == 3) in.begin_keys();
+    if (beat == kStoreBeat) in.values.store(values, next_values);
+    if (kPlain) fence();
+  }
+
+  // What the next tile's probabilities are taken against.
+  METHOD void finish() {
+    finish_scores(c, scales, next, state.key(first + BLOCK_K), largest);
+    raise(c, state.scales, scales, largest, state.row, state.rescale);
+    state.scales = scales;
+  }
+};
+
+// Beside the last products of a tile, where the barrier comes before them. Not in every beat's code: the
+// compiler would unroll the mask in each before it drops it (14 s for a plan instead of 2).
+struct BesideLast {
+  Beside &beside;
+  METHOD void operator()(int beat) {
+    beside(beat);
+    if (beat == kBeats - kValueBeats + 1) beside.finish();
+    fence();
+  }
+};
+
+// One tile, whose scores are `now` and whose place in the order of visits is `first`, with the tile
+// after it, of which the scores become `next`. `end`: of all keys. This tile's values and the next one's
+// keys are in LDS; the next one's values arrive, and where this tile's keys were, those after the next
+// one's. `ready`: the first fragments of the next one's keys, where they are read early.
+DEVICE void step(const Context &c, Source &in, State &state, const Places &at, Fragments &ready,
+                 Scores &now, Scores &next, int first, int end) {
+  float largest[kColumns], made[kElements];
   unsigned values[Values::kLoads];
   Probabilities p;
-  Fragments ready, ahead;
+  Fragments ahead;
   Scales scales;
   if (kFloat8) scales = state.scales_of(c, first + BLOCK_K, end);
-  ready.read_keys(at.next_keys, 0);
-  in.begin_values();
-  in.begin_keys();
-#pragma unroll
-  for (int slot = 0; slot < kSlots; ++slot) {
+  Beside beside{c, in, state, now, next, scales, values, at.next_values, first, end, p, largest, made};
+  if (!kEarly) ready.read_keys(at.next_keys, 0);
+  auto multiply = [&](int slot, auto beside) __attribute__((always_inline)) {
     int value_slot = slot - kKeySlots;
     if (slot + 1 < kKeySlots)
       ahead.read_keys(at.next_keys, slot + 1);
     else if (value_slot + 1 < kValueSlots)
       ahead.read_values(at.values, value_slot + 1);
+    else if (kEarly) {
+      loads_arrived();
+      barrier();
+      ahead.read_keys(at.keys, 0);
+    }
     fence();
     for (int i = 0; i < Values::kLoads; ++i)
-      if (i * kSlots / 2 / Values::kLoads == slot) values[i] = in.load_values(i);
+      if (i * kLoadSlots / Values::kLoads == slot) values[i] = in.load_values(i);
     for (int i = 0; i < Keys::kLoads; ++i)
-      if (i * kSlots / 2 / Keys::kLoads == slot) in.load_keys(i, at.keys);
+      if (i * kLoadSlots / Keys::kLoads == slot) in.load_keys(i, at.keys);
+    // The wavefront that is behind goes first.
+    if (slot == 0) __builtin_amdgcn_s_setprio(3);
+    if (slot == kSlots / 4) __builtin_amdgcn_s_setprio(2);
+    if (slot == kSlots / 2) __builtin_amdgcn_s_setprio(1);
+    if (slot == kSlots * 3 / 4) __builtin_amdgcn_s_setprio(0);
+    if (kLate && slot == kKeySlots) state.rescale.apply(state.o);
     if (slot < kKeySlots)
-      multiply_keys(next, ready, state.q, slot);
+      multiply_keys(next, ready, state.q, slot, beside);
     else
-      multiply_values(state.o, ready, p, value_slot);
-#pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice)
-      if (slot_of(slice) == slot) exponentiate(c, state.scales, now, state.row, state.key(first), slice, p);
-    for (int t = 0; t < kKeyTiles; ++t)
-      if (value_slot == (t + 1) * kValueSlots / kKeyTiles - 1) raise_largest(next, t, largest);
-    if (slot == kSlots - 1) in.values.store(values, at.next_values);
+      multiply_values(state.o, ready, p, value_slot, beside);
     fence();
     ready = ahead;
+  };
+#pragma unroll
+  for (int slot = 0; slot < kSlots - kEarly; ++slot) multiply(slot, beside);
+  if (kEarly) {
+    multiply(kSlots - 1, BesideLast{beside});
+    return;
   }
-  in.end_values();
-  in.end_keys();
-  finish_scores(c, scales, next, state.key(first + BLOCK_K), largest);
-  raise(c, state.scales, scales, largest, state.row, state.o);
-  state.scales = scales;
-
+  beside.finish();
+  if (!kLate) state.rescale.apply(state.o);
   loads_arrived();
   barrier();
 }
@@ -176,6 +276,8 @@ DEVICE void attend(const Context &c, State &state, int begin, int end) {
     for (int i = 0; i < Values::kLoads; ++i) values[i] = in.load_values(i);
     in.end_values();
     in.values.store(values, at.values);
+    in.begin_keys();
+    in.begin_values();
   }
   loads_arrived();
   barrier();
@@ -186,28 +288,34 @@ DEVICE void attend(const Context &c, State &state, int begin, int end) {
   }
   find_largest(even, largest);
   finish_scores(c, state.scales, even, state.key(begin), largest);
-  raise(c, state.scales, state.scales, largest, state.row, state.o);
+  raise(c, state.scales, state.scales, largest, state.row, state.rescale);
   barrier();  // where the first keys are, others are loaded next
 
+  if (kEarly) fragments.read_keys(at.next_keys, 0);
   int first = begin, last = begin + (end - begin - 1) / BLOCK_K * BLOCK_K;
   // Two at a time, so that the scores need not be moved. With all score terms that would be 96 KB of
   // code, where two compute units share 64 KB of instruction cache: there, one at a time.
   if (SCORE == PLAIN)
     for (; first + 2 * BLOCK_K <= last; first += 2 * BLOCK_K) {
-      step(c, in, state, at, even, odd, first, end);
-      step(c, in, state, at.next(), odd, even, first + BLOCK_K, end);
+      step(c, in, state, at, fragments, even, odd, first, end);
+      step(c, in, state, at.next(), fragments, odd, even, first + BLOCK_K, end);
     }
   for (bool more = first < last; more; more = SCORE != PLAIN && first < last) {
-    step(c, in, state, at, even, odd, first, end);
+    step(c, in, state, at, fragments, even, odd, first, end);
     for (int t = 0; t < kKeyTiles; ++t)
       for (int n = 0; n < kColumns; ++n) even[t][n] = odd[t][n];
     at = at.next();
     first += BLOCK_K;
   }
   Probabilities p;
+  float made[kElements];
 #pragma unroll
-  for (int slice = 0; slice < kSlices; ++slice)
-    exponentiate(c, state.scales, even, state.row, state.key(first), slice, p);
+  for (int i = 0; i < kElements; ++i) {
+    made[i] = probability(c, state.scales, even, state.row, i);
+    state.row[Element(i).n].total += made[i];
+    if (i % 4 == 3) operand(c, state.scales, made, state.key(first), i, p);
+  }
+  state.rescale.apply(state.o);
   for (int slot = 0; slot < kValueSlots; ++slot) {
     fragments.read_values(at.values, slot);
     multiply_values(state.o, fragments, p, slot);

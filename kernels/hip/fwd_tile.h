@@ -39,9 +39,17 @@ constexpr int kFours = M::kRegisters / 4;        // groups of four consecutive r
 constexpr int kTogether = kDimTiles % 2 ? 3 : 2;  // accumulators of O^T in a slot
 constexpr int kGroups = kDimTiles / kTogether;    // slots of a pair of key slices
 constexpr int kSlices = BLOCK_K / M::kDepth;
-constexpr int kKeySlots = kSteps, kValueSlots = kSlices / 2 * kGroups;
+// A step of 32 keys is two products, 64 clocks, too few for the next one's fragments where no other
+// wavefront is on the SIMD: there a slot of keys has two steps (0.680 to 0.752 at 256 by the model).
+constexpr int kStepsASlot = kKeyTiles == 1 && WAVES == 4 ? 2 : 1;
+constexpr int kKeySlots = kSteps / kStepsASlot, kValueSlots = kSlices / 2 * kGroups;
 constexpr int kSlots = kKeySlots + kValueSlots;
 static_assert(kDimTiles % kTogether == 0, "every d is multiplied");
+// A beat is one product, and what the vector unit does in its shadow.
+constexpr int kStepBeats = 2 * kKeyTiles * kColumns;
+constexpr int kKeyBeats = kStepsASlot * kStepBeats, kValueBeats = 2 * kTogether * kColumns;  // of a slot
+constexpr int kAllKeyBeats = kKeySlots * kKeyBeats;
+constexpr int kBeats = kAllKeyBeats + kValueSlots * kValueBeats;
 
 typedef KeyLoads<BLOCK_K, HEAD_DIM, WAVES> Keys;
 typedef ValueLoads<kSize, BLOCK_K, HEAD_DIM_V, M::kDepth, WAVES> Values;
@@ -138,12 +146,25 @@ struct Source {
         keys(k),
         values(v) {}
 
-  METHOD void begin_keys() { bytes_k = k.bytes(BLOCK_K); }
-  METHOD void begin_values() { bytes_v = v.bytes(BLOCK_K); }
+  // Here and now, and not where the loads are.
+  METHOD void begin_keys() {
+    bytes_k = k.bytes(BLOCK_K);
+    pin_scalar(bytes_k);
+  }
+  METHOD void begin_values() {
+    bytes_v = v.bytes(BLOCK_K);
+    pin_scalar(bytes_v);
+  }
   METHOD void load_keys(int i, Lds to) const { keys.load(i, k, bytes_k, to); }
   METHOD unsigned load_values(int i) const { return values.load(i, v, bytes_v); }
-  METHOD void end_keys() { k.advance(BLOCK_K, kFewLoads); }
-  METHOD void end_values() { v.advance(BLOCK_K, kFewLoads); }
+  METHOD void end_keys() {
+    k.advance(BLOCK_K, kFewLoads);
+    pin_scalar(k.tile);
+  }
+  METHOD void end_values() {
+    v.advance(BLOCK_K, kFewLoads);
+    pin_scalar(v.tile);
+  }
 };
 #endif
 
@@ -195,15 +216,18 @@ struct Descale {
 
 // ---- one tile -----------------------------------------------------------------------------------
 
-constexpr int kFragments = kKeyTiles > kTogether ? kKeyTiles : kTogether;
+constexpr int kKeyFragments = kStepsASlot * kKeyTiles;
+constexpr int kFragments = kKeyFragments > kTogether ? kKeyFragments : kTogether;
 
 // A of one slot.
 struct Fragments {
   Quad x[kFragments];
 
-  METHOD void read_keys(Lds keys, int step) {
-    for (int t = 0; t < kKeyTiles; ++t)
-      x[t] = lds_read(keys + Keys::Tile::place(t * MMA + M::column(), step * kParts + M::part()));
+  METHOD void read_keys(Lds keys, int slot) {
+    for (int i = 0; i < kKeyFragments; ++i) {
+      int step = slot * kStepsASlot + i / kKeyTiles, t = i % kKeyTiles;
+      x[i] = lds_read(keys + Keys::Tile::place(t * MMA + M::column(), step * kParts + M::part()));
+    }
   }
   METHOD void read_values(Lds values, int slot) {
     int pair = slot / kGroups, d = slot % kGroups * kTogether * MMA;
@@ -213,80 +237,111 @@ struct Fragments {
   }
 };
 
-// S^T += K Q^T along 16 bytes a lane of the head.
-DEVICE void multiply_keys(Scores &s, const Fragments &k, const Quad (&q)[kColumns][kSteps], int step) {
-  for (int t = 0; t < kKeyTiles; ++t)
-    for (int n = 0; n < kColumns; ++n)
-      s[t][n] = M::mma(k.x[t].xy, q[n][step].xy, step ? s[t][n] : Acc{0});
-  for (int t = 0; t < kKeyTiles; ++t)
-    for (int n = 0; n < kColumns; ++n) s[t][n] = M::mma(k.x[t].zw, q[n][step].zw, s[t][n]);
+// What is done beside products: nothing.
+struct Nothing {
+  METHOD void operator()(int) {}
+};
+
+// S^T += K Q^T along 16 bytes a lane of the head, or twice as many. `beside` is called after every
+// product.
+template <typename Beside = Nothing>
+DEVICE void multiply_keys(Scores &s, const Fragments &k, const Quad (&q)[kColumns][kSteps], int slot,
+                          Beside beside = Beside()) {
+#pragma unroll
+  for (int i = 0; i < kKeyBeats; ++i) {
+    int step = i / kStepBeats, half = i / (kStepBeats / 2) % 2;
+    int t = i / kColumns % kKeyTiles, n = i % kColumns;
+    Quad a = k.x[step * kKeyTiles + t], b = q[n][slot * kStepsASlot + step];
+    bool first = slot + step + half == 0;
+    s[t][n] = M::mma(half ? a.zw : a.xy, half ? b.zw : b.xy, first ? Acc{0} : s[t][n]);
+    beside(slot * kKeyBeats + i);
+  }
 }
 
 // O^T += V^T P^T of two key slices and a few d.
-DEVICE void multiply_values(Output &o, const Fragments &v, const Probabilities &p, int slot) {
-  int slice = slot / kGroups * 2, d = slot % kGroups * kTogether;
-  for (int t = 0; t < kTogether; ++t)
-    for (int n = 0; n < kColumns; ++n) o[d + t][n] = M::mma(v.x[t].xy, p[slice][n], o[d + t][n]);
-  for (int t = 0; t < kTogether; ++t)
-    for (int n = 0; n < kColumns; ++n) o[d + t][n] = M::mma(v.x[t].zw, p[slice + 1][n], o[d + t][n]);
+template <typename Beside = Nothing>
+DEVICE void multiply_values(Output &o, const Fragments &v, const Probabilities &p, int slot,
+                            Beside beside = Beside()) {
+#pragma unroll
+  for (int i = 0; i < kValueBeats; ++i) {
+    int half = i / (kValueBeats / 2), t = i / kColumns % kTogether, n = i % kColumns;
+    int slice = slot / kGroups * 2 + half, d = slot % kGroups * kTogether + t;
+    o[d][n] = M::mma(half ? v.x[t].zw : v.x[t].xy, p[slice][n], o[d][n]);
+    beside(kAllKeyBeats + slot * kValueBeats + i);
+  }
 }
 
-// Four probabilities of the n-th column, and their share of the sum.
-DEVICE void exponentiate(const Context &c, const Scales &scales, const Scores &s, Row &row, int first,
-                         int n, int four, Pair &to, int part) {
-  int t = four / kFours, j = four % kFours;
-  float x[4];
-  for (int i = 0; i < 4; ++i) {
-    x[i] = exp2(__builtin_fmaf(s[t][n][4 * j + i], c.to_base_2[n] * scales.k, -row.base));
-    row.total += x[i];
+// The scores of a lane are made into probabilities one after the other, in the order in which the
+// products take them: this is the place of one.
+constexpr int kElements = kKeyTiles * kColumns * M::kRegisters;
+struct Element {
+  int n, t, r;        // column, product and register of the score
+  int slice, part;    // of P
+
+  METHOD Element(int number) {
+    constexpr int kFoursHeld = M::kHeld / 4;
+    int four = number / 4, of_slice = four % (kColumns * kFoursHeld);
+    slice = four / (kColumns * kFoursHeld);
+    n = of_slice / kFoursHeld;
+    part = of_slice % kFoursHeld;
+    int all = slice * kFoursHeld + part;
+    t = all / kFours;
+    r = all % kFours * 4 + number % 4;
   }
-  // Not later: the compiler would move the additions out of the products' shadow.
-  pin(row.total);
+};
+
+DEVICE float probability(const Context &c, const Scales &scales, const Scores &s,
+                         const Row (&row)[kColumns], int number) {
+  Element e(number);
+  return exp2(__builtin_fmaf(s[e.t][e.n][e.r], c.to_base_2[e.n] * scales.k, -row[e.n].base));
+}
+
+// Four probabilities, the last of which is `number`, as an operand.
+DEVICE void operand(const Context &c, const Scales &scales, const float (&made)[kElements], int first,
+                    int number, Probabilities &p) {
+  Element e(number);
+  int n = e.n, t = e.t, j = e.r / 4;
+  float x[4];
+  for (int i = 0; i < 4; ++i) x[i] = made[number - 3 + i];
   if (SCORE == DROPOUT) {
     // Opaque, or the compiler keeps every round's keys in scalar registers: 40 of them spilled.
     unsigned long long seed = c.seed;
     pin_scalar(seed);
-    const Params &p = params_again();
-    int key = first + t * MMA + M::row(4 * j) + p.k_start;
-    Draws draws = philox(key / 4, c.row[n] + p.q_start, c.work.head + p.head_start,
-                         c.work.batch + p.batch_start, seed);
+    const Params &a = params_again();
+    int key = first + t * MMA + M::row(4 * j) + a.k_start;
+    Draws draws = philox(key / 4, c.row[n] + a.q_start, c.work.head + a.head_start,
+                         c.work.batch + a.batch_start, seed);
     for (int i = 0; i < 4; ++i)
-      if (draws.word[i] >= p.dropout_threshold) x[i] = 0.0f;
+      if (draws.word[i] >= a.dropout_threshold) x[i] = 0.0f;
   }
   if (kFloat8 && SCORE != PLAIN)
     for (int i = 0; i < 4; ++i) x[i] *= from_lane(scales.value, t * MMA + M::row(4 * j + i));
-  M::put(to, part, x);
+  M::put(p[e.slice][n], e.part, x);
 }
 
-// P^T of one key slice, and its share of the sum.
-DEVICE void exponentiate(const Context &c, const Scales &scales, const Scores &s,
-                         Row (&row)[kColumns], int first, int slice, Probabilities &p) {
-  constexpr int kFoursHeld = M::kHeld / 4;
-#pragma unroll
-  for (int i = 0; i < kColumns * kFoursHeld; ++i) {
-    int n = i / kFoursHeld, part = i % kFoursHeld, four = slice * kFoursHeld + part;
-    exponentiate(c, scales, s, row[n], first, n, four, p[slice][n], part);
-  }
-}
-
-// Goes on with the largest score of each column that this lane holds, over one product: tile 0 begins.
-DEVICE void raise_largest(const Scores &s, int tile, float (&largest)[kColumns]) {
+// Goes on with the largest score of each column that this lane holds, over two more: one instruction.
+constexpr int kPairs = kKeyTiles * M::kRegisters / 2;
+DEVICE void raise_largest(const Scores &s, int pair, float (&largest)[kColumns]) {
+  int t = pair * 2 / M::kRegisters, r = pair * 2 % M::kRegisters;
   for (int n = 0; n < kColumns; ++n)
-    for (int r = 0; r < M::kRegisters; ++r)
-      largest[n] = __builtin_fmaxf(tile + r ? largest[n] : s[0][n][0], s[tile][n][r]);
+    for (int i = r; i < r + 2; ++i)
+      largest[n] = __builtin_fmaxf(pair || i ? largest[n] : s[0][n][0], s[t][n][i]);
 }
 
 DEVICE void find_largest(const Scores &s, float (&largest)[kColumns]) {
-  for (int t = 0; t < kKeyTiles; ++t) raise_largest(s, t, largest);
+  for (int pair = 0; pair < kPairs; ++pair) raise_largest(s, pair, largest);
 }
 
 // Every score becomes f(score, key) of its register, `key` counted from `key0`. Four at a time: all
-// together would take more registers than there are.
+// together would take more registers than there are. In a plain plan `key0` is opaque for each four, or
+// the mask's comparisons all come first: 22 scalar registers spilled at 96. (Beside score terms that is
+// more vector registers: 7 spilled at 128, paged.)
 template <typename F>
 DEVICE void each(Scores &s, int n, int key0, F f) {
 #pragma unroll
   for (int i = 0; i < kKeyTiles * M::kRegisters; ++i) {
     int t = i / M::kRegisters, r = i % M::kRegisters;
+    if (SCORE == PLAIN && i % 4 == 0) pin(key0);
     s[t][n][r] = f(s[t][n][r], key0 + t * MMA + r / 4 * 8 + r % 4);
     if (i % 4 == 3) fence();
   }
@@ -356,22 +411,43 @@ DEVICE void finish_scores(const Context &c, const Scales &scales, Scores &s, int
   if (SCORE != PLAIN || cut) find_largest(s, largest);
 }
 
-// Brings accumulator and sum to a new base where a maximum has outgrown the old one by kLag, of that row
-// alone, whose bits are then the same whatever the wavefront's other rows are; and the accumulator to the
-// scale of the values that come, `next`.
+// What the accumulator is multiplied by before the products with the next tile's values.
+struct Rescale {
+  bool pending = false;
+  float factor[kColumns];
+
+  METHOD void apply(Output &o) {
+    if (!pending) return;
+    for (int n = 0; n < kColumns; ++n)
+      for (int t = 0; t < kDimTiles; ++t) o[t][n] *= factor[n];
+    pending = false;
+  }
+};
+
+// How far a score is above what a row's exponents are taken against, to base 2.
+DEVICE float above(float score, float to_base_2, const Row &row) {
+  return __builtin_fmaf(score, to_base_2, -row.base);
+}
+
+// Brings the sum to a new base where a maximum has outgrown the old one by kLag, of that row alone, whose
+// bits are then the same whatever the wavefront's other rows are; and says what brings the accumulator
+// there, and to the scale of the values that come, `next`.
 DEVICE void raise(const Context &c, const Scales &scales, const Scales &next,
-                  const float (&largest)[kColumns], Row (&row)[kColumns], Output &o) {
+                  const float (&largest)[kColumns], Row (&row)[kColumns], Rescale &rescale) {
   bool outgrown = false;
   for (int n = 0; n < kColumns; ++n)
-    outgrown |= largest[n] * (c.to_base_2[n] * next.k) > row[n].base + (kPeak + kLag);
-  if (!__builtin_amdgcn_ballot_w64(outgrown) && scales.v == next.v) return;
+    outgrown |= above(largest[n], c.to_base_2[n] * next.k, row[n]) > kPeak + kLag;
+  rescale.pending = __builtin_amdgcn_ballot_w64(outgrown) || scales.v != next.v;
+  if (!rescale.pending) return;
   for (int n = 0; n < kColumns; ++n) {
-    float highest = M::column_max(largest[n] * (c.to_base_2[n] * next.k)) - kPeak;
-    float raised = highest > row[n].base + kLag ? highest : row[n].base;
+    // By the same operations as above, so that what a lane finds and what its row does is one.
+    float highest = M::column_max(largest[n]), to_base_2 = c.to_base_2[n] * next.k;
+    bool outgrows = above(highest, to_base_2, row[n]) > kPeak + kLag;
+    float raised = outgrows ? highest * to_base_2 - kPeak : row[n].base;
     float factor = exp2(row[n].base - raised);
     row[n].base = raised;
     row[n].total *= factor;
     if (kFloat8) factor *= scales.v / next.v;
-    for (int t = 0; t < kDimTiles; ++t) o[t][n] *= factor;
+    rescale.factor[n] = factor;
   }
 }

@@ -18,7 +18,7 @@ CASES = {
     "causal": Case(dtype="float16", lengths_q=(270,), lengths_k=(225,), causal=True),
     "offset": Case(dtype="bfloat16", lengths_q=(70,), lengths_k=(257,), recipe="offset"),
     "growing": Case(
-        dtype="float16", lengths_q=(129,), lengths_k=(193,), causal=True, recipe="growing"
+        dtype="float16", lengths_q=(129,), lengths_k=(250,), causal=True, recipe="growing"
     ),
     "window": Case(lengths_q=(140,), lengths_k=(260,), window=(70, 20)),
     "terms": Case(
@@ -42,18 +42,29 @@ FAULTS = {
     "window off by one": ("window", "key < c.first_key[n]", "key + 1 < c.first_key[n]"),
     "full tiles misjudged": ("window", "first < c.seen.all_low ||", ""),
     "keys of the first tile skipped": ("window", "begin = seen.low /", "begin = seen.all_low /"),
-    "accumulator not rescaled": ("growing", "o[t][n] *= factor;", ";"),
+    "accumulator not rescaled": ("growing", "o[t][n] *= factor[n];", ";"),
     "sum not rescaled": ("growing", "row[n].total *= factor;", ";"),
-    "maximum of half a row": (
-        "growing", "M::column_max(largest[n] * (c.to_base_2[n] * next.k))",
-        "(largest[n] * (c.to_base_2[n] * next.k))",
-    ),
+    "maximum of half a row": ("growing", "M::column_max(largest[n])", "largest[n]"),
     "sum of half a row": ("plain", "M::column_sum(rows[n].total)", "rows[n].total"),
     "base that lags too far": ("growing", ": 8.0f;", ": 800.0f;"),
-    "barrier after a tile dropped": (
-        "plain", "  loads_arrived();\n  barrier();\n}", "  loads_arrived();\n}",
+    "accumulator rescaled late": (
+        "growing", "kLate && slot == kKeySlots)", "kLate && slot == kKeySlots + 1)",
     ),
-    "keys not awaited": ("plain", "  loads_arrived();\n  barrier();\n}", "  barrier();\n}"),
+    "last tile not rescaled": ("growing", "state.rescale.apply(state.o);\n  for (", "for ("),
+    "barrier before the last products dropped": (
+        "plain", "barrier();\n      ahead.read_keys", "ahead.read_keys",
+    ),
+    "keys not awaited there": (
+        "plain", "loads_arrived();\n      barrier();\n      ahead", "barrier();\n      ahead",
+    ),
+    "barrier after a tile dropped": (
+        "terms", "  loads_arrived();\n  barrier();\n}", "  loads_arrived();\n}",
+    ),
+    "maxima of the first keys": ("growing", "kAllKeyBeats - 2 -", "kAllKeyBeats + 400 -"),
+    "one probability outside the sum": (
+        "plain", "state.row[e.n].total += made[i];", "if (i != 5) state.row[e.n].total += made[i];",
+    ),
+    "probabilities left out": ("plain", "kAllKeyBeats : kLastNeed - 1", "1 : kLastNeed * 2"),
     "barrier after the first keys dropped": (
         "plain", "barrier();  // where the first keys are", "// where the first keys are",
     ),
@@ -80,7 +91,12 @@ FAULTS = {
     "parts that overlap": ("split", "begin += work.part * share;", "begin += 0;"),
     "dropout bits of the next keys": ("dropout", "philox(key / 4,", "philox(key / 4 + 1,"),
     "dropout not scaled": ("dropout", "inverse *= p.dropout_scale;", ";"),
-    "sum after dropout": ("dropout", "x[i] = 0.0f;", "x[i] = 0.0f, row.total *= 0.99f;"),
+    "sum after dropout": (
+        "dropout", "i, p);\n        if (kLate)",
+        "i, p);\n        for (int k = 0; k < 4; ++k)"
+        "\n          if (!(p[e.slice][e.n][k / 2] >> k % 2 * 16 & 0xffff))"
+        "\n            state.row[e.n].total -= made[i - 3 + k];\n        if (kLate)",
+    ),
     "padding before the keys forgotten": (
         "paged", "int place = key + s.padding;", "int place = key;",
     ),

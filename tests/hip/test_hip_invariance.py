@@ -18,8 +18,8 @@ KERNEL = "hip/attn_fwd.hip"
 # Each: the model that shows it, the exact snippet, what it becomes.
 FAULTS = {
     "rescaled because another row is": (
-        "plain", "highest > row[n].base + kLag ? highest : row[n].base",
-        "__builtin_fmaxf(row[n].base, highest)",
+        "plain", "outgrows ? highest * to_base_2 - kPeak : row[n].base",
+        "__builtin_fmaxf(row[n].base, highest * to_base_2 - kPeak)",
     ),
     "tiles begin where a window does": (
         "window", "begin = seen.low / BLOCK_K * BLOCK_K", "begin = seen.low"

@@ -45,7 +45,7 @@ def test_the_order_of_our_kernels() -> None:
         of = [one.estimates[number].utilisation for one in (wide, narrow, *both)]
         assert of[0] > of[1]
         assert of[3] > of[2]
-        assert 0.75 < of[0] < 0.95
+        assert 0.9 < of[0] < 1
     assert all(a.utilisation < b.utilisation for a, b in (one.estimates for one in (wide, narrow)))
 
 
@@ -56,7 +56,7 @@ def test_products_of_a_tile_are_counted_whole() -> None:
         assert estimate.utilisation + sum(estimate.lost.values()) == pytest.approx(1, abs=0.01)
         assert sum(slot.matrix for slot in estimate.slots) == 128  # a loop of two tiles
         assert sum(slot.transcendental for slot in estimate.slots) == 64
-        assert 0 < estimate.end_of_loop < 0.2
+        assert 0 <= estimate.end_of_loop < 0.2
 
 
 def test_forward_has_no_conflicts_by_the_true_phases() -> None:
