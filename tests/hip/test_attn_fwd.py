@@ -92,10 +92,10 @@ FAULTS = {
     "dropout bits of the next keys": ("dropout", "philox(key / 4,", "philox(key / 4 + 1,"),
     "dropout not scaled": ("dropout", "inverse *= p.dropout_scale;", ";"),
     "sum after dropout": (
-        "dropout", "i, p);\n        if (kLate)",
+        "dropout", "i, p);\n        if (kLate",
         "i, p);\n        for (int k = 0; k < 4; ++k)"
         "\n          if (!(p[e.slice][e.n][k / 2] >> k % 2 * 16 & 0xffff))"
-        "\n            state.row[e.n].total -= made[i - 3 + k];\n        if (kLate)",
+        "\n            state.row[e.n].total -= made[i - 3 + k];\n        if (kLate",
     ),
     "padding before the keys forgotten": (
         "paged", "int place = key + s.padding;", "int place = key;",
