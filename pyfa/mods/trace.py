@@ -357,8 +357,8 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _real(self, x: object) -> object:
-        """A 1 in x's place, of which an operator tells dtypes. On the CPU: of the meta device's some
-        are Python's and import torch.compile, 1 to 4 s."""
+        """A 1 in x's place, of which an operator tells dtypes. On the CPU: of the meta device's
+        some are Python's and import torch.compile, 1 to 4 s."""
         if isinstance(x, (list, tuple)):
             return type(x)(self._real(each) for each in x)
         if isinstance(x, torch.Tensor):
