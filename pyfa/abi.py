@@ -289,12 +289,17 @@ def strides_of(name: str, strides: Strides) -> dict[str, int]:
 
 
 def pointer_format(members: Iterable[str]) -> str:
-    """The struct format of these pointers in the order of ``Params``, with zeros between them."""
+    """The struct format of these pointers in the order of ``Params``, with zeros between them: of
+    the leading ones, behind which no number stands."""
     wanted = set(members)
     last = max(_POSITIONS[name] for name in wanted)
-    return "<" + "".join(
-        "Q" if field.name in wanted else f"{_SIZES[field.type]}x" for field in _ALL[: last + 1]
-    )
+    assert all(field.type == "void *" for field in _ALL[: last + 1])
+    return "<" + "".join("Q" if name in wanted else "8x" for name in NAMES[: last + 1])
+
+
+def offset_of(member: str) -> int:
+    """Where a member begins, in bytes."""
+    return sum(_SIZES[field.type] for field in _ALL[: _POSITIONS[member]])
 
 
 def in_order(members: Iterable[str]) -> list[str]:
