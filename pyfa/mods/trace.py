@@ -164,6 +164,11 @@ class _Recorder(TorchDispatchMode):
         self.constants: dict[int, torch.Tensor] = {}
         """0-dim tensors that the mod itself made, by id; kept, so that ids stay theirs."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Or PyTorch would import torch.compile before the first operator: 1 to 4 s."""
+        return False
+
     def where(self) -> str:
         """The mod's name, and the line of the user that runs, or where the mod is defined."""
         name = getattr(self.mod, "__name__", type(self.mod).__name__)
@@ -351,16 +356,18 @@ class _Recorder(TorchDispatchMode):
             self.constants[id(result)] = result  # torch.tensor(5)
         return result
 
-    def _meta(self, x: object) -> object:
+    def _real(self, x: object) -> object:
+        """A 1 in x's place, of which an operator tells dtypes. On the CPU: of the meta device's
+        some are Python's and import torch.compile, 1 to 4 s."""
         if isinstance(x, (list, tuple)):
-            return type(x)(self._meta(each) for each in x)
+            return type(x)(self._real(each) for each in x)
         if isinstance(x, torch.Tensor):
-            return torch.empty(x.shape, dtype=x.dtype, device="meta")
-        return torch.device("meta") if isinstance(x, torch.device) else x
+            return torch.ones((), dtype=x.dtype)
+        return torch.device("cpu") if isinstance(x, torch.device) else x
 
     def _dtype_of(self, func: Any, args: Any, kwargs: Any) -> torch.dtype:
-        given = {name: self._meta(x) for name, x in kwargs.items()}
-        result = func(*(self._meta(x) for x in args), **given)
+        given = {name: self._real(x) for name, x in kwargs.items()}
+        result = func(*(self._real(x) for x in args), **given)
         if not isinstance(result, torch.Tensor):
             raise self.error(f"uses {func}, which makes more than one scalar")
         if result.dim():
@@ -375,11 +382,11 @@ class _Recorder(TorchDispatchMode):
         if not numbers:
             return "f"
         dtype: torch.dtype | None = None
-        metas: list[Any] = [self._meta(x) for x in numbers]
-        if len(metas) == 2:
-            dtype = torch.result_type(*metas)
-        elif isinstance(metas[0], torch.Tensor):
-            dtype = metas[0].dtype
+        given: list[Any] = [self._real(x) for x in numbers]
+        if len(given) == 2:
+            dtype = torch.result_type(*given)
+        elif isinstance(given[0], torch.Tensor):
+            dtype = given[0].dtype
         return TYPES.get(dtype, "f") if dtype is not None else "f"
 
 

@@ -7,7 +7,6 @@ import struct
 from dataclasses import replace
 
 import pytest
-import torch
 
 from pyfa import abi, dispatch, mods
 from pyfa.backends.common import arguments
@@ -62,17 +61,23 @@ def test_captured_tensors_follow_the_parameters() -> None:
     """Their addresses are patched into each launch; sizes and strides stay."""
     call = build(CASE).spec
     (table,) = call.captured
-    program = Program(("q", "captured0"), call.q)
+    program = Program(("q", "k", "captured0"), call.q)
     values = abi.forward_values(call, (0,) * 4, (0,) * 3)
-    params = Params(values, {"q": "q", "captured0": "captured0"})
+    params = Params(values, {name: name for name in program.inputs})
     program.add(plans_for("H200")[0], 1, 128, params)
     layout = arguments.layout_of(program, lambda _: ())
     data = bytearray(layout.data)
     ((start, packed, pick),) = layout.packed
-    packed.pack_into(data, start, *pick((0x1111, 0x2222)))
+    addresses = (0x1111, 0x2222, 0x3333)
+    packed.pack_into(data, start, *pick(addresses))
+    for at, number in layout.words:
+        struct.pack_into("<Q", data, at * 8, addresses[number])
     assert len(data) == abi.SIZE + abi.captured_bytes(mods.MOST_CAPTURED)
-    assert struct.unpack_from("<Q", data, 0) == (0x1111,)
+    found = abi.unpack(bytes(data))
+    assert (found["q"], found["k"]) == (0x1111, 0x2222)
+    # Nothing between the addresses is written over.
+    assert found["seqlen_k"] == 257
+    assert found["scale"] == pytest.approx(call.scale)
     filler = (1,) * (4 - table.dim())
-    wanted = (0x2222, *table.shape, *filler, *table.stride(), *filler)
+    wanted = (0x3333, *table.shape, *filler, *table.stride(), *filler)
     assert struct.unpack_from("<Q8i", data, abi.SIZE) == wanted
-    assert torch.float32 == table.dtype

@@ -5,10 +5,12 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import pyfa
+from pyfa import mods
 from pyfa.backends import BACKENDS
 from pyfa.conformance import runner
 from pyfa.conformance.cases import Case
 from pyfa.conformance.modifiers import MASKS, SCORES, _Tables
+from pyfa.mods import derive
 
 
 def _inputs(rows, keys, heads=2, batch=2, dim=16):
@@ -91,6 +93,24 @@ def test_every_mod_is_its_own_in_every_cache():
             grads = torch.autograd.grad(out.sum(), (q, k, v))
             for x, y in zip((out, *grads), want, strict=True):
                 torch.testing.assert_close(x.double(), y, atol=1e-5, rtol=1e-4)
+
+
+def test_a_digest_of_all_is_caught(monkeypatch):
+    monkeypatch.setattr(mods, "_pairs", {})
+    monkeypatch.setattr(mods, "_mods", {})
+    monkeypatch.setattr(mods.Mods, "digest", "the same for all")
+    with pytest.raises(AssertionError):
+        test_every_mod_is_its_own_in_every_cache()
+
+
+def test_a_slope_of_the_other_sign_is_caught(monkeypatch):
+    monkeypatch.setattr(mods, "_pairs", {})
+    monkeypatch.setattr(mods, "_mods", {})
+    monkeypatch.setitem(derive._RULES, "tanh", lambda make, y, x, d: make.make("neg", d[0]))
+    case = Case(dtype="float32", lengths_q=(9,), lengths_k=(9,), backward=True, score_mod="softcap")
+    result = runner.run_case(BACKENDS["torch"], case, torch.device("cpu"))
+    assert result.status == "failed"
+    assert "dq" in result.messages[0]
 
 
 def test_indices_count_inside_a_packed_sequence():
