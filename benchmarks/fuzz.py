@@ -39,7 +39,7 @@ from pyfa import api, ops
 from pyfa.backends import BACKENDS
 from pyfa.backends.base import Backend
 from pyfa.bound import Table
-from pyfa.conformance import runner
+from pyfa.conformance import modifiers, runner
 from pyfa.conformance.cases import (
     BIASES,
     FLOAT8_RECIPES,
@@ -106,6 +106,7 @@ def _any(draw: random.Random, backend: Backend, longest: int) -> Case:
     causal = often(0.4)
     page_size = draw.choice((16, 32, 64, 128, 48)) if kind != "dense" and often(0.3) else 0
     bias = draw.choice(BIASES) if often(0.15) else ""
+    modified = often(0.06)  # few: a kernel is compiled for each
     return Case(
         kind=kind,
         dtype=dtype,
@@ -144,6 +145,9 @@ def _any(draw: random.Random, backend: Backend, longest: int) -> Case:
         cache_dtype=cache_dtype,
         scales=draw.choice(("tensor", "head", 16, 64)) if any8 and often(0.6) else "",
         hostile=draw.choice(HOSTILE) if often(0.1) else "",
+        batch_invariant=often(0.06),
+        score_mod=draw.choice([*modifiers.SCORES]) if modified and often(0.6) else "",
+        mask_mod=draw.choice([*modifiers.MASKS]) if modified and often(0.6) else "",
     )
 
 

@@ -22,8 +22,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import signatures
-
 import pyfa
 from pyfa import cli, device, env
 from pyfa.arch import ARCHS
@@ -622,7 +620,6 @@ def version() -> str:
 
 
 PARTS: dict[str, Callable[..., str]] = {
-    "api": signatures.api,
     "archs": archs,
     "automatic": automatic,
     "combinations": combinations,
@@ -637,7 +634,6 @@ PARTS: dict[str, Callable[..., str]] = {
     "fp8_speed": fp8_speed,
     "fused": fused,
     "machines": machines,
-    "module": signatures.module,
     "naive_beside": naive_beside,
     "run": run,
     "sanitizers": sanitizers,

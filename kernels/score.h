@@ -55,12 +55,16 @@ DEVICE float alibi(const Terms &terms, int distance) {
   return -terms.slope * __builtin_fabsf((float)distance);
 }
 
-// The score of q.k = `qk` before bias and mask.
-DEVICE float score(const Terms &terms, float qk, int distance, float &derivative) {
+// The score of q.k = `qk` as a score_mod gets it: before ALiBi, bias and mask.
+DEVICE float capped(const Terms &terms, float qk, float &derivative) {
   float s = qk * terms.scale;
   derivative = terms.scale;
   if (terms.softcap > 0.0f) s = softcapped(terms, qk, derivative);
-  return s + alibi(terms, distance);
+  return s;
+}
+// The same before bias and mask.
+DEVICE float score(const Terms &terms, float qk, int distance, float &derivative) {
+  return capped(terms, qk, derivative) + alibi(terms, distance);
 }
 
 // A bias of `type`, whose `size` in bytes tells it but for the two of 16 bits: -inf where a boolean one masks.

@@ -95,12 +95,12 @@ DEVICE int chunk_begin(const Params &p, int key) {
 }
 
 // Leaves of `seen`, of at most `most` keys or rows, what is in the chunks that begin at `first` and at `last`.
-DEVICE void cut_to_chunks(const Params &p, Seen &seen, long long most, long long first, long long last) {
-  long long size = p.attention_chunk;
-  seen.low = max(seen.low, (int)min(first, most));
-  seen.high = min(seen.high, (int)max(last + size, 0ll));
-  seen.all_low = max(seen.all_low, (int)min(last, most));
-  seen.all_high = min(seen.all_high, (int)max(first + size, 0ll));
+// In 32 bits: the host keeps chunks below 2^30 (problem.band_of).
+DEVICE void cut_to_chunks(const Params &p, Seen &seen, int most, int first, int last) {
+  seen.low = max(seen.low, min(first, most));
+  seen.high = min(seen.high, max(last + p.attention_chunk, 0));
+  seen.all_low = max(seen.all_low, min(last, most));
+  seen.all_high = min(seen.all_high, max(first + p.attention_chunk, 0));
 }
 
 DEVICE Seen keys_seen(const Params &p, const Sequence &s, int first, int last) {
@@ -136,8 +136,7 @@ DEVICE Seen rows_seeing(const Params &p, const Sequence &s, int first, int last)
     seen.all_high = (int)min(max(first + left, 0ll), (long long)s.rows);
   }
   if (BANDED && p.attention_chunk)
-    cut_to_chunks(p, seen, s.rows, (long long)chunk_begin(p, first) - s.shift,
-                  (long long)chunk_begin(p, last) - s.shift);
+    cut_to_chunks(p, seen, s.rows, chunk_begin(p, first) - s.shift, chunk_begin(p, last) - s.shift);
   return seen;
 }
 

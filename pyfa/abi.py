@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from . import mods
 from .problem import TENSORS, Call, band_of, scales_of
 
 Strides = tuple[int, ...]
@@ -129,32 +130,62 @@ FIELDS: tuple[Field, ...] = (
     Field("descale_type", "int", "0 none, 1 per sequence, 2 per block of the rows in memory"),
 )
 
+# What follows where mods captured tensors (``kernels/mods.h``): of each its address, and four sizes
+# and strides in elements.
+_MOST_CAPTURED, _RANK = mods.MOST_CAPTURED, 4
+
+
+def captured_fields(number: int) -> Iterator[Field]:
+    """Of captured tensor ``number``."""
+    name = f"captured{number}"
+    yield Field(name, "void *", "a tensor that a mod captured")
+    yield from (Field(f"{name}_size{dim}", "int", "of a dimension") for dim in range(_RANK))
+    yield from (Field(f"{name}_stride{dim}", "int", "in elements") for dim in range(_RANK))
+
+
+MODIFIED_FIELDS = tuple(f for n in range(_MOST_CAPTURED) for f in captured_fields(n))
+
 _LAYOUT = struct.Struct("<" + "".join(_FORMATS[field.type] for field in FIELDS))
+_MODIFIED = struct.Struct("<" + "".join(_FORMATS[field.type] for field in MODIFIED_FIELDS))
 SIZE = _LAYOUT.size
+_CAPTURED_SIZE = _MODIFIED.size // _MOST_CAPTURED
 # CUtensorMap is 128 opaque bytes, and the hardware wants it at a multiple of 64.
 MAP_SIZE, MAP_ALIGNMENT, MAX_MAPS = 128, 64, 8
 MAPS_AT = -(-SIZE // MAP_ALIGNMENT) * MAP_ALIGNMENT
 MAPPED_SIZE = MAPS_AT + MAX_MAPS * MAP_SIZE
 NAMES = tuple(field.name for field in FIELDS)
-_POSITIONS = {name: index for index, name in enumerate(NAMES)}
+_ALL = (*FIELDS, *MODIFIED_FIELDS)
+_POSITIONS = {field.name: index for index, field in enumerate(_ALL)}
 _BIAS_TYPES = {torch.bool: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}
 
 
 def pack(values: Mapping[str, int | float], maps: Sequence[bytes] = ()) -> bytes:
     """The bytes of ``Params``, or of ``MappedParams`` where ``maps`` are given.
 
-    Members that ``values`` does not name are 0. Raises ``KeyError`` for a name that is no member
+    Members that ``values`` does not name are 0. Those of captured tensors follow ``Params`` where
+    ``values`` names one of them. Raises ``KeyError`` for a name that is no member
     and ``ValueError`` for maps of a wrong size or number.
     """
     if len(maps) > MAX_MAPS or any(len(tensor_map) != MAP_SIZE for tensor_map in maps):
         raise ValueError(f"maps: expected at most {MAX_MAPS} tensor maps of {MAP_SIZE} bytes")
-    row: list[int | float] = [0] * len(FIELDS)
+    row: list[int | float] = [0] * len(_ALL)
+    last = 0
     for name, value in values.items():
-        row[_POSITIONS[name]] = value
-    data = _LAYOUT.pack(*row)
+        position = _POSITIONS[name]
+        row[position] = value
+        last = max(last, position)
+    data = _LAYOUT.pack(*row[: len(FIELDS)])
+    if last >= len(FIELDS):
+        data += _MODIFIED.pack(*row[len(FIELDS) :])
     if not maps:
         return data
     return data.ljust(MAPS_AT, b"\0") + b"".join(maps).ljust(MAX_MAPS * MAP_SIZE, b"\0")
+
+
+def captured_bytes(number: object) -> int:
+    """Those behind ``Params`` that a kernel takes whose mods captured so many tensors: room for one
+    where that is none, and nothing without mods, None."""
+    return _CAPTURED_SIZE * max(number, 1) if isinstance(number, int) else 0
 
 
 def unpack(data: bytes) -> dict[str, int | float]:
@@ -214,6 +245,12 @@ def forward_values(call: Call, out: Strides, lse: Strides) -> dict[str, int | fl
         values["slopes_batch"] = call.alibi_slopes.stride(0)
     if call.k_descale is not None:
         values |= descale_values(call)
+    for number, x in enumerate(call.captured):
+        filler = (1,) * (_RANK - x.dim())
+        for dim, size in enumerate((*x.shape, *filler)):
+            values[f"captured{number}_size{dim}"] = size
+        for dim, stride in enumerate((*x.stride(), *filler)):
+            values[f"captured{number}_stride{dim}"] = stride
     if call.dropout_p:
         values["dropout_threshold"] = int((1.0 - call.dropout_p) * 2**32)
         values["dropout_scale"] = 1.0 / (1.0 - call.dropout_p)
@@ -252,10 +289,17 @@ def strides_of(name: str, strides: Strides) -> dict[str, int]:
 
 
 def pointer_format(members: Iterable[str]) -> str:
-    """The struct format of these pointers in the order of ``Params``, with zeros between them."""
+    """The struct format of these pointers in the order of ``Params``, with zeros between them: of
+    the leading ones, behind which no number stands."""
     wanted = set(members)
     last = max(_POSITIONS[name] for name in wanted)
+    assert all(field.type == "void *" for field in _ALL[: last + 1])
     return "<" + "".join("Q" if name in wanted else "8x" for name in NAMES[: last + 1])
+
+
+def offset_of(member: str) -> int:
+    """Where a member begins, in bytes."""
+    return sum(_SIZES[field.type] for field in _ALL[: _POSITIONS[member]])
 
 
 def in_order(members: Iterable[str]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from . import _torch, dispatch, invariance, ops, validate
+from . import _torch, dispatch, invariance, mods, ops, validate
 from . import device as devices
 from . import request as requests
 from .backends.base import Appending, OtherAlignment
@@ -46,6 +46,8 @@ def attention(
     num_splits: int = 0,
     backend: Backends = None,
     batch_invariant: bool = False,
+    score_mod: mods.Mod | None = None,
+    mask_mod: mods.Mod | None = None,
     **unknown: object,
 ) -> Result:
     """Exact attention of q (B, Sq, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv).
@@ -56,7 +58,8 @@ def attention(
     float32; float8 e4m3 for q, k and v, or for k and v with 16-bit q. Gradients flow to q, k, v, a
     float ``bias``, ``sinks``, and from the LSE; float8 has no gradient.
 
-    score = softcap(scale · q·k) − slope · |i + Sk − Sq − j| + bias, then masks, then softmax.
+    score = score_mod(softcap(scale · q·k)) − slope · ``|i + Sk − Sq − j|`` + bias, then masks, then
+    softmax.
     A fully masked row gives output 0, LSE −inf and zero gradients.
 
     Parameters
@@ -99,6 +102,11 @@ def attention(
     backend
         A name, or names in order; pyfa tries no others. By default ``use_backend`` decides, then
         ``PYFA_BACKEND``, then the fastest backend that can run the call.
+    score_mod, mask_mod
+        Functions with FlexAttention's signatures: ``score_mod(score, b, h, q_idx, kv_idx)`` gives
+        the new score, ``mask_mod(b, h, q_idx, kv_idx)`` whether the key is seen. Indices count
+        inside the sequence from the top left. Captured tensors are values at run time, without a
+        gradient. A ``ValueError`` names the line of what cannot be expressed.
 
     Raises ``ValueError`` or ``TypeError`` naming the wrong argument. Raises ``UnsupportedProblem``
     with every backend's reasons if none can run the call.
@@ -128,20 +136,26 @@ def attention(
         scales, which = _scales(descale)
         tensors += scales
         given += 16 * which
+    digest = ""
+    if score_mod is not None or mask_mod is not None:
+        digest, captured = _modified(score_mod, mask_mod, q)
+        tensors += captured
     key: tuple[Any, ...] = (
         given, causal, window, scale, softcap, deterministic, return_lse, backend, batch_invariant,
         num_splits,
     )  # fmt: skip
     if window is not None or attention_chunk is not None or dropout_p or out_dtype is not None:
         key += _rare(window, attention_chunk, dropout_p, out_dtype)
+    if digest:
+        key += (digest, "mods")
     result = None if unknown else _again(key, tensors)
     if result is not None:
         return result
     validate.refuse_unknown("attention", unknown, attention)
     shared = Shared(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, descale,
-        out_dtype, deterministic, return_lse, backend, attention_chunk,
-        batch_invariant,
+        out_dtype, deterministic, return_lse, backend, batch_invariant, attention_chunk,
+        score_mod, mask_mod,
     )  # fmt: skip
     return _first(key, tensors, requests.dense(q, k, v, shared, num_splits))
 
@@ -175,6 +189,8 @@ def attention_varlen(
     num_splits: int = 0,
     backend: Backends = None,
     batch_invariant: bool = False,
+    score_mod: mods.Mod | None = None,
+    mask_mod: mods.Mod | None = None,
     **unknown: object,
 ) -> Result:
     """``attention`` on packed sequences: q (total_q, H, D), k (total_k, Hk, D), v (…, Hk, Dv).
@@ -233,20 +249,26 @@ def attention_varlen(
         scales, which = _scales(descale)
         tensors += scales
         given += 16 * which
+    digest = ""
+    if score_mod is not None or mask_mod is not None:
+        digest, captured = _modified(score_mod, mask_mod, q)
+        tensors += captured
     key: tuple[Any, ...] = (
         given, causal, window, scale, softcap, deterministic, return_lse, backend, batch_invariant,
         num_splits, max_seqlen_q, max_seqlen_k,
     )  # fmt: skip
     if window is not None or attention_chunk is not None or dropout_p or out_dtype is not None:
         key += _rare(window, attention_chunk, dropout_p, out_dtype)
+    if digest:
+        key += (digest, "mods")
     result = None if unknown else _again(key, tensors)
     if result is not None:
         return result
     validate.refuse_unknown("attention_varlen", unknown, attention_varlen)
     shared = Shared(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, descale,
-        out_dtype, deterministic, return_lse, backend, attention_chunk,
-        batch_invariant,
+        out_dtype, deterministic, return_lse, backend, batch_invariant, attention_chunk,
+        score_mod, mask_mod,
     )  # fmt: skip
     request = requests.varlen(
         q, k, v, shared, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q,
@@ -287,6 +309,8 @@ def attention_kvcache(
     return_lse: bool = False,
     backend: Backends = None,
     batch_invariant: bool = False,
+    score_mod: mods.Mod | None = None,
+    mask_mod: mods.Mod | None = None,
     **unknown: object,
 ) -> Result:
     """Attention of q (B, Sq, H, D) over a cache, after appending k and v to it in place.
@@ -343,6 +367,10 @@ def attention_kvcache(
         scales, which = _scales(descale)
         tensors += scales
         given += 16 * which
+    digest = ""
+    if score_mod is not None or mask_mod is not None:
+        digest, captured = _modified(score_mod, mask_mod, q)
+        tensors += captured
     if k is not None:
         tensors += (k,)
         given += 8192
@@ -362,19 +390,21 @@ def attention_kvcache(
         rotary = rotary_cos, rotary_sin, rotary_seqlens
         tensors += tuple(x for x in rotary if x is not None)
         key += (rotary_interleaved, *(x is None for x in rotary), "rotary")
+    if digest:
+        key += (digest, "mods")
     result = None if unknown else _again(key, tensors)
     if result is not None:
         return result
     validate.refuse_unknown("attention_kvcache", unknown, attention_kvcache)
     shared = Shared(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, 0.0, None, descale,
-        out_dtype, False, return_lse, backend, attention_chunk,
-        batch_invariant,
+        out_dtype, False, return_lse, backend, batch_invariant, attention_chunk,
+        score_mod, mask_mod,
     )  # fmt: skip
     request = requests.kvcache(
         q, k_cache, v_cache, shared, k, v, cache_seqlens, cache_batch_idx, cache_leftpad,
         cu_seqlens_q, max_seqlen_q, page_table, rotary_cos, rotary_sin, rotary_interleaved,
-        rotary_seqlens, num_splits, cu_seqlens_new,
+        rotary_seqlens, num_splits, cu_seqlens_new=cu_seqlens_new,
     )  # fmt: skip
     return _first(key, tensors, request)
 
@@ -422,6 +452,13 @@ def _rare(window: Any, attention_chunk: Any, dropout_p: Any, out_dtype: Any) -> 
     """The end of a key. A window's edges are in it by themselves, for their types."""
     edges = window if type(window) is tuple else ()
     return (attention_chunk, dropout_p, out_dtype, *edges)
+
+
+def _modified(score_mod: Any, mask_mod: Any, q: Any) -> tuple[str, tuple[torch.Tensor, ...]]:
+    """The digest of mods and what they captured. A q that is no tensor is left to the checks."""
+    if not isinstance(q, torch.Tensor):
+        return "", ()
+    return mods.resolve(score_mod, mask_mod, q.device)
 
 
 def _drawn(seed: int | torch.Tensor | None, q: torch.Tensor) -> Any:

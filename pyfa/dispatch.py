@@ -187,9 +187,10 @@ def prepare(call: Call, wanted: str, needs_grad: bool, bias_grad: bool) -> Prepa
     """
     (
         q, k, v, bias, alibi_slopes, sinks, _seed, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-        page_table, cache_batch_idx, cache_leftpad, _q_descale, k_descale, _v_descale, rows, keys,
-        scale, left, right, softcap, dropout_p, deterministic, return_lse, _num_splits,
-        batch_invariant, out_dtype, q_start, k_start, *_rest,
+        page_table, cache_batch_idx, cache_leftpad, _q_descale, k_descale, _v_descale,
+        _captured0, _captured1, _captured2, _captured3, _captured4, _captured5, _captured6,
+        _captured7, rows, keys, scale, left, right, softcap, dropout_p, deterministic, return_lse,
+        _num_splits, batch_invariant, out_dtype, q_start, k_start, *_rest,
     ) = call  # fmt: skip
     device, q_shape = q.device, q.shape
     # Alignment decides nothing on a CPU, and reading it costs 2 µs.
@@ -233,6 +234,7 @@ def prepare(call: Call, wanted: str, needs_grad: bool, bias_grad: bool) -> Prepa
         k.dtype,
         out_dtype,
         None if k_descale is None else scales_of(k_descale, k),
+        call.mods,
         call.latent,
         call.topk,
     )

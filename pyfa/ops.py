@@ -29,6 +29,7 @@ _SCHEMA: dict[Any, str] = {
     int: "SymInt",
     float: "float",
     bool: "bool",
+    str: "str",
     torch.dtype | None: "ScalarType?",
 }
 _CALL = ", ".join(

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from . import mods
 from .device import Device
 
 
@@ -36,12 +37,15 @@ class Call(NamedTuple):
     block. k and v have the same shape of them, q has none where it is not float8. ``out_dtype`` is
     that of float8 queries' output, and otherwise None: q's.
 
+    ``mods`` is the digest of a score_mod and mask_mod (``mods.of``), "" where there are none, and
+    ``captured0`` … are the tensors that these read, of any shape and strides.
+
     ``q_start`` … ``batch_start`` are not 0 for a block of a larger problem: there they are the
     indices of its row 0, key 0, query head 0 and sequence 0. Dropout counts by them, with a
     ``k_start`` that is a multiple of 4. Query i then stands at key i + Sk − Sq + q_start − k_start,
     Sq and Sk being the block's own, for masks and ALiBi. Tensors are the block's.
 
-    ``latent``: v is a view of k's first elements, and k has one head. ``topk``: besides, each
+    ``latent``: v is a view of k's first elements. ``topk``: besides, each
     sequence is one row of queries, and its pages, of one key each, are the keys that it sees.
     """
 
@@ -62,6 +66,14 @@ class Call(NamedTuple):
     q_descale: torch.Tensor | None = None
     k_descale: torch.Tensor | None = None
     v_descale: torch.Tensor | None = None
+    captured0: torch.Tensor | None = None
+    captured1: torch.Tensor | None = None
+    captured2: torch.Tensor | None = None
+    captured3: torch.Tensor | None = None
+    captured4: torch.Tensor | None = None
+    captured5: torch.Tensor | None = None
+    captured6: torch.Tensor | None = None
+    captured7: torch.Tensor | None = None
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
     scale: float = 1.0
@@ -82,6 +94,13 @@ class Call(NamedTuple):
     topk: bool = False
     window_shift: int = 0
     attention_chunk: int = 0
+    mods: str = ""
+
+    @property
+    def captured(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that ``mods`` read, by slot."""
+        found: tuple[Any, ...] = self[_CAPTURED:TENSORS]
+        return tuple(x for x in found if x is not None)
 
     @property
     def window(self) -> tuple[int | None, int | None]:
@@ -113,6 +132,7 @@ class Call(NamedTuple):
 
 TENSORS = Call._fields.index("max_seqlen_q")
 """Call's leading fields, which are tensors or None."""
+_CAPTURED = Call._fields.index("captured0")
 _CU_Q, _CU_K = Call._fields.index("cu_seqlens_q"), Call._fields.index("cu_seqlens_k")
 
 
@@ -282,6 +302,12 @@ FEATURES: dict[str, Feature] = {
                 is_term=True),
         Feature("dropout", "dropout", lambda asked: asked.call.dropout_p > 0.0, _KERNELS,
                 shown="dropout_p={dropout_p}", is_term=True),
+        Feature("score_mod", "a score_mod",
+                lambda asked: bool(asked.call.mods) and mods.of(asked.call.mods).score is not None,
+                _KERNELS, is_term=True),
+        Feature("mask_mod", "a mask_mod",
+                lambda asked: bool(asked.call.mods) and mods.of(asked.call.mods).mask is not None,
+                _KERNELS, is_term=True),
         Feature("varlen", "a packed batch (cu_seqlens)",
                 lambda asked: _any(asked.call.cu_seqlens_q, asked.call.cu_seqlens_k), _KERNELS,
                 has_values=True),
@@ -338,21 +364,24 @@ class Band(NamedTuple):
 def band_of(call: Call) -> Band:
     """``call``'s chunks and moved window in 32 bits.
 
-    A window alone is moved by moving the rows, in any kernel. Where chunks, ALiBi or dropout count
-    by the rows' own places, only plans that are banded can do it.
+    A window alone is moved by moving the rows, in any kernel. Where chunks, ALiBi, dropout or mods
+    count by the rows' own places, only plans that are banded can do it.
     """
     # Beyond this no key and no chunk of the lengths is another.
     far = call.max_seqlen_q + call.max_seqlen_k + abs(call.q_start) + abs(call.k_start) + 1
     far = min(far, 1 << 30)
     shift = max(-far, min(call.window_shift, far))
-    if call.attention_chunk or call.alibi_slopes is not None or call.dropout_p:
+    own = call.alibi_slopes is not None or call.dropout_p or call.mods
+    if call.attention_chunk or own:
         return Band(call.q_start, shift, min(call.attention_chunk, far))
     return Band(call.q_start + shift, 0, 0)
 
 
 def is_banded(features: frozenset[str]) -> bool:
     """Whether a plan is for a ``Band`` that has more than rows' places."""
-    moved = "negative_edge" in features and not features.isdisjoint(("alibi", "dropout"))
+    moved = "negative_edge" in features and not features.isdisjoint(
+        ("alibi", "dropout", "score_mod", "mask_mod")
+    )
     return moved or "chunk" in features
 
 
@@ -406,6 +435,7 @@ class Problem:
     ``positive``: the scale is above 0 in float32, as kernels that scale after masking need.
     ``dtype`` is q's; ``dtype_k``, of k and v, and ``dtype_out`` are "" where they are the same.
     ``scales``: how many rows of k share one float8 scale, 0 where a sequence's whole head does.
+    ``mods``: the digest of its score_mod and mask_mod, "" without.
     ``described`` is for people and takes no part in equality.
     """
 
@@ -426,6 +456,7 @@ class Problem:
     dtype_k: str = ""
     dtype_out: str = ""
     scales: int = 0
+    mods: str = ""
     described: str = field(default="", compare=False)
 
     @property
@@ -469,6 +500,7 @@ def problem_of(
         dtype_k=_name(call.k.dtype) if call.k.dtype != call.q.dtype else "",
         dtype_out=_name(call.dtype_of_out()) if call.dtype_of_out() != call.q.dtype else "",
         scales=scales_of(call.k_descale, call.k),
+        mods=call.mods,
         described=describe(call, needs_grad, bias_grad, device),
     )
 

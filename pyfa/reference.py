@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from . import mods
+from .mods.evaluate import evaluate
 from .problem import Call, scales_of
 
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
@@ -220,6 +222,20 @@ def _stored(call: Call, b: int, x: torch.Tensor) -> torch.Tensor:
     return rows[start:stop]
 
 
+def _places_of(call: Call, b: int, rows: int, keys: int, heads: int) -> dict[str, torch.Tensor]:
+    """What mods are told: sequence, head, row and key, as they count in the whole problem."""
+
+    def count(start: int, number: int) -> torch.Tensor:
+        return torch.arange(start, start + number, dtype=torch.int32)
+
+    return {
+        "b": torch.tensor(b + call.batch_start, dtype=torch.int32),
+        "h": count(call.head_start, heads)[:, None, None],
+        "q": count(call.q_start, rows)[:, None],
+        "kv": count(call.k_start, keys),
+    }
+
+
 def _one_sequence(
     call: Call, b: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p_bits: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -230,6 +246,11 @@ def _one_sequence(
     score = torch.einsum("qhd,khd->hqk", q * call.scale, k)
     if call.softcap:
         score = call.softcap * torch.tanh(score / call.softcap)
+    places = _places_of(call, b, rows, keys, heads)
+    modified = mods.of(call.mods) if call.mods else None
+    if modified is not None and modified.score is not None:
+        (score,) = evaluate(modified.score, {"score": score, **places}, call.captured)
+        score = score.expand(heads, rows, keys)
     # Aligned to the bottom right: query i sits at key i + keys − rows, but for a block's place.
     shift = keys - rows + call.q_start - call.k_start
     distance = torch.arange(keys) - torch.arange(rows)[:, None] - shift
@@ -246,6 +267,9 @@ def _one_sequence(
         key = torch.arange(keys) + call.k_start
         own = key - distance
         visible &= key // call.attention_chunk == own // call.attention_chunk
+    if modified is not None and modified.mask is not None:
+        (seen,) = evaluate(modified.mask, {"score": score, **places}, call.captured)
+        visible = visible & seen
     if call.bias is not None:
         shape = (call.batch, heads, call.max_seqlen_q, call.max_seqlen_k)
         bias = call.bias.expand(shape)[b, :, :rows, :keys]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from . import _torch, invariance, validate, validate_cache, validate_fp8
+from . import _torch, invariance, mods, validate, validate_cache, validate_fp8
 from .dispatch import preference
 from .problem import Append, Call, counted
 from .validate import Window
@@ -36,8 +36,10 @@ class Shared(NamedTuple):
     deterministic: bool = False
     return_lse: bool = False
     backend: Backends = None
-    attention_chunk: int | None = None
     batch_invariant: bool = False
+    attention_chunk: int | None = None
+    score_mod: mods.Mod | None = None
+    mask_mod: mods.Mod | None = None
 
 
 class Request(NamedTuple):
@@ -144,9 +146,9 @@ def kvcache(
     rotary_interleaved: bool = True,
     rotary_seqlens: torch.Tensor | None = None,
     num_splits: int = 0,
-    cu_seqlens_new: torch.Tensor | None = None,
     latent: bool = False,
     topk: bool = False,
+    cu_seqlens_new: torch.Tensor | None = None,
 ) -> Request:
     """``attention_kvcache``'s request. Nothing is written yet. ``latent`` and ``topk`` are
     ``Call``'s: they say what is so already."""
@@ -314,7 +316,8 @@ def _request(
     """What all layouts share: masks, score terms, dropout, gradients, choice of backend."""
     (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, descale,
-        out_dtype, deterministic, return_lse, backend, attention_chunk, batch_invariant,
+        out_dtype, deterministic, return_lse, backend, batch_invariant, attention_chunk,
+        score_mod, mask_mod,
     ) = shared  # fmt: skip
     left, right, shift = validate.window(window, causal)
     num_splits = validate_cache.splits(num_splits)
@@ -348,6 +351,11 @@ def _request(
         or bias_grad
         or (sinks is not None and sinks.requires_grad)
     )
+    digest = ""
+    captured: tuple[torch.Tensor | None, ...] = ()
+    if score_mod is not None or mask_mod is not None:
+        digest, captured = mods.resolve(score_mod, mask_mod, q.device)
+    slots: list[Any] = [*captured, *(None,) * (mods.MOST_CAPTURED - len(captured))]
     call = Call(
         q,
         k,
@@ -366,6 +374,14 @@ def _request(
         scales.q,
         scales.k,
         scales.v,
+        slots[0],
+        slots[1],
+        slots[2],
+        slots[3],
+        slots[4],
+        slots[5],
+        slots[6],
+        slots[7],
         max_seqlen_q,
         max_seqlen_k,
         scale,
@@ -378,6 +394,7 @@ def _request(
         num_splits,
         invariant,
         scales.out_dtype,
+        mods=digest,
         window_shift=shift,
         attention_chunk=validate.attention_chunk(attention_chunk),
     )

@@ -11,6 +11,10 @@ _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"[^\n]*$', re.MULTILI
 _ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[ \t]*\n", re.MULTILINE)
 
 
+# A plan without mods keeps its digest when their header changes.
+_PLAIN = {"mods.h": ""}
+
+
 def directory() -> Path:
     """The folder of the kernels: inside an installed package, or beside it in a checkout.
 
@@ -23,8 +27,13 @@ def directory() -> Path:
     raise FileNotFoundError(f"the kernels' sources are neither in {package} nor beside it")
 
 
-def flatten(kernel: str, constants: Mapping[str, int | str]) -> str:
+def flatten(
+    kernel: str, constants: Mapping[str, int | str], generated: Mapping[str, str] | None = None
+) -> str:
     """One source text: ``constants`` as #defines, then ``kernel`` with its includes in place.
+
+    ``generated``: what is included by these names, whatever files there are. By default the kernel
+    has no mods, and what these need is left out.
 
     ``kernel`` is a path below the folder of the kernels, as "hip/attn_fwd.hip". Includes are looked
     for beside the file that asks, then at the top; each file is taken once. The text, and so its
@@ -33,18 +42,21 @@ def flatten(kernel: str, constants: Mapping[str, int | str]) -> str:
     """
     root = directory().resolve()
     defines = "".join(f"#define {name} {value}\n" for name, value in sorted(constants.items()))
-    return defines + _expand(root / kernel, root, set())
+    return defines + _expand(root / kernel, root, set(), _PLAIN if generated is None else generated)
 
 
-def _expand(file: Path, root: Path, taken: set[Path]) -> str:
+def _expand(file: Path, root: Path, taken: set[Path], generated: Mapping[str, str]) -> str:
     taken.add(file)
     name = file.relative_to(root).as_posix()
 
     def replace(match: re.Match[str]) -> str:
+        made = generated.get(match[1].rsplit("/", 1)[-1])
+        if made is not None:
+            return made
         for folder in (file.parent, root):
             wanted = (folder / match[1]).resolve()
             if wanted.is_file():
-                return "" if wanted in taken else _expand(wanted, root, taken)
+                return "" if wanted in taken else _expand(wanted, root, taken, generated)
         raise FileNotFoundError(f'{name} includes "{match[1]}", which is not there')
 
     text = _ONCE.sub("", file.read_text())

@@ -30,9 +30,9 @@ def calls_of(monkeypatch: pytest.MonkeyPatch) -> CallsOf:
         seen: list[Any] = []
         function = getattr(module, name)
 
-        def noted(*arguments: Any) -> Any:
+        def noted(*arguments: Any, **named: Any) -> Any:
             seen.append(arguments)
-            return function(*arguments)
+            return function(*arguments, **named)
 
         monkeypatch.setattr(module, name, noted)
         return seen

@@ -42,8 +42,8 @@ def test_any_scale_under_a_causal_mask(qkv, scale):
 
 def test_a_generous_max_seqlen_costs_nothing(monkeypatch):
     """Tiles are cut for the rows that there are, not for those that there might have been."""
-    cut, blocks = [], tiled._blocks
-    monkeypatch.setattr(tiled, "_blocks", lambda *args: cut.append(args[0]) or blocks(*args))
+    cut, blocks = [], tiled._Grid._blocks
+    monkeypatch.setattr(tiled._Grid, "_blocks", lambda *args: cut.append(args[1]) or blocks(*args))
     q = torch.randn(3, 4, 8)
     far = pyfa.attention_varlen(q, q, q, ints(0, 3), ints(0, 3), 10**6, 10**6, causal=True)
     near = pyfa.attention_varlen(q, q, q, ints(0, 3), ints(0, 3), 3, 3, causal=True)

@@ -207,6 +207,14 @@ class TestBackends:
             with pytest.raises(pyfa.UnsupportedProblem, match="a head_dim above 256"):
                 pyfa.attention(q, q, q, backend=backend)
 
+    @pytest.mark.parametrize("name", ["MI300X", "H200"])
+    def test_what_decode_lacks_is_a_reason(self, name: str) -> None:
+        q, cache = (x.bfloat16() for x in tensors(heads=16))
+        options = {"latent": True, "dropout_p": 0.1, "seed": 1}
+        answer = pyfa.explain(q, cache, cache[..., :512], device=name, **options)
+        assert answer.chosen == "torch"
+        assert "latent attention with dropout is not implemented" in str(answer)
+
     @pytest.mark.parametrize("name", ["MI300X", "H200", "A100-80GB", "RTX4090"])
     def test_gpus_take_it_by_decode_with_v_in_place(self, name: str) -> None:
         q, cache = (x.bfloat16() for x in tensors(heads=16))

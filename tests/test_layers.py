@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "pyfa"
 # Every module or package of pyfa may import those before it. A backend is a layer of its own kind.
 ORDER = (
     "errors", "_torch", "env", "invariance",
-    "arch", "topology", "device", "problem", "validate", "validate_cache", "validate_fp8",
+    "arch", "topology", "device", "mods", "problem", "validate", "validate_cache", "validate_fp8",
     "reference", "traffic", "plan", "merging",
     "abi", "sources", "codeobject", "cubin", "bundle", "cache", "emulator",
     "backends",
@@ -156,7 +156,8 @@ def _why_not(name: str, path: Path, target: str) -> str:
     if theirs[0] not in ORDER:
         return "has no place in ORDER"
     if mine[0] == "reference":
-        return "" if theirs[0] == "problem" else "reference imports problem alone"
+        alone = theirs[0] in ("problem", "mods")
+        return "" if alone else "reference imports problem and mods alone"
     if theirs[0] == "emulator" and mine[0] != "emulator":
         allowed = mine[0] == "backends" and path.name.startswith("runtime")
         return "" if allowed else "only a backend's runtime runs the emulator"
@@ -217,7 +218,7 @@ def test_every_module_is_walked() -> None:
         ("device.py", "from pyfa import attention", "pyfa comes after device"),
         ("device.py", "import pyfa", "pyfa comes after device"),
         ("device.py", "import importlib\nimportlib.import_module('pyfa.cli')", "cli comes after"),
-        ("reference.py", "from .device import of", "reference imports problem alone"),
+        ("reference.py", "from .device import of", "reference imports problem and mods alone"),
         ("newcomer.py", "", "has no place in ORDER"),
         ("backends/vulkan/backend.py", "", "BACKENDS does not know"),
         ("backends/torch/x.py", "from ..triton import plans", "do not import each other"),

@@ -8,7 +8,11 @@
 // Threads of a block, and how many blocks should fit on an SM: what decides the registers.
 #define WORKGROUP(threads, blocks_per_sm) __launch_bounds__(threads, blocks_per_sm)
 // Parameters by value stay in constant memory, also where their address is taken.
+#ifdef MOD
+#define KERNEL_PARAMS const __grid_constant__ ModifiedParams
+#else
 #define KERNEL_PARAMS const __grid_constant__ Params
+#endif
 
 // clang's names for what NVRTC knows under CUDA's.
 #define __builtin_fabsf fabsf

@@ -19,6 +19,9 @@
 
 #include "bwd_owned.h"
 #include "schedule.h"
+#ifndef MOD
+#define KERNEL_PARAMS Params
+#endif
 
 constexpr int kTiles = HEAD_DIM / kTile;          // products along the head
 constexpr int kTilesV = HEAD_DIM_V / kTile;
@@ -184,7 +187,7 @@ DEVICE void store(const Context &c, const Matrix &m, const Acc (&grad)[COLUMNS][
   }
 }
 
-extern "C" __global__ WORKGROUP(kThreads, PER_SIMD) void attn_bwd(Params p) {
+extern "C" __global__ WORKGROUP(kThreads, PER_SIMD) void attn_bwd(KERNEL_PARAMS p) {
   __shared__ Quad memory[kLdsBytes / kUnitBytes];
   Lds lds = (Lds)memory;
   int blocks = ((kKeys ? p.seqlen_k : p.seqlen_q) + kBlock - 1) / kBlock;

@@ -12,6 +12,9 @@
 #endif
 
 #include "fwd_tile.h"
+#ifndef MOD
+#define KERNEL_PARAMS Params
+#endif
 
 // ---- the end of a row ---------------------------------------------------------------------------
 
@@ -319,7 +322,7 @@ DEVICE void attend(const Context &c, State &state, int begin, int end) {
   }
 }
 
-extern "C" __global__ WORKGROUP(kThreads, WAVES / 4) void attn_fwd(Params p) {
+extern "C" __global__ WORKGROUP(kThreads, WAVES / 4) void attn_fwd(KERNEL_PARAMS p) {
   __shared__ __attribute__((aligned(kLineBytes))) char lds[kLdsBytes];
   int blocks = (p.seqlen_q + kBlockQ - 1) / kBlockQ;
   Work work = work_of(workgroup_index(), blocks, p.num_splits, p.heads_q, p.batch, p.dies);

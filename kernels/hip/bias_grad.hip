@@ -17,6 +17,9 @@
 #define COLUMNS 1
 #include "bwd_owned.h"
 #include "schedule.h"
+#ifndef MOD
+#define KERNEL_PARAMS Params
+#endif
 
 typedef Stream<HEAD_DIM, HEAD_DIM_V, kWaves, false> Tiles;
 constexpr int kRowTiles = 2;  // of the rows that a workgroup owns, each with a buffer of its own
@@ -132,7 +135,7 @@ DEVICE void store(const Sums &sums, Lds lds, long long base, int first_row, int 
   store_element(p, base + (first_row + row) * p.out_row, x);
 }
 
-extern "C" __global__ WORKGROUP(kThreads, 1) void bias_grad(Params p) {
+extern "C" __global__ WORKGROUP(kThreads, 1) void bias_grad(KERNEL_PARAMS p) {
   __shared__ Quad memory[kLdsBytes / kUnitBytes];
   Lds lds = (Lds)memory;
   bool all_rows = !p.bias_row, all_keys = !p.bias_key;

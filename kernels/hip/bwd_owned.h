@@ -3,6 +3,9 @@
 #pragma once
 #include "bwd_inputs.h"
 #include "bwd_score.h"
+#ifdef MOD
+#include "mods.h"
+#endif
 
 #define KEYS 0
 #define ROWS 1
@@ -133,6 +136,36 @@ struct Weights {
   float keep_scale;
 };
 
+#ifdef MOD
+// Each score s becomes the score_mod's, whose derivative comes to `slope`, and what a mask_mod hides is no
+// longer `seen`.
+DEVICE void modify(Acc &s, float (&slope)[M::kRegisters], unsigned &seen, const Context &c, int head, int own,
+                   int row0) {
+  ModPlace place(params_again(), c.s.batch, head);
+  place.pin_all();
+#pragma unroll
+  for (int r = 0; r < M::kRegisters; ++r) {
+    place.captured = captured_of(params_again());
+    int other = row0 + bit_of(r);
+    pin(other);  // or what elements need comes first for all of them: 88 scalar registers spilled
+    int row = kKeys ? other : own, key = kKeys ? own : other;
+#ifdef HAS_SCORE_MOD
+    float x = s[r];
+    pin(x);
+    x = modified(place, x, row, key, slope[r]);
+    pin(x);
+    pin(slope[r]);
+    s[r] = x;
+#endif
+#ifdef HAS_MASK_MOD
+    seen = is_seen(place, row, key) ? seen : seen & ~(1u << bit_of(r));
+    pin(seen);
+#endif
+    fence();
+  }
+}
+#endif
+
 // S becomes d P / d (scaled Q K^T), and where keys are owned `rounded` P after dropout.
 DEVICE Weights weigh(Acc &s, Pair (&rounded)[kFours], const Context &c, Acc minus_lse,
                      const RowStates &states, int head, int n, int first) {
@@ -142,7 +175,7 @@ DEVICE Weights weigh(Acc &s, Pair (&rounded)[kFours], const Context &c, Acc minu
   pin(own);
   pin(row0);
   Weights w;
-  unsigned seen = w.seen = seen_bits(c, own, first);
+  unsigned seen = seen_bits(c, own, first);
   Terms terms = terms_of(p, c.s.batch, head, 0);
   // S is scaled here and gradients at the end, which leaves 1 for a score's slope.
   terms.scale = 1.0f;
@@ -154,12 +187,22 @@ DEVICE Weights weigh(Acc &s, Pair (&rounded)[kFours], const Context &c, Acc minu
     w.keep_scale = p.dropout_scale;
   }
   float slope[M::kRegisters];
+#ifdef MOD
+#pragma unroll
+  for (int r = 0; r < M::kRegisters; ++r) s[r] = capped(terms, s[r] * p.scale, slope[r]);
+  modify(s, slope, seen, c, head, own, row0);
+#endif
 #pragma unroll
   for (int r = 0; r < M::kRegisters; ++r) {
     int other = row0 + bit_of(r);
     int distance = (kKeys ? own - other : other - own) - c.s.shift;
+#ifdef MOD
+    s[r] += alibi(terms, distance);
+#else
     s[r] = score(terms, s[r] * p.scale, distance, slope[r]);
+#endif
   }
+  w.seen = seen;
   if (p.bias_type != kNoBias) {
     const Params &again = params_again();
     Terms at = terms_of(again, c.s.batch, head, 0);
@@ -181,6 +224,14 @@ DEVICE Weights weigh(Acc &s, Pair (&rounded)[kFours], const Context &c, Acc minu
 #pragma unroll
   for (int r = 0; r < M::kRegisters; ++r) s[r] = where(w.keep, r, w.p[r] * w.keep_scale);
   if (kKeys) round(rounded, s);
-  for (int r = 0; r < M::kRegisters; ++r) s[r] = w.p[r] * slope[r];
+  for (int r = 0; r < M::kRegisters; ++r) {
+    float x = w.p[r] * slope[r];
+#ifdef HAS_SCORE_MOD
+    // A slope need not be finite where nothing is seen.
+    x = w.p[r] == 0.0f ? 0.0f : x;
+    pin(x);  // or all comparisons come first: 2 scalar registers spilled at 64
+#endif
+    s[r] = x;
+  }
   return w;
 }

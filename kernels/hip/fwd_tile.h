@@ -7,6 +7,9 @@
 #include "load.h"
 #include "schedule.h"
 #include "score.h"
+#ifdef MOD
+#include "mods.h"
+#endif
 
 #define PLAIN 0    // scale and mask only, a positive scale
 #define GENERAL 1  // softcap, ALiBi, bias, any scale
@@ -368,6 +371,16 @@ DEVICE void finish_scores(const Context &c, const Scales &scales, Scores &s, int
       } else {
         each(s, n, key0, [&](float x, int) { return x * terms.scale; });
       }
+#ifdef HAS_SCORE_MOD
+      each(s, n, key0, [&](float x, int key) {
+        // Or what single scores need would be made for many of them first: 27 scalar registers spilled.
+        pin(x);
+        pin(key);
+        x = modified(ModPlace(params_again(), c.work.batch, c.work.head), x, row, key);
+        pin(x);
+        return x;
+      });
+#endif
       if (p.alibi_slopes)
         each(s, n, key0, [&](float x, int key) { return x + alibi(terms, key - row - c.s.shift); });
       int size = p.bias_type ? size_of_bias(p.bias_type) : 0;
@@ -378,6 +391,17 @@ DEVICE void finish_scores(const Context &c, const Scales &scales, Scores &s, int
       else if (size == 4)
         each(s, n, key0, [&](float x, int key) { return x + bias_of<4>(terms, min(key, last)); });
     }
+#ifdef HAS_MASK_MOD
+  for (int n = 0; n < kColumns; ++n) {
+    int row = min(c.row[n], c.s.rows - 1);
+    each(s, n, first + M::row(0), [&](float x, int key) {
+      pin(key);
+      x = is_seen(ModPlace(params_again(), c.work.batch, c.work.head), row, key) ? x : -INFINITY_F;
+      pin(x);
+      return x;
+    });
+  }
+#endif
   bool cut = first < c.seen.all_low || first + BLOCK_K > c.seen.all_high;
   if (cut)
     for (int n = 0; n < kColumns; ++n)

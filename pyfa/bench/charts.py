@@ -25,12 +25,16 @@ INK = "#5f6b7a"
 # Okabe and Ito's, which the colour-blind tell apart; without black, which a dark page swallows.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#999999")
 _MARKERS = "osD^vPX*"
+# Who has which colour, in every picture.
+_PEERS = ("pyfa", "flash", "cudnn", "flex", "fa3", "fa4", "efficient", "naive")
 # Of a picture that stands alone: text and ground, in light and in dark. It has a ground of its own
 # because a page may be dark where the reader's system is light.
 _ALONE = (
     "<style>svg { color: #1c2430; background: #ffffff }"
     " @media (prefers-color-scheme: dark) { svg { color: #e4e8ee; background: #0d1117 } }</style>"
 )
+# As large as what is drawn: a title may be wider than its axes.
+_WHOLE: dict[str, Any] = {"bbox_inches": "tight", "pad_inches": 0.1}
 _SUFFIXES = (".png", ".svg", ".pdf")
 Points = Sequence[tuple[float, float]]
 
@@ -80,7 +84,7 @@ def lines(
     """A line a name, over powers of two."""
     for index, (name, points) in enumerate(series.items()):
         at, values = [p[0] for p in points], [p[1] for p in points]
-        axes.plot(at, values, label=name, markersize=4, linewidth=1.4, **_style(index))
+        axes.plot(at, values, label=name, markersize=4, linewidth=1.4, **_style(name, index))
     axes.set_xscale("log", base=2)
     if log_y:
         axes.set_yscale("log")
@@ -107,7 +111,9 @@ def roofline(
     text = f"ridge {ridge:.0f} FLOP/byte"
     axes.text(ridge * 1.1, low * bandwidth / 1e12, text, color=INK, fontsize=8)
     for index, (name, (at, speed)) in enumerate(points.items()):
-        axes.plot([at], [speed / 1e12], linestyle="none", markersize=7, label=name, **_style(index))
+        axes.plot(
+            [at], [speed / 1e12], linestyle="none", markersize=7, label=name, **_style(name, index)
+        )
     axes.set_xscale("log")
     axes.set_yscale("log")
     _name(axes, "FLOP per byte of memory", "TFLOP/s", title)
@@ -148,7 +154,7 @@ def against(axes: Axes, name: str, points: Points) -> None:
     """Points of a model's figure and a measured one."""
     index = len(axes.lines)
     at, values = [p[0] for p in points], [p[1] for p in points]
-    axes.plot(at, values, linestyle="none", markersize=6, label=name, **_style(index))
+    axes.plot(at, values, linestyle="none", markersize=6, label=name, **_style(name, index))
 
 
 def finish_against(axes: Axes, x: str, y: str, title: str) -> None:
@@ -160,17 +166,18 @@ def finish_against(axes: Axes, x: str, y: str, title: str) -> None:
     _legend(axes)
 
 
-def svg(made: Figure, name: str) -> str:
+def svg(made: Figure, name: str, title: str = "") -> str:
     """The figure as an ``<svg>`` element, as wide as its place and in the colour of its text.
 
-    ``name``: different for each figure of a page, whose identifiers begin apart.
+    ``name``: different for each figure of a page, whose identifiers begin apart. ``title`` is what
+    a screen reader says.
     """
     from matplotlib import rc_context
 
     file = io.StringIO()
     # Text stays text, and the same figure gives the same bytes.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        made.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+        made.savefig(file, format="svg", transparent=True, metadata={"Date": None}, **_WHOLE)
     text = file.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"(<svg[^>]*?) (?:height|width)=\"[^\"]*\"", r"\1", text, count=1)
@@ -178,7 +185,9 @@ def svg(made: Figure, name: str) -> str:
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     # What nothing refers to; and a description in place of it.
     text = re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", text)
-    text = text.replace("<svg ", f'<svg role="img" aria-label="{html.escape(name)}" ', 1)
+    said = html.escape(title or name)
+    text = text.replace("<svg ", f'<svg role="img" aria-label="{said}" ', 1)
+    text = text.replace(">", f"><title>{said}</title>", 1)
     return text.replace(INK, "currentColor")
 
 
@@ -193,11 +202,15 @@ def standing_alone(element: str) -> str:
 
 def save(made: Figure, path: Path) -> None:
     """Write the figure to a file, on white."""
-    made.savefig(path, dpi=150, facecolor="white")
+    made.savefig(path, dpi=150, facecolor="white", **_WHOLE)
 
 
-def _style(index: int) -> dict[str, Any]:
-    """Different for as many as there are colours times markers."""
+def _style(name: str, index: int) -> dict[str, Any]:
+    """A peer's own, with another marker for what is more than its name (``naive, computed``,
+    ``pyfa:triton``); of others by ``index``: as many as there are colours times markers."""
+    peer = re.split(r"[:,]", name)[0]
+    if peer in _PEERS:
+        index = _PEERS.index(peer) + (len(COLOURS) if name != peer else 0)
     turn, colour = divmod(index, len(COLOURS))
     return {"color": COLOURS[colour], "marker": _MARKERS[(colour + turn) % len(_MARKERS)]}
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import charts, machine, report_mi300x, report_speed, report_static
-from .report_parts import Section
+from .report_parts import QUESTIONS, Section
 
 TITLE = "pyfa: what was measured, and what was computed"
 _INTRO = (
-    "Attention by pyfa beside its peers: speed, bytes, memory, correctness. Speeds are medians; a "
-    "ratio above 1 says that pyfa is faster. What is computed rather than measured is called so."
+    "Speeds are medians. A ratio above 1 means that pyfa is faster. What is computed rather than "
+    "measured is called so. Each line opens."
 )
 _NEEDED = ("date", "torch", "pyfa", "commit")
 _TEMPLATE = Path(__file__).with_name("report.html.j2")
@@ -61,6 +61,36 @@ def checked(name: str, data: Mapping[str, Any]) -> Result:
     return Result(name, data)
 
 
+def newest(results: Sequence[Result]) -> tuple[list[Result], list[str]]:
+    """The newest file of each suite, backend and GPU, and the names of the others.
+
+    Of one day, that with the most rows. pyfa compared with itself alone is another question than
+    pyfa compared with others.
+    """
+    best: dict[object, Result] = {}
+    for result in results:
+        data = result.data
+        gpu = data["environment"].get("gpu")
+        if "suites" in data:
+            alone = all(peer.split(":")[0] == "pyfa" for peer in data["peers"])
+            key: object = (tuple(data["suites"]), gpu, alone)
+        elif "counts" in data:
+            key = (data["backend"], gpu, data.get("note"))
+        else:
+            key = result.name
+        there = best.setdefault(key, result)
+        if _age(there) < _age(result):
+            best[key] = result
+    kept = [result for result in results if result in best.values()]
+    return kept, [result.name for result in results if result not in kept]
+
+
+def _age(result: Result) -> tuple[str, int]:
+    # In files that are not of `pyfa bench` the word means what it likes.
+    rows = result.data["rows"] if "suites" in result.data else ()
+    return str(result.data["environment"]["date"]), sum("value" in row for row in rows)
+
+
 def read(paths: Sequence[Path]) -> list[Result]:
     """Result files, and those of folders, in the order of their names."""
     files: list[Path] = []
@@ -71,9 +101,14 @@ def read(paths: Sequence[Path]) -> list[Result]:
     return [checked(path.name, machine.load(path)) for path in files]
 
 
-def write(folder: Path, results: Sequence[Result]) -> Path:
-    """Write ``index.html`` and ``pictures/*.svg`` into ``folder``, which is made where missing."""
+def write(folder: Path, results: Sequence[Result], older: bool = False) -> Path:
+    """Write ``index.html`` and ``pictures/*.svg`` into ``folder``, which is made where missing.
+
+    ``older``: all files of a suite, not the newest alone.
+    """
     import jinja2
+
+    results, left_out = (list(results), []) if older else newest(results)
 
     sections: list[Section] = []
     unread = []
@@ -85,9 +120,12 @@ def write(folder: Path, results: Sequence[Result]) -> Path:
             sections += make(result.name, result.data)
     sections.sort(key=lambda section: section.order)
     engine = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    speeds = [section for section in sections if section.means]
     page = engine.from_string(_TEMPLATE.read_text()).render(
-        title=TITLE, intro=_INTRO, sections=sections, unread=unread
-    )
+        title=TITLE, intro=_INTRO, questions=QUESTIONS, sections=sections, unread=unread,
+        left_out=left_out, speeds=speeds, fastest=_against_fastest(speeds),
+        peers=list(dict.fromkeys(peer for section in speeds for peer in section.means)),
+    )  # fmt: skip
     pictures = folder / "pictures"
     pictures.mkdir(parents=True, exist_ok=True)
     for section in sections:
@@ -96,6 +134,17 @@ def write(folder: Path, results: Sequence[Result]) -> Path:
     path = folder / "index.html"
     path.write_text(page)
     return path
+
+
+def _against_fastest(speeds: Sequence[Section]) -> str:
+    """Over every suite, pyfa's mean speed over that of the peer that does best there."""
+    ratios = {
+        each.suite: min(each.means.values())
+        for each in speeds
+        if not all(peer.startswith("pyfa") for peer in each.means)
+    }
+    told = ", ".join(f"{suite} {ratio:.2f}" for suite, ratio in ratios.items())
+    return f"Geometric mean over the best other library: {told}" if told else ""
 
 
 def _maker(data: Mapping[str, Any]) -> Callable[[str, Mapping[str, Any]], list[Section]] | None:

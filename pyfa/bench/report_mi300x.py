@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import mi300x
-from .report_parts import Section, Table, plain, where
+from .report_parts import MI300X, Section, Table, plain, where
 
 _HOW = (
     "In-order issue over what the emulator executed, LDS phases, L1, waits and barriers of one "
@@ -20,13 +20,15 @@ def beside(name: str, data: Mapping[str, Any]) -> list[Section]:
     found = data["mi300x"]
     return [
         Section(
+            MI300X,
             10,
-            f"MI300X: measured beside the timing model ({found['what']})",
+            f"hip on MI300X: measured, and by the timing model ({found['what']})",
             found["sentence"],
             f"{_HOW} {found['left_out']}",
             where(name, data),
             [],
             [Table(mi300x.HEAD, plain(mi300x.table(data["rows"])))],
+            found["sentence"],
         )
     ]
 
@@ -45,16 +47,20 @@ def own(name: str, data: Mapping[str, Any]) -> list[Section]:
                 " or ".join(dict.fromkeys(one["bound"])),
             ]
         )  # fmt: skip
+    fastest = max(data["problems"], key=lambda one: max(one["tflops"]))
     head = ["", "TFLOP/s", "TB/s", "matrix units busy in full tiles", "bound by"]
     return [
         Section(
+            MI300X,
             29,
-            f"MI300X: the timing model's figures ({data['what']})",
+            f"hip on MI300X, by the timing model ({data['what']})",
             "What pyfa's kernels would reach on an MI300X by the model. Nothing here was measured.",
             _HOW,
             where(name, data),
             [],
             [Table(head, plain(rows), text=True)],
+            f"{_span(fastest['tflops'], '.0f')} TFLOP/s for the fastest of {len(rows)} problems "
+            f"({fastest['flags'].replace('--', '')}; model, not measured)",
         )
     ]
 

@@ -27,7 +27,7 @@ class Picture(NamedTuple):
 
 
 def drawn(made: Figure, name: str, caption: str) -> Picture:
-    return Picture(charts.svg(made, name), caption, name)
+    return Picture(charts.svg(made, name, caption), caption, name)
 
 
 class Cell(NamedTuple):
@@ -47,10 +47,21 @@ class Table(NamedTuple):
     text: bool = False
 
 
+CORRECT, SPEED, MEMORY, MI300X = "correct", "speed", "memory", "mi300x"
+QUESTIONS = {
+    CORRECT: "Is it correct?",
+    SPEED: "How fast is it, and against whom?",
+    MEMORY: "How much memory, and how many bytes?",
+    MI300X: "What was computed for MI300X?",
+}
+
+
 class Section(NamedTuple):
     """``shows`` is a sentence or two on what there is to see, ``how`` on how it was measured, and
-    ``where`` the environment."""
+    ``where`` the environment. ``answer`` is what it says to its question, in a line; ``means`` are
+    the geometric means of pyfa's speed over each peer's, of ``suite`` on ``ran_on``."""
 
+    question: str
     order: int
     title: str
     shows: str
@@ -58,6 +69,15 @@ class Section(NamedTuple):
     where: str
     figures: Sequence[Picture] = ()
     tables: Sequence[Table] = ()
+    answer: str = ""
+    suite: str = ""
+    ran_on: str = ""
+    means: Mapping[str, float] = {}
+
+
+def gpu(data: Mapping[str, Any]) -> str:
+    """What a result ran on: a GPU's name, or the CPU."""
+    return str(data["environment"].get("gpu") or "CPU")
 
 
 def where(name: str, data: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from ..device import DEVICES, Device
 from ..traffic import Shape, compulsory_bytes
 from . import charts, report_mi300x
-from .report_parts import Cell, Picture, Section, Table, drawn, where
+from .report_parts import MEMORY, SPEED, Cell, Picture, Section, Table, drawn, gpu, where
 from .suites import MI300X
 
 _ORDER = (
@@ -78,15 +78,25 @@ def _section(
     if suite in ("forward", "backward"):
         pictures += [*_by_length(name, suite, rows, peers), _roofline(name, data, suite, rows)]
     pictures.append(_ratios(name, suite, rows, peers))
+    means = _means(rows, peers)
+    on = f"{data['backend']} on {gpu(data)}" if data.get("backend") else _unrecorded(data)
     return Section(
+        SPEED,
         _ORDER.index(suite) if suite in _ORDER else len(_ORDER),
-        f"Speed: {suite}",
+        f"{suite}: pyfa ({on}) against {', '.join(means) or 'nobody'}",
         f"{_SHOWS.get(suite, suite)} {_summary(rows, peers)}",
         how,
         where(name, data),
         [picture for picture in pictures if picture],
         [_table(rows, peers, unit)],
+        suite=suite,
+        ran_on=on,
+        means=means,
     )
+
+
+def _unrecorded(data: Mapping[str, Any]) -> str:
+    return f"{gpu(data)}, backend not recorded"
 
 
 def _value(by_peer: Mapping[str, Mapping[str, Any]], peer: str) -> float:
@@ -98,6 +108,13 @@ def _ratio(by_peer: Mapping[str, Mapping[str, Any]], peer: str) -> float:
     """How many times pyfa's speed is that of a peer; NaN where one has none."""
     theirs, ours = (by_peer.get(one, {}).get("seconds") for one in (peer, "pyfa"))
     return float(theirs["median"] / ours["median"]) if theirs and ours else math.nan
+
+
+def _means(rows: Rows, peers: list[str]) -> dict[str, float]:
+    """Geometric means of pyfa's speed over each peer's."""
+    found = {peer: [_ratio(by, peer) for by in rows.values()] for peer in peers if peer != "pyfa"}
+    there = {peer: [r for r in ratios if not math.isnan(r)] for peer, ratios in found.items()}
+    return {peer: statistics.geometric_mean(ratios) for peer, ratios in there.items() if ratios}
 
 
 def _summary(rows: Rows, peers: list[str]) -> str:
@@ -236,8 +253,33 @@ def lengths(name: str, data: Mapping[str, Any]) -> list[Section]:
     shows = "Standard attention holds every score, tiled attention none: time and memory against N."
     title = data.get("title", "Standard attention against pyfa")
     return [
-        Section(20, title, shows, data["how"], where(name, data), pictures, [Table(head, body)])
+        Section(
+            MEMORY,
+            20,
+            f"{title} ({_unrecorded(data)})",
+            shows,
+            data["how"],
+            where(name, data),
+            pictures,
+            [Table(head, body)],
+            _longest(data),
+        )
     ]
+
+
+def _longest(data: Mapping[str, Any]) -> str:
+    """Memory of both sides at the longest length that both measured."""
+    found: dict[tuple[str, int], dict[str, float]] = {}
+    for row in data["lengths"]:
+        if row.get("extra_bytes"):
+            sides = found.setdefault((row["kind"], row["seqlen"]), {})
+            sides[row["side"]] = row["extra_bytes"]
+    both = [key for key, sides in found.items() if len(sides) > 1]
+    if not both:
+        return ""
+    kind, seqlen = max(both, key=lambda key: (key[1], key[0]))
+    told = ", ".join(f"{side} {size / 1e9:.3g} GB" for side, size in found[kind, seqlen].items())
+    return f"{kind} at {seqlen:,} tokens on {gpu(data)}, beyond the inputs: {told}"
 
 
 def traffic(name: str, data: Mapping[str, Any]) -> list[Section]:
@@ -261,6 +303,8 @@ def traffic(name: str, data: Mapping[str, Any]) -> list[Section]:
     picture = drawn(made, name, "On the line the model is right.")
     shows = "Bytes that the memory system moved, beside those that the formulas give."
     return [
-        Section(21, "Bytes: model against measured", shows, data["how"], where(name, data),
-                [picture] if rows else [], [Table(head, body)])
+        Section(
+            MEMORY, 21, f"Bytes: model against measured ({_unrecorded(data)})",
+            shows, data["how"], where(name, data), [picture] if rows else [], [Table(head, body)],
+        )
     ]  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import charts
-from .report_parts import Cell, Section, Table, drawn, plain, where
+from .report_parts import CORRECT, MI300X, Cell, Section, Table, drawn, gpu, plain, where
 
 
 def hip(name: str, data: Mapping[str, Any]) -> list[Section]:
@@ -33,14 +33,16 @@ def hip(name: str, data: Mapping[str, Any]) -> list[Section]:
     )  # fmt: skip
     return [
         Section(
+            MI300X,
             30,
-            "MI300X: the forward's machine code",
+            "hip on MI300X, from machine code: registers, LDS, static bounds of the forward",
             "What the compiled gfx942 kernels are made of. A bound that nothing passes, computed "
             "from instructions counted in the emulator; no hardware ran them.",
             " ".join(data["notes"]),
             where(name, data),
             [drawn(made, name, "Plans without score terms, bfloat16.")],
             [Table(head, body)],
+            f"{len(plans)} plans of the forward, {sum(plan['spills'] for plan in plans)} spills",
         )
     ]
 
@@ -48,7 +50,13 @@ def hip(name: str, data: Mapping[str, Any]) -> list[Section]:
 def conformance(name: str, data: Mapping[str, Any]) -> list[Section]:
     """How a backend did in the suite, and what came closest to the rule's bounds."""
     counts = data["counts"]
+    # Those of other archs, run on this one; else a word that says they are its own.
+    tiles = data.get("tiles")
+    note = f", tiles of {' and '.join(tiles)}" if isinstance(tiles, list) else ""
     failed = len(data["failed"])
+    ran = f"{data['backend']} on {gpu(data)}{note}"
+    if data["backend"] == "emulator":
+        ran = "hip's gfx942 code in the emulator (functionally emulated, not verified on hardware)"
     summary = Table(["", "cases"], plain(sorted(counts.items())))
     worst = [
         [Cell(f"{ratio:.3f}", "bad" if ratio > 1 else ""), Cell(what), Cell(case)]
@@ -61,8 +69,9 @@ def conformance(name: str, data: Mapping[str, Any]) -> list[Section]:
         tables.append(Table(["declined because", "cases"], plain(list(pairs)), "Declined"))
     return [
         Section(
+            CORRECT,
             40,
-            f"Conformance: {data['backend']}",
+            f"{ran}: conformance",
             f"{data['ran']} cases of level {data['level']} against float64, {failed} failed. Where "
             "a backend declines a case it says why.",
             "Inputs from raw PCG64 integers; the error may be 2 × that of naive attention in the "
@@ -70,5 +79,6 @@ def conformance(name: str, data: Mapping[str, Any]) -> list[Section]:
             where(name, data),
             [],
             tables,
+            f"{ran}: {counts.get('passed', 0):,} cases passed, {failed} failed",
         )
     ]

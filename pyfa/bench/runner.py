@@ -73,6 +73,7 @@ def run(
     return {
         "suites": names,
         "device": device.type,
+        "backend": _backend(device, "hip" if held_to_model else None),
         "effort": asdict(effort),
         "peers": {peer.name: peer.meaning for peer in taking_part},
         "absent": absent,
@@ -80,6 +81,12 @@ def run(
         "rows": rows,
         **model,
     }
+
+
+def _backend(device: torch.device, named: str | None) -> str | None:
+    """What pyfa chooses here for plain attention in bfloat16; a cell may be of another."""
+    x = torch.zeros(1, 128, 8, 64, dtype=torch.bfloat16, device=device)
+    return pyfa.explain(x, x, x, causal=True, backend=named).chosen
 
 
 def _measure(

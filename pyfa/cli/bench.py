@@ -63,6 +63,11 @@ def add(commands: Any) -> None:
         metavar="FILE",
         help="with --report: use these result files or folders instead of measuring",
     )
+    parser.add_argument(
+        "--older",
+        action="store_true",
+        help="with --report: also older files of a suite (default: the newest of each)",
+    )
     usage.add_json(parser)
     parser.set_defaults(run=run)
 
@@ -113,7 +118,7 @@ def _report(options: argparse.Namespace) -> int:
     given = (options.suite, options.peers, options.against, options.out)
     if options.report is None or any(one is not None for one in given):
         raise ValueError("--from: goes with --report alone, since nothing is measured")
-    _wrote(report.write(options.report, report.read(options.sources)))
+    _wrote(report.write(options.report, report.read(options.sources), options.older))
     return 0
 
 

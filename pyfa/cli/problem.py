@@ -253,6 +253,10 @@ def _build(
     if wanted & {"bias", "bias_grad"}:
         bias_grad = "bias_grad" in wanted
         arguments["bias"] = tensor(1, heads, rows, keys, dtype=torch.float32, grad=bias_grad)
+    if "score_mod" in wanted:
+        arguments["score_mod"] = lambda score, b, h, q_idx, kv_idx: score - 0.1 * (q_idx - kv_idx)
+    if "mask_mod" in wanted:
+        arguments["mask_mod"] = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
     if "sinks" in wanted:
         arguments["sinks"] = tensor(heads, dtype=torch.float32)
     if "dropout" in wanted:

@@ -75,7 +75,7 @@ def flash_attn_func(
     1/√(D + Dv).
 
     Raises ``ArgumentError`` (a ``RuntimeError``) or ``TypeError`` for wrong arguments,
-    ``pyfa.UnsupportedProblem`` if no backend can run the call.
+    and ``pyfa.UnsupportedProblem`` if no backend can run the call.
     """
     shared = _shared(
         q, k, softmax_scale, causal, q_descale, k_descale, v_descale, window_size,

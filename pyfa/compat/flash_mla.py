@@ -9,8 +9,9 @@ is 1/√head_dim by default, which is not the scale of DeepSeek's models.
 
 Beyond FlashMLA: any number of heads and page size, ``indices`` over caches of 16 bits, CPUs.
 Float8 caches are those of 656 bytes a token (DeepSeek-V3.2): 512 e4m3, four float32 scales of 128
-elements each, 64 bfloat16. Their listed tokens, and those of two caches, are copied before the
-kernel, as bfloat16. Caches of 584 bytes a token and float8 without ``indices`` raise
+elements each, 64 bfloat16; and of 584: 448 e4m3 and 64 bfloat16, then, behind a page's tokens, 7
+scales of 64 elements each as exponents, and a byte. Listed tokens of these, and those of two
+caches, are copied before the kernel, as bfloat16. Float8 without ``indices`` raises
 ``NotImplementedError``. With ``attn_sink`` the output is rounded once more.
 """
 
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-from .. import latent, validate
+from .. import api, latent, request, validate
 from .errors import ArgumentError, in_words_of, refuse
 
 __all__ = [
@@ -36,6 +37,8 @@ __all__ = [
 
 _DIM, _DIM_V, _TILE, _TOKEN_BYTES = 576, 512, 128, 656
 _SCALES_AT, _ROPE_AT = 512, 528
+# The other layout: 448 elements in float8 and 64 not, whose scales stand behind a page's tokens.
+_PAGED_BYTES, _PAGED_TOKEN, _PAGED_TILE, _PAGED_NOPE, _PAGED_SCALES = 584, 576, 64, 448, 7
 _LARGEST = 448.0  # of e4m3fn
 _CHUNK_BYTES = 1 << 28  # of gathered keys, where a row's largest score is asked for
 _BYTES = (torch.float8_e4m3fn, torch.uint8, torch.int8)
@@ -79,11 +82,12 @@ def flash_mla_with_kvcache(
     topk_length: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of q (B, Sq, H, D) over pages k_cache (blocks, page_block_size, 1, D).
+    """Attention of q (B, Sq, H, D) over pages k_cache (blocks, page_block_size, Hk, D).
 
     Without ``indices`` the keys are the first ``cache_seqlens`` (B,) int32 of the pages in
-    ``block_table`` (B, pages) int32. ``indices`` (B, Sq, topk) int32 name them instead, as block ·
-    page_block_size + offset; −1 is none, and only the first ``topk_length`` (B,) count.
+    ``block_table`` (B, pages) int32. ``indices`` (B, Sq, topk) int32 name them instead, of a cache
+    with one head, as block · page_block_size + offset; −1 is none, and only the first
+    ``topk_length`` (B,) count.
     ``extra_k_cache`` with ``extra_indices_in_kvcache`` adds tokens of another cache.
 
     Returns (out (B, Sq, H, head_dim_v), softmax_lse (B, H, Sq) float32).
@@ -100,11 +104,12 @@ def flash_mla_with_kvcache(
         refuse(
             "is_fp8_kvcache", is_fp8_kvcache or None, "float8 without indices is not implemented"
         )
-        out, lse = _both(latent.attention_latent(
-            q, k_cache, v_dim=head_dim_v, page_table=block_table, cache_seqlens=cache_seqlens,
-            causal=causal, scale=scale, return_lse=True,
-        ))  # fmt: skip
-        return _in_their_convention(out, lse, attn_sink)
+        shared = request.Shared(causal=causal, scale=scale, return_lse=True)
+        asked = request.kvcache(
+            q, k_cache, k_cache[..., :head_dim_v], shared, cache_seqlens=cache_seqlens,
+            page_table=block_table, latent=True,
+        )  # fmt: skip
+        return _in_their_convention(*_both(api.attend(asked)), attn_sink)
     if causal:
         validate.wrong("causal", "False with indices", causal)
     if extra_k_cache is None and not is_fp8_kvcache:
@@ -178,8 +183,6 @@ def quantize_tokens(cache: torch.Tensor) -> torch.Tensor:
 def dequantize_tokens(tokens: torch.Tensor) -> torch.Tensor:
     """(…, 576) bfloat16 of tokens of 656 bytes, (…, 656) of float8_e4m3fn, uint8 or int8."""
     if tokens.dtype not in _BYTES or tokens.shape[-1] != _TOKEN_BYTES:
-        why = "caches of another layout than 656 bytes a token are not implemented"
-        refuse("k_cache", None if tokens.dtype not in _BYTES else tokens, why)
         validate.wrong(
             "k_cache", f"tokens of {_TOKEN_BYTES} bytes (float8_e4m3fn or uint8)", tokens
         )
@@ -224,9 +227,29 @@ def _gathered(
     if ends is not None:
         exist &= torch.arange(indices.shape[-1], device=indices.device) < ends[:, None, None]
     places = indices.long().where(exist, 0)
-    stored = cache.view(torch.uint8) if float8 else cache
-    tokens = stored[places // size, places % size, 0]
-    return dequantize_tokens(tokens) if float8 else tokens, exist
+    page, row = places // size, places % size
+    if not float8:
+        return cache[page, row, 0], exist
+    if cache.dtype in _BYTES and cache.shape[-1] == _PAGED_BYTES:
+        return _of_pages(cache.view(torch.uint8), page, row), exist
+    if cache.dtype not in _BYTES or cache.shape[-1] != _TOKEN_BYTES:
+        known = f"{_TOKEN_BYTES} or {_PAGED_BYTES} bytes a token (float8_e4m3fn or uint8)"
+        validate.wrong("k_cache", known, cache)
+    return dequantize_tokens(cache.view(torch.uint8)[page, row, 0]), exist
+
+
+def _of_pages(cache: torch.Tensor, page: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """(…, 512) bfloat16 of the tokens at ``row`` of ``page`` where scales stand behind a page's."""
+    blocks, size = cache.shape[:2]
+    step, begin = cache.stride(0), cache.storage_offset()
+    tokens = cache.as_strided((blocks, size, _PAGED_TOKEN), (step, _PAGED_TOKEN, 1))[page, row]
+    behind = begin + size * _PAGED_TOKEN
+    exponents = cache.as_strided((blocks, size, 8), (step, 8, 1), behind)[page, row]
+    scales = torch.exp2(exponents[..., :_PAGED_SCALES].float() - 127.0)
+    values = tokens[..., :_PAGED_NOPE].contiguous().view(torch.float8_e4m3fn).float()
+    tiles = values.unflatten(-1, (_PAGED_SCALES, _PAGED_TILE)) * scales[..., None]
+    rope = tokens[..., _PAGED_NOPE:].contiguous().view(torch.bfloat16)
+    return torch.cat((tiles.flatten(-2).bfloat16(), rope), -1)
 
 
 def _max_logits(

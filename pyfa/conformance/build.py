@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .. import mods
 from ..problem import Call
 from . import hostile
 from .cases import Case, pick
@@ -26,6 +27,7 @@ from .inputs import (
     score_sizes,
     sequence,
 )
+from .modifiers import mods_of
 
 # What an unused entry of a page table may hold: nobody may read it.
 _NO_PAGE = (-1, 1 << 30)
@@ -363,6 +365,14 @@ def _with_terms(
         seed = integers(f"{case.name}/seed", 1, 1 << 64)[0]
         others["seed"] = seed
         terms["seed"] = torch.tensor([seed - (1 << 64) if seed >> 63 else seed])
+    if case.score_mod or case.mask_mod:
+        # Of the call they are made where it runs.
+        digest, captured = mods.resolve(
+            **{"score_mod": None, "mask_mod": None, **mods_of(case, torch.device("cpu"))},
+            device=torch.device("cpu"),
+        )
+        terms |= {f"captured{number}": x for number, x in enumerate(captured)}
+        terms["mods"] = digest
     if case.scales:
         terms |= _scales(case, placed, call)
     if case.dtype.startswith("float8"):

@@ -49,7 +49,8 @@ class Case:
     (``RECIPES``). ``layout``: where they lie (``LAYOUTS``).
     ``cache_dtype``: that of k and v where it is not q's. ``scales``: those of float8 tensors, per
     "tensor" or "head", or of so many rows each. ``out_dtype``: asked for, where it is.
-    ``hostile``: a NaN or an inf among the inputs, and where (``HOSTILE``).
+    ``hostile``: a NaN or an inf among the inputs, and where (``HOSTILE``). ``score_mod`` and
+    ``mask_mod``: those of ``modifiers.py``, by name.
     ``topk``: each row has a list of so many keys, some of them none and some twice. ``used_q``:
     lists have lengths, too.
     """
@@ -94,6 +95,8 @@ class Case:
     scales: str | int = ""
     out_dtype: str = ""
     hostile: str = ""
+    score_mod: str = ""
+    mask_mod: str = ""
     topk: int = 0
 
     @property
@@ -153,6 +156,8 @@ class Case:
             "bias_grad": self.bias_grad,
             "sinks": self.sinks,
             "dropout": self.dropout_p > 0.0,
+            "score_mod": bool(self.score_mod),
+            "mask_mod": bool(self.mask_mod),
             "varlen": self.kind == "varlen" or self.packed_q,
             "seqused": (self.passes_cache_seqlens if cache else self._has_seqused) or self.topk > 0,
             "paged": self.page_size > 0 or self.topk > 0,
@@ -182,6 +187,7 @@ class Case:
             return not self.rotary and "float8" not in "".join(self.dtypes)
         pairs = zip(self.lengths_q, self.lengths_k, strict=False)
         unknown = self.dropout_p or self.bias or self.rotary or self.shared or self.dlse
+        unknown = unknown or self.score_mod or self.mask_mod
         if "float8" in "".join(self.dtypes):
             unknown = unknown or "inf" in self.hostile  # which the format does not have
         if self.hostile.startswith(("q=", "k=")) and "inf" in self.hostile:

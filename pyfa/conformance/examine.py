@@ -13,6 +13,7 @@ from .. import api, latent, reference
 from ..problem import Call
 from .float8 import lse_slack
 from .inputs import Inputs, Placed
+from .modifiers import mods_of
 from .recompute import recomputed_gradients, recomputed_out
 from .tolerances import Check, judge, judge_lse, judge_rotated
 
@@ -132,6 +133,7 @@ def _execute(inputs: Inputs, backend: str, where: torch.device, grad: bool) -> _
         name: value.to(where) if isinstance(value, torch.Tensor) else value
         for name, value in inputs.others.items()
     }
+    others |= mods_of(case, where)
     scales = tuple(tensors.pop(f"{name}_descale", None) for name in "qkv")
     if scales[1] is not None:
         others["descale"] = scales[:2] if case.kind == "latent" else scales
@@ -209,7 +211,7 @@ def _compare(
                 expected.naive[of],
                 recomputed=expected.recomputed[of],
                 gradient=of != "out",
-                softcap=case.softcap != 0.0,
+                softcap=case.softcap != 0.0 or bool(case.score_mod),
                 largest_lse=largest_lse,
             )
         found.checks.append(check)

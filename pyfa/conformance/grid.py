@@ -98,6 +98,37 @@ _GRADIENT_PAIRS: tuple[Fields, ...] = (
     {"bias": "heads", "bias_grad": True, "heads_q": 4, "causal": True},
     {"bias": "hidden", "bias_grad": True, "sinks": True, "dlse": "both"},
 )
+# Users' functions, alone and with what they combine with.
+_MODS: tuple[Fields, ...] = (
+    {"mask_mod": "documents"},
+    {"mask_mod": "prefix", "heads_q": 4},
+    {"mask_mod": "sliding", "score_mod": "softcap"},
+    {"mask_mod": "dilated", "heads_q": 6, "heads_k": 2},
+    {"mask_mod": "natten", "sinks": True},
+    {"mask_mod": "diffusion", "head_dim_v": 40},
+    {"mask_mod": "shared_prefix", "dropout_p": 0.2},
+    {"mask_mod": "tree", "softcap": 4.0},
+    {"mask_mod": "strided", "score_mod": "alibi", "window": (40, 12)},
+    {"score_mod": "relative", "heads_q": 4},
+    {"score_mod": "alibi", "causal": True},
+    {"score_mod": "softcap", "bias": "full", "alibi": "heads", "softcap": 5.0},
+    {"score_mod": "gated"},
+    {"score_mod": "bounded", "mask_mod": "documents", "sinks": True, "scale": -0.2},
+    {"mask_mod": "dilated", "attention_chunk": 24},
+    # Where rows are moved for a window, mods are told their own places.
+    {"score_mod": "alibi", "mask_mod": "strided", "window": (40, -9)},
+)
+_MODS_PACKED: tuple[Fields, ...] = (
+    {"mask_mod": "documents", "slack": 2},
+    {"score_mod": "relative", "used_q": True, "used_k": True, "heads_q": 4},
+    {"score_mod": "gated", "mask_mod": "natten", "causal": True, "deterministic": True},
+)
+_MODS_CACHED: tuple[Fields, ...] = (
+    {"mask_mod": "prefix", "page_size": 16},
+    {"mask_mod": "tree", "leftpad": True, "score_mod": "alibi"},
+    # Lone rows, whose heads a mod tells apart.
+    {"score_mod": "alibi", "mask_mod": "dilated", "batch_invariant": True, "heads_q": 4},
+)
 # (rows, keys): square, either longer, rows that a causal mask leaves empty, several key tiles.
 _SHAPES: tuple[tuple[int, int], ...] = ((65, 65), (65, 97), (97, 65), (129, 48), (17, 513))
 _PACKED: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
@@ -243,6 +274,7 @@ def _quick() -> Iterator[Case]:
     yield from _invariant()
     yield from _dropout_bits(4)
     yield from _hostile()
+    yield from _mods(1)
     yield from grid_fp8.quick()
     yield from grid_bands.quick()
     yield from grid_latent.quick()
@@ -314,6 +346,23 @@ def _quick_caches() -> Iterator[Case]:
         yield _packed(((1, 1), (keys, 17)), "kvcache", heads_q=4, **fields)
 
 
+def _mods(count: int) -> Iterator[Case]:
+    """Each in ``count`` number formats and shapes."""
+    for index, options in enumerate(_MODS):
+        for more in range(count):
+            dtype, shape = _DTYPES[(index + more) % 3], _SHAPES[(index + 2 * more) % 4]
+            fields: Fields = {"backward": True, "dlse": ("", "both")[index % 2], **options}
+            yield _dense(*shape, dtype=dtype, **fields)
+            if more:
+                yield _dense(*shape, dtype=dtype, head_dim=128, **options)
+    for index, options in enumerate(_MODS_PACKED):
+        for lengths in (_PACKED * 2)[index : index + count]:
+            yield _packed(lengths, "varlen", dtype=_DTYPES[index % 3], backward=True, **options)
+    for index, options in enumerate(_MODS_CACHED):
+        for lengths in (*_CACHES[:2], *_CACHES)[index : index + count]:
+            yield _packed(lengths, "kvcache", dtype=_HALF[index % 2], **options)
+
+
 def _hostile() -> Iterator[Case]:
     """NaN and inf among the inputs, in masked places, in padding, in rows and pages of nobody."""
     for index, element in enumerate(("q=nan", "k=nan", "v=nan")):
@@ -382,13 +431,14 @@ def _full() -> Iterator[Case]:
         for dtype in _DTYPES:
             for shape in _SHAPES[:4]:
                 yield _dense(*shape, dtype=dtype, backward=True, **options)
+    yield from _mods(3)
     yield from _full_dense()
     yield from _full_packed()
     yield from _full_caches()
     yield from _dropout_bits(40)
     yield from grid_fp8.full(_draws)
-    yield from grid_latent.full(_draws)
     yield from grid_bands.full(_draws)
+    yield from grid_latent.full(_draws)
 
 
 def _full_dense() -> Iterator[Case]:

@@ -146,7 +146,7 @@ def _drawn(draws: Draws) -> Iterator[Case]:
         "heads_q": (2, 4),
         "terms": ({}, {}, {"alibi": "heads"}, {"dropout_p": 0.2}, {"sinks": True}),
     }
-    for draw in draws("bands", 120, axes):
+    for draw in draws("bands", 80, axes):
         fields = draw | draw.pop("terms")
         if draw["attention_chunk"] or draw["window"]:
             yield dense(**fields)

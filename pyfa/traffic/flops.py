@@ -26,7 +26,7 @@ def tile_pairs(shape: Shape, kernel: TiledKernel) -> int:
     tiling = kernel.tiling
     tile = tiling.block_q * tiling.block_k
     step = tiling.block_q if ROLES[kernel.role].owns_keys else tiling.block_k
-    tiles = sum(-(-(end - begin) // step) for _, _, begin, end in blocks(shape, kernel))
+    tiles = sum(int((-(-(part.end - part.begin) // step)).sum()) for part in blocks(shape, kernel))
     per_group = shape.group // tiling.packed if not ROLES[kernel.role].owns_keys else shape.group
     return tiles * tile * shape.batch * shape.heads_k * per_group
 

@@ -9,9 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from .compulsory import FLOAT_BYTES, tensor_bytes
 from .kernels import ROLES, TiledKernel, Tiling
 from .shape import Shape
+
+Array = npt.NDArray[np.int64]
 
 
 class Requested(NamedTuple):
@@ -34,7 +39,21 @@ class Requested(NamedTuple):
         return self.out + self.lse + self.partial
 
 
-_MOST_BLOCKS = 1 << 20  # 5 s
+class Blocks(NamedTuple):
+    """Rows ``first`` … ``last`` walk the keys [begin, end): an array each, of as many parts."""
+
+    first: Array
+    last: Array
+    begin: Array
+    end: Array
+
+    @property
+    def walked(self) -> int:
+        return int((self.end - self.begin).sum())
+
+
+_MOST_BLOCKS = 1 << 25  # 3 s: rows of 2³¹ − 1 in tiles of 64
+_AT_ONCE = 1 << 18
 
 
 def requested_bytes(shape: Shape, tiling: Tiling) -> Requested:
@@ -44,10 +63,10 @@ def requested_bytes(shape: Shape, tiling: Tiling) -> Requested:
     """
     size, packed = shape.itemsize, tiling.packed
     keys = seen = 0
-    for first, last, begin, end in _walk(shape, tiling.block_q, tiling.block_k, tiling):
-        keys += end - begin
-        low, high = shape.rows_seeing(first // packed, last // packed, begin, end)
-        seen += max(0, min(last + 1, high * packed) - max(first, low * packed))
+    for part in _walk(shape, tiling.block_q, tiling.block_k, tiling):
+        keys += part.walked
+        if tiling.splits > 1:
+            seen += _seen(shape, part, packed)
     lines = shape.lines // packed
     rows = shape.lines * shape.seqlen_q
     split = tiling.splits > 1
@@ -73,7 +92,7 @@ def requested_of(shape: Shape, kernel: TiledKernel) -> tuple[dict[str, int], dic
         asked = requested_bytes(shape, kernel.tiling)
         reads = {"q": asked.q, "k": asked.k, "v": asked.v}
         if kernel.whole_tiles:
-            walked = sum(end - begin for _, _, begin, end in blocks(shape, kernel))
+            walked = sum(part.walked for part in blocks(shape, kernel))
             per_key = shape.lines // kernel.tiling.packed * walked * shape.itemsize
             reads |= {"k": per_key * shape.head_dim, "v": per_key * shape.head_dim_v}
         if not asked.partial:
@@ -81,7 +100,7 @@ def requested_of(shape: Shape, kernel: TiledKernel) -> tuple[dict[str, int], dic
         return reads, {"partial": asked.partial}
     sizes = tensor_bytes(shape)
     reads = {name: sizes[name] for name in role.held}
-    walked = sum(end - begin for _, _, begin, end in blocks(shape, kernel))
+    walked = sum(part.walked for part in blocks(shape, kernel))
     length = shape.seqlen_q if role.owns_keys else shape.seqlen_k
     heads = 1 if role.owns_keys else shape.group
     for name in role.streamed:
@@ -93,18 +112,31 @@ def requested_of(shape: Shape, kernel: TiledKernel) -> tuple[dict[str, int], dic
     return reads, writes
 
 
-def blocks(shape: Shape, kernel: TiledKernel) -> Iterator[tuple[int, int, int, int]]:
-    """(first, last, begin, end) of every part of a head: rows ``first`` … ``last`` walk the keys
-    [begin, end), or keys the rows where a kernel owns keys. Parts with nothing to see are left out.
-    """
+def _seen(shape: Shape, part: Blocks, packed: int) -> int:
+    """Lines that see any key of their part."""
+    low, high = part.first // packed, part.last // packed
+    if shape.window_right >= 0:
+        low = np.maximum(low, part.begin - shape.shift - shape.window_right)
+    if shape.window_left >= 0:
+        high = np.minimum(high, part.end - 1 - shape.shift + shape.window_left)
+    high = np.maximum(low, high + 1)
+    lines = np.minimum(part.last + 1, high * packed) - np.maximum(part.first, low * packed)
+    return int(np.maximum(lines, 0).sum())
+
+
+def blocks(shape: Shape, kernel: TiledKernel) -> Iterator[Blocks]:
+    """Every part of a head: rows that walk keys, or keys that walk rows where a kernel owns keys.
+    Parts with nothing to see are left out."""
     owned, walked = kernel.tiling.block_q, kernel.tiling.block_k
     if ROLES[kernel.role].owns_keys:
         shape, owned, walked = shape.mirrored, walked, owned
-    for first, last, begin, end in _walk(shape, owned, walked, kernel.tiling):
+    for part in _walk(shape, owned, walked, kernel.tiling):
         if kernel.whole_tiles:
-            end = begin + (-(-(end - begin) // walked) + kernel.ahead) * walked
-            end = min(end, shape.seqlen_k)
-        yield first, last, begin, end
+            tiles = -(-(part.end - part.begin) // walked) + kernel.ahead
+            end = np.minimum(part.begin + tiles * walked, shape.seqlen_k)
+            yield part._replace(end=end)
+        else:
+            yield part
 
 
 def workgroups(shape: Shape, kernel: TiledKernel) -> int:
@@ -116,22 +148,25 @@ def workgroups(shape: Shape, kernel: TiledKernel) -> int:
     return lines * shape.lines // tiling.packed * tiling.splits
 
 
-def _walk(
-    shape: Shape, owned: int, walked: int, tiling: Tiling
-) -> Iterator[tuple[int, int, int, int]]:
+def _walk(shape: Shape, owned: int, walked: int, tiling: Tiling) -> Iterator[Blocks]:
     """Lines ``first`` … ``last`` (rows, or rows of all ``packed`` heads) and [begin, end) of each
-    of their parts; empty parts are left out."""
-    lines = shape.seqlen_q * tiling.packed
+    of their parts; empty parts are left out. Many blocks at a time: 10⁹ rows are 8 million."""
+    lines, packed = shape.seqlen_q * tiling.packed, tiling.packed
     if lines // owned > _MOST_BLOCKS:
-        most = _MOST_BLOCKS * owned // tiling.packed
-        raise ValueError(f"seqlen: a plan counts block by block, here of at most {most} rows")
-    for first in range(0, lines, owned):
-        last = min(first + owned, lines) - 1
-        low, end = shape.keys_seen(first // tiling.packed, last // tiling.packed)
+        most = _MOST_BLOCKS * owned // packed
+        raise ValueError(f"seqlen: a plan counts block by block, here of at most {most:,} rows")
+    for start in range(0, lines, _AT_ONCE * owned):
+        first = np.arange(start, min(start + _AT_ONCE * owned, lines), owned, dtype=np.int64)
+        last = np.minimum(first + owned, lines) - 1
+        low, end = np.zeros_like(first), np.full_like(first, shape.seqlen_k)
+        if shape.window_left >= 0:
+            low = np.clip(first // packed + shape.shift - shape.window_left, 0, shape.seqlen_k)
+        if shape.window_right >= 0:
+            end = np.clip(last // packed + shape.shift + shape.window_right + 1, 0, shape.seqlen_k)
         begin = low // walked * walked
-        tiles = -(-max(end - begin, 0) // walked) if end > low else 0
+        tiles = np.where(end > low, -(-(end - begin) // walked), 0)
         share = -(-tiles // tiling.splits) * walked
         for part in range(tiling.splits):
-            start = begin + part * share
-            if share and start < end:
-                yield first, last, start, min(end, start + share)
+            at = begin + part * share
+            there = (share > 0) & (at < end)
+            yield Blocks(first[there], last[there], at[there], np.minimum(end, at + share)[there])

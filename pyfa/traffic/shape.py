@@ -62,14 +62,6 @@ class Shape(NamedTuple):
             end = min(max(last + self.shift + self.window_right + 1, 0), most)
         return begin, max(begin, end)
 
-    def rows_seeing(self, first: int, last: int, begin: int, end: int) -> tuple[int, int]:
-        """Which of the queries ``first`` … ``last`` see any of the keys [begin, end): as [a, b)."""
-        if self.window_right >= 0:
-            first = max(first, begin - self.shift - self.window_right)
-        if self.window_left >= 0:
-            last = min(last, end - 1 - self.shift + self.window_left)
-        return first, max(first, last + 1)
-
     def visible_pairs(self) -> int:
         """(query, key) pairs that the mask leaves, of one head of one sequence."""
         right = self.shift + self.window_right if self.window_right >= 0 else self.seqlen_k

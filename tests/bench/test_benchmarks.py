@@ -272,7 +272,8 @@ def test_on_hopper_its_own_kernels_are_sanitized(
     every = {
         plan
         for plan in catalog.all_plans(TARGET, "sm_90")
-        if "/sm90/" in plan.kernel and "INPUTS" not in dict(plan.constants)
+        # Those of batch_invariant differ by a vote among the lanes of a row.
+        if "/sm90/" in plan.kernel and not {"INPUTS", "INVARIANT"} & {*dict(plan.constants)}
     }
     assert {plan for plan in every if ("DTYPE", 1) in plan.constants} == set().union(*plans)
     for name in ("causal", "window", "gqa", "varlen", "seqused", "deterministic", "dlse"):

@@ -29,7 +29,9 @@ def test_it_draws_every_feature(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = BACKENDS["torch"]
     cases = [script.drawn(f"0/{i}", torch, 300) for i in range(600)]
     assert script.drawn("0/7", torch, 300) == cases[7], "a number is the same problem everywhere"
-    assert set().union(*(case.features for case in cases)) == torch.FEATURES & set(FEATURES)
+    assert set().union(*(case.features for case in cases)) == set(FEATURES) - {
+        "latent", "topk", "wide",
+    }  # fmt: skip
     assert {case.kind for case in cases} == set(KINDS)
     assert any(case.hostile for case in cases)
     for case in cases:

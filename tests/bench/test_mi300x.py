@@ -166,7 +166,7 @@ def test_the_report_shows_it(
     assert cli.main(["bench", "mi300x", "--out", str(path)]) == 0
     assert cli.main(["bench", "--report", str(tmp_path / "page"), "--from", str(path)]) == 0
     page = (tmp_path / "page" / "index.html").read_text()
-    assert "measured beside the timing model (model, not measured)" in page
+    assert "measured, and by the timing model (model, not measured)" in page
     assert "no constant is shown to be wrong" in page
     assert page.count("model, not measured") >= 3
     for cell, _ in reckoned():

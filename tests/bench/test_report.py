@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import math
 import re
 import xml.etree.ElementTree
 from html.parser import HTMLParser
@@ -130,17 +131,19 @@ def test_pictures_of_readme_and_guide_are_what_the_command_makes(folder: Path) -
 
 def test_every_section_says_how_and_where(page: str) -> None:
     found = Page(page)
-    titles = re.findall(r"<h2 id=\"s\d+\">(.*?)</h2>", page)
+    titles = re.findall(r"<summary><h3>(.*?)</h3></summary>", page)
     files = [bench.load(path) for path in RESULTS.glob("bench_*_h200.json")]
-    assert {f"Speed: {suite}" for data in files for suite in data["suites"]} <= set(titles)
+    assert {suite for data in files for suite in data["suites"]} <= {
+        title.split(":")[0] for title in titles
+    }
     assert found.text.count("How: ") == len(titles)
-    assert found.text.count("NVIDIA H200, driver 580") >= len(files)
+    assert found.text.count("NVIDIA H200, driver 580") >= 13
     for path in RESULTS.glob("*.json"):
         assert path.name in found.text  # shown, or said to have no section
 
 
 def test_figures_are_those_of_the_file(page: str) -> None:
-    data = bench.load(RESULTS / "bench_forward_h200.json")
+    data = bench.load(RESULTS / "bench_forward_peers_h200.json")
     text = Page(page).text
     for row in data["rows"]:
         if "value" in row:
@@ -148,7 +151,7 @@ def test_figures_are_those_of_the_file(page: str) -> None:
             spread = (high - low) / 2 / row["seconds"]["median"]
             assert f"{row['value']:.4g} ±{spread:.1%}" in text
     first = {row["peer"]: row["seconds"]["median"] for row in data["rows"][:6]}
-    assert f"{first['naive'] / first['pyfa']:.2f}" in text
+    assert f"{first['cudnn'] / first['pyfa']:.2f}" in text
 
 
 def result(**more: Any) -> dict[str, Any]:
@@ -171,6 +174,102 @@ def result(**more: Any) -> dict[str, Any]:
         "effort": {"rounds": 3, "seconds": 0.03, "warm_up": 3},
         "peers": {"pyfa": "", "other": ""}, "absent": {}, "rows": rows, **more,
     }  # fmt: skip
+
+
+def test_every_title_names_the_backend_and_what_it_ran_on(page: str) -> None:
+    titles = re.findall(r"<summary><h3>(.*?)</h3></summary>", page)
+    assert len(titles) >= 20
+    for title in titles:
+        assert re.search(r"\b(hip|cuda|triton|torch|emulator|backend not recorded)\b", title), title
+        assert re.search(r"H200|MI300X|CPU", title) or "emulator" in title, title
+
+
+def test_the_backend_is_recorded_and_shown(tmp_path: Path) -> None:
+    made = report.write(tmp_path, [report.checked("x.json", result(backend="cuda"))])
+    assert "<h3>forward: pyfa (cuda on NVIDIA H200) against other</h3>" in made.read_text()
+
+
+def test_one_row_a_question_and_a_summary_come_first(page: str) -> None:
+    start = page[page.index("<main>") : page.index("<details>")]
+    text = " ".join(Page(start).text.split())
+    places = [text.index(question) for question in report.QUESTIONS.values()]
+    assert places == sorted(places)
+    assert "0 failed" in text
+    assert "not verified on hardware" in text
+    assert "model, not measured" in text
+    # Geometric means, from the file.
+    data = bench.load(RESULTS / "bench_decode_peers_h200.json")
+    cells: dict[str, dict[str, float]] = {}
+    for row in data["rows"]:
+        if "seconds" in row:
+            cells.setdefault(row["cell"], {})[row["peer"]] = row["seconds"]["median"]
+    ratios = [one["cudnn"] / one["pyfa"] for one in cells.values() if "cudnn" in one]
+    (row,) = re.findall(r"<tr><td>decode</td>(.*?)</tr>", start, re.S)
+    assert f">{math.prod(ratios) ** (1 / len(ratios)):.2f}</td>" in row
+
+
+def test_sections_are_closed_until_one_is_opened(page: str) -> None:
+    found = Page(page)
+    tags = [tag for tag, _ in found.tags]
+    assert "main" in tags
+    details = [attributes for tag, attributes in found.tags if tag == "details"]
+    assert len(details) == page.count("<summary>") >= 20
+    assert not any("open" in attributes for attributes in details)
+    outside = re.sub(r"<details>.*?</details>", "", page, flags=re.S)
+    assert "<svg" not in outside
+    assert outside.count("<tr>") < 30
+
+
+def test_the_newest_file_of_a_suite_alone_unless_asked(tmp_path: Path) -> None:
+    old, new = result(), result()
+    old["environment"]["date"] = "2026-11-19"
+    alone = result()
+    alone["peers"] = {"pyfa": "", "pyfa:triton": ""}
+    for row in alone["rows"]:
+        row["peer"] = row["peer"].replace("other", "pyfa:triton")
+    given = [report.checked(f"{name}.json", data)
+             for name, data in (("b", new), ("old", old), ("alone", alone))]  # fmt: skip
+    page = report.write(tmp_path / "a", given).read_text()
+    assert page.count("<details>") == 2
+    assert "--older shows them): old.json." in page
+    page = report.write(tmp_path / "b", given, older=True).read_text()
+    assert page.count("<details>") == 3
+    assert "--older" not in page
+
+
+def test_a_peer_has_one_colour_everywhere() -> None:
+    from matplotlib.colors import to_hex
+
+    seen: dict[str, set[str]] = {}
+    for names in (
+        ["pyfa", "cudnn"],
+        ["fa3", "cudnn", "pyfa"],
+        ["naive", "pyfa", "naive, computed"],
+    ):
+        _, (axis,) = charts.figure()
+        charts.lines(axis, {name: [(1, 1), (2, 2)] for name in names}, "x", "y", "t")
+        for line in axis.lines:
+            name = str(line.get_label()).split(",")[0]
+            seen.setdefault(name, set()).add(to_hex(line.get_color()))
+    assert all(len(colours) == 1 for colours in seen.values())
+    assert len(set.union(*seen.values())) == len(seen) == 4
+
+
+def test_titles_are_inside_their_pictures_and_read_out(page: str) -> None:
+    for picture in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
+        root = xml.etree.ElementTree.fromstring(picture)
+        assert root[0].tag.endswith("title")
+        assert len(str(root[0].text)) > 10
+        width = float(str(root.get("viewBox")).split()[2])
+        for one in (each for each in root.iter() if each.tag.endswith("}text")):
+            style, moved = str(one.get("style")), str(one.get("transform"))
+            place = re.search(r"translate\(([-\d.]+)", moved)
+            size = re.search(r"([\d.]+)px", style)
+            if "middle" not in style or "rotate(-90" in moved or size is None:
+                continue
+            x = float(place[1] if place else one.get("x") or 0)
+            half = len("".join(one.itertext())) * float(size[1]) * 0.25  # of narrow letters
+            assert half <= x <= width - half, "".join(one.itertext())
 
 
 def test_ratios_reasons_and_markup_are_right(tmp_path: Path) -> None:

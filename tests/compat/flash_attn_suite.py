@@ -10,7 +10,8 @@ in place of the packages. Its cases, 508,777 of the first, are sampled by hash: 
 that a sample is the same everywhere and a larger one contains it. Cases that the tests skip
 themselves are drawn in addition. What pyfa says that it does not do counts as refused. Hopper's
 file leaves parts out by its own variables: FLASH_ATTENTION_DISABLE_LOCAL=TRUE also drops
-attention_chunk, FLASH_ATTENTION_DISABLE_HDIM64=TRUE heads of V of 512, which pyfa refuses.
+attention_chunk, FLASH_ATTENTION_DISABLE_HDIM64=TRUE heads of V of 512, which only the torch backend
+has without qv: name it last, as --backend cuda,triton,torch.
 
 Not pytest: collecting as many takes minutes in every process. A case here is a test
 function called with one choice from each of its ``parametrize`` marks. Workers are processes that

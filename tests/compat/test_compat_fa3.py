@@ -276,7 +276,6 @@ def test_combine_names_what_is_wrong() -> None:
             fa3.flash_attn_combine(*args)
 
 
-@pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func"])
 @pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func", "cache"])
 @pytest.mark.parametrize("chunk", [3, 0, -1])
 def test_chunks_are_pyfas(name: str, chunk: int) -> None:

@@ -142,6 +142,30 @@ def test_tokens_bit_by_bit() -> None:
     assert torch.equal(flash_mla.dequantize_tokens(as_e4m3).nan_to_num(), numbers)
 
 
+def test_tokens_of_584_bytes() -> None:
+    """Two pages of three tokens, padded: 448 float8 and 64 bfloat16 each, then all their scales."""
+    torch.manual_seed(0)
+    size, used = 3, 3 * 584
+    pages = torch.zeros(2, used + 24, dtype=torch.uint8)
+    want = torch.randn(2, size, 512).to(torch.float8_e4m3fn).float()
+    exponents = torch.randint(120, 132, (2, size, 7), dtype=torch.uint8)
+    tokens = pages[:, : size * 576].view(2, size, 576)
+    tokens[..., :448] = want[..., :448].to(torch.float8_e4m3fn).view(torch.uint8)
+    tokens[..., 448:] = want[..., 448:].bfloat16().view(torch.uint8)
+    pages[:, size * 576 : used].view(2, size, 8)[..., :7] = exponents
+    want[..., :448] *= torch.exp2(exponents.float() - 127).repeat_interleave(64, -1)
+    cache = pages[:, :used].view(2, size, 1, 584)
+    q = torch.randn(1, 1, HEADS, 512).bfloat16()
+    lists = torch.tensor([[[5, 0, -1, 2]]], dtype=torch.int32)
+    out, lse = flash_mla.flash_mla_with_kvcache(
+        q, cache, None, None, 512, None, None, 0.1, False, True, lists
+    )
+    keys = want.view(6, 512)[[5, 0, 2]]
+    found, found_lse = plain(q[0, 0], keys, 0.1, None)
+    torch.testing.assert_close(out[0, 0], found.bfloat16())
+    torch.testing.assert_close(lse[0, :, 0], found_lse)
+
+
 def test_scales_are_those_of_the_format() -> None:
     x = torch.zeros(1, 576).bfloat16()
     x[0, 0], x[0, 128], x[0, 256] = 449.0, 448.0, 1e-6
@@ -154,10 +178,10 @@ def test_what_is_refused_says_why() -> None:
     q = torch.randn(1, 1, HEADS, 576)
     lists = torch.zeros(1, 1, 4, dtype=torch.int32)
     call = flash_mla.flash_mla_with_kvcache
-    other = torch.zeros(1, 8, 1, 584, dtype=torch.uint8)
+    other = torch.zeros(1, 8, 1, 580, dtype=torch.uint8)
     with pytest.raises(NotImplementedError, match=r"^is_fp8_kvcache: float8 without indices"):
         call(q, cache, table, used, 512, is_fp8_kvcache=True)
-    with pytest.raises(NotImplementedError, match=r"^k_cache: caches of another layout"):
+    with pytest.raises(RuntimeError, match=r"^k_cache: expected 656 or 584 bytes a token"):
         call(q, other, None, None, 512, is_fp8_kvcache=True, indices=lists)
     with pytest.raises(RuntimeError, match=r"^causal: expected False with indices"):
         call(q, cache, None, None, 512, causal=True, indices=lists)

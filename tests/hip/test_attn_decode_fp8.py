@@ -126,6 +126,6 @@ def test_resources(plan):
 
 
 def test_what_it_takes():
-    """A plan for each 16-bit one, and no feature less."""
-    assert len(PLANS) == 30
+    """A plan for each 16-bit one, those of latent attention among them, and no feature less."""
+    assert len(PLANS) == 32
     assert {"fp8"} == decode.FEATURES - native_decode.FEATURES <= set(FEATURES)

@@ -100,11 +100,30 @@ def test_compiled_kernels_have_registers(capsys: pytest.CaptureFixture[str]) -> 
     assert kernel["occupancy"]["share"] == 0.25
 
 
+def test_a_billion_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    """7.8 million blocks of rows, each of which walks all keys, or those up to its diagonal."""
+    tokens = 10**9
+    size = ("--seqlen", str(tokens), "--heads", "1", "--head-dim", "64", "--device", "MI300X")
+    full = report(capsys, *size)
+    (kernel,) = full["kernels"]
+    rows = kernel["block_q"]
+    assert kernel["splits"] == 1
+    blocks = -(-tokens // rows)
+    once = tokens * 64 * 2  # Q, or the output; bytes of bfloat16
+    requested = 2 * once + 2 * blocks * once + 4 * tokens  # with the LSE
+    assert full["costs"]["tiled"]["forward"]["requested"] == requested
+    causal = report(capsys, *size, "--causal")["costs"]["tiled"]["forward"]["requested"]
+    walked = sum(min(tokens, first + rows) for first in range(0, tokens, rows))
+    assert causal == 2 * once + 2 * walked * 64 * 2 + 4 * tokens
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         (("--device", "MI9"), "MI300X"),
         (("--seqlen", "0"), "expected 1 or more"),
+        (("--seqlen", "2147483648"), "expected at most 2,147,483,647"),
+        (("--seqlen", "1000000000", "--batch", "2000000000"), "that PyTorch can describe"),
         (("--plot", "x.txt"), "expected a name that ends in .png, .svg, .pdf"),
         (("--plot", "/nowhere/x.png"), "there is no folder /nowhere"),
         (("--backend", "vulkan"), "got 'vulkan'"),

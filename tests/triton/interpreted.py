@@ -39,6 +39,8 @@ CASES = {
     "float8": ("dense-fp8-b2-q65", "dense-fp8fnuz-b2", "fp8-b2-q65-k97-h6x3", "varlen-fp8-b4",
                "page_size=32-scales", "kvcache-bf16", "leftpad-cache_dtype", "num_splits=3-cache",
                "page_size=64-cache"),
+    "mods": ("d64x64-backward-mask_mod=documents", "score_mod=gated", "mask_mod=strided",
+             "page_size=16-mask_mod=prefix"),
     "bands": ("backward-attention_chunk=16", "causal-attention_chunk=40", "window=40,-9",
               "alibi=batch", "window=-2,9", "varlen-bf16", "window=-6,-1"),
     # Not of float8: the interpreter takes its NaN for 480.

@@ -25,6 +25,7 @@ pytest.importorskip("triton")
         "bands",
         "hostile",
         "invariance",
+        "mods",
     ],
 )
 def test_interpreted_kernels_keep_the_rule(group: str) -> None:

@@ -3,6 +3,9 @@
 #include "bwd_load.h"
 #include "../bwd_mask.h"
 #include "../../score.h"
+#ifdef MOD
+#include "../mods.h"
+#endif
 #include "../../philox.h"
 
 // A warp's part of a tile.
@@ -76,6 +79,15 @@ struct Packed {
 // 0 where the sign is set.
 DEVICE unsigned kept_only(unsigned x) { return x & ~(((x & kSigns) >> 15) * 0xffffu); }
 
+// Whether a score's slope is not always 1.
+DEVICE bool has_slopes(const Params &p) {
+#ifdef HAS_SCORE_MOD
+  return true;
+#else
+  return p.softcap > 0.0f;
+#endif
+}
+
 // Scores of every kind: from S come P before dropout, what rounding it left over, and `slopes`, what
 // d score / d (scale q.k) is.
 template <int m, int n>
@@ -89,6 +101,9 @@ DEVICE void weigh(const Params &p, Place at, const float (&s)[m][n][4], Shared m
   // S is scaled here and gradients at the end, which leaves 1 for a score's slope.
   terms.scale = 1.0f;
   terms.inverse = terms.softcap > 0.0f ? 1.0f / terms.softcap : 0.0f;
+#ifdef MOD
+  ModPlace place(p, at.batch, at.head);
+#endif
 #pragma unroll
   for (int j = 0; j < n; ++j) {
     float lse[2];
@@ -101,13 +116,24 @@ DEVICE void weigh(const Params &p, Place at, const float (&s)[m][n][4], Shared m
       for (int r = 0; r < 4; ++r) {
         int key = key_of(at, i, r), row = row_of(at, j, r);
         bool seen = rows_that_see(mask, key, row).has(0);
+#ifdef HAS_MASK_MOD
+        seen = seen && is_seen(place, row, key);
+#endif
+#ifdef HAS_SCORE_MOD
+        float x = capped(terms, s[i][j][r] * p.scale, slope[r]);
+        x = modified(place, x, row, key, slope[r]) + alibi(terms, key - row - mask.shift);
+#else
         float x = score(terms, s[i][j][r] * p.scale, key - row - mask.shift, slope[r]);
+#endif
         if (bias) {
           // What is not seen need not be there: any element does for it.
           terms.bias = bias + (seen ? row : 0) * bias_row;
           x += bias_of(terms, seen ? key : 0);
         }
         weight[r] = seen ? exp2(x * kLog2E + lse[r % 2]) : 0.0f;
+#ifdef HAS_SCORE_MOD
+        if (weight[r] == 0.0f) slope[r] = 0.0f;  // it need not be finite there
+#endif
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {

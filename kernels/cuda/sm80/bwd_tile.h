@@ -142,7 +142,7 @@ DEVICE void make_p(const Params &p, const Work &w, const Cursor &at, Shared shar
       Half rests, slopes;
       weigh(p, place, s, minus_lse, weights, rests, slopes);
       store_half(buffer, key, row, rests);  // where dS will be
-      if (p.softcap > 0.0f) store_half(shared + kSlopes, key, row, slopes);
+      if (has_slopes(p)) store_half(shared + kSlopes, key, row, slopes);
     } else {
       float scale = p.scale * kLog2E;
 #pragma unroll
@@ -211,7 +211,7 @@ DEVICE void make_ds(const Params &p, const Work &w, const Cursor &at, Shared sha
       load_half(buffer, key, row, rests);
       float dots[kScoreN][2];
       differ(p, dp, minus_delta, weights, rests, dots);
-      if (p.softcap > 0.0f) {
+      if (has_slopes(p)) {
         load_half(shared + kSlopes, key, row, rests);
         steepen(dp, rests);
       }

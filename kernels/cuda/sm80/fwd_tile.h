@@ -6,6 +6,9 @@
 #include "../row.h"
 #include "../../philox.h"
 #include "../../score.h"
+#ifdef MOD
+#include "../mods.h"
+#endif
 
 #define PLAIN 0    // scale and mask only, a positive scale
 #define GENERAL 1  // softcap, ALiBi, bias, any scale
@@ -252,6 +255,12 @@ DEVICE void add_terms(const Warp &w, Scores &s, int first) {
       } else {
         each(s, b, h, first, [&](float x, int) { return x * terms.scale; });
       }
+#ifdef MOD
+      ModPlace at(p, owner.batch, owner.head);
+#endif
+#ifdef HAS_SCORE_MOD
+      each(s, b, h, first, [&](float x, int key) { return modified(at, x, row, key); });
+#endif
       if (p.alibi_slopes)
         each(s, b, h, first, [&](float x, int key) { return x + alibi(terms, key - diagonal); });
       int size = p.bias_type ? size_of_bias(p.bias_type) : 0;
@@ -261,6 +270,9 @@ DEVICE void add_terms(const Warp &w, Scores &s, int first) {
         each(s, b, h, first, [&](float x, int key) { return x + bias_of<2>(terms, min(key, last)); });
       else if (size == 4)
         each(s, b, h, first, [&](float x, int key) { return x + bias_of<4>(terms, min(key, last)); });
+#ifdef HAS_MASK_MOD
+      each(s, b, h, first, [&](float x, int key) { return is_seen(at, row, key) ? x : -INFINITY_F; });
+#endif
     }
 }
 

@@ -17,6 +17,9 @@ from .program import Program
 Calls = tuple[Sequence[tuple[Any, ...]], Callable[[int], None]]
 
 
+_OF_PARAMS = frozenset(abi.NAMES)
+
+
 class TensorMap(NamedTuple):
     """What the copy engine is told of a tensor. It begins with the address of ``tensor``, which
     each launch fills in, unless that is ""."""
@@ -30,7 +33,7 @@ class Layout(NamedTuple):
 
     ``starts``: where those of each step begin. ``packed``: of each ``Params`` where it begins, how
     its pointers are packed, and the numbers of their addresses. ``words``: 64-bit words that hold
-    an address once more, each with its number, as tensor maps do.
+    an address among other things, each with its number: of tensor maps and captured tensors.
     """
 
     data: bytes
@@ -47,6 +50,10 @@ def layout_of(program: Program, maps_of: Callable[[Plan], Sequence[TensorMap]]) 
     maps: dict[int, Sequence[TensorMap]] = {}
     for step in program.steps:
         maps[id(step.params)] = maps.get(id(step.params)) or maps_of(step.plan)
+    sizes: dict[int, int] = {}
+    for step in program.steps:
+        taken = abi.SIZE + abi.captured_bytes(dict(step.plan.constants).get("MOD_CAPTURED"))
+        sizes[id(step.params)] = max(taken, sizes.get(id(step.params), 0))
     data = b""
     starts: dict[int, int] = {}
     packed = []
@@ -56,8 +63,17 @@ def layout_of(program: Program, maps_of: Callable[[Plan], Sequence[TensorMap]]) 
             continue
         own, start = maps[id(step.params)], len(data)
         starts[id(step.params)] = start
-        packed.append((start, *_pointers(tuple(step.params.pointers.items()), program.names)))
-        data += abi.pack(step.params.values, [each.data for each in own])
+        pointers = step.params.pointers
+        of_params = tuple(item for item in pointers.items() if item[0] in _OF_PARAMS)
+        packed.append((start, *_pointers(of_params, program.names)))
+        # Those of captured tensors stand between numbers, which packing would overwrite.
+        words += [
+            ((start + abi.offset_of(member)) // 8, numbers[name])
+            for member, name in pointers.items()
+            if member not in _OF_PARAMS
+        ]
+        own_data = abi.pack(step.params.values, [each.data for each in own])
+        data += own_data.ljust(sizes[id(step.params)], b"\0")
         words += [
             ((start + abi.MAPS_AT + i * abi.MAP_SIZE) // 8, numbers[each.tensor])
             for i, each in enumerate(own)

@@ -29,7 +29,7 @@ def score_class(problem: Problem) -> int:
     """``PLAIN``, ``GENERAL`` or ``DROPOUT``: what lies between products and softmax."""
     if "dropout" in problem.features:
         return DROPOUT
-    general = problem.features & {"softcap", "alibi", "bias"}
+    general = problem.features & {"softcap", "alibi", "bias", "score_mod", "mask_mod"}
     return GENERAL if general or not problem.positive else PLAIN
 
 

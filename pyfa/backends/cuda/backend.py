@@ -33,10 +33,10 @@ class CudaBackend(NativeBackend):
         reasons += missing(self, problem)
         if decode.takes(problem):
             return reasons
+        if "latent" in problem.features:
+            return reasons + decode.why_not_latent(problem)
         if plans.runs_sm90(problem.arch):
             reasons += forward_sm90.why_not_invariant(problem)
-        if "latent" in problem.features:
-            return reasons + decode.why_not(problem)
         if "fp8" in problem.features:
             why_not = decode.why_not if are_few(problem) else forward_sm90_fp8.why_not
             return reasons + why_not(problem)

@@ -11,7 +11,7 @@ from ...plan import Plan
 from ...problem import Problem
 from ..common import calls
 from ..native.backward import is_general_problem
-from ..native.plans import plan_with
+from ..native.plans import modified, plan_with
 from ..native.tiles import Pair, constants_of, sm90
 from . import plans
 
@@ -71,13 +71,14 @@ def is_sm90(arch: str, general: bool) -> bool:
 
 
 def plans_for(
-    arch: str, dims: Pair, dtype: int, general: bool, deterministic: bool
+    arch: str, dims: Pair, dtype: int, general: bool, deterministic: bool, mods: str = ""
 ) -> tuple[Plan, Plan, Plan]:
     """row_sums, attn_bwd and dq_convert for these heads on a device of ``arch``."""
     if is_sm90(arch, general):
         return sm90_plans_of(calls.bucket_of(sm90.BACKWARD, *dims), dtype, deterministic)
     pair = calls.bucket_of(plans.tiles_of(arch).backward, *dims)
-    return plans_of(arch, pair, dtype, general)
+    sums, gradients, convert = plans_of(arch, pair, dtype, general)
+    return sums, modified(gradients, mods) if mods else gradients, convert
 
 
 def notes_of(problem: Problem) -> list[str]:

@@ -6,10 +6,10 @@ import functools
 import hashlib
 from dataclasses import dataclass
 
-from ... import cubin, sources
+from ... import cubin
 from ...errors import CodeObjectError, CompileError
 from ...plan import Plan
-from ..native.plans import name_of
+from ..native.plans import name_of, source_of
 from . import plans, runtime_compiler
 
 
@@ -25,11 +25,6 @@ class Code:
     def kernel(self) -> cubin.Cubin:
         """What its one kernel takes. Needs pyelftools, which running it does not."""
         return cubin.parse(self.data)
-
-
-def source_of(plan: Plan) -> str:
-    """The self-contained source that ``plan`` is compiled from."""
-    return sources.flatten(plan.kernel, dict(plan.constants))
 
 
 @functools.cache

@@ -24,8 +24,18 @@ def why_not(problem: Problem) -> list[str]:
     """Why a few rows over float8 keys, which no forward here takes, are not decode's either."""
     reasons = native.why_not(problem)
     if _cannot_widen(problem):
-        reasons.append(f"{problem.arch} has no instruction that widens float8 (sm_89 has)")
+        reasons.append(_no_widening(problem))
     return reasons + forward_sm90_fp8.lacking(problem.features - FEATURES)
+
+
+def why_not_latent(problem: Problem) -> list[str]:
+    """``native.decode.why_not_latent``, and what float8 wants of the arch."""
+    reasons = native.why_not_latent(problem, FEATURES)
+    return reasons + ([_no_widening(problem)] if _cannot_widen(problem) else [])
+
+
+def _no_widening(problem: Problem) -> str:
+    return f"{problem.arch} has no instruction that widens float8 (sm_89 has)"
 
 
 def _cannot_widen(problem: Problem) -> bool:

@@ -9,7 +9,7 @@ from ...plan import Plan
 from ...problem import Problem
 from ..common import calls
 from ..common.calls import DROPOUT, GENERAL, PLAIN
-from ..native.plans import plan_with
+from ..native.plans import modified, plan_with
 from ..native.tiles import Pair, constants_of
 from ..native.tiles.sm80 import STAGES, Forward
 from ..native.tiles.sm80 import Tiles as AllTiles
@@ -38,7 +38,8 @@ def plan(problem: Problem) -> Plan:
     alone = score == PLAIN and pair in table.small_grid
     if alone and blocks < tiles.blocks * problem.device.units:
         tiles = table.small_grid[pair]
-    return _plan(tiles, pair, dtype, score, paged, left + plans.notes_of(problem, pair))
+    found = _plan(tiles, pair, dtype, score, paged, left + plans.notes_of(problem, pair))
+    return modified(found, problem.mods) if problem.mods else found
 
 
 def _tiles_for(table: AllTiles, pair: Pair, score: int, paged: bool) -> Forward:

@@ -16,7 +16,10 @@ from . import plans
 
 KERNEL = "cuda/sm90/attn_fwd.cu"
 # What is left to sm80's kernel, with the words for ``explain``.
-ELSEWHERE = {"dropout": "dropout", "paged": "page table", "bias": "bias"}
+ELSEWHERE = {
+    "dropout": "dropout", "paged": "page table", "bias": "bias", "score_mod": "score_mod",
+    "mask_mod": "mask_mod",
+}  # fmt: skip
 _FULL, _MASKED, _TERMS = range(3)
 _SWIZZLED = 8  # rows that make a whole swizzle: pages have a multiple
 

@@ -11,8 +11,9 @@ from ...problem import Problem
 from ..base import missing
 from ..common import calls
 from ..native import backward as native_backward
+from ..native import decode as native_decode
 from ..native.backend import NativeBackend
-from . import code, decode, forward, plans
+from . import backward, code, decode, forward, plans
 from .launcher import Launcher, Runtime
 from .target import TARGET
 
@@ -41,8 +42,11 @@ class HipBackend(NativeBackend):
         elsewhere = self.runtime.why_not(problem)
         reasons = [elsewhere] if elsewhere else []
         reasons += missing(self, problem)
-        if not decode.takes(problem):
+        if not decode.takes(problem) and "latent" in problem.features:
+            reasons += native_decode.why_not_latent(problem, decode.FEATURES)
+        elif not decode.takes(problem):
             reasons += forward.why_not(problem) + native_backward.why_not(problem)
+            reasons += backward.why_not(problem)
         # Of a device that is not here nobody asks for code.
         if not reasons and not self.runtime.why_unavailable():
             without = code.why_missing(self._kernels(problem), plans.device_of(problem).arch)

@@ -7,9 +7,10 @@ passes, owning keys (dK, dV) and owning rows (dQ), make seven, and the same bits
 from __future__ import annotations
 
 from ...plan import Plan
-from ...problem import Problem
+from ...problem import Problem, is_banded
 from ..common import calls
-from ..native.plans import plan_with
+from ..native.backward import is_general_problem
+from ..native.plans import plan_with, values_of
 from ..native.tiles import constants_of
 from ..native.tiles.gfx942 import Tiles
 from .plans import EMULATED, tiles_of
@@ -21,17 +22,35 @@ BIAS_GRAD = "hip/bias_grad.hip"
 BIAS_TILE = 64, 128  # rows and keys of its workgroups
 CONVERT_ROWS = 64  # rows of a workgroup of dq_convert.hip
 KEYS, ROWS = 0, 1
+BANDS_AT_256 = (
+    "float16 backward of attention_chunk, or of a window with a negative edge, together with score "
+    "terms or dropout is not implemented above head_dim 192"
+)
 THREADS = 256
 WAVES = THREADS // 64
 
 
-def _why_two_passes(tiles: Tiles, pair: tuple[int, int], deterministic: bool) -> str | None:
+def _why_two_passes(
+    tiles: Tiles, pair: tuple[int, int], deterministic: bool, mods: str
+) -> str | None:
     """Why backward takes two passes over the scores; None where it takes one."""
     if deterministic:
         return "deterministic: atomics would add dQ in any order"
+    if mods:
+        return "the one-pass kernel has no score_mod and mask_mod"
     if pair not in tiles.one_pass:
         return "wider than 192, the one-pass kernel's tiles do not fit 64 KB of LDS"
     return None
+
+
+def why_not(problem: Problem) -> list[str]:
+    """What backward lacks for ``problem`` beyond what it lacks on every device."""
+    banded = is_general_problem(problem) and is_banded(problem.features)
+    wide = max(problem.head_dim, problem.head_dim_v) > 192
+    # Of the 512 registers that a lane may have, owning keys wants 520.
+    if "backward" in problem.features and banded and wide and problem.dtype == "float16":
+        return [BANDS_AT_256]
+    return []
 
 
 def notes_of(problem: Problem) -> list[str]:
@@ -41,7 +60,7 @@ def notes_of(problem: Problem) -> list[str]:
     tiles = tiles_of(problem.arch)
     pair = calls.bucket_of(tiles.two_passes, problem.head_dim, problem.head_dim_v)
     deterministic = "deterministic" in problem.features
-    why = _why_two_passes(tiles, pair, deterministic)
+    why = _why_two_passes(tiles, pair, deterministic, problem.mods)
     if why is None:
         notes = ["backward in one pass: five products a tile, dQ added in float32 by atomics"]
     else:
@@ -58,6 +77,7 @@ def plans_of(
     general: bool,
     deterministic: bool,
     arch: str = EMULATED,
+    mods: str = "",
 ) -> tuple[Plan, Plan, Plan]:
     """row_sums, then the two kernels that follow.
 
@@ -65,10 +85,10 @@ def plans_of(
     keys and owning rows.
     """
     tiles = tiles_of(arch)
-    if _why_two_passes(tiles, pair, deterministic):
+    if _why_two_passes(tiles, pair, deterministic, mods):
         sums = _of_rows(backend, "row_sums", dtype, 0)
         keys, rows = (
-            _plan(backend, tiles, pair, dtype, owner, int(general)) for owner in (KEYS, ROWS)
+            _plan(backend, tiles, pair, dtype, owner, int(general), mods) for owner in (KEYS, ROWS)
         )
         return sums, keys, rows
     constants = {
@@ -90,8 +110,9 @@ def _of_rows(backend: str, kernel: str, dtype: int, head_dim: int) -> Plan:
 
 
 def _plan(
-    backend: str, tiles: Tiles, pair: tuple[int, int], dtype: int, owner: int, general: int
-) -> Plan:
+    backend: str, tiles: Tiles, pair: tuple[int, int], dtype: int, owner: int, general: int,
+    mods: str,
+) -> Plan:  # fmt: skip
     constants = {
         "DTYPE": dtype,
         "GENERAL": general,
@@ -100,14 +121,13 @@ def _plan(
         "OWNS": owner,
         **constants_of(tiles.two_passes[pair][2 * general + owner]),
     }
-    return plan_with(backend, KERNEL, constants)
+    return plan_with(backend, KERNEL, constants, digest=mods)
 
 
-def bias_plan(backend: str, pair: tuple[int, int], dtype: int) -> Plan:
+def bias_plan(backend: str, pair: tuple[int, int], dtype: int, mods: str = "") -> Plan:
     """What makes the gradient of the bias, behind the others."""
-    return plan_with(
-        backend, BIAS_GRAD, {"DTYPE": dtype, "HEAD_DIM": pair[0], "HEAD_DIM_V": pair[1]}
-    )
+    constants = {"DTYPE": dtype, "HEAD_DIM": pair[0], "HEAD_DIM_V": pair[1]}
+    return plan_with(backend, BIAS_GRAD, constants, digest=mods)
 
 
 def all_plans(backend: str, arch: str = EMULATED) -> list[Plan]:
@@ -126,7 +146,7 @@ def all_plans(backend: str, arch: str = EMULATED) -> list[Plan]:
 
 def owned(plan: Plan) -> tuple[int, int]:
     """Rows and keys of a workgroup, one of them 0."""
-    constants = {name: int(value) for name, value in plan.constants}
+    constants = values_of(plan)
     if plan.kernel == ONE_PASS:
         return 0, WAVES * 16 * constants["TILES"]
     if plan.kernel == KERNEL:

@@ -7,12 +7,12 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ... import bundle, codeobject, sources
+from ... import bundle, codeobject
 from ...arch import ARCHS
 from ...errors import CodeObjectError, CompileError
 from ...plan import Plan
 from ..base import MachineReason
-from ..native.plans import name_of
+from ..native.plans import name_of, source_of
 from . import compiler
 
 # -fno-math-errno and the contraction of a·b + c are what these kernels are written for; nothing
@@ -34,11 +34,6 @@ class Code:
     digest: str
     origin: str
     kernel: codeobject.Kernel
-
-
-def source_of(plan: Plan) -> str:
-    """The self-contained source that ``plan`` is compiled from."""
-    return sources.flatten(plan.kernel, dict(plan.constants))
 
 
 def key_of(plan: Plan, arch: str, by: str = compiler.PINNED) -> str:

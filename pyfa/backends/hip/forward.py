@@ -8,8 +8,7 @@ from ...plan import Plan
 from ...problem import Problem
 from ..common import calls
 from ..common.calls import DROPOUT, GENERAL, PLAIN, score_class
-from ..native import decode
-from ..native.plans import notes_of, plan_with
+from ..native.plans import modified, notes_of, plan_with
 from ..native.tiles import constants_of
 from ..native.tiles.gfx942 import Tiles
 from .plans import EMULATED, tiles_of
@@ -24,12 +23,12 @@ LANES = 64
 def why_not(problem: Problem) -> list[str]:
     """What the kernel lacks for ``problem``, beyond features and dtypes."""
     features, reasons = problem.features, []
-    if "latent" in features:
-        return decode.why_not(problem)
     if features >= {"paged", "dropout"}:
         reasons.append("dropout with a paged cache is not implemented")
     if features >= {"fp8", "dropout"}:
         reasons.append("dropout with float8 is not implemented")
+    if "fp8" in features and problem.mods:
+        reasons.append("score_mod and mask_mod with float8 are not implemented")
     if features >= {"fp8", "batch_invariant"}:
         reasons.append("float8 with batch invariance is not implemented")
     return reasons
@@ -48,7 +47,8 @@ def plan(backend: str, problem: Problem) -> Plan:
     score = score_class(problem)
     if paged or invariant or _tiles_have_scales(problem, pair):
         score = max(score, GENERAL)
-    return _plan(backend, tiles, pair, dtype, out, score, paged, notes_of(problem, pair))
+    found = _plan(backend, tiles, pair, dtype, out, score, paged, notes_of(problem, pair))
+    return modified(found, problem.mods) if problem.mods else found
 
 
 def _tiles_have_scales(problem: Problem, pair: tuple[int, int]) -> bool:

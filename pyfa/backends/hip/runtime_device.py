@@ -90,12 +90,13 @@ class DeviceRuntime:
         hip, layout = self._runtime(), arguments.layout_of(program, lambda _: ())
         index = program.device.index
         functions = [self._load(hip, kernel, index) for kernel in kernels]
-        for kernel, loaded in zip(kernels, functions, strict=True):
+        for kernel, loaded, step in zip(kernels, functions, program.steps, strict=True):
             # The runtime reads as many bytes as the kernel takes, whatever was given.
-            if loaded.params_bytes != abi.SIZE:
+            taken = abi.SIZE + abi.captured_bytes(dict(step.plan.constants).get("MOD_CAPTURED"))
+            if loaded.params_bytes != taken:
                 raise ValueError(
                     f"{kernel.kernel.name} takes {loaded.params_bytes} bytes of parameters, "
-                    f"got {abi.SIZE}"
+                    f"got {taken}"
                 )
         steps = [
             (loaded.function, step.blocks, step.threads, start)

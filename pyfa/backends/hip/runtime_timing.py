@@ -264,7 +264,8 @@ def work_of(tiled: TiledKernel, shape: Shape) -> Work:
     again = shape.group if owns else 1
     parts = [
         (-(-(stop - begin) // walked) * again, _is_cut(shape, first, last, stop, owns))
-        for first, last, begin, stop in blocks(shape, tiled)
+        for block in blocks(shape, tiled)
+        for first, last, begin, stop in zip(*(each.tolist() for each in block), strict=True)
     ][::-1]
     reads, writes = requested_of(shape, tiled)
     asked = float(sum(reads.values()) + sum(writes.values()))

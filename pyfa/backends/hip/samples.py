@@ -186,8 +186,9 @@ def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) 
     return room[begin : begin + nbytes].view(dtype).as_strided(shape, strides)
 
 
-def _zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return empty(shape, torch.empty(shape, device="meta").stride(), dtype)
+def _zeros(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    like = torch.empty(shape, dtype=dtype, device="meta")
+    return empty(shape, like.stride(), like.dtype)
 
 
 def _call(constants: Mapping[str, int], rows: int, keys: int) -> Call:

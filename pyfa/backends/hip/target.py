@@ -58,15 +58,15 @@ def _latent_tiles(arch: str, float8: bool) -> Mapping[Pair, Sequence[Decode]]:
 
 
 def _backward_plans(
-    backend: str, arch: str, dims: Pair, dtype: int, general: bool, deterministic: bool
+    backend: str, arch: str, dims: Pair, dtype: int, general: bool, deterministic: bool, mods: str
 ) -> tuple[Plan, Plan, Plan]:
     pair = calls.bucket_of(plans.tiles_of(arch).two_passes, *dims)
-    return backward.plans_of(backend, pair, dtype, general, deterministic, arch)
+    return backward.plans_of(backend, pair, dtype, general, deterministic, arch, mods)
 
 
-def _bias_grad_plan(backend: str, arch: str, dims: Pair, dtype: int) -> Plan:
+def _bias_grad_plan(backend: str, arch: str, dims: Pair, dtype: int, mods: str) -> Plan:
     pair = calls.bucket_of(plans.tiles_of(arch).two_passes, *dims)
-    return backward.bias_plan(backend, pair, dtype)
+    return backward.bias_plan(backend, pair, dtype, mods)
 
 
 def _forward(values: Mapping[str, int]) -> Buffers:

@@ -30,7 +30,7 @@ def why_not(problem: Problem) -> list[str]:
 def is_general(call: Call) -> bool:
     """Whether backward has more to do between products and softmax than scale and masks."""
     terms = (call.alibi_slopes, call.bias, call.sinks)
-    return bool(call.softcap or call.dropout_p or any(x is not None for x in terms))
+    return bool(call.softcap or call.dropout_p or call.mods or any(x is not None for x in terms))
 
 
 def is_general_problem(problem: Problem) -> bool:
@@ -171,7 +171,7 @@ def _add_bias_grad(
     assert make is not None, "FEATURES has the gradient of bias"
     arch = launch.device_at(call.q.device).arch
     dims = call.q.shape[-1], call.v.shape[-1]
-    plan = make(launch.target.name, arch, dims, calls.dtype_code(call.q))
+    plan = make(launch.target.name, arch, dims, calls.dtype_code(call.q), call.mods)
     if _is_banded(call):
         plan = banded(plan)
     block = launch.target.block_of(plan)
@@ -189,7 +189,8 @@ def bias_plan_for(target: Target, backend: str, problem: Problem) -> Plan:
     """The kernel of a problem's gradient of bias."""
     assert target.bias_grad_plan is not None
     arch, dims = target.device_of(problem).arch, (problem.head_dim, problem.head_dim_v)
-    plan = target.bias_grad_plan(backend, arch, dims, calls.DTYPE_CODES[problem.dtype])
+    dtype = calls.DTYPE_CODES[problem.dtype]
+    plan = target.bias_grad_plan(backend, arch, dims, dtype, problem.mods)
     return banded(plan) if is_banded(problem.features) else plan
 
 
@@ -202,6 +203,7 @@ def plans_for(target: Target, backend: str, problem: Problem) -> tuple[Plan, ...
         calls.DTYPE_CODES[problem.dtype],
         is_general_problem(problem),
         "deterministic" in problem.features,
+        problem.mods,
     )
     return tuple(map(banded, plans)) if is_banded(problem.features) else plans
 
@@ -215,6 +217,7 @@ def _chain(launch: Launcher, call: Call) -> tuple[Plan, ...]:
         calls.dtype_code(call.q),
         is_general(call),
         call.deterministic,
+        call.mods,
     )
     return (sums, banded(first), banded(last)) if _is_banded(call) else (sums, first, last)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...plan import Plan
+from ...problem import FEATURES as EVERY_FEATURE
 from ...problem import Append, Call, Problem, is_aligned
 from ..base import Run
 from ..common import calls
@@ -56,6 +57,18 @@ def why_not(problem: Problem) -> list[str]:
     if not problem.aligned:
         reasons.append("decode reads rows at multiples of 16 bytes")
     return reasons
+
+
+def why_not_latent(problem: Problem, features: frozenset[str]) -> list[str]:
+    """Why decode, which has ``features``, does not take a latent problem; no other kernel does.
+    That it is not batch-invariant is a reason of every backend."""
+    lacking = problem.features - features - {"batch_invariant"}
+    reasons = [
+        f"latent attention with {feature.phrase} is not implemented"
+        for name, feature in EVERY_FEATURE.items()
+        if name in lacking
+    ]
+    return reasons + why_not(problem)
 
 
 def keys_seen(call: Call) -> int:

@@ -30,8 +30,9 @@ def _has_lone_rows(call: Call) -> bool:
     """
     alone = call.cu_seqlens_q is None and call.max_seqlen_q == 1 and call.seqused_q is None
     cut = call.window_left >= 0 or call.window_right > 0 or call.q_start != call.k_start
+    cut = cut or call.window_shift != 0 or call.attention_chunk > 0
     terms = (call.alibi_slopes, call.bias, call.sinks)
-    alike = all(x is None for x in terms) and not call.dropout_p
+    alike = all(x is None for x in terms) and not call.dropout_p and not call.mods
     grouped = call.q.shape[-2] > call.k.shape[-2] > 0
     return call.batch_invariant and alone and grouped and alike and not cut
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from ... import mods, sources
+from ...mods import emit
 from ...plan import Plan
 from ...problem import Problem
 from ..common.calls import DROPOUT
@@ -13,10 +15,32 @@ COMMON_HEAD_DIMS = (64, 128)
 
 
 def plan_with(
-    backend: str, kernel: str, constants: Mapping[str, int], notes: Iterable[str] = ()
+    backend: str,
+    kernel: str,
+    constants: Mapping[str, int],
+    notes: Iterable[str] = (),
+    digest: str = "",
 ) -> Plan:
-    """``kernel`` compiled with ``constants``, in any order."""
-    return Plan(backend, kernel, tuple(sorted(constants.items())), tuple(notes))
+    """``kernel`` compiled with ``constants``, in any order, and with the mods of a ``digest``."""
+    plan = Plan(backend, kernel, tuple(sorted(constants.items())), tuple(notes))
+    return modified(plan, digest) if digest else plan
+
+
+def modified(plan: Plan, digest: str) -> Plan:
+    """``plan`` with the mods that ``digest`` stands for."""
+    captured = len(mods.of(digest).kinds)
+    more = {**dict(plan.constants), "MOD": digest, "MOD_CAPTURED": captured}
+    return replace(plan, constants=tuple(sorted(more.items())))
+
+
+def source_of(plan: Plan) -> str:
+    """The self-contained source that ``plan`` is compiled from."""
+    constants = dict(plan.constants)
+    digest = constants.get("MOD")
+    if not isinstance(digest, str):
+        return sources.flatten(plan.kernel, constants)
+    generated = {"mod_functions.h": emit.source(mods.of(digest))}
+    return sources.flatten(plan.kernel, constants, generated)
 
 
 # Those in whose code masks are.
@@ -32,8 +56,8 @@ def banded(plan: Plan) -> Plan:
 
 
 def values_of(plan: Plan) -> dict[str, int]:
-    """The constants of a plan."""
-    return {name: int(value) for name, value in plan.constants}
+    """The numbers among the constants of a plan: all but the digest of its mods."""
+    return {name: int(value) for name, value in plan.constants if name != "MOD"}
 
 
 def name_of(plan: Plan) -> str:

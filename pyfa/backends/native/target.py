@@ -76,8 +76,8 @@ class Target:
     blocks of fewer lines first; ``latent_tiles``: where V is a view of K. ``decode_splits``: into
     how many parts keys go, by blocks, keys, units and the bytes of a key with its value.
     ``backward_plans``: row_sums and the two kernels that follow, by backend, arch, head dims,
-    number format, whether scores are general, and whether the result is to be deterministic.
-    ``bias_grad_plan``: what makes the gradient of a bias, where there is one.
+    number format, whether scores are general, whether the result is to be deterministic, and the
+    digest of the mods. ``bias_grad_plan``: what makes the gradient of a bias, where there is one.
     """
 
     name: str
@@ -96,5 +96,5 @@ class Target:
     decode_tiles: Callable[[str, bool], Mapping[Pair, Sequence[DecodeTiles]]]
     latent_tiles: Callable[[str, bool], Mapping[Pair, Sequence[DecodeTiles]]]
     decode_splits: Callable[[int, int, int, int], int]
-    backward_plans: Callable[[str, str, Pair, int, bool, bool], tuple[Plan, Plan, Plan]]
-    bias_grad_plan: Callable[[str, str, Pair, int], Plan] | None = None
+    backward_plans: Callable[[str, str, Pair, int, bool, bool, str], tuple[Plan, Plan, Plan]]
+    bias_grad_plan: Callable[[str, str, Pair, int, str], Plan] | None = None

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from ... import mods
+from ...mods.evaluate import evaluate
 from ...problem import Call
 from ..base import Gradients
 from . import philox
@@ -51,6 +53,7 @@ class _Grid:
         if self.whole:
             self.step_q, self.step_k = WHOLE_TILE
         # Query i sits at key i + shift. One number where all sequences agree, else (B, 1, 1, 1).
+        self.mods = mods.of(call.mods) if call.mods else None
         offset = call.q_start - call.k_start
         self.shift: int | torch.Tensor = self.keys.longest - self.rows.longest + offset
         if not (self.rows.uniform and self.keys.uniform):
@@ -120,13 +123,23 @@ class _Grid:
         split: torch.Tensor = x.unflatten(1, (self.heads_k, -1))
         return split.flatten(2, 3)
 
-    def scores(self, q: torch.Tensor, k: torch.Tensor, tile: _Tile) -> torch.Tensor:
-        """Everything between q·k and softmax: (B, H, rows, keys), −inf where masked."""
+    def scores(
+        self, q: torch.Tensor, k: torch.Tensor, tile: _Tile
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Everything between q·k and softmax: (B, H, rows, keys), −inf where masked. And what
+        d score / d (scale · q·k) is, None where that is 1."""
         call = self.call
         score = self.by_head(q @ k.transpose(-1, -2), tile.end_q - tile.begin_q)
         score = score * call.scale
+        slope = None
         if call.softcap:
-            score = call.softcap * torch.tanh(score / call.softcap)
+            capped = torch.tanh(score / call.softcap)
+            score, slope = call.softcap * capped, 1.0 - capped.square()
+        if self.mods is not None and self.mods.slope is not None:
+            inputs = {"score": score, **self._places(tile)}
+            given, of_mod = evaluate(self.mods.slope, inputs, call.captured)
+            score = given.expand(score.shape)
+            slope = of_mod if slope is None else slope * of_mod
         row = torch.arange(tile.begin_q, tile.end_q, device=self.device)[:, None]
         key = torch.arange(tile.begin_k, tile.end_k, device=self.device)
         distance = key - row - self.shift
@@ -142,7 +155,21 @@ class _Grid:
                 hidden = ~bias if hidden is None else hidden | ~bias
             else:
                 score = score + bias.float()
-        return score if hidden is None else score.masked_fill(hidden, -torch.inf)
+        if self.mods is not None and self.mods.mask is not None:
+            inputs = {"score": score, **self._places(tile)}
+            (seen,) = evaluate(self.mods.mask, inputs, call.captured)
+            hidden = ~seen if hidden is None else hidden | ~seen
+        return (score if hidden is None else score.masked_fill(hidden, -torch.inf)), slope
+
+    def _places(self, tile: _Tile) -> dict[str, torch.Tensor]:
+        """What mods are told: sequence, head, row and key, as they count in the whole problem."""
+        call = self.call
+        return {
+            "b": self._from(call.batch_start, call.batch).int()[:, None, None, None],
+            "h": self._from(call.head_start, self.heads).int()[:, None, None],
+            "q": self._from(call.q_start + tile.begin_q, tile.end_q - tile.begin_q).int()[:, None],
+            "kv": self._from(call.k_start + tile.begin_k, tile.end_k - tile.begin_k).int(),
+        }
 
     def bias_tile(self, tile: _Tile) -> torch.Tensor | None:
         """The part of the bias that this tile sees; broadcast dimensions stay 1."""
@@ -235,7 +262,7 @@ def _forward_rows(grid: _Grid, begin_q: int, end_q: int) -> tuple[torch.Tensor, 
             grid.keys_of(call.k, tile, call.k_descale),
             grid.keys_of(call.v, tile, call.v_descale),
         )
-        score = grid.scores(q, k, tile)
+        score, _ = grid.scores(q, k, tile)
         raised = torch.maximum(maximum, score.amax(-1, keepdim=True))
         # While a row has seen nothing its maximum is −inf, and −inf − −inf would be NaN.
         base = raised.masked_fill(raised == -torch.inf, 0.0)
@@ -290,7 +317,7 @@ def backward(
         dq_rows = torch.zeros_like(q)
         for tile in grid.tiles(begin_q, end_q):
             k, v = grid.keys_of(call.k, tile), grid.keys_of(call.v, tile)
-            score = grid.scores(q, k, tile)
+            score, slope = grid.scores(q, k, tile)
             p = torch.where(saw, torch.exp(score - base), 0.0)
             dp = grid.by_head(do @ v.transpose(-1, -2), rows)
             p_dropped = p
@@ -306,9 +333,9 @@ def backward(
                 )
                 rows_of, keys_of = stored
                 part += ds[:, :, :rows_of, :keys_of].sum_to_size(part.shape)
-            if call.softcap:
-                capped = grid.by_head(q @ k.transpose(-1, -2), rows) * (call.scale / call.softcap)
-                ds = ds * (1.0 - torch.tanh(capped).square())
+            if slope is not None:
+                # Where P is 0 a slope need not be finite: that of a score_mod whose -inf hides.
+                ds = torch.where(p == 0.0, 0.0, ds * slope)
             ds = grid.grouped(ds) * call.scale
             dq_rows += ds @ k
             for storage, part in ((dk, ds.mT @ q), (dv, grid.grouped(p_dropped).mT @ do)):

@@ -48,6 +48,8 @@ class TritonBackend:
         reasons = missing(self, problem)
         if problem.arch == "cpu" and not _interpreted():
             reasons.append("the device is a CPU (TRITON_INTERPRET=1 interprets the kernels there)")
+        elif "fp8" in problem.features and problem.mods:
+            reasons.append("score_mod and mask_mod with float8 are not implemented")
         elif "fp8" in problem.features:
             dtype = problem.dtype_k or problem.dtype
             if not plans.has_float8(problem.arch, dtype):

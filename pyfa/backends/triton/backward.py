@@ -88,9 +88,11 @@ def _keys_step(
     d, e, head_dim, head_dim_v, shift, left, right, scale, softcap, slope, bias_base,
     stride_bias_i, stride_bias_j, SEED, head, b, q_start, k_start, threshold, keep_scale,
     WINDOW_SHIFT, CHUNK,
+    MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
     GENERAL: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, WIDE: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries for a block of keys; scores lie as [keys, rows]."""
@@ -122,7 +124,10 @@ def _keys_step(
     distance = key[:, None] - row[None, :] - shift
     capped = nothing
     if GENERAL:
-        s, capped = score(s, distance, slope, scale, softcap)
+        s, capped = score(
+            s, distance, slope, scale, softcap, b, head, row[None, :] + q_start,
+            key[:, None] + k_start, MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7, SCORE_MOD,
+        )  # fmt: skip
         if BIAS > 0:
             pointers = bias_base + (row[None, :] * stride_bias_i + key[:, None] * stride_bias_j)
             s = add_bias(s, pointers, exists[None, :] & (key < keys)[:, None], BIAS)
@@ -135,6 +140,12 @@ def _keys_step(
             distance, key[:, None], row[None, :] + shift, k_start, left, right, WINDOW_SHIFT, CHUNK
         )  # fmt: skip
         p = tl.where(seen, p, 0.0)
+    if MASK_MOD is not None:
+        shown = MASK_MOD(
+            b, head, row[None, :] + q_start, key[:, None] + k_start,
+            MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
+        )  # fmt: skip
+        p = tl.where(shown, p, 0.0)
     p_kept = p
     if DROPOUT:
         keep = kept_transposed(
@@ -150,6 +161,8 @@ def _keys_step(
         ds = p * (dp - delta[None, :])
         if GENERAL:
             ds = ds * capped
+            if SCORE_MOD is not None:
+                ds = tl.where(p == 0.0, 0.0, ds)  # where a slope need not be finite
         dk = dot(rounded(ds, q.dtype), q, dk, PRECISION)
     return dk, dv
 
@@ -165,10 +178,12 @@ def grad_keys(
     batch, heads, group, head_dim, head_dim_v, longest_q, longest_k, page_size, blocks, section,
     descending, left, right, scale, softcap, threshold, keep_scale, q_start, k_start, head_start,
     batch_start, WINDOW_SHIFT, CHUNK,
+    MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, GENERAL: tl.constexpr, BIAS: tl.constexpr,
     DROPOUT: tl.constexpr, PAGED: tl.constexpr, WIDE: tl.constexpr, TMA: tl.constexpr,
     DIES: tl.constexpr, PRECISION: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
 ):  # fmt: skip
     """dK, dV or both of a block of keys of one key head, summed over the heads that share it."""
     block, key_head, b = locate(blocks, heads, batch, section, descending, DIES)
@@ -238,8 +253,10 @@ def grad_keys(
                 stride_qs, stride_gs, d, e, head_dim, head_dim_v, shift, left, right, scale,
                 softcap, slope, bias_base, stride_bias_i, stride_bias_j, SEED, head + head_start,
                 b + batch_start, q_start, k_start, threshold, keep_scale, WINDOW_SHIFT, CHUNK,
+            MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
                 BLOCK_M, BLOCK_N, EVEN_D, EVEN_DV, GENERAL, BIAS, DROPOUT, WIDE, TMA, PRECISION,
-                WITH_DK, WITH_DV, False,
+                WITH_DK, WITH_DV,
+            SCORE_MOD, MASK_MOD, False,
             )  # fmt: skip
         for tile in range(tiles_left + tiles_right):
             m0 = tl.where(
@@ -252,8 +269,10 @@ def grad_keys(
                 stride_qs, stride_gs, d, e, head_dim, head_dim_v, shift, left, right, scale,
                 softcap, slope, bias_base, stride_bias_i, stride_bias_j, SEED, head + head_start,
                 b + batch_start, q_start, k_start, threshold, keep_scale, WINDOW_SHIFT, CHUNK,
+            MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
                 BLOCK_M, BLOCK_N, EVEN_D, EVEN_DV, GENERAL, BIAS, DROPOUT, WIDE, TMA, PRECISION,
-                WITH_DK, WITH_DV, True,
+                WITH_DK, WITH_DV,
+            SCORE_MOD, MASK_MOD, True,
             )  # fmt: skip
 
     # Gradients of paged keys go to a dense buffer that the caller gathers: offset 0 there.
@@ -276,9 +295,11 @@ def _rows_step(
     stride_vb, PAGES, page_size, pad, d, e, head_dim, head_dim_v, row, exists, shift, left, right,
     scale, softcap, slope, bias_rows, stride_bias_j, SEED, head, b, q_start, k_start, threshold,
     keep_scale, WINDOW_SHIFT, CHUNK,
+    MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
     GENERAL: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, PAGED: tl.constexpr,
     WIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, DOTS: tl.constexpr,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys for a block of queries: the new (dq, dots)."""
@@ -296,7 +317,10 @@ def _rows_step(
     distance = key[None, :] - row[:, None] - shift
     capped = nothing
     if GENERAL:
-        s, capped = score(s, distance, slope, scale, softcap)
+        s, capped = score(
+            s, distance, slope, scale, softcap, b, head, row[:, None] + q_start,
+            key[None, :] + k_start, MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7, SCORE_MOD,
+        )  # fmt: skip
         if BIAS > 0:
             pointers = bias_rows[:, None] + key[None, :] * stride_bias_j
             s = add_bias(s, pointers, exists[:, None] & (key < keys)[None, :], BIAS)
@@ -309,6 +333,12 @@ def _rows_step(
         )  # fmt: skip
         seen = seen & (key < keys)[None, :]
         p = tl.where(seen, p, 0.0)
+    if MASK_MOD is not None:
+        shown = MASK_MOD(
+            b, head, row[:, None] + q_start, key[None, :] + k_start,
+            MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
+        )  # fmt: skip
+        p = tl.where(shown, p, 0.0)
     dp = dot(g, tl.trans(v), nothing, PRECISION)
     if DROPOUT:
         keep = kept(
@@ -320,6 +350,8 @@ def _rows_step(
     ds = p * (dp - delta[:, None])
     if GENERAL:
         ds = ds * capped
+        if SCORE_MOD is not None:
+            ds = tl.where(p == 0.0, 0.0, ds)  # where a slope need not be finite
     return dot(rounded(ds, k.dtype), k, dq, PRECISION), dots
 
 
@@ -334,10 +366,12 @@ def grad_rows(
     batch, heads, group, head_dim, head_dim_v, longest_q, longest_k, page_size, blocks, section,
     descending, left, right, scale, softcap, threshold, keep_scale, q_start, k_start, head_start,
     batch_start, WINDOW_SHIFT, CHUNK,
+    MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, GENERAL: tl.constexpr, BIAS: tl.constexpr,
     DROPOUT: tl.constexpr, PAGED: tl.constexpr, WIDE: tl.constexpr, TMA: tl.constexpr,
     DIES: tl.constexpr, PRECISION: tl.constexpr, DOTS: tl.constexpr,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
     ORDERED: tl.constexpr,
 ):  # fmt: skip
     """dQ of a block of queries of one head. ``DOTS``: also Σ P∘dP of each row, which is
@@ -396,7 +430,10 @@ def grad_rows(
             )  # fmt: skip
     if ORDERED:
         # Which tiles a left edge leaves whole hangs on the block's other rows: in order, then.
-        all_low = tl.where(left < FAR, high, all_low)
+        cut = left < FAR
+        if CHUNK is not None:
+            cut = cut | (CHUNK > 0)
+        all_low = tl.where(cut, high, all_low)
     start, full_start, full_stop = full_tiles(low, high, all_low, all_high, BLOCK_N)
     stop = tl.maximum(high, start)
     right_start = tl.maximum(full_stop, start)
@@ -410,8 +447,10 @@ def grad_rows(
             stride_vb, PAGES, page_size, pad, d, e, head_dim, head_dim_v, row, exists, shift, left,
             right, scale, softcap, slope, bias_rows, stride_bias_j, SEED, head + head_start,
             b + batch_start, q_start, k_start, threshold, keep_scale, WINDOW_SHIFT, CHUNK,
+            MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
             BLOCK_M, BLOCK_N, EVEN_D, EVEN_DV, GENERAL, BIAS, DROPOUT, PAGED, WIDE, TMA, PRECISION,
-            DOTS, False,
+            DOTS,
+            SCORE_MOD, MASK_MOD, False,
         )  # fmt: skip
     for tile in range(tiles_left + tiles_right):
         n0 = tl.where(
@@ -424,8 +463,10 @@ def grad_rows(
             stride_vb, PAGES, page_size, pad, d, e, head_dim, head_dim_v, row, exists, shift, left,
             right, scale, softcap, slope, bias_rows, stride_bias_j, SEED, head + head_start,
             b + batch_start, q_start, k_start, threshold, keep_scale, WINDOW_SHIFT, CHUNK,
+            MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
             BLOCK_M, BLOCK_N, EVEN_D, EVEN_DV, GENERAL, BIAS, DROPOUT, PAGED, WIDE, TMA, PRECISION,
-            DOTS, True,
+            DOTS,
+            SCORE_MOD, MASK_MOD, True,
         )  # fmt: skip
     if DOTS:
         tl.store(DOTS_PTR + (b * stride_lb + head * stride_lh + row_place), dots, mask=exists)

@@ -40,9 +40,11 @@ def grad_bias(
     batch, heads, group, head_dim, head_dim_v, longest_q, longest_k, page_size, batches_b, heads_b,
     rows_b, keys_b, left, right, scale, softcap, threshold, keep_scale, q_start, k_start,
     head_start, batch_start, WINDOW_SHIFT, CHUNK,
+    MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BIAS: tl.constexpr, DROPOUT: tl.constexpr, PAGED: tl.constexpr, ALL_ROWS: tl.constexpr,
-    ALL_KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    ALL_KEYS: tl.constexpr, PRECISION: tl.constexpr, SCORE_MOD: tl.constexpr,
+    MASK_MOD: tl.constexpr,
 ):  # fmt: skip
     """dBias (batches_b, heads_b, rows_b, keys_b), contiguous. ``ALL_ROWS`` and ``ALL_KEYS``: the
     bias broadcasts along them."""
@@ -118,7 +120,11 @@ def grad_bias(
                     nothing = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
                     distance = key[None, :] - row[:, None] - shift
                     s = dot(q, tl.trans(k), nothing, PRECISION)
-                    s, _capped = score(s, distance, slope, scale, softcap)
+                    s, _capped = score(
+                        s, distance, slope, scale, softcap, b + batch_start, head + head_start,
+                        row[:, None] + q_start, key[None, :] + k_start,
+                        MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7, SCORE_MOD,
+                    )  # fmt: skip
                     pointers = bias_rows[:, None] + key[None, :] * stride_bias_j
                     inside = exists[:, None] & (key < keys)[None, :]
                     s = add_bias(s, pointers, inside, BIAS)
@@ -128,6 +134,12 @@ def grad_bias(
                         WINDOW_SHIFT, CHUNK,
                     )  # fmt: skip
                     p = tl.where(seen, p, 0.0)
+                    if MASK_MOD is not None:
+                        shown = MASK_MOD(
+                            b + batch_start, head + head_start, row[:, None] + q_start,
+                            key[None, :] + k_start, MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
+                        )  # fmt: skip
+                        p = tl.where(shown, p, 0.0)
                     dp = dot(g, tl.trans(v), nothing, PRECISION)
                     if DROPOUT:
                         keep = kept(

@@ -259,13 +259,21 @@ def key_scales(
 
 
 @triton.jit
-def score(qk, distance, slope, scale, softcap):
-    """(score before bias and mask, the derivative of its cap: 1 where softcap is off)."""
+def score(
+    qk, distance, slope, scale, softcap, b, h, q, kv, MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
+    SCORE_MOD: tl.constexpr,
+):  # fmt: skip
+    """(score before bias and mask, its derivative by the scaled q·k: 1 without softcap and
+    score_mod). b, h, q and kv are what a mod is told of the scores, in the whole problem."""
     s = qk * scale
     capped = tl.full(s.shape, 1.0, dtype=tl.float32)
     if softcap > 0.0:
         t, capped = tanh(s / softcap)
         s = t * softcap
+    if SCORE_MOD is not None:
+        new, steep = SCORE_MOD(s, b, h, q, kv, MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7)
+        s = tl.zeros(s.shape, dtype=tl.float32) + new
+        capped = capped * steep
     return s - slope * tl.abs(distance).to(tl.float32), capped
 
 

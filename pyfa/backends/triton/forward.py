@@ -52,9 +52,11 @@ def _step(
     page_size, pad, d, dv, head_dim, head_dim_v, rows, row_exists, shift, left, right, scale,
     softcap, slope, bias_rows, stride_bias_j, SEED, head, b, q_start, k_start, threshold,
     K_SCALE, V_SCALE, place, stride_page, K_SCALE_ROWS, WINDOW_SHIFT, CHUNK,
+    MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
     GENERAL: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, PAGED: tl.constexpr,
     WIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, SCALED: tl.constexpr,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: the new (acc, total, top); top is in base 2, for float32 natural. ``scale``
@@ -86,12 +88,20 @@ def _step(
     each = factor[:, None] if SCALED >= 2 else factor
     if GENERAL:
         qk, _capped = score(
-            qk, distance, slope, scale[:, None] if SCALED >= 2 else scale, softcap
+            qk, distance, slope, scale[:, None] if SCALED >= 2 else scale, softcap, b, head,
+            rows[:, None] + q_start, key[None, :] + k_start,
+            MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7, SCORE_MOD,
         )  # fmt: skip
         if BIAS > 0:
             exists = row_exists[:, None] & (key < keys)[None, :]
             pointers = bias_rows[:, None] + key[None, :] * stride_bias_j
             qk = add_bias(qk, pointers, exists, BIAS)
+        if MASK_MOD is not None:
+            shown = MASK_MOD(
+                b, head, rows[:, None] + q_start, key[None, :] + k_start,
+                MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
+            )  # fmt: skip
+            qk = tl.where(shown, qk, float("-inf"))
         factor = LOG2E
         each = LOG2E
     elif EXACT:
@@ -154,12 +164,13 @@ def attention_forward(
     descending, splits, left, right, scale, softcap, threshold, keep_scale, q_start, k_start,
     head_start, batch_start, WINDOW_SHIFT, CHUNK,
     K_SCALE, V_SCALE, K_SCALE_B, K_SCALE_H, K_SCALE_ROWS, Q_SCALE, Q_SCALE_B, Q_SCALE_H,
-    Q_SCALE_ROWS,
+    Q_SCALE_ROWS, MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, GENERAL: tl.constexpr, BIAS: tl.constexpr,
     DROPOUT: tl.constexpr, PAGED: tl.constexpr, PACK: tl.constexpr, SPLIT: tl.constexpr,
     WIDE: tl.constexpr, TMA: tl.constexpr, DIES: tl.constexpr, PRECISION: tl.constexpr,
     AHEAD: tl.constexpr, SCALED: tl.constexpr, ORDERED: tl.constexpr,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
 ):  # fmt: skip
     if AHEAD:
         cuda.gdc_launch_dependents()  # the combination may take its place and wait there
@@ -257,7 +268,10 @@ def attention_forward(
             )  # fmt: skip
     if ORDERED:
         # Which tiles a left edge leaves whole hangs on the block's other rows: in order, then.
-        all_low = tl.where(left < FAR, high, all_low)
+        cut = left < FAR
+        if CHUNK is not None:
+            cut = cut | (CHUNK > 0)
+        all_low = tl.where(cut, high, all_low)
     start, full_start, full_stop = full_tiles(low, high, all_low, all_high, BLOCK_N)
     stop = tl.maximum(high, start)
     if SPLIT:
@@ -285,8 +299,10 @@ def attention_forward(
             stride_vb, PAGES, page_size, pad, d, dv, head_dim, head_dim_v, rows, row_exists, shift,
             left, right, scale, softcap, slope, bias_rows, stride_bias_j, SEED, head + head_start,
             b + batch_start, q_start, k_start, threshold, K_SCALE, V_SCALE, stored_at, K_SCALE_B,
-            K_SCALE_ROWS, WINDOW_SHIFT, CHUNK, BLOCK_M, BLOCK_N, EVEN_D, EVEN_DV, GENERAL, BIAS,
-            DROPOUT, PAGED, WIDE, TMA, PRECISION, SCALED, False,
+            K_SCALE_ROWS, WINDOW_SHIFT, CHUNK,
+            MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
+            BLOCK_M, BLOCK_N, EVEN_D, EVEN_DV, GENERAL, BIAS, DROPOUT, PAGED, WIDE, TMA, PRECISION,
+            SCALED, SCORE_MOD, MASK_MOD, False,
         )  # fmt: skip
     for tile in range(tiles_left + tiles_right):
         n0 = tl.where(
@@ -299,8 +315,10 @@ def attention_forward(
             stride_vb, PAGES, page_size, pad, d, dv, head_dim, head_dim_v, rows, row_exists, shift,
             left, right, scale, softcap, slope, bias_rows, stride_bias_j, SEED, head + head_start,
             b + batch_start, q_start, k_start, threshold, K_SCALE, V_SCALE, stored_at, K_SCALE_B,
-            K_SCALE_ROWS, WINDOW_SHIFT, CHUNK, BLOCK_M, BLOCK_N, EVEN_D, EVEN_DV, GENERAL, BIAS,
-            DROPOUT, PAGED, WIDE, TMA, PRECISION, SCALED, True,
+            K_SCALE_ROWS, WINDOW_SHIFT, CHUNK,
+            MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
+            BLOCK_M, BLOCK_N, EVEN_D, EVEN_DV, GENERAL, BIAS, DROPOUT, PAGED, WIDE, TMA, PRECISION,
+            SCALED, SCORE_MOD, MASK_MOD, True,
         )  # fmt: skip
 
     empty = total == 0.0

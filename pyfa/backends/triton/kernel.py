@@ -56,6 +56,16 @@ class Kernel:
             (at, numbers[each.name]) for at, each in enumerate(arguments) if type(each) is Slot
         ]
         arguments = [0 if type(each) is Slot else each for each in arguments]
+        kept = [] if INTERPRETED else [x for x in arguments if isinstance(x, torch.Tensor)]
+        if kept:
+            arguments = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments]
+            launch_kept = self._bound(programs, arguments, slots)
+            return lambda given, _kept=kept: launch_kept(given)  # type: ignore[misc]
+        return self._bound(programs, arguments, slots)
+
+    def _bound(
+        self, programs: int, arguments: list[Any], slots: list[tuple[int, int]]
+    ) -> Callable[[Sequence[Any]], None]:
         if not INTERPRETED and self._code is not None:
             return runtime_launch.prepare(self._code, programs, arguments, slots)
         template = list(arguments)

@@ -123,8 +123,8 @@ _FAMILIES = {
 
 # What makes the runtime look at more than q, k, v and the window.
 _OPTIONS = frozenset(
-    {"softcap", "alibi", "bias", "sinks", "dropout", "varlen", "seqused", "paged", "leftpad",
-     "batch_idx", "fp8"}
+    {"softcap", "alibi", "bias", "score_mod", "mask_mod", "sinks", "dropout", "varlen", "seqused",
+     "paged", "leftpad", "batch_idx", "fp8"}
 )  # fmt: skip
 
 # The archs whose matrix units, and so Triton's, take a float8 format; the interpreter takes all.
@@ -232,7 +232,7 @@ def forward_tiles(problem: Problem) -> Tiles:
 
 def _long_rows(problem: Problem) -> bool:
     """Whether rows see so many keys that larger tiles, through the copy engine, are worth it."""
-    if problem.features & {"softcap", "alibi", "bias", "dropout"}:
+    if problem.features & {"softcap", "alibi", "bias", "score_mod", "mask_mod", "dropout"}:
         return False  # what these keep in registers would spill
     masked = problem.features & {"causal", "window", "chunk"}
     return problem.seqlen_k > (8192 if masked else 1024)
@@ -278,10 +278,11 @@ def plan(problem: Problem, name: str) -> Plan:
         "block_dv": block_dv,
         "even_d": block_d == problem.head_dim,
         "even_dv": block_dv == problem.head_dim_v,
-        "general": bool(features & {"softcap", "alibi", "bias"}),
+        "general": bool(features & {"softcap", "alibi", "bias", "score_mod", "mask_mod"}),
+        "mods": problem.mods,
         "dropout": "dropout" in features,
-        "ordered": is_invariant(problem),
         "banded": is_banded(features),
+        "ordered": is_invariant(problem),
         "pack": packs(problem),
         # Triton's dot takes tf32 everywhere on NVIDIA, on AMD only for some archs.
         "tf32": problem.dtype == "float32" and problem.device.vendor == "nvidia",

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ... import _torch
+from ...mods.emit_triton import INFO
 from ...plan import Plan
 from ...problem import Call, Form, are_on_16, band_of, form_of, scales_of, tensors_of
 from ..base import OtherAlignment, Run
@@ -37,6 +38,7 @@ class Given(NamedTuple):
     numbers: tuple[Any, ...]
     scales: tuple[Any, ...]
     scaled: int
+    captured: tuple[Any, ...]
 
 
 def _tf32_allowed() -> bool:
@@ -73,8 +75,28 @@ def _scales(call: Call, block_n: int) -> tuple[tuple[Any, ...], int]:
     return scales, 3 if apart or size % block_n or call.batch_invariant else 2
 
 
+def _captured(call: Call) -> tuple[Any, ...]:
+    """The table of sizes and strides of the tensors that mods read, and these."""
+    tensors = call.captured
+    if not tensors:
+        return ()
+    info = []
+    for x in tensors:
+        filler = (1,) * (INFO // 2 - x.dim())
+        info += [*x.shape, *filler, *x.stride(), *filler]
+    table = torch.tensor(info, dtype=torch.int32, device=call.q.device)
+    return table, *(Slot(f"captured{slot}") for slot in range(len(tensors)))
+
+
 def readable(call: Call) -> Call:
     """``call`` as the kernels read it."""
+    if INTERPRETED:
+        bools: dict[str, Any] = {
+            f"captured{slot}": x.view(torch.uint8)
+            for slot, x in enumerate(call.captured)
+            if x.dtype == torch.bool
+        }
+        call = call._replace(**bools)
     bias, of_k, of_v = call.bias, call.k_descale, call.v_descale
     if bias is not None and bias.dtype == torch.bool:
         bias = bias.view(torch.uint8)
@@ -199,7 +221,8 @@ class Runner:
             numbers += (band.window_shift, band.attention_chunk)
         page_size = call.k.shape[1] if call.page_table is not None else 0
         strides = strides_q + strides_k + strides_v
-        return Given(options, strides, more, page_size, numbers, scales, scaled)
+        captured = _captured(call)
+        return Given(options, strides, more, page_size, numbers, scales, scaled, captured)
 
     def variant(self, call: Call, given: Given, block: int) -> Variant:
         kind, rows, bias = "", False, call.bias
@@ -307,7 +330,7 @@ class Runner:
                 Slot("q"), Slot("k"), Slot("v"), to, to_lse, *options, *given.strides, *out_strides,
                 *lse_strides, *given.more_strides, *part_strides, batch, units, group, dim, dim_v,
                 rows, longest, given.page_size, blocks, section, int(self.reversed), parts,
-                *given.numbers, *given.scales,
+                *given.numbers, *given.scales, *given.captured,
             )  # fmt: skip
             steps.append(kernel.bind(programs * parts, arguments, numbers))
             if parts > 1:

@@ -222,7 +222,7 @@ class _Passes:
                 Slot("q"), Slot("k"), Slot("v"), Slot("dout"), Slot("dk"), Slot("dv"), Slot("base"),
                 Slot("delta"), *given.options, *given.strides, *self.dout_strides, *strides[0],
                 *strides[1], *self.state_strides, *given.more_strides, batch, heads_k,
-                *self.sizes[2:], blocks, section, 0, *given.numbers,
+                *self.sizes[2:], blocks, section, 0, *given.numbers, *given.captured,
             )  # fmt: skip
             self.steps.append((kernel, programs, arguments))
 
@@ -246,7 +246,7 @@ class _Passes:
             Slot("dots") if has_dots else no_float, *given.options, *given.strides,
             *self.dout_strides, *strides, *self.state_strides, *self.lse_strides,
             *given.more_strides, *self.sizes, blocks, section, int(runner.reversed),
-            *given.numbers,
+            *given.numbers, *given.captured,
         )  # fmt: skip
         self.steps.append((kernel, programs, arguments))
 
@@ -269,7 +269,7 @@ class _Passes:
         arguments = (
             Slot("q"), Slot("k"), Slot("v"), Slot("dout"), Slot("dbias"), Slot("base"),
             Slot("delta"), *given.options, *given.strides, *self.dout_strides, *self.state_strides,
-            *given.more_strides, *self.sizes, *bias.shape, *given.numbers,
+            *given.more_strides, *self.sizes, *bias.shape, *given.numbers, *given.captured,
         )  # fmt: skip
         self.steps.append((kernel, programs, arguments))
 

@@ -13,8 +13,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from ... import mods
+from ...mods.emit_triton import POINTERS
 from . import backward, bias_grad, decode, forward
 from .common import INTERPRETED
+from .modifiers import functions_of
 from .plans import BYTES
 
 Constants = Mapping[str, Any]
@@ -52,6 +55,8 @@ BIAS_TILE = 32
 _INT32 = ("CU_Q", "CU_K", "USED_Q", "USED_K", "PAGES", "BATCH_IDX", "LEFTPAD")
 _FLOAT32 = ("LSE", "BASE", "PART_LSE", "PARTS", "DELTA", "DLSE", "DOTS_PTR", "ALIBI", "SINKS")
 _INPUTS = ("Q", "K", "V", "DOUT", "OUT", "DQ", "DK", "DV")
+# Of mods: the table of sizes and strides, and the captured tensors. Compiled in as None without.
+_CAPTURED = ("MOD_INFO", *(f"C{slot}" for slot in range(mods.MOST_CAPTURED)))
 _FLOATS = ("scale", "softcap", "keep_scale")
 # Of float8: pointers, strides and rows per scale. Compiled in as None where there are none.
 _K_SCALES = ("K_SCALE", "V_SCALE", "K_SCALE_B", "K_SCALE_H", "K_SCALE_ROWS")
@@ -76,6 +81,9 @@ def _type(name: str, plan: Constants, bias: str) -> str:
         return f"*{bias or kind}"
     if name == "SEED":
         return "*i64"
+    if name in _CAPTURED:
+        slot = _CAPTURED.index(name) - 1
+        return POINTERS[mods.of(plan["mods"]).kinds[slot][0]] if slot >= 0 else "*i32"
     if name in _FLOATS:
         return "fp32"
     if name == "threshold":
@@ -157,7 +165,15 @@ def _common(plan: Constants, variant: Variant, role: str) -> dict[str, Any]:
         "TMA": plan[f"{role}_tma"] and not variant.wide and plan[f"{role}_paged"] == 0,
         "DIES": plan["dies"],
         "PRECISION": "tf32" if variant.tf32 else "ieee",
+        **functions_of(plan["mods"]),
+        **dict.fromkeys(_CAPTURED[_pointers(plan) :]),
     }
+
+
+def _pointers(plan: Constants) -> int:
+    """How many of ``_CAPTURED`` there are."""
+    captured = len(mods.of(plan["mods"]).kinds) if plan["mods"] else 0
+    return 1 + captured if captured else 0
 
 
 def forward_spec(plan: Constants, variant: Variant, split: bool) -> Spec:

@@ -35,10 +35,13 @@ BACKWARD = (
 OF_DECODE = {
     "chunks a key late": ("int place = key + p.k_start;", "int place = key + p.k_start - 1;"),
     "a chunk in front of the first key": ("place < 0 ? -p.attention_chunk :", "place < 0 ? 0 :"),
-    "a chunk's last key left out": ("(int)max(last + size, 0ll)", "(int)max(last + size - 1, 0ll)"),
+    "a chunk's last key left out": (
+        "max(last + p.attention_chunk, 0)",
+        "max(last + p.attention_chunk - 1, 0)",
+    ),
     "masks skipped in the first row's chunk": (
-        "seen.all_low = max(seen.all_low, (int)min(last, most));",
-        "seen.all_low = max(seen.all_low, (int)min(first, most));",
+        "seen.all_low = max(seen.all_low, min(last, most));",
+        "seen.all_low = max(seen.all_low, min(first, most));",
     ),
     "the chunk's beginning not masked": ("key + r < seen.low || ", ""),
     "the window not moved": ("(long long)s.shift + p.window_shift", "(long long)s.shift"),
@@ -49,10 +52,10 @@ OF_DECODE = {
 }
 OF_BACKWARD = {
     "rows counted from key 0": (
-        "(long long)chunk_begin(p, first) - s.shift", "chunk_begin(p, first)",
+        "chunk_begin(p, first) - s.shift", "chunk_begin(p, first)",
     ),
     "the last row of a chunk left out": (
-        "(int)max(last + size, 0ll)", "(int)max(last + size - 1, 0ll)",
+        "max(last + p.attention_chunk, 0)", "max(last + p.attention_chunk - 1, 0)",
     ),
     "the window moved the other way": ("s.shift + p.window_shift", "s.shift - p.window_shift"),
 }  # fmt: skip

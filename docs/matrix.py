@@ -1,0 +1,193 @@
+"""Two more parts of the guide: what runs where and how that was tested, and what models run on.
+
+Cells are the dispatcher's own answers; how they were tested comes from benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import generated
+from generated import DEVICES, FEATURES, table
+
+from pyfa import cli
+from pyfa.arch import ARCHS
+from pyfa.backends import AUTOMATIC, BACKENDS
+from pyfa.cli import model_config
+from pyfa.device import Device
+
+DIMS = (64, 96, 128, 192, 256)
+# Query rows of each pass, and what it needs beside a row's feature.
+PASSES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "forward": (4096, ()),
+    "backward": (4096, ("backward",)),
+    "decode": (1, ("seqused",)),
+}
+DTYPES = {"16 bits": "bfloat16", "float32": "float32", "float8": "float8_e4m3fn"}
+# Features that are a pass or a dtype, those that only gradients have, and those that only a cache
+# or no cache has.
+_APART = ("backward", "fp8")
+_OF_GRADIENTS = ("bias_grad", "dlse", "deterministic")
+_OF_CACHES = ("leftpad", "batch_idx")
+_NOT_OF_CACHES = ("dropout", "varlen")
+
+
+def tested(name: str, arch: str) -> str:
+    """The letters of how ``name`` was tested on ``arch``; the page says what they mean."""
+    if name == "torch":
+        return "P"
+    state = generated.state(name, arch)
+    if state.startswith("run on hardware"):
+        return "H"
+    if state.startswith("emulated"):
+        return "E"
+    compiled = state.startswith("compiled")
+    if name == "triton":  # its kernels run in Triton's interpreter in the tests
+        return "CI" if compiled else "I"
+    return "T" if arch in executed_elsewhere() else "C" if compiled else "U"
+
+
+def executed_elsewhere() -> set[str]:
+    """Archs whose tiles passed the suite on a GPU of another arch."""
+    found = (data.get("tiles") for data in generated.results().values())
+    return {arch for tiles in found if isinstance(tiles, list) for arch in tiles}
+
+
+def device_of(arch: str) -> Device:
+    known = (each for each in DEVICES.values() if each.arch == arch)
+    return next(known, Device(arch, arch, 1, 1, 0.0, 0, 0, 0, 0.0))
+
+
+def first_able(device: Device, feature: str, passed: str, dtype: str, dim: int) -> str:
+    """The backend that would run it, as the dispatcher asks them."""
+    rows, needed = PASSES[passed]
+    wanted = {*needed, *([feature] if feature else [])} | ({"fp8"} if "float8" in dtype else set())
+    problem = generated.problem_on(device, wanted, dtype, rows)
+    if "float8" in dtype and device.arch == "gfx942":
+        dtype = "float8_e4m3fnuz"
+    problem = replace(problem, dtype=dtype, head_dim=dim, head_dim_v=64 if feature == "dv" else dim)
+    return next(
+        (each for each in AUTOMATIC[device.vendor] if not BACKENDS[each].why_not(problem)), ""
+    )
+
+
+def cell(arch: str, feature: str, passed: str, dtype: str) -> str:
+    """Who runs it at which head dims: ``cuda`` H, say, or both of two."""
+    device = device_of(arch)
+    if passed == "backward" and dtype == "float8_e4m3fn":
+        return "–"
+    if feature in _OF_GRADIENTS and passed != "backward":
+        return "–"
+    if (feature in _OF_CACHES) != (passed == "decode") and feature in (
+        *_OF_CACHES,
+        *_NOT_OF_CACHES,
+    ):
+        return "–"
+    if feature in _NOT_OF_CACHES and passed == "decode":
+        return "–"
+    found: dict[str, list[str]] = {}
+    for dim in DIMS:
+        found.setdefault(first_able(device, feature, passed, dtype, dim), []).append(str(dim))
+    parts = []
+    for name, dims in found.items():
+        said = f"`{name}` {tested(name, arch)}" if name else "**no**"
+        parts.append(said if len(found) == 1 else f"{said} ({', '.join(dims)})")
+    return "; ".join(parts)
+
+
+def matrix() -> str:
+    """A table for each arch, or for those that have the same."""
+    columns = [(label, passed) for label in DTYPES for passed in PASSES]
+    columns.remove(("float8", "backward"))
+    head = ["feature", *(f"{passed}, {label}" for label, passed in columns)]
+    names = ["", *(name for name in FEATURES if name not in _APART)]
+    tables: dict[str, list[str]] = {}
+    for arch in ARCHS:
+        rows = [
+            [f"`{name}`" if name else "none"]
+            + [cell(arch, name, passed, DTYPES[label]) for label, passed in columns]
+            for name in names
+        ]
+        tables.setdefault(table(head, rows), []).append(arch)
+    return "\n\n".join(
+        f"### {', '.join(archs)}\n\n{_devices(archs)}{text}" for text, archs in tables.items()
+    )
+
+
+def _devices(archs: list[str]) -> str:
+    known = [each.name for each in DEVICES.values() if each.arch in archs]
+    return f"Devices known by name: {', '.join(known)}.\n\n" if known else ""
+
+
+# --- models
+
+
+def models() -> str:
+    """A row for each model known by name: its attention, and what would run it."""
+    rows = []
+    for name in model_config.NAMES:
+        answers = {device: _explained(name, device) for device in ("MI300X", "H200")}
+        first = answers["MI300X"]
+        kinds = dict.fromkeys(_kind(row["attention"]) for row in first["rows"])
+        runs = [
+            "; ".join(dict.fromkeys(f"{row['phase']}: {_kernel(row)}" for row in answer["rows"]))
+            for answer in answers.values()
+        ]
+        rows.append([f"`{name}`", "; ".join(kinds), *runs])
+    return table(["model", "attention", "on MI300X (emulated)", "on H200"], rows)
+
+
+def _kind(attention: dict[str, object]) -> str:
+    heads = f"{attention['heads_q']}/{attention['heads_k']} heads, head_dim {attention['head_dim']}"
+    more = [f"window {attention['window']}"] if attention["window"] else []
+    more += ["sinks"] if attention["sinks"] else []
+    more += ["softcap"] if attention["softcap"] else []
+    return f"{attention['layers']} × {', '.join([str(attention['name']), heads, *more])}"
+
+
+def _kernel(row: dict[str, object]) -> str:
+    if not row["chosen"]:
+        why = row["why"]
+        return "nobody: " + "; ".join(map(str, why if isinstance(why, list) else [why]))
+    plan = str(row["plan"]).split()[0].rsplit("/", 1)[-1]
+    return f"`{row['chosen']}` {plan}"
+
+
+def _explained(name: str, device: str) -> dict[str, list[dict[str, object]]]:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        status = cli.main(["explain", "--model", name, "--device", device, "--json"])
+    if status:
+        raise ValueError(f"pyfa explain --model {name} ended with status {status}")
+    answer: dict[str, list[dict[str, object]]] = json.loads(printed.getvalue())
+    return answer
+
+
+def measured_models() -> str:
+    """What was measured of whole models: benchmarks/results/llama_speed.json."""
+    data = generated.results()["llama_speed.json"]
+    gpu = data["environment"]["gpu"]
+    options = ", ".join(f"{key} {data['options'][key]}" for key in ("layers", "hidden", "context"))
+    rows = [
+        [
+            row["what"],
+            row["who"],
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['pyfa_is_faster']:.2f}",
+            gpu,
+        ]
+        for row in data["rows"]
+    ]
+    head = ["what", "attention by", "tokens/s", "pyfa's speed over it", "on"]
+    return f"A Llama of {options}:\n\n" + table(head, rows)
+
+
+PARTS: dict[str, Callable[..., str]] = {
+    "matrix": matrix,
+    "measured_models": measured_models,
+    "models": models,
+}

@@ -1,0 +1,129 @@
+"""``score_mod`` and ``mask_mod``: Python functions of one score, traced once for every backend.
+
+``resolve`` turns what a user gave into a digest, which travels with a call and is in every key,
+and the tensors that the functions captured. ``of`` gives what a digest stands for.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from .captured import dependencies_of
+from .derive import with_slope
+from .ir import Function
+from .trace import MOST_CAPTURED, ModError, trace
+
+__all__ = ["MOST_CAPTURED", "Function", "Mod", "ModError", "Mods", "of", "resolve"]
+
+Mod = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Mods:
+    """A pair of mods, each of which may be missing. ``kinds``: dtype and rank of each captured
+    tensor, those of the score_mod first."""
+
+    score: Function | None
+    mask: Function | None
+    kinds: tuple[tuple[torch.dtype, int], ...]
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of what they compute, from tensors of these kinds."""
+        parts = [f.digest if f is not None else "" for f in (self.score, self.mask)]
+        return hashlib.sha256(repr((*parts, self.kinds)).encode()).hexdigest()[:32]
+
+    @functools.cached_property
+    def slope(self) -> Function | None:
+        """The score_mod with a second result: its derivative."""
+        return None if self.score is None else with_slope(self.score)
+
+
+class _Known(NamedTuple):
+    """A trace, for all functions of one key: ``places`` of its captured tensors among those that
+    the function depends on. ``kept``: what the key compares by identity."""
+
+    function: Function
+    places: tuple[int, ...]
+    reads_sizes: bool
+
+
+_traces: dict[Hashable, _Known] = {}
+_mods: dict[str, Mods] = {}
+_pairs: dict[Hashable, str] = {}
+_lock = threading.Lock()
+_MOST_TRACES = 1024
+
+
+def _traced(
+    kind: str, mod: Mod | None, device: torch.device
+) -> tuple[Function | None, tuple[torch.Tensor, ...]]:
+    if mod is None:
+        return None, ()
+    if not callable(mod):
+        raise TypeError(f"{kind}: expected a function; got {type(mod).__name__}")
+    found = dependencies_of(mod)
+    if found is not None:
+        key: Hashable = (kind, device, torch.is_grad_enabled(), found.key)
+        known = _traces.get(key)
+        if known is not None and known.reads_sizes:
+            known = _traces.get((key, tuple(x.shape for x in found.tensors)))
+        if known is not None:
+            return known.function, tuple(found.tensors[place] for place in known.places)
+    with _lock:
+        traces = trace(kind, mod, device)
+    if found is not None:
+        numbers = {id(x): number for number, x in enumerate(found.tensors)}
+        if all(id(x) in numbers for x in traces.captured):
+            places = tuple(numbers[id(x)] for x in traces.captured)
+            if len(_traces) >= _MOST_TRACES:
+                _traces.clear()
+            _traces[key] = known = _Known(traces.function, places, traces.reads_sizes)
+            if traces.reads_sizes:
+                _traces[key, tuple(x.shape for x in found.tensors)] = known
+    return traces.function, traces.captured
+
+
+def resolve(
+    score_mod: Mod | None, mask_mod: Mod | None, device: torch.device
+) -> tuple[str, tuple[torch.Tensor, ...]]:
+    """The digest of these mods and the tensors that they captured, for tensors on ``device``.
+
+    Raises ``ModError``, which names the line, for what cannot be traced or computed.
+    """
+    score, of_score = _traced("score_mod", score_mod, device)
+    mask, of_mask = _traced("mask_mod", mask_mod, device)
+    captured = of_score + of_mask
+    if len(captured) > MOST_CAPTURED:
+        raise ModError(
+            f"score_mod and mask_mod capture {len(captured)} tensors, expected at most "
+            f"{MOST_CAPTURED}; stack those of one shape into one tensor"
+        )
+    kinds = tuple((x.dtype, x.dim()) for x in captured)
+    pair = (score, mask, kinds)
+    digest = _pairs.get(pair)
+    if digest is None:
+        if mask is not None:
+            # Its captured tensors come behind those of the score_mod.
+            moved = (
+                op._replace(value=int(op.value or 0) + len(of_score)) if op.name == "load" else op
+                for op in mask.ops
+            )
+            mask = mask._replace(ops=tuple(moved))
+        mods = Mods(score, mask, kinds)
+        digest = mods.digest
+        _mods[digest] = mods
+        _pairs[pair] = digest
+    return digest, captured
+
+
+def of(digest: str) -> Mods:
+    """What ``resolve`` gave ``digest`` for, in this process."""
+    return _mods[digest]

@@ -1,0 +1,98 @@
+"""What a mod depends on beside its code: found again in another function of the same code.
+
+A mod is often made anew for every batch, as a closure over that batch's document map. Its trace is
+that of any other function with the same code, the same numbers and tensors of the same kinds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+_UNCHANGING = frozenset({"torch", "math", "numpy", "operator", "builtins", "_operator"})
+
+
+class Unknown(Exception):
+    """It depends on an object whose attributes may change: no key can be made."""
+
+
+class Dependencies:
+    """``key``: equal where the trace is the same. ``tensors``: those that may be captured, in an
+    order that goes by the code alone."""
+
+    def __init__(self, mod: Callable[..., Any]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._numbers: dict[int, int] = {}
+        self._functions: set[int] = set()
+        self.key: Hashable = self._of(mod)
+
+    def _of(self, value: object) -> Hashable:
+        kind = type(value)
+        if isinstance(value, torch.Tensor):
+            # Which of them are one tensor: the trace gives them one load.
+            number = self._numbers.setdefault(id(value), len(self.tensors))
+            if number == len(self.tensors):
+                self.tensors.append(value)
+            device = value.device
+            return ("tensor", number, value.dtype, value.dim(), device, value.requires_grad)
+        if kind in (int, bool, str, bytes, type(None), torch.dtype, torch.device):
+            return (kind, value)
+        if kind is float:
+            return (float, repr(value))  # 0.0 is not -0.0
+        if kind in (tuple, list):
+            return (kind, *(self._of(x) for x in value))  # type: ignore[attr-defined]
+        if kind is dict:
+            items = value.items()  # type: ignore[attr-defined]
+            return (dict, *((self._of(k), self._of(x)) for k, x in items))
+        if isinstance(value, types.FunctionType):
+            return self._of_function(value)
+        if isinstance(value, functools.partial):
+            parts = value.func, value.args, dict(value.keywords)
+            return (functools.partial, *(self._of(x) for x in parts))
+        if isinstance(value, types.ModuleType):
+            if value.__name__.split(".")[0] in _UNCHANGING:
+                return (types.ModuleType, value.__name__)
+            raise Unknown
+        named = isinstance(value, (types.BuiltinFunctionType, type))
+        # A class of the user's may hold what changes.
+        if named and str(value.__module__).split(".")[0] in _UNCHANGING:
+            return (kind, value)
+        raise Unknown
+
+    def _of_function(self, f: types.FunctionType) -> Hashable:
+        if id(f) in self._functions:  # it calls itself, or comes twice
+            return ("again", f.__code__)
+        self._functions.add(id(f))
+        parts: list[Hashable] = [f.__code__]
+        for cell in f.__closure__ or ():
+            try:
+                parts.append(self._of(cell.cell_contents))
+            except ValueError:  # still empty
+                parts.append("empty")
+        parts += [self._of(f.__defaults__), self._of(f.__kwdefaults__)]
+        for name in _names(f.__code__):
+            if name in f.__globals__:
+                parts.append((name, self._of(f.__globals__[name])))
+        return tuple(parts)
+
+
+@functools.lru_cache(maxsize=1024)
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    """Those that code, and functions inside it, look up: globals and attributes alike."""
+    found = dict.fromkeys(code.co_names)
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            found.update(dict.fromkeys(_names(each)))
+    return tuple(found)
+
+
+def dependencies_of(mod: Callable[..., Any]) -> Dependencies | None:
+    """None where they cannot be told: such a mod is traced at every call."""
+    with contextlib.suppress(Unknown, RecursionError):
+        return Dependencies(mod)
+    return None

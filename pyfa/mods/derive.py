@@ -1,0 +1,143 @@
+"""The derivative of a score_mod with respect to the score, as more operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .ir import Builder, Function
+
+
+def with_slope(score: Function) -> Function:
+    """``score``'s result and what d result / d score is: PyTorch's choice where it has none.
+
+    Forward mode (dual numbers): each operation that depends on the score gets its derivative from
+    those of its operands. Integers and truth values have none.
+    """
+    make = Builder()
+    numbers = make.include(score)
+    zero, one = make.constant(0.0, "f"), make.constant(1.0, "f")
+    slopes: dict[int, int] = {}
+    for op, number in zip(score.ops, numbers, strict=True):
+        if op.type != "f":
+            continue
+        if op.name == "input" and op.value == "score":
+            slopes[number] = one
+            continue
+        args = [numbers[x] for x in op.args]
+        rule = _RULES.get(op.name)
+        if rule is None or not any(x in slopes for x in args):
+            continue
+        slope = rule(make, number, args, [slopes.get(x, zero) for x in args])
+        if make.value(slope) != 0.0:
+            slopes[number] = slope
+    result = numbers[score.results[0]]
+    return make.function(result, slopes.get(result, zero))
+
+
+def _times(make: Builder, x: int, slope: int) -> int:
+    """0 where the slope is the constant 0: that nothing depends on it, and not 0 · ∞."""
+    return slope if make.value(slope) == 0.0 else make.make("mul", x, slope)
+
+
+def _plus(make: Builder, x: int, y: int) -> int:
+    if make.value(x) == 0.0:
+        return y
+    return x if make.value(y) == 0.0 else make.make("add", x, y)
+
+
+def _minus(make: Builder, x: int, y: int) -> int:
+    if make.value(y) == 0.0:
+        return x
+    return make.make("neg", y) if make.value(x) == 0.0 else make.make("sub", x, y)
+
+
+Rule = Callable[[Builder, int, list[int], list[int]], int]
+
+
+def _mul(make: Builder, y: int, x: list[int], d: list[int]) -> int:
+    return _plus(make, _times(make, x[1], d[0]), _times(make, x[0], d[1]))
+
+
+def _div(make: Builder, y: int, x: list[int], d: list[int]) -> int:
+    # d(a / b) = (da - (a / b) db) / b
+    return make.make("div", _minus(make, d[0], _times(make, y, d[1])), x[1])
+
+
+def _extremum(better: str) -> Rule:
+    """PyTorch halves the slope where both are alike, and follows what is NaN."""
+
+    def rule(make: Builder, y: int, x: list[int], d: list[int]) -> int:
+        half = make.constant(0.5, "f")
+        both = _plus(make, _times(make, half, d[0]), _times(make, half, d[1]))
+        other = make.where(make.make(better, x[1], x[0]), d[1], both)
+        return make.where(make.make(better, x[0], x[1]), d[0], other)
+
+    return rule
+
+
+def _abs(make: Builder, y: int, x: list[int], d: list[int]) -> int:
+    zero = make.constant(0.0, "f")
+    negative = make.where(make.make("lt", x[0], zero), make.make("neg", d[0]), zero)
+    return make.where(make.make("gt", x[0], zero), d[0], negative)
+
+
+def _where(make: Builder, y: int, x: list[int], d: list[int]) -> int:
+    return make.where(x[0], d[1], d[2])
+
+
+def _tanh(make: Builder, y: int, x: list[int], d: list[int]) -> int:
+    square = make.make("mul", y, y)
+    return _times(make, make.make("sub", make.constant(1.0, "f"), square), d[0])
+
+
+def _scaled(factor: float, name: str) -> Rule:
+    """d = factor · (y, or 1 / x) · dx."""
+
+    def rule(make: Builder, y: int, x: list[int], d: list[int]) -> int:
+        constant = make.constant(factor, "f")
+        if name == "y":
+            return _times(make, make.make("mul", constant, y), d[0])
+        return make.make("div", _times(make, constant, d[0]), x[0])
+
+    return rule
+
+
+def _sqrt(make: Builder, y: int, x: list[int], d: list[int]) -> int:
+    return make.make("div", _times(make, make.constant(0.5, "f"), d[0]), y)
+
+
+def _rsqrt(make: Builder, y: int, x: list[int], d: list[int]) -> int:
+    cube = make.make("mul", y, make.make("mul", y, y))
+    return _times(make, make.make("mul", make.constant(-0.5, "f"), cube), d[0])
+
+
+def _sin(make: Builder, y: int, x: list[int], d: list[int]) -> int:
+    return _times(make, make.make("cos", x[0]), d[0])
+
+
+def _cos(make: Builder, y: int, x: list[int], d: list[int]) -> int:
+    return _times(make, make.make("neg", make.make("sin", x[0])), d[0])
+
+
+_LN2 = 0.6931471805599453
+# Those of integers, and of floor, ceil, trunc and round, are 0.
+_RULES: dict[str, Rule] = {
+    "add": lambda make, y, x, d: _plus(make, d[0], d[1]),
+    "sub": lambda make, y, x, d: _minus(make, d[0], d[1]),
+    "neg": lambda make, y, x, d: make.make("neg", d[0]),
+    "mul": _mul,
+    "div": _div,
+    "min": _extremum("lt"),
+    "max": _extremum("gt"),
+    "abs": _abs,
+    "where": _where,
+    "tanh": _tanh,
+    "exp": _scaled(1.0, "y"),
+    "exp2": _scaled(_LN2, "y"),
+    "log": _scaled(1.0, "1/x"),
+    "log2": _scaled(1.0 / _LN2, "1/x"),
+    "sqrt": _sqrt,
+    "rsqrt": _rsqrt,
+    "sin": _sin,
+    "cos": _cos,
+}

@@ -1,0 +1,103 @@
+"""score_mod and mask_mod in HIP, run in the emulator: right as they are, caught when broken."""
+
+import pytest
+import torch
+from planted import faults_found
+
+import pyfa
+from pyfa import mods
+from pyfa.backends.hip import backward, code, forward
+from pyfa.backends.native.plans import source_of
+from pyfa.conformance.cases import Case
+
+CASES = {
+    "all terms": Case(
+        lengths_q=(40,), lengths_k=(97,), heads_q=4, backward=True, dlse="both", softcap=4.0,
+        alibi="heads", bias="full", bias_grad=True, sinks=True, score_mod="relative",
+        mask_mod="documents",
+    ),
+    "packed": Case(
+        kind="varlen", dtype="float16", lengths_q=(33, 0, 65), lengths_k=(65, 7, 40), used_q=True,
+        used_k=True, slack=3, causal=True, backward=True, score_mod="gated", mask_mod="strided",
+    ),
+    "pages": Case(
+        kind="kvcache", lengths_q=(3, 3), lengths_k=(70, 33), page_size=16, leftpad=True,
+        heads_q=4, score_mod="alibi", mask_mod="tree",
+    ),
+    "dropout": Case(
+        lengths_q=(40,), lengths_k=(70,), dropout_p=0.2, score_mod="bounded", mask_mod="natten",
+    ),
+}  # fmt: skip
+SMALL = Case(lengths_q=(33,), lengths_k=(40,), heads_q=4, score_mod="relative", mask_mod="strided")
+DOCUMENTS = Case(lengths_q=(33,), lengths_k=(40,), mask_mod="documents")
+FORWARD, BACKWARD = forward.KERNEL, backward.KERNEL
+# Each: the kernel, the case that shows it, the exact snippet, what it becomes.
+FAULTS = {
+    "index not clamped": (FORWARD, DOCUMENTS, "index = index < size ? index : size - 1;", ""),
+    "negative index as it is": (FORWARD, SMALL, "index < 0 ? index + size : index;", "index;"),
+    "rows for keys": (
+        FORWARD, DOCUMENTS, "mod_mask(at.captured, at.b, at.h, row + at.q, key + at.kv)",
+        "mod_mask(at.captured, at.b, at.h, key + at.kv, row + at.q)",
+    ),
+    "slope of the other sign": (BACKWARD, CASES["packed"], "slope *= mine;", "slope *= -mine;"),
+    "hidden in forward alone": (
+        BACKWARD, CASES["packed"], "seen = is_seen(place, row, key) ? seen :",
+        "seen = true ? seen :",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sound(name):
+    assert not faults_found([CASES[name]])
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_is_caught(fault, plant):
+    kernel, case, snippet, other = FAULTS[fault]
+    plant(kernel, snippet, other)
+    assert faults_found([case])
+
+
+def test_a_plan_is_that_of_its_mods():
+    """The digest is in the plan, the functions are in its source; other plans know of neither."""
+    q = torch.zeros(1, 40, 1, 64, dtype=torch.bfloat16)
+
+    def plan(**given):
+        found = pyfa.explain(q, q, q, backend="emulator", **given).answers[-1].plan
+        assert found is not None
+        return found
+
+    plain = plan(softcap=3.0)
+    masked = [
+        plan(mask_mod=lambda b, h, i, j: i - j < 5), plan(mask_mod=lambda b, h, i, j: i - j < 6),
+    ]  # fmt: skip
+    assert len({plain, *masked}) == 3
+    texts = [source_of(each) for each in (plain, *masked)]
+    assert "mod_mask" not in texts[0].replace("HAS_MASK_MOD", "")
+    assert len(set(texts)) == 3
+
+
+def test_a_new_tensor_is_not_compiled_again(monkeypatch):
+    def attend(length, table):
+        q = torch.ones(1, length, 1, 64, dtype=torch.bfloat16)
+        mask_mod = lambda b, h, i, j: table[i] == table[j]  # noqa: E731
+        return pyfa.attention(q, q, q, backend="emulator", mask_mod=mask_mod, return_lse=True)[1]
+
+    def refuse(*given):
+        raise AssertionError("again")
+
+    attend(40, torch.arange(40, dtype=torch.int32) // 9)
+    monkeypatch.setattr(code, "build", refuse)
+    monkeypatch.setattr(mods, "trace", refuse)
+    table = torch.arange(70, dtype=torch.int32) // 11
+    lse = attend(70, table)
+    expected = (table == table[:, None]).sum(-1).log() + 8.0  # equal scores
+    torch.testing.assert_close(lse[0, 0], expected.float())
+
+
+def test_float8_is_declined():
+    q = torch.zeros(1, 40, 1, 64).to(torch.float8_e4m3fnuz)
+    answers = pyfa.explain(q, q, q, mask_mod=lambda b, h, i, j: i >= j).answers
+    reasons = next(answer.reasons for answer in answers if answer.backend == "emulator")
+    assert "score_mod and mask_mod with float8 are not implemented" in reasons
