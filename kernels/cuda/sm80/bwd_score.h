@@ -173,5 +173,5 @@ template <int m, int n>
 DEVICE void steepen(float (&ds)[m][n][4], Packed<m, n> &slopes) {
 #pragma unroll
   for (int i = 0; i < m * n * 4; ++i)
-    ds[i / 4 / n][i / 4 % n][i % 4] *= slopes.at(i / 4 / n, i / 4 % n, i % 4);
+    ds[i / 4 / n][i / 4 % n][i % 4] *= slopes.signed_at(i / 4 / n, i / 4 % n, i % 4);
 }
