@@ -153,6 +153,7 @@ def test_backward_compiles_ahead_of_time(arch: str) -> None:
         specs.keys_spec(plan, specs.Variant()),
         specs.rows_spec(plan, specs.Variant()),
         specs.state_spec(plan),
+        specs.combine_spec(plan, 1),
     ):
         found = resources.measure(spec, arch)
         assert found.shared_bytes <= found.block_limit

@@ -12,11 +12,11 @@ from .common import LN2, LOG2E, rounded
 def combine(
     PARTS, PART_LSE, OUT, LSE, lines, heads, rows_per_batch, head_dim_v, splits, stride_lb,
     stride_lh, stride_o_split, stride_l_split,
-    LINES: tl.constexpr, CHUNK: tl.constexpr, BLOCK_DV: tl.constexpr, AHEAD: tl.constexpr,
+    LINES: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_DV: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """out = Σ 2^(lse_i − lse) · out_i over the parts; a row that no part saw gives 0 and −inf.
 
-    LINES (row, head) pairs a program, in the order of the contiguous out. CHUNK parts are read at
+    LINES (row, head) pairs a program, in the order of the contiguous out. AT_ONCE parts are read at
     once, since one after the other each would wait for the memory. ``AHEAD``: it was launched while
     ``forward`` still ran, and waits for it here.
     """
@@ -33,8 +33,8 @@ def combine(
     total = tl.zeros([LINES], dtype=tl.float32)
     acc = tl.zeros([LINES, BLOCK_DV], dtype=tl.float32)
     offsets = (line * head_dim_v)[:, None] + dv[None, :]
-    for first in range(0, splits, CHUNK):
-        part = first + tl.arange(0, CHUNK)
+    for first in range(0, splits, AT_ONCE):
+        part = first + tl.arange(0, AT_ONCE)
         lse = LOG2E * tl.load(
             PART_LSE + (lse_place[:, None] + (part * stride_l_split)[None, :]),
             mask=exists & (part < splits)[None, :],

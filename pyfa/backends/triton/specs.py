@@ -100,6 +100,7 @@ def _spec(
     options: dict[str, Any],
     **types: str,
 ) -> Spec:
+    assert not constants.keys() & {*_BANDS}, "names of another kernel's own"
     constants = dict(constants) | ({} if plan["banded"] else dict.fromkeys(_BANDS))
     if variant.bias and variant.bias_rows:
         constants["stride_bias_j"] = 1
@@ -194,7 +195,7 @@ def forward_spec(plan: Constants, variant: Variant, split: bool) -> Spec:
 def combine_spec(plan: Constants, lines: int) -> Spec:
     """``lines`` pairs a program: 1 in decode, whose parts are many and its rows few, else 16."""
     # 16 tiles of 128 float32 values are 64 bytes for each of 128 lanes.
-    constants = {"LINES": lines, "CHUNK": 16 // lines, "BLOCK_DV": plan["block_dv"]}
+    constants = {"LINES": lines, "AT_ONCE": 16 // lines, "BLOCK_DV": plan["block_dv"]}
     constants["AHEAD"] = plan["ahead"]
     options = {"num_warps": 4} | ({"launch_pdl": True} if plan["ahead"] else {})
     return _spec(decode.combine, plan, Variant(), constants, _divisors(plan), options)
