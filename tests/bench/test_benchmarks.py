@@ -269,13 +269,14 @@ def test_on_hopper_its_own_kernels_are_sanitized(
     assert set(sanitize.LARGE_GRIDS) < set(cases)
     plans = [sanitize.own_plans(case, hopper) for case in cases]
     assert all(plans)
-    every = {
-        plan
-        for plan in catalog.all_plans(TARGET, "sm_90")
-        # Those of batch_invariant differ by a vote among the lanes of a row.
-        if "/sm90/" in plan.kernel and not {"INPUTS", "INVARIANT"} & {*dict(plan.constants)}
-    }
-    assert {plan for plan in every if ("DTYPE", 1) in plan.constants} == set().union(*plans)
+    # Those of batch_invariant differ by a vote among the lanes of a row, those of chunks by a mask.
+    rest = {"INPUTS", "INVARIANT", "BANDED"}
+    every, taken = (
+        {plan for plan in found if not rest & {*dict(plan.constants)}}
+        for found in (catalog.all_plans(TARGET, "sm_90"), set().union(*plans))
+    )
+    every = {plan for plan in every if "/sm90/" in plan.kernel}
+    assert {plan for plan in every if ("DTYPE", 1) in plan.constants} == taken
     for name in ("causal", "window", "gqa", "varlen", "seqused", "deterministic", "dlse"):
         assert any(name in case.features for case in cases)
     for case in sanitize.LARGE_GRIDS:

@@ -32,7 +32,7 @@ def test_it_draws_every_feature(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set().union(*(case.features for case in cases)) == set(FEATURES) - {
         "latent", "topk", "wide",
     }  # fmt: skip
-    assert {case.kind for case in cases} == set(KINDS)
+    assert {case.kind for case in cases} == set(KINDS) - {"latent"}
     assert any(case.hostile for case in cases)
     for case in cases:
         other = script.again(case)
@@ -44,7 +44,8 @@ def test_it_draws_every_feature(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_right_numbers_pass() -> None:
     done = fuzz("--problems", "6")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("6 problems, calls: {'passed': 12}")
+    assert done.stdout.startswith("6 problems, calls: {'passed': ")
+    assert done.stdout.endswith("wrong: 0\n")
 
 
 @pytest.mark.parametrize("what", ["numbers", "crash", "stuck"])
