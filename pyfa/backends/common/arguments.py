@@ -52,8 +52,7 @@ def layout_of(program: Program, maps_of: Callable[[Plan], Sequence[TensorMap]]) 
         maps[id(step.params)] = maps.get(id(step.params)) or maps_of(step.plan)
     sizes: dict[int, int] = {}
     for step in program.steps:
-        taken = abi.SIZE + abi.captured_bytes(dict(step.plan.constants).get("MOD_CAPTURED"))
-        sizes[id(step.params)] = max(taken, sizes.get(id(step.params), 0))
+        sizes[id(step.params)] = max(params_bytes(step.plan), sizes.get(id(step.params), 0))
     data = b""
     starts: dict[int, int] = {}
     packed = []
@@ -81,6 +80,11 @@ def layout_of(program: Program, maps_of: Callable[[Plan], Sequence[TensorMap]]) 
         ]
     of_steps = tuple(starts[id(step.params)] for step in program.steps)
     return Layout(data, of_steps, tuple(packed), tuple(words))
+
+
+def params_bytes(plan: Plan) -> int:
+    """Of the ``Params`` that the plan's kernel takes, with what its mods captured behind them."""
+    return abi.SIZE + abi.captured_bytes(dict(plan.constants).get("MOD_CAPTURED"))
 
 
 @functools.lru_cache(1024)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ... import _torch, abi, codeobject, device, topology
+from ... import _torch, codeobject, device, topology
 from ..._torch import Empty
 from ...errors import CodeObjectError
 from ...problem import Problem
@@ -92,7 +92,7 @@ class DeviceRuntime:
         functions = [self._load(hip, kernel, index) for kernel in kernels]
         for kernel, loaded, step in zip(kernels, functions, program.steps, strict=True):
             # The runtime reads as many bytes as the kernel takes, whatever was given.
-            taken = abi.SIZE + abi.captured_bytes(dict(step.plan.constants).get("MOD_CAPTURED"))
+            taken = arguments.params_bytes(step.plan)
             if loaded.params_bytes != taken:
                 raise ValueError(
                     f"{kernel.kernel.name} takes {loaded.params_bytes} bytes of parameters, "

@@ -14,11 +14,8 @@ from ..common.program import Params, Program, like, run_of
 from .launch import Launcher
 
 THREADS = 256
-_FLOAT32_TABLES, _INTERLEAVED, _MOVING = (
-    1,
-    2,
-    4,
-)  # rotary_flags, as kernels/common/append.h has them
+# rotary_flags, as kernels/common/append.h has them.
+_FLOAT32_TABLES, _INTERLEAVED, _MOVING = 1, 2, 4
 _MOST_THREADS = 2**32  # of a grid
 
 

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from .common import (
-    FAR,
     HAS_ALIBI,
     HAS_CU_K,
     HAS_CU_Q,
@@ -22,6 +21,7 @@ from .common import (
     full_tiles,
     kept,
     kept_transposed,
+    keys_of_rows,
     keys_seen,
     load_keys,
     locate,
@@ -420,20 +420,9 @@ def grad_rows(
         )
     slope = tl.load(ALIBI + b * stride_ab + head, mask=(present & HAS_ALIBI) != 0, other=0.0)
     bias_rows = BIAS_PTR + (b * stride_bias_b + head * stride_bias_h + row * stride_bias_i)
-    middle = shift if WINDOW_SHIFT is None else shift + WINDOW_SHIFT
-    low, high, all_low, all_high = keys_seen(first_row, last_row, middle, keys, left, right)
-    if CHUNK is not None:  # noqa: SIM102  (compiled in or not, and then a branch)
-        if CHUNK > 0:
-            low, high, all_low, all_high = within_chunks(
-                low, high, all_low, all_high, first_row + shift + k_start,
-                last_row + shift + k_start, k_start, CHUNK,
-            )  # fmt: skip
-    if ORDERED:
-        # Which tiles a left edge leaves whole hangs on the block's other rows: in order, then.
-        cut = left < FAR
-        if CHUNK is not None:
-            cut = cut | (CHUNK > 0)
-        all_low = tl.where(cut, high, all_low)
+    low, high, all_low, all_high = keys_of_rows(
+        first_row, last_row, shift, keys, left, right, k_start, WINDOW_SHIFT, CHUNK, ORDERED
+    )
     start, full_start, full_stop = full_tiles(low, high, all_low, all_high, BLOCK_N)
     stop = tl.maximum(high, start)
     right_start = tl.maximum(full_stop, start)

@@ -19,14 +19,13 @@ from .common import (
     add_bias,
     dot,
     kept,
-    keys_seen,
+    keys_of_rows,
     load_keys,
     rounded,
     score,
     sees,
     span,
     state_start,
-    within_chunks,
 )
 
 
@@ -70,7 +69,6 @@ def grad_bias(
         pad = tl.load(LEFTPAD + b, mask=(present & HAS_LEFTPAD) != 0, other=0)
         keys -= pad
         shift = keys - rows + q_start - k_start
-        middle = shift if WINDOW_SHIFT is None else shift + WINDOW_SHIFT
         place = (start_k + pad).to(tl.int64)
         pages = PAGES + b * stride_pb
         row_stop = rows if ALL_ROWS else tl.minimum(first_row + BLOCK_M, rows)
@@ -102,13 +100,9 @@ def grad_bias(
                     b * stride_bias_b + head * stride_bias_h + row * stride_bias_i
                 )
                 last_row = tl.minimum(m0 + BLOCK_M, rows) - 1
-                low, high, all_low, all_high = keys_seen(m0, last_row, middle, keys, left, right)
-                if CHUNK is not None:  # noqa: SIM102  (compiled in or not, and then a branch)
-                    if CHUNK > 0:
-                        low, high, all_low, all_high = within_chunks(
-                            low, high, all_low, all_high, m0 + shift + k_start,
-                            last_row + shift + k_start, k_start, CHUNK,
-                        )  # fmt: skip
+                low, high, _all_low, _all_high = keys_of_rows(
+                    m0, last_row, shift, keys, left, right, k_start, WINDOW_SHIFT, CHUNK, False
+                )
                 key_start = tl.maximum(first_key, low // BLOCK_N * BLOCK_N)
                 key_stop = high if ALL_KEYS else tl.minimum(high, first_key + BLOCK_N)
                 for n0 in range(key_start, key_stop, BLOCK_N):

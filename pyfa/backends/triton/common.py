@@ -136,6 +136,30 @@ def within_chunks(low, high, all_low, all_high, first, last, offset, CHUNK):
 
 
 @triton.jit
+def keys_of_rows(first_row, last_row, shift, keys, left, right, k_start, WINDOW_SHIFT, CHUNK,
+                 ORDERED: tl.constexpr):  # fmt: skip
+    """``keys_seen`` of rows first … last, by their window and chunks, as ``sees`` takes these.
+
+    ORDERED: none counts as seen by all where that hangs on which rows share a block.
+    """
+    middle = shift if WINDOW_SHIFT is None else shift + WINDOW_SHIFT
+    low, high, all_low, all_high = keys_seen(first_row, last_row, middle, keys, left, right)
+    if CHUNK is not None:  # noqa: SIM102  (compiled in or not, and then a branch)
+        if CHUNK > 0:
+            low, high, all_low, all_high = within_chunks(
+                low, high, all_low, all_high, first_row + shift + k_start,
+                last_row + shift + k_start, k_start, CHUNK,
+            )  # fmt: skip
+    if ORDERED:
+        # Which tiles a left edge leaves whole hangs on the block's other rows: in order, then.
+        cut = left < FAR
+        if CHUNK is not None:
+            cut = cut | (CHUNK > 0)
+        all_low = tl.where(cut, high, all_low)
+    return low, high, all_low, all_high
+
+
+@triton.jit
 def sees(distance, key, own, k_start, left, right, WINDOW_SHIFT, CHUNK):
     """Whether a row sees a key ``distance`` behind its ``own``.
 

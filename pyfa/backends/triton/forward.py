@@ -18,7 +18,6 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from .common import (
-    FAR,
     HAS_ALIBI,
     HAS_BATCH_IDX,
     HAS_CU_K,
@@ -35,14 +34,13 @@ from .common import (
     full_tiles,
     kept,
     key_scales,
-    keys_seen,
+    keys_of_rows,
     load_keys,
     locate,
     rounded,
     score,
     sees,
     span,
-    within_chunks,
 )
 
 
@@ -258,20 +256,9 @@ def attention_forward(
     bias_rows = BIAS_PTR + (b * stride_bias_b + head_of_row * stride_bias_h
                             + rows * stride_bias_i)  # fmt: skip
 
-    middle = shift if WINDOW_SHIFT is None else shift + WINDOW_SHIFT
-    low, high, all_low, all_high = keys_seen(first_row, last_row, middle, keys, left, right)
-    if CHUNK is not None:  # noqa: SIM102  (compiled in or not, and then a branch)
-        if CHUNK > 0:
-            low, high, all_low, all_high = within_chunks(
-                low, high, all_low, all_high, first_row + shift + k_start,
-                last_row + shift + k_start, k_start, CHUNK,
-            )  # fmt: skip
-    if ORDERED:
-        # Which tiles a left edge leaves whole hangs on the block's other rows: in order, then.
-        cut = left < FAR
-        if CHUNK is not None:
-            cut = cut | (CHUNK > 0)
-        all_low = tl.where(cut, high, all_low)
+    low, high, all_low, all_high = keys_of_rows(
+        first_row, last_row, shift, keys, left, right, k_start, WINDOW_SHIFT, CHUNK, ORDERED
+    )
     start, full_start, full_stop = full_tiles(low, high, all_low, all_high, BLOCK_N)
     stop = tl.maximum(high, start)
     if SPLIT:
