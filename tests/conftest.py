@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,6 +15,15 @@ from pyfa import _torch, api, ops
 from pyfa.bound import Table
 
 CallsOf = Callable[[Any, str], list[Any]]
+
+
+@pytest.fixture(scope="module")
+def invariance_cases() -> Iterator[ModuleType]:
+    """What ``benchmarks/batch_invariance.py`` compares."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+        yield importlib.import_module("invariance_cases")
+        sys.modules.pop("invariance_cases")
 
 
 @pytest.fixture(params=["guards", "by hand"])

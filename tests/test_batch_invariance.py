@@ -5,7 +5,6 @@ The torch backend here; Triton's interpreter and the emulator beside the other t
 
 from __future__ import annotations
 
-import importlib
 import os
 import subprocess
 import sys
@@ -37,41 +36,32 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module")
-def cases() -> Iterator[ModuleType]:
-    """What ``benchmarks/batch_invariance.py`` compares."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPTS))
-        yield importlib.import_module("invariance_cases")
-        sys.modules.pop("invariance_cases")
-
-
-def compared(cases: ModuleType, invariant: bool = True) -> Any:
+def compared(invariance_cases: ModuleType, invariant: bool = True) -> Any:
     models = [
-        cases.Model(longest=260),
-        cases.Model(3, 1, 40, 64, torch.float32, window=37, sinks=True, longest=200),
+        invariance_cases.Model(longest=260),
+        invariance_cases.Model(3, 1, 40, 64, torch.float32, window=37, sinks=True, longest=200),
     ]
-    sizes = cases.Sizes((2, 5), (16, 1000), (16, 48), (2,), (3,))
-    return cases.run(
+    sizes = invariance_cases.Sizes((2, 5), (16, 1000), (16, 48), (2,), (3,))
+    return invariance_cases.run(
         models, rows=4, device="cpu", backend="torch", sizes=sizes, at_once=2,
         invariant=invariant, with_gradients=1,
     )  # fmt: skip
 
 
-def test_bits_of_a_row_do_not_depend_on_its_company(cases: ModuleType) -> None:
-    found = compared(cases)
+def test_bits_of_a_row_do_not_depend_on_its_company(invariance_cases: ModuleType) -> None:
+    found = compared(invariance_cases)
     assert found.rows == 4
     assert sum(found.compared.values()) > 150
     assert found.failures == []
 
 
-def test_without_it_they_do(cases: ModuleType) -> None:
-    found = compared(cases, invariant=False)
+def test_without_it_they_do(invariance_cases: ModuleType) -> None:
+    found = compared(invariance_cases, invariant=False)
     assert len(found.failures) > 30
 
 
 def test_a_planted_dependence_on_the_batch_is_found(
-    cases: ModuleType, monkeypatch: pytest.MonkeyPatch
+    invariance_cases: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = tiled._Grid.__init__
 
@@ -81,7 +71,7 @@ def test_a_planted_dependence_on_the_batch_is_found(
             grid.step_k = 64
 
     monkeypatch.setattr(tiled._Grid, "__init__", planted)
-    found = compared(cases)
+    found = compared(invariance_cases)
     companies = {failure.company for failure in found.failures}
     assert companies
     # Who is not in a batch of more than 2 is as before.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,40 +25,36 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def cases() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPTS))
-        yield importlib.import_module("invariance_cases")
-        sys.modules.pop("invariance_cases")
-
-
-def compared(cases: ModuleType, name: str, **options: Any) -> Any:
+def compared(invariance_cases: ModuleType, name: str, **options: Any) -> Any:
     models = {
-        "plain": cases.Model(2, 1, 64, 64, longest=280),
-        "window": cases.Model(2, 2, 64, 64, torch.float16, window=70, sinks=True, longest=280),
+        "plain": invariance_cases.Model(2, 1, 64, 64, longest=280),
+        "window": invariance_cases.Model(
+            2, 2, 64, 64, torch.float16, window=70, sinks=True, longest=280
+        ),
     }
-    sizes = cases.Sizes((2,), (16, 1000), (16,), (2,), (2,))
-    return cases.run(
+    sizes = invariance_cases.Sizes((2,), (16, 1000), (16,), (2,), (2,))
+    return invariance_cases.run(
         [models[name]], device="cpu", backend="emulator", sizes=sizes, **{"rows": 3, **options}
     )
 
 
 @pytest.mark.parametrize("name", ["plain", "window"])
-def test_bits_of_a_row_do_not_depend_on_its_company(cases: ModuleType, name: str) -> None:
-    found = compared(cases, name, with_gradients=1)
+def test_bits_of_a_row_do_not_depend_on_its_company(
+    invariance_cases: ModuleType, name: str
+) -> None:
+    found = compared(invariance_cases, name, with_gradients=1)
     assert sum(found.compared.values()) > 70
     assert found.failures == []
 
 
-def test_without_it_they_do(cases: ModuleType) -> None:
-    assert compared(cases, "plain", invariant=False, with_gradients=0).failures
+def test_without_it_they_do(invariance_cases: ModuleType) -> None:
+    assert compared(invariance_cases, "plain", invariant=False, with_gradients=0).failures
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_found(
-    cases: ModuleType, plant: Callable[[str, str, str], None], fault: str
+    invariance_cases: ModuleType, plant: Callable[[str, str, str], None], fault: str
 ) -> None:
     name, snippet, other = FAULTS[fault]
     plant(KERNEL, snippet, other)
-    assert compared(cases, name, with_gradients=0).failures
+    assert compared(invariance_cases, name, with_gradients=0).failures
