@@ -2,20 +2,10 @@
 // kernels call them. Only in plans with a MOD, a digest, and `mod_functions.h` is what it stands for. Needs
 // what ../hip/mods.h or ../cuda/mods.h have.
 #pragma once
+#include "captured.h"
 #include "score.h"
 
 // ---- captured tensors ---------------------------------------------------------------------------
-
-// Of one, in elements; dimensions that it lacks have a size of 1.
-struct Captured {
-  void *data;
-  int size[4], stride[4];
-};
-// What kernels of such plans take by value, as pyfa/abi.py packs it.
-struct ModifiedParams : Params {
-  Captured captured[MOD_CAPTURED ? MOD_CAPTURED : 1];
-};
-static_assert(sizeof(Captured) == 40, "as pyfa/abi.py packs it");
 
 // The place of `index` along dimension `dim`, in elements. What lies outside of it is brought inside;
 // `wraps`: a negative one may come, and counts from the end.
@@ -87,9 +77,6 @@ DEVICE float mod_tanh(float x) { return tanh(x); }
 #include "mod_functions.h"
 
 // ---- what kernels call --------------------------------------------------------------------------
-
-// Of a ModifiedParams.
-DEVICE const Captured *captured_of(const Params &p) { return ((const ModifiedParams &)p).captured; }
 
 // Where a score is, as mods count: in the whole problem.
 struct ModPlace {

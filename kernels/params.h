@@ -9,7 +9,7 @@ struct Params {
   void *v;  // values, as k with Dv
   void *out;  // as q with Dv
   void *lse;  // float32 (B, H, Sq) or (H, total_q), natural logarithm
-  void *bias;  // (B | 1, H | 1, Sq | 1, Sk | 1), see bias_type
+  void *bias;  // (B | 1, H | 1, Sq | 1, Sk | 1), see bias_type; of TREE plans (B | 1, Sq, Sq)
   void *alibi_slopes;  // float32 (H,) or (B, H)
   void *sinks;  // float32 (H,)
   void *seed;  // one int64, read by the kernel

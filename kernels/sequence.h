@@ -8,6 +8,11 @@
 #ifndef BANDED
 #define BANDED 0
 #endif
+// Whether there is a mask over the new rows (`p.bias`), as a tree of drafted tokens has one. Nor do other
+// plans know of this.
+#ifndef TREE
+#define TREE 0
+#endif
 
 struct Sequence {
   int batch;            // its number
@@ -118,8 +123,24 @@ DEVICE Seen keys_seen(const Params &p, const Sequence &s, int first, int last) {
   }
   if (BANDED && p.attention_chunk)
     cut_to_chunks(p, seen, s.keys, chunk_begin(p, first + s.shift), chunk_begin(p, last + s.shift));
+  if (TREE) seen.all_high = min(seen.all_high, max(s.shift, 0));
   return seen;
 }
+
+// A row of the mask over the new rows, whose keys stand side by side. The row does not have to exist.
+struct Branch {
+  const char *seen;
+  int shift, last;
+
+  METHOD Branch(const Params &p, int batch, int shift, int row) : shift(shift), last(p.seqlen_q - 1) {
+    seen = (const char *)p.bias + batch * p.bias_batch + min(row, last) * p.bias_row;
+  }
+  // Nor does the key.
+  METHOD bool hides(int key) const {
+    int column = min(key - shift, last);
+    return column >= 0 && !seen[max(column, 0)];
+  }
+};
 
 // The rows [low, high) that see any of the keys first ... last; those in [all_low, all_high) see
 // every one of them.

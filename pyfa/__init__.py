@@ -1,9 +1,10 @@
 """pyfa: exact attention on AMD MI300X, NVIDIA GPUs and CPUs through one API."""
 
+from . import masks, scores
 from .api import attention, attention_kvcache, attention_varlen, explain
+from .context import use_batch_invariant
 from .dispatch import use_backend
 from .errors import CodeObjectError, CompileError, PerformanceWarning, UnsupportedProblem
-from .invariance import use_batch_invariant
 from .latent import append_latent, attention_latent
 from .merging import merge
 from .quantize import Quantized, quantize
@@ -24,8 +25,10 @@ __all__ = [
     "attention_latent",
     "attention_varlen",
     "explain",
+    "masks",
     "merge",
     "quantize",
+    "scores",
     "use_backend",
     "use_batch_invariant",
 ]

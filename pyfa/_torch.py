@@ -1,8 +1,8 @@
-"""Every private name of PyTorch that pyfa uses, each with a way to do without it.
+"""Every private name of PyTorch that pyfa uses, each with a fallback.
 
-They are on the path of a repeated call, where the public ones cost 2 to 20 times as much on the
-host of an H200 (``torch.cuda.current_stream`` 4 µs instead of 0.1, ``torch.empty`` 3.7 instead
-of 1.1), or PyTorch has no public one.
+Either PyTorch has no public equivalent, or the name is on the path of a repeated call, where the
+public functions cost 2 to 20 times as much on the host of an H200 (``torch.cuda.current_stream`` 4
+µs instead of 0.1, ``torch.empty`` 3.7 instead of 1.1).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.multiprocessing.reductions import StorageWeakRef
 
 _C: Any = torch._C
 _guards: Any = getattr(getattr(_C, "_dynamo", None), "guards", None)
@@ -57,7 +58,29 @@ TensorGuards: Any = getattr(_guards, "TensorGuards", None)
 
 
 has_storage: Callable[[torch.Tensor], bool] = getattr(_C, "_has_storage", lambda x: True)
-"""Whether a tensor has memory. One that stands for many, as under vmap, has none."""
+"""Return whether a tensor has memory. Under vmap a tensor represents many and has none."""
+
+
+class StorageRef:
+    """A tensor's memory, which this does not keep from being freed. ``number`` is no other's as
+    long as this lives."""
+
+    __slots__ = ("_ref", "number")
+
+    def __init__(self, x: torch.Tensor) -> None:
+        storage: Any = x.untyped_storage()
+        self._ref, self.number = StorageWeakRef(storage), storage._cdata
+
+    def is_gone(self) -> bool:
+        """Whether it has been freed."""
+        return bool(self._ref.expired())
+
+
+def storage_number(x: torch.Tensor) -> int:
+    """``StorageRef.number``, while the tensor lives."""
+    storage: Any = x.untyped_storage()
+    number: int = storage._cdata
+    return number
 
 
 def _zero() -> int:
@@ -77,22 +100,22 @@ _tracing: Callable[[], Any] = getattr(_C, "_get_tracing_state", _none)
 
 
 def in_transform() -> bool:
-    """Whether a ``torch.func`` transform (grad, vmap, jvp) is active."""
+    """Return whether a ``torch.func`` transform (grad, vmap, jvp) is active."""
     return _transform() is not None
 
 
 def in_forward_mode() -> bool:
-    """Whether a level of forward-mode differentiation is active."""
+    """Return whether a level of forward-mode differentiation is active."""
     return forward_ad._current_level >= 0
 
 
 def is_tracing() -> bool:
-    """Whether torch.compile or torch.jit records what is called."""
+    """Return whether torch.compile or torch.jit is recording operations."""
     return torch.compiler.is_compiling() or _tracing() is not None
 
 
 def is_plain(q: torch.Tensor) -> bool:
-    """Whether eager code may take ``q`` by its address: no subclass, mode or transform."""
+    """Return whether eager code may use the address of ``q``: no subclass, mode or transform."""
     return (
         type(q) is torch.Tensor
         and _modes() == 0
@@ -102,9 +125,9 @@ def is_plain(q: torch.Tensor) -> bool:
 
 
 def is_unwatched(*tensors: torch.Tensor) -> bool:
-    """Whether nobody watches a call of these tensors: all are plain, without a negative bit, and
-    no compiler, mode, transform or autocast is active. Sparse tensors are not plain, nor nested
-    ones: guards that are asked about one end the process."""
+    """Return whether nothing but eager code sees a call of these tensors: all are plain, without a
+    negative bit, and no compiler, mode, transform or autocast is active. Sparse and nested tensors
+    are not plain: guards that are asked about one abort the process."""
     return (
         not torch.compiler.is_compiling()
         and all(
@@ -126,7 +149,7 @@ def hand_to_backward(name: str, value: object) -> None:
 
 
 def handed_to_backward(name: str) -> Any:
-    """What the thread that called ``backward`` had kept; None outside of a backward."""
+    """Return what the thread that called ``backward`` had kept; None outside of a backward."""
     if not hasattr(_C, "_stash_obj_in_tls") or _C._current_graph_task_id() == -1:
         return None
     return _C._get_obj_in_tls(name) if _C._is_key_in_tls(name) else None

@@ -1,10 +1,10 @@
 """``Params``: the one struct that every HIP and CUDA kernel takes by value, and its C header.
 
-``FIELDS`` is the only table. ``kernels/params.h`` is generated from it by ``python -m pyfa.abi``
-and a test holds the two together. Strides count elements, the last dimension is contiguous, and a
-null pointer means that the argument was not given. ``q_start`` … ``batch_start`` place a block
-inside a larger problem: masks, ALiBi and dropout use global indices. Kernels that copy by tensor
-maps (Hopper's TMA) take ``MappedParams``, the same members followed by the maps.
+``FIELDS`` is the only table. ``python -m pyfa.abi`` generates ``kernels/params.h`` from it, and a
+test checks that they agree. Strides count elements, the last dimension is contiguous, and a null
+pointer means that the argument was not given. ``q_start`` … ``batch_start`` place a block inside a
+larger problem: masks, ALiBi and dropout use global indices. Kernels that copy by tensor maps
+(Hopper's TMA) take ``MappedParams``, the same members followed by the maps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Strides = tuple[int, ...]
 
 
 class Field(NamedTuple):
-    """One member: its C type, and what it holds."""
+    """One member of the struct: its C type and what it holds."""
 
     name: str
     type: str
@@ -48,7 +48,11 @@ FIELDS: tuple[Field, ...] = (
     Field("v", "void *", "values, as k with Dv"),
     Field("out", "void *", "as q with Dv"),
     Field("lse", "void *", "float32 (B, H, Sq) or (H, total_q), natural logarithm"),
-    Field("bias", "void *", "(B | 1, H | 1, Sq | 1, Sk | 1), see bias_type"),
+    Field(
+        "bias",
+        "void *",
+        "(B | 1, H | 1, Sq | 1, Sk | 1), see bias_type; of TREE plans (B | 1, Sq, Sq)",
+    ),
     Field("alibi_slopes", "void *", "float32 (H,) or (B, H)"),
     Field("sinks", "void *", "float32 (H,)"),
     Field("seed", "void *", "one int64, read by the kernel"),
@@ -131,12 +135,14 @@ FIELDS: tuple[Field, ...] = (
 )
 
 # What follows where mods captured tensors (``kernels/mods.h``): of each its address, and four sizes
-# and strides in elements.
-_MOST_CAPTURED, _RANK = mods.MOST_CAPTURED, 4
+# and strides in elements. In plans with block lists these come last, as two more
+# (``kernels/lists.h``).
+_OF_LISTS = 2
+_MOST_CAPTURED, _RANK = mods.MOST_CAPTURED + _OF_LISTS, 4
 
 
 def captured_fields(number: int) -> Iterator[Field]:
-    """Of captured tensor ``number``."""
+    """Return the members for captured tensor ``number``."""
     name = f"captured{number}"
     yield Field(name, "void *", "a tensor that a mod captured")
     yield from (Field(f"{name}_size{dim}", "int", "of a dimension") for dim in range(_RANK))
@@ -160,9 +166,9 @@ _BIAS_TYPES = {torch.bool: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16
 
 
 def pack(values: Mapping[str, int | float], maps: Sequence[bytes] = ()) -> bytes:
-    """The bytes of ``Params``, or of ``MappedParams`` where ``maps`` are given.
+    """Return the bytes of ``Params``, or of ``MappedParams`` if ``maps`` are given.
 
-    Members that ``values`` does not name are 0. Those of captured tensors follow ``Params`` where
+    Members that ``values`` does not name are 0. Those of captured tensors follow either where
     ``values`` names one of them. Raises ``KeyError`` for a name that is no member
     and ``ValueError`` for maps of a wrong size or number.
     """
@@ -175,26 +181,34 @@ def pack(values: Mapping[str, int | float], maps: Sequence[bytes] = ()) -> bytes
         row[position] = value
         last = max(last, position)
     data = _LAYOUT.pack(*row[: len(FIELDS)])
-    if last >= len(FIELDS):
-        data += _MODIFIED.pack(*row[len(FIELDS) :])
-    if not maps:
-        return data
-    return data.ljust(MAPS_AT, b"\0") + b"".join(maps).ljust(MAX_MAPS * MAP_SIZE, b"\0")
+    if maps:
+        data = data.ljust(MAPS_AT, b"\0") + b"".join(maps).ljust(MAX_MAPS * MAP_SIZE, b"\0")
+    return data + _MODIFIED.pack(*row[len(FIELDS) :]) if last >= len(FIELDS) else data
 
 
-def captured_bytes(number: object) -> int:
-    """Those behind ``Params`` that a kernel takes whose mods captured so many tensors: room for one
-    where that is none, and nothing without mods, None."""
-    return _CAPTURED_SIZE * max(number, 1) if isinstance(number, int) else 0
+def captured_bytes(number: object, listed: bool = False) -> int:
+    """Return the bytes after ``Params`` for ``captured`` tensors: room for one tensor if the mods
+    captured none, and 0 without mods (None). ``listed``: the kernel also takes block lists."""
+    if not isinstance(number, int):
+        return 0
+    return _CAPTURED_SIZE * (number + _OF_LISTS if listed else max(number, 1))
+
+
+def captured_values(number: int, shape: Sequence[int], strides: Sequence[int]) -> dict[str, int]:
+    """Return the sizes and strides of captured tensor ``number``; missing dimensions have 1."""
+    filler = (1,) * (_RANK - len(shape))
+    values = {f"captured{number}_size{dim}": n for dim, n in enumerate((*shape, *filler))}
+    steps = enumerate((*strides, *filler))
+    return values | {f"captured{number}_stride{dim}": n for dim, n in steps}
 
 
 def unpack(data: bytes) -> dict[str, int | float]:
-    """The members of ``Params`` by name, from its bytes."""
+    """Return the members of ``Params`` by name, from its bytes."""
     return dict(zip(NAMES, _LAYOUT.unpack_from(data), strict=True))
 
 
 def forward_values(call: Call, out: Strides, lse: Strides) -> dict[str, int | float]:
-    """The numbers that a forward kernel is told of ``call``; no addresses.
+    """Return the numbers (not addresses) that a forward kernel needs for ``call``.
 
     ``out`` and ``lse`` are the strides of tensors shaped ``Call.out_shape`` and ``lse_shape``.
     """
@@ -233,7 +247,12 @@ def forward_values(call: Call, out: Strides, lse: Strides) -> dict[str, int | fl
     if call.page_table is not None:
         values["page_size"] = call.k.shape[1]
         values["page_table_batch"] = call.page_table.stride(0)
-    if call.bias is not None:
+    if call.bias is not None and call.tree:
+        # Of TREE plans, and no term: bias_type stays 0.
+        batch, rows, _ = call.bias.shape
+        values["bias_batch"] = call.bias.stride(0) if batch > 1 else 0
+        values["bias_row"] = call.bias.stride(1) if rows > 1 else 0
+    elif call.bias is not None:
         given = (
             stride if size > 1 else 0
             for stride, size in zip(call.bias.stride(), call.bias.shape, strict=True)
@@ -246,11 +265,7 @@ def forward_values(call: Call, out: Strides, lse: Strides) -> dict[str, int | fl
     if call.k_descale is not None:
         values |= descale_values(call)
     for number, x in enumerate(call.captured):
-        filler = (1,) * (_RANK - x.dim())
-        for dim, size in enumerate((*x.shape, *filler)):
-            values[f"captured{number}_size{dim}"] = size
-        for dim, stride in enumerate((*x.stride(), *filler)):
-            values[f"captured{number}_stride{dim}"] = stride
+        values |= captured_values(number, x.shape, x.stride())
     if call.dropout_p:
         values["dropout_threshold"] = int((1.0 - call.dropout_p) * 2**32)
         values["dropout_scale"] = 1.0 / (1.0 - call.dropout_p)
@@ -258,15 +273,15 @@ def forward_values(call: Call, out: Strides, lse: Strides) -> dict[str, int | fl
 
 
 def pointers_of(call: Call) -> dict[str, str]:
-    """The members that point to the tensors which ``call`` has: both are named alike."""
+    """Return the members that point to tensors of ``call``; member and tensor have one name."""
     given = zip(Call._fields[:TENSORS], call[:TENSORS], strict=True)
     return {name: name for name, x in given if x is not None}
 
 
 def descale_values(call: Call) -> dict[str, int]:
-    """Strides and blocks of the float8 scales that ``call`` has.
+    """Return strides and block sizes of the float8 scales of ``call``.
 
-    Those per block belong to rows as they lie in memory, where a packed tensor is one sequence.
+    Scales per block belong to rows in memory order; a packed tensor counts as one sequence.
     """
     values = {}
     for name, scale in (("q", call.q_descale), ("k", call.k_descale), ("v", call.v_descale)):
@@ -283,14 +298,14 @@ def descale_values(call: Call) -> dict[str, int]:
 
 
 def strides_of(name: str, strides: Strides) -> dict[str, int]:
-    """Of a tensor (B, S, H, D), or of (total, H, D) with a batch stride of 0."""
+    """Return the strides of a tensor (B, S, H, D), or (total, H, D) with batch stride 0."""
     batch, row, head = strides[:3] if len(strides) == 4 else (0, *strides[:2])
     return {f"{name}_batch": batch, f"{name}_row": row, f"{name}_head": head}
 
 
 def pointer_format(members: Iterable[str]) -> str:
-    """The struct format of these pointers in the order of ``Params``, with zeros between them: of
-    the leading ones, behind which no number stands."""
+    """Return the struct format of these leading pointers in the order of ``Params``, with padding
+    where other pointers lie between them. No number may lie between them."""
     wanted = set(members)
     last = max(_POSITIONS[name] for name in wanted)
     assert all(field.type == "void *" for field in _ALL[: last + 1])
@@ -298,17 +313,17 @@ def pointer_format(members: Iterable[str]) -> str:
 
 
 def offset_of(member: str) -> int:
-    """Where a member begins, in bytes."""
+    """Return the offset of a member in bytes."""
     return sum(_SIZES[field.type] for field in _ALL[: _POSITIONS[member]])
 
 
 def in_order(members: Iterable[str]) -> list[str]:
-    """Members in the order of ``Params``."""
+    """Sort members into the order of ``Params``."""
     return sorted(members, key=_POSITIONS.__getitem__)
 
 
 def header() -> str:
-    """``kernels/params.h``."""
+    """Return the text of ``kernels/params.h``."""
     lines = [
         "// The struct that every kernel takes by value. Generated from pyfa/abi.py by",
         "// `python -m pyfa.abi`; edit the table there. Strides count elements; a null pointer",

@@ -1,4 +1,4 @@
-"""The public functions: arguments in, one checked ``Call`` out, the shortest way to a backend."""
+"""The public functions: they turn arguments into a checked ``Call`` and pass it to a backend."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from . import _torch, dispatch, invariance, mods, ops, validate
+from . import _torch, context, dispatch, mods, ops, sharding, validate
 from . import device as devices
 from . import request as requests
 from .backends.base import Appending, OtherAlignment
+from .blocks import given as blocks_given
 from .bound import Bound, Table, modes
 from .problem import Append, Call, tensors_of
 from .request import Backends, Descale, Request, Shared
@@ -48,15 +49,16 @@ def attention(
     batch_invariant: bool = False,
     score_mod: mods.Mod | None = None,
     mask_mod: mods.Mod | None = None,
+    block_mask: Any = None,
     **unknown: object,
 ) -> Result:
-    """Exact attention of q (B, Sq, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv).
+    """Compute exact attention of q (B, Sq, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv).
 
     Returns out (B, Sq, H, Dv) in q's dtype. With ``return_lse`` it also returns the log-sum-exp of
-    each row's scores: (B, H, Sq), float32, natural logarithm. H is a multiple of Hk (GQA, MQA).
-    D is 1 to 576 and Dv 1 to 512; above 256 on the torch backend only. Dtypes: float16, bfloat16,
-    float32; float8 e4m3 for q, k and v, or for k and v with 16-bit q. Gradients flow to q, k, v, a
-    float ``bias``, ``sinks``, and from the LSE; float8 has no gradient.
+    each row's scores: (B, H, Sq), float32, natural logarithm. H is a multiple of Hk (GQA, MQA). D
+    is 1 to 576 and Dv 1 to 512; above 256 on the torch backend only. Dtypes: float16, bfloat16,
+    float32; float8 e4m3 for q, k and v, or for k and v with 16-bit q. q, k, v, a float ``bias`` and
+    ``sinks`` receive gradients, and the LSE is differentiable; float8 has no gradient.
 
     score = score_mod(softcap(scale · q·k)) − slope · ``|i + Sk − Sq − j|`` + bias, then masks, then
     softmax.
@@ -65,13 +67,13 @@ def attention(
     Parameters
     ----------
     causal, window
-        Aligned to the bottom right: query i sees key j when j ≤ i + Sk − Sq. ``window`` is
-        (left, right) in keys; None or −1 is unlimited. With ``causal``, right is at most 0. A
-        negative edge leaves out keys around the query's own: with (8, −3) query i sees the keys
-        from 8 to 3 before it. ``pyfa.Edge(-1)`` is −1 as a number.
+        Aligned to the bottom right: query i sees key j when j ≤ i + Sk − Sq. ``window`` is (left,
+        right) in keys; None or −1 is unlimited. With ``causal``, right is at most 0. A bound below
+        −1 excludes keys next to the query: with (8, −3) query i sees the keys from 8 to 3 before
+        it. ``pyfa.Edge(-1)`` stands for the value −1.
     attention_chunk
-        Keys of a chunk (Llama 4); None or 0 for none. Query i also has to be in key j's chunk:
-        ⌊(i + Sk − Sq) / chunk⌋ = ⌊j / chunk⌋.
+        Chunk size in keys (Llama 4); None or 0 disables chunking. Query i sees key j only in its
+        own chunk: ⌊(i + Sk − Sq) / chunk⌋ = ⌊j / chunk⌋.
     scale
         Any finite number; 1/√D by default.
     softcap
@@ -87,26 +89,31 @@ def attention(
         bits on every backend. None draws a seed on the device from torch's generator. The LSE is
         taken before dropout.
     descale, out_dtype
-        ``descale`` is (of q, of k, of v): float32 scales that multiply float8 inputs, as
-        ``quantize`` makes them; 1 by default. Shapes: () or (1,) per tensor, (B, Hk) per sequence
-        and key head, (B, Hk, ⌈rows / block⌉) per block of rows, where block is a power of two. All
-        are positive and of one kind; q's is None for 16-bit q. With float8 q, ``out_dtype`` is
-        bfloat16 (default) or float16.
+        ``descale`` is a tuple (for q, for k, for v) of float32 scales that multiply float8 inputs,
+        as ``quantize`` makes them; 1 by default. Shapes: () or (1,) per tensor, (B, Hk) per
+        sequence and KV head, (B, Hk, ⌈rows / block⌉) per block of rows, where block is a power of
+        two. All are positive and have the same kind of shape. The scale for q is None if q is
+        16-bit. With float8 q, ``out_dtype`` is bfloat16 (default) or float16.
     deterministic
         Gradients are bitwise equal from run to run. torch's global switch has the same effect.
     num_splits
-        Into how many parts keys are cut, which are combined: 0 lets the plan choose, 1 is none.
+        The number of splits of the keys, whose results are combined. 0 lets the plan choose; 1 does
+        not split.
     batch_invariant
-        Output, LSE and gradients of a sequence have the same bits whatever shares its batch: see
-        the guide. ``use_batch_invariant`` and ``PYFA_BATCH_INVARIANT`` have the same effect.
+        Output, LSE and gradients of a sequence have the same bits, whatever else is in its batch:
+        see the guide. ``use_batch_invariant`` and ``PYFA_BATCH_INVARIANT`` have the same effect.
     backend
         A name, or names in order; pyfa tries no others. By default ``use_backend`` decides, then
         ``PYFA_BACKEND``, then the fastest backend that can run the call.
     score_mod, mask_mod
-        Functions with FlexAttention's signatures: ``score_mod(score, b, h, q_idx, kv_idx)`` gives
-        the new score, ``mask_mod(b, h, q_idx, kv_idx)`` whether the key is seen. Indices count
-        inside the sequence from the top left. Captured tensors are values at run time, without a
-        gradient. A ``ValueError`` names the line of what cannot be expressed.
+        Functions with FlexAttention's signatures: ``score_mod(score, b, h, q_idx, kv_idx)`` returns
+        the new score, ``mask_mod(b, h, q_idx, kv_idx)`` whether the query sees the key. Indices
+        count inside the sequence from the top left. Captured tensors are read at run time. If an
+        operation is not supported, a ``ValueError`` names its line. Tiles that a mask_mod masks
+        entirely are skipped: see ``explain``.
+    block_mask
+        FlexAttention's BlockMask. Blocks that it does not list are masked, its full blocks are
+        visible. In its other blocks its mask_mod decides, or ``mask_mod`` if it has none.
 
     Raises ``ValueError`` or ``TypeError`` naming the wrong argument. Raises ``UnsupportedProblem``
     with every backend's reasons if none can run the call.
@@ -137,8 +144,8 @@ def attention(
         tensors += scales
         given += 16 * which
     digest = ""
-    if score_mod is not None or mask_mod is not None:
-        digest, captured = _modified(score_mod, mask_mod, q)
+    if score_mod is not None or mask_mod is not None or block_mask is not None:
+        digest, captured = _modified(score_mod, mask_mod, block_mask, q)
         tensors += captured
     key: tuple[Any, ...] = (
         given, causal, window, scale, softcap, deterministic, return_lse, backend, batch_invariant,
@@ -147,7 +154,7 @@ def attention(
     if window is not None or attention_chunk is not None or dropout_p or out_dtype is not None:
         key += _rare(window, attention_chunk, dropout_p, out_dtype)
     if digest:
-        key += (digest, "mods")
+        key += (digest, *blocks_given.lengths_of(block_mask), "mods")
     result = None if unknown else _again(key, tensors)
     if result is not None:
         return result
@@ -155,7 +162,7 @@ def attention(
     shared = Shared(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, descale,
         out_dtype, deterministic, return_lse, backend, batch_invariant, attention_chunk,
-        score_mod, mask_mod,
+        score_mod, mask_mod, block_mask,
     )  # fmt: skip
     return _first(key, tensors, requests.dense(q, k, v, shared, num_splits))
 
@@ -191,13 +198,16 @@ def attention_varlen(
     batch_invariant: bool = False,
     score_mod: mods.Mod | None = None,
     mask_mod: mods.Mod | None = None,
+    block_mask: Any = None,
     **unknown: object,
 ) -> Result:
-    """``attention`` on packed sequences: q (total_q, H, D), k (total_k, Hk, D), v (…, Hk, Dv).
+    """Compute ``attention`` on packed sequences: q (total_q, H, D), k (total_k, Hk, D), v (…, Hk,
+    Dv).
 
     Sequence b is rows ``cu_seqlens[b]`` to ``cu_seqlens[b+1]`` (int32, (B+1,)). ``max_seqlen_q``
     and ``max_seqlen_k`` are Python ints; no sequence may be longer. With ``seqused`` (B,) int32
-    only the first rows of a sequence are used: queries beyond give output 0, LSE −inf, gradient 0.
+    only the first rows of a sequence are used: its later queries give output 0, LSE −inf and
+    gradient 0.
     With ``page_table`` (B, pages) int32, k and v are (num_pages, page_size, Hk, D). Lengths then
     come from ``seqused_k``, or without it from the differences of ``cu_seqlens_k``; one of the two
     may be None.
@@ -207,8 +217,8 @@ def attention_varlen(
     ``descale`` per block of rows is (1, Hk, ⌈total / block⌉) for packed tensors, whatever their
     offsets, and (num_pages, Hk, ⌈page_size / block⌉) for pages.
 
-    Other arguments and errors are those of ``attention``. Offsets and lengths outside their tensors
-    raise ``ValueError``: on a CPU always, on a GPU with ``PYFA_CHECK=1``.
+    Other arguments and errors are as in ``attention``. Offsets and lengths that point outside their
+    tensors raise ``ValueError``, on a CPU always, on a GPU with ``PYFA_CHECK=1``.
     """
     tensors: tuple[Any, ...] = (q, k, v)
     given = _PACKED
@@ -250,8 +260,8 @@ def attention_varlen(
         tensors += scales
         given += 16 * which
     digest = ""
-    if score_mod is not None or mask_mod is not None:
-        digest, captured = _modified(score_mod, mask_mod, q)
+    if score_mod is not None or mask_mod is not None or block_mask is not None:
+        digest, captured = _modified(score_mod, mask_mod, block_mask, q)
         tensors += captured
     key: tuple[Any, ...] = (
         given, causal, window, scale, softcap, deterministic, return_lse, backend, batch_invariant,
@@ -260,7 +270,7 @@ def attention_varlen(
     if window is not None or attention_chunk is not None or dropout_p or out_dtype is not None:
         key += _rare(window, attention_chunk, dropout_p, out_dtype)
     if digest:
-        key += (digest, "mods")
+        key += (digest, *blocks_given.lengths_of(block_mask), "mods")
     result = None if unknown else _again(key, tensors)
     if result is not None:
         return result
@@ -268,7 +278,7 @@ def attention_varlen(
     shared = Shared(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, descale,
         out_dtype, deterministic, return_lse, backend, batch_invariant, attention_chunk,
-        score_mod, mask_mod,
+        score_mod, mask_mod, block_mask,
     )  # fmt: skip
     request = requests.varlen(
         q, k, v, shared, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q,
@@ -311,31 +321,38 @@ def attention_kvcache(
     batch_invariant: bool = False,
     score_mod: mods.Mod | None = None,
     mask_mod: mods.Mod | None = None,
+    block_mask: Any = None,
+    tree_mask: torch.Tensor | None = None,
     **unknown: object,
 ) -> Result:
-    """Attention of q (B, Sq, H, D) over a cache, after appending k and v to it in place.
+    """Append k and v to a cache in place, and compute attention of q (B, Sq, H, D) over it.
 
     ``k_cache`` and ``v_cache`` are (B_cache, S, Hk, D), or (num_pages, page_size, Hk, D) with
-    ``page_table`` (B, pages) int32. ``cache_seqlens``, an int or (B,) int32, counts the keys in the
-    cache before the append; by default all. New ``k`` and ``v`` (B, S_new, Hk, D) follow them, and
-    queries see them; packed they are (total_new, Hk, D) with ``cu_seqlens_new`` (B+1,) int32.
-    ``cache_batch_idx`` (B,) int32 selects each sequence's cache row.
-    ``cache_leftpad`` (B,) int32 is its first valid key; positions count from there. Packed queries
-    are (total_q, H, D) with ``cu_seqlens_q`` and ``max_seqlen_q``.
+    ``page_table`` (B, pages) int32. ``cache_seqlens``, an int or (B,) int32, is the number of keys
+    in the cache before the append; by default the cache is full. New ``k`` and ``v`` (B, S_new, Hk,
+    D) are appended after them, and queries see them. Packed new keys are (total_new, Hk, D) with
+    ``cu_seqlens_new`` (B+1,) int32. ``cache_batch_idx`` (B,) int32 selects each sequence's cache
+    row. ``cache_leftpad`` (B,) int32 is its first valid key; positions count from there. Packed
+    queries are (total_q, H, D) with ``cu_seqlens_q`` and ``max_seqlen_q``.
 
     ``rotary_cos`` and ``rotary_sin`` (max_position, R) rotate q and the new k by their position in
     the cache, or from ``rotary_seqlens`` (B,) int32 on. Without a causal mask or window all queries
     share the first position, as in flash-attention. ``rotary_interleaved`` pairs elements 2i and
     2i+1 (GPT-J); otherwise i and i+R (GPT-NeoX). ``num_splits=0`` lets the plan choose.
 
-    A float8 cache takes float8 keys, rounded with the scales of their place. Rotary converts float8
-    to float32 and rounds again, clamped to the format's largest number. ``descale`` per block of
-    rows is that of the cache's rows or pages.
+    ``tree_mask`` (B | 1, Sq, Sq) or (Sq, Sq) bool masks among the new rows alone, as a tree of
+    drafted tokens does: query i sees column j, the key Sq − j places from the end of its sequence,
+    where True. It sees all keys before. Packed, Sq is ``max_seqlen_q``, and indices count inside
+    each sequence. Other masks apply as well; not with ``bias``.
 
-    There is no dropout and no gradient: ``ValueError`` if an input requires one. Other arguments
-    and errors are those of ``attention``. Lengths and pages outside the cache raise ``ValueError``:
-    on a CPU always, on a GPU with ``PYFA_CHECK=1``. Without it, new rows beyond the end of the
-    cache are dropped.
+    Keys for a float8 cache must be float8, scaled with the scales of the cache rows that they go
+    to. Rotary converts float8 to float32 and rounds again, clamped to the format's largest number.
+    ``descale`` per block of rows refers to the rows or pages of the cache.
+
+    There is no dropout and no gradient: an input that requires one raises ``ValueError``. Other
+    arguments and errors are as in ``attention``. Lengths and pages outside the cache raise
+    ``ValueError``: on a CPU always, on a GPU with ``PYFA_CHECK=1``. Without it, new rows beyond the
+    end of the cache are dropped.
     """
     tensors: tuple[Any, ...] = (q, k_cache, v_cache)
     given = _CACHE
@@ -368,8 +385,8 @@ def attention_kvcache(
         tensors += scales
         given += 16 * which
     digest = ""
-    if score_mod is not None or mask_mod is not None:
-        digest, captured = _modified(score_mod, mask_mod, q)
+    if score_mod is not None or mask_mod is not None or block_mask is not None:
+        digest, captured = _modified(score_mod, mask_mod, block_mask, q)
         tensors += captured
     if k is not None:
         tensors += (k,)
@@ -380,6 +397,9 @@ def attention_kvcache(
     if cu_seqlens_new is not None:
         tensors += (cu_seqlens_new,)
         given += 32768
+    if tree_mask is not None:
+        tensors = (*tensors[:3], tree_mask, *tensors[3:])  # where a bias would be
+        given += 65536
     key: tuple[Any, ...] = (
         given, causal, window, scale, softcap, return_lse, backend, batch_invariant, num_splits,
         max_seqlen_q,
@@ -391,7 +411,7 @@ def attention_kvcache(
         tensors += tuple(x for x in rotary if x is not None)
         key += (rotary_interleaved, *(x is None for x in rotary), "rotary")
     if digest:
-        key += (digest, "mods")
+        key += (digest, *blocks_given.lengths_of(block_mask), "mods")
     result = None if unknown else _again(key, tensors)
     if result is not None:
         return result
@@ -399,12 +419,12 @@ def attention_kvcache(
     shared = Shared(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, 0.0, None, descale,
         out_dtype, False, return_lse, backend, batch_invariant, attention_chunk,
-        score_mod, mask_mod,
+        score_mod, mask_mod, block_mask,
     )  # fmt: skip
     request = requests.kvcache(
         q, k_cache, v_cache, shared, k, v, cache_seqlens, cache_batch_idx, cache_leftpad,
         cu_seqlens_q, max_seqlen_q, page_table, rotary_cos, rotary_sin, rotary_interleaved,
-        rotary_seqlens, num_splits, cu_seqlens_new=cu_seqlens_new,
+        rotary_seqlens, num_splits, cu_seqlens_new=cu_seqlens_new, tree_mask=tree_mask,
     )  # fmt: skip
     return _first(key, tensors, request)
 
@@ -418,15 +438,15 @@ def explain(
     device: str | None = None,
     **same: Any,
 ) -> dispatch.Explanation:
-    """Which backend runs this attention, with which plan, and why the others do not.
+    """Say which backend runs this attention, with which plan, and why the others do not.
 
-    Takes the arguments of ``attention``, of ``attention_varlen`` (recognised by ``cu_seqlens_q``
-    with ``max_seqlen_k``) or of ``attention_kvcache`` (recognised by a ``cache_…`` argument or
-    ``page_table``), as keywords. With ``latent=True`` v is a view of k, as in
-    ``attention_latent``. Tensors may be on the ``meta`` device. ``device`` names a GPU
-    ("MI300X") that this machine need not have. Computes nothing and writes no cache. The result
-    prints, and ``as_dict()`` gives plain data. Raises what those functions raise, but never
-    ``UnsupportedProblem``.
+    Takes the arguments of ``attention``, ``attention_varlen`` or ``attention_kvcache`` as keywords.
+    ``cu_seqlens_q`` with ``max_seqlen_k`` selects ``attention_varlen``; a ``cache_…`` argument or
+    ``page_table`` selects ``attention_kvcache``. With ``latent=True`` v is a view of k, as in
+    ``attention_latent``. Tensors may be on the ``meta`` device. ``device`` names a GPU ("MI300X")
+    that need not be in this machine. ``explain`` computes nothing and writes no cache. The result
+    can be printed, and ``as_dict()`` gives plain data. It raises what those functions raise, but
+    never ``UnsupportedProblem``.
     """
     build: Callable[..., Request] = requests.dense
     if "max_seqlen_k" in same:
@@ -449,28 +469,34 @@ _DENSE, _PACKED, _CACHE = 0, 1 << 20, 2 << 20
 
 
 def _rare(window: Any, attention_chunk: Any, dropout_p: Any, out_dtype: Any) -> tuple[Any, ...]:
-    """The end of a key. A window's edges are in it by themselves, for their types."""
+    """Return the end of a key. It contains the window's bounds separately, because their types
+    matter."""
     edges = window if type(window) is tuple else ()
     return (attention_chunk, dropout_p, out_dtype, *edges)
 
 
-def _modified(score_mod: Any, mask_mod: Any, q: Any) -> tuple[str, tuple[torch.Tensor, ...]]:
-    """The digest of mods and what they captured. A q that is no tensor is left to the checks."""
+def _modified(
+    score_mod: Any, mask_mod: Any, block_mask: Any, q: Any
+) -> tuple[str, tuple[torch.Tensor, ...]]:
+    """Return the digest of the mods and their captured tensors. The checks report a q that is no
+    tensor."""
     if not isinstance(q, torch.Tensor):
         return "", ()
+    if block_mask is not None:
+        mask_mod = blocks_given.as_mask_mod(block_mask, mask_mod, q.device)
     return mods.resolve(score_mod, mask_mod, q.device)
 
 
 def _drawn(seed: int | torch.Tensor | None, q: torch.Tensor) -> Any:
-    """The seed as kernels read it; what is no seed is left to the checks."""
+    """Return the seed as kernels read it. The checks report an invalid seed."""
     if isinstance(seed, torch.Tensor) or not isinstance(q, torch.Tensor):
         return seed
     return validate.seed(seed, q.device)
 
 
 def _scales(descale: Any) -> tuple[tuple[Any, ...], int]:
-    """The scales that there are, and a number from 1 to 8 for which. What is no triple is left to
-    the checks: no call with it is ever bound."""
+    """Return the scales that are given, and a number from 1 to 8 that says which. The checks report
+    a ``descale`` that is no triple: no call with one is ever bound."""
     if type(descale) is not tuple or len(descale) != 3:
         return (descale,), 1
     of_q, of_k, of_v = descale
@@ -487,13 +513,12 @@ _is_compiling = torch.compiler.is_compiling
 
 
 def _again(key: tuple[Any, ...], tensors: tuple[Any, ...]) -> Result | None:
-    """What a call gives that was bound before for such arguments; None where none was."""
+    """Return the result of a call that was bound before for such arguments; None if there is
+    none."""
     if _is_compiling() or forward_ad._current_level >= 0:
         return None
-    if dispatch.named:
-        key += (dispatch.context(),)
-    if invariance.named:
-        key += (invariance.context(),)
+    if context.used:
+        key += context.values()
     try:
         for x in tensors:
             if x.is_nested:  # asked for strides, PyTorch's guards would end the process
@@ -524,7 +549,8 @@ def _again(key: tuple[Any, ...], tensors: tuple[Any, ...]) -> Result | None:
 
 
 def _first(key: tuple[Any, ...], tensors: tuple[Any, ...], request: Request) -> Result:
-    """What a call gives that was not bound before, or cannot be found by its arguments alone."""
+    """Return the result of a call that was not bound before, or cannot be found by its
+    arguments."""
     call, who, append = request.call, request.who, request.append
     if torch.compiler.is_compiling():
         if append is not None:
@@ -544,7 +570,7 @@ def _first(key: tuple[Any, ...], tensors: tuple[Any, ...], request: Request) -> 
         q, k, v = (x.resolve_neg() for x in call[:3])
         call = call._replace(q=q, k=k, v=v)
     if not plain:
-        out, lse = torch.ops.pyfa.forward(*call, *who)
+        out, lse = torch.ops.pyfa.forward(*sharding.prepared(call), *who)
         return (out, lse) if call.return_lse else out
     given = tensors_of(call, append)
     bound = ops.bound_of(call, append, who, call.return_lse or request.needs_grad)
@@ -560,13 +586,13 @@ def _first(key: tuple[Any, ...], tensors: tuple[Any, ...], request: Request) -> 
 
 
 def attend(request: Request) -> Result:
-    """What ``request`` gives, whoever made it. Nothing is kept of it by its arguments."""
+    """Return the result of ``request``, without keeping the bound call by its arguments."""
     return _first((), (), request)
 
 
 def _ready(call: Call, append: Append, who: tuple[str, bool, bool]) -> str | None:
-    """Why the backend of ``call`` does not append; None where it does. Whatever is wrong with the
-    call is said before anything is written."""
+    """Return why the backend of ``call`` does not append itself; None if it does. Any error in the
+    call is raised before anything is written."""
     prepared = dispatch.prepare(call, *who)
     if isinstance(prepared.backend, Appending):
         why_not = prepared.backend.why_not_append(call, append)
@@ -579,10 +605,8 @@ def _ready(call: Call, append: Append, who: tuple[str, bool, bool]) -> str | Non
 
 def _keep(key: tuple[Any, ...], tensors: tuple[torch.Tensor, ...], bound: Bound) -> None:
     """Let ``_again`` find a call by its arguments."""
-    if dispatch.named:
-        key += (dispatch.context(),)
-    if invariance.named:
-        key += (invariance.context(),)
+    if context.used:
+        key += context.values()
     with contextlib.suppress(TypeError):  # a window or names of backends given as a list
         hash(key)
         if _torch.is_unwatched(*tensors):
@@ -590,7 +614,8 @@ def _keep(key: tuple[Any, ...], tensors: tuple[torch.Tensor, ...], bound: Bound)
 
 
 def _refuse_transforms(call: Call, append: Append | None) -> None:
-    """An operator with a registered gradient would drop tangents and batch dimensions silently."""
+    """Raise under transforms: an operator with a registered gradient would silently drop tangents
+    and batch dimensions."""
     if _torch.in_transform():
         raise NotImplementedError("attention under torch.func transforms (grad, vjp, jvp, vmap)")
     if _torch.in_forward_mode():

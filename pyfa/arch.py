@@ -1,7 +1,7 @@
 """Instruction sets and their limits, one row each, with the document that each row comes from.
 
-An arch says what one compute unit (AMD: CU, NVIDIA: SM) can do; how many of them a GPU has, how
-fast they run and what feeds them is in ``device.py``, since one arch covers very different devices.
+An arch describes one compute unit (AMD: CU, NVIDIA: SM). The number of units, their clock and the
+memory of a GPU are in ``device.py``, because one arch covers very different devices.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ class Arch:
     """Limits of one compute unit.
 
     ``lanes``: lanes of a wavefront or warp. ``shared_bytes``: LDS or shared memory of a compute
-    unit; ``shared_bytes_per_block`` what one workgroup may take of it. ``register_bytes``: vector
-    register file of a compute unit. ``registers_per_lane``: the most 32-bit registers that one lane
-    can own. ``waves``: wavefronts or warps that are resident at once, on ``simds`` schedulers.
-    ``shared_bytes_per_clock``: LDS or shared memory read in a clock, 0 where nobody could tell.
+    unit; ``shared_bytes_per_block``: the most that one workgroup may use. ``register_bytes``:
+    vector register file of a compute unit. ``registers_per_lane``: the most 32-bit registers that
+    one lane can own. ``waves``: wavefronts or warps that are resident at once, on ``simds``
+    schedulers. ``shared_bytes_per_clock``: LDS or shared memory read per clock, 0 if unknown.
     ``matrix_rates``: dense matrix FLOP per clock and compute unit by input dtype, accumulating in
-    float32 (a multiply-add counts two); for float32 that of the vector units, or of matrix units
-    that compute in IEEE float32.
+    float32 (a multiply-add counts as two). For float32 it is the rate of the vector units, or of
+    matrix units with IEEE float32.
     """
 
     name: str

@@ -1,7 +1,8 @@
-"""Calls that are bound: checked, planned and prepared once, then run again with other tensors.
+"""Bound calls: checked, planned and prepared once, then run again with other tensors.
 
-A call is found by its numbers, and held to the tensors that it was bound for: shapes, strides,
-dtypes, devices, ``requires_grad``, and that nobody watches. Their values and addresses may differ.
+A call is found by its numbers. Its tensors must match those it was bound for in shapes, strides,
+dtypes, devices and ``requires_grad``, and be unwatched (``_torch.is_unwatched``). Their values and
+addresses may differ.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ Free = dict[int, int]
 
 
 def free_of(form: Form) -> Free:
-    """The dimensions of a call's tensors whose sizes may differ, where it is packed.
+    """Return the dimensions of a packed call's tensors whose sizes may differ.
 
-    Float8 scales of packed blocks of rows hang on their number.
+    They do not include float8 scales per block of packed rows, whose shape depends on the number of
+    blocks.
     """
     if "k_descale" in form.names:
         return {}
@@ -38,7 +40,7 @@ def free_of(form: Form) -> Free:
 
 
 def _sizes(x: torch.Tensor, at: int | None) -> tuple[list[int | None], list[int | None]]:
-    """Shape and strides, None where ``at`` is free, or a stride hangs on it."""
+    """Return shape and strides, with None if ``at`` is free or a stride depends on it."""
     shape: list[int | None] = [*x.shape]
     strides: list[int | None] = [*x.stride()]
     if at is not None:
@@ -48,7 +50,7 @@ def _sizes(x: torch.Tensor, at: int | None) -> tuple[list[int | None], list[int 
 
 
 def facts(tensors: Sequence[torch.Tensor], free: Free) -> list[object]:
-    """What a bound call depends on of its tensors."""
+    """Return the properties of its tensors that a bound call depends on."""
     found: list[object] = [torch.is_inference_mode_enabled()]
     for number, x in enumerate(tensors):
         sizes = _sizes(x, free[number]) if number in free else (x.shape, x.stride())
@@ -58,11 +60,11 @@ def facts(tensors: Sequence[torch.Tensor], free: Free) -> list[object]:
 
 
 def guard(tensors: Sequence[torch.Tensor], free: Free) -> Fits | None:
-    """Whether tensors differ from these by values, addresses and what is free alone; also, whether
-    nobody watches them but forward-mode differentiation.
+    """Return a check that tensors differ from these only in values, addresses and free dimensions,
+    and that at most forward-mode differentiation watches them.
 
-    PyTorch's own guards tell in one call of 0.6 µs what takes 4.8 to ask one by one. None where it
-    has none, or makes them in another way. They are never satisfied where one tensor comes twice.
+    PyTorch's own guards take 0.6 µs for what takes 4.8 µs with single checks. Return None if
+    PyTorch has no guards or creates them in another way. Guards fail if a tensor is passed twice.
     """
     sizes = [_sizes(x, free.get(number)) for number, x in enumerate(tensors)]
     try:
@@ -77,11 +79,11 @@ def guard(tensors: Sequence[torch.Tensor], free: Free) -> Fits | None:
 
 
 class Fitting:
-    """Whether tensors are like those of a call: asked one by one at first, since a call may never
-    come again, and by PyTorch's guards from the second time on.
+    """A check whether tensors are like those of a call. The first time it checks them one by one,
+    since the call may never repeat; from the second time on it uses PyTorch's guards.
 
-    ``free``: what may differ. All that have one total of rows have to agree on it: ``alike`` are
-    pairs of (tensor, dimension).
+    ``free``: the dimensions that may differ. ``alike``: pairs of (tensor, dimension) that must have
+    the same size, the total of rows.
     """
 
     __slots__ = ("_alike", "_facts", "_free", "fits")
@@ -123,18 +125,17 @@ class Fitting:
 
 
 def modes() -> tuple[bool, bool]:
-    """What else a call depends on where an input requires a gradient."""
+    """Return the global modes that a call depends on if an input requires a gradient."""
     return torch.is_grad_enabled(), _torch.is_deterministic()
 
 
 class Bound:
-    """One call, bound: ``run`` takes its tensors to out and, where somebody needs it, LSE.
+    """One bound call: ``run`` maps its tensors to out and, if needed, LSE.
 
-    ``form`` is the call without its tensors, ``who`` may run it and what needs a gradient.
-    ``writes``: it appends to a cache.
-    ``any_total``: ``run`` takes packed rows however many they are; ``free`` says of which tensors.
-    ``backwards``: its bound backwards without and with a gradient of the LSE, each with the tensors
-    that it fits.
+    ``form``: the call without its tensors. ``who``: the backends that may run it, and which inputs
+    need a gradient. ``writes``: it appends to a cache. ``any_total``: ``run`` takes any number of
+    packed rows; ``free`` says of which tensors. ``backwards``: its bound backwards without and with
+    a gradient of the LSE, each with the tensors that it fits.
     """
 
     __slots__ = (
@@ -167,12 +168,13 @@ Kinds = tuple[type, ...]
 
 
 class Table:
-    """Bound calls, first by their numbers alone: the one that came last, which mostly comes again.
+    """The bound calls. A call is first looked up by its numbers alone, which gives the most recent
+    match.
 
-    To look up shapes as well takes 0.3 µs more. They are in the other key so that many of them may
-    take turns; and so that both are emptied when serving has filled them. Each stands beside the
-    types of its key's members: 1.0 is refused where True is taken, and Python finds one by the
-    other.
+    Looking up shapes as well takes 0.3 µs more. A second key includes them, so that several shapes
+    can alternate, and so that both tables are emptied when serving has filled them. The types of a
+    key's members are stored with it, because Python treats 1.0 and True as the same key, while a
+    call may accept only one of them.
     """
 
     def __init__(self) -> None:
@@ -180,7 +182,8 @@ class Table:
         self.known: dict[tuple[Any, ...], list[tuple[Kinds, Bound]]] = {}
 
     def find(self, key: tuple[Any, ...], tensors: Sequence[Any]) -> Bound | None:
-        """The call of these numbers that was bound for such tensors; None where there is none."""
+        """Return the call with these numbers that was bound for such tensors; None if there is
+        none."""
         if not _torch.is_unwatched(*tensors):
             return None
         kinds = tuple(map(type, key))
@@ -198,7 +201,7 @@ class Table:
         return None
 
     def keep(self, key: tuple[Any, ...], tensors: Sequence[torch.Tensor], found: Bound) -> None:
-        """``found`` was bound for ``tensors``, which nobody watches."""
+        """Store ``found``, which was bound for the unwatched ``tensors``."""
         if len(self.known) >= _MOST:
             self.known.clear()
             self.recent.clear()
@@ -210,7 +213,7 @@ class Table:
 
 
 def _with_shapes(key: tuple[Any, ...], tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """With what tells most calls of one key apart: not the rows, of which packed ones have any."""
+    """Extend a key by the shapes, without the number of packed rows."""
     q, k, last = tensors[0], tensors[1], tensors[-1]
     rows = q.shape[:2] if q.dim() == 4 else ()
     return key, rows, q.shape[-2:], k.shape[1:] if k.dim() == 4 else k.shape[-2:], last.shape[:1]

@@ -1,7 +1,7 @@
-"""Code objects that came with the package: verified when it was built, found again by their digest.
+"""Code objects that come with the package: verified when it was built, found by their digest.
 
-The folder ``pyfa/_bundle`` holds one file per code object and ``manifest.json``; ``pyfa compile
---bundle`` makes it, and a wheel carries it. A checkout has none until it is built.
+The folder ``pyfa/_bundle`` holds one file per code object and ``manifest.json``. ``pyfa compile
+--bundle`` makes it, and wheels contain it. A checkout has none until it is built.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ FOLDER = Path(__file__).parent / "_bundle"
 
 @functools.cache
 def manifest() -> dict[str, Any]:
-    """The bundle's manifest: ``{"schema": 1, "objects": {key: {…}}}``; no objects without a bundle.
+    """Return the bundle's manifest: ``{"schema": 1, "objects": {key: {…}}}``; no objects without a
+    bundle.
 
     Each object has ``file``, ``sha256``, ``arch``, ``plan``, ``compiler`` and ``emulated``, the
     conformance cases that this digest passed in the emulator.
@@ -35,15 +36,15 @@ def manifest() -> dict[str, Any]:
 
 
 def has(arch: str, key: str) -> bool:
-    """Whether the bundle lists a code object of this key."""
+    """Return whether the bundle lists a code object with this key."""
     entry = manifest()["objects"].get(key)
     return entry is not None and entry["arch"] == arch
 
 
 def find(arch: str, key: str) -> bytes | None:
-    """The bundled code object of this key, or None.
+    """Return the bundled code object with this key, or None.
 
-    Raises ``CodeObjectError`` where its bytes are not those that were verified.
+    Raises ``CodeObjectError`` if its bytes are not those that were verified.
     """
     if not has(arch, key):
         return None

@@ -1,9 +1,10 @@
-"""The code cache: compiled kernels on disk, each found again by what it was compiled from.
+"""The code cache: compiled kernels on disk, found by what they were compiled from.
 
-An entry is a folder ``<name>-<key>/`` of the code, its source and ``meta.json``, written beside its
-place, synced, renamed, and checked by digest when read: what has the name is whole, on NFS too. The
-lock per key only saves work. Entries are executable content: what another user owns or others can
-write is refused. A folder that cannot be used never stops a kernel: its code then stays in memory.
+An entry is a folder ``<name>-<key>/`` with the code, its source and ``meta.json``. It is written
+under another name, synced, renamed, and checked by digest when read. So an entry with its final
+name is complete, also on NFS; the lock per key only saves work. Because entries are executable, a
+folder that another user owns or can write to is refused. Without a usable folder, kernels stay in
+memory.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import filelock
 import platformdirs
@@ -40,6 +41,8 @@ _NO_HOME = Path(os.devnull, "no home")  # where nothing can ever be
 _TEMPORARY = ".pyfa-tmp-"
 _STALE_SECONDS = 86400.0  # no writer needs a day: an older temporary folder was left by a kill
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+_READ = os.O_RDONLY | _NO_WAIT
+_MOST_BYTES = 1 << 28  # of a file: a hundred times the largest code; a sparse one fills no memory
 _POLL_SECONDS = 0.25  # between looks at the entry, while another process holds its lock
 _TELL_SECONDS = 2.0  # a wait as long as this is worth a message
 _LOCK_SECONDS = 600.0  # several times the slowest compile: the holder is stopped, or its lock stale
@@ -55,7 +58,7 @@ if hasattr(os, "register_at_fork"):
 
 @dataclass(frozen=True)
 class Entry:
-    """Code, the file it lies in (none in memory), and where it was found or that it was built."""
+    """Code, its file (none in memory), and whether it was found (and where) or built."""
 
     code: bytes
     path: Path | None
@@ -64,9 +67,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class EntryInfo:
-    """One entry on disk, ``created`` in seconds since the epoch; never served unless ``intact``.
+    """One entry on disk. ``created`` is in seconds since the epoch. Only ``intact`` entries are
+    used.
 
-    ``plan``: the source and constants that it was compiled from, where its writer told them.
+    ``plan``: the source and constants that it was compiled from, if recorded.
     """
 
     name: str
@@ -79,7 +83,8 @@ class EntryInfo:
 
 
 def key(source: str, options: Sequence[str], compiler: str, arch: str) -> str:
-    """The digest naming an entry. ``compiler`` includes its version, ``source`` its includes."""
+    """Return the digest that names an entry. ``compiler`` includes its version, ``source`` its
+    includes."""
     digest = hashlib.sha256()  # each field after its length, the only list last: none run together
     for field in (str(SCHEMA), source, compiler, arch, *options):
         data = field.encode()
@@ -88,9 +93,9 @@ def key(source: str, options: Sequence[str], compiler: str, arch: str) -> str:
 
 
 def directory() -> Path:
-    """Where entries are written: ``PYFA_CACHE_DIR``, otherwise the user's cache folder.
+    """Return where entries are written: ``PYFA_CACHE_DIR``, otherwise the user's cache folder.
 
-    A user may have none: a container may run under a uid that nobody knows, without ``HOME``.
+    A user may have no cache folder: a container may run under an unknown uid, without ``HOME``.
     """
     chosen: Path | None = env.get("PYFA_CACHE_DIR")
     if chosen is not None:
@@ -103,9 +108,10 @@ def directory() -> Path:
 
 
 def why_unusable(path: Path, *, readonly: bool = False) -> str | None:
-    """The sentence that says why no code may come from ``path``, or ``None`` when it may.
+    """Return why no code may be read from ``path``, or ``None`` if it may.
 
-    One that is to be made (mode 0700) may. A ``readonly`` one must exist, and may be root's.
+    A folder that does not exist yet is usable; it is created with mode 0700. A ``readonly`` folder
+    must exist, and may belong to root.
     """
     if path == _NO_HOME:
         return "this user has no home folder; PYFA_CACHE_DIR names another"
@@ -122,11 +128,13 @@ def why_unusable(path: Path, *, readonly: bool = False) -> str | None:
 def get_or_build(
     name: str, key: str, *, suffix: str, source: str, meta: Mapping[str, str], build: Build
 ) -> Entry:
-    """The entry ``name``, ``key``: from memory, the cache, a read-only cache, or else ``build()``.
+    """Return the entry ``name``, ``key``: from memory, the cache, a read-only cache, or else
+    ``build()``.
 
-    Of many processes and threads that ask at once, one builds. ``meta`` (compiler, arch, options)
-    is kept in ``meta.json``. Raises what ``build`` raises, and ``ValueError`` for a name, key or
-    suffix that is not safe in a file name; a folder's faults are a ``RuntimeWarning``, once.
+    If several processes and threads request an entry at once, one of them builds it. ``meta``
+    (compiler, arch, options) is kept in ``meta.json``. Raises what ``build`` raises, and
+    ``ValueError`` for a name, key or suffix that is not safe in a file name. A faulty folder gives
+    one ``RuntimeWarning``.
     """
     entry = f"{name}-{key}"
     if not _ENTRY.fullmatch(entry) or not re.fullmatch(r"\.[A-Za-z0-9]+", suffix):
@@ -153,24 +161,25 @@ def get_or_build(
 
 
 def entries() -> list[EntryInfo]:
-    """What the cache's folder holds, oldest first; nothing where it may not be used."""
+    """Return the entries in the cache's folder, oldest first; none if the folder may not be
+    used."""
     home, infos = directory(), []
     paths = [] if why_unusable(home) else home.glob("*-*")
     for path in filter(lambda path: _ENTRY.fullmatch(path.name), paths):
         with suppress(OSError):  # another process may have pruned it just now
-            intact = _read(path) is not None
-            meta = json.loads((path / "meta.json").read_bytes()) if intact else {}
+            found = _verified(path)
+            meta = found[1] if found else {}
             created, arch = meta.get("created", path.lstat().st_mtime), str(meta.get("arch", ""))
-            size = sum(file.lstat().st_size for file in path.iterdir())
             named, plan = (path.name[:-65], path.name[-64:]), str(meta.get("plan", ""))
-            infos.append(EntryInfo(*named, size, created, arch, intact, plan))
+            infos.append(EntryInfo(*named, _size(path), created, arch, found is not None, plan))
     return sorted(infos, key=lambda info: info.created)
 
 
 def prune(*, max_age_days: float = math.inf, max_bytes: float = math.inf) -> list[EntryInfo]:
     """Remove entries older than ``max_age_days``, then the oldest until ``max_bytes`` suffice.
 
-    Returns those that are gone. What killed writers left goes after a day; foreign files stay.
+    Returns the removed entries. Remains of killed writers are removed after a day. Foreign files
+    stay.
     """
     home, now = directory(), time.time()
     for path in [] if why_unusable(home) else list(home.glob(_TEMPORARY + "*")):
@@ -193,8 +202,16 @@ def clear() -> list[EntryInfo]:
     return prune(max_bytes=-1)
 
 
+def _size(path: Path) -> int:
+    """Return the size in bytes of an entry's files, or of what is in its place."""
+    with suppress(NotADirectoryError, PermissionError):
+        if not path.is_symlink():
+            return sum(file.lstat().st_size for file in path.iterdir())
+    return path.lstat().st_size
+
+
 def _fault(status: os.stat_result, readonly: bool) -> str | None:
-    """Why somebody who is not trusted could change what has this status."""
+    """Return why an untrusted user could change a file with this status."""
     if sys.platform == "win32":
         return None  # a user's folder is guarded by access lists there, not by owner and mode
     if status.st_uid != os.geteuid() and not (readonly and status.st_uid == 0):
@@ -211,28 +228,48 @@ def _warn_once(home: Path, why: str) -> None:
 
 
 def _read(path: Path, readonly: bool = False) -> Entry | None:
-    """The entry at ``path``, or ``None`` unless it is whole and all of it is to be trusted."""
+    """Return the entry at ``path``, or ``None`` unless it is complete and trusted."""
+    return found[0] if (found := _verified(path, readonly)) else None
+
+
+def _verified(path: Path, readonly: bool = False) -> tuple[Entry, dict[str, Any]] | None:
+    """Return the entry at ``path`` and its ``meta.json``, or ``None`` as ``_read`` does.
+
+    The folder is opened once and its files from it, so that all are of one entry, whatever takes
+    its place meanwhile.
+    """
 
     def load(name: str) -> bytes:
         if Path(name).name != name:
             raise PermissionError(f"{name} is not a file of {path}")
         # Not to wait where it is a pipe, which nobody may ever write to.
-        with open(os.open(path / name, os.O_RDONLY | _NO_WAIT), "rb") as file:
-            status = os.fstat(file.fileno())
+        number = os.open(path / name if folder is None else name, _READ, dir_fd=folder)
+        try:  # by hand: open() would not close the number of a folder, which it refuses
+            status = os.fstat(number)
             if not stat.S_ISREG(status.st_mode) or _fault(status, readonly):
                 raise PermissionError(f"{path / name} is not to be trusted")
-            return file.read()
+            if status.st_size > _MOST_BYTES:
+                raise ValueError(f"{path / name} is larger than any code")
+            with open(number, "rb", closefd=False) as file:
+                return file.read(_MOST_BYTES)
+        finally:
+            os.close(number)
 
-    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
-        if _fault(os.stat(path), readonly):
+    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError), ExitStack() as held:
+        folder = None
+        if os.open in os.supports_dir_fd:
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            held.callback(os.close, folder)
+        if _fault(os.stat(path) if folder is None else os.fstat(folder), readonly):
             return None  # who can write the folder can put other files into it
         meta = json.loads(load("meta.json"))
         files = {name: load(name) for name in meta["sha256"]}
         sha256 = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
         whole = (meta["schema"], meta["entry"], meta["sha256"]) == (SCHEMA, path.name, sha256)
-        if whole and isinstance(meta["created"], float):
+        if whole and isinstance(meta["created"], float) and math.isfinite(meta["created"]):
             code = meta["code"]
-            return Entry(files[code], path / code, "readonly" if readonly else "cache")
+            origin: Literal["readonly", "cache"] = "readonly" if readonly else "cache"
+            return Entry(files[code], path / code, origin), meta
     return None
 
 
@@ -246,7 +283,7 @@ def _read_prebuilt(entry: str) -> Entry | None:
 
 
 def _wait_for_turn(held: ExitStack, path: Path) -> Entry | None:
-    """Wait until another process has published the entry, or it is this one's turn to build it."""
+    """Wait until another process has published the entry, or until this process may build it."""
     lock = filelock.FileLock(path.with_name(f".{path.name}.lock"), mode=0o600)
     began, told = time.monotonic(), False
     while True:
@@ -275,7 +312,8 @@ def _release(lock: filelock.BaseFileLock) -> None:
 
 
 def _publish(path: Path, files: dict[str, bytes], meta: Mapping[str, str]) -> Entry:
-    """Write the entry, whose first file is the code; the loser of a race returns the winner's."""
+    """Write the entry, whose first file is the code; if another process was faster, return its
+    entry."""
     code = next(iter(files))
     sha256 = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
     own = {"schema": SCHEMA, "entry": path.name, "code": code, "sha256": sha256}
@@ -314,10 +352,12 @@ def _sync_folder(path: Path) -> None:
 
 
 def _discard(path: Path) -> bool:
-    """Take ``path`` away in one rename, then delete it. Says whether it is gone; never raises."""
+    """Rename ``path`` away, then delete it. Returns whether it is gone; never raises."""
     aside = path.with_name(_TEMPORARY + uuid.uuid4().hex)
     with suppress(OSError):
         os.rename(path, aside)  # needs no space, so that a full disk can be cleared
-        shutil.rmtree(aside, ignore_errors=True)
-        os.unlink(aside)  # it was no folder
+        if stat.S_ISDIR(aside.lstat().st_mode):
+            shutil.rmtree(aside, ignore_errors=True)
+        else:  # rmtree would wait for a writer where it is a pipe
+            os.unlink(aside)
     return not os.path.lexists(path)

@@ -1,7 +1,8 @@
-"""AMDGPU code objects (``.hsaco``): what the ELF, its notes and its kernel descriptors say.
+"""AMDGPU code objects (``.hsaco``): reads the ELF, its notes and its kernel descriptors.
 
-Facts come from LLVM's "User Guide for AMDGPU Backend": code object metadata (note 32, msgpack) and
-the 64-byte kernel descriptor ``<name>.kd``. Sizes are bytes, register counts are per lane.
+The format is that of LLVM's "User Guide for AMDGPU Backend": code object metadata (note 32,
+msgpack) and the 64-byte kernel descriptor ``<name>.kd``. Sizes are bytes, register counts are per
+lane.
 """
 
 from __future__ import annotations
@@ -81,11 +82,12 @@ class CodeObject:
 
     @property
     def version(self) -> int:
-        """The code object version, as ``-mcode-object-version`` counts."""
+        """Return the code object version, as ``-mcode-object-version`` counts."""
         return self.abi_version + 2
 
     def kernel(self, name: str) -> Kernel:
-        """The kernel called ``name``; raises ``CodeObjectError`` with the names there are."""
+        """Return the kernel called ``name``; raises ``CodeObjectError`` with the names of all
+        kernels if there is none."""
         if name not in self.kernels:
             have = ", ".join(sorted(self.kernels)) or "none"
             raise CodeObjectError(f"no kernel named {name!r} in the code object (it has: {have})")
@@ -93,7 +95,7 @@ class CodeObject:
 
 
 def parse(data: bytes) -> CodeObject:
-    """Reads a code object. Raises ``CodeObjectError`` where it is damaged or not an AMDGPU one."""
+    """Read a code object. Raises ``CodeObjectError`` if it is damaged or not an AMDGPU one."""
     from elftools.common.exceptions import ELFError  # heavy, and needed only here
     from elftools.elf.elffile import ELFFile
 
@@ -129,8 +131,8 @@ def _read(elf: Any) -> CodeObject:
 
 
 def _code_bytes(elf: Any, symbol: Any) -> int:
-    """Bytes of a function: hand-written assembly may leave out its size, and then it ends its
-    section."""
+    """Return the bytes of a function. Hand-written assembly may leave out its size; then it extends
+    to the end of its section."""
     number = symbol["st_shndx"]
     if symbol["st_size"] or not isinstance(number, int):
         return int(symbol["st_size"])

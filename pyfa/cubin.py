@@ -1,4 +1,4 @@
-"""Cubins (NVIDIA's code objects): what a kernel takes, read from the ELF without a GPU.
+"""Cubins (NVIDIA's code objects): reads a kernel's resources from the ELF without a GPU.
 
 NVIDIA documents the format only through its tools' output; the attributes read here are what
 ``cuobjdump -elf`` names ``EIATTR_REGCOUNT``, ``EIATTR_FRAME_SIZE`` and the sections' own sizes.
@@ -22,8 +22,9 @@ _SYSTEMS, _SYSTEMS_BYTES = ".nv.reservedSmem.offset0", 1024
 
 @dataclass(frozen=True)
 class Cubin:
-    """One kernel. ``stack_bytes``: local memory of a thread, where spills and indexed arrays go.
-    ``shared_bytes``: the static part, without what a launch adds and the system keeps."""
+    """One kernel. ``stack_bytes``: local memory of a thread, for spills and indexed arrays.
+    ``shared_bytes``: the static part, without the dynamic part of a launch and the part that the
+    system reserves."""
 
     name: str
     registers: int
@@ -33,7 +34,8 @@ class Cubin:
 
 
 def parse(data: bytes) -> Cubin:
-    """Reads a cubin of one kernel. ``CodeObjectError`` where it is damaged or another kind."""
+    """Read a cubin of one kernel. Raises ``CodeObjectError`` if it is damaged or of another
+    kind."""
     from elftools.common.exceptions import ELFError  # heavy, and needed only here
     from elftools.elf.elffile import ELFFile
 
@@ -67,7 +69,7 @@ def parse(data: bytes) -> Cubin:
 
 
 def _attributes(data: bytes) -> list[tuple[int, int, int]]:
-    """(attribute, symbol, number) of ``.nv.info``'s entries that have this form."""
+    """Return (attribute, symbol, number) of the entries of ``.nv.info`` that have this form."""
     found, at = [], 0
     while at < len(data):
         form, attribute, size = struct.unpack_from("<BBH", data, at)

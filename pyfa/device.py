@@ -1,4 +1,4 @@
-"""Facts of one GPU: read from the one that is there, or looked up by name for one that is not."""
+"""The properties of one GPU: read from a GPU of this machine, or looked up by name."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Device:
 
     ``units``: CUs or SMs; 0 for a CPU. ``dies``: XCDs, each with its own L2; 1 elsewhere.
     ``bandwidth``: bytes per second of device memory. ``l2_bytes`` is per die. ``cache_bytes``: a
-    last-level cache behind the L2 (AMD's Infinity Cache), 0 where there is none. ``clock``: Hz, the
+    last-level cache behind the L2 (AMD's Infinity Cache), 0 without one. ``clock``: Hz, the
     vendor's peak. ``matrix_scale``: GeForce halves the matrix rate when accumulating in float32.
-    A figure that nobody could tell is 0.
+    Unknown figures are 0.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Device:
 
     @property
     def vendor(self) -> str:
-        """``amd``, ``nvidia``, ``cpu``, or ``unknown`` for an arch that has no row."""
+        """Return ``amd``, ``nvidia``, ``cpu``, or ``unknown`` for an arch without a row."""
         if self.arch == "cpu":
             return "cpu"
         row = ARCHS.get(self.arch)
@@ -54,13 +54,14 @@ class Device:
 
     @property
     def limits(self) -> Arch | None:
-        """The row of this device's arch, None where there is none."""
+        """Return the row of this device's arch, None if there is none."""
         return ARCHS.get(self.arch)
 
     def matrix_flops(self, dtype: str) -> float:
-        """Peak dense matrix FLOP per second for inputs of ``dtype``; 0 where unknown.
+        """Return the peak dense matrix FLOP per second for inputs of ``dtype``; 0 if unknown.
 
-        The vendor's peak, which no card holds under load. All float8 formats run at one rate.
+        This is the vendor's peak, which no card sustains under load. All float8 formats have the
+        same rate.
         """
         rates = self.limits.matrix_rates if self.limits else {}
         dtype = "float8" if dtype.startswith("float8") else dtype
@@ -70,7 +71,8 @@ class Device:
 
     @property
     def shared_bandwidth(self) -> float:
-        """Bytes per second of all LDS or shared memory at the vendor's clock; 0 where unknown."""
+        """Return the bytes per second of all LDS or shared memory at the vendor's clock; 0 if
+        unknown."""
         per_clock = self.limits.shared_bytes_per_clock if self.limits else 0
         return per_clock * self.units * self.clock
 
@@ -102,9 +104,9 @@ def _gpu(
 
 
 def _partition(card: Device, name: str, dies: int) -> Device:
-    """What a card shows in a partition mode that gives a device ``dies`` of its XCDs.
+    """Return the device that a card shows in a partition mode with ``dies`` XCDs per device.
 
-    The memory system is taken as shared evenly, whatever its own mode is.
+    The memory system is assumed to be shared evenly, whatever its own mode.
     """
     share = dies / card.dies
     return replace(
@@ -161,9 +163,10 @@ CPU = Device(platform.processor() or platform.machine(), "cpu", 0, 1, 0.0, 0, 0,
 
 
 def by_name(name: str) -> Device:
-    """The device called ``name``; case, spaces and the vendor's name do not matter.
+    """Return the device called ``name``; case, spaces and the vendor's name do not matter.
 
-    ``ValueError`` if there is none, with the reason for cards that no backend has kernels for.
+    Raises ``ValueError`` if there is none, with the reason for cards for which no backend has
+    kernels.
     """
     if not isinstance(name, str):
         raise TypeError(f"device: expected a name; got {type(name).__name__}")
@@ -183,7 +186,8 @@ def _plain(name: str) -> str:
 
 
 def of(device: torch.device) -> Device:
-    """The facts of a device that is there: a GPU as torch shows it, otherwise the CPU."""
+    """Return the properties of a device of this machine: a GPU as torch shows it, otherwise the
+    CPU."""
     if device.type != "cuda":
         return CPU
     index = device.index if device.index is not None else torch.cuda.current_device()
@@ -210,10 +214,10 @@ def _read(index: int) -> Device:
 
 
 def _known(name: str, arch: str, units: int) -> Device:
-    """What torch does not tell on every version: the memory's speed, the dies.
+    """Return what not every version of torch reports: memory bandwidth and XCDs.
 
-    Those of the named device of the same arch and size, or of a part of one, and 0 (unknown) rather
-    than a guess for any other.
+    The values come from the named device of the same arch and size, or of a partition of one. For
+    any other device they are 0 (unknown) rather than a guess.
     """
     cards = [d for d in DEVICES.values() if d.arch == arch]
     named = [d for d in cards if d.name.split("-")[0] in name]
@@ -232,7 +236,8 @@ def _known(name: str, arch: str, units: int) -> Device:
 
 
 def _dies(properties: Any) -> int | None:
-    """XCDs as Linux's driver tells them; None where it does not, or torch not which GPU it is."""
+    """Return the XCDs as Linux's driver reports them; None if it does not, or if torch does not say
+    which GPU it is."""
     parts: list[Any] = [
         getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")
     ]

@@ -1,4 +1,4 @@
-"""Chooses the backend of a call, says why, and keeps the choice."""
+"""Chooses the backend of a call, explains the choice, and keeps it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,23 @@ import logging
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
-from . import _torch, env, validate
+from . import blocks, env, mods, validate
 from .backends import AUTOMATIC, BACKENDS, NAMES
-from .backends.base import Backend, Gradients, MachineReason, Run, RunBackward
+from .backends.base import (
+    Backend,
+    Building,
+    Gradients,
+    Listing,
+    MachineReason,
+    Run,
+    RunBackward,
+)
+from .context import Context
 from .device import Device, of
 from .errors import PerformanceWarning, UnsupportedProblem
 from .plan import Plan
@@ -34,18 +42,12 @@ from .problem import (
 )
 
 _log = logging.getLogger("pyfa")
-_context: ContextVar[str] = ContextVar("pyfa_backend", default="")
-# What use_backend set last, in any thread: torch.compile cannot read a ContextVar, and guards this.
-_traced_context = ""
-# Whether it ever set anything, here or anywhere: to ask ``context`` takes 0.2 µs.
-named = False
-# The same among what PyTorch hands from the thread that calls backward to those of autograd.
-_HANDED_ON = "pyfa_backend"
+_context: Context[str] = Context("pyfa_backend")
 _check_on_device: bool = env.get("PYFA_CHECK")
 
 
 def _joined(names: str | Sequence[str]) -> str:
-    """Backend names as one string, checked: ``"triton,torch"``."""
+    """Check backend names and join them into one string: ``"triton,torch"``."""
     if not isinstance(names, (str, list, tuple)):
         raise TypeError(f"backend: expected a name or names; got {type(names).__name__}")
     if not names:
@@ -62,35 +64,20 @@ def _joined(names: str | Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def use_backend(*names: str) -> Iterator[None]:
-    """Inside the ``with`` block, use only these backends, in this order.
+    """Use only these backends, in this order, inside the ``with`` block.
 
-    Ranks below the ``backend`` argument and above ``PYFA_BACKEND``. The backward uses the backend
-    of its forward, on any thread. A forward recomputed by activation checkpointing uses the
-    ``use_backend`` active at ``backward()``. Raises ``ValueError`` for an unknown name.
+    The ``backend`` argument takes precedence over it, and it takes precedence over
+    ``PYFA_BACKEND``. The backward uses the backend of its forward, on any thread. A forward
+    recomputed by activation checkpointing uses the context that is active when ``backward()`` is
+    called. Raises ``ValueError`` for an unknown name.
 
     >>> with pyfa.use_backend("triton", "torch"):
     ...     out = pyfa.attention(q, k, v)
     """
-    global _traced_context, named
     if not names:
         raise ValueError("use_backend: expected at least one name")
-    joined = _joined(names)
-    named = True
-    before, _traced_context = _traced_context, joined
-    token = None
-    if not torch.compiler.is_compiling():
-        token = _context.set(joined)
-        _torch.hand_to_backward(_HANDED_ON, joined)
-    try:
+    with _context.set(_joined(names)):
         yield
-    finally:
-        if token is None:
-            _traced_context = before
-        else:
-            # Not what another thread may have set in between: what this one is left with.
-            _context.reset(token)
-            _traced_context = _context.get()
-            _torch.hand_to_backward(_HANDED_ON, _traced_context)
 
 
 @functools.cache
@@ -100,22 +87,16 @@ def _from_environment() -> str:
 
 
 def preference(argument: str | Sequence[str] | None) -> str:
-    """Who may run a call: the argument, else the context, else "" for whoever can."""
+    """Return the backends that may run a call: the argument, else the context, else "" for any."""
     if argument is not None:
         return _joined(argument)
-    return _traced_context if torch.compiler.is_compiling() else context()
-
-
-def context() -> str:
-    """What ``use_backend`` set: in this thread, or where this thread's ``backward`` was called."""
-    here = _context.get()
-    return here or _torch.handed_to_backward(_HANDED_ON) or ""
+    return _context.get() or ""
 
 
 class Prepared(NamedTuple):
-    """A backend with its plan, ready for every call whose problem has the same bucket.
+    """A backend with its plan, ready for every call whose problem falls into the same bucket.
 
-    ``check``: the tensors hold offsets or lengths whose values are to be checked before a run.
+    ``check``: the tensors hold offsets or lengths whose values must be checked before a run.
     """
 
     backend: Backend
@@ -123,13 +104,13 @@ class Prepared(NamedTuple):
     check: bool
 
     def validate(self, call: Call, append: Append | None = None) -> None:
-        """``ValueError`` where offsets, lengths or page numbers lie outside their tensors."""
+        """Raise ``ValueError`` if offsets, lengths or page numbers point outside their tensors."""
         if self.check:
             validate.check_values(call, append)
 
     def bind(self, call: Call, append: Append | None = None, with_lse: bool = True) -> Run:
-        """``Backend.bind``. The result raises ``ValueError`` where offsets, lengths or page numbers
-        lie outside their tensors, before anything is written."""
+        """Call ``Backend.bind``. The bound call raises ``ValueError`` if offsets, lengths or page
+        numbers point outside their tensors, before anything is written."""
         run = self.backend.bind(self.plan, call, append, with_lse)
         if not self.check:
             return run
@@ -142,7 +123,7 @@ class Prepared(NamedTuple):
         return checked
 
     def forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """out and LSE of ``call``."""
+        """Return out and LSE of ``call``."""
         out, lse, *_ = self.bind(call)(*tensors_of(call))
         return out, lse
 
@@ -155,7 +136,7 @@ class Prepared(NamedTuple):
         dlse: torch.Tensor | None,
         bias_grad: bool,
     ) -> RunBackward:
-        """``Backend.bind_backward``."""
+        """See ``Backend.bind_backward``."""
         return self.backend.bind_backward(self.plan, call, out, lse, dout, dlse, bias_grad)
 
     def backward(
@@ -167,7 +148,7 @@ class Prepared(NamedTuple):
         dlse: torch.Tensor | None,
         bias_grad: bool,
     ) -> Gradients:
-        """The gradients of ``call``, whose forward made ``out`` and ``lse``."""
+        """Return the gradients of ``call``, whose forward returned ``out`` and ``lse``."""
         # What flows back through a complex number may have the negative bit, and kernels go by the
         # address.
         dout, dlse = dout.resolve_neg(), None if dlse is None else dlse.resolve_neg()
@@ -181,9 +162,9 @@ _lock = threading.Lock()
 
 
 def prepare(call: Call, wanted: str, needs_grad: bool, bias_grad: bool) -> Prepared:
-    """The backend and plan for ``call``; ``wanted`` is what ``preference`` returned.
+    """Return the backend and plan for ``call``; ``wanted`` is the result of ``preference``.
 
-    Raises ``UnsupportedProblem`` with every candidate's reasons when none can run it.
+    Raises ``UnsupportedProblem`` with every candidate's reasons if none can run it.
     """
     (
         q, k, v, bias, alibi_slopes, sinks, _seed, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
@@ -223,6 +204,7 @@ def prepare(call: Call, wanted: str, needs_grad: bool, bias_grad: bool) -> Prepa
         return_lse,
         alibi_slopes is None,
         bias is None,
+        call.tree,
         sinks is None,
         cu_seqlens_q is None,
         cu_seqlens_k is None,
@@ -249,21 +231,23 @@ def prepare(call: Call, wanted: str, needs_grad: bool, bias_grad: bool) -> Prepa
 
 @dataclass(frozen=True)
 class Answer:
-    """What one backend says of a problem: its reasons to decline, else its plan."""
+    """One backend's answer for a problem: its reasons to decline, or its plan."""
 
     backend: str
     reasons: tuple[str, ...]
     plan: Plan | None = None
 
 
-def _candidates(wanted: str, device: Device) -> tuple[str, ...]:
-    """Who is asked, in order; ``PYFA_BACKEND`` where the call and its context name nobody."""
+def candidates(wanted: str, device: Device) -> tuple[str, ...]:
+    """Return the backends to try, in order: by ``PYFA_BACKEND`` if neither call nor context names
+    any."""
     wanted = wanted or _from_environment()
     return tuple(wanted.split(",")) if wanted else AUTOMATIC[device.vendor]
 
 
 def ask(name: str, problem: Problem, *, hypothetical: bool = False) -> Answer:
-    """One backend's answer. ``hypothetical``: for a device that need not be here."""
+    """Return one backend's answer. ``hypothetical``: for a device that need not be in this
+    machine."""
     backend = BACKENDS[name]
     reasons = list(backend.why_not(problem.bucketed()))
     unavailable = None if hypothetical else backend.why_unavailable()
@@ -274,14 +258,24 @@ def ask(name: str, problem: Problem, *, hypothetical: bool = False) -> Answer:
     return Answer(name, (), backend.plan(problem.bucketed()))
 
 
+def _ask_and_build(name: str, problem: Problem) -> Answer:
+    """``ask``, of a backend that is about to run ``problem``: whether a user's functions make code
+    that it can run is only known when that is built."""
+    answer, backend = ask(name, problem), BACKENDS[name]
+    if answer.plan is None or not problem.mods or not isinstance(backend, Building):
+        return answer
+    reasons = tuple(backend.why_not_built(problem.bucketed()))
+    return Answer(name, reasons) if reasons else answer
+
+
 def _choose(problem: Problem, wanted: str) -> Prepared:
     refused: dict[str, Sequence[str]] = {}
-    candidates = _candidates(wanted, problem.device)
-    for name in candidates:
-        answer = ask(name, problem)
+    order = candidates(wanted, problem.device)
+    for name in order:
+        answer = _ask_and_build(name, problem)
         if answer.plan is not None:
-            if candidates == AUTOMATIC[problem.device.vendor]:
-                _warn_if_lost(refused, candidates)
+            if order == AUTOMATIC[problem.device.vendor]:
+                _warn_if_lost(refused, order)
             if env.get("PYFA_LOG") == "plan":
                 _log.info("plan for %s: %s %s", problem.described, name, answer.plan)
             has_values = not WITH_VALUES.isdisjoint(problem.features)
@@ -295,7 +289,7 @@ _lost: set[str] = set()
 
 
 def _warn_if_lost(refused: dict[str, Sequence[str]], candidates: Sequence[str]) -> None:
-    """Warn once when this machine, not the problem, keeps the vendor's backend from running."""
+    """Warn once if this machine, not the problem, keeps the vendor's backend from running."""
     first = candidates[0]
     if first not in refused:
         return
@@ -312,7 +306,7 @@ def _warn_if_lost(refused: dict[str, Sequence[str]], candidates: Sequence[str]) 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Every backend's answer to one problem. ``str()`` gives a table, ``as_dict`` plain data."""
+    """Every backend's answer for one problem. ``str()`` gives a table, ``as_dict`` plain data."""
 
     problem: Problem
     answers: tuple[Answer, ...]
@@ -349,14 +343,33 @@ class Explanation:
         }
 
 
+def _with_visits(answer: Answer, call: Call) -> Answer:
+    """``answer`` with what its plan skips of ``call`` by block lists."""
+    if answer.plan is None or not call.mods or mods.of(call.mods).mask is None:
+        return answer
+    backend = BACKENDS[answer.backend]
+    found = backend.visits(answer.plan, call) if isinstance(backend, Listing) else None
+    if not blocks.is_exact(blocks.mask_of(call)):
+        note = "mask_mod: every tile is visited, as its arithmetic is not exact"
+    elif found is None:
+        note = "mask_mod: every tile is visited"
+    else:
+        tiles, visits = found
+        note = f"mask_mod: tiles of {tiles.rows} x {tiles.keys} by block list"
+        if visits is not None:
+            left = visits.partial + visits.full
+            note += f": {left} of {visits.tiles} are visited, {visits.partial} of them are masked"
+    return replace(answer, plan=replace(answer.plan, notes=(*answer.plan.notes, note)))
+
+
 def explain(
     call: Call, wanted: str, needs_grad: bool, bias_grad: bool, device: Device | None
 ) -> Explanation:
-    """Ask every backend; ``device`` stands in for the one that the tensors are on."""
+    """Ask every backend; ``device`` replaces the device of the tensors."""
     here = device is None
     problem = problem_of(call, needs_grad, bias_grad, device or of(call.q.device), is_aligned(call))
-    answers = [ask(name, problem, hypothetical=not here) for name in NAMES]
+    answers = [_with_visits(ask(name, problem, hypothetical=not here), call) for name in NAMES]
     able = {answer.backend for answer in answers if answer.plan is not None}
-    order = _candidates(wanted, problem.device)
+    order = candidates(wanted, problem.device)
     chosen = next((name for name in order if name in able), None)
     return Explanation(problem, tuple(answers), chosen)

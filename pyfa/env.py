@@ -1,7 +1,8 @@
-"""Every ``PYFA_*`` environment variable, in one table: the code, README and ``pyfa info`` read it.
+"""Every ``PYFA_*`` environment variable, in one table, which the code, the README and ``pyfa info``
+read.
 
-Variables are read when they are asked for, so that tests and programs may set them late; what sits
-on a hot path reads them once and says so in its description.
+Variables are read when they are needed, so that tests and programs may set them late. Code on a hot
+path reads a variable once, and the variable's description says so.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def _paths(text: str) -> tuple[Path, ...]:
 
 @dataclass(frozen=True)
 class Variable:
-    """One environment variable: its name, how its text is read, what it does."""
+    """One environment variable: its name, how its text is parsed, its effect."""
 
     name: str
     parse: Callable[[str], Any]
@@ -61,6 +62,15 @@ VARIABLES: dict[str, Variable] = {
             "import.",
         ),
         Variable(
+            "PYFA_PREVIEW",
+            _flag,
+            False,
+            "0 or 1",
+            "Use CUDA kernels that have not passed conformance on a GPU yet: `merge` in one "
+            "launch, and on Hopper block lists, the backward of mods, and the backward of score "
+            "terms for head_dim above 128. Read once, at import.",
+        ),
+        Variable(
             "PYFA_STRICT",
             _flag,
             False,
@@ -87,16 +97,16 @@ VARIABLES: dict[str, Variable] = {
             str,
             "",
             "an NVIDIA arch",
-            "Tiles of another arch for the cuda backend, as `sm_86`: they can be tested without "
-            "one. Read at each new plan.",
+            "Makes the cuda backend use the tile sizes of another arch, such as `sm_86`, to test "
+            "them without such a GPU. Read at each new plan.",
         ),
         Variable(
             "PYFA_EMULATOR_SEED",
             int,
             0,
             "a number",
-            "Another order of workgroups, wavefronts and atomics for the `emulator` backend, as a "
-            "failing conformance case names it. Read at each launch.",
+            "The seed of the order in which the `emulator` backend runs workgroups, wavefronts and "
+            "atomics. A failing conformance case reports its seed. Read at each launch.",
         ),
         Variable(
             "PYFA_CACHE_DIR",
@@ -117,9 +127,9 @@ VARIABLES: dict[str, Variable] = {
 
 
 def get(name: str) -> Any:
-    """The value of ``name``, parsed; its default where it is unset or empty.
+    """Return the parsed value of ``name``; its default if it is unset or empty.
 
-    Raises ``ValueError`` naming the variable when its text cannot be read.
+    Raises ``ValueError`` naming the variable if its text cannot be parsed.
     """
     variable = VARIABLES[name]
     text = os.environ.get(name, "")

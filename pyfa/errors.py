@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 class UnsupportedProblem(NotImplementedError):
     """None of the allowed backends can run this attention.
 
-    ``problem`` describes it, as at the top of the message. ``reasons`` maps each backend that was
-    asked to the sentences that say why it declines.
+    ``problem`` describes the call, as at the top of the message. ``reasons`` maps each allowed
+    backend to its reasons for declining.
     """
 
     def __init__(self, problem: str, reasons: Mapping[str, Sequence[str]]) -> None:
@@ -53,4 +53,5 @@ class RankError(RuntimeError):
 
 
 class PerformanceWarning(UserWarning):
-    """The environment keeps the vendor's backend from running. ``PYFA_STRICT=1``: an error."""
+    """The environment keeps the vendor's backend from running. ``PYFA_STRICT=1`` makes it an
+    error."""

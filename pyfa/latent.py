@@ -1,6 +1,8 @@
-"""Latent attention (MLA, absorbed): a cache of one head whose first elements are the values too.
+"""Latent attention (MLA with absorbed weights): a cache of one head whose first elements are also
+the values.
 
-Source: DeepSeek-AI 2024, "DeepSeek-V2"; lists of keys: DeepSeek-AI 2025, "DeepSeek-V3.2-Exp".
+Sources: DeepSeek-AI 2024, "DeepSeek-V2"; sparse attention by ``indices``, DeepSeek-AI 2025,
+"DeepSeek-V3.2-Exp".
 """
 
 from __future__ import annotations
@@ -42,32 +44,35 @@ def attention_latent(
     backend: Backends = None,
     **unknown: object,
 ) -> api.Result:
-    """Attention of q (B, Sq, H, D) over a latent cache, whose first ``v_dim`` elements are V.
+    """Compute attention of q (B, Sq, H, D) over a latent cache, whose first ``v_dim`` elements are
+    V.
 
     ``cache`` is (B, Sk, 1, D), or (num_pages, page_size, 1, D) with ``page_table`` (B, pages)
-    int32. D is up to 576: in DeepSeek-V3 512 latents and 64 elements with rotary. q may also be the
-    pair (nope (B, Sq, H, v_dim), rope (B, Sq, H, D − v_dim)), which is joined once.
-    ``cache_seqlens``, an int or (B,) int32, counts the keys of each sequence; by default all.
-    Returns out (B, Sq, H, v_dim) and, with ``return_lse``, the LSE (B, H, Sq).
+    int32. D is up to 576; in DeepSeek-V3 it is 512 latent elements plus 64 elements with rotary. q
+    may also be a tuple (nope (B, Sq, H, v_dim), rope (B, Sq, H, D − v_dim)), which is concatenated.
+    ``cache_seqlens``, an int or (B,) int32, is the number of keys of each sequence, new ones
+    included; by default the cache is full. Returns out (B, Sq, H, v_dim) and, with ``return_lse``,
+    the LSE (B, H, Sq).
 
     Parameters
     ----------
     scale
         Required: (qk_nope_head_dim + qk_rope_head_dim) ** -0.5 of the model, 192 ** -0.5 for
-        DeepSeek-V3, times mscale² with YaRN. It does not follow from D.
+        DeepSeek-V3, times mscale² with YaRN. It cannot be derived from D.
     indices, topk_lengths
-        ``indices`` (B, Sq, topk) int32: the keys that each row sees, counted in its sequence
-        (through ``page_table`` where there is one). −1, or a number that is not below the
-        sequence's length, is no key. A key that is named twice counts twice, as in FlashMLA. Only
-        the first ``topk_lengths`` (B,) or (B, Sq) int32 entries of a row are read. With ``causal``
-        a row does not see what lies behind it either.
+        ``indices`` (B, Sq, topk) int32: the keys that each row sees, as positions in its sequence;
+        with ``page_table`` they are translated through the table. A negative entry, or one that is
+        at least the sequence's length, lists no key. A key listed twice counts twice, as in
+        FlashMLA. Only the first ``topk_lengths`` (B,) or (B, Sq) int32 entries of a row are read.
+        With ``causal``, keys after the row's own position are masked, too.
     causal, sinks, num_splits, backend
         As in ``attention_kvcache``.
     descale, out_dtype
-        For a float8 cache: (of q or None, of the cache), float32, each () or (1,) or (B, 1), or per
-        block of the cache's rows as in ``attention``; these not together with ``indices``.
+        For a float8 cache: a tuple (for q or None, for the cache) of float32 scales, each () or
+        (1,) or (B, 1), or per block of the cache's rows as in ``attention``. Scales per block
+        cannot be combined with ``indices``.
 
-    There is no gradient. ``append_latent`` puts new tokens into the cache. Errors are those of
+    There is no gradient. ``append_latent`` appends new tokens to the cache. Errors are as in
     ``attention_kvcache``.
     """
     if unknown:
@@ -119,11 +124,11 @@ def append_latent(
     page_table: torch.Tensor | None = None,
     v_dim: int = 512,
 ) -> None:
-    """Write new tokens behind the ``cache_seqlens`` keys that each sequence has, in place.
+    """Append new tokens after the ``cache_seqlens`` keys of each sequence, in place.
 
-    ``new`` is (B, tokens, 1, D), or the pair (latent (B, tokens, 1, v_dim), rope (B, tokens, 1,
-    D − v_dim)), which need not be joined. ``cache`` and ``page_table`` are those of
-    ``attention_latent``; its ``cache_seqlens`` then counts the new tokens, too. On a GPU tokens
+    ``new`` is (B, tokens, 1, D), or a tuple (latent (B, tokens, 1, v_dim), rope (B, tokens, 1, D −
+    v_dim)). ``cache`` and ``page_table`` are those of ``attention_latent``. Here ``cache_seqlens``
+    does not include the new tokens; in the following ``attention_latent`` it must. On a GPU tokens
     beyond the end of the cache are dropped.
     """
     _check(cache, v_dim)
@@ -155,7 +160,7 @@ def append_latent(
 
 
 class _Asked(NamedTuple):
-    """The call as ``attention_kvcache`` would take it, with ``cache`` for k."""
+    """The call in the form of ``attention_kvcache``, with ``cache`` as k."""
 
     q: torch.Tensor
     cache: torch.Tensor
@@ -185,7 +190,8 @@ def _joined(q: Any, v_dim: Any) -> torch.Tensor:
 
 
 def _check_rows(name: str, x: torch.Tensor, dim: int, cache: torch.Tensor) -> None:
-    """``x``, of ``dim`` elements with what belongs to it, is laid out as the cache's keys are."""
+    """Check that ``x`` and its counterpart have ``dim`` elements together and the cache's
+    layout."""
     validate.a_tensor(name, x)
     if x.dim() != 4:
         validate.wrong(name, "4 dimensions (batch, seqlen, heads, head_dim)", x)
@@ -194,7 +200,7 @@ def _check_rows(name: str, x: torch.Tensor, dim: int, cache: torch.Tensor) -> No
 
 
 def _check(cache: torch.Tensor, v_dim: Any) -> None:
-    """``cache`` has one head, and ``v_dim`` is a part of its elements."""
+    """Check that ``cache`` has one head and that ``v_dim`` does not exceed its elements."""
     validate.a_tensor("cache", cache)
     if type(v_dim) is not int:
         raise TypeError(f"v_dim: expected an int; got {type(v_dim).__name__}")
@@ -209,7 +215,7 @@ def _check(cache: torch.Tensor, v_dim: Any) -> None:
 
 
 def _scales_of(descale: Any) -> tuple[Any, Any, Any]:
-    """(of q, of k, of v), of which the last two are the cache's."""
+    """Return the scales (for q, for k, for v); the last two are the cache's."""
     if not isinstance(descale, (tuple, list)) or len(descale) != 2:
         validate.wrong("descale", "two scales (q or None, cache)", descale)
     of_q, of_cache = descale
@@ -226,7 +232,8 @@ def _request(
 
 
 def _by_sequence(result: api.Result, batch: int, return_lse: bool) -> api.Result:
-    """Results of rows that were sequences, (B · Sq, 1, H, Dv) and (B · Sq, H, 1), as asked for."""
+    """Reshape the requested results of rows that were sequences: (B · Sq, 1, H, Dv) and (B · Sq, H,
+    1)."""
     out, lse = result if isinstance(result, tuple) else (result, None)
     rows = out.shape[0] // batch if batch else 0
     out = out.view(batch, rows, *out.shape[2:])
@@ -248,7 +255,7 @@ def _of_lists(
     causal: Any,
     scales: tuple[Any, Any, Any] | None,
 ) -> _Asked:
-    """Each row a sequence of its own, over pages of one key: those that its list names."""
+    """Make each row a sequence of its own, over pages of one key: the keys in its list."""
     batch, rows = q.shape[:2]
     validate.a_tensor("indices", indices)
     if indices.dim() != 3:
@@ -297,7 +304,7 @@ def _seen(
     capacity: int,
     causal: bool,
 ) -> torch.Tensor:
-    """Which entries are keys that their row sees."""
+    """Return which entries are keys that their row sees."""
     rows, topk = indices.shape[1:]
     limit: Any = capacity if used is None else used[:, None, None]
     seen: torch.Tensor = (indices >= 0) & (indices < limit)
@@ -311,10 +318,11 @@ def _seen(
 
 
 def _rows_of(cache: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    """The cache as pages of one key, and how many such pages lie between its pages and its keys.
+    """Return the cache as pages of one key, and the distances in such pages between its pages and
+    between its keys.
 
-    Without a copy, whatever gaps it has: a page begins at each multiple of what both strides are
-    multiples of.
+    This needs no copy, even if the cache has gaps: a page begins at each multiple of the greatest
+    common divisor of both strides.
     """
     store, key, _, element = cache.stride()
     stores, keys, _, dim = cache.shape
@@ -329,7 +337,7 @@ def _rows_of(cache: torch.Tensor) -> tuple[torch.Tensor, int, int]:
 
 
 def _for_rows(scale: Any, batch: int, rows: int) -> object:
-    """A scale per sequence for each of its rows."""
+    """Repeat a scale per sequence for each of its rows."""
     if not isinstance(scale, torch.Tensor) or scale.dim() < 2 or scale.shape[0] != batch:
         return scale
     if scale.dim() == 3:

@@ -1,9 +1,9 @@
-"""The operators that PyTorch sees: ``torch.ops.pyfa.*`` with fakes, and gradients in one place.
+"""The operators registered with PyTorch: ``torch.ops.pyfa.*``, with fakes and gradients.
 
-``forward`` and ``backward`` take a ``Call`` spelled out, then who may run it and what needs a
-gradient. Both choose from the same arguments, so a backward runs where its forward ran, on any
-thread. ``append_kv`` and ``rotary`` are what a cache needs before attention, where the backend of
-that does not do it itself (``backends.base.Appending``).
+``forward`` and ``backward`` take the fields of a ``Call``, then the backends that may run it and
+which inputs need a gradient. Both choose from the same arguments, so a backward uses the backend of
+its forward, on any thread. ``append_kv`` and ``rotary`` prepare a cache before attention, if the
+backend does not do it itself (``backends.base.Appending``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 
 import torch
 
-from . import _torch
+from . import _torch, mods
 from .backends.base import Gradients, OtherAlignment
 from .backends.torch import append
 from .bound import Bound, Fitting, Table
@@ -42,8 +42,9 @@ _FIELDS = len(Call._fields)
 
 _LIBRARY.define(f"forward({_CALL}) -> (Tensor, Tensor)")
 _LIBRARY.define(
+    # No list of tensors, of which vmap knows nothing: one for each that may be captured.
     f"backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_CALL}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"-> ({', '.join(['Tensor'] * (5 + mods.MOST_CAPTURED))})"
 )
 _LIBRARY.define(
     "append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor start, "
@@ -61,9 +62,10 @@ calls = Table()
 def bound_of(
     call: Call, append: Append | None, who: tuple[str, bool, bool], with_lse: bool
 ) -> Bound:
-    """``call`` bound, with the tensors that it came with or others like them.
+    """Return ``call`` bound, with its tensors or others like them.
 
-    ``who`` is what ``dispatch.prepare`` takes behind the call. Kept where nobody watches.
+    ``who`` are the arguments of ``dispatch.prepare`` after the call. The bound call is kept if the
+    tensors are unwatched.
     """
     tensors = tensors_of(call, append)
     form = form_of(call, append)
@@ -98,8 +100,10 @@ def _backward(
     call, who = Call(*args[:_FIELDS]), args[_FIELDS:]
     bound = bound_of(call, None, who, True)
     grads = _gradients(bound, dout, dlse, out, lse, tensors_of(call))
+    *own, captured = grads
+    found = (*own, *captured, *(None,) * (mods.MOST_CAPTURED - len(captured)))
     # An operator cannot return None: what was not asked for is an empty tensor.
-    return tuple(call.q.new_empty(0) if x is None else x.contiguous() for x in grads)
+    return tuple(call.q.new_empty(0) if x is None else x.contiguous() for x in found)
 
 
 def _backward_fake(
@@ -107,10 +111,21 @@ def _backward_fake(
 ) -> tuple[torch.Tensor, ...]:
     call = Call(*args[:_FIELDS])
     bias = call.bias if args[-1] else None
+    wanted = mods.of(call.mods).wanted if call.mods else frozenset()
+    captured: list[torch.Tensor | None] = [None] * mods.MOST_CAPTURED
+    for slot in wanted:
+        captured[slot] = call.captured[slot]
     return tuple(
         call.q.new_empty(0) if x is None else x.new_empty(x.shape)
-        for x in (call.q, call.k, call.v, bias, call.sinks)
+        for x in (call.q, call.k, call.v, bias, call.sinks, *captured)
     )
+
+
+def _gathered(call: Call, grads: Sequence[torch.Tensor]) -> Gradients:
+    """What the operator returned, as a backend does."""
+    wanted = mods.of(call.mods).wanted if call.mods else frozenset()
+    captured = [x if slot in wanted else None for slot, x in enumerate(grads[5:])]
+    return Gradients(grads[0], grads[1], grads[2], grads[3], grads[4], captured)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -125,9 +140,13 @@ def _gradient(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
     if dout is None:
         dout = torch.zeros_like(out)
     dlse = dlse if call.return_lse else None
-    *dqkv, dbias, dsinks = torch.ops.pyfa.backward(dout, dlse, out, lse, *tensors, *ctx.scalars)
-    grads = [*dqkv, dbias if bias_grad else None, None, dsinks if call.sinks is not None else None]
-    return (*grads, *(None,) * (_FIELDS + 3 - len(grads)))
+    given = torch.ops.pyfa.backward(dout, dlse, out, lse, *tensors, *ctx.scalars)
+    grads = _gathered(call, given)
+    if not bias_grad:
+        grads = grads._replace(dbias=None)
+    if call.sinks is None:
+        grads = grads._replace(dsinks=None)
+    return (*(_of_name(grads, name) for name in Call._fields), None, None, None)
 
 
 # Kinds of ``dout`` for which a call's backward is kept: that bounds what they hold.
@@ -138,7 +157,7 @@ def _gradients(
     bound: Bound, dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor,
     lse: torch.Tensor, tensors: Sequence[torch.Tensor],
 ) -> Gradients:  # fmt: skip
-    """The gradients of a call that ``bound`` ran, by a backward that is bound as well."""
+    """Return the gradients of a call that ``bound`` ran, by a bound backward."""
     given = (dout, out, lse, *tensors) if dlse is None else (dout, dlse, out, lse, *tensors)
     backwards = bound.backwards[dlse is not None]
     for fitting, run in backwards:
@@ -151,7 +170,8 @@ def _gradients(
     if not all(_torch.has_storage(x) for x in (dout, dlse) if x is not None):
         # Many gradients at once (``is_grads_batched``, ``jacobian(vectorize=True)``): PyTorch calls
         # an operator for one after the other.
-        return Gradients(*torch.ops.pyfa.backward(dout, dlse, out, lse, *call, *bound.who))
+        found = torch.ops.pyfa.backward(dout, dlse, out, lse, *call, *bound.who)
+        return _gathered(call, found)
     # What flows back through a complex number may have the negative bit, and kernels go by the
     # address.
     dout, dlse = dout.resolve_neg(), None if dlse is None else dlse.resolve_neg()
@@ -162,7 +182,8 @@ def _gradients(
 
 
 def _fitting(given: Sequence[torch.Tensor], bound: Bound, with_dlse: bool) -> Fitting:
-    """What a backward was bound for: dout, maybe dLSE, out, LSE, and the tensors of the call."""
+    """Return what a backward was bound for: dout, maybe dLSE, out, LSE, and the tensors of the
+    call."""
     first = 4 if with_dlse else 3
     free = {first + number: at for number, at in bound.free.items()}
     alike = [(first + 1, first + 2)] if 1 in bound.free else []
@@ -176,11 +197,20 @@ def _fitting(given: Sequence[torch.Tensor], bound: Bound, with_dlse: bool) -> Fi
 _OF_GRADIENTS = {"q": 0, "k": 1, "v": 2, "bias": 3, "sinks": 4}
 
 
-class Attend(torch.autograd.Function):
-    """A bound call with its gradient, for eager tensors, past PyTorch's operator.
+def _of_name(grads: Gradients, name: str) -> Any:
+    """The gradient of the tensor in the field ``name`` of a call; None where it has none."""
+    if name.startswith("captured"):
+        # A table that a mask alone reads has none, nor one of integers.
+        return dict(enumerate(grads.captured)).get(int(name.removeprefix("captured")))
+    return grads[_OF_GRADIENTS[name]] if name in _OF_GRADIENTS else None
 
-    The gradient registered for the operator is the same code, and what torch.compile takes; eager
-    calls of it fill in and check 35 arguments one by one, 250 µs a call (torch 2.11 and 2.13).
+
+class Attend(torch.autograd.Function):
+    """A bound call with its gradient, for eager tensors, without PyTorch's operator.
+
+    The gradient registered for the operator is the same code, and torch.compile uses that. Eager
+    calls of the operator fill in and check 35 arguments one by one, which takes 250 µs per call
+    (torch 2.11 and 2.13).
     """
 
     @staticmethod
@@ -207,12 +237,13 @@ class Attend(torch.autograd.Function):
             # A graph of the gradients is asked for: by the operator, which refuses to be
             # differentiated.
             call, _ = bound.form.fill(tensors)
-            grads = torch.ops.pyfa.backward(dout, dlse, out, lse, *call, *bound.who)
+            found = torch.ops.pyfa.backward(dout, dlse, out, lse, *call, *bound.who)
+            grads = _gathered(call, found)
         else:
             grads = _gradients(bound, dout, dlse, out, lse, tensors)
         needs = ctx.needs_input_grad
         return None, *(
-            grads[_OF_GRADIENTS[name]] if name in _OF_GRADIENTS and needs[number + 1] else None
+            _of_name(grads, name) if needs[number + 1] else None
             for number, name in enumerate(bound.form.names)
         )
 

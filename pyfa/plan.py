@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Plan:
-    """What a backend decided: which kernel or path, its compile-time constants, and why.
+    """A backend's decision: which kernel or path, its compile-time constants, and why.
 
-    ``constants`` are what the source is compiled with (tiles, stages, head-dim bucket), as sorted
-    pairs so that plans hash. ``notes`` are sentences for ``explain``: a copy that will be made, a
-    bucket that was rounded up to.
+    ``constants``: the constants that the source is compiled with (tiles, stages, head-dim bucket),
+    as sorted pairs so that plans can be hashed. ``notes``: sentences for ``explain``, such as a
+    copy that will be made, or head dims rounded up to a bucket.
     """
 
     backend: str
@@ -26,7 +26,7 @@ class Plan:
         return text
 
     def as_dict(self) -> dict[str, object]:
-        """The plan as plain data, for ``--json``."""
+        """Return the plan as plain data, for ``--json``."""
         return {
             "backend": self.backend,
             "kernel": self.kernel,

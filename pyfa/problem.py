@@ -1,7 +1,7 @@
-"""What was asked: ``Call`` carries the tensors of one attention, ``Problem`` only its facts.
+"""The request: ``Call`` holds the tensors of one attention, ``Problem`` only its properties.
 
 Everything after the public functions works on a ``Call`` whose arguments were checked and brought
-into one form (see ``request.py``): the window as two integers, ``causal`` as a right edge of 0,
+into one form (see ``request.py``): the window as two integers, ``causal`` as a right bound of 0,
 the bias with four dimensions, slopes and sinks in float32, the seed on the device.
 """
 
@@ -21,32 +21,35 @@ class Call(NamedTuple):
     """One checked attention: tensors and run-time scalars, in the form that backends take.
 
     Dense: q (B, Sq, H, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv). With ``cu_seqlens_q`` q is
-    (total_q, H, D); with ``cu_seqlens_k`` k and v are (total_k, Hk, D). With ``page_table``
-    (B, pages) k and v are (num_pages, page_size, Hk, D). ``cache_batch_idx`` (B,) names the row of
-    k and v that each sequence uses, ``cache_leftpad`` (B,) the first valid key. ``bias`` is
-    (B | 1, H | 1, Sq | 1, Sk | 1), ``alibi_slopes`` (H,) or (B, H) and ``sinks`` (H,) are float32,
-    ``seed`` is one int64 on the device. ``window_left`` and ``window_right`` are −1 for unlimited,
-    and count from ``window_shift`` keys to the right of the query's own: a window with a negative
-    edge is one that was moved (``validate.window``). ``attention_chunk`` is 0 for none; chunks are
-    those of the larger problem, see ``k_start``.
+    (total_q, H, D); with ``cu_seqlens_k`` k and v are (total_k, Hk, D). With ``page_table`` (B,
+    pages) k and v are (num_pages, page_size, Hk, D). ``cache_batch_idx`` (B,) is the row of k and v
+    that each sequence uses, ``cache_leftpad`` (B,) its first valid key. ``bias`` is (B | 1, H | 1,
+    Sq | 1, Sk | 1), ``alibi_slopes`` (H,) or (B, H) and ``sinks`` (H,) are float32, ``seed`` is one
+    int64 on the device. ``window_left`` and ``window_right`` are −1 for unlimited, and count from
+    ``window_shift`` keys to the right of the query's own position: a window with a negative bound
+    is represented as a shifted one (``validate.window``). ``attention_chunk`` is 0 for none; chunks
+    count in the larger problem, see ``k_start``.
 
     ``q_descale``, ``k_descale`` and ``v_descale`` are float32 factors of float8 q, k and v, all of
-    one kind: (B, Hk) by sequence and key head, with any strides; or per block of rows, which lie as
-    their tensor does: (B, Hk, blocks) of the rows that are stored, where a packed tensor counts as
-    one sequence and (num_pages, Hk, blocks) are those of pages. ``scales_of`` tells the size of a
-    block. k and v have the same shape of them, q has none where it is not float8. ``out_dtype`` is
-    that of float8 queries' output, and otherwise None: q's.
+    one kind. They are (B, Hk), per sequence and KV head, with any strides. Or they are per block of
+    stored rows: (B, Hk, blocks), where a packed tensor counts as one sequence, or (num_pages, Hk,
+    blocks) for pages. ``scales_of`` returns the size of a block. Those of k and v have the same
+    shape; q has none unless it is float8. ``out_dtype`` is the output dtype of float8 queries, and
+    otherwise None (q's).
 
-    ``mods`` is the digest of a score_mod and mask_mod (``mods.of``), "" where there are none, and
-    ``captured0`` … are the tensors that these read, of any shape and strides.
+    ``mods`` is the digest of a score_mod and mask_mod (``mods.of``), "" without them. ``captured0``
+    … are the tensors that they read, of any shape and strides.
 
-    ``q_start`` … ``batch_start`` are not 0 for a block of a larger problem: there they are the
-    indices of its row 0, key 0, query head 0 and sequence 0. Dropout counts by them, with a
-    ``k_start`` that is a multiple of 4. Query i then stands at key i + Sk − Sq + q_start − k_start,
-    Sq and Sk being the block's own, for masks and ALiBi. Tensors are the block's.
+    For a block of a larger problem, ``q_start`` … ``batch_start`` are the indices in the larger
+    problem of the block's row 0, key 0, query head 0 and sequence 0. Dropout counts from them;
+    ``k_start`` must then be a multiple of 4. For masks and ALiBi query i is at key position i + Sk
+    − Sq + q_start − k_start, where Sq and Sk are the block's own lengths. Tensors are the block's.
 
-    ``latent``: v is a view of k's first elements. ``topk``: besides, each
-    sequence is one row of queries, and its pages, of one key each, are the keys that it sees.
+    ``tree``: ``bias`` is (B | 1, Sq, Sq), boolean, and of the new rows alone: key j has column
+    j − (Sk − Sq) of each sequence, and keys before column 0 are seen.
+
+    ``latent``: v is a view of k's first elements. ``topk``: in addition, each sequence is one row
+    of queries, and its pages, of one key each, are the keys that it sees.
     """
 
     q: torch.Tensor
@@ -95,38 +98,40 @@ class Call(NamedTuple):
     window_shift: int = 0
     attention_chunk: int = 0
     mods: str = ""
+    tree: bool = False
 
     @property
     def captured(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that ``mods`` read, by slot."""
+        """Return the tensors that ``mods`` read, by slot."""
         found: tuple[Any, ...] = self[_CAPTURED:TENSORS]
         return tuple(x for x in found if x is not None)
 
     @property
     def window(self) -> tuple[int | None, int | None]:
-        """The edges as they were asked for, from the query's own key; None for unlimited."""
+        """Return the bounds as requested, relative to the query's own position; None for
+        unlimited."""
         left, right, shift = self.window_left, self.window_right, self.window_shift
         return None if left < 0 else left - shift, None if right < 0 else right + shift
 
     @property
     def batch(self) -> int:
-        """Number of sequences."""
+        """Return the number of sequences."""
         if self.cu_seqlens_q is not None:
             return self.cu_seqlens_q.shape[0] - 1
         return self.q.shape[0]
 
     def lse_shape(self) -> tuple[int, ...]:
-        """(B, H, Sq), or (H, total_q) where q is packed."""
+        """Return (B, H, Sq), or (H, total_q) if q is packed."""
         if self.cu_seqlens_q is not None:
             return (self.q.shape[1], self.q.shape[0])
         return (self.q.shape[0], self.q.shape[2], self.q.shape[1])
 
     def out_shape(self) -> tuple[int, ...]:
-        """q's shape with V's head_dim."""
+        """Return q's shape with V's head_dim."""
         return (*self.q.shape[:-1], self.v.shape[-1])
 
     def dtype_of_out(self) -> torch.dtype:
-        """``out_dtype``, or q's."""
+        """Return ``out_dtype``, or q's dtype."""
         return self.out_dtype or self.q.dtype
 
 
@@ -137,13 +142,13 @@ _CU_Q, _CU_K = Call._fields.index("cu_seqlens_q"), Call._fields.index("cu_seqlen
 
 
 class Append(NamedTuple):
-    """What is done to a KV cache, and to the queries, before attention.
+    """The changes to a KV cache, and to the queries, before attention.
 
-    ``k`` and ``v`` (B, new, Hk, D), or (total_new, Hk, D) with ``cu_seqlens`` (B+1,), go behind the
-    ``seqused_k`` keys that each sequence of the call holds, and are seen by its queries. Rotary
-    rotates the new keys and ``Call.q``: ``cos`` and ``sin`` are (max_position, R), the new keys of
-    sequence b stand at ``start[b]`` and behind, and so do its queries, or all of them at
-    ``start[b]`` unless they are ``moving``. ``start`` is int32 (B,); None for ``seqused_k``.
+    ``k`` and ``v`` (B, new, Hk, D), or (total_new, Hk, D) with ``cu_seqlens`` (B+1,), are appended
+    after the ``seqused_k`` keys of each sequence of the call, and its queries see them. Rotary
+    rotates the new keys and ``Call.q``: ``cos`` and ``sin`` are (max_position, R). The new keys of
+    sequence b have positions from ``start[b]`` on. So do its queries if ``moving``; otherwise all
+    are at ``start[b]``. ``start`` is int32 (B,); None for ``seqused_k``.
     """
 
     k: torch.Tensor | None = None
@@ -157,7 +162,7 @@ class Append(NamedTuple):
 
 
 def counted(call: Call, append: Append) -> Call:
-    """``call`` with the keys that ``append`` adds to each sequence."""
+    """Return ``call`` with lengths that include the keys of ``append``."""
     if append.k is None or call.seqused_k is None:
         return call
     new = append.k.shape[1] if append.cu_seqlens is None else append.cu_seqlens.diff()
@@ -171,9 +176,9 @@ APPEND_NAMES = (
 
 
 class Form(NamedTuple):
-    """A call, and what is appended before it, without the tensors: ``names`` are those it has.
+    """A call and its append without the tensors; ``names`` are the tensors that they have.
 
-    Packed queries and keys may share one tensor of offsets, which then comes once.
+    Packed queries and keys may share one tensor of offsets, which is then listed once.
     """
 
     names: tuple[str, ...]
@@ -183,7 +188,7 @@ class Form(NamedTuple):
     append: Append | None
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> tuple[Call, Append | None]:
-        """The call, and what is appended before it, with these tensors."""
+        """Return the call and its append with these tensors."""
         fields: list[Any] = [None] * (TENSORS + _APPENDED)
         for place, x in zip(self.places, tensors, strict=True):
             fields[place] = x
@@ -199,7 +204,7 @@ _ALL_NAMES = (*Call._fields[:TENSORS], *APPEND_NAMES)
 
 
 def tensors_of(call: Call, append: Append | None = None) -> tuple[torch.Tensor, ...]:
-    """The tensors of a call, and of what is appended, in the order of ``Form.names``."""
+    """Return the tensors of a call and its append, in the order of ``Form.names``."""
     fields: tuple[Any, ...] = call[:TENSORS]
     if fields[_CU_K] is fields[_CU_Q]:
         fields = (*fields[:_CU_K], None, *fields[_CU_K + 1 :])
@@ -209,7 +214,7 @@ def tensors_of(call: Call, append: Append | None = None) -> tuple[torch.Tensor, 
 
 
 def form_of(call: Call, append: Append | None = None) -> Form:
-    """What of a call stays when it comes again with other tensors."""
+    """Return what stays of a call when it is repeated with other tensors."""
     fields: list[Any] = [*call[:TENSORS], *(append[:_APPENDED] if append is not None else ())]
     shared = fields[_CU_Q] is not None and fields[_CU_K] is fields[_CU_Q]
     if shared:
@@ -225,28 +230,29 @@ def form_of(call: Call, append: Append | None = None) -> Form:
 
 
 def bucket(size: int) -> int:
-    """``size`` rounded up to a power of two; 0 stays 0. Bounds how many plans sizes can make."""
+    """Return ``size`` rounded up to a power of two; 0 stays 0. Limits the number of plans."""
     return 1 << (size - 1).bit_length() if size > 0 else 0
 
 
 def rows_per_scale(blocks: int, rows: int) -> int:
-    """How many of ``rows`` share one of ``blocks`` scales: a power of two, 0 where none fits.
+    """Return how many of ``rows`` share one of ``blocks`` scales: a power of two, 0 if none fits.
 
-    No two powers of two have the same ⌈rows / size⌉ above 1; with one block all are alike.
+    The answer is unique: no two powers of two have the same ⌈rows / size⌉ above 1, and with one
+    block the size does not matter.
     """
     size = bucket(-(-rows // blocks)) if rows and blocks else 1
     return size if -(-rows // size) == blocks else 0
 
 
 def scales_of(descale: torch.Tensor | None, x: torch.Tensor) -> int:
-    """How many rows of x, (…, rows, heads, head_dim), share one of its scales; 0 for all."""
+    """Return how many rows of x, (…, rows, heads, head_dim), share one of its scales; 0 for all."""
     if descale is None or descale.dim() == 2:
         return 0
     return rows_per_scale(descale.shape[2], x.shape[-3])
 
 
 class Asked(NamedTuple):
-    """What decides which features a call needs."""
+    """The arguments that determine which features a call needs."""
 
     call: Call
     needs_grad: bool = False
@@ -258,14 +264,15 @@ NARROW = 256  # the widest head that every backend takes
 
 
 class Feature(NamedTuple):
-    """A capability that a problem needs: all that is known of it outside of kernels.
+    """A capability that a problem needs, with everything that is known of it outside of kernels.
 
-    ``phrase``: how a sentence names it. ``is_needed`` by a call. ``by``: the backends that have it;
-    the emulator is hip. All others decline it, so a new one is declined everywhere. ``shown``: what
-    describes it where its name says too little, with the call's fields in braces; "" for what
-    shapes and dtypes say. ``is_term``: it changes a score between product and softmax, or the sum
-    below. ``has_values``: it comes with offsets, lengths, page numbers or scales, to be checked
-    before a run. ``flag``: how ``pyfa explain`` is told of it; "" for ``--features``.
+    ``phrase``: its name in messages. ``is_needed``: whether a call needs it. ``by``: the backends
+    that support it (the emulator counts as hip). All others decline it, so a new feature is
+    declined everywhere. ``shown``: a description with the call's fields in braces, if the name says
+    too little; "" if shapes and dtypes show it. ``is_term``: it changes a score between product and
+    softmax, or the softmax sum. ``has_values``: it comes with offsets, lengths, page numbers or
+    scales, which are checked before a run. ``flag``: its option in ``pyfa explain``; "" for
+    ``--features``.
     """
 
     name: str
@@ -295,7 +302,11 @@ FEATURES: dict[str, Feature] = {
                 shown="softcap={softcap}", is_term=True),
         Feature("alibi", "ALiBi", lambda asked: asked.call.alibi_slopes is not None, _KERNELS,
                 is_term=True),
-        Feature("bias", "bias", lambda asked: asked.call.bias is not None, _KERNELS, is_term=True),
+        Feature("bias", "bias",
+                lambda asked: asked.call.bias is not None and not asked.call.tree, _KERNELS,
+                is_term=True),
+        Feature("tree", "a mask over the new rows (tree_mask)", lambda asked: asked.call.tree,
+                _KERNELS),
         Feature("bias_grad", "the gradient of bias", lambda asked: asked.bias_grad,
                 frozenset({"hip", "triton", "torch"})),
         Feature("sinks", "attention sinks", lambda asked: asked.call.sinks is not None, _KERNELS,
@@ -305,6 +316,10 @@ FEATURES: dict[str, Feature] = {
         Feature("score_mod", "a score_mod",
                 lambda asked: bool(asked.call.mods) and mods.of(asked.call.mods).score is not None,
                 _KERNELS, is_term=True),
+        Feature("captured_grad", "the gradient of a tensor that a score_mod captured",
+                lambda asked: asked.needs_grad and bool(asked.call.mods)
+                and bool(mods.of(asked.call.mods).wanted),
+                frozenset({"torch"})),
         Feature("mask_mod", "a mask_mod",
                 lambda asked: bool(asked.call.mods) and mods.of(asked.call.mods).mask is not None,
                 _KERNELS, is_term=True),
@@ -354,7 +369,7 @@ def _any(*tensors: torch.Tensor | None) -> bool:
 
 
 class Band(NamedTuple):
-    """Where a call's rows stand, for kernels: see ``band_of``."""
+    """The positions of a call's rows, for kernels: see ``band_of``."""
 
     q_start: int
     window_shift: int
@@ -362,10 +377,10 @@ class Band(NamedTuple):
 
 
 def band_of(call: Call) -> Band:
-    """``call``'s chunks and moved window in 32 bits.
+    """Return ``call``'s chunks and shifted window in 32 bits.
 
-    A window alone is moved by moving the rows, in any kernel. Where chunks, ALiBi, dropout or mods
-    count by the rows' own places, only plans that are banded can do it.
+    A shifted window by itself is implemented by shifting the rows, in any kernel. If chunks, ALiBi,
+    dropout or mods need the true row indices, a banded plan is required.
     """
     # Beyond this no key and no chunk of the lengths is another.
     far = call.max_seqlen_q + call.max_seqlen_k + abs(call.q_start) + abs(call.k_start) + 1
@@ -378,7 +393,7 @@ def band_of(call: Call) -> Band:
 
 
 def is_banded(features: frozenset[str]) -> bool:
-    """Whether a plan is for a ``Band`` that has more than rows' places."""
+    """Return whether the plan needs a ``Band`` beyond the rows' positions."""
     moved = "negative_edge" in features and not features.isdisjoint(
         ("alibi", "dropout", "score_mod", "mask_mod")
     )
@@ -390,18 +405,19 @@ def _has_window(call: Call) -> bool:
 
 
 def features_by(backend: str) -> frozenset[str]:
-    """The names of the features that ``backend`` has."""
+    """Return the names of the features that ``backend`` supports."""
     return frozenset(name for name, feature in FEATURES.items() if backend in feature.by)
 
 
 def features_of(call: Call, needs_grad: bool, bias_grad: bool) -> frozenset[str]:
-    """The names in ``FEATURES`` that this call needs from a backend."""
+    """Return the names in ``FEATURES`` that this call needs from a backend."""
     asked = Asked(call, needs_grad, bias_grad)
     return frozenset(name for name, feature in FEATURES.items() if feature.is_needed(asked))
 
 
 def is_aligned(call: Call) -> bool:
-    """Whether q, k and v have bases and strides in multiples of 16 bytes and rows without gaps."""
+    """Return whether q, k and v have bases and strides in multiples of 16 bytes and contiguous
+    rows."""
     for tensor in (call.q, call.k, call.v):
         unit = 16 // tensor.itemsize
         strides = tensor.stride()
@@ -413,7 +429,7 @@ def is_aligned(call: Call) -> bool:
 
 
 def are_on_16(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: torch.Tensor) -> bool:
-    """Whether all addresses are multiples of 16 bytes."""
+    """Return whether all addresses are multiples of 16 bytes."""
     bits = q.data_ptr() | k.data_ptr() | v.data_ptr()
     for x in more:
         bits |= x.data_ptr()
@@ -421,22 +437,21 @@ def are_on_16(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: torch.Te
 
 
 def is_positive(scale: float) -> bool:
-    """Whether ``scale`` is a normal positive float32."""
+    """Return whether ``scale`` is a normal positive float32."""
     return scale >= 2.0**-126
 
 
 @dataclass(frozen=True)
 class Problem:
-    """The facts a backend decides on. Frozen, hashable, no tensors.
+    """The properties that a backend decides on. Frozen, hashable, no tensors.
 
-    Sizes may be buckets (see ``bucketed``); in a packed batch ``seqlen_q`` and ``seqlen_k`` are
-    the longest. ``square``: queries and keys are equally many, which a bucket would hide, and
-    begin at the same place of a larger problem.
-    ``positive``: the scale is above 0 in float32, as kernels that scale after masking need.
-    ``dtype`` is q's; ``dtype_k``, of k and v, and ``dtype_out`` are "" where they are the same.
-    ``scales``: how many rows of k share one float8 scale, 0 where a sequence's whole head does.
-    ``mods``: the digest of its score_mod and mask_mod, "" without.
-    ``described`` is for people and takes no part in equality.
+    Sizes may be rounded up to buckets (see ``bucketed``); in a packed batch ``seqlen_q`` and
+    ``seqlen_k`` are the longest. ``square``: there are as many queries as keys, which a bucket
+    would hide, and both begin at the same position of a larger problem. ``positive``: the scale is
+    above 0 in float32, as kernels that scale after masking require. ``dtype`` is q's; ``dtype_k``
+    (of k and v) and ``dtype_out`` are "" if they are the same. ``scales``: how many rows of k share
+    one float8 scale, 0 if a sequence's whole head does. ``mods``: the digest of its score_mod and
+    mask_mod, "" without them. ``described`` is for people and not compared.
     """
 
     batch: int
@@ -465,11 +480,13 @@ class Problem:
 
     @property
     def unit(self) -> int:
-        """Elements of 16 bytes, of the narrowest of q, k and v that kernels read in such units."""
+        """Return the number of elements in 16 bytes, for the narrowest of q, k and v that kernels
+        read in such units."""
         return 16 if "fp8" in self.features else 8
 
     def bucketed(self) -> Problem:
-        """The same problem with batch and lengths rounded up to powers of two: what plans see."""
+        """Return the problem with batch and lengths rounded up to powers of two, from which plans
+        are made."""
         return replace(
             self,
             batch=bucket(self.batch),
@@ -481,7 +498,7 @@ class Problem:
 def problem_of(
     call: Call, needs_grad: bool, bias_grad: bool, device: Device, aligned: bool
 ) -> Problem:
-    """The problem that ``call`` poses on ``device``."""
+    """Return the problem of ``call`` on ``device``."""
     return Problem(
         batch=call.batch,
         seqlen_q=call.max_seqlen_q,
@@ -510,7 +527,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def describe(call: Call, needs_grad: bool, bias_grad: bool, device: Device) -> str:
-    """One line: shapes, dtype, features with their values, arch."""
+    """Return one line: shapes, dtype, features with their values, arch."""
     dtype = _name(call.q.dtype)
     k_shape, v_shape = tuple(call.k.shape), tuple(call.v.shape)
     keys = f"k, v {k_shape}" if k_shape == v_shape else f"k {k_shape}, v {v_shape}"

@@ -1,11 +1,11 @@
 """Float8 inputs for attention: scales per tensor, per head or per block of rows, and a rotation.
 
-A float8 number has 4 significant bits. Values far below the largest one that shares their scale
-keep fewer. An outlier is off by up to 1/16 of its size, and every score that contains it is off
-too. Scales for smaller blocks reduce the first error. Incoherent processing (QuIP, Chee et al.
-2023) reduces the second: Q and K are multiplied by the same orthogonal matrix, random signs and
+A float8 number has 4 significant bits. Values far below the largest value with the same scale keep
+fewer bits. An outlier has an error of up to 1/16 of its size, which affects every score that
+contains it. Scales for smaller blocks reduce the first error. Incoherent processing (QuIP, Chee et
+al. 2023) reduces the second: Q and K are multiplied by the same orthogonal matrix, random signs and
 then a Hadamard matrix. This spreads an outlier over the head's channels and leaves every q·k
-unchanged. Both are FlashAttention-3's (Shah et al. 2024, arXiv:2407.08608, §3.3).
+unchanged. Both come from FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608, §3.3).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LEAST_MIXED = 8
 
 
 class Descale(NamedTuple):
-    """float32 factors of q, k and v: (B, Hk), or (B, Hk, blocks). q's is None without q."""
+    """The float32 factors of q, k and v: (B, Hk), or (B, Hk, blocks). q's is None without q."""
 
     q: torch.Tensor | None
     k: torch.Tensor
@@ -47,11 +47,12 @@ class Quantized(NamedTuple):
     descale: Descale
 
     def to(self, dtype: torch.dtype) -> Quantized:
-        """The same numbers in the other float8 format, on another vendor's GPU.
+        """Convert to the other float8 format, for another vendor's GPU.
 
-        To ``float8_e4m3fnuz`` (gfx942) exactly: the same bits mean half as much there, so that the
-        scales double. To ``float8_e4m3fn`` value by value, exact down to 2⁻⁶; below, the step is
-        2⁻⁹ instead of 2⁻¹⁰. Raises ``ValueError`` for any other dtype.
+        Conversion to ``float8_e4m3fnuz`` (gfx942) is exact: the same bits mean half the value
+        there, so the scales are doubled. Conversion to ``float8_e4m3fn`` converts each value, and
+        is exact down to 2⁻⁶; below that the step is 2⁻⁹ instead of 2⁻¹⁰. Raises ``ValueError`` for
+        any other dtype.
         """
         if dtype not in FLOAT8:
             validate.wrong("dtype", "float8_e4m3fn or float8_e4m3fnuz", dtype)
@@ -91,20 +92,21 @@ def quantize(
 
     Also takes packed tensors (total, heads, head_dim), whose rows count as one sequence, and pages
     (num_pages, page_size, Hk, D). A scale is max|x| / max(float8) over the elements that share it,
-    or 1 if all are zero. Query heads share the scale of their key head. ``q`` may be None, for a
-    cache that 16-bit queries will read.
+    or 1 if all are zero. Query heads of a group share one scale, per KV head. ``q`` may be None,
+    for a cache that 16-bit queries will read.
 
     Parameters
     ----------
     block
-        Rows that share a scale: a power of two from 16, giving (B, Hk, ⌈rows / block⌉). None: one
-        scale per sequence and key head, (B, Hk), as in FlashAttention-3. 128 is a multiple of every
+        Rows that share a scale: a power of two from 16, giving (B, Hk, ⌈rows / block⌉). None gives
+        one scale per sequence and KV head, (B, Hk), as in FlashAttention-3. 128 suits every
         kernel's tile.
     per_tensor
         One scale per tensor, (1, 1). Not together with ``block``.
     hadamard
-        Rotate Q and K before rounding. A head_dim of 2ⁿ is mixed completely; any other in blocks of
-        its largest power of two, which must be at least 8 (96 as three blocks of 32).
+        Rotate Q and K before rounding. A head_dim of 2ⁿ is mixed as a whole. Any other is mixed in
+        blocks of the largest power of two that divides it, which must be at least 8 (96 as three
+        blocks of 32).
     seed
         Seed of the rotation's signs. The same int gives the same rotation on every device and in
         every call: keys in a cache and later queries must share it. None draws from torch's
@@ -112,8 +114,8 @@ def quantize(
     dtype
         ``float8_e4m3fn``, or ``float8_e4m3fnuz`` (gfx942). By default the format of k's device.
 
-    No gradient; inputs must be finite. Rows are read once with ``block``, otherwise twice. Raises
-    ``ValueError`` or ``TypeError`` naming the wrong argument.
+    There is no gradient, and inputs must be finite. Rows are read once with ``block``, otherwise
+    twice. Raises ``ValueError`` or ``TypeError`` naming the wrong argument.
 
     Source: Shah et al. 2024, arXiv:2407.08608, §3.3; Chee et al. 2023 (QuIP).
     """
@@ -134,7 +136,7 @@ def quantize(
 
 
 def native_dtype(where: torch.device) -> torch.dtype:
-    """The e4m3 that the matrix units of a device take: fnuz on gfx942, OCP's elsewhere."""
+    """Return the e4m3 format of a device's matrix units: fnuz on gfx942, OCP's elsewhere."""
     if where.type == "cuda" and device.of(where).arch == "gfx942":
         return torch.float8_e4m3fnuz
     return torch.float8_e4m3fn
@@ -172,7 +174,7 @@ def _check(
 
 @functools.lru_cache(256)
 def _drawn(dim: int, seed: int, device: torch.device) -> torch.Tensor:
-    """±1 for each channel, from raw PCG64 bits: the same for a seed wherever it is drawn."""
+    """Return ±1 for each channel, from raw PCG64 bits: the same for a seed on every device."""
     bits = np.random.PCG64(seed % 2**64).random_raw(dim) >> np.uint64(63)
     return torch.from_numpy(1.0 - 2.0 * bits.astype(np.float32)).to(device)
 
@@ -196,7 +198,8 @@ def rotate(x: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def _rotated(x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
-    """x (…, D) times diag(signs)·H/√n in float32, H being Sylvester's in blocks of n channels."""
+    """Return x (…, D) times diag(signs)·H/√n in float32, where H is Sylvester's matrix in blocks of
+    n channels."""
     dim = x.shape[-1]
     size = dim & -dim
     y = (x.float() * signs).unflatten(-1, (-1, size))
@@ -214,7 +217,8 @@ _Made = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def _by_kernel(xs: list[torch.Tensor], how: Rounding) -> _Made | None:
-    """By the first kernel of this device's backends that can; None where PyTorch is to do it."""
+    """Quantize with the first kernel of this device's backends that supports it; None if PyTorch
+    must do it."""
     where = xs[0].device
     if where.type != "cuda" or torch.compiler.is_compiling():
         return None
@@ -230,20 +234,20 @@ def _by_kernel(xs: list[torch.Tensor], how: Rounding) -> _Made | None:
 
 @functools.cache
 def _with_kernels(vendor: str) -> tuple[Any, ...]:
-    """A vendor's backends that are ``Quantizing``, which takes 30 µs to ask."""
+    """Return a vendor's backends that are ``Quantizing``; the check takes 30 µs."""
     return tuple(
         backend for name in AUTOMATIC[vendor] if isinstance(backend := BACKENDS[name], Quantizing)
     )
 
 
 def _by_pytorch(xs: list[torch.Tensor], how: Rounding) -> _Made:
-    """``Quantizing.quantize`` in plain PyTorch."""
+    """Implement ``Quantizing.quantize`` in plain PyTorch."""
     *turned, last = xs
     return [*(_in_pytorch(x, how) for x in turned), _in_pytorch(last, how._replace(signs=None))]
 
 
 def _in_pytorch(x: torch.Tensor, how: Rounding) -> tuple[torch.Tensor, torch.Tensor]:
-    """One tensor of ``_by_pytorch``, turned where there are signs."""
+    """Quantize one tensor for ``_by_pytorch``, rotated if there are signs."""
     heads, block, per_tensor, signs, dtype = how
     y = x.float() if signs is None else _rotated(x, signs)
     rows, size = y.shape[1], block or max(1, y.shape[1])
@@ -263,5 +267,5 @@ def _in_pytorch(x: torch.Tensor, how: Rounding) -> tuple[torch.Tensor, torch.Ten
 
 
 def _largest(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
-    """The maximum over ``dims``, 0 where there is nothing."""
+    """Return the maximum over ``dims``, 0 if it is empty."""
     return x.amax(dims) if x.numel() else x.sum(dims)

@@ -1,8 +1,8 @@
-"""The specification: every feature in the plainest form, one sequence at a time, with O(N²) memory.
+"""The specification: every feature in its plainest form, one sequence at a time, with O(N²) memory.
 
-In float64 it is what all backends are held to. In the problem's own dtype the same lines are the
-"naive" attention whose rounding error is the yardstick of the conformance rule. Gradients come from
-autograd on these lines. Sources: Vaswani et al. 2017 (attention), Press et al. 2022 (ALiBi),
+In float64 it is the reference for all backends. In the problem's own dtype the same code is the
+"naive" attention, whose rounding error is the yardstick of the conformance rule. Gradients come
+from autograd on these lines. Sources: Vaswani et al. 2017 (attention), Press et al. 2022 (ALiBi),
 Gemma 2 report 2024 (softcap), Su et al. 2021 (rotary), Salmon et al. 2011 (Philox).
 """
 
@@ -24,7 +24,8 @@ _HALF = np.uint64(32)
 
 
 def philox4x32(counter: np.ndarray, key: int, rounds: int = 7) -> np.ndarray:
-    """Philox4x32 (Salmon et al. 2011) on counters (..., 4); returns (..., 4), uint32 in uint64."""
+    """Compute Philox4x32 (Salmon et al. 2011) on counters (..., 4); return (..., 4), uint32 in
+    uint64."""
     c0, c1, c2, c3 = (counter[..., i].astype(np.uint64) for i in range(4))
     k0, k1 = key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF
     for _ in range(rounds):
@@ -48,7 +49,7 @@ def keep_mask(
     keys: int,
     first: tuple[int, int, int] = (0, 0, 0),
 ) -> torch.Tensor:
-    """Which probabilities survive dropout: bool (heads, rows, keys) of sequence ``batch``.
+    """Return which probabilities survive dropout: bool (heads, rows, keys) of sequence ``batch``.
 
     ``first``: the indices of the first head, row and key, the last a multiple of 4.
     """
@@ -65,12 +66,12 @@ def keep_mask(
 def attention(
     call: Call, dtype: torch.dtype = torch.float64, p_bits: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of ``call`` computed in ``dtype``: out and LSE in ``dtype``, with autograd.
+    """Compute attention of ``call`` in ``dtype``; return out and LSE in ``dtype``, with autograd.
 
-    Shapes as ``Call.out_shape`` and ``Call.lse_shape``. Rows of a packed q that no sequence
-    covers, and rows beyond ``seqused_q``, give output 0 and LSE −inf. Float8 inputs are multiplied
-    by their scales. ``p_bits``: probabilities are rounded to so many significant bits before they
-    meet V, those of a float8 P being 4, as if its exponents had no end.
+    Shapes as ``Call.out_shape`` and ``Call.lse_shape``. Rows of a packed q that no sequence covers,
+    and rows beyond ``seqused_q``, give output 0 and LSE −inf. Float8 inputs are multiplied by their
+    scales. ``p_bits``: probabilities are rounded to this many significant bits before the product
+    with V (4 for a float8 P), with an unlimited exponent range.
     """
     outs, lses = [], []
     starts_q = call.cu_seqlens_q.tolist() if call.cu_seqlens_q is not None else None
@@ -99,15 +100,19 @@ def gradients(
     dlse: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> dict[str, torch.Tensor]:
-    """out, LSE and the gradients of q, k, v and, where present, a float bias and sinks.
+    """Return out, LSE and the gradients of q, k, v and, if present, a float bias, sinks and those
+    tensors captured by a score_mod that get one.
 
-    ``dout`` as out; ``dlse`` as the LSE or None. Everything is computed and returned in ``dtype``.
+    ``dout`` is shaped like out; ``dlse`` is shaped like the LSE, or None. Everything is computed
+    and returned in ``dtype``.
     """
     leaves = {"q": call.q, "k": call.k, "v": call.v}
     if call.bias is not None and call.bias.is_floating_point():
         leaves["bias"] = call.bias
     if call.sinks is not None:
         leaves["sinks"] = call.sinks
+    for slot in sorted(mods.of(call.mods).wanted) if call.mods else ():
+        leaves[f"captured{slot}"] = call.captured[slot]
     leaves = {name: x.detach().to(dtype).requires_grad_() for name, x in leaves.items()}
     replaced: dict[str, Any] = dict(leaves)
     with torch.enable_grad():
@@ -160,8 +165,8 @@ def _pad_rows(x: torch.Tensor, rows: int, value: float) -> torch.Tensor:
 def operands(
     call: Call, b: int, dtype: torch.dtype = torch.float64
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What sequence ``b`` multiplies: its rows of q (rows, H, D), its valid keys (length, Hk, D)
-    and values (length, Hk, Dv), in ``dtype`` and with their scales."""
+    """Return the operands of sequence ``b``: its rows of q (rows, H, D), its valid keys (length,
+    Hk, D) and values (length, Hk, Dv), in ``dtype`` and multiplied by their scales."""
     if call.cu_seqlens_q is None:
         rows = call.q[b]
     else:
@@ -172,7 +177,8 @@ def operands(
 
 
 def _queries(call: Call, b: int, q: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The rows q of sequence ``b`` in ``dtype``, (rows, H, D), with their scales."""
+    """Return the rows of q of sequence ``b`` in ``dtype``, (rows, H, D), multiplied by their
+    scales."""
     if call.q_descale is None:
         return q.to(dtype)
     if call.q_descale.dim() == 2:
@@ -186,14 +192,16 @@ def _queries(call: Call, b: int, q: torch.Tensor, dtype: torch.dtype) -> torch.T
 
 
 def _scale_of_rows(descale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The scales per block, (B, Hk, blocks), of each row of x: (B, rows, Hk, 1), or packed."""
+    """Expand the scales per block, (B, Hk, blocks), to the rows of x: (B, rows, Hk, 1), or
+    packed."""
     each = descale.repeat_interleave(scales_of(descale, x), dim=2)[..., : x.shape[-3]]
     each = each.transpose(1, 2)[..., None]
     return each if x.dim() == 4 else each[0]
 
 
 def _keys_and_values(call: Call, b: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sequence ``b``: its valid keys (length, Hk, D) and values (length, Hk, Dv) in ``dtype``."""
+    """Return the valid keys (length, Hk, D) and values (length, Hk, Dv) of sequence ``b`` in
+    ``dtype``."""
     k, v = _stored(call, b, call.k).to(dtype), _stored(call, b, call.v).to(dtype)
     if call.k_descale is None or call.v_descale is None:
         return k, v
@@ -207,7 +215,7 @@ def _keys_and_values(call: Call, b: int, dtype: torch.dtype) -> tuple[torch.Tens
 
 
 def _stored(call: Call, b: int, x: torch.Tensor) -> torch.Tensor:
-    """The valid rows of sequence ``b`` in ``x``, which lies as k does: (length, heads, dim)."""
+    """Return the valid rows of sequence ``b`` in ``x``, stored like k: (length, heads, dim)."""
     if call.cu_seqlens_k is not None:
         start, stop = call.cu_seqlens_k[b : b + 2].tolist()
         rows = x[start:stop]
@@ -223,7 +231,8 @@ def _stored(call: Call, b: int, x: torch.Tensor) -> torch.Tensor:
 
 
 def _places_of(call: Call, b: int, rows: int, keys: int, heads: int) -> dict[str, torch.Tensor]:
-    """What mods are told: sequence, head, row and key, as they count in the whole problem."""
+    """Return the indices that mods receive: sequence, head, row and key, relative to the whole
+    problem."""
 
     def count(start: int, number: int) -> torch.Tensor:
         return torch.arange(start, start + number, dtype=torch.int32)
@@ -239,7 +248,7 @@ def _places_of(call: Call, b: int, rows: int, keys: int, heads: int) -> dict[str
 def _one_sequence(
     call: Call, b: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p_bits: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out (rows, H, Dv) and LSE (H, rows) of sequence ``b``, in q's dtype."""
+    """Compute out (rows, H, Dv) and LSE (H, rows) of sequence ``b``, in q's dtype."""
     rows, heads, _ = q.shape
     keys, group = k.shape[0], heads // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
@@ -270,7 +279,12 @@ def _one_sequence(
     if modified is not None and modified.mask is not None:
         (seen,) = evaluate(modified.mask, {"score": score, **places}, call.captured)
         visible = visible & seen
-    if call.bias is not None:
+    if call.tree and call.bias is not None:
+        # Of new rows against new rows; all see what was there before.
+        column = torch.arange(keys) - shift
+        mask = call.bias.expand(call.batch, -1, -1)[b, :rows, column.clamp(min=0)]
+        visible &= mask | (column < 0)
+    elif call.bias is not None:
         shape = (call.batch, heads, call.max_seqlen_q, call.max_seqlen_k)
         bias = call.bias.expand(shape)[b, :, :rows, :keys]
         if bias.dtype == torch.bool:

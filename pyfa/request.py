@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import _torch, invariance, mods, validate, validate_cache, validate_fp8
+from . import _torch, context, mods, validate, validate_cache, validate_fp8
+from .blocks import given
 from .dispatch import preference
 from .problem import Append, Call, counted
 from .validate import Window
@@ -40,10 +41,12 @@ class Shared(NamedTuple):
     attention_chunk: int | None = None
     score_mod: mods.Mod | None = None
     mask_mod: mods.Mod | None = None
+    block_mask: Any = None
 
 
 class Request(NamedTuple):
-    """A call, what is appended to its cache before, who may run it and what needs a gradient."""
+    """A call, its append to a cache, the backends that may run it, and which inputs need a
+    gradient."""
 
     call: Call
     wanted: str
@@ -53,12 +56,13 @@ class Request(NamedTuple):
 
     @property
     def who(self) -> tuple[str, bool, bool]:
-        """For ``dispatch.prepare``, behind the call."""
+        """Return the arguments of ``dispatch.prepare`` after the call."""
         return self.wanted, self.needs_grad, self.bias_grad
 
 
 def _refuse_tracing() -> None:
-    """A trace has no loops over tiles, and its sizes are tensors, of which no plan can be made."""
+    """Raise under torch.jit.trace: it records no loops over tiles, and its sizes are tensors, from
+    which no plan can be made."""
     if not torch.compiler.is_compiling() and _torch.is_tracing():
         raise NotImplementedError("attention under torch.jit.trace; torch.compile can be used")
 
@@ -66,7 +70,7 @@ def _refuse_tracing() -> None:
 def dense(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: Shared, num_splits: int = 0
 ) -> Request:
-    """``attention``'s request."""
+    """Build ``attention``'s request."""
     _refuse_tracing()
     q, k, v = _autocast(q, k, v)
     validate.qkv(q, k, v, (4, 4))
@@ -91,9 +95,11 @@ def varlen(
     page_table: torch.Tensor | None = None,
     num_splits: int = 0,
 ) -> Request:
-    """``attention_varlen``'s request."""
+    """Build ``attention_varlen``'s request."""
     _refuse_tracing()
     q, k, v = _autocast(q, k, v)
+    if page_table is not None:
+        validate.a_tensor("page_table", page_table)  # before k, whose dimensions follow from it
     validate.qkv(q, k, v, (3, 3 if page_table is None else 4))
     validate.offsets("cu_seqlens_q", cu_seqlens_q, q)
     batch = cu_seqlens_q.shape[0] - 1
@@ -149,9 +155,10 @@ def kvcache(
     latent: bool = False,
     topk: bool = False,
     cu_seqlens_new: torch.Tensor | None = None,
+    tree_mask: torch.Tensor | None = None,
 ) -> Request:
-    """``attention_kvcache``'s request. Nothing is written yet. ``latent`` and ``topk`` are
-    ``Call``'s: they say what is so already."""
+    """Build ``attention_kvcache``'s request; nothing is written yet. ``latent`` and ``topk`` are
+    the fields of ``Call``, whose conditions the caller ensures."""
     _refuse_tracing()
     dims = (4 if cu_seqlens_q is None else 3, 4)
     validate.qkv(q, k_cache, v_cache, dims, ("k_cache", "v_cache"))
@@ -190,7 +197,9 @@ def kvcache(
         start = rotary_seqlens
         if start is None and used is None:
             start = torch.full((batch,), longest_k, dtype=torch.int32, device=q.device)
-        moving = shared.causal or shared.window is not None or bool(shared.attention_chunk)
+        moving = validate.flag("causal", shared.causal)
+        chunk = validate.attention_chunk(shared.attention_chunk)
+        moving = moving or shared.window is not None or chunk > 0
         append = Append(None, None, cos, sin, start, None, interleaved, moving)
         first = used if start is None else start
         assert first is not None
@@ -215,13 +224,25 @@ def kvcache(
         cache_leftpad=cache_leftpad,
         num_splits=num_splits,
     )
+    if request.needs_grad:  # the other inputs were refused above
+        raise ValueError(
+            "score_mod: expected captured tensors that require no gradient, since "
+            "attention_kvcache has none; capture x.detach()"
+        )
+    if tree_mask is not None:
+        if shared.bias is not None:
+            validate.wrong(
+                "tree_mask", "None with bias, which can mask the new rows too", tree_mask
+            )
+        mask = validate_cache.tree(tree_mask, q, batch, longest_q)
+        request = request._replace(call=request.call._replace(bias=mask, tree=True))
     if latent:
         request = request._replace(call=request.call._replace(latent=True, topk=topk))
     return request._replace(append=append)
 
 
 def appended(call: Call, append: Append) -> Call:
-    """``call`` with its queries rotated and its cache appended to, by operators of PyTorch."""
+    """Return ``call`` with rotated queries and an extended cache, by PyTorch operators."""
     q, k, v = call.q, append.k, append.v
     begin, where = call.seqused_k, (call.page_table, call.cache_batch_idx)
     rows = None
@@ -249,8 +270,8 @@ def appended(call: Call, append: Append) -> Call:
 
 
 class _Rows(NamedTuple):
-    """Of packed new rows: which one is written, of which sequence, its number in there, and where
-    in the cache it goes."""
+    """Packed new rows: which row is written, its sequence, its index in the sequence, and its
+    position in the cache."""
 
     number: torch.Tensor
     sequence: torch.Tensor
@@ -259,10 +280,11 @@ class _Rows(NamedTuple):
 
 
 def _packed_rows(cu_seqlens: torch.Tensor, total: int, begin: torch.Tensor, capacity: int) -> _Rows:
-    """Each row as a sequence of its own, which all backends append, without a wait for the device.
+    """Return each row as a sequence of its own, which all backends can append, without waiting for
+    the device.
 
-    A row of no sequence, or one beyond the end of the cache, is another one once more: what is
-    written twice is the same both times.
+    A row of no sequence, or beyond the end of the cache, is replaced by a copy of another row,
+    which is then written twice with the same values.
     """
     offsets, used = cu_seqlens.long(), cu_seqlens[-1:].long()
     number = torch.arange(total, device=begin.device).minimum((used - 1).clamp(min=0))
@@ -275,7 +297,7 @@ def _packed_rows(cu_seqlens: torch.Tensor, total: int, begin: torch.Tensor, capa
 
 
 def _of_each(call: Call, sequence: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Page table and index into the cache of each row of ``sequence``."""
+    """Return page table and cache index of each row of ``sequence``."""
     if call.page_table is not None:
         return call.page_table[sequence], None
     index = call.cache_batch_idx
@@ -285,7 +307,7 @@ def _of_each(call: Call, sequence: torch.Tensor) -> tuple[torch.Tensor | None, t
 def _query_positions(
     q: torch.Tensor, start: torch.Tensor, cu_seqlens_q: torch.Tensor | None, moving: bool
 ) -> torch.Tensor:
-    """The rotary position of each query: (B, Sq), or (total_q,) where q is packed."""
+    """Return the rotary position of each query: (B, Sq), or (total_q,) if q is packed."""
     if cu_seqlens_q is None:
         steps = torch.arange(q.shape[1], device=q.device)
         return start[:, None] + (steps if moving else torch.zeros_like(steps))
@@ -313,16 +335,17 @@ def _request(
     cache_leftpad: torch.Tensor | None = None,
     num_splits: int = 0,
 ) -> Request:
-    """What all layouts share: masks, score terms, dropout, gradients, choice of backend."""
+    """Build the parts that all layouts share: masks, score terms, dropout, gradients, choice of
+    backend."""
     (
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, descale,
         out_dtype, deterministic, return_lse, backend, batch_invariant, attention_chunk,
-        score_mod, mask_mod,
+        score_mod, mask_mod, block_mask,
     ) = shared  # fmt: skip
     left, right, shift = validate.window(window, causal)
     num_splits = validate_cache.splits(num_splits)
     deterministic = validate.flag("deterministic", deterministic)
-    invariant = validate.flag("batch_invariant", batch_invariant) or invariance.is_on()
+    invariant = validate.flag("batch_invariant", batch_invariant) or context.is_batch_invariant()
     if invariant:
         # Atomics add in any order; keys are never split.
         deterministic, num_splits = True, validate_cache.only_part(num_splits)
@@ -344,17 +367,21 @@ def _request(
         alibi_slopes = validate.per_head("alibi_slopes", alibi_slopes, q, batch)
     if sinks is not None:
         sinks = validate.per_head("sinks", sinks, q, None)
+    digest = ""
+    captured: tuple[torch.Tensor | None, ...] = ()
+    if block_mask is not None:
+        sizes_of_blocks = given.Sizes(batch, q.shape[-2], max_seqlen_q, max_seqlen_k)
+        mask_mod = given.as_mask_mod(block_mask, mask_mod, q.device, sizes_of_blocks)
+    if score_mod is not None or mask_mod is not None:
+        digest, captured = mods.resolve(score_mod, mask_mod, q.device)
     needs_grad = needs_grad and (
         q.requires_grad
         or k.requires_grad
         or v.requires_grad
         or bias_grad
         or (sinks is not None and sinks.requires_grad)
+        or bool(digest and mods.of(digest).wanted)
     )
-    digest = ""
-    captured: tuple[torch.Tensor | None, ...] = ()
-    if score_mod is not None or mask_mod is not None:
-        digest, captured = mods.resolve(score_mod, mask_mod, q.device)
     slots: list[Any] = [*captured, *(None,) * (mods.MOST_CAPTURED - len(captured))]
     call = Call(
         q,
@@ -404,7 +431,7 @@ def _request(
 def _autocast(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v in autocast's dtype where autocast is on for their device."""
+    """Return q, k and v in autocast's dtype if autocast is on for their device."""
     kind = q.device.type if isinstance(q, torch.Tensor) else "meta"
     # torch knows no autocast for meta tensors, and says so by an error.
     if kind != "meta" and torch.is_autocast_enabled(kind):

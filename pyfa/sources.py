@@ -1,4 +1,4 @@
-"""The kernels' sources: where they lie, and one self-contained text per kernel and plan."""
+"""The kernels' sources: their folder, and one self-contained text per kernel and plan."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _PLAIN = {"mods.h": ""}
 
 
 def directory() -> Path:
-    """The folder of the kernels: inside an installed package, or beside it in a checkout.
+    """Return the folder of the kernels: inside an installed package, or next to it in a checkout.
 
-    Raises ``FileNotFoundError`` where neither is there.
+    Raises ``FileNotFoundError`` if neither exists.
     """
     package = Path(__file__).parent
     for folder in (package / "_kernels", package.parent / "kernels"):
@@ -30,15 +30,15 @@ def directory() -> Path:
 def flatten(
     kernel: str, constants: Mapping[str, int | str], generated: Mapping[str, str] | None = None
 ) -> str:
-    """One source text: ``constants`` as #defines, then ``kernel`` with its includes in place.
+    """Return one source text: ``constants`` as #defines, then ``kernel`` with its includes inlined.
 
-    ``generated``: what is included by these names, whatever files there are. By default the kernel
-    has no mods, and what these need is left out.
+    ``generated``: texts that replace the included files of these names. By default the kernel has
+    no mods, and the code that mods need is left out.
 
-    ``kernel`` is a path below the folder of the kernels, as "hip/attn_fwd.hip". Includes are looked
-    for beside the file that asks, then at the top; each file is taken once. The text, and so its
-    digest, does not depend on where the folder lies. Raises ``FileNotFoundError`` naming the
-    include that is missing.
+    ``kernel`` is a path below the folder of the kernels, such as "hip/attn_fwd.hip". Includes are
+    searched next to the including file, then in the top folder; each file is included once. The
+    text, and so its digest, does not depend on the location of the folder. Raises
+    ``FileNotFoundError`` naming the include that is missing.
     """
     root = directory().resolve()
     defines = "".join(f"#define {name} {value}\n" for name, value in sorted(constants.items()))
@@ -64,7 +64,8 @@ def _expand(file: Path, root: Path, taken: set[Path], generated: Mapping[str, st
 
 
 def keep_failed(source: str, suffix: str) -> str:
-    """Writes a source that did not compile where its error can point; the file's path."""
+    """Write a source that did not compile to a file to which the error can refer; return its
+    path."""
     with tempfile.NamedTemporaryFile(
         "w", prefix="pyfa-failed-", suffix=suffix, delete=False, encoding="utf-8"
     ) as kept:

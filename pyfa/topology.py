@@ -1,4 +1,5 @@
-"""How many XCDs a GPU has, from the Linux driver: HIP runtimes before 7.0 cannot tell."""
+"""The number of XCDs of a GPU from the Linux driver, because HIP runtimes before 7.0 do not report
+it."""
 
 from __future__ import annotations
 
@@ -9,9 +10,10 @@ NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 
 
 def dies(bus_id: str, nodes: Path = NODES) -> int | None:
-    """XCDs of the GPU at the PCI address ``bus_id`` (``0000:47:00.0``); None where nobody tells.
+    """Return the XCDs of the GPU at the PCI address ``bus_id`` (``0000:47:00.0``); None if unknown.
 
-    In a partition mode (CPX, DPX) it is the number of one partition: those of a card are alike.
+    In a partition mode (CPX, DPX) it is the number of one partition; all partitions of a card are
+    equal.
     """
     domain, bus, device = bus_id.split(".")[0].split(":")
     wanted = (int(domain, 16), int(bus, 16), int(device, 16))
@@ -23,7 +25,8 @@ def dies(bus_id: str, nodes: Path = NODES) -> int | None:
 
 
 def _place(node: Mapping[str, int]) -> tuple[int, int, int]:
-    """Domain, bus and device. The last 3 bits, a function, number the partitions of a card."""
+    """Return domain, bus and device. The last 3 bits, a function, number the partitions of a
+    card."""
     location = node.get("location_id", 0)
     return node.get("domain", 0), location >> 8 & 0xFF, location >> 3 & 0x1F
 

@@ -1,8 +1,9 @@
-"""Checks every argument and brings it into the one form that ``Call`` describes.
+"""Checks every argument and converts it to the form that ``Call`` describes.
 
-Each check is a plain comparison, cheap enough for every call; the sentence is only built when one
-fails. It names the argument, what was expected and what came. What needs the values of a tensor
-(offsets, lengths, page numbers) is in ``check_values``, run on the tensors that reach a backend.
+Each check is a plain comparison, cheap enough for every call; the message is built only if a check
+fails. It names the argument, what was expected and what was received. Checks that need the values
+of a tensor (offsets, lengths, page numbers) are in ``check_values``, which runs on the tensors that
+a backend gets.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from .problem import Append, Call, counted
 
 
 class Edge(NamedTuple):
-    """A window's edge that counts as it is: ``Edge(-1)`` leaves out the query's own key.
+    """A window bound that counts literally: ``Edge(-1)`` as the right bound excludes the query's
+    own key.
 
-    As a plain number −1 is unlimited, as in flash-attention.
+    The plain number −1 means unlimited, as in flash-attention.
     """
 
     keys: int
@@ -60,8 +62,8 @@ _OTHER_NAMES = {
 def refuse_unknown(
     name: str, unknown: Mapping[str, object], known: Iterable[str] | Callable[..., Any]
 ) -> None:
-    """``TypeError`` for arguments that the function ``name`` does not have, with the one that was
-    meant. ``known``: its arguments, or the function."""
+    """Raise ``TypeError`` for arguments that the function ``name`` does not have, with a
+    suggestion. ``known``: its arguments, or the function."""
     for each in unknown:
         names = tuple(inspect.signature(known).parameters if callable(known) else known)
         near = _OTHER_NAMES.get(each)
@@ -72,7 +74,7 @@ def refuse_unknown(
 
 
 def wrong(name: str, expected: str, got: object) -> NoReturn:
-    """``ValueError``: ``name`` should have been ``expected``, and was ``got``."""
+    """Raise ``ValueError``: ``name`` should have been ``expected``, and was ``got``."""
     if isinstance(got, torch.Tensor):
         shape = "nested" if got.is_nested else f"shape {tuple(got.shape)}"
         layout = "" if got.layout is torch.strided else f", {got.layout}"
@@ -81,7 +83,7 @@ def wrong(name: str, expected: str, got: object) -> NoReturn:
 
 
 def a_tensor(name: str, value: object) -> None:
-    """``TypeError`` unless ``value`` is a tensor, ``ValueError`` unless it has strides."""
+    """Raise ``TypeError`` unless ``value`` is a tensor, ``ValueError`` unless it has strides."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: expected a tensor; got {type(value).__name__}")
     if not _is_dense(value):
@@ -113,10 +115,11 @@ def qkv(
     dims: tuple[int, int],
     names: tuple[str, str] = ("k", "v"),
 ) -> None:
-    """q, k, v: tensors of ``dims`` dimensions, one dtype, one device, heads and head_dim that fit.
+    """Check q, k, v: tensors of ``dims`` dimensions, one dtype, one device, matching heads and
+    head_dim.
 
-    The last two dimensions are (heads, head_dim) in every layout; what precedes them is checked by
-    the caller, which knows the layout.
+    The last two dimensions are (heads, head_dim) in every layout. The caller, which knows the
+    layout, checks the others.
     """
     try:
         if not (_is_dense(q) and _is_dense(k) and _is_dense(v)):
@@ -182,7 +185,8 @@ def _refuse_qkv(
 
 
 def window(value: Any, causal: Any) -> tuple[int, int, int]:
-    """(left, right, shift) as ``Call`` has them, with ``causal`` folded into the right edge."""
+    """Return (left, right, shift) as ``Call`` has them, with ``causal`` folded into the right
+    bound."""
     if value is None:
         return -1, 0 if flag("causal", causal) else -1, 0
     if not isinstance(value, (tuple, list)) or len(value) != 2:
@@ -194,9 +198,9 @@ def window(value: Any, causal: Any) -> tuple[int, int, int]:
 
 
 def shifted(left: int | None, right: int | None) -> tuple[int, int, int]:
-    """Edges, None for unlimited, as ``Call`` has them: none is negative, but the window is moved.
+    """Convert bounds, None for unlimited, to the form of ``Call``: nonnegative bounds and a shift.
 
-    Kernels then know no negative edges. A window without a key is one beyond all keys.
+    Kernels then need no negative bounds. An empty window becomes a window beyond all keys.
     """
     if left is not None and right is not None and left + right < 0:
         return -1, 0, -UNLIMITED
@@ -208,7 +212,7 @@ def shifted(left: int | None, right: int | None) -> tuple[int, int, int]:
 
 
 def _edge(edge: Any, window: object) -> int | None:
-    """An edge as a number; None for unlimited."""
+    """Return a bound as a number; None for unlimited."""
     exact = isinstance(edge, Edge)
     number = edge.keys if exact else edge
     if number is None and not exact:
@@ -221,7 +225,7 @@ def _edge(edge: Any, window: object) -> int | None:
 
 
 def attention_chunk(value: Any) -> int:
-    """Keys of a chunk; 0 for None."""
+    """Return the chunk size in keys; 0 for None."""
     if value is None:
         return 0
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
@@ -232,7 +236,7 @@ def attention_chunk(value: Any) -> int:
 
 
 def flag(name: str, value: object) -> bool:
-    """``value`` as True or False, which 0 and 1 are, too."""
+    """Return ``value`` as True or False; 0 and 1 are accepted."""
     if value is True or value is False:
         return value
     if not isinstance(value, (int, np.bool_)) or value not in (0, 1):
@@ -244,7 +248,7 @@ def flag(name: str, value: object) -> bool:
 def scalars(
     scale: float | None, head_dim: int, softcap: float, dropout_p: float
 ) -> tuple[float, float, float]:
-    """(scale, softcap, dropout_p) as floats in range; the default scale is 1/√head_dim."""
+    """Return (scale, softcap, dropout_p) as floats in range; the default scale is 1/√head_dim."""
     scale = head_dim**-0.5 if scale is None else number("scale", scale)
     softcap, dropout_p = number("softcap", softcap), number("dropout_p", dropout_p)
     if softcap == 0.0 and dropout_p == 0.0:
@@ -257,7 +261,7 @@ def scalars(
 
 
 def number(name: str, value: Any) -> float:
-    """``value`` as a float that float32 can hold."""
+    """Return ``value`` as a float that float32 can represent."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TypeError(f"{name}: expected a number; got {type(value).__name__}")
     # Not math.isfinite, which torch.compile cannot trace for a number that it holds symbolic.
@@ -267,9 +271,10 @@ def number(name: str, value: Any) -> float:
 
 
 def bias(value: torch.Tensor, q: torch.Tensor, sizes: tuple[int, int, int, int]) -> torch.Tensor:
-    """``value`` with four dimensions, each 1 or that of ``sizes`` (batch, heads, rows, keys).
+    """Return ``value`` with four dimensions, each 1 or that of ``sizes`` (batch, heads, rows,
+    keys).
 
-    In a dtype that kernels read, and with the sign that its memory says.
+    The result has a dtype that kernels read, and no pending negation (negative bit).
     """
     a_tensor("bias", value)
     if value.device != q.device:
@@ -289,9 +294,10 @@ def bias(value: torch.Tensor, q: torch.Tensor, sizes: tuple[int, int, int, int])
 
 
 def per_head(name: str, value: torch.Tensor, q: torch.Tensor, batch: int | None) -> torch.Tensor:
-    """``value`` in float32, of shape (heads,) or, where ``batch`` is given, also (batch, heads).
+    """Return ``value`` in float32, of shape (heads,) or, if ``batch`` is given, also (batch,
+    heads).
 
-    Contiguous: kernels are told of no stride between heads. Nor of a negative bit.
+    The result is contiguous and without negative bit, because kernels get no stride between heads.
     """
     a_tensor(name, value)
     shapes = [(q.shape[-2],)] + ([(batch, q.shape[-2])] if batch is not None else [])
@@ -305,7 +311,7 @@ def per_head(name: str, value: torch.Tensor, q: torch.Tensor, batch: int | None)
 
 
 def seed(value: object, device: torch.device) -> torch.Tensor:
-    """One int64 on ``device``; drawn there from torch's generator where ``value`` is None."""
+    """Return one int64 on ``device``; drawn there from torch's generator if ``value`` is None."""
     if value is None:
         return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
     if isinstance(value, torch.Tensor):
@@ -322,13 +328,13 @@ def seed(value: object, device: torch.device) -> torch.Tensor:
 
 
 def unused_seed(value: Any) -> None:
-    """``TypeError`` for what is no seed, also where nothing is dropped."""
+    """Raise ``TypeError`` for an invalid seed, even if nothing is dropped."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.Tensor)):
         raise TypeError(f"seed: expected an int or a tensor; got {type(value).__name__}")
 
 
 def integers(name: str, value: torch.Tensor, shape: tuple[int, ...], q: torch.Tensor) -> None:
-    """``value``: a contiguous int32 tensor of ``shape`` on q's device."""
+    """Check that ``value`` is a contiguous int32 tensor of ``shape`` on q's device."""
     a_tensor(name, value)
     if value.dtype != torch.int32:
         wrong(name, "dtype int32", value)
@@ -341,7 +347,7 @@ def integers(name: str, value: torch.Tensor, shape: tuple[int, ...], q: torch.Te
 
 
 def length(name: str, value: Any) -> int:
-    """A sequence length given as a number."""
+    """Check a sequence length given as a number."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer, torch.SymInt)):
         raise TypeError(f"{name}: expected an int; got {type(value).__name__}")
     if torch.compiler.is_compiling() and not isinstance(value, np.integer):
@@ -357,13 +363,14 @@ def length(name: str, value: Any) -> int:
 
 
 def rows(name: str, x: torch.Tensor) -> None:
-    """``ValueError`` where x (batch, rows, heads, head_dim) has more rows than kernels count."""
+    """Raise ``ValueError`` if x (batch, rows, heads, head_dim) has more rows than kernels can
+    count."""
     if x.shape[1] > UNLIMITED:
         wrong(name, f"at most {UNLIMITED} rows", x)
 
 
 def no_gradient(tensors: Mapping[str, torch.Tensor | None], why: str) -> None:
-    """``ValueError`` where a tensor would need a gradient that is not computed."""
+    """Raise ``ValueError`` if a tensor requires a gradient that is not computed."""
     grad = torch.is_grad_enabled()
     for name, x in tensors.items():
         if x is None:
@@ -374,10 +381,11 @@ def no_gradient(tensors: Mapping[str, torch.Tensor | None], why: str) -> None:
 
 
 def check_values(call: Call, append: Append | None = None) -> None:
-    """``ValueError`` for offsets, lengths and page numbers that lie outside their tensors, with
-    what is appended before the call.
+    """Raise ``ValueError`` for offsets, lengths and page numbers that point outside their tensors,
+    including those of the append.
 
-    Reads tensor values: free on the CPU, a wait on a GPU (where only ``PYFA_CHECK=1`` asks for it).
+    This reads tensor values, which is cheap on the CPU and waits for a GPU (where it runs only with
+    ``PYFA_CHECK=1``).
     """
     if append is not None:
         if append.cu_seqlens is not None and append.k is not None:
@@ -393,7 +401,7 @@ def check_values(call: Call, append: Append | None = None) -> None:
     room = _room(call.cu_seqlens_k, call.max_seqlen_k)
     if call.page_table is not None:
         room = min(call.max_seqlen_k, call.page_table.shape[1] * call.k.shape[1])
-    _check_range("seqused_k", call.seqused_k, room)
+    _check_range(_name_of_used(call), call.seqused_k, room)
     stored = call.seqused_k.tolist() if call.seqused_k is not None else call.max_seqlen_k
     _check_range("cache_leftpad", call.cache_leftpad, stored)
     if call.cache_batch_idx is not None:
@@ -409,10 +417,18 @@ def check_values(call: Call, append: Append | None = None) -> None:
                     wrong("page_table", f"pages from 0 to {call.k.shape[0] - 1}", page)
 
 
+def _name_of_used(call: Call) -> str:
+    """What the caller has given as ``seqused_k``. Packed queries over pages may come from both."""
+    if call.page_table is not None and call.cu_seqlens_q is not None:
+        return "seqused_k (cache_seqlens)"
+    return "seqused_k" if call.cu_seqlens_q is not None and call.k.dim() == 3 else "cache_seqlens"
+
+
 def _check_scales(name: str, scales: torch.Tensor, call: Call) -> None:
     bad = ~((scales > 0.0) & (scales < torch.inf))
     lengths = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.page_table
-    if scales.dim() == 3 and any(x is not None for x in lengths):
+    places = call.cache_batch_idx, call.cache_leftpad
+    if scales.dim() == 3 and any(x is not None for x in (*lengths, *places)):
         bad &= ~scales.isnan()  # a block of which no row is anybody's may have any scale
     if bad.any():
         wrong(name, "positive numbers", scales[bad][0].item())
@@ -450,7 +466,7 @@ def _check_range(name: str, values: torch.Tensor | None, most: int | list[int]) 
 
 
 def offsets(name: str, value: torch.Tensor, q: torch.Tensor) -> None:
-    """``value``: int32 offsets (B + 1,) on q's device, B ≥ 0."""
+    """Check that ``value`` is int32 offsets (B + 1,) on q's device, B ≥ 0."""
     a_tensor(name, value)
     if value.dim() != 1 or value.shape[0] < 1:
         wrong(name, "shape (batch + 1,)", value)
@@ -458,13 +474,13 @@ def offsets(name: str, value: torch.Tensor, q: torch.Tensor) -> None:
 
 
 def a_dtype(out_dtype: object) -> None:
-    """``TypeError`` unless it is one, or None."""
+    """Raise ``TypeError`` unless the value is a dtype or None."""
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         raise TypeError(f"out_dtype: expected a dtype; got {type(out_dtype).__name__}")
 
 
 def output(q: torch.Tensor, descale: object, out_dtype: torch.dtype | None) -> None:
-    """``descale`` and a differing ``out_dtype`` belong to float8 inputs alone."""
+    """Check that ``descale`` and a differing ``out_dtype`` are given only with float8 inputs."""
     a_dtype(out_dtype)
     if descale is not None:
         wrong("descale", f"None for {q.dtype} (it scales float8 inputs)", type(descale).__name__)

@@ -1,4 +1,4 @@
-"""Checks for what only a KV cache has: pages, rows, appended keys, rotary tables."""
+"""Checks for arguments that only a KV cache has: pages, rows, appended keys, rotary tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .validate import UNLIMITED, a_tensor, integers, length, wrong
 
 
 def pages(page_table: torch.Tensor, batch: int, k: torch.Tensor) -> None:
-    """``page_table``: int32 (batch, pages) for k (num_pages, page_size, heads, head_dim)."""
+    """Check ``page_table``: int32 (batch, pages) for k (num_pages, page_size, heads, head_dim)."""
     a_tensor("page_table", page_table)
     if page_table.dim() != 2:
         wrong("page_table", "2 dimensions (batch, pages)", page_table)
@@ -25,7 +25,7 @@ def where(
     cache_leftpad: torch.Tensor | None,
     page_table: torch.Tensor | None,
 ) -> None:
-    """Where each of ``batch`` sequences lies in the cache."""
+    """Check the arguments that say where each of ``batch`` sequences is stored in the cache."""
     if page_table is not None:
         pages(page_table, batch, k_cache)
         if cache_batch_idx is not None:
@@ -38,7 +38,7 @@ def where(
 
 
 def capacity(keys: int) -> None:
-    """``ValueError`` where a sequence of the cache has more ``keys`` than kernels count."""
+    """Raise ``ValueError`` if a sequence of the cache has more ``keys`` than kernels can count."""
     if keys > UNLIMITED:
         wrong("k_cache", f"at most {UNLIMITED} keys of a sequence", keys)
 
@@ -46,7 +46,7 @@ def capacity(keys: int) -> None:
 def lengths(
     cache_seqlens: int | torch.Tensor | None, batch: int, q: torch.Tensor
 ) -> torch.Tensor | None:
-    """``cache_seqlens`` as int32 (batch,) on q's device, or None where it was not given."""
+    """Return ``cache_seqlens`` as int32 (batch,) on q's device, or None if it was not given."""
     if cache_seqlens is None:
         return None
     if isinstance(cache_seqlens, torch.Tensor):
@@ -57,25 +57,25 @@ def lengths(
 
 
 def splits(num_splits: int) -> int:
-    """``num_splits``: 0 for the plan's choice, or how many parts the keys are cut into."""
+    """Check ``num_splits``: 0 for the plan's choice, or the number of splits of the keys."""
     return length("num_splits", num_splits)
 
 
 def only_part(num_splits: int) -> int:
-    """1, where parts of the keys would be merged in another order than the keys of one part."""
+    """Return 1, because merging several splits would change the order of summation."""
     if num_splits > 1:
         wrong("num_splits", "0 or 1 with batch_invariant", num_splits)
     return 1
 
 
 def cached(name: str, x: torch.Tensor, dtype: torch.dtype, device: torch.device) -> None:
-    """``x``, which goes into a cache of this dtype as it is."""
+    """Check that ``x`` can be stored in a cache of this dtype without conversion."""
     if x.dtype != dtype or x.device != device:
         wrong(name, f"the cache's dtype {dtype} and device {device}", x)
 
 
 def writable(name: str, cache: torch.Tensor) -> None:
-    """``ValueError`` where ``cache`` cannot be appended to: said before a row is written."""
+    """Raise ``ValueError`` if ``cache`` cannot be appended to, before a row is written."""
     compiling = torch.compiler.is_compiling()  # which cannot trace this question
     if not compiling and cache.is_inference() and not torch.is_inference_mode_enabled():
         wrong(name, "no tensor of inference_mode, outside of which it cannot be changed", cache)
@@ -93,7 +93,7 @@ def new_rows(
     batch: int,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What is appended: k (batch, new, Hk, D), v (batch, new, Hk, Dv), and where it goes. Packed
+    """Check the append: k (batch, new, Hk, D), v (batch, new, Hk, Dv), and their positions. Packed
     with ``cu_seqlens``: k (total_new, Hk, D), v (total_new, Hk, Dv)."""
     if k is None or v is None:
         wrong("k" if k is None else "v", "k and v to append together", None)
@@ -116,8 +116,22 @@ def new_rows(
     return k, v, used
 
 
+def tree(mask: torch.Tensor, q: torch.Tensor, batch: int, rows: int) -> torch.Tensor:
+    """``tree_mask`` as (batch or 1, rows, rows)."""
+    a_tensor("tree_mask", mask)
+    if mask.dtype != torch.bool:
+        wrong("tree_mask", "dtype bool", mask)
+    if mask.device != q.device:
+        wrong("tree_mask", f"q's device {q.device}", mask)
+    if tuple(mask.shape) not in ((rows, rows), (1, rows, rows), (batch, rows, rows)):
+        wrong("tree_mask", f"shape ({batch}, {rows}, {rows}) or ({rows}, {rows})", mask)
+    mask = mask if mask.dim() == 3 else mask[None]
+    return mask if rows < 2 or mask.stride(2) == 1 else mask.contiguous()
+
+
 def check_room(used: torch.Tensor | None, new: int | torch.Tensor, capacity: int) -> None:
-    """``ValueError`` where lengths that the CPU can see, with ``new`` more keys, pass the end."""
+    """Raise ``ValueError`` if lengths that the CPU can read, plus ``new`` keys, exceed the
+    capacity."""
     if used is None or used.device.type != "cpu" or torch.compiler.is_compiling():
         return
     if type(used) is torch.Tensor and used.numel():
@@ -136,7 +150,8 @@ def rotary(
     batch: int,
     longest_k: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin: (max_position, R) alike, with 2·R ≤ head_dim and a row for each position."""
+    """Check cos and sin: (max_position, R), with equal shapes, 2·R ≤ head_dim and a row for each
+    position."""
     if cos is None and sin is None:
         wrong("rotary_seqlens", "None without rotary_cos and rotary_sin", "a tensor")
     if cos is None or sin is None:
@@ -157,8 +172,8 @@ def rotary(
 
 
 def check_positions(start: torch.Tensor, rows: int | torch.Tensor, cos: torch.Tensor) -> None:
-    """``ValueError`` where one of each sequence's ``rows`` positions from ``start`` on, where the
-    CPU can see them, has no row in the rotary tables."""
+    """Raise ``ValueError`` if one of each sequence's ``rows`` positions from ``start`` on has no
+    row in the rotary tables, as far as the CPU can read them."""
     if not start.is_cpu or torch.compiler.is_compiling() or type(start) is not torch.Tensor:
         return
     ends = start.long() + rows

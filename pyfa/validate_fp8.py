@@ -1,4 +1,4 @@
-"""Checks for what only float8 inputs have: their scales, and the output's dtype."""
+"""Checks for arguments that only float8 inputs have: their scales, and the output's dtype."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OUT_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Scales(NamedTuple):
-    """The scales as ``Call`` has them, and its ``out_dtype``."""
+    """The scales as in ``Call``, and its ``out_dtype``."""
 
     q: torch.Tensor | None
     k: torch.Tensor | None
@@ -34,9 +34,9 @@ def scales(
     batch: int,
     more: Mapping[str, torch.Tensor | None],
 ) -> Scales:
-    """``descale`` and ``out_dtype`` for float8 k and v, under queries of float8 or of 16 bits.
+    """Check ``descale`` and ``out_dtype`` for float8 k and v, with float8 or 16-bit queries.
 
-    ``more``: the other arguments that could want a gradient, which float8 does not have.
+    ``more``: other arguments that could require a gradient, which float8 does not support.
     """
     no_gradient({"q": q, "k": k, "v": v, **more}, "float8 attention has none")
     a_dtype(out_dtype)
@@ -73,7 +73,7 @@ def _kind(scale: torch.Tensor) -> str:
 
 
 def _scale(name: str, scale: Any, x: torch.Tensor, heads: int, batch: int) -> torch.Tensor:
-    """One tensor's scales: (batch, heads), or (stored, heads, blocks) per block of rows."""
+    """Return one tensor's scales: (batch, heads), or (stored, heads, blocks) per block of rows."""
     a_tensor(name, scale)
     if scale.dtype != torch.float32:
         wrong(name, "dtype float32", scale)

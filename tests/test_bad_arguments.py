@@ -251,12 +251,66 @@ def test_wrong_arguments_are_named(
             pyfa.attention(*args)
 
 
+def _any_function(*_: object) -> torch.Tensor:
+    return torch.tensor(1.0)
+
+
+@pytest.mark.parametrize("name", ["score_mod", "mask_mod"])
+def test_a_mod_of_other_arguments_is_named(name: str) -> None:
+    with pytest.raises(
+        TypeError, match=rf"^{name} <lambda>, .*: takes \(x\), expected \(.*b, h, q_idx, kv_idx\)"
+    ):
+        pyfa.attention(*_dense(), **{name: lambda x: x})
+    pyfa.attention(*_dense(), score_mod=_any_function)
+
+
+def test_a_page_table_is_looked_at_before_the_keys() -> None:
+    x, offsets = torch.randn(5, 2, 8), torch.tensor([0, 5], dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"^page_table: expected a tensor; got list"):
+        pyfa.attention_varlen(x, x, x, offsets, offsets, 5, 5, page_table=[[0]])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_lengths_of_a_cache_have_its_name(packed: bool) -> None:
+    q, k_cache, v_cache, *_ = _cache()
+    given: dict[str, object] = {}
+    if packed:
+        offsets = torch.tensor([0, 1, 2], dtype=torch.int32)
+        q, given = q.flatten(0, 1), {"cu_seqlens_q": offsets, "max_seqlen_q": 1}
+    lengths = torch.tensor([2, 9], dtype=torch.int32)
+    pyfa.attention_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, **given)
+    for value in (-1, 10):  # a bound call, whose lengths are read as it runs
+        lengths = torch.tensor([2, value], dtype=torch.int32)
+        with pytest.raises(ValueError, match=r"^cache_seqlens: expected"):
+            pyfa.attention_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, **given)
+
+
+@pytest.mark.parametrize("which", ["cache_batch_idx", "cache_leftpad"])
+def test_scales_of_nobodys_blocks_may_be_anything(which: str) -> None:
+    q, k, v = (torch.randn(2, 64, 2, 8).to(torch.float8_e4m3fn) for _ in range(3))
+    scales = [torch.ones(2, 2, 4) for _ in range(3)]
+    given = {which: torch.tensor([0], dtype=torch.int32)}
+    if which == "cache_leftpad":
+        given = {which: torch.tensor([0, 16], dtype=torch.int32)}
+    else:
+        q, scales[0] = q[:1], scales[0][:1]
+    right = pyfa.attention_kvcache(q, k, v, descale=tuple(scales), **given)
+    for x in scales[1:]:
+        x[1, :, 0] = float("nan")
+    assert torch.equal(pyfa.attention_kvcache(q, k, v, descale=tuple(scales), **given), right)
+
+
 CACHED: list[tuple[str, dict[str, object]]] = [
     ("k", {"k": [1.0], "v": TWO, "cache_seqlens": 2}),
     ("k", {"k": TWO, "v": TWO, "cache_seqlens": 2}),
     ("rotary_cos", {"rotary_cos": [1.0], "rotary_sin": [1.0]}),
     ("rotary_sin", {"rotary_cos": TWO, "rotary_sin": [1.0]}),
     ("rotary_interleaved", {"rotary_interleaved": "no"}),
+    ("causal", {"rotary_cos": torch.ones(9, 4), "rotary_sin": torch.ones(9, 4), "causal": TWO}),
+    (
+        "attention_chunk",
+        {"rotary_cos": torch.ones(9, 4), "rotary_sin": torch.ones(9, 4), "attention_chunk": TWO},
+    ),
 ]
 
 

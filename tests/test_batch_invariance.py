@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import pyfa
-from pyfa import invariance
+from pyfa import context
 from pyfa.backends.torch import tiled
 from pyfa.compat import fa3, fa4
 from pyfa.integrations import torch_sdpa
@@ -114,13 +114,13 @@ class TestAsking:
         assert not is_invariant()
 
     def test_the_variable_ranks_below_the_context(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(invariance, "_from_environment", True)
+        monkeypatch.setattr(context, "_batch_invariant_everywhere", True)
         assert is_invariant()
         with pyfa.use_batch_invariant(False):
             assert not is_invariant()
 
     def test_the_variable_is_read(self) -> None:
-        code = "from pyfa import invariance; print(invariance.is_on())"
+        code = "from pyfa import context; print(context.is_batch_invariant())"
         environment = os.environ | {"PYFA_BATCH_INVARIANT": "1"}
         done = subprocess.run(
             [sys.executable, "-c", code], env=environment, capture_output=True, text=True,
@@ -209,10 +209,14 @@ class TestSaying:
                 for answer in told.answers:
                     if answer.plan is None:
                         continue
+                    values = dict(answer.plan.constants)
+                    # Of few rows blocks of one warpgroup, whose arithmetic is that of more.
+                    values["GROUPS"] = values.pop("OF_GROUPS", values.get("GROUPS"))
                     constants = tuple(
                         (name, value)
-                        for name, value in answer.plan.constants
-                        if "page" not in name.lower() and name not in ("SHARED_BYTES", "plain")
+                        for name, value in sorted(values.items())
+                        if "page" not in name.lower()
+                        and name not in ("SHARED_BYTES", "BLOCKS", "plain")
                     )
                     found.setdefault(answer.backend, set()).add((answer.plan.kernel, constants))
         assert {"triton", "hip" if device == "MI300X" else "cuda"} <= found.keys()
@@ -231,7 +235,7 @@ class TestSaying:
 
         left = torch.empty(2, dtype=torch.int32, device="meta")
         assert reasons("H200", 16) == ""
-        assert "a multiple of 8 keys" in reasons("H200", 12)
+        assert reasons("H200", 1) == ""
         assert "cache_leftpad" in reasons("H200", 16, cache_leftpad=left)
         assert reasons("RTX4090", 12, cache_leftpad=left) == ""
 

@@ -147,6 +147,8 @@ class TestInfo:
         assert [answer["name"] for answer in data["backends"]] == list(NAMES)
         ready = {answer["name"]: answer["ready"] for answer in data["backends"]}
         assert ready["torch"]
+        about = {answer["name"]: answer["about"] for answer in data["backends"]}
+        assert (about["emulator"] is not None) == ready["emulator"]
         assert [row["name"] for row in data["environment"]][: len(env.VARIABLES)] == list(
             env.VARIABLES
         )

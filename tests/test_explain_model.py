@@ -183,14 +183,36 @@ def test_masks_and_scores_reach_the_problem(capsys: pytest.CaptureFixture[str]) 
     """softcap, sinks and windows are asked of every backend, so that the plan is theirs."""
     assert cli.main(["explain", "--device", "MI300X", "--model", "gpt-oss-20b"]) == 0
     text = capsys.readouterr().out
-    assert "64 heads on 8 of 64, causal, window 128, sinks" in text
+    assert "64/8 heads, head_dim 64, causal, window 128, sinks" in text
     assert "hip/attn_decode.hip" in text
-    assert "a bound, not a prediction" in text
+    assert "It is a bound, not a prediction" in " ".join(text.split())
     assert cli.main(["explain", "--device", "MI300X", "--model", "gemma-2-9b"]) == 0
     text = capsys.readouterr().out
     assert "softcap 50" in text
     assert "SCORE=1" in text  # the kernel with score terms
-    assert "where layers with a window keep every token too" in text
+    assert "if layers with a window also keep every token" in text
+
+
+@pytest.mark.parametrize(
+    ("device", "kernel"), [("MI300X", "hip/attn_decode.hip"), ("H200", "cuda/sm80/attn_decode.cu")]
+)
+def test_latent_decode_runs_in_the_latent_kernel(
+    device: str, kernel: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As ``attention_latent`` runs it. A plain head_dim of 576 would be torch's."""
+    prefill, decode = report(capsys, "--model", "deepseek-v3", "--device", device)["rows"]
+    assert decode["plan"].startswith(f"{kernel} ")
+    assert "LATENT=1" in decode["plan"]
+    assert decode["shape"]["latent"]
+    assert not prefill["shape"]["latent"]
+
+
+def test_latent_prefill_with_one_head_per_gpu_has_keys_and_values(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    prefill, _ = report(capsys, "--model", "deepseek-v3", "--tp", "128", "--seqlen", "512")["rows"]
+    assert prefill["bytes"] == 61 * (512 * 2 * (192 + 128) * 2 + 512 * 4)
+    assert "LATENT" not in prefill["plan"]
 
 
 @pytest.mark.parametrize(

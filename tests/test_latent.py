@@ -244,5 +244,8 @@ def test_pages_of_one_key_are_a_view() -> None:
 
 def test_batch_invariance_is_declined() -> None:
     q, cache = torch.randn(1, 1, 2, 576).half(), torch.randn(1, 5, 1, 576).half()
-    with pyfa.use_batch_invariant(), pytest.raises(pyfa.UnsupportedProblem, match="its keys are"):
+    with (
+        pyfa.use_batch_invariant(),
+        pytest.raises(pyfa.UnsupportedProblem, match="the split of its keys"),
+    ):
         pyfa.attention_latent(q, cache, scale=192**-0.5)

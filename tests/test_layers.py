@@ -14,12 +14,13 @@ PACKAGE = Path(__file__).parent.parent / "pyfa"
 
 # Every module or package of pyfa may import those before it. A backend is a layer of its own kind.
 ORDER = (
-    "errors", "_torch", "env", "invariance",
+    "errors", "_torch", "env", "context",
+    "masks", "scores",
     "arch", "topology", "device", "mods", "problem", "validate", "validate_cache", "validate_fp8",
-    "reference", "traffic", "plan", "merging",
+    "blocks", "reference", "traffic", "plan",
     "abi", "sources", "codeobject", "cubin", "bundle", "cache", "emulator",
     "backends",
-    "dispatch", "bound", "ops", "request", "api", "latent", "quantize", "",
+    "dispatch", "merging", "bound", "ops", "request", "sharding", "api", "latent", "quantize", "",
     "compat", "integrations", "distributed", "conformance", "bench", "cli", "__main__",
 )  # fmt: skip
 BACKENDS = ("hip", "cuda", "triton", "torch")

@@ -33,11 +33,18 @@ def rows(title: str) -> list[list[str]]:
 
 def in_this_release(name: str) -> str:
     """What the table of backends says of one."""
-    lacking = [one.phrase for key, one in FEATURES.items() if key not in BACKENDS[name].FEATURES]
+    able = BACKENDS[name].FEATURES
+    notes = {"topk": " (`attention_latent(indices=…)`)"}
+    if "latent" in able:
+        notes["wide"] = " (latent attention: up to 576)"
+    lacking = [one.phrase + notes.get(key, "") for key, one in FEATURES.items() if key not in able]
     if not lacking:
         return "all features"
     if len(lacking) < len(FEATURES) / 2:
-        return f"all features but {', '.join(lacking)}"
+        comma = "," * (len(lacking) > 2)
+        return "all features except " + f"{comma} and ".join(
+            [", ".join(lacking[:-1]), lacking[-1]] if len(lacking) > 1 else lacking
+        )
     return ", ".join(FEATURES[key].phrase for key in FEATURES if key in BACKENDS[name].FEATURES)
 
 

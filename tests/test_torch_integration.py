@@ -79,7 +79,14 @@ def attend_inside_context(q, k, v):
         return attend(q, k, v)
 
 
-@pytest.mark.parametrize("function", [attend, attend_packed, attend_inside_context])
+def attend_inside_two_contexts(q, k, v):
+    with pyfa.use_batch_invariant(), pyfa.use_backend("torch"):
+        return attend(q, k, v)
+
+
+@pytest.mark.parametrize(
+    "function", [attend, attend_packed, attend_inside_context, attend_inside_two_contexts]
+)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile_fullgraph(function, dynamic):
     torch.compiler.reset()
@@ -98,6 +105,21 @@ def test_compile_sees_a_change_of_context():
     compiled(*inputs)
     with pyfa.use_backend("cuda"), pytest.raises(pyfa.UnsupportedProblem):
         compiled(*inputs)
+
+
+def test_compile_follows_batch_invariance():
+    """Contexts may be set outside of what was compiled, and change between its calls."""
+    torch.compiler.reset()
+    seen = []
+    compiled = torch.compile(
+        lambda x: x + 1 if pyfa.context.is_batch_invariant() else x - 1,
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    for enabled in (False, True, False):
+        with pyfa.use_batch_invariant(enabled):
+            seen.append(int(compiled(torch.zeros(()))))
+    assert seen == [-1, 1, -1]
 
 
 def test_compile_kvcache():

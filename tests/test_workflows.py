@@ -93,6 +93,20 @@ def test_pull_requests_are_checked() -> None:
     assert (ROOT / command).stat().st_mode & 0o111
 
 
+@pytest.mark.parametrize("job", ["fuzz", "arguments"])
+def test_the_nightly_commands(job: str) -> None:
+    """That they are commands that exist, with these backends."""
+    workflow = own("nightly")
+    assert "schedule" in workflow[True]
+    matrix = workflow["jobs"][job].get("strategy", {"matrix": {"include": [{}]}})["matrix"]
+    for values in matrix["include"]:
+        assert values.get("backend", "torch") in BACKENDS
+        *_, command = steps(workflow["jobs"][job], **values).values()
+        script = (ROOT / command.split()[1]).read_text()
+        for option in re.findall(r"--[a-z]+", command):
+            assert f'"{option}"' in script, option
+
+
 @pytest.mark.parametrize("options", ["-e", "-e -o pipefail", "-eu"])
 @pytest.mark.parametrize("torch", ["none", "cuda"])
 def test_the_set_up_step(options: str, torch: str, tmp_path: Path) -> None:

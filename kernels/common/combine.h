@@ -7,11 +7,21 @@
 // splits in turn. What is left of the workgroup takes further packed rows: 2,048 packed rows of two splits
 // and 128 elements are 256 workgroups, one of 32 splits is a workgroup. The slots' sums meet in LDS, in an
 // order that does not change. The output of a split that saw nothing (LSE -inf) is not read, because nobody
-// has written it; nor is anything of a row that no sequence uses, whose output is 0 and LSE -inf. Needs a
+// has written it; nor is anything of a row that no sequence uses, whose output is 0 and LSE -inf.
+//
+// MERGED: the splits are up to kAtOnce tensors of the caller's, of any format and strides, each with its LSE,
+// one behind the other in `captured`. The size of dimension 0 is the format. Needs a
 // vendor's device.h and Format. `rows_of` of pyfa/backends/native/combine.py counts
 // the same.
 #pragma once
 #include "../sequence.h"
+
+#ifndef MERGED
+#define MERGED 0
+#endif
+#if MERGED
+#include "../captured.h"
+#endif
 
 #if !defined(DTYPE)
 #error "the plan defines DTYPE"
@@ -28,6 +38,8 @@ struct alignas(16) Elements {
 struct alignas(8) Stored {  // the same in 16 bits
   unsigned word[kWide / 2];
 };
+
+#define FLOAT32 3  // the format of a merged out or part, beside those of the vendor's
 
 // A sum in units of e^top.
 struct Sum {
@@ -74,10 +86,77 @@ DEVICE Place place_of(const Params &p) {
   return place;
 }
 
-DEVICE void add_splits(Sum &sum, const Params &p, const Place &place, int first) {
+// Where a packed row is stored.
+struct Stand {
+  int head;
+  long long batch, row;
+  METHOD Stand(const Params &p, const Place &place) {
+    head = place.packed_row % p.heads_q;
+    long long at = place.packed_row / p.heads_q;
+    batch = at / p.seqlen_q;
+    row = at % p.seqlen_q;
+  }
+};
+
+#if MERGED
+// Four neighbouring elements of a part, those that exist. In 16 bits they are two words.
+template <typename T>
+DEVICE T element(const Captured &part, long long at, int columns, int j) {
+  return j < columns ? ((const T *)part.data)[at + (long long)j * part.stride[3]] : T(0);
+}
+DEVICE Elements elements_of(const Captured &part, long long at, int columns) {
+  bool side_by_side = part.stride[3] == 1 && columns >= kWide;
+  Elements x{};
+  if (part.size[0] == FLOAT32) {
+    const float *from = (const float *)part.data + at;
+    if (side_by_side && (unsigned long long)from % sizeof(Elements) == 0) {
+      x = *(const Elements *)from;
+    } else {
+#pragma unroll
+      for (int j = 0; j < kWide; ++j) x.x[j] = element<float>(part, at, columns, j);
+    }
+    return x;
+  }
+  const unsigned short *from = (const unsigned short *)part.data + at;
+  Stored stored;
+  if (side_by_side && (unsigned long long)from % sizeof(Stored) == 0) {
+    stored = *(const Stored *)from;
+  } else {
+#pragma unroll
+    for (int j = 0; j < kWide / 2; ++j)
+      stored.word[j] = element<unsigned short>(part, at, columns, 2 * j) |
+                       (unsigned)element<unsigned short>(part, at, columns, 2 * j + 1) << 16;
+  }
+#pragma unroll
+  for (int j = 0; j < kWide; ++j) {
+    unsigned short bits = (unsigned short)(stored.word[j / 2] >> 16 * (j % 2));
+    x.x[j] = part.size[0] == BFLOAT16 ? __builtin_bit_cast(float, (unsigned)bits << 16) : float_of_half(bits);
+  }
+  return x;
+}
+
+DEVICE void read_splits(const Params &p, const Place &place, int, float (&lse)[kAtOnce],
+                        Elements (&out)[kAtOnce]) {
+  Stand stand(p, place);
+  int columns = p.head_dim_v - place.column;
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) {
+    lse[i] = -INFINITY_F;
+    out[i] = Elements{};
+    if (i >= p.num_splits) continue;
+    const Captured &part = captured_of(p)[2 * i], &sums = captured_of(p)[2 * i + 1];
+    lse[i] = ((const float *)sums.data)[stand.batch * sums.stride[0] + (long long)stand.head * sums.stride[1] +
+                                        stand.row * sums.stride[2]];
+    if (lse[i] != -INFINITY_F && columns > 0)
+      out[i] = elements_of(part, stand.batch * part.stride[0] + stand.row * part.stride[1] +
+                                     (long long)stand.head * part.stride[2] +
+                                     (long long)place.column * part.stride[3], columns);
+  }
+}
+#else
+DEVICE void read_splits(const Params &p, const Place &place, int first, float (&lse)[kAtOnce],
+                        Elements (&out)[kAtOnce]) {
   long long splits = place.packed_row * p.num_splits;
-  float lse[kAtOnce];
-  Elements out[kAtOnce];
   for (int i = 0; i < kAtOnce; ++i) {
     int split = first + i * place.slots;
     lse[i] = -INFINITY_F;
@@ -94,6 +173,13 @@ DEVICE void add_splits(Sum &sum, const Params &p, const Place &place, int first)
       for (int j = 0; j < kWide; ++j)
         if (lse[i] != -INFINITY_F && columns > j) out[i].x[j] = from[i * step + j];
   }
+}
+#endif
+
+DEVICE void add_splits(Sum &sum, const Params &p, const Place &place, int first) {
+  float lse[kAtOnce];
+  Elements out[kAtOnce];
+  read_splits(p, place, first, lse, out);
   float top = sum.top;
   for (int i = 0; i < kAtOnce; ++i) top = max(top, lse[i]);
   float rescale = power(sum.top - finite(top));
@@ -110,13 +196,17 @@ DEVICE void add_splits(Sum &sum, const Params &p, const Place &place, int first)
 // seqlen_q is the number of stored rows of a batch entry; packed rows are one entry, with batch strides of 0.
 DEVICE void store(const Params &p, const Place &place, const Sum &sum) {
   bool saw = sum.total != 0.0f;  // also where it is NaN
-  int head = place.packed_row % p.heads_q;
-  long long at = place.packed_row / p.heads_q;
-  long long batch = at / p.seqlen_q, row = at % p.seqlen_q;
-  unsigned short *to = (unsigned short *)p.out + batch * p.out_batch + row * p.out_row +
-                       head * p.out_head + place.column;
+  Stand stand(p, place);
+  int head = stand.head;
+  long long batch = stand.batch, row = stand.row;
+  long long at = batch * p.out_batch + row * p.out_row + head * p.out_head + place.column;
   float x[kWide];
   for (int j = 0; j < kWide; ++j) x[j] = saw ? sum.out.x[j] / sum.total : 0.0f;
+#if DTYPE == FLOAT32
+  for (int j = 0; j < kWide; ++j)
+    if (place.column + j < p.head_dim_v) ((float *)p.out + at)[j] = x[j];
+#else
+  unsigned short *to = (unsigned short *)p.out + at;
   if (place.column + kWide <= p.head_dim_v && (unsigned long long)to % sizeof(Stored) == 0) {
     *(Stored *)to = Stored{Format<DTYPE>::nearest(x[0], x[1]), Format<DTYPE>::nearest(x[2], x[3])};
   } else {
@@ -124,6 +214,7 @@ DEVICE void store(const Params &p, const Place &place, const Sum &sum) {
       if (place.column + j < p.head_dim_v)
         to[j] = (unsigned short)Format<DTYPE>::nearest(x[j], 0.0f);
   }
+#endif
   if (place.column == 0 && p.lse)
     ((float *)p.lse)[batch * p.lse_batch + head * p.lse_head + row] =
         saw ? sum.top + log2(sum.total) * kLn2 : -INFINITY_F;

@@ -22,6 +22,13 @@ DEVICE Mask mask_of(const Params &p, const Sequence &s) {
               p.window_right >= 0 ? min(p.window_right, kFar) : kFar, s.rows, s.keys, s.shift};
 }
 
+// All bits from `first` to `last` of a word; shifts by more than 31 give 0.
+DEVICE unsigned bits_between(int first, int last) {
+  unsigned from, to;
+  asm("shl.b32 %0, 0xffffffff, %1;" : "=r"(from) : "r"(max(first, 0)));
+  asm("shr.u32 %0, 0xffffffff, %1;" : "=r"(to) : "r"(max(31 - last, 0)));
+  return from & to;
+}
 // Of the rows from `row` on those that see a key.
 struct Range {
   int first, last;

@@ -8,10 +8,12 @@
 // Threads of a block, and how many blocks should fit on an SM: what decides the registers.
 #define WORKGROUP(threads, blocks_per_sm) __launch_bounds__(threads, blocks_per_sm)
 // Parameters by value stay in constant memory, also where their address is taken.
-#ifdef MOD
+#ifdef MOD_CAPTURED
 #define KERNEL_PARAMS const __grid_constant__ ModifiedParams
+#define MAPPED_PARAMS const __grid_constant__ ModifiedParams
 #else
 #define KERNEL_PARAMS const __grid_constant__ Params
+#define MAPPED_PARAMS const __grid_constant__ MappedParams
 #endif
 
 // clang's names for what NVRTC knows under CUDA's.

@@ -38,7 +38,7 @@ constexpr int kLdsBytes = kColumnsC + (kKeys ? ColumnTile<HEAD_DIM_V>::kBytes : 
 
 typedef Pair Rounded[COLUMNS][kFours];  // P or dS: what the next product takes
 
-// What the owned ones meet: tiles from row `start` on, `steps` of them in each of `heads`.
+// What the owned ones meet: tiles from row `start` on, `steps` of them in each of `heads`, or by list.
 struct Pass {
   Context c;
   Lds lds;
@@ -46,7 +46,36 @@ struct Pass {
   Matrix a, b;       // streamed, of `head`
   RowStates states;  // of `head`
   Seen mine;         // by this wavefront's
-  int start, steps, heads, head;
+  int heads, head;
+#if LISTS == 1
+  Entries entries;   // of `head`
+  int entry;         // of the tile at hand
+
+  METHOD int first(int) const { return tile_of(entry) * kTile; }
+  METHOD bool is_full() const { return ::is_full(entry); }
+  METHOD void next() { entry = entries.next((c.streamed() + kTile - 1) / kTile); }
+  METHOD int count() const { return uniform(entries.list.count); }
+  // To the first tile of `head`. How many there are.
+  METHOD int begin() {
+    if (kKeys) look_up();
+    const Params &p = params_again();
+    int block = c.first / kBlock, first = block * kBlock;
+    Seen seen = seen_by(p, c.s, first, min(first + kBlock, c.owned()) - 1);
+    List list = list_of(p, c.s.batch, head, block);
+    cut_to(list, kTile, seen.low, seen.high);
+    entries.begin(list);
+    // Scalar registers are few: 2 to 4 of them spilled at 96 and at 192 and 128.
+    pin(entries.list.entries);
+    pin(entries.list.count);
+    next();
+    return list.count;
+  }
+#else
+  int start, steps;
+  METHOD int count() const { return heads * steps; }
+  METHOD int first(int step) const { return start + step * kTile; }
+  METHOD bool is_full() const { return false; }
+#endif
 
   // Where what is streamed of `head` lies: all but `a` and `b`'s rows' lengths.
   METHOD void look_up() {
@@ -104,13 +133,13 @@ DEVICE void exponentiate(Acc &s, const Context &c, const Acc &minus_lse) {
   for (int r = 0; r < M::kRegisters; ++r) s[r] = exp2(x[r]);
 }
 
-// All tiles of all heads of `pass`, in the compiler's own schedule.
+// The tiles of `pass`, or by list those of one head, in the compiler's own schedule.
 DEVICE void run(Pass &pass, const Quad (&x)[COLUMNS][kSteps], const Quad (&y)[COLUMNS][kStepsV],
                 Acc (&grad_x)[COLUMNS][kTiles], Acc (&grad_y)[COLUMNS][kTilesV], float (&dots)[COLUMNS]) {
   const Context &c = pass.c;
   Lds lds = pass.lds;
   Tiles &tiles = pass.tiles;
-  tiles.load(pass.a, pass.b, pass.start, c.streamed());
+  tiles.load(pass.a, pass.b, pass.first(0), c.streamed());
   tiles.store_rows(lds + kRowsA, lds + kRowsC);
   Acc minus_lse[COLUMNS], minus_delta[COLUMNS];
   auto load_both = [&](int n, int first) {
@@ -120,8 +149,8 @@ DEVICE void run(Pass &pass, const Quad (&x)[COLUMNS][kSteps], const Quad (&y)[CO
   if (!kKeys)
     for (int n = 0; n < COLUMNS; ++n) load_both(n, c.first + n * kTile);
   int step = 0;
-  for (int n = pass.heads * pass.steps; n > 0; --n) {
-    int first = pass.start + step * kTile;
+  for (int n = pass.count(); n > 0; --n) {
+    int first = pass.first(step);
     barrier();  // its rows are there, and the columns of the tile before have been read
     tiles.store_columns<kKeys>(lds + kColumnsA, lds + kColumnsC);
     if (kKeys && !GENERAL) load_both(0, first);
@@ -132,7 +161,7 @@ DEVICE void run(Pass &pass, const Quad (&x)[COLUMNS][kSteps], const Quad (&y)[CO
     Weights weights[COLUMNS];
     if (GENERAL) {
       for (int n = 0; n < COLUMNS; ++n)
-        weights[n] = weigh(s[n], p_rounded[n], c, minus_lse[n], pass.states, pass.head, n, first);
+        weights[n] = weigh(s[n], p_rounded[n], c, minus_lse[n], pass.states, pass.head, n, first, pass.is_full());
       fence();
     }
     for (int n = 0; n < COLUMNS; ++n) dp[n] = GENERAL ? Acc{0} : minus_delta[kKeys ? 0 : n];
@@ -152,12 +181,16 @@ DEVICE void run(Pass &pass, const Quad (&x)[COLUMNS][kSteps], const Quad (&y)[CO
     }
     barrier();  // its columns are there, and its rows have been read
 
+#if LISTS == 1
+    pass.next();
+#else
     if (++step == pass.steps && --pass.heads) {
       step = 0;
       ++pass.head;
       pass.look_up();
     }
-    tiles.load(pass.a, pass.b, pass.start + step * kTile, c.streamed());
+#endif
+    tiles.load(pass.a, pass.b, pass.first(step), c.streamed());
     if (kKeys) accumulate<HEAD_DIM_V>(grad_y, lds + kColumnsC, p_rounded);
     tiles.store_rows(lds + kRowsA, lds + kRowsC);
     accumulate<HEAD_DIM>(grad_x, lds + kColumnsA, ds_rounded);
@@ -225,15 +258,24 @@ extern "C" __global__ WORKGROUP(kThreads, PER_SIMD) void attn_bwd(KERNEL_PARAMS 
             kKeys ? dout_of(p, c.s, head) : v_of(p, c.s, head_k),
             states_of(p, c.s, head),
             seen_by(p, c.s, c.first, last),
-            start,
-            steps,
             kKeys ? group : 1,
             head};
+#if LISTS != 1
+  pass.start = start;
+  pass.steps = steps;
+#endif
   float dots[COLUMNS] = {};
 #if SLOTS
   run_in_slots(pass, x, y, grad_x, grad_y);
 #else
+#if LISTS == 1
+  // Heads one by one, each from its own list's first tile. Going on to the next head in the loop over tiles, as
+  // below, spilled 2 scalar registers: what finds a list needs some when all are taken.
+  for (; pass.heads > 0; --pass.heads, ++pass.head)
+    if (pass.begin()) run(pass, x, y, grad_x, grad_y, dots);
+#else
   run(pass, x, y, grad_x, grad_y, dots);
+#endif
 #endif
   const Params &q = params_again();
   Sequence s = sequence_of(q, c.s.batch);

@@ -106,8 +106,12 @@ DEVICE void finish(Acc &s, const Params &p, const Sequence &sequence, const Bloc
     Seen seen = keys_seen(params_again(), sequence, lines.row[t], lines.row[t]);
     for (int r = 0; r < 4; ++r)
       if (key + r < seen.low || key + r >= min(seen.high, b.stop)) s[r] = -INFINITY_F;
-    return;
   }
+  if (TREE) {
+    Branch branch(params_again(), sequence.batch, sequence.shift, lines.row[t]);
+    for (int r = 0; r < 4; ++r) s[r] = branch.hides(key + r) ? -INFINITY_F : s[r];
+  }
+  if (BANDED) return;
   int left = p.window_left < 0 ? -0x7fffffff : -p.window_left;
   int right = p.window_right < 0 ? 0x7fffffff : p.window_right;
   for (int r = 0; r < 4; ++r)

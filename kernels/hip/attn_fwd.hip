@@ -75,10 +75,33 @@ struct State {
   Descale descale;
   Scales scales;  // of the tile whose values come next
   int begin, ends;  // the first key, and the sum of the first and last tiles' first keys
+#if LISTS == 1
+  Walk<BLOCK_K> walk;
 
+  // The loop counts the tiles that are visited as if they lay one behind the other.
+  METHOD int key(int) const { return walk.key(walk.now); }
+  METHOD int next_key(int) const { return walk.key(walk.next); }
+  METHOD bool is_full() const { return ::is_full(walk.now); }
+  METHOD bool next_is_full() const { return ::is_full(walk.next); }
+  METHOD int keys_to_next() const { return walk.keys(walk.now, walk.next); }
+  METHOD int keys_to_values() const { return walk.keys(walk.next, walk.after); }
+  METHOD int keys_to_keys() const { return walk.keys(walk.after, walk.later); }
+  METHOD int end_of_keys(int) const { return walk.end; }
+  METHOD void advance() { walk.advance(); }
+#else
   // The loop counts as if tiles were visited from the first to the last: where that is at `first`, the
   // keys of the tile begin here.
   METHOD int key(int first) const { return kTurn < 0 ? ends - first : first; }
+  METHOD int next_key(int first) const { return key(first + BLOCK_K); }
+  METHOD bool is_full() const { return false; }
+  METHOD bool next_is_full() const { return false; }
+  // From a tile to the next: at first, and where values or keys are being loaded.
+  METHOD int keys_to_next() const { return BLOCK_K; }
+  METHOD int keys_to_values() const { return BLOCK_K; }
+  METHOD int keys_to_keys() const { return BLOCK_K; }
+  METHOD int end_of_keys(int end) const { return end; }
+  METHOD void advance() {}
+#endif
   METHOD Scales scales_of(const Context &c, int first, int end) {
     return descale.of(c, (first - begin) / BLOCK_K, key(first), end);
   }
@@ -172,9 +195,9 @@ struct Beside {
     }
     // Where the next tile's loads are, in four beats: all at once were 26 scalar instructions.
     int advanced = beat - kLoadBeats;
-    if (advanced == 0) in.end_values();
+    if (advanced == 0) in.end_values(state.keys_to_values());
     if (advanced == 1) in.begin_values();
-    if (advanced == 2) in.end_keys();
+    if (advanced == 2) in.end_keys(state.keys_to_keys());
     if (advanced == 3) in.begin_keys();
     if (beat == kStoreBeat) in.values.store(values, next_values);
     if (kPlain) fence();
@@ -182,7 +205,7 @@ struct Beside {
 
   // What the next tile's probabilities are taken against.
   METHOD void finish() {
-    finish_scores(c, scales, next, state.key(first + BLOCK_K), largest);
+    finish_scores(c, scales, next, state.next_key(first), state.next_is_full(), largest);
     raise(c, state.scales, scales, largest, state.row, state.rescale);
     state.scales = scales;
   }
@@ -246,9 +269,11 @@ DEVICE void step(const Context &c, Source &in, State &state, const Places &at, F
   for (int slot = 0; slot < kSlots - kEarly; ++slot) multiply(slot, beside);
   if (kEarly) {
     multiply(kSlots - 1, BesideLast{beside});
+    state.advance();
     return;
   }
   beside.finish();
+  state.advance();
   if (!kLate) state.rescale.apply(state.o);
   loads_arrived();
   barrier();
@@ -262,19 +287,19 @@ DEVICE void attend(const Context &c, State &state, int begin, int end) {
     state.ends = 2 * begin + (end - begin - 1) / BLOCK_K * BLOCK_K;
     state.scales = state.scales_of(c, begin, end);
   }
-  Source in(params_again(), c, state.key(begin), begin, end);
+  Source in(params_again(), c, state.key(begin), begin, state.end_of_keys(end));
   Places at(c.lds);
   {
     unsigned values[Values::kLoads];
     in.begin_keys();
     for (int i = 0; i < Keys::kLoads; ++i) in.load_keys(i, at.keys);
-    in.end_keys();
+    in.end_keys(state.keys_to_next());
     in.begin_keys();
     for (int i = 0; i < Keys::kLoads; ++i) in.load_keys(i, at.next_keys);
-    in.end_keys();
+    in.end_keys(state.keys_to_values());
     in.begin_values();
     for (int i = 0; i < Values::kLoads; ++i) values[i] = in.load_values(i);
-    in.end_values();
+    in.end_values(state.keys_to_next());
     in.values.store(values, at.values);
     in.begin_keys();
     in.begin_values();
@@ -287,7 +312,7 @@ DEVICE void attend(const Context &c, State &state, int begin, int end) {
     multiply_keys(even, fragments, state.q, i);
   }
   find_largest(even, largest);
-  finish_scores(c, state.scales, even, state.key(begin), largest);
+  finish_scores(c, state.scales, even, state.key(begin), state.is_full(), largest);
   raise(c, state.scales, state.scales, largest, state.row, state.rescale);
   barrier();  // where the first keys are, others are loaded next
 
@@ -354,12 +379,24 @@ extern "C" __global__ WORKGROUP(kThreads, WAVES / 4) void attn_fwd(KERNEL_PARAMS
 
   Seen seen = keys_seen(p, s, first_row, min(first_row + kBlockQ, s.rows) - 1);
   int begin = seen.low / BLOCK_K * BLOCK_K, end = seen.high;
+#if LISTS == 1
+  List list = list_of(p, work.batch, work.head, work.block);
+  cut_to(list, BLOCK_K, begin, end);
+  if (p.num_splits > 1) {
+    int share = (list.count + p.num_splits - 1) / p.num_splits, before = min(work.part * share, list.count);
+    list = List{list.entries + before, min(list.count - before, share)};
+  }
+  state.walk.begin(list, end);
+  begin = 0;
+  end = list.count * BLOCK_K;
+#else
   if (p.num_splits > 1) {
     int tiles = (max(end - begin, 0) + BLOCK_K - 1) / BLOCK_K;
     int share = (tiles + p.num_splits - 1) / p.num_splits * BLOCK_K;
     begin += work.part * share;
     end = min(end, begin + share);
   }
+#endif
   if (begin < end) attend(c, state, begin, end);
   store(c, state.row, state.o, state.scales.v);
 }

@@ -6,6 +6,9 @@
 #ifdef MOD
 #include "mods.h"
 #endif
+#if LISTS == 1
+#include "walk.h"
+#endif
 
 #define KEYS 0
 #define ROWS 1
@@ -137,10 +140,9 @@ struct Weights {
 };
 
 #ifdef MOD
-// Each score s becomes the score_mod's, whose derivative comes to `slope`, and what a mask_mod hides is no
-// longer `seen`.
-DEVICE void modify(Acc &s, float (&slope)[M::kRegisters], unsigned &seen, const Context &c, int head, int own,
-                   int row0) {
+// f(place, row, key, register) of each score.
+template <typename F>
+DEVICE void each_place(const Context &c, int head, int own, int row0, F f) {
   ModPlace place(params_again(), c.s.batch, head);
   place.pin_all();
 #pragma unroll
@@ -148,27 +150,39 @@ DEVICE void modify(Acc &s, float (&slope)[M::kRegisters], unsigned &seen, const 
     place.captured = captured_of(params_again());
     int other = row0 + bit_of(r);
     pin(other);  // or what elements need comes first for all of them: 88 scalar registers spilled
-    int row = kKeys ? other : own, key = kKeys ? own : other;
+    f(place, kKeys ? other : own, kKeys ? own : other, r);
+    fence();
+  }
+}
+
+// Each score s becomes the score_mod's, whose derivative comes to `slope`, and what a mask_mod hides is no
+// longer `seen`. `is_full`: it hides nothing in this tile.
+DEVICE void modify(Acc &s, float (&slope)[M::kRegisters], unsigned &seen, const Context &c, int head, int own,
+                   int row0, bool is_full) {
 #ifdef HAS_SCORE_MOD
+  each_place(c, head, own, row0, [&](const ModPlace &place, int row, int key, int r) {
     float x = s[r];
     pin(x);
     x = modified(place, x, row, key, slope[r]);
     pin(x);
     pin(slope[r]);
     s[r] = x;
+  });
 #endif
 #ifdef HAS_MASK_MOD
+  if (is_full) return;
+  each_place(c, head, own, row0, [&](const ModPlace &place, int row, int key, int r) {
     seen = is_seen(place, row, key) ? seen : seen & ~(1u << bit_of(r));
     pin(seen);
+  });
 #endif
-    fence();
-  }
 }
 #endif
 
 // S becomes d P / d (scaled Q K^T), and where keys are owned `rounded` P after dropout.
 DEVICE Weights weigh(Acc &s, Pair (&rounded)[kFours], const Context &c, Acc minus_lse,
-                     const RowStates &states, int head, int n, int first) {
+                     const RowStates &states, int head, int n, int first,
+                     bool is_full = false) {
   const Params &p = params_again();
   int own = c.own(n), row0 = first + M::row(0);
   // Or what follows from them would be kept from tile to tile: with a head_dim of 256 there is no room.
@@ -190,7 +204,7 @@ DEVICE Weights weigh(Acc &s, Pair (&rounded)[kFours], const Context &c, Acc minu
 #ifdef MOD
 #pragma unroll
   for (int r = 0; r < M::kRegisters; ++r) s[r] = capped(terms, s[r] * p.scale, slope[r]);
-  modify(s, slope, seen, c, head, own, row0);
+  modify(s, slope, seen, c, head, own, row0, is_full);
 #endif
 #pragma unroll
   for (int r = 0; r < M::kRegisters; ++r) {

@@ -10,8 +10,11 @@
 #ifdef MOD
 #include "mods.h"
 #endif
+#if LISTS == 1
+#include "walk.h"
+#endif
 
-#define PLAIN 0    // scale and mask only, a positive scale
+#define PLAIN 0    // scale and masks only, a positive scale
 #define GENERAL 1  // softcap, ALiBi, bias, any scale
 #define DROPOUT 2  // the same with dropout
 
@@ -128,8 +131,9 @@ struct Source {
   METHOD unsigned load_values(int i) const {
     return Values::load(i, v, values_of(params_again(), c.head_k));
   }
-  METHOD void end_keys() { next_k += kTurn * BLOCK_K; }
-  METHOD void end_values() { next_v += kTurn * BLOCK_K; }
+  // `keys`: from this tile to the one after it.
+  METHOD void end_keys(int keys) { next_k += kTurn * keys; }
+  METHOD void end_values(int keys) { next_v += kTurn * keys; }
 };
 #else
 constexpr bool kFewLoads = Keys::kLoads + Values::kLoads <= 16;  // of 32, 12 addends spilled
@@ -157,12 +161,13 @@ struct Source {
   }
   METHOD void load_keys(int i, Lds to) const { keys.load(i, k, bytes_k, to); }
   METHOD unsigned load_values(int i) const { return values.load(i, v, bytes_v); }
-  METHOD void end_keys() {
-    k.advance(BLOCK_K, kFewLoads);
+  // `keys`: from this tile to the one after it.
+  METHOD void end_keys(int keys) {
+    k.advance(keys, kFewLoads);
     pin_scalar(k.tile);
   }
-  METHOD void end_values() {
-    v.advance(BLOCK_K, kFewLoads);
+  METHOD void end_values(int keys) {
+    v.advance(keys, kFewLoads);
     pin_scalar(v.tile);
   }
 };
@@ -348,8 +353,8 @@ DEVICE void each(Scores &s, int n, int key0, F f) {
 }
 
 // What lies between the product and the softmax: score terms and mask. `largest` is that of the plain
-// product, and becomes that of the result.
-DEVICE void finish_scores(const Context &c, const Scales &scales, Scores &s, int first,
+// product, and becomes that of the result. `is_full`: the mask_mod hides nothing in this tile.
+DEVICE void finish_scores(const Context &c, const Scales &scales, Scores &s, int first, bool is_full,
                           float (&largest)[kColumns]) {
   if (SCORE != PLAIN)
     for (int n = 0; n < kColumns; ++n) {
@@ -392,7 +397,8 @@ DEVICE void finish_scores(const Context &c, const Scales &scales, Scores &s, int
         each(s, n, key0, [&](float x, int key) { return x + bias_of<4>(terms, min(key, last)); });
     }
 #ifdef HAS_MASK_MOD
-  for (int n = 0; n < kColumns; ++n) {
+  constexpr bool kMasked = true;
+  for (int n = 0; n < kColumns && !is_full; ++n) {
     int row = min(c.row[n], c.s.rows - 1);
     each(s, n, first + M::row(0), [&](float x, int key) {
       pin(key);
@@ -401,6 +407,8 @@ DEVICE void finish_scores(const Context &c, const Scales &scales, Scores &s, int
       return x;
     });
   }
+#else
+  constexpr bool kMasked = false;
 #endif
   bool cut = first < c.seen.all_low || first + BLOCK_K > c.seen.all_high;
   if (cut)
@@ -408,7 +416,12 @@ DEVICE void finish_scores(const Context &c, const Scales &scales, Scores &s, int
       each(s, n, first + M::row(0), [&](float x, int key) {
         return key > c.last_key[n] || key < c.first_key[n] ? -INFINITY_F : x;
       });
-  if (SCORE != PLAIN || cut) find_largest(s, largest);
+  if (TREE && cut)
+    for (int n = 0; n < kColumns; ++n) {
+      Branch branch(params_again(), c.work.batch, c.s.shift, c.row[n]);
+      each(s, n, first + M::row(0), [&](float x, int key) { return branch.hides(key) ? -INFINITY_F : x; });
+    }
+  if (SCORE != PLAIN || cut || kMasked && !is_full) find_largest(s, largest);
 }
 
 // What the accumulator is multiplied by before the products with the next tile's values.

@@ -6,6 +6,9 @@
 
 #define KERNEL_PARAMS ModifiedParams
 
+// Or what follows from a load would be taken for different in each lane.
+DEVICE int uniform(int x) { return __builtin_amdgcn_readfirstlane(x); }
+
 DEVICE float mod_floor(float x) { return __builtin_floorf(x); }
 DEVICE float mod_ceil(float x) { return __builtin_ceilf(x); }
 DEVICE float mod_trunc(float x) { return __builtin_truncf(x); }

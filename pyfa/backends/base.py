@@ -1,4 +1,4 @@
-"""What a backend is: a module-like object that says what it can do, plans, and runs."""
+"""The protocol of a backend: what it supports, how it plans, and how it runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from ..blocks import Tiles, Visits
 from ..plan import Plan
 from ..problem import FEATURES, Append, Call, Problem
 
@@ -19,22 +20,27 @@ Run = Callable[..., list[torch.Tensor]]
 
 
 class OtherAlignment(Exception):
-    """A bound call was given an address that is a multiple of 16 bytes where none was, or the other
-    way round: that may be another plan's. Nothing was done."""
+    """A bound call received a 16-byte aligned address where it was bound without one, or the
+    reverse. Another plan may be needed. Nothing was computed."""
 
 
 class MachineReason(str):
-    """A reason of ``why_not`` that is not the problem's: something is missing on this machine."""
+    """A reason of ``why_not`` that lies in the machine (something is missing), not in the
+    problem."""
 
 
 class Gradients(NamedTuple):
-    """dq, dk, dv as their inputs; ``dbias`` and ``dsinks`` where they were asked for, else None."""
+    """dq, dk, dv, shaped like their inputs; ``dbias`` and ``dsinks`` if requested, else None.
+    ``captured``: gradients of the tensors that a score_mod captured, by slot; empty if none was
+    requested.
+    """
 
     dq: torch.Tensor
     dk: torch.Tensor
     dv: torch.Tensor
     dbias: torch.Tensor | None = None
     dsinks: torch.Tensor | None = None
+    captured: Sequence[torch.Tensor | None] = ()
 
 
 # Takes dout, dLSE or None, out, LSE and the tensors of the call to its gradients.
@@ -44,36 +50,36 @@ RunBackward = Callable[..., Gradients]
 class Backend(Protocol):
     """One way to run attention.
 
-    ``FEATURES`` are the names in ``problem.FEATURES`` that it implements and ``DTYPES`` its input
-    dtypes: the dispatcher, the conformance grid and the docs all derive from these two.
-    ``why_not`` and ``plan`` are pure functions of the (bucketed) problem; a plan may be used for
-    any call whose problem has the same bucket. What ``bind`` returns runs on the current stream,
-    without waiting for it.
+    ``FEATURES`` are the names in ``problem.FEATURES`` that it implements, and ``DTYPES`` its input
+    dtypes. The dispatcher, the conformance grid and the docs derive from these two. ``why_not`` and
+    ``plan`` are pure functions of the problem with its sizes rounded up to buckets; a plan may be
+    used for any call in the same bucket. The callable that ``bind`` returns enqueues on the current
+    stream and does not wait for it.
     """
 
     NAME: str
     ANY_TOTAL: bool
-    """Whether what it binds for a packed call runs with any number of packed rows."""
+    """Whether a bound packed call runs with any number of packed rows."""
     FEATURES: frozenset[str]
     DTYPES: tuple[str, ...]
 
     def why_unavailable(self) -> str | None:
-        """What this machine lacks to run the backend at all; None when it is ready."""
+        """Return what this machine lacks to run the backend at all; None if it is ready."""
 
     def why_not(self, problem: Problem) -> Sequence[str]:
-        """Why it declines ``problem``: one sentence per reason, empty when it can run it."""
+        """Return why it declines ``problem``: one sentence per reason, empty if it can run it."""
 
     def plan(self, problem: Problem) -> Plan:
-        """How it would run ``problem``, which it does not decline."""
+        """Return the plan for ``problem``, which it does not decline."""
 
     def bind(self, plan: Plan, call: Call, append: Append | None, with_lse: bool) -> Run:
-        """``plan`` for ``call``, and for all calls that differ from it by the values and addresses
-        of their tensors: shapes, strides, dtypes, devices and numbers are the same.
+        """Bind ``plan`` to ``call``, and to all calls that differ from it only in the values and
+        addresses of their tensors: shapes, strides, dtypes, devices and numbers are the same.
 
-        The result takes the tensors to out (``Call.out_shape``, ``Call.dtype_of_out``) and, with
-        ``with_lse``, LSE (``Call.lse_shape``, float32). It keeps none of them, and raises
-        ``OtherAlignment`` where q, k or v begin at a multiple of 16 bytes and did not here, or the
-        other way round. ``append`` is given to backends that are ``Appending`` alone.
+        The returned function maps the tensors to out (``Call.out_shape``, ``Call.dtype_of_out``)
+        and, with ``with_lse``, LSE (``Call.lse_shape``, float32). It keeps no tensor. It raises
+        ``OtherAlignment`` if the 16-byte alignment of q, k or v differs from that of ``call``. Only
+        backends that are ``Appending`` receive ``append``.
         """
 
     def bind_backward(
@@ -86,23 +92,67 @@ class Backend(Protocol):
         dlse: torch.Tensor | None,
         bias_grad: bool,
     ) -> RunBackward:
-        """The backward of ``call``, as ``bind``: for all tensors that are like these."""
+        """Bind the backward of ``call``, as in ``bind``, to all calls with tensors like these."""
+
+
+@runtime_checkable
+class Listing(Protocol):
+    """A backend that skips tiles in which a mask_mod hides all (``pyfa.blocks``)."""
+
+    def visits(self, plan: Plan, call: Call) -> tuple[Tiles, Visits | None] | None:
+        """For ``explain``: the tiles of ``plan`` for ``call``, and what its mask_mod leaves of
+        them, None where that takes too long to find. None where every tile is visited."""
 
 
 @runtime_checkable
 class Appending(Protocol):
-    """A backend that readies a KV cache, and the queries, itself."""
+    """A backend whose kernels append to the KV cache and apply rotary embeddings themselves."""
 
     def why_not_append(self, call: Call, append: Append) -> str | None:
-        """Why its ``bind`` cannot take ``append``; None where it can."""
+        """Return why its ``bind`` cannot take ``append``; None if it can."""
+
+
+@runtime_checkable
+class Building(Protocol):
+    """A backend whose compiler may make code of a user's functions that it does not run."""
+
+    def why_not_built(self, problem: Problem) -> Sequence[str]:
+        """Why ``problem``, which has mods, cannot be run, found by building its kernels: empty when
+        it can. Takes as long as the compiler does; later ``why_not`` knows the reasons."""
+
+
+@runtime_checkable
+class Merging(Protocol):
+    """A backend with a kernel for ``pyfa.merge``."""
+
+    def bind_merge(
+        self,
+        outs: Sequence[torch.Tensor],
+        lses: Sequence[torch.Tensor],
+        out: torch.Tensor | torch.dtype,
+        with_lse: bool,
+    ) -> Run | None:
+        """Return a launch that merges such outs and LSEs, or None if PyTorch's operators have to.
+
+        The launch takes outs and LSEs in turn, and then ``out`` if that is a tensor; it shares no
+        memory with the others. It returns the output if ``out`` is a dtype, and the LSE if
+        ``with_lse``."""
+
+
+@runtime_checkable
+class Described(Protocol):
+    """A backend that describes its runtime."""
+
+    def describe(self) -> str:
+        """Return the runtime in use, for reports. Raises ``RuntimeError`` if there is none."""
 
 
 class Rounding(NamedTuple):
-    """How rows of ``heads`` key heads become float8 ``dtype``.
+    """How tensors with ``heads`` KV heads are converted to float8 ``dtype``.
 
-    A scale is for ``block`` rows of a head, without it for all of them, or for the whole tensor
-    (``per_tensor``). Rows are turned first where there are ``signs``, float32 (D,), each ±1: by
-    these and Hadamard matrices.
+    A scale covers ``block`` rows of a head, all rows of a head if ``block`` is not given, or the
+    whole tensor (``per_tensor``). If ``signs`` are given, float32 (D,) of ±1, rows are first
+    multiplied by these signs and by Hadamard matrices.
     """
 
     heads: int
@@ -119,25 +169,26 @@ class Quantizing(Protocol):
     def quantize(
         self, xs: Sequence[torch.Tensor], how: Rounding
     ) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-        """Each of xs (B, rows, H, D) in float8, and what to multiply it by: float32 (B, Hk),
-        (B, Hk, ⌈rows / block⌉), or (1, 1) ``per_tensor``. They are q, k and v, or k and v: the last
-        is never turned. None is empty. None where their device has no such numbers."""
+        """Convert each of xs (B, rows, H, D) to float8, and return it with its scale: float32 (B,
+        Hk), (B, Hk, ⌈rows / block⌉), or (1, 1) ``per_tensor``. xs are q, k and v, or k and v, none
+        of them empty; v is never rotated. Return None if the device does not support such numbers.
+        """
 
 
 @runtime_checkable
 class Tiled(Protocol):
-    """A backend that tells its tiles, for ``pyfa plan``."""
+    """A backend that describes its tiles to ``pyfa plan``."""
 
     def tiled_kernels(
         self, plan: Plan, problem: Problem, shape: Shape, compiled: bool
     ) -> Sequence[TiledKernel]:
-        """The kernels of ``plan`` for ``problem`` with its true sizes, not the bucketed ones; those
-        of backward where it has the feature. ``compiled``: with registers and shared bytes as the
-        compiler reports them, which may take seconds."""
+        """Return the kernels of ``plan`` for ``problem`` with its true sizes, not the bucketed
+        ones, including backward if the problem has that feature. ``compiled``: with registers and
+        shared bytes as reported by the compiler, which may take seconds."""
 
 
 def missing(backend: Backend, problem: Problem) -> list[str]:
-    """The reasons that follow from a backend's ``FEATURES`` and ``DTYPES`` alone."""
+    """Return the reasons that follow from a backend's ``FEATURES`` and ``DTYPES`` alone."""
     reasons = []
     lacking = problem.features - backend.FEATURES
     if "fp8" not in lacking:
@@ -151,7 +202,11 @@ def missing(backend: Backend, problem: Problem) -> list[str]:
     if {"fp8", "backward"} <= problem.features:
         reasons.append("float8 has no backward")
     if "batch_invariant" in problem.features and problem.features & {"chunk", "negative_edge"}:
-        reasons.append("batch invariance is not implemented for chunks and negative edges")
+        reasons.append(
+            "batch invariance is not implemented for attention_chunk and negative window bounds"
+        )
     if {"latent", "batch_invariant"} <= problem.features:
-        reasons.append("latent attention is not batch-invariant: its keys are split by the batch")
+        reasons.append(
+            "latent attention is not batch-invariant: the split of its keys depends on the batch"
+        )
     return reasons

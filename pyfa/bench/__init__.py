@@ -1,7 +1,7 @@
-"""Attention measured beside its peers: what ``pyfa bench`` runs.
+"""Attention compared with other libraries: the code behind ``pyfa bench``.
 
-``suites`` says what is measured, ``peers`` who takes part, ``timing`` how. ``runner`` puts them
-together, ``comparison`` two results; ``machine`` says where results come from.
+``suites`` lists what is measured, ``peers`` the libraries, and ``timing`` measures. ``runner``
+combines them, ``comparison`` compares two results, and ``machine`` describes the machine.
 """
 
 from .comparison import Comparison, compare

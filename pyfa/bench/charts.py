@@ -1,8 +1,7 @@
-"""Pictures by matplotlib: a roofline, lines over the sequence length, a heat map; as SVG.
+"""Pictures by matplotlib, as SVG: a roofline, lines over the sequence length, a heat map.
 
-Everything that is neither data nor a shade of it is drawn in ``INK``, which ``svg`` turns into the
-colour of the surrounding text, so that a page is right in light and in dark. ``standing_alone``
-makes a file of it that is right in both.
+Everything but data is drawn in ``INK``, which ``svg`` replaces by the colour of the surrounding
+text, so that pictures fit light and dark pages. ``standing_alone`` makes a file that fits both.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ Points = Sequence[tuple[float, float]]
 
 
 def require(what: str) -> None:
-    """``ValueError`` where ``what`` wants pictures and matplotlib is missing."""
+    """Raise ``ValueError`` if ``what`` needs pictures and matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
             f"{what} needs matplotlib, which the extra bench has: "
@@ -49,7 +48,7 @@ def require(what: str) -> None:
 
 
 def check_name(path: Path) -> None:
-    """``ValueError`` where no picture can be written to ``path``."""
+    """Raise ``ValueError`` if no picture can be written to ``path``."""
     if path.suffix not in _SUFFIXES:
         raise ValueError(f"{path}: expected a name that ends in {', '.join(_SUFFIXES)}")
     if not path.absolute().parent.is_dir():
@@ -57,7 +56,7 @@ def check_name(path: Path) -> None:
 
 
 def figure(columns: int = 1, height: float = 3.4, width: float = 5.6) -> tuple[Figure, list[Axes]]:
-    """A figure of ``columns`` axes side by side; sizes in inches, of one of them."""
+    """Make a figure of ``columns`` axes side by side; sizes in inches are for one of them."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -81,7 +80,7 @@ def lines(
     title: str,
     log_y: bool = True,
 ) -> None:
-    """A line a name, over powers of two."""
+    """Draw one line per name, over powers of two."""
     for index, (name, points) in enumerate(series.items()):
         at, values = [p[0] for p in points], [p[1] for p in points]
         axes.plot(at, values, label=name, markersize=4, linewidth=1.4, **_style(name, index))
@@ -100,7 +99,7 @@ def lines(
 def roofline(
     axes: Axes, device: Device, dtype: str, points: Mapping[str, tuple[float, float]], title: str
 ) -> None:
-    """The device's roof, and points of (FLOP/byte, FLOP/s), both on logarithmic axes."""
+    """Draw the device's roof, and points of (FLOP/byte, FLOP/s), on logarithmic axes."""
     peak, bandwidth = device.matrix_flops(dtype), device.bandwidth
     ridge = peak / bandwidth
     low = min([ridge / 8, *(at / 4 for at, _ in points.values() if at > 0)])
@@ -124,7 +123,7 @@ def heat_map(
     axes: Axes, rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float]],
     title: str,
 ) -> None:  # fmt: skip
-    """Ratios, 1 in the middle: above it in blue, below in orange. NaN stays empty."""
+    """Draw ratios around 1: above in blue, below in orange. NaN stays empty."""
     import math
 
     from matplotlib.colors import LinearSegmentedColormap, LogNorm
@@ -144,21 +143,21 @@ def heat_map(
 
 
 def bars(axes: Axes, values: Mapping[str, float], x: str, title: str) -> None:
-    """A horizontal bar a name."""
+    """Draw one horizontal bar per name."""
     axes.barh(list(values), list(values.values()), color=COLOURS[0], height=0.6)
     axes.invert_yaxis()
     _name(axes, x, "", title)
 
 
 def against(axes: Axes, name: str, points: Points) -> None:
-    """Points of a model's figure and a measured one."""
+    """Draw points of a model's figure and a measured one."""
     index = len(axes.lines)
     at, values = [p[0] for p in points], [p[1] for p in points]
     axes.plot(at, values, linestyle="none", markersize=6, label=name, **_style(name, index))
 
 
 def finish_against(axes: Axes, x: str, y: str, title: str) -> None:
-    """The diagonal on which both agree."""
+    """Draw the diagonal on which both agree."""
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.axline((1.0, 1.0), (10.0, 10.0), color=INK, linewidth=0.9, linestyle=":")
@@ -167,10 +166,11 @@ def finish_against(axes: Axes, x: str, y: str, title: str) -> None:
 
 
 def svg(made: Figure, name: str, title: str = "") -> str:
-    """The figure as an ``<svg>`` element, as wide as its place and in the colour of its text.
+    """Return the figure as an ``<svg>`` element, as wide as its container and in the colour of its
+    text.
 
-    ``name``: different for each figure of a page, whose identifiers begin apart. ``title`` is what
-    a screen reader says.
+    ``name`` differs for each figure of a page and is the prefix of its identifiers. ``title`` is
+    the text for screen readers.
     """
     from matplotlib import rc_context
 
@@ -192,7 +192,8 @@ def svg(made: Figure, name: str, title: str = "") -> str:
 
 
 def standing_alone(element: str) -> str:
-    """What ``svg`` gives, as a file: with a size, and colours that follow the reader's system."""
+    """Return the result of ``svg`` as a file, with a size, and colours that follow the reader's
+    system."""
     opening = element[: element.index(">") + 1]
     sizes = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', opening)
     assert sizes is not None
@@ -206,8 +207,9 @@ def save(made: Figure, path: Path) -> None:
 
 
 def _style(name: str, index: int) -> dict[str, Any]:
-    """A peer's own, with another marker for what is more than its name (``naive, computed``,
-    ``pyfa:triton``); of others by ``index``: as many as there are colours times markers."""
+    """Return a peer's own style, with another marker if the name has a suffix (``naive, computed``,
+    ``pyfa:triton``). Other names get styles by ``index``: as many as there are colours times
+    markers."""
     peer = re.split(r"[:,]", name)[0]
     if peer in _PEERS:
         index = _PEERS.index(peer) + (len(COLOURS) if name != peer else 0)
@@ -216,7 +218,7 @@ def _style(name: str, index: int) -> dict[str, Any]:
 
 
 def _legend(axes: Axes) -> None:
-    """Beside the axes, where it hides nothing."""
+    """Draw the legend next to the axes, where it hides nothing."""
     axes.legend(
         fontsize=8, frameon=False, labelcolor=INK, loc="center left", bbox_to_anchor=(1.0, 0.5)
     )

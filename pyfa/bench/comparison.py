@@ -1,4 +1,4 @@
-"""Holds two results together: which cells became slower by more than what they scatter."""
+"""Compare two results: which cells became slower by more than their spread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LEAST = 0.05
 
 @dataclass(frozen=True)
 class Change:
-    """One cell of pyfa in both results: seconds before (as its peers say the machine is now) and
+    """One cell of pyfa in both results: seconds before (corrected by how its peers changed) and
     now, and whether it is slower beyond the spread."""
 
     suite: str
@@ -32,7 +32,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """``changes`` of what both have; ``missing``: what only the earlier one has."""
+    """``changes``: the cells in both results; ``missing``: the cells only in the earlier one."""
 
     changes: tuple[Change, ...]
     missing: tuple[str, ...]
@@ -61,11 +61,11 @@ def _timed(results: Mapping[str, Any]) -> dict[_Key, Mapping[str, Any]]:
 
 
 def compare(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> Comparison:
-    """``now`` against ``earlier``, for pyfa's rows of the suites that ran now.
+    """Compare ``now`` with ``earlier``, for pyfa's rows of the suites that ran now.
 
-    Slower is: the lower quartile above the earlier upper one, and the median by 5 % or more; after
-    the earlier times were multiplied by what the cell's other peers took, in the median, more or
-    less than then. ``ValueError`` where the two have no cell in common.
+    A cell is slower if its lower quartile exceeds the earlier upper quartile and its median is 5 %
+    or more higher. Before, the earlier times are multiplied by the median factor by which the
+    cell's other peers changed. Raises ``ValueError`` if the two results have no cell in common.
     """
     old, new = _timed(earlier), _timed(now)
     changes = []

@@ -1,4 +1,4 @@
-"""Float8 inputs, float8 caches under 16-bit queries, and what it takes to make them."""
+"""Float8 inputs, float8 caches with 16-bit queries, and the cost of making them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .suites import QUANTIZE_BLOCK, Cell
 
 
 def inputs(cell: Cell, device: torch.device) -> list[torch.Tensor]:
-    """q, k, v (batch, seqlen, heads, head_dim) as they are before they are rounded."""
+    """Return q, k, v (batch, seqlen, heads, head_dim) before rounding."""
     generator = torch.Generator(device).manual_seed(0)
     sizes = ((cell.seqlen_q, cell.heads_q), *((cell.seqlen_k, cell.heads_k),) * 2)
     return [
@@ -59,7 +59,7 @@ def by_pyfa(backend: str | None, cell: Cell, device: torch.device) -> Ready:
 
 
 def by_flash_attention_3(cell: Cell, device: torch.device) -> Ready:
-    """``flash_attn_interface``, which takes float8 queries alone."""
+    """Prepare ``flash_attn_interface``, which supports float8 only with float8 queries."""
     if cell.fp8 != "inputs":
         raise ValueError("it has no float8 keys under 16-bit queries, and does not quantize")
     module = importlib.import_module("flash_attn_interface")
@@ -75,7 +75,7 @@ def by_flash_attention_3(cell: Cell, device: torch.device) -> Ready:
 
 
 def by_cudnn(cell: Cell, device: torch.device) -> Ready:
-    """cuDNN's, through its ``cudnn`` package: scales of 1, and an output of float8."""
+    """Prepare cuDNN through its ``cudnn`` package, with scales of 1 and a float8 output."""
     if cell.fp8 != "inputs":
         raise ValueError("it has no float8 keys under 16-bit queries, and does not quantize")
     cudnn = importlib.import_module("cudnn")
@@ -127,5 +127,5 @@ def by_cudnn(cell: Cell, device: torch.device) -> Ready:
 
 
 def _ready(forward: Any, *leaves: torch.Tensor) -> Ready:
-    """There is no gradient: ``dout`` is nobody's."""
+    """Return the ``Ready``. There is no gradient, so ``dout`` is unused."""
     return Ready(forward, leaves, leaves[0])

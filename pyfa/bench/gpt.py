@@ -1,4 +1,4 @@
-"""A small GPT, of which one training step is measured with each peer's attention."""
+"""A small GPT, to measure one training step with each peer's attention."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .suites import Cell
 
 
 class _Block(nn.Module):
-    """Attention and a perceptron of four times the width, each behind a norm (Radford 2019)."""
+    """Attention and a perceptron of four times the width, each after a norm (Radford 2019)."""
 
     def __init__(self, cell: Cell, attend: Attend) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class _Block(nn.Module):
 
 
 def step(cell: Cell, device: torch.device, attend: Attend) -> Ready:
-    """A step on tokens that are the same for every peer, as are the weights it begins with."""
+    """Return a training step; tokens and initial weights are the same for every peer."""
     dtype = getattr(torch, cell.dtype)
     width = cell.heads_q * cell.head_dim
     with torch.random.fork_rng([device] if device.type == "cuda" else []):

@@ -1,4 +1,4 @@
-"""What every result file says of the machine and the versions it was measured with."""
+"""The description of machine and versions in every result file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _QUERY = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,temperatu
 
 
 def environment() -> dict[str, Any]:
-    """CPU, cores, load, Python, torch, pyfa and its commit, date; the GPU where there is one."""
+    """Return CPU, cores, load, Python, torch, pyfa and its commit, date, and the GPU if there is
+    one."""
     return {
         "cpu": _cpu(),
         "cores": os.cpu_count(),
@@ -44,7 +45,8 @@ def environment() -> dict[str, Any]:
 
 
 def gpu_state() -> dict[str, str] | None:
-    """Driver, clocks in MHz, power in W and temperature of the first GPU, as nvidia-smi says."""
+    """Return driver, clocks in MHz, power in W and temperature of the first GPU, from
+    nvidia-smi."""
     command = ["nvidia-smi", "-i", "0", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
     line = _said(command).splitlines()[:1]
     if not line or not torch.cuda.is_available():
@@ -53,7 +55,7 @@ def gpu_state() -> dict[str, str] | None:
 
 
 def version_of(package: str) -> str | None:
-    """The installed version of a package, None where it is not installed."""
+    """Return the installed version of a package, None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -61,16 +63,16 @@ def version_of(package: str) -> str | None:
 
 
 def write(path: Path, results: Mapping[str, Any]) -> None:
-    """Write ``results`` under the schema number, beside their environment, a record a line."""
+    """Write ``results`` with the schema number and their environment, one record per line."""
     data = {"schema": SCHEMA, "environment": environment(), **results}
     path.write_text(to_text(data) + "\n")
 
 
 def to_text(value: Any, indent: int = 0, *, record: bool = False) -> str:
-    """``value`` as JSON with one record a line, so that a diff shows which cases changed.
+    """Return ``value`` as JSON with one record per line, so that a diff shows which cases changed.
 
-    A record is an element of a list that holds no list of records itself. What is short has a line,
-    and so has a list of numbers.
+    A record is an element of a list and contains no list of records itself. Short values and lists
+    of numbers take one line.
     """
     line = json.dumps(value)
     parts = list(value.values()) if isinstance(value, dict) else value
@@ -95,7 +97,7 @@ def _holds_records(value: Any) -> bool:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A result file. ``ValueError`` where it is none, or of another schema."""
+    """Load a result file. Raises ``ValueError`` if it is not one, or has another schema."""
     try:
         data = json.loads(path.read_text())
     except ValueError as error:
@@ -116,14 +118,14 @@ def _cpu() -> str:
 
 
 def _commit() -> str:
-    """The checkout's commit, with ``+`` where files differ from it; "" outside a checkout."""
+    """Return the checkout's commit, with ``+`` if files differ from it; "" outside a checkout."""
     git = ["git", "-C", str(_PACKAGE)]
     dirty = _said([*git, "status", "--porcelain", "--", "."])
     return _said([*git, "rev-parse", "--short", "HEAD"]) + ("+" if dirty else "")
 
 
 def _said(command: list[str]) -> str:
-    """What a command prints, "" where it is not there or fails."""
+    """Return the output of a command, "" if it is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

@@ -1,8 +1,8 @@
-"""What the timing model of an MI300X says beside what was measured on one.
+"""Compares the timing model of an MI300X with measurements on one.
 
-A model, not measured: every figure of it stands under the key ``model``. What a kernel takes comes
-from ``mi300x_costs.json``, by the digest of the code object that runs, so that nothing is emulated
-where time counts; for other code the emulator makes it here, where it is.
+Model, not measured: every figure of the model is under the key ``model``. The costs of a kernel
+come from ``mi300x_costs.json``, by the digest of the code object that runs, so that nothing is
+emulated during measurements. Costs of other code are computed by the emulator, if it is installed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LEFT_OUT = (
 
 
 def why_not_here() -> str | None:
-    """Why the suite does not run on this machine; None on a whole MI300X."""
+    """Return why the suite does not run on this machine; None on a whole MI300X."""
     if not torch.cuda.is_available():
         return "it needs an MI300X, and there is no GPU"
     here = devices.of(torch.device("cuda", 0))
@@ -53,8 +53,8 @@ def why_not_here() -> str | None:
 
 
 def saved(live: bool | None = None) -> Table:
-    """The saved costs. ``live``: whether those of other code are made here; by default where the
-    emulator is."""
+    """Return the saved costs. ``live``: compute the costs of other code here; by default if the
+    emulator is installed."""
     records = json.loads(COSTS.read_text())["kernels"] if COSTS.exists() else []
     if live is None:
         live = runtime_timing.why_unavailable() is None
@@ -62,7 +62,8 @@ def saved(live: bool | None = None) -> Table:
 
 
 def reckon(cell: Cell, table: Table) -> Reckoned:
-    """The model's seconds of a cell. Raises NoCostsError with the reason where there are none."""
+    """Return the model's seconds of a cell. Raises NoCostsError with the reason if there are
+    none."""
     if cell.lengths or cell.layers or cell.window >= 0 or cell.passes == "both":
         raise NoCostsError("the model takes dense attention without a window, one pass at a time")
     if cell.fp8 in ("quantize", "rotate", "copy") or cell.timed == "host":
@@ -82,7 +83,7 @@ def reckon(cell: Cell, table: Table) -> Reckoned:
 
 
 def _problem_and_plan(cell: Cell) -> tuple[Any, Any]:
-    """As ``peers`` calls pyfa for it, on an MI300X."""
+    """Return problem and plan as ``peers`` calls pyfa, on an MI300X."""
     wide = getattr(torch, "float8_e4m3fnuz" if cell.fp8 == "inputs" else cell.dtype)
     narrow = torch.float8_e4m3fnuz if cell.fp8 else wide
 
@@ -119,8 +120,8 @@ def beside(
     table: Table | None = None,
     on_progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Puts the model's figures into pyfa's ``rows``, under ``model``, and says which constant of it
-    was wrong: plain data, for a result."""
+    """Add the model's figures to pyfa's ``rows``, under ``model``, and return which constant of the
+    model best explains the difference: plain data, for a result."""
     table = table or saved()
     by_name = {(cell.suite, cell.name): cell for cell in cells}
     mine = [row for row in rows if row["peer"] == "pyfa"]
@@ -182,8 +183,8 @@ HEAD = (
 
 
 def table(rows: Iterable[Mapping[str, Any]]) -> list[list[str]]:
-    """A line for each row that the model was asked for: HEAD. ``measured/model``: seconds, by the
-    nearest of the range; 1 inside of it."""
+    """Return a line for each row with a model figure, with the columns HEAD. ``measured/model``:
+    measured seconds over the nearest end of the range; 1 inside the range."""
     found = []
     for row in rows:
         model = row.get("model")

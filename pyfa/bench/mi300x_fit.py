@@ -1,9 +1,9 @@
-"""Which single constant of the timing model explains best what was measured beside it.
+"""Which single constant of the timing model best explains its difference from measurements.
 
-The model gives two ends of seconds for each cell, and with each constant changed. Where between the
-ends the device stands is left free, one number for all cells. A constant is named where changing it
-alone, within its range or beyond, explains the measured times clearly better than changing none,
-and clearly better than changing any other.
+For each cell the model gives a range of seconds, also with each constant changed. The position of
+the device between the two ends is a free parameter, the same for all cells. A constant is named if
+changing it alone, within its range or beyond, explains the measured times clearly better than
+changing none, and clearly better than changing any other.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ Array = npt.NDArray[np.float64]
 
 
 class Point(NamedTuple):
-    """A cell: seconds measured, their relative error with the model's own, and the model's seconds
-    at both ends, also with each constant changed (``runtime_sensitivity.Reckoned.changed``)."""
+    """A cell: measured seconds, their relative error (including the model's own), and the model's
+    seconds at both ends, also with each constant changed
+    (``runtime_sensitivity.Reckoned.changed``)."""
 
     name: str
     measured: float
@@ -68,8 +69,8 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Found:
-    """The best that one constant can do: its value, whether that is beyond its range, and the
-    relative distance of measured and model that remains (rms)."""
+    """The best fit with one constant: its value, whether that is beyond its range, and the
+    remaining relative distance between measurement and model (rms)."""
 
     constant: str
     value: float
@@ -83,8 +84,9 @@ class Found:
 
 @dataclass(frozen=True)
 class Verdict:
-    """``named``: the constant that was wrong, or "". ``rms``: with none changed. ``between``: where
-    the device stands, 0 at ``low`` and 1 at ``high``. ``found``: all constants, the best first."""
+    """``named``: the constant that best explains the difference, or "". ``rms``: the distance with
+    no constant changed. ``between``: the position of the device, 0 at ``low`` and 1 at ``high``.
+    ``found``: all constants, the best first."""
 
     named: str
     alike: tuple[str, ...]
@@ -95,12 +97,12 @@ class Verdict:
     sentence: str
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         return asdict(self)
 
 
 def fit(points: Sequence[Point], known: Mapping[str, Constant]) -> Verdict:
-    """The verdict over ``points``; FEWEST at least."""
+    """Return the verdict over ``points``, of which at least FEWEST are needed."""
     measured = np.log([one.measured for one in points])
     errors = np.array([one.error for one in points])
     ends = np.log([one.seconds for one in points]).T
@@ -126,7 +128,7 @@ def fit(points: Sequence[Point], known: Mapping[str, Constant]) -> Verdict:
 
 
 def _curves(name: str, constant: Constant, points: Sequence[Point], ends: Array) -> Array:
-    """Logarithms of the seconds: ends × positions of the constant × cells."""
+    """Return logarithms of the seconds: ends × positions of the constant × cells."""
     both = []
     for end in range(2):
         rows = []
@@ -146,7 +148,8 @@ def _curves(name: str, constant: Constant, points: Sequence[Point], ends: Array)
 
 
 def _best(measured: Array, errors: Array, curves: Array) -> tuple[float, float, float, int]:
-    """Of curves (ends × positions × cells): the least chi squared, its rms, and where it is."""
+    """Return the least chi squared over curves (ends × positions × cells), its rms, and its
+    position."""
     low, high = curves
     mixed = low[None] + _STEPS[:, None, None] * (high - low)[None]
     off = measured - mixed
@@ -203,7 +206,7 @@ def _name(one: Found) -> str:
 
 
 def _told(one: Found) -> str:
-    """A constant with its range and its value, and what it leaves."""
+    """Describe a constant with its range and value, and the distance that remains."""
     least, most = one.range
     scale, unit = {"Hz": (1e9, "GHz"), "B/s": (1e12, "TB/s"), "s": (1e-6, "us")}.get(
         one.unit, (1.0, one.unit)

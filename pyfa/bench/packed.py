@@ -1,5 +1,5 @@
-"""Sequences of different lengths, packed one behind the other: peers that take them so, and peers
-that get a call for each."""
+"""Sequences of different lengths, packed: peers with a packed call, and peers that get one call per
+sequence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def inputs(cell: Cell, device: torch.device) -> tuple[Inputs, torch.Tensor, torch.Tensor]:
-    """q, k, v as (total, heads, head_dim), the gradient of the output, and cu_seqlens."""
+    """Return q, k, v as (total, heads, head_dim), the gradient of the output, and cu_seqlens."""
     generator = torch.Generator(device).manual_seed(0)
     dtype = getattr(torch, cell.dtype)
 
@@ -52,8 +52,8 @@ def by_pyfa(
 
 
 def by_package(name: str, cell: Cell, device: torch.device) -> Ready:
-    """flash-attention's own packages, which do not agree on the order of these arguments; the
-    longest lengths not all of them have."""
+    """Prepare flash-attention's own packages, which differ in the order of these arguments and in
+    whether they take maximum lengths."""
     function = importlib.import_module(name).flash_attn_varlen_func
     leaves, dout, cu = inputs(cell, device)
     options: dict[str, Any] = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "causal": cell.causal}
@@ -71,7 +71,7 @@ def by_package(name: str, cell: Cell, device: torch.device) -> Ready:
 def one_by_one(
     attend_for: Callable[[Cell, torch.device], Attend], cell: Cell, device: torch.device
 ) -> Ready:
-    """A call for each sequence, put together again."""
+    """Call the peer for each sequence and concatenate the results."""
     leaves, dout, _ = inputs(cell, device)
     attend = attend_for(cell, device)
 

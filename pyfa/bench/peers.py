@@ -1,6 +1,6 @@
-"""Who takes part: pyfa, and what else computes attention in this environment.
+"""The libraries that are compared: pyfa, and others in this environment that compute attention.
 
-Each peer gets its inputs in the layout that it likes best, made outside of what is timed.
+Each peer gets its inputs in its preferred layout; making them is not timed.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ Prepare = Callable[[Cell, torch.device], Ready]
 
 
 class Peer(NamedTuple):
-    """``prepare`` gives a ``Ready``, or raises where it cannot run the cell; ``why_not`` says what
-    the environment lacks, for a device type. ``packed`` is ``prepare`` for packed sequences, and
-    ``attend`` what it puts into a model, and ``float8`` is ``prepare`` for such cells; None where
-    it is not asked."""
+    """A library to compare with. ``prepare`` returns a ``Ready``, or raises if the library cannot
+    run the cell; ``why_not`` says what the environment lacks, for a device type. ``packed`` and
+    ``float8`` are the same as ``prepare`` for packed and float8 cells. ``attend`` makes the
+    attention function for a model. ``packed``, ``float8`` and ``attend`` are None if the library
+    does not take part in such cells. ``within`` makes the context in which packed
+    cells and models run."""
 
     name: str
     meaning: str
@@ -43,7 +45,7 @@ class Peer(NamedTuple):
     float8: Prepare | None = None
 
     def ready(self, cell: Cell, device: torch.device) -> Ready:
-        """``prepare`` for what kind of cell it is. Raises where the peer cannot run it."""
+        """Prepare the peer for the kind of cell. Raises if the peer cannot run it."""
         if cell.layers:
             if self.attend is None:
                 raise ValueError("no model is made of it here")
@@ -60,7 +62,7 @@ class Peer(NamedTuple):
 
 
 def inputs(cell: Cell, device: torch.device) -> tuple[Inputs, torch.Tensor]:
-    """q, k, v as (batch, seqlen, heads, head_dim), and the gradient of the output."""
+    """Return q, k, v as (batch, seqlen, heads, head_dim), and the gradient of the output."""
     generator = torch.Generator(device).manual_seed(0)
     dtype = getattr(torch, cell.dtype)
 
@@ -76,7 +78,7 @@ def inputs(cell: Cell, device: torch.device) -> tuple[Inputs, torch.Tensor]:
 
 
 def _heads_first(cell: Cell, device: torch.device, *, copied: bool) -> tuple[Inputs, torch.Tensor]:
-    """``inputs`` as (batch, heads, seqlen, head_dim): views, or tensors of that order."""
+    """Return ``inputs`` as (batch, heads, seqlen, head_dim): views, or tensors in that order."""
     (q, k, v), dout = inputs(cell, device)
     turned = [x.detach().transpose(1, 2) for x in (q, k, v, dout)]
     if copied:
@@ -120,7 +122,7 @@ def _pyfa(
 
 
 def _visible(cell: Cell, rows: int, keys: int, device: torch.device) -> torch.Tensor | None:
-    """What a causal cell's queries see, as a matrix; None where that is all."""
+    """Return the mask of a causal cell as a matrix; None if nothing is masked."""
     if not cell.causal or rows <= 1:
         return None
     visible = torch.ones(rows, keys, dtype=torch.bool, device=device).tril(keys - rows)
@@ -206,7 +208,8 @@ def _naive(cell: Cell, device: torch.device) -> Ready:
 
 
 def _eager(cell: Cell, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Of (batch, heads, seqlen, head_dim); heads of a group are not copied."""
+    """Compute attention of (batch, heads, seqlen, head_dim) without copying the heads of a
+    group."""
     grouped = q.unflatten(1, (cell.heads_k, -1))
     score = grouped @ k[:, :, None].transpose(-1, -2) * cell.head_dim**-0.5
     visible = _visible(cell, q.shape[2], k.shape[2], q.device)
@@ -225,8 +228,8 @@ def _naive_attend(cell: Cell, device: torch.device) -> Attend:
 
 
 def _package(name: str, cell: Cell, device: torch.device) -> Ready:
-    """flash-attention's own packages: ``flash_attn`` (2), ``flash_attn_interface`` (3) and
-    ``flash_attn.cute`` (4), which has no function of a cache."""
+    """Prepare one of flash-attention's own packages: ``flash_attn`` (2), ``flash_attn_interface``
+    (3) or ``flash_attn.cute`` (4), which has no function for a cache."""
     leaves, dout = inputs(cell, device)
     module = importlib.import_module(name)
     if not cell.cache or not hasattr(module, "flash_attn_with_kvcache"):
@@ -344,11 +347,11 @@ def _forced(backend: str) -> Peer:
 
 
 def chosen(wanted: list[str] | None, device: str) -> tuple[list[Peer], dict[str, str]]:
-    """Who takes part, pyfa first, and why the others do not.
+    """Return the peers that take part, pyfa first, and why the others do not.
 
-    By default all that the environment has (``sdpa`` only on a CPU: on a GPU it is one of the
-    others); pyfa with deterministic gradients, or with a backend that is named, where it is wanted.
-    ``ValueError`` for a name that is none, or one that cannot take part here.
+    By default these are all that the environment has (``sdpa`` only on a CPU: on a GPU it is one of
+    the others). pyfa takes part with deterministic gradients or with a named backend, if requested.
+    Raises ``ValueError`` for an unknown name, or one that cannot take part here.
     """
     if wanted is None:
         lacking = {name: peer.why_not(device) for name, peer in PEERS.items()}

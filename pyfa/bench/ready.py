@@ -13,8 +13,8 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Ready(NamedTuple):
-    """``forward`` gives the output of ``leaves``, which ``dout`` fits. What is timed runs inside
-    ``within``; ``step``, where there is one, is what is timed instead of forward and gradients."""
+    """``forward`` returns the output of ``leaves``; ``dout`` is its gradient. The timed code runs
+    inside ``within``. If ``step`` is given, it is timed instead of forward and gradients."""
 
     forward: Callable[[], torch.Tensor]
     leaves: tuple[torch.Tensor, ...]

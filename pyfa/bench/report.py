@@ -1,8 +1,8 @@
-"""``pyfa bench --report``: one HTML file of result files, readable on its own, and its pictures.
+"""``pyfa bench --report``: one self-contained HTML file from result files, and its pictures.
 
-Nothing in it is loaded from elsewhere: pictures are inline SVG. Beside it each is a file too, for
-other pages to show. Every section says what it shows,
-how that was measured, and where; a result without an environment is refused.
+The file loads nothing: pictures are inline SVG. Each picture is also written as a separate file,
+for use in other pages. Every section says what it shows, how that was measured, and where. A result
+without an environment is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TEMPLATE = Path(__file__).with_name("report.html.j2")
 
 
 class Result(NamedTuple):
-    """A result file's name and its content, with an environment."""
+    """The name of a result file and its content, which includes ``environment``."""
 
     name: str
     data: Mapping[str, Any]
@@ -43,7 +43,7 @@ _MAKERS: dict[str, Callable[[str, Mapping[str, Any]], list[Section]]] = {
 
 
 def require() -> None:
-    """``ValueError`` where a package that a report needs is missing."""
+    """Raise ``ValueError`` if a package that a report needs is missing."""
     charts.require("--report")
     if importlib.util.find_spec("jinja2") is None:
         raise ValueError(
@@ -52,7 +52,7 @@ def require() -> None:
 
 
 def checked(name: str, data: Mapping[str, Any]) -> Result:
-    """A result, or ``ValueError`` where it does not say what it was measured on."""
+    """Return a result, or raise ``ValueError`` if it does not say what it was measured on."""
     environment = data.get("environment")
     lacking = [key for key in _NEEDED if not (environment or {}).get(key)]
     if lacking:
@@ -62,10 +62,10 @@ def checked(name: str, data: Mapping[str, Any]) -> Result:
 
 
 def newest(results: Sequence[Result]) -> tuple[list[Result], list[str]]:
-    """The newest file of each suite, backend and GPU, and the names of the others.
+    """Return the newest file of each suite, backend and GPU, and the names of the others.
 
-    Of one day, that with the most rows. pyfa compared with itself alone is another question than
-    pyfa compared with others.
+    Among files of one day, the one with the most rows counts as the newest. Files that compare pyfa
+    only with itself are kept apart from files that compare it with others.
     """
     best: dict[object, Result] = {}
     for result in results:
@@ -92,7 +92,7 @@ def _age(result: Result) -> tuple[str, int]:
 
 
 def read(paths: Sequence[Path]) -> list[Result]:
-    """Result files, and those of folders, in the order of their names."""
+    """Read result files, and those in folders, in the order of their names."""
     files: list[Path] = []
     for path in paths:
         files += sorted(path.glob("*.json")) if path.is_dir() else [path]
@@ -102,9 +102,9 @@ def read(paths: Sequence[Path]) -> list[Result]:
 
 
 def write(folder: Path, results: Sequence[Result], older: bool = False) -> Path:
-    """Write ``index.html`` and ``pictures/*.svg`` into ``folder``, which is made where missing.
+    """Write ``index.html`` and ``pictures/*.svg`` into ``folder``, which is created if missing.
 
-    ``older``: all files of a suite, not the newest alone.
+    ``older``: show all files of a suite, not only the newest.
     """
     import jinja2
 
@@ -137,7 +137,7 @@ def write(folder: Path, results: Sequence[Result], older: bool = False) -> Path:
 
 
 def _against_fastest(speeds: Sequence[Section]) -> str:
-    """Over every suite, pyfa's mean speed over that of the peer that does best there."""
+    """Return, over every suite, pyfa's mean speed divided by that of the best peer there."""
     ratios = {
         each.suite: min(each.means.values())
         for each in speeds

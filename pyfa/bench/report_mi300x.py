@@ -1,4 +1,4 @@
-"""The sections of a report that show the timing model of an MI300X: a model, not measured."""
+"""The sections of a report that show the timing model of an MI300X: model, not measured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HOW = (
 
 
 def beside(name: str, data: Mapping[str, Any]) -> list[Section]:
-    """Measured and model, of results from an MI300X."""
+    """Show measurement and model, for results from an MI300X."""
     found = data["mi300x"]
     return [
         Section(
@@ -34,7 +34,7 @@ def beside(name: str, data: Mapping[str, Any]) -> list[Section]:
 
 
 def own(name: str, data: Mapping[str, Any]) -> list[Section]:
-    """The model's figures for pyfa's kernels: benchmarks/mi300x_own.py."""
+    """Show the model's figures for pyfa's kernels: benchmarks/mi300x_own.py."""
     rows = []
     for one in data["problems"]:
         busy = "; ".join(

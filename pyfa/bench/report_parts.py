@@ -1,4 +1,4 @@
-"""What a section of a report is made of."""
+"""The elements of a section of a report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 class Picture(NamedTuple):
-    """``svg`` is an element, ``caption`` says what it shows; ``name`` no other of a report has."""
+    """``svg`` is an element, ``caption`` says what it shows, and ``name`` is unique in the
+    report."""
 
     svg: str
     caption: str
@@ -21,7 +22,7 @@ class Picture(NamedTuple):
 
     @property
     def file(self) -> str:
-        """What the picture is called as a file of its own."""
+        """Return the picture's file name."""
         words = re.sub(r"[^\w]+", "-", self.name.replace(".json", ""))
         return f"{words.strip('-')}.svg"
 
@@ -57,9 +58,9 @@ QUESTIONS = {
 
 
 class Section(NamedTuple):
-    """``shows`` is a sentence or two on what there is to see, ``how`` on how it was measured, and
-    ``where`` the environment. ``answer`` is what it says to its question, in a line; ``means`` are
-    the geometric means of pyfa's speed over each peer's, of ``suite`` on ``ran_on``."""
+    """``shows`` says in a sentence or two what the section shows, ``how`` how it was measured, and
+    ``where`` the environment. ``answer`` answers its question in a line. ``means`` are the
+    geometric means of pyfa's speed over each peer's, of ``suite`` on ``ran_on``."""
 
     question: str
     order: int
@@ -76,12 +77,12 @@ class Section(NamedTuple):
 
 
 def gpu(data: Mapping[str, Any]) -> str:
-    """What a result ran on: a GPU's name, or the CPU."""
+    """Return what a result ran on: a GPU's name, or the CPU."""
     return str(data["environment"].get("gpu") or "CPU")
 
 
 def where(name: str, data: Mapping[str, Any]) -> str:
-    """The environment in a line, with the clocks where they were recorded."""
+    """Return the environment in a line, with the clocks if they were recorded."""
     found = data["environment"]
     machine = found.get("gpu") or f"{found.get('cpu')}, {found.get('cores')} cores"
     parts = [f"{name}: {machine}"]

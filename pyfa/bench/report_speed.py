@@ -44,8 +44,8 @@ Rows = dict[str, dict[str, Mapping[str, Any]]]
 
 
 def sections(name: str, data: Mapping[str, Any]) -> list[Section]:
-    """A section a suite of a result of ``pyfa bench``, and one of the timing model beside them
-    where the results are from an MI300X."""
+    """Return one section per suite of a result of ``pyfa bench``, and one that compares with the
+    timing model if the results are from an MI300X."""
     found = report_mi300x.beside(name, data) if "mi300x" in data else []
     for suite in data["suites"]:
         if suite == MI300X:
@@ -105,13 +105,13 @@ def _value(by_peer: Mapping[str, Mapping[str, Any]], peer: str) -> float:
 
 
 def _ratio(by_peer: Mapping[str, Mapping[str, Any]], peer: str) -> float:
-    """How many times pyfa's speed is that of a peer; NaN where one has none."""
+    """Return pyfa's speed divided by that of a peer; NaN if one of them has none."""
     theirs, ours = (by_peer.get(one, {}).get("seconds") for one in (peer, "pyfa"))
     return float(theirs["median"] / ours["median"]) if theirs and ours else math.nan
 
 
 def _means(rows: Rows, peers: list[str]) -> dict[str, float]:
-    """Geometric means of pyfa's speed over each peer's."""
+    """Return geometric means of pyfa's speed over each peer's."""
     found = {peer: [_ratio(by, peer) for by in rows.values()] for peer in peers if peer != "pyfa"}
     there = {peer: [r for r in ratios if not math.isnan(r)] for peer, ratios in found.items()}
     return {peer: statistics.geometric_mean(ratios) for peer, ratios in there.items() if ratios}
@@ -129,7 +129,7 @@ def _summary(rows: Rows, peers: list[str]) -> str:
 
 
 def _by_length(name: str, suite: str, rows: Rows, peers: list[str]) -> list[Picture]:
-    """Speed against the sequence length: a picture for each head dim, full and causal."""
+    """Show speed over the sequence length: a picture for each head dim, full and causal."""
     kinds: dict[tuple[int, bool], dict[str, list[tuple[float, float]]]] = {}
     for by in rows.values():
         problem = next(iter(by.values()))["problem"]
@@ -149,7 +149,7 @@ def _by_length(name: str, suite: str, rows: Rows, peers: list[str]) -> list[Pict
 
 
 def device_of(data: Mapping[str, Any]) -> Device | None:
-    """The named device that the results are from."""
+    """Return the named device that the results are from."""
     gpu = data["environment"].get("gpu") or ""
     return next((one for key, one in DEVICES.items() if key.split("-")[0] in gpu.split()), None)
 
@@ -221,7 +221,7 @@ def _table(rows: Rows, peers: list[str], unit: str) -> Table:
 
 
 def lengths(name: str, data: Mapping[str, Any]) -> list[Section]:
-    """Naive against pyfa over the sequence length: benchmarks/naive_vs_pyfa.py."""
+    """Show naive attention and pyfa over the sequence length: benchmarks/naive_vs_pyfa.py."""
     pictures = []
     for kind in ("forward", "training"):
         rows = [row for row in data["lengths"] if row["kind"] == kind]
@@ -268,7 +268,7 @@ def lengths(name: str, data: Mapping[str, Any]) -> list[Section]:
 
 
 def _longest(data: Mapping[str, Any]) -> str:
-    """Memory of both sides at the longest length that both measured."""
+    """Return the memory of both sides at the longest length that both measured."""
     found: dict[tuple[str, int], dict[str, float]] = {}
     for row in data["lengths"]:
         if row.get("extra_bytes"):
@@ -283,7 +283,7 @@ def _longest(data: Mapping[str, Any]) -> str:
 
 
 def traffic(name: str, data: Mapping[str, Any]) -> list[Section]:
-    """DRAM bytes and L2 sectors by ncu beside the model: benchmarks/hbm_traffic.py."""
+    """Compare DRAM bytes and L2 sectors from ncu with the model: benchmarks/hbm_traffic.py."""
     head = ["", "compulsory MB", "DRAM, estimated", "DRAM, ncu", "requested MB", "L2, ncu"]
     keys = ("compulsory_bytes", "estimated_bytes", "dram_bytes", "requested_bytes", "l2_bytes")
     rows = [row for row in data["traffic"] if "dram_bytes" in row]

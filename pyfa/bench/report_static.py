@@ -1,4 +1,4 @@
-"""The sections of a report that show what needs no GPU: machine code, conformance, figures."""
+"""The sections of a report that need no GPU: machine code, conformance, figures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .report_parts import CORRECT, MI300X, Cell, Section, Table, drawn, gpu, pla
 
 
 def hip(name: str, data: Mapping[str, Any]) -> list[Section]:
-    """Registers, LDS and static bounds of the HIP forward: benchmarks/hip_static.py."""
+    """Show registers, LDS and static bounds of the HIP forward: benchmarks/hip_static.py."""
     plans = data["plans"]
     shown = [plan for plan in plans if "plain" in plan["title"] and "bf16" in plan["title"]]
     bounds = {
@@ -48,7 +48,7 @@ def hip(name: str, data: Mapping[str, Any]) -> list[Section]:
 
 
 def conformance(name: str, data: Mapping[str, Any]) -> list[Section]:
-    """How a backend did in the suite, and what came closest to the rule's bounds."""
+    """Show a backend's result in the suite, and the cases closest to the bounds."""
     counts = data["counts"]
     # Those of other archs, run on this one; else a word that says they are its own.
     tiles = data.get("tiles")

@@ -1,4 +1,4 @@
-"""Runs suites: every peer at every cell, in rounds that take turns."""
+"""Runs suites: every peer at every cell, in rounds in which the peers take turns."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ OnProgress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Effort:
-    """``rounds`` in which the peers take turns, so that load and clocks strike all alike, and the
-    ``seconds`` of samples that each has in a round."""
+    """``rounds`` in which the peers take turns, so that load and clocks affect all alike, and
+    ``seconds`` of samples per peer and round."""
 
     rounds: int = 3
     seconds: float = 0.03
@@ -38,12 +38,13 @@ def run(
     effort: Effort | None = None,
     on_progress: OnProgress | None = None,
 ) -> dict[str, Any]:
-    """The results of ``suites`` on this machine's GPU, or else its CPU. By default of all but those
-    ``BY_NAME_ALONE``.
+    """Return the results of ``suites`` on this machine's GPU, or else its CPU. By default runs all
+    suites but those in ``BY_NAME_ALONE``.
 
-    Plain data: who took part and who not and why, clocks before and after, and a row for every
-    cell and peer with median and quartiles of seconds, or with the reason that it has none. On an
-    MI300X pyfa's rows also have what the timing model says (``mi300x.beside``).
+    The result is plain data: which peers took part and why others did not, clocks before and after,
+    and a row for every cell and peer. A row has median and quartiles of seconds, or the reason why
+    there are none. On an MI300X pyfa's rows also have the timing model's figures
+    (``mi300x.beside``).
     """
     for name in suites or ():
         if name not in SUITES:
@@ -84,7 +85,8 @@ def run(
 
 
 def _backend(device: torch.device, named: str | None) -> str | None:
-    """What pyfa chooses here for plain attention in bfloat16; a cell may be of another."""
+    """Return the backend that pyfa chooses here for plain attention in bfloat16; a cell may use
+    another."""
     x = torch.zeros(1, 128, 8, 64, dtype=torch.bfloat16, device=device)
     return pyfa.explain(x, x, x, causal=True, backend=named).chosen
 
@@ -92,7 +94,7 @@ def _backend(device: torch.device, named: str | None) -> str | None:
 def _measure(
     cell: Cell, taking_part: Iterable[Peer], clock: Clock, effort: Effort
 ) -> list[dict[str, Any]]:
-    """A row for each peer at one cell."""
+    """Return a row for each peer at one cell."""
     timers: dict[str, tuple[Ready, Callable[[float], list[float]]]] = {}
     failed = {}
     for peer in taking_part:
@@ -125,7 +127,7 @@ def _measure(
 
 
 def _call(cell: Cell, ready: Ready) -> Callable[[], object]:
-    """What is timed."""
+    """Return the function to be timed."""
     if ready.step is not None:
         return ready.step
     forward, leaves, dout = ready.forward, ready.leaves, ready.dout

@@ -1,4 +1,4 @@
-"""What is measured: a suite is a list of cells, each one problem and a way to time it."""
+"""The suites: a suite is a list of cells, each one problem and a way to time it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Cell:
     """One problem. ``passes``: ``forward``, ``backward`` (alone) or ``both``; ``timed``: ``device``
     with a cold cache, ``replay`` of a graph with a warm one, or ``host``; ``unit`` of its value.
 
-    ``window``: keys to the left that a causal query sees, −1 for all. ``lengths``: those of a
-    packed batch, whose longest is ``seqlen_q``. ``layers``: of a GPT with a ``vocabulary``, of
-    which a training step is the cell; 0 where attention alone is. ``fp8``: what is of float8, all
-    "inputs" or the "cache" under queries of ``dtype``; or what makes them is timed, "quantize" or
-    "rotate" (with the rotation), and "copy", which moves as many tensors unchanged.
-    ``head_dim_v``: that of V where it is not ``head_dim``, else 0. ``deterministic``: whether
-    gradients are asked for that are the same bits on every run.
+    ``window``: keys to the left that a causal query sees, −1 for all. ``lengths``: the lengths of a
+    packed batch; the longest is ``seqlen_q``. ``layers``: number of layers of a GPT with
+    ``vocabulary``, whose training step is timed; 0 to time attention only. ``fp8``: "inputs" if all
+    inputs are float8, or "cache" for a float8 cache with queries of ``dtype``. With "quantize" or
+    "rotate" (quantize with the rotation) the conversion is timed, with "copy" a copy of as many
+    tensors. ``head_dim_v``: the head_dim of V if it differs from ``head_dim``, else 0.
+    ``deterministic``: whether gradients must have the same bits on every run.
     """
 
     suite: str
@@ -51,12 +51,12 @@ class Cell:
 
     @property
     def dim_v(self) -> int:
-        """V's head_dim."""
+        """Return V's head_dim."""
         return self.head_dim_v or self.head_dim
 
     @property
     def name(self) -> str:
-        """Unique in its suite: what two result files are matched by."""
+        """Return the cell's name, unique in its suite; result files are matched by it."""
         parts = [
             f"D={_pair(self.head_dim, self.dim_v)}",
             f"B={self.batch}",
@@ -84,10 +84,11 @@ class Cell:
 
     @property
     def flops(self) -> float:
-        """4·B·H·Sq·Sk·D, half of it under a causal mask, 2.5 times it for backward.
+        """Return 4·B·H·Sq·Sk·D, half of it with a causal mask, 2.5 times it for backward.
 
-        Of forward's two products one is of D and one of V's, of backward's five three and two. The
-        field's half counts a diagonal too few; with a window exactly the visible pairs count.
+        One of forward's two products has head_dim D and one has V's; of backward's five products
+        three have D and two have V's. The half, customary in the field, leaves out part of the
+        diagonal. With a window exactly the visible pairs count.
         """
         lengths = self.lengths or (self.seqlen_q,) * self.batch
         if self.window >= 0:
@@ -105,12 +106,13 @@ class Cell:
 
     @property
     def tokens(self) -> int:
-        """Of all sequences' queries."""
+        """Return the number of query tokens of all sequences."""
         return sum(self.lengths) or self.batch * self.seqlen_q
 
     @property
     def bytes_moved(self) -> int:
-        """K and V, read once; or all that ``quantize`` or a copy reads and writes."""
+        """Return the bytes of K and V, read once; or everything that ``quantize`` or a copy reads
+        and writes."""
         width = 4 if self.dtype == "float32" else 2
         of_keys = self.batch * self.seqlen_k * self.heads_k * (self.head_dim + self.dim_v)
         if self.fp8 in ("quantize", "rotate", "copy"):
@@ -119,7 +121,7 @@ class Cell:
         return of_keys * (1 if self.fp8 else width)
 
     def value(self, seconds: float) -> float:
-        """``seconds`` in the cell's unit."""
+        """Convert ``seconds`` to the cell's unit."""
         if self.unit == "TFLOP/s":
             return self.flops / seconds / 1e12
         if self.unit == "TB/s":
@@ -137,7 +139,8 @@ def _pair(first: int, second: int) -> str:
 
 
 def _matrix(suite: str, passes: str, gpu: bool) -> list[Cell]:
-    """Batch · seqlen = 16,384 and heads · head_dim = 2,048, as flash-attention measures itself."""
+    """Return cells with batch · seqlen = 16,384 and heads · head_dim = 2,048, as in
+    flash-attention's own benchmark."""
     dims, lengths = ((128, 64, 256), (16384, 4096, 1024)) if gpu else ((64,), (512, 128))
     tokens, width, dtype = (16384, 2048, "bfloat16") if gpu else (512, 256, "float32")
     return [
@@ -150,7 +153,8 @@ def _matrix(suite: str, passes: str, gpu: bool) -> list[Cell]:
 
 
 def _decode(gpu: bool) -> list[Cell]:
-    """One query a sequence against a long cache, eight or four heads sharing each key head."""
+    """Return cells of one query per sequence with a long cache; eight or four heads share each KV
+    head."""
     shapes = ((1, 65536), (8, 32768), (64, 8192)) if gpu else ((1, 8192), (4, 2048))
     heads, heads_k, dim, dtype = (32, 8, 128, "bfloat16") if gpu else (8, 2, 64, "float32")
     return [
@@ -160,7 +164,7 @@ def _decode(gpu: bool) -> list[Cell]:
 
 
 def _small(gpu: bool) -> list[Cell]:
-    """Grids that do not fill the device."""
+    """Return cells whose grids do not fill the device."""
     heads, lengths = ((8, 32), (128, 512, 2048, 8192)) if gpu else ((2,), (16, 64, 128))
     dim, dtype, timed = (128, "bfloat16", "replay") if gpu else (64, "float32", "device")
     return [
@@ -170,7 +174,7 @@ def _small(gpu: bool) -> list[Cell]:
 
 
 def _host(gpu: bool) -> list[Cell]:
-    """A problem so small that its time is the host's."""
+    """Return cells so small that the host's time dominates."""
     sizes = (1, 128, 128, 8, 8, 64) if gpu else (1, 16, 16, 2, 2, 64)
     dtype = "bfloat16" if gpu else "float32"
     ways = (("forward", False), ("forward", True), ("both", True))
@@ -181,7 +185,8 @@ def _host(gpu: bool) -> list[Cell]:
 
 
 def _varlen(gpu: bool) -> list[Cell]:
-    """Packed sequences, forward and training: of lengths that halve, and all of one length."""
+    """Return cells with packed sequences, forward and training: with lengths that halve, and with
+    equal lengths."""
     total, longest, heads, dim = (16384, 8192, 16, 128) if gpu else (256, 128, 2, 64)
     dtype = "bfloat16" if gpu else "float32"
     halving = tuple(longest >> n for n in range(4))
@@ -194,7 +199,7 @@ def _varlen(gpu: bool) -> list[Cell]:
 
 
 def _window(gpu: bool) -> list[Cell]:
-    """A causal query sees this many keys to its left."""
+    """Return cells with causal queries that see this many keys to their left."""
     length, widths, heads, dim = (16384, (1024, 4096), 16, 128) if gpu else (128, (16, 50), 2, 64)
     dtype = "bfloat16" if gpu else "float32"
     return [
@@ -205,8 +210,8 @@ def _window(gpu: bool) -> list[Cell]:
 
 
 def _gqa(gpu: bool) -> list[Cell]:
-    """Heads as large models have them: groups that share keys, one key head for all, and keys
-    that are wider than their values."""
+    """Return cells with the head counts of large models: groups that share keys, one KV head for
+    all, and keys wider than their values."""
     batch, length, dim = (2, 8192, 128) if gpu else (1, 64, 64)
     heads = ((32, 8), (64, 8), (16, 1)) if gpu else ((4, 2), (4, 1))
     kinds = [(*each, dim, 0) for each in heads]
@@ -222,7 +227,7 @@ def _gqa(gpu: bool) -> list[Cell]:
 
 
 def _model(gpu: bool) -> list[Cell]:
-    """A training step of a small GPT: forward, gradients of all weights, AdamW."""
+    """Return cells of a training step of a small GPT: forward, gradients of all weights, AdamW."""
     lengths = (1024, 8192) if gpu else (32,)
     tokens, heads, dim, layers, words = (16384, 16, 64, 12, 50304) if gpu else (64, 2, 32, 1, 64)
     dtype = "bfloat16" if gpu else "float32"
@@ -238,7 +243,7 @@ QUANTIZE_BLOCK = 128
 
 
 def _fp8(gpu: bool) -> list[Cell]:
-    """Forward with float8 inputs, beside 16 bits in the same run."""
+    """Return cells of forward with float8 inputs, compared with 16 bits in the same run."""
     dims, lengths = ((128, 64, 256), (16384, 4096)) if gpu else ((64,), (128,))
     tokens, width, dtype = (16384, 2048, "bfloat16") if gpu else (128, 128, "float16")
     return [
@@ -253,7 +258,8 @@ def _fp8(gpu: bool) -> list[Cell]:
 
 
 def _fp8_decode(gpu: bool) -> list[Cell]:
-    """Decode with a float8 cache under 16-bit queries, beside a cache of 16 bits."""
+    """Return cells of decode with a float8 cache and 16-bit queries, compared with a 16-bit
+    cache."""
     shapes = ((8, 32768), (64, 8192)) if gpu else ((2, 256),)
     heads, heads_k, dim, dtype = (32, 8, 128, "bfloat16") if gpu else (4, 2, 64, "float16")
     return [
@@ -264,7 +270,7 @@ def _fp8_decode(gpu: bool) -> list[Cell]:
 
 
 def _quantize(gpu: bool) -> list[Cell]:
-    """What it takes to make float8, beside a copy."""
+    """Return cells for the cost of conversion to float8, compared with a copy."""
     length, heads, dim, dtype = (16384, 16, 128, "bfloat16") if gpu else (128, 2, 64, "float16")
     return [
         Cell("quantize", 1, length, length, heads, heads, dim, False, dtype, unit="TB/s", fp8=kind)
@@ -273,9 +279,9 @@ def _quantize(gpu: bool) -> list[Cell]:
 
 
 def _mi300x() -> list[Cell]:
-    """Each kernel that the timing model knows, on grids that fill the device and on such that do
-    not, long and short, bound by compute units and by memory: for ``mi300x.py``, which runs them on
-    nothing else."""
+    """Return cells for each kernel that the timing model knows, on grids that do and do not fill
+    the device, long and short, bound by compute units and by memory. ``mi300x.py`` runs them, on an
+    MI300X only."""
     sizes = [(4, 16384, 16), (8, 2048, 16), (1, 1024, 16)]  # batch, length, heads
     cells = [
         Cell(MI300X, batch, length, length, heads, heads, dim, causal, "bfloat16")

@@ -1,6 +1,6 @@
 """Three ways to time a call: on the device with a cold cache, by graph replay, and on the host.
 
-All return seconds per call, one number a sample; none sets a clock or a power limit.
+All return seconds per call, one number per sample. None sets a clock or a power limit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Clock:
             torch.cuda.synchronize(self.device)
 
     def timer(self, timed: str, call: Call) -> Callable[[float], list[float]]:
-        """A function of the seconds to spend that gives samples of ``call``, which has run."""
+        """Return a function that maps the seconds to spend to samples of ``call``, which has run
+        before."""
         if timed == "host":
             return lambda seconds: self._host(call, seconds)
         if self.device.type == "cpu":
@@ -69,7 +70,7 @@ class Clock:
         return torch.cuda.Event(enable_timing=True)
 
     def _captured(self, call: Call) -> torch.cuda.CUDAGraph | None:
-        """A graph of ``_REPLAYED`` calls, or None where the call cannot be captured."""
+        """Return a graph of ``_REPLAYED`` calls, or None if the call cannot be captured."""
         try:
             side = torch.cuda.Stream(self.device)
             side.wait_stream(torch.cuda.current_stream(self.device))
@@ -99,7 +100,7 @@ class Clock:
         return samples
 
     def _host(self, call: Call, seconds: float) -> list[float]:
-        """Calls without waiting for the device, which a pause between samples lets catch up."""
+        """Time calls without waiting for the device; a pause between samples lets it catch up."""
         samples = []
         collects = gc.isenabled()
         gc.disable()

@@ -1,7 +1,8 @@
-"""The command line: one module per command, and the one place where its errors become a line.
+"""The command line: one module per command. This module turns errors into a line of text.
 
-A command returns its exit status: 0 good, 1 a check failed or reports differ. What the user got
-wrong is status 2. Only the report goes to stdout; progress and errors go to stderr.
+A command returns its exit status: 0 success; 1 a check failed, reports differ, a kernel does not
+compile or the cache is unusable; 2 a usage error, or the command cannot run here; 130 interrupted.
+Only the report goes to stdout; progress and errors go to stderr.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ _INTERRUPTED = 130
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse's parser, whose errors are one line."""
+    """An argparse parser whose errors take one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(_USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line; each command's function is its ``run``."""
+    """Return the parser of the whole command line; each command's function is its ``run``."""
     top = _Parser(
         prog="pyfa",
         description="Exact attention on AMD, NVIDIA and CPUs.",
@@ -45,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit status."""
+    """Run one command; return its exit status."""
     if sys.stdout is None:  # closed by who started this, so that a report has nowhere to go
         print("pyfa: error: standard output is closed", file=sys.stderr)
         return 1

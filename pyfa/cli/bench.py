@@ -24,10 +24,10 @@ def add(commands: Any) -> None:
     parser = usage.command(
         commands,
         "bench",
-        "time attention and the other libraries installed",
-        "Time attention and the other libraries installed, in rounds in which they take turns: "
-        "all suites, or one. mi300x runs only by name: it holds the timing model to an MI300X "
-        "and says which of its constants was wrong.",
+        "time pyfa and the other installed libraries",
+        "Time pyfa and the other installed libraries, in rounds in which they take turns: all "
+        "suites, or one. mi300x runs only by name: it compares the timing model with an MI300X "
+        "and names the constant of the model that best explains the difference.",
         "pyfa bench forward --peers flash,cudnn --out now.json",
         "pyfa bench forward --against before.json",
         "pyfa bench mi300x --out mi300x.json",
@@ -39,8 +39,8 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--peers",
         metavar="a,b,…",
-        help="other libraries, as flash, cudnn, flex, naive, or pyfa:BACKEND (default: all that "
-        "are installed)",
+        help="other libraries, such as flash, cudnn, flex, naive, or pyfa:BACKEND (default: all "
+        "that are installed)",
     )
     parser.add_argument(
         "--against",
@@ -73,7 +73,7 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Status 1 where a cell is slower than in ``--against``, beyond the spread."""
+    """Run the command; status 1 if a cell is slower than in ``--against``, beyond the spread."""
     if options.suite is not None and options.suite not in _SUITES:
         raise ValueError(f"SUITE: expected one of {', '.join(_SUITES)}; got {options.suite!r}")
     from .. import bench
@@ -112,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    """The report of results that are there."""
+    """Write the report of existing results."""
     from ..bench import report
 
     given = (options.suite, options.peers, options.against, options.out)
@@ -127,7 +127,8 @@ def _wrote(path: Path) -> None:
 
 
 def _print(results: dict[str, Any]) -> None:
-    """A table per suite: cells down, libraries across, and the geometric mean of the ratios."""
+    """Print one table per suite: cells down, libraries across, and the geometric mean of the
+    ratios."""
     peers = list(results["peers"])
     for name, why in results["absent"].items():
         print_text(f"without {name}: {why}", "  ")
@@ -155,7 +156,8 @@ def _print(results: dict[str, Any]) -> None:
 
 
 def _print_model(results: dict[str, Any]) -> None:
-    """What the timing model says beside what was measured, and which constant of it was wrong."""
+    """Print the timing model's figures next to the measured ones, and the constant that best
+    explains the difference."""
     from ..bench import mi300x
 
     words = results["mi300x"]["what"]
@@ -177,7 +179,7 @@ def _mean(cells: dict[str, dict[str, dict[str, Any]]], peer: str) -> str:
 
 
 def _spread(rows: list[dict[str, Any]]) -> str:
-    """How far the medians of pyfa's rounds are apart, in a typical cell and in the worst."""
+    """Return how far the medians of pyfa's rounds differ, in a typical cell and in the worst."""
     apart = []
     for row in rows:
         medians = row.get("round_medians", [])
@@ -187,7 +189,7 @@ def _spread(rows: list[dict[str, Any]]) -> str:
 
 
 def _reasons(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """Why peers have no value, each reason once, with the peers that gave it."""
+    """Return why peers have no value, each reason once, with its peers."""
     found: dict[str, list[str]] = {}
     for row in rows:
         if "why_not" in row and row["peer"] not in found.setdefault(row["why_not"], []):

@@ -73,7 +73,7 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Status 1 where the folder cannot be used."""
+    """Run the command; status 1 if the folder cannot be used."""
     from .. import cache
 
     home = cache.directory()

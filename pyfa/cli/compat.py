@@ -58,7 +58,8 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Status 1 where something stands in the way, or the shim's files were changed."""
+    """Run the command; status 1 if another package is in the way or the shim's files were
+    changed."""
     from ..compat import shim
 
     before = shim.status(options.target, options.only)

@@ -1,4 +1,4 @@
-"""``pyfa compile``: code objects, built without a GPU, and the bundle of a wheel."""
+"""``pyfa compile``: builds code objects without a GPU, and the bundle of a wheel."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def add(commands: Any) -> None:
         "compile",
         "build code objects without a GPU",
         "Build the common plans' code objects for an arch, without a GPU. For each kernel: "
-        "registers, spills, LDS or shared memory, and how many fit on a compute unit. Cubins also "
-        "go to the cache, for later runs.",
+        "registers, spills, LDS or shared memory, and how many of its workgroups fit on a compute "
+        "unit (SM). Cubins also go to the cache, for later runs.",
         "pyfa compile --arch gfx942 --out objects",
         "pyfa compile --arch sm_90 --all",
     )
     parser.add_argument(
-        "--arch", required=True, metavar="A[,B]", help="archs, as gfx942 or sm_80,sm_86"
+        "--arch", required=True, metavar="A[,B]", help="archs, such as gfx942 or sm_80,sm_86"
     )
     parser.add_argument(
         "--all", action="store_true", help="build every plan (default: those a wheel carries)"
@@ -54,7 +54,8 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Status 0 when every plan was built without a fault, and emulated where that was asked for."""
+    """Run the command; status 0 if every plan was built without a fault and, if requested,
+    emulated."""
     from ..backends.cuda import plans as of_cuda
     from ..backends.hip import plans as of_hip
 
@@ -147,12 +148,14 @@ def _row(arch: str, plan: Plan) -> dict[str, Any]:
 
 
 def _faults(rows: list[dict[str, Any]]) -> list[str]:
-    """What a GPU might compute wrongly: instructions closer together than gfx942 allows."""
+    """Return errors that could give wrong results on a GPU: instructions closer together than
+    gfx942 allows."""
     return [f"{row['plan']}: {fault}" for row in rows for fault in row.get("faults", ())]
 
 
 def _waves(registers: int) -> int:
-    """Wavefronts whose registers fit on a SIMD of 512, allocated in steps of 8; at most 8."""
+    """Return how many wavefronts fit on a SIMD by their registers: 512, allocated in steps of 8; at
+    most 8."""
     return min(8, 512 // max(8, -(-registers // 8) * 8))
 
 
@@ -174,10 +177,10 @@ def _write(folder: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def _bundle(rows: list[dict[str, Any]]) -> list[str]:
-    """Writes the bundle and proves it; returns the names of the conformance cases that failed.
+    """Write the bundle and verify it; return the names of the conformance cases that failed.
 
-    The emulator then runs the very files that were written, and the manifest lists under each
-    digest the cases that it passed. A bundle on which a case fails is removed again.
+    The emulator runs the files that were written, and the manifest lists for each digest the cases
+    that it passed. If a case fails, the bundle is removed.
     """
     from .. import bundle
 
@@ -218,7 +221,8 @@ def _write_manifest(objects: dict[str, dict[str, Any]]) -> None:
 
 
 def _is_common(case: Case) -> bool:
-    """Whether the common plans are all that ``case`` needs."""
+    """Return whether ``case`` needs only the plans that the wheel bundles (head_dim 64 and 128, no
+    dropout, no pages in prefill)."""
     from ..backends.native.plans import COMMON_HEAD_DIMS
 
     return (
@@ -229,7 +233,8 @@ def _is_common(case: Case) -> bool:
 
 
 def _emulate() -> tuple[dict[str, list[str]], list[str]]:
-    """The full suite's common cases in the emulator: those passed by digest, and those failed."""
+    """Run the full suite's common cases in the emulator; return the passed ones by digest, and the
+    failed ones."""
     from ..backends import BACKENDS
     from ..backends.hip.backend import HipBackend
     from ..conformance import grid, report, runner

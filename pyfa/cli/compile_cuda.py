@@ -1,4 +1,4 @@
-"""The NVIDIA half of ``pyfa compile``: cubins for an arch, into the cache."""
+"""The NVIDIA half of ``pyfa compile``: compiles cubins for an arch into the cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLUMNS = {
 
 
 def build(arch: str, every: bool) -> list[dict[str, Any]]:
-    """A row for each plan of ``arch``, or for the common ones."""
+    """Build every plan of ``arch``, or only the common ones; return a row for each."""
     from ..backends.cuda.target import TARGET
     from ..backends.native import catalog
 
@@ -41,7 +41,7 @@ def build(arch: str, every: bool) -> list[dict[str, Any]]:
 
 
 def row(arch: str, plan: Plan) -> dict[str, Any]:
-    """What ``plan`` takes on ``arch``."""
+    """Return the resources of ``plan`` on ``arch``."""
     from ..backends.cuda import code, plans
 
     made = code.load(plan, plans.compiled_for(arch, plan))

@@ -1,4 +1,4 @@
-"""``pyfa conformance``: the suite on one backend, and the comparison of two reports."""
+"""``pyfa conformance``: runs the suite on one backend, or compares two reports."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Status 1 where a case fails."""
+    """Run the suite; status 1 if a case fails."""
     from .. import conformance
 
     for path in (options.out, options.junit):
@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def run_compare(options: argparse.Namespace) -> int:
-    """Status 1 where the reports differ."""
+    """Compare two reports; status 1 if they differ."""
     from .. import conformance
 
     comparison = conformance.compare(

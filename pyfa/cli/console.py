@@ -1,4 +1,4 @@
-"""What the commands share: where a report goes, how progress shows, how sizes read."""
+"""Output functions that the commands share: reports, progress, formatted sizes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PLAIN_SECONDS = 10.0  # between two lines of progress where nothing can be redr
 
 
 def columns() -> int:
-    """The width of a report: ``COLUMNS``, else the terminal's, else that of a pipe."""
+    """Return the width of a report: ``COLUMNS``, else the terminal's, else that of a pipe."""
     try:
         chosen = int(os.environ.get("COLUMNS", ""))
     except ValueError:
@@ -36,32 +36,33 @@ def columns() -> int:
 
 
 def stdout() -> Console:
-    """A rich console on stdout, as wide as ``columns`` says."""
+    """Return a rich console on stdout with the width ``columns``."""
     from rich.console import Console
 
     return Console(file=sys.stdout, width=columns(), highlight=False, markup=False, emoji=False)
 
 
 def print_json(command: str, data: Mapping[str, Any]) -> None:
-    """One report as JSON, under its schema number."""
+    """Print one report as JSON, with its schema number."""
     print(json.dumps({"schema": SCHEMA, "command": command, **data}, indent=2, default=str))
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """An aligned table without lines, which fits the width and breaks no word."""
+    """Print an aligned table without lines, which fits the width and breaks no word."""
     for line in layout.table(head, rows, columns()):
         print(line)
 
 
 def print_text(text: str, indent: str = "") -> None:
-    """A paragraph, at most 100 columns wide: longer lines are hard to read."""
+    """Print a paragraph, at most 100 columns wide: longer lines are hard to read."""
     for line in layout.paragraph(text, min(columns(), _TEXT_COLUMNS), indent):
         print(line)
 
 
 @contextmanager
 def progress(title: str) -> Iterator[Progress]:
-    """A function to call with (done, total, what): a bar on a terminal's stderr, else lines."""
+    """Return a function that takes (done, total, what): it draws a bar on a terminal's stderr, else
+    lines."""
     if not sys.stderr.isatty():
         yield _plain(title)
         return
@@ -109,7 +110,7 @@ def _minutes(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """``count`` bytes for people."""
+    """Format ``count`` bytes for people."""
     for unit in ("B", "kB", "MB"):
         if abs(count) < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

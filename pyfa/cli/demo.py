@@ -1,7 +1,7 @@
 """``pyfa demo``: attention on this machine, compared with naive attention.
 
-Each side runs in a process of its own at two lengths, so that time, peak memory and its growth are
-seen; one head of the results is compared with float64.
+Each side runs in a process of its own at two lengths, to show time, peak memory and its growth. One
+head of the results is compared with float64.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _REFERENCE_ROWS = 512
 
 @dataclass(frozen=True)
 class Side:
-    """One side at one length, and what it took."""
+    """One side at one length, with its measurements."""
 
     name: str
     seqlen: int
@@ -47,7 +47,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Error:
-    """The largest error of one result on both sides, and what the rule has to say of pyfa's."""
+    """The largest error of one result on both sides, and the rule's verdict on pyfa's."""
 
     name: str
     pyfa: float
@@ -86,7 +86,7 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Status 1 where an error breaks the conformance rule or pyfa is not the faster side."""
+    """Run the command; status 1 if an error exceeds the conformance bound or pyfa is slower."""
     import torch
 
     import pyfa
@@ -142,7 +142,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _measure_all(spec: Spec, show: Progress) -> tuple[list[Side], list[Error]]:
-    """pyfa and naive at the full length, both at half of it, and the errors at the full length."""
+    """Measure pyfa and naive at the full length and at half of it, and the errors at the full
+    length."""
     sides: list[Side] = []
     errors: list[Error] = []
     with tempfile.TemporaryDirectory() as name:
@@ -172,7 +173,8 @@ def _run_side(spec: Spec, folder: Path) -> Measured:
 
 
 def _errors(spec: Spec, folder: Path) -> list[Error]:
-    """Both sides' results of one head against float64, by the rule of the conformance suite."""
+    """Compare both sides' results of one head with float64, by the rule of the conformance
+    suite."""
     import torch
 
     from ..conformance import tolerances
@@ -197,9 +199,11 @@ def _errors(spec: Spec, folder: Path) -> list[Error]:
 
 
 def _reference_head(spec: Spec) -> tuple[dict[str, torch.Tensor], float]:
-    """out, dq, dk, dv of the first head and its largest |LSE|, from ``reference.py`` in blocks.
+    """Compute out, dq, dk, dv of the first head and its largest |LSE|, with ``reference.py`` in
+    blocks.
 
-    With the causal mask a block of rows sees the keys up to its own end, where the mask is aligned.
+    With the causal mask a block of rows sees the keys up to the end of the block, which aligns the
+    mask.
     """
 
     from .. import reference
@@ -268,7 +272,7 @@ def _print(data: dict[str, Any], sides: list[Side], errors: list[Error]) -> None
 
 
 def _fitting(spec: Spec) -> int:
-    """The longest length from ``spec.seqlen`` down by halves whose naive scores fit in memory."""
+    """Return the longest length, halving from ``spec.seqlen``, whose naive scores fit in memory."""
     import torch
 
     if spec.device == "cuda":
@@ -283,7 +287,7 @@ def _fitting(spec: Spec) -> int:
 
 
 def _available() -> int:
-    """Bytes that a new process may still take, as far as the system tells."""
+    """Return the bytes that a new process may still use, as far as the system reports it."""
     room = sys.maxsize
     for path, field in (("/proc/meminfo", "MemAvailable:"), ("/sys/fs/cgroup/memory.max", "")):
         try:

@@ -1,4 +1,4 @@
-"""The second half of ``pyfa demo``: the MI300X kernel's machine code, run on this CPU."""
+"""The second half of ``pyfa demo``: runs the MI300X kernel's machine code on this CPU."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ _SEQLEN, _HEADS, _HEADS_K, _HEAD_DIM = 256, 4, 2, 128
 
 
 def collect() -> dict[str, Any]:
-    """One causal bfloat16 forward in the emulator: errors, counters, and which bytes ran.
+    """Run one causal bfloat16 forward in the emulator; return errors, counters and the digest of
+    the code.
 
-    ``{"why_not": …}`` where this machine cannot run it.
+    Returns ``{"why_not": …}`` if this machine cannot run it.
     """
     import torch
 
@@ -70,7 +71,7 @@ def collect() -> dict[str, Any]:
 
 
 def show(data: dict[str, Any]) -> None:
-    """Print what ``collect`` found."""
+    """Print the result of ``collect``."""
     print()
     if "why_not" in data:
         print(f"the MI300X kernel's machine code was not run: {data['why_not']}")

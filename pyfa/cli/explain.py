@@ -40,7 +40,8 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Status 0 also where nobody can run it: that is an answer, not a failed check."""
+    """Run the command; status 0 even if no backend can run the problem, because that is an
+    answer."""
     if options.model is not None:
         from . import explain_model
 
@@ -59,7 +60,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def show(answer: Explanation, verbose: bool) -> None:
-    """The answers, ``*`` before the chosen one; with ``verbose`` the plans' constants."""
+    """Print the answers, with ``*`` before the chosen one; with ``verbose`` also the plans'
+    constants."""
     print_text(answer.problem.described, "  ")
     width = max(len(one.backend) for one in answer.answers)
     for one in answer.answers:

@@ -1,4 +1,5 @@
-"""``pyfa explain --model``: a table of a model's attentions on a device that need not be here."""
+"""``pyfa explain --model``: a table of a model's attention layers on a device, which need not be in
+this machine."""
 
 from __future__ import annotations
 
@@ -19,16 +20,18 @@ if TYPE_CHECKING:
 
 _SEQLEN = 8192
 _NOTE = """\
-Bytes: each input read once, each output written once, of all the layers of a row. At least: every
-kernel at the vendor's peaks, its tiles and DRAM bytes by formula: a bound, not a prediction, not
-measured. Attention alone: no projections, no MLP, no communication."""
+"bytes" and "at least" are sums over the layers of a row. "64/8 heads" are query and KV heads.
+"bytes" counts each input read once and each output written once. "at least" is the time of kernels
+that reach the vendor's peak figures, with tiles and DRAM bytes computed by formula. It is a bound,
+not a prediction or a measurement. Only attention is counted: no projections, no MLP, no
+communication."""
 
 
 class Row(NamedTuple):
-    """Layers that attend alike, in one phase, on one GPU.
+    """The layers with the same attention, in one phase, on one GPU.
 
-    ``answer`` is None where pyfa has no such attention, which ``why`` then says; otherwise ``why``
-    are the reasons of the backends that come before the chosen one.
+    ``answer`` is None if pyfa does not support this attention, and ``why`` says why. Otherwise
+    ``why`` has the reasons of the backends before the chosen one.
     """
 
     phase: str
@@ -40,13 +43,13 @@ class Row(NamedTuple):
 
     @property
     def kernel(self) -> str:
-        """The file or function that would run."""
+        """Return the file or function that would run."""
         plan = self._plan
         return "none" if plan is None or self.answer is None else f"{plan.kernel}"
 
     @property
     def plan(self) -> str:
-        """The kernel with its constants."""
+        """Return the kernel with its constants."""
         return "" if self._plan is None else str(self._plan)
 
     @property
@@ -58,21 +61,18 @@ class Row(NamedTuple):
 
     @property
     def _moved(self) -> int:
-        """Compulsory bytes of one layer."""
-        moved, shape = self.model.compulsory["forward"], self.shape
-        if self.attention.values_in_keys:
-            moved -= shape.batch * shape.seqlen_k * shape.head_dim_v * shape.itemsize
-        return moved
+        """Return the compulsory bytes of one layer."""
+        return self.model.compulsory["forward"]
 
     @property
     def moved(self) -> int:
-        """Compulsory bytes of all its layers."""
+        """Return the compulsory bytes of all its layers."""
         return self.attention.layers * self._moved
 
     @property
     def least(self) -> tuple[float, str]:
-        """Seconds of all its layers, and what bounds them: by the kernel's tiles where they are
-        known, else by any kernel's."""
+        """Return the least seconds of all its layers and what bounds them, by the kernel's tiles if
+        they are known, else for any kernel."""
         from ..traffic.roofline import bound
 
         model = self.model
@@ -99,7 +99,7 @@ class Row(NamedTuple):
 
 
 def run(options: argparse.Namespace) -> int:
-    """Status 0: that nobody can run a layer is an answer."""
+    """Run the command; status 0 even if no backend can run a layer, because that is an answer."""
     import torch
 
     model = model_config.load(options.model)
@@ -137,7 +137,8 @@ def run(options: argparse.Namespace) -> int:
 def cache_bytes(
     model: model_config.Model, batch: int, keys: int, tp: int, itemsize: int
 ) -> dict[str, int]:
-    """Bytes of the cache on each GPU: what the layers need, and with every token in every layer."""
+    """Return the bytes of the cache on each GPU: as needed by the layers, and with every token in
+    every layer."""
     totals = {"needed": 0, "every_token": 0, "per_token": 0}
     for each in model.decode:
         part = _shared_out(each, tp)
@@ -150,7 +151,7 @@ def cache_bytes(
 
 
 def _shared_out(each: Attention, tp: int) -> Attention:
-    """What one of ``tp`` GPUs has of it: heads are divided, key heads at least one each."""
+    """Return the share of one of ``tp`` GPUs: heads are divided, with at least one KV head each."""
     if tp < 1 or each.heads_q % tp:
         raise ValueError(f"--tp: expected a divisor of {each.heads_q} query heads; got {tp}")
     if each.latent:  # the latent vector belongs to all heads
@@ -194,10 +195,14 @@ def _row(
         arguments["cache_seqlens"] = tensor(options.batch, dtype=torch.int32)
     q = tensor(options.batch, queries, each.heads_q, each.head_dim)
     k = tensor(options.batch, keys, each.heads_k, each.head_dim)
-    v = tensor(options.batch, keys, each.heads_k, each.head_dim_v)
+    latent = phase == "decode" and each.values_in_keys
+    if latent:  # attention_latent, whose kernels read V as part of K
+        v, arguments["latent"] = k[..., : each.head_dim_v], True
+    else:
+        v = tensor(options.batch, keys, each.heads_k, each.head_dim_v)
     shape = Shape(
         options.batch, queries, keys, each.heads_q, each.heads_k, each.head_dim, each.head_dim_v,
-        left, 0 if causal or left >= 0 else -1, dtype.itemsize,
+        left, 0 if causal or left >= 0 else -1, dtype.itemsize, latent,
     )  # fmt: skip
     try:
         answer = pyfa.explain(q, k, v, device=options.device, **arguments)
@@ -235,7 +240,7 @@ def _print(
     for number, row in enumerate(rows, 1):
         time, by = row.least
         table.append([
-            str(number), row.phase, f"{row.attention.layers} × {row.attention.name}",
+            str(number), row.phase, f"{row.attention.name} ({row.attention.layers})",
             _described(row), row.answer.chosen or "none" if row.answer else "none", row.kernel,
             size(row.moved), by or "–", seconds(time),
         ])  # fmt: skip
@@ -257,8 +262,8 @@ def _print(
         least = f"cache: {size(cache['needed'])}"
         if cache["needed"] != cache["every_token"]:
             whole = size(cache["every_token"])
-            least += f" ({whole} where layers with a window keep every token too)"
-        print(f"{least}, {size(cache['per_token'])} a token of all layers")
+            least += f" ({whole} if layers with a window also keep every token)"
+        print(f"{least}; {size(cache['per_token'])} per token, all layers together")
     print()
     print_text(_NOTE)
 
@@ -267,7 +272,7 @@ def _described(row: Row) -> str:
     each = row.attention
     dims = f"{each.head_dim}" if each.head_dim == each.head_dim_v else (
         f"{each.head_dim}/{each.head_dim_v}")  # fmt: skip
-    parts = [f"{each.heads_q} heads on {each.heads_k} of {dims}"]
+    parts = [f"{each.heads_q}/{each.heads_k} heads, head_dim {dims}"]
     if each.causal and row.shape.seqlen_q > 1:
         parts.append("causal")
     if each.window is not None:

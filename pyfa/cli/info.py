@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Always status 0: a backend that is not ready is an answer."""
+    """Run the command; always status 0, because a backend that is not ready is an answer."""
     data = collect()
     if options.json:
         print_json("info", data)
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def collect() -> dict[str, Any]:
-    """Everything that the command prints, as plain data."""
+    """Return everything that the command prints, as plain data."""
     from .. import __version__
 
     return {
@@ -150,11 +150,14 @@ def _devices() -> list[dict[str, Any]]:
 
 def _backends() -> list[dict[str, Any]]:
     from ..backends import BACKENDS, NAMES
+    from ..backends.base import Described
 
     answers: list[dict[str, Any]] = []
     for name in NAMES:
-        why = BACKENDS[name].why_unavailable()
-        answers.append({"name": name, "ready": why is None, "why_not": why})
+        backend = BACKENDS[name]
+        why = backend.why_unavailable()
+        about = backend.describe() if why is None and isinstance(backend, Described) else None
+        answers.append({"name": name, "ready": why is None, "why_not": why, "about": about})
     return answers
 
 
@@ -210,7 +213,10 @@ def _print(data: dict[str, Any]) -> None:
         rows.append([device["kind"], device["name"], device["arch"], facts])
     print_table(["device", "name", "arch", ""], rows)
     print()
-    answers = [[answer["name"], answer["why_not"] or "ready"] for answer in data["backends"]]
+    answers = [
+        [each["name"], each["why_not"] or ", ".join(filter(None, ("ready", each["about"])))]
+        for each in data["backends"]
+    ]
     print_table(["backend", ""], answers)
     print()
     print_text(f"bundle   {_bundle_text(data['bundle'])}", " " * 9)

@@ -1,8 +1,8 @@
-"""``pyfa inspect``: what a kernel's hot loop is made of, and the bound that follows from it.
+"""``pyfa inspect``: the instructions of a kernel's hot loop, and the bound that follows from them.
 
-The loop is not searched for in the listing. The kernel runs in the emulator on two lengths of keys,
-and what the longer run executed more is what the tiles between them took: the mix of full tiles,
-with masks and edges gone, whatever order the compiler laid the blocks in.
+The kernel runs in the emulator with two lengths of keys. The difference of the executed
+instructions is the cost of the tiles between the two lengths: the mix of full tiles, without masks
+and edges, whatever the order of the code.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Status 0; nothing here is a check."""
+    """Run the command; status 0, because nothing is checked."""
     from ..backends import BACKENDS
     from ..backends.hip import plans, samples
     from ..backends.hip.target import TARGET
@@ -122,7 +122,7 @@ def _timing(
 
 
 def inspect(plan: Plan, arch: str) -> dict[str, Any]:
-    """The figures of one plan, of a kernel that ``samples`` knows."""
+    """Return the figures of one plan, whose kernel ``samples`` knows."""
     from ..backends.hip import code, samples
 
     sample = samples.of(plan)
@@ -139,14 +139,14 @@ def inspect(plan: Plan, arch: str) -> dict[str, Any]:
 
 
 def emulate(wanted: Plan, sample: Sample, keys: int) -> Any:
-    """What the kernel of ``wanted`` executes when ``sample`` runs it on ``keys`` keys."""
+    """Return what the kernel of ``wanted`` executes when ``sample`` runs it with ``keys`` keys."""
     from ..backends.hip.launcher import Launcher
     from ..backends.hip.runtime_emulator import EmulatorRuntime
 
     found = []
 
     class Watching(EmulatorRuntime):
-        """Picks this plan's launch out of all that ``sample`` makes."""
+        """Selects this plan's launch among all that ``sample`` makes."""
 
         def run(self, step: Any, *rest: Any) -> None:
             super().run(step, *rest)
@@ -159,7 +159,7 @@ def emulate(wanted: Plan, sample: Sample, keys: int) -> Any:
 
 
 def _figures(short: Any, long: Any, sample: Sample) -> dict[str, Any]:
-    """Per wavefront and tile, but where a name says otherwise."""
+    """Return figures per wavefront and tile, unless a name says otherwise."""
 
     def more(before: int, after: int) -> float:
         return (after - before) / sample.tiles
@@ -200,7 +200,7 @@ def _figures(short: Any, long: Any, sample: Sample) -> dict[str, Any]:
 
 
 def _bound(matrix: float, vector: float, lds: float) -> dict[str, Any]:
-    """At best every unit works while the others do, and the busiest is never idle."""
+    """Return the bound if all units work in parallel and the busiest is never idle."""
     from ..device import DEVICES
 
     clocks = {"MFMA": matrix, "VALU+exp": vector, "LDS": lds}

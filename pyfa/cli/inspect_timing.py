@@ -1,4 +1,4 @@
-"""``pyfa inspect --timing``: what the timing model of an MI300X says of a kernel's hot loop."""
+"""``pyfa inspect --timing``: the timing model of an MI300X for a kernel's hot loop."""
 
 from __future__ import annotations
 
@@ -30,19 +30,20 @@ _NOTE = (
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """``--timing``, and the problem that it is for; nothing of a problem is set by default."""
+    """Add ``--timing`` and the flags of its problem, without defaults."""
     parser.add_argument(
         "--timing",
         action="store_true",
-        help=f"show a timing model of an {DEVICE} ({WORDS}); with a problem's flags, for that "
-        "problem and its plan, slot by slot",
+        help=f"estimate the time on an {DEVICE} ({WORDS}). If you also describe a problem: "
+        "estimate it with its plan, and list the hot loop by slots (a few MFMAs and what runs "
+        "beside them)",
     )
     problem.add_flags(parser)
     parser.set_defaults(**dict.fromkeys(_FLAGS))
 
 
 def problem_of(options: argparse.Namespace) -> argparse.Namespace | None:
-    """The problem that was asked for, with the defaults of what was left out; None without one."""
+    """Return the requested problem, with defaults filled in; None without one."""
     given = {name: getattr(options, name) for name in _FLAGS}
     given = {name: value for name, value in given.items() if value is not None}
     if not given:
@@ -53,8 +54,8 @@ def problem_of(options: argparse.Namespace) -> argparse.Namespace | None:
 
 
 def plans_of(options: argparse.Namespace, kernel: str) -> tuple[list[Plan], list[Answer]]:
-    """The plans called ``kernel`` that take a problem on an MI300X, and what it would take
-    there."""
+    """Return the plans called ``kernel`` that a problem uses on an MI300X, and the plan it would
+    use there."""
     from ..backends.hip import runtime_timing
     from ..backends.hip.target import TARGET
     from ..backends.native import tiling
@@ -74,7 +75,7 @@ def plans_of(options: argparse.Namespace, kernel: str) -> tuple[list[Plan], list
 
 
 def as_dict(plan: Plan, one: Kernel) -> dict[str, Any]:
-    """One plan, for JSON."""
+    """Return one plan, for JSON."""
     return {
         "title": one.title,
         "constants": dict(plan.constants),
@@ -87,12 +88,12 @@ def as_dict(plan: Plan, one: Kernel) -> dict[str, Any]:
 
 
 def answer_as_dict(answer: Answer) -> dict[str, Any]:
-    """One direction of a problem, for JSON."""
+    """Return one direction of a problem, for JSON."""
     return {name: getattr(answer, name) for name in answer.__dataclass_fields__}
 
 
 def _full_rate(plan: Plan, one: Kernel) -> tuple[float, ...]:
-    """TFLOP/s of the matrix units at each end, with full tiles everywhere."""
+    """Return TFLOP/s of the matrix units at each end of the range, with full tiles everywhere."""
     from ..device import DEVICES
 
     float8 = dict(plan.constants).get("DTYPE") == 2
@@ -103,7 +104,7 @@ def _full_rate(plan: Plan, one: Kernel) -> tuple[float, ...]:
 def show(
     kernel: str, found: Sequence[tuple[Plan, Kernel]], answers: Sequence[Answer], slots: bool
 ) -> None:
-    """Print what the model says."""
+    """Print the model's figures."""
     print(f"{kernel} on {DEVICE}: {WORDS}")
     print()
     causes = [cause for cause in found[0][1].estimates[0].lost if cause != "start and end"]
@@ -158,7 +159,7 @@ def _show_slots(one: Kernel) -> None:
 
 
 def line(answer: Answer) -> str:
-    """One direction of a problem in a line, always with what kind of figure it is."""
+    """Describe one direction of a problem in a line that includes the kind of figure."""
 
     def spread(values: tuple[float, float], scale: float, style: str) -> str:
         low, high = sorted(x * scale for x in values)

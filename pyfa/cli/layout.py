@@ -1,8 +1,8 @@
 """Text that fits a width: paragraphs and tables, in which no word is ever broken.
 
-A table that is too wide wraps its cells between words. One that is still too wide is turned: its
-columns become rows, or each of its rows becomes a block of its own. A word that is longer than the
-width (a path, a digest) stands alone on a line that is then too long.
+A table that is too wide wraps its cells between words. If it is still too wide, it is transposed,
+or each of its rows becomes a block. A word that is longer than the width (a path, a digest) gets
+its own line, which is then too long.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ _NARROWEST = 24  # a sentence in a narrower column is no longer read as one
 
 
 def paragraph(text: str, width: int, indent: str = "") -> list[str]:
-    """``text`` in lines of at most ``width``, later ones after ``indent``."""
+    """Wrap ``text`` in lines of at most ``width``, later ones after ``indent``."""
     return textwrap.wrap(
         text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """The lines of a table, its head first."""
+    """Return the lines of a table, its header first."""
     whole = [list(columns), *(list(row) for row in rows)]
     widths = _widths(whole, width)
     if widths is not None:
@@ -39,7 +39,7 @@ def _longest_word(cell: str) -> int:
 
 
 def _widths(rows: list[list[str]], width: int) -> list[int] | None:
-    """The width of each column, wide ones sharing what is left; None if they do not fit."""
+    """Return the width of each column; wide ones share what is left. None if they do not fit."""
     wanted = [max(map(len, column)) for column in zip(*rows, strict=True)]
     least = [
         max(max(map(_longest_word, column)), min(want, _NARROWEST))
@@ -71,7 +71,7 @@ def _row(cells: list[str], widths: list[int]) -> list[str]:
 
 
 def _block(columns: Sequence[str], row: Sequence[str], width: int) -> list[str]:
-    """One row as a block: its first cell, then a line for each other that is not empty."""
+    """Return one row as a block: its first cell, then a line for each other that is not empty."""
     lines = [row[0]]
     label = max(map(len, columns[1:]), default=0)
     for name, cell in zip(columns[1:], row[1:], strict=True):

@@ -1,7 +1,7 @@
 """One side of ``pyfa demo`` in a process of its own, so that its peak memory is its own.
 
-``python -m pyfa.cli.measure SPEC`` runs attention forward and backward as ``Spec`` says, writes the
-results of one head beside the spec and prints what it measured as a line of JSON.
+``python -m pyfa.cli.measure SPEC`` runs attention forward and backward as ``Spec`` says. It writes
+the results of one head next to the spec and prints its measurements as a line of JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOST_RUNS = 30
 
 @dataclass(frozen=True)
 class Spec:
-    """What to run: ``side`` is ``pyfa`` or ``naive``; the head's results go to ``results``."""
+    """The task: ``side`` is ``pyfa`` or ``naive``; the head's results go to ``results``."""
 
     side: str
     device: str
@@ -55,7 +55,8 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def inputs(spec: Spec, seqlen: int) -> Inputs:
-    """q, k, v and the gradient of the output, the same in every process and on every device."""
+    """Return q, k, v and the gradient of the output, the same in every process and on every
+    device."""
     generator = torch.Generator().manual_seed(0)
     shape = (1, seqlen, spec.heads, spec.head_dim)
     dtype = getattr(torch, spec.dtype)
@@ -66,7 +67,7 @@ def inputs(spec: Spec, seqlen: int) -> Inputs:
 
 
 def naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> torch.Tensor:
-    """Attention as the formula says: all scores, then softmax, then the values."""
+    """Compute attention by the formula: all scores, then softmax, then the values."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     score = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
     if causal:
@@ -77,7 +78,7 @@ def naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) ->
 
 
 def once(spec: Spec, data: Inputs) -> tuple[float, float, list[torch.Tensor]]:
-    """Seconds of forward and of backward, and out, dq, dk, dv."""
+    """Return the seconds of forward and of backward, and out, dq, dk, dv."""
     q, k, v, dout = (x.detach() for x in data)
     leaves = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
     _wait(spec)
@@ -96,7 +97,8 @@ def once(spec: Spec, data: Inputs) -> tuple[float, float, list[torch.Tensor]]:
 
 
 def measure(spec: Spec) -> Measured:
-    """Warm up on a short sequence, take the peak of a first run, then time until time is up."""
+    """Warm up on a short sequence, take the peak memory of a first run, then time runs until the
+    time is up."""
     once(spec, inputs(spec, _WARM_UP_SEQLEN))
     data = inputs(spec, spec.seqlen)
     before = _reset_peak(spec)
@@ -126,7 +128,7 @@ def _wait(spec: Spec) -> None:
 
 
 def _reset_peak(spec: Spec) -> int:
-    """Bytes in use now, from where the peak is counted."""
+    """Reset the peak counter; return the bytes in use now."""
     if spec.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
@@ -148,7 +150,7 @@ def _peak(spec: Spec) -> int:
 
 
 def _status(name: str) -> int:
-    """A field of /proc/self/status, in bytes."""
+    """Return a field of /proc/self/status, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024

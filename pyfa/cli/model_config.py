@@ -1,7 +1,8 @@
-"""The attentions of a model from its config.json: shapes, masks and caches, no weights, no network.
+"""The attention layers of a model from its config.json: shapes, masks and caches. No weights, no
+network.
 
-Reads what Hugging Face's transformers and diffusers write. A family that is not named here is read
-as a decoder of the Llama kind where it has the same fields.
+Reads the files of Hugging Face's transformers and diffusers. An unknown family is read as a
+Llama-type decoder if it has the same fields.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from .model_names import NAMES
 
 
 class Attention(NamedTuple):
-    """Layers that attend alike.
+    """Layers with the same attention.
 
-    ``cached``: elements that a token of one layer leaves in the cache, 0 where nothing is kept.
-    ``window``: keys that a query sees, itself included; None for all. ``latent``: the cache holds
-    one vector a token, which all heads share.
+    ``cached``: elements per token and layer in the cache, 0 without a cache. ``window``: keys that
+    a query sees, including its own; None for all. ``latent``: the cache holds one vector per token,
+    which all heads share.
     """
 
     name: str
@@ -37,13 +38,14 @@ class Attention(NamedTuple):
 
     @property
     def values_in_keys(self) -> bool:
-        """Whether V is the first elements of K, read once for both."""
+        """Return whether V is the first elements of K, read once for both."""
         return self.latent and self.heads_k == 1
 
 
 class Model(NamedTuple):
-    """``prefill``: over all tokens at once. ``decode``: one token over the cache; empty where the
-    model keeps none. ``tokens``: how many it has where nobody says (images), else 0."""
+    """``prefill``: over all tokens at once. ``decode``: one token over the cache; empty if the
+    model has no cache. ``tokens``: the default number of tokens if the model fixes one (images),
+    else 0."""
 
     name: str
     family: str
@@ -53,9 +55,9 @@ class Model(NamedTuple):
 
 
 def load(source: str) -> Model:
-    """The model of a config.json, of the folder that has it, or of a name in ``NAMES``.
+    """Return the model of a config.json, of the folder that contains it, or of a name in ``NAMES``.
 
-    Raises ``ValueError`` where there is none, or where it lacks what is needed.
+    Raises ``ValueError`` if it is missing, or lacks a field that is needed.
     """
     path = Path(source)
     if path.is_dir():
@@ -75,7 +77,7 @@ def load(source: str) -> Model:
 
 
 def read(config: Mapping[str, Any], name: str) -> Model:
-    """The model that ``config`` describes."""
+    """Return the model that ``config`` describes."""
     # Models of text and images keep the language model's fields apart.
     if "num_hidden_layers" not in config and isinstance(config.get("text_config"), Mapping):
         config = config["text_config"]
@@ -85,7 +87,7 @@ def read(config: Mapping[str, Any], name: str) -> Model:
     layers, heads = _number(config, "num_hidden_layers"), _number(config, "num_attention_heads")
     if family in _ENCODERS:
         dim = _head_dim(config, heads)
-        every = Attention("every layer", layers, heads, heads, dim, dim, causal=False)
+        every = Attention("all layers", layers, heads, heads, dim, dim, causal=False)
         return Model(name, family, (every,), (), _tokens(config))
     if config.get("kv_lora_rank"):
         return _latent(config, name, family, layers, heads)
@@ -102,7 +104,7 @@ def read(config: Mapping[str, Any], name: str) -> Model:
     kinds = []
     for kind, count, seen in (
         ("sliding window", sliding, None if window is None else int(window)),
-        ("every layer" if not sliding else "full", layers - sliding, None),
+        ("all layers" if not sliding else "full attention", layers - sliding, None),
     ):
         if count:
             kinds.append(base._replace(name=kind, layers=count, window=seen))
@@ -117,26 +119,28 @@ _ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert", "electra", "vit", "
 def _latent(
     config: Mapping[str, Any], name: str, family: str, layers: int, heads: int
 ) -> Model:  # fmt: skip
-    """DeepSeek's: K and V are made from one latent vector a token, which alone is cached.
+    """Return DeepSeek's attention: K and V are made from one latent vector per token; only this
+    vector is cached.
 
-    A prompt attends with K and V written out; a step over the cache with the projections multiplied
-    into the queries, on one key head of the latent vector itself (DeepSeek-AI 2024,
-    arXiv:2405.04434, section 2.1).
+    A prompt attends with expanded K and V. A decode step folds the projections into the queries and
+    attends to one KV head, the latent vector itself (DeepSeek-AI 2024, arXiv:2405.04434, section
+    2.1).
     """
     rank, rope = _number(config, "kv_lora_rank"), _number(config, "qk_rope_head_dim")
     nope, dim_v = _number(config, "qk_nope_head_dim"), _number(config, "v_head_dim")
-    written_out = Attention(
-        "latent, written out", layers, heads, heads, nope + rope, dim_v, cached=rank + rope,
+    expanded = Attention(
+        "MLA, expanded", layers, heads, heads, nope + rope, dim_v, cached=rank + rope,
         latent=True,
     )  # fmt: skip
     absorbed = Attention(
-        "latent, absorbed", layers, heads, 1, rank + rope, rank, cached=rank + rope, latent=True
+        "MLA, absorbed", layers, heads, 1, rank + rope, rank, cached=rank + rope, latent=True
     )
-    return Model(name, family, (written_out,), (absorbed,))
+    return Model(name, family, (expanded,), (absorbed,))
 
 
 def _flux(config: Mapping[str, Any], name: str) -> Model:
-    """Flux: text and image tokens in one sequence, in blocks of two kinds that attend alike."""
+    """Return Flux's attention: text and image tokens in one sequence, in two kinds of blocks with
+    the same attention."""
     heads, dim = _number(config, "num_attention_heads"), _number(config, "attention_head_dim")
     kinds = tuple(
         Attention(kind, _number(config, field), heads, heads, dim, dim, causal=False)
@@ -147,14 +151,15 @@ def _flux(config: Mapping[str, Any], name: str) -> Model:
 
 
 def _tokens(config: Mapping[str, Any]) -> int:
-    """Patches and the class token of an image, or the positions that an encoder of text has."""
+    """Return the number of patches and the class token of an image, or of positions of a text
+    encoder."""
     if config.get("image_size") and config.get("patch_size"):
         return (int(config["image_size"]) // int(config["patch_size"])) ** 2 + 1
     return int(config.get("max_position_embeddings") or 0)
 
 
 def _sliding(config: Mapping[str, Any], family: str, layers: int) -> int:
-    """How many layers have the sliding window."""
+    """Return how many layers have the sliding window."""
     if config.get("sliding_window") is None or config.get("use_sliding_window") is False:
         return 0
     types = config.get("layer_types")

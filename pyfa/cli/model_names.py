@@ -1,7 +1,7 @@
 """Models that ``--model`` knows by name: the fields of their config.json that attention needs.
 
-Public facts, from the config.json (Flux: transformer/config.json) of the repository that stands
-beside each on huggingface.co.
+These are public facts, from the config.json (Flux: transformer/config.json) of the repository on
+huggingface.co that is given with each model.
 """
 
 from __future__ import annotations

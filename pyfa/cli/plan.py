@@ -1,4 +1,4 @@
-"""``pyfa plan``: what a problem costs on a device, and what fits where. Nothing is run."""
+"""``pyfa plan``: the cost of a problem on a device, and what fits where. Nothing is run."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Status 0 also where nobody would run it: the formulas hold all the same."""
+    """Run the command; status 0 even if no backend would run the problem, because the formulas
+    still hold."""
     if options.plot is not None:
         # Not found out after seconds of compiling.
         from ..bench import charts
@@ -98,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _timing(answer: Explanation, model: Model, compiled: bool) -> list[Answer]:
-    """What the timing model says where the device is an MI300X and its kernels are at hand."""
+    """Return the timing model's figures, if the device is an MI300X and the kernels are bundled."""
     from ..backends.hip import runtime_timing
 
     if model.device.name != inspect_timing.DEVICE or answer.chosen != "hip":
@@ -112,7 +113,7 @@ def _timing(answer: Explanation, model: Model, compiled: bool) -> list[Answer]:
 
 
 def _plan(answer: Explanation, whole: bool) -> str | None:
-    """The chosen backend's plan: with its constants, or its kernel alone."""
+    """Return the chosen backend's plan: with its constants, or only its kernel."""
     for one in answer.answers:
         if one.backend == answer.chosen and one.plan is not None:
             return str(one.plan) if whole else one.plan.kernel
@@ -227,7 +228,7 @@ def _peak(model: Model, name: str, to: str) -> str:
 
 
 def seconds(time: float) -> str:
-    """``time`` for people; a dash where it is not known."""
+    """Format ``time`` for people; a dash if it is unknown."""
     if not time:
         return "–"
     if time >= 1.0:

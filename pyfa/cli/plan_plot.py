@@ -20,7 +20,7 @@ _LENGTHS = [1 << power for power in range(7, 19)]  # 128 … 262,144
 
 
 def draw(path: Path, answer: Explanation, shape: Shape, dtype: str) -> None:
-    """Three panels to ``path``. The roofline's is left empty where the device has no known peak."""
+    """Draw three panels to ``path``. The roofline is empty if the device has no known peak."""
     models = {length: _model(answer, _at(shape, length), dtype) for length in _LENGTHS}
     asked = _model(answer, shape, dtype)
     made, axes = charts.figure(columns=3, width=4.6)
@@ -67,13 +67,13 @@ def _roofline(axes: Axes, asked: Model) -> None:
 
 
 def _at(shape: Shape, length: int) -> Shape:
-    """The same attention with ``length`` keys, and as many queries unless it is decode."""
+    """Return the same attention with ``length`` keys, and as many queries unless it is decode."""
     rows = length if shape.seqlen_q == shape.seqlen_k else min(shape.seqlen_q, length)
     return shape._replace(seqlen_q=rows, seqlen_k=length)
 
 
 def _model(answer: Explanation, shape: Shape, dtype: str) -> Model:
-    """With the tiles that the chosen backend would take at these lengths."""
+    """Compute the costs with the tiles that the chosen backend would use at these lengths."""
     asked = replace(answer.problem, seqlen_q=shape.seqlen_q, seqlen_k=shape.seqlen_k)
     kernels: Sequence[TiledKernel] = ()
     if answer.chosen is not None:

@@ -1,4 +1,4 @@
-"""A plan in a few words, and its compile-time constants for those who ask (``--verbose``)."""
+"""A plan in a few words, and its compile-time constants (``--verbose``)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ _SCORES = {"1": "score terms", "2": "dropout"}  # 0: none
 
 
 def words(constants: Mapping[str, object]) -> str:
-    """What distinguishes one plan of a kernel from the next: ``bfloat16, head_dim 128, paged``."""
+    """Return what distinguishes one plan of a kernel from the next: ``bfloat16, head_dim 128,
+    paged``."""
     given = {name: str(value) for name, value in constants.items()}
     parts = []
     for name, form in (("DTYPE", "{}"), ("KEY_DTYPE", "{} keys"), ("OUT_DTYPE", "{} output")):
@@ -33,17 +34,17 @@ def words(constants: Mapping[str, object]) -> str:
 
 
 def of_text(plan: str) -> dict[str, str]:
-    """The constants in ``str(plan)``, as a cache's entry keeps it."""
+    """Return the constants in ``str(plan)``, as an entry of the cache keeps it."""
     return dict(part.split("=", 1) for part in plan.split() if "=" in part)
 
 
 def text(constants: Mapping[str, object]) -> str:
-    """All constants."""
+    """Return all constants as text."""
     return " ".join(f"{name}={value}" for name, value in constants.items())
 
 
 def add_flag(parser: argparse.ArgumentParser) -> None:
-    """``-v``."""
+    """Add ``-v``."""
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="also show the plans' compile-time constants"
     )

@@ -1,4 +1,4 @@
-"""The ``[problem]`` flags, and the tensors without memory that they stand for."""
+"""The ``[problem]`` flags, and the tensors without memory that they describe."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MOST_BYTES = 2**63 - 1  # of one tensor, as PyTorch counts them
 
 
 def _pair(text: str) -> tuple[int, int]:
-    """``"8"`` is (8, 8), ``"8,2"`` is (8, 2)."""
+    """Parse ``"8"`` as (8, 8) and ``"8,2"`` as (8, 2)."""
     parts = text.split(",")
     if len(parts) > 2 or not all(part.strip().isdecimal() for part in parts):
         raise argparse.ArgumentTypeError(f"expected a number, or two as 32,8; got {text!r}")
@@ -73,7 +73,8 @@ def _features(text: str) -> tuple[str, ...]:
 
 
 def by_name() -> tuple[str, ...]:
-    """What ``--features`` can say. The other features of a problem have a flag of their own."""
+    """Return the names that ``--features`` takes. Other features of a problem have a flag of their
+    own."""
     from ..problem import FEATURES
 
     return tuple(name for name, feature in FEATURES.items() if not feature.flag)
@@ -96,7 +97,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=_pair,
         default=(8, 8),
         metavar="H|H,Hk",
-        help="query heads and key heads; 64,8 is grouped-query attention",
+        help="query heads and KV heads; 64,8 is grouped-query attention",
     )
     group.add_argument(
         "--head-dim",
@@ -114,7 +115,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=_window,
         metavar="L,R",
         help="keys to the left and right of each query; none is unlimited, and a number below -1 "
-        "leaves out keys around the query's own, as in --window=256,-8 (default: no window)",
+        "excludes keys next to the query, as in --window=256,-8 (default: no window)",
     )
     group.add_argument(
         "--features",
@@ -126,18 +127,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """``--device``."""
+    """Add ``--device``."""
     parser.add_argument(
         "--device",
         metavar="D",
-        help="a GPU by name, as MI300X, H200 or RTX4090 (default: this machine's)",
+        help="a GPU by name, such as MI300X, H200 or RTX4090 (default: this machine's)",
     )
 
 
 def explain(
     options: argparse.Namespace, device: str | None, backend: str | None = None
 ) -> Explanation:
-    """``pyfa.explain`` of the problem that the flags describe, here or on a named ``device``."""
+    """Call ``pyfa.explain`` for the problem that the flags describe, here or on a named
+    ``device``."""
     import torch
 
     import pyfa
@@ -148,7 +150,7 @@ def explain(
 
 
 def shape(options: argparse.Namespace) -> Shape:
-    """The same as sizes alone: a dense attention of the longest sequences, without score terms."""
+    """Return only the sizes: a dense attention of the longest sequences, without score terms."""
     import torch
 
     from .. import validate
@@ -166,7 +168,7 @@ def shape(options: argparse.Namespace) -> Shape:
 
 
 def modelled(options: argparse.Namespace) -> tuple[Explanation, Model, str]:
-    """The explanation, its costs, and a reason if no kernels are known."""
+    """Return the explanation, its costs, and a reason if no kernels are known."""
     from ..traffic import model
 
     answer = explain(options, options.device, options.backend)
@@ -180,7 +182,7 @@ def modelled(options: argparse.Namespace) -> tuple[Explanation, Model, str]:
 def kernels_of(
     answer: Explanation, shape: Shape, compiled: bool
 ) -> tuple[Sequence[TiledKernel], str]:
-    """The kernels of the chosen backend's plan, else why there are none."""
+    """Return the kernels of the chosen backend's plan, or why there are none."""
     from ..backends import BACKENDS
     from ..backends.base import Tiled
 
@@ -203,7 +205,7 @@ def _build(
     import torch
 
     wanted = set(options.features)
-    backward = bool(wanted & {"backward", "dlse", "bias_grad", "deterministic"})
+    backward = bool(wanted & {"backward", "dlse", "bias_grad", "captured_grad", "deterministic"})
     batch, (rows, keys) = options.batch, options.seqlen
     (heads, heads_k), (dim, dim_v) = options.heads, options.head_dim
     dtype = getattr(torch, options.dtype)
@@ -220,7 +222,7 @@ def _build(
 
     if wanted & {"latent", "topk"}:
         return _latent(options, tensor)
-    cached = bool(wanted & {"leftpad", "batch_idx"}) or (
+    cached = bool(wanted & {"leftpad", "batch_idx", "tree"}) or (
         bool(wanted & {"paged", "seqused"}) and "varlen" not in wanted
     )
     packed = "varlen" in wanted
@@ -250,11 +252,16 @@ def _build(
         arguments["softcap"] = 30.0
     if "alibi" in wanted:
         arguments["alibi_slopes"] = tensor(heads, dtype=torch.float32)
+    if "tree" in wanted:
+        arguments["tree_mask"] = tensor(batch, rows, rows, dtype=torch.bool)
     if wanted & {"bias", "bias_grad"}:
         bias_grad = "bias_grad" in wanted
         arguments["bias"] = tensor(1, heads, rows, keys, dtype=torch.float32, grad=bias_grad)
     if "score_mod" in wanted:
         arguments["score_mod"] = lambda score, b, h, q_idx, kv_idx: score - 0.1 * (q_idx - kv_idx)
+    if "captured_grad" in wanted:
+        gain = tensor(heads, dtype=torch.float32, grad=True)
+        arguments["score_mod"] = lambda score, b, h, q_idx, kv_idx: score * gain[h]
     if "mask_mod" in wanted:
         arguments["mask_mod"] = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
     if "sinks" in wanted:
@@ -273,8 +280,8 @@ def _build(
 def _latent(
     options: argparse.Namespace, tensor: Callable[..., torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """``attention_latent``'s problem, of one key head. With lists of keys each row is a sequence,
-    over pages of one key."""
+    """Return the problem of ``attention_latent``, with one KV head. With lists of keys each row is
+    a sequence over pages of one key."""
     import torch
 
     wanted, batch, (rows, keys) = set(options.features), options.batch, options.seqlen

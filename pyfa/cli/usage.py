@@ -1,4 +1,4 @@
-"""What every command's ``--help`` has: examples, and the default of each option that has one."""
+"""The parts that every command's ``--help`` has: examples, and the default of each option."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from . import layout
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
-    """Says defaults, wraps descriptions, and leaves the lines of examples as they are."""
+    """Adds defaults, wraps descriptions, and keeps the lines of examples as they are."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if text.startswith("examples:"):
@@ -34,7 +34,8 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
 def command(
     commands: Any, name: str, help: str, description: str, *examples: str
 ) -> argparse.ArgumentParser:
-    """The parser of a command or of an action below one; each example is a whole command line."""
+    """Return the parser of a command or of an action below one; each example is a whole command
+    line."""
     made = commands.add_parser(
         name,
         help=help,
@@ -46,5 +47,5 @@ def command(
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """``--json``, which every report has."""
+    """Add ``--json``, which every report has."""
     parser.add_argument("--json", action="store_true", help="print the report as JSON")

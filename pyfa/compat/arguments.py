@@ -1,4 +1,4 @@
-"""What the versions of flash-attention share in their arguments, in pyfa's form."""
+"""Arguments that the versions of flash-attention share, converted to pyfa's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Window = Sequence[int] | torch.Tensor
 
 
 def window(window_size: Window) -> tuple[int, int] | None:
-    """pyfa's window; None where it is unlimited, which decides how queries are rotated."""
+    """Return pyfa's window; None if it is unlimited, which decides how queries are rotated."""
     if len(window_size) != 2:
         validate.wrong("window_size", "(left, right)", window_size)
     left, right = (max(-1, int(edge)) for edge in window_size)
@@ -20,12 +20,12 @@ def window(window_size: Window) -> tuple[int, int] | None:
 
 
 def length(value: int | torch.Tensor) -> int:
-    """A longest length, which callers also give as a tensor."""
+    """Return a maximum length, which callers may also pass as a tensor."""
     return int(value) if isinstance(value, torch.Tensor) else value
 
 
 def unpacked(name: str, x: torch.Tensor, parts: int, dims: int) -> tuple[torch.Tensor, ...]:
-    """The parts of a packed tensor, which stand before heads and head_dim."""
+    """Split a packed tensor along the dimension before heads and head_dim."""
     validate.a_tensor(name, x)
     if x.dim() != dims or x.shape[-3] != parts:
         lead = "batch, seqlen" if dims == 5 else "total"

@@ -18,14 +18,15 @@ __all__ = [
 
 
 def index_first_axis(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Rows ``indices`` (n,) of x (rows, …): (n, …)."""
+    """Return the rows ``indices`` (n,) of x (rows, …), as (n, …)."""
     return x[indices]
 
 
 def index_put_first_axis(
     values: torch.Tensor, indices: torch.Tensor, first_axis_dim: int
 ) -> torch.Tensor:
-    """(first_axis_dim, …) with ``values`` (n, …) in the rows ``indices`` (n,), 0 elsewhere."""
+    """Return (first_axis_dim, …) with ``values`` (n, …) in the rows ``indices`` (n,), 0
+    elsewhere."""
     whole = values.new_zeros((first_axis_dim, *values.shape[1:]))
     return whole.index_copy(0, indices, values)
 
@@ -33,7 +34,7 @@ def index_put_first_axis(
 def index_first_axis_residual(
     x: torch.Tensor, indices: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows ``indices`` (n,) of x (rows, …), and x itself for a residual connection."""
+    """Return the rows ``indices`` (n,) of x (rows, …), and x itself for a residual connection."""
     return x[indices], x
 
 
@@ -42,7 +43,7 @@ def unpad_input(
     attention_mask: torch.Tensor,
     unused_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor]:
-    """The rows of hidden_states (B, S, …) that a mask marks: (total, …).
+    """Return the rows of hidden_states (B, S, …) that a mask marks, as (total, …).
 
     ``attention_mask`` (B, S), bool or int, marks tokens in use; ``unused_mask`` (B, S) marks
     allocated but unused ones. Also returns the rows' indices in (B·S), the offsets of the sequences
@@ -64,7 +65,7 @@ def unpad_input(
 def unpad_input_for_concatenated_sequences(
     hidden_states: torch.Tensor, attention_mask_in_length: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """``unpad_input`` for a batch whose rows each hold several sequences, one after the other.
+    """Apply ``unpad_input`` to a batch whose rows each hold several sequences, one after the other.
 
     Row b of ``attention_mask_in_length`` (B, S) int begins with the lengths of its sequences; the
     rest is 0. Returns the used rows, their indices in (B·S), the offsets of all sequences
@@ -81,7 +82,7 @@ def unpad_input_for_concatenated_sequences(
 def pad_input(
     hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int
 ) -> torch.Tensor:
-    """The inverse of ``unpad_input``: (total, …) to (batch, seqlen, …), 0 in unused rows."""
+    """Invert ``unpad_input``: (total, …) to (batch, seqlen, …), 0 in unused rows."""
     padded = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return padded.view(batch, seqlen, *hidden_states.shape[1:])
 

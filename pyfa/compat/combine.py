@@ -16,12 +16,14 @@ def combine(
     out: torch.Tensor | None,
     out_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out (…, heads, D) and LSE (…, heads) of parts (splits, …, heads, D) and (splits, …, heads).
+    """Combine partial results: out (splits, …, heads, D) and LSE (splits, …, heads) to (…, heads,
+    D) and (…, heads).
 
-    Both parts are float32, the LSE a natural logarithm; a part that saw nothing has LSE −inf, and
-    whatever stands in its output is not read. Rows without any part get output 0 and LSE −inf.
-    ``out`` is written and returned where given; otherwise ``out_dtype``, by default float32.
-    Computed in float32. Raises ``ValueError`` or ``TypeError`` for wrong shapes and dtypes.
+    Both are float32, the LSE a natural logarithm. If a row is fully masked in a split, its LSE
+    there is −inf, and its output is not read. A row that is fully masked in every split gets output
+    0 and LSE −inf. The result is written to ``out`` if given; otherwise it has ``out_dtype``, by
+    default float32. The computation is in float32. Raises ``ValueError`` or ``TypeError`` for wrong
+    shapes and dtypes.
 
     Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
     """

@@ -1,4 +1,4 @@
-"""pyfa's errors in the words of the package that the caller knows."""
+"""pyfa's errors with the argument names of the package that the caller uses."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class ArgumentError(ValueError, RuntimeError):
 
 
 def in_words_of(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator that puts a package's names, given as pyfa's = theirs, into what is raised.
+    """Return a decorator that replaces argument names in errors, given as pyfa's = the package's.
 
-    ``ValueError`` becomes ``ArgumentError``; ``TypeError`` stays one.
+    ``ValueError`` becomes ``ArgumentError``; ``TypeError`` stays ``TypeError``.
     """
     known = _AS_ARGUMENT | names
 
@@ -45,7 +45,7 @@ def in_words_of(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def refuse(name: str, value: object, why: str) -> None:
-    """``NotImplementedError`` naming the argument, where it was given at all."""
+    """Raise ``NotImplementedError`` naming the argument, if it is given."""
     if value is not None:
         raise NotImplementedError(f"{name}: {why}")
 

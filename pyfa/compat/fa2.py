@@ -2,15 +2,17 @@
 
     from pyfa.compat.fa2 import flash_attn_func
 
-Signatures, defaults and return values are those of flash-attention 2.8. pyfa's additions remain:
-float32, CPUs, any head_dim up to 256 and a different one for V, softcap with dropout, pages of any
-size, gradients through the returned LSE. pyfa chooses the backend (``pyfa.use_backend``,
-``PYFA_BACKEND``).
+Signatures, defaults and return values are those of flash-attention 2.8. What pyfa supports beyond
+flash-attention is available too: float32, CPUs, any head_dim up to 256 (up to 576 on ``torch``) and
+a different one for V, softcap with dropout, pages of any size, gradients through the returned LSE.
+pyfa chooses the backend (``pyfa.use_backend``, ``PYFA_BACKEND``).
 
-These conventions are flash-attention's: the LSE of a fully masked row is +inf; ``window_size``
-takes any two integers, negative for unlimited; ``flash_attn_with_kvcache`` accepts tensors that
-require a gradient and gives none. Wrong arguments raise ``ArgumentError``, a ``RuntimeError`` as in
-flash-attention, with flash-attention's argument names. Dropout's bits are pyfa's."""
+The conventions are flash-attention's. The LSE of a fully masked row is +inf. ``window_size`` takes
+any two integers, negative for unlimited. ``flash_attn_with_kvcache`` accepts tensors that require a
+gradient and gives none. Wrong arguments raise ``ArgumentError``, a ``RuntimeError`` as in
+flash-attention, with flash-attention's argument names. Dropout uses pyfa's random bits, so it drops
+other positions than flash-attention.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ _in_their_words = in_words_of(page_table="block_table", return_lse="return_attn_
 
 
 class _Options(NamedTuple):
-    """What the six differentiable functions share, in the order of their parameters."""
+    """Arguments that the six differentiable functions share, in the order of their parameters."""
 
     dropout_p: float
     softmax_scale: float | None
@@ -67,13 +69,14 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """Attention of q (B, Sq, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv): out (B, Sq, H, Dv).
+    """Compute attention of q (B, Sq, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv): out (B, Sq, H,
+    Dv).
 
     With ``return_attn_probs`` it returns (out, softmax_lse, S_dmask). The LSE is (B, H, Sq)
     float32, natural logarithm. S_dmask is empty without dropout; with it, (B, H, Sq, Sk) in q's
     dtype, both lengths rounded up to multiples of 128, containing exp(score − the row's maximum),
     negative where dropped. S_dmask is for tests: its memory is quadratic, and it has no gradient.
-    The others do.
+    out and the LSE are differentiable.
 
     ``causal`` and ``window_size`` (left, right) align to the bottom right. ``alibi_slopes`` is (H,)
     or (B, H). Raises ``ArgumentError`` (a ``RuntimeError``) or ``TypeError`` for wrong arguments,
@@ -98,7 +101,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """``flash_attn_func`` with K and V in one tensor kv (B, Sk, 2, Hk, D)."""
+    """Call ``flash_attn_func`` with K and V in one tensor kv (B, Sk, 2, Hk, D)."""
     k, v = unpacked("kv", kv, 2, 5)
     return _attend(q, k, v, _Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
@@ -118,7 +121,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """``flash_attn_func`` with Q, K and V in one tensor qkv (B, S, 3, H, D)."""
+    """Call ``flash_attn_func`` with Q, K and V in one tensor qkv (B, S, 3, H, D)."""
     q, k, v = unpacked("qkv", qkv, 3, 5)
     return _attend(q, k, v, _Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
@@ -145,7 +148,8 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
 ) -> Result:
-    """``flash_attn_func`` on packed q (total_q, H, D), k (total_k, Hk, D) and v (total_k, Hk, Dv).
+    """Call ``flash_attn_func`` on packed q (total_q, H, D), k (total_k, Hk, D) and v (total_k, Hk,
+    Dv).
 
     Sequence b is rows ``cu_seqlens[b]`` to ``cu_seqlens[b+1]`` (int32, (B+1,)). With
     ``block_table`` (B, blocks) int32, k and v are (num_blocks, block_size, Hk, D), and
@@ -176,7 +180,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """``flash_attn_varlen_func`` with K and V in one tensor kv (total_k, 2, Hk, D)."""
+    """Call ``flash_attn_varlen_func`` with K and V in one tensor kv (total_k, 2, Hk, D)."""
     k, v = unpacked("kv", kv, 2, 4)
     return _attend(q, k, v, _Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
@@ -198,7 +202,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """``flash_attn_varlen_func`` with Q, K and V in one tensor qkv (total, 3, H, D)."""
+    """Call ``flash_attn_varlen_func`` with Q, K and V in one tensor qkv (total, 3, H, D)."""
     q, k, v = unpacked("qkv", qkv, 3, 4)
     return _attend(q, k, v, _Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
@@ -228,16 +232,18 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of q (B, Sq, H, D) over a cache, after appending k and v to it in place.
+    """Append k and v to a cache in place, and compute attention of q (B, Sq, H, D) over it.
 
     ``k_cache`` and ``v_cache`` are (B_cache, S, Hk, D), or (num_blocks, block_size, Hk, D) with
-    ``block_table`` (B, blocks) int32. ``cache_seqlens`` (an int or (B,) int32) counts the keys in
-    the cache. New ``k`` and ``v`` (B, S_new, Hk, D) follow them, and queries see them.
-    ``rotary_cos`` and ``rotary_sin`` (positions, rotary_dim / 2) rotate q and the new k.
+    ``block_table`` (B, blocks) int32. ``cache_seqlens`` (an int or (B,) int32) is the number of
+    keys in the cache before the append. New ``k`` and ``v`` (B, S_new, Hk, D) are appended after
+    them, and queries see them. ``rotary_cos`` and ``rotary_sin`` (positions, rotary_dim / 2) rotate
+    q and the new k.
 
-    Returns out (B, Sq, H, Dv) and, with ``return_softmax_lse``, the LSE (B, H, Sq). No gradient.
-    With ``block_table`` and lengths in a tensor it waits for the device, as flash-attention does,
-    to raise ``ArgumentError`` if they exceed the table; not while a graph is captured.
+    Returns out (B, Sq, H, Dv) and, with ``return_softmax_lse``, the LSE (B, H, Sq). There is no
+    gradient. With ``block_table`` and lengths in a tensor it waits for the device, as
+    flash-attention does, and raises ``ArgumentError`` if they exceed the table. It does not check
+    while a graph is captured.
     """
     if block_table is not None and cache_seqlens is not None:
         _check_capacity(k_cache, k, cache_seqlens, block_table)
@@ -318,7 +324,7 @@ def _attend(
 
 
 def their_lse(lse: torch.Tensor) -> torch.Tensor:
-    """The LSE of a fully masked row is +inf in flash-attention 2."""
+    """Return the LSE with +inf for fully masked rows, as in flash-attention 2."""
     return lse.masked_fill(lse == -torch.inf, torch.inf)
 
 

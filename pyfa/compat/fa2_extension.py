@@ -1,8 +1,9 @@
-"""flash-attention 2's compiled extension (``flash_attn_2_cuda``): five functions by position.
+"""flash-attention 2's compiled extension (``flash_attn_2_cuda``): five functions with positional
+arguments.
 
 The order of their arguments is that of flash-attention 2.8. They record no gradient. ``rng_state``
-is (2,) int64, the seed of the dropout and 0; backward with dropout takes the forward's.
-``generator`` must be None, as there.
+is (2,) int64: the seed of the dropout and 0. Backward with dropout needs the forward's
+``rng_state``. ``generator`` must be None, as in flash-attention.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ def fwd(
     generator: None,
     /,
 ) -> list[torch.Tensor]:
-    """out (B, Sq, H, Dv), LSE (B, H, Sq), S_dmask, rng_state of q, k and v (B, S, H, D).
+    """Return out (B, Sq, H, Dv), LSE (B, H, Sq), S_dmask and rng_state for q, k and v (B, S, H, D).
 
-    S_dmask is empty unless ``return_softmax``, which needs dropout. Written into ``out`` if given.
+    S_dmask is empty unless ``return_softmax`` is set, which needs dropout. The output is written
+    into ``out`` if given.
     """
     shared = _shared(
         generator, return_softmax, alibi_slopes, dropout_p, softmax_scale, causal,
@@ -80,10 +82,10 @@ def varlen_fwd(
     num_splits: int = 0,
     /,
 ) -> list[torch.Tensor]:
-    """``fwd`` of packed q (total_q, H, D), k and v; the LSE is (H, total_q).
+    """Call ``fwd`` on packed q (total_q, H, D), k and v; the LSE is (H, total_q).
 
-    ``seqused_k`` (B,) int32 says how many of a sequence's keys are used. ``zero_tensors`` changes
-    nothing: rows outside the sequences are never garbage here. ``leftpad_k`` is refused.
+    ``seqused_k`` (B,) int32 says how many keys of a sequence are used. ``zero_tensors`` has no
+    effect, because rows outside the sequences are always written. ``leftpad_k`` is not supported.
     """
     if num_splits > 1:
         raise RuntimeError("num_splits > 1 is not supported for packed queries")
@@ -130,9 +132,10 @@ def bwd(
     rng_state: torch.Tensor | None,
     /,
 ) -> list[torch.Tensor]:
-    """dq, dk, dv, written into those given, and rowsum(dO∘O) (B, H, Sq rounded up to 128).
+    """Return dq, dk, dv, written into the tensors given, and rowsum(dO∘O) (B, H, Sq rounded up to
+    128).
 
-    ``out`` and ``softmax_lse`` may be those of more keys than these, as in ring attention.
+    ``out`` and ``softmax_lse`` may come from attention over more keys, as in ring attention.
     """
     shared = _shared(
         generator, False, alibi_slopes, dropout_p, softmax_scale, causal, window_size_left,
@@ -175,7 +178,8 @@ def varlen_bwd(
     rng_state: torch.Tensor | None,
     /,
 ) -> list[torch.Tensor]:
-    """``bwd`` of packed tensors; rowsum(dO∘O) is (H, total_q + 128·B), 128 columns between two."""
+    """Call ``bwd`` on packed tensors; rowsum(dO∘O) is (H, total_q + 128·B), with 128 columns
+    between two sequences."""
     shared = _shared(
         generator, False, alibi_slopes, dropout_p, softmax_scale, causal, window_size_left,
         window_size_right, softcap,
@@ -214,7 +218,8 @@ def fwd_kvcache(
     num_splits: int,
     /,
 ) -> list[torch.Tensor]:
-    """out and LSE of ``flash_attn_with_kvcache``, written into ``out`` if given."""
+    """Return [out, LSE] of ``flash_attn_with_kvcache``. The output is copied into ``out`` if
+    given."""
     result, lse = fa2.flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
         cache_leftpad, block_table, softmax_scale, causal, (window_size_left, window_size_right),

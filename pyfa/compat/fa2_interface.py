@@ -1,8 +1,10 @@
-"""What others take from inside flash-attention 2 (``flash_attn.flash_attn_interface``).
+"""Private names that other packages import from flash-attention 2
+(``flash_attn.flash_attn_interface``).
 
-Importing this registers PyTorch operators under flash-attention's names, ``torch.ops.flash_attn``:
-it is for the packages that ``pyfa compat install`` writes, where flash-attention itself is not. The
-operators have no gradient of their own, as there: their callers bring one.
+Importing this module registers PyTorch operators under flash-attention's names,
+``torch.ops.flash_attn``. It is for the packages that ``pyfa compat install`` writes, on machines
+without flash-attention. The operators have no gradient of their own, as in flash-attention: their
+callers provide one.
 """
 
 from __future__ import annotations
@@ -38,19 +40,20 @@ USE_TRITON_ROCM = False
 
 
 def maybe_contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
-    """``x`` with a contiguous last dimension."""
+    """Return ``x`` with a contiguous last dimension."""
     return x.contiguous() if x is not None and x.stride(-1) != 1 else x
 
 
 def round_multiple(x: int, m: int) -> int:
-    """``x`` rounded up to a multiple of ``m``."""
+    """Return ``x`` rounded up to a multiple of ``m``."""
     return -(-x // m) * m
 
 
 def _get_block_size_n(
     device: torch.device, head_dim: int, is_dropout: bool, is_causal: bool
 ) -> int:
-    """Keys in a tile, to whose running maximum S_dmask is relative: pyfa's is to the row's."""
+    """Return the keys per tile. S_dmask is relative to the running maximum of such a tile in
+    flash-attention, and to the maximum of the row in pyfa."""
     return 1 << 30
 
 
@@ -68,7 +71,7 @@ def _flash_attn_forward(
     alibi_slopes: torch.Tensor | None,
     return_softmax: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out, LSE, S_dmask, rng_state) of q, k and v (B, S, H, D)."""
+    """Return (out, LSE, S_dmask, rng_state) for q, k and v (B, S, H, D)."""
     out, lse, probabilities, state = flash_attn_gpu.fwd(
         q, k, v, None, alibi_slopes, dropout_p, softmax_scale, causal, window_size_left,
         window_size_right, softcap, return_softmax, None,
@@ -112,7 +115,7 @@ def _flash_attn_varlen_forward(
     zero_tensors: bool = False,
     num_splits: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out, LSE, S_dmask, rng_state) of packed q, k and v, or of k and v in blocks."""
+    """Return (out, LSE, S_dmask, rng_state) for packed q, k and v, or for k and v in blocks."""
     out, lse, probabilities, state = flash_attn_gpu.varlen_fwd(
         q, k, v, None, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes,
         max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, zero_tensors, causal,
@@ -164,9 +167,9 @@ def _flash_attn_backward(
     deterministic: bool,
     rng_state: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Writes dq, dk and dv, where given; returns rowsum(dO∘O) (B, H, Sq rounded up to 128).
+    """Write dq, dk and dv, if given; return rowsum(dO∘O) (B, H, Sq rounded up to 128).
 
-    ``out`` and ``softmax_lse`` may be those of more keys than these, as in ring attention.
+    ``out`` and ``softmax_lse`` may come from attention over more keys, as in ring attention.
     """
     *_, sums = flash_attn_gpu.bwd(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, alibi_slopes, dropout_p, softmax_scale,
@@ -206,7 +209,7 @@ def _flash_attn_varlen_backward(
     rng_state: torch.Tensor | None = None,
     zero_tensors: bool = False,
 ) -> torch.Tensor:
-    """``_flash_attn_backward`` of packed tensors; returns (H, total_q + 128·B)."""
+    """Call ``_flash_attn_backward`` on packed tensors; return (H, total_q + 128·B)."""
     *_, sums = flash_attn_gpu.varlen_bwd(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, alibi_slopes,
         max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, zero_tensors, causal,

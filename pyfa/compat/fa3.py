@@ -2,19 +2,20 @@
 
     from pyfa.compat.fa3 import flash_attn_func
 
-Signatures, defaults and return values are those of ``flash_attn_interface``. pyfa's additions
-remain, as in ``fa2``. Conventions: ``return_attn_probs`` and ``return_softmax_lse`` return the LSE,
-float32, natural logarithm, −inf for a fully masked row. ``flash_attn_with_kvcache`` has no
-gradient. Descales, (B, Hk) float32 or (1,), apply to float8 inputs, whose output is bfloat16; other
-inputs ignore them. Float8 keys also work with 16-bit queries. Float8 has no gradient: its backward
-raises ``NotImplementedError``, and under ``torch.compile(fullgraph=True)`` its inputs must not
-require one.
+Signatures, defaults and return values are those of ``flash_attn_interface``. What pyfa supports
+beyond flash-attention is available too, as in ``fa2``. Conventions: ``return_attn_probs`` and
+``return_softmax_lse`` return the LSE, float32, natural logarithm, −inf for a fully masked row.
+``flash_attn_with_kvcache`` has no gradient. Descales, (B, Hk) float32 or (1,), apply to float8
+inputs, whose output is bfloat16; other inputs ignore them. Float8 keys also work with 16-bit
+queries. Float8 has no gradient: its backward raises ``NotImplementedError``, and under
+``torch.compile(fullgraph=True)`` its inputs must not require one.
 
 Accepted and ignored, because pyfa's plan decides the schedule: ``pack_gqa``, ``sm_margin``,
-``scheduler_metadata``. ``qv`` runs as one product of longer heads: on hip and cuda by the decode
-kernel, without a copy where v and k are parts of one latent cache. A negative edge of
-``window_size`` is unlimited, as in flash-attention. Wrong arguments raise ``ArgumentError``, a
-``RuntimeError`` as in flash-attention, with its argument names.
+``scheduler_metadata``. With ``qv``, q and qv are concatenated along head_dim, and so are k and v,
+so that one matrix product gives both terms of the score. On hip and cuda the decode kernel does
+this without a copy if v and k are views of one latent cache. A negative bound of ``window_size``
+means unlimited, as in flash-attention. Wrong arguments raise ``ArgumentError``, a ``RuntimeError``
+as in flash-attention, with its argument names.
 """
 
 from __future__ import annotations
@@ -67,12 +68,13 @@ def flash_attn_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Result:
-    """Attention of q (B, Sq, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv): out (B, Sq, H, Dv).
+    """Compute attention of q (B, Sq, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv): out (B, Sq, H,
+    Dv).
 
-    With ``return_attn_probs`` it returns (out, softmax_lse); the LSE is (B, H, Sq) float32.
-    Gradients flow to q, k, v and from the LSE. ``causal`` and ``window_size`` (left, right) align
-    to the bottom right. ``qv`` (B, Sq, H, Dv) adds qv·v to the scores, whose default scale is then
-    1/√(D + Dv).
+    With ``return_attn_probs`` it returns (out, softmax_lse); the LSE is (B, H, Sq) float32. q, k
+    and v receive gradients, and the LSE is differentiable. ``causal`` and ``window_size`` (left,
+    right) align to the bottom right. ``qv`` (B, Sq, H, Dv) adds qv·v to the scores, whose default
+    scale is then 1/√(D + Dv).
 
     Raises ``ArgumentError`` (a ``RuntimeError``) or ``TypeError`` for wrong arguments,
     and ``pyfa.UnsupportedProblem`` if no backend can run the call.
@@ -107,7 +109,7 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Result:
-    """``flash_attn_func`` with Q, K and V in one tensor qkv (B, S, 3, H, D).
+    """Call ``flash_attn_func`` with Q, K and V in one tensor qkv (B, S, 3, H, D).
 
     With ``num_heads_q``, qkv may be (B, S, num_heads_q + 2·Hk, D): heads of Q, then K, then V.
     """
@@ -151,11 +153,13 @@ def flash_attn_varlen_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Result:
-    """``flash_attn_func`` on packed q (total_q, H, D), k (total_k, Hk, D) and v (total_k, Hk, Dv).
+    """Call ``flash_attn_func`` on packed q (total_q, H, D), k (total_k, Hk, D) and v (total_k, Hk,
+    Dv).
 
-    Sequence b is rows ``cu_seqlens[b]`` to ``cu_seqlens[b+1]`` (int32, (B+1,)). With ``seqused``
-    (B,) int32 only its first rows are used: queries beyond give output 0 and LSE −inf. Returns out
-    (total_q, H, Dv); the LSE is (H, total_q). Raises what ``flash_attn_func`` raises.
+    Sequence b is rows ``cu_seqlens[b]`` to ``cu_seqlens[b+1]`` (int32, (B+1,)). With ``seqused_q``
+    or ``seqused_k`` (B,) int32 only the first rows of a sequence are used; its later queries
+    give output 0 and LSE −inf. Returns out (total_q, H, Dv); the LSE is (H, total_q). Raises what
+    ``flash_attn_func`` raises.
     """
     shared = _shared(
         q, k, softmax_scale, causal, q_descale, k_descale, v_descale, window_size,
@@ -225,19 +229,19 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attention of q (B, Sq, H, D) over a cache, after appending k and v to it in place.
+    """Append k and v to a cache in place, and compute attention of q (B, Sq, H, D) over it.
 
     ``k_cache`` and ``v_cache`` are (B_cache, S, Hk, D), or (num_pages, page_size, Hk, D) with
     ``page_table`` (B, pages) int32. ``cache_batch_idx`` (B,) int32 selects each sequence's row of
-    either. Packed queries are (total_q, H, D) with ``cu_seqlens_q`` and ``max_seqlen_q``.
-    ``cache_seqlens`` (an int or (B,) int32) counts the keys in the cache. New ``k`` and ``v``
-    (B, S_new, Hk, D), or (total_new, Hk, D) with ``cu_seqlens_k_new`` (B+1,) int32, follow them,
-    and queries see them. ``rotary_cos`` and ``rotary_sin`` (positions, rotary_dim / 2) rotate q
-    and the new k.
+    the cache or of the table. Packed queries are (total_q, H, D) with ``cu_seqlens_q`` and
+    ``max_seqlen_q``. ``cache_seqlens`` (an int or (B,) int32) is the number of keys in the cache
+    before the append. New ``k`` and ``v`` (B, S_new, Hk, D), or (total_new, Hk, D) with
+    ``cu_seqlens_k_new`` (B+1,) int32, are appended after them, and queries see them. ``rotary_cos``
+    and ``rotary_sin`` (positions, rotary_dim / 2) rotate q and the new k.
 
-    Returns out (B, Sq, H, Dv). With ``return_softmax_lse`` it returns (out, LSE (B, H, Sq), and two
-    empty tensors in place of flash-attention's partial results). No gradient. Raises what
-    ``flash_attn_func`` raises.
+    Returns out (B, Sq, H, Dv). With ``return_softmax_lse`` it returns four tensors: out, the LSE
+    (B, H, Sq), and two empty tensors in place of flash-attention's partial results. There is no
+    gradient. Raises what ``flash_attn_func`` raises.
     """
     shared = _shared(
         q, k_cache, softmax_scale, causal, q_descale, k_descale, v_descale, window_size,
@@ -299,7 +303,8 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> torch.Tensor:
-    """An empty int32 tensor on the device of ``cache_seqlens``: pyfa's kernels read the lengths.
+    """Return an empty int32 tensor on the device of ``cache_seqlens``: pyfa's kernels read the
+    lengths.
 
     ``flash_attn_with_kvcache`` takes it as ``scheduler_metadata``.
     """
@@ -308,7 +313,8 @@ def get_scheduler_metadata(
 
 
 class _NoGradient(torch.autograd.Function):
-    """``out`` of float8 attention, where one of its inputs wants a gradient."""
+    """The output of float8 attention if one of its inputs requires a gradient: its backward
+    raises."""
 
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
@@ -324,7 +330,8 @@ def _attend(
     function: Callable[..., Result],
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any,
 ) -> Result:  # fmt: skip
-    """``function``, which refuses float8 tensors that want a gradient, where theirs attends."""
+    """Call ``function``; raise for float8 tensors that require a gradient, which flash-attention
+    accepts."""
     given = (q, k, v, *options.get("descale", ()))
     inputs = [x for x in given if isinstance(x, torch.Tensor)]
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
@@ -341,7 +348,7 @@ def _attend(
 def _joined(
     shared: dict[str, Any], q: torch.Tensor, qv: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v of q·k + qv·v, with what that changes in ``shared``."""
+    """Return q, k, v of q·k + qv·v, and the changes to ``shared``."""
     shared["scale"] = query_values.scale_of(shared["scale"], q, v)
     *parts, descale = query_values.joined(q, qv, k, v, shared.get("descale"))
     if descale is not None:
@@ -363,7 +370,7 @@ def _shared(
     attention_chunk: int,
     softcap: float,
 ) -> dict[str, Any]:
-    """pyfa's names for what all functions share."""
+    """Return the arguments that all functions share, under pyfa's names."""
     shared: dict[str, Any] = {
         "scale": softmax_scale,
         "causal": causal,

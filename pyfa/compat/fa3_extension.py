@@ -1,9 +1,10 @@
 """flash-attention 3's compiled extension (``flash_attn_3._C``): ``torch.ops.flash_attn_3``.
 
-Importing this registers ``fwd``, ``bwd``, ``fwd_combine`` and ``get_scheduler_metadata`` with the
-schemas of flash-attention 3: it is for the packages that ``pyfa compat install`` writes. ``bwd``
-returns rowsum(dO∘O), the LSE times log2(e), and three empty tensors where flash-attention has its
-accumulators; the rows of the first two are rounded up to 128, packed with 128 columns between two.
+Importing this module registers ``fwd``, ``bwd``, ``fwd_combine`` and ``get_scheduler_metadata``
+with the schemas of flash-attention 3. It is for the packages that ``pyfa compat install`` writes.
+``bwd`` returns rowsum(dO∘O), the LSE times log2(e), and three empty tensors in place of
+flash-attention's accumulators. The rows of the first two are rounded up to 128; packed sequences
+have 128 columns between them.
 """
 
 from __future__ import annotations
@@ -93,10 +94,11 @@ def fwd(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out, LSE, and two empty tensors where flash-attention has its partial results).
+    """Return (out, LSE, and two empty tensors in place of flash-attention's partial results).
 
-    Dense, packed (``cu_seqlens_q`` and ``cu_seqlens_k``), or over a cache: with new keys, pages,
-    ``kv_batch_idx``, ``leftpad_k``, rotary, or packed queries on keys that are not packed.
+    Tensors are dense or packed (``cu_seqlens_q`` and ``cu_seqlens_k``). The call runs over a cache
+    if it has new keys, pages, ``kv_batch_idx``, ``leftpad_k``, rotary, or packed queries with keys
+    that are not packed.
     """
     common: dict[str, Any] = {
         "softmax_scale": softmax_scale,
@@ -158,7 +160,7 @@ def bwd(
     deterministic: bool = False,
     sm_margin: int = 0,
 ) -> tuple[torch.Tensor, ...]:
-    """Writes dq, dk and dv, where given. ``out`` and ``softmax_lse`` as in ``raw.backward``."""
+    """Write dq, dk and dv, if given. ``out`` and ``softmax_lse`` are as in ``raw.backward``."""
     if q.itemsize == 1:
         raise NotImplementedError("float8 attention has no gradient")
     shared = request.Shared(
@@ -182,7 +184,7 @@ def fwd_combine(
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``fa3.flash_attn_combine``."""
+    """See ``fa3.flash_attn_combine``."""
     return fa3.flash_attn_combine(out_partial, lse_partial, out, out_dtype)
 
 
@@ -199,7 +201,7 @@ def get_scheduler_metadata(
     *rest: Any,
     **named: Any,
 ) -> torch.Tensor:
-    """An empty int32 tensor on the device of ``seqused_k``."""
+    """Return an empty int32 tensor on the device of ``seqused_k``."""
     return seqused_k.new_empty(0, dtype=torch.int32)
 
 

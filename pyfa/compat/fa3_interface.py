@@ -1,7 +1,7 @@
-"""What others take from inside flash-attention 3 (``flash_attn_interface``).
+"""Private names that other packages import from flash-attention 3 (``flash_attn_interface``).
 
-Importing this registers PyTorch operators under flash-attention's names,
-``torch.ops.flash_attn_3``: it is for the packages that ``pyfa compat install`` writes.
+Importing this module registers PyTorch operators under flash-attention's names,
+``torch.ops.flash_attn_3``. It is for the packages that ``pyfa compat install`` writes.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def _flash_attn_forward(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``torch.ops.flash_attn_3.fwd`` with a gradient, for dense and packed q, k and v.
+    """Call ``torch.ops.flash_attn_3.fwd`` with a gradient, for dense and packed q, k and v.
 
-    ``out_`` is written as well, where given; what is returned is a tensor of its own.
+    The result is also copied into ``out_`` if given; the returned tensor is separate.
     """
     out, *rest = fa3_extension.fwd(
         q, k, v, k_new, v_new, qv, None, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q,
@@ -128,9 +128,9 @@ def _flash_attn_backward(
     deterministic: bool = False,
     sm_margin: int = 0,
 ) -> torch.Tensor:
-    """Writes dq, dk and dv, where given; returns rowsum(dO∘O), its rows rounded up to 128.
+    """Write dq, dk and dv, if given; return rowsum(dO∘O), its rows rounded up to 128.
 
-    ``out`` and ``softmax_lse`` may be those of more keys than these, as in ring attention.
+    ``out`` and ``softmax_lse`` may come from attention over more keys, as in ring attention.
     """
     sums, *_ = fa3_extension.bwd(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, sequed_q,

@@ -3,17 +3,19 @@
     from pyfa.compat.fa4 import flash_attn_func
 
 Signatures, defaults and return values are those of ``flash_attn.cute``, and of two functions of
-``flash_attn.cute.interface`` for split keys. pyfa's additions remain, as in ``fa2``. Conventions:
-every call returns (out, lse); lse is None without ``return_lse``, and gradients flow through it.
-(flash-attention also returns an LSE without gradient if an input requires one.) In
-``window_size`` None is unlimited, −1 is a number. ``learnable_sink`` (H,) is float16, bfloat16 or
-float32 and has a gradient; the LSE includes it.
+``flash_attn.cute.interface`` for split keys. What pyfa supports beyond flash-attention is available
+too, as in ``fa2``. Conventions: every call returns (out, lse). Without ``return_lse`` lse is None;
+with it, lse is differentiable. (If an input requires a gradient, flash-attention always returns an
+LSE, without gradient.) In ``window_size`` None means unlimited, and −1 is an ordinary number.
+``learnable_sink`` (H,) is float16, bfloat16 or float32 and has a gradient; the LSE includes it.
 
 Accepted and ignored, because pyfa's plan decides the schedule: ``pack_gqa``, ``min_seqlen_k``,
-``scheduler_metadata``, ``seqlen_k_per_split``, ``disable_scheduler_metadata``.
-``qv`` is as in ``fa3``. These raise ``NotImplementedError``: ``gather_kv_indices``, ``score_mod``,
-``mask_mod`` and their arguments, block-sparse tensors. Wrong arguments raise ``ArgumentError``, a
-``RuntimeError``, with flash-attention's argument names.
+``scheduler_metadata``, ``seqlen_k_per_split``, ``disable_scheduler_metadata``. ``qv`` is as in
+``fa3``. ``score_mod`` and ``mask_mod`` are plain Python (``fa4_mods``). pyfa derives gradients
+itself: ``score_mod_bwd`` and ``block_sparse_tensors_bwd`` are accepted and ignored. These raise
+``NotImplementedError``: ``gather_kv_indices``, mods in the CuTe DSL, mods with ``qv``, block-sparse
+tensors of packed sequences. Wrong arguments raise ``ArgumentError``, a ``RuntimeError``, with
+flash-attention's argument names.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from . import query_values
 from .arguments import length
 from .combine import combine
 from .errors import ArgumentError, in_words_of, refuse
+from .fa4_mods import Blocks, Lengths, Mod, pyfas_mods
 
 __all__ = [
     "ArgumentError",
@@ -45,14 +48,10 @@ _in_their_words = in_words_of(sinks="learnable_sink")
 _WHY_NOT = {
     "gather_kv_indices": "attention to a list of keys per query is not implemented here; "
     "pyfa.attention_latent takes one",
-    "score_mod": "programs inside the kernel are not implemented; softcap, sinks and windows are",
-    "score_mod_bwd": "belongs to score_mod, which is not implemented",
-    "mask_mod": "programs inside the kernel are not implemented; causal and window_size are, and "
-    "pyfa.attention takes a boolean bias",
-    "aux_tensors": "belongs to score_mod and mask_mod, which are not implemented",
-    "aux_scalars": "belongs to score_mod and mask_mod, which are not implemented",
-    "block_sparse_tensors": "block sparsity is not implemented",
-    "block_sparse_tensors_bwd": "block sparsity is not implemented",
+    "score_mod": "not together with qv",
+    "mask_mod": "not together with qv",
+    "block_sparse_tensors": "not together with qv or packed sequences; blocks that a mask_mod "
+    "leaves empty are skipped without them",
     "virtual_batch_idx": "an order of the batch is not implemented; parts combine row by row",
 }
 
@@ -81,27 +80,35 @@ def flash_attn_func(
     block_sparse_tensors_bwd: Any = None,
     return_lse: bool = False,
 ) -> Result:
-    """Attention of q (B, Sq, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv).
+    """Compute attention of q (B, Sq, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv).
 
     Returns (out (B, Sq, H, Dv), lse). With ``return_lse`` lse is (B, H, Sq) float32, else None.
     ``causal`` and ``window_size`` (left, right) align to the bottom right.
 
     Raises ``ArgumentError`` (a ``RuntimeError``) or ``TypeError`` for wrong arguments,
-    ``NotImplementedError`` for what the module lists, and ``pyfa.UnsupportedProblem`` if no backend
-    can run the call.
+    ``NotImplementedError`` for the arguments that the module's docstring lists, and
+    ``pyfa.UnsupportedProblem`` if no backend can run the call.
     """
-    refuse_missing(
-        gather_kv_indices=gather_kv_indices, score_mod=score_mod,
-        score_mod_bwd=score_mod_bwd, mask_mod=mask_mod, aux_tensors=aux_tensors or None,
-        aux_scalars=aux_scalars or None, block_sparse_tensors=block_sparse_tensors,
-        block_sparse_tensors_bwd=block_sparse_tensors_bwd,
-    )  # fmt: skip
+    refuse_missing(gather_kv_indices=gather_kv_indices)
     shared: dict[str, Any] = {
-        "causal": causal, "window": pyfas_window(window_size, causal), "scale": softmax_scale,
+        **_window_of(causal, window_size, mask_mod), "scale": softmax_scale,
         "softcap": softcap or 0.0, "sinks": learnable_sink, "deterministic": deterministic,
         "return_lse": return_lse,
     }  # fmt: skip
     num_splits = max(num_splits, 0)
+    if qv is not None:
+        refuse_missing(
+            score_mod=score_mod, mask_mod=mask_mod, block_sparse_tensors=block_sparse_tensors
+        )
+    elif score_mod is not None or mask_mod is not None or block_sparse_tensors is not None:
+        _refuse_two_caps(softcap, score_mod)
+        for name, x in (("q", q), ("k", k)):
+            validate.a_tensor(name, x)
+        rows, keys = (x.shape[1] if x.dim() == 4 else 0 for x in (q, k))
+        lengths = Lengths(rows, keys)
+        shared |= pyfas_mods(score_mod, mask_mod, aux_tensors, aux_scalars, lengths)
+        if block_sparse_tensors is not None:
+            shared["block_mask"] = Blocks(block_sparse_tensors, rows, keys)
     if qv is None:
         result = api.attention(q, k, v, num_splits=num_splits, **shared)
     else:
@@ -145,24 +152,21 @@ def flash_attn_varlen_func(
     seqlen_k_per_split: int | None = None,
     disable_scheduler_metadata: bool = False,
 ) -> Result:
-    """``flash_attn_func`` for sequences of different lengths.
+    """Call ``flash_attn_func`` for sequences of different lengths.
 
     q is packed, (total_q, H, D) with ``cu_seqlens_q`` (B+1,) int32, or padded, (B, Sq, H, D). k and
     v are packed with ``cu_seqlens_k``, padded, or pages (num_pages, page_size, Hk, D) with
     ``page_table`` (B, pages) int32. ``seqused_q`` and ``seqused_k`` (B,) int32 use only the first
-    rows of a sequence; queries beyond give output 0 and LSE −inf. Maximum lengths are optional;
+    rows of a sequence; its later queries give output 0 and LSE −inf. Maximum lengths are optional;
     without them calls are slower if sequences are much shorter than the whole batch.
 
     Returns (out, lse) in the layout of q: lse is (H, total_q) or (B, H, Sq), or None. Raises what
     ``flash_attn_func`` raises.
     """
-    refuse_missing(
-        gather_kv_indices=gather_kv_indices, score_mod=score_mod,
-        score_mod_bwd=score_mod_bwd, mask_mod=mask_mod, aux_tensors=aux_tensors or None,
-        aux_scalars=aux_scalars or None, block_sparse_tensors=block_sparse_tensors,
-    )  # fmt: skip
+    refuse_missing(gather_kv_indices=gather_kv_indices, block_sparse_tensors=block_sparse_tensors)
     padded_q = cu_seqlens_q is None
     if qv is not None:
+        refuse_missing(score_mod=score_mod, mask_mod=mask_mod)
         softmax_scale = query_values.scale_of(softmax_scale, q, v)
         q, k, v, _ = query_values.joined(q, qv, k, v)
     if cu_seqlens_q is None:
@@ -184,6 +188,14 @@ def flash_attn_varlen_func(
     # Bounds, where they are not known: reading the offsets would wait for the device.
     longest_q = q.shape[0] if max_seqlen_q is None else length(max_seqlen_q)
     longest_k = k.shape[0] if max_seqlen_k is None else length(max_seqlen_k)
+    given = {}
+    if score_mod is not None or mask_mod is not None:
+        _refuse_two_caps(softcap, score_mod)
+        begins_k = None if page_table is not None else cu_seqlens_k
+        info = Lengths(
+            _used(seqused_q, cu_seqlens_q), _used(seqused_k, cu_seqlens_k), cu_seqlens_q, begins_k
+        )
+        given = pyfas_mods(score_mod, mask_mod, aux_tensors, aux_scalars, info)
     lengths: dict[str, Any] = {
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
         "max_seqlen_q": longest_q, "max_seqlen_k": longest_k,
@@ -191,9 +203,9 @@ def flash_attn_varlen_func(
         "num_splits": max(num_splits, 0),
     }  # fmt: skip
     shared: dict[str, Any] = {
-        "causal": causal, "window": pyfas_window(window_size, causal), "scale": softmax_scale,
+        **_window_of(causal, window_size, mask_mod), "scale": softmax_scale,
         "softcap": softcap or 0.0, "sinks": learnable_sink, "deterministic": deterministic,
-        "return_lse": return_lse,
+        "return_lse": return_lse, **given,
     }  # fmt: skip
     if qv is None:
         result = api.attention_varlen(q, k, v, **lengths, **shared)
@@ -252,19 +264,19 @@ def get_scheduler_metadata(
     seqlen_k_per_split: int | None = None,
     _arch: int | None = None,
 ) -> None:
-    """None, which ``flash_attn_varlen_func`` accepts: pyfa's kernels read the lengths
+    """Return None, which ``flash_attn_varlen_func`` accepts: pyfa's kernels read the lengths
     themselves."""
 
 
 def refuse_missing(**given: object) -> None:
-    """``NotImplementedError`` for an argument that is given and not implemented."""
+    """Raise ``NotImplementedError`` for an argument that is given and not implemented."""
     for name, value in given.items():
         refuse(name, value, _WHY_NOT[name])
 
 
 def pyfas_window(window_size: Window, causal: bool) -> tuple[validate.Edge | None, ...] | None:
-    """pyfa's window. None is unlimited here, −1 is not; a window that is empty as given counts as
-    none."""
+    """Return pyfa's window. In flash-attention 4 None is unlimited, −1 is a number, and an empty
+    window is ignored."""
     if len(window_size) != 2:
         validate.wrong("window_size", "(left, right)", window_size)
     left, right = window_size
@@ -277,8 +289,29 @@ def pyfas_window(window_size: Window, causal: bool) -> tuple[validate.Edge | Non
     return tuple(None if edge is None else validate.Edge(edge) for edge in (left, right))
 
 
+def _window_of(causal: bool, window_size: Window, mask_mod: Mod | None) -> dict[str, Any]:
+    """pyfa's causal and window; with a mask_mod neither counts."""
+    window = pyfas_window(window_size, causal)
+    if mask_mod is not None:
+        return {"causal": False, "window": None}
+    return {"causal": causal, "window": window}
+
+
+def _refuse_two_caps(softcap: float, score_mod: Mod | None) -> None:
+    if softcap and score_mod is not None:
+        validate.wrong("softcap", "0 with a score_mod, which can cap the score itself", softcap)
+
+
+def _used(lengths: torch.Tensor | None, offsets: torch.Tensor | None) -> torch.Tensor:
+    """The lengths of packed sequences."""
+    if lengths is not None:
+        return lengths
+    assert offsets is not None
+    return offsets.diff()
+
+
 def _padded(name: str, x: torch.Tensor) -> tuple[int, int]:
-    """Batch and length of x (B, S, heads, head_dim)."""
+    """Return batch and length of x (B, S, heads, head_dim)."""
     validate.a_tensor(name, x)
     if x.dim() != 4:
         offsets = "cu_seqlens_q" if name == "q" else "cu_seqlens_k"
@@ -287,5 +320,5 @@ def _padded(name: str, x: torch.Tensor) -> tuple[int, int]:
 
 
 def _even(batch: int, rows: int, x: torch.Tensor) -> torch.Tensor:
-    """The offsets of ``batch`` sequences of ``rows`` each."""
+    """Return the offsets of ``batch`` sequences of ``rows`` each."""
     return torch.arange(batch + 1, dtype=torch.int32, device=x.device) * rows

@@ -1,7 +1,7 @@
-"""What others take from inside flash-attention 4 (``flash_attn.cute.interface``).
+"""Private names that other packages import from flash-attention 4 (``flash_attn.cute.interface``).
 
-Arguments that choose tiles and threads are taken and not needed, as scheduling is the plan's
-business here. What ``fa4`` refuses is refused here too.
+Arguments that choose tiles and threads are accepted and ignored, because pyfa's plan decides them.
+Arguments that ``fa4`` does not support are not supported here, either.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_HEAD_DIM = 256
 def _validate_head_dims(
     head_dim: int, head_dim_v: int, compute_capability: int, alignment: int
 ) -> None:
-    """``AssertionError`` for heads that pyfa does not have, whatever the GPU."""
+    """Raise ``AssertionError`` for head dims that pyfa does not support on any GPU."""
     for name, size in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
         if not 1 <= size <= _MAX_HEAD_DIM:
             raise AssertionError(f"{name}: expected 1 to {_MAX_HEAD_DIM}; got {size}")
@@ -72,7 +72,8 @@ def _flash_attn_fwd(
     seqlen_k_per_split: int | None = None,
     disable_scheduler_metadata: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
-    """(out, lse or None, None, None), written into ``out`` and ``lse`` where given. No gradient."""
+    """Return (out, lse or None, None, None), written into ``out`` and ``lse`` if given. No
+    gradient."""
     for name, given in (("q_descale", q_descale), ("k_descale", k_descale)):
         refuse(name, given, "float8 is in version 3's functions and in pyfa.attention")
     refuse("v_descale", v_descale, "float8 is in version 3's functions and in pyfa.attention")
@@ -135,16 +136,17 @@ def _flash_attn_bwd(
     dlse: torch.Tensor | None = None,
     learnable_sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv), written into those given; packed with both ``cu_seqlens``, else dense.
+    """Return (dq, dk, dv), written into the tensors given; packed with both ``cu_seqlens``, else
+    dense.
 
-    ``out`` and ``lse`` may be those of more keys than these. ``dlse`` and ``learnable_sink`` are
-    refused: their gradients flow through the public functions.
+    ``out`` and ``lse`` may come from attention over more keys. ``dlse`` and ``learnable_sink`` are
+    not supported here; the public functions support their gradients.
     """
-    fa4.refuse_missing(
-        score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod,
-        aux_tensors=aux_tensors or None, aux_scalars=aux_scalars or None,
-        block_sparse_tensors=block_sparse_tensors,
-    )  # fmt: skip
+    for name, given in (
+        ("score_mod", score_mod), ("mask_mod", mask_mod), ("block_sparse_tensors",
+        block_sparse_tensors),
+    ):  # fmt: skip
+        refuse(name, given, "its gradient flows through flash_attn_func")
     refuse("dlse", dlse, "its gradient flows through flash_attn_func")
     refuse("learnable_sink", learnable_sink, "its gradient flows through flash_attn_func")
     shared = request.Shared(

@@ -2,16 +2,17 @@
 
     from pyfa.compat.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
-Signatures, defaults and return values are those of ``flash_mla``, on every GPU and on CPUs.
-Conventions, converted: the LSE of a fully masked row is +inf, and ``attn_sink`` scales the
-output without entering the LSE. A key that ``indices`` name twice counts twice. ``softmax_scale``
+Signatures, defaults and return values are those of ``flash_mla``, on every GPU and on CPUs. Results
+follow FlashMLA's conventions: the LSE of a fully masked row is +inf, and ``attn_sink`` scales the
+output without entering the LSE. A key listed twice in ``indices`` counts twice. ``softmax_scale``
 is 1/√head_dim by default, which is not the scale of DeepSeek's models.
 
-Beyond FlashMLA: any number of heads and page size, ``indices`` over caches of 16 bits, CPUs.
-Float8 caches are those of 656 bytes a token (DeepSeek-V3.2): 512 e4m3, four float32 scales of 128
-elements each, 64 bfloat16; and of 584: 448 e4m3 and 64 bfloat16, then, behind a page's tokens, 7
-scales of 64 elements each as exponents, and a byte. Listed tokens of these, and those of two
-caches, are copied before the kernel, as bfloat16. Float8 without ``indices`` raises
+pyfa also supports any number of heads, any page size, ``indices`` over 16-bit caches, and CPUs.
+There are two kinds of float8 caches. With 656 bytes per token (DeepSeek-V3.2), a token has 512 e4m3
+elements, four float32 scales for 128 elements each, and 64 bfloat16 elements. With 584 bytes, a
+token has 448 e4m3 and 64 bfloat16 elements; all tokens of a page are followed by 8 bytes per token:
+7 scales (exponents of two, for 64 elements each) and one unused byte. Listed tokens of float8
+caches or of two caches are copied to bfloat16 before the kernel. Float8 without ``indices`` raises
 ``NotImplementedError``. With ``attn_sink`` the output is rounded once more.
 """
 
@@ -51,14 +52,14 @@ _in_their_words = in_words_of(
 
 @dataclasses.dataclass
 class FlashMLASchedMeta:
-    """What ``get_mla_metadata`` returns: empty, since pyfa's kernels read the lengths."""
+    """The result of ``get_mla_metadata``: empty, because pyfa's kernels read the lengths."""
 
     tile_scheduler_metadata: torch.Tensor | None = None
     num_splits: torch.Tensor | None = None
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
-    """(a ``FlashMLASchedMeta``, None), whatever the arguments, as FlashMLA."""
+    """Return (a ``FlashMLASchedMeta``, None), as FlashMLA does; arguments are ignored."""
     return FlashMLASchedMeta(), None
 
 
@@ -82,13 +83,13 @@ def flash_mla_with_kvcache(
     topk_length: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of q (B, Sq, H, D) over pages k_cache (blocks, page_block_size, Hk, D).
+    """Compute attention of q (B, Sq, H, D) over pages k_cache (blocks, page_block_size, Hk, D).
 
     Without ``indices`` the keys are the first ``cache_seqlens`` (B,) int32 of the pages in
-    ``block_table`` (B, pages) int32. ``indices`` (B, Sq, topk) int32 name them instead, of a cache
-    with one head, as block · page_block_size + offset; −1 is none, and only the first
-    ``topk_length`` (B,) count.
-    ``extra_k_cache`` with ``extra_indices_in_kvcache`` adds tokens of another cache.
+    ``block_table`` (B, pages) int32. With ``indices`` (B, Sq, topk) int32, for a cache with one
+    head, the keys are the listed ones, as block · page_block_size + offset. −1 lists no key, and
+    only the first ``topk_length`` (B,) entries count. ``extra_k_cache`` with
+    ``extra_indices_in_kvcache`` adds tokens of another cache.
 
     Returns (out (B, Sq, H, head_dim_v), softmax_lse (B, H, Sq) float32).
     """
@@ -146,11 +147,12 @@ def flash_mla_sparse_fwd(
     attn_sink: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out, max_logits, lse) of q (Sq, H, D) over kv (Sk, 1, D) at ``indices`` (Sq, 1, topk).
+    """Return (out, max_logits, lse) of q (Sq, H, D) over kv (Sk, 1, D) at ``indices`` (Sq, 1,
+    topk).
 
-    Entries that are negative or not below Sk are none, and only the first ``topk_length`` (Sq,) of
-    a row count. out is (Sq, H, d_v); max_logits (the largest scaled score, −inf of a fully masked
-    row) and lse are (Sq, H) float32. max_logits is computed by PyTorch's operators.
+    Entries that are negative or at least Sk list no key, and only the first ``topk_length`` (Sq,)
+    entries of a row count. out is (Sq, H, d_v); max_logits (the largest scaled score, −inf of a
+    fully masked row) and lse are (Sq, H) float32. max_logits is computed by PyTorch's operators.
     """
     validate.a_tensor("indices", indices)
     if indices.dim() != 3 or indices.shape[1] != 1:
@@ -166,10 +168,10 @@ def flash_mla_sparse_fwd(
 
 
 def quantize_tokens(cache: torch.Tensor) -> torch.Tensor:
-    """(…, 576) of bfloat16 as tokens of 656 bytes, (…, 656) uint8, as FlashMLA's kernels read them.
+    """Quantize bfloat16 (…, 576) to FlashMLA's tokens of 656 bytes: (…, 656) uint8.
 
-    Each scale is the power of two, not below 1e-4 rounded up, that brings its 128 elements to at
-    most 448.
+    Each scale covers 128 elements: their largest magnitude divided by 448, at least 1e-4, rounded
+    up to a power of two.
     """
     if cache.shape[-1] != _DIM or cache.dtype != torch.bfloat16:
         validate.wrong("cache", f"bfloat16 tokens of {_DIM} elements", cache)
@@ -181,7 +183,7 @@ def quantize_tokens(cache: torch.Tensor) -> torch.Tensor:
 
 
 def dequantize_tokens(tokens: torch.Tensor) -> torch.Tensor:
-    """(…, 576) bfloat16 of tokens of 656 bytes, (…, 656) of float8_e4m3fn, uint8 or int8."""
+    """Convert tokens of 656 bytes, (…, 656) float8_e4m3fn, uint8 or int8, to bfloat16 (…, 576)."""
     if tokens.dtype not in _BYTES or tokens.shape[-1] != _TOKEN_BYTES:
         validate.wrong(
             "k_cache", f"tokens of {_TOKEN_BYTES} bytes (float8_e4m3fn or uint8)", tokens
@@ -205,7 +207,8 @@ def _both(result: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _in_their_convention(
     out: torch.Tensor, lse: torch.Tensor, attn_sink: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``lse`` (…, H, Sq) as FlashMLA's, and ``out`` (…, Sq, H, Dv) beside the sink's share."""
+    """Return ``lse`` (…, H, Sq) and ``out`` (…, Sq, H, Dv) as FlashMLA does, with the effect of the
+    sink."""
     if attn_sink is not None:
         validate.a_tensor("attn_sink", attn_sink)
         if attn_sink.shape != out.shape[-2:-1]:
@@ -220,7 +223,7 @@ def _in_their_convention(
 def _gathered(
     cache: torch.Tensor, indices: torch.Tensor, ends: torch.Tensor | None, float8: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens that ``indices`` name in the pages' memory, (B, Sq, topk, D), and which exist."""
+    """Return the tokens that ``indices`` list, (B, Sq, topk, D), and which of them exist."""
     validate.a_tensor("indices", indices)
     blocks, size = cache.shape[:2]
     exist = (indices >= 0) & (indices < blocks * size)
@@ -239,7 +242,8 @@ def _gathered(
 
 
 def _of_pages(cache: torch.Tensor, page: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-    """(…, 512) bfloat16 of the tokens at ``row`` of ``page`` where scales stand behind a page's."""
+    """Return (…, 512) bfloat16 of the tokens at ``row`` of ``page``, for pages with scales after
+    the tokens."""
     blocks, size = cache.shape[:2]
     step, begin = cache.stride(0), cache.storage_offset()
     tokens = cache.as_strided((blocks, size, _PAGED_TOKEN), (step, _PAGED_TOKEN, 1))[page, row]
@@ -255,7 +259,7 @@ def _of_pages(cache: torch.Tensor, page: torch.Tensor, row: torch.Tensor) -> tor
 def _max_logits(
     q: torch.Tensor, kv: torch.Tensor, lists: torch.Tensor, ends: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
-    """The largest scaled score of each row and head, (Sq, H)."""
+    """Return the largest scaled score of each row and head, (Sq, H)."""
     rows, topk = lists.shape
     exist = (lists >= 0) & (lists < kv.shape[0])
     if ends is not None:

@@ -1,4 +1,4 @@
-"""Dropped probabilities as a matrix: what flash-attention calls S_dmask and its tests look at.
+"""Dropped probabilities as a matrix, which flash-attention calls S_dmask and checks in its tests.
 
 Plain PyTorch with memory quadratic in the sequence length, for debugging.
 """
@@ -17,7 +17,7 @@ _ROUNDED = 128
 
 
 class Packed(NamedTuple):
-    """Where sequences lie in packed tensors."""
+    """The offsets of sequences in packed tensors."""
 
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
@@ -39,11 +39,11 @@ def signed_probabilities(
     dropout_p: float,
     seed: torch.Tensor,
 ) -> torch.Tensor:
-    """exp(score − the row's maximum), negative where dropout drops it: (B, H, Sq, Sk), q's dtype.
+    """Return exp(score − the row's maximum), negative where dropped: (B, H, Sq, Sk), in q's dtype.
 
-    Arguments as those of ``pyfa.attention``, or of ``attention_varlen`` with ``packed``; checked by
-    it. Lengths are rounded up to multiples of 128; what is masked, and what lies beyond a
-    sequence, is 0.
+    Takes the arguments of ``pyfa.attention``, or of ``attention_varlen`` with ``packed``, and
+    checks them in the same way. Lengths are rounded up to multiples of 128. Masked elements, and
+    elements beyond a sequence, are 0.
     """
     heads, head_dim = q.shape[-2:]
     if packed is None:
@@ -87,7 +87,7 @@ def signed_probabilities(
 def _sequences(
     q: torch.Tensor, k: torch.Tensor, packed: Packed | None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """q (Sq, H, D) and k (Sk, Hk, D) of each sequence."""
+    """Return q (Sq, H, D) and k (Sk, Hk, D) of each sequence."""
     if packed is None:
         yield from zip(q, k, strict=True)
         return

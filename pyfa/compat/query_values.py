@@ -1,7 +1,7 @@
-"""``qv``: scores of q·k + qv·v, as latent attention has them with the latents for v.
+"""``qv``: scores of q·k + qv·v, as in latent attention with the latents as v.
 
-The sum of two products is one product of longer heads: of the queries side by side, with values and
-keys side by side. Where v and k lie so already, as parts of one cache, nothing is copied.
+The sum of two products is one product of longer heads: queries concatenated, and values and keys
+concatenated. If v and k are already adjacent views of one cache, nothing is copied.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Scales = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor] | None
 
 
 def scale_of(softmax_scale: float | None, q: torch.Tensor, v: torch.Tensor) -> float:
-    """``softmax_scale``, by default that of q's and qv's elements together."""
+    """Return ``softmax_scale``, by default from the elements of q and qv together."""
     both = q.shape[-1] + v.shape[-1]
     return both**-0.5 if softmax_scale is None else softmax_scale
 
@@ -27,7 +27,7 @@ def scale_of(softmax_scale: float | None, q: torch.Tensor, v: torch.Tensor) -> f
 def joined(
     q: torch.Tensor, qv: torch.Tensor, k: torch.Tensor, v: torch.Tensor, descale: Scales = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Scales]:
-    """q, k, v and their scales of the one product; v is a part of k."""
+    """Return q, k, v and their scales for the single product; v is a view of k."""
     for name, x in (("q", q), ("qv", qv), ("k", k), ("v", v)):
         validate.a_tensor(name, x)
     shape = (*q.shape[:-1], v.shape[-1])
@@ -42,12 +42,12 @@ def joined(
 
 
 def attended(asked: Request) -> Result:
-    """What ``asked`` gives, a request for what ``joined`` made."""
+    """Run ``asked``, a request with the tensors of ``joined``."""
     return api.attend(asked._replace(call=asked.call._replace(latent=not asked.needs_grad)))
 
 
 def attended_with_cache(asked: Request, qv: torch.Tensor) -> Result:
-    """What ``attention_kvcache``'s request gives with ``qv``; rotary is of q and k alone."""
+    """Run the request of ``attention_kvcache`` with ``qv``; rotary applies to q and k only."""
     if asked.append is not None:
         # Whatever is wrong is said before anything is written.
         whole = _of_cache(asked.call, qv)
@@ -69,7 +69,7 @@ def _of_cache(call: Call, qv: torch.Tensor) -> Call:
 
 
 def _as_one(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """v and k side by side: a view where they lie so."""
+    """Return v and k concatenated: a view if they are adjacent in memory."""
     whole = (*v.shape[:-1], v.shape[-1] + k.shape[-1])
     if not torch.compiler.is_compiling():
         behind = v.data_ptr() + v.shape[-1] * v.itemsize == k.data_ptr()
@@ -91,7 +91,7 @@ def _side_by_side(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def _with_one_scale(
     q: torch.Tensor, qv: torch.Tensor, descale: Any
 ) -> tuple[torch.Tensor, torch.Tensor, Scales]:
-    """Queries of 16 bits that have their own scale, and k's over v's, in them."""
+    """Return 16-bit queries that include their own scale and the ratio of k's scale to v's."""
     of_q, of_k, of_v = descale
     dtype = q.dtype if q.itemsize > 1 else torch.bfloat16
     for name, scale in (("k_descale", of_k), ("v_descale", of_v)):

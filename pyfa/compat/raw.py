@@ -1,8 +1,9 @@
-"""Backward alone, from an output and an LSE that the caller kept: what ring attention is made of.
+"""Backward without forward, from an output and an LSE that the caller kept, as in ring attention.
 
-flash-attention's private functions take forward and backward apart. ``out`` and ``lse`` may be
-those of more keys than the call has: P = exp(score − LSE) and rowsum(dO∘O) are then the whole
-row's, and the gradients this block's share (Liu et al. 2023, Ring Attention, arXiv:2310.01889).
+flash-attention's private functions separate forward and backward. ``out`` and ``lse`` may come from
+attention over more keys than the call has. P = exp(score − LSE) and rowsum(dO∘O) then belong to the
+whole row, and the gradients are the share of this call's keys (Liu et al. 2023, Ring Attention,
+arXiv:2310.01889).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ ROUNDED = 128
 
 
 class Written(NamedTuple):
-    """The gradients of q, k and v; the caller's own tensors where it brought some."""
+    """The gradients of q, k and v, in the caller's own tensors if given."""
 
     dq: torch.Tensor
     dk: torch.Tensor
@@ -35,10 +36,10 @@ def backward(
     lse: torch.Tensor,
     into: tuple[torch.Tensor | None, ...],
 ) -> Written:
-    """dq, dk and dv, written ``into`` the tensors that are given.
+    """Compute dq, dk and dv, written ``into`` the tensors that are given.
 
-    ``lse`` (B, H, Sq), or (H, total_q), natural logarithm; ±inf for a fully masked row.
-    Raises ``ValueError`` where a tensor does not have the shape of what it belongs to.
+    ``lse`` (B, H, Sq), or (H, total_q), natural logarithm; ±inf for a fully masked row. Raises
+    ``ValueError`` if a gradient's shape differs from its tensor's.
     """
     call = request.call
     for name, x in (("dout", dout), ("out", out)):
@@ -59,8 +60,8 @@ def backward(
 
 
 def copied_into(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
-    """``result``, written into ``out`` where that is given. Raises ``ValueError`` where ``out`` has
-    another shape or dtype."""
+    """Return ``result``, copied into ``out`` if given. Raises ``ValueError`` if ``out`` has another
+    shape or dtype."""
     if out is None:
         return result
     if out.shape != result.shape or out.dtype != result.dtype:
@@ -69,27 +70,27 @@ def copied_into(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
 
 
 def rounded(rows: int) -> int:
-    """``rows`` rounded up to a multiple of 128."""
+    """Return ``rows`` rounded up to a multiple of 128."""
     return -(-rows // ROUNDED) * ROUNDED
 
 
 def row_sums(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """rowsum(dO∘O) of dense tensors (B, S, H, D): (B, H, S rounded up to 128) float32."""
+    """Return rowsum(dO∘O) of dense tensors (B, S, H, D): (B, H, S rounded up to 128) float32."""
     return _padded(_dots(dout, out))
 
 
 def packed_row_sums(
     dout: torch.Tensor, out: torch.Tensor, offsets: torch.Tensor, columns: int
 ) -> torch.Tensor:
-    """rowsum(dO∘O) of packed tensors (total, H, D): (H, columns) float32."""
+    """Return rowsum(dO∘O) of packed tensors (total, H, D): (H, columns) float32."""
     return _spread(_dots(dout, out), offsets, columns)
 
 
 class Rows:
-    """Dense or packed q, k and v, or dense ones of which a length per sequence is used.
+    """Dense or packed q, k and v, or dense tensors with a used length per sequence.
 
-    The last are a packed batch whose sequences all have room for the longest. ``arguments`` are
-    those of a dense or, where there are lengths or offsets, of a packed call.
+    The last kind is treated as a packed batch whose sequences all have space for the longest.
+    ``arguments`` are those of a dense call or, with lengths or offsets, of a packed call.
     """
 
     def __init__(
@@ -125,11 +126,11 @@ class Rows:
         )  # fmt: skip
 
     def as_given(self, out: torch.Tensor) -> torch.Tensor:
-        """Rows of q in its layout."""
+        """Return rows of q in the caller's layout."""
         return out if self._batch is None else out.unflatten(0, self._batch)
 
     def lse_as_given(self, lse: torch.Tensor) -> torch.Tensor:
-        """(B, H, S) for dense tensors, (H, total) for packed ones."""
+        """Return (B, H, S) for dense tensors, (H, total) for packed ones."""
         return lse if self._batch is None else lse.unflatten(1, self._batch).transpose(0, 1)
 
     def backward(
@@ -140,7 +141,7 @@ class Rows:
         lse: torch.Tensor,
         into: tuple[torch.Tensor | None, ...],
     ) -> Written:
-        """``backward`` above, with everything in the layout that was given."""
+        """Call ``backward`` with everything in the caller's layout."""
         q, k, v, *where = self.arguments
         if not self.has_lengths:
             return backward(dense(q, k, v, shared), dout, out, lse, into)
@@ -152,13 +153,13 @@ class Rows:
         return Written(*(x.unflatten(0, (self._batch[0], -1)) for x in grads))
 
     def sums(self, dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """rowsum(dO∘O): (B, H, S rounded up to 128), or (H, columns) as ``spread``."""
+        """Return rowsum(dO∘O): (B, H, S rounded up to 128), or (H, columns) as ``spread``."""
         if not self.has_lengths:
             return row_sums(dout, out)
         return self.spread(_dots(self._flat(dout), self._flat(out)))
 
     def spread(self, rows: torch.Tensor) -> torch.Tensor:
-        """A number per row, as an LSE is laid out, in the layout of ``sums``."""
+        """Convert a number per row, in the layout of an LSE, to the layout of ``sums``."""
         if self._offsets is None:
             return _padded(rows)
         rows = self._flat_lse(rows)
@@ -166,7 +167,7 @@ class Rows:
         return _spread(rows, self._offsets, columns)
 
     def _flat(self, x: torch.Tensor) -> torch.Tensor:
-        """(total, H, D), a view of ``x``: what is written there stays."""
+        """Return (total, H, D), a view of ``x``: writes go to ``x``."""
         return x if self._batch is None else x.view(-1, *x.shape[2:])
 
     def _flat_lse(self, lse: torch.Tensor) -> torch.Tensor:
@@ -174,13 +175,13 @@ class Rows:
 
 
 def _even(x: torch.Tensor) -> torch.Tensor:
-    """The offsets of a batch of sequences of one length."""
+    """Return the offsets of a batch of sequences of one length."""
     batch, rows = x.shape[:2]
     return torch.arange(batch + 1, dtype=torch.int32, device=x.device) * rows
 
 
 def _dots(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """rowsum(dO∘O) in float32, laid out as an LSE."""
+    """Return rowsum(dO∘O) in float32, in the layout of an LSE."""
     return (dout.float() * out.float()).sum(-1).mT
 
 
@@ -189,7 +190,8 @@ def _padded(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _spread(rows: torch.Tensor, offsets: torch.Tensor, columns: int) -> torch.Tensor:
-    """(H, columns) of rows (H, total): row r of sequence b in column r + 128·b, 0 elsewhere."""
+    """Return (H, columns) from rows (H, total): row r of sequence b goes to column r + 128·b, 0
+    elsewhere."""
     row = torch.arange(rows.shape[1], device=rows.device)
     sequence = torch.searchsorted(offsets[1:].long(), row, right=True)
     sequence = sequence.clamp(max=max(offsets.shape[0] - 2, 0))

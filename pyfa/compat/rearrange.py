@@ -1,4 +1,4 @@
-"""``rearrange`` as in einops, which ``flash_attn.bert_padding`` hands on: reshape and permute."""
+"""``rearrange`` as in einops, which ``flash_attn.bert_padding`` re-exports: reshape and permute."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .. import validate
 
 
 def rearrange(x: torch.Tensor, pattern: str, /, **sizes: int) -> torch.Tensor:
-    """``x`` with its axes split, moved and merged: ``"b s ... -> (b s) ..."``.
+    """Return ``x`` with its axes split, moved and merged: ``"b s ... -> (b s) ..."``.
 
-    Names are axes, parentheses merge (left: split, by ``sizes`` or what is left over), ``...`` is
-    any number of axes, 1 is an axis of size 1. Raises ``ValueError`` where the pattern and x do not
-    fit.
+    Names are axes. Parentheses merge axes on the right, and split an axis on the left, by ``sizes``
+    or the remaining size. ``...`` is any number of axes, and 1 is an axis of size 1. Raises
+    ``ValueError`` if the pattern does not fit x.
     """
     left, arrow, right = pattern.partition("->")
     if not arrow:
@@ -37,7 +37,7 @@ def rearrange(x: torch.Tensor, pattern: str, /, **sizes: int) -> torch.Tensor:
 
 
 def _groups(side: str) -> list[list[str]]:
-    """The axes of one side: names alone, or those in parentheses together."""
+    """Return the axes of one side: single names, or the names in parentheses together."""
     if re.sub(r"\([^()]*\)|[\w.]+|\s+", "", side):
         validate.wrong("pattern", "names, parentheses and '...'", side)
     found = re.findall(r"\([^()]*\)|[\w.]+", side)
@@ -45,7 +45,7 @@ def _groups(side: str) -> list[list[str]]:
 
 
 def _sizes(group: list[str], size: int, known: dict[str, int], x: torch.Tensor) -> dict[str, int]:
-    """The size of each name of one axis of x, of which at most one is not known."""
+    """Return the size of each name in one axis of x; at most one of them is not given."""
     sizes = {name: known[name] for name in group if name in known}
     rest = [name for name in group if name not in known and name != "1"]
     product = math.prod(sizes.values())

@@ -1,8 +1,9 @@
 """Rotary position embedding in plain PyTorch (``flash_attn.layers.rotary``, ``ops.triton.rotary``).
 
 Pairs are elements 2i and 2i+1 if ``interleaved``, else i and i+R. cos and sin are (positions, R).
-Elements of a head after the first 2·R do not change. Computed in float32. Row s of sequence b is at
-``seqlen_offsets[b]`` + s. Positions after the end of the tables are not rotated.
+Elements of a head after the first 2·R do not change. The computation is in float32. Row s of
+sequence b is at ``seqlen_offsets[b]`` + s. Positions after the end of the tables are not rotated
+(in the kernels of ``pyfa.attention_kvcache`` they give NaN).
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def apply_rotary(
     inplace: bool = False,
     conjugate: bool = False,
 ) -> torch.Tensor:
-    """x (B, S, H, D), or packed (total, H, D) with ``cu_seqlens``, rotated; back if ``conjugate``.
+    """Rotate x (B, S, H, D), or packed (total, H, D) with ``cu_seqlens``; backwards if
+    ``conjugate``.
 
     Returns x itself if ``inplace``.
     """
@@ -85,7 +87,7 @@ def apply_rotary_emb(
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> torch.Tensor:
-    """``apply_rotary`` with a gradient for x, also with ``inplace``."""
+    """Do what ``apply_rotary`` does, differentiable in x, also with ``inplace``."""
     where = {
         "seqlen_offsets": seqlen_offsets,
         "cu_seqlens": cu_seqlens,
@@ -103,7 +105,7 @@ apply_rotary_emb_func = apply_rotary_emb
 def apply_rotary_emb_torch(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
 ) -> torch.Tensor:
-    """x (B, S, H, D) rotated in its own dtype, by cos and sin (S, R) or (B, S, R)."""
+    """Rotate x (B, S, H, D) in its own dtype, by cos and sin (S, R) or (B, S, R)."""
     first = slice(0, 2 * cos.shape[-1])
     head, tail = x[..., first], x[..., first.stop :]
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
@@ -123,7 +125,7 @@ def apply_rotary_emb_qkv_(
     seqlen_offsets: Offsets = 0,
     num_heads_q: int | None = None,
 ) -> torch.Tensor:
-    """Rotate Q and K of qkv in place, K by ``cos_k`` and ``sin_k`` if given; returns qkv.
+    """Rotate Q and K of qkv in place, K by ``cos_k`` and ``sin_k`` if given; return qkv.
 
     qkv is (B, S, 3, H, D), or (B, S, num_heads_q + 2·Hk, D).
     """
@@ -155,7 +157,7 @@ def apply_rotary_emb_kv_(
     interleaved: bool = False,
     seqlen_offsets: Offsets = 0,
 ) -> torch.Tensor:
-    """Rotate K of kv (B, S, 2, H, D) in place; returns kv."""
+    """Rotate K of kv (B, S, 2, H, D) in place; return kv."""
     if kv.dim() != 5 or kv.shape[2] != 2:
         validate.wrong("kv", "shape (batch, seqlen, 2, heads, head_dim)", kv)
     where = {"seqlen_offsets": seqlen_offsets, "interleaved": interleaved}
@@ -207,7 +209,7 @@ class RotaryEmbedding(torch.nn.Module):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Tables for ``seqlen`` positions, made again where the old ones do not serve."""
+        """Make tables for ``seqlen`` positions, unless the existing ones suffice."""
         kept = self._cos_cached
         if (
             kept is not None
@@ -241,9 +243,10 @@ class RotaryEmbedding(torch.nn.Module):
         max_seqlen: int | None = None,
         num_heads_q: int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Turns qkv in place, as ``apply_rotary_emb_qkv_``; with ``kv``, q (B, S, H, D) and kv.
+        """Rotate qkv in place, as ``apply_rotary_emb_qkv_``; with ``kv``, rotate q (B, S, H, D) and
+        kv.
 
-        ``max_seqlen`` is how long the tables become where ``seqlen_offset`` is a tensor.
+        ``max_seqlen`` is the length of the tables if ``seqlen_offset`` is a tensor.
         """
         if max_seqlen is None and isinstance(seqlen_offset, int):
             max_seqlen = qkv.shape[1] + seqlen_offset
@@ -264,7 +267,7 @@ class RotaryEmbedding(torch.nn.Module):
 
 
 class _InPlace(torch.autograd.Function):
-    """Turns views of a tensor in place, also of one that requires a gradient and is a leaf."""
+    """Rotates views of a tensor in place, also of a leaf that requires a gradient."""
 
     @staticmethod
     def forward(

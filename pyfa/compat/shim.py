@@ -1,9 +1,10 @@
 """Packages named ``flash_attn`` and ``flash_attn_interface`` that call pyfa.
 
-For programs and libraries that import these names, or ask ``importlib.metadata`` for them, on
-machines without flash-attention. Each package is its own distribution, with a dist-info that
-records who wrote it (``INSTALLER``) and its files (``RECORD``, with digests). Existing packages are
-never overwritten. Only files that this module wrote, unchanged, are ever removed.
+They are for programs and libraries that import these names, or look them up with
+``importlib.metadata``, on machines without flash-attention. Each package is its own distribution,
+with a dist-info that records its installer (``INSTALLER``) and its files (``RECORD``, with
+digests). Existing packages are never overwritten. Only files that this module wrote, unchanged, are
+ever removed.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ _INSTALLER = "pyfa"
 
 
 class ShimError(Exception):
-    """Something else stands where the shim would be, or the shim's files were changed."""
+    """Another package occupies the shim's place, or the shim's files were changed."""
 
 
 @dataclass(frozen=True)
 class Distribution:
     """One package: the version of the interface, and each file's source in ``pyfa.compat``.
 
-    ``short`` is how a person names it.
+    ``short`` is its short name, such as fa2.
     """
 
     short: str
@@ -51,11 +52,11 @@ class Distribution:
 
     @property
     def roots(self) -> list[str]:
-        """What importing takes the files by: their first folder, or a module at the top."""
+        """Return the top-level names that Python imports: folders, or modules at the top."""
         return sorted({PurePosixPath(path).parts[0].removesuffix(".py") for path in self.modules})
 
     def contents(self) -> dict[str, str]:
-        """Every file but RECORD by its path."""
+        """Return every file but RECORD, by its path."""
         metadata = (
             f"Metadata-Version: 2.1\nName: {self.name}\nVersion: {self.version}\n"
             "Summary: flash-attention's interface on pyfa's kernels, written by `pyfa compat`\n"
@@ -80,7 +81,8 @@ class Distribution:
         return "\n".join([*lines, f'__version__ = "{self.version}"', ""])
 
     def _inside(self, path: str) -> list[str]:
-        """The modules of a package: flash-attention's are there once the package is imported."""
+        """Return the submodules of a package that are available once flash-attention's package is
+        imported."""
         if not path.endswith("/__init__.py"):
             return []
         folder = PurePosixPath(path).parent
@@ -139,26 +141,27 @@ class Status(NamedTuple):
 
 
 def purelib() -> Path:
-    """The running environment's folder of pure Python packages."""
+    """Return the running environment's folder of pure Python packages."""
     return Path(sysconfig.get_path("purelib"))
 
 
 def chosen(only: Sequence[str] = ()) -> tuple[Distribution, ...]:
-    """The distributions by their short names, fa2, fa3 and fa4; all of them where none is named."""
+    """Return the distributions with these short names (fa2, fa3, fa4); all of them if none is
+    named."""
     return tuple(each for each in DISTRIBUTIONS if not only or each.short in only)
 
 
 def status(target: Path | None = None, only: Sequence[str] = ()) -> list[Status]:
-    """What there is of each distribution, in ``target`` or wherever Python here finds it."""
+    """Return the state of each distribution, in ``target`` or wherever Python finds it."""
     return [_status_of(each, target) for each in chosen(only)]
 
 
 def install(target: Path | None = None, only: Sequence[str] = ()) -> list[Status]:
-    """Write what is missing into ``target`` (default: ``purelib()``); returns what there is then.
+    """Write missing packages into ``target`` (default: ``purelib()``); return the state afterwards.
 
-    ``only`` these, by their short names; the others stay as they are. Raises ``ShimError``, before
-    anything is written, where another package of these names is there or found by Python, or where
-    the shim's own files were changed.
+    With ``only``, only these (by short name) are written; the others stay as they are. Raises
+    ``ShimError``, before anything is written, if Python finds another package with one of these
+    names, or if the shim's own files were changed.
     """
     folder = target or purelib()
     found = status(target, only)
@@ -179,10 +182,10 @@ def install(target: Path | None = None, only: Sequence[str] = ()) -> list[Status
 
 
 def remove(target: Path | None = None, only: Sequence[str] = ()) -> list[Status]:
-    """Remove what ``install`` wrote into ``target`` (default: ``purelib()``) and nothing else.
+    """Remove what ``install`` wrote into ``target`` (default: ``purelib()``), and nothing else.
 
-    Raises ``ShimError``, before anything is removed, where a file of the shim was changed. Returns
-    what was there.
+    Raises ``ShimError``, before anything is removed, if a file of the shim was changed. Returns the
+    state before.
     """
     folder = target or purelib()
     _refuse_changed(folder, only)
@@ -209,7 +212,8 @@ def _status_of(each: Distribution, target: Path | None) -> Status:
 
 
 def _in_the_way(each: Distribution, folder: Path) -> str | None:
-    """What in ``folder`` has the distribution's name or one of its files."""
+    """Return a path in ``folder`` that has the distribution's name or the name of one of its
+    files."""
     names = (info for info in folder.glob("*.dist-info") if _named(info, each))
     paths = (folder / path for path in each.modules if (folder / path).exists())
     return next((str(path) for path in (*names, *paths)), None)
@@ -221,7 +225,7 @@ def _named(info: Path, each: Distribution) -> bool:
 
 
 def _elsewhere(each: Distribution, folder: Path) -> str | None:
-    """Where outside ``folder`` Python finds such a package."""
+    """Return where Python finds such a package outside ``folder``."""
     for root in each.roots:
         spec = importlib.util.find_spec(root)
         if spec is not None:
@@ -236,7 +240,7 @@ def _elsewhere(each: Distribution, folder: Path) -> str | None:
 
 
 def _dist_info(folder: Path, each: Distribution) -> Path | None:
-    """The dist-info of ``each`` in ``folder``, if this module wrote it."""
+    """Return the dist-info of ``each`` in ``folder``, if this module wrote it."""
     for info in sorted(folder.glob("*.dist-info")):
         installer = info / "INSTALLER"
         written = installer.is_file() and installer.read_text().strip() == _INSTALLER
@@ -246,7 +250,8 @@ def _dist_info(folder: Path, each: Distribution) -> Path | None:
 
 
 def _record(folder: Path, info: Path) -> dict[Path, str]:
-    """The files that RECORD lists inside ``folder``, with their digests ("" for RECORD itself)."""
+    """Return the files that RECORD lists inside ``folder``, with their digests ("" for RECORD
+    itself)."""
     record = info / "RECORD"
     if not record.is_file():
         return {}
@@ -259,7 +264,7 @@ def _record(folder: Path, info: Path) -> dict[Path, str]:
 
 
 def _changed(folder: Path, info: Path) -> list[Path]:
-    """Files of RECORD that are not as they were written; what is gone does not count."""
+    """Return the files of RECORD that differ from what was written; missing files do not count."""
     return [
         path
         for path, digest in _record(folder, info).items()
@@ -316,7 +321,8 @@ def _remove(folder: Path, each: Distribution) -> None:
 
 
 def _folders(folder: Path, files: list[Path]) -> set[Path]:
-    """The folders below ``folder`` that hold ``files``, and all that hold their bytecode."""
+    """Return the folders below ``folder`` that hold ``files``, and those that hold their
+    bytecode."""
     found = {folder / "__pycache__"}
     for file in files:
         for parent in file.parents:

@@ -1,7 +1,7 @@
 """Builds the inputs of a case: the call's arguments, and the same problem for the reference.
 
-Each public function's arguments and the reference's ``Call`` are made side by side from the same
-sequences and never from each other, so that the path from one to the other is under test too.
+The arguments of each public function and the reference's ``Call`` are both made from the same
+sequences, and never from each other, so that the conversion between them is tested, too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from .. import mods
 from ..problem import Call
 from . import hostile
 from .cases import Case, pick
@@ -27,7 +26,7 @@ from .inputs import (
     score_sizes,
     sequence,
 )
-from .modifiers import mods_of
+from .modifiers import captured_by, mods_of
 
 # What an unused entry of a page table may hold: nobody may read it.
 _NO_PAGE = (-1, 1 << 30)
@@ -35,7 +34,7 @@ _EMPTY_BATCH_ROWS = 5
 
 
 def build(case: Case) -> Inputs:
-    """The inputs of ``case``, the same bytes on every machine."""
+    """Return the inputs of ``case``, with the same bytes on every machine."""
     parts = [sequence(case, b) for b in range(case.batch)]
     hostile.make_way(case, parts)
     builders = {"dense": _dense, "varlen": _varlen, "kvcache": _kvcache, "latent": _latent}
@@ -51,7 +50,7 @@ def build(case: Case) -> Inputs:
 
 
 def _poison(inputs: Inputs, poisoned: Inputs) -> None:
-    """The call gets what is hostile; the reference keeps what it has."""
+    """Put the hostile element into the call's inputs, and not into the reference's."""
     inputs.placed, inputs.cache_after = poisoned.placed, poisoned.cache_after
     inputs.marks = hostile.marks(inputs)
     if inputs.case.hostile != "padding=inf":
@@ -199,8 +198,8 @@ def _kvcache(case: Case, parts: list[Sequence]) -> Inputs:
 
 
 def _latent(case: Case, parts: list[Sequence]) -> Inputs:
-    """One cache, of which the call's values are a part. Rows with lists are the reference's packed
-    sequences: it has their keys one behind the other, as often as they are named."""
+    """Make one cache, whose first elements are the values. Rows with lists of keys are packed
+    sequences of the reference: each has its listed keys in order, as often as they are listed."""
     batch, stored = case.batch, list(case.lengths_k)
     capacity = max(stored, default=0) + case.slack
     others: dict[str, Any] = {"v_dim": case.head_dim_v, "num_splits": case.num_splits}
@@ -250,7 +249,8 @@ def _latent(case: Case, parts: list[Sequence]) -> Inputs:
 
 
 def _lists(case: Case) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Which keys each row has: (B, rows, topk) with −1, numbers behind the end, and keys twice."""
+    """Make the list of keys of each row: (B, rows, topk), with −1, indices beyond the end, and
+    duplicates. Also return how many entries of each list are read, (B, rows), or None for all."""
     rows = max(case.lengths_q, default=0)
     count = case.batch * rows * case.topk
     below = max(case.lengths_k, default=0) + 4
@@ -266,7 +266,7 @@ def _lists(case: Case) -> tuple[torch.Tensor, torch.Tensor | None]:
 def _row_with_list(
     case: Case, part: Sequence, lists: torch.Tensor, lengths: torch.Tensor | None, b: int, i: int
 ) -> Sequence:
-    """Row ``i`` of sequence ``b``, with the keys that its list names."""
+    """Return row ``i`` of sequence ``b`` with the keys in its list."""
     q, k, _ = part
     end = k.shape[0] + (i + 1 - q.shape[0] if case.causal else 0)
     read = case.topk if lengths is None else int(lengths[b, i])
@@ -276,7 +276,7 @@ def _row_with_list(
 
 
 class _Rotated:
-    """What rotary makes of a case: each sequence's (q, k), exactly rounded and in float32."""
+    """The rotated inputs of a case: (q, k) of each sequence, exactly rounded and in float32."""
 
     def __init__(self) -> None:
         self.originals: list[Sequence] = []
@@ -317,7 +317,7 @@ def _rotated(
 
 
 def _queries(case: Case, parts: list[Sequence]) -> torch.Tensor:
-    """q of all sequences: packed, with rows to spare, or stacked."""
+    """Return q of all sequences: packed with spare rows, or stacked."""
     if case.packed_q:
         queries, _ = _packed([p[0] for p in parts], list(case.lengths_q), _q_shape(case), case)
         return queries.to(_dtype(case))
@@ -329,7 +329,7 @@ def _queries(case: Case, parts: list[Sequence]) -> torch.Tensor:
 def _with_terms(
     case: Case, placed: dict[str, Placed], others: dict[str, Any], call: Call
 ) -> Inputs:
-    """Adds masks, bias, slopes, sinks and dropout to the arguments and to the reference's call."""
+    """Add masks, bias, slopes, sinks and dropout to the arguments and to the reference's call."""
     terms: dict[str, Any] = {
         **_window(case),
         "attention_chunk": case.attention_chunk,
@@ -349,6 +349,10 @@ def _with_terms(
             placed["bias"] = place(values[0] if packed else values, dtype, case.layout)
             view = placed["bias"].view()
             terms["bias"] = view[None] if packed else view
+    if case.tree:
+        mask = near_normal(f"{case.name}/tree", (case.batch, *2 * (call.max_seqlen_q,))) > -0.3
+        others["tree_mask"] = mask
+        terms["bias"] = _seen_in_tree(case, call, mask)
     if case.alibi:
         shape = (case.heads_q,) if case.alibi == "heads" else (case.batch, case.heads_q)
         count = torch.Size(shape).numel()
@@ -365,13 +369,11 @@ def _with_terms(
         seed = integers(f"{case.name}/seed", 1, 1 << 64)[0]
         others["seed"] = seed
         terms["seed"] = torch.tensor([seed - (1 << 64) if seed >> 63 else seed])
-    if case.score_mod or case.mask_mod:
+    if case.score_mod or case.mask_mod or case.block_mask:
         # Of the call they are made where it runs.
-        digest, captured = mods.resolve(
-            **{"score_mod": None, "mask_mod": None, **mods_of(case, torch.device("cpu"))},
-            device=torch.device("cpu"),
-        )
-        terms |= {f"captured{number}": x for number, x in enumerate(captured)}
+        here = torch.device("cpu")
+        digest, captured, _ = captured_by(mods_of(case, here), here, case.captured_grad)
+        terms |= {name: x.detach() for name, x in captured.items()}
         terms["mods"] = digest
     if case.scales:
         terms |= _scales(case, placed, call)
@@ -396,7 +398,8 @@ def _with_terms(
 
 
 def _window(case: Case) -> dict[str, int]:
-    """The reference's window: one without a negative edge, moved by as much."""
+    """Return the reference's window: one without a negative bound, with positions shifted
+    instead."""
     left, right = case.window or (-1, -1)
     if case.causal:
         right = right if right < -1 else 0
@@ -408,7 +411,8 @@ def _window(case: Case) -> dict[str, int]:
 
 
 def _scales(case: Case, placed: dict[str, Placed], call: Call) -> dict[str, torch.Tensor]:
-    """Scales from 0.5 to 1.5 of the float8 tensors, NaN where no row of a block is anybody's."""
+    """Return scales from 0.5 to 1.5 for the float8 tensors; NaN if no row of a block belongs to a
+    sequence."""
     terms: dict[str, torch.Tensor] = {}
     for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
         if x.dtype.itemsize > 1:
@@ -440,8 +444,18 @@ def _scales(case: Case, placed: dict[str, Placed], call: Call) -> dict[str, torc
     return terms
 
 
+def _seen_in_tree(case: Case, call: Call, mask: torch.Tensor) -> torch.Tensor:
+    """The mask over the new rows as one over all keys: (B, 1, rows, keys)."""
+    seen = torch.ones(case.batch, 1, call.max_seqlen_q, call.max_seqlen_k, dtype=torch.bool)
+    for b, (rows, keys) in enumerate(zip(case.lengths_q, case.lengths_k, strict=True)):
+        new = min(rows, keys)
+        seen[b, 0, :rows, keys - new : keys] = mask[b, :rows, rows - new : rows]
+    return seen
+
+
 def _bias(case: Case, call: Call) -> torch.Tensor:
-    """(B | 1, H | 1, rows | 1, keys | 1), NaN where no sequence has such a row or key."""
+    """Return (B | 1, H | 1, rows | 1, keys | 1), with NaN for rows and keys that no sequence
+    has."""
     packed = call.cu_seqlens_q is not None
     batch, heads = 1 if packed else call.batch, case.heads_q
     rows, keys = call.max_seqlen_q, call.max_seqlen_k
@@ -472,7 +486,7 @@ def _bias(case: Case, call: Call) -> torch.Tensor:
 
 
 def _add_gradients(inputs: Inputs) -> None:
-    """dout, and dLSE where it is used: NaN in rows that no sequence owns."""
+    """Add dout, and dLSE if it is used, with NaN in rows that no sequence owns."""
     case, call = inputs.case, inputs.spec
     packed = call.cu_seqlens_q is not None
     owned = torch.zeros(call.out_shape()[:-2], dtype=torch.bool)
@@ -513,7 +527,7 @@ def _q_shape(case: Case) -> tuple[int, int]:
 
 
 def _room(case: Case, side: str, lengths: tuple[int, ...], used: bool) -> list[int]:
-    """How many rows each sequence owns: more than take part where ``used``."""
+    """Return how many rows each sequence owns: with ``used``, more than take part."""
     extra = integers(f"{case.name}/room_{side}", len(lengths), 4) if used else [0] * len(lengths)
     return [n + more for n, more in zip(lengths, extra, strict=True)]
 
@@ -521,7 +535,7 @@ def _room(case: Case, side: str, lengths: tuple[int, ...], used: bool) -> list[i
 def _packed(
     parts: list[torch.Tensor], room: list[int], shape: tuple[int, int], case: Case
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(total, heads, dim) with NaN in rows that take no part, and the offsets."""
+    """Return (total, heads, dim), with NaN in rows that take no part, and the offsets."""
     values = torch.full((sum(room) + case.slack, *shape), torch.nan)
     starts = _offsets(room)
     for begin, part in zip(starts.tolist(), parts, strict=False):
@@ -532,9 +546,9 @@ def _packed(
 def _pages(
     case: Case, needed: list[int], stored: list[int] | None = None
 ) -> tuple[torch.Tensor, tuple[int, int]]:
-    """A page table (B, columns) of scattered pages, and (number of pages, page size).
+    """Return a page table (B, columns) of scattered pages, and (number of pages, page size).
 
-    ``stored`` rows decide which entries are used; an unused entry names no page at all.
+    The number of ``stored`` rows decides which entries are used; an unused entry is no valid page.
     """
     columns = max(needed, default=0) + (0 if stored is not None else 1)
     used = needed if stored is None else [-(-n // case.page_size) for n in stored]
@@ -556,7 +570,8 @@ def _places(
     end: int,
     others: dict[str, Any] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where rows ``begin`` … ``end``−1 of sequence ``b`` are stored: (page or batch row, row)."""
+    """Return where rows ``begin`` … ``end``−1 of sequence ``b`` are stored: (page or batch row,
+    row)."""
     rows = torch.arange(begin, end)
     if table is not None:
         return table[b, rows // case.page_size].long(), rows % case.page_size

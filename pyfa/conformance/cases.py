@@ -1,8 +1,8 @@
-"""``Case``: one attention, said completely by a few frozen fields. No tensors, no randomness.
+"""``Case``: one attention problem, specified by a few frozen fields. No tensors, no randomness.
 
-A case's name spells out every field that differs from the default, so two cases share a name only
-if they are the same case, and a name means the same problem in every report. Inputs are seeded from
-the name (see ``inputs.py``).
+A case's name contains every field that differs from the default. So two cases have the same name
+only if they are the same, and a name means the same problem in every report. The name seeds the
+inputs (see ``inputs.py``).
 """
 
 from __future__ import annotations
@@ -33,26 +33,28 @@ _SHORT = {
 
 @dataclass(frozen=True)
 class Case:
-    """One problem and how its inputs are made.
+    """One problem, and how its inputs are made.
 
-    ``lengths_q`` and ``lengths_k`` hold, for each sequence, the rows that take part: in a cache the
-    keys from the first valid one on, the appended ones included. ``kind`` is the public function
-    that is called: ``attention``, ``attention_varlen``, ``attention_kvcache`` or
+    ``lengths_q`` and ``lengths_k`` hold the number of rows that take part, for each sequence; in a
+    cache they count from the first valid key and include the appended ones. ``kind`` is the public
+    function that is called: ``attention``, ``attention_varlen``, ``attention_kvcache`` or
     ``attention_latent``, whose values are the first ``head_dim_v`` elements of the keys.
 
     ``dlse``: gradient through "both" out and LSE, or the LSE "only". ``bias``: which dimensions it
-    has (``BIASES``, or "one" or "sequences", which no level has; "hidden" is full with rows that
-    are −inf throughout). ``alibi``: slopes per "heads" or per "batch" and head. ``used_q`` and
-    ``used_k``: sequences have more rows than take part. ``slack``: rows of a packed tensor, or of a
+    has (one of ``BIASES``; "hidden" has all dimensions and some rows of −inf; no level uses "one"
+    and "sequences"). ``alibi``: slopes per "heads" or per "batch" and head. ``used_q`` and
+    ``used_k``: sequences have rows that take no part. ``slack``: rows of a packed tensor, or of a
     cache, beyond what any sequence owns, and by how much ``max_seqlen`` exceeds the longest.
-    ``shared``: sequences share their first page. ``recipe``: what the values are like
-    (``RECIPES``). ``layout``: where they lie (``LAYOUTS``).
-    ``cache_dtype``: that of k and v where it is not q's. ``scales``: those of float8 tensors, per
-    "tensor" or "head", or of so many rows each. ``out_dtype``: asked for, where it is.
-    ``hostile``: a NaN or an inf among the inputs, and where (``HOSTILE``). ``score_mod`` and
-    ``mask_mod``: those of ``modifiers.py``, by name.
-    ``topk``: each row has a list of so many keys, some of them none and some twice. ``used_q``:
-    lists have lengths, too.
+    ``shared``: sequences share their first page. ``recipe``: the distribution of the values
+    (``RECIPES``). ``layout``: their memory layout (``LAYOUTS``). ``cache_dtype``: the dtype of k
+    and v if it differs from q's. ``scales``: the scales of float8 tensors, per "tensor" or "head",
+    or per block of this many rows. ``out_dtype``: the requested output dtype, if any. ``hostile``:
+    a NaN or an inf among the inputs, and where (``HOSTILE``). ``score_mod`` and ``mask_mod``: names
+    in ``modifiers.py``. ``captured_grad``: also compute gradients of the tensors that the score_mod
+    captured. ``topk``: the length of each row's list of keys; some entries list no key, some list a
+    key twice. With ``used_q`` lists also have lengths. ``block_mask``: the block size of a
+    BlockMask with full, partial and absent blocks. ``tree``: a mask over the new rows alone, one
+    per sequence.
     """
 
     kind: str = "dense"
@@ -97,11 +99,14 @@ class Case:
     hostile: str = ""
     score_mod: str = ""
     mask_mod: str = ""
+    captured_grad: bool = False
     topk: int = 0
+    block_mask: int = 0
+    tree: bool = False
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """Of q, k and v."""
+        """Return the dtypes of q, k and v."""
         return (self.dtype, self.cache_dtype or self.dtype, self.cache_dtype or self.dtype)
 
     @property
@@ -110,7 +115,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Unique, and stable as long as the fields keep their meaning."""
+        """Return the name: unique, and stable as long as the fields keep their meaning."""
         parts = [
             f"{self.kind}-{_SHORT.get(self.dtype, self.dtype)}",
             f"b{self.batch}-q{_lengths(self.lengths_q)}-k{_lengths(self.lengths_k)}",
@@ -130,7 +135,8 @@ class Case:
 
     @property
     def passes_cache_seqlens(self) -> bool:
-        """Whether the call names its cache's lengths; without, all that is stored takes part."""
+        """Return whether the call passes the lengths of its cache; otherwise all that is stored
+        takes part."""
         return bool(
             self.used_k or self.leftpad or self.new_keys or self.slack
             or len(set(self.lengths_k)) > 1
@@ -139,7 +145,7 @@ class Case:
 
     @property
     def features(self) -> frozenset[str]:
-        """The names in ``problem.FEATURES`` that a backend must declare to be asked for this."""
+        """Return the names in ``problem.FEATURES`` that a backend must declare to get this case."""
         left, right = self.window or (-1, -1)
         right = 0 if self.causal and right >= -1 else right
         moved = min(left, right) < -1
@@ -157,7 +163,8 @@ class Case:
             "sinks": self.sinks,
             "dropout": self.dropout_p > 0.0,
             "score_mod": bool(self.score_mod),
-            "mask_mod": bool(self.mask_mod),
+            "mask_mod": bool(self.mask_mod) or self.block_mask > 0,
+            "captured_grad": self.captured_grad,
             "varlen": self.kind == "varlen" or self.packed_q,
             "seqused": (self.passes_cache_seqlens if cache else self._has_seqused) or self.topk > 0,
             "paged": self.page_size > 0 or self.topk > 0,
@@ -168,6 +175,7 @@ class Case:
             "wide": not latent and max(self.head_dim, self.head_dim_v) > NARROW,
             "latent": latent,
             "topk": self.topk > 0,
+            "tree": self.tree,
             "backward": self.backward,
             "dlse": bool(self.dlse),
             "deterministic": self.deterministic,
@@ -182,12 +190,12 @@ class Case:
 
     @property
     def _can_be_hostile(self) -> bool:
-        """Whether ``hostile.py`` knows what becomes of the element, or of the padding."""
+        """Return whether ``hostile.py`` defines the effect of the element, or of the padding."""
         if self.hostile == "padding=inf":
             return not self.rotary and "float8" not in "".join(self.dtypes)
         pairs = zip(self.lengths_q, self.lengths_k, strict=False)
         unknown = self.dropout_p or self.bias or self.rotary or self.shared or self.dlse
-        unknown = unknown or self.score_mod or self.mask_mod
+        unknown = unknown or self.score_mod or self.mask_mod or self.block_mask or self.tree
         if "float8" in "".join(self.dtypes):
             unknown = unknown or "inf" in self.hostile  # which the format does not have
         if self.hostile.startswith(("q=", "k=")) and "inf" in self.hostile:
@@ -198,14 +206,15 @@ class Case:
 
     @property
     def _can_be_latent(self) -> bool:
-        """Whether ``attention_latent`` has arguments for all of it."""
+        """Return whether ``attention_latent`` can express this case."""
         terms = self.window or self.softcap or self.bias or self.alibi or self.dropout_p
+        terms = terms or self.attention_chunk or self.score_mod or self.mask_mod
         options = self.leftpad or self.batch_idx or self.packed_q or self.new_keys or self.rotary
         fits = self.heads_k == 1 and self.head_dim_v <= self.head_dim and self.scale is not None
         return fits and not (terms or options or self.hostile)
 
     def clamped(self, longest: int) -> Case:
-        """The case with no length above ``longest``, for backends that are slow."""
+        """Return the case with no length above ``longest``, for slow backends."""
         lengths_k = tuple(min(n, longest) for n in self.lengths_k)
         return replace(
             self,
@@ -215,7 +224,7 @@ class Case:
         )
 
     def flaws(self) -> list[str]:
-        """Why this is no case: combinations that the API has no meaning for."""
+        """Return why this is no valid case: combinations that have no meaning in the API."""
         dense, latent = self.kind == "dense", self.kind == "latent"
         cache = latent or self.kind == "kvcache"
         uneven = len(set(self.lengths_q)) > 1 or (dense and len(set(self.lengths_k)) > 1)
@@ -227,6 +236,8 @@ class Case:
             "used rows": (dense and (self.used_q or self.used_k))
             or (cache and self.used_q and not self.topk),
             "latent": latent and not self._can_be_latent,
+            "block_mask": self.block_mask > 0
+            and bool(latent or self.mask_mod or self.slack or self.leftpad or self.page_size),
             "topk": self.topk > 0 and (not latent or isinstance(self.scales, int)),
             "slack": dense and self.slack > 0,
             "pages": dense and self.page_size > 0,
@@ -239,11 +250,14 @@ class Case:
             "cache options": not cache
             and bool(self.leftpad or self.batch_idx or self.packed_q or self.new_keys),
             "cache only": not cache and bool(self.rotary or self.num_splits),
+            "tree": self.tree and (self.kind != "kvcache" or bool(self.bias)),
             "parts of an invariant call": self.batch_invariant and self.num_splits > 1,
             "batch_idx with pages": self.batch_idx and self.page_size > 0,
             "cache gradient": cache and bool(self.backward or self.dropout_p),
             "gradient options": not self.backward
             and bool(self.dlse or self.bias_grad or self.deterministic),
+            "captured_grad": self.captured_grad
+            and not (self.backward and self.score_mod in ("relative", "alibi", "gated")),
             "bias_grad": self.bias_grad and self.bias in ("", "bool"),
             "append": self.new_keys > min(self.lengths_k, default=0),
             "rotary needs": bool(self.rotary) and self.head_dim < 2,
@@ -264,17 +278,17 @@ class Case:
 
 
 def dense(rows: int, keys: int, batch: int = 2, **options: Any) -> Case:
-    """A dense case whose sequences all have as many ``rows`` and ``keys``."""
+    """Return a dense case whose sequences all have ``rows`` rows and ``keys`` keys."""
     return case({"lengths_q": (rows,) * batch, "lengths_k": (keys,) * batch} | options)
 
 
 def packed(lengths: tuple[tuple[int, ...], tuple[int, ...]], kind: str, **options: Any) -> Case:
-    """A case of ``kind`` whose sequences have ``lengths`` of rows and of keys."""
+    """Return a case of ``kind`` whose sequences have these ``lengths`` of rows and of keys."""
     return case({"kind": kind, "lengths_q": lengths[0], "lengths_k": lengths[1]} | options)
 
 
 def case(options: Mapping[str, Any]) -> Case:
-    """V's head_dim follows K's unless it is given."""
+    """Return a case; V's head_dim follows K's unless it is given."""
     dim = options.get("head_dim", 64)
     return Case(**{"head_dim_v": dim} | dict(options))
 
@@ -292,6 +306,7 @@ def _lengths(lengths: tuple[int, ...]) -> str:
 
 
 def pick(key: str, choices: Any) -> Any:
-    """One of ``choices``, by the SHA-256 of ``key``: the same on every machine and Python."""
+    """Return one of ``choices``, by the SHA-256 of ``key``: the same on every machine and
+    Python."""
     number = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
     return choices[number % len(choices)]

@@ -19,10 +19,10 @@ _DIGESTS = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """``same``: both reports have the same cases, and in each the same came out.
+    """``same``: both reports have the same cases, and each case has the same result in both.
 
-    ``differences`` maps a case to the reasons why it is not the same; ``only_a`` and ``only_b`` are
-    cases that one report lacks; ``notes`` say what the reports differ in as a whole. ``left_out``
+    ``differences`` maps a case to the reasons why it is not the same. ``only_a`` and ``only_b`` are
+    the cases in only one report. ``notes`` are differences of the reports as a whole. ``left_out``
     counts cases that were not compared, by the reason.
     """
 
@@ -75,12 +75,12 @@ class Comparison:
 
 
 def compare(a: Report, b: Report, *, common: bool = False) -> Comparison:
-    """``a`` compared with ``b``.
+    """Compare report ``a`` with report ``b``.
 
-    A case is the same when both are within the rule, or both refused, and the dropout bits and the
-    places of −inf in the LSE are equal. The wording of a refusal is each backend's own. With
-    ``common`` only cases that both backends ran are compared; the others are counted. A case that
-    failed or crashed counts as run.
+    A case is the same if both results are within the rule, or both were refused, and if the dropout
+    bits and the positions of −inf in the LSE are equal. The wording of refusals is not compared.
+    With ``common`` only cases that both backends ran are compared; the others are counted. A case
+    that failed or crashed counts as run.
     """
     of_a = {result.name: result for result in a.results}
     of_b = {result.name: result for result in b.results}

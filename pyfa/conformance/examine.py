@@ -1,4 +1,4 @@
-"""Runs one case on a backend and looks at everything that came out of it."""
+"""Runs one case on a backend and checks all its results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .. import api, latent, reference
 from ..problem import Call
 from .float8 import lse_slack
 from .inputs import Inputs, Placed
-from .modifiers import mods_of
+from .modifiers import arguments_of, captured_by
 from .recompute import recomputed_gradients, recomputed_out
 from .tolerances import Check, judge, judge_lse, judge_rotated
 
@@ -33,25 +33,26 @@ class Findings:
     digests: dict[str, str] = field(default_factory=dict)
 
     def require(self, name: str, holds: bool, otherwise: str) -> None:
-        """A check that has no error to measure."""
+        """Record a check that has no error to measure."""
         self.checks.append(Check(name, message="" if holds else f"{name}: {otherwise}"))
 
 
 @dataclass
 class _Run:
-    """What one run of the API gave, on the CPU, and the buffers it ran on."""
+    """The results of one run of the API, on the CPU, and the buffers it ran on."""
 
     results: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
 
 
 class Expected:
-    """What a case should give, each made when it is first asked for: it takes longer than the case.
+    """The expected results of a case. They are computed at first use, because that takes longer
+    than the case itself.
 
     ``ref`` is the reference in float64, ``naive`` eager attention in the problem's dtype (for
-    float8 queries in float32 with a P of as many bits, since eager has no float8), and
-    ``recomputed`` what the roundings that cannot be avoided make of each result: ``recompute.py``.
-    ``lse_slack`` is how far float8 queries may leave the LSE off, None of others.
+    float8 queries in float32 with P rounded to as many bits, since eager PyTorch has no float8),
+    and ``recomputed`` the reference with the roundings that cannot be avoided (``recompute.py``).
+    ``lse_slack`` is the error of the LSE that float8 queries may cause; None for others.
     """
 
     def __init__(self, inputs: Inputs) -> None:
@@ -91,7 +92,7 @@ class Expected:
 
 
 def examine(expected: Expected, backend: str, where: torch.device) -> Findings:
-    """Every check of the case. Raises what the API raises, ``UnsupportedProblem`` among it."""
+    """Run every check of the case. Raises what the API raises, including ``UnsupportedProblem``."""
     inputs = expected.inputs
     case = inputs.case
     found = Findings()
@@ -133,7 +134,8 @@ def _execute(inputs: Inputs, backend: str, where: torch.device, grad: bool) -> _
         name: value.to(where) if isinstance(value, torch.Tensor) else value
         for name, value in inputs.others.items()
     }
-    others |= mods_of(case, where)
+    made = arguments_of(case, where)
+    others |= made
     scales = tuple(tensors.pop(f"{name}_descale", None) for name in "qkv")
     if scales[1] is not None:
         others["descale"] = scales[:2] if case.kind == "latent" else scales
@@ -142,6 +144,10 @@ def _execute(inputs: Inputs, backend: str, where: torch.device, grad: bool) -> _
         wanted = ["q", "k", "v", *(["bias"] if case.bias_grad else [])]
         wanted += ["sinks"] if case.sinks else []
         leaves = {name: tensors[name].requires_grad_() for name in wanted}
+        if case.captured_grad:
+            made.pop("block_mask", None)
+            _, captured, names = captured_by(made, where, True)
+            leaves |= {name: captured[name] for name in names}
     function: Any = _FUNCTIONS[case.kind]
     return_lse = bool(case.dlse) or not grad
     with torch.set_grad_enabled(grad):
@@ -223,9 +229,9 @@ def _zeros(
     results: dict[str, torch.Tensor],
     ref: dict[str, torch.Tensor],
 ) -> None:
-    """Rows that see nothing, and keys that nobody sees, have exactly 0 and not merely little.
+    """Check that fully masked rows, and keys that no row sees, have exactly 0.
 
-    Such a row is one whose output, and such a key one whose dV, is exactly 0 in float64.
+    These are the rows whose output, and the keys whose dV, is exactly 0 in float64.
     """
     pairs = (("out", "out"), ("dq", "out"), ("dv", "dv"), ("dk", "dv"))
     for name, witness in pairs:
@@ -245,7 +251,8 @@ def _same_bits(
 
 
 def _untouched(found: Findings, inputs: Inputs, buffers: dict[str, torch.Tensor]) -> None:
-    """No byte of any input changed, gaps and guards included; caches are seen to elsewhere."""
+    """Check that no byte of any input changed, including gaps and guards; caches are checked
+    elsewhere."""
     changed = [
         name
         for name, item in inputs.placed.items()
@@ -256,7 +263,7 @@ def _untouched(found: Findings, inputs: Inputs, buffers: dict[str, torch.Tensor]
 
 
 def _caches(found: Findings, inputs: Inputs, buffers: dict[str, torch.Tensor]) -> None:
-    """The caches hold what an append must leave, byte for byte where rotary took no part."""
+    """Check the caches after an append, byte for byte where rotary took no part."""
     for name in _CACHES:
         have, want = buffers[name], inputs.cache_after[name]
         marks = inputs.rotated_rows
@@ -271,10 +278,11 @@ def _caches(found: Findings, inputs: Inputs, buffers: dict[str, torch.Tensor]) -
 
 
 def _dropout_bits(found: Findings, inputs: Inputs, out: torch.Tensor, ref: torch.Tensor) -> None:
-    """With V the identity, out is P after dropout: what is not 0 was kept.
+    """Read the dropout bits: with V the identity, out is P after dropout, and nonzero elements were
+    kept.
 
-    ref's zeros are the masks and the dropped ones; its least probability is far above the smallest
-    float16, so no zero comes from underflow.
+    The zeros of ref are masked or dropped elements. Its smallest probability is far above the
+    smallest float16, so no zero comes from underflow.
     """
     same = torch.equal(out != 0, ref != 0)
     found.require("dropout bits", same, "not those of the specification")

@@ -1,20 +1,21 @@
-"""How far float8 queries may leave the LSE off: what a matrix unit of 14 bits does to scores.
+"""The error of the LSE that float8 queries may cause: the effect on scores of a matrix unit with 14
+bits.
 
-Hopper's multiplies float8 exactly and adds up in fixed point. Of the 32 products of an instruction
-and the sum so far it takes the largest exponent e, cuts every one of them behind 2^(e − 13), adds,
-and keeps 14 bits of the result: DeepSeek-V3 report 2024 (arXiv:2412.19437), §3.5.2; Zhang et al.
-2024 (SageAttention2, arXiv:2411.10958), who find 13 bits behind the sum's first. So a dot product
-whose sum so far is s, off by Δ at most, is after n more elements of the head dim
+Hopper's matrix unit multiplies float8 exactly and adds up in fixed point. It takes the largest
+exponent e of the 32 products of an instruction and the sum so far, truncates each of them at 2^(e −
+13), adds, and keeps 14 bits of the result: DeepSeek-V3 report 2024 (arXiv:2412.19437), §3.5.2;
+Zhang et al. 2024 (SageAttention2, arXiv:2411.10958), who find 13 bits behind the sum's first. So a
+dot product whose sum so far is s, off by Δ at most, is after n more elements of the head dim
 
     s ← s + Σqk    Δ ← Δ + 2⁻¹³·(n + 1)·max(|s| + Δ, √Σ(qk)²)    then Δ ← Δ + 2⁻¹³·(|s| + Δ)
 
-n products and the sum are cut by less than 2^(e − 13) each, where 2^e is at most the larger of the
-sum and the largest product, and this at most the root of their squares' sum; then the new sum is
-cut by less than 2⁻¹³ of itself. Sums of 32 bits are within that too.
+Truncation changes n products and the sum by less than 2^(e − 13) each. 2^e is at most the larger of
+the sum and the largest product, which is at most the root of the sum of their squares. Then the new
+sum is truncated by less than 2⁻¹³ of itself. Sums in 32 bits are also within these bounds.
 
-``lse_slack`` says how far a row's LSE moves when each of its scores is off by as much, all of them
-upwards. That is the farthest: no softcap is steeper than 1, and the LSE is convex, so that
-downwards moves it less.
+``lse_slack`` is the change of a row's LSE if each of its scores is too large by its bound. This is
+the worst case: the slope of a softcap is at most 1, and the LSE is convex, so errors downwards
+change it less.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _CUT = 2.0**-13
 
 
 def score_slack(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """How far q·k may be off, (H, rows, keys), of q (rows, H, D) and k (keys, H, D) in float64."""
+    """Return the bound on the error of q·k, (H, rows, keys), for q (rows, H, D) and k (keys, H, D)
+    in float64."""
     total = q.new_zeros(q.shape[1], q.shape[0], k.shape[0])
     slack = total.clone()
     for begin in range(0, q.shape[-1], STEP):
@@ -44,7 +46,8 @@ def score_slack(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 def lse_slack(call: Call, lse: torch.Tensor) -> torch.Tensor:
-    """How far each element of ``lse``, that of ``call`` in float64, may be off."""
+    """Return how far a kernel's LSE may be from each element of ``lse``, the exact LSE of ``call``
+    (float64)."""
 
     def of_sequence(b: int) -> torch.Tensor:
         q, k, _ = reference.operands(call, b)

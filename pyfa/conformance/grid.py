@@ -1,12 +1,12 @@
-"""Which cases a level has, and which of them a backend is asked.
+"""The cases of each level, and the selection of those that a backend runs.
 
 "quick" is chosen by hand: every feature alone, the pairs that interact, every head dim, tile edges,
-value recipes, memory layouts, packed batches and caches. "full" adds the cross products, drawn by
-hash: draw i of a family takes, on each axis, the choice that SHA-256 of "family/i/axis" names. So a
-new family moves no case of another, and no draw depends on a generator's stream.
+value recipes, memory layouts, packed batches and caches. "full" adds samples of the cross products:
+sample i of a family takes, on each axis, the choice that SHA-256 of "family/i/axis" selects. So a
+new family changes no case of another, and no sample depends on a generator's stream.
 
-A backend is asked the cases whose features and dtype it declares, and for each feature or dtype
-that it does not, the plainest case that needs it: that one must be refused.
+A backend runs the cases whose features and dtype it declares. For each feature or dtype that it
+does not declare, it also gets the plainest case that needs it, which it must refuse.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from . import grid_bands, grid_fp8, grid_latent
+from . import grid_bands, grid_cover, grid_fp8, grid_latent, grid_trees
 from .cases import BIASES, LAYOUTS, RECIPES, ROTARIES, Case, pick
 from .cases import dense as _dense
 from .cases import packed as _packed
@@ -98,6 +98,12 @@ _GRADIENT_PAIRS: tuple[Fields, ...] = (
     {"bias": "heads", "bias_grad": True, "heads_q": 4, "causal": True},
     {"bias": "hidden", "bias_grad": True, "sinks": True, "dlse": "both"},
 )
+# Gradients of tables, whose elements many scores read.
+_CAPTURED: tuple[Fields, ...] = (
+    {"score_mod": "relative", "captured_grad": True},
+    {"score_mod": "alibi", "captured_grad": True, "softcap": 5.0, "dropout_p": 0.2},
+    {"score_mod": "gated", "mask_mod": "documents", "captured_grad": True, "dlse": "both"},
+)
 # Users' functions, alone and with what they combine with.
 _MODS: tuple[Fields, ...] = (
     {"mask_mod": "documents"},
@@ -117,11 +123,13 @@ _MODS: tuple[Fields, ...] = (
     {"mask_mod": "dilated", "attention_chunk": 24},
     # Where rows are moved for a window, mods are told their own places.
     {"score_mod": "alibi", "mask_mod": "strided", "window": (40, -9)},
+    *_CAPTURED,
 )
 _MODS_PACKED: tuple[Fields, ...] = (
     {"mask_mod": "documents", "slack": 2},
     {"score_mod": "relative", "used_q": True, "used_k": True, "heads_q": 4},
     {"score_mod": "gated", "mask_mod": "natten", "causal": True, "deterministic": True},
+    {"score_mod": "relative", "used_q": True, "slack": 3, "heads_q": 4, "captured_grad": True},
 )
 _MODS_CACHED: tuple[Fields, ...] = (
     {"mask_mod": "prefix", "page_size": 16},
@@ -129,6 +137,15 @@ _MODS_CACHED: tuple[Fields, ...] = (
     # Lone rows, whose heads a mod tells apart.
     {"score_mod": "alibi", "mask_mod": "dilated", "batch_invariant": True, "heads_q": 4},
 )
+# Masks of which kernels visit some tiles, whole ones without asking, and leave out others.
+_LISTS: tuple[Fields, ...] = (
+    {"mask_mod": "patches", "heads_q": 4},
+    {"mask_mod": "patches", "causal": True, "sinks": True},
+    {"mask_mod": "patches", "score_mod": "relative", "deterministic": True, "window": (150, 40)},
+    {"block_mask": 64, "heads_q": 4},
+    {"block_mask": 48, "sinks": True, "causal": True},
+)
+_LISTS_SHAPES = ((300, 420), (420, 300), (330, 330))
 # (rows, keys): square, either longer, rows that a causal mask leaves empty, several key tiles.
 _SHAPES: tuple[tuple[int, int], ...] = ((65, 65), (65, 97), (97, 65), (129, 48), (17, 513))
 _PACKED: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
@@ -179,9 +196,10 @@ def cases(
     wanted: Sequence[str] | None = None,
     max_seqlen: int | None = None,
 ) -> list[Case]:
-    """The cases of ``level`` for a backend that declares these features and dtypes.
+    """Return the cases of ``level`` for a backend that declares these features and dtypes.
 
-    ``wanted``: only those that need one of these features. ``max_seqlen`` shortens sequences.
+    ``wanted``: return only cases that need one of these features. ``max_seqlen`` shortens
+    sequences.
     """
     grid = _unique(_quick() if level == "quick" else _full(), max_seqlen)
     if wanted:
@@ -193,7 +211,8 @@ def cases(
 
 
 def _in_their_float8(case: Case, dtypes: Sequence[str]) -> Case:
-    """The case in the one float8 format of ``dtypes``; as it is where there are both, or none."""
+    """Return the case in the float8 format among ``dtypes``; unchanged if both or none are
+    there."""
     found = [name for name in grid_fp8.FORMATS if name in dtypes]
     if len(found) != 1:
         return case
@@ -204,7 +223,7 @@ def _in_their_float8(case: Case, dtypes: Sequence[str]) -> Case:
 
 
 def _probes(grid: list[Case], declared: frozenset[str], dtypes: Sequence[str]) -> list[Case]:
-    """For each feature and dtype that is not declared, the plainest case that needs it."""
+    """Return, for each feature and dtype that is not declared, the plainest case that needs it."""
     probes: dict[str, Case] = {}
     plainest = sorted(grid, key=lambda case: (len(case.features), case.dtype not in dtypes))
     for case in plainest:
@@ -275,13 +294,16 @@ def _quick() -> Iterator[Case]:
     yield from _dropout_bits(4)
     yield from _hostile()
     yield from _mods(1)
+    yield from _lists(1)
     yield from grid_fp8.quick()
     yield from grid_bands.quick()
+    yield from grid_cover.quick()
     yield from grid_latent.quick()
+    yield from grid_trees.quick()
 
 
 def _invariant() -> Iterator[Case]:
-    """By the kernels of batch_invariant, which serve every layout."""
+    """Return cases for the kernels of batch_invariant, which serve every layout."""
     fields: Fields = {"batch_invariant": True, "heads_q": 4}
     yield _dense(65, 97, causal=True, backward=True, **fields)
     yield _dense(97, 65, dtype="float16", window=(30, 5), softcap=5.0, sinks=True, **fields)
@@ -347,14 +369,15 @@ def _quick_caches() -> Iterator[Case]:
 
 
 def _mods(count: int) -> Iterator[Case]:
-    """Each in ``count`` number formats and shapes."""
+    """Return cases of each mod in ``count`` dtypes and shapes."""
     for index, options in enumerate(_MODS):
         for more in range(count):
             dtype, shape = _DTYPES[(index + more) % 3], _SHAPES[(index + 2 * more) % 4]
             fields: Fields = {"backward": True, "dlse": ("", "both")[index % 2], **options}
             yield _dense(*shape, dtype=dtype, **fields)
             if more:
-                yield _dense(*shape, dtype=dtype, head_dim=128, **options)
+                forward = {**options, "captured_grad": False}
+                yield _dense(*shape, dtype=dtype, head_dim=128, **forward)
     for index, options in enumerate(_MODS_PACKED):
         for lengths in (_PACKED * 2)[index : index + count]:
             yield _packed(lengths, "varlen", dtype=_DTYPES[index % 3], backward=True, **options)
@@ -363,8 +386,25 @@ def _mods(count: int) -> Iterator[Case]:
             yield _packed(lengths, "kvcache", dtype=_HALF[index % 2], **options)
 
 
+def _lists(count: int) -> Iterator[Case]:
+    """Each in ``count`` number formats and shapes."""
+    for index, options in enumerate(_LISTS):
+        for more in range(count):
+            shape = _LISTS_SHAPES[(index + more) % 3]
+            dtype = (_HALF[index % 2], _HALF[1 - index % 2], "float32")[more]
+            fields: Fields = {"dtype": dtype, "backward": True, **options}
+            yield _dense(*shape, batch=1, head_dim=(64, 128, 64)[more], **fields)
+    lengths = (300, 0, 150), (420, 33, 200)
+    yield _packed(lengths, "varlen", dtype=_HALF[0], backward=True, mask_mod="patches")
+    yield _packed(lengths, "varlen", dtype=_HALF[1], backward=True, block_mask=64, heads_q=4)
+    splits: Fields = {"heads_q": 4, "dtype": _HALF[1], "num_splits": 3}
+    yield _packed(((2, 2), (513, 300)), "kvcache", mask_mod="patches", **splits)
+    yield _packed(((2, 2), (513, 300)), "kvcache", block_mask=64, **splits)
+
+
 def _hostile() -> Iterator[Case]:
-    """NaN and inf among the inputs, in masked places, in padding, in rows and pages of nobody."""
+    """Return cases with NaN and inf among the inputs: in masked positions, in padding, in rows and
+    pages that no sequence owns."""
     for index, element in enumerate(("q=nan", "k=nan", "v=nan")):
         half, other = _HALF[index % 2], _HALF[1 - index % 2]
         fields: dict[str, Any] = {"hostile": element, "backward": True}
@@ -393,7 +433,8 @@ def _hostile() -> Iterator[Case]:
 
 
 def _dropout_bits(count: int) -> Iterator[Case]:
-    """V is the identity, so that the bits can be read from the output."""
+    """Return cases in which V is the identity, so that the dropout bits can be read from the
+    output."""
     axes: Fields = {
         "dtype": _DTYPES,
         "dropout_p": (0.1, 0.5, 0.93),
@@ -414,7 +455,7 @@ def _draws(family: str, count: int, axes: Fields) -> Iterator[dict[str, Any]]:
 
 
 def _merged(draw: dict[str, Any]) -> dict[str, Any]:
-    """A draw whose axes "options" and "storage" hold more fields."""
+    """Return ``draw`` with the fields of its axes "options" and "storage" merged in."""
     more = [draw.pop(axis) for axis in ("storage", "options") if axis in draw]
     for fields in more:
         draw = draw | fields
@@ -432,13 +473,16 @@ def _full() -> Iterator[Case]:
             for shape in _SHAPES[:4]:
                 yield _dense(*shape, dtype=dtype, backward=True, **options)
     yield from _mods(3)
+    yield from _lists(3)
     yield from _full_dense()
     yield from _full_packed()
     yield from _full_caches()
     yield from _dropout_bits(40)
     yield from grid_fp8.full(_draws)
     yield from grid_bands.full(_draws)
+    yield from grid_cover.full()
     yield from grid_latent.full(_draws)
+    yield from grid_trees.full(_draws)
 
 
 def _full_dense() -> Iterator[Case]:
@@ -482,7 +526,7 @@ def _full_dense() -> Iterator[Case]:
 
 
 def _mixed(kind: str, count: int) -> Iterator[Case]:
-    """Everything with everything; draws that have no meaning fall away."""
+    """Return samples over all axes; combinations without a meaning are left out."""
     dense = kind == "dense"
     axes: Fields = {
         "dtype": _DTYPES,

@@ -1,6 +1,6 @@
-"""The grid's cases of what each row's keys are bounded by beyond a plain window.
+"""The grid's cases of limits on the keys of each row beyond a plain window.
 
-Chunks, and windows with a negative edge, which leave out keys around the query's own.
+They are chunks, and windows with a negative bound, which exclude keys next to the query.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ _BANDS: tuple[Fields, ...] = (
 
 
 def quick() -> Iterator[Case]:
-    """Each alone, with what it interacts with, around tile edges, packed and in a cache."""
+    """Return cases of each limit alone, with features that it interacts with, around tile edges,
+    packed and in a cache."""
     for index, options in enumerate((*_ALONE, *_PAIRS)):
         gradient: Fields = {"backward": index % 8 != 4, "deterministic": index % 8 in (0, 3, 6)}
         rows, keys = _SHAPES[index % 5]
@@ -96,7 +97,8 @@ def quick() -> Iterator[Case]:
 
 
 def full(draws: Draws) -> Iterator[Case]:
-    """The same in other shapes, dtypes and plans, and of any size with what changes a plan."""
+    """Return the same cases in other shapes, dtypes and plans, and at any size with features that
+    change a plan."""
     for index, options in enumerate((*_ALONE, *_PAIRS)):
         half, other = _HALF[index % 2], _HALF[1 - index % 2]
         forward = {name: value for name, value in options.items() if name != "dlse"}
@@ -127,7 +129,7 @@ def full(draws: Draws) -> Iterator[Case]:
 
 
 def _cached(band: int, place: int, stored: Fields) -> Case:
-    """A band of ``_BANDS`` over a cache."""
+    """Return a case of a band of ``_BANDS`` over a cache."""
     dtype, lengths = _DTYPES[(band + place) % 3], _CACHES[(band + place) % 4]
     fields = {**stored, "new_keys": 0} if 0 in lengths[1] else stored
     return packed(lengths, "kvcache", dtype=dtype, **_BANDS[band % 4], **fields)

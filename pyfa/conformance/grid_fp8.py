@@ -1,6 +1,6 @@
-"""The grid's float8 cases: queries, keys and values of 8 bits, and caches of 8 under 16.
+"""The grid's float8 cases: 8-bit queries, keys and values, and 8-bit caches with 16-bit queries.
 
-The kinds of scale and where they lie meet every layout: dense, packed, pages, cache rows.
+Every kind of scale is combined with every layout: dense, packed, pages, cache rows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The grid's cases of latent attention, and of head dims above 256.
 
-A cache of one head whose first elements are the values: by rows of all heads, which decide how many
-products and workgroups a decode takes, by where the keys lie, and with lists of keys.
+The cache has one head, and its first elements are the values. The cases vary the rows of all heads
+(which decide how many products and workgroups a decode needs), the storage of the keys, and lists
+of keys.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
-"""NaN and inf among the inputs: where they have to arrive, where they may, and nowhere else.
+"""NaN and inf among the inputs: which results they must reach, which they may, and no others.
 
-``Case.hostile`` is "q=nan" and the like: one element of q, k or v, which half of the rows see where
-there is a mask; or "padding=inf", instead of the NaN that lies around every tensor. The reference
-is computed without it, and what it does is said here, as the guide does under Meaning:
+``Case.hostile`` is "q=nan" or similar: one element of q, k or v, which half of the rows see if
+there is a mask. Or it is "padding=inf", which replaces the NaN around every tensor. The reference
+is computed without the element. This module defines its effect, as the guide does under "NaN and
+inf":
 
 - a row that sees a NaN in q or k has NaN in its output and its LSE; a score of +inf counts as NaN,
   one of −inf as masked;
-- a NaN in v stands in that element of the output of the rows that see it, and may stand in that
-  of the sequence's other rows of these heads, as 0 · NaN; never in an LSE. So does an inf, which
-  may become NaN there: kernels read the last key for those that are missing of its tile;
-- gradients of a row that sees a NaN are NaN, and those of the keys that it sees; those of the
-  sequence's other rows and keys of these heads may be.
+- a NaN in v gives NaN in that element of the output, in every row that sees the key. Other rows of
+  the sequence with the same KV head may have NaN there (0 · NaN). An LSE never has. An inf in v has
+  the same effect, possibly as NaN: kernels read the last key in place of keys missing in its tile;
+- if a row sees a NaN, its gradients are NaN, and so are those of the keys that it sees. Gradients
+  of the sequence's other rows and keys with the same KV head may be NaN.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from .inputs import Inputs, Placed, Sequence
 
 
 class Marks(NamedTuple):
-    """Of one result: what must be ``value``, and what may be anything."""
+    """Marks for one result: which elements must be ``value``, and which may be anything."""
 
     must: torch.Tensor
     value: float
     free: torch.Tensor
 
     def put(self, x: torch.Tensor, ref: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and ref as they are to be compared."""
+        """Return x and ref in the form in which they are compared."""
         must = self.must.reshape(ref.shape)
         ref = torch.where(must, self.value, ref)
         x, taken = x.reshape(ref.shape), self.free.reshape(ref.shape)
@@ -43,7 +44,7 @@ class Marks(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where the element is: sequence, row or key, head of q or of k, and along the head."""
+    """The position of the element: sequence, row or key, head of q or of k, and along the head."""
 
     name: str
     value: float
@@ -63,7 +64,7 @@ def _place(case: Case) -> _Place:
 
 
 def make_way(case: Case, parts: list[Sequence]) -> None:
-    """Gives what inf is multiplied by one sign, so that all its scores are alike."""
+    """Give the factors of inf one sign, so that all scores with it have one sign."""
     if not case.hostile.startswith(("q=", "k=")) or "inf" not in case.hostile:
         return
     place = _place(case)
@@ -72,7 +73,7 @@ def make_way(case: Case, parts: list[Sequence]) -> None:
 
 
 def poisoned(case: Case, parts: list[Sequence]) -> list[Sequence]:
-    """The sequences with the hostile element."""
+    """Return the sequences with the hostile element."""
     if case.hostile.startswith("padding"):
         return parts
     place = _place(case)
@@ -82,7 +83,7 @@ def poisoned(case: Case, parts: list[Sequence]) -> list[Sequence]:
 
 
 def pad_with_inf(placed: Placed) -> Placed:
-    """With inf for each NaN of the tensor itself: rows that are nobody's."""
+    """Return the tensor with inf instead of NaN in its rows that no sequence owns."""
     result = dataclasses.replace(placed, buffer=placed.buffer.clone())
     view = result.view()
     view.masked_fill_(view.isnan(), math.inf)
@@ -90,7 +91,7 @@ def pad_with_inf(placed: Placed) -> Placed:
 
 
 def marks(inputs: Inputs) -> dict[str, Marks]:
-    """By the names of the results."""
+    """Return the marks by the names of the results."""
     case, spec = inputs.case, inputs.spec
     if not case.hostile or case.hostile.startswith("padding"):
         return {}
@@ -115,7 +116,7 @@ def marks(inputs: Inputs) -> dict[str, Marks]:
     hit_keys = seen[hit].any(0)
 
     def own(mask: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
-        """The part of ``mask`` that is the sequence's, from its first row on."""
+        """Return the part of ``mask`` that belongs to the sequence, from its first row on."""
         return mask[place.b] if starts is None else mask[int(starts[place.b]) :]
 
     def of_rows(which: torch.Tensor, shape: tuple[int, ...], d: slice) -> torch.Tensor:

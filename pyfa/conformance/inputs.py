@@ -30,7 +30,7 @@ _GUARD_BYTES = 64
 
 
 def near_normal(key: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """float64 values of ``shape``, mean 0 and variance 1, seeded by ``key``."""
+    """Return float64 values of ``shape``, mean 0 and variance 1, seeded by ``key``."""
     count = int(np.prod(shape, dtype=np.int64))
     words = _raw(key, count).astype(np.uint64)
     total = np.zeros(count, np.int64)
@@ -40,12 +40,12 @@ def near_normal(key: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def integers(key: str, count: int, below: int) -> list[int]:
-    """``count`` integers from 0 to ``below`` − 1, seeded by ``key``."""
+    """Return ``count`` integers from 0 to ``below`` − 1, seeded by ``key``."""
     return [int(word) % below for word in _raw(key, count)]
 
 
 def permutation(key: str, count: int) -> list[int]:
-    """0 … count−1 in the order of ``key``'s raw words."""
+    """Return 0 … count−1 in the order of ``key``'s raw words."""
     return [int(place) for place in np.argsort(_raw(key, count), kind="stable")]
 
 
@@ -56,7 +56,7 @@ def _raw(key: str, count: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
 
 @dataclass(frozen=True)
 class Placed:
-    """A tensor's place in a buffer of bytes: what moves between devices."""
+    """A strided tensor inside a buffer of bytes; the buffer is what is copied between devices."""
 
     buffer: torch.Tensor
     dtype: torch.dtype
@@ -65,13 +65,14 @@ class Placed:
     offset: int
 
     def view(self, buffer: torch.Tensor | None = None) -> torch.Tensor:
-        """The tensor in its own buffer, or in a copy of it."""
+        """Return the tensor in its own buffer, or in a copy of it."""
         flat = (self.buffer if buffer is None else buffer).view(self.dtype)
         return flat.as_strided(self.shape, self.strides, self.offset)
 
 
 def place(values: torch.Tensor, dtype: torch.dtype, layout: str) -> Placed:
-    """``values`` (…, heads, dim) rounded to ``dtype``, in a buffer of NaN as ``layout`` says.
+    """Round ``values`` (…, heads, dim) to ``dtype``, into a buffer of NaN with the given
+    ``layout``.
 
     "contiguous"; "strided": gaps after every row, head and sequence, all multiples of 16 bytes;
     "heads_first": the memory order is (…, heads, rows, dim); "unaligned": dense, but one element
@@ -106,16 +107,16 @@ Sequence = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass
 class Inputs:
-    """Everything of one case, on the CPU.
+    """All inputs of one case, on the CPU.
 
     ``placed`` holds the float tensors of the call by argument name, ``others`` its integer tensors
     and scalars. ``spec`` is the same problem for the reference, in float64 and rounded as the
-    meaning demands; ``naive`` differs from it only in how rotary was computed. ``dout`` and
-    ``dlse`` are what flows back. ``cache_after`` holds the caches' buffers as an append must leave
-    them; where rotary ran, ``rotated_rows`` marks k's elements that hold a rotated value.
-    ``sequences`` holds q, k and v of each sequence, ``marks`` what becomes of a hostile element
-    (``hostile.Marks`` by result), which ``spec`` does not have. ``score_size`` and ``product_size``
-    are the largest |score| and the largest scale·Σ|q||k|, with all other terms.
+    semantics require; ``naive`` differs from it only in the precision of rotary. ``dout`` and
+    ``dlse`` are the incoming gradients. ``cache_after`` holds the caches' expected buffers after an
+    append; with rotary, ``rotated_rows`` marks k's elements that hold a rotated value.
+    ``sequences`` holds q, k and v of each sequence. ``marks`` is the effect of a hostile element
+    (``hostile.Marks`` by result), which ``spec`` does not contain. ``score_size`` and
+    ``product_size`` are the largest |score| and the largest scale·Σ|q||k|, with all other terms.
     """
 
     case: Case
@@ -133,7 +134,7 @@ class Inputs:
     product_size: float = 0.0
 
     def digest(self) -> str:
-        """SHA-256 over every byte of every tensor that takes part, and of the scalars."""
+        """Return the SHA-256 of every byte of every tensor that takes part, and of the scalars."""
         total = hashlib.sha256()
         for name in sorted(self.placed):
             total.update(name.encode() + self.placed[name].buffer.numpy().tobytes())
@@ -149,7 +150,8 @@ class Inputs:
 
 
 def sequence(case: Case, b: int) -> Sequence:
-    """q (rows, H, D), k (keys, Hk, D), v (keys, Hk, Dv) of sequence ``b``, in the case's dtype."""
+    """Return q (rows, H, D), k (keys, Hk, D) and v (keys, Hk, Dv) of sequence ``b``, in the
+    case's dtype."""
     rows, keys, dim = case.lengths_q[b], case.lengths_k[b], case.head_dim
     q = near_normal(f"{case.name}/q{b}", (rows, case.heads_q, dim))
     k = near_normal(f"{case.name}/k{b}", (keys, case.heads_k, dim))
@@ -188,11 +190,12 @@ def sequence(case: Case, b: int) -> Sequence:
 
 
 def _dominate(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """One key, without a value, is ahead of all others: what they leave must still be there.
+    """Make one key, whose value is 0, dominate all others, whose share must not be lost.
 
-    "sink": the first key by 2²⁰, and as many keys have no value as tiles may have: a float8 P of
-    the others is 0 beside its maximum, unless the keys are visited from last to first. "needle":
-    one in the middle by 2¹², which P scaled by 2⁸ survives in one tile, and P as it is does not.
+    "sink": the first key dominates by 2²⁰, and a tile's worth of keys has value 0. A float8 P of
+    the other keys is then 0, unless the keys are visited from last to first. "needle": a key in the
+    middle dominates by 2¹². In one tile a P scaled by 2⁸ keeps the others, and an unscaled P loses
+    them.
     """
     keys = k.shape[0]
     where, ahead = (0, 20.0) if case.recipe == "sink" else (keys // 3, 12.0)
@@ -206,7 +209,8 @@ def _dominate(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
 
 
 def score_sizes(parts: list[Sequence], call: Call) -> tuple[float, float]:
-    """The largest |score| and the largest scale·Σ|q||k|, both with the ALiBi and bias terms."""
+    """Return the largest |score| and the largest scale·Σ|q||k|, both with the ALiBi and bias
+    terms."""
     score = product = 0.0
     added = 0.0
     if call.bias is not None and call.bias.is_floating_point() and call.bias.numel():
@@ -232,10 +236,11 @@ def score_sizes(parts: list[Sequence], call: Call) -> tuple[float, float]:
 def rotate(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, style: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (S, H, D) rotated by ``positions`` (S,): in float64 and in float32, both in x's dtype.
+    """Rotate x (S, H, D) by ``positions`` (S,): in float64 and in float32, both rounded to x's
+    dtype.
 
-    What the products see, and what a cache stores, is in the problem's dtype: the rounding after
-    rotary belongs to the meaning, the arithmetic before it does not.
+    The products and the cache use the problem's dtype, so the rounding after rotary is part of the
+    semantics; the precision of the rotation itself is not.
     """
     interleaved = style.startswith("interleaved")
     exact = reference.rotary(x[None], cos, sin, positions[None], interleaved)[0].to(x.dtype)

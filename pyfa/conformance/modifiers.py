@@ -1,7 +1,7 @@
 """The score_mods and mask_mods of the cases, with the tensors that they capture.
 
-Each is made for a case and a device: a function as a user writes it, whose tables hold what
-``inputs.integers`` and ``near_normal`` give for the case's name.
+Each is made for a case and a device: a function as a user writes it. Its tables are filled by
+``inputs.integers`` and ``near_normal`` from the case's name.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .. import mods
 from .cases import Case
 from .inputs import integers, near_normal
 
@@ -18,7 +19,7 @@ Mod = Callable[..., torch.Tensor]
 
 
 class _Tables:
-    """Of a case: made on the CPU, moved to where the call runs."""
+    """The tables of a case: made on the CPU, moved to the device of the call."""
 
     def __init__(self, case: Case, where: torch.device) -> None:
         self.case, self.where = case, where
@@ -33,21 +34,97 @@ class _Tables:
 
 
 def mods_of(case: Case, where: torch.device) -> dict[str, Mod]:
-    """The arguments ``score_mod`` and ``mask_mod`` of ``case``, as far as it has them."""
+    """Return ``score_mod`` and ``mask_mod`` of ``case``, if it has them. The mask_mod of a case
+    with a block_mask computes the same mask."""
     made: dict[str, Any] = {}
     tables = _Tables(case, where)
     if case.score_mod:
         made["score_mod"] = SCORES[case.score_mod](tables)
     if case.mask_mod:
         made["mask_mod"] = MASKS[case.mask_mod](tables)
+    if case.block_mask:
+        made["mask_mod"] = _of_blocks(tables)
     return made
+
+
+def captured_by(
+    made: dict[str, Any], where: torch.device, grad: bool
+) -> tuple[str, dict[str, torch.Tensor], list[str]]:
+    """Of what ``mods_of`` made: the digest, the captured tensors by field, and the fields of those
+    that get a gradient. With ``grad`` these are all floats that the score_mod captured."""
+    given = {"score_mod": None, "mask_mod": None, **made}
+    digest, captured = mods.resolve(**given, device=where)
+    if grad:
+        with torch.enable_grad():
+            _, of_score = mods.resolve(given["score_mod"], None, where)
+            for x in of_score:
+                x.requires_grad_(x.is_floating_point())
+            digest, captured = mods.resolve(**given, device=where)
+    names = {f"captured{number}": x for number, x in enumerate(captured)}
+    return digest, names, [name for name, x in names.items() if x.requires_grad]
+
+
+def arguments_of(case: Case, where: torch.device) -> dict[str, Any]:
+    """The arguments ``score_mod``, ``mask_mod`` and ``block_mask`` of ``case``, as far as it has
+    them."""
+    made: dict[str, Any] = mods_of(case, where)
+    if case.block_mask:
+        del made["mask_mod"]
+        made["block_mask"] = _block_mask(_Tables(case, where))
+    return made
+
+
+# ---- a BlockMask -------------------------------------------------------------------------------
+
+_ABSENT, _MASKED, _FULL = range(3)
+
+
+def _blocks(tables: _Tables) -> torch.Tensor:
+    """What becomes of each block, by head. No row of blocks 1 sees anything."""
+    case = tables.case
+    rows, keys = (-(-max((*n, 1)) // case.block_mask) for n in (case.lengths_q, case.lengths_k))
+    blocks = tables.integers("blocks", (1, case.heads_q, rows, keys), 3)
+    blocks[:, :, 1:2] = _ABSENT
+    return blocks
+
+
+def _seen_in_part(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (q_idx + 2 * kv_idx) % 3 != 0
+
+
+def _of_blocks(tables: _Tables) -> Mod:
+    blocks, size = _blocks(tables), tables.case.block_mask
+
+    def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        block = blocks[0, h, q_idx // size, kv_idx // size]
+        return (block == _FULL) | ((block == _MASKED) & _seen_in_part(b, h, q_idx, kv_idx))
+
+    return mask
+
+
+def _block_mask(tables: _Tables) -> Any:
+    """PyTorch's own object."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    case, blocks = tables.case, _blocks(tables)
+    lists: list[torch.Tensor] = []
+    for kind in (_MASKED, _FULL):
+        there = blocks == kind
+        lists += [
+            there.sum(-1, dtype=torch.int32),
+            torch.sort((~there).int(), dim=-1, stable=True).indices.int(),
+        ]
+    lengths = max((*case.lengths_q, 1)), max((*case.lengths_k, 1))
+    make: Any = BlockMask.from_kv_blocks
+    return make(*lists, BLOCK_SIZE=case.block_mask, mask_mod=_seen_in_part, seq_lengths=lengths)
 
 
 # ---- masks -------------------------------------------------------------------------------------
 
 
 def _documents(tables: _Tables) -> Mod:
-    """Several documents in a row, each sequence with its own, causal inside."""
+    """Return a mask of several documents per sequence, different in each sequence; causal inside a
+    document."""
     starts = tables.integers("documents", (max(tables.case.batch, 1), tables.longest), 24) == 0
     document = starts.cumsum(1)  # int64, as PyTorch gives it
 
@@ -58,7 +135,7 @@ def _documents(tables: _Tables) -> Mod:
 
 
 def _prefix(tables: _Tables) -> Mod:
-    """Causal behind a prefix of the sequence that all rows see."""
+    """Return a prefix-LM mask: all rows see the prefix, and the rest is causal."""
     length = tables.integers("prefix", (max(tables.case.batch, 1),), 40)
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -77,7 +154,7 @@ def _sliding(tables: _Tables) -> Mod:
 
 
 def _dilated(tables: _Tables) -> Mod:
-    """Every third key of a window, by head another one."""
+    """Return a mask of every third key of a window, shifted by head."""
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         distance = q_idx - kv_idx
@@ -87,7 +164,7 @@ def _dilated(tables: _Tables) -> Mod:
 
 
 def _natten(tables: _Tables) -> Mod:
-    """A 2D neighbourhood of 5 x 3 in rows of 9, moved inside at the borders."""
+    """Return the mask of a 2D neighbourhood of 5 x 3 in rows of 9, clamped at the borders."""
     width, kernel_x, kernel_y = 9, 5, 3
     height = -(-tables.longest // width)
 
@@ -101,7 +178,8 @@ def _natten(tables: _Tables) -> Mod:
 
 
 def _diffusion(tables: _Tables) -> Mod:
-    """Block diffusion: noisy blocks see themselves and the clean blocks before them."""
+    """Return the mask of block diffusion: noisy blocks see themselves and the clean blocks before
+    them."""
     half, block = tables.longest // 2, 8
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -116,7 +194,8 @@ def _diffusion(tables: _Tables) -> Mod:
 
 
 def _shared_prefix(tables: _Tables) -> Mod:
-    """Answers to one question: all see it, none sees another. A 0-dim tensor says how long."""
+    """Return a mask of answers to one question: all see the question, none sees another answer. A
+    0-dim tensor holds the question's length."""
     question = tables.integers("question", (), 30)
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -127,7 +206,7 @@ def _shared_prefix(tables: _Tables) -> Mod:
 
 
 def _tree(tables: _Tables) -> Mod:
-    """A tree of drafts: a boolean table says who descends from whom."""
+    """Return the mask of a tree of drafted tokens: a boolean table holds the ancestors."""
     size = 48
     ancestor = torch.eye(size, dtype=torch.bool)
     for node, parent in enumerate(tables.integers("tree", (size,), size).tolist()):
@@ -143,7 +222,8 @@ def _tree(tables: _Tables) -> Mod:
 
 
 def _strided(tables: _Tables) -> Mod:
-    """A table with gaps, read from its end, by bits: what kernels do with sizes and strides."""
+    """Return a mod with a strided table, indexed from its end, with bit operations: tests sizes and
+    strides in kernels."""
     bits = tables.integers("bits", (2, tables.longest, 3), 256).to(torch.uint8)[:, :, 1]
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -153,10 +233,21 @@ def _strided(tables: _Tables) -> Mod:
     return mask
 
 
+def _patches(tables: _Tables) -> Mod:
+    """Patches that see all, some or nothing, by head others, and rows that see nothing."""
+
+    def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        kind = (q_idx // 100 + kv_idx // 80 * 2 + h) % 3
+        some = (kind == 2) | ((kind == 1) & ((q_idx ^ kv_idx) % 7 != 3))
+        return some & ((q_idx < 130) | (q_idx >= 149))
+
+    return mask
+
+
 MASKS: dict[str, Callable[[_Tables], Mod]] = {
     "documents": _documents, "prefix": _prefix, "sliding": _sliding, "dilated": _dilated,
     "natten": _natten, "diffusion": _diffusion, "shared_prefix": _shared_prefix, "tree": _tree,
-    "strided": _strided,
+    "strided": _strided, "patches": _patches,
 }  # fmt: skip
 
 
@@ -164,7 +255,7 @@ MASKS: dict[str, Callable[[_Tables], Mod]] = {
 
 
 def _relative(tables: _Tables) -> Mod:
-    """A learned bias by distance and head, clamped at either end."""
+    """Return a learned bias by distance and head, clamped at both ends."""
     far = 20
     table = tables.normal("relative", (tables.case.heads_q, 2 * far + 1), torch.float32)
 
@@ -191,7 +282,8 @@ def _softcap(tables: _Tables) -> Mod:
 
 
 def _gated(tables: _Tables) -> Mod:
-    """The score by itself and by tables, both sides of a branch, and a mask by -inf."""
+    """Return a mod that multiplies the score by itself and by tables, has both sides of a branch,
+    and masks by -inf."""
     gain = tables.normal("gain", (tables.longest,), torch.bfloat16)
 
     def score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -203,7 +295,7 @@ def _gated(tables: _Tables) -> Mod:
 
 
 def _bounded(tables: _Tables) -> Mod:
-    """Each side of minimum, maximum and clamp, and a power."""
+    """Return a mod with both sides of minimum, maximum and clamp, and a power."""
 
     def score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         low = torch.minimum(score, (kv_idx - q_idx) * 0.01 + 1.0)

@@ -1,9 +1,9 @@
-"""What float64 makes of the roundings that no fused kernel can avoid: part (c) of the rule.
+"""The effect in float64 of the roundings that no fused kernel can avoid: part (c) of the rule.
 
 A fused forward stores the output in its dtype and the LSE in float32, and sums its dot products in
-whatever order suits the machine. Backward recomputes P = exp(s' − L) and takes δ = rowsum(dO∘O')
-from what was stored. Here these few quantities are moved by their rounding and all else stays in
-float64. Everything is said through the reference's own arguments:
+any order. Backward recomputes P = exp(s' − L), and computes δ = rowsum(dO∘O') from the stored
+output. Here these few quantities are changed by their rounding, and all else stays in float64. The
+changes are expressed by the reference's own arguments:
 
 - a score moved by E is a bias of E;
 - P of a row scaled by r, as exp(s' − L) is for an L that is not that of s', is dO and dLSE scaled
@@ -23,9 +23,10 @@ from .inputs import Inputs
 
 
 def recomputed_out(inputs: Inputs) -> torch.Tensor | None:
-    """The output for float32's moved scores, in float64; None for 16-bit types.
+    """Return the output for float32's perturbed scores, in float64; None for 16-bit types.
 
-    There a score's error of 1e-6 is nothing beside the rounding of P and of the output.
+    For these a score's error of 1e-6 is negligible compared with the rounding of P and of the
+    output.
     """
     moved = _moved_call(inputs)
     return None if moved is None else reference.attention(moved)[0]
@@ -38,7 +39,8 @@ def recomputed_gradients(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
 ) -> dict[str, torch.Tensor]:
-    """The reference's gradients, moved; ``out`` and ``lse`` are the reference's own."""
+    """Return the reference's gradients with these roundings; ``out`` and ``lse`` are the
+    reference's own."""
     stored, dout = out.to(inputs.spec.q.dtype).double(), dout.double()
     epsilon = (dout * (stored - out)).sum(-1)
     # δ meets dP in dP − δ, and the two were not summed in the same order: what the roundings of Dv
@@ -66,7 +68,8 @@ def _moved_call(inputs: Inputs) -> Call | None:
 
 
 def with_moved_scores(call: Call, errors: Iterable[torch.Tensor]) -> Call:
-    """``call`` with each sequence's scores moved by its errors (H, rows, keys), in float64."""
+    """Return ``call`` with each sequence's scores changed by its errors (H, rows, keys), in
+    float64."""
     shape = (call.batch, call.q.shape[-2], call.max_seqlen_q, call.max_seqlen_k)
     bias = torch.zeros(shape, dtype=torch.float64)
     if call.bias is not None and call.bias.dtype == torch.bool:
@@ -79,7 +82,8 @@ def with_moved_scores(call: Call, errors: Iterable[torch.Tensor]) -> Call:
 
 
 def _summed_in_order(q: torch.Tensor, k: torch.Tensor, call: Call) -> torch.Tensor:
-    """What q·k summed in order in float32 does to each score: (H, rows, keys), float64."""
+    """Return the error of each score if q·k is summed in order in float32: (H, rows, keys),
+    float64."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     left, right = q.permute(1, 0, 2)[:, :, None], k.permute(1, 0, 2)[:, None]
     total = torch.zeros(q.shape[1], q.shape[0], k.shape[0])

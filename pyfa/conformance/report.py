@@ -1,4 +1,4 @@
-"""What a run found: per case its status, errors, digests; as JSON, JUnit XML and a table."""
+"""The results of a run: status, errors and digests of each case; as JSON, JUnit XML and a table."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class CaseResult:
 
 @dataclass(frozen=True)
 class Report:
-    """All results of one backend at one level, and where they were found.
+    """All results of one backend at one level, and the environment.
 
-    ``coverage``: of the emulator, by kernel, the code objects that ran, their instructions, and how
+    ``coverage`` (emulator only): by kernel, the code objects that ran, their instructions, and how
     many of these were executed.
     """
 
@@ -65,7 +65,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether something was computed and nothing failed."""
+        """Return whether some case passed and none failed or crashed."""
         counts = self.counts()
         return counts[PASSED] > 0 and counts[FAILED] == counts[CRASHED] == 0
 
@@ -73,7 +73,7 @@ class Report:
         return Counter(result.status for result in self.results)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for strict JSON. ``schema`` rises when a field changes its meaning."""
+        """Return plain data for strict JSON. ``schema`` rises when a field changes its meaning."""
         counts = self.counts()
         data = {
             "schema": SCHEMA,
@@ -94,7 +94,7 @@ class Report:
         Path(path).write_text(text + "\n", encoding="utf-8")
 
     def save_junit(self, path: str | Path) -> None:
-        """JUnit XML: refusals are skipped tests, wrong results failures, crashes errors."""
+        """Write JUnit XML: refusals are skipped tests, wrong results failures, crashes errors."""
         ElementTree.ElementTree(self._junit()).write(path, encoding="utf-8", xml_declaration=True)
 
     def _junit(self) -> ElementTree.Element:
@@ -128,7 +128,7 @@ class Report:
         return suite
 
     def print(self, console: Console | None = None, failures: int = 20) -> None:
-        """A row per feature, then the first ``failures`` cases that failed and why."""
+        """Print a row per feature, then the first ``failures`` cases that failed and why."""
         console = console or Console()
         console.print(self._table())
         if self.coverage:
@@ -195,7 +195,8 @@ def _summary(name: str, results: Iterable[CaseResult]) -> tuple[str, ...]:
 
 
 def load(path: str | Path) -> Report:
-    """Reads what ``save_json`` wrote. ``ValueError`` for other files and other schema versions."""
+    """Read the output of ``save_json``. Raises ``ValueError`` for other files and other schema
+    versions."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -238,7 +239,7 @@ def _result(item: Mapping[str, Any]) -> CaseResult:
 
 
 def _strict(value: Any) -> Any:
-    """``value`` for strict JSON, which has no NaN and no infinity: those become strings."""
+    """Return ``value`` for strict JSON, which has no NaN and no infinity: those become strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
@@ -249,5 +250,5 @@ def _strict(value: Any) -> Any:
 
 
 def _printable(text: str) -> str:
-    """``text`` without the control characters that XML forbids."""
+    """Return ``text`` without the control characters that XML forbids."""
     return "".join(c if c in "\t\n" or c.isprintable() else "\ufffd" for c in text)

@@ -34,16 +34,16 @@ def run(
     on_progress: Progress | None = None,
     orders: int = 1,
 ) -> Report:
-    """Hold ``backend`` to the rule on its own device.
+    """Run the conformance cases on ``backend``, on its own device, and return the report.
 
-    By default the backend is this machine's first. ``level`` is "quick" or "full". ``features``
-    keeps only the cases that need one of these, ``max_seqlen`` shortens all sequences (for slow
-    backends). ``orders`` runs each case whose kernels add floats by atomics under so many orders of
-    these: for the emulator, which can choose. ``on_progress(done, total, case_name)`` is called
-    before each case.
+    By default the backend is the first in the automatic order that is ready. ``level`` is "quick"
+    or "full". ``features`` keeps only the cases that need one of these; ``max_seqlen`` shortens all
+    sequences, for slow backends. ``orders`` (emulator only) runs each case whose kernels add floats
+    by atomics with this many orders of the atomics. ``on_progress(done, total, case_name)`` is
+    called before each case.
 
-    Raises ``ValueError`` for names that do not exist, ``RuntimeError`` where the backend cannot run
-    on this machine. What goes wrong in a case is in the report.
+    Raises ``ValueError`` for names that do not exist, and ``RuntimeError`` if the backend cannot
+    run on this machine. Errors in a case are recorded in the report.
     """
     if level not in grid.LEVELS:
         raise ValueError(f"level: expected one of {', '.join(grid.LEVELS)}; got {level!r}")
@@ -75,7 +75,7 @@ def run_cases(
     on_progress: Progress | None = None,
     orders: int = 1,
 ) -> Report:
-    """``run`` for cases of one's own choice."""
+    """Run a custom selection of cases, as ``run``."""
     where = device_of(implementation.NAME)
     cases = list(cases)
     results = []
@@ -96,7 +96,8 @@ def run_cases(
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """PyTorch's CPU work on one thread: cases are small, and threads would wait for each other."""
+    """Run PyTorch's CPU work on one thread: cases are small, and threads would wait for each
+    other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -112,9 +113,9 @@ def run_case(
     expected: Expected | None = None,
     orders: int = 1,
 ) -> CaseResult:
-    """One case, whatever happens in it. ``expected``: of this case, where it is known already.
+    """Run one case, and catch every error. ``expected``: its expected results, if known already.
 
-    ``orders`` as in ``run``: the result has each check's worst error of all orders.
+    With ``orders``, as in ``run``, the result has each check's worst error of all orders.
     """
     begin = time.perf_counter()
     undeclared = sorted(case.features - implementation.FEATURES)
@@ -151,7 +152,7 @@ def run_case(
 def _in_orders(
     implementation: Backend, expected: Expected, where: torch.device, orders: int
 ) -> tuple[Findings, tuple[str, ...]]:
-    """What is found in the worst order, and the messages of all."""
+    """Return the findings of the worst order, and the messages of all."""
     chosen: Any = getattr(implementation, "orders", None) if orders > 1 else None
     if chosen is None:
         found = examine(expected, implementation.NAME, where)
@@ -186,14 +187,16 @@ def _in_orders(
 
 
 def device_of(backend: str) -> torch.device:
-    """Where ``backend`` runs here: the GPU if there is one, but for the emulator."""
+    """Return the device on which ``backend`` runs: the GPU if there is one, except for the
+    emulator."""
     if backend != "emulator" and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def environment(implementation: Backend, where: torch.device) -> dict[str, Any]:
-    """Versions, device and driver; and the digests of its kernels, if the backend tells them."""
+    """Return versions, device and driver, and the digests of the backend's kernels if it reports
+    them."""
     facts = device.of(where)
     found: dict[str, Any] = {
         "pyfa": __version__,
@@ -212,8 +215,8 @@ def environment(implementation: Backend, where: torch.device) -> dict[str, Any]:
 
 
 def coverage_of(implementation: Backend) -> dict[str, dict[str, int]]:
-    """By kernel, how many code objects ran in this process, how many instructions these have, and
-    how many of them were executed; nothing for a backend that cannot tell."""
+    """Return, by kernel, how many code objects ran in this process, how many instructions they
+    have, and how many of these were executed; empty for a backend without this data."""
     coverage: Any = getattr(implementation, "coverage", None)
     if coverage is None:
         return {}
@@ -225,7 +228,7 @@ def coverage_of(implementation: Backend) -> dict[str, dict[str, int]]:
 
 
 def _first() -> str:
-    """The first backend of this machine's automatic order that can run here."""
+    """Return the first backend of this machine's automatic order that can run here."""
     order = AUTOMATIC[device.of(device_of("torch")).vendor]
     able = (n for n in order if n in BACKENDS and BACKENDS[n].why_unavailable() is None)
     return next(able, "torch")

@@ -1,67 +1,70 @@
-"""The one rule that every result is held to. There is no other slack anywhere.
+"""The one rule that bounds the error of every result. There is no other tolerance.
 
-ref is the reference in float64 on the same inputs; naive is the same formula computed eagerly in
-the problem's own dtype, and so the yardstick: a kernel may round differently from eager PyTorch,
-but not be much worse. First the places of NaN and ±inf must be those of ref. Then, over the finite
-rest of the output and of each gradient, with ulp that of the tensor's dtype at max|ref|:
+ref is the reference in float64 on the same inputs. naive is the same formula computed eagerly in
+the problem's own dtype, and is the yardstick: a kernel may round differently from eager PyTorch,
+but not be much worse. First, NaN and ±inf must be at the same positions as in ref. Then these
+bounds apply to the finite rest of the output and of each gradient, with the ulp of the tensor's
+dtype at max|ref|:
 
     max |x − ref|   ≤ f · max |naive − ref| + 4 ulp        f = 2, and 3 for gradients and softcap
     mean |x − ref|  ≤ 1.5 · mean yardstick
 
-(a) The mean's yardstick is the larger of naive's mean error and that of ref rounded to the tensor's
-dtype. Nothing can be better than correctly rounded, while naive is exact by luck where few terms
-are added (one key, equal values): without this a perfect kernel would fail.
+(a) The yardstick of the mean is the larger of naive's mean error and the mean error of ref rounded
+to the tensor's dtype. No result can be better than correctly rounded, while naive can be exact by
+chance if few terms are added (one key, equal values). Without this term a perfect kernel would
+fail.
 
 (b) Backward recomputes P = exp(s − L) from an LSE stored in float32. Half an ulp of L is at most
-2⁻²⁴·|L|, and dP/P = −dL, so every P of the row, and with it every term of the gradient sums, is off
-by that factor. naive keeps its probabilities and does not pay. Gradients therefore get
-2⁻²⁴·max|L| times max|ref| on the maximum and times mean|ref| on the mean: nothing for 16-bit types
-(|L| = 16 gives 1e-6), about as much as the rest for float32.
+2⁻²⁴·|L|, and dP/P = −dL, so every P of the row, and with it every term of the gradient sums, has
+this relative error. naive keeps its probabilities and does not have it. The bounds of gradients
+therefore get an additional 2⁻²⁴·max|L| times max|ref| for the maximum and times mean|ref| for the
+mean. This is negligible for 16-bit types (|L| = 16 gives 1e-6) and about as large as the rest for
+float32.
 
-(c) Sums in float32 have no order that is right, and backward starts from what forward stored. naive
-pays for neither: with few rows its products are summed in 64 lanes, and it forms both sides of each
-cancellation from one product. ``recompute.py`` says what the float64 result becomes when δ comes
-from the output as stored in its dtype and, for float32, when each score is off by what summing it
-in order does. The yardstick, on the maximum and on the mean, is the larger of naive's error and
-that one's. It matters where V has a large mean, where gradients cancel (a row that sees one key,
-sinks, a bias per row), and for float32. A 16-bit gradient has both errors, naive's from the
-rounding of P and dS and that of δ: independent of each other, so on the mean the root of the sum of
-their squares. (Where scores are equal the two are alike, and each alone is 1.4 times too small.)
+(c) No order of summation in float32 is the right one, and backward starts from stored results of
+forward. naive has neither error: with few rows its products are summed in 64 lanes, and it forms
+both sides of each cancellation from one product. ``recompute.py`` computes the float64 result with
+δ from the output as stored in its dtype and, for float32, with the error of each score summed in
+order. The yardstick, for maximum and mean, is the larger of naive's error and the error of this
+result. It matters if V has a large mean, if gradients cancel (a row that sees one key, sinks, a
+bias per row), and for float32. A 16-bit gradient has two independent errors, from the rounding of P
+and dS (in naive) and from δ. Their mean is the root of the sum of squares. (If scores are equal,
+the two errors are about equal, and each alone would be 1.4 times too small.)
 
-(d) In float32 all elements of a row share the errors of its scores, so a mean over n rows is one
-of n independent numbers and not of n·D. The mean of n half-normal errors strays from what it is
-expected to be by √(π/2 − 1)/√n of it, the ratio of two such means by √2 times that: 1.07/√n.
-Float32 tensors get three of these, 1.5·(1 + 3.2/√n), where n counts the rows of ref that are not 0
-throughout (for sinks the elements). In 16 bits each element of the output is rounded on its own;
-nothing more.
+(d) In float32 all elements of a row share the errors of its scores, so a mean over n rows is one of
+n independent numbers and not of n·D. The mean of n half-normal errors has a relative standard
+deviation of √(π/2 − 1)/√n, and the ratio of two such means √2 times that: 1.07/√n. Float32 tensors
+get three standard deviations, 1.5·(1 + 3.2/√n), where n counts the rows of ref that are not 0
+throughout (for sinks the elements). In 16 bits each element of the output is rounded independently,
+and the bound does not change.
 
-(e) A 16-bit gradient gets the same 3.2/√n, with n the independent numbers that naive's error is
-made of. It comes from the rounding of dS, and a row of dQ is a sum of the keys that it sees: as
-many numbers as there are different keys, one where it sees one key or all are equal. And rows with
-hardly any error count for nothing in a mean. n is (Σr)²/Σr² of the rows' mean errors r, times
-tr(C)²/tr(C²) of the error's second moments C along head_dim: 8,000 to 9,600 and so 3.5 % for two
-sequences of 65 rows and 97 keys and two heads, 2 where two rows see one key. Of a bias or of sinks
-each element is a sum of its own, and counts as a row.
+(e) A 16-bit gradient gets the same 3.2/√n, with n the number of independent numbers in naive's
+error. The error comes from the rounding of dS, and a row of dQ is a sum over the keys that it sees:
+it has as many independent numbers as there are different keys, and one if it sees one key or equal
+keys. Rows with hardly any error do not count in a mean. Therefore n is (Σr)²/Σr² of the rows' mean
+errors r, times tr(C)²/tr(C²) of the error's second moments C along head_dim. It is 8,000 to 9,600
+(3.5 %) for two sequences of 65 rows and 97 keys with two heads, and 2 if two rows see one key. For
+a bias or sinks each element is a separate sum and counts as a row.
 
 (f) Float8 queries: eager PyTorch has none, so naive is float32 on the scaled inputs with P rounded
-to float8's 4 significant bits, wherever in the range it lies. A kernel whose P loses what is far
-below the largest is not excused. Float8 keys under 16-bit queries are held to eager attention in
+to float8's 4 significant bits, wherever in the range it lies. A kernel that loses probabilities far
+below the largest one fails. Float8 keys with 16-bit queries are compared with eager attention in
 the queries' dtype.
 
-LSE, which every backend computes in float32 from unrounded scores:
+Every backend computes the LSE in float32 from unrounded scores. Its bounds are:
 
     16-bit inputs:  |x − ref| ≤ 1e-3 + 2⁻²⁰ · max|score|
     float8 queries: the same + what 14 bits of every sum of products make of the row's LSE
     float32:        |x − ref| ≤ 4 ulp(max|ref|) + √D · 2⁻²³ · max(scale·Σ|q||k|)
 
-Hopper's matrix unit adds up float8 products in no more bits; ``float8.py`` derives from that how
-far each row may be off.
+Hopper's matrix unit keeps only 14 bits when it adds up float8 products; ``float8.py`` derives the
+bound of each row.
 
 The LSE moves by at most as much as the scores do. Each of the D additions of a dot product rounds
 its partial sum, which is at most Σ|q||k|, by at most 2⁻²⁴ of it, and these roundings are
-independent: their sum has a standard deviation of at most √(D/3)·2⁻²⁴·Σ|q||k|, and 2·√D·2⁻²⁴ is
-3.5 of them. It must be Σ|q||k| and not |score|, which may cancel to nothing. 4 ulp are for exp, the
-sum, log, and the last addition.
+independent: their sum has a standard deviation of at most √(D/3)·2⁻²⁴·Σ|q||k|, and 2·√D·2⁻²⁴ is 3.5
+of them. The bound needs Σ|q||k| and not |score|, because a score may cancel to 0. 4 ulp cover exp,
+the sum, log, and the last addition.
 """
 
 from __future__ import annotations
@@ -81,7 +84,7 @@ MEAN_NOISE = 3.0 * math.sqrt(2.0 * (math.pi / 2.0 - 1.0))
 
 @dataclass(frozen=True)
 class Check:
-    """One tensor's errors beside what the rule allows. ``message`` says why it failed, else ""."""
+    """One tensor's errors and their bounds. ``message`` says why it failed, else ""."""
 
     name: str
     max_error: float = 0.0
@@ -96,7 +99,7 @@ class Check:
 
     @property
     def ratio(self) -> float:
-        """The larger of error / bound: at most 1 where the rule holds."""
+        """Return the larger of error / bound: at most 1 if the rule holds."""
         return max(_ratio(self.max_error, self.max_bound), _ratio(self.mean_error, self.mean_bound))
 
 
@@ -107,7 +110,7 @@ def _ratio(error: float, bound: float) -> float:
 
 
 def ulp(value: float, dtype: torch.dtype) -> float:
-    """The distance between neighbours of ``dtype`` at magnitude ``value``."""
+    """Return the distance between neighbours of ``dtype`` at magnitude ``value``."""
     info = torch.finfo(dtype)
     exponent = math.frexp(max(abs(value), info.tiny))[1] - 1
     return info.eps * 2.0**exponent
@@ -124,9 +127,10 @@ def judge(
     softcap: bool = False,
     largest_lse: float = 0.0,
 ) -> Check:
-    """``x`` against the rule. The dtype is that of ``x``; ref, naive and recomputed are alike.
+    """Check ``x`` by the rule. The dtype is that of ``x``; ref, naive and recomputed have its
+    shape.
 
-    A gradient comes with the largest finite |LSE|; ``recomputed`` may be left out for an output.
+    For a gradient, pass the largest finite |LSE|; for an output ``recomputed`` may be omitted.
     """
     dtype, x, naive = x.dtype, x.double(), naive.double()
     wrong = _special_places(x, ref)
@@ -173,9 +177,9 @@ def judge_lse(
     product_size: float,
     slack: torch.Tensor | None = None,
 ) -> Check:
-    """The LSE ``x`` (float32) against ``ref``; ``score_size``: the largest |score|;
-    ``product_size``: the largest scale·Σ|q||k|; ``slack``: of each row, for float8 queries.
-    """
+    """Check the LSE ``x`` (float32) against ``ref``. ``score_size``: the largest |score|;
+    ``product_size``: the largest scale·Σ|q||k|; ``slack``: an additional bound per row, for float8
+    queries."""
     wrong = _special_places(x.double(), ref)
     if wrong:
         return Check("lse", message=wrong)
@@ -198,10 +202,10 @@ def judge_lse(
 
 
 def judge_rotated(x: torch.Tensor, ref: torch.Tensor) -> Check:
-    """Rotated keys in a cache, both in its dtype.
+    """Check rotated keys in a cache against the reference, both in the cache's dtype.
 
     Rotary in float32 rounds two products and their sum: at most 2⁻²²·max|x| for |cos|, |sin| ≤ 1.
-    That may tip the final rounding to the neighbour, so one ulp of the value is added.
+    This may change the final rounding to the neighbouring number, so one ulp of the value is added.
     """
     dtype, x, ref = x.dtype, x.double(), ref.double()
     largest = float(ref.abs().max())
@@ -211,7 +215,8 @@ def judge_rotated(x: torch.Tensor, ref: torch.Tensor) -> Check:
 
 
 def _independent(error: torch.Tensor, shared: bool) -> float:
-    """How many independent numbers ``error`` is made of (e); ``shared``: by the rows of (…, D)."""
+    """Return the number of independent numbers in ``error`` (e). ``shared``: the rows of (…, D)
+    share errors."""
     error = error.reshape(-1, error.shape[-1] if shared else 1)
     largest = float(error.abs().max())
     if largest == 0.0:
@@ -236,7 +241,8 @@ def _checked(
 
 
 def _special_places(x: torch.Tensor, ref: torch.Tensor) -> str:
-    """Where NaN or an infinity stands in one and not in the other; "" where they agree."""
+    """Return a message if NaN or an infinity is at different positions in the two; "" if they
+    agree."""
     if x.shape != ref.shape:
         return f"shape {tuple(x.shape)}, expected {tuple(ref.shape)}"
     kinds = (("NaN", torch.isnan), ("+inf", torch.isposinf), ("-inf", torch.isneginf))

@@ -1,4 +1,4 @@
-"""Attention over sequences that are longer than one device holds, on torch.distributed."""
+"""Attention over sequences that do not fit on one device, with torch.distributed."""
 
 from ..errors import RankError
 from .api import ring_attention, ulysses_attention

@@ -1,4 +1,5 @@
-"""The public functions: arguments checked, ranks agreed, rows exchanged for heads, the ring."""
+"""The public functions: they check arguments, compare them between ranks, exchange rows for heads,
+and run the ring."""
 
 from __future__ import annotations
 
@@ -48,13 +49,14 @@ def ring_attention(
     backend: Backends = None,
     **unknown: object,
 ) -> Result:
-    """``pyfa.attention`` of a sequence that is split over several ranks: exact, with gradients.
+    """Compute ``pyfa.attention`` of a sequence that is split over several ranks: exact, with
+    gradients.
 
     Every rank passes its rows of q (B, S, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv), as
-    ``shard`` cuts them. It gets those rows of out (B, S, H, Dv) in q's dtype and, with
+    returned by ``shard``. It gets the same rows of out (B, S, H, Dv) in q's dtype and, with
     ``return_lse``, of the LSE (B, H, S), float32. Dtypes: float16, bfloat16, float32. The number of
-    ranks changes results only by rounding, and does not change dropout's bits. Results are equal
-    from run to run if the backend's gradients are.
+    ranks changes results only by rounding, and does not change the dropped positions. Results are
+    equal from run to run if the backend's gradients are.
 
     Parameters
     ----------
@@ -64,27 +66,28 @@ def ring_attention(
         first dimension; ranks along the second share the heads, as in ``ulysses_attention``. Put
         nodes along the first dimension and the GPUs of a node along the second.
     sharding
-        "zigzag": of 2·ranks chunks rank r holds chunks r and 2·ranks − 1 − r, which balances a
-        causal mask. "contiguous": one chunk per rank.
+        "zigzag": the sequence is cut into 2·ranks chunks, and rank r holds chunks r and 2·ranks − 1
+        − r, which balances the work of a causal mask. "contiguous": one chunk per rank.
     seqlen_q, seqlen_k
         The full lengths, if they differ from this rank's rows times the number of ranks.
     cu_seqlens_q, cu_seqlens_k
         The offsets (batch + 1,) of the whole packed batch. q, k and v are then (rows, H, D), each
-        sequence is cut separately, and the LSE is (H, rows). The host reads them: pass a list or a
-        CPU tensor. ``cu_seqlens_k`` is ``cu_seqlens_q`` by default.
+        sequence is cut separately, and the LSE is (H, rows). The host reads the offsets, so pass a
+        list or a CPU tensor. ``cu_seqlens_k`` is ``cu_seqlens_q`` by default.
     sinks
-        (H,), the same on every rank. The gradient is the share of this rank's rows; sum it over
-        ranks, like that of any parameter.
+        (H,), the same on every rank. The gradient is the share of this rank's rows. Sum it over the
+        ranks, like the gradient of any parameter.
     seed
-        The same on all ranks. None draws on the first rank, which sends it to the others.
+        Must be the same on all ranks. With None, the first rank draws a seed and sends it to the
+        others.
 
-    The other arguments are those of ``pyfa.attention`` and are the same on all ranks. There is no
-    ``bias``.
+    The other arguments are those of ``pyfa.attention`` and must be the same on all ranks. ``bias``
+    is not supported.
 
-    Raises ``ValueError`` or ``TypeError`` naming the wrong argument, also if ranks disagree: at the
-    first call with such arguments, before anything else is sent. Raises ``UnsupportedProblem`` if
-    no backend can run a block. Raises ``RankError`` naming rank and step if another rank died or
-    did not answer within the group's timeout.
+    Raises ``ValueError`` or ``TypeError`` naming the wrong argument. If ranks pass different
+    arguments, the first call with such arguments raises it on every rank, before anything else is
+    sent. Raises ``UnsupportedProblem`` if no backend can run a block. Raises ``RankError`` naming
+    rank and step if another rank died or did not answer within the group's timeout.
 
     Sources: Liu et al. 2023, Ring Attention with Blockwise Transformers, arXiv:2310.01889; zigzag:
     Llama 3, arXiv:2407.21783; with heads: Fang and Zhao 2024, USP, arXiv:2405.07719.
@@ -125,12 +128,13 @@ def ulysses_attention(
     backend: Backends = None,
     **unknown: object,
 ) -> Result:
-    """Like ``ring_attention``, by all-to-all: each rank computes some heads of the whole sequence.
+    """Compute attention like ``ring_attention``, by all-to-all: each rank computes some heads of
+    the whole sequence.
 
-    Arguments, results and errors are those of ``ring_attention``. Cut rows with
-    ``shard(..., sharding="contiguous")``. A packed batch is cut as one sequence: do not pass its
-    offsets to ``shard``. H is a multiple of the number of ranks. Hk is too, or divides it; then
-    several ranks get the same key heads.
+    Arguments, results and errors are those of ``ring_attention``. Split rows with ``shard(...,
+    sharding="contiguous")``. A packed batch is split as one sequence: do not pass its offsets to
+    ``shard``. H must be a multiple of the number of ranks. Hk must be a multiple of it, or divide
+    it; then several ranks get the same KV heads.
 
     Source: Jacobs et al. 2023, DeepSpeed Ulysses, arXiv:2309.14509.
     """
@@ -150,7 +154,7 @@ def ulysses_attention(
 
 
 class _Asked(NamedTuple):
-    """A call that is right by itself, and the lengths of the whole sequences."""
+    """A call with valid arguments, and the lengths of the whole sequences."""
 
     request: Request
     packed: bool
@@ -214,7 +218,7 @@ def _attention(
 
 
 def _current(q: object) -> AbstractContextManager[object]:
-    """Inside, q's GPU is the current one, by which ranks compare their arguments."""
+    """Make q's GPU the current one in the block; ranks compare their arguments on it."""
     if isinstance(q, torch.Tensor) and q.is_cuda:
         return torch.cuda.device(q.device)
     return nullcontext()
@@ -291,6 +295,6 @@ def _asked(
 
 
 def _kind(x: torch.Tensor) -> str:
-    """What of a tensor is the same on all ranks."""
+    """Return the properties of a tensor that are the same on all ranks."""
     batch = "" if x.dim() == 3 else f"{x.shape[0]}, "
     return f"({batch}rows, {x.shape[-2]}, {x.shape[-1]}) {x.dtype}"

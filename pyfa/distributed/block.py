@@ -1,7 +1,7 @@
-"""One block on this rank: its call, its gradients, and how the outputs of blocks become one.
+"""One block on this rank: its call, its gradients, and how the outputs of blocks are merged.
 
-Merging by log-sum-exp: Dao et al. 2022 (FlashAttention, section 3.1); over devices Liu et al. 2023
-(Ring Attention, arXiv:2310.01889).
+Sources: merging by log-sum-exp, Dao et al. 2022 (FlashAttention, section 3.1); over devices, Liu et
+al. 2023 (Ring Attention, arXiv:2310.01889).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .pieces import Piece
 
 
 class Rows(NamedTuple):
-    """The tensors that have a row for each query of this rank; what backward starts from."""
+    """The tensors with a row for each query of this rank; the inputs of backward."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -31,8 +31,8 @@ class Rows(NamedTuple):
 class Blocks:
     """The blocks of one problem on this rank.
 
-    ``call``: the whole problem's numbers and what is the same for every block, with this rank's
-    queries, (B, S, H, D) or packed, (total, H, D), as its q.
+    ``call``: the numbers of the whole problem, and everything that is the same for every block. Its
+    q are this rank's queries, (B, S, H, D) or packed, (total, H, D).
     """
 
     def __init__(self, call: Call, wanted: str, needs_grad: bool, packed: bool) -> None:
@@ -44,15 +44,15 @@ class Blocks:
     def forward(
         self, piece: Piece, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """out and LSE of ``piece``'s rows, of all heads, for its keys alone."""
+        """Return out and LSE of ``piece``'s rows, for all heads and only its keys."""
         call = self._call(piece, k, v)
         out, lse = self._prepared(call).forward(call)
         return (out[0], lse[0]) if self._is_alone(piece) else (out, lse)
 
     def backward(self, piece: Piece, k: torch.Tensor, v: torch.Tensor, rows: Rows) -> Gradients:
-        """dq of ``piece``'s rows and dk, dv of its keys; ``rows`` has the final out and LSE.
+        """Return dq of ``piece``'s rows and dk, dv of its keys; ``rows`` has the final out and LSE.
 
-        P = exp(score − LSE) and delta = rowsum(dO∘O) − dLSE are then those of the whole row.
+        P = exp(score − LSE) and delta = rowsum(dO∘O) − dLSE then belong to the whole row.
         """
         call = self._call(piece, k, v)
         at = slice(*piece.rows)
@@ -70,7 +70,7 @@ class Blocks:
         return prepare(call, self.wanted, self.needs_grad, False)
 
     def _is_alone(self, piece: Piece) -> bool:
-        """Whether it is one sequence of a packed batch."""
+        """Return whether it is one sequence of a packed batch."""
         return self.packed and not piece.offsets_q
 
     def _rows(self, x: torch.Tensor, piece: Piece) -> torch.Tensor:
@@ -123,8 +123,8 @@ def _longest(offsets: tuple[int, ...]) -> int:
 class Merged:
     """Merges blocks into ``out`` (…, S, H, Dv) and ``lse`` (…, H, S), which ``finish`` writes.
 
-    Of more than one block out is kept in float32, and the LSE, which is small, in float64: what it
-    is rounded by is an error of all weights of its row, and of all of its gradients.
+    With more than one block, out is kept in float32, and the LSE, which is small, in float64: a
+    rounding error of the LSE would affect all weights and all gradients of its row.
     """
 
     def __init__(self, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -133,7 +133,7 @@ class Merged:
         self._lse: torch.Tensor | None = None
 
     def add(self, piece: Piece, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """A block whose out and LSE are those of its own keys."""
+        """Add a block with the out and LSE of its own keys."""
         if self._out is None and out.shape == self._results[0].shape:
             self._out, self._lse = out, lse
             return
@@ -145,7 +145,7 @@ class Merged:
         part_lse.copy_(merged)
 
     def finish(self, sinks: torch.Tensor | None) -> None:
-        """Write the results. Sinks (H,) take part here, once for each row."""
+        """Write the results. Sinks (H,) are added here, once for each row."""
         if sinks is not None:
             out, lse = self._wide()
             merged = torch.logaddexp(lse, sinks[:, None])
@@ -169,20 +169,20 @@ class Merged:
 
 
 def _weight(lse: torch.Tensor, merged: torch.Tensor) -> torch.Tensor:
-    """What a part's output counts for, as the LSE; 0 where its rows saw nothing."""
+    """Return exp(lse − merged), the weight of a partial output; 0 for fully masked rows."""
     seen = torch.where(merged == -torch.inf, 0.0, merged)
     return torch.exp(lse - seen).float()
 
 
 def _by_row(weight: torch.Tensor) -> torch.Tensor:
-    """(…, S, H, 1) of (…, H, S)."""
+    """Return (…, S, H, 1) of (…, H, S)."""
     return weight.transpose(-1, -2)[..., None]
 
 
 def _merge(
     total: torch.Tensor, part: torch.Tensor, kept: torch.Tensor, added: torch.Tensor
 ) -> None:
-    """total = total · kept + part · added in place, on a GPU in one pass where Triton runs."""
+    """Compute total = total · kept + part · added in place; on a GPU in one pass if Triton runs."""
     if total.is_cuda and part.stride(-1) == 1 and BACKENDS["triton"].why_unavailable() is None:
         from ..backends.triton.merge import merge
 

@@ -1,4 +1,4 @@
-"""From rows on each rank to heads on each rank and back: all-to-all, with its gradient.
+"""All-to-all with gradient: from rows on each rank to heads on each rank, and back.
 
 Source: Jacobs et al. 2023, DeepSpeed Ulysses, arXiv:2309.14509.
 """
@@ -16,22 +16,22 @@ from .transfer import Ring
 
 
 def to_heads(x: torch.Tensor, ring: Ring, total: int) -> torch.Tensor:
-    """(B, own rows, H, D) to (B, all rows, H / ranks, D); dense or, without B, packed.
+    """Exchange (B, own rows, H, D) for (B, all rows, H / ranks, D); dense or, without B, packed.
 
-    ``total`` rows are dealt out in order as ``share`` does, and heads evenly.
+    ``total`` rows are distributed in order, as by ``share``, and heads evenly.
     """
     found: torch.Tensor = _Exchanged.apply(x, ring, total, True)  # type: ignore[no-untyped-call]
     return found
 
 
 def to_rows(x: torch.Tensor, ring: Ring, total: int) -> torch.Tensor:
-    """The way back: (B, all rows, heads, D) to (B, own rows, heads · ranks, D)."""
+    """Invert ``to_heads``: (B, all rows, heads, D) to (B, own rows, heads · ranks, D)."""
     found: torch.Tensor = _Exchanged.apply(x, ring, total, False)  # type: ignore[no-untyped-call]
     return found
 
 
 class _Exchanged(torch.autograd.Function):
-    """Each way is the other's gradient."""
+    """The exchange with its gradient: each direction is the gradient of the other."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ring: Ring, total: int, heads: bool) -> torch.Tensor:

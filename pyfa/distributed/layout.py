@@ -1,9 +1,9 @@
-"""Which rows of a whole sequence each rank holds.
+"""The rows of a whole sequence that each rank holds.
 
-Zigzag: the sequence is cut into 2·ranks chunks and rank r holds chunks r and 2·ranks − 1 − r, so
-that under a causal mask all ranks have the same work (Zhu 2024, ring-flash-attention; Llama 3 2024,
-arXiv:2407.21783, section 3.3.2). Contiguous: one chunk a rank. A packed batch is cut sequence by
-sequence, and a chunk is the parts of all sequences, one behind the other.
+Zigzag: the sequence is cut into 2·ranks chunks, and rank r holds chunks r and 2·ranks − 1 − r. With
+a causal mask all ranks then have the same work (Zhu 2024, ring-flash-attention; Llama 3 2024,
+arXiv:2407.21783, section 3.3.2). Contiguous: one chunk per rank. In a packed batch each sequence is
+cut separately, and a chunk is the concatenation of its parts of all sequences.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ Range = tuple[int, int]
 
 
 class Chunk(NamedTuple):
-    """A chunk on its rank: rows ``rows`` of what the rank holds are, one behind the other, the
-    ``parts`` of the whole sequences, some of which may be empty."""
+    """A chunk on its rank. Rows ``rows`` of the rank are the concatenated ``parts`` of the whole
+    sequences; some parts may be empty."""
 
     rows: Range
     parts: tuple[Range, ...]
 
 
 class Layout(NamedTuple):
-    """Whole sequences of ``lengths`` rows on ``ranks``. All but a packed batch has one length."""
+    """Whole sequences of ``lengths`` rows on ``ranks``. Only a packed batch has several lengths."""
 
     lengths: tuple[int, ...]
     ranks: int
     zigzag: bool
 
     def parts(self, number: int) -> tuple[Range, ...]:
-        """Where chunk ``number`` begins and ends in each sequence.
+        """Return where chunk ``number`` begins and ends in each sequence.
 
-        All chunks are equally long but the last that are not empty: what blocks of equal length
-        make of their corners is what the whole sequence makes of its own.
+        All chunks have the same length, except the last nonempty ones. Blocks of equal length align
+        their corners in the same way as the whole sequence.
         """
         chunks = self.ranks * (2 if self.zigzag else 1)
         return tuple(share(length, chunks, number) for length in self.lengths)
 
     def chunks(self, rank: int) -> tuple[Chunk, ...]:
-        """What ``rank`` holds, in the order in which it does."""
+        """Return the chunks of ``rank``, in its order."""
         return _chunks(self, rank)
 
     def rows(self, rank: int) -> int:
-        """How many rows ``rank`` holds."""
+        """Return how many rows ``rank`` holds."""
         return self.chunks(rank)[-1].rows[1]
 
 
@@ -64,12 +64,12 @@ def _chunks(layout: Layout, rank: int) -> tuple[Chunk, ...]:
 
 
 def starts(lengths: Sequence[int]) -> list[int]:
-    """Where each of ``lengths`` rows begins, one behind the other, and where the last ends."""
+    """Return where each of ``lengths`` begins if they are concatenated, and the total."""
     return list(accumulate(lengths, initial=0))
 
 
 def positions(layout: Layout, rank: int) -> list[Range]:
-    """The rows that ``rank`` holds, in order, as ranges of the whole (packed) sequence."""
+    """Return the rows that ``rank`` holds, in order, as ranges of the whole (packed) sequence."""
     offsets = starts(layout.lengths)
     return [
         (first + start, first + stop)
@@ -79,7 +79,7 @@ def positions(layout: Layout, rank: int) -> list[Range]:
 
 
 def share(rows: int, shares: int, number: int) -> Range:
-    """Which of ``rows`` rows are in share ``number`` of ``shares`` in order: all are equally long,
-    and a multiple of ``UNIT``, but the last ones."""
+    """Return which of ``rows`` rows are in share ``number`` of ``shares``. All shares have the same
+    length, a multiple of ``UNIT``, except the last ones."""
     step = -(-rows // (shares * UNIT)) * UNIT
     return min(number * step, rows), min((number + 1) * step, rows)

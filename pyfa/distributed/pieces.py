@@ -1,10 +1,10 @@
-"""What a rank computes of the keys that another holds: blocks, each an attention call of its own.
+"""The attention calls of a rank on the keys of another rank: blocks of the whole problem.
 
-A block is what some of a rank's rows see of some keys. Its mask is that of the whole problem, said
-by the block's own: the box around all that is seen has its bottom right corner somewhere, and the
-window's edges are counted from there. A block that sees all is plain attention, one on the diagonal
-is causal attention, and every backend knows both. Only ALiBi and dropout need to know where the
-block lies in the whole (``Call.q_start`` and what follows it).
+A block is the attention of some of a rank's rows to some keys. Its mask is the part of the whole
+problem's mask in the bounding box of all pairs that are not masked, with window bounds relative to
+the box's bottom right corner. A block without masked pairs is plain attention, a block on the
+diagonal is causal attention, and every backend supports both. Only ALiBi and dropout need the
+position of the block in the whole problem (``Call.q_start`` and what follows it).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .layout import Chunk, Layout, Range, starts
 
 
 class Mask(NamedTuple):
-    """The whole problem's window (−1 unlimited), and which terms count by places in it."""
+    """The whole problem's window (−1 unlimited), and which terms depend on positions in it."""
 
     left: int
     right: int
@@ -27,16 +27,17 @@ class Mask(NamedTuple):
 
 
 def mask_of(call: Call) -> Mask:
-    """What of ``call`` decides about blocks."""
+    """Return the properties of ``call`` that determine its blocks."""
     slopes, dropout = call.alibi_slopes is not None, call.dropout_p > 0.0
     return Mask(call.window_left, call.window_right, slopes, dropout)
 
 
 class Piece(NamedTuple):
-    """One call: ``rows`` of the rank's queries on ``keys`` of what another sent it.
+    """One attention call: ``rows`` of this rank's queries and ``keys`` of the keys received from
+    another rank.
 
-    Of a packed batch it is either the sequence number ``sequence``, or all of them, which begin at
-    ``offsets_q`` and ``offsets_k`` behind the first row and the first key.
+    In a packed batch it covers one sequence (number ``sequence``), or all of them; then
+    ``offsets_q`` and ``offsets_k`` are relative to the first row and the first key.
     """
 
     rows: Range
@@ -51,7 +52,8 @@ class Piece(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """``needed``: the chunks of another's keys that are seen, in order; and the calls on them."""
+    """``needed``: the chunks of the other rank's keys that are seen, in order; and the calls on
+    them."""
 
     needed: tuple[int, ...]
     pieces: tuple[Piece, ...]
@@ -60,9 +62,9 @@ class Plan(NamedTuple):
 # Packed batches are all different, and a thousand sequences take 200 KB.
 @functools.lru_cache(512)
 def plan(queries: Layout, keys: Layout, rank: int, source: int, mask: Mask, packed: bool) -> Plan:
-    """What ``rank`` computes of the keys of rank ``source``.
+    """Return the calls of ``rank`` on the keys of rank ``source``.
 
-    Raises ``ValueError`` where dropout and the mask want the block's corner in two places.
+    Raises ``ValueError`` if dropout and the mask need the block's corner at different positions.
     """
     rows = queries.chunks(rank)
     found, needed, behind = [], [], 0
@@ -85,7 +87,8 @@ def plan(queries: Layout, keys: Layout, rank: int, source: int, mask: Mask, pack
 
 @functools.lru_cache(256)
 def check(queries: Layout, keys: Layout, mask: Mask, packed: bool) -> None:
-    """``ValueError`` where ``plan`` has one for any two ranks: for all to know before one sends."""
+    """Raise ``ValueError`` if ``plan`` raises it for any two ranks, so that all ranks know before
+    one sends."""
     if mask.dropout:
         for rank, source in itertools.product(range(queries.ranks), repeat=2):
             plan(queries, keys, rank, source, mask, packed)
@@ -94,7 +97,7 @@ def check(queries: Layout, keys: Layout, mask: Mask, packed: bool) -> None:
 def _pieces(
     queries: Layout, keys: Layout, rows: Chunk, columns: Chunk, mask: Mask, packed: bool
 ) -> list[Piece]:
-    """The calls of one chunk of rows on one chunk of keys: one, or one for each sequence."""
+    """Return the calls of one chunk of rows on one chunk of keys: one, or one for each sequence."""
     boxes = []
     at_row, at_key = rows.rows[0], columns.rows[0]
     for number, (row, key) in enumerate(zip(rows.parts, columns.parts, strict=True)):
@@ -126,7 +129,8 @@ def _pieces(
 
 
 def _piece(row: Range, key: Range, diagonal: int, mask: Mask) -> Piece | None:
-    """What rows ``row`` see of keys ``key``; row i of the whole stands at key i + ``diagonal``."""
+    """Return the call for what rows ``row`` see of keys ``key``; row i of the whole is at key i +
+    ``diagonal``."""
     box = _box(row, key, diagonal, mask)
     if box is None:
         return None
@@ -159,7 +163,7 @@ def _piece(row: Range, key: Range, diagonal: int, mask: Mask) -> Piece | None:
 
 
 def _box(row: Range, key: Range, diagonal: int, mask: Mask) -> tuple[Range, Range] | None:
-    """The rows that see any of the keys, and the keys that any of them sees."""
+    """Return the rows that see any of the keys, and the keys that any of them sees."""
     (first, end), (low, high) = row, key
     if mask.right >= 0:
         reach = diagonal + mask.right
@@ -171,7 +175,7 @@ def _box(row: Range, key: Range, diagonal: int, mask: Mask) -> tuple[Range, Rang
 
 
 def _joined(pieces: list[Piece]) -> list[Piece]:
-    """``pieces`` with those put together that see all and lie side by side."""
+    """Return ``pieces``, with adjacent pieces merged if nothing in them is masked."""
     done: list[Piece] = []
     for piece in sorted(pieces, key=lambda each: (each.keys, each.rows)):
         done.append(piece)

@@ -1,10 +1,11 @@
-"""Ring attention: each rank's keys and values go round, and every rank's queries meet them.
+"""Ring attention: keys and values go round the ranks, and each rank computes its queries' attention
+to them.
 
-At step i rank r works on the keys of rank r − i, which come straight from there while step i − 1 is
-computed: of them only the chunks that r's queries see, and none where they see none. Backward sends
-the same, and returns each block's dK and dV to where the keys came from, to be added up in float32
-in the order of the steps: the same bits on every run. Where there is much, some heads at a time go
-round, so that what is on its way, and what is kept in float32, stays small beside the inputs.
+At step i rank r processes the keys of rank r − i. They are sent directly from that rank while step
+i − 1 is computed, and only the chunks that r's queries see are sent. Backward sends the same keys,
+and returns each block's dK and dV to the rank of the keys. That rank adds them up in float32 in the
+order of the steps, which gives the same bits on every run. Large inputs go round in groups of
+heads, so that the data in flight and the float32 sums stay small compared with the inputs.
 
 Source: Liu et al. 2023, Ring Attention with Blockwise Transformers, arXiv:2310.01889.
 """
@@ -42,14 +43,14 @@ class Job(NamedTuple):
     needs_grad: bool
 
     def plan(self, rank: int, source: int) -> Plan:
-        """What ``rank`` computes of the keys of ``source``."""
+        """Return the calls of ``rank`` on the keys of ``source``."""
         return plan(self.queries, self.keys, rank, source, mask_of(self.call), self.packed)
 
     def own_chunks(self) -> tuple[Chunk, ...]:
         return self.keys.chunks(self.ring.rank)
 
     def blocks(self, q: torch.Tensor, heads: Range) -> Blocks:
-        """The blocks of the query heads ``heads``, which are q's."""
+        """Return the blocks of the query heads ``heads``, which are q's."""
         slopes = self.call.alibi_slopes
         call = self.call._replace(
             q=q,
@@ -60,14 +61,15 @@ class Job(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Heads that go round together: key heads, and the query heads that share them."""
+    """Heads that go round together: KV heads, and the query heads that share them."""
 
     keys: Range
     queries: Range
 
 
 class RingAttention(torch.autograd.Function):
-    """out and LSE of this rank's queries. ``sinks`` (H,) float32, or None."""
+    """The autograd function: out and LSE of this rank's queries. ``sinks`` (H,) float32, or
+    None."""
 
     @staticmethod
     def forward(
@@ -138,7 +140,8 @@ def _gradients(
     rows: Rows,
     dq: torch.Tensor,
 ) -> Pair | None:
-    """dk and dv of ``keys`` and ``values`` by these blocks, None by none; adds to ``dq``."""
+    """Return dk and dv of ``keys`` and ``values`` by these blocks, None without blocks; add to
+    ``dq``."""
     found: Pair | None = None
     for piece in pieces:
         grads = blocks.backward(piece, keys, values, rows)
@@ -153,7 +156,8 @@ def _gradients(
 
 
 def _parts(job: Job, q: torch.Tensor, k: torch.Tensor) -> list[Part]:
-    """As many as divide the key heads and have ``LEAST_ELEMENTS`` each, the same on all ranks."""
+    """Return the most parts that divide the KV heads and have ``LEAST_ELEMENTS`` each, the same on
+    all ranks."""
     heads, heads_k = q.shape[-2], k.shape[-2]
     # Not of this rank's own rows: others may have more.
     rows = sum(job.queries.lengths) // job.ring.size
@@ -186,9 +190,9 @@ Step = tuple[int, tuple[Piece, ...], torch.Tensor, torch.Tensor]
 def _rounds(
     job: Job, parts: list[Part], k: torch.Tensor, v: torch.Tensor
 ) -> Iterator[tuple[Part, Iterator[Step]]]:
-    """Every part with its steps: (step, blocks, keys, values).
+    """Yield every part with its steps: (step, blocks, keys, values).
 
-    While a step is computed, what the next one needs is on its way, also from part to part.
+    The transfers of the next step, or of the next part, run while a step is computed.
     """
     ring = job.ring
     order = [(part, step) for part in parts for step in range(ring.size)]
@@ -216,7 +220,8 @@ def _rounds(
 
 
 def _fetch(job: Job, k: torch.Tensor, v: torch.Tensor, step: int) -> tuple[Exchange, Pair]:
-    """Begin the transfers of ``step``: this rank's keys to who needs them, and those it needs."""
+    """Begin the transfers of ``step``: send this rank's keys to the ranks that need them, and
+    receive its own."""
     ring = job.ring
     to, source = (ring.rank + step) % ring.size, (ring.rank - step) % ring.size
     asked, needed = job.plan(to, ring.rank).needed, job.plan(ring.rank, source).needed
@@ -229,7 +234,7 @@ def _fetch(job: Job, k: torch.Tensor, v: torch.Tensor, step: int) -> tuple[Excha
 
 
 def _chunks(x: torch.Tensor, chunks: tuple[Chunk, ...], numbers: tuple[int, ...]) -> torch.Tensor:
-    """The chunks ``numbers``, one behind the other as they are in ``x``."""
+    """Return the chunks ``numbers``, concatenated in the order of ``x``."""
     return _narrow(x, (chunks[numbers[0]].rows[0], chunks[numbers[-1]].rows[1]))
 
 
@@ -238,10 +243,10 @@ def _like(x: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 class _Home:
-    """Brings gradients of keys to the rank that holds them, each while the next are computed.
+    """Returns gradients of keys to the rank that holds the keys, while the next ones are computed.
 
-    They travel in the inputs' dtype, in which kernels make them, are added up in float32, and go
-    into ``dk`` and ``dv`` in the end.
+    They are sent in the inputs' dtype, as kernels compute them, added up in float32, and finally
+    written to ``dk`` and ``dv``.
     """
 
     def __init__(self, job: Job, dk: torch.Tensor, dv: torch.Tensor) -> None:
@@ -251,7 +256,7 @@ class _Home:
         self._under_way: tuple[Exchange, Pair | None, int] | None = None
 
     def bring(self, step: int, parts: Pair | None) -> None:
-        """``parts``: what this rank made in ``step`` for the keys that came to it then, if any."""
+        """Send ``parts``: this rank's gradients for the keys it received in ``step``, if any."""
         job, ring = self._job, self._job.ring
         to, source = (ring.rank - step) % ring.size, (ring.rank + step) % ring.size
         if not step:
@@ -271,7 +276,7 @@ class _Home:
         self._under_way = (exchange, received, source)
 
     def finish(self) -> None:
-        """Wait for what is still under way, and round the sums."""
+        """Wait for pending transfers, and round the sums."""
         self._arrive()
         for result, total in zip(self._results, self._totals, strict=True):
             result.copy_(total)
@@ -286,14 +291,14 @@ class _Home:
             self._add(source, received)
 
     def _add(self, maker: int, parts: Pair) -> None:
-        """What rank ``maker`` made for this rank's keys."""
+        """Add the gradients that rank ``maker`` computed for this rank's keys."""
         numbers = self._job.plan(maker, self._job.ring.rank).needed
         for total, part in zip(self._totals, parts, strict=True):
             _chunks(total, self._job.own_chunks(), numbers).add_(part)
 
 
 def _grad_sinks(sinks: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """−Σ p_sink · delta over this rank's rows; nothing from rows that see nothing."""
+    """Return −Σ p_sink · delta over this rank's rows; fully masked rows add nothing."""
     delta = (rows.dout.float() * rows.out.float()).sum(-1).transpose(-1, -2)
     if rows.dlse is not None:
         delta = delta - rows.dlse

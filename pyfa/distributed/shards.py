@@ -1,4 +1,4 @@
-"""Cutting whole tensors into what each rank holds, and putting them together again."""
+"""Splits whole tensors into each rank's rows, and joins them again."""
 
 from __future__ import annotations
 
@@ -19,31 +19,32 @@ Lengths = Sequence[int] | torch.Tensor
 
 
 class Place(NamedTuple):
-    """This rank on a ring and, inside each of its ranks, on a group that shares the heads."""
+    """The position of this rank: on a ring and, within each of the ring's ranks, in a group that
+    shares the heads."""
 
     ring: Ring
     heads: Ring
     zigzag: bool
 
     def ranks(self) -> int:
-        """Ranks in all."""
+        """Return the total number of ranks."""
         return self.ring.size * self.heads.size
 
     def layout(self, lengths: tuple[int, ...]) -> Layout:
-        """How the ring holds sequences of ``lengths``."""
+        """Return how the ring holds sequences of ``lengths``."""
         return Layout(lengths, self.ring.size, self.zigzag)
 
     def own(self, lengths: tuple[int, ...]) -> tuple[int, int]:
-        """Of the rows of this ring's rank, in its order: those that this rank holds."""
+        """Return which rows of this ring's rank, in its order, this rank holds."""
         return share(self.layout(lengths).rows(self.ring.rank), self.heads.size, self.heads.rank)
 
 
 def place(
     name: str, group: dist.ProcessGroup | None, mesh: DeviceMesh | None, sharding: str
 ) -> Place:
-    """Where this rank is. A mesh of two dimensions is (ring, heads), of one the ring.
+    """Return the position of this rank. A mesh of two dimensions is (ring, heads), of one the ring.
 
-    ``TypeError`` and ``ValueError`` naming ``group``, ``mesh`` or ``sharding``.
+    Raises ``TypeError`` or ``ValueError`` naming ``group``, ``mesh`` or ``sharding``.
     """
     if sharding not in ("zigzag", "contiguous"):
         validate.wrong("sharding", "'zigzag' or 'contiguous'", repr(sharding))
@@ -76,7 +77,8 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def lengths_of(name: str, cu_seqlens: Lengths) -> tuple[int, ...]:
-    """The lengths between the offsets ``cu_seqlens`` (B + 1,). On a GPU they are waited for."""
+    """Return the lengths between the offsets ``cu_seqlens`` (B + 1,). Waits for the device if they
+    are on a GPU."""
     values = cu_seqlens.tolist() if isinstance(cu_seqlens, torch.Tensor) else list(cu_seqlens)
     if not values or values[0] != 0 or any(b < a for a, b in pairwise(values)):
         validate.wrong(name, "offsets (batch + 1,) from 0 up that do not decrease", values)
@@ -92,12 +94,13 @@ def shard(
     sharding: Sharding = "zigzag",
     cu_seqlens: Lengths | None = None,
 ) -> torch.Tensor:
-    """This rank's part of ``x``, whose dimension ``dim`` is the sequence.
+    """Return this rank's part of ``x``, whose dimension ``dim`` is the sequence.
 
     ``x`` is any tensor that is the same on all ranks: tokens (B, S), activations (B, S, …). With
-    ``cu_seqlens`` (batch + 1,) ``dim`` is a packed batch, and each of its sequences is cut. Other
+    ``cu_seqlens`` (batch + 1,) ``dim`` is a packed batch, and each of its sequences is split. Other
     arguments are those of ``ring_attention``. The result is contiguous; its gradient flows to
-    ``x``."""
+    ``x``.
+    """
     where = place("shard", group, mesh, sharding)
     rows = _rows(where, where.ring.rank, where.heads.rank, _lengths(x.shape[dim], cu_seqlens))
     return x.index_select(dim, rows.to(x.device))
@@ -113,10 +116,11 @@ def unshard(
     seqlen: int | None = None,
     cu_seqlens: Lengths | None = None,
 ) -> torch.Tensor:
-    """The whole tensor, on every rank, from the parts that ``shard`` makes.
+    """Return the whole tensor, on every rank, from the parts that ``shard`` returned.
 
     ``seqlen`` is the full length, if ranks hold different numbers of rows. No gradient flows
-    through this: ``ValueError`` if ``x`` requires one."""
+    through this: ``ValueError`` if ``x`` requires one.
+    """
     validate.no_gradient({"x": x}, "unshard has none")
     where = place("unshard", group, mesh, sharding)
     lengths = _lengths(x.shape[dim] * where.ranks() if seqlen is None else seqlen, cu_seqlens)
@@ -149,9 +153,10 @@ def local_positions(
     cu_seqlens: Lengths | None = None,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """The position in its sequence of each of this rank's rows: int64, for rotary embeddings.
+    """Return the position in its sequence of each of this rank's rows: int64, for rotary
+    embeddings.
 
-    For one sequence of ``seqlen`` rows, or for a packed batch with ``cu_seqlens`` (batch + 1,).
+    Pass ``seqlen`` for one sequence, or ``cu_seqlens`` (batch + 1,) for a packed batch.
     """
     if seqlen is None and cu_seqlens is None:
         validate.wrong("seqlen", "the whole length, or cu_seqlens", None)
@@ -164,7 +169,7 @@ def local_positions(
 
 
 def check_rows(name: str, rows: int, where: Place, lengths: tuple[int, ...]) -> None:
-    """``ValueError`` where this rank holds another number of rows than ``shard`` gives it."""
+    """Raise ``ValueError`` if this rank holds another number of rows than ``shard`` gives it."""
     start, stop = where.own(lengths)
     if rows != stop - start:
         whole = f"{sum(lengths)} rows" + (f" in {len(lengths)} sequences" if lengths[1:] else "")
@@ -178,7 +183,7 @@ def _lengths(rows: int, cu_seqlens: Lengths | None) -> tuple[int, ...]:
 
 
 def _rows(where: Place, ring_rank: int, heads_rank: int, lengths: tuple[int, ...]) -> torch.Tensor:
-    """The rows of the whole that a rank holds, in order."""
+    """Return the rows of the whole sequence that a rank holds, in order."""
     layout = where.layout(lengths)
     ranges = [torch.arange(start, stop) for start, stop in positions(layout, ring_rank)]
     start, stop = share(layout.rows(ring_rank), where.heads.size, heads_rank)

@@ -1,4 +1,4 @@
-"""What ranks send each other, by torch.distributed alone, and errors that say who and when."""
+"""Transfers between ranks through torch.distributed, with errors that name rank and step."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..errors import RankError
 
 
 class Ring:
-    """A process group as one attention sees it. No group: this process alone.
+    """A process group for one attention call. Without a group: only this process.
 
-    Ranks are numbers inside the group; sentences name them as torch.distributed does.
+    Ranks are numbers inside the group; messages name them as torch.distributed does.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, name: str) -> None:
@@ -26,12 +26,12 @@ class Ring:
         self.rank = 0 if group is None else dist.get_rank(group)
 
     def known_as(self, rank: int) -> int:
-        """What torch.distributed calls ``rank``."""
+        """Return torch.distributed's number of ``rank``."""
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     @contextmanager
     def step(self, what: str) -> Iterator[None]:
-        """``RankError`` for what torch.distributed raises inside."""
+        """Convert errors of torch.distributed inside the block to ``RankError``."""
         try:
             yield
         except RuntimeError as error:
@@ -57,7 +57,7 @@ class Ring:
 
 
 class Exchange:
-    """Transfers under way: on a GPU on a stream of the group's own, beside what is computed."""
+    """Transfers in flight: on a GPU on the group's own stream, in parallel with the computation."""
 
     def __init__(
         self, ring: Ring, says: str, works: list[Any], tensors: tuple[torch.Tensor, ...]
@@ -66,7 +66,8 @@ class Exchange:
         self._tensors = tensors  # not freed while they are on their way
 
     def wait(self) -> None:
-        """Until all is there: on a GPU the current stream waits, and the host does not."""
+        """Wait until everything has arrived: on a GPU the current stream waits, and the host does
+        not."""
         with self._ring.step(self._says):
             for work in self._works:
                 work.wait()
@@ -82,11 +83,11 @@ _MOST_AGREED = 1 << 16
 def agree(
     rings: Sequence[Ring], arguments: Mapping[str, object], error: Exception | None = None
 ) -> None:
-    """``ValueError`` on every rank where not all were called with the same ``arguments``.
+    """Raise ``ValueError`` on every rank unless all were called with the same ``arguments``.
 
-    ``rings`` are the dimensions of a mesh. Asked once for each set of arguments, so that a step of
-    training pays once. ``error``: what is wrong with this rank's arguments by themselves; it is
-    raised, and at the first call, where others wait to hear, they are told.
+    ``rings`` are the dimensions of a mesh. Each set of arguments is compared once, so that training
+    pays once. ``error``: what is wrong with this rank's arguments by themselves. It is raised here,
+    and at the first call it is also sent to the other ranks, which wait for the comparison.
     """
     rings = [ring for ring in rings if ring.size > 1]
     mine = tuple(arguments.items())
@@ -116,7 +117,8 @@ def _group(ring: Ring) -> dist.ProcessGroup:
 
 
 def _difference(ring: Ring, said: list[Any]) -> str:
-    """The first argument that a rank has otherwise than rank 0 of the group; "" where none is."""
+    """Return the first argument that differs between a rank and rank 0 of the group; "" if none
+    does."""
     for rank, (theirs, _) in enumerate(said):
         for (name, expected), (_, got) in zip(said[0][0], theirs, strict=True):
             if got != expected:

@@ -5,14 +5,14 @@
     machine.map(q.data_ptr(), q.nbytes, "q")
     counters = machine.launch(kernel, grid=(8, 1, 1), block=(256, 1, 1), kernarg=params)
 
-One workgroup runs at a time (on each host thread), in an order drawn from the machine's seed; what
-several workgroups do to one address is found by tags (core/races.c), and atomics without a return
-value reach memory late and in any order that the ISA allows (core/pending.c).
+Each host thread runs one workgroup at a time, in an order drawn from the machine's seed.
+Conflicting accesses of several workgroups to one address are found by tags (core/races.c). Atomics
+without a return value reach memory late, in any order that the ISA allows (core/pending.c).
 
-Functionally emulated: nothing here was compared with silicon. Not modelled: time and caches (of
-which ``timing`` has a model, over traces of what ran: ``Machine.launch(trace=...)``), the order of
-rounding inside MFMA and the last bit of v_exp, v_log, v_rcp, v_rsq and v_sqrt. Wait states are not
-executed but checked, in code that is not run: ``hazards``.
+The emulation is functional and was not compared with hardware. Not modelled are time and caches,
+the order of rounding inside MFMA, and the last bit of v_exp, v_log, v_rcp, v_rsq and v_sqrt.
+(``timing`` models time from traces: ``Machine.launch(trace=...)``.) Wait states are not executed;
+``hazards`` checks them in the code object.
 """
 
 from pyfa.emulator.counters import Counters

@@ -1,4 +1,4 @@
-"""What a launch executed: instructions by class, MFMA clocks, LDS clocks, bytes and segments."""
+"""Counters of a launch: instructions by class, MFMA clocks, LDS clocks, bytes and segments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MFMA_CLOCKS = {
 
 
 class Totals(ctypes.Structure):
-    """``Totals`` of core/core.h."""
+    """The struct ``Totals`` of core/core.h."""
 
     _fields_ = (
         ("lds_conflict_clocks", ctypes.c_uint64),
@@ -53,16 +53,15 @@ class Counters:
 
     ``instructions`` counts wavefront instructions by class, ``mnemonics`` by name, ``executed`` by
     address in the code object. ``load_bytes`` and ``store_bytes`` are what active lanes requested
-    of global memory, in range (atomics count as stores); ``scalar_bytes`` of the loads are scalar
-    ones: arguments, lengths. ``segments64`` and ``segments128`` are the different aligned segments
-    of each vector memory instruction, summed. ``lds_clocks`` and ``lds_conflict_clocks`` are
-    modelled from addresses (32 banks of 4 bytes, lanes together as core/phases.h has them), not
-    measured; ``lds_read_bytes`` and ``lds_write_bytes`` (with atomics) are what the active lanes of
-    the same instructions ask for, ``lds_direct_bytes`` what loads bring into LDS past registers,
-    which no LDS clocks stand for. ``buffer_out_of_range`` counts lanes that a buffer
-    descriptor's range check cut off. ``violations`` counts by check what was found with the policy
-    "count". ``barriers`` counts each wave's arrival. ``traces``: of the workgroups that the launch
-    was asked to record.
+    of global memory, in range (atomics count as stores). ``scalar_bytes`` is the part of the loads
+    by scalar instructions: arguments, lengths. ``segments64`` and ``segments128`` are the different
+    aligned segments of each vector memory instruction, summed. ``lds_clocks`` and
+    ``lds_conflict_clocks`` are modelled from addresses (32 banks of 4 bytes, groups of lanes as in
+    core/phases.h), not measured. ``lds_read_bytes`` and ``lds_write_bytes`` (with atomics) are what
+    active lanes request in the same instructions. ``lds_direct_bytes`` is loaded directly into LDS,
+    and has no LDS clocks. ``buffer_out_of_range`` counts lanes outside a buffer descriptor's range.
+    ``violations`` counts findings by check with the policy "count". ``barriers`` counts each wave's
+    arrival. ``traces``: the workgroups that the launch recorded.
     """
 
     wavefronts: int
@@ -87,5 +86,5 @@ class Counters:
 
     @property
     def total(self) -> int:
-        """All wavefront instructions."""
+        """Return the number of all wavefront instructions."""
         return sum(self.instructions.values())

@@ -1,4 +1,4 @@
-"""Which instructions of which kernels launches have executed."""
+"""Records which instructions of which kernels launches have executed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pyfa.emulator.machine import LoadedKernel
 
 @dataclass
 class Covered:
-    """Of one code object: its kernel, how many instructions it has, the addresses of those that
-    were executed."""
+    """One code object: its kernel, the number of its instructions, the addresses of those that were
+    executed."""
 
     kernel: str
     static: int
@@ -20,13 +20,13 @@ class Covered:
 
 
 class Coverage:
-    """``objects``: what was launched, by the sha256 of its code object."""
+    """``objects``: the launched code objects, by sha256."""
 
     def __init__(self) -> None:
         self.objects: dict[str, Covered] = {}
 
     def note(self, digest: str, kernel: LoadedKernel, counters: Counters) -> None:
-        """``kernel`` was launched and executed what ``counters`` holds."""
+        """Record that ``kernel`` was launched and executed what ``counters`` holds."""
         found = self.objects.get(digest)
         if found is None:
             found = Covered(kernel.kernel.name, len(kernel.code.names))
@@ -34,13 +34,14 @@ class Coverage:
         found.executed.update(counters.executed)
 
     def add(self, other: Mapping[str, Covered]) -> None:
-        """What another process has launched."""
+        """Add the record of another process."""
         for digest, covered in other.items():
             mine = self.objects.setdefault(digest, Covered(covered.kernel, covered.static))
             mine.executed |= covered.executed
 
     def by_kernel(self) -> dict[str, tuple[int, int, int]]:
-        """By kernel: code objects that ran, their instructions, those that were executed."""
+        """Return, by kernel, the code objects that ran, their instructions, and those that were
+        executed."""
         return {
             name: _sums(each for each in self.objects.values() if each.kernel == name)
             for name in sorted({each.kernel for each in self.objects.values()})

@@ -1,7 +1,7 @@
-"""gfx942 machine code to the arrays of decoded instructions that the C core runs.
+"""Decodes gfx942 machine code to the arrays of instructions that the C core runs.
 
 The bytes of the code object are the only source: formats and fields are those of AMD's "Instinct
-MI300 Instruction Set Architecture", opcodes are in ``tables``. What is not known becomes an
+MI300 Instruction Set Architecture", opcodes are in ``tables``. An unknown encoding becomes an
 instruction that fails when it is executed, never a guess.
 """
 
@@ -53,7 +53,7 @@ _SCALAR_DEST_VALU = frozenset(("v_readfirstlane_b32", "v_readlane_b32"))
 
 @dataclass
 class Decoded:
-    """One instruction while it is being decoded; operand codes as in core.h (AGPRs from 512)."""
+    """One instruction during decoding; operand codes as in core.h (AGPRs from 512)."""
 
     name: str = ""
     size: int = 4
@@ -64,7 +64,7 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Code:
-    """Decoded functions: ``instructions`` sorted by address, and what they are called."""
+    """Decoded functions: ``instructions`` sorted by address, and their names."""
 
     instructions: npt.NDArray[Any]  # of INSTRUCTION
     names: tuple[str, ...]
@@ -72,7 +72,7 @@ class Code:
     index_of: npt.NDArray[np.uint32]  # (pc - first_pc) / 4 to index; NOWHERE between
 
     def index_at(self, pc: int) -> int:
-        """The number of the instruction at address ``pc``."""
+        """Return the index of the instruction at address ``pc``."""
         place = (pc - self.first_pc) // 4
         found = int(self.index_of[place]) if 0 <= place < len(self.index_of) else NOWHERE
         if found == NOWHERE:
@@ -80,7 +80,7 @@ class Code:
         return found
 
     def text(self, index: int) -> str:
-        """The mnemonic and operands of instruction ``index``, for messages."""
+        """Return the mnemonic and operands of instruction ``index``, for messages."""
         row = self.instructions[index]
         operands = [row["dst"], *(code for code in row["src"] if code != NONE)]
         shown = ", ".join(operand_name(int(code)) for code in operands if code != NONE)
@@ -88,7 +88,8 @@ class Code:
 
 
 def operand_name(code: int) -> str:
-    """An operand code as the assembler writes it: ``v12``, ``a3``, ``s4``, ``vcc``, ``-16``."""
+    """Return an operand code as the assembler writes it: ``v12``, ``a3``, ``s4``, ``vcc``,
+    ``-16``."""
     special = {106: "vcc", 124: "m0", 126: "exec", 253: "scc", 255: "literal"}
     constants = ("0.5", "-0.5", "1.0", "-1.0", "2.0", "-2.0", "4.0", "-4.0", "0.15915494")
     if code >= AGPR:
@@ -111,7 +112,7 @@ def operand_name(code: int) -> str:
 def decode_functions(
     image: bytes, functions: Iterable[tuple[int, int]], op_of: Mapping[str, int]
 ) -> Code:
-    """Decodes ``(address, bytes)`` ranges of ``image``; ``op_of`` numbers the core's operations."""
+    """Decode ``(address, bytes)`` ranges of ``image``; ``op_of`` numbers the core's operations."""
     rows: list[tuple[Any, ...]] = []
     names: list[str] = []
     ranges = sorted(set(functions))
@@ -156,7 +157,7 @@ def _row(one: Decoded, pc: int, low: int, op_of: Mapping[str, int]) -> tuple[Any
 
 
 def decode(low: int, high: int) -> Decoded:
-    """Decodes one instruction from its first two dwords."""
+    """Decode one instruction from its first two dwords."""
     if low >> 31 == 0:
         return _vector_short(low, high)
     top = low >> 26
@@ -224,7 +225,7 @@ def _literal(one: Decoded, high: int) -> None:
 
 
 def _vector_short(low: int, high: int) -> Decoded:
-    """VOP1, VOP2 and VOPC, with SDWA, DPP or a literal in the second dword."""
+    """Decode VOP1, VOP2 and VOPC, with SDWA, DPP or a literal in the second dword."""
     src0 = low & 0x1FF
     vgpr0, vgpr1, dst = VGPR, (low >> 9 & 0xFF) + VGPR, (low >> 17 & 0xFF) + VGPR
     compare = low >> 25 == 0b0111110

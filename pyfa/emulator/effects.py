@@ -1,8 +1,8 @@
-"""What one gfx942 instruction reads and writes, and what kind it is: for checks of machine code.
+"""What one gfx942 instruction reads and writes, and its kind: for checks of machine code.
 
 Registers are bits of an integer, numbered as operands are (``decode``): scalar ones below 256 (VCC,
 M0 and EXEC among them), VGPRs from 256, AGPRs from 512, and the hardware registers of ``s_setreg``
-from 768. Operand widths follow from the mnemonic; the tests hold them to LLVM's assembler.
+from 768. Operand widths follow from the mnemonic; the tests compare them with LLVM's assembler.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _WIDTHS = {
 
 @dataclass(frozen=True)
 class Effects:
-    """One instruction. Of a matrix instruction ``reads`` has all operands, ``a_b`` and ``c`` its
-    parts; ``lane_select`` is the scalar register that picks a lane, ``mode`` the hardware register
-    of ``s_setreg`` and ``s_getreg``."""
+    """The effects of one instruction. For a matrix instruction ``reads`` has all operands, and
+    ``a_b`` and ``c`` are its parts. ``lane_select`` is the scalar register that selects a lane,
+    ``mode`` the hardware register of ``s_setreg`` and ``s_getreg``."""
 
     name: str
     kind: str  # salu, smem, valu, mfma, lds, vmem, lds_dma, or other
@@ -66,14 +66,14 @@ class Effects:
 
 
 def registers(code: int, dwords: int) -> int:
-    """The bits of ``dwords`` registers from operand ``code`` on; 0 for a constant."""
+    """Return the bits of ``dwords`` registers from operand ``code`` on; 0 for a constant."""
     if code == NONE or _LITERALLY_SCALAR <= code < VGPR:
         return 0
     return ((1 << dwords) - 1) << code
 
 
 def effects_of(one: Decoded) -> Effects:
-    """The effects of a decoded instruction."""
+    """Return the effects of a decoded instruction."""
     name = one.name
     if name.startswith("v_mfma"):
         return _matrix(one)
@@ -108,7 +108,7 @@ def _matrix(one: Decoded) -> Effects:
 
 @functools.cache
 def matrix_dwords(name: str) -> tuple[int, int]:
-    """Registers of A (and of B), and of C (and of D), in one lane."""
+    """Return the registers of A (and of B), and of C (and of D), in one lane."""
     found = _MFMA.fullmatch(name)
     assert found, name
     rows, columns, depth, blocks = (int(group or 1) for group in found.groups()[:4])
@@ -118,7 +118,7 @@ def matrix_dwords(name: str) -> tuple[int, int]:
 
 @functools.cache
 def vector_dwords(name: str) -> tuple[int, int, int, int]:
-    """Registers of the destination and of the three sources of a VALU instruction."""
+    """Return the registers of the destination and of the three sources of a VALU instruction."""
     if name in _WIDTHS:
         return _WIDTHS[name]
     types = re.findall(r"_([biuf]\d+)(?=_|$)", name)
@@ -196,7 +196,7 @@ def _lds(one: Decoded) -> Effects:
 
 
 def memory_dwords(name: str) -> int:
-    """Registers of data of a VMEM instruction in one lane."""
+    """Return the data registers of a VMEM instruction in one lane."""
     found = re.search(r"dwordx(\d)", name)
     if found:
         return int(found[1])

@@ -1,12 +1,12 @@
-"""Wait states: pairs of instructions that gfx942 does not keep apart by itself.
+"""Wait states: checks pairs of instructions that gfx942 hardware does not keep apart.
 
-Where software has to, the compiler's hazard recognizer puts ``s_nop``; it does not look into inline
-assembly, and a hand that writes one has no recognizer. Here every instruction of a code object is
-held to the table below, along every path that control flow can take from it.
+For such pairs the compiler's hazard recognizer inserts ``s_nop``, but it does not look into inline
+assembly. This module checks every instruction of a code object against the table below, along every
+path of control flow from it.
 
-An instruction counts as one wait state, ``s_nop N`` as N + 1. What is not decoded, and a jump whose
-target is in a register, is a finding too: nothing can be said of it. Matrix instructions of float64
-are not decoded, so that the table has none of their rows.
+An instruction counts as one wait state, ``s_nop N`` as N + 1. An undecoded instruction, or a jump
+to a register, is also a finding, because it cannot be checked. Float64 matrix instructions are not
+decoded, so the table has no rows for them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ _MEMORY = frozenset(("vmem", "lds_dma", "lds"))
 
 @dataclass(frozen=True)
 class Rule:
-    """``states`` between an instruction and a later one, where ``first`` of the one shares a
-    register with ``second`` of the other; both give 0 for instructions that the rule is not for."""
+    """``states`` wait states between an instruction and a later one, if a register in ``first`` of
+    the former is also in ``second`` of the latter. Both return 0 for instructions that the rule
+    does not apply to."""
 
     what: str
     first: Registers
@@ -48,7 +49,7 @@ class Rule:
     source: str
 
     def between(self, first: Effects, second: Effects) -> int:
-        """The wait states that this pair needs, given that they share a register."""
+        """Return the wait states that this pair needs if they share a register."""
         return self.states if isinstance(self.states, int) else self.states(first, second)
 
 
@@ -65,7 +66,7 @@ def _reads(kinds: frozenset[str], mask: int = -1) -> Registers:
 
 
 def _touches(one: Effects) -> int:
-    """Vector registers that a VALU or memory instruction reads or writes."""
+    """Return the vector registers that a VALU or memory instruction reads or writes."""
     return _vectors(one.reads | one.writes) if one.kind == "valu" or one.kind in _MEMORY else 0
 
 
@@ -218,7 +219,7 @@ REACH = 19  # the most that any pair needs: 16 passes and 3
 
 @dataclass(frozen=True)
 class Instruction:
-    """One decoded instruction of a function: ``after`` are those that may come next."""
+    """One decoded instruction of a function; ``after`` are its possible successors."""
 
     address: int
     effects: Effects
@@ -227,8 +228,8 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Finding:
-    """Two instructions, by address, that are ``have`` wait states apart where ``need`` are asked
-    for; ``first`` is None where an instruction cannot be judged at all."""
+    """Two instructions, by address, with ``have`` wait states between them and ``need`` required.
+    ``first`` is None if an instruction cannot be checked at all."""
 
     what: str
     function: str
@@ -250,7 +251,7 @@ class Finding:
 
 
 def check(data: bytes) -> list[Finding]:
-    """Every finding in the functions of a code object, in the order of their addresses."""
+    """Return every finding in the functions of a code object, in the order of addresses."""
     parsed = codeobject.parse(data)
     found: list[Finding] = []
     for function in parsed.functions:
@@ -269,7 +270,7 @@ _CALLS = ("s_swappc_b64", "s_call_b64")
 def _functions_code(
     image: bytes, function: codeobject.Function
 ) -> tuple[list[Instruction], list[Finding]]:
-    """The instructions of a function, and what of it cannot be judged."""
+    """Return the instructions of a function, and findings for those that cannot be checked."""
     unknown: list[Finding] = []
     addresses, decoded = [], []
     at, end = function.address, function.address + function.code_bytes
@@ -303,8 +304,9 @@ def _functions_code(
 
 
 def _target(index: int, addresses: list[int], decoded: list[decode.Decoded]) -> int | None:
-    """Where a branch goes: one of 16 bits, or the four instructions of a far one,
-    s_getpc_b64 s[n:n+1]; s_add_u32 sn, sn, low; s_addc_u32 sm, sm, high; s_setpc_b64 s[n:n+1]."""
+    """Return the target of a branch with a 16-bit offset, or of the four instructions of a far one:
+    s_getpc_b64 s[n:n+1]; s_add_u32 sn, sn, low; s_addc_u32 sm, sm, high; s_setpc_b64 s[n:n+1]. None
+    if it cannot be determined."""
     one = decoded[index]
     if one.name in _BRANCHES:
         return addresses[index] + 4 + 4 * one.fields["imm"]
@@ -325,7 +327,7 @@ def _target(index: int, addresses: list[int], decoded: list[decode.Decoded]) -> 
 
 
 def _constant(one: decode.Decoded, code: int) -> int | None:
-    """The 32 bits of a scalar operand that is a constant; None where it is a register."""
+    """Return the 32 bits of a scalar operand that is a constant; None if it is a register."""
     if code == decode.LITERAL:
         return one.fields["literal"]
     if 128 <= code <= 192:
@@ -336,7 +338,7 @@ def _constant(one: decode.Decoded, code: int) -> int | None:
 
 
 def _from(start: int, code: list[Instruction], function: str) -> Iterator[Finding]:
-    """What comes too soon after instruction ``start``, on any path."""
+    """Return what comes too soon after instruction ``start``, on any path."""
     first = code[start].effects
     begun = tuple((rule, shared) for rule in RULES if (shared := rule.first(first)))
     if not begun:
@@ -374,5 +376,5 @@ def _from(start: int, code: list[Instruction], function: str) -> Iterator[Findin
 
 
 def _reach(rule: Rule, first: Effects) -> int:
-    """Wait states after ``first`` beyond which ``rule`` asks for nothing."""
+    """Return the number of wait states after ``first`` beyond which ``rule`` has no effect."""
     return rule.states if isinstance(rule.states, int) else min(REACH, first.passes + 3)

@@ -38,7 +38,8 @@ PRELOAD_PROLOGUE = 256  # bytes that firmware with kernarg preload skips at a ke
 
 
 class EmulatorError(RuntimeError):
-    """What the emulator found, or cannot do. ``check`` is the check's name or the kind of error."""
+    """An error that the emulator found, or something it cannot do. ``check`` is the check's name or
+    the kind of error."""
 
     def __init__(self, check: str, message: str, pc: int = 0) -> None:
         self.check = check
@@ -48,17 +49,17 @@ class EmulatorError(RuntimeError):
 
 @dataclass(frozen=True)
 class Checks:
-    """What to do about each kind of fault: "raise" an ``EmulatorError``, "count" it, or "off".
+    """The policy for each kind of fault: "raise" an ``EmulatorError``, "count" it, or "off".
 
-    ``undefined``: a value never written reaches an address, a store, a branch or EXEC. Values carry
-    their definedness through registers and LDS, since compilers move undefined lanes about and
-    never use them. ``memory``: access outside every mapped region, or the workgroup's LDS.
-    ``races``: two waves touch one LDS byte in one barrier interval, and one writes. ``waits``: a
-    register or LDS byte is used before an ``s_waitcnt`` covers the load that fills it.
-    ``barriers``: a wave ends without reaching a barrier that others wait at. ``alignment``:
-    atomics, scalar loads and LDS dwords that are not naturally aligned. ``global_races``: two
-    workgroups touch one byte of global memory, one stores to it, the other's access is not ordered
-    with that by an atomic at agent scope with its fences, and not both are atomics.
+    ``undefined``: a value never written reaches an address, a store, a branch or EXEC. Definedness
+    is tracked through registers and LDS, because compilers copy undefined lanes that they never
+    use. ``memory``: access outside every mapped region, or the workgroup's LDS. ``races``: two
+    waves access one LDS byte between two barriers, and one of them writes. ``waits``: a register or
+    LDS byte is used before an ``s_waitcnt`` covers the load that fills it. ``barriers``: a wave
+    ends without reaching a barrier that others wait at. ``alignment``: atomics, scalar loads and
+    LDS dwords that are not naturally aligned. ``global_races``: two workgroups access one byte of
+    global memory, one of them writes, not both accesses are atomic, and no atomic at agent scope
+    with its fences orders them.
     """
 
     undefined: Policy = "raise"
@@ -71,7 +72,7 @@ class Checks:
 
     @classmethod
     def off(cls) -> Checks:
-        """Nothing but memory bounds, which protect the host."""
+        """Return a policy that checks nothing but memory bounds, which protect the host."""
         return cls("off", "raise", "off", "off", "off", "off", "off")
 
 
@@ -121,7 +122,7 @@ class Region:
 
 @dataclass(frozen=True)
 class LoadedKernel:
-    """One kernel of a loaded program: its facts and its decoded code."""
+    """One kernel of a loaded program: its metadata and its decoded code."""
 
     kernel: Kernel
     code: Code
@@ -129,7 +130,7 @@ class LoadedKernel:
 
     @property
     def adds_floats(self) -> bool:
-        """Whether the code has atomics whose result depends on their order."""
+        """Return whether the code has atomics whose result depends on their order."""
         return any("atomic" in n and ("add_f" in n or "add_bf" in n) for n in self.code.names)
 
 
@@ -142,19 +143,19 @@ class Program:
     image: npt.NDArray[np.uint8]
 
     def kernel(self, name: str) -> LoadedKernel:
-        """The kernel called ``name``."""
+        """Return the kernel called ``name``."""
         return LoadedKernel(self.object.kernel(name), self.code, self.image)
 
 
 class Machine:
     """A device with its own address space.
 
-    ``seed`` chooses every order that the machine leaves open: that in which workgroups start, in
-    which waves take turns, and in which atomics of different waves and lanes reach memory
-    (core/pending.c). ``in_order`` has none of this: workgroups in turn, each wave as far as it
-    goes, atomics at once and by lane. ``threads`` host threads share the workgroups; with float
-    atomics, one thread and one seed give the same bits every time. ``max_instructions`` is a limit
-    per wave that ends endless loops.
+    ``seed`` determines every order that the hardware leaves open: the order in which workgroups
+    start, waves alternate, and atomics of different waves and lanes reach memory (core/pending.c).
+    ``in_order`` fixes these orders: workgroups in sequence, each wave as far as it can run, atomics
+    immediately and by lane. ``threads`` host threads share the workgroups. With float atomics, one
+    thread and one seed give the same bits every time. ``max_instructions`` is a limit per wave that
+    ends endless loops.
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class Machine:
         host: int | None = None,
         writable: bool = True,
     ) -> Region:
-        """Makes ``nbytes`` of host memory visible at device ``address``, without a copy.
+        """Make ``nbytes`` of host memory visible at device ``address``, without a copy.
 
         ``host`` is its host address, by default the same number (a tensor's ``data_ptr()``). The
         caller keeps it alive. Every byte outside the mapped ranges is out of bounds.
@@ -200,16 +201,16 @@ class Machine:
         return region
 
     def map_array(self, array: npt.NDArray[Any], name: str, *, writable: bool = True) -> int:
-        """Maps a contiguous numpy array's own bytes; returns its device address."""
+        """Map a contiguous numpy array's own bytes; return its device address."""
         if not (array.flags.c_contiguous or array.flags.f_contiguous):
             raise ValueError(f"array {name!r} is not contiguous")
         self.map(array.ctypes.data, array.nbytes, name, writable=writable)
         return array.ctypes.data
 
     def reserve(self, nbytes: int, name: str) -> tuple[int, npt.NDArray[np.uint8]]:
-        """A sparse region: its device address, and its bytes as an array.
+        """Reserve a sparse region; return its device address, and its bytes as an array.
 
-        Pages cost memory once they are touched, so that tensors of many GiB can be tested.
+        Pages use memory only when they are accessed, so tensors of many GiB can be tested.
         """
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
         memory = mmap.mmap(-1, nbytes, flags=flags)
@@ -221,7 +222,7 @@ class Machine:
         return address, array
 
     def load(self, data: bytes) -> Program:
-        """Parses and decodes a code object's bytes."""
+        """Parse and decode a code object's bytes."""
         return load(data)
 
     def launch(
@@ -234,7 +235,7 @@ class Machine:
         lds_bytes: int = 0,
         trace: Sequence[int] = (),
     ) -> Counters:
-        """Runs a whole grid to its end.
+        """Run a whole grid.
 
         ``grid`` counts workgroups and ``block`` work-items, in up to three dimensions. ``kernarg``
         holds the explicit arguments; hidden ones are filled in from the metadata. ``lds_bytes`` is
@@ -351,12 +352,12 @@ class Machine:
 
 
 def load(data: bytes) -> Program:
-    """Parses and decodes a code object's bytes. Raises ``CodeObjectError`` if it is not gfx942."""
+    """Parse and decode a code object's bytes. Raises ``CodeObjectError`` if it is not gfx942."""
     return prepare(codeobject.parse(data))
 
 
 def prepare(parsed: codeobject.CodeObject) -> Program:
-    """Decodes what ``codeobject.parse`` found, or what a test made of it."""
+    """Decode the result of ``codeobject.parse``, or a code object made by a test."""
     if parsed.arch != "gfx942":
         raise CodeObjectError(f"the emulator runs gfx942 code objects, this one is {parsed.arch}")
     functions = [(f.address, f.code_bytes) for f in parsed.functions]
@@ -372,7 +373,8 @@ def prepare(parsed: codeobject.CodeObject) -> Program:
 
 
 def pack_arguments(kernel: Kernel, values: Sequence[int | float | bytes]) -> bytes:
-    """The explicit arguments' bytes: ints (pointers too), floats (4 or 8 bytes) or raw structs."""
+    """Return the bytes of the explicit arguments: ints (pointers too), floats (4 or 8 bytes) or raw
+    structs."""
     explicit = [a for a in kernel.arguments if not a.kind.startswith("hidden_")]
     if len(values) > len(explicit):
         raise ValueError(f"{kernel.name} takes {len(explicit)} arguments, got {len(values)}")
@@ -402,7 +404,7 @@ def _product(values: Sequence[int]) -> int:
 def _kernarg(
     facts: Kernel, explicit: bytes, grid: Sequence[int], block: Sequence[int], dynamic_lds: int
 ) -> bytes:
-    """The kernarg segment with the hidden arguments that a HIP runtime fills in."""
+    """Return the kernarg segment, with the hidden arguments that a HIP runtime fills in."""
     # In whole lines, as ROCm's pools hand it out: the compiler loads 32 bytes where 24 are left.
     data = bytearray(-(-max(facts.kernarg_bytes, len(explicit), 8) // 64) * 64)
     data[: len(explicit)] = explicit
@@ -420,7 +422,7 @@ def _kernarg(
 
 
 def _dispatch_packet(facts: Kernel, grid: Sequence[int], block: Sequence[int], lds: int) -> bytes:
-    """The 64-byte HSA kernel dispatch packet, for kernels that take its address."""
+    """Return the 64-byte HSA kernel dispatch packet, for kernels that take its address."""
     items = [count * size for count, size in zip(grid, block, strict=True)]
     return struct.pack(
         "<HHHHHHIIIIIQQQQ", 2, 3, *block, 0, *items, facts.scratch_bytes, lds, 0, KERNARG_BASE, 0, 0

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import shutil
 import subprocess
@@ -26,13 +27,16 @@ FLAGS = (
 # x86-64-v3 is AVX2 and FMA: without FMA each fused multiply-add of MFMA is a call into libm.
 V3_FEATURES = frozenset(("avx2", "fma", "bmi2", "f16c"))
 
+_loads = itertools.count(1)
+
 
 class CoreMissing(RuntimeError):
     """The emulator's C core cannot be built here: the message says what is missing."""
 
 
 def compiler() -> tuple[tuple[str, ...], str]:
-    """The C compiler's command and its name with version. Raises ``CoreMissing`` without one."""
+    """Return the C compiler's command, and its name with version. Raises ``CoreMissing`` without
+    one."""
     found = importlib.util.find_spec("ziglang")
     if found is not None and found.origin is not None:
         zig = Path(found.origin).parent / "zig"
@@ -47,7 +51,7 @@ def compiler() -> tuple[tuple[str, ...], str]:
 
 
 def why_unavailable() -> str | None:
-    """Why nothing can be emulated here; None where it can."""
+    """Return why nothing can be emulated here; None if it can."""
     try:
         compiler()
     except CoreMissing as missing:
@@ -73,9 +77,11 @@ def _build(command: tuple[str, ...], flags: tuple[str, ...]) -> bytes:
     with tempfile.TemporaryDirectory(prefix="pyfa-emulator-") as folder:
         library = Path(folder, "core.so")
         sources = [str(path) for path in sorted(SOURCES.glob("*.c"))]
+        # zig keeps what it builds of the C library in the user's folder, and fails without one.
+        private = {"ZIG_GLOBAL_CACHE_DIR": folder, "ZIG_LOCAL_CACHE_DIR": folder}
         done = subprocess.run(
             [*command, *spelled, *sources, "-o", str(library), "-lm"],
-            capture_output=True, text=True, check=False,
+            capture_output=True, text=True, check=False, env={**os.environ, **private},
         )  # fmt: skip
         if done.returncode:
             raise CompileError("the emulator's core does not compile", done.stderr, str(SOURCES))
@@ -83,12 +89,14 @@ def _build(command: tuple[str, ...], flags: tuple[str, ...]) -> bytes:
 
 
 def _loaded(code: bytes) -> ctypes.CDLL:
-    """The library of these bytes, which were verified: not of a file that may be another by now."""
+    """Load the library from these verified bytes, because the file may have changed since."""
     if hasattr(os, "memfd_create"):
         with suppress(OSError), open(os.memfd_create("pyfa-emulator"), "wb") as file:
             file.write(code)
             file.flush()
-            return ctypes.CDLL(f"/proc/self/fd/{file.fileno()}")
+            # A name that no library had: of one that it knows, the loader opens nothing and gives
+            # what had the name, and numbers of files are used again.
+            return ctypes.CDLL(f"/proc/self/{'./' * next(_loads)}fd/{file.fileno()}")
     # In memory only: the loader wants a file, which may go once it is mapped.
     with tempfile.NamedTemporaryFile(suffix=".so") as file:
         file.write(code)
@@ -98,7 +106,7 @@ def _loaded(code: bytes) -> ctypes.CDLL:
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """The core as a ctypes library; calls release the GIL."""
+    """Compile the emulator's C core if needed, and load it with ctypes; calls release the GIL."""
     command, name = compiler()
     flags = FLAGS + _target()
     source = "".join(
@@ -121,7 +129,7 @@ def load() -> ctypes.CDLL:
 
 @functools.cache
 def operations() -> dict[str, int]:
-    """The mnemonics that the core implements, with their numbers in it."""
+    """Return the mnemonics that the core implements, with their numbers."""
     library = load()
     names = (library.emulator_op_name(number) for number in range(library.emulator_ops()))
     return {name.decode(): number for number, name in enumerate(names)}
@@ -132,7 +140,7 @@ GROUPS = ("salu", "valu", "trans", "mfma", "lds", "vmem", "smem", "branch", "bar
 
 @functools.cache
 def group_of() -> dict[str, str]:
-    """The class of each mnemonic for counting, one of ``GROUPS``."""
+    """Return the class of each mnemonic for counting, one of ``GROUPS``."""
     library = load()
     return {
         name: GROUPS[library.emulator_op_group(number)] for name, number in operations().items()

@@ -1,9 +1,9 @@
 """The encodings of gfx942 that the emulator knows: opcode numbers and mnemonics by format.
 
 Numbers are those of AMD's "Instinct MI300 Instruction Set Architecture" (chapter "Microcode
-formats"). A mnemonic is in a table only if the C core implements it; what is missing is an error
-that names the encoding when it is executed. VOP3 also encodes VOP2 (at 256), VOP1 (at 320) and VOPC
-(at 0); FLAT, GLOBAL and SCRATCH share opcodes.
+formats"). A mnemonic is in a table only if the C core implements it. Executing any other encoding
+is an error that names it. VOP3 also encodes VOP2 (at 256), VOP1 (at 320) and VOPC (at 0); FLAT,
+GLOBAL and SCRATCH share opcodes.
 """
 
 from __future__ import annotations

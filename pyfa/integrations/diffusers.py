@@ -5,9 +5,9 @@
     pipeline.transformer.set_attention_backend("pyfa")
 
 ``register`` adds the name ``pyfa`` to diffusers' list and changes nothing else. Masks (boolean, or
-added to the score), causal masks (aligned to the top left, as PyTorch's are), windows, grouped
-heads and dropout are taken; gradients flow. Context parallelism, ring and Ulysses, takes pyfa as it
-takes diffusers' own backends: without mask and dropout. Tested with diffusers 0.42.
+added to the score), causal masks (aligned to the top left, as in PyTorch), windows, grouped heads
+and dropout are supported, with gradients. Context parallelism (ring and Ulysses) works as with
+diffusers' own backends: without mask and dropout. Tested with diffusers 0.42.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _NEEDED = (
 
 
 def register() -> None:
-    """List pyfa among the backends that ``set_attention_backend`` takes.
+    """Add pyfa to the backends that ``set_attention_backend`` accepts.
 
-    Once is enough, and twice does no harm. Raises ``ImportError`` without diffusers, or where its
-    dispatcher is not the one that this is written for.
+    May be called more than once. Raises ``ImportError`` without diffusers, or if its dispatcher is
+    not the one that this module is written for.
     """
     dispatcher = importlib.import_module("diffusers.models.attention_dispatch")
     missing = [name for name in _NEEDED if not hasattr(dispatcher, name)]
@@ -48,7 +48,8 @@ def register() -> None:
 
 
 def _member(names: type[enum.Enum]) -> enum.Enum:
-    """The member ``pyfa`` of diffusers' closed enumeration of strings, made where it is missing."""
+    """Return the member ``pyfa`` of diffusers' closed enumeration of strings; add it if it is
+    missing."""
     if NAME in names._value2member_map_:
         return names(NAME)
     member: Any = str.__new__(names, NAME)  # type: ignore[type-var]
@@ -73,7 +74,7 @@ def _attention(
     return_lse: bool = False,
     _parallel_config: Any = None,
 ) -> Any:
-    """What the dispatcher calls: q, k and v (B, S, H, D); the LSE is (B, H, S)."""
+    """Compute attention for the dispatcher: q, k and v are (B, S, H, D); the LSE is (B, H, S)."""
     window = _window(window_size)
     if _parallel_config is not None:
         dispatcher = importlib.import_module("diffusers.models.attention_dispatch")
@@ -106,7 +107,7 @@ def _forward(
     *,
     window: tuple[int, int] | None,
 ) -> Any:
-    """One block of context parallelism; the LSE is (B, S, H) here."""
+    """Compute one block of context parallelism; the LSE is (B, S, H) here."""
     if attn_mask is not None or dropout_p:
         raise ValueError("pyfa in diffusers' context parallelism takes no attn_mask, no dropout_p")
     with torch.no_grad():
@@ -131,7 +132,8 @@ def _backward(
     lse: torch.Tensor | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of one block, from the ``out`` and ``lse`` of all keys where they are given."""
+    """Return the gradients of one block, from the ``out`` and ``lse`` of all keys if they are
+    given."""
     given = (query, key, value, out, lse)
     q, k, v, whole, sums = (
         kept if x is None else x for x, kept in zip(given, ctx.saved_tensors, strict=True)
@@ -150,7 +152,7 @@ def _window(window_size: tuple[int, int]) -> tuple[int, int] | None:
 def _mask(
     attn_mask: torch.Tensor | None, is_causal: bool, query: torch.Tensor, key: torch.Tensor
 ) -> tuple[torch.Tensor | None, bool]:
-    """pyfa's bias, and whether its causal mask is the one meant."""
+    """Return pyfa's bias, and whether to use pyfa's causal mask."""
     if attn_mask is not None and attn_mask.dim() == 2 and attn_mask.dtype == torch.bool:
         attn_mask = attn_mask[:, None, None]  # (B, Sk): which keys there are
     rows, keys = query.shape[1], key.shape[1]

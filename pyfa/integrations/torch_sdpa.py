@@ -40,7 +40,7 @@ _NEEDED = (
 
 
 def register() -> None:
-    """List pyfa among the implementations that ``activate_flash_attention_impl("PYFA")`` takes.
+    """Add pyfa to the implementations that ``activate_flash_attention_impl("PYFA")`` accepts.
 
     Changes nothing else. Raises ``RuntimeError`` if PyTorch has no such registry.
     """
@@ -80,7 +80,7 @@ def _check_registry() -> None:
 
 
 class _Overridden:
-    """The registry's handle: the operators are PyTorch's again once the library is gone."""
+    """The registry's handle; without it the operators are PyTorch's again."""
 
     def __init__(self, library: torch.library.Library) -> None:
         self.library: torch.library.Library | None = library
@@ -108,10 +108,10 @@ def sdpa_forward(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """``aten::_scaled_dot_product_flash_attention`` of query (B, H, Sq, D), key and value
-    (B, Hk, Sk, D): (out, lse, None, None, Sq, Sk, rng_state, unused, debug_attn_mask).
+    """Implement ``aten::_scaled_dot_product_flash_attention`` for query (B, H, Sq, D), key and
+    value (B, Hk, Sk, D): (out, lse, None, None, Sq, Sk, rng_state, unused, debug_attn_mask).
 
-    Out is laid out in memory as query is, lse is (B, H, Sq), and there are no offsets.
+    Out has the memory layout of query, lse is (B, H, Sq), and there are no offsets.
     """
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     out, lse, *rest = flash_forward(
@@ -140,7 +140,8 @@ def sdpa_backward(
     *,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """``aten::_scaled_dot_product_flash_attention_backward``: gradients of query, key, value."""
+    """Implement ``aten::_scaled_dot_product_flash_attention_backward``: gradients of query, key,
+    value."""
     dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
     grads = flash_backward(
         dout, q, k, v, o, logsumexp, None, None, max_q, max_k, dropout_p, is_causal, philox_seed,
@@ -172,13 +173,13 @@ def flash_forward(
     block_table: torch.Tensor | None = None,
     num_splits: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """``aten::_flash_attention_forward`` of query (B, Sq, H, D), or packed (total_q, H, D) with
-    ``cum_seq_q`` (B+1,) int32: (out, lse, rng_state, unused, debug_attn_mask).
+    """Implement ``aten::_flash_attention_forward`` for query (B, Sq, H, D), or packed (total_q, H,
+    D) with ``cum_seq_q`` (B+1,) int32: (out, lse, rng_state, unused, debug_attn_mask).
 
     lse is (B, H, Sq), or (H, total_q). The mask is empty without dropout, else (B, H, Sq, Sk) with
     lengths rounded up to multiples of 128: exp(score − the row's maximum), negative where dropped.
-    ``num_splits``: into how many parts keys are cut; None or 0 for the plan's choice.
-    Raises ``NotImplementedError`` where PyTorch's backward would not learn of an argument.
+    ``num_splits``: the number of splits of the keys; None or 0 for the plan's choice. Raises
+    ``NotImplementedError`` for an argument that PyTorch does not pass to the backward.
     """
     seed = validate.seed(None, query.device) if dropout_p else None
     asked = _request(
@@ -206,7 +207,8 @@ def flash_forward(
 
 
 def flash_forward_inplace(out: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-    """``aten::_flash_attention_forward_no_dropout_inplace``: writes ``out``, returns lse."""
+    """Implement ``aten::_flash_attention_forward_no_dropout_inplace``: write ``out``, return
+    lse."""
     result, lse, *_ = flash_forward(*args, **options)
     out.copy_(result)
     return lse
@@ -232,7 +234,8 @@ def flash_backward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """``aten::_flash_attention_backward``: gradients of query, key and value, laid out as they."""
+    """Implement ``aten::_flash_attention_backward``: gradients in the layout of query, key and
+    value."""
     seed = rng_state.view(torch.int64).reshape(-1)[:1] if dropout_p else None
     asked = _request(
         query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, seed, scale,
@@ -279,7 +282,7 @@ def _request(
 
 
 def _candidates(query: torch.Tensor) -> tuple[str, ...]:
-    """Who may run, in order."""
+    """Return the backends that may run, in order."""
     asked = dispatch.preference(None)
     names = tuple(asked.split(",")) if asked else env.get("PYFA_BACKEND")
     names = names or AUTOMATIC[device.of(query.device).vendor]
@@ -291,7 +294,7 @@ def _candidates(query: torch.Tensor) -> tuple[str, ...]:
 
 
 def _rng_state(seed: torch.Tensor | None, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``rng_state`` and ``unused`` in the shapes that PyTorch's fakes have; not read at p = 0."""
+    """Return ``rng_state`` and ``unused`` in the shapes of PyTorch's fakes; not read at p = 0."""
     if torch.version.hip:
         offset = query.new_empty((), dtype=torch.int64)
         return offset if seed is None else seed[0], offset
@@ -302,7 +305,7 @@ def _rng_state(seed: torch.Tensor | None, query: torch.Tensor) -> tuple[torch.Te
 
 
 def _laid_out_as(like: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """x with the strides that PyTorch's fakes promise: those of ``empty_like(like)``."""
+    """Return x with the strides of PyTorch's fakes: those of ``empty_like(like)``."""
     promised = torch.empty_like(like)
     return x if x.stride() == promised.stride() else promised.copy_(x)
 

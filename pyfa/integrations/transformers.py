@@ -7,11 +7,11 @@
 ``register`` adds two functions, one for masks and one for attention. Masks that follow from
 positions are never built: causal masks, sliding windows, padding on either side, and the unfilled
 end of a static cache. All others become a boolean mask (B, 1, queries, keys): holes, packed
-sequences without ``cu_seq_lens_q``, chunks, blocks that see each other.
+sequences without ``cu_seq_lens_q``, chunks, bidirectional blocks.
 
 As with transformers' own flash attention, a layer's window is its ``sliding_window``. The output of
 padding queries is meaningless; other queries never see their keys. A fully masked row gives 0,
-where ``eager`` gives the mean of the values.
+whereas ``eager`` gives the mean of the values.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def attention(
     max_length_k: int | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of query (B, H, Sq, D), key (B, Hk, Sk, D) and value (B, Hk, Sk, Dv).
+    """Compute attention of query (B, H, Sq, D), key (B, Hk, Sk, D) and value (B, Hk, Sk, Dv).
 
     ``attention_mask`` comes from ``make_mask``, or is a mask (B | 1, H | 1, Sq | 1, Sk), boolean or
     added to the scores. ``position_bias`` (B | 1, H, Sq, Sk) is also added. ``s_aux`` (H,) are
@@ -140,7 +140,7 @@ def _attention_in_parts(
     position_bias: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """``attention`` by ``attend``, of what this process holds of the sequences."""
+    """Compute ``attention`` with ``attend``, for this process's part of the sequences."""
     if attention_mask is not None or position_bias is not None:
         raise NotImplementedError(
             "attention_mask: with sequences in parts, masks other than causal ones and sliding "
@@ -162,7 +162,8 @@ def _no_mask(
     config: Any = None,
     **others: Any,
 ) -> None:
-    """The mask of a part: none. Raises ``NotImplementedError`` where one is needed."""
+    """Return no mask, for a part of the sequences. Raises ``NotImplementedError`` if a mask is
+    needed."""
     padded = attention_mask is not None and not bool(attention_mask.all())
     chunked = getattr(config, "attention_chunk_size", None) is not None
     if padded or chunked or q_length != kv_length:
@@ -187,14 +188,15 @@ def make_mask(
     config: Any = None,
     **others: Any,
 ) -> torch.Tensor | None:
-    """The mask of ``q_length`` queries from position ``q_offset`` on, ``kv_length`` keys from
-    ``kv_offset`` on; ``attention_mask`` (B, positions) is False where a token is padding.
+    """Return the mask of ``q_length`` queries from position ``q_offset`` on and ``kv_length`` keys
+    from ``kv_offset`` on; ``attention_mask`` (B, positions) is False if a token is padding.
 
-    None where position says everything. Int32 (B, 1, 1, 2) where besides only the first keys of a
-    sequence are padding, or the last are not filled yet: the first key and the end of those that
-    the last query sees. (It has four dimensions, for such tensors transformers hands on as they
-    are.) Otherwise boolean (B, 1, queries | 1, keys), False where a query does not see a key. Reads
-    ``attention_mask``, and so waits for the device, but not while a graph is traced or captured.
+    The mask is None if it follows from positions. It is int32 (B, 1, 1, 2) if, in addition, only
+    the first keys of a sequence are padding or the last ones are not filled yet: the first key, and
+    the end of the keys that the last query sees. (It has four dimensions because transformers
+    passes such tensors on unchanged.) Otherwise it is boolean (B, 1, queries | 1, keys), False if a
+    query does not see a key. The function reads ``attention_mask`` and so waits for the device,
+    except while a graph is traced or captured.
     """
     arguments = {
         "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length,
@@ -239,7 +241,8 @@ def make_mask(
 def _by_position(
     module: torch.nn.Module, is_causal: bool | None, sliding_window: int | None
 ) -> dict[str, Any]:
-    """pyfa's names. A window counts the query itself, and on both sides where not causal."""
+    """Return pyfa's arguments for the mask. A window counts the query itself; if not causal, it
+    counts keys on both sides."""
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if sliding_window is None:
         return {"causal": causal}
@@ -268,11 +271,11 @@ def _is_traced(x: torch.Tensor) -> bool:
 def _first_keys(
     padding: torch.Tensor, end: int | torch.Tensor, q_length: int
 ) -> tuple[torch.Tensor, bool] | None:
-    """The first key (B,) int32 of each sequence and whether one is not 0; None where keys are
-    hidden that come behind it and before ``end``.
+    """Return the first key (B,) int32 of each sequence, and whether one is not 0; None if keys
+    between it and ``end`` are masked.
 
-    Where all keys are new, as in training, those behind the last that is no padding may be seen:
-    only queries that are padding see them.
+    If all keys are new, as in training, padding after the last token need not be masked: only
+    padding queries see it.
     """
     position = torch.arange(padding.shape[1], device=padding.device)
     first = padding.int().argmax(-1)

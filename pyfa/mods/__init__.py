@@ -1,7 +1,7 @@
 """``score_mod`` and ``mask_mod``: Python functions of one score, traced once for every backend.
 
-``resolve`` turns what a user gave into a digest, which travels with a call and is in every key,
-and the tensors that the functions captured. ``of`` gives what a digest stands for.
+``resolve`` turns a user's functions into a digest, which is part of a call and of every key, and
+the tensors that the functions captured. ``of`` returns the mods of a digest.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .captured import dependencies_of
-from .derive import with_slope
-from .ir import Function
+from .derive import of_loads, with_slope
+from .ir import Function, Op, TooLarge
 from .trace import MOST_CAPTURED, ModError, trace
 
 __all__ = ["MOST_CAPTURED", "Function", "Mod", "ModError", "Mods", "of", "resolve"]
@@ -27,33 +27,44 @@ Mod = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Mods:
-    """A pair of mods, each of which may be missing. ``kinds``: dtype and rank of each captured
-    tensor, those of the score_mod first."""
+    """A pair of mods; either may be missing. ``kinds``: dtype and rank of each captured tensor, the
+    score_mod's first. ``wanted``: the slots of captured tensors that get a gradient."""
 
     score: Function | None
     mask: Function | None
     kinds: tuple[tuple[torch.dtype, int], ...]
+    wanted: frozenset[int] = frozenset()
 
     @functools.cached_property
     def digest(self) -> str:
-        """Of what they compute, from tensors of these kinds."""
+        """Return the digest of what they compute from tensors of these kinds."""
         parts = [f.digest if f is not None else "" for f in (self.score, self.mask)]
-        return hashlib.sha256(repr((*parts, self.kinds)).encode()).hexdigest()[:32]
+        wanted = (sorted(self.wanted),) if self.wanted else ()
+        return hashlib.sha256(repr((*parts, self.kinds, *wanted)).encode()).hexdigest()[:32]
 
     @functools.cached_property
     def slope(self) -> Function | None:
-        """The score_mod with a second result: its derivative."""
+        """Return the score_mod with a second result: its derivative."""
         return None if self.score is None else with_slope(self.score)
+
+    @functools.cached_property
+    def of_loads(self) -> tuple[tuple[int, Function], ...]:
+        """``derive.of_loads`` for the tensors that get a gradient."""
+        return () if self.score is None else of_loads(self.score, self.wanted)
 
 
 class _Known(NamedTuple):
-    """A trace, for all functions of one key: ``places`` of its captured tensors among those that
-    the function depends on. ``kept``: what the key compares by identity."""
+    """A trace, for all functions with one key. ``places``: the indices of its captured tensors
+    among the tensors that the function depends on. ``kept``: the objects that the key compares by
+    identity."""
 
     function: Function
     places: tuple[int, ...]
     reads_sizes: bool
 
+
+_UNCHANGED = Function((Op("input", "f", (), "score"),), (0,))
+_ALL = Function((Op("const", "b", (), True),), (0,))
 
 _traces: dict[Hashable, _Known] = {}
 _mods: dict[str, Mods] = {}
@@ -79,6 +90,8 @@ def _traced(
             return known.function, tuple(found.tensors[place] for place in known.places)
     with _lock:
         traces = trace(kind, mod, device)
+    if kind == "score_mod":
+        _refuse_large_slope(mod, traces.function)
     if found is not None:
         numbers = {id(x): number for number, x in enumerate(found.tensors)}
         if all(id(x) in numbers for x in traces.captured):
@@ -91,15 +104,34 @@ def _traced(
     return traces.function, traces.captured
 
 
+def _refuse_large_slope(mod: Mod, function: Function) -> None:
+    try:
+        with_slope(function)
+    except TooLarge:
+        code = getattr(mod, "__code__", None)
+        place = "" if code is None else f", {code.co_filename}:{code.co_firstlineno}"
+        name = getattr(mod, "__name__", type(mod).__name__)
+        raise ModError(
+            f"score_mod {name}{place}: more than 512 operations with its derivative; precompute "
+            "part of it as a tensor and capture that"
+        ) from None
+
+
 def resolve(
     score_mod: Mod | None, mask_mod: Mod | None, device: torch.device
 ) -> tuple[str, tuple[torch.Tensor, ...]]:
-    """The digest of these mods and the tensors that they captured, for tensors on ``device``.
+    """Return the digest of these mods and the tensors that they captured, for tensors on
+    ``device``. The digest is "" if the mods change nothing.
 
-    Raises ``ModError``, which names the line, for what cannot be traced or computed.
+    Raises ``ModError``, which names the line, for operations that cannot be traced or computed.
     """
     score, of_score = _traced("score_mod", score_mod, device)
     mask, of_mask = _traced("mask_mod", mask_mod, device)
+    # Frameworks pass functions that do nothing, for which kernels would be compiled.
+    score = None if score == _UNCHANGED else score
+    mask = None if mask == _ALL else mask
+    if score is None and mask is None:
+        return "", ()
     captured = of_score + of_mask
     if len(captured) > MOST_CAPTURED:
         raise ModError(
@@ -107,7 +139,11 @@ def resolve(
             f"{MOST_CAPTURED}; stack those of one shape into one tensor"
         )
     kinds = tuple((x.dtype, x.dim()) for x in captured)
-    pair = (score, mask, kinds)
+    wanted: frozenset[int] = frozenset()
+    if torch.is_grad_enabled():
+        # What a mask decides has no derivative.
+        wanted = frozenset(slot for slot, x in enumerate(of_score) if x.requires_grad)
+    pair = (score, mask, kinds, wanted)
     digest = _pairs.get(pair)
     if digest is None:
         if mask is not None:
@@ -117,7 +153,7 @@ def resolve(
                 for op in mask.ops
             )
             mask = mask._replace(ops=tuple(moved))
-        mods = Mods(score, mask, kinds)
+        mods = Mods(score, mask, kinds, wanted)
         digest = mods.digest
         _mods[digest] = mods
         _pairs[pair] = digest
@@ -125,5 +161,5 @@ def resolve(
 
 
 def of(digest: str) -> Mods:
-    """What ``resolve`` gave ``digest`` for, in this process."""
+    """Return the mods for which ``resolve`` returned ``digest`` in this process."""
     return _mods[digest]

@@ -1,7 +1,8 @@
-"""What a mod depends on beside its code: found again in another function of the same code.
+"""The dependencies of a mod besides its code, so that another function with the same code can be
+recognised.
 
-A mod is often made anew for every batch, as a closure over that batch's document map. Its trace is
-that of any other function with the same code, the same numbers and tensors of the same kinds.
+A mod is often created for every batch, as a closure over that batch's document map. It has the same
+trace as any other function with the same code, the same numbers and tensors of the same kinds.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from typing import Any
 
 import torch
 
-_UNCHANGING = frozenset({"torch", "math", "numpy", "operator", "builtins", "_operator"})
+_UNCHANGING = frozenset({"torch", "math", "numpy", "operator", "builtins", "_operator", "pyfa"})
 
 
 class Unknown(Exception):
-    """It depends on an object whose attributes may change: no key can be made."""
+    """The mod depends on an object whose attributes may change, so it has no key."""
 
 
 class Dependencies:
-    """``key``: equal where the trace is the same. ``tensors``: those that may be captured, in an
-    order that goes by the code alone."""
+    """``key``: equal if the trace is the same. ``tensors``: those that may be captured, in an order
+    that depends only on the code."""
 
     def __init__(self, mod: Callable[..., Any]) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -44,7 +45,7 @@ class Dependencies:
             return (kind, value)
         if kind is float:
             return (float, repr(value))  # 0.0 is not -0.0
-        if kind in (tuple, list):
+        if kind in (tuple, list) or (isinstance(value, tuple) and _is_unchanging(kind)):
             return (kind, *(self._of(x) for x in value))  # type: ignore[attr-defined]
         if kind is dict:
             items = value.items()  # type: ignore[attr-defined]
@@ -60,7 +61,7 @@ class Dependencies:
             raise Unknown
         named = isinstance(value, (types.BuiltinFunctionType, type))
         # A class of the user's may hold what changes.
-        if named and str(value.__module__).split(".")[0] in _UNCHANGING:
+        if named and _is_unchanging(value):
             return (kind, value)
         raise Unknown
 
@@ -81,9 +82,14 @@ class Dependencies:
         return tuple(parts)
 
 
+def _is_unchanging(named: Any) -> bool:
+    return str(named.__module__).split(".")[0] in _UNCHANGING
+
+
 @functools.lru_cache(maxsize=1024)
 def _names(code: types.CodeType) -> tuple[str, ...]:
-    """Those that code, and functions inside it, look up: globals and attributes alike."""
+    """Return the names that the code, and functions inside it, look up: globals and attributes
+    alike."""
     found = dict.fromkeys(code.co_names)
     for each in code.co_consts:
         if isinstance(each, types.CodeType):
@@ -92,7 +98,7 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
 
 
 def dependencies_of(mod: Callable[..., Any]) -> Dependencies | None:
-    """None where they cannot be told: such a mod is traced at every call."""
+    """Return the dependencies, or None if they are unknown: such a mod is traced at every call."""
     with contextlib.suppress(Unknown, RecursionError):
         return Dependencies(mod)
     return None

@@ -1,4 +1,5 @@
-"""The derivative of a score_mod with respect to the score, as more operations."""
+"""The derivatives of a score_mod with respect to the score and to what it loads, as additional
+operations."""
 
 from __future__ import annotations
 
@@ -8,19 +9,41 @@ from .ir import Builder, Function
 
 
 def with_slope(score: Function) -> Function:
-    """``score``'s result and what d result / d score is: PyTorch's choice where it has none.
+    """Return ``score``'s result and d result / d score, with PyTorch's choice if it is not
+    differentiable.
 
-    Forward mode (dual numbers): each operation that depends on the score gets its derivative from
-    those of its operands. Integers and truth values have none.
+    Computed in forward mode (dual numbers): the derivative of each operation that depends on the
+    score follows from the derivatives of its operands. Integers and booleans have no derivative.
     """
     make = Builder()
     numbers = make.include(score)
+    source = next((n for n, op in enumerate(score.ops) if op.value == "score"), None)
+    slope = _slope(make, score, numbers, source)
+    return make.function(numbers[score.results[0]], slope)
+
+
+def of_loads(score: Function, slots: frozenset[int]) -> tuple[tuple[int, Function], ...]:
+    """For each load of a captured tensor in ``slots``: its slot, and a function whose results are
+    d result / d what it loads, and then its indices."""
+    found = []
+    for place, op in enumerate(score.ops):
+        if op.name == "load" and op.type == "f" and op.value in slots:
+            make = Builder()
+            numbers = make.include(score)
+            slope = _slope(make, score, numbers, place)
+            indices = (numbers[x] for x in op.args)
+            found.append((int(op.value), make.function(slope, *indices)))
+    return tuple(found)
+
+
+def _slope(make: Builder, score: Function, numbers: list[int], source: int | None) -> int:
+    """d score's result / d its operation ``source``, whose ``numbers`` ``make`` has."""
     zero, one = make.constant(0.0, "f"), make.constant(1.0, "f")
     slopes: dict[int, int] = {}
-    for op, number in zip(score.ops, numbers, strict=True):
+    for place, (op, number) in enumerate(zip(score.ops, numbers, strict=True)):
         if op.type != "f":
             continue
-        if op.name == "input" and op.value == "score":
+        if place == source:
             slopes[number] = one
             continue
         args = [numbers[x] for x in op.args]
@@ -30,12 +53,12 @@ def with_slope(score: Function) -> Function:
         slope = rule(make, number, args, [slopes.get(x, zero) for x in args])
         if make.value(slope) != 0.0:
             slopes[number] = slope
-    result = numbers[score.results[0]]
-    return make.function(result, slopes.get(result, zero))
+    return slopes.get(numbers[score.results[0]], zero)
 
 
 def _times(make: Builder, x: int, slope: int) -> int:
-    """0 where the slope is the constant 0: that nothing depends on it, and not 0 · ∞."""
+    """Multiply; return 0 if the slope is the constant 0, which means that nothing depends on it (0
+    · ∞ is then 0)."""
     return slope if make.value(slope) == 0.0 else make.make("mul", x, slope)
 
 
@@ -64,7 +87,7 @@ def _div(make: Builder, y: int, x: list[int], d: list[int]) -> int:
 
 
 def _extremum(better: str) -> Rule:
-    """PyTorch halves the slope where both are alike, and follows what is NaN."""
+    """Return the derivative of min or max: as in PyTorch, it is halved at ties and follows NaN."""
 
     def rule(make: Builder, y: int, x: list[int], d: list[int]) -> int:
         half = make.constant(0.5, "f")
@@ -91,7 +114,7 @@ def _tanh(make: Builder, y: int, x: list[int], d: list[int]) -> int:
 
 
 def _scaled(factor: float, name: str) -> Rule:
-    """d = factor · (y, or 1 / x) · dx."""
+    """Return d = factor · (y, or 1 / x) · dx."""
 
     def rule(make: Builder, y: int, x: list[int], d: list[int]) -> int:
         constant = make.constant(factor, "f")

@@ -1,4 +1,4 @@
-"""A pair of mods as C++ source, for ``kernels/mods.h``: HIP's and CUDA's is the same."""
+"""Emits a pair of mods as C++ source for ``kernels/mods.h``, the same for HIP and CUDA."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ _OF_MASK = "const Captured *captured, int b, int h, int q, int kv"
 
 
 def source(mods: Mods) -> str:
-    """The functions ``mod_score``, ``mod_slope`` and ``mod_mask``, as far as there are mods."""
+    """Return the functions ``mod_score``, ``mod_slope`` and ``mod_mask``, for the mods that
+    exist."""
     lines = []
     if mods.score is not None and mods.slope is not None:
         lines += ["#define HAS_SCORE_MOD 1", f"DEVICE float mod_score({_OF_SCORE}) {{"]
@@ -103,7 +104,7 @@ def _float(value: float) -> str:
 
 
 def _load(mods: Mods, op: Op, args: list[str], ranges: list[Range]) -> str:
-    """The element, its indices brought inside."""
+    """Load the element, with clamped indices."""
     slot = int(op.value or 0)
     memory, convert = _LOADS[mods.kinds[slot][0]]
     place = " + ".join(

@@ -1,4 +1,4 @@
-"""A pair of mods as the source of Triton functions, on blocks or what broadcasts to one."""
+"""Emits a pair of mods as Triton functions, on blocks or values that broadcast to one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ _MORE = ", ".join(("INFO", *(f"C{slot}" for slot in range(MOST_CAPTURED))))
 
 
 def source(mods: Mods) -> str:
-    """``score_mod``, which gives the score and its slope, and ``mask_mod``, as far as there are."""
+    """Return the source of the Triton functions ``score_mod`` (which returns score and slope) and
+    ``mask_mod``, of those that ``mods`` has."""
     parts = []
     if mods.slope is not None:
         parts.append(_function(mods, mods.slope, f"score_mod(x, b, h, q, kv, {_MORE})"))
@@ -56,8 +57,8 @@ def _function(mods: Mods, function: Function, head: str) -> str:
 
 
 def _is_literal(op: Op) -> bool:
-    """Whether it is written where it is used: a number that Triton gives the type of the other
-    operand. An int64 is made, or two of them would be computed with as int32."""
+    """Return whether the constant is written as a literal, whose type Triton takes from the other
+    operand. An int64 is created explicitly; two literals would be computed as int32."""
     return op.name == "const" and op.type in ("f", "i")
 
 

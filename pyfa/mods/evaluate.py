@@ -14,10 +14,11 @@ _INTEGERS = {"b": torch.bool, "i": torch.int32, "l": torch.int64}
 def evaluate(
     function: Function, inputs: Mapping[str, torch.Tensor], captured: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The results of ``function``. ``inputs`` are ``score``, whose dtype is that of all floats, and
-    int32 ``b``, ``h``, ``q`` and ``kv``; ``captured`` are the tensors of its loads, by slot.
+    """Return the results of ``function``. ``inputs`` are ``score``, whose dtype is that of all
+    floats, and int32 ``b``, ``h``, ``q`` and ``kv``; ``captured`` are the tensors of its loads, by
+    slot.
 
-    Differentiable by autograd with respect to the score.
+    The results are differentiable by autograd with respect to the score.
     """
     dtypes = {**_INTEGERS, "f": inputs["score"].dtype}
     device = inputs["score"].device
@@ -25,7 +26,7 @@ def evaluate(
     for op in function.ops:
         x = [found[number] for number in op.args]
         if op.name == "const":
-            y = torch.tensor(op.value, dtype=dtypes[op.type], device=device)
+            y = torch.full((), _number(op.value), dtype=dtypes[op.type], device=device)
         elif op.name == "input":
             y = inputs[str(op.value)]
         elif op.name == "load":
@@ -38,15 +39,23 @@ def evaluate(
     return [found[number] for number in function.results]
 
 
+def _number(value: object) -> int | float:
+    """Of a constant."""
+    assert isinstance(value, (bool, int, float))
+    return value
+
+
 def _load(table: torch.Tensor, indices: list[torch.Tensor]) -> torch.Tensor:
-    """Negative indices count from the end; what lies outside is brought inside."""
     if not indices:
         return table
-    places = []
-    for index, size in zip(indices, table.shape, strict=True):
-        index = index.long()
-        places.append(torch.where(index < 0, index + size, index).clamp(0, size - 1))
-    return table[tuple(places)]
+    return table[tuple(inside(x, size) for x, size in zip(indices, table.shape, strict=True))]
+
+
+def inside(index: torch.Tensor, size: int) -> torch.Tensor:
+    """Where ``index`` reads in so many elements: a negative one counts from the end; what lies
+    outside is brought inside."""
+    index = index.long()
+    return torch.where(index < 0, index + size, index).clamp(0, size - 1)
 
 
 def _minimum(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

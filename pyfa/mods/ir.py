@@ -1,8 +1,8 @@
-"""The typed expressions that mods become: a tuple of operations, each on results before it.
+"""The typed expressions that mods become: a tuple of operations, each on earlier results.
 
 Types: ``b`` a truth value, ``i`` int32, ``l`` int64, ``f`` a float (float32 in kernels, float64 in
-the reference). Operations are made by a ``Builder``, which folds constants, simplifies and finds
-what is there already, so that equal expressions are one operation.
+the reference). A ``Builder`` makes operations. It folds constants, simplifies, and reuses existing
+operations, so that equal expressions are one operation.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _BITS = {"i": 32, "l": 64}
 
 
 class Op(NamedTuple):
-    """One operation: what it does, its result's type, the numbers of its operands, and ``value``: a
-    constant's, the name of an input, or the number of the captured tensor that a load reads."""
+    """One operation: its name, its result's type, the numbers of its operands, and ``value``: that
+    of a constant, the name of an input, or the number of the captured tensor that a load reads."""
 
     name: str
     type: str
@@ -38,23 +38,23 @@ class Op(NamedTuple):
 
 
 class TooLarge(Exception):
-    """More than ``MOST_OPERATIONS``."""
+    """The function has more than ``MOST_OPERATIONS`` operations."""
 
 
 class Function(NamedTuple):
-    """``ops`` in an order in which operands come first; ``results`` are numbers of operations."""
+    """``ops`` in an order in which operands come first; ``results`` are indices of operations."""
 
     ops: tuple[Op, ...]
     results: tuple[int, ...]
 
     @property
     def digest(self) -> str:
-        """Of what it computes: the same in every process."""
+        """Return the digest of what it computes, the same in every process."""
         return hashlib.sha256(repr(tuple(map(tuple, self.ops)) + self.results).encode()).hexdigest()
 
 
 class Builder:
-    """Makes operations; each method returns the number of one."""
+    """Makes operations; each method returns the index of one."""
 
     def __init__(self) -> None:
         self.ops: list[Op] = []
@@ -87,12 +87,12 @@ class Builder:
         return self._add(Op("input", INPUTS[name], (), name))
 
     def load(self, slot: int, type: str, indices: tuple[int, ...]) -> int:
-        """The element of captured tensor ``slot`` at these indices. Negative ones count from its
-        end; what lies outside of it is brought inside."""
+        """Load the element of captured tensor ``slot`` at these indices. Negative indices count
+        from its end; indices outside are clamped."""
         return self._add(Op("load", type, indices, slot))
 
     def value(self, x: int) -> Value:
-        """A constant's; None of anything else."""
+        """Return a constant's value; None for anything else."""
         op = self.ops[x]
         return op.value if op.name == "const" else None
 
@@ -127,7 +127,7 @@ class Builder:
         return self._add(Op("where", self.type(x), (condition, x, y)))
 
     def make(self, name: str, *args: int) -> int:
-        """Any other operation, on operands of one type."""
+        """Make any other operation, on operands of one type."""
         type = self.type(args[0])
         assert all(self.type(x) == type for x in args), (name, args)
         values = [self.value(x) for x in args]
@@ -145,8 +145,8 @@ class Builder:
     def _simpler(
         self, name: str, type: str, args: tuple[int, ...], values: list[Value]
     ) -> int | None:
-        """What ``name`` of ``args`` is without it, for every value that they may have: nothing
-        that NaN, infinity or -0.0 would tell apart."""
+        """Return a simpler expression for ``name`` of ``args`` that has the same result for every
+        value, including NaN, infinity and -0.0."""
         if len(args) == 1:
             op = self.ops[args[0]]
             return op.args[0] if name in ("not", "neg") and op.name == name else None
@@ -186,7 +186,7 @@ class Builder:
         return None
 
     def function(self, *results: int) -> Function:
-        """The operations that these results need."""
+        """Return the operations that these results need."""
         needed: set[int] = set()
         pending = list(results)
         while pending:
@@ -204,7 +204,7 @@ class Builder:
         return Function(ops, tuple(places[x] for x in results))
 
     def include(self, function: Function) -> list[int]:
-        """The operations of ``function``, made here: the number that each of them has got."""
+        """Add the operations of ``function``; return the new index of each."""
         numbers: list[int] = []
         for op in function.ops:
             args = tuple(numbers[x] for x in op.args)
@@ -213,13 +213,13 @@ class Builder:
 
 
 def wrapped(value: int, type: str) -> int:
-    """``value`` as so many bits in two's complement hold it."""
+    """Return ``value`` wrapped to this many bits in two's complement."""
     bits = _BITS[type]
     return (value + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1)
 
 
 def _folded(name: str, type: str, values: list[Value]) -> Value:
-    """The result for constants; None where it is left to run time."""
+    """Return the result for constants; None if it must be computed at run time."""
     try:
         return _FOLD[name](type, *values) if name in _FOLD else None
     except (ZeroDivisionError, OverflowError, ValueError):

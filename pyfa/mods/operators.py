@@ -1,7 +1,7 @@
-"""What each operator of ATen is in the operations of ``ir``.
+"""Translates each ATen operator to operations of ``ir``.
 
-A rule takes the recorder, the type of the result, the type to which PyTorch brings the operands,
-and the operator's arguments, to the number of an operation.
+A rule maps the recorder, the type of the result, the operands' type after promotion by PyTorch, and
+the operator's arguments to the index of an operation.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _unary(name: str) -> Rule:
 
 
 def _rounding(name: str) -> Rule:
-    """Integers are whole."""
+    """Round; integers stay as they are."""
 
     def rule(r: Any, type: str, common: str, args: Any, kwargs: Any) -> int:
         if kwargs.get("decimals"):
@@ -87,7 +87,7 @@ def _floor_divide(r: Any, type: str, common: str, args: Any, kwargs: Any) -> int
 
 
 def _remainder(r: Any, type: str, common: str, args: Any, kwargs: Any) -> int:
-    """With the divisor's sign."""
+    """Return the remainder with the divisor's sign."""
     x, y = (r.number_of(each, type) for each in args[:2])
     if type != "f":
         return int(r.make.make("mod", x, y))
@@ -96,7 +96,7 @@ def _remainder(r: Any, type: str, common: str, args: Any, kwargs: Any) -> int:
 
 
 def _fmod(r: Any, type: str, common: str, args: Any, kwargs: Any) -> int:
-    """With the dividend's sign."""
+    """Return the remainder with the dividend's sign."""
     x, y = (r.number_of(each, type) for each in args[:2])
     name = "trunc" if type == "f" else None
     whole = r.make.make("div" if name else "truncdiv", x, y)
@@ -110,7 +110,8 @@ def _where(r: Any, type: str, common: str, args: Any, kwargs: Any) -> int:
 
 
 def _clamp(r: Any, type: str, common: str, args: Any, kwargs: Any) -> int:
-    """By comparisons, so that the slope is 1 at the ends, as PyTorch's is, and NaN stays."""
+    """Clamp by comparisons, so that the slope is 1 at the ends, as in PyTorch, and NaN stays
+    NaN."""
     ends = [*args[1:3], None, None][:2]
     low, high = (kwargs.get(name, end) for name, end in zip(("min", "max"), ends, strict=True))
     x = r.number_of(args[0], type)
@@ -210,6 +211,11 @@ def _log1p(r: Any, type: str, common: str, args: Any, kwargs: Any) -> int:
     return int(r.make.make("log", r.make.make("add", one, r.number_of(args[0], "f"))))
 
 
+def _tan(r: Any, type: str, common: str, args: Any, kwargs: Any) -> int:
+    x = r.number_of(args[0], "f")
+    return int(r.make.make("div", r.make.make("sin", x), r.make.make("cos", x)))
+
+
 def _copy(r: Any, type: str, common: str, args: Any, kwargs: Any) -> int:
     return int(r.number_of(args[0], type))
 
@@ -243,7 +249,7 @@ TABLE: dict[str, Rule] = {
     "neg": _unary("neg"), "abs": _unary("abs"),
     "exp": _unary("exp"), "exp2": _unary("exp2"), "log": _unary("log"), "log2": _unary("log2"),
     "log1p": _log1p, "sqrt": _unary("sqrt"), "rsqrt": _unary("rsqrt"), "tanh": _unary("tanh"),
-    "sin": _unary("sin"), "cos": _unary("cos"),
+    "sin": _unary("sin"), "cos": _unary("cos"), "tan": _tan,
     "sigmoid": _sigmoid, "silu": _silu, "sign": _sign, "sgn": _sign, "reciprocal": _reciprocal,
     "floor": _rounding("floor"), "ceil": _rounding("ceil"), "trunc": _rounding("trunc"),
     "round": _rounding("round"), "isnan": _isnan, "isinf": _isinf, "pow": _pow,

@@ -1,4 +1,4 @@
-"""What integers a function's operations can be: so that emitted code leaves out what cannot be."""
+"""The ranges of a function's integers, so that emitted code can omit checks that are not needed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Range = tuple[int, int]
 
 
 def ranges_of(function: Function) -> list[Range]:
-    """The least and the largest value of each operation; of floats and truth values nothing true,
-    but for a truth value as an integer."""
+    """Return the least and the largest value of each operation. Floats have no range; truth values
+    have their range as integers."""
     found: list[Range] = []
     for op in function.ops:
         found.append(_range_of(op, function, found))
@@ -31,7 +31,7 @@ def _range_of(op: Op, function: Function, found: list[Range]) -> Range:
 
 
 def _unchecked(op: Op, function: Function, x: list[Range]) -> Range | None:
-    """As if nothing overflowed; None where nothing is known."""
+    """Return the range as if nothing overflowed; None if unknown."""
     name = op.name
     if name == "const":
         return int(op.value or 0), int(op.value or 0)

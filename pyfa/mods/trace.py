@@ -1,14 +1,15 @@
-"""Runs a mod once on scalars that record what is done to them: a ``Function`` of ``ir``.
+"""Runs a mod once on scalars that record every operation, into a ``Function`` of ``ir``.
 
-PyTorch's dispatcher hands every operator to ``_Recorder``, so a mod may use any spelling of what
-the table of ``operators`` has. Captured tensors stay as they are: indexing one with what is traced
-is a load. What cannot be expressed raises ``ModError``, which names the line.
+PyTorch's dispatcher passes every operator to ``_Recorder``, so a mod may use any spelling of the
+operations in ``operators``. Captured tensors stay ordinary tensors; indexing one with a traced
+scalar is a load. An operation that is not supported raises ``ModError``, which names the line.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dis
+import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..errors import UnsupportedProblem
 from . import operators
 from .ir import INPUTS, Builder, Function, TooLarge
 
@@ -38,13 +38,14 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 class ModError(ValueError):
-    """A mod does what cannot be traced, or what kernels cannot compute."""
+    """A mod uses an operation that cannot be traced, or that kernels cannot compute."""
 
 
 class Traced(torch.Tensor):
-    """A scalar that is traced: ``number`` is that of its operation.
+    """A traced scalar; ``number`` is the index of its operation.
 
-    With a ``base``, a captured tensor of which only the first dimensions are indexed so far.
+    With a ``base`` it is a captured tensor, of which only the first dimensions have been indexed so
+    far.
     """
 
     number: int
@@ -69,8 +70,8 @@ class Traced(torch.Tensor):
 
 
 class Traces(NamedTuple):
-    """What tracing a mod gives: ``captured`` are the tensors that its loads read, by slot.
-    ``reads_sizes``: it asked for a size of one, which is a constant in the function."""
+    """The result of tracing a mod. ``captured``: the tensors that its loads read, by slot.
+    ``reads_sizes``: it read a size of one of them, which is a constant in the function."""
 
     function: Function
     captured: tuple[torch.Tensor, ...]
@@ -78,10 +79,12 @@ class Traces(NamedTuple):
 
 
 def trace(kind: str, mod: Callable[..., Any], device: torch.device) -> Traces:
-    """``mod``, a ``score_mod`` or ``mask_mod`` as ``kind`` says, for tensors on ``device``."""
+    """Trace ``mod``, a ``score_mod`` or ``mask_mod`` as ``kind`` says, for tensors on
+    ``device``."""
     names = tuple(INPUTS) if kind == "score_mod" else tuple(INPUTS)[1:]
     _refuse_side_effects(kind, mod)
     recorder = _Recorder(kind, mod, device)
+    _refuse_other_arguments(recorder, names)
     inputs = []
     for name in names:
         made = Traced(_DTYPES[INPUTS[name]], device)
@@ -113,9 +116,27 @@ def trace(kind: str, mod: Callable[..., Any], device: torch.device) -> Traces:
     return Traces(Function(ops, function.results), captured, recorder.reads_sizes)
 
 
+_CALLED = {"score": "score", "b": "b", "h": "h", "q": "q_idx", "kv": "kv_idx"}
+
+
+def _refuse_other_arguments(recorder: _Recorder, names: Sequence[str]) -> None:
+    try:
+        signature = inspect.signature(recorder.mod)
+    except (ValueError, TypeError):  # a function of C's tells none
+        return
+    try:
+        signature.bind(*names)
+    except TypeError:
+        wanted = ", ".join(_CALLED[name] for name in names)
+        raise TypeError(
+            f"{recorder.where()}: takes {signature}, expected ({wanted}); capture what else it "
+            "needs, or bind it by functools.partial"
+        ) from None
+
+
 @contextlib.contextmanager
 def _whole() -> Iterator[None]:
-    """Autocast would record its casts."""
+    """Disable autocast, whose casts would be recorded."""
     with contextlib.ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
@@ -152,12 +173,11 @@ def _result(recorder: _Recorder, kind: str, result: object) -> int:
 
 
 class _Recorder(TorchDispatchMode):
-    """Takes every operator while a mod runs."""
+    """Records every operator while a mod runs."""
 
     def __init__(self, kind: str, mod: Callable[..., Any], device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kind, self.mod, self.device = kind, mod, device
-        self.with_grad = torch.is_grad_enabled()
         self.make = Builder()
         self.captured: list[torch.Tensor] = []
         self.reads_sizes = False
@@ -166,11 +186,12 @@ class _Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Or PyTorch would import torch.compile before the first operator: 1 to 4 s."""
+        """Return True; otherwise PyTorch would import torch.compile before the first operator (1 to
+        4 s)."""
         return False
 
     def where(self) -> str:
-        """The mod's name, and the line of the user that runs, or where the mod is defined."""
+        """Return the mod's name, and the user's line that runs, or where the mod is defined."""
         name = getattr(self.mod, "__name__", type(self.mod).__name__)
         frame = sys._getframe(1)
         code = None
@@ -198,16 +219,10 @@ class _Recorder(TorchDispatchMode):
         return made
 
     def slot(self, x: torch.Tensor) -> int:
-        """Of a captured tensor."""
+        """Return the slot of a captured tensor."""
         for number, other in enumerate(self.captured):
             if other is x:
                 return number
-        if x.requires_grad and self.with_grad:
-            message = (
-                f"captures a tensor of shape {tuple(x.shape)} that requires a gradient, and "
-                "gradients of captured tensors are not implemented; capture x.detach()"
-            )
-            raise UnsupportedProblem(self.where(), {self.kind: (message,)})
         if x.device != self.device:
             raise self.error(
                 f"captures a tensor on {x.device}, expected {self.device}, where q is; move it "
@@ -227,7 +242,7 @@ class _Recorder(TorchDispatchMode):
         return len(self.captured) - 1
 
     def load(self, base: torch.Tensor, indices: Sequence[int]) -> Traced:
-        """``base`` at as many indices as are there."""
+        """Load from ``base``, at as many indices as are given."""
         rest = base.shape[len(indices) :]
         if rest:
             made = Traced(base.dtype, self.device, rest)
@@ -237,7 +252,7 @@ class _Recorder(TorchDispatchMode):
         return self.result(number, base.dtype)
 
     def index(self, base: torch.Tensor, asked: object) -> Traced:
-        """``base[asked]``."""
+        """Return ``base[asked]``."""
         items = asked if isinstance(asked, tuple) else (asked,)
         indices = list(base.at) if isinstance(base, Traced) else []
         if isinstance(base, Traced):
@@ -262,7 +277,8 @@ class _Recorder(TorchDispatchMode):
         return self.load(base, indices)
 
     def number_of(self, x: object, type: str | None = None) -> int:
-        """The operation whose result ``x`` is, a scalar that was traced, captured or a number."""
+        """Return the operation whose result is ``x``, a scalar that was traced, captured or a
+        number."""
         if isinstance(x, Traced):
             if x.base is not None:
                 raise self.error(
@@ -346,8 +362,8 @@ class _Recorder(TorchDispatchMode):
     def _untraced(
         self, func: Any, name: str, tensors: list[torch.Tensor], args: Any, kwargs: Any
     ) -> Any:
-        """An operator on what is not traced: run as it is. A scalar that it makes of nothing but
-        numbers is a constant."""
+        """Run an operator on untraced arguments. If it makes a scalar from numbers only, the scalar
+        is a constant."""
         result = func(*args, **kwargs)
         made = isinstance(result, torch.Tensor) and not result.dim()
         if made and all(id(x) in self.constants for x in tensors):
@@ -357,8 +373,9 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _real(self, x: object) -> object:
-        """A 1 in x's place, of which an operator tells dtypes. On the CPU: of the meta device's
-        some are Python's and import torch.compile, 1 to 4 s."""
+        """Return a 1 in place of x, from which an operator's result dtype is determined. It is on
+        the CPU, because some operators on the meta device are in Python and import torch.compile (1
+        to 4 s)."""
         if isinstance(x, (list, tuple)):
             return type(x)(self._real(each) for each in x)
         if isinstance(x, torch.Tensor):
@@ -377,7 +394,8 @@ class _Recorder(TorchDispatchMode):
         return result.dtype
 
     def _common(self, args: Any, kwargs: Any) -> str:
-        """The type that operands are brought to before they are compared or computed with."""
+        """Return the type to which operands are converted before they are compared or computed
+        with."""
         numbers = [x for x in args[:2] if isinstance(x, (torch.Tensor, int, float))]
         if not numbers:
             return "f"
@@ -391,7 +409,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """What has to be seen before PyTorch asks for values: indexing; and sizes that are read."""
+    """Intercepts functions before PyTorch asks for values: indexing, and reads of sizes."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -447,7 +465,7 @@ _WRITES = {
 
 
 def _refuse_side_effects(kind: str, mod: Callable[..., Any]) -> None:
-    """What a mod writes outside of itself would be written once, when it is traced."""
+    """Refuse writes to objects outside of a mod, which would happen only once, during tracing."""
     code = getattr(mod, "__code__", None)
     if not isinstance(code, types.CodeType):
         return
@@ -468,7 +486,7 @@ def _refuse_side_effects(kind: str, mod: Callable[..., Any]) -> None:
 
 
 def _containers(mod: Callable[..., Any]) -> list[object]:
-    """What is in the lists, dicts and sets that a function sees from outside."""
+    """Return the contents of the lists, dicts and sets outside of a function that it can access."""
     found: list[object] = []
     code = getattr(mod, "__code__", None)
     if code is None:

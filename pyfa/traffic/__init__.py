@@ -1,14 +1,13 @@
-"""What one attention costs, by formula: bytes, FLOPs, memory, and what bounds it on a device.
+"""The cost of one attention, by formula: bytes, FLOPs, memory, and the bound on a device.
 
-Three quantities of bytes that are never confused: ``compulsory`` (each input read once, each
-output written once), ``requested`` (what the tiles of kernels ask of the memory system) and the
-estimate of ``dram`` between the two, from the sizes of caches. Only the first and the third are HBM
-traffic.
+There are three separate byte counts: ``compulsory`` (each input read once, each output written
+once), ``requested`` (what the tiles of kernels request from the memory system), and the estimate of
+``dram`` between the two, from the sizes of caches. Only the first and the third are HBM traffic.
 
-``shape`` says what is computed, ``kernels`` with which tiles, ``requested`` what these ask for.
-``passes`` puts the kernels of tiled and of standard attention one behind the other, ``dram`` sends
-them through a cache, ``flops`` counts products, ``footprint`` memory, ``sram`` what fits on chip,
-``roofline`` what bounds it all; ``model`` is all of that for one problem on one device.
+``shape`` describes the problem, ``kernels`` the tiles, and ``requested`` counts the tiles'
+requests. ``passes`` lists the kernels of tiled and of standard attention, and ``dram`` models their
+traffic through a cache. ``flops`` counts products, ``footprint`` memory, and ``sram`` what fits on
+chip. ``roofline`` computes the bound. ``model`` combines all of this for one problem on one device.
 """
 
 from .compulsory import compulsory_bytes, tensor_bytes

@@ -1,4 +1,5 @@
-"""Bytes that no way to compute attention gets around: each input read once, each output written."""
+"""Compulsory bytes of attention, for any algorithm: each input read once, each output written
+once."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ BACKWARD_WRITES = ("dq", "dk", "dv")
 
 
 def tensor_bytes(shape: Shape) -> dict[str, int]:
-    """Bytes of every tensor of forward and backward, by name; ``s`` is one matrix of all scores."""
+    """Return the bytes of every tensor of forward and backward, by name; ``s`` is one matrix of all
+    scores."""
     rows = shape.batch * shape.seqlen_q * shape.heads_q
     keys = shape.batch * shape.seqlen_k * shape.heads_k
     q, out = rows * shape.head_dim * shape.itemsize, rows * shape.head_dim_v * shape.itemsize
@@ -28,7 +30,7 @@ def tensor_bytes(shape: Shape) -> dict[str, int]:
 
 
 def read_once(shape: Shape) -> dict[str, int]:
-    """``tensor_bytes``, with only those keys and values that some query sees."""
+    """Return ``tensor_bytes`` with only the keys and values that some query sees."""
     sizes = tensor_bytes(shape)
     begin, end = shape.keys_seen(0, shape.seqlen_q - 1) if shape.seqlen_q else (0, 0)
     for name in ("k", "v"):
@@ -37,10 +39,11 @@ def read_once(shape: Shape) -> dict[str, int]:
 
 
 def compulsory_bytes(shape: Shape, backward: bool = False) -> int:
-    """Of a forward with its LSE, or of a backward. Compare with ncu's ``dram__bytes.sum``.
+    """Return the compulsory bytes of a forward with its LSE, or of a backward. Compare with ncu's
+    ``dram__bytes.sum``.
 
-    Forward at N queries and keys of one head, in 16 bits: 8·N·d bytes and 4·N of LSE: the 4.2 MB of
-    N = 4096, d = 128. A key that the mask hides from every query is not counted.
+    A 16-bit forward with N queries and keys of one head moves 8·N·d bytes and 4·N of LSE: 4.2 MB
+    for N = 4096, d = 128. A key that is masked for every query is not counted.
     """
     reads = BACKWARD_READS if backward else FORWARD_READS
     writes = BACKWARD_WRITES if backward else FORWARD_WRITES

@@ -1,17 +1,18 @@
-"""An estimate of DRAM traffic, between what is compulsory and what is requested.
+"""An estimate of DRAM traffic, between the compulsory and the requested bytes.
 
-A model of one cache in front of memory, the last level that the device has, which keeps the share
-of what is used again that fits: of ``bytes`` between two uses, cache / bytes stay (replacement at
-random, in steady state). Two kinds of use again are told apart:
+It models one cache in front of memory, the device's last level. If ``bytes`` are accessed between
+two uses of the same data, the share cache / bytes of it stays in the cache (random replacement,
+steady state). There are two kinds of reuse:
 
-- inside a kernel: workgroups that run at once walk the same K and V in step, so they count as one
-  reader; a later round of workgroups reads again what the heads at work did not keep;
-- between kernels: what one wrote, or read, and the next reads; what passes between the two uses is
-  all that both touch. An intermediate that stays in the cache is not written to memory either.
+- inside a kernel: workgroups that run at the same time read the same K and V in step, so they count
+  as one reader. A later round of workgroups reads again the share that the cache did not keep;
+- between kernels: a kernel reads what the previous kernel wrote or read. All data that both access
+  passes through the cache between the two uses. An intermediate result that stays in the cache is
+  not written to memory, either.
 
-What the model leaves out: lines of partial use, workgroups that fall out of step, the two halves
-into which an H100's L2 is cut, sectors fetched in vain. It is compared with ncu's ``dram__bytes``
-by ``benchmarks/hbm_traffic.py``.
+The model leaves out partially used lines, workgroups that fall out of step, the two halves of an
+H100's L2, and sectors that are fetched but not used. ``benchmarks/hbm_traffic.py`` compares it with
+ncu's ``dram__bytes``.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from .passes import INTERMEDIATE, Pass
 
 
 def last_level_bytes(device: Device) -> int:
-    """Bytes of the cache in front of memory: AMD's Infinity Cache, else the L2."""
+    """Return the bytes of the cache in front of memory: AMD's Infinity Cache, else the L2."""
     return device.cache_bytes or device.l2_bytes * device.dies
 
 
 def dram_bytes(passes: Sequence[Pass], cache: int, slots: int) -> int:
-    """Bytes to and from memory of kernels one behind the other, from an empty cache.
+    """Return the bytes to and from memory of a sequence of kernels, starting with an empty cache.
 
-    ``slots``: workgroups that the device runs at once. At least the compulsory bytes, at most the
-    requested ones.
+    ``slots``: workgroups that the device runs at once. The result is at least the compulsory and at
+    most the requested bytes.
     """
     return sum(each_dram_bytes(passes, cache, slots))
 
 
 def each_dram_bytes(passes: Sequence[Pass], cache: int, slots: int) -> list[int]:
-    """``dram_bytes`` by kernel."""
+    """Return ``dram_bytes`` by kernel."""
     slots = max(1, slots)
     met: set[str] = set()
     before = 0
@@ -62,5 +63,5 @@ def each_dram_bytes(passes: Sequence[Pass], cache: int, slots: int) -> list[int]
 
 
 def _lost(passed: float, cache: int) -> float:
-    """The share of ``passed`` bytes that a cache does not keep."""
+    """Return the share of data that a cache does not keep while ``passed`` bytes are accessed."""
     return 1.0 - min(1.0, cache / passed) if passed else 0.0

@@ -1,4 +1,5 @@
-"""FLOPs of matrix products: of what the mask leaves, and of what tiles compute. An FMA counts 2."""
+"""FLOPs of matrix products: for the visible pairs, and as computed by tiles. A multiply-add counts
+2."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ from .shape import Shape
 
 
 def attention_flops(shape: Shape, backward: bool = False) -> int:
-    """Of exactly the visible pairs. Forward: 2·(d + dv) a pair (S = QKᵀ, O = PV).
+    """Return the FLOPs of exactly the visible pairs. Forward: 2·(d + dv) per pair (S = QKᵀ, O =
+    PV).
 
-    Backward: 2·(3·d + 2·dv), S made again, dP, dV, dQ and dK: the field's 2.5 times a forward
-    where d = dv. What tiled kernels that own keys and rows in turn compute beyond that, S and dP
-    twice, is theirs: ``tile_flops``.
+    Backward: 2·(3·d + 2·dv) for recomputed S, dP, dV, dQ and dK; for d = dv this is the usual 2.5
+    times a forward. A backward in two passes computes S and dP twice, which ``tile_flops`` counts.
     """
     per_pair = 3 * shape.head_dim + 2 * shape.head_dim_v
     if not backward:
@@ -21,8 +22,9 @@ def attention_flops(shape: Shape, backward: bool = False) -> int:
 
 
 def tile_pairs(shape: Shape, kernel: TiledKernel) -> int:
-    """(query, key) pairs in all tiles that a kernel walks, those of all heads: whole tiles, also
-    where the mask or an edge leaves a part. A kernel that skips inside a tile computes less."""
+    """Return the (query, key) pairs in all tiles that a kernel processes, for all heads: whole
+    tiles, even if the mask or an edge leaves only a part. A kernel that skips inside a tile
+    computes less."""
     tiling = kernel.tiling
     tile = tiling.block_q * tiling.block_k
     step = tiling.block_q if ROLES[kernel.role].owns_keys else tiling.block_k
@@ -32,7 +34,7 @@ def tile_pairs(shape: Shape, kernel: TiledKernel) -> int:
 
 
 def tile_flops(shape: Shape, kernel: TiledKernel) -> int:
-    """Of what ``kernel`` computes: whole tiles, head dims as compiled."""
+    """Return the FLOPs that ``kernel`` computes: whole tiles, head dims as compiled."""
     role = ROLES[kernel.role]
     per_pair = role.products_d * kernel.dims[0] + role.products_dv * kernel.dims[1]
     return 2 * per_pair * tile_pairs(shape, kernel)

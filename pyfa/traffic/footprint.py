@@ -1,4 +1,4 @@
-"""Peak bytes of device memory, inputs and outputs included: of standard attention and of tiled."""
+"""Peak bytes of device memory of standard and of tiled attention, including inputs and outputs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _INPUTS, _GRADIENTS = ("q", "k", "v", "out"), ("dout", "dq", "dk", "dv")
 
 
 def standard_bytes(shape: Shape, training: bool = False) -> int:
-    """Of eager attention, without a mask's own matrix.
+    """Return the peak bytes of eager attention, without the mask's own matrix.
 
-    Forward: S and P are alive at once. Training: autograd keeps P; while dS is made, P, dP and dS
-    are alive, beside inputs, output and gradients.
+    Forward: S and P exist at the same time. Training: autograd keeps P; while dS is computed, P, dP
+    and dS exist, in addition to inputs, output and gradients.
     """
     sizes = tensor_bytes(shape)
     if training:
@@ -22,10 +22,11 @@ def standard_bytes(shape: Shape, training: bool = False) -> int:
 
 
 def tiled_bytes(shape: Shape, training: bool = False, splits: int = 1, sums: bool = False) -> int:
-    """Of kernels that keep S on chip: inputs, output, LSE, and the partial results of split keys.
+    """Return the peak bytes of kernels that keep S on chip: inputs, output, LSE, and partial
+    results of split keys.
 
-    Training: also the gradients, and two floats a row that backward keeps (delta, and the LSE in
-    base 2 as the kernels want it), and with ``sums`` dQ in float32.
+    Training adds the gradients, two floats per row that backward keeps (delta, and the LSE in base
+    2) and, with ``sums``, dQ in float32.
     """
     sizes = tensor_bytes(shape)
     forward = _sum(sizes, *_INPUTS, "lse") + splits_bytes(shape, splits)
@@ -36,7 +37,8 @@ def tiled_bytes(shape: Shape, training: bool = False, splits: int = 1, sums: boo
 
 
 def ratio_with_scores(seqlen: int, head_dim: int) -> float:
-    """(Q, K, V, O and one matrix of scores) / (Q, K, V, O) = 1 + N / 4d, in one element size."""
+    """Return (Q, K, V, O and one matrix of scores) / (Q, K, V, O) = 1 + N / 4d, in one element
+    size."""
     return 1.0 + seqlen / (4.0 * head_dim)
 
 

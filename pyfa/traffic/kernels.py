@@ -1,4 +1,4 @@
-"""Tiled kernels as the byte model sees them: their part in attention, tiles and buffers."""
+"""Tiled kernels in the byte model: their role in attention, tiles and buffers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 
 class Tiling(NamedTuple):
-    """How a kernel walks: a workgroup has ``block_q`` rows of one head, or owns ``block_k`` keys.
+    """The iteration of a kernel: a workgroup has ``block_q`` rows of one head, or owns ``block_k``
+    keys.
 
-    ``splits``: parts of equally many tiles that a block's keys are cut into, each with a workgroup
-    of its own. A part begins with a whole tile, and ends with the last key that any row sees.
-    ``packed``: query heads of one key head whose rows share a workgroup, as decode has them.
+    ``splits``: the number of splits of a block's keys, with equally many tiles and one workgroup
+    each. A split begins with a whole tile; the last one ends with the last key that any row sees.
+    ``packed``: the query heads of one KV head whose rows share a workgroup, as in decode.
     """
 
     block_q: int
@@ -23,12 +24,13 @@ class Tiling(NamedTuple):
 
 
 class Role(NamedTuple):
-    """A kernel's part. ``owns_keys``: a workgroup keeps keys and walks rows, otherwise the reverse.
+    """The role of a kernel. ``owns_keys``: a workgroup keeps keys and iterates over rows, otherwise
+    the reverse.
 
-    ``held`` tensors are read once by a workgroup, ``streamed`` ones pass by it tile by tile,
-    ``written`` ones are what it makes, and ``added`` ones are added to in memory, tile by tile:
-    an atomic addition counts as its bytes once. ``products_d`` and ``products_dv`` are matrix
-    products of a tile whose third size is head_dim, or that of V.
+    A workgroup reads ``held`` tensors once and ``streamed`` tensors tile by tile. It writes
+    ``written`` tensors, and adds to ``added`` tensors in memory, tile by tile; an atomic addition
+    counts its bytes once. ``products_d`` and ``products_dv``: the number of matrix products per
+    tile whose third size is head_dim, or V's.
     """
 
     owns_keys: bool
@@ -62,11 +64,11 @@ ROLES: Mapping[str, Role] = MappingProxyType(
 class TiledKernel:
     """One kernel of a plan, for one problem.
 
-    ``role`` is a name in ``ROLES``. ``dims``: head dims that its products are padded to.
-    ``buffers``: bytes of LDS or shared memory of a workgroup by what they hold. ``threads`` of a
-    workgroup. ``whole_tiles``: the last streamed tile is asked for to its end, seen or not.
-    ``ahead``: tiles that are asked for behind the last one. ``registers`` a lane, 0 where nothing
-    was compiled; ``compiled_bytes`` of LDS or shared memory as compiled, likewise.
+    ``role`` is a name in ``ROLES``. ``dims``: head dims to which its products are padded.
+    ``buffers``: bytes of LDS or shared memory of a workgroup, by content. ``threads``: per
+    workgroup. ``whole_tiles``: the last streamed tile is requested as a whole, even if it is partly
+    masked. ``ahead``: tiles that are requested after the last one. ``registers``: per lane, 0 if
+    nothing was compiled. ``compiled_bytes``: LDS or shared memory as compiled, likewise.
     """
 
     role: str
@@ -81,5 +83,5 @@ class TiledKernel:
 
     @property
     def shared_bytes(self) -> int:
-        """LDS or shared memory of a workgroup: as compiled where that is known."""
+        """Return LDS or shared memory of a workgroup: as compiled if that is known."""
         return self.compiled_bytes or sum(self.buffers.values())

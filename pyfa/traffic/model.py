@@ -1,4 +1,4 @@
-"""All that one attention costs on one device, standard and tiled, as numbers and as plain data."""
+"""All costs of one attention on one device, standard and tiled, as numbers and as plain data."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ WAYS, DIRECTIONS = ("standard", "tiled"), ("forward", "backward")
 
 @dataclass(frozen=True)
 class Costs:
-    """One way to compute one direction. Bytes and FLOPs; ``intensity`` is visible FLOPs per byte of
-    the DRAM estimate. ``seconds``: each kernel's bound by peaks, FLOPs of its tiles and its
-    estimated DRAM bytes, summed; ``by``: what bounds the larger part of that time."""
+    """The costs of one algorithm in one direction. Bytes and FLOPs; ``intensity`` is visible FLOPs
+    per byte of the DRAM estimate. ``seconds``: the sum of each kernel's bound by peaks, FLOPs of
+    its tiles and its estimated DRAM bytes; ``by``: the bound of the larger part of that time."""
 
     requested: int
     dram: int
@@ -45,11 +45,11 @@ class Fit:
 
 @dataclass(frozen=True)
 class Model:
-    """What ``model`` computes.
+    """The result of ``model``.
 
-    ``least``: the bound of the problem itself, from visible FLOPs and compulsory bytes, which no
-    kernel passes that keeps the scores on chip. ``costs`` by way and direction; a way whose tiles
-    nobody told has none. ``peak_bytes`` of memory by way, for a forward and for training.
+    ``least``: the bound of the problem itself, from visible FLOPs and compulsory bytes; no kernel
+    can be faster. ``costs``: by algorithm and direction, missing if the tiles are unknown.
+    ``peak_bytes``: memory by algorithm, for a forward and for training.
     """
 
     shape: Shape
@@ -64,12 +64,14 @@ class Model:
 
     @property
     def ridge(self) -> float:
-        """FLOP/byte from which the device's matrix units bound; 0 where it is not known."""
+        """Return the FLOP/byte above which the device's matrix units are the bound; 0 if
+        unknown."""
         return ridge(self.device, self.dtype)
 
     def rules(self) -> dict[str, int]:
-        """Rows of a block by the rules of ``sram``: of float32, as the seeds count, and of the
-        dtype. Empty where the device has no arch with a limit."""
+        """Return the rows per block by the rules of ``sram``, for float32 (as common notes on
+        FlashAttention count) and for the problem's dtype. Empty if the device's shared-memory limit
+        is unknown."""
         limits = self.device.limits
         if limits is None:
             return {}
@@ -82,7 +84,7 @@ class Model:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON: FLOPs, bytes, seconds, FLOP/byte."""
+        """Return plain data, for JSON: FLOPs, bytes, seconds, FLOP/byte."""
         device = self.device
         limits = device.limits
         return {
@@ -120,7 +122,8 @@ class Model:
 
 
 def model(shape: Shape, device: Device, dtype: str, kernels: Sequence[TiledKernel] = ()) -> Model:
-    """What ``shape`` costs on ``device``: by standard attention, and by a plan's ``kernels``."""
+    """Return the costs of ``shape`` on ``device``, by standard attention and by a plan's
+    ``kernels``."""
     fits = tuple(
         Fit(kernel, workgroups(shape, kernel), _occupancy(device, kernel)) for kernel in kernels
     )

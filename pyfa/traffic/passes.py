@@ -1,7 +1,7 @@
-"""The kernels of an attention one behind the other: a plan's, and those of standard attention.
+"""The sequence of kernels of an attention: a plan's, and those of standard attention.
 
-Standard attention is that of Dao et al. (2022), algorithms 0 (forward) and 3 (backward): a matrix
-product, softmax, another product, with S and P in memory between them.
+Standard attention is defined by Dao et al. (2022), algorithms 0 (forward) and 3 (backward): a
+matrix product, softmax, another product, with S and P in memory between them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ INTERMEDIATE = frozenset({"s", "p", "dp", "ds", "delta", "partial", "dq_sum"})
 
 
 class Stream(NamedTuple):
-    """Bytes of one tensor in one kernel: ``once`` if read or written once, ``asked`` as it does."""
+    """Bytes of one tensor in one kernel. ``once``: if read or written once; ``asked``: as the
+    kernel requests them."""
 
     tensor: str
     once: int
@@ -31,8 +32,8 @@ class Stream(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """One kernel: what it reads and writes, its matrix FLOPs, how many workgroups of how many
-    independent heads (those that share K and V are one) it has."""
+    """One kernel: what it reads and writes, its matrix FLOPs, the number of its workgroups and of
+    its independent heads (heads that share K and V count as one)."""
 
     name: str
     reads: tuple[Stream, ...]
@@ -43,12 +44,13 @@ class Pass(NamedTuple):
 
     @property
     def requested(self) -> int:
-        """Bytes asked of the memory system."""
+        """Return the bytes requested from the memory system."""
         return sum(stream.asked for stream in (*self.reads, *self.writes))
 
 
 def tiled_passes(shape: Shape, kernels: Sequence[TiledKernel]) -> list[Pass]:
-    """Of a plan's kernels; with a backward also the row sums, with parts also their merge."""
+    """Return the kernels of a plan; backward includes the row sums, and split keys include the
+    merge."""
     found: list[Pass] = []
     for kernel in kernels:
         if kernel.role != "forward" and not any(p.name == "row sums" for p in found):
@@ -116,7 +118,7 @@ class _Matrices:
         self.sizes |= dict.fromkeys(("p", "dp", "ds"), self.sizes["s"])
 
     def product(self, name: str, left: str, right: str, out: str) -> Pass:
-        """``out`` = left · right: a tile of the output asks for its rows and columns whole."""
+        """Return ``out`` = left · right; each output tile requests its whole rows and columns."""
         rows, columns, inner = self._sides(out, left)
         across, down = -(-columns // GEMM_TILE), -(-rows // GEMM_TILE)
         sizes = self.sizes
@@ -131,7 +133,7 @@ class _Matrices:
         return Pass(name, reads, _whole(sizes, out), flops, lines * across * down, max(1, lines))
 
     def each(self, name: str, reads: Sequence[str], out: str) -> Pass:
-        """A kernel that reads whole matrices and writes one."""
+        """Return a kernel that reads whole matrices and writes one."""
         lines = self.shape.lines
         return Pass(
             name, _whole(self.sizes, *reads), _whole(self.sizes, out), 0,
@@ -139,7 +141,8 @@ class _Matrices:
         )  # fmt: skip
 
     def _sides(self, out: str, left: str) -> tuple[int, int, int]:
-        """Rows, columns and inner length of a product by the names of its output and left side."""
+        """Return rows, columns and inner length of a product, by the names of its output and left
+        operand."""
         shape = self.shape
         q, k, d, dv = shape.seqlen_q, shape.seqlen_k, shape.head_dim, shape.head_dim_v
         inner = dv if left == "dout" else d
@@ -150,8 +153,9 @@ class _Matrices:
 
 
 def standard_forward(shape: Shape, elementwise: int = 0) -> list[Pass]:
-    """S = QKᵀ; P = softmax(S); O = PV. ``elementwise`` kernels more over S: eager PyTorch has one
-    that scales and one that masks, each of which reads and writes all of S."""
+    """Return S = QKᵀ; P = softmax(S); O = PV. ``elementwise``: the number of further kernels over
+    S. Eager PyTorch has one that scales and one that masks, each of which reads and writes all of
+    S."""
     m = _Matrices(shape)
     return [
         m.product("S = QKᵀ", "q", "k", "s"),
@@ -162,7 +166,7 @@ def standard_forward(shape: Shape, elementwise: int = 0) -> list[Pass]:
 
 
 def standard_backward(shape: Shape) -> list[Pass]:
-    """dV = PᵀdO; dP = dO Vᵀ; dS from P and dP; dQ = dS K; dK = dSᵀQ."""
+    """Return dV = PᵀdO; dP = dO Vᵀ; dS from P and dP; dQ = dS K; dK = dSᵀQ."""
     m = _Matrices(shape)
     return [
         m.product("dV = PᵀdO", "p", "dout", "dv"),
@@ -174,6 +178,6 @@ def standard_backward(shape: Shape) -> list[Pass]:
 
 
 def splits_bytes(shape: Shape, splits: int) -> int:
-    """Of the partial results of a forward cut into ``splits``, as they are allocated."""
+    """Return the bytes of the partial results of a forward with ``splits``, as allocated."""
     rows = shape.lines * shape.seqlen_q
     return rows * splits * (shape.head_dim_v + 1) * FLOAT_BYTES if splits > 1 else 0

@@ -1,7 +1,7 @@
-"""Bytes that a kernel's tiles ask of the memory system.
+"""Bytes that a kernel's tiles request from the memory system.
 
-Not HBM traffic: K and V are asked for once per block of query rows, and most of that the caches
-answer. What the emulator counts and what the sectors of an L2 show compares with this.
+This is not HBM traffic: K and V are requested once per block of query rows, and most requests hit
+the caches. The emulator's counters and the sectors of an L2 can be compared with it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Array = npt.NDArray[np.int64]
 
 
 class Requested(NamedTuple):
-    """Bytes of each tensor; ``merged`` of them are read again by the kernel that merges parts."""
+    """Bytes of each tensor; ``merged``: those that the kernel that merges splits reads again."""
 
     q: int
     k: int
@@ -40,7 +40,8 @@ class Requested(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Rows ``first`` … ``last`` walk the keys [begin, end): an array each, of as many parts."""
+    """Rows ``first`` … ``last`` iterate over the keys [begin, end): arrays with one element per
+    split."""
 
     first: Array
     last: Array
@@ -57,9 +58,10 @@ _AT_ONCE = 1 << 18
 
 
 def requested_bytes(shape: Shape, tiling: Tiling) -> Requested:
-    """Of a forward with its merge: Q once per part, K and V once per block of rows that sees them.
+    """Return the requested bytes of a forward with its merge: Q once per split, K and V once per
+    block of rows that sees them.
 
-    Scalars (arguments, lengths, the LSEs of parts where they are merged) are left out.
+    Scalars (arguments, lengths, the LSEs of merged splits) are left out.
     """
     size, packed = shape.itemsize, tiling.packed
     keys = seen = 0
@@ -83,7 +85,7 @@ def requested_bytes(shape: Shape, tiling: Tiling) -> Requested:
 
 
 def requested_of(shape: Shape, kernel: TiledKernel) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes that one kernel reads, and those that it writes, by tensor.
+    """Return the bytes that one kernel reads, and those that it writes, by tensor.
 
     A role that owns keys reads the rows of every head of the group for each of its blocks.
     """
@@ -113,7 +115,7 @@ def requested_of(shape: Shape, kernel: TiledKernel) -> tuple[dict[str, int], dic
 
 
 def _seen(shape: Shape, part: Blocks, packed: int) -> int:
-    """Lines that see any key of their part."""
+    """Return the number of lines that see any key of their split."""
     low, high = part.first // packed, part.last // packed
     if shape.window_right >= 0:
         low = np.maximum(low, part.begin - shape.shift - shape.window_right)
@@ -125,8 +127,8 @@ def _seen(shape: Shape, part: Blocks, packed: int) -> int:
 
 
 def blocks(shape: Shape, kernel: TiledKernel) -> Iterator[Blocks]:
-    """Every part of a head: rows that walk keys, or keys that walk rows where a kernel owns keys.
-    Parts with nothing to see are left out."""
+    """Return every split of a head: rows that iterate over keys, or keys that iterate over rows if
+    a kernel owns keys. Fully masked splits are left out."""
     owned, walked = kernel.tiling.block_q, kernel.tiling.block_k
     if ROLES[kernel.role].owns_keys:
         shape, owned, walked = shape.mirrored, walked, owned
@@ -140,7 +142,8 @@ def blocks(shape: Shape, kernel: TiledKernel) -> Iterator[Blocks]:
 
 
 def workgroups(shape: Shape, kernel: TiledKernel) -> int:
-    """Of a launch: blocks of a head that exist, seen or not, for every head and part."""
+    """Return the workgroups of a launch: existing blocks of a head, masked or not, for every head
+    and split."""
     tiling = kernel.tiling
     if ROLES[kernel.role].owns_keys:
         return -(-shape.seqlen_k // tiling.block_k) * shape.heads_k * shape.batch
@@ -149,8 +152,9 @@ def workgroups(shape: Shape, kernel: TiledKernel) -> int:
 
 
 def _walk(shape: Shape, owned: int, walked: int, tiling: Tiling) -> Iterator[Blocks]:
-    """Lines ``first`` … ``last`` (rows, or rows of all ``packed`` heads) and [begin, end) of each
-    of their parts; empty parts are left out. Many blocks at a time: 10⁹ rows are 8 million."""
+    """Yield lines ``first`` … ``last`` (rows, or rows of all ``packed`` heads) and [begin, end) of
+    each of their splits; empty splits are left out. Yields many blocks at a time: 10⁹ rows are 8
+    million blocks."""
     lines, packed = shape.seqlen_q * tiling.packed, tiling.packed
     if lines // owned > _MOST_BLOCKS:
         most = _MOST_BLOCKS * owned // packed

@@ -1,7 +1,7 @@
-"""The roofline (Williams, Waterman, Patterson 2009): whether memory or matrix units bound.
+"""The roofline (Williams, Waterman, Patterson 2009): whether memory or matrix units are the bound.
 
-Peaks are those of the vendors' data sheets (``arch.py``, ``device.py``), which nobody reaches for
-long: a lower bound of time, no prediction of it.
+Peaks come from the vendors' data sheets (``arch.py``, ``device.py``) and are not sustained in
+practice. The result is a lower bound on the time, not a prediction.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ..device import Device
 
 
 class Bound(NamedTuple):
-    """``seconds`` at least; ``by`` is ``memory`` or ``compute``, "" where no peak is known."""
+    """``seconds``: the lower bound; ``by``: ``memory`` or ``compute``, "" if no peak is known."""
 
     seconds: float
     by: str
@@ -20,12 +20,13 @@ class Bound(NamedTuple):
 
 
 def ridge(device: Device, dtype: str) -> float:
-    """FLOP/byte from which the matrix units bound, 0 where a peak is not known."""
+    """Return the FLOP/byte above which the matrix units are the bound, 0 if a peak is unknown."""
     return device.matrix_flops(dtype) / device.bandwidth if device.bandwidth else 0.0
 
 
 def bound(device: Device, dtype: str, flops: float, moved: float) -> Bound:
-    """Of ``flops`` in matrix products beside ``moved`` bytes of memory, overlapped perfectly."""
+    """Return the bound for ``flops`` in matrix products and ``moved`` bytes of memory, perfectly
+    overlapped."""
     peak = device.matrix_flops(dtype)
     intensity = flops / moved if moved else 0.0
     if not peak or not device.bandwidth:

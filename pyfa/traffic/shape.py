@@ -1,4 +1,4 @@
-"""``Shape``: the sizes of one dense attention, and who sees whom in it."""
+"""``Shape``: the sizes and the mask of one dense attention."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ class Shape(NamedTuple):
     """A dense attention without score terms. Windows as a ``Call`` has them: −1 for unlimited.
 
     Masks align to the bottom right: query i sees key j where −left ≤ j − i − shift ≤ right. Chunks
-    are not counted: their kernels read less than this says.
-    ``itemsize``: bytes of an element of q, k and v. ``latent``: v is a view of k.
+    are ignored: their kernels read less than computed here. ``itemsize``: bytes of an element of q,
+    k and v. ``latent``: v is a view of k.
     """
 
     batch: int
@@ -28,22 +28,22 @@ class Shape(NamedTuple):
 
     @property
     def shift(self) -> int:
-        """The key in the middle of query 0's window."""
+        """Return the key in the middle of query 0's window."""
         return self.seqlen_k - self.seqlen_q + self.window_shift
 
     @property
     def group(self) -> int:
-        """Query heads that share a key head."""
+        """Return the number of query heads that share a KV head."""
         return self.heads_q // max(1, self.heads_k)
 
     @property
     def lines(self) -> int:
-        """(sequence, query head) pairs: attentions over one head each."""
+        """Return the number of (sequence, query head) pairs: attentions with one head each."""
         return self.batch * self.heads_q
 
     @property
     def mirrored(self) -> Shape:
-        """Keys and queries in each other's place: whom a key is seen by."""
+        """Return the shape with keys and queries exchanged, to ask which queries see a key."""
         return self._replace(
             seqlen_q=self.seqlen_k,
             seqlen_k=self.seqlen_q,
@@ -53,7 +53,7 @@ class Shape(NamedTuple):
         )
 
     def keys_seen(self, first: int, last: int) -> tuple[int, int]:
-        """The keys [begin, end) that any of the queries ``first`` … ``last`` sees."""
+        """Return the keys [begin, end) that any of the queries ``first`` … ``last`` sees."""
         most = self.seqlen_k
         begin, end = 0, most
         if self.window_left >= 0:
@@ -63,7 +63,7 @@ class Shape(NamedTuple):
         return begin, max(begin, end)
 
     def visible_pairs(self) -> int:
-        """(query, key) pairs that the mask leaves, of one head of one sequence."""
+        """Return the number of unmasked (query, key) pairs of one head of one sequence."""
         right = self.shift + self.window_right if self.window_right >= 0 else self.seqlen_k
         pairs = _pairs_up_to(self.seqlen_q, self.seqlen_k, right)
         if self.window_left >= 0:
@@ -73,7 +73,8 @@ class Shape(NamedTuple):
 
 
 def _pairs_up_to(rows: int, keys: int, diagonal: int) -> int:
-    """Pairs with key ≤ row + ``diagonal``: Σ over rows of clamp(row + diagonal + 1, 0, keys)."""
+    """Return the pairs with key ≤ row + ``diagonal``: Σ over rows of clamp(row + diagonal + 1, 0,
+    keys)."""
     full = min(max(keys - diagonal - 1, 0), rows)  # the first row that reaches the last key
     first = min(max(-diagonal, 0), full)  # the first row that reaches key 0
     ramp = (full - first) * (first + full + 2 * diagonal + 1) // 2

@@ -1,4 +1,4 @@
-"""What fits on chip: rows of a block by two rules, and blocks that a compute unit holds at once."""
+"""What fits on chip: rows per block by two rules, and blocks that a compute unit holds at once."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ _GRANULE = 8
 
 
 def rows_of_three_tiles(sram_bytes: int, head_dim: int, size: int = 4) -> int:
-    """M = SRAM / (3·d·size): a tile each of Q, K and V (Flash Attention notes count ``size`` = 4).
+    """Return M = SRAM / (3·d·size): one tile each of Q, K and V (common notes on FlashAttention use
+    ``size`` = 4).
 
-    It leaves out S and O, which attention keeps on chip too.
+    The rule leaves out S and O, which attention also keeps on chip.
     """
     return sram_bytes // (3 * head_dim * size)
 
 
 def rows_with_scores(sram_bytes: int, head_dim: int, size: int = 4) -> int:
-    """The largest M for which Q, K, V and O of M × d, and S of M × M, fit: 4·d·M + M² elements."""
+    """Return the largest M for which Q, K, V and O of M × d, and S of M × M, fit: 4·d·M + M²
+    elements."""
     elements = sram_bytes // size
     rows = int(math.sqrt(4 * head_dim * head_dim + elements)) - 2 * head_dim
     # The root is rounded: one off at most.
@@ -30,8 +32,8 @@ def rows_with_scores(sram_bytes: int, head_dim: int, size: int = 4) -> int:
 
 
 class Occupancy(NamedTuple):
-    """Workgroups that a compute unit holds at once, and what keeps it from more. ``share``: of the
-    wavefronts that it could hold."""
+    """Workgroups that a compute unit holds at once, and the resource that limits them. ``share``:
+    the fraction of the wavefronts that it could hold."""
 
     workgroups: int
     share: float
@@ -39,10 +41,11 @@ class Occupancy(NamedTuple):
 
 
 def occupancy(arch: Arch, shared_bytes: int, threads: int, registers: int = 0) -> Occupancy:
-    """Of workgroups of ``threads`` with ``shared_bytes`` of LDS or shared memory each.
+    """Return the occupancy for workgroups of ``threads`` with ``shared_bytes`` of LDS or shared
+    memory each.
 
-    ``registers`` a lane; 0 where nobody knows them, which makes this an upper bound. An NVIDIA
-    block takes 1 KiB of shared memory beyond its own (CUDA C++ programming guide, from 8.0 on).
+    ``registers``: per lane; 0 if unknown, which makes the result an upper bound. An NVIDIA block
+    takes 1 KiB of shared memory beyond its own (CUDA C++ programming guide, from 8.0 on).
     """
     waves = -(-threads // arch.lanes)
     reserved = 1024 if arch.vendor == "nvidia" else 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
+import subprocess
 import sys
 from io import StringIO
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pyfa import api, emulator, ops
+from pyfa import api, ops
 from pyfa.backends import BACKENDS
 from pyfa.backends.hip import runtime_emulator
 from pyfa.backends.native import gaps
@@ -28,10 +30,11 @@ SPLIT = packed(((1, 1), (65, 17)), "kvcache", num_splits=2)
 def scripts(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     found = importlib.import_module("mutations"), importlib.import_module("machine_faults")
-    for place, name in ((runtime_emulator, "program"), (emulator, "Machine")):
-        monkeypatch.setattr(place, name, getattr(place, name))  # they put others there
+    monkeypatch.setattr(
+        runtime_emulator, "program", runtime_emulator.program
+    )  # it puts others there
     yield found
-    for name in ("mutations", "machine_faults", "machine"):
+    for name in ("mutations", "machine_faults", "launches", "machine", "executed", "processes"):
         del sys.modules[name]
 
 
@@ -61,13 +64,30 @@ def test_a_dropped_wait_is_caught_and_its_wait_alone(scripts: Any) -> None:
     mutations, _ = scripts
     plain = mutations.run_plainly(SPLIT)
     assert plain.status == "passed"
-    options = argparse.Namespace(all="wait", kernels="combine", seed=0, faults=0, cases=1)
-    planted = mutations.drawn([plain], plain.objects, {SPLIT.name}, options)
-    verdicts = [mutations.judge((each, plain.objects[each.digest])) for each in planted]
+    options = argparse.Namespace(all=["wait"], kernels="combine", seed=0, faults=0)
+    _, planted = mutations.drawn([plain], plain.objects, {SPLIT.name}, options)
+    verdicts = [mutations.judge(each, 9) for each in planted]
     caught = [verdict for verdict in verdicts if verdict.by]
     assert caught
     assert {verdict.by for verdict in caught} == {"emulator: waits"}
     assert all("s_waitcnt → s_nop" in verdict.text for verdict in verdicts)
+    left = [verdict for verdict in verdicts if not verdict.by]
+    assert all(verdict.same and not verdict.other for verdict in left), "a wait moves no bits"
+
+
+def test_a_launch_is_made_again_and_a_change_of_bytes_runs_the_case(
+    scripts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutations, _ = scripts
+    plain = mutations.run_plainly(SPLIT)
+    kept = [each for several in mutations._kept.values() for each in several]
+    assert all(each.again(BACKENDS["emulator"].runtime) for each in kept), "the same bytes again"
+    monkeypatch.setattr(mutations, "_quick", lambda: {SPLIT.name: SPLIT})
+    options = argparse.Namespace(all=["register"], kernels="combine", seed=0, faults=0)
+    planted = mutations.drawn([plain], plain.objects, {SPLIT.name}, options)[1][:40]
+    verdicts = [mutations.judge(each, 9) for each in planted]
+    assert {"wrong numbers", ""} <= {verdict.by for verdict in verdicts}
+    assert all(verdict.case == SPLIT.name for verdict in verdicts if verdict.by)
 
 
 def test_the_emulators_coverage_is_in_the_report() -> None:
@@ -115,3 +135,37 @@ DEVICE int least(int a, int b) { return a < b; }
         (6, "call left out", ""),
     }
     assert script.planted(source, found[-1]).splitlines()[6] == ""
+
+
+def test_faults_of_python_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    script = importlib.import_module("mutations_python")
+    tree = ast.parse(
+        "def f(a: 3, b):\n    g(a)\n    return min(a + 1, b) if not a < b else a and b"
+    )
+    before = ast.unparse(tree)
+    made = [(kind, ast.unparse(tree)) for kind, _ in script.changes(tree)]
+    assert {kind for kind, _ in made} == {
+        "left out", "call", "not left out", "comparison", "logic", "arithmetic", "number",
+    }  # fmt: skip
+    assert all(after != before for _, after in made)
+    assert ast.unparse(tree) == before, "each is taken back"
+    assert not any("a: 4" in after for _, after in made), "an annotation is no code"
+
+
+def test_a_fault_of_the_torch_backend_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process that imports the backend with the fault; without one all cases pass."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    script = importlib.import_module("mutations_python")
+    faults = script.all_faults()
+    fault = next(x for x in faults if x.file == "tiled.py" and x.kind == "call" and "exp2" in x.new)
+    code = (
+        "import sys; sys.path.insert(0, 'benchmarks'); import mutations_python as m, argparse;"
+        "options = argparse.Namespace(jobs=1, stuck=120.0);"
+        f"print(m.judge_all([m.Fault(*{tuple(fault)!r})], 'quick', options, 1e9)[0].by)"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=150
+    )
+    assert done.stdout.strip().splitlines()[-1:] == ["wrong numbers"], done.stderr

@@ -48,7 +48,7 @@ def test_cases_are_of_all_kinds_and_mean_something(script: Any, kinds: Any) -> N
     features = {name for _, case in cases for name in case.features}
     # What fuzz.py draws, or a suite of its own.
     others = {"batch_invariant", "chunk", "negative_edge", "score_mod", "mask_mod"}
-    others |= {"latent", "topk", "wide"}
+    others |= {"latent", "topk", "wide", "tree", "captured_grad"}
     assert features == set(FEATURES) - {"bias", "bias_grad", "fp8"} - others
     # Triton compiles others for fewer rows, where there is no more to it than the heads' own sizes.
     for kind, case in cases:

@@ -100,6 +100,19 @@ def become_a_file(path: Path) -> None:
     path.write_text("not a folder")
 
 
+def become_a_folder(name: str) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        (path / name).unlink()
+        (path / name).mkdir()
+
+    return change
+
+
+def become_a_pipe(path: Path) -> None:
+    shutil.rmtree(path)
+    os.mkfifo(path)
+
+
 def become_a_dangling_link(path: Path) -> None:
     shutil.rmtree(path)
     path.symlink_to(path.parent / "nowhere")
@@ -140,6 +153,11 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "code outside": edit_meta(code="../code.hsaco"),
     "whole, but outside": point_outside,
     "a time that is none": edit_meta(created="yesterday"),
+    "never made": edit_meta(created=float("nan")),
+    "sparse code": lambda path: os.truncate(path / "code.hsaco", 1 << 42),
+    "a folder for meta": become_a_folder("meta.json"),
+    "a folder for code": become_a_folder("code.hsaco"),
+    "a pipe": become_a_pipe,
     "others can write the code": lambda path: (path / "code.hsaco").chmod(0o666),
     "others can write meta": lambda path: (path / "meta.json").chmod(0o620),
     "an empty folder": empty,

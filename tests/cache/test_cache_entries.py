@@ -99,7 +99,10 @@ def test_a_damaged_entry_is_a_miss_and_is_rebuilt(home: Path, kind: str) -> None
     assert all(name.endswith(".lock") for name in names(home) - {place(home).name})
 
 
-@pytest.mark.parametrize("kind", ["no meta", "another schema", "an empty folder"])
+@pytest.mark.parametrize(
+    "kind",
+    ["no meta", "another schema", "an empty folder", "a file", "a pipe", "a dangling link"],
+)
 def test_a_damaged_entry_is_listed_and_cleared(home: Path, kind: str) -> None:
     ask(lambda: b"code")
     DAMAGE[kind](place(home))
@@ -107,6 +110,56 @@ def test_a_damaged_entry_is_listed_and_cleared(home: Path, kind: str) -> None:
     assert (info.name, info.key, info.arch, info.intact) == ("attn_fwd", KEY, "", False)
     assert cache.clear() == [info]
     assert cache.entries() == []
+
+
+@pytest.mark.parametrize("kind", ["a folder for meta", "a folder for code", "a changed byte"])
+def test_a_look_at_a_damaged_entry_keeps_no_descriptor(home: Path, kind: str) -> None:
+    ask(lambda: b"code")
+    DAMAGE[kind](place(home))
+    before = os.dup(0)
+    os.close(before)
+    for _ in range(3):
+        assert [info.intact for info in cache.entries()] == [False]
+    after = os.dup(0)  # the lowest free number
+    os.close(after)
+    assert after == before
+
+
+def test_what_was_verified_is_what_is_told(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the check of an entry and the list that names it, it may be gone or another."""
+    ask(lambda: b"code")
+    verified = cache._verified
+
+    def then_change(path: Path, readonly: bool = False) -> object:
+        found = verified(path, readonly)
+        (path / "meta.json").write_text("[1")
+        return found
+
+    monkeypatch.setattr(cache, "_verified", then_change)
+    (info,) = cache.entries()
+    assert (info.arch, info.intact) == ("gfx942", True)
+
+
+@pytest.mark.skipif(os.open not in os.supports_dir_fd, reason="no files by their folder here")
+def test_all_files_are_of_the_folder_that_was_checked(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another entry takes the place while this one is read: its code is not mixed in."""
+    ask(lambda: b"code")
+    loads = cache.json.loads
+
+    def then_swap(text: bytes) -> object:
+        os.rename(place(home), home / "aside")
+        place(home).mkdir(mode=0o700)
+        for name in ("code.hsaco", "source"):
+            (place(home) / name).write_bytes(b"another")
+        monkeypatch.setattr(cache.json, "loads", loads)
+        return loads(text)
+
+    monkeypatch.setattr(cache.json, "loads", then_swap)
+    found = cache._read(place(home))
+    assert found is not None
+    assert found.code == b"code"
 
 
 @needs_root

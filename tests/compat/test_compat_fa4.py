@@ -180,8 +180,7 @@ def test_parts_combine_padded_and_packed() -> None:
 @pytest.mark.parametrize(
     "argument",
     [
-        "gather_kv_indices", "score_mod", "score_mod_bwd", "mask_mod", "aux_tensors",
-        "aux_scalars", "block_sparse_tensors", "block_sparse_tensors_bwd",
+        "gather_kv_indices",
     ],
 )  # fmt: skip
 def test_what_is_refused_says_why(name: str, argument: str) -> None:

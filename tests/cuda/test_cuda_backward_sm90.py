@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from pyfa import abi, cubin, dispatch
 from pyfa.backends.common.calls import DTYPE_CODES
 from pyfa.backends.cuda import backward, code, plans, runtime_compiler
 from pyfa.backends.cuda.target import TARGET
+from pyfa.backends.native import backward as native_backward
 from pyfa.backends.native import catalog
 from pyfa.backends.native.tiles import sm90
 from pyfa.device import DEVICES
@@ -36,17 +38,19 @@ def kernel_of(head_dim: int, head_dim_v: int, general: bool = False, arch: str =
     return found[1]
 
 
+@pytest.mark.usefixtures("preview")
 @pytest.mark.parametrize("general", [False, True])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
-def test_plain_scores_on_hopper_are_its_own(arch: str, general: bool) -> None:
-    own = arch == "sm_90a" and not general
+def test_which_kernel_is_whose(arch: str, general: bool) -> None:
     for dims in ((1, 1), (64, 64), (80, 40), (128, 128), (192, 128), (160, 160), (256, 256)):
         plan = kernel_of(*dims, general, arch)
+        own = arch == "sm_90a"
         assert plan.kernel == (backward.SM90 if own else backward.KERNEL)
         assert plan in catalog.all_plans(TARGET, plans.tiled_arch(arch))
         constants = dict(plan.constants)
         assert int(constants["HEAD_DIM"]) >= dims[0]
         assert int(constants["HEAD_DIM_V"]) >= dims[1]
+        assert int(constants.get("TERMS", constants.get("GENERAL", 0))) == general
 
 
 def test_tiles_of_another_arch_are_sm80_s(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,17 +58,31 @@ def test_tiles_of_another_arch_are_sm80_s(monkeypatch: pytest.MonkeyPatch) -> No
     assert kernel_of(128, 128).kernel == backward.KERNEL
 
 
+IN_TURN = "sm90's has no deterministic gradient of sinks"
+STEEP = "sm90's has no sinks with softcap or score_mod for heads beyond 128"
+
+
+@pytest.mark.usefixtures("preview")
 @pytest.mark.parametrize(
-    ("features", "left"),
-    [(("causal", "gqa", "varlen", "window", "dlse"), False), (("softcap",), True),
-     (("alibi",), True), (("sinks",), True)],
+    ("features", "dim", "why"),
+    [(("causal", "gqa", "varlen", "window", "dlse"), 256, ""), (("softcap",), 128, ""),
+     (("alibi", "deterministic"), 64, ""), (("sinks", "dropout"), 80, ""),
+     (("score_mod",), 128, ""), (("softcap",), 136, ""), (("mask_mod", "sinks"), 256, ""),
+     (("sinks", "softcap"), 128, ""), (("sinks", "softcap"), 192, STEEP),
+     (("sinks", "score_mod"), 256, STEEP),
+     (("sinks", "deterministic"), 128, IN_TURN)],
 )  # fmt: skip
-def test_explain_says_what_is_left_to_sm80(features: tuple[str, ...], left: bool) -> None:
-    words = "backward is sm80's kernel: sm90's has no score terms, sinks or dropout"
-    for device, expected in (("H200", left), ("A100-80GB", False)):
-        plan = dispatch.ask("cuda", problem(*features, device=device), hypothetical=True).plan
+def test_explain_says_what_is_left_to_sm80(features: tuple[str, ...], dim: int, why: str) -> None:
+    for device, expected in (("H200", why), ("A100-80GB", "")):
+        asked = replace(problem(*features, device=device), head_dim=dim, head_dim_v=dim)
+        plan = dispatch.ask("cuda", asked, hypothetical=True).plan
         assert plan is not None
-        assert (words in plan.notes) == expected
+        found = [note for note in plan.notes if "backward" in note]
+        assert found == ([f"backward is sm80's kernel: {expected}"] if expected else [])
+        chain = native_backward.plans_for(TARGET, "cuda", asked)
+        own = device == "H200" and not why
+        assert chain[1].kernel == (backward.SM90 if own else backward.KERNEL)
+        assert len({dict(each.constants)["BLOCK_Q"] for each in chain}) == 1
 
 
 @pytest.mark.skipif(
@@ -75,10 +93,11 @@ def test_explain_says_what_is_left_to_sm80(features: tuple[str, ...], left: bool
     "plan",
     dict.fromkeys(
         plan
-        for pair in sm90.BACKWARD
+        for general, table in enumerate((sm90.BACKWARD, sm90.BACKWARD_TERMS))
+        for pair in table
         for dtype in DTYPE_CODES.values()
         for deterministic in (False, True)
-        for plan in backward.sm90_plans_of(pair, dtype, deterministic)
+        for plan in backward.sm90_plans_of(pair, dtype, deterministic, bool(general))
     ),
     ids=str,
 )
@@ -94,7 +113,8 @@ def test_products_run_on_while_registers_are_as_planned(plan: Plan) -> None:
         return
     assert found.registers == 168
     assert plans.threads_of(plan) == 384
-    assert found.stack_bytes <= (0 if int(constants["HEAD_DIM"]) <= 192 else 96)
+    most = 96 if int(constants["HEAD_DIM"]) > 192 else 8 * int(constants["TERMS"])
+    assert found.stack_bytes <= most
     assert found.shared_bytes + plans.shared_bytes(plan) <= 227 * 1024
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import struct
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
+import pyfa
 from pyfa import abi, dispatch, mods
 from pyfa.backends.common import arguments
+from pyfa.backends.common.calls import GENERAL, PLAIN
 from pyfa.backends.common.program import Params, Program
-from pyfa.backends.cuda import code, plans, runtime_compiler
+from pyfa.backends.cuda import code, forward_sm90, plans, runtime_compiler
 from pyfa.backends.cuda.target import TARGET
 from pyfa.conformance.build import build
 from pyfa.conformance.cases import Case
@@ -19,6 +24,7 @@ from pyfa.device import DEVICES
 from pyfa.plan import Plan
 from pyfa.problem import problem_of
 
+BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
 CASE = Case(
     lengths_q=(129,), lengths_k=(257,), backward=True, score_mod="relative", mask_mod="natten"
 )
@@ -33,11 +39,25 @@ def plans_for(device: str) -> tuple[Plan, Plan]:
     return forward, chain[1]
 
 
-@pytest.mark.parametrize("device", ["A100-80GB", "H200"])
-def test_ampere_s_kernels_take_them(device: str) -> None:
+def test_what_has_not_passed_on_a_gpu_runs_only_when_asked_for() -> None:
+    forward, gradients = plans_for("H200")
+    assert forward.kernel == forward_sm90.KERNEL
+    assert "LISTS" not in dict(forward.constants)
+    assert gradients.kernel.startswith("cuda/sm80/")
+    wide = TARGET.backward_plans("cuda", "sm_90a", (256, 256), 1, True, False, "")
+    assert wide[1].kernel.startswith("cuda/sm80/")
+    problem = problem_of(build(CASE).spec, True, False, DEVICES["H200"], True)
+    found = dispatch.ask("cuda", problem, hypothetical=True).plan
+    assert found is not None
+    assert "PYFA_PREVIEW=1" in " ".join(found.notes)
+
+
+@pytest.mark.usefixtures("preview")
+@pytest.mark.parametrize(("device", "own"), [("A100-80GB", "sm80"), ("H200", "sm90")])
+def test_which_kernels_take_them(device: str, own: str) -> None:
     digest = build(CASE).spec.mods
     for plan in plans_for(device):
-        assert plan.kernel.startswith("cuda/sm80/")
+        assert plan.kernel.startswith(f"cuda/{own}/")
         constants = dict(plan.constants)
         assert (constants["MOD"], constants["MOD_CAPTURED"]) == (digest, 1)
     plain = replace(CASE, score_mod="", mask_mod="", softcap=3.0)
@@ -47,16 +67,86 @@ def test_ampere_s_kernels_take_them(device: str) -> None:
     assert "MOD" not in dict(found.constants)
 
 
+def test_a_mask_alone_leaves_hopper_s_scores_plain() -> None:
+    for case, score in (
+        (replace(CASE, score_mod=""), PLAIN),
+        (replace(CASE, score_mod="", alibi=True), GENERAL),
+        (replace(CASE, mask_mod=""), GENERAL),
+    ):
+        problem = problem_of(build(case).spec, True, False, DEVICES["H200"], True)
+        found = dispatch.ask("cuda", problem, hypothetical=True).plan
+        assert found is not None
+        assert found.kernel == forward_sm90.KERNEL
+        assert dict(found.constants)["SCORE"] == score
+
+
+@pytest.mark.usefixtures("preview")
+@pytest.mark.parametrize("maps", [0, 3])
+def test_captured_tensors_lie_behind_tensor_maps(maps: int) -> None:
+    """Of a kernel that takes maps as of one that does not, each in a struct of a whole size."""
+    call = build(CASE).spec
+    program = Program(("q", "k", "captured0"), call.q)
+    params = Params(
+        abi.forward_values(call, (0,) * 4, (0,) * 3), {name: name for name in program.inputs}
+    )
+    program.add(plans_for("H200")[0], 1, 128, params)
+    layout = arguments.layout_of(
+        program, lambda _: [arguments.TensorMap(bytes(abi.MAP_SIZE), "q")] * maps
+    )
+    begin = abi.MAPPED_SIZE if maps else abi.SIZE
+    data = bytearray(layout.data)
+    for at, number in layout.words:
+        struct.pack_into("<Q", data, at * 8, (0x1111, 0x2222, 0x3333)[number])
+    (table,) = call.captured
+    found = struct.unpack_from("<Q4i", data, begin)
+    assert found == (0x3333, *table.shape, *(1,) * (4 - table.dim()))
+    at_maps = [struct.unpack_from("<Q", data, abi.MAPS_AT + i * abi.MAP_SIZE) for i in range(maps)]
+    assert at_maps == [(0x1111,)] * maps
+    whole = -(-(begin + abi.captured_bytes(1)) // abi.MAP_ALIGNMENT) * abi.MAP_ALIGNMENT
+    assert len(data) >= whole
+
+
+@pytest.mark.usefixtures("preview")
+def test_launches_find_maps_and_captured_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of forward and backward, and of calls repeated with other tensors."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    no_gpu = importlib.import_module("no_gpu")
+    with no_gpu.nvidia(notes=True) as driver:
+        for _ in range(3):
+            q, k, v = (torch.randn(1, 200, 2, 128).bfloat16().requires_grad_() for _ in range(3))
+            table = torch.randn(2, 400)
+            driver.launched.clear()
+            out = pyfa.attention(
+                q, k, v, score_mod=lambda s, b, h, i, j, table=table: s + table[h, i - j + 200]
+            )
+            torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+            mine = [x for x in driver.launched if x[0].startswith("cuda/sm90/")]
+            assert [name.split(".cu")[0] for name, *_ in mine] == [
+                "cuda/sm90/attn_fwd", "cuda/sm90/attn_bwd",
+            ]  # fmt: skip
+            for _, _, data in mine:
+                for at, x in enumerate((q, k, v)):
+                    place = abi.MAPS_AT + at * abi.MAP_SIZE
+                    assert struct.unpack_from("<Q", data, place) == (x.data_ptr(),)
+                found = struct.unpack_from("<Q8i", data, abi.MAPPED_SIZE)
+                assert found == (table.data_ptr(), 2, 400, 1, 1, 400, 1, 1, 1)
+
+
+@pytest.mark.usefixtures("preview")
 @pytest.mark.skipif(runtime_compiler.why_unavailable() is not None, reason="no NVRTC")
-def test_they_compile_without_spills() -> None:
-    for plan in plans_for("H200"):
+@pytest.mark.parametrize(("device", "most"), [("A100-80GB", 0), ("H200", 40)])
+def test_they_compile_with_hardly_a_spill(device: str, most: int) -> None:
+    """What sm90's spill is a few numbers that their loops keep."""
+    for plan in plans_for(device):
         source = code.source_of(plan)
         assert re.search("DEVICE bool mod_mask", source)
-        arch = plans.compiled_for("sm_90a", plan)
+        arch = plans.compiled_for(DEVICES[device].arch, plan)
         _, report = runtime_compiler.compile_cuda(source, arch=arch)
-        assert runtime_compiler.spills(report) == (0, 0)
+        assert "C75" not in report
+        assert runtime_compiler.spills(report)[0] <= most
 
 
+@pytest.mark.usefixtures("preview")
 def test_captured_tensors_follow_the_parameters() -> None:
     """Their addresses are patched into each launch; sizes and strides stay."""
     call = build(CASE).spec
@@ -72,7 +162,7 @@ def test_captured_tensors_follow_the_parameters() -> None:
     packed.pack_into(data, start, *pick(addresses))
     for at, number in layout.words:
         struct.pack_into("<Q", data, at * 8, addresses[number])
-    assert len(data) == abi.SIZE + abi.captured_bytes(mods.MOST_CAPTURED)
+    assert len(data) == abi.SIZE + abi.captured_bytes(mods.MOST_CAPTURED, listed=True)
     found = abi.unpack(bytes(data))
     assert (found["q"], found["k"]) == (0x1111, 0x2222)
     # Nothing between the addresses is written over.

@@ -43,7 +43,12 @@ ADDRESSES = {"q": 0x7FCC00000000, "k": 0x7FDD00000010, "v": 0x7FEE00000020}
 
 
 def start(paths: list[str]) -> DeviceRuntime:
-    """A runtime in a process where torch is a ROCm build and has mapped ``paths``."""
+    """A runtime in a process where torch is a ROCm build and has mapped ``paths``.
+
+    Without hip-python, unless BINDING asks for it.
+    """
+    if os.environ.get("BINDING") != "hip-python":
+        sys.modules["rocm.bindings.hip"] = None  # type: ignore[assignment]
     for path in paths:
         ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_LOCAL)
     torch.version.hip = "7.0.0"
@@ -185,6 +190,65 @@ def refused(paths: list[str]) -> dict[str, Any]:
     return {"reason": reason, "raised": raised, "copies": libamdhip64.copies()}
 
 
+def described(paths: list[str]) -> str:
+    return start(paths).describe()
+
+
+def bound_before(mapped: str, before: str) -> dict[str, Any]:
+    """hip-python was asked for something, with ROCM_PATH as it is, before there was a runtime."""
+    ctypes.CDLL(before)
+    hip = importlib.import_module("rocm.bindings.hip")
+    search = importlib.import_module("rocm.bindings.util.paths")
+    theirs, search.get_library_path = search.get_library_path, lambda name: before.encode()
+    hip.hipRuntimeGetVersion()
+    search.get_library_path = theirs
+    return {**launches_or_reason([mapped]), "copies": libamdhip64.copies()}
+
+
+def launches_or_reason(paths: list[str]) -> dict[str, Any]:
+    runtime = start(paths)
+    reason = runtime.why_unavailable()
+    if reason is None:
+        bind(runtime)(*tensors(0))
+    return {"reason": reason, "described": "" if reason else runtime.describe()}
+
+
+def deaf(paths: list[str], other: str) -> dict[str, Any]:
+    """A hip-python that opens ``other`` whatever its search says."""
+    hip = importlib.import_module("rocm.bindings.hip")
+    opened = hip.hipRuntimeGetVersion
+    search = importlib.import_module("rocm.bindings.util.paths")
+
+    def version() -> Any:
+        search.get_library_path = lambda name: other.encode()
+        return opened()
+
+    hip.hipRuntimeGetVersion = version
+    found = launches_or_reason(paths)
+    return {**found, "copies": libamdhip64.copies()}
+
+
+def unlike(paths: list[str], module: str, name: str, value: Any) -> dict[str, Any]:
+    """A hip-python without ``name``, or with ``value`` there; whether its search stays the same."""
+    of = importlib.import_module(module)
+    search = importlib.import_module("rocm.bindings.util.paths")
+    if value is None:
+        delattr(of, name)
+    else:
+        setattr(of, name, lambda *_: (value,))
+    before = getattr(search, "get_library_path", None)
+    found = launches_or_reason(paths)
+    return {**found, "same_search": getattr(search, "get_library_path", None) is before}
+
+
+def pending_error(paths: list[str]) -> dict[str, Any]:
+    """torch left an error behind, which its next check is to find."""
+    for path in paths:
+        ctypes.CDLL(path).hipDeviceGetAttribute(ctypes.byref(ctypes.c_int()), 4711, 0)
+    described = start(paths).describe()
+    return {"described": described, "left": ctypes.CDLL(paths[0]).hipPeekAtLastError()}
+
+
 def another_build(cuda: str | None) -> str | None:
     torch.version.hip, torch.version.cuda = None, cuda
     return DeviceRuntime().why_unavailable()
@@ -220,7 +284,7 @@ def failing(paths: list[str], answers: str, data: str = "") -> dict[str, Any]:
     os.environ["STANDIN_ANSWERS"] = answers
     raised = said(launch)
     peek = ctypes.CDLL(paths[0]).hipPeekAtLastError()
-    current = runtime_device._current_device(runtime._runtime()) if "Get" not in answers else 0
+    current = runtime_device._current_device(runtime._runtime()[0]) if "Get" not in answers else 0
     os.environ["STANDIN_ANSWERS"] = ""
     # What was bound before it failed is as good as what is bound anew.
     after = [said(lambda run=run: run(*tensors(1))) for run in bound] + [said(launch)]
@@ -339,6 +403,8 @@ def empty_kernel(arch: str) -> str:
 
 
 def main() -> None:
+    with contextlib.suppress(ImportError):
+        importlib.import_module("rocm.bindings.hip")  # 0.1 s; it opens a runtime at its first call
     for line in sys.stdin:
         asked = json.loads(line)
         sys.stdout.flush()

@@ -8,6 +8,8 @@ import pyfa
 from pyfa import codeobject, dispatch, emulator
 from pyfa.backends.common import splits
 from pyfa.backends.hip import code, forward
+from pyfa.backends.hip.target import TARGET
+from pyfa.backends.native import combine
 from pyfa.backends.native.tiles import gfx942
 from pyfa.conformance.cases import Case
 
@@ -177,6 +179,56 @@ def test_at_most_some_forty_plans():
 def test_two_builds_are_equal():
     plan = forward.all_plans("hip")[0]
     assert code.build(plan, "gfx942") == code.build(plan, "gfx942")
+
+
+# What `benchmarks/mi300x_rounds.py` finds worth it, and not: heads of so many keys, 128 wide.
+@pytest.mark.parametrize(
+    ("heads", "keys", "parts"),
+    [
+        (5, 16384, 5),  # 320 blocks of 304 places: 5 parts end after 6 fifths, not after 2 rounds
+        (3, 13312, 5),  # 156 blocks, more than half of the places: 5 parts take 3 fifths
+        (20, 4096, 1),  # 320 blocks of 64 tiles: merging would take what it gains
+        (64, 16384, 1),  # 13.5 rounds: 4 % at most
+        (40, 2048, 1),  # 1.05 rounds, but merging would take what it gains
+        (8, 16384, 1),  # 1.7 rounds
+        (152, 512, 1),  # a round that is full
+    ],
+)
+def test_grids_whose_last_round_is_far_from_full_are_split(heads, keys, parts):
+    (rounds,) = {TARGET.block_of(plan).rounds for plan in forward.all_plans("hip")
+                 if dict(plan.constants)["HEAD_DIM"] == 128
+                 and dict(plan.constants)["DTYPE"] == 1}  # fmt: skip
+    grid = heads * keys // 256, keys, 304, heads * keys, splits.FREE
+    assert splits.of_prefill(*grid, rounds) == parts
+    # Under a mask blocks end at different times: only what fits once is split.
+    assert splits.of_prefill(*grid, None) == 1
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_the_rounds_ask_for_is_what_runs(causal, monkeypatch, nothing_bound):
+    """And only of blocks that are alike. One block of 768 keys, which fits once in 3 parts."""
+    asked, merged, partials = [], [], combine.partials
+
+    def two(blocks, keys, places, rows, costs, parts):
+        asked.append((blocks, keys, places, rows, parts))
+        return 2
+
+    def seen(call, num_splits):
+        merged.append(num_splits)
+        return partials(call, num_splits)
+
+    monkeypatch.setattr(splits, "over_rounds", two)
+    monkeypatch.setattr(combine, "partials", seen)
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, n, 1, 64, generator=generator).half() for n in (200, 768, 768))
+    out = pyfa.attention(q, k, v, causal=causal, backend="emulator")
+    mask = torch.ones(200, 768, dtype=torch.bool).tril(568) if causal else None
+    want = torch.nn.functional.scaled_dot_product_attention(
+        *(x.float().transpose(1, 2) for x in (q, k, v)), attn_mask=mask
+    )
+    assert torch.allclose(out.float(), want.transpose(1, 2), atol=2e-3)
+    assert asked == ([] if causal else [(1, 768, 304, 200, 3)])
+    assert merged == ([3] if causal else [2])
 
 
 @pytest.mark.parametrize("units", [304, 80, 38])

@@ -40,8 +40,8 @@ GAPS = (
 # Each: what it is, the exact snippet, what it becomes.
 FAULTS = {
     "a split that saw nothing is read": (
-        "if (lse[i] != -INFINITY_F && columns > 0)",
-        "if (columns > 0)",
+        "if (lse[i] != -INFINITY_F && columns > 0) out[i] = *",
+        "if (columns > 0) out[i] = *",
     ),
     "the same of odd dims": (
         "if (lse[i] != -INFINITY_F && columns > j)",
@@ -61,7 +61,7 @@ FAULTS = {
     ),
     "packed rows of other workgroups": ("workgroup_index() << (kThreadBits", "0 << (kThreadBits"),
     "LSE in base 2": ("log2(sum.total) * kLn2", "log2(sum.total)"),
-    "columns beyond head_dim_v": ("&& columns > 0", ""),
+    "columns beyond head_dim_v": ("&& columns > 0) out[i] = *", ") out[i] = *"),
     "columns beyond odd dims": ("&& columns > j", ""),
     "columns stored beyond it": ("      if (place.column + j < p.head_dim_v)\n        to", "to"),
     "rows of no sequence": ("if (used)", "if (exists)"),

@@ -74,12 +74,22 @@ def log(tmp_path: Path) -> Path:
     return tmp_path / "log"
 
 
+@pytest.fixture(params=["ctypes", "hip-python"])
+def binding(request: pytest.FixtureRequest) -> str:
+    """What launches."""
+    if request.param == "hip-python":
+        pytest.importorskip("rocm.bindings.hip", reason="hip-python is not installed")
+    found: str = request.param
+    return found
+
+
 @pytest.fixture
-def scenario(server: subprocess.Popen[str], log: Path) -> Scenario:
+def scenario(server: subprocess.Popen[str], log: Path, binding: str) -> Scenario:
     """Runs one in a process of its own and returns what it returns."""
 
     def run(name: str, *arguments: Any, **environment: str) -> Any:
-        environment = {"STANDIN_LOG": str(log), "STANDIN_PARAMS": str(abi.SIZE), **environment}
+        given = {"STANDIN_LOG": str(log), "STANDIN_PARAMS": str(abi.SIZE), "BINDING": binding}
+        environment = {**given, **environment}
         asked = {"scenario": name, "arguments": arguments, "environment": environment}
         assert server.stdin is not None
         assert server.stdout is not None
@@ -169,7 +179,7 @@ def test_other_builds_of_torch(scenario: Scenario, cuda: str | None, build: str)
 
 def test_a_system_that_lists_no_maps(scenario: Scenario) -> None:
     reason = scenario("unlisted")
-    assert "no list of what is loaded" in reason
+    assert "the list of loaded libraries is not readable" in reason
     assert "/nowhere/maps" in reason
 
 
@@ -222,6 +232,98 @@ def test_the_list_of_what_is_mapped(more: str, expected: list[str] | None) -> No
     expected = [more.split()[-1]] if expected is None else expected
     lines = [*MAPS.splitlines(keepends=True), more + "\n"]
     assert libamdhip64.copies(lines) == ["/opt/rocm 7/lib/libamdhip64.so.7", *expected]
+
+
+# --- by which binding -----------------------------------------------------------------------------
+
+only_hip_python = pytest.mark.parametrize("binding", ["hip-python"], indirect=True)
+
+
+@only_hip_python
+@pytest.mark.parametrize("mapped", ["torch", "rocm"])
+def test_hip_python_calls_the_mapped_copy(
+    scenario: Scenario, copies: dict[str, str], log: Path, mapped: str
+) -> None:
+    """Wherever its own search would lead."""
+    elsewhere = copies["rocm" if mapped == "torch" else "torch"]
+    paths = {
+        "LD_LIBRARY_PATH": str(Path(elsewhere).parent),
+        "ROCM_PATH": str(Path(elsewhere).parents[1]),
+    }
+    found = scenario("unlike", [copies[mapped]], "rocm.bindings.hip", "unused", 0, **paths)
+    assert found["reason"] is None
+    assert found["same_search"]
+    assert found["described"].endswith(f"{copies[mapped]}, launched by hip-python 10.0.0")
+    assert {call["copy"] for call in calls(log)} == {mapped}
+
+
+@only_hip_python
+def test_hip_python_bound_earlier_to_the_mapped_copy(
+    scenario: Scenario, copies: dict[str, str], log: Path
+) -> None:
+    found = scenario("bound_before", copies["torch"], copies["torch"])
+    assert found["reason"] is None
+    assert "launched by hip-python" in found["described"]
+    assert found["copies"] == [copies["torch"]]
+    assert {call["copy"] for call in calls(log)} == {"torch"}
+
+
+@only_hip_python
+def test_hip_python_bound_earlier_to_another_copy(
+    scenario: Scenario, copies: dict[str, str], log: Path
+) -> None:
+    found = scenario("bound_before", copies["torch"], copies["rocm"])
+    assert "2 HIP runtimes are loaded" in found["reason"]
+    assert not log.exists()
+
+
+@only_hip_python
+def test_hip_python_that_opens_another_copy_does_not_launch(
+    scenario: Scenario, copies: dict[str, str], log: Path
+) -> None:
+    found = scenario("deaf", [copies["torch"]], copies["rocm"])
+    assert found["reason"] is None
+    assert "launched by ctypes: hip-python is bound to another HIP runtime" in found["described"]
+    assert {call["copy"] for call in calls(log)} == {"torch"}
+    assert set(found["copies"]) == {copies["torch"], copies["rocm"]}
+
+
+@only_hip_python
+@pytest.mark.parametrize(
+    ("module", "name", "value", "reason"),
+    [
+        ("rocm.bindings.util.paths", "get_library_path", None, "hip-python cannot be imported"),
+        ("rocm.bindings.hip", "hipRuntimeGetVersion", None, "hip-python did not open"),
+        ("rocm.bindings.hip", "hipPeekAtLastError", 0, "bound to another HIP runtime"),
+        ("rocm.bindings.hip", "hipPeekAtLastError", 4, "bound to another HIP runtime"),
+    ],
+)
+def test_another_hip_python_does_not_launch(
+    scenario: Scenario, copies: dict[str, str], log: Path, module: str, name: str, value: Any,
+    reason: str,
+) -> None:  # fmt: skip
+    found = scenario("unlike", [copies["torch"]], module, name, value)
+    assert found["reason"] is None
+    assert f"launched by ctypes: {reason}" in found["described"].replace("hip-python is ", "")
+    assert found["same_search"]
+    assert len(named(log, "hipModuleLaunchKernel")) == 1
+
+
+@only_hip_python
+def test_the_proof_leaves_torchs_error_where_it_was(
+    scenario: Scenario, copies: dict[str, str]
+) -> None:
+    found = scenario("pending_error", [copies["torch"]])
+    assert "launched by hip-python" in found["described"]
+    assert found["left"] == 1
+
+
+@pytest.mark.parametrize("binding", ["ctypes"], indirect=True)
+def test_without_hip_python(scenario: Scenario, copies: dict[str, str]) -> None:
+    assert scenario("described", [copies["torch"]]) == (
+        f"HIP 7.0.51831, {copies['torch']}, launched by ctypes: "
+        "hip-python 10 is not installed (no module rocm.bindings.hip)"
+    )
 
 
 # --- what is launched -----------------------------------------------------------------------------
@@ -507,7 +609,7 @@ def test_the_shape_of_a_device(
     folder = nodes(tmp_path / "nodes", NODE.format(simds=1216, location=0x4700, domain=0, xccs=8))
     found = scenario("facts", [copies["torch"]], str(folder), **environment)
     assert found["shapes"] == [[304, dies[0]], [303, dies[1]]]
-    assert found["describe"] == f"HIP 7.0.51831, {copies['torch']}"
+    assert found["describe"].startswith(f"HIP 7.0.51831, {copies['torch']}, launched by ")
     assert found["left"] == 0
 
 

@@ -5,11 +5,13 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import pyfa
-from pyfa import mods
+from pyfa import dispatch, mods
 from pyfa.backends import BACKENDS
+from pyfa.backends.hip import code
 from pyfa.conformance import runner
 from pyfa.conformance.cases import Case
 from pyfa.conformance.modifiers import MASKS, SCORES, _Tables
+from pyfa.errors import CodeObjectError
 from pyfa.mods import derive
 
 
@@ -181,3 +183,49 @@ def test_a_wrong_mod_fails_conformance(name, monkeypatch):
 
     monkeypatch.setattr(tiled, "evaluate", wrong)
     assert runner.run_case(backend, case, where).status == "failed"
+
+
+def test_a_mod_whose_hip_code_spills_is_a_reason(monkeypatch):
+    # That the compiler says so after 30 s, for eight tables of four dimensions at head_dim 64, was
+    # seen; here it is said at once.
+    monkeypatch.setattr(dispatch, "_prepared", {})
+    monkeypatch.setattr(code, "_refused", {})
+    tried = []
+
+    def load(plan, arch):
+        tried.append(plan.kernel)
+        raise CodeObjectError(f"{plan} on {arch} spills 48 registers, 0 B of scratch")
+
+    monkeypatch.setattr(code, "load", load)
+    q, k, v = _inputs(8, 8)
+    half = [x.half() for x in (q, k, v)]
+    mods_of = {"score_mod": lambda s, b, h, i, j: s * 1.25 - j}
+    plain = pyfa.attention(*half, **mods_of, backend="torch")
+    assert torch.equal(pyfa.attention(*half, **mods_of, backend=("emulator", "torch")), plain)
+    text = str(pyfa.explain(*half, **mods_of))
+    with pytest.raises(pyfa.UnsupportedProblem, match=r"score_mod or mask_mod .*attn_fwd.* spills"):
+        pyfa.attention(*half, **mods_of, backend="emulator")
+    assert tried == ["hip/attn_fwd.hip"]  # once, and known from then on
+    assert "spills 48 registers" in text
+    assert "capture fewer tensors" in text
+
+
+def test_a_score_whose_derivative_is_too_large():
+    table = torch.randn(8)
+    q, k, v = _inputs(8, 8)
+
+    def many(s, b, h, i, j):
+        for n in range(80):
+            s = torch.tanh(s * table[(i + n) % 8])
+        return s
+
+    with pytest.raises(ValueError, match=r"many, .*:\d+: more than 512 operations with its deriv"):
+        pyfa.attention(q, k, v, score_mod=many)
+
+
+def test_mods_that_change_nothing_are_none():
+    q, k, v = _inputs(8, 8)
+    same = {"score_mod": lambda s, b, h, i, j: s, "mask_mod": lambda b, h, i, j: i.new_ones(()) > 0}
+    assert mods.resolve(*same.values(), q.device) == ("", ())
+    assert "score_mod" not in str(pyfa.explain(q, k, v, **same))
+    assert torch.equal(pyfa.attention(q, k, v, **same), pyfa.attention(q, k, v))

@@ -73,6 +73,7 @@ LAMBDAS = {
     "roots": lambda s, b, h, i, j: torch.sqrt(s * s + 1) + torch.rsqrt(s * s + 2),
     "powers": lambda s, b, h, i, j: s**3 + (s.abs() + 1) ** 0.5 + 2.0**s + (s * s + 1) ** -1.5,
     "waves": lambda s, b, h, i, j: torch.sin(s) * torch.cos(j * 0.1) + torch.cos(s),
+    "tangents": lambda s, b, h, i, j: torch.tan(s * 0.1) + torch.tan(b),
     "logistic": lambda s, b, h, i, j: torch.sigmoid(s) + torch.nn.functional.silu(s) + s.tanh(),
     "steps": lambda s, b, h, i, j: s.floor() + s.ceil() + s.round() + s.trunc() + s.sign() * s,
     "limits": lambda s, b, h, i, j: s.clamp(-1, 1) + s.clamp(min=0) + torch.relu(s - 1) + s.abs(),

@@ -43,6 +43,7 @@ CASES = {
              "page_size=16-mask_mod=prefix"),
     "bands": ("backward-attention_chunk=16", "causal-attention_chunk=40", "window=40,-9",
               "alibi=batch", "window=-2,9", "varlen-bf16", "window=-6,-1"),
+    "trees": ("causal-tree", "num_splits=3-tree", "sinks-tree", "packed_q-tree"),
     # Not of float8: the interpreter takes its NaN for 480.
     "hostile": ("q65-k97-h4x2-d64x64-backward-causal-hostile=k=nan", "sinks-hostile=q=nan",
                 "page_size=16-hostile=q=nan", "num_splits=3-hostile=v=nan",

@@ -23,6 +23,7 @@ pytest.importorskip("triton")
         "paths",
         "float8",
         "bands",
+        "trees",
         "hostile",
         "invariance",
         "mods",

@@ -111,7 +111,7 @@ def test_parts_fill_the_device_and_are_not_too_short() -> None:
 
 def test_it_says_why_not() -> None:
     backend = BACKENDS["triton"]
-    assert set(FEATURES) - {"latent", "topk", "wide"} == backend.FEATURES
+    assert set(FEATURES) - {"latent", "topk", "wide", "captured_grad"} == backend.FEATURES
     float8 = {"features": frozenset({"fp8"}), "dtype_out": "bfloat16"}
     for arch, dtype, able in (
         ("sm_80", "float8_e4m3fn", False),

@@ -101,6 +101,8 @@ DEVICE void finish(float (&s)[4], const Params &p, const Sequence &sequence, con
     } else if (masked && (distance < left || distance > right || key >= b.stop)) {
       s[r] = -INFINITY_F;
     }
+    if (TREE && masked && Branch(p, sequence.batch, sequence.shift, packed_row.row).hides(key))
+      s[r] = -INFINITY_F;
   }
 }
 

@@ -289,6 +289,10 @@ DEVICE void mask(const Warp &w, Scores &s, int first) {
       each(s, b, h, first, [&](float x, int key) {
         return key < seen.low || key >= seen.high ? -INFINITY_F : x;
       });
+      if constexpr (TREE) {
+        Branch branch(w.p, w.owner().batch, place.shift, place.row(b, h));
+        each(s, b, h, first, [&](float x, int key) { return branch.hides(key) ? -INFINITY_F : x; });
+      }
     }
 }
 

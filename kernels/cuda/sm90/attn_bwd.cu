@@ -5,14 +5,15 @@
 //
 // All but dQ is computed as keys x rows, so that P^T and dS^T are the A operands of dV and dK as they lie in
 // registers. dS goes through shared memory once, for dQ. dQ is computed transposed: its products may then have
-// any number of rows. Heads beyond 128 (ROLES): bwd_wide.h. Plain scores only; sm80 has score terms and
-// dropout.
+// any number of rows. Heads beyond 128 (ROLES): bwd_wide.h. TERMS: score terms, mods, dropout and sinks,
+// but what the plan says is left to sm80's kernel.
 #include "../ahead.h"
 #include "../format.h"
 
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(BLOCK_Q) ||           \
     !defined(BLOCK_K) || !defined(DETERMINISTIC) || !defined(FLOAT_WEIGHTS) || !defined(GROUPS) ||  \
-    !defined(ONE_SENDER) || !defined(OVERLAP) || !defined(ROLES) || !defined(SHARED_BYTES)
+    !defined(ONE_SENDER) || !defined(OVERLAP) || !defined(ROLES) || !defined(SHARED_BYTES) ||       \
+    !defined(TERMS)
 #error "the plan defines all of these"
 #endif
 #include "bwd_load.h"
@@ -30,7 +31,7 @@ DEVICE void init_barriers(Shared shared) {
 }
 
 extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd(
-    const __grid_constant__ MappedParams mapped) {
+    MAPPED_PARAMS mapped) {
   griddepcontrol_wait();
   extern __shared__ __align__(1024) unsigned char memory[];
   const Params &p = mapped.params;
@@ -43,15 +44,22 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd(
   }
   if (own.first_key >= s.keys) return;
   Seen seen = rows_seeing(p, s, own.first_key, min(own.first_key + BLOCK_K, s.keys) - 1);
+#if LISTS
+  static_assert(!DETERMINISTIC, "blocks that leave out a tile would not take their turn there");
+  Work w{0, 0, 0, 0, 0, p};
+  for (int group = p.heads_q / p.heads_k, i = 0; i < group; ++i)
+    w.steps += list_of_head(p, own.head_k * group + i).count;
+#else
   Work w;
   w.begin = seen.low / BLOCK_Q;
   w.end = seen.low < seen.high ? (seen.high + BLOCK_Q - 1) / BLOCK_Q : w.begin;
   // As in sm80's: a block whose keys no row sees takes its turn between others.
   if (BANDED && seen.low < s.rows) w.end = max((seen.high + BLOCK_Q - 1) / BLOCK_Q, w.begin);
   w.steps = (w.end - w.begin) * (p.heads_q / p.heads_k);
+#endif
   // Keys beyond the end are seen by nobody; rows beyond it have P = 0 without a mask.
   w.all_low = own.first_key + BLOCK_K > s.keys ? s.rows : seen.all_low;
-  w.all_high = !BANDED && p.window_left < 0 ? 0x7fffffff : seen.all_high;
+  w.all_high = !BANDED && !TERMS && p.window_left < 0 ? 0x7fffffff : seen.all_high;
 
   if (thread_index() == 0) init_barriers(shared);
   barrier();

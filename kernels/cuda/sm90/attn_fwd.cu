@@ -5,7 +5,7 @@
 // A block stays on its SM and takes work tiles (rows of one head) from `counter`, which is 0 before the
 // launch and after it. For each work tile, in this order:
 //   1. The producer tells the consumers what it is and loads Q, K and V by TMA, from the last tile of keys
-//      that the rows see to the first. K and V have STAGES stages each (fwd_load.h). In float8 three more
+//      that the rows see to the first; with LISTS only those that the mask_mod leaves. K and V have STAGES stages each (fwd_load.h). In float8 three more
 //      warps of the producer warpgroup transpose V (float8.h).
 //   2. The consumers run the online softmax over the tiles (consume). They have one of two loops:
 //      pipelined  S of the next tile and P V of this one are in flight together;
@@ -96,12 +96,12 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
     Shared info = shared + kWorkInfoAt + work_pipe.stage * kWorkInfoBytes;
     auto range = load_shared<decltype(WorkTileInfo::range)>(info);
     auto sequence = load_shared<decltype(WorkTileInfo::sequence)>(info + 16);
-    int row = uniform(range.row), first = uniform(range.first), last = uniform(range.last);
+    int row = broadcast(range.row), first = broadcast(range.first), last = broadcast(range.last);
     if (row < 0) break;
     Sequence s;
-    s.rows = uniform(range.rows);
-    s.keys = uniform(sequence.keys);
-    s.shift = uniform(sequence.shift);
+    s.rows = broadcast(range.rows);
+    s.keys = broadcast(sequence.keys);
+    s.shift = broadcast(sequence.shift);
     s.batch = sequence.batch;
     int first_row = row + group * kGroupRows + warp * 16;
     float descale = 1.0f, scale = factor, unit = 1.0f;
@@ -120,12 +120,17 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
       float factors[2];
       TileScales tile_scales(p, s.batch, sequence.head, first_row + lane_index() / 4);
 
+      Visits visits(p, s, sequence.head, row);
+
       // ---- the parts that both loops are made of
       // Scales of blocks, score terms and mask of tile `n`. Only a tile that the mask cuts pays for it.
-      auto finish_scores = [&](Scores &x, int n) {
-        int key = n * BLOCK_K;
+      auto finish_scores = [&](Scores &x, int visit) {
+        int n = tile_of(visit), key = n * BLOCK_K;
         if constexpr (kBlockScaled) tile_scales.scale_scores(x, n);
         if (SCORE != PLAIN) add_terms(p, x, s, sequence.head, first_row, n, descale);
+#ifdef MOD
+        if (!is_full(visit)) hide(p, x, s, sequence.head, first_row, n);
+#endif
         if (key < seen.all_low || key + BLOCK_K > seen.all_high) {
           int row = first_row;
           if constexpr (kFloat8) pin(row);  // or the loop keeps each row's number in four registers
@@ -162,20 +167,21 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
         // ---- the pipelined consumer
         // Prologue: S and P of the last tile, while nothing else is in flight.
         Scores x;
+        int first_visit = visits[last];
         wait_k();
         hold(x);
         issue_s(x);
         wgmma_wait<0>();
         hold(x);
         release_k();
-        finish_scores(x, last);
+        finish_scores(x, first_visit);
         if constexpr (kSeparateP) {
           online_softmax_to<true>(scale, x, rows, y[0], factors);
         } else {
           online_softmax_in_place(scale, x, rows, factors);
           round_to(y[0], x);
         }
-        int valid = s.keys - last * BLOCK_K;
+        int valid = s.keys - tile_of(first_visit) * BLOCK_K;
         if (!kFloat8 && valid < BLOCK_K && (PAGE_ROWS || p.cu_seqlens_k || p.seqused_k)) {
           wait_v();
           clear_rows(shared + kVAt + v_pipe.stage * kVBytes, valid, group);
@@ -183,6 +189,7 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
 
         // The body of the hot loop: S and P of tile `n` (`made`), and P V of the tile before it (`before`).
         auto step = [&](int n, Probabilities &before, Probabilities &made) {
+          int visit = visits[n];
           // 1. K of this tile, before the turn: whoever has the turn keeps the tensor cores busy.
           wait_k();
           // 2. This warpgroup's turn on the tensor cores.
@@ -209,7 +216,7 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
           hold(x);
           release_k();
           // 7. Score terms, mask and softmax, while P V is in flight.
-          finish_scores(x, n);
+          finish_scores(x, visit);
           bool raised;
           if constexpr (kSeparateP)
             raised = online_softmax_to<false>(scale, x, rows, made, factors);
@@ -294,7 +301,7 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
             release_k();
             if (n == first) release(barriers.q_empty(group));
             // 3. Score terms, mask and softmax, under the products of the other warpgroups.
-            finish_scores(x, n);
+            finish_scores(x, visits[n]);
             bool raised = online_softmax_in_place(scale, x, rows, factors);
             if constexpr (kBlockScaled) {
               if (raised) rescale(o, factors);
@@ -415,21 +422,23 @@ DEVICE void store(const Params &p, Shared info, int first_row, const Rows &rows,
 
 // ---- the kernel ---------------------------------------------------------------------------------
 
-extern "C" __global__ WORKGROUP(kThreads, 1) void attn_fwd(const __grid_constant__ MappedParams p) {
+extern "C" __global__ WORKGROUP(kThreads, BLOCKS) void attn_fwd(MAPPED_PARAMS p) {
   extern __shared__ __align__(1024) char memory[];
   Shared shared = shared_address(memory);
   if (thread_index() == 0) Barriers{shared + kBarriersAt}.make();
   barrier();
   int group = wave_index() / 4;
   if (group == 0) {
-    setmaxnreg_dec<kProducerRegisters>();
+    if (kMovesRegisters) setmaxnreg_dec<kProducerRegisters>();
     if (wave_index() == 0) {
       if (elect_one()) produce(p, shared);
     } else if constexpr (kFloat8) {
       transpose_v(shared, wave_index() - 1);
+    } else if constexpr (kTwoProducers) {
+      if (wave_index() == 1 && elect_one()) produce_v(p, shared);
     }
   } else {
-    setmaxnreg_inc<kConsumerRegisters>();
+    if (kMovesRegisters) setmaxnreg_inc<kConsumerRegisters>();
     consume(p.params, shared, group - 1);
   }
 }

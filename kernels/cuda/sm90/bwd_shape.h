@@ -1,6 +1,13 @@
 // What a block of backward is made of: sizes, where things lie in shared memory, barriers, its work.
 #pragma once
 #include "../../sequence.h"
+#define TENSOR_MAPS
+#ifdef MOD
+#include "../mods.h"
+#endif
+#if LISTS
+#include "../../lists.h"
+#endif
 #include "tma.h"
 #include "wgmma.h"
 
@@ -105,9 +112,59 @@ struct Work {
   int begin, end;         // tiles
   int all_low, all_high;  // the rows that see all of the keys
   int steps;              // tiles of all heads
+#if LISTS
+  const Params &p;
+#endif
 };
 
 // The tile of a step.
+#if LISTS
+// The tiles of a head that the list of this block of keys names. Found anew for each head: no register keeps what
+// it is made of.
+DEVICE List list_of_head(const Params &p, int head) {
+  Owned own = owned_keys(p);
+  Sequence s = sequence_of(p, own.batch);
+  Seen seen = rows_seeing(p, s, own.first_key, min(own.first_key + BLOCK_K, s.keys) - 1);
+  List list = list_of(p, own.batch, head, own.first_key / BLOCK_K);
+  cut_to(list, BLOCK_Q, seen.low, max(seen.high, seen.low));
+  return list;
+}
+struct Cursor {
+  int head, tile;
+  bool full;  // the mask_mod hides nothing there
+  int left;   // entries of this head
+  const int *entries;
+  METHOD void advance(const Work &w) {
+    while (left == 0) {
+      ++head;
+      if (head % (w.p.heads_q / w.p.heads_k) == 0) return;  // that was the group's last
+      open(w.p);
+    }
+    read();
+  }
+  METHOD void open(const Params &p) {
+    List list = list_of_head(p, head);
+    left = list.count;
+    entries = list.entries;
+  }
+  METHOD void read() {
+    int entry = *entries++;
+    --left;
+    tile = tile_of(entry);
+    full = is_full(entry);
+  }
+};
+DEVICE Cursor first_tile(const Params &p, const Owned &own, const Work &w) {
+  Cursor first{own.head_k * (p.heads_q / p.heads_k), 0, false, 0, nullptr};
+  first.open(p);
+  if (first.left)
+    first.read();
+  else
+    first.advance(w);
+  return first;
+}
+DEVICE bool is_full(const Cursor &at) { return at.full; }
+#else
 struct Cursor {
   int head, tile;
   METHOD void advance(const Work &w) {
@@ -120,6 +177,8 @@ struct Cursor {
 DEVICE Cursor first_tile(const Params &p, const Owned &own, const Work &w) {
   return Cursor{own.head_k * (p.heads_q / p.heads_k), w.begin};
 }
+DEVICE bool is_full(const Cursor &) { return false; }
+#endif
 
 // A step's place among the stages, and the parity that ends with its filling there.
 DEVICE int stage_of(unsigned step) { return step % kStages; }

@@ -4,6 +4,9 @@
 #include "../bwd_mask.h"
 #include "bwd_send.h"
 #include "../../common/row_sums.h"
+#if TERMS
+#include "bwd_terms.h"
+#endif
 
 constexpr int kScores = BLOCK_Q / 2;   // registers of 64 keys x BLOCK_Q rows in float32
 constexpr int kSlices = BLOCK_Q / 16;  // of a product over the rows
@@ -84,13 +87,6 @@ DEVICE void make_ds(unsigned (&ds)[4], const float (&dp)[kScores], int i,
   }
 }
 
-// All bits from `first` to `last` of a word; shifts by more than 31 give 0.
-DEVICE unsigned bits_between(int first, int last) {
-  unsigned from, to;
-  asm("shl.b32 %0, 0xffffffff, %1;" : "=r"(from) : "r"(max(first, 0)));
-  asm("shr.u32 %0, 0xffffffff, %1;" : "=r"(to) : "r"(max(31 - last, 0)));
-  return from & to;
-}
 // The sequence as masks need it, its keys counted from a block's first one. What lies beyond its rows
 // needs no mask.
 DEVICE Sequence counted_from(const Owned &own, Sequence s) {
@@ -183,7 +179,8 @@ DEVICE void store_values_gradient(const Params &p, const float (&dv)[HEAD_DIM_V 
   Owned own = owned_keys(p);
   Sequence s = sequence_of(p, own.batch);
   int first = own.first_key + warp * 16;
-  store_gradient<HEAD_DIM_V>(dv, 1.0f, shared + kV, warp,
+  float factor = TERMS && p.dropout_threshold ? p.dropout_scale : 1.0f;
+  store_gradient<HEAD_DIM_V>(dv, factor, shared + kV, warp,
                              (unsigned short *)p.dv + s.key_batch * p.dv_batch +
                                  (s.key0 + first) * p.dv_row + own.head_k * p.dv_head,
                              p.dv_row, s.keys - first, p.head_dim_v);
@@ -197,6 +194,11 @@ constexpr bool kStatesEarly = kSlices <= 4;
 // All tiles of a block. Of a tile, products are asked for in the order S, dQ of the tile before, dP, dV, dK,
 // and only the oldest is waited for: exponentials lie beside dQ, dS beside dV, the next S is asked for while
 // dK is under way. That dQ comes a tile late leaves a warpgroup the time of a tile to wait for the others' dS.
+//
+// With TERMS the order is S, dP, dQ of the tile before, dV, dK, and a score and its dP are there at the same
+// time, so that P, slopes and what dropout keeps are made in float32 and used at once (bwd_terms.h). dQ is
+// staged before: its sums, scores, dP and their temporaries do not fit the registers together. Products run
+// under the other warpgroup's scores.
 DEVICE void consume(const Params &p, const Work &w, Shared shared) {
   auto at = [&](int barrier) { return mbarrier_at(shared, barrier); };
   int group = wave_index() / 4, warp = wave_index();
@@ -209,10 +211,17 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
   if (w.steps) {
     Packed ds;
     Owned own = owned_keys(p);
+#if TERMS
+    Packed weights;
+    Sequence s = sequence_of(p, own.batch);
+#else
     Sequence s = counted_from(own, sequence_of(p, own.batch));
+#endif
     Cursor cursor = first_tile(p, own, w), before = cursor;
     Shared my_keys = shared + kK + group * 64 * kRowBytes, my_values = my_keys + (kV - kK);
+#if !TERMS
     float scale = p.scale * kLog2E;
+#endif
     int column = lane_index() % 4 * 2;  // a lane's first row in a tile, which lies along its registers
     Shared my_states = shared + kMinusLse + column * 8;
     // Where the lane's four matrices of 16 rows x 16 keys begin in dS.
@@ -268,6 +277,52 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
     };
 
     mbarrier_wait(at(kKFull), 0);
+#if TERMS
+    mbarrier_wait(at(kVFull), 0);
+    for (int i = 0; i < kSlices * 4; ++i) weights[i / 4][i % 4] = ds[i / 4][i % 4] = 0;
+#pragma unroll 1
+    for (int step = 0; step < w.steps; ++step) {
+      float scores[kScores], dp[kScores], dq[kDqSums];
+      Shared this_q = shared + kQ + stage_of(step) * kQBytes;
+      Shared this_dout = shared + kDout + stage_of(step) * kDoutBytes;
+      mbarrier_wait(at(kQFull + stage_of(step)), phase_of(step));
+      multiply_heads<kQPanels>(scores, my_keys, this_q);
+      wgmma_commit();
+      wgmma_wait<1>();  // dV and dK of the last tile
+      hold(dv);
+      hold(dk);
+      hold(weights);
+      hold(ds);
+      if (step && lane_index() == 0) {
+        mbarrier_arrive(at(kQEmpty + stage_of(step + 1)));
+        mbarrier_arrive(at(kDoutEmpty + stage_of(step + 1)));
+      }
+      mbarrier_wait(at(kDoutFull + stage_of(step)), phase_of(step));
+      multiply_heads<kVPanels>(dp, my_values, this_dout);
+      wgmma_commit();
+      issue_dq(dq, step);
+      wgmma_wait<0>();
+      hold(scores);
+      hold(dp);
+      hold(dq);
+      if (step) stage_dq(dq, step);
+      Place place{own.batch, cursor.head, own.first_key + warp * 16, cursor.tile * BLOCK_Q};
+      TileTerms terms(p, s, w, place, is_full(cursor));
+      // dS lies where dQ read that of the tile before the last, as without terms.
+      terms.apply(scores, dp, my_states + stage_of(step) * kStates, weights, ds,
+                  ds_at + stage_of(step) * kDsBytes);
+      fence_proxy_async();  // for what was staged too
+      __syncwarp();
+      if (lane_index() == 0) mbarrier_arrive(at(kDsFull + stage_of(step)));
+      multiply_rows<HEAD_DIM_V>(dv, weights, this_dout);
+      wgmma_commit();
+      multiply_rows<HEAD_DIM>(dk, ds, this_q);
+      wgmma_commit();
+      if (step) send_dq(before);
+      before = cursor;
+      cursor.advance(w);
+    }
+#else
 #pragma unroll 1
     for (int step = 0; step < w.steps; ++step) {
       float scores[kScores], dp[kScores], dq[kDqSums];
@@ -327,9 +382,14 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
       before = cursor;
       cursor.advance(w);
     }
+#endif
     float dq[kDqSums];
     issue_dq(dq, w.steps);
     wgmma_wait<0>();
+#if TERMS
+    hold(dv);
+    hold(weights);
+#endif
     hold(dk);
     hold(ds);
     hold(dq);

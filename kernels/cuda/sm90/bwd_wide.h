@@ -98,9 +98,16 @@ DEVICE void consume_role(const Params &p, const Work &w, Shared shared) {
   if (w.steps) {
     Packed operand;  // P^T or dS^T
     Owned own = owned_keys(p);
+#if TERMS
+    static_assert(FLOAT_WEIGHTS, "P times the slope in 16 bits is too inexact");
+    Sequence s = sequence_of(p, own.batch);
+#else
     Sequence s = counted_from(own, sequence_of(p, own.batch));
+#endif
     Cursor cursor = first_tile(p, own, w);
+#if !TERMS
     float scale = p.scale * kLog2E;
+#endif
     int column = lane_index() % 4 * 2;
     int ds_row = lane_index() / 16 * 8 + lane_index() % 8;
     Shared ds_at = shared + kDs + ds_row * kRowBytes +
@@ -122,6 +129,17 @@ DEVICE void consume_role(const Params &p, const Work &w, Shared shared) {
     auto make_operand = [&](float(&scores)[kScores], int step) {
       int stage = stage_of(step), first = cursor.tile * BLOCK_Q;
       hold(scores);
+#if TERMS
+      Place place{own.batch, cursor.head, own.first_key + warp * 16, first};
+      Shared states = shared + (kFirst ? kMinusLse : kMinusDelta) + stage * kStates + column * 8;
+      if constexpr (kFirst) {
+        TileTerms(p, s, w, place, is_full(cursor)).hand_over(scores, states, operand, shared + kWeights);
+        bar_arrive(kWeightsWritten, kConsumerThreads);
+      } else {
+        bar_sync(kWeightsWritten, kConsumerThreads);
+        take_over(p, place, scores, states, shared + kWeights, operand);
+      }
+#else
       States states;
       load_states(states, shared + (kFirst ? kMinusLse : kMinusDelta) + stage * kStates + column * 8);
       if constexpr (kFirst) {
@@ -144,6 +162,9 @@ DEVICE void consume_role(const Params &p, const Work &w, Shared shared) {
       } else {
         bar_sync(kWeightsWritten, kConsumerThreads);
         make_ds(operand, scores, shared + kWeights, states);
+      }
+#endif
+      if constexpr (!kFirst) {
 #pragma unroll
         for (int i = 0; i < kSlices; ++i)
           stmatrix_transposed(ds_at + stage * kDsBytes + i * 16 * kRowBytes, operand[i]);
@@ -187,10 +208,16 @@ DEVICE void consume_role(const Params &p, const Work &w, Shared shared) {
       if (!OVERLAP) issue_scores(scores, step);
       bar_sync(kConsumersMeet, kConsumerThreads);
       dq.issue(sums, role);
+#if TERMS
+      wgmma_wait<0>();
+      dq.add(p, sums, role, dq.of);  // now: under the score terms these registers are wanted
+      make_operand(scores, step);
+#else
       wgmma_wait<1>();  // the scores
       make_operand(scores, step);
       wgmma_wait<0>();
       dq.add(p, sums, role, dq.of);
+#endif
       if constexpr (kLast != role) dq.issue(sums, kLast);
       Cursor before = dq.of;
       issue_gradient(step);

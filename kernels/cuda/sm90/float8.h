@@ -90,12 +90,32 @@ struct BlockScales {
   int step, log2;
   long long first;  // row of the sequence
   METHOD int block(int row) const { return (int)((first + row) >> log2); }
-  METHOD float of(int row) const { return at[(long long)block(row) * step]; }
+  METHOD float of_block(int block) const { return at[(long long)block * step]; }
+  METHOD float of(int row) const { return of_block(block(row)); }
 };
+
+// The same of rows in pages, each of which begins with a block. Blocks are counted as the sequence has them.
+struct PagedScales {
+  const float *at;
+  int step, log2;
+  const int *pages;
+  int page_size, of_page;  // blocks of a page
+  long long page_stride;
+  METHOD int block(int row) const { return row / page_size * of_page + (row % page_size >> log2); }
+  METHOD float of_block(int block) const {
+    return at[pages[block / of_page] * page_stride + (long long)(block % of_page) * step];
+  }
+  METHOD float of(int row) const { return of_block(block(row)); }
+};
+#if PAGE_ROWS
+typedef PagedScales KeyScales;
+#else
+typedef BlockScales KeyScales;
+#endif
 
 // Scales of blocks that a lane applies: of its rows, of keys and of values.
 struct TileScales {
-  BlockScales keys, values;
+  KeyScales keys, values;
   float rows[2];
   int last_key;
 
@@ -110,10 +130,21 @@ struct TileScales {
     };
     BlockScales queries = scales(p.q_descale, p.q_descale_batch, p.q_descale_head, p.q_descale_block,
                                  p.q_block_log2, s.row_batch, s.row0);
+#if PAGE_ROWS
+    int of_page = (p.page_size + (1 << p.k_block_log2) - 1) >> p.k_block_log2;
+    auto in_pages = [&](const void *all, long long by_page, long long by_head, int step) {
+      return PagedScales{(const float *)all + head_k * by_head, step, p.k_block_log2,
+                         (const int *)p.page_table + s.batch * p.page_table_batch, p.page_size, of_page,
+                         by_page};
+    };
+    keys = in_pages(p.k_descale, p.k_descale_batch, p.k_descale_head, p.k_descale_block);
+    values = in_pages(p.v_descale, p.v_descale_batch, p.v_descale_head, p.v_descale_block);
+#else
     keys = scales(p.k_descale, p.k_descale_batch, p.k_descale_head, p.k_descale_block, p.k_block_log2,
                   s.key_batch, s.key0);
     values = scales(p.v_descale, p.v_descale_batch, p.v_descale_head, p.v_descale_block, p.k_block_log2,
                     s.key_batch, s.key0);
+#endif
 #pragma unroll
     for (int h = 0; h < 2; ++h) rows[h] = queries.of(min(row + 8 * h, s.rows - 1));
     last_key = s.keys - 1;
@@ -122,7 +153,7 @@ struct TileScales {
   // Multiplies both rows' elements of the k-slices [from, to) by f(scale of the key). If these keys share
   // one scale, it is read once.
   template <typename F>
-  METHOD void each_key(Scores &x, const BlockScales &scales, int tile, int from, int to, F f) const {
+  METHOD void each_key(Scores &x, const KeyScales &scales, int tile, int from, int to, F f) const {
     int first = min(tile * BLOCK_K + from * kInner, last_key);
     int last = min(tile * BLOCK_K + to * kInner - 1, last_key);
     bool shared = scales.block(first) == scales.block(last);
@@ -151,7 +182,7 @@ struct TileScales {
       float largest = kLeastScale;
 #pragma unroll 1
       for (int block = values.block(min(first, last_key)); block <= last; ++block)
-        largest = __builtin_fmaxf(largest, __builtin_fabsf(values.at[(long long)block * values.step]));
+        largest = __builtin_fmaxf(largest, __builtin_fabsf(values.of_block(block)));
       each_key(x, values, tile, i, i + 1, [&](float scale) { return scale / largest; });
       units[i] = largest;
     }

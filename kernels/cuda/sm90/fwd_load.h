@@ -1,25 +1,77 @@
-// The producer warpgroup: one thread issues the TMA copies and, in float8, three warps transpose V.
+// The producer warpgroup: a thread issues the TMA copies, two over pages; in float8 three warps transpose V.
 #pragma once
 #include "fwd_shape.h"
+
+#if PAGE_ROWS
+constexpr int kCopies = BLOCK_K / PAGE_ROWS;  // of a tile's keys
+// Those whose pages a register each knows; three consumer warpgroups leave a producer few.
+constexpr int kKnown = kCopies < 5 ? kCopies : kCopies < 9 && GROUPS < 3 ? kCopies : 4;
+
+// The pages of a tile of keys, the first of which are asked for before the wait for the stage. Read one by
+// one, each when it was needed, pages of 16 keys took twice the time.
+struct Pages {
+  const int *at;
+  int copies, offset;  // that the sequence has keys for; of the first key in its page
+  int known[kKnown];
+
+  METHOD Pages(const Params &p, const Sequence &s, int n) {
+    int key = n * BLOCK_K, page = key / p.page_size;
+    at = (const int *)p.page_table + s.batch * p.page_table_batch + page;
+    offset = key - page * p.page_size;
+    copies = min((s.keys - key + PAGE_ROWS - 1) / PAGE_ROWS, kCopies);
+    int row = offset;
+    const int *next = at;
+    read(p, row, next, 0, known);
+  }
+  // Those of the copies from `first` on.
+  template <int count>
+  METHOD void read(const Params &p, int &row, const int *&next, int first, int (&pages)[count]) const {
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      pages[i] = first + i < copies ? *next : 0;
+      next_copy(p, row, next);
+    }
+  }
+  static METHOD void next_copy(const Params &p, int &row, const int *&page) {
+    row += PAGE_ROWS;
+    if (row < p.page_size) return;
+    row = 0;
+    ++page;
+  }
+};
+#else
+struct Pages {
+  METHOD Pages(const Params &, const Sequence &, int) {}
+};
+#endif
 
 // Asks for tile `n` of keys or values, of one head. From pages PAGE_ROWS of them at a time; where none of the
 // sequence's are, what the stage held before stays.
 template <int panels, int width, int panel_bytes>
-DEVICE void load_keys(const Params &p, const Sequence &s, const TensorMap *map, Shared to, Shared full,
-                      int head, int n) {
+DEVICE void load_keys(const Params &p, const Sequence &s, const Pages &pages, const TensorMap *map, Shared to,
+                      Shared full, int head, int n) {
 #if PAGE_ROWS
-  constexpr int kCopies = BLOCK_K / PAGE_ROWS, kCopyBytes = panel_bytes / kCopies;
-  static_assert(BLOCK_K % PAGE_ROWS == 0 && PAGE_ROWS % 8 == 0, "copies of whole swizzles");
-  const int *pages = (const int *)p.page_table + s.batch * p.page_table_batch;
-  int key = n * BLOCK_K, copies = min((s.keys - key + PAGE_ROWS - 1) / PAGE_ROWS, kCopies);
-  mbarrier_arrive_expect_tx(full, copies * panels * kCopyBytes);
-#pragma unroll 1
-  for (int i = 0; i < copies; ++i) {
-    int page = pages[key / p.page_size];
+  constexpr int kCopyBytes = panel_bytes / kCopies;
+  static_assert(BLOCK_K % PAGE_ROWS == 0 && kCopyBytes % 128 == 0, "TMA writes to multiples of 128 bytes");
+  mbarrier_arrive_expect_tx(full, pages.copies * panels * kCopyBytes);
+  int row = pages.offset;
+  const int *next = pages.at;
+  auto copy = [&](int i, int page) {
+    if (i >= pages.copies) return;
 #pragma unroll
     for (int j = 0; j < panels; ++j)
-      tma_load(to + j * panel_bytes + i * kCopyBytes, map, full, j * width, key % p.page_size, head, page);
-    key += PAGE_ROWS;
+      tma_load(to + i * kCopyBytes + j * panel_bytes, map, full, j * width, row, head, page);
+    Pages::next_copy(p, row, next);
+  };
+#pragma unroll
+  for (int i = 0; i < kKnown; ++i) copy(i, pages.known[i]);
+#pragma unroll 1
+  for (int i = kKnown; i < pages.copies; i += 4) {
+    int four[4], ahead = row;
+    const int *at = next;
+    pages.read(p, ahead, at, i, four);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) copy(i + j, four[j]);
   }
 #else
   mbarrier_arrive_expect_tx(full, panels * panel_bytes);
@@ -29,15 +81,74 @@ DEVICE void load_keys(const Params &p, const Sequence &s, const TensorMap *map, 
 #endif
 }
 
+// The tiles of keys of a work tile, from the last number to the first: that of number n and the one behind.
+#if LISTS
+static_assert(!kTwoProducers, "the second producer visits every tile");
+struct Walk {
+  Visits visits;
+  int first, here, behind;
+  METHOD Walk(const Params &p, const WorkTile &tile)
+      : visits(p, tile.s, tile.work.head, tile.row), first(tile.first), here(visits[tile.last]),
+        behind(visits[max(tile.last - 1, first)]) {}
+  METHOD int now(int) const { return tile_of(here); }
+  METHOD int next(int) const { return tile_of(behind); }
+  // To n - 1. An entry is asked for a tile ahead of its K.
+  METHOD void advance(int n) {
+    here = behind;
+    behind = visits[max(n - 2, first)];
+  }
+};
+#else
+struct Walk {
+  METHOD Walk(const Params &, const WorkTile &) {}
+  METHOD int now(int n) const { return n; }
+  METHOD int next(int n) const { return n; }
+  METHOD void advance(int) {}
+};
+#endif
+
+// Waits for a stage of V, and asks for tile `n` of its head.
+DEVICE void load_v(const MappedParams &mapped, Shared shared, PipelineState<> &v_pipe, const Sequence &s,
+                   int head_k, int n) {
+  Barriers barriers{shared + kBarriersAt};
+  Shared full = barriers.v_full(v_pipe.stage);
+  Pages pages(mapped.params, s, n);
+  mbarrier_wait(barriers.v_empty(v_pipe.stage), v_pipe.phase ^ 1);
+  Shared to = shared + kVAt + v_pipe.stage * kVBytes;
+  load_keys<kPanelsV, kWidthV, kVPanel>(mapped.params, s, pages, mapped.maps + 2, to, full, head_k, n);
+  v_pipe.advance();
+}
+
+// The second producer: loads V of the work tiles that the first one tells of.
+DEVICE void produce_v(const MappedParams &mapped, Shared shared) {
+  Barriers barriers{shared + kBarriersAt};
+  PipelineState<> v_pipe;
+  PipelineState<kWorkStages> work_pipe;
+  while (true) {
+    mbarrier_wait(barriers.work_full(work_pipe.stage), work_pipe.phase);
+    Shared info = shared + kWorkInfoAt + work_pipe.stage * kWorkInfoBytes;
+    auto range = load_shared<decltype(WorkTileInfo::range)>(info);
+    auto sequence = load_shared<decltype(WorkTileInfo::sequence)>(info + 16);
+    if (range.row < 0) break;
+    mbarrier_arrive(barriers.work_empty(work_pipe.stage));
+    work_pipe.advance();
+    Sequence s;
+    s.keys = sequence.keys;
+    s.batch = sequence.batch;
+    int head_k = sequence.head / (mapped.params.heads_q / mapped.params.heads_k);
+    for (int n = range.last; n >= range.first; --n) load_v(mapped, shared, v_pipe, s, head_k, n);
+  }
+}
+
 // For each work tile of the block: tells the other warps about it, then loads the last K tile, Q, and the
 // other tiles from the last to the first, each K one tile ahead of its V.
 DEVICE void produce(const MappedParams &mapped, Shared shared) {
   const Params &p = mapped.params;
   Barriers barriers{shared + kBarriersAt};
-  const TensorMap *q_map = mapped.maps, *k_map = q_map + 1, *v_map = q_map + 2;
+  const TensorMap *q_map = mapped.maps, *k_map = q_map + 1;
   prefetch_tensormap(q_map);
   prefetch_tensormap(k_map);
-  prefetch_tensormap(v_map);
+  prefetch_tensormap(mapped.maps + 2);
   PipelineState<> k_pipe, v_pipe;
   PipelineState<kWorkStages> work_pipe;
   unsigned q_phase = 1;
@@ -64,12 +175,14 @@ DEVICE void produce(const MappedParams &mapped, Shared shared) {
     int head_k = tile.work.head / (p.heads_q / p.heads_k);
     auto load_k = [&](int n) {
       Shared full = barriers.k_full(k_pipe.stage);
+      Pages pages(p, s, n);
       mbarrier_wait(barriers.k_empty(k_pipe.stage), k_pipe.phase ^ 1);
       Shared to = shared + kKAt + k_pipe.stage * kKBytes;
-      load_keys<kPanels, kWidth, kKPanel>(p, s, k_map, to, full, head_k, n);
+      load_keys<kPanels, kWidth, kKPanel>(p, s, pages, k_map, to, full, head_k, n);
       k_pipe.advance();
     };
-    load_k(tile.last);
+    Walk walk(p, tile);
+    load_k(walk.now(tile.last));
     for (int group = 0; group < GROUPS; ++group) {
       mbarrier_wait(barriers.q_empty(group), q_phase);
       mbarrier_arrive_expect_tx(barriers.q_full(group), kQBytes);
@@ -80,12 +193,9 @@ DEVICE void produce(const MappedParams &mapped, Shared shared) {
     }
     q_phase ^= 1;
     for (int n = tile.last; n >= tile.first; --n) {
-      if (n > tile.first) load_k(n - 1);
-      Shared full = barriers.v_full(v_pipe.stage);
-      mbarrier_wait(barriers.v_empty(v_pipe.stage), v_pipe.phase ^ 1);
-      Shared to = shared + kVAt + v_pipe.stage * kVBytes;
-      load_keys<kPanelsV, kWidthV, kVPanel>(p, s, v_map, to, full, head_k, n);
-      v_pipe.advance();
+      if (n > tile.first) load_k(walk.next(n - 1));
+      if (!kTwoProducers) load_v(mapped, shared, v_pipe, s, head_k, walk.now(n));
+      walk.advance(n);
     }
   }
   publish(WorkTileInfo{{-1, 0, 0, 0}, {}, {}});
@@ -101,9 +211,9 @@ DEVICE void transpose_v(Shared shared, int warp) {
     mbarrier_wait(barriers.work_full(work_pipe.stage), work_pipe.phase);
     Shared info = shared + kWorkInfoAt + work_pipe.stage * kWorkInfoBytes;
     auto range = load_shared<decltype(WorkTileInfo::range)>(info);
-    int first = uniform(range.first), last = uniform(range.last);
-    int keys = uniform(load_shared<decltype(WorkTileInfo::sequence)>(info + 16).keys);
-    if (uniform(range.row) < 0) break;
+    int first = broadcast(range.first), last = broadcast(range.last);
+    int keys = broadcast(load_shared<decltype(WorkTileInfo::sequence)>(info + 16).keys);
+    if (broadcast(range.row) < 0) break;
     if (leader) mbarrier_arrive(barriers.work_empty(work_pipe.stage));
     work_pipe.advance();
     for (int n = last; n >= first; --n) {

@@ -4,19 +4,18 @@
 #include "tma.h"
 #include "../sm80/schedule.h"
 
-// Keys of a copy from a page, of which a tile takes several; 0 without pages.
-#ifndef PAGE_ROWS
-#define PAGE_ROWS 0
-#endif
-
 constexpr int kGroupThreads = 128;  // of a warpgroup
 constexpr int kGroupRows = 64;      // query rows of a consumer warpgroup
 constexpr int kBlockQ = GROUPS * kGroupRows;
 constexpr int kThreads = (GROUPS + 1) * kGroupThreads;
 // Registers of a thread. The 512 registers of each lane of an SM sub-partition are shared by one producer
-// warp and GROUPS consumer warps.
+// warp and GROUPS consumer warps, of each of BLOCKS blocks. Two warpgroups alone have all that they can use.
+#ifndef BLOCKS
+#define BLOCKS 1
+#endif
+constexpr bool kMovesRegisters = BLOCKS * (GROUPS + 1) > 2;
 constexpr int kProducerRegisters = GROUPS == 3 ? 32 : kFloat8 ? 40 : 24;
-constexpr int kConsumerRegisters = GROUPS == 3 ? 160 : kFloat8 ? 232 : 240;
+constexpr int kConsumerRegisters = GROUPS == 3 ? 160 : kFloat8 || BLOCKS > 1 ? 232 : 240;
 
 // Whether consumer warpgroups alternate: one issues its products while another computes its softmax.
 constexpr bool kPingPong = GROUPS > 1;
@@ -47,7 +46,10 @@ constexpr int kWorkStages = 2;  // work tiles that the producer may be ahead
 constexpr int kBarriers = 2 * GROUPS + (kFloat8 ? 6 : 4) * STAGES + 2 * kWorkStages;
 constexpr int kWorkInfoAt = (kBarriersAt + kBarriers * 8 + 15) / 16 * 16;
 constexpr int kWorkInfoBytes = kFloat8 ? 64 : 48;
-constexpr int kWorkReaders = 4 * GROUPS + (kFloat8 ? kTransposers : 0);  // warps
+// Whether a producer warp of its own loads V: a thread that issues all copies of pages of 16 keys is slower
+// than the products. In float8 these warps transpose.
+constexpr bool kTwoProducers = PAGE_ROWS != 0 && !kFloat8;
+constexpr int kWorkReaders = 4 * GROUPS + (kFloat8 ? kTransposers : kTwoProducers);  // warps
 constexpr int kSharedBytes = kWorkInfoAt + kWorkStages * kWorkInfoBytes;
 static_assert(kSharedBytes == SHARED_BYTES, "as the plan says");
 
@@ -103,8 +105,26 @@ struct PipelineState {
   }
 };
 
-// One work tile: kBlockQ rows of one head and one split, and the tiles [first, last] of keys that any of
-// its rows sees.
+// What is visited at number `n` of a work tile's keys: tile `n` itself, or entry `n` of its block list, whose
+// sign says that the mask_mod hides nothing there.
+#if LISTS
+struct Visits {
+  const int *entries;
+  METHOD Visits(const Params &p, const Sequence &s, int head, int row)
+      : entries(list_of(p, s.batch, head, row / kBlockQ).entries) {}
+  METHOD int operator[](int n) const { return entries[n]; }
+};
+#else
+struct Visits {
+  METHOD Visits(const Params &, const Sequence &, int, int) {}
+  METHOD int operator[](int n) const { return n; }
+};
+DEVICE int tile_of(int visit) { return visit; }
+DEVICE bool is_full(int) { return false; }
+#endif
+
+// One work tile: kBlockQ rows of one head and one split, and the numbers [first, last] of what is visited of
+// the tiles of keys that any of its rows sees.
 struct WorkTile {
   Work work;
   Sequence s;
@@ -115,8 +135,15 @@ struct WorkTile {
       : work(work_of(p, id, blocks)), s(sequence_of(p, work.batch)) {
     row = work.block * kBlockQ;
     Seen seen = keys_seen(p, s, row, min(row + kBlockQ, s.rows) - 1);
+#if LISTS
+    List all = list_of(p, s.batch, work.head, work.block), list = all;
+    cut_to(list, BLOCK_K, seen.low, max(seen.high, seen.low));
+    first = (int)(list.entries - all.entries);
+    last = first + list.count - 1;
+#else
     first = seen.low / BLOCK_K;
     last = seen.high > seen.low ? (seen.high - 1) / BLOCK_K : first - 1;
+#endif
     if (p.num_splits > 1) {
       int share = (last - first + p.num_splits) / p.num_splits;
       first += work.split * share;
@@ -160,4 +187,4 @@ DEVICE int next_work_tile(const Params &p, int count) {
 }
 
 // A value that all lanes share. The shuffle tells the compiler so.
-DEVICE int uniform(int x) { return __shfl_sync(kAllLanes, x, 0); }
+DEVICE int broadcast(int x) { return __shfl_sync(kAllLanes, x, 0); }

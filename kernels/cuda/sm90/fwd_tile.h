@@ -5,9 +5,16 @@
 #include "../row.h"
 #include "../../score.h"
 #include "../../sequence.h"
+#define TENSOR_MAPS
+#ifdef MOD
+#include "../mods.h"
+#endif
+#if LISTS
+#include "../../lists.h"
+#endif
 
 #define PLAIN 0    // scale and mask only, a positive scale
-#define GENERAL 1  // softcap, ALiBi, any scale
+#define GENERAL 1  // softcap, score_mod, ALiBi, any scale
 
 // INPUTS is the format of q, k and v, DTYPE that of out. Float8 has a scale for each head or block of rows.
 #ifndef INPUTS
@@ -18,10 +25,19 @@
 #define PER_BLOCK 1
 constexpr bool kFloat8 = INPUTS == E4M3;
 
+// Keys of a copy from a page, of which a tile takes several; 0 without pages.
+#ifndef PAGE_ROWS
+#define PAGE_ROWS 0
+#endif
+
 // Whether a row's bits are the same whatever the other rows of its warp are. Its base then follows its own
 // scores alone, and not because another row outgrew its base.
 #ifndef INVARIANT
 #define INVARIANT 0
+#endif
+// Of another plan, whose bits this one has with GROUPS of its own: how P is made depends on them.
+#ifndef OF_GROUPS
+#define OF_GROUPS GROUPS
 #endif
 constexpr bool kBlockScaled = kFloat8 && SCALES == PER_BLOCK;
 constexpr int kInner = kFloat8 ? 32 : 16;  // elements of a product's inner dimension
@@ -57,7 +73,7 @@ constexpr bool kWaitEarly = kProducts == 1;
 // Whether P has registers of its own while the P of the tile before is multiplied. Then the scores are still
 // there when a row's sum shows that one outgrew its base, so no maximum is computed first: 320 instructions
 // a tile at D = 128, not 380.
-constexpr bool kSeparateP = !kFloat8 && GROUPS == 2 && BLOCK_K + HEAD_DIM_V / 2 <= 192;
+constexpr bool kSeparateP = !kFloat8 && OF_GROUPS == 2 && BLOCK_K + HEAD_DIM_V / 2 <= 192;
 
 // The largest P after its row's base has been raised, as a power of two. E4M3 goes from 2^-6, below which it
 // loses bits, to 448. So there is hardly room for a base that lags.
@@ -83,6 +99,42 @@ DEVICE void each(Scores &s, int half, F f) {
     }
 }
 
+#ifdef MOD
+// What mods do to scores: f(score, row, key), the two rows of a key one behind the other, since what it reads
+// of a key alone is read once for both. Rows by rows, that waits in registers: 360 bytes of stack with
+// documents of int64 at a head_dim of 128.
+template <typename F>
+DEVICE void each_with_place(Scores &s, const Sequence &sequence, int first_row, int tile, F f) {
+  int key0 = first_key(tile), row0 = first_row + lane_index() / 4, last = sequence.rows - 1;
+  int rows[2] = {min(row0, last), min(row0 + 8, last)};
+#pragma unroll
+  for (int t = 0; t < kKeyTiles; ++t)
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float &x = s[4 * t + 2 * h + i];
+        x = f(x, rows[h], key0 + 8 * t + i);
+      }
+}
+DEVICE void modify(const Params &p, Scores &s, const Sequence &sequence, int head, int first_row, int tile) {
+#ifdef HAS_SCORE_MOD
+  ModPlace at(p, sequence.batch, head);
+  each_with_place(s, sequence, first_row, tile,
+                  [&](float x, int row, int key) { return modified(at, x, row, key); });
+#endif
+}
+// Hides what the mask_mod does.
+DEVICE void hide(const Params &p, Scores &s, const Sequence &sequence, int head, int first_row, int tile) {
+#ifdef HAS_MASK_MOD
+  ModPlace at(p, sequence.batch, head);
+  each_with_place(s, sequence, first_row, tile, [&](float x, int row, int key) {
+    return is_seen(at, row, key) ? x : -INFINITY_F;
+  });
+#endif
+}
+#endif
+
 // `first_row`: of the warp. `descale`: of q and k.
 DEVICE void add_terms(const Params &p, Scores &s, const Sequence &sequence, int head, int first_row,
                       int tile, float descale) {
@@ -102,6 +154,15 @@ DEVICE void add_terms(const Params &p, Scores &s, const Sequence &sequence, int 
     } else {
       each(s, h, [&](float x, int) { return x * terms.scale; });
     }
+#ifdef HAS_SCORE_MOD
+  }
+  modify(p, s, sequence, head, first_row, tile);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    int row = min(first_row + 8 * h + lane_index() / 4, sequence.rows - 1);
+    int distance = key0 - row - sequence.shift;
+    Terms terms = terms_of(p, sequence.batch, head, row);
+#endif
     if (p.alibi_slopes) each(s, h, [&](float x, int at) { return x + alibi(terms, distance + at); });
   }
 }

@@ -1,1 +1,1 @@
-"""What several backends share: programs, their arguments, NVIDIA's driver."""
+"""Code that several backends share: programs, their arguments, NVIDIA's driver."""

@@ -1,4 +1,5 @@
-"""The arguments of a program's kernels in memory, patched and launched again for each call."""
+"""Keeps the arguments of a program's kernels in memory, patches them for each call, and launches
+the kernels with them."""
 
 from __future__ import annotations
 
@@ -21,19 +22,19 @@ _OF_PARAMS = frozenset(abi.NAMES)
 
 
 class TensorMap(NamedTuple):
-    """What the copy engine is told of a tensor. It begins with the address of ``tensor``, which
-    each launch fills in, unless that is ""."""
+    """A tensor as described to the copy engine. It begins with the address of ``tensor``, which
+    each launch fills in unless ``tensor`` is ""."""
 
     data: bytes
     tensor: str
 
 
 class Layout(NamedTuple):
-    """``data``: the arguments of all kernels, one behind the other, addresses still missing.
+    """``data``: the arguments of all kernels in sequence, with addresses still missing.
 
-    ``starts``: where those of each step begin. ``packed``: of each ``Params`` where it begins, how
-    its pointers are packed, and the numbers of their addresses. ``words``: 64-bit words that hold
-    an address among other things, each with its number: of tensor maps and captured tensors.
+    ``starts``: the offset of each step's arguments. ``packed``: for each ``Params`` its offset, the
+    format of its pointers, and the numbers of their addresses. ``words``: the offsets of single
+    64-bit addresses in tensor maps and captured tensors, each with its number.
     """
 
     data: bytes
@@ -43,9 +44,9 @@ class Layout(NamedTuple):
 
 
 def layout_of(program: Program, maps_of: Callable[[Plan], Sequence[TensorMap]]) -> Layout:
-    """The arguments of ``program``'s kernels. ``maps_of``: the tensor maps that a plan's kernel
-    finds behind its ``Params``. Steps that were given one ``Params`` share it, and at most one of
-    them has maps."""
+    """Lay out the arguments of ``program``'s kernels. ``maps_of``: the tensor maps that follow the
+    ``Params`` of a plan's kernel. Steps with the same ``Params`` share it, and at most one of them
+    has maps."""
     numbers = {name: number for number, name in enumerate(program.names)}
     maps: dict[int, Sequence[TensorMap]] = {}
     for step in program.steps:
@@ -61,18 +62,23 @@ def layout_of(program: Program, maps_of: Callable[[Plan], Sequence[TensorMap]]) 
         if id(step.params) in starts:
             continue
         own, start = maps[id(step.params)], len(data)
+        # What mods captured lies behind the maps.
+        maps_size = abi.MAPPED_SIZE - abi.SIZE if own else 0
         starts[id(step.params)] = start
         pointers = step.params.pointers
         of_params = tuple(item for item in pointers.items() if item[0] in _OF_PARAMS)
         packed.append((start, *_pointers(of_params, program.names)))
         # Those of captured tensors stand between numbers, which packing would overwrite.
         words += [
-            ((start + abi.offset_of(member)) // 8, numbers[name])
+            ((start + maps_size + abi.offset_of(member)) // 8, numbers[name])
             for member, name in pointers.items()
             if member not in _OF_PARAMS
         ]
         own_data = abi.pack(step.params.values, [each.data for each in own])
-        data += own_data.ljust(sizes[id(step.params)], b"\0")
+        size = sizes[id(step.params)] + maps_size
+        if own:  # as the compiler rounds it up, whose struct is aligned as maps are
+            size = -(-size // abi.MAP_ALIGNMENT) * abi.MAP_ALIGNMENT
+        data += own_data.ljust(size, b"\0")
         words += [
             ((start + abi.MAPS_AT + i * abi.MAP_SIZE) // 8, numbers[each.tensor])
             for i, each in enumerate(own)
@@ -83,15 +89,18 @@ def layout_of(program: Program, maps_of: Callable[[Plan], Sequence[TensorMap]]) 
 
 
 def params_bytes(plan: Plan) -> int:
-    """Of the ``Params`` that the plan's kernel takes, with what its mods captured behind them."""
-    return abi.SIZE + abi.captured_bytes(dict(plan.constants).get("MOD_CAPTURED"))
+    """Return the size of the kernel's ``Params``, including the members for captured tensors and
+    block lists."""
+    constants = dict(plan.constants)
+    return abi.SIZE + abi.captured_bytes(constants.get("MOD_CAPTURED"), "LISTS" in constants)
 
 
 @functools.lru_cache(1024)
 def _pointers(
     pointers: tuple[tuple[str, str], ...], names: tuple[str, ...]
 ) -> tuple[struct.Struct, Callable[[Sequence[int]], Any]]:
-    """How ``pointers``, (member, name), are packed, and what picks their addresses."""
+    """Return how ``pointers``, (member, name), are packed, and a function that picks their
+    addresses."""
     named = dict(pointers)
     members = abi.in_order(named)
     pick = operator.itemgetter(*(names.index(named[member]) for member in members))
@@ -99,7 +108,7 @@ def _pointers(
 
 
 class Block:
-    """The arguments of one launch at a time, and what the driver is called with.
+    """The arguments of one launch at a time, and the arguments of the driver's call.
 
     ``calls_of`` makes the driver's arguments for a block that begins at an address; ``set_stream``
     puts the stream's handle into them.
@@ -128,11 +137,13 @@ def launcher(
     recover: Callable[[int, int, tuple[Any, ...]], None],
     taken: Sequence[tuple[int, Callable[[], int]]] = (),
 ) -> Callable[..., None]:
-    """Kernels on device ``index`` that start one behind the other on torch's current stream.
+    """Return a function that starts kernels on device ``index`` in sequence on torch's current
+    stream.
 
-    ``run`` is the driver's function, called once a step with what ``calls_of`` made; an error goes
-    to ``recover`` with the number of its step. ``taken``: words whose address a function gives at
-    each launch. The result takes the addresses of a program; any thread may call it.
+    ``run`` is the driver's function, called once per step with the result of ``calls_of``. An error
+    goes to ``recover`` with the number of its step. ``taken``: words whose address a function
+    supplies at each launch. The returned function takes the addresses of a program and is
+    thread-safe.
     """
     packed = [(each.pack_into, start, pick) for start, each, pick in layout.packed]
     words, current_stream = layout.words, _torch.current_stream

@@ -1,4 +1,4 @@
-"""Calls as the kernels take them: formats, score classes, rows in 16-byte units, results."""
+"""Calls in the form that kernels take: formats, score classes, rows in 16-byte units, results."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ MAX_ROW_STRIDE = 1 << 23  # elements: offsets inside a tile are 32-bit
 
 
 def dtype_code(x: torch.Tensor) -> int:
-    """The DTYPE that kernels for ``x`` are compiled with."""
+    """Return the DTYPE constant that kernels for ``x`` are compiled with."""
     return DTYPE_CODES[str(x.dtype).removeprefix("torch.")]
 
 
 def bucket_of(pairs: Iterable[tuple[int, int]], head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """The smallest compiled pair of head dims that holds this one."""
+    """Return the smallest compiled pair of head dims that fits this one."""
     return min(pair for pair in pairs if pair[0] >= head_dim and pair[1] >= head_dim_v)
 
 
 def score_class(problem: Problem) -> int:
-    """``PLAIN``, ``GENERAL`` or ``DROPOUT``: what lies between products and softmax."""
+    """Return ``PLAIN``, ``GENERAL`` or ``DROPOUT``: what is computed between the two products."""
     if "dropout" in problem.features:
         return DROPOUT
     general = problem.features & {"softcap", "alibi", "bias", "score_mod", "mask_mod"}
@@ -34,7 +34,8 @@ def score_class(problem: Problem) -> int:
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:
-    """``x`` in 16-byte units: rows without gaps, whole units long, bases and strides too."""
+    """Return ``x`` in 16-byte units: contiguous rows of whole units, with aligned base and
+    strides."""
     unit = 16 // x.element_size()
     short = -x.shape[-1] % unit
     if short:
@@ -52,17 +53,18 @@ def readable(x: torch.Tensor) -> torch.Tensor:
 
 
 def with_rows(x: torch.Tensor) -> torch.Tensor:
-    """``x``, or a copy: who reads its last dimension as contiguous goes by no stride of it."""
+    """Return ``x``, or a copy with a contiguous last dimension."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def as_bits(x: torch.Tensor) -> torch.Tensor:
-    """``x``, float8 as bytes: PyTorch does not fill and index all of its formats everywhere."""
+    """Return ``x``, with float8 as bytes, because PyTorch cannot fill and index every float8 format
+    on every device."""
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
 def padded(x: torch.Tensor, more: int) -> torch.Tensor:
-    """``x`` with ``more`` zeros behind each row's elements, contiguous."""
+    """Return a contiguous copy of ``x`` with ``more`` zeros after the elements of each row."""
     # Not by PyTorch's pad, which keeps the order of a tensor that it takes for an image with its
     # channels last, and knows no float8; its 0 is that of integers.
     bits = as_bits(x)
@@ -72,5 +74,5 @@ def padded(x: torch.Tensor, more: int) -> torch.Tensor:
 
 
 def with_readable(call: Call) -> Call:
-    """``call`` with q, k and v as the kernels read them."""
+    """Return ``call`` with q, k and v as the kernels read them."""
     return call._replace(q=readable(call.q), k=readable(call.k), v=readable(call.v))

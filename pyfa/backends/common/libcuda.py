@@ -26,7 +26,7 @@ _DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
 class _Config(ctypes.Structure):
-    """CUlaunchConfig."""
+    """The struct CUlaunchConfig."""
 
     _fields_ = (
         ("blocks", ctypes.c_uint * 3),
@@ -39,7 +39,7 @@ class _Config(ctypes.Structure):
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute, whose value has the size of the largest."""
+    """The struct CUlaunchAttribute; its value is as large as the largest attribute."""
 
     _fields_ = (("name", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_int * 16))
 
@@ -50,7 +50,7 @@ _AHEAD = _Attribute(6, 0, (ctypes.c_int * 16)(1))
 
 @functools.cache
 def library() -> Any:
-    """libcuda, or None where it is not there or older than CUDA 12.4."""
+    """Return libcuda, or None if it is missing or older than CUDA 12.4."""
     if torch.version.cuda is None or not sys.platform.startswith("linux"):
         return None
     try:
@@ -64,7 +64,7 @@ def library() -> Any:
 
 @functools.cache
 def version() -> tuple[int, int]:
-    """The CUDA version that the driver supports, as (12, 8); (0, 0) without a driver."""
+    """Return the CUDA version that the driver supports, as (12, 8); (0, 0) without a driver."""
     number = ctypes.c_int()
     if library() is None or library().cuDriverGetVersion(ctypes.byref(number)):
         return 0, 0
@@ -72,13 +72,14 @@ def version() -> tuple[int, int]:
 
 
 class Kernel(NamedTuple):
-    """A CUfunction, the threads of its blocks, their bytes of dynamic shared memory.
+    """A CUfunction, its threads per block and its bytes of dynamic shared memory.
 
-    ``struct``: it takes one struct, which begins where the arguments do and may be shorter. The
-    driver places it: a struct aligned to 64 bytes, as one with tensor maps, lies 48 bytes behind
-    the start of the parameters. Otherwise the arguments are all of its parameters, as they lie.
-    ``ahead``: it starts while the kernel in front of it on the stream still runs, once that one
-    allows it, and waits by itself for what that one writes: kernels/cuda/ahead.h. Hopper and later.
+    ``struct``: the kernel takes one struct, which begins where the arguments begin and may be
+    shorter. The driver places it: a struct aligned to 64 bytes, such as one with tensor maps, is 48
+    bytes after the start of the parameters. Without ``struct`` the arguments are the kernel's
+    parameters in memory order. ``ahead``: the kernel may start while the previous kernel on the
+    stream still runs, once that kernel allows it, and waits by itself for that kernel's results
+    (kernels/cuda/ahead.h; Hopper and later).
     """
 
     function: int
@@ -89,8 +90,8 @@ class Kernel(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A kernel, its blocks, and where its arguments begin among those of all that are launched
-    with it."""
+    """A kernel, its number of blocks, and the offset of its arguments among those of all kernels
+    that are launched together."""
 
     kernel: Kernel
     blocks: int
@@ -103,7 +104,8 @@ def launcher(
     layout: Layout,
     taken: Sequence[tuple[int, Callable[[], int]]] = (),
 ) -> Callable[..., None]:
-    """Kernels on device ``index``, one behind the other, as ``arguments.launcher`` makes them."""
+    """Return a function that starts kernels on device ``index`` in sequence; see
+    ``arguments.launcher``."""
     driver = library()
     assert driver is not None
     run, size = driver.cuLaunchKernelEx, len(layout.data)
@@ -118,7 +120,8 @@ def launcher(
 
 
 def _calls(launches: Sequence[Launch], address: int, size: int) -> Calls:
-    """What ``cuLaunchKernelEx`` takes for each of ``launches`` with arguments at ``address``."""
+    """Return the arguments of ``cuLaunchKernelEx`` for each of ``launches``, with kernel arguments
+    at ``address``."""
     calls: list[tuple[Any, ...]] = []
     configs: list[_Config] = []
     kept: list[Any] = []
@@ -146,7 +149,7 @@ def _calls(launches: Sequence[Launch], address: int, size: int) -> Calls:
 
 
 def _at(x: Any) -> ctypes.c_void_p | None:
-    """The address of ``x``, which lives as long as the result."""
+    """Return the address of ``x``, which lives as long as the result."""
     if x is None:
         return None
     found = ctypes.c_void_p(ctypes.addressof(x))
@@ -159,7 +162,7 @@ def _attributes(kernel: Kernel) -> tuple[int | None, int]:
 
 
 def _recover(error: int, index: int, again: Callable[[], int]) -> None:
-    """A thread that has done nothing on its device yet has no context; else an error."""
+    """Give this thread a context if it has none, and retry; raise any other error."""
     if error == NO_CONTEXT and use_primary_context(index):
         error = again()
     if error:
@@ -167,7 +170,7 @@ def _recover(error: int, index: int, again: Callable[[], int]) -> None:
 
 
 def load(code: bytes, name: str, index: int, shared: int) -> int:
-    """The CUfunction ``name`` of a cubin, loaded on device ``index`` for good.
+    """Load the CUfunction ``name`` of a cubin on device ``index``, until the process ends.
 
     ``shared``: the dynamic shared memory that it will be launched with. Raises ``CodeObjectError``
     where the device refuses the code, ``RuntimeError`` where the driver fails or a graph is being
@@ -206,7 +209,7 @@ def _check(error: int, what: str) -> None:
 
 
 def use_primary_context(index: int) -> bool:
-    """Make the device's primary context, which is torch's, this thread's."""
+    """Make the device's primary context, which torch uses, current in this thread."""
     driver = library()
     device, context = ctypes.c_int(), ctypes.c_void_p()
     if driver.cuDeviceGet(ctypes.byref(device), index):

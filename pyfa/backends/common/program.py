@@ -1,8 +1,8 @@
-"""A pass as data: what it allocates, which kernels it launches, what each reads where.
+"""A pass as data: what it allocates, which kernels it launches, and what each one reads.
 
 ``forward``, ``decode``, ``backward`` and ``append`` describe a pass once, as a ``Program``; the
-launcher of a driver turns it into a function of the tensors that later calls bring. So the first
-call and a repeated one run the same code.
+launcher of a driver turns it into a function of the tensors. So the first call and later calls run
+the same code.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ Launch = Callable[[list[int], Sequence[torch.Tensor], Sequence[torch.Tensor]], N
 
 
 class Params(NamedTuple):
-    """``Params`` of one or more kernels: numbers, and the names of what its pointers point to."""
+    """The ``Params`` of one or more kernels: numbers, and the name of the tensor for each
+    pointer."""
 
     values: Values
     pointers: Mapping[str, str]
 
 
 class Step(NamedTuple):
-    """One launch: ``blocks`` workgroups of ``threads``."""
+    """One launch of ``blocks`` workgroups with ``threads`` threads each."""
 
     plan: Plan
     blocks: int
@@ -44,8 +45,8 @@ class Step(NamedTuple):
 class Program:
     """One pass over tensors of known shapes on the device of ``example``.
 
-    ``inputs`` are the names of the tensors that each call brings, in order. Buffers that it makes
-    follow them in the order of ``make``; parts of buffers follow those.
+    ``inputs`` are the names of the tensors that each call passes, in order. The buffers that the
+    program makes follow, in the order of ``make``, and then slices of buffers.
     """
 
     def __init__(self, inputs: Iterable[str], example: torch.Tensor) -> None:
@@ -58,14 +59,14 @@ class Program:
         self._parts: dict[str, tuple[str, int]] = {}
 
     def make(self, name: str, like: Like, fill: float | None = None) -> None:
-        """Allocate a buffer at each call and, where ``fill`` is given, fill it."""
+        """Record a buffer that every call allocates and, with ``fill``, fills."""
         if fill is not None:
             self.fills.append((len(self.made), fill))
         self.made.append(name)
         self.likes.append(like)
 
     def make_workspace(self, parts: Mapping[str, Like], apart: bool) -> None:
-        """Scratch buffers of a call, in one allocation unless they are to lie ``apart``.
+        """Record scratch buffers of a call, in one allocation unless they must be ``apart``.
 
         Each begins at a multiple of 512 bytes, as PyTorch's allocator would place it.
         """
@@ -80,28 +81,30 @@ class Program:
         self.make("workspace", ((size,), (1,), torch.uint8))
 
     def add(self, plan: Plan, blocks: int, threads: int, params: Params) -> None:
-        """Launch ``plan`` behind what was added before; nothing for no ``blocks``."""
+        """Record a launch of ``plan`` after the steps recorded before; nothing if ``blocks`` is
+        0."""
         if blocks:
             self.steps.append(Step(plan, blocks, threads, params))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all addresses that a launch is given, in their order."""
+        """Return the names of all addresses that a launch takes, in order."""
         return (*self.inputs, *self.made, *self._parts)
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """The names of those that are whole tensors."""
+        """Return the names that are whole tensors."""
         return (*self.inputs, *self.made)
 
     def parts(self) -> list[tuple[int, int]]:
-        """Of each part, the number of its buffer among the names, and its offset in bytes."""
+        """Return, for each slice of a buffer, the number of its buffer among the names and its
+        offset in bytes."""
         names = self.names
         return [(names.index(of), offset) for of, offset in self._parts.values()]
 
 
 def like(shape: Iterable[int], dtype: torch.dtype) -> Like:
-    """A contiguous tensor."""
+    """Describe a contiguous tensor."""
     sizes = tuple(shape)
     strides, step = [], 1
     for size in reversed(sizes):
@@ -117,10 +120,11 @@ def run_of(
     aligned: int | None = 3,
     on_16: bool = True,
 ) -> Run:
-    """``program`` as a function of its inputs that returns the buffers it made.
+    """Return ``program`` as a function of its inputs that returns the buffers it made.
 
-    The first ``aligned`` inputs have to begin at multiples of 16 bytes, or one of them not to where
-    ``on_16`` is off: ``OtherAlignment``. None of them has to where ``aligned`` is None.
+    The first ``aligned`` inputs must begin at multiples of 16 bytes; with ``on_16`` False at least
+    one of them must not. Otherwise the function raises ``OtherAlignment``. With ``aligned`` None
+    nothing is checked.
     """
     likes, fills, parts = tuple(program.likes), tuple(program.fills), tuple(program.parts())
     index = program.device.index if program.device.type == "cuda" else None
@@ -162,12 +166,12 @@ def for_any_total(
     bind: Callable[..., Callable[..., _Result]],
     first: int = 0,
 ) -> Callable[..., _Result]:
-    """``run``, which is bound for ``call``, for all calls that differ from it by how many rows are
-    packed as well.
+    """Extend ``run``, which is bound for ``call``, to all calls that differ from it also in the
+    number of packed rows.
 
-    Packed training has another total at each step. What it was bound for else holds for all of
-    them; only what depends on the total is described anew, by ``bind`` of what ``run`` takes. Of
-    that q is number ``first``, k the next.
+    In packed training the total differs at each step. Everything else stays valid; only what
+    depends on the total is recomputed, by ``bind`` with the inputs of ``run``. Among these q is
+    number ``first``, and k the next.
     """
     if call.cu_seqlens_q is None and call.cu_seqlens_k is None:
         return run
@@ -187,7 +191,7 @@ def for_any_total(
 
 
 def arguments_of(params: Params, addresses: Mapping[str, int]) -> dict[str, int | float]:
-    """The members of ``Params`` with the pointers filled in."""
+    """Return the members of ``Params`` with the pointers filled in."""
     return {
         **params.values,
         **{member: addresses[name] for member, name in params.pointers.items()},

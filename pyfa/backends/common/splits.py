@@ -1,10 +1,11 @@
-"""Into how many parts the keys of a call go, where its blocks alone would leave the device idle.
+"""The number of splits of the keys, for calls whose blocks alone would leave the device idle.
 
-There are three cases, each with the costs of the arch and kernel that asks:
+There are four cases, each with the costs of the arch and kernel:
 
-- ``within_a_round``: a prefill, whose parts all run at once, or else it stays whole.
-- ``fewest_to_fill``: a few rows, where a part costs little and only its number is known to matter.
-- ``least_time``: a few rows on a device whose times were fitted.
+- ``within_a_round``: a prefill whose splits all run at once.
+- ``over_rounds``: a prefill of equal work tiles whose last round is far from full.
+- ``fewest_to_fill``: a few rows, where a split is cheap and only its number matters.
+- ``least_time``: a few rows on a device with fitted times.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import NamedTuple
 
 
 class Costs(NamedTuple):
-    """Of a prefill in microseconds: 64 keys of a block, putting a row of one head together, and
-    starting to."""
+    """Costs of a prefill in microseconds: 64 keys of a block, combining one row of one head, and
+    starting to combine."""
 
     tile_us: float
     row_us: float
@@ -30,22 +31,72 @@ _LEAST_KEYS = 256
 
 
 def within_a_round(blocks: int, keys: int, places: int, rows: int, costs: Costs) -> int:
-    """As many parts as let ``blocks`` fill ``places`` of the device once, where that gains more
-    than putting ``rows`` (of all heads) together costs."""
+    """Return as many splits as let ``blocks`` fill ``places`` of the device once, if that saves
+    more time than combining ``rows`` (of all heads) costs."""
     parts = max(1, min(places // max(blocks, 1), keys // _LEAST_KEYS))
     gain = keys / 64 * (1 - 1 / parts) * costs.tile_us
     return parts if gain > costs.combine_us + rows * costs.row_us else 1
 
 
+class Rounds(NamedTuple):
+    """Of a prefill on a device that a model times, in microseconds: 64 keys of a block, starting
+    and ending one, merging a part of a row, and launching what merges. ``row_bytes`` of a part."""
+
+    tile_us: float
+    block_us: float
+    row_us: float
+    combine_us: float
+    row_bytes: int
+
+
+# Idle units leave power to the others: so much of a gain in clocks is one in time.
+_OF_CLOCKS = 0.55
+_WORTH = 0.92  # of the time: the model does not tell two forms that are closer apart
+_MOST_PARTS = 8
+_MOST_BYTES = 1 << 28  # of what the parts leave to be merged
+
+
+def over_rounds(
+    blocks: int, keys: int, places: int, rows: int, costs: Rounds, parts: int = 1
+) -> int:
+    """As many parts as let equal ``blocks`` end first that run in rounds of ``places``, or
+    ``parts`` where none gains what is worth it."""
+
+    def busy(parts: int) -> float:
+        rounds = -(-blocks * parts // places)
+        return rounds * (keys / 64 / parts * costs.tile_us + costs.block_us)
+
+    def merging(parts: int) -> float:
+        return costs.combine_us + rows * parts * costs.row_us if parts > 1 else 0.0
+
+    now = busy(parts)
+    most = min(_MOST_PARTS, keys // _LEAST_KEYS, _MOST_BYTES // max(1, rows * costs.row_bytes))
+    times = {
+        count: now * (busy(count) / now) ** _OF_CLOCKS + merging(count)
+        for count in range(1, max(1, most) + 1)
+    }
+    best = min(times, key=lambda count: times[count])
+    return best if times[best] < _WORTH * (now + merging(parts)) else parts
+
+
+def of_prefill(
+    blocks: int, keys: int, places: int, rows: int, costs: Costs, rounds: Rounds | None
+) -> int:
+    """``within_a_round``, and ``over_rounds`` where ``rounds`` are known and all blocks see as many
+    keys."""
+    parts = within_a_round(blocks, keys, places, rows, costs)
+    return over_rounds(blocks, keys, places, rows, rounds, parts) if rounds else parts
+
+
 def fewest_to_fill(
     blocks: int, pieces: int, places: int, most: int, enough: Callable[[float, float], float]
 ) -> int:
-    """The fewest of up to ``most`` parts of ``pieces`` that leave few of ``places`` empty, since
-    each is more to combine.
+    """Return the smallest number of splits, at most ``most``, of ``pieces`` of keys that leaves few
+    of ``places`` empty. Each further split costs time to combine.
 
-    Blocks run in rounds of ``places``; a share is how full their rounds are. ``enough`` takes a
-    number of rounds, and the best share of all, to the share that is good enough there. Where none
-    is, 85 % of the best are, as FlashAttention-2 decides.
+    Blocks run in rounds of ``places``; the share is how full the rounds are. ``enough`` maps a
+    number of rounds and the best share to the share that suffices. If no number suffices, 85 % of
+    the best share does, as in FlashAttention-2.
     """
     shares = {}
     for parts in range(1, most + 1):
@@ -62,9 +113,9 @@ def fewest_to_fill(
 
 
 class Times(NamedTuple):
-    """Of reading keys a little at a time, in bytes that a busy SM reads meanwhile: starting and
-    ending a round, combining, and each part of it. ``latency``: what of the time does not shrink
-    where fewer blocks read. Fewest ``pieces`` of a part, most ``parts``."""
+    """Fitted times, expressed in bytes that a busy SM reads meanwhile: starting and ending a round,
+    combining, and each split of it. ``latency``: the share of the time that does not shrink if
+    fewer blocks read. Also the fewest ``pieces`` of a split and the most ``parts``."""
 
     start: int
     combine: int
@@ -76,8 +127,9 @@ class Times(NamedTuple):
 
 @functools.lru_cache(4096)
 def least_time(blocks: int, pieces: int, piece_bytes: int, units: int, times: Times) -> int:
-    """Into how many parts ``pieces`` of keys go so that ``blocks`` take the least time on ``units``
-    SMs, in rounds of one an SM. Fewer blocks than SMs read faster each."""
+    """Return the number of splits of ``pieces`` of keys with which ``blocks`` take the least time
+    on ``units`` SMs, in rounds of one block per SM. With fewer blocks than SMs, each block reads
+    faster."""
     pieces, units = max(1, pieces), max(1, units)
     best, least = 1, math.inf
     for parts in range(1, max(1, min(times.parts, pieces // times.pieces)) + 1):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from ...problem import Problem
-from ..base import missing
+from ..base import Run, missing
 from ..common import calls, libcuda
 from ..native import backward as native_backward
 from ..native.backend import NativeBackend
@@ -26,6 +26,15 @@ class CudaBackend(NativeBackend):
 
     def why_unavailable(self) -> str | None:
         return _why_unavailable()
+
+    def bind_merge(
+        self,
+        outs: Sequence[torch.Tensor],
+        lses: Sequence[torch.Tensor],
+        out: torch.Tensor | torch.dtype,
+        with_lse: bool,
+    ) -> Run | None:
+        return super().bind_merge(outs, lses, out, with_lse) if plans.PREVIEW else None
 
     def why_not(self, problem: Problem) -> Sequence[str]:
         elsewhere = plans.why_not(problem.arch)
@@ -50,14 +59,14 @@ def _why_unavailable() -> str | None:
     if not torch.cuda.is_available():
         return "PyTorch finds no GPU"
     if libcuda.library() is None:
-        return "libcuda.so.1 is not there or older than CUDA 12.4"
+        return "libcuda.so.1 was not found, or the driver is older than CUDA 12.4"
     missing_compiler = runtime_compiler.why_unavailable()
     if missing_compiler:
         return missing_compiler
     driver, compiler = libcuda.version()[0], runtime_compiler.major()
     if compiler > driver:
         return (
-            f"NVRTC {compiler} makes code that this driver for CUDA {driver} refuses: install "
-            f"cuda-bindings and NVRTC {driver}"
+            f"NVRTC {compiler} generates code that this driver (CUDA {driver}) cannot load: "
+            f"install cuda-bindings and NVRTC {driver}"
         )
     return None

@@ -1,16 +1,16 @@
-"""Backward: which kernels, and what they are compiled with.
+"""Backward: which kernels run, and what they are compiled with.
 
-They are: delta of every row and zeros for dQ, one kernel that owns keys and adds dQ up in float32,
-its rounding. ``deterministic`` makes blocks wait for their turn to add; otherwise dQ's last bits
-may differ from run to run, while dK's and dV's never do.
+The first kernel computes delta of every row and sets dQ to zero. The second owns keys and adds up
+dQ in float32. The third rounds dQ. With ``deterministic`` blocks wait for their turn to add;
+otherwise the last bits of dQ may differ from run to run, but never those of dK and dV.
 """
 
 from __future__ import annotations
 
 from ...plan import Plan
-from ...problem import Problem
+from ...problem import TERMS, Problem
 from ..common import calls
-from ..native.backward import is_general_problem
+from ..native.lists import listed
 from ..native.plans import modified, plan_with
 from ..native.tiles import Pair, constants_of, sm90
 from . import plans
@@ -22,7 +22,7 @@ SM90 = "cuda/sm90/attn_bwd.cu"
 
 
 def plans_of(arch: str, pair: Pair, dtype: int, general: bool) -> tuple[Plan, Plan, Plan]:
-    """row_sums, attn_bwd and dq_convert."""
+    """Return the plans of row_sums, attn_bwd and dq_convert."""
     tiles = plans.tiles_of(arch).backward[pair][general]
     constants = {
         "DTYPE": dtype,
@@ -37,7 +37,8 @@ def plans_of(arch: str, pair: Pair, dtype: int, general: bool) -> tuple[Plan, Pl
 
 
 def around(over_keys: Plan, transposed: bool) -> tuple[Plan, Plan, Plan]:
-    """attn_bwd with what runs before and behind it, by tiles of as many rows."""
+    """Return attn_bwd with the kernels before and after it, for tiles of the same number of
+    rows."""
     constants = dict(over_keys.constants)
     tile = tuple((name, constants[name]) for name in ("BLOCK_Q", "DTYPE", "HEAD_DIM"))
     of_sums = (*tile, ("HEAD_DIM_V", constants["HEAD_DIM_V"]))
@@ -48,9 +49,11 @@ def around(over_keys: Plan, transposed: bool) -> tuple[Plan, Plan, Plan]:
     )
 
 
-def sm90_plans_of(pair: Pair, dtype: int, deterministic: bool) -> tuple[Plan, Plan, Plan]:
+def sm90_plans_of(
+    pair: Pair, dtype: int, deterministic: bool, general: bool = False
+) -> tuple[Plan, Plan, Plan]:
     """The same of Hopper's own."""
-    tiles = sm90.BACKWARD[pair]
+    tiles = (sm90.BACKWARD_TERMS if general else sm90.BACKWARD)[pair]
     if deterministic and not tiles.roles:
         tiles = tiles._replace(one_sender=True)
     constants = {
@@ -60,45 +63,80 @@ def sm90_plans_of(pair: Pair, dtype: int, deterministic: bool) -> tuple[Plan, Pl
         "HEAD_DIM": pair[0],
         "HEAD_DIM_V": pair[1],
         "SHARED_BYTES": tiles.shared_bytes(pair),
+        "TERMS": int(general),
         **constants_of(tiles),
     }
     return around(plan_with("cuda", SM90, constants), transposed=True)
 
 
-def is_sm90(arch: str, general: bool) -> bool:
-    """Whether the kernels are Hopper's own."""
-    return plans.runs_sm90(arch) and not general
+# Terms whose slope is not always 1.
+_STEEP = frozenset({"softcap", "score_mod"})
+_NOT_RUN = "has not passed conformance on a GPU yet (PYFA_PREVIEW=1 uses it)"
+NARROW = 128  # of heads: what a warpgroup has S and dP of
+
+
+def why_not_sm90(
+    dims: Pair, terms: frozenset[str], deterministic: bool, general: bool, has_mods: bool
+) -> str | None:
+    """Return why backward is sm80's kernel on a device that has sm90's; None if it is not."""
+    if has_mods and not plans.PREVIEW:
+        return f"sm90's of score_mod and mask_mod {_NOT_RUN}"
+    if general and max(dims) > NARROW and not plans.PREVIEW:
+        return f"sm90's of score terms for head_dim above {NARROW} {_NOT_RUN}"
+    if "sinks" not in terms:
+        return None
+    if deterministic:
+        return "sm90's has no deterministic gradient of sinks"
+    if max(dims) > NARROW and terms & _STEEP:
+        return "sm90's has no sinks with softcap or score_mod for heads beyond 128"
+    return None
 
 
 def plans_for(
-    arch: str, dims: Pair, dtype: int, general: bool, deterministic: bool, mods: str = ""
+    arch: str,
+    dims: Pair,
+    dtype: int,
+    general: bool,
+    deterministic: bool,
+    mods: str = "",
+    terms: frozenset[str] = frozenset(),
 ) -> tuple[Plan, Plan, Plan]:
     """row_sums, attn_bwd and dq_convert for these heads on a device of ``arch``."""
-    if is_sm90(arch, general):
-        return sm90_plans_of(calls.bucket_of(sm90.BACKWARD, *dims), dtype, deterministic)
-    pair = calls.bucket_of(plans.tiles_of(arch).backward, *dims)
-    sums, gradients, convert = plans_of(arch, pair, dtype, general)
-    return sums, modified(gradients, mods) if mods else gradients, convert
+    why_not = why_not_sm90(dims, terms, deterministic, general, bool(mods))
+    if plans.runs_sm90(arch) and why_not is None:
+        pair = calls.bucket_of(sm90.BACKWARD_TERMS if general else sm90.BACKWARD, *dims)
+        sums, gradients, convert = sm90_plans_of(pair, dtype, deterministic, general)
+    else:
+        pair = calls.bucket_of(plans.tiles_of(arch).backward, *dims)
+        sums, gradients, convert = plans_of(arch, pair, dtype, general)
+    if mods:
+        gradients = modified(gradients, mods)
+        if gradients.kernel == SM90 and not deterministic:
+            # In turn, blocks that leave out a tile would be waited for.
+            gradients = listed(gradients)
+    return sums, gradients, convert
 
 
 def notes_of(problem: Problem) -> list[str]:
-    """What ``explain`` adds to the plan of a problem with a backward."""
+    """Return what ``explain`` adds to the plan of a problem with a backward."""
     if "backward" not in problem.features or not plans.runs_sm90(problem.arch):
         return []
-    if not is_general_problem(problem):
-        return []
-    return ["backward is sm80's kernel: sm90's has no score terms, sinks or dropout"]
+    dims, features = (problem.head_dim, problem.head_dim_v), problem.features
+    terms, deterministic = features & TERMS, "deterministic" in features
+    why = why_not_sm90(dims, terms, deterministic, bool(terms), bool(problem.mods))
+    return [f"backward is sm80's kernel: {why}"] if why else []
 
 
 def all_plans(arch: str) -> list[Plan]:
     found: list[Plan] = []
+    own, table = plans.runs_sm90(arch), plans.tiles_of(arch).backward
     for dtype in calls.DTYPE_CODES.values():
         for general in (False, True):
-            if is_sm90(arch, general):
-                for pair in sm90.BACKWARD:
+            if own:
+                for pair in sm90.BACKWARD_TERMS if general else sm90.BACKWARD:
                     for deterministic in (False, True):
-                        found += sm90_plans_of(pair, dtype, deterministic)
-            else:
-                for pair in plans.tiles_of(arch).backward:
+                        found += sm90_plans_of(pair, dtype, deterministic, general)
+            if general or not own:
+                for pair in table:
                     found += plans_of(arch, pair, dtype, general)
     return list(dict.fromkeys(found))

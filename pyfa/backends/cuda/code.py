@@ -15,7 +15,7 @@ from . import plans, runtime_compiler
 
 @dataclass(frozen=True)
 class Code:
-    """A cubin: its bytes, their sha256, and where it came from."""
+    """A cubin: its bytes, their sha256, and where it was found."""
 
     data: bytes
     digest: str
@@ -23,13 +23,14 @@ class Code:
 
     @property
     def kernel(self) -> cubin.Cubin:
-        """What its one kernel takes. Needs pyelftools, which running it does not."""
+        """Return the metadata of its one kernel. Needs pyelftools; running the kernel does not."""
         return cubin.parse(self.data)
 
 
 @functools.cache
 def load(plan: Plan, arch: str) -> Code:
-    """The cubin of ``plan`` for ``arch``, as "sm_80". ``CompileError`` or ``CodeObjectError``."""
+    """Return the cubin of ``plan`` for ``arch``, such as "sm_80". Raises ``CompileError`` or
+    ``CodeObjectError``."""
     from ... import cache
 
     missing = runtime_compiler.why_unavailable()
@@ -48,7 +49,7 @@ def load(plan: Plan, arch: str) -> Code:
 
 
 def build(plan: Plan, arch: str) -> bytes:
-    """Compiles ``plan`` and refuses more shared memory than a block may have."""
+    """Compile ``plan``; refuse it if it needs more shared memory than a block may have."""
     data, _ = runtime_compiler.compile_cuda(source_of(plan), arch=arch)
     limit = plans.limits_of(arch).shared_bytes_per_block
     taken = plans.shared_bytes(plan)

@@ -1,7 +1,8 @@
-"""Counters from which the blocks of a launch take their work: 0 before, and left at 0.
+"""Work counters, from which the blocks of a launch take their next tile: 0 before and after the
+launch.
 
-Two launches that run together must not share one. Each takes the next of many, and a launch that is
-captured, which may run at any time, one of its own that its graph clears.
+Launches that run at the same time must not share a counter. Each launch takes the next of many. A
+captured launch, which may run at any time, gets its own, which its graph clears.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
 @functools.cache
 def source(index: int) -> Callable[[], int]:
-    """Gives the address of a counter on device ``index``, for a launch on the current stream."""
+    """Return a function that gives the address of a counter on device ``index`` for a launch on the
+    current stream."""
     with torch.cuda.device(index):
         pool = zeros(MANY, index)
         torch.cuda.synchronize(index)  # other streams use them too

@@ -1,4 +1,4 @@
-"""Decode: what it takes beyond ``native/decode.py``, and how many parts the keys go into."""
+"""Decode: conditions beyond ``native/decode.py``, and the number of splits of the keys."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ TIMES = Times(start=102400, combine=102400, part=1024, latency=0.3, pieces=4, pa
 
 
 def takes(problem: Problem) -> bool:
-    """Whether decode rather than forward is the plan."""
+    """Return whether the plan is decode rather than forward."""
     return native.takes(problem, FEATURES) and not _cannot_widen(problem)
 
 
 def why_not(problem: Problem) -> list[str]:
-    """Why a few rows over float8 keys, which no forward here takes, are not decode's either."""
+    """Return why decode cannot take a few rows over float8 keys, which no forward here supports
+    either."""
     reasons = native.why_not(problem)
     if _cannot_widen(problem):
         reasons.append(_no_widening(problem))
@@ -29,7 +30,8 @@ def why_not(problem: Problem) -> list[str]:
 
 
 def why_not_latent(problem: Problem) -> list[str]:
-    """``native.decode.why_not_latent``, and what float8 wants of the arch."""
+    """Return the reasons of ``native.decode.why_not_latent``, and what float8 requires of the
+    arch."""
     reasons = native.why_not_latent(problem, FEATURES)
     return reasons + ([_no_widening(problem)] if _cannot_widen(problem) else [])
 
@@ -43,5 +45,6 @@ def _cannot_widen(problem: Problem) -> bool:
 
 
 def splits_for(blocks: int, keys: int, units: int, key_bytes: int) -> int:
-    """Into how many parts ``keys`` go so that ``blocks`` take the least time on ``units`` SMs."""
+    """Return the number of splits of ``keys`` with which ``blocks`` take the least time on
+    ``units`` SMs."""
     return least_time(blocks, -(-keys // GROUP), GROUP * key_bytes, units, TIMES)

@@ -1,4 +1,5 @@
-"""Forward by Ampere's kernel, on every arch; Hopper's own is asked first."""
+"""Forward by Ampere's kernel, on every arch; Hopper's own kernel is preferred where it supports the
+problem."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ KERNEL = "cuda/sm80/attn_fwd.cu"
 
 
 def plan(problem: Problem) -> Plan:
-    """The kernel of ``problem`` and what it is compiled with."""
+    """Return the plan of ``problem``: its kernel and what it is compiled with."""
     if "fp8" in problem.features:
         return forward_sm90_fp8.plan(problem)
     left, invariant = [], "batch_invariant" in problem.features
@@ -43,7 +44,7 @@ def plan(problem: Problem) -> Plan:
 
 
 def _tiles_for(table: AllTiles, pair: Pair, score: int, paged: bool) -> Forward:
-    """Of a grid that fills the device."""
+    """Return the tiles for a grid that fills the device."""
     if paged and score == GENERAL and pair in table.forward_paged:
         return table.forward_paged[pair]
     return table.forward[pair][score]

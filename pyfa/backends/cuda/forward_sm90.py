@@ -1,83 +1,137 @@
-"""Hopper's forward: which problems it takes, and what it is compiled with."""
+"""Hopper's forward: which problems it supports, and what it is compiled with."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 from ...plan import Plan
 from ...problem import Problem
 from ..common import calls
 from ..common.calls import GENERAL, PLAIN
-from ..native.plans import plan_with
+from ..native.lists import listed
+from ..native.plans import modified, plan_with
 from ..native.tiles import Pair, constants_of
-from ..native.tiles.sm90 import FORWARD, FORWARD_INVARIANT, STAGES, Own
+from ..native.tiles.sm90 import FORWARD, FORWARD_INVARIANT, ROWS, STAGES, Own
 from . import plans
+from .tensor_maps import panel
 
 KERNEL = "cuda/sm90/attn_fwd.cu"
 # What is left to sm80's kernel, with the words for ``explain``.
 ELSEWHERE = {
-    "dropout": "dropout", "paged": "page table", "bias": "bias", "score_mod": "score_mod",
-    "mask_mod": "mask_mod",
+    "dropout": "dropout", "bias": "bias",
+    "tree": "tree_mask",  # its addresses spill 150 to 390 bytes
 }  # fmt: skip
 _FULL, _MASKED, _TERMS = range(3)
-_SWIZZLED = 8  # rows that make a whole swizzle: pages have a multiple
+_TWO_FIT = 96  # heads up to this: two blocks of one warpgroup fit on an SM
+PAGE_SIZES = (0, 16)  # what ``all_plans`` are for: others are compiled at first use
+# What pages are a multiple of. Smaller ones are read here where no other kernel does: on an H200
+# pages of 4 keys take 28 µs of both, of 1 key 65, and 28 of sm80's.
+_WORTH_A_COPY = 8
 
 
 def why_not(problem: Problem) -> list[str]:
     """Why the plan is sm80's on a device that has this kernel."""
-    # Pages must not change a bit: with batch_invariant they are read here, too.
-    other = {"paged"} if "batch_invariant" in problem.features else set()
-    return [
-        f"sm80's kernel: sm90's has no {words}"
-        for feature, words in ELSEWHERE.items()
-        if feature in problem.features - other
-    ]
+    found = [words for feature, words in ELSEWHERE.items() if feature in problem.features]
+    if problem.mods and "paged" in problem.features:
+        found.append("pages with score_mod or mask_mod")
+    # Batch invariance is for one kernel to read pages and others: ``why_not_invariant`` has these.
+    if "batch_invariant" not in problem.features:
+        found += without_pages(problem)
+    return [f"sm80's kernel: sm90's has no {words}" for words in found]
+
+
+def without_pages(problem: Problem, of: int = _WORTH_A_COPY) -> list[str]:
+    """What keeps the copy engine from the pages of ``problem``, a multiple ``of`` so many keys."""
+    if "paged" not in problem.features:
+        return []
+    found = []
+    if problem.page_size % of:
+        found.append(f"pages of other than a multiple of {of} keys")
+    if "leftpad" in problem.features:
+        found.append("cache_leftpad with pages")
+    return found
 
 
 def why_not_invariant(problem: Problem) -> list[str]:
     """Why neither this kernel nor sm80's takes ``problem`` with the bits of one without pages."""
-    if not problem.features >= {"paged", "batch_invariant"} or why_not(problem):
+    if "batch_invariant" not in problem.features:
         return []
-    reasons = []
-    if problem.page_size % _SWIZZLED:
-        reasons.append(f"batch invariance wants pages of a multiple of {_SWIZZLED} keys here")
-    if "leftpad" in problem.features:
-        reasons.append("batch invariance with cache_leftpad and pages is not implemented")
-    return reasons
+    if problem.mods and "paged" in problem.features and not problem.features & ELSEWHERE.keys():
+        # Without pages this kernel would run, and sm80's gives other bits.
+        return ["batch invariance with pages and score_mod or mask_mod is not implemented"]
+    if why_not(problem):
+        return []
+    pair = calls.bucket_of(FORWARD, problem.head_dim, problem.head_dim_v)
+    lacking = without_pages(problem, fewest_rows(pair, 2))
+    return [f"batch invariance with {words} is not implemented" for words in lacking]
+
+
+def fewest_rows(pair: Pair, itemsize: int) -> int:
+    """Keys of the smallest copy, which has 128 bytes of a panel. Its swizzle goes by addresses, so
+    copies need not be whole swizzles of 8."""
+    return max(128 // itemsize // panel(head, itemsize) for head in pair)
 
 
 def plan(problem: Problem) -> Plan:
     pair = calls.bucket_of(FORWARD, problem.head_dim, problem.head_dim_v)
-    kind = _TERMS if calls.score_class(problem) != PLAIN else _FULL
+    # A mask_mod hides scores as they are: it needs no terms.
+    scores = replace(problem, features=problem.features - {"mask_mod"})
+    general = calls.score_class(scores) != PLAIN
+    kind = _TERMS if general or problem.mods else _FULL
     if kind == _FULL and problem.features & {"causal", "window", "chunk"}:
         kind = _MASKED
     dtype, notes = calls.DTYPE_CODES[problem.dtype], plans.notes_of(problem, pair)
-    if "batch_invariant" in problem.features:
-        return _invariant(pair, kind, dtype, problem.page_size, notes)
-    return _plan(pair, kind, dtype, notes)
+    score = GENERAL if general else PLAIN
+    invariant = "batch_invariant" in problem.features
+    few = invariant and not problem.mods and _has_few_rows(problem, pair)
+    found = _plan(pair, kind, dtype, score, problem.page_size, invariant, few, notes)
+    if not problem.mods:
+        return found
+    found = modified(found, problem.mods)
+    # Visits by list have not passed conformance on a GPU yet.
+    return listed(found) if plans.PREVIEW else found
 
 
-def _invariant(
-    pair: Pair, kind: int, dtype: int, page_size: int, notes: Iterable[str] = ()
-) -> Plan:
-    """The kernel whose rows do not depend on each other; ``page_size`` is 0 without pages."""
-    tiles = FORWARD_INVARIANT[pair][kind]
-    rows = math.gcd(page_size, tiles.block_k) if page_size else 0
-    score, shared = GENERAL if kind == _TERMS else PLAIN, tiles.shared_bytes(pair)
-    return plan_of(tiles, pair, dtype, score, shared, notes, INVARIANT=1, PAGE_ROWS=rows)
+def _has_few_rows(problem: Problem, pair: Pair) -> bool:
+    """Return whether blocks of one warpgroup are faster.
+
+    Of wide heads only one such block fits on an SM, and it computes more slowly than two
+    warpgroups. So each block needs an SM of its own: on an H200 64 of them took 76 µs instead of
+    91, and 512 took 582 instead of 522."""
+    heads = problem.heads_k if problem.seqlen_q == 1 else problem.heads_q
+    alone = problem.batch * heads <= problem.device.units
+    return problem.seqlen_q <= ROWS and (alone or pair[0] <= _TWO_FIT)
 
 
-def _plan(pair: Pair, kind: int, dtype: int, notes: Iterable[str] = ()) -> Plan:
-    tiles = FORWARD[pair][kind]
-    score = GENERAL if kind == _TERMS else PLAIN
-    return plan_of(tiles, pair, dtype, score, tiles.shared_bytes(pair), notes)
+def page_rows(page_size: int, tiles: Own) -> dict[str, int]:
+    """Return the constant for the keys of a copy, which divides pages and tiles; empty without
+    pages, where ``page_size`` is 0."""
+    return {"PAGE_ROWS": math.gcd(page_size, tiles.block_k)} if page_size else {}
+
+
+def _plan(
+    pair: Pair, kind: int, dtype: int, score: int, page_size: int, invariant: bool, few: bool,
+    notes: Iterable[str] = (),
+) -> Plan:  # fmt: skip
+    """Return a plan. ``invariant``: the kernel whose rows do not depend on each other. ``few``: the
+    same for the rows of one warpgroup, with the bits of the plan for more."""
+    tiles = (FORWARD_INVARIANT if invariant else FORWARD)[pair][kind]
+    more = page_rows(page_size, tiles)
+    if invariant:
+        more["INVARIANT"] = 1
+    if few:
+        more |= {"OF_GROUPS": tiles.groups, "BLOCKS": 2 if pair[0] <= _TWO_FIT else 1}
+        tiles = tiles._replace(groups=1)
+    return plan_of(tiles, pair, dtype, score, tiles.shared_bytes(pair), notes, **more)
 
 
 def plan_of(
     tiles: Own, pair: Pair, dtype: int, score: int, shared: int, notes: Iterable[str], **more: int
 ) -> Plan:
-    """The kernel with these tiles, ``shared`` bytes, and ``more`` constants for other inputs."""
+    """Return the plan with these tiles, ``shared`` bytes, and ``more`` constants for other
+    inputs."""
     constants = {
         "DTYPE": dtype,
         "HEAD_DIM": pair[0],
@@ -92,17 +146,13 @@ def plan_of(
 
 
 def all_plans() -> list[Plan]:
+    kinds = ((_FULL, PLAIN), (_MASKED, PLAIN), (_TERMS, GENERAL))
     found = [
-        _plan(pair, kind, dtype)
+        _plan(pair, kind, dtype, score, page_size, invariant, few)
         for dtype in calls.DTYPE_CODES.values()
         for pair in FORWARD
-        for kind in (_FULL, _MASKED, _TERMS)
-    ]
-    found += [
-        _invariant(pair, kind, dtype, page_size)
-        for dtype in calls.DTYPE_CODES.values()
-        for pair in FORWARD
-        for kind in (_MASKED, _TERMS)
-        for page_size in (0, 16)
+        for invariant, few in ((False, False), (True, False), (True, True))
+        for kind, score in (kinds[1:] if invariant else kinds)
+        for page_size in PAGE_SIZES
     ]
     return list(dict.fromkeys(found))

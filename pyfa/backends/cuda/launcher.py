@@ -38,7 +38,7 @@ class Launcher:
         self._lock = threading.Lock()
 
     def launch_of(self, program: Program, tensors: tuple[torch.Tensor, ...]) -> Launch:
-        """``native.launch.Launcher.launch_of``."""
+        """See ``native.launch.Launcher.launch_of``."""
         given = dict(zip(program.inputs, tensors, strict=True))
         if not any(step.plan.kernel in tensor_maps.BOXES for step in program.steps):
             return self._launch(program, given, None)
@@ -67,7 +67,8 @@ class Launcher:
         tensors: Mapping[str, torch.Tensor],
         addresses: Mapping[str, int] | None,
     ) -> Callable[..., None]:
-        """``addresses``: where this driver's tensor maps cannot be moved."""
+        """Return the launch. ``addresses`` are given if this driver's tensor maps cannot be
+        moved."""
         pointers = {step.plan.kernel: step.params.pointers for step in program.steps}
 
         def maps_of(plan: Plan) -> list[TensorMap]:
@@ -123,11 +124,11 @@ class Launcher:
 
 
 def launchable(plan: Plan, function: int, threads: int, shared: int, index: int) -> libcuda.Kernel:
-    """A function that is on device ``index``, as ``plan`` takes its arguments."""
+    """Return a function on device ``index``, which takes its arguments as ``plan`` says."""
     ahead = plans.starts_ahead(plan, device.of(torch.device("cuda", index)).arch)
     return libcuda.Kernel(function, threads, shared, struct=True, ahead=ahead)
 
 
 def index_of(where: torch.device) -> int:
-    """The number of a CUDA device; the current one where it has none."""
+    """Return the number of a CUDA device; the current one if it has none."""
     return where.index if where.index is not None else torch.cuda.current_device()

@@ -1,4 +1,4 @@
-"""What the CUDA kernels have in common: archs, whose tiles are used, how blocks are launched."""
+"""What all CUDA kernels have in common: archs, choice of tiles, launch of blocks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from ..native import plans, tiles
 from ..native.plans import values_of
 from ..native.tiles import Pair, sm80
 
+# Whether kernels are used that have not passed conformance on a GPU yet.
+PREVIEW: bool = env.get("PYFA_PREVIEW")
 # Archs with a file of tiles. Another one takes those of the nearest below it of its major version,
 # and code is compiled for itself.
 TILED = tiles.archs("sm")
@@ -17,9 +19,10 @@ SMALL_THREADS = 256  # of combine, append, gaps, row_sums and dq_convert
 
 
 def compiled_for(arch: str, plan: Plan | None = None) -> str:
-    """The target that ``plan`` is compiled for on a device of ``arch``.
+    """Return the target that ``plan`` is compiled for on a device of ``arch``.
 
-    Hopper's own kernels need its own instructions, sm_90a; all others go by the plain number.
+    Hopper's own kernels need its own instructions, sm_90a; all others are compiled for the plain
+    number.
     """
     own = plan is not None and plan.kernel.startswith("cuda/sm90/")
     return "sm_90a" if own else arch.rstrip("a")
@@ -31,7 +34,9 @@ PERSISTENT = frozenset({"cuda/sm90/attn_fwd.cu"})
 
 def grid_of(plan: Plan, blocks: int, units: int) -> int:
     """How many blocks are launched for work in ``blocks`` pieces."""
-    return min(blocks, units) if plan.kernel in PERSISTENT else blocks
+    if plan.kernel not in PERSISTENT:
+        return blocks
+    return min(blocks, values_of(plan).get("BLOCKS", 1) * units)
 
 
 # Kernels that are launched while the one before them still runs, and wait for it by themselves
@@ -41,11 +46,12 @@ AHEAD = frozenset({"cuda/combine.cu", "cuda/sm80/dq_convert.cu", "cuda/sm90/attn
 
 def starts_ahead(plan: Plan, arch: str) -> bool:
     """Whether ``plan``, compiled for ``arch``, is launched ahead of the end of the one before."""
-    return plan.kernel in AHEAD and _number(arch) >= 90
+    # A merge of the caller's parts is the first kernel of its call.
+    return plan.kernel in AHEAD and _number(arch) >= 90 and "MERGED" not in dict(plan.constants)
 
 
 def tiled_arch(arch: str) -> str:
-    """Whose tiles a device of ``arch`` gets; ``PYFA_ARCH_TILES`` names another's."""
+    """Return the arch whose tiles a device of ``arch`` uses; ``PYFA_ARCH_TILES`` overrides it."""
     forced: str = env.get("PYFA_ARCH_TILES")
     if forced:
         if forced not in TILED:
@@ -58,13 +64,13 @@ def tiled_arch(arch: str) -> str:
 
 
 def tiles_of(arch: str) -> sm80.Tiles:
-    """Ampere's kernels' tiles on a device of ``arch``."""
+    """Return the tile sizes that the Ampere kernels use on a device of ``arch``."""
     found: sm80.Tiles = tiles.of(tiled_arch(arch))
     return found
 
 
 def why_not(arch: str) -> str | None:
-    """Why the kernels do not run on ``arch``; None where they do."""
+    """Return why the kernels do not run on ``arch``; None if they do."""
     if not arch.startswith("sm_"):
         return "the device is a CPU" if arch == "cpu" else f"the device is AMD ({arch})"
     return None if _number(arch) >= 80 else f"{arch} is older than sm_80"
@@ -75,23 +81,25 @@ def _number(arch: str) -> int:
 
 
 def runs_sm90(arch: str) -> bool:
-    """Whether Hopper's own kernels are for ``arch``: their instructions are on no other."""
+    """Return whether ``arch`` runs Hopper's own kernels; no other arch has their instructions."""
     return arch.removesuffix("a") == "sm_90" and tiled_arch(arch) == "sm_90"
 
 
 def widens_float8(arch: str) -> bool:
-    """Whether one instruction makes two float16 numbers of two float8 ones."""
+    """Return whether one instruction converts two float8 numbers to float16."""
     return arch.startswith("sm_") and _number(arch) >= 89
 
 
 def limits_of(arch: str) -> Arch:
-    """The limits of ``arch`` as it is compiled for; those of its tiles' where it has no row."""
+    """Return the limits of ``arch`` as it is compiled for; without a row, the limits of the arch of
+    its tiles."""
     names = (arch, arch + "a", tiled_arch(arch), tiled_arch(arch) + "a")
     return next(ARCHS[name] for name in names if name in ARCHS)
 
 
 def notes_of(problem: Problem, pair: Pair) -> list[str]:
-    """``native.plans.notes_of``, and whose tiles these are where another's were asked for."""
+    """Return ``native.plans.notes_of``, and which arch's tiles are used if another's were
+    requested."""
     notes = plans.notes_of(problem, pair)
     forced: str = env.get("PYFA_ARCH_TILES")
     if forced:
@@ -100,17 +108,17 @@ def notes_of(problem: Problem, pair: Pair) -> list[str]:
 
 
 def plan_of(kernel: str, dtype: int | None = None) -> Plan:
-    """The plan of a kernel that needs a number format at most."""
+    """Return the plan of a kernel that depends on a number format at most."""
     return plans.plan_with("cuda", f"cuda/{kernel}.cu", {} if dtype is None else {"DTYPE": dtype})
 
 
 def shared_bytes(plan: Plan) -> int:
-    """The dynamic shared memory of a block."""
+    """Return the dynamic shared memory of a block."""
     return values_of(plan).get("SHARED_BYTES", 0)
 
 
 def threads_of(plan: Plan) -> int:
-    """Of a block."""
+    """Return the number of threads of a block."""
     constants = values_of(plan)
     if "GROUPS" in constants:
         return 128 * (1 + constants["GROUPS"])  # one more copies
@@ -122,10 +130,10 @@ def threads_of(plan: Plan) -> int:
 
 
 def blocks_per_sm(plan: Plan, arch: str, registers: int, shared: int) -> int:
-    """Blocks that fit on an SM together, by registers, shared memory and warps.
+    """Return how many blocks fit on an SM, by registers, shared memory and warps.
 
-    Registers are given out to warps in steps of 256, shared memory in steps of 128 bytes with 1 KiB
-    of each block's for the system. Source: CUDA's occupancy calculator, compute capability 8.x.
+    Registers are allocated to warps in steps of 256, shared memory in steps of 128 bytes plus 1 KiB
+    per block for the system. Source: CUDA's occupancy calculator, compute capability 8.x.
     """
     limits, warps = limits_of(arch), threads_of(plan) // 32
     per_warp = -(-registers * 32 // 256) * 256

@@ -1,4 +1,5 @@
-"""CUDA source to a cubin with NVRTC, through cuda-core: no nvcc, no CUDA headers, no GPU."""
+"""Compile CUDA source to a cubin with NVRTC, through cuda-core: no nvcc, no CUDA headers, no
+GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) 
 
 @functools.cache
 def why_unavailable() -> str | None:
-    """Why CUDA kernels cannot be compiled here; None where they can."""
+    """Return why CUDA kernels cannot be compiled here; None if they can."""
     for module, package in (("cuda.core", "cuda-core"), ("cuda.bindings", "cuda-bindings")):
         try:
             found = importlib.util.find_spec(module)
@@ -34,15 +35,15 @@ def why_unavailable() -> str | None:
         version()
     except Exception as error:  # cuda-bindings has several kinds for a library that is not there
         return (
-            f"NVRTC {major()} is not there, which cuda-bindings "
-            f"{importlib.metadata.version('cuda-bindings')} needs: {error}"
+            f"cuda-bindings {importlib.metadata.version('cuda-bindings')} needs "
+            f"NVRTC {major()}, which was not found: {error}"
         )
     return None
 
 
 @functools.cache
 def version() -> str:
-    """The compiler for cache keys, as ``nvrtc 13.0.88``. Fails where there is no NVRTC."""
+    """Return the compiler for cache keys, such as ``nvrtc 13.0.88``. Fails without NVRTC."""
     for package in _NVRTC:
         try:
             found = importlib.metadata.version(package)
@@ -59,15 +60,15 @@ def version() -> str:
 
 
 def major() -> int:
-    """The CUDA version whose drivers can load what is compiled here."""
+    """Return the CUDA major version that a driver needs to load what is compiled here."""
     return int(importlib.metadata.version("cuda-bindings").split(".")[0])
 
 
 def compile_cuda(source: str, *, arch: str, options: Sequence[str] = ()) -> tuple[bytes, str]:
-    """Compiles one flat CUDA source (no includes) to a cubin for ``arch``, as "sm_80".
+    """Compile one flat CUDA source (no includes) to a cubin for ``arch``, such as "sm_80".
 
     Returns it with ptxas' report of registers and spills. ``options`` go to ptxas. Raises
-    ``CompileError`` with the compiler's log and the path of the source, which is left for it.
+    ``CompileError`` with the compiler's log and the path of the source, which is kept.
     """
     missing = why_unavailable()
     if missing:
@@ -88,6 +89,6 @@ def compile_cuda(source: str, *, arch: str, options: Sequence[str] = ()) -> tupl
 
 
 def spills(report: str) -> tuple[int, int]:
-    """(bytes of stack, bytes spilled), both of a thread, from ptxas' report on one kernel."""
+    """Return (bytes of stack, bytes spilled) per thread from ptxas' report on one kernel."""
     found = [[int(n) for n in match.groups()] for match in _SPILLS.finditer(report)]
     return sum(stack for stack, _, _ in found), sum(stores + loads for _, stores, loads in found)

@@ -1,9 +1,10 @@
-"""The CUDA kernels as the host driver sees them: blocks, shared memory, which backward."""
+"""The CUDA kernels as the host driver uses them: blocks, shared memory, choice of backward."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ...blocks import Tiles
 from ...plan import Plan
 from ...problem import Problem
 from ..common.splits import Costs
@@ -24,7 +25,7 @@ def _block_of(plan: Plan) -> Block:
     values, threads = values_of(plan), plans.threads_of(plan)
     if plan.kernel == forward_sm90.KERNEL:
         rows = sm90.ROWS * values["GROUPS"]
-        return Block(threads, rows, values["BLOCK_K"], costs=_SM90_COSTS)
+        return Block(threads, rows, values["BLOCK_K"], values.get("BLOCKS", 1), _SM90_COSTS)
     if plan.kernel == forward.KERNEL:
         rows = values["ROWS"] * values["WARPS"]
         return Block(threads, rows, values["BLOCK_K"], values["BLOCKS"], _COSTS)
@@ -33,6 +34,14 @@ def _block_of(plan: Plan) -> Block:
     if "BLOCK_K" in values:
         return Block(threads, keys=values["BLOCK_K"])
     return Block(threads, rows=values["BLOCK_Q"])
+
+
+def _list_tiles(plan: Plan) -> Tiles:
+    values = values_of(plan)
+    if plan.kernel in (backward.KERNEL, backward.SM90):
+        return Tiles(values["BLOCK_Q"], values["BLOCK_K"], "keys")
+    block = _block_of(plan)
+    return Tiles(block.rows, block.keys)
 
 
 def _buffers_of(plan: Plan, problem: Problem) -> Buffers | None:
@@ -105,4 +114,5 @@ TARGET = Target(
     latent_tiles=_latent_tiles,
     decode_splits=decode.splits_for,
     backward_plans=lambda backend, *asked: backward.plans_for(*asked),
+    list_tiles=_list_tiles,
 )

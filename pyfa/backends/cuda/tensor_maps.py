@@ -1,9 +1,9 @@
-"""Tensor maps: what Hopper's copy engine (TMA) is told of a tensor, encoded by the driver.
+"""Tensor maps: descriptions of tensors for Hopper's copy engine (TMA), encoded by the driver.
 
 A map describes a tensor (B, S, H, D), or (total, H, D), as four dimensions, the contiguous one
-first, and boxes of some rows by one panel of a head. Its 128 bytes are opaque. On every driver seen
-the address is the first eight, so that a map is encoded once and moved; where that is not so, it
-is encoded anew for every launch.
+first. It also fixes the box that one copy moves: some rows of one panel of a head. Its 128 bytes
+are opaque. On every driver seen so far the first eight bytes are the address, so a map is encoded
+once and patched. On any other driver it is encoded again for every launch.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ... import abi
 from ...plan import Plan
 from ..common import libcuda
 from ..common.arguments import TensorMap
+from ..native.plans import values_of
 
 # CU_TENSOR_MAP_DATA_TYPE_…; float8 are bytes.
 _DTYPES = {torch.float16: 6, torch.bfloat16: 9, torch.float32: 7, torch.float8_e4m3fn: 0}
@@ -29,7 +30,7 @@ _address = struct.Struct("<Q")
 
 
 class Box(NamedTuple):
-    """What one copy moves of a tensor: ``rows`` by a panel of a head that is ``head`` wide.
+    """The region that one copy moves: ``rows`` by a panel of a head that is ``head`` wide.
 
     Both name a constant of the plan, or are numbers.
     """
@@ -56,7 +57,7 @@ BOXES: dict[str, tuple[Box, ...]] = {
 
 
 class Described(NamedTuple):
-    """A map but for the address: sizes and box in elements, strides in bytes."""
+    """A map without the address: sizes and box in elements, strides in bytes."""
 
     dtype: int
     sizes: tuple[int, ...]
@@ -96,7 +97,7 @@ class Described(NamedTuple):
 
 
 def panel(head: int, itemsize: int) -> int:
-    """Elements of a panel: what 128 bytes hold, or 64 or 32 where heads are no multiple of that."""
+    """Return the elements of a panel: 128 bytes, or 64 or 32 if the head is no multiple of that."""
     row = head * itemsize
     return next(width for width in (128, 64, 32) if row % width == 0) // itemsize
 
@@ -107,13 +108,13 @@ def maps_of(
     pointers: Mapping[str, str],
     addresses: Mapping[str, int] | None = None,
 ) -> list[TensorMap]:
-    """The maps that ``plan``'s kernel takes behind ``Params``, none for one that takes none.
+    """Return the maps that follow the ``Params`` of ``plan``'s kernel; empty if it takes none.
 
-    ``pointers``: the names among ``tensors`` that the members of ``Params`` point to. The maps wait
-    for their address, which comes with each launch, unless ``addresses`` are given.
+    ``pointers``: the names among ``tensors`` that the members of ``Params`` point to. Each launch
+    fills in the addresses, unless ``addresses`` are given.
     """
     boxes = BOXES.get(plan.kernel, ())
-    constants = {name: int(value) for name, value in plan.constants} if boxes else {}
+    constants = values_of(plan) if boxes else {}
 
     def number(x: str | int) -> int:
         return x if isinstance(x, int) else constants[x]
@@ -134,7 +135,8 @@ def maps_of(
 
 
 def describe(x: torch.Tensor, rows: int, width: int) -> Described:
-    """The map of a tensor whose boxes are ``rows`` rows by ``width`` elements of one head."""
+    """Describe the map of a tensor with boxes of ``rows`` rows by ``width`` elements of one
+    head."""
     shape, strides = tuple(x.shape), x.stride()
     if len(shape) == 3:
         shape, strides = (1, *shape), (0, *strides)
@@ -154,8 +156,9 @@ def describe(x: torch.Tensor, rows: int, width: int) -> Described:
 
 
 def _encoded(described: Described) -> bytes:
-    """The map of a tensor that lies anywhere. To encode one takes 20 µs, and packed tensors have
-    another number of rows at each step: where the driver keeps that number is found out once."""
+    """Return the map of a tensor at any address. Encoding takes 20 µs, and packed tensors have
+    another number of rows at each step, so the offset of that number in the map is determined once.
+    """
     at = rows_at()
     if at is None:
         return _encoded_as_is(described)
@@ -176,8 +179,8 @@ _ROWS = 4096  # of maps that others are made from
 
 @functools.cache
 def rows_at() -> int | None:
-    """The byte where this driver's maps have the number of rows, less 1; None where maps of other
-    numbers differ in more than that."""
+    """Return the byte offset of the number of rows, less 1, in this driver's maps; None if maps
+    with different numbers of rows differ elsewhere, too."""
     numbers = (_ROWS, 1, 77_777, (1 << 31) - 9)
     maps = [_EXAMPLE._replace(sizes=(128, n, 16, 2)).encode(_HERE) for n in numbers]
     for at in range(_address.size, abi.MAP_SIZE, _rows.size):
@@ -195,7 +198,7 @@ _EXAMPLE = Described(9, (128, 4096, 16, 2), (4096, 256, 1 << 24), (64, 64, 1, 1)
 
 @functools.cache
 def movable() -> bool:
-    """Whether this driver's maps of two addresses differ in nothing but their first eight bytes."""
+    """Return whether this driver's maps of two addresses differ only in their first eight bytes."""
     here, there = _EXAMPLE.encode(_HERE), _EXAMPLE.encode(_THERE)
     leads = _address.unpack_from(here)[0] == _HERE and _address.unpack_from(there)[0] == _THERE
     return leads and here[_address.size :] == there[_address.size :]

@@ -28,14 +28,19 @@ class HipBackend(NativeBackend):
     def why_unavailable(self) -> str | None:
         return self.runtime.why_unavailable() or code.why_unavailable()
 
+    def describe(self) -> str:
+        return self.runtime.describe()
+
     @property
     def orders(self) -> Any:
-        """What chooses the order of float atomics: the emulator's ``Orders``, None on a GPU."""
+        """Return the ``Orders`` of the emulator, which choose the order of float atomics; None on a
+        GPU."""
         return getattr(self.runtime, "orders", None)
 
     @property
     def coverage(self) -> Any:
-        """What of the code objects ran: the emulator's ``Coverage``, None before and on a GPU."""
+        """Return the emulator's ``Coverage`` of the code objects; None before a run and on a
+        GPU."""
         return getattr(self.runtime, "coverage", None)
 
     def why_not(self, problem: Problem) -> Sequence[str]:
@@ -49,12 +54,18 @@ class HipBackend(NativeBackend):
             reasons += backward.why_not(problem)
         # Of a device that is not here nobody asks for code.
         if not reasons and not self.runtime.why_unavailable():
-            without = code.why_missing(self._kernels(problem), plans.device_of(problem).arch)
+            kernels, arch = self._kernels(problem), plans.device_of(problem).arch
+            without = code.why_missing(kernels, arch) or code.why_refused(kernels, arch)
             reasons += [without] if without else []
         return reasons
 
+    def why_not_built(self, problem: Problem) -> Sequence[str]:
+        modified = [plan for plan in self._kernels(problem) if "MOD" in dict(plan.constants)]
+        reason = code.why_not_built(modified, plans.device_of(problem).arch)
+        return [reason] if reason else []
+
     def _kernels(self, problem: Problem) -> list[Plan]:
-        """All that ``problem`` may launch, as the bundle names them."""
+        """Return all kernels that ``problem`` may launch, as the bundle names them."""
         out = calls.DTYPE_CODES[problem.dtype_out or problem.dtype]
         found = [self.plan(problem), plans.plan_of(self.NAME, "combine", out)]
         if problem.features & {"varlen", "seqused"}:

@@ -1,7 +1,8 @@
 """Backward: delta of every row, then the gradients, in one pass over the scores or in two.
 
-One pass makes five matrix products a tile and adds dQ up in float32 by atomics, in any order. Two
-passes, owning keys (dK, dV) and owning rows (dQ), make seven, and the same bits on every run.
+One pass makes five matrix products per tile and adds up dQ with float32 atomics, in any order. Two
+passes, one that owns keys (dK, dV) and one that owns rows (dQ), make seven products per tile and
+give the same bits on every run.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from ...plan import Plan
 from ...problem import Problem, is_banded
 from ..common import calls
+from ..native import lists
 from ..native.backward import is_general_problem
 from ..native.plans import plan_with, values_of
 from ..native.tiles import constants_of
@@ -33,7 +35,7 @@ WAVES = THREADS // 64
 def _why_two_passes(
     tiles: Tiles, pair: tuple[int, int], deterministic: bool, mods: str
 ) -> str | None:
-    """Why backward takes two passes over the scores; None where it takes one."""
+    """Return why backward takes two passes over the scores; None if it takes one."""
     if deterministic:
         return "deterministic: atomics would add dQ in any order"
     if mods:
@@ -44,7 +46,7 @@ def _why_two_passes(
 
 
 def why_not(problem: Problem) -> list[str]:
-    """What backward lacks for ``problem`` beyond what it lacks on every device."""
+    """Return what backward lacks for ``problem``, beyond what it lacks on every device."""
     banded = is_general_problem(problem) and is_banded(problem.features)
     wide = max(problem.head_dim, problem.head_dim_v) > 192
     # Of the 512 registers that a lane may have, owning keys wants 520.
@@ -54,7 +56,7 @@ def why_not(problem: Problem) -> list[str]:
 
 
 def notes_of(problem: Problem) -> list[str]:
-    """What ``explain`` adds to the plan of a problem with a backward."""
+    """Return what ``explain`` adds to the plan of a problem with a backward."""
     if "backward" not in problem.features:
         return []
     tiles = tiles_of(problem.arch)
@@ -79,10 +81,10 @@ def plans_of(
     arch: str = EMULATED,
     mods: str = "",
 ) -> tuple[Plan, Plan, Plan]:
-    """row_sums, then the two kernels that follow.
+    """Return the plans of row_sums and of the kernels that follow it.
 
-    In one pass that is attn_bwd_onepass, and dq_convert behind it; in two attn_bwd twice, owning
-    keys and owning rows.
+    In one pass these are attn_bwd_onepass and dq_convert; in two passes attn_bwd twice, first
+    owning keys, then owning rows.
     """
     tiles = tiles_of(arch)
     if _why_two_passes(tiles, pair, deterministic, mods):
@@ -121,11 +123,11 @@ def _plan(
         "OWNS": owner,
         **constants_of(tiles.two_passes[pair][2 * general + owner]),
     }
-    return plan_with(backend, KERNEL, constants, digest=mods)
+    return lists.listed(plan_with(backend, KERNEL, constants, digest=mods))
 
 
 def bias_plan(backend: str, pair: tuple[int, int], dtype: int, mods: str = "") -> Plan:
-    """What makes the gradient of the bias, behind the others."""
+    """Return the plan of the gradient of the bias, which runs after the others."""
     constants = {"DTYPE": dtype, "HEAD_DIM": pair[0], "HEAD_DIM_V": pair[1]}
     return plan_with(backend, BIAS_GRAD, constants, digest=mods)
 
@@ -145,7 +147,7 @@ def all_plans(backend: str, arch: str = EMULATED) -> list[Plan]:
 
 
 def owned(plan: Plan) -> tuple[int, int]:
-    """Rows and keys of a workgroup, one of them 0."""
+    """Return the rows and keys that a workgroup owns, one of them 0."""
     constants = values_of(plan)
     if plan.kernel == ONE_PASS:
         return 0, WAVES * 16 * constants["TILES"]

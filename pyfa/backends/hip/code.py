@@ -12,6 +12,7 @@ from ...arch import ARCHS
 from ...errors import CodeObjectError, CompileError
 from ...plan import Plan
 from ..base import MachineReason
+from ..native import lists
 from ..native.plans import name_of, source_of
 from . import compiler
 
@@ -28,7 +29,7 @@ OPTIONS = (
 
 @dataclass(frozen=True)
 class Code:
-    """A code object: its bytes, their sha256, where it came from, and its one kernel's facts."""
+    """A code object: its bytes, their sha256, where it was found, and its one kernel's metadata."""
 
     data: bytes
     digest: str
@@ -37,7 +38,7 @@ class Code:
 
 
 def key_of(plan: Plan, arch: str, by: str = compiler.PINNED) -> str:
-    """What names the code object that the compiler ``by`` makes of ``plan``."""
+    """Return the cache key of the code object that compiler ``by`` makes of ``plan``."""
     from ... import (
         cache,
     )  # brings filelock and platformdirs, which an import of pyfa can do without
@@ -47,7 +48,7 @@ def key_of(plan: Plan, arch: str, by: str = compiler.PINNED) -> str:
 
 @functools.cache
 def load(plan: Plan, arch: str) -> Code:
-    """The code object of ``plan``. Raises ``CompileError`` or ``CodeObjectError``."""
+    """Return the code object of ``plan``. Raises ``CompileError`` or ``CodeObjectError``."""
     data = bundle.find(arch, key_of(plan, arch))
     if data is not None:
         return _code(data, name_of(plan), "bundle")
@@ -74,12 +75,12 @@ def load(plan: Plan, arch: str) -> Code:
 
 
 def why_unavailable() -> str | None:
-    """Why there is no code on this machine; None where a bundle or a compiler is here."""
+    """Return why there is no code on this machine; None if it has a bundle or a compiler."""
     return None if bundle.manifest()["objects"] else compiler.why_unavailable()
 
 
 def why_missing(wanted: Sequence[Plan], arch: str) -> MachineReason | None:
-    """Why not every one of ``wanted`` can be had here; None where each is bundled or compiled."""
+    """Return why some of ``wanted`` are not available here; None if each is bundled or compiled."""
     missing = compiler.why_unavailable()
     if missing is None:
         return None
@@ -91,12 +92,45 @@ def why_missing(wanted: Sequence[Plan], arch: str) -> MachineReason | None:
     )
 
 
+_refused: dict[tuple[Plan, str], str] = {}
+
+
+def why_refused(wanted: Sequence[Plan], arch: str) -> str | None:
+    """Why one of ``wanted`` was not built, by a user's mod that made it break the rules; None where
+    each was or none was tried."""
+    return next(filter(None, (_refused.get((plan, arch)) for plan in wanted)), None)
+
+
+def why_not_built(wanted: Sequence[Plan], arch: str) -> str | None:
+    """Build ``wanted``, in order. Return why the first that fails cannot be run, None if all can.
+
+    A plan with block lists that breaks the rules may keep them without: the launcher takes that.
+    """
+    for plan in wanted:
+        for each in dict.fromkeys((plan, lists.unlisted(plan))):
+            try:
+                load(each, arch)
+                break
+            except CodeObjectError as error:
+                reason = (
+                    f"with this score_mod or mask_mod {error}; precompute part of it as a tensor, "
+                    "or capture fewer tensors of fewer dimensions"
+                )
+        else:
+            _refused[plan, arch] = reason
+            return reason
+    return None
+
+
 def build(plan: Plan, arch: str) -> bytes:
-    """Compiles ``plan`` and refuses what breaks the rules that its kernel is written to."""
+    """Compile ``plan``, and refuse code that breaks the rules its kernel is written to."""
     data = compiler.compile_hip(source_of(plan), arch=arch, options=OPTIONS)
     kernel = codeobject.parse(data).kernel(name_of(plan))
     if kernel.vgpr_spills or kernel.sgpr_spills or kernel.scratch_bytes:
-        raise CodeObjectError(f"{plan} on {arch} spills: {kernel}")
+        spilled = kernel.vgpr_spills + kernel.sgpr_spills
+        raise CodeObjectError(
+            f"{plan} on {arch} spills {spilled} registers, {kernel.scratch_bytes} B of scratch"
+        )
     if kernel.lds_bytes > ARCHS[arch].shared_bytes_per_block:
         raise CodeObjectError(f"{plan} on {arch} takes {kernel.lds_bytes} B of LDS")
     return data

@@ -1,9 +1,10 @@
-"""HIP source to a gfx9 code object with the pip-installed clang of ``ziglang``: no ROCm, no GPU.
+"""Compile HIP source to a gfx9 code object with the pip-installed clang of ``ziglang``: no ROCm, no
+GPU.
 
-The clang that ziglang carries has no HIP driver for offloading, so that the three steps of one are
-run here: HIP to bitcode, bitcode to object, and the linker. Only the first step accepts
-``-mcode-object-version``. Bytes are the same for the same source, options and ziglang: the source
-is given a fixed name, debug information is off, and the linker writes no build id.
+The clang in ziglang has no HIP offloading driver, so its three steps are run here: HIP to bitcode,
+bitcode to object, and the linker. Only the first step accepts ``-mcode-object-version``. Bytes are
+the same for the same source, options and ziglang: the source is given a fixed name, debug
+information is off, and the linker writes no build id.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _TO_OBJECT = ("-target", "amdgcn-amd-amdhsa", "-nogpulib", "-c", "-x", "ir", "-g
 
 
 def zig() -> Path | None:
-    """The path of ziglang's one binary, or None where the package is not installed."""
+    """Return the path of ziglang's one binary, or None if the package is not installed."""
     found = importlib.util.find_spec("ziglang")
     if found is None or found.origin is None:
         return None
@@ -41,7 +42,7 @@ def zig() -> Path | None:
 
 
 def why_unavailable() -> str | None:
-    """Why HIP kernels cannot be compiled here; None where they can."""
+    """Return why HIP kernels cannot be compiled here; None if they can."""
     if zig() is None:
         return (
             "the HIP compiler is not installed (pip install 'pyfa-attention[compile]' brings "
@@ -51,17 +52,17 @@ def why_unavailable() -> str | None:
 
 
 def version() -> str:
-    """The compiler for cache keys, as ``ziglang 0.17.0``. Needs ziglang to be installed."""
+    """Return the compiler's name and version, which cache keys contain, such as
+    ``ziglang 0.17.0``. Needs ziglang to be installed."""
     return f"ziglang {importlib.metadata.version('ziglang')}"
 
 
 def compile_hip(source: str, *, arch: str, options: Sequence[str]) -> bytes:
-    """Compiles one flat HIP source (no includes) to a code object, version 5.
+    """Compile one flat HIP source (no includes) to a code object, version 5.
 
     ``options`` go to the HIP-to-bitcode step (``-D``, ``-f…``) and to the code generator where they
     start with ``-O`` or ``-mllvm=``. Raises ``CompileError`` with the compiler's log and the path
-    of the source, which is left in place for it. Spills and scratch are the caller's to judge, from
-    ``pyfa.codeobject``.
+    of the source, which is kept. The caller checks spills and scratch, with ``pyfa.codeobject``.
     """
     binary = zig()
     if binary is None:

@@ -1,4 +1,4 @@
-"""Decode: what it takes beyond ``native/decode.py``, and how many parts the keys go into."""
+"""Decode: conditions beyond ``native/decode.py``, and the number of splits of the keys."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _MOST_SPLITS = 512
 
 
 def takes(problem: Problem) -> bool:
-    """Whether decode rather than forward is the plan.
+    """Return whether the plan is decode rather than forward.
 
-    It is of all 16-bit queries over float8 keys: the forward has one format for both.
+    Decode takes all 16-bit queries over float8 keys, because the forward has one format for both.
     """
     if problem.dtype_k:
         return problem.features <= FEATURES
@@ -27,11 +27,12 @@ def takes(problem: Problem) -> bool:
 
 @functools.lru_cache(4096)
 def splits_for(workgroups: int, keys: int, units: int) -> int:
-    """Into how many parts to cut ``keys`` so that ``workgroups`` busy a device of ``units`` CUs.
+    """Return the number of splits of ``keys`` with which ``workgroups`` fill a device of ``units``
+    CUs.
 
-    The fewest that busy 85 % of the CUs or nine tenths of what the best choice does. No part is
-    shorter than 64 keys, one step of each wavefront, and no more workgroups are made than two for
-    each CU.
+    It is the smallest number that fills 85 % of the CUs, or nine tenths of what the best number
+    fills. No split is shorter than 64 keys, one step of each wavefront, and there are at most two
+    workgroups per CU.
     """
     groups, units = -(-keys // GROUP), max(1, units)
     most = max(1, min(_MOST_SPLITS, -(-groups // 4), 2 * units // max(1, workgroups)))

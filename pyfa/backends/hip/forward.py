@@ -1,13 +1,15 @@
-"""The forward kernel: which problems it takes, and what it is compiled with."""
+"""The forward kernel: which problems it supports, and what it is compiled with."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ...plan import Plan
 from ...problem import Problem
 from ..common import calls
 from ..common.calls import DROPOUT, GENERAL, PLAIN, score_class
+from ..native import lists
 from ..native.plans import modified, notes_of, plan_with
 from ..native.tiles import constants_of
 from ..native.tiles.gfx942 import Tiles
@@ -21,7 +23,7 @@ LANES = 64
 
 
 def why_not(problem: Problem) -> list[str]:
-    """What the kernel lacks for ``problem``, beyond features and dtypes."""
+    """Return what the kernel lacks for ``problem``, beyond features and dtypes."""
     features, reasons = problem.features, []
     if features >= {"paged", "dropout"}:
         reasons.append("dropout with a paged cache is not implemented")
@@ -35,7 +37,7 @@ def why_not(problem: Problem) -> list[str]:
 
 
 def plan(backend: str, problem: Problem) -> Plan:
-    """The kernel of ``problem`` and what it is compiled with."""
+    """Return the plan of ``problem``: its kernel and what it is compiled with."""
     paged = "paged" in problem.features
     tiles = tiles_of(problem.arch)
     invariant = "batch_invariant" in problem.features
@@ -44,15 +46,16 @@ def plan(backend: str, problem: Problem) -> Plan:
     pair = calls.bucket_of(pairs, problem.head_dim, problem.head_dim_v)
     out = calls.DTYPE_CODES[problem.dtype_out or problem.dtype]
     dtype = FLOAT8_CODE if "fp8" in problem.features else out
-    score = score_class(problem)
+    # A mask_mod alone is a branch of the tiles that it cuts, as causal is.
+    score = score_class(replace(problem, features=problem.features - {"mask_mod"}))
     if paged or invariant or _tiles_have_scales(problem, pair):
         score = max(score, GENERAL)
     found = _plan(backend, tiles, pair, dtype, out, score, paged, notes_of(problem, pair))
-    return modified(found, problem.mods) if problem.mods else found
+    return lists.listed(modified(found, problem.mods)) if problem.mods else found
 
 
 def _tiles_have_scales(problem: Problem, pair: tuple[int, int]) -> bool:
-    """Whether a tile of keys may lie in more than one block that has a float8 scale."""
+    """Return whether a tile of keys may lie in more than one block with its own float8 scale."""
     apart = problem.features & {"varlen", "leftpad"}  # from where the blocks start
     return problem.scales > 0 and (
         bool(apart) or problem.scales < tiles_of(problem.arch).forward_float8[pair].block_k

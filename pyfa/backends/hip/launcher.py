@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -11,30 +12,37 @@ import torch
 
 from ..._torch import Empty
 from ...device import Device
+from ...errors import CodeObjectError
 from ...plan import Plan
 from ...problem import Problem
 from ..common.program import Launch, Program
+from ..native import lists
 from ..native.target import Target
 from . import code, plans
 from .target import TARGET
 
+_log = logging.getLogger("pyfa")
+
 
 class Runtime(Protocol):
-    """What runs code objects: a GPU, or the emulator."""
+    """A runtime for code objects: a GPU's, or the emulator."""
 
     APART: bool
 
     def why_unavailable(self) -> str | None: ...
 
+    def describe(self) -> str:
+        """Return a description for reports."""
+
     def why_not(self, problem: Problem) -> str | None:
-        """Why the problem's device is not this runtime's."""
+        """Return why the problem's device does not belong to this runtime."""
 
     @property
     def empty(self) -> Empty:
-        """Makes an uninitialised tensor on the current device."""
+        """Make an uninitialised tensor on the current device."""
 
     def launch_of(self, program: Program, kernels: Sequence[code.Code]) -> Launch:
-        """``program`` with the code of each of its steps."""
+        """Return ``program`` as a launch, with the code of each of its steps."""
 
 
 class Launcher:
@@ -48,15 +56,26 @@ class Launcher:
         self.APART = runtime.APART
         self.digests: dict[str, str] = {}
         """The kernels that ran in this process, each with the sha256 of its code object."""
+        self._fitting: dict[Plan, Plan] = {}
 
     def launch_of(self, program: Program, tensors: tuple[torch.Tensor, ...]) -> Launch:
-        """``native.launch.Launcher.launch_of``."""
+        """See ``native.launch.Launcher.launch_of``."""
         arch = self.device_at(program.device).arch
         kernels = [self._load(step.plan, arch) for step in program.steps]
         return self.runtime.launch_of(program, kernels)
 
     def _load(self, plan: Plan, arch: str) -> code.Code:
-        kernel = code.load(replace(plan, backend="hip"), arch)
+        plan = self._fitting.get(plan, plan)
+        try:
+            kernel = code.load(replace(plan, backend="hip"), arch)
+        except CodeObjectError as error:
+            other = lists.unlisted(plan)
+            if other == plan:
+                raise
+            # What a user's mask adds may not fit beside a list. Visiting all tiles is slower.
+            _log.info("%s visits every tile: with block lists, %s", plan.kernel, error)
+            kernel = code.load(replace(other, backend="hip"), arch)
+            self._fitting[plan] = plan = other
         self.digests[str(plan)] = kernel.digest
         return kernel
 

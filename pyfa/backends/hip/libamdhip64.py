@@ -1,11 +1,10 @@
-"""The HIP runtime that torch has mapped: found, opened without a second copy, its calls checked.
+"""The HIP runtime that torch has mapped: find it, open it without a second copy, check its calls.
 
 Two copies of libamdhip64 in a process are two runtimes, and a kernel of one fails on every stream
-of the other but the default (error 709). So nothing is searched on disk here: the one copy that is
-in ``/proc/self/maps`` is opened by its path with ``RTLD_NOLOAD``, which never maps another.
+of the other but the default (error 709). So this module does not search the disk: it opens the one
+copy in ``/proc/self/maps`` by its path with ``RTLD_NOLOAD``, which never maps another.
 
-ctypes is enough: a launch whose arguments are prepared once takes less of it than of hip-python's
-binding, which also looks for a copy of its own unless its lookup is replaced before its first call.
+ctypes binds it, whatever is installed. ``runtime_hip_python`` launches instead where it can.
 """
 
 from __future__ import annotations
@@ -13,8 +12,12 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+import torch
+
+from ..common.arguments import Calls
 
 NO_DEVICE = 100
 # What hipModuleLoadData answers for an image that it cannot read or that is for another GPU:
@@ -45,6 +48,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "hipModuleLaunchKernel": (_POINTER, *(_UINT,) * 7, _POINTER, _POINTER, _POINTER),
     "hipStreamIsCapturing": (_POINTER, _POINTER),
     "hipGetLastError": (),
+    "hipPeekAtLastError": (),
     "hipGetErrorName": (_INT,),
     "hipGetErrorString": (_INT,),
 }
@@ -73,10 +77,11 @@ class HipError(RuntimeError):
 
 
 def copies(maps: Iterable[str] | None = None) -> list[str]:
-    """Paths of the different files named libamdhip64 that this process has mapped.
+    """Return the paths of the different files named libamdhip64 that this process has mapped.
 
-    ``maps`` are lines of ``/proc/self/maps``, read now where not given. Device and inode tell files
-    apart, so that one file under two names is one. Raises ``OSError`` where there is no such list.
+    ``maps`` are lines of ``/proc/self/maps``, read now if not given. Files are compared by device
+    and inode, so one file with two names counts once. Raises ``OSError`` if the list cannot be
+    read.
     """
     if maps is None:
         with _MAPS.open(encoding="utf-8", errors="surrogateescape") as lines:
@@ -93,10 +98,29 @@ def copies(maps: Iterable[str] | None = None) -> list[str]:
     return list(found.values())
 
 
-class Hip:
-    """The functions of one mapped copy, ``calls``, and what their return codes mean.
+def the_copy() -> str:
+    """Return the path of the one copy that is mapped.
 
-    Raises ``OSError`` where ``path`` is not mapped and ``AttributeError`` where a function lacks.
+    Raises ``OSError`` as ``copies`` does, and ``RuntimeError`` if there are several copies or none.
+    """
+    paths = copies()
+    if not paths:
+        raise RuntimeError(
+            f"no libamdhip64 is loaded, though torch is a ROCm {torch.version.hip} build"
+        )
+    if len(paths) > 1:
+        raise RuntimeError(
+            f"{len(paths)} HIP runtimes are loaded, {' and '.join(paths)}: kernels of one fail on "
+            "the streams of another (error 709). Keep torch's: see what LD_LIBRARY_PATH and "
+            "LD_PRELOAD name, and what was imported"
+        )
+    return paths[0]
+
+
+class Hip:
+    """The functions of one mapped copy, ``calls``, and the meaning of their return codes.
+
+    Raises ``OSError`` if ``path`` is not mapped, and ``AttributeError`` if a function is missing.
     """
 
     def __init__(self, path: str) -> None:
@@ -111,18 +135,19 @@ class Hip:
         self.calls.hipGetErrorString.restype = ctypes.c_char_p
 
     def error(self, code: int) -> str:
-        """``code`` in words: ``hipErrorNoDevice (100), no ROCm-capable device is detected``."""
+        """Return ``code`` in words: ``hipErrorNoDevice (100), no ROCm-capable device is
+        detected``."""
         name, text = self.calls.hipGetErrorName(code), self.calls.hipGetErrorString(code)
         words = f"{(name or b'unknown error').decode()} ({code})"
         return f"{words}, {text.decode()}" if text and text != name else words
 
     def check(self, code: int, what: str) -> None:
-        """Raises ``HipError`` unless ``code`` is success. ``what`` opens its message."""
+        """Raise ``HipError`` unless ``code`` is success. ``what`` begins its message."""
         if code:
             raise self.failure(code, what)
 
     def failure(self, code: int, what: str) -> HipError:
-        """The error for ``code``, which is not success."""
+        """Return the error for ``code``, which is not success."""
         # The runtime keeps the last error of a thread: torch's next check would report ours.
         self.calls.hipGetLastError()
         message = f"{what}: {self.error(code)}"
@@ -133,13 +158,13 @@ class Hip:
         return HipError(message, code)
 
     def device_count(self) -> int:
-        """How many GPUs there are. Raises ``HipError``, also where there is none."""
+        """Return the number of GPUs. Raises ``HipError``, also if there is none."""
         count = _INT()
         self.check(self.calls.hipGetDeviceCount(ctypes.byref(count)), "the HIP runtime has no GPU")
         return count.value
 
     def attribute(self, number: int, index: int) -> int | None:
-        """An attribute of device ``index``; None where this runtime does not know it."""
+        """Return an attribute of device ``index``; None if this runtime does not know it."""
         value = _INT()
         if self.calls.hipDeviceGetAttribute(ctypes.byref(value), number, index):
             self.calls.hipGetLastError()
@@ -147,7 +172,8 @@ class Hip:
         return value.value
 
     def bus_id(self, index: int) -> str:
-        """The PCI address of device ``index``, as ``0000:47:00.0``. Raises ``HipError``."""
+        """Return the PCI address of device ``index``, such as ``0000:47:00.0``. Raises
+        ``HipError``."""
         text = ctypes.create_string_buffer(64)
         self.check(
             self.calls.hipDeviceGetPCIBusId(text, len(text), index),
@@ -156,7 +182,7 @@ class Hip:
         return text.value.decode()
 
     def version(self) -> str:
-        """The runtime's version, as ``7.0.51831``. Raises ``HipError``."""
+        """Return the runtime's version, such as ``7.0.51831``. Raises ``HipError``."""
         number = _INT()
         self.check(
             self.calls.hipRuntimeGetVersion(ctypes.byref(number)),
@@ -165,3 +191,34 @@ class Hip:
         major, rest = divmod(number.value, 10_000_000)
         minor, patch = divmod(rest, 100_000)
         return f"{major}.{minor}.{patch}"
+
+
+_ONE, _NONE = _UINT(1), _UINT(0)
+
+
+class Ctypes:
+    """Launches through ctypes. ``name`` is for reports: it says why hip-python does not launch."""
+
+    def __init__(self, hip: Hip, why: str) -> None:
+        self.name = f"ctypes: {why}"
+        self.run = hip.calls.hipModuleLaunchKernel
+
+    @staticmethod
+    def calls_of(steps: Sequence[tuple[int, int, int, int]], address: int) -> Calls:
+        """Return the arguments of ``run`` for each (function, blocks, threads, start of its
+        arguments), with all arguments at ``address``, and a function that sets the stream in them.
+        """
+        handle = _POINTER()
+        calls = []
+        for function, blocks, threads, start in steps:
+            # kernelParams is the address of one pointer, to the one struct. The bytes are copied
+            # before the call returns, also into a graph. Dynamic LDS is 0: kernels declare what
+            # they use.
+            pointers = (_POINTER * 1)(address + start)
+            grid = (_UINT(blocks), _ONE, _ONE, _UINT(threads), _ONE, _ONE, _NONE)
+            calls.append((_POINTER(function), *grid, handle, pointers, None))
+
+        def set_stream(stream: int) -> None:
+            handle.value = stream
+
+        return calls, set_stream

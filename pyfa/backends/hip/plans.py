@@ -1,4 +1,4 @@
-"""What the HIP kernels have in common: archs, their tiles, devices."""
+"""What all HIP kernels have in common: archs, their tiles, devices."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _STANDS_FOR = DEVICES["MI300X"]  # the emulator
 
 
 def device_of(problem: Problem) -> Device:
-    """The device that a plan is made for."""
+    """Return the device that a plan is made for."""
     return _STANDS_FOR if problem.arch == "cpu" else problem.device
 
 
 def device_at(where: torch.device) -> Device:
-    """The same of the device that tensors are on."""
+    """Return the device that tensors are on, as ``device_of``."""
     return _STANDS_FOR if where.type == "cpu" else device.of(where)
 
 
@@ -32,5 +32,5 @@ def tiles_of(arch: str) -> gfx942.Tiles:
 
 
 def plan_of(backend: str, kernel: str, dtype: int | None = None) -> Plan:
-    """The plan of a kernel that needs a number format at most."""
+    """Return the plan of a kernel that depends on a number format at most."""
     return plans.plan_with(backend, f"hip/{kernel}.hip", {} if dtype is None else {"DTYPE": dtype})

@@ -1,8 +1,8 @@
-"""Runs code objects on an AMD GPU, beside PyTorch: its HIP runtime, its devices, its streams.
+"""Run code objects on an AMD GPU next to PyTorch, with its HIP runtime, devices and streams.
 
-A launch neither waits for the device nor allocates on it, so that it can be captured into a graph.
-A code object is loaded once per device, when the first program with it is bound, and stays until
-the process ends: graphs and launches in flight hold its function.
+A launch neither waits for the device nor allocates on it, so it can be captured into a graph. A
+code object is loaded once per device, when the first program with it is bound. It stays loaded
+until the process ends, because graphs and launches in flight use it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from ...errors import CodeObjectError
 from ...problem import Problem
 from ..common import arguments
 from ..common.program import Launch, Program
-from . import libamdhip64, plans
+from . import libamdhip64, plans, runtime_hip_python
 from .code import Code
 from .libamdhip64 import Hip
+from .runtime_hip_python import HipPython
 
 
 class Loaded(NamedTuple):
-    """A kernel on one device: its ``hipFunction_t``, the bytes of its parameters, its image.
+    """A kernel on one device: its ``hipFunction_t``, the size of its parameters, its image.
 
     ``image`` is kept because the runtime may read it for as long as the module lives: CLR's
     FatBinaryInfo holds the pointer that it was given and makes no copy.
@@ -37,8 +38,11 @@ class Loaded(NamedTuple):
     image: bytes
 
 
+Binding = HipPython | libamdhip64.Ctypes
+
+
 class Shape(NamedTuple):
-    """What of a device a grid is fitted to; 0 where nobody tells."""
+    """The properties of a device that a grid is fitted to; 0 if unknown."""
 
     units: int
     dies: int
@@ -51,22 +55,27 @@ class DeviceRuntime:
 
     def __init__(self) -> None:
         self._hip: Hip | None = None
+        self._binding: Binding | None = None
         self._loaded: dict[tuple[str, int], Loaded] = {}
         self._lock = threading.Lock()
 
     def why_unavailable(self) -> str | None:
-        """Why nothing can be launched from this process; None where it can.
+        """Return why this process cannot launch anything; None if it can.
 
-        Asked again until it is None, since a HIP runtime may be loaded later, and never afterwards.
+        The check repeats until the answer is None, because a HIP runtime may be loaded later. Then
+        the answer is kept.
         """
         with self._lock:
             if self._hip is not None:
                 return None
-            reason, self._hip = _open()
-            return reason
+            found = _open()
+            if isinstance(found, str):
+                return found
+            self._hip, self._binding = found
+            return None
 
     def why_not(self, problem: Problem) -> str | None:
-        """Why the problem's device is not one that the kernels are compiled for."""
+        """Return why the kernels are not compiled for the problem's device."""
         facts = problem.device
         if facts.arch in plans.ARCHS:
             return None
@@ -81,13 +90,15 @@ class DeviceRuntime:
         return _torch.empty_cuda
 
     def launch_of(self, program: Program, kernels: Sequence[Code]) -> Launch:
-        """``program`` as one launch on torch's current stream, of the code of each of its steps.
+        """Return ``program`` as one launch on torch's current stream, with the code of each of its
+        steps.
 
-        Loads what is not on the device yet. Raises ``CodeObjectError`` where the device refuses the
-        code, ``HipError`` where the runtime fails, ``RuntimeError`` where there is no runtime or a
-        graph is being captured, ``ValueError`` where a kernel takes other parameters.
+        Loads code that is not on the device yet. Raises ``CodeObjectError`` if the device refuses
+        the code, ``HipError`` if the runtime fails, ``RuntimeError`` if there is no runtime or a
+        graph is being captured, and ``ValueError`` if a kernel takes other parameters.
         """
-        hip, layout = self._runtime(), arguments.layout_of(program, lambda _: ())
+        hip, binding = self._runtime()
+        layout = arguments.layout_of(program, lambda _: ())
         index = program.device.index
         functions = [self._load(hip, kernel, index) for kernel in kernels]
         for kernel, loaded, step in zip(kernels, functions, program.steps, strict=True):
@@ -104,7 +115,7 @@ class DeviceRuntime:
         ]
 
         def calls_of(address: int) -> arguments.Calls:
-            return _calls(steps, address)
+            return binding.calls_of(steps, address)
 
         def recover(error: int, step: int, call: object) -> None:
             name, blocks = kernels[step].kernel.name, program.steps[step].blocks
@@ -112,32 +123,32 @@ class DeviceRuntime:
                 error, f"{name} was not launched (grid {(blocks, 1, 1)}, device {index})"
             )
 
-        run = hip.calls.hipModuleLaunchKernel
-        return arguments.launcher(layout, index, run, calls_of, recover)
+        return arguments.launcher(layout, index, binding.run, calls_of, recover)
 
     def shape(self, index: int) -> Shape:
-        """CUs and XCDs of device ``index`` in its partition mode.
+        """Return the number of CUs and XCDs of device ``index`` in its partition mode.
 
-        Raises ``RuntimeError`` where there is no runtime and ``HipError`` where it fails.
+        Raises ``RuntimeError`` if there is no runtime, and ``HipError`` if the runtime fails.
         """
-        hip = self._runtime()
+        hip, _ = self._runtime()
         units = hip.attribute(libamdhip64.MULTIPROCESSOR_COUNT, index) or 0
         dies = hip.attribute(libamdhip64.NUMBER_OF_XCCS, index)
         return Shape(units, dies or topology.dies(hip.bus_id(index)) or 0)
 
     def describe(self) -> str:
-        """The runtime in use, for reports: ``HIP 7.0.51831, /…/libamdhip64.so.7``.
+        """Describe the runtime in use and its binding, for reports: ``HIP 7.0.51831,
+        /…/libamdhip64.so.7, launched by hip-python 10.0.0``.
 
-        Raises ``RuntimeError`` where there is none.
+        Raises ``RuntimeError`` if there is none.
         """
-        hip = self._runtime()
-        return f"HIP {hip.version()}, {hip.path}"
+        hip, binding = self._runtime()
+        return f"HIP {hip.version()}, {hip.path}, launched by {binding.name}"
 
-    def _runtime(self) -> Hip:
+    def _runtime(self) -> tuple[Hip, Binding]:
         reason = self.why_unavailable()
-        if self._hip is None:
+        if self._hip is None or self._binding is None:
             raise RuntimeError(reason)
-        return self._hip
+        return self._hip, self._binding
 
     def _load(self, hip: Hip, kernel: Code, index: int) -> Loaded:
         with self._lock:
@@ -149,56 +160,35 @@ class DeviceRuntime:
         return found
 
 
-def _calls(steps: Sequence[tuple[int, int, int, int]], address: int) -> arguments.Calls:
-    """What ``hipModuleLaunchKernel`` takes for each (function, blocks, threads, start of its
-    arguments), with all arguments at ``address``."""
-    handle = ctypes.c_void_p()
-    calls = []
-    for function, blocks, threads, start in steps:
-        # kernelParams is the address of one pointer, to the one struct. The bytes are copied before
-        # the call returns, also into a graph. Dynamic LDS is 0: kernels declare what they use.
-        pointers = (ctypes.c_void_p * 1)(address + start)
-        grid = (ctypes.c_uint(blocks), _ONE, _ONE, ctypes.c_uint(threads), _ONE, _ONE, _NONE)
-        calls.append((ctypes.c_void_p(function), *grid, handle, pointers, None))
-
-    def set_stream(stream: int) -> None:
-        handle.value = stream
-
-    return calls, set_stream
-
-
-_ONE, _NONE = ctypes.c_uint(1), ctypes.c_uint(0)
-
-
-def _open() -> tuple[str | None, Hip | None]:
-    """torch's HIP runtime, or the reason why there is none."""
+def _open() -> tuple[Hip, Binding] | str:
+    """Return torch's HIP runtime and its binding, or the reason why there is none."""
     if torch.version.hip is None:
         build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
-        return f"torch has no HIP runtime loaded: this is a {build} build of torch", None
+        return f"torch has no HIP runtime loaded: this is a {build} build of torch"
     try:
-        paths = libamdhip64.copies()
+        path = libamdhip64.the_copy()
     except OSError as error:
-        return f"torch's HIP runtime cannot be found: no list of what is loaded ({error})", None
-    if not paths:
-        return f"no libamdhip64 is loaded, though torch is a ROCm {torch.version.hip} build", None
-    if len(paths) > 1:
         return (
-            f"{len(paths)} HIP runtimes are loaded, {' and '.join(paths)}: kernels of one fail on "
-            "the streams of another (error 709). Keep torch's: see what LD_LIBRARY_PATH and "
-            "LD_PRELOAD name, and what was imported"
-        ), None
+            "cannot find torch's HIP runtime: the list of loaded libraries is not readable "
+            f"({error})"
+        )
+    except RuntimeError as error:
+        return str(error)
     try:
-        hip = Hip(paths[0])
+        hip = Hip(path)
         hip.device_count()
     except (OSError, AttributeError) as error:
-        return f"{paths[0]} cannot be used: {error}", None
+        return f"{path} cannot be used: {error}"
     except libamdhip64.HipError as error:
-        return str(error), None
-    return None, hip
+        return str(error)
+    try:
+        return hip, HipPython(hip)
+    except runtime_hip_python.Refused as error:
+        return hip, libamdhip64.Ctypes(hip, str(error))
 
 
 def _load_module(hip: Hip, kernel: Code, index: int) -> Loaded:
-    """Loads ``kernel`` on the current device, ``index``. Raises what ``prepare`` says."""
+    """Load ``kernel`` on the current device, ``index``. Raises as ``launch_of`` does."""
     name = kernel.kernel.name
     capturing = ctypes.c_int()
     hip.check(
@@ -238,7 +228,8 @@ def _current_device(hip: Hip) -> int:
 
 
 class _Current:
-    """Makes device ``index`` current in this thread for a ``with`` block, then ``before`` again."""
+    """Make device ``index`` current in this thread for a ``with`` block, then restore the previous
+    one."""
 
     def __init__(self, hip: Hip, index: int, before: int) -> None:
         self._hip, self._index, self._before = hip, index, before

@@ -1,4 +1,4 @@
-"""Runs the HIP kernels' gfx942 code objects on the CPU, in the project's own emulator."""
+"""Run the HIP kernels' gfx942 code objects on the CPU, in the project's own emulator."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 class Orders:
-    """Which order of workgroups, wavefronts and atomics a launch has, of all that are possible.
+    """The order of workgroups, wavefronts and atomics in a launch, of all that are possible.
 
-    ``seed`` and the number of launches since it was chosen say it, so that two runs in one process
-    differ, and a run can be made again. ``mattered``: whether any of them had float atomics.
+    ``seed`` and the number of launches since ``choose`` determine the order. So two runs in one
+    process differ, and a run can be repeated. ``mattered``: whether any launch had float atomics.
     """
 
     def __init__(self) -> None:
         self.choose(None)
 
     def choose(self, seed: int | None) -> None:
-        """``seed`` from now on; None takes that of ``PYFA_EMULATOR_SEED``."""
+        """Use ``seed`` from now on; None uses ``PYFA_EMULATOR_SEED``."""
         self.seed, self.launches, self.mattered = seed, 0, False
 
     def next(self) -> int:
@@ -41,10 +41,10 @@ class Orders:
 
 
 class EmulatorRuntime:
-    """``counters`` holds what the last launch executed, ``code`` the code object that it ran, and
-    ``coverage`` what all of them executed.
+    """The runtime of the emulator. ``counters``: what the last launch executed; ``code``: its code
+    object; ``coverage``: what all launches executed.
 
-    ``trace``: workgroups whose execution ``counters`` is to hold for the timing model.
+    ``trace``: the workgroups whose execution ``counters`` records for the timing model.
     """
 
     APART = True
@@ -61,6 +61,9 @@ class EmulatorRuntime:
 
         return native.why_unavailable()
 
+    def describe(self) -> str:
+        return "HIP code on the CPU, functionally emulated"
+
     def why_not(self, problem: Problem) -> str | None:
         if problem.arch != "cpu":
             return f"the emulator takes tensors on the CPU; these are on {problem.arch}"
@@ -71,7 +74,8 @@ class EmulatorRuntime:
         return _poisoned
 
     def launch_of(self, program: Program, kernels: Sequence[Code]) -> Launch:
-        """``program`` with the code of each of its steps, which run one behind the other."""
+        """Return ``program`` as a launch, with the code of each of its steps, which run in
+        sequence."""
         names, of_tensors = program.names, program.tensors
 
         def launch(
@@ -89,7 +93,7 @@ class EmulatorRuntime:
     def run(
         self, step: Step, code: Code, params: bytes, tensors: Mapping[str, torch.Tensor]
     ) -> None:
-        """One grid. ``tensors`` are all that the kernel may touch, by name."""
+        """Run one grid. ``tensors``, by name, are all that the kernel may access."""
         from ...emulator import Coverage, Machine
 
         kernel = program(code.data).kernel(code.kernel.name)
@@ -112,30 +116,30 @@ class EmulatorRuntime:
 
 
 def _poisoned(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Memory that nothing was written to: NaN and -1, where a fresh page would hold zeros, so that
-    a row that no kernel writes is seen."""
+    """Return memory filled with NaN and -1 (a fresh page would hold zeros), so that a row that no
+    kernel writes is detected."""
     x = _torch.empty_cpu(shape, strides, dtype)
     x.untyped_storage().fill_(0xFF)  # type: ignore[attr-defined]  # torch's stubs lack it
     return x
 
 
 def _cores() -> int:
-    """How many cores this process may use, where the system tells."""
+    """Return how many cores this process may use, if the system reports it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=256)  # the full level runs 328, and decoding one takes 65 ms
 def program(data: bytes) -> Loaded:
-    """The decoded code object."""
+    """Return the decoded code object."""
     from ...emulator import load
 
     return load(data)
 
 
 def _spans(tensors: Mapping[str, torch.Tensor]) -> list[tuple[int, int, str]]:
-    """(address, bytes, name) from each tensor's first to its last element.
+    """Return (address, bytes, name) of each tensor, from its first to its last element.
 
-    Views that interleave, as q, k and v cut from one packed tensor, become one span.
+    Interleaved views, such as q, k and v of one packed tensor, become one span.
     """
     spans: list[tuple[int, int, str]] = []
     for name, x in sorted(tensors.items(), key=lambda item: item[1].data_ptr()):

@@ -1,10 +1,11 @@
-"""The emulator's gate for wait states, for those who build code objects."""
+"""The emulator's check of wait states, used when code objects are built."""
 
 from __future__ import annotations
 
 
 def faults(data: bytes) -> list[str]:
-    """A sentence for each pair of instructions of a code object that is too close together."""
+    """Return a sentence for each pair of instructions of a code object that are too close
+    together."""
     from ...emulator import hazards
 
     return [str(found) for found in hazards.check(data)]

@@ -1,8 +1,8 @@
-"""How the timing model's seconds on an MI300X move with each of its constants.
+"""How much the timing model's seconds on an MI300X change with each of its constants.
 
-A model, not measured. Constants of a compute unit change what a workgroup takes: ``costs_of``
-simulates the recorded workgroup again for each. Those costs are saved by the digest of the code, so
-that a machine without the emulator has them. Constants of the device are changed here and now.
+Model, not measured. Constants of a compute unit change the time of a workgroup: ``costs_of``
+simulates the recorded workgroup again for each of them. The costs are saved by the digest of the
+code, for machines without the emulator. Constants of the device are varied directly.
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ Find = Callable[[Plan, int], "Costs"]
 
 
 class NoCostsError(LookupError):
-    """Why there are no costs of a kernel."""
+    """Says why a kernel has no costs."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Of one kernel with so many workgroups on a compute unit, of ``fits`` that it holds.
+    """The costs of one kernel with ``resident`` workgroups on a compute unit, which can hold
+    ``fits``.
 
-    ``base``: at both ends. ``changed``: by constant, at both ends, one for each of FACTORS, or for
-    the other position of a switch; constants that change nothing are left out.
+    ``base``: the costs at both ends of the range. ``changed``: the costs by changed constant, at
+    both ends, one for each of FACTORS or for the other position of a switch. Constants without
+    effect are left out.
     """
 
     digest: str
@@ -52,7 +54,8 @@ class Costs:
     changed: Mapping[str, tuple[tuple[Cost, ...], tuple[Cost, ...]]]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, short: the matrix clocks follow from the code and no constant."""
+        """Return plain data, without the matrix clocks, which depend on the code only, not on
+        the timing model's constants."""
 
         def short(cost: Cost) -> list[float]:
             return [round(x, 1) for x in cost[:3]]
@@ -72,7 +75,7 @@ class Costs:
 
     @classmethod
     def of(cls, data: Saved) -> Costs:
-        """The inverse of ``as_dict``."""
+        """Read the data of ``as_dict``."""
 
         def cost(three: Sequence[float]) -> Cost:
             return Cost(*three, *data["matrix"])
@@ -88,7 +91,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Constant:
-    """One that may be wrong: its two ends, its unit, whether it is a switch."""
+    """A constant that may be wrong: the two ends of its range, its unit, whether it is a switch."""
 
     name: str
     ends: tuple[float, float]
@@ -97,7 +100,7 @@ class Constant:
 
 
 def constants_known() -> dict[str, Constant]:
-    """Those whose change is reckoned, by name."""
+    """Return the constants that can be varied, by name."""
     from ...emulator.timing import constants
 
     found = {
@@ -125,7 +128,7 @@ def _clocks() -> tuple[tuple[float, float], tuple[float, float]]:
 
 @functools.cache
 def costs_of(plan: Plan, resident: int = 0) -> Costs:
-    """Costs of ``plan``, from the emulator here and now."""
+    """Compute the costs of ``plan`` with the emulator."""
     from ...emulator.timing import constants, issue
 
     plan = Plan("hip", plan.kernel, plan.constants)
@@ -159,14 +162,14 @@ def costs_of(plan: Plan, resident: int = 0) -> Costs:
 
 
 def _others(name: str, value: float) -> tuple[float, ...]:
-    """What a constant is changed to: a switch to both of its positions, one being its own."""
+    """Return the values that a constant is changed to; for a switch both positions."""
     return (0.0, 1.0) if name in _SWITCHES else tuple(value * factor for factor in FACTORS)
 
 
 @dataclass(frozen=True)
 class Reckoned:
-    """Seconds of one direction of a problem at both ends, and with a constant changed: by its name,
-    for both ends, as ``Costs.changed`` has them. ``kernels``: title and digest of each."""
+    """Seconds of one direction of a problem at both ends of the range, and with each constant
+    changed, as in ``Costs.changed``. ``kernels``: title and digest of each."""
 
     seconds: tuple[float, float]
     utilisation: tuple[float, float]
@@ -178,8 +181,8 @@ class Reckoned:
 def reckon(
     plan: Plan, problem: Problem, shape: Shape, model: Model, direction: str, find: Find
 ) -> Reckoned:
-    """``direction``: forward or backward. ``find`` gives a kernel's costs with so many workgroups
-    on a compute unit, 0 for as many as fit, or raises NoCostsError."""
+    """Estimate ``direction`` (forward or backward). ``find`` returns a kernel's costs with a number
+    of workgroups on a compute unit (0: as many as fit), or raises NoCostsError."""
     from ...emulator.timing import constants, device
 
     forward = direction == "forward"
@@ -228,7 +231,8 @@ def reckon(
 
 
 def _how(name: str, end: int, factor: float) -> dict[str, Any]:
-    """What ``device.time`` is given for a constant of the device at ``factor`` of its value."""
+    """Return the arguments of ``device.time`` with a constant of the device at ``factor`` times its
+    value."""
     from ...emulator.timing import constants
 
     at = constants.ends()[end]
@@ -249,7 +253,7 @@ def _meets(tiled: TiledKernel, plan: Plan, shape: Shape, find: Find) -> tuple[An
 
 
 class Table:
-    """Costs that were saved, by digest, and where they are missing those of the emulator here."""
+    """Saved costs, by digest; missing ones are computed with the emulator of this machine."""
 
     def __init__(self, records: Sequence[Saved], live: bool = True) -> None:
         self._saved = {(one["digest"], one["resident"]): one for one in records}
@@ -260,7 +264,7 @@ class Table:
         self.made_here: set[str] = set()
 
     def find(self, plan: Plan, resident: int) -> Costs:
-        """``Find``."""
+        """See ``Find``."""
         digest = code.load(Plan("hip", plan.kernel, plan.constants), plans.EMULATED).digest
         key = (digest, resident or self._fits.get(digest, 0))
         if key in self._saved:

@@ -1,7 +1,9 @@
-"""The timing model over the HIP kernels: what a turn of each costs, and a problem's time.
+"""The timing model of the HIP kernels: the cost of one loop iteration of each, and the time of a
+problem.
 
-A model of an MI300X, not measured. A kernel runs in the emulator on two lengths that differ by
-turns of its loop, one workgroup is recorded, and the model says when its instructions would issue.
+A model of an MI300X, not measured. A kernel runs in the emulator with two lengths, which differ in
+the number of loop iterations. One workgroup is recorded, and the model computes when its
+instructions would issue.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ from .target import TARGET
 
 
 class Cost(NamedTuple):
-    """What a workgroup, or all that share a compute unit, take at one end: clocks of a tile, of
-    all else, and what a causal diagonal adds; and matrix clocks of one of them, as the first
-    two."""
+    """The cost of a workgroup, or of all that share a compute unit, at one end of the range: clocks
+    per tile, clocks for everything else, and clocks added by a causal diagonal; also the matrix
+    clocks of one workgroup, per tile and for everything else."""
 
     tile: float
     fixed: float
@@ -41,10 +43,11 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernel:
-    """What the model says of one plan: an estimate for each end, and its sample's tiles.
+    """The model's answer for one plan: an estimate for each end of the range, and the tiles of its
+    sample.
 
     ``masked``: clocks that the diagonal of a causal mask adds to a workgroup, by end.
-    ``conflict_clocks``: LDS clocks of a tile of the workgroup beyond what its bytes take.
+    ``conflict_clocks``: LDS clocks per tile of the workgroup beyond those that its bytes need.
     """
 
     title: str
@@ -54,7 +57,7 @@ class Kernel:
     resident: int
 
     def cost(self, end: int) -> Cost:
-        """At the ``end``-th end."""
+        """Return the cost at the ``end``-th end of the range."""
         one = self.estimates[end]
         return Cost(
             one.clocks_of_tile,
@@ -67,7 +70,8 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Answer:
-    """Of a problem, at the two ends: seconds, rates, utilisation, what bounds."""
+    """The model's answer for a problem, at both ends of the range: seconds, rates, utilisation,
+    bound."""
 
     role: str
     seconds: tuple[float, float]
@@ -80,12 +84,13 @@ class Answer:
 
 
 def why_unavailable() -> str | None:
-    """Why there is no model here; None where there is one."""
+    """Return why there is no model on this machine; None if there is one."""
     return EmulatorRuntime().why_unavailable() or code.why_unavailable()
 
 
 def is_at_hand(plan: Plan, problem: Problem, shape: Shape) -> bool:
-    """Whether the code objects of a problem's kernels are in the bundle: nothing is compiled."""
+    """Return whether the bundle has the code objects of a problem's kernels, so that nothing is
+    compiled."""
     arch = plans.EMULATED
     return all(
         bundle.find(arch, code.key_of(Plan("hip", one.kernel, one.constants), arch)) is not None
@@ -94,7 +99,7 @@ def is_at_hand(plan: Plan, problem: Problem, shape: Shape) -> bool:
 
 
 def kernel(plan: Plan, resident: int = 0) -> Kernel | None:
-    """The model of ``plan``, of a kernel that ``samples`` knows. ``resident`` workgroups share a
+    """Return the model of ``plan``, whose kernel ``samples`` knows. ``resident`` workgroups share a
     compute unit, by default as many as fit."""
     return _kernel(Plan("hip", plan.kernel, plan.constants), resident)
 
@@ -116,8 +121,9 @@ def _kernel(plan: Plan, resident: int) -> Kernel | None:
 
 @dataclass(frozen=True)
 class Runs:
-    """What was recorded of one plan, as ``emulator.timing.issue.Turns``: two lengths, of so many
-    ``tiles``, and the shorter under a causal mask. ``fits``: workgroups on a compute unit."""
+    """The recorded runs of one plan, as ``emulator.timing.issue.Turns``: two lengths, with so many
+    ``tiles`` between them, and the shorter one under a causal mask. ``fits``: workgroups that fit
+    on a compute unit."""
 
     title: str
     short: Any
@@ -128,7 +134,7 @@ class Runs:
     fits: int
 
     def masked_clocks(self, end: str, changed: Mapping[str, float] | None = None) -> float:
-        """What the diagonal of a causal mask adds."""
+        """Return the clocks that the diagonal of a causal mask adds."""
         from ...emulator.timing import issue
 
         if self.under is None:
@@ -138,7 +144,7 @@ class Runs:
 
 
 def runs_of(plan: Plan, resident: int = 0) -> Runs | None:
-    """Runs ``plan`` in the emulator; None for a kernel that ``samples`` does not know."""
+    """Run ``plan`` in the emulator; return None for a kernel that ``samples`` does not know."""
     from ...emulator.timing import device, issue
 
     sample = samples.of(plan)
@@ -159,7 +165,7 @@ def runs_of(plan: Plan, resident: int = 0) -> Runs | None:
 
 
 def _trace(wanted: Plan, run: Callable[[Launcher, int], object], length: int) -> tuple[Any, int]:
-    """The counters of the one launch of ``wanted`` that ``run`` makes, and its threads."""
+    """Return the counters of the one launch of ``wanted`` that ``run`` makes, and its threads."""
     found: list[tuple[Any, int]] = []
 
     class Watching(EmulatorRuntime):
@@ -178,7 +184,7 @@ def _trace(wanted: Plan, run: Callable[[Launcher, int], object], length: int) ->
 
 
 def answers(plan: Plan, problem: Problem, shape: Shape, model: Model) -> list[Answer]:
-    """Forward, and backward where the problem has one, on an MI300X."""
+    """Estimate forward, and backward if the problem has one, on an MI300X."""
     pairs = tiling.pairs_of(TARGET, plan, problem, shape)
     found = []
     for to in ("forward", "backward"):
@@ -227,23 +233,24 @@ def _launch(tiled: TiledKernel, plan: Plan, shape: Shape, end: int, dram: float)
 
 @dataclass(frozen=True)
 class Work:
-    """The workgroups of one launch, head by head, a head's last blocks first, as
-    kernels/hip/schedule.h has them: ``parts`` of a head are tiles, and whether a causal diagonal
-    runs through them. ``lines``: heads of all sequences. ``asked``: bytes asked of L2."""
+    """The workgroups of one launch in the order of kernels/hip/schedule.h: head by head, the last
+    blocks of a head first. ``parts``: for each workgroup of a head, its number of tiles and whether
+    a causal diagonal crosses them. ``lines``: the number of heads, summed over sequences.
+    ``asked``: bytes requested from L2."""
 
     parts: Sequence[tuple[int, bool]]
     lines: int
     asked: float
 
     def resident(self, most: int) -> int:
-        """Workgroups on a compute unit at once where ``most`` fit."""
+        """Return the number of workgroups on a compute unit at once, of which ``most`` fit."""
         from ...emulator.timing import constants
 
         units = int(constants.DEVICE["units"].low)
         return max(1, min(most, -(-len(self.parts) * self.lines // units)))
 
     def launch(self, cost: Cost, resident: int, dram: float) -> Any:
-        """An ``emulator.timing.device.Launch`` of it."""
+        """Return the launch as ``emulator.timing.device.Launch``."""
         from ...emulator.timing import constants, device
 
         clocks = [cost.fixed + cost.tile * tiles + cost.masked * cut for tiles, cut in self.parts]
@@ -257,7 +264,7 @@ class Work:
 
 
 def work_of(tiled: TiledKernel, shape: Shape) -> Work:
-    """What ``tiled`` does for ``shape``."""
+    """Return the work of ``tiled`` for ``shape``."""
     owns = ROLES[tiled.role].owns_keys
     walked = tiled.tiling.block_q if owns else tiled.tiling.block_k
     heads = shape.heads_k if owns else shape.heads_q // tiled.tiling.packed
@@ -273,5 +280,6 @@ def work_of(tiled: TiledKernel, shape: Shape) -> Work:
 
 
 def _is_cut(shape: Shape, first: int, last: int, stop: int, owns: bool) -> bool:
-    """Whether a causal diagonal runs through what a workgroup walks."""
+    """Return whether the causal diagonal crosses the keys that a workgroup iterates over; False if
+    it owns keys."""
     return not owns and shape.window_right >= 0 and stop > 0 and first != last

@@ -1,7 +1,7 @@
-"""Pairs of launches that differ by turns of a kernel's hot loop and nothing else.
+"""Pairs of launches that differ only in the number of iterations of a kernel's hot loop.
 
-What the longer one executes more is what those turns took: masks, edges, prologue and epilogue
-cancel. All values are 0, so that no maximum moves: a rescale, rare on any input, is not counted.
+Their difference is the cost of these iterations; masks, edges, prologue and epilogue cancel. All
+inputs are 0, so the running maximum never changes, and no rescale (rare on any input) is counted.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _ALIGNED = 512  # bytes, of PyTorch's allocator on a GPU
 
 
 class Sample(NamedTuple):
-    """``run`` takes one workgroup of full rows through ``short`` or ``long`` keys.
+    """``run`` runs one workgroup of full rows with ``short`` or ``long`` keys.
 
-    A tile is ``rows`` × ``keys``, what one wavefront multiplies in a turn; ``tiles`` of them lie
-    between the two runs. Where a workgroup owns keys (dK, dV), the two have changed places.
-    ``masked`` is ``run`` under a causal mask, whose diagonal lies in the last of the tiles.
+    A tile is ``rows`` × ``keys``, which one wavefront multiplies per iteration; the two runs differ
+    by ``tiles`` of them. If a workgroup owns keys (dK, dV), rows and keys are exchanged. ``masked``
+    is ``run`` under a causal mask, whose diagonal lies in the last of the tiles.
     """
 
     title: str
@@ -51,13 +51,14 @@ class Sample(NamedTuple):
 
 
 def of(plan: Plan) -> Sample | None:
-    """The sample of ``plan``; None for a kernel without a loop over tiles, or without one here."""
+    """Return the sample of ``plan``; None for a kernel without a loop over tiles or without a
+    sample."""
     make = SAMPLES.get(plan.kernel)
     return make(plan) if make else None
 
 
 def is_plain(plan: Plan) -> bool:
-    """Whether ``plan`` is for attention without score terms, dropout or pages."""
+    """Return whether ``plan`` is for attention without score terms, dropout or pages."""
     constants = dict(plan.constants)
     return not any(constants.get(name) for name in ("SCORE", "GENERAL", "PAGED"))
 
@@ -133,7 +134,8 @@ def _backward(plan: Plan) -> Sample:
 
 
 def _bias_grad(plan: Plan) -> Sample:
-    """Of a bias that is broadcast over rows: what makes a tile of rows, and none of the rest."""
+    """Run the gradient of a bias that is broadcast over rows, so that a tile of rows is the loop
+    iteration."""
     constants = _constants(plan)
     keys = backward.BIAS_TILE[1]
 
@@ -174,10 +176,10 @@ def _title(constants: Mapping[str, int]) -> str:
 
 
 def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Memory that begins where PyTorch's allocator on a GPU begins it.
+    """Allocate memory with the alignment of PyTorch's allocator on a GPU.
 
-    The CPU's allocator begins anywhere at a multiple of 64 bytes: rows would lie across lines of L1
-    in one process and not in the next, by which the timing model's shares moved by up to 0.1.
+    The CPU's allocator aligns to 64 bytes only. Rows would then cross cache lines of L1 in one
+    process and not in the next, which changed the timing model's shares by up to 0.1.
     """
     last = sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
     nbytes = (last + 1) * dtype.itemsize if all(shape) else 0
@@ -192,7 +194,7 @@ def _zeros(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
 
 
 def _call(constants: Mapping[str, int], rows: int, keys: int) -> Call:
-    """One head, its keys not split."""
+    """Return a call with one head, whose keys are not split."""
     dtype, out = _DTYPES[constants["DTYPE"]], _DTYPES.get(constants.get("OUT_DTYPE", -1))
     of_keys = _DTYPES[constants.get("KEY_DTYPE", constants["DTYPE"])]
     q = _zeros(1, rows, 1, constants["HEAD_DIM"], dtype=dtype)

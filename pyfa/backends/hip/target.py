@@ -1,12 +1,13 @@
-"""The HIP kernels as the host driver sees them: workgroups, LDS buffers, which backward."""
+"""The HIP kernels as the host driver uses them: workgroups, LDS buffers, choice of backward."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ...blocks import Tiles
 from ...plan import Plan
 from ...problem import Problem
-from ..common import calls
+from ..common import calls, splits
 from ..native.plans import notes_of, values_of
 from ..native.target import Block, Buffers, Target
 from ..native.tiles import GROUP, Pair
@@ -22,13 +23,29 @@ def _block_of(plan: Plan) -> Block:
     values = values_of(plan)
     if plan.kernel == forward.KERNEL:
         waves = values["WAVES"]
-        return Block(waves * forward.LANES, forward.ROWS * waves, values["BLOCK_K"])
+        threads, rows = waves * forward.LANES, forward.ROWS * waves
+        return Block(threads, rows, values["BLOCK_K"], rounds=_rounds(values))
     if plan.kernel == decode.KERNEL:
         return Block(decode.THREADS, LINES * values["TILES"], GROUP)
     if plan.kernel == backward.BIAS_GRAD:
         return Block(backward.THREADS, *backward.BIAS_TILE)
     rows, keys = backward.owned(plan)
     return Block(backward.THREADS, rows, keys)
+
+
+def _rounds(values: Mapping[str, int]) -> splits.Rounds:
+    """By the timing model at 1.2 GHz: 64 keys take 4,300 clocks at head dim 128 and 2,600 at 64,
+    float8 0.6 of that; a block's start and end 10,000 to 14,000. A part is written and read."""
+    dim, dim_v = _dims(values)
+    tile_us = (dim + dim_v) * (0.0085 if values["DTYPE"] == forward.FLOAT8_CODE else 0.0145)
+    return splits.Rounds(tile_us, 11.0, dim_v * 8 / 4.1e6, 5.0, dim_v * 4)
+
+
+def _list_tiles(plan: Plan) -> Tiles:
+    block = _block_of(plan)
+    if plan.kernel != backward.KERNEL:
+        return Tiles(block.rows, block.keys)
+    return Tiles(block.rows, _TILE) if block.rows else Tiles(_TILE, block.keys, "keys")
 
 
 def _buffers_of(plan: Plan, problem: Problem) -> Buffers | None:
@@ -58,8 +75,16 @@ def _latent_tiles(arch: str, float8: bool) -> Mapping[Pair, Sequence[Decode]]:
 
 
 def _backward_plans(
-    backend: str, arch: str, dims: Pair, dtype: int, general: bool, deterministic: bool, mods: str
+    backend: str,
+    arch: str,
+    dims: Pair,
+    dtype: int,
+    general: bool,
+    deterministic: bool,
+    mods: str,
+    terms: frozenset[str] = frozenset(),
 ) -> tuple[Plan, Plan, Plan]:
+    """``terms``: all that there are have the same kernels."""
     pair = calls.bucket_of(plans.tiles_of(arch).two_passes, *dims)
     return backward.plans_of(backend, pair, dtype, general, deterministic, arch, mods)
 
@@ -119,7 +144,7 @@ def _one_pass(plan: Plan, values: Mapping[str, int]) -> Buffers:
 
 
 def _skewed_bytes(length: int) -> int:
-    """Of a tile of 16 rows of 4 * ``length`` units (kernels/hip/bwd_step.h)."""
+    """Return the bytes of a tile of 16 rows of 4 * ``length`` units (kernels/hip/bwd_step.h)."""
     return (16 * (4 * length + 1) + 3 * (2 * length % 8)) * 16
 
 
@@ -148,5 +173,6 @@ TARGET = Target(
     latent_tiles=_latent_tiles,
     decode_splits=lambda blocks, keys, units, key_bytes: decode.splits_for(blocks, keys, units),
     backward_plans=_backward_plans,
+    list_tiles=_list_tiles,
     bias_grad_plan=_bias_grad_plan,
 )

@@ -1,4 +1,4 @@
-"""Readies a KV cache for attention: new rows go in, rotary rotates queries and new keys."""
+"""Prepare a KV cache for attention: append new rows, and rotate queries and new keys (rotary)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_THREADS = 2**32  # of a grid
 
 
 def why_declined(call: Call, append: Append) -> str | None:
-    """Why the kernel does not do it; None where it does."""
+    """Return why the kernel does not support it; None if it does."""
     if append.cu_seqlens is not None:
         return "new keys are packed (cu_seqlens_new)"
     given = (call.k, call.v, call.q, append.k, append.v)
@@ -36,7 +36,7 @@ def why_declined(call: Call, append: Append) -> str | None:
 
 
 def readable(append: Append, q: torch.Tensor) -> Append:
-    """``append`` as the kernel reads it."""
+    """Return ``append`` as the kernel reads it."""
     if append.k is not None and append.v is not None:
         append = append._replace(k=calls.with_rows(append.k), v=calls.with_rows(append.v))
     if append.cos is not None and append.sin is not None:
@@ -48,10 +48,10 @@ def readable(append: Append, q: torch.Tensor) -> Append:
 
 
 def bind(launch: Launcher, call: Call, append: Append) -> Callable[[Call, Append], Call]:
-    """The kernel by itself, where attention cannot read the cache that it writes.
+    """Bind the kernel by itself, for attention that cannot read the cache that it writes.
 
-    The result takes a call and what is appended, which are like these, to the call that follows:
-    with the rotated queries, and the lengths with the new keys.
+    The returned function maps a call and an append like these to the call that follows, with the
+    rotated queries and with lengths that include the new keys.
     """
     program = Program(form_of(call, append).names, call.q)
     written = add(launch, program, call, append)
@@ -69,7 +69,7 @@ def bind(launch: Launcher, call: Call, append: Append) -> Callable[[Call, Append
 def add(launch: Launcher, program: Program, call: Call, append: Append) -> dict[str, str]:
     """Launch the kernel in ``program``, whose inputs are those of ``call`` and ``append``.
 
-    Returns which of attention's pointers go to what the kernel writes.
+    Returns which of attention's pointers point to the kernel's output.
     """
     values: dict[str, int | float] = {
         "heads_q": call.q.shape[-2],
@@ -119,6 +119,7 @@ def add(launch: Launcher, program: Program, call: Call, append: Append) -> dict[
 
 
 def _rows(call: Call, append: Append) -> int:
-    """Workgroups: one for each new key's row, each new value's, and each query's with rotary."""
+    """Return the number of workgroups: one for each row of a new key, of a new value and, with
+    rotary, of a query."""
     rows = call.batch * call.max_seqlen_q if append.cos is not None else 0
     return rows + (2 * call.batch * append.k.shape[1] if append.k is not None else 0)

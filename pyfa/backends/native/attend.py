@@ -1,4 +1,4 @@
-"""Binds a forward or decode: the program around its kernel, as a function of a call's tensors."""
+"""Bind a forward or decode: the program around its kernel, as a function of a call's tensors."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ...problem import Append, Call, are_on_16, form_of, tensors_of
 from ..base import OtherAlignment, Run
 from ..common.program import Params, Program, for_any_total, like, run_of
 from . import append as appending
-from . import combine, gaps
+from . import combine, gaps, lists
 from .launch import Launcher
 
 
 class Grid(NamedTuple):
-    """``blocks`` workgroups of ``threads`` for each of ``num_splits`` parts of the keys."""
+    """``blocks`` workgroups of ``threads`` for each of ``num_splits`` splits of the keys."""
 
     blocks: int
     threads: int
@@ -34,11 +34,11 @@ def bind(
     readable: Callable[[Call], Call],
     grid_of: Callable[[Call], Grid],
 ) -> Run:
-    """``plan``'s kernel as a function of the tensors of ``call`` and ``append``, or others like
-    them, to out and, where it is asked for, LSE.
+    """Bind ``plan``'s kernel as a function of the tensors of ``call`` and ``append``, or others
+    like them, that returns out and, if requested, LSE.
 
-    ``readable`` copies what the kernel cannot read as it lies. ``OtherAlignment`` is raised where
-    an address of q, k or v is a multiple of 16 bytes and was none here, or the other way round.
+    ``readable`` copies tensors whose layout the kernel cannot read. The function raises
+    ``OtherAlignment`` if the 16-byte alignment of q, k or v differs from that of ``call``.
     """
     direct = readable(call)
     prepared = None if append is None else appending.readable(append, call.q)
@@ -87,9 +87,10 @@ def _bind(
     with_lse: bool,
     grid_of: Callable[[Call], Grid],
 ) -> Run:
-    """``bind`` of what the kernels read as it lies."""
+    """Bind a call whose tensors the kernels can read without a copy."""
     form, inputs = form_of(call, append), tensors_of(call, append)
-    program = Program(form.names, call.q)
+    by_list = lists.Lists(launch.target, (plan,))
+    program = Program((*form.names, *by_list.names), call.q)
     out = like(call.out_shape(), call.dtype_of_out())
     lse = like(call.lse_shape(), torch.float32)
     program.make("out", out)
@@ -107,17 +108,26 @@ def _bind(
     if torch.Size(lse[0]).numel() and call.batch and call.max_seqlen_q:
         grid = grid_of(call)
         if grid.blocks:
-            _add(launch, program, plan, call, grid, pointers, has_lse)
+            _add(launch, program, plan, call, grid, pointers, has_lse, by_list)
     elif torch.Size(out[0]).numel() or torch.Size(lse[0]).numel():
         gaps.add_forward(launch, program, call, out, lse if has_lse else None)
-    return run_of(program, launch.launch_of(program, inputs), launch.empty)
+    started = launch.launch_of(program, (*inputs, *by_list.of(call)))
+    run = run_of(program, started, launch.empty)
+    if not by_list.names:
+        return run
+
+    def run_by_list(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        return run(*tensors, *by_list.of(form.fill(tensors)[0]))
+
+    return run_by_list
 
 
 def _add(
     launch: Launcher, program: Program, plan: Plan, call: Call, grid: Grid,
-    pointers: dict[str, str], has_lse: bool,
+    pointers: dict[str, str], has_lse: bool, by_list: lists.Lists,
 ) -> None:  # fmt: skip
-    """The kernel, and what clears rows of no sequence before it or combines splits behind it."""
+    """Add the kernel, a step before it that clears rows of no sequence, and one after it that
+    combines splits."""
     out, lse = program.likes[0], like(call.lse_shape(), torch.float32)
     written = lse if has_lse else None
     splits = grid.num_splits
@@ -133,6 +143,7 @@ def _add(
             pointers["lse"] = "lse"
     if gaps.in_queries(call) and splits == 1:
         gaps.add_forward(launch, program, call, out, written)
-    program.add(plan, grid.blocks * splits, grid.threads, Params(values, pointers))
+    params = by_list.params_of(plan, call, Params(values, pointers))
+    program.add(plan, grid.blocks * splits, grid.threads, params)
     if splits > 1:
         combine.add(launch, program, call, out, written, splits)

@@ -1,4 +1,5 @@
-"""What the ``hip``, ``emulator`` and ``cuda`` backends have in common: all but reasons and code."""
+"""The code that ``hip``, ``emulator`` and ``cuda`` share: everything but reasons and code
+loading."""
 
 from __future__ import annotations
 
@@ -8,14 +9,16 @@ from typing import Protocol
 
 import torch
 
+from ... import blocks
+from ...blocks import Tiles, Visits
 from ...plan import Plan
-from ...problem import Append, Call, Problem, features_by, is_banded
+from ...problem import Append, Call, Problem, features_by
 from ...traffic import Shape, TiledKernel
 from ..base import Run, RunBackward
 from . import append as appending
-from . import backward, decode, forward, tiling
+from . import backward, decode, forward, lists, merge, tiling
 from .launch import Launcher
-from .plans import banded
+from .plans import masking
 from .target import Target
 
 
@@ -36,16 +39,13 @@ class NativeBackend:
         self.launch = launch
 
     def kernel_digests(self) -> Mapping[str, str]:
-        """For a conformance report: which bytes its cases ran."""
+        """Return the digests of the code that ran, for a conformance report."""
         return self.launch.digests
 
     def plan(self, problem: Problem) -> Plan:
         if self.target.takes_decode(problem):
-            plan = decode.plan(self.target, self.NAME, problem)
-            return banded(plan) if is_banded(problem.features) else plan
-        plan = self.target.forward_plan(self.NAME, problem)
-        if is_banded(problem.features):
-            plan = banded(plan)
+            return masking(decode.plan(self.target, self.NAME, problem), problem.features)
+        plan = masking(self.target.forward_plan(self.NAME, problem), problem.features)
         return replace(plan, notes=(*plan.notes, *self.target.backward_notes(problem)))
 
     def tiled_kernels(
@@ -53,10 +53,28 @@ class NativeBackend:
     ) -> Sequence[TiledKernel]:
         return tiling.kernels_of(self.target, plan, problem, shape, compiled)
 
+    def visits(self, plan: Plan, call: Call) -> tuple[Tiles, Visits | None] | None:
+        if not lists.is_listed(plan):
+            return None
+        tiles = self.target.list_tiles(plan)
+        return tiles, blocks.visits_of(call, tiles) if blocks.is_quick(call) else None
+
     def bind(self, plan: Plan, call: Call, append: Append | None, with_lse: bool) -> Run:
         bind = decode.bind if plan.kernel == self.target.decode else forward.bind
         with self.launch.on(call.q.device):
             return bind(self.launch, plan, call, append, with_lse)
+
+    def bind_merge(
+        self,
+        outs: Sequence[torch.Tensor],
+        lses: Sequence[torch.Tensor],
+        out: torch.Tensor | torch.dtype,
+        with_lse: bool,
+    ) -> Run | None:
+        given = out if isinstance(out, torch.Tensor) else None
+        if not merge.takes(outs, lses, given):
+            return None
+        return merge.bind(self.launch, outs, lses, out, with_lse)
 
     def why_not_append(self, call: Call, append: Append) -> str | None:
         return appending.why_declined(call, append)

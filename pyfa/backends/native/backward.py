@@ -1,4 +1,4 @@
-"""What backward is on every device: what it takes, and the program around its kernels."""
+"""Backward on every device: what it supports, and the program around its kernels."""
 
 from __future__ import annotations
 
@@ -7,39 +7,50 @@ from typing import NamedTuple
 
 import torch
 
-from ... import abi
+from ... import abi, mods
 from ..._torch import Like
 from ...plan import Plan
 from ...problem import TERMS, Call, Problem, band_of, form_of, is_banded, tensors_of
 from ..base import Gradients, RunBackward
 from ..common import calls
 from ..common.program import Params, Program, for_any_total, like, run_of
-from . import gaps
+from . import gaps, lists
 from .launch import Launcher
 from .plans import banded, name_of, values_of
 from .target import Target
 
 
 def why_not(problem: Problem) -> list[str]:
-    """What backward lacks for ``problem``, beyond features and dtypes."""
+    """Return what backward lacks for ``problem``, beyond features and dtypes."""
     if "backward" not in problem.features:
         return []
     return ["backward with a page_table is not implemented"] if problem.page_size else []
 
 
 def is_general(call: Call) -> bool:
-    """Whether backward has more to do between products and softmax than scale and masks."""
+    """Return whether backward computes more than scale and masks between products and softmax."""
     terms = (call.alibi_slopes, call.bias, call.sinks)
     return bool(call.softcap or call.dropout_p or call.mods or any(x is not None for x in terms))
 
 
 def is_general_problem(problem: Problem) -> bool:
-    """The same of a problem."""
+    """Return ``is_general`` for a problem."""
     return bool(problem.features & TERMS)
 
 
+def _terms_of(call: Call) -> frozenset[str]:
+    """The score terms of ``call``, as features are named, as far as kernels differ by them."""
+    found = mods.of(call.mods) if call.mods else None
+    given = {
+        "softcap": bool(call.softcap),
+        "sinks": call.sinks is not None,
+        "score_mod": found is not None and found.score is not None,
+    }
+    return frozenset(name for name, is_given in given.items() if is_given)
+
+
 class _Given(NamedTuple):
-    """What a backward reads, as it came or as the kernels can read it."""
+    """The inputs of a backward, as passed or as the kernels can read them."""
 
     dout: torch.Tensor
     out: torch.Tensor
@@ -77,7 +88,7 @@ def bind(
     dlse: torch.Tensor | None,
     bias_grad: bool = False,
 ) -> RunBackward:
-    """``Backend.bind_backward``."""
+    """See ``Backend.bind_backward``."""
     given = _Given(dout, out, lse, call, dlse)
     direct = _readable(given, bias_grad)
     readable_form = form_of(direct.call)
@@ -101,18 +112,20 @@ def bind(
     ) -> Gradients:  # fmt: skip
         made = _readable(_Given(dout, out, lse, form.fill(tensors)[0], dlse), bias_grad)
         found = run(made.dout, made.dlse, made.out, made.lse, *tensors_of(made.call))
-        dq, dk, dv, dbias, dsinks = found
-        return Gradients(dq[..., :dim], dk[..., :dim], dv[..., :dim_v], dbias, dsinks)
+        dq, dk, dv = found.dq[..., :dim], found.dk[..., :dim], found.dv[..., :dim_v]
+        return found._replace(dq=dq, dk=dk, dv=dv)
 
     return run_on_copies
 
 
 def _bind(launch: Launcher, given: _Given, bias_grad: bool) -> RunBackward:
-    """``bind`` of what the kernels read as it lies."""
+    """Bind a call whose tensors the kernels can read without a copy."""
     call = given.call
     form = form_of(call)
     names = ("dout", "out", "lse", *form.names, *(("dlse",) if given.dlse is not None else ()))
-    program = Program(names, call.q)
+    chain = _chain(launch, call)
+    by_list = lists.Lists(launch.target, chain)
+    program = Program((*names, *by_list.names), call.q)
     dq, dk, dv = (like(x.shape, x.dtype) for x in call[:3])
     for name, each in (("dq", dq), ("dk", dk), ("dv", dv)):
         program.make(name, each)
@@ -124,7 +137,6 @@ def _bind(launch: Launcher, given: _Given, bias_grad: bool) -> RunBackward:
     if call.sinks is not None:
         program.make("dsinks", like(given.lse.shape, torch.float32), fill=0.0)
         pointers["dsinks"] = "dsinks"
-    chain = _chain(launch, call)
     parts = {**sums_of(launch, call, chain), "delta": like((2, *given.lse.shape), torch.float32)}
     program.make_workspace(parts, launch.APART)
     pointers |= {name: name for name in parts}
@@ -141,10 +153,12 @@ def _bind(launch: Launcher, given: _Given, bias_grad: bool) -> RunBackward:
             blocks = -(-call.max_seqlen_q // block.rows) * call.q.shape[-2]
         else:
             blocks = -(-call.max_seqlen_k // block.keys) * call.k.shape[-2]
-        program.add(plan, blocks * call.batch, block.threads, params)
+        own = by_list.params_of(plan, call, params)
+        program.add(plan, blocks * call.batch, block.threads, own)
     if bias_grad and call.bias is not None:
         _add_bias_grad(launch, program, call, call.bias, params)
-    run = run_of(program, launch.launch_of(program, given.tensors()), launch.empty, aligned=6)
+    started = launch.launch_of(program, (*given.tensors(), *by_list.of(call)))
+    run = run_of(program, started, launch.empty, aligned=6)
     rows = (0, 2) if given.lse.dim() == 3 else 1
     numbers = {name: number for number, name in enumerate(program.made)}
     dsinks_at, dbias_at = numbers.get("dsinks"), numbers.get("dbias")
@@ -154,7 +168,8 @@ def _bind(launch: Launcher, given: _Given, bias_grad: bool) -> RunBackward:
         *tensors: torch.Tensor,
     ) -> Gradients:  # fmt: skip
         last = () if dlse is None else (dlse,)
-        found = run(dout, out, lse, *tensors, *last)
+        of_lists = by_list.of(form.fill(tensors)[0]) if by_list.names else ()
+        found = run(dout, out, lse, *tensors, *last, *of_lists)
         dq, dk, dv = found[:3]
         dsinks = None if dsinks_at is None else found[dsinks_at].sum(rows)
         dbias = None if dbias_at is None else found[dbias_at]
@@ -166,7 +181,7 @@ def _bind(launch: Launcher, given: _Given, bias_grad: bool) -> RunBackward:
 def _add_bias_grad(
     launch: Launcher, program: Program, call: Call, bias: torch.Tensor, params: Params
 ) -> None:
-    """What makes the gradient of the bias, which its Params have as ``out``."""
+    """Add the kernel of the gradient of the bias, which is ``out`` in its Params."""
     make = launch.target.bias_grad_plan
     assert make is not None, "FEATURES has the gradient of bias"
     arch = launch.device_at(call.q.device).arch
@@ -186,7 +201,7 @@ def _add_bias_grad(
 
 
 def bias_plan_for(target: Target, backend: str, problem: Problem) -> Plan:
-    """The kernel of a problem's gradient of bias."""
+    """Return the plan of a problem's gradient of bias."""
     assert target.bias_grad_plan is not None
     arch, dims = target.device_of(problem).arch, (problem.head_dim, problem.head_dim_v)
     dtype = calls.DTYPE_CODES[problem.dtype]
@@ -195,7 +210,7 @@ def bias_plan_for(target: Target, backend: str, problem: Problem) -> Plan:
 
 
 def plans_for(target: Target, backend: str, problem: Problem) -> tuple[Plan, ...]:
-    """The kernels of a problem's backward."""
+    """Return the plans of a problem's backward."""
     plans = target.backward_plans(
         backend,
         target.device_of(problem).arch,
@@ -204,12 +219,13 @@ def plans_for(target: Target, backend: str, problem: Problem) -> tuple[Plan, ...
         is_general_problem(problem),
         "deterministic" in problem.features,
         problem.mods,
+        problem.features & TERMS,
     )
     return tuple(map(banded, plans)) if is_banded(problem.features) else plans
 
 
 def _chain(launch: Launcher, call: Call) -> tuple[Plan, ...]:
-    """What one pass launches, in order."""
+    """Return the launches of one pass, in order."""
     sums, first, last = launch.target.backward_plans(
         launch.target.name,
         launch.device_at(call.q.device).arch,
@@ -218,6 +234,7 @@ def _chain(launch: Launcher, call: Call) -> tuple[Plan, ...]:
         is_general(call),
         call.deterministic,
         call.mods,
+        _terms_of(call),
     )
     return (sums, banded(first), banded(last)) if _is_banded(call) else (sums, first, last)
 
@@ -228,7 +245,8 @@ def _is_banded(call: Call) -> bool:
 
 
 def sums_of(launch: Launcher, call: Call, chain: Sequence[Plan]) -> dict[str, Like]:
-    """Where blocks that own keys add dQ up in float32, and the lock of their turns."""
+    """Return the float32 buffer in which blocks that own keys add up dQ, and the lock of their
+    turns."""
     if name_of(chain[-1]) != "dq_convert":
         return {}
     rows, heads = launch.target.block_of(chain[0]).rows, call.q.shape[-2]
@@ -245,10 +263,10 @@ def sums_of(launch: Launcher, call: Call, chain: Sequence[Plan]) -> dict[str, Li
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
-    """Contiguous, and with the strides of a tensor of its own, by which kernels go.
+    """Return a contiguous tensor with the strides of a tensor of its own, which kernels rely on.
 
-    To ``contiguous`` the stride of a lone sequence or head is nothing: in a slice of a larger LSE
-    it stays that one's, and what kernels keep of each row would lie beyond its tensor.
+    ``contiguous`` ignores the stride of a dimension of size 1. In a slice of a larger LSE that
+    stride would be the larger tensor's, and kernels would write their row states beyond the tensor.
     """
     x = x.contiguous()
     heads, rows = (max(size, 1) for size in x.shape[-2:])

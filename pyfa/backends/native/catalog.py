@@ -1,4 +1,4 @@
-"""Every kernel that a problem on an arch can get."""
+"""Every kernel that a problem on an arch can use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .target import Target
 
 
 def all_plans(target: Target, arch: str, backend: str = "") -> list[Plan]:
-    """All that a problem on a device with the tiles of ``arch`` can get."""
+    """Return all plans that a problem on a device with the tiles of ``arch`` can get."""
     backend = backend or target.name
     found = [*target.passes(backend, arch), *decode.all_plans(target, backend, arch)]
     for kernel in ("combine", "append"):
@@ -19,6 +19,6 @@ def all_plans(target: Target, arch: str, backend: str = "") -> list[Plan]:
 
 
 def common_plans(target: Target, arch: str) -> list[Plan]:
-    """What most problems need: heads of 64 and 128, no dropout, no pages in prefill. Those of
-    gfx942 are in the wheel."""
+    """Return the plans that most problems need: head_dim 64 and 128, no dropout, no pages in
+    prefill. Those of gfx942 are in the wheel."""
     return [plan for plan in all_plans(target, arch) if is_common(plan)]

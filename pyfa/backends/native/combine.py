@@ -1,4 +1,4 @@
-"""Combines the partial results of a kernel whose keys were split."""
+"""Combine the partial results of a kernel whose keys were split."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ THREADS = 256
 
 
 def partials(call: Call, num_splits: int) -> dict[str, Like]:
-    """partial_out and partial_lse: (rows, heads, splits[, Dv]), one sequence after the other."""
+    """Make partial_out and partial_lse: (rows, heads, splits[, Dv]), with packed sequences."""
     *rows, heads, dim = call.out_shape()
     shape = (torch.Size(rows).numel(), heads, num_splits)
     return {
@@ -27,10 +27,11 @@ def partials(call: Call, num_splits: int) -> dict[str, Like]:
 def add(
     launch: Launcher, program: Program, call: Call, out: Like, lse: Like | None, num_splits: int
 ) -> None:
-    """Launch what writes out and lse from every row's parts, each a normalised output and its LSE.
+    """Launch the kernel that computes out and lse from each row's splits, each with a normalised
+    output and its LSE.
 
-    A part that saw nothing has the LSE −inf, and its output may be anything. Parts of rows that no
-    sequence uses may be anything.
+    A split without keys has LSE −inf and an undefined output. Splits of rows that no sequence uses
+    are undefined.
     """
     packed = call.cu_seqlens_q is not None
     sizes, strides, _ = out
@@ -56,16 +57,17 @@ def add(
 
 
 def rows_of(num_splits: int, dim: int) -> int:
-    """Rows, each of one head, of a workgroup: ``kernels/common/combine.h`` says how."""
+    """Return how many rows, each of one head, a workgroup combines; see
+    ``kernels/common/combine.h``."""
     of_part = threads_of_part(dim)
     return THREADS // of_part // min(THREADS // of_part, _fours(num_splits))
 
 
 def threads_of_part(dim: int) -> int:
-    """Threads that take one part's output of a row."""
+    """Return the threads for one split's output of a row."""
     return _fours(dim)
 
 
 def _fours(count: int) -> int:
-    """So many, in fours, rounded up to a power of two."""
+    """Return the number of groups of four elements, rounded up to a power of two."""
     return 1 << (-(-count // 4) - 1).bit_length()

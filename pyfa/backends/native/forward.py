@@ -1,4 +1,5 @@
-"""Forward on every device: its grid, and whether its keys are split. Plans are the vendor's."""
+"""Forward on every device: its grid, and whether its keys are split. The vendor's module makes the
+plans."""
 
 from __future__ import annotations
 
@@ -16,17 +17,17 @@ from .launch import Launcher
 def bind(
     launch: Launcher, plan: Plan, call: Call, append: Append | None = None, with_lse: bool = True
 ) -> Run:
-    """``Backend.bind``."""
+    """See ``Backend.bind``."""
     if _has_lone_rows(call):
         return _bind_lone_rows(launch, plan, call, append, with_lse)
     return _bind(launch, plan, call, append, with_lse)
 
 
 def _has_lone_rows(call: Call) -> bool:
-    """Whether each sequence has one row, which all heads of a group may share a block with.
+    """Return whether each sequence has one row, so that all heads of a group may share a block.
 
-    Only where this is not decode's. They are then rows of one head, which see the same keys: no
-    window may cut, and nothing may tell heads apart.
+    This applies only if decode does not take the call. The heads then become rows of one head and
+    see the same keys, so there must be no window and nothing that differs between heads.
     """
     alone = call.cu_seqlens_q is None and call.max_seqlen_q == 1 and call.seqused_q is None
     cut = call.window_left >= 0 or call.window_right > 0 or call.q_start != call.k_start
@@ -40,7 +41,7 @@ def _has_lone_rows(call: Call) -> bool:
 def _bind_lone_rows(
     launch: Launcher, plan: Plan, call: Call, append: Append | None, with_lse: bool
 ) -> Run:
-    """``bind`` with the heads of a group as rows, so that keys are read once for all of them."""
+    """Bind with the heads of a group as rows, so that keys are read once for all of them."""
     form, run = form_of(call, append), None
     ready = None
     if append is not None:
@@ -63,6 +64,13 @@ def _bind_lone_rows(
     return run_grouped
 
 
+def _is_even(call: Call) -> bool:
+    """Whether all rows see all keys, of as many in every sequence."""
+    lengths = (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k)
+    cut = call.window_left >= 0 or call.window_right >= 0 or call.attention_chunk > 0
+    return not cut and all(one is None for one in lengths)
+
+
 def _bind(launch: Launcher, plan: Plan, call: Call, append: Append | None, with_lse: bool) -> Run:
     block = launch.target.block_of(plan)
 
@@ -73,8 +81,10 @@ def _bind(launch: Launcher, plan: Plan, call: Call, append: Append | None, with_
         num_splits = min(call.num_splits, max(1, -(-call.max_seqlen_k // block.keys)))
         if not num_splits:
             places = launch.device_at(call.q.device).units * block.per_unit
-            rows = call.max_seqlen_q * heads
-            num_splits = splits.within_a_round(blocks, call.max_seqlen_k, places, rows, block.costs)
+            rows, rounds = call.max_seqlen_q * heads, block.rounds if _is_even(call) else None
+            num_splits = splits.of_prefill(
+                blocks, call.max_seqlen_k, places, rows, block.costs, rounds
+            )
         return attend.Grid(blocks, block.threads, num_splits)
 
     return attend.bind(launch, plan, call, append, with_lse, calls.with_readable, grid_of)

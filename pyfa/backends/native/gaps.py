@@ -1,7 +1,7 @@
-"""Rows of no sequence: behind the last one of a packed batch, or beyond a sequence's length.
+"""Rows of no sequence: after the last sequence of a packed batch, or beyond a sequence's length.
 
-A kernel writes what they hold (``kernels/common/gaps.h``), and touches no other row: to clear
-whole tensors took two to five launches of PyTorch's, and 72 of a packed forward's 860 µs.
+A kernel writes these rows (``kernels/common/gaps.h``) and no others. Clearing whole tensors took
+two to five launches by PyTorch, and 72 of the 860 µs of a packed forward.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ THREADS, ROWS = 256, 16
 
 
 def in_queries(call: Call) -> bool:
-    """Whether rows of q may belong to no sequence."""
+    """Return whether rows of q may belong to no sequence."""
     return call.cu_seqlens_q is not None or call.seqused_q is not None
 
 
 def in_keys(call: Call) -> bool:
-    """The same of k and v."""
+    """Return whether rows of k and v may belong to no sequence."""
     return call.cu_seqlens_k is not None or call.seqused_k is not None
 
 
 def add_forward(
     launch: Launcher, program: Program, call: Call, out: Like, lse: Like | None
 ) -> None:
-    """Clear the rows of out and lse that no query owns."""
+    """Launch the kernel that clears the rows of out and lse that belong to no sequence."""
     pointers = {"out": "out"}
     values: dict[str, int | float] = {**_heads(out, "q", "_v"), **abi.strides_of("out", out[1])}
     if lse is not None:
@@ -40,7 +40,7 @@ def add_forward(
 def add_backward(
     launch: Launcher, program: Program, call: Call, dq: Like, dk: Like, dv: Like
 ) -> None:
-    """Clear the rows of the gradients that no sequence owns."""
+    """Launch the kernel that clears the rows of the gradients that belong to no sequence."""
     if in_queries(call):
         values: dict[str, int | float] = {**_heads(dq, "q", "_v"), **abi.strides_of("out", dq[1])}
         _add(launch, program, call, dq, values, {"out": "dq"}, "q")
@@ -58,7 +58,7 @@ def _add(
     launch: Launcher, program: Program, call: Call, x: Like, values: dict[str, int | float],
     pointers: dict[str, str], side: str,
 ) -> None:  # fmt: skip
-    """``side``: whose offsets and lengths say which rows of ``x`` are in use."""
+    """Add the kernel. ``side``: whose offsets and lengths say which rows of ``x`` are in use."""
     rows = x[0][-3]
     entries = x[0][0] if len(x[0]) == 4 else 1
     for name in ("cu_seqlens", "seqused"):

@@ -1,4 +1,4 @@
-"""What the host side of ``kernels/`` needs of a driver, whatever the vendor."""
+"""The interface of a driver to the host side of ``kernels/``, for any vendor."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ class Launcher(Protocol):
     target: Target
     """Whose kernels it launches."""
     APART: bool
-    """Whether parts of a workspace are tensors of their own, so that an access outside is found."""
+    """Whether each buffer of a workspace is a separate tensor, so that overruns are found."""
     NEEDS_LSE: bool
-    """Whether the forward kernels write an LSE that nobody asked for."""
+    """Whether the forward kernels also write an LSE that was not requested."""
 
     def launch_of(self, program: Program, tensors: tuple[torch.Tensor, ...]) -> Launch:
-        """``program``, as described for ``tensors``, as a launch on the current stream."""
+        """Return ``program``, as described for ``tensors``, as a launch on the current stream."""
 
     @property
     def empty(self) -> Empty:
-        """Makes an uninitialised tensor on the current device."""
+        """Make an uninitialised tensor on the current device."""
 
     def on(self, where: torch.device) -> AbstractContextManager[None]:
-        """Makes the device that tensors are on the current one, where a driver has such a thing."""
+        """Make the device that tensors are on the current one, if the driver has a current
+        device."""
 
     def plan(self, kernel: str, dtype: int | None = None) -> Plan:
-        """The plan of a kernel of ``kernels/common``, as "combine"."""
+        """Return the plan of a kernel of ``kernels/common``, such as "combine"."""
 
     def device_at(self, where: torch.device) -> Device:
-        """The facts of the device that tensors are on, or of the one that is emulated there."""
+        """Describe the device that tensors are on, or the emulated device."""

@@ -1,4 +1,4 @@
-"""What plans of ``kernels/`` have in common, whatever the vendor."""
+"""What plans of ``kernels/`` have in common, for any vendor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from ... import mods, sources
 from ...mods import emit
 from ...plan import Plan
-from ...problem import Problem
+from ...problem import Problem, is_banded
 from ..common.calls import DROPOUT
 
 COMMON_HEAD_DIMS = (64, 128)
@@ -21,20 +21,21 @@ def plan_with(
     notes: Iterable[str] = (),
     digest: str = "",
 ) -> Plan:
-    """``kernel`` compiled with ``constants``, in any order, and with the mods of a ``digest``."""
+    """Return ``kernel`` compiled with ``constants``, in any order, and with the mods of a
+    ``digest``."""
     plan = Plan(backend, kernel, tuple(sorted(constants.items())), tuple(notes))
     return modified(plan, digest) if digest else plan
 
 
 def modified(plan: Plan, digest: str) -> Plan:
-    """``plan`` with the mods that ``digest`` stands for."""
+    """Return ``plan`` with the mods that ``digest`` stands for."""
     captured = len(mods.of(digest).kinds)
     more = {**dict(plan.constants), "MOD": digest, "MOD_CAPTURED": captured}
     return replace(plan, constants=tuple(sorted(more.items())))
 
 
 def source_of(plan: Plan) -> str:
-    """The self-contained source that ``plan`` is compiled from."""
+    """Return the self-contained source that ``plan`` is compiled from."""
     constants = dict(plan.constants)
     digest = constants.get("MOD")
     if not isinstance(digest, str):
@@ -48,36 +49,49 @@ _MASKING = frozenset({"attn_fwd", "attn_decode", "attn_bwd", "attn_bwd_onepass",
 
 
 def banded(plan: Plan) -> Plan:
-    """``plan`` for calls with chunks or a moved window (``problem.is_banded``), where it masks."""
+    """Return ``plan`` for calls with chunks or a shifted window (``problem.is_banded``), if it
+    masks."""
     if name_of(plan) not in _MASKING:
         return plan
     notes = (*plan.notes, "compiled for chunks, or a window moved beside ALiBi or dropout")
     return replace(plan, constants=tuple(sorted((*plan.constants, ("BANDED", 1)))), notes=notes)
 
 
+def masking(plan: Plan, features: frozenset[str]) -> Plan:
+    """``plan`` with what ``features`` mask that other plans know nothing of."""
+    if is_banded(features):
+        plan = banded(plan)
+    if "tree" in features:
+        notes = (*plan.notes, "compiled for a mask over the new rows")
+        plan = replace(plan, constants=tuple(sorted((*plan.constants, ("TREE", 1)))), notes=notes)
+    return plan
+
+
 def values_of(plan: Plan) -> dict[str, int]:
-    """The numbers among the constants of a plan: all but the digest of its mods."""
+    """Return the numbers among the constants of a plan: all but the digest of its mods."""
     return {name: int(value) for name, value in plan.constants if name != "MOD"}
 
 
 def name_of(plan: Plan) -> str:
-    """The kernel's name: the stem of its file, and the symbol inside."""
+    """Return the kernel's name: the stem of its file, and the symbol in it."""
     return plan.kernel.rsplit("/", 1)[-1].split(".")[0]
 
 
 def is_common(plan: Plan) -> bool:
-    """Whether most problems need it: heads of 64 and 128, no dropout, no pages in prefill, no
-    float8 caches in decode."""
+    """Return whether most problems need it: head_dim 64 and 128, no dropout, no pages in prefill,
+    no float8 caches in decode."""
     constants = dict(plan.constants)
     # 0 where a kernel has no use for heads: it is for any.
     dim = constants.get("HEAD_DIM") or COMMON_HEAD_DIMS[0]
-    if constants.get("PAGED") or constants.get("SCORE") == DROPOUT or "KEY_DTYPE" in constants:
+    if constants.get("PAGED") or constants.get("PAGE_ROWS") or "KEY_DTYPE" in constants:
+        return False
+    if constants.get("SCORE") == DROPOUT:
         return False
     return dim in COMMON_HEAD_DIMS and constants.get("HEAD_DIM_V", dim) == dim
 
 
 def notes_of(problem: Problem, pair: tuple[int, int]) -> list[str]:
-    """What ``explain`` adds to a plan compiled for the head dims ``pair``."""
+    """Return what ``explain`` adds to a plan compiled for the head dims ``pair``."""
     notes = []
     unit = problem.unit
     if problem.head_dim % unit or problem.head_dim_v % unit:

@@ -1,4 +1,4 @@
-"""What the host driver asks of a vendor: which kernels there are, and the shape of a workgroup."""
+"""The interface of a vendor to the host driver: its kernels, and the shape of a workgroup."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from ...blocks import Tiles
 from ...device import Device
 from ...plan import Plan
 from ...problem import Problem
@@ -16,9 +17,11 @@ from .tiles import Pair
 class Block(NamedTuple):
     """A workgroup of a kernel.
 
-    ``rows``: query rows that it owns, of one head, or in decode of all heads of a group; 0 where
-    it owns keys. ``keys``: those of a tile, or those that it owns. ``per_unit``: how many a CU or
-    SM is to hold at once, and ``costs`` of splitting its keys, both of forward alone.
+    ``rows``: query rows that it owns, of one head, or in decode of all query heads of a KV head; 0
+    if it owns keys. ``keys``: keys per tile, or the keys that it owns. ``per_unit``: how many
+    workgroups a CU or SM should hold at once. ``costs``: the cost model for splitting keys within
+    a round. ``rounds``: the cost model for splitting over several rounds of equal work tiles, on
+    devices with a timing model. The last three apply to forward only.
     """
 
     threads: int
@@ -26,13 +29,14 @@ class Block(NamedTuple):
     keys: int = 0
     per_unit: int = 1
     costs: splits.Costs = splits.FREE
+    rounds: splits.Rounds | None = None
 
 
 class Buffers(NamedTuple):
-    """What a workgroup keeps in LDS or shared memory, for ``pyfa.traffic``.
+    """The buffers of a workgroup in LDS or shared memory, for ``pyfa.traffic``.
 
-    ``tile``: rows and keys of a tile where those of ``Block`` say less. ``whole_tiles``: it reads
-    them whole at edges too, and ``ahead`` of them beyond the last.
+    ``tile``: rows and keys of a tile, if ``Block`` does not give them. ``whole_tiles``: it reads
+    whole tiles at edges, too. ``ahead``: how many tiles it reads beyond the last.
     """
 
     role: str
@@ -47,37 +51,38 @@ class DecodeTiles(Protocol):
 
     @property
     def lines(self) -> int:
-        """Query rows of all heads of a group that a workgroup takes."""
+        """Return the query rows, of all heads of a group, that a workgroup takes."""
 
     def shared_bytes(self, pair: Pair, float8: bool, latent: bool) -> int:
-        """Dynamic shared memory; 0 where the compiler knows."""
+        """Return the dynamic shared memory; 0 if only the compiler knows it."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """hip's or cuda's kernels. Where a plan's ``backend`` is asked for, it is a backend's name: the
-    emulator has hip's kernels.
+    """The kernels of hip or cuda. A function that takes a ``backend`` takes a backend's name,
+    because the emulator shares hip's kernels.
 
     ``name``: the vendor's backend, and the folder of its kernels. ``decode``: the decode kernel's
-    source; ``float8``: the code of its float8 keys. ``device_of``: the device that a problem's plan
-    is made for.
+    source; ``float8``: the code of its float8 keys. ``device_of``: returns the device that a
+    problem's plan is made for.
 
-    ``plan_of``: a backend's plan of a kernel that needs a number format at most, as "combine".
+    ``plan_of``: the plan of a kernel that depends on a number format at most, such as "combine".
     ``passes``: every forward and backward kernel of a backend with the tiles of an arch.
-    ``notes_of``: what ``explain`` adds to a plan compiled for a pair of head dims, and
-    ``backward_notes`` to one of a problem with a backward.
+    ``notes_of``: what ``explain`` adds to a plan for a pair of head dims. ``backward_notes``: what
+    it adds for a problem with a backward.
 
-    ``block_of``: a workgroup of a plan's kernel. ``buffers_of``: what it keeps near, None of a
-    kernel that is small beside the others. ``compiled``: registers of a lane, and bytes of LDS or
-    shared memory, as the compiler reports them, which may take seconds.
+    ``block_of``: the workgroup of a plan's kernel. ``buffers_of``: its buffers; None for a kernel
+    whose cost is small compared with the others. ``compiled``: registers per lane and bytes of LDS
+    or shared memory as the compiler reports them, which may take seconds.
 
-    ``takes_decode``: whether decode rather than forward is the plan. ``forward_plan``: a backend's
-    kernel of another problem. ``decode_tiles``: of an arch, for float8 keys or not, by head dims,
-    blocks of fewer lines first; ``latent_tiles``: where V is a view of K. ``decode_splits``: into
-    how many parts keys go, by blocks, keys, units and the bytes of a key with its value.
+    ``takes_decode``: whether the plan is decode rather than forward. ``forward_plan``: the plan of
+    any other problem. ``decode_tiles``: the tiles of an arch, for float8 keys or not, by head dims,
+    with few lines first. ``latent_tiles``: the same for V as a view of K. ``decode_splits``: the
+    number of splits of the keys, by blocks, keys, units and the bytes of a key with its value.
     ``backward_plans``: row_sums and the two kernels that follow, by backend, arch, head dims,
-    number format, whether scores are general, whether the result is to be deterministic, and the
-    digest of the mods. ``bias_grad_plan``: what makes the gradient of a bias, where there is one.
+    number format, general scores, determinism, the digest of the mods and the names of the score
+    terms. ``bias_grad_plan``: the plan of the gradient of a bias, if there is one. ``list_tiles``:
+    the tiles of a plan whose kernel visits work tiles by block lists.
     """
 
     name: str
@@ -96,5 +101,8 @@ class Target:
     decode_tiles: Callable[[str, bool], Mapping[Pair, Sequence[DecodeTiles]]]
     latent_tiles: Callable[[str, bool], Mapping[Pair, Sequence[DecodeTiles]]]
     decode_splits: Callable[[int, int, int, int], int]
-    backward_plans: Callable[[str, str, Pair, int, bool, bool, str], tuple[Plan, Plan, Plan]]
+    backward_plans: Callable[
+        [str, str, Pair, int, bool, bool, str, frozenset[str]], tuple[Plan, Plan, Plan]
+    ]
+    list_tiles: Callable[[Plan], Tiles]
     bias_grad_plan: Callable[[str, str, Pair, int, str], Plan] | None = None

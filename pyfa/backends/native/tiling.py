@@ -15,7 +15,7 @@ from .target import Target
 def kernels_of(
     target: Target, plan: Plan, problem: Problem, shape: Shape, compiled: bool
 ) -> list[TiledKernel]:
-    """The kernels of ``plan`` as they meet ``shape``."""
+    """Return the kernels of ``plan`` for ``shape``."""
     made = pairs_of(target, plan, problem, shape)
     if not compiled:
         return [kernel for kernel, _ in made]
@@ -29,8 +29,7 @@ def kernels_of(
 def pairs_of(
     target: Target, plan: Plan, problem: Problem, shape: Shape
 ) -> list[tuple[TiledKernel, Plan]]:
-    """The kernels of ``plan`` as they meet ``shape``, each with the plan that is compiled for
-    it."""
+    """Return the kernels of ``plan`` for ``shape``, each with the plan that is compiled for it."""
     made = [(_kernel(target, plan, problem, shape), plan)]
     if "backward" in problem.features:
         chain = plans_for(target, plan.backend, problem)
@@ -54,12 +53,15 @@ def _kernel(target: Target, plan: Plan, problem: Problem, shape: Shape) -> Tiled
         parts = target.decode_splits(blocks, end - begin, units, key_bytes)
     elif buffers.role == "forward" and "batch_invariant" not in problem.features:
         blocks = -(-shape.seqlen_q // rows) * shape.lines
-        parts = splits.within_a_round(
+        even = shape.window_left < 0 and shape.window_right < 0
+        even = even and problem.features.isdisjoint(("varlen", "seqused", "chunk"))
+        parts = splits.of_prefill(
             blocks,
             shape.seqlen_k,
             units * block.per_unit,
             shape.seqlen_q * shape.lines,
             block.costs,
+            block.rounds if even else None,
         )
     return TiledKernel(
         buffers.role,

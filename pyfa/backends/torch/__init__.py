@@ -1,1 +1,1 @@
-"""PyTorch's own attention where it computes the same function, otherwise tiles in eager PyTorch."""
+"""PyTorch's own attention if it computes the same function, otherwise tiles in eager PyTorch."""

@@ -1,4 +1,4 @@
-"""What a KV cache needs before attention: append with bounds, and rotary embedding."""
+"""Steps on a KV cache before attention: append with bounds, and rotary embedding."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def append_kv(
     page_table: torch.Tensor | None,
     cache_batch_idx: torch.Tensor | None,
 ) -> None:
-    """Write k and v (B, S, Hk, D) into the caches at ``start`` (B,) of each sequence, in place.
+    """Write k and v (B, S, Hk, D) into the caches from ``start`` (B,) of each sequence, in place.
 
-    Rows that would lie beyond the end of the cache are dropped.
+    Rows beyond the end of the cache are dropped.
     """
     batch, rows = k.shape[:2]
     if batch == 0 or rows == 0:
@@ -50,11 +50,11 @@ def rotary(
     positions: torch.Tensor,
     interleaved: bool,
 ) -> torch.Tensor:
-    """x (…, heads, D) with the first 2·R elements of each head rotated by ``positions`` (…).
+    """Rotate the first 2·R elements of each head of x (…, heads, D) by ``positions`` (…).
 
-    cos and sin are (max_position, R). Computed in float32; float8 is rounded again, to at most its
-    largest number. A position without a row in the tables gives NaN, as in the kernels: rows behind
-    the last packed sequence have positions too. Source: Su et al. 2021, "RoFormer".
+    cos and sin are (max_position, R). Computed in float32; float8 is rounded again and clamped to
+    its largest number. A position without a row in the tables gives NaN, as in the kernels, because
+    rows after the last packed sequence also have positions. Source: Su et al. 2021, "RoFormer".
     """
     half = cos.shape[-1]
     positions = positions.long()

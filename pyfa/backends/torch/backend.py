@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from ...blocks import Tiles, Visits
 from ...plan import Plan
 from ...problem import Append, Call, Problem, features_by, form_of
 from ..base import Gradients, Run, RunBackward, missing
@@ -39,6 +40,9 @@ class TorchBackend:
         if not why_tiled:
             return Plan(self.NAME, "sdpa")
         return Plan(self.NAME, "tiled", notes=tuple(why_tiled))
+
+    def visits(self, plan: Plan, call: Call) -> tuple[Tiles, Visits | None] | None:
+        return tiled.visits(call)
 
     def bind(self, plan: Plan, call: Call, append: Append | None, with_lse: bool) -> Run:
         form = form_of(call)
@@ -80,7 +84,8 @@ def _tiled_forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _without_autocast(call: Call) -> AbstractContextManager[object]:
-    """The inputs have their dtype by now; autocast would round scores and P before a product."""
+    """Disable autocast: the inputs already have their dtype, and autocast would round scores and P
+    before a product."""
     device = call.q.device.type
     if not torch.amp.is_autocast_available(device):  # "meta", for one
         return nullcontext()

@@ -21,7 +21,8 @@ def keep(
     heads: torch.Tensor,
     batches: torch.Tensor,
 ) -> torch.Tensor:
-    """Whether each probability survives: bool, the broadcast shape of the four index tensors.
+    """Return which probabilities are kept: bool, with the broadcast shape of the four index
+    tensors.
 
     ``keys`` varies along the last dimension only; ``seed`` is one int64.
     """

@@ -1,4 +1,5 @@
-"""Where the rows of each sequence lie: dense, packed, paged or padded, behind one interface."""
+"""The positions of the rows of each sequence: dense, packed, paged or padded, behind one
+interface."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ Index = tuple[torch.Tensor | slice, ...]
 class Rows:
     """Rows 0 … ``longest``−1 of every sequence in a tensor (…, heads, dim), read in tiles.
 
-    ``lengths`` (B,) or None where every sequence has ``longest`` rows. ``start`` is the storage
-    position of row 0: the packed offset, or the left padding. ``whole``: tiles may reach beyond the
-    last row, so that all have one size.
+    ``lengths`` is (B,), or None if every sequence has ``longest`` rows. ``start`` is the storage
+    position of row 0: the packed offset, or the left padding. ``whole``: tiles may extend beyond
+    the last row, so that all have one size.
     """
 
     def __init__(
@@ -60,15 +61,15 @@ class Rows:
             self.start = torch.zeros_like(self.lengths)
 
     def valid(self, begin: int, end: int) -> torch.Tensor | None:
-        """(B, end−begin), which of these rows exist; None when all do."""
+        """Return (B, end−begin): which of these rows exist; None if all do."""
         if self.lengths is None:
             return None
         return torch.arange(begin, end, device=self.device) < self.lengths[:, None]
 
     def index(self, begin: int, end: int) -> Index:
-        """What to index the storage with to get (B, end−begin, heads, dim).
+        """Return the index into the storage that gives (B, end−begin, heads, dim).
 
-        Rows that do not exist point at some row that does; ``tile`` and ``add`` blank them.
+        Rows that do not exist point to some row that does; ``tile`` and ``add`` zero them.
         """
         plain = self.start is None and self.page_table is None and self.batch_idx is None
         if plain and not self.packed:
@@ -97,9 +98,11 @@ class Rows:
     def tile(
         self, storage: torch.Tensor, begin: int, end: int, descale: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Rows ``begin`` to ``end`` as float32 (B, rows, heads, dim), zero where none exists.
+        """Return rows ``begin`` to ``end`` as float32 (B, rows, heads, dim), zero if a row does not
+        exist.
 
-        ``descale``: the storage's scales as ``Call`` has them, for heads in as many equal groups.
+        ``descale``: the scales of the storage as in ``Call``, one for each of as many equal groups
+        of heads.
         """
         rows = storage[self.index(begin, end)].float()
         if descale is not None:
@@ -114,7 +117,7 @@ class Rows:
     def _scales(
         self, descale: torch.Tensor, storage: torch.Tensor, begin: int, end: int
     ) -> torch.Tensor:
-        """Of rows ``begin`` to ``end``: (B, rows, Hk, 1)."""
+        """Return the scales of rows ``begin`` to ``end``: (B, rows, Hk, 1)."""
         if descale.dim() == 2:
             return descale[:, None, :, None]
         size = scales_of(descale, storage)
@@ -127,7 +130,7 @@ class Rows:
         return descale.transpose(1, 2)[first, position // size][..., None]
 
     def add(self, total: torch.Tensor, rows: torch.Tensor, begin: int, end: int) -> None:
-        """Add ``rows`` (as ``tile`` gives them) to their places in ``total``."""
+        """Add ``rows`` (as ``tile`` returns them) to their positions in ``total``."""
         exists = self.valid(begin, end)
         if exists is not None:
             rows = torch.where(exists[:, :, None, None], rows, 0.0)
@@ -142,7 +145,8 @@ class Rows:
     def put(self, total: torch.Tensor, rows: torch.Tensor, begin: int, end: int) -> None:
         """Write the rows that exist; ``total`` keeps its value elsewhere.
 
-        A packed ``total`` has one row more than the storage, where rows that do not exist land.
+        A packed ``total`` has one row more than the storage, to which rows that do not exist are
+        written.
         """
         exists = self.valid(begin, end)
         if not self.packed:

@@ -24,7 +24,7 @@ _SAME_FUNCTION = frozenset({"causal", "gqa", "backward", "deterministic"})
 
 
 def why_not(problem: Problem) -> list[str]:
-    """Why PyTorch's attention does not compute this problem; empty where it does."""
+    """Return why PyTorch's attention does not compute this problem; empty if it does."""
     reasons = []
     beyond = sorted(problem.features - _SAME_FUNCTION - {"dlse"})
     if beyond:
@@ -52,7 +52,8 @@ def why_not(problem: Problem) -> list[str]:
 
 
 def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """out and LSE; None where PyTorch's kernel may have lost a NaN or an inf among the inputs."""
+    """Return out and LSE; None if PyTorch's kernel may have lost a NaN or an inf among the
+    inputs."""
     q, k, v = _heads_first(call)
     causal = call.window_right == 0
     if q.is_cpu:
@@ -68,11 +69,12 @@ def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 
 def is_usual(lse: torch.Tensor) -> bool:
-    """Whether a CPU's LSE is one of finite scores: neither NaN nor inf nor 0.
+    """Return whether a CPU's LSE comes from finite scores: neither NaN nor inf nor 0.
 
-    What PyTorch's CPU kernels make of others depends on where in a register they lie: of a NaN row
-    and 12 keys output 0 and LSE 0, of a key of inf in bfloat16 output 0 and LSE +inf. A 0 may also
-    be the sum of finite scores; the caller's other way computes it as well. 3 µs a call.
+    For other scores the result of PyTorch's CPU kernels depends on their position in a register: a
+    NaN row with 12 keys gives output 0 and LSE 0, a key of inf in bfloat16 gives output 0 and LSE
+    +inf. Finite scores may also give an LSE of 0; the caller then uses the tiled path, which is
+    right, too. The check takes 3 µs per call.
     """
     return math.isfinite((lse / lse).sum().item())
 
@@ -107,7 +109,7 @@ def backward(call: Call, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tenso
 
 
 def _power_of_2(scale: float) -> tuple[float, float]:
-    """A factor of q from 1 to below 2, and the power of two that is left of ``scale``.
+    """Split ``scale`` into a factor for q from 1 to below 2, and a power of two.
 
     PyTorch's CPU kernels (2.11, 2.13) scale forward's scores and backward's differently in the last
     bits: with scores of 40 and head_dim 72 a float32 dQ was off by 3e-5 of its maximum, 40 times as
@@ -120,7 +122,8 @@ def _power_of_2(scale: float) -> tuple[float, float]:
 
 
 def _heads_first(call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(B, H, S, D), rows without gaps; keys and values repeated to as many heads as q has."""
+    """Return (B, H, S, D) with contiguous rows; keys and values are repeated to the number of heads
+    of q."""
     q, k, v = call.q, call.k, call.v
     if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         q, k, v = with_rows(q), with_rows(k), with_rows(v)

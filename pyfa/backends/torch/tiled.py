@@ -7,13 +7,16 @@ computed in float32, so P is not rounded before the second product.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ... import mods
-from ...mods.evaluate import evaluate
+from ... import blocks, mods
+from ...blocks import Tiles, Visits
+from ...blocks.build import EMPTY, PARTIAL, WHOLE
+from ...mods.evaluate import evaluate, inside
+from ...mods.ir import Function
 from ...problem import Call
 from ..base import Gradients
 from . import philox
@@ -29,18 +32,20 @@ WHOLE_TILE = 32, 256
 
 @dataclass(frozen=True)
 class _Tile:
-    """One block of scores: rows begin_q … end_q against keys begin_k … end_k."""
+    """One block of scores: rows begin_q … end_q against keys begin_k … end_k. ``is_full``: the
+    mask_mod hides nothing there."""
 
     begin_q: int
     end_q: int
     begin_k: int
     end_k: int
+    is_full: bool = False
 
 
 class _Grid:
     """Tile sizes, what each tile can see, and the score function of one call."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, lists: bool = True) -> None:
         self.call = call
         self.rows, self.keys = query_rows(call), key_rows(call)
         self.heads = call.q.shape[-2]
@@ -54,6 +59,7 @@ class _Grid:
             self.step_q, self.step_k = WHOLE_TILE
         # Query i sits at key i + shift. One number where all sequences agree, else (B, 1, 1, 1).
         self.mods = mods.of(call.mods) if call.mods else None
+        self.visits = self._visits() if lists else None
         offset = call.q_start - call.k_start
         self.shift: int | torch.Tensor = self.keys.longest - self.rows.longest + offset
         if not (self.rows.uniform and self.keys.uniform):
@@ -69,7 +75,7 @@ class _Grid:
         return [(begin, min(begin + step, last)) for begin in range(0, length, step)]
 
     def tiles(self, begin_q: int, end_q: int) -> list[_Tile]:
-        """The tiles of these rows that the mask does not leave empty."""
+        """Return the tiles of these rows that are not fully masked."""
         first, last = 0, self.keys.longest
         if isinstance(self.shift, int):
             middle = self.shift + self.call.window_shift
@@ -81,18 +87,36 @@ class _Grid:
                 first = max(first, self._chunk_of(begin_q + self.shift))
                 end = self._chunk_of(end_q - 1 + self.shift) + self.call.attention_chunk
                 last = min(last, end)
-        blocks = self._blocks(last, self.step_k)
-        return [_Tile(begin_q, end_q, a, b) for a, b in blocks if b > first]
+        spans = self._blocks(last, self.step_k)
+        tiles = [_Tile(begin_q, end_q, a, b) for a, b in spans if b > first]
+        if self.visits is None:
+            return tiles
+        row = self.visits[begin_q // self.step_q]
+        states = [row[tile.begin_k // self.step_k] for tile in tiles]
+        return [
+            replace(tile, is_full=state == WHOLE)
+            for tile, state in zip(tiles, states, strict=True)
+            if state != EMPTY
+        ]
+
+    def _visits(self) -> list[list[int]] | None:
+        """What the mask_mod leaves of each tile, by rows and keys. All sequences and heads are one
+        tile here, and a GPU would have to be waited for."""
+        mask = None if self.mods is None else self.mods.mask
+        if mask is None or not blocks.is_exact(mask) or self.device.type != "cpu":
+            return None
+        return blocks.states_across(self.call, self.step_q, self.step_k)
 
     def _chunk_of(self, key: Any) -> Any:
-        """The first key of the chunk that ``key`` is in: chunks are the larger problem's."""
+        """Return the first key of the chunk that ``key`` is in, in chunks of the larger problem."""
         key = key + self.call.k_start
         return key - key % self.call.attention_chunk - self.call.k_start
 
     def queries(
         self, x: torch.Tensor, begin: int, end: int, descale: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """(B, Hk, group·rows, dim) float32: the query heads that share a key head lie together."""
+        """Return (B, Hk, group·rows, dim) float32: the query heads that share a KV head are
+        adjacent."""
         rows = self.rows.tile(x, begin, end, descale)
         grouped: torch.Tensor = rows.unflatten(2, (self.heads_k, -1))
         return self._laid_out(grouped.permute(0, 2, 3, 1, 4).flatten(2, 3))
@@ -100,38 +124,40 @@ class _Grid:
     def keys_of(
         self, x: torch.Tensor, tile: _Tile, descale: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Of k or v: (B, Hk, keys, dim) float32."""
+        """Return k or v as (B, Hk, keys, dim) float32."""
         rows = self.keys.tile(x, tile.begin_k, tile.end_k, descale)
         return self._laid_out(rows.transpose(1, 2))
 
     def _laid_out(self, x: torch.Tensor) -> torch.Tensor:
-        """In one layout, wherever it came from: a BLAS may go by that, too."""
+        """Return the tensor in one fixed layout, because results of a BLAS may depend on the
+        layout."""
         return x.contiguous() if self.whole else x
 
     def from_queries(self, x: torch.Tensor, rows: int) -> torch.Tensor:
-        """The inverse of ``queries``: (B, rows, H, dim)."""
+        """Return the inverse of ``queries``: (B, rows, H, dim)."""
         split: torch.Tensor = x.unflatten(2, (-1, rows))
         return split.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
     def by_head(self, x: torch.Tensor, rows: int) -> torch.Tensor:
-        """(B, Hk, group·rows, n) as (B, H, rows, n)."""
+        """Reshape (B, Hk, group·rows, n) to (B, H, rows, n)."""
         split: torch.Tensor = x.unflatten(2, (-1, rows))
         return split.flatten(1, 2)
 
     def grouped(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, H, rows, n) as (B, Hk, group·rows, n)."""
+        """Reshape (B, H, rows, n) to (B, Hk, group·rows, n)."""
         split: torch.Tensor = x.unflatten(1, (self.heads_k, -1))
         return split.flatten(2, 3)
 
     def scores(
         self, q: torch.Tensor, k: torch.Tensor, tile: _Tile
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Everything between q·k and softmax: (B, H, rows, keys), −inf where masked. And what
-        d score / d (scale · q·k) is, None where that is 1."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
+        """Compute everything between q·k and softmax: (B, H, rows, keys), −inf where masked. Also
+        return d score / d (scale · q·k), None if it is 1, and the arguments of the score_mod."""
         call = self.call
         score = self.by_head(q @ k.transpose(-1, -2), tile.end_q - tile.begin_q)
         score = score * call.scale
         slope = None
+        inputs: dict[str, torch.Tensor] = {}
         if call.softcap:
             capped = torch.tanh(score / call.softcap)
             score, slope = call.softcap * capped, 1.0 - capped.square()
@@ -149,20 +175,25 @@ class _Grid:
         if call.attention_chunk:
             other = self._chunk_of(key) != self._chunk_of(key - distance)
             hidden = other if hidden is None else hidden | other
-        bias = self.bias_tile(tile)
+        tree, bias = call.tree, None if call.tree else self.bias_tile(tile)
+        if tree:
+            pruned = self._pruned(distance, tile)
+            hidden = pruned if hidden is None else hidden | pruned
         if bias is not None:
             if bias.dtype == torch.bool:
                 hidden = ~bias if hidden is None else hidden | ~bias
             else:
                 score = score + bias.float()
-        if self.mods is not None and self.mods.mask is not None:
-            inputs = {"score": score, **self._places(tile)}
-            (seen,) = evaluate(self.mods.mask, inputs, call.captured)
+        if self.mods is not None and self.mods.mask is not None and not tile.is_full:
+            places = {"score": score, **self._places(tile)}
+            (seen,) = evaluate(self.mods.mask, places, call.captured)
             hidden = ~seen if hidden is None else hidden | ~seen
-        return (score if hidden is None else score.masked_fill(hidden, -torch.inf)), slope
+        score = score if hidden is None else score.masked_fill(hidden, -torch.inf)
+        return score, slope, inputs
 
     def _places(self, tile: _Tile) -> dict[str, torch.Tensor]:
-        """What mods are told: sequence, head, row and key, as they count in the whole problem."""
+        """Return the indices that mods receive: sequence, head, row and key, relative to the whole
+        problem."""
         call = self.call
         return {
             "b": self._from(call.batch_start, call.batch).int()[:, None, None, None],
@@ -172,7 +203,7 @@ class _Grid:
         }
 
     def bias_tile(self, tile: _Tile) -> torch.Tensor | None:
-        """The part of the bias that this tile sees; broadcast dimensions stay 1."""
+        """Return the part of the bias for this tile; broadcast dimensions stay 1."""
         bias = self.call.bias
         if bias is None:
             return None
@@ -188,6 +219,15 @@ class _Grid:
             )
             bias = torch.nn.functional.pad(bias, (0, keys, 0, rows))
         return bias
+
+    def _pruned(self, distance: torch.Tensor, tile: _Tile) -> torch.Tensor:
+        """What the mask of new rows hides; ``distance``: from each row's own key."""
+        mask, batch = self.call.bias, self.call.batch
+        assert mask is not None
+        row = torch.arange(tile.begin_q, tile.end_q, device=self.device)
+        column, last = (distance + row[:, None]).expand(batch, 1, -1, -1), mask.shape[-1] - 1
+        rows = mask.expand(batch, -1, -1)[:, None, row.clamp(max=last)]
+        return ~rows.gather(-1, column.clamp(0, last)) & (column >= 0)
 
     def _hidden(self, distance: torch.Tensor, tile: _Tile) -> torch.Tensor | None:
         call, hidden = self.call, None
@@ -209,7 +249,8 @@ class _Grid:
         return tile.end_k - 1 > tile.begin_q + self.shift + right
 
     def dropout(self, tile: _Tile) -> torch.Tensor | None:
-        """1/(1−p) where kept and 0 where dropped, (B, H, rows, keys); None without dropout."""
+        """Return 1/(1−p) where kept and 0 where dropped, (B, H, rows, keys); None without
+        dropout."""
         call = self.call
         if not call.dropout_p or call.seed is None:
             return None
@@ -227,6 +268,18 @@ class _Grid:
         return torch.arange(start, start + count, device=self.device)
 
 
+def visits(call: Call) -> tuple[Tiles, Visits | None] | None:
+    """``base.Listing.visits``."""
+    if call.q.device.type != "cpu" or not blocks.is_exact(blocks.mask_of(call)):
+        return None
+    grid = _Grid(call, lists=blocks.is_quick(call))
+    tiles = Tiles(grid.step_q, grid.step_k)
+    if grid.visits is None:
+        return tiles, None
+    states = [state for row in grid.visits for state in row]
+    return tiles, Visits(len(states), states.count(PARTIAL), states.count(WHOLE))
+
+
 def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     grid = _Grid(call)
     out, lse = _empty_results(call, grid.rows)
@@ -240,7 +293,7 @@ def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _empty_results(call: Call, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and LSE (…, heads, 1) as rows that see nothing leave them; a row to spare when packed."""
+    """Return out and LSE (…, heads, 1) as for fully masked rows; with one more row if packed."""
     first, *rest = call.out_shape()
     shape = (first + 1, *rest) if rows.packed else (first, *rest)
     out = call.q.new_zeros(shape, dtype=call.dtype_of_out())
@@ -248,7 +301,7 @@ def _empty_results(call: Call, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _forward_rows(grid: _Grid, begin_q: int, end_q: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """out (B, rows, H, Dv) and LSE (B, rows, H, 1) of one block of rows."""
+    """Return out (B, rows, H, Dv) and LSE (B, rows, H, 1) of one block of rows."""
     call, rows = grid.call, end_q - begin_q
     q = grid.queries(call.q, begin_q, end_q, call.q_descale)
     maximum = q.new_full((call.batch, grid.heads, rows, 1), -torch.inf)
@@ -262,7 +315,7 @@ def _forward_rows(grid: _Grid, begin_q: int, end_q: int) -> tuple[torch.Tensor, 
             grid.keys_of(call.k, tile, call.k_descale),
             grid.keys_of(call.v, tile, call.v_descale),
         )
-        score, _ = grid.scores(q, k, tile)
+        score, _, _ = grid.scores(q, k, tile)
         raised = torch.maximum(maximum, score.amax(-1, keepdim=True))
         # While a row has seen nothing its maximum is −inf, and −inf − −inf would be NaN.
         base = raised.masked_fill(raised == -torch.inf, 0.0)
@@ -295,6 +348,9 @@ def backward(
     if bias_grad and call.bias is not None:
         dbias = torch.zeros_like(call.bias, dtype=torch.float32)
     dsinks = torch.zeros_like(call.sinks) if call.sinks is not None else None
+    of_loads = grid.mods.of_loads if grid.mods is not None else ()
+    wanted = grid.mods.wanted if grid.mods is not None else frozenset()
+    sums = {slot: _zeros_of(call.captured[slot]) for slot in wanted}
     for begin_q, end_q in grid.row_blocks():
         rows = end_q - begin_q
         q = grid.queries(call.q, begin_q, end_q)
@@ -317,7 +373,7 @@ def backward(
         dq_rows = torch.zeros_like(q)
         for tile in grid.tiles(begin_q, end_q):
             k, v = grid.keys_of(call.k, tile), grid.keys_of(call.v, tile)
-            score, slope = grid.scores(q, k, tile)
+            score, slope, given = grid.scores(q, k, tile)
             p = torch.where(saw, torch.exp(score - base), 0.0)
             dp = grid.by_head(do @ v.transpose(-1, -2), rows)
             p_dropped = p
@@ -333,6 +389,8 @@ def backward(
                 )
                 rows_of, keys_of = stored
                 part += ds[:, :, :rows_of, :keys_of].sum_to_size(part.shape)
+            for slot, derivative in of_loads:
+                _add_captured(sums[slot], slot, derivative, given, call.captured, p, ds)
             if slope is not None:
                 # Where P is 0 a slope need not be finite: that of a score_mod whose -inf hides.
                 ds = torch.where(p == 0.0, 0.0, ds * slope)
@@ -347,11 +405,47 @@ def backward(
         dv.to(call.v.dtype),
         dbias.to(call.bias.dtype) if dbias is not None and call.bias is not None else None,
         dsinks,
+        [
+            sums[slot].view(x.shape).to(x.dtype) if slot in wanted else None
+            for slot, x in enumerate(call.captured if wanted else ())
+        ],
     )
 
 
+def _zeros_of(x: torch.Tensor) -> torch.Tensor:
+    """What the gradient of a captured tensor is summed up in, flat: an element may be read by every
+    score. A GPU's float64 would be slow to sort."""
+    dtype = torch.float64 if x.is_cpu else torch.float32
+    return torch.zeros(x.numel(), dtype=dtype, device=x.device)
+
+
+def _add_captured(
+    total: torch.Tensor,
+    slot: int,
+    derivative: Function,
+    given: dict[str, torch.Tensor],
+    captured: tuple[torch.Tensor, ...],
+    p: torch.Tensor,
+    ds: torch.Tensor,
+) -> None:
+    """Adds to ``total`` what one load of a score_mod, whose ``derivative`` this is, gets of one
+    tile. In an order that is always the same."""
+    slope, *indices = evaluate(derivative, given, captured)
+    part = torch.where(p == 0.0, 0.0, ds * slope).to(total.dtype)
+    place = torch.zeros((), dtype=torch.int64, device=p.device)
+    for index, size in zip(indices, captured[slot].shape, strict=True):
+        place = place * size + inside(index, size)
+    # Summed first over what does not choose the element.
+    place = place.reshape((1,) * (4 - place.dim()) + place.shape)
+    where, what = place.flatten(), part.sum_to_size(place.shape).flatten()
+    if total.is_cpu:
+        total.index_add_(0, where, what)
+    else:
+        total.index_put_((where,), what, accumulate=True)  # sorts, where index_add_ has atomics
+
+
 def _row_values(grid: _Grid, x: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-    """(B, H, rows, 1) of a tensor shaped as the LSE."""
+    """Return (B, H, rows, 1) of a tensor shaped like the LSE."""
     heads_last = x.T if grid.rows.packed else x.transpose(1, 2)
     return grid.rows.tile(heads_last[..., None], begin, end).transpose(1, 2)
 

@@ -1,7 +1,8 @@
-"""Backward in two kernels without atomics (FlashAttention-2, algorithm 2, once by key and once by
-query block): the same bits on every run, for two more matrix products a tile than one kernel needs.
+"""Backward in two kernels without atomics (FlashAttention-2, algorithm 2, once by key block and
+once by query block). It gives the same bits on every run, and costs two more matrix products per
+tile than a single kernel.
 
-``delta`` = rowsum(dO∘O) − dLSE is what every dP of a row is measured against.
+``delta`` = rowsum(dO∘O) − dLSE is subtracted from every dP of a row.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -41,8 +42,8 @@ def row_state(
     head_dim_v, longest_q, blocks, with_dlse,
     LINES: tl.constexpr, BLOCK_DV: tl.constexpr, DIES: tl.constexpr,
 ):  # fmt: skip
-    """``DELTA``, and the LSE in base 2 as ``BASE``: +inf for rows that see nothing, which makes
-    their P 0. So that the loops load both as they are."""
+    """Compute ``DELTA``, and the LSE in base 2 as ``BASE``: +inf for fully masked rows, so that
+    their P is 0. The loops then load both without a check."""
     block, head, b = locate(blocks, heads, batch, 1, 0, DIES)
     start_q, rows = span(CU_Q, USED_Q, b, longest_q, (present & HAS_CU_Q) != 0,
                          (present & HAS_USED_Q) != 0)  # fmt: skip
@@ -68,7 +69,7 @@ def row_state(
 @triton.jit
 def _load_rows(base, m0, stride, rows, columns, width, step, BLOCK: tl.constexpr,
                EVEN: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    """Rows m0 … m0+BLOCK of q or dO: [BLOCK, columns], zero beyond ``rows``."""
+    """Load rows m0 … m0+BLOCK of q or dO: [BLOCK, columns], zero beyond ``rows``."""
     pointers = base + m0 * stride
     offsets = step * (stride if WIDE else stride.to(tl.int32))
     pointers += offsets[:, None] + columns[None, :]
@@ -95,7 +96,7 @@ def _keys_step(
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries for a block of keys; scores lie as [keys, rows]."""
+    """Process one tile of queries for a block of keys; scores are stored as [keys, rows]."""
     step = tl.arange(0, BLOCK_M)
     row = m0 + step
     key = n0 + tl.arange(0, BLOCK_N)
@@ -185,7 +186,8 @@ def grad_keys(
     DIES: tl.constexpr, PRECISION: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
 ):  # fmt: skip
-    """dK, dV or both of a block of keys of one key head, summed over the heads that share it."""
+    """Compute dK, dV or both for a block of keys of one KV head, summed over the heads that share
+    it."""
     block, key_head, b = locate(blocks, heads, batch, section, descending, DIES)
     start_q, rows = span(CU_Q, USED_Q, b, longest_q, (present & HAS_CU_Q) != 0,
                          (present & HAS_USED_Q) != 0)  # fmt: skip
@@ -302,7 +304,7 @@ def _rows_step(
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys for a block of queries: the new (dq, dots)."""
+    """Process one tile of keys for a block of queries; return the new (dq, dots)."""
     if TMA:
         k = k_base.load([n0, 0])
         v = v_base.load([n0, 0])
@@ -374,7 +376,7 @@ def grad_rows(
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
     ORDERED: tl.constexpr,
 ):  # fmt: skip
-    """dQ of a block of queries of one head. ``DOTS``: also Σ P∘dP of each row, which is
+    """Compute dQ of a block of queries of one head. ``DOTS``: also Σ P∘dP of each row, which is
     rowsum(dO∘O) without the rounding of O."""
     block, head, b = locate(blocks, heads, batch, section, descending, DIES)
     start_q, rows = span(CU_Q, USED_Q, b, longest_q, (present & HAS_CU_Q) != 0,

@@ -1,7 +1,8 @@
-"""The gradient of a bias, which is dS before the score's own derivative.
+"""The gradient of a bias: dS before the chain rule through softcap or score_mod.
 
-Each program owns one tile of the bias and walks whatever broadcasts over it: no atomics, no
-workspace of scores, the same bits on every run.
+Each program owns one tile of the bias and loops over the batches, heads, rows and keys that the
+bias is broadcast to. It needs no atomics and no workspace of scores, and gives the same bits on
+every run.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -45,8 +46,8 @@ def grad_bias(
     ALL_KEYS: tl.constexpr, PRECISION: tl.constexpr, SCORE_MOD: tl.constexpr,
     MASK_MOD: tl.constexpr,
 ):  # fmt: skip
-    """dBias (batches_b, heads_b, rows_b, keys_b), contiguous. ``ALL_ROWS`` and ``ALL_KEYS``: the
-    bias broadcasts along them."""
+    """Compute dBias (batches_b, heads_b, rows_b, keys_b), contiguous. ``ALL_ROWS`` and
+    ``ALL_KEYS``: the bias is broadcast along them."""
     pid = tl.program_id(0)
     columns = 1 if ALL_KEYS else tl.cdiv(keys_b, BLOCK_N)
     lines = 1 if ALL_ROWS else tl.cdiv(rows_b, BLOCK_M)

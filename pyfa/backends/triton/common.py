@@ -1,6 +1,6 @@
-"""What the kernels share: where rows lie, what a row sees, score terms, dropout bits.
+"""Device functions that the kernels share: row positions, masks, score terms, dropout bits.
 
-Lengths and offsets are read on the device, so that graphs may be replayed with other lengths. All
+Lengths and offsets are read on the device, so a graph can be replayed with other lengths. All
 exponentials are base 2: ``exp2`` is one instruction, ``exp`` is two.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -34,7 +34,7 @@ NO_LSE = tl.constexpr(256)
 
 @triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr):
-    """a·b + acc in float32."""
+    """Return a·b + acc in float32."""
     if _INTERPRETED:
         # The interpreter's dot of bfloat16 returns garbage.
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
@@ -43,7 +43,7 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """float32 x in ``dtype``, to nearest even."""
+    """Round float32 x to ``dtype``, to nearest even."""
     if _INTERPRETED and dtype == tl.bfloat16:
         # The interpreter truncates; NaN would survive neither way of rounding by integers.
         bits = x.to(tl.uint32, bitcast=True)
@@ -55,8 +55,9 @@ def rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """(tanh, its derivative), to 2 ulp: a polynomial below 0.625 (Cephes' tanhf, S. Moshier 1984),
-    else by exponentials. There 1 − tanh² would cancel: of 1e-6 left, an ulp of tanh is 6 %."""
+    """Return (tanh, its derivative), to 2 ulp: a polynomial below 0.625 (Cephes' tanhf, S. Moshier
+    1984), exponentials above. There 1 − tanh² would cancel: if 1e-6 remains, one ulp of tanh is 6 %
+    of it."""
     z = x * x
     odd = ((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z
     odd = ((odd + 1.33314422036e-1) * z - 3.33332819422e-1) * z * x + x
@@ -69,10 +70,12 @@ def tanh(x):
 
 @triton.jit
 def locate(blocks, heads, batch, section, descending, DIES: tl.constexpr):
-    """(block, head, sequence) of this program, all from grid axis 0: the others end at 65,535.
+    """Return (block, head, sequence) of this program, all from grid axis 0, because other axes end
+    at 65,535.
 
-    ``section`` (sequence, head) pairs whose K and V fit the L2 together are walked through block by
-    block: with ``descending`` the last blocks, which see most under a causal mask, start first.
+    ``section`` (sequence, head) pairs, whose K and V fit the L2 together, are processed block by
+    block. With ``descending`` the last blocks, which see most keys under a causal mask, start
+    first.
     """
     pid = tl.program_id(0)
     pairs = heads * batch
@@ -92,7 +95,7 @@ def locate(blocks, heads, batch, section, descending, DIES: tl.constexpr):
 
 @triton.jit
 def span(CU, USED, b, longest, has_cu, has_used):
-    """First row and number of rows of sequence b in a packed or dense tensor."""
+    """Return the first row and the number of rows of sequence b in a packed or dense tensor."""
     start = tl.load(CU + b, mask=has_cu, other=0)
     stop = tl.load(CU + b + 1, mask=has_cu, other=longest)
     return start, tl.load(USED + b, mask=has_used, other=stop - start)
@@ -100,15 +103,16 @@ def span(CU, USED, b, longest, has_cu, has_used):
 
 @triton.jit
 def state_start(start_q, b, present):
-    """Where the rows of sequence b start in BASE and DELTA: at multiples of 4, so that the copy
-    engine, which wants 16 bytes, can fetch them. Packed, that costs 4 more a sequence."""
+    """Return the offset of sequence b's rows in BASE and DELTA; 0 unless packed. Offsets are
+    multiples of 4 floats, because the copy engine needs 16-byte alignment; this adds at most 4
+    floats per sequence."""
     return tl.where((present & HAS_CU_Q) != 0, (start_q // 4 + b) * 4, 0)
 
 
 @triton.jit
 def keys_seen(first_row, last_row, shift, keys, left, right):
-    """Of rows first … last: the keys [low, high) that any of them sees, [all_low, all_high) that
-    all see. ``left`` and ``right`` are 2^30 where unlimited."""
+    """Return, for rows first … last, the keys [low, high) that any of them sees and [all_low,
+    all_high) that all of them see. ``left`` and ``right`` are 2^30 if unlimited."""
     low = tl.maximum(first_row + shift - left, 0)
     high = tl.minimum(last_row + shift + right + 1, keys)
     all_low = tl.maximum(last_row + shift - left, 0)
@@ -118,14 +122,16 @@ def keys_seen(first_row, last_row, shift, keys, left, right):
 
 @triton.jit
 def chunk_of(at, CHUNK):
-    """The number of the chunk at ``at``; −1 in front of the first key, where no chunk has one."""
+    """Return the index of the chunk that contains position ``at``; −1 for positions before the
+    first key."""
     return tl.where(at < 0, -1, at // CHUNK)
 
 
 @triton.jit
 def within_chunks(low, high, all_low, all_high, first, last, offset, CHUNK):
-    """What the chunks of ``first`` … ``last``, places in the larger problem, leave of
-    ``keys_seen``. ``offset``: what a key's, or a row's, place there is beyond its own number."""
+    """Restrict ``keys_seen`` to the chunks of ``first`` … ``last``, positions in the larger
+    problem. ``offset``: the difference between a key's, or a row's, position there and its own
+    number."""
     begin = chunk_of(first, CHUNK) * CHUNK - offset
     last_begin = chunk_of(last, CHUNK) * CHUNK - offset
     low = tl.maximum(low, begin)
@@ -138,9 +144,10 @@ def within_chunks(low, high, all_low, all_high, first, last, offset, CHUNK):
 @triton.jit
 def keys_of_rows(first_row, last_row, shift, keys, left, right, k_start, WINDOW_SHIFT, CHUNK,
                  ORDERED: tl.constexpr):  # fmt: skip
-    """``keys_seen`` of rows first … last, by their window and chunks, as ``sees`` takes these.
+    """Return ``keys_seen`` of rows first … last by their window and chunks, given as ``sees`` takes
+    them.
 
-    ORDERED: none counts as seen by all where that hangs on which rows share a block.
+    ORDERED: no key counts as seen by all if that depends on which rows share a block.
     """
     middle = shift if WINDOW_SHIFT is None else shift + WINDOW_SHIFT
     low, high, all_low, all_high = keys_seen(first_row, last_row, middle, keys, left, right)
@@ -161,10 +168,11 @@ def keys_of_rows(first_row, last_row, shift, keys, left, right, k_start, WINDOW_
 
 @triton.jit
 def sees(distance, key, own, k_start, left, right, WINDOW_SHIFT, CHUNK):
-    """Whether a row sees a key ``distance`` behind its ``own``.
+    """Return whether a row sees a key ``distance`` after the row's ``own`` position.
 
     ``WINDOW_SHIFT`` and ``CHUNK`` (0 for none) are None in plans without chunks and negative
-    edges, whose code they then do not touch."""
+    bounds, and then add no code.
+    """
     if CHUNK is not None:
         moved = distance - WINDOW_SHIFT
         seen = (moved <= right) & (moved >= -left)
@@ -176,8 +184,8 @@ def sees(distance, key, own, k_start, left, right, WINDOW_SHIFT, CHUNK):
 
 @triton.jit
 def full_tiles(low, high, all_low, all_high, BLOCK: tl.constexpr):
-    """Tile-aligned (start, full_start, full_stop): tiles in [full_start, full_stop) need no mask,
-    those in [start, full_start) and [full_stop, high) do."""
+    """Return tile-aligned (start, full_start, full_stop): tiles in [full_start, full_stop) need no
+    mask; tiles in [start, full_start) and [full_stop, high) do."""
     start = low // BLOCK * BLOCK
     full_start = tl.cdiv(all_low, BLOCK) * BLOCK
     full_stop = all_high // BLOCK * BLOCK
@@ -207,10 +215,10 @@ def load_keys(
     WIDE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):
-    """Keys n0 … n0+BLOCK of one head: [BLOCK, columns], or [columns, BLOCK] where TRANSPOSED.
+    """Load keys n0 … n0+BLOCK of one head: [BLOCK, columns], or [columns, BLOCK] if TRANSPOSED.
 
     ``PAGED``: 0 contiguous, 1 any page size, 2 a page holds whole tiles. ``WIDE``: a tile's offsets
-    pass 31 bits.
+    exceed 31 bits.
     """
     step = tl.arange(0, BLOCK)
     if PAGED == 1:
@@ -257,9 +265,9 @@ def key_scales(
     PAGED: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """Float8 scales of keys n0 … n0+BLOCK of one head and of their values, ``size`` rows sharing
-    one: numbers where ``SCALED`` is 2 (the tile lies in one block), [BLOCK] where it is 3. Key 0 is
-    stored in row ``place``, but for pages."""
+    """Return the float8 scales of keys n0 … n0+BLOCK of one head and of their values; ``size`` rows
+    share a scale. They are numbers if ``SCALED`` is 2 (the tile lies in one block), and [BLOCK] if
+    it is 3. Without pages, key 0 is stored in row ``place``."""
     if SCALED == 2:
         row = place + n0
         if PAGED > 0:
@@ -287,8 +295,8 @@ def score(
     qk, distance, slope, scale, softcap, b, h, q, kv, MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
     SCORE_MOD: tl.constexpr,
 ):  # fmt: skip
-    """(score before bias and mask, its derivative by the scaled q·k: 1 without softcap and
-    score_mod). b, h, q and kv are what a mod is told of the scores, in the whole problem."""
+    """Return (score before bias and mask, its derivative by the scaled q·k, which is 1 without
+    softcap and score_mod). A mod receives b, h, q and kv, the indices in the whole problem."""
     s = qk * scale
     capped = tl.full(s.shape, 1.0, dtype=tl.float32)
     if softcap > 0.0:
@@ -303,7 +311,7 @@ def score(
 
 @triton.jit
 def add_bias(s, pointers, exists, BIAS: tl.constexpr):
-    """s with a float bias added (``BIAS`` 1), or −inf where a boolean one says so (2)."""
+    """Return s with a float bias added (``BIAS`` 1), or −inf where a boolean bias is False (2)."""
     value = tl.load(pointers, mask=exists, other=0)
     if BIAS == 1:
         return s + value.to(tl.float32)
@@ -318,7 +326,8 @@ def _words(SEED):
 
 @triton.jit
 def kept(SEED, n0, rows, head, batch, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Which of the scores [rows, n0 … n0+BLOCK_N) survive dropout: one draw for four keys."""
+    """Return which of the scores [rows, n0 … n0+BLOCK_N) survive dropout, with one draw for four
+    keys."""
     k0, k1 = _words(SEED)
     group = (n0 // 4 + tl.arange(0, BLOCK_N // 4)).to(tl.uint32)[None, :]
     c0, c1, c2, c3 = tl.philox_impl(
@@ -332,7 +341,7 @@ def kept(SEED, n0, rows, head, batch, threshold, BLOCK_M: tl.constexpr, BLOCK_N:
 def kept_transposed(
     SEED, n0, rows, head, batch, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """``kept`` as [keys, rows]."""
+    """Return ``kept`` as [keys, rows]."""
     k0, k1 = _words(SEED)
     group = (n0 // 4 + tl.arange(0, BLOCK_N // 4)).to(tl.uint32)[:, None]
     c0, c1, c2, c3 = tl.philox_impl(

@@ -1,4 +1,4 @@
-"""Puts together what ``forward`` left for each part of the keys."""
+"""Combine the results that ``forward`` computes for each split of the keys."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
@@ -14,11 +14,11 @@ def combine(
     stride_lh, stride_o_split, stride_l_split,
     LINES: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_DV: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """out = Σ 2^(lse_i − lse) · out_i over the parts; a row that no part saw gives 0 and −inf.
+    """Compute out = Σ 2^(lse_i − lse) · out_i over the splits; a fully masked row gives 0 and −inf.
 
-    LINES (row, head) pairs a program, in the order of the contiguous out. AT_ONCE parts are read at
-    once, since one after the other each would wait for the memory. ``AHEAD``: it was launched while
-    ``forward`` still ran, and waits for it here.
+    A program combines LINES (row, head) pairs, in the order of the contiguous out. It reads AT_ONCE
+    splits together to hide memory latency. ``AHEAD``: the kernel was launched while ``forward``
+    still ran, and waits for it here.
     """
     if AHEAD:
         cuda.gdc_wait()

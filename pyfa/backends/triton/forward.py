@@ -1,15 +1,15 @@
 """Forward: online softmax over tiles of keys (Dao 2023, FlashAttention-2, algorithm 1).
 
-One kernel for prefill and decode. ``PACK``: the rows of a block are the query rows of all heads
-that share a key head, so that K and V are read once for the group. ``SPLIT``: each program takes
-one part of the keys and leaves a normalised float32 partial result for ``decode.combine``.
+One kernel serves prefill and decode. ``PACK``: a block holds the query rows of all heads that share
+a KV head, so K and V are read once for the group. ``SPLIT``: each program takes one split of the
+keys and writes a normalised float32 partial result for ``decode.combine``.
 
-Float8 queries meet float8 keys as they are. V goes to bfloat16, exactly, and so does P, for two
-reasons. A float8 product would need V transposed byte by byte on its way to the matrix unit. And
-P in bfloat16 is off by 2⁻⁹ where V already is by 2⁻⁵, and keeps float32's range: nothing below a
-dominating key is lost, whatever the order of the keys, and V's scales can be part of it. Under
-16-bit queries K and V go to the queries' dtype. ``SCALED`` is 0 without scales, 1 by sequence and
-head, 2 and 3 per block of rows (``common.key_scales``).
+Float8 queries are multiplied with float8 keys directly. V is converted to bfloat16, which is exact,
+and P is rounded to bfloat16, for two reasons. A float8 product would need V transposed byte by byte
+before the matrix unit. And P in bfloat16 has a relative error of 2⁻⁹, while V already has 2⁻⁵, and
+keeps float32's range: keys far below a dominating key are not lost, in any order of keys, and P can
+include V's scales. With 16-bit queries K and V are converted to the queries' dtype. ``SCALED`` is 0
+without scales, 1 by sequence and head, 2 and 3 per block of rows (``common.key_scales``).
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -57,8 +57,8 @@ def _step(
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys: the new (acc, total, top); top is in base 2, for float32 natural. ``scale``
-    is one of each row where there are scales per block."""
+    """Process one tile of keys; return the new (acc, total, top). top is in base 2 (for float32
+    natural). ``scale`` has one value per row if there are scales per block."""
     if TMA:
         k = tl.trans(k_base.load([n0, 0]))
     else:
@@ -90,7 +90,7 @@ def _step(
             rows[:, None] + q_start, key[None, :] + k_start,
             MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7, SCORE_MOD,
         )  # fmt: skip
-        if BIAS > 0:
+        if BIAS == 1 or BIAS == 2:
             exists = row_exists[:, None] & (key < keys)[None, :]
             pointers = bias_rows[:, None] + key[None, :] * stride_bias_j
             qk = add_bias(qk, pointers, exists, BIAS)
@@ -109,6 +109,11 @@ def _step(
             distance, key[None, :], rows[:, None] + shift, k_start, left, right, WINDOW_SHIFT, CHUNK
         )  # fmt: skip
         seen = seen & (key < keys)[None, :]
+        if BIAS == 3:
+            column = key - shift
+            new = row_exists[:, None] & ((column >= 0) & (key < keys))[None, :]
+            pointers = bias_rows[:, None] + column[None, :] * stride_bias_j
+            seen = seen & (tl.load(pointers, mask=new, other=1) != 0)
         qk = tl.where(seen, qk, float("-inf"))
     if EXACT:
         # Subtracted before it is scaled: of the row's largest score exactly 0 is left, and a row
@@ -259,6 +264,8 @@ def attention_forward(
     low, high, all_low, all_high = keys_of_rows(
         first_row, last_row, shift, keys, left, right, k_start, WINDOW_SHIFT, CHUNK, ORDERED
     )
+    if BIAS == 3:
+        all_high = tl.minimum(all_high, tl.maximum(shift, 0))  # behind it not every row sees a key
     start, full_start, full_stop = full_tiles(low, high, all_low, all_high, BLOCK_N)
     stop = tl.maximum(high, start)
     if SPLIT:

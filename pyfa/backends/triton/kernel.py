@@ -1,4 +1,4 @@
-"""One compiled kernel on one device, and how tensors are given to it."""
+"""One compiled kernel on one device, and how tensors are passed to it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from .specs import INTERPRETED, Spec
 
 
 def _allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-    """What Triton asks for kernels that build descriptors: scratch of the current stream."""
+    """Allocate scratch on the current stream, which Triton requests for kernels that build
+    descriptors."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 class Slot(NamedTuple):
-    """An argument that each call gives anew: a pointer, by the name of its tensor."""
+    """An argument that changes with each call: a pointer, by the name of its tensor."""
 
     name: str
 
 
 class Kernel:
-    """A compiled kernel on one device, launched past Triton's argument binder (which takes 15 µs
-    for sixty arguments, against 5)."""
+    """A compiled kernel on one device, launched without Triton's argument binder (which takes 15 µs
+    for sixty arguments, compared with 5)."""
 
     def __init__(self, spec: Spec, index: int | None) -> None:
         self._spec = spec
@@ -49,9 +50,8 @@ class Kernel:
     def bind(
         self, programs: int, arguments: Sequence[Any], numbers: Mapping[str, int]
     ) -> Callable[[Sequence[Any]], None]:
-        """A launch of ``programs`` with these ``arguments``, of which each ``Slot`` comes with a
-        call: the address, or the tensor where kernels are interpreted, that its name has a number
-        for."""
+        """Return a launch of ``programs`` with these ``arguments``. Each call supplies the ``Slot``
+        arguments: the address, or the tensor if kernels are interpreted."""
         slots = [
             (at, numbers[each.name]) for at, each in enumerate(arguments) if type(each) is Slot
         ]
@@ -79,7 +79,7 @@ class Kernel:
         return launch
 
     def _start(self, programs: int, args: Sequence[Any]) -> None:
-        """Launch past the direct way, which needs NVIDIA's driver."""
+        """Launch through Triton, because the direct launch needs NVIDIA's driver."""
         if INTERPRETED:
             constants = _constants(self._spec)
             names = [name for name in self._spec.signature if name not in constants]
@@ -105,8 +105,8 @@ class Kernel:
 
 
 def _loaded(spec: Spec) -> Any:
-    """``spec`` compiled for the current device and loaded, with fewer stages where its shared
-    memory is too small for those of the plan."""
+    """Compile ``spec`` for the current device and load it, with fewer stages if the shared memory
+    is too small for those of the plan."""
     while True:
         compiled = specs.compile_for(spec, driver.active.get_current_target())
         try:
@@ -120,7 +120,8 @@ def _loaded(spec: Spec) -> Any:
 
 
 def _constants(spec: Spec) -> list[str]:
-    """The parameters that a variant compiles in: those in upper case."""
+    """Return the names of the compile-time constants of ``spec``: upper-case parameters with a
+    given constant."""
     return [p for p in spec.signature if p.isupper() and p in spec.constants]
 
 

@@ -1,6 +1,6 @@
-"""One pass over a running output: total · kept + part · added, a weight for each row and head.
+"""One pass over a running output: total · kept + part · added, with weights for each row and head.
 
-For context parallel attention, whose blocks' outputs arrive one after the other.
+It serves context parallel attention, where the outputs of blocks arrive one after the other.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -34,7 +34,7 @@ def _merge(
 
 
 def merge(total: torch.Tensor, part: torch.Tensor, kept: torch.Tensor, added: torch.Tensor) -> None:
-    """total = total · kept + part · added, in place.
+    """Compute total = total · kept + part · added, in place.
 
     ``total`` float32 (B, S, H, D) and ``part`` of any float dtype, both with contiguous rows;
     ``kept`` and ``added`` float32 (B, H, S), contiguous.

@@ -17,8 +17,8 @@ from .common import tanh
 
 @triton.jit
 def mod_index(index, INFO, WRAPS: tl.constexpr):
-    """The place of ``index`` along the dimension that INFO tells, brought inside of it; a negative
-    one counts from the end."""
+    """Clamp ``index`` to the dimension that INFO describes; a negative index counts from the
+    end."""
     size = tl.load(INFO)
     if WRAPS:
         index = tl.where(index < 0, index + size, index)
@@ -69,7 +69,7 @@ def mod_trunc(x):
 
 @triton.jit
 def mod_round(x):
-    """Halves to even."""
+    """Round to integers, with halves to even."""
     up = tl.floor(x + 0.5)
     odd = up * 0.5 != tl.floor(up * 0.5)
     return tl.where((x + 0.5 == up) & odd, up - 1.0, up)
@@ -89,8 +89,8 @@ _HELPERS = (
 
 @functools.cache
 def functions_of(digest: str) -> dict[str, Any]:
-    """The constants ``SCORE_MOD`` and ``MASK_MOD`` of kernels for ``digest``; None where there is
-    no such mod."""
+    """Return the constants ``SCORE_MOD`` and ``MASK_MOD`` of kernels for ``digest``; None if there
+    is no such mod."""
     found: dict[str, Any] = {"SCORE_MOD": None, "MASK_MOD": None}
     if not digest:
         return found

@@ -1,4 +1,4 @@
-"""Tiles per arch, head-dim bucket and dtype, with the reason beside each row. Pure functions."""
+"""Tiles per arch, head-dim bucket and dtype, with the reason next to each row. Pure functions."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8e4nv": 1, "fp8e4b8": 1}
 
 
 class Tiles(NamedTuple):
-    """What one kernel is compiled with. ``tma``: K and V through Hopper's copy engine; ``matrix``
-    and ``waves``: AMD's ``matrix_instr_nonkdim`` and ``waves_per_eu``, 0 for Triton's choice."""
+    """The tiles and options of one kernel. ``tma``: K and V through Hopper's copy engine;
+    ``matrix`` and ``waves``: AMD's ``matrix_instr_nonkdim`` and ``waves_per_eu``, 0 for Triton's
+    choice."""
 
     block_m: int
     block_n: int
@@ -38,7 +39,7 @@ class Tiles(NamedTuple):
 
 class Kernels(NamedTuple):
     """The tiles of each kernel of a problem; m is rows and n is keys everywhere. With ``dv`` the
-    gradients of V and of K are two kernels, and ``dk`` is for K's alone."""
+    gradients of V and of K are two kernels, and ``dk`` is for K only."""
 
     forward: Tiles
     dk: Tiles
@@ -124,7 +125,7 @@ _FAMILIES = {
 # What makes the runtime look at more than q, k, v and the window.
 _OPTIONS = frozenset(
     {"softcap", "alibi", "bias", "score_mod", "mask_mod", "sinks", "dropout", "varlen", "seqused",
-     "paged", "leftpad", "batch_idx", "fp8"}
+     "paged", "leftpad", "batch_idx", "fp8", "tree"}
 )  # fmt: skip
 
 # The archs whose matrix units, and so Triton's, take a float8 format; the interpreter takes all.
@@ -143,22 +144,23 @@ _PACKED_ROWS = 64
 
 
 def has_float8(arch: str, dtype: str) -> bool:
-    """Whether kernels for ``arch`` can hold the float8 ``dtype``."""
+    """Return whether kernels for ``arch`` support the float8 ``dtype``."""
     return arch in FLOAT8[dtype]
 
 
 def power_of_two(size: int, least: int = 16) -> int:
-    """``size`` rounded up; matrix instructions want 16."""
+    """Return ``size`` rounded up to a power of two; matrix instructions need at least 16."""
     return max(least, 1 << (size - 1).bit_length())
 
 
 def _blocks(problem: Problem) -> tuple[int, int]:
-    """The widths of the tiles of K and V.
+    """Return the widths of the tiles of K and V.
 
-    Hopper's matrix unit reads shared memory by descriptors, which say how a tile is swizzled: by
-    its width, up to 64. Where V is not staged ahead its tile takes the place of K's, and where the
-    two descriptors then differ, ptxas 12.8 (Triton 3.6) derives those of V's rows 16 and up from a
-    register that nothing wrote: wrong rows, or reads out of bounds. So V is as wide as K there.
+    Hopper's matrix unit reads shared memory through descriptors, which encode the swizzle: the
+    tile's width, up to 64. If V is not prefetched, its tile reuses the memory of K's. If the two
+    descriptors then differ, ptxas 12.8 (Triton 3.6) derives the descriptors of V's rows from 16 on
+    from an uninitialised register, and the kernel reads wrong rows or out of bounds. So there V is
+    as wide as K.
     """
     # Matrix units take 32 float8 elements at a time.
     least = 32 if "fp8" in problem.features else 16
@@ -169,12 +171,12 @@ def _blocks(problem: Problem) -> tuple[int, int]:
 
 
 def _divisor(size: int) -> int:
-    """The largest power of two up to 16 that divides ``size``."""
+    """Return the largest power of two up to 16 that divides ``size``."""
     return min(16, size & -size)
 
 
 def kernels_of(problem: Problem) -> Kernels:
-    """The tiles of a problem's kernels."""
+    """Return the tiles of a problem's kernels."""
     if problem.arch == "cpu":
         return _INTERPRETED
     widest = power_of_two(max(problem.head_dim, problem.head_dim_v))
@@ -183,12 +185,12 @@ def kernels_of(problem: Problem) -> Kernels:
 
 
 def is_invariant(problem: Problem) -> bool:
-    """Whether nothing but head dims, dtypes and features may choose tiles."""
+    """Return whether tiles may depend only on head dims, dtypes and features."""
     return "batch_invariant" in problem.features
 
 
 def packs(problem: Problem) -> bool:
-    """Whether a block holds the rows of all heads of a group."""
+    """Return whether a block holds the rows of all heads of a group."""
     group = problem.heads_q // problem.heads_k
     if is_invariant(problem):
         return group > 1
@@ -196,7 +198,7 @@ def packs(problem: Problem) -> bool:
 
 
 def forward_tiles(problem: Problem) -> Tiles:
-    """The forward kernel's tiles: a smaller block where there are few rows."""
+    """Return the forward kernel's tiles: a smaller block if there are few rows."""
     tiles = kernels_of(problem).forward
     if "bias" in problem.features and tiles.matrix and tiles.block_m == 128:
         # Pointers into a float32 bias cost 64 registers at 128 × 64: 384 bytes of spills.
@@ -231,7 +233,7 @@ def forward_tiles(problem: Problem) -> Tiles:
 
 
 def _long_rows(problem: Problem) -> bool:
-    """Whether rows see so many keys that larger tiles, through the copy engine, are worth it."""
+    """Return whether rows see so many keys that larger tiles through the copy engine pay off."""
     if problem.features & {"softcap", "alibi", "bias", "score_mod", "mask_mod", "dropout"}:
         return False  # what these keep in registers would spill
     masked = problem.features & {"causal", "window", "chunk"}
@@ -239,7 +241,7 @@ def _long_rows(problem: Problem) -> bool:
 
 
 def _rows_tiles(problem: Problem, tiles: Tiles) -> Tiles:
-    """The tiles of dQ's kernel."""
+    """Return the tiles of dQ's kernel."""
     if tiles == _HOPPER[64].dq and not is_invariant(problem) and _long_rows(problem):
         # At 16,384 keys 2.41 ms against 2.60, full 4.71 and 5.61; at 1,024 full 0.43 and 0.38.
         return tiles._replace(block_n=128, tma=True)
@@ -247,7 +249,8 @@ def _rows_tiles(problem: Problem, tiles: Tiles) -> Tiles:
 
 
 def _few_rows(problem: Problem, tiles: Tiles, block: int) -> Tiles:
-    """Decode and its like: what counts is how many bytes of K and V are on their way."""
+    """Return the tiles for decode and similar calls, where the bytes of K and V in flight matter
+    most."""
     tiles = tiles._replace(block_m=block, tma=False)
     if problem.arch == "cpu" or problem.dtype == "float32":
         return tiles
@@ -263,7 +266,7 @@ def _few_rows(problem: Problem, tiles: Tiles, block: int) -> Tiles:
 
 
 def plan(problem: Problem, name: str) -> Plan:
-    """Everything that the kernels of ``problem`` are compiled with."""
+    """Return everything that the kernels of ``problem`` are compiled with."""
     kernels = kernels_of(problem)
     features = problem.features
     block_d, block_dv = _blocks(problem)
@@ -282,6 +285,7 @@ def plan(problem: Problem, name: str) -> Plan:
         "mods": problem.mods,
         "dropout": "dropout" in features,
         "banded": is_banded(features),
+        "tree": "tree" in features,
         "ordered": is_invariant(problem),
         "pack": packs(problem),
         # Triton's dot takes tf32 everywhere on NVIDIA, on AMD only for some archs.
@@ -343,16 +347,16 @@ def _notes(problem: Problem) -> tuple[str, ...]:
 
 @functools.lru_cache(4096)
 def splits_for(programs: int, tiles: int, slots: int, part_tiles: int, streams: bool) -> int:
-    """Into how many parts to split the keys so that ``programs`` fill ``slots`` of the device.
+    """Return the number of splits of the keys with which ``programs`` fill ``slots`` of the device.
 
-    ``streams``: the programs have few rows each and wait for memory, of which 72 % of the slots
-    take all there is; beyond one round a last one that is mostly empty costs as everywhere. TB/s of
-    K and V on an H200 (132 slots): 96 programs in one part 4.25, in four 4.03; 48 in two 3.72, in
-    five 3.59; 160 in three 4.21, in one 3.26.
+    ``streams``: the programs have few rows each and wait for memory; 72 % of the slots use all of
+    its bandwidth. With more than one round, a mostly empty last round costs time as usual. TB/s of
+    K and V on an H200 (132 slots): 96 programs with one split 4.25, with four 4.03; 48 with two
+    3.72, with five 3.59; 160 with three 4.21, with one 3.26.
 
-    Otherwise, and where the keys do not suffice for that, the fewest parts whose last round is at
-    least 85 % as full as the best choice's, as FlashAttention-2 decides. Parts shorter than
-    ``part_tiles`` cost more in the combination than they save.
+    Otherwise, or if there are too few keys for that, the result is the smallest number whose last
+    round is at least 85 % as full as that of the best number, as in FlashAttention-2. Splits
+    shorter than ``part_tiles`` cost more to combine than they save.
     """
     if not streams and programs >= 0.8 * slots:
         return 1

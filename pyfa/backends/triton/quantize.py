@@ -1,10 +1,11 @@
-"""Rounds queries, keys and values to float8 with their scales, after a rotation where asked for.
+"""Round queries, keys and values to float8 with their scales, after a rotation if requested.
 
-Memory-bound. With scales per block each element is read once, where a program holds what shares a
-scale, and else a second time from the L2. The rotation is a product with the signed Hadamard matrix
-on the matrix units: its entries are ±1, so that 16-bit inputs lose nothing before float32. Programs
-that turn go through several blocks, so that one is on its way while another is turned. Tensors of
-one shape share a launch: on an H200 three launches of 64 MB took 95 µs, one of as many rows 82.
+The kernel is memory-bound. With scales per block each element is read once if one program holds all
+elements of a scale, otherwise a second time from the L2. The rotation is a product with the signed
+Hadamard matrix on the matrix units. Its entries are ±1, so 16-bit inputs lose nothing before
+float32. Programs that rotate process several blocks, so that one block is in flight while another
+is rotated. Tensors of one shape share a launch: on an H200 three launches of 64 MB took 95 µs, one
+launch of as many rows 82.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -41,7 +42,7 @@ _MOST_READY = 1024
 
 @triton.jit
 def _float8(x, dtype: tl.constexpr, LEAST: tl.constexpr):
-    """float32 x in ``dtype``, to nearest even. ``LEAST``: its smallest normal number."""
+    """Round float32 x to ``dtype``, to nearest even. ``LEAST``: its smallest normal number."""
     if _INTERPRETED:
         # The interpreter neither rounds nor knows subnormals: it gets what needs no rounding.
         bits = x.to(tl.uint32, bitcast=True)
@@ -54,7 +55,7 @@ def _float8(x, dtype: tl.constexpr, LEAST: tl.constexpr):
 
 @triton.jit
 def _matrix(SIGNS, first, head_dim, WIDTH: tl.constexpr, SIZE: tl.constexpr):
-    """diag(signs)·H for channels first … first+WIDTH: Sylvester's ±1 in blocks of SIZE."""
+    """Return diag(signs)·H for channels first … first+WIDTH: Sylvester's ±1 in blocks of SIZE."""
     i = tl.arange(0, WIDTH)
     j = tl.arange(0, WIDTH)[None, :]
     signs = tl.load(SIGNS + first + i, mask=first + i < head_dim, other=0.0)[:, None]
@@ -67,7 +68,7 @@ def _matrix(SIGNS, first, head_dim, WIDTH: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def _turned(x, matrix):
-    """x·matrix in float32."""
+    """Return x·matrix in float32."""
     y = tl.zeros([x.shape[0], x.shape[1]], dtype=tl.float32)
     if x.dtype == tl.float32:
         # Three times eight bits, which the matrix units take and which are all there are.
@@ -85,7 +86,7 @@ def _load(
     X, base, line, row0, rows, stride_s, stride_h, first, head_dim,
     WIDTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Channels first … first+WIDTH of lines; 0 where none exists.
+    """Load channels first … first+WIDTH of lines; 0 if a line does not exist.
 
     A line is a row of one of the group's heads.
     """
@@ -103,8 +104,8 @@ def _tile(
     X, base, line, row0, rows, stride_s, stride_h, head_dim, first, second,
     BLOCK_D: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Lines in float32: turned but for the rotation's factor where SIZE > 0, by ``first`` and,
-    above 128 channels, ``second``."""
+    """Return lines in float32, rotated if SIZE > 0 (without the rotation's factor) by ``first``
+    and, above 128 channels, ``second``."""
     WIDTH: tl.constexpr = BLOCK_D if SIZE == 0 else first.shape[0]
     x = _load(X, base, line, row0, rows, stride_s, stride_h, 0, head_dim, WIDTH, GROUP)
     if SIZE == 0:
@@ -129,7 +130,7 @@ def _parts(
     SIZE: tl.constexpr, UNIT: tl.constexpr, MEASURE: tl.constexpr, ROUND: tl.constexpr,
     LARGEST: tl.constexpr, LEAST: tl.constexpr, LEAST_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Every ``programs``-th of parts start … stop, ``parts`` of each tensor."""
+    """Process every ``programs``-th of parts start … stop; each tensor has ``parts``."""
     LINES: tl.constexpr = BLOCK * GROUP
     HELD: tl.constexpr = LINES <= TILE
     d = tl.arange(0, BLOCK_D)
@@ -198,12 +199,13 @@ def quantize_rows(
     SIZE: tl.constexpr, UNIT: tl.constexpr, MEASURE: tl.constexpr, ROUND: tl.constexpr,
     LARGEST: tl.constexpr, LEAST: tl.constexpr, LEAST_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Rounds up to three X (B, rows, H, D) into Y, which are contiguous; the first are ``turned``.
+    """Round up to three X (B, rows, H, D) into the contiguous Y; the first ``turned`` of them are
+    rotated.
 
-    A part is BLOCK rows of the GROUP heads that share a key head. So many that follow one another
-    in (tensor, sequence, key head, block) are ``shared`` by one scale, which SCALES gets. Where it
-    is not for one part alone, a launch that may MEASURE, but not ROUND, raises MOST to the bits of
-    the largest magnitude, and a second one finds it there. ``UNIT``: the rotation's 1/√SIZE.
+    A part is BLOCK rows of the GROUP heads that share a KV head. One scale covers ``shared``
+    consecutive parts in the order (tensor, sequence, KV head, block), and is written to SCALES. If
+    a scale covers more than one part, a first launch (MEASURE without ROUND) raises MOST to the
+    bits of the largest magnitude, and a second launch reads it. ``UNIT``: the rotation's 1/√SIZE.
     """
     begin = tl.program_id(0)
     if SIZE > 0:
@@ -230,7 +232,7 @@ def quantize_rows(
 
 
 class Shape(NamedTuple):
-    """``programs``: for each of the device's units, 0 for one to each part."""
+    """A launch. ``programs``: programs per unit of the device; 0 for one per part."""
 
     tile: int
     wide: int
@@ -241,9 +243,10 @@ class Shape(NamedTuple):
 
 @functools.cache
 def launch_shape(dim: int, lines: int, turned: bool, width: int, arch: str) -> Shape:
-    """How ``lines`` of ``dim`` elements of ``width`` bytes that share a scale are gone through.
+    """Return how to process ``lines`` of ``dim`` elements of ``width`` bytes that share a scale.
 
-    Figures are bandwidths of three launches of 64 MB on an H200, of that of a copy.
+    The figures in the code are bandwidths of three launches of 64 MB on an H200, relative to that
+    of a copy.
     """
     wide = max(16, triton.next_power_of_2(dim))
     lines = triton.next_power_of_2(lines)
@@ -273,8 +276,9 @@ def launch_shape(dim: int, lines: int, turned: bool, width: int, arch: str) -> S
 
 
 class Layout(NamedTuple):
-    """Tensors (B, rows, H, D) that share a launch, the first of them ``turned``, and how they are
-    rounded, as ``base.Rounding``. ``aligned``: addresses and strides are multiples of 16 bytes."""
+    """Tensors (B, rows, H, D) that share a launch, of which the first ``turned`` are rotated, and
+    how they are rounded (``base.Rounding``). ``aligned``: addresses and strides are multiples of 16
+    bytes."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -289,23 +293,23 @@ class Layout(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Heads that share a key head."""
+        """Return the number of heads that share a KV head."""
         return self.shape[2] // self.heads
 
     @property
     def part(self) -> int:
-        """Rows that a program measures at once."""
+        """Return the number of rows that a program measures at once."""
         return self.block or _ROWS
 
 
 def launch_shape_of(layout: Layout, arch: str) -> Shape:
-    """``launch_shape`` of what one program goes through at once."""
+    """Return ``launch_shape`` for the lines that one program processes at once."""
     dim, lines = layout.shape[-1], layout.part * layout.group
     return launch_shape(dim, lines, layout.turned > 0, layout.given.itemsize, arch)
 
 
 def spec(layout: Layout, arch: str, measure: bool = True, store: bool = True) -> Spec:
-    """The kernel that measures or rounds ``layout``, or both."""
+    """Return the kernel that measures or rounds ``layout``, or both."""
     dim, bytes_of = layout.shape[-1], layout.given.itemsize
     shape, info = launch_shape_of(layout, arch), torch.finfo(layout.made)
     size = dim & -dim if layout.turned else 0
@@ -333,7 +337,8 @@ def spec(layout: Layout, arch: str, measure: bool = True, store: bool = True) ->
 
 @functools.cache
 def _kernel(layout: Layout, arch: str, index: int | None, measure: bool, store: bool) -> Kernel:
-    """``layout``: with 1 for what kernels do not depend on, so that many share one."""
+    """Return the kernel. In ``layout``, sizes that kernels do not depend on are 1, so that many
+    layouts share one."""
     return Kernel(spec(layout, arch, measure, store), index)
 
 
@@ -341,7 +346,7 @@ _POINTERS = ("x0", "x1", "x2", "y0", "y1", "y2", "scales", "most", "signs")
 
 
 class _Ready(NamedTuple):
-    """``run`` takes nine pointers."""
+    """A bound launch; ``run`` takes nine pointers."""
 
     scales: tuple[int, ...]
     run: tuple[Callable[..., None], ...]
@@ -349,7 +354,7 @@ class _Ready(NamedTuple):
 
 @functools.lru_cache(_MOST_READY)
 def _ready(layout: Layout, where: torch.device) -> _Ready:
-    """The launches of a layout with everything filled in but addresses."""
+    """Return the launches of a layout with everything filled in except addresses."""
     on = devices.of(where)
     batch, rows, _, dim = layout.shape
     shape = launch_shape_of(layout, on.arch)
@@ -378,7 +383,7 @@ def _ready(layout: Layout, where: torch.device) -> _Ready:
 
 
 def quantize(xs: Sequence[torch.Tensor], how: Rounding) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """``base.Quantizing.quantize``."""
+    """See ``base.Quantizing.quantize``."""
     made: list[tuple[torch.Tensor, torch.Tensor]] = []
     turned = 0 if how.signs is None else len(xs) - 1
     for _, alike in itertools.groupby(map(with_rows, xs), lambda x: (x.shape, x.stride())):
@@ -392,7 +397,7 @@ def quantize(xs: Sequence[torch.Tensor], how: Rounding) -> list[tuple[torch.Tens
 def _together(
     xs: list[torch.Tensor], turned: int, how: Rounding
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """``quantize`` of tensors of one shape and strides, of which the first are ``turned``."""
+    """Quantize tensors of one shape and strides; the first ``turned`` of them are rotated."""
     x = xs[0]
     heads, block, per_tensor, signs, dtype = how
     ys = [torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in xs]

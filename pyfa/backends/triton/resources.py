@@ -1,4 +1,4 @@
-"""What every plan's kernels take of each arch, compiled ahead of time with no GPU."""
+"""The resources of every plan's kernels on each arch, compiled ahead of time without a GPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class Resources(NamedTuple):
 
 
 def device_of(arch: str) -> Device:
-    """A device of ``arch`` for planning: a named one, else one that only has the arch."""
+    """Return a device of ``arch`` for planning: a named one, or else one with nothing but the
+    arch."""
     named = (device for device in DEVICES.values() if device.arch == arch)
     return next(named, Device(arch, arch, 0, 1, 0.0, 0, 0, 0, 0.0))
 
@@ -45,7 +46,7 @@ def problem_of(
     arch: str, head_dim: int, dtype: str, *features: str, rows: int = 4096, keys: int = 4096,
     heads_k: int = 16, page_size: int = 0,
 ) -> Problem:  # fmt: skip
-    """A problem of sixteen query heads that leads to one of the plans."""
+    """Return a problem of sixteen query heads that leads to one of the plans."""
     return Problem(
         4, rows, keys, 16, heads_k, head_dim, head_dim, dtype, frozenset(features),
         device_of(arch), rows == keys, page_size=page_size,
@@ -53,7 +54,7 @@ def problem_of(
 
 
 def specs_of(arch: str) -> Iterator[tuple[str, Spec]]:
-    """Every plan of ``arch`` with the kernels that it is made of, named."""
+    """Return every plan of ``arch`` with its kernels, by name."""
     general, biased = Variant(general=True), Variant(general=True, bias="fp32")
     for dtype in ("bfloat16", "float16", "float32"):
         for head_dim in HEAD_DIMS:
@@ -93,7 +94,8 @@ def specs_of(arch: str) -> Iterator[tuple[str, Spec]]:
 
 
 def float8_specs_of(arch: str, head_dim: int) -> Iterator[tuple[str, Spec]]:
-    """Float8 forward with each kind of scale, and decode with a float8 cache under 16 bits."""
+    """Return float8 forward with each kind of scale, and decode with a float8 cache and 16-bit
+    queries."""
     for dtype in (name for name, archs in plans.FLOAT8.items() if arch in archs):
         problem = problem_of(arch, head_dim, dtype, "causal", "fp8")
         plan = dict(plans.plan(replace(problem, dtype_out="bfloat16"), "triton").constants)
@@ -107,7 +109,7 @@ def float8_specs_of(arch: str, head_dim: int) -> Iterator[tuple[str, Spec]]:
 
 
 def measure(spec: Spec, arch: str) -> Resources:
-    """Compiles ``spec`` for ``arch`` and reads what the code object says of itself."""
+    """Compile ``spec`` for ``arch`` and read the resources from the code object."""
     compiled = specs.compile_for(spec, specs.target_of(arch))
     limits = ARCHS.get(arch)
     limit = limits.shared_bytes_per_block if limits else 0
@@ -124,7 +126,7 @@ def measure(spec: Spec, arch: str) -> Resources:
 
 
 def _cubin(data: Any) -> tuple[int, int]:
-    """(registers, stack bytes) of a cubin, by the disassembler that Triton's wheel brings."""
+    """Return (registers, stack bytes) of a cubin, by the disassembler in Triton's wheel."""
     bundled = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     tool = str(bundled) if bundled.exists() else shutil.which("cuobjdump")
     if tool is None:

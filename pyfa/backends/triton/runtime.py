@@ -1,4 +1,4 @@
-"""Forward on the host: a call as the kernels' parameters, allocation, grids."""
+"""Forward on the host: the kernels' arguments for a call, allocation, grids."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _lock = threading.Lock()
 
 
 class Given(NamedTuple):
-    """A call as the kernels' parameters, in their order."""
+    """The kernel arguments of a call, in the order of the kernel's parameters."""
 
     options: tuple[Any, ...]
     strides: tuple[int, ...]
@@ -42,7 +42,8 @@ class Given(NamedTuple):
 
 
 def _tf32_allowed() -> bool:
-    """Torch's switch. Where the newer one exists, asking the older one can raise."""
+    """Return whether PyTorch allows TF32. Reads ``fp32_precision`` if it exists, because reading
+    ``allow_tf32`` can then raise."""
     matmul = torch.backends.cuda.matmul
     if hasattr(matmul, "fp32_precision"):
         return bool(matmul.fp32_precision == "tf32")
@@ -50,7 +51,7 @@ def _tf32_allowed() -> bool:
 
 
 def _scales(call: Call, block_n: int) -> tuple[tuple[Any, ...], int]:
-    """The kernel's last parameters, made of float8 scales, and ``forward.SCALED``."""
+    """Return the kernel's last arguments, made of the float8 scales, and ``forward.SCALED``."""
     of_q, of_k = call.q_descale, call.k_descale
     if of_k is None:
         return (), 0
@@ -76,7 +77,7 @@ def _scales(call: Call, block_n: int) -> tuple[tuple[Any, ...], int]:
 
 
 def _captured(call: Call) -> tuple[Any, ...]:
-    """The table of sizes and strides of the tensors that mods read, and these."""
+    """Return the table of sizes and strides of the tensors that mods read, and the tensors."""
     tensors = call.captured
     if not tensors:
         return ()
@@ -89,7 +90,7 @@ def _captured(call: Call) -> tuple[Any, ...]:
 
 
 def readable(call: Call) -> Call:
-    """``call`` as the kernels read it."""
+    """Return ``call`` as the kernels read it."""
     if INTERPRETED:
         bools: dict[str, Any] = {
             f"captured{slot}": x.view(torch.uint8)
@@ -116,7 +117,7 @@ EMPTY = {"cuda": _torch.empty_cuda, "cpu": _torch.empty_cpu}
 
 
 def numbers_of(program: Program, form: Form) -> dict[str, int]:
-    """The places of names among addresses, also of keys' offsets that are the queries'."""
+    """Return the indices of names among addresses; offsets of keys may be those of queries."""
     numbers = {name: number for number, name in enumerate(program.names)}
     if form.shared_offsets:
         numbers["cu_seqlens_k"] = numbers["cu_seqlens_q"]
@@ -124,7 +125,8 @@ def numbers_of(program: Program, form: Form) -> dict[str, int]:
 
 
 def launching(steps: Sequence[Launch]) -> Callable[..., None]:
-    """Kernels one behind the other, each given addresses, or tensors where it is interpreted."""
+    """Return a function that runs kernels in sequence. It takes addresses, or tensors if kernels
+    are interpreted."""
 
     def launch(
         addresses: Sequence[int], tensors: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
@@ -137,7 +139,7 @@ def launching(steps: Sequence[Launch]) -> Callable[..., None]:
 
 
 def on(x: torch.Tensor) -> AbstractContextManager[object]:
-    """Where kernels of ``x``'s device are compiled and loaded."""
+    """Return the place where kernels for ``x``'s device are compiled and loaded."""
     return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
 
 
@@ -163,7 +165,8 @@ class Runner:
         self._kernels: dict[tuple[Any, ...], Kernel] = {}
 
     def kernel(self, key: tuple[Any, ...], make: Callable[[], Spec]) -> Kernel:
-        """The kernel ``key``, which ends in the device's index; made by ``make`` if missing."""
+        """Return the kernel ``key``, which ends in the device's index; ``make`` makes it if it is
+        missing."""
         with _lock:
             found = self._kernels.get(key)
             if found is None:
@@ -171,7 +174,7 @@ class Runner:
         return found
 
     def given(self, call: Call) -> Given:
-        """``call``, which is readable, as the kernels' parameters."""
+        """Return the kernel arguments of ``call``, which is readable."""
         left, right = call.window_left, call.window_right
         if left < 0 or left > _FAR:
             left = _FAR
@@ -205,6 +208,8 @@ class Runner:
                 0 if size == 1 else stride
                 for size, stride in zip(bias.shape, bias.stride(), strict=True)
             )
+            if call.tree:
+                more = (more[0], 0, *more[1:])
         more += (
             slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
             call.page_table.stride(0) if call.page_table is not None else 0,
@@ -241,13 +246,13 @@ class Runner:
         )
 
     def moods(self, call: Call) -> tuple[bool, bool]:
-        """What ``variant`` depends on beyond shapes and strides: torch's switch for tf32, and
-        whether the bias begins at a multiple of 16 bytes."""
+        """Return what ``variant`` depends on besides shapes and strides: whether TF32 is allowed,
+        and whether the bias is 16-byte aligned."""
         aligned = call.bias is None or call.bias.data_ptr() % 16 == 0
         return self.tf32 and _tf32_allowed(), aligned
 
     def bind(self, call: Call, with_lse: bool) -> Run:
-        """``Backend.bind``."""
+        """See ``Backend.bind``."""
         run = self._bind(call, with_lse)
         if call.bias is None and not self.tf32:
             return run
@@ -354,7 +359,7 @@ class Runner:
         return kernel.bind(-(-lines // each), arguments, numbers)
 
     def _splits(self, call: Call, programs: int) -> int:
-        """Into how many parts the keys go."""
+        """Return the number of splits of the keys."""
         if call.num_splits == 1 or programs == 0:
             return 1
         seen = call.max_seqlen_k
@@ -366,9 +371,11 @@ class Runner:
         return plans.splits_for(programs, tiles, self.slots, self.part_tiles, self.streams)
 
     def section(self, elements: int, group: int, pairs: int) -> int:
-        """How many of ``pairs`` (sequence, head) go together; those of one key head never part.
+        """Return how many of ``pairs`` (sequence, head) are processed together; pairs of one KV
+        head stay together.
 
-        No more than there are: the kernels multiply it by the blocks of a pair in 32 bits.
+        It is at most the number of pairs, because the kernels multiply it by the blocks of a pair
+        in 32 bits.
         """
         if not self.reversed:
             return group

@@ -1,4 +1,4 @@
-"""Backward on the host: delta, dK and dV, dQ, then what only some calls ask for."""
+"""Backward on the host: delta, dK and dV, dQ, and gradients that only some calls need."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .specs import INTERPRETED
 
 
 class _Given(NamedTuple):
-    """What a backward reads."""
+    """The inputs of a backward."""
 
     dout: torch.Tensor
     out: torch.Tensor
@@ -27,7 +27,7 @@ class _Given(NamedTuple):
     dlse: torch.Tensor | None
 
     def readable(self, divisor: int) -> _Given:
-        """The same as the kernels read it."""
+        """Return the inputs as the kernels read them."""
         return _Given(
             _readable(self.dout, divisor),
             _readable(self.out, divisor),
@@ -41,7 +41,7 @@ class _Given(NamedTuple):
         return (self.dout, self.out, self.lse, *tensors_of(self.call), *last)
 
     def moods(self, runner: Runner) -> tuple[object, ...]:
-        """What the kernels depend on beyond shapes, strides and dtypes."""
+        """Return what the kernels depend on besides shapes, strides and dtypes."""
         on_16 = are_on_16(self.dout, self.out, self.lse, *self.call[:3])
         return (*runner.moods(self.call), on_16)
 
@@ -55,7 +55,7 @@ def bind(
     dlse: torch.Tensor | None,
     bias_grad: bool,
 ) -> RunBackward:
-    """``Backend.bind_backward``."""
+    """See ``Backend.bind_backward``."""
     divisor, form = runner.constants["div_dv"], form_of(call)
     given = _Given(dout, out, lse, call, dlse)
     direct = given.readable(divisor)
@@ -76,14 +76,14 @@ def bind(
 
 
 def _bind(runner: Runner, given: _Given, bias_grad: bool) -> RunBackward:
-    """``bind`` of what the kernels read as it lies."""
+    """Bind a call whose tensors the kernels can read without a copy."""
     with runtime.on(given.call.q):
         passes = _Passes(runner, given, bias_grad)
         return passes.bind()
 
 
 def _readable(x: torch.Tensor, divisor: int) -> torch.Tensor:
-    """``x`` with contiguous rows and the alignment that the kernels were compiled for."""
+    """Return ``x`` with contiguous rows and the alignment that the kernels were compiled for."""
     *strides, last = x.stride()
     if last != 1 or x.data_ptr() % 16 or any(stride % divisor for stride in strides):
         # Not contiguous(), which leaves a misaligned base where it is.
@@ -152,8 +152,8 @@ class _Passes:
         return backward
 
     def _make_gradients(self) -> tuple[Like, Like, Like]:
-        """Filled with 0 where there are rows that no program writes: beyond a sequence's length,
-        or of no sequence. Those of pages are dense at first, in float32."""
+        """Make the gradients, filled with 0 if no program writes some of their rows: rows beyond a
+        sequence's length, or of no sequence. Gradients of pages are dense in float32 at first."""
         call = self.call
         paged = call.page_table is not None
         gaps_q = call.cu_seqlens_q is not None or call.seqused_q is not None
@@ -172,7 +172,7 @@ class _Passes:
         return likes
 
     def _row_state(self) -> None:
-        """``base`` and ``delta`` of every row."""
+        """Compute ``base`` and ``delta`` of every row."""
         call, saved, runner = self.call, self.saved, self.runner
         heads, rows = call.q.shape[-2], call.q.shape[-3]
         out_strides: tuple[int, ...] = saved.out.stride()[:-1]
@@ -275,10 +275,10 @@ class _Passes:
 
 
 def _grad_sinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """−Σ p_sink · delta over all rows of a head; nothing from rows that see nothing.
+    """Return −Σ p_sink · delta over all rows of a head; fully masked rows add nothing.
 
-    ``delta`` from P∘dP: from the rounded O the sum over rows is three times as far off as naive
-    attention's.
+    ``delta`` is computed from P∘dP. From the rounded O, the error of the sum over rows would be
+    three times that of naive attention.
     """
     column = (-1, 1, 1) if lse.dim() == 3 else (-1, 1)
     p = torch.exp(sinks.view(column if lse.dim() == 2 else (1, -1, 1)) - lse)
@@ -287,7 +287,7 @@ def _grad_sinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> 
 
 
 def _to_pages(call: Call, like: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
-    """Sums the gradient of each sequence's keys into the pages that hold them."""
+    """Sum the gradient of each sequence's keys into the pages that hold them."""
     table, used = call.page_table, call.seqused_k
     assert table is not None
     page_size, longest = like.shape[1], dense.shape[1]

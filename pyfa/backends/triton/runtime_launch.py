@@ -21,10 +21,9 @@ _FORMATS = {"i32": "i", "u32": "I", "i64": "q", "fp32": "f"}
 
 
 class Code:
-    """A compiled kernel as the driver sees it. ``formats``: of its parameters, of which the last
-    ``own`` are Triton's: the first of these points to ``scratch`` bytes a program, for the copy
-    engine's descriptors.
-    """
+    """A compiled kernel as the driver sees it. ``formats``: the formats of its parameters. The last
+    ``own`` parameters are Triton's; the first of these points to ``scratch`` bytes per program for
+    the copy engine's descriptors."""
 
     def __init__(self, compiled: Any, formats: list[str], own: int, index: int) -> None:
         self.function: int = compiled.function
@@ -39,9 +38,10 @@ class Code:
 def prepare(
     code: Code, programs: int, arguments: Sequence[Any], slots: Sequence[tuple[int, int]]
 ) -> Callable[[Sequence[Any]], None]:
-    """A launch of ``programs`` with these ``arguments``, of which each call gives some anew.
+    """Return a launch of ``programs`` with these ``arguments``, some of which each call supplies.
 
-    ``slots``: (which argument, a pointer; the number of its address) of what a call gives.
+    ``slots``: (index of the argument, which is a pointer; number of its address) for the arguments
+    that a call supplies.
     """
     packed = struct.pack("".join(code.formats), *arguments, *(0,) * code.own)
     ends = (struct.calcsize("".join(code.formats[: i + 1])) for i in range(len(code.formats)))
@@ -66,7 +66,7 @@ def prepare(
 
 
 def code_of(compiled: Any, spec: Spec, index: int | None) -> Code | None:
-    """``compiled`` for direct launches, or None where only Triton's launcher knows how."""
+    """Return ``compiled`` for direct launches, or None if only Triton's launcher can launch it."""
     driver = libcuda.library()
     metadata = compiled.metadata
     # Arguments that one variant compiles in still come with every call.
@@ -91,7 +91,7 @@ def code_of(compiled: Any, spec: Spec, index: int | None) -> Code | None:
 
 
 def _places(driver: Any, function: int) -> list[tuple[int, int]]:
-    """(offset, size) of each parameter, as the driver read them from the code."""
+    """Return (offset, size) of each parameter, as the driver read them from the code."""
     found: list[tuple[int, int]] = []
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
     while not driver.cuFuncGetParamInfo(

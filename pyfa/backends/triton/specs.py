@@ -1,7 +1,8 @@
-"""How each kernel is specialised: argument types, constants, alignment, options. Compiles them.
+"""How each kernel is specialised: argument types, constants, alignment, options. Also compiles
+them.
 
-Kernels are compiled from an explicit signature instead of from sample arguments, so that the same
-code object comes out with a GPU (``runtime``) and without one (ahead of time, for any arch).
+Kernels are compiled from an explicit signature instead of from sample arguments, so the code object
+is the same with a GPU (``runtime``) and without one (ahead of time, for any arch).
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ Constants = Mapping[str, Any]
 
 
 class Variant(NamedTuple):
-    """What a plan leaves open until it sees the tensors.
+    """Properties of the tensors that a plan leaves open.
 
     ``bias``: its dtype in Triton's words, "" for none. ``bias_rows``: its rows are contiguous and
-    16-byte aligned. ``wide``: offsets inside a tile pass 31 bits. ``tf32``: torch allows it.
-    ``scaled``: how float8 scales lie, as ``forward`` has it.
+    16-byte aligned. ``wide``: offsets inside a tile exceed 31 bits. ``tf32``: torch allows it.
+    ``scaled``: the kind of float8 scales, as in ``forward``.
     """
 
     general: bool = False
@@ -40,7 +41,7 @@ class Variant(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """One kernel, completely said."""
+    """One kernel, completely specified."""
 
     function: Any
     signature: dict[str, str]
@@ -63,6 +64,13 @@ _K_SCALES = ("K_SCALE", "V_SCALE", "K_SCALE_B", "K_SCALE_H", "K_SCALE_ROWS")
 # Of plans with chunks or windows with a negative edge; compiled in as None elsewhere.
 _BANDS = ("WINDOW_SHIFT", "CHUNK")
 _Q_SCALES = ("Q_SCALE", "Q_SCALE_B", "Q_SCALE_H", "Q_SCALE_ROWS")
+
+
+def _bias_code(plan: Constants, variant: Variant) -> int:
+    """Of no bias, a float one, a boolean one, and a mask over the new rows."""
+    if not variant.bias:
+        return 0
+    return 3 if plan["tree"] else 2 if variant.bias == "u8" else 1
 
 
 def _type(name: str, plan: Constants, bias: str) -> str:
@@ -122,7 +130,7 @@ def _spec(
 
 
 def _divisors(plan: Constants) -> dict[str, int]:
-    """What divides pointers (in bytes) and strides and widths (in elements)."""
+    """Return what divides pointers (in bytes) and strides and widths (in elements)."""
     d, dv = plan["div_d"], plan["div_dv"]
     result: dict[str, int] = {}
     for x in "qkv":
@@ -158,7 +166,7 @@ def _common(plan: Constants, variant: Variant, role: str) -> dict[str, Any]:
         "EVEN_D": plan["even_d"],
         "EVEN_DV": plan["even_dv"],
         "GENERAL": variant.general,
-        "BIAS": 0 if not variant.bias else 2 if variant.bias == "u8" else 1,
+        "BIAS": _bias_code(plan, variant),
         "DROPOUT": plan["dropout"],
         "ORDERED": plan["ordered"],
         "PAGED": plan[f"{role}_paged"],
@@ -172,7 +180,7 @@ def _common(plan: Constants, variant: Variant, role: str) -> dict[str, Any]:
 
 
 def _pointers(plan: Constants) -> int:
-    """How many of ``_CAPTURED`` there are."""
+    """Return how many of ``_CAPTURED`` are used."""
     captured = len(mods.of(plan["mods"]).kinds) if plan["mods"] else 0
     return 1 + captured if captured else 0
 
@@ -193,7 +201,8 @@ def forward_spec(plan: Constants, variant: Variant, split: bool) -> Spec:
 
 
 def combine_spec(plan: Constants, lines: int) -> Spec:
-    """``lines`` pairs a program: 1 in decode, whose parts are many and its rows few, else 16."""
+    """Return the spec for ``lines`` pairs per program: 1 in decode, which has many splits and few
+    rows, else 16."""
     # 16 tiles of 128 float32 values are 64 bytes for each of 128 lanes.
     constants = {"LINES": lines, "AT_ONCE": 16 // lines, "BLOCK_DV": plan["block_dv"]}
     constants["AHEAD"] = plan["ahead"]
@@ -202,7 +211,8 @@ def combine_spec(plan: Constants, lines: int) -> Spec:
 
 
 def state_lines(plan: Constants) -> int:
-    """Rows per program of the rows' state: 2,048 elements, 16 for each of 128 lanes."""
+    """Return the rows per program of the row state kernel: 2,048 elements, 16 for each of 128
+    lanes."""
     lines: int = 2048 // plan["block_dv"]
     return lines
 
@@ -213,7 +223,7 @@ def state_spec(plan: Constants) -> Spec:
 
 
 def keys_roles(plan: Constants) -> tuple[str, ...]:
-    """The kernels that make dK and dV: one, or one each."""
+    """Return the kernels that compute dK and dV: one for both, or one each."""
     return ("dk", "dv") if "dv_block_m" in plan else ("dk",)
 
 
@@ -253,7 +263,7 @@ def bias_spec(plan: Constants, variant: Variant, all_rows: bool, all_keys: bool)
 
 
 def compile_for(spec: Spec, target: GPUTarget) -> Any:
-    """Triton's compiled kernel; needs no GPU."""
+    """Compile with Triton; needs no GPU."""
     names = list(spec.signature)
     attributes = {
         (names.index(name),): [["tt.divisibility", divisor]]
@@ -267,7 +277,7 @@ def compile_for(spec: Spec, target: GPUTarget) -> Any:
 
 
 def target_of(arch: str) -> GPUTarget:
-    """Triton's name for one of pyfa's archs."""
+    """Return Triton's name for one of pyfa's archs."""
     if arch.startswith("gfx"):
         return GPUTarget("hip", arch, 32 if int(arch[3:-2]) >= 10 else 64)
     return GPUTarget("cuda", int(arch.removeprefix("sm_").removesuffix("a")), 32)

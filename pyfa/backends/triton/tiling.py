@@ -15,7 +15,7 @@ _ROLES = {"fwd": "forward", "dk": "dk", "dv": "dv", "dq": "dq"}
 
 
 def kernels_of(plan: Plan, problem: Problem, shape: Shape, compiled: bool) -> list[TiledKernel]:
-    """The kernels of ``plan`` as they meet ``shape``."""
+    """Return the kernels of ``plan`` for ``shape``."""
     values: dict[str, Any] = dict(plan.constants)
     made = []
     for name, role in _ROLES.items():
@@ -52,12 +52,12 @@ def _kernel(
 
 
 def _buffers(values: dict[str, Any], name: str, role: str, problem: Problem) -> dict[str, int]:
-    """What the loop keeps in shared memory, as Triton 3.9 lays it out; what it needs to change a
-    layout comes on top, and is known when compiled.
+    """Return the buffers that the loop keeps in shared memory, as Triton 3.9 lays them out. Space
+    for layout changes is additional, and known only after compilation.
 
-    Hopper's matrix unit reads all its operands there, from as many tiles as there are stages; with
-    fewer than 64 held rows, and on other archs, one tile less is enough. On AMD the stages begin
-    where the held operands were, which went on to registers before the loop.
+    Hopper's matrix unit reads all its operands from shared memory, with as many tiles as there are
+    stages. With fewer than 64 held rows, and on other archs, one tile less suffices. On AMD the
+    stages reuse the memory of the held operands, which are moved to registers before the loop.
     """
     rows, keys, stages = (values[f"{name}_{x}"] for x in ("block_m", "block_n", "stages"))
     size, size_k = plans.BYTES[values["dtype"]], plans.BYTES[values["dtype_k"]]
@@ -96,7 +96,8 @@ def _splits(values: dict[str, Any], shape: Shape, rows: int, keys: int, packed: 
 
 
 def _compiled(values: dict[str, Any], name: str, problem: Problem, splits: int) -> tuple[int, int]:
-    """Registers a lane and shared bytes of a block, compiled ahead of time for the arch."""
+    """Return registers per lane and shared bytes of a block, compiled ahead of time for the
+    arch."""
     from . import resources, specs
 
     variant = specs.Variant(general=values["general"])

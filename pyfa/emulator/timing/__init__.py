@@ -1,1 +1,1 @@
-"""How long a kernel would take on an MI300X: a model over executed traces, not measured."""
+"""The time of a kernel on an MI300X: a model over executed traces, not measured."""

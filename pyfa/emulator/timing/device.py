@@ -1,4 +1,5 @@
-"""The device around a compute unit: rounds of workgroups, their tail, memory, and the clock."""
+"""The model of the device around a compute unit: rounds of workgroups, their tail, memory, and the
+clock."""
 
 from __future__ import annotations
 
@@ -19,9 +20,10 @@ WAVES_OF_SIMD = 8
 class Launch:
     """One kernel's workgroups, in the order in which they are dispatched.
 
-    ``clocks`` that each holds its place for, ``matrix`` clocks of all of them on all SIMDs,
-    ``resident`` workgroups on a compute unit at once. ``dram_bytes`` from memory behind the caches,
-    ``l2_bytes`` asked of L2.
+    ``clocks``: the clocks of each workgroup. ``matrix``: matrix clocks of all workgroups on all
+    SIMDs. ``resident``: workgroups on a compute unit at once. ``dram_bytes``: bytes from memory
+    behind the caches. ``l2_bytes``: bytes requested from L2. ``taken``: workgroups are persistent
+    and take work tiles themselves, so that XCDs balance and no dispatch lies between work tiles.
     """
 
     clocks: Sequence[float]
@@ -29,11 +31,12 @@ class Launch:
     resident: int = 1
     dram_bytes: float = 0.0
     l2_bytes: float = 0.0
+    taken: bool = False
 
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds of launches one after the other, at one end of the constants."""
+    """Seconds of a sequence of launches, at one end of the constants."""
 
     seconds: float
     utilisation: float
@@ -43,7 +46,7 @@ class Time:
 
 
 def resident(kernel: Kernel, threads: int, lds_bytes: int = 0) -> int:
-    """Workgroups of ``threads`` that one compute unit holds at once."""
+    """Return how many workgroups of ``threads`` one compute unit holds at once."""
     waves = -(-threads // 64)
     granule = 8
     registers = max(granule, -(-max(kernel.vgprs, 1) // granule) * granule)
@@ -54,9 +57,13 @@ def resident(kernel: Kernel, threads: int, lds_bytes: int = 0) -> int:
     return max(1, min(by_waves, by_lds))
 
 
-def finish(clocks: Sequence[float], places: int, dies: int, gap: float) -> float:
-    """When the last of the workgroups ends. They go to the dies in turn; on a die each goes to the
-    place that is free first, ``gap`` clocks after the one before it there ended."""
+def finish(clocks: Sequence[float], places: int, dies: int, gap: float, engines: int = 1) -> float:
+    """Return when the last workgroup ends. Workgroups go to the XCDs in turn; on an XCD each one
+    takes the first free slot, ``gap`` clocks after the previous workgroup there ended.
+
+    If an XCD feeds its shader ``engines`` in turn, the engine with the most work ends no sooner
+    than its share of the slots has done that work.
+    """
     if not len(clocks):
         return 0.0
     if min(clocks) == max(clocks):
@@ -65,6 +72,11 @@ def finish(clocks: Sequence[float], places: int, dies: int, gap: float) -> float
     last = 0.0
     for die in range(dies):
         free = [0.0] * (places // dies)
+        share = len(free) / engines
+        for engine in range(engines):
+            given = clocks[die + engine * dies :: dies * engines]
+            if len(given) > -(-len(free) // engines):
+                last = max(last, (sum(given) + gap * len(given)) / share - gap)
         for one in clocks[die::dies]:
             end = heapq.heappop(free) + one + gap
             heapq.heappush(free, end)
@@ -78,7 +90,8 @@ def time(
     law: tuple[float, float] | None = None,
     changed: Mapping[str, float] | None = None,
 ) -> Time:
-    """The launches one after the other, with the clock that each one's utilisation leaves.
+    """Return the time of the launches in sequence, with the clock that follows from each one's
+    utilisation.
 
     ``law`` is ``constants.clock``'s; ``changed`` are other numbers for some of ``DEVICE``.
     """
@@ -91,7 +104,11 @@ def time(
         if not len(launch.clocks):
             continue
         places = units * launch.resident
-        clocks = finish(launch.clocks, places, dies, device["dispatch"])
+        if launch.taken:
+            clocks = finish(launch.clocks, places, 1, 0.0)
+        else:
+            engines = int(device["engines"])
+            clocks = finish(launch.clocks, places, dies, device["dispatch"], engines)
         utilisation = launch.matrix / (SIMDS * units * clocks)
         hz_here = constants.clock(utilisation, end, law)
         ways = {

@@ -1,4 +1,5 @@
-"""One compute unit: when the instructions of traced workgroups issue, and what they wait for."""
+"""The model of one compute unit: when the instructions of traced workgroups issue, and what they
+wait for."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ _SHUFFLE_CLOCKS = 2  # ds_bpermute and its like use the crossbar alone: 64 dword
 
 @dataclass(frozen=True)
 class Turns:
-    """Traced workgroups, ready for the model: program, turns, lines of memory and wavefronts."""
+    """Traced workgroups in the form that the model needs: program, events, memory segments and
+    wavefronts."""
 
     code: Code
     steps: npt.NDArray[Any]
@@ -49,7 +51,7 @@ class Turns:
 
     @property
     def lds_conflict_clocks(self) -> int:
-        """LDS clocks beyond what the bytes alone take, over all turns."""
+        """Return the LDS clocks beyond those that the bytes need."""
         kinds = self.steps["kind"][self.turns["step"]]
         mine = self.turns[kinds == program.NUMBER["lds"]]
         least = self._least()[mine["step"]]
@@ -61,10 +63,11 @@ class Turns:
 
 @dataclass(frozen=True)
 class Result:
-    """What the model says of one run at one end of the constants.
+    """The model's result for one run at one end of the constants.
 
-    ``lost``: clocks in which matrix units idle, by instruction and cause (the last row is of SIMDs
-    with no wavefront); ``stalled``: clocks that wavefronts stand there. ``issued`` per turn.
+    ``lost``: clocks in which matrix units are idle, by instruction and cause (the last row is for
+    SIMDs without a wavefront). ``stalled``: clocks for which wavefronts wait at an instruction.
+    ``issued``: the clock of each event.
     """
 
     clocks: float
@@ -79,12 +82,12 @@ class Result:
 
     @property
     def utilisation(self) -> float:
-        """Of the four matrix units."""
+        """Return the utilisation of the four matrix units."""
         return self.matrix_clocks / (SIMDS * self.clocks) if self.clocks else 0.0
 
 
 def turns_of(code: Code, traces: Sequence[Trace], copies: int = 1) -> Turns:
-    """``traces`` side by side on one compute unit, each ``copies`` times with lines of its own."""
+    """Combine ``traces`` on one compute unit, each ``copies`` times with separate memory lines."""
     conflicts, steps = phases.Conflicts(), program.steps_of(code)
     turns: list[npt.NDArray[Any]] = []
     lines: list[npt.NDArray[np.uint64]] = []
@@ -132,7 +135,7 @@ def _least_clocks(name: str) -> int:
 def _accesses(
     code: Code, steps: npt.NDArray[Any], trace: Trace, conflicts: phases.Conflicts
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Clocks, first line and number of lines of every event."""
+    """Return the clocks, first line and number of lines of every event."""
     events = trace.events
     clocks = np.zeros(len(events), np.int64)
     first, count = np.zeros(len(events), np.int64), np.zeros(len(events), np.int64)
@@ -155,7 +158,7 @@ def _accesses(
 
 
 def simulate(turns: Turns, end: str, changed: Mapping[str, float] | None = None) -> Result:
-    """Runs the model with the constants of one ``end``, some of them ``changed``."""
+    """Run the model with the constants of one ``end``, some of them ``changed``."""
     values = {**constants.of(constants.ISSUE, end), **(changed or {})}
     gap = constants.DEVICE["wave_gap"]
     waves = turns.waves.copy()
@@ -164,7 +167,7 @@ def simulate(turns: Turns, end: str, changed: Mapping[str, float] | None = None)
 
 
 def run(turns: Turns, waves: npt.NDArray[Any], values: Mapping[str, float]) -> Result:
-    """Runs the model with ``values`` of all parameters, wavefronts starting as ``waves`` says."""
+    """Run the model with ``values`` of all parameters; wavefronts start as ``waves`` says."""
     parameters = (ctypes.c_double * len(constants.ISSUE))(*(values[n] for n in constants.ISSUE))
     steps = len(turns.steps)
     issued = np.zeros(len(turns.turns), np.float32)

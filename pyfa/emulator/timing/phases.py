@@ -1,8 +1,8 @@
-"""The clocks that a pattern of LDS addresses takes.
+"""The clocks of a pattern of LDS addresses.
 
-32 banks of 4 bytes; in each phase a bank gives one dword, to every lane that asks for it. Which
-lanes make a phase is told by core/phases.h, with its sources; the emulator's counter of conflicts
-takes the same table.
+LDS has 32 banks of 4 bytes. In each phase a bank delivers one dword, to every lane that requests
+it. core/phases.h lists the lanes of each phase, with its sources; the emulator's counter of
+conflicts uses the same table.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ BANKS, LANES = 32, 64
 
 @functools.cache
 def groups(size: int, store: bool) -> tuple[tuple[int, ...], ...]:
-    """The lanes of each phase of an access of ``size`` bytes a lane."""
+    """Return the lanes of each phase of an access of ``size`` bytes per lane."""
     order = (ctypes.c_uint8 * LANES)()
     together = native.load().emulator_phases(ctypes.c_uint32(size), int(store), order)
     return tuple(tuple(order[start : start + together]) for start in range(0, LANES, together))
 
 
 def clocks(lanes: npt.NDArray[np.uint32], size: int, store: bool) -> int:
-    """Clocks of one access: the sum over its phases of the dwords that the fullest bank gives.
+    """Return the clocks of one access: the sum over its phases of the dwords from the busiest bank.
 
-    ``lanes``: 64 byte addresses, 0xffffffff where a lane is off.
+    ``lanes``: 64 byte addresses, 0xffffffff if a lane is off.
     """
     total = 0
     words = np.arange(max(1, size // 4), dtype=np.uint32)
@@ -43,13 +43,13 @@ def clocks(lanes: npt.NDArray[np.uint32], size: int, store: bool) -> int:
 
 
 class Conflicts:
-    """``clocks`` with a memory: patterns repeat, moved by whole rows of banks."""
+    """Computes ``clocks`` with a memo, because patterns repeat, shifted by whole rows of banks."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, bool, bytes], int] = {}
 
     def clocks(self, lanes: npt.NDArray[np.uint32], size: int, store: bool) -> int:
-        """As ``clocks``."""
+        """Return what the function ``clocks`` of this module returns, from the memo if known."""
         on = lanes != 0xFFFFFFFF
         if not on.any():
             return 0

@@ -1,4 +1,4 @@
-"""What an instruction asks of a compute unit: its pipe, how long, its registers."""
+"""The resources of an instruction in a compute unit: its pipe, its duration, its registers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SIZES = {
 
 
 def steps_of(code: Code) -> npt.NDArray[Any]:
-    """One STEP for each instruction of ``code``."""
+    """Return one STEP for each instruction of ``code``."""
     group_of = native.group_of()
     steps = np.zeros(len(code.instructions), STEP)
     for number, (name, row) in enumerate(zip(code.names, code.instructions, strict=True)):
@@ -46,7 +46,7 @@ def steps_of(code: Code) -> npt.NDArray[Any]:
 
 
 def lds_size(name: str) -> int:
-    """Bytes a lane of one access of a DS instruction (read2 and write2 make two)."""
+    """Return the bytes per lane of one access of a DS instruction (read2 and write2 make two)."""
     for part in reversed(name.split("_")):
         if part in _SIZES:
             return _SIZES[part]
@@ -54,7 +54,7 @@ def lds_size(name: str) -> int:
 
 
 def is_lds_store(name: str) -> bool:
-    """Whether a DS instruction writes, or updates."""
+    """Return whether a DS instruction writes or updates."""
     return not name.startswith("ds_read")
 
 
@@ -106,7 +106,8 @@ def _amount(name: str, row: Any, kind: str) -> int:
 
 
 def _widths(name: str, kind: str) -> tuple[tuple[int, int, int], int]:
-    """Registers of the three sources and of the result; 0 where the model does not track them."""
+    """Return the registers of the three sources and of the result; 0 if the model does not track
+    them."""
     if kind == "matrix":
         blocks = next((int(p[:-1]) for p in name.split("_") if p in ("2b", "4b", "16b")), 1)
         shape = next(p for p in name.split("_") if p.count("x") == 2)
@@ -129,7 +130,8 @@ def _widths(name: str, kind: str) -> tuple[tuple[int, int, int], int]:
 
 
 def _range(step: Any, place: tuple[str, str, int | None], code: int, count: int) -> None:
-    """Registers of an operand, AGPRs after the VGPRs; scalars and constants are not tracked."""
+    """Return the registers of an operand, AGPRs after the VGPRs; scalars and constants are not
+    tracked."""
     if code == NONE or code < VGPR or not count:
         return
     first = code - VGPR if code < AGPR else code - AGPR + 256

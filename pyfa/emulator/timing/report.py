@@ -1,4 +1,5 @@
-"""From two runs of a kernel, one some turns of its loop longer, to what a turn costs and loses."""
+"""From two runs of a kernel with different numbers of loop iterations to the cost and losses of an
+iteration."""
 
 from __future__ import annotations
 
@@ -18,11 +19,12 @@ SLOTS = 16  # rows that a loop is shown in, at most, beside the one that closes 
 
 @dataclass(frozen=True)
 class Slot:
-    """A stretch of the hot loop: from one matrix product up to the one that opens the next slot.
+    """A stretch of the hot loop: from one matrix product to the one that opens the next slot.
 
-    The last one of a loop, ``end``, has what stands between the last product and the first of the
-    next turn. Instructions of one wavefront and turn; ``clocks`` of a wavefront from the first
-    issue to that of the next slot; ``lost``: clocks of a SIMD's matrix unit, by cause.
+    The last slot of a loop, ``end``, lies between the last product and the first product of the
+    next iteration. Instructions are per wavefront and iteration. ``clocks``: from a wavefront's
+    first issue in the slot to its first issue in the next. ``lost``: clocks of a SIMD's matrix
+    unit, by cause.
     """
 
     name: str
@@ -39,10 +41,11 @@ class Slot:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one end of the constants. A tile is a turn of the workgroup; clocks are of the workgroup.
+    """The estimate for one end of the constants. A tile is one iteration of the workgroup; clocks
+    are per workgroup.
 
-    ``lost``: shares of the matrix units' time in full tiles, by cause; ``end_of_loop`` of it falls
-    between the last product of a turn of the loop and the first of the next.
+    ``lost``: shares of the matrix units' time in full tiles, by cause; ``end_of_loop`` is the share
+    between the last product of an iteration and the first of the next.
     """
 
     end: str
@@ -60,19 +63,20 @@ class Estimate:
 
     @property
     def hz(self) -> float:
-        """The clock that a device full of such tiles holds."""
+        """Return the clock of a device that is filled with such tiles."""
         return constants.clock(self.utilisation, self.end)
 
     def clocks(self, tiles: float) -> float:
-        """Of a workgroup, or of all that share the compute unit, with ``tiles`` tiles each."""
+        """Return the clocks of a workgroup, or of all that share the compute unit, with ``tiles``
+        tiles each."""
         return self.fixed_clocks + self.clocks_of_tile * tiles
 
     def matrix(self, tiles: float) -> float:
-        """Matrix clocks of one workgroup's SIMDs together."""
+        """Return the matrix clocks of one workgroup, summed over SIMDs."""
         return self.fixed_matrix + self.matrix_of_tile * tiles
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         data = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "slots"}
         data["slots"] = [dict(vars(slot)) for slot in self.slots]
         return data
@@ -86,7 +90,8 @@ def estimate(
     resident: int = 1,
     changed: Mapping[str, float] | None = None,
 ) -> Estimate:
-    """What lies between ``short`` and ``long``, whose workgroups have so many ``tiles`` each."""
+    """Estimate the cost from ``short`` and ``long``, whose workgroups differ by so many ``tiles``
+    each."""
     few, many = (issue.simulate(turns, end, changed) for turns in (short, long))
     more = tiles[1] - tiles[0]
     clocks = many.clocks - few.clocks
@@ -115,7 +120,8 @@ def estimate(
 
 
 def _loop(turns: Turns) -> npt.NDArray[Any] | None:
-    """The turns of the first wavefront's middle pass through its hottest loop; None without one."""
+    """Return the events of the first wavefront's middle pass through its hottest loop; None without
+    one."""
     first, count = int(turns.waves["first"][0]), int(turns.waves["count"][0])
     mine = turns.turns[first : first + count]
     steps = mine["step"].astype(np.int64)
@@ -138,7 +144,7 @@ def _loop(turns: Turns) -> npt.NDArray[Any] | None:
 
 
 def _turns_between(short: Turns, long: Turns, loop: npt.NDArray[Any]) -> float:
-    """Passes through the loop that one wavefront of ``long`` makes more than one of ``short``."""
+    """Return how many more loop iterations a wavefront of ``long`` makes than one of ``short``."""
     step = int(long.turns["step"][loop[-1]])
     waves = len(long.waves)
     few, many = (int((t.turns["step"] == step).sum()) for t in (short, long))

@@ -1,4 +1,4 @@
-"""What the emulator records of a workgroup: every instruction, LDS addresses, memory touched."""
+"""The emulator's record of a workgroup: every instruction, LDS addresses, accessed memory."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ class _GroupTrace(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Trace:
-    """One workgroup. Events of several wavefronts lie mixed; each wavefront's are in its order.
+    """The trace of one workgroup. Events of several wavefronts are mixed; each wavefront's are in
+    order.
 
-    ``events``: EVENT, ``index`` numbering the instructions of the code. ``accesses``: ACCESS; LDS
-    has 64 addresses of ``lanes`` (0xffffffff: off), memory ``count`` different 64-byte ``segments``
-    for ``bytes`` asked.
+    ``events``: EVENT records; ``index`` is the instruction's number in the code. ``accesses``:
+    ACCESS records. An LDS access has 64 addresses in ``lanes`` (0xffffffff: off). A memory access
+    has ``count`` different 64-byte ``segments`` for the ``bytes`` requested.
     """
 
     workgroup: int
@@ -48,7 +49,7 @@ class Trace:
     segments: npt.NDArray[np.uint64]
 
     def of_wave(self, wave: int) -> npt.NDArray[Any]:
-        """The events of one wavefront."""
+        """Return the events of one wavefront."""
         mine: npt.NDArray[Any] = self.events[self.events["wave"] == wave]
         return mine
 
@@ -67,12 +68,12 @@ class Recorder:
             raise MemoryError("no memory for a trace")
 
     def close(self) -> None:
-        """Frees the core's memory."""
+        """Free the core's memory."""
         self._library.emulator_trace_free(ctypes.c_void_p(self.handle))
         self.handle = None
 
     def traces(self) -> tuple[Trace, ...]:
-        """Copies of what was recorded."""
+        """Return copies of the traces."""
         return tuple(self._one(n) for n in range(self.count))
 
     def _one(self, number: int) -> Trace:

@@ -30,6 +30,37 @@ def test_dies_take_workgroups_in_turn_and_do_not_help_each_other() -> None:
     assert finish([100.0 if n % 8 == 0 else 1.0 for n in range(8 * 76)]) == 200
 
 
+def test_engines_of_a_die_that_take_workgroups_in_turn() -> None:
+    """Every 32nd is long, so that one engine of one die gets all of them. Where all are alike, or
+    fit at once, engines change nothing. The slow end has them."""
+    clocks = [100.0 if n % 32 == 24 else 1.0 for n in range(32 * 40)]  # the first die's last
+    free, strict = (device.finish(clocks, UNITS, DIES, 0.0, engines) for engines in (1, 4))
+    assert free == 200  # 40 long ones on the 38 places of a die
+    assert strict == pytest.approx(40 * 100 / 9.5)
+    low, high = (
+        device.time([device.Launch(clocks, 1e3)], end, (1e9, 0.0), {"dispatch": 0.0,
+        "launch_seconds": 0.0}).seconds for end in constants.ends()
+    )  # fmt: skip
+    assert (low, high) == (pytest.approx(strict / 1e9), pytest.approx(free / 1e9))
+    for count in (1, 304, 305, 4096):
+        few = [100.0] * count
+        few[-1] -= 1e-9  # not counted in rounds
+        assert device.finish(few, UNITS, DIES, 0.0, 4) == device.finish(few, UNITS, DIES, 0.0)
+
+
+def test_workgroups_that_take_their_work_help_other_dies() -> None:
+    """Every eighth piece is long: dispatched they come to one die, taken to all; and taken, nothing
+    is dispatched between them."""
+    clocks = [100.0 if n % 8 == 0 else 1.0 for n in range(8 * 76)]
+    given, taken = (
+        device.time([device.Launch(clocks, 1e3, taken=way)], "low", (1e9, 0.0)).seconds
+        for way in (False, True)
+    )
+    launch, gap = constants.DEVICE["launch_seconds"].low, constants.DEVICE["dispatch"].low
+    assert given == pytest.approx(launch + (200 + gap) / 1e9)
+    assert taken == pytest.approx(launch + 102 / 1e9)
+
+
 def test_the_longest_first_leave_a_short_tail() -> None:
     causal = [float(n) for n in range(1, 33) for _ in range(8 * 19)]
     assert finish(causal[::-1]) < finish(causal)

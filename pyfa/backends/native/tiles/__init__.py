@@ -1,6 +1,6 @@
-"""Tiles, one file for each arch: what its kernels are compiled with, each row with its reason.
+"""Tiles, one file per arch: what its kernels are compiled with, each row with its reason.
 
-Fields are named as the kernels' constants, in small letters. An arch is known once its file is
+Fields have the names of the kernels' constants in lower case. An arch is known if it has a file
 here.
 """
 
@@ -18,17 +18,17 @@ Pair = tuple[int, int]  # head_dim and head_dim_v that a kernel is compiled for
 
 @functools.cache
 def archs(prefix: str) -> tuple[str, ...]:
-    """The archs that begin with ``prefix`` and have a file here, the oldest first."""
+    """Return the archs that begin with ``prefix`` and have a file here, the oldest first."""
     names = [module.name for module in pkgutil.iter_modules(__path__)]
     found = [name.replace("sm", "sm_") for name in names if name.startswith(prefix)]
     return tuple(sorted(found, key=lambda name: (len(name), name)))
 
 
 def of(arch: str) -> Any:
-    """``TILES`` in the file of ``arch``, which has one."""
+    """Return ``TILES`` from the file of ``arch``."""
     return importlib.import_module(f".{arch.replace('_', '')}", __name__).TILES
 
 
 def constants_of(tiles: Any) -> Mapping[str, int]:
-    """A row of tiles as the kernels' constants."""
+    """Return a row of tiles as the kernels' constants."""
     return {name.upper(): int(value) for name, value in tiles._asdict().items()}

@@ -1,4 +1,4 @@
-"""MI300X and its kin: 64 KB of LDS, 512 registers a lane on each of 4 SIMDs."""
+"""MI300X and its relatives: 64 KB of LDS, 512 registers per lane on each of 4 SIMDs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LINES = 16  # of a matrix product of decode
 
 
 class Forward(NamedTuple):
-    """Keys of a tile, wavefronts of 32 query rows, rows of a matrix product."""
+    """Keys per tile, wavefronts of 32 query rows each, rows of a matrix product."""
 
     block_k: int
     waves: int
@@ -19,8 +19,8 @@ class Forward(NamedTuple):
 
 
 class Decode(NamedTuple):
-    """``tiles``: matrix products of 16 lines, each a query row of one head. ``stages``: groups of
-    keys on their way to a wavefront; ``occupancy``: wavefronts that a SIMD holds."""
+    """``tiles``: matrix products of 16 lines, each line a query row of one head. ``stages``: groups
+    of keys in flight per wavefront; ``occupancy``: wavefronts per SIMD."""
 
     tiles: int
     stages: int
@@ -28,17 +28,17 @@ class Decode(NamedTuple):
 
     @property
     def lines(self) -> int:
-        """Of a workgroup."""
+        """Return the lines of a workgroup."""
         return LINES * self.tiles
 
     def shared_bytes(self, pair: Pair, float8: bool, latent: bool) -> int:
-        """None is dynamic: kernels declare what they use."""
+        """Return 0: nothing is dynamic, because kernels declare what they use."""
         return 0
 
 
 class Owner(NamedTuple):
-    """Of backward in two passes: what a wavefront owns, in 32 keys or rows, wavefronts on a SIMD,
-    and whether products are made in slots."""
+    """Backward in two passes: what a wavefront owns, in units of 32 keys or rows, wavefronts per
+    SIMD, and whether products are computed in slots."""
 
     columns: int
     per_simd: int

@@ -1,4 +1,5 @@
-"""B200, compiled for and never run: Hopper's tiles of Ampere's kernels but where ptxas spills."""
+"""B200, compiled for and never run: Hopper's tiles for Ampere's kernels, except where ptxas
+spills."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""GeForce cards of Blackwell, compiled for and never run: sm_86's tiles but where ptxas spills."""
+"""GeForce cards of Blackwell, compiled for and never run: sm_86's tiles, except where ptxas
+spills."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A100: 163 KB of shared memory a block. Also the rows of what Ampere's kernels are compiled with.
+"""A100: 163 KB of shared memory per block. Also the records of the tiles of Ampere's kernels.
 
-These kernels run on every later arch too, each with the tiles in its own file.
+These kernels also run on every later arch, with the tiles in that arch's file.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ LINES = 8  # of a matrix product of decode: a line is a query row of one head
 
 
 class Forward(NamedTuple):
-    """A warp owns ``rows`` query rows, and K and V pass in tiles of ``block_k`` keys, two of each.
+    """A warp owns ``rows`` query rows. K and V are loaded in tiles of ``block_k`` keys, two stages
+    of each.
 
-    ``q_in_registers``: the queries stay there. ``blocks`` are to fit on an SM.
+    ``q_in_registers``: the queries stay in registers. ``blocks``: how many should fit on an SM.
     """
 
     rows: int
@@ -27,7 +28,8 @@ class Forward(NamedTuple):
     blocks: int
 
     def shared_bytes(self, pair: Pair, paged: bool) -> int:
-        """Of a block: the stages, the queries where they do not pass through them, warps' notes."""
+        """Return the bytes of a block: the stages, the queries if they do not pass through the
+        stages, per-warp scratch."""
         stage = self.block_k * sum(pair) * 2
         queries = self.rows * self.warps * pair[0] * 2
         passing = self.q_in_registers and queries <= stage
@@ -36,9 +38,10 @@ class Forward(NamedTuple):
 
 
 class Decode(NamedTuple):
-    """A warp has ``tiles`` products of 8 lines; ``team`` warps share keys and differ in lines.
+    """A warp computes ``tiles`` products of 8 lines. The warps of a ``team`` share keys and differ
+    in lines.
 
-    Each team of a block's ``warps`` has ``stages`` slots of 16 keys on their way.
+    Each team among a block's ``warps`` has ``stages`` slots of 16 keys in flight.
     """
 
     tiles: int
@@ -48,12 +51,12 @@ class Decode(NamedTuple):
 
     @property
     def lines(self) -> int:
-        """Of a block."""
+        """Return the lines of a block."""
         return LINES * self.tiles * self.team
 
     def shared_bytes(self, pair: Pair, float8: bool, latent: bool) -> int:
-        """Of a block: page offsets, rows' states, and the rings, where the teams' sums meet; of
-        float8 scales of rows, and of as many keys as are on their way. Latent values are keys."""
+        """Return the bytes of a block: page offsets, row states, the ring buffers (where the teams'
+        sums meet), and float8 scales of rows and of the keys in flight. Latent values are keys."""
         teams, rows = self.warps // self.team, self.lines
         elements = pair[0] if latent else sum(pair)
         ring = teams * self.stages * GROUP * (1 if float8 else 2) * elements
@@ -70,10 +73,10 @@ def _in_lines(size: int) -> int:
 class Backward(NamedTuple):
     """A block owns ``block_k`` keys and takes ``block_q`` rows at a time, with two kinds of warps.
 
-    ``warps_k`` × ``warps_q`` warps make S, P and dV, as many dP, dS and dK, ``chunk_q`` rows at
-    once (0: all of a warp's). ``dq_warps_q`` of them all share the rows of dQ, the others the head.
-    dS goes through ``buffers``; ``lookahead``: fragments that are read before their use.
-    ``blocks_per_sm`` are to fit on an SM.
+    ``warps_k`` × ``warps_q`` warps compute S, P and dV, and as many compute dP, dS and dK,
+    ``chunk_q`` rows at once (0: all rows of a warp). For dQ, ``dq_warps_q`` warps divide the rows,
+    and the others divide the head. dS goes through ``buffers``. ``lookahead``: fragments read
+    before their use. ``blocks_per_sm``: how many should fit on an SM.
     """
 
     block_q: int
@@ -87,7 +90,8 @@ class Backward(NamedTuple):
     blocks_per_sm: int = 1
 
     def shared_bytes(self, pair: Pair, general: bool) -> int:
-        """Of a block: its keys and values, two stages of Q and dO with their states, P and dS."""
+        """Return the bytes of a block: its keys and values, two stages of Q and dO with their
+        states, P and dS."""
         q, k = self.block_q, self.block_k
         stage = q * sum(pair) * 2 + 2 * q * 4
         scores = k * q * 2
@@ -97,14 +101,14 @@ class Backward(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """What Ampere's kernels are compiled with for one arch, by head dims.
+    """The constants that Ampere's kernels are compiled with for one arch, by head dims.
 
-    ``forward``: of plain scores, general ones, dropout; ``forward_paged``: where general ones with
-    pages differ. ``small_grid``: with half the rows, for where the usual tiles leave SMs without a
-    block; plain and dense only. ``decode``: for blocks of 8, 16, 32 and 64 lines; of float8 caches
-    only where one instruction makes two float16 numbers of two float8 ones (sm_89 and later).
-    ``latent``: the same where V is a view of K.
-    ``backward``: of plain scores, then of general ones, which keep more of P for dS.
+    ``forward``: for plain scores, general scores, dropout. ``forward_paged``: for general scores
+    with pages, if different. ``small_grid``: with half the rows, if the usual tiles leave SMs
+    without a block; plain and dense only. ``decode``: for blocks of 8, 16, 32 and 64 lines; for
+    float8 caches only if one instruction converts two float8 numbers to float16 (sm_89 and later).
+    ``latent``: the same for V as a view of K. ``backward``: for plain scores, then for general
+    ones, which keep more of P for dS.
     """
 
     forward: Mapping[Pair, tuple[Forward, Forward, Forward]]
@@ -118,7 +122,7 @@ class Tiles(NamedTuple):
 
 
 def sizes(*rows: tuple[int, int, int, int]) -> tuple[Decode, ...]:
-    """Decode's tiles for 8, 16, 32 and, where head dims leave registers for it, 64 lines."""
+    """Return decode's tiles for 8, 16, 32 and, if head dims leave enough registers, 64 lines."""
     return tuple(Decode(*row) for row in rows)
 
 

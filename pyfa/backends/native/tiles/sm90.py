@@ -1,4 +1,5 @@
-"""H100 and H200: Hopper's own kernels, and the tiles of Ampere's where those run (227 KB)."""
+"""H100 and H200: tiles of Hopper's own kernels, and of Ampere's for calls that need them (227
+KB)."""
 
 from __future__ import annotations
 
@@ -16,21 +17,22 @@ _PANEL_BYTES = 128  # of a row: what TMA and the matrix instruction swizzle
 
 
 class Own(NamedTuple):
-    """``groups`` warpgroups of 64 query rows each, tiles of ``block_k`` keys, two of K and of V."""
+    """``groups`` warpgroups of 64 query rows each, tiles of ``block_k`` keys, two stages of K and
+    of V."""
 
     groups: int
     block_k: int
 
     def shared_bytes(self, pair: Pair) -> int:
-        """Of a block: queries, the stages, barriers of 8 bytes, and what is told of two tiles of
-        work."""
+        """Return the bytes of a block: queries, stages, barriers of 8 bytes, and the descriptions
+        of two tiles of work."""
         queries = self.groups * ROWS * pair[0] * 2
         stages = STAGES * self.block_k * sum(pair) * 2
         barriers = (2 * self.groups + 4 * STAGES + 2 * TOLD) * 8
         return -(-(queries + stages + barriers) // 16) * 16 + TOLD * 48
 
     def shared_bytes_of_float8(self, pair: Pair) -> int:
-        """The same with V once more, transposed, and the scales."""
+        """Return the same with a transposed copy of V and the scales."""
         queries = self.groups * ROWS * pair[0]
         stages = STAGES * self.block_k * (pair[0] + 2 * pair[1])
         barriers = (2 * self.groups + 6 * STAGES + 2 * TOLD) * 8
@@ -63,12 +65,13 @@ FORWARD_FLOAT8: dict[Pair, tuple[Own, Own, Own]] = {
 
 
 class OwnBackward(NamedTuple):
-    """``groups`` warpgroups take ``block_q`` rows at a time, each for 64 keys of its own, or both
-    for the same 64 with a role each (``roles``).
+    """``groups`` warpgroups take ``block_q`` rows at a time. Each has 64 keys of its own, or
+    (``roles``) both have the same 64 keys and different roles.
 
-    ``overlap``, of roles: a tile's scores are asked for while the last one's gradient is under way,
-    as they always are without roles. ``float_weights``, of roles: P is handed over in float32.
-    ``one_sender``, without roles: one thread adds dQ's tiles to memory for all warps.
+    ``overlap`` (with roles): the scores of a tile are computed while the gradient of the previous
+    tile is in flight, which is always so without roles. ``float_weights`` (with roles): P is passed
+    on in float32. ``one_sender`` (without roles): one thread adds the tiles of dQ to memory for all
+    warps.
     """
 
     groups: int
@@ -83,8 +86,8 @@ class OwnBackward(NamedTuple):
         return _GROUP_KEYS * (1 if self.roles else self.groups)
 
     def shared_bytes(self, pair: Pair) -> int:
-        """Of a block: keys and values, the stages with two floats a row, two dS, P where it is
-        handed over or else one or two tiles of dQ in float32, barriers."""
+        """Return the bytes of a block: keys and values, the stages with two floats per row, two dS,
+        P if it is passed on or else one or two tiles of dQ in float32, barriers."""
         keys, rows = self.block_k, self.block_q
         states = -(-rows * 4 // 128) * 128
         stage = rows * sum(pair) * 2 + 2 * states
@@ -102,6 +105,16 @@ BACKWARD: dict[Pair, OwnBackward] = {
     (128, 128): OwnBackward(2, 64, one_sender=True),
     (192, 128): OwnBackward(2, 64, roles=True),
     (192, 192): OwnBackward(2, 64, roles=True),
+    (256, 256): OwnBackward(2, 64, overlap=False, roles=True, float_weights=True),
+}
+
+# The same with score terms, dropout, sinks or mods: scores and their dP are in registers together,
+# which 64 rows of heads of 128, or 128 of 64, leave no room for.
+BACKWARD_TERMS: dict[Pair, OwnBackward] = {
+    (64, 64): OwnBackward(2, 96),
+    (128, 128): OwnBackward(2, 48, one_sender=True),
+    (192, 128): OwnBackward(2, 64, roles=True, float_weights=True),
+    (192, 192): OwnBackward(2, 64, roles=True, float_weights=True),
     (256, 256): OwnBackward(2, 64, overlap=False, roles=True, float_weights=True),
 }
 

@@ -1,0 +1,73 @@
+"""Block lists on their way to kernels: behind the tensors that the mods captured, as two more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from ... import abi, blocks, mods
+from ...blocks import Tiles
+from ...plan import Plan
+from ...problem import Call
+from ..common.program import Params
+from .target import Target
+
+
+def listed(plan: Plan) -> Plan:
+    """``plan`` as one that visits by list, where its mods have a mask."""
+    digest = dict(plan.constants).get("MOD")
+    if not isinstance(digest, str) or mods.of(digest).mask is None:
+        return plan
+    return replace(plan, constants=tuple(sorted((*plan.constants, ("LISTS", 1)))))
+
+
+def unlisted(plan: Plan) -> Plan:
+    """``plan`` as one that is given lists and visits every tile: the mask_mod alone is as right."""
+    constants = ((name, 2 if name == "LISTS" else value) for name, value in plan.constants)
+    return replace(plan, constants=tuple(constants))
+
+
+def is_listed(plan: Plan) -> bool:
+    """Whether its kernel is given lists."""
+    return "LISTS" in dict(plan.constants)
+
+
+class Lists:
+    """The lists of the ``plans`` of one program, for those that visit by them.
+
+    They are the program's last inputs, ``names``, which ``of`` gives for each call.
+    """
+
+    def __init__(self, target: Target, plans: Sequence[Plan]) -> None:
+        self.tiles: dict[Plan, Tiles] = {
+            plan: target.list_tiles(plan) for plan in plans if is_listed(plan)
+        }
+        self.names = tuple(
+            name
+            for number in range(len(self.tiles))
+            for name in (f"list_counts{number}", f"list_entries{number}")
+        )
+
+    def of(self, call: Call) -> tuple[torch.Tensor, ...]:
+        """Those of ``call``, in the order of ``names``."""
+        return tuple(x for tiles in self.tiles.values() for x in blocks.lists_of(call, tiles))
+
+    def params_of(self, plan: Plan, call: Call, params: Params) -> Params:
+        """``params`` with where the lists of ``plan`` are."""
+        if plan not in self.tiles:
+            return params
+        number = list(self.tiles).index(plan)
+        first = len(call.captured)
+        values = dict(params.values)
+        for slot, x in enumerate(blocks.lists_of(call, self.tiles[plan])):
+            # One list for all sequences or heads has no stride between them.
+            shared = (x.stride(dim) if x.shape[dim] > 1 else 0 for dim in range(2))
+            values |= abi.captured_values(first + slot, x.shape, (*shared, *x.stride()[2:]))
+        pointers = {
+            **params.pointers,
+            f"captured{first}": self.names[2 * number],
+            f"captured{first + 1}": self.names[2 * number + 1],
+        }
+        return Params(values, pointers)

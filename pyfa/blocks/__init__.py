@@ -1,0 +1,141 @@
+"""Block lists: which tiles of keys a tile of rows has to visit under a mask_mod.
+
+A list is made for the tiles of one kernel. Per tile of rows (or of keys, where a kernel owns those
+and streams rows) it names, in ascending order, the tiles in which the mask_mod leaves anything. A
+tile is *full* where the mask_mod hides nothing in it, and need not be asked. Lists know the
+mask_mod alone: windows and lengths hold besides, and kernels apply them as they do without.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .. import mods
+from ..mods import Function
+from ..problem import Call
+from . import build, kept
+
+__all__ = [
+    "FULL",
+    "Lists",
+    "Tiles",
+    "Visits",
+    "is_exact",
+    "lists_of",
+    "states_across",
+    "visits_of",
+]
+
+FULL = -(1 << 31)
+"""The bit of an entry that says full: its sign."""
+
+Tiles = build.Tiles
+
+
+class Lists(NamedTuple):
+    """``counts`` int32 (B', H', tiles) and ``entries`` int32 (B', H', tiles, most), contiguous.
+
+    B' is 1 where the mask_mod does not ask for b, H' the same of h: one list serves all. The first
+    ``counts`` entries of a row are the numbers of tiles, ascending, with ``FULL`` where they are
+    full. Those behind are ``most``, the number of all tiles: one that begins beyond the end.
+    """
+
+    counts: torch.Tensor
+    entries: torch.Tensor
+
+
+class Visits(NamedTuple):
+    """How many tiles there are of a call's own rows, keys and (B', H'), and what becomes of them:
+    the rest is skipped."""
+
+    tiles: int
+    partial: int
+    full: int
+
+    @property
+    def skipped(self) -> int:
+        return self.tiles - self.partial - self.full
+
+
+# Whose results differ between PyTorch's operators and a compiler's, which may fuse or approximate.
+_INEXACT = frozenset(
+    ("mul", "div", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sin", "cos")
+)
+
+
+def is_exact(function: Function) -> bool:
+    """Whether every backend computes the same bits: a list and the kernel that visits by it then
+    agree on each key. A mask_mod that is not has every tile visited, as partial."""
+    return not any(op.type == "f" and op.name in _INEXACT for op in function.ops)
+
+
+def lists_of(call: Call, tiles: Tiles) -> Lists:
+    """The lists of ``call``'s mask_mod for ``tiles``: kept, or made on the current stream.
+
+    Tensors that it captured may have been changed in place: then lists are made again.
+    """
+    mask = mask_of(call)
+    if not is_exact(mask):
+        return kept.find(call, mask, ("all", tiles), lambda: _all_partial(call, tiles))
+    return kept.find(call, mask, ("lists", tiles), lambda: _made(call, mask, tiles))
+
+
+def states_across(call: Call, rows: int, keys: int) -> list[list[int]]:
+    """EMPTY, PARTIAL or WHOLE of each tile of rows and keys, one for all sequences and heads: what
+    any of them needs, and full where it is for all. Waits for the device."""
+    mask = mask_of(call)
+
+    def make() -> list[list[int]]:
+        with torch.no_grad():
+            states = build.states_of(call, mask, Tiles(rows, keys))
+        if states.numel() == 0:
+            return [[build.EMPTY] * states.shape[3]] * states.shape[2]
+        some, whole = states.amax((0, 1)) != build.EMPTY, states.amin((0, 1)) == build.WHOLE
+        found: list[list[int]] = (some.int() + whole.int()).tolist()
+        return found
+
+    return kept.find(call, mask, ("across", rows, keys), make)
+
+
+# How many scores a mask_mod is asked for by ``explain``: 1 s on 2 CPU cores, 0.1 s on a GPU.
+_QUICK = {"cpu": 1 << 26, "cuda": 1 << 34}
+
+
+def is_quick(call: Call) -> bool:
+    """Whether it is soon known what the mask_mod leaves; never of tensors without values."""
+    mask = mask_of(call)
+    lines = call.batch if build.asks_for(mask, "b") else 1
+    lines *= call.q.shape[-2] if build.asks_for(mask, "h") else 1
+    most = _QUICK.get(call.q.device.type, 0)
+    return lines * call.max_seqlen_q * call.max_seqlen_k <= most
+
+
+def visits_of(call: Call, tiles: Tiles) -> Visits:
+    """What ``lists_of`` leaves of all tiles. Waits for the device."""
+    counts, entries = lists_of(call, tiles)
+    visited = int(counts.sum())
+    full = int((entries < 0).sum())
+    return Visits(counts.numel() * entries.shape[-1], visited - full, full)
+
+
+def mask_of(call: Call) -> Function:
+    """The mask_mod of ``call``, which has one."""
+    mask = mods.of(call.mods).mask if call.mods else None
+    assert mask is not None, "lists are of calls with a mask_mod"
+    return mask
+
+
+def _made(call: Call, mask: Function, tiles: Tiles) -> Lists:
+    with torch.no_grad():
+        states = build.states_of(call, mask, tiles)
+        return Lists(*build.listed(states, FULL))
+
+
+def _all_partial(call: Call, tiles: Tiles) -> Lists:
+    owned, streamed = build.counts_of(call, tiles)
+    device = call.q.device
+    counts = torch.full((1, 1, owned), streamed, dtype=torch.int32, device=device)
+    entries = torch.arange(streamed, dtype=torch.int32, device=device)
+    return Lists(counts, entries.expand(1, 1, owned, streamed).contiguous())

@@ -1,0 +1,103 @@
+"""What a mask_mod leaves of each tile, found tile by tile: no rows × keys in memory."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..mods import Function
+from ..mods.evaluate import evaluate
+from ..problem import Call
+
+EMPTY, PARTIAL, WHOLE = 0, 1, 2
+
+# Scores looked at together: 4 MB of truth values on a CPU, 64 MB on a GPU.
+_AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 26}
+
+
+class Tiles(NamedTuple):
+    """``rows`` x ``keys`` of a tile. A list belongs to a tile of rows and names tiles of keys, or
+    the other way round where keys are ``owned``. ``group``: so many query heads in a row share a
+    list, which names what any of them needs."""
+
+    rows: int
+    keys: int
+    owned: str = "rows"
+    group: int = 1
+
+
+def counts_of(call: Call, tiles: Tiles) -> tuple[int, int]:
+    """Tiles that are owned, and those that lists name."""
+    rows, keys = -(-call.max_seqlen_q // tiles.rows), -(-call.max_seqlen_k // tiles.keys)
+    return (rows, keys) if tiles.owned == "rows" else (keys, rows)
+
+
+def asks_for(function: Function, name: str) -> bool:
+    """Whether the function depends on its input ``name``."""
+    return any(op.name == "input" and op.value == name for op in function.ops)
+
+
+def states_of(call: Call, mask: Function, tiles: Tiles) -> torch.Tensor:
+    """uint8 (B', H' / group, owned, streamed): EMPTY, PARTIAL or WHOLE."""
+    batch = call.batch if asks_for(mask, "b") else 1
+    heads = call.q.shape[-2] if asks_for(mask, "h") else 1
+    rows, keys = -(-call.max_seqlen_q // tiles.rows), -(-call.max_seqlen_k // tiles.keys)
+    device = call.q.device
+    found = torch.zeros(batch, heads, rows, keys, dtype=torch.uint8, device=device)
+    budget = max(1, _AT_ONCE.get(device.type, 1 << 22) // (tiles.rows * tiles.keys))
+    across = min(keys, budget)
+    down = min(rows, max(1, budget // max(across, 1)))
+    for b in range(batch):
+        for h in range(heads):
+            for row in range(0, rows, max(down, 1)):
+                for key in range(0, keys, max(across, 1)):
+                    part = found[b, h, row : row + down, key : key + across]
+                    part.copy_(_states(call, mask, tiles, (b, h, row, key), part.shape))
+    if tiles.group > 1 and heads > 1:
+        grouped = found.unflatten(1, (-1, tiles.group))
+        # What any head needs is needed; what one of them has to mask is no longer full.
+        some, whole = (grouped != EMPTY).any(2), (grouped == WHOLE).all(2)
+        found = some.to(torch.uint8) + whole.to(torch.uint8)
+    return found if tiles.owned == "rows" else found.transpose(2, 3)
+
+
+def _states(
+    call: Call, mask: Function, tiles: Tiles, at: tuple[int, int, int, int], size: torch.Size
+) -> torch.Tensor:
+    """Of the tiles from ``at`` on."""
+    b, h, row, key = at
+    device = call.q.device
+
+    def places(first: int, count: int, end: int, start: int) -> torch.Tensor:
+        # Beyond the end the last one again, which adds nothing to "any" and "all".
+        inside = torch.arange(first, first + count, dtype=torch.int32, device=device)
+        return inside.clamp(max=end - 1) + start
+
+    down, across = size
+    inputs = {
+        "score": torch.zeros((), device=device),
+        "b": torch.full((), b + call.batch_start, dtype=torch.int32, device=device),
+        "h": torch.full((), h + call.head_start, dtype=torch.int32, device=device),
+        "q": places(row * tiles.rows, down * tiles.rows, call.max_seqlen_q, call.q_start)[:, None],
+        "kv": places(key * tiles.keys, across * tiles.keys, call.max_seqlen_k, call.k_start),
+    }
+    (seen,) = evaluate(mask, inputs, call.captured)
+    seen = seen.expand(down * tiles.rows, across * tiles.keys)
+    split: torch.Tensor = seen.unflatten(1, (across, tiles.keys)).unflatten(0, (down, tiles.rows))
+    found: torch.Tensor = split.any(3).any(1).to(torch.uint8)
+    return found + split.all(3).all(1).to(torch.uint8)
+
+
+def listed(states: torch.Tensor, full: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``Lists.counts`` and ``Lists.entries`` of ``states``."""
+    empty = states == EMPTY
+    counts = (~empty).sum(-1, dtype=torch.int32)
+    most = states.shape[-1]
+    # Those that are visited first, in their order.
+    order = torch.sort(empty.to(torch.uint8), dim=-1, stable=True).indices
+    entries = order.int()
+    entries = torch.where(states.gather(-1, order) == WHOLE, entries + full, entries)
+    place = torch.arange(most, device=states.device)
+    entries = torch.where(place < counts[..., None], entries, most)
+    return counts.contiguous(), entries.int().contiguous()

@@ -1,0 +1,68 @@
+"""The grid's cases of masks over the new rows (``tree_mask``), which only a cache has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from .cases import Case, packed
+
+Fields = dict[str, Any]
+Draws = Callable[[str, int, Fields], Iterator[Fields]]
+
+_HALF = ("bfloat16", "float16")
+_DTYPES = (*_HALF, "float32")
+# (rows, keys) of sequences: few rows, more than one tile of them, more rows than keys, none.
+_LENGTHS: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
+    ((6, 6, 6), (65, 17, 300)),
+    ((16, 16), (257, 64)),
+    ((70, 70), (97, 200)),
+    ((3, 3, 3, 3), (0, 1, 3, 130)),
+)
+_OPTIONS: tuple[Fields, ...] = (
+    {},
+    {"causal": True, "heads_q": 8},
+    {"page_size": 16, "heads_q": 4, "num_splits": 3},
+    {"leftpad": True, "batch_idx": True, "slack": 3},
+    {"packed_q": True, "page_size": 16, "slack": 2},
+    {"window": (20, 0), "sinks": True},
+    {"attention_chunk": 40, "softcap": 5.0},
+    {"alibi": "heads", "heads_q": 4, "page_size": 1},
+)
+
+
+def quick() -> Iterator[Case]:
+    """Each option once, over lengths in turn, and new keys and a float8 cache."""
+    for index, options in enumerate(_OPTIONS):
+        yield _tree(index, dtype=_DTYPES[index % 3], **options)
+    yield _tree(0, new_keys=6, page_size=16, head_dim=128)
+    yield _tree(1, cache_dtype="float8_e4m3fn", head_dim=128, heads_q=8)
+
+
+def full(draws: Draws) -> Iterator[Case]:
+    """Options and lengths in every pair, and draws of what changes a plan."""
+    for shape in range(len(_LENGTHS)):
+        for index, options in enumerate(_OPTIONS):
+            yield _tree(shape, dtype=_HALF[(shape + index) % 2], **options)
+    yield _tree(0, heads_q=4, mask_mod="prefix")
+    yield _tree(0, heads_q=4, page_size=16, score_mod="alibi")
+    axes: Fields = {
+        "dtype": _DTYPES,
+        "shape": range(len(_LENGTHS)),
+        "head_dim": (40, 64, 96, 128, 192, 256),
+        "heads_q": (2, 4, 8),
+        "causal": (False, True),
+        "options": _OPTIONS,
+        "batch_invariant": (False, False, True),
+    }
+    for draw in draws("trees", 60, axes):
+        options = draw.pop("options")
+        if draw["batch_invariant"]:
+            options = {
+                n: x for n, x in options.items() if n not in ("num_splits", "attention_chunk")
+            }
+        yield _tree(draw.pop("shape"), **{**draw, **options})
+
+
+def _tree(shape: int, **options: Any) -> Case:
+    return packed(_LENGTHS[shape % len(_LENGTHS)], "kvcache", tree=True, **options)

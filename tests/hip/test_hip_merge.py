@@ -1,0 +1,147 @@
+"""``pyfa.merge`` as one launch of ``combine``, run in the emulator, against PyTorch's operators."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+
+import pyfa
+from pyfa import merging
+
+FORMATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def laid_out(x: torch.Tensor, how: int) -> torch.Tensor:
+    """The same elsewhere: in the middle of others, heads first, a head's elements apart."""
+    if how == 1:
+        return torch.nn.functional.pad(x, (3, 5))[..., 3:-5]
+    if how == 2:
+        return x.transpose(-3, -2).contiguous().transpose(-3, -2)
+    return x.mT.contiguous().mT if how == 3 else x
+
+
+def parts(draw: random.Random) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """2 to 4 parts of any formats and layout, with rows that a part, or all, have not seen."""
+    torch.manual_seed(draw.randrange(1 << 30))
+    dim, packed = draw.choice((7, 16, 20, 64, 256)), draw.random() < 0.4
+    rows, heads, batch = draw.randint(1, 9), draw.randint(1, 5), draw.randint(1, 3)
+    outs, lses = [], []
+    for _ in range(draw.randint(2, 4)):
+        shape = (rows, heads, dim) if packed else (batch, rows, heads, dim)
+        lse = torch.randn((*shape[:-3], rows, heads)).mT * 3.0
+        unseen = torch.rand(lse.shape) < 0.2
+        lses.append(lse.masked_fill(unseen, -torch.inf))
+        x = torch.randn(shape).masked_fill(unseen.mT[..., None], torch.nan)
+        outs.append(laid_out(x.to(draw.choice(FORMATS)), draw.randrange(4)))
+    for lse in lses:
+        lse[..., -1] = -torch.inf
+    return outs, lses
+
+
+def agree(have: torch.Tensor, exact: torch.Tensor) -> bool:
+    """Within one rounding to its format of float32 sums in another order."""
+    bound = 2.0 * torch.finfo(have.dtype).eps
+    return bool(((have.float() - exact).abs() <= bound * exact.abs() + 1e-6).all())
+
+
+def wrong(seed: int) -> bool:
+    """Whether one of 12 merges of random parts is not what PyTorch's operators make of them."""
+    draw = random.Random(seed)
+    for _ in range(12):
+        outs, lses = parts(draw)
+        exact, total = pyfa.merge([x.float() for x in outs], lses, return_lse=True)
+        into = None
+        if draw.random() < 0.5:
+            into = torch.full(outs[0].shape, torch.nan, dtype=draw.choice(FORMATS))
+        with pyfa.use_backend("emulator"):
+            have, lse = pyfa.merge(outs, lses, into, return_lse=True)
+            alone = pyfa.merge(outs, lses)
+        assert into is None or have is into
+        if not agree(have, exact) or not agree(alone, exact):
+            return True
+        if not torch.allclose(lse, total, atol=1e-5) or lse.dtype != torch.float32:
+            return True
+    return False
+
+
+@pytest.fixture(autouse=True)
+def _none_is_kept():
+    merging._bound.clear()
+    yield
+    merging._bound.clear()
+
+
+def test_it_is_what_pytorch_makes_of_it(kernels_run) -> None:
+    assert not wrong(0)
+    assert set(kernels_run) == {"combine"}
+
+
+def test_a_cascade_with_sinks_once(kernels_run) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, n, h, 64).bfloat16() for n, h in ((3, 4), (90, 2), (90, 2)))
+    sinks = torch.randn(4)
+    with pyfa.use_backend("emulator"):
+        cuts = [
+            pyfa.attention(q, k[:, a:b], v[:, a:b], sinks=None if a else sinks, return_lse=True)
+            for a, b in itertools.pairwise((0, 33, 33, 64, 90))
+        ]
+        have = pyfa.merge(*zip(*cuts, strict=True), return_lse=True)
+    want = pyfa.attention(q.float(), k.float(), v.float(), sinks=sinks, return_lse=True)
+    assert "combine" in kernels_run
+    torch.testing.assert_close(have[0].float(), want[0], atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(have[1], want[1], atol=1e-4, rtol=1e-4)
+
+
+def test_the_same_parts_have_the_same_bits_in_any_batch() -> None:
+    torch.manual_seed(0)
+    outs, lses = torch.randn(3, 6, 5, 4, 64).bfloat16(), torch.randn(3, 6, 4, 5)
+    with pyfa.use_backend("emulator"):
+        together = pyfa.merge(outs, lses)
+        for b in range(6):
+            alone = pyfa.merge(outs[:, b : b + 1], lses[:, b : b + 1])
+            assert torch.equal(alone, together[b : b + 1])
+
+
+@pytest.mark.parametrize("what", ["a gradient", "five parts", "out is a part", "no rows"])
+def test_what_is_left_to_pytorch(what: str, kernels_run) -> None:
+    outs, lses = [torch.randn(2, 3, 4, 8) for _ in range(2)], [torch.randn(2, 4, 3)] * 2
+    out = None
+    if what == "a gradient":
+        outs[0].requires_grad_()
+    elif what == "five parts":
+        outs, lses = outs[:1] * 5, lses[:1] * 5
+    elif what == "out is a part":
+        out = outs[1]
+    else:
+        outs, lses = [x[:, :0] for x in outs], [x[..., :0] for x in lses]
+    expected = pyfa.merge([x.clone() for x in outs], lses)
+    with pyfa.use_backend("emulator"):
+        have = pyfa.merge(outs, lses, out)
+    assert torch.equal(have, expected)
+    assert have.requires_grad == (what == "a gradient")
+    assert not kernels_run
+
+
+FAULTS = {
+    "the first part's LSE for all": ("captured_of(p)[2 * i + 1]", "captured_of(p)[1]"),
+    "a part that saw nothing is read": ("lse[i] != -INFINITY_F && columns > 0)\n      out[i] = ele",
+                                        "columns > 0)\n      out[i] = ele"),
+    "a head's LSE a row on": ("stand.head * sums.stride[1]", "stand.head * sums.stride[2]"),
+    "no step between elements": ("(long long)j * part.stride[3]]", "j]"),
+    "bfloat16 taken for float16": ("part.size[0] == BFLOAT16", "part.size[0] == 7"),
+    "float32 out not cut at the head's end": ("if (place.column + j < p.head_dim_v) ((float",
+                                              "if (j < 4) ((float"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_is_caught(fault: str, plant) -> None:
+    plant("hip/combine.hip", *FAULTS[fault])
+    try:
+        caught = wrong(0)
+    except Exception:
+        caught = True  # the emulator found an access that nobody may make
+    assert caught
