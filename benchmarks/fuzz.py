@@ -10,6 +10,8 @@ seconds) is made smaller as long as it stays wrong, and printed as a call to pas
 Left out, because the rule has no bound for them: float8 where a row is nearly one key ("big",
 "growing", a scale of 0.5), for kernels round its P of up to 1 like any other, to 1/16 at worst,
 where the yardstick's is exactly 1; and "growing" with a head_dim below 8, whose rows are all equal.
+A mean error of fewer than 64 independent roundings is chance: where that of an output is all that
+is wrong, the case is counted as "few" and is not wrong.
 
 ``--problems N`` ends after that many. ``--plant numbers``, ``crash`` or ``stuck`` is a fault that
 has to be found. ``--save`` writes ``results/fuzz_<backend>_<arch>.json``.
@@ -39,7 +41,7 @@ from pyfa import api, ops
 from pyfa.backends import BACKENDS
 from pyfa.backends.base import Backend
 from pyfa.bound import Table
-from pyfa.conformance import modifiers, runner
+from pyfa.conformance import build, examine, modifiers, runner
 from pyfa.conformance.cases import (
     BIASES,
     FLOAT8_RECIPES,
@@ -50,7 +52,7 @@ from pyfa.conformance.cases import (
     ROTARIES,
     Case,
 )
-from pyfa.conformance.report import CRASHED, FAILED
+from pyfa.conformance.report import CRASHED, FAILED, CaseResult
 
 _LENGTHS = (0, 1, 2, 7, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 95, 96, 97, 112, 113, 127,
             128, 129, 176, 177, 191, 192, 193, 255, 256, 257)  # fmt: skip
@@ -107,6 +109,8 @@ def _any(draw: random.Random, backend: Backend, longest: int) -> Case:
     page_size = draw.choice((16, 32, 64, 128, 48)) if kind != "dense" and often(0.3) else 0
     bias = draw.choice(BIASES) if often(0.15) else ""
     modified = often(0.06)  # few: a kernel is compiled for each
+    score_mod = draw.choice([*modifiers.SCORES]) if modified and often(0.6) else ""
+    learned = backward and score_mod in ("relative", "alibi", "gated")
     return Case(
         kind=kind,
         dtype=dtype,
@@ -146,8 +150,10 @@ def _any(draw: random.Random, backend: Backend, longest: int) -> Case:
         scales=draw.choice(("tensor", "head", 16, 64)) if any8 and often(0.6) else "",
         hostile=draw.choice(HOSTILE) if often(0.1) else "",
         batch_invariant=often(0.06),
-        score_mod=draw.choice([*modifiers.SCORES]) if modified and often(0.6) else "",
+        score_mod=score_mod,
         mask_mod=draw.choice([*modifiers.MASKS]) if modified and often(0.6) else "",
+        captured_grad=learned and often(0.5),
+        tree=kind == "kvcache" and not bias and often(0.1),
     )
 
 
@@ -176,10 +182,27 @@ def wrong(cases: list[Case], backend: Backend) -> tuple[str, list[str]]:
     where, statuses = runner.device_of(backend.NAME), []
     for case in cases:
         result = runner.run_case(backend, case, where)
-        statuses.append(result.status)
-        if result.status in _BAD:
+        few = result.status == FAILED and is_chance(case, result)
+        statuses.append("few" if few else result.status)
+        if result.status in _BAD and not few:
             return f"{result.status}: {' '.join(result.messages).strip()[-1500:]}", statuses
     return "", statuses
+
+
+_FEW = 64  # the ratio of two means of so many errors strays by 13 %
+
+
+def is_chance(case: Case, result: CaseResult) -> bool:
+    """Whether all that is wrong is the mean error of an output of few roundings."""
+    failed = [check for check in result.checks if check.message]
+    names = {check.name for check in failed}
+    means = all(check.message.startswith(f"{check.name}: mean error") for check in failed)
+    if not failed or not means or not names <= {"out", "inference_out"}:
+        return False
+    expected = examine.Expected(build.build(case))
+    error = (expected.naive["out"].double() - expected.ref["out"]).abs()
+    error = error[error.isfinite()]
+    return float(error.sum().square()) < _FEW * float(error.square().sum())
 
 
 def smaller(case: Case) -> Iterator[Case]:
@@ -307,7 +330,7 @@ def drive(
         assert process.stdout is not None
         number = numbers.get()
         numbers.put(number + 1)
-        if number >= options.problems:
+        if number - options.first >= options.problems:
             break
         try:
             process.stdin.write(f"{number}\n")
@@ -332,11 +355,40 @@ def drive(
         process.communicate()
 
 
+def save(found: Found, options: argparse.Namespace, seconds: int) -> None:
+    """Beside the parts that were saved of the same seed: a long run may come in several."""
+    backend = BACKENDS[options.backend]
+    where = runner.environment(backend, runner.device_of(options.backend))
+    name = f"fuzz_{options.backend}_{where['arch']}"
+    part = {
+        "first": options.first, "tried": found.problems, "calls": dict(found.statuses),
+        "wrong": found.wrong, "seconds": seconds,
+    }  # fmt: skip
+    same = {"backend": options.backend, "seed": options.seed, "longest": options.longest}
+    path = machine.RESULTS / f"{name}.json"
+    before = json.loads(path.read_text()) if path.exists() else {}
+    parts = []
+    if all(before.get(key) == value for key, value in same.items()):
+        parts = [each for each in before["parts"] if each["first"] != options.first]
+    parts = sorted([*parts, part], key=lambda each: each["first"])
+    calls: collections.Counter[str] = collections.Counter()
+    for each in parts:
+        calls.update(each["calls"])
+    results = {
+        "what": "random problems against float64 under the one rule, each called twice",
+        "arch": where["arch"], **same, "tried": sum(each["tried"] for each in parts),
+        "calls": dict(calls), "wrong": sum(len(each["wrong"]) for each in parts),
+        "seconds": sum(each["seconds"] for each in parts), "parts": parts,
+    }  # fmt: skip
+    print(machine.save(name, results))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--backend", default="torch")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--problems", type=int, default=1 << 60, help="at most so many")
+    parser.add_argument("--first", type=int, default=0, help="number of the first problem")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", default="0")
     parser.add_argument("--longest", type=int, default=0, help="rows or keys (by the backend)")
@@ -352,7 +404,7 @@ def main() -> int:
         return 0
     begin = time.monotonic()
     found, numbers = Found(), queue.SimpleQueue[int]()
-    numbers.put(0)
+    numbers.put(options.first)
     arguments = (numbers, begin + options.minutes * 60, found, options)
     threads = [threading.Thread(target=drive, args=arguments) for _ in range(options.jobs)]
     for thread in threads:
@@ -363,16 +415,7 @@ def main() -> int:
         print(f"problem {each['problem']}: {each['message']}\n{each['paste']}\n")
     print(f"{found.problems} problems, calls: {dict(found.statuses)}, wrong: {len(found.wrong)}")
     if options.save:
-        backend = BACKENDS[options.backend]
-        where = runner.environment(backend, runner.device_of(options.backend))
-        results = {
-            "what": "random problems against float64 under the one rule, each called twice",
-            "backend": options.backend, "arch": where["arch"], "seed": options.seed,
-            "longest": options.longest, "problems": found.problems,
-            "calls": dict(found.statuses), "wrong": found.wrong,
-            "seconds": round(time.monotonic() - begin),
-        }  # fmt: skip
-        print(machine.save(f"fuzz_{options.backend}_{where['arch']}", results))
+        save(found, options, round(time.monotonic() - begin))
     return 1 if found.wrong else 0
 
 

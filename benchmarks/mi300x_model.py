@@ -1,14 +1,24 @@
 """The MI300X timing model held to published figures of other people's kernels.
 
-    git clone --depth 1 https://github.com/ROCm/aiter ../aiter
-    git clone --depth 1 https://github.com/moonmath-ai/amd-kernels ../amd-kernels
-    python benchmarks/mi300x_model.py --aiter ../aiter --moonmath ../amd-kernels --clang clang-19 \
-        --triton HipKittens/analysis/baselines/attn/triton_baseline_v02.py
+    python benchmarks/mi300x_model.py --aiter CLONE --moonmath FOLDER --triton FOLDER \
+        --aotriton FOLDER --ck FILE
 
 Runs each kernel in the emulator, the model over what it executed, and writes predicted and
 published TFLOP/s of every pair to results/mi300x_model.json. One clock for each end of the
-constants is chosen on the pairs marked ``fit``, forward alone; the others are predicted blind, and
-so is all of backward. No AMD hardware takes part.
+constants is chosen on MoonMath's pairs marked ``fit``, and one factor for every other machine on
+its own; the others are predicted blind, and so is all of backward. How the clock falls with
+utilisation comes from counters (mi300x_clock.py). No AMD hardware takes part.
+
+The kernels are gfx942 code objects that the caller has, and none is kept here:
+
+--aiter     a clone of ROCm/aiter, which carries its code objects
+--moonmath  rtz.hsaco, rtna.hsaco, rtne.hsaco: the forward of moonmath-ai/amd-kernels by rounding
+--triton    HipKittens' triton_baseline_v02.py: attn_fwd_HEAD_KEYS_WAVES_LENGTH (.hsaco, .json), by
+            head, keys of a tile, waves per SIMD, and lengths 1024 and 2048
+--aotriton  attn_fwd_64_64, attn_fwd_64_128, attn_fwd_128_64 (.hsaco, .json), by head and keys
+--ck        CK's tiled forward for causal bfloat16 of head 64 (mi300x_third_party.py says which)
+
+Each .json is Triton's file of metadata, with ``name``, ``shared`` and ``num_warps``.
 """
 
 from __future__ import annotations
@@ -21,6 +31,7 @@ from statistics import fmean
 from typing import Any
 
 import machine
+import mi300x_clock
 import mi300x_third_party as third_party
 from mi300x_pairs import MFMA_UTIL, PAIRS, Pair
 
@@ -31,6 +42,8 @@ ENDS = constants.ends()
 Estimates = Mapping[str, tuple[Estimate, ...]]
 Law = tuple[float, float]  # Hz at the reference utilisation, and the exponent
 ROUNDINGS = ("rtz", "rtna", "rtne")
+SWEEP = "attn-dsl-bench"
+LEVEL = "MoonMath"  # the machine whose clock is fitted: most of the pairs of the fit
 
 
 def _traced(options: argparse.Namespace, failed: dict[str, str]) -> dict[str, third_party.Traced]:
@@ -52,8 +65,7 @@ def _traced(options: argparse.Namespace, failed: dict[str, str]) -> dict[str, th
     if options.moonmath:
 
         def moonmath(rounding: str) -> third_party.Traced:
-            code = third_party.moonmath_code(options.moonmath, rounding, options.clang)
-            traced, facts[rounding] = third_party.moonmath(code)
+            traced, facts[rounding] = third_party.moonmath(options.moonmath, rounding)
             if facts[rounding]["spills"] > 8:
                 raise RuntimeError(f"compiled with {facts[rounding]['spills']} spilled registers, "
                                    "which is not the kernel that was measured")  # fmt: skip
@@ -68,6 +80,13 @@ def _traced(options: argparse.Namespace, failed: dict[str, str]) -> dict[str, th
                     lambda d=dim, k=keys, w=waves: third_party.triton_forward(options.triton, d, k,
                     w)
                 )  # fmt: skip
+    if options.aotriton:
+        for dim, keys in third_party.AOTRITON_TILES:
+            wanted[f"AOTriton forward causal {dim}, {keys} keys"] = (
+                lambda d=dim, k=keys: third_party.aotriton_forward(options.aotriton, d, k)
+            )  # fmt: skip
+    if options.ck:
+        wanted["CK forward causal 64"] = lambda: third_party.ck_forward(options.ck)
     found = {}
     for name, make in wanted.items():
         try:
@@ -89,11 +108,17 @@ def launches(pair: Pair, one: Estimate) -> list[device.Launch]:
         before = device.Launch([1.0], 1.0, 1, rows * 128 * 2 * 2)
         after = [device.Launch([1.0], 1.0, 1, rows * 128 * 6)] if size == 4 else []
         return [before, device.Launch(groups, matrix, one.resident), *after]
-    if pair.kernel.startswith("Triton"):
+    if "Triton" in pair.kernel:
         keys = int(pair.kernel.split(", ")[1].split()[0])
-        tiles_of = [(n + 1) * third_party.TRITON_ROWS / keys
+        tiles_of = [-(-(n + 1) * third_party.TRITON_ROWS // keys)
                     for n in range(-(-pair.length // third_party.TRITON_ROWS))]  # fmt: skip
         groups = [one.clocks(tiles) for tiles in tiles_of] * heads
+        matrix = sum(map(one.matrix, tiles_of)) * heads
+        taken = pair.kernel.startswith("AOTriton")
+        return [device.Launch(groups, matrix, one.resident, taken=taken)]
+    if pair.kernel.startswith("CK"):  # block by block, all heads side by side
+        tiles_of = [2 * (n + 1) for n in range(-(-pair.length // third_party.CK_ROWS))]
+        groups = [one.clocks(tiles) for tiles in tiles_of for _ in range(heads)]
         return [device.Launch(groups, sum(map(one.matrix, tiles_of)) * heads, one.resident)]
     if pair.causal:  # a workgroup has block i and block n - 1 - i
         blocks = -(-pair.length // 256)
@@ -122,19 +147,43 @@ def launches(pair: Pair, one: Estimate) -> list[device.Launch]:
 
 def predicted(pair: Pair, estimates: Estimates, clocks: Mapping[str, Law]) -> list[device.Time]:
     """At each end."""
+    outside = {"launch_seconds": mi300x_clock.law().outside} if pair.machine == SWEEP else {}
     return [
-        device.time(launches(pair, one), one.end, clocks[one.end]) for one in estimates[pair.kernel]
+        device.time(launches(pair, one), one.end, clocks[one.end], outside)
+        for one in estimates[pair.kernel]
     ]
 
 
 def chosen(pair: Pair, estimates: Estimates, clocks: Mapping[str, Law]) -> str:
-    """The kernel of a pair: of several, the one that its autotuner would take, by this model."""
+    """The kernel of a pair: of several, the one that its autotuner would take, by this model.
+
+    AOTriton's are tuned beforehand: its table for gfx942 has what is taken for a length.
+    """
+    if pair.kernel.startswith("AOTriton"):
+        keys = third_party.aotriton_keys(pair.dim, pair.length)
+        return f"{pair.kernel}, {keys} keys"
     names = [n for n in estimates if n == pair.kernel or n.startswith(f"{pair.kernel}, ")]
 
     def seconds(name: str) -> float:
         return sum(t.seconds for t in predicted(pair._replace(kernel=name), estimates, clocks))
 
     return min(names, key=seconds) if len(names) > 1 else names[0]
+
+
+def _counted(pair: Pair, estimates: Estimates, clocks: Mapping[str, Law]) -> list[float]:
+    """What ``MfmaUtil`` shows at each end: a mean over what ran, an autotuner's runs included,
+    which are as many of each of its kernels."""
+    share = MFMA_UTIL[pair.kernel, pair.length][1]
+    taken = chosen(pair, estimates, clocks)
+    tried = [n for n in estimates if n.startswith(f"{pair.kernel}, ")] if share < 1 else [taken]
+    of = {
+        name: [t.utilisation for t in predicted(pair._replace(kernel=name), estimates, clocks)]
+        for name in {*tried, taken}
+    }
+    return [
+        share * of[taken][end] + (1 - share) * fmean(of[name][end] for name in tried)
+        for end in range(len(ENDS))
+    ]
 
 
 def tflops(pair: Pair, at: Sequence[device.Time]) -> list[float]:
@@ -144,7 +193,7 @@ def tflops(pair: Pair, at: Sequence[device.Time]) -> list[float]:
 def fitted(pairs: Sequence[Pair], estimates: Estimates) -> tuple[dict[str, Law], dict[str, float]]:
     """The clock of each end with the least mean error over ``pairs``, and those errors.
 
-    The exponent is not fitted: the pairs of the fit have utilisations too near each other for it.
+    The exponent is not: it is what counters say.
     """
     best: dict[str, tuple[float, Law]] = {}
     for step in range(90, 171):
@@ -171,7 +220,7 @@ def _orders(rows: Sequence[Mapping[str, Any]], apart: float = 0.08) -> dict[str,
     wrong = []
     for n, a in enumerate(rows):
         for b in rows[n + 1 :]:
-            if a["machine"] != b["machine"] or a["shape"] != b["shape"]:
+            if any(a[of] != b[of] for of in ("machine", "shape", "dim")):
                 continue
             published, model = (math.log(a[k] / b[k]) for k in ("published", "predicted"))
             if abs(published) >= math.log(1 + apart):
@@ -187,11 +236,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--aiter", type=Path, help="a clone of ROCm/aiter")
-    parser.add_argument("--moonmath", type=Path, help="a clone of moonmath-ai/amd-kernels")
-    parser.add_argument(
-        "--clang", type=Path, help="for MoonMath's source; else the pinned compiler"
-    )
-    parser.add_argument("--triton", type=Path, help="HipKittens' triton_baseline_v02.py")
+    parser.add_argument("--moonmath", type=Path, help="a folder with MoonMath's forward, compiled")
+    parser.add_argument("--triton", type=Path, help="a folder with HipKittens' baseline, compiled")
+    parser.add_argument("--aotriton", type=Path, help="a folder with AOTriton's forward, compiled")
+    parser.add_argument("--ck", type=Path, help="CK's forward for head 64, compiled")
     parser.add_argument("--name", default="mi300x_model", help="of the file in results/")
     options = parser.parse_args()
     failed: dict[str, str] = {}
@@ -204,7 +252,8 @@ def main() -> None:
     if not pairs:
         raise SystemExit(f"no kernel could be run: {failed or 'name a clone'}")
     basis = [pair for pair in pairs if pair.fit and not pair.backward]
-    clocks, fit_error = fitted(basis, estimates)
+    level = [pair for pair in basis if pair.machine == LEVEL]
+    clocks, fit_error = fitted(level or basis, estimates)
     rows = []
     for published in pairs:
         pair = published._replace(kernel=chosen(published, estimates, clocks))
@@ -217,6 +266,7 @@ def main() -> None:
                 "family": _family(pair),
                 "shape": f"{pair.batch},{pair.heads}/{pair.heads_k},{pair.length}"
                 + (" causal" if pair.causal else ""),
+                "dim": pair.dim,
                 "machine": pair.machine,
                 "fit": pair.fit,
                 "published": pair.tflops,
@@ -257,15 +307,17 @@ def main() -> None:
         for name in sorted({r["machine"] for r in rows if r["fit"]})
     }
     measured = {
-        f"{kernel}, {row['shape']}": {"model": row["utilisation"], "measured": share}
-        for row in rows
-        for (kernel, length), share in MFMA_UTIL.items()
-        if row["machine"] == "attn-dsl-bench"
-        and str(row["kernel"]).startswith(kernel)
-        and f",{length} " in str(row["shape"])
-    }
+        f"{pair.kernel}, {pair.length}": {
+            "model": _counted(pair, estimates, clocks), "measured": MFMA_UTIL[pair.kernel,
+            pair.length][0],
+        }
+        for pair in pairs
+        if pair.machine == SWEEP and (pair.kernel, pair.length) in MFMA_UTIL
+    }  # fmt: skip
+    scaled = [row["predicted"] * machines[row["machine"]] / row["published"] - 1 for row in blind]
     results = {
         "what": "model, not measured",
+        "clock_from_counters": vars(mi300x_clock.law()),
         "clock": {end: {"hz": hz, "exponent": exponent} for end, (hz, exponent) in clocks.items()},
         "clock_of_machine": machines,
         "fit_error": fit_error,
@@ -278,7 +330,7 @@ def main() -> None:
                 if r["family"] == family
             )
             for family in sorted({r["family"] for r in blind})
-        },
+        } | {"all": fmean(map(abs, scaled))},
         "blind_within_one_clock": shapes,
         "mfma_utilisation": measured,
         "order_8_percent": _orders(blind),

@@ -1,14 +1,15 @@
 """Runs other people's gfx942 attention kernels in the emulator, for ``mi300x_model.py``.
 
 Nothing of theirs is in this repository: AITER's code objects and MoonMath's source are read from
-clones (bare ones too) that the caller names. Inputs are zeros, one workgroup is recorded.
+clones (bare ones too) that the caller names, AOTriton's and CK's code objects from files. Inputs
+are zeros, one workgroup is recorded.
 """
 
 from __future__ import annotations
 
+import json
 import struct
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from pyfa.backends.hip import compiler
 from pyfa.emulator import Checks, Machine, pack_arguments
 from pyfa.emulator.timing import device, issue
 
@@ -131,97 +131,14 @@ def aiter_backward(where: Path, way: str, name: str) -> Traced:
     return Traced(found[0], found[1], (512 / 16, 1024 / 16), copies)
 
 
-# What the source of MoonMath's kernel takes from HIP's headers, which the compiler here lacks.
-_HIP = """#pragma once
-#define __global__ __attribute__((global))
-#define __device__ __attribute__((device))
-#define __host__ __attribute__((host))
-#define __shared__ __attribute__((shared))
-#define __forceinline__ inline __attribute__((always_inline))
-#define __launch_bounds__(t, w) __attribute__((amdgpu_flat_work_group_size(1, t), \\
-                                               amdgpu_waves_per_eu(w)))
-#define FLT_MAX 3.40282347e+38F
-struct dim3 { unsigned x, y, z; };
-struct int4 { int x, y, z, w; };
-typedef void *hipStream_t;
-struct __hip_bfloat16 { unsigned short x; };
-typedef __attribute__((address_space(4))) const unsigned *Hidden;
-__device__ inline dim3 of_items() { return {__builtin_amdgcn_workitem_id_x(), 0, 0}; }
-__device__ inline dim3 of_groups() {
-  return {__builtin_amdgcn_workgroup_id_x(), __builtin_amdgcn_workgroup_id_y(), 0};
-}
-__device__ inline dim3 of_grid() {
-  Hidden p = (Hidden)__builtin_amdgcn_implicitarg_ptr();
-  return {p[0], p[1], p[2]};
-}
-#define threadIdx (of_items())
-#define blockIdx (of_groups())
-#define gridDim (of_grid())
-__device__ inline int __all(int p) {
-  return __builtin_amdgcn_ballot_w64(p) == __builtin_amdgcn_ballot_w64(true);
-}
-__device__ inline int __any(int p) { return __builtin_amdgcn_ballot_w64(p) != 0; }
-__device__ inline unsigned long __ballot(int p) { return __builtin_amdgcn_ballot_w64(p); }
-__device__ inline void __syncthreads() { __builtin_amdgcn_s_barrier(); }
-__device__ inline float fmaxf(float a, float b) { return __builtin_fmaxf(a, b); }
-__device__ inline float fminf(float a, float b) { return __builtin_fminf(a, b); }
-__device__ inline float fmaf(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
-__device__ __host__ inline int min(int a, int b) { return a < b ? a : b; }
-__device__ __host__ inline int max(int a, int b) { return a > b ? a : b; }
-"""
-_INSTANCE = """
-template __global__ void attention_forward<true, false, false>(
-    const bf16_t *, const bf16_t *, const bf16_t *, bf16_t *, int, int, float, int, const int16_t *,
-    int16_t *, const int16_t *, float, int, float *, int, int, const int *);
-}
-"""
-_FAST = ("-ffast-math", "-fno-math-errno", "-mllvm", "-amdgpu-early-inline-all=true", "-mllvm",
-         "-amdgpu-function-calls=false")  # fmt: skip
+def moonmath(folder: Path, rounding: str) -> tuple[Traced, dict[str, int]]:
+    """MoonMath's forward with 384 rows per workgroup and 64 keys per tile, from code objects that
+    the caller has: ``rtz.hsaco``, ``rtna.hsaco``, ``rtne.hsaco``. Also its registers and spills.
 
-
-def moonmath_code(where: Path, rounding: str, clang: Path | None) -> bytes:
-    """Its kernel compiled by ``clang``, or by the pinned compiler; the host code is cut off.
-
-    Needs the headers of a host's C++ library. Its LDS and registers are written for AMD's compiler:
-    with clang 19 two registers spill, with the pinned one hundreds (which ``device`` cannot know).
+    Its LDS and registers are written for AMD's compiler: one that spills hundreds of registers
+    makes another kernel of it, which the model cannot know.
     """
-    source = read(where, "csrc/attention_kernel.hip").decode()
-    source = source[: source.index("// ===== DISPATCH")] + _INSTANCE
-    zig = compiler.zig()
-    assert zig is not None
-    front = (
-        [str(clang)] if clang else [str(zig), "clang", "-isystem", str(zig.parent / "lib/include")]
-    )
-    back = [str(clang)] if clang else [str(zig), "clang"]
-    with tempfile.TemporaryDirectory() as folder:
-        at = Path(folder)
-        (at / "hip").mkdir()
-        for name in ("hip/hip_runtime.h", "hip/hip_bf16.h", "hip/hip_runtime_api.h"):
-            (at / name).write_text(_HIP if name.endswith("runtime.h") else
-                                   '#include <hip/hip_runtime.h>\n')  # fmt: skip
-        for name in ("cfloat", "cmath"):
-            (at / name).write_text("")
-        (at / "opus.hpp").write_bytes(read(where, "csrc/opus.hpp"))
-        (at / "k.hip").write_text(source)
-        steps = (
-            [*front, "-x", "hip", "--offload-device-only", "-nogpulib", "-nogpuinc", "-fgpu-rdc",
-             "-c", "-emit-llvm", "-mcode-object-version=5", "-std=c++17", "-g0", "-O3", *_FAST,
-             "--offload-arch=gfx942", f"-DBF16_ROUND={rounding.upper()}", "-I.", "k.hip", "-o",
-             "k.bc"],
-            [*back, "-target", "amdgcn-amd-amdhsa", "-nogpulib", "-c", "-x", "ir", "-g0",
-             "-mcpu=gfx942", "-O3", "k.bc", "-o", "k.o"],
-            [str(zig), "ld.lld", "-shared", "--build-id=none", "k.o", "-o", "k.hsaco"],
-        )  # fmt: skip
-        for step in steps:
-            done = subprocess.run(step, cwd=at, capture_output=True, check=False)
-            if done.returncode:
-                raise RuntimeError(done.stderr.decode(errors="replace")[-2000:])
-        return (at / "k.hsaco").read_bytes()
-
-
-def moonmath(data: bytes) -> tuple[Traced, dict[str, int]]:
-    """Its forward: 384 rows of a workgroup, 64 keys of a tile. Also its registers and spills."""
-    found = []
+    data, found = read(folder, f"{rounding}.hsaco"), []
     facts: dict[str, int] = {}
     for length in (1024, 2048):
         zeros = _Zeros()
@@ -243,21 +160,27 @@ TRITON_CONFIGS = ((128, 2), (64, 2), (64, 3), (64, 1), (32, 2))
 TRITON_ROWS = 128
 
 
-def triton_forward(source: Path, dim: int, block_n: int, waves: int) -> Traced:
-    """``attn_fwd`` of HipKittens' triton_baseline_v02.py under a causal mask, by this Triton.
+def triton_forward(folder: Path, dim: int, block_n: int, waves: int) -> Traced:
+    """``attn_fwd`` of HipKittens' triton_baseline_v02.py under a causal mask, from code objects
+    that the caller has, one for each of two lengths.
 
-    The last block of rows is recorded: its tiles reach over all keys. Another Triton than the one
-    that was measured compiles it.
+    The last block of rows is recorded: its tiles reach over all keys.
     """
     found, copies = [], 1
     for length in (1024, 2048):
-        data, name, shared, threads = _triton_code(source, dim, block_n, waves, length)
+        name = f"attn_fwd_{dim}_{block_n}_{waves}_{length}"
+        facts = json.loads(read(folder, f"{name}.json"))
+        data, shared, threads = (
+            read(folder, f"{name}.hsaco"),
+            facts["shared"],
+            facts["num_warps"] * 64,
+        )
         zeros = _Zeros()
         row = 2 * dim
         q, k, v, out = (zeros(length * row, x) for x in ("q", "k", "v", "o"))
         lse = zeros(4 * length, "lse")
         program = zeros.machine.load(data)
-        kernel = program.kernel(name)
+        kernel = program.kernel(facts["name"])
         strides = (length * dim, length * dim, dim) * 4
         # bias, its strides, ALiBi's, dropout and the generator are there only as arguments.
         kernarg = pack_arguments(kernel.kernel, (q, k, v, lse, out, *strides))
@@ -271,58 +194,71 @@ def triton_forward(source: Path, dim: int, block_n: int, waves: int) -> Traced:
     return Traced(found[0], found[1], (1024 / block_n, 2048 / block_n), copies)
 
 
-def _triton_code(
-    source: Path, dim: int, block_n: int, waves: int, length: int
-) -> tuple[bytes, str, int, int]:
-    import importlib.util
+# (head, keys of a tile) of AOTriton 0.11's kernels for causal bfloat16 on gfx942: 128 rows, four
+# wavefronts, one a SIMD, but two for (64, 64). A length's kernel is what its tuning database says.
+AOTRITON_TILES = ((128, 64), (64, 128), (64, 64))
 
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
-    text = source.read_text()
-    # The tests and the autotuner, which wants a GPU, are left out.
-    head = text[: text.index("def get_gfx_version")].replace("import pytest\n", "")
-    body = text[text.index("@triton.jit\ndef attn_fwd(") : text.index("@triton.jit\ndef _attn_bwd")]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "baseline.py")
-        path.write_text(head + body)
-        spec = importlib.util.spec_from_file_location("baseline", path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        function = module.attn_fwd
-        constants = {
-            "SM_SCALE": dim**-0.5, "PERSISTENT": False, "PERSISTENT_DYNAMIC": False, "NUM_CU": 304,
-            "GRID_CU_MULTIP": 2, "B": 16, "HQ": 16, "HK": 16, "ACTUAL_BLOCK_DMODEL": dim,
-            "MAX_SEQLENS_Q": length, "MAX_SEQLENS_K": length, "VARLEN": False, "IS_CAUSAL": True,
-            "BLOCK_M": TRITON_ROWS, "BLOCK_DMODEL": dim, "BLOCK_N": block_n, "PRE_LOAD_V": False,
-            "USE_BIAS": False, "ENABLE_DROPOUT": False, "RETURN_ENCODED_SOFTMAX": False,
-            "USE_ALIBI": False, "INT8": False, "USE_P_SCALE": False, "INT8_KV": False,
-            "dropout_p": 0.0, "philox_seed": 0, "philox_offset_base": 0,
-            **dict.fromkeys(("bias", "Q_descale", "K_descale", "P_scale", "P_descale", "V_descale",
-                             "cu_seqlens_q", "cu_seqlens_k", "atomic_counter", "encoded_softmax",
-                             "alibi_slopes")),
-            **dict.fromkeys(("stride_qk", "stride_kk", "stride_vn", "stride_on"), 1),
-            **dict.fromkeys(("stride_bz", "stride_bh", "stride_bm", "stride_bn", "stride_az",
-                             "stride_ah"), 0),
-        }  # fmt: skip
-        pointers = {"Q": "*bf16", "K": "*bf16", "V": "*bf16", "Out": "*bf16", "L": "*fp32"}
-        signature = {
-            name: "constexpr" if name in constants else pointers.get(name, "i32")
-            for name in function.arg_names
-        }
-        names = list(function.arg_names)
-        divisible = {
-            (names.index(name),): [["tt.divisibility", 16]]
-            for name, kind in signature.items()
-            if kind != "constexpr"
-        }
-        built = triton.compile(
-            ASTSource(function, signature, constants, divisible),
-            target=GPUTarget("hip", "gfx942", 64),
-            options={"num_warps": 4, "num_stages": 1, "waves_per_eu": waves},
+def aotriton_keys(dim: int, length: int) -> int:
+    """Keys of a tile that its database has for a length."""
+    return 64 if dim == 128 or length == 2048 else 128
+
+
+def aotriton_forward(folder: Path, dim: int, keys: int) -> Traced:
+    """``attn_fwd`` of AOTriton under a causal mask, from a code object that the caller has.
+
+    Its workgroups stay, and take blocks of rows from a counter. The counter is set so that the
+    recorded one takes the last block and ends.
+    """
+    name = f"attn_fwd_{dim}_{keys}"
+    facts = json.loads(read(folder, f"{name}.json"))
+    data, threads, found, copies = read(folder, f"{name}.hsaco"), facts["num_warps"] * 64, [], 1
+    for length in (1024, 2048):
+        zeros = _Zeros()
+        q, k, v, out = (zeros(length * 2 * dim, x) for x in ("q", "k", "v", "o"))
+        lse, counter = zeros(4 * length, "lse"), zeros(4, "counter")
+        zeros.kept[-1].view(np.int32)[0] = length // TRITON_ROWS - 1
+        kernel = zeros.machine.load(data).kernel(facts["name"])
+        strides = (length * dim, length * dim, dim) * 4
+        to_the_diagonal = 0x80000001  # its word for it, on both sides
+        kernarg = pack_arguments(kernel.kernel, (
+            q, k, v, 0.0884, lse, out, *strides, 1, 1, 0, 0, 0, length, length, to_the_diagonal,
+            to_the_diagonal, counter, 304, 1))  # fmt: skip
+        counters = zeros.machine.launch(
+            kernel, grid=(1, 1, 1), block=(threads,), kernarg=kernarg, lds_bytes=facts["shared"],
+            trace=(0,),
+        )  # fmt: skip
+        copies = device.resident(kernel.kernel, threads, facts["shared"])
+        found.append(issue.turns_of(kernel.code, counters.traces, copies))
+    return Traced(found[0], found[1], (1024 / keys, 2048 / keys), copies)
+
+
+CK_ROWS = 128
+_CK_ARGUMENTS = 128  # bytes: one structure by value
+
+
+def ck_forward(file: Path) -> Traced:
+    """CK's tiled forward for causal bfloat16 of head 64, from a code object that the caller has:
+    ``BlockFmhaPipelineQRKSVSAsync``, 128 rows and 64 keys, all padded but keys, no LSE.
+
+    The last block of rows is recorded: its tiles reach over all keys.
+    """
+    data, dim, found, copies = file.read_bytes(), 64, [], 1
+    for length in (1024, 2048):
+        zeros = _Zeros()
+        pointers = [zeros(length * 2 * dim, x) for x in ("q", "k", "v", "o")]
+        heads = (length * dim,) * 4
+        raw = struct.pack(
+            "<4Q6if4i4i4x3i4i", *pointers, length, length, dim, dim, 1, 1, 0.18, *(dim,) * 4,
+            *heads, -1, 0, 1, *heads,
+        )  # fmt: skip
+        raw += bytes(_CK_ARGUMENTS - len(raw))
+        program = zeros.machine.load(data)
+        (name,) = (name for name in program.object.kernels if "kentry" in name)
+        kernel, last = program.kernel(name), length // CK_ROWS - 1
+        counters = zeros.machine.launch(
+            kernel, grid=(1, 1, last + 1), block=(256,), kernarg=raw, trace=(last,)
         )
-    facts = built.metadata
-    return built.asm["hsaco"], facts.name, facts.shared, facts.num_warps * 64
+        copies = device.resident(kernel.kernel, 256)
+        found.append(issue.turns_of(kernel.code, counters.traces, copies))
+    return Traced(found[0], found[1], (1024 / 64, 2048 / 64), copies)

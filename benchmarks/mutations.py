@@ -6,15 +6,21 @@ with its coverage: instructions executed, of all in the code objects that ship. 
 ``--faults`` faults, drawn from ``--seed``, in instructions that the quick level executes, one at a
 time: dropped waits and barriers, changed offsets, registers, branch conditions and comparisons
 (``machine_faults.py``). Kernels and kinds take turns, so that small kernels and rare kinds are
-tried as well. A fault is caught by the first case that fails or crashes, among all of the level
-that execute the instruction, those of the quick level first. ``--all wait,barrier`` plants every
-fault of these kinds, each before at most ``--cases`` cases.
+tried as well. ``--all wait,barrier`` plants every fault of these kinds.
 
-What survives is listed with its instruction: it is equivalent, or a case is missing. A dropped wait
-that survives was redundant in every case that ran it, since the emulator knows of each register,
-each byte of LDS and each store whether it has been waited for.
+A fault is tried on every launch of the quick level that executes its instruction, each made again
+from the memory that it began with (``launches.py``). Where it raises in the emulator, it is caught,
+for so would the case. Where it leaves other bytes than the code without it, the whole case runs,
+and has to fail. Where it leaves the same bytes in every launch, no case of the level could tell.
+With ``--level full`` what survives is also tried on the cases of that level.
 
-``--minutes`` is for all of it; faults that did not run are counted. ``--save`` writes
+What survives is listed with its instruction, how many launches it left as they were and how many
+not: it is equivalent, or a case is missing. A dropped wait or barrier that survives was redundant
+in all that ran, since the emulator knows of each register, each byte of LDS and each store whether
+it has been waited for.
+
+``--minutes`` is for all of it; what did not run is counted. ``--ran FILE`` keeps what each case
+executed, and cases that it has are not run again where no fault is to be planted. ``--save`` writes
 ``results/mutations_hip.json`` (with ``--all``: ``mutations_hip_all.json``).
 """
 
@@ -22,77 +28,74 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import functools
 import hashlib
-import multiprocessing
 import os
 import random
-import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import executed
+import launches
 import machine
 import machine_faults
 import torch
+from executed import ARCH, Ran
+from processes import Processes
 
 import pyfa.emulator
 from pyfa import codeobject
 from pyfa.backends import BACKENDS
-from pyfa.backends.hip import code, runtime_emulator
+from pyfa.backends.hip import runtime_emulator
 from pyfa.backends.hip.target import TARGET
 from pyfa.backends.native import catalog
 from pyfa.conformance import build, examine, grid, runner
 from pyfa.conformance.cases import Case
 from pyfa.conformance.report import CRASHED, FAILED, PASSED
-from pyfa.emulator import Coverage, Covered
-from pyfa.plan import Plan
+from pyfa.emulator import Coverage, Covered, EmulatorError
 
-ARCH = "gfx942"
 _EMULATOR: Any = BACKENDS["emulator"]
 _MOST_INSTRUCTIONS = 1 << 22  # of a wavefront: a fault may make a loop without end
+_MOST_OF_FULL = 30  # cases that a survivor is tried on, in the order of their names' digests
 _prepare = pyfa.emulator.prepare
 _programs = runtime_emulator.program
 
 
-class Ran(NamedTuple):
-    """A case without a fault: its seconds, and what it executed of each code object."""
-
-    case: Case
-    status: str
-    seconds: float
-    executed: dict[str, tuple[str, list[int]]]
-    objects: dict[str, bytes]
-
-
 class Planted(NamedTuple):
-    """A fault at an address of a code object, and the cases that execute it, quick ones first."""
+    """A fault at an address of a code object."""
 
     digest: str
     kernel: str
     pc: int
     fault: machine_faults.Fault
-    cases: tuple[Case, ...]
 
 
 class Verdict(NamedTuple):
-    """``by``: what caught a fault, "" where nothing did; ``case``: in which case; ``ran``: how many
-    it took."""
+    """``by``: what caught a fault, "" where nothing did; ``case``: in which case; ``same`` and
+    ``other``: launches that it left as they were, and those that still passed."""
 
     planted: Planted
     text: str
     by: str
     case: str
-    ran: int
+    same: int
+    other: int
 
 
 def start() -> None:
     """A process that runs one case at a time on one core."""
     torch.set_num_threads(1)
     runtime_emulator._cores = lambda: 1  # type: ignore[attr-defined]
+    pyfa.emulator.Machine = functools.partial(  # type: ignore[misc]
+        pyfa.emulator.machine.Machine, max_instructions=_MOST_INSTRUCTIONS
+    )
 
 
-@functools.lru_cache(64)
+@functools.lru_cache(256)
 def expected_of(case: Case) -> examine.Expected:
     return examine.Expected(build.build(case))
 
@@ -102,28 +105,29 @@ def run_case(case: Case) -> runner.CaseResult:
 
 
 _sent: set[str] = set()
+_kept: dict[str, list[launches.Kept]] = collections.defaultdict(list)
 
 
-def run_plainly(case: Case) -> Ran:
+def run_plainly(case: Case, keep: bool = True) -> Ran:
+    """Runs a case; ``keep``: for faults to be tried on its launches in this process."""
     runtime = _EMULATOR.runtime
     runtime.coverage = Coverage()
-    objects: dict[str, bytes] = {}
-
-    def noting(data: bytes) -> Any:
-        digest = hashlib.sha256(data).hexdigest()
-        if digest not in _sent:
-            _sent.add(digest)
-            objects[digest] = data
-        return _programs(data)
-
-    runtime_emulator.program = noting  # type: ignore[assignment]
     begin = time.perf_counter()
-    result = run_case(case)
+    with launches.keeping(runtime, case.name) as made:
+        result = run_case(case)
+    took = time.perf_counter() - begin
     executed = {
         digest: (each.kernel, sorted(each.executed))
         for digest, each in runtime.coverage.objects.items()
     }
-    return Ran(case, result.status, time.perf_counter() - begin, executed, objects)
+    objects = {}
+    for each in made:
+        if keep and result.status == PASSED:
+            _kept[each.code.digest].append(each)
+        if each.code.digest not in _sent:
+            _sent.add(each.code.digest)
+            objects[each.code.digest] = each.code.data
+    return Ran(case, result.status, took, executed, objects)
 
 
 def mutated(data: bytes, pc: int, fault: machine_faults.Fault) -> tuple[Any, str]:
@@ -145,95 +149,133 @@ def mutated(data: bytes, pc: int, fault: machine_faults.Fault) -> tuple[Any, str
     return program, f"{text} ({', '.join(changed)})" if changed else text
 
 
-def judge(work: tuple[Planted, bytes]) -> Verdict:
-    planted, data = work
-    program, text = mutated(data, planted.pc, planted.fault)
+def judge(planted: Planted, most: int) -> Verdict:
+    """Tries a fault on what this process has kept of its code object, at most ``most`` launches."""
+    kept = [each for each in _kept[planted.digest] if planted.pc in each.executed]
+    kept = sorted(kept, key=lambda each: each.seconds)[:most]
+    program, text = mutated(kept[0].code.data, planted.pc, planted.fault)
+    same, other, ran = 0, 0, set[str]()
+    with replaced(planted.digest, program):
+        for each in kept:
+            try:
+                unchanged = each.again(_EMULATOR.runtime)
+            except EmulatorError as raised:
+                return Verdict(planted, text, f"emulator: {raised.check}", each.case, same, other)
+            same += unchanged
+            other += not unchanged
+            if not unchanged and each.case not in ran:
+                ran.add(each.case)
+                by = caught(run_case(_quick()[each.case]))
+                if by:
+                    return Verdict(planted, text, by, each.case, same, other - 1)
+    return Verdict(planted, text, "", "", same, other)
 
-    def replaced(given: bytes) -> Any:
-        same = hashlib.sha256(given).hexdigest() == planted.digest
-        return program if same else _programs(given)
 
-    runtime_emulator.program = replaced  # type: ignore[assignment]
-    pyfa.emulator.Machine = functools.partial(  # type: ignore[misc]
-        pyfa.emulator.machine.Machine, max_instructions=_MOST_INSTRUCTIONS
+@functools.cache
+def _quick() -> dict[str, Case]:
+    found = grid.cases("quick", _EMULATOR.FEATURES, _EMULATOR.DTYPES)
+    return {case.name: case for case in found}
+
+
+def judge_in(planted: Planted, data: bytes, cases: tuple[Case, ...]) -> tuple[str, str]:
+    """What catches a fault among ``cases`` of the full level, and in which."""
+    program, _ = mutated(data, planted.pc, planted.fault)
+    with replaced(planted.digest, program):
+        for case in cases:
+            by = caught(run_case(case))
+            if by:
+                return by, case.name
+    return "", ""
+
+
+@contextlib.contextmanager
+def replaced(digest: str, program: Any) -> Iterator[None]:
+    """Launches of this code object execute ``program``."""
+    runtime_emulator.program = lambda given: (  # type: ignore[assignment]
+        program if hashlib.sha256(given).hexdigest() == digest else _programs(given)
     )
-    for number, case in enumerate(planted.cases):
-        result = run_case(case)
-        if result.status in (FAILED, CRASHED):
-            message = result.messages[-1].strip() if result.messages else ""
-            raised = next((line for line in message.splitlines() if "EmulatorError" in line), "")
-            if raised:
-                by = "emulator: " + raised.split("EmulatorError: ")[-1].split(":")[0]
-            else:
-                by = "wrong numbers" if result.status == FAILED else "crash"
-            return Verdict(planted, text, by, case.name, number + 1)
-    return Verdict(planted, text, "", "", len(planted.cases))
+    try:
+        yield
+    finally:
+        runtime_emulator.program = _programs
+
+
+def caught(result: runner.CaseResult) -> str:
+    if result.status not in (FAILED, CRASHED):
+        return ""
+    message = result.messages[-1].strip() if result.messages else ""
+    raised = next((line for line in message.splitlines() if "EmulatorError" in line), "")
+    if raised:
+        return "emulator: " + raised.split("EmulatorError: ")[-1].split(":")[0]
+    return "wrong numbers" if result.status == FAILED else "crash"
+
+
+of_words = functools.cache(machine_faults.faults)
 
 
 def drawn(
     ran: list[Ran], objects: dict[str, bytes], quick: set[str], options: argparse.Namespace
-) -> list[Planted]:
-    """Faults in instructions that the cases named ``quick`` executed."""
-    by_place: dict[tuple[str, str, int], list[Ran]] = collections.defaultdict(list)
-    for one in sorted(ran, key=lambda one: (one.case.name not in quick, one.seconds)):
-        for digest, (kernel, addresses) in one.executed.items():
-            for pc in addresses:
-                place = kernel, digest, pc
-                if one.case.name in quick or place in by_place:
-                    by_place[place].append(one)
+) -> tuple[list[Planted], list[Planted]]:
+    """Faults in instructions that the cases named ``quick`` executed: ``--faults`` of all kinds,
+    and all of the kinds in ``--all``."""
+    places: set[tuple[str, str, int]] = set()
+    for one in ran:
+        if one.case.name in quick:
+            for digest, (kernel, addresses) in one.executed.items():
+                places.update((kernel, digest, pc) for pc in addresses)
     images = {digest: codeobject.parse(data).image for digest, data in objects.items()}
-    wanted = options.all.split(",") if options.all else machine_faults.KINDS
     pools: dict[tuple[str, str], list[Planted]] = collections.defaultdict(list)
-    for (kernel, digest, pc), runs in sorted(by_place.items(), key=lambda item: item[0]):
+    for kernel, digest, pc in sorted(places):
         image = images[digest]
         low, high = (int.from_bytes(image[at : at + 4], "little") for at in (pc, pc + 4))
-        for fault in machine_faults.faults(low, high):
-            of_these = not options.kernels or kernel in options.kernels.split(",")
-            if fault.kind in wanted and of_these:
-                cases = tuple(one.case for one in (runs[: options.cases] if options.all else runs))
-                pools[kernel, fault.kind].append(Planted(digest, kernel, pc, fault, cases))
+        if options.kernels and kernel not in options.kernels.split(","):
+            continue
+        for fault in of_words(low, high):
+            pools[kernel, fault.kind].append(Planted(digest, kernel, pc, fault))
     generator = random.Random(options.seed)
     for pool in pools.values():
         generator.shuffle(pool)
-    if options.all:
-        found = [each for pool in pools.values() for each in pool]
-        generator.shuffle(found)
-        return found
+    whole = [each for (_, kind), pool in pools.items() for each in pool if kind in options.all]
+    generator.shuffle(whole)
     found = []
     while len(found) < options.faults and any(pools.values()):
         found += [pool.pop() for pool in pools.values() if pool]
-    return found[: options.faults]
+    return found[: options.faults], whole
 
 
-def static_of(plan: Plan) -> tuple[str, Covered]:
-    """The digest of a plan's code object and how many instructions it has."""
-    found = code.load(plan, ARCH)
-    kernel = _programs(found.data).kernel(found.kernel.name)
-    return found.digest, Covered(found.kernel.name, len(kernel.code.names))
+def run_level(
+    processes: Processes, cases: list[Case], quick: set[str], plant: bool
+) -> Iterator[tuple[int, Ran | tuple[str, Covered]]]:
+    """What each case ran, and in which process; and what ships."""
+    of_cases: list[Any] = [(run_plainly, (case, plant and case.name in quick)) for case in cases]
+    shipped = [(executed.static_of, (plan,)) for plan in catalog.common_plans(TARGET, ARCH)]
+    yield from processes.run(of_cases + shipped)
 
 
-def coverage(ran: list[Ran], shipped: dict[str, Covered]) -> list[dict[str, Any]]:
-    """By kernel: code objects that ship and instructions in them, and how many were executed."""
-    total, every = Coverage(), Coverage()
-    every.add(shipped)
-    for one in ran:
-        total.add({
-            digest: Covered(kernel, shipped[digest].static, set(addresses))
-            for digest, (kernel, addresses) in one.executed.items()
-        })  # fmt: skip
-    ran_of, rows = total.by_kernel(), []
-    for kernel, (objects, static, _) in every.by_kernel().items():
-        objects_ran, _, executed = ran_of.get(kernel, (0, 0, 0))
-        rows.append({
-            "kernel": kernel, "objects": objects, "ran": objects_ran, "instructions": static,
-            "executed": executed, "share": round(executed / static, 4),
-        })  # fmt: skip
-    sums = {name: sum(row[name] for row in rows)
-            for name in ("objects", "ran", "instructions", "executed")}  # fmt: skip
-    return [
-        *rows,
-        {"kernel": "all", **sums, "share": round(sums["executed"] / sums["instructions"], 4)},
-    ]
+def judge_all(
+    processes: Processes, planted: list[Planted], ran: list[tuple[int, Ran]], most: int
+) -> Iterator[Verdict]:
+    """What becomes of each fault in the launches that the processes have kept."""
+    where: dict[tuple[str, int], dict[int, float]] = collections.defaultdict(dict)
+    for process, one in ran:
+        for digest, (_, addresses) in one.executed.items():
+            for pc in addresses if one.status == PASSED else ():
+                best = where[digest, pc].get(process, one.seconds)
+                where[digest, pc][process] = min(best, one.seconds)
+    work: list[Any] = []
+    for each in planted:
+        seconds = where[each.digest, each.pc]
+        work.append((sorted(seconds, key=lambda process: seconds[process]), judge, (each, most)))
+    left = [len(turns) for turns, _, _ in work]
+    sums = [(0, 0)] * len(work)
+    for number, _, verdict in processes.run_at(work):
+        left[number] -= 1
+        sums[number] = sums[number][0] + verdict.same, sums[number][1] + verdict.other
+        if number in processes.stopped:
+            continue
+        if verdict.by or not left[number] or sum(sums[number]) >= most:
+            processes.stop(number)
+            yield verdict._replace(same=sums[number][0], other=sums[number][1])
 
 
 def main() -> None:
@@ -242,8 +284,12 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--kernels", default="", help="faults in these alone: combine,gaps")
     parser.add_argument("--faults", type=int, default=200)
-    parser.add_argument("--all", default="", help="every fault of these kinds: wait,barrier")
-    parser.add_argument("--cases", type=int, default=12, help="cases for each of --all")
+    parser.add_argument(
+        "--all", default=(), type=lambda kinds: kinds.split(","),
+        help="every fault of these kinds too: wait,barrier",
+    )  # fmt: skip
+    parser.add_argument("--most", type=int, default=1 << 30, help="launches for each fault")
+    parser.add_argument("--ran", type=Path, help="where what ran is kept")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--minutes", type=float, default=60.0)
@@ -251,60 +297,105 @@ def main() -> None:
     options = parser.parse_args()
     begin = time.monotonic()
 
-    def left() -> float:
-        return max(0.0, options.minutes * 60 - (time.monotonic() - begin))
-
     def cases_of(level: str) -> list[Case]:
         found = grid.cases(level, _EMULATOR.FEATURES, _EMULATOR.DTYPES)
         return [case for case in found if options.only in case.name]
 
+    def say(what: object) -> None:
+        print(f"{time.monotonic() - begin:.0f} s: {what}", flush=True)
+
+    plant = bool(options.faults or options.all)
     quick = {case.name for case in cases_of("quick")}
-    cases = sorted(cases_of(options.level), key=lambda case: case.name not in quick)
+    before: list[Ran] = []
+    if options.ran and options.ran.exists():
+        before = executed.read(options.ran)
+    known = {one.case.name for one in before if not plant or one.case.name not in quick}
+    ran: list[tuple[int, Ran]] = [(-1, one) for one in before if one.case.name in known]
+    cases = [case for case in cases_of(options.level) if case.name not in known]
+    cases.sort(key=lambda case: case.name not in quick)
+    level = len(cases) + len(ran)
     objects: dict[str, bytes] = {}
-    ran: list[Ran] = []
-    verdicts: list[Verdict] = []
-    planted: list[Planted] = []
-    covered: dict[str, Any] = {}
-    with multiprocessing.get_context("spawn").Pool(options.jobs, initializer=start) as pool:
-        try:
-            shipped = pool.imap_unordered(static_of, catalog.all_plans(TARGET, ARCH, "hip"))
-            plain = pool.imap_unordered(run_plainly, cases, chunksize=4)
-            for _ in cases:
-                one = plain.next(timeout=left())
+    static: dict[str, Covered] = {}
+    verdicts: tuple[list[Verdict], list[Verdict]] = [], []
+    planted: tuple[list[Planted], list[Planted]] = [], []
+    processes = Processes(options.jobs, begin + options.minutes * 60, start)
+    try:
+        for process, one in run_level(processes, cases, quick, plant):
+            if isinstance(one, Ran):
                 objects |= one.objects
-                ran.append(one)
-            counts = collections.Counter(one.status for one in ran)
-            print(
-                f"{time.monotonic() - begin:.0f} s: {len(objects)} code objects ran, {dict(counts)}"
-            )
-            static = dict(shipped)
-            for level in ("quick", options.level):
-                of_level = [one for one in ran if level != "quick" or one.case.name in quick]
-                covered[level] = coverage(of_level, static)
-            for level, rows in covered.items():
-                for row in rows:
-                    print(level, row)
-            passed = [one for one in ran if one.status == PASSED]
+                ran.append((process, one._replace(objects={})))
+            else:
+                static[one[0]] = one[1]
+        say("the level ran")
+        if plant:
+            here = [one for one in ran if one[0] >= 0 and one[1].case.name in quick]
+            passed = [one for _, one in here if one.status == PASSED]
             planted = drawn(passed, objects, quick, options)
-            found = pool.imap_unordered(judge, [(x, objects[x.digest]) for x in planted])
-            for number in range(len(planted)):
-                verdicts.append(found.next(timeout=left()))
-                if number % 500 == 499:
-                    print(f"{time.monotonic() - begin:.0f} s: {number + 1}", file=sys.stderr)
-        except multiprocessing.TimeoutError:
-            pool.terminate()
+            say(f"{len(planted[0])} faults of all kinds, and {len(planted[1])}")
+            for some, results in zip(planted, verdicts, strict=True):
+                for verdict in judge_all(processes, some, here, options.most):
+                    results.append(verdict)
+                    if len(results) % 1000 == 0:
+                        say(len(results))
+                say(f"{len(results)} judged")
+                if options.level == "full" and results is verdicts[0]:
+                    results[:] = in_the_full_level(processes, results, ran, objects, quick)
+                    say("survivors tried in the full level")
+    except TimeoutError:
+        say("no time is left")
+    processes.close()
+    alone = [one for _, one in ran]
+    if options.ran:
+        executed.write(options.ran, alone)
     conformance = {
-        "cases": len(cases), "ran": len(ran), **collections.Counter(one.status for one in ran),
-        "wrong": [one.case.name for one in ran if one.status in (FAILED, CRASHED)],
+        "cases": level, "ran": len(ran), **collections.Counter(one.status for one in alone),
+        "wrong": [one.case.name for one in alone if one.status in (FAILED, CRASHED)],
     }  # fmt: skip
+    covered = {}
+    if static:
+        for name in dict.fromkeys(("quick", options.level)):
+            of_level = [one for one in alone if name != "quick" or one.case.name in quick]
+            covered[name] = executed.coverage(of_level, static)
+            for row in covered[name]:
+                print(name, row)
     found = {"conformance": conformance, "coverage": covered}
-    report(verdicts, len(planted), quick, found, options, time.monotonic() - begin)
+    for some, results, name in zip(planted, verdicts, ("", "_all"), strict=True):
+        if some:
+            report(results, len(some), name, found, options, time.monotonic() - begin)
+
+
+def in_the_full_level(
+    processes: Processes,
+    verdicts: list[Verdict],
+    ran: list[tuple[int, Ran]],
+    objects: dict[str, bytes],
+    quick: set[str],
+) -> list[Verdict]:
+    """The verdicts, where what survived is tried on the other cases that execute it."""
+    survived = [each for each in verdicts if not each.by]
+    work: list[Any] = []
+    for each in survived:
+        p = each.planted
+        executing = [
+            one.case for _, one in ran
+            if one.case.name not in quick and one.status == PASSED
+            and p.pc in one.executed.get(p.digest, ("", []))[1]
+        ]  # fmt: skip
+        executing.sort(key=lambda case: hashlib.sha256(case.name.encode()).digest())
+        cases = tuple(executing[:_MOST_OF_FULL])
+        work.append((judge_full, (each, objects[p.digest], cases)))
+    return [v for v in verdicts if v.by] + [result for _, result in processes.run(work)]
+
+
+def judge_full(verdict: Verdict, data: bytes, cases: tuple[Case, ...]) -> Verdict:
+    by, case = judge_in(verdict.planted, data, cases)
+    return verdict._replace(by=by, case=case)
 
 
 def report(
     verdicts: list[Verdict],
     planted: int,
-    quick: set[str],
+    name: str,
     found: dict[str, Any],
     options: argparse.Namespace,
     seconds: float,
@@ -315,16 +406,13 @@ def report(
         if of_kind:
             by = collections.Counter(v.by or "survived" for v in of_kind)
             caught = len(of_kind) - by["survived"]
-            by_quick = sum(v.case in quick for v in of_kind)
-            rows.append({
-                "kind": kind, "planted": len(of_kind), "caught": caught,
-                "caught_by_quick": by_quick, "by": dict(by),
-            })  # fmt: skip
+            rows.append({"kind": kind, "planted": len(of_kind), "caught": caught, "by": dict(by)})
             print(f"{kind:<12} {caught:>5} of {len(of_kind):>5} caught  {dict(by)}")
     survivors = [
         {
             "kernel": v.planted.kernel, "object": v.planted.digest[:12], "pc": hex(v.planted.pc),
-            "kind": v.planted.fault.kind, "change": v.text, "cases": v.ran,
+            "kind": v.planted.fault.kind, "change": v.text, "launches_left_same": v.same,
+            "launches_changed_and_passed": v.other,
         }
         for v in verdicts if not v.by
     ]  # fmt: skip
@@ -334,15 +422,15 @@ def report(
     print(found["conformance"])
     print(f"{caught} of {len(verdicts)} caught, {planted - len(verdicts)} not run, {seconds:.0f} s")
     if options.save:
-        name = "mutations_hip_all" if options.all else "mutations_hip"
         results = {
             "what": "faults of one instruction in machine code that the level executes",
-            "level": options.level, "seed": options.seed, "kinds": options.all or "all",
+            "level": options.level, "seed": options.seed,
+            "kinds": options.all if name else "all",
             "planted": planted, "ran": len(verdicts), "caught": caught,
             "not_run": planted - len(verdicts), "rows": rows, "survivors": survivors, **found,
             "seconds": round(seconds),
         }  # fmt: skip
-        print(machine.save(name, results))
+        print(machine.save(f"mutations_hip{name}", results))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import re
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from unittest import mock
 
 import torch
 
-from pyfa import _torch, abi, api, bound, device, dispatch, ops
+from pyfa import _torch, abi, api, bound, context, device, dispatch, ops
 from pyfa.backends import BACKENDS
 from pyfa.backends.common import arguments, libcuda
 from pyfa.backends.cuda import counters, launcher, tensor_maps
@@ -59,6 +60,8 @@ class Driver:
         else:
             at = ctypes.c_void_p.from_address(parameters.value).value
             size = abi.MAPPED_SIZE if name.split()[0] in tensor_maps.BOXES else abi.SIZE
+            captured = re.search(r"'MOD_CAPTURED', (\d+)", name)
+            size += abi.captured_bytes(int(captured[1])) if captured else 0
         assert at is not None
         self.launched.append((name, config, ctypes.string_at(at, size)))
         return 0
@@ -78,7 +81,7 @@ def _on(name: str) -> list[tuple[Any, str, Any]]:
         (device, "of", lambda where: device.DEVICES[name]),
         (dispatch, "of", lambda where: device.DEVICES[name]),
         (dispatch, "_prepared", {}),
-        (dispatch, "named", False),
+        (context, "used", False),
         (api, "calls", bound.Table()),
         (ops, "calls", bound.Table()),
         (_torch, "current_stream", lambda index: 0),

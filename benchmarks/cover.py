@@ -1,0 +1,199 @@
+"""Looks for cases that execute what no case of the full level executes, of the code that ships.
+
+``python benchmarks/cover.py --ran FILE [--minutes M] [--jobs N] [--out FILE]``. ``FILE`` is what
+``mutations.py --level full --faults 0 --ran FILE`` keeps. Cases are drawn at random, or made of one
+that has executed something new by taking a few fields of another; where most instructions of a
+kernel are left, its cases are tried most. What executes ``--least`` new instructions is kept: in
+``--out`` as fields, for ``pyfa/conformance/grid_cover.py``. Every case is judged as in conformance,
+so that what fails is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import json
+import os
+import random
+import time
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import executed
+import mutations
+from executed import Ran
+from processes import Processes
+
+from pyfa.backends.hip.target import TARGET
+from pyfa.backends.native import catalog
+from pyfa.conformance.cases import BIASES, LAYOUTS, RECIPES, ROTARIES, Case
+from pyfa.conformance.report import CRASHED, FAILED, PASSED
+from pyfa.emulator import Covered
+
+_LENGTHS = (0, 1, 7, 16, 17, 33, 63, 64, 65, 96, 127, 128, 129, 200, 256, 257, 300, 513)
+_LONG = (16, 100, 300, 513, 640, 1000, 1024, 1300, 2048, 2100, 3000, 4100)
+_DIMS = (64, 64, 128, 128, 40, 59, 32, 8, 1, 111, 72, 96)
+_HEADS = ((1, 1), (2, 2), (4, 2), (8, 1), (16, 1), (16, 2), (32, 1), (64, 1), (6, 2))
+
+
+def drawn(draw: random.Random) -> Case:
+    def often(share: float) -> bool:
+        return draw.random() < share
+
+    kind = draw.choice(("dense", "varlen", "varlen", "kvcache", "kvcache", "kvcache"))
+    cache = kind == "kvcache"
+    lone = cache and often(0.7)
+    batch = draw.choice((1, 1, 2, 3))
+    rows = [draw.choice((1, 1, 2, 3, 4, 9) if lone else _LENGTHS) for _ in range(batch)]
+    keys = [draw.choice(_LONG if cache and often(0.7) else _LENGTHS) for _ in range(batch)]
+    packed_q = cache and often(0.15)
+    if kind == "dense" or (cache and not packed_q):
+        rows = rows[:1] * batch
+    if kind == "dense":
+        keys = keys[:1] * batch
+    heads_q, heads_k = draw.choice(_HEADS)
+    dtype = draw.choice(("bfloat16", "float16", "bfloat16", "float16", "float8_e4m3fnuz"))
+    float8 = dtype.startswith("float8")
+    cache_dtype = "float8_e4m3fnuz" if cache and not float8 and often(0.15) else ""
+    any8 = float8 or bool(cache_dtype)
+    dim = draw.choice(_DIMS)
+    backward = not cache and not any8 and often(0.6)
+    causal = often(0.4)
+    bias = draw.choice(BIASES) if often(0.2) else ""
+    edge = (-1, 0, 5, 63, 64, 130, 700, -3)
+    return Case(
+        kind=kind, dtype=dtype, lengths_q=tuple(rows), lengths_k=tuple(keys), heads_q=heads_q,
+        heads_k=heads_k, head_dim=dim, head_dim_v=dim if often(0.85) else draw.choice(_DIMS),
+        backward=backward, dlse=draw.choice(("both", "only")) if backward and often(0.2) else "",
+        causal=causal,
+        window=(draw.choice(edge), draw.choice((0, -1) if causal else edge)) if often(0.25)
+        else None,
+        attention_chunk=draw.choice((40, 64, 200)) if often(0.1) else 0,
+        softcap=draw.choice((2.0, 30.0)) if often(0.2) else 0.0,
+        bias=bias, bias_grad=backward and bias not in ("", "bool") and often(0.5),
+        alibi=draw.choice(("heads", "batch")) if often(0.2) else "", sinks=often(0.2),
+        dropout_p=0.3 if not cache and often(0.1) else 0.0,
+        deterministic=backward and often(0.4),
+        used_q=kind == "varlen" and often(0.3), used_k=kind != "dense" and often(0.4),
+        slack=draw.choice((0, 3, 64, 300)) if kind != "dense" else 0,
+        page_size=draw.choice((16, 32, 48, 64, 128)) if kind != "dense" and often(0.35) else 0,
+        leftpad=cache and often(0.2), batch_idx=cache and often(0.2), packed_q=packed_q,
+        new_keys=draw.choice((1, 2, 5, 16, 70)) if cache and often(0.4) else 0,
+        rotary=draw.choice(ROTARIES) if cache and often(0.3) else "",
+        num_splits=draw.choice((1, 2, 3, 5, 8, 17, 40, 70)) if cache and often(0.5) else 0,
+        recipe=draw.choice(RECIPES) if often(0.4) and not any8 else "plain",
+        layout=draw.choice(LAYOUTS) if often(0.4) else "contiguous",
+        cache_dtype=cache_dtype,
+        scales=draw.choice(("tensor", "head", 16, 64)) if any8 and often(0.7) else "",
+        out_dtype="float16" if float8 and often(0.4) else "",
+        batch_invariant=often(0.06),
+    )  # fmt: skip
+
+
+def crossed(draw: random.Random, one: Case) -> Case:
+    """``one`` with a few fields of another case."""
+    other = drawn(draw)
+    names = draw.sample([item.name for item in fields(Case) if item.name != "kind"], 4)
+    if {"lengths_q", "lengths_k"} & set(names):
+        names += ["lengths_q", "lengths_k"]
+    return replace(one, **{name: getattr(other, name) for name in names})
+
+
+class Search:
+    def __init__(self, ran: list[Ran], static: dict[str, Covered], seed: int) -> None:
+        self.static, self.draw = static, random.Random(f"cover/{seed}")
+        self.executed: dict[str, set[int]] = collections.defaultdict(set)
+        self.by_object: dict[str, list[Case]] = collections.defaultdict(list)
+        self.kept: list[tuple[Ran, int]] = []
+        self.bad: list[tuple[str, str]] = []
+        for one in ran:
+            self.add(one)
+
+    def add(self, one: Ran) -> int:
+        """How many instructions of shipped objects it executed that nothing had."""
+        new = 0
+        for digest, (_, addresses) in one.executed.items():
+            if digest in self.static:
+                found = set(addresses) - self.executed[digest]
+                self.executed[digest] |= found
+                new += len(found)
+                if found or len(self.by_object[digest]) < 3:
+                    self.by_object[digest].append(one.case)
+        return new
+
+    def next(self) -> Case:
+        known, emulator = list(self.static), mutations._EMULATOR
+        weights = [x.static - len(self.executed[digest]) + 1 for digest, x in self.static.items()]
+        while True:
+            if self.draw.random() < 0.35:
+                case = drawn(self.draw)
+            else:
+                of = self.by_object[self.draw.choices(known, weights)[0]]
+                case = crossed(self.draw, self.draw.choice(of)) if of else drawn(self.draw)
+            work = max(case.lengths_q, default=0) * max(case.lengths_k, default=0) * case.heads_q
+            if not case.flaws() and case.features <= emulator.FEATURES and work < 3_000_000:
+                return case
+
+
+def run(search: Search, options: argparse.Namespace, end: float) -> int:
+    processes = Processes(options.jobs, end, mutations.start)
+    running: dict[Any, int] = {}
+    tried = 0
+    try:
+        while time.monotonic() < end:
+            for number, process in enumerate(processes.each):
+                if number not in running.values():
+                    future = process.submit(mutations.run_plainly, search.next(), False)
+                    running[future] = number
+            done = concurrent.futures.wait(
+                running, max(0.0, end - time.monotonic()),
+                concurrent.futures.FIRST_COMPLETED,
+            ).done  # fmt: skip
+            for future in done:
+                del running[future]
+                one = future.result()
+                tried += 1
+                if one.status in (FAILED, CRASHED):
+                    search.bad.append((one.case.name, one.status))
+                elif one.status == PASSED:
+                    new = search.add(one)
+                    if new >= options.least:
+                        search.kept.append((one, new))
+    finally:
+        processes.close()
+    return tried
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ran", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=3.0)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--least", type=int, default=8)
+    parser.add_argument("--out", type=Path, default=Path("cover.json"))
+    options = parser.parse_args()
+    end = time.monotonic() + options.minutes * 60
+    with concurrent.futures.ProcessPoolExecutor(options.jobs) as pool:
+        plans = catalog.common_plans(TARGET, executed.ARCH)
+        static = dict(pool.map(executed.static_of, plans))
+    ran = executed.read(options.ran)
+    search = Search(ran, static, options.seed)
+    print("left to look:", round(end - time.monotonic()), "s", flush=True)
+    tried = run(search, options, end)
+    for row in executed.coverage([*ran, *(one for one, _ in search.kept)], static):
+        print(row)
+    print(f"{tried} cases tried, {len(search.kept)} kept, bad: {search.bad}")
+    default = asdict(Case())
+    rows = [
+        {name: value for name, value in asdict(one.case).items() if value != default[name]}
+        | {"_new": new, "_seconds": round(one.seconds, 2)} for one, new in search.kept
+    ]  # fmt: skip
+    options.out.write_text(json.dumps(rows))
+    executed.write(options.out.with_suffix(".xz"), [one for one, _ in search.kept])
+
+
+if __name__ == "__main__":
+    main()

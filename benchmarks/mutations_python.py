@@ -1,0 +1,262 @@
+"""How many faults in the source of the torch backend conformance finds.
+
+``python benchmarks/mutations_python.py [--faults 200] [--jobs N] [--seed S] [--save]`` plants
+faults drawn from the seed, one at a time, in ``pyfa/backends/torch``: a comparison with its edge on
+the other side, ``and`` for ``or``, + for -, * for +, min for max, a number that is one more, a call
+in a line of its own left out, a ``not`` left out. Files and kinds take turns. A fault is caught by
+the first case of the quick level that fails or crashes, or does not end within ``--stuck`` seconds.
+``--level full`` tries survivors on that level too. Survivors are listed with their line:
+equivalent, or a case is missing. ``--save`` writes ``results/mutations_torch.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import collections
+import hashlib
+import importlib.machinery
+import itertools
+import multiprocessing
+import multiprocessing.connection
+import os
+import random
+import time
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import machine
+import torch  # before the processes are forked; pyfa is imported in them
+
+FOLDER = Path(__file__).parents[1] / "pyfa" / "backends" / "torch"
+_COMPARISONS: dict[type, type] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
+}  # fmt: skip
+_OPERATORS: dict[type, type] = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.FloorDiv: ast.Mult,
+    ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
+}  # fmt: skip
+_CALLS = {"min": "max", "max": "min", "minimum": "maximum", "maximum": "minimum",
+          "amax": "amin", "exp": "exp2", "logical_and": "logical_or"}  # fmt: skip
+
+
+class Fault(NamedTuple):
+    """The ``number``-th change that a file can have."""
+
+    file: str
+    number: int
+    kind: str
+    line: int
+    old: str
+    new: str
+
+
+class Verdict(NamedTuple):
+    fault: Fault
+    by: str
+    case: str
+
+
+def changes(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
+    """Makes each change in turn, yields its kind and place, and takes it back."""
+    skipped = {
+        id(inner) for node in ast.walk(tree) if isinstance(node, (ast.AnnAssign, ast.arg))
+        for part in [node.annotation] if part is not None for inner in ast.walk(part)
+    }  # fmt: skip
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Compare) and type(node.ops[0]) in _COMPARISONS:
+            yield from _one(node.ops, 0, _COMPARISONS[type(node.ops[0])](), "comparison", node)
+        elif isinstance(node, ast.BoolOp):
+            other = ast.Or() if isinstance(node.op, ast.And) else ast.And()
+            yield from _attribute(node, "op", other, "logic")
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            yield from _attribute(node, "op", ast.UAdd(), "not left out")
+        elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            yield from _attribute(node, "op", _OPERATORS[type(node.op)](), "arithmetic")
+        elif isinstance(node, ast.Constant) and type(node.value) is int:
+            yield from _attribute(node, "value", node.value + 1, "number")
+        elif isinstance(node, ast.Name) and node.id in _CALLS:
+            yield from _attribute(node, "id", _CALLS[node.id], "call")
+        elif isinstance(node, ast.Attribute) and node.attr in _CALLS:
+            yield from _attribute(node, "attr", _CALLS[node.attr], "call")
+        for name in ("body", "orelse"):
+            lines = getattr(node, name, None)
+            for place, line in enumerate(lines if isinstance(lines, list) else ()):
+                if isinstance(line, ast.AugAssign) or (
+                    isinstance(line, ast.Expr) and isinstance(line.value, ast.Call)
+                ):
+                    gone = ast.copy_location(ast.Pass(), line)
+                    yield from _one(lines, place, gone, "left out", line)
+
+
+def _one(
+    values: list[Any], place: int, new: Any, kind: str, node: ast.AST
+) -> Iterator[tuple[str, ast.AST]]:
+    old, values[place] = values[place], new
+    yield kind, node
+    values[place] = old
+
+
+def _attribute(node: Any, name: str, new: Any, kind: str) -> Iterator[tuple[str, ast.AST]]:
+    old = getattr(node, name)
+    setattr(node, name, new)
+    yield kind, node
+    setattr(node, name, old)
+
+
+def all_faults() -> list[Fault]:
+    found = []
+    for path in sorted(FOLDER.glob("*.py")):
+        tree = ast.parse(path.read_text())
+        lines = ast.unparse(tree).splitlines()
+        for number, (kind, node) in enumerate(changes(tree)):
+            changed = ast.unparse(tree).splitlines()
+            differ = [
+                (old, new) for old, new in itertools.zip_longest(lines, changed, fillvalue="")
+                if old != new
+            ]  # fmt: skip
+            if differ:
+                old, new = differ[0]
+                place = getattr(node, "lineno", 0)
+                found.append(Fault(path.name, number, kind, place, old.strip(), new.strip()))
+    return found
+
+
+def drawn(faults: list[Fault], count: int, seed: int) -> list[Fault]:
+    pools: dict[tuple[str, str], list[Fault]] = collections.defaultdict(list)
+    for fault in faults:
+        pools[fault.file, fault.kind].append(fault)
+    draw = random.Random(seed)
+    for pool in pools.values():
+        draw.shuffle(pool)
+    found: list[Fault] = []
+    while len(found) < count and any(pools.values()):
+        found += [pool.pop() for _, pool in sorted(pools.items()) if pool]
+    return found[:count]
+
+
+def planted(fault: Fault) -> types.CodeType:
+    path = FOLDER / fault.file
+    tree = ast.parse(path.read_text())
+    for number, _ in enumerate(changes(tree)):
+        if number == fault.number:
+            return compile(ast.fix_missing_locations(tree), str(path), "exec")
+    raise AssertionError(fault)
+
+
+def judge(sender: multiprocessing.connection.Connection, fault: Fault | None, level: str) -> None:
+    """In a process of its own, which has not imported pyfa: the fault is there when it does."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    torch.set_num_threads(1)
+    if fault is not None:
+        code = planted(fault)
+        true = importlib.machinery.SourceFileLoader.get_code
+
+        def get_code(self: Any, name: str) -> Any:
+            mine = Path(self.path) == FOLDER / fault.file
+            return code if mine else true(self, name)
+
+        importlib.machinery.SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
+    try:
+        from pyfa.backends import BACKENDS
+        from pyfa.conformance import grid, runner
+        from pyfa.conformance.report import CRASHED, FAILED
+    except Exception:
+        sender.send(("an error at import", ""))
+        return
+    backend = BACKENDS["torch"]
+    cases = grid.cases(level, backend.FEATURES, backend.DTYPES)
+    # In an order that mixes features: what fails at all fails early.
+    for case in sorted(cases, key=lambda case: hashlib.sha256(case.name.encode()).digest()):
+        result = runner.run_case(backend, case, torch.device("cpu"))
+        if result.status in (FAILED, CRASHED):
+            by = "wrong numbers" if result.status == FAILED else "an error"
+            sender.send((by, case.name))
+            return
+    sender.send(("", ""))
+
+
+def judge_all(
+    faults: list[Fault | None], level: str, options: argparse.Namespace, end: float
+) -> list[Verdict]:
+    context = multiprocessing.get_context("fork")
+    left, running, found = faults[::-1], dict[Any, Any](), list[Verdict]()
+    while (left or running) and time.monotonic() < end:
+        while left and len(running) < options.jobs:
+            receiver, sender = context.Pipe(duplex=False)
+            fault = left.pop()
+            process = context.Process(target=judge, args=(sender, fault, level), daemon=True)
+            process.start()
+            sender.close()
+            running[receiver] = process, fault, time.monotonic() + options.stuck
+        ready = multiprocessing.connection.wait(list(running), timeout=0.1)
+        for receiver in [*running]:
+            process, fault, until = running[receiver]
+            if receiver in ready:
+                try:
+                    by, case = receiver.recv()
+                except EOFError:
+                    process.join()
+                    by, case = f"the process ended with {process.exitcode}", ""
+            elif time.monotonic() > until:
+                by, case = "no answer", ""
+            else:
+                continue
+            found.append(Verdict(fault, by, case))
+            del running[receiver]
+            process.kill()
+            process.join()
+    for process, _, _ in running.values():
+        process.kill()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--level", choices=("quick", "full"), default="quick")
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--stuck", type=float, default=300.0)
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    begin = time.monotonic()
+    end = begin + options.minutes * 60
+    (plain,) = judge_all([None], "quick", options, end)
+    if plain.by:
+        raise SystemExit(f"without a fault: {plain}")
+    faults = drawn(all_faults(), options.faults, options.seed)
+    found = judge_all([*faults], "quick", options, end)
+    if options.level == "full":
+        again = judge_all([v.fault for v in found if not v.by], "full", options, end)
+        known = {v.fault: v._replace(by=v.by and f"{v.by}, full level") for v in again}
+        found = [known.get(v.fault, v) for v in found]
+    by = collections.Counter((v.fault.kind, v.by or "survived") for v in found)
+    for (kind, whom), count in sorted(by.items()):
+        print(f"{kind:<14} {whom:<40} {count}")
+    survivors = [v.fault._asdict() for v in found if not v.by]
+    for each in survivors:
+        print("survived:", each)
+    seconds = round(time.monotonic() - begin)
+    print(f"{len(found) - len(survivors)} of {len(found)} caught, "
+          f"{len(faults) - len(found)} not run, {seconds} s")  # fmt: skip
+    if options.save:
+        results = {
+            "what": "faults in the source of the torch backend, found by conformance",
+            "level": options.level, "seed": options.seed, "planted": len(faults),
+            "ran": len(found), "caught": len(found) - len(survivors),
+            "rows": [{"kind": kind, "by": whom, "count": count}
+                     for (kind, whom), count in sorted(by.items())],
+            "survivors": survivors, "seconds": seconds,
+        }  # fmt: skip
+        print(machine.save("mutations_torch", results))
+
+
+if __name__ == "__main__":
+    main()
