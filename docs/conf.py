@@ -14,6 +14,7 @@ sys.path[:0] = [str(DOCS), str(DOCS.parent)]
 
 import generated  # noqa: E402
 import matrix  # noqa: E402
+import patterns  # noqa: E402
 
 project, author = "pyfa", "The pyfa authors"
 version = release = generated.version()
@@ -46,14 +47,14 @@ autodoc_type_aliases = {
 }
 napoleon_google_docstring = napoleon_use_param = False
 
-PARTS = {**generated.PARTS, **matrix.PARTS}
+PARTS = {**generated.PARTS, **matrix.PARTS, **patterns.PARTS}
 _MARKER = re.compile(r"^<!-- generated: (.+?) -->$", re.M)
 # How a block of code is introduced; the rest of a fence's words are for the tests.
 _CAPTIONS = {"output": ("text", "prints"), "python gpu": ("python", "needs a GPU")}
 
 
 def prepared(text: str) -> str:
-    """A page's text with each marker replaced by what the code says, in Sphinx's words."""
+    """Return a page's text with each marker replaced by its generated text, in MyST's syntax."""
 
     def part(match: re.Match[str]) -> str:
         name, *arguments = shlex.split(match[1])
@@ -74,7 +75,8 @@ def _prepare(_app: Any, _page: str, source: list[str]) -> None:
 
 
 def _as_written(*given: Any) -> tuple[str | None, str | None]:
-    """A signature without ``**unknown``, which is only for hints, and with the aliases' names."""
+    """Return a signature without ``**unknown``, which exists only for hints, and with the aliases'
+    names."""
     signature, returned = (each or "" for each in given[-2:])
     signature = signature.replace(", **unknown: object", "")
     written = [re.sub(r"TypeAliasForwardRef\('(.+?)'\)", r"\1", x) for x in (signature, returned)]
@@ -82,7 +84,7 @@ def _as_written(*given: Any) -> tuple[str | None, str | None]:
 
 
 def _with_code(*given: Any) -> None:
-    """A docstring's indented lines after an empty one are code, as in Markdown."""
+    """Mark a docstring's indented lines after an empty line as code, as in Markdown."""
     lines: list[str] = given[-1]
     for at in range(len(lines) - 1, 1, -1):
         if lines[at].startswith("    ") and not lines[at - 1] and not lines[at - 2].startswith(" "):
@@ -90,8 +92,8 @@ def _with_code(*given: Any) -> None:
 
 
 def _accessible(*given: Any) -> None:
-    """What axe finds in the theme: headings of no level, and signatures' parameters as definitions
-    of nothing."""
+    """Fix what axe finds in the theme: headings without a level, and signatures' parameters as
+    terms without a definition list."""
     context: dict[str, Any] = given[3]
     tree = context.get("furo_navigation_tree", "")
     context["furo_navigation_tree"] = tree.replace(

@@ -1,4 +1,4 @@
-"""The parts of the guide that the code writes: tables of features, archs, settings, commands, API.
+"""The generated parts of the guide: tables of features, archs, settings, commands, API.
 
 A page asks for one by a line ``<!-- generated: NAME ARGUMENTS -->``; ``PARTS`` has the functions,
 each of which returns Markdown. Nothing here needs a GPU or a compiler.
@@ -22,8 +22,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import pyfa
-from pyfa import cli, device, env
+from pyfa import cli, device, env, mods
 from pyfa.arch import ARCHS
 from pyfa.backends import AUTOMATIC, BACKENDS, NAMES
 from pyfa.backends.cuda import plans as cuda_plans
@@ -57,7 +59,7 @@ def problem_on(
     dtype: str = "bfloat16",
     seqlen_q: int = 4096,
 ) -> Problem:
-    """Attention of 4,096 keys, 8 heads of 128, that needs ``features``."""
+    """Return attention of 4,096 keys with 8 heads and head_dim 128 that needs ``features``."""
     wanted = frozenset(features)
     return Problem(
         batch=1,
@@ -72,14 +74,28 @@ def problem_on(
         device=where,
         square=seqlen_q == 4096,
         page_size=256 if "paged" in wanted else 0,
+        mods=_mods(wanted),
     )
+
+
+def _mods(wanted: frozenset[str]) -> str:
+    """Return the digest of mods that need ``wanted``. Backends decline some calls by the digest,
+    not by the feature."""
+    gain = torch.ones(8, requires_grad=True)
+    score: mods.Mod | None = None
+    if "captured_grad" in wanted:
+        score = lambda score, b, h, q_idx, kv_idx: score * gain[h]  # noqa: E731
+    elif "score_mod" in wanted:
+        score = lambda score, b, h, q_idx, kv_idx: score - 0.1 * (q_idx - kv_idx)  # noqa: E731
+    mask = (lambda b, h, q_idx, kv_idx: q_idx >= kv_idx) if "mask_mod" in wanted else None
+    return mods.resolve(score, mask, torch.device("cpu"))[0]
 
 
 # --- what each backend can do
 
 
 def features() -> str:
-    """A row for each name in FEATURES, a column for each backend."""
+    """Return a row for each name in FEATURES, a column for each backend."""
     rows = [
         [f"`{name}`", one.phrase, *(_mark(name in BACKENDS[each].FEATURES) for each in NAMES)]
         for name, one in FEATURES.items()
@@ -97,30 +113,37 @@ def _mark(is_there: bool) -> str:
 
 
 def combinations() -> str:
-    """Pairs of features that a backend has one by one and declines together."""
+    """Return pairs of features that a backend supports separately and declines together, with the
+    number of query rows if it decides."""
     rows = []
     for name in NAMES:
         backend = BACKENDS[name]
         found: dict[str, list[str]] = {}
         for pair in itertools.combinations([f for f in FEATURES if f in backend.FEATURES], 2):
-            for reason in _declines(name, pair):
-                if not any(reason in _declines(name, (one,)) for one in pair):
-                    found.setdefault(reason, []).append(" with ".join(f"`{one}`" for one in pair))
+            alone = {reason for one in pair for reason in _declines(name, (one,))}
+            for reason, when in _declines(name, pair).items():
+                if reason not in alone:
+                    both = " with ".join(f"`{one}`" for one in pair)
+                    found.setdefault(reason + when, []).append(both)
         for reason, pairs in found.items():
             rows.append([f"`{name}`", ", ".join(pairs), reason])
     return table(["backend", "combination", "reason"], rows)
 
 
-def _declines(name: str, wanted: Iterable[str]) -> list[str]:
-    """Its reasons for many query rows and for one. The CPU's are not about features."""
-    reasons: list[str] = []
-    for rows in (4096, 1):
-        reasons += BACKENDS[name].why_not(problem_on(ASKED_ON[name], wanted, seqlen_q=rows))
-    return list(dict.fromkeys(reasons))
+def _declines(name: str, wanted: Iterable[str]) -> dict[str, str]:
+    """Return its reasons, and for each "" or with how many query rows it gives it. The CPU's
+    reasons are not about features."""
+    many, one = (
+        BACKENDS[name].why_not(problem_on(ASKED_ON[name], wanted, seqlen_q=rows))
+        for rows in (4096, 1)
+    )
+    when = {reason: "" if reason in one else " (only with many query rows)" for reason in many}
+    return when | {reason: " (only with few query rows)" for reason in one if reason not in many}
 
 
 def fused() -> str:
-    """What the torch backend leaves to PyTorch's fused attention, on a CPU and on a GPU."""
+    """Return which features the torch backend runs in PyTorch's fused attention, on a CPU and on a
+    GPU."""
     able = [name for name in FEATURES if name in BACKENDS["torch"].FEATURES]
     rows = []
     for label, where in (("a CPU", device.CPU), ("a GPU", DEVICES["H200"])):
@@ -132,11 +155,11 @@ def fused() -> str:
                 ", ".join(f"`{name}`" for name in able if plans[name].kernel != "sdpa"),
             ]
         )
-    return table(["tensors on", "PyTorch's fused kernel", "tiles of eager PyTorch"], rows)
+    return table(["tensors on", "PyTorch's fused kernel", "tiled eager PyTorch"], rows)
 
 
 def automatic() -> str:
-    """Who is tried, in order, by the vendor of the tensors' device."""
+    """Return the order of backends, by the vendor of the tensors' device."""
     return table(
         ["tensors on", "order"],
         ([vendor, ", ".join(f"`{name}`" for name in names)] for vendor, names in AUTOMATIC.items()),
@@ -148,12 +171,12 @@ def automatic() -> str:
 
 @functools.cache
 def results() -> dict[str, dict[str, Any]]:
-    """Every result file with its environment, by name."""
+    """Return every result file with its environment, by name."""
     return {path.name: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
 
 
 def arch_of(environment: dict[str, Any]) -> str | None:
-    """The arch of the GPU that a result was measured on; None without one."""
+    """Return the arch of the GPU that a result was measured on; None without one."""
     gpu = environment.get("gpu")
     if not gpu:
         return None
@@ -161,7 +184,7 @@ def arch_of(environment: dict[str, Any]) -> str | None:
 
 
 def conformance_results() -> dict[tuple[str, str | None], dict[str, Any]]:
-    """The results of the suite by backend and arch."""
+    """Return the results of the suite by backend and arch."""
     return {
         (data["backend"], arch_of(data["environment"])): data
         for name, data in results().items()
@@ -176,14 +199,14 @@ def _counts(data: dict[str, Any]) -> str:
 
 @functools.cache
 def compiled_by_triton() -> frozenset[str]:
-    """The archs that the tests compile Triton's kernels for, with no GPU."""
+    """Return the archs for which the tests compile Triton's kernels without a GPU."""
     text = (ROOT / "tests" / "triton" / "test_triton_plans.py").read_text()
     lists = re.findall(r'"arch", (\[.*?\])\)\ndef test_\w+_compiles_ahead', text)
     return frozenset(itertools.chain.from_iterable(ast.literal_eval(each) for each in lists))
 
 
 def fp8_accuracy() -> str:
-    """Errors of float8 and of 16 bits on inputs with outliers, in 10⁻³, for heads of 128."""
+    """Return errors of float8 and of 16 bits on inputs with outliers, in 10⁻³, for head_dim 128."""
     tables = [x for x in results()["fp8_accuracy.json"]["tables"] if x["head_dim"] == 128]
     rows = []
     for name in tables[0]["rmse"]:
@@ -195,7 +218,7 @@ def fp8_accuracy() -> str:
 
 
 def state(name: str, arch: str) -> str:
-    """How far backend ``name`` is verified on ``arch``: one of the words of ``archs``."""
+    """Return how backend ``name`` is verified on ``arch``: one of the terms of ``archs``."""
     where = next((each for each in DEVICES.values() if each.arch == arch), None)
     where = where or Device(arch, arch, 1, 1, 0.0, 0, 0, 0, 0.0)
     refused = BACKENDS[name].why_not(problem_on(where))
@@ -219,7 +242,7 @@ def state(name: str, arch: str) -> str:
 
 
 def archs() -> str:
-    """A row for each arch, a column for each backend that has kernels."""
+    """Return a row for each arch, a column for each backend that has kernels."""
     rows = []
     for arch in ARCHS:
         known = ", ".join(each.name for each in DEVICES.values() if each.arch == arch)
@@ -229,7 +252,7 @@ def archs() -> str:
 
 
 def machines() -> str:
-    """A row for each machine that left a result, with what ran there."""
+    """Return a row for each machine that produced a result, with its result files."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for name, data in results().items():
         found = data["environment"]
@@ -255,7 +278,7 @@ def machines() -> str:
 
 
 def verified() -> str:
-    """A line for each backend: what it passed, on what."""
+    """Return a line for each backend: what it passed, and on which device."""
     ran = conformance_results()
     lines = []
     for name in NAMES:
@@ -271,14 +294,14 @@ def verified() -> str:
                 "unknown."
             )
         elif found:
-            lines.append(f"- `{name}`: {'; '.join(found)}. On no other GPU.")
+            lines.append(f"- `{name}`: {'; '.join(found)}; on no other GPU")
         elif name in ("cuda", "triton"):
-            lines.append(f"- `{name}`: no result on hardware.")
-    return "\n".join([*lines, "- `torch`: runs in the project's tests, on a CPU."])
+            lines.append(f"- `{name}`: not run on hardware")
+    return "\n".join([*lines, "- `torch`: run in the project's tests, on a CPU"])
 
 
 def conformance() -> str:
-    """Every result of the suite, with what was declined."""
+    """Return every result of the suite, with what was declined."""
     rows = []
     for (name, arch), data in conformance_results().items():
         found = data["environment"]
@@ -287,11 +310,11 @@ def conformance() -> str:
         rows.append(
             [f"`{name}`", where, _counts(data), declined, f"{found['commit']}, {found['date']}"]
         )
-    return table(["backend", "on", "result", "reasons of refusals", "commit, date"], rows)
+    return table(["backend", "on", "result", "reasons for refusals", "commit, date"], rows)
 
 
 def devices() -> str:
-    """The names that ``--device`` takes."""
+    """Return the names that ``--device`` takes."""
     rows = [
         [
             f"`{each.name}`",
@@ -303,7 +326,7 @@ def devices() -> str:
         ]
         for each in DEVICES.values()
     ]
-    return table(["device", "arch", "CUs or SMs", "dies", "GB/s", "GiB"], rows)
+    return table(["device", "arch", "CUs or SMs", "XCDs", "GB/s", "GiB"], rows)
 
 
 # --- what was measured
@@ -399,7 +422,7 @@ def context_parallel() -> str:
             cells = [f"{row['seqlen']:,}", str(row["gpus"]), ways.get(row["side"], row["side"])]
             cells += [f"{row[f'{part}_seconds']:.2f}" for part in parts]
             longest.append([*cells, f"{row['peak_bytes'] / 1e9:.1f}", f"{row['ratio']:.2f}"])
-    head = [x for part in parts for x in (f"{part} (ms)", "TFLOP/s", "of one GPU's")]
+    head = [x for part in parts for x in (f"{part} (ms)", "TFLOP/s", "efficiency")]
     more = [f"{part} (s)" for part in parts]
     return (
         table(["GPUs", f"{tokens} tokens", *head], rows)
@@ -451,7 +474,7 @@ def timing_model() -> str:
         ]
         for row in results()["mi300x_model.json"]["pairs"]
     ]
-    head = ["kernel", "batch, heads, length", "figures of", "", "published", "model", "error"]
+    head = ["kernel", "batch, heads, length", "published by", "use", "published", "model", "error"]
     return table(head, rows)
 
 
@@ -469,7 +492,7 @@ def timing_errors() -> str:
     for shape, both in data["mfma_utilisation"].items():
         told = f"model {_spread(both['model'], '.2f')}, measured {both['measured']:.2f}"
         rows.append([f"MfmaUtil of {shape}", told])
-    return table(["predicted blind", "mean error"], rows)
+    return table(["blind pairs", "mean error"], rows)
 
 
 def timing_own() -> str:
@@ -487,12 +510,12 @@ def timing_own() -> str:
         rows.append([f"`{row['flags']}`", row["role"], share,
                      ", ".join(f"{cause} {lost[cause]:.2f}" for cause in worst),
                      f"{conflicts:.0f}", rate])  # fmt: skip
-    head = ["problem", "", "matrix units busy", "most is lost to", "LDS conflicts", "rate"]
+    head = ["problem", "pass", "matrix units busy", "largest losses", "LDS conflicts", "rate"]
     return table(head, rows)
 
 
 def timing_causal() -> str:
-    """Causal attention beside other people's, by the timing model and as published."""
+    """Causal attention compared with other kernels, by the timing model and as published."""
     rows = []
     for row in results()["mi300x_own.json"]["causal"]:
         scale = row["clock_of_machine"]
@@ -500,7 +523,7 @@ def timing_causal() -> str:
         rows.append([str(row["head_dim"]), _spread(row["ours"], ".0f", scale), row["rival"],
                      _spread(theirs, ".0f", scale) if theirs else "not run",
                      f"{row['rival_published']:.0f}"])  # fmt: skip
-    head = ["head dim", "pyfa, model", "beside", "its model", "its published figure"]
+    head = ["head_dim", "pyfa, model", "other kernel", "other, model", "other, published"]
     return table(head, rows)
 
 
@@ -524,13 +547,13 @@ def timing_constants() -> str:
 
 
 def settings() -> str:
-    """The PYFA_* variables."""
+    """Return the PYFA_* variables."""
     rows = [[f"`{each.name}`", each.form, each.meaning] for each in env.VARIABLES.values()]
     return table(["variable", "value", "meaning"], rows)
 
 
 def extras() -> str:
-    """The optional dependencies."""
+    """Return the optional dependencies."""
     text = (ROOT / "pyproject.toml").read_text()
     (section,) = re.findall(r"^\[project.optional-dependencies\]\n(.*?)^\[", text, re.M | re.S)
     found = re.findall(r"^(\w+) = (\[.*?\])$", section, re.M | re.S)
@@ -539,11 +562,11 @@ def extras() -> str:
         for name, listed in found
         if name != "dev"
     ]
-    return table(["extra", "brings"], rows)
+    return table(["extra", "installs"], rows)
 
 
 def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """The commands below a parser, by name."""
+    """Return the commands below a parser, by name."""
     return {
         name: each
         for action in parser._actions
@@ -553,7 +576,7 @@ def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPa
 
 
 def commands() -> str:
-    """Every command with its usage, options and examples."""
+    """Return every command with its usage, options and examples."""
     parts = []
     for name, parser in subparsers(cli.parser()).items():
         parts += _command(f"pyfa {name}", parser, 2)
@@ -603,7 +626,8 @@ def _plain_columns(columns: int = 100) -> Any:
 
 
 def run(*arguments: str) -> str:
-    """A command that asks about a named device, and what it prints: the same on every machine."""
+    """Run a command for a named device; return it and its output, which is the same on every
+    machine."""
     if "--device" not in arguments or arguments[0] not in ("explain", "plan"):
         raise ValueError(f"{shlex.join(arguments)}: its output depends on the machine")
     printed = io.StringIO()

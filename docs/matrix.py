@@ -1,4 +1,4 @@
-"""Two more parts of the guide: what runs where and how that was tested, and what models run on.
+"""Two more generated parts of the guide: the support matrix, and the kernels of known models.
 
 Cells are the dispatcher's own answers; how they were tested comes from benchmarks/results.
 """
@@ -37,7 +37,7 @@ _NOT_OF_CACHES = ("dropout", "varlen")
 
 
 def tested(name: str, arch: str) -> str:
-    """The letters of how ``name`` was tested on ``arch``; the page says what they mean."""
+    """Return the letters of how ``name`` was tested on ``arch``; the page explains them."""
     if name == "torch":
         return "P"
     state = generated.state(name, arch)
@@ -47,12 +47,12 @@ def tested(name: str, arch: str) -> str:
         return "E"
     compiled = state.startswith("compiled")
     if name == "triton":  # its kernels run in Triton's interpreter in the tests
-        return "CI" if compiled else "I"
+        return "C, I" if compiled else "I"
     return "T" if arch in executed_elsewhere() else "C" if compiled else "U"
 
 
 def executed_elsewhere() -> set[str]:
-    """Archs whose tiles passed the suite on a GPU of another arch."""
+    """Return the archs whose tiles passed the suite on a GPU of another arch."""
     found = (data.get("tiles") for data in generated.results().values())
     return {arch for tiles in found if isinstance(tiles, list) for arch in tiles}
 
@@ -63,7 +63,7 @@ def device_of(arch: str) -> Device:
 
 
 def first_able(device: Device, feature: str, passed: str, dtype: str, dim: int) -> str:
-    """The backend that would run it, as the dispatcher asks them."""
+    """Return the backend that would run it: the first in the dispatcher's order that can."""
     rows, needed = PASSES[passed]
     wanted = {*needed, *([feature] if feature else [])} | ({"fp8"} if "float8" in dtype else set())
     problem = generated.problem_on(device, wanted, dtype, rows)
@@ -76,7 +76,8 @@ def first_able(device: Device, feature: str, passed: str, dtype: str, dim: int) 
 
 
 def cell(arch: str, feature: str, passed: str, dtype: str) -> str:
-    """Who runs it at which head dims: ``cuda`` H, say, or both of two."""
+    """Return which backend runs it at which head dims, with letters: ``cuda`` H, or two
+    backends."""
     device = device_of(arch)
     if passed == "backward" and dtype == "float8_e4m3fn":
         return "–"
@@ -100,7 +101,7 @@ def cell(arch: str, feature: str, passed: str, dtype: str) -> str:
 
 
 def matrix() -> str:
-    """A table for each arch, or for those that have the same."""
+    """Return one table per group of archs with equal answers."""
     columns = [(label, passed) for label in DTYPES for passed in PASSES]
     columns.remove(("float8", "backward"))
     head = ["feature", *(f"{passed}, {label}" for label, passed in columns)]
@@ -127,7 +128,7 @@ def _devices(archs: list[str]) -> str:
 
 
 def models() -> str:
-    """A row for each model known by name: its attention, and what would run it."""
+    """Return a row for each known model: its attention, and the kernels that would run it."""
     rows = []
     for name in model_config.NAMES:
         answers = {device: _explained(name, device) for device in ("MI300X", "H200")}
@@ -146,13 +147,13 @@ def _kind(attention: dict[str, object]) -> str:
     more = [f"window {attention['window']}"] if attention["window"] else []
     more += ["sinks"] if attention["sinks"] else []
     more += ["softcap"] if attention["softcap"] else []
-    return f"{attention['layers']} × {', '.join([str(attention['name']), heads, *more])}"
+    return f"{attention['name']} ({attention['layers']}): {', '.join([heads, *more])}"
 
 
 def _kernel(row: dict[str, object]) -> str:
     if not row["chosen"]:
         why = row["why"]
-        return "nobody: " + "; ".join(map(str, why if isinstance(why, list) else [why]))
+        return "none: " + "; ".join(map(str, why if isinstance(why, list) else [why]))
     plan = str(row["plan"]).split()[0].rsplit("/", 1)[-1]
     return f"`{row['chosen']}` {plan}"
 
@@ -168,22 +169,31 @@ def _explained(name: str, device: str) -> dict[str, list[dict[str, object]]]:
 
 
 def measured_models() -> str:
-    """What was measured of whole models: benchmarks/results/llama_speed.json."""
+    """Return the measurements of a model and of one of its layers:
+    benchmarks/results/llama_speed.json."""
     data = generated.results()["llama_speed.json"]
     gpu = data["environment"]["gpu"]
-    options = ", ".join(f"{key} {data['options'][key]}" for key in ("layers", "hidden", "context"))
+    sizes = data["options"]
+    called = {
+        "sdpa, masked": "SDPA on a static cache, with its mask",
+        "sdpa, all full": "SDPA on a full static cache, no mask",
+    }
     rows = [
         [
             row["what"],
-            row["who"],
+            called.get(row["who"], row["who"]),
             f"{row['tokens_per_second']:,.0f}",
             f"{row['pyfa_is_faster']:.2f}",
             gpu,
         ]
         for row in data["rows"]
     ]
-    head = ["what", "attention by", "tokens/s", "pyfa's speed over it", "on"]
-    return f"A Llama of {options}:\n\n" + table(head, rows)
+    head = ["what", "attention by", "tokens/s", "speed of pyfa / this row", "on"]
+    text = (
+        f"A Llama with {sizes['layers']} layers and hidden size {sizes['hidden']:,}. Decode is one "
+        f"of its layers, {sizes['sequences']} sequences with {sizes['context']:,} tokens each:"
+    )
+    return f"{text}\n\n" + table(head, rows)
 
 
 PARTS: dict[str, Callable[..., str]] = {
