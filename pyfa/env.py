@@ -62,15 +62,6 @@ VARIABLES: dict[str, Variable] = {
             "import.",
         ),
         Variable(
-            "PYFA_PREVIEW",
-            _flag,
-            False,
-            "0 or 1",
-            "Use CUDA kernels that have not passed conformance on a GPU yet: `merge` in one "
-            "launch, and on Hopper block lists, the backward of mods, and the backward of score "
-            "terms for head_dim above 128. Read once, at import.",
-        ),
-        Variable(
             "PYFA_STRICT",
             _flag,
             False,

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pyfa import abi, request, sources
+from pyfa.backends.common import arguments
 
 
 def test_header_is_generated_from_the_table():
@@ -174,3 +175,17 @@ class TestFlatten:
         (kernels / "hip" / "a.hip").write_text('#include "gone.h"\n')
         with pytest.raises(FileNotFoundError, match=r'hip/a\.hip includes "gone\.h"'):
             sources.flatten("hip/a.hip", {})
+
+
+@pytest.mark.parametrize("members", [("out",), ("out", "lse"), ("q", "k", "v", "out", "lse")])
+def test_addresses_are_packed_where_the_members_are(members):
+    """Also of a program with one pointer, such as ``merge`` without an LSE."""
+    names = ("captured0", *reversed(members))
+    packed, pick = arguments._pointers(tuple((each, each) for each in members), names)
+    addresses = [16 * (i + 1) for i in range(len(names))]
+    data = bytearray(abi.SIZE)
+    packed.pack_into(data, 0, *pick(addresses))
+    found = abi.unpack(bytes(data))
+    assert {each: found[each] for each in members} == {
+        each: addresses[names.index(each)] for each in members
+    }

@@ -270,15 +270,10 @@ def test_on_hopper_its_own_kernels_are_sanitized(
     plans = [sanitize.own_plans(case, hopper) for case in cases]
     assert all(plans)
     # Those of batch_invariant differ by a vote among the lanes of a row, those of chunks by a mask,
-    # those of pages by how tiles are loaded. Terms of wide heads are for PYFA_PREVIEW.
+    # those of pages by how tiles are loaded.
     rest = {"INPUTS", "INVARIANT", "BANDED", "PAGE_ROWS"}
-
-    def is_rest(plan: Any) -> bool:
-        constants = dict(plan.constants)
-        return bool(rest & {*constants}) or (constants.get("TERMS") and constants["HEAD_DIM"] > 128)
-
     every, taken = (
-        {plan for plan in found if not is_rest(plan)}
+        {plan for plan in found if not rest & {*dict(plan.constants)}}
         for found in (catalog.all_plans(TARGET, "sm_90"), set().union(*plans))
     )
     every = {plan for plan in every if "/sm90/" in plan.kernel}

@@ -38,7 +38,6 @@ def kernel_of(head_dim: int, head_dim_v: int, general: bool = False, arch: str =
     return found[1]
 
 
-@pytest.mark.usefixtures("preview")
 @pytest.mark.parametrize("general", [False, True])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
 def test_which_kernel_is_whose(arch: str, general: bool) -> None:
@@ -62,7 +61,6 @@ IN_TURN = "sm90's has no deterministic gradient of sinks"
 STEEP = "sm90's has no sinks with softcap or score_mod for heads beyond 128"
 
 
-@pytest.mark.usefixtures("preview")
 @pytest.mark.parametrize(
     ("features", "dim", "why"),
     [(("causal", "gqa", "varlen", "window", "dlse"), 256, ""), (("softcap",), 128, ""),

@@ -39,20 +39,6 @@ def plans_for(device: str) -> tuple[Plan, Plan]:
     return forward, chain[1]
 
 
-def test_what_has_not_passed_on_a_gpu_runs_only_when_asked_for() -> None:
-    forward, gradients = plans_for("H200")
-    assert forward.kernel == forward_sm90.KERNEL
-    assert "LISTS" not in dict(forward.constants)
-    assert gradients.kernel.startswith("cuda/sm80/")
-    wide = TARGET.backward_plans("cuda", "sm_90a", (256, 256), 1, True, False, "")
-    assert wide[1].kernel.startswith("cuda/sm80/")
-    problem = problem_of(build(CASE).spec, True, False, DEVICES["H200"], True)
-    found = dispatch.ask("cuda", problem, hypothetical=True).plan
-    assert found is not None
-    assert "PYFA_PREVIEW=1" in " ".join(found.notes)
-
-
-@pytest.mark.usefixtures("preview")
 @pytest.mark.parametrize(("device", "own"), [("A100-80GB", "sm80"), ("H200", "sm90")])
 def test_which_kernels_take_them(device: str, own: str) -> None:
     digest = build(CASE).spec.mods
@@ -80,7 +66,6 @@ def test_a_mask_alone_leaves_hopper_s_scores_plain() -> None:
         assert dict(found.constants)["SCORE"] == score
 
 
-@pytest.mark.usefixtures("preview")
 @pytest.mark.parametrize("maps", [0, 3])
 def test_captured_tensors_lie_behind_tensor_maps(maps: int) -> None:
     """Of a kernel that takes maps as of one that does not, each in a struct of a whole size."""
@@ -106,7 +91,6 @@ def test_captured_tensors_lie_behind_tensor_maps(maps: int) -> None:
     assert len(data) >= whole
 
 
-@pytest.mark.usefixtures("preview")
 def test_launches_find_maps_and_captured_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of forward and backward, and of calls repeated with other tensors."""
     monkeypatch.syspath_prepend(BENCHMARKS)
@@ -132,7 +116,6 @@ def test_launches_find_maps_and_captured_tensors(monkeypatch: pytest.MonkeyPatch
                 assert found == (table.data_ptr(), 2, 400, 1, 1, 400, 1, 1, 1)
 
 
-@pytest.mark.usefixtures("preview")
 @pytest.mark.skipif(runtime_compiler.why_unavailable() is not None, reason="no NVRTC")
 @pytest.mark.parametrize(("device", "most"), [("A100-80GB", 0), ("H200", 40)])
 def test_they_compile_with_hardly_a_spill(device: str, most: int) -> None:
@@ -146,7 +129,6 @@ def test_they_compile_with_hardly_a_spill(device: str, most: int) -> None:
         assert runtime_compiler.spills(report)[0] <= most
 
 
-@pytest.mark.usefixtures("preview")
 def test_captured_tensors_follow_the_parameters() -> None:
     """Their addresses are patched into each launch; sizes and strides stay."""
     call = build(CASE).spec

@@ -103,7 +103,10 @@ def _pointers(
     addresses."""
     named = dict(pointers)
     members = abi.in_order(named)
-    pick = operator.itemgetter(*(names.index(named[member]) for member in members))
+    picked = [names.index(named[member]) for member in members]
+    pick: Callable[[Sequence[int]], Sequence[int]] = operator.itemgetter(*picked)
+    if len(picked) == 1:  # of one index, itemgetter returns no tuple
+        pick = operator.itemgetter(slice(picked[0], picked[0] + 1))
     return struct.Struct(abi.pointer_format(members)), pick
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from ...problem import Problem
-from ..base import Run, missing
+from ..base import missing
 from ..common import calls, libcuda
 from ..native import backward as native_backward
 from ..native.backend import NativeBackend
@@ -26,15 +26,6 @@ class CudaBackend(NativeBackend):
 
     def why_unavailable(self) -> str | None:
         return _why_unavailable()
-
-    def bind_merge(
-        self,
-        outs: Sequence[torch.Tensor],
-        lses: Sequence[torch.Tensor],
-        out: torch.Tensor | torch.dtype,
-        with_lse: bool,
-    ) -> Run | None:
-        return super().bind_merge(outs, lses, out, with_lse) if plans.PREVIEW else None
 
     def why_not(self, problem: Problem) -> Sequence[str]:
         elsewhere = plans.why_not(problem.arch)

@@ -71,18 +71,11 @@ def sm90_plans_of(
 
 # Terms whose slope is not always 1.
 _STEEP = frozenset({"softcap", "score_mod"})
-_NOT_RUN = "has not passed conformance on a GPU yet (PYFA_PREVIEW=1 uses it)"
 NARROW = 128  # of heads: what a warpgroup has S and dP of
 
 
-def why_not_sm90(
-    dims: Pair, terms: frozenset[str], deterministic: bool, general: bool, has_mods: bool
-) -> str | None:
+def why_not_sm90(dims: Pair, terms: frozenset[str], deterministic: bool) -> str | None:
     """Return why backward is sm80's kernel on a device that has sm90's; None if it is not."""
-    if has_mods and not plans.PREVIEW:
-        return f"sm90's of score_mod and mask_mod {_NOT_RUN}"
-    if general and max(dims) > NARROW and not plans.PREVIEW:
-        return f"sm90's of score terms for head_dim above {NARROW} {_NOT_RUN}"
     if "sinks" not in terms:
         return None
     if deterministic:
@@ -102,7 +95,7 @@ def plans_for(
     terms: frozenset[str] = frozenset(),
 ) -> tuple[Plan, Plan, Plan]:
     """row_sums, attn_bwd and dq_convert for these heads on a device of ``arch``."""
-    why_not = why_not_sm90(dims, terms, deterministic, general, bool(mods))
+    why_not = why_not_sm90(dims, terms, deterministic)
     if plans.runs_sm90(arch) and why_not is None:
         pair = calls.bucket_of(sm90.BACKWARD_TERMS if general else sm90.BACKWARD, *dims)
         sums, gradients, convert = sm90_plans_of(pair, dtype, deterministic, general)
@@ -123,7 +116,7 @@ def notes_of(problem: Problem) -> list[str]:
         return []
     dims, features = (problem.head_dim, problem.head_dim_v), problem.features
     terms, deterministic = features & TERMS, "deterministic" in features
-    why = why_not_sm90(dims, terms, deterministic, bool(terms), bool(problem.mods))
+    why = why_not_sm90(dims, terms, deterministic)
     return [f"backward is sm80's kernel: {why}"] if why else []
 
 

@@ -87,11 +87,7 @@ def plan(problem: Problem) -> Plan:
     invariant = "batch_invariant" in problem.features
     few = invariant and not problem.mods and _has_few_rows(problem, pair)
     found = _plan(pair, kind, dtype, score, problem.page_size, invariant, few, notes)
-    if not problem.mods:
-        return found
-    found = modified(found, problem.mods)
-    # Visits by list have not passed conformance on a GPU yet.
-    return listed(found) if plans.PREVIEW else found
+    return listed(modified(found, problem.mods)) if problem.mods else found
 
 
 def _has_few_rows(problem: Problem, pair: Pair) -> bool:

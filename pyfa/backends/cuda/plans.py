@@ -10,8 +10,6 @@ from ..native import plans, tiles
 from ..native.plans import values_of
 from ..native.tiles import Pair, sm80
 
-# Whether kernels are used that have not passed conformance on a GPU yet.
-PREVIEW: bool = env.get("PYFA_PREVIEW")
 # Archs with a file of tiles. Another one takes those of the nearest below it of its major version,
 # and code is compiled for itself.
 TILED = tiles.archs("sm")
