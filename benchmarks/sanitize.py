@@ -92,11 +92,13 @@ LARGE_GRIDS = (
 )
 RARE = (
     dense(150, 200, head_dim=192, head_dim_v=128, causal=True, backward=True),
-    dense(150, 200, head_dim=192, head_dim_v=128, softcap=5.0),
+    dense(150, 200, head_dim=192, head_dim_v=128, softcap=5.0, backward=True),
+    dense(150, 200, head_dim=192, head_dim_v=128, softcap=5.0, backward=True, deterministic=True),
     dense(150, 200, head_dim=192, window=(17, 5), backward=True, deterministic=True),
-    dense(150, 200, head_dim=192, softcap=5.0),
+    dense(150, 200, head_dim=192, softcap=5.0, backward=True),
+    dense(150, 200, head_dim=192, softcap=5.0, backward=True, deterministic=True),
     dense(150, 200, head_dim=256, causal=True, backward=True, deterministic=True),
-    dense(150, 200, head_dim=256, softcap=5.0),
+    dense(150, 200, head_dim=256, softcap=5.0, backward=True, deterministic=True),
 )
 _SUMMARY = re.compile(r"(ERROR SUMMARY|RACECHECK SUMMARY): .*")
 # A block of the log that reports something, as opposed to what the tool says of itself.
