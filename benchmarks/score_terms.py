@@ -103,17 +103,13 @@ def flex(dim: int, options: Options) -> tuple[dict[str, float], list[torch.Tenso
     return found, [x.transpose(1, 2) for x in grads]
 
 
-def _compile(job: tuple[int, str, str, bool]) -> None:
-    """Build the kernels of a row, FlexAttention's too, in a process of its own: they stay in the
-    caches of both."""
-    dim, name, backend, flex_too = job
-    own = mods()
-    options = {**built_in(), **own}[name]
+def _compile(job: tuple[int, str, str]) -> None:
+    """Builds the kernels of a row in a process of its own: they stay in the cache."""
+    dim, name, backend = job
+    options = {**built_in(), **mods()}[name]
     q, k, v, dout = inputs(dim, batch=1)
     out = pyfa.attention(q, k, v, backend=backend, **options)
     torch.autograd.grad(out, (q, k, v), dout)
-    if flex_too and name in own:
-        flex(dim, options)
 
 
 def main() -> None:
@@ -124,8 +120,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     names = [*built_in(), *mods()]
-    flex_too = not options.no_flex
-    jobs = [(dim, name, options.backend, flex_too) for dim in options.head_dims for name in names]
+    jobs = [(dim, name, options.backend) for dim in options.head_dims for name in names]
     with multiprocessing.get_context("spawn").Pool(8) as pool:
         pool.map(_compile, jobs, 1)
     torch._dynamo.config.recompile_limit = 64
@@ -140,7 +135,7 @@ def main() -> None:
 
             times, grads = measured(attend, [q, k, v], dout)
             row: dict[str, Any] = {"head_dim": dim, "call": name, **times}
-            if name in own and flex_too:
+            if name in own and not options.no_flex:
                 theirs, expected = flex(dim, asked)
                 largest = max(x.abs().max().item() for x in expected)
                 pairs = zip(grads, expected, strict=True)
