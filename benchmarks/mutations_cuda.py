@@ -18,9 +18,9 @@ from __future__ import annotations
 import argparse
 import collections
 import hashlib
+import itertools
 import json
 import multiprocessing
-import multiprocessing.connection
 import os
 import random
 import re
@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import machine
+import processes
 import torch
 
 from pyfa import api, dispatch, ops
@@ -46,7 +47,7 @@ from pyfa.errors import CompileError
 from pyfa.plan import Plan
 
 _CUDA: Any = BACKENDS["cuda"]
-_SAME, _UNCOMPILED, _SURVIVED, _STUCK = "same code", "does not compile", "", "no answer"
+_SAME, _UNCOMPILED, _SURVIVED = "same code", "does not compile", ""
 
 _SWAPS = {
     "comparison": ((" < ", " <= "), (" <= ", " < "), (" > ", " >= "), (" >= ", " > "),
@@ -193,51 +194,21 @@ def judge_all(
     Each has a process of its own, since it may end that or not end. They are forked by this one,
     which has one thread, has imported all and touched no GPU.
     """
-    context = multiprocessing.get_context("fork")
-    end = time.monotonic() + options.minutes * 60
-    running: dict[Any, Any] = {}
     found: list[tuple[Drawn, str, str]] = []
-    more = True
-    while (more or running) and time.monotonic() < end:
-        while more and len(running) < options.jobs:
-            true = sum(by not in (_SAME, _UNCOMPILED) for _, by, _ in found)
-            each = next(planted, None) if true < options.faults else None
-            if each is None:
-                more = False
-                break
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(
-                target=tell, args=(sender, each, arch, options.more), daemon=True
-            )
-            process.start()
-            sender.close()
-            running[receiver] = process, each, time.monotonic() + options.stuck
-        ready = multiprocessing.connection.wait(list(running), timeout=0.1)
-        for receiver in [*running]:
-            process, each, until = running[receiver]
-            if receiver in ready:
-                try:
-                    by, case = receiver.recv()
-                except EOFError:
-                    process.join()
-                    by, case = f"the process ended with {process.exitcode}", ""
-            elif time.monotonic() > until:
-                by, case = _STUCK, ""
-            else:
-                continue
-            found.append((each, by, case))
-            del running[receiver]
-            process.kill()
-            process.join()
-    for process, _, _ in running.values():
-        process.kill()
+
+    def one(each: Drawn) -> tuple[str, str]:
+        of = plans.compiled_for(arch, each.plan)
+        return judge(each.plan, each.fault, each.cases, of, options.more)
+
+    def too_few(_: Drawn) -> bool:
+        return sum(by not in (_SAME, _UNCOMPILED) for _, by, _ in found) < options.faults
+
+    wanted = itertools.takewhile(too_few, planted)
+    end = time.monotonic() + options.minutes * 60
+    every = processes.judged(wanted, one, at_once=options.jobs, stuck=options.stuck, end=end)
+    for each, (by, case) in every:
+        found.append((each, by, case))
     return found
-
-
-def tell(sender: multiprocessing.connection.Connection, each: Drawn, arch: str, more: int) -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    of = plans.compiled_for(arch, each.plan)
-    sender.send(judge(each.plan, each.fault, each.cases, of, more))
 
 
 def drawn(ran: list[Ran], seed: int) -> Iterator[Drawn]:
@@ -384,7 +355,7 @@ def report(
     for each in survivors:
         print("survived:", each)
     # A loop without end, or a machine that was busy: not counted as caught.
-    no_answer = sum(by_whom == _STUCK for _, by_whom, _ in found)
+    no_answer = sum(by_whom == processes.NO_ANSWER for _, by_whom, _ in found)
     caught = len(found) - len(survivors) - no_answer
     print(
         f"{caught} of {len(found)} caught, {no_answer} gave no answer; drawn again: {dict(again)}"

@@ -17,8 +17,6 @@ import collections
 import hashlib
 import importlib.machinery
 import itertools
-import multiprocessing
-import multiprocessing.connection
 import os
 import random
 import time
@@ -28,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import machine
+import processes
 import torch  # before the processes are forked; pyfa is imported in them
 
 FOLDER = Path(__file__).parents[1] / "pyfa" / "backends" / "torch"
@@ -149,9 +148,8 @@ def planted(fault: Fault) -> types.CodeType:
     raise AssertionError(fault)
 
 
-def judge(sender: multiprocessing.connection.Connection, fault: Fault | None, level: str) -> None:
+def judge(fault: Fault | None, level: str) -> tuple[str, str]:
     """In a process of its own, which has not imported pyfa: the fault is there when it does."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     torch.set_num_threads(1)
     if fault is not None:
         code = planted(fault)
@@ -167,8 +165,7 @@ def judge(sender: multiprocessing.connection.Connection, fault: Fault | None, le
         from pyfa.conformance import grid, runner
         from pyfa.conformance.report import CRASHED, FAILED
     except Exception:
-        sender.send(("an error at import", ""))
-        return
+        return "an error at import", ""
     backend = BACKENDS["torch"]
     cases = grid.cases(level, backend.FEATURES, backend.DTYPES)
     # In an order that mixes features: what fails at all fails early.
@@ -176,44 +173,21 @@ def judge(sender: multiprocessing.connection.Connection, fault: Fault | None, le
         result = runner.run_case(backend, case, torch.device("cpu"))
         if result.status in (FAILED, CRASHED):
             by = "wrong numbers" if result.status == FAILED else "an error"
-            sender.send((by, case.name))
-            return
-    sender.send(("", ""))
+            return by, case.name
+    return "", ""
 
 
 def judge_all(
     faults: list[Fault | None], level: str, options: argparse.Namespace, end: float
 ) -> list[Verdict]:
-    context = multiprocessing.get_context("fork")
-    left, running, found = faults[::-1], dict[Any, Any](), list[Verdict]()
-    while (left or running) and time.monotonic() < end:
-        while left and len(running) < options.jobs:
-            receiver, sender = context.Pipe(duplex=False)
-            fault = left.pop()
-            process = context.Process(target=judge, args=(sender, fault, level), daemon=True)
-            process.start()
-            sender.close()
-            running[receiver] = process, fault, time.monotonic() + options.stuck
-        ready = multiprocessing.connection.wait(list(running), timeout=0.1)
-        for receiver in [*running]:
-            process, fault, until = running[receiver]
-            if receiver in ready:
-                try:
-                    by, case = receiver.recv()
-                except EOFError:
-                    process.join()
-                    by, case = f"the process ended with {process.exitcode}", ""
-            elif time.monotonic() > until:
-                by, case = "no answer", ""
-            else:
-                continue
-            found.append(Verdict(fault, by, case))
-            del running[receiver]
-            process.kill()
-            process.join()
-    for process, _, _ in running.values():
-        process.kill()
-    return found
+    every = processes.judged(
+        iter(faults),
+        lambda fault: judge(fault, level),
+        at_once=options.jobs,
+        stuck=options.stuck,
+        end=end,
+    )
+    return [Verdict(fault, by, case) for fault, (by, case) in every]
 
 
 def main() -> None:

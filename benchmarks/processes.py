@@ -1,12 +1,74 @@
-"""Processes of a script that each do one thing at a time and keep what they have made."""
+"""Processes of a script: a few that keep what they have made, or a forked one for each job."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from multiprocessing.connection import Connection, wait
+from typing import Any, TypeVar
+
+Job = TypeVar("Job")
+Verdict = tuple[str, str]  # what caught the fault, "" if nothing did, and in which case
+NO_ANSWER = "no answer"
+
+
+def judged(
+    jobs: Iterator[Job],
+    judge: Callable[[Job], Verdict],
+    *,
+    at_once: int,
+    stuck: float,
+    end: float,
+) -> Iterator[tuple[Job, Verdict]]:
+    """Yield each job with what ``judge`` returns for it in a forked process of its own.
+
+    The process may crash, or not answer in ``stuck`` seconds: then that is what caught the fault.
+    A job is taken from ``jobs`` when its process can start. Nothing is yielded after ``end``.
+    """
+    context = multiprocessing.get_context("fork")
+    running: dict[Any, Any] = {}
+    try:
+        while time.monotonic() < end:
+            while len(running) < at_once:
+                try:
+                    job = next(jobs)
+                except StopIteration:
+                    break
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(target=_tell, args=(sender, judge, job), daemon=True)
+                process.start()
+                sender.close()
+                running[receiver] = process, job, time.monotonic() + stuck
+            if not running:
+                return
+            ready = wait(list(running), timeout=0.1)
+            for receiver in [*running]:
+                process, job, until = running[receiver]
+                if receiver in ready:
+                    try:
+                        verdict = receiver.recv()
+                    except EOFError:
+                        process.join()
+                        verdict = f"the process ended with {process.exitcode}", ""
+                elif time.monotonic() > until:
+                    verdict = NO_ANSWER, ""
+                else:
+                    continue
+                del running[receiver]
+                process.kill()
+                process.join()
+                yield job, verdict
+    finally:
+        for process, _, _ in running.values():
+            process.kill()
+
+
+def _tell(sender: Connection, judge: Callable[[Job], Verdict], job: Job) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    sender.send(judge(job))
 
 
 class Processes:

@@ -153,6 +153,39 @@ def test_faults_of_python_source(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any("a: 4" in after for _, after in made), "an annotation is no code"
 
 
+def test_a_job_may_end_its_process_or_hang() -> None:
+    """In a process that has one thread, since the jobs are forked."""
+    code = """if True:
+        import os, sys, time
+        sys.path.insert(0, "benchmarks")
+        from processes import judged
+
+        def judge(job):
+            if job == "ends":
+                os._exit(3)
+            if job == "hangs":
+                time.sleep(60)
+            return "found", job
+
+        jobs = iter(["answers", "hangs", "ends", "answers too"])
+        end = time.monotonic() + 20
+        print(sorted(judged(jobs, judge, at_once=2, stuck=1.0, end=end)))
+        print(list(judged(iter(["hangs"]), judge, at_once=2, stuck=9.0, end=time.monotonic() + 1)))
+        """
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        timeout=50,
+    )
+    assert done.stdout.splitlines() == [
+        "[('answers', ('found', 'answers')), ('answers too', ('found', 'answers too')), "
+        "('ends', ('the process ended with 3', '')), ('hangs', ('no answer', ''))]",
+        "[]",
+    ], done.stderr
+
+
 def test_a_fault_of_the_torch_backend_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process that imports the backend with the fault; without one all cases pass."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
