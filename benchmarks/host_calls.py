@@ -22,6 +22,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import pyfa
+from pyfa.bench.timing import captured
 from pyfa.compat import fa2
 
 _CALLS, _ROUNDS, _WARM_UP = 60, 40, 60
@@ -152,14 +153,7 @@ def decode_beside_a_graph() -> float:
         torch.cuda.synchronize()
         return begin.elapsed_time(end)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        many()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        many()
+    graph, _ = captured(many)
     seconds(many)
     return statistics.median(seconds(many) / seconds(graph.replay) for _ in range(9))
 

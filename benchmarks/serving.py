@@ -23,6 +23,7 @@ import torch
 
 import pyfa
 from pyfa import merging
+from pyfa.bench.timing import captured
 
 Call = Callable[[], object]
 
@@ -130,20 +131,6 @@ def by_fa3(cell: Cell, x: Inputs) -> Call:
     return lambda: torch.ops.flash_attn_3.fwd(x.q, k, v, *given.values(), *rest, None, 0)
 
 
-def captured(call: Call, times: int = 10) -> Call:
-    """The replay of a graph of so many calls."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(times):
-            call()
-    return graph.replay
-
-
 def seconds(calls: dict[str, Call], rounds: int, times: int = 1, eager: bool = False) -> Any:
     """Medians of calls that take turns. ``eager``: with the host's time, 20 calls at once."""
     found: dict[str, list[float]] = {name: [] for name in calls}
@@ -169,7 +156,8 @@ def decode(peers: dict[str, Any], rounds: int) -> list[dict[str, Any]]:
     for cell in _DECODE:
         x = Inputs(cell)
         calls = {name: make(cell, x) for name, make in peers.items()}
-        graphs = seconds({name: captured(call) for name, call in calls.items()}, rounds, 10)
+        replays = {name: captured(call, 10)[0].replay for name, call in calls.items()}
+        graphs = seconds(replays, rounds, 10)
         eager = seconds(calls, rounds, eager=True)
         lines.append({"cell": str(cell), "graph_seconds": graphs, "eager_seconds": eager})
         print(f"{cell}: {told(graphs)}, eagerly {told(eager)}", flush=True)

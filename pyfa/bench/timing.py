@@ -8,10 +8,12 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 Call = Callable[[], object]
+Result = TypeVar("Result")
 
 # More than any cache holds: 512 MB on a GPU (an H200's L2 is 60 MB), on a CPU 64 MB.
 _FLUSHED = {"cuda": 512 << 20, "cpu": 64 << 20}
@@ -72,15 +74,8 @@ class Clock:
     def _captured(self, call: Call) -> torch.cuda.CUDAGraph | None:
         """Return a graph of ``_REPLAYED`` calls, or None if the call cannot be captured."""
         try:
-            side = torch.cuda.Stream(self.device)
-            side.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(side):
-                call()
-            torch.cuda.current_stream(self.device).wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                for _ in range(_REPLAYED):
-                    call()
+            with torch.cuda.device(self.device):
+                graph, _ = captured(call, _REPLAYED)
         except RuntimeError:
             self.wait()
             return None
@@ -116,6 +111,24 @@ class Clock:
                 gc.enable()
         self.wait()
         return samples
+
+
+def captured(call: Callable[[], Result], times: int = 1) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """Return a graph of so many calls, and what a replay writes the last one's results to.
+
+    The first call is not part of the graph. It runs on a side stream and loads kernels, which a
+    capture forbids.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(times):
+            result = call()
+    return graph, result
 
 
 def _samples(seconds: float, each: float) -> int:

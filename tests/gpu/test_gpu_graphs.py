@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 import pyfa
+from pyfa.bench.timing import captured
 from pyfa.compat import fa2
 
 HALF = {"device": "cuda", "dtype": torch.float16}
-
-
-def captured(run: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object]:
-    """``run`` as a graph, warmed up on a side stream: kernels are compiled and loaded there."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = run()
-    return graph, result
 
 
 def test_cache_lengths_are_read_on_the_device(backend: str) -> None:

@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pyfa
 from pyfa import dispatch
+from pyfa.bench.timing import captured
 from pyfa.integrations import torch_sdpa
 
 HALF = {"device": "cuda", "dtype": torch.bfloat16}
@@ -146,14 +147,7 @@ def test_compiled(active: None, runs: list[str]) -> None:
 
 def test_replays_draw_anew(active: None) -> None:
     q, k, v = (x.detach() for x in inputs(1, 2, 128, 64))
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        sdpa(q, k, v, dropout_p=0.5)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = sdpa(q, k, v, dropout_p=0.5)
+    graph, out = captured(lambda: sdpa(q, k, v, dropout_p=0.5))
     graph.replay()
     first = out.clone()
     graph.replay()
