@@ -343,12 +343,12 @@ def _request(
         score_mod, mask_mod, block_mask,
     ) = shared  # fmt: skip
     left, right, shift = validate.window(window, causal)
-    num_splits = validate_cache.splits(num_splits)
+    num_splits = validate.splits(num_splits)
     deterministic = validate.flag("deterministic", deterministic)
     invariant = validate.flag("batch_invariant", batch_invariant) or context.is_batch_invariant()
     if invariant:
         # Atomics add in any order; keys are never split.
-        deterministic, num_splits = True, validate_cache.only_part(num_splits)
+        deterministic, num_splits = True, validate.only_part(num_splits)
     scale, softcap, dropout_p = validate.scalars(scale, q.shape[-1], softcap, dropout_p)
     scales = _NO_SCALES
     if k.dtype.itemsize == 1:

@@ -2,22 +2,18 @@
 
 Each check is a plain comparison, cheap enough for every call; the message is built only if a check
 fails. It names the argument, what was expected and what was received. Checks that need the values
-of a tensor (offsets, lengths, page numbers) are in ``check_values``, which runs on the tensors that
-a backend gets.
+of a tensor (offsets, lengths, page numbers) are in ``validate_values``.
 """
 
 from __future__ import annotations
 
 import difflib
 import inspect
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
-
-from .problem import Append, Call, counted
 
 
 class Edge(NamedTuple):
@@ -346,6 +342,14 @@ def integers(name: str, value: torch.Tensor, shape: tuple[int, ...], q: torch.Te
         wrong(name, "a contiguous last dimension", f"strides {value.stride()}")
 
 
+def offsets(name: str, value: torch.Tensor, q: torch.Tensor) -> None:
+    """Check that ``value`` is int32 offsets (B + 1,) on q's device, B ≥ 0."""
+    a_tensor(name, value)
+    if value.dim() != 1 or value.shape[0] < 1:
+        wrong(name, "shape (batch + 1,)", value)
+    integers(name, value, (value.shape[0],), q)
+
+
 def length(name: str, value: Any) -> int:
     """Check a sequence length given as a number."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer, torch.SymInt)):
@@ -360,6 +364,18 @@ def length(name: str, value: Any) -> int:
     if value > UNLIMITED:
         wrong(name, f"at most {UNLIMITED}", value)
     return int(value)
+
+
+def splits(num_splits: int) -> int:
+    """Check ``num_splits``: 0 for the plan's choice, or the number of splits of the keys."""
+    return length("num_splits", num_splits)
+
+
+def only_part(num_splits: int) -> int:
+    """Return 1, because merging several splits would change the order of summation."""
+    if num_splits > 1:
+        wrong("num_splits", "0 or 1 with batch_invariant", num_splits)
+    return 1
 
 
 def rows(name: str, x: torch.Tensor) -> None:
@@ -378,99 +394,6 @@ def no_gradient(tensors: Mapping[str, torch.Tensor | None], why: str) -> None:
         a_tensor(name, x)
         if grad and x.requires_grad:
             wrong(name, f"no requires_grad ({why}; use torch.no_grad() or detach())", x)
-
-
-def check_values(call: Call, append: Append | None = None) -> None:
-    """Raise ``ValueError`` for offsets, lengths and page numbers that point outside their tensors,
-    including those of the append.
-
-    This reads tensor values, which is cheap on the CPU and waits for a GPU (where it runs only with
-    ``PYFA_CHECK=1``).
-    """
-    if append is not None:
-        if append.cu_seqlens is not None and append.k is not None:
-            longest = ("the cache's length", call.max_seqlen_k)
-            _check_offsets("cu_seqlens_new", append.cu_seqlens, append.k, longest[1], longest[0])
-        call = counted(call, append)
-    for name, scales in zip("qkv", (call.q_descale, call.k_descale, call.v_descale), strict=True):
-        if scales is not None:
-            _check_scales(f"descale ({name})", scales, call)
-    _check_offsets("cu_seqlens_q", call.cu_seqlens_q, call.q, call.max_seqlen_q, "max_seqlen_q")
-    _check_offsets("cu_seqlens_k", call.cu_seqlens_k, call.k, call.max_seqlen_k, "max_seqlen_k")
-    _check_range("seqused_q", call.seqused_q, _room(call.cu_seqlens_q, call.max_seqlen_q))
-    room = _room(call.cu_seqlens_k, call.max_seqlen_k)
-    if call.page_table is not None:
-        room = min(call.max_seqlen_k, call.page_table.shape[1] * call.k.shape[1])
-    _check_range(_name_of_used(call), call.seqused_k, room)
-    stored = call.seqused_k.tolist() if call.seqused_k is not None else call.max_seqlen_k
-    _check_range("cache_leftpad", call.cache_leftpad, stored)
-    if call.cache_batch_idx is not None:
-        _check_range("cache_batch_idx", call.cache_batch_idx, call.k.shape[0] - 1)
-    if call.page_table is not None:
-        page_size = call.k.shape[1]
-        columns = call.page_table.shape[1]
-        whole = [columns * page_size] * call.batch
-        used = call.seqused_k.tolist() if call.seqused_k is not None else whole
-        for row, keys in zip(call.page_table.tolist(), used, strict=True):
-            for page in row[: -(-keys // page_size)]:
-                if not 0 <= page < call.k.shape[0]:
-                    wrong("page_table", f"pages from 0 to {call.k.shape[0] - 1}", page)
-
-
-def _name_of_used(call: Call) -> str:
-    """What the caller has given as ``seqused_k``. Packed queries over pages may come from both."""
-    if call.page_table is not None and call.cu_seqlens_q is not None:
-        return "seqused_k (cache_seqlens)"
-    return "seqused_k" if call.cu_seqlens_q is not None and call.k.dim() == 3 else "cache_seqlens"
-
-
-def _check_scales(name: str, scales: torch.Tensor, call: Call) -> None:
-    bad = ~((scales > 0.0) & (scales < torch.inf))
-    lengths = call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.page_table
-    places = call.cache_batch_idx, call.cache_leftpad
-    if scales.dim() == 3 and any(x is not None for x in (*lengths, *places)):
-        bad &= ~scales.isnan()  # a block of which no row is anybody's may have any scale
-    if bad.any():
-        wrong(name, "positive numbers", scales[bad][0].item())
-
-
-def _room(offsets: torch.Tensor | None, longest: int) -> int | list[int]:
-    return longest if offsets is None else offsets.diff().tolist()
-
-
-def _check_offsets(
-    name: str, offsets: torch.Tensor | None, packed: torch.Tensor, longest: int, longest_name: str
-) -> None:
-    if offsets is None:
-        return
-    values = offsets.tolist()
-    if values[0] != 0:
-        wrong(name, "0 as its first value", values[0])
-    if values[-1] > packed.shape[0]:
-        wrong(name, f"at most {packed.shape[0]} (the packed rows) as its last value", values[-1])
-    for before, after in itertools.pairwise(values):
-        if after < before:
-            wrong(name, "values that do not decrease", f"{after} after {before}")
-        if after - before > longest:
-            wrong(name, f"sequences of at most {longest_name}={longest}", after - before)
-
-
-def _check_range(name: str, values: torch.Tensor | None, most: int | list[int]) -> None:
-    if values is None:
-        return
-    numbers = values.tolist()
-    limits = most if isinstance(most, list) else [most] * len(numbers)
-    for number, limit in zip(numbers, limits, strict=True):
-        if not 0 <= number <= limit:
-            wrong(name, f"values from 0 to {limit}", number)
-
-
-def offsets(name: str, value: torch.Tensor, q: torch.Tensor) -> None:
-    """Check that ``value`` is int32 offsets (B + 1,) on q's device, B ≥ 0."""
-    a_tensor(name, value)
-    if value.dim() != 1 or value.shape[0] < 1:
-        wrong(name, "shape (batch + 1,)", value)
-    integers(name, value, (value.shape[0],), q)
 
 
 def a_dtype(out_dtype: object) -> None:

@@ -56,18 +56,6 @@ def lengths(
     return torch.full((batch,), each, dtype=torch.int32, device=q.device)
 
 
-def splits(num_splits: int) -> int:
-    """Check ``num_splits``: 0 for the plan's choice, or the number of splits of the keys."""
-    return length("num_splits", num_splits)
-
-
-def only_part(num_splits: int) -> int:
-    """Return 1, because merging several splits would change the order of summation."""
-    if num_splits > 1:
-        wrong("num_splits", "0 or 1 with batch_invariant", num_splits)
-    return 1
-
-
 def cached(name: str, x: torch.Tensor, dtype: torch.dtype, device: torch.device) -> None:
     """Check that ``x`` can be stored in a cache of this dtype without conversion."""
     if x.dtype != dtype or x.device != device:

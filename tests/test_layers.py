@@ -17,7 +17,7 @@ ORDER = (
     "errors", "_torch", "env", "context",
     "masks", "scores",
     "arch", "topology", "device", "mods", "problem", "validate", "validate_cache", "validate_fp8",
-    "blocks", "reference", "traffic", "plan",
+    "validate_values", "blocks", "reference", "traffic", "plan",
     "abi", "sources", "codeobject", "cubin", "bundle", "cache", "emulator",
     "backends",
     "dispatch", "merging", "bound", "ops", "request", "sharding", "api", "latent", "quantize", "",
