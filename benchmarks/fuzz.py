@@ -37,7 +37,7 @@ from typing import Any
 import machine
 import torch
 
-from pyfa import api, ops
+from pyfa import binding, ops
 from pyfa.backends import BACKENDS
 from pyfa.backends.base import Backend
 from pyfa.bound import Table
@@ -178,7 +178,7 @@ def again(case: Case) -> Case:
 def wrong(cases: list[Case], backend: Backend) -> tuple[str, list[str]]:
     """What the last of these calls does wrong in a process that has bound none, or "" and the
     statuses of all."""
-    api.calls, ops.calls = Table(), Table()
+    binding.calls, ops.calls = Table(), Table()
     where, statuses = runner.device_of(backend.NAME), []
     for case in cases:
         result = runner.run_case(backend, case, where)

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 import pyfa
-from pyfa import api, ops
+from pyfa import binding, ops
 from pyfa.backends import BACKENDS
 from pyfa.bound import Table
 from pyfa.conformance import build, modifiers
@@ -276,7 +276,7 @@ def one(work: tuple[int, str, str]) -> dict[str, Any]:
         by_kind[min(each.arguments)].append(each)
     # Each argument as often as any other, however much can be wrong with it.
     wrong = draw.choice(by_kind[draw.choice(sorted(by_kind))])
-    api.calls, ops.calls = Table(), Table()
+    binding.calls, ops.calls = Table(), Table()
     right: list[torch.Tensor] = []
     bound = draw.random() < 0.5
     caches = {each: given[each] for each in ("k_cache", "v_cache") if each in given}
@@ -299,7 +299,7 @@ def one(work: tuple[int, str, str]) -> dict[str, Any]:
         what, said = "the right call raised", f"{type(error).__name__}: {error}"[:300]
         return {"number": number, "what": what, "case": case.name, "said": said, "name": ""}
     if not bound:
-        api.calls, ops.calls = Table(), Table()
+        binding.calls, ops.calls = Table(), Table()
     before = {each: content(x) for each, x in given.items()}
     try:
         function(**{**given, **wrong.arguments})

@@ -34,7 +34,7 @@ import machine
 import processes
 import torch
 
-from pyfa import api, dispatch, ops
+from pyfa import binding, dispatch, ops
 from pyfa.backends import BACKENDS
 from pyfa.backends.cuda import code, plans, runtime_compiler
 from pyfa.backends.cuda.launcher import Launcher
@@ -125,7 +125,7 @@ _launched: set[Plan] = set()
 
 def run_plainly(case: Case) -> Ran:
     _launched.clear()
-    api.calls, ops.calls = Table(), Table()
+    binding.calls, ops.calls = Table(), Table()
     begin = time.perf_counter()
     result = runner.run_case(_CUDA, case, runner.device_of("cuda"))
     plans = tuple(sorted(_launched, key=str))

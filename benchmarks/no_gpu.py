@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 
-from pyfa import _torch, abi, api, bound, context, device, dispatch, ops
+from pyfa import _torch, abi, binding, bound, context, device, dispatch, ops
 from pyfa.backends import BACKENDS
 from pyfa.backends.common import arguments, libcuda
 from pyfa.backends.cuda import counters, launcher, tensor_maps
@@ -82,7 +82,7 @@ def _on(name: str) -> list[tuple[Any, str, Any]]:
         (dispatch, "of", lambda where: device.DEVICES[name]),
         (dispatch, "_prepared", {}),
         (context, "used", False),
-        (api, "calls", bound.Table()),
+        (binding, "calls", bound.Table()),
         (ops, "calls", bound.Table()),
         (_torch, "current_stream", lambda index: 0),
         (_torch, "current_device", lambda: 0),

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
-from . import _torch, context, dispatch, mods, ops, sharding, validate
+from . import binding, dispatch, mods, validate
 from . import device as devices
 from . import request as requests
-from .backends.base import Appending, OtherAlignment
-from .blocks import given as blocks_given
-from .bound import Bound, Table, modes
-from .problem import Append, Call, tensors_of
+from .binding import CACHE, DENSE, PACKED, Result, again, first
 from .request import Backends, Descale, Request, Shared
 from .validate import Window
-
-_log = logging.getLogger("pyfa")
-Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 def attention(
@@ -121,41 +112,33 @@ def attention(
     Source: Dao et al. 2022 and Dao 2023 (FlashAttention, FlashAttention-2).
     """
     tensors: tuple[Any, ...] = (q, k, v)
-    given = _DENSE
-    if bias is not None:
-        tensors += (bias,)
-        given += 1
-    if alibi_slopes is not None:
-        tensors += (alibi_slopes,)
-        given += 2
-    if sinks is not None:
-        tensors += (sinks,)
-        given += 4
-    if type(dropout_p) is not float:
-        dropout_p = validate.number("dropout_p", dropout_p)
-    if dropout_p:
-        seed = _drawn(seed, q)
-        tensors += (seed,)
-        given += 8
-    elif seed is not None:
-        validate.unused_seed(seed)
+    given = DENSE
+    if bias is not None or alibi_slopes is not None or sinks is not None:
+        terms, which = binding.of_terms(bias, alibi_slopes, sinks)
+        tensors += terms
+        given += which
+    if type(dropout_p) is not float or dropout_p or seed is not None:
+        dropout_p, seed = binding.of_dropout(dropout_p, seed, q)
+        if dropout_p:
+            tensors += (seed,)
+            given += 8
     if descale is not None:
-        scales, which = _scales(descale)
+        scales, which = binding.of_scales(descale)
         tensors += scales
         given += 16 * which
-    digest = ""
+    rest: tuple[Any, ...] = ()
     if score_mod is not None or mask_mod is not None or block_mask is not None:
-        digest, captured = _modified(score_mod, mask_mod, block_mask, q)
+        captured, rest = binding.of_mods(score_mod, mask_mod, block_mask, q)
         tensors += captured
     key: tuple[Any, ...] = (
         given, causal, window, scale, softcap, deterministic, return_lse, backend, batch_invariant,
         num_splits,
     )  # fmt: skip
     if window is not None or attention_chunk is not None or dropout_p or out_dtype is not None:
-        key += _rare(window, attention_chunk, dropout_p, out_dtype)
-    if digest:
-        key += (digest, *blocks_given.lengths_of(block_mask), "mods")
-    result = None if unknown else _again(key, tensors)
+        key += binding.of_rare(window, attention_chunk, dropout_p, out_dtype)
+    if rest:
+        key += rest
+    result = None if unknown else again(key, tensors)
     if result is not None:
         return result
     validate.refuse_unknown("attention", unknown, attention)
@@ -164,7 +147,7 @@ def attention(
         out_dtype, deterministic, return_lse, backend, batch_invariant, attention_chunk,
         score_mod, mask_mod, block_mask,
     )  # fmt: skip
-    return _first(key, tensors, requests.dense(q, k, v, shared, num_splits))
+    return first(key, tensors, requests.dense(q, k, v, shared, num_splits))
 
 
 def attention_varlen(
@@ -221,24 +204,16 @@ def attention_varlen(
     tensors raise ``ValueError``, on a CPU always, on a GPU with ``PYFA_CHECK=1``.
     """
     tensors: tuple[Any, ...] = (q, k, v)
-    given = _PACKED
-    if bias is not None:
-        tensors += (bias,)
-        given += 1
-    if alibi_slopes is not None:
-        tensors += (alibi_slopes,)
-        given += 2
-    if sinks is not None:
-        tensors += (sinks,)
-        given += 4
-    if type(dropout_p) is not float:
-        dropout_p = validate.number("dropout_p", dropout_p)
-    if dropout_p:
-        seed = _drawn(seed, q)
-        tensors += (seed,)
-        given += 8
-    elif seed is not None:
-        validate.unused_seed(seed)
+    given = PACKED
+    if bias is not None or alibi_slopes is not None or sinks is not None:
+        terms, which = binding.of_terms(bias, alibi_slopes, sinks)
+        tensors += terms
+        given += which
+    if type(dropout_p) is not float or dropout_p or seed is not None:
+        dropout_p, seed = binding.of_dropout(dropout_p, seed, q)
+        if dropout_p:
+            tensors += (seed,)
+            given += 8
     tensors += (cu_seqlens_q,)
     # Kernels do without the offsets of pages, and read one tensor of offsets once.
     if cu_seqlens_k is cu_seqlens_q:
@@ -256,22 +231,22 @@ def attention_varlen(
         tensors += (page_table,)
         given += 4096
     if descale is not None:
-        scales, which = _scales(descale)
+        scales, which = binding.of_scales(descale)
         tensors += scales
         given += 16 * which
-    digest = ""
+    rest: tuple[Any, ...] = ()
     if score_mod is not None or mask_mod is not None or block_mask is not None:
-        digest, captured = _modified(score_mod, mask_mod, block_mask, q)
+        captured, rest = binding.of_mods(score_mod, mask_mod, block_mask, q)
         tensors += captured
     key: tuple[Any, ...] = (
         given, causal, window, scale, softcap, deterministic, return_lse, backend, batch_invariant,
         num_splits, max_seqlen_q, max_seqlen_k,
     )  # fmt: skip
     if window is not None or attention_chunk is not None or dropout_p or out_dtype is not None:
-        key += _rare(window, attention_chunk, dropout_p, out_dtype)
-    if digest:
-        key += (digest, *blocks_given.lengths_of(block_mask), "mods")
-    result = None if unknown else _again(key, tensors)
+        key += binding.of_rare(window, attention_chunk, dropout_p, out_dtype)
+    if rest:
+        key += rest
+    result = None if unknown else again(key, tensors)
     if result is not None:
         return result
     validate.refuse_unknown("attention_varlen", unknown, attention_varlen)
@@ -284,7 +259,7 @@ def attention_varlen(
         q, k, v, shared, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q,
         seqused_k, page_table, num_splits,
     )  # fmt: skip
-    return _first(key, tensors, request)
+    return first(key, tensors, request)
 
 
 def attention_kvcache(
@@ -355,16 +330,14 @@ def attention_kvcache(
     end of the cache are dropped.
     """
     tensors: tuple[Any, ...] = (q, k_cache, v_cache)
-    given = _CACHE
-    if bias is not None:
-        tensors += (bias,)
-        given += 1
-    if alibi_slopes is not None:
-        tensors += (alibi_slopes,)
-        given += 2
-    if sinks is not None:
-        tensors += (sinks,)
-        given += 4
+    given = CACHE
+    if tree_mask is not None:
+        tensors += (tree_mask,)  # where a bias would be
+        given += 65536
+    if bias is not None or alibi_slopes is not None or sinks is not None:
+        terms, which = binding.of_terms(bias, alibi_slopes, sinks)
+        tensors += terms
+        given += which
     if cu_seqlens_q is not None:
         tensors += (cu_seqlens_q,)
         given += 256
@@ -381,12 +354,12 @@ def attention_kvcache(
         tensors += (cache_leftpad,)
         given += 4096
     if descale is not None:
-        scales, which = _scales(descale)
+        scales, which = binding.of_scales(descale)
         tensors += scales
         given += 16 * which
-    digest = ""
+    rest: tuple[Any, ...] = ()
     if score_mod is not None or mask_mod is not None or block_mask is not None:
-        digest, captured = _modified(score_mod, mask_mod, block_mask, q)
+        captured, rest = binding.of_mods(score_mod, mask_mod, block_mask, q)
         tensors += captured
     if k is not None:
         tensors += (k,)
@@ -397,22 +370,19 @@ def attention_kvcache(
     if cu_seqlens_new is not None:
         tensors += (cu_seqlens_new,)
         given += 32768
-    if tree_mask is not None:
-        tensors = (*tensors[:3], tree_mask, *tensors[3:])  # where a bias would be
-        given += 65536
     key: tuple[Any, ...] = (
         given, causal, window, scale, softcap, return_lse, backend, batch_invariant, num_splits,
         max_seqlen_q,
     )  # fmt: skip
     if window is not None or attention_chunk is not None or out_dtype is not None:
-        key += _rare(window, attention_chunk, 0.0, out_dtype)
+        key += binding.of_rare(window, attention_chunk, 0.0, out_dtype)
     if not (rotary_cos is rotary_sin is rotary_seqlens is None and rotary_interleaved is True):
         rotary = rotary_cos, rotary_sin, rotary_seqlens
         tensors += tuple(x for x in rotary if x is not None)
         key += (rotary_interleaved, *(x is None for x in rotary), "rotary")
-    if digest:
-        key += (digest, *blocks_given.lengths_of(block_mask), "mods")
-    result = None if unknown else _again(key, tensors)
+    if rest:
+        key += rest
+    result = None if unknown else again(key, tensors)
     if result is not None:
         return result
     validate.refuse_unknown("attention_kvcache", unknown, attention_kvcache)
@@ -426,7 +396,7 @@ def attention_kvcache(
         cu_seqlens_q, max_seqlen_q, page_table, rotary_cos, rotary_sin, rotary_interleaved,
         rotary_seqlens, num_splits, cu_seqlens_new=cu_seqlens_new, tree_mask=tree_mask,
     )  # fmt: skip
-    return _first(key, tensors, request)
+    return first(key, tensors, request)
 
 
 def explain(
@@ -462,163 +432,3 @@ def explain(
     return dispatch.explain(
         request.call, *request.who, device=None if device is None else devices.by_name(device)
     )
-
-
-# What a key begins with: the function, and which tensors there are. All that is rare comes behind.
-_DENSE, _PACKED, _CACHE = 0, 1 << 20, 2 << 20
-
-
-def _rare(window: Any, attention_chunk: Any, dropout_p: Any, out_dtype: Any) -> tuple[Any, ...]:
-    """Return the end of a key. It contains the window's bounds separately, because their types
-    matter."""
-    edges = window if type(window) is tuple else ()
-    return (attention_chunk, dropout_p, out_dtype, *edges)
-
-
-def _modified(
-    score_mod: Any, mask_mod: Any, block_mask: Any, q: Any
-) -> tuple[str, tuple[torch.Tensor, ...]]:
-    """Return the digest of the mods and their captured tensors. The checks report a q that is no
-    tensor."""
-    if not isinstance(q, torch.Tensor):
-        return "", ()
-    if block_mask is not None:
-        mask_mod = blocks_given.as_mask_mod(block_mask, mask_mod, q.device)
-    return mods.resolve(score_mod, mask_mod, q.device)
-
-
-def _drawn(seed: int | torch.Tensor | None, q: torch.Tensor) -> Any:
-    """Return the seed as kernels read it. The checks report an invalid seed."""
-    if isinstance(seed, torch.Tensor) or not isinstance(q, torch.Tensor):
-        return seed
-    return validate.seed(seed, q.device)
-
-
-def _scales(descale: Any) -> tuple[tuple[Any, ...], int]:
-    """Return the scales that are given, and a number from 1 to 8 that says which. The checks report
-    a ``descale`` that is no triple: no call with one is ever bound."""
-    if type(descale) is not tuple or len(descale) != 3:
-        return (descale,), 1
-    of_q, of_k, of_v = descale
-    which = 1 + (of_q is not None) + 2 * (of_k is not None) + 4 * (of_v is not None)
-    return tuple(x for x in descale if x is not None), which
-
-
-# Calls by the arguments of the public functions: of a bound call, checks, normalised arguments,
-# choice and launch are functions of its key and of what ``Fitting`` compares. To find it takes
-# 1.5 µs where request and choice alone take 10.
-calls = Table()
-_NOTHING: tuple[Any, Bound | None] = (), None
-_is_compiling = torch.compiler.is_compiling
-
-
-def _again(key: tuple[Any, ...], tensors: tuple[Any, ...]) -> Result | None:
-    """Return the result of a call that was bound before for such arguments; None if there is
-    none."""
-    if _is_compiling() or forward_ad._current_level >= 0:
-        return None
-    if context.used:
-        key += context.values()
-    try:
-        for x in tensors:
-            if x.is_nested:  # asked for strides, PyTorch's guards would end the process
-                return None
-        kinds, bound = calls.recent.get(key, _NOTHING)
-        if (
-            bound is None
-            or kinds != tuple(map(type, key))
-            or not bound.fitting.fits(*tensors)
-            or not (bound.modes is None or bound.modes == modes())
-        ):
-            bound = calls.find(key, tensors)
-    except (TypeError, AttributeError):  # a list: a window, names of backends, or no tensor
-        return None
-    while bound is not None:
-        try:
-            if bound.needs_grad:
-                result: Result = ops.attend(bound, *tensors)
-                return result
-            found = bound.run(*tensors)
-        except OtherAlignment:
-            bound = calls.find(key, tensors)
-            continue
-        if bound.writes:
-            torch.autograd.graph.increment_version(tensors[1:3])
-        return (found[0], found[1]) if bound.returns_lse else found[0]
-    return None
-
-
-def _first(key: tuple[Any, ...], tensors: tuple[Any, ...], request: Request) -> Result:
-    """Return the result of a call that was not bound before, or cannot be found by its
-    arguments."""
-    call, who, append = request.call, request.who, request.append
-    if torch.compiler.is_compiling():
-        if append is not None:
-            call = requests.appended(call, append)
-        out, lse = torch.ops.pyfa.forward(*call, *who)
-        return (out, lse) if call.return_lse else out
-    _refuse_transforms(call, append)
-    plain = _torch.is_plain(call.q)
-    if append is not None:
-        backend = _ready(call, append, who)
-        why_not = "somebody watches the call" if not plain else backend
-        if why_not is not None:
-            _log.debug("a call that appends is not bound: %s", why_not)
-            call, append = requests.appended(call, append), None
-    if call.q.is_neg() or call.k.is_neg() or call.v.is_neg():
-        # Kernels go by the address, where a tensor with the negative bit has the wrong sign.
-        q, k, v = (x.resolve_neg() for x in call[:3])
-        call = call._replace(q=q, k=k, v=v)
-    if not plain:
-        out, lse = torch.ops.pyfa.forward(*sharding.prepared(call), *who)
-        return (out, lse) if call.return_lse else out
-    given = tensors_of(call, append)
-    bound = ops.bound_of(call, append, who, call.return_lse or request.needs_grad)
-    if len(given) == len(tensors) and all(x is y for x, y in zip(given, tensors, strict=True)):
-        _keep(key, tensors, bound)
-    if bound.needs_grad:
-        result: Result = ops.attend(bound, *given)
-        return result
-    found = bound.run(*given)
-    if bound.writes:
-        torch.autograd.graph.increment_version((call.k, call.v))
-    return (found[0], found[1]) if call.return_lse else found[0]
-
-
-def attend(request: Request) -> Result:
-    """Return the result of ``request``, without keeping the bound call by its arguments."""
-    return _first((), (), request)
-
-
-def _ready(call: Call, append: Append, who: tuple[str, bool, bool]) -> str | None:
-    """Return why the backend of ``call`` does not append itself; None if it does. Any error in the
-    call is raised before anything is written."""
-    prepared = dispatch.prepare(call, *who)
-    if isinstance(prepared.backend, Appending):
-        why_not = prepared.backend.why_not_append(call, append)
-        if why_not is not None:
-            prepared.validate(call, append)
-        return why_not
-    prepared.validate(call, append)
-    return f"the {prepared.backend.NAME} backend leaves it to PyTorch's operators"
-
-
-def _keep(key: tuple[Any, ...], tensors: tuple[torch.Tensor, ...], bound: Bound) -> None:
-    """Let ``_again`` find a call by its arguments."""
-    if context.used:
-        key += context.values()
-    with contextlib.suppress(TypeError):  # a window or names of backends given as a list
-        hash(key)
-        if _torch.is_unwatched(*tensors):
-            calls.keep(key, tensors, bound)
-
-
-def _refuse_transforms(call: Call, append: Append | None) -> None:
-    """Raise under transforms: an operator with a registered gradient would silently drop tangents
-    and batch dimensions."""
-    if _torch.in_transform():
-        raise NotImplementedError("attention under torch.func transforms (grad, vjp, jvp, vmap)")
-    if _torch.in_forward_mode():
-        for x in tensors_of(call, append):
-            if forward_ad.unpack_dual(x).tangent is not None:
-                raise NotImplementedError("attention has no forward-mode derivative")

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import api, validate, validate_cache
 from . import request as requests
+from . import validate, validate_cache
+from .binding import LATENT, Result, again, first
 from .request import Backends, Request, Shared
 
 Queries = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-_LATENT = 3 << 20  # what a key begins with: api.py has those of the other functions
 _SCALE = (
     "a number: that of the model's own q/k heads before absorption, (qk_nope_head_dim + "
     "qk_rope_head_dim) ** -0.5, as 192 ** -0.5 of DeepSeek-V3 (times mscale ** 2 with YaRN), and "
@@ -43,7 +43,7 @@ def attention_latent(
     return_lse: bool = False,
     backend: Backends = None,
     **unknown: object,
-) -> api.Result:
+) -> Result:
     """Compute attention of q (B, Sq, H, D) over a latent cache, whose first ``v_dim`` elements are
     V.
 
@@ -94,7 +94,7 @@ def attention_latent(
         asked = _of_lists(q, cache, indices, topk_lengths, page_table, cache_seqlens, causal, whole)
     values = asked.cache[..., :v_dim]
     tensors: tuple[Any, ...] = (asked.q, asked.cache, values)
-    given = _LATENT
+    given = LATENT
     for place, x in enumerate((sinks, asked.cache_seqlens, asked.page_table)):
         if x is not None:
             tensors += (x,)
@@ -105,14 +105,14 @@ def attention_latent(
     key = (
         given, asked.causal, scale, out_dtype, num_splits, return_lse, backend, indices is not None
     )  # fmt: skip
-    result = api._again(key, tensors)
+    result = again(key, tensors)
     if result is None:
         shared = Shared(
             causal=asked.causal, scale=scale, sinks=sinks, descale=asked.scales,
             out_dtype=out_dtype, return_lse=return_lse, backend=backend,
         )  # fmt: skip
         request = _request(asked, values, shared, num_splits, indices is not None)
-        result = api._first(key, tensors, request)
+        result = first(key, tensors, request)
     return result if indices is None else _by_sequence(result, q.shape[0], return_lse)
 
 
@@ -231,7 +231,7 @@ def _request(
     )  # fmt: skip
 
 
-def _by_sequence(result: api.Result, batch: int, return_lse: bool) -> api.Result:
+def _by_sequence(result: Result, batch: int, return_lse: bool) -> Result:
     """Reshape the requested results of rows that were sequences: (B · Sq, 1, H, Dv) and (B · Sq, H,
     1)."""
     out, lse = result if isinstance(result, tuple) else (result, None)

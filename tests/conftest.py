@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pyfa import _torch, api, ops
+from pyfa import _torch, binding, ops
 from pyfa.bound import Table
 
 CallsOf = Callable[[Any, str], list[Any]]
@@ -29,7 +29,7 @@ def invariance_cases() -> Iterator[ModuleType]:
 @pytest.fixture(params=["guards", "by hand"])
 def fresh_calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """No call has come yet. Twice: also as with a PyTorch that has no such guards."""
-    monkeypatch.setattr(api, "calls", Table())
+    monkeypatch.setattr(binding, "calls", Table())
     monkeypatch.setattr(ops, "calls", Table())
     if request.param == "by hand":
         monkeypatch.setattr(_torch, "TensorGuards", None)

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pyfa
-from pyfa import _torch, api, bound, dispatch, ops
+from pyfa import _torch, binding, bound, dispatch, ops
 from pyfa import request as requests
 from pyfa.backends.base import OtherAlignment
 
@@ -34,7 +34,7 @@ def inputs(requires_grad: bool = True) -> list[torch.Tensor]:
 
 
 def kept() -> int:
-    return sum(len(alike) for alike in api.calls.known.values())
+    return sum(len(alike) for alike in binding.calls.known.values())
 
 
 def results(**options: Any) -> tuple[torch.Tensor, ...]:
@@ -169,10 +169,10 @@ def test_what_differs_is_another_call(other: Callable[..., Any]) -> None:
     """Twice, with the entry of the first in place, and with what it would run poisoned."""
     q, k, v = inputs(requires_grad=False)
     expected = outcome(lambda: other(q, k, v))
-    forget(api.calls)
+    forget(binding.calls)
     forget(ops.calls)
     pyfa.attention(q, k, v)
-    ((_, entry),) = api.calls.recent.values()
+    ((_, entry),) = binding.calls.recent.values()
     entry.run = poison
     forget(ops.calls)  # where some of the others are this very call, once they are checked
     check_others(other, expected, q, k, v)
@@ -185,12 +185,12 @@ def test_what_differs_is_another_checked_call(name: str) -> None:
     """The same of the table behind the checks."""
     q, k, v = inputs(requires_grad=False)
     expected = outcome(lambda: OTHERS[name](q, k, v))
-    forget(api.calls)
+    forget(binding.calls)
     forget(ops.calls)
     pyfa.attention(q, k, v)
     ((_, entry),) = ops.calls.recent.values()
     entry.run = poison
-    forget(api.calls)
+    forget(binding.calls)
     check_others(OTHERS[name], expected, q, k, v)
     with pytest.raises(AssertionError, match="ran this one's"):
         pyfa.attention(q, k, v)
@@ -241,11 +241,11 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = inputs(requires_grad=False)
     for rows in range(1, 12):
         pyfa.attention(q[:, :rows], k, v)
-    assert len(api.calls.known) <= 5
+    assert len(binding.calls.known) <= 5
     wide = torch.randn(2, 12, 2, 64)
     for start in range(20):
         pyfa.attention(wide[..., :8].as_strided((2, 12, 2, 8), (1536, 128, 40 + start, 1)), k, v)
-    assert max(len(alike) for alike in api.calls.known.values()) <= bound._MOST_ALIKE
+    assert max(len(alike) for alike in binding.calls.known.values()) <= bound._MOST_ALIKE
 
 
 def test_tensors_are_not_kept() -> None:
@@ -379,7 +379,7 @@ def test_backwards_of_another_kind(
     expected = gradients(torch.ones_like, *tensors)
     assert (backwards.bound, backwards.ran) == (1, 1)
     if not plain_first:
-        forget(api.calls)
+        forget(binding.calls)
         forget(ops.calls)
     backwards.bound = backwards.ran = 0
     for _ in range(3):
@@ -415,7 +415,7 @@ def test_kinds_of_gradients_are_bounded(backwards: Backwards) -> None:
             )
             for x, y in zip(found, expected, strict=True):
                 torch.testing.assert_close(x, y)
-    ((_, entry),) = api.calls.recent.values()
+    ((_, entry),) = binding.calls.recent.values()
     assert [len(each) for each in entry.backwards.values()] == [ops._MOST_BACKWARDS, 0]
     # Those that are kept once, the others each time: contiguous was the first of them.
     kept_once = ops._MOST_BACKWARDS

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import pyfa
-from pyfa import api, ops
+from pyfa import binding, ops
 
 pytestmark = pytest.mark.usefixtures("fresh_calls")
 
@@ -90,7 +90,7 @@ def test_a_wrong_argument_is_found_again(
     first = error_of(lambda: call(**wrong))
     assert first is not None
     assert name.split("'")[0] in first[1]
-    for table in (api.calls, ops.calls):
+    for table in (binding.calls, ops.calls):
         table.known.clear()
         table.recent.clear()
     for _ in range(3):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import pyfa
-from pyfa import api, bound, ops
+from pyfa import binding, bound, ops
 from pyfa import request as requests
 
 pytestmark = pytest.mark.usefixtures("fresh_calls")
@@ -133,7 +133,7 @@ def outcome(call: Callable[[], Any]) -> Any:
 
 
 def forget() -> None:
-    for table in (api.calls, ops.calls):
+    for table in (binding.calls, ops.calls):
         table.known.clear()
         table.recent.clear()
 
@@ -145,7 +145,7 @@ def test_what_differs_is_another_call(other: Callable[..., Any]) -> None:
     expected = outcome(lambda: other(tensors, of))
     forget()
     attend(tensors, 15, 30)
-    ((_, entry),) = api.calls.recent.values()
+    ((_, entry),) = binding.calls.recent.values()
 
     def poison(*given: Any) -> Any:
         raise AssertionError("another call ran this one's")

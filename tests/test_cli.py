@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from pyfa import api, cache, cli, env, ops
+from pyfa import binding, cache, cli, env, ops
 from pyfa.backends import BACKENDS, NAMES
 from pyfa.backends.common import calls
 from pyfa.backends.hip import forward, plans
@@ -393,7 +393,7 @@ class TestConformance:
 
         monkeypatch.setattr(BACKENDS["torch"], "bind", wrong)
         # The same calls came before, and their runs are kept.
-        monkeypatch.setattr(api, "calls", Table())
+        monkeypatch.setattr(binding, "calls", Table())
         monkeypatch.setattr(ops, "calls", Table())
         status, text, _ = call(capsys, *arguments, str(bad))
         assert status == 1

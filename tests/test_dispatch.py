@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import pyfa
-from pyfa import api, dispatch, ops
+from pyfa import binding, dispatch, ops
 from pyfa.backends import AUTOMATIC, BACKENDS, NAMES
 from pyfa.backends.torch.backend import TorchBackend
 from pyfa.bound import Table
@@ -16,7 +16,7 @@ from pyfa.device import CPU, DEVICES
 
 def forget(monkeypatch):
     """No call is bound."""
-    monkeypatch.setattr(api, "calls", Table())
+    monkeypatch.setattr(binding, "calls", Table())
     monkeypatch.setattr(ops, "calls", Table())
 
 

@@ -20,7 +20,8 @@ ORDER = (
     "validate_values", "blocks", "reference", "traffic", "plan",
     "abi", "sources", "codeobject", "cubin", "bundle", "cache", "emulator",
     "backends",
-    "dispatch", "merging", "bound", "ops", "request", "sharding", "api", "latent", "quantize", "",
+    "dispatch", "merging", "bound", "ops", "request", "sharding", "binding", "api", "latent",
+    "quantize", "",
     "compat", "integrations", "distributed", "conformance", "bench", "cli", "__main__",
 )  # fmt: skip
 BACKENDS = ("hip", "cuda", "triton", "torch")

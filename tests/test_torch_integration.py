@@ -8,7 +8,7 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 import pyfa
-from pyfa import api, ops, request
+from pyfa import binding, ops, request
 from pyfa.bound import Table
 
 
@@ -180,7 +180,7 @@ def test_backward_keeps_the_backend_of_its_forward(monkeypatch):
 
     monkeypatch.setitem(dispatch.BACKENDS, "triton", Recording())
     monkeypatch.setattr(dispatch, "_prepared", {})
-    monkeypatch.setattr(api, "calls", Table())
+    monkeypatch.setattr(binding, "calls", Table())
     monkeypatch.setattr(ops, "calls", Table())
     inputs = tensors()
     with pyfa.use_backend("triton"):

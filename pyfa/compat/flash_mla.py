@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from .. import api, latent, request, validate
+from .. import binding, latent, request, validate
 from .errors import ArgumentError, in_words_of, refuse
 
 __all__ = [
@@ -110,7 +110,7 @@ def flash_mla_with_kvcache(
             q, k_cache, k_cache[..., :head_dim_v], shared, cache_seqlens=cache_seqlens,
             page_table=block_table, latent=True,
         )  # fmt: skip
-        return _in_their_convention(*_both(api.attend(asked)), attn_sink)
+        return _in_their_convention(*_both(binding.attend(asked)), attn_sink)
     if causal:
         validate.wrong("causal", "False with indices", causal)
     if extra_k_cache is None and not is_fp8_kvcache:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .. import api, dispatch, request, validate
+from .. import binding, dispatch, request, validate
 from ..problem import Call
 from ..request import Request
 
@@ -43,7 +43,7 @@ def joined(
 
 def attended(asked: Request) -> Result:
     """Run ``asked``, a request with the tensors of ``joined``."""
-    return api.attend(asked._replace(call=asked.call._replace(latent=not asked.needs_grad)))
+    return binding.attend(asked._replace(call=asked.call._replace(latent=not asked.needs_grad)))
 
 
 def attended_with_cache(asked: Request, qv: torch.Tensor) -> Result:
@@ -54,7 +54,7 @@ def attended_with_cache(asked: Request, qv: torch.Tensor) -> Result:
         dispatch.prepare(whole, *asked.who).validate(whole, asked.append)
         call = request.appended(asked.call, asked.append)
         asked = asked._replace(call=call, append=None)
-    return api.attend(asked._replace(call=_of_cache(asked.call, qv)))
+    return binding.attend(asked._replace(call=_of_cache(asked.call, qv)))
 
 
 def _of_cache(call: Call, qv: torch.Tensor) -> Call:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from pyfa import api, bench, cli, ops
+from pyfa import bench, binding, cli, ops
 from pyfa.backends.torch.backend import TorchBackend
 from pyfa.bench import peers, runner, suites, timing
 from pyfa.bound import Table
@@ -114,7 +114,7 @@ def test_a_planted_slowdown_is_found(
         return after_a_while
 
     monkeypatch.setattr(TorchBackend, "bind", slower)
-    monkeypatch.setattr(api, "calls", Table())
+    monkeypatch.setattr(binding, "calls", Table())
     monkeypatch.setattr(ops, "calls", Table())
     status, out, _ = call(capsys, "small", "--peers", "pyfa", "--against", before)
     assert status == 1

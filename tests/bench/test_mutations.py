@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pyfa import api, ops
+from pyfa import binding, ops
 from pyfa.backends import BACKENDS
 from pyfa.backends.hip import runtime_emulator
 from pyfa.backends.native import gaps
@@ -107,7 +107,7 @@ def test_rows_that_no_kernel_writes_are_seen(monkeypatch: pytest.MonkeyPatch) ->
     case = Case(kind="varlen", lengths_q=(33, 40), lengths_k=(33, 40), slack=3)
     assert run_cases(BACKENDS["emulator"], [case]).ok
     monkeypatch.setattr(gaps, "add_forward", lambda *_: None)
-    monkeypatch.setattr(api, "calls", Table())
+    monkeypatch.setattr(binding, "calls", Table())
     monkeypatch.setattr(ops, "calls", Table())
     result = run_cases(BACKENDS["emulator"], [case]).results[0]
     assert result.status == "failed"

@@ -97,7 +97,7 @@ def test_cache_with_pages_new_keys_and_rotary(one: bool) -> None:
 def test_parts_of_one_cache_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[problem.Call] = []
     monkeypatch.setattr(
-        query_values.api, "attend", lambda asked: seen.append(asked.call) or torch.zeros(1)
+        query_values.binding, "attend", lambda asked: seen.append(asked.call) or torch.zeros(1)
     )
     for one in (False, True):
         q, qv, k, v = inputs(one=one)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import pyfa
-from pyfa import api, conformance, ops
+from pyfa import binding, conformance, ops
 from pyfa.backends import BACKENDS
 from pyfa.backends.torch.backend import TorchBackend
 from pyfa.bound import Table
@@ -85,6 +85,6 @@ def test_what_loses_or_leaks_a_nan_is_found(number: int, monkeypatch: pytest.Mon
         return lambda *tensors: [*change(*run(*tensors))]
 
     monkeypatch.setattr(TorchBackend, "bind", changed)
-    monkeypatch.setattr(api, "calls", Table())
+    monkeypatch.setattr(binding, "calls", Table())
     monkeypatch.setattr(ops, "calls", Table())
     assert failures("torch", [case])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pyfa import api, conformance, ops
+from pyfa import binding, conformance, ops
 from pyfa.backends import BACKENDS
 from pyfa.backends.hip.runtime_emulator import Orders
 from pyfa.backends.torch.backend import TorchBackend
@@ -36,7 +36,7 @@ def orders(monkeypatch: pytest.MonkeyPatch) -> Orders:
 
     monkeypatch.setattr(TorchBackend, "orders", chosen, raising=False)
     monkeypatch.setattr(TorchBackend, "bind", wrong_in_one_order)
-    monkeypatch.setattr(api, "calls", Table())
+    monkeypatch.setattr(binding, "calls", Table())
     monkeypatch.setattr(ops, "calls", Table())
     return chosen
 
@@ -83,7 +83,7 @@ def test_an_error_says_in_which_order(orders: Orders, monkeypatch: pytest.Monkey
         raise ArithmeticError("lost")
 
     monkeypatch.setattr(TorchBackend, "bind", broken)
-    monkeypatch.setattr(api, "calls", Table())
+    monkeypatch.setattr(binding, "calls", Table())
     monkeypatch.setattr(ops, "calls", Table())
     result = run(3)
     assert result.status == "crashed"

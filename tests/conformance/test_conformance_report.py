@@ -213,7 +213,7 @@ def test_what_a_backend_may_do_wrong(
 ) -> None:
     monkeypatch.setitem(BACKENDS, "torch", backend)
     monkeypatch.setattr("pyfa.dispatch._prepared", {})
-    monkeypatch.setattr("pyfa.api.calls", Table())
+    monkeypatch.setattr("pyfa.binding.calls", Table())
     monkeypatch.setattr("pyfa.ops.calls", Table())
     (result,) = conformance.run_cases(backend, SMALL[:1]).results
     assert result.status == status

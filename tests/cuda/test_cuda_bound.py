@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import pyfa
-from pyfa import _torch, abi, api, dispatch, ops
+from pyfa import _torch, abi, binding, dispatch, ops
 from pyfa import request as requests
 from pyfa.backends.common import libcuda
 from pyfa.problem import Call
@@ -54,7 +54,7 @@ def inputs(
 
 def forget() -> None:
     """No call is bound any more."""
-    for table in (api.calls, ops.calls):
+    for table in (binding.calls, ops.calls):
         table.known.clear()
         table.recent.clear()
 
@@ -135,7 +135,7 @@ def check_same(found: list[Launch], first: list[Launch], tensors: set[str]) -> N
 
 def check_prepared() -> None:
     """The one call that was kept, with its backward."""
-    ((_, entry),) = api.calls.recent.values()
+    ((_, entry),) = binding.calls.recent.values()
     assert [len(each) for each in entry.backwards.values()] == [1, 0]
 
 
@@ -381,7 +381,7 @@ def test_threads_do_not_mix_arguments(driver: Any, monkeypatch: pytest.MonkeyPat
 def prepared(driver: Any) -> Callable[[], Any]:
     for _ in range(2):
         step(driver, inputs())
-    ((_, entry),) = api.calls.recent.values()
+    ((_, entry),) = binding.calls.recent.values()
     ((_, run),) = entry.backwards[False]
     tensors = [x.detach() for x in inputs()]
     out, lse, *_ = entry.run(*tensors)

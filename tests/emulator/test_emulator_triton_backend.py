@@ -15,7 +15,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
-from pyfa import api, dispatch, ops  # noqa: E402
+from pyfa import binding, dispatch, ops  # noqa: E402
 from pyfa.backends.base import Rounding, missing  # noqa: E402
 from pyfa.backends.triton import (  # noqa: E402
     kernel,
@@ -130,7 +130,7 @@ def backend(monkeypatch):
     emulated = EmulatedTriton()
     monkeypatch.setitem(dispatch.BACKENDS, "triton", emulated)
     monkeypatch.setattr(dispatch, "_prepared", {})
-    monkeypatch.setattr(api, "calls", Table())
+    monkeypatch.setattr(binding, "calls", Table())
     monkeypatch.setattr(ops, "calls", Table())
     return emulated
 

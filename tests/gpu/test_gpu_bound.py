@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import pyfa
-from pyfa import api, ops
+from pyfa import binding, ops
 from pyfa.bound import Table
 
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
@@ -17,7 +17,7 @@ BF16 = {"device": "cuda", "dtype": torch.bfloat16}
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """No call has come yet."""
-    monkeypatch.setattr(api, "calls", Table())
+    monkeypatch.setattr(binding, "calls", Table())
     monkeypatch.setattr(ops, "calls", Table())
 
 
@@ -50,7 +50,7 @@ def test_steps_on_other_tensors(
             del waste
             for x, y in zip(step(seed, backend, **options), expected[seed], strict=True):
                 assert torch.equal(x, y)
-    ((_, entry),) = api.calls.recent.values()
+    ((_, entry),) = binding.calls.recent.values()
     assert [len(each) for each in entry.backwards.values()] == [1, 0]
 
 
@@ -81,7 +81,7 @@ def test_packed_steps_with_other_offsets(backend: str, monkeypatch: pytest.Monke
                 assert torch.equal(x, y)
             assert not any(x[each[-1] :].any() for x in (found[0], *found[2:]))
             assert (found[1][:, each[-1] :] == -torch.inf).all()
-    assert len(api.calls.recent) == 1
+    assert len(binding.calls.recent) == 1
 
 
 def test_steps_in_threads_on_streams(backend: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import pyfa
-from pyfa import api, ops
+from pyfa import binding, ops
 from pyfa.backends import BACKENDS
 from pyfa.bound import Table
 
@@ -114,7 +114,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     for name in ("cuda", "triton", "torch"):
         watch(name, "bind", "forward")
         watch(name, "bind_backward", "backward")
-    monkeypatch.setattr(api, "calls", Table())
+    monkeypatch.setattr(binding, "calls", Table())
     monkeypatch.setattr(ops, "calls", Table())
     return runs
 

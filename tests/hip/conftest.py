@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pyfa import api, cache, ops
+from pyfa import binding, cache, ops
 from pyfa.backends.common.program import Step
 from pyfa.backends.hip import code
 from pyfa.backends.hip.runtime_emulator import EmulatorRuntime
@@ -18,7 +18,7 @@ Plant = Callable[[str, str, str], None]
 
 def forget_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """No call has come yet: those that are bound hold the code that they were bound with."""
-    monkeypatch.setattr(api, "calls", Table())
+    monkeypatch.setattr(binding, "calls", Table())
     monkeypatch.setattr(ops, "calls", Table())
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from pyfa import api, conformance, dispatch, ops, reference
+from pyfa import binding, conformance, dispatch, ops, reference
 from pyfa.backends import BACKENDS
 from pyfa.backends.triton import plans, runtime_backward, specs
 from pyfa.backends.triton.runtime import Runner
@@ -149,7 +149,7 @@ def invariance() -> list[str]:
     failures = compared()
     usual = specs._common
     specs._common = lambda *given: usual(*given) | {"ORDERED": False}
-    for known in (dispatch._prepared, api.calls.known, api.calls.recent, ops.calls.known):
+    for known in (dispatch._prepared, binding.calls.known, binding.calls.recent, ops.calls.known):
         known.clear()
     ops.calls.recent.clear()
     BACKENDS["triton"]._runners.clear()
