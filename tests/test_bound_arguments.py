@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import pyfa
-from pyfa import binding, ops
+from pyfa import api, binding, ops
 
 pytestmark = pytest.mark.usefixtures("fresh_calls")
 
@@ -126,3 +127,35 @@ def test_scales_of_other_tensors_are_not_taken_for_each_other() -> None:
     for _ in range(2):
         attend((None, of_k, of_v))
         assert [error_of(lambda each=each: attend(each)) for each in wrong] == first
+
+
+# The optional tensors of each function. A key says which of them are given, not what they are.
+OPTIONAL = {
+    "attention": ("bias", "alibi_slopes", "sinks", "seed"),
+    "attention_varlen": (
+        "bias", "alibi_slopes", "sinks", "seed", "seqused_q", "seqused_k", "page_table",
+    ),
+    "attention_kvcache": (
+        "bias", "alibi_slopes", "sinks", "cu_seqlens_q", "cache_seqlens", "page_table",
+        "cache_batch_idx", "cache_leftpad", "k", "v", "cu_seqlens_new", "tree_mask",
+    ),
+}  # fmt: skip
+
+
+def test_keys_tell_apart_which_tensors_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All subsets, with and without scales, of all three functions."""
+    x, starts = torch.ones(2), torch.ones(2)
+    keys: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(api, "again", lambda key, tensors: keys.append(key) or x)
+    scales = [None, *itertools.product((None, x), repeat=3)]
+    for name, optional in OPTIONAL.items():
+        needed = (x, x, x) + (starts, None, 2, 2) * (name == "attention_varlen")
+        for descale, *given in itertools.product(scales, *[(None, x)] * len(optional)):
+            options = dict(zip(optional, given, strict=True))
+            if "seed" in options:
+                options["dropout_p"] = 0.0 if options["seed"] is None else 0.5
+            getattr(api, name)(*needed, descale=descale, **options)
+    api.attention_varlen(x, x, x, starts, starts, 2, 2)
+    api.attention_varlen(x, x, x, starts, x, 2, 2)
+    assert len(keys) == 9 * (2**4 + 2**7 + 2**12) + 2
+    assert len(set(keys)) == len(keys)
