@@ -12,20 +12,26 @@ does not declare, it also gets the plainest case that needs it, which it must re
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from . import grid_bands, grid_cover, grid_fp8, grid_latent, grid_trees
-from .cases import BIASES, LAYOUTS, RECIPES, ROTARIES, Case, pick
+from . import (
+    grid_bands,
+    grid_cover,
+    grid_fp8,
+    grid_hostile,
+    grid_latent,
+    grid_mods,
+    grid_trees,
+)
+from .cases import BIASES, LAYOUTS, RECIPES, ROTARIES, Case
 from .cases import dense as _dense
 from .cases import packed as _packed
+from .grid_axes import APPENDS, CACHES, DTYPES, HALF, PACKED, SHAPES, Fields, draws
 
 LEVELS = ("quick", "full")
-Fields = Mapping[str, Any]
 
-_HALF = ("bfloat16", "float16")
-_DTYPES = (*_HALF, "float32")
 _DIMS = (1, 8, 40, 59, 64, 80, 96, 111, 128, 192, 256)
 # Around the edges of tiles of 16, 32, 64, 128 and 256; 513 passes those of 512.
 _EDGES = (0, 1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257)
@@ -97,77 +103,6 @@ _GRADIENT_PAIRS: tuple[Fields, ...] = (
     {"bias": "keys", "bias_grad": True, "dropout_p": 0.1, "softcap": 5.0},
     {"bias": "heads", "bias_grad": True, "heads_q": 4, "causal": True},
     {"bias": "hidden", "bias_grad": True, "sinks": True, "dlse": "both"},
-)
-# Gradients of tables, whose elements many scores read.
-_CAPTURED: tuple[Fields, ...] = (
-    {"score_mod": "relative", "captured_grad": True},
-    {"score_mod": "alibi", "captured_grad": True, "softcap": 5.0, "dropout_p": 0.2},
-    {"score_mod": "gated", "mask_mod": "documents", "captured_grad": True, "dlse": "both"},
-)
-# Users' functions, alone and with what they combine with.
-_MODS: tuple[Fields, ...] = (
-    {"mask_mod": "documents"},
-    {"mask_mod": "prefix", "heads_q": 4},
-    {"mask_mod": "sliding", "score_mod": "softcap"},
-    {"mask_mod": "dilated", "heads_q": 6, "heads_k": 2},
-    {"mask_mod": "natten", "sinks": True},
-    {"mask_mod": "diffusion", "head_dim_v": 40},
-    {"mask_mod": "shared_prefix", "dropout_p": 0.2},
-    {"mask_mod": "tree", "softcap": 4.0},
-    {"mask_mod": "strided", "score_mod": "alibi", "window": (40, 12)},
-    {"score_mod": "relative", "heads_q": 4},
-    {"score_mod": "alibi", "causal": True},
-    {"score_mod": "softcap", "bias": "full", "alibi": "heads", "softcap": 5.0},
-    {"score_mod": "gated"},
-    {"score_mod": "bounded", "mask_mod": "documents", "sinks": True, "scale": -0.2},
-    {"mask_mod": "dilated", "attention_chunk": 24},
-    # Where rows are moved for a window, mods are told their own places.
-    {"score_mod": "alibi", "mask_mod": "strided", "window": (40, -9)},
-    *_CAPTURED,
-)
-_MODS_PACKED: tuple[Fields, ...] = (
-    {"mask_mod": "documents", "slack": 2},
-    {"score_mod": "relative", "used_q": True, "used_k": True, "heads_q": 4},
-    {"score_mod": "gated", "mask_mod": "natten", "causal": True, "deterministic": True},
-    {"score_mod": "relative", "used_q": True, "slack": 3, "heads_q": 4, "captured_grad": True},
-)
-_MODS_CACHED: tuple[Fields, ...] = (
-    {"mask_mod": "prefix", "page_size": 16},
-    {"mask_mod": "tree", "leftpad": True, "score_mod": "alibi"},
-    # Lone rows, whose heads a mod tells apart.
-    {"score_mod": "alibi", "mask_mod": "dilated", "batch_invariant": True, "heads_q": 4},
-)
-# Masks of which kernels visit some tiles, whole ones without asking, and leave out others.
-_LISTS: tuple[Fields, ...] = (
-    {"mask_mod": "patches", "heads_q": 4},
-    {"mask_mod": "patches", "causal": True, "sinks": True},
-    {"mask_mod": "patches", "score_mod": "relative", "deterministic": True, "window": (150, 40)},
-    {"block_mask": 64, "heads_q": 4},
-    {"block_mask": 48, "sinks": True, "causal": True},
-)
-_LISTS_SHAPES = ((300, 420), (420, 300), (330, 330))
-# (rows, keys): square, either longer, rows that a causal mask leaves empty, several key tiles.
-_SHAPES: tuple[tuple[int, int], ...] = ((65, 65), (65, 97), (97, 65), (129, 48), (17, 513))
-_PACKED: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
-    ((65, 0, 17, 1), (65, 33, 0, 1)),
-    ((5, 64, 33), (129, 64, 31)),
-    ((97, 1), (16, 130)),
-    ((0, 0), (0, 7)),
-    ((40,), (40,)),
-    ((1, 1, 1, 1, 1), (2, 63, 127, 1, 65)),
-    ((), ()),
-)
-_CACHES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
-    ((1, 1, 1), (65, 17, 128)),
-    ((1, 1), (257, 257)),
-    ((5, 5), (48, 48)),
-    ((33, 33), (33, 130)),
-    ((2, 2, 2, 2), (0, 1, 2, 63)),
-)
-_APPENDS: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
-    ((1, 1, 1), (65, 17, 128)),
-    ((3, 3), (64, 40)),
-    ((7, 7), (7, 33)),
 )
 _CACHE_OPTIONS: tuple[Fields, ...] = (
     {},
@@ -242,31 +177,31 @@ def _unique(grid: Iterable[Case], max_seqlen: int | None) -> list[Case]:
 
 def _quick() -> Iterator[Case]:
     for index, options in enumerate(_ALONE):
-        half, other = _HALF[index % 2], _HALF[1 - index % 2]
+        half, other = HALF[index % 2], HALF[1 - index % 2]
         yield _dense(65, 97, dtype=half, **options)
-        yield _dense(*_SHAPES[index % 5], dtype=other, backward=True, **options)
+        yield _dense(*SHAPES[index % 5], dtype=other, backward=True, **options)
         yield _dense(97, 65, batch=1, dtype="float32", backward=True, **options)
     for index, options in enumerate((*_GRADIENT, *_PAIRS, *_GRADIENT_PAIRS)):
-        dtype = _DTYPES[index % 3]
-        yield _dense(*_SHAPES[index % 5], dtype=dtype, backward=True, **options)
+        dtype = DTYPES[index % 3]
+        yield _dense(*SHAPES[index % 5], dtype=dtype, backward=True, **options)
     for index, dim in enumerate(_DIMS):
-        dtype = _HALF[index % 2]
+        dtype = HALF[index % 2]
         yield _dense(33, 65, dtype=dtype, backward=True, head_dim=dim)
         yield _dense(17, 17, dtype=dtype, head_dim=_DIMS[-index - 1], head_dim_v=dim, causal=True)
     for index, rows in enumerate(_EDGES):
         keys = _EDGES[(index * 7 + 3) % len(_EDGES)]
-        yield _dense(rows, keys, dtype=_HALF[index % 2], causal=True, backward=True, head_dim=32)
+        yield _dense(rows, keys, dtype=HALF[index % 2], causal=True, backward=True, head_dim=32)
     yield _dense(0, 5, batch=0, backward=True)
     # Plain inference past the tile edges of every kernel, for those that do only this much.
     for dim in (64, 128):
         for index, (rows, keys) in enumerate(((129, 257), (65, 33), (1, 130), (200, 200))):
             for causal in (False, True):
-                dtype = _HALF[(index + causal) % 2]
+                dtype = HALF[(index + causal) % 2]
                 heads = {"head_dim": dim, "heads_q": 4, "heads_k": (2, 4)[index % 2]}
                 yield _dense(rows, keys, dtype=dtype, causal=causal, **heads)
     # Training likewise, by the kernels that add in any order and by those that do not.
     for index, (dim, deterministic, dtype) in enumerate(
-        itertools.product((64, 128), (False, True), _HALF)
+        itertools.product((64, 128), (False, True), HALF)
     ):
         fields = {"head_dim": dim, "heads_q": 4, "deterministic": deterministic, "dtype": dtype}
         causal = (index + index // 2) % 2 == 0
@@ -274,8 +209,8 @@ def _quick() -> Iterator[Case]:
         if deterministic and dtype == "bfloat16":
             yield _dense(129, 257, batch=1, backward=True, softcap=30.0, **fields)
     for index, recipe in enumerate(_VALUES):
-        yield _dense(65, 513, dtype=_HALF[index % 2], backward=True, recipe=recipe, softcap=50.0)
-        yield _dense(64, 64, dtype=_DTYPES[-index % 3], backward=True, recipe=recipe)
+        yield _dense(65, 513, dtype=HALF[index % 2], backward=True, recipe=recipe, softcap=50.0)
+        yield _dense(64, 64, dtype=DTYPES[-index % 3], backward=True, recipe=recipe)
     # A scale that is no power of two, which PyTorch's CPU kernels round in two ways.
     large = {"dtype": "float32", "head_dim": 72, "recipe": "growing", "backward": True}
     yield _dense(129, 129, batch=1, **large)
@@ -284,17 +219,17 @@ def _quick() -> Iterator[Case]:
     yield _dense(33, 513, backward=True, window=(8, -1), head_dim=32)
     yield _dense(33, 513, dtype="float16", backward=True, window=(450, -1), recipe="growing")
     for index, layout in enumerate(LAYOUTS):
-        yield _dense(33, 65, dtype=_HALF[index % 2], backward=True, layout=layout, bias="full")
-        yield _dense(64, 64, dtype=_HALF[index % 2], backward=True, layout=layout, head_dim=40)
-        packed = {"dtype": _HALF[index % 2], "layout": layout, "backward": True, "slack": 3}
-        yield _packed(_PACKED[index % 3], "varlen", **packed)
+        yield _dense(33, 65, dtype=HALF[index % 2], backward=True, layout=layout, bias="full")
+        yield _dense(64, 64, dtype=HALF[index % 2], backward=True, layout=layout, head_dim=40)
+        packed = {"dtype": HALF[index % 2], "layout": layout, "backward": True, "slack": 3}
+        yield _packed(PACKED[index % 3], "varlen", **packed)
     yield from _quick_packed()
     yield from _quick_caches()
     yield from _invariant()
     yield from _dropout_bits(4)
-    yield from _hostile()
-    yield from _mods(1)
-    yield from _lists(1)
+    yield from grid_hostile.quick()
+    yield from grid_mods.mods(1)
+    yield from grid_mods.lists(1)
     yield from grid_fp8.quick()
     yield from grid_bands.quick()
     yield from grid_cover.quick()
@@ -308,15 +243,15 @@ def _invariant() -> Iterator[Case]:
     yield _dense(65, 97, causal=True, backward=True, **fields)
     yield _dense(97, 65, dtype="float16", window=(30, 5), softcap=5.0, sinks=True, **fields)
     yield _dense(33, 65, dtype="float16", bias="full", head_dim=96, **fields)
-    yield _packed(_PACKED[1], "varlen", causal=True, backward=True, **fields)
-    yield _packed(_PACKED[0], "varlen", causal=True, page_size=16, **fields)
-    yield _packed(_CACHES[0], "kvcache", dtype="float16", head_dim=128, causal=True, **fields)
-    yield _packed(_APPENDS[0], "kvcache", new_keys=1, page_size=32, slack=2, causal=True, **fields)
+    yield _packed(PACKED[1], "varlen", causal=True, backward=True, **fields)
+    yield _packed(PACKED[0], "varlen", causal=True, page_size=16, **fields)
+    yield _packed(CACHES[0], "kvcache", dtype="float16", head_dim=128, causal=True, **fields)
+    yield _packed(APPENDS[0], "kvcache", new_keys=1, page_size=32, slack=2, causal=True, **fields)
 
 
 def _quick_packed() -> Iterator[Case]:
-    for index, lengths in enumerate(_PACKED):
-        yield _packed(lengths, "varlen", dtype=_DTYPES[index % 3], backward=True, causal=True)
+    for index, lengths in enumerate(PACKED):
+        yield _packed(lengths, "varlen", dtype=DTYPES[index % 3], backward=True, causal=True)
     options: tuple[Fields, ...] = (
         {"used_q": True},
         {"used_k": True, "causal": True},
@@ -334,8 +269,8 @@ def _quick_packed() -> Iterator[Case]:
         {"page_size": 32, "dropout_p": 0.2, "slack": 3},
     )
     for index, fields in enumerate(options):
-        dtype = _DTYPES[index % 3]
-        yield _packed(_PACKED[index % 3], "varlen", dtype=dtype, backward=True, **fields)
+        dtype = DTYPES[index % 3]
+        yield _packed(PACKED[index % 3], "varlen", dtype=dtype, backward=True, **fields)
     shared = ((5, 9, 33), (40, 33, 17))
     for backward in (False, True):
         fields = {"page_size": 16, "shared": True, "backward": backward}
@@ -344,114 +279,45 @@ def _quick_packed() -> Iterator[Case]:
 
 def _quick_caches() -> Iterator[Case]:
     for index, options in enumerate(_CACHE_OPTIONS):
-        lengths = _CACHES[index % len(_CACHES)]
-        yield _packed(lengths, "kvcache", dtype=_DTYPES[index % 3], **options)
+        lengths = CACHES[index % len(CACHES)]
+        yield _packed(lengths, "kvcache", dtype=DTYPES[index % 3], **options)
     for index, rotary in enumerate(("", *ROTARIES)):
         appends: tuple[Fields, ...] = (
             {"causal": index % 2 == 0},
             {"page_size": (16, 1)[index % 2], "causal": True},
             {"batch_idx": True, "rotary_seqlens": bool(rotary), "leftpad": index % 2 == 1},
         )
-        for lengths, options in zip(_APPENDS, appends, strict=True):
-            fields = {"dtype": _DTYPES[index % 3], "rotary": rotary, "slack": index, **options}
+        for lengths, options in zip(APPENDS, appends, strict=True):
+            fields = {"dtype": DTYPES[index % 3], "rotary": rotary, "slack": index, **options}
             yield _packed(lengths, "kvcache", new_keys=lengths[0][0], **fields)
     # Decode with every number of rows and heads that share a key head, around blocks of lines.
     for index, (dim, rows, group) in enumerate(
         itertools.product((64, 128, 256), (1, 3, 8), (1, 4, 8))
     ):
         lengths = (rows,) * 2, ((97, 300), (64, 256), (31, 33))[index % 3]
-        fields = {"head_dim": dim, "heads_q": 2 * group, "dtype": _HALF[index % 2]}
+        fields = {"head_dim": dim, "heads_q": 2 * group, "dtype": HALF[index % 2]}
         yield _packed(lengths, "kvcache", causal=index % 2 == 0, **fields)
     # So many splits that what combines them meets across wavefronts, and more than it has slots.
     for index, (dim, splits, keys) in enumerate(((64, 20, 513), (128, 9, 257), (256, 32, 513))):
-        fields = {"head_dim": dim, "num_splits": splits, "dtype": _HALF[index % 2]}
+        fields = {"head_dim": dim, "num_splits": splits, "dtype": HALF[index % 2]}
         yield _packed(((1, 1), (keys, 17)), "kvcache", heads_q=4, **fields)
-
-
-def _mods(count: int) -> Iterator[Case]:
-    """Return cases of each mod in ``count`` dtypes and shapes."""
-    for index, options in enumerate(_MODS):
-        for more in range(count):
-            dtype, shape = _DTYPES[(index + more) % 3], _SHAPES[(index + 2 * more) % 4]
-            fields: Fields = {"backward": True, "dlse": ("", "both")[index % 2], **options}
-            yield _dense(*shape, dtype=dtype, **fields)
-            if more:
-                forward = {**options, "captured_grad": False}
-                yield _dense(*shape, dtype=dtype, head_dim=128, **forward)
-    for index, options in enumerate(_MODS_PACKED):
-        for lengths in (_PACKED * 2)[index : index + count]:
-            yield _packed(lengths, "varlen", dtype=_DTYPES[index % 3], backward=True, **options)
-    for index, options in enumerate(_MODS_CACHED):
-        for lengths in (*_CACHES[:2], *_CACHES)[index : index + count]:
-            yield _packed(lengths, "kvcache", dtype=_HALF[index % 2], **options)
-
-
-def _lists(count: int) -> Iterator[Case]:
-    """Each in ``count`` number formats and shapes."""
-    for index, options in enumerate(_LISTS):
-        for more in range(count):
-            shape = _LISTS_SHAPES[(index + more) % 3]
-            dtype = (_HALF[index % 2], _HALF[1 - index % 2], "float32")[more]
-            fields: Fields = {"dtype": dtype, "backward": True, **options}
-            yield _dense(*shape, batch=1, head_dim=(64, 128, 64)[more], **fields)
-    lengths = (300, 0, 150), (420, 33, 200)
-    yield _packed(lengths, "varlen", dtype=_HALF[0], backward=True, mask_mod="patches")
-    yield _packed(lengths, "varlen", dtype=_HALF[1], backward=True, block_mask=64, heads_q=4)
-    splits: Fields = {"heads_q": 4, "dtype": _HALF[1], "num_splits": 3}
-    yield _packed(((2, 2), (513, 300)), "kvcache", mask_mod="patches", **splits)
-    yield _packed(((2, 2), (513, 300)), "kvcache", block_mask=64, **splits)
-
-
-def _hostile() -> Iterator[Case]:
-    """Return cases with NaN and inf among the inputs: in masked positions, in padding, in rows and
-    pages that no sequence owns."""
-    for index, element in enumerate(("q=nan", "k=nan", "v=nan")):
-        half, other = _HALF[index % 2], _HALF[1 - index % 2]
-        fields: dict[str, Any] = {"hostile": element, "backward": True}
-        yield _dense(65, 97, dtype=half, causal=True, heads_q=4, **fields)
-        yield _dense(64, 64, dtype=other, causal=index > 0, deterministic=True, **fields)
-        yield _dense(40, 12, dtype="float32", **fields)
-        yield _dense(5, 7, dtype=half, hostile=element, softcap=5.0, alibi="heads", sinks=True)
-        yield _packed(_PACKED[1], "varlen", dtype=other, causal=True, **fields)
-        splits: dict[str, Any] = {"num_splits": 3} if index else {"page_size": 16}
-        yield _packed(_CACHES[0], "kvcache", dtype=half, heads_q=8, hostile=element, **splits)
-    for index, element in enumerate(("q=inf", "q=-inf", "k=inf", "v=inf")):
-        half = _HALF[index % 2]
-        yield _dense(65, 97, dtype=half, causal=True, window=(40, 0), hostile=element)
-        yield _dense(33, 33, dtype=half, hostile=element)
-        yield _packed(_CACHES[0], "kvcache", dtype=half, heads_q=4, hostile=element)
-    beyond: dict[str, Any] = {"hostile": "padding=inf"}
-    yield _packed(_PACKED[0], "varlen", used_q=True, used_k=True, slack=4, backward=True, **beyond)
-    yield _packed(_PACKED[1], "varlen", page_size=16, used_k=True, backward=True, **beyond)
-    caches: tuple[Fields, ...] = (
-        {"page_size": 16, "slack": 5},
-        {"leftpad": True, "batch_idx": True, "slack": 3, "heads_q": 8, "num_splits": 3},
-        {"new_keys": 1, "slack": 9, "dtype": "float16"},
-    )
-    for options in caches:
-        yield _packed(_CACHES[0], "kvcache", **beyond, **options)
 
 
 def _dropout_bits(count: int) -> Iterator[Case]:
     """Return cases in which V is the identity, so that the dropout bits can be read from the
     output."""
     axes: Fields = {
-        "dtype": _DTYPES,
+        "dtype": DTYPES,
         "dropout_p": (0.1, 0.5, 0.93),
         "causal": (False, True),
         "heads_q": (2, 6),
         "recipe": ("identity",),
     }
-    for index, fields in enumerate(_draws("bits", count, axes)):
+    for index, fields in enumerate(draws("bits", count, axes)):
         keys = (31, 64, 130, 256)[index % 4]
         yield _dense(33, keys, head_dim_v=max(keys, 64), **fields)
         lengths = ((9, 33, 1), (64, 31, 17))
         yield _packed(lengths, "varlen", **fields, slack=index % 3)
-
-
-def _draws(family: str, count: int, axes: Fields) -> Iterator[dict[str, Any]]:
-    for index in range(count):
-        yield {axis: pick(f"{family}/{index}/{axis}", axes[axis]) for axis in axes}
 
 
 def _merged(draw: dict[str, Any]) -> dict[str, Any]:
@@ -465,35 +331,35 @@ def _merged(draw: dict[str, Any]) -> dict[str, Any]:
 def _full() -> Iterator[Case]:
     yield from _quick()
     for options in (*_ALONE, *_PAIRS):
-        for index, dtype in enumerate(_DTYPES):
-            for place, shape in enumerate(_SHAPES):
+        for index, dtype in enumerate(DTYPES):
+            for place, shape in enumerate(SHAPES):
                 yield _dense(*shape, dtype=dtype, backward=(index + place) % 2 == 0, **options)
     for options in (*_GRADIENT, *_GRADIENT_PAIRS):
-        for dtype in _DTYPES:
-            for shape in _SHAPES[:4]:
+        for dtype in DTYPES:
+            for shape in SHAPES[:4]:
                 yield _dense(*shape, dtype=dtype, backward=True, **options)
-    yield from _mods(3)
-    yield from _lists(3)
+    yield from grid_mods.mods(3)
+    yield from grid_mods.lists(3)
     yield from _full_dense()
     yield from _full_packed()
     yield from _full_caches()
     yield from _dropout_bits(40)
-    yield from grid_fp8.full(_draws)
-    yield from grid_bands.full(_draws)
+    yield from grid_fp8.full()
+    yield from grid_bands.full()
     yield from grid_cover.full()
-    yield from grid_latent.full(_draws)
-    yield from grid_trees.full(_draws)
+    yield from grid_latent.full()
+    yield from grid_trees.full()
 
 
 def _full_dense() -> Iterator[Case]:
-    common: Fields = {"dtype": _DTYPES, "batch": (1, 2, 3), "backward": (False, True)}
+    common: Fields = {"dtype": DTYPES, "batch": (1, 2, 3), "backward": (False, True)}
     axes: Fields = {
         "rows": _EDGES,
         "keys": _LONG,
         "head_dim": (8, 32, 64, 128),
         "causal": (False, True),
     }
-    for draw in _draws("lengths", 300, {**common, **axes}):
+    for draw in draws("lengths", 300, {**common, **axes}):
         yield _dense(**draw)
     axes = {
         "rows": (17, 33, 64),
@@ -503,7 +369,7 @@ def _full_dense() -> Iterator[Case]:
         "heads_q": (2, 4),
         "causal": (False, True),
     }
-    for draw in _draws("dims", 240, {**common, **axes}):
+    for draw in draws("dims", 240, {**common, **axes}):
         yield _dense(**draw)
     axes = {
         "rows": (1, 17, 65, 129),
@@ -512,7 +378,7 @@ def _full_dense() -> Iterator[Case]:
         "layout": LAYOUTS,
         "options": (*_ALONE, *_PAIRS),
     }
-    for draw in _draws("values", 300, {**common, **axes}):
+    for draw in draws("values", 300, {**common, **axes}):
         yield _dense(**_merged(draw))
     axes = {
         "rows": _EDGES,
@@ -520,7 +386,7 @@ def _full_dense() -> Iterator[Case]:
         "window": ((0, 0), (1, 0), (0, 1), (3, 70), (64, 64), (-1, 0), (130, -1)),
         "options": ({}, {"sinks": True}, {"softcap": 6.0}, {"dropout_p": 0.2}, {"alibi": "heads"}),
     }
-    for draw in _draws("windows", 240, {**common, **axes}):
+    for draw in draws("windows", 240, {**common, **axes}):
         yield _dense(**_merged(draw))
     yield from _mixed("dense", 500)
 
@@ -529,7 +395,7 @@ def _mixed(kind: str, count: int) -> Iterator[Case]:
     """Return samples over all axes; combinations without a meaning are left out."""
     dense = kind == "dense"
     axes: Fields = {
-        "dtype": _DTYPES,
+        "dtype": DTYPES,
         "head_dim": (8, 40, 64, 111, 128),
         "head_dim_v": (40, 64, 128),
         "heads_q": (2, 4, 6),
@@ -549,7 +415,7 @@ def _mixed(kind: str, count: int) -> Iterator[Case]:
         "rows": (1, 2, 17, 64, 65, 130),
         "keys": (1, 16, 33, 64, 129, 257),
         "batch": (1, 2),
-        "lengths": _PACKED,
+        "lengths": PACKED,
         "used_q": (False, True),
         "used_k": (False, True),
         "slack": (0, 0, 3),
@@ -558,7 +424,7 @@ def _mixed(kind: str, count: int) -> Iterator[Case]:
     dense_only, packed_only = ("rows", "keys", "batch"), ("lengths", *(
         "used_q", "used_k", "slack", "page_size"
     ))  # fmt: skip
-    for draw in _draws(f"mixed_{kind}", count, axes):
+    for draw in draws(f"mixed_{kind}", count, axes):
         gradient = draw.pop("gradient")
         if draw["backward"]:
             draw |= gradient
@@ -572,9 +438,9 @@ def _mixed(kind: str, count: int) -> Iterator[Case]:
 
 def _full_packed() -> Iterator[Case]:
     axes: Fields = {
-        "dtype": _DTYPES,
+        "dtype": DTYPES,
         "backward": (False, True),
-        "lengths": _PACKED,
+        "lengths": PACKED,
         "used_q": (False, True),
         "used_k": (False, True),
         "slack": (0, 3),
@@ -582,7 +448,7 @@ def _full_packed() -> Iterator[Case]:
         "layout": LAYOUTS,
         "options": (*_ALONE, *_PAIRS),
     }
-    for draw in _draws("packed", 400, axes):
+    for draw in draws("packed", 400, axes):
         yield _packed(kind="varlen", **_merged(draw))
     yield from _mixed("varlen", 300)
 
@@ -593,11 +459,11 @@ def _full_caches() -> Iterator[Case]:
     for dim, dim_v in ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)):
         for index, rows in enumerate((1, 3, 7)):
             fields = {"head_dim": dim, "head_dim_v": dim_v, "heads_q": 8, "heads_k": 1}
-            for dtype in _HALF:
+            for dtype in HALF:
                 lengths = (rows,), (97 + index,)
                 yield _packed(lengths, "kvcache", dtype=dtype, causal=rows > 1, **fields)
     common: Fields = {
-        "dtype": _DTYPES,
+        "dtype": DTYPES,
         "layout": LAYOUTS,
         "slack": (0, 1, 7),
         "leftpad": (False, False, True),
@@ -608,15 +474,15 @@ def _full_caches() -> Iterator[Case]:
         "storage": ({}, {"batch_idx": True}, {"page_size": 1}, {"page_size": 16}),
         "options": (*(x for x in (*_ALONE, *_PAIRS) if not {"dropout_p"} & set(x)),),
     }
-    axes: Fields = {"lengths": _CACHES}
-    for draw in _draws("caches", 300, {**common, **axes}):
+    axes: Fields = {"lengths": CACHES}
+    for draw in draws("caches", 300, {**common, **axes}):
         yield _packed(kind="kvcache", **_merged(draw))
     axes = {
-        "lengths": _APPENDS,
+        "lengths": APPENDS,
         "rotary": ("", *ROTARIES),
         "rotary_seqlens": (False, True),
         "new_keys": (1, 3, 7),
     }
-    for draw in _draws("appends", 400, {**common, **axes}):
+    for draw in draws("appends", 400, {**common, **axes}):
         draw["rotary_seqlens"] = draw["rotary_seqlens"] and bool(draw["rotary"])
         yield _packed(kind="kvcache", **_merged(draw))

@@ -5,16 +5,11 @@ They are chunks, and windows with a negative bound, which exclude keys next to t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from .cases import Case, dense, packed
+from .grid_axes import DTYPES, HALF, Fields, Lengths, draws
 
-Fields = Mapping[str, Any]
-Draws = Callable[[str, int, Fields], Iterator[dict[str, Any]]]
-
-_HALF = ("bfloat16", "float16")
-_DTYPES = (*_HALF, "float32")
 # (rows, keys): rows in front of the first key, and several tiles of keys.
 _SHAPES = ((65, 97), (97, 65), (129, 48), (17, 513), (65, 65))
 _ALONE: tuple[Fields, ...] = (
@@ -52,11 +47,11 @@ _TILES: tuple[tuple[int, int, Fields], ...] = (
     (257, 257, {"window": (100, -64)}),
     (129, 257, {"window": (-65, 140)}),
 )
-_PACKED: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
+_PACKED: tuple[Lengths, ...] = (
     ((65, 0, 17, 1), (65, 33, 0, 1)),
     ((5, 64, 33), (129, 64, 31)),
 )
-_CACHES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
+_CACHES: tuple[Lengths, ...] = (
     ((1, 1, 1), (65, 17, 128)),
     ((5, 5), (48, 97)),
     ((33, 33), (33, 130)),
@@ -84,23 +79,23 @@ def quick() -> Iterator[Case]:
     for index, options in enumerate((*_ALONE, *_PAIRS)):
         gradient: Fields = {"backward": index % 8 != 4, "deterministic": index % 8 in (0, 3, 6)}
         rows, keys = _SHAPES[index % 5]
-        yield dense(rows, keys, dtype=_DTYPES[index % 3], **gradient, **options)
+        yield dense(rows, keys, dtype=DTYPES[index % 3], **gradient, **options)
     for index, (rows, keys, options) in enumerate(_TILES):
-        fields: Fields = {"head_dim": (64, 128)[index % 2], "dtype": _HALF[index % 2], "batch": 1}
+        fields: Fields = {"head_dim": (64, 128)[index % 2], "dtype": HALF[index % 2], "batch": 1}
         yield dense(rows, keys, backward=True, deterministic=index % 4 == 1, **fields, **options)
     for index, lengths in enumerate(_PACKED):
-        yield packed(lengths, "varlen", dtype=_HALF[index], backward=True, **_BANDS[index])
+        yield packed(lengths, "varlen", dtype=HALF[index], backward=True, **_BANDS[index])
     for index, stored in enumerate(_STORED):
         yield _cached(index, index, stored)
     fp8: Fields = {"dtype": "float8_e4m3fn", "head_dim": 128}
     yield dense(65, 97, attention_chunk=40, causal=True, **fp8)
 
 
-def full(draws: Draws) -> Iterator[Case]:
+def full() -> Iterator[Case]:
     """Return the same cases in other shapes, dtypes and plans, and at any size with features that
     change a plan."""
     for index, options in enumerate((*_ALONE, *_PAIRS)):
-        half, other = _HALF[index % 2], _HALF[1 - index % 2]
+        half, other = HALF[index % 2], HALF[1 - index % 2]
         forward = {name: value for name, value in options.items() if name != "dlse"}
         yield dense(65, 97, dtype=half, **forward)
         gradient: Fields = {"backward": True, "deterministic": index % 2 == 0}
@@ -109,14 +104,14 @@ def full(draws: Draws) -> Iterator[Case]:
         yield dense(40, 50, batch=1, dtype="float32", backward=True, **options)
     for index, (rows, keys, options) in enumerate(_TILES):
         for dim in (64, 128):
-            fields: Fields = {"head_dim": dim, "dtype": _HALF[index % 2], "batch": 1}
+            fields: Fields = {"head_dim": dim, "dtype": HALF[index % 2], "batch": 1}
             yield dense(rows, keys, **fields, **options)
             for deterministic in (False, True):
                 how: Fields = {"backward": True, "deterministic": deterministic}
                 yield dense(rows, keys, **how, **fields, **options)
     for index, options in enumerate(_BANDS):
         for lengths in _PACKED:
-            how = {"dtype": _DTYPES[index % 3], "backward": True, "used_q": index % 2 == 0}
+            how = {"dtype": DTYPES[index % 3], "backward": True, "used_q": index % 2 == 0}
             yield packed(lengths, "varlen", **how, **options)
         for place, stored in enumerate(_STORED):
             yield _cached(index, place, stored)
@@ -125,19 +120,19 @@ def full(draws: Draws) -> Iterator[Case]:
     yield dense(65, 97, window=(30, -4), **fp8)
     cache: Fields = {"cache_dtype": "float8_e4m3fn", "head_dim": 128, "causal": True}
     yield packed(_CACHES[0], "kvcache", attention_chunk=40, **cache)
-    yield from _drawn(draws)
+    yield from _drawn()
 
 
 def _cached(band: int, place: int, stored: Fields) -> Case:
     """Return a case of a band of ``_BANDS`` over a cache."""
-    dtype, lengths = _DTYPES[(band + place) % 3], _CACHES[(band + place) % 4]
+    dtype, lengths = DTYPES[(band + place) % 3], _CACHES[(band + place) % 4]
     fields = {**stored, "new_keys": 0} if 0 in lengths[1] else stored
     return packed(lengths, "kvcache", dtype=dtype, **_BANDS[band % 4], **fields)
 
 
-def _drawn(draws: Draws) -> Iterator[Case]:
+def _drawn() -> Iterator[Case]:
     axes: Fields = {
-        "dtype": _DTYPES,
+        "dtype": DTYPES,
         "rows": (1, 17, 64, 65, 130),
         "keys": (16, 65, 128, 129, 257),
         "head_dim": (40, 64, 128, 256),

@@ -5,10 +5,11 @@ Every kind of scale is combined with every layout: dense, packed, pages, cache r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .cases import FLOAT8_RECIPES, LAYOUTS, Case, dense, packed
+from .grid_axes import draws
 
 FORMATS = ("float8_e4m3fn", "float8_e4m3fnuz")
 _SCALES: tuple[str | int, ...] = ("head", 16, "tensor", 64, "", 32)
@@ -64,7 +65,7 @@ def quick() -> Iterator[Case]:
         yield packed(lengths, "kvcache", scales=_SCALES[(index + 1) % 4], **dtypes, **options)
 
 
-def full(draws: Callable[..., Iterator[dict[str, Any]]]) -> Iterator[Case]:
+def full() -> Iterator[Case]:
     common: Mapping[str, Any] = {
         "scales": _SCALES,
         "heads_q": (2, 4, 8),

@@ -7,12 +7,12 @@ of keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .cases import LAYOUTS, Case, dense, packed
+from .grid_axes import DTYPES, HALF, draws
 
-_HALF = ("bfloat16", "float16")
 _DIMS: Mapping[str, Any] = {"head_dim": 576, "head_dim_v": 512, "heads_k": 1, "scale": 192**-0.5}
 _LENGTHS: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
     ((1, 1, 1), (65, 1, 130)),
@@ -40,24 +40,24 @@ def quick() -> Iterator[Case]:
     yield _latent(((1,), (40,)), heads_q=4)
     yield _latent(((1,), (40,)), heads_q=4, topk=20)
     for index, options in enumerate((*_OPTIONS, *_LISTS)):
-        dtype = (*_HALF, "float32")[index % 3]
+        dtype = DTYPES[index % 3]
         yield _latent(_LENGTHS[index % 3], dtype=dtype, **options)
-        yield _latent(_LENGTHS[(index + 1) % 3], dtype=_HALF[index % 2], **options)
+        yield _latent(_LENGTHS[(index + 1) % 3], dtype=HALF[index % 2], **options)
     for index, scales in enumerate(_SCALES):
         fields = {"scales": scales, "heads_q": 16, "page_size": 16 * (index % 2)}
-        dtypes = {"dtype": _HALF[index % 2], "cache_dtype": "float8_e4m3fn"}
+        dtypes = {"dtype": HALF[index % 2], "cache_dtype": "float8_e4m3fn"}
         yield _latent(_LENGTHS[index % 3], **dtypes, **fields)
     fields = {"cache_dtype": "float8_e4m3fn", "scales": "head"}
     yield _latent(_LENGTHS[0], topk=20, **fields)
     for index, (dim, dim_v) in enumerate(((512, 512), (576, 512), (320, 64), (64, 500))):
-        dims: dict[str, Any] = {"head_dim": dim, "head_dim_v": dim_v, "dtype": _HALF[index % 2]}
+        dims: dict[str, Any] = {"head_dim": dim, "head_dim_v": dim_v, "dtype": HALF[index % 2]}
         yield dense(33, 65, **dims, heads_q=4, backward=index < 2, causal=True)
 
 
-def full(draws: Callable[..., Iterator[dict[str, Any]]]) -> Iterator[Case]:
+def full() -> Iterator[Case]:
     axes: Mapping[str, Any] = {
         "lengths": (*_LENGTHS, ((1, 1), (257, 400)), ((5, 5), (48, 200)), ((1,), (1030,))),
-        "dtype": _HALF,
+        "dtype": HALF,
         "heads_q": (1, 8, 16, 17, 32, 33, 64, 128),
         "page_size": (0, 1, 16, 64, 61),
         "slack": (0, 0, 9),

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from .cases import Case, packed
+from .grid_axes import DTYPES, HALF, Fields, Lengths, draws
 
-Fields = dict[str, Any]
-Draws = Callable[[str, int, Fields], Iterator[Fields]]
-
-_HALF = ("bfloat16", "float16")
-_DTYPES = (*_HALF, "float32")
 # (rows, keys) of sequences: few rows, more than one tile of them, more rows than keys, none.
-_LENGTHS: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
+_LENGTHS: tuple[Lengths, ...] = (
     ((6, 6, 6), (65, 17, 300)),
     ((16, 16), (257, 64)),
     ((70, 70), (97, 200)),
@@ -34,20 +30,20 @@ _OPTIONS: tuple[Fields, ...] = (
 def quick() -> Iterator[Case]:
     """Each option once, over lengths in turn, and new keys and a float8 cache."""
     for index, options in enumerate(_OPTIONS):
-        yield _tree(index, dtype=_DTYPES[index % 3], **options)
+        yield _tree(index, dtype=DTYPES[index % 3], **options)
     yield _tree(0, new_keys=6, page_size=16, head_dim=128)
     yield _tree(1, cache_dtype="float8_e4m3fn", head_dim=128, heads_q=8)
 
 
-def full(draws: Draws) -> Iterator[Case]:
+def full() -> Iterator[Case]:
     """Options and lengths in every pair, and draws of what changes a plan."""
     for shape in range(len(_LENGTHS)):
         for index, options in enumerate(_OPTIONS):
-            yield _tree(shape, dtype=_HALF[(shape + index) % 2], **options)
+            yield _tree(shape, dtype=HALF[(shape + index) % 2], **options)
     yield _tree(0, heads_q=4, mask_mod="prefix")
     yield _tree(0, heads_q=4, page_size=16, score_mod="alibi")
     axes: Fields = {
-        "dtype": _DTYPES,
+        "dtype": DTYPES,
         "shape": range(len(_LENGTHS)),
         "head_dim": (40, 64, 96, 128, 192, 256),
         "heads_q": (2, 4, 8),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pyfa import reference
-from pyfa.conformance import grid
+from pyfa.conformance import grid, grid_axes
 from pyfa.conformance.build import build
 from pyfa.conformance.cases import LAYOUTS, Case
 from pyfa.conformance.inputs import integers, near_normal, permutation, place
@@ -151,5 +151,5 @@ def test_max_seqlen_shortens_every_case() -> None:
 
 
 def test_draws_depend_on_nothing_but_their_name() -> None:
-    first = next(grid._draws("windows", 1, {"rows": range(1000), "keys": range(1000)}))
+    first = next(grid_axes.draws("windows", 1, {"rows": range(1000), "keys": range(1000)}))
     assert first == {"rows": 656, "keys": 87}

@@ -1,0 +1,39 @@
+"""The grid's cases with NaN and inf among the inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from .cases import Case, dense, packed
+from .grid_axes import CACHES, HALF, PACKED, Fields
+
+
+def quick() -> Iterator[Case]:
+    """Return cases with NaN and inf among the inputs: in masked positions, in padding, in rows and
+    pages that no sequence owns."""
+    for index, element in enumerate(("q=nan", "k=nan", "v=nan")):
+        half, other = HALF[index % 2], HALF[1 - index % 2]
+        fields: dict[str, Any] = {"hostile": element, "backward": True}
+        yield dense(65, 97, dtype=half, causal=True, heads_q=4, **fields)
+        yield dense(64, 64, dtype=other, causal=index > 0, deterministic=True, **fields)
+        yield dense(40, 12, dtype="float32", **fields)
+        yield dense(5, 7, dtype=half, hostile=element, softcap=5.0, alibi="heads", sinks=True)
+        yield packed(PACKED[1], "varlen", dtype=other, causal=True, **fields)
+        splits: dict[str, Any] = {"num_splits": 3} if index else {"page_size": 16}
+        yield packed(CACHES[0], "kvcache", dtype=half, heads_q=8, hostile=element, **splits)
+    for index, element in enumerate(("q=inf", "q=-inf", "k=inf", "v=inf")):
+        half = HALF[index % 2]
+        yield dense(65, 97, dtype=half, causal=True, window=(40, 0), hostile=element)
+        yield dense(33, 33, dtype=half, hostile=element)
+        yield packed(CACHES[0], "kvcache", dtype=half, heads_q=4, hostile=element)
+    beyond: dict[str, Any] = {"hostile": "padding=inf"}
+    yield packed(PACKED[0], "varlen", used_q=True, used_k=True, slack=4, backward=True, **beyond)
+    yield packed(PACKED[1], "varlen", page_size=16, used_k=True, backward=True, **beyond)
+    caches: tuple[Fields, ...] = (
+        {"page_size": 16, "slack": 5},
+        {"leftpad": True, "batch_idx": True, "slack": 3, "heads_q": 8, "num_splits": 3},
+        {"new_keys": 1, "slack": 9, "dtype": "float16"},
+    )
+    for options in caches:
+        yield packed(CACHES[0], "kvcache", **beyond, **options)

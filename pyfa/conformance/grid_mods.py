@@ -1,0 +1,91 @@
+"""The grid's cases of users' functions (``score_mod``, ``mask_mod``) and of masks by block list."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .cases import Case, dense, packed
+from .grid_axes import CACHES, DTYPES, HALF, PACKED, SHAPES, Fields
+
+# Gradients of tables, whose elements many scores read.
+_CAPTURED: tuple[Fields, ...] = (
+    {"score_mod": "relative", "captured_grad": True},
+    {"score_mod": "alibi", "captured_grad": True, "softcap": 5.0, "dropout_p": 0.2},
+    {"score_mod": "gated", "mask_mod": "documents", "captured_grad": True, "dlse": "both"},
+)
+# Users' functions, alone and with what they combine with.
+_MODS: tuple[Fields, ...] = (
+    {"mask_mod": "documents"},
+    {"mask_mod": "prefix", "heads_q": 4},
+    {"mask_mod": "sliding", "score_mod": "softcap"},
+    {"mask_mod": "dilated", "heads_q": 6, "heads_k": 2},
+    {"mask_mod": "natten", "sinks": True},
+    {"mask_mod": "diffusion", "head_dim_v": 40},
+    {"mask_mod": "shared_prefix", "dropout_p": 0.2},
+    {"mask_mod": "tree", "softcap": 4.0},
+    {"mask_mod": "strided", "score_mod": "alibi", "window": (40, 12)},
+    {"score_mod": "relative", "heads_q": 4},
+    {"score_mod": "alibi", "causal": True},
+    {"score_mod": "softcap", "bias": "full", "alibi": "heads", "softcap": 5.0},
+    {"score_mod": "gated"},
+    {"score_mod": "bounded", "mask_mod": "documents", "sinks": True, "scale": -0.2},
+    {"mask_mod": "dilated", "attention_chunk": 24},
+    # Where rows are moved for a window, mods are told their own places.
+    {"score_mod": "alibi", "mask_mod": "strided", "window": (40, -9)},
+    *_CAPTURED,
+)
+_MODS_PACKED: tuple[Fields, ...] = (
+    {"mask_mod": "documents", "slack": 2},
+    {"score_mod": "relative", "used_q": True, "used_k": True, "heads_q": 4},
+    {"score_mod": "gated", "mask_mod": "natten", "causal": True, "deterministic": True},
+    {"score_mod": "relative", "used_q": True, "slack": 3, "heads_q": 4, "captured_grad": True},
+)
+_MODS_CACHED: tuple[Fields, ...] = (
+    {"mask_mod": "prefix", "page_size": 16},
+    {"mask_mod": "tree", "leftpad": True, "score_mod": "alibi"},
+    # Lone rows, whose heads a mod tells apart.
+    {"score_mod": "alibi", "mask_mod": "dilated", "batch_invariant": True, "heads_q": 4},
+)
+# Masks of which kernels visit some tiles, whole ones without asking, and leave out others.
+_LISTS: tuple[Fields, ...] = (
+    {"mask_mod": "patches", "heads_q": 4},
+    {"mask_mod": "patches", "causal": True, "sinks": True},
+    {"mask_mod": "patches", "score_mod": "relative", "deterministic": True, "window": (150, 40)},
+    {"block_mask": 64, "heads_q": 4},
+    {"block_mask": 48, "sinks": True, "causal": True},
+)
+_LISTS_SHAPES = ((300, 420), (420, 300), (330, 330))
+
+
+def mods(count: int) -> Iterator[Case]:
+    """Return cases of each mod in ``count`` dtypes and shapes."""
+    for index, options in enumerate(_MODS):
+        for more in range(count):
+            dtype, shape = DTYPES[(index + more) % 3], SHAPES[(index + 2 * more) % 4]
+            fields: Fields = {"backward": True, "dlse": ("", "both")[index % 2], **options}
+            yield dense(*shape, dtype=dtype, **fields)
+            if more:
+                forward = {**options, "captured_grad": False}
+                yield dense(*shape, dtype=dtype, head_dim=128, **forward)
+    for index, options in enumerate(_MODS_PACKED):
+        for lengths in (PACKED * 2)[index : index + count]:
+            yield packed(lengths, "varlen", dtype=DTYPES[index % 3], backward=True, **options)
+    for index, options in enumerate(_MODS_CACHED):
+        for lengths in (*CACHES[:2], *CACHES)[index : index + count]:
+            yield packed(lengths, "kvcache", dtype=HALF[index % 2], **options)
+
+
+def lists(count: int) -> Iterator[Case]:
+    """Each in ``count`` number formats and shapes."""
+    for index, options in enumerate(_LISTS):
+        for more in range(count):
+            shape = _LISTS_SHAPES[(index + more) % 3]
+            dtype = (HALF[index % 2], HALF[1 - index % 2], "float32")[more]
+            fields: Fields = {"dtype": dtype, "backward": True, **options}
+            yield dense(*shape, batch=1, head_dim=(64, 128, 64)[more], **fields)
+    lengths = (300, 0, 150), (420, 33, 200)
+    yield packed(lengths, "varlen", dtype=HALF[0], backward=True, mask_mod="patches")
+    yield packed(lengths, "varlen", dtype=HALF[1], backward=True, block_mask=64, heads_q=4)
+    splits: Fields = {"heads_q": 4, "dtype": HALF[1], "num_splits": 3}
+    yield packed(((2, 2), (513, 300)), "kvcache", mask_mod="patches", **splits)
+    yield packed(((2, 2), (513, 300)), "kvcache", block_mask=64, **splits)
