@@ -13,11 +13,13 @@ import torch
 
 from ..problem import Call
 from . import hostile
+from .build_terms import with_terms
 from .cases import Case, pick
 from .inputs import (
     Inputs,
     Placed,
     Sequence,
+    dtype_of,
     integers,
     near_normal,
     permutation,
@@ -26,7 +28,6 @@ from .inputs import (
     score_sizes,
     sequence,
 )
-from .modifiers import captured_by, mods_of
 
 # What an unused entry of a page table may hold: nobody may read it.
 _NO_PAGE = (-1, 1 << 30)
@@ -70,16 +71,16 @@ def _dense(case: Case, parts: list[Sequence]) -> Inputs:
         heads = case.heads_q if name == "q" else case.heads_k
         empty = torch.zeros(0, _EMPTY_BATCH_ROWS, heads, _dim(case, name))
         values = torch.stack([part[index] for part in parts]) if parts else empty
-        placed[name] = place(values, _dtype(case, name), case.layout)
+        placed[name] = place(values, dtype_of(case, name), case.layout)
     q, k, v = (placed[name].view() for name in "qkv")
     call = Call(q, k, v, max_seqlen_q=q.shape[1], max_seqlen_k=k.shape[1])
-    return _with_terms(case, placed, {}, call)
+    return with_terms(case, placed, {}, call)
 
 
 def _varlen(case: Case, parts: list[Sequence]) -> Inputs:
     room_q = _room(case, "q", case.lengths_q, case.used_q)
     queries, starts_q = _packed([part[0] for part in parts], room_q, _q_shape(case), case)
-    placed = {"q": place(queries, _dtype(case), case.layout)}
+    placed = {"q": place(queries, dtype_of(case), case.layout)}
     others: dict[str, Any] = {
         "cu_seqlens_q": starts_q,
         "max_seqlen_q": max(room_q, default=0) + case.slack,
@@ -98,7 +99,7 @@ def _varlen(case: Case, parts: list[Sequence]) -> Inputs:
                     stored = min(case.page_size, case.lengths_k[0], case.lengths_k[b])
                     part[index][:stored] = parts[0][index][:stored]
                 values[page, row] = part[index].float()
-            placed[name] = place(values, _dtype(case, name), case.layout)
+            placed[name] = place(values, dtype_of(case, name), case.layout)
         others["page_table"] = fields["page_table"] = table
         fields["seqused_k"] = _int32(case.lengths_k)
         if case.used_k:
@@ -111,14 +112,14 @@ def _varlen(case: Case, parts: list[Sequence]) -> Inputs:
         for index, name in ((1, "k"), (2, "v")):
             shape = (case.heads_k, _dim(case, name))
             values, starts_k = _packed([part[index] for part in parts], room_k, shape, case)
-            placed[name] = place(values, _dtype(case, name), case.layout)
+            placed[name] = place(values, dtype_of(case, name), case.layout)
         others["cu_seqlens_k"] = fields["cu_seqlens_k"] = starts_k
         if case.used_k:
             others["seqused_k"] = fields["seqused_k"] = _int32(case.lengths_k)
         longest_k = max(room_k, default=0)
     others["max_seqlen_k"] = fields["max_seqlen_k"] = longest_k + case.slack
     q, k, v = (placed[name].view() for name in "qkv")
-    return _with_terms(case, placed, others, Call(q, k, v, **fields))
+    return with_terms(case, placed, others, Call(q, k, v, **fields))
 
 
 def _kvcache(case: Case, parts: list[Sequence]) -> Inputs:
@@ -154,7 +155,7 @@ def _kvcache(case: Case, parts: list[Sequence]) -> Inputs:
     others["num_splits"] = case.num_splits
     near = _rotated(case, parts, others, before, capacity)
 
-    placed = {"q": place(_queries(case, parts), _dtype(case), case.layout)}
+    placed = {"q": place(_queries(case, parts), dtype_of(case), case.layout)}
     if near is not None:
         for b, (turned_q, turned_k) in enumerate(near.exact):
             parts[b] = (turned_q, turned_k, parts[b][2])
@@ -170,22 +171,22 @@ def _kvcache(case: Case, parts: list[Sequence]) -> Inputs:
             kept = case.lengths_k[b] - new
             held[place_of[:kept], row[:kept]] = parts[b][index][:kept].float()
             whole[place_of, row] = parts[b][index].float()
-        placed[f"{name}_cache"] = place(held, _dtype(case, name), case.layout)
-        after[f"{name}_cache"] = place(whole, _dtype(case, name), case.layout)
+        placed[f"{name}_cache"] = place(held, dtype_of(case, name), case.layout)
+        after[f"{name}_cache"] = place(whole, dtype_of(case, name), case.layout)
         if name == "k" and near is not None:
             for b, (place_of, row) in enumerate(places):
                 whole[place_of, row] = near.rounded[b][1].float()
-            naive_k = place(whole, _dtype(case, name), case.layout).view()
+            naive_k = place(whole, dtype_of(case, name), case.layout).view()
     if new:
         originals = parts if near is None else near.originals
         for index, name in ((1, "k"), (2, "v")):
             fresh = [part[index][part[index].shape[0] - new :] for part in originals]
-            placed[name] = place(torch.stack(fresh), _dtype(case, name), case.layout)
+            placed[name] = place(torch.stack(fresh), dtype_of(case, name), case.layout)
     if near is not None:
         others |= near.arguments
         placed |= near.tables
     spec = Call(spec_q, after["k_cache"].view(), after["v_cache"].view(), **fields)
-    inputs = _with_terms(case, placed, others, spec)
+    inputs = with_terms(case, placed, others, spec)
     if near is not None and naive_k is not None:
         inputs.naive = inputs.spec._replace(q=naive_q, k=naive_k)
     inputs.cache_after = {name: item.buffer for name, item in after.items()}
@@ -217,14 +218,14 @@ def _latent(case: Case, parts: list[Sequence]) -> Inputs:
     for b, part in enumerate(parts):
         held[_places(case, table, b, 0, stored[b])] = part[1].float()
     placed = {
-        "q": place(_queries(case, parts), _dtype(case), case.layout),
-        "cache": place(held, _dtype(case, "k"), case.layout),
+        "q": place(_queries(case, parts), dtype_of(case), case.layout),
+        "cache": place(held, dtype_of(case, "k"), case.layout),
     }
     q, cache = (item.view() for item in placed.values())
     if not case.topk:
         fields |= {"max_seqlen_q": max(case.lengths_q, default=0), "max_seqlen_k": capacity}
         spec = Call(q, cache, cache[..., : case.head_dim_v], latent=True, **fields)
-        return _with_terms(case, placed, others, spec)
+        return with_terms(case, placed, others, spec)
     lists, lengths = _lists(case)
     others["indices"] = lists
     if lengths is not None:
@@ -242,7 +243,7 @@ def _latent(case: Case, parts: list[Sequence]) -> Inputs:
         max_seqlen_q=1,
         max_seqlen_k=max(counts, default=0),
     )
-    inputs = _with_terms(case, placed, others, spec)
+    inputs = with_terms(case, placed, others, spec)
     inputs.spec = inputs.naive = inputs.spec._replace(window_right=-1)
     inputs.sequences = rows
     return inputs
@@ -298,7 +299,7 @@ def _rotated(
     # Any rotation will do: the rational point (1 − t², 2t) / (1 + t²) needs no library's cosine.
     t = near_normal(f"{case.name}/rotary", (longest, half))
     tables = {"rotary_cos": (1 - t * t) / (1 + t * t), "rotary_sin": 2 * t / (1 + t * t)}
-    result.tables = {name: place(x, _dtype(case), "contiguous") for name, x in tables.items()}
+    result.tables = {name: place(x, dtype_of(case), "contiguous") for name, x in tables.items()}
     cos, sin = (item.view() for item in result.tables.values())
     result.arguments = {"rotary_interleaved": case.rotary.startswith("interleaved")}
     start = before if "cache_seqlens" in others else [capacity] * case.batch
@@ -320,169 +321,10 @@ def _queries(case: Case, parts: list[Sequence]) -> torch.Tensor:
     """Return q of all sequences: packed with spare rows, or stacked."""
     if case.packed_q:
         queries, _ = _packed([p[0] for p in parts], list(case.lengths_q), _q_shape(case), case)
-        return queries.to(_dtype(case))
+        return queries.to(dtype_of(case))
     if not parts:
         return torch.zeros(0, _EMPTY_BATCH_ROWS, case.heads_q, case.head_dim)
     return torch.stack([part[0] for part in parts])
-
-
-def _with_terms(
-    case: Case, placed: dict[str, Placed], others: dict[str, Any], call: Call
-) -> Inputs:
-    """Add masks, bias, slopes, sinks and dropout to the arguments and to the reference's call."""
-    terms: dict[str, Any] = {
-        **_window(case),
-        "attention_chunk": case.attention_chunk,
-        "scale": case.head_dim**-0.5 if case.scale is None else case.scale,
-        "softcap": case.softcap,
-        "dropout_p": case.dropout_p,
-    }
-    if case.bias:
-        values = _bias(case, call)
-        if values.dtype == torch.bool:
-            others["bias"] = values[0] if call.cu_seqlens_q is not None else values
-            terms["bias"] = values
-        else:
-            dtype = _dtype(case) if case.bias in ("full", "hidden") else torch.float32
-            dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
-            packed = call.cu_seqlens_q is not None
-            placed["bias"] = place(values[0] if packed else values, dtype, case.layout)
-            view = placed["bias"].view()
-            terms["bias"] = view[None] if packed else view
-    if case.tree:
-        mask = near_normal(f"{case.name}/tree", (case.batch, *2 * (call.max_seqlen_q,))) > -0.3
-        others["tree_mask"] = mask
-        terms["bias"] = _seen_in_tree(case, call, mask)
-    if case.alibi:
-        shape = (case.heads_q,) if case.alibi == "heads" else (case.batch, case.heads_q)
-        count = torch.Size(shape).numel()
-        steps = integers(f"{case.name}/slopes", count, 64)
-        slopes = torch.tensor(steps, dtype=torch.float32).reshape(shape)
-        placed["alibi_slopes"] = place((slopes + 1.0) / 128.0, torch.float32, "contiguous")
-        terms["alibi_slopes"] = placed["alibi_slopes"].view()
-    if case.sinks:
-        values = near_normal(f"{case.name}/sinks", (case.heads_q,))
-        values += 14.0 if case.recipe == "sink" else 0.0
-        placed["sinks"] = place(values, torch.float32, "contiguous")
-        terms["sinks"] = placed["sinks"].view()
-    if case.dropout_p:
-        seed = integers(f"{case.name}/seed", 1, 1 << 64)[0]
-        others["seed"] = seed
-        terms["seed"] = torch.tensor([seed - (1 << 64) if seed >> 63 else seed])
-    if case.score_mod or case.mask_mod or case.block_mask:
-        # Of the call they are made where it runs.
-        here = torch.device("cpu")
-        digest, captured, _ = captured_by(mods_of(case, here), here, case.captured_grad)
-        terms |= {name: x.detach() for name, x in captured.items()}
-        terms["mods"] = digest
-    if case.scales:
-        terms |= _scales(case, placed, call)
-    if case.dtype.startswith("float8"):
-        terms["out_dtype"] = getattr(torch, case.out_dtype or "bfloat16")
-        if case.out_dtype:
-            others["out_dtype"] = terms["out_dtype"]
-    options = {
-        "causal": case.causal,
-        "window": case.window,
-        "attention_chunk": case.attention_chunk or None,
-        "scale": case.scale,
-        "softcap": case.softcap if case.kind != "latent" else None,
-    }
-    others |= {name: value for name, value in options.items() if value is not None}
-    if case.batch_invariant:
-        others["batch_invariant"] = terms["batch_invariant"] = True
-    if case.kind in ("dense", "varlen"):
-        others |= {"dropout_p": case.dropout_p, "deterministic": case.deterministic}
-    spec = call._replace(**terms)
-    return Inputs(case, placed, others, spec, spec)
-
-
-def _window(case: Case) -> dict[str, int]:
-    """Return the reference's window: one without a negative bound, with positions shifted
-    instead."""
-    left, right = case.window or (-1, -1)
-    if case.causal:
-        right = right if right < -1 else 0
-    if -1 not in (left, right) and left + right < 0:
-        return {"window_right": 0, "window_shift": -(1 << 20)}  # no key at all
-    shift = -left if left < -1 else right if right < -1 else 0
-    edges = left if left == -1 else left + shift, right if right == -1 else right - shift
-    return {"window_left": edges[0], "window_right": edges[1], "window_shift": shift}
-
-
-def _scales(case: Case, placed: dict[str, Placed], call: Call) -> dict[str, torch.Tensor]:
-    """Return scales from 0.5 to 1.5 for the float8 tensors; NaN if no row of a block belongs to a
-    sequence."""
-    terms: dict[str, torch.Tensor] = {}
-    for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
-        if x.dtype.itemsize > 1:
-            continue
-        if case.kind == "latent" and name == "v":
-            terms["v_descale"] = terms["k_descale"]
-            continue
-        shape: tuple[int, ...] = ()
-        if case.scales == "head":
-            shape = (case.batch, case.heads_k)
-        elif isinstance(case.scales, int):
-            stored = x.shape[0] if x.dim() == 4 else 1
-            shape = (stored, case.heads_k, -(-x.shape[-3] // case.scales))
-        steps = integers(f"{case.name}/{name}_descale", torch.Size(shape).numel(), 64)
-        values = (torch.tensor(steps, dtype=torch.float32).reshape(shape) + 32.5) / 64.0
-        if isinstance(case.scales, int):
-            nobody = x.float().isnan().all(-1).all(-1).reshape(shape[0], -1)
-            short = -nobody.shape[1] % case.scales
-            nobody = torch.nn.functional.pad(nobody, (0, short), value=True)
-            nobody = nobody.unflatten(1, (-1, case.scales)).all(-1)[:, None]
-            values = values.masked_fill(nobody, torch.nan)
-        placed[f"{name}_descale"] = place(values, torch.float32, "contiguous")
-        view = placed[f"{name}_descale"].view()
-        if not view.dim():
-            view = view.expand(call.batch, case.heads_k)
-        elif case.topk:
-            view = view.repeat_interleave(call.batch // max(case.batch, 1), dim=0)
-        terms[f"{name}_descale"] = view
-    return terms
-
-
-def _seen_in_tree(case: Case, call: Call, mask: torch.Tensor) -> torch.Tensor:
-    """The mask over the new rows as one over all keys: (B, 1, rows, keys)."""
-    seen = torch.ones(case.batch, 1, call.max_seqlen_q, call.max_seqlen_k, dtype=torch.bool)
-    for b, (rows, keys) in enumerate(zip(case.lengths_q, case.lengths_k, strict=True)):
-        new = min(rows, keys)
-        seen[b, 0, :rows, keys - new : keys] = mask[b, :rows, rows - new : rows]
-    return seen
-
-
-def _bias(case: Case, call: Call) -> torch.Tensor:
-    """Return (B | 1, H | 1, rows | 1, keys | 1), with NaN for rows and keys that no sequence
-    has."""
-    packed = call.cu_seqlens_q is not None
-    batch, heads = 1 if packed else call.batch, case.heads_q
-    rows, keys = call.max_seqlen_q, call.max_seqlen_k
-    shape = {
-        "keys": (1, 1, 1, keys),
-        "rows": (1, 1, rows, 1),
-        "heads": (1, heads, rows, keys),
-        "one": (1, 1, 1, 1),
-        "sequences": (batch, 1, 1, keys),
-        "bool": (batch, 1, rows, keys),
-    }.get(case.bias, (batch, heads, rows, keys))
-    values = near_normal(f"{case.name}/bias", shape)
-    if case.bias == "bool":
-        # A quarter hidden, and a row that sees nothing.
-        seen = values > -0.67
-        seen[:, :, :1] = False
-        return seen
-    if case.bias == "hidden":
-        values = values.masked_fill(values < -1.0, -torch.inf)
-        values[:, :, 1::3] = -torch.inf
-    valid = torch.zeros(batch, 1, rows, keys, dtype=torch.bool)
-    for b in range(case.batch):
-        valid[0 if packed else b, :, : case.lengths_q[b], : case.lengths_k[b]] = True
-    for dim, size in enumerate(shape):
-        if size == 1:
-            valid = valid.any(dim, keepdim=True)
-    return values.masked_fill(~valid, torch.nan)
 
 
 def _add_gradients(inputs: Inputs) -> None:
@@ -498,16 +340,11 @@ def _add_gradients(inputs: Inputs) -> None:
             owned[b, :rows] = True
     values = near_normal(f"{case.name}/dout", call.out_shape())
     values = values.masked_fill(~owned[..., None, None], torch.nan)
-    inputs.dout = place(values, _dtype(case), case.layout)
+    inputs.dout = place(values, dtype_of(case), case.layout)
     if case.dlse:
         values = near_normal(f"{case.name}/dlse", call.lse_shape())
         outside = ~owned[None] if packed else ~owned[:, None]
         inputs.dlse = place(values.masked_fill(outside, torch.nan), torch.float32, "contiguous")
-
-
-def _dtype(case: Case, name: str = "q") -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, case.dtypes["qkv".index(name)])
-    return dtype
 
 
 def _int32(values: Any) -> torch.Tensor:

@@ -255,3 +255,9 @@ def rotate(
         turned = torch.cat((first * c - second * s, first * s + second * c), -1)
     near = torch.cat((turned, near[..., 2 * half :]), -1)
     return exact, near.to(x.dtype)
+
+
+def dtype_of(case: Case, name: str = "q") -> torch.dtype:
+    """Return the dtype of q, k or v."""
+    dtype: torch.dtype = getattr(torch, case.dtypes["qkv".index(name)])
+    return dtype
