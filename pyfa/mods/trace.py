@@ -8,10 +8,8 @@ scalar is a load. An operation that is not supported raises ``ModError``, which 
 from __future__ import annotations
 
 import contextlib
-import dis
 import inspect
 import sys
-import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import operators
+from . import operators, side_effects
 from .ir import INPUTS, Builder, Function, TooLarge
 
 MOST_CAPTURED = 8
@@ -82,7 +80,11 @@ def trace(kind: str, mod: Callable[..., Any], device: torch.device) -> Traces:
     """Trace ``mod``, a ``score_mod`` or ``mask_mod`` as ``kind`` says, for tensors on
     ``device``."""
     names = tuple(INPUTS) if kind == "score_mod" else tuple(INPUTS)[1:]
-    _refuse_side_effects(kind, mod)
+    write = side_effects.write_in(mod)
+    if write:
+        raise ModError(
+            f"{kind} {write}; a mod is run once, to be traced, and may only return a value"
+        )
     recorder = _Recorder(kind, mod, device)
     _refuse_other_arguments(recorder, names)
     inputs = []
@@ -90,7 +92,7 @@ def trace(kind: str, mod: Callable[..., Any], device: torch.device) -> Traces:
         made = Traced(_DTYPES[INPUTS[name]], device)
         made.number = recorder.make.input(name)
         inputs.append(made)
-    before = _containers(mod)
+    before = side_effects.containers(mod)
     try:
         with torch.no_grad(), _whole(), _Functions(recorder), recorder:
             result = mod(*inputs)
@@ -101,7 +103,7 @@ def trace(kind: str, mod: Callable[..., Any], device: torch.device) -> Traces:
             f"{recorder.where()}: more than 512 operations; precompute part of it as a tensor and "
             "capture that"
         ) from None
-    if _containers(mod) != before:
+    if side_effects.containers(mod) != before:
         raise ModError(
             f"{recorder.where()}: it changes a list, dict or set outside of it; a mod is run once, "
             "to be traced, and may only return a value"
@@ -453,53 +455,3 @@ def _flat(x: Any) -> Iterator[object]:
 
 def _type_of_number(x: object) -> str:
     return "b" if isinstance(x, bool) else "i" if isinstance(x, int) else "f"
-
-
-# ---- side effects --------------------------------------------------------------------------------
-
-_WRITES = {
-    "STORE_GLOBAL": "assigns to a global", "DELETE_GLOBAL": "deletes a global",
-    "STORE_ATTR": "assigns to an attribute", "DELETE_ATTR": "deletes an attribute",
-    "STORE_SUBSCR": "writes into a container", "DELETE_SUBSCR": "deletes from a container",
-}  # fmt: skip
-
-
-def _refuse_side_effects(kind: str, mod: Callable[..., Any]) -> None:
-    """Refuse writes to objects outside of a mod, which would happen only once, during tracing."""
-    code = getattr(mod, "__code__", None)
-    if not isinstance(code, types.CodeType):
-        return
-    line = code.co_firstlineno
-    for each in dis.get_instructions(code):
-        started: Any = each.starts_line
-        if isinstance(started, bool):  # from Python 3.13 on
-            started = getattr(each, "line_number", None) if started else None
-        line = started or line
-        what = _WRITES.get(each.opname)
-        if each.opname in ("STORE_DEREF", "DELETE_DEREF") and each.argval in code.co_freevars:
-            what = f"assigns to {each.argval}, a variable of the function around it"
-        if what:
-            raise ModError(
-                f"{kind} {code.co_name}, {code.co_filename}:{line}: {what}; a mod is run once, to "
-                "be traced, and may only return a value"
-            )
-
-
-def _containers(mod: Callable[..., Any]) -> list[object]:
-    """Return the contents of the lists, dicts and sets outside of a function that it can access."""
-    found: list[object] = []
-    code = getattr(mod, "__code__", None)
-    if code is None:
-        return found
-    values = []
-    for cell in getattr(mod, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # an empty cell
-            values.append(cell.cell_contents)
-    known = getattr(mod, "__globals__", {})
-    values += [known[name] for name in code.co_names if name in known]
-    for value in values:
-        if isinstance(value, (list, set)):
-            found.append([id(x) for x in value])
-        elif isinstance(value, dict):
-            found.append([(key, id(x)) for key, x in value.items()])
-    return found
