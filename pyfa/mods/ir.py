@@ -20,10 +20,6 @@ MOST_OPERATIONS = 512
 INPUTS = {"score": "f", "b": "i", "h": "i", "q": "i", "kv": "i"}
 COMPARISONS = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
 _COMMUTATIVE = frozenset({"add", "mul", "min", "max", "eq", "ne", "and", "or", "xor"})
-UNARY_FLOAT = frozenset(
-    {"exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "floor", "ceil", "trunc", "round",
-     "sin", "cos"}
-)  # fmt: skip
 _BITS = {"i": 32, "l": 64}
 
 

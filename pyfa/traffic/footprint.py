@@ -36,11 +36,5 @@ def tiled_bytes(shape: Shape, training: bool = False, splits: int = 1, sums: boo
     return max(forward, _sum(sizes, *_INPUTS, *_GRADIENTS, "lse") + kept)
 
 
-def ratio_with_scores(seqlen: int, head_dim: int) -> float:
-    """Return (Q, K, V, O and one matrix of scores) / (Q, K, V, O) = 1 + N / 4d, in one element
-    size."""
-    return 1.0 + seqlen / (4.0 * head_dim)
-
-
 def _sum(sizes: dict[str, int], *names: str) -> int:
     return sum(sizes[name] for name in names)
