@@ -50,29 +50,17 @@ def kernels_run(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-@pytest.fixture(scope="session")
-def planted_code() -> Path:
-    """Where code objects with planted faults are kept, for later sessions too: to compile them is
-    most of what these tests take. Never beside sound ones. What is old gives way at 256 MB."""
-    sound = cache.directory()
-    with pytest.MonkeyPatch.context() as patch:
-        path = sound.with_name(f"{sound.name}-planted")
-        patch.setenv("PYFA_CACHE_DIR", str(path))
-        cache.prune(max_bytes=1 << 28)
-    return path
-
-
 @pytest.fixture
-def plant(monkeypatch: pytest.MonkeyPatch, planted_code: Path) -> Iterator[Plant]:
+def plant(monkeypatch: pytest.MonkeyPatch, code_of_tests: Path) -> Iterator[Plant]:
     """Replaces a snippet, which must occur exactly once, in the source of every plan of a kernel.
 
-    Code objects go to a cache that all faults share, and sound ones come from the usual cache: the
-    kernels around a planted one are compiled once (14 s of 21 for a case of the bias gradient).
+    Code objects go to the tests' own cache, and sound ones come from the usual one: the kernels
+    around a planted one are compiled once (14 s of 21 for a case of the bias gradient).
     Calls that are bound to sound ones are forgotten.
     """
     native.load()
     monkeypatch.setenv("PYFA_CACHE_READONLY_DIRS", str(cache.directory()))
-    monkeypatch.setenv("PYFA_CACHE_DIR", str(planted_code))
+    monkeypatch.setenv("PYFA_CACHE_DIR", str(code_of_tests))
     original = code.source_of
 
     def plant(kernel: str, snippet: str, other: str) -> None:
