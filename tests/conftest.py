@@ -17,6 +17,11 @@ from pyfa.bound import Table
 CallsOf = Callable[[Any, str], list[Any]]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests first: a long one at the end would run on one core, the others idle."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 @pytest.fixture(scope="module")
 def invariance_cases() -> Iterator[ModuleType]:
     """What ``benchmarks/batch_invariance.py`` compares."""
