@@ -163,9 +163,8 @@ def get_or_build(
 def entries() -> list[EntryInfo]:
     """Return the entries in the cache's folder, oldest first; none if the folder may not be
     used."""
-    home, infos = directory(), []
-    paths = [] if why_unusable(home) else home.glob("*-*")
-    for path in filter(lambda path: _ENTRY.fullmatch(path.name), paths):
+    infos = []
+    for path in _paths():
         with suppress(OSError):  # another process may have pruned it just now
             found = _verified(path)
             meta = found[1] if found else {}
@@ -173,6 +172,16 @@ def entries() -> list[EntryInfo]:
             named, plan = (path.name[:-65], path.name[-64:]), str(meta.get("plan", ""))
             infos.append(EntryInfo(*named, _size(path), created, arch, found is not None, plan))
     return sorted(infos, key=lambda info: info.created)
+
+
+def occupied() -> tuple[int, int]:
+    """Return how many entries ``entries`` would list, and their size in bytes, without reading
+    any."""
+    sizes = []
+    for path in _paths():
+        with suppress(OSError):
+            sizes.append(_size(path))
+    return len(sizes), sum(sizes)
 
 
 def prune(*, max_age_days: float = math.inf, max_bytes: float = math.inf) -> list[EntryInfo]:
@@ -200,6 +209,13 @@ def clear() -> list[EntryInfo]:
     """Remove every entry, on disk and in this process's memory; otherwise as ``prune``."""
     _memory.clear()
     return prune(max_bytes=-1)
+
+
+def _paths() -> list[Path]:
+    """Return where the entries are; none if the folder may not be used."""
+    home = directory()
+    found = [] if why_unusable(home) else home.glob("*-*")
+    return [path for path in found if _ENTRY.fullmatch(path.name)]
 
 
 def _size(path: Path) -> int:

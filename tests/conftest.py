@@ -11,10 +11,15 @@ from typing import Any
 
 import pytest
 
-from pyfa import _torch, binding, ops
+from pyfa import _torch, binding, cache, ops
 from pyfa.bound import Table
 
 CallsOf = Callable[[Any, str], list[Any]]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests first: a long one at the end would run on one core, the others idle."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +29,18 @@ def invariance_cases() -> Iterator[ModuleType]:
         patch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
         yield importlib.import_module("invariance_cases")
         sys.modules.pop("invariance_cases")
+
+
+@pytest.fixture(scope="session")
+def code_of_tests() -> Path:
+    """A code cache beside the user's, for what tests alone compile: kernels with planted faults,
+    the compiler's reports. Later sessions find it there; the oldest gives way at 512 MB."""
+    usual = cache.directory()
+    with pytest.MonkeyPatch.context() as patch:
+        path = usual.with_name(f"{usual.name}-tests")
+        patch.setenv("PYFA_CACHE_DIR", str(path))
+        cache.prune(max_bytes=1 << 29)
+    return path
 
 
 @pytest.fixture(params=["guards", "by hand"])

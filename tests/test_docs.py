@@ -83,6 +83,10 @@ def build(source: Path, out: Path) -> str:
     return done.stderr
 
 
+# Sphinx takes 15 s: one process builds the site, for all who read it.
+reads_site = pytest.mark.xdist_group("site")
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
@@ -289,6 +293,7 @@ class Links(HTMLParser):
             assert self.stack.pop() == tag
 
 
+@reads_site
 def test_links_and_what_is_loaded(site: Path) -> None:
     """Sphinx told of links between pages. The rest: what is loaded is in the folder."""
     pages = {path.name: Links(path) for path in site.glob("*.html")}
@@ -315,6 +320,7 @@ def test_links_and_what_is_loaded(site: Path) -> None:
         assert not re.search(r"https?://[^\s\"']*(cdn|unpkg|fonts)\.", text), file.name
 
 
+@reads_site
 def test_every_page_is_in_the_navigation(site: Path) -> None:
     first = (site / "index.html").read_text()
     for path in PAGES:
@@ -523,6 +529,7 @@ def test_settings_commands_and_devices_are_those_of_the_code(generated: ModuleTy
     assert {"cuda", "compile", "emulator", "docs"} <= extras
 
 
+@reads_site
 def test_every_public_name_has_its_signature_and_meaning(site: Path) -> None:
     page = (site / "api.html").read_text()
     inside = [f"{name}.{each}" for name in ("masks", "scores") for each in vars(pyfa)[name].__all__]

@@ -212,6 +212,7 @@ def test_wrong_tensors_are_refused() -> None:
         pyfa.quantize(x.q, x.k, x.v)
 
 
+@pytest.mark.long
 def test_the_kernel_interpreted_is_pytorchs_rounding() -> None:
     code = os.path.join(os.path.dirname(__file__), "triton", "quantize_interpreted.py")
     environment = os.environ | {"TRITON_INTERPRET": "1"}

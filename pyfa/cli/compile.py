@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import shutil
@@ -29,7 +28,7 @@ def add(commands: Any) -> None:
         "build code objects without a GPU",
         "Build the common plans' code objects for an arch, without a GPU. For each kernel: "
         "registers, spills, LDS or shared memory, and how many of its workgroups fit on a compute "
-        "unit (SM). Cubins also go to the cache, for later runs.",
+        "unit (SM). What is compiled goes to the cache, for later runs.",
         "pyfa compile --arch gfx942 --out objects",
         "pyfa compile --arch sm_90 --all",
     )
@@ -119,13 +118,11 @@ def _build(arch: str, every: bool) -> list[dict[str, Any]]:
 
 
 def _row(arch: str, plan: Plan) -> dict[str, Any]:
-    from .. import codeobject
     from ..backends.hip import code, runtime_hazards
-    from ..backends.native.plans import name_of
 
-    data = code.build(plan, arch)
+    made = code.compiled(plan, arch)
+    kernel, data = made.kernel, made.data
     faults = runtime_hazards.faults(data)
-    kernel = codeobject.parse(data).kernel(name_of(plan))
     return {
         "kernel": kernel.name,
         "constants": dict(plan.constants),
@@ -141,7 +138,7 @@ def _row(arch: str, plan: Plan) -> dict[str, Any]:
         "waves_per_simd": _waves(kernel.vgprs),
         "hazards": len(faults),
         "faults": faults,
-        "sha256": hashlib.sha256(data).hexdigest(),
+        "sha256": made.digest,
         "key": code.key_of(plan, arch),
         "data": data,
     }

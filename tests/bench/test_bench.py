@@ -108,7 +108,7 @@ def test_a_planted_slowdown_is_found(
         run = bind(self, *arguments)
 
         def after_a_while(*tensors: Any) -> Any:
-            time.sleep(0.5)
+            time.sleep(0.1)
             return run(*tensors)
 
         return after_a_while

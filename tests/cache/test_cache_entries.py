@@ -108,8 +108,19 @@ def test_a_damaged_entry_is_listed_and_cleared(home: Path, kind: str) -> None:
     DAMAGE[kind](place(home))
     (info,) = cache.entries()
     assert (info.name, info.key, info.arch, info.intact) == ("attn_fwd", KEY, "", False)
+    assert cache.occupied() == (1, info.size)
     assert cache.clear() == [info]
     assert cache.entries() == []
+    assert cache.occupied() == (0, 0)
+
+
+def test_entries_are_counted_without_being_read(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(lambda: b"code")
+    (info,) = cache.entries()
+    monkeypatch.setattr(cache.os, "open", lambda *given, **named: pytest.fail(str(given)))
+    assert cache.occupied() == (1, info.size)
 
 
 @pytest.mark.parametrize("kind", ["a folder for meta", "a folder for code", "a changed byte"])

@@ -7,13 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ptxas
 import pytest
 import torch
 
 import pyfa
-from pyfa import abi, cubin, dispatch
+from pyfa import abi, dispatch
 from pyfa.backends.common.calls import DTYPE_CODES
-from pyfa.backends.cuda import backward, code, plans, runtime_compiler
+from pyfa.backends.cuda import backward, plans, runtime_compiler
 from pyfa.backends.cuda.target import TARGET
 from pyfa.backends.native import backward as native_backward
 from pyfa.backends.native import catalog
@@ -86,7 +87,7 @@ def test_explain_says_what_is_left_to_sm80(features: tuple[str, ...], dim: int, 
 @pytest.mark.skipif(
     runtime_compiler.why_unavailable() is not None, reason=str(runtime_compiler.why_unavailable())
 )
-@pytest.mark.xdist_group("cuda_resources")
+@pytest.mark.usefixtures("kept_reports")
 @pytest.mark.parametrize(
     "plan",
     dict.fromkeys(
@@ -103,8 +104,7 @@ def test_products_run_on_while_registers_are_as_planned(plan: Plan) -> None:
     """ptxas makes a matrix product wait for the one before where registers are short or something
     touches a sum on its way, and says so (C7510 ... C7515). 168 registers are what a thread starts
     with: two warpgroups then go to 240, and the one that loads to 24."""
-    data, report = runtime_compiler.compile_cuda(code.source_of(plan), arch="sm_90a")
-    found, constants = cubin.parse(data), dict(plan.constants)
+    (found, report), constants = ptxas.compiled(plan, "sm_90a"), dict(plan.constants)
     assert "C75" not in report
     if plan.kernel != backward.SM90:
         assert found.stack_bytes == 0

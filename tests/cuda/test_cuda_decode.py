@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import multiprocessing
 import struct
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import ptxas
 import pytest
 import torch
 
@@ -74,28 +73,23 @@ def test_half_the_bytes_of_a_key_are_half_of_its_time(no_gpu: ModuleType) -> Non
     assert wanted[0] > wanted[1]
 
 
-def report_of(plan: Plan) -> tuple[int, int]:
-    return runtime_compiler.spills(
-        runtime_compiler.compile_cuda(code.source_of(plan), arch="sm_90")[1]
-    )
+ON_FLOAT8 = [
+    plan
+    for plan in native_decode.all_plans(TARGET, "cuda", "sm_90")
+    if {"KEY_DTYPE": 2, "DTYPE": 1}.items() <= dict(plan.constants).items()
+]
 
 
 @pytest.mark.skipif(
     runtime_compiler.why_unavailable() is not None, reason=str(runtime_compiler.why_unavailable())
 )
-@pytest.mark.xdist_group("cuda_resources")
-def test_a_float8_cache_spills_nothing_on_hopper() -> None:
+@pytest.mark.usefixtures("kept_reports")
+@pytest.mark.parametrize("plan", ON_FLOAT8, ids=str)
+def test_a_float8_cache_spills_nothing_on_hopper(plan: Plan) -> None:
     """Those of sm_89 are among what ``test_cuda_code`` compiles."""
-    mine = [
-        plan
-        for plan in native_decode.all_plans(TARGET, "cuda", "sm_90")
-        if {"KEY_DTYPE": 2, "DTYPE": 1}.items() <= dict(plan.constants).items()
-    ]
-    assert len(mine) == 15
-    spawning = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(2, mp_context=spawning) as pool:
-        for plan, spills in zip(mine, pool.map(report_of, mine), strict=True):
-            assert spills == (0, 0), plan
+    assert len(ON_FLOAT8) == 15
+    _, report = ptxas.compiled(plan, "sm_90")
+    assert runtime_compiler.spills(report) == (0, 0)
 
 
 @pytest.mark.parametrize(("device", "ahead"), [("H200", True), ("A100-80GB", False)])

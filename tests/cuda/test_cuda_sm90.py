@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
+import ptxas
 import pytest
 import torch
 
-from pyfa import abi, cubin
+from pyfa import abi
 from pyfa.backends.common import libcuda
 from pyfa.backends.cuda import (
-    code,
     counters,
     forward_sm90,
     forward_sm90_fp8,
@@ -24,36 +22,32 @@ from pyfa.backends.cuda import (
 )
 from pyfa.plan import Plan
 
-compiled = pytest.mark.skipif(
+
+@pytest.mark.skipif(
     runtime_compiler.why_unavailable() is not None, reason=str(runtime_compiler.why_unavailable())
 )
-
-
-def report_of(plan: Plan) -> tuple[cubin.Cubin, str]:
-    target = plans.compiled_for("sm_90a", plan)
-    data, report = runtime_compiler.compile_cuda(code.source_of(plan), arch=target)
-    return cubin.parse(data), report
-
-
-@compiled
-@pytest.mark.xdist_group("cuda_resources")
-def test_forward_keeps_to_its_registers() -> None:
+@pytest.mark.usefixtures("kept_reports")
+@pytest.mark.parametrize(
+    "plan",
+    [
+        plan
+        for plan in forward_sm90.all_plans() + forward_sm90_fp8.all_plans()
+        if dict(plan.constants)["DTYPE"] == 1
+    ],
+    ids=str,
+)
+def test_forward_keeps_to_its_registers(plan: Plan) -> None:
     """Nothing is spilled, products stay asynchronous (ptxas says so where it waits for each), and a
     block's registers are as its kinds of warps hand them to one another."""
-    every = forward_sm90.all_plans() + forward_sm90_fp8.all_plans()
-    mine = [plan for plan in every if dict(plan.constants)["DTYPE"] == 1]
-    spawning = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(2, mp_context=spawning) as pool:
-        for plan, (kernel, report) in zip(mine, pool.map(report_of, mine), strict=True):
-            assert runtime_compiler.spills(report) == (0, 0), plan
-            assert "serialized" not in report, plan
-            assert "setmaxnreg" not in report, plan  # that it is ignored
-            blocks = dict(plan.constants).get("BLOCKS", 1)
-            threads = plans.threads_of(plan) * int(blocks)
-            if threads > 256:
-                assert kernel.registers == {384: 168, 512: 128}[threads], plan
-            assert kernel.shared_bytes == 0, plan
-            assert plans.shared_bytes(plan) <= plans.limits_of("sm_90a").shared_bytes_per_block
+    kernel, report = ptxas.compiled(plan, "sm_90a")
+    assert runtime_compiler.spills(report) == (0, 0)
+    assert "serialized" not in report
+    assert "setmaxnreg" not in report  # that it is ignored
+    threads = plans.threads_of(plan) * int(dict(plan.constants).get("BLOCKS", 1))
+    if threads > 256:
+        assert kernel.registers == {384: 168, 512: 128}[threads]
+    assert kernel.shared_bytes == 0
+    assert plans.shared_bytes(plan) <= plans.limits_of("sm_90a").shared_bytes_per_block
 
 
 class Driver:

@@ -1,6 +1,7 @@
 """Faults planted in a kernel's source."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,18 +51,16 @@ def kernels_run(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def plant(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Plant]:
+def plant(monkeypatch: pytest.MonkeyPatch, code_of_tests: Path) -> Iterator[Plant]:
     """Replaces a snippet, which must occur exactly once, in the source of every plan of a kernel.
 
-    Code objects go to a cache that all faults share, and sound ones come from the usual cache: the
-    kernels around a planted one are compiled once (14 s of 21 for a case of the bias gradient).
+    Code objects go to the tests' own cache, and sound ones come from the usual one: the kernels
+    around a planted one are compiled once (14 s of 21 for a case of the bias gradient).
     Calls that are bound to sound ones are forgotten.
     """
     native.load()
     monkeypatch.setenv("PYFA_CACHE_READONLY_DIRS", str(cache.directory()))
-    monkeypatch.setenv("PYFA_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "planted"))
+    monkeypatch.setenv("PYFA_CACHE_DIR", str(code_of_tests))
     original = code.source_of
 
     def plant(kernel: str, snippet: str, other: str) -> None:

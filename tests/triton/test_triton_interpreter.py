@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("triton")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "group",
     [

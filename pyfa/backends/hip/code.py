@@ -50,8 +50,12 @@ def key_of(plan: Plan, arch: str, by: str = compiler.PINNED) -> str:
 def load(plan: Plan, arch: str) -> Code:
     """Return the code object of ``plan``. Raises ``CompileError`` or ``CodeObjectError``."""
     data = bundle.find(arch, key_of(plan, arch))
-    if data is not None:
-        return _code(data, name_of(plan), "bundle")
+    return compiled(plan, arch) if data is None else _code(data, name_of(plan), "bundle")
+
+
+def compiled(plan: Plan, arch: str) -> Code:
+    """Return the code object of ``plan`` from the cache or the compiler, whatever the bundle
+    holds."""
     from ... import cache
 
     missing = compiler.why_unavailable()

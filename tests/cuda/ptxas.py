@@ -1,0 +1,28 @@
+"""What the compiler makes of a plan and says of it, kept in a code cache."""
+
+from __future__ import annotations
+
+from pyfa import cache, cubin
+from pyfa.backends.cuda import code, plans, runtime_compiler
+from pyfa.plan import Plan
+
+
+def compiled(plan: Plan, arch: str) -> tuple[cubin.Cubin, str]:
+    """The cubin of ``plan`` and ptxas' report. The library keeps cubins alone, hence entries of
+    another name."""
+    source, target = code.source_of(plan), plans.compiled_for(arch, plan)
+
+    def build() -> bytes:
+        data, report = runtime_compiler.compile_cuda(source, arch=target)
+        return report.encode() + data
+
+    entry = cache.get_or_build(
+        "reported",
+        cache.key(source, (), runtime_compiler.version(), target),
+        suffix=".cubin",
+        source=source,
+        meta={"arch": target, "plan": str(plan)},
+        build=build,
+    )
+    report, magic, data = entry.code.partition(b"\x7fELF")
+    return cubin.parse(magic + data), report.decode()
