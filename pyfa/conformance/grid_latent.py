@@ -50,8 +50,6 @@ def quick() -> Iterator[Case]:
         dtype = (*_HALF, "float32")[index % 3]
         yield _latent(_LENGTHS[index % 3], dtype=dtype, **options)
         yield _latent(_LENGTHS[(index + 1) % 3], dtype=_HALF[index % 2], **options)
-    for index, options in enumerate(_MANY):
-        yield _latent(**{"dtype": _HALF[index % 2], **options})
     for index, scales in enumerate(_SCALES):
         fields = {"scales": scales, "heads_q": 16, "page_size": 16 * (index % 2)}
         dtypes = {"dtype": _HALF[index % 2], "cache_dtype": "float8_e4m3fn"}
@@ -80,6 +78,8 @@ def full(draws: Callable[..., Iterator[dict[str, Any]]]) -> Iterator[Case]:
         "cache": ({}, {}, {"cache_dtype": "float8_e4m3fn"},
                   {"cache_dtype": "float8_e4m3fnuz", "scales": "head"}),
     }  # fmt: skip
+    for index, options in enumerate(_MANY):
+        yield _latent(**{"dtype": _HALF[index % 2], **options})
     for draw in draws("latent", 200, axes):
         more: dict[str, Any] = {}
         for axis in ("dims", "lists", "cache"):
