@@ -1,6 +1,7 @@
 """What the MI300X timing model says of pyfa's own kernels: a model, not measured.
 
-python benchmarks/mi300x_own.py        # writes results/mi300x_own.json
+python benchmarks/mi300x_own.py            # writes results/mi300x_own.json
+python benchmarks/mi300x_own.py --latent   # latent decode alone: results/mi300x_latent.json
 """
 
 from __future__ import annotations
@@ -26,6 +27,12 @@ PROBLEMS = (
     *(f"{LONG} --head-dim {dim} --dtype float8_e4m3fnuz" for dim in ("128", "256")),
     *(f"{LONG} --head-dim {dim} --features backward" for dim in ("64", "128")),
     "--batch 16 --seqlen 1,32768 --heads 32,8 --head-dim 128",
+)
+
+LATENT = tuple(
+    f"--features latent --batch {batch} --seqlen 1,{keys} --heads {heads},1 --head-dim 576,512"
+    for batch, keys in ((128, 8192), (16, 65536))
+    for heads in (16, 64, 128)
 )
 
 # Causal, 16 heads of 16 sequences of 16,384, which attn-dsl-bench measured of others.
@@ -83,10 +90,9 @@ def options_of(flags: str) -> argparse.Namespace:
     return options
 
 
-def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+def modelled_rows(problems: tuple[str, ...]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    for flags in PROBLEMS:
+    for flags in problems:
         explanation, model, why = modelled(options_of(flags))
         assert model.fits, why
         (plan,) = (one.plan for one in explanation.answers if one.backend == "hip")
@@ -119,6 +125,17 @@ def main() -> None:
             }
         )
         print(flags, [k["utilisation"] for k in rows[-1]["kernels"]], inspect_timing.line(last))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--latent", action="store_true", help="latent decode alone")
+    if parser.parse_args().latent:
+        results = {"what": inspect_timing.WORDS, "problems": modelled_rows(LATENT)}
+        print("wrote", machine.save("mi300x_latent", results))
+        return
+    rows = modelled_rows(PROBLEMS)
     results = {"what": inspect_timing.WORDS, "problems": rows, "causal": causal()}
     print("wrote", machine.save("mi300x_own", results))
 

@@ -32,6 +32,13 @@ _LISTS: tuple[Mapping[str, Any], ...] = (
     {"heads_q": 16, "topk": 70, "page_size": 5, "used_q": True},
     {"heads_q": 3, "topk": 9, "slack": 4, "causal": True, "sinks": True, "num_splits": 2},
 )
+# As many heads as DeepSeek's models have: several workgroups of decode, with and without lists.
+_MANY: tuple[Mapping[str, Any], ...] = (
+    {"lengths": ((1, 1), (70, 0)), "heads_q": 64, "page_size": 16, "recipe": "growing"},
+    {"lengths": ((2,), (45,)), "heads_q": 128, "causal": True, "sinks": True, "num_splits": 2},
+    {"lengths": ((1,), (90,)), "heads_q": 64, "topk": 70, "num_splits": 2},
+    {"lengths": ((1,), (50,)), "heads_q": 128, "topk": 33, "sinks": True},
+)
 # Of float8 caches.
 _SCALES: tuple[str | int, ...] = ("", "tensor", "head", 16)
 
@@ -71,6 +78,8 @@ def full() -> Iterator[Case]:
         "cache": ({}, {}, {"cache_dtype": "float8_e4m3fn"},
                   {"cache_dtype": "float8_e4m3fnuz", "scales": "head"}),
     }  # fmt: skip
+    for index, options in enumerate(_MANY):
+        yield _latent(**{"dtype": _HALF[index % 2], **options})
     for draw in draws("latent", 200, axes):
         more: dict[str, Any] = {}
         for axis in ("dims", "lists", "cache"):
