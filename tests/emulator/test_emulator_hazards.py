@@ -14,6 +14,7 @@ from pyfa.backends.hip import code, compiler
 from pyfa.backends.hip.target import TARGET
 from pyfa.backends.native import catalog
 from pyfa.emulator import decode, hazards, native
+from pyfa.emulator.operands import Decoded
 from pyfa.plan import Plan
 
 FAR = "s_nop 15\ns_nop 7\n"  # more than any pair needs
@@ -178,7 +179,7 @@ SAMPLE = [
 ]  # fmt: skip
 
 
-def instructions(data: bytes) -> list[tuple[int, int, decode.Decoded]]:
+def instructions(data: bytes) -> list[tuple[int, int, Decoded]]:
     """Address, place in the file and meaning of each."""
     parsed = codeobject.parse(data)
     section = ELFFile(BytesIO(data)).get_section_by_name(".text")
