@@ -11,7 +11,7 @@ without a return value reach memory late, in any order that the ISA allows (core
 
 The emulation is functional and was not compared with hardware. Not modelled are time and caches.
 AMD does not publish the order of rounding inside MFMA and the last bit of v_exp, v_log, v_rcp,
-v_rsq and v_sqrt. ``Machine(rounding=SEED)`` varies them, to show that results do not depend on them.
+v_rsq and v_sqrt. ``Machine(rounding=SEED)`` varies them, so that dependence on them is seen.
 (``timing`` models time from traces: ``Machine.launch(trace=...)``.) Wait states are not executed;
 ``hazards`` checks them in the code object.
 """
