@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from pyfa.emulator import tables
-from pyfa.emulator.decode import Decoded, decode
+from pyfa.emulator.decode import decode
+from pyfa.emulator.operands import Decoded, widths_of
 
 _NOP = 0xBF800000  # s_nop 0
 KINDS = ("wait", "barrier", "offset", "register", "branch", "comparison")
@@ -111,5 +112,8 @@ def _registers(one: Decoded, low: int, high: int) -> Iterator[Fault]:
         if low & 0xFF < 100:  # SOP2, SOP1, SOPC: the first source, where it is a register
             yield Fault("register", low ^ 1, high)
     elif low >> 26 in (0b110110, 0b110111, 0b111000):  # LDS and memory: address, data
-        for bit in (0, 8) if low >> 26 == 0b110110 else (8,):
-            yield Fault("register", low, high ^ 1 << bit)
+        to, _, address, data, _ = widths_of(one)
+        held = one.name.startswith("buffer_")  # one field is a load's destination, a store's data
+        for bit, used in ((0, address and low >> 26 == 0b110110), (8, data), (24, to and not held)):
+            if used:
+                yield Fault("register", low, high ^ 1 << bit)

@@ -57,6 +57,7 @@ from pyfa.conformance import build, examine, grid, runner
 from pyfa.conformance.cases import Case
 from pyfa.conformance.report import CRASHED, FAILED, PASSED
 from pyfa.emulator import Coverage, Covered, EmulatorError
+from pyfa.emulator.text import text_of
 
 _EMULATOR: Any = BACKENDS["emulator"]
 _MOST_INSTRUCTIONS = 1 << 22  # of a wavefront: a fault may make a loop without end
@@ -139,14 +140,8 @@ def mutated(data: bytes, pc: int, fault: machine_faults.Fault) -> tuple[Any, str
     words = fault.low.to_bytes(4, "little") + fault.high.to_bytes(4, "little")
     image = parsed.image[:pc] + words[:size] + parsed.image[pc + size :]
     program = _prepare(dataclasses.replace(parsed, image=image))
-    after = program.code
-    row, old = after.instructions[after.index_at(pc)], before.instructions[index]
-    changed = [
-        f"{name} {old[name]}→{row[name]}" for name in ("imm", "dst", "sdst", "src")
-        if (old[name] != row[name]).any()
-    ]  # fmt: skip
-    text = f"{before.text(index)} → {after.text(after.index_at(pc))}"
-    return program, f"{text} ({', '.join(changed)})" if changed else text
+    old = (int.from_bytes(parsed.image[at : at + 4], "little") for at in (pc, pc + 4))
+    return program, f"{text_of(*old)} → {text_of(fault.low, fault.high)}"
 
 
 def judge(planted: Planted, most: int) -> Verdict:
@@ -411,7 +406,9 @@ def report(
     survivors = [
         {
             "kernel": v.planted.kernel, "object": v.planted.digest[:12], "pc": hex(v.planted.pc),
-            "kind": v.planted.fault.kind, "change": v.text, "launches_left_same": v.same,
+            "kind": v.planted.fault.kind, "change": v.text,
+            "words": [hex(word) for word in (v.planted.fault.low, v.planted.fault.high)],
+            "launches_left_same": v.same,
             "launches_changed_and_passed": v.other,
         }
         for v in verdicts if not v.by

@@ -97,7 +97,9 @@ VARIABLES: dict[str, Variable] = {
             0,
             "a number",
             "The seed of the order in which the `emulator` backend runs workgroups, wavefronts and "
-            "atomics. A failing conformance case reports its seed. Read at each launch.",
+            "atomics. A seed other than 0 also changes the order of the products inside a matrix "
+            "instruction and the last bit of exp, log, rcp, rsq and sqrt. A failing conformance "
+            "case reports its seed. Read at each launch.",
         ),
         Variable(
             "PYFA_CACHE_DIR",

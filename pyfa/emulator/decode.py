@@ -8,13 +8,14 @@ instruction that fails when it is executed, never a guess.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pyfa.emulator import tables
+from pyfa.emulator import legal, tables
+from pyfa.emulator.operands import AGPR, LITERAL, MASK_IN, NONE, VCC, VGPR, Decoded
 from pyfa.errors import CodeObjectError
 
 NOWHERE = 0xFFFFFFFF
@@ -33,33 +34,17 @@ INSTRUCTION = np.dtype(
 )  # fmt: skip
 FIELDS = {name: index for index, name in enumerate(INSTRUCTION.names or ())}
 
-VCC, M0, EXEC, LITERAL, VGPR, AGPR, NONE = 106, 124, 126, 255, 256, 512, 0xFFFF
 UNKNOWN_OP = 0xFFFF
 NO_SADDR = 0x7F
-_OPERANDS = frozenset(range(125)) | {126, 127} | frozenset(range(128, 209)) | {
-    235, 236, 237, 238, *range(240, 249), 251, 252, 253, 255
-}  # fmt: skip
-_ACCUMULATING = frozenset(
+ACCUMULATING = frozenset(
     ("v_fmac_f32", "v_fmac_f64", "v_pk_fmac_f16", "v_dot2c_f32_f16", "v_dot4c_i32_i8")
 )
 _CARRY_OUT = frozenset(
     ("v_add_co_u32", "v_sub_co_u32", "v_subrev_co_u32", "v_addc_co_u32", "v_subb_co_u32",
      "v_subbrev_co_u32", "v_div_scale_f32", "v_div_scale_f64", "v_mad_u64_u32", "v_mad_i64_i32")
 )  # fmt: skip
-_VCC_IN = frozenset(("v_cndmask_b32", "v_addc_co_u32", "v_subb_co_u32", "v_subbrev_co_u32"))
 _BRANCHES = frozenset(name for name in tables.SOPP.values() if "branch" in name)
 _SCALAR_DEST_VALU = frozenset(("v_readfirstlane_b32", "v_readlane_b32"))
-
-
-@dataclass
-class Decoded:
-    """One instruction during decoding; operand codes as in core.h (AGPRs from 512)."""
-
-    name: str = ""
-    size: int = 4
-    src: list[int] = field(default_factory=lambda: [NONE, NONE, NONE])
-    fields: dict[str, int] = field(default_factory=dict)
-    known: bool = True
 
 
 @dataclass(frozen=True)
@@ -78,35 +63,6 @@ class Code:
         if found == NOWHERE:
             raise CodeObjectError(f"no instruction begins at 0x{pc:x}")
         return found
-
-    def text(self, index: int) -> str:
-        """Return the mnemonic and operands of instruction ``index``, for messages."""
-        row = self.instructions[index]
-        operands = [row["dst"], *(code for code in row["src"] if code != NONE)]
-        shown = ", ".join(operand_name(int(code)) for code in operands if code != NONE)
-        return f"{self.names[index]} {shown}".strip()
-
-
-def operand_name(code: int) -> str:
-    """Return an operand code as the assembler writes it: ``v12``, ``a3``, ``s4``, ``vcc``,
-    ``-16``."""
-    special = {106: "vcc", 124: "m0", 126: "exec", 253: "scc", 255: "literal"}
-    constants = ("0.5", "-0.5", "1.0", "-1.0", "2.0", "-2.0", "4.0", "-4.0", "0.15915494")
-    if code >= AGPR:
-        return f"a{code - AGPR}"
-    if code >= VGPR:
-        return f"v{code - VGPR}"
-    if code in special:
-        return special[code]
-    if code < 102:
-        return f"s{code}"
-    if 128 <= code <= 192:
-        return str(code - 128)
-    if 193 <= code <= 208:
-        return str(192 - code)
-    if 240 <= code <= 248:
-        return constants[code - 240]
-    return f"src{code}"
 
 
 def decode_functions(
@@ -146,9 +102,7 @@ def _row(one: Decoded, pc: int, low: int, op_of: Mapping[str, int]) -> tuple[Any
         values[FIELDS[name]] = value
     values[FIELDS["src"]] = tuple(one.src)
     values[FIELDS["pc"]], values[FIELDS["size"]] = pc, one.size
-    operands = (*one.src, one.fields.get("dst", NONE))
-    valid = all(c >= VGPR or c in _OPERANDS for c in operands)
-    if one.known and one.name in op_of and valid:
+    if one.known and one.name in op_of:
         values[FIELDS["op"]] = op_of[one.name]
     else:
         one.known = False
@@ -158,6 +112,14 @@ def _row(one: Decoded, pc: int, low: int, op_of: Mapping[str, int]) -> tuple[Any
 
 def decode(low: int, high: int) -> Decoded:
     """Decode one instruction from its first two dwords."""
+    one = _decode(low, high)
+    if one.known:
+        one.illegal = legal.why_not(one, low, high)
+        one.known = not one.illegal
+    return one
+
+
+def _decode(low: int, high: int) -> Decoded:
     if low >> 31 == 0:
         return _vector_short(low, high)
     top = low >> 26
@@ -281,9 +243,9 @@ def _vop1_destination(one: Decoded, number: int) -> None:
 
 
 def _vop2_implied(one: Decoded, dst: int) -> None:
-    if one.name in _ACCUMULATING:
+    if one.name in ACCUMULATING:
         one.src[2] = dst
-    elif one.name in _VCC_IN:
+    elif one.name in MASK_IN:
         one.src[2] = VCC
     elif one.name == "v_fmamk_f32":  # D = S0 * K + S1
         one.src[:3] = [one.src[0], LITERAL, one.src[1]]
@@ -311,7 +273,7 @@ def _vop3(low: int, high: int) -> Decoded:
     fields = one.fields
     for number in range(sources):
         one.src[number] = high >> 9 * number & 0x1FF
-    if one.name in ("v_fmamk_f32", "v_fmaak_f32", "v_swap_b32"):
+    if one.name in ("v_fmamk_f32", "v_fmaak_f32", "v_swap_b32", "v_pk_fmac_f16"):
         one.known = False  # these have no VOP3 form
     if opcode >= 256:
         number = low & 0xFF
@@ -319,9 +281,9 @@ def _vop3(low: int, high: int) -> Decoded:
             fields["dst"] = number
         else:
             fields["dst"] = number + VGPR
-            if one.name in _ACCUMULATING:
+            if one.name in ACCUMULATING:
                 one.src[2] = number + VGPR
-    if one.name in _VCC_IN:
+    if one.name in MASK_IN:
         one.src[2] = high >> 18 & 0x1FF
     fields["clamp"] = low >> 15 & 1
     fields["opsel_hi"] = 7

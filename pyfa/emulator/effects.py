@@ -2,43 +2,42 @@
 
 Registers are bits of an integer, numbered as operands are (``decode``): scalar ones below 256 (VCC,
 M0 and EXEC among them), VGPRs from 256, AGPRs from 512, and the hardware registers of ``s_setreg``
-from 768. Operand widths follow from the mnemonic; the tests compare them with LLVM's assembler.
+from 768.
 """
 
 from __future__ import annotations
 
-import functools
 import re
 from dataclasses import dataclass
 
 from pyfa.emulator import tables
 from pyfa.emulator.counters import MFMA_CLOCKS
-from pyfa.emulator.decode import EXEC, M0, NONE, VCC, VGPR, Decoded
+from pyfa.emulator.operands import (
+    CONSTANTS,
+    EXEC,
+    M0,
+    MASK_IN,
+    NONE,
+    VCC,
+    VGPR,
+    Decoded,
+    lds_dwords,
+    matrix_dwords,
+    memory_dwords,
+    scalar_load_dwords,
+    vector_dwords,
+)  # fmt: skip
 
 HARDWARE = 768
 SCALARS = (1 << VGPR) - 1
 VCC_BITS, EXEC_BITS, M0_BIT = 3 << VCC, 3 << EXEC, 1 << M0
-_LITERALLY_SCALAR = 128  # operand codes from here to VGPR are constants
 VCCZ, EXECZ = 251, 252
 
-_MFMA = re.compile(r"v_mfma_\w32_(\d+)x(\d+)x(\d+)_(?:(\d+)b_)?(\w+)")
-_ELEMENT_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "i8": 1}
 _TRANS = frozenset(
     f"v_{name}_{kind}"
     for name in ("exp", "log", "rcp", "rsq", "sqrt", "sin", "cos", "rcp_iflag")
     for kind in ("f16", "f32", "f64")
 )
-_MASK_IN = frozenset(("v_cndmask_b32", "v_addc_co_u32", "v_subb_co_u32", "v_subbrev_co_u32"))
-# Dwords of the destination and of each source, where not all are the width of the last type.
-_WIDTHS = {
-    "v_mad_u64_u32": (2, 1, 1, 2), "v_mad_i64_i32": (2, 1, 1, 2), "v_ldexp_f64": (2, 2, 1, 1),
-    "v_lshlrev_b64": (2, 1, 2, 1), "v_lshrrev_b64": (2, 1, 2, 1), "v_ashrrev_i64": (2, 1, 2, 1),
-    "v_lshl_add_u64": (2, 2, 1, 2), "v_frexp_mant_f64": (2, 2, 1, 1),
-    "v_frexp_exp_i32_f64": (1, 2, 1, 1), "v_cmp_class_f64": (2, 2, 1, 1),
-    "v_cmpx_class_f64": (2, 2, 1, 1), "v_cvt_pk_f32_fp8": (2, 1, 1, 1),
-    "v_cvt_pk_f32_bf8": (2, 1, 1, 1), "v_pk_fma_f32": (2, 2, 2, 2), "v_pk_mul_f32": (2, 2, 2, 1),
-    "v_pk_add_f32": (2, 2, 2, 1), "v_pk_mov_b32": (2, 2, 2, 1),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Effects:
 
 def registers(code: int, dwords: int) -> int:
     """Return the bits of ``dwords`` registers from operand ``code`` on; 0 for a constant."""
-    if code == NONE or _LITERALLY_SCALAR <= code < VGPR:
+    if code == NONE or CONSTANTS <= code < VGPR:
         return 0
     return ((1 << dwords) - 1) << code
 
@@ -84,8 +83,7 @@ def effects_of(one: Decoded) -> Effects:
     if name.startswith(("buffer_", "global_", "flat_", "scratch_")):
         return _memory(one)
     if name.startswith(("s_load", "s_buffer_load", "s_mem")):
-        dwords = int(re.sub(r"\D", "", name.rpartition("dword")[2]) or 2 - ("dword" in name))
-        return Effects(name, "smem", writes=registers(one.fields["dst"], dwords))
+        return Effects(name, "smem", writes=registers(one.fields["dst"], scalar_load_dwords(name)))
     return _scalar(one)
 
 
@@ -106,32 +104,10 @@ def _matrix(one: Decoded) -> Effects:
     )
 
 
-@functools.cache
-def matrix_dwords(name: str) -> tuple[int, int]:
-    """Return the registers of A (and of B), and of C (and of D), in one lane."""
-    found = _MFMA.fullmatch(name)
-    assert found, name
-    rows, columns, depth, blocks = (int(group or 1) for group in found.groups()[:4])
-    size = _ELEMENT_BYTES.get(found[5], 1)  # the others are pairs of float8 types
-    return rows * depth * blocks * size // 256, rows * columns * blocks // 64
-
-
-@functools.cache
-def vector_dwords(name: str) -> tuple[int, int, int, int]:
-    """Return the registers of the destination and of the three sources of a VALU instruction."""
-    if name in _WIDTHS:
-        return _WIDTHS[name]
-    types = re.findall(r"_([biuf]\d+)(?=_|$)", name)
-    wide = [2 if kind.endswith("64") else 1 for kind in types] or [1]
-    if name.startswith("v_cvt"):
-        return wide[0], wide[-1], 1, 1
-    return wide[-1], wide[-1], wide[-1], wide[-1]
-
-
 def _vector(one: Decoded) -> Effects:
     name, fields = one.name, one.fields
     widths = vector_dwords(name)
-    masked = name in _MASK_IN
+    masked = name in MASK_IN
     reads = lane_select = 0
     for number, code in enumerate(one.src):
         dwords = 2 if masked and number == 2 else widths[number + 1]
@@ -181,9 +157,7 @@ def _lds(one: Decoded) -> Effects:
             reads=address | registers(one.src[1], 1),
             writes=registers(one.fields["dst"], 1),
         )
-    width = re.search(r"(\d+)$", name.replace("_d16_hi", "").replace("_d16", ""))
-    assert width, name
-    dwords = max(1, int(width[1]) // 32)
+    dwords = lds_dwords(name)
     if name.startswith(("ds_read", "ds_swizzle")):
         writes = registers(one.fields["dst"], dwords * (2 if "read2" in name else 1))
         kept = writes if "_d16" in name else 0
@@ -193,15 +167,6 @@ def _lds(one: Decoded) -> Effects:
         reads |= registers(one.src[2], dwords)
     writes = registers(one.fields["dst"], dwords) if "_rtn" in name else 0
     return Effects(name, "lds", reads=reads, writes=writes)
-
-
-def memory_dwords(name: str) -> int:
-    """Return the data registers of a VMEM instruction in one lane."""
-    found = re.search(r"dwordx(\d)", name)
-    if found:
-        return int(found[1])
-    wide = name.endswith(("_x2", "_f64"))
-    return (2 if wide else 1) * (2 if "cmpswap" in name else 1)
 
 
 def _memory(one: Decoded) -> Effects:

@@ -27,6 +27,7 @@ from pyfa.emulator.effects import (
     Effects,
     effects_of,
 )
+from pyfa.emulator.operands import LITERAL, Decoded
 
 # A rule's source is a function of it, or the ISA's table. Read in ROCm/llvm-project at 03a23131.
 SOURCE = "LLVM, llvm/lib/Target/AMDGPU/GCNHazardRecognizer.cpp"
@@ -280,7 +281,7 @@ def _functions_code(
         if not one.known:
             why = "is not decoded, so that nothing is known of it"
             unknown.append(Finding(why, function.name, at, f"0x{low:08x}"))
-            one = decode.Decoded("s_nop", fields={"imm": 0})
+            one = Decoded("s_nop", fields={"imm": 0})
         addresses.append(at)
         decoded.append(one)
         at += one.size
@@ -303,7 +304,7 @@ def _functions_code(
     return code, unknown
 
 
-def _target(index: int, addresses: list[int], decoded: list[decode.Decoded]) -> int | None:
+def _target(index: int, addresses: list[int], decoded: list[Decoded]) -> int | None:
     """Return the target of a branch with a 16-bit offset, or of the four instructions of a far one:
     s_getpc_b64 s[n:n+1]; s_add_u32 sn, sn, low; s_addc_u32 sm, sm, high; s_setpc_b64 s[n:n+1]. None
     if it cannot be determined."""
@@ -326,9 +327,9 @@ def _target(index: int, addresses: list[int], decoded: list[decode.Decoded]) -> 
     return (at + (parts[0] or 0) + ((parts[1] or 0) << 32)) & (1 << 64) - 1
 
 
-def _constant(one: decode.Decoded, code: int) -> int | None:
+def _constant(one: Decoded, code: int) -> int | None:
     """Return the 32 bits of a scalar operand that is a constant; None if it is a register."""
-    if code == decode.LITERAL:
+    if code == LITERAL:
         return one.fields["literal"]
     if 128 <= code <= 192:
         return code - 128

@@ -20,6 +20,7 @@ from pyfa.codeobject import Kernel
 from pyfa.emulator import native
 from pyfa.emulator.counters import CHECKS, MFMA_CLOCKS, Counters, Totals
 from pyfa.emulator.decode import Code, decode_functions
+from pyfa.emulator.text import text_of
 from pyfa.emulator.timing.trace import Recorder
 from pyfa.errors import CodeObjectError
 
@@ -104,6 +105,7 @@ class _Launch(ctypes.Structure):
             "lds_bytes", "scratch_bytes", "mode", "user_sgprs", "user_bits", "rsrc2",
             "preload_length", "preload_offset", "vgpr_rows", "in_order")),
         ("seed", ctypes.c_uint64), ("max_instructions", ctypes.c_uint64),
+        ("rounding", ctypes.c_uint64),
         ("policy", ctypes.c_uint8 * 8), ("next_workgroup", ctypes.c_uint64),
         ("trace", ctypes.c_void_p), ("fault", _Fault),
     )  # fmt: skip
@@ -156,6 +158,10 @@ class Machine:
     immediately and by lane. ``threads`` host threads share the workgroups. With float atomics, one
     thread and one seed give the same bits every time. ``max_instructions`` is a limit per wave that
     ends endless loops.
+
+    ``rounding`` varies what AMD does not publish: the order of the products inside an MFMA, and the
+    last bit of v_exp, v_log, v_rcp, v_rsq, v_sqrt, v_sin and v_cos. Each seed is one fixed function
+    of the operands; 0 is rising order and the correctly rounded value.
     """
 
     def __init__(
@@ -166,12 +172,14 @@ class Machine:
         threads: int = 1,
         in_order: bool = False,
         max_instructions: int = 1 << 28,
+        rounding: int = 0,
     ) -> None:
         self.checks = checks or Checks()
         self.seed = seed
         self.threads = threads
         self.in_order = in_order
         self.max_instructions = max_instructions
+        self.rounding = rounding
         self.regions: list[Region] = []
         self._reserved: list[mmap.mmap] = []
         self._next_reserved = RESERVE_BASE
@@ -306,6 +314,7 @@ class Machine:
             preload_length=facts.preload_dwords, preload_offset=facts.preload_offset,
             vgpr_rows=min(256, 8 * ((facts.rsrc1 & 63) + 1)), in_order=self.in_order,
             seed=self.seed & 0xFFFF_FFFF_FFFF_FFFF, max_instructions=self.max_instructions,
+            rounding=_spread(self.rounding),
             policy=(ctypes.c_uint8 * 8)(*(_POLICY[p] for p in asdict(self.checks).values())),
         )  # fmt: skip
 
@@ -392,6 +401,12 @@ def pack_arguments(kernel: Kernel, values: Sequence[int | float | bytes]) -> byt
     return bytes(data)
 
 
+def _spread(seed: int) -> int:
+    """Return 64 bits of which each differs between neighbouring seeds; 0 of 0."""
+    x = seed * 0x9E37_79B9_7F4A_7C15 & 0xFFFF_FFFF_FFFF_FFFF
+    return x ^ x >> 29
+
+
 def _three(values: Sequence[int]) -> tuple[int, int, int]:
     padded = (*values, 1, 1, 1)
     return int(padded[0]), int(padded[1]), int(padded[2])
@@ -432,10 +447,11 @@ def _dispatch_packet(facts: Kernel, grid: Sequence[int], block: Sequence[int], l
 def _error(kernel: LoadedKernel, fault: _Fault, regions: Sequence[Region]) -> EmulatorError:
     text = fault.text.decode(errors="replace")
     text = re.sub(r"region (\d+)", lambda m: f"region {regions[int(m[1])].name!r}", text)
-    index = kernel.code.index_at(fault.pc)
+    low, high = (int.from_bytes(kernel.image[at : at + 4].tobytes(), "little")
+                 for at in (fault.pc, fault.pc + 4))  # fmt: skip
     lane = f", lane {fault.lane}" if fault.lane >= 0 else ""
     where = (
-        f"  kernel {kernel.kernel.name}, pc 0x{fault.pc:x}: {kernel.code.text(index)}\n"
+        f"  kernel {kernel.kernel.name}, pc 0x{fault.pc:x}: {text_of(low, high)}\n"
         f"  workgroup ({', '.join(map(str, fault.workgroup))}), wave {fault.wave}{lane}"
     )
     return EmulatorError(_KINDS[fault.kind], f"{text}\n{where}", fault.pc)

@@ -14,6 +14,7 @@ from assembly import assemble
 from pyfa import codeobject
 from pyfa.emulator import decode, effects, tables
 from pyfa.emulator.effects import EXEC_BITS, M0_BIT, VCC_BITS, Effects
+from pyfa.emulator.operands import VGPR, matrix_dwords, memory_dwords, vector_dwords
 
 DST, SRC = 8, (16, 24, 32)  # the first registers of operands; a matrix instruction's lie elsewhere
 
@@ -26,7 +27,7 @@ def named(text: str) -> int:
     """The bits of all registers in a text."""
     bits = 0
     for letter, first, last in re.findall(r"\b([vas])\[?(\d+)(?::(\d+))?", text):
-        start = {"s": 0, "v": decode.VGPR, "a": decode.AGPR}[letter] + int(first)
+        start = {"s": 0, "v": VGPR, "a": decode.AGPR}[letter] + int(first)
         bits |= effects.registers(start, int(last or first) - int(first) + 1)
     for name, more in (("vcc", VCC_BITS), ("exec", EXEC_BITS), ("m0", M0_BIT)):
         bits |= more if re.search(rf"\b{name}\b", text) else 0
@@ -69,7 +70,7 @@ READS_BACK = {
 def vector(name: str, sources: int) -> tuple[str, str]:
     if name in SPECIAL:
         return SPECIAL[name]
-    to, *widths = effects.vector_dwords(name)
+    to, *widths = vector_dwords(name)
     operands = [registers(SRC[n], widths[n]) for n in range(sources)]
     written = registers(DST, to)
     if name.startswith("v_cmp"):
@@ -91,7 +92,7 @@ def vectors() -> dict[str, tuple[str, str]]:
         found[name] = vector(name, 2 if opcode >= 640 else 3)
     for name in tables.VOP3P.values():
         if name.startswith("v_mfma"):
-            held, whole = effects.matrix_dwords(name)
+            held, whole = matrix_dwords(name)
             a, b, c = registers(64, held), registers(72, held, "a"), registers(128, whole)
             to = registers(192, whole)
             found[name] = f"{name} {to}, {a}, {b}, {c}", to
@@ -144,7 +145,7 @@ def memory() -> dict[str, tuple[str, str]]:
                 if prefix == "global":
                     found[name] = f"{name} v16, s[20:21]", ""
                 continue
-            width = effects.memory_dwords(name)
+            width = memory_dwords(name)
             data, to = registers(SRC[1], width), registers(DST, width)
             address = {"buffer": "v[16:17], s[20:23], s5 idxen offen", "global": "v16, s[20:21]",
                        "flat": "v[16:17]", "scratch": "v16, s5"}[prefix]  # fmt: skip

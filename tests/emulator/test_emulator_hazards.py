@@ -14,6 +14,7 @@ from pyfa.backends.hip import code, compiler
 from pyfa.backends.hip.target import TARGET
 from pyfa.backends.native import catalog
 from pyfa.emulator import decode, hazards, native
+from pyfa.emulator.operands import M0, Decoded
 from pyfa.plan import Plan
 
 FAR = "s_nop 15\ns_nop 7\n"  # more than any pair needs
@@ -178,7 +179,7 @@ SAMPLE = [
 ]  # fmt: skip
 
 
-def instructions(data: bytes) -> list[tuple[int, int, decode.Decoded]]:
+def instructions(data: bytes) -> list[tuple[int, int, Decoded]]:
     """Address, place in the file and meaning of each."""
     parsed = codeobject.parse(data)
     section = ELFFile(BytesIO(data)).get_section_by_name(".text")
@@ -225,7 +226,7 @@ def test_a_nop_after_m0_that_is_missing_is_found(plan: Plan) -> None:
     lines = instructions(bytes(data))
     moved = 0
     for (_, place, one), (_, behind, after) in itertools.pairwise(lines):
-        if one.fields.get("dst") == decode.M0 and after.name == "s_nop":
+        if one.fields.get("dst") == M0 and after.name == "s_nop":
             data[place : place + 4], data[behind : behind + 4] = (
                 data[behind : behind + 4], data[place : place + 4]
             )  # fmt: skip

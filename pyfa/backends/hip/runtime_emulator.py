@@ -34,10 +34,14 @@ class Orders:
         """Use ``seed`` from now on; None uses ``PYFA_EMULATOR_SEED``."""
         self.seed, self.launches, self.mattered = seed, 0, False
 
+    @property
+    def rounding(self) -> int:
+        """The seed of what is rounded how, the same in all launches; 0: as the emulator's own."""
+        return int(env.get("PYFA_EMULATOR_SEED") if self.seed is None else self.seed)
+
     def next(self) -> int:
-        seed = env.get("PYFA_EMULATOR_SEED") if self.seed is None else self.seed
         self.launches += 1
-        return int(seed) * 1_000_003 + self.launches
+        return self.rounding * 1_000_003 + self.launches
 
 
 class EmulatorRuntime:
@@ -100,7 +104,7 @@ class EmulatorRuntime:
         # Sums of floats depend on the order: on one thread the seed alone says it.
         self.orders.mattered |= kernel.adds_floats
         workers = 1 if kernel.adds_floats else _cores()
-        machine = Machine(seed=self.orders.next(), threads=workers)
+        machine = Machine(seed=self.orders.next(), threads=workers, rounding=self.orders.rounding)
         for address, nbytes, name in _spans(tensors):
             machine.map(address, nbytes, name)
         self.code = code

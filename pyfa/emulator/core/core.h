@@ -98,7 +98,7 @@ typedef struct {
     u32 grid[3], block[3];    // grid counts workgroups
     u32 lds_bytes, scratch_bytes, mode, user_sgprs, user_bits, rsrc2, preload_length,
         preload_offset, vgpr_rows, in_order;
-    u64 seed, max_instructions;
+    u64 seed, max_instructions, rounding;  // rounding: 0 for that of this source (lanes.c, mfma.c)
     u8 policy[8];
     volatile u64 next_workgroup;
     struct Trace *trace;      // 0, or what records some of the workgroups (trace.h)
@@ -181,6 +181,7 @@ extern const Op scalar_ops[], control_ops[], lanes_ops[], lanes16_ops[], compare
 int fail(Wave *w, const Inst *i, u32 kind, int lane, const char *format, ...);
 int violated(Wave *w, const Inst *i, enum Check check, int lane, const char *format, ...);
 int run_lanes(Wave *w, const Inst *i);
+int run_transcendental(Wave *w, const Inst *i);
 int run_compare(Wave *w, const Inst *i);
 extern const u8 type_rows[];
 const u32 *fetch(Wave *w, const Inst *i, int n, enum Type type, u32 *buffer, u64 *defined);

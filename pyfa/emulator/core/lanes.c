@@ -322,3 +322,35 @@ int run_compare(Wave *w, const Inst *i) {
     }
     return OK;
 }
+
+// The chip's v_exp, v_log, v_rcp, v_rsq, v_sqrt, v_sin and v_cos are within a unit in the last place
+// and not published further. With a rounding seed, a result is one unit up, down or as it was, by its
+// operand alone, as on a chip. Powers of two, zeros, infinities and NaN stay; so do denormals.
+static __attribute__((noinline)) void vary(enum Type type, u64 rounding, const u32 *x, u32 *value) {
+    u32 infinite = type == F16 ? 0x7c00 : type == F64 ? 0x7ff00000 : 0x7f800000;
+    u32 one = infinite & (0u - infinite), wide = type == F64;  // the exponent's lowest bit
+    EACH_LANE {
+        u32 top = value[l + (wide ? LANES : 0)], exponent = top & infinite, low = value[l];
+        u32 mantissa = wide ? low : low & (one - 1), last = wide ? ~0u : one - 1;
+        u32 h = (x[l] ^ (wide ? x[l + LANES] : 0) ^ (u32)rounding ^ (u32)(rounding >> 32)) * 0x9e3779b1u;
+        h = (h ^ h >> 15) * 0x85ebca6bu;
+        u32 change = h >> 30 == 1 ? 1 : h >> 30 == 2 ? ~0u : 0;
+        int fixed = !exponent || exponent == infinite || !mantissa || mantissa == last;
+        value[l] = fixed ? low : low + change;
+    }
+}
+
+// Kept apart from run_lanes, whose speed counts.
+static __attribute__((noinline, cold)) int run_varied(Wave *w, const Inst *i) {
+    const Op *op = op_table[i->op];
+    u32 buffer[2 * LANES], value[2 * LANES];
+    u64 defined;
+    const u32 *x = fetch(w, i, 0, op->sources[0], buffer, &defined);
+    if (!x) return STOP;
+    i->lanes(value, x, 0, 0);
+    vary(op->type, w->launch->rounding, x, value);
+    return store_pair(w, i, op->type, value, defined, defined);
+}
+int run_transcendental(Wave *w, const Inst *i) {
+    return __builtin_expect(w->launch->rounding != 0, 0) ? run_varied(w, i) : run_lanes(w, i);
+}

@@ -1,7 +1,7 @@
 // The 32-bit and 64-bit vector operations, one loop over 64 lanes each.
 //
 // v_exp, v_log, v_rcp, v_rsq, v_sqrt, v_sin and v_cos give the correctly rounded value (sin and cos
-// nearly so); the real chip is within 1 ulp, which is not modelled. Their f32 forms treat denormal
+// nearly so); the real chip is within 1 ulp, as lanes.c can make of them (vary). Their f32 forms treat denormal
 // inputs and results as zero whatever MODE says: compilers scale around them because the hardware
 // promises nothing there, and a kernel that relies on more should be found out.
 // The NaN that an invalid operation makes is the host's: only its being NaN is meaningful.

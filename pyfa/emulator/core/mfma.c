@@ -8,7 +8,8 @@
 //
 // The chip's order of accumulation and its inner rounding are not published. Here an element is
 // C + A0*B0 + A1*B1 + ..., in rising order of the inner index, each step a fused multiply-add
-// rounded to float; denormals are kept, as CDNA3 documents for all types.
+// rounded to float; denormals are kept, as CDNA3 documents for all types. A rounding seed gives
+// another order of the products, the same for all instructions of a launch.
 #include "floats.h"
 
 typedef enum { HALF, BFLOAT, FLOAT, FP8, BF8, INT8 } Element;
@@ -87,6 +88,7 @@ static int matrix(Wave *w, const Inst *i, const Shape *s) {
     float a[8 * LANES], b[8 * LANES], d[32][LANES];
     const float *at[32], *bt[32], *a_rows[32];
     u64 da, db, dc = ~0ull, defined[32];
+    u32 rounding = (u32)w->launch->rounding;
     int c_is_register = i->src[2] >= VGPR0;
     if (i->extra) return fail(w, i, ERROR_UNSUPPORTED, -1, "cbsz, abid or blgp modifiers");
     if (operand_rows(w, i, i->src[0], rows_a, &da) || operand_rows(w, i, i->src[1], rows_b, &db))
@@ -102,10 +104,11 @@ static int matrix(Wave *w, const Inst *i, const Shape *s) {
         EACH_LANE d[r][l] = c ? as_float(c[l]) : constant;
     }
     for (u32 n = 0; n < s->blocks; n++) {
-        for (u32 t = 0; t < k; t++) {
+        for (u32 step = 0; step < k; step++) {
+            u32 t = (step * (rounding | 1) + (rounding >> 8)) & (k - 1);  // k is a power of two
             u32 place = t % kl * LANES + (n * groups + t / kl) * m;
-            at[t] = a + place;
-            bt[t] = b + place;
+            at[step] = a + place;
+            bt[step] = b + place;
         }
         u64 bad_columns = 0;
         if (db != ~0ull)

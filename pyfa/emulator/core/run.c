@@ -210,7 +210,7 @@ EXPORT void emulator_prepare(Inst *code, u32 count) {
         Inst *i = &code[n];
         if (i->op == 0xffff) { i->run = unknown; continue; }
         const Op *op = op_table[i->op];
-        i->run = op->run;
+        i->run = op->group == TRANS ? run_transcendental : op->run;
         i->lanes = op->lanes;
         int packed = 0;
         for (int k = 0; k < 3; k++)

@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 from pyfa.emulator import native
 from pyfa.emulator.counters import MFMA_CLOCKS
-from pyfa.emulator.decode import AGPR, NONE, VGPR, Code
+from pyfa.emulator.decode import Code
+from pyfa.emulator.operands import AGPR, NONE, VGPR
 
 # The layout of `Step` in core/timing.c, and its kinds by number.
 STEP = np.dtype(
