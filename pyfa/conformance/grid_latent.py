@@ -79,7 +79,7 @@ def full() -> Iterator[Case]:
                   {"cache_dtype": "float8_e4m3fnuz", "scales": "head"}),
     }  # fmt: skip
     for index, options in enumerate(_MANY):
-        yield _latent(**{"dtype": _HALF[index % 2], **options})
+        yield _latent(**{"dtype": HALF[index % 2], **options})
     for draw in draws("latent", 200, axes):
         more: dict[str, Any] = {}
         for axis in ("dims", "lists", "cache"):
