@@ -32,12 +32,18 @@ DEVICE Range hull(Range x, Range y) { return Range{min(x.low, y.low), max(x.high
 
 // ---- comparisons --------------------------------------------------------------------------------
 
-DEVICE Range range_lt(Range x, Range y) { return Range{x.high < y.low, x.low < y.high}; }
-DEVICE Range range_le(Range x, Range y) { return Range{x.high <= y.low, x.low <= y.high}; }
+// In vector registers: as truth values they take two scalar ones each, of which 10 spilled.
+DEVICE Range compared(int always, int ever) {
+  pin(always);
+  pin(ever);
+  return Range{always, ever};
+}
+DEVICE Range range_lt(Range x, Range y) { return compared(x.high < y.low, x.low < y.high); }
+DEVICE Range range_le(Range x, Range y) { return compared(x.high <= y.low, x.low <= y.high); }
 DEVICE Range range_gt(Range x, Range y) { return range_lt(y, x); }
 DEVICE Range range_ge(Range x, Range y) { return range_le(y, x); }
 DEVICE Range range_eq(Range x, Range y) {
-  return Range{is_exact(x) && is_exact(y) && x.low == y.low, x.low <= y.high && y.low <= x.high};
+  return compared(is_exact(x) && is_exact(y) && x.low == y.low, x.low <= y.high && y.low <= x.high);
 }
 DEVICE Range range_ne(Range x, Range y) {
   Range equal = range_eq(x, y);
@@ -80,22 +86,24 @@ template <typename T>
 DEVICE Range range_max(Range x, Range y) {
   return Range{max(x.low, y.low), max(x.high, y.high)};
 }
-// By one divisor above 0 they grow with the dividend.
+// By one divisor above 0 they grow with the dividend. In 64 bits a division takes 100 instructions.
 DEVICE bool divides(Range y) { return is_exact(y) && y.low > 0; }
 template <typename T>
 DEVICE Range range_truncdiv(Range x, Range y) {
-  return divides(y) && are_near(x, y) ? Range{x.low / y.low, x.high / y.low} : anything<T>();
+  T by = (T)y.low;
+  return divides(y) ? Range{mod_truncdiv((T)x.low, by), mod_truncdiv((T)x.high, by)} : anything<T>();
 }
 template <typename T>
 DEVICE Range range_floordiv(Range x, Range y) {
-  if (!divides(y) || !are_near(x, y)) return anything<T>();
-  return Range{mod_floordiv(x.low, y.low), mod_floordiv(x.high, y.low)};
+  T by = (T)y.low;
+  return divides(y) ? Range{mod_floordiv((T)x.low, by), mod_floordiv((T)x.high, by)} : anything<T>();
 }
 template <typename T>
 DEVICE Range range_mod(Range x, Range y) {
-  if (!divides(y) || !are_near(x, y)) return anything<T>();
-  if (mod_floordiv(x.low, y.low) != mod_floordiv(x.high, y.low)) return Range{0, y.low - 1};
-  return Range{mod_mod(x.low, y.low), mod_mod(x.high, y.low)};
+  if (!divides(y)) return anything<T>();
+  Range times = range_floordiv<T>(x, y);
+  if (!is_exact(times)) return Range{0, y.low - 1};
+  return Range{x.low - times.low * y.low, x.high - times.low * y.low};
 }
 
 // ---- bits and truth values ----------------------------------------------------------------------
@@ -159,6 +167,8 @@ DEVICE Range range_load(const Captured &x, Indices... indices) {
         place = Range{place.low + size, place.high + size};
     }
     place = Range{min(max(place.low, 0ll), size - 1ll), min(max(place.high, 0ll), size - 1ll)};
+    pin(place.low);  // the four loops' bounds would be scalar: 2 spilled
+    pin(place.high);
     loads *= place.high - place.low + 1;
     if (loads > kMostLoads) return every;
   }

@@ -36,9 +36,10 @@ DEVICE Range places_of(int number, int size, int end) {
 
 DEVICE int state_by_range(const Params &p, int batch, int head, Range rows, Range keys) {
   bool some = false, all = true;
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < GROUP; ++i) {
     ModPlace at(p, batch, head + i);
+    at.pin_all();
     Range seen = mask_range(at.captured, Range{at.b, at.b}, Range{at.h, at.h},
                             Range{rows.low + at.q, rows.high + at.q},
                             Range{keys.low + at.kv, keys.high + at.kv});
@@ -50,9 +51,10 @@ DEVICE int state_by_range(const Params &p, int batch, int head, Range rows, Rang
 
 // By a wavefront. Places beyond the end stand for the last one, which adds nothing.
 DEVICE int state_by_points(const Params &p, int batch, int head, Range rows, Range keys) {
-  bool any = false, all = true;
+  int any = 0, all = 1;
   for (int i = 0; i < GROUP; ++i) {
     ModPlace at(p, batch, head + i);
+    at.pin_all();
     for (int first = lane_index(); first < kPoints + lane_index(); first += kAtOnce * kLanes) {
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
@@ -60,7 +62,8 @@ DEVICE int state_by_points(const Params &p, int batch, int head, Range rows, Ran
         if (kPoints % (kAtOnce * kLanes)) point = min(point, kPoints - 1);
         int row = min((int)rows.low + point / KEYS, (int)rows.high);
         int key = min((int)keys.low + point % KEYS, (int)keys.high);
-        bool seen = is_seen(at, row, key);
+        int seen = is_seen(at, row, key);
+        pin(seen);  // as truth values they take two scalar registers each: 16 spilled
         any |= seen;
         all &= seen;
       }

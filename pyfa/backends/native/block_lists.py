@@ -49,7 +49,7 @@ def plan_of(launch: Launcher, call: Call, tiles: Tiles) -> Plan:
     asks_for_h = asks_for(blocks.mask_of(call), "h")
     constants = {
         **dict(plan.constants),
-        "LISTS": 1,
+        "LISTS": 2,  # it is given lists, and does not visit by them
         "ROWS": tiles.rows,
         "KEYS": tiles.keys,
         "OWNS_KEYS": int(tiles.owned == "keys"),
