@@ -8,6 +8,7 @@ mask_mod alone: windows and lengths hold besides, and kernels apply them as they
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,8 @@ __all__ = [
     "Visits",
     "is_exact",
     "lists_of",
+    "make_lists",
+    "sizes_of",
     "states_across",
     "visits_of",
 ]
@@ -71,15 +74,23 @@ def is_exact(function: Function) -> bool:
     return not any(op.type == "f" and op.name in _INEXACT for op in function.ops)
 
 
-def lists_of(call: Call, tiles: Tiles) -> Lists:
-    """The lists of ``call``'s mask_mod for ``tiles``: kept, or made on the current stream.
+def lists_of(call: Call, tiles: Tiles, make: Callable[[Call, Tiles], Lists] | None = None) -> Lists:
+    """The lists of ``call``'s mask_mod for ``tiles``: kept, or made on the current stream, by
+    ``make`` or PyTorch's operators.
 
     Tensors that it captured may have been changed in place: then lists are made again.
     """
     mask = mask_of(call)
     if not is_exact(mask):
         return kept.find(call, mask, ("all", tiles), lambda: _all_partial(call, tiles))
-    return kept.find(call, mask, ("lists", tiles), lambda: _made(call, mask, tiles))
+    return kept.find(call, mask, ("lists", tiles), lambda: (make or make_lists)(call, tiles))
+
+
+def sizes_of(call: Call, tiles: Tiles) -> tuple[int, int, int, int]:
+    """The shape of ``Lists.entries``."""
+    batch, heads = build.lines_of(call, mask_of(call))
+    owned, streamed = build.counts_of(call, tiles)
+    return batch, -(-heads // tiles.group), owned, streamed
 
 
 def states_across(call: Call, rows: int, keys: int) -> list[list[int]]:
@@ -106,8 +117,8 @@ _QUICK = {"cpu": 1 << 26, "cuda": 1 << 34}
 def is_quick(call: Call) -> bool:
     """Whether it is soon known what the mask_mod leaves; never of tensors without values."""
     mask = mask_of(call)
-    lines = call.batch if build.asks_for(mask, "b") else 1
-    lines *= call.q.shape[-2] if build.asks_for(mask, "h") else 1
+    batch, heads = build.lines_of(call, mask)
+    lines = batch * heads
     most = _QUICK.get(call.q.device.type, 0)
     return lines * call.max_seqlen_q * call.max_seqlen_k <= most
 
@@ -127,9 +138,10 @@ def mask_of(call: Call) -> Function:
     return mask
 
 
-def _made(call: Call, mask: Function, tiles: Tiles) -> Lists:
+def make_lists(call: Call, tiles: Tiles) -> Lists:
+    """New lists of ``call``'s mask_mod, by PyTorch's operators."""
     with torch.no_grad():
-        states = build.states_of(call, mask, tiles)
+        states = build.states_of(call, mask_of(call), tiles)
         return Lists(*build.listed(states, FULL))
 
 

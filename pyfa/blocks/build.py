@@ -38,10 +38,15 @@ def asks_for(function: Function, name: str) -> bool:
     return any(op.name == "input" and op.value == name for op in function.ops)
 
 
+def lines_of(call: Call, function: Function) -> tuple[int, int]:
+    """Sequences and heads that the function tells apart: 1 where it does not."""
+    batch = call.batch if asks_for(function, "b") else 1
+    return batch, call.q.shape[-2] if asks_for(function, "h") else 1
+
+
 def states_of(call: Call, mask: Function, tiles: Tiles) -> torch.Tensor:
     """uint8 (B', H' / group, owned, streamed): EMPTY, PARTIAL or WHOLE."""
-    batch = call.batch if asks_for(mask, "b") else 1
-    heads = call.q.shape[-2] if asks_for(mask, "h") else 1
+    batch, heads = lines_of(call, mask)
     rows, keys = -(-call.max_seqlen_q // tiles.rows), -(-call.max_seqlen_k // tiles.keys)
     device = call.q.device
     found = torch.zeros(batch, heads, rows, keys, dtype=torch.uint8, device=device)

@@ -17,9 +17,13 @@ from pyfa.backends.common import arguments
 from pyfa.backends.common.calls import GENERAL, PLAIN
 from pyfa.backends.common.program import Params, Program
 from pyfa.backends.cuda import code, forward_sm90, plans, runtime_compiler
+from pyfa.backends.cuda.launcher import Launcher
 from pyfa.backends.cuda.target import TARGET
+from pyfa.backends.native import block_lists
+from pyfa.blocks import Tiles
 from pyfa.conformance.build import build
 from pyfa.conformance.cases import Case
+from pyfa.conformance.modifiers import MASKS
 from pyfa.device import DEVICES
 from pyfa.plan import Plan
 from pyfa.problem import problem_of
@@ -153,3 +157,41 @@ def test_captured_tensors_follow_the_parameters() -> None:
     filler = (1,) * (4 - table.dim())
     wanted = (0x3333, *table.shape, *filler, *table.stride(), *filler)
     assert struct.unpack_from("<Q8i", data, abi.SIZE) == wanted
+
+
+@pytest.mark.skipif(runtime_compiler.why_unavailable() is not None, reason="no NVRTC")
+@pytest.mark.parametrize("name", MASKS)
+def test_the_kernel_that_makes_lists_compiles_without_a_spill(name: str) -> None:
+    call = build(replace(CASE, score_mod="", mask_mod=name)).spec
+    for tiles in (Tiles(128, 128), Tiles(64, 128, "keys")):
+        plan = block_lists.plan_of(Launcher(), call, tiles)
+        for arch in ("sm_80", "sm_90"):
+            _, report = runtime_compiler.compile_cuda(code.source_of(plan), arch=arch)
+            assert runtime_compiler.spills(report) == (0, 0)
+
+
+def test_lists_are_made_for_the_kernels_that_visit_by_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One launch for the forward and one for the backward, until a captured tensor changes."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    no_gpu = importlib.import_module("no_gpu")
+    document = torch.arange(300, dtype=torch.int32) // 100
+    launched = []
+    with no_gpu.nvidia(notes=True) as driver:
+        for change in (0, None, 1):
+            if change is not None:
+                document.add_(change)  # of 0 nobody knows that it changes nothing
+            q, k, v = (torch.randn(1, 300, 2, 128).bfloat16().requires_grad_() for _ in range(3))
+            driver.launched.clear()
+            out = pyfa.attention(
+                q, k, v, mask_mod=lambda b, h, i, j: document[i] == document[j], backend="cuda"
+            )
+            torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+            launched.append([x for x in driver.launched if x[0].startswith("cuda/block_lists")])
+    assert [len(each) for each in launched] == [2, 0, 2]
+    for name, config, data in launched[0]:
+        owned = 3  # tiles of 128 rows, or of 128 keys
+        assert "('LISTS', 2)" in name
+        assert config[0] == owned
+        assert struct.unpack_from("<Q8i", data, abi.SIZE) == (
+            document.data_ptr(), 300, 1, 1, 1, 1, 1, 1, 1,
+        )  # fmt: skip

@@ -67,7 +67,8 @@ def layout_of(program: Program, maps_of: Callable[[Plan], Sequence[TensorMap]]) 
         starts[id(step.params)] = start
         pointers = step.params.pointers
         of_params = tuple(item for item in pointers.items() if item[0] in _OF_PARAMS)
-        packed.append((start, *_pointers(of_params, program.names)))
+        if of_params:
+            packed.append((start, *_pointers(of_params, program.names)))
         # Those of captured tensors stand between numbers, which packing would overwrite.
         words += [
             ((start + maps_size + abi.offset_of(member)) // 8, numbers[name])

@@ -136,11 +136,12 @@ def run_of(
             with torch.cuda.device(index):
                 return run(*tensors)
         addresses = [x.data_ptr() for x in tensors]
-        bits = addresses[0] | addresses[1] | addresses[2]
-        for number in more:
-            bits |= addresses[number]
-        if (bits & 15 == 0) is not on_16 and not anywhere:
-            raise OtherAlignment
+        if not anywhere:
+            bits = addresses[0] | addresses[1] | addresses[2]
+            for number in more:
+                bits |= addresses[number]
+            if (bits & 15 == 0) is not on_16:
+                raise OtherAlignment
         made = []
         for each in likes:
             x = empty(*each)

@@ -89,7 +89,7 @@ def _bind(
 ) -> Run:
     """Bind a call whose tensors the kernels can read without a copy."""
     form, inputs = form_of(call, append), tensors_of(call, append)
-    by_list = lists.Lists(launch.target, (plan,))
+    by_list = lists.Lists(launch, (plan,))
     program = Program((*form.names, *by_list.names), call.q)
     out = like(call.out_shape(), call.dtype_of_out())
     lse = like(call.lse_shape(), torch.float32)

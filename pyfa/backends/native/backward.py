@@ -124,7 +124,7 @@ def _bind(launch: Launcher, given: _Given, bias_grad: bool) -> RunBackward:
     form = form_of(call)
     names = ("dout", "out", "lse", *form.names, *(("dlse",) if given.dlse is not None else ()))
     chain = _chain(launch, call)
-    by_list = lists.Lists(launch.target, chain)
+    by_list = lists.Lists(launch, chain)
     program = Program((*names, *by_list.names), call.q)
     dq, dk, dv = (like(x.shape, x.dtype) for x in call[:3])
     for name, each in (("dq", dq), ("dk", dk), ("dv", dv)):

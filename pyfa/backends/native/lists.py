@@ -12,7 +12,8 @@ from ...blocks import Tiles
 from ...plan import Plan
 from ...problem import Call
 from ..common.program import Params
-from .target import Target
+from . import block_lists
+from .launch import Launcher
 
 
 def listed(plan: Plan) -> Plan:
@@ -40,10 +41,11 @@ class Lists:
     They are the program's last inputs, ``names``, which ``of`` gives for each call.
     """
 
-    def __init__(self, target: Target, plans: Sequence[Plan]) -> None:
+    def __init__(self, launch: Launcher, plans: Sequence[Plan]) -> None:
         self.tiles: dict[Plan, Tiles] = {
-            plan: target.list_tiles(plan) for plan in plans if is_listed(plan)
+            plan: launch.target.list_tiles(plan) for plan in plans if is_listed(plan)
         }
+        self._make = block_lists.Maker(launch)
         self.names = tuple(
             name
             for number in range(len(self.tiles))
@@ -52,7 +54,10 @@ class Lists:
 
     def of(self, call: Call) -> tuple[torch.Tensor, ...]:
         """Those of ``call``, in the order of ``names``."""
-        return tuple(x for tiles in self.tiles.values() for x in blocks.lists_of(call, tiles))
+        return tuple(x for tiles in self.tiles.values() for x in self._lists(call, tiles))
+
+    def _lists(self, call: Call, tiles: Tiles) -> blocks.Lists:
+        return blocks.lists_of(call, tiles, self._make)
 
     def params_of(self, plan: Plan, call: Call, params: Params) -> Params:
         """``params`` with where the lists of ``plan`` are."""
@@ -61,7 +66,7 @@ class Lists:
         number = list(self.tiles).index(plan)
         first = len(call.captured)
         values = dict(params.values)
-        for slot, x in enumerate(blocks.lists_of(call, self.tiles[plan])):
+        for slot, x in enumerate(self._lists(call, self.tiles[plan])):
             # One list for all sequences or heads has no stride between them.
             shared = (x.stride(dim) if x.shape[dim] > 1 else 0 for dim in range(2))
             values |= abi.captured_values(first + slot, x.shape, (*shared, *x.stride()[2:]))

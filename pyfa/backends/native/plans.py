@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from ... import mods, sources
-from ...mods import emit
+from ...mods import emit, emit_ranges
 from ...plan import Plan
 from ...problem import Problem, is_banded
 from ..common.calls import DROPOUT
@@ -40,7 +40,11 @@ def source_of(plan: Plan) -> str:
     digest = constants.get("MOD")
     if not isinstance(digest, str):
         return sources.flatten(plan.kernel, constants)
-    generated = {"mod_functions.h": emit.source(mods.of(digest))}
+    pair = mods.of(digest)
+    generated = {
+        "mod_functions.h": emit.source(pair),
+        "mask_range.h": emit_ranges.source(pair),
+    }
     return sources.flatten(plan.kernel, constants, generated)
 
 

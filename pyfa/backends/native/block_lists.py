@@ -1,0 +1,91 @@
+"""Make the block lists of a mask_mod by a kernel that is generated from it.
+
+One launch (``kernels/common/block_lists.h``) and no memory but the lists. PyTorch's operators,
+which make the same lists, evaluate the mask_mod at every point: 35 to 69 ms at 64k rows on an H200,
+where the kernel takes 0.01 to 2.2 ms (``benchmarks/results/block_lists_h200.json``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from ... import abi, blocks
+from ...blocks import Lists, Tiles
+from ...blocks.build import asks_for
+from ...errors import CodeObjectError, CompileError
+from ...plan import Plan
+from ...problem import Call
+from ..common.program import Params, Program, like, run_of
+from .launch import Launcher
+from .plans import modified
+
+THREADS = 512
+_log = logging.getLogger("pyfa")
+
+
+class Maker:
+    """Makes the lists of calls that are alike in all but the values of their tensors."""
+
+    def __init__(self, launch: Launcher) -> None:
+        self._launch = launch
+        self._bound: dict[Tiles, Callable[[Call], Lists]] = {}
+
+    def __call__(self, call: Call, tiles: Tiles) -> Lists:
+        """New lists of ``call``'s mask_mod for ``tiles``, on the current stream."""
+        found = self._bound.get(tiles)
+        if found is None:
+            with self._launch.on(call.q.device):
+                found = self._bound[tiles] = bind(self._launch, call, tiles)
+        return found(call)
+
+
+def plan_of(launch: Launcher, call: Call, tiles: Tiles) -> Plan:
+    """The plan of the kernel that makes the lists of ``call``'s mask_mod for ``tiles``."""
+    plan = modified(launch.plan("block_lists"), call.mods)
+    asks_for_h = asks_for(blocks.mask_of(call), "h")
+    constants = {
+        **dict(plan.constants),
+        "LISTS": 2,  # it is given lists, and does not visit by them
+        "ROWS": tiles.rows,
+        "KEYS": tiles.keys,
+        "OWNS_KEYS": int(tiles.owned == "keys"),
+        "GROUP": tiles.group if asks_for_h else 1,
+    }
+    return replace(plan, constants=tuple(sorted(constants.items())))
+
+
+def bind(launch: Launcher, call: Call, tiles: Tiles) -> Callable[[Call], Lists]:
+    """A launch for calls like ``call``. If the kernel cannot be built, PyTorch makes the lists."""
+    sizes = blocks.sizes_of(call, tiles)
+    number = len(call.captured)
+    names = tuple(f"captured{slot}" for slot in range(number))
+    program = Program(names, call.q)
+    made = (like(sizes[:3], torch.int32), like(sizes, torch.int32))
+    values: dict[str, int | float] = {
+        "seqlen_q": call.max_seqlen_q,
+        "seqlen_k": call.max_seqlen_k,
+        "q_start": call.q_start,
+        "k_start": call.k_start,
+        "head_start": call.head_start,
+        "batch_start": call.batch_start,
+    }
+    for slot, x in enumerate(call.captured):
+        values |= abi.captured_values(slot, x.shape, x.stride())
+    pointers = {name: name for name in names}
+    for slot, (name, each) in enumerate(zip(("counts", "entries"), made, strict=True), number):
+        program.make(name, each)
+        values |= abi.captured_values(slot, *each[:2])
+        pointers[f"captured{slot}"] = name
+    plan = plan_of(launch, call, tiles)
+    program.add(plan, torch.Size(sizes[:3]).numel(), THREADS, Params(values, pointers))
+    try:
+        started = launch.launch_of(program, tuple(call.captured))
+    except (CompileError, CodeObjectError) as error:
+        _log.info("PyTorch's operators make the block lists: %s", error)
+        return lambda call: blocks.make_lists(call, tiles)
+    run = run_of(program, started, launch.empty, None)
+    return lambda call: Lists(*run(*call.captured))

@@ -1,0 +1,392 @@
+"""The kernel that makes block lists, run in the emulator: its lists are those of PyTorch's
+operators."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from pyfa import blocks, mods
+from pyfa.backends import BACKENDS
+from pyfa.backends.hip import code
+from pyfa.backends.native.block_lists import Maker, plan_of
+from pyfa.blocks import Tiles, kept
+from pyfa.conformance.cases import Case
+from pyfa.conformance.modifiers import MASKS, _Tables
+from pyfa.emulator import EmulatorError
+from pyfa.errors import CodeObjectError
+from pyfa.problem import Call
+
+KERNEL = "hip/block_lists.hip"
+LAUNCHER = BACKENDS["emulator"].launch
+Mask = Callable[..., Any]
+PLACES = {"batch_start": 1, "head_start": 2, "q_start": 33, "k_start": 12}
+
+
+def call_of(mask_mod: Mask, rows: int, keys: int, heads: int = 4, **fields: int) -> Call:
+    q, k = torch.zeros(2, rows, heads, 8), torch.zeros(2, keys, 2, 8)
+    digest, captured = mods.resolve(None, mask_mod, q.device)
+    slots: Any = {f"captured{slot}": x for slot, x in enumerate(captured)}
+    return Call(q, k, k, max_seqlen_q=rows, max_seqlen_k=keys, mods=digest, **slots, **fields)
+
+
+def work_of(mask_mod: Mask, size: int, tiles: Tiles) -> int:
+    """How many vector instructions it takes to make lists of a square mask."""
+    call = call_of(mask_mod, size, size)
+    Maker(LAUNCHER)(call, tiles)
+    counters = BACKENDS["emulator"].runtime.counters
+    return sum(n for name, n in counters.mnemonics.items() if name.startswith("v_"))
+
+
+def differs(mask_mod: Mask, rows: int, keys: int, tiles: Tiles, **fields: int) -> bool:
+    call = call_of(mask_mod, rows, keys, **fields)
+    try:
+        found = Maker(LAUNCHER)(call, tiles)
+    except EmulatorError:
+        return True
+    expected = blocks.make_lists(call, tiles)
+    assert found.counts.is_contiguous()
+    assert found.entries.is_contiguous()
+    return not all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+@pytest.fixture(autouse=True)
+def by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No list was made before, and nothing but the kernel makes one."""
+    kept.clear()
+
+    def refuse(error: str, *_: Any) -> None:
+        raise AssertionError(error)
+
+    monkeypatch.setattr("pyfa.backends.native.block_lists._log.info", refuse)
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("tiles", [Tiles(32, 24), Tiles(8, 64, "keys", 2)], ids=str)
+def test_the_conformance_masks(name: str, tiles: Tiles) -> None:
+    rows, keys = (200, 310) if name == "patches" else (145, 70)
+    mask = MASKS[name](_Tables(Case(lengths_q=(rows,) * 2, lengths_k=(keys,) * 2), "cpu"))
+    assert not differs(mask, rows, keys, tiles)
+    if name not in ("documents", "tree", "strided"):  # whose tables end with the lengths
+        assert not differs(mask, rows, keys, tiles, **PLACES)
+
+
+@pytest.mark.parametrize("rows", [1, 64, 65])
+@pytest.mark.parametrize("keys", [0, 1, 63, 128])
+def test_edges(rows: int, keys: int) -> None:
+    for tiles in (Tiles(64, 32), Tiles(64, 32, "keys")):
+        assert not differs(lambda b, h, i, j: (i ^ j) < 50, rows, keys, tiles)
+
+
+def test_a_list_longer_than_a_workgroup_has_threads() -> None:
+    shuffled = torch.tensor(random.Random(0).choices(range(8), k=1300 * 8))
+    masks: list[Mask] = [
+        lambda b, h, i, j: j // 8 % 3 != 1,
+        lambda b, h, i, j: shuffled[j] < 6,
+        lambda b, h, i, j: i < 0,
+    ]
+    for mask in masks:
+        assert not differs(mask, 20, 1300 * 8, Tiles(16, 8))
+
+
+# ---- any arithmetic ------------------------------------------------------------------------------
+
+TABLES = (
+    torch.arange(400) // 37,
+    torch.arange(400, dtype=torch.int32).sub(200).abs().neg(),
+    torch.arange(400) % 11 != 3,
+    (torch.arange(1600).reshape(4, 400) % 7 - 3).to(torch.int16),
+    torch.arange(800).reshape(400, 2)[:, 1].to(torch.uint8),
+)
+NUMBERS = (0, 1, 3, 64, 100, -1, -5, 1 << 20, (1 << 31) - 1, -(1 << 31))
+BINARY = {
+    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "min": torch.minimum,
+    "max": torch.maximum, "and": torch.bitwise_and, "or": torch.bitwise_or,
+    "xor": torch.bitwise_xor,
+}  # fmt: skip
+UNARY: tuple[Callable[[Any, int], Any], ...] = (
+    lambda x, n: -x,
+    lambda x, n: x.abs(),
+    lambda x, n: ~x,
+    lambda x, n: x >> n % 7,
+    lambda x, n: x << n % 7,
+    lambda x, n: x.to(torch.int64),
+    lambda x, n: x // n,
+    lambda x, n: x % n,
+    lambda x, n: torch.div(x, n, rounding_mode="trunc"),
+    lambda x, n: TABLES[n % 3][x].to(torch.int32),
+    lambda x, n: TABLES[4][x].to(torch.int32) + n,
+)
+COMPARE = (torch.lt, torch.le, torch.gt, torch.ge, torch.eq, torch.ne)
+
+
+def number(draw: random.Random, depth: int) -> Mask:
+    """A random expression of b, h, i and j."""
+    if depth == 0 or draw.random() < 0.15:
+        place = draw.choice((0, 1, 2, 2, 2, 3, 3, 3, 4))
+        constant = draw.choice(NUMBERS)
+        return lambda *at: at[2] * 0 + constant if place == 4 else at[place]
+    x, n = number(draw, depth - 1), draw.choice((1, 2, 3, 5, 16, 37, 64))
+    if draw.random() < 0.5:
+        apply = draw.choice(UNARY)
+        return lambda *at: apply(x(*at), n)
+    y, kind = number(draw, depth - 1), draw.choice((*BINARY, "sub", "where", "table"))
+    if kind == "table":
+        return lambda *at: TABLES[3][x(*at), y(*at)].to(torch.int32)
+    if kind == "where":
+        condition = truth(draw, 1)
+        return lambda *at: torch.where(condition(*at), x(*at), y(*at))
+    return lambda *at: BINARY[kind](x(*at), y(*at))
+
+
+def truth(draw: random.Random, depth: int) -> Mask:
+    """A random condition."""
+    if depth and draw.random() < 0.45:
+        x, y = truth(draw, depth - 1), truth(draw, depth - 1)
+        kinds: list[Callable[[Any, Any], Any]] = [
+            lambda x, y: x & y, lambda x, y: x | y, lambda x, y: x ^ y, lambda x, y: ~x,
+            lambda x, y: x == y,
+        ]  # fmt: skip
+        both = draw.choice(kinds)
+        return lambda *at: both(x(*at), y(*at))
+    left, right = number(draw, draw.choice((1, 2))), number(draw, draw.choice((0, 1, 2)))
+    compare = draw.choice(COMPARE)
+    return lambda *at: compare(left(*at), right(*at))
+
+
+def of_seed(seed: int) -> bool:
+    """Whether lists of a random mask, for random sizes, tiles and places, are wrong."""
+    draw = random.Random(seed)
+    mask = truth(draw, 2)
+    rows, keys = draw.choice(((45, 170), (200, 110), (64, 1), (129, 257)))
+    tiles = draw.choice(
+        (Tiles(16, 8), Tiles(32, 24), Tiles(64, 64, "keys"), Tiles(8, 16, "keys", 2))
+    )
+    places = draw.choice(({}, PLACES))
+    f: Mask = lambda b, h, i, j: mask(b, h, i, j)  # noqa: E731
+    if not mods.resolve(None, f, torch.device("cpu"))[0]:
+        return False  # all is seen
+    return differs(f, rows, keys, tiles, **places)
+
+
+# PyTorch makes the lists of number 18, whose kernel would spill 2 scalar registers.
+@pytest.mark.parametrize("seed", [seed for seed in range(25) if seed != 18])
+def test_random_masks(seed: int) -> None:
+    assert not of_seed(seed)
+
+
+# ---- what bounds are worth -----------------------------------------------------------------------
+
+
+def test_bounds_leave_few_points() -> None:
+    """Few tiles are on an edge; of the first mask every point has to be asked."""
+    tiles, ids = Tiles(128, 128), torch.arange(2048) // 512
+    every = work_of(lambda b, h, i, j: (i ^ j) >= 0, 2048, tiles)
+    masks: tuple[Mask, ...] = (
+        lambda b, h, i, j: i >= j,
+        lambda b, h, i, j: (i >= j) & (i - j < 300),
+        lambda b, h, i, j: (ids[i] == ids[j]) & (i >= j),
+    )
+    for mask in masks:
+        assert work_of(mask, 2048, tiles) < every / 10
+
+
+def test_a_mixed_tile_is_left_early() -> None:
+    tiles = Tiles(128, 128)
+    every = work_of(lambda b, h, i, j: (i ^ j) >= 0, 512, tiles)
+    assert work_of(lambda b, h, i, j: (i ^ j) % 3 > 0, 512, tiles) < every / 3
+
+
+# ---- in use --------------------------------------------------------------------------------------
+
+
+def test_new_values_are_seen_without_a_new_kernel(kernels_run: list[str]) -> None:
+    ids, make = torch.arange(256) // 64, Maker(LAUNCHER)
+    for _ in range(3):
+        call = call_of(lambda b, h, i, j, ids=ids: ids[i] == ids[j], 256, 256)
+        expected = blocks.make_lists(call, Tiles(32, 32))
+        for x, y in zip(make(call, Tiles(32, 32)), expected, strict=True):
+            assert torch.equal(x, y)
+        ids = torch.flip(ids, (0,)) + ids
+    assert kernels_run == ["block_lists"] * 3
+
+
+def test_what_cannot_be_built_is_made_by_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def spills(plan: Any, arch: str) -> None:
+        raise CodeObjectError(f"{plan.kernel} spills")
+
+    monkeypatch.setattr(code, "load", spills)
+    logged = lambda text, *given: said.append(text % given)  # noqa: E731
+    monkeypatch.setattr("pyfa.backends.native.block_lists._log.info", logged)
+    assert not differs(lambda b, h, i, j: i >= j, 100, 100, Tiles(16, 16))
+    assert said == [f"PyTorch's operators make the block lists: {KERNEL} spills"]
+
+
+def test_one_kernel_for_all_that_is_counted() -> None:
+    """Lengths, places and strides are no part of the code; tiles and captured dtypes are."""
+    ids = torch.arange(300)
+    mask: Mask = lambda b, h, i, j: ids[i] <= ids[j]  # noqa: E731
+    plan = plan_of(LAUNCHER, call_of(mask, 100, 100), Tiles(64, 32))
+    ids = torch.arange(900)[::3]
+    assert plan_of(LAUNCHER, call_of(mask, 300, 20, **PLACES), Tiles(64, 32)) == plan
+    assert plan_of(LAUNCHER, call_of(mask, 100, 100), Tiles(64, 64)) != plan
+    ids = ids.int()
+    assert plan_of(LAUNCHER, call_of(mask, 100, 100), Tiles(64, 32)) != plan
+
+
+# ---- planted -------------------------------------------------------------------------------------
+
+_ids = torch.arange(300) // 60
+
+
+def documents(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return _ids[i] == _ids[j]
+
+
+def by_head(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return (i - j).abs() <= 200 - h * 40 - b
+
+
+def open_to_bounds(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return ((i ^ j) >= 0) & (j < 200)
+
+
+def last_point(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return (i ^ j) + 1000 * i != 31_000 + (31 ^ 23)
+
+
+def runs_on(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return j // 8 % 3 != 1
+
+
+ROWS = (290, 270, Tiles(32, 24))
+KEYS = (290, 270, Tiles(16, 32, "keys", 2))
+Fault = tuple[Mask, tuple[int, int, Tiles], str, str]
+# Each: a mask and a shape that show it, the exact snippet, what it becomes.
+FAULTS: dict[str, Fault] = {
+    "partial taken for full": (
+        by_head, ROWS,
+        "return all ? kWhole : some",
+        "return some ? kWhole : some",
+    ),
+    "what bounds leave open taken for partial": (
+        open_to_bounds, ROWS,
+        "some ? kUndecided : kEmpty",
+        "some ? kPartial : kEmpty",
+    ),
+    "a seen key is enough": (
+        open_to_bounds, ROWS,
+        "if (lanes_where(any) && lanes_where(!all)) return",
+        "if (lanes_where(any)) return",
+    ),
+    "the last points left out": (
+        last_point, (32, 24, Tiles(32, 24)),
+        "first < kPoints + lane_index()",
+        "first < kPoints - 256 + lane_index()",
+    ),
+    "union of heads: the last one's": (
+        by_head, KEYS,
+        "some |= seen.high != 0;",
+        "some = seen.high != 0;",
+    ),
+    "union of heads: full for one": (
+        by_head, KEYS,
+        "all &= seen.low != 0;",
+        "all = i ? all | (seen.low != 0) : seen.low != 0;",
+    ),
+    "union of heads: points of the first one alone": (
+        lambda b, h, i, j: (i ^ j) >= h % 2 * 512, KEYS,
+        "int any = 0, all = 1;\n  for (int i = 0; i < GROUP; ++i)",
+        "int any = 0, all = 1;\n  for (int i = 0; i < 1; ++i)",
+    ),
+    "the heads of another list": (
+        by_head, KEYS,
+        "id / lists % heads * GROUP",
+        "id / lists % heads",
+    ),
+    "the first sequence for all": (
+        lambda b, h, i, j: j < 100 + b * 60, ROWS,
+        "batch = id / lists / heads;",
+        "batch = 0;",
+    ),
+    "a tile longer than the rows": (
+        lambda b, h, i, j: i < 289 + j, ROWS,
+        "min(first + size, end) - 1",
+        "first + size - 1",
+    ),
+    "counts of tiles before lost": (
+        runs_on, (9, 700 * 8, Tiles(16, 8)),
+        "int place = count +",
+        "int place =",
+    ),
+    "counts of other wavefronts lost": (
+        runs_on, (9, 200 * 8, Tiles(16, 8)),
+        "if (i < wave) place +=",
+        "if (i < 0) place +=",
+    ),
+    "an entry too far": (
+        documents, ROWS,
+        "1ull << lane_index()) - 1",
+        "2ull << lane_index()) - 1",
+    ),
+    "no mark of full": (
+        documents, ROWS,
+        "state == kWhole ? (int)",
+        "state == kPartial ? (int)",
+    ),
+    "places from 0": (
+        by_head, ROWS,
+        "Range{rows.low + at.q, rows.high + at.q}",
+        "Range{rows.low, rows.high}",
+    ),
+    "an index not clamped": (
+        lambda b, h, i, j: _ids[i + 40] == 3, ROWS,
+        "place = Range{min(max(place.low, 0ll), size - 1ll), min(max(place.high, 0ll), size - 1ll)};",  # noqa: E501
+        "",
+    ),
+    "an index below 0 from the begin": (
+        lambda b, h, i, j: _ids[i - 300] > 2, ROWS,
+        "place = Range{place.low + size, place.high + size};",
+        "place = Range{place.low, place.high};",
+    ),
+    "the first element for all": (
+        documents, ROWS,
+        "i <= (int)at[0].high; ++i)",
+        "i <= (int)at[0].low; ++i)",
+    ),
+    "bounds of a difference": (
+        by_head, ROWS,
+        "Range{x.low - y.high, x.high - y.low}",
+        "Range{x.low - y.low, x.high - y.high}",
+    ),
+    "equal where they touch": (
+        documents, ROWS,
+        "is_exact(x) && is_exact(y) && x.low == y.low",
+        "x.low == y.low",
+    ),
+    "no wrapping": (
+        lambda b, h, i, j: i * 20_000_000 + j > 5, ROWS,
+        "return fits ? x : anything<T>();",
+        "return x;",
+    ),
+    "a rest that grows with the dividend": (
+        lambda b, h, i, j: i % 50 < 20, ROWS,
+        "if (!is_exact(times)) return Range{0, y.low - 1};",
+        "",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_is_caught(fault: str, plant: Any) -> None:
+    mask, (rows, keys, tiles), snippet, other = FAULTS[fault]
+    places = PLACES if rows == ROWS[0] and mask is by_head else {}
+    assert not differs(mask, rows, keys, tiles, **places)
+    plant(KERNEL, snippet, other)
+    assert differs(mask, rows, keys, tiles, **places)
