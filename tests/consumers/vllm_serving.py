@@ -1,0 +1,152 @@
+"""vLLM on a CPU with pyfa's plug-in: small models with random weights, their greedy tokens compared
+with those of vLLM's own backend.
+
+Prompts of 5 to 300 tokens are served at once, with prefix caching and prompts in chunks, so that a
+step mixes prompts, chunks and decode. Each backend has a process of its own, because vLLM loads
+plug-ins once. Without PYFA_VLLM_CPU the plug-in is there and must stay idle.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCABULARY = 512
+COMMON = {
+    "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "max_position_embeddings": 1024, "initializer_range": 0.2, "tie_word_embeddings": False,
+}  # fmt: skip
+# Each: transformers' class, what differs in its config, what differs in vLLM's arguments.
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "Llama": ("Llama", {}, {}),
+    "Llama, pages of 32": ("Llama", {}, {"block_size": 32}),
+    "Mistral, window 40": ("Mistral", {"sliding_window": 40}, {}),
+    "Gemma 2, softcap 5": (
+        "Gemma2",
+        {"sliding_window": 40, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 32},
+        {},
+    ),
+    "Bloom, ALiBi": ("Bloom", {"n_layer": 2, "n_head": 4}, {}),
+}
+SERVED = {
+    "dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, "max_model_len": 512,
+    "enable_prefix_caching": True, "enable_chunked_prefill": True, "max_num_batched_tokens": 96,
+    "max_num_seqs": 8, "seed": 0, "disable_log_stats": False,
+}  # fmt: skip
+NEW_TOKENS = 12
+
+
+def prompts() -> list[list[int]]:
+    """20 prompts of 5 to 300 tokens; every third one begins with the same 130, two pages of 64."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.linspace(5, 300, 20).long()[torch.randperm(20, generator=generator)].tolist()
+    made = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+    shared = max(made, key=len)[:130]
+    return [
+        shared + prompt[130:] if number % 3 == 0 and len(prompt) > 130 else prompt
+        for number, prompt in enumerate(made)
+    ]
+
+
+def save(folder: Path) -> None:
+    """Write every model that is served."""
+    import transformers
+
+    for name, (family, differing, _) in MODELS.items():
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{family}Config")(**{**COMMON, **differing})
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
+        model.save_pretrained(folder / name)
+
+
+def serve(folder: Path) -> None:
+    """Print each model's tokens, and what was seen of pyfa's calls, as a line of JSON."""
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    import pyfa.api
+
+    seen: dict[str, int] = {}
+    own = pyfa.api.attention_kvcache
+
+    def counted(q: torch.Tensor, *args: Any, **named: Any) -> Any:
+        rows = named["cu_seqlens_q"].diff()
+        seen["calls"] += 1
+        seen["mixed"] += bool((rows == 1).any() and (rows > 1).any())
+        seen["continued"] += bool(((rows > 1) & (named["cache_seqlens"] > rows)).any())
+        return own(q, *args, **named)
+
+    pyfa.api.attention_kvcache = counted
+    greedy = SamplingParams(
+        temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False
+    )
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts()]
+    for name, (_, _, options) in MODELS.items():
+        seen.update(calls=0, mixed=0, continued=0)
+        llm = LLM(str(folder / name), **{**SERVED, **options})
+        # The second time, whole prompts are in the cache.
+        made = [list(x.outputs[0].token_ids) for _ in range(2) for x in llm.generate(asked, greedy)]
+        hits = sum(m.value for m in llm.get_metrics() if m.name == "vllm:prefix_cache_hits")
+        print("\n" + json.dumps({"name": name, "tokens": made, "hits": hits, **seen}), flush=True)
+        del llm
+        cleanup_dist_env_and_memory()
+
+
+def served(folder: Path, with_pyfa: bool) -> list[dict[str, Any]]:
+    """Return what ``serve`` prints in a process of its own."""
+    variables = {
+        **os.environ,
+        "PYFA_VLLM_CPU": str(int(with_pyfa)),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CONFIG_ROOT": str(folder),
+        "VLLM_CACHE_ROOT": str(folder),
+    }
+    command = [sys.executable, __file__, str(folder)]
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True)
+    if ended.returncode:
+        raise RuntimeError((ended.stdout + ended.stderr)[-6000:])
+    return [json.loads(line) for line in ended.stdout.splitlines() if line.startswith('{"name"')]
+
+
+def report(name: str, error: float, limit: float = 0.0) -> None:
+    print(json.dumps({"name": name, "error": error, "limit": limit}), flush=True)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        save(folder)
+        both = zip(served(folder, False), served(folder, True), strict=True)
+        for wanted, found in both:
+            name = found["name"]
+            assert wanted["calls"] == 0, "the plug-in was not asked for, and ran"
+            assert min(found[x] for x in ("calls", "mixed", "continued", "hits")) > 0, found
+            pairs = [
+                pair
+                for mine, theirs in zip(found["tokens"], wanted["tokens"], strict=True)
+                for pair in zip(mine, theirs, strict=True)
+            ]
+            distinct = len({token for _, token in pairs})
+            assert distinct > 50, f"{name}: {distinct} distinct tokens say little"
+            steps = f"{found['mixed']} mixed, {found['continued']} with a chunk"
+            what = f"{len(pairs)} tokens, {distinct} distinct; {found['calls']} calls, {steps}"
+            differing = sum(a != b for a, b in pairs)
+            report(f"{name}: {what}; {found['hits']} prompt tokens cached", differing)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        serve(Path(sys.argv[1]))
+    else:
+        main()
