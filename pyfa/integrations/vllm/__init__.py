@@ -19,7 +19,7 @@ from ... import env
 __all__ = ["BACKEND", "check_version", "register"]
 
 BACKEND = f"{__name__}.backend.PyfaBackend"
-# The interface that backend.py is written for; ci/consumers runs the oldest one.
+# The interface that backend.py is written for; ci/consumers runs 0.32.0.
 OLDEST, NEWER = (0, 32), (0, 33)
 
 _log = logging.getLogger("pyfa")
