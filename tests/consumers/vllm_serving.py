@@ -3,7 +3,8 @@ with those of vLLM's own backend.
 
 Prompts of 5 to 300 tokens are served at once, with prefix caching and prompts in chunks, so that a
 step mixes prompts, chunks and decode. Each backend has a process of its own, because vLLM loads
-plug-ins once. Without PYFA_VLLM_CPU the plug-in is there and must stay idle.
+plug-ins once. Without PYFA_VLLM_CPU the plug-in is there and must stay idle. At the end pyfa is
+given lengths that are off by one, to see that the comparison can fail.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +26,10 @@ COMMON = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
     "max_position_embeddings": 1024, "initializer_range": 0.2, "tie_word_embeddings": False,
 }  # fmt: skip
-# Each: transformers' class, what differs in its config, what differs in vLLM's arguments.
-MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "Llama": ("Llama", {}, {}),
-    "Llama, pages of 32": ("Llama", {}, {"block_size": 32}),
-    "Mistral, window 40": ("Mistral", {"sliding_window": 40}, {}),
-    "Gemma 2, softcap 5": (
-        "Gemma2",
-        {"sliding_window": 40, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 32},
-        {},
-    ),
-    "Bloom, ALiBi": ("Bloom", {"n_layer": 2, "n_head": 4}, {}),
+# Each: transformers' class, and what differs in its config. vllm_layer.py has the other features.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("Llama", {}),
+    "Mistral, window 40": ("Mistral", {"sliding_window": 40}),
 }
 SERVED = {
     "dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, "max_model_len": 512,
@@ -45,7 +40,7 @@ NEW_TOKENS = 12
 
 
 def prompts() -> list[list[int]]:
-    """20 prompts of 5 to 300 tokens; every third one begins with the same 130, two pages of 64."""
+    """20 prompts of 5 to 300 tokens; every third one begins with the same 130, more than a page."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.linspace(5, 300, 20).long()[torch.randperm(20, generator=generator)].tolist()
     made = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
@@ -60,7 +55,7 @@ def save(folder: Path) -> None:
     """Write every model that is served."""
     import transformers
 
-    for name, (family, differing, _) in MODELS.items():
+    for name, (family, differing) in MODELS.items():
         torch.manual_seed(0)
         config = getattr(transformers, f"{family}Config")(**{**COMMON, **differing})
         model = getattr(transformers, f"{family}ForCausalLM")(config)
@@ -79,6 +74,8 @@ def serve(folder: Path) -> None:
 
     def counted(q: torch.Tensor, *args: Any, **named: Any) -> Any:
         rows = named["cu_seqlens_q"].diff()
+        if seen["planted"]:
+            named["cache_seqlens"] = (named["cache_seqlens"] - 1).clamp(min=0)
         seen["calls"] += 1
         seen["mixed"] += bool((rows == 1).any() and (rows > 1).any())
         seen["continued"] += bool(((rows > 1) & (named["cache_seqlens"] > rows)).any())
@@ -89,13 +86,18 @@ def serve(folder: Path) -> None:
         temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False
     )
     asked = [{"prompt_token_ids": prompt} for prompt in prompts()]
-    for name, (_, _, options) in MODELS.items():
-        seen.update(calls=0, mixed=0, continued=0)
-        llm = LLM(str(folder / name), **{**SERVED, **options})
-        # The second time, whole prompts are in the cache.
-        made = [list(x.outputs[0].token_ids) for _ in range(2) for x in llm.generate(asked, greedy)]
+    for name in MODELS:
+        seen.update(calls=0, mixed=0, continued=0, planted=0)
+        llm = LLM(str(folder / name), **SERVED)
+
+        def tokens(llm: Any = llm) -> list[list[int]]:
+            return [list(x.outputs[0].token_ids) for x in llm.generate(asked, greedy)]
+
+        made = tokens() + tokens()  # the second time, whole prompts are in the cache
         hits = sum(m.value for m in llm.get_metrics() if m.name == "vllm:prefix_cache_hits")
-        print("\n" + json.dumps({"name": name, "tokens": made, "hits": hits, **seen}), flush=True)
+        found = {"name": name, "tokens": made, "hits": hits, **seen}
+        seen["planted"] = 1
+        print("\n" + json.dumps({**found, "planted": tokens()}), flush=True)
         del llm
         cleanup_dist_env_and_memory()
 
@@ -127,22 +129,26 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         save(folder)
-        both = zip(served(folder, False), served(folder, True), strict=True)
+        with ThreadPoolExecutor(2) as pool:
+            both = zip(*pool.map(served, (folder, folder), (False, True)), strict=True)
         for wanted, found in both:
             name = found["name"]
             assert wanted["calls"] == 0, "the plug-in was not asked for, and ran"
             assert min(found[x] for x in ("calls", "mixed", "continued", "hits")) > 0, found
-            pairs = [
-                pair
-                for mine, theirs in zip(found["tokens"], wanted["tokens"], strict=True)
-                for pair in zip(mine, theirs, strict=True)
-            ]
-            distinct = len({token for _, token in pairs})
+            flat = [token for each in wanted["tokens"] for token in each]
+            distinct = len(set(flat))
             assert distinct > 50, f"{name}: {distinct} distinct tokens say little"
             steps = f"{found['mixed']} mixed, {found['continued']} with a chunk"
-            what = f"{len(pairs)} tokens, {distinct} distinct; {found['calls']} calls, {steps}"
-            differing = sum(a != b for a, b in pairs)
-            report(f"{name}: {what}; {found['hits']} prompt tokens cached", differing)
+            what = f"{len(flat)} tokens, {distinct} distinct; {found['calls']} calls, {steps}"
+            planted = differing(found["planted"], wanted["planted"])
+            assert planted > 0, f"{name}: lengths that are off by one changed no token"
+            what += f"; {found['hits']} prompt tokens cached; off by one, {planted} tokens differ"
+            report(f"{name}: {what}", differing(found["tokens"], wanted["tokens"]))
+
+
+def differing(found: list[list[int]], wanted: list[list[int]]) -> int:
+    pairs = zip(found, wanted, strict=True)
+    return sum(a != b for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True))
 
 
 if __name__ == "__main__":
