@@ -84,6 +84,14 @@ VARIABLES: dict[str, Variable] = {
             "`plan` logs each new plan once to the logger `pyfa`, at level INFO.",
         ),
         Variable(
+            "PYFA_VLLM_CPU",
+            _flag,
+            False,
+            "0 or 1",
+            "Make vLLM on a CPU use pyfa in place of its backend `CPU_ATTN`; there it ignores "
+            "`--attention-backend`. Read when vLLM loads its plug-ins.",
+        ),
+        Variable(
             "PYFA_ARCH_TILES",
             str,
             "",

@@ -182,6 +182,8 @@ def _why_not_outside(name: str, path: Path, target: str) -> str:
         return "only integrations/diffusers.py imports diffusers"
     if top == "transformers" and name != "integrations.transformers":
         return "only integrations/transformers.py imports transformers"
+    if top == "vllm" and not name.startswith("integrations.vllm"):
+        return "only integrations/vllm imports vllm"
     return ""
 
 
@@ -233,6 +235,7 @@ def test_every_module_is_walked() -> None:
         ("cli/x.py", "import triton", "only backends/triton"),
         ("cli/x.py", "from transformers import AutoModel", "only integrations/transformers.py"),
         ("cli/x.py", "import diffusers", "only integrations/diffusers.py"),
+        ("cli/x.py", "from vllm import envs", "only integrations/vllm"),
         ("api.py", "from .compat import fa2", "compat comes after api"),
     ],
 )

