@@ -71,11 +71,6 @@ def run(options: argparse.Namespace) -> int:
     for arch in archs:
         if arch not in known:
             raise ValueError(f"--arch: expected one of {', '.join(known)}; got {arch}")
-        if options.bundle and arch in of_hip.ARCHS and arch != of_hip.EMULATED:
-            raise ValueError(
-                f"--bundle: expected {of_hip.EMULATED} or NVIDIA archs, because the emulator "
-                f"checks no other; got {arch}"
-            )
     built = []
     for arch in archs:
         build = compile_cuda.build if arch in of_cuda.TILED else _build

@@ -31,6 +31,7 @@ class Code:
         return cubin.parse(self.data)
 
 
+@functools.cache  # of the first call too: why_missing asks before load does
 def key_of(plan: Plan, arch: str) -> str:
     """Return the key of ``plan`` in the bundle, whose manifest names the NVRTC that built it."""
     from ... import cache  # brings filelock and platformdirs, not needed to import pyfa

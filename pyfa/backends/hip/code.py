@@ -37,6 +37,7 @@ class Code:
     kernel: codeobject.Kernel
 
 
+@functools.cache
 def key_of(plan: Plan, arch: str, by: str = compiler.PINNED) -> str:
     """Return the cache key of the code object that compiler ``by`` makes of ``plan``."""
     from ... import (
