@@ -50,6 +50,27 @@ def evaluate(model: Any, tokens: torch.Tensor, mask: torch.Tensor) -> dict[str, 
     return {"logits": logits.detach(), **grads}
 
 
+def continuous(model: Any, name: str) -> None:
+    """Continuous batching over a paged cache, against each prompt alone with the model's own."""
+    torch.manual_seed(3)
+    prompts = [torch.randint(2, 96, (length,)).tolist() for length in (3, 9, 17, 5)]
+    given = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    wanted = [
+        model.generate(torch.tensor([prompt]), eos_token_id=None, **given)[0, len(prompt) :]
+        for prompt in prompts
+    ]
+    model.set_attn_implementation(name)
+    outputs = model.generate_batch(
+        inputs=prompts,
+        generation_config=transformers.GenerationConfig(eos_token_id=-1, **given),
+        continuous_batching_config=transformers.ContinuousBatchingConfig(
+            block_size=32, num_blocks=16, max_batch_tokens=64
+        ),
+    )
+    found = torch.tensor([each.generated_tokens for each in outputs.values()])
+    check("llama: tokens of continuous batching", found, torch.stack(wanted), 0.0)
+
+
 def main() -> None:
     name = sys.argv[1]
     torch.manual_seed(1)
@@ -81,6 +102,7 @@ def main() -> None:
             found = model.generate(tokens, **given)
             model.set_attn_implementation(own)
             check(f"{kind}: greedy tokens", found, model.generate(tokens, **given), 0.0)
+            continuous(model, name)
 
 
 if __name__ == "__main__":
