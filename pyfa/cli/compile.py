@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
         built += build(arch, options.all, options.head_dim)
     if options.out is not None:
         bundling.write(options.out, built)
-    failed, left_out = _faults(built), []
+    failed, left_out = _faults(built), list[str]()
     if options.bundle and not failed:
         failed, left_out = bundling.bundle(built, options.all, options.head_dim)
     for plan in left_out:
