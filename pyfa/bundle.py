@@ -1,4 +1,4 @@
-"""Code objects that come with the package: verified when it was built, found by their digest.
+"""Code objects that come with the package: checked when it was built, found by their digest.
 
 The folder ``pyfa/_bundle`` holds one file per code object and ``manifest.json``. ``pyfa compile
 --bundle`` makes it, and wheels contain it. A checkout has none until it is built.
@@ -14,7 +14,7 @@ from typing import Any
 
 from .errors import CodeObjectError
 
-SCHEMA = 1
+SCHEMA = 2
 FOLDER = Path(__file__).parent / "_bundle"
 
 
@@ -24,7 +24,9 @@ def manifest() -> dict[str, Any]:
     bundle.
 
     Each object has ``file``, ``sha256``, ``arch``, ``plan``, ``compiler`` and ``emulated``, the
-    conformance cases that this digest passed in the emulator.
+    conformance cases that this digest passed in the emulator (none for cubins, which it cannot
+    run). Code for AMD also has ``kernel``, its metadata, because reading them from the file needs
+    packages that a machine without a compiler lacks.
     """
     try:
         data: dict[str, Any] = json.loads((FOLDER / "manifest.json").read_text())
@@ -35,10 +37,20 @@ def manifest() -> dict[str, Any]:
     return data
 
 
+def entry(arch: str, key: str) -> dict[str, Any] | None:
+    """Return what the bundle lists under this key, or None."""
+    found: dict[str, Any] | None = manifest()["objects"].get(key)
+    return found if found is not None and found["arch"] == arch else None
+
+
 def has(arch: str, key: str) -> bool:
     """Return whether the bundle lists a code object with this key."""
-    entry = manifest()["objects"].get(key)
-    return entry is not None and entry["arch"] == arch
+    return entry(arch, key) is not None
+
+
+def archs() -> frozenset[str]:
+    """Return the archs that the bundle has code for."""
+    return frozenset(found["arch"] for found in manifest()["objects"].values())
 
 
 def find(arch: str, key: str) -> bytes | None:
@@ -46,10 +58,10 @@ def find(arch: str, key: str) -> bytes | None:
 
     Raises ``CodeObjectError`` if its bytes are not those that were verified.
     """
-    if not has(arch, key):
+    found = entry(arch, key)
+    if found is None:
         return None
-    entry = manifest()["objects"][key]
-    data: bytes = (FOLDER / entry["file"]).read_bytes()
-    if hashlib.sha256(data).hexdigest() != entry["sha256"]:
-        raise CodeObjectError(f"{FOLDER / entry['file']} is not the file that was verified")
+    data: bytes = (FOLDER / found["file"]).read_bytes()
+    if hashlib.sha256(data).hexdigest() != found["sha256"]:
+        raise CodeObjectError(f"{FOLDER / found['file']} is not the file that was verified")
     return data

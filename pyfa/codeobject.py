@@ -60,6 +60,12 @@ class Kernel:
     preload_dwords: int
     preload_offset: int  # in dwords
 
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Kernel:
+        """Return the kernel that ``dataclasses.asdict`` made ``data`` of, also after JSON."""
+        arguments = tuple(KernelArgument(**each) for each in data["arguments"])
+        return cls(**{**data, "arguments": arguments})
+
 
 @dataclass(frozen=True)
 class Function:

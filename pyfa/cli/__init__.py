@@ -14,9 +14,22 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from . import bench, cache, compat, compile, conformance, demo, explain, info, inspect, plan, usage
+from . import (
+    bench,
+    cache,
+    compat,
+    compile,
+    conformance,
+    demo,
+    explain,
+    hub,
+    info,
+    inspect,
+    plan,
+    usage,
+)
 
-_COMMANDS = (info, demo, explain, plan, compile, inspect, conformance, bench, cache, compat)
+_COMMANDS = (info, demo, explain, plan, compile, inspect, conformance, bench, cache, compat, hub)
 _USAGE = 2
 _INTERRUPTED = 130
 

@@ -1,22 +1,21 @@
-"""``pyfa compile``: builds code objects without a GPU, and the bundle of a wheel."""
+"""``pyfa compile``: builds code objects without a GPU."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import shutil
 import sys
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import compile_cuda, planned, usage
+from . import bundling, compile_cuda, planned, usage
 from .console import print_json, print_table, progress
 
 if TYPE_CHECKING:
-    from ..conformance.cases import Case
     from ..plan import Plan
 
 
@@ -31,12 +30,20 @@ def add(commands: Any) -> None:
         "unit (SM). What is compiled goes to the cache, for later runs.",
         "pyfa compile --arch gfx942 --out objects",
         "pyfa compile --arch sm_90 --all",
+        "pyfa compile --arch gfx942,sm_80,sm_90 --head-dim 128 --bundle",
     )
     parser.add_argument(
         "--arch", required=True, metavar="A[,B]", help="archs, such as gfx942 or sm_80,sm_86"
     )
     parser.add_argument(
-        "--all", action="store_true", help="build every plan (default: those a wheel carries)"
+        "--all", action="store_true", help="build every plan (default: those of most problems)"
+    )
+    parser.add_argument(
+        "--head-dim",
+        type=_head_dims,
+        default=(),
+        metavar="D[,D]",
+        help="only plans for these head dims (default: 64,128; with --all every one)",
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="write the code objects to this folder"
@@ -44,8 +51,8 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--bundle",
         action="store_true",
-        help="write the bundle that a wheel carries, after checking each code object's wait "
-        "states and running the conformance suite on it in the emulator",
+        help="write the bundle that a wheel carries, after checking the wait states of each code "
+        "object for gfx942 and running the conformance suite on it in the emulator",
     )
     planned.add_flag(parser)
     usage.add_json(parser)
@@ -63,23 +70,23 @@ def run(options: argparse.Namespace) -> int:
     for arch in archs:
         if arch not in known:
             raise ValueError(f"--arch: expected one of {', '.join(known)}; got {arch}")
-    if options.bundle and archs != [of_hip.EMULATED]:
-        raise ValueError(f"--bundle: expected --arch {of_hip.EMULATED}")
     built = []
     for arch in archs:
         build = compile_cuda.build if arch in of_cuda.TILED else _build
-        built += build(arch, options.all)
+        built += build(arch, options.all, options.head_dim)
     if options.out is not None:
-        _write(options.out, built)
-    failed = _faults(built)
+        bundling.write(options.out, built)
+    failed, left_out = _faults(built), list[str]()
     if options.bundle and not failed:
-        failed = _bundle(built)
+        failed, left_out = bundling.bundle(built, options.all, options.head_dim)
+    for plan in left_out:
+        print(f"pyfa compile: left out of the bundle: no case ran {plan}", file=sys.stderr)
     for each in failed:
         print(f"pyfa compile: {each}", file=sys.stderr)
     if options.json:
-        hidden = ("data", "key", "faults")
+        hidden = ("data", "key", "faults", "bundled")
         facts = [{k: v for k, v in row.items() if k not in hidden} for row in built]
-        print_json("compile", {"objects": facts, "failed": failed})
+        print_json("compile", {"objects": facts, "failed": failed, "left_out": left_out})
     else:
         for columns in (_COLUMNS, compile_cuda.COLUMNS):
             found = [row for row in built if set(columns) <= set(row)]
@@ -103,11 +110,18 @@ _COLUMNS = {
 }
 
 
-def _build(arch: str, every: bool) -> list[dict[str, Any]]:
+def _head_dims(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected head dims such as 64,128, got {text}") from None
+
+
+def _build(arch: str, every: bool, head_dims: Collection[int]) -> list[dict[str, Any]]:
     from ..backends.hip.target import TARGET
     from ..backends.native import catalog
 
-    wanted = (catalog.all_plans if every else catalog.common_plans)(TARGET, arch)
+    wanted = catalog.chosen_plans(TARGET, arch, every, head_dims)
     rows = []
     # The compiler runs in processes of its own.
     with progress("compiling") as show, ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -118,7 +132,7 @@ def _build(arch: str, every: bool) -> list[dict[str, Any]]:
 
 
 def _row(arch: str, plan: Plan) -> dict[str, Any]:
-    from ..backends.hip import code, runtime_hazards
+    from ..backends.hip import code, compiler, runtime_hazards
 
     made = code.compiled(plan, arch)
     kernel, data = made.kernel, made.data
@@ -141,6 +155,7 @@ def _row(arch: str, plan: Plan) -> dict[str, Any]:
         "sha256": made.digest,
         "key": code.key_of(plan, arch),
         "data": data,
+        "bundled": {"arch": arch, "compiler": compiler.PINNED, "kernel": asdict(kernel)},
     }
 
 
@@ -160,96 +175,3 @@ def _cells(row: dict[str, Any], columns: dict[str, str], verbose: bool) -> list[
     told = (planned.text if verbose else planned.words)(row["constants"])
     figures = [str(row[name]) for name in columns]
     return [row["kernel"], told, row["arch"], *figures, row["sha256"][:16]]
-
-
-def _file(row: dict[str, Any]) -> str:
-    suffix = "cubin" if row["arch"].startswith("sm_") else "hsaco"
-    return f"{row['kernel']}-{row['arch']}-{row['sha256'][:16]}.{suffix}"
-
-
-def _write(folder: Path, rows: list[dict[str, Any]]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for row in rows:
-        (folder / _file(row)).write_bytes(row["data"])
-
-
-def _bundle(rows: list[dict[str, Any]]) -> list[str]:
-    """Write the bundle and verify it; return the names of the conformance cases that failed.
-
-    The emulator runs the files that were written, and the manifest lists for each digest the cases
-    that it passed. If a case fails, the bundle is removed.
-    """
-    from .. import bundle
-
-    shutil.rmtree(bundle.FOLDER, ignore_errors=True)
-    _write(bundle.FOLDER, rows)
-    objects = {
-        row["key"]: {
-            "file": _file(row),
-            "sha256": row["sha256"],
-            "arch": row["arch"],
-            "plan": row["plan"],
-            "emulated": [],
-        }
-        for row in rows
-    }
-    _write_manifest(objects)
-    passed, failed = _emulate()
-    for entry in objects.values():
-        entry["emulated"] = passed.get(entry["sha256"], [])
-    unproved = [entry["plan"] for entry in objects.values() if not entry["emulated"]]
-    failed += [f"no case ran {plan}" for plan in unproved]
-    if failed:
-        shutil.rmtree(bundle.FOLDER)
-    else:
-        _write_manifest(objects)
-    return failed
-
-
-def _write_manifest(objects: dict[str, dict[str, Any]]) -> None:
-    from .. import bundle
-    from ..backends.hip import code, compiler
-
-    manifest = {"schema": bundle.SCHEMA, "compiler": compiler.PINNED, "objects": objects}
-    text = json.dumps(manifest, indent=1, sort_keys=True)
-    (bundle.FOLDER / "manifest.json").write_text(text + "\n")
-    bundle.manifest.cache_clear()
-    code.load.cache_clear()
-
-
-def _is_common(case: Case) -> bool:
-    """Return whether ``case`` needs only the plans that the wheel bundles (head_dim 64 and 128, no
-    dropout, no pages in prefill)."""
-    from ..backends.native.plans import COMMON_HEAD_DIMS
-
-    return (
-        case.head_dim == case.head_dim_v in COMMON_HEAD_DIMS
-        and not case.dropout_p
-        and not case.page_size
-    )
-
-
-def _emulate() -> tuple[dict[str, list[str]], list[str]]:
-    """Run the full suite's common cases in the emulator; return the passed ones by digest, and the
-    failed ones."""
-    from ..backends import BACKENDS
-    from ..backends.hip.backend import HipBackend
-    from ..conformance import grid, report, runner
-
-    emulator = BACKENDS["emulator"]
-    assert isinstance(emulator, HipBackend)
-    suite = grid.cases("full", emulator.FEATURES, emulator.DTYPES)
-    cases = [case for case in suite if _is_common(case)]
-    passed: dict[str, list[str]] = {}
-    failed = []
-    with progress("emulating") as show:
-        for done, case in enumerate(cases):
-            show(done, len(cases), case.name)
-            emulator.launch.digests.clear()
-            result = runner.run_case(emulator, case, runner.device_of("emulator"))
-            if result.status == report.PASSED:
-                for digest in emulator.launch.digests.values():
-                    passed.setdefault(digest, []).append(case.name)
-            elif result.status in (report.FAILED, report.CRASHED):
-                failed.append(case.name)
-    return passed, failed

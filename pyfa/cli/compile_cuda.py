@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Collection
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,12 +22,13 @@ COLUMNS = {
 }
 
 
-def build(arch: str, every: bool) -> list[dict[str, Any]]:
-    """Build every plan of ``arch``, or only the common ones; return a row for each."""
+def build(arch: str, every: bool, head_dims: Collection[int] = ()) -> list[dict[str, Any]]:
+    """Build every plan of ``arch``, or only the common ones, of ``head_dims`` if given; return a
+    row for each."""
     from ..backends.cuda.target import TARGET
     from ..backends.native import catalog
 
-    wanted = (catalog.all_plans if every else catalog.common_plans)(TARGET, arch)
+    wanted = catalog.chosen_plans(TARGET, arch, every, head_dims)
     rows = []
     # NVRTC compiles one program at a time in a process.
     spawning = multiprocessing.get_context("spawn")
@@ -42,9 +44,10 @@ def build(arch: str, every: bool) -> list[dict[str, Any]]:
 
 def row(arch: str, plan: Plan) -> dict[str, Any]:
     """Return the resources of ``plan`` on ``arch``."""
-    from ..backends.cuda import code, plans
+    from ..backends.cuda import code, plans, runtime_compiler
 
-    made = code.load(plan, plans.compiled_for(arch, plan))
+    target = plans.compiled_for(arch, plan)
+    made = code.compiled(plan, target)
     shared = made.kernel.shared_bytes + plans.shared_bytes(plan)
     return {
         "kernel": made.kernel.name,
@@ -56,5 +59,7 @@ def row(arch: str, plan: Plan) -> dict[str, Any]:
         "shared_bytes": shared,
         "blocks_per_sm": plans.blocks_per_sm(plan, arch, made.kernel.registers, shared),
         "sha256": made.digest,
+        "key": code.key_of(plan, target),
         "data": made.data,
+        "bundled": {"arch": target, "compiler": runtime_compiler.version()},
     }

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from . import usage
@@ -51,12 +53,30 @@ def collect() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "versions": _versions(),
+        "warnings": list(filter(None, (wrong_torch(),))),
         "devices": _devices(),
         "backends": _backends(),
         "bundle": _bundle(),
         "cache": _cache(),
         "environment": _environment(),
     }
+
+
+_KFD = (Path("/dev/kfd"), Path("/sys/class/kfd"))
+
+
+def wrong_torch(kfd: Sequence[Path] = _KFD) -> str | None:
+    """Return what is wrong with this machine's torch: a build for CUDA beside an AMD GPU's driver,
+    whose files are ``kfd``. None if nothing is."""
+    import torch
+
+    found = next((path for path in kfd if path.exists()), None)
+    if found is None or torch.version.hip or not torch.version.cuda or torch.cuda.is_available():
+        return None
+    return (
+        f"this PyTorch is a build for CUDA {torch.version.cuda}, and {found} says that the machine "
+        "has an AMD GPU: install a build for ROCm (https://pytorch.org/get-started)"
+    )
 
 
 def _versions() -> dict[str, str]:
@@ -103,15 +123,19 @@ def _bundle() -> dict[str, Any]:
 def _bundle_text(data: dict[str, Any]) -> str:
     objects = data["objects"]
     if not objects:
-        return "none (a wheel carries it; in a checkout `pyfa compile --arch gfx942 --bundle`)"
+        return "none (in a checkout, `pyfa compile --arch gfx942,sm_90 --bundle` makes one)"
     if data["damaged"]:
         return f"damaged: {', '.join(data['damaged'])}"
     cases = sum(entry["emulated_cases"] for entry in objects)
     archs = ", ".join(sorted({entry["arch"] for entry in objects}))
-    return (
-        f"{len(objects)} code objects for {archs}, every digest as built; {cases} conformance "
-        "cases passed on them in the emulator (not verified on hardware)"
-    )
+    emulated = sum(entry["emulated_cases"] > 0 for entry in objects)
+    told = f"{len(objects)} code objects for {archs}, every digest as built"
+    if emulated:
+        told += (
+            f"; {cases} conformance cases passed on {emulated} of them in the emulator (not "
+            "verified on hardware)"
+        )
+    return told
 
 
 def _devices() -> list[dict[str, Any]]:
@@ -207,6 +231,8 @@ def _print(data: dict[str, Any]) -> None:
     versions = [f"{name} {version}" for name, version in data["versions"].items()]
     print_text(f"pyfa {data['pyfa']}, Python {data['python']}, {', '.join(versions)}", "  ")
     print(data["platform"])
+    for warning in data["warnings"]:
+        print_text(f"warning: {warning}", " " * 9)
     print()
     rows = []
     for device in data["devices"]:

@@ -16,7 +16,7 @@ other positions than flash-attention.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,8 +42,11 @@ Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _in_their_words = in_words_of(page_table="block_table", return_lse="return_attn_probs")
 
 
-class _Options(NamedTuple):
-    """Arguments that the six differentiable functions share, in the order of their parameters."""
+class Options(NamedTuple):
+    """Arguments that the six differentiable functions share, in the order of their parameters.
+
+    ``sinks`` are not flash-attention 2's; ``compat.hub`` has them.
+    """
 
     dropout_p: float
     softmax_scale: float | None
@@ -53,6 +56,7 @@ class _Options(NamedTuple):
     alibi_slopes: torch.Tensor | None
     deterministic: bool
     return_attn_probs: bool
+    sinks: torch.Tensor | None = None
 
 
 @_in_their_words
@@ -82,7 +86,7 @@ def flash_attn_func(
     or (B, H). Raises ``ArgumentError`` (a ``RuntimeError``) or ``TypeError`` for wrong arguments,
     and ``pyfa.UnsupportedProblem`` if no backend can run the call.
     """
-    return _attend(q, k, v, _Options(
+    return attend(q, k, v, Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs,
     ))  # fmt: skip
@@ -103,7 +107,7 @@ def flash_attn_kvpacked_func(
 ) -> Result:
     """Call ``flash_attn_func`` with K and V in one tensor kv (B, Sk, 2, Hk, D)."""
     k, v = unpacked("kv", kv, 2, 5)
-    return _attend(q, k, v, _Options(
+    return attend(q, k, v, Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs,
     ))  # fmt: skip
@@ -123,7 +127,7 @@ def flash_attn_qkvpacked_func(
 ) -> Result:
     """Call ``flash_attn_func`` with Q, K and V in one tensor qkv (B, S, 3, H, D)."""
     q, k, v = unpacked("qkv", qkv, 3, 5)
-    return _attend(q, k, v, _Options(
+    return attend(q, k, v, Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs,
     ))  # fmt: skip
@@ -157,7 +161,7 @@ def flash_attn_varlen_func(
     S_dmask (B, H, max_seqlen_q, max_seqlen_k) with each sequence in its top left corner. Raises
     what ``flash_attn_func`` raises.
     """
-    return _attend(q, k, v, _Options(
+    return attend(q, k, v, Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs,
     ), Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table))  # fmt: skip
@@ -182,7 +186,7 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Result:
     """Call ``flash_attn_varlen_func`` with K and V in one tensor kv (total_k, 2, Hk, D)."""
     k, v = unpacked("kv", kv, 2, 4)
-    return _attend(q, k, v, _Options(
+    return attend(q, k, v, Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs,
     ), Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))  # fmt: skip
@@ -204,7 +208,7 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Result:
     """Call ``flash_attn_varlen_func`` with Q, K and V in one tensor qkv (total, 3, H, D)."""
     q, k, v = unpacked("qkv", qkv, 3, 4)
-    return _attend(q, k, v, _Options(
+    return attend(q, k, v, Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs,
     ), Packed(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen))  # fmt: skip
@@ -245,40 +249,45 @@ def flash_attn_with_kvcache(
     flash-attention does, and raises ``ArgumentError`` if they exceed the table. It does not check
     while a graph is captured.
     """
+    return attend_cache(
+        q, k_cache, v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+        cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad,
+        block_table=block_table, scale=softmax_scale, causal=causal, window_size=window_size,
+        softcap=softcap, rotary_interleaved=rotary_interleaved, alibi_slopes=alibi_slopes,
+        num_splits=num_splits, return_softmax_lse=return_softmax_lse,
+    )  # fmt: skip
+
+
+def attend_cache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    k: torch.Tensor | None,
+    cache_seqlens: int | torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    window_size: Window,
+    return_softmax_lse: bool,
+    **others: Any,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Run ``flash_attn_with_kvcache``; ``others`` are arguments of ``pyfa.attention_kvcache``."""
     if block_table is not None and cache_seqlens is not None:
         _check_capacity(k_cache, k, cache_seqlens, block_table)
     with torch.no_grad():
         result = api.attention_kvcache(
-            q,
-            k_cache,
-            v_cache,
-            k=k,
-            v=v,
-            cache_seqlens=cache_seqlens,
-            cache_batch_idx=cache_batch_idx,
-            cache_leftpad=cache_leftpad,
-            page_table=block_table,
-            rotary_cos=rotary_cos,
-            rotary_sin=rotary_sin,
-            rotary_interleaved=rotary_interleaved,
-            num_splits=num_splits,
-            causal=causal,
-            window=window(window_size),
-            scale=softmax_scale,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            return_lse=return_softmax_lse,
-        )
+            q, k_cache, v_cache, k=k, cache_seqlens=cache_seqlens, page_table=block_table,
+            window=window(window_size), return_lse=return_softmax_lse, **others,
+        )  # fmt: skip
     if isinstance(result, torch.Tensor):
         return result
     return result[0], their_lse(result[1])
 
 
-def _attend(
+def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    options: _Options,
+    options: Options,
     packed: Packed | None = None,
 ) -> Result:
     edges = window(options.window_size)
@@ -290,6 +299,7 @@ def _attend(
         "scale": options.softmax_scale,
         "softcap": options.softcap,
         "alibi_slopes": options.alibi_slopes,
+        "sinks": options.sinks,
         "dropout_p": options.dropout_p,
         "seed": seed,
         "deterministic": options.deterministic,

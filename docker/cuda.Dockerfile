@@ -1,0 +1,12 @@
+# pyfa on a CUDA build of PyTorch. Build from the checkout, after ci/wheel:
+#     docker build -f docker/cuda.Dockerfile -t pyfa-cuda .
+#     docker run --gpus all pyfa-cuda
+ARG BASE=pytorch/pytorch:latest
+FROM ${BASE}
+COPY build/wheel/*.whl /tmp/wheel/
+# The image's torch stays: without a build for CUDA before and after, the build of the image fails.
+RUN python3 -c "import torch; assert torch.version.cuda" \
+    && python3 -m pip install --no-cache-dir /tmp/wheel/*.whl \
+    && python3 -c "import torch; assert torch.version.cuda" \
+    && rm -r /tmp/wheel
+CMD ["pyfa", "info"]

@@ -1,0 +1,26 @@
+"""What a machine without a compiler lacks: kernels that its bundle does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ...plan import Plan
+from ..base import MachineReason
+from .plans import name_of
+
+
+def why_missing(
+    wanted: Sequence[Plan], has: Callable[[Plan], bool], no_compiler: str | None
+) -> MachineReason | None:
+    """Return why some of ``wanted`` are not available; None if each is bundled or can be compiled.
+
+    ``has`` returns whether the bundle has a plan. ``no_compiler`` is why there is no compiler.
+    """
+    if no_compiler is None:
+        return None
+    lacking = [name_of(plan) for plan in wanted if not has(plan)]
+    if not lacking:
+        return None
+    return MachineReason(
+        f"no code for this problem is bundled ({', '.join(lacking)}), and {no_compiler}"
+    )

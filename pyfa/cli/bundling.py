@@ -1,0 +1,131 @@
+"""``pyfa compile --bundle``: writes a wheel's bundle, and verifies what the emulator can run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .console import progress
+
+if TYPE_CHECKING:
+    from ..conformance.cases import Case
+
+
+def write(folder: Path, rows: list[dict[str, Any]]) -> None:
+    """Write the code objects of ``rows`` to ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for row in rows:
+        (folder / _file(row)).write_bytes(row["data"])
+
+
+def bundle(
+    rows: list[dict[str, Any]], every: bool, head_dims: Collection[int]
+) -> tuple[list[str], list[str]]:
+    """Write the bundle. Return the names of the conformance cases that failed, and the plans that
+    are left out.
+
+    The emulator runs the files for gfx942 that were written, and the manifest lists for each digest
+    the cases that it passed. If a case fails, the bundle is removed. A plan that no case ran is
+    left out if ``every`` plan was asked for; a common plan fails.
+    """
+    from .. import bundle
+
+    shutil.rmtree(bundle.FOLDER, ignore_errors=True)
+    write(bundle.FOLDER, rows)
+    objects = {
+        row["key"]: {
+            "file": _file(row),
+            "sha256": row["sha256"],
+            "plan": row["plan"],
+            "emulated": [],
+            **row["bundled"],
+        }
+        for row in rows
+    }
+    _write_manifest(objects)
+    emulated = {key: entry for key, entry in objects.items() if _is_emulated(entry)}
+    passed, failed = _emulate(every, head_dims) if emulated else ({}, [])
+    for entry in emulated.values():
+        entry["emulated"] = passed.get(entry["sha256"], [])
+    unproved = {key: entry for key, entry in emulated.items() if not entry["emulated"]}
+    if not every:
+        failed += [f"no case ran {entry['plan']}" for entry in unproved.values()]
+    if failed:
+        shutil.rmtree(bundle.FOLDER)
+        return failed, []
+    kept = {key: entry for key, entry in objects.items() if key not in unproved}
+    files = {entry["file"] for entry in kept.values()}
+    for entry in unproved.values():
+        if entry["file"] not in files:
+            (bundle.FOLDER / entry["file"]).unlink(missing_ok=True)
+    _write_manifest(kept)
+    return [], [entry["plan"] for entry in unproved.values()]
+
+
+def _file(row: dict[str, Any]) -> str:
+    arch = row["bundled"]["arch"]
+    suffix = "cubin" if arch.startswith("sm_") else "hsaco"
+    return f"{row['kernel']}-{arch}-{row['sha256'][:16]}.{suffix}"
+
+
+def _is_emulated(entry: dict[str, Any]) -> bool:
+    from ..backends.hip import plans
+
+    return bool(entry["arch"] == plans.EMULATED)
+
+
+def _write_manifest(objects: dict[str, dict[str, Any]]) -> None:
+    from .. import bundle
+    from ..backends.cuda import code as of_cuda
+    from ..backends.hip import code as of_hip
+
+    manifest = {"schema": bundle.SCHEMA, "objects": objects}
+    text = json.dumps(manifest, indent=1, sort_keys=True)
+    (bundle.FOLDER / "manifest.json").write_text(text + "\n")
+    bundle.manifest.cache_clear()
+    of_hip.load.cache_clear()
+    of_cuda.load.cache_clear()
+
+
+def _is_wanted(case: Case, every: bool, head_dims: Collection[int]) -> bool:
+    """Return whether ``case`` can run a plan of the bundle. Unless it has ``every`` plan, it has
+    those without dropout and without pages in prefill."""
+    from ..backends.native.plans import COMMON_HEAD_DIMS
+
+    if every:
+        return not head_dims or case.head_dim <= max(head_dims)
+    return (
+        case.head_dim == case.head_dim_v
+        and case.head_dim in (head_dims or COMMON_HEAD_DIMS)
+        and not case.dropout_p
+        and not case.page_size
+    )
+
+
+def _emulate(every: bool, head_dims: Collection[int]) -> tuple[dict[str, list[str]], list[str]]:
+    """Run the full suite's cases for the bundle in the emulator; return the passed ones by digest,
+    and the failed ones."""
+    from ..backends import BACKENDS
+    from ..backends.hip.backend import HipBackend
+    from ..conformance import grid, report, runner
+
+    emulator = BACKENDS["emulator"]
+    assert isinstance(emulator, HipBackend)
+    suite = grid.cases("full", emulator.FEATURES, emulator.DTYPES)
+    cases = [case for case in suite if _is_wanted(case, every, head_dims)]
+    passed: dict[str, list[str]] = {}
+    failed = []
+    with progress("emulating") as show:
+        for done, case in enumerate(cases):
+            show(done, len(cases), case.name)
+            emulator.launch.digests.clear()
+            result = runner.run_case(emulator, case, runner.device_of("emulator"))
+            if result.status == report.PASSED:
+                for digest in emulator.launch.digests.values():
+                    passed.setdefault(digest, []).append(case.name)
+            elif result.status in (report.FAILED, report.CRASHED):
+                failed.append(case.name)
+    return passed, failed

@@ -1,0 +1,56 @@
+"""``pyfa hub export DIR``: a folder that Hugging Face's ``kernels`` library loads."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+from . import usage
+from .console import print_json
+
+# As transformers tells a kernel of the hub from other names.
+_REPOSITORY = re.compile(r"[^/:=@\s]+/[^/:=@\s]+")
+
+
+def add(commands: Any) -> None:
+    """Add the command to argparse's ``commands``."""
+    parser = usage.command(
+        commands,
+        "hub",
+        "write a kernel for Hugging Face's kernels library",
+        "Write a folder that Hugging Face's kernels library loads, and print the LOCAL_KERNELS "
+        "line that makes unchanged programs use it. Without --name: pyfa/attention, and the "
+        "repositories that transformers falls back to with this build of torch (AITER's on ROCm).",
+        "pyfa hub export pyfa-kernel",
+        "pyfa hub export pyfa-kernel --name kernels-community/flash-attn2",
+    )
+    parser.add_argument("action", choices=("export",), help="export: write the folder")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder to write")
+    parser.add_argument(
+        "--name",
+        nargs="+",
+        default=(),
+        metavar="OWNER/NAME",
+        help="the repositories to replace (default: transformers' fallbacks)",
+    )
+    usage.add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; the line alone goes to stdout, so that a shell can take it."""
+    from ..compat import hub
+
+    for name in options.name:
+        if not _REPOSITORY.fullmatch(name):
+            raise ValueError(f"--name: expected OWNER/NAME, got {name}")
+    names = tuple(options.name) or hub.fallback_names()
+    folder = hub.export(options.folder)
+    line = hub.variable(folder, names)
+    if options.json:
+        print_json("hub", {"directory": str(folder), "names": list(names), "variable": line})
+    else:
+        print(line)
+    return 0
