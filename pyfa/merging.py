@@ -83,7 +83,7 @@ def _kernel(
     out: torch.Tensor | torch.dtype,
     with_lse: bool,
 ) -> Run | None:
-    """The one launch of these parts; None where PyTorch's operators merge them."""
+    """Return the launch that merges these parts; None if PyTorch's operators must do it."""
     if torch.compiler.is_compiling() or outs[0].is_meta:
         return None
     given = [*outs, *lses, *([out] if isinstance(out, torch.Tensor) else ())]
@@ -114,7 +114,8 @@ def _bind(
     out: torch.Tensor | torch.dtype,
     with_lse: bool,
 ) -> Run | None:
-    """By the first backend that is there, if it has the kernel: nobody else's is looked for."""
+    """Bind the first available backend. If it has no kernel for this, PyTorch's operators merge; no
+    other backend is tried."""
     for name in dispatch.candidates(wanted, device.of(outs[0].device)):
         backend = BACKENDS[name]
         if backend.why_unavailable() is None:

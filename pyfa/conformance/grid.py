@@ -303,6 +303,70 @@ def _quick_caches() -> Iterator[Case]:
         yield _packed(((1, 1), (keys, 17)), "kvcache", heads_q=4, **fields)
 
 
+def _mods(count: int) -> Iterator[Case]:
+    """Return cases of each mod in ``count`` dtypes and shapes."""
+    for index, options in enumerate(_MODS):
+        for more in range(count):
+            dtype, shape = _DTYPES[(index + more) % 3], _SHAPES[(index + 2 * more) % 4]
+            fields: Fields = {"backward": True, "dlse": ("", "both")[index % 2], **options}
+            yield _dense(*shape, dtype=dtype, **fields)
+            if more:
+                forward = {**options, "captured_grad": False}
+                yield _dense(*shape, dtype=dtype, head_dim=128, **forward)
+    for index, options in enumerate(_MODS_PACKED):
+        for lengths in (_PACKED * 2)[index : index + count]:
+            yield _packed(lengths, "varlen", dtype=_DTYPES[index % 3], backward=True, **options)
+    for index, options in enumerate(_MODS_CACHED):
+        for lengths in (*_CACHES[:2], *_CACHES)[index : index + count]:
+            yield _packed(lengths, "kvcache", dtype=_HALF[index % 2], **options)
+
+
+def _lists(count: int) -> Iterator[Case]:
+    """Yield each block-list case in ``count`` dtypes and shapes."""
+    for index, options in enumerate(_LISTS):
+        for more in range(count):
+            shape = _LISTS_SHAPES[(index + more) % 3]
+            dtype = (_HALF[index % 2], _HALF[1 - index % 2], "float32")[more]
+            fields: Fields = {"dtype": dtype, "backward": True, **options}
+            yield _dense(*shape, batch=1, head_dim=(64, 128, 64)[more], **fields)
+    lengths = (300, 0, 150), (420, 33, 200)
+    yield _packed(lengths, "varlen", dtype=_HALF[0], backward=True, mask_mod="patches")
+    yield _packed(lengths, "varlen", dtype=_HALF[1], backward=True, block_mask=64, heads_q=4)
+    splits: Fields = {"heads_q": 4, "dtype": _HALF[1], "num_splits": 3}
+    yield _packed(((2, 2), (513, 300)), "kvcache", mask_mod="patches", **splits)
+    yield _packed(((2, 2), (513, 300)), "kvcache", block_mask=64, **splits)
+
+
+def _hostile() -> Iterator[Case]:
+    """Return cases with NaN and inf among the inputs: in masked positions, in padding, in rows and
+    pages that no sequence owns."""
+    for index, element in enumerate(("q=nan", "k=nan", "v=nan")):
+        half, other = _HALF[index % 2], _HALF[1 - index % 2]
+        fields: dict[str, Any] = {"hostile": element, "backward": True}
+        yield _dense(65, 97, dtype=half, causal=True, heads_q=4, **fields)
+        yield _dense(64, 64, dtype=other, causal=index > 0, deterministic=True, **fields)
+        yield _dense(40, 12, dtype="float32", **fields)
+        yield _dense(5, 7, dtype=half, hostile=element, softcap=5.0, alibi="heads", sinks=True)
+        yield _packed(_PACKED[1], "varlen", dtype=other, causal=True, **fields)
+        splits: dict[str, Any] = {"num_splits": 3} if index else {"page_size": 16}
+        yield _packed(_CACHES[0], "kvcache", dtype=half, heads_q=8, hostile=element, **splits)
+    for index, element in enumerate(("q=inf", "q=-inf", "k=inf", "v=inf")):
+        half = _HALF[index % 2]
+        yield _dense(65, 97, dtype=half, causal=True, window=(40, 0), hostile=element)
+        yield _dense(33, 33, dtype=half, hostile=element)
+        yield _packed(_CACHES[0], "kvcache", dtype=half, heads_q=4, hostile=element)
+    beyond: dict[str, Any] = {"hostile": "padding=inf"}
+    yield _packed(_PACKED[0], "varlen", used_q=True, used_k=True, slack=4, backward=True, **beyond)
+    yield _packed(_PACKED[1], "varlen", page_size=16, used_k=True, backward=True, **beyond)
+    caches: tuple[Fields, ...] = (
+        {"page_size": 16, "slack": 5},
+        {"leftpad": True, "batch_idx": True, "slack": 3, "heads_q": 8, "num_splits": 3},
+        {"new_keys": 1, "slack": 9, "dtype": "float16"},
+    )
+    for options in caches:
+        yield _packed(_CACHES[0], "kvcache", **beyond, **options)
+
+
 def _dropout_bits(count: int) -> Iterator[Case]:
     """Return cases in which V is the identity, so that the dropout bits can be read from the
     output."""

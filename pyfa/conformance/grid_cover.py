@@ -361,12 +361,12 @@ _FULL: tuple[Mapping[str, Any], ...] = (
 
 
 def quick() -> Iterator[Case]:
-    """The few of the quick level."""
+    """Yield the cases of the quick level."""
     for fields in _QUICK:
         yield Case(**fields)
 
 
 def full() -> Iterator[Case]:
-    """What the full level has besides."""
+    """Yield the additional cases of the full level."""
     for fields in _FULL:
         yield Case(**fields)

@@ -28,15 +28,16 @@ _OPTIONS: tuple[Fields, ...] = (
 
 
 def quick() -> Iterator[Case]:
-    """Each option once, over lengths in turn, and new keys and a float8 cache."""
+    """Yield each option once, cycling through the lengths, and cases with new keys and a float8
+    cache."""
     for index, options in enumerate(_OPTIONS):
         yield _tree(index, dtype=DTYPES[index % 3], **options)
     yield _tree(0, new_keys=6, page_size=16, head_dim=128)
     yield _tree(1, cache_dtype="float8_e4m3fn", head_dim=128, heads_q=8)
 
 
-def full() -> Iterator[Case]:
-    """Options and lengths in every pair, and draws of what changes a plan."""
+def full(draws: Draws) -> Iterator[Case]:
+    """Yield every pair of option and length, and random draws of what changes a plan."""
     for shape in range(len(_LENGTHS)):
         for index, options in enumerate(_OPTIONS):
             yield _tree(shape, dtype=HALF[(shape + index) % 2], **options)

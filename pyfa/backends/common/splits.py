@@ -59,8 +59,8 @@ _MOST_BYTES = 1 << 28  # of what the parts leave to be merged
 def over_rounds(
     blocks: int, keys: int, places: int, rows: int, costs: Rounds, parts: int = 1
 ) -> int:
-    """As many parts as let equal ``blocks`` end first that run in rounds of ``places``, or
-    ``parts`` where none gains what is worth it."""
+    """Return the number of splits for which equal ``blocks``, run in rounds of ``places``, end
+    first. Return ``parts`` if no number gains enough."""
 
     def busy(parts: int) -> float:
         rounds = -(-blocks * parts // places)
@@ -82,8 +82,8 @@ def over_rounds(
 def of_prefill(
     blocks: int, keys: int, places: int, rows: int, costs: Costs, rounds: Rounds | None
 ) -> int:
-    """``within_a_round``, and ``over_rounds`` where ``rounds`` are known and all blocks see as many
-    keys."""
+    """Return the number of splits of a prefill: that of ``over_rounds`` if ``rounds`` are known and
+    all blocks see the same number of keys, otherwise that of ``within_a_round``."""
     parts = within_a_round(blocks, keys, places, rows, costs)
     return over_rounds(blocks, keys, places, rows, rounds, parts) if rounds else parts
 

@@ -100,8 +100,8 @@ _refused: dict[tuple[Plan, str], str] = {}
 
 
 def why_refused(wanted: Sequence[Plan], arch: str) -> str | None:
-    """Why one of ``wanted`` was not built, by a user's mod that made it break the rules; None where
-    each was or none was tried."""
+    """Return why one of ``wanted`` was refused because of a user's mod; None if none was refused or
+    tried."""
     return next(filter(None, (_refused.get((plan, arch)) for plan in wanted)), None)
 
 

@@ -264,7 +264,7 @@ class Table:
         self.made_here: set[str] = set()
 
     def find(self, plan: Plan, resident: int) -> Costs:
-        """See ``Find``."""
+        """Implement ``Find``."""
         digest = code.load(Plan("hip", plan.kernel, plan.constants), plans.EMULATED).digest
         key = (digest, resident or self._fits.get(digest, 0))
         if key in self._saved:

@@ -58,7 +58,7 @@ def banded(plan: Plan) -> Plan:
 
 
 def masking(plan: Plan, features: frozenset[str]) -> Plan:
-    """``plan`` with what ``features`` mask that other plans know nothing of."""
+    """Return ``plan`` compiled for the masks in ``features`` that ordinary plans do not support."""
     if is_banded(features):
         plan = banded(plan)
     if "tree" in features:

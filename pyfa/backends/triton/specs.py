@@ -67,7 +67,8 @@ _Q_SCALES = ("Q_SCALE", "Q_SCALE_B", "Q_SCALE_H", "Q_SCALE_ROWS")
 
 
 def _bias_code(plan: Constants, variant: Variant) -> int:
-    """Of no bias, a float one, a boolean one, and a mask over the new rows."""
+    """Return 0 for no bias, 1 for a float bias, 2 for a boolean one, 3 for a mask over the new
+    rows."""
     if not variant.bias:
         return 0
     return 3 if plan["tree"] else 2 if variant.bias == "u8" else 1
