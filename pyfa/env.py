@@ -73,8 +73,9 @@ VARIABLES: dict[str, Variable] = {
             _flag,
             False,
             "0 or 1",
-            "Check on the device what the host cannot see for free: `cu_seqlens`, `seqused`, cache "
-            "lengths and page-table entries. Waits for the device. Read once, at import.",
+            "Check on the device what the host cannot read without waiting: `cu_seqlens`, "
+            "`seqused`, cache lengths and page-table entries. Waits for the device. Read once, "
+            "at import.",
         ),
         Variable(
             "PYFA_LOG",

@@ -41,8 +41,9 @@ def merge(
 
     Raises ``ValueError`` or ``TypeError`` for parts that do not fit together.
 
-    On ``hip`` and ``cuda`` 2 to 4 parts that want no gradient are one launch. More are PyTorch's
-    operators, as are parts that share memory with ``out``. The bits of the two ways differ.
+    On ``hip`` and ``cuda``, one kernel launch merges 2 to 4 parts without gradients. PyTorch's
+    operators merge more parts, and parts that share memory with ``out``. The last bits of the two
+    may differ.
 
     Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
 

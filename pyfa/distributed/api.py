@@ -242,7 +242,7 @@ def _asked(
             validate.wrong("cu_seqlens_k", f"{len(of_q)} sequences, as cu_seqlens_q", len(of_k))
         for side, length in zip("qk", seqlens, strict=True):
             if length is not None:
-                validate.wrong(f"seqlen_{side}", "None beside cu_seqlens_q", length)
+                validate.wrong(f"seqlen_{side}", "None with cu_seqlens_q", length)
         # The blocks bring offsets of their own.
         none = torch.zeros(len(of_q) + 1, dtype=torch.int32, device=q.device)
         request = requests.varlen(q, k, v, shared, none, none, max(of_q, default=0), 0)

@@ -2,4 +2,5 @@
 
 ``transformers``: models with ``attn_implementation="pyfa"``. ``diffusers``: models with
 ``set_attention_backend("pyfa")``. ``torch_sdpa``: PyTorch's ``scaled_dot_product_attention``.
+``flex``: PyTorch's ``flex_attention``.
 """

@@ -68,7 +68,7 @@ def notes_of(problem: Problem) -> list[str]:
     else:
         notes = [f"backward in two passes, seven products a tile: {why}"]
     if "bias_grad" in problem.features:
-        notes.append("the gradient of bias in a pass of its own, two products a tile, no atomics")
+        notes.append("the gradient of bias in a separate pass, two products per tile, no atomics")
     return notes
 
 

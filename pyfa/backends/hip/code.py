@@ -106,9 +106,10 @@ def why_refused(wanted: Sequence[Plan], arch: str) -> str | None:
 
 
 def why_not_built(wanted: Sequence[Plan], arch: str) -> str | None:
-    """Build ``wanted``, in order. Return why the first that fails cannot be run, None if all can.
+    """Build ``wanted``, in order. Return why the first that fails cannot run; None if all can.
 
-    A plan with block lists that breaks the rules may keep them without: the launcher takes that.
+    If a plan with block lists breaks the rules, the plan that ignores its lists is tried; the
+    launcher then uses that one.
     """
     for plan in wanted:
         for each in dict.fromkeys((plan, lists.unlisted(plan))):

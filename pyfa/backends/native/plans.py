@@ -53,7 +53,7 @@ def banded(plan: Plan) -> Plan:
     masks."""
     if name_of(plan) not in _MASKING:
         return plan
-    notes = (*plan.notes, "compiled for chunks, or a window moved beside ALiBi or dropout")
+    notes = (*plan.notes, "compiled for chunks, or for a shifted window with ALiBi or dropout")
     return replace(plan, constants=tuple(sorted((*plan.constants, ("BANDED", 1)))), notes=notes)
 
 
