@@ -1,4 +1,4 @@
-"""What all CUDA kernels have in common: archs, choice of tiles, launch of blocks."""
+"""Code that all CUDA kernels share: archs, choice of tiles, launch of blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much the timing model's seconds on an MI300X change with each of its constants.
+"""The sensitivity of the timing model's seconds on an MI300X to each of its constants.
 
 Model, not measured. Constants of a compute unit change the time of a workgroup: ``costs_of``
 simulates the recorded workgroup again for each of them. The costs are saved by the digest of the

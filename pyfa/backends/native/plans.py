@@ -1,4 +1,4 @@
-"""What plans of ``kernels/`` have in common, for any vendor."""
+"""Code that all plans of ``kernels/`` share, for any vendor."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ WHOLE_TILE = 32, 256
 @dataclass(frozen=True)
 class _Tile:
     """One block of scores: rows begin_q … end_q against keys begin_k … end_k. ``is_full``: the
-    mask_mod hides nothing there."""
+    mask_mod masks nothing there."""
 
     begin_q: int
     end_q: int
