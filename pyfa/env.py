@@ -50,7 +50,7 @@ VARIABLES: dict[str, Variable] = {
             _names,
             (),
             "names, in order",
-            "Backends to use, as `triton,torch`. Ranks below `backend=` and `use_backend`. "
+            "Backends to try, such as `triton,torch`. `backend=` and `use_backend` override it. "
             "Read once, when the first attention runs.",
         ),
         Variable(
@@ -58,7 +58,7 @@ VARIABLES: dict[str, Variable] = {
             _flag,
             False,
             "0 or 1",
-            "Make every call `batch_invariant`. Ranks below `use_batch_invariant`. Read once, at "
+            "Make every call `batch_invariant`. `use_batch_invariant` overrides it. Read once, at "
             "import.",
         ),
         Variable(
@@ -89,7 +89,7 @@ VARIABLES: dict[str, Variable] = {
             str,
             "",
             "an NVIDIA arch",
-            "Makes the cuda backend use the tile sizes of another arch, such as `sm_86`, to test "
+            "Make the cuda backend use the tile sizes of another arch, such as `sm_86`, to test "
             "them without such a GPU. Read at each new plan.",
         ),
         Variable(
@@ -107,7 +107,7 @@ VARIABLES: dict[str, Variable] = {
             lambda text: Path(text).expanduser(),
             None,
             "a folder",
-            "Where compiled kernels are kept; otherwise the user's cache folder.",
+            "The folder of compiled kernels; by default the user's cache folder.",
         ),
         Variable(
             "PYFA_CACHE_READONLY_DIRS",

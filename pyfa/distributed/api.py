@@ -257,7 +257,7 @@ def _asked(
         )
     call = request.call
     if call.window_shift:
-        raise NotImplementedError("window: a negative edge, in attention over several ranks")
+        raise NotImplementedError("window: a negative bound, in attention over several ranks")
     q, k, v = call[:3]
     for name, x in (("q", q), ("k", k)):
         if x.itemsize == 1:
