@@ -95,7 +95,7 @@ def plans_for(
     terms: frozenset[str] = frozenset(),
 ) -> tuple[Plan, Plan, Plan]:
     """Return the plans of row_sums, attn_bwd and dq_convert for these head dims on ``arch``."""
-    why_not = why_not_sm90(dims, terms, deterministic, general, bool(mods))
+    why_not = why_not_sm90(dims, terms, deterministic)
     if plans.runs_sm90(arch) and why_not is None:
         pair = calls.bucket_of(sm90.BACKWARD_TERMS if general else sm90.BACKWARD, *dims)
         sums, gradients, convert = sm90_plans_of(pair, dtype, deterministic, general)
