@@ -36,7 +36,7 @@ def quick() -> Iterator[Case]:
     yield _tree(1, cache_dtype="float8_e4m3fn", head_dim=128, heads_q=8)
 
 
-def full(draws: Draws) -> Iterator[Case]:
+def full() -> Iterator[Case]:
     """Yield every pair of option and length, and random draws of what changes a plan."""
     for shape in range(len(_LENGTHS)):
         for index, options in enumerate(_OPTIONS):
