@@ -425,9 +425,9 @@ def context_parallel() -> str:
     head = [x for part in parts for x in (f"{part} (ms)", "TFLOP/s", "efficiency")]
     more = [f"{part} (s)" for part in parts]
     return (
-        table(["GPUs", f"{tokens} tokens", *head], rows)
+        table(["GPUs", f"method, {tokens} tokens", *head], rows)
         + "\n\n"
-        + table(["tokens", "GPUs", "", *more, "GB per GPU", "peak / least"], longest)
+        + table(["tokens", "GPUs", "method", *more, "GB per GPU", "peak / least"], longest)
     )
 
 
@@ -440,7 +440,7 @@ def dram() -> str:
         more = [f"{x / 1e9:,.1f}" for x in (row["l2_bytes"], row["requested_bytes"])]
         rows.append([row["title"].removesuffix(" full"), *shown, f"{moved / once:.2f} ×", *more])
     head = ["compulsory", "estimated", "DRAM", "DRAM over compulsory", "through L2", "requested"]
-    return table(["GB", *head], rows)
+    return table(["kernels, in GB", *head], rows)
 
 
 def sanitizers() -> str:

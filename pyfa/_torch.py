@@ -62,8 +62,8 @@ has_storage: Callable[[torch.Tensor], bool] = getattr(_C, "_has_storage", lambda
 
 
 class StorageRef:
-    """A tensor's memory, which this does not keep from being freed. ``number`` is no other's as
-    long as this lives."""
+    """A weak reference to a tensor's memory. While it exists, no other memory has the same
+    ``number``."""
 
     __slots__ = ("_ref", "number")
 
@@ -72,12 +72,12 @@ class StorageRef:
         self._ref, self.number = StorageWeakRef(storage), storage._cdata
 
     def is_gone(self) -> bool:
-        """Whether it has been freed."""
+        """Return whether the memory has been freed."""
         return bool(self._ref.expired())
 
 
 def storage_number(x: torch.Tensor) -> int:
-    """``StorageRef.number``, while the tensor lives."""
+    """Return ``StorageRef.number`` of a tensor's memory, valid while the tensor exists."""
     storage: Any = x.untyped_storage()
     number: int = storage._cdata
     return number

@@ -168,9 +168,9 @@ _BIAS_TYPES = {torch.bool: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16
 def pack(values: Mapping[str, int | float], maps: Sequence[bytes] = ()) -> bytes:
     """Return the bytes of ``Params``, or of ``MappedParams`` if ``maps`` are given.
 
-    Members that ``values`` does not name are 0. Those of captured tensors follow either where
-    ``values`` names one of them. Raises ``KeyError`` for a name that is no member
-    and ``ValueError`` for maps of a wrong size or number.
+    Members that ``values`` does not name are 0. The members of captured tensors follow if
+    ``values`` names one of them. Raises ``KeyError`` for a name that is not a member, and
+    ``ValueError`` for maps of a wrong size or number.
     """
     if len(maps) > MAX_MAPS or any(len(tensor_map) != MAP_SIZE for tensor_map in maps):
         raise ValueError(f"maps: expected at most {MAX_MAPS} tensor maps of {MAP_SIZE} bytes")

@@ -136,7 +136,7 @@ class Prepared(NamedTuple):
         dlse: torch.Tensor | None,
         bias_grad: bool,
     ) -> RunBackward:
-        """See ``Backend.bind_backward``."""
+        """Implement ``Backend.bind_backward``."""
         return self.backend.bind_backward(self.plan, call, out, lse, dout, dlse, bias_grad)
 
     def backward(
@@ -259,8 +259,8 @@ def ask(name: str, problem: Problem, *, hypothetical: bool = False) -> Answer:
 
 
 def _ask_and_build(name: str, problem: Problem) -> Answer:
-    """``ask``, of a backend that is about to run ``problem``: whether a user's functions make code
-    that it can run is only known when that is built."""
+    """Return the answer of a backend that is about to run ``problem``. Whether the compiled code of
+    a user's functions can run is known only after it is built, so it is built here."""
     answer, backend = ask(name, problem), BACKENDS[name]
     if answer.plan is None or not problem.mods or not isinstance(backend, Building):
         return answer
@@ -344,7 +344,7 @@ class Explanation:
 
 
 def _with_visits(answer: Answer, call: Call) -> Answer:
-    """``answer`` with what its plan skips of ``call`` by block lists."""
+    """Return ``answer`` with a note on how many tiles its plan skips for ``call``."""
     if answer.plan is None or not call.mods or mods.of(call.mods).mask is None:
         return answer
     backend = BACKENDS[answer.backend]

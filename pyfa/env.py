@@ -50,7 +50,7 @@ VARIABLES: dict[str, Variable] = {
             _names,
             (),
             "names, in order",
-            "Backends to use, as `triton,torch`. Ranks below `backend=` and `use_backend`. "
+            "Backends to try, such as `triton,torch`. `backend=` and `use_backend` override it. "
             "Read once, when the first attention runs.",
         ),
         Variable(
@@ -58,7 +58,7 @@ VARIABLES: dict[str, Variable] = {
             _flag,
             False,
             "0 or 1",
-            "Make every call `batch_invariant`. Ranks below `use_batch_invariant`. Read once, at "
+            "Make every call `batch_invariant`. `use_batch_invariant` overrides it. Read once, at "
             "import.",
         ),
         Variable(
@@ -73,8 +73,9 @@ VARIABLES: dict[str, Variable] = {
             _flag,
             False,
             "0 or 1",
-            "Check on the device what the host cannot see for free: `cu_seqlens`, `seqused`, cache "
-            "lengths and page-table entries. Waits for the device. Read once, at import.",
+            "Check on the device what the host cannot read without waiting: `cu_seqlens`, "
+            "`seqused`, cache lengths and page-table entries. Waits for the device. Read once, "
+            "at import.",
         ),
         Variable(
             "PYFA_LOG",
@@ -96,7 +97,7 @@ VARIABLES: dict[str, Variable] = {
             str,
             "",
             "an NVIDIA arch",
-            "Makes the cuda backend use the tile sizes of another arch, such as `sm_86`, to test "
+            "Make the cuda backend use the tile sizes of another arch, such as `sm_86`, to test "
             "them without such a GPU. Read at each new plan.",
         ),
         Variable(
@@ -114,7 +115,7 @@ VARIABLES: dict[str, Variable] = {
             lambda text: Path(text).expanduser(),
             None,
             "a folder",
-            "Where compiled kernels are kept; otherwise the user's cache folder.",
+            "The folder of compiled kernels; by default the user's cache folder.",
         ),
         Variable(
             "PYFA_CACHE_READONLY_DIRS",

@@ -1,11 +1,12 @@
-"""Ready masks for ``mask_mod``: functions that make one, with FlexAttention's signature.
+"""Ready masks: functions that return a ``mask_mod`` with FlexAttention's signature.
 
     mask = pyfa.masks.documents(ids)
     out = pyfa.attention(q, k, v, mask_mod=mask)
 
-Each returns a function of (b, h, q_idx, kv_idx), which FlexAttention takes as well. Tensors that it
-is given are on q's device; their values may differ from call to call without a new kernel. Indices
-count from the top left: query i and key i are one token where the lengths agree.
+Each mask is a function of (b, h, q_idx, kv_idx), which FlexAttention accepts as well. Tensor
+arguments must be on q's device; new values do not need a new kernel. Indices count from the top
+left, so query i and key i are the same token if seqlen_q equals seqlen_k. Sizes: B is the batch
+size, H the number of query heads and S the sequence length.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def _of(x: Number, b: Any) -> Any:
 
 
 def _at(table: torch.Tensor, b: Any, i: Any) -> Any:
-    """Of a table (S,), or (B, S) with one row for each sequence."""
+    """Return entry i of ``table``: (S,), or (B, S) with one row per sequence."""
     return table[b, i] if table.dim() == 2 else table[i]
 
 
@@ -39,7 +40,7 @@ def _at(table: torch.Tensor, b: Any, i: Any) -> Any:
 
 
 def all_of(*masks: Mask) -> Mask:
-    """Sees what every one of ``masks`` sees."""
+    """Return a mask of the keys that every one of ``masks`` allows."""
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         seen = masks[0](b, h, q_idx, kv_idx)
@@ -51,7 +52,7 @@ def all_of(*masks: Mask) -> Mask:
 
 
 def any_of(*masks: Mask) -> Mask:
-    """Sees what at least one of ``masks`` sees."""
+    """Return a mask of the keys that at least one of ``masks`` allows."""
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         seen = masks[0](b, h, q_idx, kv_idx)
@@ -63,7 +64,7 @@ def any_of(*masks: Mask) -> Mask:
 
 
 def not_(other: Mask) -> Mask:
-    """Sees what ``other`` hides."""
+    """Return a mask of the keys that ``other`` masks."""
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return ~other(b, h, q_idx, kv_idx)
@@ -75,8 +76,8 @@ def not_(other: Mask) -> Mask:
 
 
 def causal(shift: Number = 0) -> Mask:
-    """Keys up to the query's own, moved by ``shift``: seqlen_k − seqlen_q aligns it to the bottom
-    right, as ``causal=True`` is, which is faster."""
+    """Return a causal mask: query i sees the keys up to i + ``shift``. A shift of seqlen_k −
+    seqlen_q aligns it to the bottom right, as ``causal=True`` does. That argument is faster."""
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return q_idx + _of(shift, b) >= kv_idx
@@ -85,7 +86,8 @@ def causal(shift: Number = 0) -> Mask:
 
 
 def sliding(left: int, right: int = 0) -> Mask:
-    """Keys from ``left`` before the query's own to ``right`` behind it (Longformer, Mistral)."""
+    """Return a sliding window: ``left`` keys before the query's position to ``right`` keys after it
+    (Longformer, Mistral)."""
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)
@@ -94,7 +96,8 @@ def sliding(left: int, right: int = 0) -> Mask:
 
 
 def dilated(left: int, right: int = 0, *, step: int) -> Mask:
-    """Every ``step``-th key of a window, counted from the query's own (Longformer)."""
+    """Return a dilated window: every ``step``-th key of a sliding window, counted from the query's
+    position (Longformer)."""
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         distance = q_idx - kv_idx
@@ -104,7 +107,7 @@ def dilated(left: int, right: int = 0, *, step: int) -> Mask:
 
 
 def streaming(sinks: int, left: int) -> Mask:
-    """The first ``sinks`` keys and a causal window of ``left`` (StreamingLLM)."""
+    """Return a causal window of ``left`` keys plus the first ``sinks`` keys (StreamingLLM)."""
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx >= kv_idx) & ((q_idx - kv_idx <= left) | (kv_idx < sinks))
@@ -116,7 +119,7 @@ def streaming(sinks: int, left: int) -> Mask:
 
 
 def padding(lengths: torch.Tensor) -> Mask:
-    """Keys before the end of each sequence: ``lengths`` is (B,)."""
+    """Return a mask of the keys before the end of each sequence. ``lengths`` is (B,)."""
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return kv_idx < lengths[b]
@@ -125,10 +128,11 @@ def padding(lengths: torch.Tensor) -> Mask:
 
 
 def documents(ids: torch.Tensor, inside: Mask | None = None) -> Mask:
-    """Tokens of one document see each other: ``ids`` is (S,) or (B, S), equal and without gaps for
-    the tokens of one.
+    """Return a document mask: tokens see only tokens of their own document. ``ids`` is (S,) or (B,
+    S): the document of each token, contiguous for each document.
 
-    ``inside`` masks further, causal by default; its indices count inside the document.
+    ``inside`` is a further mask inside each document, causal by default. Its indices count from the
+    document's first token.
     """
     # Where each token stands in its document.
     place = torch.arange(ids.shape[-1], device=ids.device, dtype=torch.int32).expand(ids.shape)
@@ -145,7 +149,8 @@ def documents(ids: torch.Tensor, inside: Mask | None = None) -> Mask:
 
 
 def prefix(length: Number) -> Mask:
-    """Causal, and all see the first ``length`` keys (prefix LM, T5, PaliGemma)."""
+    """Return a causal mask in which every query also sees the first ``length`` keys (prefix LM, T5,
+    PaliGemma)."""
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (kv_idx < _of(length, b)) | (kv_idx <= q_idx)
@@ -154,9 +159,10 @@ def prefix(length: Number) -> Mask:
 
 
 def shared_prefix(length: Number, answers: torch.Tensor) -> Mask:
-    """Several answers to one prompt of ``length`` tokens: each sees the prompt and itself, causal.
+    """Return a causal mask for several answers to one prompt: each answer sees the prompt of
+    ``length`` tokens and itself.
 
-    ``answers`` is (S,) or (B, S): the number of the answer that a token belongs to.
+    ``answers`` is (S,) or (B, S): the index of the answer that each token belongs to.
     """
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -167,10 +173,12 @@ def shared_prefix(length: Number, answers: torch.Tensor) -> Mask:
 
 
 def tree(parents: torch.Tensor, past: Number = 0) -> Mask:
-    """Drafts of speculative decoding: a node sees the ``past`` keys, its ancestors and itself.
+    """Return the mask of a tree of draft tokens (speculative decoding): a node sees the ``past``
+    keys, its ancestors and itself.
 
-    Queries are the nodes, keys the past and then the nodes. ``parents`` is (N,): the number of each
-    node's parent, which is smaller than its own, or −1.
+    The queries are the nodes. The keys are the past, followed by the nodes. ``parents`` is (N,):
+    the index of each node's parent, which must be smaller than the node's own, or −1 for a root.
+    Raises ``ValueError`` for a later parent.
     """
     nodes = parents.tolist()
     ancestor = torch.eye(len(nodes), dtype=torch.bool)
@@ -191,7 +199,8 @@ def tree(parents: torch.Tensor, past: Number = 0) -> Mask:
 
 
 def global_tokens(is_global: torch.Tensor, otherwise: Mask) -> Mask:
-    """Global tokens see all and are seen by all (Longformer); the others as ``otherwise`` says.
+    """Return ``otherwise`` with global tokens added, which see every token and are seen by every
+    token (Longformer).
 
     ``is_global`` is (S,) or (B, S), boolean.
     """
@@ -204,8 +213,8 @@ def global_tokens(is_global: torch.Tensor, otherwise: Mask) -> Mask:
 
 
 def media(begins: torch.Tensor, ends: torch.Tensor, tokens: int) -> Mask:
-    """Text that sees images beside it (Flamingo): keys are images of ``tokens`` keys each, and
-    image n is seen by the queries from ``begins[n]`` to before ``ends[n]``."""
+    """Return the mask of text that attends to images (Flamingo): the keys are images of ``tokens``
+    keys each. Queries ``begins[n]`` to ``ends[n]`` − 1 see image n."""
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         image = kv_idx // tokens
@@ -215,10 +224,11 @@ def media(begins: torch.Tensor, ends: torch.Tensor, tokens: int) -> Mask:
 
 
 def block_diffusion(length: int, block: int) -> Mask:
-    """Noisy tokens and then the same tokens clean, ``length`` of each (block diffusion, BD3-LM).
+    """Return the mask of block diffusion (BD3-LM): ``length`` noisy tokens, followed by the same
+    tokens without noise.
 
-    A noisy block sees itself and the clean blocks before it; a clean block sees the clean blocks up
-    to its own.
+    A noisy block sees itself and the clean blocks before it. A clean block sees the clean blocks up
+    to and including its own.
     """
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -236,17 +246,20 @@ def block_diffusion(length: int, block: int) -> Mask:
 
 
 def _near(x: Any, y: Any, size: int, kernel: int) -> Any:
-    """Whether y is in the ``kernel`` places around x, which are moved inside at the borders."""
+    """Return whether y is one of the ``kernel`` positions around x. At the borders the
+    neighbourhood is shifted inside."""
     half = kernel // 2
     middle = x.clamp(half, max(size - 1 - (kernel - 1 - half), half))
     return (y - middle >= -half) & (y - middle <= kernel - 1 - half)
 
 
 def natten(sizes: Sequence[int], kernel: int | Sequence[int]) -> Mask:
-    """Neighbourhood attention (NATTEN): each token sees the ``kernel`` around it.
+    """Return a neighbourhood mask (NATTEN): each token sees the ``kernel`` tokens around it, in
+    every dimension.
 
-    Tokens are in rows of an array of ``sizes``: (width,), (height, width) or (frames, height,
-    width). At the borders the neighbourhood is moved inside.
+    Tokens are the elements of a row-major array of ``sizes``: (width,), (height, width) or (frames,
+    height, width). At the borders the neighbourhood is shifted inside. Raises ``ValueError`` if
+    ``kernel`` does not have one size per dimension.
     """
     kernels = (kernel,) * len(sizes) if isinstance(kernel, int) else tuple(kernel)
     if len(kernels) != len(sizes):
@@ -266,9 +279,11 @@ def natten(sizes: Sequence[int], kernel: int | Sequence[int]) -> Mask:
 
 
 def sliding_tile(tiles: Sequence[int], tokens: int, kernel: int | Sequence[int]) -> Mask:
-    """Sliding tile attention (STA): ``natten`` of tiles, each of ``tokens`` tokens in a row.
+    """Return the mask of sliding tile attention (STA): a ``natten`` mask over tiles of ``tokens``
+    consecutive tokens.
 
-    ``tiles`` is how many there are along each dimension, ``kernel`` how many a tile sees.
+    ``tiles`` is the number of tiles along each dimension, ``kernel`` the number of tiles that a
+    tile sees along each.
     """
     of_tiles = natten(tiles, kernel)
 
@@ -279,8 +294,8 @@ def sliding_tile(tiles: Sequence[int], tokens: int, kernel: int | Sequence[int])
 
 
 def spatial(tokens: int, frames: int = 0) -> Mask:
-    """A video's frames of ``tokens`` tokens each: a token sees its own frame and ``frames`` on each
-    side (Sparse VideoGen's spatial heads)."""
+    """Return a spatial mask for video (Sparse VideoGen): a token sees its own frame and ``frames``
+    frames on each side. A frame has ``tokens`` tokens."""
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx // tokens - kv_idx // tokens).abs() <= frames
@@ -289,8 +304,8 @@ def spatial(tokens: int, frames: int = 0) -> Mask:
 
 
 def temporal(tokens: int, places: int = 0) -> Mask:
-    """A token sees its own place in every frame of ``tokens`` tokens, and ``places`` on each side
-    (Sparse VideoGen's temporal heads)."""
+    """Return a temporal mask for video (Sparse VideoGen): in every frame a token sees its own
+    position and ``places`` positions on each side. A frame has ``tokens`` tokens."""
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx % tokens - kv_idx % tokens).abs() <= places
@@ -302,9 +317,12 @@ def temporal(tokens: int, places: int = 0) -> Mask:
 
 
 def blocks(table: torch.Tensor, rows: int, keys: int) -> Mask:
-    """Blocks of ``rows`` queries by ``keys`` keys, seen where ``table`` is not 0.
+    """Return a block mask: blocks of ``rows`` queries by ``keys`` keys are visible where ``table``
+    is not 0.
 
-    ``table`` is (blocks of rows, blocks of keys), with heads, or batch and heads, before them.
+    ``table`` is (blocks of rows, blocks of keys), optionally with leading dimensions for heads, or
+    for batch and heads. A size of 1 there broadcasts. Raises ``ValueError`` for another number of
+    dimensions.
     """
     rank = table.dim()
     if not 2 <= rank <= 4:

@@ -41,8 +41,9 @@ def merge(
 
     Raises ``ValueError`` or ``TypeError`` for parts that do not fit together.
 
-    On ``hip`` and ``cuda`` 2 to 4 parts that want no gradient are one launch. More are PyTorch's
-    operators, as are parts that share memory with ``out``. The bits of the two ways differ.
+    On ``hip`` and ``cuda``, one kernel launch merges 2 to 4 parts without gradients. PyTorch's
+    operators merge more parts, and parts that share memory with ``out``. The last bits of the two
+    may differ.
 
     Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
 
@@ -83,7 +84,7 @@ def _kernel(
     out: torch.Tensor | torch.dtype,
     with_lse: bool,
 ) -> Run | None:
-    """The one launch of these parts; None where PyTorch's operators merge them."""
+    """Return the launch that merges these parts; None if PyTorch's operators must do it."""
     if torch.compiler.is_compiling() or outs[0].is_meta:
         return None
     given = [*outs, *lses, *([out] if isinstance(out, torch.Tensor) else ())]
@@ -114,7 +115,8 @@ def _bind(
     out: torch.Tensor | torch.dtype,
     with_lse: bool,
 ) -> Run | None:
-    """By the first backend that is there, if it has the kernel: nobody else's is looked for."""
+    """Bind the first available backend. If it has no kernel for this, PyTorch's operators merge; no
+    other backend is tried."""
     for name in dispatch.candidates(wanted, device.of(outs[0].device)):
         backend = BACKENDS[name]
         if backend.why_unavailable() is None:

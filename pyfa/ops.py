@@ -122,7 +122,7 @@ def _backward_fake(
 
 
 def _gathered(call: Call, grads: Sequence[torch.Tensor]) -> Gradients:
-    """What the operator returned, as a backend does."""
+    """Return the gradients that the operator returned, in a backend's form."""
     wanted = mods.of(call.mods).wanted if call.mods else frozenset()
     captured = [x if slot in wanted else None for slot, x in enumerate(grads[5:])]
     return Gradients(grads[0], grads[1], grads[2], grads[3], grads[4], captured)
@@ -198,7 +198,7 @@ _OF_GRADIENTS = {"q": 0, "k": 1, "v": 2, "bias": 3, "sinks": 4}
 
 
 def _of_name(grads: Gradients, name: str) -> Any:
-    """The gradient of the tensor in the field ``name`` of a call; None where it has none."""
+    """Return the gradient of the tensor in the field ``name`` of a call; None if it has none."""
     if name.startswith("captured"):
         # A table that a mask alone reads has none, nor one of integers.
         return dict(enumerate(grads.captured)).get(int(name.removeprefix("captured")))

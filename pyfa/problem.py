@@ -293,7 +293,7 @@ FEATURES: dict[str, Feature] = {
                 _KERNELS, flag="--causal"),
         Feature("window", "a sliding window", lambda asked: _has_window(asked.call), _KERNELS,
                 shown="window={window}", flag="--window L,R"),
-        Feature("negative_edge", "a window with a negative edge",
+        Feature("negative_edge", "a window with a negative bound",
                 lambda asked: asked.call.window_shift != 0, _KERNELS, shown="",
                 flag="--window L,R"),
         Feature("chunk", "attention_chunk", lambda asked: asked.call.attention_chunk > 0,

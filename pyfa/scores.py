@@ -1,11 +1,11 @@
-"""Ready score functions for ``score_mod``: functions that make one, with FlexAttention's signature.
+"""Ready scores: functions that return a ``score_mod`` with FlexAttention's signature.
 
     score = pyfa.scores.relative(table)
     out = pyfa.attention(q, k, v, score_mod=score)
 
-Each returns a function of (score, b, h, q_idx, kv_idx), which FlexAttention takes as well; score is
-scale · q·k. Tensors are on q's device; their values may differ from call to call without a new
-kernel. Indices count from the top left.
+Each is a function of (score, b, h, q_idx, kv_idx), which FlexAttention accepts as well; score is
+scale · q·k. Tensor arguments must be on q's device; new values do not need a new kernel. Indices
+count from the top left. Sizes: B sequences, H query heads, Sq queries, Sk keys.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Score = Callable[[Any, Any, Any, Any, Any], Any]
 
 
 def chain(*scores: Score) -> Score:
-    """One after the other, the first one first."""
+    """Apply ``scores`` in order, the first one first."""
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         for each in scores:
@@ -38,7 +38,8 @@ def chain(*scores: Score) -> Score:
 
 
 def masked(mask: Mask) -> Score:
-    """−inf where ``mask`` hides a key. As ``mask_mod`` the mask is faster."""
+    """Set the score to −inf where ``mask`` masks the key. Passing the mask as ``mask_mod`` is
+    faster."""
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return torch.where(mask(b, h, q_idx, kv_idx), score, -math.inf)
@@ -47,7 +48,7 @@ def masked(mask: Mask) -> Score:
 
 
 def softcap(cap: float) -> Score:
-    """cap · tanh(score / cap) (Gemma 2, Grok). ``softcap=`` is the same and faster."""
+    """Compute cap · tanh(score / cap) (Gemma 2, Grok). ``softcap=`` is equivalent and faster."""
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return cap * torch.tanh(score / cap)
@@ -56,8 +57,9 @@ def softcap(cap: float) -> Score:
 
 
 def alibi_slopes(heads: int, device: torch.device | str | None = None) -> torch.Tensor:
-    """ALiBi's slopes (Press 2022), (heads,) float32: 2^(−8 n / heads) for head n from 1, and those
-    between where the number of heads is no power of two."""
+    """Return the slopes of ALiBi (Press 2022), (heads,) float32: 2^(−8 n / heads) for n from
+    1 to heads if heads is a power of two. Otherwise they are the slopes of the next smaller power
+    of two, followed by intermediate ones."""
     whole = 1 << (heads.bit_length() - 1)
     found = [2.0 ** (-8.0 * (n + 1) / whole) for n in range(whole)]
     found += [2.0 ** (-4.0 * (2 * n + 1) / whole) for n in range(heads - whole)]
@@ -65,7 +67,7 @@ def alibi_slopes(heads: int, device: torch.device | str | None = None) -> torch.
 
 
 def alibi(slopes: torch.Tensor) -> Score:
-    """− slope · ``|i − j|`` (ALiBi): ``slopes`` is (H,). ``alibi_slopes=`` is faster."""
+    """Subtract slope · ``|i − j|`` (ALiBi). ``slopes`` is (H,). ``alibi_slopes=`` is faster."""
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score - slopes[h] * (q_idx - kv_idx).abs()
@@ -74,9 +76,11 @@ def alibi(slopes: torch.Tensor) -> Score:
 
 
 def relative(table: torch.Tensor) -> Score:
-    """A learned bias by distance: ``table`` is (2R+1,) or (H, 2R+1), its middle for distance 0.
+    """Add a learned bias per distance: ``table`` is (2R+1,) or (H, 2R+1), with distance 0 in the
+    middle.
 
-    Query i adds ``table[h, i − j + R]`` to the score of key j; beyond R its ends count.
+    The score of query i and key j gains ``table[h, i − j + R]``. Distances beyond R use the first
+    or last entry.
     """
     middle = table.shape[-1] // 2
 
@@ -88,8 +92,9 @@ def relative(table: torch.Tensor) -> Score:
 
 
 def t5(table: torch.Tensor, bidirectional: bool = True, farthest: int = 128) -> Score:
-    """T5's relative position bias: ``table`` is (H, buckets). Half of the buckets are for one
-    distance each, the others for ever wider ranges up to ``farthest``."""
+    """Add T5's relative position bias: ``table`` is (H, buckets). Half of the buckets hold one
+    distance each. The others hold logarithmically growing ranges of distances up to ``farthest``.
+    With ``bidirectional``, each direction has half of the buckets."""
     buckets = table.shape[-1] // (2 if bidirectional else 1)
     exact = buckets // 2
     per_octave = (buckets - exact) / math.log(farthest / exact)
@@ -108,7 +113,7 @@ def t5(table: torch.Tensor, bidirectional: bool = True, farthest: int = 128) -> 
 
 
 def bias(table: torch.Tensor) -> Score:
-    """Adds ``table``: (Sq, Sk), (H, Sq, Sk) or (B, H, Sq, Sk). ``bias=`` is faster."""
+    """Add ``table``: (Sq, Sk), (H, Sq, Sk) or (B, H, Sq, Sk). ``bias=`` is faster."""
     rank = table.dim()
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -118,7 +123,8 @@ def bias(table: torch.Tensor) -> Score:
 
 
 def gain(table: torch.Tensor) -> Score:
-    """Multiplies each head's scores by ``table`` (H,): a temperature, learned or fixed."""
+    """Multiply each head's scores by its entry of ``table`` (H,): a fixed or learned
+    temperature."""
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score * table[h]
@@ -127,8 +133,8 @@ def gain(table: torch.Tensor) -> Score:
 
 
 def inside(score: Score, places: torch.Tensor) -> Score:
-    """``score`` with indices that count inside documents: ``places`` is (S,) or (B, S), where each
-    token stands in its own."""
+    """Apply ``score`` with indices that count from the start of each document. ``places`` is (S,)
+    or (B, S): the position of each token in its document."""
 
     def score_mod(x: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         q_at, kv_at = (places[b, q_idx], places[b, kv_idx]) if places.dim() == 2 else (

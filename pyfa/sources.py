@@ -24,7 +24,7 @@ def directory() -> Path:
     for folder in (package / "_kernels", package.parent / "kernels"):
         if (folder / "params.h").is_file():
             return folder
-    raise FileNotFoundError(f"the kernels' sources are neither in {package} nor beside it")
+    raise FileNotFoundError(f"the kernels' sources are neither in {package} nor next to it")
 
 
 def flatten(

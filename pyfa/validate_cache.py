@@ -105,7 +105,8 @@ def new_rows(
 
 
 def tree(mask: torch.Tensor, q: torch.Tensor, batch: int, rows: int) -> torch.Tensor:
-    """``tree_mask`` as (batch or 1, rows, rows)."""
+    """Return ``tree_mask`` as (batch or 1, rows, rows). Raises ``ValueError`` or ``TypeError`` if
+    it is not a boolean tensor of such a shape on q's device."""
     a_tensor("tree_mask", mask)
     if mask.dtype != torch.bool:
         wrong("tree_mask", "dtype bool", mask)

@@ -51,7 +51,8 @@ def check(call: Call, append: Append | None = None) -> None:
 
 
 def _name_of_used(call: Call) -> str:
-    """What the caller has given as ``seqused_k``. Packed queries over pages may come from both."""
+    """Return the caller's name for ``seqused_k``. For packed queries over pages it may be either
+    name."""
     if call.page_table is not None and call.cu_seqlens_q is not None:
         return "seqused_k (cache_seqlens)"
     return "seqused_k" if call.cu_seqlens_q is not None and call.k.dim() == 3 else "cache_seqlens"

@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# Written elsewhere, or quoting the phrases.
-APART = {"how.md", "mi300x.md", "CONTRIBUTING.md"}
+# All but CONTRIBUTING.md, which quotes the phrases.
 PAGES = [
-    path
-    for path in (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
-    if path.name not in APART
-]
+    ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "kernels").rglob("*.md")),
+]  # fmt: skip
 STUMBLES = (
     r"(row|part)s? (that|which) sees? nothing", r"where to read on", r"no result of it is there",
     r"work one by one and not together", r"belong to a backward", r"kernel of its own for few",
@@ -52,3 +50,24 @@ def test_phrases_that_readers_stumble_over_are_gone(phrase: str) -> None:
     found = [path.name for path in PAGES if pattern.search(texts(path))]
     found += [name for name, text in public_docstrings() if pattern.search(text)]
     assert found == []
+
+
+# The first word of a docstring that says what a function is, and not what it does.
+NOT_A_VERB = re.compile(
+    r"(A|All|As|By|Each|Every|For|From|How|Of|One|Sees?|Tells|That|The|Their|Those|What|Where|"
+    r"Whether|Which|Who|Whose|Why|With)$"
+)
+
+
+def openings() -> Iterator[tuple[str, str]]:
+    """The first word of each docstring of a function of the package, and where it is."""
+    for path in sorted((ROOT / "pyfa").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                text = ast.get_docstring(node)
+                if text:
+                    yield text.split()[0], f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
+
+
+def test_docstrings_of_functions_open_with_a_verb() -> None:
+    assert [where for word, where in openings() if NOT_A_VERB.match(word)] == []

@@ -97,11 +97,15 @@ class Backend(Protocol):
 
 @runtime_checkable
 class Listing(Protocol):
-    """A backend that skips tiles in which a mask_mod hides all (``pyfa.blocks``)."""
+    """A backend that skips tiles in which a mask_mod masks every key (``pyfa.blocks``)."""
 
     def visits(self, plan: Plan, call: Call) -> tuple[Tiles, Visits | None] | None:
-        """For ``explain``: the tiles of ``plan`` for ``call``, and what its mask_mod leaves of
-        them, None where that takes too long to find. None where every tile is visited."""
+        """Return, for ``explain``, the tiles of ``plan`` and how many of them its block lists visit
+        for ``call``.
+
+        The second value is None if counting them takes too long. The result is None if every tile
+        is visited.
+        """
 
 
 @runtime_checkable
@@ -114,11 +118,11 @@ class Appending(Protocol):
 
 @runtime_checkable
 class Building(Protocol):
-    """A backend whose compiler may make code of a user's functions that it does not run."""
+    """A backend that compiles a user's functions and may refuse the compiled code."""
 
     def why_not_built(self, problem: Problem) -> Sequence[str]:
-        """Why ``problem``, which has mods, cannot be run, found by building its kernels: empty when
-        it can. Takes as long as the compiler does; later ``why_not`` knows the reasons."""
+        """Build the kernels of ``problem``, which has mods, and return why they cannot run; empty
+        if they can. This takes as long as the compiler. ``why_not`` then knows the reasons."""
 
 
 @runtime_checkable

@@ -46,8 +46,8 @@ WORDS = {
     "barrier": "the cost of a barrier",
     "branch": "the cost of a taken branch",
     "transcendental": "the time of v_exp_f32",
-    "transcendental_apart": "whether v_exp_f32 goes beside other vector work",
-    "matrix_apart": "whether products issue beside vector work",
+    "transcendental_apart": "whether v_exp_f32 overlaps with other vector work",
+    "matrix_apart": "whether products issue together with vector work",
     "matrix_extra": "the wait behind a product",
     "atomic_bytes": "the rate of atomic additions",
 }

@@ -17,8 +17,8 @@ from .report_parts import QUESTIONS, Section
 
 TITLE = "pyfa: what was measured, and what was computed"
 _INTRO = (
-    "Speeds are medians. A ratio above 1 means that pyfa is faster. What is computed rather than "
-    "measured is called so. Each line opens."
+    "Speeds are medians. A ratio above 1 means that pyfa is faster. Figures that are computed "
+    "and not measured say so. Click a line to open it."
 )
 _NEEDED = ("date", "torch", "pyfa", "commit")
 _TEMPLATE = Path(__file__).with_name("report.html.j2")
@@ -52,7 +52,8 @@ def require() -> None:
 
 
 def checked(name: str, data: Mapping[str, Any]) -> Result:
-    """Return a result, or raise ``ValueError`` if it does not say what it was measured on."""
+    """Return a result. Raise ``ValueError`` if it does not contain the environment in which it was
+    measured."""
     environment = data.get("environment")
     lacking = [key for key in _NEEDED if not (environment or {}).get(key)]
     if lacking:

@@ -18,27 +18,27 @@ _ORDER = (
     "quantize", "model", "host",
 )  # fmt: skip
 _SHOWS = {
-    "forward": "Attention's forward at a constant number of tokens, full and causal.",
-    "backward": "The gradients of q, k and v alone, at a constant number of tokens.",
-    "decode": "One query a sequence against a long cache: bytes of K and V over time, once.",
+    "forward": "Forward at a constant number of tokens, without and with a causal mask.",
+    "backward": "Only the gradients of q, k and v, at a constant number of tokens.",
+    "decode": "One query per sequence and a long cache: bytes of K and V, counted once, over time.",
     "small": "One sequence: grids that do not fill the device. Less is better.",
-    "varlen": "Sequences of different lengths, packed one behind the other; peers without such a "
-    "call get one a sequence.",
+    "varlen": "Sequences of different lengths, packed without padding. Peers without a packed "
+    "call get one call per sequence.",
     "window": "Causal attention to the nearest keys; FLOPs of exactly the visible pairs.",
     "gqa": "Query heads that share key heads, and keys that are wider than values; forward and "
     "backward.",
-    "fp8": "Forward with float8 inputs, beside 16 bits.",
-    "fp8_decode": "Decode with a float8 cache under 16-bit queries, beside one of 16 bits. Less is "
-    "better.",
+    "fp8": "Forward with float8 inputs, compared with 16-bit inputs.",
+    "fp8_decode": "Decode with a float8 cache and 16-bit queries, compared with a 16-bit cache. "
+    "Less is better.",
     "quantize": "Bytes read and written over time, by quantize without and with the rotation, and "
     "by a copy.",
-    "host": "A problem so small that its time is the host's. Less is better.",
+    "host": "Problems so small that host time dominates. Less is better.",
     "model": "A training step of a small GPT, AdamW included, with each peer's attention.",
 }
 _TIMED = {
     "device": "GPU events around each call, a buffer larger than any cache overwritten in between",
     "replay": "a CUDA graph of 20 calls, replayed with a warm cache",
-    "host": "calls without waiting for the device, 50 a sample",
+    "host": "calls without waiting for the device, 50 per sample",
 }
 Rows = dict[str, dict[str, Mapping[str, Any]]]
 
@@ -175,8 +175,8 @@ def _roofline(name: str, data: Mapping[str, Any], suite: str, rows: Rows) -> Pic
     made, (axis,) = charts.figure(height=4.2)
     charts.roofline(axis, device, dtype, points, f"{suite}, causal: pyfa on {device.name}")
     caption = (
-        "Measured speed over FLOPs per compulsory byte, under the vendor's peaks: the distance to "
-        "the roof is what is left to gain at best."
+        "Measured speed over FLOPs per compulsory byte, under the vendor's peaks. The distance to "
+        "the roof is the largest possible gain."
     )
     return drawn(made, f"{name} {suite} roofline", caption)
 
@@ -301,7 +301,7 @@ def traffic(name: str, data: Mapping[str, Any]) -> list[Section]:
         charts.against(axis, label, points)
     charts.finish_against(axis, "bytes by the model", "bytes by ncu", "Model against measured")
     picture = drawn(made, name, "On the line the model is right.")
-    shows = "Bytes that the memory system moved, beside those that the formulas give."
+    shows = "Bytes that the memory system moved, compared with those that the formulas give."
     return [
         Section(
             MEMORY, 21, f"Bytes: model against measured ({_unrecorded(data)})",

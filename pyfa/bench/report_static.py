@@ -36,8 +36,8 @@ def hip(name: str, data: Mapping[str, Any]) -> list[Section]:
             MI300X,
             30,
             "hip on MI300X, from machine code: registers, LDS, static bounds of the forward",
-            "What the compiled gfx942 kernels are made of. A bound that nothing passes, computed "
-            "from instructions counted in the emulator; no hardware ran them.",
+            "Registers, LDS and instructions of the compiled gfx942 kernels. The static bound is "
+            "an upper limit, from instructions counted in the emulator; no hardware ran them.",
             " ".join(data["notes"]),
             where(name, data),
             [drawn(made, name, "Plans without score terms, bfloat16.")],
@@ -64,7 +64,7 @@ def conformance(name: str, data: Mapping[str, Any]) -> list[Section]:
     ]
     declined = data["declined"]
     pairs = declined.items() if isinstance(declined, Mapping) else Counter(declined).items()
-    tables = [summary, Table(["of what is allowed", "tensor", "case"], worst, "Closest", text=True)]
+    tables = [summary, Table(["share of the bound", "tensor", "case"], worst, "Closest", text=True)]
     if pairs:
         tables.append(Table(["declined because", "cases"], plain(list(pairs)), "Declined"))
     return [

@@ -1,9 +1,10 @@
-"""Block lists: which tiles of keys a tile of rows has to visit under a mask_mod.
+"""Block lists: the tiles of keys that a tile of rows visits under a mask_mod.
 
-A list is made for the tiles of one kernel. Per tile of rows (or of keys, where a kernel owns those
-and streams rows) it names, in ascending order, the tiles in which the mask_mod leaves anything. A
-tile is *full* where the mask_mod hides nothing in it, and need not be asked. Lists know the
-mask_mod alone: windows and lengths hold besides, and kernels apply them as they do without.
+A list is made for the tile sizes of one kernel. For each tile of rows it names, in ascending order,
+the tiles of keys in which the mask_mod leaves any key visible. (If a kernel owns keys and streams
+rows, the roles are exchanged.) A tile is *full* if the mask_mod masks nothing in it; there the
+kernel does not evaluate the mask_mod. Lists depend on the mask_mod alone: kernels apply windows and
+lengths in addition.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ Tiles = build.Tiles
 class Lists(NamedTuple):
     """``counts`` int32 (B', H', tiles) and ``entries`` int32 (B', H', tiles, most), contiguous.
 
-    B' is 1 where the mask_mod does not ask for b, H' the same of h: one list serves all. The first
-    ``counts`` entries of a row are the numbers of tiles, ascending, with ``FULL`` where they are
-    full. Those behind are ``most``, the number of all tiles: one that begins beyond the end.
+    B' is 1 if the mask_mod does not depend on b, and H' is 1 if it does not depend on h: one list
+    then serves all. The first ``counts`` entries of a row are the numbers of the tiles to visit,
+    ascending, with the bit ``FULL`` if a tile is full. The remaining entries are ``most``, the
+    number of all tiles, which stands for a tile beyond the end.
     """
 
     counts: torch.Tensor
@@ -50,8 +52,8 @@ class Lists(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """How many tiles there are of a call's own rows, keys and (B', H'), and what becomes of them:
-    the rest is skipped."""
+    """The number of tiles of a call, over all rows, keys and (B', H'), and how many of them are
+    partial and full. The others are skipped."""
 
     tiles: int
     partial: int
@@ -69,16 +71,17 @@ _INEXACT = frozenset(
 
 
 def is_exact(function: Function) -> bool:
-    """Whether every backend computes the same bits: a list and the kernel that visits by it then
-    agree on each key. A mask_mod that is not has every tile visited, as partial."""
+    """Return whether every backend computes the mask_mod with the same bits. Only then do a list
+    and the kernel that uses it agree on each key. For any other mask_mod every tile is visited, as
+    partial."""
     return not any(op.type == "f" and op.name in _INEXACT for op in function.ops)
 
 
 def lists_of(call: Call, tiles: Tiles, make: Callable[[Call, Tiles], Lists] | None = None) -> Lists:
-    """The lists of ``call``'s mask_mod for ``tiles``: kept, or made on the current stream, by
-    ``make`` or PyTorch's operators.
+    """Return the lists of ``call``'s mask_mod for ``tiles``, cached or built on the current stream
+    by ``make``, or by PyTorch's operators without it.
 
-    Tensors that it captured may have been changed in place: then lists are made again.
+    They are built again if a captured tensor was changed in place.
     """
     mask = mask_of(call)
     if not is_exact(mask):
@@ -94,8 +97,9 @@ def sizes_of(call: Call, tiles: Tiles) -> tuple[int, int, int, int]:
 
 
 def states_across(call: Call, rows: int, keys: int) -> list[list[int]]:
-    """EMPTY, PARTIAL or WHOLE of each tile of rows and keys, one for all sequences and heads: what
-    any of them needs, and full where it is for all. Waits for the device."""
+    """Return EMPTY, PARTIAL or WHOLE for each tile of rows and keys, combined over all sequences
+    and heads: EMPTY if the tile is empty for all of them, WHOLE if it is full for all. Waits for
+    the device."""
     mask = mask_of(call)
 
     def make() -> list[list[int]]:
@@ -115,7 +119,8 @@ _QUICK = {"cpu": 1 << 26, "cuda": 1 << 34}
 
 
 def is_quick(call: Call) -> bool:
-    """Whether it is soon known what the mask_mod leaves; never of tensors without values."""
+    """Return whether the mask_mod can be evaluated for all tiles in a short time. Always False for
+    tensors without values."""
     mask = mask_of(call)
     batch, heads = build.lines_of(call, mask)
     lines = batch * heads
@@ -124,7 +129,7 @@ def is_quick(call: Call) -> bool:
 
 
 def visits_of(call: Call, tiles: Tiles) -> Visits:
-    """What ``lists_of`` leaves of all tiles. Waits for the device."""
+    """Return how many tiles ``lists_of`` visits. Waits for the device."""
     counts, entries = lists_of(call, tiles)
     visited = int(counts.sum())
     full = int((entries < 0).sum())
@@ -132,7 +137,7 @@ def visits_of(call: Call, tiles: Tiles) -> Visits:
 
 
 def mask_of(call: Call) -> Function:
-    """The mask_mod of ``call``, which has one."""
+    """Return the mask_mod of ``call``, which must have one."""
     mask = mods.of(call.mods).mask if call.mods else None
     assert mask is not None, "lists are of calls with a mask_mod"
     return mask

@@ -1,4 +1,4 @@
-"""What a mask_mod leaves of each tile, found tile by tile: no rows × keys in memory."""
+"""Evaluates a mask_mod tile by tile, without a rows × keys matrix in memory."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 26}
 
 
 class Tiles(NamedTuple):
-    """``rows`` x ``keys`` of a tile. A list belongs to a tile of rows and names tiles of keys, or
-    the other way round where keys are ``owned``. ``group``: so many query heads in a row share a
-    list, which names what any of them needs."""
+    """The size of a tile, ``rows`` × ``keys``. A list belongs to a tile of rows and names tiles of
+    keys; with ``owned`` = "keys" it is the other way round. ``group`` consecutive query heads share
+    a list, which names every tile that any of them needs."""
 
     rows: int
     keys: int
@@ -28,24 +28,24 @@ class Tiles(NamedTuple):
 
 
 def counts_of(call: Call, tiles: Tiles) -> tuple[int, int]:
-    """Tiles that are owned, and those that lists name."""
+    """Return the number of owned tiles, and of the tiles that lists name."""
     rows, keys = -(-call.max_seqlen_q // tiles.rows), -(-call.max_seqlen_k // tiles.keys)
     return (rows, keys) if tiles.owned == "rows" else (keys, rows)
 
 
 def asks_for(function: Function, name: str) -> bool:
-    """Whether the function depends on its input ``name``."""
+    """Return whether the function depends on its input ``name``."""
     return any(op.name == "input" and op.value == name for op in function.ops)
 
 
 def lines_of(call: Call, function: Function) -> tuple[int, int]:
-    """Sequences and heads that the function tells apart: 1 where it does not."""
+    """Return the numbers of sequences and of heads that the function distinguishes, 1 if none."""
     batch = call.batch if asks_for(function, "b") else 1
     return batch, call.q.shape[-2] if asks_for(function, "h") else 1
 
 
 def states_of(call: Call, mask: Function, tiles: Tiles) -> torch.Tensor:
-    """uint8 (B', H' / group, owned, streamed): EMPTY, PARTIAL or WHOLE."""
+    """Return EMPTY, PARTIAL or WHOLE of each tile, uint8 (B', H' / group, owned, streamed)."""
     batch, heads = lines_of(call, mask)
     rows, keys = -(-call.max_seqlen_q // tiles.rows), -(-call.max_seqlen_k // tiles.keys)
     device = call.q.device
@@ -70,7 +70,7 @@ def states_of(call: Call, mask: Function, tiles: Tiles) -> torch.Tensor:
 def _states(
     call: Call, mask: Function, tiles: Tiles, at: tuple[int, int, int, int], size: torch.Size
 ) -> torch.Tensor:
-    """Of the tiles from ``at`` on."""
+    """Return the states of the tiles that begin at ``at``."""
     b, h, row, key = at
     device = call.q.device
 
@@ -95,7 +95,7 @@ def _states(
 
 
 def listed(states: torch.Tensor, full: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``Lists.counts`` and ``Lists.entries`` of ``states``."""
+    """Return ``Lists.counts`` and ``Lists.entries`` for ``states``."""
     empty = states == EMPTY
     counts = (~empty).sum(-1, dtype=torch.int32)
     most = states.shape[-1]

@@ -1,8 +1,9 @@
-"""``block_mask=``: FlexAttention's BlockMask, or anything with its attributes, as a mask_mod.
+"""Converts ``block_mask=``, FlexAttention's BlockMask or an object with its attributes, to a
+mask_mod.
 
-A block that is not listed is not seen, one that is listed as full is seen whole, and in the others
-the mask_mod decides: so a BlockMask is a mask_mod that looks up its block first. All backends then
-have it, and lists for their own tiles follow from it as from any other.
+The mask_mod looks up the block first. A block that is not listed is masked, a full block is
+visible. In the other blocks the BlockMask's own mask_mod decides. So every backend supports a
+BlockMask, and block lists for its own tiles follow as for any other mask_mod.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _check_on_device: bool = env.get("PYFA_CHECK")
 
 
 class Sizes(NamedTuple):
-    """What a BlockMask has to fit: B, query heads, rows and keys."""
+    """The sizes that a BlockMask must fit: batch, query heads, rows and keys."""
 
     batch: int
     heads: int
@@ -31,15 +32,20 @@ class Sizes(NamedTuple):
 
 
 def lengths_of(block_mask: Any) -> tuple[Any, ...]:
-    """What a bound call hangs on beside the shape of what ``as_mask_mod`` captures."""
+    """Return the lengths that a BlockMask was made for. A bound call depends on them, and on the
+    shapes of the tensors that ``as_mask_mod`` captures."""
     return tuple(getattr(block_mask, "seq_lengths", ()))
 
 
 def as_mask_mod(
     block_mask: Any, mask_mod: Mod | None, device: torch.device, sizes: Sizes | None = None
 ) -> Mod:
-    """The mask_mod that ``block_mask`` stands for, or together with ``mask_mod`` where it has none
-    of its own. With ``sizes`` it is held to them."""
+    """Return the mask_mod that is equivalent to ``block_mask``, or to ``block_mask`` with
+    ``mask_mod`` if it has none.
+
+    Raises ``ValueError`` or ``TypeError`` for an invalid BlockMask, or, with ``sizes``, for one
+    that does not fit them.
+    """
     parts = _parts_of(block_mask, device)
     own = _own_mod(block_mask)
     if own is not None and mask_mod is not None and own is not mask_mod:
@@ -133,7 +139,8 @@ def _check_sizes(block_mask: Any, parts: _Parts, sizes: Sizes) -> None:
 
 
 def _states_of(parts: _Parts) -> torch.Tensor:
-    """uint8 (B', H', rows, columns): what becomes of each block. Kept while nothing changed."""
+    """Return the state of each block, uint8 (B', H', rows, columns), cached until the BlockMask
+    changes."""
 
     def make() -> torch.Tensor:
         found = torch.full(

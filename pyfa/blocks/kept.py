@@ -1,8 +1,8 @@
-"""Lists that were made, found again while nothing they hang on has changed.
+"""A cache of block lists, valid until something that they depend on changes.
 
-A list hangs on the mask_mod, on sizes and on the tensors that it captured: their memory, their
-place in it, and PyTorch's count of changes in place. Of memory that is freed, what is held here
-keeps the identity from being given to another.
+A list depends on the mask_mod, on sizes, and on the captured tensors: their memory, their offset in
+it, and PyTorch's count of in-place changes. The cache holds weak references, so that the identity
+of freed memory is not reused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _lock = threading.Lock()
 
 
 def find(call: Call, mask: Function, what: Hashable, make: Callable[[], _Made]) -> _Made:
-    """What ``make`` makes of ``call``'s ``mask``, or made before."""
+    """Return ``make()`` for the ``mask`` of ``call``, cached."""
     slots = sorted({int(op.value or 0) for op in mask.ops if op.name == "load"})
     captured = call.captured
     used = [captured[slot] for slot in slots]
@@ -49,8 +49,8 @@ def find(call: Call, mask: Function, what: Hashable, make: Callable[[], _Made]) 
 def keep(
     key: Hashable, device: torch.device, used: list[torch.Tensor], make: Callable[[], _Made]
 ) -> _Made:
-    """What ``make`` makes from the values of ``used``, for ``key``; found again on the same stream
-    while they have not changed. Tensors in what it makes are on ``device``."""
+    """Return ``make()``, cached under ``key`` until the values of ``used`` change, per stream.
+    Tensors in the result must be on ``device``."""
     states = _states_of(device, used)
     if states is None:
         return make()
@@ -77,15 +77,15 @@ def keep(
 
 
 def clear() -> None:
-    """Forget all of them."""
+    """Empty the cache."""
     with _lock:
         _entries.clear()
 
 
 def _states_of(device: torch.device, used: list[torch.Tensor]) -> Hashable | None:
-    """What tells whether ``used`` are the same tensors with the same values; None where nothing
-    does: nobody counts the changes of a tensor of inference_mode, and a graph that is captured
-    runs again with other values."""
+    """Return a key that identifies the tensors in ``used`` and their values. Return None if there
+    is no such key: PyTorch does not count the changes of an inference_mode tensor, and a captured
+    graph runs again with other values."""
     stream = 0
     if device.type == "cuda":
         if _torch.is_capturing():

@@ -43,7 +43,7 @@ def add(commands: Any) -> None:
         help="how many orders of float atomics to try; emulator only",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
-    parser.add_argument("--junit", type=Path, metavar="FILE", help="write it as JUnit XML")
+    parser.add_argument("--junit", type=Path, metavar="FILE", help="write the report as JUnit XML")
     usage.add_json(parser)
     parser.set_defaults(run=run)
     actions = parser.add_subparsers(metavar="compare")

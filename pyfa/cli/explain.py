@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
         help="a table of a model's layers instead, from its config.json or by a name such as "
         "llama-3.1-8b; uses --batch, --seqlen and --dtype (default: none)",
     )
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="GPUs that share its heads")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="GPUs that share the model")
     planned.add_flag(parser)
     usage.add_json(parser)
     parser.set_defaults(run=run, seqlen=None)

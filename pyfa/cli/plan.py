@@ -47,13 +47,13 @@ def add(commands: Any) -> None:
     problem.add_flags(parser)
     problem.add_device(parser)
     parser.add_argument(
-        "--backend", metavar="B", help="whose kernels (default: the backend that would run)"
+        "--backend", metavar="B", help="the backend to plan for (default: the one that would run)"
     )
     parser.add_argument(
         "--compile", action="store_true", help="compile the kernels to count registers"
     )
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="also draw it, as .png, .svg or .pdf"
+        "--plot", type=Path, metavar="FILE", help="also draw the result, as .png, .svg or .pdf"
     )
     planned.add_flag(parser)
     usage.add_json(parser)

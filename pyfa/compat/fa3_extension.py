@@ -184,7 +184,7 @@ def fwd_combine(
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ``fa3.flash_attn_combine``."""
+    """Implement ``fa3.flash_attn_combine``."""
     return fa3.flash_attn_combine(out_partial, lse_partial, out, out_dtype)
 
 

@@ -290,7 +290,7 @@ def pyfas_window(window_size: Window, causal: bool) -> tuple[validate.Edge | Non
 
 
 def _window_of(causal: bool, window_size: Window, mask_mod: Mod | None) -> dict[str, Any]:
-    """pyfa's causal and window; with a mask_mod neither counts."""
+    """Return pyfa's ``causal`` and ``window``. With a mask_mod both are ignored."""
     window = pyfas_window(window_size, causal)
     if mask_mod is not None:
         return {"causal": False, "window": None}
@@ -303,7 +303,7 @@ def _refuse_two_caps(softcap: float, score_mod: Mod | None) -> None:
 
 
 def _used(lengths: torch.Tensor | None, offsets: torch.Tensor | None) -> torch.Tensor:
-    """The lengths of packed sequences."""
+    """Return the lengths of packed sequences."""
     if lengths is not None:
         return lengths
     assert offsets is not None

@@ -1,10 +1,10 @@
-"""FlashAttention-4's ``score_mod``, ``mask_mod`` and block-sparse tensors as pyfa's.
+"""Converts FlashAttention-4's ``score_mod``, ``mask_mod`` and block-sparse tensors to pyfa's.
 
-Its functions take more than pyfa's: ``score_mod(score, b, h, q_idx, kv_idx, seqlen_info, aux)`` and
-``mask_mod(b, h, q_idx, kv_idx, seqlen_info, aux)``, and ``aux_scalars`` behind them where these are
-given. Here they are plain Python on PyTorch scalars, as pyfa's are; programs in the CuTe DSL, which
-only NVIDIA's compiler understands, are refused by name. With a mask_mod ``causal`` and
-``window_size`` are ignored, as there.
+Version 4's functions have more parameters than pyfa's: ``score_mod(score, b, h, q_idx, kv_idx,
+seqlen_info, aux)`` and ``mask_mod(b, h, q_idx, kv_idx, seqlen_info, aux)``, followed by
+``aux_scalars`` if they are given. Here they must be plain Python on PyTorch scalars. A function in
+the CuTe DSL, which only NVIDIA's compiler understands, raises ``NotImplementedError``. With a
+mask_mod, ``causal`` and ``window_size`` are ignored, as in version 4.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BLOCK_K = 128
 
 
 class Lengths(NamedTuple):
-    """What ``seqlen_info`` is made of. Of packed sequences (B,) or (B+1,) int32, else ints."""
+    """The lengths behind ``seqlen_info``: ints, or (B,) or (B+1,) int32 for packed sequences."""
 
     rows: int | torch.Tensor
     keys: int | torch.Tensor
@@ -32,7 +32,7 @@ class Lengths(NamedTuple):
 
 
 class SeqlenInfo:
-    """A sequence's lengths, and where it begins in the packed tensors, inside a mod."""
+    """The lengths of a sequence and its offsets in the packed tensors, as a mod sees them."""
 
     def __init__(self, lengths: Lengths, b: Any) -> None:
         self._lengths, self._b = lengths, b
@@ -66,7 +66,12 @@ def pyfas_mods(
     aux_scalars: Sequence[Any] | None,
     lengths: Lengths,
 ) -> dict[str, Mod]:
-    """pyfa's arguments ``score_mod`` and ``mask_mod``, as far as there are any."""
+    """Return the arguments ``score_mod`` and ``mask_mod`` of ``pyfa.attention`` that are equivalent
+    to version 4's; only those that are given.
+
+    Raises ``NotImplementedError`` for a function in the CuTe DSL, ``TypeError`` for anything that
+    is not a function.
+    """
     tensors = tuple(aux_tensors or ())
     for number, x in enumerate(tensors):
         validate.a_tensor(f"aux_tensors[{number}]", x)
@@ -92,7 +97,7 @@ def pyfas_mods(
 
 
 def _refuse_cute(name: str, mod: Any) -> None:
-    """``NotImplementedError`` for what uses NVIDIA's CuTe DSL, by a name in it or by itself."""
+    """Raise ``NotImplementedError`` for a function that uses NVIDIA's CuTe DSL."""
     if not callable(mod):
         raise TypeError(f"{name}: expected a function; got {type(mod).__name__}")
     kinds = [type(mod)]

@@ -129,7 +129,7 @@ def _scales(case: Case, placed: dict[str, Placed], call: Call) -> dict[str, torc
 
 
 def _seen_in_tree(case: Case, call: Call, mask: torch.Tensor) -> torch.Tensor:
-    """The mask over the new rows as one over all keys: (B, 1, rows, keys)."""
+    """Return the mask over the new rows, extended to all keys: (B, 1, rows, keys)."""
     seen = torch.ones(case.batch, 1, call.max_seqlen_q, call.max_seqlen_k, dtype=torch.bool)
     for b, (rows, keys) in enumerate(zip(case.lengths_q, case.lengths_k, strict=True)):
         new = min(rows, keys)

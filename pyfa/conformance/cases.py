@@ -224,7 +224,7 @@ class Case:
         )
 
     def flaws(self) -> list[str]:
-        """Return why this is no valid case: combinations that have no meaning in the API."""
+        """Return why this is not a valid case: combinations that have no meaning in the API."""
         dense, latent = self.kind == "dense", self.kind == "latent"
         cache = latent or self.kind == "kvcache"
         uneven = len(set(self.lengths_q)) > 1 or (dense and len(set(self.lengths_k)) > 1)

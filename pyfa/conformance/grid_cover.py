@@ -1,9 +1,9 @@
-"""Cases that execute machine code which no other case of their level does.
+"""Cases that execute machine code which no other case of their level executes.
 
-``benchmarks/cover.py`` drew them at random, ran them in the emulator on the gfx942 objects that
-ship, and kept what executed new instructions. ``_QUICK`` are those that execute most in the least
-time: with them the quick level executes 77 % of all instructions, 40 % without, in 10 s more. A
-kernel that changes may need others; one that is here twice as needed does no harm.
+``benchmarks/cover.py`` drew them at random, ran them in the emulator on the gfx942 objects in the
+wheel, and kept those that executed new instructions. ``_QUICK`` are those that execute most in the
+least time. With them the quick level executes 77 % of all instructions, without them 40 %; they
+take 10 s. A kernel that changes may need other cases. A case that is no longer needed does no harm.
 """
 
 from __future__ import annotations
@@ -361,12 +361,12 @@ _FULL: tuple[Mapping[str, Any], ...] = (
 
 
 def quick() -> Iterator[Case]:
-    """The few of the quick level."""
+    """Yield the cases of the quick level."""
     for fields in _QUICK:
         yield Case(**fields)
 
 
 def full() -> Iterator[Case]:
-    """What the full level has besides."""
+    """Yield the additional cases of the full level."""
     for fields in _FULL:
         yield Case(**fields)

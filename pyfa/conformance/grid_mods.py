@@ -76,7 +76,7 @@ def mods(count: int) -> Iterator[Case]:
 
 
 def lists(count: int) -> Iterator[Case]:
-    """Each in ``count`` number formats and shapes."""
+    """Yield each block-list case in ``count`` dtypes and shapes."""
     for index, options in enumerate(_LISTS):
         for more in range(count):
             shape = _LISTS_SHAPES[(index + more) % 3]

@@ -28,7 +28,8 @@ _OPTIONS: tuple[Fields, ...] = (
 
 
 def quick() -> Iterator[Case]:
-    """Each option once, over lengths in turn, and new keys and a float8 cache."""
+    """Yield each option once, cycling through the lengths, and cases with new keys and a float8
+    cache."""
     for index, options in enumerate(_OPTIONS):
         yield _tree(index, dtype=DTYPES[index % 3], **options)
     yield _tree(0, new_keys=6, page_size=16, head_dim=128)
@@ -36,7 +37,7 @@ def quick() -> Iterator[Case]:
 
 
 def full() -> Iterator[Case]:
-    """Options and lengths in every pair, and draws of what changes a plan."""
+    """Yield every pair of option and length, and random draws of what changes a plan."""
     for shape in range(len(_LENGTHS)):
         for index, options in enumerate(_OPTIONS):
             yield _tree(shape, dtype=HALF[(shape + index) % 2], **options)

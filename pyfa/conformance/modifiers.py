@@ -50,8 +50,9 @@ def mods_of(case: Case, where: torch.device) -> dict[str, Mod]:
 def captured_by(
     made: dict[str, Any], where: torch.device, grad: bool
 ) -> tuple[str, dict[str, torch.Tensor], list[str]]:
-    """Of what ``mods_of`` made: the digest, the captured tensors by field, and the fields of those
-    that get a gradient. With ``grad`` these are all floats that the score_mod captured."""
+    """Return the digest of the mods that ``mods_of`` made, the captured tensors by field, and the
+    fields that get a gradient. With ``grad`` these are all floating-point tensors that the
+    score_mod captured."""
     given = {"score_mod": None, "mask_mod": None, **made}
     digest, captured = mods.resolve(**given, device=where)
     if grad:
@@ -65,8 +66,8 @@ def captured_by(
 
 
 def arguments_of(case: Case, where: torch.device) -> dict[str, Any]:
-    """The arguments ``score_mod``, ``mask_mod`` and ``block_mask`` of ``case``, as far as it has
-    them."""
+    """Return the arguments ``score_mod``, ``mask_mod`` and ``block_mask`` of ``case``; only those
+    that it has."""
     made: dict[str, Any] = mods_of(case, where)
     if case.block_mask:
         del made["mask_mod"]
@@ -80,7 +81,7 @@ _ABSENT, _MASKED, _FULL = range(3)
 
 
 def _blocks(tables: _Tables) -> torch.Tensor:
-    """What becomes of each block, by head. No row of blocks 1 sees anything."""
+    """Return the state of each block, per head. The second row of blocks is fully masked."""
     case = tables.case
     rows, keys = (-(-max((*n, 1)) // case.block_mask) for n in (case.lengths_q, case.lengths_k))
     blocks = tables.integers("blocks", (1, case.heads_q, rows, keys), 3)
@@ -103,7 +104,7 @@ def _of_blocks(tables: _Tables) -> Mod:
 
 
 def _block_mask(tables: _Tables) -> Any:
-    """PyTorch's own object."""
+    """Return PyTorch's BlockMask."""
     from torch.nn.attention.flex_attention import BlockMask
 
     case, blocks = tables.case, _blocks(tables)
@@ -234,7 +235,8 @@ def _strided(tables: _Tables) -> Mod:
 
 
 def _patches(tables: _Tables) -> Mod:
-    """Patches that see all, some or nothing, by head others, and rows that see nothing."""
+    """Return a mask of visible, partly visible and masked patches, different per head, with some
+    fully masked rows."""
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         kind = (q_idx // 100 + kv_idx // 80 * 2 + h) % 3

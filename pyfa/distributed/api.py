@@ -242,7 +242,7 @@ def _asked(
             validate.wrong("cu_seqlens_k", f"{len(of_q)} sequences, as cu_seqlens_q", len(of_k))
         for side, length in zip("qk", seqlens, strict=True):
             if length is not None:
-                validate.wrong(f"seqlen_{side}", "None beside cu_seqlens_q", length)
+                validate.wrong(f"seqlen_{side}", "None with cu_seqlens_q", length)
         # The blocks bring offsets of their own.
         none = torch.zeros(len(of_q) + 1, dtype=torch.int32, device=q.device)
         request = requests.varlen(q, k, v, shared, none, none, max(of_q, default=0), 0)
@@ -257,7 +257,7 @@ def _asked(
         )
     call = request.call
     if call.window_shift:
-        raise NotImplementedError("window: a negative edge, in attention over several ranks")
+        raise NotImplementedError("window: a negative bound, in attention over several ranks")
     q, k, v = call[:3]
     for name, x in (("q", q), ("k", k)):
         if x.itemsize == 1:

@@ -52,7 +52,7 @@ def place(
     if mesh is None:
         return Place(Ring(_group(group), name), Ring(None, name), zigzag)
     if group is not None:
-        validate.wrong("mesh", "None beside group", mesh)
+        validate.wrong("mesh", "None with group", mesh)
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh: expected a DeviceMesh; got {type(mesh).__name__}")
     if mesh.ndim > 2:
@@ -70,7 +70,7 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         group = dist.group.WORLD
     given: object = group
     if given is dist.GroupMember.NON_GROUP_MEMBER:
-        validate.wrong("group", "one that this process belongs to", "what new_group() gives others")
+        validate.wrong("group", "one that this process belongs to", "a group without it")
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group: expected a ProcessGroup; got {type(group).__name__}")
     return group

@@ -1,4 +1,5 @@
-"""What one gfx942 instruction reads and writes, and its kind: for checks of machine code.
+"""The effects of one gfx942 instruction: its kind, and what it reads and writes. For checks of
+machine code.
 
 Registers are bits of an integer, numbered as operands are (``decode``): scalar ones below 256 (VCC,
 M0 and EXEC among them), VGPRs from 256, AGPRs from 512, and the hardware registers of ``s_setreg``

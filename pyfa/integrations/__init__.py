@@ -2,5 +2,5 @@
 
 ``transformers``: models with ``attn_implementation="pyfa"``. ``diffusers``: models with
 ``set_attention_backend("pyfa")``. ``vllm``: an attention backend of vLLM. ``torch_sdpa``: PyTorch's
-``scaled_dot_product_attention``.
+``scaled_dot_product_attention``. ``flex``: PyTorch's ``flex_attention``.
 """

@@ -1,4 +1,4 @@
-"""PyTorch's FlexAttention on pyfa: whoever calls ``flex_attention`` gets pyfa's kernels.
+"""Runs PyTorch's FlexAttention on pyfa, for every caller of ``flex_attention`` in the process.
 
     from pyfa.integrations import flex
     flex.activate()          # torch.nn.attention.flex_attention.flex_attention now runs pyfa
@@ -7,14 +7,14 @@
     with flex.activated():   # the same for one block
         ...
 
-Arguments, results and their layout are PyTorch's: (batch, heads, length, head_dim), a natural LSE,
-−inf for a fully masked row. ``score_mod`` and the ``mask_mod`` of a ``BlockMask`` are compiled into
-pyfa's kernels. A block that the BlockMask does not list stays hidden, and in a full block no
-``mask_mod`` is asked. ``kernel_options`` tune PyTorch's kernels and are ignored.
+Arguments, results and their layout are PyTorch's: (batch, heads, length, head_dim), a natural-log
+LSE, −inf for a fully masked row. ``score_mod`` and the ``mask_mod`` of a ``BlockMask`` are compiled
+into pyfa's kernels. Blocks that the BlockMask does not list are masked. In full blocks the
+``mask_mod`` is not evaluated. ``kernel_options`` tune PyTorch's kernels and are ignored.
 
-What pyfa cannot take runs PyTorch's own function, with one warning for each reason. Under
-``torch.compile`` the call is a graph break. The replacement holds for the whole process, for every
-reference to the function, also for those that were imported or compiled before.
+Calls that pyfa does not support run PyTorch's own function, with one warning per reason. Under
+``torch.compile`` the call is a graph break. The replacement also affects references to the function
+that were imported or compiled before.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _Mod = Callable[..., Any]
 
 
 class _Body(NamedTuple):
-    """All that makes a function's behaviour and may be set on it."""
+    """Everything that determines a function's behaviour and can be set on it."""
 
     code: types.CodeType
     defaults: tuple[Any, ...] | None
@@ -63,9 +63,10 @@ _original = _body_of(_function)
 
 
 def activate() -> None:
-    """Run PyTorch's ``flex_attention`` on pyfa in this process until ``restore``.
+    """Run PyTorch's ``flex_attention`` on pyfa in this process, until ``restore``.
 
-    Raises ``RuntimeError`` where PyTorch's is no plain function whose body can be replaced.
+    Raises ``RuntimeError`` if PyTorch's ``flex_attention`` is not a plain Python function, whose
+    body can be replaced.
     """
     if _function.__closure__ or not isinstance(_function, types.FunctionType):
         raise RuntimeError(f"flex_attention of PyTorch {torch.__version__} cannot be replaced")
@@ -81,7 +82,7 @@ def restore() -> None:
 
 @contextlib.contextmanager
 def activated() -> Iterator[None]:
-    """``activate`` inside the ``with`` block, then what was there before."""
+    """Call ``activate`` for the ``with`` block, then restore the previous state."""
     before = _body_of(_function)
     activate()
     try:
@@ -104,11 +105,11 @@ def flex_attention(
     *,
     return_aux: Any = None,
 ) -> Any:
-    """``torch.nn.attention.flex_attention.flex_attention`` on pyfa, whether or not it is active.
+    """Compute PyTorch's ``flex_attention`` on pyfa, whether or not ``activate`` was called.
 
-    query (B, Hq, L, E), key (B, Hkv, S, E), value (B, Hkv, S, Ev): (B, Hq, L, Ev), laid out in
-    memory as query is, with the LSE (B, Hq, L) or an ``AuxOutput`` where asked. Falls back to
-    PyTorch's own with a warning that names the reason, once for each.
+    Takes query (B, Hq, L, E), key (B, Hkv, S, E) and value (B, Hkv, S, Ev). Returns (B, Hq, L, Ev),
+    with query's memory layout, and if requested the LSE (B, Hq, L) or an ``AuxOutput``. Calls that
+    pyfa does not support run PyTorch's function, with one warning per reason.
     """
     reason = _why_not(
         query, key, value, block_mask, enable_gqa, return_lse, kernel_options, return_aux
@@ -169,7 +170,8 @@ def _warn(reason: str) -> None:
 
 
 def _levels_to_the_user() -> int:
-    """How far above its caller the first line is that is neither this file's nor PyTorch's."""
+    """Return how many frames above its caller the first line is that is neither in this file nor in
+    PyTorch."""
     level, frame = 0, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
         level, frame = level + 1, frame.f_back
@@ -180,7 +182,8 @@ def _why_not(
     query: Any, key: Any, value: Any, block_mask: Any, enable_gqa: bool, return_lse: bool,
     kernel_options: Any, return_aux: Any,
 ) -> str | None:  # fmt: skip
-    """Why PyTorch's own is called; "" where it will refuse the call, None where pyfa takes it."""
+    """Return why PyTorch's own function must run: "" if it will reject the call, None if pyfa
+    supports it."""
     tensors = query, key, value
     if any(not isinstance(x, torch.Tensor) or x.is_nested or x.dim() != 4 for x in tensors):
         return ""
@@ -207,20 +210,21 @@ _KNOWN_OPTIONS = frozenset(getattr(theirs, "FlexKernelOptions", type).__annotati
 
 
 def _is_whole(block_mask: Any) -> bool:
-    """One block, larger than any sequence: PyTorch's way to say that there is none."""
+    """Return whether the BlockMask has one block larger than any sequence, which is how PyTorch
+    says that there is no mask."""
     large = theirs._LARGE_SPARSE_BLOCK_SIZE
     return tuple(block_mask.BLOCK_SIZE) == (large, large)
 
 
 def _turned(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """(B, S, H, D), with query's batch size."""
+    """Return x as (B, S, H, D), with query's batch size."""
     if x.shape[0] != query.shape[0]:
         x = x.expand(query.shape[0], -1, -1, -1)
     return x.transpose(1, 2)
 
 
 def _laid_out_as(query: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """``out`` with its dimensions in query's order in memory, as PyTorch's kernels give it."""
+    """Return ``out`` with the memory order of query's dimensions, as PyTorch's kernels do."""
     if query.stride() == out.stride() or not out.numel():
         return out
     strides = query.stride()
@@ -230,7 +234,7 @@ def _laid_out_as(query: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 def _masks(block_mask: Any) -> dict[str, Any]:
-    """pyfa's arguments for a BlockMask."""
+    """Return pyfa's arguments for a BlockMask."""
     if block_mask is None or not _is_whole(block_mask):
         return {"block_mask": block_mask}
     own = block_mask.mask_mod

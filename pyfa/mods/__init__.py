@@ -49,7 +49,7 @@ class Mods:
 
     @functools.cached_property
     def of_loads(self) -> tuple[tuple[int, Function], ...]:
-        """``derive.of_loads`` for the tensors that get a gradient."""
+        """Return ``derive.of_loads`` for the captured tensors that get a gradient."""
         return () if self.score is None else of_loads(self.score, self.wanted)
 
 

@@ -23,8 +23,9 @@ def with_slope(score: Function) -> Function:
 
 
 def of_loads(score: Function, slots: frozenset[int]) -> tuple[tuple[int, Function], ...]:
-    """For each load of a captured tensor in ``slots``: its slot, and a function whose results are
-    d result / d what it loads, and then its indices."""
+    """Return, for each load of a captured tensor in ``slots``, its slot and a function. The
+    function computes the derivative of the result with respect to the loaded value, and then the
+    indices of the load."""
     found = []
     for place, op in enumerate(score.ops):
         if op.name == "load" and op.type == "f" and op.value in slots:
@@ -37,7 +38,8 @@ def of_loads(score: Function, slots: frozenset[int]) -> tuple[tuple[int, Functio
 
 
 def _slope(make: Builder, score: Function, numbers: list[int], source: int | None) -> int:
-    """d score's result / d its operation ``source``, whose ``numbers`` ``make`` has."""
+    """Return d result / d ``source``, an operation of the score. ``numbers`` are its operations'
+    numbers in ``make``."""
     zero, one = make.constant(0.0, "f"), make.constant(1.0, "f")
     slopes: dict[int, int] = {}
     for place, (op, number) in enumerate(zip(score.ops, numbers, strict=True)):

@@ -40,7 +40,7 @@ def evaluate(
 
 
 def _number(value: object) -> int | float:
-    """Of a constant."""
+    """Return the value of a constant."""
     assert isinstance(value, (bool, int, float))
     return value
 
@@ -52,8 +52,8 @@ def _load(table: torch.Tensor, indices: list[torch.Tensor]) -> torch.Tensor:
 
 
 def inside(index: torch.Tensor, size: int) -> torch.Tensor:
-    """Where ``index`` reads in so many elements: a negative one counts from the end; what lies
-    outside is brought inside."""
+    """Return ``index`` as an index into ``size`` elements: a negative one counts from the end, one
+    beyond either end is clamped."""
     index = index.long()
     return torch.where(index < 0, index + size, index).clamp(0, size - 1)
 

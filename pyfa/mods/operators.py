@@ -195,7 +195,7 @@ def _pow(r: Any, type: str, common: str, args: Any, kwargs: Any) -> int:
         base = r.make.value(x)
         if base == 2:
             return int(r.make.make("shl", r.make.constant(1, type), y))
-        raise r.error("raises an integer to a power that is no constant; convert it by .float()")
+        raise r.error("raises an integer to a power that is not a constant; convert it by .float()")
     if exponent == 0.5:
         return int(r.make.make("sqrt", x))
     base = r.make.value(x)

@@ -344,7 +344,7 @@ class _Recorder(TorchDispatchMode):
         narrow = (torch.uint8, torch.int8, torch.int16)
         if dtype in narrow and name not in operators.EXACT:
             raise self.error(
-                f"computes in {dtype}, whose overflow kernels do not have; convert with .int()"
+                f"computes in {dtype}, whose overflow kernels do not reproduce; convert with .int()"
             )
         if name not in operators.OWN_TYPE:
             number = self.make.cast(number, TYPES[dtype])
@@ -353,7 +353,7 @@ class _Recorder(TorchDispatchMode):
     def _refuse_value(self, traced: bool) -> None:
         if traced:
             raise self.error(
-                "asks for the value of what is only known when the kernel runs (an `if`, `and`, "
+                "needs a value that is only known when the kernel runs (an `if`, `and`, "
                 "`or`, `not`, `int()`, or `.item()`); use torch.where for a branch, and &, |, ~"
             )
         raise self.error(

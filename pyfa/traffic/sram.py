@@ -1,4 +1,5 @@
-"""What fits on chip: rows per block by two rules, and blocks that a compute unit holds at once."""
+"""On-chip limits: rows per block by two rules, and the number of blocks that a compute unit holds
+at once."""
 
 from __future__ import annotations
 

@@ -44,9 +44,9 @@ class Layout(NamedTuple):
 
 
 def layout_of(program: Program, maps_of: Callable[[Plan], Sequence[TensorMap]]) -> Layout:
-    """Lay out the arguments of ``program``'s kernels. ``maps_of``: the tensor maps that follow the
-    ``Params`` of a plan's kernel. Steps with the same ``Params`` share it, and at most one of them
-    has maps."""
+    """Lay out the arguments of ``program``'s kernels. ``maps_of`` returns the tensor maps that
+    follow the ``Params`` of a plan's kernel. Steps with the same ``Params`` share it, and at most
+    one of them has maps."""
     numbers = {name: number for number, name in enumerate(program.names)}
     maps: dict[int, Sequence[TensorMap]] = {}
     for step in program.steps:

@@ -31,16 +31,17 @@ _LEAST_KEYS = 256
 
 
 def within_a_round(blocks: int, keys: int, places: int, rows: int, costs: Costs) -> int:
-    """Return as many splits as let ``blocks`` fill ``places`` of the device once, if that saves
-    more time than combining ``rows`` (of all heads) costs."""
+    """Return the number of splits with which ``blocks`` fill the ``places`` of the device once, if
+    that saves more time than combining ``rows`` (of all heads) costs; otherwise 1."""
     parts = max(1, min(places // max(blocks, 1), keys // _LEAST_KEYS))
     gain = keys / 64 * (1 - 1 / parts) * costs.tile_us
     return parts if gain > costs.combine_us + rows * costs.row_us else 1
 
 
 class Rounds(NamedTuple):
-    """Of a prefill on a device that a model times, in microseconds: 64 keys of a block, starting
-    and ending one, merging a part of a row, and launching what merges. ``row_bytes`` of a part."""
+    """Costs of a prefill in microseconds, from a timing model: ``tile_us`` for 64 keys of a block,
+    ``block_us`` to start and end a block, ``row_us`` to merge one split of a row, ``combine_us`` to
+    launch the merge. ``row_bytes`` is the output of one split of a row."""
 
     tile_us: float
     block_us: float
@@ -59,8 +60,8 @@ _MOST_BYTES = 1 << 28  # of what the parts leave to be merged
 def over_rounds(
     blocks: int, keys: int, places: int, rows: int, costs: Rounds, parts: int = 1
 ) -> int:
-    """As many parts as let equal ``blocks`` end first that run in rounds of ``places``, or
-    ``parts`` where none gains what is worth it."""
+    """Return the number of splits for which equal ``blocks``, run in rounds of ``places``, end
+    first. Return ``parts`` if no number gains enough."""
 
     def busy(parts: int) -> float:
         rounds = -(-blocks * parts // places)
@@ -82,8 +83,8 @@ def over_rounds(
 def of_prefill(
     blocks: int, keys: int, places: int, rows: int, costs: Costs, rounds: Rounds | None
 ) -> int:
-    """``within_a_round``, and ``over_rounds`` where ``rounds`` are known and all blocks see as many
-    keys."""
+    """Return the number of splits of a prefill: that of ``over_rounds`` if ``rounds`` are known and
+    all blocks see the same number of keys, otherwise that of ``within_a_round``."""
     parts = within_a_round(blocks, keys, places, rows, costs)
     return over_rounds(blocks, keys, places, rows, rounds, parts) if rounds else parts
 

@@ -52,7 +52,7 @@ def around(over_keys: Plan, transposed: bool) -> tuple[Plan, Plan, Plan]:
 def sm90_plans_of(
     pair: Pair, dtype: int, deterministic: bool, general: bool = False
 ) -> tuple[Plan, Plan, Plan]:
-    """The same of Hopper's own."""
+    """Return the plans of row_sums, Hopper's own attn_bwd, and dq_convert."""
     tiles = (sm90.BACKWARD_TERMS if general else sm90.BACKWARD)[pair]
     if deterministic and not tiles.roles:
         tiles = tiles._replace(one_sender=True)
@@ -94,7 +94,7 @@ def plans_for(
     mods: str = "",
     terms: frozenset[str] = frozenset(),
 ) -> tuple[Plan, Plan, Plan]:
-    """row_sums, attn_bwd and dq_convert for these heads on a device of ``arch``."""
+    """Return the plans of row_sums, attn_bwd and dq_convert for these head dims on ``arch``."""
     why_not = why_not_sm90(dims, terms, deterministic)
     if plans.runs_sm90(arch) and why_not is None:
         pair = calls.bucket_of(sm90.BACKWARD_TERMS if general else sm90.BACKWARD, *dims)

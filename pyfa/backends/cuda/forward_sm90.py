@@ -32,7 +32,8 @@ _WORTH_A_COPY = 8
 
 
 def why_not(problem: Problem) -> list[str]:
-    """Why the plan is sm80's on a device that has this kernel."""
+    """Return the reasons why ``problem`` runs on the sm80 kernel on a device that also has this
+    one."""
     found = [words for feature, words in ELSEWHERE.items() if feature in problem.features]
     if problem.mods and "paged" in problem.features:
         found.append("pages with score_mod or mask_mod")
@@ -43,7 +44,8 @@ def why_not(problem: Problem) -> list[str]:
 
 
 def without_pages(problem: Problem, of: int = _WORTH_A_COPY) -> list[str]:
-    """What keeps the copy engine from the pages of ``problem``, a multiple ``of`` so many keys."""
+    """Return the reasons why TMA cannot read the pages of ``problem``, whose size must be a
+    multiple of ``of`` keys."""
     if "paged" not in problem.features:
         return []
     found = []
@@ -55,7 +57,8 @@ def without_pages(problem: Problem, of: int = _WORTH_A_COPY) -> list[str]:
 
 
 def why_not_invariant(problem: Problem) -> list[str]:
-    """Why neither this kernel nor sm80's takes ``problem`` with the bits of one without pages."""
+    """Return the reasons why no kernel gives ``problem`` the same bits as a problem without
+    pages."""
     if "batch_invariant" not in problem.features:
         return []
     if problem.mods and "paged" in problem.features and not problem.features & ELSEWHERE.keys():
@@ -69,8 +72,8 @@ def why_not_invariant(problem: Problem) -> list[str]:
 
 
 def fewest_rows(pair: Pair, itemsize: int) -> int:
-    """Keys of the smallest copy, which has 128 bytes of a panel. Its swizzle goes by addresses, so
-    copies need not be whole swizzles of 8."""
+    """Return the number of keys of the smallest copy, which has 128 bytes of a panel. TMA swizzles
+    by address, so a copy need not have all 8 rows of a swizzle."""
     return max(128 // itemsize // panel(head, itemsize) for head in pair)
 
 

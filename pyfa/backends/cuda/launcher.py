@@ -38,7 +38,7 @@ class Launcher:
         self._lock = threading.Lock()
 
     def launch_of(self, program: Program, tensors: tuple[torch.Tensor, ...]) -> Launch:
-        """See ``native.launch.Launcher.launch_of``."""
+        """Implement ``native.launch.Launcher.launch_of``."""
         given = dict(zip(program.inputs, tensors, strict=True))
         if not any(step.plan.kernel in tensor_maps.BOXES for step in program.steps):
             return self._launch(program, given, None)

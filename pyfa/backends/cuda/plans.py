@@ -1,4 +1,4 @@
-"""What all CUDA kernels have in common: archs, choice of tiles, launch of blocks."""
+"""Code that all CUDA kernels share: archs, choice of tiles, launch of blocks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PERSISTENT = frozenset({"cuda/sm90/attn_fwd.cu"})
 
 
 def grid_of(plan: Plan, blocks: int, units: int) -> int:
-    """How many blocks are launched for work in ``blocks`` pieces."""
+    """Return the number of blocks to launch for ``blocks`` pieces of work."""
     if plan.kernel not in PERSISTENT:
         return blocks
     return min(blocks, values_of(plan).get("BLOCKS", 1) * units)
@@ -43,7 +43,8 @@ AHEAD = frozenset({"cuda/combine.cu", "cuda/sm80/dq_convert.cu", "cuda/sm90/attn
 
 
 def starts_ahead(plan: Plan, arch: str) -> bool:
-    """Whether ``plan``, compiled for ``arch``, is launched ahead of the end of the one before."""
+    """Return whether ``plan``, compiled for ``arch``, is launched before the previous kernel
+    ends."""
     # A merge of the caller's parts is the first kernel of its call.
     return plan.kernel in AHEAD and _number(arch) >= 90 and "MERGED" not in dict(plan.constants)
 

@@ -97,7 +97,8 @@ class Described(NamedTuple):
 
 
 def panel(head: int, itemsize: int) -> int:
-    """Return the elements of a panel: 128 bytes, or 64 or 32 if the head is no multiple of that."""
+    """Return the elements of a panel: 128 bytes, or 64 or 32 if the head is not a multiple of
+    that."""
     row = head * itemsize
     return next(width for width in (128, 64, 32) if row % width == 0) // itemsize
 

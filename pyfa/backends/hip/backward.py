@@ -25,8 +25,8 @@ BIAS_TILE = 64, 128  # rows and keys of its workgroups
 CONVERT_ROWS = 64  # rows of a workgroup of dq_convert.hip
 KEYS, ROWS = 0, 1
 BANDS_AT_256 = (
-    "float16 backward of attention_chunk, or of a window with a negative edge, together with score "
-    "terms or dropout is not implemented above head_dim 192"
+    "float16 backward of attention_chunk, or of a window with a negative bound, together with "
+    "score terms or dropout is not implemented above head_dim 192"
 )
 THREADS = 256
 WAVES = THREADS // 64
@@ -68,7 +68,7 @@ def notes_of(problem: Problem) -> list[str]:
     else:
         notes = [f"backward in two passes, seven products a tile: {why}"]
     if "bias_grad" in problem.features:
-        notes.append("the gradient of bias in a pass of its own, two products a tile, no atomics")
+        notes.append("the gradient of bias in a separate pass, two products per tile, no atomics")
     return notes
 
 

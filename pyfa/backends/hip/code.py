@@ -101,15 +101,16 @@ _refused: dict[tuple[Plan, str], str] = {}
 
 
 def why_refused(wanted: Sequence[Plan], arch: str) -> str | None:
-    """Why one of ``wanted`` was not built, by a user's mod that made it break the rules; None where
-    each was or none was tried."""
+    """Return why one of ``wanted`` was refused because of a user's mod; None if none was refused or
+    tried."""
     return next(filter(None, (_refused.get((plan, arch)) for plan in wanted)), None)
 
 
 def why_not_built(wanted: Sequence[Plan], arch: str) -> str | None:
-    """Build ``wanted``, in order. Return why the first that fails cannot be run, None if all can.
+    """Build ``wanted``, in order. Return why the first that fails cannot run; None if all can.
 
-    A plan with block lists that breaks the rules may keep them without: the launcher takes that.
+    If a plan with block lists breaks the rules, the plan that ignores its lists is tried; the
+    launcher then uses that one.
     """
     for plan in wanted:
         for each in dict.fromkeys((plan, lists.unlisted(plan))):

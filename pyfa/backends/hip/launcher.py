@@ -59,7 +59,7 @@ class Launcher:
         self._fitting: dict[Plan, Plan] = {}
 
     def launch_of(self, program: Program, tensors: tuple[torch.Tensor, ...]) -> Launch:
-        """See ``native.launch.Launcher.launch_of``."""
+        """Implement ``native.launch.Launcher.launch_of``."""
         arch = self.device_at(program.device).arch
         kernels = [self._load(step.plan, arch) for step in program.steps]
         return self.runtime.launch_of(program, kernels)

@@ -1,4 +1,4 @@
-"""What all HIP kernels have in common: archs, their tiles, devices."""
+"""Code that all HIP kernels share: archs, their tiles, devices."""
 
 from __future__ import annotations
 

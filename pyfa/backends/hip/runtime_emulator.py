@@ -36,7 +36,8 @@ class Orders:
 
     @property
     def rounding(self) -> int:
-        """The seed of what is rounded how, the same in all launches; 0: as the emulator's own."""
+        """Return the seed that selects the rounding, the same in all launches; 0 for the emulator's
+        own."""
         return int(env.get("PYFA_EMULATOR_SEED") if self.seed is None else self.seed)
 
     def next(self) -> int:

@@ -88,7 +88,7 @@ class HipPython:
         return code
 
     def calls_of(self, steps: Sequence[tuple[int, int, int, int]], address: int) -> arguments.Calls:
-        """See ``libamdhip64.Ctypes.calls_of``."""
+        """Implement ``libamdhip64.Ctypes.calls_of``."""
         hip, none = self._hip, self._extra(None)
         calls: list[tuple[Any, ...]] = []
 

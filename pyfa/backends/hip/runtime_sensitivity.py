@@ -1,4 +1,4 @@
-"""How much the timing model's seconds on an MI300X change with each of its constants.
+"""The sensitivity of the timing model's seconds on an MI300X to each of its constants.
 
 Model, not measured. Constants of a compute unit change the time of a workgroup: ``costs_of``
 simulates the recorded workgroup again for each of them. The costs are saved by the digest of the
@@ -264,7 +264,7 @@ class Table:
         self.made_here: set[str] = set()
 
     def find(self, plan: Plan, resident: int) -> Costs:
-        """See ``Find``."""
+        """Implement ``Find``."""
         digest = code.load(Plan("hip", plan.kernel, plan.constants), plans.EMULATED).digest
         key = (digest, resident or self._fits.get(digest, 0))
         if key in self._saved:

@@ -34,8 +34,9 @@ def _block_of(plan: Plan) -> Block:
 
 
 def _rounds(values: Mapping[str, int]) -> splits.Rounds:
-    """By the timing model at 1.2 GHz: 64 keys take 4,300 clocks at head dim 128 and 2,600 at 64,
-    float8 0.6 of that; a block's start and end 10,000 to 14,000. A part is written and read."""
+    """Return the costs of ``splits.over_rounds``, by the timing model at 1.2 GHz: 64 keys take
+    4,300 clocks at head_dim 128 and 2,600 at 64, float8 0.6 of that. A block takes 10,000 to 14,000
+    clocks to start and end. Each split's output is written once and read once."""
     dim, dim_v = _dims(values)
     tile_us = (dim + dim_v) * (0.0085 if values["DTYPE"] == forward.FLOAT8_CODE else 0.0145)
     return splits.Rounds(tile_us, 11.0, dim_v * 8 / 4.1e6, 5.0, dim_v * 4)
@@ -84,7 +85,8 @@ def _backward_plans(
     mods: str,
     terms: frozenset[str] = frozenset(),
 ) -> tuple[Plan, Plan, Plan]:
-    """``terms``: all that there are have the same kernels."""
+    """Return the plans of a backward. ``terms`` is ignored: all score terms use the same
+    kernels."""
     pair = calls.bucket_of(plans.tiles_of(arch).two_passes, *dims)
     return backward.plans_of(backend, pair, dtype, general, deterministic, arch, mods)
 

@@ -39,7 +39,8 @@ def is_general_problem(problem: Problem) -> bool:
 
 
 def _terms_of(call: Call) -> frozenset[str]:
-    """The score terms of ``call``, as features are named, as far as kernels differ by them."""
+    """Return the score terms of ``call`` on which the choice of a kernel depends, by feature
+    name."""
     found = mods.of(call.mods) if call.mods else None
     given = {
         "softcap": bool(call.softcap),
@@ -88,7 +89,7 @@ def bind(
     dlse: torch.Tensor | None,
     bias_grad: bool = False,
 ) -> RunBackward:
-    """See ``Backend.bind_backward``."""
+    """Implement ``Backend.bind_backward``."""
     given = _Given(dout, out, lse, call, dlse)
     direct = _readable(given, bias_grad)
     readable_form = form_of(direct.call)

@@ -162,7 +162,7 @@ def all_plans(target: Target, backend: str, arch: str) -> list[Plan]:
 def bind(
     launch: Launcher, plan: Plan, call: Call, append: Append | None = None, with_lse: bool = True
 ) -> Run:
-    """See ``Backend.bind``."""
+    """Implement ``Backend.bind``."""
     target = launch.target
     block = target.block_of(plan)
 

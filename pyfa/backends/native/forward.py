@@ -17,7 +17,7 @@ from .launch import Launcher
 def bind(
     launch: Launcher, plan: Plan, call: Call, append: Append | None = None, with_lse: bool = True
 ) -> Run:
-    """See ``Backend.bind``."""
+    """Implement ``Backend.bind``."""
     if _has_lone_rows(call):
         return _bind_lone_rows(launch, plan, call, append, with_lse)
     return _bind(launch, plan, call, append, with_lse)
@@ -65,7 +65,7 @@ def _bind_lone_rows(
 
 
 def _is_even(call: Call) -> bool:
-    """Whether all rows see all keys, of as many in every sequence."""
+    """Return whether every row sees every key, and all sequences have equal lengths."""
     lengths = (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k)
     cut = call.window_left >= 0 or call.window_right >= 0 or call.attention_chunk > 0
     return not cut and all(one is None for one in lengths)

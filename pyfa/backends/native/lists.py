@@ -1,4 +1,4 @@
-"""Block lists on their way to kernels: behind the tensors that the mods captured, as two more."""
+"""Passes block lists to kernels, as two more tensors after those that the mods captured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .launch import Launcher
 
 
 def listed(plan: Plan) -> Plan:
-    """``plan`` as one that visits by list, where its mods have a mask."""
+    """Return ``plan`` changed to visit tiles by block list, if its mods contain a mask_mod."""
     digest = dict(plan.constants).get("MOD")
     if not isinstance(digest, str) or mods.of(digest).mask is None:
         return plan
@@ -25,20 +25,21 @@ def listed(plan: Plan) -> Plan:
 
 
 def unlisted(plan: Plan) -> Plan:
-    """``plan`` as one that is given lists and visits every tile: the mask_mod alone is as right."""
+    """Return ``plan`` changed to receive block lists but visit every tile. The mask_mod alone gives
+    the same result."""
     constants = ((name, 2 if name == "LISTS" else value) for name, value in plan.constants)
     return replace(plan, constants=tuple(constants))
 
 
 def is_listed(plan: Plan) -> bool:
-    """Whether its kernel is given lists."""
+    """Return whether the plan's kernel receives block lists."""
     return "LISTS" in dict(plan.constants)
 
 
 class Lists:
-    """The lists of the ``plans`` of one program, for those that visit by them.
+    """The block lists of the ``plans`` of one program.
 
-    They are the program's last inputs, ``names``, which ``of`` gives for each call.
+    They are the program's last inputs, with ``names``; ``of`` returns them for each call.
     """
 
     def __init__(self, launch: Launcher, plans: Sequence[Plan]) -> None:
@@ -53,14 +54,14 @@ class Lists:
         )
 
     def of(self, call: Call) -> tuple[torch.Tensor, ...]:
-        """Those of ``call``, in the order of ``names``."""
+        """Return the lists of ``call``, in the order of ``names``."""
         return tuple(x for tiles in self.tiles.values() for x in self._lists(call, tiles))
 
     def _lists(self, call: Call, tiles: Tiles) -> blocks.Lists:
         return blocks.lists_of(call, tiles, self._make)
 
     def params_of(self, plan: Plan, call: Call, params: Params) -> Params:
-        """``params`` with where the lists of ``plan`` are."""
+        """Return ``params`` with the addresses and strides of the lists of ``plan``."""
         if plan not in self.tiles:
             return params
         number = list(self.tiles).index(plan)

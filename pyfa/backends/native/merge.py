@@ -1,4 +1,4 @@
-"""``pyfa.merge`` as one launch of ``combine``, whose splits are then the caller's tensors."""
+"""``pyfa.merge`` as one launch of ``combine``, with the caller's tensors as its splits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _MOST_STRIDE = 2**31
 def takes(
     outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], out: torch.Tensor | None
 ) -> bool:
-    """Whether the kernel merges these. ``out`` shares no memory with a part."""
+    """Return whether the kernel can merge these parts. ``out`` must not share memory with a
+    part."""
     given = (*outs, *lses) if out is None else (*outs, *lses, out)
     return (
         2 <= len(outs) <= MOST_PARTS
@@ -35,7 +36,7 @@ def takes(
 
 
 def plan_of(launch: Launcher, dtype: torch.dtype) -> Plan:
-    """``combine`` over parts of any format, with an out of ``dtype``."""
+    """Return the plan of ``combine`` for parts of any dtype, with an output of ``dtype``."""
     plan = launch.plan("combine", _CODES[dtype])
     more = {**dict(plan.constants), "MERGED": 1, "MOD_CAPTURED": 2 * MOST_PARTS}
     return replace(plan, constants=tuple(sorted(more.items())))
@@ -48,8 +49,9 @@ def bind(
     out: torch.Tensor | torch.dtype,
     with_lse: bool,
 ) -> Run:
-    """A launch for parts like these. It takes outs and LSEs in turn, and then ``out`` where that is
-    a tensor, to [out where it is made, LSE where it is asked for]."""
+    """Bind a launch for parts with these shapes, strides and dtypes. Its inputs are the outs and
+    LSEs in turn, followed by ``out`` if that is a tensor. It returns the output if it allocated
+    one, and the LSE if ``with_lse``."""
     names = [f"captured{number}" for number in range(2 * len(outs))]
     tensors = [x for pair in zip(outs, lses, strict=True) for x in pair]
     shape, packed = outs[0].shape, outs[0].dim() == 3

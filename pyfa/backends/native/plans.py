@@ -1,4 +1,4 @@
-"""What plans of ``kernels/`` have in common, for any vendor."""
+"""Code that all plans of ``kernels/`` share, for any vendor."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def banded(plan: Plan) -> Plan:
     masks."""
     if name_of(plan) not in _MASKING:
         return plan
-    notes = (*plan.notes, "compiled for chunks, or a window moved beside ALiBi or dropout")
+    notes = (*plan.notes, "compiled for chunks, or for a shifted window with ALiBi or dropout")
     return replace(plan, constants=tuple(sorted((*plan.constants, ("BANDED", 1)))), notes=notes)
 
 
 def masking(plan: Plan, features: frozenset[str]) -> Plan:
-    """``plan`` with what ``features`` mask that other plans know nothing of."""
+    """Return ``plan`` compiled for the masks in ``features`` that ordinary plans do not support."""
     if is_banded(features):
         plan = banded(plan)
     if "tree" in features:

@@ -33,7 +33,7 @@ WHOLE_TILE = 32, 256
 @dataclass(frozen=True)
 class _Tile:
     """One block of scores: rows begin_q … end_q against keys begin_k … end_k. ``is_full``: the
-    mask_mod hides nothing there."""
+    mask_mod masks nothing there."""
 
     begin_q: int
     end_q: int
@@ -100,8 +100,9 @@ class _Grid:
         ]
 
     def _visits(self) -> list[list[int]] | None:
-        """What the mask_mod leaves of each tile, by rows and keys. All sequences and heads are one
-        tile here, and a GPU would have to be waited for."""
+        """Return the state of each tile under the mask_mod, by tiles of rows and keys; None if
+        every tile is visited. All sequences and heads share one tile here. On a GPU the result is
+        None, because reading it would wait for the device."""
         mask = None if self.mods is None else self.mods.mask
         if mask is None or not blocks.is_exact(mask) or self.device.type != "cpu":
             return None
@@ -221,7 +222,7 @@ class _Grid:
         return bias
 
     def _pruned(self, distance: torch.Tensor, tile: _Tile) -> torch.Tensor:
-        """What the mask of new rows hides; ``distance``: from each row's own key."""
+        """Return what ``tree_mask`` masks. ``distance`` counts from each row's own key."""
         mask, batch = self.call.bias, self.call.batch
         assert mask is not None
         row = torch.arange(tile.begin_q, tile.end_q, device=self.device)
@@ -269,7 +270,7 @@ class _Grid:
 
 
 def visits(call: Call) -> tuple[Tiles, Visits | None] | None:
-    """``base.Listing.visits``."""
+    """Implement ``base.Listing.visits``."""
     if call.q.device.type != "cpu" or not blocks.is_exact(blocks.mask_of(call)):
         return None
     grid = _Grid(call, lists=blocks.is_quick(call))
@@ -413,8 +414,8 @@ def backward(
 
 
 def _zeros_of(x: torch.Tensor) -> torch.Tensor:
-    """What the gradient of a captured tensor is summed up in, flat: an element may be read by every
-    score. A GPU's float64 would be slow to sort."""
+    """Return a flat accumulator for the gradient of a captured tensor, to which every score may
+    contribute. It is float64 on a CPU, and float32 on a GPU, where sorting float64 is slow."""
     dtype = torch.float64 if x.is_cpu else torch.float32
     return torch.zeros(x.numel(), dtype=dtype, device=x.device)
 
@@ -428,8 +429,8 @@ def _add_captured(
     p: torch.Tensor,
     ds: torch.Tensor,
 ) -> None:
-    """Adds to ``total`` what one load of a score_mod, whose ``derivative`` this is, gets of one
-    tile. In an order that is always the same."""
+    """Add the gradient of one load of a captured tensor in one tile to ``total``, always in the
+    same order. ``derivative`` is the derivative of the score_mod with respect to that load."""
     slope, *indices = evaluate(derivative, given, captured)
     part = torch.where(p == 0.0, 0.0, ds * slope).to(total.dtype)
     place = torch.zeros((), dtype=torch.int64, device=p.device)

@@ -383,7 +383,7 @@ def _ready(layout: Layout, where: torch.device) -> _Ready:
 
 
 def quantize(xs: Sequence[torch.Tensor], how: Rounding) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """See ``base.Quantizing.quantize``."""
+    """Implement ``base.Quantizing.quantize``."""
     made: list[tuple[torch.Tensor, torch.Tensor]] = []
     turned = 0 if how.signs is None else len(xs) - 1
     for _, alike in itertools.groupby(map(with_rows, xs), lambda x: (x.shape, x.stride())):

@@ -252,7 +252,7 @@ class Runner:
         return self.tf32 and _tf32_allowed(), aligned
 
     def bind(self, call: Call, with_lse: bool) -> Run:
-        """See ``Backend.bind``."""
+        """Implement ``Backend.bind``."""
         run = self._bind(call, with_lse)
         if call.bias is None and not self.tf32:
             return run

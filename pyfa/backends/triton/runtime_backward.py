@@ -55,7 +55,7 @@ def bind(
     dlse: torch.Tensor | None,
     bias_grad: bool,
 ) -> RunBackward:
-    """See ``Backend.bind_backward``."""
+    """Implement ``Backend.bind_backward``."""
     divisor, form = runner.constants["div_dv"], form_of(call)
     given = _Given(dout, out, lse, call, dlse)
     direct = given.readable(divisor)

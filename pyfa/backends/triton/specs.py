@@ -61,13 +61,14 @@ _CAPTURED = ("MOD_INFO", *(f"C{slot}" for slot in range(mods.MOST_CAPTURED)))
 _FLOATS = ("scale", "softcap", "keep_scale")
 # Of float8: pointers, strides and rows per scale. Compiled in as None where there are none.
 _K_SCALES = ("K_SCALE", "V_SCALE", "K_SCALE_B", "K_SCALE_H", "K_SCALE_ROWS")
-# Of plans with chunks or windows with a negative edge; compiled in as None elsewhere.
+# Of plans with chunks or windows with a negative bound; compiled in as None elsewhere.
 _BANDS = ("WINDOW_SHIFT", "CHUNK")
 _Q_SCALES = ("Q_SCALE", "Q_SCALE_B", "Q_SCALE_H", "Q_SCALE_ROWS")
 
 
 def _bias_code(plan: Constants, variant: Variant) -> int:
-    """Of no bias, a float one, a boolean one, and a mask over the new rows."""
+    """Return 0 for no bias, 1 for a float bias, 2 for a boolean one, 3 for a mask over the new
+    rows."""
     if not variant.bias:
         return 0
     return 3 if plan["tree"] else 2 if variant.bias == "u8" else 1

@@ -57,15 +57,15 @@ ISSUE: Mapping[str, Constant] = MappingProxyType(
         "branch": Constant(
             20, 12, "clk", "assumption: a taken branch refills the instruction buffer"
         ),
-        "fetch_bytes": Constant(32, 32, "B/quantum", f"{_PROFILER}: 32 B for one SIMD in turn"),
+        "fetch_bytes": Constant(32, 32, "B/quantum", f"{_PROFILER}: 32 B for one SIMD at a time"),
         "transcendental": Constant(
             16, 16, "clk", f"{_ISA}: quarter rate; slots of AITER's kernels agree"
         ),
         "transcendental_apart": Constant(
-            0, 1, "", "assumption: v_exp_f32 beside other vector work"
+            0, 1, "", "assumption: v_exp_f32 overlaps with other vector work"
         ),
         "matrix_apart": Constant(
-            1, 1, "", "fitted of 0 and 1: a product issues beside vector work"
+            1, 1, "", "fitted, 0 or 1: a product issues together with vector work"
         ),
         "matrix_extra": Constant(12, 12, "clk", f"{_LLVM}: three wait states after the passes"),
         "transcendental_extra": Constant(4, 4, "clk", f"{_LLVM}: one wait state"),
@@ -80,14 +80,14 @@ DEVICE: Mapping[str, Constant] = MappingProxyType(
     {
         "units": Constant(304, 304, "CUs", f"{_PAPER}: 38 on each of 8 dies"),
         "dies": Constant(
-            8, 8, "XCDs", f"{_PAPER}; workgroups go round them in turn (arXiv 2511.02132)"
+            8, 8, "XCDs", f"{_PAPER}; workgroups go to them round-robin (arXiv 2511.02132)"
         ),
         "engines": Constant(
             4,
             1,
             "",
             "assumption: a die's 4 shader engines (rocminfo: 32) take workgroups strictly "
-            "in turn, as AMD's patent US 11941723 has it of older devices; or any that has room",
+            "in turn, as AMD's patent US 11941723 says of older devices; or any one with room",
         ),
         "peak_hz": Constant(2.1e9, 2.1e9, "Hz", f"{_PAPER}"),
         "wave_gap": Constant(
