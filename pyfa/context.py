@@ -52,8 +52,8 @@ class Context(Generic[T]):
                 _torch.hand_to_backward(self._name, self._traced)
 
     def get(self) -> T | None:
-        """Return the value set in this thread, or else the value where this thread's ``backward``
-        was called."""
+        """Return the value set in this thread. If there is none, return the value set where the
+        backward that runs in this thread was called."""
         if torch.compiler.is_compiling():
             return self._traced
         here = self._here.get()

@@ -358,7 +358,7 @@ def _with_visits(answer: Answer, call: Call) -> Answer:
         note = f"mask_mod: tiles of {tiles.rows} x {tiles.keys} by block list"
         if visits is not None:
             left = visits.partial + visits.full
-            note += f": {left} of {visits.tiles} are visited, {visits.partial} of them are masked"
+            note += f": {left} of {visits.tiles} are visited, {visits.partial} of them are partial"
     return replace(answer, plan=replace(answer.plan, notes=(*answer.plan.notes, note)))
 
 

@@ -194,7 +194,8 @@ def window(value: Any, causal: Any) -> tuple[int, int, int]:
 
 
 def shifted(left: int | None, right: int | None) -> tuple[int, int, int]:
-    """Convert bounds, None for unlimited, to the form of ``Call``: nonnegative bounds and a shift.
+    """Convert bounds, None for unlimited, to the form of ``Call``: a shift, and bounds that are
+    nonnegative or −1 for unlimited.
 
     Kernels then need no negative bounds. An empty window becomes a window beyond all keys.
     """
@@ -330,7 +331,8 @@ def unused_seed(value: Any) -> None:
 
 
 def integers(name: str, value: torch.Tensor, shape: tuple[int, ...], q: torch.Tensor) -> None:
-    """Check that ``value`` is a contiguous int32 tensor of ``shape`` on q's device."""
+    """Check that ``value`` is an int32 tensor of ``shape`` on q's device, contiguous in its last
+    dimension."""
     a_tensor(name, value)
     if value.dtype != torch.int32:
         wrong(name, "dtype int32", value)

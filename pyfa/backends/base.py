@@ -25,7 +25,7 @@ class OtherAlignment(Exception):
 
 
 class MachineReason(str):
-    """A reason of ``why_not`` that lies in the machine (something is missing), not in the
+    """A reason of ``why_not`` that is due to the machine (something is missing), not to the
     problem."""
 
 

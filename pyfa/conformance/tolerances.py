@@ -127,10 +127,10 @@ def judge(
     softcap: bool = False,
     largest_lse: float = 0.0,
 ) -> Check:
-    """Check ``x`` by the rule. The dtype is that of ``x``; ref, naive and recomputed have its
-    shape.
+    """Check ``x`` by the rule, with the ulp of its dtype. ref, naive and recomputed have its shape.
 
-    For a gradient, pass the largest finite |LSE|; for an output ``recomputed`` may be omitted.
+    For a gradient, pass the largest finite |LSE| as ``largest_lse``, and ``recomputed``: paragraph
+    (c). An output needs neither.
     """
     dtype, x, naive = x.dtype, x.double(), naive.double()
     wrong = _special_places(x, ref)

@@ -44,7 +44,7 @@ class Blocks:
     def forward(
         self, piece: Piece, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return out and LSE of ``piece``'s rows, for all heads and only its keys."""
+        """Return out and LSE of ``piece``'s rows over the piece's keys alone, for all heads."""
         call = self._call(piece, k, v)
         out, lse = self._prepared(call).forward(call)
         return (out[0], lse[0]) if self._is_alone(piece) else (out, lse)

@@ -19,8 +19,8 @@ Lengths = Sequence[int] | torch.Tensor
 
 
 class Place(NamedTuple):
-    """The position of this rank: on a ring and, within each of the ring's ranks, in a group that
-    shares the heads."""
+    """The position of this rank: its place on the ring, and its place in the group of ranks at
+    that place, which splits the heads."""
 
     ring: Ring
     heads: Ring

@@ -57,7 +57,8 @@ class Ring:
 
 
 class Exchange:
-    """Transfers in flight: on a GPU on the group's own stream, in parallel with the computation."""
+    """Transfers in flight. On a GPU they run on the process group's own stream, in parallel with
+    the computation."""
 
     def __init__(
         self, ring: Ring, says: str, works: list[Any], tensors: tuple[torch.Tensor, ...]

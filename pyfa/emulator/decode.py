@@ -68,7 +68,8 @@ class Code:
 def decode_functions(
     image: bytes, functions: Iterable[tuple[int, int]], op_of: Mapping[str, int]
 ) -> Code:
-    """Decode ``(address, bytes)`` ranges of ``image``; ``op_of`` numbers the core's operations."""
+    """Decode ``(address, bytes)`` ranges of ``image``. ``op_of`` maps names of instructions to the
+    numbers of the core's operations."""
     rows: list[tuple[Any, ...]] = []
     names: list[str] = []
     ranges = sorted(set(functions))

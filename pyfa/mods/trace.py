@@ -193,7 +193,8 @@ class _Recorder(TorchDispatchMode):
         return False
 
     def where(self) -> str:
-        """Return the mod's name, and the user's line that runs, or where the mod is defined."""
+        """Return the mod's kind and name, with the line of the user's code that is running, or the
+        mod's first line if none is."""
         name = getattr(self.mod, "__name__", type(self.mod).__name__)
         frame = sys._getframe(1)
         code = None

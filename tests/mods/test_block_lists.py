@@ -275,7 +275,7 @@ def test_explain_says_what_is_left():
     band = lambda b, h, i, j: (i - j).abs() < 100  # noqa: E731
     # 4 tiles of 256 rows: keys 0 to 354, 157 to 610, 413 to 866, 669 to the end.
     by_list = (
-        "mask_mod: tiles of 256 x 64 by block list: 28 of 64 are visited, 28 of them are masked"
+        "mask_mod: tiles of 256 x 64 by block list: 28 of 64 are visited, 28 of them are partial"
     )
     assert by_list in notes(band, "emulator")
     assert "are visited" in notes(band, "torch")

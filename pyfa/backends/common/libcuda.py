@@ -170,7 +170,8 @@ def _recover(error: int, index: int, again: Callable[[], int]) -> None:
 
 
 def load(code: bytes, name: str, index: int, shared: int) -> int:
-    """Load the CUfunction ``name`` of a cubin on device ``index``, until the process ends.
+    """Load the CUfunction ``name`` of a cubin on device ``index``, where it stays until the process
+    ends.
 
     ``shared``: the dynamic shared memory that it will be launched with. Raises ``CodeObjectError``
     where the device refuses the code, ``RuntimeError`` where the driver fails or a graph is being

@@ -122,8 +122,8 @@ def run_of(
 ) -> Run:
     """Return ``program`` as a function of its inputs that returns the buffers it made.
 
-    The first ``aligned`` inputs must begin at multiples of 16 bytes; with ``on_16`` False at least
-    one of them must not. Otherwise the function raises ``OtherAlignment``. With ``aligned`` None
+    The first ``aligned`` inputs must be 16-byte aligned; with ``on_16`` False at least one of them
+    must be misaligned. Otherwise the function raises ``OtherAlignment``. With ``aligned`` None
     nothing is checked.
     """
     likes, fills, parts = tuple(program.likes), tuple(program.fills), tuple(program.parts())

@@ -105,8 +105,8 @@ def _has_few_rows(problem: Problem, pair: Pair) -> bool:
 
 
 def page_rows(page_size: int, tiles: Own) -> dict[str, int]:
-    """Return the constant for the keys of a copy, which divides pages and tiles; empty without
-    pages, where ``page_size`` is 0."""
+    """Return ``PAGE_ROWS``, the number of keys in one copy: it divides both ``page_size`` and the
+    keys of a tile. Empty without pages (``page_size`` 0)."""
     return {"PAGE_ROWS": math.gcd(page_size, tiles.block_k)} if page_size else {}
 
 

@@ -19,8 +19,8 @@ SMALL_THREADS = 256  # of combine, append, gaps, row_sums and dq_convert
 def compiled_for(arch: str, plan: Plan | None = None) -> str:
     """Return the target that ``plan`` is compiled for on a device of ``arch``.
 
-    Hopper's own kernels need its own instructions, sm_90a; all others are compiled for the plain
-    number.
+    Hopper's own kernels use instructions that only the target sm_90a has. All others are compiled
+    for the arch without the suffix.
     """
     own = plan is not None and plan.kernel.startswith("cuda/sm90/")
     return "sm_90a" if own else arch.rstrip("a")

@@ -18,7 +18,8 @@ _MOST_SPLITS = 512
 def takes(problem: Problem) -> bool:
     """Return whether the plan is decode rather than forward.
 
-    Decode takes all 16-bit queries over float8 keys, because the forward has one format for both.
+    With float8 keys, decode takes 16-bit queries whatever their number, if it has the features:
+    the forward kernel has one format for queries and keys.
     """
     if problem.dtype_k:
         return problem.features <= FEATURES

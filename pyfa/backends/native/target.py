@@ -35,8 +35,8 @@ class Block(NamedTuple):
 class Buffers(NamedTuple):
     """The buffers of a workgroup in LDS or shared memory, for ``pyfa.traffic``.
 
-    ``tile``: rows and keys of a tile, if ``Block`` does not give them. ``whole_tiles``: it reads
-    whole tiles at edges, too. ``ahead``: how many tiles it reads beyond the last.
+    ``tile``: rows and keys of a tile, if ``Block`` does not give them. ``whole_tiles``: the
+    workgroup reads whole tiles at edges, too. ``ahead``: how many tiles it reads beyond the last.
     """
 
     role: str

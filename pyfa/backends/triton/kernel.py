@@ -27,8 +27,8 @@ class Slot(NamedTuple):
 
 
 class Kernel:
-    """A compiled kernel on one device, launched without Triton's argument binder (which takes 15 µs
-    for sixty arguments, compared with 5)."""
+    """A compiled kernel on one device, launched without Triton's argument binder: for sixty
+    arguments a launch takes 5 µs instead of 15."""
 
     def __init__(self, spec: Spec, index: int | None) -> None:
         self._spec = spec

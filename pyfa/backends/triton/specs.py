@@ -212,8 +212,8 @@ def combine_spec(plan: Constants, lines: int) -> Spec:
 
 
 def state_lines(plan: Constants) -> int:
-    """Return the rows per program of the row state kernel: 2,048 elements, 16 for each of 128
-    lanes."""
+    """Return the rows per program of the row state kernel: 2,048 elements, 16 per lane
+    with warps of 32 lanes and 8 with wavefronts of 64."""
     lines: int = 2048 // plan["block_dv"]
     return lines
 

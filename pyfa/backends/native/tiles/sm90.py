@@ -86,8 +86,9 @@ class OwnBackward(NamedTuple):
         return _GROUP_KEYS * (1 if self.roles else self.groups)
 
     def shared_bytes(self, pair: Pair) -> int:
-        """Return the bytes of a block: keys and values, the stages with two floats per row, two dS,
-        P if it is passed on or else one or two tiles of dQ in float32, barriers."""
+        """Return the shared memory of a block, in bytes: its keys and values; the stages of Q and
+        dO, with two floats per row; two tiles of dS; P if it is passed on, otherwise one or two
+        float32 tiles of dQ; and barriers."""
         keys, rows = self.block_k, self.block_q
         states = -(-rows * 4 // 128) * 128
         stage = rows * sum(pair) * 2 + 2 * states
