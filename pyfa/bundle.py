@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ FOLDER = Path(__file__).parent / "_bundle"
 
 @functools.cache
 def manifest() -> dict[str, Any]:
-    """Return the bundle's manifest: ``{"schema": 1, "objects": {key: {…}}}``; no objects without a
-    bundle.
+    """Return the bundle's manifest: ``{"schema": 2, "objects": {key: {…}}}``; no objects without a
+    bundle, or if it has another schema.
 
     Each object has ``file``, ``sha256``, ``arch``, ``plan``, ``compiler`` and ``emulated``, the
     conformance cases that this digest passed in the emulator (none for cubins, which it cannot
@@ -33,7 +34,9 @@ def manifest() -> dict[str, Any]:
     except FileNotFoundError:
         return {"schema": SCHEMA, "objects": {}}
     if data.get("schema") != SCHEMA:
-        raise CodeObjectError(f"{FOLDER} has schema {data.get('schema')}, expected {SCHEMA}")
+        text = "%s is not used: expected schema %d, got %s; pyfa compile --bundle makes it anew"
+        logging.getLogger("pyfa").warning(text, FOLDER, SCHEMA, data.get("schema"))
+        return {"schema": SCHEMA, "objects": {}}
     return data
 
 

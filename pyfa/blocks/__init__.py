@@ -90,7 +90,7 @@ def lists_of(call: Call, tiles: Tiles, make: Callable[[Call, Tiles], Lists] | No
 
 
 def sizes_of(call: Call, tiles: Tiles) -> tuple[int, int, int, int]:
-    """The shape of ``Lists.entries``."""
+    """Return the shape of ``Lists.entries``."""
     batch, heads = build.lines_of(call, mask_of(call))
     owned, streamed = build.counts_of(call, tiles)
     return batch, -(-heads // tiles.group), owned, streamed
@@ -144,7 +144,7 @@ def mask_of(call: Call) -> Function:
 
 
 def make_lists(call: Call, tiles: Tiles) -> Lists:
-    """New lists of ``call``'s mask_mod, by PyTorch's operators."""
+    """Return new lists of ``call``'s mask_mod, by PyTorch's operators."""
     with torch.no_grad():
         states = build.states_of(call, mask_of(call), tiles)
         return Lists(*build.listed(states, FULL))

@@ -47,7 +47,11 @@ def bundle(
     }
     _write_manifest(objects)
     emulated = {key: entry for key, entry in objects.items() if _is_emulated(entry)}
-    passed, failed = _emulate(every, head_dims) if emulated else ({}, [])
+    try:
+        passed, failed = _emulate(every, head_dims) if emulated else ({}, [])
+    except BaseException:  # an interrupt, too: what was not emulated must not be found
+        shutil.rmtree(bundle.FOLDER, ignore_errors=True)
+        raise
     for entry in emulated.values():
         entry["emulated"] = passed.get(entry["sha256"], [])
     unproved = {key: entry for key, entry in emulated.items() if not entry["emulated"]}

@@ -70,6 +70,8 @@ def run(options: argparse.Namespace) -> int:
     for arch in archs:
         if arch not in known:
             raise ValueError(f"--arch: expected one of {', '.join(known)}; got {arch}")
+    if options.bundle and any(arch in of_hip.ARCHS for arch in archs):
+        _refuse_another_compiler()
     built = []
     for arch in archs:
         build = compile_cuda.build if arch in of_cuda.TILED else _build
@@ -94,6 +96,14 @@ def run(options: argparse.Namespace) -> int:
             if rows:
                 print_table(["kernel", "plan", "arch", *columns.values(), "sha256"], rows)
     return 1 if failed else 0
+
+
+def _refuse_another_compiler() -> None:
+    """Raise ``ValueError`` unless ziglang is the pinned one: bundled code is found by its name."""
+    from ..backends.hip import compiler
+
+    if compiler.why_unavailable() is None and compiler.version() != compiler.PINNED:
+        raise ValueError(f"--bundle: expected {compiler.PINNED}; got {compiler.version()}")
 
 
 # What the report says of a kernel, and its heading.
@@ -155,7 +165,7 @@ def _row(arch: str, plan: Plan) -> dict[str, Any]:
         "sha256": made.digest,
         "key": code.key_of(plan, arch),
         "data": data,
-        "bundled": {"arch": arch, "compiler": compiler.PINNED, "kernel": asdict(kernel)},
+        "bundled": {"arch": arch, "compiler": compiler.version(), "kernel": asdict(kernel)},
     }
 
 

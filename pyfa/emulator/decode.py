@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyfa.emulator import legal, tables
-from pyfa.emulator.operands import AGPR, LITERAL, MASK_IN, NONE, VCC, VGPR, Decoded
+from pyfa.emulator.operands import AGPR, LITERAL, MASK_IN, NONE, VCC, VGPR, VOP3P, Decoded
 from pyfa.errors import CodeObjectError
 
 NOWHERE = 0xFFFFFFFF
@@ -127,7 +127,7 @@ def _decode(low: int, high: int) -> Decoded:
     if low >> 30 == 2:
         return _scalar(low, high)
     if top == 0b110100:
-        return _vop3p(low, high) if low >> 23 == 0b110100111 else _vop3(low, high)
+        return _vop3p(low, high) if low >> 23 == VOP3P else _vop3(low, high)
     if top == 0b110000:
         return _smem(low, high)
     if top == 0b110110:

@@ -17,6 +17,7 @@ from pyfa.emulator.operands import (
     NONE,
     VCC,
     VGPR,
+    VOP3P,
     Decoded,
     register_name,
     widths_of,
@@ -92,6 +93,7 @@ def _register(code: int, dwords: int, scalars: frozenset[int]) -> str:
         return ""
     if code & (1 if dwords == 2 else 3):
         return f"{register_name(code, dwords)} does not begin at a multiple of {min(dwords, 4)}"
+    # Above 2 dwords: users' end before s102 (flat_scratch and vcc are pairs), traps' before M0.
     if code == M0 or (dwords > 2 and (code < 108 < code + dwords + 6 or code + dwords > M0)):
         return f"{dwords} registers from {register_name(code)} on do not exist"
     return ""
@@ -124,7 +126,7 @@ def _vop3(one: Decoded, low: int, high: int) -> str:
     name, src = one.name, one.src
     if LITERAL in src:
         return "VOP3 has no literals"
-    if low >> 23 != 0b110100111:
+    if low >> 23 != VOP3P:
         used = 0 if "sdst" in one.fields and not name.startswith("v_cmp") else low >> 11 & 15
         return f"{name} has no op_sel 0x{used:x}" if used & ~_OP_SEL.get(name, 0) else ""
     if name.startswith("v_mfma"):

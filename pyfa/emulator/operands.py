@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, field
 
 VCC, M0, EXEC, LITERAL, VGPR, AGPR, NONE = 106, 124, 126, 255, 256, 512, 0xFFFF
+VOP3P = 0b110100111  # the upper 9 bits of its first dword
 CONSTANTS = 128  # operand codes from here to VGPR are constants
 MASK_IN = frozenset(("v_cndmask_b32", "v_addc_co_u32", "v_subb_co_u32", "v_subbrev_co_u32"))
 

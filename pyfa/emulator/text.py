@@ -9,7 +9,8 @@ from collections.abc import Iterable
 
 from pyfa.emulator import tables
 from pyfa.emulator.decode import ACCUMULATING, decode
-from pyfa.emulator.operands import LITERAL, NONE, Decoded, register_name, widths_of
+from pyfa.emulator.legal import DPP, SDWA
+from pyfa.emulator.operands import LITERAL, NONE, VOP3P, Decoded, register_name, widths_of
 
 _SELECTIONS = ("BYTE_0", "BYTE_1", "BYTE_2", "BYTE_3", "WORD_0", "WORD_1", "DWORD")
 _UNUSED = ("UNUSED_PAD", "UNUSED_SEXT", "UNUSED_PRESERVE")
@@ -68,10 +69,10 @@ def _vector(one: Decoded, low: int, high: int) -> str:
     sources = [source for code, source in zip(one.src, given, strict=True) if code != NONE]
     if name in ACCUMULATING:
         sources.pop()
-    packed = not short and low >> 23 == 0b110100111
+    packed = not short and low >> 23 == VOP3P
     if not packed:
         sources = [_modified(source, fields, n) for n, source in enumerate(sources)]
-    if mode == 2:
+    if mode == SDWA:
         signs = (high >> 19 & 1, high >> 27 & 1, 0)
         sources = [f"sext({s})" if sign else s for s, sign in zip(sources, signs, strict=False)]
     written = [dst] if "dst" in fields else []
@@ -87,9 +88,9 @@ def _vector(one: Decoded, low: int, high: int) -> str:
     if fields.get("clamp"):
         shown += " clamp"
     shown += _OMOD[fields.get("omod", 0)]
-    if mode == 1:
+    if mode == DPP:
         shown += _dpp(high)
-    if mode == 2:
+    if mode == SDWA:
         shown += _sdwa(one, high)
     return shown
 

@@ -31,9 +31,7 @@ def source(mods: Mods) -> str:
     function = mods.mask
     if function is None:
         return "\n"
-    lines = [
-        "DEVICE Range mask_range(const Captured *captured, Range b, Range h, Range q, Range kv) {"
-    ]
+    lines = [f"DEVICE Range mask_range({_INPUTS}) {{"]
     for number, op in enumerate(function.ops):
         if op.type == "f" or op.name == "input":
             continue

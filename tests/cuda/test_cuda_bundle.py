@@ -170,3 +170,14 @@ def test_head_dims(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["compile", "--arch", "sm_80", "--head-dim", "wide"])
     assert "--head-dim: expected head dims such as 64,128, got wide" in capsys.readouterr().err
+
+
+def test_a_bundle_of_another_schema_is_not_used(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(folder, catalog.common_plans(TARGET, "sm_90")[:1], "sm_90")
+    path = folder / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "schema": 1}))
+    clear()
+    assert not bundle.archs()
+    assert f"expected schema {bundle.SCHEMA}, got 1" in caplog.text

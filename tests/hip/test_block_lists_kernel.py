@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+import pyfa
 from pyfa import blocks, mods
 from pyfa.backends import BACKENDS
 from pyfa.backends.hip import code
+from pyfa.backends.native import block_lists
 from pyfa.backends.native.block_lists import Maker, plan_of
 from pyfa.blocks import Tiles, kept
 from pyfa.conformance.cases import Case
@@ -58,6 +60,7 @@ def differs(mask_mod: Mask, rows: int, keys: int, tiles: Tiles, **fields: int) -
 def by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """No list was made before, and nothing but the kernel makes one."""
     kept.clear()
+    monkeypatch.setattr(block_lists, "_refused", set())
 
     def refuse(error: str, *_: Any) -> None:
         raise AssertionError(error)
@@ -217,15 +220,39 @@ def test_new_values_are_seen_without_a_new_kernel(kernels_run: list[str]) -> Non
 
 def test_what_cannot_be_built_is_made_by_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
+    tries: list[str] = []
 
     def spills(plan: Any, arch: str) -> None:
+        tries.append(plan.kernel)
         raise CodeObjectError(f"{plan.kernel} spills")
 
     monkeypatch.setattr(code, "load", spills)
     logged = lambda text, *given: said.append(text % given)  # noqa: E731
     monkeypatch.setattr("pyfa.backends.native.block_lists._log.info", logged)
-    assert not differs(lambda b, h, i, j: i >= j, 100, 100, Tiles(16, 16))
+    for rows in (100, 130):  # of other lengths: a binding of its own, and no second try
+        assert not differs(lambda b, h, i, j: i >= j, rows, 100, Tiles(16, 16))
+    assert tries == [KERNEL]
     assert said == [f"PyTorch's operators make the block lists: {KERNEL} spills"]
+
+
+def test_kept_lists_do_not_hide_a_kernel_that_was_never_loaded() -> None:
+    """``explain`` makes the lists by PyTorch's operators. A graph that is captured later cannot load
+    the kernel, so a first call does, although it finds the lists."""
+    q, k = torch.randn(1, 300, 2, 64).bfloat16(), torch.randn(1, 300, 2, 64).bfloat16()
+    mask: Mask = lambda b, h, i, j: i >= j  # noqa: E731
+    made: list[Any] = []
+    original = block_lists.bind
+
+    def bind(*given: Any) -> Any:
+        made.append(given[2])
+        return original(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_lists, "bind", bind)
+        pyfa.explain(q, k, k, mask_mod=mask, backend="emulator")
+        assert not made
+        pyfa.attention(q, k, k, mask_mod=mask, backend="emulator")
+        assert len(made) == 1
 
 
 def test_one_kernel_for_all_that_is_counted() -> None:

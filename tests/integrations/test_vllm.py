@@ -77,6 +77,20 @@ def test_asked_on_a_cpu_it_replaces_cpu_attn_alone(
     assert set(REGISTERED.values()) == {integration.BACKEND}
 
 
+@pytest.mark.parametrize("name", ["AttentionBackendEnum", "register_backend"])
+def test_a_registry_of_other_names_is_left_alone_unless_asked(
+    name: str, install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM calls plug-ins unguarded, so an error would end every vLLM beside pyfa."""
+    install("0.32.0")
+    monkeypatch.delattr(sys.modules["vllm.v1.attention.backends.registry"], name)
+    integration.register()
+    assert not REGISTERED
+    monkeypatch.setenv("PYFA_VLLM_CPU", "1")
+    with pytest.raises(AttributeError, match=name):
+        integration.register()
+
+
 def test_another_plugin_keeps_its_name(install: Callable[..., None]) -> None:
     install("0.32.0")
     REGISTERED[Backends.CUSTOM] = "other.Backend"

@@ -25,6 +25,8 @@ from .plans import modified
 
 THREADS = 512
 _log = logging.getLogger("pyfa")
+# Kernels that could not be built, by arch: another try at each new shape would take seconds.
+_refused: set[tuple[str, Plan]] = set()
 
 
 class Maker:
@@ -34,17 +36,21 @@ class Maker:
         self._launch = launch
         self._bound: dict[Tiles, Callable[[Call], Lists]] = {}
 
-    def __call__(self, call: Call, tiles: Tiles) -> Lists:
-        """New lists of ``call``'s mask_mod for ``tiles``, on the current stream."""
+    def prepare(self, call: Call, tiles: Tiles) -> Callable[[Call], Lists]:
+        """Return the launch for ``tiles``, which is bound when it is first asked for."""
         found = self._bound.get(tiles)
         if found is None:
             with self._launch.on(call.q.device):
                 found = self._bound[tiles] = bind(self._launch, call, tiles)
-        return found(call)
+        return found
+
+    def __call__(self, call: Call, tiles: Tiles) -> Lists:
+        """Return new lists of ``call``'s mask_mod for ``tiles``, made on the current stream."""
+        return self.prepare(call, tiles)(call)
 
 
 def plan_of(launch: Launcher, call: Call, tiles: Tiles) -> Plan:
-    """The plan of the kernel that makes the lists of ``call``'s mask_mod for ``tiles``."""
+    """Return the plan of the kernel that makes the lists of ``call``'s mask_mod for ``tiles``."""
     plan = modified(launch.plan("block_lists"), call.mods)
     asks_for_h = asks_for(blocks.mask_of(call), "h")
     constants = {
@@ -59,7 +65,12 @@ def plan_of(launch: Launcher, call: Call, tiles: Tiles) -> Plan:
 
 
 def bind(launch: Launcher, call: Call, tiles: Tiles) -> Callable[[Call], Lists]:
-    """A launch for calls like ``call``. If the kernel cannot be built, PyTorch makes the lists."""
+    """Return a launch for calls like ``call``. If the kernel cannot be built, PyTorch's operators
+    make the lists."""
+    plan = plan_of(launch, call, tiles)
+    wanted = (launch.device_at(call.q.device).arch, plan)
+    if wanted in _refused:
+        return lambda call: blocks.make_lists(call, tiles)
     sizes = blocks.sizes_of(call, tiles)
     number = len(call.captured)
     names = tuple(f"captured{slot}" for slot in range(number))
@@ -80,11 +91,11 @@ def bind(launch: Launcher, call: Call, tiles: Tiles) -> Callable[[Call], Lists]:
         program.make(name, each)
         values |= abi.captured_values(slot, *each[:2])
         pointers[f"captured{slot}"] = name
-    plan = plan_of(launch, call, tiles)
     program.add(plan, torch.Size(sizes[:3]).numel(), THREADS, Params(values, pointers))
     try:
         started = launch.launch_of(program, tuple(call.captured))
     except (CompileError, CodeObjectError) as error:
+        _refused.add(wanted)
         _log.info("PyTorch's operators make the block lists: %s", error)
         return lambda call: blocks.make_lists(call, tiles)
     run = run_of(program, started, launch.empty, None)

@@ -64,6 +64,10 @@ class Lists:
         """Return ``params`` with the addresses and strides of the lists of ``plan``."""
         if plan not in self.tiles:
             return params
+        if blocks.is_exact(blocks.mask_of(call)):
+            # Now: while a graph is captured no code can be loaded, and kept lists may hide that
+            # the kernel is needed until then.
+            self._make.prepare(call, self.tiles[plan])
         number = list(self.tiles).index(plan)
         first = len(call.captured)
         values = dict(params.values)

@@ -49,14 +49,15 @@ def register() -> None:
         check_version(importlib.import_module("vllm").__version__)
     try:
         registry = importlib.import_module("vllm.v1.attention.backends.registry")
-    except ImportError:
+        names, add = registry.AttentionBackendEnum, registry.register_backend
+        taken = names.CUSTOM.is_overridden() and names.CUSTOM.get_path() != BACKEND
+    except (ImportError, AttributeError):  # vLLM calls plug-ins unguarded: an error would end it
         if asked:
             raise
         return
-    names = registry.AttentionBackendEnum
-    if names.CUSTOM.is_overridden() and names.CUSTOM.get_path() != BACKEND:
+    if taken:
         _log.info("vLLM's backend CUSTOM is %s, not pyfa's", names.CUSTOM.get_path())
     else:
-        registry.register_backend(names.CUSTOM, BACKEND)
+        add(names.CUSTOM, BACKEND)
     if asked:
-        registry.register_backend(names.CPU_ATTN, BACKEND)
+        add(names.CPU_ATTN, BACKEND)

@@ -93,6 +93,10 @@ class PyfaBackend(AttentionBackend):  # type: ignore[misc]  # vLLM is untyped wh
             return f"kv_cache_dtype {kv_cache_dtype}: expected queries of 16 bits; got float32"
         if kv_cache_dtype in ("float16", "bfloat16") and getattr(torch, kv_cache_dtype) != dtype:
             return f"kv_cache_dtype {kv_cache_dtype}: expected that of the queries; got {dtype}"
+        # Of other sizes pyfa copies k and v for its kernels: here all pages, at each step.
+        unit = 16 if kv_cache_dtype in _FLOAT8 else 16 // dtype.itemsize
+        if head_size % unit:
+            return f"head_size: expected a multiple of {unit}; got {head_size}"
         return None
 
 
@@ -167,7 +171,7 @@ class PyfaImpl(AttentionImpl):  # type: ignore[misc]
         self.scale = float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
-        self.sinks = sinks
+        self.sinks = self._sinks_of_model = sinks
         self.float8 = current_platform.fp8_dtype() if kv_cache_dtype in _FLOAT8 else None
         self._refuse_unsupported(attn_type)
         self.shared: dict[str, Any] = {
@@ -201,8 +205,13 @@ class PyfaImpl(AttentionImpl):  # type: ignore[misc]
             raise NotImplementedError(f"pyfa in vLLM: {'; '.join(reasons)}")
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        if self.sinks is not None:
-            self.sinks = self.sinks.detach().float()  # once, not at each call
+        given = self._sinks_of_model
+        if given is None or self.sinks is None:
+            return
+        if self.sinks is given:
+            self.sinks = given.detach().to(torch.float32, copy=True)  # once, not at each call
+        else:  # after a reload: captured graphs read this memory
+            self.sinks.copy_(given.detach())
 
     def _pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and the values, (pages, page_size, Hk, D), as views of vLLM's cache
