@@ -236,7 +236,7 @@ def test_what_cannot_be_built_is_made_by_pytorch(monkeypatch: pytest.MonkeyPatch
 
 
 def test_kept_lists_do_not_hide_a_kernel_that_was_never_loaded() -> None:
-    """``explain`` makes the lists by PyTorch's operators. A graph that is captured later cannot load
+    """``explain`` makes the lists by PyTorch's operators. A graph captured later cannot load
     the kernel, so a first call does, although it finds the lists."""
     q, k = torch.randn(1, 300, 2, 64).bfloat16(), torch.randn(1, 300, 2, 64).bfloat16()
     mask: Mask = lambda b, h, i, j: i >= j  # noqa: E731
