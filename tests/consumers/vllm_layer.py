@@ -131,6 +131,15 @@ for name in ("plain", "sinks, window"):
     both = run(torch.bfloat16, True, kv_cache_dtype="fp8", **CASES[name])
     check(f"float8 cache, {name}", *both, limit=2**-8)
 
+# New weights in the model's own memory, as a reload writes them; captured graphs keep the layer's.
+model_sinks = CASES["sinks"]["sinks"].bfloat16()
+layer = layer_of(torch.bfloat16, sinks=model_sinks)
+place = layer.sinks.data_ptr()
+model_sinks.add_(1.0)
+layer.process_weights_after_loading(torch.bfloat16)
+check("sinks after a reload", layer.sinks, model_sinks.float(), limit=0.0)
+assert layer.sinks.data_ptr() == place
+
 os.environ["VLLM_BATCH_INVARIANT"] = "1"
 assert layer_of(torch.float32).shared["batch_invariant"] is True
 check("batch invariant", *run(torch.float32, True))
@@ -144,3 +153,4 @@ declined("float32, fp8", "16 bits", lambda: layer_of(torch.float32, kv_cache_dty
 declined("e5m2", "kv_cache_dtype", lambda: layer_of(torch.bfloat16, kv_cache_dtype="fp8_e5m2"))
 declined("causal", "causal", lambda: metadata_of(table, table, causal=False))
 declined("ranges", "mm_req_doc_ranges", lambda: metadata_of(table, table, mm_req_doc_ranges={}))
+declined("101", "head_size", lambda: PyfaBackend.get_impl_cls()(HEADS, 101, 0.1, HEADS_K))
