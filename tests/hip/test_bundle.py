@@ -90,7 +90,7 @@ def test_a_bundle_with_a_hazard_is_refused(tmp_path, monkeypatch, capsys):
     )
     good, (longer, shorter) = code.build(plan, "gfx942"), (b"\x01\0\x80\xbf", b"\0\0\x80\xbf")
     assert longer in good
-    monkeypatch.setattr(catalog, "common_plans", lambda target, arch: [plan])
+    monkeypatch.setattr(catalog, "chosen_plans", lambda *_: [plan])
     monkeypatch.setattr(bundle, "FOLDER", tmp_path / "bundle")
     monkeypatch.setenv("PYFA_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(code, "build", lambda plan, arch: good.replace(longer, shorter, 1))
