@@ -72,8 +72,14 @@ def plant(monkeypatch: pytest.MonkeyPatch, code_of_tests: Path) -> Iterator[Plan
             return text.replace(snippet, other)
 
         monkeypatch.setattr(code, "source_of", changed)
-        code.load.cache_clear()
+        forget_code()
         forget_calls(monkeypatch)
 
     yield plant
+    forget_code()
+
+
+def forget_code() -> None:
+    """Forget what was made of sources, and their keys."""
+    code.key_of.cache_clear()
     code.load.cache_clear()
