@@ -35,6 +35,7 @@ def problem(dim: int, *features: str, device: str = "H200", seqlen_q: int = 256)
 def clear() -> None:
     bundle.manifest.cache_clear()
     code.load.cache_clear()
+    code.why_no_compiler.cache_clear()
 
 
 @pytest.fixture
@@ -107,6 +108,7 @@ def test_a_driver_that_is_too_old_gets_none(
     """CUDA's binaries load on drivers of their own major version, and on newer ones."""
     for driver, fits in (((13, 0), True), ((12, 4), True), ((11, 8), False)):
         monkeypatch.setattr(libcuda, "version", lambda driver=driver: driver)
+        clear()
         assert (list(BACKENDS["cuda"].why_not(problem(128))) == []) is fits
 
 

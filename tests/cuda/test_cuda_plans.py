@@ -14,6 +14,7 @@ from pyfa.backends.common import libcuda, splits
 from pyfa.backends.cuda import (
     backend,
     backward,
+    code,
     decode,
     forward,
     forward_sm90,
@@ -125,11 +126,14 @@ def test_code_that_the_driver_would_refuse(
     monkeypatch.setattr(libcuda, "version", lambda: (driver, 0))
     monkeypatch.setattr(runtime_compiler, "why_unavailable", lambda: None)
     monkeypatch.setattr(runtime_compiler, "major", lambda: compiler)
-    backend._why_unavailable.cache_clear()
+    known = (backend._why_unavailable, code.why_no_compiler)
+    for each in known:
+        each.cache_clear()
     try:
         why = BACKENDS["cuda"].why_unavailable()
     finally:
-        backend._why_unavailable.cache_clear()
+        for each in known:
+            each.cache_clear()
     assert (why is None) == fits
     assert fits or "NVRTC 13 generates code that this driver (CUDA 12) cannot load" in str(why)
 

@@ -30,7 +30,7 @@ class CudaBackend(NativeBackend):
     def why_not(self, problem: Problem) -> Sequence[str]:
         reasons = self._why_declined(problem)
         # Of a device that is not here nobody asks for code.
-        if not reasons and not self.why_unavailable():
+        if not reasons and not self.why_unavailable() and code.why_no_compiler():
             without = code.why_missing(self.kernels(problem), problem.arch)
             reasons += [without] if without else []
         return reasons

@@ -75,15 +75,19 @@ def why_unavailable() -> str | None:
 
 def why_missing(wanted: Sequence[Plan], arch: str) -> MachineReason | None:
     """Return why some of ``wanted`` are not available for a device of ``arch``; None if each is
-    bundled or compiled."""
+    bundled or can be compiled."""
+    missing = why_no_compiler()
+    if missing is None:
+        return None
 
     def has(plan: Plan) -> bool:
         target = plans.compiled_for(arch, plan)
         return _is_bundled(target, key_of(plan, target))
 
-    return bundled.why_missing(wanted, has, why_no_compiler())
+    return bundled.why_missing(wanted, has, missing)
 
 
+@functools.cache
 def why_no_compiler() -> str | None:
     """Return why nothing can be compiled for this machine's driver; None without a driver if it
     can be compiled at all."""

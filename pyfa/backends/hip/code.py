@@ -92,9 +92,10 @@ def why_unavailable() -> str | None:
 
 def why_missing(wanted: Sequence[Plan], arch: str) -> MachineReason | None:
     """Return why some of ``wanted`` are not available here; None if each is bundled or compiled."""
-    return bundled.why_missing(
-        wanted, lambda plan: bundle.has(arch, key_of(plan, arch)), compiler.why_unavailable()
-    )
+    missing = compiler.why_unavailable()
+    if missing is None:
+        return None
+    return bundled.why_missing(wanted, lambda plan: bundle.has(arch, key_of(plan, arch)), missing)
 
 
 _refused: dict[tuple[Plan, str], str] = {}

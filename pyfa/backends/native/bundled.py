@@ -10,14 +10,12 @@ from .plans import name_of
 
 
 def why_missing(
-    wanted: Sequence[Plan], has: Callable[[Plan], bool], no_compiler: str | None
+    wanted: Sequence[Plan], has: Callable[[Plan], bool], no_compiler: str
 ) -> MachineReason | None:
-    """Return why some of ``wanted`` are not available; None if each is bundled or can be compiled.
+    """Return why some of ``wanted`` are not available; None if each is bundled.
 
     ``has`` returns whether the bundle has a plan. ``no_compiler`` is why there is no compiler.
     """
-    if no_compiler is None:
-        return None
     lacking = [name_of(plan) for plan in wanted if not has(plan)]
     if not lacking:
         return None

@@ -46,7 +46,7 @@ class Lists:
         self.tiles: dict[Plan, Tiles] = {
             plan: launch.target.list_tiles(plan) for plan in plans if is_listed(plan)
         }
-        self._make = block_lists.Maker(launch)
+        self._make = block_lists.Maker(launch) if self.tiles else None
         self.names = tuple(
             name
             for number in range(len(self.tiles))
@@ -64,7 +64,7 @@ class Lists:
         """Return ``params`` with the addresses and strides of the lists of ``plan``."""
         if plan not in self.tiles:
             return params
-        if blocks.is_exact(blocks.mask_of(call)):
+        if self._make is not None and blocks.is_exact(blocks.mask_of(call)):
             # Now: while a graph is captured no code can be loaded, and kept lists may hide that
             # the kernel is needed until then.
             self._make.prepare(call, self.tiles[plan])
