@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import torch
@@ -66,3 +67,19 @@ def wrong(seed: int, backend: str = "emulator", device: str = "cpu", merges: int
         if not torch.allclose(lse, total, atol=1e-5) or lse.dtype != torch.float32:
             return True
     return False
+
+
+def cascade(backend: str, device: str = "cpu") -> tuple[tuple[torch.Tensor, ...], ...]:
+    """Return out and LSE of attention over four parts of the keys, one of them empty, merged; and
+    of attention over all keys in float32. The sinks come with the first part alone."""
+    q, k, v = (
+        torch.randn(2, n, h, 64, device=device).bfloat16() for n, h in ((3, 4), (90, 2), (90, 2))
+    )
+    sinks = torch.randn(4, device=device)
+    with pyfa.use_backend(backend):
+        cuts = [
+            pyfa.attention(q, k[:, a:b], v[:, a:b], sinks=None if a else sinks, return_lse=True)
+            for a, b in itertools.pairwise((0, 33, 33, 64, 90))
+        ]
+        have = pyfa.merge(*zip(*cuts, strict=True), return_lse=True)
+    return have, pyfa.attention(q.float(), k.float(), v.float(), sinks=sinks, return_lse=True)
