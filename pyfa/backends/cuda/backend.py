@@ -29,11 +29,11 @@ class CudaBackend(NativeBackend):
 
     def why_not(self, problem: Problem) -> Sequence[str]:
         reasons = self._why_declined(problem)
-        # Of a device that is not here nobody asks for code.
-        if not reasons and not self.why_unavailable() and code.why_no_compiler():
-            without = code.why_missing(self.kernels(problem), problem.arch)
-            reasons += [without] if without else []
-        return reasons
+        # Of a device that is not here nobody asks for code, and with a compiler none is missing.
+        if reasons or self.why_unavailable() or not (no_compiler := code.why_no_compiler()):
+            return reasons
+        without = code.why_missing(self.kernels(problem), problem.arch, no_compiler)
+        return [without] if without else []
 
     def _why_declined(self, problem: Problem) -> list[str]:
         elsewhere = plans.why_not(problem.arch)

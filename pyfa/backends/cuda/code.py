@@ -73,18 +73,15 @@ def why_unavailable() -> str | None:
     return None if has_code else why_no_compiler()
 
 
-def why_missing(wanted: Sequence[Plan], arch: str) -> MachineReason | None:
+def why_missing(wanted: Sequence[Plan], arch: str, no_compiler: str) -> MachineReason | None:
     """Return why some of ``wanted`` are not available for a device of ``arch``; None if each is
-    bundled or can be compiled."""
-    missing = why_no_compiler()
-    if missing is None:
-        return None
+    bundled. ``no_compiler`` is why they cannot be compiled."""
 
     def has(plan: Plan) -> bool:
         target = plans.compiled_for(arch, plan)
         return _is_bundled(target, key_of(plan, target))
 
-    return bundled.why_missing(wanted, has, missing)
+    return bundled.why_missing(wanted, has, no_compiler)
 
 
 @functools.cache
