@@ -167,16 +167,16 @@ DEVICE void add_terms(const Params &p, Scores &s, const Sequence &sequence, int 
   }
 }
 
-DEVICE void mask(const Params &p, Scores &s, const Sequence &sequence, int first_row, int tile) {
+DEVICE void mask_row(const Params &p, Scores &s, const Sequence &sequence, int half, int row, int tile) {
   int key0 = first_key(tile);
+  Seen seen = keys_seen(p, sequence, row, row);
+  int low = seen.low - key0, high = seen.high - key0;
+  each(s, half, [&](float x, int at) { return at >= high ? -INFINITY_F : x; });
+  if (BANDED || p.window_left >= 0) each(s, half, [&](float x, int at) { return at < low ? -INFINITY_F : x; });
+}
+DEVICE void mask(const Params &p, Scores &s, const Sequence &sequence, int first_row, int tile) {
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    int row = first_row + 8 * h + lane_index() / 4;
-    Seen seen = keys_seen(p, sequence, row, row);
-    int low = seen.low - key0, high = seen.high - key0;
-    each(s, h, [&](float x, int at) { return at >= high ? -INFINITY_F : x; });
-    if (BANDED || p.window_left >= 0) each(s, h, [&](float x, int at) { return at < low ? -INFINITY_F : x; });
-  }
+  for (int h = 0; h < 2; ++h) mask_row(p, s, sequence, h, first_row + 8 * h + lane_index() / 4, tile);
 }
 
 // The largest scores of this lane, times `to_base_2`.
@@ -208,9 +208,10 @@ DEVICE void update_max(const float (&largest)[2], const bool (&outgrown)[2], Row
   }
 }
 
-DEVICE void rescale(Output &o, const float (&factors)[2]) {
+template <int count>
+DEVICE void rescale(float (&o)[count], const float (&factors)[2]) {
 #pragma unroll
-  for (int t = 0; t < kDimTiles; ++t)
+  for (int t = 0; t < count / 4; ++t)
 #pragma unroll
     for (int i = 0; i < 4; ++i) o[4 * t + i] *= factors[i / 2];
 }

@@ -12,7 +12,7 @@ from ..native.plans import values_of
 from ..native.target import Block, Buffers, Target
 from ..native.tiles import GROUP, Pair, sm90
 from ..native.tiles.sm80 import LINES, Decode
-from . import backward, code, decode, forward, forward_sm90, forward_sm90_fp8, plans
+from . import backward, code, decode, forward, forward_sm90, forward_sm90_fp8, latent_sm90, plans
 
 # On an H200: 64 keys of a block of 128 rows (8 heads of 8192, causal: 351 µs, of which the longest
 # block has 128 such tiles), and a row of one head in ``combine`` (16,384 of them: 54 µs), which
@@ -26,6 +26,8 @@ def _block_of(plan: Plan) -> Block:
     if plan.kernel == forward_sm90.KERNEL:
         rows = sm90.ROWS * values["GROUPS"]
         return Block(threads, rows, values["BLOCK_K"], values.get("BLOCKS", 1), _SM90_COSTS)
+    if plan.kernel == latent_sm90.KERNEL:
+        return Block(threads, sm90.ROWS, values["BLOCK_K"])
     if plan.kernel == forward.KERNEL:
         rows = values["ROWS"] * values["WARPS"]
         return Block(threads, rows, values["BLOCK_K"], values["BLOCKS"], _COSTS)
@@ -49,6 +51,8 @@ def _buffers_of(plan: Plan, problem: Problem) -> Buffers | None:
     if plan.kernel == decode.KERNEL:
         parts = {"rings of K and V, then sums; states": values["SHARED_BYTES"]}
         return Buffers("forward", parts)
+    if plan.kernel == latent_sm90.KERNEL:
+        return _latent(values)
     if plan.kernel in (backward.KERNEL, backward.SM90):
         return _backward(values)
     if plan.kernel in (forward.KERNEL, forward_sm90.KERNEL):
@@ -87,6 +91,22 @@ def _forward(values: Mapping[str, int], size: int) -> Buffers:
     return Buffers("forward", parts, whole_tiles=True)
 
 
+def _latent(values: Mapping[str, int]) -> Buffers:
+    parts = {"K, tiles": values["STAGES"] * values["BLOCK_K"] * values["HEAD_DIM"] * 2}
+    parts["Q, and what warps tell each other"] = values["SHARED_BYTES"] - sum(parts.values())
+    return Buffers("forward", parts, whole_tiles=True)
+
+
+def _notes_of(problem: Problem, pair: Pair) -> list[str]:
+    of_latent = "latent" in problem.features and plans.runs_sm90(problem.arch)
+    left = latent_sm90.why_not(problem) if of_latent else []
+    return left + plans.notes_of(problem, pair)
+
+
+def _latent_plan(problem: Problem) -> Plan | None:
+    return latent_sm90.plan(problem) if latent_sm90.takes(problem) else None
+
+
 def _backward(values: Mapping[str, int]) -> Buffers:
     rows, keys = values["BLOCK_Q"], values["BLOCK_K"]
     both = values["HEAD_DIM"] + values["HEAD_DIM_V"]
@@ -103,7 +123,7 @@ TARGET = Target(
     device_of=lambda problem: problem.device,
     plan_of=lambda backend, kernel, dtype: plans.plan_of(kernel, dtype),
     passes=lambda backend, arch: [*forward.all_plans(arch), *backward.all_plans(arch)],
-    notes_of=plans.notes_of,
+    notes_of=_notes_of,
     backward_notes=backward.notes_of,
     block_of=_block_of,
     buffers_of=_buffers_of,
@@ -115,4 +135,6 @@ TARGET = Target(
     decode_splits=decode.splits_for,
     backward_plans=lambda backend, *asked: backward.plans_for(*asked),
     list_tiles=_list_tiles,
+    latent=latent_sm90.KERNEL,
+    latent_plan=_latent_plan,
 )

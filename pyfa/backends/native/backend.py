@@ -73,7 +73,7 @@ class NativeBackend:
         return tiles, blocks.visits_of(call, tiles) if blocks.is_quick(call) else None
 
     def bind(self, plan: Plan, call: Call, append: Append | None, with_lse: bool) -> Run:
-        bind = decode.bind if plan.kernel == self.target.decode else forward.bind
+        bind = decode.bind if self.target.is_decode(plan) else forward.bind
         with self.launch.on(call.q.device):
             return bind(self.launch, plan, call, append, with_lse)
 

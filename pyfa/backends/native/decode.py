@@ -115,6 +115,10 @@ def readable(call: Call) -> Call:
 
 def plan(target: Target, backend: str, problem: Problem) -> Plan:
     """Return the plan of ``problem``: its kernel and what it is compiled with."""
+    pair: Pair
+    if (own := target.latent_plan(problem)) is not None:
+        pair = (int(dict(own.constants)["HEAD_DIM"]), int(dict(own.constants)["HEAD_DIM_V"]))
+        return replace(own, notes=tuple(target.notes_of(problem, pair)))
     float8 = "fp8" in problem.features
     latent = "latent" in problem.features
     table = (target.latent_tiles if latent else target.decode_tiles)(problem.arch, float8)
@@ -175,7 +179,9 @@ def bind(
             units = launch.device_at(call.q.device).units
             elements = call.k.shape[-1] + (0 if call.latent else call.v.shape[-1])
             key_bytes = call.k.element_size() * elements
-            num_splits = target.decode_splits(blocks, keys_seen(call), units, key_bytes)
+            num_splits = target.decode_splits(
+                plan.kernel, blocks, keys_seen(call), units, key_bytes
+            )
         return attend.Grid(blocks, block.threads, num_splits)
 
     return attend.bind(launch, plan, call, append, with_lse, readable, grid_of)

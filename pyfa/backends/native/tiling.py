@@ -45,12 +45,12 @@ def _kernel(target: Target, plan: Plan, problem: Problem, shape: Shape) -> Tiled
     rows, keys = buffers.tile or (block.rows, block.keys)
     parts, packed = 1, 1
     units = target.device_of(problem).units
-    if plan.kernel == target.decode:
+    if target.is_decode(plan):
         packed = shape.group
         blocks = -(-shape.seqlen_q * packed // rows) * shape.heads_k * shape.batch
         begin, end = shape.keys_seen(0, max(0, shape.seqlen_q - 1))
         key_bytes = 16 // problem.unit * (problem.head_dim + problem.head_dim_v)
-        parts = target.decode_splits(blocks, end - begin, units, key_bytes)
+        parts = target.decode_splits(plan.kernel, blocks, end - begin, units, key_bytes)
     elif buffers.role == "forward" and "batch_invariant" not in problem.features:
         blocks = -(-shape.seqlen_q // rows) * shape.lines
         even = shape.window_left < 0 and shape.window_right < 0

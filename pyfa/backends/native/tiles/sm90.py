@@ -38,6 +38,14 @@ class Own(NamedTuple):
         barriers = (2 * self.groups + 6 * STAGES + 2 * TOLD) * 8
         return -(-(queries + stages + barriers) // 16) * 16 + TOLD * 64
 
+    def shared_bytes_of_latent(self, pair: Pair) -> int:
+        """Return the same of a block of 64 packed rows whose tiles of keys, one for each warpgroup,
+        are also the values: queries, tiles, two floats of each row for each warpgroup, barriers."""
+        panels = pair[0] // 64
+        tiles = (ROWS + self.groups * self.block_k) * pair[0] * 2
+        floats = 2 * self.groups * ROWS * 4
+        return tiles + floats + self.groups * (panels + self.groups + 2) * 8
+
 
 # Where every row sees all keys; with a causal mask or a window; with score terms. On an H200 those
 # of 64 and 128 are the fastest of the ones in kernels/cuda/README.md. Of 256 no other was tried;
@@ -62,6 +70,9 @@ FORWARD_FLOAT8: dict[Pair, tuple[Own, Own, Own]] = {
     (128, 128): (Own(3, 128), Own(2, 128), Own(2, 128)),
     (256, 256): (Own(2, 128), Own(2, 96), Own(2, 64)),
 }
+# Latent attention: O of 64 packed rows takes the registers of two warpgroups, P the place of 64 keys'
+# last panel.
+LATENT = Own(2, 64)
 
 
 class OwnBackward(NamedTuple):

@@ -1,0 +1,70 @@
+"""Hopper's kernel of latent attention for many rows: which problems it supports, and what it is
+compiled with."""
+
+from __future__ import annotations
+
+from ...plan import Plan
+from ...problem import FEATURES as EVERY_FEATURE
+from ...problem import Problem
+from ..common import calls
+from ..common.calls import PLAIN
+from ..common.splits import Times
+from ..native.decode import lines
+from ..native.plans import plan_with
+from ..native.tiles import constants_of
+from ..native.tiles.sm90 import LATENT
+from . import forward_sm90, plans
+
+KERNEL = "cuda/sm90/attn_latent.cu"
+_FEATURES = frozenset(
+    ("causal", "window", "sinks", "varlen", "seqused", "paged", "batch_idx", "gqa", "dv", "latent")
+)
+# Where sm80's decode kernel, which is bound by bytes there, takes longer (kernels/cuda/README.md).
+LEAST_LINES = 64
+_PAIR = (576, 512)
+TIMES = Times(start=262144, combine=131072, part=8192, latency=1.0, pieces=4, parts=128)
+
+
+def takes(problem: Problem) -> bool:
+    """Return whether the plan is this kernel's rather than sm80's decode kernel."""
+    return "latent" in problem.features and plans.runs_sm90(problem.arch) and not why_not(problem)
+
+
+def why_not(problem: Problem) -> list[str]:
+    """Return the reasons why ``problem``, which is latent, runs on the sm80 kernel on Hopper."""
+    if lines(problem) < LEAST_LINES:
+        return [f"sm80's kernel: fewer than {LEAST_LINES} rows of all heads are bound by bytes"]
+    found = [
+        EVERY_FEATURE[name].phrase for name in sorted(problem.features - _FEATURES)
+    ] + forward_sm90.without_pages(problem)
+    if not problem.positive:
+        found.append("a scale of 0 or less")
+    if problem.heads_k != 1:
+        found.append("more than one KV head")
+    return [f"sm80's kernel: sm90's has no {words}" for words in found]
+
+
+def plan(problem: Problem) -> Plan:
+    return _plan(calls.DTYPE_CODES[problem.dtype], problem.page_size)
+
+
+def _plan(dtype: int, page_size: int) -> Plan:
+    constants = {
+        "DTYPE": dtype,
+        "HEAD_DIM": _PAIR[0],
+        "HEAD_DIM_V": _PAIR[1],
+        "SCORE": PLAIN,
+        "SHARED_BYTES": LATENT.shared_bytes_of_latent(_PAIR),
+        "STAGES": LATENT.groups,
+        **constants_of(LATENT),
+        **forward_sm90.page_rows(page_size, LATENT),
+    }
+    return plan_with("cuda", KERNEL, constants)
+
+
+def all_plans() -> list[Plan]:
+    return [
+        _plan(dtype, page_size)
+        for dtype in calls.DTYPE_CODES.values()
+        for page_size in (*forward_sm90.PAGE_SIZES, LATENT.block_k)
+    ]
