@@ -20,13 +20,6 @@ STAGES and SHARED_BYTES"
 #include "key_tile.h"
 #include "../ahead.h"
 
-#ifndef ORDER
-#define ORDER 0
-#endif
-#ifndef QREG
-#define QREG 0
-#endif
-
 constexpr int kGroupThreads = 128;
 constexpr int kConsumers = GROUPS * kGroupThreads;  // threads
 constexpr int kThreads = kConsumers + kGroupThreads;
@@ -103,6 +96,7 @@ struct Block {
   }
   // The row of a packed row; of one beyond the last, that of the last.
   METHOD int row_of(int packed_row) const { return (unsigned)min(packed_row, packed_rows - 1) / group; }
+  METHOD int head_of(int packed_row, int row) const { return min(packed_row, packed_rows - 1) - row * group; }
 };
 
 // ---- the producer -------------------------------------------------------------------------------
@@ -134,14 +128,14 @@ DEVICE void load_queries(const Params &p, const Block &b, Shared to, int thread)
   constexpr int kAtOnce = kConsumers / 8;  // rows: eight threads copy 128 neighbouring bytes
 #pragma unroll
   for (int i = 0; i < kBlockRows; i += kAtOnce) {
-    int place = i + thread / 8, unit = thread % 8;
-    unsigned packed_row = b.first_packed_row + place;
+    int place = i + thread / 8, unit = thread % 8, packed_row = b.first_packed_row + place;
+    int row = b.row_of(packed_row);
     const unsigned short *from = (const unsigned short *)p.q + b.s.row_batch * p.q_batch +
-                                 (b.s.row0 + packed_row / b.group) * p.q_row +
-                                 packed_row % b.group * p.q_head + unit * kUnit;
+                                 (b.s.row0 + row) * p.q_row + b.head_of(packed_row, row) * p.q_head +
+                                 unit * kUnit;
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {
-      bool exists = (int)packed_row < b.packed_rows && panel * 64 + unit * kUnit < p.head_dim;
+      bool exists = packed_row < b.packed_rows && panel * 64 + unit * kUnit < p.head_dim;
       copy_16(to + panel * kPanelBytes + PanelTile::place(place, unit), from + panel * 64, exists ? 16 : 0);
     }
   }
@@ -179,12 +173,6 @@ DEVICE void consume(const Params &p, const Block &b, Shared shared) {
 
   load_queries(p, b, shared + kQAt, mine * kGroupThreads + thread);
   bar_sync(1, kConsumers);
-#if QREG
-  unsigned held_q[QREG * 4][4];
-#pragma unroll
-  for (int i = 0; i < QREG * 4; ++i)
-    ldmatrix(held_q[i], PanelTile::at(PanelTile::down(shared + (kPanels - QREG) * kPanelBytes + i / 4 * kPanelBytes), warp * 16, i % 4 * 2));
-#endif
 
   Rows rows{{kLowest, 0.0f}, {kLowest, 0.0f}};
   Columns o;
@@ -203,15 +191,10 @@ DEVICE void consume(const Params &p, const Block &b, Shared shared) {
       for (int panel = first_panel(part); panel < first_panel(part) + panels_of(part); ++panel) {
         mbarrier_wait(barriers.full(mine, panel), phase_of(t));
 #pragma unroll
-        for (int i = panel * 4; i < panel * 4 + 4; ++i) {
-#if QREG
-          if (panel >= kPanels - QREG) wgmma<DTYPE, false>(x, held_q[(i - (kPanels - QREG) * 4)], k + mine * (kTileBytes / 16) + Panel::step_along(i, kPanelBytes), true);
-          else
-#endif
+        for (int i = panel * 4; i < panel * 4 + 4; ++i)
           wgmma<DTYPE, false, false>(x, q + Panel::step_along(i, kPanelBytes),
                                      k + mine * (kTileBytes / 16) + Panel::step_along(i, kPanelBytes),
                                      place + i % (kOwnPanels * 4) > 0);
-        }
       }
     }
     wgmma_commit();
@@ -267,7 +250,7 @@ DEVICE void consume(const Params &p, const Block &b, Shared shared) {
     hold(o);
     release(kOther);
   };
-  constexpr bool kScoresFirst = ORDER == 0 && mine == 1;
+  constexpr bool kScoresFirst = mine == 1;
   // Tile t is this consumer's, t - 1 the other's.
   int t = mine;
 #pragma unroll 1
@@ -343,7 +326,7 @@ DEVICE void store(const Params &p, const Block &b, const Row &row, Columns &o, i
                   int column) {
   constexpr int kTiles = HEAD_DIM_V / GROUPS / 8;
   bool exists = packed_row < b.packed_rows;
-  int at = b.row_of(packed_row), head = min(packed_row, b.packed_rows - 1) - at * b.group;
+  int at = b.row_of(packed_row), head = b.head_of(packed_row, at);
   Finished end = finish(p, row, head, b.split);
   bool first = column == 0 && lane_index() % 4 == 0;
 #pragma unroll

@@ -3,6 +3,8 @@ compiled with."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ...plan import Plan
 from ...problem import FEATURES as EVERY_FEATURE
 from ...problem import Problem
@@ -19,8 +21,9 @@ KERNEL = "cuda/sm90/attn_latent.cu"
 _FEATURES = frozenset(
     ("causal", "window", "sinks", "varlen", "seqused", "paged", "batch_idx", "gqa", "dv", "latent")
 )
-# Where sm80's decode kernel, which is bound by bytes there, takes longer (kernels/cuda/README.md).
-LEAST_LINES = 64
+# Up to 16 rows of all heads sm80's decode kernel is faster, with a block of 8 or 16 of them; one of
+# 32 takes longer than a block of 64 here (kernels/cuda/README.md).
+LEAST_LINES = 17
 _PAIR = (576, 512)
 TIMES = Times(start=262144, combine=131072, part=8192, latency=1.0, pieces=4, parts=128)
 
@@ -45,10 +48,11 @@ def why_not(problem: Problem) -> list[str]:
 
 
 def plan(problem: Problem) -> Plan:
-    return _plan(calls.DTYPE_CODES[problem.dtype], problem.page_size)
+    notes = plans.notes_of(problem, _PAIR)
+    return _plan(calls.DTYPE_CODES[problem.dtype], problem.page_size, notes)
 
 
-def _plan(dtype: int, page_size: int) -> Plan:
+def _plan(dtype: int, page_size: int, notes: Iterable[str] = ()) -> Plan:
     constants = {
         "DTYPE": dtype,
         "HEAD_DIM": _PAIR[0],
@@ -59,7 +63,7 @@ def _plan(dtype: int, page_size: int) -> Plan:
         **constants_of(LATENT),
         **forward_sm90.page_rows(page_size, LATENT),
     }
-    return plan_with("cuda", KERNEL, constants)
+    return plan_with("cuda", KERNEL, constants, notes)
 
 
 def all_plans() -> list[Plan]:

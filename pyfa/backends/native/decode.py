@@ -115,10 +115,9 @@ def readable(call: Call) -> Call:
 
 def plan(target: Target, backend: str, problem: Problem) -> Plan:
     """Return the plan of ``problem``: its kernel and what it is compiled with."""
-    pair: Pair
-    if (own := target.latent_plan(problem)) is not None:
-        pair = (int(dict(own.constants)["HEAD_DIM"]), int(dict(own.constants)["HEAD_DIM_V"]))
-        return replace(own, notes=tuple(target.notes_of(problem, pair)))
+    own = target.latent_plan(problem)
+    if own is not None:
+        return own
     float8 = "fp8" in problem.features
     latent = "latent" in problem.features
     table = (target.latent_tiles if latent else target.decode_tiles)(problem.arch, float8)
