@@ -38,15 +38,14 @@ _MORE = (
 _KERNELS = ("sm90", "sm80")
 
 
+_LEAST = {"sm90": 1, "sm80": 1 << 30, "": latent_sm90.LEAST_LINES}
+
+
 def only(kernel: str) -> None:
     """Makes ``kernel`` take every call that it can; "" leaves the choice to pyfa."""
-    least = {"sm90": 1, "sm80": 1 << 30, "": _LEAST}[kernel]
-    latent_sm90.LEAST_LINES = least
+    latent_sm90.LEAST_LINES = _LEAST[kernel]
     dispatch._prepared.clear()
     binding.calls, ops.calls = Table(), Table()
-
-
-_LEAST = latent_sm90.LEAST_LINES
 
 
 def call_of(
@@ -59,7 +58,7 @@ def call_of(
     if page_size:
         cache = cache.view(-1, page_size, 1, _DIM)
         table = torch.randperm(len(cache), device="cuda").int().view(batch, -1)
-    asked = {"page_table": table, "causal": tokens > 1}
+    asked: dict[str, Any] = {"page_table": table, "causal": tokens > 1}
 
     def attend() -> Any:
         return pyfa.attention_latent(q, cache, scale=_SCALE, backend="cuda", **asked)
@@ -82,7 +81,8 @@ def microseconds(attend: Callable[[], Any], calls: int) -> float:
         attend()
     stop.record()
     torch.cuda.synchronize()
-    return begin.elapsed_time(stop) * 1e3 / calls
+    milliseconds: float = begin.elapsed_time(stop)
+    return milliseconds * 1e3 / calls
 
 
 def measured(cell: tuple[int, int, int, int, int], rounds: int) -> dict[str, Any]:

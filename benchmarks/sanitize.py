@@ -59,7 +59,9 @@ _WIDENED = "-widened"
 # Barriers of some warps: what they are in the source, and those of the block.
 _SOME = re.compile(r'asm volatile\("bar\.(?:arrive|sync) %0, %1;"[^;]*;')
 _WHOLE = "barrier();"
-KERNELS = re.compile(r"\b(attn_fwd|attn_bwd|attn_decode|combine|append|row_sums|dq_convert)\b")
+KERNELS = re.compile(
+    r"\b(attn_fwd|attn_bwd|attn_decode|attn_latent|combine|append|row_sums|dq_convert)\b"
+)
 _LONGEST = 300
 # Always with Hopper's own kernels. More blocks than an H100 or an H200 has SMs, 132: most of these
 # twice as many and more. And what is in no short case.

@@ -38,6 +38,23 @@ _MANY: tuple[Mapping[str, Any], ...] = (
     {"lengths": ((2,), (45,)), "heads_q": 128, "causal": True, "sinks": True, "num_splits": 2},
     {"lengths": ((1,), (90,)), "heads_q": 64, "topk": 70, "num_splits": 2},
     {"lengths": ((1,), (50,)), "heads_q": 128, "topk": 33, "sinks": True},
+    # Several tiles of 64 keys, of one row that sees none of them, and over several splits.
+    {"lengths": ((1, 1, 1), (0, 64, 500)), "heads_q": 128, "page_size": 64, "recipe": "growing"},
+    {
+        "lengths": ((4, 4), (2, 321)),
+        "heads_q": 33,
+        "causal": True,
+        "page_size": 16,
+        "sinks": True,
+        "num_splits": 3,
+    },
+    {
+        "lengths": ((2, 2), (129, 255)),
+        "heads_q": 20,
+        "slack": 9,
+        "causal": True,
+        "recipe": "growing",
+    },
 )
 # Of float8 caches.
 _SCALES: tuple[str | int, ...] = ("", "tensor", "head", 16)

@@ -322,7 +322,9 @@ def test_parts_of_decode(blocks: int, keys: int) -> None:
 
 
 def test_more_keys_are_never_in_fewer_parts() -> None:
-    parts = [decode.splits_for(decode.KERNEL, 8, keys, 132, 512) for keys in (64, 1024, 8192, 65536)]
+    parts = [
+        decode.splits_for(decode.KERNEL, 8, keys, 132, 512) for keys in (64, 1024, 8192, 65536)
+    ]
     assert parts == sorted(parts)
     assert parts[0] == 1
     assert parts[-1] >= 16  # 8 blocks and 132 SMs

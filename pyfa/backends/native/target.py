@@ -64,8 +64,8 @@ class Target:
 
     ``name``: the vendor's backend, and the folder of its kernels. ``decode``: the decode kernel's
     source; ``float8``: the code of its float8 keys. ``latent``: the source of a kernel for latent
-    attention alone, if there is one, with the same grid as decode. ``device_of``: returns the device that a
-    problem's plan is made for.
+    attention alone, if there is one, with the same grid as decode. ``device_of``: returns the
+    device that a problem's plan is made for.
 
     ``plan_of``: the plan of a kernel that depends on a number format at most, such as "combine".
     ``passes``: every forward and backward kernel of a backend with the tiles of an arch.

@@ -70,8 +70,8 @@ FORWARD_FLOAT8: dict[Pair, tuple[Own, Own, Own]] = {
     (128, 128): (Own(3, 128), Own(2, 128), Own(2, 128)),
     (256, 256): (Own(2, 128), Own(2, 96), Own(2, 64)),
 }
-# Latent attention: O of 64 packed rows takes the registers of two warpgroups, P the place of 64 keys'
-# last panel.
+# Latent attention: O of 64 packed rows takes the registers of two warpgroups. P of 64 keys
+# takes the place of their last panel.
 LATENT = Own(2, 64)
 
 
