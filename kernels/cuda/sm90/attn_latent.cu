@@ -268,11 +268,9 @@ DEVICE void consume(const Params &p, const Block &b, Shared shared) {
     }
     hold(x);
     int key = (b.first + t) * BLOCK_K;
-    if (key < seen.all_low || key + BLOCK_K > seen.all_high) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h)
-        mask_row(p, x, b.s, h, b.row_of(first_of_warp + 8 * h + lane_index() / 4), b.first + t);
-    }
+    if (key < seen.all_low || key + BLOCK_K > seen.all_high)
+      mask_rows(p, x, b.s, b.first + t,
+                [&](int h) { return b.row_of(first_of_warp + 8 * h + lane_index() / 4); });
     float factors[2];
     bool raised = online_softmax_to<false>(factor, x, rows, y, factors);
 #pragma unroll

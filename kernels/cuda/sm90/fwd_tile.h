@@ -167,16 +167,21 @@ DEVICE void add_terms(const Params &p, Scores &s, const Sequence &sequence, int 
   }
 }
 
-DEVICE void mask_row(const Params &p, Scores &s, const Sequence &sequence, int half, int row, int tile) {
+// `row_of`: the row, inside the sequence, of each half of the lane's scores.
+template <typename F>
+DEVICE void mask_rows(const Params &p, Scores &s, const Sequence &sequence, int tile, F row_of) {
   int key0 = first_key(tile);
-  Seen seen = keys_seen(p, sequence, row, row);
-  int low = seen.low - key0, high = seen.high - key0;
-  each(s, half, [&](float x, int at) { return at >= high ? -INFINITY_F : x; });
-  if (BANDED || p.window_left >= 0) each(s, half, [&](float x, int at) { return at < low ? -INFINITY_F : x; });
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    int row = row_of(h);
+    Seen seen = keys_seen(p, sequence, row, row);
+    int low = seen.low - key0, high = seen.high - key0;
+    each(s, h, [&](float x, int at) { return at >= high ? -INFINITY_F : x; });
+    if (BANDED || p.window_left >= 0) each(s, h, [&](float x, int at) { return at < low ? -INFINITY_F : x; });
+  }
 }
 DEVICE void mask(const Params &p, Scores &s, const Sequence &sequence, int first_row, int tile) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h) mask_row(p, s, sequence, h, first_row + 8 * h + lane_index() / 4, tile);
+  mask_rows(p, s, sequence, tile, [&](int h) { return first_row + 8 * h + lane_index() / 4; });
 }
 
 // The largest scores of this lane, times `to_base_2`.

@@ -6,7 +6,6 @@ from ...problem import Problem
 from ..common.splits import Times, least_time
 from ..native import decode as native
 from ..native.tiles import GROUP
-from ..native.tiles.sm90 import LATENT
 from . import forward_sm90_fp8, latent_sm90, plans
 
 FEATURES = native.FEATURES | {"fp8"}
@@ -48,7 +47,6 @@ def _cannot_widen(problem: Problem) -> bool:
 def splits_for(kernel: str, blocks: int, keys: int, units: int, key_bytes: int) -> int:
     """Return the number of splits of ``keys`` with which ``blocks`` of a kernel take the least time
     on ``units`` SMs."""
-    if kernel == KERNEL:
-        return least_time(blocks, -(-keys // GROUP), GROUP * key_bytes, units, TIMES)
-    tile = LATENT.block_k
-    return least_time(blocks, -(-keys // tile), tile * key_bytes, units, latent_sm90.TIMES)
+    if kernel == latent_sm90.KERNEL:
+        return latent_sm90.splits_for(blocks, keys, units, key_bytes)
+    return least_time(blocks, -(-keys // GROUP), GROUP * key_bytes, units, TIMES)
