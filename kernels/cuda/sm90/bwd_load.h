@@ -28,9 +28,9 @@ DEVICE void produce_tiles(const MappedParams &mapped, const Owned &own, const Wo
   auto at = [&](int barrier) { return mbarrier_at(shared, barrier); };
   bool clear = keys_to_clear(p, s, own.first_key);
   Cursor cursor = first_tile(p, own, w);
-  int key = (int)s.key0 + own.first_key;
+  int key = (int)s.key0 + own.first_key, head_k = own.head_k / p.num_splits;
   Shared arrive = expect(at(kKFull), at(kKLanded), clear, kQPanels * kKPanel);
-  load_panels<kQPanels, BLOCK_K>(shared + kK, &mapped.maps[kMapK], arrive, key, own.head_k, s.key_batch);
+  load_panels<kQPanels, BLOCK_K>(shared + kK, &mapped.maps[kMapK], arrive, key, head_k, s.key_batch);
   for (int step = 0; step < w.steps; ++step) {
     int row = (int)s.row0 + cursor.tile * BLOCK_Q;
     bool clear_rows = rows_to_clear(p, s, cursor.tile);
@@ -40,7 +40,7 @@ DEVICE void produce_tiles(const MappedParams &mapped, const Owned &own, const Wo
                                    cursor.head, s.row_batch);
     if (step == 0) {
       arrive = expect(at(kVFull), at(kVLanded), clear, kVPanels * kKPanel);
-      load_panels<kVPanels, BLOCK_K>(shared + kV, &mapped.maps[kMapV], arrive, key, own.head_k,
+      load_panels<kVPanels, BLOCK_K>(shared + kV, &mapped.maps[kMapV], arrive, key, head_k,
                                      s.key_batch);
     }
     mbarrier_wait(at(kDoutEmpty + stage_of(step)), phase_of(step) ^ 1);

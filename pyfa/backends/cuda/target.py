@@ -33,6 +33,8 @@ def _block_of(plan: Plan) -> Block:
         return Block(threads, rows, values["BLOCK_K"], values["BLOCKS"], _COSTS)
     if plan.kernel == decode.KERNEL:
         return Block(threads, LINES * values["TILES"] * values["TEAM"], GROUP)
+    if plan.kernel == backward.SM90:
+        return Block(threads, keys=values["BLOCK_K"], tail=0.0)  # kernels/cuda/sm90/bwd_shape.h
     if "BLOCK_K" in values:
         return Block(threads, keys=values["BLOCK_K"])
     return Block(threads, rows=values["BLOCK_Q"])

@@ -11,13 +11,14 @@ from ... import abi, mods
 from ..._torch import Like
 from ...plan import Plan
 from ...problem import TERMS, Call, Problem, band_of, form_of, is_banded, tensors_of
+from ...traffic import Shape
 from ..base import Gradients, RunBackward
-from ..common import calls
+from ..common import calls, splits
 from ..common.program import Params, Program, for_any_total, like, run_of
 from . import gaps, lists
 from .launch import Launcher
 from .plans import banded, name_of, values_of
-from .target import Target
+from .target import Block, Target
 
 
 def why_not(problem: Problem) -> list[str]:
@@ -127,7 +128,10 @@ def _bind(launch: Launcher, given: _Given, bias_grad: bool) -> RunBackward:
     chain = _chain(launch, call)
     by_list = lists.Lists(launch, chain)
     program = Program((*names, *by_list.names), call.q)
-    dq, dk, dv = (like(x.shape, x.dtype) for x in call[:3])
+    parts_of_group = _group_splits(launch, call, chain)
+    heads_k = parts_of_group * call.k.shape[-2]
+    dq = like(call.q.shape, call.q.dtype)
+    dk, dv = (like((*x.shape[:-2], heads_k, x.shape[-1]), x.dtype) for x in call[1:3])
     for name, each in (("dq", dq), ("dk", dk), ("dv", dv)):
         program.make(name, each)
     pointers = {**abi.pointers_of(call), **{name: name for name in ("dq", "dk", "dv", *names[:3])}}
@@ -146,6 +150,7 @@ def _bind(launch: Launcher, given: _Given, bias_grad: bool) -> RunBackward:
     for name, each in (("dq", dq), ("dk", dk), ("dv", dv)):
         values |= abi.strides_of(name, each[1])
     values["dies"] = launch.device_at(call.q.device).dies
+    values |= {"heads_k": heads_k, "num_splits": parts_of_group}
     gaps.add_backward(launch, program, call, dq, dk, dv)
     params = Params(values, pointers)
     for plan in chain:
@@ -153,7 +158,7 @@ def _bind(launch: Launcher, given: _Given, bias_grad: bool) -> RunBackward:
         if block.rows:
             blocks = -(-call.max_seqlen_q // block.rows) * call.q.shape[-2]
         else:
-            blocks = -(-call.max_seqlen_k // block.keys) * call.k.shape[-2]
+            blocks = -(-call.max_seqlen_k // block.keys) * heads_k
         own = by_list.params_of(plan, call, params)
         program.add(plan, blocks * call.batch, block.threads, own)
     if bias_grad and call.bias is not None:
@@ -172,6 +177,8 @@ def _bind(launch: Launcher, given: _Given, bias_grad: bool) -> RunBackward:
         of_lists = by_list.of(form.fill(tensors)[0]) if by_list.names else ()
         found = run(dout, out, lse, *tensors, *last, *of_lists)
         dq, dk, dv = found[:3]
+        if parts_of_group > 1:  # in float32, and rounded once more
+            dk, dv = (x.unflatten(-2, (-1, parts_of_group)).sum(-2) for x in (dk, dv))
         dsinks = None if dsinks_at is None else found[dsinks_at].sum(rows)
         dbias = None if dbias_at is None else found[dbias_at]
         return Gradients(dq, dk, dv, dbias, dsinks)
@@ -243,6 +250,43 @@ def _chain(launch: Launcher, call: Call) -> tuple[Plan, ...]:
 def _is_banded(call: Call) -> bool:
     band = band_of(call)
     return bool(band.window_shift or band.attention_chunk)
+
+
+def _group_splits(launch: Launcher, call: Call, chain: Sequence[Plan]) -> int:
+    """Return into how many parts the query heads of each group are divided."""
+    if call.batch_invariant:
+        return 1  # the bits of dK depend on it
+    block = next(x for x in map(launch.target.block_of, chain) if x.keys)
+    packed_k = call.k.shape[0] if call.cu_seqlens_k is not None else None
+    shape = Shape(
+        call.batch,
+        call.max_seqlen_q,
+        call.max_seqlen_k,
+        call.q.shape[-2],
+        call.k.shape[-2],
+        call.q.shape[-1],
+        call.v.shape[-1],
+        call.window_left,
+        call.window_right,
+    )
+    return group_splits(launch.device_at(call.q.device).units, block, shape, packed_k)
+
+
+def group_splits(units: int, block: Block, shape: Shape, packed_k: int | None = None) -> int:
+    """Return into how many parts to divide the query heads of each group, if workgroups like
+    ``block`` own keys. ``packed_k``: the total of packed keys."""
+    if shape.group <= 1:
+        return 1
+    tiles = -(-shape.seqlen_k // block.keys) * shape.batch
+    if packed_k is not None:
+        tiles = min(tiles, packed_k // block.keys + shape.batch)
+    rows, (left, right) = shape.seqlen_q, (shape.window_left, shape.window_right)
+    if left >= 0 and right >= 0:
+        rows = min(rows, left + right + block.keys)
+    uneven = (left >= 0) is not (right >= 0)
+    return splits.of_group(
+        shape.group, tiles * shape.heads_k, units, rows * shape.group, uneven, block.tail
+    )
 
 
 def sums_of(launch: Launcher, call: Call, chain: Sequence[Plan]) -> dict[str, Like]:

@@ -8,7 +8,7 @@ from ...plan import Plan
 from ...problem import Problem
 from ...traffic import Shape, TiledKernel, Tiling
 from ..common import splits
-from .backward import plans_for
+from .backward import group_splits, plans_for
 from .target import Target
 
 
@@ -43,8 +43,10 @@ def _kernel(target: Target, plan: Plan, problem: Problem, shape: Shape) -> Tiled
         return None
     block, constants = target.block_of(plan), dict(plan.constants)
     rows, keys = buffers.tile or (block.rows, block.keys)
-    parts, packed = 1, 1
+    parts, packed, of_group = 1, 1, 1
     units = target.device_of(problem).units
+    if block.keys and not block.rows and "batch_invariant" not in problem.features:
+        of_group = group_splits(units, block, shape)
     if target.is_decode(plan):
         packed = shape.group
         blocks = -(-shape.seqlen_q * packed // rows) * shape.heads_k * shape.batch
@@ -71,4 +73,5 @@ def _kernel(target: Target, plan: Plan, problem: Problem, shape: Shape) -> Tiled
         dict(buffers.parts),
         whole_tiles=buffers.whole_tiles,
         ahead=buffers.ahead,
+        group_splits=of_group,
     )
