@@ -11,6 +11,27 @@
 #include "tma.h"
 #include "wgmma.h"
 
+// The score terms of a plan, TERMS, are a set of these and the mods. A plan with all of them asks at run time
+// which the call has, one with fewer is for calls that have them all.
+enum Term { kSoftcap = 1, kAlibi = 2, kBias = 4, kDropout = 8, kSinks = 16, kAllTerms = 31 };
+DEVICE constexpr bool may_have(Term term) { return TERMS & term; }
+DEVICE bool has(Term term, bool asked) { return may_have(term) && (TERMS != kAllTerms || asked); }
+#ifdef MOD
+constexpr bool kMods = true;
+#else
+constexpr bool kMods = false;
+#endif
+#ifdef HAS_SCORE_MOD
+constexpr bool kScoreMod = true;
+#else
+constexpr bool kScoreMod = false;
+#endif
+constexpr bool kTerms = TERMS || kMods;
+// Whether the derivative of a score by scale q.k is not 1, and whether dS is thus, or by dropout, of other
+// weights than dV.
+constexpr bool kSlopes = may_have(kSoftcap) || kScoreMod;
+constexpr bool kTwoWeights = kSlopes || may_have(kDropout);
+
 // Warpgroups that multiply: each for 64 keys or, with ROLES, two for the same 64 (bwd_wide.h).
 constexpr int kConsumers = GROUPS;
 constexpr int kKeyGroups = BLOCK_K / 64;
@@ -48,7 +69,8 @@ constexpr int kDsBytes = kKeyGroups * kQPanel;
 constexpr int kWeights = kDs + 2 * kDsBytes;  // with ROLES, P^T as threads hold it
 constexpr int kMinusLse = kWeights + (ROLES ? 64 * BLOCK_Q * (FLOAT_WEIGHTS ? 4 : 2) : 0);
 constexpr int kMinusDelta = kMinusLse + kStages * kStates;
-constexpr int kStaged = kMinusDelta + kStages * kStates;
+constexpr int kSinkWeights = kMinusDelta + kStages * kStates;  // exp(sink - LSE), with dO
+constexpr int kStaged = kSinkWeights + (may_have(kSinks) ? kStages * kStates : 0);
 constexpr int kBarriers = kStaged + (ROLES ? 0 : kStagedTiles * kStagedTile);
 static_assert(kBarriers + 256 == SHARED_BYTES, "as the plan says");
 
