@@ -81,10 +81,10 @@ DEVICE void produce_states(const Params &p, const Owned &own, const Work &w,
                                  s.keys - own.first_key);
   arrive(of_q ? kKFull : kVFull);
   Cursor cursor = first_tile(p, own, w);
-  // What dP is multiplied by comes at the end, so -delta is of that.
-  float keep = 1.0f;
+  // What dropout multiplies dP by comes at the end, so -delta is of that.
+  float factor = kMore;
   if constexpr (!of_q && may_have(kDropout))
-    if (has(kDropout, p.dropout_threshold)) keep = reciprocal(p.dropout_scale);
+    if (has(kDropout, p.dropout_threshold)) factor *= reciprocal(p.dropout_scale);
   unsigned landed = 0;  // by place, the parity of its next copies that have to be waited for
   for (int step = 0; step < w.steps; ++step) {
     int first = cursor.tile * BLOCK_Q;
@@ -97,7 +97,7 @@ DEVICE void produce_states(const Params &p, const Owned &own, const Work &w,
       int row = i * kLanes + lane_index();
       x[i] = of_q ? -INFINITY_F : 0.0f;  // which makes P 0
       if (row < BLOCK_Q && first + row < s.rows) x[i] = from[row];
-      if constexpr (!of_q && may_have(kDropout)) x[i] *= keep;
+      if constexpr (!of_q && kTwoWeights) x[i] *= factor;
     }
     float sink = 0.0f;
     if constexpr (of_q && may_have(kSinks))

@@ -26,11 +26,25 @@ constexpr bool kScoreMod = true;
 #else
 constexpr bool kScoreMod = false;
 #endif
-constexpr bool kTerms = TERMS || kMods;
+// Whether scores change between S and P, whether a bias alone does it.
+constexpr bool kScoreTerms = (TERMS & (kSoftcap | kAlibi | kBias)) || kMods;
+constexpr bool kBiasAlone = TERMS == kBias && !kMods;
 // Whether the derivative of a score by scale q.k is not 1, and whether dS is thus, or by dropout, of other
 // weights than dV.
 constexpr bool kSlopes = may_have(kSoftcap) || kScoreMod;
+// Softcap without a score_mod: a quarter of P times the slope takes an instruction less, and dP and -delta are
+// four times as large instead. Where P has few exponents, in float16, its last bits are wanted.
+constexpr bool kSoftcapAlone = TERMS != kAllTerms && may_have(kSoftcap) && !kScoreMod;
+constexpr bool kQuarters = kSoftcapAlone && DTYPE == BFLOAT16;
+constexpr float kMore = kQuarters ? 4.0f : 1.0f;
 constexpr bool kTwoWeights = kSlopes || may_have(kDropout);
+// Whether what rounding P took from it is kept for the sinks' gradient, in 16 bits times kRestScale. Without it
+// the gradient has the rounding of P once, as PyTorch's has. With a bias that hides most keys of 65, that was 1.35
+// of the suite's bound. Sinks alone stay below it, and are spared the instructions.
+constexpr bool kRests = may_have(kSinks) && !ROLES && ((TERMS & ~kSinks) || kScoreMod);
+constexpr float kRestScale = DTYPE == BFLOAT16 ? 1.0f : 2048.0f;
+// Whether the registers of dQ's sums are wanted before dP.
+constexpr bool kDqEarly = kTwoWeights || kRests;
 
 // Warpgroups that multiply: each for 64 keys or, with ROLES, two for the same 64 (bwd_wide.h).
 constexpr int kConsumers = GROUPS;

@@ -24,6 +24,8 @@ struct Kept {
     unsigned turn = lane_index() / 4 % 4, threshold = p.dropout_threshold;
     unsigned group = (unsigned)(key_of(at, 0, turn) + p.k_start) / 4;
     unsigned long long seed = *(const unsigned long long *)p.seed;
+    // The same in all lanes, and the compiler is told so: the keys of the rounds are in uniform registers.
+    seed = __shfl_sync(kAllLanes, seed, 0);
 #pragma unroll
     for (int w = 0; w < (kProducts + 7) / 8; ++w) {
       unsigned mine = 0;
@@ -35,7 +37,9 @@ struct Kept {
                              at.batch + p.batch_start, seed);
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-          if (draws.word[k] < threshold) mine |= 1u << (8 * k + i);
+          asm("{.reg .pred kept; setp.lt.u32 kept, %1, %2; @kept or.b32 %0, %0, %3;}"
+              : "+r"(mine)
+              : "r"(draws.word[k]), "r"(threshold), "r"(1u << (8 * k + i)));
       }
       unsigned others = __shfl_xor_sync(kAllLanes, mine, 4);
       mine = __byte_perm(mine, others, turn & 1 ? 0x3715 : 0x6240);
@@ -74,10 +78,9 @@ struct TileTerms {
   float first_distance;  // key - row - shift of the lane's first score
   Terms terms;
   Kept kept;
-  unsigned bias[may_have(kBias) ? kProducts * 2 : 1];  // 16-bit ones, as they lie in memory
+  unsigned bias[kBiasAlone ? kProducts * 2 : 1];  // pairs, as they lie in memory
 
-  // What does not need S: it may be in flight.
-  // `s` counts keys from the block's first one.
+  // Loads what does not need S; draw() is apart from it. `s` counts keys from the block's first one.
   METHOD TileTerms(const Params &p, const Owned &own, const Sequence &s, const Place &place, bool full)
       : p(p), at(place), rows(s.rows), keys(s.keys + own.first_key), full(full) {
     scale = p.scale * kLog2E;
@@ -86,22 +89,24 @@ struct TileTerms {
       slope = -terms.slope * kLog2E;
       first_distance = (float)(key_of(at, 0, 0) - row_of(at, 0, 0) - (s.shift + own.first_key));
     }
+    if constexpr (kBiasAlone)
+      if (has_pairs()) load_bias();
+  }
+  METHOD void draw() {
     if constexpr (may_have(kDropout)) {
       kept.keep_all();
       if (has(kDropout, p.dropout_threshold)) kept.draw(p, at);
     }
-    if constexpr (may_have(kBias))
-      if (has_pairs()) load_bias();
   }
 
   static METHOD int row_in_slice(int n) { return n / 4 * 8 + n % 2; }
 
   // ---- bias
 
-  // Whether a bias is read by pairs of neighbouring keys.
+  // Whether the bias is read by pairs of neighbouring keys, before S is there. Alone it may be.
   METHOD bool has_pairs() const {
-    return p.bias_type >= kFloat16Bias && p.bias_key == 1 && (((unsigned long long)terms.bias & 3) == 0) &&
-           p.bias_row % 2 == 0;
+    return p.bias_type == (DTYPE == BFLOAT16 ? kBfloat16Bias : kFloat16Bias) && p.bias_key == 1 &&
+           p.bias_row % 2 == 0 && ((unsigned long long)terms.bias & 3) == 0;
   }
   METHOD void load_bias() {
     int row = at.row + lane_index() / 4, key = at.key + lane_index() % 4 * 2;
@@ -129,13 +134,8 @@ struct TileTerms {
 #pragma unroll
     for (int n = 0; n < 8; n += 2) {
       unsigned two = transposed_matrix(bias[4 * i + n / 2]);
-#pragma unroll
-      for (int b = 0; b < 2; ++b) {
-        float value = p.bias_type == kBfloat16Bias
-                          ? __uint_as_float(b ? two & 0xffff0000 : two << 16)
-                          : float_of_half((unsigned short)(two >> 16 * b));
-        x[n + b] = __builtin_fmaf(value, kLog2E, x[n + b]);
-      }
+      x[n] = __builtin_fmaf(low_half<DTYPE>(two), kLog2E, x[n]);
+      x[n + 1] = __builtin_fmaf(low_half<DTYPE>(two >> 16), kLog2E, x[n + 1]);
     }
   }
   template <int size>
@@ -151,9 +151,7 @@ struct TileTerms {
   }
   METHOD void add_bias(int i, float (&x)[8]) const {
     int size = size_of_bias(p.bias_type);
-    if (has_pairs())
-      add_pairs(i, x);
-    else if (size == 2)
+    if (size == 2)
       add_bias<2>(i, x);
     else if (size == 4)
       add_bias<4>(i, x);
@@ -163,7 +161,8 @@ struct TileTerms {
 
   // ---- P
 
-  // Exponents of P and slopes of slice `i` from q.k.
+  // Exponents of P and slopes of slice `i` from q.k. Of softcap alone h or 2 h is left instead of the slope.
+  template <bool pairs>
   METHOD void make_exponents(int i, const float *scores, const float (&minus_lse)[4], float (&x)[8],
                              float (&slopes)[8]) const {
     [[maybe_unused]] auto row = [&](int n) { return row_of(at, 2 * i, 0) + row_in_slice(n); };
@@ -193,13 +192,14 @@ struct TileTerms {
 #pragma unroll
       for (int n = 0; n < 8; ++n) x[n] = __builtin_fmaf(x[n], kLog2E, state(n));
     } else if constexpr (may_have(kSoftcap)) {
-      // tanh(y) = 1 - 2 / (1 + exp(2 y)), exact to 2^-22, which softcap multiplies.
+      // With h = 1 / (1 + exp(2 y)), tanh(y) is 1 - 2 h, exact to 2^-22, which softcap multiplies. The slope is
+      // 4 h (1 - h), which `steepened` makes of h or 2 h.
+      constexpr float kTimes = kQuarters ? 1.0f : 2.0f;
       float cap = p.softcap * kLog2E, inner = 2.0f * scale * reciprocal(p.softcap);
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
-        float rest = reciprocal(__builtin_fmaf(exp2(scores[n] * inner), 0.5f, 0.5f));  // 1 - tanh
-        x[n] = __builtin_fmaf(rest, -cap, state(n) + cap);
-        slopes[n] = rest * (2.0f - rest);
+        slopes[n] = reciprocal(__builtin_fmaf(exp2(scores[n] * inner), 1.0f / kTimes, 1.0f / kTimes));
+        x[n] = __builtin_fmaf(slopes[n], -2.0f / kTimes * cap, state(n) + cap);
       }
     } else {
 #pragma unroll
@@ -212,8 +212,11 @@ struct TileTerms {
         x[n] = __builtin_fmaf(slope, __builtin_fabsf(distance), x[n]);
       }
     }
-    if constexpr (may_have(kBias))
+    if constexpr (pairs) {
+      add_pairs(i, x);
+    } else if constexpr (may_have(kBias)) {
       if (has(kBias, terms.bias)) add_bias(i, x);
+    }
 #ifdef HAS_MASK_MOD
     if (!full) {
 #pragma unroll
@@ -222,50 +225,76 @@ struct TileTerms {
 #endif
   }
 
-  // P of slice `i`, and P times the slope.
-  METHOD void weigh(int i, const float *scores, const float (&minus_lse)[4], float (&weights)[8],
-                    float (&steep)[8]) const {
-    make_exponents(i, scores, minus_lse, weights, steep);
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      weights[n] = exp2(weights[n]);
-      if constexpr (kSlopes) {
-        steep[n] *= weights[n];
-        if (kScoreMod && weights[n] == 0.0f) steep[n] = 0.0f;  // the slope need not be finite there
-      }
-    }
+  // P times the slope, or a quarter of it.
+  static METHOD float steepened(float weight, float slope) {
+    if (kSoftcapAlone && !kQuarters) slope *= 2.0f - slope;
+    float product = weight * slope;
+    return kQuarters ? __builtin_fmaf(-product, slope, product) : product;
   }
-
-  // P of all slices as operands.
-  template <int count, int slices>
-  METHOD void weigh(const float (&scores)[count], const float (&minus_lse)[slices][4],
-                    unsigned (&weights)[slices][4], unsigned (&steep)[slices][4]) const {
+  // P of all slices as operands, and P times the slope. `minus_lse`: of the lane.
+  template <bool pairs, int count, int slices>
+  METHOD void weigh(const float (&scores)[count], Shared minus_lse, unsigned (&weights)[slices][4],
+                    unsigned (&steep)[slices][4], unsigned (&rests)[slices][4]) const {
 #pragma unroll
     for (int i = 0; i < slices; ++i) {
       float x[8], y[8];
-      weigh(i, scores + 8 * i, minus_lse[i], x, y);
+      make_exponents<pairs>(i, scores + 8 * i, load_four(minus_lse + i * 64).x, x, y);
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        x[n] = exp2(x[n]);
+        if constexpr (kSlopes) y[n] = steepened(x[n], y[n]);
+        if (kScoreMod && x[n] == 0.0f) y[n] = 0.0f;  // the slope need not be finite there
+      }
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         weights[i][n] = Format<DTYPE>::nearest(x[2 * n], x[2 * n + 1]);
         if constexpr (kSlopes) steep[i][n] = Format<DTYPE>::nearest(y[2 * n], y[2 * n + 1]);
+        if constexpr (kRests) rests[i][n] = rest_of(x[2 * n], x[2 * n + 1], weights[i][n]);
       }
     }
   }
+  template <int count, int slices>
+  METHOD void weigh(const float (&scores)[count], Shared minus_lse, unsigned (&weights)[slices][4],
+                    unsigned (&steep)[slices][4], unsigned (&rests)[slices][4]) const {
+    if constexpr (kBiasAlone)
+      if (has_pairs()) return weigh<true>(scores, minus_lse, weights, steep, rests);
+    weigh<false>(scores, minus_lse, weights, steep, rests);
+  }
+  static METHOD unsigned rest_of(float x, float y, unsigned rounded) {
+    return Format<DTYPE>::nearest((x - low_half<DTYPE>(rounded)) * kRestScale,
+                                  (y - low_half<DTYPE>(rounded >> 16)) * kRestScale);
+  }
+
+  // Zeros for what dropout does not keep.
+  template <int slices>
+  METHOD void drop(unsigned (&weights)[slices][4]) const {
+#pragma unroll
+    for (int i = 0; i < slices; ++i)
+#pragma unroll
+      for (int n = 0; n < 4; ++n) weights[i][n] &= spread(kept.signs(2 * i + n / 2), n % 2 ? 0xbbaa : 0x9988);
+  }
 
   // Wide heads, of which another warpgroup makes dS. Exponents and slopes of all slices:
-  template <int count, int slices, int sloped>
+  template <bool pairs, int count, int slices, int sloped>
   METHOD void make_exponents(float (&scores)[count], const float (&minus_lse)[slices][4],
                              float (&slopes)[sloped]) const {
 #pragma unroll
     for (int i = 0; i < slices; ++i) {
       float x[8], y[8];
-      make_exponents(i, scores + 8 * i, minus_lse[i], x, y);
+      make_exponents<pairs>(i, scores + 8 * i, minus_lse[i], x, y);
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
         scores[8 * i + n] = x[n];
         if constexpr (kSlopes) slopes[8 * i + n] = y[n];
       }
     }
+  }
+  template <int count, int slices, int sloped>
+  METHOD void make_exponents(float (&scores)[count], const float (&minus_lse)[slices][4],
+                             float (&slopes)[sloped]) const {
+    if constexpr (kBiasAlone)
+      if (has_pairs()) return make_exponents<true>(scores, minus_lse, slopes);
+    make_exponents<false>(scores, minus_lse, slopes);
   }
   // P as dropout leaves it as operand, and P times the slope to `to`, whose last bit says that dropout keeps it.
   template <int count, int slices, int sloped>
@@ -279,7 +308,7 @@ struct TileTerms {
       for (int n = 0; n < 8; ++n) {
         weight[n] = exp2(exponents[8 * i + n]);
         float y = weight[n];
-        if constexpr (kSlopes) y *= slopes[8 * i + n];
+        if constexpr (kSlopes) y = steepened(y, slopes[8 * i + n]);
         if (kScoreMod && weight[n] == 0.0f) y = 0.0f;  // the slope need not be finite there
         steep[n] = __float_as_uint(y);
         if constexpr (may_have(kDropout)) steep[n] = (steep[n] & ~1u) | kept.bit(2 * i + n / 4, n % 4);
@@ -294,15 +323,6 @@ struct TileTerms {
     if constexpr (may_have(kDropout)) drop(weights);
   }
 
-  // Zeros for what dropout does not keep.
-  template <int slices>
-  METHOD void drop(unsigned (&weights)[slices][4]) const {
-#pragma unroll
-    for (int i = 0; i < slices; ++i)
-#pragma unroll
-      for (int n = 0; n < 4; ++n) weights[i][n] &= spread(kept.signs(2 * i + n / 2), n % 2 ? 0xbbaa : 0x9988);
-  }
-
   // ---- dS
 
   // Of slice `i`, register n, dP as dropout leaves it.
@@ -311,19 +331,28 @@ struct TileTerms {
     unsigned mask = spread(kept.signs(2 * i + n / 4), 0x8888 + 0x1111 * (n % 4));
     return __uint_as_float(__float_as_uint(dp) & mask);
   }
-  // dS of slice `i`. `weights`: P; `steep`: P times the slope.
+  // dS of slice `i`. `weights`: P, or what dropout leaves of it; `steep`: P times the slope.
   METHOD void make_ds(unsigned (&ds)[4], int i, const float *dp, const unsigned (&weights)[4],
-                      const unsigned (&steep)[4], const float (&minus_delta)[4], Shared sink_weights,
-                      float &sink_sum) const {
-    float x[8], dots[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+                      const unsigned (&steep)[4], const unsigned (&rests)[4],
+                      const float (&minus_delta)[4], Shared sink_weights, float &sink_sum) const {
+    float x[8], dots[4] = {0.0f, 0.0f, 0.0f, 0.0f}, rest_dots[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       auto half = [&](const unsigned (&all)[4]) { return low_half<DTYPE>(all[n / 2] >> n % 2 * 16); };
       int row = n / 4 * 2 + n % 2;
-      float g = dropped(dp[n], i, n) + minus_delta[row];
+      if constexpr (may_have(kDropout) && !kSlopes && !may_have(kSinks)) {
+        // `weights` is what dropout leaves of P, and tells what it leaves of dP.
+        x[n] = __builtin_fmaf(half(steep), minus_delta[row], dp[n] * half(weights));
+        continue;
+      }
+      float g = __builtin_fmaf(dropped(dp[n], i, n), kMore, minus_delta[row]);
       x[n] = g * half(steep);
       if constexpr (may_have(kSinks)) dots[row] += kSlopes ? g * half(weights) : x[n];
+      if constexpr (kRests) rest_dots[row] = __builtin_fmaf(g, half(rests), rest_dots[row]);
     }
+    if constexpr (kRests)
+      for (int row = 0; row < 4; ++row)
+        dots[row] = __builtin_fmaf(rest_dots[row], 1.0f / kRestScale, dots[row]);
     if constexpr (may_have(kSinks)) add_dots(dots, sink_weights + i * 64, sink_sum);
 #pragma unroll
     for (int n = 0; n < 4; ++n) ds[n] = Format<DTYPE>::nearest(x[2 * n], x[2 * n + 1]);
@@ -346,7 +375,7 @@ DEVICE float dp_scale(const Params &p) { return has(kDropout, p.dropout_threshol
 DEVICE void store_sink_sum(const Params &p, const Place &at, float &sum) {
 #pragma unroll
   for (int bit = 1; bit < kLanes; bit *= 2) sum += from_lane_xor(sum, bit);
-  if (lane_index() == 0) sink_sums(p, at.batch, at.head)[at.key / kSinkKeys] = sum * dp_scale(p);
+  if (lane_index() == 0) sink_sums(p, at.batch, at.head)[at.key / kSinkKeys] = sum * (dp_scale(p) / kMore);
   sum = 0.0f;
 }
 
@@ -373,7 +402,7 @@ DEVICE void take_over(float (&dp)[count], Shared from, const float (&minus_delta
                                      : low_half<DTYPE>(packed[2 * j + r / 2] >> r % 2 * 16);
         int row = 2 * j + r % 2;
         if (may_have(kDropout) && !(steep[r] & 1)) x = 0.0f;
-        x = (x + minus_delta[i][row]) * weight;
+        x = __builtin_fmaf(x, kMore, minus_delta[i][row]) * weight;
         dots[row] += x;
       }
     }

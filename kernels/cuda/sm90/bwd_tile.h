@@ -14,12 +14,12 @@ typedef unsigned Packed[kSlices][4];   // scores in 16 bits, as A operands
 
 // One float of each of the lane's rows, by slices; `at`: the lane's place in what bring_states left.
 typedef float States[kSlices][4];
+DEVICE void load_state(float (&x)[4], Shared at) {
+  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "r"(at));
+}
 DEVICE void load_states(States &x, Shared at) {
 #pragma unroll
-  for (int i = 0; i < kSlices; ++i)
-    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
-                 : "=f"(x[i][0]), "=f"(x[i][1]), "=f"(x[i][2]), "=f"(x[i][3])
-                 : "r"(at + i * 64));
+  for (int i = 0; i < kSlices; ++i) load_state(x[i], at + i * 64);
 }
 
 // S^T = K Q^T or dP^T = V dO^T, of panels of 64 elements of the head.
@@ -199,8 +199,8 @@ constexpr bool kStatesEarly = kSlices <= 4;
 // and only the oldest is waited for: exponentials lie beside dQ, dS beside dV, the next S is asked for while
 // dK is under way. That dQ comes a tile late leaves a warpgroup the time of a tile to wait for the others' dS.
 //
-// Where dS is of other weights than dV (kTwoWeights), dQ is staged before dP is asked for: its sums, dP and the
-// two do not fit the registers together.
+// Where P comes twice (kDqEarly), dQ is staged before dP is asked for: its sums, dP and the two do not fit the
+// registers together.
 DEVICE void consume(const Params &p, const Work &w, Shared shared) {
   auto at = [&](int barrier) { return mbarrier_at(shared, barrier); };
   int group = wave_index() / 4, warp = wave_index();
@@ -282,34 +282,39 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
       Shared this_q = shared + kQ + stage_of(step) * kQBytes;
       Shared this_dout = shared + kDout + stage_of(step) * kDoutBytes;
       mbarrier_wait(at(kQFull + stage_of(step)), phase_of(step));
-      if (kStatesEarly) load_states(states, my_states + stage_of(step) * kStates);
+      if (kStatesEarly && !kScoreTerms) load_states(states, my_states + stage_of(step) * kStates);
       multiply_heads<kQPanels>(scores, my_keys, this_q);
       wgmma_commit();
       wgmma_wait<1>();  // dK of the last tile
       hold(dk);
       hold(ds);
       if (step && lane_index() == 0) mbarrier_arrive(at(kQEmpty + stage_of(step + 1)));
-      issue_dq(dq, step);
-
-      if (!kStatesEarly) load_states(states, my_states + stage_of(step) * kStates);
-      Packed steep;  // with kTwoWeights, what dS is of
       Place place{own.batch, cursor.head, own.first_key + warp * 16, first};
       TileTerms terms(p, own, s, place, is_full(cursor));
+      issue_dq(dq, step);
+
+      if (!kStatesEarly && !kScoreTerms) load_states(states, my_states + stage_of(step) * kStates);
+      Packed steep, rests;  // with kTwoWeights, what dS is of; with kRests, what P lost
+      terms.draw();
       wgmma_wait<1>();  // S
       hold(scores);
-      if constexpr (kTerms) {
-        terms.weigh(scores, states, weights, steep);
+      if constexpr (kScoreTerms) {
+        terms.weigh(scores, my_states + stage_of(step) * kStates, weights, steep, rests);
       } else {
         make_exponents(scores, scale, states);
         make_weights(scores);
         round_to(weights, scores);
+        if constexpr (kRests)
+          for (int i = 0; i < kScores / 2; ++i)
+            rests[i / 4][i % 4] = TileTerms::rest_of(scores[2 * i], scores[2 * i + 1], weights[i / 4][i % 4]);
       }
       if (first < w.all_low || first + BLOCK_Q > w.all_high) {
         int key = warp * 16 + lane_index() / 4;
         apply_mask(p, s, key, first + column, weights);
         if constexpr (kSlopes) apply_mask(p, s, key, first + column, steep);
+        if constexpr (kRests) apply_mask(p, s, key, first + column, rests);
       }
-      if constexpr (kTwoWeights) {
+      if constexpr (kDqEarly) {
         wgmma_wait<0>();  // dQ
         hold(dq);
         if (step) stage_dq(dq, step);
@@ -326,21 +331,23 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
         multiply_rows<HEAD_DIM_V>(dv, weights, this_dout);
         wgmma_commit();
       }
-      if constexpr (!kTwoWeights) {
+      if constexpr (!kDqEarly) {
         wgmma_wait<2>();  // dQ
         hold(dq);
         if (step) stage_dq(dq, step);
       }
-      load_states(states, my_states + (kMinusDelta - kMinusLse) + stage_of(step) * kStates);
+      Shared minus_delta = my_states + (kMinusDelta - kMinusLse) + stage_of(step) * kStates;
+      if (!kDqEarly) load_states(states, minus_delta);
       wgmma_wait<kLateDv ? 0 : 1>();  // dP
       hold(dp);
       // Nobody reads this place any more: the other warpgroups had dQ of the dS that lay here before they
       // wrote their dS of the last tile, which issue_dq waited for.
 #pragma unroll
       for (int i = 0; i < kSlices; ++i) {
+        if constexpr (kDqEarly) load_state(states[i], minus_delta + i * 64);
         if constexpr (kTwoWeights || may_have(kSinks))
-          terms.make_ds(ds[i], i, dp + 8 * i, weights[i], kTwoWeights ? steep[i] : weights[i], states[i],
-                        my_states + (kSinkWeights - kMinusLse) + stage_of(step) * kStates, sink_sum);
+          terms.make_ds(ds[i], i, dp + 8 * i, weights[i], kTwoWeights ? steep[i] : weights[i], rests[i], states[i],
+                        minus_delta + (kSinkWeights - kMinusDelta), sink_sum);
         else
           make_ds(ds[i], dp, i, weights[i], states[i]);
         stmatrix_transposed(ds_at + stage_of(step) * kDsBytes + i * 16 * kRowBytes, ds[i]);

@@ -5,9 +5,6 @@
 #pragma once
 #include "bwd_tile.h"
 
-// Whether dQ of the tile before is added before P or dS is made, where its registers are wanted for slopes.
-constexpr bool kDqEarly = kTwoWeights;
-
 constexpr int kRoleP = 0, kRoleDs = 1;  // roles
 constexpr int kChunks = HEAD_DIM / 64;                   // of dQ^T
 typedef float Chunk[kScores];
@@ -124,7 +121,18 @@ DEVICE void consume_role(const Params &p, const Work &w, Shared shared) {
         multiply_heads<kVPanels>(scores, shared + kV, shared + kDout + stage * kDoutBytes);
       wgmma_commit();
     };
-    auto make_operand = [&](float(&scores)[kScores], int step) {
+    // What does not need the scores; only one role has any.
+    auto prepare_terms = [&] {
+      if constexpr (kFirst) {
+        Place place{own.batch, cursor.head, own.first_key + warp * 16, cursor.tile * BLOCK_Q};
+        TileTerms terms(p, own, s, place, is_full(cursor));
+        terms.draw();
+        return terms;
+      } else {
+        return 0;
+      }
+    };
+    auto make_operand = [&](float(&scores)[kScores], const auto &terms, int step) {
       int stage = stage_of(step), first = cursor.tile * BLOCK_Q;
       hold(scores);
       States states;
@@ -132,10 +140,8 @@ DEVICE void consume_role(const Params &p, const Work &w, Shared shared) {
       if constexpr (kFirst) {
         bool masked = first < w.all_low || first + BLOCK_Q > w.all_high;
         int key = warp * 16 + lane_index() / 4;
-        Place place{own.batch, cursor.head, own.first_key + warp * 16, first};
-        TileTerms terms(p, own, s, place, is_full(cursor));
         float slopes[kSlopes ? kScores : 1];
-        if constexpr (kTerms)
+        if constexpr (kScoreTerms)
           terms.make_exponents(scores, states, slopes);
         else
           make_exponents(scores, scale, states);
@@ -197,8 +203,9 @@ DEVICE void consume_role(const Params &p, const Work &w, Shared shared) {
     {
       float scores[kScores];
       issue_scores(scores, 0);
+      auto terms = prepare_terms();
       wgmma_wait<0>();
-      make_operand(scores, 0);
+      make_operand(scores, terms, 0);
       issue_gradient(0);
     }
 #pragma unroll 1
@@ -211,9 +218,10 @@ DEVICE void consume_role(const Params &p, const Work &w, Shared shared) {
       if (!OVERLAP) issue_scores(scores, step);
       bar_sync(kConsumersMeet, kConsumerThreads);
       dq.issue(sums, role);
+      auto terms = prepare_terms();
       wgmma_wait<kDqEarly ? 0 : 1>();  // the scores
       if constexpr (kDqEarly) dq.add(p, sums, role, dq.of);
-      make_operand(scores, step);
+      make_operand(scores, terms, step);
       if constexpr (!kDqEarly) {
         wgmma_wait<0>();
         dq.add(p, sums, role, dq.of);

@@ -98,13 +98,15 @@ def sm90_plans_of(
     return around(plan_with("cuda", SM90, constants), transposed=True)
 
 
-_WITH_SINKS = frozenset({"sinks", "mask_mod"})  # what the kernel takes together with sinks
+# Terms whose slope is not always 1.
+_STEEP = frozenset({"softcap", "score_mod"})
+NARROW = 128  # of heads: what a warpgroup has S and dP of
 
 
-def why_not_sm90(terms: frozenset[str]) -> str | None:
+def why_not_sm90(dims: Pair, terms: frozenset[str]) -> str | None:
     """Return why backward is sm80's kernel on a device that has sm90's; None if it is not."""
-    if "sinks" in terms and terms - _WITH_SINKS:
-        return "sm90's has no sinks with other score terms"
+    if "sinks" in terms and max(dims) > NARROW and terms & _STEEP:
+        return "sm90's has no sinks with softcap or score_mod for heads beyond 128"
     return None
 
 
@@ -118,7 +120,7 @@ def plans_for(
     terms: frozenset[str] = frozenset(),
 ) -> tuple[Plan, Plan, Plan]:
     """Return the plans of row_sums, attn_bwd and dq_convert for these head dims on ``arch``."""
-    if plans.runs_sm90(arch) and why_not_sm90(terms) is None:
+    if plans.runs_sm90(arch) and why_not_sm90(dims, terms) is None:
         pair = calls.bucket_of(sm90.BACKWARD, *dims)
         bits = bits_of(terms, general, mods)
         sums, gradients, convert = sm90_plans_of(
@@ -139,7 +141,8 @@ def notes_of(problem: Problem) -> list[str]:
     """Return what ``explain`` adds to the plan of a problem with a backward."""
     if "backward" not in problem.features or not plans.runs_sm90(problem.arch):
         return []
-    why = why_not_sm90(problem.features & TERMS)
+    dims, features = (problem.head_dim, problem.head_dim_v), problem.features
+    why = why_not_sm90(dims, features & TERMS)
     return [f"backward is sm80's kernel: {why}"] if why else []
 
 
