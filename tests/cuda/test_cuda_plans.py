@@ -92,6 +92,9 @@ def test_every_plan_is_one_that_is_compiled_ahead() -> None:
 
 
 def test_no_more_than_forty_plans_of_a_kernel_for_each_format() -> None:
+    """Hopper's backward has seven for each of its ten: plain, five terms alone, several. Its
+    forward has two more for each pair of head dims: softcap and ALiBi alone."""
+    more = {backward.SM90: 70, forward_sm90.KERNEL: 48}
     for arch in plans.TILED:
         decodes = native_decode.all_plans(TARGET, "cuda", arch)
         for every in (forward.all_plans(arch), backward.all_plans(arch), decodes):
@@ -102,7 +105,7 @@ def test_no_more_than_forty_plans_of_a_kernel_for_each_format() -> None:
                 float8 = sum(not {"INPUTS", "KEY_DTYPE"}.isdisjoint(dict(x)) for x in mine)
                 # Of few rows and of many, over pages and not: twice as many as others.
                 invariant = sum("INVARIANT" in dict(x) for x in mine)
-                assert max(float8, len(mine) - float8 - invariant) <= 40
+                assert max(float8, len(mine) - float8 - invariant) <= more.get(kernel, 40)
                 assert invariant <= 48
 
 

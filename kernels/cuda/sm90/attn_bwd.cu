@@ -58,7 +58,7 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd(
 #endif
   // Keys beyond the end are seen by nobody; rows beyond it have P = 0 without a mask.
   w.all_low = own.first_key + BLOCK_K > s.keys ? s.rows : seen.all_low;
-  w.all_high = !BANDED && !TERMS && p.window_left < 0 ? 0x7fffffff : seen.all_high;
+  w.all_high = !BANDED && !kMods && p.window_left < 0 ? 0x7fffffff : seen.all_high;
 
   if (thread_index() == 0) {
     init_barriers(shared);

@@ -121,13 +121,17 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
       TileScales tile_scales(p, s.batch, sequence.head, first_row + lane_index() / 4);
 
       Visits visits(p, s, sequence.head, row);
+      float slope = 0.0f;
+      if constexpr (SCORE == ALIBI) slope = -terms_of(p, s.batch, sequence.head, 0).slope / p.scale;
 
       // ---- the parts that both loops are made of
       // Scales of blocks, score terms and mask of tile `n`. Only a tile that the mask cuts pays for it.
       auto finish_scores = [&](Scores &x, int visit) {
         int n = tile_of(visit), key = n * BLOCK_K;
         if constexpr (kBlockScaled) tile_scales.scale_scores(x, n);
-        if (SCORE != PLAIN) add_terms(p, x, s, sequence.head, first_row, n, descale);
+        if constexpr (SCORE == SOFTCAP) cap(p, x);
+        if constexpr (SCORE == ALIBI) add_alibi(x, s, first_row, n, slope);
+        if constexpr (SCORE == GENERAL) add_terms(p, x, s, sequence.head, first_row, n, descale);
 #ifdef MOD
         if (!is_full(visit)) hide(p, x, s, sequence.head, first_row, n);
 #endif

@@ -11,6 +11,41 @@
 #include "tma.h"
 #include "wgmma.h"
 
+// The score terms of a plan, TERMS, are a set of these and the mods. A plan with all of them asks at run time
+// which the call has, one with fewer is for calls that have them all.
+enum Term { kSoftcap = 1, kAlibi = 2, kBias = 4, kDropout = 8, kSinks = 16, kAllTerms = 31 };
+DEVICE constexpr bool may_have(Term term) { return TERMS & term; }
+DEVICE bool has(Term term, bool asked) { return may_have(term) && (TERMS != kAllTerms || asked); }
+#ifdef MOD
+constexpr bool kMods = true;
+#else
+constexpr bool kMods = false;
+#endif
+#ifdef HAS_SCORE_MOD
+constexpr bool kScoreMod = true;
+#else
+constexpr bool kScoreMod = false;
+#endif
+// Whether scores change between S and P, whether a bias alone does it.
+constexpr bool kScoreTerms = (TERMS & (kSoftcap | kAlibi | kBias)) || kMods;
+constexpr bool kBiasAlone = TERMS == kBias && !kMods;
+// Whether the derivative of a score by scale q.k is not 1, and whether dS is thus, or by dropout, of other
+// weights than dV.
+constexpr bool kSlopes = may_have(kSoftcap) || kScoreMod;
+// Softcap without a score_mod: a quarter of P times the slope takes an instruction less, and dP and -delta are
+// four times as large instead. Where P has few exponents, in float16, its last bits are wanted.
+constexpr bool kSoftcapAlone = TERMS != kAllTerms && may_have(kSoftcap) && !kScoreMod;
+constexpr bool kQuarters = kSoftcapAlone && DTYPE == BFLOAT16;
+constexpr float kMore = kQuarters ? 4.0f : 1.0f;
+constexpr bool kTwoWeights = kSlopes || may_have(kDropout);
+// Whether what rounding P took from it is kept for the sinks' gradient, in 16 bits times kRestScale. Without it
+// the gradient has the rounding of P once, as PyTorch's has. With a bias that hides most keys of 65, that was 1.35
+// of the suite's bound. Sinks alone stay below it, and are spared the instructions.
+constexpr bool kRests = may_have(kSinks) && !ROLES && ((TERMS & ~kSinks) || kScoreMod);
+constexpr float kRestScale = DTYPE == BFLOAT16 ? 1.0f : 2048.0f;
+// Whether the registers of dQ's sums are wanted before dP.
+constexpr bool kDqEarly = kTwoWeights || kRests;
+
 // Warpgroups that multiply: each for 64 keys or, with ROLES, two for the same 64 (bwd_wide.h).
 constexpr int kConsumers = GROUPS;
 constexpr int kKeyGroups = BLOCK_K / 64;
@@ -48,7 +83,8 @@ constexpr int kDsBytes = kKeyGroups * kQPanel;
 constexpr int kWeights = kDs + 2 * kDsBytes;  // with ROLES, P^T as threads hold it
 constexpr int kMinusLse = kWeights + (ROLES ? 64 * BLOCK_Q * (FLOAT_WEIGHTS ? 4 : 2) : 0);
 constexpr int kMinusDelta = kMinusLse + kStages * kStates;
-constexpr int kStaged = kMinusDelta + kStages * kStates;
+constexpr int kSinkWeights = kMinusDelta + kStages * kStates;  // exp(sink - LSE), with dO
+constexpr int kStaged = kSinkWeights + (may_have(kSinks) ? kStages * kStates : 0);
 constexpr int kBarriers = kStaged + (ROLES ? 0 : kStagedTiles * kStagedTile);
 static_assert(kBarriers + 256 == SHARED_BYTES, "as the plan says");
 

@@ -15,6 +15,8 @@
 
 #define PLAIN 0    // scale and mask only, a positive scale
 #define GENERAL 1  // softcap, score_mod, ALiBi, any scale
+#define SOFTCAP 3  // softcap alone
+#define ALIBI 4    // ALiBi alone, a positive scale
 
 // INPUTS is the format of q, k and v, DTYPE that of out. Float8 has a scale for each head or block of rows.
 #ifndef INPUTS
@@ -82,8 +84,10 @@ constexpr float kMost = kFloat8 ? 8.75f : kLag;  // the same, before it is raise
 
 typedef Row Rows[2];  // rows group and group + 8 of the warp
 
-// What a finished score is multiplied by.
-DEVICE float to_base_2(const Params &p) { return SCORE == PLAIN ? p.scale * kLog2E : kLog2E; }
+// What a finished score is multiplied by: with softcap alone it is a tanh, with ALiBi alone not yet scaled.
+DEVICE float to_base_2(const Params &p) {
+  return (SCORE == GENERAL ? 1.0f : SCORE == SOFTCAP ? p.softcap : p.scale) * kLog2E;
+}
 
 // Every score of one row becomes f(score, place). Its key is first_key() + place. Places are constants, so a
 // comparison with one takes no register.
@@ -134,6 +138,32 @@ DEVICE void hide(const Params &p, Scores &s, const Sequence &sequence, int head,
 #endif
 }
 #endif
+
+// One minus 2 / (1 + exp(2 y)): tanh(y), exact to 2^-22. Softcap multiplies that, so beyond this one it is computed
+// to 2 ulp.
+constexpr float kMostSoftcap = 512.0f;
+DEVICE void cap(const Params &p, Scores &s) {
+  float inner = p.scale / p.softcap;
+  if (p.softcap > kMostSoftcap) {
+#pragma unroll
+    for (float &x : s) x = tanh(x * inner);
+    return;
+  }
+  inner *= 2.0f * kLog2E;
+#pragma unroll
+  for (float &x : s) x = 1.0f - reciprocal(__builtin_fmaf(exp2(x * inner), 0.5f, 0.5f));
+}
+// `slope`: of ALiBi over the scale, negative.
+DEVICE void add_alibi(Scores &s, const Sequence &sequence, int first_row, int tile, float slope) {
+  int key0 = first_key(tile);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float distance = (float)(key0 - (first_row + 8 * h + lane_index() / 4) - sequence.shift);
+    each(s, h, [&](float x, int at) {
+      return __builtin_fmaf(slope, __builtin_fabsf(distance + (float)at), x);
+    });
+  }
+}
 
 // `first_row`: of the warp. `descale`: of q and k.
 DEVICE void add_terms(const Params &p, Scores &s, const Sequence &sequence, int head, int first_row,

@@ -24,6 +24,9 @@ ELSEWHERE = {
     "tree": "tree_mask",  # its addresses spill 150 to 390 bytes
 }  # fmt: skip
 _FULL, _MASKED, _TERMS = range(3)
+# Score classes besides PLAIN and GENERAL (``fwd_tile.h``): a term alone, without mods or pages.
+ALONE = {"softcap": 3, "alibi": 4}
+_SCORE_TERMS = {"softcap", "alibi", "score_mod", "mask_mod"}
 _TWO_FIT = 96  # heads up to this: two blocks of one warpgroup fit on an SM
 PAGE_SIZES = (0, 16)  # what ``all_plans`` are for: others are compiled at first use
 # What pages are a multiple of. Smaller ones are read here where no other kernel does: on an H200
@@ -86,11 +89,26 @@ def plan(problem: Problem) -> Plan:
     if kind == _FULL and problem.features & {"causal", "window", "chunk"}:
         kind = _MASKED
     dtype, notes = calls.DTYPE_CODES[problem.dtype], plans.notes_of(problem, pair)
-    score = GENERAL if general else PLAIN
+    score = _score_of(problem) if general else PLAIN
+    if score in ALONE.values():
+        kind = _kind_alone(pair, score)
     invariant = "batch_invariant" in problem.features
     few = invariant and not problem.mods and _has_few_rows(problem, pair)
     found = _plan(pair, kind, dtype, score, problem.page_size, invariant, few, notes)
     return listed(modified(found, problem.mods)) if problem.mods else found
+
+
+def _score_of(problem: Problem) -> int:
+    """Return the score class of a problem with score terms."""
+    found = [ALONE.get(name, GENERAL) for name in problem.features & _SCORE_TERMS]
+    if len(found) != 1 or not problem.positive or problem.features & {"paged", "batch_invariant"}:
+        return GENERAL
+    return found[0]
+
+
+def _kind_alone(pair: Pair, score: int) -> int:
+    """Return the tiles for a term alone. Above 128 those of plain masks spill with softcap."""
+    return _TERMS if score == ALONE["softcap"] and pair[0] > 128 else _MASKED
 
 
 def _has_few_rows(problem: Problem, pair: Pair) -> bool:
@@ -153,5 +171,11 @@ def all_plans() -> list[Plan]:
         for invariant, few in ((False, False), (True, False), (True, True))
         for kind, score in (kinds[1:] if invariant else kinds)
         for page_size in PAGE_SIZES
+    ]
+    found += [
+        _plan(pair, _kind_alone(pair, score), dtype, score, 0, False, False)
+        for dtype in calls.DTYPE_CODES.values()
+        for pair in FORWARD
+        for score in ALONE.values()
     ]
     return list(dict.fromkeys(found))

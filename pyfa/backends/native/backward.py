@@ -39,12 +39,21 @@ def is_general_problem(problem: Problem) -> bool:
     return bool(problem.features & TERMS)
 
 
+# A kernel for softcap alone may compute tanh with an error of 2^-22, times the softcap. Beyond this
+# softcap the general one computes it, to 2 ulp.
+MOST_SOFTCAP = 512.0
+
+
 def _terms_of(call: Call) -> frozenset[str]:
     """Return the score terms of ``call`` on which the choice of a kernel depends, by feature
     name."""
     found = mods.of(call.mods) if call.mods else None
     given = {
         "softcap": bool(call.softcap),
+        "large_softcap": call.softcap > MOST_SOFTCAP,
+        "alibi": call.alibi_slopes is not None,
+        "bias": call.bias is not None,
+        "dropout": call.dropout_p > 0.0,
         "sinks": call.sinks is not None,
         "score_mod": found is not None and found.score is not None,
     }
@@ -140,7 +149,9 @@ def _bind(launch: Launcher, given: _Given, bias_grad: bool) -> RunBackward:
     if given.dlse is not None:
         pointers["dlse"] = "dlse"
     if call.sinks is not None:
-        program.make("dsinks", like(given.lse.shape, torch.float32), fill=0.0)
+        # Shares of rows and, behind them, of blocks that own keys.
+        size = given.lse.numel() + call.batch * call.q.shape[-2] * _sink_sums(call, chain)
+        program.make("dsinks", like((size,), torch.float32), fill=0.0)
         pointers["dsinks"] = "dsinks"
     parts = {**sums_of(launch, call, chain), "delta": like((2, *given.lse.shape), torch.float32)}
     program.make_workspace(parts, launch.APART)
@@ -165,7 +176,7 @@ def _bind(launch: Launcher, given: _Given, bias_grad: bool) -> RunBackward:
         _add_bias_grad(launch, program, call, call.bias, params)
     started = launch.launch_of(program, (*given.tensors(), *by_list.of(call)))
     run = run_of(program, started, launch.empty, aligned=6)
-    rows = (0, 2) if given.lse.dim() == 3 else 1
+    lse_shape, rows = given.lse.shape, (0, 2) if given.lse.dim() == 3 else 1
     numbers = {name: number for number, name in enumerate(program.made)}
     dsinks_at, dbias_at = numbers.get("dsinks"), numbers.get("dbias")
 
@@ -179,7 +190,9 @@ def _bind(launch: Launcher, given: _Given, bias_grad: bool) -> RunBackward:
         dq, dk, dv = found[:3]
         if parts_of_group > 1:  # in float32, and rounded once more
             dk, dv = (x.unflatten(-2, (-1, parts_of_group)).sum(-2) for x in (dk, dv))
-        dsinks = None if dsinks_at is None else found[dsinks_at].sum(rows)
+        dsinks = None
+        if dsinks_at is not None:
+            dsinks = found[dsinks_at][: lse_shape.numel()].view(lse_shape).sum(rows)
         dbias = None if dbias_at is None else found[dbias_at]
         return Gradients(dq, dk, dv, dbias, dsinks)
 
@@ -245,6 +258,12 @@ def _chain(launch: Launcher, call: Call) -> tuple[Plan, ...]:
         _terms_of(call),
     )
     return (sums, banded(first), banded(last)) if _is_banded(call) else (sums, first, last)
+
+
+def _sink_sums(call: Call, chain: Sequence[Plan]) -> int:
+    """Return the number of sums for the gradient of each sink that the kernel over keys leaves:
+    one per 16 keys (``kernels/common/row_sums.h``)."""
+    return -(-call.max_seqlen_k // 128) * 8 if "TERMS" in values_of(chain[1]) else 0
 
 
 def _is_banded(call: Call) -> bool:

@@ -96,13 +96,13 @@ class OwnBackward(NamedTuple):
     def block_k(self) -> int:
         return _GROUP_KEYS * (1 if self.roles else self.groups)
 
-    def shared_bytes(self, pair: Pair) -> int:
+    def shared_bytes(self, pair: Pair, sinks: bool = False) -> int:
         """Return the shared memory of a block, in bytes: its keys and values; the stages of Q and
-        dO, with two floats per row; two tiles of dS; P if it is passed on, otherwise one or two
-        float32 tiles of dQ; and barriers."""
+        dO, with two floats per row, or three with ``sinks``; two tiles of dS; P if it is passed on,
+        otherwise one or two float32 tiles of dQ; and barriers."""
         keys, rows = self.block_k, self.block_q
         states = -(-rows * 4 // 128) * 128
-        stage = rows * sum(pair) * 2 + 2 * states
+        stage = rows * sum(pair) * 2 + (3 if sinks else 2) * states
         ds = keys // _GROUP_KEYS * rows * _PANEL_BYTES
         if self.roles:
             passed_on = rows * _GROUP_KEYS * (4 if self.float_weights else 2)  # P
@@ -120,8 +120,9 @@ BACKWARD: dict[Pair, OwnBackward] = {
     (256, 256): OwnBackward(2, 64, overlap=False, roles=True, float_weights=True),
 }
 
-# The same with score terms, dropout, sinks or mods: scores and their dP are in registers together,
-# which 64 rows of heads of 128, or 128 of 64, leave no room for.
+# The same for several score terms at once and for a score_mod, whose registers leave room for fewer
+# rows; for sinks where the tiles above leave too little shared memory; and for P passed on in
+# float32 where dS is of other weights than dV.
 BACKWARD_TERMS: dict[Pair, OwnBackward] = {
     (64, 64): OwnBackward(2, 96),
     (128, 128): OwnBackward(2, 48, one_sender=True),
