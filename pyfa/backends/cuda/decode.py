@@ -29,10 +29,10 @@ def why_not(problem: Problem) -> list[str]:
     return reasons + forward_sm90_fp8.lacking(problem.features - FEATURES)
 
 
-def why_not_latent(problem: Problem) -> list[str]:
-    """Return the reasons of ``native.decode.why_not_latent``, and what float8 requires of the
+def why_not_alone(problem: Problem) -> list[str]:
+    """Return the reasons of ``native.decode.why_not_alone``, and what float8 requires of the
     arch."""
-    reasons = native.why_not_latent(problem, FEATURES)
+    reasons = native.why_not_alone(problem, FEATURES)
     return reasons + ([_no_widening(problem)] if _cannot_widen(problem) else [])
 
 
