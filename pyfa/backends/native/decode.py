@@ -44,8 +44,11 @@ def lines(problem: Problem) -> int:
 
 def are_few(problem: Problem) -> bool:
     """Return whether decode is preferred for so few rows; of ``ALONE`` it takes any number."""
-    if problem.features & ALONE:
-        return True
+    return bool(problem.features & ALONE) or are_few_lines(problem)
+
+
+def are_few_lines(problem: Problem) -> bool:
+    """Return whether decode is faster than a forward kernel that supports the problem, too."""
     if problem.heads_q == problem.heads_k:
         return lines(problem) <= MOST_LINES_ALONE
     if lines(problem) <= MOST_LINES:

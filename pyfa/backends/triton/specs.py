@@ -163,8 +163,10 @@ def _common(plan: Constants, variant: Variant, role: str) -> dict[str, Any]:
         "BLOCK_M": plan[f"{role}_block_m"],
         "BLOCK_N": plan[f"{role}_block_n"],
         "BLOCK_D": plan["block_d"],
+        "BLOCK_E": plan["block_e"],
         "BLOCK_DV": plan["block_dv"],
         "EVEN_D": plan["even_d"],
+        "EVEN_E": plan["even_e"],
         "EVEN_DV": plan["even_dv"],
         "GENERAL": variant.general,
         "BIAS": _bias_code(plan, variant),
@@ -189,7 +191,7 @@ def _pointers(plan: Constants) -> int:
 def forward_spec(plan: Constants, variant: Variant, split: bool) -> Spec:
     constants = _common(plan, variant, "fwd")
     constants |= {"PACK": plan["pack"], "SPLIT": split, "AHEAD": split and plan["ahead"]}
-    constants["SCALED"] = variant.scaled
+    constants |= {"SCALED": variant.scaled, "SHARED_V": plan["shared_v"]}
     if not variant.scaled:
         constants |= dict.fromkeys(_K_SCALES)
     if not variant.scaled or BYTES[plan["dtype"]] > 1:
