@@ -40,6 +40,8 @@ def quick() -> Iterator[Case]:
     yield packed(CACHES[3], "kvcache", dtype="float16", page_size=16, causal=True, **_576)
     yield packed(CACHES[2], "kvcache", heads_q=8, leftpad=True, softcap=4.0, sinks=True, **_320)
     yield packed(APPENDS[1], "kvcache", new_keys=3, rotary="halves_part", causal=True, **_512)
+    cache = {"cache_dtype": "float8_e4m3fn", "scales": "head", "heads_q": 4}
+    yield packed(CACHES[0], "kvcache", page_size=16, **cache, **_512)
     yield dense(70, 40, layout="unaligned", head_dim=259, bias="full", sinks=True, dtype="float16")
 
 
