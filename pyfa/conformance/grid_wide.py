@@ -85,4 +85,5 @@ def full() -> Iterator[Case]:
 
 
 def _merged(draw: dict[str, Any]) -> dict[str, Any]:
-    return draw | draw.pop("dims") | draw.pop("options")
+    more: dict[str, Any] = {**draw.pop("dims"), **draw.pop("options")}
+    return draw | more
