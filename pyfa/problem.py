@@ -260,7 +260,7 @@ class Asked(NamedTuple):
 
 
 _KERNELS = frozenset({"hip", "cuda", "triton", "torch"})
-NARROW = 256  # the widest head that every backend takes
+NARROW = 256  # the widest head that every kernel takes
 
 
 class Feature(NamedTuple):
@@ -344,11 +344,9 @@ FEATURES: dict[str, Feature] = {
         Feature("wide", f"a head_dim above {NARROW}",
                 lambda asked: not asked.call.latent
                 and max(asked.call.q.shape[-1], asked.call.v.shape[-1]) > NARROW,
-                frozenset({"torch"}), shown="", flag="--head-dim D,Dv"),
-        Feature("latent", "latent attention",
-                lambda asked: asked.call.latent, frozenset({"hip", "cuda", "torch"})),
-        Feature("topk", "a list of keys for each row",
-                lambda asked: asked.call.topk, frozenset({"hip", "cuda", "torch"})),
+                _KERNELS, shown="", flag="--head-dim D,Dv"),
+        Feature("latent", "latent attention", lambda asked: asked.call.latent, _KERNELS),
+        Feature("topk", "a list of keys for each row", lambda asked: asked.call.topk, _KERNELS),
         Feature("backward", "backward", lambda asked: asked.needs_grad, _KERNELS),
         Feature("dlse", "the gradient through the returned LSE",
                 lambda asked: asked.needs_grad and asked.call.return_lse, _KERNELS),

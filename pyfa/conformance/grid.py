@@ -24,6 +24,7 @@ from . import (
     grid_latent,
     grid_mods,
     grid_trees,
+    grid_wide,
 )
 from .cases import BIASES, LAYOUTS, RECIPES, ROTARIES, Case
 from .cases import dense as _dense
@@ -235,6 +236,7 @@ def _quick() -> Iterator[Case]:
     yield from grid_cover.quick()
     yield from grid_latent.quick()
     yield from grid_trees.quick()
+    yield from grid_wide.quick()
 
 
 def _invariant() -> Iterator[Case]:
@@ -349,6 +351,7 @@ def _full() -> Iterator[Case]:
     yield from grid_cover.full()
     yield from grid_latent.full()
     yield from grid_trees.full()
+    yield from grid_wide.full()
 
 
 def _full_dense() -> Iterator[Case]:

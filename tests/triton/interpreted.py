@@ -44,6 +44,11 @@ CASES = {
     "bands": ("backward-attention_chunk=16", "causal-attention_chunk=40", "window=40,-9",
               "alibi=batch", "window=-2,9", "varlen-bf16", "window=-6,-1"),
     "trees": ("causal-tree", "num_splits=3-tree", "sinks-tree", "packed_q-tree"),
+    "wide": ("b1-q33-k65-h2x2-d320x320", "d64x500", "b1-q65-k97-h2x2-d576x512-backward",
+             "varlen-fp16-b3-q5,64,33-k97,64,31-h4x2-d320x320-backward", "page_size=16",
+             "d259x259", "num_splits=3"),
+    "latent": ("h4x1-d576x512", "topk=20", "page_size=16", "d320x256", "num_splits=3",
+               "sinks-slack=3-page_size=7", "cache_dtype"),
     # Not of float8: the interpreter takes its NaN for 480.
     "hostile": ("q65-k97-h4x2-d64x64-backward-causal-hostile=k=nan", "sinks-hostile=q=nan",
                 "page_size=16-hostile=q=nan", "num_splits=3-hostile=v=nan",
@@ -59,9 +64,11 @@ def conform(group: str) -> list[str]:
     chosen = {}
     for word in CASES[group]:
         for case in cases:
-            alike = ("fp8" in case.features) == (group == "float8")
+            alike = ("fp8" in case.features) == (group == "float8") or group == "latent"
             banded = not case.features.isdisjoint(("chunk", "negative_edge"))
-            alike = alike and banded == (group == "bands")
+            alike = alike and (banded == (group == "bands") or group == "wide")
+            for family in ("wide", "latent"):
+                alike = alike and (family in case.features) == (group == family)
             if word in case.name and alike and bool(case.hostile) == (group == "hostile"):
                 chosen[case.name] = case
                 break

@@ -28,6 +28,8 @@ pytest.importorskip("triton")
         "hostile",
         "invariance",
         "mods",
+        "wide",
+        "latent",
     ],
 )
 def test_interpreted_kernels_keep_the_rule(group: str) -> None:

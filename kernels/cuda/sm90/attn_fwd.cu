@@ -63,7 +63,8 @@ DEVICE void clear_rows(Shared v, int from, int group) {
 
 // ---- a consumer warpgroup -----------------------------------------------------------------------
 
-DEVICE void store(const Params &p, Shared info, int first_row, const Rows &rows, Output &o, float unit);
+DEVICE void store(const Params &p, Shared info, int first_row, const Rows &rows, Output &o, float unit,
+                  int first_dim);
 
 // One function, because ptxas allocates registers by the order in which a function declares its variables:
 // with the two loops in functions of their own 38 of the 46 plans became other machine code.
@@ -76,10 +77,12 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
     if (kFloat8 ? elect_one() : leader) mbarrier_arrive(empty);
   };
   float factor = to_base_2(p);
-  unsigned long long q = Operand<kRowBytes / 2>::along(shared + group * kQBytes);
+  int row_group = group / HALVES, half = group % HALVES;
+  unsigned long long q = Operand<kRowBytes / 2>::along(shared + row_group * kQBytes);
   unsigned long long k = Operand<kRowBytes / 2>::along(shared + kKAt);
   unsigned long long v = kFloat8 ? Operand<kTransposedRow / 2>::along(shared + kTransposedAt)
                                  : Operand<kRowBytesV / 2>::down(shared + kVAt, kVPanel);
+  v += half * (kPanelsV / HALVES * kVPanel / 16);
 
   // Ping-pong: a warpgroup waits for its turn to issue products, then lets the next one have it. Each waits
   // on a named barrier of its own. The first turn is that of warpgroup 0.
@@ -103,7 +106,7 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
     s.keys = broadcast(sequence.keys);
     s.shift = broadcast(sequence.shift);
     s.batch = sequence.batch;
-    int first_row = row + group * kGroupRows + warp * 16;
+    int first_row = row + row_group * kGroupRows + warp * 16;
     float descale = 1.0f, scale = factor, unit = 1.0f;
     if (kFloat8) {
       descale = load_shared<HeadScales>(info + sizeof(WorkTileInfo)).scores;
@@ -112,7 +115,7 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
     Rows rows{{kLowest, 0.0f}, {kLowest, 0.0f}};
     Output o;
 #pragma unroll
-    for (int i = 0; i < HEAD_DIM_V / 2; ++i) o[i] = 0.0f;
+    for (int i = 0; i < kOwnDims / 2; ++i) o[i] = 0.0f;
 
     if (first <= last) {
       Seen seen = keys_seen(p, s, first_row, min(first_row + 16, s.rows) - 1);
@@ -165,7 +168,7 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
         v_pipe.advance();
       };
 
-      mbarrier_wait(barriers.q_full(group), q_phase);
+      mbarrier_wait(barriers.q_full(row_group), q_phase);
       q_phase ^= 1;
       if constexpr (!kSerial) {
         // ---- the pipelined consumer
@@ -246,7 +249,7 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
         };
         // Drain: P V of the first tile. Q has been read for the last time.
         auto drain = [&](Probabilities &before) {
-          release(barriers.q_empty(group));
+          release(barriers.q_empty(row_group));
           wait_v();
           if constexpr (kFloat8) {
             TileOutput pv[kColumnGroups];
@@ -303,7 +306,7 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
             wgmma_wait<0>();
             hold(x);
             release_k();
-            if (n == first) release(barriers.q_empty(group));
+            if (n == first) release(barriers.q_empty(row_group));
             // 3. Score terms, mask and softmax, under the products of the other warpgroups.
             finish_scores(x, visits[n]);
             bool raised = online_softmax_in_place(scale, x, rows, factors);
@@ -359,7 +362,7 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
     // ---- the epilogue
     // Loaded again: through the loop these would take registers that it has not got.
     if (kFloat8 && !kBlockScaled) unit = load_shared<HeadScales>(info + sizeof(WorkTileInfo)).values;
-    store(p, info, group * kGroupRows + warp * 16, rows, o, unit);
+    store(p, info, row_group * kGroupRows + warp * 16, rows, o, unit, half * kOwnDims);
     release(barriers.work_empty(work_pipe.stage));
     work_pipe.advance();
   }
@@ -368,8 +371,9 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
 // ---- the epilogue -------------------------------------------------------------------------------
 
 // Stores the warp's rows: in float32 to the workspace of their split, or in 16 bits to out. `unit`: what the
-// output is a multiple of, in float8.
-DEVICE void store(const Params &p, Shared info, int first_row, const Rows &rows, Output &o, float unit) {
+// output is a multiple of, in float8. `first_dim`: of the warpgroup's columns.
+DEVICE void store(const Params &p, Shared info, int first_row, const Rows &rows, Output &o, float unit,
+                  int first_dim) {
   auto range = load_shared<decltype(WorkTileInfo::range)>(info);
   auto sequence = load_shared<decltype(WorkTileInfo::sequence)>(info + 16);
   auto output = load_shared<decltype(WorkTileInfo::output)>(info + 32);
@@ -395,22 +399,22 @@ DEVICE void store(const Params &p, Shared info, int first_row, const Rows &rows,
     // 3. Of a split: float32, for combine.
     if (p.num_splits > 1) {
       if (!mine) continue;
-      int column = lane % 4 * 2;
+      int column = first_dim + lane % 4 * 2;
       long long at = part_line(p, s, row, sequence.head, output.split);
       float *to = (float *)p.partial_out + at * p.head_dim_v + column;
 #pragma unroll
       for (int t = 0; t < kDimTiles; ++t)
-        if (8 * t < p.head_dim_v)
+        if (first_dim + 8 * t < p.head_dim_v)
           *(float2 *)(to + 8 * t) = make_float2(o[4 * t + 2 * h], o[4 * t + 2 * h + 1]);
       if (column == 0) ((float *)p.partial_lse)[at] = end.lse;
       continue;
     }
     // 4. Else 16 bits from registers to out. Four lanes exchange their elements first, so that each stores
     // 16 neighbouring bytes: whole sectors, and Q's shared memory is not needed for it.
-    if (p.lse && mine && lane % 4 == 0)
+    if (p.lse && mine && lane % 4 == 0 && first_dim == 0)
       ((float *)p.lse)[s.row_batch * p.lse_batch + sequence.head * p.lse_head + s.row0 + row] = end.lse;
     unsigned short *to = (unsigned short *)p.out + s.row_batch * p.out_batch + (s.row0 + row) * p.out_row +
-                         sequence.head * p.out_head + lane % 4 * kUnit;
+                         sequence.head * p.out_head + first_dim + lane % 4 * kUnit;
 #pragma unroll
     for (int t = 0; t < kDimTiles; t += 4) {
       unsigned x[4];
@@ -418,7 +422,7 @@ DEVICE void store(const Params &p, Shared info, int first_row, const Rows &rows,
       for (int i = 0; i < 4; ++i)
         x[i] = Format<DTYPE>::nearest(o[4 * (t + i) + 2 * h], o[4 * (t + i) + 2 * h + 1]);
       transpose_quads(x);
-      if (mine && 8 * t + lane % 4 * kUnit < p.head_dim_v)
+      if (mine && first_dim + 8 * t + lane % 4 * kUnit < p.head_dim_v)
         *(Quad *)(to + 8 * t) = Quad{{x[0], x[1], x[2], x[3]}};
     }
   }

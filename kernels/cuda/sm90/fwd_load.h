@@ -105,7 +105,7 @@ DEVICE void produce(const MappedParams &mapped, Shared shared) {
     };
     Walk walk(p, tile);
     load_k(walk.now(tile.last));
-    for (int group = 0; group < GROUPS; ++group) {
+    for (int group = 0; group < kRowGroups; ++group) {
       mbarrier_wait(barriers.q_empty(group), q_phase);
       mbarrier_arrive_expect_tx(barriers.q_full(group), kQBytes);
 #pragma unroll

@@ -41,15 +41,21 @@ constexpr bool kFloat8 = INPUTS == E4M3;
 #ifndef OF_GROUPS
 #define OF_GROUPS GROUPS
 #endif
+// Warpgroups that have the same rows, each with its own columns of V: a head_dim of 512 leaves one warpgroup
+// no registers. All of them compute the scores, which takes them no exchange.
+#ifndef HALVES
+#define HALVES 1
+#endif
+constexpr int kOwnDims = HEAD_DIM_V / HALVES;
 constexpr bool kBlockScaled = kFloat8 && SCALES == PER_BLOCK;
 constexpr int kInner = kFloat8 ? 32 : 16;  // elements of a product's inner dimension
 
 constexpr int kSlices = BLOCK_K / kInner;  // of the second product's
 constexpr int kKeyTiles = BLOCK_K / 8;
-constexpr int kDimTiles = HEAD_DIM_V / 8;
+constexpr int kDimTiles = kOwnDims / 8;
 
 typedef float Scores[BLOCK_K / 2];
-typedef float Output[HEAD_DIM_V / 2];
+typedef float Output[kOwnDims / 2];
 typedef unsigned Probabilities[kSlices][4];
 
 // The matrix unit sums float8's products in 14 bits (pyfa/conformance/float8.py). Over 16k keys a quarter of
@@ -75,7 +81,7 @@ constexpr bool kWaitEarly = kProducts == 1;
 // Whether P has registers of its own while the P of the tile before is multiplied. Then the scores are still
 // there when a row's sum shows that one outgrew its base, so no maximum is computed first: 320 instructions
 // a tile at D = 128, not 380.
-constexpr bool kSeparateP = !kFloat8 && OF_GROUPS == 2 && BLOCK_K + HEAD_DIM_V / 2 <= 192;
+constexpr bool kSeparateP = !kFloat8 && OF_GROUPS == 2 && BLOCK_K + kOwnDims / 2 <= 192;
 
 // The largest P after its row's base has been raised, as a power of two. E4M3 goes from 2^-6, below which it
 // loses bits, to 448. So there is hardly room for a base that lags.

@@ -159,6 +159,8 @@ def plan_of(
         **constants_of(tiles),
         **more,
     }
+    if tiles.halves == 1:
+        del constants["HALVES"]
     return plan_with("cuda", KERNEL, constants, notes)
 
 
@@ -169,6 +171,7 @@ def all_plans() -> list[Plan]:
         for dtype in calls.DTYPE_CODES.values()
         for pair in FORWARD
         for invariant, few in ((False, False), (True, False), (True, True))
+        if not invariant or pair in FORWARD_INVARIANT
         for kind, score in (kinds[1:] if invariant else kinds)
         for page_size in PAGE_SIZES
     ]

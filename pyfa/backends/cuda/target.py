@@ -24,7 +24,7 @@ _SM90_COSTS = _COSTS._replace(tile_us=0.85)
 def _block_of(plan: Plan) -> Block:
     values, threads = values_of(plan), plans.threads_of(plan)
     if plan.kernel == forward_sm90.KERNEL:
-        rows = sm90.ROWS * values["GROUPS"]
+        rows = sm90.ROWS * values["GROUPS"] // values.get("HALVES", 1)
         return Block(threads, rows, values["BLOCK_K"], values.get("BLOCKS", 1), _SM90_COSTS)
     if plan.kernel == latent_sm90.KERNEL:
         return Block(threads, sm90.ROWS, values["BLOCK_K"])

@@ -2,8 +2,8 @@
 once by query block). It gives the same bits on every run, and costs two more matrix products per
 tile than a single kernel.
 
-``delta`` = rowsum(dO∘O) − dLSE is subtracted from every dP of a row. Of heads above 512 the elements
-behind ``BLOCK_D`` have products of their own (``_rest``), as in ``forward``.
+``delta`` = rowsum(dO∘O) − dLSE is subtracted from every dP of a row. Of heads above 512 the
+elements behind ``BLOCK_D`` have products of their own (``_rest``), as in ``forward``.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -86,9 +86,10 @@ def _load_rows(base, m0, stride, rows, columns, width, step, BLOCK: tl.constexpr
 
 @triton.jit
 def _keys_step(
-    dk, dk_rest, dv, k, k_rest, v, q_base, g_base, lse_base, delta_base, m0, rows, keys, n0, stride_qs, stride_gs,
-    d, e, head_dim, head_dim_v, shift, left, right, scale, softcap, slope, bias_base,
-    stride_bias_i, stride_bias_j, SEED, head, b, q_start, k_start, threshold, keep_scale,
+    dk, dk_rest, dv, k, k_rest, v, q_base, g_base, lse_base, delta_base, m0, rows, keys, n0,
+    stride_qs, stride_gs, d, e, head_dim, head_dim_v, shift, left, right, scale, softcap, slope,
+    bias_base, stride_bias_i, stride_bias_j, SEED, head, b, q_start, k_start, threshold,
+    keep_scale,
     WINDOW_SHIFT, CHUNK,
     MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -268,8 +269,8 @@ def grad_keys(
         bias_base = BIAS_PTR + (b * stride_bias_b + head * stride_bias_h)
         for m0 in range(full_start, full_stop, BLOCK_M):
             dk, dk_rest, dv = _keys_step(
-                dk, dk_rest, dv, k, k_rest, v, q_base, g_base, lse_base, delta_base, m0, rows, keys, n0,
-                stride_qs, stride_gs, d, e, head_dim, head_dim_v, shift, left, right, scale,
+                dk, dk_rest, dv, k, k_rest, v, q_base, g_base, lse_base, delta_base, m0, rows, keys,
+                n0, stride_qs, stride_gs, d, e, head_dim, head_dim_v, shift, left, right, scale,
                 softcap, slope, bias_base, stride_bias_i, stride_bias_j, SEED, head + head_start,
                 b + batch_start, q_start, k_start, threshold, keep_scale, WINDOW_SHIFT, CHUNK,
             MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
@@ -284,8 +285,8 @@ def grad_keys(
                 right_start + (tile - tiles_left) * BLOCK_M,
             )
             dk, dk_rest, dv = _keys_step(
-                dk, dk_rest, dv, k, k_rest, v, q_base, g_base, lse_base, delta_base, m0, rows, keys, n0,
-                stride_qs, stride_gs, d, e, head_dim, head_dim_v, shift, left, right, scale,
+                dk, dk_rest, dv, k, k_rest, v, q_base, g_base, lse_base, delta_base, m0, rows, keys,
+                n0, stride_qs, stride_gs, d, e, head_dim, head_dim_v, shift, left, right, scale,
                 softcap, slope, bias_base, stride_bias_i, stride_bias_j, SEED, head + head_start,
                 b + batch_start, q_start, k_start, threshold, keep_scale, WINDOW_SHIFT, CHUNK,
             MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
@@ -315,9 +316,10 @@ def grad_keys(
 
 @triton.jit
 def _rows_step(
-    dq, dq_rest, dots, q, q_rest, g, lse, delta, k_base, v_base, n0, keys, stride_ks, stride_vs, stride_kb,
-    stride_vb, PAGES, page_size, pad, d, e, head_dim, head_dim_v, row, exists, shift, left, right,
-    scale, softcap, slope, bias_rows, stride_bias_j, SEED, head, b, q_start, k_start, threshold,
+    dq, dq_rest, dots, q, q_rest, g, lse, delta, k_base, v_base, n0, keys, stride_ks, stride_vs,
+    stride_kb, stride_vb, PAGES, page_size, pad, d, e, head_dim, head_dim_v, row, exists, shift,
+    left, right, scale, softcap, slope, bias_rows, stride_bias_j, SEED, head, b, q_start, k_start,
+    threshold,
     keep_scale, WINDOW_SHIFT, CHUNK,
     MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -473,9 +475,10 @@ def grad_rows(
     dots = tl.zeros([BLOCK_M], dtype=tl.float32)
     for n0 in range(full_start, full_stop, BLOCK_N):
         dq, dq_rest, dots = _rows_step(
-            dq, dq_rest, dots, q, q_rest, g, lse, delta, k_base, v_base, n0, keys, stride_ks, stride_vs, stride_kb,
-            stride_vb, PAGES, page_size, pad, d, e, head_dim, head_dim_v, row, exists, shift, left,
-            right, scale, softcap, slope, bias_rows, stride_bias_j, SEED, head + head_start,
+            dq, dq_rest, dots, q, q_rest, g, lse, delta, k_base, v_base, n0, keys, stride_ks,
+            stride_vs, stride_kb, stride_vb, PAGES, page_size, pad, d, e, head_dim, head_dim_v,
+            row, exists, shift, left, right, scale, softcap, slope, bias_rows, stride_bias_j, SEED,
+            head + head_start,
             b + batch_start, q_start, k_start, threshold, keep_scale, WINDOW_SHIFT, CHUNK,
             MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
             BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, EVEN_D, EVEN_E, EVEN_DV, GENERAL, BIAS, DROPOUT,
@@ -489,9 +492,10 @@ def grad_rows(
             right_start + (tile - tiles_left) * BLOCK_N,
         )
         dq, dq_rest, dots = _rows_step(
-            dq, dq_rest, dots, q, q_rest, g, lse, delta, k_base, v_base, n0, keys, stride_ks, stride_vs, stride_kb,
-            stride_vb, PAGES, page_size, pad, d, e, head_dim, head_dim_v, row, exists, shift, left,
-            right, scale, softcap, slope, bias_rows, stride_bias_j, SEED, head + head_start,
+            dq, dq_rest, dots, q, q_rest, g, lse, delta, k_base, v_base, n0, keys, stride_ks,
+            stride_vs, stride_kb, stride_vb, PAGES, page_size, pad, d, e, head_dim, head_dim_v,
+            row, exists, shift, left, right, scale, softcap, slope, bias_rows, stride_bias_j, SEED,
+            head + head_start,
             b + batch_start, q_start, k_start, threshold, keep_scale, WINDOW_SHIFT, CHUNK,
             MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
             BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, EVEN_D, EVEN_E, EVEN_DV, GENERAL, BIAS, DROPOUT,

@@ -42,9 +42,9 @@ def grad_bias(
     head_start, batch_start, WINDOW_SHIFT, CHUNK,
     MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, PAGED: tl.constexpr, ALL_ROWS: tl.constexpr,
-    ALL_KEYS: tl.constexpr, PRECISION: tl.constexpr, SCORE_MOD: tl.constexpr,
-    MASK_MOD: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, PAGED: tl.constexpr,
+    ALL_ROWS: tl.constexpr, ALL_KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
 ):  # fmt: skip
     """Compute dBias (batches_b, heads_b, rows_b, keys_b), contiguous. ``ALL_ROWS`` and
     ``ALL_KEYS``: the bias is broadcast along them."""
@@ -97,7 +97,8 @@ def grad_bias(
                 q_rest = q
                 if BLOCK_E > 0:
                     inside_q = exists[:, None] & (rest < head_dim)[None, :]
-                    q_rest = tl.load(Q + (q_rows[:, None] + rest[None, :]), mask=inside_q, other=0.0)
+                    at = Q + (q_rows[:, None] + rest[None, :])
+                    q_rest = tl.load(at, mask=inside_q, other=0.0)
                 g = tl.load(DOUT + (g_rows[:, None] + e[None, :]), mask=inside_g, other=0.0)
                 places = b * stride_sb + head * stride_sh + state_start(start_q, b, present) + row
                 lse = tl.load(BASE + places, mask=exists, other=float("inf"))

@@ -50,9 +50,10 @@ from .common import (
 
 @triton.jit
 def _step(
-    acc, total, top, q, q_rest, k_base, v_base, n0, keys, stride_ks, stride_vs, stride_kb, stride_vb, PAGES,
-    page_size, pad, d, dv, head_dim, head_dim_v, rows, row_exists, shift, left, right, scale,
-    softcap, slope, bias_rows, stride_bias_j, SEED, head, b, q_start, k_start, threshold,
+    acc, total, top, q, q_rest, k_base, v_base, n0, keys, stride_ks, stride_vs, stride_kb,
+    stride_vb, PAGES, page_size, pad, d, dv, head_dim, head_dim_v, rows, row_exists, shift, left,
+    right, scale, softcap, slope, bias_rows, stride_bias_j, SEED, head, b, q_start, k_start,
+    threshold,
     K_SCALE, V_SCALE, place, stride_page, K_SCALE_ROWS, WINDOW_SHIFT, CHUNK,
     MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,

@@ -18,15 +18,21 @@ _PANEL_BYTES = 128  # of a row: what TMA and the matrix instruction swizzle
 
 class Own(NamedTuple):
     """``groups`` warpgroups of 64 query rows each, tiles of ``block_k`` keys, two stages of K and
-    of V."""
+    of V. ``halves``: warpgroups that have the same rows, and each a part of V."""
 
     groups: int
     block_k: int
+    halves: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Return the query rows of a block."""
+        return self.groups // self.halves * ROWS
 
     def shared_bytes(self, pair: Pair) -> int:
         """Return the bytes of a block: queries, stages, barriers of 8 bytes, and the descriptions
         of two tiles of work."""
-        queries = self.groups * ROWS * pair[0] * 2
+        queries = self.rows * pair[0] * 2
         stages = STAGES * self.block_k * sum(pair) * 2
         barriers = (2 * self.groups + 4 * STAGES + 2 * TOLD) * 8
         return -(-(queries + stages + barriers) // 16) * 16 + TOLD * 48
@@ -50,6 +56,7 @@ class Own(NamedTuple):
 # Where every row sees all keys; with a causal mask or a window; with score terms. On an H200 those
 # of 64 and 128 are the fastest of the ones in kernels/cuda/README.md. Of 256 no other was tried;
 # those of 96 and 192 are of FlashAttention-3's size, as far as nothing is spilled.
+_WIDE = Own(2, 32, 2)
 FORWARD: dict[Pair, tuple[Own, Own, Own]] = {
     (64, 64): (Own(3, 128), Own(3, 128), Own(2, 128)),
     (96, 96): (Own(2, 176), Own(2, 128), Own(2, 128)),
@@ -57,12 +64,15 @@ FORWARD: dict[Pair, tuple[Own, Own, Own]] = {
     (192, 128): (Own(2, 128), Own(2, 128), Own(2, 112)),
     (192, 192): (Own(2, 112), Own(2, 96), Own(2, 80)),
     (256, 256): (Own(2, 80), Own(2, 80), Own(2, 80)),
+    (512, 512): (_WIDE,) * 3,
+    (576, 512): (_WIDE,) * 3,
 }
 # The same with batch_invariant, where masks are everybody's. Its ballots spilled 16 to 32 bytes at
 # 192, with 96 keys and with 128.
 FORWARD_INVARIANT: dict[Pair, tuple[Own, Own, Own]] = {
     pair: (terms,) * 3 if pair[0] == 192 else (masked, masked, terms)
     for pair, (_, masked, terms) in FORWARD.items()
+    if masked.halves == 1
 }
 # Plain; with score terms; with scales per block of rows.
 FORWARD_FLOAT8: dict[Pair, tuple[Own, Own, Own]] = {
@@ -144,6 +154,10 @@ TILES = OF_SM80._replace(
         (128, 128): (Forward(32, 4, 64, False, 2), _GENERAL_128, ONE_OF_128),
         (192, 128): (_192, _192, OF_SM80.forward[192, 128][2]),
         (256, 256): (_256, _256, _256),
+    },
+    decode={
+        **OF_SM80.decode,
+        (576, 512): sizes((1, 1, 3, 2), (1, 2, 6, 2), (1, 4, 8, 3)),
     },
     latent={(576, 512): sizes((1, 1, 4, 3), (1, 2, 8, 3), (1, 4, 8, 6))},
     latent_float8={(576, 512): sizes((1, 1, 4, 6), (1, 2, 8, 5), (1, 4, 8, 10))},
