@@ -8,7 +8,7 @@ order, in memory that the first has freed, so that the second call is one that p
 is wrong (numbers, an error that is no refusal, a crash of the process, no answer within ``--stuck``
 seconds) is made smaller as long as it stays wrong, and printed as a call to paste; the status is 1.
 Left out, because the rule has no bound for them: float8 where a row is nearly one key ("big",
-"growing", a scale of 0.5), for kernels round its P of up to 1 like any other, to 1/16 at worst,
+"growing", a scale of 0.5, chunks of 1), for kernels round its P of up to 1 like any other, to 1/16 at worst,
 where the yardstick's is exactly 1; and "growing" with a head_dim below 8, whose rows are all equal.
 A mean error of fewer than 64 independent roundings is chance: where that of an output is all that
 is wrong, the case is counted as "few" and is not wrong.
@@ -80,10 +80,11 @@ def drawn(key: str, backend: Backend, longest: int, family: str = "") -> Case:
             if (case.window is None) != (first.window is None) or case.kind != first.kind:
                 continue
             case = replace(case, **{name: getattr(first, name) for name in _COMPILED})
-            small = case.head_dim < 8 or case.dtypes[1].startswith("float8")
-            if case.recipe == "growing" and small:
+            any8 = case.dtypes[1].startswith("float8")
+            if case.recipe == "growing" and (any8 or case.head_dim < 8):
                 continue
-            if (case.recipe == "big" or (case.scale or 0.0) > 0.3) and "float8" in case.dtypes[1]:
+            sharp = case.recipe == "big" or (case.scale or 0.0) > 0.3 or case.attention_chunk == 1
+            if any8 and sharp:
                 continue
         if not case.flaws() and case.features <= backend.FEATURES:
             return case
@@ -131,6 +132,9 @@ def _any(draw: random.Random, backend: Backend, longest: int) -> Case:
         recipe = "plain"
     if any8 and (recipe == "big" or (scale or 0.0) > 0.3):
         recipe, scale = "plain", None
+    chunk = draw.choice((1, 16, 40, 64, 100, 128)) if often(0.15) else 0
+    if any8 and chunk == 1:
+        chunk = 0
     backward = kind != "kvcache" and not any8 and often(0.5)
     causal = often(0.4)
     page_size = draw.choice((16, 32, 64, 128, 48)) if kind != "dense" and often(0.3) else 0
@@ -151,7 +155,7 @@ def _any(draw: random.Random, backend: Backend, longest: int) -> Case:
         dlse=draw.choice(("both", "only")) if backward and often(0.2) else "",
         causal=causal,
         window=_window(draw, causal, longest) if often(0.3) else None,
-        attention_chunk=draw.choice((1, 16, 40, 64, 100, 128)) if often(0.15) else 0,
+        attention_chunk=chunk,
         scale=scale,
         softcap=draw.choice((2.0, 30.0)) if often(0.15) else 0.0,
         bias=bias,
@@ -218,7 +222,7 @@ def wrong(cases: list[Case], backend: Backend) -> tuple[str, list[str]]:
 
 def expected_on(case: Case, where: torch.device) -> examine.Expected | None:
     """What is expected of a case, computed where that is fast; None leaves it to conformance."""
-    modified = case.score_mod or case.mask_mod or case.tree
+    modified = case.score_mod or case.mask_mod or case.tree or case.dropout_p
     if where.type != "cuda" or modified or case.dtypes[1] not in ("bfloat16", "float16"):
         return None
     here = build.build(case)

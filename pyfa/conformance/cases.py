@@ -19,7 +19,7 @@ RECIPES = ("plain", "growing", "huge", "equal", "offset", "big", "identity")
 # Those that only a float8 P is afraid of, and float8 queries and keys that were rotated.
 FLOAT8_RECIPES = ("sink", "needle", "rotated")
 LAYOUTS = ("contiguous", "strided", "heads_first", "unaligned", "gapped")
-BIASES = ("full", "keys", "rows", "heads", "bool", "hidden")
+BIASES = ("full", "keys", "rows", "heads", "bool", "hidden", "other")
 HOSTILE = ("q=nan", "k=nan", "v=nan", "q=inf", "q=-inf", "k=inf", "v=inf", "padding=inf")
 ROTARIES = ("interleaved", "halves", "interleaved_part", "halves_part")
 _SHORT = {
@@ -41,8 +41,8 @@ class Case:
     ``attention_latent``, whose values are the first ``head_dim_v`` elements of the keys.
 
     ``dlse``: gradient through "both" out and LSE, or the LSE "only". ``bias``: which dimensions it
-    has (one of ``BIASES``; "hidden" has all dimensions and some rows of −inf; no level uses "one"
-    and "sequences"). ``alibi``: slopes per "heads" or per "batch" and head. ``used_q`` and
+    has (one of ``BIASES``; "hidden" has all dimensions and some rows of −inf, "other" all dimensions
+    and not q's dtype but another of 16 bits; no level uses "one" and "sequences"). ``alibi``: slopes per "heads" or per "batch" and head. ``used_q`` and
     ``used_k``: sequences have rows that take no part. ``slack``: rows of a packed tensor, or of a
     cache, beyond what any sequence owns, and by how much ``max_seqlen`` exceeds the longest.
     ``shared``: sequences share their first page. ``recipe``: the distribution of the values

@@ -24,6 +24,7 @@ _OPTIONS: tuple[Fields, ...] = (
     {"window": (20, 0), "sinks": True},
     {"attention_chunk": 40, "softcap": 5.0},
     {"alibi": "heads", "heads_q": 4, "page_size": 1},
+    {"window": (-2, 64)},
 )
 
 
