@@ -8,8 +8,9 @@ order, in memory that the first has freed, so that the second call is one that p
 is wrong (numbers, an error that is no refusal, a crash of the process, no answer within ``--stuck``
 seconds) is made smaller as long as it stays wrong, and printed as a call to paste; the status is 1.
 Left out, because the rule has no bound for them: float8 where a row is nearly one key ("big",
-"growing", a scale of 0.5, chunks of 1), for kernels round its P of up to 1 like any other, to 1/16 at worst,
-where the yardstick's is exactly 1; and "growing" with a head_dim below 8, whose rows are all equal.
+"growing", a scale of 0.5, chunks of 1), for kernels round its P of up to 1 like any other, to 1/16
+at worst, where the yardstick's is exactly 1; and "growing" with a head_dim below 8, whose rows are
+all equal.
 A mean error of fewer than 64 independent roundings is chance: where that of an output is all that
 is wrong, the case is counted as "few" and is not wrong.
 

@@ -1,13 +1,14 @@
 """How many faults in the source of the CUDA kernels conformance finds, on a GPU.
 
-``python benchmarks/mutations_cuda.py [--faults 100] [--jobs N] [--seed S] [--save]`` runs the full
-level on the cuda backend and notes which plans each case launches. Then it plants ``--faults``
-faults, drawn from the seed, one at a time: a comparison with its edge on the other side, && for ||,
-+ for -, max for min, a call left out (barriers, waits, stores, fences). Kernels take turns. A fault
-that the compiler makes the same machine code of is none, and another is drawn. It is caught by the
-first case that fails or crashes, among those that launch its plan: those of the quick level, then
-at most ``--most`` others. Each runs in a process of its own, which is killed after ``--stuck``
-seconds: such a fault is counted apart.
+``python benchmarks/mutations_cuda.py [--faults 100] [--jobs N] [--seed S] [--save]`` plans the
+cases of the full level for an H200, takes those ``--plans`` that most cases have, some of each
+kernel, and plants ``--faults`` faults in them, drawn from the seed, one at a time: a comparison
+with its edge on the other side, && for ||, + for -, max for min, a call left out (barriers, waits,
+stores, fences). Kernels take turns. A fault that the compiler makes the same machine code of is
+none, and another is drawn. It is in one plan here, and in the source of all: what is caught is a
+lower bound. It is caught by the first case that fails or crashes, among those that may launch its
+plan: those of the quick level, then at most ``--most`` others. Each runs in a process of its own,
+which is killed after ``--stuck`` seconds: such a fault is counted apart.
 
 A survivor is tried again in two ways. With a trap in the place of its line: where no case runs into
 it, the line is not executed, and the fault is counted apart. And with the quickest cases under
@@ -15,8 +16,8 @@ Compute Sanitizer: memcheck, or racecheck for a call left out of a kernel that h
 is read or written beside a tensor, or too early, need not show in numbers. What survives all of it
 is listed with its line, and with the reason in ``equivalent_faults.py`` where it is equivalent.
 
-``--ran FILE`` keeps what the level launches; ``--drawn FILE`` draws and compiles without a GPU, or
-judges what it drew. ``--save`` writes ``results/mutations_cuda_<arch>.json``.
+``--drawn FILE`` draws and compiles without a GPU, or judges what it drew. ``--save`` writes
+``results/mutations_cuda_<arch>.json``.
 """
 
 from __future__ import annotations
@@ -48,22 +49,23 @@ import processes
 import sanitize
 import torch
 
-from pyfa import binding, dispatch, ops
+from pyfa import device
 from pyfa.backends import BACKENDS
+from pyfa.backends.common.calls import DTYPE_CODES
 from pyfa.backends.cuda import code, plans, runtime_compiler
-from pyfa.backends.cuda.launcher import Launcher
 from pyfa.backends.native.plans import source_of
-from pyfa.bound import Table
 from pyfa.conformance import grid, runner
 from pyfa.conformance.cases import Case
-from pyfa.conformance.report import CRASHED, FAILED, PASSED
+from pyfa.conformance.report import CRASHED, FAILED
 from pyfa.errors import CompileError
 from pyfa.plan import Plan
+from pyfa.problem import Problem
 
 _CUDA: Any = BACKENDS["cuda"]
+_DEVICE = device.by_name("H200")
 _SAME, _UNCOMPILED, _SURVIVED, _UNREACHED = "same code", "does not compile", "", "not executed"
 _UNDER_TOOLS = 4  # cases of a fault that run under Compute Sanitizer, which is slow
-_TOOL_SECONDS = 60.0
+_TOOL_SECONDS = 25.0
 
 _SWAPS = {
     "comparison": ((" < ", " <= "), (" <= ", " < "), (" > ", " >= "), (" >= ", " > "),
@@ -92,13 +94,6 @@ class Drawn(NamedTuple):
     plan: Plan
     fault: Fault
     cases: list[str]
-
-
-class Ran(NamedTuple):
-    case: str
-    status: str
-    seconds: float
-    plans: tuple[Plan, ...]
 
 
 def faults(source: str) -> Iterator[Fault]:
@@ -146,29 +141,6 @@ def trapped(source: str, fault: Fault) -> str:
 
 # The end of a statement, of what stands in front of one, or of a line of the preprocessor.
 _ENDS = re.compile(r"^\s*#|[;{}:>]$|^$|\belse$|^\s*(if|for|while) \(.*\)$")
-
-
-def start() -> None:
-    torch.set_num_threads(1)
-    true = Launcher._load
-
-    def noting(self: Launcher, plan: Plan, threads: int, index: int) -> Any:
-        _launched.add(replace(plan, notes=()))
-        return true(self, plan, threads, index)
-
-    Launcher._load = noting  # type: ignore[method-assign]
-
-
-_launched: set[Plan] = set()
-
-
-def run_plainly(case: Case) -> Ran:
-    _launched.clear()
-    binding.calls, ops.calls = Table(), Table()
-    begin = time.perf_counter()
-    result = runner.run_case(_CUDA, case, runner.device_of("cuda"))
-    plans = tuple(sorted(_launched, key=str))
-    return Ran(case.name, result.status, time.perf_counter() - begin, plans)
 
 
 def compiled(plan: Plan, changed: str, arch: str) -> tuple[bytes, str]:
@@ -219,7 +191,6 @@ def judge_all(
     which has one thread, has imported all and touched no GPU.
     """
     found: list[tuple[Drawn, str, str]] = []
-    end = time.monotonic() + options.minutes * 60
 
     def one(each: Drawn) -> tuple[str, str]:
         return judge(each.plan, planted(source_of(each.plan), each.fault), *where(each))
@@ -233,14 +204,19 @@ def judge_all(
     def too_few(_: Drawn) -> bool:
         return sum(by not in (_SAME, _UNCOMPILED) for _, by, _ in found) < options.faults
 
-    def in_processes(some: Iterator[Drawn], what: Any) -> Iterator[tuple[Drawn, tuple[str, str]]]:
+    def in_processes(
+        some: Iterator[Drawn], what: Any, share: float
+    ) -> Iterator[tuple[Drawn, tuple[str, str]]]:
+        end = _BEGIN + options.minutes * 60 * share
         return processes.judged(some, what, at_once=options.jobs, stuck=options.stuck, end=end)
 
-    for each, (by, case) in in_processes(itertools.takewhile(too_few, planted_), one):
+    for each, (by, case) in in_processes(itertools.takewhile(too_few, planted_), one, 0.6):
         found.append((each, by, case))
     say(f"{len(found)} judged")
     left = [each for each, by, _ in found if by == _SURVIVED]
-    unreached = [each for each, (by, _) in in_processes(iter(left), reached)
+    for each in left:
+        print("left:", each.plan, each.fault, len(each.cases), flush=True)
+    unreached = [each for each, (by, _) in in_processes(iter(left), reached, 0.75)
                  if by in (_SURVIVED, _SAME)]  # fmt: skip
     say(f"{len(left)} survived; cases do not reach {len(unreached)}")
     left = [each for each in left if each not in unreached]
@@ -281,7 +257,7 @@ def under(given: Path) -> None:
     if tool == "racecheck":
         changed = sanitize.widened(changed)
     torch.set_num_threads(1)
-    arch = plans.compiled_for(arch_here(), each.plan)
+    arch = plans.compiled_for(_DEVICE.arch, each.plan)
     judge(each.plan, changed, [_level()[name] for name in each.cases], arch)
 
 
@@ -292,18 +268,23 @@ def say(what: str) -> None:
 _BEGIN = time.monotonic()
 
 
-def drawn(ran: list[Ran], seed: int, most: int) -> Iterator[Drawn]:
+def drawn(options: argparse.Namespace) -> Iterator[Drawn]:
     """Faults without end, the kernels in turn."""
-    by_plan: dict[Plan, list[Ran]] = collections.defaultdict(list)
-    for each in sorted(ran, key=lambda each: (each.case not in _quick(), digest(each.case))):
-        for plan in each.plans:
-            # The source of a user's functions is in the process that registered them.
-            if "MOD" not in dict(plan.constants):
-                by_plan[plan].append(each)
+    by_plan: dict[Plan, list[str]] = collections.defaultdict(list)
+    for name in sorted(_level(), key=lambda name: (name not in _quick(), digest(name))):
+        for plan in may_launch(_level()[name]):
+            by_plan[plan].append(name)
     by_kernel: dict[str, list[Plan]] = collections.defaultdict(list)
     for plan in sorted(by_plan, key=str):
         by_kernel[plan.kernel].append(plan)
-    draw = random.Random(seed)
+    draw = random.Random(options.seed)
+    for kernel, some in by_kernel.items():
+        some.sort(key=lambda plan: -len(by_plan[plan]))
+        alike: dict[Any, Plan] = {}  # but for the dtype
+        for plan in some:
+            rest = tuple(pair for pair in plan.constants if pair[0] != "DTYPE")
+            alike.setdefault(rest if len(some) > 2 else plan, plan)
+        by_kernel[kernel] = [*alike.values()][: -(-options.plans // len(by_kernel))]
     while True:
         for kernel in sorted(by_kernel):
             plan = draw.choice(by_kernel[kernel])
@@ -312,32 +293,43 @@ def drawn(ran: list[Ran], seed: int, most: int) -> Iterator[Drawn]:
                 continue
             kind = draw.choice(sorted({fault.kind for fault in found}))
             fault = draw.choice([fault for fault in found if fault.kind == kind])
-            names = [each.case for each in by_plan[plan]]
-            quick = sum(name in _quick() for name in names)
-            yield Drawn(plan, fault, names[: quick + most])
+            quick = sum(name in _quick() for name in by_plan[plan])
+            yield Drawn(plan, fault, by_plan[plan][: quick + options.most])
+
+
+def may_launch(case: Case) -> list[Plan]:
+    """The plans of a case on an H200. The sources of users' functions are in the processes that
+    registered them: these cases have none here."""
+    if case.score_mod or case.mask_mod or case.block_mask:
+        return []
+    narrow = case.dtypes[1] if case.dtypes[1] != case.dtype else ""
+    problem = Problem(
+        case.batch, max(case.lengths_q, default=0), max(case.lengths_k, default=0), case.heads_q,
+        case.heads_k, case.head_dim, case.head_dim_v, case.dtype, case.features, _DEVICE,
+        square=case.lengths_q == case.lengths_k, page_size=case.page_size,
+        aligned=case.layout not in ("unaligned", "gapped"),
+        positive=case.scale is None or case.scale > 0.0, dtype_k=narrow,
+        dtype_out=case.out_dtype or ("bfloat16" if case.dtype.startswith("float8") else ""),
+        scales=case.scales if isinstance(case.scales, int) else 0,
+    ).bucketed()  # fmt: skip
+    if _CUDA.why_not(problem):
+        return []
+    found = _CUDA.kernels(problem)
+    if case.kind != "kvcache":
+        found = [plan for plan in found if not plan.kernel.endswith("combine.cu")]
+    if case.new_keys:
+        code_of = DTYPE_CODES.get(case.cache_dtype or case.dtype)
+        found += [] if code_of is None else [_CUDA.target.plan_of("cuda", "append", code_of)]
+    return [replace(plan, notes=()) for plan in found]
 
 
 def digest(name: str) -> bytes:
     return hashlib.sha256(name.encode()).digest()
 
 
-def run_level(options: argparse.Namespace) -> tuple[str, list[Ran]]:
-    """The device's arch, and which plans each case of the level launches."""
-    cases = sorted(_level().values(), key=lambda case: (str(case.dtypes), case.head_dim, case.name))
-    with multiprocessing.get_context("spawn").Pool(options.jobs, initializer=start) as pool:
-        found = list(pool.imap_unordered(run_plainly, cases, chunksize=4))
-        arch = pool.apply(arch_here)
-    print(collections.Counter(each.status for each in found))
-    return arch, found
-
-
-def arch_here() -> str:
-    return dispatch.of(runner.device_of("cuda")).arch
-
-
-def draw_some(arch: str, ran: list[Ran], options: argparse.Namespace) -> dict[str, Any]:
+def draw_some(arch: str, options: argparse.Namespace) -> dict[str, Any]:
     """``--faults`` faults that change the machine code, and how many did not."""
-    source = drawn([x for x in ran if x.status == PASSED], options.seed, options.most)
+    source = drawn(options)
     found: list[Drawn] = []
     again: collections.Counter[str] = collections.Counter()
     end = time.monotonic() + options.minutes * 60
@@ -381,14 +373,13 @@ def main() -> None:
     parser.add_argument(
         "--minutes", type=float, default=10.0, help="for the draw, and for the cases"
     )
+    parser.add_argument("--plans", type=int, default=40, help="that have faults")
     parser.add_argument("--most", type=int, default=60, help="cases of the full level, for each")
     parser.add_argument("--stuck", type=float, default=60.0)
-    parser.add_argument("--ran", type=Path, help="what the level launches; made if not there")
     parser.add_argument(
         "--drawn", type=Path, help="faults to judge; if not there, to draw, without a GPU"
     )
     parser.add_argument("--under", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--stop-after", choices=("ran",), default="")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -401,27 +392,13 @@ def main() -> None:
         arch, again = work["arch"], collections.Counter(work["drawn_again"])
         given = iter([from_json(each) for each in work["faults"]])
     else:
-        if options.ran and options.ran.exists():
-            arch, rows = json.loads(options.ran.read_text())
-            ran = [
-                Ran(case, status, seconds, tuple(plan_of(fields) for fields in of))
-                for case, status, seconds, of in rows
-            ]
-        else:
-            arch, ran = run_level(options)
-            if options.ran:
-                rows = [(*x[:3], [fields_of(plan) for plan in x.plans]) for x in ran]
-                options.ran.write_text(json.dumps([arch, rows]))
-        say("the level ran")
-        if options.stop_after == "ran":
-            return
-        again = collections.Counter()
+        arch, again = _DEVICE.arch, collections.Counter()
         if options.drawn:
-            work = draw_some(arch, ran, options)
+            work = draw_some(arch, options)
             options.drawn.write_text(json.dumps(work))
-            print(f"{time.monotonic() - begin:.0f} s: {len(work['faults'])} faults drawn")
+            say(f"{len(work['faults'])} faults drawn")
             return
-        given = drawn([x for x in ran if x.status == PASSED], options.seed, options.most)
+        given = drawn(options)
     found = judge_all(given, arch, options)
     again += collections.Counter(by for _, by, _ in found if by in (_SAME, _UNCOMPILED))
     found = [each for each in found if each[1] not in (_SAME, _UNCOMPILED)]

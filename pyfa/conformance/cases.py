@@ -41,20 +41,20 @@ class Case:
     ``attention_latent``, whose values are the first ``head_dim_v`` elements of the keys.
 
     ``dlse``: gradient through "both" out and LSE, or the LSE "only". ``bias``: which dimensions it
-    has (one of ``BIASES``; "hidden" has all dimensions and some rows of −inf, "other" all dimensions
-    and not q's dtype but another of 16 bits; no level uses "one" and "sequences"). ``alibi``: slopes per "heads" or per "batch" and head. ``used_q`` and
-    ``used_k``: sequences have rows that take no part. ``slack``: rows of a packed tensor, or of a
-    cache, beyond what any sequence owns, and by how much ``max_seqlen`` exceeds the longest.
-    ``shared``: sequences share their first page. ``recipe``: the distribution of the values
-    (``RECIPES``). ``layout``: their memory layout (``LAYOUTS``). ``cache_dtype``: the dtype of k
-    and v if it differs from q's. ``scales``: the scales of float8 tensors, per "tensor" or "head",
-    or per block of this many rows. ``out_dtype``: the requested output dtype, if any. ``hostile``:
-    a NaN or an inf among the inputs, and where (``HOSTILE``). ``score_mod`` and ``mask_mod``: names
-    in ``modifiers.py``. ``captured_grad``: also compute gradients of the tensors that the score_mod
-    captured. ``topk``: the length of each row's list of keys; some entries list no key, some list a
-    key twice. With ``used_q`` lists also have lengths. ``block_mask``: the block size of a
-    BlockMask with full, partial and absent blocks. ``tree``: a mask over the new rows alone, one
-    per sequence.
+    has (one of ``BIASES``; "hidden" has all dimensions and some rows of −inf, "other" all
+    dimensions and not q's dtype but another of 16 bits; no level uses "one" and "sequences").
+    ``alibi``: slopes per "heads" or per "batch" and head. ``used_q`` and ``used_k``: sequences have
+    rows that take no part. ``slack``: rows of a packed tensor, or of a cache, beyond what any
+    sequence owns, and by how much ``max_seqlen`` exceeds the longest. ``shared``: sequences share
+    their first page. ``recipe``: the distribution of the values (``RECIPES``). ``layout``: their
+    memory layout (``LAYOUTS``). ``cache_dtype``: the dtype of k and v if it differs from q's.
+    ``scales``: the scales of float8 tensors, per "tensor" or "head", or per block of this many
+    rows. ``out_dtype``: the requested output dtype, if any. ``hostile``: a NaN or an inf among the
+    inputs, and where (``HOSTILE``). ``score_mod`` and ``mask_mod``: names in ``modifiers.py``.
+    ``captured_grad``: also compute gradients of the tensors that the score_mod captured. ``topk``:
+    the length of each row's list of keys; some entries list no key, some list a key twice. With
+    ``used_q`` lists also have lengths. ``block_mask``: the block size of a BlockMask with full,
+    partial and absent blocks. ``tree``: a mask over the new rows alone, one per sequence.
     """
 
     kind: str = "dense"
