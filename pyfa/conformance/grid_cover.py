@@ -374,6 +374,16 @@ _FAULTS: tuple[Mapping[str, Any], ...] = (
     # A bias of the other 16-bit type.
     {"dtype": "float16", "lengths_q": (61,), "lengths_k": (125,), "heads_q": 1, "heads_k": 1,
      "backward": True, "bias": "other", "bias_grad": True},
+    # Three tiles of keys more than a multiple of four: the rest of a decode loads some itself.
+    {"kind": "kvcache", "lengths_q": (1,), "lengths_k": (700,), "heads_k": 1,
+     "attention_chunk": 3000, "num_splits": 1},
+    # Rows whose last key begins a group of four.
+    {"kind": "latent", "dtype": "float16", "cache_dtype": "float8_e4m3fnuz",
+     "lengths_q": (3, 3, 3), "lengths_k": (39, 101, 135), "heads_q": 4, "heads_k": 1,
+     "head_dim": 576, "head_dim_v": 512, "scale": 0.05, "causal": True},
+    # Several sequences where a workgroup goes on to the next head.
+    {"lengths_q": (129, 129), "lengths_k": (257, 257), "heads_q": 4, "backward": True,
+     "causal": True, "attention_chunk": 100},
     # Keys for each wavefront of a decode with two tiles of rows.
     {"kind": "kvcache", "dtype": "float16", "lengths_q": (3,), "lengths_k": (700,), "heads_q": 8,
      "heads_k": 1, "head_dim": 192, "head_dim_v": 128, "num_splits": 1},
