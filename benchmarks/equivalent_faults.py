@@ -13,7 +13,7 @@ import numpy as np
 _SOURCE: tuple[tuple[str, str, str, str], ...] = ()
 
 _CLEARS = (
-    "rows that are in use are cleared as well; the kernel that writes these rows runs after this one"
+    "rows that are in use are cleared as well; the kernel that writes them runs after this one"
 )
 _DIVISION = (
     "the second correction of an integer division, which numerators below 2^31 do not need "

@@ -37,7 +37,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -64,6 +65,7 @@ from pyfa.problem import Problem
 _CUDA: Any = BACKENDS["cuda"]
 _DEVICE = device.by_name("H200")
 _SAME, _UNCOMPILED, _SURVIVED, _UNREACHED = "same code", "does not compile", "", "not executed"
+_BROKEN = "an error of this script"
 _UNDER_TOOLS = 4  # cases of a fault that run under Compute Sanitizer, which is slow
 _TOOL_SECONDS = 25.0
 
@@ -193,13 +195,18 @@ def judge_all(
     found: list[tuple[Drawn, str, str]] = []
 
     def one(each: Drawn) -> tuple[str, str]:
-        return judge(each.plan, planted(source_of(each.plan), each.fault), *where(each))
+        return changed(each, planted)
 
     def reached(each: Drawn) -> tuple[str, str]:
-        return judge(each.plan, trapped(source_of(each.plan), each.fault), *where(each))
+        return changed(each, trapped)
 
-    def where(each: Drawn) -> tuple[list[Case], str]:
-        return [_level()[name] for name in each.cases], plans.compiled_for(arch, each.plan)
+    def changed(each: Drawn, change: Callable[[str, Fault], str]) -> tuple[str, str]:
+        try:
+            source = change(source_of(each.plan), each.fault)
+            of = plans.compiled_for(arch, each.plan)
+            return judge(each.plan, source, [_level()[name] for name in each.cases], of)
+        except Exception:
+            return _BROKEN, traceback.format_exc()
 
     def too_few(_: Drawn) -> bool:
         return sum(by not in (_SAME, _UNCOMPILED) for _, by, _ in found) < options.faults
@@ -208,7 +215,11 @@ def judge_all(
         some: Iterator[Drawn], what: Any, share: float
     ) -> Iterator[tuple[Drawn, tuple[str, str]]]:
         end = _BEGIN + options.minutes * 60 * share
-        return processes.judged(some, what, at_once=options.jobs, stuck=options.stuck, end=end)
+        every = processes.judged(some, what, at_once=options.jobs, stuck=options.stuck, end=end)
+        for each, (by, case) in every:
+            if by == _BROKEN:
+                raise RuntimeError(case)
+            yield each, (by, case)
 
     for each, (by, case) in in_processes(itertools.takewhile(too_few, planted_), one, 0.6):
         found.append((each, by, case))
@@ -295,6 +306,11 @@ def drawn(options: argparse.Namespace) -> Iterator[Drawn]:
             fault = draw.choice([fault for fault in found if fault.kind == kind])
             quick = sum(name in _quick() for name in by_plan[plan])
             yield Drawn(plan, fault, by_plan[plan][: quick + options.most])
+
+
+def some_drawn(options: argparse.Namespace) -> list[Drawn]:
+    """Enough of them, of which half change nothing."""
+    return list(itertools.islice(drawn(options), 4 * options.faults))
 
 
 def may_launch(case: Case) -> list[Plan]:
@@ -398,7 +414,9 @@ def main() -> None:
             options.drawn.write_text(json.dumps(work))
             say(f"{len(work['faults'])} faults drawn")
             return
-        given = drawn(options)
+        # Elsewhere: to plan asks the driver, and no process can be forked that may do so again.
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            given = iter(pool.apply(some_drawn, (options,)))
     found = judge_all(given, arch, options)
     again += collections.Counter(by for _, by, _ in found if by in (_SAME, _UNCOMPILED))
     found = [each for each in found if each[1] not in (_SAME, _UNCOMPILED)]
