@@ -19,6 +19,7 @@ from typing import Any
 from . import (
     grid_bands,
     grid_cover,
+    grid_decode,
     grid_fp8,
     grid_hostile,
     grid_latent,
@@ -233,6 +234,7 @@ def _quick() -> Iterator[Case]:
     yield from grid_fp8.quick()
     yield from grid_bands.quick()
     yield from grid_cover.quick()
+    yield from grid_decode.quick()
     yield from grid_latent.quick()
     yield from grid_trees.quick()
 
@@ -347,6 +349,7 @@ def _full() -> Iterator[Case]:
     yield from grid_fp8.full()
     yield from grid_bands.full()
     yield from grid_cover.full()
+    yield from grid_decode.full()
     yield from grid_latent.full()
     yield from grid_trees.full()
 
