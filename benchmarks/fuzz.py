@@ -50,6 +50,7 @@ from pyfa.conformance import build, examine, modifiers, runner
 from pyfa.conformance.cases import (
     BIASES,
     FLOAT8_RECIPES,
+    FLOAT32_ROTARIES,
     HOSTILE,
     KINDS,
     LAYOUTS,
@@ -62,6 +63,7 @@ from pyfa.conformance.report import CRASHED, FAILED, CaseResult
 _LENGTHS = (0, 1, 2, 7, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 95, 96, 97, 112, 113, 127,
             128, 129, 176, 177, 191, 192, 193, 255, 256, 257)  # fmt: skip
 _DIMS = (1, 3, 8, 16, 24, 40, 59, 64, 64, 64, 72, 80, 96, 104, 111, 128, 128, 128, 160, 192, 256)
+_ROTARIES = (*ROTARIES, *FLOAT32_ROTARIES)
 _BAD = (FAILED, CRASHED)
 # What decides which kernels a case compiles, with whether there is a window.
 _COMPILED = (
@@ -174,7 +176,7 @@ def _any(draw: random.Random, backend: Backend, longest: int) -> Case:
         batch_idx=kind == "kvcache" and not page_size and often(0.2),
         packed_q=packed_q,
         new_keys=draw.choice((1, 1, 2, 5)) if kind == "kvcache" and often(0.3) else 0,
-        rotary=draw.choice(ROTARIES) if kind == "kvcache" and often(0.2) else "",
+        rotary=draw.choice(_ROTARIES) if kind == "kvcache" and often(0.2) else "",
         num_splits=draw.choice((1, 2, 3, 8)) if kind == "kvcache" and often(0.2) else 0,
         recipe=recipe,
         layout=draw.choice(LAYOUTS) if often(0.4) else "contiguous",
