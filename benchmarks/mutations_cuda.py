@@ -221,17 +221,18 @@ def judge_all(
                 raise RuntimeError(case)
             yield each, (by, case)
 
-    for each, (by, case) in in_processes(itertools.takewhile(too_few, planted_), one, 0.6):
+    for each, (by, case) in in_processes(itertools.takewhile(too_few, planted_), one, 0.65):
         found.append((each, by, case))
     say(f"{len(found)} judged")
     left = [each for each, by, _ in found if by == _SURVIVED]
     for each in left:
         print("left:", each.plan, each.fault, len(each.cases), flush=True)
-    unreached = [each for each, (by, _) in in_processes(iter(left), reached, 0.75)
+    unreached = [each for each, (by, _) in in_processes(iter(left), reached, 0.9)
                  if by in (_SURVIVED, _SAME)]  # fmt: skip
     say(f"{len(left)} survived; cases do not reach {len(unreached)}")
     left = [each for each in left if each not in unreached]
     with ThreadPoolExecutor(options.jobs) as pool:
+        left = left if options.tools else []
         reports = dict(zip(map(id, left), pool.map(reported, left), strict=True))
     return [(each, _UNREACHED if each in unreached and not by else by or reports.get(id(each), ""),
              case) for each, by, case in found]  # fmt: skip
@@ -395,6 +396,7 @@ def main() -> None:
     parser.add_argument(
         "--drawn", type=Path, help="faults to judge; if not there, to draw, without a GPU"
     )
+    parser.add_argument("--tools", type=int, default=1, help="0: without Compute Sanitizer")
     parser.add_argument("--under", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
@@ -456,7 +458,8 @@ def report(
     if options.save:
         results = {
             "what": "faults in the source of CUDA kernels, in lines that the full level executes",
-            "seed": options.seed, "most_cases": options.most, "faults": len(found),
+            "seed": options.seed, "most_cases": options.most, "tools": bool(options.tools),
+            "faults": len(found),
             "caught": caught, "equivalent": equivalent, "no_answer": no_answer,
             "drawn_again": dict(again),
             "not_executed": [

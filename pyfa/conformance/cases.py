@@ -202,6 +202,7 @@ class Case:
             unknown = unknown or "inf" in self.hostile  # which the format does not have
         if self.hostile.startswith(("q=", "k=")) and "inf" in self.hostile:
             unknown = unknown or self.softcap  # which makes it finite
+            unknown = unknown or (self.scale is not None and self.scale <= 0.0)  # of which sign?
         if self.backward:
             unknown = unknown or self.page_size or self.sinks or "inf" in self.hostile
         return self.hostile in HOSTILE and not unknown and any(a and b for a, b in pairs)
@@ -211,6 +212,7 @@ class Case:
         """Return whether ``attention_latent`` can express this case."""
         terms = self.window or self.softcap or self.bias or self.alibi or self.dropout_p
         terms = terms or self.attention_chunk or self.score_mod or self.mask_mod
+        terms = terms or self.batch_invariant
         options = self.leftpad or self.batch_idx or self.packed_q or self.new_keys or self.rotary
         fits = self.heads_k == 1 and self.head_dim_v <= self.head_dim and self.scale is not None
         return fits and not (terms or options or self.hostile)
