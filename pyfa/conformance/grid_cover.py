@@ -2,7 +2,7 @@
 
 ``benchmarks/cover.py`` drew them at random, ran them in the emulator on the gfx942 objects in the
 wheel, and kept those that executed new instructions. ``_QUICK`` are those that execute most in the
-least time. With them the quick level executes 77 % of all instructions, without them 40 %; they
+least time. With them the quick level executed 77 % of all instructions, without them 40 %; they
 take 10 s. A kernel that changes may need other cases. A case that is no longer needed does no harm.
 """
 
