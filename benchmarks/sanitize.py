@@ -177,11 +177,17 @@ def by_hash() -> list[Case]:
 def widen() -> None:
     """From now on kernels of this process have only barriers of all of a block's warps."""
     original = code.source_of
+    code.source_of = lambda plan: widened(original(plan))
 
-    def widened(plan: Plan) -> str:
-        return _SOME.sub(_WHOLE, original(plan))
 
-    code.source_of = widened
+def widened(source: str) -> str:
+    """A source whose barriers are all of a whole block."""
+    return _SOME.sub(_WHOLE, source)
+
+
+def is_ours(block: str) -> bool:
+    """Whether a block of a tool's log reports something of one of pyfa's kernels."""
+    return bool(_REPORT.search(block) and KERNELS.search(block))
 
 
 def run(cases: list[Case], widened: bool, until: float) -> None:
