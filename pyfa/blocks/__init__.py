@@ -93,7 +93,7 @@ def sizes_of(call: Call, tiles: Tiles) -> tuple[int, int, int, int]:
     """Return the shape of ``Lists.entries``."""
     batch, heads = build.lines_of(call, mask_of(call))
     owned, streamed = build.counts_of(call, tiles)
-    return batch, -(-heads // tiles.group), owned, streamed
+    return batch, heads, owned, streamed
 
 
 def states_across(call: Call, rows: int, keys: int) -> list[list[int]]:

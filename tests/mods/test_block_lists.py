@@ -47,26 +47,24 @@ def _expected(seen, tiles):
     """Entries by (b, h, owned), from the mask itself."""
     if tiles.owned == "keys":
         seen = seen.transpose(2, 3)
-        tiles = Tiles(tiles.keys, tiles.rows, "rows", tiles.group)
+        tiles = Tiles(tiles.keys, tiles.rows)
     batch, heads, rows, keys = seen.shape
     found = {}
     for b in range(batch):
-        for h in range(0, heads, tiles.group):
+        for h in range(heads):
             for row in range(-(-rows // tiles.rows)):
                 own = slice(row * tiles.rows, (row + 1) * tiles.rows)
                 entries = []
                 for key in range(-(-keys // tiles.keys)):
-                    part = seen[b, h : h + tiles.group, own, key * tiles.keys :][..., : tiles.keys]
+                    part = seen[b, h, own, key * tiles.keys :][:, : tiles.keys]
                     if part.any():
                         entries.append(key + (blocks.FULL if part.all() else 0))
-                found[b, h // tiles.group, row] = entries
+                found[b, h, row] = entries
     return found
 
 
 @pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize(
-    "tiles", [Tiles(16, 8), Tiles(32, 24), Tiles(16, 8, "keys"), Tiles(8, 16, "keys", 2)]
-)
+@pytest.mark.parametrize("tiles", [Tiles(16, 8), Tiles(32, 24), Tiles(16, 8, "keys")])
 def test_lists_are_those_of_the_mask(name, tiles):
     rows, keys = (200, 110) if name == "patches" else (45, 70)
     mask = MASKS[name](_Tables(Case(lengths_q=(rows,) * 2, lengths_k=(keys,) * 2), "cpu"))
@@ -81,17 +79,6 @@ def test_lists_are_those_of_the_mask(name, tiles):
         count = int(counts[at])
         assert entries[at][:count].tolist() == expected
         assert set(entries[at][count:].tolist()) <= {entries.shape[-1]}
-
-
-def test_a_union_that_leaves_out_a_head_is_caught(monkeypatch):
-    real = build.states_of
-
-    def wrong(call, mask, tiles):
-        return real(call, mask, tiles._replace(group=1))[:, :: tiles.group]
-
-    monkeypatch.setattr(build, "states_of", wrong)
-    with pytest.raises(AssertionError):
-        test_lists_are_those_of_the_mask("patches", Tiles(8, 16, "keys", 2))
 
 
 def test_a_mask_that_asks_for_neither_b_nor_h_has_one_list():
