@@ -178,6 +178,17 @@ def test_what_is_gone_is_not_held():
     assert len(kept._entries) == 1
 
 
+def test_lists_of_older_values_are_not_held():
+    document = torch.arange(512) // 256
+    call = _call(lambda b, h, i, j: document[i] == 0, 512, 512)
+    for _ in range(3):
+        blocks.lists_of(call, Tiles(64, 64))
+        document.add_(1)
+    assert len(kept._entries) == 1
+    (entry,) = kept._entries.values()
+    assert kept._bytes == entry.size > 0
+
+
 def test_tensors_of_inference_mode_are_never_kept():
     with torch.inference_mode():
         document = torch.arange(512) // 256
@@ -190,7 +201,7 @@ def test_tensors_of_inference_mode_are_never_kept():
 
 def test_a_key_without_the_version_is_caught(monkeypatch):
     real = kept._states_of
-    stale = lambda device, used: tuple(x.data_ptr() for x in used)  # noqa: E731
+    stale = lambda device, used: (tuple(x.data_ptr() for x in used), ())  # noqa: E731
     monkeypatch.setattr(kept, "_states_of", stale)
     with pytest.raises(AssertionError):
         test_a_change_in_place_makes_new_lists(monkeypatch)
