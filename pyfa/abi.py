@@ -140,8 +140,8 @@ FIELDS: tuple[Field, ...] = (
 
 # What follows where mods captured tensors (``kernels/mods.h``): of each its address, and four sizes
 # and strides in elements. In plans with block lists these come last, as two more
-# (``kernels/lists.h``).
-_OF_LISTS = 2
+# (``kernels/lists.h``), and a table for what makes lists (``kernels/common/tile_bounds.h``).
+_OF_LISTS = 3
 _MOST_CAPTURED, _RANK = mods.MOST_CAPTURED + _OF_LISTS, 4
 
 

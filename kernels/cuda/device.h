@@ -88,3 +88,4 @@ DEVICE void pin(long long &x) { asm volatile("" : "+l"(x)); }
 
 // `x` of the lane whose index differs in `bit`.
 DEVICE float from_lane_xor(float x, int bit) { return __shfl_xor_sync(kAllLanes, x, bit); }
+DEVICE long long from_lane_xor(long long x, int bit) { return __shfl_xor_sync(kAllLanes, x, bit); }

@@ -92,4 +92,7 @@ DEVICE float from_any_lane(float x, int lane) {
 }
 
 // `x` of the lane whose index differs in `bit`.
-DEVICE float from_lane_xor(float x, int bit) { return from_lane(x, lane_index() ^ bit); }
+template <typename T>
+DEVICE T from_lane_xor(T x, int bit) {
+  return from_lane(x, lane_index() ^ bit);
+}

@@ -27,6 +27,7 @@ pytest.importorskip("triton")
         "trees",
         "hostile",
         "invariance",
+        "lists",
         "mods",
         "wide",
         "latent",

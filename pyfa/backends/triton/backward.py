@@ -34,6 +34,7 @@ from .common import (
     state_start,
     within_chunks,
 )
+from .lists import masked_entry, visits
 
 
 @triton.jit
@@ -190,6 +191,7 @@ def grad_keys(
     batch, heads, group, head_dim, head_dim_v, longest_q, longest_k, page_size, blocks, section,
     descending, left, right, scale, softcap, threshold, keep_scale, q_start, k_start, head_start,
     batch_start, WINDOW_SHIFT, CHUNK,
+    LIST_COUNTS, LIST_ENTRIES, LIST_B, LIST_H, LIST_MOST,
     MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_DV: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr, EVEN_DV: tl.constexpr,
@@ -249,6 +251,7 @@ def grad_keys(
     tiles_left = tl.maximum(tl.cdiv(tl.minimum(full_start, stop) - start, BLOCK_M), 0)
     tiles_right = tl.maximum(tl.cdiv(stop - right_start, BLOCK_M), 0)
 
+    FULL_MASK: tl.constexpr = MASK_MOD if LIST_COUNTS is None else None
     for member in range(group):
         head = key_head * group + member
         q_base = Q + (b * stride_qb + start_q * stride_qs + head * stride_qh)
@@ -267,32 +270,44 @@ def grad_keys(
             )
         slope = tl.load(ALIBI + b * stride_ab + head, mask=(present & HAS_ALIBI) != 0, other=0.0)
         bias_base = BIAS_PTR + (b * stride_bias_b + head * stride_bias_h)
-        for m0 in range(full_start, full_stop, BLOCK_M):
-            dk, dk_rest, dv = _keys_step(
-                dk, dk_rest, dv, k, k_rest, v, q_base, g_base, lse_base, delta_base, m0, rows, keys,
-                n0, stride_qs, stride_gs, d, e, head_dim, head_dim_v, shift, left, right, scale,
-                softcap, slope, bias_base, stride_bias_i, stride_bias_j, SEED, head + head_start,
-                b + batch_start, q_start, k_start, threshold, keep_scale, WINDOW_SHIFT, CHUNK,
-            MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
-                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, EVEN_D, EVEN_E, EVEN_DV, GENERAL, BIAS, DROPOUT,
-                WIDE, TMA, PRECISION, WITH_DK, WITH_DV,
-            SCORE_MOD, MASK_MOD, False,
+        if LIST_COUNTS is None:
+            first, last, masked = full_start, full_stop, tiles_left + tiles_right
+        else:
+            number = b * LIST_B + head * LIST_H + block
+            LIST, first, last, before, behind, asked, partial = visits(
+                LIST_COUNTS, LIST_ENTRIES, number, LIST_MOST, start, full_start, full_stop, stop,
+                BLOCK_M,
             )  # fmt: skip
-        for tile in range(tiles_left + tiles_right):
-            m0 = tl.where(
-                tile < tiles_left,
-                start + tile * BLOCK_M,
-                right_start + (tile - tiles_left) * BLOCK_M,
-            )
+            masked = before + behind + partial
+        for at in range(first, last, BLOCK_M if LIST_COUNTS is None else 1):
+            m0 = at if LIST_COUNTS is None else tl.load(LIST + at) * BLOCK_M
             dk, dk_rest, dv = _keys_step(
                 dk, dk_rest, dv, k, k_rest, v, q_base, g_base, lse_base, delta_base, m0, rows, keys,
                 n0, stride_qs, stride_gs, d, e, head_dim, head_dim_v, shift, left, right, scale,
                 softcap, slope, bias_base, stride_bias_i, stride_bias_j, SEED, head + head_start,
                 b + batch_start, q_start, k_start, threshold, keep_scale, WINDOW_SHIFT, CHUNK,
-            MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
+                MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
                 BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, EVEN_D, EVEN_E, EVEN_DV, GENERAL, BIAS, DROPOUT,
-                WIDE, TMA, PRECISION, WITH_DK, WITH_DV,
-            SCORE_MOD, MASK_MOD, True,
+                WIDE, TMA, PRECISION, WITH_DK, WITH_DV, SCORE_MOD, FULL_MASK, False,
+            )  # fmt: skip
+        for tile in range(masked):
+            if LIST_COUNTS is None:
+                m0 = tl.where(
+                    tile < tiles_left,
+                    start + tile * BLOCK_M,
+                    right_start + (tile - tiles_left) * BLOCK_M,
+                )
+            else:
+                at = masked_entry(tile, first, last, before, behind, asked)
+                m0 = tl.load(LIST + at) * BLOCK_M
+            dk, dk_rest, dv = _keys_step(
+                dk, dk_rest, dv, k, k_rest, v, q_base, g_base, lse_base, delta_base, m0, rows, keys,
+                n0, stride_qs, stride_gs, d, e, head_dim, head_dim_v, shift, left, right, scale,
+                softcap, slope, bias_base, stride_bias_i, stride_bias_j, SEED, head + head_start,
+                b + batch_start, q_start, k_start, threshold, keep_scale, WINDOW_SHIFT, CHUNK,
+                MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, EVEN_D, EVEN_E, EVEN_DV, GENERAL, BIAS, DROPOUT,
+                WIDE, TMA, PRECISION, WITH_DK, WITH_DV, SCORE_MOD, MASK_MOD, True,
             )  # fmt: skip
 
     # Gradients of paged keys go to a dense buffer that the caller gathers: offset 0 there.
@@ -402,6 +417,7 @@ def grad_rows(
     batch, heads, group, head_dim, head_dim_v, longest_q, longest_k, page_size, blocks, section,
     descending, left, right, scale, softcap, threshold, keep_scale, q_start, k_start, head_start,
     batch_start, WINDOW_SHIFT, CHUNK,
+    LIST_COUNTS, LIST_ENTRIES, LIST_B, LIST_H, LIST_MOST,
     MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_DV: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr, EVEN_DV: tl.constexpr,
@@ -473,24 +489,18 @@ def grad_rows(
     dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     dq_rest = tl.zeros([BLOCK_M, BLOCK_E], dtype=tl.float32) if BLOCK_E > 0 else 0.0
     dots = tl.zeros([BLOCK_M], dtype=tl.float32)
-    for n0 in range(full_start, full_stop, BLOCK_N):
-        dq, dq_rest, dots = _rows_step(
-            dq, dq_rest, dots, q, q_rest, g, lse, delta, k_base, v_base, n0, keys, stride_ks,
-            stride_vs, stride_kb, stride_vb, PAGES, page_size, pad, d, e, head_dim, head_dim_v,
-            row, exists, shift, left, right, scale, softcap, slope, bias_rows, stride_bias_j, SEED,
-            head + head_start,
-            b + batch_start, q_start, k_start, threshold, keep_scale, WINDOW_SHIFT, CHUNK,
-            MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
-            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, EVEN_D, EVEN_E, EVEN_DV, GENERAL, BIAS, DROPOUT,
-            PAGED, WIDE, TMA, PRECISION, DOTS,
-            SCORE_MOD, MASK_MOD, False,
+    FULL_MASK: tl.constexpr = MASK_MOD if LIST_COUNTS is None else None
+    if LIST_COUNTS is None:
+        first, last, masked = full_start, full_stop, tiles_left + tiles_right
+    else:
+        number = b * LIST_B + head * LIST_H + block
+        LIST_ENTRIES, first, last, before, behind, asked, partial = visits(
+            LIST_COUNTS, LIST_ENTRIES, number, LIST_MOST, start, full_start, full_stop, stop,
+            BLOCK_N,
         )  # fmt: skip
-    for tile in range(tiles_left + tiles_right):
-        n0 = tl.where(
-            tile < tiles_left,
-            start + tile * BLOCK_N,
-            right_start + (tile - tiles_left) * BLOCK_N,
-        )
+        masked = before + behind + partial
+    for at in range(first, last, BLOCK_N if LIST_COUNTS is None else 1):
+        n0 = at if LIST_COUNTS is None else tl.load(LIST_ENTRIES + at) * BLOCK_N
         dq, dq_rest, dots = _rows_step(
             dq, dq_rest, dots, q, q_rest, g, lse, delta, k_base, v_base, n0, keys, stride_ks,
             stride_vs, stride_kb, stride_vb, PAGES, page_size, pad, d, e, head_dim, head_dim_v,
@@ -499,8 +509,27 @@ def grad_rows(
             b + batch_start, q_start, k_start, threshold, keep_scale, WINDOW_SHIFT, CHUNK,
             MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
             BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, EVEN_D, EVEN_E, EVEN_DV, GENERAL, BIAS, DROPOUT,
-            PAGED, WIDE, TMA, PRECISION, DOTS,
-            SCORE_MOD, MASK_MOD, True,
+            PAGED, WIDE, TMA, PRECISION, DOTS, SCORE_MOD, FULL_MASK, False,
+        )  # fmt: skip
+    for tile in range(masked):
+        if LIST_COUNTS is None:
+            n0 = tl.where(
+                tile < tiles_left,
+                start + tile * BLOCK_N,
+                right_start + (tile - tiles_left) * BLOCK_N,
+            )
+        else:
+            at = masked_entry(tile, first, last, before, behind, asked)
+            n0 = tl.load(LIST_ENTRIES + at) * BLOCK_N
+        dq, dq_rest, dots = _rows_step(
+            dq, dq_rest, dots, q, q_rest, g, lse, delta, k_base, v_base, n0, keys, stride_ks,
+            stride_vs, stride_kb, stride_vb, PAGES, page_size, pad, d, e, head_dim, head_dim_v,
+            row, exists, shift, left, right, scale, softcap, slope, bias_rows, stride_bias_j, SEED,
+            head + head_start,
+            b + batch_start, q_start, k_start, threshold, keep_scale, WINDOW_SHIFT, CHUNK,
+            MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, EVEN_D, EVEN_E, EVEN_DV, GENERAL, BIAS, DROPOUT,
+            PAGED, WIDE, TMA, PRECISION, DOTS, SCORE_MOD, MASK_MOD, True,
         )  # fmt: skip
     if DOTS:
         tl.store(DOTS_PTR + (b * stride_lb + head * stride_lh + row_place), dots, mask=exists)

@@ -46,6 +46,7 @@ from .common import (
     sees,
     span,
 )
+from .lists import masked_entry, visits
 
 
 @triton.jit
@@ -107,16 +108,16 @@ def _step(
             exists = row_exists[:, None] & (key < keys)[None, :]
             pointers = bias_rows[:, None] + key[None, :] * stride_bias_j
             qk = add_bias(qk, pointers, exists, BIAS)
-        if MASK_MOD is not None:
-            shown = MASK_MOD(
-                b, head, rows[:, None] + q_start, key[None, :] + k_start,
-                MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
-            )  # fmt: skip
-            qk = tl.where(shown, qk, float("-inf"))
         factor = LOG2E
         each = LOG2E
     elif EXACT:
         qk = qk * scale
+    if MASK_MOD is not None:
+        shown = MASK_MOD(
+            b, head, rows[:, None] + q_start, key[None, :] + k_start,
+            MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
+        )  # fmt: skip
+        qk = tl.where(shown, qk, float("-inf"))
     if MASKED:
         seen = sees(
             distance, key[None, :], rows[:, None] + shift, k_start, left, right, WINDOW_SHIFT, CHUNK
@@ -182,7 +183,8 @@ def attention_forward(
     descending, splits, left, right, scale, softcap, threshold, keep_scale, q_start, k_start,
     head_start, batch_start, WINDOW_SHIFT, CHUNK,
     K_SCALE, V_SCALE, K_SCALE_B, K_SCALE_H, K_SCALE_ROWS, Q_SCALE, Q_SCALE_B, Q_SCALE_H,
-    Q_SCALE_ROWS, MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
+    Q_SCALE_ROWS, LIST_COUNTS, LIST_ENTRIES, LIST_B, LIST_H, LIST_MOST,
+    MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_DV: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr, EVEN_DV: tl.constexpr,
     SHARED_V: tl.constexpr, GENERAL: tl.constexpr, BIAS: tl.constexpr,
@@ -308,7 +310,19 @@ def attention_forward(
     total = tl.where(top > float("-inf"), 1.0, 0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
 
-    for n0 in range(tl.maximum(full_start, start), tl.minimum(full_stop, stop), BLOCK_N):
+    FULL_MASK: tl.constexpr = MASK_MOD if LIST_COUNTS is None else None
+    if LIST_COUNTS is None:
+        first, last = tl.maximum(full_start, start), tl.minimum(full_stop, stop)
+        masked = tiles_left + tiles_right
+    else:
+        number = b * LIST_B + unit * LIST_H + block
+        LIST_ENTRIES, first, last, before, behind, asked, partial = visits(
+            LIST_COUNTS, LIST_ENTRIES, number, LIST_MOST, start, full_start, full_stop, stop,
+            BLOCK_N,
+        )  # fmt: skip
+        masked = before + behind + partial
+    for at in range(first, last, BLOCK_N if LIST_COUNTS is None else 1):
+        n0 = at if LIST_COUNTS is None else tl.load(LIST_ENTRIES + at) * BLOCK_N
         acc, total, top = _step(
             acc, total, top, q, q_rest, k_base, v_base, n0, keys, stride_ks, stride_vs, stride_kb,
             stride_vb, PAGES, page_size, pad, d, dv, head_dim, head_dim_v, rows, row_exists, shift,
@@ -317,14 +331,18 @@ def attention_forward(
             K_SCALE_ROWS, WINDOW_SHIFT, CHUNK,
             MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
             BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, EVEN_D, EVEN_E, EVEN_DV, SHARED_V, GENERAL, BIAS,
-            DROPOUT, PAGED, WIDE, TMA, PRECISION, SCALED, SCORE_MOD, MASK_MOD, False,
+            DROPOUT, PAGED, WIDE, TMA, PRECISION, SCALED, SCORE_MOD, FULL_MASK, False,
         )  # fmt: skip
-    for tile in range(tiles_left + tiles_right):
-        n0 = tl.where(
-            tile < tiles_left,
-            start + tile * BLOCK_N,
-            right_start + (tile - tiles_left) * BLOCK_N,
-        )
+    for tile in range(masked):
+        if LIST_COUNTS is None:
+            n0 = tl.where(
+                tile < tiles_left,
+                start + tile * BLOCK_N,
+                right_start + (tile - tiles_left) * BLOCK_N,
+            )
+        else:
+            at = masked_entry(tile, first, last, before, behind, asked)
+            n0 = tl.load(LIST_ENTRIES + at) * BLOCK_N
         acc, total, top = _step(
             acc, total, top, q, q_rest, k_base, v_base, n0, keys, stride_ks, stride_vs, stride_kb,
             stride_vb, PAGES, page_size, pad, d, dv, head_dim, head_dim_v, rows, row_exists, shift,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
+from ... import blocks, mods
 from ...plan import Plan
-from ...problem import Problem, is_banded
+from ...problem import Call, Problem, is_banded
 from ..common import splits
 
 Value = int | str | bool
@@ -294,6 +296,26 @@ def _few_rows(problem: Problem, tiles: Tiles, block: int) -> Tiles:
     return tiles._replace(block_n=128, stages=2 if problem.batch * problem.heads_k > 256 else 3)
 
 
+def list_tiles(constants: Mapping[str, Any], role: str, call: Call) -> blocks.Tiles | None:
+    """Return the tiles by whose block lists the kernel ``role`` visits under ``call``'s mask_mod;
+    None if it visits all.
+
+    With batch_invariant it does: full tiles come first, and which are full depends on the rows that
+    share a block. A mask_mod whose bits depend on the compiler has no lists.
+    """
+    mask = mods.of(call.mods).mask if call.mods else None
+    if mask is None or constants["ordered"] or not blocks.is_exact(mask):
+        return None
+    rows, keys = constants[f"{role}_block_m"], constants[f"{role}_block_n"]
+    if role == "fwd" and constants["pack"]:
+        # A block has the rows of all heads of a group.
+        group = call.q.shape[-2] // call.k.shape[-2]
+        if blocks.asks_for(mask, "h") or rows % group:
+            return None
+        rows //= group
+    return blocks.Tiles(rows, keys, "keys" if role in ("dk", "dv") else "rows")
+
+
 def plan(problem: Problem, name: str) -> Plan:
     """Return everything that the kernels of ``problem`` are compiled with."""
     kernels = kernels_of(problem)
@@ -312,7 +334,7 @@ def plan(problem: Problem, name: str) -> Plan:
         "even_d": block_d == problem.head_dim or block_e > 0,
         "even_e": block_d + block_e == problem.head_dim,
         "even_dv": block_dv == problem.head_dim_v,
-        "general": bool(features & {"softcap", "alibi", "bias", "score_mod", "mask_mod"}),
+        "general": bool(features & {"softcap", "alibi", "bias", "score_mod"}),
         "shared_v": "latent" in features and block_d == block_dv,
         "mods": problem.mods,
         "dropout": "dropout" in features,

@@ -15,8 +15,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ... import mods
+from ...blocks import Tiles
 from ...mods.emit_triton import POINTERS
-from . import backward, bias_grad, decode, forward
+from . import backward, bias_grad, decode, forward, lists
 from .common import INTERPRETED
 from .modifiers import functions_of
 from .plans import BYTES
@@ -52,6 +53,8 @@ class Spec(NamedTuple):
 
 # Rows and keys of a tile of the bias gradient. Not hot: fits every arch.
 BIAS_TILE = 32
+# Tiles of a program that looks at all points of them.
+TILES_AT_ONCE = 16
 
 _INT32 = ("CU_Q", "CU_K", "USED_Q", "USED_K", "PAGES", "BATCH_IDX", "LEFTPAD")
 _FLOAT32 = ("LSE", "BASE", "PART_LSE", "PARTS", "DELTA", "DLSE", "DOTS_PTR", "ALIBI", "SINKS")
@@ -59,6 +62,9 @@ _INPUTS = ("Q", "K", "V", "DOUT", "OUT", "DQ", "DK", "DV")
 # Of mods: the table of sizes and strides, and the captured tensors. Compiled in as None without.
 _CAPTURED = ("MOD_INFO", *(f"C{slot}" for slot in range(mods.MOST_CAPTURED)))
 _FLOATS = ("scale", "softcap", "keep_scale")
+# Of kernels that visit by block lists: the lists, strides between them and their length. Compiled
+# in as None elsewhere.
+_LISTS = ("LIST_COUNTS", "LIST_ENTRIES", "LIST_B", "LIST_H", "LIST_MOST")
 # Of float8: pointers, strides and rows per scale. Compiled in as None where there are none.
 _K_SCALES = ("K_SCALE", "V_SCALE", "K_SCALE_B", "K_SCALE_H", "K_SCALE_ROWS")
 # Of plans with chunks or windows with a negative bound; compiled in as None elsewhere.
@@ -84,8 +90,10 @@ def _type(name: str, plan: Constants, bias: str) -> str:
         return f"*{kind}"
     if name in _FLOAT32 or name in ("K_SCALE", "V_SCALE", "Q_SCALE"):
         return "*fp32"
-    if name in _INT32:
+    if name in _INT32 or name in ("LIST_COUNTS", "LIST_ENTRIES"):
         return "*i32"
+    if name == "STATES":
+        return "*u8"
     if name in ("BIAS_PTR", "DBIAS"):
         return f"*{bias or kind}"
     if name == "SEED":
@@ -158,8 +166,9 @@ def _options(plan: Constants, role: str, variant: Variant) -> dict[str, Any]:
     return options
 
 
-def _common(plan: Constants, variant: Variant, role: str) -> dict[str, Any]:
+def _common(plan: Constants, variant: Variant, role: str, listed: bool = False) -> dict[str, Any]:
     return {
+        **({} if listed else dict.fromkeys(_LISTS)),
         "BLOCK_M": plan[f"{role}_block_m"],
         "BLOCK_N": plan[f"{role}_block_n"],
         "BLOCK_D": plan["block_d"],
@@ -177,9 +186,12 @@ def _common(plan: Constants, variant: Variant, role: str) -> dict[str, Any]:
         "TMA": plan[f"{role}_tma"] and not variant.wide and plan[f"{role}_paged"] == 0,
         "DIES": plan["dies"],
         "PRECISION": "tf32" if variant.tf32 else "ieee",
-        **functions_of(plan["mods"]),
-        **dict.fromkeys(_CAPTURED[_pointers(plan) :]),
+        **_mods(plan),
     }
+
+
+def _mods(plan: Constants) -> dict[str, Any]:
+    return functions_of(plan["mods"]) | dict.fromkeys(_CAPTURED[_pointers(plan) :])
 
 
 def _pointers(plan: Constants) -> int:
@@ -188,8 +200,14 @@ def _pointers(plan: Constants) -> int:
     return 1 + captured if captured else 0
 
 
-def forward_spec(plan: Constants, variant: Variant, split: bool) -> Spec:
-    constants = _common(plan, variant, "fwd")
+def states_spec(plan: Constants, tiles: Tiles) -> Spec:
+    """Return the spec of the kernel that looks at all points of tiles of this size."""
+    constants = {"ROWS": tiles.rows, "KEYS": tiles.keys, "AT_ONCE": TILES_AT_ONCE, **_mods(plan)}
+    return _spec(lists.tile_states, plan, Variant(), constants, {}, {"num_warps": 4})
+
+
+def forward_spec(plan: Constants, variant: Variant, split: bool, listed: bool = False) -> Spec:
+    constants = _common(plan, variant, "fwd", listed)
     constants |= {"PACK": plan["pack"], "SPLIT": split, "AHEAD": split and plan["ahead"]}
     constants |= {"SCALED": variant.scaled, "SHARED_V": plan["shared_v"]}
     if not variant.scaled:
@@ -230,8 +248,8 @@ def keys_roles(plan: Constants) -> tuple[str, ...]:
     return ("dk", "dv") if "dv_block_m" in plan else ("dk",)
 
 
-def keys_spec(plan: Constants, variant: Variant, role: str = "dk") -> Spec:
-    constants = _common(plan, variant, role)
+def keys_spec(plan: Constants, variant: Variant, role: str = "dk", listed: bool = False) -> Spec:
+    constants = _common(plan, variant, role, listed)
     constants |= {"WITH_DK": role == "dk", "WITH_DV": role == "dv" or "dv_block_m" not in plan}
     # Gradients of pages are summed in float32 before they are rounded.
     types = {"DK": "*fp32", "DV": "*fp32"} if plan[f"{role}_paged"] else {}
@@ -241,8 +259,8 @@ def keys_spec(plan: Constants, variant: Variant, role: str = "dk") -> Spec:
     )  # fmt: skip
 
 
-def rows_spec(plan: Constants, variant: Variant, dots: bool = False) -> Spec:
-    constants = _common(plan, variant, "dq") | {"DOTS": dots}
+def rows_spec(plan: Constants, variant: Variant, dots: bool = False, listed: bool = False) -> Spec:
+    constants = _common(plan, variant, "dq", listed) | {"DOTS": dots}
     return _spec(
         backward.grad_rows, plan, variant, constants, _divisors(plan),
         _options(plan, "dq", variant),
