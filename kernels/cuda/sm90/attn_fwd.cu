@@ -117,7 +117,12 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
     if (first <= last) {
       Seen seen = keys_seen(p, s, first_row, min(first_row + 16, s.rows) - 1);
       Probabilities y[kSeparateP ? 2 : 1];  // P of the tile before, and of this one
+      if constexpr (kFewRows)
+        for (auto &tile : y)
+          for (auto &slice : tile)
+            for (unsigned &x : slice) x = 0;
       float factors[2];
+      bool both = first_row + 8 < s.rows;  // of the warp's two halves
       TileScales tile_scales(p, s.batch, sequence.head, first_row + lane_index() / 4);
 
       Visits visits(p, s, sequence.head, row);
@@ -176,9 +181,9 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
         release_k();
         finish_scores(x, first_visit);
         if constexpr (kSeparateP) {
-          online_softmax_to<true>(scale, x, rows, y[0], factors);
+          online_softmax_to<true>(scale, x, rows, y[0], factors, both);
         } else {
-          online_softmax_in_place(scale, x, rows, factors);
+          online_softmax_in_place(scale, x, rows, factors, both);
           round_to(y[0], x);
         }
         int valid = s.keys - tile_of(first_visit) * BLOCK_K;
@@ -219,9 +224,9 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
           finish_scores(x, visit);
           bool raised;
           if constexpr (kSeparateP)
-            raised = online_softmax_to<false>(scale, x, rows, made, factors);
+            raised = online_softmax_to<false>(scale, x, rows, made, factors, both);
           else
-            raised = online_softmax_in_place(scale, x, rows, factors);
+            raised = online_softmax_in_place(scale, x, rows, factors, both);
           // 8. Waits for P V. V's stage and the registers of `before` are free.
           wgmma_wait<0>();
           if constexpr (kFloat8) {
@@ -302,7 +307,7 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
             if (n == first) release(barriers.q_empty(group));
             // 3. Score terms, mask and softmax, under the products of the other warpgroups.
             finish_scores(x, visits[n]);
-            bool raised = online_softmax_in_place(scale, x, rows, factors);
+            bool raised = online_softmax_in_place(scale, x, rows, factors, both);
             if constexpr (kBlockScaled) {
               if (raised) rescale(o, factors);
               tile_scales.scale_probabilities(x, n, units);

@@ -39,6 +39,9 @@ constexpr bool kFloat8 = INPUTS == E4M3;
 #ifndef OF_GROUPS
 #define OF_GROUPS GROUPS
 #endif
+// Such a block often has the rows of one group of heads. Then a warp has 8 rows and not 16, and leaves out the
+// softmax of the rows that are not there. On its own it waits for that, not for another warpgroup's products.
+constexpr bool kFewRows = GROUPS != OF_GROUPS;
 constexpr bool kBlockScaled = kFloat8 && SCALES == PER_BLOCK;
 constexpr int kInner = kFloat8 ? 32 : 16;  // elements of a product's inner dimension
 
@@ -81,6 +84,17 @@ constexpr float kTop = kFloat8 ? 8.0f : 0.0f;
 constexpr float kMost = kFloat8 ? 8.75f : kLag;  // the same, before it is raised
 
 typedef Row Rows[2];  // rows group and group + 8 of the warp
+
+// f(from, to) of a warp's rows by halves, [from, to) of 2; `both`: there are more than 8.
+template <typename F>
+DEVICE void for_halves(bool both, F f) {
+  if constexpr (kFewRows) {
+    f(0, 1);
+    if (both) f(1, 2);
+  } else {
+    f(0, 2);
+  }
+}
 
 // What a finished score is multiplied by.
 DEVICE float to_base_2(const Params &p) { return SCORE == PLAIN ? p.scale * kLog2E : kLog2E; }
@@ -180,15 +194,18 @@ DEVICE void mask(const Params &p, Scores &s, const Sequence &sequence, int first
 }
 
 // The largest scores of this lane, times `to_base_2`.
-DEVICE void find_largest(float to_base_2, const Scores &s, float (&largest)[2]) {
+DEVICE void find_largest(float to_base_2, const Scores &s, float (&largest)[2], bool both) {
+  largest[1] = kLowest;
+  for_halves(both, [&](int from, int to) {
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    largest[h] = __builtin_fmaxf(s[2 * h], s[2 * h + 1]);
+    for (int h = from; h < to; ++h) {
+      largest[h] = __builtin_fmaxf(s[2 * h], s[2 * h + 1]);
 #pragma unroll
-    for (int t = 1; t < kKeyTiles; ++t)
-      largest[h] = __builtin_fmaxf(largest[h], __builtin_fmaxf(s[4 * t + 2 * h], s[4 * t + 2 * h + 1]));
-    largest[h] *= to_base_2;
-  }
+      for (int t = 1; t < kKeyTiles; ++t)
+        largest[h] = __builtin_fmaxf(largest[h], __builtin_fmaxf(s[4 * t + 2 * h], s[4 * t + 2 * h + 1]));
+      largest[h] *= to_base_2;
+    }
+  });
 }
 
 // Whether any of the four lanes of a row says so.
@@ -242,22 +259,25 @@ DEVICE float probability(float score, float to_base_2, float base) {
 
 // One tile of online softmax: the scores become probabilities in place, and `round_to` makes the operand of
 // P V of them. Returns whether O has to be rescaled.
-DEVICE bool online_softmax_in_place(float to_base_2, Scores &s, Rows &rows, float (&factors)[2]) {
+DEVICE bool online_softmax_in_place(float to_base_2, Scores &s, Rows &rows, float (&factors)[2],
+                                    bool both) {
   float largest[2];
-  find_largest(to_base_2, s, largest);
+  find_largest(to_base_2, s, largest, both);
   bool outgrown[2] = {largest[0] > rows[0].base + kMost, largest[1] > rows[1].base + kMost};
   if constexpr (INVARIANT)
     for (int h = 0; h < 2; ++h) outgrown[h] = any_of_row(outgrown[h]);
   bool raised = __any_sync(kAllLanes, outgrown[0] || outgrown[1]);
   if (raised) update_max(largest, outgrown, rows, factors);
+  for_halves(both, [&](int from, int to) {
 #pragma unroll
-  for (int t = 0; t < kKeyTiles; ++t)
+    for (int t = 0; t < kKeyTiles; ++t)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      Row &row = rows[i / 2];
-      s[4 * t + i] = probability(s[4 * t + i], to_base_2, row.base);
-      row.total += s[4 * t + i];
-    }
+      for (int i = 2 * from; i < 2 * to; ++i) {
+        Row &row = rows[i / 2];
+        s[4 * t + i] = probability(s[4 * t + i], to_base_2, row.base);
+        row.total += s[4 * t + i];
+      }
+  });
   return raised;
 }
 DEVICE void round_to(Probabilities &p, const Scores &s) {
@@ -279,30 +299,32 @@ DEVICE void round_to(Probabilities &p, const Scores &s) {
 
 // Scores to rounded probabilities in registers of their own, with the sums of this tile.
 DEVICE void exponentiate(float to_base_2, const Scores &s, const Rows &rows, Probabilities &p,
-                         float (&sums)[2]) {
+                         float (&sums)[2], bool both) {
   sums[0] = sums[1] = 0.0f;
+  for_halves(both, [&](int from, int to) {
 #pragma unroll
-  for (int t = 0; t < kKeyTiles; ++t)
+    for (int t = 0; t < kKeyTiles; ++t)
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float x = probability(s[4 * t + 2 * h], to_base_2, rows[h].base);
-      float y = probability(s[4 * t + 2 * h + 1], to_base_2, rows[h].base);
-      sums[h] += x;
-      sums[h] += y;
-      p[t / 2][t % 2 * 2 + h] = Format<DTYPE>::nearest(x, y);
-    }
+      for (int h = from; h < to; ++h) {
+        float x = probability(s[4 * t + 2 * h], to_base_2, rows[h].base);
+        float y = probability(s[4 * t + 2 * h + 1], to_base_2, rows[h].base);
+        sums[h] += x;
+        sums[h] += y;
+        p[t / 2][t % 2 * 2 + h] = Format<DTYPE>::nearest(x, y);
+      }
+  });
 }
 // One tile of online softmax with P apart from the scores. While a lane's share of a tile's sum stays below
 // 2^kLag, no score outgrew its base by more than that. Else the tile is done again with new bases. The first
 // tile of a work tile has no base yet.
 template <bool first>
 DEVICE bool online_softmax_to(float to_base_2, const Scores &s, Rows &rows, Probabilities &p,
-                         float (&factors)[2]) {
+                              float (&factors)[2], bool both) {
   constexpr float kMostSum = 256.0f;
   float sums[2];
   bool raised = first, outgrown[2] = {true, true};
   if (!first) {
-    exponentiate(to_base_2, s, rows, p, sums);
+    exponentiate(to_base_2, s, rows, p, sums, both);
     if constexpr (INVARIANT) {
       for (int h = 0; h < 2; ++h) outgrown[h] = any_of_row(!(sums[h] <= kMostSum));
       raised = __any_sync(kAllLanes, outgrown[0] || outgrown[1]);
@@ -312,9 +334,9 @@ DEVICE bool online_softmax_to(float to_base_2, const Scores &s, Rows &rows, Prob
   }
   if (raised) {
     float largest[2];
-    find_largest(to_base_2, s, largest);
+    find_largest(to_base_2, s, largest, both);
     update_max(largest, outgrown, rows, factors);
-    exponentiate(to_base_2, s, rows, p, sums);
+    exponentiate(to_base_2, s, rows, p, sums, both);
   }
   rows[0].total += sums[0];
   rows[1].total += sums[1];

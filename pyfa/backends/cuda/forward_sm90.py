@@ -13,7 +13,7 @@ from ..common.calls import GENERAL, PLAIN
 from ..native.lists import listed
 from ..native.plans import modified, plan_with
 from ..native.tiles import Pair, constants_of
-from ..native.tiles.sm90 import FORWARD, FORWARD_INVARIANT, ROWS, STAGES, Own
+from ..native.tiles.sm90 import FORWARD, FORWARD_INVARIANT, ROWS, Own
 from . import plans
 from .tensor_maps import panel
 
@@ -25,6 +25,8 @@ ELSEWHERE = {
 }  # fmt: skip
 _FULL, _MASKED, _TERMS = range(3)
 _TWO_FIT = 96  # heads up to this: two blocks of one warpgroup fit on an SM
+_MOST_STAGES = 4
+_SHARED_BYTES, _OF_A_BLOCK = 228 * 1024, 1024  # of an SM; what the driver takes of it for a block
 PAGE_SIZES = (0, 16)  # what ``all_plans`` are for: others are compiled at first use
 # What pages are a multiple of. Smaller ones are read here where no other kernel does: on an H200
 # pages of 4 keys take 28 µs of both, of 1 key 65, and 28 of sm80's.
@@ -121,9 +123,21 @@ def _plan(
     if invariant:
         more["INVARIANT"] = 1
     if few:
-        more |= {"OF_GROUPS": tiles.groups, "BLOCKS": 2 if pair[0] <= _TWO_FIT else 1}
-        tiles = tiles._replace(groups=1)
+        blocks = 2 if pair[0] <= _TWO_FIT else 1
+        more |= {"OF_GROUPS": tiles.groups, "BLOCKS": blocks}
+        tiles = with_most_stages(tiles._replace(groups=1), pair, blocks)
     return plan_of(tiles, pair, dtype, score, tiles.shared_bytes(pair), notes, **more)
+
+
+def with_most_stages(tiles: Own, pair: Pair, blocks: int) -> Own:
+    """Return ``tiles`` with the most stages with which ``blocks`` fit on an SM, at most
+    ``_MOST_STAGES``: a block alone waits for memory longer than for its products."""
+    found = tiles
+    for stages in range(tiles.stages + 1, _MOST_STAGES + 1):
+        more = tiles._replace(stages=stages)
+        if blocks * (more.shared_bytes(pair) + _OF_A_BLOCK) <= _SHARED_BYTES:
+            found = more
+    return found
 
 
 def plan_of(
@@ -137,7 +151,6 @@ def plan_of(
         "HEAD_DIM_V": pair[1],
         "SCORE": score,
         "SHARED_BYTES": shared,
-        "STAGES": STAGES,
         **constants_of(tiles),
         **more,
     }

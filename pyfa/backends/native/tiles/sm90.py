@@ -17,25 +17,26 @@ _PANEL_BYTES = 128  # of a row: what TMA and the matrix instruction swizzle
 
 
 class Own(NamedTuple):
-    """``groups`` warpgroups of 64 query rows each, tiles of ``block_k`` keys, two stages of K and
-    of V."""
+    """``groups`` warpgroups of 64 query rows each, tiles of ``block_k`` keys, ``stages`` of K and
+    as many of V."""
 
     groups: int
     block_k: int
+    stages: int = STAGES
 
     def shared_bytes(self, pair: Pair) -> int:
         """Return the bytes of a block: queries, stages, barriers of 8 bytes, and the descriptions
         of two tiles of work."""
         queries = self.groups * ROWS * pair[0] * 2
-        stages = STAGES * self.block_k * sum(pair) * 2
-        barriers = (2 * self.groups + 4 * STAGES + 2 * TOLD) * 8
+        stages = self.stages * self.block_k * sum(pair) * 2
+        barriers = (2 * self.groups + 4 * self.stages + 2 * TOLD) * 8
         return -(-(queries + stages + barriers) // 16) * 16 + TOLD * 48
 
     def shared_bytes_of_float8(self, pair: Pair) -> int:
         """Return the same with a transposed copy of V and the scales."""
         queries = self.groups * ROWS * pair[0]
-        stages = STAGES * self.block_k * (pair[0] + 2 * pair[1])
-        barriers = (2 * self.groups + 6 * STAGES + 2 * TOLD) * 8
+        stages = self.stages * self.block_k * (pair[0] + 2 * pair[1])
+        barriers = (2 * self.groups + 6 * self.stages + 2 * TOLD) * 8
         return -(-(queries + stages + barriers) // 16) * 16 + TOLD * 64
 
 
