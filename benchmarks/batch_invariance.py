@@ -41,6 +41,13 @@ _MODELS = (
     Model(2, 1, 256, 256),
     Model(2, 1, 192, 128),
     Model(3, 3, 80, 80, HALF),
+    # Several chunks of keys.
+    Model(8, 2, 128, 128, longest=6000, gradient=False),
+    Model(4, 1, 64, 64, HALF, window=3000, longest=6000, gradient=False),
+    Model(4, 2, 128, 128, sinks=True, softcap=20.0, longest=5000, gradient=False),
+    Model(2, 1, 256, 256, longest=5000, gradient=False),
+    Model(2, 1, 192, 128, HALF, longest=5000, gradient=False),
+    Model(2, 2, 96, 96, sinks=True, longest=5000, gradient=False),
 )
 _SINGLE = (Model(4, 2, 64, 64, SINGLE), Model(2, 1, 128, 128, SINGLE, window=70))
 _SMALL = Sizes((2, 3), (16, 50, 1000), (16, 48), (2,), (2,))
@@ -52,6 +59,7 @@ _COSTS = (
     ("decode", 8, 1, 8192, 32, 8, 64, 0), ("decode", 8, 1, 8192, 32, 8, 64, 16),
     ("decode", 8, 1, 8192, 16, 2, 256, 0), ("decode", 32, 1, 8192, 16, 2, 256, 0),
     ("decode", 64, 1, 2048, 16, 8, 256, 0), ("decode", 32, 1, 4096, 16, 1, 128, 0),
+    ("decode", 24, 1, 8192, 32, 8, 128, 0), ("decode", 8, 1, 8192, 16, 1, 128, 0),
     ("decode", 8, 4, 8192, 32, 8, 128, 0),
     ("prefill", 8, 512, 8192, 32, 8, 64, 64), ("prefill", 8, 512, 8192, 32, 8, 128, 16),
     ("prefill", 8, 2048, 2048, 16, 4, 256, 0),

@@ -258,7 +258,8 @@ def main() -> int:
     if options.save:
         how = f"Medians of {options.rounds} calls in turn, warm caches: benchmarks/serving.py."
         title = "Decode, prefill over pages and merging"
-        print(machine.save("serving", {"title": title, "how": how, "compared": [*peers], **found}))
+        name = "serving_fa3" if options.fa3 else "serving"
+        print(machine.save(name, {"title": title, "how": how, "compared": [*peers], **found}))
     return 0
 
 
