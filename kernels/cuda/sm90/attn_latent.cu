@@ -272,7 +272,7 @@ DEVICE void consume(const Params &p, const Block &b, Shared shared) {
       mask_rows(p, x, b.s, b.first + t,
                 [&](int h) { return b.row_of(first_of_warp + 8 * h + lane_index() / 4); });
     float factors[2];
-    bool raised = online_softmax_to<false>(factor, x, rows, y, factors);
+    bool raised = online_softmax_to<false>(factor, x, rows, y, factors, true);
 #pragma unroll
     for (int i = 0; i < kSlices; ++i) stmatrix(PanelTile::at(my_p, 0, 2 * i), y[i]);
     if (lane_index() % 4 == 0) {

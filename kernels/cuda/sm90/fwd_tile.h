@@ -47,6 +47,16 @@ constexpr bool kFloat8 = INPUTS == E4M3;
 #define HALVES 1
 #endif
 constexpr int kOwnDims = HEAD_DIM_V / HALVES;
+// Such a block often has the rows of one group of heads. Then a warp has 8 rows and not 16, and leaves out the
+// softmax of the rows that are not there: it waits for that, and not for another warpgroup's products. On an
+// H200 that gains 12 % at D = 64 and 1 % at 128; wider heads spill.
+constexpr bool kFewRows = GROUPS != OF_GROUPS && HEAD_DIM_V <= 64;
+// Tiles of keys that are merged with others only when they are done (row.h: Join), 0 for all. Their
+// boundaries are absolute, so a split can take such a chunk and another call all of them.
+#ifndef CHUNK_TILES
+#define CHUNK_TILES 0
+#endif
+constexpr int kChunkTiles = CHUNK_TILES;
 constexpr bool kBlockScaled = kFloat8 && SCALES == PER_BLOCK;
 constexpr int kInner = kFloat8 ? 32 : 16;  // elements of a product's inner dimension
 
@@ -89,6 +99,17 @@ constexpr float kTop = kFloat8 ? 8.0f : 0.0f;
 constexpr float kMost = kFloat8 ? 8.75f : kLag;  // the same, before it is raised
 
 typedef Row Rows[2];  // rows group and group + 8 of the warp
+
+// f(from, to) of a warp's rows by halves, [from, to) of 2; `both`: there are more than 8.
+template <typename F>
+DEVICE void for_halves(bool both, F f) {
+  if constexpr (kFewRows) {
+    f(0, 1);
+    if (both) f(1, 2);
+  } else {
+    f(0, 2);
+  }
+}
 
 // What a finished score is multiplied by: with softcap alone it is a tanh, with ALiBi alone not yet scaled.
 DEVICE float to_base_2(const Params &p) {
@@ -221,15 +242,18 @@ DEVICE void mask(const Params &p, Scores &s, const Sequence &sequence, int first
 }
 
 // The largest scores of this lane, times `to_base_2`.
-DEVICE void find_largest(float to_base_2, const Scores &s, float (&largest)[2]) {
+DEVICE void find_largest(float to_base_2, const Scores &s, float (&largest)[2], bool both) {
+  largest[1] = kLowest;
+  for_halves(both, [&](int from, int to) {
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    largest[h] = __builtin_fmaxf(s[2 * h], s[2 * h + 1]);
+    for (int h = from; h < to; ++h) {
+      largest[h] = __builtin_fmaxf(s[2 * h], s[2 * h + 1]);
 #pragma unroll
-    for (int t = 1; t < kKeyTiles; ++t)
-      largest[h] = __builtin_fmaxf(largest[h], __builtin_fmaxf(s[4 * t + 2 * h], s[4 * t + 2 * h + 1]));
-    largest[h] *= to_base_2;
-  }
+      for (int t = 1; t < kKeyTiles; ++t)
+        largest[h] = __builtin_fmaxf(largest[h], __builtin_fmaxf(s[4 * t + 2 * h], s[4 * t + 2 * h + 1]));
+      largest[h] *= to_base_2;
+    }
+  });
 }
 
 // Whether any of the four lanes of a row says so.
@@ -284,22 +308,25 @@ DEVICE float probability(float score, float to_base_2, float base) {
 
 // One tile of online softmax: the scores become probabilities in place, and `round_to` makes the operand of
 // P V of them. Returns whether O has to be rescaled.
-DEVICE bool online_softmax_in_place(float to_base_2, Scores &s, Rows &rows, float (&factors)[2]) {
+DEVICE bool online_softmax_in_place(float to_base_2, Scores &s, Rows &rows, float (&factors)[2],
+                                    bool both) {
   float largest[2];
-  find_largest(to_base_2, s, largest);
+  find_largest(to_base_2, s, largest, both);
   bool outgrown[2] = {largest[0] > rows[0].base + kMost, largest[1] > rows[1].base + kMost};
   if constexpr (INVARIANT)
     for (int h = 0; h < 2; ++h) outgrown[h] = any_of_row(outgrown[h]);
   bool raised = __any_sync(kAllLanes, outgrown[0] || outgrown[1]);
   if (raised) update_max(largest, outgrown, rows, factors);
+  for_halves(both, [&](int from, int to) {
 #pragma unroll
-  for (int t = 0; t < kKeyTiles; ++t)
+    for (int t = 0; t < kKeyTiles; ++t)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      Row &row = rows[i / 2];
-      s[4 * t + i] = probability(s[4 * t + i], to_base_2, row.base);
-      row.total += s[4 * t + i];
-    }
+      for (int i = 2 * from; i < 2 * to; ++i) {
+        Row &row = rows[i / 2];
+        s[4 * t + i] = probability(s[4 * t + i], to_base_2, row.base);
+        row.total += s[4 * t + i];
+      }
+  });
   return raised;
 }
 DEVICE void round_to(Probabilities &p, const Scores &s) {
@@ -321,30 +348,32 @@ DEVICE void round_to(Probabilities &p, const Scores &s) {
 
 // Scores to rounded probabilities in registers of their own, with the sums of this tile.
 DEVICE void exponentiate(float to_base_2, const Scores &s, const Rows &rows, Probabilities &p,
-                         float (&sums)[2]) {
+                         float (&sums)[2], bool both) {
   sums[0] = sums[1] = 0.0f;
+  for_halves(both, [&](int from, int to) {
 #pragma unroll
-  for (int t = 0; t < kKeyTiles; ++t)
+    for (int t = 0; t < kKeyTiles; ++t)
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float x = probability(s[4 * t + 2 * h], to_base_2, rows[h].base);
-      float y = probability(s[4 * t + 2 * h + 1], to_base_2, rows[h].base);
-      sums[h] += x;
-      sums[h] += y;
-      p[t / 2][t % 2 * 2 + h] = Format<DTYPE>::nearest(x, y);
-    }
+      for (int h = from; h < to; ++h) {
+        float x = probability(s[4 * t + 2 * h], to_base_2, rows[h].base);
+        float y = probability(s[4 * t + 2 * h + 1], to_base_2, rows[h].base);
+        sums[h] += x;
+        sums[h] += y;
+        p[t / 2][t % 2 * 2 + h] = Format<DTYPE>::nearest(x, y);
+      }
+  });
 }
 // One tile of online softmax with P apart from the scores. While a lane's share of a tile's sum stays below
 // 2^kLag, no score outgrew its base by more than that. Else the tile is done again with new bases. The first
 // tile of a work tile has no base yet.
 template <bool first>
 DEVICE bool online_softmax_to(float to_base_2, const Scores &s, Rows &rows, Probabilities &p,
-                         float (&factors)[2]) {
+                              float (&factors)[2], bool both) {
   constexpr float kMostSum = 256.0f;
   float sums[2];
   bool raised = first, outgrown[2] = {true, true};
   if (!first) {
-    exponentiate(to_base_2, s, rows, p, sums);
+    exponentiate(to_base_2, s, rows, p, sums, both);
     if constexpr (INVARIANT) {
       for (int h = 0; h < 2; ++h) outgrown[h] = any_of_row(!(sums[h] <= kMostSum));
       raised = __any_sync(kAllLanes, outgrown[0] || outgrown[1]);
@@ -354,14 +383,60 @@ DEVICE bool online_softmax_to(float to_base_2, const Scores &s, Rows &rows, Prob
   }
   if (raised) {
     float largest[2];
-    find_largest(to_base_2, s, largest);
+    find_largest(to_base_2, s, largest, both);
     update_max(largest, outgrown, rows, factors);
-    exponentiate(to_base_2, s, rows, p, sums);
+    exponentiate(to_base_2, s, rows, p, sums, both);
   }
   rows[0].total += sums[0];
   rows[1].total += sums[1];
   return raised;
 }
+
+// ---- chunks -------------------------------------------------------------------------------------
+
+// The sum of a chunk lies in the first of a row's four lanes.
+DEVICE void sum_up(Rows &rows) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float total = row_sum(rows[h].total);
+    rows[h].total = lane_index() % 4 == 0 ? total : 0.0f;
+  }
+}
+
+// What the chunks before this one came to, of the rows that the block has. Every thread has its own part, in
+// memory that the block writes and reads over and over: it stays in the L2 cache.
+struct Before {
+  struct alignas(16) Four {
+    float x[4];
+  };
+  static constexpr int kStep = GROUPS * 128;  // threads
+  Four *at;
+  METHOD Before(const Params &p) {
+    int thread = workgroup_index() * (kStep * (kDimTiles + 1)) + thread_index() - 128;
+    pin(thread);  // or the address is kept through the loop over tiles
+    at = (Four *)p.partial_out + thread;
+  }
+  METHOD void keep(const Rows &rows, const Output &o) const {
+    at[0] = Four{{rows[0].base, rows[0].total, rows[1].base, rows[1].total}};
+#pragma unroll
+    for (int t = 0; t < kDimTiles; ++t)
+      at[(t + 1) * kStep] = Four{{o[4 * t], o[4 * t + 1], o[4 * t + 2], o[4 * t + 3]}};
+  }
+  METHOD void join(Rows &rows, Output &o) const {
+    Four states = at[0];
+    Join joins[2] = {Join(states.x[0], rows[0].base), Join(states.x[2], rows[1].base)};
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      rows[h] = Row{joins[h].base, joins[h](states.x[2 * h + 1], rows[h].total)};
+#pragma unroll
+    for (int t = 0; t < kDimTiles; ++t) {
+      if (t % 2 == 0) asm volatile("" ::: "memory");  // or all loads come first, and take registers
+      Four four = at[(t + 1) * kStep];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) o[4 * t + i] = joins[i / 2](four.x[i], o[4 * t + i]);
+    }
+  }
+};
 
 // ---- for the epilogue ---------------------------------------------------------------------------
 

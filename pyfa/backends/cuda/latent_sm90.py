@@ -13,7 +13,6 @@ from ..common.calls import PLAIN
 from ..common.splits import Times, least_time
 from ..native.decode import lines
 from ..native.plans import plan_with
-from ..native.tiles import constants_of
 from ..native.tiles.sm90 import LATENT
 from . import forward_sm90, plans
 
@@ -68,8 +67,7 @@ def _plan(dtype: int, page_size: int, notes: Iterable[str] = ()) -> Plan:
         "HEAD_DIM_V": _PAIR[1],
         "SCORE": PLAIN,
         "SHARED_BYTES": LATENT.shared_bytes_of_latent(_PAIR),
-        "STAGES": LATENT.groups,
-        **constants_of(LATENT),
+        **forward_sm90.constants_of_own(LATENT),
         **forward_sm90.page_rows(page_size, LATENT),
     }
     return plan_with("cuda", KERNEL, constants, notes)

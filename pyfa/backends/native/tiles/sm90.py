@@ -11,17 +11,21 @@ from .sm80 import TILES as OF_SM80
 
 ROWS = 64  # query rows of a warpgroup of the forward
 STAGES = 2  # of forward: places for a tile of K, and for one of V; of backward: for Q and dO
+# With batch_invariant rows of more keys than this are merged of chunks, without score terms and in
+# heads of up to 128. Others spill 4 to 36 bytes.
+CHUNK_KEYS, CHUNKED_DIM = 2048, 128
 TOLD = 2  # work tiles that the copying warp may be ahead by
 _GROUP_KEYS = 64  # of a warpgroup of backward
 _PANEL_BYTES = 128  # of a row: what TMA and the matrix instruction swizzle
 
 
 class Own(NamedTuple):
-    """``groups`` warpgroups of 64 query rows each, tiles of ``block_k`` keys, two stages of K and
-    of V. ``halves``: warpgroups that have the same rows, and each a part of V."""
+    """``groups`` warpgroups of 64 query rows each, tiles of ``block_k`` keys, ``stages`` of K and
+    as many of V. ``halves``: warpgroups that have the same rows, and each a part of V."""
 
     groups: int
     block_k: int
+    stages: int = STAGES
     halves: int = 1
 
     @property
@@ -29,19 +33,23 @@ class Own(NamedTuple):
         """Return the query rows of a block."""
         return self.groups // self.halves * ROWS
 
+    def chunk_tiles(self, pair: Pair) -> int:
+        """Return the tiles of a chunk with ``batch_invariant``, 0 without chunks."""
+        return CHUNK_KEYS // self.block_k if pair[0] <= CHUNKED_DIM else 0
+
     def shared_bytes(self, pair: Pair) -> int:
         """Return the bytes of a block: queries, stages, barriers of 8 bytes, and the descriptions
         of two tiles of work."""
         queries = self.rows * pair[0] * 2
-        stages = STAGES * self.block_k * sum(pair) * 2
-        barriers = (2 * self.groups + 4 * STAGES + 2 * TOLD) * 8
+        stages = self.stages * self.block_k * sum(pair) * 2
+        barriers = (2 * self.groups + 4 * self.stages + 2 * TOLD) * 8
         return -(-(queries + stages + barriers) // 16) * 16 + TOLD * 48
 
     def shared_bytes_of_float8(self, pair: Pair) -> int:
         """Return the same with a transposed copy of V and the scales."""
         queries = self.groups * ROWS * pair[0]
-        stages = STAGES * self.block_k * (pair[0] + 2 * pair[1])
-        barriers = (2 * self.groups + 6 * STAGES + 2 * TOLD) * 8
+        stages = self.stages * self.block_k * (pair[0] + 2 * pair[1])
+        barriers = (2 * self.groups + 6 * self.stages + 2 * TOLD) * 8
         return -(-(queries + stages + barriers) // 16) * 16 + TOLD * 64
 
     def shared_bytes_of_latent(self, pair: Pair) -> int:
@@ -56,7 +64,7 @@ class Own(NamedTuple):
 # Where every row sees all keys; with a causal mask or a window; with score terms. On an H200 those
 # of 64 and 128 are the fastest of the ones in kernels/cuda/README.md. Of 256 no other was tried;
 # those of 96 and 192 are of FlashAttention-3's size, as far as nothing is spilled.
-_WIDE = Own(2, 32, 2)
+_WIDE = Own(2, 32, halves=2)
 FORWARD: dict[Pair, tuple[Own, Own, Own]] = {
     (64, 64): (Own(3, 128), Own(3, 128), Own(2, 128)),
     (96, 96): (Own(2, 176), Own(2, 128), Own(2, 128)),
