@@ -24,8 +24,10 @@ import subprocess
 import sys
 from typing import Any
 
+import machine
+
 ABSENT = ("ziglang", "cuda", "elftools", "msgpack", "triton")
-ORDERS = ("engine first", "pyfa first")
+ORDERS = ("pyfa first", "engine first")
 
 _CHILD = r'''
 import contextlib, functools, json, sys, time
@@ -212,10 +214,8 @@ def main() -> None:
                 if name != "import torch" and phase["modules"]:
                     print(f"      {phase['of']}")
             print(" ", results[order][title]["errors"], results[order][title]["bundled"])
-    if options.save:
-        import machine
-
-        print(machine.save("first_call_h200", results))
+        if options.save:
+            print(machine.save("first_call_h200", results))
 
 
 if __name__ == "__main__":
