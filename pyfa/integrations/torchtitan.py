@@ -55,7 +55,7 @@ class PyfaAttention(VarlenAttention):  # type: ignore[misc]  # not checked
             )
         left, right = self.window_size
         found: Any = api.attention_varlen(
-            *(x.flatten(0, 1) for x in (q, k, v)),
+            q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1),
             attention_masks.cu_seq_q, attention_masks.cu_seq_k,
             attention_masks.max_q, attention_masks.max_k,
             causal=right == 0, window=(left, right), scale=scale,
