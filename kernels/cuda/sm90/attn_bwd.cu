@@ -47,7 +47,7 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd(
   static_assert(!DETERMINISTIC, "blocks that leave out a tile would not take their turn there");
   Work w{0, 0, 0, 0, 0, p};
   for (int group = p.heads_q / p.heads_k, i = 0; i < group; ++i)
-    w.steps += list_of_head(p, own.head_k * group + i).count;
+    w.steps += list_of_head(p, own, own.head_k * group + i).count;
 #else
   Work w;
   w.begin = seen.low / BLOCK_Q;

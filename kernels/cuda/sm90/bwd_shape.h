@@ -174,8 +174,7 @@ struct Work {
 #if LISTS
 // The tiles of a head that the list of this block of keys names. Found anew for each head: no register keeps what
 // it is made of.
-DEVICE List list_of_head(const Params &p, int head) {
-  Owned own = owned_keys(p);
+DEVICE List list_of_head(const Params &p, const Owned &own, int head) {
   Sequence s = sequence_of(p, own.batch);
   Seen seen = rows_seeing(p, s, own.first_key, min(own.first_key + BLOCK_K, s.keys) - 1);
   List list = list_of(p, own.batch, head, own.first_key / BLOCK_K);
@@ -196,7 +195,7 @@ struct Cursor {
     read();
   }
   METHOD void open(const Params &p) {
-    List list = list_of_head(p, head);
+    List list = list_of_head(p, owned_keys(p), head);
     left = list.count;
     entries = list.entries;
   }

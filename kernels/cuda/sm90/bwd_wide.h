@@ -81,6 +81,17 @@ struct DqSums {
   }
 };
 
+// What a role prepares of the score terms: the second has none. Named, because NVRTC 13.0 takes a lambda with a
+// parameter of type `auto` for a host function.
+template <bool first>
+struct TermsOf {
+  typedef TileTerms Type;
+};
+template <>
+struct TermsOf<false> {
+  typedef int Type;
+};
+
 // All tiles of a block. While a tile's scores are made, the first chunk of dQ of the tile before is in flight,
 // and its other chunks before this tile's dV or dK. No product is issued under a condition: the compiler would
 // wait for it.
@@ -132,7 +143,8 @@ DEVICE void consume_role(const Params &p, const Work &w, Shared shared) {
         return 0;
       }
     };
-    auto make_operand = [&](float(&scores)[kScores], const auto &terms, int step) {
+    auto make_operand = [&](float(&scores)[kScores], const typename TermsOf<kFirst>::Type &terms,
+                            int step) {
       int stage = stage_of(step), first = cursor.tile * BLOCK_Q;
       hold(scores);
       States states;
