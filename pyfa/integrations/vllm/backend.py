@@ -36,7 +36,7 @@ _FLOAT8 = ("fp8", "fp8_e4m3")
 
 class PyfaBackend(AttentionBackend):  # type: ignore[misc]  # vLLM is untyped where it matters
     """What pyfa supports, in vLLM's terms. Encoders, latent attention (MLA), cascades, context
-    parallelism and masks of multimodal prefixes are not implemented, and declined by name."""
+    parallelism and masks of multimodal prefixes are not implemented, and refused by name."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *_FLOAT8]
