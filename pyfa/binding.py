@@ -89,7 +89,7 @@ def of_scales(descale: Any) -> tuple[tuple[Any, ...], int]:
     return tuple(x for x in descale if x is not None), which
 
 
-# Calls by the arguments of the public functions: of a bound call, checks, normalised arguments,
+# Calls by the arguments of the public functions: of a bound call, checks, normalized arguments,
 # choice and launch are functions of its key and of what ``Fitting`` compares. To find it takes
 # 1.5 µs where request and choice alone take 10.
 calls = Table()

@@ -247,18 +247,18 @@ def block_diffusion(length: int, block: int) -> Mask:
 
 def _near(x: Any, y: Any, size: int, kernel: int) -> Any:
     """Return whether y is one of the ``kernel`` positions around x. At the borders the
-    neighbourhood is shifted inside."""
+    neighborhood is shifted inside."""
     half = kernel // 2
     middle = x.clamp(half, max(size - 1 - (kernel - 1 - half), half))
     return (y - middle >= -half) & (y - middle <= kernel - 1 - half)
 
 
 def natten(sizes: Sequence[int], kernel: int | Sequence[int]) -> Mask:
-    """Return a neighbourhood mask (NATTEN): each token sees the ``kernel`` tokens around it, in
+    """Return a neighborhood mask (NATTEN): each token sees the ``kernel`` tokens around it, in
     every dimension.
 
     Tokens are the elements of a row-major array of ``sizes``: (width,), (height, width) or (frames,
-    height, width). At the borders the neighbourhood is shifted inside. Raises ``ValueError`` if
+    height, width). At the borders the neighborhood is shifted inside. Raises ``ValueError`` if
     ``kernel`` does not have one size per dimension.
     """
     kernels = (kernel,) * len(sizes) if isinstance(kernel, int) else tuple(kernel)

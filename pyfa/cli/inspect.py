@@ -254,7 +254,7 @@ def _print(kernel: str, arch: str, reports: list[dict[str, Any]]) -> None:
     print_text(
         f"Clocks of one wavefront on each unit: VALU {VALU_CLOCKS} an instruction, packed fp32 "
         "(part of valu) and integer products too; "
-        f"v_exp_f32 {TRANS_CLOCKS}; MFMA as LLVM's model has it; LDS clocks and conflicts modelled "
+        f"v_exp_f32 {TRANS_CLOCKS}; MFMA as LLVM's model has it; LDS clocks and conflicts modeled "
         "from addresses. B/clk: bytes of a compute unit per clock of its four matrix units: read "
         "and written in LDS, loaded into it directly, loaded from memory. Barriers per 64 keys."
     )

@@ -39,7 +39,7 @@ _Mod = Callable[..., Any]
 
 
 class _Body(NamedTuple):
-    """Everything that determines a function's behaviour and can be set on it."""
+    """Everything that determines a function's behavior and can be set on it."""
 
     code: types.CodeType
     defaults: tuple[Any, ...] | None

@@ -39,7 +39,7 @@ class Runtime(Protocol):
 
     @property
     def empty(self) -> Empty:
-        """Make an uninitialised tensor on the current device."""
+        """Make an uninitialized tensor on the current device."""
 
     def launch_of(self, program: Program, kernels: Sequence[code.Code]) -> Launch:
         """Return ``program`` as a launch, with the code of each of its steps."""

@@ -27,7 +27,7 @@ def partials(call: Call, num_splits: int) -> dict[str, Like]:
 def add(
     launch: Launcher, program: Program, call: Call, out: Like, lse: Like | None, num_splits: int
 ) -> None:
-    """Launch the kernel that computes out and lse from each row's splits, each with a normalised
+    """Launch the kernel that computes out and lse from each row's splits, each with a normalized
     output and its LSE.
 
     A split without keys has LSE −inf and an undefined output. Splits of rows that no sequence uses

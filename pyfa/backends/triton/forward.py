@@ -2,7 +2,7 @@
 
 One kernel serves prefill and decode. ``PACK``: a block holds the query rows of all heads that share
 a KV head, so K and V are read once for the group. ``SPLIT``: each program takes one split of the
-keys and writes a normalised float32 partial result for ``decode.combine``.
+keys and writes a normalized float32 partial result for ``decode.combine``.
 
 Float8 queries are multiplied with float8 keys directly. V is converted to bfloat16, which is exact,
 and P is rounded to bfloat16, for two reasons. A float8 product would need V transposed byte by byte

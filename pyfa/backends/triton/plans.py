@@ -159,7 +159,7 @@ def _blocks(problem: Problem) -> tuple[int, int]:
     Hopper's matrix unit reads shared memory through descriptors, which encode the swizzle: the
     tile's width, up to 64. If V is not prefetched, its tile reuses the memory of K's. If the two
     descriptors then differ, ptxas 12.8 (Triton 3.6) derives the descriptors of V's rows from 16 on
-    from an uninitialised register, and the kernel reads wrong rows or out of bounds. So there V is
+    from an uninitialized register, and the kernel reads wrong rows or out of bounds. So there V is
     as wide as K.
     """
     # Matrix units take 32 float8 elements at a time.

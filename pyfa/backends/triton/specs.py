@@ -1,4 +1,4 @@
-"""How each kernel is specialised: argument types, constants, alignment, options. Also compiles
+"""How each kernel is specialized: argument types, constants, alignment, options. Also compiles
 them.
 
 Kernels are compiled from an explicit signature instead of from sample arguments, so the code object

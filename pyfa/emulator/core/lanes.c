@@ -219,7 +219,7 @@ u64 low_defined(const Wave *w, const Inst *i, int n, u64 both) {
 }
 
 // The lanes whose dword of the pair n that feeds the low or high result is defined. Compilers give
-// one register twice (op_sel_hi 0) and leave its neighbour unwritten.
+// one register twice (op_sel_hi 0) and leave its neighbor unwritten.
 static u64 half_defined(const Wave *w, const Inst *i, int n, u32 high, u64 both) {
     if (both == ~0ull) return both;
     u32 code = i->src[n] + ((high ? i->opsel_hi : i->opsel) >> n & 1);

@@ -81,8 +81,8 @@ class Result:
     stalled: npt.NDArray[np.float64]
 
     @property
-    def utilisation(self) -> float:
-        """Return the utilisation of the four matrix units."""
+    def utilization(self) -> float:
+        """Return the utilization of the four matrix units."""
         return self.matrix_clocks / (SIMDS * self.clocks) if self.clocks else 0.0
 
 
