@@ -171,7 +171,7 @@ def _refuse_qkv(
     if v.dtype != k.dtype:
         wrong(of_v, f"{of_k}'s dtype {k.dtype}", v)
     if k.shape[:-1] != v.shape[:-1]:
-        wrong(of_v, f"{of_k}'s shape {tuple(k.shape)} but for head_dim", v)
+        wrong(of_v, f"{of_k}'s shape {tuple(k.shape)} except for head_dim", v)
     for name, x, most in (("q", q, MAX_HEAD_DIM), (of_v, v, MAX_HEAD_DIM_V)):
         if not 1 <= x.shape[-1] <= most:
             wrong(name, f"a head_dim from 1 to {most}", x)

@@ -34,9 +34,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timing",
         action="store_true",
-        help=f"estimate the time on an {DEVICE} ({WORDS}). If you also describe a problem: "
-        "estimate it with its plan, and list the hot loop by slots (a few MFMAs and what runs "
-        "beside them)",
+        help=f"estimate the time on an {DEVICE} ({WORDS}). If you also describe a problem, "
+        "the estimate is for its plan, and the hot loop is listed by slots (a few MFMAs and the "
+        "instructions that overlap with them)",
     )
     problem.add_flags(parser)
     parser.set_defaults(**dict.fromkeys(_FLAGS))

@@ -1,4 +1,4 @@
-"""Ring attention: keys and values go round the ranks, and each rank computes its queries' attention
+"""Ring attention: keys and values go around the ranks, and each rank computes its queries' attention
 to them.
 
 At step i rank r processes the keys of rank r − i. They are sent directly from that rank while step

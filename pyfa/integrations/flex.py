@@ -170,8 +170,7 @@ def _warn(reason: str) -> None:
 
 
 def _levels_to_the_user() -> int:
-    """Return how many frames above its caller the first line is that is neither in this file nor in
-    PyTorch."""
+    """Return how many frames above its caller the first frame outside this file and PyTorch is."""
     level, frame = 0, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
         level, frame = level + 1, frame.f_back

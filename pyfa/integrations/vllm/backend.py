@@ -1,5 +1,5 @@
-"""The classes that vLLM asks an attention backend for. vLLM imports this module when it is to use
-pyfa; an unsupported version is refused here.
+"""The classes that vLLM expects of an attention backend. vLLM imports this module if pyfa is
+selected; the import fails for an unsupported version of vLLM.
 
 vLLM's keys and values are in pages before attention runs, so each layer is one call of
 ``attention_kvcache``: prefill, chunks of prompts and decode are rows of one packed batch. All
