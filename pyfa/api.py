@@ -322,8 +322,8 @@ def attention_kvcache(
     not supported.
 
     Keys for a float8 cache must be float8, scaled with the scales of the cache rows that they are
-    written to. Rotary converts float8 to float32 and rounds again, clamped to the format's largest number.
-    ``descale`` per block of rows refers to the rows or pages of the cache.
+    written to. Rotary converts float8 to float32 and rounds again, clamped to the format's largest
+    number. ``descale`` per block of rows refers to the rows or pages of the cache.
 
     There is no dropout and no gradient: an input that requires one raises ``ValueError``. Other
     arguments and errors are as in ``attention``. Lengths and pages outside the cache raise

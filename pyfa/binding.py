@@ -1,7 +1,7 @@
-"""Binds a call to the arguments of a public function, and finds it by them when they come again.
+"""Binds a call to the arguments of a public function, and finds it again by these arguments.
 
-A key has the numbers of the arguments, and which tensors are given. The first call with a key is
-checked, planned and bound. Later ones run what was bound then.
+A key contains the arguments that are not tensors, and which tensors are given. The first call with
+a key is checked, planned and bound. Later calls with this key run the bound call.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def around(over_keys: Plan, transposed: bool) -> tuple[Plan, Plan, Plan]:
 def sm90_plans_of(
     pair: Pair, dtype: int, deterministic: bool, general: bool = False
 ) -> tuple[Plan, Plan, Plan]:
-    """Return the plans of row_sums, Hopper's own attn_bwd, and dq_convert."""
+    """Return the plans of row_sums, Hopper's attn_bwd, and dq_convert."""
     tiles = (sm90.BACKWARD_TERMS if general else sm90.BACKWARD)[pair]
     if deterministic and not tiles.roles:
         tiles = tiles._replace(one_sender=True)
