@@ -1,5 +1,5 @@
 // The dropout generator: Philox4x32 with 7 rounds (Salmon et al. 2011, "Parallel random numbers: as
-// easy as 1, 2, 3"), the same bits on every backend. One draw serves four neighbouring keys of one
+// easy as 1, 2, 3"), the same bits on every backend. One draw serves four neighboring keys of one
 // query row. Needs DEVICE.
 #pragma once
 

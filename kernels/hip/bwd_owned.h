@@ -118,7 +118,7 @@ DEVICE unsigned kept(const Context &c, int head, int own, int first) {
   const Params &p = params_again();
   Dropout dropout(p, c.s.batch);
   auto draw = [&](int key, int row) { return dropout.kept_of_four(dropout.group_of(key), row, head); };
-  // A draw serves four keys: four registers, or where keys are owned one of four neighbouring lanes,
+  // A draw serves four keys: four registers, or where keys are owned one of four neighboring lanes,
   // each of which draws for every fourth row.
   int lane = lane_index() % 4;
   unsigned bits = 0;

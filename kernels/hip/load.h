@@ -2,7 +2,7 @@
 //
 // K goes there directly, 4 bytes a lane (gfx942 has nothing wider), no registers in between; the
 // swizzle is applied to the source. V passes through registers, where 2 x 2 elements are transposed
-// by v_perm: a lane takes two neighbouring d of eight keys, one dword each. Of bytes it is 4 x 4.
+// by v_perm: a lane takes two neighboring d of eight keys, one dword each. Of bytes it is 4 x 4.
 #pragma once
 #include "../sequence.h"
 #include "arguments.h"
@@ -242,7 +242,7 @@ struct ValueLoads<2, keys, head_dim, depth, waves> {
   }
 };
 
-// Of bytes: a lane takes four neighbouring d of four neighbouring keys, which are one word of four
+// Of bytes: a lane takes four neighboring d of four neighboring keys, which are one word of four
 // units. Half a wavefront writes 8 fours of d and the 4 words of a unit: every bank once.
 template <int keys, int head_dim, int depth, int waves>
 struct ValueLoads<1, keys, head_dim, depth, waves> {

@@ -1,7 +1,7 @@
 // Which workgroup does what.
 //
 // Workgroups go to the dies (XCDs) in turn, each die has an L2 of its own, and a head's K and V are
-// read by all of its blocks and by its neighbours in a group: so a die gets neighbouring heads, one
+// read by all of its blocks and by its neighbors in a group: so a die gets neighboring heads, one
 // after the other. A head's last blocks come first, which see most under a causal mask: what is left
 // at the end is short. Heads beyond a multiple of the dies go first, spread over all dies.
 #pragma once

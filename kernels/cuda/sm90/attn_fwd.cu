@@ -1,5 +1,5 @@
 // Attention forward on Hopper: out and lse of q (B, Sq, H, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), dense
-// or packed. Warp-specialised as FlashAttention-3 (Shah et al. 2024): one producer warpgroup, GROUPS
+// or packed. Warp-specialized as FlashAttention-3 (Shah et al. 2024): one producer warpgroup, GROUPS
 // consumer warpgroups of 64 query rows each.
 //
 // A block stays on its SM and takes work tiles (rows of one head) from `counter`, which is 0 before the
@@ -402,7 +402,7 @@ DEVICE void store(const Params &p, Shared info, int first_row, const Rows &rows,
       continue;
     }
     // 4. Else 16 bits from registers to out. Four lanes exchange their elements first, so that each stores
-    // 16 neighbouring bytes: whole sectors, and Q's shared memory is not needed for it.
+    // 16 neighboring bytes: whole sectors, and Q's shared memory is not needed for it.
     if (p.lse && mine && lane % 4 == 0)
       ((float *)p.lse)[s.row_batch * p.lse_batch + sequence.head * p.lse_head + s.row0 + row] = end.lse;
     unsigned short *to = (unsigned short *)p.out + s.row_batch * p.out_batch + (s.row0 + row) * p.out_row +

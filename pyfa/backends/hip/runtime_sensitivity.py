@@ -24,7 +24,7 @@ from .target import TARGET
 # What a constant is multiplied by; 1 is its own value. Times in between are interpolated.
 FACTORS = (0.25, 0.5, 2.0, 4.0)
 _SWITCHES = ("transcendental_apart", "matrix_apart")
-# The clock that utilization leaves has two more, which constants.py has apart from its tables.
+# Two more constants give the clock by utilization; constants.py has them outside its tables.
 CLOCK, EXPONENT = "clock", "clock_exponent"
 _OF_DEVICE = ("dispatch", "launch_seconds", "hbm_bytes", "l2_bytes_of_die")
 
