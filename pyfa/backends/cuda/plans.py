@@ -107,7 +107,7 @@ def notes_of(problem: Problem, pair: Pair) -> list[str]:
 
 
 def plan_of(kernel: str, dtype: int | None = None) -> Plan:
-    """Return the plan of a kernel that depends on a number format at most."""
+    """Return the plan of a kernel whose only constant, if any, is a number format."""
     return plans.plan_with("cuda", f"cuda/{kernel}.cu", {} if dtype is None else {"DTYPE": dtype})
 
 

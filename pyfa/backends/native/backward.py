@@ -246,8 +246,8 @@ def _is_banded(call: Call) -> bool:
 
 
 def sums_of(launch: Launcher, call: Call, chain: Sequence[Plan]) -> dict[str, Like]:
-    """Return the float32 buffer in which blocks that own keys add up dQ, and the lock of their
-    turns."""
+    """Return the float32 accumulator of dQ for blocks that own keys and, if gradients are
+    deterministic, the counter that orders their additions."""
     if name_of(chain[-1]) != "dq_convert":
         return {}
     rows, heads = launch.target.block_of(chain[0]).rows, call.q.shape[-2]
