@@ -75,13 +75,13 @@ NARROW = 128  # of heads: what a warpgroup has S and dP of
 
 
 def why_not_sm90(dims: Pair, terms: frozenset[str], deterministic: bool) -> str | None:
-    """Return why backward is sm80's kernel on a device that has sm90's; None if it is not."""
+    """Return why backward runs on the sm_80 kernel on an sm_90 device; None if it does not."""
     if "sinks" not in terms:
         return None
     if deterministic:
-        return "sm90's has no deterministic gradient of sinks"
+        return "the sm_90 kernel has no deterministic gradient of sinks"
     if max(dims) > NARROW and terms & _STEEP:
-        return "sm90's has no sinks with softcap or score_mod for heads beyond 128"
+        return "the sm_90 kernel has no sinks with softcap or score_mod above head_dim 128"
     return None
 
 
@@ -117,7 +117,7 @@ def notes_of(problem: Problem) -> list[str]:
     dims, features = (problem.head_dim, problem.head_dim_v), problem.features
     terms, deterministic = features & TERMS, "deterministic" in features
     why = why_not_sm90(dims, terms, deterministic)
-    return [f"backward is sm80's kernel: {why}"] if why else []
+    return [f"backward runs on the sm_80 kernel: {why}"] if why else []
 
 
 def all_plans(arch: str) -> list[Plan]:

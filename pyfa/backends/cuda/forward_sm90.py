@@ -18,7 +18,7 @@ from . import plans
 from .tensor_maps import panel
 
 KERNEL = "cuda/sm90/attn_fwd.cu"
-# What is left to sm80's kernel, with the words for ``explain``.
+# What runs on the sm_80 kernel, with the words for ``explain``.
 ELSEWHERE = {
     "dropout": "dropout", "bias": "bias",
     "tree": "tree_mask",  # its addresses spill 150 to 390 bytes
@@ -40,7 +40,7 @@ def why_not(problem: Problem) -> list[str]:
     # Batch invariance is for one kernel to read pages and others: ``why_not_invariant`` has these.
     if "batch_invariant" not in problem.features:
         found += without_pages(problem)
-    return [f"sm80's kernel: sm90's has no {words}" for words in found]
+    return [f"runs on the sm_80 kernel: the sm_90 kernel has no {words}" for words in found]
 
 
 def without_pages(problem: Problem, of: int = _WORTH_A_COPY) -> list[str]:

@@ -62,9 +62,9 @@ def why_not(problem: Problem) -> list[str]:
     """Return why the cache cannot be read without a copy, which would be too slow at every step."""
     reasons = []
     if problem.head_dim % problem.unit or problem.head_dim_v % problem.unit:
-        reasons.append(f"decode reads heads of a multiple of {problem.unit} elements")
+        reasons.append(f"decode needs a head_dim that is a multiple of {problem.unit}")
     if not problem.aligned:
-        reasons.append("decode reads rows at multiples of 16 bytes")
+        reasons.append("decode needs rows aligned to 16 bytes")
     return reasons
 
 
