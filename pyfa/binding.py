@@ -24,8 +24,8 @@ from .request import Request
 _log = logging.getLogger("pyfa")
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
-# What a key begins with: the function, and which tensors there are. Score terms add 1 to 7, a seed
-# 8, scales 16 to 128; from 256 on each function has its own. All that is rare comes behind.
+# A key begins with the function and which tensors there are. Score terms add 1 to 7, a seed 8,
+# scales 16 to 128; from 256 on each function has its own. All that is rare comes behind.
 DENSE, PACKED, CACHE, LATENT = 0, 1 << 20, 2 << 20, 3 << 20
 
 

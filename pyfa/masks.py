@@ -327,7 +327,7 @@ def blocks(table: torch.Tensor, rows: int, keys: int) -> Mask:
     rank = table.dim()
     if not 2 <= rank <= 4:
         raise ValueError(f"table: expected 2 to 4 dimensions; got shape {tuple(table.shape)}")
-    # What has a size of 1 is for all.
+    # A dimension of size 1 broadcasts.
     shared = [size == 1 for size in table.shape[: rank - 2]]
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

@@ -26,7 +26,7 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c
 _MARKERS = "osD^vPX*"
 # Who has which color, in every picture.
 _PEERS = ("pyfa", "flash", "cudnn", "flex", "fa3", "fa4", "efficient", "naive")
-# Of a picture that stands alone: text and ground, in light and in dark. It has a ground of its own
+# For a picture in a file: text and background, in light and in dark. It has a ground of its own
 # because a page may be dark where the reader's system is light.
 _ALONE = (
     "<style>svg { color: #1c2430; background: #ffffff }"
@@ -183,7 +183,7 @@ def svg(made: Figure, name: str, title: str = "") -> str:
     text = re.sub(r"(<svg[^>]*?) (?:height|width)=\"[^\"]*\"", r"\1", text, count=1)
     text = re.sub(r"(<svg[^>]*?) (?:height|width)=\"[^\"]*\"", r"\1", text, count=1)
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    # What nothing refers to; and a description in place of it.
+    # Drops ids that nothing refers to, and adds a description.
     text = re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", text)
     said = html.escape(title or name)
     text = text.replace("<svg ", f'<svg role="img" aria-label="{said}" ', 1)

@@ -50,7 +50,7 @@ def hip(name: str, data: Mapping[str, Any]) -> list[Section]:
 def conformance(name: str, data: Mapping[str, Any]) -> list[Section]:
     """Show a backend's result in the suite, and the cases closest to the bounds."""
     counts = data["counts"]
-    # Those of other archs, run on this one; else a word that says they are its own.
+    # Tiles of another arch that ran on this one; otherwise a word for its own tiles.
     tiles = data.get("tiles")
     note = f", tiles of {' and '.join(tiles)}" if isinstance(tiles, list) else ""
     failed = len(data["failed"])

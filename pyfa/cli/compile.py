@@ -106,7 +106,7 @@ def _refuse_another_compiler() -> None:
         raise ValueError(f"--bundle: expected {compiler.PINNED}; got {compiler.version()}")
 
 
-# What the report says of a kernel, and its heading.
+# The report's columns for a kernel, and their headings.
 _COLUMNS = {
     "vgprs": "VGPR",
     "agprs": "AGPR",

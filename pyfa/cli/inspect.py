@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 VALU_CLOCKS, TRANS_CLOCKS, LDS_BYTES_A_CLOCK = 4, 16, 128
 SIMDS = 4  # of a compute unit
 MFMA_FLOPS = 512  # of a SIMD in a clock, fp16 and bf16
-# What an MI300X at 750 W holds while its matrix units are busy, not its peak of 2.1 GHz: 1115 to
-# 1230 MHz, AMD's ROCm blog "Measuring Max-Achievable FLOPs", part 2 (2025), taken second-hand.
+# The clock that an MI300X holds at 750 W while its matrix units are busy, not its peak of 2.1 GHz:
+# 1115 to 1230 MHz, AMD's ROCm blog "Measuring Max-Achievable FLOPs", part 2 (2025), taken
+# second-hand.
 SUSTAINED_HZ = (1.115e9, 1.23e9)
 DEVICE = "MI300X"
 _PACKED = ("v_pk_fma_f32", "v_pk_mul_f32", "v_pk_add_f32")

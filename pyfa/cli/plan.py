@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..dispatch import Explanation
     from ..traffic import Model
 
-# What makes a problem more than the dense attention that the model counts.
+# Features beyond the dense attention that the model counts.
 _LEFT_OUT = {
     "bias": "the bias and its gradient",
     "varlen": "the packed batch: all sequences count as the longest",

@@ -39,7 +39,7 @@ _MANY: tuple[Mapping[str, Any], ...] = (
     {"lengths": ((1,), (90,)), "heads_q": 64, "topk": 70, "num_splits": 2},
     {"lengths": ((1,), (50,)), "heads_q": 128, "topk": 33, "sinks": True},
 )
-# Of float8 caches.
+# Float8 caches.
 _SCALES: tuple[str | int, ...] = ("", "tensor", "head", 16)
 
 

@@ -121,7 +121,7 @@ class RingAttention(torch.autograd.Function):
             for step, pieces, keys, values in steps:
                 home.bring(step, _gradients(blocks, pieces, keys, values, some, total))
                 if before is not None:
-                    # What was under way for the heads before had this step to arrive.
+                    # The transfers of the previous heads had this step to complete.
                     before.finish()
                     before = None
             _heads(dq, heads).copy_(total)

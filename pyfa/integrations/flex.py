@@ -137,7 +137,7 @@ def flex_attention(
             query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
             **given,
         )  # fmt: skip
-        _warn(reason)  # what PyTorch refuses as well has raised its own error by now
+        _warn(reason)  # calls that PyTorch rejects have raised its error by now
         return result
     out, lse = found if with_lse else (found, None)
     out = _laid_out_as(query, out.transpose(1, 2))

@@ -29,7 +29,7 @@ class CudaBackend(NativeBackend):
 
     def why_not(self, problem: Problem) -> Sequence[str]:
         reasons = self._why_refused(problem)
-        # Of a device that is not here nobody asks for code, and with a compiler none is missing.
+        # Code is not needed for a device that is not here, and is never missing with a compiler.
         if reasons or self.why_unavailable() or not (no_compiler := code.why_no_compiler()):
             return reasons
         without = code.why_missing(self.kernels(problem), problem.arch, no_compiler)

@@ -69,7 +69,7 @@ def _readable(given: _Given, bias_grad: bool) -> _Given:
     if call.bias is not None and max(call.bias.stride()[-2:], default=0) >= calls.MAX_ROW_STRIDE:
         call = call._replace(bias=call.bias.contiguous())  # offsets inside a tile are 32-bit
     if bias_grad and call.bias is not None and call.bias.numel() and 0 in call.bias.stride():
-        # What has a stride of 0 is broadcast to the kernels, and its gradient a sum.
+        # Contiguous, because kernels treat stride 0 as broadcast and sum its gradient.
         call = call._replace(bias=call.bias.contiguous())
     return _Given(
         calls.readable(dout),

@@ -82,7 +82,7 @@ def _step(
         else:
             qk = qk * k_scale[None, :]
     factor = scale * LOG2E
-    # Of each row one, as a column beside the scores.
+    # One per row, as a column next to the scores.
     each = factor[:, None] if SCALED >= 2 else factor
     if GENERAL:
         qk, _capped = score(

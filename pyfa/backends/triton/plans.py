@@ -11,7 +11,7 @@ from ..common import splits
 
 Value = int | str | bool
 
-# What torch calls a dtype and what Triton does, and the bytes of an element.
+# torch's and Triton's name of a dtype, and the bytes of an element.
 KINDS = {
     "float16": "fp16",
     "bfloat16": "bf16",
@@ -122,7 +122,7 @@ _FAMILIES = {
     "gfx1100": _RDNA,
 }
 
-# What makes the runtime look at more than q, k, v and the window.
+# Features for which the runtime looks at more than q, k, v and the window.
 _OPTIONS = frozenset(
     {"softcap", "alibi", "bias", "score_mod", "mask_mod", "sinks", "dropout", "varlen", "seqused",
      "paged", "leftpad", "batch_idx", "fp8", "tree"}
@@ -235,7 +235,7 @@ def forward_tiles(problem: Problem) -> Tiles:
 def _long_rows(problem: Problem) -> bool:
     """Return whether rows see so many keys that larger tiles through the copy engine pay off."""
     if problem.features & {"softcap", "alibi", "bias", "score_mod", "mask_mod", "dropout"}:
-        return False  # what these keep in registers would spill
+        return False  # their registers would spill
     masked = problem.features & {"causal", "window", "chunk"}
     return problem.seqlen_k > (8192 if masked else 1024)
 

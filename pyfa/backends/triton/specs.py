@@ -56,12 +56,13 @@ BIAS_TILE = 32
 _INT32 = ("CU_Q", "CU_K", "USED_Q", "USED_K", "PAGES", "BATCH_IDX", "LEFTPAD")
 _FLOAT32 = ("LSE", "BASE", "PART_LSE", "PARTS", "DELTA", "DLSE", "DOTS_PTR", "ALIBI", "SINKS")
 _INPUTS = ("Q", "K", "V", "DOUT", "OUT", "DQ", "DK", "DV")
-# Of mods: the table of sizes and strides, and the captured tensors. Compiled in as None without.
+# For mods: the table of sizes and strides, and the captured tensors. Without mods, compiled in as
+# None.
 _CAPTURED = ("MOD_INFO", *(f"C{slot}" for slot in range(mods.MOST_CAPTURED)))
 _FLOATS = ("scale", "softcap", "keep_scale")
-# Of float8: pointers, strides and rows per scale. Compiled in as None where there are none.
+# For float8: pointers, strides and rows per scale. Otherwise compiled in as None.
 _K_SCALES = ("K_SCALE", "V_SCALE", "K_SCALE_B", "K_SCALE_H", "K_SCALE_ROWS")
-# Of plans with chunks or windows with a negative bound; compiled in as None elsewhere.
+# For plans with chunks or windows with a negative bound; otherwise compiled in as None.
 _BANDS = ("WINDOW_SHIFT", "CHUNK")
 _Q_SCALES = ("Q_SCALE", "Q_SCALE_B", "Q_SCALE_H", "Q_SCALE_ROWS")
 

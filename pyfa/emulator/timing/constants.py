@@ -32,7 +32,7 @@ _ISA = "AMD Instinct MI300 ISA reference"
 _PAPER = "AMD CDNA 3 white paper"
 _PROFILER = "ROCm Compute Profiler's page on the compute unit and its pipelines"
 
-# Of one compute unit: what core/timing.c is given, in the order of its `Parameters`.
+# The constants of one compute unit, passed to core/timing.c in the order of its `Parameters`.
 ISSUE: Mapping[str, Constant] = MappingProxyType(
     {
         "lds_latency": Constant(128, 100, "clk", "fitted within 64 to 128"),
@@ -75,7 +75,7 @@ ISSUE: Mapping[str, Constant] = MappingProxyType(
     }
 )
 
-# Of the device around it.
+# The constants of the device.
 DEVICE: Mapping[str, Constant] = MappingProxyType(
     {
         "units": Constant(304, 304, "CUs", f"{_PAPER}: 38 on each of 8 dies"),

@@ -161,7 +161,7 @@ def _slots(
         return ()
     each = -(-len(products) // SLOTS)
     opens = products[::each]
-    # What precedes the first product belongs to the end of the turn before.
+    # Instructions before the first product belong to the end of the previous iteration.
     bounds = [*opens.tolist(), int(products[-1]) + 1]
     lost = many.lost - few.lost
     passes = _turns_between(short, long, loop)
