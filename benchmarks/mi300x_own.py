@@ -90,7 +90,7 @@ def options_of(flags: str) -> argparse.Namespace:
     return options
 
 
-def modeled_rows(problems: tuple[str, ...]) -> list[dict[str, Any]]:
+def modelled_rows(problems: tuple[str, ...]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for flags in problems:
         explanation, model, why = modeled(options_of(flags))
@@ -132,10 +132,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--latent", action="store_true", help="latent decode alone")
     if parser.parse_args().latent:
-        results = {"what": inspect_timing.WORDS, "problems": modeled_rows(LATENT)}
+        results = {"what": inspect_timing.WORDS, "problems": modelled_rows(LATENT)}
         print("wrote", machine.save("mi300x_latent", results))
         return
-    rows = modeled_rows(PROBLEMS)
+    rows = modelled_rows(PROBLEMS)
     results = {"what": inspect_timing.WORDS, "problems": rows, "causal": causal()}
     print("wrote", machine.save("mi300x_own", results))
 

@@ -41,7 +41,8 @@ def in_this_release(name: str) -> str:
     if not lacking:
         return "all features"
     if len(lacking) < len(FEATURES) / 2:
-        return "all features except " + ", and ".join(
+        comma = "," * (len(lacking) > 2)
+        return "all features except " + f"{comma} and ".join(
             [", ".join(lacking[:-1]), lacking[-1]] if len(lacking) > 1 else lacking
         )
     return ", ".join(FEATURES[key].phrase for key in FEATURES if key in BACKENDS[name].FEATURES)

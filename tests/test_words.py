@@ -22,7 +22,7 @@ STUMBLES = (
     r"figures that are told", r"beside (the|its) peers", r"heads of (64|96|128|192|256)\b",
     r"hands? on pyfa", r"what is here", r"is no multiple of", r"has code for",
     r"docstrings have every", r"what is raised, as", r"comes? again", r"nobody has tried",
-    r"Hopper's own", r"comes? on top", r"takes? part in the sum", r"cause and cure", r"told so",
+    r"comes? on top", r"takes? part in the sum", r"cause and cure", r"told so",
     r"for another group than", r"other positions than", r"but for",
     r"only the forward exists", r"is proven to", r"right to 1 ulp",
     r"what of (it|them)", r"by its own\b", r"that which", r"of people('s)?",

@@ -58,8 +58,8 @@ def test_tiles_of_another_arch_are_sm80_s(monkeypatch: pytest.MonkeyPatch) -> No
     assert kernel_of(128, 128).kernel == backward.KERNEL
 
 
-IN_TURN = "the sm_90 kernel has no deterministic gradient of sinks"
-STEEP = "the sm_90 kernel has no sinks with softcap or score_mod above head_dim 128"
+IN_TURN = "sm90's has no deterministic gradient of sinks"
+STEEP = "sm90's has no sinks with softcap or score_mod for heads beyond 128"
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_explain_says_what_is_left_to_sm80(features: tuple[str, ...], dim: int, 
         plan = dispatch.ask("cuda", asked, hypothetical=True).plan
         assert plan is not None
         found = [note for note in plan.notes if "backward" in note]
-        assert found == ([f"backward runs on the sm_80 kernel: {expected}"] if expected else [])
+        assert found == ([f"backward is sm80's kernel: {expected}"] if expected else [])
         chain = native_backward.plans_for(TARGET, "cuda", asked)
         own = device == "H200" and not why
         assert chain[1].kernel == (backward.SM90 if own else backward.KERNEL)

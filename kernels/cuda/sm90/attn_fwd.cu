@@ -402,7 +402,7 @@ DEVICE void store(const Params &p, Shared info, int first_row, const Rows &rows,
       continue;
     }
     // 4. Else 16 bits from registers to out. Four lanes exchange their elements first, so that each stores
-    // 16 neighboring bytes: whole sectors, and Q's shared memory is not needed for it.
+    // 16 neighbouring bytes: whole sectors, and Q's shared memory is not needed for it.
     if (p.lse && mine && lane % 4 == 0)
       ((float *)p.lse)[s.row_batch * p.lse_batch + sequence.head * p.lse_head + s.row0 + row] = end.lse;
     unsigned short *to = (unsigned short *)p.out + s.row_batch * p.out_batch + (s.row0 + row) * p.out_row +

@@ -1,15 +1,14 @@
-// The producer warpgroup: one thread issues the TMA copies (two with pages); with float8, three warps
-// transpose V.
+// The producer warpgroup: a thread issues the TMA copies, two over pages; in float8 three warps transpose V.
 #pragma once
 #include "fwd_shape.h"
 
 #if PAGE_ROWS
 constexpr int kCopies = BLOCK_K / PAGE_ROWS;  // of a tile's keys
-// The copies whose page numbers are kept in registers; three consumer warpgroups leave the producer few.
+// Those whose pages a register each knows; three consumer warpgroups leave a producer few.
 constexpr int kKnown = kCopies < 5 ? kCopies : kCopies < 9 && GROUPS < 3 ? kCopies : 4;
 
-// The pages of a tile of keys. The first of them are loaded before the wait for the stage. When each was
-// loaded only when it was needed, pages of 16 keys took twice as long.
+// The pages of a tile of keys, the first of which are asked for before the wait for the stage. Read one by
+// one, each when it was needed, pages of 16 keys took twice the time.
 struct Pages {
   const int *at;
   int copies, offset;  // that the sequence has keys for; of the first key in its page
@@ -24,7 +23,7 @@ struct Pages {
     const int *next = at;
     read(p, row, next, 0, known);
   }
-  // The pages of the copies from `first` on.
+  // Those of the copies from `first` on.
   template <int count>
   METHOD void read(const Params &p, int &row, const int *&next, int first, int (&pages)[count]) const {
 #pragma unroll
@@ -46,8 +45,8 @@ struct Pages {
 };
 #endif
 
-// Issues the copies of tile `n` of the keys or values of one head. With pages, a copy has PAGE_ROWS rows;
-// beyond the sequence nothing is copied, and the stage keeps its old contents.
+// Asks for tile `n` of keys or values, of one head. From pages PAGE_ROWS of them at a time; where none of the
+// sequence's are, what the stage held before stays.
 template <int panels, int width, int panel_bytes>
 DEVICE void load_keys(const Params &p, const Sequence &s, const Pages &pages, const TensorMap *map, Shared to,
                       Shared full, int head, int n) {
@@ -93,7 +92,7 @@ struct Walk {
         behind(visits[max(tile.last - 1, first)]) {}
   METHOD int now(int) const { return tile_of(here); }
   METHOD int next(int) const { return tile_of(behind); }
-  // Moves to n - 1. An entry is loaded one tile ahead of its K.
+  // To n - 1. An entry is asked for a tile ahead of its K.
   METHOD void advance(int n) {
     here = behind;
     behind = visits[max(n - 2, first)];
@@ -108,7 +107,7 @@ struct Walk {
 };
 #endif
 
-// Waits for a stage of V, and issues the copy of tile `n` of its head.
+// Waits for a stage of V, and asks for tile `n` of its head.
 DEVICE void load_v(const MappedParams &mapped, Shared shared, PipelineState<> &v_pipe, const Sequence &s,
                    int head_k, int n) {
   Barriers barriers{shared + kBarriersAt};
@@ -120,7 +119,7 @@ DEVICE void load_v(const MappedParams &mapped, Shared shared, PipelineState<> &v
   v_pipe.advance();
 }
 
-// The second producer: loads V of the work tiles that the first one announces.
+// The second producer: loads V of the work tiles that the first one tells of.
 DEVICE void produce_v(const MappedParams &mapped, Shared shared) {
   Barriers barriers{shared + kBarriersAt};
   PipelineState<> v_pipe;
@@ -168,7 +167,7 @@ DEVICE void produce(const MappedParams &mapped, Shared shared) {
   for (int id = workgroup_index(); id < tiles.count; id = next_work_tile(p, tiles.count)) {
     WorkTile tile(p, id, tiles.blocks);
     const Sequence &s = tile.s;
-    if (tile.row >= s.rows) continue;  // beyond the sequence's end: not announced
+    if (tile.row >= s.rows) continue;  // the sequence ends before: nobody hears of this work tile
     publish(WorkTileInfo{{tile.row, tile.first, tile.last, s.rows},
                          {s.keys, s.shift, tile.work.head, s.batch},
                          {tile.work.split, s.row_batch, s.row0}});

@@ -71,9 +71,9 @@ constexpr int kInFlight = kProducts < 2 ? 1 : 2;
 // 2 % at D = 128 and 64. At D = 256 ptxas then emits the products twice, which loses 5 %.
 constexpr bool kWaitEarly = kProducts == 1;
 
-// Whether P has separate registers while the product of the previous tile's P runs. The scores are then still
-// in registers when a row's sum shows that one outgrew its base, so no maximum is computed first: 320
-// instructions per tile at D = 128 instead of 380.
+// Whether P has registers of its own while the P of the tile before is multiplied. Then the scores are still
+// there when a row's sum shows that one outgrew its base, so no maximum is computed first: 320 instructions
+// a tile at D = 128, not 380.
 constexpr bool kSeparateP = !kFloat8 && OF_GROUPS == 2 && BLOCK_K + HEAD_DIM_V / 2 <= 192;
 
 // The largest P after its row's base has been raised, as a power of two. E4M3 goes from 2^-6, below which it
@@ -241,8 +241,8 @@ DEVICE float probability(float score, float to_base_2, float base) {
   return exp2(__builtin_fmaf(score, to_base_2, -base));
 }
 
-// One tile of online softmax: the scores become probabilities in place, and `round_to` converts them to the
-// operand of P V. Returns whether O must be rescaled.
+// One tile of online softmax: the scores become probabilities in place, and `round_to` makes the operand of
+// P V of them. Returns whether O has to be rescaled.
 DEVICE bool online_softmax_in_place(float to_base_2, Scores &s, Rows &rows, float (&factors)[2]) {
   float largest[2];
   find_largest(to_base_2, s, largest);

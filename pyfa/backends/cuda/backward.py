@@ -52,7 +52,7 @@ def around(over_keys: Plan, transposed: bool) -> tuple[Plan, Plan, Plan]:
 def sm90_plans_of(
     pair: Pair, dtype: int, deterministic: bool, general: bool = False
 ) -> tuple[Plan, Plan, Plan]:
-    """Return the plans of row_sums, Hopper's attn_bwd, and dq_convert."""
+    """Return the plans of row_sums, Hopper's own attn_bwd, and dq_convert."""
     tiles = (sm90.BACKWARD_TERMS if general else sm90.BACKWARD)[pair]
     if deterministic and not tiles.roles:
         tiles = tiles._replace(one_sender=True)
@@ -75,13 +75,13 @@ NARROW = 128  # of heads: what a warpgroup has S and dP of
 
 
 def why_not_sm90(dims: Pair, terms: frozenset[str], deterministic: bool) -> str | None:
-    """Return why backward runs on the sm_80 kernel on an sm_90 device; None if it does not."""
+    """Return why backward is sm80's kernel on a device that has sm90's; None if it is not."""
     if "sinks" not in terms:
         return None
     if deterministic:
-        return "the sm_90 kernel has no deterministic gradient of sinks"
+        return "sm90's has no deterministic gradient of sinks"
     if max(dims) > NARROW and terms & _STEEP:
-        return "the sm_90 kernel has no sinks with softcap or score_mod above head_dim 128"
+        return "sm90's has no sinks with softcap or score_mod for heads beyond 128"
     return None
 
 
@@ -117,7 +117,7 @@ def notes_of(problem: Problem) -> list[str]:
     dims, features = (problem.head_dim, problem.head_dim_v), problem.features
     terms, deterministic = features & TERMS, "deterministic" in features
     why = why_not_sm90(dims, terms, deterministic)
-    return [f"backward runs on the sm_80 kernel: {why}"] if why else []
+    return [f"backward is sm80's kernel: {why}"] if why else []
 
 
 def all_plans(arch: str) -> list[Plan]:
