@@ -6,13 +6,17 @@
 Random rows, each in a call of its own, against batches, chunks of a prefill, other capacities,
 pages, packed and padded batches, appended keys; gradients of sequences alone against batches.
 ``--without`` runs the same without ``batch_invariant``: what it finds is what the test can find.
+``--plant`` leaves it out of caches of more than 2 sequences, and no other company may differ.
 Exit status 1 where something differs. ``--cost`` times calls with ``batch_invariant`` beside the
-same without. The first run compiles kernels; ``--models 4`` draws from fewer.
+same without. The first run compiles kernels, with ``--jobs 16`` beside each other; ``--models 4``
+draws from fewer.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import multiprocessing
 import statistics
 import sys
 import time
@@ -22,7 +26,7 @@ from typing import Any
 import invariance_cases as cases
 import machine
 import torch
-from invariance_cases import Model, Sizes
+from invariance_cases import Model, Sizes, Tally
 
 import pyfa
 
@@ -37,6 +41,13 @@ _MODELS = (
     Model(2, 1, 256, 256),
     Model(2, 1, 192, 128),
     Model(3, 3, 80, 80, HALF),
+    # Several chunks of keys.
+    Model(8, 2, 128, 128, longest=6000, gradient=False),
+    Model(4, 1, 64, 64, HALF, window=3000, longest=6000, gradient=False),
+    Model(4, 2, 128, 128, sinks=True, softcap=20.0, longest=5000, gradient=False),
+    Model(2, 1, 256, 256, longest=5000, gradient=False),
+    Model(2, 1, 192, 128, HALF, longest=5000, gradient=False),
+    Model(2, 2, 96, 96, sinks=True, longest=5000, gradient=False),
 )
 _SINGLE = (Model(4, 2, 64, 64, SINGLE), Model(2, 1, 128, 128, SINGLE, window=70))
 _SMALL = Sizes((2, 3), (16, 50, 1000), (16, 48), (2,), (2,))
@@ -45,6 +56,13 @@ _COSTS = (
     ("decode", 8, 1, 8192, 32, 8, 128, 0), ("decode", 64, 1, 8192, 32, 8, 128, 0),
     ("decode", 64, 1, 8192, 32, 8, 128, 64), ("decode", 8, 1, 32768, 64, 8, 128, 64),
     ("decode", 32, 1, 4096, 32, 32, 128, 0), ("decode", 32, 1, 4096, 32, 8, 64, 0),
+    ("decode", 8, 1, 8192, 32, 8, 64, 0), ("decode", 8, 1, 8192, 32, 8, 64, 16),
+    ("decode", 8, 1, 8192, 16, 2, 256, 0), ("decode", 32, 1, 8192, 16, 2, 256, 0),
+    ("decode", 64, 1, 2048, 16, 8, 256, 0), ("decode", 32, 1, 4096, 16, 1, 128, 0),
+    ("decode", 24, 1, 8192, 32, 8, 128, 0), ("decode", 8, 1, 8192, 16, 1, 128, 0),
+    ("decode", 8, 4, 8192, 32, 8, 128, 0),
+    ("prefill", 8, 512, 8192, 32, 8, 64, 64), ("prefill", 8, 512, 8192, 32, 8, 128, 16),
+    ("prefill", 8, 2048, 2048, 16, 4, 256, 0),
     ("prefill", 8, 2048, 2048, 32, 8, 128, 0), ("prefill", 8, 4096, 4096, 16, 16, 64, 0),
     ("prefill", 8, 4096, 4096, 32, 8, 128, 0), ("prefill", 8, 512, 8192, 32, 8, 128, 64),
     ("training", 8, 2048, 2048, 16, 16, 128, 0), ("training", 8, 2048, 2048, 16, 16, 64, 0),
@@ -58,18 +76,35 @@ def models_of(backend: str, small: bool) -> list[Model]:
     return [model._replace(longest=min(model.longest, 300)) for model in found] if small else found
 
 
-def check(options: argparse.Namespace) -> int:
-    device = "cuda" if torch.cuda.is_available() and options.backend != "emulator" else "cpu"
+def device_of(backend: str) -> str:
+    return "cuda" if torch.cuda.is_available() and backend != "emulator" else "cpu"
+
+
+def part(options: argparse.Namespace, number: int) -> Tally:
+    """What job ``number`` compares."""
+    device = device_of(options.backend)
     small = device == "cpu"
-    torch.manual_seed(0)
-    if small:
+    if small or options.jobs > 1:
         torch.set_num_threads(1)  # small products wait longer for a second one than they gain
-    begin = time.perf_counter()
-    found = cases.run(
+    return cases.run(
         models_of(options.backend, small)[: options.models], rows=options.rows, device=device,
         backend=options.backend, sizes=_SMALL if small else Sizes(), seed=options.seed,
-        invariant=not options.without, at_once=options.at_once,
+        invariant=not options.without, at_once=options.at_once, share=(number, options.jobs),
+        plant=options.plant,
     )  # fmt: skip
+
+
+def check(options: argparse.Namespace) -> int:
+    device = device_of(options.backend)
+    small = device == "cpu"
+    begin, found = time.perf_counter(), Tally()
+    if options.jobs == 1:
+        found = part(options, 0)
+    else:
+        # Most of a first run is compilation, which processes do beside each other.
+        with multiprocessing.get_context("spawn").Pool(options.jobs) as jobs:
+            for tally in jobs.imap(functools.partial(part, options), range(options.jobs)):
+                found.add(tally)
     seconds = time.perf_counter() - begin
     table = [
         {"company": kind, "compared": count, "differed": found.differed.get(kind, 0)}
@@ -81,6 +116,7 @@ def check(options: argparse.Namespace) -> int:
         print(f"  {failure.company}: {failure.what} of {failure.row} by {failure.apart:.3g}; "
               f"{failure.model}")  # fmt: skip
     kind = "without batch_invariant" if options.without else "batch_invariant"
+    kind += ", a dependence on the batch planted" if options.plant else ""
     compared, differed = sum(found.compared.values()), len(found.failures)
     print(f"{options.backend}, {kind}: {found.rows} rows, {compared:,} comparisons, "
           f"{differed:,} differ, {seconds:.0f} s")  # fmt: skip
@@ -95,7 +131,8 @@ def check(options: argparse.Namespace) -> int:
         }  # fmt: skip
         name = f"batch_invariance_{options.backend}"
         name += "_interpreted" if small and options.backend == "triton" else ""
-        print(machine.save(name + ("_without" if options.without else ""), results))
+        name += "_without" if options.without else "_planted" if options.plant else ""
+        print(machine.save(name, results))
     return 1 if differed else 0
 
 
@@ -186,8 +223,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--models", type=int, help="only so many of them (default: all)")
     parser.add_argument("--at-once", type=int, default=20, help="rows of one pool of sequences")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the pools")
     parser.add_argument("--show", type=int, default=20, help="failures that are printed")
     parser.add_argument("--without", action="store_true", help="without batch_invariant")
+    parser.add_argument("--plant", action="store_true", help="plant a dependence on the batch")
     parser.add_argument("--cost", action="store_true", help="time it instead; needs a GPU")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()

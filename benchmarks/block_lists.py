@@ -33,7 +33,7 @@ from pyfa.problem import Call
 _HEADS, _DIM = 16, 128
 _SIZES = (4096, 16384, 65536)
 _PAIRS = ((1, 1), (127, 260), (333, 200), (1025, 777), (640, 2049))
-_TILES = (Tiles(128, 128), Tiles(64, 48), Tiles(64, 128, "keys"), Tiles(32, 16, "keys", 2))
+_TILES = (Tiles(128, 128), Tiles(64, 48), Tiles(64, 128, "keys"), Tiles(32, 16, "keys"))
 Mask = Callable[..., Any]
 
 

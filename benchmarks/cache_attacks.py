@@ -30,6 +30,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import filelock  # once, not in each of the forks
+
 ROOT = Path(__file__).parents[1]
 if __name__ == "__main__":
     # The cache alone: a thousand rounds of forks need a small process without threads.
@@ -196,7 +198,7 @@ def ask_without_locks(home: Path, chance: random.Random) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    cache.filelock.FileLock.acquire = refuse  # type: ignore[method-assign,assignment]
+    filelock.FileLock.acquire = refuse  # type: ignore[method-assign,assignment]
     compile_and_read(home, chance)
 
 
@@ -204,9 +206,9 @@ def ask_behind_stale_locks(home: Path, chance: random.Random) -> None:
     """As after a server of files forgot that the holder is dead: nobody ever releases it."""
 
     def wait(*_: object, **__: object) -> None:
-        raise cache.filelock.Timeout("stale")
+        raise filelock.Timeout("stale")
 
-    cache.filelock.FileLock.acquire = wait  # type: ignore[method-assign,assignment]
+    filelock.FileLock.acquire = wait  # type: ignore[method-assign,assignment]
     cache._LOCK_SECONDS = 0.05
     compile_and_read(home, chance)
 

@@ -8,10 +8,14 @@ order, in memory that the first has freed, so that the second call is one that p
 is wrong (numbers, an error that is no refusal, a crash of the process, no answer within ``--stuck``
 seconds) is made smaller as long as it stays wrong, and printed as a call to paste; the status is 1.
 Left out, because the rule has no bound for them: float8 where a row is nearly one key ("big",
-"growing", a scale of 0.5), for kernels round its P of up to 1 like any other, to 1/16 at worst,
-where the yardstick's is exactly 1; and "growing" with a head_dim below 8, whose rows are all equal.
+"growing", a scale of 0.5, chunks of 1), for kernels round its P of up to 1 like any other, to 1/16
+at worst, where the yardstick's is exactly 1; and "growing" with a head_dim below 8, whose rows are
+all equal.
 A mean error of fewer than 64 independent roundings is chance: where that of an output is all that
 is wrong, the case is counted as "few" and is not wrong.
+
+``--families N``: the fields that decide which kernels are compiled are those of N cases, in turn.
+On a GPU, float64 and the yardstick of 16-bit cases are computed there.
 
 ``--problems N`` ends after that many. ``--plant numbers``, ``crash`` or ``stuck`` is a fault that
 has to be found. ``--save`` writes ``results/fuzz_<backend>_<arch>.json``.
@@ -36,6 +40,7 @@ from typing import Any
 
 import machine
 import torch
+from random_cases import on_device
 
 from pyfa import binding, ops
 from pyfa.backends import BACKENDS
@@ -45,6 +50,7 @@ from pyfa.conformance import build, examine, modifiers, runner
 from pyfa.conformance.cases import (
     BIASES,
     FLOAT8_RECIPES,
+    FLOAT32_ROTARIES,
     HOSTILE,
     KINDS,
     LAYOUTS,
@@ -57,16 +63,41 @@ from pyfa.conformance.report import CRASHED, FAILED, CaseResult
 _LENGTHS = (0, 1, 2, 7, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 95, 96, 97, 112, 113, 127,
             128, 129, 176, 177, 191, 192, 193, 255, 256, 257)  # fmt: skip
 _DIMS = (1, 3, 8, 16, 24, 40, 59, 64, 64, 64, 72, 80, 96, 104, 111, 128, 128, 128, 160, 192, 256)
+_ROTARIES = (*ROTARIES, *FLOAT32_ROTARIES)
 _BAD = (FAILED, CRASHED)
+# What decides which kernels a case compiles, with whether there is a window.
+_COMPILED = (
+    "kind", "dtype", "head_dim", "head_dim_v", "heads_q", "heads_k", "backward", "dlse", "softcap",
+    "bias", "bias_grad", "alibi", "sinks", "dropout_p", "deterministic", "page_size", "cache_dtype",
+    "scales", "batch_invariant", "score_mod", "mask_mod", "captured_grad", "tree",
+)  # fmt: skip
 
 
-def drawn(key: str, backend: Backend, longest: int) -> Case:
-    """A case that means something, and whose features the backend has."""
-    draw = random.Random(key)
+def drawn(key: str, backend: Backend, longest: int, family: str = "") -> Case:
+    """A case that means something, and whose features the backend has; with ``family``, one that
+    compiles what all cases of this family do."""
+    draw, first = random.Random(key), drawn(family, backend, longest) if family else None
     while True:
         case = _any(draw, backend, longest)
+        if first is not None:
+            if (case.window is None) != (first.window is None) or case.kind != first.kind:
+                continue
+            case = replace(case, **{name: getattr(first, name) for name in _COMPILED})
+            any8 = case.dtypes[1].startswith("float8")
+            if case.recipe == "growing" and (any8 or case.head_dim < 8):
+                continue
+            sharp = case.recipe == "big" or (case.scale or 0.0) > 0.3 or case.attention_chunk == 1
+            if any8 and sharp:
+                continue
         if not case.flaws() and case.features <= backend.FEATURES:
             return case
+
+
+def numbered(number: int, options: argparse.Namespace) -> Case:
+    """The case of a problem's number."""
+    seed, families = options.seed, options.families
+    family = f"{seed}/family/{number % families}" if families else ""
+    return drawn(f"{seed}/{number}", BACKENDS[options.backend], options.longest, family)
 
 
 def _any(draw: random.Random, backend: Backend, longest: int) -> Case:
@@ -104,6 +135,9 @@ def _any(draw: random.Random, backend: Backend, longest: int) -> Case:
         recipe = "plain"
     if any8 and (recipe == "big" or (scale or 0.0) > 0.3):
         recipe, scale = "plain", None
+    chunk = draw.choice((1, 16, 40, 64, 100, 128)) if often(0.15) else 0
+    if any8 and chunk == 1:
+        chunk = 0
     backward = kind != "kvcache" and not any8 and often(0.5)
     causal = often(0.4)
     page_size = draw.choice((16, 32, 64, 128, 48)) if kind != "dense" and often(0.3) else 0
@@ -124,7 +158,7 @@ def _any(draw: random.Random, backend: Backend, longest: int) -> Case:
         dlse=draw.choice(("both", "only")) if backward and often(0.2) else "",
         causal=causal,
         window=_window(draw, causal, longest) if often(0.3) else None,
-        attention_chunk=draw.choice((1, 16, 40, 64, 100, 128)) if often(0.15) else 0,
+        attention_chunk=chunk,
         scale=scale,
         softcap=draw.choice((2.0, 30.0)) if often(0.15) else 0.0,
         bias=bias,
@@ -142,7 +176,7 @@ def _any(draw: random.Random, backend: Backend, longest: int) -> Case:
         batch_idx=kind == "kvcache" and not page_size and often(0.2),
         packed_q=packed_q,
         new_keys=draw.choice((1, 1, 2, 5)) if kind == "kvcache" and often(0.3) else 0,
-        rotary=draw.choice(ROTARIES) if kind == "kvcache" and often(0.2) else "",
+        rotary=draw.choice(_ROTARIES) if kind == "kvcache" and often(0.2) else "",
         num_splits=draw.choice((1, 2, 3, 8)) if kind == "kvcache" and often(0.2) else 0,
         recipe=recipe,
         layout=draw.choice(LAYOUTS) if often(0.4) else "contiguous",
@@ -167,7 +201,9 @@ def _window(draw: random.Random, causal: bool, longest: int) -> tuple[int, int]:
 
 def again(case: Case) -> Case:
     """The same shapes with other values, the sequences in another order."""
-    recipe = "growing" if case.recipe == "plain" else "plain"
+    any8 = case.dtypes[1].startswith("float8")
+    recipe = "offset" if any8 or case.head_dim < 8 else "growing"
+    recipe = "plain" if case.recipe != "plain" else recipe
     order = [*range(1, case.batch), 0] if case.batch and case.kind != "dense" else []
     moved = {name: tuple(getattr(case, name)[i] for i in order)
              for name in ("lengths_q", "lengths_k") if order}  # fmt: skip
@@ -181,12 +217,27 @@ def wrong(cases: list[Case], backend: Backend) -> tuple[str, list[str]]:
     binding.calls, ops.calls = Table(), Table()
     where, statuses = runner.device_of(backend.NAME), []
     for case in cases:
-        result = runner.run_case(backend, case, where)
+        result = runner.run_case(backend, case, where, expected_on(case, where))
         few = result.status == FAILED and is_chance(case, result)
         statuses.append("few" if few else result.status)
         if result.status in _BAD and not few:
             return f"{result.status}: {' '.join(result.messages).strip()[-1500:]}", statuses
     return "", statuses
+
+
+def expected_on(case: Case, where: torch.device) -> examine.Expected | None:
+    """What is expected of a case, computed where that is fast; None leaves it to conformance."""
+    modified = case.score_mod or case.mask_mod or case.tree or case.dropout_p
+    if where.type != "cuda" or modified or case.dtypes[1] not in ("bfloat16", "float16"):
+        return None
+    here = build.build(case)
+    expected, there = examine.Expected(here), examine.Expected(on_device(here, where))
+    with torch.device(where):  # the reference makes its masks wherever torch makes tensors
+        for name in ("ref", "naive", "recomputed"):
+            vars(expected)[name] = {
+                each: x if x is None else x.cpu() for each, x in getattr(there, name).items()
+            }
+    return expected
 
 
 _FEW = 64  # the ratio of two means of so many errors strays by 13 %
@@ -263,6 +314,8 @@ def to_paste(cases: list[Case], backend: str) -> str:
 def work(options: argparse.Namespace) -> None:
     """A process: takes numbers of problems on stdin, answers each with a line of JSON."""
     torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if hasattr(os, "sched_setaffinity") and options.backend == "emulator":
         os.sched_setaffinity(0, {random.choice(sorted(os.sched_getaffinity(0)))})
     backend = BACKENDS[options.backend]
@@ -271,7 +324,7 @@ def work(options: argparse.Namespace) -> None:
     for line in sys.stdin:
         # No answer: the process ends with a traceback, and whoever listens says which problem.
         faulthandler.dump_traceback_later(options.stuck, exit=True)
-        case = drawn(f"{options.seed}/{int(line)}", backend, options.longest)
+        case = numbered(int(line), options)
         cases = [case, again(case)]
         message, statuses = wrong(cases, backend)
         answer: dict[str, Any] = {"statuses": statuses}
@@ -346,7 +399,7 @@ def drive(
                 found.wrong.append({"problem": number, **answer["wrong"]})
             continue
         said = process.communicate()[1]
-        case = drawn(f"{options.seed}/{number}", BACKENDS[options.backend], options.longest)
+        case = numbered(number, options)
         message = f"the process ended with status {process.returncode}: {said[-1500:]}"
         paste = to_paste([case, again(case)], options.backend)
         found.wrong.append({"problem": number, "message": message, "paste": paste})
@@ -364,11 +417,12 @@ def save(found: Found, options: argparse.Namespace, seconds: int) -> None:
         "first": options.first, "tried": found.problems, "calls": dict(found.statuses),
         "wrong": found.wrong, "seconds": seconds,
     }  # fmt: skip
-    same = {"backend": options.backend, "seed": options.seed, "longest": options.longest}
+    same = {"backend": options.backend, "seed": options.seed, "longest": options.longest,
+            "families": options.families}  # fmt: skip
     path = machine.RESULTS / f"{name}.json"
     before = json.loads(path.read_text()) if path.exists() else {}
     parts = []
-    if all(before.get(key) == value for key, value in same.items()):
+    if all(before.get(key, 0) == value for key, value in same.items()):
         parts = [each for each in before["parts"] if each["first"] != options.first]
     parts = sorted([*parts, part], key=lambda each: each["first"])
     calls: collections.Counter[str] = collections.Counter()
@@ -392,6 +446,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", default="0")
     parser.add_argument("--longest", type=int, default=0, help="rows or keys (by the backend)")
+    parser.add_argument("--families", type=int, default=0, help="of cases that compile alike")
     parser.add_argument("--stuck", type=float, default=300.0, help="seconds for one problem")
     parser.add_argument("--shrink", type=float, default=60.0, help="seconds to make it smaller")
     parser.add_argument("--plant", default="", choices=("numbers", "crash", "stuck"))

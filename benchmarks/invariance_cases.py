@@ -86,6 +86,13 @@ class Tally:
         apart = (a.float() - b.float()).abs().max().item()
         self.failures.append(Failure(str(model), company, what, str(row), apart))
 
+    def add(self, other: Tally) -> None:
+        for mine, theirs in ((self.compared, other.compared), (self.differed, other.differed)):
+            for kind, count in theirs.items():
+                mine[kind] = mine.get(kind, 0) + count
+        self.failures += other.failures
+        self.rows += other.rows
+
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors are equal, a 0 and a −0 apart, and all of their numbers finite."""
@@ -100,8 +107,9 @@ class Pool:
 
     def __init__(
         self, model: Model, lengths: Sequence[int], device: str, backend: str | None,
-        invariant: bool, seed: int,
+        invariant: bool, seed: int, plant: bool = False,
     ) -> None:  # fmt: skip
+        self.plant = plant  # a dependence on the batch
         self.model, self.lengths, self.device = model, list(lengths), torch.device(device)
         self.draw = random.Random(seed)
         generator = torch.Generator().manual_seed(seed)
@@ -212,7 +220,9 @@ class Pool:
     ) -> list[Tensors]:  # fmt: skip
         """As a decode step of a batch with a cache: the row is the last of ``speculative`` ones,
         ``more`` keys fit behind the longest, ``appended`` are new."""
-        options = {n: x for n, x in self.options.items() if n != "deterministic"}
+        options = dict(self.options)
+        if self.plant and len(rows) > 2:
+            options["batch_invariant"] = False
         # Nobody has fewer rows than the batch: rows before the first see nothing and count for
         # nobody.
         q = self.q[0].new_zeros(len(rows), speculative, *self.q[0].shape[1:])
@@ -389,20 +399,23 @@ def _batches(members: list[int], size: int) -> Iterator[list[int]]:
 def run(
     models: Sequence[Model], *, rows: int, device: str, backend: str | None, sizes: Sizes,
     seed: int = 0, invariant: bool = True, at_once: int = 20, with_gradients: int = 4,
+    share: tuple[int, int] = (0, 1), plant: bool = False,
 ) -> Tally:  # fmt: skip
     """``rows`` random rows in all, ``at_once`` of each pool of sequences; the gradients of
-    ``with_gradients`` of them."""
-    tally, draw = Tally(), random.Random(seed)
-    number = 0
-    while tally.rows < rows:
-        model = models[number % len(models)]
-        count = min(at_once, rows - tally.rows)
+    ``with_gradients`` of them. ``share`` (n, of): only every ``of``-th pool, from the n-th on;
+    what a pool is does not depend on it. ``plant``: caches of more than 2 sequences are not
+    batch-invariant."""
+    tally = Tally()
+    for number, begin in enumerate(range(0, rows, at_once)):
+        if number % share[1] != share[0]:
+            continue
+        model, draw = models[number % len(models)], random.Random(seed + number)
+        count = min(at_once, rows - begin)
         lengths = [draw.randint(1, model.longest) for _ in range(max(3, count // 2))]
-        pool = Pool(model, lengths, device, backend, invariant, seed=seed + number)
+        pool = Pool(model, lengths, device, backend, invariant, seed + number, plant)
         members = [draw.randrange(len(lengths)) for _ in range(count)]
         chosen = [Row(s, draw.randrange(lengths[s])) for s in members]
         check(tally, pool, chosen, sizes)
         if model.gradient and with_gradients:
             check_gradients(tally, pool, chosen[:with_gradients], sizes)
-        number += 1
     return tally

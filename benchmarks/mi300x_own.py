@@ -2,6 +2,7 @@
 
 python benchmarks/mi300x_own.py            # writes results/mi300x_own.json
 python benchmarks/mi300x_own.py --latent   # latent decode alone: results/mi300x_latent.json
+python benchmarks/mi300x_own.py --wide     # head_dim 512 beside 256: results/mi300x_wide.json
 """
 
 from __future__ import annotations
@@ -34,6 +35,16 @@ LATENT = tuple(
     for batch, keys in ((128, 8192), (16, 65536))
     for heads in (16, 64, 128)
 )
+
+# Prefill, and decode of many sequences, where 256 has a forward kernel and 512 runs on decode's.
+WIDE = tuple(
+    f"{shape} --head-dim {dim}"
+    for dim in ("256", "512", "576,512")
+    for shape in (
+        "--batch 4 --seqlen 8192 --heads 16", "--batch 4 --seqlen 8192 --heads 16 --causal",
+        "--batch 64 --seqlen 1,8192 --heads 32,4",
+    )
+)  # fmt: skip
 
 # Causal, 16 heads of 16 sequences of 16,384, which attn-dsl-bench measured of others.
 RIVALS = {"128": "AITER forward causal rtna", "64": "CK forward causal 64"}
@@ -131,10 +142,16 @@ def modelled_rows(problems: tuple[str, ...]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--latent", action="store_true", help="latent decode alone")
-    if parser.parse_args().latent:
-        results = {"what": inspect_timing.WORDS, "problems": modelled_rows(LATENT)}
-        print("wrote", machine.save("mi300x_latent", results))
-        return
+    parser.add_argument("--wide", action="store_true", help="head dims above 256 alone")
+    options = parser.parse_args()
+    for asked, name, problems in (
+        (options.latent, "mi300x_latent", LATENT),
+        (options.wide, "mi300x_wide", WIDE),
+    ):
+        if asked:
+            results = {"what": inspect_timing.WORDS, "problems": modelled_rows(problems)}
+            print("wrote", machine.save(name, results))
+            return
     rows = modelled_rows(PROBLEMS)
     results = {"what": inspect_timing.WORDS, "problems": rows, "causal": causal()}
     print("wrote", machine.save("mi300x_own", results))

@@ -1,15 +1,22 @@
 """How many faults in the source of the CUDA kernels conformance finds, on a GPU.
 
-``python benchmarks/mutations_cuda.py [--faults 100] [--jobs N] [--seed S] [--save]`` runs the quick
-level on the cuda backend and notes which kernels each case launches. Then it plants ``--faults``
-faults, drawn from the seed, one at a time: a comparison with its edge on the other side, && for ||,
-+ for -, max for min, a call left out (barriers, waits, stores, fences). Kernels take turns. A fault
-that the compiler makes the same machine code of is none, and another is drawn. It is caught by the
-first case that fails or crashes, among those that launch the kernel with the same constants. Each
-runs in a process of its own, which is killed after ``--stuck`` seconds: such a fault is counted
-apart. Survivors are listed with their line: equivalent, or a case is missing. ``--ran FILE`` keeps
-what the level launches; ``--drawn FILE`` draws and compiles without a GPU, or judges what it drew.
-``--more N`` tries survivors on so many cases of the full level. ``--save`` writes
+``python benchmarks/mutations_cuda.py [--faults 100] [--jobs N] [--seed S] [--save]`` plans the
+cases of the full level for an H200, takes those ``--plans`` that most cases have, some of each
+kernel, and plants ``--faults`` faults in them, drawn from the seed, one at a time: a comparison
+with its edge on the other side, && for ||, + for -, max for min, a call left out (barriers, waits,
+stores, fences). Kernels take turns. A fault that the compiler makes the same machine code of is
+none, and another is drawn. It is in one plan here, and in the source of all: what is caught is a
+lower bound. It is caught by the first case that fails or crashes, among those that may launch its
+plan: those of the quick level, then at most ``--most`` others. Each runs in a process of its own,
+which is killed after ``--stuck`` seconds: such a fault is counted apart.
+
+A survivor is tried again in two ways. With a trap in the place of its line: where no case runs into
+it, the line is not executed, and the fault is counted apart. And with the quickest cases under
+Compute Sanitizer: memcheck, or racecheck for a call left out of a kernel that has no TMA, for what
+is read or written beside a tensor, or too early, need not show in numbers. What survives all of it
+is listed with its line, and with the reason in ``equivalent_faults.py`` where it is equivalent.
+
+``--drawn FILE`` draws and compiles without a GPU, or judges what it drew. ``--save`` writes
 ``results/mutations_cuda_<arch>.json``.
 """
 
@@ -17,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import hashlib
 import itertools
 import json
@@ -24,30 +32,42 @@ import multiprocessing
 import os
 import random
 import re
+import shutil
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import equivalent_faults
 import machine
 import processes
+import sanitize
 import torch
 
-from pyfa import binding, dispatch, ops
+from pyfa import device
 from pyfa.backends import BACKENDS
+from pyfa.backends.common.calls import DTYPE_CODES
 from pyfa.backends.cuda import code, plans, runtime_compiler
-from pyfa.backends.cuda.launcher import Launcher
 from pyfa.backends.native.plans import source_of
-from pyfa.bound import Table
 from pyfa.conformance import grid, runner
 from pyfa.conformance.cases import Case
-from pyfa.conformance.report import CRASHED, FAILED, PASSED
+from pyfa.conformance.report import CRASHED, FAILED
 from pyfa.errors import CompileError
 from pyfa.plan import Plan
+from pyfa.problem import Problem
 
 _CUDA: Any = BACKENDS["cuda"]
-_SAME, _UNCOMPILED, _SURVIVED = "same code", "does not compile", ""
+_DEVICE = device.by_name("H200")
+_SAME, _UNCOMPILED, _SURVIVED, _UNREACHED = "same code", "does not compile", "", "not executed"
+_BROKEN = "an error of this script"
+_UNDER_TOOLS = 4  # cases of a fault that run under Compute Sanitizer, which is slow
+_TOOL_SECONDS = 25.0
 
 _SWAPS = {
     "comparison": ((" < ", " <= "), (" <= ", " < "), (" > ", " >= "), (" >= ", " > "),
@@ -78,13 +98,6 @@ class Drawn(NamedTuple):
     cases: list[str]
 
 
-class Ran(NamedTuple):
-    case: str
-    status: str
-    seconds: float
-    plans: tuple[Plan, ...]
-
-
 def faults(source: str) -> Iterator[Fault]:
     """All that can be planted in a flattened source."""
     for number, line in enumerate(source.splitlines()):
@@ -109,32 +122,31 @@ def planted(source: str, fault: Fault) -> str:
     return "\n".join(lines) + "\n"
 
 
-def start() -> None:
-    torch.set_num_threads(1)
-    true = Launcher._load
-
-    def noting(self: Launcher, plan: Plan, threads: int, index: int) -> Any:
-        _launched.add(replace(plan, notes=()))
-        return true(self, plan, threads, index)
-
-    Launcher._load = noting  # type: ignore[method-assign]
-
-
-_launched: set[Plan] = set()
-
-
-def run_plainly(case: Case) -> Ran:
-    _launched.clear()
-    binding.calls, ops.calls = Table(), Table()
-    begin = time.perf_counter()
-    result = runner.run_case(_CUDA, case, runner.device_of("cuda"))
-    plans = tuple(sorted(_launched, key=str))
-    return Ran(case.name, result.status, time.perf_counter() - begin, plans)
+def trapped(source: str, fault: Fault) -> str:
+    """The source with a trap where the fault would be: at the beginning of its statement."""
+    lines = source.splitlines()
+    number = fault.line
+    while number and not _ENDS.search(lines[number - 1].split("//")[0].rstrip()):
+        number -= 1
+    line = lines[number]
+    for begin in ("if (", "while (", "return ", "for ("):
+        at = line.find(begin)
+        if at >= 0 and line[:at].strip() in ("", "}", "else", "} else"):
+            at = line.find("; ", at) + 2 if begin == "for (" else at + len(begin)
+            empty = line[at : at + 1] in (";", ")")
+            lines[number] = f"{line[:at]}__trap(){'' if empty else ', '}{line[at:]}"
+            break
+    else:
+        lines[number] = f"__trap(); {line}"
+    return "\n".join(lines) + "\n"
 
 
-def compiled(plan: Plan, fault: Fault, arch: str) -> tuple[bytes, str]:
-    """The cubin with the fault, or why it is none. Needs no GPU."""
-    changed = planted(source_of(plan), fault)
+# The end of a statement, of what stands in front of one, or of a line of the preprocessor.
+_ENDS = re.compile(r"^\s*#|[;{}:>]$|^$|\belse$|^\s*(if|for|while) \(.*\)$")
+
+
+def compiled(plan: Plan, changed: str, arch: str) -> tuple[bytes, str]:
+    """The cubin of a changed source, or why it is none. Needs no GPU."""
     try:
         data = runtime_compiler.compile_cuda(changed, arch=arch)[0]
     except CompileError:
@@ -143,51 +155,37 @@ def compiled(plan: Plan, fault: Fault, arch: str) -> tuple[bytes, str]:
 
 
 def why_none(work: tuple[Plan, Fault, str]) -> str:
-    return compiled(*work)[1]
+    plan, fault, arch = work
+    return compiled(plan, planted(source_of(plan), fault), arch)[1]
 
 
-def judge(plan: Plan, fault: Fault, cases: list[str], arch: str, more: int) -> tuple[str, str]:
-    """What catches the fault, and in which case."""
-    data, why = compiled(plan, fault, arch)
+def judge(plan: Plan, changed: str, cases: list[Case], arch: str) -> tuple[str, str]:
+    """What catches a changed source, and in which case."""
+    data, why = compiled(plan, changed, arch)
     if why:
         return why, ""
     load = code.load
     found = code.Code(data, "", "compiled")
     code.load = lambda given, arch: found if replace(given, notes=()) == plan else load(given, arch)
-    by_name = {case.name: case for case in _quick()}
-    tried = [by_name[name] for name in cases]
-    if more:
-        tried += alike(tried)[:more]
-    for number, case in enumerate(tried):
+    for case in cases:
         result = runner.run_case(_CUDA, case, runner.device_of("cuda"))
         if result.status in (FAILED, CRASHED):
-            by = "wrong numbers" if result.status == FAILED else "an error"
-            return by + (", full level" if number >= len(cases) else ""), case.name
+            return "wrong numbers" if result.status == FAILED else "an error", case.name
     return _SURVIVED, ""
 
 
-def alike(cases: list[Case]) -> list[Case]:
-    """Cases of the full level that may launch what ``cases`` launch: of their kind, dtype, heads
-    and direction."""
-
-    def of(case: Case) -> tuple[Any, ...]:
-        return (
-            case.kind, case.dtypes, case.head_dim, case.head_dim_v, case.backward,
-            case.deterministic, case.batch_invariant, bool(case.page_size), bool(case.new_keys),
-        )  # fmt: skip
-
-    kinds, names = {of(case) for case in cases}, {case.name for case in cases}
-    every = grid.cases("full", _CUDA.FEATURES, _CUDA.DTYPES)
-    found = [case for case in every if of(case) in kinds and case.name not in names]
-    return sorted(found, key=lambda case: hashlib.sha256(case.name.encode()).digest())
+@functools.cache
+def _level() -> dict[str, Case]:
+    return {case.name: case for case in grid.cases("full", _CUDA.FEATURES, _CUDA.DTYPES)}
 
 
-def _quick() -> list[Case]:
-    return grid.cases("quick", _CUDA.FEATURES, _CUDA.DTYPES)
+@functools.cache
+def _quick() -> frozenset[str]:
+    return frozenset(case.name for case in grid.cases("quick", _CUDA.FEATURES, _CUDA.DTYPES))
 
 
 def judge_all(
-    planted: Iterator[Drawn], arch: str, options: argparse.Namespace
+    planted_: Iterator[Drawn], arch: str, options: argparse.Namespace
 ) -> list[tuple[Drawn, str, str]]:
     """What catches each fault, up to ``--faults`` that change the code.
 
@@ -197,33 +195,108 @@ def judge_all(
     found: list[tuple[Drawn, str, str]] = []
 
     def one(each: Drawn) -> tuple[str, str]:
-        of = plans.compiled_for(arch, each.plan)
-        return judge(each.plan, each.fault, each.cases, of, options.more)
+        return changed(each, planted)
+
+    def reached(each: Drawn) -> tuple[str, str]:
+        return changed(each, trapped)
+
+    def changed(each: Drawn, change: Callable[[str, Fault], str]) -> tuple[str, str]:
+        try:
+            source = change(source_of(each.plan), each.fault)
+            of = plans.compiled_for(arch, each.plan)
+            return judge(each.plan, source, [_level()[name] for name in each.cases], of)
+        except Exception:
+            return _BROKEN, traceback.format_exc()
 
     def too_few(_: Drawn) -> bool:
         return sum(by not in (_SAME, _UNCOMPILED) for _, by, _ in found) < options.faults
 
-    wanted = itertools.takewhile(too_few, planted)
-    end = time.monotonic() + options.minutes * 60
-    every = processes.judged(wanted, one, at_once=options.jobs, stuck=options.stuck, end=end)
-    for each, (by, case) in every:
+    def in_processes(
+        some: Iterator[Drawn], what: Any, share: float
+    ) -> Iterator[tuple[Drawn, tuple[str, str]]]:
+        end = _BEGIN + options.minutes * 60 * share
+        every = processes.judged(some, what, at_once=options.jobs, stuck=options.stuck, end=end)
+        for each, (by, case) in every:
+            if by == _BROKEN:
+                raise RuntimeError(case)
+            yield each, (by, case)
+
+    for each, (by, case) in in_processes(itertools.takewhile(too_few, planted_), one, 0.65):
         found.append((each, by, case))
-    return found
+    say(f"{len(found)} judged")
+    left = [each for each, by, _ in found if by == _SURVIVED]
+    for each in left:
+        print("left:", each.plan, each.fault, len(each.cases), flush=True)
+    unreached = [each for each, (by, _) in in_processes(iter(left), reached, 0.9)
+                 if by in (_SURVIVED, _SAME)]  # fmt: skip
+    say(f"{len(left)} survived; cases do not reach {len(unreached)}")
+    left = [each for each in left if each not in unreached]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        left = left if options.tools else []
+        reports = dict(zip(map(id, left), pool.map(reported, left), strict=True))
+    return [(each, _UNREACHED if each in unreached and not by else by or reports.get(id(each), ""),
+             case) for each, by, case in found]  # fmt: skip
 
 
-def drawn(ran: list[Ran], seed: int) -> Iterator[Drawn]:
+def reported(each: Drawn) -> str:
+    """The tool of Compute Sanitizer that reports a fault in its quickest cases, "" if none."""
+    races = each.fault.kind == "call left out" and "/sm90/" not in each.plan.kernel
+    tool = "racecheck" if races else "memcheck"
+    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    with tempfile.TemporaryDirectory() as folder:
+        log, given = Path(folder) / "log", Path(folder) / "given"
+        few = each._replace(cases=each.cases[:_UNDER_TOOLS])
+        given.write_text(json.dumps([tool, to_json(few)]))
+        try:
+            subprocess.run(
+                [sanitizer, "--tool", tool, "--report-api-errors", "no", "--max-connections", "100",
+                 "--log-file", str(log), sys.executable, __file__, "--under", str(given)],
+                env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, check=False,
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=_TOOL_SECONDS,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return _SURVIVED
+        text = log.read_text(errors="replace") if log.exists() else ""
+    blocks = re.split(r"(?m)^=========\s*$", text)
+    return tool if any(sanitize.is_ours(block) for block in blocks) else _SURVIVED
+
+
+def under(given: Path) -> None:
+    """Runs the cases of a fault in this process, which a tool observes."""
+    tool, fields = json.loads(given.read_text())
+    each = from_json(fields)
+    changed = planted(source_of(each.plan), each.fault)
+    if tool == "racecheck":
+        changed = sanitize.widened(changed)
+    torch.set_num_threads(1)
+    arch = plans.compiled_for(_DEVICE.arch, each.plan)
+    judge(each.plan, changed, [_level()[name] for name in each.cases], arch)
+
+
+def say(what: str) -> None:
+    print(f"{time.monotonic() - _BEGIN:.0f} s: {what}", flush=True)
+
+
+_BEGIN = time.monotonic()
+
+
+def drawn(options: argparse.Namespace) -> Iterator[Drawn]:
     """Faults without end, the kernels in turn."""
-    by_plan: dict[Plan, list[Ran]] = collections.defaultdict(list)
-    for each in sorted(ran, key=lambda each: each.seconds):
-        for plan in each.plans:
-            if "MOD" not in dict(
-                plan.constants
-            ):  # the source of a user's functions is in their process
-                by_plan[plan].append(each)
+    by_plan: dict[Plan, list[str]] = collections.defaultdict(list)
+    for name in sorted(_level(), key=lambda name: (name not in _quick(), digest(name))):
+        for plan in may_launch(_level()[name]):
+            by_plan[plan].append(name)
     by_kernel: dict[str, list[Plan]] = collections.defaultdict(list)
     for plan in sorted(by_plan, key=str):
         by_kernel[plan.kernel].append(plan)
-    draw = random.Random(seed)
+    draw = random.Random(options.seed)
+    for kernel, some in by_kernel.items():
+        some.sort(key=lambda plan: -len(by_plan[plan]))
+        alike: dict[Any, Plan] = {}  # but for the dtype
+        for plan in some:
+            rest = tuple(pair for pair in plan.constants if pair[0] != "DTYPE")
+            alike.setdefault(rest if len(some) > 2 else plan, plan)
+        by_kernel[kernel] = [*alike.values()][: -(-options.plans // len(by_kernel))]
     while True:
         for kernel in sorted(by_kernel):
             plan = draw.choice(by_kernel[kernel])
@@ -232,25 +305,48 @@ def drawn(ran: list[Ran], seed: int) -> Iterator[Drawn]:
                 continue
             kind = draw.choice(sorted({fault.kind for fault in found}))
             fault = draw.choice([fault for fault in found if fault.kind == kind])
-            yield Drawn(plan, fault, [each.case for each in by_plan[plan]])
+            quick = sum(name in _quick() for name in by_plan[plan])
+            yield Drawn(plan, fault, by_plan[plan][: quick + options.most])
 
 
-def run_quick(options: argparse.Namespace) -> tuple[str, list[Ran]]:
-    """The device's arch, and which plans each case of the quick level launches."""
-    with multiprocessing.get_context("spawn").Pool(options.jobs, initializer=start) as pool:
-        found = list(pool.imap_unordered(run_plainly, _quick()))
-        arch = pool.apply(arch_here)
-    print(collections.Counter(each.status for each in found))
-    return arch, found
+def some_drawn(options: argparse.Namespace) -> list[Drawn]:
+    """Enough of them, of which half change nothing."""
+    return list(itertools.islice(drawn(options), 4 * options.faults))
 
 
-def arch_here() -> str:
-    return dispatch.of(runner.device_of("cuda")).arch
+def may_launch(case: Case) -> list[Plan]:
+    """The plans of a case on an H200. The sources of users' functions are in the processes that
+    registered them: these cases have none here."""
+    if case.score_mod or case.mask_mod or case.block_mask:
+        return []
+    narrow = case.dtypes[1] if case.dtypes[1] != case.dtype else ""
+    problem = Problem(
+        case.batch, max(case.lengths_q, default=0), max(case.lengths_k, default=0), case.heads_q,
+        case.heads_k, case.head_dim, case.head_dim_v, case.dtype, case.features, _DEVICE,
+        square=case.lengths_q == case.lengths_k, page_size=case.page_size,
+        aligned=case.layout not in ("unaligned", "gapped"),
+        positive=case.scale is None or case.scale > 0.0, dtype_k=narrow,
+        dtype_out=case.out_dtype or ("bfloat16" if case.dtype.startswith("float8") else ""),
+        scales=case.scales if isinstance(case.scales, int) else 0,
+    ).bucketed()  # fmt: skip
+    if _CUDA.why_not(problem):
+        return []
+    found = _CUDA.kernels(problem)
+    if case.kind != "kvcache":
+        found = [plan for plan in found if not plan.kernel.endswith("combine.cu")]
+    if case.new_keys:
+        code_of = DTYPE_CODES.get(case.cache_dtype or case.dtype)
+        found += [] if code_of is None else [_CUDA.target.plan_of("cuda", "append", code_of)]
+    return [replace(plan, notes=()) for plan in found]
 
 
-def draw_some(arch: str, ran: list[Ran], options: argparse.Namespace) -> dict[str, Any]:
+def digest(name: str) -> bytes:
+    return hashlib.sha256(name.encode()).digest()
+
+
+def draw_some(arch: str, options: argparse.Namespace) -> dict[str, Any]:
     """``--faults`` faults that change the machine code, and how many did not."""
-    source = drawn([each for each in ran if each.status == PASSED], options.seed)
+    source = drawn(options)
     found: list[Drawn] = []
     again: collections.Counter[str] = collections.Counter()
     end = time.monotonic() + options.minutes * 60
@@ -294,44 +390,36 @@ def main() -> None:
     parser.add_argument(
         "--minutes", type=float, default=10.0, help="for the draw, and for the cases"
     )
-    parser.add_argument("--more", type=int, default=0, help="cases of the full level, then")
+    parser.add_argument("--plans", type=int, default=40, help="that have faults")
+    parser.add_argument("--most", type=int, default=60, help="cases of the full level, for each")
     parser.add_argument("--stuck", type=float, default=60.0)
-    parser.add_argument("--ran", type=Path, help="what the quick level launches; made if not there")
     parser.add_argument(
         "--drawn", type=Path, help="faults to judge; if not there, to draw, without a GPU"
     )
-    parser.add_argument("--stop-after", choices=("ran",), default="")
+    parser.add_argument("--tools", type=int, default=1, help="0: without Compute Sanitizer")
+    parser.add_argument("--under", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.under:
+        under(options.under)
+        return
     begin = time.monotonic()
     if options.drawn and options.drawn.exists():
-        given = json.loads(options.drawn.read_text())
-        arch, again = given["arch"], collections.Counter(given["drawn_again"])
-        planted = iter([from_json(each) for each in given["faults"]])
+        work = json.loads(options.drawn.read_text())
+        arch, again = work["arch"], collections.Counter(work["drawn_again"])
+        given = iter([from_json(each) for each in work["faults"]])
     else:
-        if options.ran and options.ran.exists():
-            arch, rows = json.loads(options.ran.read_text())
-            ran = [
-                Ran(case, status, seconds, tuple(plan_of(fields) for fields in given))
-                for case, status, seconds, given in rows
-            ]
-        else:
-            arch, ran = run_quick(options)
-            if options.ran:
-                rows = [(*x[:3], [fields_of(plan) for plan in x.plans]) for x in ran]
-                options.ran.write_text(json.dumps([arch, rows]))
-        print(f"{time.monotonic() - begin:.0f} s: the quick level ran", flush=True)
-        if options.stop_after == "ran":
-            return
-        again = collections.Counter()
+        arch, again = _DEVICE.arch, collections.Counter()
         if options.drawn:
-            work = draw_some(arch, ran, options)
+            work = draw_some(arch, options)
             options.drawn.write_text(json.dumps(work))
-            print(f"{time.monotonic() - begin:.0f} s: {len(work['faults'])} faults drawn")
+            say(f"{len(work['faults'])} faults drawn")
             return
-        planted = drawn([each for each in ran if each.status == PASSED], options.seed)
-    found = judge_all(planted, arch, options)
+        # Elsewhere: to plan asks the driver, and no process can be forked that may do so again.
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            given = iter(pool.apply(some_drawn, (options,)))
+    found = judge_all(given, arch, options)
     again += collections.Counter(by for _, by, _ in found if by in (_SAME, _UNCOMPILED))
     found = [each for each in found if each[1] not in (_SAME, _UNCOMPILED)]
     report(found, arch, again, options, time.monotonic() - begin)
@@ -344,29 +432,42 @@ def report(
     options: argparse.Namespace,
     seconds: float,
 ) -> None:
-    by = collections.Counter((each.fault.kind, by or "survived") for each, by, _ in found)
-    survivors = [
-        {"plan": str(each.plan), "kind": each.fault.kind, "line": each.fault.line,
-         "old": each.fault.old.strip(), "new": each.fault.new.strip(), "cases": len(each.cases)}
-        for each, by_whom, _ in found if by_whom == _SURVIVED
-    ]  # fmt: skip
-    for (kind, whom), count in sorted(by.items()):
-        print(f"{kind:<16} {whom[:60]:<60} {count}")
-    for each in survivors:
-        print("survived:", each)
+    unreached = [each for each, by, _ in found if by == _UNREACHED]
+    found = [each for each in found if each[1] != _UNREACHED]
+    rows, survivors = collections.Counter[tuple[str, str]](), []
+    for each, by, _ in found:
+        line = {
+            "plan": str(each.plan), "kind": each.fault.kind, "line": each.fault.line,
+            "old": each.fault.old.strip(), "new": each.fault.new.strip(), "cases": len(each.cases),
+        }  # fmt: skip
+        if by == _SURVIVED:
+            why = equivalent_faults.of_source(each.plan.kernel, line["old"], line["new"])
+            by = "equivalent" if why else "survived"
+            survivors.append(line | ({"equivalent": why} if why else {}))
+        rows[each.fault.kind, by] += 1
+    for (kind, by), count in sorted(rows.items()):
+        print(f"{kind:<16} {by[:60]:<60} {count}")
+    for line in survivors:
+        print("survived:", line)
     # A loop without end, or a machine that was busy: not counted as caught.
-    no_answer = sum(by_whom == processes.NO_ANSWER for _, by_whom, _ in found)
+    no_answer = sum(by == processes.NO_ANSWER for _, by, _ in found)
     caught = len(found) - len(survivors) - no_answer
-    print(
-        f"{caught} of {len(found)} caught, {no_answer} gave no answer; drawn again: {dict(again)}"
-    )
+    equivalent = sum("equivalent" in line for line in survivors)
+    print(f"{caught} of {len(found)} caught, {equivalent} equivalent, {no_answer} gave no answer; "
+          f"drawn again: {dict(again)}, {len(unreached)} not executed")  # fmt: skip
     if options.save:
         results = {
-            "what": "faults in the source of CUDA kernels that the quick level runs",
-            "seed": options.seed, "faults": len(found), "caught": caught, "no_answer": no_answer,
+            "what": "faults in the source of CUDA kernels, in lines that the full level executes",
+            "seed": options.seed, "most_cases": options.most, "tools": bool(options.tools),
+            "faults": len(found),
+            "caught": caught, "equivalent": equivalent, "no_answer": no_answer,
             "drawn_again": dict(again),
-            "rows": [{"kind": kind, "by": whom, "count": count}
-                     for (kind, whom), count in sorted(by.items())],
+            "not_executed": [
+                {"plan": str(each.plan), "line": each.fault.line, "old": each.fault.old.strip()}
+                for each in unreached
+            ],
+            "rows": [{"kind": kind, "by": by, "count": count}
+                     for (kind, by), count in sorted(rows.items())],
             "survivors": survivors, "seconds": round(seconds),
         }  # fmt: skip
         print(machine.save(f"mutations_cuda_{arch}", results))

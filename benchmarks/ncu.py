@@ -13,13 +13,14 @@ METRICS = (
     "lts__t_sectors_srcunit_tex.sum",
 )  # fmt: skip
 SECTOR_BYTES = 32
+_COUNTS = ("byte", "sector", "")  # units of METRICS
 
 
 def why_unavailable() -> str | None:
     return None if shutil.which("ncu") else "ncu (Nsight Compute) is not on the PATH"
 
 
-def command(program: Sequence[str]) -> list[str]:
+def command(program: Sequence[str], metrics: Sequence[str] = METRICS) -> list[str]:
     """Profiles what ``program`` runs between cudaProfilerStart and cudaProfilerStop.
 
     Caches are left as the kernel before leaves them, clocks as they are: what counts are bytes of
@@ -27,13 +28,14 @@ def command(program: Sequence[str]) -> list[str]:
     """
     return [
         "ncu", "--csv", "--print-units", "base", "--profile-from-start", "off",
-        "--cache-control", "none", "--clock-control", "none", "--metrics", ",".join(METRICS),
+        "--cache-control", "none", "--clock-control", "none", "--metrics", ",".join(metrics),
         "--target-processes", "all", *program,
     ]  # fmt: skip
 
 
-def parse(text: str) -> list[dict[str, object]]:
-    """A row a kernel, in the order of launch: its ``kernel`` name, and a number for each metric.
+def parse(text: str, units: Sequence[str] = _COUNTS) -> list[dict[str, object]]:
+    """A row a kernel, in the order of launch: its ``kernel`` name, and a number for each metric, in
+    one of ``units`` (any if empty).
 
     ncu prints a line a metric under a header that begins with "ID", after its own messages and
     what the program printed. ``ValueError`` where there is no such header, with what came instead.
@@ -52,7 +54,7 @@ def parse(text: str) -> list[dict[str, object]]:
         if value in ("", "n/a"):
             raise ValueError(f"ncu has no {row['Metric Name']} on this GPU")
         unit = row["Metric Unit"]
-        if unit not in ("byte", "sector", ""):
+        if units and unit not in units:
             raise ValueError(f"expected bytes and sectors of {row['Metric Name']}; got {unit}")
         one[row["Metric Name"]] = float(value)
     return list(kernels.values())

@@ -59,7 +59,9 @@ _WIDENED = "-widened"
 # Barriers of some warps: what they are in the source, and those of the block.
 _SOME = re.compile(r'asm volatile\("bar\.(?:arrive|sync) %0, %1;"[^;]*;')
 _WHOLE = "barrier();"
-KERNELS = re.compile(r"\b(attn_fwd|attn_bwd|attn_decode|combine|append|row_sums|dq_convert)\b")
+KERNELS = re.compile(
+    r"\b(attn_fwd|attn_bwd|attn_decode|attn_latent|combine|append|row_sums|dq_convert)\b"
+)
 _LONGEST = 300
 # Always with Hopper's own kernels. More blocks than an H100 or an H200 has SMs, 132: most of these
 # twice as many and more. And what is in no short case.
@@ -175,11 +177,17 @@ def by_hash() -> list[Case]:
 def widen() -> None:
     """From now on kernels of this process have only barriers of all of a block's warps."""
     original = code.source_of
+    code.source_of = lambda plan: widened(original(plan))
 
-    def widened(plan: Plan) -> str:
-        return _SOME.sub(_WHOLE, original(plan))
 
-    code.source_of = widened
+def widened(source: str) -> str:
+    """A source whose barriers are all of a whole block."""
+    return _SOME.sub(_WHOLE, source)
+
+
+def is_ours(block: str) -> bool:
+    """Whether a block of a tool's log reports something of one of pyfa's kernels."""
+    return bool(_REPORT.search(block) and KERNELS.search(block))
 
 
 def run(cases: list[Case], widened: bool, until: float) -> None:

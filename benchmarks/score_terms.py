@@ -1,11 +1,11 @@
 """Score terms, own mods and block lists on a GPU: times beside plain attention and FlexAttention.
 
-    python benchmarks/score_terms.py [--head-dims 64 128] [--backend cuda] [--save]
+    python benchmarks/score_terms.py [--head-dims 64 128 256] [--backend cuda] [--save]
 
 Measures forward and backward of each built-in term and of score_mod and mask_mod on
-(4, 4096, 16, D) in bfloat16: medians of CUDA events, in ms. FlexAttention runs the same mods,
-compiled, with its block mask built before. ``differs`` is the largest difference between the
-gradients of the two, over the largest gradient. ``--save`` writes
+(4, 4096, 16, D) in bfloat16: medians of CUDA events, in ms. FlexAttention runs the same mods, and
+softcap, ALiBi and bias as mods, compiled, with its block mask built before. ``differs`` is the
+largest difference between the gradients of the two, over the largest gradient. ``--save`` writes
 ``results/score_terms_<gpu>.json``.
 """
 
@@ -16,6 +16,7 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import machine
@@ -53,6 +54,16 @@ def mods() -> dict[str, Options]:
         },
         "score_mod softcap": {"score_mod": lambda s, b, h, i, j: 30 * torch.tanh(s / 30)},
         "score_mod relative": {"score_mod": lambda s, b, h, i, j: s + table[h, i - j + _ROWS]},
+    }
+
+
+def as_mods(given: dict[str, Options]) -> dict[str, Options]:
+    """Return those of the built-in terms that FlexAttention takes as mods."""
+    slopes, bias = given["alibi"]["alibi_slopes"], given["bias"]["bias"][0, 0]
+    return {
+        "softcap": {"score_mod": lambda s, b, h, i, j: 30 * torch.tanh(s / 30)},
+        "alibi": {"score_mod": lambda s, b, h, i, j: s - slopes[h] * (i - j).abs()},
+        "bias": {"score_mod": lambda s, b, h, i, j: s + bias[i, j]},
     }
 
 
@@ -104,8 +115,14 @@ def flex(dim: int, options: Options) -> tuple[dict[str, float], list[torch.Tenso
 
 
 def _compile(job: tuple[int, str, str]) -> None:
-    """Builds the kernels of a row in a process of its own: they stay in the cache."""
+    """Builds the kernels of a row in a process of its own: they stay in the caches. ``flex`` as
+    backend: those of FlexAttention."""
     dim, name, backend = job
+    if backend == "flex":
+        options = {**as_mods(built_in()), **mods()}.get(name)
+        if options:
+            flex(dim, options)
+        return
     options = {**built_in(), **mods()}[name]
     q, k, v, dout = inputs(dim, batch=1)
     out = pyfa.attention(q, k, v, backend=backend, **options)
@@ -114,20 +131,25 @@ def _compile(job: tuple[int, str, str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--no-flex", action="store_true", help="without FlexAttention")
+    parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     names = [*built_in(), *mods()]
-    jobs = [(dim, name, options.backend) for dim in options.head_dims for name in names]
-    with multiprocessing.get_context("spawn").Pool(8) as pool:
-        pool.map(_compile, jobs, 1)
+    backends = [options.backend] + ["flex"] * (not options.no_flex)
+    jobs = [(dim, name, each) for dim in options.head_dims for name in names for each in backends]
+    # Not multiprocessing.Pool: its workers may not have children, and PyTorch's compiler has.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
+        list(pool.map(_compile, jobs))
     torch._dynamo.config.recompile_limit = 64
     rows: list[dict[str, Any]] = []
     for dim in options.head_dims:
-        own = mods()
-        for name, asked in {**built_in(), **own}.items():
+        terms, own = built_in(), mods()
+        theirs_too = {**as_mods(terms), **own}
+        for name, asked in {**terms, **own}.items():
             q, k, v, dout = inputs(dim)
 
             def attend(*x: torch.Tensor, asked: Options = asked) -> torch.Tensor:
@@ -135,8 +157,8 @@ def main() -> None:
 
             times, grads = measured(attend, [q, k, v], dout)
             row: dict[str, Any] = {"head_dim": dim, "call": name, **times}
-            if name in own and not options.no_flex:
-                theirs, expected = flex(dim, asked)
+            if name in theirs_too and not options.no_flex:
+                theirs, expected = flex(dim, theirs_too[name])
                 largest = max(x.abs().max().item() for x in expected)
                 pairs = zip(grads, expected, strict=True)
                 difference = max((x - y).abs().max().item() for x, y in pairs)

@@ -81,6 +81,12 @@ _PREFILL = (
 _MERGE = ((64, 1, 32, 128), (8, 16, 32, 128), (8, 512, 32, 128), (64, 1, 8, 64))
 
 
+def bytes_read(cell: Cell) -> int:
+    """K and V that some row of a step sees."""
+    seen = min(cell.keys, cell.window + cell.rows) if cell.window >= 0 else cell.keys
+    return cell.batch * seen * cell.heads_k * cell.dim * 2 * getattr(torch, cell.dtype).itemsize
+
+
 class Inputs:
     """A cell's tensors, paged where it has pages, and dense."""
 
@@ -151,16 +157,47 @@ def seconds(calls: dict[str, Call], rounds: int, times: int = 1, eager: bool = F
     return {name: statistics.median(each) for name, each in found.items()}
 
 
+def copy_speed() -> float:
+    """Bytes per second, read and written, of a copy of 2 GiB."""
+    a = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
+    b = torch.empty_like(a)
+    return 2 * a.numel() / seconds({"copy": lambda: b.copy_(a)}, 11)["copy"]
+
+
 def decode(peers: dict[str, Any], rounds: int) -> list[dict[str, Any]]:
-    lines = []
+    lines: list[dict[str, Any]] = []
+    copy = copy_speed()
+    print(f"a copy moves {copy * 1e-9:.0f} GB/s", flush=True)
     for cell in _DECODE:
         x = Inputs(cell)
         calls = {name: make(cell, x) for name, make in peers.items()}
+        outs = [call() for call in calls.values()]
+        outs = [out[0] if isinstance(out, list | tuple) else out for out in outs]
+        if not all(torch.allclose(out, outs[0], rtol=2e-2, atol=2e-3) for out in outs):
+            print(f"{cell}: not the same output")
+            continue
         replays = {name: captured(call, 10)[0].replay for name, call in calls.items()}
         graphs = seconds(replays, rounds, 10)
         eager = seconds(calls, rounds, eager=True)
-        lines.append({"cell": str(cell), "graph_seconds": graphs, "eager_seconds": eager})
-        print(f"{cell}: {told(graphs)}, eagerly {told(eager)}", flush=True)
+        speed = bytes_read(cell) / graphs["pyfa"]
+        lines.append({
+            "cell": str(cell), "graph_seconds": graphs, "eager_seconds": eager,
+            "bytes_per_second": round(speed), "of_a_copy": round(speed / copy, 3),
+        })  # fmt: skip
+        ratios = {
+            name: f"{graphs[name] / graphs['pyfa']:.2f} / {eager[name] / eager['pyfa']:.2f}"
+            for name in peers
+            if name != "pyfa"
+        }
+        print(f"{cell}: {told(graphs)}, eagerly {told(eager)}, {speed * 1e-9:.0f} GB/s, "
+              f"{speed / copy:.2f} of a copy {ratios or ''}", flush=True)  # fmt: skip
+        del x, calls, replays
+    for name in peers:
+        if name != "pyfa":
+            for kind in ("graph_seconds", "eager_seconds"):
+                each = [line[kind][name] / line[kind]["pyfa"] for line in lines]
+                print(f"{name}, {kind}: geometric mean {statistics.geometric_mean(each):.3f}, "
+                      f"least {min(each):.3f}")  # fmt: skip
     return lines
 
 
@@ -221,7 +258,8 @@ def main() -> int:
     if options.save:
         how = f"Medians of {options.rounds} calls in turn, warm caches: benchmarks/serving.py."
         title = "Decode, prefill over pages and merging"
-        print(machine.save("serving", {"title": title, "how": how, "compared": [*peers], **found}))
+        name = "serving_fa3" if options.fa3 else "serving"
+        print(machine.save(name, {"title": title, "how": how, "compared": [*peers], **found}))
     return 0
 
 

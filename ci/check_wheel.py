@@ -47,10 +47,11 @@ kernels = BACKENDS[name].kernels(problem)
 if name == "hip":
     from pyfa.backends.hip import code
     wanted = [(plan, arch) for plan in kernels]
+    missing = code.why_missing(kernels, arch)
 else:
     from pyfa.backends.cuda import code, plans
     wanted = [(plan, plans.compiled_for(arch, plan)) for plan in kernels]
-missing = code.why_missing(kernels, arch)
+    missing = code.why_missing(kernels, arch, code.why_no_compiler())
 origins = [] if missing else [code.load(*each).origin for each in wanted]
 seconds = time.process_time() - began
 print(json.dumps({{"seconds": seconds, "missing": missing, "origins": origins,

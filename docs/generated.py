@@ -356,6 +356,26 @@ def speed(name: str) -> str:
     )
 
 
+def mods_beside(*names: str) -> str:
+    """Forward and backward of mods, beside FlexAttention's in the same run. A row of a later file
+    of ``names`` takes the place of an earlier one."""
+    found = {}
+    for name in names:
+        for row in results()[name]["rows"]:
+            found[row["mod"], row["rows"], row["head_dim"]] = row
+    rows = []
+    for row in found.values():
+        cells = [row["mod"], f"{row['rows']:,}", str(row["head_dim"])]
+        for pass_ in ("forward", "backward"):
+            times = row.get(pass_), row.get(f"flex_{pass_}"), row.get(f"{pass_}_speedup")
+            cells += ["–" if x is None else f"{x:.2f}" for x in times]
+        rows.append(cells)
+    head = ["mod", "tokens", "head_dim"]
+    for pass_ in ("forward", "backward"):
+        head += [f"{pass_}, ms", "`flex`, ms", "speed, pyfa / `flex`"]
+    return table(head, rows)
+
+
 def fp8_speed() -> str:
     """TFLOP/s of float8 and of 16 bits by pyfa, and of cuDNN's float8, in one run."""
     data = results()["bench_fp8_h200.json"]
@@ -658,6 +678,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "fp8_speed": fp8_speed,
     "fused": fused,
     "machines": machines,
+    "mods_beside": mods_beside,
     "naive_beside": naive_beside,
     "run": run,
     "sanitizers": sanitizers,

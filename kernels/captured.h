@@ -15,7 +15,7 @@ typedef Params ParamsBefore;
 #endif
 struct ModifiedParams : ParamsBefore {
 #if LISTS
-  Captured captured[MOD_CAPTURED + 2];  // and block lists (lists.h)
+  Captured captured[MOD_CAPTURED + 3];  // and block lists (lists.h), and what makes them asks for (tile_bounds.h)
 #else
   Captured captured[MOD_CAPTURED ? MOD_CAPTURED : 1];
 #endif

@@ -81,7 +81,7 @@ struct Params {
   long long q_descale_head;  // stride of q_descale between key heads
   int batch;  // number of sequences
   int heads_q;  // query heads
-  int heads_k;  // key heads
+  int heads_k;  // key heads; of a backward, parts of groups: num_splits a key head
   int seqlen_q;  // rows of the longest sequence
   int seqlen_k;  // keys of the longest sequence
   int head_dim;  // D
@@ -95,7 +95,7 @@ struct Params {
   int batch_start;  // global index of sequence 0
   int use_sinks;  // whether the sinks take part in this block
   int bias_type;  // 0 none, 1 bool, 2 float32, 3 float16, 4 bfloat16
-  int num_splits;  // parts that the keys are cut into
+  int num_splits;  // parts that the keys are cut into; of a backward, the query heads of a group
   int new_rows;  // keys to append to each sequence; seqused_k counts them
   int rotary_dim;  // leading elements of a head that rotary turns, 0 without
   int rotary_rows;  // positions that the rotary tables have

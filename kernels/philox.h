@@ -1,6 +1,6 @@
 // The dropout generator: Philox4x32 with 7 rounds (Salmon et al. 2011, "Parallel random numbers: as
-// easy as 1, 2, 3"), the same bits on every backend. One draw serves four neighboring keys of one
-// query row. Needs DEVICE.
+// easy as 1, 2, 3"), the same bits on every backend. One draw serves four neighbouring keys of one
+// query row. Needs DEVICE and wide_product.
 #pragma once
 
 struct Draws {
@@ -14,7 +14,7 @@ DEVICE Draws philox(unsigned key_group, unsigned row, unsigned head, unsigned ba
   unsigned k0 = (unsigned)seed, k1 = (unsigned)(seed >> 32);
 #pragma unroll
   for (int round = 0; round < 7; ++round) {
-    unsigned long long a = 0xD2511F53ull * c0, b = 0xCD9E8D57ull * c2;
+    unsigned long long a = wide_product(0xD2511F53u, c0), b = wide_product(0xCD9E8D57u, c2);
     c0 = (unsigned)(b >> 32) ^ c1 ^ k0;
     c2 = (unsigned)(a >> 32) ^ c3 ^ k1;
     c1 = (unsigned)b;

@@ -148,11 +148,16 @@ DEVICE Range range_where(Range condition, Range x, Range y) {
 // 383 distances between those and 128 keys.
 constexpr int kMostLoads = 512;
 
+// With TOGETHER all lanes of a wavefront ask for the same elements, and each reads its share of them.
+#ifndef TOGETHER
+#define TOGETHER 0
+#endif
+
 // Of the elements of type M at these indices, or of whether they are not 0.
 template <typename M, bool truth, typename... Indices>
 DEVICE Range range_load(const Captured &x, Indices... indices) {
-  Range at[4] = {indices...};
   constexpr int kRank = sizeof...(Indices);
+  Range at[kRank ? kRank : 1] = {indices...};
   Range every = truth ? Range{0, 1} : sizeof(M) == 8 ? anything<long long>() : anything<int>();
   long long loads = 1;
 #pragma unroll
@@ -172,18 +177,41 @@ DEVICE Range range_load(const Captured &x, Indices... indices) {
     loads *= place.high - place.low + 1;
     if (loads > kMostLoads) return every;
   }
-#pragma unroll
-  for (int dim = kRank; dim < 4; ++dim) at[dim] = Range{0, 0};
+  // Of dimension `dim` from the last: the last one's loop is innermost, whatever the rank.
+  auto low = [&](int dim) { return kRank > dim ? (int)at[kRank - 1 - dim].low : 0; };
+  auto high = [&](int dim) { return kRank > dim ? (int)at[kRank - 1 - dim].high : 0; };
+  auto step = [&](int dim) { return kRank > dim ? x.stride[kRank - 1 - dim] : 0; };
   Range found{kLongMost, kLongLeast};
-  for (int i = (int)at[0].low; i <= (int)at[0].high; ++i)
-    for (int j = (int)at[1].low; j <= (int)at[1].high; ++j)
-      for (int k = (int)at[2].low; k <= (int)at[2].high; ++k)
-        for (int l = (int)at[3].low; l <= (int)at[3].high; ++l) {
-          unsigned place = (unsigned)i * x.stride[0] + (unsigned)j * x.stride[1] +
-                           (unsigned)k * x.stride[2] + (unsigned)l * x.stride[3];
+  for (int i = low(3); i <= high(3); ++i)
+    for (int j = low(2); j <= high(2); ++j)
+      for (int k = low(1); k <= high(1); ++k)
+        for (int l = low(0) + (TOGETHER ? lane_index() : 0); l <= high(0); l += TOGETHER ? kLanes : 1) {
+          unsigned place = (unsigned)i * step(3) + (unsigned)j * step(2) + (unsigned)k * step(1) +
+                           (unsigned)l * step(0);
           long long element = (long long)mod_load<M>(x, place);
           if (truth) element = element != 0;
           found = hull(found, Range{element, element});
         }
+  if (TOGETHER)
+    for (int bit = 1; bit < kLanes; bit *= 2)
+      found = hull(found, Range{from_lane_xor(found.low, bit), from_lane_xor(found.high, bit)});
   return found;
 }
+
+// ---- tiles --------------------------------------------------------------------------------------
+
+// Tiles of `size` that hold `end` rows or keys.
+DEVICE int tiles_of(int end, int size) { return (end + size - 1) / size; }
+// The first and the last of tile `number` of `size`, of `end` rows or keys that count from `start`.
+DEVICE Range places_of(int number, int size, int end, int start) {
+  int first = number * size;
+  return Range{start + first, start + min(first + size, end) - 1};
+}
+
+// The bounds that tile_bounds.h wrote for one tile: its captured tensors at its rows, or at its keys.
+typedef const GLOBAL long long *Table;
+DEVICE Table table_of(const Captured &tables, int batch, int head, int tile) {
+  long long row = ((long long)batch * tables.size[1] + head) * tables.size[2] + tile;
+  return (Table)tables.data + row * tables.size[3];
+}
+DEVICE Range tabled(Table table, int slot) { return Range{table[2 * slot], table[2 * slot + 1]}; }

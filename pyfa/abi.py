@@ -95,7 +95,7 @@ FIELDS: tuple[Field, ...] = (
     Field("q_descale_head", "long long", "stride of q_descale between key heads"),
     Field("batch", "int", "number of sequences"),
     Field("heads_q", "int", "query heads"),
-    Field("heads_k", "int", "key heads"),
+    Field("heads_k", "int", "key heads; of a backward, parts of groups: num_splits a key head"),
     Field("seqlen_q", "int", "rows of the longest sequence"),
     Field("seqlen_k", "int", "keys of the longest sequence"),
     Field("head_dim", "int", "D"),
@@ -109,7 +109,11 @@ FIELDS: tuple[Field, ...] = (
     Field("batch_start", "int", "global index of sequence 0"),
     Field("use_sinks", "int", "whether the sinks take part in this block"),
     Field("bias_type", "int", "0 none, 1 bool, 2 float32, 3 float16, 4 bfloat16"),
-    Field("num_splits", "int", "parts that the keys are cut into"),
+    Field(
+        "num_splits",
+        "int",
+        "parts that the keys are cut into; of a backward, the query heads of a group",
+    ),
     Field("new_rows", "int", "keys to append to each sequence; seqused_k counts them"),
     Field("rotary_dim", "int", "leading elements of a head that rotary turns, 0 without"),
     Field("rotary_rows", "int", "positions that the rotary tables have"),
@@ -136,8 +140,8 @@ FIELDS: tuple[Field, ...] = (
 
 # What follows where mods captured tensors (``kernels/mods.h``): of each its address, and four sizes
 # and strides in elements. In plans with block lists these come last, as two more
-# (``kernels/lists.h``).
-_OF_LISTS = 2
+# (``kernels/lists.h``), and a table for what makes lists (``kernels/common/tile_bounds.h``).
+_OF_LISTS = 3
 _MOST_CAPTURED, _RANK = mods.MOST_CAPTURED + _OF_LISTS, 4
 
 

@@ -47,9 +47,9 @@ def attention(
 
     Returns out (B, Sq, H, Dv) in q's dtype. With ``return_lse`` it also returns the log-sum-exp of
     each row's scores: (B, H, Sq), float32, natural logarithm. H is a multiple of Hk (GQA, MQA). D
-    is 1 to 576 and Dv 1 to 512; above 256 on the torch backend only. Dtypes: float16, bfloat16,
-    float32; float8 e4m3 for q, k and v, or for k and v with 16-bit q. q, k, v, a float ``bias`` and
-    ``sinks`` receive gradients, and the LSE is differentiable; float8 has no gradient.
+    is 1 to 576 and Dv 1 to 512; above 256, hip and cuda run the forward only. Dtypes: float16,
+    bfloat16, float32; float8 e4m3 for q, k and v, or for k and v with 16-bit q. q, k, v, a float
+    ``bias`` and ``sinks`` receive gradients, and the LSE is differentiable; float8 has no gradient.
 
     score = score_mod(softcap(scale · q·k)) − slope · ``|i + Sk − Sq − j|`` + bias, then masks, then
     softmax.

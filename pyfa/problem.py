@@ -260,7 +260,7 @@ class Asked(NamedTuple):
 
 
 _KERNELS = frozenset({"hip", "cuda", "triton", "torch"})
-NARROW = 256  # the widest head that every backend takes
+NARROW = 256  # the widest head that every kernel takes
 
 
 class Feature(NamedTuple):
@@ -344,11 +344,9 @@ FEATURES: dict[str, Feature] = {
         Feature("wide", f"a head_dim above {NARROW}",
                 lambda asked: not asked.call.latent
                 and max(asked.call.q.shape[-1], asked.call.v.shape[-1]) > NARROW,
-                frozenset({"torch"}), shown="", flag="--head-dim D,Dv"),
-        Feature("latent", "latent attention",
-                lambda asked: asked.call.latent, frozenset({"hip", "cuda", "torch"})),
-        Feature("topk", "a list of keys for each row",
-                lambda asked: asked.call.topk, frozenset({"hip", "cuda", "torch"})),
+                _KERNELS, shown="", flag="--head-dim D,Dv"),
+        Feature("latent", "latent attention", lambda asked: asked.call.latent, _KERNELS),
+        Feature("topk", "a list of keys for each row", lambda asked: asked.call.topk, _KERNELS),
         Feature("backward", "backward", lambda asked: asked.needs_grad, _KERNELS),
         Feature("dlse", "the gradient through the returned LSE",
                 lambda asked: asked.needs_grad and asked.call.return_lse, _KERNELS),
@@ -380,13 +378,13 @@ def band_of(call: Call) -> Band:
     """Return ``call``'s chunks and shifted window in 32 bits.
 
     A shifted window by itself is implemented by shifting the rows, in any kernel. If chunks, ALiBi,
-    dropout or mods need the true row indices, a banded plan is required.
+    dropout, mods or a tree mask need the true row indices, a banded plan is required.
     """
     # Beyond this no key and no chunk of the lengths is another.
     far = call.max_seqlen_q + call.max_seqlen_k + abs(call.q_start) + abs(call.k_start) + 1
     far = min(far, 1 << 30)
     shift = max(-far, min(call.window_shift, far))
-    own = call.alibi_slopes is not None or call.dropout_p or call.mods
+    own = call.alibi_slopes is not None or call.dropout_p or call.mods or call.tree
     if call.attention_chunk or own:
         return Band(call.q_start, shift, min(call.attention_chunk, far))
     return Band(call.q_start + shift, 0, 0)
@@ -395,7 +393,7 @@ def band_of(call: Call) -> Band:
 def is_banded(features: frozenset[str]) -> bool:
     """Return whether the plan needs a ``Band`` beyond the rows' positions."""
     moved = "negative_edge" in features and not features.isdisjoint(
-        ("alibi", "dropout", "score_mod", "mask_mod")
+        ("alibi", "dropout", "score_mod", "mask_mod", "tree")
     )
     return moved or "chunk" in features
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -89,6 +92,40 @@ def test_a_wheel_without_a_bundle_fails_the_check(tmp_path: Path) -> None:
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 1
     assert "check_wheel: bundle: 0 objects" in ended.stderr
+
+
+@pytest.mark.parametrize(("device", "kernel"), [("H200", "attn_bwd"), ("MI300X", "row_sums")])
+def test_the_checks_first_call_names_what_a_bundle_lacks(
+    device: str, kernel: str, tmp_path: Path
+) -> None:
+    """The script that the check runs beside a wheel, here beside no bundle and no compiler."""
+    check = runpy.run_path(str(ROOT / "ci" / "check_wheel.py"))
+    hidden = f"""
+import sys
+from pathlib import Path
+
+class Blind:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, name, path=None, target=None):
+        hidden = name.split(".")[0] in {check["ABSENT"]!r}
+        return None if hidden else self.finder.find_spec(name, path, target)
+
+sys.meta_path[:] = [Blind(finder) for finder in sys.meta_path]
+from pyfa import bundle
+bundle.FOLDER = Path({str(tmp_path)!r})
+"""
+    script = hidden + check["FIRST_CALL"].format(absent=check["ABSENT"])
+    problem = json.dumps([device, ["causal", "backward"], 4096, 128])
+    command = [sys.executable, "-c", script, problem]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert found["origins"] == []
+    assert kernel in found["missing"]
+    assert "is bundled" in found["missing"]
 
 
 @pytest.mark.parametrize(

@@ -34,10 +34,7 @@ def rows(title: str) -> list[list[str]]:
 def in_this_release(name: str) -> str:
     """What the table of backends says of one."""
     able = BACKENDS[name].FEATURES
-    notes = {"topk": " (`attention_latent(indices=…)`)"}
-    if "latent" in able:
-        notes["wide"] = " (latent attention: up to 576)"
-    lacking = [one.phrase + notes.get(key, "") for key, one in FEATURES.items() if key not in able]
+    lacking = [one.phrase for key, one in FEATURES.items() if key not in able]
     if not lacking:
         return "all features"
     if len(lacking) < len(FEATURES) / 2:

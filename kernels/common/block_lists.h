@@ -1,21 +1,20 @@
 // Makes the block lists of a mask_mod (../lists.h, pyfa/blocks): which tiles of ROWS x KEYS it leaves anything of,
 // and in which it hides nothing. One launch, no memory but the lists.
 //
-// A workgroup makes the list of one tile of rows, or of keys where OWNS_KEYS, and of GROUP heads, which share it.
-// A thread takes one tile that the list may name, and computes bounds of the mask_mod (mask_range.h): they decide
-// most tiles of masks that compare places or documents. A wavefront takes each tile that is left, and asks the
-// mask_mod for its points until it has seen a key and not seen another. What is to be visited is then counted and
-// written in order.
+// A workgroup makes the list of one tile of rows, or of keys where OWNS_KEYS. A thread takes one tile that the list
+// may name, and computes bounds of the mask_mod (mask_range.h): they decide most tiles of masks that compare places
+// or documents. A wavefront takes each tile that is left, and asks the mask_mod for its points until it has seen a
+// key and not seen another. What is to be visited is then counted and written in order.
 //
-// The lists come behind what the mods captured, as in the kernels that visit by them. Needs a vendor's mods.h,
-// `lanes_where` and `count_of`.
+// The lists come behind what the mods captured, as in the kernels that visit by them, and the table of
+// tile_bounds.h behind the lists. Needs a vendor's mods.h, `lanes_where` and `count_of`.
 #pragma once
 #include "../lists.h"
 #include "../ranges.h"
 #include "mask_range.h"
 
-#if !defined(ROWS) || !defined(KEYS) || !defined(OWNS_KEYS) || !defined(GROUP)
-#error "the plan defines ROWS, KEYS, OWNS_KEYS and GROUP"
+#if !defined(ROWS) || !defined(KEYS) || !defined(OWNS_KEYS)
+#error "the plan defines ROWS, KEYS and OWNS_KEYS"
 #endif
 
 constexpr int kThreads = 512, kWaves = kThreads / kLanes;
@@ -28,47 +27,28 @@ struct Meeting {
   int state[kThreads], visited[kWaves];
 };
 
-// The first and the last of tile `number` of `size`, of `end` rows or keys.
-DEVICE Range places_of(int number, int size, int end) {
-  int first = number * size;
-  return Range{first, min(first + size, end) - 1};
+DEVICE int state_by_range(const ModPlace &at, Range rows, Range keys, Table of_rows, Table of_keys) {
+  Range seen = mask_range(at.captured, Range{at.b, at.b}, Range{at.h, at.h}, rows, keys, of_rows, of_keys);
+  return seen.low != 0 ? kWhole : seen.high != 0 ? kUndecided : kEmpty;
 }
 
-DEVICE int state_by_range(const Params &p, int batch, int head, Range rows, Range keys) {
-  bool some = false, all = true;
-#pragma unroll 1
-  for (int i = 0; i < GROUP; ++i) {
-    ModPlace at(p, batch, head + i);
-    at.pin_all();
-    Range seen = mask_range(at.captured, Range{at.b, at.b}, Range{at.h, at.h},
-                            Range{rows.low + at.q, rows.high + at.q},
-                            Range{keys.low + at.kv, keys.high + at.kv});
-    some |= seen.high != 0;
-    all &= seen.low != 0;
-  }
-  return all ? kWhole : some ? kUndecided : kEmpty;
-}
-
-// By a wavefront. Places beyond the end stand for the last one, which adds nothing.
-DEVICE int state_by_points(const Params &p, int batch, int head, Range rows, Range keys) {
+// Of what bounds leave open. A wavefront's lanes take the points row by row; those beyond the end stand for the
+// last one, which adds nothing.
+DEVICE int state_by_points(const ModPlace &at, Range rows, Range keys) {
   int any = 0, all = 1;
-  for (int i = 0; i < GROUP; ++i) {
-    ModPlace at(p, batch, head + i);
-    at.pin_all();
-    for (int first = lane_index(); first < kPoints + lane_index(); first += kAtOnce * kLanes) {
+  for (int first = lane_index(); first < kPoints + lane_index(); first += kAtOnce * kLanes) {
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        int point = first + j * kLanes;
-        if (kPoints % (kAtOnce * kLanes)) point = min(point, kPoints - 1);
-        int row = min((int)rows.low + point / KEYS, (int)rows.high);
-        int key = min((int)keys.low + point % KEYS, (int)keys.high);
-        int seen = is_seen(at, row, key);
-        pin(seen);  // as truth values they take two scalar registers each: 16 spilled
-        any |= seen;
-        all &= seen;
-      }
-      if (lanes_where(any) && lanes_where(!all)) return kPartial;
+    for (int j = 0; j < kAtOnce; ++j) {
+      int point = first + j * kLanes;
+      if (kPoints % (kAtOnce * kLanes)) point = min(point, kPoints - 1);
+      int row = min((int)rows.low + point / KEYS, (int)rows.high);
+      int key = min((int)keys.low + point % KEYS, (int)keys.high);
+      int seen = mod_mask(at.captured, at.b, at.h, row, key);
+      pin(seen);  // as truth values they take two scalar registers each: 16 spilled
+      any |= seen;
+      all &= seen;
     }
+    if (lanes_where(any) && lanes_where(!all)) return kPartial;
   }
   return lanes_where(any) ? kWhole : kEmpty;
 }
@@ -77,22 +57,29 @@ DEVICE void list_blocks(const Params &p, Meeting &meeting) {
   const Captured &counts = captured_of(p)[MOD_CAPTURED], &entries = captured_of(p)[MOD_CAPTURED + 1];
   int heads = counts.size[1], lists = counts.size[2], most = entries.size[3];
   int id = workgroup_index(), thread = thread_index(), wave = wave_index();
-  int head = id / lists % heads * GROUP, batch = id / lists / heads;
-  int owned = id % lists;
+  int head = id / lists % heads, batch = id / lists / heads;
+  int owned = id % lists, of_rows = OWNS_KEYS ? most : lists;
   GLOBAL int *list = (GLOBAL int *)entries.data + (long long)id * most;
+  const Captured &tables = captured_of(p)[MOD_CAPTURED + 2];
+  ModPlace at(p, batch, head);
+  at.pin_all();
+  auto row_of = [&](int tile) { return OWNS_KEYS ? tile : owned; };
+  auto key_of = [&](int tile) { return OWNS_KEYS ? owned : tile; };
+  auto rows_of = [&](int tile) { return places_of(row_of(tile), ROWS, p.seqlen_q, at.q); };
+  auto keys_of = [&](int tile) { return places_of(key_of(tile), KEYS, p.seqlen_k, at.kv); };
 
   int count = 0;
   for (int begin = 0; begin < most; begin += kThreads) {
     int here = min(most - begin, kThreads);
-    auto rows_of = [&](int tile) { return places_of(OWNS_KEYS ? tile : owned, ROWS, p.seqlen_q); };
-    auto keys_of = [&](int tile) { return places_of(OWNS_KEYS ? owned : tile, KEYS, p.seqlen_k); };
     int tile = begin + thread, state = kEmpty;
-    if (thread < here) state = state_by_range(p, batch, head, rows_of(tile), keys_of(tile));
+    if (thread < here)
+      state = state_by_range(at, rows_of(tile), keys_of(tile), table_of(tables, batch, head, row_of(tile)),
+                             table_of(tables, batch, head, of_rows + key_of(tile)));
     meeting.state[thread] = state;
     barrier();
     for (int i = wave; i < here; i += kWaves) {
       if (uniform(meeting.state[i]) != kUndecided) continue;
-      int found = state_by_points(p, batch, head, rows_of(begin + i), keys_of(begin + i));
+      int found = state_by_points(at, rows_of(begin + i), keys_of(begin + i));
       if (lane_index() == 0) meeting.state[i] = found;
     }
     barrier();

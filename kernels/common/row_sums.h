@@ -23,6 +23,15 @@ DEVICE long long state_offset(const Params &p, const Sequence &s, int head) {
   return s.row_batch * p.lse_batch + head * p.lse_head + s.row0;
 }
 
+// Behind the rows' shares of the sinks' gradient, shaped as the LSE, the shares of warps on Hopper: one for each
+// head and kSinkKeys keys.
+constexpr int kSinkKeys = 16;
+DEVICE int sink_sum_count(const Params &p) { return (p.seqlen_k + 127) / 128 * (128 / kSinkKeys); }
+DEVICE float *sink_sums(const Params &p, int batch, int head) {
+  long long rows = p.lse_batch ? p.batch * p.lse_batch : p.heads_q * p.lse_head;
+  return (float *)p.dsinks + rows + (long long)(batch * p.heads_q + head) * sink_sum_count(p);
+}
+
 // The 16-bit element in the low half.
 template <int dtype>
 DEVICE float low_half(unsigned x) {

@@ -23,11 +23,12 @@ DEVICE Matrix q_of(const Params &p, const Sequence &s, int head) {
 DEVICE Matrix dout_of(const Params &p, const Sequence &s, int head) {
   return rows_of(p.dout, s, head, p.dout_batch, p.dout_row, p.dout_head, p.head_dim_v);
 }
+// `head`: of heads_k, each of which is one of num_splits parts of a group.
 DEVICE Matrix k_of(const Params &p, const Sequence &s, int head) {
-  return keys_of(p.k, s, head, p.k_batch, p.k_row, p.k_head, p.head_dim);
+  return keys_of(p.k, s, head / p.num_splits, p.k_batch, p.k_row, p.k_head, p.head_dim);
 }
 DEVICE Matrix v_of(const Params &p, const Sequence &s, int head) {
-  return keys_of(p.v, s, head, p.v_batch, p.v_row, p.v_head, p.head_dim_v);
+  return keys_of(p.v, s, head / p.num_splits, p.v_batch, p.v_row, p.v_head, p.head_dim_v);
 }
 
 DEVICE RowStates states_of(const Params &p, const Sequence &s, int head) {

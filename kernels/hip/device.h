@@ -53,6 +53,8 @@ DEVICE float exp2(float x) { return __builtin_amdgcn_exp2f(x); }
 DEVICE float log2(float x) { return __builtin_amdgcn_logf(x); }
 DEVICE float reciprocal(float x) { return __builtin_amdgcn_rcpf(x); }  // to 1 ulp
 
+// All 64 bits.
+DEVICE unsigned long long wide_product(unsigned x, unsigned y) { return (unsigned long long)x * y; }
 // Rounded before anything is added to it.
 DEVICE float product(float x, float y) {
 #pragma clang fp contract(off)
@@ -90,4 +92,7 @@ DEVICE float from_any_lane(float x, int lane) {
 }
 
 // `x` of the lane whose index differs in `bit`.
-DEVICE float from_lane_xor(float x, int bit) { return from_lane(x, lane_index() ^ bit); }
+template <typename T>
+DEVICE T from_lane_xor(T x, int bit) {
+  return from_lane(x, lane_index() ^ bit);
+}

@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import math
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -18,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pyfa
 from pyfa.backends import NAMES
+from pyfa.problem import NARROW
 
 from . import float8, gpt, packed
 from .ready import Attend, Ready
@@ -179,6 +182,31 @@ def _near(window: int, b: Any, h: Any, i: Any, j: Any) -> Any:
     return (i >= j) & (i - j <= window)
 
 
+_WIDE_TILES = tuple(
+    {"BLOCK_M": rows, "BLOCK_N": keys, "num_warps": warps, "num_stages": stages}
+    for rows, keys, warps, stages in ((64, 32, 8, 2), (64, 64, 8, 1), (32, 32, 4, 2))
+)
+
+
+def _fastest(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return ``call`` with the fastest of ``_WIDE_TILES``: on an H200 FlexAttention's own do not
+    fit at head_dim 512 ("No valid triton configs")."""
+
+    def seconds(one: Callable[..., torch.Tensor]) -> float:
+        try:
+            one()
+        except RuntimeError:  # tiles that do not fit either
+            return math.inf
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        one()
+        torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+    calls = [functools.partial(call, kernel_options=tiles) for tiles in _WIDE_TILES]
+    return min(calls, key=seconds)
+
+
 def _flex(cell: Cell, device: torch.device) -> Ready:
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -188,7 +216,10 @@ def _flex(cell: Cell, device: torch.device) -> Ready:
         seen = _earlier if cell.window < 0 else functools.partial(_near, cell.window)
         mask = create_block_mask(seen, None, None, cell.seqlen_q, cell.seqlen_k, device=device)
     gqa = cell.heads_q != cell.heads_k
+    call: Callable[..., torch.Tensor]
     call = functools.partial(_compiled_flex(), *leaves, block_mask=mask, enable_gqa=gqa)
+    if device.type == "cuda" and max(cell.head_dim, cell.dim_v) > NARROW:
+        call = _fastest(call)
     return Ready(call, leaves, dout)
 
 

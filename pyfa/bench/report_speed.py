@@ -14,8 +14,8 @@ from .report_parts import MEMORY, SPEED, Cell, Picture, Section, Table, drawn, g
 from .suites import MI300X
 
 _ORDER = (
-    "forward", "backward", "decode", "small", "varlen", "window", "gqa", "fp8", "fp8_decode",
-    "quantize", "model", "host",
+    "forward", "backward", "decode", "small", "varlen", "window", "gqa", "wide", "fp8",
+    "fp8_decode", "quantize", "model", "host",
 )  # fmt: skip
 _SHOWS = {
     "forward": "Forward at a constant number of tokens, without and with a causal mask.",
@@ -27,6 +27,7 @@ _SHOWS = {
     "window": "Causal attention to the nearest keys; FLOPs of exactly the visible pairs.",
     "gqa": "Query heads that share key heads, and keys that are wider than values; forward and "
     "backward.",
+    "wide": "Forward at head_dim 512.",
     "fp8": "Forward with float8 inputs, compared with 16-bit inputs.",
     "fp8_decode": "Decode with a float8 cache and 16-bit queries, compared with a 16-bit cache. "
     "Less is better.",

@@ -226,6 +226,17 @@ def _gqa(gpu: bool) -> list[Cell]:
     ]  # fmt: skip
 
 
+def _wide(gpu: bool) -> list[Cell]:
+    """Return causal cells of head_dim 512, as of Gemma 4's global layers: forward, without and
+    with groups."""
+    length, dim, heads = (8192, 512, ((16, 16), (32, 4))) if gpu else (64, 320, ((2, 2), (4, 1)))
+    dtype = "bfloat16" if gpu else "float32"
+    return [
+        Cell("wide", 1, length, length, count, count_k, dim, True, dtype)
+        for count, count_k in heads
+    ]
+
+
 def _model(gpu: bool) -> list[Cell]:
     """Return cells of a training step of a small GPT: forward, gradients of all weights, AdamW."""
     lengths = (1024, 8192) if gpu else (32,)
@@ -336,6 +347,7 @@ SUITES: dict[str, Callable[[bool], list[Cell]]] = {
     "varlen": _varlen,
     "window": _window,
     "gqa": _gqa,
+    "wide": _wide,
     "fp8": _fp8,
     "fp8_decode": _fp8_decode,
     "quantize": _quantize,

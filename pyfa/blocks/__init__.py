@@ -9,7 +9,7 @@ lengths in addition.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,9 @@ __all__ = [
     "Lists",
     "Tiles",
     "Visits",
+    "asks_for",
     "is_exact",
+    "kept_lists",
     "lists_of",
     "make_lists",
     "sizes_of",
@@ -36,6 +38,7 @@ FULL = -(1 << 31)
 """The bit of an entry that says full: its sign."""
 
 Tiles = build.Tiles
+asks_for = build.asks_for
 
 
 class Lists(NamedTuple):
@@ -83,17 +86,22 @@ def lists_of(call: Call, tiles: Tiles, make: Callable[[Call, Tiles], Lists] | No
 
     They are built again if a captured tensor was changed in place.
     """
-    mask = mask_of(call)
-    if not is_exact(mask):
-        return kept.find(call, mask, ("all", tiles), lambda: _all_partial(call, tiles))
-    return kept.find(call, mask, ("lists", tiles), lambda: (make or make_lists)(call, tiles))
+    if not is_exact(mask_of(call)):
+        return kept_lists(call, ("all", tiles), lambda: _all_partial(call, tiles))
+    return kept_lists(call, ("lists", tiles), lambda: (make or make_lists)(call, tiles))
+
+
+def kept_lists(call: Call, what: Hashable, make: Callable[[], Lists]) -> Lists:
+    """Return ``make()``, lists of the kind ``what`` of ``call``'s mask_mod, cached until a captured
+    tensor changes."""
+    return kept.find(call, mask_of(call), what, make)
 
 
 def sizes_of(call: Call, tiles: Tiles) -> tuple[int, int, int, int]:
     """Return the shape of ``Lists.entries``."""
     batch, heads = build.lines_of(call, mask_of(call))
     owned, streamed = build.counts_of(call, tiles)
-    return batch, -(-heads // tiles.group), owned, streamed
+    return batch, heads, owned, streamed
 
 
 def states_across(call: Call, rows: int, keys: int) -> list[list[int]]:

@@ -18,13 +18,11 @@ _AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 26}
 
 class Tiles(NamedTuple):
     """The size of a tile, ``rows`` × ``keys``. A list belongs to a tile of rows and names tiles of
-    keys; with ``owned`` = "keys" it is the other way round. ``group`` consecutive query heads share
-    a list, which names every tile that any of them needs."""
+    keys; with ``owned`` = "keys" it is the other way round."""
 
     rows: int
     keys: int
     owned: str = "rows"
-    group: int = 1
 
 
 def counts_of(call: Call, tiles: Tiles) -> tuple[int, int]:
@@ -45,7 +43,7 @@ def lines_of(call: Call, function: Function) -> tuple[int, int]:
 
 
 def states_of(call: Call, mask: Function, tiles: Tiles) -> torch.Tensor:
-    """Return EMPTY, PARTIAL or WHOLE of each tile, uint8 (B', H' / group, owned, streamed)."""
+    """Return EMPTY, PARTIAL or WHOLE of each tile, uint8 (B', H', owned, streamed)."""
     batch, heads = lines_of(call, mask)
     rows, keys = -(-call.max_seqlen_q // tiles.rows), -(-call.max_seqlen_k // tiles.keys)
     device = call.q.device
@@ -59,11 +57,6 @@ def states_of(call: Call, mask: Function, tiles: Tiles) -> torch.Tensor:
                 for key in range(0, keys, max(across, 1)):
                     part = found[b, h, row : row + down, key : key + across]
                     part.copy_(_states(call, mask, tiles, (b, h, row, key), part.shape))
-    if tiles.group > 1 and heads > 1:
-        grouped = found.unflatten(1, (-1, tiles.group))
-        # What any head needs is needed; what one of them has to mask is no longer full.
-        some, whole = (grouped != EMPTY).any(2), (grouped == WHOLE).all(2)
-        found = some.to(torch.uint8) + whole.to(torch.uint8)
     return found if tiles.owned == "rows" else found.transpose(2, 3)
 
 

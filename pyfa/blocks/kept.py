@@ -7,6 +7,7 @@ of freed memory is not reused.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -23,13 +24,19 @@ _Made = TypeVar("_Made")
 _MOST, _MOST_BYTES = 256, 1 << 29
 
 
+# The oldest entries, which are looked at with each new one: looking at all took 100 µs.
+_LOOKED_AT = 8
+
+
 class _Entry(NamedTuple):
     made: Any
+    versions: Hashable
     storages: tuple[_torch.StorageRef, ...]
     size: int
 
 
 _entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+_bytes = 0
 _lock = threading.Lock()
 
 
@@ -54,10 +61,11 @@ def keep(
     states = _states_of(device, used)
     if states is None:
         return make()
-    whole = (key, states)
+    place, versions = states
+    whole = (key, place)
     with _lock:
         found = _entries.get(whole)
-        if found is not None:
+        if found is not None and found.versions == versions:
             _entries.move_to_end(whole)
             made: _Made = found.made
             return made
@@ -66,26 +74,37 @@ def keep(
     tensors = made if isinstance(made, tuple) else (made,)
     size = sum(x.nbytes for x in tensors if isinstance(x, torch.Tensor))
     with _lock:
-        for old in [k for k, e in _entries.items() if any(s.is_gone() for s in e.storages)]:
-            del _entries[old]
-        _entries[whole] = _Entry(made, storages, size)
-        while len(_entries) > _MOST or sum(e.size for e in _entries.values()) > _MOST_BYTES:
-            if len(_entries) == 1:
-                break
-            _entries.popitem(last=False)
+        _add(whole, _Entry(made, versions, storages, size))
     return made
+
+
+def _add(whole: Hashable, entry: _Entry) -> None:
+    """Add ``entry``, in place of one for older values, and drop what is gone or too much."""
+    global _bytes
+    dropped = [whole] if whole in _entries else []
+    for old in itertools.islice(_entries, _LOOKED_AT):
+        if old != whole and any(x.is_gone() for x in _entries[old].storages):
+            dropped.append(old)
+    for old in dropped:
+        _bytes -= _entries.pop(old).size
+    _entries[whole] = entry
+    _bytes += entry.size
+    while len(_entries) > 1 and (len(_entries) > _MOST or _bytes > _MOST_BYTES):
+        _bytes -= _entries.popitem(last=False)[1].size
 
 
 def clear() -> None:
     """Empty the cache."""
+    global _bytes
     with _lock:
         _entries.clear()
+        _bytes = 0
 
 
-def _states_of(device: torch.device, used: list[torch.Tensor]) -> Hashable | None:
-    """Return a key that identifies the tensors in ``used`` and their values. Return None if there
-    is no such key: PyTorch does not count the changes of an inference_mode tensor, and a captured
-    graph runs again with other values."""
+def _states_of(device: torch.device, used: list[torch.Tensor]) -> tuple[Hashable, Hashable] | None:
+    """Return what identifies the tensors in ``used``, and their values. Return None if nothing
+    does: PyTorch does not count the changes of an inference_mode tensor, and a captured graph runs
+    again with other values."""
     stream = 0
     if device.type == "cuda":
         if _torch.is_capturing():
@@ -98,8 +117,8 @@ def _states_of(device: torch.device, used: list[torch.Tensor]) -> Hashable | Non
             return None
         found.append(
             (
-                _torch.storage_number(x), x._version, x.storage_offset(), x.shape, x.stride(),
-                x.dtype, x.data_ptr(),
+                _torch.storage_number(x), x.storage_offset(), x.shape, x.stride(), x.dtype,
+                x.data_ptr(),
             )
         )  # fmt: skip
-    return tuple(found)
+    return tuple(found), tuple(x._version for x in used)

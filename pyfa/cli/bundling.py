@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Collection
@@ -21,11 +22,58 @@ def write(folder: Path, rows: list[dict[str, Any]]) -> None:
         (folder / _file(row)).write_bytes(row["data"])
 
 
+class Notes:
+    """The cases that passed in the emulator, each with the digests of the code it ran, by name.
+
+    They are kept in ``path``, if given, a line for each as soon as it has passed, so that an
+    interrupted build goes on where it was. Notes of other sources, or of another torch, are not
+    used.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.passed: dict[str, list[str]] = {}
+        self._path = path
+        if path is None:
+            return
+        of = _of_sources()
+        lines = path.read_text().splitlines() if path.is_file() else []
+        if lines[:1] == [of]:
+            whole = (line for line in lines[1:] if line.endswith("]"))  # not the end of a kill
+            self.passed = dict(map(json.loads, whole))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [of, *(json.dumps(item) for item in self.passed.items())]
+        path.write_text("\n".join(kept) + "\n")
+
+    def add(self, name: str, digests: list[str]) -> None:
+        self.passed[name] = digests
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps([name, digests]) + "\n")
+
+
+def _of_sources() -> str:
+    """Return a digest of the package, the kernels and the version of torch."""
+    import torch
+
+    from .. import bundle, sources
+
+    digest = hashlib.sha256(torch.__version__.encode())
+    for folder in (Path(bundle.__file__).parent, sources.directory()):
+        for path in sorted(folder.rglob("*.[pch]*")):
+            name = path.relative_to(folder)
+            if path.is_file() and not {"__pycache__", "_bundle"} & set(name.parts):
+                digest.update(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}".encode())
+    return digest.hexdigest()
+
+
 def bundle(
-    rows: list[dict[str, Any]], every: bool, head_dims: Collection[int]
+    rows: list[dict[str, Any]],
+    every: bool,
+    head_dims: Collection[int],
+    notes: Path | None = None,
 ) -> tuple[list[str], list[str]]:
     """Write the bundle. Return the names of the conformance cases that failed, and the plans that
-    are left out.
+    are left out. ``notes``: see ``Notes``.
 
     The emulator runs the files for gfx942 that were written, and the manifest lists for each digest
     the cases that it passed. If a case fails, the bundle is removed. A plan that no case ran is
@@ -48,7 +96,7 @@ def bundle(
     _write_manifest(objects)
     emulated = {key: entry for key, entry in objects.items() if _is_emulated(entry)}
     try:
-        passed, failed = _emulate(every, head_dims) if emulated else ({}, [])
+        passed, failed = _emulate(every, head_dims, Notes(notes)) if emulated else ({}, [])
     except BaseException:  # an interrupt, too: what was not emulated must not be found
         shutil.rmtree(bundle.FOLDER, ignore_errors=True)
         raise
@@ -109,9 +157,11 @@ def _is_wanted(case: Case, every: bool, head_dims: Collection[int]) -> bool:
     )
 
 
-def _emulate(every: bool, head_dims: Collection[int]) -> tuple[dict[str, list[str]], list[str]]:
-    """Run the full suite's cases for the bundle in the emulator; return the passed ones by digest,
-    and the failed ones."""
+def _emulate(
+    every: bool, head_dims: Collection[int], notes: Notes
+) -> tuple[dict[str, list[str]], list[str]]:
+    """Run the full suite's cases for the bundle in the emulator, but those in ``notes``; return the
+    passed ones by digest, and the failed ones."""
     from ..backends import BACKENDS
     from ..backends.hip.backend import HipBackend
     from ..conformance import grid, report, runner
@@ -119,17 +169,21 @@ def _emulate(every: bool, head_dims: Collection[int]) -> tuple[dict[str, list[st
     emulator = BACKENDS["emulator"]
     assert isinstance(emulator, HipBackend)
     suite = grid.cases("full", emulator.FEATURES, emulator.DTYPES)
-    cases = [case for case in suite if _is_wanted(case, every, head_dims)]
-    passed: dict[str, list[str]] = {}
+    wanted = {case.name: case for case in suite if _is_wanted(case, every, head_dims)}
     failed = []
     with progress("emulating") as show:
-        for done, case in enumerate(cases):
-            show(done, len(cases), case.name)
+        for done, (name, case) in enumerate(wanted.items()):
+            show(done, len(wanted), name)
+            if name in notes.passed:
+                continue
             emulator.launch.digests.clear()
             result = runner.run_case(emulator, case, runner.device_of("emulator"))
             if result.status == report.PASSED:
-                for digest in emulator.launch.digests.values():
-                    passed.setdefault(digest, []).append(case.name)
+                notes.add(name, sorted(emulator.launch.digests.values()))
             elif result.status in (report.FAILED, report.CRASHED):
-                failed.append(case.name)
+                failed.append(name)
+    passed: dict[str, list[str]] = {}
+    for name in wanted:
+        for digest in notes.passed.get(name, ()):
+            passed.setdefault(digest, []).append(name)
     return passed, failed

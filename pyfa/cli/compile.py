@@ -54,6 +54,13 @@ def add(commands: Any) -> None:
         help="write the bundle that a wheel carries, after checking the wait states of each code "
         "object for gfx942 and running the conformance suite on it in the emulator",
     )
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        metavar="FILE",
+        help="with --bundle: note in FILE which cases passed in the emulator, and skip those that "
+        "an earlier run of the same sources noted",
+    )
     planned.add_flag(parser)
     usage.add_json(parser)
     parser.set_defaults(run=run)
@@ -80,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
         bundling.write(options.out, built)
     failed, left_out = _faults(built), list[str]()
     if options.bundle and not failed:
-        failed, left_out = bundling.bundle(built, options.all, options.head_dim)
+        failed, left_out = bundling.bundle(built, options.all, options.head_dim, options.resume)
     for plan in left_out:
         print(f"pyfa compile: left out of the bundle: no case ran {plan}", file=sys.stderr)
     for each in failed:

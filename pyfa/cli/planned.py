@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 
 _DTYPES = {"0": "float16", "1": "bfloat16", "2": "float8"}
-_SCORES = {"1": "score terms", "2": "dropout"}  # 0: none
+_SCORES = {"1": "score terms", "2": "dropout", "3": "softcap", "4": "ALiBi"}  # 0: none
 
 
 def words(constants: Mapping[str, object]) -> str:

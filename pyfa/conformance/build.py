@@ -294,12 +294,13 @@ def _rotated(
         return None
     result = _Rotated()
     result.originals = list(parts)
-    half = case.head_dim // (4 if case.rotary.endswith("part") else 2) or 1
+    half = case.head_dim // (4 if "part" in case.rotary else 2) or 1
     longest = capacity + max(case.lengths_q, default=0) + 8
     # Any rotation will do: the rational point (1 − t², 2t) / (1 + t²) needs no library's cosine.
     t = near_normal(f"{case.name}/rotary", (longest, half))
     tables = {"rotary_cos": (1 - t * t) / (1 + t * t), "rotary_sin": 2 * t / (1 + t * t)}
-    result.tables = {name: place(x, dtype_of(case), "contiguous") for name, x in tables.items()}
+    dtype = torch.float32 if case.rotary.endswith("float32") else dtype_of(case)
+    result.tables = {name: place(x, dtype, "contiguous") for name, x in tables.items()}
     cos, sin = (item.view() for item in result.tables.values())
     result.arguments = {"rotary_interleaved": case.rotary.startswith("interleaved")}
     start = before if "cache_seqlens" in others else [capacity] * case.batch

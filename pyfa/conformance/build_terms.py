@@ -27,8 +27,10 @@ def with_terms(case: Case, placed: dict[str, Placed], others: dict[str, Any], ca
             others["bias"] = values[0] if call.cu_seqlens_q is not None else values
             terms["bias"] = values
         else:
-            dtype = dtype_of(case) if case.bias in ("full", "hidden") else torch.float32
+            dtype = dtype_of(case) if case.bias in ("full", "hidden", "other") else torch.float32
             dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
+            if case.bias == "other":
+                dtype = torch.bfloat16 if dtype == torch.float16 else torch.float16
             packed = call.cu_seqlens_q is not None
             placed["bias"] = place(values[0] if packed else values, dtype, case.layout)
             view = placed["bias"].view()

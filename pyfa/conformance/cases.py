@@ -19,9 +19,11 @@ RECIPES = ("plain", "growing", "huge", "equal", "offset", "big", "identity")
 # Inputs that are hard only for a float8 P, and float8 queries and keys that were rotated.
 FLOAT8_RECIPES = ("sink", "needle", "rotated")
 LAYOUTS = ("contiguous", "strided", "heads_first", "unaligned", "gapped")
-BIASES = ("full", "keys", "rows", "heads", "bool", "hidden")
+BIASES = ("full", "keys", "rows", "heads", "bool", "hidden", "other")
 HOSTILE = ("q=nan", "k=nan", "v=nan", "q=inf", "q=-inf", "k=inf", "v=inf", "padding=inf")
 ROTARIES = ("interleaved", "halves", "interleaved_part", "halves_part")
+# With tables in float32 and not in q's dtype.
+FLOAT32_ROTARIES = tuple(f"{name}_float32" for name in ROTARIES)
 _SHORT = {
     "bfloat16": "bf16",
     "float16": "fp16",
@@ -41,20 +43,20 @@ class Case:
     ``attention_latent``, whose values are the first ``head_dim_v`` elements of the keys.
 
     ``dlse``: gradient through "both" out and LSE, or the LSE "only". ``bias``: which dimensions it
-    has (one of ``BIASES``; "hidden" has all dimensions and some rows of −inf; no level uses "one"
-    and "sequences"). ``alibi``: slopes per "heads" or per "batch" and head. ``used_q`` and
-    ``used_k``: sequences have rows that take no part. ``slack``: rows of a packed tensor, or of a
-    cache, beyond what any sequence owns, and by how much ``max_seqlen`` exceeds the longest.
-    ``shared``: sequences share their first page. ``recipe``: the distribution of the values
-    (``RECIPES``). ``layout``: their memory layout (``LAYOUTS``). ``cache_dtype``: the dtype of k
-    and v if it differs from q's. ``scales``: the scales of float8 tensors, per "tensor" or "head",
-    or per block of this many rows. ``out_dtype``: the requested output dtype, if any. ``hostile``:
-    a NaN or an inf among the inputs, and where (``HOSTILE``). ``score_mod`` and ``mask_mod``: names
-    in ``modifiers.py``. ``captured_grad``: also compute gradients of the tensors that the score_mod
-    captured. ``topk``: the length of each row's list of keys; some entries list no key, some list a
-    key twice. With ``used_q`` lists also have lengths. ``block_mask``: the block size of a
-    BlockMask with full, partial and absent blocks. ``tree``: a mask over the new rows alone, one
-    per sequence.
+    has (one of ``BIASES``; "hidden" has all dimensions and some rows of −inf, "other" all
+    dimensions and not q's dtype but another of 16 bits; no level uses "one" and "sequences").
+    ``alibi``: slopes per "heads" or per "batch" and head. ``used_q`` and ``used_k``: sequences have
+    rows that take no part. ``slack``: rows of a packed tensor, or of a cache, beyond what any
+    sequence owns, and by how much ``max_seqlen`` exceeds the longest. ``shared``: sequences share
+    their first page. ``recipe``: the distribution of the values (``RECIPES``). ``layout``: their
+    memory layout (``LAYOUTS``). ``cache_dtype``: the dtype of k and v if it differs from q's.
+    ``scales``: the scales of float8 tensors, per "tensor" or "head", or per block of this many
+    rows. ``out_dtype``: the requested output dtype, if any. ``hostile``: a NaN or an inf among the
+    inputs, and where (``HOSTILE``). ``score_mod`` and ``mask_mod``: names in ``modifiers.py``.
+    ``captured_grad``: also compute gradients of the tensors that the score_mod captured. ``topk``:
+    the length of each row's list of keys; some entries list no key, some list a key twice. With
+    ``used_q`` lists also have lengths. ``block_mask``: the block size of a BlockMask with full,
+    partial and absent blocks. ``tree``: a mask over the new rows alone, one per sequence.
     """
 
     kind: str = "dense"
@@ -200,6 +202,7 @@ class Case:
             unknown = unknown or "inf" in self.hostile  # which the format does not have
         if self.hostile.startswith(("q=", "k=")) and "inf" in self.hostile:
             unknown = unknown or self.softcap  # which makes it finite
+            unknown = unknown or (self.scale is not None and self.scale <= 0.0)  # of which sign?
         if self.backward:
             unknown = unknown or self.page_size or self.sinks or "inf" in self.hostile
         return self.hostile in HOSTILE and not unknown and any(a and b for a, b in pairs)
@@ -209,6 +212,7 @@ class Case:
         """Return whether ``attention_latent`` can express this case."""
         terms = self.window or self.softcap or self.bias or self.alibi or self.dropout_p
         terms = terms or self.attention_chunk or self.score_mod or self.mask_mod
+        terms = terms or self.batch_invariant
         options = self.leftpad or self.batch_idx or self.packed_q or self.new_keys or self.rotary
         fits = self.heads_k == 1 and self.head_dim_v <= self.head_dim and self.scale is not None
         return fits and not (terms or options or self.hostile)

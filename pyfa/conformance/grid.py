@@ -19,13 +19,15 @@ from typing import Any
 from . import (
     grid_bands,
     grid_cover,
+    grid_decode,
     grid_fp8,
     grid_hostile,
     grid_latent,
     grid_mods,
     grid_trees,
+    grid_wide,
 )
-from .cases import BIASES, LAYOUTS, RECIPES, ROTARIES, Case
+from .cases import BIASES, FLOAT32_ROTARIES, LAYOUTS, RECIPES, ROTARIES, Case
 from .cases import dense as _dense
 from .cases import packed as _packed
 from .grid_axes import APPENDS, CACHES, DTYPES, HALF, PACKED, SHAPES, Fields, draws
@@ -233,8 +235,10 @@ def _quick() -> Iterator[Case]:
     yield from grid_fp8.quick()
     yield from grid_bands.quick()
     yield from grid_cover.quick()
+    yield from grid_decode.quick()
     yield from grid_latent.quick()
     yield from grid_trees.quick()
+    yield from grid_wide.quick()
 
 
 def _invariant() -> Iterator[Case]:
@@ -290,6 +294,10 @@ def _quick_caches() -> Iterator[Case]:
         for lengths, options in zip(APPENDS, appends, strict=True):
             fields = {"dtype": DTYPES[index % 3], "rotary": rotary, "slack": index, **options}
             yield _packed(lengths, "kvcache", new_keys=lengths[0][0], **fields)
+    for index, rotary in enumerate(FLOAT32_ROTARIES):
+        fields = {"dtype": HALF[index % 2], "rotary": rotary, "head_dim": (64, 72)[index // 2]}
+        fields |= {"causal": True, "slack": 3, "layout": LAYOUTS[index]}
+        yield _packed(APPENDS[index % 3], "kvcache", new_keys=APPENDS[index % 3][0][0], **fields)
     # Decode with every number of rows and heads that share a key head, around blocks of lines.
     for index, (dim, rows, group) in enumerate(
         itertools.product((64, 128, 256), (1, 3, 8), (1, 4, 8))
@@ -347,8 +355,10 @@ def _full() -> Iterator[Case]:
     yield from grid_fp8.full()
     yield from grid_bands.full()
     yield from grid_cover.full()
+    yield from grid_decode.full()
     yield from grid_latent.full()
     yield from grid_trees.full()
+    yield from grid_wide.full()
 
 
 def _full_dense() -> Iterator[Case]:

@@ -27,6 +27,7 @@ def quick() -> Iterator[Case]:
         yield dense(65, 97, dtype=half, causal=True, window=(40, 0), hostile=element)
         yield dense(33, 33, dtype=half, hostile=element)
         yield packed(CACHES[0], "kvcache", dtype=half, heads_q=4, hostile=element)
+    yield dense(33, 33, hostile="q=-inf", sinks=True)
     beyond: dict[str, Any] = {"hostile": "padding=inf"}
     yield packed(PACKED[0], "varlen", used_q=True, used_k=True, slack=4, backward=True, **beyond)
     yield packed(PACKED[1], "varlen", page_size=16, used_k=True, backward=True, **beyond)

@@ -1,4 +1,4 @@
-"""The grid's cases of latent attention, and of head dims above 256.
+"""The grid's cases of latent attention.
 
 The cache has one head, and its first elements are the values. The cases vary the rows of all heads
 (which decide how many products and workgroups a decode needs), the storage of the keys, and lists
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .cases import LAYOUTS, Case, dense, packed
+from .cases import LAYOUTS, Case, packed
 from .grid_axes import DTYPES, HALF, draws
 
 _DIMS: Mapping[str, Any] = {"head_dim": 576, "head_dim_v": 512, "heads_k": 1, "scale": 192**-0.5}
@@ -38,6 +38,23 @@ _MANY: tuple[Mapping[str, Any], ...] = (
     {"lengths": ((2,), (45,)), "heads_q": 128, "causal": True, "sinks": True, "num_splits": 2},
     {"lengths": ((1,), (90,)), "heads_q": 64, "topk": 70, "num_splits": 2},
     {"lengths": ((1,), (50,)), "heads_q": 128, "topk": 33, "sinks": True},
+    # Several tiles of 64 keys, of one row that sees none of them, and over several splits.
+    {"lengths": ((1, 1, 1), (0, 64, 500)), "heads_q": 128, "page_size": 64, "recipe": "growing"},
+    {
+        "lengths": ((4, 4), (2, 321)),
+        "heads_q": 33,
+        "causal": True,
+        "page_size": 16,
+        "sinks": True,
+        "num_splits": 3,
+    },
+    {
+        "lengths": ((2, 2), (129, 255)),
+        "heads_q": 20,
+        "slack": 9,
+        "causal": True,
+        "recipe": "growing",
+    },
 )
 # Float8 caches.
 _SCALES: tuple[str | int, ...] = ("", "tensor", "head", 16)
@@ -56,9 +73,6 @@ def quick() -> Iterator[Case]:
         yield _latent(_LENGTHS[index % 3], **dtypes, **fields)
     fields = {"cache_dtype": "float8_e4m3fn", "scales": "head"}
     yield _latent(_LENGTHS[0], topk=20, **fields)
-    for index, (dim, dim_v) in enumerate(((512, 512), (576, 512), (320, 64), (64, 500))):
-        dims: dict[str, Any] = {"head_dim": dim, "head_dim_v": dim_v, "dtype": HALF[index % 2]}
-        yield dense(33, 65, **dims, heads_q=4, backward=index < 2, causal=True)
 
 
 def full() -> Iterator[Case]:

@@ -24,6 +24,7 @@ _OPTIONS: tuple[Fields, ...] = (
     {"window": (20, 0), "sinks": True},
     {"attention_chunk": 40, "softcap": 5.0},
     {"alibi": "heads", "heads_q": 4, "page_size": 1},
+    {"window": (-2, 64)},
 )
 
 
@@ -32,6 +33,7 @@ def quick() -> Iterator[Case]:
     cache."""
     for index, options in enumerate(_OPTIONS):
         yield _tree(index, dtype=DTYPES[index % 3], **options)
+    yield _tree(2, window=(-2, 64), dtype="bfloat16")
     yield _tree(0, new_keys=6, page_size=16, head_dim=128)
     yield _tree(1, cache_dtype="float8_e4m3fn", head_dim=128, heads_q=8)
 

@@ -6,7 +6,7 @@ is computed without the element. This module defines its effect, as the guide do
 inf":
 
 - a row that sees a NaN in q or k has NaN in its output and its LSE; a score of +inf counts as NaN,
-  one of −inf as masked;
+  one of −inf as masked, so that of a row with only such scores the LSE is its sink, if it has one;
 - a NaN in v gives NaN in that element of the output, in every row that sees the key. Other rows of
   the sequence with the same KV head may have NaN there (0 · NaN). An LSE never has. An inf in v has
   the same effect, possibly as NaN: kernels read the last key in place of keys missing in its tile;
@@ -139,6 +139,8 @@ def marks(inputs: Inputs) -> dict[str, Marks]:
     lse = out.any(-1).transpose(-1, -2)
     if place.name != "v":
         at_lse = -math.inf if nothing else math.nan
+        if nothing and spec.sinks is not None:
+            at_lse = float(spec.sinks[place.head])
         found["lse"] = Marks(lse, at_lse, torch.zeros_like(lse))
     if case.backward:
         found["dq"] = Marks(

@@ -72,6 +72,8 @@ def _body(mods: Mods, function: Function) -> list[str]:
         args = [_operand(function, x) for x in op.args]
         if op.name == "load":
             text = _load(mods, op, args, [ranges[x] for x in op.args])
+        elif function is not mods.mask and (factor := _reciprocal(function, op)):
+            text = f"{args[0]} * {factor}"
         else:
             given = function.ops[op.args[0]].type
             text = _expression(op, given, args, [ranges[x] for x in op.args])
@@ -101,6 +103,19 @@ def _float(value: float) -> str:
     if math.isinf(value):
         return "INFINITY_F" if value > 0 else "-INFINITY_F"
     return f"({value.hex()}f)"
+
+
+def _reciprocal(function: Function, op: Op) -> str:
+    """Return the factor that the division of floats ``op`` becomes, "" if it stays a division.
+
+    The product is within 1.5 ulp. A division takes 8 instructions and a branch to more: with it a
+    softcap took 3.1 ms on an H200 where the built-in one, without it, took 1.8. A mask_mod keeps
+    it, because an ulp there may hide another key.
+    """
+    value = function.ops[op.args[1]].value if op.name == "div" and op.type == "f" else None
+    if value is None or not 2.0**-126 <= abs(float(value)) <= 2.0**126:
+        return ""
+    return _float(1.0 / float(value))
 
 
 def _load(mods: Mods, op: Op, args: list[str], ranges: list[Range]) -> str:

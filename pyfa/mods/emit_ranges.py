@@ -1,16 +1,22 @@
 """Emits the bounds of a mask_mod as C++ source for ``kernels/ranges.h``.
 
-The function computes, for a tile, the least and the largest value of each operation from the
-tile's first and last rows and keys. If both bounds of the result agree, the mask_mod has that value
-at every point of the tile. Nothing is known of floats.
+The function ``mask_range`` computes, for a tile, the least and the largest value of each operation
+from the tile's first and last rows and keys. If both bounds of the result agree, the mask_mod has
+that value at every point of the tile. Nothing is known of floats.
+
+What a load reads by the row alone, or by the key alone, is the same for all tiles with these rows
+or keys. ``bounds_of_rows`` and ``bounds_of_keys`` bound these loads, once for each tile of rows and
+of keys, and ``mask_range`` finds the bounds in a table.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
 import torch
 
 from . import Mods
-from .ir import COMPARISONS, Op
+from .ir import COMPARISONS, Function, Op
 
 _TYPES = {"b": "bool", "i": "int", "l": "long long"}
 # How an element of a captured tensor lies in memory, and whether it is a truth value.
@@ -22,23 +28,82 @@ _LOADS = {
     torch.int32: "int, false",
     torch.int64: "long long, false",
 }
-_INPUTS = "const Captured *captured, Range b, Range h, Range q, Range kv"
+_INPUTS = "const Captured *captured, Range b, Range h"
+_TABLES = "Table of_rows, Table of_keys"
 _UNKNOWN = "anything<{0}>()"
+_SIDES = {"q": "rows", "kv": "keys"}
+
+
+def tabled(function: Function) -> dict[str, list[int]]:
+    """Return the loads of integers that depend on the row alone ("q") and on the key alone ("kv"),
+    as numbers of operations. Their places in these lists are those in the table."""
+    inputs: list[frozenset[str]] = []
+    for op in function.ops:
+        own = {str(op.value)} if op.name == "input" else set()
+        inputs.append(frozenset(own.union(*(inputs[x] for x in op.args))))
+    return {
+        side: [
+            number
+            for number, op in enumerate(function.ops)
+            if op.name == "load" and op.type != "f" and inputs[number] & {"q", "kv"} == {side}
+        ]
+        for side in _SIDES
+    }
+
+
+def most_tabled(mods: Mods) -> int:
+    """Return how many bounds a tile has in the table, 0 if there is no table."""
+    return 0 if mods.mask is None else max(map(len, tabled(mods.mask).values()))
 
 
 def source(mods: Mods) -> str:
-    """Return the function ``mask_range``, if there is a mask_mod."""
+    """Return the function ``mask_range`` and those for the table, if there is a mask_mod."""
     function = mods.mask
     if function is None:
         return "\n"
-    lines = [f"DEVICE Range mask_range({_INPUTS}) {{"]
-    for number, op in enumerate(function.ops):
-        if op.type == "f" or op.name == "input":
-            continue
-        args = [_name(function.ops, x) for x in op.args]
-        lines.append(f"  Range t{number} = {_text(mods, op, function.ops, args)};")
+    found = tabled(function)
+    lines = [f"constexpr int kTabled = {most_tabled(mods)};"]
+    for side, loads in found.items():
+        lines.append(
+            f"DEVICE void bounds_of_{_SIDES[side]}({_INPUTS}, Range {side}, Range *found) {{"
+        )
+        lines += _body(mods, function, {}, _needed(function, loads))
+        lines += [f"  found[{place}] = t{number};" for place, number in enumerate(loads)]
+        lines.append("}")
+    tables = {
+        number: f"tabled(of_{_SIDES[side]}, {place})"
+        for side, loads in found.items()
+        for place, number in enumerate(loads)
+    }
+    lines.append(f"DEVICE Range mask_range({_INPUTS}, Range q, Range kv, {_TABLES}) {{")
+    lines += _body(mods, function, tables, _needed(function, function.results[:1], tables))
     lines += [f"  return {_name(function.ops, function.results[0])};", "}"]
     return "\n".join(lines) + "\n"
+
+
+def _needed(function: Function, results: Iterable[int], known: Collection[int] = ()) -> set[int]:
+    """Return the operations that these results need, except those that are ``known``."""
+    needed: set[int] = set()
+    pending = list(results)
+    while pending:
+        number = pending.pop()
+        if number not in needed:
+            needed.add(number)
+            if number not in known and function.ops[number].type != "f":
+                pending += function.ops[number].args
+    return needed
+
+
+def _body(mods: Mods, function: Function, known: dict[int, str], needed: set[int]) -> list[str]:
+    """Return the lines that compute the bounds of the operations in ``needed``."""
+    lines = []
+    for number, op in enumerate(function.ops):
+        if number not in needed or op.type == "f" or op.name == "input":
+            continue
+        args = [_name(function.ops, x) for x in op.args]
+        text = known.get(number) or _text(mods, op, function.ops, args)
+        lines.append(f"  Range t{number} = {text};")
+    return lines
 
 
 def _name(ops: tuple[Op, ...], number: int) -> str:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
+from .shape import Shape
+
 
 class Tiling(NamedTuple):
     """The iteration of a kernel: a workgroup has ``block_q`` rows of one head, or owns ``block_k``
@@ -67,8 +69,9 @@ class TiledKernel:
     ``role`` is a name in ``ROLES``. ``dims``: head dims to which its products are padded.
     ``buffers``: bytes of LDS or shared memory of a workgroup, by content. ``threads``: per
     workgroup. ``whole_tiles``: the last streamed tile is requested as a whole, even if it is partly
-    masked. ``ahead``: tiles that are requested after the last one. ``registers``: per lane, 0 if
-    nothing was compiled. ``compiled_bytes``: LDS or shared memory as compiled, likewise.
+    masked. ``ahead``: tiles that are requested after the last one. ``group_splits``: parts into
+    which the query heads of a KV head are divided, if a workgroup owns keys. ``registers``: per
+    lane, 0 if nothing was compiled. ``compiled_bytes``: LDS or shared memory as compiled, likewise.
     """
 
     role: str
@@ -78,8 +81,13 @@ class TiledKernel:
     buffers: Mapping[str, int] = field(default_factory=dict)
     whole_tiles: bool = False
     ahead: int = 0
+    group_splits: int = 1
     registers: int = 0
     compiled_bytes: int = 0
+
+    def divided(self, shape: Shape) -> Shape:
+        """Return ``shape`` as the kernel sees it: each part of a group has KV heads of its own."""
+        return shape._replace(heads_k=shape.heads_k * self.group_splits)
 
     @property
     def shared_bytes(self) -> int:

@@ -100,6 +100,7 @@ def requested_of(shape: Shape, kernel: TiledKernel) -> tuple[dict[str, int], dic
         if not asked.partial:
             return reads, {"out": asked.out, "lse": asked.lse}
         return reads, {"partial": asked.partial}
+    shape = kernel.divided(shape)
     sizes = tensor_bytes(shape)
     reads = {name: sizes[name] for name in role.held}
     walked = sum(part.walked for part in blocks(shape, kernel))
@@ -146,7 +147,8 @@ def workgroups(shape: Shape, kernel: TiledKernel) -> int:
     and split."""
     tiling = kernel.tiling
     if ROLES[kernel.role].owns_keys:
-        return -(-shape.seqlen_k // tiling.block_k) * shape.heads_k * shape.batch
+        heads_k = kernel.divided(shape).heads_k
+        return -(-shape.seqlen_k // tiling.block_k) * heads_k * shape.batch
     lines = -(-shape.seqlen_q * tiling.packed // tiling.block_q)
     return lines * shape.lines // tiling.packed * tiling.splits
 

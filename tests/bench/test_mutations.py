@@ -203,3 +203,37 @@ def test_a_fault_of_the_torch_backend_is_caught(monkeypatch: pytest.MonkeyPatch)
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=150
     )
     assert done.stdout.strip().splitlines()[-1:] == ["wrong numbers"], done.stderr
+
+
+def test_a_trap_stands_where_a_fault_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    script = importlib.import_module("mutations_cuda")
+    source = """  int x = a +
+      b - 1;
+  if (a < b) return;
+  for (int i = 0; i < n; ++i)
+    sum += x;
+  return a && b;
+"""
+    at = {1: 0, 2: 2, 3: 3, 4: 4, 5: 5}
+    made = {
+        line: script.trapped(source, script.Fault("", line, "", "")).splitlines()[place]
+        for line, place in at.items()
+    }
+    assert made == {
+        1: "__trap();   int x = a +",
+        2: "  if (__trap(), a < b) return;",
+        3: "  for (int i = 0; __trap(), i < n; ++i)",
+        4: "__trap();     sum += x;",
+        5: "  return __trap(), a && b;",
+    }
+
+
+def test_divisions_need_no_second_correction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason that several survivors of the HIP faults have."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    script = importlib.import_module("equivalent_faults")
+    numpy = importlib.import_module("numpy")
+    some = numpy.random.default_rng(0).integers(1, 1 << 31, 100_000)
+    for divisors in (numpy.arange(1, 100_000), some, 1 << numpy.arange(31)):
+        assert script.worst_quotient(divisors) > 2.0**31

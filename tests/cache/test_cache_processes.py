@@ -28,6 +28,7 @@ package = types.ModuleType("pyfa")
 package.__path__ = [sys.argv[1]]
 sys.modules["pyfa"] = package
 from pyfa import cache
+import filelock  # once, not in each of the forks
 
 home = Path(os.environ["PYFA_CACHE_DIR"])
 
@@ -106,7 +107,7 @@ def test_without_locks_the_losers_of_the_race_use_the_winners(home: Path) -> Non
     def refuse(*args, **kwargs):
         raise OSError(37, "No locks available")
 
-    cache.filelock.FileLock.acquire = refuse
+    filelock.FileLock.acquire = refuse
     """
     run_light(home, textwrap.dedent(no_locks) + textwrap.dedent(RACE))
     got = list(home.parent.glob("got.*"))

@@ -212,7 +212,7 @@ def run_one(function: Any, parameters: Parameters) -> tuple[str, str]:
             error = _trace()
             torch.cuda.empty_cache()
             time.sleep(3.0 * (attempt + 1))
-        except Exception:
+        except (Exception, pytest.fail.Exception):
             return "failed", _trace()
     return "failed", error
 

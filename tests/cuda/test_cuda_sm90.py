@@ -16,6 +16,7 @@ from pyfa.backends.cuda import (
     counters,
     forward_sm90,
     forward_sm90_fp8,
+    latent_sm90,
     plans,
     runtime_compiler,
     tensor_maps,
@@ -31,7 +32,9 @@ from pyfa.plan import Plan
     "plan",
     [
         plan
-        for plan in forward_sm90.all_plans() + forward_sm90_fp8.all_plans()
+        for plan in forward_sm90.all_plans()
+        + forward_sm90_fp8.all_plans()
+        + latent_sm90.all_plans()
         if dict(plan.constants)["DTYPE"] == 1
     ],
     ids=str,

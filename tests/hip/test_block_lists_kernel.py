@@ -23,7 +23,7 @@ from pyfa.emulator import EmulatorError
 from pyfa.errors import CodeObjectError
 from pyfa.problem import Call
 
-KERNEL = "hip/block_lists.hip"
+KERNEL, BOUNDS = "hip/block_lists.hip", "hip/tile_bounds.hip"
 LAUNCHER = BACKENDS["emulator"].launch
 Mask = Callable[..., Any]
 PLACES = {"batch_start": 1, "head_start": 2, "q_start": 33, "k_start": 12}
@@ -69,7 +69,7 @@ def by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("tiles", [Tiles(32, 24), Tiles(8, 64, "keys", 2)], ids=str)
+@pytest.mark.parametrize("tiles", [Tiles(32, 24), Tiles(8, 64, "keys")], ids=str)
 def test_the_conformance_masks(name: str, tiles: Tiles) -> None:
     rows, keys = (200, 310) if name == "patches" else (145, 70)
     mask = MASKS[name](_Tables(Case(lengths_q=(rows,) * 2, lengths_k=(keys,) * 2), "cpu"))
@@ -166,9 +166,7 @@ def of_seed(seed: int) -> bool:
     draw = random.Random(seed)
     mask = truth(draw, 2)
     rows, keys = draw.choice(((45, 170), (200, 110), (64, 1), (129, 257)))
-    tiles = draw.choice(
-        (Tiles(16, 8), Tiles(32, 24), Tiles(64, 64, "keys"), Tiles(8, 16, "keys", 2))
-    )
+    tiles = draw.choice((Tiles(16, 8), Tiles(32, 24), Tiles(64, 64, "keys"), Tiles(8, 16, "keys")))
     places = draw.choice(({}, PLACES))
     f: Mask = lambda b, h, i, j: mask(b, h, i, j)  # noqa: E731
     if not mods.resolve(None, f, torch.device("cpu"))[0]:
@@ -215,7 +213,7 @@ def test_new_values_are_seen_without_a_new_kernel(kernels_run: list[str]) -> Non
         for x, y in zip(make(call, Tiles(32, 32)), expected, strict=True):
             assert torch.equal(x, y)
         ids = torch.flip(ids, (0,)) + ids
-    assert kernels_run == ["block_lists"] * 3
+    assert kernels_run == ["tile_bounds", "block_lists"] * 3
 
 
 def test_what_cannot_be_built_is_made_by_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,6 +268,8 @@ def test_one_kernel_for_all_that_is_counted() -> None:
 # ---- planted -------------------------------------------------------------------------------------
 
 _ids = torch.arange(300) // 60
+_odd = (torch.arange(300) % 97 == 90).int()
+_by_head = torch.arange(1200).reshape(4, 300) % 331 // 50
 
 
 def documents(b: Any, h: Any, i: Any, j: Any) -> Any:
@@ -293,19 +293,19 @@ def runs_on(b: Any, h: Any, i: Any, j: Any) -> Any:
 
 
 ROWS = (290, 270, Tiles(32, 24))
-KEYS = (290, 270, Tiles(16, 32, "keys", 2))
+KEYS = (290, 270, Tiles(16, 32, "keys"))
 Fault = tuple[Mask, tuple[int, int, Tiles], str, str]
 # Each: a mask and a shape that show it, the exact snippet, what it becomes.
 FAULTS: dict[str, Fault] = {
     "partial taken for full": (
         by_head, ROWS,
-        "return all ? kWhole : some",
-        "return some ? kWhole : some",
+        "return seen.low != 0 ? kWhole",
+        "return seen.high != 0 ? kWhole",
     ),
     "what bounds leave open taken for partial": (
         open_to_bounds, ROWS,
-        "some ? kUndecided : kEmpty",
-        "some ? kPartial : kEmpty",
+        "seen.high != 0 ? kUndecided : kEmpty",
+        "seen.high != 0 ? kPartial : kEmpty",
     ),
     "a seen key is enough": (
         open_to_bounds, ROWS,
@@ -317,26 +317,6 @@ FAULTS: dict[str, Fault] = {
         "first < kPoints + lane_index()",
         "first < kPoints - 256 + lane_index()",
     ),
-    "union of heads: the last one's": (
-        by_head, KEYS,
-        "some |= seen.high != 0;",
-        "some = seen.high != 0;",
-    ),
-    "union of heads: full for one": (
-        by_head, KEYS,
-        "all &= seen.low != 0;",
-        "all = i ? all | (seen.low != 0) : seen.low != 0;",
-    ),
-    "union of heads: points of the first one alone": (
-        lambda b, h, i, j: (i ^ j) >= h % 2 * 512, KEYS,
-        "int any = 0, all = 1;\n  for (int i = 0; i < GROUP; ++i)",
-        "int any = 0, all = 1;\n  for (int i = 0; i < 1; ++i)",
-    ),
-    "the heads of another list": (
-        by_head, KEYS,
-        "id / lists % heads * GROUP",
-        "id / lists % heads",
-    ),
     "the first sequence for all": (
         lambda b, h, i, j: j < 100 + b * 60, ROWS,
         "batch = id / lists / heads;",
@@ -344,8 +324,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "a tile longer than the rows": (
         lambda b, h, i, j: i < 289 + j, ROWS,
-        "min(first + size, end) - 1",
-        "first + size - 1",
+        "min(first + size, end) - 1}",
+        "first + size - 1}",
     ),
     "counts of tiles before lost": (
         runs_on, (9, 700 * 8, Tiles(16, 8)),
@@ -369,23 +349,23 @@ FAULTS: dict[str, Fault] = {
     ),
     "places from 0": (
         by_head, ROWS,
-        "Range{rows.low + at.q, rows.high + at.q}",
-        "Range{rows.low, rows.high}",
+        "ROWS, p.seqlen_q, at.q)",
+        "ROWS, p.seqlen_q, 0)",
     ),
-    "an index not clamped": (
-        lambda b, h, i, j: _ids[i + 40] == 3, ROWS,
-        "place = Range{min(max(place.low, 0ll), size - 1ll), min(max(place.high, 0ll), size - 1ll)};",  # noqa: E501
-        "",
-    ),
-    "an index below 0 from the begin": (
-        lambda b, h, i, j: _ids[i - 300] > 2, ROWS,
-        "place = Range{place.low + size, place.high + size};",
-        "place = Range{place.low, place.high};",
-    ),
-    "the first element for all": (
+    "the rows' table for keys": (
         documents, ROWS,
-        "i <= (int)at[0].high; ++i)",
-        "i <= (int)at[0].low; ++i)",
+        "of_rows + key_of(tile)",
+        "key_of(tile)",
+    ),
+    "the first head's table": (
+        lambda b, h, i, j: _by_head[h, i] == _by_head[h, j], ROWS,
+        "table_of(tables, batch, head, of_rows",
+        "table_of(tables, batch, 0, of_rows",
+    ),
+    "the first element of a pair": (
+        lambda b, h, i, j: _by_head[(i + j) // 300, j] < 4, ROWS,
+        "k <= high(1); ++k)",
+        "k <= low(1); ++k)",
     ),
     "bounds of a difference": (
         by_head, ROWS,
@@ -410,10 +390,72 @@ FAULTS: dict[str, Fault] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+# The same of the kernel that bounds what is captured.
+FAULTS_OF_BOUNDS: dict[str, Fault] = {
+    "an index not clamped": (
+        lambda b, h, i, j: _ids[i + 40] == 3, ROWS,
+        "place = Range{min(max(place.low, 0ll), size - 1ll), min(max(place.high, 0ll), size - 1ll)};",  # noqa: E501
+        "",
+    ),
+    "an index below 0 from the begin": (
+        lambda b, h, i, j: _ids[i - 300] > 2, ROWS,
+        "place = Range{place.low + size, place.high + size};",
+        "place = Range{place.low, place.high};",
+    ),
+    "the first element for all": (
+        documents, ROWS,
+        "l <= high(0); l +=",
+        "l <= low(0); l +=",
+    ),
+    "every other element": (
+        lambda b, h, i, j: (_ids[i] == 2) & (_odd[j] == 0), (290, 270, Tiles(32, 128)),
+        "l += TOGETHER ? kLanes : 1",
+        "l += TOGETHER ? 2 * kLanes : 1",
+    ),
+    "a lane's share for that of all": (
+        documents, ROWS,
+        "for (int bit = 1; bit < kLanes; bit *= 2)",
+        "for (int bit = 1; bit < 8; bit *= 2)",
+    ),
+    "keys where rows are": (
+        documents, ROWS,
+        "if (behind < 0)",
+        "if (behind < 1)",
+    ),
+    "another tile of keys": (
+        documents, ROWS,
+        "places_of(behind, KEYS",
+        "places_of(tile, KEYS",
+    ),
+    "keys from 0": (
+        lambda b, h, i, j: _ids[j] == 1, ROWS,
+        "KEYS, p.seqlen_k, at.kv)",
+        "KEYS, p.seqlen_k, 0)",
+    ),
+    "the last tile left out": (
+        documents, ROWS,
+        "i < min(first + kTiles, end)",
+        "i < min(first + kTiles, end - 1)",
+    ),
+    "tiles of a wavefront left out": (
+        documents, ROWS,
+        "i += kWaves) bound_tile",
+        "i += kTiles) bound_tile",
+    ),
+    "the first sequence's captured row for all": (
+        lambda b, h, i, j: _by_head[b, j] < 4, ROWS,
+        "batch = number / tiles / heads;",
+        "batch = 0;",
+    ),
+}  # fmt: skip
+SHIFTED = ("places from 0", "keys from 0")
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, *FAULTS_OF_BOUNDS])
 def test_fault_is_caught(fault: str, plant: Any) -> None:
-    mask, (rows, keys, tiles), snippet, other = FAULTS[fault]
-    places = PLACES if rows == ROWS[0] and mask is by_head else {}
+    kernel, faults = (KERNEL, FAULTS) if fault in FAULTS else (BOUNDS, FAULTS_OF_BOUNDS)
+    mask, (rows, keys, tiles), snippet, other = faults[fault]
+    places = PLACES if fault in SHIFTED else {}
     assert not differs(mask, rows, keys, tiles, **places)
-    plant(KERNEL, snippet, other)
+    plant(kernel, snippet, other)
     assert differs(mask, rows, keys, tiles, **places)

@@ -47,26 +47,24 @@ def _expected(seen, tiles):
     """Entries by (b, h, owned), from the mask itself."""
     if tiles.owned == "keys":
         seen = seen.transpose(2, 3)
-        tiles = Tiles(tiles.keys, tiles.rows, "rows", tiles.group)
+        tiles = Tiles(tiles.keys, tiles.rows)
     batch, heads, rows, keys = seen.shape
     found = {}
     for b in range(batch):
-        for h in range(0, heads, tiles.group):
+        for h in range(heads):
             for row in range(-(-rows // tiles.rows)):
                 own = slice(row * tiles.rows, (row + 1) * tiles.rows)
                 entries = []
                 for key in range(-(-keys // tiles.keys)):
-                    part = seen[b, h : h + tiles.group, own, key * tiles.keys :][..., : tiles.keys]
+                    part = seen[b, h, own, key * tiles.keys :][:, : tiles.keys]
                     if part.any():
                         entries.append(key + (blocks.FULL if part.all() else 0))
-                found[b, h // tiles.group, row] = entries
+                found[b, h, row] = entries
     return found
 
 
 @pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize(
-    "tiles", [Tiles(16, 8), Tiles(32, 24), Tiles(16, 8, "keys"), Tiles(8, 16, "keys", 2)]
-)
+@pytest.mark.parametrize("tiles", [Tiles(16, 8), Tiles(32, 24), Tiles(16, 8, "keys")])
 def test_lists_are_those_of_the_mask(name, tiles):
     rows, keys = (200, 110) if name == "patches" else (45, 70)
     mask = MASKS[name](_Tables(Case(lengths_q=(rows,) * 2, lengths_k=(keys,) * 2), "cpu"))
@@ -81,17 +79,6 @@ def test_lists_are_those_of_the_mask(name, tiles):
         count = int(counts[at])
         assert entries[at][:count].tolist() == expected
         assert set(entries[at][count:].tolist()) <= {entries.shape[-1]}
-
-
-def test_a_union_that_leaves_out_a_head_is_caught(monkeypatch):
-    real = build.states_of
-
-    def wrong(call, mask, tiles):
-        return real(call, mask, tiles._replace(group=1))[:, :: tiles.group]
-
-    monkeypatch.setattr(build, "states_of", wrong)
-    with pytest.raises(AssertionError):
-        test_lists_are_those_of_the_mask("patches", Tiles(8, 16, "keys", 2))
 
 
 def test_a_mask_that_asks_for_neither_b_nor_h_has_one_list():
@@ -191,6 +178,17 @@ def test_what_is_gone_is_not_held():
     assert len(kept._entries) == 1
 
 
+def test_lists_of_older_values_are_not_held():
+    document = torch.arange(512) // 256
+    call = _call(lambda b, h, i, j: document[i] == 0, 512, 512)
+    for _ in range(3):
+        blocks.lists_of(call, Tiles(64, 64))
+        document.add_(1)
+    assert len(kept._entries) == 1
+    (entry,) = kept._entries.values()
+    assert kept._bytes == entry.size > 0
+
+
 def test_tensors_of_inference_mode_are_never_kept():
     with torch.inference_mode():
         document = torch.arange(512) // 256
@@ -203,7 +201,7 @@ def test_tensors_of_inference_mode_are_never_kept():
 
 def test_a_key_without_the_version_is_caught(monkeypatch):
     real = kept._states_of
-    stale = lambda device, used: tuple(x.data_ptr() for x in used)  # noqa: E731
+    stale = lambda device, used: (tuple(x.data_ptr() for x in used), ())  # noqa: E731
     monkeypatch.setattr(kept, "_states_of", stale)
     with pytest.raises(AssertionError):
         test_a_change_in_place_makes_new_lists(monkeypatch)

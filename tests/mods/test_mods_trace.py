@@ -6,6 +6,7 @@ import torch
 from pyfa import mods
 from pyfa.conformance.cases import Case
 from pyfa.conformance.modifiers import MASKS, SCORES, _Tables
+from pyfa.mods import emit
 from pyfa.mods.evaluate import evaluate
 
 CPU = torch.device("cpu")
@@ -192,3 +193,15 @@ def test_a_tensor_that_is_made_of_a_captured_one():
     table += 1
     (found,) = mods.resolve(score, None, CPU)[1]
     assert torch.equal(found, table * 2)
+
+
+@pytest.mark.parametrize(
+    ("divisor", "divides"), [(30.0, False), (-0.7, False), (1e-45, True), (0.0, True)]
+)
+def test_a_score_is_multiplied_where_a_mask_divides(divisor, divides):
+    """Of a number whose reciprocal is no float32 the quotient stays."""
+    score = lambda s, b, h, i, j: torch.tanh(s / divisor)  # noqa: E731
+    source = emit.source(mods.of(mods.resolve(score, None, CPU)[0]))
+    assert (" / " in source) is divides
+    mask = lambda b, h, i, j: i / divisor < j  # noqa: E731
+    assert " / " in emit.source(mods.of(mods.resolve(None, mask, CPU)[0]))

@@ -18,10 +18,14 @@ from pathlib import Path
 
 import torch
 
-from pyfa import binding, conformance, dispatch, ops, reference
+from pyfa import binding, blocks, conformance, dispatch, mods, ops, reference
 from pyfa.backends import BACKENDS
-from pyfa.backends.triton import plans, runtime_backward, specs
+from pyfa.backends.triton import backward as triton_backward
+from pyfa.backends.triton import forward, plans, runtime_backward, specs
+from pyfa.backends.triton import lists as triton_lists
 from pyfa.backends.triton.runtime import Runner
+from pyfa.backends.triton.runtime_lists import ByLists
+from pyfa.blocks import kept
 from pyfa.conformance import grid
 from pyfa.device import CPU
 from pyfa.problem import Call, problem_of, tensors_of
@@ -44,6 +48,11 @@ CASES = {
     "bands": ("backward-attention_chunk=16", "causal-attention_chunk=40", "window=40,-9",
               "alibi=batch", "window=-2,9", "varlen-bf16", "window=-6,-1"),
     "trees": ("causal-tree", "num_splits=3-tree", "sinks-tree", "packed_q-tree"),
+    "wide": ("b1-q33-k65-h2x2-d320x320", "d64x500", "b1-q65-k97-h2x2-d576x512-backward",
+             "varlen-fp16-b3-q5,64,33-k97,64,31-h4x2-d320x320-backward", "page_size=16",
+             "d259x259", "num_splits=3"),
+    "latent": ("h4x1-d576x512", "topk=20", "page_size=16", "d320x256", "num_splits=3",
+               "sinks-slack=3-page_size=7", "cache_dtype"),
     # Not of float8: the interpreter takes its NaN for 480.
     "hostile": ("q65-k97-h4x2-d64x64-backward-causal-hostile=k=nan", "sinks-hostile=q=nan",
                 "page_size=16-hostile=q=nan", "num_splits=3-hostile=v=nan",
@@ -59,9 +68,11 @@ def conform(group: str) -> list[str]:
     chosen = {}
     for word in CASES[group]:
         for case in cases:
-            alike = ("fp8" in case.features) == (group == "float8")
+            alike = ("fp8" in case.features) == (group == "float8") or group == "latent"
             banded = not case.features.isdisjoint(("chunk", "negative_edge"))
-            alike = alike and banded == (group == "bands")
+            alike = alike and (banded == (group == "bands") or group == "wide")
+            for family in ("wide", "latent"):
+                alike = alike and (family in case.features) == (group == family)
             if word in case.name and alike and bool(case.hostile) == (group == "hostile"):
                 chosen[case.name] = case
                 break
@@ -105,6 +116,86 @@ def paths() -> list[str]:
         ("saturated softcap", capped, lambda c: {}, True),
     ):  # fmt: skip
         failures += [f"{name}: {what}" for what in _compare(call, change, backward)]
+    return failures
+
+
+def lists() -> list[str]:
+    """What fails of block lists: calls whose kernels visit by them, and planted faults in lists and
+    in what kernels make of them that are not found."""
+    torch.manual_seed(0)
+    r, cpu = torch.randn, torch.device("cpu")
+    ids = torch.arange(300) // 100
+    ends = torch.tensor([40, 130, 190, 300])
+
+    def call(mask_mod: Callable, rows: int, keys: int, heads: int, heads_k: int, **more) -> Call:
+        digest, captured = mods.resolve(None, mask_mod, cpu)
+        slots = {f"captured{slot}": x for slot, x in enumerate(captured)}
+        shapes = ((2, rows, heads, 64), (2, keys, heads_k, 64), (2, keys, heads_k, 64))
+        return Call(
+            *map(r, shapes), max_seqlen_q=rows, max_seqlen_k=keys, scale=0.1, mods=digest,
+            **slots, **more,
+        )  # fmt: skip
+
+    documents = call(lambda b, h, i, j: ids[i] == ids[j], 100, 200, 2, 1)
+    by_head = call(lambda b, h, i, j: (j < ends[h]) & (i + b * 64 >= j), 100, 130, 2, 1)
+    used = torch.tensor([7, 190], dtype=torch.int32)
+    cases = {
+        "documents": (documents, True),
+        "by head and sequence": (by_head, True),
+        "nothing hidden": (call(lambda b, h, i, j: i >= 0, 70, 90, 1, 1), True),
+        "rows that see nothing": (call(lambda b, h, i, j: i < 60, 130, 90, 1, 1), True),
+        "window": (documents._replace(window_left=60, window_right=20), True),
+        "lengths": (documents._replace(seqused_k=used), False),
+        "window in splits": (
+            documents._replace(num_splits=2, window_left=110, window_right=20), False
+        ),
+        "decode": (call(lambda b, h, i, j: j % 97 < 64, 2, 300, 8, 2), False),
+        "decode by head": (call(lambda b, h, i, j: j < ends[h % 4], 2, 300, 8, 2), False),
+        "decode in splits": (call(lambda b, h, i, j: j % 97 < 64, 2, 300, 8, 2, num_splits=4),
+                             False),
+    }  # fmt: skip
+
+    def compared(names=tuple(cases)) -> list[str]:
+        kept.clear()
+        found = []
+        for name in names:
+            given, with_backward = cases[name]
+            found += [f"{name}: {what}" for what in _compare(given, lambda c: {}, with_backward)]
+        return found
+
+    failures = compared()
+    few = ("window in splits",)
+    make, visits = ByLists._make, triton_lists.visits
+
+    def fewer(self, call, tiles):
+        counts, entries = make(self, call, tiles)
+        return blocks.Lists((counts - torch.tensor([0, 1])).clamp(min=0).int(), entries)
+
+    def as_full(self, call, tiles):
+        counts, entries = make(self, call, tiles)
+        return blocks.Lists(counts[..., 1:].expand(counts.shape).contiguous(), entries)
+
+    def of_others(self, call, tiles):
+        counts, entries = make(self, call, tiles)
+        return blocks.Lists(counts.flip(2).contiguous(), entries.flip(2).contiguous())
+
+    for fault in (fewer, as_full, of_others):
+        ByLists._make = fault
+        if not compared(few):
+            failures.append(f"lists with a fault are not found: {fault.__name__}")
+    ByLists._make = make
+    # Places in a list, as ``visits`` returns them: first, last, before, behind, asked, partial.
+    for place, change in ((1, 1), (2, 1), (3, -1), (4, -1), (5, 1), (6, -1)):
+
+        def wrong(*given, place=place, change=change, **named):
+            found = list(visits(*given, **named))
+            found[place] = found[place] + change
+            return tuple(found)
+
+        forward.visits = triton_backward.visits = wrong
+        if not compared(few):
+            failures.append(f"result {place} of visits with a fault is not found")
+    forward.visits = triton_backward.visits = visits
     return failures
 
 
@@ -162,5 +253,5 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     which = sys.argv[1]
-    own = {"paths": paths, "invariance": invariance}
+    own = {"paths": paths, "invariance": invariance, "lists": lists}
     print(json.dumps(own[which]() if which in own else conform(which)))

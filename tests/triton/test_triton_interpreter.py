@@ -27,7 +27,10 @@ pytest.importorskip("triton")
         "trees",
         "hostile",
         "invariance",
+        "lists",
         "mods",
+        "wide",
+        "latent",
     ],
 )
 def test_interpreted_kernels_keep_the_rule(group: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -32,13 +33,33 @@ def _problem(arch: str, head_dim: int, dtype: str = "bfloat16", **changes: objec
 @pytest.mark.parametrize("arch", sorted(ARCHS))
 def test_every_arch_has_a_plan_for_every_head_dim(arch: str) -> None:
     for head_dim, dtype in itertools.product(
-        (1, 40, 64, 96, 128, 192, 256), ("float32", "float16")
+        (1, 40, 64, 96, 128, 192, 256, 320, 512), ("float32", "float16")
     ):
         constants = dict(plans.plan(_problem(arch, head_dim, dtype), "triton").constants)
         assert constants["block_d"] >= head_dim
+        assert constants["block_e"] == 0
         for role in ("fwd", "dk", "dq"):
             assert constants[f"{role}_block_m"] >= 16
             assert constants[f"{role}_block_n"] >= 16
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "sm_90a"])
+def test_what_is_left_of_a_wide_head_is_a_tile_of_its_own(arch: str) -> None:
+    for head_dim, rest, even in ((513, 16, False), (528, 16, True), (560, 64, False),
+                                 (576, 64, True)):  # fmt: skip
+        problem = _problem(arch, head_dim, head_dim_v=512)
+        constants = dict(plans.plan(problem, "triton").constants)
+        assert (constants["block_d"], constants["block_e"]) == (512, rest)
+        assert (constants["even_d"], constants["even_e"]) == (True, even)
+        assert not constants["fwd_tma"]
+        assert not constants["shared_v"]
+
+
+def test_values_that_are_keys_are_not_loaded_again() -> None:
+    latent = frozenset({"latent", "dv", "gqa"})
+    for dim, dim_v, shared in ((576, 512, True), (512, 400, True), (320, 256, False)):
+        problem = _problem("gfx942", dim, head_dim_v=dim_v, features=latent, seqlen_q=1)
+        assert dict(plans.plan(problem, "triton").constants)["shared_v"] is shared
 
 
 def test_lengths_make_few_plans() -> None:
@@ -111,7 +132,7 @@ def test_parts_fill_the_device_and_are_not_too_short() -> None:
 
 def test_it_says_why_not() -> None:
     backend = BACKENDS["triton"]
-    assert set(FEATURES) - {"latent", "topk", "wide", "captured_grad"} == backend.FEATURES
+    assert set(FEATURES) - {"captured_grad"} == backend.FEATURES
     float8 = {"features": frozenset({"fp8"}), "dtype_out": "bfloat16"}
     for arch, dtype, able in (
         ("sm_80", "float8_e4m3fn", False),
@@ -136,7 +157,29 @@ def test_importing_pyfa_does_not_import_triton() -> None:
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx1100", "sm_80", "sm_90a"])
 def test_forward_compiles_ahead_of_time(arch: str) -> None:
-    problem = resources.problem_of(arch, 128, "bfloat16", "causal", "backward")
+    _compiles_forward(arch, resources.problem_of(arch, 128, "bfloat16", "causal", "backward"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("arch", ["gfx942", "sm_80", "sm_89", "sm_90a"])
+@pytest.mark.parametrize("features", [("dv",), ("dv", "latent")])
+def test_wide_heads_compile_ahead_of_time(arch: str, features: tuple[str, ...]) -> None:
+    problem = resources.problem_of(arch, 576, "bfloat16", "causal", *features)
+    _compiles_forward(arch, replace(problem, head_dim_v=512))
+
+
+@pytest.mark.long
+def test_wide_heads_have_a_backward_on_amd() -> None:
+    problem = resources.problem_of("gfx942", 512, "bfloat16", "causal", "backward")
+    plan = dict(plans.plan(problem, "triton").constants)
+    for spec in (*(specs.keys_spec(plan, specs.Variant(), role) for role in ("dk", "dv")),
+                 specs.rows_spec(plan, specs.Variant())):  # fmt: skip
+        found = resources.measure(spec, "gfx942")
+        assert found.shared_bytes <= found.block_limit
+        assert found.spill_bytes == 0
+
+
+def _compiles_forward(arch: str, problem: Problem) -> None:
     plan = dict(plans.plan(problem, "triton").constants)
     found = resources.measure(specs.forward_spec(plan, specs.Variant(), False), arch)
     assert found.registers > 0

@@ -211,10 +211,11 @@ extern "C" __global__ WORKGROUP(kThreads, BLOCKS_PER_SM) void attn_bwd(KERNEL_PA
   int role = role_of(shared + kBuffer0);
   w.warp = wave_index() % kRoleWarps;
   if (steps) {
+    int head_k = w.head_k / p.num_splits;
     load_rows<HEAD_DIM, BLOCK_K, kThreads>(
-        shared + kK, keys_of(p.k, s, w.head_k, p.k_batch, p.k_row, p.k_head, p.head_dim), w.first_key);
+        shared + kK, keys_of(p.k, s, head_k, p.k_batch, p.k_row, p.k_head, p.head_dim), w.first_key);
     load_rows<HEAD_DIM_V, BLOCK_K, kThreads>(
-        shared + kV, keys_of(p.v, s, w.head_k, p.v_batch, p.v_row, p.v_head, p.head_dim_v),
+        shared + kV, keys_of(p.v, s, head_k, p.v_batch, p.v_row, p.v_head, p.head_dim_v),
         w.first_key);
     load_tile(p, w, at, shared);
     end_group();

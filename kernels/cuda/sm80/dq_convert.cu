@@ -19,13 +19,20 @@ constexpr int kColumns = HEAD_DIM / 32;              // of 32, which are four pr
 constexpr int kHalves = TRANSPOSED ? 1 : 2;          // rows of an item by eights
 constexpr int kItems = BLOCK_Q / (8 * kHalves) * kColumns;  // of a tile
 
-// The sinks need the exact sum: the delta of the rounded O, summed over rows, is too far off.
+// The sinks need the exact sum: the delta of the rounded O, summed over rows, is too far off. Ampere's kernel
+// leaves it. Hopper's leaves what is to be subtracted (../sm90/bwd_terms.h), for all rows together.
 DEVICE void finish_sinks(const Params &p, const Sequence &s, int head, int row) {
   long long at = state_offset(p, s, head) + row;
   float dlse = p.dlse ? ((const float *)p.dlse)[at] : 0.0f;
   float sink = exp2(((const float *)p.sinks)[head] * kLog2E + row_states(p).minus_lse[at]);
   float *dsinks = (float *)p.dsinks + at;
-  *dsinks = sink * (dlse - *dsinks);
+  if (!TRANSPOSED) {
+    *dsinks = sink * (dlse - *dsinks);
+    return;
+  }
+  float share = sink * (dlse + row_states(p).minus_delta[at] * (1.0f - sink));
+  for (int i = row; i < sink_sum_count(p); i += s.rows) share -= sink_sums(p, s.batch, head)[i];
+  *dsinks = share;
 }
 
 // Among four neighboring lanes: register j of lane i goes to register i of lane j.
@@ -62,13 +69,14 @@ DEVICE void read_rows(const Params &p, const float *sums, int m, int n, unsigned
 }
 // One row of dQ from products of dQ^T: rows 8 m, columns 8 n ... 8 (n + 3) of dQ.
 DEVICE void read_rows(const Params &p, const float *sums, int m, int n, unsigned (&x)[1][4]) {
+  float factor = p.dropout_threshold ? p.scale * p.dropout_scale : p.scale;
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     float four[4];
     read(four, sums + q_product<true>(n / 2 + j, m) + lane_index() * kLaneStep);
     for (int h = 0; h < 2; ++h)
       x[0][2 * j + h] =
-          transposed_matrix(Format<DTYPE>::nearest(four[2 * h] * p.scale, four[2 * h + 1] * p.scale));
+          transposed_matrix(Format<DTYPE>::nearest(four[2 * h] * factor, four[2 * h + 1] * factor));
   }
 }
 

@@ -33,10 +33,9 @@ DEVICE void init_barriers(Shared shared) {
 extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd(
     MAPPED_PARAMS mapped) {
   griddepcontrol_wait();
-  extern __shared__ __align__(1024) unsigned char memory[];
   const Params &p = mapped.params;
   Shared shared = shared_address(memory);
-  Owned own = owned_keys(p);
+  Owned own = find_keys(p);
   Sequence s = sequence_of(p, own.batch);
   if (DETERMINISTIC) {  // nobody waits for blocks that a max_seqlen, too small, did not start
     s.rows = min(s.rows, p.seqlen_q);
@@ -59,9 +58,12 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd(
 #endif
   // Keys beyond the end are seen by nobody; rows beyond it have P = 0 without a mask.
   w.all_low = own.first_key + BLOCK_K > s.keys ? s.rows : seen.all_low;
-  w.all_high = !BANDED && !TERMS && p.window_left < 0 ? 0x7fffffff : seen.all_high;
+  w.all_high = !BANDED && !kMods && p.window_left < 0 ? 0x7fffffff : seen.all_high;
 
-  if (thread_index() == 0) init_barriers(shared);
+  if (thread_index() == 0) {
+    init_barriers(shared);
+    keep_keys(shared, own);
+  }
   barrier();
   if (thread_index() < kConsumerThreads) {
     setmaxnreg_inc<240>();

@@ -63,7 +63,8 @@ DEVICE void clear_rows(Shared v, int from, int group) {
 
 // ---- a consumer warpgroup -----------------------------------------------------------------------
 
-DEVICE void store(const Params &p, Shared info, int first_row, const Rows &rows, Output &o, float unit);
+DEVICE void store(const Params &p, Shared info, int first_row, const Rows &rows, Output &o, float unit,
+                  int first_dim);
 
 // One function, because ptxas allocates registers by the order in which a function declares its variables:
 // with the two loops in functions of their own 38 of the 46 plans became other machine code.
@@ -76,10 +77,12 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
     if (kFloat8 ? elect_one() : leader) mbarrier_arrive(empty);
   };
   float factor = to_base_2(p);
-  unsigned long long q = Operand<kRowBytes / 2>::along(shared + group * kQBytes);
+  int row_group = group / HALVES, half = group % HALVES;
+  unsigned long long q = Operand<kRowBytes / 2>::along(shared + row_group * kQBytes);
   unsigned long long k = Operand<kRowBytes / 2>::along(shared + kKAt);
   unsigned long long v = kFloat8 ? Operand<kTransposedRow / 2>::along(shared + kTransposedAt)
                                  : Operand<kRowBytesV / 2>::down(shared + kVAt, kVPanel);
+  v += half * (kPanelsV / HALVES * kVPanel / 16);
 
   // Ping-pong: a warpgroup waits for its turn to issue products, then lets the next one have it. Each waits
   // on a named barrier of its own. The first turn is that of warpgroup 0.
@@ -103,7 +106,7 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
     s.keys = broadcast(sequence.keys);
     s.shift = broadcast(sequence.shift);
     s.batch = sequence.batch;
-    int first_row = row + group * kGroupRows + warp * 16;
+    int first_row = row + row_group * kGroupRows + warp * 16;
     float descale = 1.0f, scale = factor, unit = 1.0f;
     if (kFloat8) {
       descale = load_shared<HeadScales>(info + sizeof(WorkTileInfo)).scores;
@@ -112,22 +115,31 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
     Rows rows{{kLowest, 0.0f}, {kLowest, 0.0f}};
     Output o;
 #pragma unroll
-    for (int i = 0; i < HEAD_DIM_V / 2; ++i) o[i] = 0.0f;
+    for (int i = 0; i < kOwnDims / 2; ++i) o[i] = 0.0f;
 
     if (first <= last) {
       Seen seen = keys_seen(p, s, first_row, min(first_row + 16, s.rows) - 1);
       Probabilities y[kSeparateP ? 2 : 1];  // P of the tile before, and of this one
+      if constexpr (kFewRows)
+        for (auto &tile : y)
+          for (auto &slice : tile)
+            for (unsigned &x : slice) x = 0;
       float factors[2];
+      bool both = first_row + 8 < s.rows;  // of the warp's two halves
       TileScales tile_scales(p, s.batch, sequence.head, first_row + lane_index() / 4);
 
       Visits visits(p, s, sequence.head, row);
+      float slope = 0.0f;
+      if constexpr (SCORE == ALIBI) slope = -terms_of(p, s.batch, sequence.head, 0).slope / p.scale;
 
       // ---- the parts that both loops are made of
       // Scales of blocks, score terms and mask of tile `n`. Only a tile that the mask cuts pays for it.
       auto finish_scores = [&](Scores &x, int visit) {
         int n = tile_of(visit), key = n * BLOCK_K;
         if constexpr (kBlockScaled) tile_scales.scale_scores(x, n);
-        if (SCORE != PLAIN) add_terms(p, x, s, sequence.head, first_row, n, descale);
+        if constexpr (SCORE == SOFTCAP) cap(p, x);
+        if constexpr (SCORE == ALIBI) add_alibi(x, s, first_row, n, slope);
+        if constexpr (SCORE == GENERAL) add_terms(p, x, s, sequence.head, first_row, n, descale);
 #ifdef MOD
         if (!is_full(visit)) hide(p, x, s, sequence.head, first_row, n);
 #endif
@@ -161,125 +173,145 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
         v_pipe.advance();
       };
 
-      mbarrier_wait(barriers.q_full(group), q_phase);
+      mbarrier_wait(barriers.q_full(row_group), q_phase);
       q_phase ^= 1;
       if constexpr (!kSerial) {
         // ---- the pipelined consumer
-        // Prologue: S and P of the last tile, while nothing else is in flight.
-        Scores x;
-        int first_visit = visits[last];
-        wait_k();
-        hold(x);
-        issue_s(x);
-        wgmma_wait<0>();
-        hold(x);
-        release_k();
-        finish_scores(x, first_visit);
-        if constexpr (kSeparateP) {
-          online_softmax_to<true>(scale, x, rows, y[0], factors);
-        } else {
-          online_softmax_in_place(scale, x, rows, factors);
-          round_to(y[0], x);
-        }
-        int valid = s.keys - tile_of(first_visit) * BLOCK_K;
-        if (!kFloat8 && valid < BLOCK_K && (PAGE_ROWS || p.cu_seqlens_k || p.seqused_k)) {
-          wait_v();
-          clear_rows(shared + kVAt + v_pipe.stage * kVBytes, valid, group);
-        }
-
-        // The body of the hot loop: S and P of tile `n` (`made`), and P V of the tile before it (`before`).
-        auto step = [&](int n, Probabilities &before, Probabilities &made) {
-          int visit = visits[n];
-          // 1. K of this tile, before the turn: whoever has the turn keeps the tensor cores busy.
+        // Of all tiles, or a chunk at a time.
+        for (int chunk_last = last, chunk_first;; chunk_last = chunk_first - 1) {
+          chunk_first = kChunkTiles ? max(first, chunk_last / max(kChunkTiles, 1) * kChunkTiles) : first;
+          // The work tile's first and last are loaded again when the chunk is done: through the loop they would
+          // take registers.
+          auto whole = [&]() { return load_shared<decltype(WorkTileInfo::range)>(info); };
+          // Prologue: S and P of the last tile, while nothing else is in flight.
+          Scores x;
+          int first_visit = visits[chunk_last];
           wait_k();
-          // 2. This warpgroup's turn on the tensor cores.
-          wait_for_turn();
           hold(x);
-          if constexpr (!kFloat8) hold(o);
-          // 3. S = Q K^T goes first, because softmax needs it first.
           issue_s(x);
-          // 4. P V of the tile before. It runs under the softmax of step 7. Float8's goes to registers of
-          //    its own.
-          wait_v();
-          TileOutput pv[kColumnGroups];
-          wgmma_fence();
-          if constexpr (kFloat8) {
-#pragma unroll
-            for (int i = 0; i < kColumnGroups; ++i) issue_pv(pv[i], before, this_v(), i);
-          } else {
-            issue_pv(o, before, this_v());
-          }
-          // 5. Both products are issued: the next warpgroup's turn.
-          pass_turn();
-          // 6. Waits for S alone. K's stage is free.
-          wgmma_wait<kFloat8 ? kColumnGroups : 1>();
+          wgmma_wait<0>();
           hold(x);
           release_k();
-          // 7. Score terms, mask and softmax, while P V is in flight.
-          finish_scores(x, visit);
-          bool raised;
-          if constexpr (kSeparateP)
-            raised = online_softmax_to<false>(scale, x, rows, made, factors);
-          else
-            raised = online_softmax_in_place(scale, x, rows, factors);
-          // 8. Waits for P V. V's stage and the registers of `before` are free.
-          wgmma_wait<0>();
-          if constexpr (kFloat8) {
-#pragma unroll
-            for (int i = 0; i < kColumnGroups; ++i) {
-              hold(pv[i]);
-              add(o, pv[i], i);
-            }
+          finish_scores(x, first_visit);
+          if constexpr (kSeparateP) {
+            online_softmax_to<true>(scale, x, rows, y[0], factors, both);
           } else {
-            hold(o);
+            online_softmax_in_place(scale, x, rows, factors, both);
+            round_to(y[0], x);
           }
-          hold(before);
-          release_v();
-          // 9. O follows the maximum. Almost no tile needs it, because the maximum may lag (kLag).
-          if (raised) rescale(o, factors);
-          // 10. P without registers of its own is rounded to where P V has just read it.
-          if constexpr (!kSeparateP) round_to(made, x);
-        };
-        // Drain: P V of the first tile. Q has been read for the last time.
-        auto drain = [&](Probabilities &before) {
-          release(barriers.q_empty(group));
-          wait_v();
-          if constexpr (kFloat8) {
+          int valid = s.keys - tile_of(first_visit) * BLOCK_K;
+          if (!kFloat8 && valid < BLOCK_K && (PAGE_ROWS || p.cu_seqlens_k || p.seqused_k)) {
+            wait_v();
+            clear_rows(shared + kVAt + v_pipe.stage * kVBytes, valid, group);
+          }
+
+          // The body of the hot loop: S and P of tile `n` (`made`), and P V of the tile before it (`before`).
+          auto step = [&](int n, Probabilities &before, Probabilities &made) {
+            int visit = visits[n];
+            // 1. K of this tile, before the turn: whoever has the turn keeps the tensor cores busy.
+            wait_k();
+            // 2. This warpgroup's turn on the tensor cores.
+            wait_for_turn();
+            hold(x);
+            if constexpr (!kFloat8) hold(o);
+            // 3. S = Q K^T goes first, because softmax needs it first.
+            issue_s(x);
+            // 4. P V of the tile before. It runs under the softmax of step 7. Float8's goes to registers of
+            //    its own.
+            wait_v();
             TileOutput pv[kColumnGroups];
             wgmma_fence();
+            if constexpr (kFloat8) {
 #pragma unroll
-            for (int i = 0; i < kColumnGroups; ++i) issue_pv(pv[i], before, this_v(), i);
+              for (int i = 0; i < kColumnGroups; ++i) issue_pv(pv[i], before, this_v(), i);
+            } else {
+              issue_pv(o, before, this_v());
+            }
+            // 5. Both products are issued: the next warpgroup's turn.
+            pass_turn();
+            // 6. Waits for S alone. K's stage is free.
+            wgmma_wait<kFloat8 ? kColumnGroups : 1>();
+            hold(x);
+            release_k();
+            // 7. Score terms, mask and softmax, while P V is in flight.
+            finish_scores(x, visit);
+            bool raised;
+            if constexpr (kSeparateP)
+              raised = online_softmax_to<false>(scale, x, rows, made, factors, both);
+            else
+              raised = online_softmax_in_place(scale, x, rows, factors, both);
+            // 8. Waits for P V. V's stage and the registers of `before` are free.
             wgmma_wait<0>();
+            if constexpr (kFloat8) {
 #pragma unroll
-            for (int i = 0; i < kColumnGroups; ++i) {
-              hold(pv[i]);
-              add(o, pv[i], i);
+              for (int i = 0; i < kColumnGroups; ++i) {
+                hold(pv[i]);
+                add(o, pv[i], i);
+              }
+            } else {
+              hold(o);
+            }
+            hold(before);
+            release_v();
+            // 9. O follows the maximum. Almost no tile needs it, because the maximum may lag (kLag).
+            if (raised) rescale(o, factors);
+            // 10. P without registers of its own is rounded to where P V has just read it.
+            if constexpr (!kSeparateP) round_to(made, x);
+          };
+          // Drain: P V of the first tile. Q has been read for the last time.
+          auto drain = [&](Probabilities &before) {
+            if (!kChunkTiles || chunk_first == broadcast(whole().first)) release(barriers.q_empty(row_group));
+            wait_v();
+            if constexpr (kFloat8) {
+              TileOutput pv[kColumnGroups];
+              wgmma_fence();
+#pragma unroll
+              for (int i = 0; i < kColumnGroups; ++i) issue_pv(pv[i], before, this_v(), i);
+              wgmma_wait<0>();
+#pragma unroll
+              for (int i = 0; i < kColumnGroups; ++i) {
+                hold(pv[i]);
+                add(o, pv[i], i);
+              }
+            } else {
+              hold(o);
+              wgmma_fence();
+              issue_pv(o, before, this_v());
+              wgmma_wait<0>();
+              hold(o);
+            }
+            release_v();
+          };
+          int n = chunk_last - 1;
+          if constexpr (kSeparateP) {
+            // Unrolled by two: what one step makes lies where the next one reads it, without moves.
+            for (; n > chunk_first; n -= 2) {
+              step(n, y[0], y[1]);
+              step(n - 1, y[1], y[0]);
+            }
+            if (n == chunk_first) {
+              step(n, y[0], y[1]);
+              drain(y[1]);
+            } else {
+              drain(y[0]);
             }
           } else {
-            hold(o);
-            wgmma_fence();
-            issue_pv(o, before, this_v());
-            wgmma_wait<0>();
-            hold(o);
-          }
-          release_v();
-        };
-        int n = last - 1;
-        if constexpr (kSeparateP) {
-          // Unrolled by two: what one step makes lies where the next one reads it, without moves.
-          for (; n > first; n -= 2) {
-            step(n, y[0], y[1]);
-            step(n - 1, y[1], y[0]);
-          }
-          if (n == first) {
-            step(n, y[0], y[1]);
-            drain(y[1]);
-          } else {
+            for (; n >= chunk_first; --n) step(n, y[0], y[0]);
             drain(y[0]);
           }
-        } else {
-          for (; n >= first; --n) step(n, y[0], y[0]);
-          drain(y[0]);
+          if constexpr (!kChunkTiles) {
+            break;
+          } else {
+            sum_up(rows);
+            auto all = whole();
+            first = broadcast(all.first);
+            if (broadcast(all.last) / kChunkTiles > chunk_first / kChunkTiles) Before(p).join(rows, o);
+            if (chunk_first == first) break;
+            Before(p).keep(rows, o);
+            rows[0] = rows[1] = Row{kLowest, 0.0f};
+#pragma unroll
+            for (int i = 0; i < HEAD_DIM_V / 2; ++i) o[i] = 0.0f;
+          }
         }
       } else {
         // ---- the serial consumer
@@ -299,10 +331,10 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
             wgmma_wait<0>();
             hold(x);
             release_k();
-            if (n == first) release(barriers.q_empty(group));
+            if (n == first) release(barriers.q_empty(row_group));
             // 3. Score terms, mask and softmax, under the products of the other warpgroups.
             finish_scores(x, visits[n]);
-            bool raised = online_softmax_in_place(scale, x, rows, factors);
+            bool raised = online_softmax_in_place(scale, x, rows, factors, both);
             if constexpr (kBlockScaled) {
               if (raised) rescale(o, factors);
               tile_scales.scale_probabilities(x, n, units);
@@ -355,7 +387,7 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
     // ---- the epilogue
     // Loaded again: through the loop these would take registers that it has not got.
     if (kFloat8 && !kBlockScaled) unit = load_shared<HeadScales>(info + sizeof(WorkTileInfo)).values;
-    store(p, info, group * kGroupRows + warp * 16, rows, o, unit);
+    store(p, info, row_group * kGroupRows + warp * 16, rows, o, unit, half * kOwnDims);
     release(barriers.work_empty(work_pipe.stage));
     work_pipe.advance();
   }
@@ -364,8 +396,9 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
 // ---- the epilogue -------------------------------------------------------------------------------
 
 // Stores the warp's rows: in float32 to the workspace of their split, or in 16 bits to out. `unit`: what the
-// output is a multiple of, in float8.
-DEVICE void store(const Params &p, Shared info, int first_row, const Rows &rows, Output &o, float unit) {
+// output is a multiple of, in float8. `first_dim`: of the warpgroup's columns.
+DEVICE void store(const Params &p, Shared info, int first_row, const Rows &rows, Output &o, float unit,
+                  int first_dim) {
   auto range = load_shared<decltype(WorkTileInfo::range)>(info);
   auto sequence = load_shared<decltype(WorkTileInfo::sequence)>(info + 16);
   auto output = load_shared<decltype(WorkTileInfo::output)>(info + 32);
@@ -377,6 +410,21 @@ DEVICE void store(const Params &p, Shared info, int first_row, const Rows &rows,
   first_row += range.row;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
+    if constexpr (kChunkTiles != 0) {
+      // A chunk, for combine: as it is.
+      if (p.num_splits > 1) {
+        int row = first_row + 8 * h + lane / 4;
+        if (row >= range.rows) continue;
+        long long at = part_line(p, s, row, sequence.head, output.split);
+        float *to = (float *)p.partial_out + at * p.head_dim_v + lane % 4 * 2;
+#pragma unroll
+        for (int t = 0; t < kDimTiles; ++t)
+          if (8 * t < p.head_dim_v)
+            *(float2 *)(to + 8 * t) = make_float2(o[4 * t + 2 * h], o[4 * t + 2 * h + 1]);
+        if (lane % 4 == 0) ((float2 *)p.partial_lse)[at] = make_float2(rows[h].base, rows[h].total);
+        continue;
+      }
+    }
     // 1. The sum of the row over its four lanes, the sink, the LSE.
     Finished end = finish(p, rows[h], sequence.head, output.split);
     if (kFloat8) end.inverse *= unit;
@@ -391,22 +439,22 @@ DEVICE void store(const Params &p, Shared info, int first_row, const Rows &rows,
     // 3. Of a split: float32, for combine.
     if (p.num_splits > 1) {
       if (!mine) continue;
-      int column = lane % 4 * 2;
+      int column = first_dim + lane % 4 * 2;
       long long at = part_line(p, s, row, sequence.head, output.split);
       float *to = (float *)p.partial_out + at * p.head_dim_v + column;
 #pragma unroll
       for (int t = 0; t < kDimTiles; ++t)
-        if (8 * t < p.head_dim_v)
+        if (first_dim + 8 * t < p.head_dim_v)
           *(float2 *)(to + 8 * t) = make_float2(o[4 * t + 2 * h], o[4 * t + 2 * h + 1]);
       if (column == 0) ((float *)p.partial_lse)[at] = end.lse;
       continue;
     }
     // 4. Else 16 bits from registers to out. Four lanes exchange their elements first, so that each stores
     // 16 neighbouring bytes: whole sectors, and Q's shared memory is not needed for it.
-    if (p.lse && mine && lane % 4 == 0)
+    if (p.lse && mine && lane % 4 == 0 && first_dim == 0)
       ((float *)p.lse)[s.row_batch * p.lse_batch + sequence.head * p.lse_head + s.row0 + row] = end.lse;
     unsigned short *to = (unsigned short *)p.out + s.row_batch * p.out_batch + (s.row0 + row) * p.out_row +
-                         sequence.head * p.out_head + lane % 4 * kUnit;
+                         sequence.head * p.out_head + first_dim + lane % 4 * kUnit;
 #pragma unroll
     for (int t = 0; t < kDimTiles; t += 4) {
       unsigned x[4];
@@ -414,7 +462,7 @@ DEVICE void store(const Params &p, Shared info, int first_row, const Rows &rows,
       for (int i = 0; i < 4; ++i)
         x[i] = Format<DTYPE>::nearest(o[4 * (t + i) + 2 * h], o[4 * (t + i) + 2 * h + 1]);
       transpose_quads(x);
-      if (mine && 8 * t + lane % 4 * kUnit < p.head_dim_v)
+      if (mine && first_dim + 8 * t + lane % 4 * kUnit < p.head_dim_v)
         *(Quad *)(to + 8 * t) = Quad{{x[0], x[1], x[2], x[3]}};
     }
   }

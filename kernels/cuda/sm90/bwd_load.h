@@ -28,9 +28,9 @@ DEVICE void produce_tiles(const MappedParams &mapped, const Owned &own, const Wo
   auto at = [&](int barrier) { return mbarrier_at(shared, barrier); };
   bool clear = keys_to_clear(p, s, own.first_key);
   Cursor cursor = first_tile(p, own, w);
-  int key = (int)s.key0 + own.first_key;
+  int key = (int)s.key0 + own.first_key, head_k = own.head_k / p.num_splits;
   Shared arrive = expect(at(kKFull), at(kKLanded), clear, kQPanels * kKPanel);
-  load_panels<kQPanels, BLOCK_K>(shared + kK, &mapped.maps[kMapK], arrive, key, own.head_k, s.key_batch);
+  load_panels<kQPanels, BLOCK_K>(shared + kK, &mapped.maps[kMapK], arrive, key, head_k, s.key_batch);
   for (int step = 0; step < w.steps; ++step) {
     int row = (int)s.row0 + cursor.tile * BLOCK_Q;
     bool clear_rows = rows_to_clear(p, s, cursor.tile);
@@ -40,7 +40,7 @@ DEVICE void produce_tiles(const MappedParams &mapped, const Owned &own, const Wo
                                    cursor.head, s.row_batch);
     if (step == 0) {
       arrive = expect(at(kVFull), at(kVLanded), clear, kVPanels * kKPanel);
-      load_panels<kVPanels, BLOCK_K>(shared + kV, &mapped.maps[kMapV], arrive, key, own.head_k,
+      load_panels<kVPanels, BLOCK_K>(shared + kV, &mapped.maps[kMapV], arrive, key, head_k,
                                      s.key_batch);
     }
     mbarrier_wait(at(kDoutEmpty + stage_of(step)), phase_of(step) ^ 1);
@@ -81,6 +81,10 @@ DEVICE void produce_states(const Params &p, const Owned &own, const Work &w,
                                  s.keys - own.first_key);
   arrive(of_q ? kKFull : kVFull);
   Cursor cursor = first_tile(p, own, w);
+  // What dropout multiplies dP by comes at the end, so -delta is of that.
+  float factor = kMore;
+  if constexpr (!of_q && may_have(kDropout))
+    if (has(kDropout, p.dropout_threshold)) factor *= reciprocal(p.dropout_scale);
   unsigned landed = 0;  // by place, the parity of its next copies that have to be waited for
   for (int step = 0; step < w.steps; ++step) {
     int first = cursor.tile * BLOCK_Q;
@@ -93,14 +97,22 @@ DEVICE void produce_states(const Params &p, const Owned &own, const Work &w,
       int row = i * kLanes + lane_index();
       x[i] = of_q ? -INFINITY_F : 0.0f;  // which makes P 0
       if (row < BLOCK_Q && first + row < s.rows) x[i] = from[row];
+      if constexpr (!of_q && kTwoWeights) x[i] *= factor;
     }
+    float sink = 0.0f;
+    if constexpr (of_q && may_have(kSinks))
+      if (has(kSinks, p.dsinks)) sink = ((const float *)p.sinks)[cursor.head] * kLog2E;
     mbarrier_wait(at(kEmpty + stage_of(step)), phase_of(step) ^ 1);
     Shared to = shared + (of_q ? kMinusLse : kMinusDelta) + stage_of(step) * kStates +
                 state_place(lane_index()) * 4;
 #pragma unroll
     for (int i = 0; i * kLanes < BLOCK_Q; ++i)
-      if (i * kLanes + lane_index() < BLOCK_Q)
+      if (i * kLanes + lane_index() < BLOCK_Q) {
         store_shared(to + i * kLanes * 4, __builtin_bit_cast(unsigned, x[i]));
+        if constexpr (of_q && may_have(kSinks))
+          store_shared(to + (kSinkWeights - kMinusLse) + i * kLanes * 4,
+                       __builtin_bit_cast(unsigned, exp2(x[i] + sink)));
+      }
     if (rows_to_clear(p, s, cursor.tile)) {
       clear_rows<kPanels, BLOCK_Q>(
           shared + (of_q ? kQ + stage_of(step) * kQBytes : kDout + stage_of(step) * kDoutBytes),

@@ -11,6 +11,41 @@
 #include "tma.h"
 #include "wgmma.h"
 
+// The score terms of a plan, TERMS, are a set of these and the mods. A plan with all of them asks at run time
+// which the call has, one with fewer is for calls that have them all.
+enum Term { kSoftcap = 1, kAlibi = 2, kBias = 4, kDropout = 8, kSinks = 16, kAllTerms = 31 };
+DEVICE constexpr bool may_have(Term term) { return TERMS & term; }
+DEVICE bool has(Term term, bool asked) { return may_have(term) && (TERMS != kAllTerms || asked); }
+#ifdef MOD
+constexpr bool kMods = true;
+#else
+constexpr bool kMods = false;
+#endif
+#ifdef HAS_SCORE_MOD
+constexpr bool kScoreMod = true;
+#else
+constexpr bool kScoreMod = false;
+#endif
+// Whether scores change between S and P, whether a bias alone does it.
+constexpr bool kScoreTerms = (TERMS & (kSoftcap | kAlibi | kBias)) || kMods;
+constexpr bool kBiasAlone = TERMS == kBias && !kMods;
+// Whether the derivative of a score by scale q.k is not 1, and whether dS is thus, or by dropout, of other
+// weights than dV.
+constexpr bool kSlopes = may_have(kSoftcap) || kScoreMod;
+// Softcap without a score_mod: a quarter of P times the slope takes an instruction less, and dP and -delta are
+// four times as large instead. Where P has few exponents, in float16, its last bits are wanted.
+constexpr bool kSoftcapAlone = TERMS != kAllTerms && may_have(kSoftcap) && !kScoreMod;
+constexpr bool kQuarters = kSoftcapAlone && DTYPE == BFLOAT16;
+constexpr float kMore = kQuarters ? 4.0f : 1.0f;
+constexpr bool kTwoWeights = kSlopes || may_have(kDropout);
+// Whether what rounding P took from it is kept for the sinks' gradient, in 16 bits times kRestScale. Without it
+// the gradient has the rounding of P once, as PyTorch's has. With a bias that hides most keys of 65, that was 1.35
+// of the suite's bound. Sinks alone stay below it, and are spared the instructions.
+constexpr bool kRests = may_have(kSinks) && !ROLES && ((TERMS & ~kSinks) || kScoreMod);
+constexpr float kRestScale = DTYPE == BFLOAT16 ? 1.0f : 2048.0f;
+// Whether the registers of dQ's sums are wanted before dP.
+constexpr bool kDqEarly = kTwoWeights || kRests;
+
 // Warpgroups that multiply: each for 64 keys or, with ROLES, two for the same 64 (bwd_wide.h).
 constexpr int kConsumers = GROUPS;
 constexpr int kKeyGroups = BLOCK_K / 64;
@@ -48,9 +83,12 @@ constexpr int kDsBytes = kKeyGroups * kQPanel;
 constexpr int kWeights = kDs + 2 * kDsBytes;  // with ROLES, P^T as threads hold it
 constexpr int kMinusLse = kWeights + (ROLES ? 64 * BLOCK_Q * (FLOAT_WEIGHTS ? 4 : 2) : 0);
 constexpr int kMinusDelta = kMinusLse + kStages * kStates;
-constexpr int kStaged = kMinusDelta + kStages * kStates;
+constexpr int kSinkWeights = kMinusDelta + kStages * kStates;  // exp(sink - LSE), with dO
+constexpr int kStaged = kSinkWeights + (may_have(kSinks) ? kStages * kStates : 0);
 constexpr int kBarriers = kStaged + (ROLES ? 0 : kStagedTiles * kStagedTile);
 static_assert(kBarriers + 256 == SHARED_BYTES, "as the plan says");
+
+extern __shared__ __align__(1024) unsigned char memory[];
 
 // Where the float of a row lies among those of its tile: the four of a slice of 16 that a lane needs (of
 // rows 2 c, 2 c + 1 and the same of the next 8, c = lane % 4) one behind the other.
@@ -69,7 +107,8 @@ enum Barrier {
   kTurn = kStagedEmpty, kAdded = kTurn + 1,  // wide heads in turn: it has come, one arrival; all has been added
   kBarrierCount = kTurn + (ONE_SENDER || ROLES ? 2 : 0)
 };
-static_assert(kBarrierCount * 8 <= 256, "what is set aside for them");
+constexpr int kOwned = kBarriers + 240;
+static_assert(kBarrierCount * 8 <= 240, "what is set aside for them");
 DEVICE Shared mbarrier_at(Shared shared, int number) { return shared + kBarriers + number * 8; }
 
 // Named barriers; 0 is that of the block.
@@ -81,30 +120,44 @@ constexpr int kGroupMeets = 3;      // and on, of each consumer warpgroup
 // several at a time, so that of the blocks that run together few are of one head and wait for each other. But
 // then fewer read the same rows at a time: without a mask, 4 heads of 4k rows or more are best, 16 of 1k. With
 // a causal mask blocks of a head are at different rows, which all should stay in the L2: 24 MB of it, of 50.
+//
+// Where they add in any order, the first keys of a head come first, which a causal mask lets most rows see. Heads
+// come one by one, or, where groups share keys and a mask makes blocks unequal, several at a time, so that what is
+// left at the end is short: backward takes 0.82 to 0.97 of the time (64/8 and 32/8 heads of 128, 1k to 8k). With as
+// many query heads as KV heads that is 0.98 to 1.06 of it.
 constexpr int kMostTogether = 16;
 struct Owned {
-  int batch, head_k, first_key;
+  int batch, head_k, first_key;  // head_k: of p.heads_k, which counts each part of a group
 };
-DEVICE int heads_together(const Params &p) {
+DEVICE int heads_together(const Params &p, int heads_of_all) {
   constexpr int kRow = 2 * (HEAD_DIM + HEAD_DIM_V) + 4 * HEAD_DIM;  // of q, dout and dq_accum
-  long long rows = max((long long)p.seqlen_q * (p.heads_q / p.heads_k), 1ll);
+  int group = p.heads_q / p.heads_k;
   bool masked = p.window_left >= 0 || p.window_right >= 0;
-  long long heads = masked ? max(1ll, (24 << 20) / kRow / rows) : max(4ll, (16 << 10) / rows);
-  return (int)min((long long)kMostTogether, heads);
+  if (!DETERMINISTIC && !(masked && group * p.num_splits > 1)) return 1;
+  long long all_rows = (long long)p.seqlen_q * (DETERMINISTIC ? group : 1);
+  int rows = (int)min(max(all_rows, 1ll), 1ll << 30);
+  int heads = masked ? max(DETERMINISTIC ? 1 : 2, (24 << 20) / kRow / rows) : max(4, (16 << 10) / rows);
+  // In equal sections: a last one of a head or two would start its longest blocks when others end.
+  int sections = max(1, heads_of_all / min(kMostTogether, heads));
+  return (heads_of_all + sections - 1) / sections;
 }
-DEVICE Owned owned_keys(const Params &p) {
-  int id = workgroup_index();
-  pin(id);  // what follows from it is made where it is used: no register keeps it through the loop
-  int blocks = (p.seqlen_k + BLOCK_K - 1) / BLOCK_K;
-  int head = id / blocks, block = id % blocks;
-  if (DETERMINISTIC) {
-    int together = heads_together(p), first = head / together * together;
-    int heads = min(together, (int)gridDim.x / blocks - first);
-    id -= first * blocks;
-    head = first + id % heads;
-    block = blocks - 1 - id / heads;
-  }
+DEVICE Owned find_keys(const Params &p) {
+  int id = workgroup_index(), blocks = (p.seqlen_k + BLOCK_K - 1) / BLOCK_K;
+  int heads_of_all = p.heads_k * p.batch, together = heads_together(p, heads_of_all);
+  int first = id / blocks / together * together, heads = min(together, heads_of_all - first);
+  id -= first * blocks;
+  int head = first + id % heads, block = id / heads;
+  if (DETERMINISTIC) block = blocks - 1 - block;
   return Owned{head / p.heads_k, head % p.heads_k, block * BLOCK_K};
+}
+// They are found once, and lie in shared memory: no register keeps them through the loop, and to find them
+// again took 30 % of the kernel's instructions.
+DEVICE void keep_keys(Shared shared, const Owned &own) {
+  store_shared(shared + kOwned, Quad{(unsigned)own.batch, (unsigned)own.head_k, (unsigned)own.first_key, 0});
+}
+DEVICE Owned owned_keys(const Params &) {
+  Quad kept = load_shared<Quad>(shared_address(memory) + kOwned);
+  return Owned{(int)kept[0], (int)kept[1], (int)kept[2]};
 }
 
 // What it does: tiles begin ... end of BLOCK_Q rows, of each head of the group.

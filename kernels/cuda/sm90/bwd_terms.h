@@ -1,4 +1,5 @@
-// Score terms, mods, dropout and sinks of backward: what lies between S, dP and dS.
+// Score terms, mods, dropout and sinks of backward: P from S, and dS from dP and P. Only what the plan may
+// have (TERMS) takes instructions and registers.
 #pragma once
 #include "bwd_shape.h"
 #include "../bwd_mask.h"
@@ -6,100 +7,215 @@
 #include "../../common/row_sums.h"
 #include "../../score.h"
 
-// The 16 rows of a slice as registers have them: P, d score / d (scale q.k), and what dropout keeps, a bit each.
-struct Weighed {
-  float weight[8], slope[8];
-  unsigned keep;
-};
+constexpr int kProducts = BLOCK_Q / 8;  // 16 keys x 8 rows of a warp each: four scores a lane
 
 struct alignas(16) Four {
   float x[4];
 };
+DEVICE Four load_four(Shared at) { return load_shared<Four>(at); }
 
-// Adds the lane's shares of the sums of P dP to the rows' share of the sinks' gradient: of slice `i` rows 2 c,
-// 2 c + 1 and the same of the next 8, c = lane % 4.
-DEVICE void add_dots(const Params &p, const Place &at, int i, const float (&dots)[4]) {
-  bool upper = lane_index() & 4, odd = lane_index() & 8;
-  float two[2];
+// Which scores of a tile dropout keeps, of the lane: byte r of word j / 8 has bit j % 8 for register r of product
+// j. A draw serves four keys, which are those of four lanes. So each lane draws for one register of all products,
+// and at the end they exchange bytes.
+struct Kept {
+  unsigned bits[(kProducts + 7) / 8];
+
+  METHOD void draw(const Params &p, const Place &at) {
+    unsigned turn = lane_index() / 4 % 4, threshold = p.dropout_threshold;
+    unsigned group = (unsigned)(key_of(at, 0, turn) + p.k_start) / 4;
+    unsigned long long seed = *(const unsigned long long *)p.seed;
+    // The same in all lanes, and the compiler is told so: the keys of the rounds are in uniform registers.
+    seed = __shfl_sync(kAllLanes, seed, 0);
 #pragma unroll
-  for (int j = 0; j < 2; ++j)
-    two[j] = (upper ? dots[2 + j] : dots[j]) + from_lane_xor(upper ? dots[j] : dots[2 + j], 4);
-  float sum = (odd ? two[1] : two[0]) + from_lane_xor(odd ? two[0] : two[1], 8);
-  sum += from_lane_xor(sum, 16);
-  int row = at.row + 16 * i + (upper ? 8 : 0) + lane_index() % 4 * 2 + (odd ? 1 : 0);
-  Sequence s = sequence_of(p, at.batch);
-  float *to = (float *)p.dsinks + state_offset(p, s, at.head) + row;
-  if (lane_index() < 16 && row < s.rows)
-    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to), "f"(sum) : "memory");
+    for (int w = 0; w < (kProducts + 7) / 8; ++w) {
+      unsigned mine = 0;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        int j = 8 * w + i;
+        if (j >= kProducts) break;
+        Draws draws = philox(group, row_of(at, j, turn) + p.q_start, at.head + p.head_start,
+                             at.batch + p.batch_start, seed);
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+          asm("{.reg .pred kept; setp.lt.u32 kept, %1, %2; @kept or.b32 %0, %0, %3;}"
+              : "+r"(mine)
+              : "r"(draws.word[k]), "r"(threshold), "r"(1u << (8 * k + i)));
+      }
+      unsigned others = __shfl_xor_sync(kAllLanes, mine, 4);
+      mine = __byte_perm(mine, others, turn & 1 ? 0x3715 : 0x6240);
+      others = __shfl_xor_sync(kAllLanes, mine, 8);
+      bits[w] = __byte_perm(mine, others, turn & 2 ? 0x3276 : 0x5410);
+    }
+  }
+  METHOD void keep_all() {
+    for (unsigned &word : bits) word = ~0u;
+  }
+  // Of product j, the signs of the four bytes: prmt spreads them.
+  METHOD unsigned signs(int j) const { return bits[j / 8] << (7 - j % 8); }
+  METHOD unsigned bit(int j, int r) const { return bits[j / 8] >> (8 * r + j % 8) & 1; }
+};
+DEVICE unsigned spread(unsigned signs, unsigned which) {
+  unsigned mask;
+  asm("prmt.b32 %0, %1, %1, %2;" : "=r"(mask) : "r"(signs), "r"(which));
+  return mask;
 }
 
-// Of the warp's scores of one tile.
+// An 8 x 8 matrix of 16-bit elements, transposed.
+DEVICE unsigned transposed_matrix(unsigned x) {
+  unsigned y;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
+// Of the warp's scores of one tile. Registers n = 0 ... 7 of a slice of 16 rows are those of two products.
 struct TileTerms {
   const Params &p;
-  Place at;                 // its first key and row
+  Place at;      // its first key and row
+  int rows, keys;
+  bool full;     // the mask_mod hides nothing
+  float scale;   // to exponents of 2
+  float slope;   // of ALiBi, negative, the same
+  float first_distance;  // key - row - shift of the lane's first score
   Terms terms;
-  int shift;                // of the sequence
-  const char *bias;         // of the lane's first score
-  Range seen[2];            // of the lane's keys
-  bool full;                // the mask_mod hides nothing
+  Kept kept;
+  unsigned bias[kBiasAlone ? kProducts * 2 : 1];  // pairs, as they lie in memory
 
-  METHOD TileTerms(const Params &p, const Sequence &s, const Work &w, const Place &place, bool full)
-      : p(p), at(place), full(full) {
-    terms = terms_of(p, at.batch, at.head, 0);
-    // S is scaled here and gradients at the end, which leaves 1 for a score's slope.
-    terms.scale = 1.0f;
-    terms.inverse = terms.softcap > 0.0f ? 1.0f / terms.softcap : 0.0f;
-    shift = s.shift;
-    int key = key_of(at, 0, 0), row = row_of(at, 0, 0), size = size_of_bias(p.bias_type);
-    bias = terms.bias;
-    // What is not seen need not be there: the first score's is read for it, brought inside.
-    if (bias) bias += (min(row, s.rows - 1) * p.bias_row + min(key, s.keys - 1) * p.bias_key) * size;
-    bool masked = at.row < w.all_low || at.row + BLOCK_Q > w.all_high;
-    Mask mask = mask_of(p, s);
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-      seen[h] = masked ? rows_that_see(mask, key + 8 * h, row) : Range{0, 2 * BLOCK_Q};
+  // Loads what does not need S; draw() is apart from it. `s` counts keys from the block's first one.
+  METHOD TileTerms(const Params &p, const Owned &own, const Sequence &s, const Place &place, bool full)
+      : p(p), at(place), rows(s.rows), keys(s.keys + own.first_key), full(full) {
+    scale = p.scale * kLog2E;
+    if constexpr (may_have(kAlibi) || may_have(kBias)) terms = terms_of(p, at.batch, at.head, 0);
+    if constexpr (may_have(kAlibi)) {
+      slope = -terms.slope * kLog2E;
+      first_distance = (float)(key_of(at, 0, 0) - row_of(at, 0, 0) - (s.shift + own.first_key));
+    }
+    if constexpr (kBiasAlone)
+      if (has_pairs()) load_bias();
+  }
+  METHOD void draw() {
+    if constexpr (may_have(kDropout)) {
+      kept.keep_all();
+      if (has(kDropout, p.dropout_threshold)) kept.draw(p, at);
+    }
   }
 
-  // Of register n of a slice: the row, from the lane's first one; whether it is seen.
   static METHOD int row_in_slice(int n) { return n / 4 * 8 + n % 2; }
-  static METHOD bool is_there(const unsigned (&bits)[2], int n) { return bits[n / 2 % 2] >> row_in_slice(n) & 1; }
-  template <int size>
-  METHOD void add_bias(int i, const unsigned (&bits)[2], float (&x)[8]) const {
-    Terms one = terms;
-    unsigned next_row = (unsigned)p.bias_row * size, eight_keys = (unsigned)p.bias_key * size * 8;
+
+  // ---- bias
+
+  // Whether the bias is read by pairs of neighbouring keys, before S is there. Alone it may be.
+  METHOD bool has_pairs() const {
+    return p.bias_type == (DTYPE == BFLOAT16 ? kBfloat16Bias : kFloat16Bias) && p.bias_key == 1 &&
+           p.bias_row % 2 == 0 && ((unsigned long long)terms.bias & 3) == 0;
+  }
+  METHOD void load_bias() {
+    int row = at.row + lane_index() / 4, key = at.key + lane_index() % 4 * 2;
+    const char *from = terms.bias + (row * p.bias_row + key) * 2;
+    if (at.row + BLOCK_Q <= rows && at.key + 16 <= keys) {
 #pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      unsigned at = (16 * i + row_in_slice(n)) * next_row + n / 2 % 2 * eight_keys;
-      one.bias = bias + (is_there(bits, n) ? at : 0);
-      x[n] += bias_of<size>(one, 0);
+      for (int j = 0; j < kProducts; ++j)
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          bias[2 * j + h] = *(const unsigned *)(from + j * 8 * p.bias_row * 2 + h * 16);
+      return;
+    }
+#pragma unroll
+    for (int j = 0; j < kProducts; ++j)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const char *pair = from + j * 8 * p.bias_row * 2 + h * 16;
+        unsigned &x = bias[2 * j + h];
+        x = 0;
+        if (row + 8 * j < rows && key + 8 * h < keys) x = *(const unsigned short *)pair;
+        if (row + 8 * j < rows && key + 8 * h + 1 < keys) x |= *(const unsigned short *)(pair + 2) << 16;
+      }
+  }
+  METHOD void add_pairs(int i, float (&x)[8]) const {
+#pragma unroll
+    for (int n = 0; n < 8; n += 2) {
+      unsigned two = transposed_matrix(bias[4 * i + n / 2]);
+      x[n] = __builtin_fmaf(low_half<DTYPE>(two), kLog2E, x[n]);
+      x[n + 1] = __builtin_fmaf(low_half<DTYPE>(two >> 16), kLog2E, x[n + 1]);
     }
   }
-
-  // Of slice `i`. `scores`: q.k.
-  METHOD void weigh(int i, const float *scores, const float (&minus_lse)[4], Weighed &to) const {
-    auto row = [&](int n) { return row_of(at, 0, 0) + 16 * i + row_in_slice(n); };
-    auto key = [&](int n) { return key_of(at, 0, n % 4); };
-    float(&x)[8] = to.weight;
+  template <int size>
+  METHOD void add_bias(int i, float (&x)[8]) const {
+    int row = row_of(at, 2 * i, 0), key = key_of(at, 0, 0);
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-      x[n] = scores[n] * p.scale;
-      to.slope[n] = 1.0f;
+      int r = row + row_in_slice(n), k = key + n / 2 % 2 * 8;
+      Terms one = terms;
+      one.bias += (r < rows && k < keys ? r * p.bias_row + k * p.bias_key : 0) * size;
+      x[n] = __builtin_fmaf(bias_of<size>(one, 0), kLog2E, x[n]);
     }
-    if (p.softcap > 0.0f) {
-#pragma unroll
-      for (int n = 0; n < 8; ++n) x[n] = softcapped(terms, x[n], to.slope[n]);
-    }
+  }
+  METHOD void add_bias(int i, float (&x)[8]) const {
+    int size = size_of_bias(p.bias_type);
+    if (size == 2)
+      add_bias<2>(i, x);
+    else if (size == 4)
+      add_bias<4>(i, x);
+    else
+      add_bias<1>(i, x);
+  }
+
+  // ---- P
+
+  // Exponents of P and slopes of slice `i` from q.k. Of softcap alone h or 2 h is left instead of the slope.
+  template <bool pairs>
+  METHOD void make_exponents(int i, const float *scores, const float (&minus_lse)[4], float (&x)[8],
+                             float (&slopes)[8]) const {
+    [[maybe_unused]] auto row = [&](int n) { return row_of(at, 2 * i, 0) + row_in_slice(n); };
+    [[maybe_unused]] auto key = [&](int n) { return key_of(at, 0, n % 4); };
+    auto state = [&](int n) { return minus_lse[n / 4 * 2 + n % 2]; };
 #ifdef MOD
     ModPlace place(p, at.batch, at.head);
 #endif
+    if constexpr (kScoreMod || TERMS == kAllTerms) {
+      Terms capped = terms;
+      capped.scale = 1.0f;  // gradients are scaled at the end
+      capped.softcap = p.softcap;
+      capped.inverse = p.softcap > 0.0f ? 1.0f / p.softcap : 0.0f;
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        x[n] = scores[n] * p.scale;
+        slopes[n] = 1.0f;
+      }
+      if (has(kSoftcap, p.softcap > 0.0f)) {
+#pragma unroll
+        for (int n = 0; n < 8; ++n) x[n] = softcapped(capped, x[n], slopes[n]);
+      }
 #ifdef HAS_SCORE_MOD
 #pragma unroll
-    for (int n = 0; n < 8; ++n) x[n] = modified(place, x[n], row(n), key(n), to.slope[n]);
+      for (int n = 0; n < 8; ++n) x[n] = modified(place, x[n], row(n), key(n), slopes[n]);
 #endif
-    if (p.alibi_slopes) {
 #pragma unroll
-      for (int n = 0; n < 8; ++n) x[n] += alibi(terms, key(n) - row(n) - shift);
+      for (int n = 0; n < 8; ++n) x[n] = __builtin_fmaf(x[n], kLog2E, state(n));
+    } else if constexpr (may_have(kSoftcap)) {
+      // With h = 1 / (1 + exp(2 y)), tanh(y) is 1 - 2 h, exact to 2^-22, which softcap multiplies. The slope is
+      // 4 h (1 - h), which `steepened` makes of h or 2 h.
+      constexpr float kTimes = kQuarters ? 1.0f : 2.0f;
+      float cap = p.softcap * kLog2E, inner = 2.0f * scale * reciprocal(p.softcap);
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        slopes[n] = reciprocal(__builtin_fmaf(exp2(scores[n] * inner), 1.0f / kTimes, 1.0f / kTimes));
+        x[n] = __builtin_fmaf(slopes[n], -2.0f / kTimes * cap, state(n) + cap);
+      }
+    } else {
+#pragma unroll
+      for (int n = 0; n < 8; ++n) x[n] = __builtin_fmaf(scores[n], scale, state(n));
+    }
+    if (has(kAlibi, p.alibi_slopes)) {
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        float distance = first_distance + (float)(n / 2 % 2 * 8 - 16 * i - row_in_slice(n));
+        x[n] = __builtin_fmaf(slope, __builtin_fabsf(distance), x[n]);
+      }
+    }
+    if constexpr (pairs) {
+      add_pairs(i, x);
+    } else if constexpr (may_have(kBias)) {
+      if (has(kBias, terms.bias)) add_bias(i, x);
     }
 #ifdef HAS_MASK_MOD
     if (!full) {
@@ -107,110 +223,190 @@ struct TileTerms {
       for (int n = 0; n < 8; ++n) x[n] = is_seen(place, row(n), key(n)) ? x[n] : -INFINITY_F;
     }
 #endif
-    unsigned bits[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) bits[h] = bits_between(seen[h].first - 16 * i, seen[h].last - 16 * i);
-    int size = bias ? size_of_bias(p.bias_type) : 0;
-    if (size == 2)
-      add_bias<2>(i, bits, x);
-    else if (size == 4)
-      add_bias<4>(i, bits, x);
-    else if (size == 1)
-      add_bias<1>(i, bits, x);
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      bool seen = is_there(bits, n);
-      float exponent = __builtin_fmaf(x[n], kLog2E, minus_lse[n / 4 * 2 + n % 2]);
-      x[n] = seen ? exp2(exponent) : 0.0f;
-#ifdef HAS_SCORE_MOD
-      if (x[n] == 0.0f) to.slope[n] = 0.0f;  // it need not be finite there
-#endif
-    }
-    to.keep = ~0u;
-    if (p.dropout_threshold) to.keep = kept(p, at, 0, 2 * i) | kept(p, at, 0, 2 * i + 1) << 4;
   }
 
-  // From q.k and dP to P as dropout leaves it and dS, as operands, dS to shared memory too. `states`: of the
-  // lane.
-  template <int count, int slices>
-  METHOD void apply(const float (&scores)[count], const float (&dp)[count], Shared states,
-                    unsigned (&weights)[slices][4], unsigned (&ds)[slices][4], Shared ds_at) const {
-    float keep_scale = p.dropout_threshold ? p.dropout_scale : 1.0f;
+  // P times the slope, or a quarter of it.
+  static METHOD float steepened(float weight, float slope) {
+    if (kSoftcapAlone && !kQuarters) slope *= 2.0f - slope;
+    float product = weight * slope;
+    return kQuarters ? __builtin_fmaf(-product, slope, product) : product;
+  }
+  // P of all slices as operands, and P times the slope. `minus_lse`: of the lane.
+  template <bool pairs, int count, int slices>
+  METHOD void weigh(const float (&scores)[count], Shared minus_lse, unsigned (&weights)[slices][4],
+                    unsigned (&steep)[slices][4], unsigned (&rests)[slices][4]) const {
 #pragma unroll
     for (int i = 0; i < slices; ++i) {
-      auto minus_lse = load_shared<Four>(states + i * 64);
-      auto minus_delta = load_shared<Four>(states + (kMinusDelta - kMinusLse) + i * 64);
-      float dots[4] = {0.0f, 0.0f, 0.0f, 0.0f}, kept[8], slopes[8];
-      Weighed of;
-      weigh(i, scores + 8 * i, minus_lse.x, of);
+      float x[8], y[8];
+      make_exponents<pairs>(i, scores + 8 * i, load_four(minus_lse + i * 64).x, x, y);
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
-        bool keep = of.keep >> n & 1;
-        int row = n / 4 * 2 + n % 2;
-        float weight = of.weight[n], g = keep ? dp[8 * i + n] * keep_scale : 0.0f;
-        dots[row] += weight * g;
-        kept[n] = keep ? weight : 0.0f;
-        slopes[n] = (g + minus_delta.x[row]) * weight * of.slope[n];
+        x[n] = exp2(x[n]);
+        if constexpr (kSlopes) y[n] = steepened(x[n], y[n]);
+        if (kScoreMod && x[n] == 0.0f) y[n] = 0.0f;  // the slope need not be finite there
       }
-      if (p.dsinks) add_dots(p, at, i, dots);
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        weights[i][n] = Format<DTYPE>::nearest(kept[2 * n], kept[2 * n + 1]);
-        ds[i][n] = Format<DTYPE>::nearest(slopes[2 * n], slopes[2 * n + 1]);
+        weights[i][n] = Format<DTYPE>::nearest(x[2 * n], x[2 * n + 1]);
+        if constexpr (kSlopes) steep[i][n] = Format<DTYPE>::nearest(y[2 * n], y[2 * n + 1]);
+        if constexpr (kRests) rests[i][n] = rest_of(x[2 * n], x[2 * n + 1], weights[i][n]);
       }
-      stmatrix_transposed(ds_at + i * 16 * kRowBytes, ds[i]);
     }
   }
-
-  // Wide heads, of which another warpgroup makes dS: P as dropout leaves it as operand, and P times the slope to
-  // `to`, whose last bit says that dropout keeps it.
   template <int count, int slices>
-  METHOD void hand_over(const float (&scores)[count], Shared states, unsigned (&weights)[slices][4],
-                        Shared to) const {
+  METHOD void weigh(const float (&scores)[count], Shared minus_lse, unsigned (&weights)[slices][4],
+                    unsigned (&steep)[slices][4], unsigned (&rests)[slices][4]) const {
+    if constexpr (kBiasAlone)
+      if (has_pairs()) return weigh<true>(scores, minus_lse, weights, steep, rests);
+    weigh<false>(scores, minus_lse, weights, steep, rests);
+  }
+  static METHOD unsigned rest_of(float x, float y, unsigned rounded) {
+    return Format<DTYPE>::nearest((x - low_half<DTYPE>(rounded)) * kRestScale,
+                                  (y - low_half<DTYPE>(rounded >> 16)) * kRestScale);
+  }
+
+  // Zeros for what dropout does not keep.
+  template <int slices>
+  METHOD void drop(unsigned (&weights)[slices][4]) const {
+#pragma unroll
+    for (int i = 0; i < slices; ++i)
+#pragma unroll
+      for (int n = 0; n < 4; ++n) weights[i][n] &= spread(kept.signs(2 * i + n / 2), n % 2 ? 0xbbaa : 0x9988);
+  }
+
+  // Wide heads, of which another warpgroup makes dS. Exponents and slopes of all slices:
+  template <bool pairs, int count, int slices, int sloped>
+  METHOD void make_exponents(float (&scores)[count], const float (&minus_lse)[slices][4],
+                             float (&slopes)[sloped]) const {
 #pragma unroll
     for (int i = 0; i < slices; ++i) {
-      auto minus_lse = load_shared<Four>(states + i * 64);
-      Weighed of;
-      weigh(i, scores + 8 * i, minus_lse.x, of);
-      unsigned steep[8];
+      float x[8], y[8];
+      make_exponents<pairs>(i, scores + 8 * i, minus_lse[i], x, y);
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
-        bool keep = of.keep >> n & 1;
-        steep[n] = (__float_as_uint(of.weight[n] * of.slope[n]) & ~1u) | (keep ? 1 : 0);
-        if (!keep) of.weight[n] = 0.0f;
+        scores[8 * i + n] = x[n];
+        if constexpr (kSlopes) slopes[8 * i + n] = y[n];
+      }
+    }
+  }
+  template <int count, int slices, int sloped>
+  METHOD void make_exponents(float (&scores)[count], const float (&minus_lse)[slices][4],
+                             float (&slopes)[sloped]) const {
+    if constexpr (kBiasAlone)
+      if (has_pairs()) return make_exponents<true>(scores, minus_lse, slopes);
+    make_exponents<false>(scores, minus_lse, slopes);
+  }
+  // P as dropout leaves it as operand, and P times the slope to `to`, whose last bit says that dropout keeps it.
+  template <int count, int slices, int sloped>
+  METHOD void hand_over(const float (&exponents)[count], const float (&slopes)[sloped],
+                        unsigned (&weights)[slices][4], Shared to) const {
+#pragma unroll
+    for (int i = 0; i < slices; ++i) {
+      unsigned steep[8];
+      float weight[8];
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        weight[n] = exp2(exponents[8 * i + n]);
+        float y = weight[n];
+        if constexpr (kSlopes) y = steepened(y, slopes[8 * i + n]);
+        if (kScoreMod && weight[n] == 0.0f) y = 0.0f;  // the slope need not be finite there
+        steep[n] = __float_as_uint(y);
+        if constexpr (may_have(kDropout)) steep[n] = (steep[n] & ~1u) | kept.bit(2 * i + n / 4, n % 4);
       }
 #pragma unroll
-      for (int n = 0; n < 4; ++n) weights[i][n] = Format<DTYPE>::nearest(of.weight[2 * n], of.weight[2 * n + 1]);
+      for (int n = 0; n < 4; ++n) weights[i][n] = Format<DTYPE>::nearest(weight[2 * n], weight[2 * n + 1]);
 #pragma unroll
       for (int n = 0; n < 8; n += 4)
         store_shared(to + ((2 * i + n / 4) * 128 + thread_index() % 128) * 16,
                      Quad{steep[n], steep[n + 1], steep[n + 2], steep[n + 3]});
     }
+    if constexpr (may_have(kDropout)) drop(weights);
+  }
+
+  // ---- dS
+
+  // Of slice `i`, register n, dP as dropout leaves it.
+  METHOD float dropped(float dp, int i, int n) const {
+    if constexpr (!may_have(kDropout)) return dp;
+    unsigned mask = spread(kept.signs(2 * i + n / 4), 0x8888 + 0x1111 * (n % 4));
+    return __uint_as_float(__float_as_uint(dp) & mask);
+  }
+  // dS of slice `i`. `weights`: P, or what dropout leaves of it; `steep`: P times the slope.
+  METHOD void make_ds(unsigned (&ds)[4], int i, const float *dp, const unsigned (&weights)[4],
+                      const unsigned (&steep)[4], const unsigned (&rests)[4],
+                      const float (&minus_delta)[4], Shared sink_weights, float &sink_sum) const {
+    float x[8], dots[4] = {0.0f, 0.0f, 0.0f, 0.0f}, rest_dots[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      auto half = [&](const unsigned (&all)[4]) { return low_half<DTYPE>(all[n / 2] >> n % 2 * 16); };
+      int row = n / 4 * 2 + n % 2;
+      if constexpr (may_have(kDropout) && !kSlopes && !may_have(kSinks)) {
+        // `weights` is what dropout leaves of P, and tells what it leaves of dP.
+        x[n] = __builtin_fmaf(half(steep), minus_delta[row], dp[n] * half(weights));
+        continue;
+      }
+      float g = __builtin_fmaf(dropped(dp[n], i, n), kMore, minus_delta[row]);
+      x[n] = g * half(steep);
+      if constexpr (may_have(kSinks)) dots[row] += kSlopes ? g * half(weights) : x[n];
+      if constexpr (kRests) rest_dots[row] = __builtin_fmaf(g, half(rests), rest_dots[row]);
+    }
+    if constexpr (kRests)
+      for (int row = 0; row < 4; ++row)
+        dots[row] = __builtin_fmaf(rest_dots[row], 1.0f / kRestScale, dots[row]);
+    if constexpr (may_have(kSinks)) add_dots(dots, sink_weights + i * 64, sink_sum);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) ds[n] = Format<DTYPE>::nearest(x[2 * n], x[2 * n + 1]);
+  }
+  static METHOD void add_dots(const float (&dots)[4], Shared sink_weights, float &sink_sum) {
+    Four weights = load_four(sink_weights);
+#pragma unroll
+    for (int row = 0; row < 4; ++row) sink_sum = __builtin_fmaf(dots[row], weights.x[row], sink_sum);
   }
 };
-// What the other warpgroup makes of dP, whose place may be taken. `place`: of the warp's scores. Sums of P dP are
-// right for slopes of 1.
+
+// What dP is to be multiplied by, which is left to the end: -delta is divided by it when it is loaded.
+DEVICE float dp_scale(const Params &p) { return has(kDropout, p.dropout_threshold) ? p.dropout_scale : 1.0f; }
+
+// The sinks' gradient is -sum over the rows of exp(sink - LSE) delta, but delta is of the rounded O: what the
+// rounding of P did to it, the same in all elements of a row where V has a mean, is too much (the suite's
+// bound). Now sum over the keys of P (dP - delta) is exact delta less (1 - exp(sink - LSE)) times the rounded
+// one, and small where V has a mean. So the main kernel leaves this, over all rows of a head, and
+// ../sm80/dq_convert.cu makes the rest of delta.
+DEVICE void store_sink_sum(const Params &p, const Place &at, float &sum) {
+#pragma unroll
+  for (int bit = 1; bit < kLanes; bit *= 2) sum += from_lane_xor(sum, bit);
+  if (lane_index() == 0) sink_sums(p, at.batch, at.head)[at.key / kSinkKeys] = sum * (dp_scale(p) / kMore);
+  sum = 0.0f;
+}
+
+// Wide heads: what the other warpgroup makes of dP, whose place may be taken, and of what it was handed. Sums for
+// the sinks are right for slopes of 1.
 template <int count, int slices>
-DEVICE void take_over(const Params &p, const Place &place, float (&dp)[count], Shared states, Shared from,
-                      unsigned (&ds)[slices][4]) {
-  float keep_scale = p.dropout_threshold ? p.dropout_scale : 1.0f;
+DEVICE void take_over(float (&dp)[count], Shared from, const float (&minus_delta)[slices][4],
+                      unsigned (&ds)[slices][4], Shared sink_weights, float &sink_sum) {
 #pragma unroll
   for (int i = 0; i < slices; ++i) {
-    auto minus_delta = load_shared<Four>(states + i * 64);
     float dots[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    Quad packed;
+    if constexpr (!FLOAT_WEIGHTS)
+      packed = load_shared<Quad>(from + (i * 128 + thread_index() % 128) * 16);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      Quad steep = load_shared<Quad>(from + ((2 * i + j) * 128 + thread_index() % 128) * 16);
+      Quad steep;
+      if constexpr (FLOAT_WEIGHTS)
+        steep = load_shared<Quad>(from + ((2 * i + j) * 128 + thread_index() % 128) * 16);
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        float &x = dp[8 * i + 4 * j + r], weight = __uint_as_float(steep[r]);
-        float g = steep[r] & 1 ? x * keep_scale : 0.0f;
+        float &x = dp[8 * i + 4 * j + r];
+        float weight = FLOAT_WEIGHTS ? __uint_as_float(steep[r])
+                                     : low_half<DTYPE>(packed[2 * j + r / 2] >> r % 2 * 16);
         int row = 2 * j + r % 2;
-        dots[row] += weight * g;
-        x = (g + minus_delta.x[row]) * weight;
+        if (may_have(kDropout) && !(steep[r] & 1)) x = 0.0f;
+        x = __builtin_fmaf(x, kMore, minus_delta[i][row]) * weight;
+        dots[row] += x;
       }
     }
-    if (p.dsinks) add_dots(p, place, i, dots);
+    if constexpr (may_have(kSinks)) TileTerms::add_dots(dots, sink_weights + i * 64, sink_sum);
 #pragma unroll
     for (int n = 0; n < 4; ++n)
       ds[i][n] = Format<DTYPE>::nearest(dp[8 * i + 2 * n], dp[8 * i + 2 * n + 1]);

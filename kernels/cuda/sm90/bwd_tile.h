@@ -4,9 +4,7 @@
 #include "../bwd_mask.h"
 #include "bwd_send.h"
 #include "../../common/row_sums.h"
-#if TERMS
 #include "bwd_terms.h"
-#endif
 
 constexpr int kScores = BLOCK_Q / 2;   // registers of 64 keys x BLOCK_Q rows in float32
 constexpr int kSlices = BLOCK_Q / 16;  // of a product over the rows
@@ -16,12 +14,12 @@ typedef unsigned Packed[kSlices][4];   // scores in 16 bits, as A operands
 
 // One float of each of the lane's rows, by slices; `at`: the lane's place in what bring_states left.
 typedef float States[kSlices][4];
+DEVICE void load_state(float (&x)[4], Shared at) {
+  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "r"(at));
+}
 DEVICE void load_states(States &x, Shared at) {
 #pragma unroll
-  for (int i = 0; i < kSlices; ++i)
-    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
-                 : "=f"(x[i][0]), "=f"(x[i][1]), "=f"(x[i][2]), "=f"(x[i][3])
-                 : "r"(at + i * 64));
+  for (int i = 0; i < kSlices; ++i) load_state(x[i], at + i * 64);
 }
 
 // S^T = K Q^T or dP^T = V dO^T, of panels of 64 elements of the head.
@@ -67,6 +65,10 @@ DEVICE void round_to(Packed &to, const float (&x)[kScores]) {
   for (int i = 0; i < kScores / 2; ++i)
     to[i / 4][i % 4] = Format<DTYPE>::nearest(x[2 * i], x[2 * i + 1]);
 }
+DEVICE void copy(Packed &to, const Packed &from) {
+#pragma unroll
+  for (int i = 0; i < kSlices * 4; ++i) to[i / 4][i % 4] = from[i / 4][i % 4];
+}
 // P^T from its exponents, in their place.
 DEVICE void make_weights(float (&x)[kScores]) {
 #pragma unroll
@@ -88,11 +90,11 @@ DEVICE void make_ds(unsigned (&ds)[4], const float (&dp)[kScores], int i,
 }
 
 // The sequence as masks need it, its keys counted from a block's first one. What lies beyond its rows
-// needs no mask.
+// needs no mask, unless a mod or a bias makes something of it.
 DEVICE Sequence counted_from(const Owned &own, Sequence s) {
   s.keys -= own.first_key;
   s.shift -= own.first_key;
-  s.rows = 0x3fffffff;
+  if (!kMods && !may_have(kBias)) s.rows = 0x3fffffff;
   return s;
 }
 // By bits: `x` where they are 1, which may be NaN where they are 0.
@@ -169,7 +171,7 @@ DEVICE void store_keys_gradient(const Params &p, const float (&dk)[HEAD_DIM / 2]
   Owned own = owned_keys(p);
   Sequence s = sequence_of(p, own.batch);
   int first = own.first_key + warp * 16;
-  store_gradient<HEAD_DIM>(dk, p.scale, shared + kK, warp,
+  store_gradient<HEAD_DIM>(dk, p.scale * dp_scale(p), shared + kK, warp,
                            (unsigned short *)p.dk + s.key_batch * p.dk_batch +
                                (s.key0 + first) * p.dk_row + own.head_k * p.dk_head,
                            p.dk_row, s.keys - first, p.head_dim);
@@ -179,12 +181,14 @@ DEVICE void store_values_gradient(const Params &p, const float (&dv)[HEAD_DIM_V 
   Owned own = owned_keys(p);
   Sequence s = sequence_of(p, own.batch);
   int first = own.first_key + warp * 16;
-  float factor = TERMS && p.dropout_threshold ? p.dropout_scale : 1.0f;
-  store_gradient<HEAD_DIM_V>(dv, factor, shared + kV, warp,
+  store_gradient<HEAD_DIM_V>(dv, dp_scale(p), shared + kV, warp,
                              (unsigned short *)p.dv + s.key_batch * p.dv_batch +
                                  (s.key0 + first) * p.dv_row + own.head_k * p.dv_head,
                              p.dv_row, s.keys - first, p.head_dim_v);
 }
+
+// Whether P is wanted in dS, and none of two registers has it: then dropout and dV come behind.
+constexpr bool kLateDv = kSlopes && may_have(kDropout) && may_have(kSinks);
 
 // -LSE comes before S is asked for where it takes 16 registers: behind dQ, backward takes 1.04 to 1.07 times
 // as long (D = 128), since products of 64 rows leave shared memory no time for it. At D = 64 it takes 32,
@@ -195,10 +199,8 @@ constexpr bool kStatesEarly = kSlices <= 4;
 // and only the oldest is waited for: exponentials lie beside dQ, dS beside dV, the next S is asked for while
 // dK is under way. That dQ comes a tile late leaves a warpgroup the time of a tile to wait for the others' dS.
 //
-// With TERMS the order is S, dP, dQ of the tile before, dV, dK, and a score and its dP are there at the same
-// time, so that P, slopes and what dropout keeps are made in float32 and used at once (bwd_terms.h). dQ is
-// staged before: its sums, scores, dP and their temporaries do not fit the registers together. Products run
-// under the other warpgroup's scores.
+// Where P comes twice (kDqEarly), dQ is staged before dP is asked for: its sums, dP and the two do not fit the
+// registers together.
 DEVICE void consume(const Params &p, const Work &w, Shared shared) {
   auto at = [&](int barrier) { return mbarrier_at(shared, barrier); };
   int group = wave_index() / 4, warp = wave_index();
@@ -211,17 +213,11 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
   if (w.steps) {
     Packed ds;
     Owned own = owned_keys(p);
-#if TERMS
-    Packed weights;
-    Sequence s = sequence_of(p, own.batch);
-#else
     Sequence s = counted_from(own, sequence_of(p, own.batch));
-#endif
     Cursor cursor = first_tile(p, own, w), before = cursor;
     Shared my_keys = shared + kK + group * 64 * kRowBytes, my_values = my_keys + (kV - kK);
-#if !TERMS
     float scale = p.scale * kLog2E;
-#endif
+    float sink_sum = 0.0f;
     int column = lane_index() % 4 * 2;  // a lane's first row in a tile, which lies along its registers
     Shared my_states = shared + kMinusLse + column * 8;
     // Where the lane's four matrices of 16 rows x 16 keys begin in dS.
@@ -277,52 +273,6 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
     };
 
     mbarrier_wait(at(kKFull), 0);
-#if TERMS
-    mbarrier_wait(at(kVFull), 0);
-    for (int i = 0; i < kSlices * 4; ++i) weights[i / 4][i % 4] = ds[i / 4][i % 4] = 0;
-#pragma unroll 1
-    for (int step = 0; step < w.steps; ++step) {
-      float scores[kScores], dp[kScores], dq[kDqSums];
-      Shared this_q = shared + kQ + stage_of(step) * kQBytes;
-      Shared this_dout = shared + kDout + stage_of(step) * kDoutBytes;
-      mbarrier_wait(at(kQFull + stage_of(step)), phase_of(step));
-      multiply_heads<kQPanels>(scores, my_keys, this_q);
-      wgmma_commit();
-      wgmma_wait<1>();  // dV and dK of the last tile
-      hold(dv);
-      hold(dk);
-      hold(weights);
-      hold(ds);
-      if (step && lane_index() == 0) {
-        mbarrier_arrive(at(kQEmpty + stage_of(step + 1)));
-        mbarrier_arrive(at(kDoutEmpty + stage_of(step + 1)));
-      }
-      mbarrier_wait(at(kDoutFull + stage_of(step)), phase_of(step));
-      multiply_heads<kVPanels>(dp, my_values, this_dout);
-      wgmma_commit();
-      issue_dq(dq, step);
-      wgmma_wait<0>();
-      hold(scores);
-      hold(dp);
-      hold(dq);
-      if (step) stage_dq(dq, step);
-      Place place{own.batch, cursor.head, own.first_key + warp * 16, cursor.tile * BLOCK_Q};
-      TileTerms terms(p, s, w, place, is_full(cursor));
-      // dS lies where dQ read that of the tile before the last, as without terms.
-      terms.apply(scores, dp, my_states + stage_of(step) * kStates, weights, ds,
-                  ds_at + stage_of(step) * kDsBytes);
-      fence_proxy_async();  // for what was staged too
-      __syncwarp();
-      if (lane_index() == 0) mbarrier_arrive(at(kDsFull + stage_of(step)));
-      multiply_rows<HEAD_DIM_V>(dv, weights, this_dout);
-      wgmma_commit();
-      multiply_rows<HEAD_DIM>(dk, ds, this_q);
-      wgmma_commit();
-      if (step) send_dq(before);
-      before = cursor;
-      cursor.advance(w);
-    }
-#else
 #pragma unroll 1
     for (int step = 0; step < w.steps; ++step) {
       float scores[kScores], dp[kScores], dq[kDqSums];
@@ -332,46 +282,84 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
       Shared this_q = shared + kQ + stage_of(step) * kQBytes;
       Shared this_dout = shared + kDout + stage_of(step) * kDoutBytes;
       mbarrier_wait(at(kQFull + stage_of(step)), phase_of(step));
-      if (kStatesEarly) load_states(states, my_states + stage_of(step) * kStates);
+      if (kStatesEarly && !kScoreTerms) load_states(states, my_states + stage_of(step) * kStates);
       multiply_heads<kQPanels>(scores, my_keys, this_q);
       wgmma_commit();
       wgmma_wait<1>();  // dK of the last tile
       hold(dk);
       hold(ds);
       if (step && lane_index() == 0) mbarrier_arrive(at(kQEmpty + stage_of(step + 1)));
+      Place place{own.batch, cursor.head, own.first_key + warp * 16, first};
+      TileTerms terms(p, own, s, place, is_full(cursor));
       issue_dq(dq, step);
 
-      if (!kStatesEarly) load_states(states, my_states + stage_of(step) * kStates);
+      if (!kStatesEarly && !kScoreTerms) load_states(states, my_states + stage_of(step) * kStates);
+      Packed steep, rests;  // with kTwoWeights, what dS is of; with kRests, what P lost
+      terms.draw();
       wgmma_wait<1>();  // S
       hold(scores);
-      make_exponents(scores, scale, states);
-      make_weights(scores);
-      round_to(weights, scores);
-      if (first < w.all_low || first + BLOCK_Q > w.all_high)
-        apply_mask(p, s, warp * 16 + lane_index() / 4, first + column, weights);
+      if constexpr (kScoreTerms) {
+        terms.weigh(scores, my_states + stage_of(step) * kStates, weights, steep, rests);
+      } else {
+        make_exponents(scores, scale, states);
+        make_weights(scores);
+        round_to(weights, scores);
+        if constexpr (kRests)
+          for (int i = 0; i < kScores / 2; ++i)
+            rests[i / 4][i % 4] = TileTerms::rest_of(scores[2 * i], scores[2 * i + 1], weights[i / 4][i % 4]);
+      }
+      if (first < w.all_low || first + BLOCK_Q > w.all_high) {
+        int key = warp * 16 + lane_index() / 4;
+        apply_mask(p, s, key, first + column, weights);
+        if constexpr (kSlopes) apply_mask(p, s, key, first + column, steep);
+        if constexpr (kRests) apply_mask(p, s, key, first + column, rests);
+      }
+      if constexpr (kDqEarly) {
+        wgmma_wait<0>();  // dQ
+        hold(dq);
+        if (step) stage_dq(dq, step);
+      }
+      if constexpr (may_have(kDropout)) {
+        if constexpr (!kSlopes) copy(steep, weights);
+        if constexpr (!kLateDv) terms.drop(weights);
+      }
       if (step == 0) mbarrier_wait(at(kVFull), 0);
       mbarrier_wait(at(kDoutFull + stage_of(step)), phase_of(step));
       multiply_heads<kVPanels>(dp, my_values, this_dout);
       wgmma_commit();
-      multiply_rows<HEAD_DIM_V>(dv, weights, this_dout);
-      wgmma_commit();
-
-      wgmma_wait<2>();  // dQ
-      hold(dq);
-      if (step) stage_dq(dq, step);
-      load_states(states, my_states + (kMinusDelta - kMinusLse) + stage_of(step) * kStates);
-      wgmma_wait<1>();  // dP
+      if constexpr (!kLateDv) {
+        multiply_rows<HEAD_DIM_V>(dv, weights, this_dout);
+        wgmma_commit();
+      }
+      if constexpr (!kDqEarly) {
+        wgmma_wait<2>();  // dQ
+        hold(dq);
+        if (step) stage_dq(dq, step);
+      }
+      Shared minus_delta = my_states + (kMinusDelta - kMinusLse) + stage_of(step) * kStates;
+      if (!kDqEarly) load_states(states, minus_delta);
+      wgmma_wait<kLateDv ? 0 : 1>();  // dP
       hold(dp);
       // Nobody reads this place any more: the other warpgroups had dQ of the dS that lay here before they
       // wrote their dS of the last tile, which issue_dq waited for.
 #pragma unroll
       for (int i = 0; i < kSlices; ++i) {
-        make_ds(ds[i], dp, i, weights[i], states[i]);
+        if constexpr (kDqEarly) load_state(states[i], minus_delta + i * 64);
+        if constexpr (kTwoWeights || may_have(kSinks))
+          terms.make_ds(ds[i], i, dp + 8 * i, weights[i], kTwoWeights ? steep[i] : weights[i], rests[i], states[i],
+                        minus_delta + (kSinkWeights - kMinusDelta), sink_sum);
+        else
+          make_ds(ds[i], dp, i, weights[i], states[i]);
         stmatrix_transposed(ds_at + stage_of(step) * kDsBytes + i * 16 * kRowBytes, ds[i]);
       }
       fence_proxy_async();  // for what was staged too
       __syncwarp();
       if (lane_index() == 0) mbarrier_arrive(at(kDsFull + stage_of(step)));
+      if constexpr (kLateDv) {
+        terms.drop(weights);
+        multiply_rows<HEAD_DIM_V>(dv, weights, this_dout);
+        wgmma_commit();
+      }
       multiply_rows<HEAD_DIM>(dk, ds, this_q);
       wgmma_commit();
       wgmma_wait<1>();  // dV
@@ -381,15 +369,13 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
       if (lane_index() == 0) mbarrier_arrive(at(kDoutEmpty + stage_of(step)));
       before = cursor;
       cursor.advance(w);
+      if constexpr (may_have(kSinks))
+        if (has(kSinks, p.dsinks) && (cursor.head != place.head || step + 1 == w.steps))
+          store_sink_sum(p, place, sink_sum);
     }
-#endif
     float dq[kDqSums];
     issue_dq(dq, w.steps);
     wgmma_wait<0>();
-#if TERMS
-    hold(dv);
-    hold(weights);
-#endif
     hold(dk);
     hold(ds);
     hold(dq);

@@ -98,16 +98,11 @@ DEVICE void consume_role(const Params &p, const Work &w, Shared shared) {
   if (w.steps) {
     Packed operand;  // P^T or dS^T
     Owned own = owned_keys(p);
-#if TERMS
-    static_assert(FLOAT_WEIGHTS, "P times the slope in 16 bits is too inexact");
-    Sequence s = sequence_of(p, own.batch);
-#else
+    static_assert(FLOAT_WEIGHTS || !kTwoWeights, "P times the slope in 16 bits is too inexact");
     Sequence s = counted_from(own, sequence_of(p, own.batch));
-#endif
     Cursor cursor = first_tile(p, own, w);
-#if !TERMS
     float scale = p.scale * kLog2E;
-#endif
+    float sink_sum = 0.0f;
     int column = lane_index() % 4 * 2;
     int ds_row = lane_index() / 16 * 8 + lane_index() % 8;
     Shared ds_at = shared + kDs + ds_row * kRowBytes +
@@ -126,27 +121,35 @@ DEVICE void consume_role(const Params &p, const Work &w, Shared shared) {
         multiply_heads<kVPanels>(scores, shared + kV, shared + kDout + stage * kDoutBytes);
       wgmma_commit();
     };
-    auto make_operand = [&](float(&scores)[kScores], int step) {
+    // What does not need the scores; only one role has any.
+    auto prepare_terms = [&] {
+      if constexpr (kFirst) {
+        Place place{own.batch, cursor.head, own.first_key + warp * 16, cursor.tile * BLOCK_Q};
+        TileTerms terms(p, own, s, place, is_full(cursor));
+        terms.draw();
+        return terms;
+      } else {
+        return 0;
+      }
+    };
+    auto make_operand = [&](float(&scores)[kScores], const auto &terms, int step) {
       int stage = stage_of(step), first = cursor.tile * BLOCK_Q;
       hold(scores);
-#if TERMS
-      Place place{own.batch, cursor.head, own.first_key + warp * 16, first};
-      Shared states = shared + (kFirst ? kMinusLse : kMinusDelta) + stage * kStates + column * 8;
-      if constexpr (kFirst) {
-        TileTerms(p, s, w, place, is_full(cursor)).hand_over(scores, states, operand, shared + kWeights);
-        bar_arrive(kWeightsWritten, kConsumerThreads);
-      } else {
-        bar_sync(kWeightsWritten, kConsumerThreads);
-        take_over(p, place, scores, states, shared + kWeights, operand);
-      }
-#else
       States states;
       load_states(states, shared + (kFirst ? kMinusLse : kMinusDelta) + stage * kStates + column * 8);
       if constexpr (kFirst) {
         bool masked = first < w.all_low || first + BLOCK_Q > w.all_high;
         int key = warp * 16 + lane_index() / 4;
-        make_exponents(scores, scale, states);
-        if constexpr (FLOAT_WEIGHTS) {
+        float slopes[kSlopes ? kScores : 1];
+        if constexpr (kScoreTerms)
+          terms.make_exponents(scores, states, slopes);
+        else
+          make_exponents(scores, scale, states);
+        if constexpr (kTwoWeights) {
+          if (masked) apply_mask(p, s, key, first + column, scores);
+          terms.hand_over(scores, slopes, operand, shared + kWeights);
+          bar_arrive(kWeightsWritten, kConsumerThreads);
+        } else if constexpr (FLOAT_WEIGHTS) {
           if (masked) apply_mask(p, s, key, first + column, scores);
           make_weights(scores);  // behind the branch, so that stores lie beside exponentials
           store_weights(shared + kWeights, scores);
@@ -161,9 +164,12 @@ DEVICE void consume_role(const Params &p, const Work &w, Shared shared) {
         }
       } else {
         bar_sync(kWeightsWritten, kConsumerThreads);
-        make_ds(operand, scores, shared + kWeights, states);
+        if constexpr (kTwoWeights || may_have(kSinks))
+          take_over(scores, shared + kWeights, states, operand,
+                    shared + kSinkWeights + stage * kStates + column * 8, sink_sum);
+        else
+          make_ds(operand, scores, shared + kWeights, states);
       }
-#endif
       if constexpr (!kFirst) {
 #pragma unroll
         for (int i = 0; i < kSlices; ++i)
@@ -181,6 +187,9 @@ DEVICE void consume_role(const Params &p, const Work &w, Shared shared) {
       dq.of = cursor;
       dq.stage = stage;
       cursor.advance(w);
+      if constexpr (!kFirst && may_have(kSinks))
+        if (has(kSinks, p.dsinks) && (cursor.head != dq.of.head || step + 1 == w.steps))
+          store_sink_sum(p, Place{own.batch, dq.of.head, own.first_key + warp * 16, 0}, sink_sum);
     };
     // Of the tile before `step`.
     auto end_gradient = [&](int step) {
@@ -194,8 +203,9 @@ DEVICE void consume_role(const Params &p, const Work &w, Shared shared) {
     {
       float scores[kScores];
       issue_scores(scores, 0);
+      auto terms = prepare_terms();
       wgmma_wait<0>();
-      make_operand(scores, 0);
+      make_operand(scores, terms, 0);
       issue_gradient(0);
     }
 #pragma unroll 1
@@ -208,16 +218,14 @@ DEVICE void consume_role(const Params &p, const Work &w, Shared shared) {
       if (!OVERLAP) issue_scores(scores, step);
       bar_sync(kConsumersMeet, kConsumerThreads);
       dq.issue(sums, role);
-#if TERMS
-      wgmma_wait<0>();
-      dq.add(p, sums, role, dq.of);  // now: under the score terms these registers are wanted
-      make_operand(scores, step);
-#else
-      wgmma_wait<1>();  // the scores
-      make_operand(scores, step);
-      wgmma_wait<0>();
-      dq.add(p, sums, role, dq.of);
-#endif
+      auto terms = prepare_terms();
+      wgmma_wait<kDqEarly ? 0 : 1>();  // the scores
+      if constexpr (kDqEarly) dq.add(p, sums, role, dq.of);
+      make_operand(scores, terms, step);
+      if constexpr (!kDqEarly) {
+        wgmma_wait<0>();
+        dq.add(p, sums, role, dq.of);
+      }
       if constexpr (kLast != role) dq.issue(sums, kLast);
       Cursor before = dq.of;
       issue_gradient(step);

@@ -6,7 +6,8 @@
 
 constexpr int kGroupThreads = 128;  // of a warpgroup
 constexpr int kGroupRows = 64;      // query rows of a consumer warpgroup
-constexpr int kBlockQ = GROUPS * kGroupRows;
+constexpr int kRowGroups = GROUPS / HALVES;
+constexpr int kBlockQ = kRowGroups * kGroupRows;
 constexpr int kThreads = (GROUPS + 1) * kGroupThreads;
 // Registers of a thread. The 512 registers of each lane of an SM sub-partition are shared by one producer
 // warp and GROUPS consumer warps, of each of BLOCKS blocks. Two warpgroups alone have all that they can use.
@@ -14,8 +15,9 @@ constexpr int kThreads = (GROUPS + 1) * kGroupThreads;
 #define BLOCKS 1
 #endif
 constexpr bool kMovesRegisters = BLOCKS * (GROUPS + 1) > 2;
-constexpr int kProducerRegisters = GROUPS == 3 ? 32 : kFloat8 ? 40 : 24;
-constexpr int kConsumerRegisters = GROUPS == 3 ? 160 : kFloat8 || BLOCKS > 1 ? 232 : 240;
+constexpr bool kManyCopies = HALVES > 1;  // that the producer issues for a tile: with 24 registers 48 bytes of stack
+constexpr int kProducerRegisters = GROUPS == 3 ? 32 : kFloat8 || kManyCopies ? 40 : 24;
+constexpr int kConsumerRegisters = GROUPS == 3 ? 160 : kFloat8 || kManyCopies || BLOCKS > 1 ? 232 : 240;
 
 // Whether consumer warpgroups alternate: one issues its products while another computes its softmax.
 constexpr bool kPingPong = GROUPS > 1;
@@ -38,7 +40,7 @@ constexpr int kQBytes = kPanels * kQPanel;  // of a warpgroup
 constexpr int kKBytes = kPanels * kKPanel;
 constexpr int kVBytes = kPanelsV * kVPanel;
 
-constexpr int kKAt = GROUPS * kQBytes;
+constexpr int kKAt = kRowGroups * kQBytes;
 constexpr int kVAt = kKAt + STAGES * kKBytes;
 constexpr int kTransposedAt = kVAt + STAGES * kVBytes;
 constexpr int kBarriersAt = kTransposedAt + (kFloat8 ? STAGES * kVBytes : 0);
@@ -69,9 +71,9 @@ struct Barriers {
   METHOD Shared work_empty(int stage) const { return work_full(stage) + kWorkStages * 8; }
 
   METHOD void make() const {
-    for (int group = 0; group < GROUPS; ++group) {
+    for (int group = 0; group < kRowGroups; ++group) {
       mbarrier_init(q_full(group), 1);
-      mbarrier_init(q_empty(group), 4);
+      mbarrier_init(q_empty(group), 4 * HALVES);
     }
     for (int stage = 0; stage < STAGES; ++stage) {
       mbarrier_init(k_full(stage), 1);
@@ -145,9 +147,15 @@ struct WorkTile {
     last = seen.high > seen.low ? (seen.high - 1) / BLOCK_K : first - 1;
 #endif
     if (p.num_splits > 1) {
-      int share = (last - first + p.num_splits) / p.num_splits;
-      first += work.split * share;
-      last = min(last, first + share - 1);
+      if constexpr (kChunkTiles != 0) {
+        int begin = work.split * kChunkTiles;
+        first = max(first, begin);
+        last = min(last, begin + kChunkTiles - 1);
+      } else {
+        int share = (last - first + p.num_splits) / p.num_splits;
+        first += work.split * share;
+        last = min(last, first + share - 1);
+      }
     }
     if (row >= s.rows) last = first - 1;
   }

@@ -16,6 +16,8 @@
 
 #define PLAIN 0    // scale and mask only, a positive scale
 #define GENERAL 1  // softcap, score_mod, ALiBi, any scale
+#define SOFTCAP 3  // softcap alone
+#define ALIBI 4    // ALiBi alone, a positive scale
 
 // INPUTS is the format of q, k and v, DTYPE that of out. Float8 has a scale for each head or block of rows.
 #ifndef INPUTS
@@ -40,15 +42,31 @@ constexpr bool kFloat8 = INPUTS == E4M3;
 #ifndef OF_GROUPS
 #define OF_GROUPS GROUPS
 #endif
+// Warpgroups that have the same rows, each with its own columns of V: a head_dim of 512 leaves one warpgroup
+// no registers. All of them compute the scores, which takes them no exchange.
+#ifndef HALVES
+#define HALVES 1
+#endif
+constexpr int kOwnDims = HEAD_DIM_V / HALVES;
+// Such a block often has the rows of one group of heads. Then a warp has 8 rows and not 16, and leaves out the
+// softmax of the rows that are not there: it waits for that, and not for another warpgroup's products. On an
+// H200 that gains 12 % at D = 64 and 1 % at 128; wider heads spill.
+constexpr bool kFewRows = GROUPS != OF_GROUPS && HEAD_DIM_V <= 64;
+// Tiles of keys that are merged with others only when they are done (row.h: Join), 0 for all. Their
+// boundaries are absolute, so a split can take such a chunk and another call all of them.
+#ifndef CHUNK_TILES
+#define CHUNK_TILES 0
+#endif
+constexpr int kChunkTiles = CHUNK_TILES;
 constexpr bool kBlockScaled = kFloat8 && SCALES == PER_BLOCK;
 constexpr int kInner = kFloat8 ? 32 : 16;  // elements of a product's inner dimension
 
 constexpr int kSlices = BLOCK_K / kInner;  // of the second product's
 constexpr int kKeyTiles = BLOCK_K / 8;
-constexpr int kDimTiles = HEAD_DIM_V / 8;
+constexpr int kDimTiles = kOwnDims / 8;
 
 typedef float Scores[BLOCK_K / 2];
-typedef float Output[HEAD_DIM_V / 2];
+typedef float Output[kOwnDims / 2];
 typedef unsigned Probabilities[kSlices][4];
 
 // The tensor core sums float8 products in 14 bits (pyfa/conformance/float8.py). Over 16k keys a quarter of a
@@ -74,7 +92,7 @@ constexpr bool kWaitEarly = kProducts == 1;
 // Whether P has registers of its own while the P of the tile before is multiplied. Then the scores are still
 // there when a row's sum shows that one outgrew its base, so no maximum is computed first: 320 instructions
 // a tile at D = 128, not 380.
-constexpr bool kSeparateP = !kFloat8 && OF_GROUPS == 2 && BLOCK_K + HEAD_DIM_V / 2 <= 192;
+constexpr bool kSeparateP = !kFloat8 && OF_GROUPS == 2 && BLOCK_K + kOwnDims / 2 <= 192;
 
 // The largest P after its row's base has been raised, as a power of two. E4M3 goes from 2^-6, below which it
 // loses bits, to 448. So there is hardly room for a base that lags.
@@ -83,8 +101,21 @@ constexpr float kMost = kFloat8 ? 8.75f : kLag;  // the same, before it is raise
 
 typedef Row Rows[2];  // rows group and group + 8 of the warp
 
-// What a finished score is multiplied by.
-DEVICE float to_base_2(const Params &p) { return SCORE == PLAIN ? p.scale * kLog2E : kLog2E; }
+// f(from, to) of a warp's rows by halves, [from, to) of 2; `both`: there are more than 8.
+template <typename F>
+DEVICE void for_halves(bool both, F f) {
+  if constexpr (kFewRows) {
+    f(0, 1);
+    if (both) f(1, 2);
+  } else {
+    f(0, 2);
+  }
+}
+
+// What a finished score is multiplied by: with softcap alone it is a tanh, with ALiBi alone not yet scaled.
+DEVICE float to_base_2(const Params &p) {
+  return (SCORE == GENERAL ? 1.0f : SCORE == SOFTCAP ? p.softcap : p.scale) * kLog2E;
+}
 
 // Every score of one row becomes f(score, place). Its key is first_key() + place. Places are constants, so a
 // comparison with one takes no register.
@@ -136,6 +167,32 @@ DEVICE void hide(const Params &p, Scores &s, const Sequence &sequence, int head,
 }
 #endif
 
+// One minus 2 / (1 + exp(2 y)): tanh(y), exact to 2^-22. Softcap multiplies that, so beyond this one it is computed
+// to 2 ulp.
+constexpr float kMostSoftcap = 512.0f;
+DEVICE void cap(const Params &p, Scores &s) {
+  float inner = p.scale / p.softcap;
+  if (p.softcap > kMostSoftcap) {
+#pragma unroll
+    for (float &x : s) x = tanh(x * inner);
+    return;
+  }
+  inner *= 2.0f * kLog2E;
+#pragma unroll
+  for (float &x : s) x = 1.0f - reciprocal(__builtin_fmaf(exp2(x * inner), 0.5f, 0.5f));
+}
+// `slope`: of ALiBi over the scale, negative.
+DEVICE void add_alibi(Scores &s, const Sequence &sequence, int first_row, int tile, float slope) {
+  int key0 = first_key(tile);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float distance = (float)(key0 - (first_row + 8 * h + lane_index() / 4) - sequence.shift);
+    each(s, h, [&](float x, int at) {
+      return __builtin_fmaf(slope, __builtin_fabsf(distance + (float)at), x);
+    });
+  }
+}
+
 // `first_row`: of the warp. `descale`: of q and k.
 DEVICE void add_terms(const Params &p, Scores &s, const Sequence &sequence, int head, int first_row,
                       int tile, float descale) {
@@ -168,28 +225,36 @@ DEVICE void add_terms(const Params &p, Scores &s, const Sequence &sequence, int 
   }
 }
 
-DEVICE void mask(const Params &p, Scores &s, const Sequence &sequence, int first_row, int tile) {
+// `row_of`: the row, inside the sequence, of each half of the lane's scores.
+template <typename F>
+DEVICE void mask_rows(const Params &p, Scores &s, const Sequence &sequence, int tile, F row_of) {
   int key0 = first_key(tile);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    int row = first_row + 8 * h + lane_index() / 4;
+    int row = row_of(h);
     Seen seen = keys_seen(p, sequence, row, row);
     int low = seen.low - key0, high = seen.high - key0;
     each(s, h, [&](float x, int at) { return at >= high ? -INFINITY_F : x; });
     if (BANDED || p.window_left >= 0) each(s, h, [&](float x, int at) { return at < low ? -INFINITY_F : x; });
   }
 }
+DEVICE void mask(const Params &p, Scores &s, const Sequence &sequence, int first_row, int tile) {
+  mask_rows(p, s, sequence, tile, [&](int h) { return first_row + 8 * h + lane_index() / 4; });
+}
 
 // The largest scores of this lane, times `to_base_2`.
-DEVICE void find_largest(float to_base_2, const Scores &s, float (&largest)[2]) {
+DEVICE void find_largest(float to_base_2, const Scores &s, float (&largest)[2], bool both) {
+  largest[1] = kLowest;
+  for_halves(both, [&](int from, int to) {
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    largest[h] = __builtin_fmaxf(s[2 * h], s[2 * h + 1]);
+    for (int h = from; h < to; ++h) {
+      largest[h] = __builtin_fmaxf(s[2 * h], s[2 * h + 1]);
 #pragma unroll
-    for (int t = 1; t < kKeyTiles; ++t)
-      largest[h] = __builtin_fmaxf(largest[h], __builtin_fmaxf(s[4 * t + 2 * h], s[4 * t + 2 * h + 1]));
-    largest[h] *= to_base_2;
-  }
+      for (int t = 1; t < kKeyTiles; ++t)
+        largest[h] = __builtin_fmaxf(largest[h], __builtin_fmaxf(s[4 * t + 2 * h], s[4 * t + 2 * h + 1]));
+      largest[h] *= to_base_2;
+    }
+  });
 }
 
 // Whether the condition holds in any of the four lanes of a row.
@@ -209,9 +274,10 @@ DEVICE void update_max(const float (&largest)[2], const bool (&outgrown)[2], Row
   }
 }
 
-DEVICE void rescale(Output &o, const float (&factors)[2]) {
+template <int count>
+DEVICE void rescale(float (&o)[count], const float (&factors)[2]) {
 #pragma unroll
-  for (int t = 0; t < kDimTiles; ++t)
+  for (int t = 0; t < count / 4; ++t)
 #pragma unroll
     for (int i = 0; i < 4; ++i) o[4 * t + i] *= factors[i / 2];
 }
@@ -243,22 +309,25 @@ DEVICE float probability(float score, float to_base_2, float base) {
 
 // One tile of online softmax: the scores become probabilities in place, and `round_to` makes the operand of
 // P V of them. Returns whether O has to be rescaled.
-DEVICE bool online_softmax_in_place(float to_base_2, Scores &s, Rows &rows, float (&factors)[2]) {
+DEVICE bool online_softmax_in_place(float to_base_2, Scores &s, Rows &rows, float (&factors)[2],
+                                    bool both) {
   float largest[2];
-  find_largest(to_base_2, s, largest);
+  find_largest(to_base_2, s, largest, both);
   bool outgrown[2] = {largest[0] > rows[0].base + kMost, largest[1] > rows[1].base + kMost};
   if constexpr (INVARIANT)
     for (int h = 0; h < 2; ++h) outgrown[h] = any_of_row(outgrown[h]);
   bool raised = __any_sync(kAllLanes, outgrown[0] || outgrown[1]);
   if (raised) update_max(largest, outgrown, rows, factors);
+  for_halves(both, [&](int from, int to) {
 #pragma unroll
-  for (int t = 0; t < kKeyTiles; ++t)
+    for (int t = 0; t < kKeyTiles; ++t)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      Row &row = rows[i / 2];
-      s[4 * t + i] = probability(s[4 * t + i], to_base_2, row.base);
-      row.total += s[4 * t + i];
-    }
+      for (int i = 2 * from; i < 2 * to; ++i) {
+        Row &row = rows[i / 2];
+        s[4 * t + i] = probability(s[4 * t + i], to_base_2, row.base);
+        row.total += s[4 * t + i];
+      }
+  });
   return raised;
 }
 DEVICE void round_to(Probabilities &p, const Scores &s) {
@@ -280,30 +349,32 @@ DEVICE void round_to(Probabilities &p, const Scores &s) {
 
 // Computes rounded probabilities in separate registers, and the sums of this tile.
 DEVICE void exponentiate(float to_base_2, const Scores &s, const Rows &rows, Probabilities &p,
-                         float (&sums)[2]) {
+                         float (&sums)[2], bool both) {
   sums[0] = sums[1] = 0.0f;
+  for_halves(both, [&](int from, int to) {
 #pragma unroll
-  for (int t = 0; t < kKeyTiles; ++t)
+    for (int t = 0; t < kKeyTiles; ++t)
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float x = probability(s[4 * t + 2 * h], to_base_2, rows[h].base);
-      float y = probability(s[4 * t + 2 * h + 1], to_base_2, rows[h].base);
-      sums[h] += x;
-      sums[h] += y;
-      p[t / 2][t % 2 * 2 + h] = Format<DTYPE>::nearest(x, y);
-    }
+      for (int h = from; h < to; ++h) {
+        float x = probability(s[4 * t + 2 * h], to_base_2, rows[h].base);
+        float y = probability(s[4 * t + 2 * h + 1], to_base_2, rows[h].base);
+        sums[h] += x;
+        sums[h] += y;
+        p[t / 2][t % 2 * 2 + h] = Format<DTYPE>::nearest(x, y);
+      }
+  });
 }
 // One tile of online softmax with P in separate registers. If a lane's share of a tile's sum stays below
 // 2^kLag, no score exceeds its base by more than kLag. Otherwise the tile is computed again with new bases.
 // The first tile of a work tile has no base yet.
 template <bool first>
 DEVICE bool online_softmax_to(float to_base_2, const Scores &s, Rows &rows, Probabilities &p,
-                         float (&factors)[2]) {
+                              float (&factors)[2], bool both) {
   constexpr float kMostSum = 256.0f;
   float sums[2];
   bool raised = first, outgrown[2] = {true, true};
   if (!first) {
-    exponentiate(to_base_2, s, rows, p, sums);
+    exponentiate(to_base_2, s, rows, p, sums, both);
     if constexpr (INVARIANT) {
       for (int h = 0; h < 2; ++h) outgrown[h] = any_of_row(!(sums[h] <= kMostSum));
       raised = __any_sync(kAllLanes, outgrown[0] || outgrown[1]);
@@ -313,14 +384,60 @@ DEVICE bool online_softmax_to(float to_base_2, const Scores &s, Rows &rows, Prob
   }
   if (raised) {
     float largest[2];
-    find_largest(to_base_2, s, largest);
+    find_largest(to_base_2, s, largest, both);
     update_max(largest, outgrown, rows, factors);
-    exponentiate(to_base_2, s, rows, p, sums);
+    exponentiate(to_base_2, s, rows, p, sums, both);
   }
   rows[0].total += sums[0];
   rows[1].total += sums[1];
   return raised;
 }
+
+// ---- chunks -------------------------------------------------------------------------------------
+
+// The sum of a chunk lies in the first of a row's four lanes.
+DEVICE void sum_up(Rows &rows) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float total = row_sum(rows[h].total);
+    rows[h].total = lane_index() % 4 == 0 ? total : 0.0f;
+  }
+}
+
+// What the chunks before this one came to, of the rows that the block has. Every thread has its own part, in
+// memory that the block writes and reads over and over: it stays in the L2 cache.
+struct Before {
+  struct alignas(16) Four {
+    float x[4];
+  };
+  static constexpr int kStep = GROUPS * 128;  // threads
+  Four *at;
+  METHOD Before(const Params &p) {
+    int thread = workgroup_index() * (kStep * (kDimTiles + 1)) + thread_index() - 128;
+    pin(thread);  // or the address is kept through the loop over tiles
+    at = (Four *)p.partial_out + thread;
+  }
+  METHOD void keep(const Rows &rows, const Output &o) const {
+    at[0] = Four{{rows[0].base, rows[0].total, rows[1].base, rows[1].total}};
+#pragma unroll
+    for (int t = 0; t < kDimTiles; ++t)
+      at[(t + 1) * kStep] = Four{{o[4 * t], o[4 * t + 1], o[4 * t + 2], o[4 * t + 3]}};
+  }
+  METHOD void join(Rows &rows, Output &o) const {
+    Four states = at[0];
+    Join joins[2] = {Join(states.x[0], rows[0].base), Join(states.x[2], rows[1].base)};
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      rows[h] = Row{joins[h].base, joins[h](states.x[2 * h + 1], rows[h].total)};
+#pragma unroll
+    for (int t = 0; t < kDimTiles; ++t) {
+      if (t % 2 == 0) asm volatile("" ::: "memory");  // or all loads come first, and take registers
+      Four four = at[(t + 1) * kStep];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) o[4 * t + i] = joins[i / 2](four.x[i], o[4 * t + i]);
+    }
+  }
+};
 
 // ---- for the epilogue ---------------------------------------------------------------------------
 

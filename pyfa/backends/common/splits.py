@@ -1,11 +1,14 @@
 """The number of splits of the keys, for calls whose blocks alone would leave the device idle.
 
-There are four cases, each with the costs of the arch and kernel:
+There are five cases of a forward, each with the costs of the arch and kernel:
 
 - ``within_a_round``: a prefill whose splits all run at once.
 - ``over_rounds``: a prefill of equal work tiles whose last round is far from full.
 - ``fewest_to_fill``: a few rows, where a split is cheap and only its number matters.
+- ``are_worth_it``: chunks whose boundaries are given (batch invariance).
 - ``least_time``: a few rows on a device with fitted times.
+
+A backward splits the query heads of a group instead: ``of_group``.
 """
 
 from __future__ import annotations
@@ -113,6 +116,18 @@ def fewest_to_fill(
     return next(parts for parts, (_, share) in shares.items() if share >= 0.85 * best)
 
 
+# Rows of a sequence whose chunks are small beside the keys that they are of.
+_FEW_ROWS = 64
+
+
+def are_worth_it(blocks: int, chunks: int, places: int, rows: int) -> bool:
+    """Return whether ``chunks`` of keys should be splits of their own. Their number is given, since
+    their boundaries are, so they are either all apart or none. Many rows leave much to be merged:
+    those only where half of the ``places`` would be empty."""
+    together, apart = -(-blocks // places) * chunks, -(-blocks * chunks // places)
+    return apart < 0.9 * together and (rows <= _FEW_ROWS or 2 * blocks <= places)
+
+
 class Times(NamedTuple):
     """Fitted times, expressed in bytes that a busy SM reads meanwhile: starting and ending a round,
     combining, and each split of it. ``latency``: the share of the time that does not shrink if
@@ -145,3 +160,34 @@ def least_time(blocks: int, pieces: int, piece_bytes: int, units: int, times: Ti
         if time < least:
             best, least = parts, time
     return best
+
+
+# What it costs to start and end a block of a backward, and to add up the parts' gradients, in query
+# rows: fitted to 13 shapes on an H200 (``kernels/cuda/README.md``).
+_BLOCK_ROWS, _SUM_ROWS = 640, 300
+# The tail of a backward whose heads come one by one, so that the last head's longest block starts
+# late. From the MI300X timing model, 12 shapes.
+ONE_BY_ONE = 0.88
+
+
+@functools.lru_cache(4096)
+def of_group(group: int, blocks: int, places: int, rows: int, uneven: bool, tail: float) -> int:
+    """Return into how many parts to divide the query heads of each group in a backward, whose
+    ``blocks`` own keys and visit every query head of the group.
+
+    A few KV heads leave most ``places`` of the device empty. Each part has blocks, dK and dV of its
+    own. ``rows``: the query rows, of all heads of the group, that the longest block visits.
+    ``uneven``: other blocks visit fewer, on average half as many; a head's longest start first.
+    ``tail``: see ``ONE_BY_ONE``.
+    """
+
+    def time(parts: int) -> float:
+        longest = rows / parts + _BLOCK_ROWS
+        if uneven:
+            average = blocks * parts / places * (longest + _BLOCK_ROWS) / 2
+            ends = max(longest, average + tail * longest)
+        else:
+            ends = -(-blocks * parts // places) * longest
+        return ends + (_SUM_ROWS if parts > 1 else 0)
+
+    return min((parts for parts in range(1, group + 1) if group % parts == 0), key=time)

@@ -12,7 +12,7 @@ from ..base import missing
 from ..common import calls, libcuda
 from ..native import backward as native_backward
 from ..native.backend import NativeBackend
-from ..native.decode import are_few
+from ..native.decode import ALONE, are_few
 from . import code, decode, forward_sm90, forward_sm90_fp8, plans
 from .launcher import Launcher
 from .target import TARGET
@@ -41,8 +41,8 @@ class CudaBackend(NativeBackend):
         reasons += missing(self, problem)
         if decode.takes(problem):
             return reasons
-        if "latent" in problem.features:
-            return [*reasons, *decode.why_not_latent(problem)]
+        if ALONE & problem.features:
+            return [*reasons, *decode.why_not_alone(problem)]
         if plans.runs_sm90(problem.arch):
             reasons += forward_sm90.why_not_invariant(problem)
         if "fp8" in problem.features:

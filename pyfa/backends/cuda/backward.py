@@ -7,6 +7,7 @@ otherwise the last bits of dQ may differ from run to run, but never those of dK 
 
 from __future__ import annotations
 
+from ...arch import ARCHS
 from ...plan import Plan
 from ...problem import TERMS, Problem
 from ..common import calls
@@ -49,21 +50,49 @@ def around(over_keys: Plan, transposed: bool) -> tuple[Plan, Plan, Plan]:
     )
 
 
+# ``TERMS`` of Hopper's kernel: a plan for each term alone, with what that term needs, and one for
+# several, which asks at run time (``kernels/cuda/sm90/bwd_shape.h``). A plan with mods is for
+# exactly the terms of its call, because it is compiled for that call anyway.
+TERM_BITS = {"softcap": 1, "alibi": 2, "bias": 4, "dropout": 8, "sinks": 16}
+ALL_TERMS = sum(TERM_BITS.values())
+_SINKS = TERM_BITS["sinks"]
+# Terms for which dS is of other weights than dV.
+_TWO_WEIGHTS = TERM_BITS["softcap"] | TERM_BITS["dropout"]
+
+
+def bits_of(terms: frozenset[str], general: bool, mods: str = "") -> int:
+    """Return ``TERMS`` for a call with these terms."""
+    bits = sum(bit for name, bit in TERM_BITS.items() if name in terms)
+    if mods:
+        return bits
+    alone = bits in TERM_BITS.values() and "large_softcap" not in terms
+    return bits if alone else ALL_TERMS if general else 0
+
+
 def sm90_plans_of(
-    pair: Pair, dtype: int, deterministic: bool, general: bool = False
+    pair: Pair, dtype: int, deterministic: bool, bits: int = 0, score_mod: bool = False
 ) -> tuple[Plan, Plan, Plan]:
     """Return the plans of row_sums, Hopper's own attn_bwd, and dq_convert."""
-    tiles = (sm90.BACKWARD_TERMS if general else sm90.BACKWARD)[pair]
-    if deterministic and not tiles.roles:
-        tiles = tiles._replace(one_sender=True)
+    several = score_mod or (bits and bits not in TERM_BITS.values())
+    tiles = (sm90.BACKWARD_TERMS if several else sm90.BACKWARD)[pair]
+    if tiles.roles and bits & _TWO_WEIGHTS:
+        tiles = sm90.BACKWARD_TERMS[pair]
+    sinks = bool(bits & _SINKS)
+
+    def with_sender(tiles: sm90.OwnBackward) -> sm90.OwnBackward:
+        return tiles._replace(one_sender=True) if deterministic and not tiles.roles else tiles
+
+    tiles = with_sender(tiles)
+    if tiles.shared_bytes(pair, sinks) > ARCHS["sm_90a"].shared_bytes_per_block:
+        tiles = with_sender(sm90.BACKWARD_TERMS[pair])
     constants = {
         "BLOCK_K": tiles.block_k,
         "DETERMINISTIC": int(deterministic),
         "DTYPE": dtype,
         "HEAD_DIM": pair[0],
         "HEAD_DIM_V": pair[1],
-        "SHARED_BYTES": tiles.shared_bytes(pair),
-        "TERMS": int(general),
+        "SHARED_BYTES": tiles.shared_bytes(pair, sinks),
+        "TERMS": bits,
         **constants_of(tiles),
     }
     return around(plan_with("cuda", SM90, constants), transposed=True)
@@ -74,13 +103,9 @@ _STEEP = frozenset({"softcap", "score_mod"})
 NARROW = 128  # of heads: what a warpgroup has S and dP of
 
 
-def why_not_sm90(dims: Pair, terms: frozenset[str], deterministic: bool) -> str | None:
+def why_not_sm90(dims: Pair, terms: frozenset[str]) -> str | None:
     """Return why backward is sm80's kernel on a device that has sm90's; None if it is not."""
-    if "sinks" not in terms:
-        return None
-    if deterministic:
-        return "sm90's has no deterministic gradient of sinks"
-    if max(dims) > NARROW and terms & _STEEP:
+    if "sinks" in terms and max(dims) > NARROW and terms & _STEEP:
         return "sm90's has no sinks with softcap or score_mod for heads beyond 128"
     return None
 
@@ -95,10 +120,12 @@ def plans_for(
     terms: frozenset[str] = frozenset(),
 ) -> tuple[Plan, Plan, Plan]:
     """Return the plans of row_sums, attn_bwd and dq_convert for these head dims on ``arch``."""
-    why_not = why_not_sm90(dims, terms, deterministic)
-    if plans.runs_sm90(arch) and why_not is None:
-        pair = calls.bucket_of(sm90.BACKWARD_TERMS if general else sm90.BACKWARD, *dims)
-        sums, gradients, convert = sm90_plans_of(pair, dtype, deterministic, general)
+    if plans.runs_sm90(arch) and why_not_sm90(dims, terms) is None:
+        pair = calls.bucket_of(sm90.BACKWARD, *dims)
+        bits = bits_of(terms, general, mods)
+        sums, gradients, convert = sm90_plans_of(
+            pair, dtype, deterministic, bits, "score_mod" in terms
+        )
     else:
         pair = calls.bucket_of(plans.tiles_of(arch).backward, *dims)
         sums, gradients, convert = plans_of(arch, pair, dtype, general)
@@ -115,8 +142,7 @@ def notes_of(problem: Problem) -> list[str]:
     if "backward" not in problem.features or not plans.runs_sm90(problem.arch):
         return []
     dims, features = (problem.head_dim, problem.head_dim_v), problem.features
-    terms, deterministic = features & TERMS, "deterministic" in features
-    why = why_not_sm90(dims, terms, deterministic)
+    why = why_not_sm90(dims, features & TERMS)
     return [f"backward is sm80's kernel: {why}"] if why else []
 
 
@@ -124,11 +150,12 @@ def all_plans(arch: str) -> list[Plan]:
     found: list[Plan] = []
     own, table = plans.runs_sm90(arch), plans.tiles_of(arch).backward
     for dtype in calls.DTYPE_CODES.values():
-        for general in (False, True):
-            if own:
-                for pair in sm90.BACKWARD_TERMS if general else sm90.BACKWARD:
+        if own:
+            for bits in (0, *TERM_BITS.values(), ALL_TERMS):
+                for pair in sm90.BACKWARD:
                     for deterministic in (False, True):
-                        found += sm90_plans_of(pair, dtype, deterministic, general)
+                        found += sm90_plans_of(pair, dtype, deterministic, bits)
+        for general in (False, True):
             if general or not own:
                 for pair in table:
                     found += plans_of(arch, pair, dtype, general)

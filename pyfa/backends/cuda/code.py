@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ... import bundle, cubin
+from ... import bundle, cache, cubin
 from ...errors import CodeObjectError, CompileError
 from ...plan import Plan
 from ..base import MachineReason
@@ -34,8 +34,6 @@ class Code:
 @functools.cache  # of the first call too: why_missing asks before load does
 def key_of(plan: Plan, arch: str) -> str:
     """Return the key of ``plan`` in the bundle, whose manifest names the NVRTC that built it."""
-    from ... import cache  # brings filelock and platformdirs, not needed to import pyfa
-
     return cache.key(source_of(plan), (), "nvrtc", arch)
 
 
@@ -50,8 +48,6 @@ def load(plan: Plan, arch: str) -> Code:
 
 def compiled(plan: Plan, arch: str) -> Code:
     """Return the cubin of ``plan`` from the cache or the compiler; otherwise as ``load``."""
-    from ... import cache
-
     missing = why_no_compiler()
     if missing:
         raise CompileError(f"no code for {plan} on {arch}: {missing}", "", plan.kernel)

@@ -6,7 +6,7 @@ from ...problem import Problem
 from ..common.splits import Times, least_time
 from ..native import decode as native
 from ..native.tiles import GROUP
-from . import forward_sm90_fp8, plans
+from . import forward_sm90, forward_sm90_fp8, latent_sm90, plans
 
 FEATURES = native.FEATURES | {"fp8"}
 KERNEL = "cuda/sm80/attn_decode.cu"
@@ -17,7 +17,11 @@ TIMES = Times(start=102400, combine=102400, part=1024, latency=0.3, pieces=4, pa
 
 def takes(problem: Problem) -> bool:
     """Return whether the plan is decode rather than forward."""
-    return native.takes(problem, FEATURES) and not _cannot_widen(problem)
+    if not native.takes(problem, FEATURES) or _cannot_widen(problem):
+        return False
+    wide = "wide" in problem.features and not native.are_few_lines(problem)
+    # Of wide heads only Hopper has another kernel.
+    return not (wide and plans.runs_sm90(problem.arch) and not forward_sm90.why_not(problem))
 
 
 def why_not(problem: Problem) -> list[str]:
@@ -29,10 +33,10 @@ def why_not(problem: Problem) -> list[str]:
     return reasons + forward_sm90_fp8.lacking(problem.features - FEATURES)
 
 
-def why_not_latent(problem: Problem) -> list[str]:
-    """Return the reasons of ``native.decode.why_not_latent``, and what float8 requires of the
+def why_not_alone(problem: Problem) -> list[str]:
+    """Return the reasons of ``native.decode.why_not_alone``, and what float8 requires of the
     arch."""
-    reasons = native.why_not_latent(problem, FEATURES)
+    reasons = native.why_not_alone(problem, FEATURES)
     return reasons + ([_no_widening(problem)] if _cannot_widen(problem) else [])
 
 
@@ -44,7 +48,9 @@ def _cannot_widen(problem: Problem) -> bool:
     return "fp8" in problem.features and not plans.widens_float8(problem.arch)
 
 
-def splits_for(blocks: int, keys: int, units: int, key_bytes: int) -> int:
-    """Return the number of splits of ``keys`` with which ``blocks`` take the least time on
-    ``units`` SMs."""
+def splits_for(kernel: str, blocks: int, keys: int, units: int, key_bytes: int) -> int:
+    """Return the number of splits of ``keys`` with which ``blocks`` of a kernel take the least time
+    on ``units`` SMs."""
+    if kernel == latent_sm90.KERNEL:
+        return latent_sm90.splits_for(blocks, keys, units, key_bytes)
     return least_time(blocks, -(-keys // GROUP), GROUP * key_bytes, units, TIMES)

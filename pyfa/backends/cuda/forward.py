@@ -14,7 +14,7 @@ from ..native.plans import modified, plan_with
 from ..native.tiles import Pair, constants_of
 from ..native.tiles.sm80 import STAGES, Forward
 from ..native.tiles.sm80 import Tiles as AllTiles
-from . import forward_sm90, forward_sm90_fp8, plans
+from . import forward_sm90, forward_sm90_fp8, latent_sm90, plans
 
 KERNEL = "cuda/sm80/attn_fwd.cu"
 
@@ -68,7 +68,9 @@ def _plan(
 
 def all_plans(arch: str) -> list[Plan]:
     own, table = plans.runs_sm90(arch), plans.tiles_of(arch)
-    found = forward_sm90.all_plans() + forward_sm90_fp8.all_plans() if own else []
+    found = []
+    if own:
+        found = forward_sm90.all_plans() + forward_sm90_fp8.all_plans() + latent_sm90.all_plans()
     for dtype in calls.DTYPE_CODES.values():
         for pair in table.forward:
             for paged, score in ((False, PLAIN), *product((False, True), (GENERAL, DROPOUT))):

@@ -13,7 +13,7 @@ from ..common.calls import GENERAL, PLAIN
 from ..native.lists import listed
 from ..native.plans import modified, plan_with
 from ..native.tiles import Pair, constants_of
-from ..native.tiles.sm90 import FORWARD, FORWARD_INVARIANT, ROWS, STAGES, Own
+from ..native.tiles.sm90 import FORWARD, FORWARD_INVARIANT, ROWS, Own
 from . import plans
 from .tensor_maps import panel
 
@@ -24,6 +24,9 @@ ELSEWHERE = {
     "tree": "tree_mask",  # its addresses spill 150 to 390 bytes
 }  # fmt: skip
 _FULL, _MASKED, _TERMS = range(3)
+# Score classes besides PLAIN and GENERAL (``fwd_tile.h``): a term alone, without mods or pages.
+ALONE = {"softcap": 3, "alibi": 4}
+_SCORE_TERMS = {"softcap", "alibi", "score_mod", "mask_mod"}
 _TWO_FIT = 96  # heads up to this: two blocks of one warpgroup fit on an SM
 PAGE_SIZES = (0, 16)  # what ``all_plans`` are for: others are compiled at first use
 # What pages are a multiple of. Smaller ones are read here where no other kernel does: on an H200
@@ -40,7 +43,7 @@ def why_not(problem: Problem) -> list[str]:
     # Batch invariance is for one kernel to read pages and others: ``why_not_invariant`` has these.
     if "batch_invariant" not in problem.features:
         found += without_pages(problem)
-    return [f"runs on the sm_80 kernel: the sm_90 kernel has no {words}" for words in found]
+    return [f"sm80's kernel: sm90's has no {words}" for words in found]
 
 
 def without_pages(problem: Problem, of: int = _WORTH_A_COPY) -> list[str]:
@@ -85,12 +88,30 @@ def plan(problem: Problem) -> Plan:
     kind = _TERMS if general or problem.mods else _FULL
     if kind == _FULL and problem.features & {"causal", "window", "chunk"}:
         kind = _MASKED
-    dtype, notes = calls.DTYPE_CODES[problem.dtype], plans.notes_of(problem, pair)
-    score = GENERAL if general else PLAIN
+    dtype = calls.DTYPE_CODES[problem.dtype]
+    score = _score_of(problem) if general else PLAIN
+    if score in ALONE.values():
+        kind = _kind_alone(pair, score)
     invariant = "batch_invariant" in problem.features
+    tiles = (FORWARD_INVARIANT if invariant else FORWARD)[pair][kind]
+    chunk = tiles.chunk_tiles(pair) * tiles.block_k if invariant and kind != _TERMS else 0
+    notes = plans.notes_of(problem, pair, chunk)
     few = invariant and not problem.mods and _has_few_rows(problem, pair)
     found = _plan(pair, kind, dtype, score, problem.page_size, invariant, few, notes)
     return listed(modified(found, problem.mods)) if problem.mods else found
+
+
+def _score_of(problem: Problem) -> int:
+    """Return the score class of a problem with score terms."""
+    found = [ALONE.get(name, GENERAL) for name in problem.features & _SCORE_TERMS]
+    if len(found) != 1 or not problem.positive or problem.features & {"paged", "batch_invariant"}:
+        return GENERAL
+    return found[0]
+
+
+def _kind_alone(pair: Pair, score: int) -> int:
+    """Return the tiles for a term alone. Above 128 those of plain masks spill with softcap."""
+    return _TERMS if score == ALONE["softcap"] and pair[0] > 128 else _MASKED
 
 
 def _has_few_rows(problem: Problem, pair: Pair) -> bool:
@@ -120,10 +141,19 @@ def _plan(
     more = page_rows(page_size, tiles)
     if invariant:
         more["INVARIANT"] = 1
+        if kind != _TERMS and tiles.chunk_tiles(pair):
+            more["CHUNK_TILES"] = tiles.chunk_tiles(pair)
     if few:
-        more |= {"OF_GROUPS": tiles.groups, "BLOCKS": 2 if pair[0] <= _TWO_FIT else 1}
-        tiles = tiles._replace(groups=1)
+        blocks = 2 if pair[0] <= _TWO_FIT else 1
+        more |= {"OF_GROUPS": tiles.groups, "BLOCKS": blocks}
+        # On an H200 3 stages of heads of 64 gain 4 % with 64 blocks, of 128 they lose 12 %.
+        tiles = tiles._replace(groups=1, stages=3 if pair[0] <= 64 else tiles.stages)
     return plan_of(tiles, pair, dtype, score, tiles.shared_bytes(pair), notes, **more)
+
+
+def constants_of_own(tiles: Own) -> dict[str, int]:
+    """Return a row of tiles as constants. A kernel without halves of V does not name them."""
+    return {x: n for x, n in constants_of(tiles).items() if x != "HALVES" or n > 1}
 
 
 def plan_of(
@@ -137,8 +167,7 @@ def plan_of(
         "HEAD_DIM_V": pair[1],
         "SCORE": score,
         "SHARED_BYTES": shared,
-        "STAGES": STAGES,
-        **constants_of(tiles),
+        **constants_of_own(tiles),
         **more,
     }
     return plan_with("cuda", KERNEL, constants, notes)
@@ -151,7 +180,14 @@ def all_plans() -> list[Plan]:
         for dtype in calls.DTYPE_CODES.values()
         for pair in FORWARD
         for invariant, few in ((False, False), (True, False), (True, True))
+        if not invariant or pair in FORWARD_INVARIANT
         for kind, score in (kinds[1:] if invariant else kinds)
         for page_size in PAGE_SIZES
+    ]
+    found += [
+        _plan(pair, _kind_alone(pair, score), dtype, score, 0, False, False)
+        for dtype in calls.DTYPE_CODES.values()
+        for pair in FORWARD
+        for score in ALONE.values()
     ]
     return list(dict.fromkeys(found))

@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from ...blocks import Tiles
 from ...plan import Plan
 from ...problem import Problem
+from ..common.calls import DTYPE_CODES
 from ..common.splits import Costs
+from ..native.combine import chunked
 from ..native.plans import values_of
 from ..native.target import Block, Buffers, Target
 from ..native.tiles import GROUP, Pair, sm90
 from ..native.tiles.sm80 import LINES, Decode
-from . import backward, code, decode, forward, forward_sm90, forward_sm90_fp8, plans
+from . import backward, code, decode, forward, forward_sm90, forward_sm90_fp8, latent_sm90, plans
 
 # On an H200: 64 keys of a block of 128 rows (8 heads of 8192, causal: 351 µs, of which the longest
 # block has 128 such tiles), and a row of one head in ``combine`` (16,384 of them: 54 µs), which
@@ -24,13 +26,22 @@ _SM90_COSTS = _COSTS._replace(tile_us=0.85)
 def _block_of(plan: Plan) -> Block:
     values, threads = values_of(plan), plans.threads_of(plan)
     if plan.kernel == forward_sm90.KERNEL:
-        rows = sm90.ROWS * values["GROUPS"]
-        return Block(threads, rows, values["BLOCK_K"], values.get("BLOCKS", 1), _SM90_COSTS)
+        rows = sm90.ROWS * values["GROUPS"] // values.get("HALVES", 1)
+        block = Block(threads, rows, values["BLOCK_K"], values.get("BLOCKS", 1), _SM90_COSTS)
+        if "CHUNK_TILES" not in values:
+            return block
+        chunk = values["CHUNK_TILES"] * values["BLOCK_K"]
+        # Output and states of a row for each of its four lanes.
+        return block._replace(chunk=chunk, kept=rows * (values["HEAD_DIM_V"] + 8))
+    if plan.kernel == latent_sm90.KERNEL:
+        return Block(threads, sm90.ROWS, values["BLOCK_K"])
     if plan.kernel == forward.KERNEL:
         rows = values["ROWS"] * values["WARPS"]
         return Block(threads, rows, values["BLOCK_K"], values["BLOCKS"], _COSTS)
     if plan.kernel == decode.KERNEL:
         return Block(threads, LINES * values["TILES"] * values["TEAM"], GROUP)
+    if plan.kernel == backward.SM90:
+        return Block(threads, keys=values["BLOCK_K"], tail=0.0)  # kernels/cuda/sm90/bwd_shape.h
     if "BLOCK_K" in values:
         return Block(threads, keys=values["BLOCK_K"])
     return Block(threads, rows=values["BLOCK_Q"])
@@ -49,6 +60,8 @@ def _buffers_of(plan: Plan, problem: Problem) -> Buffers | None:
     if plan.kernel == decode.KERNEL:
         parts = {"rings of K and V, then sums; states": values["SHARED_BYTES"]}
         return Buffers("forward", parts)
+    if plan.kernel == latent_sm90.KERNEL:
+        return _latent(values)
     if plan.kernel in (backward.KERNEL, backward.SM90):
         return _backward(values)
     if plan.kernel in (forward.KERNEL, forward_sm90.KERNEL):
@@ -87,6 +100,22 @@ def _forward(values: Mapping[str, int], size: int) -> Buffers:
     return Buffers("forward", parts, whole_tiles=True)
 
 
+def _latent(values: Mapping[str, int]) -> Buffers:
+    parts = {"K, tiles": values["STAGES"] * values["BLOCK_K"] * values["HEAD_DIM"] * 2}
+    parts["Q, and what warps tell each other"] = values["SHARED_BYTES"] - sum(parts.values())
+    return Buffers("forward", parts, whole_tiles=True)
+
+
+def _notes_of(problem: Problem, pair: Pair) -> list[str]:
+    of_latent = "latent" in problem.features and plans.runs_sm90(problem.arch)
+    left = latent_sm90.why_not(problem) if of_latent else []
+    return left + plans.notes_of(problem, pair)
+
+
+def _latent_plan(problem: Problem) -> Plan | None:
+    return latent_sm90.plan(problem) if latent_sm90.takes(problem) else None
+
+
 def _backward(values: Mapping[str, int]) -> Buffers:
     rows, keys = values["BLOCK_Q"], values["BLOCK_K"]
     both = values["HEAD_DIM"] + values["HEAD_DIM_V"]
@@ -96,14 +125,21 @@ def _backward(values: Mapping[str, int]) -> Buffers:
     return Buffers("gradients", parts, (rows, keys), whole_tiles=True)
 
 
+def _passes(backend: str, arch: str) -> list[Plan]:
+    found = [*forward.all_plans(arch), *backward.all_plans(arch)]
+    if plans.runs_sm90(arch):
+        found += [chunked(plans.plan_of("combine", dtype)) for dtype in DTYPE_CODES.values()]
+    return found
+
+
 TARGET = Target(
     name="cuda",
     decode=decode.KERNEL,
     float8=forward_sm90_fp8.CODE,
     device_of=lambda problem: problem.device,
     plan_of=lambda backend, kernel, dtype: plans.plan_of(kernel, dtype),
-    passes=lambda backend, arch: [*forward.all_plans(arch), *backward.all_plans(arch)],
-    notes_of=plans.notes_of,
+    passes=_passes,
+    notes_of=_notes_of,
     backward_notes=backward.notes_of,
     block_of=_block_of,
     buffers_of=_buffers_of,
@@ -115,4 +151,6 @@ TARGET = Target(
     decode_splits=decode.splits_for,
     backward_plans=lambda backend, *asked: backward.plans_for(*asked),
     list_tiles=_list_tiles,
+    latent=latent_sm90.KERNEL,
+    latent_plan=_latent_plan,
 )

@@ -47,6 +47,7 @@ BOXES: dict[str, tuple[Box, ...]] = {
         Box("k", "BLOCK_K", "HEAD_DIM"),
         Box("v", "BLOCK_K", "HEAD_DIM_V"),
     ),
+    "cuda/sm90/attn_latent.cu": (Box("k", "BLOCK_K", "HEAD_DIM"),),
     "cuda/sm90/attn_bwd.cu": (
         Box("q", "BLOCK_Q", "HEAD_DIM"),
         Box("k", "BLOCK_K", "HEAD_DIM"),

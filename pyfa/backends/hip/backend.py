@@ -45,8 +45,8 @@ class HipBackend(NativeBackend):
         elsewhere = self.runtime.why_not(problem)
         reasons = [elsewhere] if elsewhere else []
         reasons += missing(self, problem)
-        if not decode.takes(problem) and "latent" in problem.features:
-            reasons += native_decode.why_not_latent(problem, decode.FEATURES)
+        if not decode.takes(problem) and native_decode.ALONE & problem.features:
+            reasons += native_decode.why_not_alone(problem, decode.FEATURES)
         elif not decode.takes(problem):
             reasons += forward.why_not(problem) + native_backward.why_not(problem)
             reasons += backward.why_not(problem)

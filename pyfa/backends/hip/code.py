@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ... import bundle, codeobject
+from ... import bundle, cache, codeobject
 from ...arch import ARCHS
 from ...errors import CodeObjectError, CompileError
 from ...plan import Plan
@@ -40,10 +40,6 @@ class Code:
 @functools.cache
 def key_of(plan: Plan, arch: str, by: str = compiler.PINNED) -> str:
     """Return the cache key of the code object that compiler ``by`` makes of ``plan``."""
-    from ... import (
-        cache,
-    )  # brings filelock and platformdirs, which an import of pyfa can do without
-
     return cache.key(source_of(plan), OPTIONS, by, arch)
 
 
@@ -60,8 +56,6 @@ def load(plan: Plan, arch: str) -> Code:
 def compiled(plan: Plan, arch: str) -> Code:
     """Return the code object of ``plan`` from the cache or the compiler, whatever the bundle
     holds."""
-    from ... import cache
-
     missing = compiler.why_unavailable()
     if missing:
         raise CompileError(f"no code for {plan} on {arch}: {missing}", "", plan.kernel)

@@ -22,7 +22,7 @@ def takes(problem: Problem) -> bool:
     the forward kernel has one format for queries and keys.
     """
     if problem.dtype_k:
-        return problem.features <= FEATURES
+        return native.has_all(problem, FEATURES)
     return native.takes(problem, FEATURES)
 
 

@@ -265,7 +265,7 @@ class Work:
 
 def work_of(tiled: TiledKernel, shape: Shape) -> Work:
     """Return the work of ``tiled`` for ``shape``."""
-    owns = ROLES[tiled.role].owns_keys
+    owns, shape = ROLES[tiled.role].owns_keys, tiled.divided(shape)
     walked = tiled.tiling.block_q if owns else tiled.tiling.block_k
     heads = shape.heads_k if owns else shape.heads_q // tiled.tiling.packed
     again = shape.group if owns else 1

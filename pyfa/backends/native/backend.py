@@ -18,6 +18,7 @@ from ..base import Run, RunBackward
 from ..common.calls import DTYPE_CODES
 from . import append as appending
 from . import backward, decode, forward, lists, merge, tiling
+from .combine import chunked
 from .launch import Launcher
 from .plans import masking
 from .target import Target
@@ -53,6 +54,8 @@ class NativeBackend:
         """Return all kernels that ``problem`` may launch, as the bundle names them."""
         out = DTYPE_CODES[problem.dtype_out or problem.dtype]
         found = [self.plan(problem), self.target.plan_of(self.NAME, "combine", out)]
+        if self.target.block_of(found[0]).chunk:
+            found.append(chunked(found[1]))
         if problem.features & {"varlen", "seqused"}:
             found.append(self.target.plan_of(self.NAME, "gaps", None))
         if "backward" in problem.features:
@@ -73,7 +76,7 @@ class NativeBackend:
         return tiles, blocks.visits_of(call, tiles) if blocks.is_quick(call) else None
 
     def bind(self, plan: Plan, call: Call, append: Append | None, with_lse: bool) -> Run:
-        bind = decode.bind if plan.kernel == self.target.decode else forward.bind
+        bind = decode.bind if self.target.is_decode(plan) else forward.bind
         with self.launch.on(call.q.device):
             return bind(self.launch, plan, call, append, with_lse)
 

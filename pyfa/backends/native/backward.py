@@ -11,13 +11,14 @@ from ... import abi, mods
 from ..._torch import Like
 from ...plan import Plan
 from ...problem import TERMS, Call, Problem, band_of, form_of, is_banded, tensors_of
+from ...traffic import Shape
 from ..base import Gradients, RunBackward
-from ..common import calls
+from ..common import calls, splits
 from ..common.program import Params, Program, for_any_total, like, run_of
 from . import gaps, lists
 from .launch import Launcher
 from .plans import banded, name_of, values_of
-from .target import Target
+from .target import Block, Target
 
 
 def why_not(problem: Problem) -> list[str]:
@@ -38,12 +39,21 @@ def is_general_problem(problem: Problem) -> bool:
     return bool(problem.features & TERMS)
 
 
+# A kernel for softcap alone may compute tanh with an error of 2^-22, times the softcap. Beyond this
+# softcap the general one computes it, to 2 ulp.
+MOST_SOFTCAP = 512.0
+
+
 def _terms_of(call: Call) -> frozenset[str]:
     """Return the score terms of ``call`` on which the choice of a kernel depends, by feature
     name."""
     found = mods.of(call.mods) if call.mods else None
     given = {
         "softcap": bool(call.softcap),
+        "large_softcap": call.softcap > MOST_SOFTCAP,
+        "alibi": call.alibi_slopes is not None,
+        "bias": call.bias is not None,
+        "dropout": call.dropout_p > 0.0,
         "sinks": call.sinks is not None,
         "score_mod": found is not None and found.score is not None,
     }
@@ -127,7 +137,10 @@ def _bind(launch: Launcher, given: _Given, bias_grad: bool) -> RunBackward:
     chain = _chain(launch, call)
     by_list = lists.Lists(launch, chain)
     program = Program((*names, *by_list.names), call.q)
-    dq, dk, dv = (like(x.shape, x.dtype) for x in call[:3])
+    parts_of_group = _group_splits(launch, call, chain)
+    heads_k = parts_of_group * call.k.shape[-2]
+    dq = like(call.q.shape, call.q.dtype)
+    dk, dv = (like((*x.shape[:-2], heads_k, x.shape[-1]), x.dtype) for x in call[1:3])
     for name, each in (("dq", dq), ("dk", dk), ("dv", dv)):
         program.make(name, each)
     pointers = {**abi.pointers_of(call), **{name: name for name in ("dq", "dk", "dv", *names[:3])}}
@@ -136,7 +149,9 @@ def _bind(launch: Launcher, given: _Given, bias_grad: bool) -> RunBackward:
     if given.dlse is not None:
         pointers["dlse"] = "dlse"
     if call.sinks is not None:
-        program.make("dsinks", like(given.lse.shape, torch.float32), fill=0.0)
+        # Shares of rows and, behind them, of blocks that own keys.
+        size = given.lse.numel() + call.batch * call.q.shape[-2] * _sink_sums(call, chain)
+        program.make("dsinks", like((size,), torch.float32), fill=0.0)
         pointers["dsinks"] = "dsinks"
     parts = {**sums_of(launch, call, chain), "delta": like((2, *given.lse.shape), torch.float32)}
     program.make_workspace(parts, launch.APART)
@@ -146,6 +161,7 @@ def _bind(launch: Launcher, given: _Given, bias_grad: bool) -> RunBackward:
     for name, each in (("dq", dq), ("dk", dk), ("dv", dv)):
         values |= abi.strides_of(name, each[1])
     values["dies"] = launch.device_at(call.q.device).dies
+    values |= {"heads_k": heads_k, "num_splits": parts_of_group}
     gaps.add_backward(launch, program, call, dq, dk, dv)
     params = Params(values, pointers)
     for plan in chain:
@@ -153,14 +169,14 @@ def _bind(launch: Launcher, given: _Given, bias_grad: bool) -> RunBackward:
         if block.rows:
             blocks = -(-call.max_seqlen_q // block.rows) * call.q.shape[-2]
         else:
-            blocks = -(-call.max_seqlen_k // block.keys) * call.k.shape[-2]
+            blocks = -(-call.max_seqlen_k // block.keys) * heads_k
         own = by_list.params_of(plan, call, params)
         program.add(plan, blocks * call.batch, block.threads, own)
     if bias_grad and call.bias is not None:
         _add_bias_grad(launch, program, call, call.bias, params)
     started = launch.launch_of(program, (*given.tensors(), *by_list.of(call)))
     run = run_of(program, started, launch.empty, aligned=6)
-    rows = (0, 2) if given.lse.dim() == 3 else 1
+    lse_shape, rows = given.lse.shape, (0, 2) if given.lse.dim() == 3 else 1
     numbers = {name: number for number, name in enumerate(program.made)}
     dsinks_at, dbias_at = numbers.get("dsinks"), numbers.get("dbias")
 
@@ -172,7 +188,11 @@ def _bind(launch: Launcher, given: _Given, bias_grad: bool) -> RunBackward:
         of_lists = by_list.of(form.fill(tensors)[0]) if by_list.names else ()
         found = run(dout, out, lse, *tensors, *last, *of_lists)
         dq, dk, dv = found[:3]
-        dsinks = None if dsinks_at is None else found[dsinks_at].sum(rows)
+        if parts_of_group > 1:  # in float32, and rounded once more
+            dk, dv = (x.unflatten(-2, (-1, parts_of_group)).sum(-2) for x in (dk, dv))
+        dsinks = None
+        if dsinks_at is not None:
+            dsinks = found[dsinks_at][: lse_shape.numel()].view(lse_shape).sum(rows)
         dbias = None if dbias_at is None else found[dbias_at]
         return Gradients(dq, dk, dv, dbias, dsinks)
 
@@ -240,9 +260,52 @@ def _chain(launch: Launcher, call: Call) -> tuple[Plan, ...]:
     return (sums, banded(first), banded(last)) if _is_banded(call) else (sums, first, last)
 
 
+def _sink_sums(call: Call, chain: Sequence[Plan]) -> int:
+    """Return the number of sums for the gradient of each sink that the kernel over keys leaves:
+    one per 16 keys (``kernels/common/row_sums.h``)."""
+    return -(-call.max_seqlen_k // 128) * 8 if "TERMS" in values_of(chain[1]) else 0
+
+
 def _is_banded(call: Call) -> bool:
     band = band_of(call)
     return bool(band.window_shift or band.attention_chunk)
+
+
+def _group_splits(launch: Launcher, call: Call, chain: Sequence[Plan]) -> int:
+    """Return into how many parts the query heads of each group are divided."""
+    if call.batch_invariant:
+        return 1  # the bits of dK depend on it
+    block = next(x for x in map(launch.target.block_of, chain) if x.keys)
+    packed_k = call.k.shape[0] if call.cu_seqlens_k is not None else None
+    shape = Shape(
+        call.batch,
+        call.max_seqlen_q,
+        call.max_seqlen_k,
+        call.q.shape[-2],
+        call.k.shape[-2],
+        call.q.shape[-1],
+        call.v.shape[-1],
+        call.window_left,
+        call.window_right,
+    )
+    return group_splits(launch.device_at(call.q.device).units, block, shape, packed_k)
+
+
+def group_splits(units: int, block: Block, shape: Shape, packed_k: int | None = None) -> int:
+    """Return into how many parts to divide the query heads of each group, if workgroups like
+    ``block`` own keys. ``packed_k``: the total of packed keys."""
+    if shape.group <= 1:
+        return 1
+    tiles = -(-shape.seqlen_k // block.keys) * shape.batch
+    if packed_k is not None:
+        tiles = min(tiles, packed_k // block.keys + shape.batch)
+    rows, (left, right) = shape.seqlen_q, (shape.window_left, shape.window_right)
+    if left >= 0 and right >= 0:
+        rows = min(rows, left + right + block.keys)
+    uneven = (left >= 0) is not (right >= 0)
+    return splits.of_group(
+        shape.group, tiles * shape.heads_k, units, rows * shape.group, uneven, block.tail
+    )
 
 
 def sums_of(launch: Launcher, call: Call, chain: Sequence[Plan]) -> dict[str, Like]:

@@ -1,8 +1,10 @@
 """Make the block lists of a mask_mod by a kernel that is generated from it.
 
-One launch (``kernels/common/block_lists.h``) and no memory but the lists. PyTorch's operators,
-which make the same lists, evaluate the mask_mod at every point: 35 to 69 ms at 64k rows on an H200,
-where the kernel takes 0.01 to 2.2 ms (``benchmarks/results/block_lists_h200.json``).
+One launch (``kernels/common/block_lists.h``) and no memory but the lists. If the mask_mod reads a
+captured tensor by the row alone or by the key alone, as document masks do, there is a launch before
+it (``kernels/common/tile_bounds.h``) and a small table. PyTorch's operators, which make the same
+lists, evaluate the mask_mod at every point: 35 to 69 ms at 64k rows on an H200, where the kernel
+takes 0.01 to 2.2 ms (``benchmarks/results/block_lists_h200.json``).
 """
 
 from __future__ import annotations
@@ -13,10 +15,10 @@ from dataclasses import replace
 
 import torch
 
-from ... import abi, blocks
+from ... import abi, blocks, mods
 from ...blocks import Lists, Tiles
-from ...blocks.build import asks_for
 from ...errors import CodeObjectError, CompileError
+from ...mods import emit_ranges
 from ...plan import Plan
 from ...problem import Call
 from ..common.program import Params, Program, like, run_of
@@ -24,6 +26,7 @@ from .launch import Launcher
 from .plans import modified
 
 THREADS = 512
+THREADS_OF_BOUNDS, BOUNDED_TILES = 256, 8  # tiles of a workgroup, in tile_bounds.h
 _log = logging.getLogger("pyfa")
 # Kernels that could not be built, by arch: another try at each new shape would take seconds.
 _refused: set[tuple[str, Plan]] = set()
@@ -49,17 +52,16 @@ class Maker:
         return self.prepare(call, tiles)(call)
 
 
-def plan_of(launch: Launcher, call: Call, tiles: Tiles) -> Plan:
-    """Return the plan of the kernel that makes the lists of ``call``'s mask_mod for ``tiles``."""
-    plan = modified(launch.plan("block_lists"), call.mods)
-    asks_for_h = asks_for(blocks.mask_of(call), "h")
+def plan_of(launch: Launcher, call: Call, tiles: Tiles, kernel: str = "block_lists") -> Plan:
+    """Return the plan of the kernel that makes the lists of ``call``'s mask_mod for ``tiles``, or
+    of "tile_bounds", which runs before it."""
+    plan = modified(launch.plan(kernel), call.mods)
     constants = {
         **dict(plan.constants),
         "LISTS": 2,  # it is given lists, and does not visit by them
         "ROWS": tiles.rows,
         "KEYS": tiles.keys,
         "OWNS_KEYS": int(tiles.owned == "keys"),
-        "GROUP": tiles.group if asks_for_h else 1,
     }
     return replace(plan, constants=tuple(sorted(constants.items())))
 
@@ -75,7 +77,11 @@ def bind(launch: Launcher, call: Call, tiles: Tiles) -> Callable[[Call], Lists]:
     number = len(call.captured)
     names = tuple(f"captured{slot}" for slot in range(number))
     program = Program(names, call.q)
-    made = (like(sizes[:3], torch.int32), like(sizes, torch.int32))
+    made = {"counts": like(sizes[:3], torch.int32), "entries": like(sizes, torch.int32)}
+    bounds = 2 * emit_ranges.most_tabled(mods.of(call.mods))
+    table = (*sizes[:2], sizes[2] + sizes[3], bounds)
+    if bounds:
+        made["table"] = like(table, torch.int64)
     values: dict[str, int | float] = {
         "seqlen_q": call.max_seqlen_q,
         "seqlen_k": call.max_seqlen_k,
@@ -87,11 +93,16 @@ def bind(launch: Launcher, call: Call, tiles: Tiles) -> Callable[[Call], Lists]:
     for slot, x in enumerate(call.captured):
         values |= abi.captured_values(slot, x.shape, x.stride())
     pointers = {name: name for name in names}
-    for slot, (name, each) in enumerate(zip(("counts", "entries"), made, strict=True), number):
+    for slot, (name, each) in enumerate(made.items(), number):
         program.make(name, each)
         values |= abi.captured_values(slot, *each[:2])
         pointers[f"captured{slot}"] = name
-    program.add(plan, torch.Size(sizes[:3]).numel(), THREADS, Params(values, pointers))
+    params = Params(values, pointers)
+    if bounds:
+        before = plan_of(launch, call, tiles, "tile_bounds")
+        workgroups = -(-torch.Size(table[:3]).numel() // BOUNDED_TILES)
+        program.add(before, workgroups, THREADS_OF_BOUNDS, params)
+    program.add(plan, torch.Size(sizes[:3]).numel(), THREADS, params)
     try:
         started = launch.launch_of(program, tuple(call.captured))
     except (CompileError, CodeObjectError) as error:
@@ -99,4 +110,4 @@ def bind(launch: Launcher, call: Call, tiles: Tiles) -> Callable[[Call], Lists]:
         _log.info("PyTorch's operators make the block lists: %s", error)
         return lambda call: blocks.make_lists(call, tiles)
     run = run_of(program, started, launch.empty, None)
-    return lambda call: Lists(*run(*call.captured))
+    return lambda call: Lists(*run(*call.captured)[:2])

@@ -23,7 +23,7 @@ from .tiles import GROUP, Pair, constants_of
 FEATURES = frozenset(
     (
         "causal", "window", "negative_edge", "chunk", "softcap", "alibi", "bias", "sinks", "varlen",
-        "seqused", "paged", "leftpad", "batch_idx", "gqa", "dv", "latent", "topk", "tree",
+        "seqused", "paged", "leftpad", "batch_idx", "gqa", "dv", "wide", "latent", "topk", "tree",
     )
 )  # fmt: skip
 # Up to how many rows or lines decode is taken rather than the forward, whose tiles hold more rows
@@ -33,6 +33,8 @@ FEATURES = frozenset(
 MOST_ROWS = 16
 MOST_LINES = 64
 MOST_LINES_ALONE = 32
+# What no other kernel of ``native`` has: prefill, too, runs on decode.
+ALONE = frozenset({"latent", "wide"})
 
 
 def lines(problem: Problem) -> int:
@@ -41,9 +43,12 @@ def lines(problem: Problem) -> int:
 
 
 def are_few(problem: Problem) -> bool:
-    """Return whether decode supports so few rows; only decode has latent attention."""
-    if "latent" in problem.features:
-        return True
+    """Return whether decode is preferred for so few rows; of ``ALONE`` it takes any number."""
+    return bool(problem.features & ALONE) or are_few_lines(problem)
+
+
+def are_few_lines(problem: Problem) -> bool:
+    """Return whether decode is faster than a forward kernel that supports the problem, too."""
     if problem.heads_q == problem.heads_k:
         return lines(problem) <= MOST_LINES_ALONE
     if lines(problem) <= MOST_LINES:
@@ -55,12 +60,27 @@ def are_few(problem: Problem) -> bool:
 
 def takes(problem: Problem, features: frozenset[str] = FEATURES) -> bool:
     """Return whether the plan is decode, which has ``features``, rather than forward."""
-    return are_few(problem) and problem.features <= features and not why_not(problem)
+    return are_few(problem) and has_all(problem, features) and not why_not(problem)
+
+
+def has_all(problem: Problem, features: frozenset[str]) -> bool:
+    """Return whether decode, which has ``features``, has those of ``problem``."""
+    return not _lacking(problem, features)
+
+
+def _lacking(problem: Problem, features: frozenset[str]) -> frozenset[str]:
+    """Return the features of ``problem`` that are missing; wide heads have no float8."""
+    return problem.features - (features - {"fp8"} if "wide" in problem.features else features)
 
 
 def why_not(problem: Problem) -> list[str]:
-    """Return why the cache cannot be read without a copy, which would be too slow at every step."""
-    reasons = []
+    """Return why the cache cannot be read without a copy, which would be too slow at every step.
+
+    With wide heads there is no other kernel, so the copy is made (``readable``).
+    """
+    reasons: list[str] = []
+    if "wide" in problem.features:
+        return reasons
     if problem.head_dim % problem.unit or problem.head_dim_v % problem.unit:
         reasons.append(f"decode needs a head_dim that is a multiple of {problem.unit}")
     if not problem.aligned:
@@ -68,12 +88,14 @@ def why_not(problem: Problem) -> list[str]:
     return reasons
 
 
-def why_not_latent(problem: Problem, features: frozenset[str]) -> list[str]:
-    """Return why decode, which has ``features``, does not support a latent problem; no other kernel
-    does. Every backend gives the reason that latent attention is not batch-invariant."""
-    lacking = problem.features - features - {"batch_invariant"}
+def why_not_alone(problem: Problem, features: frozenset[str]) -> list[str]:
+    """Return why decode, which has ``features``, does not support a problem of ``ALONE``. Every
+    backend gives the reason that latent attention is not batch-invariant."""
+    latent = "latent" in problem.features
+    lacking = _lacking(problem, features) - ({"batch_invariant"} if latent else set())
+    what = EVERY_FEATURE["latent" if latent else "wide"].phrase
     reasons = [
-        f"latent attention with {feature.phrase} is not implemented"
+        f"{what} with {feature.phrase} is not implemented"
         for name, feature in EVERY_FEATURE.items()
         if name in lacking
     ]
@@ -115,6 +137,9 @@ def readable(call: Call) -> Call:
 
 def plan(target: Target, backend: str, problem: Problem) -> Plan:
     """Return the plan of ``problem``: its kernel and what it is compiled with."""
+    own = target.latent_plan(problem)
+    if own is not None:
+        return own
     float8 = "fp8" in problem.features
     latent = "latent" in problem.features
     table = (target.latent_tiles if latent else target.decode_tiles)(problem.arch, float8)
@@ -175,7 +200,9 @@ def bind(
             units = launch.device_at(call.q.device).units
             elements = call.k.shape[-1] + (0 if call.latent else call.v.shape[-1])
             key_bytes = call.k.element_size() * elements
-            num_splits = target.decode_splits(blocks, keys_seen(call), units, key_bytes)
+            num_splits = target.decode_splits(
+                plan.kernel, blocks, keys_seen(call), units, key_bytes
+            )
         return attend.Grid(blocks, block.threads, num_splits)
 
     return attend.bind(launch, plan, call, append, with_lse, readable, grid_of)

@@ -21,7 +21,10 @@ class Block(NamedTuple):
     if it owns keys. ``keys``: keys per tile, or the keys that it owns. ``per_unit``: how many
     workgroups a CU or SM should hold at once. ``costs``: the cost model for splitting keys within
     a round. ``rounds``: the cost model for splitting over several rounds of equal work tiles, on
-    devices with a timing model. The last three apply to forward only.
+    devices with a timing model. ``chunk``: with batch invariance the keys that are computed apart
+    and merged in order, 0 without. ``kept``: the floats that a workgroup keeps between its chunks.
+    The last five apply to forward only. ``tail``: the share of the longest workgroup's time by
+    which a backward with a mask outlasts the average compute unit.
     """
 
     threads: int
@@ -30,6 +33,9 @@ class Block(NamedTuple):
     per_unit: int = 1
     costs: splits.Costs = splits.FREE
     rounds: splits.Rounds | None = None
+    chunk: int = 0
+    kept: int = 0
+    tail: float = splits.ONE_BY_ONE
 
 
 class Buffers(NamedTuple):
@@ -63,8 +69,9 @@ class Target:
     because the emulator shares hip's kernels.
 
     ``name``: the vendor's backend, and the folder of its kernels. ``decode``: the decode kernel's
-    source; ``float8``: the code of its float8 keys. ``device_of``: returns the device that a
-    problem's plan is made for.
+    source; ``float8``: the code of its float8 keys. ``latent``: the source of a kernel for latent
+    attention alone, if there is one, with the same grid as decode. ``device_of``: returns the
+    device that a problem's plan is made for.
 
     ``plan_of``: the plan of a kernel that depends on a number format at most, such as "combine".
     ``passes``: every forward and backward kernel of a backend with the tiles of an arch.
@@ -75,10 +82,12 @@ class Target:
     whose cost is small compared with the others. ``compiled``: registers per lane and bytes of LDS
     or shared memory as the compiler reports them, which may take seconds.
 
-    ``takes_decode``: whether the plan is decode rather than forward. ``forward_plan``: the plan of
+    ``takes_decode``: whether the plan is decode rather than forward. ``latent_plan``: its plan if
+    the kernel ``latent`` takes it. ``forward_plan``: the plan of
     any other problem. ``decode_tiles``: the tiles of an arch, for float8 keys or not, by head dims,
     with few lines first. ``latent_tiles``: the same for V as a view of K. ``decode_splits``: the
-    number of splits of the keys, by blocks, keys, units and the bytes of a key with its value.
+    number of splits of the keys, by kernel, blocks, keys, units and the bytes of a key with its
+    value.
     ``backward_plans``: row_sums and the two kernels that follow, by backend, arch, head dims,
     number format, general scores, determinism, the digest of the mods and the names of the score
     terms. ``bias_grad_plan``: the plan of the gradient of a bias, if there is one. ``list_tiles``:
@@ -100,9 +109,15 @@ class Target:
     forward_plan: Callable[[str, Problem], Plan]
     decode_tiles: Callable[[str, bool], Mapping[Pair, Sequence[DecodeTiles]]]
     latent_tiles: Callable[[str, bool], Mapping[Pair, Sequence[DecodeTiles]]]
-    decode_splits: Callable[[int, int, int, int], int]
+    decode_splits: Callable[[str, int, int, int, int], int]
     backward_plans: Callable[
         [str, str, Pair, int, bool, bool, str, frozenset[str]], tuple[Plan, Plan, Plan]
     ]
     list_tiles: Callable[[Plan], Tiles]
     bias_grad_plan: Callable[[str, str, Pair, int, str], Plan] | None = None
+    latent: str = ""
+    latent_plan: Callable[[Problem], Plan | None] = lambda problem: None
+
+    def is_decode(self, plan: Plan) -> bool:
+        """Return whether the rows of ``plan``'s workgroups are those of all heads of a group."""
+        return plan.kernel in (self.decode, self.latent)

@@ -8,7 +8,7 @@ from ...plan import Plan
 from ...problem import Problem
 from ...traffic import Shape, TiledKernel, Tiling
 from ..common import splits
-from .backward import plans_for
+from .backward import group_splits, plans_for
 from .target import Target
 
 
@@ -43,14 +43,16 @@ def _kernel(target: Target, plan: Plan, problem: Problem, shape: Shape) -> Tiled
         return None
     block, constants = target.block_of(plan), dict(plan.constants)
     rows, keys = buffers.tile or (block.rows, block.keys)
-    parts, packed = 1, 1
+    parts, packed, of_group = 1, 1, 1
     units = target.device_of(problem).units
-    if plan.kernel == target.decode:
+    if block.keys and not block.rows and "batch_invariant" not in problem.features:
+        of_group = group_splits(units, block, shape)
+    if target.is_decode(plan):
         packed = shape.group
         blocks = -(-shape.seqlen_q * packed // rows) * shape.heads_k * shape.batch
         begin, end = shape.keys_seen(0, max(0, shape.seqlen_q - 1))
         key_bytes = 16 // problem.unit * (problem.head_dim + problem.head_dim_v)
-        parts = target.decode_splits(blocks, end - begin, units, key_bytes)
+        parts = target.decode_splits(plan.kernel, blocks, end - begin, units, key_bytes)
     elif buffers.role == "forward" and "batch_invariant" not in problem.features:
         blocks = -(-shape.seqlen_q // rows) * shape.lines
         even = shape.window_left < 0 and shape.window_right < 0
@@ -71,4 +73,5 @@ def _kernel(target: Target, plan: Plan, problem: Problem, shape: Shape) -> Tiled
         dict(buffers.parts),
         whole_tiles=buffers.whole_tiles,
         ahead=buffers.ahead,
+        group_splits=of_group,
     )

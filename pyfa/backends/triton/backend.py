@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ... import _torch
+from ... import _torch, blocks
 from ... import device as devices
+from ...blocks import Tiles, Visits
 from ...plan import Plan
 from ...problem import Append, Call, Problem, features_by
 from ...traffic import Shape, TiledKernel
@@ -64,6 +65,12 @@ class TritonBackend:
         self, plan: Plan, problem: Problem, shape: Shape, compiled: bool
     ) -> Sequence[TiledKernel]:
         return tiling.kernels_of(plan, problem, shape, compiled)
+
+    def visits(self, plan: Plan, call: Call) -> tuple[Tiles, Visits | None] | None:
+        tiles = plans.list_tiles(dict(plan.constants), "fwd", call)
+        if tiles is None:
+            return None
+        return tiles, blocks.visits_of(call, tiles) if blocks.is_quick(call) else None
 
     def runner(self, plan: Plan) -> Runner:
         found = self._runners.get(id(plan))

@@ -2,7 +2,8 @@
 once by query block). It gives the same bits on every run, and costs two more matrix products per
 tile than a single kernel.
 
-``delta`` = rowsum(dO∘O) − dLSE is subtracted from every dP of a row.
+``delta`` = rowsum(dO∘O) − dLSE is subtracted from every dP of a row. Of heads above 512 the
+elements behind ``BLOCK_D`` have products of their own (``_rest``), as in ``forward``.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -33,6 +34,7 @@ from .common import (
     state_start,
     within_chunks,
 )
+from .lists import masked_entry, visits
 
 
 @triton.jit
@@ -85,12 +87,14 @@ def _load_rows(base, m0, stride, rows, columns, width, step, BLOCK: tl.constexpr
 
 @triton.jit
 def _keys_step(
-    dk, dv, k, v, q_base, g_base, lse_base, delta_base, m0, rows, keys, n0, stride_qs, stride_gs,
-    d, e, head_dim, head_dim_v, shift, left, right, scale, softcap, slope, bias_base,
-    stride_bias_i, stride_bias_j, SEED, head, b, q_start, k_start, threshold, keep_scale,
+    dk, dk_rest, dv, k, k_rest, v, q_base, g_base, lse_base, delta_base, m0, rows, keys, n0,
+    stride_qs, stride_gs, d, e, head_dim, head_dim_v, shift, left, right, scale, softcap, slope,
+    bias_base, stride_bias_i, stride_bias_j, SEED, head, b, q_start, k_start, threshold,
+    keep_scale,
     WINDOW_SHIFT, CHUNK,
     MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    EVEN_D: tl.constexpr, EVEN_E: tl.constexpr, EVEN_DV: tl.constexpr,
     GENERAL: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, WIDE: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
@@ -122,6 +126,11 @@ def _keys_step(
         delta = tl.load(delta_base + row)
     nothing = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     s = dot(k, tl.trans(q), nothing, PRECISION)
+    if BLOCK_E > 0:
+        rest = BLOCK_D + tl.arange(0, BLOCK_E)
+        q_rest = _load_rows(q_base, m0, stride_qs, rows, rest, head_dim, step, BLOCK_M, EVEN_E,
+                            MASKED, WIDE)  # fmt: skip
+        s = dot(k_rest, tl.trans(q_rest), s, PRECISION)
     distance = key[:, None] - row[None, :] - shift
     capped = nothing
     if GENERAL:
@@ -164,8 +173,11 @@ def _keys_step(
             ds = ds * capped
             if SCORE_MOD is not None:
                 ds = tl.where(p == 0.0, 0.0, ds)  # where a slope need not be finite
-        dk = dot(rounded(ds, q.dtype), q, dk, PRECISION)
-    return dk, dv
+        ds = rounded(ds, q.dtype)
+        dk = dot(ds, q, dk, PRECISION)
+        if BLOCK_E > 0:
+            dk_rest = dot(ds, q_rest, dk_rest, PRECISION)
+    return dk, dk_rest, dv
 
 
 @triton.jit
@@ -179,9 +191,11 @@ def grad_keys(
     batch, heads, group, head_dim, head_dim_v, longest_q, longest_k, page_size, blocks, section,
     descending, left, right, scale, softcap, threshold, keep_scale, q_start, k_start, head_start,
     batch_start, WINDOW_SHIFT, CHUNK,
+    LIST_COUNTS, LIST_ENTRIES, LIST_B, LIST_H, LIST_MOST,
     MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, GENERAL: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_DV: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr, EVEN_DV: tl.constexpr,
+    GENERAL: tl.constexpr, BIAS: tl.constexpr,
     DROPOUT: tl.constexpr, PAGED: tl.constexpr, WIDE: tl.constexpr, TMA: tl.constexpr,
     DIES: tl.constexpr, PRECISION: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
@@ -211,9 +225,15 @@ def grad_keys(
         v_base += b * stride_vb + place * stride_vs
     k = load_keys(k_base, n0, keys, stride_ks, stride_kb, PAGES, page_size, pad, d, head_dim,
                   BLOCK_N, True, EVEN_D, PAGED, WIDE, False)  # fmt: skip
+    k_rest = k
+    rest = BLOCK_D + tl.arange(0, BLOCK_E if BLOCK_E > 0 else 16)
+    if BLOCK_E > 0:
+        k_rest = load_keys(k_base, n0, keys, stride_ks, stride_kb, PAGES, page_size, pad, rest,
+                           head_dim, BLOCK_N, True, EVEN_E, PAGED, WIDE, False)  # fmt: skip
     v = load_keys(v_base, n0, keys, stride_vs, stride_vb, PAGES, page_size, pad, e, head_dim_v,
                   BLOCK_N, True, EVEN_DV, PAGED, WIDE, False)  # fmt: skip
     dk = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32) if WITH_DK else 0.0
+    dk_rest = tl.zeros([BLOCK_N, BLOCK_E], dtype=tl.float32) if WITH_DK and BLOCK_E > 0 else 0.0
     dv = tl.zeros([BLOCK_N, BLOCK_DV], dtype=tl.float32) if WITH_DV else 0.0
     last_key = tl.minimum(n0 + BLOCK_N, keys) - 1
     # Seen from the keys the window is mirrored.
@@ -231,6 +251,7 @@ def grad_keys(
     tiles_left = tl.maximum(tl.cdiv(tl.minimum(full_start, stop) - start, BLOCK_M), 0)
     tiles_right = tl.maximum(tl.cdiv(stop - right_start, BLOCK_M), 0)
 
+    FULL_MASK: tl.constexpr = MASK_MOD if LIST_COUNTS is None else None
     for member in range(group):
         head = key_head * group + member
         q_base = Q + (b * stride_qb + start_q * stride_qs + head * stride_qh)
@@ -249,32 +270,44 @@ def grad_keys(
             )
         slope = tl.load(ALIBI + b * stride_ab + head, mask=(present & HAS_ALIBI) != 0, other=0.0)
         bias_base = BIAS_PTR + (b * stride_bias_b + head * stride_bias_h)
-        for m0 in range(full_start, full_stop, BLOCK_M):
-            dk, dv = _keys_step(
-                dk, dv, k, v, q_base, g_base, lse_base, delta_base, m0, rows, keys, n0,
-                stride_qs, stride_gs, d, e, head_dim, head_dim_v, shift, left, right, scale,
-                softcap, slope, bias_base, stride_bias_i, stride_bias_j, SEED, head + head_start,
-                b + batch_start, q_start, k_start, threshold, keep_scale, WINDOW_SHIFT, CHUNK,
-            MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
-                BLOCK_M, BLOCK_N, EVEN_D, EVEN_DV, GENERAL, BIAS, DROPOUT, WIDE, TMA, PRECISION,
-                WITH_DK, WITH_DV,
-            SCORE_MOD, MASK_MOD, False,
+        if LIST_COUNTS is None:
+            first, last, masked = full_start, full_stop, tiles_left + tiles_right
+        else:
+            number = b * LIST_B + head * LIST_H + block
+            LIST, first, last, before, behind, asked, partial = visits(
+                LIST_COUNTS, LIST_ENTRIES, number, LIST_MOST, start, full_start, full_stop, stop,
+                BLOCK_M,
             )  # fmt: skip
-        for tile in range(tiles_left + tiles_right):
-            m0 = tl.where(
-                tile < tiles_left,
-                start + tile * BLOCK_M,
-                right_start + (tile - tiles_left) * BLOCK_M,
-            )
-            dk, dv = _keys_step(
-                dk, dv, k, v, q_base, g_base, lse_base, delta_base, m0, rows, keys, n0,
-                stride_qs, stride_gs, d, e, head_dim, head_dim_v, shift, left, right, scale,
+            masked = before + behind + partial
+        for at in range(first, last, BLOCK_M if LIST_COUNTS is None else 1):
+            m0 = at if LIST_COUNTS is None else tl.load(LIST + at) * BLOCK_M
+            dk, dk_rest, dv = _keys_step(
+                dk, dk_rest, dv, k, k_rest, v, q_base, g_base, lse_base, delta_base, m0, rows, keys,
+                n0, stride_qs, stride_gs, d, e, head_dim, head_dim_v, shift, left, right, scale,
                 softcap, slope, bias_base, stride_bias_i, stride_bias_j, SEED, head + head_start,
                 b + batch_start, q_start, k_start, threshold, keep_scale, WINDOW_SHIFT, CHUNK,
-            MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
-                BLOCK_M, BLOCK_N, EVEN_D, EVEN_DV, GENERAL, BIAS, DROPOUT, WIDE, TMA, PRECISION,
-                WITH_DK, WITH_DV,
-            SCORE_MOD, MASK_MOD, True,
+                MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, EVEN_D, EVEN_E, EVEN_DV, GENERAL, BIAS, DROPOUT,
+                WIDE, TMA, PRECISION, WITH_DK, WITH_DV, SCORE_MOD, FULL_MASK, False,
+            )  # fmt: skip
+        for tile in range(masked):
+            if LIST_COUNTS is None:
+                m0 = tl.where(
+                    tile < tiles_left,
+                    start + tile * BLOCK_M,
+                    right_start + (tile - tiles_left) * BLOCK_M,
+                )
+            else:
+                at = masked_entry(tile, first, last, before, behind, asked)
+                m0 = tl.load(LIST + at) * BLOCK_M
+            dk, dk_rest, dv = _keys_step(
+                dk, dk_rest, dv, k, k_rest, v, q_base, g_base, lse_base, delta_base, m0, rows, keys,
+                n0, stride_qs, stride_gs, d, e, head_dim, head_dim_v, shift, left, right, scale,
+                softcap, slope, bias_base, stride_bias_i, stride_bias_j, SEED, head + head_start,
+                b + batch_start, q_start, k_start, threshold, keep_scale, WINDOW_SHIFT, CHUNK,
+                MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, EVEN_D, EVEN_E, EVEN_DV, GENERAL, BIAS, DROPOUT,
+                WIDE, TMA, PRECISION, WITH_DK, WITH_DV, SCORE_MOD, MASK_MOD, True,
             )  # fmt: skip
 
     # Gradients of paged keys go to a dense buffer that the caller gathers: offset 0 there.
@@ -285,6 +318,11 @@ def grad_keys(
         to_k = DK + (b * stride_dkb + key_head * stride_dkh) + rows_k * stride_dks + d[None, :]
         inside = exists if EVEN_D else exists & (d < head_dim)[None, :]
         tl.store(to_k, rounded(dk * scale, DK.dtype.element_ty), mask=inside)
+        if BLOCK_E > 0:
+            to_k = DK + (b * stride_dkb + key_head * stride_dkh) + rows_k * stride_dks
+            inside = exists & (rest < head_dim)[None, :]
+            dk_rest = rounded(dk_rest * scale, DK.dtype.element_ty)
+            tl.store(to_k + rest[None, :], dk_rest, mask=inside)
     if WITH_DV:
         to_v = DV + (b * stride_dvb + key_head * stride_dvh) + rows_k * stride_dvs + e[None, :]
         inside = exists if EVEN_DV else exists & (e < head_dim_v)[None, :]
@@ -293,18 +331,20 @@ def grad_keys(
 
 @triton.jit
 def _rows_step(
-    dq, dots, q, g, lse, delta, k_base, v_base, n0, keys, stride_ks, stride_vs, stride_kb,
-    stride_vb, PAGES, page_size, pad, d, e, head_dim, head_dim_v, row, exists, shift, left, right,
-    scale, softcap, slope, bias_rows, stride_bias_j, SEED, head, b, q_start, k_start, threshold,
+    dq, dq_rest, dots, q, q_rest, g, lse, delta, k_base, v_base, n0, keys, stride_ks, stride_vs,
+    stride_kb, stride_vb, PAGES, page_size, pad, d, e, head_dim, head_dim_v, row, exists, shift,
+    left, right, scale, softcap, slope, bias_rows, stride_bias_j, SEED, head, b, q_start, k_start,
+    threshold,
     keep_scale, WINDOW_SHIFT, CHUNK,
     MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    EVEN_D: tl.constexpr, EVEN_E: tl.constexpr, EVEN_DV: tl.constexpr,
     GENERAL: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, PAGED: tl.constexpr,
     WIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, DOTS: tl.constexpr,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Process one tile of keys for a block of queries; return the new (dq, dots)."""
+    """Process one tile of keys for a block of queries; return the new (dq, dq_rest, dots)."""
     if TMA:
         k = k_base.load([n0, 0])
         v = v_base.load([n0, 0])
@@ -316,6 +356,12 @@ def _rows_step(
     key = n0 + tl.arange(0, BLOCK_N)
     nothing = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     s = dot(q, tl.trans(k), nothing, PRECISION)
+    if BLOCK_E > 0:
+        k_rest = load_keys(
+            k_base, n0, keys, stride_ks, stride_kb, PAGES, page_size, pad,
+            BLOCK_D + tl.arange(0, BLOCK_E), head_dim, BLOCK_N, MASKED, EVEN_E, PAGED, WIDE, False,
+        )  # fmt: skip
+        s = dot(q_rest, tl.trans(k_rest), s, PRECISION)
     distance = key[None, :] - row[:, None] - shift
     capped = nothing
     if GENERAL:
@@ -354,7 +400,10 @@ def _rows_step(
         ds = ds * capped
         if SCORE_MOD is not None:
             ds = tl.where(p == 0.0, 0.0, ds)  # where a slope need not be finite
-    return dot(rounded(ds, k.dtype), k, dq, PRECISION), dots
+    ds = rounded(ds, k.dtype)
+    if BLOCK_E > 0:
+        dq_rest = dot(ds, k_rest, dq_rest, PRECISION)
+    return dot(ds, k, dq, PRECISION), dq_rest, dots
 
 
 @triton.jit
@@ -368,9 +417,11 @@ def grad_rows(
     batch, heads, group, head_dim, head_dim_v, longest_q, longest_k, page_size, blocks, section,
     descending, left, right, scale, softcap, threshold, keep_scale, q_start, k_start, head_start,
     batch_start, WINDOW_SHIFT, CHUNK,
+    LIST_COUNTS, LIST_ENTRIES, LIST_B, LIST_H, LIST_MOST,
     MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, GENERAL: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_DV: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr, EVEN_DV: tl.constexpr,
+    GENERAL: tl.constexpr, BIAS: tl.constexpr,
     DROPOUT: tl.constexpr, PAGED: tl.constexpr, WIDE: tl.constexpr, TMA: tl.constexpr,
     DIES: tl.constexpr, PRECISION: tl.constexpr, DOTS: tl.constexpr,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
@@ -400,6 +451,11 @@ def grad_rows(
     q_rows = b * stride_qb + row_place * stride_qs + head * stride_qh
     g_rows = b * stride_gb + row_place * stride_gs + head * stride_gh
     q = tl.load(Q + (q_rows[:, None] + d[None, :]), mask=mask_d, other=0.0)
+    q_rest = q
+    rest = BLOCK_D + tl.arange(0, BLOCK_E if BLOCK_E > 0 else 16)
+    mask_rest = exists[:, None] & (rest < head_dim)[None, :]
+    if BLOCK_E > 0:
+        q_rest = tl.load(Q + (q_rows[:, None] + rest[None, :]), mask=mask_rest, other=0.0)
     g = tl.load(DOUT + (g_rows[:, None] + e[None, :]), mask=mask_e, other=0.0)
     state_rows = b * stride_sb + head * stride_sh + state_start(start_q, b, present) + row
     lse = tl.load(BASE + state_rows, mask=exists, other=float("inf"))
@@ -431,35 +487,54 @@ def grad_rows(
     tiles_left = tl.maximum(tl.cdiv(tl.minimum(full_start, stop) - start, BLOCK_N), 0)
     tiles_right = tl.maximum(tl.cdiv(stop - right_start, BLOCK_N), 0)
     dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    dq_rest = tl.zeros([BLOCK_M, BLOCK_E], dtype=tl.float32) if BLOCK_E > 0 else 0.0
     dots = tl.zeros([BLOCK_M], dtype=tl.float32)
-    for n0 in range(full_start, full_stop, BLOCK_N):
-        dq, dots = _rows_step(
-            dq, dots, q, g, lse, delta, k_base, v_base, n0, keys, stride_ks, stride_vs, stride_kb,
-            stride_vb, PAGES, page_size, pad, d, e, head_dim, head_dim_v, row, exists, shift, left,
-            right, scale, softcap, slope, bias_rows, stride_bias_j, SEED, head + head_start,
-            b + batch_start, q_start, k_start, threshold, keep_scale, WINDOW_SHIFT, CHUNK,
-            MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
-            BLOCK_M, BLOCK_N, EVEN_D, EVEN_DV, GENERAL, BIAS, DROPOUT, PAGED, WIDE, TMA, PRECISION,
-            DOTS,
-            SCORE_MOD, MASK_MOD, False,
+    FULL_MASK: tl.constexpr = MASK_MOD if LIST_COUNTS is None else None
+    if LIST_COUNTS is None:
+        first, last, masked = full_start, full_stop, tiles_left + tiles_right
+    else:
+        number = b * LIST_B + head * LIST_H + block
+        LIST_ENTRIES, first, last, before, behind, asked, partial = visits(
+            LIST_COUNTS, LIST_ENTRIES, number, LIST_MOST, start, full_start, full_stop, stop,
+            BLOCK_N,
         )  # fmt: skip
-    for tile in range(tiles_left + tiles_right):
-        n0 = tl.where(
-            tile < tiles_left,
-            start + tile * BLOCK_N,
-            right_start + (tile - tiles_left) * BLOCK_N,
-        )
-        dq, dots = _rows_step(
-            dq, dots, q, g, lse, delta, k_base, v_base, n0, keys, stride_ks, stride_vs, stride_kb,
-            stride_vb, PAGES, page_size, pad, d, e, head_dim, head_dim_v, row, exists, shift, left,
-            right, scale, softcap, slope, bias_rows, stride_bias_j, SEED, head + head_start,
+        masked = before + behind + partial
+    for at in range(first, last, BLOCK_N if LIST_COUNTS is None else 1):
+        n0 = at if LIST_COUNTS is None else tl.load(LIST_ENTRIES + at) * BLOCK_N
+        dq, dq_rest, dots = _rows_step(
+            dq, dq_rest, dots, q, q_rest, g, lse, delta, k_base, v_base, n0, keys, stride_ks,
+            stride_vs, stride_kb, stride_vb, PAGES, page_size, pad, d, e, head_dim, head_dim_v,
+            row, exists, shift, left, right, scale, softcap, slope, bias_rows, stride_bias_j, SEED,
+            head + head_start,
             b + batch_start, q_start, k_start, threshold, keep_scale, WINDOW_SHIFT, CHUNK,
             MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
-            BLOCK_M, BLOCK_N, EVEN_D, EVEN_DV, GENERAL, BIAS, DROPOUT, PAGED, WIDE, TMA, PRECISION,
-            DOTS,
-            SCORE_MOD, MASK_MOD, True,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, EVEN_D, EVEN_E, EVEN_DV, GENERAL, BIAS, DROPOUT,
+            PAGED, WIDE, TMA, PRECISION, DOTS, SCORE_MOD, FULL_MASK, False,
+        )  # fmt: skip
+    for tile in range(masked):
+        if LIST_COUNTS is None:
+            n0 = tl.where(
+                tile < tiles_left,
+                start + tile * BLOCK_N,
+                right_start + (tile - tiles_left) * BLOCK_N,
+            )
+        else:
+            at = masked_entry(tile, first, last, before, behind, asked)
+            n0 = tl.load(LIST_ENTRIES + at) * BLOCK_N
+        dq, dq_rest, dots = _rows_step(
+            dq, dq_rest, dots, q, q_rest, g, lse, delta, k_base, v_base, n0, keys, stride_ks,
+            stride_vs, stride_kb, stride_vb, PAGES, page_size, pad, d, e, head_dim, head_dim_v,
+            row, exists, shift, left, right, scale, softcap, slope, bias_rows, stride_bias_j, SEED,
+            head + head_start,
+            b + batch_start, q_start, k_start, threshold, keep_scale, WINDOW_SHIFT, CHUNK,
+            MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, EVEN_D, EVEN_E, EVEN_DV, GENERAL, BIAS, DROPOUT,
+            PAGED, WIDE, TMA, PRECISION, DOTS, SCORE_MOD, MASK_MOD, True,
         )  # fmt: skip
     if DOTS:
         tl.store(DOTS_PTR + (b * stride_lb + head * stride_lh + row_place), dots, mask=exists)
-    to_q = DQ + (b * stride_dqb + row_place * stride_dqs + head * stride_dqh)[:, None] + d[None, :]
-    tl.store(to_q, rounded(dq * scale, DQ.dtype.element_ty), mask=mask_d)
+    to_q = DQ + (b * stride_dqb + row_place * stride_dqs + head * stride_dqh)[:, None]
+    tl.store(to_q + d[None, :], rounded(dq * scale, DQ.dtype.element_ty), mask=mask_d)
+    if BLOCK_E > 0:
+        dq_rest = rounded(dq_rest * scale, DQ.dtype.element_ty)
+        tl.store(to_q + rest[None, :], dq_rest, mask=mask_rest)

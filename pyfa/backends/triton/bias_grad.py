@@ -41,10 +41,10 @@ def grad_bias(
     rows_b, keys_b, left, right, scale, softcap, threshold, keep_scale, q_start, k_start,
     head_start, batch_start, WINDOW_SHIFT, CHUNK,
     MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BIAS: tl.constexpr, DROPOUT: tl.constexpr, PAGED: tl.constexpr, ALL_ROWS: tl.constexpr,
-    ALL_KEYS: tl.constexpr, PRECISION: tl.constexpr, SCORE_MOD: tl.constexpr,
-    MASK_MOD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, PAGED: tl.constexpr,
+    ALL_ROWS: tl.constexpr, ALL_KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
 ):  # fmt: skip
     """Compute dBias (batches_b, heads_b, rows_b, keys_b), contiguous. ``ALL_ROWS`` and
     ``ALL_KEYS``: the bias is broadcast along them."""
@@ -60,6 +60,7 @@ def grad_bias(
     many_batches = tl.where(batches_b == batch, 1, batch)
     d = tl.arange(0, BLOCK_D)
     e = tl.arange(0, BLOCK_DV)
+    rest = BLOCK_D + tl.arange(0, BLOCK_E if BLOCK_E > 0 else 16)
     acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for batch_step in range(many_batches):
         b = bias_batch + batch_step
@@ -93,6 +94,11 @@ def grad_bias(
                 inside_q = exists[:, None] & (d < head_dim)[None, :]
                 inside_g = exists[:, None] & (e < head_dim_v)[None, :]
                 q = tl.load(Q + (q_rows[:, None] + d[None, :]), mask=inside_q, other=0.0)
+                q_rest = q
+                if BLOCK_E > 0:
+                    inside_q = exists[:, None] & (rest < head_dim)[None, :]
+                    at = Q + (q_rows[:, None] + rest[None, :])
+                    q_rest = tl.load(at, mask=inside_q, other=0.0)
                 g = tl.load(DOUT + (g_rows[:, None] + e[None, :]), mask=inside_g, other=0.0)
                 places = b * stride_sb + head * stride_sh + state_start(start_q, b, present) + row
                 lse = tl.load(BASE + places, mask=exists, other=float("inf"))
@@ -115,6 +121,12 @@ def grad_bias(
                     nothing = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
                     distance = key[None, :] - row[:, None] - shift
                     s = dot(q, tl.trans(k), nothing, PRECISION)
+                    if BLOCK_E > 0:
+                        k_rest = load_keys(
+                            k_base, n0, keys, stride_ks, stride_kb, pages, page_size, pad, rest,
+                            head_dim, BLOCK_N, True, False, PAGED, True, False,
+                        )  # fmt: skip
+                        s = dot(q_rest, tl.trans(k_rest), s, PRECISION)
                     s, _capped = score(
                         s, distance, slope, scale, softcap, b + batch_start, head + head_start,
                         row[:, None] + q_start, key[None, :] + k_start,

@@ -10,6 +10,10 @@ before the matrix unit. And P in bfloat16 has a relative error of 2⁻⁹, while
 keeps float32's range: keys far below a dominating key are not lost, in any order of keys, and P can
 include V's scales. With 16-bit queries K and V are converted to the queries' dtype. ``SCALED`` is 0
 without scales, 1 by sequence and head, 2 and 3 per block of rows (``common.key_scales``).
+
+Tiles are as wide as a power of two, up to 512. Of wider heads, ``BLOCK_E`` elements follow those of
+``BLOCK_D`` and have a product of their own. ``SHARED_V``: V is K's first elements, as in latent
+attention, and is not loaded again.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -42,16 +46,19 @@ from .common import (
     sees,
     span,
 )
+from .lists import masked_entry, visits
 
 
 @triton.jit
 def _step(
-    acc, total, top, q, k_base, v_base, n0, keys, stride_ks, stride_vs, stride_kb, stride_vb, PAGES,
-    page_size, pad, d, dv, head_dim, head_dim_v, rows, row_exists, shift, left, right, scale,
-    softcap, slope, bias_rows, stride_bias_j, SEED, head, b, q_start, k_start, threshold,
+    acc, total, top, q, q_rest, k_base, v_base, n0, keys, stride_ks, stride_vs, stride_kb,
+    stride_vb, PAGES, page_size, pad, d, dv, head_dim, head_dim_v, rows, row_exists, shift, left,
+    right, scale, softcap, slope, bias_rows, stride_bias_j, SEED, head, b, q_start, k_start,
+    threshold,
     K_SCALE, V_SCALE, place, stride_page, K_SCALE_ROWS, WINDOW_SHIFT, CHUNK,
     MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    EVEN_D: tl.constexpr, EVEN_E: tl.constexpr, EVEN_DV: tl.constexpr, SHARED_V: tl.constexpr,
     GENERAL: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, PAGED: tl.constexpr,
     WIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, SCALED: tl.constexpr,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
@@ -66,9 +73,16 @@ def _step(
             k_base, n0, keys, stride_ks, stride_kb, PAGES, page_size, pad, d, head_dim,
             BLOCK_N, MASKED, EVEN_D, PAGED, WIDE, True,
         )  # fmt: skip
+    stored = k
     if k.dtype != q.dtype:
         k = k.to(q.dtype)  # float8 under 16-bit queries, exactly
     qk = dot(q, k, tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32), PRECISION)
+    if BLOCK_E > 0:
+        k_rest = load_keys(
+            k_base, n0, keys, stride_ks, stride_kb, PAGES, page_size, pad,
+            BLOCK_D + tl.arange(0, BLOCK_E), head_dim, BLOCK_N, MASKED, EVEN_E, PAGED, WIDE, True,
+        )  # fmt: skip
+        qk = dot(q_rest, k_rest.to(q.dtype), qk, PRECISION)
     key = n0 + tl.arange(0, BLOCK_N)
     distance = key[None, :] - rows[:, None] - shift
     EXACT: tl.constexpr = q.dtype == tl.float32
@@ -94,16 +108,16 @@ def _step(
             exists = row_exists[:, None] & (key < keys)[None, :]
             pointers = bias_rows[:, None] + key[None, :] * stride_bias_j
             qk = add_bias(qk, pointers, exists, BIAS)
-        if MASK_MOD is not None:
-            shown = MASK_MOD(
-                b, head, rows[:, None] + q_start, key[None, :] + k_start,
-                MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
-            )  # fmt: skip
-            qk = tl.where(shown, qk, float("-inf"))
         factor = LOG2E
         each = LOG2E
     elif EXACT:
         qk = qk * scale
+    if MASK_MOD is not None:
+        shown = MASK_MOD(
+            b, head, rows[:, None] + q_start, key[None, :] + k_start,
+            MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
+        )  # fmt: skip
+        qk = tl.where(shown, qk, float("-inf"))
     if MASKED:
         seen = sees(
             distance, key[None, :], rows[:, None] + shift, k_start, left, right, WINDOW_SHIFT, CHUNK
@@ -138,7 +152,9 @@ def _step(
         )
         p = tl.where(keep, p, 0.0)
     acc = acc * rescale[:, None]
-    if TMA:
+    if SHARED_V:
+        v = tl.trans(stored)
+    elif TMA:
         v = v_base.load([n0, 0])
     else:
         v = load_keys(
@@ -167,9 +183,11 @@ def attention_forward(
     descending, splits, left, right, scale, softcap, threshold, keep_scale, q_start, k_start,
     head_start, batch_start, WINDOW_SHIFT, CHUNK,
     K_SCALE, V_SCALE, K_SCALE_B, K_SCALE_H, K_SCALE_ROWS, Q_SCALE, Q_SCALE_B, Q_SCALE_H,
-    Q_SCALE_ROWS, MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, GENERAL: tl.constexpr, BIAS: tl.constexpr,
+    Q_SCALE_ROWS, LIST_COUNTS, LIST_ENTRIES, LIST_B, LIST_H, LIST_MOST,
+    MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_DV: tl.constexpr, EVEN_D: tl.constexpr, EVEN_E: tl.constexpr, EVEN_DV: tl.constexpr,
+    SHARED_V: tl.constexpr, GENERAL: tl.constexpr, BIAS: tl.constexpr,
     DROPOUT: tl.constexpr, PAGED: tl.constexpr, PACK: tl.constexpr, SPLIT: tl.constexpr,
     WIDE: tl.constexpr, TMA: tl.constexpr, DIES: tl.constexpr, PRECISION: tl.constexpr,
     AHEAD: tl.constexpr, SCALED: tl.constexpr, ORDERED: tl.constexpr,
@@ -217,6 +235,11 @@ def attention_forward(
     if not EVEN_D:
         q_mask = q_mask & (d < head_dim)[None, :]
     q = tl.load(Q + (q_rows[:, None] + d[None, :]), mask=q_mask, other=0.0)
+    q_rest = q
+    if BLOCK_E > 0:
+        rest = BLOCK_D + tl.arange(0, BLOCK_E)
+        rest_mask = row_exists[:, None] & (rest < head_dim)[None, :]
+        q_rest = tl.load(Q + (q_rows[:, None] + rest[None, :]), mask=rest_mask, other=0.0)
 
     PAGES += b * stride_pb
     if PAGED > 0:
@@ -287,32 +310,48 @@ def attention_forward(
     total = tl.where(top > float("-inf"), 1.0, 0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
 
-    for n0 in range(tl.maximum(full_start, start), tl.minimum(full_stop, stop), BLOCK_N):
-        acc, total, top = _step(
-            acc, total, top, q, k_base, v_base, n0, keys, stride_ks, stride_vs, stride_kb,
-            stride_vb, PAGES, page_size, pad, d, dv, head_dim, head_dim_v, rows, row_exists, shift,
-            left, right, scale, softcap, slope, bias_rows, stride_bias_j, SEED, head + head_start,
-            b + batch_start, q_start, k_start, threshold, K_SCALE, V_SCALE, stored_at, K_SCALE_B,
-            K_SCALE_ROWS, WINDOW_SHIFT, CHUNK,
-            MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
-            BLOCK_M, BLOCK_N, EVEN_D, EVEN_DV, GENERAL, BIAS, DROPOUT, PAGED, WIDE, TMA, PRECISION,
-            SCALED, SCORE_MOD, MASK_MOD, False,
+    FULL_MASK: tl.constexpr = MASK_MOD if LIST_COUNTS is None else None
+    if LIST_COUNTS is None:
+        first, last = tl.maximum(full_start, start), tl.minimum(full_stop, stop)
+        masked = tiles_left + tiles_right
+    else:
+        number = b * LIST_B + unit * LIST_H + block
+        LIST_ENTRIES, first, last, before, behind, asked, partial = visits(
+            LIST_COUNTS, LIST_ENTRIES, number, LIST_MOST, start, full_start, full_stop, stop,
+            BLOCK_N,
         )  # fmt: skip
-    for tile in range(tiles_left + tiles_right):
-        n0 = tl.where(
-            tile < tiles_left,
-            start + tile * BLOCK_N,
-            right_start + (tile - tiles_left) * BLOCK_N,
-        )
+        masked = before + behind + partial
+    for at in range(first, last, BLOCK_N if LIST_COUNTS is None else 1):
+        n0 = at if LIST_COUNTS is None else tl.load(LIST_ENTRIES + at) * BLOCK_N
         acc, total, top = _step(
-            acc, total, top, q, k_base, v_base, n0, keys, stride_ks, stride_vs, stride_kb,
+            acc, total, top, q, q_rest, k_base, v_base, n0, keys, stride_ks, stride_vs, stride_kb,
             stride_vb, PAGES, page_size, pad, d, dv, head_dim, head_dim_v, rows, row_exists, shift,
             left, right, scale, softcap, slope, bias_rows, stride_bias_j, SEED, head + head_start,
             b + batch_start, q_start, k_start, threshold, K_SCALE, V_SCALE, stored_at, K_SCALE_B,
             K_SCALE_ROWS, WINDOW_SHIFT, CHUNK,
             MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
-            BLOCK_M, BLOCK_N, EVEN_D, EVEN_DV, GENERAL, BIAS, DROPOUT, PAGED, WIDE, TMA, PRECISION,
-            SCALED, SCORE_MOD, MASK_MOD, True,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, EVEN_D, EVEN_E, EVEN_DV, SHARED_V, GENERAL, BIAS,
+            DROPOUT, PAGED, WIDE, TMA, PRECISION, SCALED, SCORE_MOD, FULL_MASK, False,
+        )  # fmt: skip
+    for tile in range(masked):
+        if LIST_COUNTS is None:
+            n0 = tl.where(
+                tile < tiles_left,
+                start + tile * BLOCK_N,
+                right_start + (tile - tiles_left) * BLOCK_N,
+            )
+        else:
+            at = masked_entry(tile, first, last, before, behind, asked)
+            n0 = tl.load(LIST_ENTRIES + at) * BLOCK_N
+        acc, total, top = _step(
+            acc, total, top, q, q_rest, k_base, v_base, n0, keys, stride_ks, stride_vs, stride_kb,
+            stride_vb, PAGES, page_size, pad, d, dv, head_dim, head_dim_v, rows, row_exists, shift,
+            left, right, scale, softcap, slope, bias_rows, stride_bias_j, SEED, head + head_start,
+            b + batch_start, q_start, k_start, threshold, K_SCALE, V_SCALE, stored_at, K_SCALE_B,
+            K_SCALE_ROWS, WINDOW_SHIFT, CHUNK,
+            MOD_INFO, C0, C1, C2, C3, C4, C5, C6, C7,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, EVEN_D, EVEN_E, EVEN_DV, SHARED_V, GENERAL, BIAS,
+            DROPOUT, PAGED, WIDE, TMA, PRECISION, SCALED, SCORE_MOD, MASK_MOD, True,
         )  # fmt: skip
 
     empty = total == 0.0

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
+from ... import blocks, mods
 from ...plan import Plan
-from ...problem import Problem, is_banded
+from ...problem import Call, Problem, is_banded
 from ..common import splits
 
 Value = int | str | bool
@@ -65,16 +67,27 @@ _HOPPER = {
     # with one of 64 keys 3.47, full 5.57 and 7.12.
     256: Kernels(Tiles(128, 64, 8, 2, tma=True), Tiles(32, 128, 8, 3, tma=True),
                  Tiles(128, 32, 8, 3, tma=True), Tiles(64, 128, 8, 2, tma=True)),
+    # Accumulators of 64 rows are half of the registers of 8 warps. Forward at 8,192 keys, causal:
+    # 186; with the copy engine 183, 64 keys in one stage 179, 32 rows on 4 warps 154. Gradients:
+    # the largest that spill nothing at 512 (64 rows or keys: 700 to 2,300 bytes).
+    512: Kernels(Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1),
+                 Tiles(32, 32, 8, 1)),
 }  # fmt: skip
 _AMPERE = {
     64: Kernels(Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
     128: Kernels(Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)),
     256: Kernels(Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 2), Tiles(64, 32, 8, 2)),
+    512: Kernels(
+        Tiles(64, 32, 8, 1), Tiles(16, 32, 8, 1), Tiles(32, 32, 8, 1), Tiles(16, 32, 8, 1)
+    ),
 }
 _ADA = {
     64: Kernels(Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
     128: Kernels(Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 1), Tiles(64, 32, 4, 1)),
     256: Kernels(Tiles(64, 32, 4, 1), Tiles(32, 32, 8, 1), Tiles(32, 32, 4, 1)),
+    512: Kernels(
+        Tiles(32, 32, 8, 1), Tiles(16, 16, 8, 1), Tiles(32, 16, 8, 1), Tiles(16, 16, 8, 1)
+    ),
 }
 # Not measured: no such GPU was at hand. Chosen by what the compiler reports for gfx942: at most 256
 # registers a lane, which leaves room for two waves on each SIMD, and no spills in forward.
@@ -90,6 +103,9 @@ _CDNA = {
     # One wave a SIMD: forward 327, dK and dV 374; 32 rows are 512 and 44 bytes of spills.
     256: Kernels(Tiles(64, 32, 4, 1, matrix=16), Tiles(16, 64, 4, 1, matrix=16),
                  Tiles(32, 32, 4, 1, matrix=16)),
+    # Forward 417, dK 490, dV 345, dQ 358, in all of the LDS; 576 elements of dK spill 396 bytes.
+    512: Kernels(Tiles(64, 32, 4, 1, matrix=16), Tiles(16, 64, 4, 1, matrix=16),
+                 Tiles(32, 16, 4, 1, matrix=16), Tiles(16, 64, 4, 1, matrix=16)),
 }  # fmt: skip
 # Not measured either. A wave of 32 lanes has 256 registers a lane; with heads of 128 and more the
 # accumulators do not fit (gfx1100, bytes of spills: forward 36, on four waves 400; dK and dV 516,
@@ -98,12 +114,16 @@ _RDNA = {
     64: Kernels(Tiles(64, 32, 4, 1), Tiles(32, 32, 8, 1), Tiles(64, 16, 4, 1)),
     128: Kernels(Tiles(64, 32, 8, 1), Tiles(16, 32, 8, 1), Tiles(32, 16, 8, 1)),
     256: Kernels(Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
+    512: Kernels(
+        Tiles(16, 16, 8, 1), Tiles(16, 16, 8, 1), Tiles(16, 16, 8, 1), Tiles(16, 16, 8, 1)
+    ),
 }
 # float32 runs on the vector units: small tiles that fit the registers.
 _FLOAT32 = {
     64: Kernels(Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
     128: Kernels(Tiles(32, 32, 4, 1), Tiles(16, 32, 4, 1), Tiles(32, 16, 4, 1)),
     256: Kernels(Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
+    512: Kernels(Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
 }
 # The interpreter: two tiles and more in every loop at lengths that take milliseconds.
 _INTERPRETED = Kernels(Tiles(64, 32, 1, 1), Tiles(32, 64, 1, 1), Tiles(64, 32, 1, 1))
@@ -139,6 +159,8 @@ _COPY_ENGINE = ("sm_90", "sm_90a", "sm_100")
 # Archs whose shared memory holds three tiles of 128 keys.
 _LARGE_SHARED = ("sm_80", "sm_90", "sm_90a", "sm_100")
 
+# The widest tile. Heads are at most 576: what is left is a tile of its own, with its own product.
+_WIDEST = 512
 # Rows of all heads of a group in one block, up to this many: decode, speculative decode.
 _PACKED_ROWS = 64
 
@@ -153,8 +175,8 @@ def power_of_two(size: int, least: int = 16) -> int:
     return max(least, 1 << (size - 1).bit_length())
 
 
-def _blocks(problem: Problem) -> tuple[int, int]:
-    """Return the widths of the tiles of K and V.
+def _blocks(problem: Problem) -> tuple[int, int, int]:
+    """Return the widths of the tiles of K, of what is left of K beyond ``_WIDEST``, and of V.
 
     Hopper's matrix unit reads shared memory through descriptors, which encode the swizzle: the
     tile's width, up to 64. If V is not prefetched, its tile reuses the memory of K's. If the two
@@ -164,10 +186,18 @@ def _blocks(problem: Problem) -> tuple[int, int]:
     """
     # Matrix units take 32 float8 elements at a time.
     least = 32 if "fp8" in problem.features else 16
-    block_d, block_dv = power_of_two(problem.head_dim, least), power_of_two(problem.head_dim_v)
+    block_d = power_of_two(min(problem.head_dim, _WIDEST), least)
+    rest = problem.head_dim - block_d
+    block_e = power_of_two(rest, least) if rest > 0 else 0
+    block_dv = power_of_two(problem.head_dim_v)
     if problem.dtype != "float32" and _FAMILIES.get(problem.arch) is _HOPPER:
         block_dv = max(block_dv, min(block_d, 64))
-    return block_d, block_dv
+    return block_d, block_e, block_dv
+
+
+def _widest(problem: Problem) -> int:
+    """Return the width of the widest tile, by which the tables are ordered."""
+    return min(_WIDEST, power_of_two(max(problem.head_dim, problem.head_dim_v)))
 
 
 def _divisor(size: int) -> int:
@@ -179,9 +209,8 @@ def kernels_of(problem: Problem) -> Kernels:
     """Return the tiles of a problem's kernels."""
     if problem.arch == "cpu":
         return _INTERPRETED
-    widest = power_of_two(max(problem.head_dim, problem.head_dim_v))
     table = _FLOAT32 if problem.dtype == "float32" else _FAMILIES.get(problem.arch, _ADA)
-    return table[max(64, widest)]
+    return table[max(64, _widest(problem))]
 
 
 def is_invariant(problem: Problem) -> bool:
@@ -214,8 +243,10 @@ def forward_tiles(problem: Problem) -> Tiles:
         return tiles
     if rows < tiles.block_m:
         return _few_rows(problem, tiles, power_of_two(rows))
-    widest = power_of_two(max(problem.head_dim, problem.head_dim_v))
-    if tiles.tma and widest == 128:
+    if "latent" in problem.features and tiles.matrix:
+        # V is made of K in registers: with 32 keys 336 bytes of spills.
+        return tiles._replace(block_n=16)
+    if tiles.tma and _widest(problem) == 128:
         # The copy engine's descriptors cost 1.5 µs a block: 275 against 283 at 1,024 keys.
         if problem.seqlen_k <= 1024:
             return tiles._replace(tma=False)
@@ -255,21 +286,41 @@ def _few_rows(problem: Problem, tiles: Tiles, block: int) -> Tiles:
     if problem.arch == "cpu" or problem.dtype == "float32":
         return tiles
     tiles = tiles._replace(warps=4)
-    wide = power_of_two(max(problem.head_dim, problem.head_dim_v)) > 128
-    if block > 32 or problem.arch not in _LARGE_SHARED:
+    widest = _widest(problem)
+    if block > 32 or problem.arch not in _LARGE_SHARED or widest > 256:
         return tiles
-    if wide or "fp8" in problem.features:
+    if widest > 128 or "fp8" in problem.features:
         return tiles._replace(block_n=64, stages=3)
     # H200, TB/s, 32/8 heads of 128, (batch, keys): (12, 16,384) 4.25 with 128 keys and 3 stages,
     # 3.67 with 64 and 4; (8, 32,768) 4.18 and 4.20; (64, 8,192) 4.35, with 128 and 2 stages 4.39.
     return tiles._replace(block_n=128, stages=2 if problem.batch * problem.heads_k > 256 else 3)
 
 
+def list_tiles(constants: Mapping[str, Any], role: str, call: Call) -> blocks.Tiles | None:
+    """Return the tiles by whose block lists the kernel ``role`` visits under ``call``'s mask_mod;
+    None if it visits all.
+
+    With batch_invariant it does: full tiles come first, and which are full depends on the rows that
+    share a block. A mask_mod whose bits depend on the compiler has no lists.
+    """
+    mask = mods.of(call.mods).mask if call.mods else None
+    if mask is None or constants["ordered"] or not blocks.is_exact(mask):
+        return None
+    rows, keys = constants[f"{role}_block_m"], constants[f"{role}_block_n"]
+    if role == "fwd" and constants["pack"]:
+        # A block has the rows of all heads of a group.
+        group = call.q.shape[-2] // call.k.shape[-2]
+        if blocks.asks_for(mask, "h") or rows % group:
+            return None
+        rows //= group
+    return blocks.Tiles(rows, keys, "keys" if role in ("dk", "dv") else "rows")
+
+
 def plan(problem: Problem, name: str) -> Plan:
     """Return everything that the kernels of ``problem`` are compiled with."""
     kernels = kernels_of(problem)
     features = problem.features
-    block_d, block_dv = _blocks(problem)
+    block_d, block_e, block_dv = _blocks(problem)
     forward = forward_tiles(problem)
     amd = problem.device.vendor == "amd"
     constants: dict[str, Value] = {
@@ -278,10 +329,13 @@ def plan(problem: Problem, name: str) -> Plan:
         "dtype_out": KINDS[problem.dtype_out or problem.dtype],
         "plain": not features & _OPTIONS,
         "block_d": block_d,
+        "block_e": block_e,
         "block_dv": block_dv,
-        "even_d": block_d == problem.head_dim,
+        "even_d": block_d == problem.head_dim or block_e > 0,
+        "even_e": block_d + block_e == problem.head_dim,
         "even_dv": block_dv == problem.head_dim_v,
-        "general": bool(features & {"softcap", "alibi", "bias", "score_mod", "mask_mod"}),
+        "general": bool(features & {"softcap", "alibi", "bias", "score_mod"}),
+        "shared_v": "latent" in features and block_d == block_dv,
         "mods": problem.mods,
         "dropout": "dropout" in features,
         "banded": is_banded(features),
@@ -318,7 +372,8 @@ def plan(problem: Problem, name: str) -> Plan:
         whole = problem.aligned and not (problem.head_dim | problem.head_dim_v) % problem.unit
         values["tma"] = (
             tiles.tma and whole and problem.arch in _COPY_ENGINE and not is_invariant(problem)
-        )
+            and not block_e
+        )  # fmt: skip
         values["paged"] = _paging(problem, tiles.block_n)
         constants |= {f"{role}_{key}": value for key, value in values.items()}
     return Plan(name, "attention_forward", tuple(sorted(constants.items())), _notes(problem))

@@ -23,7 +23,7 @@ from .specs import Spec, Variant
 ARCH_NAMES = (
     "gfx90a", "gfx942", "gfx950", "gfx1100", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100",
 )  # fmt: skip
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 128, 256, 512)
 
 
 class Resources(NamedTuple):

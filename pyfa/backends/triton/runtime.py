@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ... import _torch
+from ...blocks import Tiles
 from ...mods.emit_triton import INFO
 from ...plan import Plan
 from ...problem import Call, Form, are_on_16, band_of, form_of, scales_of, tensors_of
@@ -20,6 +21,7 @@ from . import plans, specs
 from .common import FAR, NO_LSE
 from .kernel import Kernel, Slot, no_float, no_int, no_seed
 from .plans import BYTES, KINDS
+from .runtime_lists import ByLists
 from .specs import INTERPRETED, Spec, Variant
 
 _FAR: int = FAR.value
@@ -306,7 +308,8 @@ class Runner:
         # Rows that no program writes: beyond seqused_q, or of no sequence.
         partial = packed or call.seqused_q is not None or not programs
         out, lse = call.out_shape(), call.lse_shape()
-        program = Program(form.names, q)
+        by_lists = ByLists(self, call, ("fwd",) if programs else ())
+        program = Program((*form.names, *by_lists.names), q)
         alone = partial and parts == 1
         program.make("out", like(out, call.dtype_of_out()), 0.0 if alone else None)
         silent = not (with_lse or INTERPRETED or parts > 1)
@@ -324,23 +327,31 @@ class Runner:
             options = (*options[:-1], options[-1] | NO_LSE.value)
         section = self.section(longest * (dim + dim_v), 1 if self.pack else group, units * batch)
         variant = self.variant(call, given, self.block_n)
-        key = ("forward", parts > 1, variant, q.device.index)
+        listed = "fwd" in by_lists
+        key = ("forward", parts > 1, variant, listed, q.device.index)
         steps = []
         numbers = numbers_of(program, form)
         if programs:
             kernel = self.kernel(
-                key, lambda: specs.forward_spec(self.constants, variant, parts > 1)
+                key, lambda: specs.forward_spec(self.constants, variant, parts > 1, listed)
             )
             arguments = (
                 Slot("q"), Slot("k"), Slot("v"), to, to_lse, *options, *given.strides, *out_strides,
                 *lse_strides, *given.more_strides, *part_strides, batch, units, group, dim, dim_v,
                 rows, longest, given.page_size, blocks, section, int(self.reversed), parts,
-                *given.numbers, *given.scales, *given.captured,
+                *given.numbers, *given.scales, *by_lists.arguments("fwd", call), *given.captured,
             )  # fmt: skip
             steps.append(kernel.bind(programs * parts, arguments, numbers))
             if parts > 1:
                 steps.append(self._combine(program, parts, heads, total, lse_strides, numbers))
-        return run_of(program, launching(steps), EMPTY[q.device.type], 3, are_on_16(q, k, v))
+        run = run_of(program, launching(steps), EMPTY[q.device.type], 3, are_on_16(q, k, v))
+        if not by_lists.names:
+            return run
+        return lambda *tensors: run(*tensors, *by_lists.of(form.fill(tensors)[0]))
+
+    def list_tiles(self, role: str, call: Call) -> Tiles | None:
+        """Return the tiles by whose lists the kernel ``role`` visits, if it does."""
+        return plans.list_tiles(self.constants, role, call)
 
     def _combine(
         self, program: Program, parts: int, heads: int, rows_per_batch: int,

@@ -14,6 +14,7 @@ from ..common.program import Program, like, run_of
 from . import runtime, specs
 from .kernel import Slot, no_float
 from .runtime import Given, Launch, Runner
+from .runtime_lists import ByLists
 from .specs import INTERPRETED
 
 
@@ -102,7 +103,10 @@ class _Passes:
         self.given: Given = runner.given(call)
         self.form: Form = form_of(call)
         names = ("dout", "out", "lse", *self.form.names)
-        self.program = Program((*names, *(("dlse",) if given.dlse is not None else ())), call.q)
+        names = (*names, *(("dlse",) if given.dlse is not None else ()))
+        empty = not (call.batch and heads and call.max_seqlen_q and call.max_seqlen_k)
+        self.by_lists = ByLists(runner, call, () if empty else (*runner.keys_roles, "dq"))
+        self.program = Program((*names, *self.by_lists.names), call.q)
         self.sizes = (call.batch, heads, heads // call.k.shape[-2], call.q.shape[-1],
                       call.v.shape[-1], call.max_seqlen_q, call.max_seqlen_k,
                       self.given.page_size)  # fmt: skip
@@ -127,14 +131,15 @@ class _Passes:
         on_16 = are_on_16(*self.saved.tensors()[:6])
         run = run_of(program, runtime.launching(steps), runtime.EMPTY[call.q.device.type], 6, on_16)
         made = {name: number for number, name in enumerate(program.made)}
-        form, paged = self.form, call.page_table is not None
+        form, by_lists, paged = self.form, self.by_lists, call.page_table is not None
 
         def backward(
             dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
             *tensors: torch.Tensor,
         ) -> Gradients:  # fmt: skip
             last = () if dlse is None else (dlse,)
-            found = run(dout, out, lse, *tensors, *last)
+            lists = by_lists.of(form.fill(tensors)[0]) if by_lists.names else ()
+            found = run(dout, out, lse, *tensors, *last, *lists)
             dq, dk, dv = found[:3]
             if not (paged or has_sinks or bias_grad):
                 return Gradients(dq, dk, dv)
@@ -216,13 +221,16 @@ class _Passes:
             if not programs:
                 continue
             variant = runner.variant(call, given, max(block, runner.constants[f"{role}_block_m"]))
-            key = (role, variant, self.index)
-            kernel = runner.kernel(key, partial(specs.keys_spec, runner.constants, variant, role))
+            listed = role in self.by_lists
+            key = (role, variant, listed, self.index)
+            make = partial(specs.keys_spec, runner.constants, variant, role, listed)
+            kernel = runner.kernel(key, make)
             arguments = (
                 Slot("q"), Slot("k"), Slot("v"), Slot("dout"), Slot("dk"), Slot("dv"), Slot("base"),
                 Slot("delta"), *given.options, *given.strides, *self.dout_strides, *strides[0],
                 *strides[1], *self.state_strides, *given.more_strides, batch, heads_k,
-                *self.sizes[2:], blocks, section, 0, *given.numbers, *given.captured,
+                *self.sizes[2:], blocks, section, 0, *given.numbers,
+                *self.by_lists.arguments(role, call), *given.captured,
             )  # fmt: skip
             self.steps.append((kernel, programs, arguments))
 
@@ -235,10 +243,10 @@ class _Passes:
         if not programs:
             return
         variant = runner.variant(call, given, runner.constants["dq_block_n"])
-        has_dots = call.sinks is not None
+        has_dots, listed = call.sinks is not None, "dq" in self.by_lists
         kernel = runner.kernel(
-            ("dq", variant, has_dots, self.index),
-            lambda: specs.rows_spec(runner.constants, variant, has_dots),
+            ("dq", variant, has_dots, listed, self.index),
+            lambda: specs.rows_spec(runner.constants, variant, has_dots, listed),
         )
         section = runner.section(longest * (dim + dim_v), group, heads * batch)
         arguments = (
@@ -246,7 +254,7 @@ class _Passes:
             Slot("dots") if has_dots else no_float, *given.options, *given.strides,
             *self.dout_strides, *strides, *self.state_strides, *self.lse_strides,
             *given.more_strides, *self.sizes, blocks, section, int(runner.reversed),
-            *given.numbers, *given.captured,
+            *given.numbers, *self.by_lists.arguments("dq", call), *given.captured,
         )  # fmt: skip
         self.steps.append((kernel, programs, arguments))
 

@@ -15,8 +15,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ... import mods
+from ...blocks import Tiles
 from ...mods.emit_triton import POINTERS
-from . import backward, bias_grad, decode, forward
+from . import backward, bias_grad, decode, forward, lists
 from .common import INTERPRETED
 from .modifiers import functions_of
 from .plans import BYTES
@@ -52,6 +53,8 @@ class Spec(NamedTuple):
 
 # Rows and keys of a tile of the bias gradient. Not hot: fits every arch.
 BIAS_TILE = 32
+# Tiles of a program that looks at all points of them.
+TILES_AT_ONCE = 16
 
 _INT32 = ("CU_Q", "CU_K", "USED_Q", "USED_K", "PAGES", "BATCH_IDX", "LEFTPAD")
 _FLOAT32 = ("LSE", "BASE", "PART_LSE", "PARTS", "DELTA", "DLSE", "DOTS_PTR", "ALIBI", "SINKS")
@@ -60,7 +63,10 @@ _INPUTS = ("Q", "K", "V", "DOUT", "OUT", "DQ", "DK", "DV")
 # None.
 _CAPTURED = ("MOD_INFO", *(f"C{slot}" for slot in range(mods.MOST_CAPTURED)))
 _FLOATS = ("scale", "softcap", "keep_scale")
-# For float8: pointers, strides and rows per scale. Otherwise compiled in as None.
+# Of kernels that visit by block lists: the lists, strides between them and their length. Compiled
+# in as None elsewhere.
+_LISTS = ("LIST_COUNTS", "LIST_ENTRIES", "LIST_B", "LIST_H", "LIST_MOST")
+# Of float8: pointers, strides and rows per scale. Compiled in as None where there are none.
 _K_SCALES = ("K_SCALE", "V_SCALE", "K_SCALE_B", "K_SCALE_H", "K_SCALE_ROWS")
 # For plans with chunks or windows with a negative bound; otherwise compiled in as None.
 _BANDS = ("WINDOW_SHIFT", "CHUNK")
@@ -85,8 +91,10 @@ def _type(name: str, plan: Constants, bias: str) -> str:
         return f"*{kind}"
     if name in _FLOAT32 or name in ("K_SCALE", "V_SCALE", "Q_SCALE"):
         return "*fp32"
-    if name in _INT32:
+    if name in _INT32 or name in ("LIST_COUNTS", "LIST_ENTRIES"):
         return "*i32"
+    if name == "STATES":
+        return "*u8"
     if name in ("BIAS_PTR", "DBIAS"):
         return f"*{bias or kind}"
     if name == "SEED":
@@ -159,13 +167,16 @@ def _options(plan: Constants, role: str, variant: Variant) -> dict[str, Any]:
     return options
 
 
-def _common(plan: Constants, variant: Variant, role: str) -> dict[str, Any]:
+def _common(plan: Constants, variant: Variant, role: str, listed: bool = False) -> dict[str, Any]:
     return {
+        **({} if listed else dict.fromkeys(_LISTS)),
         "BLOCK_M": plan[f"{role}_block_m"],
         "BLOCK_N": plan[f"{role}_block_n"],
         "BLOCK_D": plan["block_d"],
+        "BLOCK_E": plan["block_e"],
         "BLOCK_DV": plan["block_dv"],
         "EVEN_D": plan["even_d"],
+        "EVEN_E": plan["even_e"],
         "EVEN_DV": plan["even_dv"],
         "GENERAL": variant.general,
         "BIAS": _bias_code(plan, variant),
@@ -176,9 +187,12 @@ def _common(plan: Constants, variant: Variant, role: str) -> dict[str, Any]:
         "TMA": plan[f"{role}_tma"] and not variant.wide and plan[f"{role}_paged"] == 0,
         "DIES": plan["dies"],
         "PRECISION": "tf32" if variant.tf32 else "ieee",
-        **functions_of(plan["mods"]),
-        **dict.fromkeys(_CAPTURED[_pointers(plan) :]),
+        **_mods(plan),
     }
+
+
+def _mods(plan: Constants) -> dict[str, Any]:
+    return functions_of(plan["mods"]) | dict.fromkeys(_CAPTURED[_pointers(plan) :])
 
 
 def _pointers(plan: Constants) -> int:
@@ -187,10 +201,16 @@ def _pointers(plan: Constants) -> int:
     return 1 + captured if captured else 0
 
 
-def forward_spec(plan: Constants, variant: Variant, split: bool) -> Spec:
-    constants = _common(plan, variant, "fwd")
+def states_spec(plan: Constants, tiles: Tiles) -> Spec:
+    """Return the spec of the kernel that looks at all points of tiles of this size."""
+    constants = {"ROWS": tiles.rows, "KEYS": tiles.keys, "AT_ONCE": TILES_AT_ONCE, **_mods(plan)}
+    return _spec(lists.tile_states, plan, Variant(), constants, {}, {"num_warps": 4})
+
+
+def forward_spec(plan: Constants, variant: Variant, split: bool, listed: bool = False) -> Spec:
+    constants = _common(plan, variant, "fwd", listed)
     constants |= {"PACK": plan["pack"], "SPLIT": split, "AHEAD": split and plan["ahead"]}
-    constants["SCALED"] = variant.scaled
+    constants |= {"SCALED": variant.scaled, "SHARED_V": plan["shared_v"]}
     if not variant.scaled:
         constants |= dict.fromkeys(_K_SCALES)
     if not variant.scaled or BYTES[plan["dtype"]] > 1:
@@ -229,8 +249,8 @@ def keys_roles(plan: Constants) -> tuple[str, ...]:
     return ("dk", "dv") if "dv_block_m" in plan else ("dk",)
 
 
-def keys_spec(plan: Constants, variant: Variant, role: str = "dk") -> Spec:
-    constants = _common(plan, variant, role)
+def keys_spec(plan: Constants, variant: Variant, role: str = "dk", listed: bool = False) -> Spec:
+    constants = _common(plan, variant, role, listed)
     constants |= {"WITH_DK": role == "dk", "WITH_DV": role == "dv" or "dv_block_m" not in plan}
     # Gradients of pages are summed in float32 before they are rounded.
     types = {"DK": "*fp32", "DV": "*fp32"} if plan[f"{role}_paged"] else {}
@@ -240,8 +260,8 @@ def keys_spec(plan: Constants, variant: Variant, role: str = "dk") -> Spec:
     )  # fmt: skip
 
 
-def rows_spec(plan: Constants, variant: Variant, dots: bool = False) -> Spec:
-    constants = _common(plan, variant, "dq") | {"DOTS": dots}
+def rows_spec(plan: Constants, variant: Variant, dots: bool = False, listed: bool = False) -> Spec:
+    constants = _common(plan, variant, "dq", listed) | {"DOTS": dots}
     return _spec(
         backward.grad_rows, plan, variant, constants, _divisors(plan),
         _options(plan, "dq", variant),

@@ -100,6 +100,8 @@ TILES = Tiles(
         (192, 128): (Decode(1, 2, 2), Decode(2, 3, 1)),
         (192, 192): (Decode(1, 2, 2), Decode(2, 2, 1)),
         (256, 256): (Decode(1, 2, 1), Decode(2, 2, 1)),
+        (512, 512): (Decode(1, 1, 1),),
+        (576, 512): (Decode(1, 1, 1),),
     },
     # Float8 keys and values take half the bytes and registers: with twice the stages at 64 there
     # are 48 KB and more on their way to each workgroup.

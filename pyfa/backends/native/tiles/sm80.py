@@ -159,6 +159,7 @@ TILES = Tiles(
         (192, 128): sizes((1, 1, 6, 2), (2, 1, 6, 2), (2, 2, 8, 3), (2, 4, 8, 6)),
         (192, 192): sizes((1, 1, 6, 2), (2, 1, 6, 2), (2, 2, 8, 3), (2, 4, 8, 6)),
         (256, 256): sizes((1, 1, 4, 2), (2, 1, 4, 2), (2, 2, 8, 2), (2, 4, 8, 4)),
+        (576, 512): sizes((1, 1, 2, 2), (1, 2, 4, 2), (1, 4, 8, 2)),
     },
     # As many bytes on their way, which are twice the keys. Heads of 96 and 192 run in the next
     # tiles, whose copies leave out what is not there. At 128, 4 products a warp would spill.

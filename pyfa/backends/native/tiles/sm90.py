@@ -11,37 +11,60 @@ from .sm80 import TILES as OF_SM80
 
 ROWS = 64  # query rows of a warpgroup of the forward
 STAGES = 2  # of forward: places for a tile of K, and for one of V; of backward: for Q and dO
+# With batch_invariant rows of more keys than this are merged of chunks, without score terms and in
+# heads of up to 128. Others spill 4 to 36 bytes.
+CHUNK_KEYS, CHUNKED_DIM = 2048, 128
 TOLD = 2  # work tiles that the copying warp may be ahead by
 _GROUP_KEYS = 64  # of a warpgroup of backward
 _PANEL_BYTES = 128  # of a row: what TMA and the matrix instruction swizzle
 
 
 class Own(NamedTuple):
-    """``groups`` warpgroups of 64 query rows each, tiles of ``block_k`` keys, two stages of K and
-    of V."""
+    """``groups`` warpgroups of 64 query rows each, tiles of ``block_k`` keys, ``stages`` of K and
+    as many of V. ``halves``: warpgroups that have the same rows, and each a part of V."""
 
     groups: int
     block_k: int
+    stages: int = STAGES
+    halves: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Return the query rows of a block."""
+        return self.groups // self.halves * ROWS
+
+    def chunk_tiles(self, pair: Pair) -> int:
+        """Return the tiles of a chunk with ``batch_invariant``, 0 without chunks."""
+        return CHUNK_KEYS // self.block_k if pair[0] <= CHUNKED_DIM else 0
 
     def shared_bytes(self, pair: Pair) -> int:
         """Return the bytes of a block: queries, stages, barriers of 8 bytes, and the descriptions
         of two tiles of work."""
-        queries = self.groups * ROWS * pair[0] * 2
-        stages = STAGES * self.block_k * sum(pair) * 2
-        barriers = (2 * self.groups + 4 * STAGES + 2 * TOLD) * 8
+        queries = self.rows * pair[0] * 2
+        stages = self.stages * self.block_k * sum(pair) * 2
+        barriers = (2 * self.groups + 4 * self.stages + 2 * TOLD) * 8
         return -(-(queries + stages + barriers) // 16) * 16 + TOLD * 48
 
     def shared_bytes_of_float8(self, pair: Pair) -> int:
         """Return the same with a transposed copy of V and the scales."""
         queries = self.groups * ROWS * pair[0]
-        stages = STAGES * self.block_k * (pair[0] + 2 * pair[1])
-        barriers = (2 * self.groups + 6 * STAGES + 2 * TOLD) * 8
+        stages = self.stages * self.block_k * (pair[0] + 2 * pair[1])
+        barriers = (2 * self.groups + 6 * self.stages + 2 * TOLD) * 8
         return -(-(queries + stages + barriers) // 16) * 16 + TOLD * 64
+
+    def shared_bytes_of_latent(self, pair: Pair) -> int:
+        """Return the same of a block of 64 packed rows whose tiles of keys, one for each warpgroup,
+        are also the values: queries, tiles, two floats of each row for each warpgroup, barriers."""
+        panels = pair[0] // 64
+        tiles = (ROWS + self.groups * self.block_k) * pair[0] * 2
+        floats = 2 * self.groups * ROWS * 4
+        return tiles + floats + self.groups * (panels + self.groups + 2) * 8
 
 
 # Where every row sees all keys; with a causal mask or a window; with score terms. On an H200 those
 # of 64 and 128 are the fastest of the ones in kernels/cuda/README.md. Of 256 no other was tried;
 # those of 96 and 192 are of FlashAttention-3's size, as far as nothing is spilled.
+_WIDE = Own(2, 32, halves=2)
 FORWARD: dict[Pair, tuple[Own, Own, Own]] = {
     (64, 64): (Own(3, 128), Own(3, 128), Own(2, 128)),
     (96, 96): (Own(2, 176), Own(2, 128), Own(2, 128)),
@@ -49,12 +72,15 @@ FORWARD: dict[Pair, tuple[Own, Own, Own]] = {
     (192, 128): (Own(2, 128), Own(2, 128), Own(2, 112)),
     (192, 192): (Own(2, 112), Own(2, 96), Own(2, 80)),
     (256, 256): (Own(2, 80), Own(2, 80), Own(2, 80)),
+    (512, 512): (_WIDE,) * 3,
+    (576, 512): (_WIDE,) * 3,
 }
 # The same with batch_invariant, where masks are everybody's. Its ballots spilled 16 to 32 bytes at
 # 192, with 96 keys and with 128.
 FORWARD_INVARIANT: dict[Pair, tuple[Own, Own, Own]] = {
     pair: (terms,) * 3 if pair[0] == 192 else (masked, masked, terms)
     for pair, (_, masked, terms) in FORWARD.items()
+    if masked.halves == 1
 }
 # Plain; with score terms; with scales per block of rows.
 FORWARD_FLOAT8: dict[Pair, tuple[Own, Own, Own]] = {
@@ -62,6 +88,9 @@ FORWARD_FLOAT8: dict[Pair, tuple[Own, Own, Own]] = {
     (128, 128): (Own(3, 128), Own(2, 128), Own(2, 128)),
     (256, 256): (Own(2, 128), Own(2, 96), Own(2, 64)),
 }
+# Latent attention: O of 64 packed rows takes the registers of two warpgroups. P of 64 keys
+# takes the place of their last panel.
+LATENT = Own(2, 64)
 
 
 class OwnBackward(NamedTuple):
@@ -85,13 +114,13 @@ class OwnBackward(NamedTuple):
     def block_k(self) -> int:
         return _GROUP_KEYS * (1 if self.roles else self.groups)
 
-    def shared_bytes(self, pair: Pair) -> int:
+    def shared_bytes(self, pair: Pair, sinks: bool = False) -> int:
         """Return the shared memory of a block, in bytes: its keys and values; the stages of Q and
-        dO, with two floats per row; two tiles of dS; P if it is passed on, otherwise one or two
-        float32 tiles of dQ; and barriers."""
+        dO, with two floats per row, or three with ``sinks``; two tiles of dS; P if it is passed on,
+        otherwise one or two float32 tiles of dQ; and barriers."""
         keys, rows = self.block_k, self.block_q
         states = -(-rows * 4 // 128) * 128
-        stage = rows * sum(pair) * 2 + 2 * states
+        stage = rows * sum(pair) * 2 + (3 if sinks else 2) * states
         ds = keys // _GROUP_KEYS * rows * _PANEL_BYTES
         if self.roles:
             passed_on = rows * _GROUP_KEYS * (4 if self.float_weights else 2)  # P
@@ -109,8 +138,9 @@ BACKWARD: dict[Pair, OwnBackward] = {
     (256, 256): OwnBackward(2, 64, overlap=False, roles=True, float_weights=True),
 }
 
-# The same with score terms, dropout, sinks or mods: scores and their dP are in registers together,
-# which 64 rows of heads of 128, or 128 of 64, leave no room for.
+# The same for several score terms at once and for a score_mod, whose registers leave room for fewer
+# rows; for sinks where the tiles above leave too little shared memory; and for P passed on in
+# float32 where dS is of other weights than dV.
 BACKWARD_TERMS: dict[Pair, OwnBackward] = {
     (64, 64): OwnBackward(2, 96),
     (128, 128): OwnBackward(2, 48, one_sender=True),
@@ -132,6 +162,10 @@ TILES = OF_SM80._replace(
         (128, 128): (Forward(32, 4, 64, False, 2), _GENERAL_128, ONE_OF_128),
         (192, 128): (_192, _192, OF_SM80.forward[192, 128][2]),
         (256, 256): (_256, _256, _256),
+    },
+    decode={
+        **OF_SM80.decode,
+        (576, 512): sizes((1, 1, 3, 2), (1, 2, 6, 2), (1, 4, 8, 3)),
     },
     latent={(576, 512): sizes((1, 1, 4, 3), (1, 2, 8, 3), (1, 4, 8, 6))},
     latent_float8={(576, 512): sizes((1, 1, 4, 6), (1, 2, 8, 5), (1, 4, 8, 10))},

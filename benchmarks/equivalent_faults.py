@@ -1,0 +1,108 @@
+"""Faults that survive because they change nothing: each with the reason.
+
+``of_source`` knows those of a CUDA kernel's source: part of the kernel's name, the line without its
+indentation, and what it becomes. ``of_code`` knows those of one instruction of a gfx942 code
+object: the first digits of its digest, the address, and the first word of the changed instruction.
+A reason holds for all inputs that the API lets through, not only for those of the cases.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+_SOURCE: tuple[tuple[str, str, str, str], ...] = ()
+
+_CLEARS = (
+    "rows that are in use are cleared as well; the kernel that writes them runs after this one"
+)
+_DIVISION = (
+    "the second correction of an integer division, which numerators below 2^31 do not need "
+    "(worst_quotient)"
+)
+_TIE = "only the choice between two equally near bf16 values, on exact ties of their rounding"
+_DROPOUT = (
+    "dropout keeps a word below the threshold; only a random word equal to it, 1 in 2^32, differs"
+)
+_CODE: dict[tuple[str, int, int], str] = {
+    ("bc3b566455d8", 0x2384, 0xB58300FF):
+        "compared is the first lane's thread, a multiple of 64, which 255 is not",
+    ("c4307fec6016", 0xAF20, 0x7D9C4442): _DROPOUT,
+    ("6dbfc7207df9", 0x9FE8, 0x7D9C5448): _DROPOUT,
+    ("719d2e429b59", 0x2AD0, 0xD1C80010): _TIE,
+    ("bd87198ffbad", 0x631C, 0xD1FF0000): _TIE,
+    ("2891b6429b07", 0x1BDC, 0xDC508900):
+        "the changed field is the data register, which a load does not have",
+    ("3939a8754db0", 0x1680, 0xBF080304):
+        "the first of two corrections of a division; where they are equal the second one makes it",
+    ("7b57cc356fa3", 0x5B98, 0xD043016A):
+        "tanh has two formulas that agree within rounding where |x| is the edge itself",
+    ("ee7e51823273", 0x1A34, 0xBF890009): _CLEARS,
+    ("ee7e51823273", 0x19A8, 0xBF058204):
+        "with two sequences rows of the second count as rows of the first, beyond its length: "
+        + _CLEARS,
+    ("ee7e51823273", 0x1DB0, 0x7D921E08): _DIVISION,
+    ("087aa7c1964b", 0x1690, 0x81078107): _DIVISION,
+    ("18a6c7ad5f6f", 0x1C2C, 0xBF08000A): _DIVISION,
+    ("7b57cc356fa3", 0x1F40, 0xBF080406): _DIVISION,
+    ("ee7e51823273", 0x1C68, 0xD1FF000F):
+        "the terms are the high words of an index's sign and of a head stride; pyfa makes these "
+        "tensors itself, with strides from 0 to 2^32, so that all are 0",
+    ("719d2e429b59", 0x28D8, 0xBF800000):
+        "no branch leads here; on the one path the wait at 0x2898 is for the same counter, and no "
+        "load comes between them",
+    ("e404b70e459a", 0x19BC, 0xBF800000):
+        "it waits for cache_batch_idx and cache_leftpad, which no call with a gradient has; what "
+        "was loaded before has the wait at 0x1974",
+    ("113800027462", 0x39D4, 0xBF0B9904):
+        "differs at a head_dim of 25 alone; kernels get multiples of 8, others are padded before",
+    ("e842649d3eff", 0x1A84, 0xD0E1001E):
+        "the number of rows for which all keys of a tile are inside the window becomes 0 or "
+        "negative: tiles that need no mask get one, which hides nothing",
+    ("d7ef7c24313e", 0x87DC, 0xD1DE0001):
+        "v_div_fixup looks at the divisor for 0, inf, NaN and its sign; the sum of a row that sees "
+        "a key is at least 1 and finite, or NaN, which the quotient then is already",
+    ("18a6c7ad5f6f", 0x3694, 0x7DD40480):
+        "rows that are aligned are stored piece by piece and others at once: the same bytes, and "
+        "global stores need no alignment",
+    ("48c1e980f945", 0x3820, 0xBF880002):
+        "the other branch is for keys in front of the first one, which no tile has; with no lane "
+        "in it both ways do nothing",
+    ("ec01796b98b9", 0x17F8, 0x7D9A0280):
+        "the three other lanes that hold the row store the same gradient of its sink; each has "
+        "loaded the sum before any of them stores",
+    ("3eb9c8d08d39", 0x5970, 0xD1E20003):
+        "the first tile's ratio of scales, times exp2 of the lowest float, which is 0, or times "
+        "sums that are still 0",
+}  # fmt: skip
+
+
+def of_source(kernel: str, old: str, new: str) -> str:
+    """Why this change of a line is equivalent, "" where nobody has shown it."""
+    for part, before, after, why in _SOURCE:
+        if part in kernel and (before, after) == (old, new):
+            return why
+    return ""
+
+
+def of_code(digest: str, pc: int, low: int) -> str:
+    """Why this change of an instruction is equivalent, "" where nobody has shown it."""
+    return _CODE.get((digest[:12], pc, low), "")
+
+
+def worst_quotient(divisors: np.ndarray) -> float:
+    """From which numerator on LLVM's 32-bit division by these can need its second correction.
+
+    Its estimate of 2^32 / d is an integer z: the reciprocal in float32, which v_rcp_iflag_f32 gives
+    to 1 ulp, times 0x4f7ffffe, and one Newton step in integers. The quotient n z / 2^32 is below
+    n / d by n (2^32 / d - z) / 2^32; while that is below 1, one correction is enough.
+    """
+    exact = np.float32(1.0) / divisors.astype(np.float32)
+    largest = 0.0
+    d = divisors.astype(np.uint64)
+    for toward in (exact, np.nextafter(exact, np.float32(0)), np.nextafter(exact, np.float32(2))):
+        scaled = toward.astype(np.float32) * np.uint32(0x4F7FFFFE).view(np.float32)
+        first = np.minimum(scaled.astype(np.float64), 2.0**32 - 1).astype(np.uint64)
+        rest = (np.uint64(1 << 32) - d * first % np.uint64(1 << 32)) % np.uint64(1 << 32)
+        z = (first + (first * rest >> np.uint64(32))) % np.uint64(1 << 32)
+        largest = max(largest, float((2.0**32 / d.astype(np.float64) - z.astype(np.float64)).max()))
+    return 2.0**32 / largest

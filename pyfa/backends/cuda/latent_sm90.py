@@ -1,0 +1,81 @@
+"""Hopper's kernel of latent attention for many rows: which problems it supports, and what it is
+compiled with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ...plan import Plan
+from ...problem import FEATURES as EVERY_FEATURE
+from ...problem import Problem
+from ..common import calls
+from ..common.calls import PLAIN
+from ..common.splits import Times, least_time
+from ..native.decode import lines
+from ..native.plans import plan_with
+from ..native.tiles.sm90 import LATENT
+from . import forward_sm90, plans
+
+KERNEL = "cuda/sm90/attn_latent.cu"
+_FEATURES = frozenset(
+    ("causal", "window", "sinks", "varlen", "seqused", "paged", "batch_idx", "gqa", "dv", "latent")
+)
+# Up to 16 rows of all heads sm80's decode kernel is faster, with a block of 8 or 16 of them; one of
+# 32 takes longer than a block of 64 here (kernels/cuda/README.md).
+LEAST_LINES = 17
+_PAIR = (576, 512)
+# Fitted to times on an H200 of 1 to 128 sequences and 1 to 128 splits. A tile of keys takes 1.5 µs,
+# whatever the number of blocks; each split, of the rows of each block, 0.08 µs to combine.
+_TIMES = Times(start=294912, combine=196608, part=4096, latency=1.0, pieces=1, parts=128)
+
+
+def takes(problem: Problem) -> bool:
+    """Return whether the plan is this kernel's rather than sm80's decode kernel."""
+    return "latent" in problem.features and plans.runs_sm90(problem.arch) and not why_not(problem)
+
+
+def why_not(problem: Problem) -> list[str]:
+    """Return the reasons why ``problem``, which is latent, runs on the sm80 kernel on Hopper."""
+    if lines(problem) < LEAST_LINES:
+        return [f"sm80's kernel: up to {LEAST_LINES - 1} rows of all heads are bound by bytes"]
+    found = [
+        EVERY_FEATURE[name].phrase for name in sorted(problem.features - _FEATURES)
+    ] + forward_sm90.without_pages(problem)
+    if not problem.positive:
+        found.append("a scale of 0 or less")
+    if problem.heads_k != 1:
+        found.append("more than one KV head")
+    return [f"sm80's kernel: sm90's has no {words}" for words in found]
+
+
+def splits_for(blocks: int, keys: int, units: int, key_bytes: int) -> int:
+    """Return the number of splits of ``keys`` with which ``blocks`` take the least time on
+    ``units`` SMs."""
+    tile, times = LATENT.block_k, _TIMES._replace(part=_TIMES.part * (1 + blocks))
+    return least_time(blocks, -(-keys // tile), tile * key_bytes, units, times)
+
+
+def plan(problem: Problem) -> Plan:
+    notes = plans.notes_of(problem, _PAIR)
+    return _plan(calls.DTYPE_CODES[problem.dtype], problem.page_size, notes)
+
+
+def _plan(dtype: int, page_size: int, notes: Iterable[str] = ()) -> Plan:
+    constants = {
+        "DTYPE": dtype,
+        "HEAD_DIM": _PAIR[0],
+        "HEAD_DIM_V": _PAIR[1],
+        "SCORE": PLAIN,
+        "SHARED_BYTES": LATENT.shared_bytes_of_latent(_PAIR),
+        **forward_sm90.constants_of_own(LATENT),
+        **forward_sm90.page_rows(page_size, LATENT),
+    }
+    return plan_with("cuda", KERNEL, constants, notes)
+
+
+def all_plans() -> list[Plan]:
+    return [
+        _plan(dtype, page_size)
+        for dtype in calls.DTYPE_CODES.values()
+        for page_size in (*forward_sm90.PAGE_SIZES, LATENT.block_k)
+    ]
