@@ -39,7 +39,7 @@ _TELL_SECONDS = 10.0
 
 
 def alike(case: Case) -> tuple[Any, ...]:
-    """What decides which kernels a case compiles, so that neighbours find them made."""
+    """What decides which kernels a case compiles, so that neighbors find them made."""
     general = bool(case.softcap or case.alibi)
     return (
         case.dtype, case.head_dim, case.head_dim_v, general, case.bias, case.dropout_p > 0.0,

@@ -3,7 +3,7 @@
 ``python benchmarks/fuzz_arguments.py [--backend B] [--calls 2000] [--jobs N] [--seed S] [--save]``.
 A call is a small problem of ``fuzz.py``. It is made as it is, then with one argument that no
 meaning of the function allows: another type, dtype, device, shape or layout, a value outside its
-range, a misspelt name, one of a pair without the other; then as it is again. Half of the wrong
+range, a misspelled name, one of a pair without the other; then as it is again. Half of the wrong
 calls come before the right one, half after it, when pyfa has bound it. The answer has to be a
 ``ValueError`` or ``TypeError`` whose first words name the argument (where two arguments disagree,
 either), or an ``UnsupportedProblem``; nothing may have been written, and the right call has to give

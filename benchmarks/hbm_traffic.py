@@ -82,7 +82,7 @@ def model(case: Case, device: str) -> dict[str, Any]:
         "plan", "--seqlen", str(case.seqlen), "--heads", str(case.heads), "--head-dim",
         str(case.head_dim), "--dtype", "bf16", "--device", device, "--features", "backward",
     ]  # fmt: skip
-    _, found, why = problem.modelled(
+    _, found, why = problem.modeled(
         cli.parser().parse_args(arguments + (["--causal"] if case.causal else []))
     )
     way = "standard" if case.side == "naive" else "tiled"

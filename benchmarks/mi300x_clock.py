@@ -5,7 +5,7 @@
 ``MfmaUtil`` is the share of clocks that the matrix units work, whatever the clock; the counter of
 executed bfloat16 operations says how many clocks they work. So a kernel's length in clocks is
 measured, and with its time the clock. No model of a kernel takes part. The law that comes out,
-Hz · (reference / utilisation) ** exponent, is the one that the timing model uses.
+Hz · (reference / utilization) ** exponent, is the one that the timing model uses.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Counted(NamedTuple):
     kernel: str
     dim: int
     length: int
-    utilisation: float
+    utilization: float
     gflop: float
     ms: float
     fit: bool
@@ -37,7 +37,7 @@ class Counted(NamedTuple):
     def clocks(self) -> float:
         """That the kernel took, by its counters."""
         units = constants.DEVICE["units"].low
-        return self.gflop * 1e9 / (FLOPS_OF_UNIT * units * self.utilisation)
+        return self.gflop * 1e9 / (FLOPS_OF_UNIT * units * self.utilization)
 
 
 # results/raw/counters_v1.csv and sweep_v1.csv of midiareshadi/attn-dsl-bench, May 27 and 28, 2026:
@@ -73,13 +73,13 @@ class Law:
     exponent: float
     outside: float
 
-    def clock(self, utilisation: float) -> float:
-        return self.hz * (constants.REFERENCE / utilisation) ** self.exponent
+    def clock(self, utilization: float) -> float:
+        return self.hz * (constants.REFERENCE / utilization) ** self.exponent
 
     def errors(self, rows: tuple[Counted, ...]) -> list[float]:
         """The logarithm of each row's time by the law over its measured one."""
         return [
-            math.log((row.clocks / self.clock(row.utilisation) + self.outside) * 1e3 / row.ms)
+            math.log((row.clocks / self.clock(row.utilization) + self.outside) * 1e3 / row.ms)
             for row in rows
         ]
 
@@ -90,7 +90,7 @@ def fitted(rows: tuple[Counted, ...]) -> Law:
     for step in range(31):
         outside = step * 5e-6
         hz = np.log([row.clocks / (row.ms * 1e-3 - outside) for row in rows])
-        busy = np.log([constants.REFERENCE / row.utilisation for row in rows])
+        busy = np.log([constants.REFERENCE / row.utilization for row in rows])
         exponent, level = np.polyfit(busy, hz, 1)
         law = Law(float(np.exp(level)), float(exponent), outside)
         square = float(np.square(law.errors(rows)).mean())
@@ -107,12 +107,12 @@ def law() -> Law:
 
 def main() -> None:
     found = law()
-    print(f"{found.hz / 1e9:.3f} GHz at a utilisation of {constants.REFERENCE}, exponent "
+    print(f"{found.hz / 1e9:.3f} GHz at a utilization of {constants.REFERENCE}, exponent "
           f"{found.exponent:.3f}, {found.outside * 1e6:.0f} us outside")  # fmt: skip
     for row, error in zip(COUNTED, found.errors(COUNTED), strict=True):
         ghz = row.clocks / row.ms / 1e6
         print(f"{row.kernel:9s} {row.dim:4d} {row.length:6d} {'fit  ' if row.fit else 'blind'} "
-              f"{row.utilisation:.3f} {ghz:.3f} GHz {error:+.1%}")  # fmt: skip
+              f"{row.utilization:.3f} {ghz:.3f} GHz {error:+.1%}")  # fmt: skip
     for name, chosen in (("fit", True), ("blind", False)):
         rows = tuple(row for row in COUNTED if row.fit == chosen)
         mean = math.sqrt(np.square(found.errors(rows)).mean())

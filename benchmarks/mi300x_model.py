@@ -7,7 +7,7 @@ Runs each kernel in the emulator, the model over what it executed, and writes pr
 published TFLOP/s of every pair to results/mi300x_model.json. One clock for each end of the
 constants is chosen on MoonMath's pairs marked ``fit``, and one factor for every other machine on
 its own; the others are predicted blind, and so is all of backward. How the clock falls with
-utilisation comes from counters (mi300x_clock.py). No AMD hardware takes part.
+utilization comes from counters (mi300x_clock.py). No AMD hardware takes part.
 
 The kernels are gfx942 code objects that the caller has, and none is kept here:
 
@@ -40,7 +40,7 @@ from pyfa.emulator.timing.report import Estimate, estimate
 
 ENDS = constants.ends()
 Estimates = Mapping[str, tuple[Estimate, ...]]
-Law = tuple[float, float]  # Hz at the reference utilisation, and the exponent
+Law = tuple[float, float]  # Hz at the reference utilization, and the exponent
 ROUNDINGS = ("rtz", "rtna", "rtne")
 SWEEP = "attn-dsl-bench"
 LEVEL = "MoonMath"  # the machine whose clock is fitted: most of the pairs of the fit
@@ -177,7 +177,7 @@ def _counted(pair: Pair, estimates: Estimates, clocks: Mapping[str, Law]) -> lis
     taken = chosen(pair, estimates, clocks)
     tried = [n for n in estimates if n.startswith(f"{pair.kernel}, ")] if share < 1 else [taken]
     of = {
-        name: [t.utilisation for t in predicted(pair._replace(kernel=name), estimates, clocks)]
+        name: [t.utilization for t in predicted(pair._replace(kernel=name), estimates, clocks)]
         for name in {*tried, taken}
     }
     return [
@@ -272,7 +272,7 @@ def main() -> None:
                 "published": pair.tflops,
                 "predicted": middle,
                 "ends": both,
-                "utilisation": [t.utilisation for t in at],
+                "utilization": [t.utilization for t in at],
                 "hz": [t.hz for t in at],
                 "bound": [t.bound for t in at],
                 "error": middle / pair.tflops - 1,
@@ -332,13 +332,13 @@ def main() -> None:
             for family in sorted({r["family"] for r in blind})
         } | {"all": fmean(map(abs, scaled))},
         "blind_within_one_clock": shapes,
-        "mfma_utilisation": measured,
+        "mfma_utilization": measured,
         "order_8_percent": _orders(blind),
         "order_8_percent_with_fit": _orders(rows),
         "kernels": {
             name: {
                 one.end: {
-                    "utilisation": one.utilisation, "clocks_of_tile": one.clocks_of_tile,
+                    "utilization": one.utilization, "clocks_of_tile": one.clocks_of_tile,
                     "fixed_clocks": one.fixed_clocks, "lost": dict(one.lost),
                 }
                 for one in both

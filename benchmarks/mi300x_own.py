@@ -18,7 +18,7 @@ from pyfa.backends.hip import runtime_timing
 from pyfa.backends.hip.target import TARGET
 from pyfa.backends.native import tiling
 from pyfa.cli import inspect_timing, problem
-from pyfa.cli.problem import modelled
+from pyfa.cli.problem import modeled
 from pyfa.emulator.timing import constants, device
 
 LONG = "--batch 4 --seqlen 16384 --heads 16"
@@ -58,7 +58,7 @@ def causal() -> list[dict[str, Any]]:
     rows = []
     for dim, rival in RIVALS.items():
         options = options_of(f"--batch 16 --seqlen 16384 --heads 16 --head-dim {dim} --causal")
-        explanation, model, _ = modelled(options)
+        explanation, model, _ = modeled(options)
         (plan,) = (one.plan for one in explanation.answers if one.backend == "hip")
         assert plan is not None
         ((tiled, one),) = tiling.pairs_of(TARGET, plan, explanation.problem, model.shape)
@@ -104,7 +104,7 @@ def options_of(flags: str) -> argparse.Namespace:
 def modelled_rows(problems: tuple[str, ...]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for flags in problems:
-        explanation, model, why = modelled(options_of(flags))
+        explanation, model, why = modeled(options_of(flags))
         assert model.fits, why
         (plan,) = (one.plan for one in explanation.answers if one.backend == "hip")
         assert plan is not None
@@ -116,7 +116,7 @@ def modelled_rows(problems: tuple[str, ...]) -> list[dict[str, Any]]:
                 {
                     "role": tiled.role,
                     "title": found.title,
-                    "utilisation": [e.utilisation for e in found.estimates],
+                    "utilization": [e.utilization for e in found.estimates],
                     "lost": [dict(e.lost) for e in found.estimates],
                     "end_of_loop": [e.end_of_loop for e in found.estimates],
                     "lds_conflict_clocks": found.conflict_clocks,
@@ -135,7 +135,7 @@ def modelled_rows(problems: tuple[str, ...]) -> list[dict[str, Any]]:
                 **inspect_timing.answer_as_dict(last),
             }
         )
-        print(flags, [k["utilisation"] for k in rows[-1]["kernels"]], inspect_timing.line(last))
+        print(flags, [k["utilization"] for k in rows[-1]["kernels"]], inspect_timing.line(last))
     return rows
 
 

@@ -124,6 +124,6 @@ MFMA_UTIL = {
        for dim, length, share, runs in (
            (128, 4096, 0.226, 878), (128, 8192, 0.305, 278), (128, 16384, 0.340, 98),
            (64, 4096, 0.215, 1838), (64, 8192, 0.275, 578), (64, 16384, 0.318, 178))},
-    **{(f"{row.kernel} forward causal {row.dim}", row.length): (row.utilisation, 1.0)
+    **{(f"{row.kernel} forward causal {row.dim}", row.length): (row.utilization, 1.0)
        for row in COUNTED if row.kernel in ("AOTriton", "CK")},
 }  # fmt: skip

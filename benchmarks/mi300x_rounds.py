@@ -21,7 +21,7 @@ from pyfa.backends.common import splits
 from pyfa.backends.hip import runtime_timing
 from pyfa.backends.hip.target import TARGET
 from pyfa.backends.native import tiling
-from pyfa.cli.problem import modelled
+from pyfa.cli.problem import modeled
 from pyfa.emulator.timing import constants, device
 
 LENGTHS = (2048, 4096, 8192, 16384, 65536)
@@ -31,7 +31,7 @@ UNITS = 304
 
 def rows_of(dim: int) -> list[dict[str, Any]]:
     """Every grid of up to 14 rounds whose last is not full."""
-    explanation, model, _ = modelled(mi300x_own.options_of(f"{mi300x_own.LONG} --head-dim {dim}"))
+    explanation, model, _ = modeled(mi300x_own.options_of(f"{mi300x_own.LONG} --head-dim {dim}"))
     (plan,) = (one.plan for one in explanation.answers if one.backend == "hip")
     assert plan is not None
     ((tiled, one),) = tiling.pairs_of(TARGET, plan, explanation.problem, model.shape)

@@ -31,7 +31,7 @@ def beyond_inputs(
         *(["--features", "backward"] if training else []),
         *(["--device", device] if device else []),
     ]  # fmt: skip
-    _, found, _ = problem.modelled(cli.parser().parse_args(arguments))
+    _, found, _ = problem.modeled(cli.parser().parse_args(arguments))
     given = ("q", "k", "v", *(("dout",) if training else ()))
     sizes = tensor_bytes(found.shape)
     return found.peak_bytes[WAYS[side], kind] - sum(sizes[name] for name in given)

@@ -27,7 +27,7 @@ html_css_files = ["extra.css"]
 html_js_files = ["extra.js"]
 html_copy_source = html_show_sphinx = False
 pygments_style, pygments_dark_style = "a11y-high-contrast-light", "a11y-high-contrast-dark"
-# The default muted colours have a contrast below 4.5:1.
+# The default muted colors have a contrast below 4.5:1.
 html_theme_options = {
     "light_css_variables": {"color-foreground-muted": "#5c6670", "color-api-overall": "#5c6670"},
     "dark_css_variables": {"color-foreground-muted": "#97a1ab", "color-api-overall": "#97a1ab"},

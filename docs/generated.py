@@ -79,7 +79,7 @@ def problem_on(
 
 
 def _mods(wanted: frozenset[str]) -> str:
-    """Return the digest of mods that need ``wanted``. Backends decline some calls by the digest,
+    """Return the digest of mods that need ``wanted``. Backends refuse some calls by the digest,
     not by the feature."""
     gain = torch.ones(8, requires_grad=True)
     score: mods.Mod | None = None
@@ -113,15 +113,15 @@ def _mark(is_there: bool) -> str:
 
 
 def combinations() -> str:
-    """Return pairs of features that a backend supports separately and declines together, with the
+    """Return pairs of features that a backend supports separately and refuses together, with the
     number of query rows if it decides."""
     rows = []
     for name in NAMES:
         backend = BACKENDS[name]
         found: dict[str, list[str]] = {}
         for pair in itertools.combinations([f for f in FEATURES if f in backend.FEATURES], 2):
-            alone = {reason for one in pair for reason in _declines(name, (one,))}
-            for reason, when in _declines(name, pair).items():
+            alone = {reason for one in pair for reason in _refusals(name, (one,))}
+            for reason, when in _refusals(name, pair).items():
                 if reason not in alone:
                     both = " with ".join(f"`{one}`" for one in pair)
                     found.setdefault(reason + when, []).append(both)
@@ -130,7 +130,7 @@ def combinations() -> str:
     return table(["backend", "combination", "reason"], rows)
 
 
-def _declines(name: str, wanted: Iterable[str]) -> dict[str, str]:
+def _refusals(name: str, wanted: Iterable[str]) -> dict[str, str]:
     """Return its reasons, and for each "" or with how many query rows it gives it. The CPU's
     reasons are not about features."""
     many, one = (
@@ -301,14 +301,14 @@ def verified() -> str:
 
 
 def conformance() -> str:
-    """Return every result of the suite, with what was declined."""
+    """Return every result of the suite, with what was refused."""
     rows = []
     for (name, arch), data in conformance_results().items():
         found = data["environment"]
         where = f"{found['gpu']} (`{arch}`)" if found.get("gpu") else "CPU"
-        declined = "; ".join(f"{why} ({n})" for why, n in data["declined"].items())
+        refused = "; ".join(f"{why} ({n})" for why, n in data["declined"].items())
         rows.append(
-            [f"`{name}`", where, _counts(data), declined, f"{found['commit']}, {found['date']}"]
+            [f"`{name}`", where, _counts(data), refused, f"{found['commit']}, {found['date']}"]
         )
     return table(["backend", "on", "result", "reasons for refusals", "commit, date"], rows)
 
@@ -509,7 +509,7 @@ def timing_errors() -> str:
     order = data["order_8_percent"]
     rows.append(["order of two kernels that differ by 8 % on one machine and shape",
                  f"{order['right']} of {order['pairs']} right"])  # fmt: skip
-    for shape, both in data["mfma_utilisation"].items():
+    for shape, both in data["mfma_utilization"].items():
         told = f"model {_spread(both['model'], '.2f')}, measured {both['measured']:.2f}"
         rows.append([f"MfmaUtil of {shape}", told])
     return table(["blind pairs", "mean error"], rows)
@@ -520,7 +520,7 @@ def timing_own() -> str:
     rows = []
     for row in results()["mi300x_own.json"]["problems"]:
         kernels = row["kernels"]
-        share = "; ".join(_spread(one["utilisation"], ".2f") for one in kernels)
+        share = "; ".join(_spread(one["utilization"], ".2f") for one in kernels)
         lost = kernels[0]["lost"][0]
         worst = sorted(lost, key=lambda cause: -lost[cause])[:2]
         rate = _spread(row["tflops"], ".0f") + " TFLOP/s"

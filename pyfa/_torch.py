@@ -45,7 +45,7 @@ is_capturing: Callable[[], bool] = getattr(
 )
 
 empty_cuda: Empty = getattr(_guards, "_empty_strided_cuda", _empty_cuda)
-"""An uninitialised tensor on the current GPU."""
+"""An uninitialized tensor on the current GPU."""
 
 empty_cpu: Empty = getattr(_guards, "_empty_strided_cpu", _empty_cpu)
 

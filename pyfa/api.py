@@ -315,14 +315,15 @@ def attention_kvcache(
     share the first position, as in flash-attention. ``rotary_interleaved`` pairs elements 2i and
     2i+1 (GPT-J); otherwise i and i+R (GPT-NeoX). ``num_splits=0`` lets the plan choose.
 
-    ``tree_mask`` (B | 1, Sq, Sq) or (Sq, Sq) bool masks among the new rows alone, as a tree of
-    drafted tokens does: query i sees column j, the key Sq − j places from the end of its sequence,
-    where True. It sees all keys before. Packed, Sq is ``max_seqlen_q``, and indices count inside
-    each sequence. Other masks apply as well; not with ``bias``.
+    ``tree_mask`` (B | 1, Sq, Sq) or (Sq, Sq) bool masks only the last Sq keys of a sequence, for a
+    tree of drafted tokens. Where [i, j] is True, query i sees the key that is Sq − j places from
+    the end. Every query sees all keys before the last Sq. For packed queries, Sq is
+    ``max_seqlen_q``, and indices count inside each sequence. Other masks apply as well; ``bias`` is
+    not supported.
 
-    Keys for a float8 cache must be float8, scaled with the scales of the cache rows that they go
-    to. Rotary converts float8 to float32 and rounds again, clamped to the format's largest number.
-    ``descale`` per block of rows refers to the rows or pages of the cache.
+    Keys for a float8 cache must be float8, scaled with the scales of the cache rows that they are
+    written to. Rotary converts float8 to float32 and rounds again, clamped to the format's largest
+    number. ``descale`` per block of rows refers to the rows or pages of the cache.
 
     There is no dropout and no gradient: an input that requires one raises ``ValueError``. Other
     arguments and errors are as in ``attention``. Lengths and pages outside the cache raise

@@ -1,7 +1,7 @@
-"""Binds a call to the arguments of a public function, and finds it by them when they come again.
+"""Binds a call to the arguments of a public function, and finds it again by these arguments.
 
-A key has the numbers of the arguments, and which tensors are given. The first call with a key is
-checked, planned and bound. Later ones run what was bound then.
+A key contains the arguments that are not tensors, and which tensors are given. The first call with
+a key is checked, planned and bound. Later calls with this key run the bound call.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .request import Request
 _log = logging.getLogger("pyfa")
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
-# What a key begins with: the function, and which tensors there are. Score terms add 1 to 7, a seed
-# 8, scales 16 to 128; from 256 on each function has its own. All that is rare comes behind.
+# A key begins with the function and which tensors there are. Score terms add 1 to 7, a seed 8,
+# scales 16 to 128; from 256 on each function has its own. All that is rare comes behind.
 DENSE, PACKED, CACHE, LATENT = 0, 1 << 20, 2 << 20, 3 << 20
 
 
@@ -89,7 +89,7 @@ def of_scales(descale: Any) -> tuple[tuple[Any, ...], int]:
     return tuple(x for x in descale if x is not None), which
 
 
-# Calls by the arguments of the public functions: of a bound call, checks, normalised arguments,
+# Calls by the arguments of the public functions: of a bound call, checks, normalized arguments,
 # choice and launch are functions of its key and of what ``Fitting`` compares. To find it takes
 # 1.5 µs where request and choice alone take 10.
 calls = Table()

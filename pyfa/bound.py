@@ -22,7 +22,7 @@ _MOST_ALIKE = 8  # of the same numbers and shapes, with other strides, dtypes, d
 _MOST = 4096
 
 
-# Of a tensor, by its number, the dimension whose size may differ: the rows of packed ones.
+# By a tensor's number, the dimension whose size may differ: the rows of a packed tensor.
 Free = dict[int, int]
 
 
@@ -54,7 +54,7 @@ def facts(tensors: Sequence[torch.Tensor], free: Free) -> list[object]:
     found: list[object] = [torch.is_inference_mode_enabled()]
     for number, x in enumerate(tensors):
         sizes = _sizes(x, free[number]) if number in free else (x.shape, x.stride())
-        # Tensors of inference_mode are refused where they are appended to outside of it.
+        # Outside of inference_mode, an append to a tensor created in it is refused.
         found.append((*sizes, x.dtype, x.device, x.requires_grad, x.is_inference()))
     return found
 
@@ -157,7 +157,7 @@ class Bound:
         self.free = free_of(self.form) if any_total else {}
         self.returns_lse, self.needs_grad = call.return_lse, who[1]
         self.writes = append is not None and append.k is not None
-        # k's rows are v's.
+        # k and v have the same rows.
         self.fitting = Fitting(tensors, self.free, [(1, 2)] if 1 in self.free else ())
         self.modes = modes() if any(x.requires_grad for x in tensors) else None
         self.aligned = are_on_16(*tensors[:3])
@@ -207,7 +207,7 @@ class Table:
             self.recent.clear()
         entry = tuple(map(type, key)), found
         shaped = _with_shapes(key, tensors)
-        # A new list, for those who are reading the old one.
+        # A new list, because other threads may be reading the old one.
         self.known[shaped] = [entry, *self.known.get(shaped, ())][:_MOST_ALIKE]
         self.recent[key] = entry
 

@@ -52,7 +52,7 @@ def has(arch: str, key: str) -> bool:
 
 
 def archs() -> frozenset[str]:
-    """Return the archs that the bundle has code for."""
+    """Return the archs for which the bundle contains code."""
     return frozenset(found["arch"] for found in manifest()["objects"].values())
 
 

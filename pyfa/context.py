@@ -26,7 +26,7 @@ class Context(Generic[T]):
     def __init__(self, name: str) -> None:
         self._name = name
         self._here: ContextVar[T | None] = ContextVar(name, default=None)
-        # What was set last, in any thread: torch.compile cannot read a ContextVar, and guards this.
+        # The value set last in any thread: torch.compile cannot read a ContextVar, and guards this.
         self._traced: T | None = None
         _contexts.append(self)
 

@@ -231,7 +231,7 @@ def prepare(call: Call, wanted: str, needs_grad: bool, bias_grad: bool) -> Prepa
 
 @dataclass(frozen=True)
 class Answer:
-    """One backend's answer for a problem: its reasons to decline, or its plan."""
+    """One backend's answer for a problem: its reasons to refuse, or its plan."""
 
     backend: str
     reasons: tuple[str, ...]

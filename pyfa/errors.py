@@ -9,7 +9,7 @@ class UnsupportedProblem(NotImplementedError):
     """None of the allowed backends can run this attention.
 
     ``problem`` describes the call, as at the top of the message. ``reasons`` maps each allowed
-    backend to its reasons for declining.
+    backend to its reasons for refusing.
     """
 
     def __init__(self, problem: str, reasons: Mapping[str, Sequence[str]]) -> None:

@@ -275,7 +275,7 @@ def _of_lists(
     if page_table is None:
         store = torch.arange(batch, device=q.device)[:, None, None]
     else:
-        # Of a row without keys the table may hold anything.
+        # For a row without keys the table may hold anything.
         columns = max(page_table.shape[1], 1)
         table = page_table if page_table.shape[1] else page_table.new_zeros(batch, 1)
         pages = (keys // cache.shape[1]).clamp(max=columns - 1)
@@ -283,7 +283,7 @@ def _of_lists(
         keys = keys % cache.shape[1]
     flat, step_store, step_key = _rows_of(cache)
     places = (store * step_store + keys * step_key).int()
-    # What is no key goes behind the last: compact lists, in the order that they had.
+    # Entries that are not keys go to the end: compact lists, in their old order.
     topk = indices.shape[2]
     order = seen.cumsum(-1).sub_(1).where(seen, topk)
     lists = places.new_zeros(batch, rows, topk + 1).scatter_(2, order, places)

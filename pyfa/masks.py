@@ -247,18 +247,18 @@ def block_diffusion(length: int, block: int) -> Mask:
 
 def _near(x: Any, y: Any, size: int, kernel: int) -> Any:
     """Return whether y is one of the ``kernel`` positions around x. At the borders the
-    neighbourhood is shifted inside."""
+    neighborhood is shifted inside."""
     half = kernel // 2
     middle = x.clamp(half, max(size - 1 - (kernel - 1 - half), half))
     return (y - middle >= -half) & (y - middle <= kernel - 1 - half)
 
 
 def natten(sizes: Sequence[int], kernel: int | Sequence[int]) -> Mask:
-    """Return a neighbourhood mask (NATTEN): each token sees the ``kernel`` tokens around it, in
+    """Return a neighborhood mask (NATTEN): each token sees the ``kernel`` tokens around it, in
     every dimension.
 
     Tokens are the elements of a row-major array of ``sizes``: (width,), (height, width) or (frames,
-    height, width). At the borders the neighbourhood is shifted inside. Raises ``ValueError`` if
+    height, width). At the borders the neighborhood is shifted inside. Raises ``ValueError`` if
     ``kernel`` does not have one size per dimension.
     """
     kernels = (kernel,) * len(sizes) if isinstance(kernel, int) else tuple(kernel)
@@ -327,7 +327,7 @@ def blocks(table: torch.Tensor, rows: int, keys: int) -> Mask:
     rank = table.dim()
     if not 2 <= rank <= 4:
         raise ValueError(f"table: expected 2 to 4 dimensions; got shape {tuple(table.shape)}")
-    # What has a size of 1 is for all.
+    # A dimension of size 1 broadcasts.
     shared = [size == 1 for size in table.shape[: rank - 2]]
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

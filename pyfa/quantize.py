@@ -27,7 +27,7 @@ _LEAST_MIXED = 8
 
 
 class Descale(NamedTuple):
-    """The float32 factors of q, k and v: (B, Hk), or (B, Hk, blocks). q's is None without q."""
+    """The float32 factors of q, k and v: (B, Hk), or (B, Hk, blocks). None for q if q is None."""
 
     q: torch.Tensor | None
     k: torch.Tensor

@@ -280,7 +280,7 @@ def _one_sequence(
         (seen,) = evaluate(modified.mask, {"score": score, **places}, call.captured)
         visible = visible & seen
     if call.tree and call.bias is not None:
-        # Of new rows against new rows; all see what was there before.
+        # For new rows against new rows; all rows see the keys before.
         column = torch.arange(keys) - shift
         mask = call.bias.expand(call.batch, -1, -1)[b, :rows, column.clamp(min=0)]
         visible &= mask | (column < 0)

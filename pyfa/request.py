@@ -14,7 +14,7 @@ from .problem import Append, Call, counted
 from .validate import Window
 
 Backends = str | Sequence[str] | None
-# Of q, k and v; None for queries of 16 bits.
+# The scales of q, k and v; that of q is None for 16-bit queries.
 Descale = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]
 
 _NO_SCALES = validate_fp8.Scales(None, None, None, None)

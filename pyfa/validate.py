@@ -28,7 +28,7 @@ class Edge(NamedTuple):
 
 Window = Sequence[int | Edge | None] | None
 
-# What other packages call the same thing.
+# Names of the same arguments in other packages.
 _OTHER_NAMES = {
     "block_table": "page_table",
     "softmax_scale": "scale",
@@ -97,7 +97,8 @@ _INPUT_DTYPES = {
     torch.float8_e4m3fn,
     torch.float8_e4m3fnuz,
 }
-# What kernels read a bias as. Any other becomes float32, in which all of them add it.
+# The dtypes of a bias that kernels read. Any other is converted to float32, in which all kernels
+# add it.
 _BIAS_DTYPES = {torch.bool, torch.float32, torch.float16, torch.bfloat16}
 MAX_HEAD_DIM, MAX_HEAD_DIM_V = 576, 512  # those of latent attention
 _FLOAT32_MAX = float(torch.finfo(torch.float32).max)
@@ -171,7 +172,7 @@ def _refuse_qkv(
     if v.dtype != k.dtype:
         wrong(of_v, f"{of_k}'s dtype {k.dtype}", v)
     if k.shape[:-1] != v.shape[:-1]:
-        wrong(of_v, f"{of_k}'s shape {tuple(k.shape)} but for head_dim", v)
+        wrong(of_v, f"{of_k}'s shape {tuple(k.shape)} except for head_dim", v)
     for name, x, most in (("q", q, MAX_HEAD_DIM), (of_v, v, MAX_HEAD_DIM_V)):
         if not 1 <= x.shape[-1] <= most:
             wrong(name, f"a head_dim from 1 to {most}", x)
@@ -357,7 +358,7 @@ def length(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer, torch.SymInt)):
         raise TypeError(f"{name}: expected an int; got {type(value).__name__}")
     if torch.compiler.is_compiling() and not isinstance(value, np.integer):
-        # Of a number that comes from a tensor only the compiled code can tell.
+        # Only the compiled code knows a number that comes from a tensor.
         torch._check(value >= 0)
         torch._check(value <= UNLIMITED)
         return value  # type: ignore[return-value]  # a SymInt is an int to whoever traces

@@ -66,7 +66,7 @@ def writable(name: str, cache: torch.Tensor) -> None:
     """Raise ``ValueError`` if ``cache`` cannot be appended to, before a row is written."""
     compiling = torch.compiler.is_compiling()  # which cannot trace this question
     if not compiling and cache.is_inference() and not torch.is_inference_mode_enabled():
-        wrong(name, "no tensor of inference_mode, outside of which it cannot be changed", cache)
+        wrong(name, "a tensor that can be changed here, not one created in inference_mode", cache)
     if any(size > 1 and not step for size, step in zip(cache.shape, cache.stride(), strict=True)):
         wrong(name, "elements that do not share memory", f"strides {cache.stride()}")
 
@@ -84,7 +84,7 @@ def new_rows(
     """Check the append: k (batch, new, Hk, D), v (batch, new, Hk, Dv), and their positions. Packed
     with ``cu_seqlens``: k (total_new, Hk, D), v (total_new, Hk, Dv)."""
     if k is None or v is None:
-        wrong("k" if k is None else "v", "k and v to append together", None)
+        wrong("k" if k is None else "v", "k and v together: a call appends both", None)
     if used is None:
         wrong("cache_seqlens", "where to append k and v", None)
     if cu_seqlens is not None:

@@ -61,7 +61,7 @@ def scales(
     of_k = _scale("descale[1] (k)", of_k, k, heads, batch)
     of_v = _scale("descale[2] (v)", of_v, v, heads, batch)
     if of_k.dim() == 3 and of_v.shape != of_k.shape:
-        wrong("descale[2] (v)", f"blocks as k's, {tuple(of_k.shape)}", of_v)
+        wrong("descale[2] (v)", f"the same blocks as k, {tuple(of_k.shape)}", of_v)
     for name, scale in (("descale[0] (q)", of_q), ("descale[2] (v)", of_v)):
         if scale is not None and scale.dim() != of_k.dim():
             wrong(name, f"one kind of scale for all: k's is {_kind(of_k)}", _kind(scale))

@@ -21,7 +21,7 @@ ROWS, LONGEST = 30, 20
 
 @pytest.fixture
 def long_ways(calls_of: Callable[[Any, str], list[Any]]) -> list[Any]:
-    """The calls that were checked and normalised, which repeated ones are not."""
+    """The calls that were checked and normalized, which repeated ones are not."""
     return calls_of(requests, "varlen")
 
 

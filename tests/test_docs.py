@@ -464,7 +464,7 @@ def test_features_are_those_of_the_code(generated: ModuleType) -> None:
     assert rows["float32"] == ["**no**", "**no**", "yes", "yes", "**no**"]
 
 
-def test_declined_combinations_are_those_of_the_code(generated: ModuleType) -> None:
+def test_refused_combinations_are_those_of_the_code(generated: ModuleType) -> None:
     rows = cells(generated.combinations())
     assert ["`hip`", "`dropout` with `paged`", BACKENDS_SAY_OF_DROPOUT] in rows
     mods_and_float8 = "`score_mod` with `fp8`, `mask_mod` with `fp8`"

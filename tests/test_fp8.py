@@ -156,7 +156,7 @@ def test_wrong_scales_are_refused() -> None:
             descale=scales((2, 4), (2, 2), (2, 2)))  # fmt: skip
     refused(r"^descale\[1\] \(k\): expected ⌈70 / block⌉ scales along the rows, the block a power",
             *given, descale=scales((2, 2, 3), (2, 2, 4), (2, 2, 4)))  # fmt: skip
-    refused(r"^descale\[2\] \(v\): expected blocks as k's, \(2, 2, 5\)", *given,
+    refused(r"^descale\[2\] \(v\): expected the same blocks as k, \(2, 2, 5\)", *given,
             descale=scales((2, 2, 3), (2, 2, 5), (2, 2, 3)))  # fmt: skip
     refused(r"^descale\[0\] \(q\): expected one kind of scale for all: k's is per block of rows; "
             "got per sequence and head", *given,

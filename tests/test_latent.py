@@ -41,7 +41,7 @@ class TestArguments:
         with pytest.raises(TypeError, match=formula):
             pyfa.attention_latent(q, cache)
 
-    def test_other_names_are_recognised(self) -> None:
+    def test_other_names_are_recognized(self) -> None:
         q, cache = tensors()
         refused("did you mean 'page_table'", q, cache, TypeError, block_table=None)
 

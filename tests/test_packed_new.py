@@ -88,7 +88,7 @@ def test_rows_beyond_the_end_are_dropped(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"cu_seqlens_new": torch.tensor([0, 2, 4])}, "cu_seqlens_new: expected dtype int32"),
         ({"k": torch.ones(2, 2, 2, 8)}, r"k: expected shape \(total_new, 2, 8\)"),
         ({"v": torch.ones(3, 2, 8)}, r"v: expected shape \(total_new, 2, 8\)"),
-        ({"v": None}, "v: expected k and v to append together"),
+        ({"v": None}, "v: expected k and v together: a call appends both"),
         ({"k": None, "v": None}, "cu_seqlens_new: expected None without k and v"),
         ({"cache_seqlens": ints(0, 3)}, r"cache_seqlens: expected .* \(with \[2, 2\] new keys\)"),
         ({"cu_seqlens_new": None}, r"k: expected shape \(2, new, 2, 8\)"),

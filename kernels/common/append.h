@@ -80,7 +80,7 @@ DEVICE Piece<float> table_at(const Params &p, const void *table, long long first
 template <bool interleaved>
 DEVICE void rotate(const Params &p, const Bits *from, Bits *to, int pair, int position) {
   int half = p.rotary_dim / 2, count = min(half - pair, kPiece);
-  // The two runs of elements that hold the pairs: neighbours, or one in each half.
+  // The two runs of elements that hold the pairs: neighbors, or one in each half.
   int low = interleaved ? 2 * pair : pair, high = interleaved ? low + kPiece : low + half;
   int in_low = interleaved ? min(2 * count, kPiece) : count;
   int in_high = interleaved ? 2 * count - in_low : count;

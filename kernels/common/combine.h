@@ -1,7 +1,7 @@
 // Combines the splits of the keys:
 //   out = sum of 2^(lse_i - lse) out_i,  2^lse = sum of 2^lse_i  (in base e where it is stored).
 //
-// A packed row is one row of one head, row * heads_q + head. A thread takes four neighbouring elements of
+// A packed row is one row of one head, row * heads_q + head. A thread takes four neighboring elements of
 // the outputs. So a split takes a slot of threads: as many as fours in head_dim_v, rounded up to a power of
 // two. A packed row has one slot for every four splits, up to all of a workgroup, and its slots take the
 // splits in turn. What is left of the workgroup takes further packed rows: 2,048 packed rows of two splits
@@ -99,7 +99,7 @@ struct Stand {
 };
 
 #if MERGED
-// Four neighbouring elements of a part, those that exist. In 16 bits they are two words.
+// Four neighboring elements of a part, those that exist. In 16 bits they are two words.
 template <typename T>
 DEVICE T element(const Captured &part, long long at, int columns, int j) {
   return j < columns ? ((const T *)part.data)[at + (long long)j * part.stride[3]] : T(0);

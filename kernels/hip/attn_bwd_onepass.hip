@@ -1,16 +1,16 @@
 // Attention backward on CDNA 3 in one pass over the scores (FlashAttention-2, Dao 2023, algorithm 2): five
-// products a score where two passes have seven. dQ is added up by atomics, in whatever order.
+// products per score instead of seven in two passes. dQ is accumulated by atomics, in no fixed order.
 //
-// A workgroup owns kBlock keys: a wavefront TILES times 16, with K, V, dK and dV in registers, and a share
-// of dQ's columns for all of them, so that the same keys of K are in registers a second time, transposed.
-// It walks over the query rows that see its keys, 16 a step:
+// A workgroup owns kBlock keys. Each wavefront owns TILES times 16 of them, with K, V, dK and dV in
+// registers. It also computes a share of dQ's columns for all keys of the workgroup, and for this keeps K in
+// registers a second time, transposed. The loop visits the query rows that see these keys, 16 per step:
 //
 //   S = Q K^T    dP = dO V^T    rows x keys, its own keys in columns: P and dS feed from registers
 //   dV^T += dO^T P    dK^T += Q^T dS
 //   dQ^T = K^T dS^T    of all keys, through LDS, a step later
 //
-// Steps overlap: while the matrix unit makes S and dP of a step, it makes dK, dV and dQ of the one before,
-// and the vector unit finds products to hide behind (see `Deal`). One barrier a step.
+// Steps overlap: the products S and dP of a step alternate with dK, dV and dQ of the previous step, and
+// vector instructions run during the products (see `Deal`). There is one barrier per step.
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(GENERAL) || !defined(TILES)
 #error "the plan defines DTYPE, HEAD_DIM, HEAD_DIM_V, GENERAL and TILES"
 #endif
@@ -32,8 +32,8 @@ DEVICE void load_owned(const Context &c, Quad (&x)[TILES][steps], const Matrix &
   }
 }
 
-// K^T of a share of the head, for all keys of the workgroup: two neighbouring elements of a key by four
-// bytes, of which one is kept, and the keys in the order of the exchange.
+// K^T for a share of head_dim and all keys of the workgroup. A 4-byte load brings two neighboring elements of
+// a key, of which one is kept. Keys are in the order of the exchange.
 DEVICE void load_transposed(const Context &c, Fixed &x, const Matrix &m, int first_own, Lds lds) {
   Lds mine = lds + thread_index() * kUnitBytes;
 #pragma unroll
@@ -42,7 +42,7 @@ DEVICE void load_transposed(const Context &c, Fixed &x, const Matrix &m, int fir
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       int first = first_own + Swap::tile_of(b, half) * 16;
-      pin_scalar(first);  // or the descriptors of all tiles would be made first: 900 scalars spilled
+      pin_scalar(first);  // otherwise all tiles' descriptors are computed first: 900 scalar spills
       auto from = step_buffer(m, first, c.s.keys - first);
 #pragma unroll
       for (int t = 0; t < kShares; ++t)
@@ -59,8 +59,8 @@ DEVICE void load_transposed(const Context &c, Fixed &x, const Matrix &m, int fir
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         x.transposed[t][b][i] = __builtin_amdgcn_perm(two[t][i][1], two[t][i][0], pick);
-      // What a load brings may lie in any register. What an instruction makes would be copied to a
-      // VGPR before each of its products: 46 moves a step.
+      // A loaded value may be in any register. A computed one would be copied to a VGPR before each of its
+      // products: 46 moves per step.
       lds_write(mine, x.transposed[t][b]);
       asm volatile("" : : : "memory");
       x.transposed[t][b] = lds_read(mine);
@@ -139,7 +139,7 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd_onepass(Params p) {
   Buffers lds((Lds)memory);
   int blocks = (p.seqlen_k + kBlock - 1) / kBlock;
   Work work = work_of(workgroup_index(), blocks, 1, p.heads_k, p.batch, p.dies);
-  work.block = blocks - 1 - work.block;  // the first keys are seen most
+  work.block = blocks - 1 - work.block;  // the most rows see the first keys
   Context c{sequence_of(p, work.batch), work.batch};
   make_scalar(c.s.keys);
   make_scalar(c.s.rows);
@@ -148,7 +148,7 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd_onepass(Params p) {
   c.first = first_own + wave_index() * kOwned;
   c.to_base_2 = p.scale * kLog2E;
   c.mine = rows_seeing(p, c.s, c.first, min(c.first + kOwned, c.s.keys) - 1);
-  if (c.first + kOwned > c.s.keys) c.mine.all_low = 0x7fffffff;  // what has no key counts for nothing
+  if (c.first + kOwned > c.s.keys) c.mine.all_low = 0x7fffffff;  // a lane without a key adds nothing
   make_scalar(c.mine.all_low);
   make_scalar(c.mine.all_high);
 
@@ -191,7 +191,7 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd_onepass(Params p) {
       for (int i = 0; i < Feed::kStores; ++i) feed.store(i, rows, columns, has_columns);
     };
     load();
-    barrier();  // K^T has been where tiles come
+    barrier();  // tiles overwrite the LDS that K^T used
     store(lds.rows, lds.columns, !kLate);
     load();
     store(lds.rows_next, kLate ? lds.columns : lds.columns_next(), true);

@@ -1,11 +1,11 @@
 // Attention of few query rows over many keys on CDNA 3 (split-KV, "flash decoding"): bound by the
 // bytes of K and V, which are read once for all query heads of a group.
 //
-// A workgroup takes one key head, one part of the keys and up to 16 * TILES lines: a line is a row
-// of one head of the group, row * group + head, and a column of the products S^T = K Q^T and
-// O^T = V^T P^T (mma.h). Its four wavefronts take groups of 16 keys in turn (decode_load.h), with
-// STAGES groups, 16 KB and more, on their way to each, and never wait for one another until they
-// put their sums together. LDS holds queries, the addresses of rows, and at the end those sums.
+// A workgroup takes one key head, one part of the keys and up to 16 * TILES lines. A line is a row of
+// one head of the group, row * group + head, and a column of the products S^T = K Q^T and O^T = V^T P^T
+// (mma.h). The four wavefronts take groups of 16 keys in turn (decode_load.h). Each has STAGES groups,
+// 16 KB or more, in flight. They do not wait for one another until they merge their sums. LDS holds
+// queries, the addresses of rows, and at the end the sums.
 #include "../params.h"
 #include "mma.h"
 #include "../score.h"
@@ -88,12 +88,12 @@ DEVICE void finish(Acc &s, const Params &p, const Sequence &sequence, const Bloc
                    const Lines &lines, int t, int first) {
   int key = first + M::part() * 4;
   int distance = key - lines.row[t] - sequence.shift;
-  // Multiplied before the paths part: where they meet again, what overwrites the products' registers
-  // would come a wait state too soon after them, by a path that the compiler does not count.
+  // Multiplied before the paths diverge. Otherwise, after they join, a write to the products' registers
+  // would come one wait state too early, on a path that the compiler does not count.
   s *= b.general ? 1.0f : p.scale * kLog2E;
   if (b.general) {
     Terms terms = terms_of(params_again(), sequence.batch, lines.head[t], lines.row[t]);
-    terms.slope = lines.slope[t];  // a load here would wait for all keys that are on their way
+    terms.slope = lines.slope[t];  // a load here would wait for all keys in flight
     float derivative;
     for (int r = 0; r < 4; ++r) s[r] = score(terms, s[r], distance + r, derivative);
     if (terms.bias) {
@@ -118,13 +118,13 @@ DEVICE void finish(Acc &s, const Params &p, const Sequence &sequence, const Bloc
     if (distance + r < left || distance + r > right || key + r >= b.stop) s[r] = -INFINITY_F;
 }
 
-// P as the operand of the next product. The accumulator is brought to a new maximum only when there
-// is one, which after the first groups is seldom.
+// P as the operand of the next product. The accumulator is rescaled only for a new maximum, which is
+// rare after the first groups.
 DEVICE Pair weights(State &state, int t, const Acc &s, const Factors &factors) {
   float highest = max(max(s[0], s[1]), max(s[2], s[3]));
   if (any_lane(highest > state.maximum[t])) {
     float raised = max(state.maximum[t], M::column_max(highest));
-    // Of a row that has seen nothing yet both are -inf.
+    // Both are -inf for a row that has seen no key yet.
     float rescale = raised == -INFINITY_F ? 1.0f : exp2(state.maximum[t] - raised);
     for (int e = 0; e < kElements; ++e) state.o[t][e] *= rescale;
     state.total[t] *= rescale;
@@ -184,8 +184,8 @@ DEVICE void step(State &state, Shared &shared, const Group &group, const Factors
 
 // ---- queries ------------------------------------------------------------------------------------
 
-// Each wavefront loads a quarter, and all read all of it from LDS: a workgroup asks for every query
-// once, and the keys' first loads are on their way before it waits for them.
+// Each wavefront loads a quarter, and all wavefronts read everything from LDS: a workgroup requests
+// every query once. The first keys are in flight before it waits for the queries.
 constexpr int kPieces = TILES * kChunks;
 constexpr int kShare = (kPieces + kWaves - 1) / kWaves;
 
@@ -214,7 +214,7 @@ DEVICE void share_queries(Lines &lines, Shared &shared, const Quad (&share)[kSha
   const Params &p = params_again();
   for (int t = 0; t < TILES; ++t) {
     for (int c = 0; c < kChunks; ++c) lines.q[t][c] = shared.q[t][c][lane_index()];
-    // Lines beyond the last repeat its mask; their queries are 0, and what they make is not stored.
+    // Lines beyond the last repeat its mask; their queries are 0, and their results are not stored.
     unsigned line = min(b.first_line + t * 16 + M::column(), b.lines - 1);
     lines.row[t] = line / b.group;
     lines.head[t] = b.head_k * b.group + line % b.group;
@@ -242,8 +242,8 @@ DEVICE void attend(State &state, Shared &shared, const Params &p, const Sequence
   Source v{(const char *)p.v + b.head_k * p.v_head * kSize, p.v_batch, p.v_row, p.head_dim_v};
   unsigned inverse = p.page_table ? 0xffffffffu / (unsigned)p.page_size : 0;
 
-  // A lane finds one key of the groups n ... n + kStages - 1, or two; one beyond the end as the last.
-  // Scales are asked for when the page is known, and written a round after the rows.
+  // A lane finds one or two keys of the groups n ... n + kStages - 1; a key beyond the end becomes the
+  // last one. Scales are loaded once the page is known, and written one round after the rows.
   Place place[kFound] = {};
   KeyScales scales[kFound];
   for (int f = 0; f < kFound; ++f) scales[f] = KeyScales{1.0f, 1.0f};
@@ -273,8 +273,8 @@ DEVICE void attend(State &state, Shared &shared, const Params &p, const Sequence
   write();
   if (groups > kStages) look(kStages);
   int n = 0;
-  // All loads of this loop are unconditional: where paths with more and fewer loads meet, the
-  // compiler waits for more than it has to.
+  // All loads of this loop are unconditional: where paths with different numbers of loads join, the
+  // compiler waits for more loads than necessary.
   if (groups >= 2 * kStages) {
 #pragma unroll
     for (int i = 0; i < kStages; ++i) load(group[i], rows, i, k, v);
@@ -370,7 +370,7 @@ DEVICE void finish_tile(State &state, int t, Shared &shared, const Params &p, co
     Acc x = shared.sums[0][wave][lane_index()];
     for (int w = 1; w < kWaves; ++w) x += shared.sums[w][wave][lane_index()];
     int dim = dim_of(e, M::part() * 4 + wave);
-    // The output of a part that saw nothing is not read.
+    // The output of a part that saw no key is not read.
     bool wanted = exists && dim < p.head_dim_v && (saw || p.num_splits == 1);
     if (wanted) {
       if (e < kMiddle) store<4>(p, s, row, head, part, dim, x);

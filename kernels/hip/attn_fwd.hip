@@ -2,10 +2,10 @@
 // dense, packed or paged. FlashAttention-2's loop (Dao 2023, algorithm 1) in base 2.
 //
 // A wavefront owns 32 query rows, one column of every product in a lane. It computes S^T = K Q^T and
-// O^T = V^T P^T, so that P stays in registers (mma.h). Tiles of keys pass through LDS, two of K and
-// two of V in turn, one barrier a tile. While the matrix unit makes the scores of the next tile, the
-// vector unit makes the probabilities of this one. Float8 inputs have scales, and 16-bit out of
-// OUT_DTYPE.
+// O^T = V^T P^T, so that P stays in registers (mma.h). Tiles of keys pass through LDS, two of K and two
+// of V in turn, with one barrier per tile. While the matrix unit computes the scores of the next tile,
+// the vector unit computes the probabilities of this one. Float8 inputs have scales, and a 16-bit
+// output of OUT_DTYPE.
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(SCORE) || \
     !defined(PAGED) || !defined(MMA) || !defined(BLOCK_K) || !defined(WAVES)
 #error "the plan defines DTYPE, HEAD_DIM, HEAD_DIM_V, SCORE, PAGED, MMA, BLOCK_K and WAVES"
@@ -33,7 +33,7 @@ DEVICE void store(const Context &c, Row (&rows)[kColumns], const Output &o, floa
       base = raised;
     }
     if (row >= c.s.rows) continue;
-    bool saw = !(total <= 0.0f);  // a NaN has to come through
+    bool saw = !(total <= 0.0f);  // a NaN must propagate
     float inverse = saw ? factor / total : 0.0f;
     float lse = saw ? (base + log2(total)) * kLn2 : -INFINITY_F;
     if (SCORE == DROPOUT) inverse *= p.dropout_scale;
@@ -78,7 +78,7 @@ struct State {
 #if LISTS == 1
   Walk<BLOCK_K> walk;
 
-  // The loop counts the tiles that are visited as if they lay one behind the other.
+  // The loop counts the visited tiles as if they were contiguous.
   METHOD int key(int) const { return walk.key(walk.now); }
   METHOD int next_key(int) const { return walk.key(walk.next); }
   METHOD bool is_full() const { return ::is_full(walk.now); }
@@ -89,8 +89,8 @@ struct State {
   METHOD int end_of_keys(int) const { return walk.end; }
   METHOD void advance() { walk.advance(); }
 #else
-  // The loop counts as if tiles were visited from the first to the last: where that is at `first`, the
-  // keys of the tile begin here.
+  // The loop counts as if tiles were visited from the first to the last. At its count `first`, the keys
+  // of the tile begin here.
   METHOD int key(int first) const { return kTurn < 0 ? ends - first : first; }
   METHOD int next_key(int first) const { return key(first + BLOCK_K); }
   METHOD bool is_full() const { return false; }
@@ -108,38 +108,38 @@ struct State {
 };
 
 constexpr bool kPlain = SCORE == PLAIN;
-// The barrier comes before the last products of a tile, which cover it, and fragments of the next keys
-// are read behind it. With float8 they do not fit (9 registers spilled at 128), nor beside score terms.
+// The barrier comes before the last products of a tile, which hide it, and fragments of the next keys
+// are read after it. These do not fit with float8 (9 registers spilled at 128) or with score terms.
 constexpr bool kEarly = kPlain && !kFloat8;
 // O is rescaled just before the next products with values. (At a tile's end: 17 moves a tile and 14
 // registers spilled at 128.) With float8 at 192 the factor does not fit (16 spilled).
 constexpr bool kFull = kPlain && kFloat8 && HEAD_DIM_V == 192;
 constexpr bool kLate = kPlain && !kFull;
 
-// In which beats probabilities are made: evenly spread over all that come before the last products
-// which need them, or where registers are short, over those with keys, as scores that are used up are
-// free. Maxima are taken beside the products with values.
+// The beats in which probabilities are computed: spread evenly over all beats before the last products
+// that need them. If registers are short, spread over the beats with keys, because used scores free
+// their registers. Maxima are computed during the products with values.
 constexpr int kLastNeed = kAllKeyBeats + (kSlices / 2 - 1) * kGroups * kValueBeats;
 constexpr int kElementBeats = kFull ? kAllKeyBeats : kLastNeed - 1;
 constexpr int kLargestBeats = kBeats - kAllKeyBeats - 2 - (kEarly ? kValueBeats : 0);
 DEVICE constexpr int clamp(int x, int most) { return x < 0 ? 0 : x < most ? x : most; }
-// The first of `count` that comes in `beat` or later where all are spread over `beats`.
+// The first of `count` items that comes in `beat` or later, if the items are spread over `beats`.
 DEVICE constexpr int first_in(int beat, int beats, int count) {
   return beat <= 0 ? 0 : clamp((beat * count + beats - 1) / beats, count);
 }
 DEVICE constexpr int first_element(int beat) { return first_in(beat, kElementBeats, kElements); }
-// Loads are spread over the first half of a tile's slots, of few slots over the first quarter, so that
+// Loads are spread over the first half of a tile's slots (the first quarter if there are few), so that
 // they arrive in time: 0.737 to 0.859 of the clocks on the matrix unit at 96 by the timing model.
 constexpr int kLoadSlots = kSlots > 10 ? kSlots / 2 : kFloat8 ? kSlots * 3 / 8 : kSlots / 4;
 constexpr int kLoadBeats = kLoadSlots * kKeyBeats;
-// Values go to LDS two slots before the last (of few slots one), so that no write is waited for at the
-// barrier: 0.837 to 0.917 at 192 and 128 by the same model, where they went half a slot before the last.
+// Values are stored to LDS two slots before the last (one if there are few), so that the barrier waits
+// for no write: by the same model 0.917 at 192 (v 128), where half a slot before the last gave 0.837.
 constexpr int kStoreBeat = kBeats - (kValueSlots > 2 ? 3 : 2) * kValueBeats;
 static_assert(kLoadBeats <= kStoreBeat && kLoadBeats + 3 < kBeats &&
                   (kLoadSlots <= kKeySlots || kValueBeats <= kKeyBeats),
               "loads, and then what the next tile's need");
 
-// Where two tiles of K and two of V lie in LDS.
+// The places in LDS of two tiles of K and two of V.
 struct Places {
   Lds keys, values;            // of this tile
   Lds next_keys, next_values;
@@ -155,8 +155,8 @@ struct Places {
   METHOD Places next() const { return Places(next_keys, next_values, keys, values); }
 };
 
-// What the vector unit does beside the products of a tile, beat by beat: the probabilities of this
-// tile, the largest of the next tile's scores, and what follows from them.
+// The vector unit's work during the products of a tile, beat by beat: the probabilities of this tile,
+// the maxima of the next tile's scores, and what is derived from them.
 struct Beside {
   const Context &c;
   Source &in;
@@ -193,7 +193,7 @@ struct Beside {
       raise_largest(next, pair, largest);
       for (int n = 0; n < kColumns && kPlain; ++n) pin(largest[n]);
     }
-    // Where the next tile's loads are, in four beats: all at once were 26 scalar instructions.
+    // The addresses of the next tile's loads, in four beats: at once they were 26 scalar instructions.
     int advanced = beat - kLoadBeats;
     if (advanced == 0) in.end_values(state.keys_to_values());
     if (advanced == 1) in.begin_values();
@@ -203,7 +203,7 @@ struct Beside {
     if (kPlain) fence();
   }
 
-  // What the next tile's probabilities are taken against.
+  // The bases of the next tile's probabilities.
   METHOD void finish() {
     finish_scores(c, scales, next, state.next_key(first), state.next_is_full(), largest);
     raise(c, state.scales, scales, largest, state.row, state.rescale);
@@ -211,8 +211,9 @@ struct Beside {
   }
 };
 
-// Beside the last products of a tile, where the barrier comes before them. Not in every beat's code: the
-// compiler would unroll the mask in each before it drops it (14 s for a plan instead of 2).
+// Runs during the last products of a tile, if the barrier comes before them. It is not in every beat's
+// code, because the compiler would unroll the mask in each before it drops it (14 s for a plan instead
+// of 2).
 struct BesideLast {
   Beside &beside;
   METHOD void operator()(int beat) {
@@ -222,10 +223,11 @@ struct BesideLast {
   }
 };
 
-// One tile, whose scores are `now` and whose place in the order of visits is `first`, with the tile
-// after it, of which the scores become `next`. `end`: of all keys. This tile's values and the next one's
-// keys are in LDS; the next one's values arrive, and where this tile's keys were, those after the next
-// one's. `ready`: the first fragments of the next one's keys, where they are read early.
+// Processes one tile, whose scores are `now` and whose place in the order of visits is `first`, and
+// computes `next`, the scores of the tile after it. `end`: of all keys. This tile's values and the next
+// tile's keys are in LDS. Meanwhile the next tile's values are loaded, and the keys of the tile after
+// the next, in place of this tile's keys. `ready`: the first fragments of the next tile's keys, if they
+// are read early.
 DEVICE void step(const Context &c, Source &in, State &state, const Places &at, Fragments &ready,
                  Scores &now, Scores &next, int first, int end) {
   float largest[kColumns], made[kElements];
@@ -314,12 +316,12 @@ DEVICE void attend(const Context &c, State &state, int begin, int end) {
   find_largest(even, largest);
   finish_scores(c, state.scales, even, state.key(begin), state.is_full(), largest);
   raise(c, state.scales, state.scales, largest, state.row, state.rescale);
-  barrier();  // where the first keys are, others are loaded next
+  barrier();  // the next load overwrites the first keys
 
   if (kEarly) fragments.read_keys(at.next_keys, 0);
   int first = begin, last = begin + (end - begin - 1) / BLOCK_K * BLOCK_K;
-  // Two at a time, so that the scores need not be moved. With all score terms that would be 96 KB of
-  // code, where two compute units share 64 KB of instruction cache: there, one at a time.
+  // Two at a time, so that the scores are not moved. With all score terms that would be 96 KB of code,
+  // but two compute units share 64 KB of instruction cache: these plans go one at a time.
   if (SCORE == PLAIN)
     for (; first + 2 * BLOCK_K <= last; first += 2 * BLOCK_K) {
       step(c, in, state, at, fragments, even, odd, first, end);

@@ -1,5 +1,5 @@
-// What backward kernels have in common whose wavefronts own 32 or 64 keys or query rows, as columns of
-// products, and stream tiles of the others through LDS: their operands, masks and score terms.
+// Shared by the backward kernels whose wavefronts own 32 or 64 keys or query rows, as columns of products, and
+// stream tiles of the others through LDS: operands, masks and score terms.
 #pragma once
 #include "bwd_inputs.h"
 #include "bwd_score.h"
@@ -118,7 +118,7 @@ DEVICE unsigned kept(const Context &c, int head, int own, int first) {
   const Params &p = params_again();
   Dropout dropout(p, c.s.batch);
   auto draw = [&](int key, int row) { return dropout.kept_of_four(dropout.group_of(key), row, head); };
-  // A draw serves four keys: four registers, or where keys are owned one of four neighbouring lanes,
+  // A draw serves four keys: four registers, or where keys are owned one of four neighboring lanes,
   // each of which draws for every fourth row.
   int lane = lane_index() % 4;
   unsigned bits = 0;
@@ -131,7 +131,7 @@ DEVICE unsigned kept(const Context &c, int head, int own, int first) {
   return kept_by_lane<0x1111>(bits);
 }
 
-// What is left of S for dS, beyond the product itself.
+// What dS needs of S, besides the product itself.
 struct Weights {
   Acc p;         // before dropout: for the sinks, and for the gradient of a bias
   unsigned seen;  // bit_of(r): whether the mask leaves register r
@@ -155,8 +155,8 @@ DEVICE void each_place(const Context &c, int head, int own, int row0, F f) {
   }
 }
 
-// Each score s becomes the score_mod's, whose derivative comes to `slope`, and what a mask_mod hides is no
-// longer `seen`. `is_full`: it hides nothing in this tile.
+// Applies the score_mod to each score and writes its derivative to `slope`. Keys that a mask_mod masks are no
+// longer `seen`. `is_full`: it masks nothing in this tile.
 DEVICE void modify(Acc &s, float (&slope)[M::kRegisters], unsigned &seen, const Context &c, int head, int own,
                    int row0, bool is_full) {
 #ifdef HAS_SCORE_MOD

@@ -34,7 +34,7 @@ struct Dropout {
   }
 };
 
-// Where keys lie in lanes, four neighbouring lanes share draws: lane i of them has drawn for row i of each
+// Where keys lie in lanes, four neighboring lanes share draws: lane i of them has drawn for row i of each
 // four rows, by bits of all four keys. What they have drawn for this lane's key, by bits of rows. `first`:
 // the bits of the first rows.
 template <unsigned first>

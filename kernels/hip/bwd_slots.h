@@ -1,11 +1,11 @@
 // The loop of the two-pass backward over plain scores, in slots.
 //
-// A tile's products are made in slots of four, or of two where registers are too few for that, each with the
-// fragments that one or two reads of LDS bring, a slot ahead: S, dP, then with the columns dV and dK, or dQ.
-// What the vector unit has to do is dealt out over single products, so that one wavefront alone keeps both
-// units busy; `fence` holds the compiler to it. In the last slot before the columns, and before the next
-// tile, all fragments of what others will write over are in registers: there the barriers are, with products
-// on both sides.
+// A tile's products are computed in slots of four, or of two if there are too few registers. One or two LDS
+// reads bring the fragments of a slot, one slot ahead: S, dP, then with the columns dV and dK, or dQ. The
+// vector unit's work is spread over single products, so that one wavefront alone keeps both units busy; `fence`
+// fixes this order for the compiler. In the last slot before the columns, and in the last before the next tile,
+// all fragments that other wavefronts will overwrite are in registers. The barriers are there, with products on
+// both sides.
 #pragma once
 #include "bwd_owned.h"
 
@@ -58,7 +58,7 @@ DEVICE constexpr int turn_of_load(int move) { return turn_of_column(move / 4 * 4
 // Where keys are owned, -LSE and -delta of the next tile come among the products for dV.
 constexpr int kStates = 2 * kFours;
 DEVICE constexpr int turn_of_state(int n) { return turn(n, kStates, kFirstV + 2, kFirstG + 2); }
-// What is loaded in the next turn of the loop is found among the products for dK.
+// The addresses of the next iteration's loads are computed among the products for dK.
 DEVICE constexpr int turn_of_next(int n) { return kFirstG + 1 + n; }
 DEVICE constexpr int turn_of_row(int move) {
   return turn(move, kMoves, kFirstG - kPerSlot, kProducts - 5 * kPerSlot / 2);
@@ -76,8 +76,8 @@ struct Bases {
   }
 };
 
-// Where the tile lies that is loaded: looked up once a head, then moved on from tile to tile, so that what
-// stands beside products is a few additions and not descriptors from the start (312 clocks of 2,933 at 128).
+// The position of the tile that is loaded: computed once per head, then advanced from tile to tile. Only a few
+// additions then overlap with products, instead of whole descriptors (312 clocks of 2,933 at 128).
 struct Next {
   char *a, *b;
   int left;                       // rows from its first one on
@@ -177,7 +177,7 @@ DEVICE void accumulate_slot(Acc (&grad)[COLUMNS][tiles], const Fragments &f, con
     }
 }
 
-// Registers r and r + 1 of x. Pinned, or the compiler would make them below a branch that they pass.
+// Registers r and r + 1 of x. Pinned; otherwise the compiler would move them below a later branch.
 DEVICE void round_two(Pair &to, const Acc &x, int r) {
   unsigned two = F::half_up(x[r], x[r + 1]);
   pin(two);

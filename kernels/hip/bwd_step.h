@@ -56,7 +56,7 @@ struct RowUnits {
   }
 };
 
-// The same transposed, for products over the 16 rows: a unit has 4 rows of two neighbouring elements,
+// The same transposed, for products over the 16 rows: a unit has 4 rows of two neighboring elements,
 // which are of two products. Lane n of product t of pair T gets element 32 T + 2 n + t.
 template <int dim>
 struct ColumnUnits {

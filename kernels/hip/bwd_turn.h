@@ -1,4 +1,5 @@
-// A turn of the loop of the one-pass backward: its products, what comes beside which, and what is next.
+// One iteration (turn) of the loop of the one-pass backward: its products, the work that overlaps with each,
+// and the state of the next iteration.
 #pragma once
 #include "bwd_workgroup.h"
 
@@ -33,8 +34,8 @@ DEVICE constexpr int at_of(int slot) {
   return kAtV + (slot - kSlotV) * 2 * TILES;
 }
 
-// Between two products fit three instructions (of the vector unit, or one exponential, and one clock in five
-// is lost). What comes where, in products: until S is made, P is rounded, what was loaded goes to LDS, and dQ of
+// Three instructions fit between two products (of the vector unit, or one exponential; one clock in five is
+// lost). What comes where, in products: until S is made, P is rounded, what was loaded goes to LDS, and dQ of
 // the step before is added; then loads; P is made beside the rest of dK, dP and a part of dQ, where it is cut;
 // then dS, which is in LDS a few products before the barrier.
 constexpr int kCutBlock = Swap::kBlocks / (HEAD_DIM > 96 ? 2 : 4);
@@ -50,10 +51,10 @@ constexpr int kAtCarry = kLate ? kAtBarrier : kProducts - 2 * 2 * TILES;  // or 
 constexpr int kAtTurn = kAtCarry - (kLate ? 0 : 2);
 static_assert(at_of(kSlots - 1) - kLead <= kAtTurn, "all columns of this turn are read by then");
 
-// After which product comes what. Everything would like to be spread evenly over a range of products; where that
-// is more than fits between two, something goes to the next product, or the one before, that has room. Evenly
-// alone, with up to ten instructions behind one product and none behind the next, was 0.868 of the matrix unit
-// at 128 and is 0.896.
+// The work after each product. Each kind of work is spread evenly over a range of products. If more comes
+// together than fits between two products, it moves to a product nearby that has room. Spread evenly without
+// this limit, with up to ten instructions after one product and none after the next, the matrix unit's share at
+// 128 was 0.868 instead of 0.896.
 struct Deal {
   static constexpr int kRoom = 3;   // instructions between two products
   static constexpr int kApart = 4;  // products that something goes at most
@@ -65,7 +66,7 @@ struct Deal {
   int scaled[kElements] = {}, raised[kElements] = {};  // S to the exponent of 2, and that to P
   int differed[kTwos] = {}, halved[kTwos] = {}, given[kTwos] = {};  // dP to dS, to 16 bits, to LDS
 
-  // The product from `least` to `most` for something of `cost` instructions that would like to be at `wanted`.
+  // The best product from `least` to `most` for `cost` instructions: near `wanted`, with room.
   constexpr int place(int wanted, int least, int most, int cost) {
     int best = wanted, least_loss = 1 << 30;
     for (int m = least; m <= most; ++m) {
@@ -123,7 +124,7 @@ struct Deal {
 };
 constexpr Deal kDeal;
 
-// Where the loop is: what comes next of each kind, through the heads of the group.
+// The state of the loop: what comes next of each kind, over the heads of the group.
 struct Walk {
   Aside start;       // row
   Aside end;         // row
@@ -172,9 +173,9 @@ struct Walk {
   }
 };
 
-// A register of dQ^T. Without a value that returns, an addition is done when memory has it; the next
-// kernel comes after it. Scope: workgroups that share a tile may be on any die. Additions skip L1, and
-// leave sc1 at 0, which is the scope of the agent, all its dies (LLVM's memory model for gfx942).
+// Adds a register of dQ^T. The atomic returns no value; it is complete before the next kernel starts. Scope:
+// workgroups that share a tile may be on any die. Additions skip L1, and leave sc1 at 0, which is the scope of
+// the agent, all its dies (LLVM's memory model for gfx942).
 DEVICE void add(const Places &at, const Walk &walk, const Acc (&dq)[kShares], int i) {
   auto to = buffer(walk.sums, walk.sums_bytes);
   __builtin_amdgcn_raw_ptr_buffer_atomic_fadd_f32(dq[i / 4][i % 4], to, at.sums + i * kLanes * 4, 0, 0);

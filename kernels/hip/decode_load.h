@@ -2,7 +2,7 @@
 // as the operands of 16 x 16 x 16 products, without LDS.
 //   K  lane l holds key l % 16, of every 32 elements 8 (16-byte loads). The order of the inner
 //      dimension is free, so that both halves of a load are operands; the query's are alike.
-//   V  lane l holds 4 keys, of each head_dim_v / 16 neighbouring elements: 16 lanes load one whole
+//   V  lane l holds 4 keys, of each head_dim_v / 16 neighboring elements: 16 lanes load one whole
 //      row. Row i of product j is element 8 i + j (of 128), and v_perm brings its 4 keys together.
 //      Where V is a view of K (LATENT) it is not loaded: keys pass from registers through LDS, 256 bytes
 //      of each at a time, and come back in this form.
@@ -46,8 +46,8 @@ struct Turn {
 };
 static_assert(!LATENT || HEAD_DIM_V * kSize % kTurnBytes == 0, "turns are whole");
 
-// Where a key's piece lies in its row. Eight lanes write the same piece of neighbouring keys, and read four
-// neighbouring pieces of one key with the four next to them of the fourth key behind: both touch every bank
+// Where a key's piece lies in its row. Eight lanes write the same piece of neighboring keys, and read four
+// neighboring pieces of one key with the four next to them of the fourth key behind: both touch every bank
 // once.
 constexpr __device__ int place_of_piece(int piece, int key) {
   return piece ^ ((key >> 1 & 3) | (key & 1) << 2);
@@ -208,7 +208,7 @@ DEVICE void turn_values(Group &values, Turn &turn, const Group &group, int c) {
 
 typedef float Two __attribute__((ext_vector_type(2)));
 
-// Two neighbours of four float8 elements.
+// Two neighbors of four float8 elements.
 DEVICE Two two_of(unsigned four, bool second) {
   return second ? __builtin_amdgcn_cvt_pk_f32_fp8(four, true)
                 : __builtin_amdgcn_cvt_pk_f32_fp8(four, false);

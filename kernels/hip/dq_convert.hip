@@ -1,8 +1,8 @@
 // The end of the one-pass backward: dQ from float32 sums (bwd_dq.h) to 16 bits, times the scale; the sinks'
 // gradient from the rows' sums of P dP, which have been added up where it goes.
 //
-// A wavefront takes a tile of 16 rows of a head. Of two neighbouring products of dQ^T a lane has 8
-// neighbouring elements of its row: 16 bytes.
+// A wavefront takes a tile of 16 rows of a head. Of two neighboring products of dQ^T a lane has 8
+// neighboring elements of its row: 16 bytes.
 #include "bwd_dq.h"
 #include "bwd_score.h"
 

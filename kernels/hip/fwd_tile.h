@@ -1,5 +1,5 @@
-// One tile of the forward: what feeds it, its products in slots, softmax and score terms. Wavefronts
-// own 32 query rows each; the plan's constants are as attn_fwd.hip says.
+// One tile of the forward: its loads, its products in slots, softmax and score terms. Each wavefront
+// owns 32 query rows; attn_fwd.hip describes the plan's constants.
 #pragma once
 #include "mma.h"
 #include "../philox.h"
@@ -36,19 +36,20 @@ constexpr int kParts = kLanes / MMA;             // lanes that share a column
 constexpr int kSteps = HEAD_DIM / kUnit / kParts;  // of 16 bytes a lane along the head
 constexpr int kFours = M::kRegisters / 4;        // groups of four consecutive rows in a product
 
-// The products of a tile are made in slots, each with the fragments of A that one read ahead brings:
-// a step along the head for all keys, then pairs of key slices for a few d. Within a slot, products
-// go to accumulators in turn, so that none waits for the one before.
+// The products of a tile are computed in slots; the fragments of A for a slot are read one slot ahead.
+// A slot is a step along the head for all keys or, after these, a pair of key slices for a few d.
+// Within a slot, products use accumulators in turn, so that none waits for the previous one.
 constexpr int kTogether = kDimTiles % 2 ? 3 : 2;  // accumulators of O^T in a slot
 constexpr int kGroups = kDimTiles / kTogether;    // slots of a pair of key slices
 constexpr int kSlices = BLOCK_K / M::kDepth;
-// A step of 32 keys is two products, 64 clocks, too few for the next one's fragments where no other
-// wavefront is on the SIMD: there a slot of keys has two steps (0.680 to 0.752 at 256 by the model).
+// A step of 32 keys is two products, 64 clocks, too few to hide the reads of the next fragments if no
+// other wavefront is on the SIMD. There a slot of keys has two steps (0.680 to 0.752 at 256 by the
+// model).
 constexpr int kStepsASlot = kKeyTiles == 1 && WAVES == 4 ? 2 : 1;
 constexpr int kKeySlots = kSteps / kStepsASlot, kValueSlots = kSlices / 2 * kGroups;
 constexpr int kSlots = kKeySlots + kValueSlots;
 static_assert(kDimTiles % kTogether == 0, "every d is multiplied");
-// A beat is one product, and what the vector unit does in its shadow.
+// A beat is one product, and the vector instructions that overlap with it.
 constexpr int kStepBeats = 2 * kKeyTiles * kColumns;
 constexpr int kKeyBeats = kStepsASlot * kStepBeats, kValueBeats = 2 * kTogether * kColumns;  // of a slot
 constexpr int kAllKeyBeats = kKeySlots * kKeyBeats;
@@ -66,18 +67,18 @@ typedef Pair Probabilities[kSlices][kColumns];
 
 constexpr float kLowest = -3.4028234663852886e38f;
 
-// The maximum that probabilities are taken against may lag behind by this much, in powers of two,
-// before accumulator and sum are brought to a new one: P stays below 2^8, where float32 and both
-// 16-bit formats are as exact as below 1, and almost every tile goes without a rescale. (FlashAttention
-// 4 and HipKittens do the same.) A row's final result does not depend on it.
-// Float8 ends at 240 = 2^7.9: there P is 2^7 where it is largest, which leaves it 2^-14 at 4 significant
-// bits and 2^-17 at all, and 0.9 to lag by. Over 4,096 normally distributed scores a quarter of the tiles
-// rescale some row of 32, without a lag two thirds; over 16,384 a tenth and a third.
+// The base of a row may lag behind its maximum by this much, in powers of two, before accumulator and
+// sum are rescaled to a new base. P stays below 2^8, where float32 and both 16-bit formats are as exact
+// as below 1, and almost no tile needs a rescale. (FlashAttention 4 and HipKittens do the same.) A
+// row's final result does not depend on it. Float8 ends at 240 = 2^7.9: there the largest P after a
+// rescale is 2^7. P has 4 significant bits down to 2^-14, and reaches down to 2^-17; the lag is 0.9.
+// Over 4,096 normally distributed scores a quarter of the tiles rescale some row of 32 (without a lag
+// two thirds), over 16,384 a tenth (a third).
 constexpr float kLag = kFloat8 ? 0.9f : 8.0f;
 constexpr float kPeak = kFloat8 ? 7.0f : 0.0f;
 
-// One row. `base` is what exponents are taken against, kPeak below the maximum: it is finite even while
-// a row has seen nothing, as -inf - -inf would be NaN.
+// One row. `base` is subtracted before the exponential, kPeak below the maximum. It is finite even
+// while a row has seen no key, because -inf - -inf would be NaN.
 struct Row {
   float base = kLowest;
   float total = 0.0f;  // this lane's share of the sum of probabilities
@@ -99,7 +100,7 @@ struct Context {
 
 // ---- loads --------------------------------------------------------------------------------------
 
-// What feeds the loop: tiles of K and V, each at its own pace.
+// The loads of the loop: tiles of K and V, each at its own pace.
 #if PAGED
 struct Source {
   const Context &c;
@@ -111,7 +112,7 @@ struct Source {
   METHOD Source(const Params &p, const Context &c, int first, int begin, int end)
       : c(c), next_k(first), next_v(first), begin(begin), end(end) {
     if (p.head_dim == HEAD_DIM) return;
-    // Nobody else writes what the head does not fill.
+    // No other code writes the part that the head does not fill.
     for (int at = thread_index() * 16; at < 2 * Keys::Tile::kBytes; at += kThreads * 16)
       lds_write(c.lds + at, Quad{0, 0, 0, 0});
     barrier();
@@ -150,7 +151,7 @@ struct Source {
         keys(k),
         values(v) {}
 
-  // Here and now, and not where the loads are.
+  // Computed here, not where the loads are issued.
   METHOD void begin_keys() {
     bytes_k = k.bytes(BLOCK_K);
     pin_scalar(bytes_k);
@@ -187,14 +188,14 @@ DEVICE void load_queries(const Context &c, Quad (&q)[kColumns][kSteps]) {
 
 // ---- scales of float8 -----------------------------------------------------------------------------
 
-// What the scores of a tile are multiplied by, and its values. Those of single keys are in the lanes,
-// lane i having key i: there `v` is their largest, and `value` relative to it.
+// The factors of a tile's scores, and of its values. If each key has its own scale, lane i has that of
+// key i; then `v` is the largest of them, and `value` is relative to it.
 struct Scales {
   float k = 1.0f, v = 1.0f;
   float key = 1.0f, value = 1.0f;
 };
 
-// The scales of tiles. A PLAIN plan's tiles lie in one block of rows each, others may not.
+// The scales of tiles. In a PLAIN plan each tile lies in one block of rows; in others it may not.
 struct Descale {
   KeyScales tiles;  // a lane's: of the tile that comes so many tiles after one
 
@@ -242,7 +243,7 @@ struct Fragments {
   }
 };
 
-// What is done beside products: nothing.
+// Other work during the products: none.
 struct Nothing {
   METHOD void operator()(int) {}
 };
@@ -276,8 +277,8 @@ DEVICE void multiply_values(Output &o, const Fragments &v, const Probabilities &
   }
 }
 
-// The scores of a lane are made into probabilities one after the other, in the order in which the
-// products take them: this is the place of one.
+// A lane converts its scores to probabilities one after the other, in the order in which the products
+// use them. This is the place of one.
 constexpr int kElements = kKeyTiles * kColumns * M::kRegisters;
 struct Element {
   int n, t, r;        // column, product and register of the score
@@ -309,7 +310,7 @@ DEVICE void operand(const Context &c, const Scales &scales, const float (&made)[
   float x[4];
   for (int i = 0; i < 4; ++i) x[i] = made[number - 3 + i];
   if (SCORE == DROPOUT) {
-    // Opaque, or the compiler keeps every round's keys in scalar registers: 40 of them spilled.
+    // Opaque; otherwise the compiler keeps every round's keys in scalar registers: 40 of them spilled.
     unsigned long long seed = c.seed;
     pin_scalar(seed);
     const Params &a = params_again();
@@ -324,7 +325,7 @@ DEVICE void operand(const Context &c, const Scales &scales, const float (&made)[
   M::put(p[e.slice][n], e.part, x);
 }
 
-// Goes on with the largest score of each column that this lane holds, over two more: one instruction.
+// Extends the largest score of each column that this lane holds by two more: one instruction.
 constexpr int kPairs = kKeyTiles * M::kRegisters / 2;
 DEVICE void raise_largest(const Scores &s, int pair, float (&largest)[kColumns]) {
   int t = pair * 2 / M::kRegisters, r = pair * 2 % M::kRegisters;
@@ -352,8 +353,8 @@ DEVICE void each(Scores &s, int n, int key0, F f) {
   }
 }
 
-// What lies between the product and the softmax: score terms and mask. `largest` is that of the plain
-// product, and becomes that of the result. `is_full`: the mask_mod hides nothing in this tile.
+// Everything between the product and the softmax: score terms and mask. `largest` is the maximum of the
+// plain product, and becomes that of the result. `is_full`: the mask_mod masks nothing in this tile.
 DEVICE void finish_scores(const Context &c, const Scales &scales, Scores &s, int first, bool is_full,
                           float (&largest)[kColumns]) {
   if (SCORE != PLAIN)
@@ -437,14 +438,14 @@ struct Rescale {
   }
 };
 
-// How far a score is above what a row's exponents are taken against, to base 2.
+// How far a score exceeds the base of its row, in powers of two.
 DEVICE float above(float score, float to_base_2, const Row &row) {
   return __builtin_fmaf(score, to_base_2, -row.base);
 }
 
-// Brings the sum to a new base where a maximum has outgrown the old one by kLag, of that row alone, whose
-// bits are then the same whatever the wavefront's other rows are; and says what brings the accumulator
-// there, and to the scale of the values that come, `next`.
+// Raises the base of a row whose maximum has outgrown it by kLag, and rescales its sum. Each row is on
+// its own, so its bits do not depend on the wavefront's other rows. Returns the factors that bring the
+// accumulator to the new base, and to `next`, the scale of the coming values.
 DEVICE void raise(const Context &c, const Scales &scales, const Scales &next,
                   const float (&largest)[kColumns], Row (&row)[kColumns], Rescale &rescale) {
   bool outgrown = false;
@@ -453,7 +454,7 @@ DEVICE void raise(const Context &c, const Scales &scales, const Scales &next,
   rescale.pending = __builtin_amdgcn_ballot_w64(outgrown) || scales.v != next.v;
   if (!rescale.pending) return;
   for (int n = 0; n < kColumns; ++n) {
-    // By the same operations as above, so that what a lane finds and what its row does is one.
+    // With the same operations as above, so that what a lane finds agrees with what its row does.
     float highest = M::column_max(largest[n]), to_base_2 = c.to_base_2[n] * next.k;
     bool outgrows = above(highest, to_base_2, row[n]) > kPeak + kLag;
     float raised = outgrows ? highest * to_base_2 - kPeak : row[n].base;

@@ -1,9 +1,9 @@
-// How tiles of K and V lie in LDS, and the loads that fill it.
+// The layout of K and V tiles in LDS, and the loads that fill it.
 //
 // LDS has 32 banks of 4 bytes. Everything is read and written in units of 16 bytes, eight of which
-// make a line of all banks; a unit is moved inside its line by an exclusive or with a number that
-// differs between the rows which neighbouring lanes touch, so that 16 lanes take 2 clocks, the least
-// that 256 bytes can. Padding would cost the same bytes but not leave 64 KB for two tiles each.
+// make a line of all banks; the place of a unit in its line is XORed with a number that differs between
+// the rows that neighboring lanes access, so that 16 lanes take 2 clocks, the minimum for 256 bytes.
+// Padding would cost the same bytes but not leave 64 KB for two tiles each.
 #pragma once
 #include "memory.h"
 
@@ -35,7 +35,7 @@ struct ValueTile {
   static constexpr int kUnits = keys / kUnit;  // of a row
   static constexpr int kBytes = head_dim * keys * kSize;
 
-  // Reading, the 8 lanes of a phase (four neighbouring d, and four that are 20 or 12 further) have 8
+  // Reading, the 8 lanes of a phase (four neighboring d, and four that are 20 or 12 further) have 8
   // places of a line; writing, every other d, of bytes every fourth.
   static METHOD int place(int d, int unit) {
     if constexpr (kUnits < 8) {
@@ -54,7 +54,7 @@ struct ValueTile {
   }
 
  private:
-  // Of four neighbouring d that take two lines: the second line's places are others than the first's.
+  // If four neighboring d take two lines, the second line uses other places than the first.
   static METHOD int turn(int d) { return kUnits == 4 ? d / 2 % 2 * 2 : 0; }
 };
 

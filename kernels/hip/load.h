@@ -1,8 +1,8 @@
 // Tiles of K and V from memory to LDS, by a workgroup of `waves` wavefronts.
 //
-// K goes there directly, 4 bytes a lane (gfx942 has nothing wider), no registers in between; the
-// swizzle is applied to the source. V passes through registers, where 2 x 2 elements are transposed
-// by v_perm: a lane takes two neighbouring d of eight keys, one dword each. Of bytes it is 4 x 4.
+// K goes to LDS directly, 4 bytes per lane (gfx942 has nothing wider), without registers; the swizzle
+// is applied to the source. V passes through registers, where 2 x 2 elements are transposed by v_perm:
+// a lane takes two neighboring d of eight keys, one dword each. Of bytes it is 4 x 4.
 #pragma once
 #include "../sequence.h"
 #include "arguments.h"
@@ -24,15 +24,15 @@ DEVICE Head values_of(const Params &p, int head) {
   return Head{(const char *)p.v + head * p.v_head * kSize, p.v_batch, p.v_row, p.head_dim_v};
 }
 
-// Tiles are visited from the first keys to the last, of float8 from the last to the first. There P has
-// 18 powers of two: beside the one key that dominates a row, as a text's first often does, all others
-// would be 0, unless they came before it.
+// Tiles are visited from the first keys to the last, with float8 from the last to the first. A float8 P
+// spans 18 powers of two. After a key that dominates a row, as the first token of a text often does, P
+// of all other keys would be 0; so it comes last.
 constexpr int kTurn = DTYPE == FLOAT8 ? -1 : 1;
 
 // ---- tiles in rows: one buffer descriptor -------------------------------------------------------
 
-// Buffers end with the keys that are wanted: what a tile has beyond, in keys or along the head, reads
-// as 0 and is not asked for.
+// Buffers end with the last needed key: elements of a tile beyond it, in keys or along the head, read
+// as 0 and cause no memory request.
 typedef int Descriptor __attribute__((ext_vector_type(4)));
 constexpr unsigned kNowhere = 0x80000000u;     // an offset beyond every tile
 
@@ -65,10 +65,11 @@ struct Rows {
   }
 };
 
-// 4 bytes a lane straight to LDS at `to` + 4 lane. The compiler does not know of these two:
-// `loads_arrived` waits. As its own builtin, every later LDS read would wait for all of them. Nor does
-// it keep wait states here: a vector instruction that writes one of these scalar registers has to come
-// 5 before. The gate sees to it (pyfa/emulator/hazards.py).
+// Loads 4 bytes per lane directly to LDS at `to` + 4 lane. The compiler does not know about these two
+// loads: `loads_arrived` waits for them. With the builtin, every later LDS read would wait for all of
+// them. The compiler does not keep wait states here either: a vector instruction that writes one of
+// these scalar registers must come 5 states before. `pyfa compile` checks this
+// (pyfa/emulator/hazards.py).
 DEVICE void load_to_lds(const void *tile, int bytes, unsigned offset, unsigned scalar_offset, Lds to) {
   unsigned long long at = (unsigned long long)tile;
   Descriptor from{(int)at, (int)(at >> 32) & 0xffff, bytes, kRawDwords};
@@ -86,8 +87,8 @@ DEVICE void load_to_lds(const void *from, Lds to) {
 
 // ---- tiles whose keys lie anywhere: paged -------------------------------------------------------
 
-// Offsets in bytes of a tile's keys, one key a lane (`sets` times 64 keys), those outside of `begin` ...
-// `end` as the nearest inside: they are masked, but must be readable.
+// Offsets in bytes of a tile's keys, one key per lane (`sets` times 64 keys). A key outside of `begin`
+// ... `end` gets the offset of the nearest key inside: it is masked, but must be readable.
 template <int keys>
 struct Offsets {
   static constexpr int kSets = (keys + kLanes - 1) / kLanes;
@@ -242,7 +243,7 @@ struct ValueLoads<2, keys, head_dim, depth, waves> {
   }
 };
 
-// Of bytes: a lane takes four neighbouring d of four neighbouring keys, which are one word of four
+// Of bytes: a lane takes four neighboring d of four neighboring keys, which are one word of four
 // units. Half a wavefront writes 8 fours of d and the 4 words of a unit: every bank once.
 template <int keys, int head_dim, int depth, int waves>
 struct ValueLoads<1, keys, head_dim, depth, waves> {

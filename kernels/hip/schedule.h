@@ -1,9 +1,10 @@
-// Which workgroup does what.
+// The mapping from workgroup to work tile.
 //
-// Workgroups go to the dies (XCDs) in turn, each die has an L2 of its own, and a head's K and V are
-// read by all of its blocks and by its neighbours in a group: so a die gets neighbouring heads, one
-// after the other. A head's last blocks come first, which see most under a causal mask: what is left
-// at the end is short. Heads beyond a multiple of the dies go first, spread over all dies.
+// Workgroups go to the dies (XCDs) in turn, and each die has its own L2. All blocks of a head, and the
+// neighboring heads of its group, read the same K and V. So a die gets neighboring heads, one after the
+// other. A head's last blocks come first, because they see the most keys under a causal mask; short
+// blocks are left for the end. Heads beyond a multiple of the number of dies go first, spread over all
+// dies.
 #pragma once
 #include "../params.h"
 #include "device.h"

@@ -67,10 +67,10 @@ class Backend(Protocol):
         """Return what this machine lacks to run the backend at all; None if it is ready."""
 
     def why_not(self, problem: Problem) -> Sequence[str]:
-        """Return why it declines ``problem``: one sentence per reason, empty if it can run it."""
+        """Return why it refuses ``problem``: one sentence per reason, empty if it can run it."""
 
     def plan(self, problem: Problem) -> Plan:
-        """Return the plan for ``problem``, which it does not decline."""
+        """Return the plan for ``problem``, which it does not refuse."""
 
     def bind(self, plan: Plan, call: Call, append: Append | None, with_lse: bool) -> Run:
         """Bind ``plan`` to ``call``, and to all calls that differ from it only in the values and

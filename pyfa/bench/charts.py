@@ -1,6 +1,6 @@
 """Pictures by matplotlib, as SVG: a roofline, lines over the sequence length, a heat map.
 
-Everything but data is drawn in ``INK``, which ``svg`` replaces by the colour of the surrounding
+Everything but data is drawn in ``INK``, which ``svg`` replaces by the color of the surrounding
 text, so that pictures fit light and dark pages. ``standing_alone`` makes a file that fits both.
 """
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from ..device import Device
 
 INK = "#5f6b7a"
-# Okabe and Ito's, which the colour-blind tell apart; without black, which a dark page swallows.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#999999")
+# Okabe and Ito's, which the color-blind tell apart; without black, which a dark page swallows.
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#999999")
 _MARKERS = "osD^vPX*"
-# Who has which colour, in every picture.
+# Who has which color, in every picture.
 _PEERS = ("pyfa", "flash", "cudnn", "flex", "fa3", "fa4", "efficient", "naive")
-# Of a picture that stands alone: text and ground, in light and in dark. It has a ground of its own
+# For a picture in a file: text and background, in light and in dark. It has a ground of its own
 # because a page may be dark where the reader's system is light.
 _ALONE = (
     "<style>svg { color: #1c2430; background: #ffffff }"
@@ -128,15 +128,15 @@ def heat_map(
 
     from matplotlib.colors import LinearSegmentedColormap, LogNorm
 
-    colours = LinearSegmentedColormap.from_list("ratio", [COLOURS[1], "#f4f4f4", COLOURS[0]])
-    axes.imshow(values, cmap=colours, norm=LogNorm(0.25, 4.0), aspect="auto")  # type: ignore[arg-type, unused-ignore]
+    colors = LinearSegmentedColormap.from_list("ratio", [COLORS[1], "#f4f4f4", COLORS[0]])
+    axes.imshow(values, cmap=colors, norm=LogNorm(0.25, 4.0), aspect="auto")  # type: ignore[arg-type, unused-ignore]
     axes.grid(False)
     axes.set_xticks(range(len(columns)), columns)
     axes.set_yticks(range(len(rows)), rows, fontsize=7)
     for i, row in enumerate(values):
         for j, value in enumerate(row):
             if not math.isnan(value):
-                # On a saturated cell white, else black: neither depends on the page's colour.
+                # On a saturated cell white, else black: neither depends on the page's color.
                 tone = "#ffffff" if abs(math.log(value)) > 0.9 else "#111111"
                 axes.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=7, color=tone)
     axes.set_title(title, fontsize=10, color=INK)
@@ -144,7 +144,7 @@ def heat_map(
 
 def bars(axes: Axes, values: Mapping[str, float], x: str, title: str) -> None:
     """Draw one horizontal bar per name."""
-    axes.barh(list(values), list(values.values()), color=COLOURS[0], height=0.6)
+    axes.barh(list(values), list(values.values()), color=COLORS[0], height=0.6)
     axes.invert_yaxis()
     _name(axes, x, "", title)
 
@@ -166,7 +166,7 @@ def finish_against(axes: Axes, x: str, y: str, title: str) -> None:
 
 
 def svg(made: Figure, name: str, title: str = "") -> str:
-    """Return the figure as an ``<svg>`` element, as wide as its container and in the colour of its
+    """Return the figure as an ``<svg>`` element, as wide as its container and in the color of its
     text.
 
     ``name`` differs for each figure of a page and is the prefix of its identifiers. ``title`` is
@@ -183,7 +183,7 @@ def svg(made: Figure, name: str, title: str = "") -> str:
     text = re.sub(r"(<svg[^>]*?) (?:height|width)=\"[^\"]*\"", r"\1", text, count=1)
     text = re.sub(r"(<svg[^>]*?) (?:height|width)=\"[^\"]*\"", r"\1", text, count=1)
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    # What nothing refers to; and a description in place of it.
+    # Drops ids that nothing refers to, and adds a description.
     text = re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", text)
     said = html.escape(title or name)
     text = text.replace("<svg ", f'<svg role="img" aria-label="{said}" ', 1)
@@ -192,7 +192,7 @@ def svg(made: Figure, name: str, title: str = "") -> str:
 
 
 def standing_alone(element: str) -> str:
-    """Return the result of ``svg`` as a file, with a size, and colours that follow the reader's
+    """Return the result of ``svg`` as a file, with a size, and colors that follow the reader's
     system."""
     opening = element[: element.index(">") + 1]
     sizes = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', opening)
@@ -208,13 +208,13 @@ def save(made: Figure, path: Path) -> None:
 
 def _style(name: str, index: int) -> dict[str, Any]:
     """Return a peer's own style, with another marker if the name has a suffix (``naive, computed``,
-    ``pyfa:triton``). Other names get styles by ``index``: as many as there are colours times
+    ``pyfa:triton``). Other names get styles by ``index``: as many as there are colors times
     markers."""
     peer = re.split(r"[:,]", name)[0]
     if peer in _PEERS:
-        index = _PEERS.index(peer) + (len(COLOURS) if name != peer else 0)
-    turn, colour = divmod(index, len(COLOURS))
-    return {"color": COLOURS[colour], "marker": _MARKERS[(colour + turn) % len(_MARKERS)]}
+        index = _PEERS.index(peer) + (len(COLORS) if name != peer else 0)
+    turn, color = divmod(index, len(COLORS))
+    return {"color": COLORS[color], "marker": _MARKERS[(color + turn) % len(_MARKERS)]}
 
 
 def _legend(axes: Axes) -> None:

@@ -64,7 +64,7 @@ def compare(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> Comparison:
     """Compare ``now`` with ``earlier``, for pyfa's rows of the suites that ran now.
 
     A cell is slower if its lower quartile exceeds the earlier upper quartile and its median is 5 %
-    or more higher. Before, the earlier times are multiplied by the median factor by which the
+    or more higher. First, the earlier times are multiplied by the median factor by which the
     cell's other peers changed. Raises ``ValueError`` if the two results have no cell in common.
     """
     old, new = _timed(earlier), _timed(now)

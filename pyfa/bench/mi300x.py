@@ -107,7 +107,7 @@ def _problem_and_plan(cell: Cell) -> tuple[Any, Any]:
         if one.backend == "hip" and one.plan is not None:
             return answer.problem, one.plan
         if one.backend == "hip":
-            raise NoCostsError(f"hip declines it: {'; '.join(map(str, one.reasons))}")
+            raise NoCostsError(f"hip refuses it: {'; '.join(map(str, one.reasons))}")
     raise NoCostsError("hip is not among the backends")
 
 
@@ -158,7 +158,7 @@ def _figures(cell: Cell, found: Reckoned, table: Table) -> dict[str, Any]:
         "what": WORDS,
         "seconds": list(found.seconds),
         "value": [float(f"{cell.value(one):.4g}") for one in found.seconds],
-        "utilisation": [round(one, 4) for one in found.utilisation],
+        "utilization": [round(one, 4) for one in found.utilization],
         "bound": list(found.bound),
         "kernels": dict(found.kernels),
         "costs": "made here" if here else "saved",
@@ -200,7 +200,7 @@ def table(rows: Iterable[Mapping[str, Any]]) -> list[list[str]]:
             least, most = sorted(model["seconds"])
             took = row["seconds"]["median"]
             ratio = f"{took / min(max(took, least), most):.2f}"
-        busy = " to ".join(f"{x:.2f}" for x in sorted(model["utilisation"]))
+        busy = " to ".join(f"{x:.2f}" for x in sorted(model["utilization"]))
         by = " or ".join(dict.fromkeys(model["bound"]))
         unit = row.get("unit", "")
         found.append([row["cell"], measured, f"{low:.4g}", f"{high:.4g}", unit, ratio, busy, by])

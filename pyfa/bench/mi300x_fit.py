@@ -31,10 +31,10 @@ EXPLAINED = 0.25  # of chi squared is left at most by what is named: half of the
 _STEPS = np.linspace(0, 1, 21)  # between the ends
 _POWERS = np.linspace(math.log2(FACTORS[0]), math.log2(FACTORS[-1]), 65)
 
-# What the constants are called in a sentence; the others go by their names.
+# Names of constants in a sentence; all others keep their own names.
 WORDS = {
-    "clock": "the clock at a matrix utilisation of 0.75",
-    "clock_exponent": "how steeply the clock falls with utilisation",
+    "clock": "the clock at a matrix utilization of 0.75",
+    "clock_exponent": "how steeply the clock falls with utilization",
     "hbm_bytes": "the bandwidth of HBM",
     "l2_bytes_of_die": "the bandwidth of a die's L2",
     "launch_seconds": "the cost of a launch",

@@ -134,7 +134,7 @@ def _visible(cell: Cell, rows: int, keys: int, device: torch.device) -> torch.Te
 
 def _sdpa(kind: SDPBackend | None, cell: Cell, device: torch.device) -> Ready:
     leaves, dout = _heads_first(cell, device, copied=False)
-    # One query sees all keys: PyTorch's causal mask would show it the first alone.
+    # One query sees all keys. With PyTorch's causal mask it would see only the first.
     causal = cell.causal and cell.seqlen_q > 1
     mask = None
     if cell.window >= 0:
@@ -223,7 +223,7 @@ def _flex(cell: Cell, device: torch.device) -> Ready:
     return Ready(call, leaves, dout)
 
 
-# Scores, what the mask leaves of them, probabilities; then their gradients.
+# Scores, masked scores, probabilities; then their gradients.
 _NAIVE_COPIES = {"forward": 3, "backward": 6, "both": 6}
 
 
@@ -360,7 +360,7 @@ _ALL = (
 PEERS: dict[str, Peer] = {peer.name: peer for peer in _ALL}
 
 
-# Behind "pyfa:", where else a backend's name stands.
+# Follows "pyfa:" in place of a backend's name.
 _DETERMINISTIC = "deterministic"
 
 

@@ -31,7 +31,7 @@ class Result(NamedTuple):
     data: Mapping[str, Any]
 
 
-# What a section is made of, by a key that only its files have.
+# The builder of each section, by a key that only its files have.
 _MAKERS: dict[str, Callable[[str, Mapping[str, Any]], list[Section]]] = {
     "peers": report_speed.sections,
     "lengths": report_speed.lengths,

@@ -38,7 +38,7 @@ def own(name: str, data: Mapping[str, Any]) -> list[Section]:
     rows = []
     for one in data["problems"]:
         busy = "; ".join(
-            f"{kernel['title']} {_span(kernel['utilisation'], '.2f')}" for kernel in one["kernels"]
+            f"{kernel['title']} {_span(kernel['utilization'], '.2f')}" for kernel in one["kernels"]
         )
         rows.append(
             [

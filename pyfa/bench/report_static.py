@@ -50,7 +50,7 @@ def hip(name: str, data: Mapping[str, Any]) -> list[Section]:
 def conformance(name: str, data: Mapping[str, Any]) -> list[Section]:
     """Show a backend's result in the suite, and the cases closest to the bounds."""
     counts = data["counts"]
-    # Those of other archs, run on this one; else a word that says they are its own.
+    # Tiles of another arch that ran on this one; otherwise a word for its own tiles.
     tiles = data.get("tiles")
     note = f", tiles of {' and '.join(tiles)}" if isinstance(tiles, list) else ""
     failed = len(data["failed"])
@@ -62,18 +62,18 @@ def conformance(name: str, data: Mapping[str, Any]) -> list[Section]:
         [Cell(f"{ratio:.3f}", "bad" if ratio > 1 else ""), Cell(what), Cell(case)]
         for ratio, case, what in data["worst"]
     ]
-    declined = data["declined"]
-    pairs = declined.items() if isinstance(declined, Mapping) else Counter(declined).items()
+    refused = data["declined"]
+    pairs = refused.items() if isinstance(refused, Mapping) else Counter(refused).items()
     tables = [summary, Table(["share of the bound", "tensor", "case"], worst, "Closest", text=True)]
     if pairs:
-        tables.append(Table(["declined because", "cases"], plain(list(pairs)), "Declined"))
+        tables.append(Table(["refused because", "cases"], plain(list(pairs)), "Refused"))
     return [
         Section(
             CORRECT,
             40,
             f"{ran}: conformance",
-            f"{data['ran']} cases of level {data['level']} against float64, {failed} failed. Where "
-            "a backend declines a case it says why.",
+            f"{data['ran']} cases of level {data['level']} against float64, {failed} failed. A "
+            "backend that refuses a case says why.",
             "Inputs from raw PCG64 integers; the error may be 2 × that of naive attention in the "
             "same dtype (3 × for gradients and softcap) and 4 ulp, the mean error 1.5 ×.",
             where(name, data),

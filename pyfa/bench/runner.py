@@ -106,7 +106,7 @@ def _measure(
                     call()
                 clock.wait()
                 timers[peer.name] = (ready, clock.timer(cell.timed, call))
-        except Exception as error:  # whatever keeps a peer from it is that peer's row
+        except Exception as error:  # a peer's failure becomes its row
             failed[peer.name] = (str(error).strip().splitlines() or [type(error).__name__])[0]
     rounds: dict[str, list[list[float]]] = {name: [] for name in timers}
     for _ in range(effort.rounds):

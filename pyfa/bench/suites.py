@@ -9,7 +9,7 @@ from typing import Any
 
 from ..traffic import Shape
 
-# What holds the timing model of an MI300X to the hardware: run where it is asked for by name.
+# Compares the timing model of an MI300X with the hardware; runs only by name.
 MI300X = "mi300x"
 
 
@@ -355,5 +355,5 @@ SUITES: dict[str, Callable[[bool], list[Cell]]] = {
     "model": _model,
     MI300X: lambda gpu: _mi300x(),
 }
-# Those that ``pyfa bench`` without a name leaves out.
+# Suites that ``pyfa bench`` runs only by name.
 BY_NAME_ALONE = (MI300X,)

@@ -114,7 +114,7 @@ class Clock:
 
 
 def captured(call: Callable[[], Result], times: int = 1) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """Return a graph of so many calls, and what a replay writes the last one's results to.
+    """Return a CUDA graph of ``times`` calls, and the results that each replay writes again.
 
     The first call is not part of the graph. It runs on a side stream and loads kernels, which a
     capture forbids.

@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("pyfa: error: standard output is closed", file=sys.stderr)
         return 1
     for stream in (sys.stdout, sys.stderr):
-        # What an encoding lacks is spelled out, and not the end of a report.
+        # A character that the encoding lacks is escaped instead of ending the report.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     top = parser()

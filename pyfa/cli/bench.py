@@ -25,9 +25,9 @@ def add(commands: Any) -> None:
         commands,
         "bench",
         "time pyfa and the other installed libraries",
-        "Time pyfa and the other installed libraries, in rounds in which they take turns: all "
-        "suites, or one. mi300x runs only by name: it compares the timing model with an MI300X "
-        "and names the constant of the model that best explains the difference.",
+        "Time pyfa and the other installed libraries, which take turns in each round. Without "
+        "SUITE, all suites run except mi300x, which compares the timing model with an MI300X and "
+        "names the constant of the model that best explains the difference.",
         "pyfa bench forward --peers flash,cudnn --out now.json",
         "pyfa bench forward --against before.json",
         "pyfa bench mi300x --out mi300x.json",

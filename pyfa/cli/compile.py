@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
         "build code objects without a GPU",
         "Build the common plans' code objects for an arch, without a GPU. For each kernel: "
         "registers, spills, LDS or shared memory, and how many of its workgroups fit on a compute "
-        "unit (SM). What is compiled goes to the cache, for later runs.",
+        "unit (SM). The compiled code stays in the cache for later runs.",
         "pyfa compile --arch gfx942 --out objects",
         "pyfa compile --arch sm_90 --all",
         "pyfa compile --arch gfx942,sm_80,sm_90 --head-dim 128 --bundle",
@@ -113,7 +113,7 @@ def _refuse_another_compiler() -> None:
         raise ValueError(f"--bundle: expected {compiler.PINNED}; got {compiler.version()}")
 
 
-# What the report says of a kernel, and its heading.
+# The report's columns for a kernel, and their headings.
 _COLUMNS = {
     "vgprs": "VGPR",
     "agprs": "AGPR",

@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
         "pyfa conformance compare cpu.json gpu.json --common",
     )
     parser.add_argument(
-        "--backend", metavar="B", help="the backend to test (default: the one chosen here)"
+        "--backend", metavar="B", help="the backend to test (default: the first that can run here)"
     )
     parser.add_argument(
         "--level", choices=("quick", "full"), default="quick", help="how many cases"

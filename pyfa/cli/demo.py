@@ -232,7 +232,7 @@ def _reference_head(spec: Spec) -> tuple[dict[str, torch.Tensor], float]:
     return sums, largest_lse
 
 
-def _print(data: dict[str, Any], sides: list[Side], errors: list[Error]) -> None:
+def _print_what(data: dict[str, Any]) -> None:
     where = data["device"] if data["device"] != "CPU" else f"this CPU, {data['threads']} threads"
     print_text(f"attention {data['problem']}, on {where}")
     print_text(
@@ -243,6 +243,10 @@ def _print(data: dict[str, Any], sides: list[Side], errors: list[Error]) -> None
     if data["note"]:
         print_text(f"note: {data['note']} in memory here")
     print()
+
+
+def _print(data: dict[str, Any], sides: list[Side], errors: list[Error]) -> None:
+    _print_what(data)
     rows = []
     for side in sides:
         took = side.measured

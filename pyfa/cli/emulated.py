@@ -87,7 +87,7 @@ def show(data: dict[str, Any]) -> None:
     rows += [
         ["all", f"{total:,}"],
         ["MFMA clocks", f"{data['mfma_clocks']:,}"],
-        ["LDS clocks (modelled)", f"{data['lds_clocks']:,}"],
+        ["LDS clocks (modeled)", f"{data['lds_clocks']:,}"],
         ["of them bank conflicts", f"{data['lds_conflict_clocks']:,}"],
         ["bytes requested", f"{data['load_bytes']:,}"],
         ["bytes stored", f"{data['store_bytes']:,}"],

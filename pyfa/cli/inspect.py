@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 VALU_CLOCKS, TRANS_CLOCKS, LDS_BYTES_A_CLOCK = 4, 16, 128
 SIMDS = 4  # of a compute unit
 MFMA_FLOPS = 512  # of a SIMD in a clock, fp16 and bf16
-# What an MI300X at 750 W holds while its matrix units are busy, not its peak of 2.1 GHz: 1115 to
-# 1230 MHz, AMD's ROCm blog "Measuring Max-Achievable FLOPs", part 2 (2025), taken second-hand.
+# The clock that an MI300X holds at 750 W while its matrix units are busy, not its peak of 2.1 GHz:
+# 1115 to 1230 MHz, AMD's ROCm blog "Measuring Max-Achievable FLOPs", part 2 (2025), taken
+# second-hand.
 SUSTAINED_HZ = (1.115e9, 1.23e9)
 DEVICE = "MI300X"
 _PACKED = ("v_pk_fma_f32", "v_pk_mul_f32", "v_pk_add_f32")
@@ -254,7 +255,7 @@ def _print(kernel: str, arch: str, reports: list[dict[str, Any]]) -> None:
     print_text(
         f"Clocks of one wavefront on each unit: VALU {VALU_CLOCKS} an instruction, packed fp32 "
         "(part of valu) and integer products too; "
-        f"v_exp_f32 {TRANS_CLOCKS}; MFMA as LLVM's model has it; LDS clocks and conflicts modelled "
+        f"v_exp_f32 {TRANS_CLOCKS}; MFMA as LLVM's model has it; LDS clocks and conflicts modeled "
         "from addresses. B/clk: bytes of a compute unit per clock of its four matrix units: read "
         "and written in LDS, loaded into it directly, loaded from memory. Barriers per 64 keys."
     )

@@ -34,9 +34,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timing",
         action="store_true",
-        help=f"estimate the time on an {DEVICE} ({WORDS}). If you also describe a problem: "
-        "estimate it with its plan, and list the hot loop by slots (a few MFMAs and what runs "
-        "beside them)",
+        help=f"estimate the time on an {DEVICE} ({WORDS}). If you also describe a problem, "
+        "the estimate is for its plan, and the hot loop is listed by slots (a few MFMAs and the "
+        "instructions that overlap with them)",
     )
     problem.add_flags(parser)
     parser.set_defaults(**dict.fromkeys(_FLAGS))
@@ -62,7 +62,7 @@ def plans_of(options: argparse.Namespace, kernel: str) -> tuple[list[Plan], list
     from ..backends.native.plans import name_of
 
     whole = argparse.Namespace(**vars(options), device=DEVICE, backend="hip", compile=False)
-    explanation, model, _ = problem.modelled(whole)
+    explanation, model, _ = problem.modeled(whole)
     taken = [one.plan for one in explanation.answers if one.backend == "hip" and one.plan]
     if not taken:
         raise ValueError("the hip backend does not take this problem (see pyfa explain)")
@@ -98,7 +98,7 @@ def _full_rate(plan: Plan, one: Kernel) -> tuple[float, ...]:
 
     float8 = dict(plan.constants).get("DTYPE") == 2
     rate = MFMA_FLOPS * (2 if float8 else 1) * DEVICES[DEVICE].units
-    return tuple(e.utilisation * rate * e.hz / 1e12 for e in one.estimates)
+    return tuple(e.utilization * rate * e.hz / 1e12 for e in one.estimates)
 
 
 def show(
@@ -116,7 +116,7 @@ def show(
                 [
                     one.title if not number else "",
                     estimate.end,
-                    f"{estimate.utilisation:.3f}",
+                    f"{estimate.utilization:.3f}",
                     f"{estimate.clocks_of_tile:.0f}",
                     f"{estimate.fixed_clocks:.0f}",
                     *(f"{estimate.lost[cause]:.3f}" for cause in causes),
@@ -170,5 +170,5 @@ def line(answer: Answer) -> str:
         f"{spread(answer.tflops, 1, '.0f')} TFLOP/s, "
         f"{spread(answer.bytes_per_second, 1e-12, '.2f')} TB/s, "
         f"{spread(answer.seconds, 1e6, '.0f')} us, matrix units "
-        f"{spread(answer.utilisation, 1, '.2f')} busy, bound by {by} ({WORDS})"
+        f"{spread(answer.utilization, 1, '.2f')} busy, bound by {by} ({WORDS})"
     )

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..dispatch import Explanation
     from ..traffic import Model
 
-# What makes a problem more than the dense attention that the model counts.
+# Features beyond the dense attention that the model counts.
 _LEFT_OUT = {
     "bias": "the bias and its gradient",
     "varlen": "the packed batch: all sequences count as the longest",
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
 
         charts.require("--plot")
         charts.check_name(options.plot)
-    answer, result, why_none = problem.modelled(options)
+    answer, result, why_none = problem.modeled(options)
     left_out = [text for name, text in _LEFT_OUT.items() if name in answer.problem.features]
     if options.plot is not None:
         from . import plan_plot

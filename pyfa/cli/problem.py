@@ -167,7 +167,7 @@ def shape(options: argparse.Namespace) -> Shape:
     )  # fmt: skip
 
 
-def modelled(options: argparse.Namespace) -> tuple[Explanation, Model, str]:
+def modeled(options: argparse.Namespace) -> tuple[Explanation, Model, str]:
     """Return the explanation, its costs, and a reason if no kernels are known."""
     from ..traffic import model
 

@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# What every version of flash-attention calls otherwise.
+# pyfa's names, and those in every version of flash-attention.
 _AS_ARGUMENT = {
     "scale": "softmax_scale",
     "window": "window_size",

@@ -10,8 +10,8 @@ pyfa chooses the backend (``pyfa.use_backend``, ``PYFA_BACKEND``).
 The conventions are flash-attention's. The LSE of a fully masked row is +inf. ``window_size`` takes
 any two integers, negative for unlimited. ``flash_attn_with_kvcache`` accepts tensors that require a
 gradient and gives none. Wrong arguments raise ``ArgumentError``, a ``RuntimeError`` as in
-flash-attention, with flash-attention's argument names. Dropout uses pyfa's random bits, so it drops
-other positions than flash-attention.
+flash-attention, with flash-attention's argument names. Dropout uses pyfa's random bits, and the
+dropped positions differ from flash-attention's.
 """
 
 from __future__ import annotations

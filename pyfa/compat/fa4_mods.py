@@ -18,7 +18,7 @@ import torch
 from .. import validate
 
 Mod = Callable[..., Any]
-# What a block has of keys where block_size does not say: theirs is the tile of their kernel.
+# The keys of a block if block_size does not say; flash-attention uses its kernel's tile.
 _BLOCK_K = 128
 
 

@@ -214,7 +214,7 @@ def _in_their_convention(
         if attn_sink.shape != out.shape[-2:-1]:
             validate.wrong("attn_sink", f"shape {tuple(out.shape[-2:-1])}", attn_sink)
         share = torch.sigmoid(lse.mT - attn_sink.float())
-        # Of a fully masked row the output is 0, whatever −inf − −inf is.
+        # The output of a fully masked row is 0, although −inf − −inf is NaN.
         share = share.masked_fill(lse.mT == -torch.inf, 0.0)
         out = (out.float() * share[..., None]).to(out.dtype)
     return out, lse.masked_fill(lse == -torch.inf, torch.inf)

@@ -117,8 +117,8 @@ def flash_attn_with_kvcache(
 
 
 OWN_NAME = "pyfa/attention"
-# What transformers 5.22 loads for flash_attention_2 and 3 where neither is installed: AITER's on
-# ROCm for both. GPT-OSS asks for vllm-flash-attn3 everywhere.
+# The kernels that transformers 5.22 loads for flash_attention_2 and 3 if neither is installed:
+# AITER's on ROCm for both. GPT-OSS asks for vllm-flash-attn3 everywhere.
 _FALLBACKS = {
     "ROCm": ("kernels-community/aiter-flash-attn", "kernels-community/vllm-flash-attn3"),
     "other": ("kernels-community/flash-attn2", "kernels-community/vllm-flash-attn3"),

@@ -230,8 +230,8 @@ class RotaryEmbedding(torch.nn.Module):
         if self.scale is None or self.scale_base is None:
             self._cos_cached, self._sin_cached = cos.to(dtype), sin.to(dtype)
             return
-        centred = torch.arange(seqlen, device=device, dtype=torch.float32) - seqlen // 2
-        grown = self.scale.float().to(device) ** (centred / self.scale_base)[:, None]
+        centered = torch.arange(seqlen, device=device, dtype=torch.float32) - seqlen // 2
+        grown = self.scale.float().to(device) ** (centered / self.scale_base)[:, None]
         self._cos_cached, self._sin_cached = (cos * grown).to(dtype), (sin * grown).to(dtype)
         self._cos_k_cached, self._sin_k_cached = (cos / grown).to(dtype), (sin / grown).to(dtype)
 

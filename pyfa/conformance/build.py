@@ -29,7 +29,7 @@ from .inputs import (
     sequence,
 )
 
-# What an unused entry of a page table may hold: nobody may read it.
+# The value of unused page-table entries: nothing may read it.
 _NO_PAGE = (-1, 1 << 30)
 _EMPTY_BATCH_ROWS = 5
 
@@ -95,7 +95,7 @@ def _varlen(case: Case, parts: list[Sequence]) -> Inputs:
             for b, part in enumerate(parts):
                 page, row = _places(case, table, b, 0, case.lengths_k[b])
                 if case.shared and b and case.lengths_k[b]:
-                    # What was stored on the shared page by the first sequence is this one's too.
+                    # Rows that the first sequence stored on the shared page belong to this one too.
                     stored = min(case.page_size, case.lengths_k[0], case.lengths_k[b])
                     part[index][:stored] = parts[0][index][:stored]
                 values[page, row] = part[index].float()

@@ -16,7 +16,7 @@ from ..problem import FEATURES, NARROW
 
 KINDS = ("dense", "varlen", "kvcache", "latent")
 RECIPES = ("plain", "growing", "huge", "equal", "offset", "big", "identity")
-# Those that only a float8 P is afraid of, and float8 queries and keys that were rotated.
+# Inputs that are hard only for a float8 P, and float8 queries and keys that were rotated.
 FLOAT8_RECIPES = ("sink", "needle", "rotated")
 LAYOUTS = ("contiguous", "strided", "heads_first", "unaligned", "gapped")
 BIASES = ("full", "keys", "rows", "heads", "bool", "hidden", "other")

@@ -56,7 +56,7 @@ _MANY: tuple[Mapping[str, Any], ...] = (
         "recipe": "growing",
     },
 )
-# Of float8 caches.
+# Float8 caches.
 _SCALES: tuple[str | int, ...] = ("", "tensor", "head", 16)
 
 

@@ -165,7 +165,7 @@ def _dilated(tables: _Tables) -> Mod:
 
 
 def _natten(tables: _Tables) -> Mod:
-    """Return the mask of a 2D neighbourhood of 5 x 3 in rows of 9, clamped at the borders."""
+    """Return the mask of a 2D neighborhood of 5 x 3 in rows of 9, clamped at the borders."""
     width, kernel_x, kernel_y = 9, 5, 3
     height = -(-tables.longest // width)
 

@@ -110,7 +110,7 @@ def _ratio(error: float, bound: float) -> float:
 
 
 def ulp(value: float, dtype: torch.dtype) -> float:
-    """Return the distance between neighbours of ``dtype`` at magnitude ``value``."""
+    """Return the distance between neighbors of ``dtype`` at magnitude ``value``."""
     info = torch.finfo(dtype)
     exponent = math.frexp(max(abs(value), info.tiny))[1] - 1
     return info.eps * 2.0**exponent
@@ -205,7 +205,7 @@ def judge_rotated(x: torch.Tensor, ref: torch.Tensor) -> Check:
     """Check rotated keys in a cache against the reference, both in the cache's dtype.
 
     Rotary in float32 rounds two products and their sum: at most 2⁻²²·max|x| for |cos|, |sin| ≤ 1.
-    This may change the final rounding to the neighbouring number, so one ulp of the value is added.
+    This may change the final rounding to the neighboring number, so one ulp of the value is added.
     """
     dtype, x, ref = x.dtype, x.double(), ref.double()
     largest = float(ref.abs().max())

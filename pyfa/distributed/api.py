@@ -201,7 +201,7 @@ def _attention(
             if ring.size > 1:
                 with ring.step("the seed"):
                     dist.broadcast(seed, ring.known_as(0), ring.group)
-    # What autograd keeps of the job holds no tensor that it should keep, or free, itself.
+    # The job that autograd keeps holds no tensor that autograd should save, or free, itself.
     nothing = q.new_empty(0)
     call = call._replace(
         q=nothing, k=nothing, v=nothing, alibi_slopes=slopes, sinks=None, seed=seed,

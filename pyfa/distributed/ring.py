@@ -1,10 +1,10 @@
-"""Ring attention: keys and values go round the ranks, and each rank computes its queries' attention
-to them.
+"""Ring attention: keys and values go around the ranks, and each rank attends to them with its own
+queries.
 
 At step i rank r processes the keys of rank r − i. They are sent directly from that rank while step
 i − 1 is computed, and only the chunks that r's queries see are sent. Backward sends the same keys,
 and returns each block's dK and dV to the rank of the keys. That rank adds them up in float32 in the
-order of the steps, which gives the same bits on every run. Large inputs go round in groups of
+order of the steps, which gives the same bits on every run. Large inputs go around in groups of
 heads, so that the data in flight and the float32 sums stay small compared with the inputs.
 
 Source: Liu et al. 2023, Ring Attention with Blockwise Transformers, arXiv:2310.01889.
@@ -24,7 +24,7 @@ from .layout import Chunk, Layout, Range
 from .pieces import Piece, Plan, mask_of, plan
 from .transfer import Exchange, Ring
 
-# Queries that go round together have at least so many elements, or all that there are: 32 heads of
+# Queries that go around together have at least so many elements, or all that there are: 32 heads of
 # 32,768 rows and 128 elements are 8,192 tiles of 128 rows for the 132 SMs of an H200.
 LEAST_ELEMENTS = 1 << 27
 
@@ -61,7 +61,7 @@ class Job(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Heads that go round together: KV heads, and the query heads that share them."""
+    """Heads that go around together: KV heads, and the query heads that share them."""
 
     keys: Range
     queries: Range
@@ -121,7 +121,7 @@ class RingAttention(torch.autograd.Function):
             for step, pieces, keys, values in steps:
                 home.bring(step, _gradients(blocks, pieces, keys, values, some, total))
                 if before is not None:
-                    # What was under way for the heads before had this step to arrive.
+                    # The transfers of the previous heads had this step to complete.
                     before.finish()
                     before = None
             _heads(dq, heads).copy_(total)

@@ -66,7 +66,7 @@ def place(
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if group is None:
         if not dist.is_initialized():
-            validate.wrong("group", "a process group, or an initialised torch.distributed", None)
+            validate.wrong("group", "a process group, or an initialized torch.distributed", None)
         group = dist.group.WORLD
     given: object = group
     if given is dist.GroupMember.NON_GROUP_MEMBER:

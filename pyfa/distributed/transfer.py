@@ -75,8 +75,8 @@ class Exchange:
         self._works, self._tensors = [], ()
 
 
-# Hashes of what the ranks of a group have agreed on, which go with the group. No more than so many:
-# packed batches are all different.
+# Hashes of the arguments that the ranks of a group have agreed on; freed with the group. Their
+# number is limited, because every packed batch differs.
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]] = weakref.WeakKeyDictionary()
 _MOST_AGREED = 1 << 16
 

@@ -56,7 +56,7 @@ class Counters:
     of global memory, in range (atomics count as stores). ``scalar_bytes`` is the part of the loads
     by scalar instructions: arguments, lengths. ``segments64`` and ``segments128`` are the different
     aligned segments of each vector memory instruction, summed. ``lds_clocks`` and
-    ``lds_conflict_clocks`` are modelled from addresses (32 banks of 4 bytes, groups of lanes as in
+    ``lds_conflict_clocks`` are modeled from addresses (32 banks of 4 bytes, groups of lanes as in
     core/phases.h), not measured. ``lds_read_bytes`` and ``lds_write_bytes`` (with atomics) are what
     active lanes request in the same instructions. ``lds_direct_bytes`` is loaded directly into LDS,
     and has no LDS clocks. ``buffer_out_of_range`` counts lanes outside a buffer descriptor's range.

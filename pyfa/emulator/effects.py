@@ -128,7 +128,8 @@ def _vector(one: Decoded) -> Effects:
     part = fields.get("opsel", 0) >> 3 == 1
     if mode == 2 and not name.startswith("v_cmp"):
         part = extra >> 8 & 7 != 6  # dst_sel is not the whole dword
-    # What keeps a part of its destination reads it, and DPP where a lane has no source.
+    # An instruction that keeps a part of its destination reads it, and so does DPP in lanes without
+    # a source.
     if part or mode == 1 or name == "v_writelane_b32":
         reads |= writes & ~SCALARS
     if name == "v_swap_b32":

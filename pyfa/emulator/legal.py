@@ -33,7 +33,7 @@ _DPP_CONTROLS = frozenset((
     0x130, 0x134, 0x138, 0x13C, 0x140, 0x141, 0x142, 0x143, *range(0x150, 0x160),
 ))  # fmt: skip
 _NEWBCAST = 0x150  # the one kind of control for 64 bits
-# What reads or writes halves by op_sel: a bit for each source, then the destination.
+# Instructions that read or write halves by op_sel: a bit for each source, then the destination.
 _OP_SEL = {
     **dict.fromkeys(
         (name for name in tables.VOP3.values()
@@ -53,7 +53,7 @@ _NO_DPP = frozenset(
 )
 _NO_SDWA = _NO_DPP | {"v_fmac_f32", "v_dot2c_f32_f16", "v_dot4c_i32_i8"}
 _SCALAR, _VECTOR = (0, VGPR), (VGPR, NONE)
-# What operands may be where not every kind may.
+# The operand kinds of instructions that do not allow all.
 _KINDS = {
     "v_readfirstlane_b32": (_VECTOR,), "v_readlane_b32": (_VECTOR, _SCALAR),
     "v_writelane_b32": (_SCALAR, _SCALAR), "v_swap_b32": (_VECTOR,),

@@ -402,7 +402,7 @@ def pack_arguments(kernel: Kernel, values: Sequence[int | float | bytes]) -> byt
 
 
 def _spread(seed: int) -> int:
-    """Return 64 bits of which each differs between neighbouring seeds; 0 of 0."""
+    """Return 64 bits of which each differs between neighboring seeds; 0 of 0."""
     x = seed * 0x9E37_79B9_7F4A_7C15 & 0xFFFF_FFFF_FFFF_FFFF
     return x ^ x >> 29
 

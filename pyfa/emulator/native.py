@@ -19,7 +19,7 @@ from pyfa.errors import CompileError
 
 SOURCES = Path(__file__).parent / "core"
 # Contraction would fuse what the ISA keeps apart; errno and traps of the C library mean nothing to
-# a kernel and would keep loops from being vectorised.
+# a kernel and would keep loops from being vectorized.
 FLAGS = (
     "-O3", "-shared", "-fPIC", "-std=gnu11", "-fvisibility=hidden", "-ffp-contract=off",
     "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing", "-g0",

@@ -39,7 +39,7 @@ _Mod = Callable[..., Any]
 
 
 class _Body(NamedTuple):
-    """Everything that determines a function's behaviour and can be set on it."""
+    """Everything that determines a function's behavior and can be set on it."""
 
     code: types.CodeType
     defaults: tuple[Any, ...] | None
@@ -137,7 +137,7 @@ def flex_attention(
             query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
             **given,
         )  # fmt: skip
-        _warn(reason)  # what PyTorch refuses as well has raised its own error by now
+        _warn(reason)  # calls that PyTorch rejects have raised its error by now
         return result
     out, lse = found if with_lse else (found, None)
     out = _laid_out_as(query, out.transpose(1, 2))
@@ -170,8 +170,7 @@ def _warn(reason: str) -> None:
 
 
 def _levels_to_the_user() -> int:
-    """Return how many frames above its caller the first line is that is neither in this file nor in
-    PyTorch."""
+    """Return how many frames above its caller the first frame outside this file and PyTorch is."""
     level, frame = 0, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
         level, frame = level + 1, frame.f_back

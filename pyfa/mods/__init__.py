@@ -141,7 +141,7 @@ def resolve(
     kinds = tuple((x.dtype, x.dim()) for x in captured)
     wanted: frozenset[int] = frozenset()
     if torch.is_grad_enabled():
-        # What a mask decides has no derivative.
+        # A mask's decision has no derivative.
         wanted = frozenset(slot for slot, x in enumerate(of_score) if x.requires_grad)
     pair = (score, mask, kinds, wanted)
     digest = _pairs.get(pair)

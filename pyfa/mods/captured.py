@@ -1,5 +1,5 @@
 """The dependencies of a mod besides its code, so that another function with the same code can be
-recognised.
+recognized.
 
 A mod is often created for every batch, as a closure over that batch's document map. It has the same
 trace as any other function with the same code, the same numbers and tensors of the same kinds.

@@ -145,7 +145,7 @@ def _cos(make: Builder, y: int, x: list[int], d: list[int]) -> int:
 
 
 _LN2 = 0.6931471805599453
-# Those of integers, and of floor, ceil, trunc and round, are 0.
+# Derivatives of integers, and of floor, ceil, trunc and round, are 0.
 _RULES: dict[str, Rule] = {
     "add": lambda make, y, x, d: _plus(make, d[0], d[1]),
     "sub": lambda make, y, x, d: _minus(make, d[0], d[1]),

@@ -82,7 +82,7 @@ def source(mods: Mods) -> str:
 
 
 def _needed(function: Function, results: Iterable[int], known: Collection[int] = ()) -> set[int]:
-    """Return the operations that these results need, but for those that are ``known``."""
+    """Return the operations that these results need, except those that are ``known``."""
     needed: set[int] = set()
     pending = list(results)
     while pending:

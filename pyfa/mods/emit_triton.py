@@ -15,7 +15,7 @@ _SIGNS = {
     "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=", "add": "+", "sub": "-",
     "mul": "*", "div": "/", "and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>",
 }  # fmt: skip
-# What Triton has under another name, or ``backends/triton/modifiers.py`` makes.
+# Operations with another name in Triton, or made by ``backends/triton/modifiers.py``.
 _CALLS = {
     "abs": "tl.abs", "exp": "tl.exp", "exp2": "tl.exp2", "log": "tl.log", "log2": "tl.log2",
     "sqrt": "tl.sqrt", "sin": "tl.sin", "cos": "tl.cos", "floor": "tl.floor", "ceil": "tl.ceil",
@@ -26,7 +26,7 @@ POINTERS = {
     torch.int32: "*i32", torch.int64: "*i64", torch.float16: "*fp16", torch.bfloat16: "*bf16",
     torch.float32: "*fp32", torch.float64: "*fp64",
 }  # fmt: skip
-# Of one captured tensor in the table of sizes and strides.
+# The entries of one captured tensor in the table of sizes and strides.
 INFO = 8
 _MORE = ", ".join(("INFO", *(f"C{slot}" for slot in range(MOST_CAPTURED))))
 
@@ -91,7 +91,7 @@ def _text(op: Op, args: list[str], ranges: list[Range]) -> str:
     if name == "const":
         return f"tl.full([], {int(op.value or 0)}, {_TYPES[type]})"
     if name == "where":
-        # Of two literals alone Triton would have to guess the type.
+        # With two literals Triton would have to guess the type.
         return f"tl.where({', '.join(args)}).to({_TYPES[type]})"
     if name == "cast":
         return f"{args[0]}.to({_TYPES[type]})"

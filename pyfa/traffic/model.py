@@ -129,7 +129,8 @@ def model(shape: Shape, device: Device, dtype: str, kernels: Sequence[TiledKerne
     )
     forward = [kernel for kernel in kernels if kernel.role == "forward"]
     backward = [kernel for kernel in kernels if kernel.role != "forward"]
-    # What runs at once: of the forward kernel as many as fit; of a matrix product one a unit.
+    # The workgroups that run at once: of the forward kernel as many as fit, of a matrix product one
+    # per unit.
     resident = {fit.kernel.role: fit.occupancy.workgroups for fit in fits if fit.occupancy}
     ways: dict[tuple[str, str], tuple[list[Pass], int]] = {
         ("standard", "forward"): (standard_forward(shape), 1),

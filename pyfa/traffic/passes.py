@@ -18,7 +18,7 @@ from .shape import Shape
 # Of a vendor's matrix product on large matrices: an assumption, which only the requested bytes of
 # standard attention rest on.
 GEMM_TILE = 128
-# What one kernel leaves for another and nobody asked for.
+# Intermediate results that one kernel leaves for another.
 INTERMEDIATE = frozenset({"s", "p", "dp", "ds", "delta", "partial", "dq_sum"})
 
 
@@ -71,7 +71,7 @@ def _tiled(shape: Shape, kernel: TiledKernel) -> Pass:
         # A kernel cannot ask for less than it needs: what `once` holds and no block asks for is of
         # rows that see nothing.
         tuple(Stream(name, min(once[name], asked), asked) for name, asked in reads.items()),
-        # What is added to is in memory once, however often.
+        # A tensor that is accumulated into is in memory once, however often it is added to.
         tuple(
             Stream(
                 name, min(once[name], asked) if name in ROLES[kernel.role].added else asked, asked

@@ -107,7 +107,7 @@ def requested_of(shape: Shape, kernel: TiledKernel) -> tuple[dict[str, int], dic
     length = shape.seqlen_q if role.owns_keys else shape.seqlen_k
     heads = 1 if role.owns_keys else shape.group
     for name in role.streamed:
-        # Of one row (or key) of all sequences and heads, times how often one is walked over.
+        # The bytes of one row (or key) of all sequences and heads, times how often each is visited.
         reads[name] = sizes[name] // max(1, length) * walked * heads
     writes = {name: sizes[name] for name in role.written}
     for name in role.added:

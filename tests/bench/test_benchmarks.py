@@ -125,7 +125,7 @@ def test_measured_bytes_stand_beside_the_formulas(
 
 
 @pytest.mark.parametrize("passes", ["forward", "backward"])
-def test_cases_are_modelled_and_run(script: Any, passes: str) -> None:
+def test_cases_are_modeled_and_run(script: Any, passes: str) -> None:
     traffic = script("hbm_traffic")
     for side in ("naive", "pyfa"):
         case = traffic.Case(side, passes, 256, 2, 64, True)

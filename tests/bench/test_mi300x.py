@@ -221,4 +221,4 @@ def test_the_ends_are_those_of_the_timing_model() -> None:
     model = mi300x.traffic_model(shape, problem.device, cell.dtype, kernels)
     (answer,) = runtime_timing.answers(plan, problem, shape, model)
     assert found.seconds == pytest.approx(answer.seconds, rel=0.01)
-    assert found.utilisation == pytest.approx(answer.utilisation, rel=0.01)
+    assert found.utilization == pytest.approx(answer.utilization, rel=0.01)

@@ -237,7 +237,7 @@ def test_the_newest_file_of_a_suite_alone_unless_asked(tmp_path: Path) -> None:
     assert "--older" not in page
 
 
-def test_a_peer_has_one_colour_everywhere() -> None:
+def test_a_peer_has_one_color_everywhere() -> None:
     from matplotlib.colors import to_hex
 
     seen: dict[str, set[str]] = {}
@@ -251,7 +251,7 @@ def test_a_peer_has_one_colour_everywhere() -> None:
         for line in axis.lines:
             name = str(line.get_label()).split(",")[0]
             seen.setdefault(name, set()).add(to_hex(line.get_color()))
-    assert all(len(colours) == 1 for colours in seen.values())
+    assert all(len(colors) == 1 for colors in seen.values())
     assert len(set.union(*seen.values())) == len(seen) == 4
 
 

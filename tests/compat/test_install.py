@@ -109,7 +109,7 @@ def test_what_is_recorded_is_what_is_there(tmp_path: Path) -> None:
 
 
 def test_installing_twice_changes_nothing_and_removing_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "neighbour.py").write_text("")
+    (tmp_path / "neighbor.py").write_text("")
     assert states(tmp_path) == STATES
     assert tuple(each.state for each in shim.install(tmp_path)) == WRITTEN
     before = {path: (tmp_path / path).stat().st_mtime_ns for path in files(tmp_path)}
@@ -118,8 +118,8 @@ def test_installing_twice_changes_nothing_and_removing_leaves_nothing(tmp_path: 
     asked(tmp_path, "import flash_attn.cute, flash_attn_interface")  # leaves bytecode behind
     assert any(path.endswith(".pyc") for path in files(tmp_path))
     assert [each.name for each in shim.remove(tmp_path)] == [x.name for x in shim.DISTRIBUTIONS]
-    assert [path.name for path in tmp_path.iterdir()] == ["neighbour.py"]
-    assert files(tmp_path) == {"neighbour.py"}
+    assert [path.name for path in tmp_path.iterdir()] == ["neighbor.py"]
+    assert files(tmp_path) == {"neighbor.py"}
     assert shim.remove(tmp_path) == []
 
 

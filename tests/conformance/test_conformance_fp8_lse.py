@@ -26,7 +26,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 def cut(x: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-    """``x`` towards zero, to multiples of ``last``."""
+    """``x`` toward zero, to multiples of ``last``."""
     return (x / last).trunc() * last
 
 

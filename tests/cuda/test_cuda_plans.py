@@ -145,7 +145,11 @@ def test_code_that_the_driver_would_refuse(
     ("features", "kernel", "notes"),
     [
         (("causal", "softcap", "varlen", "gqa"), forward_sm90.KERNEL, ()),
-        (("dropout",), forward.KERNEL, ("sm80's kernel: sm90's has no dropout",)),
+        (
+            ("dropout",),
+            forward.KERNEL,
+            ("sm80's kernel: sm90's has no dropout",),
+        ),
         (("paged",), forward_sm90.KERNEL, ()),
         (
             ("paged", "leftpad"),
@@ -192,10 +196,10 @@ def test_float8_on_hopper(changes: dict[str, object], constants: dict[str, int])
     [
         (
             {"device": DEVICES["A100-80GB"]},
-            "sm_80 has no kernel for float8, which is Hopper's (sm_90a)",
+            "float8 prefill is implemented for sm_90a, not for sm_80",
         ),
         ({"dtype": "float8_e4m3fnuz"}, "float8_e4m3fnuz is not implemented"),
-        (CACHE, "float8 keys under bfloat16 queries are for a few rows (decode)"),
+        (CACHE, "float8 keys with bfloat16 queries need few query rows (decode)"),
         ({"features": frozenset({"fp8", "bias"})}, "float8 with bias is not implemented"),
         (
             {
@@ -210,7 +214,7 @@ def test_float8_on_hopper(changes: dict[str, object], constants: dict[str, int])
         ({"features": frozenset({"fp8", "backward"})}, "float8 has no backward"),
         (
             {"seqlen_q": 2, "heads_k": 1, "head_dim": 40},
-            "decode reads heads of a multiple of 16 elements",
+            "decode needs a head_dim that is a multiple of 16",
         ),
         (
             {"seqlen_q": 1, "features": frozenset({"fp8", "dropout"})},

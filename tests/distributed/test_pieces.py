@@ -118,7 +118,7 @@ def test_a_block_before_the_diagonal_is_plain_attention_on_half_of_the_keys():
     assert (piece.rows, piece.keys, piece.left, piece.right) == ((0, 32), (0, 16), -1, -1)
 
 
-def test_a_window_needs_keys_of_neighbours_alone():
+def test_a_window_needs_keys_of_neighbors_alone():
     layout = Layout((128,), 8, False)
     mask = Mask(10, 0)
     for rank in range(8):

@@ -64,7 +64,7 @@ GLOBAL void sums(const float *x, float *sum, int n) {
     for (int i = 0; i < n; i++) add(&sum[i], x[(group() * threads() + thread()) * n + i]);
 }
 
-GLOBAL void read_neighbour(const float *in, float *x, int groups) {
+GLOBAL void read_neighbor(const float *in, float *x, int groups) {
     float other = x[((group() + 1) % groups) * threads() + thread()];
     x[group() * threads() + thread()] = in[thread()] + other * 0;
 }
@@ -73,7 +73,7 @@ GLOBAL void store_and_add(float *x) {
     if (group() == 0) x[thread()] = 0;
     else add(&x[thread()], 1.0f);
 }
-// Neighbours in one dword belong to different workgroups.
+// Neighbors in one dword belong to different workgroups.
 GLOBAL void halves(short *x, int groups) { x[thread() * groups + group()] = (short)group(); }
 GLOBAL void bytes_race(char *x) { x[thread() + group()] = (char)group(); }
 GLOBAL void bytes_after_dwords(u32 *x, int groups) {

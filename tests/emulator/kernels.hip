@@ -159,7 +159,7 @@ GLOBAL void scratch(int *out, int n) {
 }
 
 // --- faults -------------------------------------------------------------------------------------
-GLOBAL void uninitialised_lds(float *out) {
+GLOBAL void uninitialized_lds(float *out) {
     SHARED float tile[256];
     if (thread() < 200) tile[thread()] = (float)thread();
     barrier();

@@ -38,8 +38,8 @@ SEEDS = range(5)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_uninitialised_lds(program: Program, seed: int) -> None:
-    text = caught("undefined", program, "uninitialised_lds", np.zeros(256, np.float32), seed=seed)
+def test_uninitialized_lds(program: Program, seed: int) -> None:
+    text = caught("undefined", program, "uninitialized_lds", np.zeros(256, np.float32), seed=seed)
     assert "never written" in text
 
 
@@ -177,8 +177,8 @@ def assembled(
 
 OUT = "s_load_dwordx2 s[4:5], s[0:1], 0x0\nv_lshlrev_b32 v1, 2, v0\ns_waitcnt lgkmcnt(0)\n"
 FAULTS = {
-    "uninitialised VGPR": ("undefined", "global_store_dword v1, v7, s[4:5]"),
-    "uninitialised VGPR after arithmetic": (
+    "uninitialized VGPR": ("undefined", "global_store_dword v1, v7, s[4:5]"),
+    "uninitialized VGPR after arithmetic": (
         "undefined",
         "v_add_f32 v8, v7, v1\nv_mul_f32 v8, 2.0, v8\nglobal_store_dword v1, v8, s[4:5]",
     ),
@@ -187,9 +187,9 @@ FAULTS = {
         "v_mov_b32 v8, 1.0\nv_mov_b32 v9, 1.0\nv_mov_b32 v10, 1.0\n"
         "v_pk_add_f32 v[12:13], v[8:9], v[10:11]\nglobal_store_dword v1, v13, s[4:5]",
     ),
-    "uninitialised AGPR": ("undefined", "global_store_dword v1, a7, s[4:5]"),
-    "uninitialised address": ("undefined", "global_load_dword v8, v9, s[4:5]\ns_waitcnt vmcnt(0)"),
-    "uninitialised SGPR": ("undefined", "v_add_u32 v8, s40, v1\nglobal_store_dword v1, v8, s[4:5]"),
+    "uninitialized AGPR": ("undefined", "global_store_dword v1, a7, s[4:5]"),
+    "uninitialized address": ("undefined", "global_load_dword v8, v9, s[4:5]\ns_waitcnt vmcnt(0)"),
+    "uninitialized SGPR": ("undefined", "v_add_u32 v8, s40, v1\nglobal_store_dword v1, v8, s[4:5]"),
     "branch on an undefined SGPR": ("undefined", "s_cmp_eq_u32 s40, 1\ns_cbranch_scc1 0"),
     "branch on undefined lanes": ("undefined", "v_cmp_lt_u32 vcc, v7, v1\ns_cbranch_vccz 0"),
     "EXEC from undefined lanes": (
@@ -252,7 +252,7 @@ def test_assembled_fault(fault: str) -> None:
 
 
 def test_only_the_halves_that_op_sel_names_are_read() -> None:
-    """Compilers give one register twice, and never write its neighbour."""
+    """Compilers give one register twice, and never write its neighbor."""
     body = (
         OUT + "v_mov_b32 v8, 1.0\nv_mov_b32 v9, 1.0\nv_mov_b32 v10, 2.0\n"
         "v_pk_add_f32 v[12:13], v[8:9], v[10:11] op_sel_hi:[1,0]\n"
@@ -321,10 +321,8 @@ def test_same_value_by_two_waves_is_no_race_and_another_is() -> None:
     other = OUT + wave + "v_mov_b32 v3, s20\nds_write_b32 v2, v3\ns_barrier"
     with pytest.raises(EmulatorError, match="races"):
         assembled(other, np.zeros(64, np.float32), lds=64, block=128)
-    neighbours = (
-        OUT + wave + ("v_mov_b32 v2, s20\nv_mov_b32 v3, s20\nds_write_b8 v2, v3\ns_barrier")
-    )
-    assembled(neighbours, np.zeros(64, np.float32), lds=64, block=128)
+    neighbors = OUT + wave + ("v_mov_b32 v2, s20\nv_mov_b32 v3, s20\nds_write_b8 v2, v3\ns_barrier")
+    assembled(neighbors, np.zeros(64, np.float32), lds=64, block=128)
 
 
 # Wave 0 writes, wave 1 reads after the barrier.

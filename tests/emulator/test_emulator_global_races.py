@@ -58,14 +58,14 @@ def test_two_stores(program: Program, seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_store_and_a_load(program: Program, seed: int) -> None:
     """Whichever comes first: the seeds have both."""
-    text = raced(program, "read_neighbour", floats(128), floats(128 * GROUPS), GROUPS, seed=seed)
+    text = raced(program, "read_neighbor", floats(128), floats(128 * GROUPS), GROUPS, seed=seed)
     assert "is read by workgroup" in text or "is written by workgroup" in text
 
 
 def test_a_load_first_and_a_store_first(program: Program) -> None:
     found = {
         "is read by" in raced(
-            program, "read_neighbour", floats(128), floats(128 * GROUPS), GROUPS, seed=seed
+            program, "read_neighbor", floats(128), floats(128 * GROUPS), GROUPS, seed=seed
         )
         for seed in range(8)
     }  # fmt: skip

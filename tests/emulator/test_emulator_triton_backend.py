@@ -1,7 +1,7 @@
 """Another compiler's kernels: the Triton backend, compiled for gfx942 and run in the emulator.
 
 The backend's own host code runs on CPU tensors; only the launch is replaced, by one that compiles
-the same specialisation for gfx942 and hands its code object to the emulator. Every storage that is
+the same specialization for gfx942 and hands its code object to the emulator. Every storage that is
 alive may be touched, and nothing else.
 """
 
@@ -59,7 +59,7 @@ CASES = (
 
 
 class EmulatedKernel(kernel.Kernel):
-    """``kernel.Kernel`` of the same specialisation, compiled for gfx942, on the emulator."""
+    """``kernel.Kernel`` of the same specialization, compiled for gfx942, on the emulator."""
 
     launches = 0
 
@@ -144,7 +144,7 @@ def test_conforms(case, backend):
 
 
 @pytest.mark.parametrize("turned", [False, True], ids=["plain", "rotated"])
-def test_quantising_rounds_as_pytorch_does(turned):
+def test_quantizing_rounds_as_pytorch_does(turned):
     torch.manual_seed(0)
     rows, dim, block, dtype = 70, 64, 32, torch.float8_e4m3fnuz
     xs = [(torch.randn(2, rows, 4, dim) * torch.rand(2, rows, 1, 1) ** 8).bfloat16() for _ in "qkv"]

@@ -302,7 +302,7 @@ def test_a_cache_it_cannot_write_is_the_operators(kernels_run):
 
 
 def test_positions_without_a_row_give_nan():
-    """What a CPU refuses and nobody sees on a GPU: the tables' neighbours are not read."""
+    """What a CPU refuses and nobody sees on a GPU: the tables' neighbors are not read."""
     q, (k_cache, v_cache), _, tables = arguments()
     table = tables["rotary_cos"]
     start = torch.tensor([23, -1], dtype=torch.int32)

@@ -110,7 +110,7 @@ FAULTS = {
         "          1.0f);\n    store(c, keys_of(q.dv",
     ),
     "slope of softcap forgotten": ("terms", "w.p[r] * slope[r]", "w.p[r]"),
-    "bias of a neighbour": (
+    "bias of a neighbor": (
         "terms", "kKeys ? place : other);\n", "(kKeys ? place : other) ^ 1);\n",
     ),
     "kept bits of another row": (

@@ -127,7 +127,7 @@ FAULTS = {
     "columns without their swizzle on one side": (
         "plain", "columns = (part * 16 + (row ^ (row >> 3 & 1)))", "columns = (part * 16 + row)",
     ),
-    "rows of a neighbour": (
+    "rows of a neighbor": (
         "plain", "rows_q = RowsQ::Tile::place(row, part, 0);",
         "rows_q = RowsQ::Tile::place(row ^ 1, part, 0);",
     ),
@@ -135,8 +135,8 @@ FAULTS = {
         "window", "swap = Swap::Tile::place(row, part, 0);",
         "swap = Swap::Tile::place(row, part, 0) - row / 4 * Swap::Tile::kShift;",
     ),
-    "dS of a neighbouring key": ("plain", "+ row % 4 * 4;", "+ (row % 4 ^ 1) * 4;"),
-    "dS of a neighbouring row": (
+    "dS of a neighboring key": ("plain", "+ row % 4 * 4;", "+ (row % 4 ^ 1) * 4;"),
+    "dS of a neighboring row": (
         "plain",
         "*(LdsHalves)to = (unsigned short)two;",
         "*(LdsHalves)to = (unsigned short)(two >> 16);",
@@ -188,7 +188,7 @@ FAULTS |= {
     ),
     "ALiBi of another row": ("terms", "place + n * 16 - r - row", "place + n * 16 - row"),
     "ALiBi of the first head": ("terms", "if (GENERAL) general.seek(c.sequence(), head);", ""),
-    "bias of a neighbouring row": (
+    "bias of a neighboring row": (
         "terms", "n * 16 * key_step + r * row_step", "n * 16 * key_step + (r ^ 1) * row_step",
     ),
     "bias of the same rows again": (
@@ -222,7 +222,7 @@ FAULTS |= {
         "dropout", "M::column()), mine, head)", "M::column()), mine, 0)",
     ),
     "sinks of half a row": ("terms", "x += turned<8>(x);", ""),
-    "sinks of a neighbouring row": ("terms", "column % 4 == r", "column % 4 == (r ^ 1)"),
+    "sinks of a neighboring row": ("terms", "column % 4 == r", "column % 4 == (r ^ 1)"),
     "sinks of the rows before": (
         "terms", "m == kAtS + 1) general.add_dots", "m == kAtS + 3) general.add_dots",
     ),
@@ -232,7 +232,7 @@ FAULTS |= {
 # Of the kernels around it.
 OTHER_FAULTS = {
     "dQ without its scale": ("dq_convert", "two[0] * p.scale", "two[0]"),
-    "elements of a neighbour": ("dq_convert", "two[4 * kLanes]", "two[kLanes]"),
+    "elements of a neighbor": ("dq_convert", "two[4 * kLanes]", "two[kLanes]"),
     "rows that are not there": ("dq_convert", "if (row >= s.rows) return;", ""),
     "sinks' sums left as they are": (
         "dq_convert",

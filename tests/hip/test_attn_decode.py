@@ -217,7 +217,7 @@ def test_splits_fill_the_device(units):
             assert total == workgroups or total <= 2 * units
 
 
-def test_num_splits_is_honoured(kernels_run):
+def test_num_splits_is_honored(kernels_run):
     q = torch.randn(1, 1, 2, 64, dtype=torch.bfloat16)
     k = torch.randn(1, 256, 2, 64, dtype=torch.bfloat16)
     for splits, kernels in ((1, ["attn_decode"]), (5, ["attn_decode", "combine"])):

@@ -66,7 +66,7 @@ FAULTS = {
     "scale of another head": ("head", "+ head * p.k_descale_head", "+ 0"),
     "K's halves exchanged": ("head", "a = two_of(group.k[i], false), b = two_of(group.k[i], true)",
                              "b = two_of(group.k[i], false), a = two_of(group.k[i], true)"),
-    "V's neighbours exchanged": ("head", "e / 2 % 2)[e % 2]", "e / 2 % 2)[1 - e % 2]"),
+    "V's neighbors exchanged": ("head", "e / 2 % 2)[e % 2]", "e / 2 % 2)[1 - e % 2]"),
     "V's pairs exchanged": ("head", "group.v[i][e / 4], e / 2 % 2)",
                             "group.v[i][e / 4], e / 2 % 2 == 0)"),
     "queries as over 16 bits": ("head", "if (kFloat8 && c < kPaired)", "if (false)"),

@@ -1,4 +1,4 @@
-"""Run with TRITON_INTERPRET=1: the quantising kernel against plain PyTorch. Exits by an assert."""
+"""Run with TRITON_INTERPRET=1: the quantizing kernel against plain PyTorch. Exits by an assert."""
 
 import importlib
 import itertools

@@ -217,7 +217,7 @@ def test_float8_compiles_without_a_gpu(arch: str) -> None:
 
 @pytest.mark.parametrize("arch", ["gfx942", "sm_90a"])
 @pytest.mark.parametrize("dim", [128, 256])
-def test_quantising_compiles_ahead_of_time(arch: str, dim: int) -> None:
+def test_quantizing_compiles_ahead_of_time(arch: str, dim: int) -> None:
     """Blocks of 128 rows, rotated and held in registers, or read again from the L2."""
     made = torch.float8_e4m3fnuz if arch == "gfx942" else torch.float8_e4m3fn
     layout = quantize.Layout(

@@ -1,7 +1,8 @@
-// Where dQ adds up: in float32, in tiles of BLOCK_Q rows of one head. In a tile the 16 x 8 products lie one
-// after the other as the lanes of a warp hold them, so that an addition is 16 bytes a lane and 512 a warp
-// without gaps. The products are of dQ or, transposed, of dQ^T. Tiles go by sequence, then by row, then by
-// head. Each sequence of a packed batch leaves one tile to spare before the next.
+// The layout of the dQ accumulator: float32, in tiles of BLOCK_Q rows of one head. In a tile the 16 x 8
+// products are stored one after the other, in the order in which the lanes of a warp hold them, so that an
+// addition covers 16 bytes per lane and 512 contiguous bytes per warp. The products are of dQ or, transposed,
+// of dQ^T. Tiles are ordered by sequence, then by row, then by head. After each sequence of a packed batch
+// one tile is left free.
 #pragma once
 #include "../device.h"
 #include "../../sequence.h"
@@ -22,7 +23,7 @@ DEVICE constexpr int q_product(int m, int n) {
 }
 
 #if __CUDA_ARCH__ >= 900
-// Four elements of a lane are neighbours.
+// Four elements of a lane are contiguous.
 constexpr int kLaneStep = 4;
 DEVICE void add(float *to, const float (&x)[4]) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(to), "f"(x[0]), "f"(x[1]),
@@ -35,7 +36,7 @@ DEVICE void read(float (&x)[4], const float *from) {
   x[0] = all.x, x[1] = all.y, x[2] = all.z, x[3] = all.w;
 }
 #else
-// One element of all lanes are neighbours: additions are of one.
+// The same element of all lanes is contiguous: an addition is of one element.
 constexpr int kLaneStep = 1, kElementStep = 32;
 DEVICE void add(float *to, const float (&x)[4]) {
 #pragma unroll

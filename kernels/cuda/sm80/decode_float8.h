@@ -1,9 +1,10 @@
-// What float8 keys and values (KEY_DTYPE) add to decode: their way to the operands of 16-bit products, and
-// the scales.
+// Decode over float8 keys and values (KEY_DTYPE): their conversion to operands of 16-bit products, and their
+// scales.
 //
-// Both products are of float16, which has every number of e4m3: one instruction converts two (sm_89 and
-// later; shifts and masks take seven for four). Rows keep 8 bits in shared memory, and ldmatrix moves pairs
-// of them. With group = lane / 4 and pair = lane % 4 (mma.h), a register of ldmatrix is
+// Both products are in float16, which represents every e4m3 number. One instruction converts two elements
+// (sm_89 and later; shifts and masks would take seven for four). Rows stay 8-bit in shared memory, and
+// ldmatrix moves pairs of elements. With group = lane / 4 and pair = lane % 4 (mma.h), a register of ldmatrix
+// is
 //   of K   elements 4 pair ... 4 pair + 3 of 16, of one key: two registers of A, if the inner dimension is
 //          in that order, which the queries then are, too
 //   of V   transposed, elements 2 group and 2 group + 1 of 16, of keys 2 pair and 2 pair + 1: parted, rows
@@ -21,7 +22,7 @@ constexpr int kSize = kFloat8 ? 1 : 2;                   // bytes of an element 
 constexpr int kProduct = kFloat8 ? FLOAT16 : DTYPE;      // format of both products
 constexpr int kOperands = 2 / kSize;                     // of A, that one ldmatrix brings
 constexpr int kRows[2] = {kFloat8 ? 2 : 1, kFloat8 ? 1 : 8};  // of O^T: between groups, and between registers
-// A power of two that P is multiplied by: what float16 holds of it then goes down to 2^-38.
+// A power of two that P is multiplied by, so that float16 represents P down to 2^-38.
 constexpr float kTop = kFloat8 ? 14.0f : 0.0f;
 
 // ---- operands ------------------------------------------------------------------------------------
@@ -36,7 +37,7 @@ DEVICE void widen(unsigned &low, unsigned &high, unsigned four) {
       : "r"(four));
 }
 
-// Operand `i` of what one ldmatrix brought, of keys and of values.
+// Operand `i` of the registers that one ldmatrix loaded, for keys and for values.
 DEVICE void key_operand(unsigned (&a)[4], const unsigned (&x)[4], int i) {
   if constexpr (kFloat8) {
     widen(a[0], a[2], x[2 * i]);
@@ -54,8 +55,8 @@ DEVICE void value_operand(unsigned (&a)[4], const unsigned (&x)[4], int i) {
   }
 }
 
-// One packed row's queries in float16; four neighbouring lanes have a share each. bfloat16 queries become
-// multiples of a power of two, which is returned. What float16 cannot hold of them is below 2^-39 of the
+// Converts the queries of one packed row to float16; four neighboring lanes hold a share each. bfloat16
+// queries are scaled by a power of two, which is returned. What float16 then loses is below 2^-39 of the
 // largest one.
 template <int count>
 DEVICE float as_float16(unsigned (&q)[count]) {
@@ -67,7 +68,7 @@ DEVICE float as_float16(unsigned (&q)[count]) {
   for (int i = 0; i < count; ++i)
     largest = max(largest, max(__builtin_fabsf(low(q[i])), __builtin_fabsf(high(q[i]))));
   for (int bit = 1; bit < 4; bit *= 2) largest = max(largest, from_lane_xor(largest, bit));
-  // The largest one comes to lie between 2^14 and 2^15.
+  // The largest one is scaled to between 2^14 and 2^15.
   int exponent = min(268 - (int)(__builtin_bit_cast(unsigned, largest) >> 23), 253);
   float factor = __builtin_bit_cast(float, exponent << 23);
 #pragma unroll
@@ -78,14 +79,14 @@ DEVICE float as_float16(unsigned (&q)[count]) {
 
 // ---- scales --------------------------------------------------------------------------------------
 
-// Of a key and its value, where scales are of blocks.
+// The scales of a key and its value, if scales are per block.
 struct alignas(8) KeyScales {
   float k, v;
 };
 
 constexpr int kRounds = STAGES / 2 + 1;  // of 32 keys, two stages, whose scales are kept
 
-// What float8 has in shared memory behind the rest.
+// Shared memory that float8 needs, after the other buffers.
 struct Scales {
   float packed_rows[8 * TILES * TEAM];  // what a packed row's scores are multiplied by
   float output;                   // and the output
@@ -100,8 +101,8 @@ DEVICE void copy_4(Shared to, const void *from, bool exists) {
 
 DEVICE bool of_blocks(const Params &p) { return p.descale_type == 2; }
 
-// Starts the copy of the scales of a lane's key, where they are of blocks. `page` is what the batch strides
-// count; those of keys that do not exist become 0.
+// If scales are per block, starts the copy of the scales of a lane's key. `page` is the index that the batch
+// strides count; scales of keys that do not exist become 0.
 DEVICE void copy_scales(Scales &scales, const Params &p, int head_k, int page, int row, int round,
                         bool exists) {
   if (!of_blocks(p)) return;
@@ -115,8 +116,8 @@ DEVICE void copy_scales(Scales &scales, const Params &p, int head_k, int page, i
          exists);
 }
 
-// The factor of a packed row's scores beside p.scale: the scale of its row and, if there is one, of its key
-// head.
+// The factor of a packed row's scores in addition to p.scale: the scale of its row and, if there is one, of
+// its key head.
 DEVICE float row_scale(const Params &p, const Sequence &s, int head_k, int row) {
   float scale = 1.0f;
   bool blocks = of_blocks(p);
@@ -137,7 +138,7 @@ DEVICE float value_scale(const Params &p, const Sequence &s, int head_k) {
   return ((const float *)p.v_descale)[s.batch * p.v_descale_batch + head_k * p.v_descale_head];
 }
 
-// The scales of the n-th stage's key `row`, where they are of blocks.
+// The scales of key `row` of the n-th stage, if scales are per block.
 DEVICE KeyScales key_scales(const Scales &scales, int n, int row) {
   return scales.keys[thread_index() / kLanes][n % (2 * kRounds) * 16 + row];
 }
@@ -150,9 +151,9 @@ DEVICE void scale_scores(float (&s)[4], const Params &p, const Scales &scales, i
   for (int r = 0; r < 4; ++r) s[r] *= factors[r / 2] * scales.packed_rows[packed_row + r % 2];
 }
 
-// v's scales of a lane's two keys, in P. `lift` is their logarithm: it is added to the scores before the
-// maximum is computed, so that P is rounded as what it adds to the output. The sum of P takes out the scale:
-// times `back`.
+// Multiplies P by v's scales of a lane's two keys. `lift` is their logarithm: it is added to the scores
+// before the maximum is computed, so that P is rounded relative to its contribution to the output. `back`
+// takes the scale out of the sum of P.
 struct ValueFactors {
   float lift[2] = {0.0f, 0.0f}, back[2] = {1.0f, 1.0f};
 

@@ -2,7 +2,7 @@
 // keys and their values.
 //
 // A ring belongs to a team of TEAM warps, which see the same keys and differ in their packed rows. A team of
-// one waits for no other warp. Eight lanes copy 128 neighbouring bytes of a row. A lane looks up one of the
+// one waits for no other warp. Eight lanes copy 128 neighboring bytes of a row. A lane looks up one of the
 // next 32 keys, through the page table if there is one, two rounds before it is used; its warp reads the
 // address from shared memory. So dense caches and pages of any size are one path.
 #pragma once

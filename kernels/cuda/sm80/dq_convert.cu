@@ -35,7 +35,7 @@ DEVICE void finish_sinks(const Params &p, const Sequence &s, int head, int row) 
   *dsinks = share;
 }
 
-// Among four neighbouring lanes: register j of lane i goes to register i of lane j.
+// Among four neighboring lanes: register j of lane i goes to register i of lane j.
 DEVICE void transpose(unsigned (&x)[4]) {
 #pragma unroll
   for (int bit = 1; bit < 4; bit *= 2) {

@@ -152,7 +152,7 @@ DEVICE void gemm_qk(Scores &s, Query &q, Shared keys, F load) {
 }
 
 // Drops of one tile of 8 keys, the first of them `key`, for the rows of one band: x[half][i]. Two
-// neighbouring lanes hold the four keys of one draw; one draws for row group, the other for group + 8.
+// neighboring lanes hold the four keys of one draw; one draws for row group, the other for group + 8.
 DEVICE void drop(const Warp &w, int band, int key, float (&x)[2][2]) {
   const Params &p = w.p;
   Place place = w.place();

@@ -13,7 +13,7 @@ DEVICE void copy_or_zero(Shared to, const void *from, bool wanted) {
       : "memory");
 }
 
-// How `threads` threads share a tile: neighbours take neighbouring units of a row, a line or half a line
+// How `threads` threads share a tile: neighbors take neighboring units of a row, a line or half a line
 // of it; each thread the same units of every kRows-th row.
 template <class T, int threads>
 struct Copies {

@@ -1,11 +1,11 @@
-// The matrix instruction of Ampere and later for 16-bit inputs, and what feeds it from shared memory.
+// The 16-bit matrix instruction of Ampere and later archs, and the loads of its operands from shared memory.
 //
 // mma.sync.m16n8k16: D (16 x 8) += A (16 x 16) B (16 x 8). With group = lane / 4 and pair = lane % 4,
 //   A's registers 0 ... 3 hold rows group and group + 8 in turn, elements 2 pair and 2 pair + 1 of the
 //     first 8 of the inner dimension (registers 0, 1), then of the last 8 (2, 3)
 //   B's registers 0, 1 hold column group, elements 2 pair, 2 pair + 1 of the first and of the last 8
 //   D's registers 0, 1 hold row group, columns 2 pair and 2 pair + 1; 2, 3 the same of row group + 8
-// so the D of two neighbouring products, rounded in pairs, is the A of the next one's k-slice: P needs
+// so the D of two neighboring products, rounded in pairs, is the A of the next one's k-slice: P needs
 // no move. Source: PTX ISA, "Matrix fragments for mma.m16n8k16".
 #pragma once
 #include "../format.h"
@@ -43,15 +43,15 @@ DEVICE void ldmatrix_transposed(unsigned (&x)[4], Shared at) {
                : "r"(at));
 }
 
-// 16 bytes from memory to shared memory, past the registers; of which `bytes` (0 or 16) are read and the
-// rest is 0. They have arrived when wait_for_copies<n> says so in the thread that asked for them, and
-// are seen by the others after a barrier.
+// Copies 16 bytes from global to shared memory without registers. `bytes` (0 or 16) of them are read, the
+// rest is 0. The copy is complete after wait_for_copies<n> in the thread that issued it; other threads see it
+// after a barrier.
 DEVICE void copy_16(Shared to, const void *from, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                : "memory");
 }
 DEVICE void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// All but the last `groups` groups of copies have arrived.
+// Waits until all but the last `groups` groups of copies are complete.
 template <int groups>
 DEVICE void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory");

@@ -1,8 +1,8 @@
 // Tiles of 16-bit elements in shared memory, without bank conflicts.
 //
-// Everything moves in units of 16 bytes, eight of which make a line of all 32 banks. A unit is moved
-// inside its line by an exclusive or with a number that differs between the eight rows which one matrix
-// of ldmatrix reads, so that each read of 8 rows x 16 bytes, and each write of a row, touches every bank
+// Everything moves in units of 16 bytes, eight of which make a line of all 32 banks. The place of a
+// unit in its line is XORed with a number that differs between the eight rows that one matrix of
+// ldmatrix reads, so that each read of 8 rows x 16 bytes, and each write of a row, touches every bank
 // once.
 #pragma once
 #include "mma.h"
@@ -17,8 +17,8 @@ struct Tile {
   static constexpr int kUnits = elements / kUnit;
   static constexpr int kRowBytes = elements * 2;
   static constexpr int kBytes = rows * kRowBytes;
-  // Units stay among so many. Rows of whole lines go through all eight of a line; where rows are of
-  // half lines, two neighbours take the two halves, and every other row is moved by one more.
+  // A unit moves among this many: all eight of a line, if rows are whole lines. If rows are half lines,
+  // two neighbors take the two halves, and every other row is moved by one more.
   static constexpr int kPeriod = elements % 64 ? 4 : 8;
 
   static METHOD constexpr int swizzle(int row) { return (kPeriod == 8 ? row : row / 2) & (kPeriod - 1); }

@@ -1,5 +1,5 @@
 // Attention forward on Hopper: out and lse of q (B, Sq, H, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), dense
-// or packed. Warp-specialised as FlashAttention-3 (Shah et al. 2024): one producer warpgroup, GROUPS
+// or packed. Warp-specialized as FlashAttention-3 (Shah et al. 2024): one producer warpgroup, GROUPS
 // consumer warpgroups of 64 query rows each.
 //
 // A block stays on its SM and takes work tiles (rows of one head) from `counter`, which is 0 before the

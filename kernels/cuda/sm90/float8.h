@@ -84,7 +84,7 @@ DEVICE HeadScales head_scales(const Params &p, int batch, int head) {
                     at(p.v_descale, p.v_descale_batch, p.v_descale_head)};
 }
 
-// Scales of blocks, of one head: 2^log2 neighbouring rows in memory share one.
+// Scales of blocks, of one head: 2^log2 neighboring rows in memory share one.
 struct BlockScales {
   const float *at;
   int step, log2;

@@ -1,5 +1,6 @@
-// What lies between the products of the forward, for the 64 rows of a consumer warpgroup: score terms,
-// mask, online softmax. wgmma.h says how registers hold scores and output, attn_fwd.cu what the plan defines.
+// Everything between the two products of the forward, for the 64 rows of a consumer warpgroup: score terms,
+// mask, online softmax. wgmma.h describes the registers of scores and output, attn_fwd.cu the constants of
+// the plan.
 #pragma once
 #include "wgmma.h"
 #include "../row.h"
@@ -27,17 +28,17 @@
 #define PER_BLOCK 1
 constexpr bool kFloat8 = INPUTS == E4M3;
 
-// Keys of a copy from a page, of which a tile takes several; 0 without pages.
+// Number of keys in one copy from a page; a tile takes several copies. 0 without pages.
 #ifndef PAGE_ROWS
 #define PAGE_ROWS 0
 #endif
 
-// Whether a row's bits are the same whatever the other rows of its warp are. Its base then follows its own
-// scores alone, and not because another row outgrew its base.
+// Whether a row's bits are independent of the other rows of its warp. Its base is then raised only by its own
+// scores, not because another row outgrew its base.
 #ifndef INVARIANT
 #define INVARIANT 0
 #endif
-// Of another plan, whose bits this one has with GROUPS of its own: how P is made depends on them.
+// GROUPS of another plan whose bits this plan reproduces: how P is computed depends on GROUPS.
 #ifndef OF_GROUPS
 #define OF_GROUPS GROUPS
 #endif
@@ -68,20 +69,20 @@ typedef float Scores[BLOCK_K / 2];
 typedef float Output[kOwnDims / 2];
 typedef unsigned Probabilities[kSlices][4];
 
-// The matrix unit sums float8's products in 14 bits (pyfa/conformance/float8.py). Over 16k keys a quarter of
-// a mean would be lost. So P V of one tile of keys goes to registers of its own (TileOutput), kColumns
-// columns of the output at a time, and O gets it in float32. 128 columns at once take half as many
-// instructions as 64, and as many registers as two times 64 in flight.
+// The tensor core sums float8 products in 14 bits (pyfa/conformance/float8.py). Over 16k keys a quarter of a
+// mean would be lost. So P V of one tile of keys goes to separate registers (TileOutput), kColumns columns of
+// the output at a time, and is added to O in float32. 128 columns at once take half as many instructions as
+// 64, and as many registers as two times 64 in flight.
 constexpr int kMostColumns = GROUPS == 3 ? 128 : 64;
 constexpr int kColumns = HEAD_DIM_V < kMostColumns ? HEAD_DIM_V : kMostColumns;
 constexpr int kColumnGroups = HEAD_DIM_V / kColumns;
 typedef float TileOutput[kColumns / 2];
-// Whether TileOutput takes the registers of the scores, because both do not fit. Then a warpgroup's products
-// wait for its softmax, and only those of other warpgroups run under it (the serial consumer).
+// Whether TileOutput reuses the registers of the scores, because both do not fit. A warpgroup's products then
+// wait for its softmax, and only the products of other warpgroups overlap with it (the serial consumer).
 constexpr int kRegisters = HEAD_DIM_V + BLOCK_K / 2 + BLOCK_K / 8;  // of output, products, scores, P
 constexpr bool kSerial =
     kBlockScaled || (kFloat8 && kRegisters > (GROUPS == 3 ? 140 : SCORE == PLAIN ? 208 : 176));
-// With scales of blocks each k-slice is a product by itself: it has a scale of V of its own.
+// With scales per block each k-slice is a separate product, because it has its own scale of V.
 constexpr int kProducts = kBlockScaled ? kColumnGroups * kSlices : kColumnGroups;
 constexpr int kInFlight = kProducts < 2 ? 1 : 2;
 // Whether the serial consumer waits for the next K tile while P V is in flight, and not after it: gains 1 to
@@ -131,9 +132,9 @@ DEVICE void each(Scores &s, int half, F f) {
 }
 
 #ifdef MOD
-// What mods do to scores: f(score, row, key), the two rows of a key one behind the other, since what it reads
-// of a key alone is read once for both. Rows by rows, that waits in registers: 360 bytes of stack with
-// documents of int64 at a head_dim of 128.
+// Applies mods to the scores: f(score, row, key), for the two rows of a key one after the other, so that a
+// value that depends on the key alone is loaded once. In a loop over rows such values stay in registers: 360
+// bytes of stack with int64 documents at head_dim 128.
 template <typename F>
 DEVICE void each_with_place(Scores &s, const Sequence &sequence, int first_row, int tile, F f) {
   int key0 = first_key(tile), row0 = first_row + lane_index() / 4, last = sequence.rows - 1;
@@ -155,7 +156,7 @@ DEVICE void modify(const Params &p, Scores &s, const Sequence &sequence, int hea
                   [&](float x, int row, int key) { return modified(at, x, row, key); });
 #endif
 }
-// Hides what the mask_mod does.
+// Masks what the mask_mod masks.
 DEVICE void hide(const Params &p, Scores &s, const Sequence &sequence, int head, int first_row, int tile) {
 #ifdef HAS_MASK_MOD
   ModPlace at(p, sequence.batch, head);
@@ -256,11 +257,11 @@ DEVICE void find_largest(float to_base_2, const Scores &s, float (&largest)[2], 
   });
 }
 
-// Whether any of the four lanes of a row says so.
+// Whether the condition holds in any of the four lanes of a row.
 DEVICE bool any_of_row(bool x) { return __ballot_sync(kAllLanes, x) >> (lane_index() & 28) & 15; }
 
-// Raises bases and sums to the maxima so far, with INVARIANT of rows that are `outgrown`. The output has to
-// follow by `factors`.
+// Raises the bases to the maxima so far and rescales the sums, with INVARIANT only for rows that are
+// `outgrown`. The output must then be multiplied by `factors`.
 DEVICE void update_max(const float (&largest)[2], const bool (&outgrown)[2], Rows &rows,
                        float (&factors)[2]) {
 #pragma unroll
@@ -346,7 +347,7 @@ DEVICE void round_to(Probabilities &p, const Scores &s) {
   }
 }
 
-// Scores to rounded probabilities in registers of their own, with the sums of this tile.
+// Computes rounded probabilities in separate registers, and the sums of this tile.
 DEVICE void exponentiate(float to_base_2, const Scores &s, const Rows &rows, Probabilities &p,
                          float (&sums)[2], bool both) {
   sums[0] = sums[1] = 0.0f;
@@ -363,9 +364,9 @@ DEVICE void exponentiate(float to_base_2, const Scores &s, const Rows &rows, Pro
       }
   });
 }
-// One tile of online softmax with P apart from the scores. While a lane's share of a tile's sum stays below
-// 2^kLag, no score outgrew its base by more than that. Else the tile is done again with new bases. The first
-// tile of a work tile has no base yet.
+// One tile of online softmax with P in separate registers. If a lane's share of a tile's sum stays below
+// 2^kLag, no score exceeds its base by more than kLag. Otherwise the tile is computed again with new bases.
+// The first tile of a work tile has no base yet.
 template <bool first>
 DEVICE bool online_softmax_to(float to_base_2, const Scores &s, Rows &rows, Probabilities &p,
                               float (&factors)[2], bool both) {
@@ -378,7 +379,7 @@ DEVICE bool online_softmax_to(float to_base_2, const Scores &s, Rows &rows, Prob
       for (int h = 0; h < 2; ++h) outgrown[h] = any_of_row(!(sums[h] <= kMostSum));
       raised = __any_sync(kAllLanes, outgrown[0] || outgrown[1]);
     } else {
-      raised = __any_sync(kAllLanes, !(sums[0] <= kMostSum && sums[1] <= kMostSum));  // also of a NaN
+      raised = __any_sync(kAllLanes, !(sums[0] <= kMostSum && sums[1] <= kMostSum));  // also for a NaN
     }
   }
   if (raised) {

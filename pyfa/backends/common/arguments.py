@@ -62,14 +62,14 @@ def layout_of(program: Program, maps_of: Callable[[Plan], Sequence[TensorMap]]) 
         if id(step.params) in starts:
             continue
         own, start = maps[id(step.params)], len(data)
-        # What mods captured lies behind the maps.
+        # Tensors that mods captured follow the maps.
         maps_size = abi.MAPPED_SIZE - abi.SIZE if own else 0
         starts[id(step.params)] = start
         pointers = step.params.pointers
         of_params = tuple(item for item in pointers.items() if item[0] in _OF_PARAMS)
         if of_params:
             packed.append((start, *_pointers(of_params, program.names)))
-        # Those of captured tensors stand between numbers, which packing would overwrite.
+        # The addresses of captured tensors are between numbers, which packing would overwrite.
         words += [
             ((start + maps_size + abi.offset_of(member)) // 8, numbers[name])
             for member, name in pointers.items()

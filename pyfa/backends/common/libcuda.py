@@ -20,7 +20,7 @@ from .arguments import Calls, Layout
 
 _BUFFER, _SIZE, _END = 1, 2, 0  # CU_LAUNCH_PARAM_…
 NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
-# What cuModuleLoadData says of code that is not for this device, or not code.
+# The errors of cuModuleLoadData for code of another device, and for data that is not code.
 _BAD_CODE = {200: "invalid image", 209: "no binary for this GPU", 218: "invalid PTX"}
 _DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 

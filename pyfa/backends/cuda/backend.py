@@ -28,14 +28,14 @@ class CudaBackend(NativeBackend):
         return _why_unavailable()
 
     def why_not(self, problem: Problem) -> Sequence[str]:
-        reasons = self._why_declined(problem)
-        # Of a device that is not here nobody asks for code, and with a compiler none is missing.
+        reasons = self._why_refused(problem)
+        # Code is not needed for a device that is not here, and is never missing with a compiler.
         if reasons or self.why_unavailable() or not (no_compiler := code.why_no_compiler()):
             return reasons
         without = code.why_missing(self.kernels(problem), problem.arch, no_compiler)
         return [without] if without else []
 
-    def _why_declined(self, problem: Problem) -> list[str]:
+    def _why_refused(self, problem: Problem) -> list[str]:
         elsewhere = plans.why_not(problem.arch)
         reasons = [elsewhere] if elsewhere else []
         reasons += missing(self, problem)

@@ -1,4 +1,4 @@
-"""Forward by Ampere's kernel, on every arch; Hopper's own kernel is preferred where it supports the
+"""Forward by Ampere's kernel, on every arch; the Hopper kernel is preferred where it supports the
 problem."""
 
 from __future__ import annotations

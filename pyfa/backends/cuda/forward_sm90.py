@@ -18,7 +18,7 @@ from . import plans
 from .tensor_maps import panel
 
 KERNEL = "cuda/sm90/attn_fwd.cu"
-# What is left to sm80's kernel, with the words for ``explain``.
+# What runs on the sm_80 kernel, with the words for ``explain``.
 ELSEWHERE = {
     "dropout": "dropout", "bias": "bias",
     "tree": "tree_mask",  # its addresses spill 150 to 390 bytes

@@ -42,9 +42,9 @@ def why_not(problem: Problem) -> list[str]:
     decode."""
     reasons = []
     if problem.dtype in calls.DTYPE_CODES:
-        reasons.append(f"float8 keys under {problem.dtype} queries are for a few rows (decode)")
+        reasons.append(f"float8 keys with {problem.dtype} queries need few query rows (decode)")
     if not plans.runs_sm90(problem.arch):
-        reasons.append(f"{problem.arch} has no kernel for float8, which is Hopper's (sm_90a)")
+        reasons.append(f"float8 prefill is implemented for sm_90a, not for {problem.arch}")
     reasons += lacking(problem.features)
     pair = calls.bucket_of(FORWARD_FLOAT8, problem.head_dim, problem.head_dim_v)
     without = without_pages(problem, fewest_rows(pair, 1))

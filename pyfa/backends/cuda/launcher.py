@@ -42,7 +42,7 @@ class Launcher:
         given = dict(zip(program.inputs, tensors, strict=True))
         if not any(step.plan.kernel in tensor_maps.BOXES for step in program.steps):
             return self._launch(program, given, None)
-        # Of what a program makes, the rotated queries have a map.
+        # Among the tensors that a program makes, only the rotated queries have a map.
         if "rotated_q" in program.made:
             shape, strides, dtype = program.likes[program.made.index("rotated_q")]
             rotated = torch.empty_strided(shape, strides, dtype=dtype, device="meta")

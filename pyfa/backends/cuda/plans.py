@@ -19,7 +19,7 @@ SMALL_THREADS = 256  # of combine, append, gaps, row_sums and dq_convert
 def compiled_for(arch: str, plan: Plan | None = None) -> str:
     """Return the target that ``plan`` is compiled for on a device of ``arch``.
 
-    Hopper's own kernels use instructions that only the target sm_90a has. All others are compiled
+    Hopper's kernels use instructions that only the target sm_90a has. All others are compiled
     for the arch without the suffix.
     """
     own = plan is not None and plan.kernel.startswith("cuda/sm90/")
@@ -80,7 +80,7 @@ def _number(arch: str) -> int:
 
 
 def runs_sm90(arch: str) -> bool:
-    """Return whether ``arch`` runs Hopper's own kernels; no other arch has their instructions."""
+    """Return whether ``arch`` runs Hopper's kernels; no other arch has their instructions."""
     return arch.removesuffix("a") == "sm_90" and tiled_arch(arch) == "sm_90"
 
 
@@ -107,7 +107,7 @@ def notes_of(problem: Problem, pair: Pair, chunk: int = 0) -> list[str]:
 
 
 def plan_of(kernel: str, dtype: int | None = None) -> Plan:
-    """Return the plan of a kernel that depends on a number format at most."""
+    """Return the plan of a kernel whose only constant, if any, is a number format."""
     return plans.plan_with("cuda", f"cuda/{kernel}.cu", {} if dtype is None else {"DTYPE": dtype})
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from ...errors import CompileError
 from ...sources import keep_failed
 
-# What PyTorch's builds and the extra bring, newest first.
+# The versions that PyTorch's builds and the extra bring, newest first.
 _NVRTC = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 

@@ -147,7 +147,7 @@ def describe(x: torch.Tensor, rows: int, width: int) -> Described:
     return Described(
         _DTYPES[x.dtype],
         (dim, length, heads, batch),
-        # Of a dimension without a second element the stride may be anything, also 0.
+        # The stride of a dimension with one element may be anything, also 0.
         tuple(
             step * x.itemsize if size > 1 else 16
             for size, step in ((length, by_row), (heads, by_head), (batch, by_batch))

@@ -50,7 +50,7 @@ class HipBackend(NativeBackend):
         elif not decode.takes(problem):
             reasons += forward.why_not(problem) + native_backward.why_not(problem)
             reasons += backward.why_not(problem)
-        # Of a device that is not here nobody asks for code.
+        # Code is not needed for a device that is not here.
         if not reasons and not self.runtime.why_unavailable():
             kernels, arch = self.kernels(problem), plans.device_of(problem).arch
             without = code.why_missing(kernels, arch) or code.why_refused(kernels, arch)

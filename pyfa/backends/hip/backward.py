@@ -49,7 +49,7 @@ def why_not(problem: Problem) -> list[str]:
     """Return what backward lacks for ``problem``, beyond what it lacks on every device."""
     banded = is_general_problem(problem) and is_banded(problem.features)
     wide = max(problem.head_dim, problem.head_dim_v) > 192
-    # Of the 512 registers that a lane may have, owning keys wants 520.
+    # The pass that owns keys needs 520 registers; a lane has 512.
     if "backward" in problem.features and banded and wide and problem.dtype == "float16":
         return [BANDS_AT_256]
     return []

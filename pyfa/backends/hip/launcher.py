@@ -39,7 +39,7 @@ class Runtime(Protocol):
 
     @property
     def empty(self) -> Empty:
-        """Make an uninitialised tensor on the current device."""
+        """Make an uninitialized tensor on the current device."""
 
     def launch_of(self, program: Program, kernels: Sequence[code.Code]) -> Launch:
         """Return ``program`` as a launch, with the code of each of its steps."""
@@ -72,7 +72,8 @@ class Launcher:
             other = lists.unlisted(plan)
             if other == plan:
                 raise
-            # What a user's mask adds may not fit beside a list. Visiting all tiles is slower.
+            # The registers of a user's mask may not fit together with a list. Visiting all tiles is
+            # slower.
             _log.info("%s visits every tile: with block lists, %s", plan.kernel, error)
             kernel = code.load(replace(other, backend="hip"), arch)
             self._fitting[plan] = plan = other

@@ -20,7 +20,7 @@ import torch
 from ..common.arguments import Calls
 
 NO_DEVICE = 100
-# What hipModuleLoadData answers for an image that it cannot read or that is for another GPU:
+# The errors of hipModuleLoadData for an image that it cannot read or that is for another GPU:
 # InvalidImage, NoBinaryForGpu, InvalidKernelFile, SharedObjectInitFailed.
 BAD_IMAGE = frozenset({200, 209, 218, 303})
 NOT_FOUND = 500
@@ -91,7 +91,7 @@ def copies(maps: Iterable[str] | None = None) -> list[str]:
         if "libamdhip64" not in line:
             continue
         _addresses, _rights, _offset, device, inode, path = line.rstrip("\n").split(None, 5)
-        # What a package manager has replaced on disk is still what runs.
+        # A file that a package manager has replaced on disk still runs in this process.
         path = path.removesuffix(" (deleted)")
         if _NAME.fullmatch(os.path.basename(path)):
             found.setdefault((device, inode), path)

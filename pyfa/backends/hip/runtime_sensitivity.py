@@ -24,7 +24,7 @@ from .target import TARGET
 # What a constant is multiplied by; 1 is its own value. Times in between are interpolated.
 FACTORS = (0.25, 0.5, 2.0, 4.0)
 _SWITCHES = ("transcendental_apart", "matrix_apart")
-# The clock that utilisation leaves has two more, which constants.py has apart from its tables.
+# Two more constants give the clock by utilization; constants.py has them outside its tables.
 CLOCK, EXPONENT = "clock", "clock_exponent"
 _OF_DEVICE = ("dispatch", "launch_seconds", "hbm_bytes", "l2_bytes_of_die")
 
@@ -172,7 +172,7 @@ class Reckoned:
     changed, as in ``Costs.changed``. ``kernels``: title and digest of each."""
 
     seconds: tuple[float, float]
-    utilisation: tuple[float, float]
+    utilization: tuple[float, float]
     bound: tuple[str, str]
     kernels: Mapping[str, str]
     changed: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]]
@@ -223,7 +223,7 @@ def reckon(
         changed[name] = (first, second)
     return Reckoned(
         (low.seconds, high.seconds),
-        (low.utilisation, high.utilisation),
+        (low.utilization, high.utilization),
         (low.bound, high.bound),
         {costs.title: costs.digest for _, costs in works},
         changed,

@@ -70,14 +70,14 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Answer:
-    """The model's answer for a problem, at both ends of the range: seconds, rates, utilisation,
+    """The model's answer for a problem, at both ends of the range: seconds, rates, utilization,
     bound."""
 
     role: str
     seconds: tuple[float, float]
     tflops: tuple[float, float]
     bytes_per_second: tuple[float, float]
-    utilisation: tuple[float, float]
+    utilization: tuple[float, float]
     hz: tuple[float, float]
     bound: tuple[str, str]
     last_round: tuple[float, float]
@@ -215,7 +215,7 @@ def _answer(
         seconds=both(lambda t: t.seconds),
         tflops=both(lambda t: flops / t.seconds / 1e12),
         bytes_per_second=both(lambda t: dram / t.seconds),
-        utilisation=both(lambda t: t.utilisation),
+        utilization=both(lambda t: t.utilization),
         hz=both(lambda t: t.hz),
         bound=both(lambda t: t.bound),
         last_round=both(lambda t: t.last_round),
@@ -255,7 +255,7 @@ class Work:
 
         clocks = [cost.fixed + cost.tile * tiles + cost.masked * cut for tiles, cut in self.parts]
         matrix = sum(cost.fixed_matrix + cost.matrix_of_tile * tiles for tiles, _ in self.parts)
-        # A die has neighbouring heads one after the other: as many heads as dies go side by side.
+        # A die has neighboring heads one after the other: as many heads as dies go side by side.
         dies = int(constants.DEVICE["dies"].low)
         side = min(dies, self.lines)
         order = [c for c in clocks for _ in range(side)] * (self.lines // side)

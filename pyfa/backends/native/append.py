@@ -19,7 +19,7 @@ _FLOAT32_TABLES, _INTERLEAVED, _MOVING = 1, 2, 4
 _MOST_THREADS = 2**32  # of a grid
 
 
-def why_declined(call: Call, append: Append) -> str | None:
+def why_refused(call: Call, append: Append) -> str | None:
     """Return why the kernel does not support it; None if it does."""
     if append.cu_seqlens is not None:
         return "new keys are packed (cu_seqlens_new)"

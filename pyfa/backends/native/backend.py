@@ -93,7 +93,7 @@ class NativeBackend:
         return merge.bind(self.launch, outs, lses, out, with_lse)
 
     def why_not_append(self, call: Call, append: Append) -> str | None:
-        return appending.why_declined(call, append)
+        return appending.why_refused(call, append)
 
     def bind_backward(
         self,

@@ -79,7 +79,7 @@ def _readable(given: _Given, bias_grad: bool) -> _Given:
     if call.bias is not None and max(call.bias.stride()[-2:], default=0) >= calls.MAX_ROW_STRIDE:
         call = call._replace(bias=call.bias.contiguous())  # offsets inside a tile are 32-bit
     if bias_grad and call.bias is not None and call.bias.numel() and 0 in call.bias.stride():
-        # What has a stride of 0 is broadcast to the kernels, and its gradient a sum.
+        # Contiguous, because kernels treat stride 0 as broadcast and sum its gradient.
         call = call._replace(bias=call.bias.contiguous())
     return _Given(
         calls.readable(dout),
@@ -309,8 +309,8 @@ def group_splits(units: int, block: Block, shape: Shape, packed_k: int | None = 
 
 
 def sums_of(launch: Launcher, call: Call, chain: Sequence[Plan]) -> dict[str, Like]:
-    """Return the float32 buffer in which blocks that own keys add up dQ, and the lock of their
-    turns."""
+    """Return the float32 accumulator of dQ for blocks that own keys and, if gradients are
+    deterministic, the counter that orders their additions."""
     if name_of(chain[-1]) != "dq_convert":
         return {}
     rows, heads = launch.target.block_of(chain[0]).rows, call.q.shape[-2]

@@ -37,7 +37,7 @@ def add(
     launch: Launcher, program: Program, call: Call, out: Like, lse: Like | None, num_splits: int,
     chunks: bool = False,
 ) -> None:  # fmt: skip
-    """Launch the kernel that computes out and lse from each row's splits, each with a normalised
+    """Launch the kernel that computes out and lse from each row's splits, each with a normalized
     output and its LSE.
 
     A split without keys has LSE −inf and an undefined output. Splits of rows that no sequence uses

@@ -82,9 +82,9 @@ def why_not(problem: Problem) -> list[str]:
     if "wide" in problem.features:
         return reasons
     if problem.head_dim % problem.unit or problem.head_dim_v % problem.unit:
-        reasons.append(f"decode reads heads of a multiple of {problem.unit} elements")
+        reasons.append(f"decode needs a head_dim that is a multiple of {problem.unit}")
     if not problem.aligned:
-        reasons.append("decode reads rows at multiples of 16 bytes")
+        reasons.append("decode needs rows aligned to 16 bytes")
     return reasons
 
 

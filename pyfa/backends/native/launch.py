@@ -29,7 +29,7 @@ class Launcher(Protocol):
 
     @property
     def empty(self) -> Empty:
-        """Make an uninitialised tensor on the current device."""
+        """Make an uninitialized tensor on the current device."""
 
     def on(self, where: torch.device) -> AbstractContextManager[None]:
         """Make the device that tensors are on the current one, if the driver has a current

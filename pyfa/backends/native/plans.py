@@ -48,7 +48,7 @@ def source_of(plan: Plan) -> str:
     return sources.flatten(plan.kernel, constants, generated)
 
 
-# Those in whose code masks are.
+# The kernels whose code contains masks.
 _MASKING = frozenset({"attn_fwd", "attn_decode", "attn_bwd", "attn_bwd_onepass", "bias_grad"})
 
 

@@ -80,7 +80,7 @@ def locate(blocks, heads, batch, section, descending, DIES: tl.constexpr):
     pid = tl.program_id(0)
     pairs = heads * batch
     if DIES > 1:
-        # Consecutive programs go to the dies in turn; hand each die neighbouring ones.
+        # Consecutive programs go to the dies in turn; hand each die neighboring ones.
         per_die = blocks * pairs // DIES
         inside = pid < per_die * DIES
         pid = tl.where(inside, (pid % DIES) * per_die + pid // DIES, pid)

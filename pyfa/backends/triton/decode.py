@@ -40,7 +40,7 @@ def combine(
             mask=exists & (part < splits)[None, :],
             other=float("-inf"),
         )
-        # Of a part that saw nothing the memory is as it was allocated.
+        # The output of a part that saw no key is uninitialized memory.
         value = tl.load(
             PARTS + (offsets[:, None, :] + (part * stride_o_split)[None, :, None]),
             mask=(lse > float("-inf"))[:, :, None] & (dv < head_dim_v)[None, None, :],

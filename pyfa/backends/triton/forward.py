@@ -2,7 +2,7 @@
 
 One kernel serves prefill and decode. ``PACK``: a block holds the query rows of all heads that share
 a KV head, so K and V are read once for the group. ``SPLIT``: each program takes one split of the
-keys and writes a normalised float32 partial result for ``decode.combine``.
+keys and writes a normalized float32 partial result for ``decode.combine``.
 
 Float8 queries are multiplied with float8 keys directly. V is converted to bfloat16, which is exact,
 and P is rounded to bfloat16, for two reasons. A float8 product would need V transposed byte by byte
@@ -96,7 +96,7 @@ def _step(
         else:
             qk = qk * k_scale[None, :]
     factor = scale * LOG2E
-    # Of each row one, as a column beside the scores.
+    # One per row, as a column next to the scores.
     each = factor[:, None] if SCALED >= 2 else factor
     if GENERAL:
         qk, _capped = score(

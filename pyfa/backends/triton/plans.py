@@ -13,7 +13,7 @@ from ..common import splits
 
 Value = int | str | bool
 
-# What torch calls a dtype and what Triton does, and the bytes of an element.
+# torch's and Triton's name of a dtype, and the bytes of an element.
 KINDS = {
     "float16": "fp16",
     "bfloat16": "bf16",
@@ -142,7 +142,7 @@ _FAMILIES = {
     "gfx1100": _RDNA,
 }
 
-# What makes the runtime look at more than q, k, v and the window.
+# Features for which the runtime looks at more than q, k, v and the window.
 _OPTIONS = frozenset(
     {"softcap", "alibi", "bias", "score_mod", "mask_mod", "sinks", "dropout", "varlen", "seqused",
      "paged", "leftpad", "batch_idx", "fp8", "tree"}
@@ -181,7 +181,7 @@ def _blocks(problem: Problem) -> tuple[int, int, int]:
     Hopper's matrix unit reads shared memory through descriptors, which encode the swizzle: the
     tile's width, up to 64. If V is not prefetched, its tile reuses the memory of K's. If the two
     descriptors then differ, ptxas 12.8 (Triton 3.6) derives the descriptors of V's rows from 16 on
-    from an uninitialised register, and the kernel reads wrong rows or out of bounds. So there V is
+    from an uninitialized register, and the kernel reads wrong rows or out of bounds. So there V is
     as wide as K.
     """
     # Matrix units take 32 float8 elements at a time.
@@ -266,7 +266,7 @@ def forward_tiles(problem: Problem) -> Tiles:
 def _long_rows(problem: Problem) -> bool:
     """Return whether rows see so many keys that larger tiles through the copy engine pay off."""
     if problem.features & {"softcap", "alibi", "bias", "score_mod", "mask_mod", "dropout"}:
-        return False  # what these keep in registers would spill
+        return False  # their registers would spill
     masked = problem.features & {"causal", "window", "chunk"}
     return problem.seqlen_k > (8192 if masked else 1024)
 

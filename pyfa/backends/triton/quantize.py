@@ -166,7 +166,7 @@ def _parts(
                 most = tl.max(tops)
             most *= UNIT
             if not ROUND:
-                # Of numbers from 0 the bits are in the order of the numbers.
+                # The bits of nonnegative numbers have the order of the numbers.
                 bits = most.to(tl.int32, bitcast=True)
                 tl.atomic_max(MOST + place, bits, sem="relaxed")
         else:
@@ -251,9 +251,9 @@ def launch_shape(dim: int, lines: int, turned: bool, width: int, arch: str) -> S
     wide = max(16, triton.next_power_of_2(dim))
     lines = triton.next_power_of_2(lines)
     if not turned:
-        # What is too large is read in two parts, or in more of 64 KB: with 8 warps 0.81 for 128
-        # rows of 256 channels, which 16 warps could hold (0.79), 0.86 for 512 rows of 128, and
-        # 0.60 by 32 KB, where more programs run at once than the L2 holds rows for.
+        # A tile that is too large is read in two parts, or in more parts of 64 KB: with 8 warps
+        # 0.81 for 128 rows of 256 channels, which 16 warps could hold (0.79), 0.86 for 512 rows of
+        # 128, and 0.60 by 32 KB, where more programs run at once than the L2 holds rows for.
         tile = lines if lines * wide <= _HELD else min(lines // 2, 4 * _HELD // width // wide)
         tile = max(16, tile)
         return Shape(tile, wide, min(8, max(4, tile * wide // 2048)), 1, 0)

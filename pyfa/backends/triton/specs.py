@@ -1,4 +1,4 @@
-"""How each kernel is specialised: argument types, constants, alignment, options. Also compiles
+"""How each kernel is specialized: argument types, constants, alignment, options. Also compiles
 them.
 
 Kernels are compiled from an explicit signature instead of from sample arguments, so the code object
@@ -59,7 +59,8 @@ TILES_AT_ONCE = 16
 _INT32 = ("CU_Q", "CU_K", "USED_Q", "USED_K", "PAGES", "BATCH_IDX", "LEFTPAD")
 _FLOAT32 = ("LSE", "BASE", "PART_LSE", "PARTS", "DELTA", "DLSE", "DOTS_PTR", "ALIBI", "SINKS")
 _INPUTS = ("Q", "K", "V", "DOUT", "OUT", "DQ", "DK", "DV")
-# Of mods: the table of sizes and strides, and the captured tensors. Compiled in as None without.
+# For mods: the table of sizes and strides, and the captured tensors. Without mods, compiled in as
+# None.
 _CAPTURED = ("MOD_INFO", *(f"C{slot}" for slot in range(mods.MOST_CAPTURED)))
 _FLOATS = ("scale", "softcap", "keep_scale")
 # Of kernels that visit by block lists: the lists, strides between them and their length. Compiled
@@ -67,7 +68,7 @@ _FLOATS = ("scale", "softcap", "keep_scale")
 _LISTS = ("LIST_COUNTS", "LIST_ENTRIES", "LIST_B", "LIST_H", "LIST_MOST")
 # Of float8: pointers, strides and rows per scale. Compiled in as None where there are none.
 _K_SCALES = ("K_SCALE", "V_SCALE", "K_SCALE_B", "K_SCALE_H", "K_SCALE_ROWS")
-# Of plans with chunks or windows with a negative bound; compiled in as None elsewhere.
+# For plans with chunks or windows with a negative bound; otherwise compiled in as None.
 _BANDS = ("WINDOW_SHIFT", "CHUNK")
 _Q_SCALES = ("Q_SCALE", "Q_SCALE_B", "Q_SCALE_H", "Q_SCALE_ROWS")
 

@@ -26,7 +26,7 @@ static int getreg(Wave *w, const Inst *i) {
 }
 static int write_mode(Wave *w, const Inst *i, u32 value) {
     u32 id = i->imm & 63, offset = i->imm >> 6 & 31, width = (i->imm >> 11 & 31) + 1;
-    if (id != 1) return fail(w, i, ERROR_UNSUPPORTED, -1, "hardware register %u is not modelled", id);
+    if (id != 1) return fail(w, i, ERROR_UNSUPPORTED, -1, "hardware register %u is not modeled", id);
     u32 mask = (u32)(((1ull << width) - 1) << offset);
     w->mode = (w->mode & ~mask) | (value << offset & mask);
     if (w->mode & 15) return fail(w, i, ERROR_UNSUPPORTED, -1, "rounding modes other than nearest");

@@ -1,7 +1,7 @@
 // The state of an emulated gfx942 machine and the interface between the parts of the interpreter.
 //
 // One wavefront is 64 lanes. A register file is an array of rows of 64 dwords, so that a 64-bit
-// operand is two neighbouring rows and every operation is a loop over 64 lanes that vectorises.
+// operand is two neighboring rows and every operation is a loop over 64 lanes that vectorizes.
 // Rows 0 to 255 are VGPRs, rows 256 to 511 are AGPRs (CDNA3 gives a wave one unified file).
 #ifndef PYFA_EMULATOR_CORE_H
 #define PYFA_EMULATOR_CORE_H

@@ -6,7 +6,7 @@
 
 static inline float from_f16(u32 h) {
     // Exact: shift the 15 bits into a float's place and rescale by 2^112; subnormals come out right
-    // because the multiplication normalises them. Infinities and NaNs get the exponent set again.
+    // because the multiplication normalizes them. Infinities and NaNs get the exponent set again.
     float f = as_float((h & 0x7fff) << 13) * 0x1p112f;
     u32 special = (h & 0x7c00) == 0x7c00 ? 0x7f800000u : 0;
     return as_float(as_bits(f) | special | (h & 0x8000) << 16);
@@ -76,7 +76,7 @@ static inline u32 to_fnuz(float f, int mantissa, int bias, int saturate) {
     u32 m = (u32)ldexp(r, mantissa - re) & ((1u << mantissa) - 1);
     return sign | (u32)(re + bias) << mantissa | m;
 }
-// 2^x in double to about 1e-15, in a form that vectorises: the float rounded from it is the
+// 2^x in double to about 1e-15, in a form that vectorizes: the float rounded from it is the
 // correctly rounded one but for one argument in some ten million.
 static inline double exp2_double(double x) {
     double n = __builtin_rint(x), t = (x - n) * 0.6931471805599453094, p = 1.0 / 6227020800.0;

@@ -219,7 +219,7 @@ u64 low_defined(const Wave *w, const Inst *i, int n, u64 both) {
 }
 
 // The lanes whose dword of the pair n that feeds the low or high result is defined. Compilers give
-// one register twice (op_sel_hi 0) and leave its neighbour unwritten.
+// one register twice (op_sel_hi 0) and leave its neighbor unwritten.
 static u64 half_defined(const Wave *w, const Inst *i, int n, u32 high, u64 both) {
     if (both == ~0ull) return both;
     u32 code = i->src[n] + ((high ? i->opsel_hi : i->opsel) >> n & 1);
@@ -323,9 +323,10 @@ int run_compare(Wave *w, const Inst *i) {
     return OK;
 }
 
-// The chip's v_exp, v_log, v_rcp, v_rsq, v_sqrt, v_sin and v_cos are within a unit in the last place
-// and not published further. With a rounding seed, a result is one unit up, down or as it was, by its
-// operand alone, as on a chip. Powers of two, zeros, infinities and NaN stay; so do denormals.
+// The chip's v_exp, v_log, v_rcp, v_rsq, v_sqrt, v_sin and v_cos are accurate to one unit in the
+// last place; AMD publishes no more about them. With a rounding seed, a result is one unit up, one
+// unit down or unchanged, depending on its operand alone, as on a chip. Powers of two, zeros,
+// infinities and NaN stay; so do denormals.
 static __attribute__((noinline)) void vary(enum Type type, u64 rounding, const u32 *x, u32 *value) {
     u32 infinite = type == F16 ? 0x7c00 : type == F64 ? 0x7ff00000 : 0x7f800000;
     u32 one = infinite & (0u - infinite), wide = type == F64;  // the exponent's lowest bit
@@ -340,7 +341,7 @@ static __attribute__((noinline)) void vary(enum Type type, u64 rounding, const u
     }
 }
 
-// Kept apart from run_lanes, whose speed counts.
+// Separate from run_lanes, which must be fast.
 static __attribute__((noinline, cold)) int run_varied(Wave *w, const Inst *i) {
     const Op *op = op_table[i->op];
     u32 buffer[2 * LANES], value[2 * LANES];

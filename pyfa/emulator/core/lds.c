@@ -80,7 +80,7 @@ static int outside(Wave *w, const Inst *i, int lane, u64 at, u32 bytes) {
                     (unsigned long long)at, w->group->lds_bytes);
 }
 
-// Modelled, not measured here: a phase (phases.h) takes as many clocks as the fullest bank has
+// Modeled, not measured here: a phase (phases.h) takes as many clocks as the fullest bank has
 // different dwords. `moved` is the sum of bytes that active lanes ask for.
 static void count_banks(Wave *w, const Inst *i, const u32 *at, u32 bytes, int writes, u64 exec,
                         u64 *moved) {

@@ -4,7 +4,7 @@
 // A byte outside every region is an error, so that the bounds of a tensor are exact. Data is moved
 // when the instruction issues; its registers are marked until an s_waitcnt covers it. Overwriting
 // the registers of an issued store is no fault here: since GCN3 they are read at issue, and the
-// compiler's short hazard (one wait state after stores of over 64 bits) is not modelled.
+// compiler's short hazard (one wait state after stores of over 64 bits) is not modeled.
 #include "memory.h"
 #include "atomics.h"
 #include "late.h"
@@ -380,7 +380,7 @@ static int global_load_lds(Wave *w, const Inst *i) {
 ATOMICS(DEFINE)
 ATOMICS(DEFINE_BUFFER)
 DEFINE(pk_add_bf16, A_PKBF16, 4)
-// Cache maintenance: caches are not modelled, but that it took place (sc1: for other XCDs) is part of
+// Cache maintenance: caches are not modeled, but that it took place (sc1: for other XCDs) is part of
 // what orders workgroups. LLVM does not count these in vmcnt; nor does this.
 static int buffer_wbl2(Wave *w, const Inst *i) { if (i->sc1) write_back(w); return OK; }
 static int buffer_inv(Wave *w, const Inst *i) { if (i->sc1) invalidate(w); return OK; }

@@ -50,7 +50,7 @@ void trace_memory(GroupTrace *t, const u64 *at, u32 bytes, u64 active) {
     EACH_LANE {
         if (!(active >> l & 1)) continue;
         for (u64 s = at[l] >> 6; s <= (at[l] + bytes - 1) >> 6; s++) {
-            u64 n = t->segments;  // the newest first: neighbours share segments
+            u64 n = t->segments;  // the newest first: neighbors share segments
             while (n > first && t->segment[n - 1] != s) n--;
             if (n > first) continue;
             if (!ROOM(t, segment, segments, 1)) return;

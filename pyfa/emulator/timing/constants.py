@@ -32,7 +32,7 @@ _ISA = "AMD Instinct MI300 ISA reference"
 _PAPER = "AMD CDNA 3 white paper"
 _PROFILER = "ROCm Compute Profiler's page on the compute unit and its pipelines"
 
-# Of one compute unit: what core/timing.c is given, in the order of its `Parameters`.
+# The constants of one compute unit, passed to core/timing.c in the order of its `Parameters`.
 ISSUE: Mapping[str, Constant] = MappingProxyType(
     {
         "lds_latency": Constant(128, 100, "clk", "fitted within 64 to 128"),
@@ -75,7 +75,7 @@ ISSUE: Mapping[str, Constant] = MappingProxyType(
     }
 )
 
-# Of the device around it.
+# The constants of the device.
 DEVICE: Mapping[str, Constant] = MappingProxyType(
     {
         "units": Constant(304, 304, "CUs", f"{_PAPER}: 38 on each of 8 dies"),
@@ -106,9 +106,9 @@ DEVICE: Mapping[str, Constant] = MappingProxyType(
     }
 )
 
-# The clock that 750 W leave: ``CLOCK_HZ`` at a matrix utilisation of ``REFERENCE``, falling with a
+# The clock that 750 W leave: ``CLOCK_HZ`` at a matrix utilization of ``REFERENCE``, falling with a
 # power of it, never above the peak. The power is measured: counters of one MI300X under kernels of
-# three authors, utilisations from 0.13 to 0.72, follow it to 3 %. The Hz are fitted by
+# three authors, utilizations from 0.13 to 0.72, follow it to 3 %. The Hz are fitted by
 # benchmarks/mi300x_model.py to published forward kernels of another; AMD's blog "Measuring
 # Max-Achievable FLOPs", part 2, gives 1.115 to 1.23 GHz at about 0.9 for matrix products alone.
 # The machines behind the figures differ: ``MACHINES``.
@@ -131,17 +131,17 @@ def of(table: Mapping[str, Constant], end: str) -> dict[str, float]:
     return {name: getattr(constant, end) for name, constant in table.items()}
 
 
-def clock(utilisation: float, end: str, law: tuple[float, float] | None = None) -> float:
-    """Return the Hz at which the device runs while its matrix units are busy for ``utilisation`` of
+def clock(utilization: float, end: str, law: tuple[float, float] | None = None) -> float:
+    """Return the Hz at which the device runs while its matrix units are busy for ``utilization`` of
     the time.
 
-    ``law``: Hz at ``REFERENCE`` and the exponent. The default is fitted with the utilisations of
+    ``law``: Hz at ``REFERENCE`` and the exponent. The default is fitted with the utilizations of
     ``end``, for the slowest or the fastest known machine.
     """
     peak = DEVICE["peak_hz"].low
-    if utilisation <= 0:
+    if utilization <= 0:
         return peak
     if law is None:
         hz, exponent = getattr(CLOCK_HZ, end), getattr(CLOCK_EXPONENT, end)
         law = hz * getattr(MACHINES, end), exponent
-    return float(min(peak, law[0] * (REFERENCE / utilisation) ** law[1]))
+    return float(min(peak, law[0] * (REFERENCE / utilization) ** law[1]))

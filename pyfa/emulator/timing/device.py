@@ -39,7 +39,7 @@ class Time:
     """Seconds of a sequence of launches, at one end of the constants."""
 
     seconds: float
-    utilisation: float
+    utilization: float
     hz: float
     bound: str
     last_round: float
@@ -91,7 +91,7 @@ def time(
     changed: Mapping[str, float] | None = None,
 ) -> Time:
     """Return the time of the launches in sequence, with the clock that follows from each one's
-    utilisation.
+    utilization.
 
     ``law`` is ``constants.clock``'s; ``changed`` are other numbers for some of ``DEVICE``.
     """
@@ -109,8 +109,8 @@ def time(
         else:
             engines = int(device["engines"])
             clocks = finish(launch.clocks, places, dies, device["dispatch"], engines)
-        utilisation = launch.matrix / (SIMDS * units * clocks)
-        hz_here = constants.clock(utilisation, end, law)
+        utilization = launch.matrix / (SIMDS * units * clocks)
+        hz_here = constants.clock(utilization, end, law)
         ways = {
             "compute units": clocks / hz_here,
             "HBM": launch.dram_bytes / device["hbm_bytes"],
@@ -124,5 +124,5 @@ def time(
             longest, bound, hz = ways[by], by, hz_here
             mean = sum(launch.clocks) / places
             last_round = max(0.0, 1 - mean / clocks)
-    utilisation = busy / (SIMDS * units * total) if total else 0.0
-    return Time(seconds, utilisation, hz, bound, last_round)
+    utilization = busy / (SIMDS * units * total) if total else 0.0
+    return Time(seconds, utilization, hz, bound, last_round)

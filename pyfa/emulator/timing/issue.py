@@ -81,8 +81,8 @@ class Result:
     stalled: npt.NDArray[np.float64]
 
     @property
-    def utilisation(self) -> float:
-        """Return the utilisation of the four matrix units."""
+    def utilization(self) -> float:
+        """Return the utilization of the four matrix units."""
         return self.matrix_clocks / (SIMDS * self.clocks) if self.clocks else 0.0
 
 
@@ -107,7 +107,7 @@ def turns_of(code: Code, traces: Sequence[Trace], copies: int = 1) -> Turns:
                 made["taken"] = following != events["index"] + 1
                 if len(made):
                     made["taken"][-1] = 0
-                # Wavefronts go round the SIMDs; the next workgroup starts where this one ended.
+                # SIMDs take wavefronts in turn; the next workgroup starts where this one ended.
                 waves.append((at, len(made), (wave + trace.waves * group) % SIMDS, group, 0.0))
                 turns.append(made)
                 at += len(made)

@@ -54,7 +54,7 @@ class Estimate:
     matrix_of_tile: float
     fixed_clocks: float
     fixed_matrix: float
-    utilisation: float
+    utilization: float
     lost: Mapping[str, float]
     end_of_loop: float
     lds_share: float
@@ -64,7 +64,7 @@ class Estimate:
     @property
     def hz(self) -> float:
         """Return the clock of a device that is filled with such tiles."""
-        return constants.clock(self.utilisation, self.end)
+        return constants.clock(self.utilization, self.end)
 
     def clocks(self, tiles: float) -> float:
         """Return the clocks of a workgroup, or of all that share the compute unit, with ``tiles``
@@ -108,7 +108,7 @@ def estimate(
         matrix_of_tile=of_tile,
         fixed_clocks=max(0.0, few.clocks - clocks / more * tiles[0]),
         fixed_matrix=max(0.0, few.matrix_clocks / resident - of_tile * tiles[0]),
-        utilisation=matrix / (SIMDS * clocks),
+        utilization=matrix / (SIMDS * clocks),
         lost={cause: float(x) / (SIMDS * clocks) for cause, x in zip(CAUSES, lost, strict=True)},
         end_of_loop=sum(slots[-1].lost.values()) * turns * SIMDS / (SIMDS * clocks)
         if slots
@@ -161,7 +161,7 @@ def _slots(
         return ()
     each = -(-len(products) // SLOTS)
     opens = products[::each]
-    # What precedes the first product belongs to the end of the turn before.
+    # Instructions before the first product belong to the end of the previous iteration.
     bounds = [*opens.tolist(), int(products[-1]) + 1]
     lost = many.lost - few.lost
     passes = _turns_between(short, long, loop)

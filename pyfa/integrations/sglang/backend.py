@@ -36,7 +36,7 @@ class Batch:
 
 class PyfaBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is untyped where it matters
     """Attention of a decoder. Latent attention (MLA), encoders, speculative decoding, context
-    parallelism and separate memory for layers with windows are declined by name."""
+    parallelism and separate memory for layers with windows are refused by name."""
 
     needs_cpu_seq_lens = False
 

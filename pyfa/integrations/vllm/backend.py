@@ -1,5 +1,5 @@
-"""The classes that vLLM asks an attention backend for. vLLM imports this module when it is to use
-pyfa; an unsupported version is refused here.
+"""The classes that vLLM expects of an attention backend. vLLM imports this module if pyfa is
+selected; the import fails for an unsupported version of vLLM.
 
 vLLM's keys and values are in pages before attention runs, so each layer is one call of
 ``attention_kvcache``: prefill, chunks of prompts and decode are rows of one packed batch. All
@@ -36,7 +36,7 @@ _FLOAT8 = ("fp8", "fp8_e4m3")
 
 class PyfaBackend(AttentionBackend):  # type: ignore[misc]  # vLLM is untyped where it matters
     """What pyfa supports, in vLLM's terms. Encoders, latent attention (MLA), cascades, context
-    parallelism and masks of multimodal prefixes are not implemented, and declined by name."""
+    parallelism and masks of multimodal prefixes are not implemented, and refused by name."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *_FLOAT8]
@@ -93,7 +93,7 @@ class PyfaBackend(AttentionBackend):  # type: ignore[misc]  # vLLM is untyped wh
             return f"kv_cache_dtype {kv_cache_dtype}: expected queries of 16 bits; got float32"
         if kv_cache_dtype in ("float16", "bfloat16") and getattr(torch, kv_cache_dtype) != dtype:
             return f"kv_cache_dtype {kv_cache_dtype}: expected that of the queries; got {dtype}"
-        # Of other sizes pyfa copies k and v for its kernels: here all pages, at each step.
+        # For other sizes pyfa would copy k and v for its kernels: all pages, at each step.
         unit = 16 if kv_cache_dtype in _FLOAT8 else 16 // dtype.itemsize
         if head_size % unit:
             return f"head_size: expected a multiple of {unit}; got {head_size}"

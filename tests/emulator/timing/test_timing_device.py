@@ -71,7 +71,7 @@ def test_what_takes_longest_bounds() -> None:
     one = device.Launch([1e6] * 304, matrix=0.75 * 4 * 304 * 1e6)
     found = device.time([one], "low")
     assert found.bound == "compute units"
-    assert found.utilisation == pytest.approx(0.75)
+    assert found.utilization == pytest.approx(0.75)
     assert found.hz == pytest.approx(constants.CLOCK_HZ.low * constants.MACHINES.low)
     launch = constants.DEVICE["launch_seconds"].low
     assert found.seconds == pytest.approx(1e6 / found.hz + launch)

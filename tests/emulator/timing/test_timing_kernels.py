@@ -1,4 +1,4 @@
-"""The project's own kernels: the order of their utilisation, and what is said of a problem."""
+"""The project's own kernels: the order of their utilization, and what is said of a problem."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ def test_the_order_of_our_kernels() -> None:
     wide, narrow = forward_of(128), forward_of(64)
     both = [kernel_of(plan) for plan in (keys, rows)]
     for number in range(2):
-        of = [one.estimates[number].utilisation for one in (wide, narrow, *both)]
+        of = [one.estimates[number].utilization for one in (wide, narrow, *both)]
         assert of[0] > of[1]
         assert of[3] > of[2]
         assert 0.9 < of[0] < 1
-    assert all(a.utilisation < b.utilisation for a, b in (one.estimates for one in (wide, narrow)))
+    assert all(a.utilization < b.utilization for a, b in (one.estimates for one in (wide, narrow)))
 
 
 def test_products_of_a_tile_are_counted_whole() -> None:
     """256 rows by 64 keys by 4 · 128 FLOP, 512 a clock of a SIMD; every clock is busy or lost."""
     for estimate in forward_of(128).estimates:
         assert estimate.matrix_of_tile == 256 * 64 * 4 * 128 / 512
-        assert estimate.utilisation + sum(estimate.lost.values()) == pytest.approx(1, abs=0.01)
+        assert estimate.utilization + sum(estimate.lost.values()) == pytest.approx(1, abs=0.01)
         assert sum(slot.matrix for slot in estimate.slots) == 128  # a loop of two tiles
         assert sum(slot.transcendental for slot in estimate.slots) == 64
         assert 0 <= estimate.end_of_loop < 0.2

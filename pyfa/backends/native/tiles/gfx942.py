@@ -83,7 +83,7 @@ TILES = Tiles(
     # Where the generator's registers do not fit beside two wavefronts on a SIMD (58 spilled).
     forward_dropout=FORWARD | {(192, 192): Forward(32, 4)},
     forward_float8=_FLOAT8,
-    # What scales of single keys add does not fit beside scores of 64 keys at 192 (36 vector
+    # The registers for one scale per key do not fit with scores of 64 keys at 192 (36 vector
     # registers spilled, or 1 scalar).
     forward_float8_general=_FLOAT8 | {(192, 128): Forward(32, 8), (192, 192): Forward(32, 8)},
     # Nor at 128 beside the offsets of pages (17). At 256, 32 loads with pages are a loop that the

@@ -1,4 +1,4 @@
-"""H100 and H200: tiles of Hopper's own kernels, and of Ampere's for calls that need them (227
+"""H100 and H200: tiles of Hopper's kernels, and of Ampere's for calls that need them (227
 KB)."""
 
 from __future__ import annotations
