@@ -88,14 +88,11 @@ def plan(problem: Problem) -> Plan:
     kind = _TERMS if general or problem.mods else _FULL
     if kind == _FULL and problem.features & {"causal", "window", "chunk"}:
         kind = _MASKED
-    dtype = calls.DTYPE_CODES[problem.dtype]
+    dtype, notes = calls.DTYPE_CODES[problem.dtype], plans.notes_of(problem, pair)
     score = _score_of(problem) if general else PLAIN
     if score in ALONE.values():
         kind = _kind_alone(pair, score)
     invariant = "batch_invariant" in problem.features
-    tiles = (FORWARD_INVARIANT if invariant else FORWARD)[pair][kind]
-    chunk = tiles.chunk_tiles(pair) * tiles.block_k if invariant and kind != _TERMS else 0
-    notes = plans.notes_of(problem, pair, chunk)
     few = invariant and not problem.mods and _has_few_rows(problem, pair)
     found = _plan(pair, kind, dtype, score, problem.page_size, invariant, few, notes)
     return listed(modified(found, problem.mods)) if problem.mods else found
@@ -141,8 +138,6 @@ def _plan(
     more = page_rows(page_size, tiles)
     if invariant:
         more["INVARIANT"] = 1
-        if kind != _TERMS and tiles.chunk_tiles(pair):
-            more["CHUNK_TILES"] = tiles.chunk_tiles(pair)
     if few:
         blocks = 2 if pair[0] <= _TWO_FIT else 1
         more |= {"OF_GROUPS": tiles.groups, "BLOCKS": blocks}

@@ -18,7 +18,6 @@ from ..base import Run, RunBackward
 from ..common.calls import DTYPE_CODES
 from . import append as appending
 from . import backward, decode, forward, lists, merge, tiling
-from .combine import chunked
 from .launch import Launcher
 from .plans import masking
 from .target import Target
@@ -54,8 +53,6 @@ class NativeBackend:
         """Return all kernels that ``problem`` may launch, as the bundle names them."""
         out = DTYPE_CODES[problem.dtype_out or problem.dtype]
         found = [self.plan(problem), self.target.plan_of(self.NAME, "combine", out)]
-        if self.target.block_of(found[0]).chunk:
-            found.append(chunked(found[1]))
         if problem.features & {"varlen", "seqused"}:
             found.append(self.target.plan_of(self.NAME, "gaps", None))
         if "backward" in problem.features:
