@@ -93,8 +93,8 @@ def test_every_plan_is_one_that_is_compiled_ahead() -> None:
 
 def test_no_more_than_forty_plans_of_a_kernel_for_each_format() -> None:
     """Hopper's backward has seven for each of its ten: plain, five terms alone, several. Its
-    forward has two more for each pair of head dims: softcap and ALiBi alone."""
-    more = {backward.SM90: 70, forward_sm90.KERNEL: 48}
+    forward has two more for each of its eight pairs of head dims: softcap and ALiBi alone."""
+    more = {backward.SM90: 70, forward_sm90.KERNEL: 52}
     for arch in plans.TILED:
         decodes = native_decode.all_plans(TARGET, "cuda", arch)
         for every in (forward.all_plans(arch), backward.all_plans(arch), decodes):

@@ -73,7 +73,8 @@ class NativeBackend:
         return tiles, blocks.visits_of(call, tiles) if blocks.is_quick(call) else None
 
     def bind(self, plan: Plan, call: Call, append: Append | None, with_lse: bool) -> Run:
-        bind = decode.bind if self.target.is_decode(plan) else forward.bind
+        is_decode = plan.kernel in (self.target.decode, self.target.latent)
+        bind = decode.bind if is_decode else forward.bind
         with self.launch.on(call.q.device):
             return bind(self.launch, plan, call, append, with_lse)
 

@@ -294,7 +294,8 @@ def _group_splits(launch: Launcher, call: Call, chain: Sequence[Plan]) -> int:
 def group_splits(units: int, block: Block, shape: Shape, packed_k: int | None = None) -> int:
     """Return into how many parts to divide the query heads of each group, if workgroups like
     ``block`` own keys. ``packed_k``: the total of packed keys."""
-    if shape.group <= 1:
+    group = shape.heads_q // max(1, shape.heads_k)
+    if group <= 1:
         return 1
     tiles = -(-shape.seqlen_k // block.keys) * shape.batch
     if packed_k is not None:
@@ -303,9 +304,7 @@ def group_splits(units: int, block: Block, shape: Shape, packed_k: int | None = 
     if left >= 0 and right >= 0:
         rows = min(rows, left + right + block.keys)
     uneven = (left >= 0) is not (right >= 0)
-    return splits.of_group(
-        shape.group, tiles * shape.heads_k, units, rows * shape.group, uneven, block.tail
-    )
+    return splits.of_group(group, tiles * shape.heads_k, units, rows * group, uneven, block.tail)
 
 
 def sums_of(launch: Launcher, call: Call, chain: Sequence[Plan]) -> dict[str, Like]:

@@ -137,11 +137,11 @@ def readable(call: Call) -> Call:
 
 def plan(target: Target, backend: str, problem: Problem) -> Plan:
     """Return the plan of ``problem``: its kernel and what it is compiled with."""
-    own = target.latent_plan(problem)
-    if own is not None:
-        return own
     float8 = "fp8" in problem.features
     latent = "latent" in problem.features
+    own = target.latent_plan(problem) if latent else None
+    if own is not None:
+        return own
     table = (target.latent_tiles if latent else target.decode_tiles)(problem.arch, float8)
     pair = calls.bucket_of(table, problem.head_dim, problem.head_dim_v)
     sizes = table[pair]

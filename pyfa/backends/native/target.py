@@ -113,7 +113,3 @@ class Target:
     bias_grad_plan: Callable[[str, str, Pair, int, str], Plan] | None = None
     latent: str = ""
     latent_plan: Callable[[Problem], Plan | None] = lambda problem: None
-
-    def is_decode(self, plan: Plan) -> bool:
-        """Return whether the rows of ``plan``'s workgroups are those of all heads of a group."""
-        return plan.kernel in (self.decode, self.latent)

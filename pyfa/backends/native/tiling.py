@@ -47,7 +47,7 @@ def _kernel(target: Target, plan: Plan, problem: Problem, shape: Shape) -> Tiled
     units = target.device_of(problem).units
     if block.keys and not block.rows and "batch_invariant" not in problem.features:
         of_group = group_splits(units, block, shape)
-    if target.is_decode(plan):
+    if plan.kernel in (target.decode, target.latent):
         packed = shape.group
         blocks = -(-shape.seqlen_q * packed // rows) * shape.heads_k * shape.batch
         begin, end = shape.keys_seen(0, max(0, shape.seqlen_q - 1))
