@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pyfa import cubin
+from pyfa import cubin, sources
 from pyfa.backends.cuda import code, plans, runtime_compiler
 from pyfa.backends.cuda.target import TARGET
 from pyfa.backends.native import catalog
@@ -124,3 +126,22 @@ def test_the_compiler_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_same_source_gives_the_same_bytes() -> None:
     plan = plans.plan_of("append", 1)
     assert code.build(plan, "sm_80") == code.build(plan, "sm_80")
+
+
+def parameters_of_lambdas(text: str) -> Iterator[str]:
+    for match in re.finditer(r"\[[&=]?\]\s*\(", text):
+        depth, end = 1, match.end()
+        while depth:
+            depth += {"(": 1, ")": -1}.get(text[end], 0)
+            end += 1
+        yield text[match.end() : end]
+
+
+def test_no_lambda_has_a_parameter_of_type_auto() -> None:
+    """NVRTC 13.0 takes such a lambda for a host function and refuses it; 13.5 compiles it."""
+    (found,) = parameters_of_lambdas("auto f = [&](float (&x)[4], const auto &y) { auto z = y; };")
+    assert "auto" in found
+    for path in sorted((sources.directory() / "cuda").rglob("*")):
+        if path.suffix in (".h", ".cu"):
+            for parameters in parameters_of_lambdas(path.read_text()):
+                assert not re.search(r"\bauto\b", parameters), path

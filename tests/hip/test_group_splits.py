@@ -121,6 +121,12 @@ def test_hopper_s_parts_are_those_that_were_fastest(
     assert backward.group_splits(DEVICES["H200"].units, block, shape) in best
 
 
+def test_hopper_s_wide_heads_are_divided_sooner() -> None:
+    shape = Shape(1, 4096, 4096, 32, 4, 256, 256, window_right=0)
+    for tail, best in ((0.3, {2, 4, 8}), (0.0, {1})):
+        assert backward.group_splits(132, Block(384, keys=64, tail=tail), shape) in best
+
+
 def test_equal_heads_and_full_devices_are_not_divided() -> None:
     block = Block(256, keys=128)
     equal = Shape(1, 64, 64, 16, 16, 128, 128)
