@@ -1,6 +1,6 @@
 """Compute Sanitizer over conformance cases of the cuda backend: memcheck, initcheck, racecheck.
 
-``python benchmarks/sanitize.py [--cases 72] [--jobs 4] [--seconds 300] [--tools memcheck,…]
+``python benchmarks/sanitize.py [--cases 160] [--jobs 4] [--seconds 300] [--tools memcheck,…]
 [--save]``. Without PyTorch's caching allocator, so that every tensor is an allocation of its own,
 and with the cases' own guard zones around their tensors. Cases are those of the full level with at
 most 300 rows and keys, drawn by hash; ``--jobs`` processes of each tool share them. What a tool
@@ -51,7 +51,7 @@ from pyfa.conformance.cases import Case, dense, packed
 from pyfa.conformance.report import PASSED, REFUSED
 from pyfa.device import Device
 from pyfa.plan import Plan
-from pyfa.problem import Problem
+from pyfa.problem import TERMS, Problem
 
 TOOLS = ("memcheck", "initcheck", "racecheck", "racecheck-widened")
 OWN_TOOLS = ("memcheck", "initcheck")
@@ -102,6 +102,27 @@ RARE = (
     dense(150, 200, head_dim=256, causal=True, backward=True, deterministic=True),
     dense(150, 200, head_dim=256, softcap=5.0, backward=True, deterministic=True),
 )
+# A plan of the backward for each score term alone, and of the forward for some.
+_TERMS: tuple[dict[str, Any], ...] = (
+    {"softcap": 5.0},
+    {"alibi": "heads"},
+    {"bias": "full"},
+    {"dropout_p": 0.1},
+    {"sinks": True},
+    {"softcap": 5.0, "alibi": "heads"},
+)
+ONE_TERM = tuple(
+    dense(
+        150, 200, head_dim=dim, head_dim_v=dim_v, backward=True, deterministic=deterministic, **term
+    )
+    for dim, dim_v in ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))
+    for deterministic in (False, True)
+    for term in _TERMS
+) + tuple(
+    dense(150, 200, head_dim=dim, head_dim_v=dim_v, **term)
+    for dim, dim_v in ((96, 96), (512, 512), (576, 512))
+    for term in (*_TERMS[:2], {"softcap": 5.0, "alibi": "heads"})
+)
 _SUMMARY = re.compile(r"(ERROR SUMMARY|RACECHECK SUMMARY): .*")
 # A block of the log that reports something, as opposed to what the tool says of itself.
 _REPORT = re.compile(r"\b(Invalid|Misaligned|Uninitialized|Error|Warning|Program hit|hazard)\b")
@@ -132,9 +153,13 @@ def own_plans(case: Case, where: Device) -> list[Plan]:
     if backend.why_not(problem):
         return []
     found, dims = [backend.plan(problem)], (problem.head_dim, problem.head_dim_v)
-    if case.backward:
+    # Those with mods are compiled for them.
+    if case.backward and not case.features & {"score_mod", "mask_mod"}:
         general = is_general_problem(problem)
-        found.append(backward.plans_for(problem.arch, dims, 1, general, case.deterministic)[1])
+        terms = problem.features & TERMS
+        found.append(
+            backward.plans_for(problem.arch, dims, 1, general, case.deterministic, "", terms)[1]
+        )
     return [plan for plan in found if "/sm90/" in plan.kernel]
 
 
@@ -147,7 +172,7 @@ def chosen(count: int, where: Device) -> list[Case]:
 def by_coverage(where: Device) -> list[Case]:
     """The cases of Hopper's own kernels, those first that bring what none before had."""
     cases = by_hash()
-    always = (*LARGE_GRIDS, *RARE)
+    always = (*LARGE_GRIDS, *RARE, *ONE_TERM)
     own = [case for case in (*always, *cases) if own_plans(case, where)]
     seen: set[object] = set()
     first = []
@@ -274,7 +299,7 @@ def together(tool: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--cases", type=int, default=72)
+    parser.add_argument("--cases", type=int, default=160)
     parser.add_argument("--jobs", type=int, default=4, help="processes of each tool")
     parser.add_argument("--seconds", type=float, default=300.0, help="then no case is begun")
     parser.add_argument("--tools", default="", help=f"{', '.join(TOOLS)}; or synccheck")

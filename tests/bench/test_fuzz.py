@@ -30,9 +30,10 @@ def test_it_draws_every_feature(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [script.drawn(f"0/{i}", torch, 300) for i in range(600)]
     assert script.drawn("0/7", torch, 300) == cases[7], "a number is the same problem everywhere"
     assert set().union(*(case.features for case in cases)) == set(FEATURES) - {
-        "latent", "topk", "wide",
-    }  # fmt: skip
-    assert {case.kind for case in cases} == set(KINDS) - {"latent"}
+        "topk",
+        "wide",
+    }
+    assert {case.kind for case in cases} == set(KINDS)
     assert any(case.hostile for case in cases)
     for case in cases:
         other = script.again(case)
