@@ -14,7 +14,7 @@ struct List {
 DEVICE int tile_of(int entry) { return entry & 0x7fffffff; }
 DEVICE bool is_full(int entry) { return entry < 0; }
 
-// `head` is that of the lists: where several query heads share one, the group's.
+// `head`: the query head.
 DEVICE List list_of(const Params &p, int batch, int head, int tile) {
   const Captured &counts = captured_of(p)[MOD_CAPTURED], &entries = captured_of(p)[MOD_CAPTURED + 1];
   // The strides are 0 where one list serves all.

@@ -1,5 +1,5 @@
 // Makes the block lists of a mask_mod (../lists.h, pyfa/blocks): which tiles of ROWS x KEYS it leaves anything of,
-// and in which it hides nothing. One launch, no memory but the lists.
+// and in which it hides nothing. No memory but the lists and, where it reads tensors, their bounds (tile_bounds.h).
 //
 // A workgroup makes the list of one tile of rows, or of keys where OWNS_KEYS. A thread takes one tile that the list
 // may name, and computes bounds of the mask_mod (mask_range.h): they decide most tiles of masks that compare places

@@ -1,6 +1,6 @@
 // Attention backward on Hopper (FlashAttention-3, Shah et al. 2024). A block owns BLOCK_K keys of one key
 // head, 64 of them a consumer warpgroup, with their dK and dV in registers. It goes over the query rows that
-// see these keys, BLOCK_Q at a time, of all heads of the group. A producer warpgroup loads by TMA. P is
+// see these keys, BLOCK_Q at a time, of all heads of its part of a group. A producer warpgroup loads by TMA. P is
 // computed again from the LSE. dQ adds up in memory (../sm80/bwd_dq.h).
 //
 // All but dQ is computed as keys x rows, so that P^T and dS^T are the A operands of dV and dK as they lie in

@@ -119,7 +119,8 @@ constexpr int kGroupMeets = 3;      // and on, of each consumer warpgroup
 // The keys that a block owns. Where blocks add to dQ in turn, the last keys of a head come first, and heads
 // several at a time, so that of the blocks that run together few are of one head and wait for each other. But
 // then fewer read the same rows at a time: without a mask, 4 heads of 4k rows or more are best, 16 of 1k. With
-// a causal mask blocks of a head are at different rows, which all should stay in the L2: 24 MB of it, of 50.
+// a causal mask blocks of a head are at different rows, which all should stay in the L2: about 24 MB of it, of 50.
+// (Sections of equal size may have up to twice as many heads.)
 //
 // Where they add in any order, the first keys of a head come first, which a causal mask lets most rows see. Heads
 // come one by one, or, where groups share keys and a mask makes blocks unequal, several at a time, so that what is

@@ -12,7 +12,7 @@ constexpr int kDqSums = kDqRows / 2;   // registers of 64 elements of the head x
 
 typedef unsigned Packed[kSlices][4];   // scores in 16 bits, as A operands
 
-// One float of each of the lane's rows, by slices; `at`: the lane's place in what bring_states left.
+// One float of each of the lane's rows, by slices; `at`: the lane's place in what produce_states left.
 typedef float States[kSlices][4];
 DEVICE void load_state(float (&x)[4], Shared at) {
   asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "r"(at));

@@ -150,7 +150,7 @@ def least_time(blocks: int, pieces: int, piece_bytes: int, units: int, times: Ti
 
 
 # What it costs to start and end a block of a backward, and to add up the parts' gradients, in query
-# rows: fitted to 13 shapes on an H200 (``kernels/cuda/README.md``).
+# rows: fitted to shapes on an H200 (``kernels/cuda/README.md``).
 _BLOCK_ROWS, _SUM_ROWS = 640, 300
 # The tail of a backward whose heads come one by one, so that the last head's longest block starts
 # late. From the MI300X timing model, 12 shapes.

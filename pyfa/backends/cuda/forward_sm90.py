@@ -107,8 +107,10 @@ def _score_of(problem: Problem) -> int:
 
 
 def _kind_alone(pair: Pair, score: int) -> int:
-    """Return the tiles for a term alone. Above 128 those of plain masks spill with softcap."""
-    return _TERMS if score == ALONE["softcap"] and pair[0] > 128 else _MASKED
+    """Return the tiles for a term alone. At 64 and above 128 those of plain masks spill with
+    softcap."""
+    spills = pair[0] == 64 or pair[0] > 128
+    return _TERMS if score == ALONE["softcap"] and spills else _MASKED
 
 
 def _has_few_rows(problem: Problem, pair: Pair) -> bool:

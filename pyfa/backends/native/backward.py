@@ -188,8 +188,10 @@ def _bind(launch: Launcher, given: _Given, bias_grad: bool) -> RunBackward:
         of_lists = by_list.of(form.fill(tensors)[0]) if by_list.names else ()
         found = run(dout, out, lse, *tensors, *last, *of_lists)
         dq, dk, dv = found[:3]
-        if parts_of_group > 1:  # in float32, and rounded once more
-            dk, dv = (x.unflatten(-2, (-1, parts_of_group)).sum(-2) for x in (dk, dv))
+        if parts_of_group > 1:
+            # In float32, and rounded once more. Under autocast the sum would stay in float32.
+            parted = (x.unflatten(-2, (-1, parts_of_group)) for x in (dk, dv))
+            dk, dv = (x.sum(-2, dtype=x.dtype) for x in parted)
         dsinks = None
         if dsinks_at is not None:
             dsinks = found[dsinks_at][: lse_shape.numel()].view(lse_shape).sum(rows)

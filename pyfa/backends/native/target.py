@@ -21,7 +21,7 @@ class Block(NamedTuple):
     if it owns keys. ``keys``: keys per tile, or the keys that it owns. ``per_unit``: how many
     workgroups a CU or SM should hold at once. ``costs``: the cost model for splitting keys within
     a round. ``rounds``: the cost model for splitting over several rounds of equal work tiles, on
-    devices with a timing model. The last three apply to forward only. ``tail``: the share of the
+    devices with a timing model. These three apply to forward only. ``tail``: the share of the
     longest workgroup's time by which a backward with a mask outlasts the average compute unit.
     """
 
