@@ -130,7 +130,7 @@ def test_resources(plan):
 
 
 def test_number_of_plans():
-    assert len(native_decode.all_plans(TARGET, "hip", "gfx942")) == 64
+    assert len(native_decode.all_plans(TARGET, "hip", "gfx942")) == 68
 
 
 class Recording(EmulatorRuntime):
