@@ -41,7 +41,7 @@ _MODELS = (
     Model(2, 1, 256, 256),
     Model(2, 1, 192, 128),
     Model(3, 3, 80, 80, HALF),
-    # Several chunks of keys.
+    # Long caches.
     Model(8, 2, 128, 128, longest=6000, gradient=False),
     Model(4, 1, 64, 64, HALF, window=3000, longest=6000, gradient=False),
     Model(4, 2, 128, 128, sinks=True, softcap=20.0, longest=5000, gradient=False),

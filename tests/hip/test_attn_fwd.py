@@ -68,7 +68,7 @@ FAULTS = {
     ),
     "probabilities left out": ("plain", "kAllKeyBeats : kLastNeed - 1", "1 : kLastNeed * 2"),
     "barrier after the first keys dropped": (
-        "plain", "barrier();  // where the first keys are", "// where the first keys are",
+        "plain", "barrier();  // the next load overwrites", "// the next load overwrites",
     ),
     "swizzle of K on one side": ("plain", "((unit ^ (key & 7)) * 16)", "(unit * 16)"),
     "V's second row over its first": ("plain", "to + place[i][1], odd", "to + place[i][0], odd"),

@@ -69,7 +69,7 @@ _HOPPER = {
                  Tiles(128, 32, 8, 3, tma=True), Tiles(64, 128, 8, 2, tma=True)),
     # Accumulators of 64 rows are half of the registers of 8 warps. Forward at 8,192 keys, causal:
     # 186; with the copy engine 183, 64 keys in one stage 179, 32 rows on 4 warps 154. Gradients:
-    # the largest that spill nothing at 512 (64 rows or keys: 700 to 2,300 bytes).
+    # the largest that spill nothing at 512 without mods (64 rows or keys: 700 to 2,300 bytes).
     512: Kernels(Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1),
                  Tiles(32, 32, 8, 1)),
 }  # fmt: skip

@@ -31,7 +31,7 @@ def _kernel(
     values: dict[str, Any], name: str, role: str, problem: Problem, shape: Shape, compiled: bool
 ) -> TiledKernel:
     rows, keys = values[f"{name}_block_m"], values[f"{name}_block_n"]
-    dims = values["block_d"], values["block_dv"]
+    dims = values["block_d"] + values["block_e"], values["block_dv"]
     packed, splits = 1, 1
     if role == "forward":
         packed = shape.group if values["pack"] else 1
@@ -61,8 +61,9 @@ def _buffers(values: dict[str, Any], name: str, role: str, problem: Problem) -> 
     """
     rows, keys, stages = (values[f"{name}_{x}"] for x in ("block_m", "block_n", "stages"))
     size, size_k = plans.BYTES[values["dtype"]], plans.BYTES[values["dtype_k"]]
-    of_rows = {"Q": values["block_d"], "dO": values["block_dv"]}
-    of_keys = {"K": values["block_d"], "V": values["block_dv"]}
+    dim = values["block_d"] + values["block_e"]
+    of_rows = {"Q": dim, "dO": values["block_dv"]}
+    of_keys = {"K": dim} if values["shared_v"] else {"K": dim, "V": values["block_dv"]}
     if role in ("forward", "dq"):
         streamed, walked, kept = of_keys, keys, rows
         held = of_rows if role == "dq" else {"Q": of_rows["Q"]}
