@@ -59,9 +59,9 @@ def attention(
     ----------
     causal, window
         Aligned to the bottom right: query i sees key j when j ≤ i + Sk − Sq. ``window`` is (left,
-        right) in keys; None or −1 is unlimited. With ``causal``, right is at most 0. A bound below
-        −1 excludes keys next to the query: with (8, −3) query i sees the keys from 8 to 3 before
-        it. ``pyfa.Edge(-1)`` stands for the value −1.
+        right) in keys; None or −1 is unlimited. With ``causal``, a right bound above 0, or
+        unlimited, counts as 0. A bound below −1 excludes keys next to the query: with (8, −3) query
+        i sees the keys from 8 to 3 before it. ``pyfa.Edge(-1)`` stands for the value −1.
     attention_chunk
         Chunk size in keys (Llama 4); None or 0 disables chunking. Query i sees key j only in its
         own chunk: ⌊(i + Sk − Sq) / chunk⌋ = ⌊j / chunk⌋.
@@ -81,10 +81,10 @@ def attention(
         taken before dropout.
     descale, out_dtype
         ``descale`` is a tuple (for q, for k, for v) of float32 scales that multiply float8 inputs,
-        as ``quantize`` makes them; 1 by default. Shapes: () or (1,) per tensor, (B, Hk) per
-        sequence and KV head, (B, Hk, ⌈rows / block⌉) per block of rows, where block is a power of
-        two. All are positive and have the same kind of shape. The scale for q is None if q is
-        16-bit. With float8 q, ``out_dtype`` is bfloat16 (default) or float16.
+        as ``quantize`` makes them; 1 by default. Shapes: (), (1,) or (1, 1) per tensor,
+        (B, Hk) per sequence and KV head, (B, Hk, ⌈rows / block⌉) per block of rows, where block is
+        a power of two. All are positive and have the same kind of shape. The scale for q is None if
+        q is 16-bit. With float8 q, ``out_dtype`` is bfloat16 (default) or float16.
     deterministic
         Gradients are bitwise equal from run to run. torch's global switch has the same effect.
     num_splits
@@ -95,7 +95,7 @@ def attention(
         see the guide. ``use_batch_invariant`` and ``PYFA_BATCH_INVARIANT`` have the same effect.
     backend
         A name, or names in order; pyfa tries no others. By default ``use_backend`` decides, then
-        ``PYFA_BACKEND``, then the fastest backend that can run the call.
+        ``PYFA_BACKEND``, then the first in the device's order that can run the call.
     score_mod, mask_mod
         Functions with FlexAttention's signatures: ``score_mod(score, b, h, q_idx, kv_idx)`` returns
         the new score, ``mask_mod(b, h, q_idx, kv_idx)`` whether the query sees the key. Indices
@@ -188,17 +188,17 @@ def attention_varlen(
     Dv).
 
     Sequence b is rows ``cu_seqlens[b]`` to ``cu_seqlens[b+1]`` (int32, (B+1,)). ``max_seqlen_q``
-    and ``max_seqlen_k`` are Python ints; no sequence may be longer. With ``seqused`` (B,) int32
-    only the first rows of a sequence are used: its later queries give output 0, LSE −inf and
-    gradient 0.
+    and ``max_seqlen_k`` are Python ints; no sequence may be longer. With ``seqused_q`` or
+    ``seqused_k`` (B,) int32 only the first rows of a sequence are used: later queries
+    (``seqused_q``) give output 0, LSE −inf and gradient 0.
     With ``page_table`` (B, pages) int32, k and v are (num_pages, page_size, Hk, D). Lengths then
     come from ``seqused_k``, or without it from the differences of ``cu_seqlens_k``; one of the two
     may be None.
 
     Returns out (total_q, H, Dv) and LSE (H, total_q). ``bias`` is (H | 1, max_seqlen_q,
-    max_seqlen_k) with indices inside each sequence. Dropout also counts inside each sequence.
-    ``descale`` per block of rows is (1, Hk, ⌈total / block⌉) for packed tensors, whatever their
-    offsets, and (num_pages, Hk, ⌈page_size / block⌉) for pages.
+    max_seqlen_k) with indices inside each sequence. Dropout indices also count inside each
+    sequence. ``descale`` per block of rows is (1, Hk, ⌈total / block⌉) for packed tensors, whatever
+    their offsets, and (num_pages, Hk, ⌈page_size / block⌉) for pages.
 
     Other arguments and errors are as in ``attention``. Offsets and lengths that point outside their
     tensors raise ``ValueError``, on a CPU always, on a GPU with ``PYFA_CHECK=1``.
@@ -412,12 +412,12 @@ def explain(
     """Say which backend runs this attention, with which plan, and why the others do not.
 
     Takes the arguments of ``attention``, ``attention_varlen`` or ``attention_kvcache`` as keywords.
-    ``cu_seqlens_q`` with ``max_seqlen_k`` selects ``attention_varlen``; a ``cache_…`` argument or
-    ``page_table`` selects ``attention_kvcache``. With ``latent=True`` v is a view of k, as in
-    ``attention_latent``. Tensors may be on the ``meta`` device. ``device`` names a GPU ("MI300X")
-    that need not be in this machine. ``explain`` computes nothing and writes no cache. The result
-    can be printed, and ``as_dict()`` gives plain data. It raises what those functions raise, but
-    never ``UnsupportedProblem``.
+    ``cu_seqlens_q`` with ``max_seqlen_k`` selects ``attention_varlen``; otherwise a ``cache_…``
+    argument or ``page_table`` selects ``attention_kvcache``. With ``latent=True`` v is a view of k,
+    as in ``attention_latent``. Tensors may be on the ``meta`` device. ``device`` names a GPU
+    ("MI300X") that need not be in this machine. ``explain`` computes nothing and does not modify
+    the KV cache. The result can be printed, and ``as_dict()`` gives plain data. ``explain`` raises
+    what those functions raise, but never ``UnsupportedProblem``.
     """
     build: Callable[..., Request] = requests.dense
     if "max_seqlen_k" in same:

@@ -44,8 +44,8 @@ def attention_latent(
     backend: Backends = None,
     **unknown: object,
 ) -> Result:
-    """Compute attention of q (B, Sq, H, D) over a latent cache, whose first ``v_dim`` elements are
-    V.
+    """Compute attention of q (B, Sq, H, D) over a latent cache; the first ``v_dim`` elements of
+    each key are its value.
 
     ``cache`` is (B, Sk, 1, D), or (num_pages, page_size, 1, D) with ``page_table`` (B, pages)
     int32. D is up to 576; in DeepSeek-V3 it is 512 latent elements plus 64 elements with rotary. q

@@ -1,4 +1,4 @@
-"""Ready masks: functions that return a ``mask_mod`` with FlexAttention's signature.
+"""Ready-made masks: functions that return a ``mask_mod`` with FlexAttention's signature.
 
     mask = pyfa.masks.documents(ids)
     out = pyfa.attention(q, k, v, mask_mod=mask)
@@ -129,7 +129,7 @@ def padding(lengths: torch.Tensor) -> Mask:
 
 def documents(ids: torch.Tensor, inside: Mask | None = None) -> Mask:
     """Return a document mask: tokens see only tokens of their own document. ``ids`` is (S,) or (B,
-    S): the document of each token, contiguous for each document.
+    S): the document of each token; the tokens of a document must be contiguous.
 
     ``inside`` is a further mask inside each document, causal by default. Its indices count from the
     document's first token.

@@ -28,7 +28,7 @@ def merge(
     Each part is attention of the same queries over some of the keys. ``outs`` are (B, Sq, H, Dv)
     with ``lses`` (B, H, Sq), or packed (total_q, H, Dv) with (H, total_q), as ``return_lse=True``
     returns them. A tensor whose first dimension counts the parts works too. Parts are float16,
-    bfloat16 or float32, also mixed. LSEs are float32, natural logarithm.
+    bfloat16 or float32, in any mix. LSEs are float32, natural logarithm.
 
     Returns out and, with ``return_lse``, the LSE of all keys. Out has the widest dtype of the
     parts, or is written to ``out``, which may have any of the three dtypes. Sums are float32, part
@@ -42,8 +42,8 @@ def merge(
     Raises ``ValueError`` or ``TypeError`` for parts that do not fit together.
 
     On ``hip`` and ``cuda``, one kernel launch merges 2 to 4 parts without gradients. PyTorch's
-    operators merge more parts, and parts that share memory with ``out``. The last bits of the two
-    may differ.
+    operators merge more parts, and parts that share memory with ``out``. The last bits of the
+    kernel's and the operators' results may differ.
 
     Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
 

@@ -1,11 +1,11 @@
-"""Ready scores: functions that return a ``score_mod`` with FlexAttention's signature.
+"""Ready-made scores: functions that return a ``score_mod`` with FlexAttention's signature.
 
     score = pyfa.scores.relative(table)
     out = pyfa.attention(q, k, v, score_mod=score)
 
 Each is a function of (score, b, h, q_idx, kv_idx), which FlexAttention accepts as well; score is
-scale · q·k. Tensor arguments must be on q's device; new values do not need a new kernel. Indices
-count from the top left. Sizes: B sequences, H query heads, Sq queries, Sk keys.
+softcap(scale · q·k). Tensor arguments must be on q's device; new values do not need a new kernel.
+Indices count from the top left. Sizes: B sequences, H query heads, Sq queries, Sk keys.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 class PyfaAttention(DotProductAttention):  # type: ignore[misc]  # untyped where it matters
     """``DotProductAttention`` without a matrix of scores, and with packed sequences (``thd``).
 
-    A causal layer reads no mask, as in TransformerEngine: ``causal`` says what it is.
+    A layer of mask type ``causal`` ignores ``attention_mask``, as in TransformerEngine.
     """
 
     def forward(

@@ -11,10 +11,10 @@ PyTorch still decides when to choose it: float16 and bfloat16, no mask, head_dim
 ``torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)`` forces it.
 
 Dropout is pyfa's. The seed comes from PyTorch's generator of the device; the state passed from
-forward to backward holds the seed and an offset of 0. Replays of a captured graph differ. The LSE
-of a fully masked row is −inf. pyfa chooses the backend (``use_backend``, ``PYFA_BACKEND``), except
-the torch backend on a GPU, which would call the operators that this replaces. Activate and restore
-between iterations, not between a forward and its backward.
+forward to backward holds the seed and an offset of 0. Each replay of a captured graph draws
+different dropout. The LSE of a fully masked row is −inf. pyfa chooses the backend (``use_backend``,
+``PYFA_BACKEND``), except the torch backend on a GPU, which would call the operators that this
+replaces. Activate and restore between iterations, not between a forward and its backward.
 """
 
 from __future__ import annotations

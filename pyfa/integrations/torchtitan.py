@@ -3,8 +3,8 @@
     for layer in config.model_spec.model.layers:
         layer.attention.inner_attention = PyfaAttention.Config()
 
-It takes the place of ``VarlenAttention``, and packed documents as that does. It keeps the dtype of
-the queries, and runs on a CPU, too.
+It takes the place of ``VarlenAttention`` and, like it, accepts packed documents. It keeps the
+dtype of the queries, and runs on a CPU, too.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class PyfaAttention(VarlenAttention):  # type: ignore[misc]  # not checked
         out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        """Compute attention of q, k and v (B, L, H, D), whose documents ``attention_masks`` tells.
-        ``out_transform`` gets the output and the LSE (B, L, H)."""
+        """Compute attention of q, k and v (B, L, H, D), with document boundaries from
+        ``attention_masks``. ``out_transform`` gets the output and the LSE (B, L, H)."""
         if not isinstance(attention_masks, VarlenMetadata):
             raise TypeError(
                 f"attention_masks: expected VarlenMetadata; got {type(attention_masks).__name__}"

@@ -191,9 +191,9 @@ def make_mask(
     """Return the mask of ``q_length`` queries from position ``q_offset`` on and ``kv_length`` keys
     from ``kv_offset`` on; ``attention_mask`` (B, positions) is False if a token is padding.
 
-    The mask is None if it follows from positions. It is int32 (B, 1, 1, 2) if, in addition, only
-    the first keys of a sequence are padding or the last ones are not filled yet: the first key, and
-    the end of the keys that the last query sees. (It has four dimensions because transformers
+    The mask is None if it follows from positions. It is int32 (B, 1, 1, 2) if it follows from
+    positions except that the first keys are padding or the last are not filled yet: the first key,
+    and the end of the keys that the last query sees. (It has four dimensions because transformers
     passes such tensors on unchanged.) Otherwise it is boolean (B, 1, queries | 1, keys), False if a
     query does not see a key. The function reads ``attention_mask`` and so waits for the device,
     except while a graph is traced or captured.
