@@ -34,7 +34,7 @@ def beside(name: str, data: Mapping[str, Any]) -> list[Section]:
 
 
 def own(name: str, data: Mapping[str, Any]) -> list[Section]:
-    """Show the model's figures for pyfa's kernels: benchmarks/mi300x_own.py."""
+    """Show the model's figures for pyfa's kernels, which benchmarks/mi300x_own.py writes."""
     rows = []
     for one in data["problems"]:
         busy = "; ".join(

@@ -3,9 +3,10 @@
     from pyfa.compat.fa2 import flash_attn_func
 
 Signatures, defaults and return values are those of flash-attention 2.8. What pyfa supports beyond
-flash-attention is available too: float32, CPUs, any head_dim up to 256 (up to 576 on ``torch``) and
-a different one for V, softcap with dropout, pages of any size, gradients through the returned LSE.
-pyfa chooses the backend (``pyfa.use_backend``, ``PYFA_BACKEND``).
+flash-attention is available too: float32, CPUs, any head_dim up to 576 (above 256, ``hip`` and
+``cuda`` run the forward only) and a different one for V, softcap with dropout, pages of any size,
+gradients through the returned LSE. pyfa chooses the backend (``pyfa.use_backend``,
+``PYFA_BACKEND``).
 
 The conventions are flash-attention's. The LSE of a fully masked row is +inf. ``window_size`` takes
 any two integers, negative for unlimited. ``flash_attn_with_kvcache`` accepts tensors that require a

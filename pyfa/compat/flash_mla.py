@@ -10,10 +10,11 @@ is 1/√head_dim by default, which is not the scale of DeepSeek's models.
 pyfa also supports any number of heads, any page size, ``indices`` over 16-bit caches, and CPUs.
 There are two kinds of float8 caches. With 656 bytes per token (DeepSeek-V3.2), a token has 512 e4m3
 elements, four float32 scales for 128 elements each, and 64 bfloat16 elements. With 584 bytes, a
-token has 448 e4m3 and 64 bfloat16 elements; all tokens of a page are followed by 8 bytes per token:
-7 scales (exponents of two, for 64 elements each) and one unused byte. Listed tokens of float8
-caches or of two caches are copied to bfloat16 before the kernel. Float8 without ``indices`` raises
-``NotImplementedError``. With ``attn_sink`` the output is rounded once more.
+token has 448 e4m3 and 64 bfloat16 elements; the scales of a page are stored after its last token, 8
+bytes per token: 7 scales (powers of two, for 64 elements each) and one unused byte. With a float8
+cache, or with ``extra_k_cache``, listed tokens are copied before the kernel runs, float8 tokens as
+bfloat16. Float8 without ``indices`` raises ``NotImplementedError``. With ``attn_sink`` the output
+is rounded once more.
 """
 
 from __future__ import annotations

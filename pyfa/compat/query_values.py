@@ -19,7 +19,7 @@ Scales = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor] | None
 
 
 def scale_of(softmax_scale: float | None, q: torch.Tensor, v: torch.Tensor) -> float:
-    """Return ``softmax_scale``, by default from the elements of q and qv together."""
+    """Return ``softmax_scale``, by default 1/√(head_dim of q + head_dim of qv)."""
     both = q.shape[-1] + v.shape[-1]
     return both**-0.5 if softmax_scale is None else softmax_scale
 
@@ -42,7 +42,7 @@ def joined(
 
 
 def attended(asked: Request) -> Result:
-    """Run ``asked``, a request with the tensors of ``joined``."""
+    """Run attention for a request whose q, k and v come from ``joined``."""
     return binding.attend(asked._replace(call=asked.call._replace(latent=not asked.needs_grad)))
 
 

@@ -58,7 +58,7 @@ _LISTS_SHAPES = ((300, 420), (420, 300), (330, 330))
 
 
 def mods(count: int) -> Iterator[Case]:
-    """Return cases of each mod in ``count`` dtypes and shapes."""
+    """Yield cases of each mod in ``count`` varying dtypes and shapes."""
     for index, options in enumerate(_MODS):
         for more in range(count):
             dtype, shape = DTYPES[(index + more) % 3], SHAPES[(index + 2 * more) % 4]

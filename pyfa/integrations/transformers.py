@@ -37,10 +37,10 @@ __all__ = ["attention", "make_mask", "register"]
 def register(name: str = "pyfa", attend: Callable[..., torch.Tensor] | None = None) -> None:
     """Make ``attn_implementation=name`` known to every transformers model in this process.
 
-    ``attend`` replaces ``pyfa.attention`` if each process holds a part of every sequence, as in
-    ``functools.partial(pyfa.distributed.ring_attention, mesh=mesh)``. Give the model its part of
-    the tokens and their ``position_ids``. Causal masks, sliding windows and sinks are those of the
-    whole sequence. Padding and caches are not implemented.
+    Pass ``attend``, called instead of ``pyfa.attention``, if each process holds a part of every
+    sequence: ``functools.partial(pyfa.distributed.ring_attention, mesh=mesh)``. Give the model its
+    part of the tokens and their ``position_ids``. Causal masks, sliding windows and sinks are those
+    of the whole sequence. Padding and caches are not implemented.
     """
     if attend is None:
         AttentionInterface.register(name, attention)

@@ -32,7 +32,8 @@ def check_version(version: str) -> None:
 
 
 def register() -> None:
-    """Add ``pyfa`` to SGLang's attention backends, also to those with deterministic inference.
+    """Add ``pyfa`` to SGLang's attention backends, and to those allowed with
+    ``--enable-deterministic-inference``.
 
     May be called more than once. If another plug-in has registered the name, it keeps it.
     """
