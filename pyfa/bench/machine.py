@@ -63,9 +63,13 @@ def version_of(package: str) -> str | None:
 
 
 def write(path: Path, results: Mapping[str, Any]) -> None:
-    """Write ``results`` with the schema number and their environment, one record per line."""
+    """Write ``results`` with the schema number and their environment, one record per line.
+
+    Paths under the folder that holds pyfa (in tracebacks) are written relative to it.
+    """
     data = {"schema": SCHEMA, "environment": environment(), **results}
-    path.write_text(to_text(data) + "\n")
+    here = json.dumps(f"{_PACKAGE.parent}{os.sep}")[1:-1]
+    path.write_text(to_text(data).replace(here, "") + "\n")
 
 
 def to_text(value: Any, indent: int = 0, *, record: bool = False) -> str:

@@ -215,6 +215,12 @@ def test_the_packages_own_results_can_be_read() -> None:
         assert bench.load(path)["environment"]["date"]
 
 
+def test_a_traceback_in_results_names_no_folder_of_this_machine(tmp_path: Path) -> None:
+    bench.write(tmp_path / "x.json", {"message": f'File "{bench.__file__}", line 1'})
+    message = json.loads((tmp_path / "x.json").read_text())["message"]
+    assert message == f'File "{Path("pyfa", "bench", "__init__.py")}", line 1'
+
+
 def test_result_files_have_one_record_a_line() -> None:
     rows = [{"cell": f"{i} " + 300 * "x", "seconds": {"median": i / 7, "rest": [i, None]}}
             for i in range(3)]  # fmt: skip

@@ -51,7 +51,7 @@ DEVICE void semaphore_release(const DqSemaphore &semaphore) {
 // nearly the same order, and backward takes 1.03 times as long (D = 64), or 1.10 (192). With only one of the
 // two, or something shorter in their place, it still does at 192. At 256 there is no difference.
 DEVICE DqSemaphore semaphore_of_tile(const Params &p, const Cursor &at) {
-  Owned own = owned_keys(p);
+  Owned own = owned_keys();
   return semaphore_of(p, own, sequence_of(p, own.batch), at);
 }
 DEVICE void wait_in_group(const Params &p, const Cursor &at, int group) {

@@ -156,7 +156,7 @@ DEVICE Owned find_keys(const Params &p) {
 DEVICE void keep_keys(Shared shared, const Owned &own) {
   store_shared(shared + kOwned, Quad{(unsigned)own.batch, (unsigned)own.head_k, (unsigned)own.first_key, 0});
 }
-DEVICE Owned owned_keys(const Params &) {
+DEVICE Owned owned_keys() {
   Quad kept = load_shared<Quad>(shared_address(memory) + kOwned);
   return Owned{(int)kept[0], (int)kept[1], (int)kept[2]};
 }
@@ -196,7 +196,7 @@ struct Cursor {
     read();
   }
   METHOD void open(const Params &p) {
-    List list = list_of_head(p, owned_keys(p), head);
+    List list = list_of_head(p, owned_keys(), head);
     left = list.count;
     entries = list.entries;
   }

@@ -109,7 +109,7 @@ template <class Values>
 DEVICE void apply_mask(const Params &p, const Sequence &s, int key, int row, Values &x) {
   Mask mask = mask_of(p, s);
 #if BANDED
-  mask.origin += owned_keys(p).first_key;  // from where `s` counts
+  mask.origin += owned_keys().first_key;  // from where `s` counts
 #endif
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -168,7 +168,7 @@ DEVICE void store_gradient(const float (&x)[width / 2], float factor, Shared til
 }
 
 DEVICE void store_keys_gradient(const Params &p, const float (&dk)[HEAD_DIM / 2], Shared shared, int warp) {
-  Owned own = owned_keys(p);
+  Owned own = owned_keys();
   Sequence s = sequence_of(p, own.batch);
   int first = own.first_key + warp * 16;
   store_gradient<HEAD_DIM>(dk, p.scale * dp_scale(p), shared + kK, warp,
@@ -178,7 +178,7 @@ DEVICE void store_keys_gradient(const Params &p, const float (&dk)[HEAD_DIM / 2]
 }
 DEVICE void store_values_gradient(const Params &p, const float (&dv)[HEAD_DIM_V / 2], Shared shared,
                                   int warp) {
-  Owned own = owned_keys(p);
+  Owned own = owned_keys();
   Sequence s = sequence_of(p, own.batch);
   int first = own.first_key + warp * 16;
   store_gradient<HEAD_DIM_V>(dv, dp_scale(p), shared + kV, warp,
@@ -212,7 +212,7 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
 
   if (w.steps) {
     Packed ds;
-    Owned own = owned_keys(p);
+    Owned own = owned_keys();
     Sequence s = counted_from(own, sequence_of(p, own.batch));
     Cursor cursor = first_tile(p, own, w), before = cursor;
     Shared my_keys = shared + kK + group * 64 * kRowBytes, my_values = my_keys + (kV - kK);

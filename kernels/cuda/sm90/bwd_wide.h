@@ -108,7 +108,7 @@ DEVICE void consume_role(const Params &p, const Work &w, Shared shared) {
 
   if (w.steps) {
     Packed operand;  // P^T or dS^T
-    Owned own = owned_keys(p);
+    Owned own = owned_keys();
     static_assert(FLOAT_WEIGHTS || !kTwoWeights, "P times the slope in 16 bits is too inexact");
     Sequence s = counted_from(own, sequence_of(p, own.batch));
     Cursor cursor = first_tile(p, own, w);

@@ -73,18 +73,15 @@ def sm90_plans_of(
     pair: Pair, dtype: int, deterministic: bool, bits: int = 0, score_mod: bool = False
 ) -> tuple[Plan, Plan, Plan]:
     """Return the plans of row_sums, Hopper's own attn_bwd, and dq_convert."""
+    plain, of_terms = sm90.BACKWARD[pair], sm90.BACKWARD_TERMS[pair]
     several = score_mod or (bits and bits not in TERM_BITS.values())
-    tiles = (sm90.BACKWARD_TERMS if several else sm90.BACKWARD)[pair]
-    if tiles.roles and bits & _TWO_WEIGHTS:
-        tiles = sm90.BACKWARD_TERMS[pair]
+    two_weights = plain.roles and bits & _TWO_WEIGHTS
     sinks = bool(bits & _SINKS)
-
-    def with_sender(tiles: sm90.OwnBackward) -> sm90.OwnBackward:
-        return tiles._replace(one_sender=True) if deterministic and not tiles.roles else tiles
-
-    tiles = with_sender(tiles)
-    if tiles.shared_bytes(pair, sinks) > ARCHS["sm_90a"].shared_bytes_per_block:
-        tiles = with_sender(sm90.BACKWARD_TERMS[pair])
+    for tiles in (of_terms,) if several or two_weights else (plain, of_terms):
+        if deterministic and not tiles.roles:
+            tiles = tiles._replace(one_sender=True)
+        if tiles.shared_bytes(pair, sinks) <= ARCHS["sm_90a"].shared_bytes_per_block:
+            break
     constants = {
         "BLOCK_K": tiles.block_k,
         "DETERMINISTIC": int(deterministic),

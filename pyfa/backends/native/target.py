@@ -79,11 +79,10 @@ class Target:
     or shared memory as the compiler reports them, which may take seconds.
 
     ``takes_decode``: whether the plan is decode rather than forward. ``latent_plan``: its plan if
-    the kernel ``latent`` takes it. ``forward_plan``: the plan of
-    any other problem. ``decode_tiles``: the tiles of an arch, for float8 keys or not, by head dims,
-    with few lines first. ``latent_tiles``: the same for V as a view of K. ``decode_splits``: the
-    number of splits of the keys, by kernel, blocks, keys, units and the bytes of a key with its
-    value.
+    the kernel ``latent`` takes it. ``forward_plan``: the plan of any other problem.
+    ``decode_tiles``: the tiles of an arch, for float8 keys or not, by head dims, with few lines
+    first. ``latent_tiles``: the same for V as a view of K. ``decode_splits``: the number of splits
+    of the keys, by kernel, blocks, keys, units and the bytes of a key with its value.
     ``backward_plans``: row_sums and the two kernels that follow, by backend, arch, head dims,
     number format, general scores, determinism, the digest of the mods and the names of the score
     terms. ``bias_grad_plan``: the plan of the gradient of a bias, if there is one. ``list_tiles``:
