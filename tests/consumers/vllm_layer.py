@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from checks import check
+from checks import check, declined
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 
 from pyfa.integrations.vllm.backend import PyfaBackend
@@ -103,17 +103,6 @@ def run(dtype: torch.dtype, by_head: bool, **options: Any) -> tuple[torch.Tensor
     return output[: sum(ROWS)], torch.cat(wanted)
 
 
-def declined(name: str, words: str, call: Any) -> None:
-    """Check that ``call`` raises ``NotImplementedError`` with ``words``."""
-    try:
-        call()
-    except NotImplementedError as error:
-        if words in str(error):
-            return
-        raise
-    raise AssertionError(f"{name}: not declined")
-
-
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"sliding_window": 20},
@@ -148,9 +137,9 @@ assert layer_of(torch.float32).shared["batch_invariant"] is False
 
 table = torch.zeros(len(KEYS), 8).int()
 for attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY):
-    declined(attn_type, "attention type", lambda x=attn_type: layer_of(torch.float32, attn_type=x))
-declined("float32, fp8", "16 bits", lambda: layer_of(torch.float32, kv_cache_dtype="fp8"))
-declined("e5m2", "kv_cache_dtype", lambda: layer_of(torch.bfloat16, kv_cache_dtype="fp8_e5m2"))
-declined("causal", "causal", lambda: metadata_of(table, table, causal=False))
-declined("ranges", "mm_req_doc_ranges", lambda: metadata_of(table, table, mm_req_doc_ranges={}))
-declined("101", "head_size", lambda: PyfaBackend.get_impl_cls()(HEADS, 101, 0.1, HEADS_K))
+    declined("attention type", lambda x=attn_type: layer_of(torch.float32, attn_type=x))
+declined("16 bits", lambda: layer_of(torch.float32, kv_cache_dtype="fp8"))
+declined("kv_cache_dtype", lambda: layer_of(torch.bfloat16, kv_cache_dtype="fp8_e5m2"))
+declined("causal", lambda: metadata_of(table, table, causal=False))
+declined("mm_req_doc_ranges", lambda: metadata_of(table, table, mm_req_doc_ranges={}))
+declined("head_size", lambda: PyfaBackend.get_impl_cls()(HEADS, 101, 0.1, HEADS_K))
