@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import pyfa
-from pyfa import binding, ops
-from pyfa.bound import Table
+from pyfa import binding
 
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
-
-
-def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No call has come yet."""
-    monkeypatch.setattr(binding, "calls", Table())
-    monkeypatch.setattr(ops, "calls", Table())
 
 
 def tensors(seed: int, heads_k: int = 8) -> list[torch.Tensor]:
@@ -37,11 +31,13 @@ def step(seed: int, backend: str, heads_k: int = 8, **options: Any) -> tuple[tor
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 9.0, "heads_k": 2}], ids=str)
 def test_steps_on_other_tensors(
-    backend: str, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+    backend: str,
+    options: dict[str, Any],
+    nothing_bound: Callable[[], None],
 ) -> None:
     expected = []
     for seed in range(4):
-        forget(monkeypatch)
+        nothing_bound()
         expected.append(step(seed, backend, **options))
     # Twice with memory of which nothing is 0 by chance.
     for _ in range(2):
@@ -65,12 +61,12 @@ def packed_step(seed: int, backend: str, ends: list[int]) -> tuple[torch.Tensor,
     return (out, lse, *torch.autograd.grad(out, leaves, dout))
 
 
-def test_packed_steps_with_other_offsets(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_steps_with_other_offsets(backend: str, nothing_bound: Callable[[], None]) -> None:
     """Of the same shapes, with rows of no sequence behind the last."""
     ends = [[200, 500, 600], [300, 301, 590], [0, 256, 400], [1, 2, 3]]
     expected = []
     for seed, each in enumerate(ends):
-        forget(monkeypatch)
+        nothing_bound()
         expected.append(packed_step(seed, backend, each))
     for _ in range(2):
         for seed, each in enumerate(ends):
