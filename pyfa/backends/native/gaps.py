@@ -7,9 +7,9 @@ two to five launches by PyTorch, and 72 of the 860 µs of a packed forward.
 from __future__ import annotations
 
 from ... import abi
-from ..._torch import Like
 from ...problem import Call
-from ..common.program import Params, Program
+from ...sizes import Extent
+from ..common.program import Like, Params, Program
 from .launch import Launcher
 
 THREADS, ROWS = 256, 16
@@ -30,7 +30,7 @@ def add_forward(
 ) -> None:
     """Launch the kernel that clears the rows of out and lse that belong to no sequence."""
     pointers = {"out": "out"}
-    values: dict[str, int | float] = {**_heads(out, "q", "_v"), **abi.strides_of("out", out[1])}
+    values: abi.Values = {**_heads(out, "q", "_v"), **abi.strides_of("out", out[1])}
     if lse is not None:
         pointers["lse"] = "lse"
         values |= {"lse_batch": lse[1][0] if len(lse[1]) == 3 else 0, "lse_head": lse[1][-2]}
@@ -42,7 +42,7 @@ def add_backward(
 ) -> None:
     """Launch the kernel that clears the rows of the gradients that belong to no sequence."""
     if in_queries(call):
-        values: dict[str, int | float] = {**_heads(dq, "q", "_v"), **abi.strides_of("out", dq[1])}
+        values: abi.Values = {**_heads(dq, "q", "_v"), **abi.strides_of("out", dq[1])}
         _add(launch, program, call, dq, values, {"out": "dq"}, "q")
     if in_keys(call):
         values = {**_heads(dk, "q", "_v"), **_heads(dv, "k", "")}
@@ -50,12 +50,12 @@ def add_backward(
         _add(launch, program, call, dk, values, {"out": "dk", "dv": "dv"}, "k")
 
 
-def _heads(x: Like, side: str, which: str) -> dict[str, int]:
+def _heads(x: Like, side: str, which: str) -> dict[str, Extent]:
     return {f"heads_{side}": x[0][-2], f"head_dim{which}": x[0][-1]}
 
 
 def _add(
-    launch: Launcher, program: Program, call: Call, x: Like, values: dict[str, int | float],
+    launch: Launcher, program: Program, call: Call, x: Like, values: abi.Values,
     pointers: dict[str, str], side: str,
 ) -> None:  # fmt: skip
     """Add the kernel. ``side``: whose offsets and lengths say which rows of ``x`` are in use."""

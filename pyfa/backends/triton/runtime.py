@@ -16,7 +16,7 @@ from ...plan import Plan
 from ...problem import Call, Form, are_on_16, band_of, form_of, scales_of, tensors_of
 from ..base import OtherAlignment, Run
 from ..common.calls import with_rows
-from ..common.program import Program, like, run_of
+from ..common.program import Program, count, like, run_of
 from . import plans, specs
 from .common import FAR, NO_LSE
 from .kernel import Kernel, Slot, no_float, no_int, no_seed
@@ -359,13 +359,13 @@ class Runner:
     ) -> Launch:  # fmt: skip
         shapes = dict(zip(program.made, program.likes, strict=True))
         out, lse = shapes["out"][0], shapes["lse"][0]
-        lines = torch.Size(lse).numel()
+        lines = count(lse)
         each = 1 if lines <= _FEW_LINES else 16
         key = ("combine", each, program.device.index)
         kernel = self.kernel(key, lambda: specs.combine_spec(self.constants, each))
         arguments = (
             Slot("parts"), Slot("part_lses"), Slot("out"), Slot("lse"), lines, heads,
-            rows_per_batch, out[-1], parts, *lse_strides, torch.Size(out).numel(), lines,
+            rows_per_batch, out[-1], parts, *lse_strides, count(out), lines,
         )  # fmt: skip
         return kernel.bind(-(-lines // each), arguments, numbers)
 

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..._torch import Like
 from ...problem import Call, Form, are_on_16, form_of, tensors_of
 from ..base import Gradients, RunBackward
-from ..common.program import Program, like, run_of
+from ..common.program import Like, Program, like, run_of
 from . import runtime, specs
 from .kernel import Slot, no_float
 from .runtime import Given, Launch, Runner
