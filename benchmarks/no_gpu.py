@@ -43,10 +43,11 @@ class Driver:
         return 1  # as without a driver, so that none is in the way of a compiler
 
     def cuTensorMapEncodeTiled(
-        self, at: Any, dtype: Any, rank: Any, base: Any, sizes: Any, *_: Any
+        self, at: Any, dtype: Any, rank: Any, base: Any, sizes: Any, strides: Any, *_: Any
     ) -> int:
-        """A map that holds nothing but the address and, in its last word, the rows less 1."""
-        ctypes.memmove(at.value, struct.pack("<Q116xI", base.value, sizes[1] - 1), 128)
+        """A map that holds the address, the strides and, in its last word, the rows less 1."""
+        data = struct.pack("<4Q92xI", base.value, *strides, sizes[1] - 1)
+        ctypes.memmove(at.value, data, 128)
         return 0
 
     def function(self, name: str) -> int:

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 from test_triton_bound import driver, launches  # noqa: F401  (a fixture)
-from totals_cases import CASES, TOTALS, placed
+from totals_cases import CASES, TOTALS, placed, without_sizes
 
 import pyfa
 from pyfa import _torch, binding, dispatch, ops
@@ -63,9 +63,11 @@ def test_another_total_is_launched_as_by_a_first_call(
     driver: Any, made: list[torch.Tensor], case: Callable[..., Any], monkeypatch: pytest.MonkeyPatch  # noqa: F811
 ) -> None:  # fmt: skip
     wanted = []
-    for totals in TOTALS:
-        forget()
-        wanted.append(seen(driver, made, case, totals))
+    with pytest.MonkeyPatch.context() as patch:
+        without_sizes(patch)
+        for totals in TOTALS:
+            forget()
+            wanted.append(seen(driver, made, case, totals))
     forget()
     bound: list[Any] = []
     laid = program.Program.__init__
