@@ -142,7 +142,7 @@ def _add(
         pointers["out"] = "out"
         if has_lse:
             pointers["lse"] = "lse"
-    if gaps.in_queries(call) and splits == 1:
+    if call.has_spare_q and splits == 1:
         gaps.add_forward(launch, program, call, out, written)
     params = by_list.params_of(plan, call, Params(values, pointers))
     program.add(plan, grid.blocks * splits, grid.threads, params)

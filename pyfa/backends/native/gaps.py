@@ -15,16 +15,6 @@ from .launch import Launcher
 THREADS, ROWS = 256, 16
 
 
-def in_queries(call: Call) -> bool:
-    """Return whether rows of q may belong to no sequence."""
-    return call.cu_seqlens_q is not None or call.seqused_q is not None
-
-
-def in_keys(call: Call) -> bool:
-    """Return whether rows of k and v may belong to no sequence."""
-    return call.cu_seqlens_k is not None or call.seqused_k is not None
-
-
 def add_forward(
     launch: Launcher, program: Program, call: Call, out: Like, lse: Like | None
 ) -> None:
@@ -41,10 +31,10 @@ def add_backward(
     launch: Launcher, program: Program, call: Call, dq: Like, dk: Like, dv: Like
 ) -> None:
     """Launch the kernel that clears the rows of the gradients that belong to no sequence."""
-    if in_queries(call):
+    if call.has_spare_q:
         values: abi.Values = {**_heads(dq, "q", "_v"), **abi.strides_of("out", dq[1])}
         _add(launch, program, call, dq, values, {"out": "dq"}, "q")
-    if in_keys(call):
+    if call.has_spare_k:
         values = {**_heads(dk, "q", "_v"), **_heads(dv, "k", "")}
         values |= abi.strides_of("out", dk[1]) | abi.strides_of("dv", dv[1])
         _add(launch, program, call, dk, values, {"out": "dk", "dv": "dv"}, "k")

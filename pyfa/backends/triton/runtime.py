@@ -319,7 +319,7 @@ class Runner:
         programs = blocks * units * batch
         parts = self._splits(call, programs)
         # Rows that no program writes: beyond seqused_q, or of no sequence.
-        partial = packed or call.seqused_q is not None or not programs
+        partial = call.has_spare_q or not programs
         out, lse = sizes.out_shape(call), sizes.lse_shape(call)
         by_lists = ByLists(self, call, ("fwd",) if programs else ())
         program = Program((*form.names, *by_lists.names), q)

@@ -179,9 +179,7 @@ class _Passes:
         sequence's length, or of no sequence. Gradients of pages are dense in float32 at first."""
         call = self.call
         paged = call.page_table is not None
-        gaps_q = call.cu_seqlens_q is not None or call.seqused_q is not None
-        gaps_k = call.cu_seqlens_k is not None or call.seqused_k is not None
-        gaps_k = gaps_k or paged or call.cache_leftpad is not None
+        gaps_k = call.has_spare_k or paged or call.cache_leftpad is not None
         shapes = [sizes.shape_of(call, name) for name in ("q", "k", "v")]
         dtype = call.k.dtype
         if paged:
@@ -190,7 +188,7 @@ class _Passes:
             shapes[1:] = [(batch, longest, heads // group, x.shape[-1]) for x in call[1:3]]
             dtype = torch.float32
         likes = like(shapes[0], call.q.dtype), like(shapes[1], dtype), like(shapes[2], dtype)
-        for name, each, gaps in zip(("dq", "dk", "dv"), likes, (gaps_q, *(gaps_k,) * 2)):  # noqa: B905
+        for name, each, gaps in zip(("dq", "dk", "dv"), likes, (call.has_spare_q, *(gaps_k,) * 2)):  # noqa: B905
             self.program.make(name, each, 0.0 if gaps else None)
         return likes
 
