@@ -17,10 +17,10 @@ import torch
 
 
 class Edge(NamedTuple):
-    """A window bound that counts literally: ``Edge(-1)`` as the right bound excludes the query's
-    own key.
+    """A window bound that is taken literally, for the bound −1.
 
-    The plain number −1 means unlimited, as in flash-attention.
+    The plain number −1 means unlimited, as in flash-attention. ``Edge(-1)`` as the right bound
+    excludes the query's own key.
     """
 
     keys: int

@@ -542,7 +542,7 @@ def test_every_public_name_has_its_signature_and_meaning(site: Path) -> None:
     assert "ForwardRef" not in page
     text = " ".join(html.unescape(re.sub(r"<[^>]+>", "", page)).split())
     assert re.search(r"window: pyfa.Window = None, .*scale: float \| None = None,", text)
-    assert re.search(r"causal.{0,9}window.{0,9}Aligned to the bottom right", text)
+    assert re.search(r"causal.{0,9}Query i sees keys j ≤ p", text)
     assert "**unknown" not in text
     compat = (site / "compat.html").read_text()
     for name in ("flash_attn_with_kvcache", "flash_attn_combine", "get_scheduler_metadata"):
