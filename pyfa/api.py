@@ -96,7 +96,7 @@ def attention(
         The number of splits of the keys, whose results are combined. 1 does not split. 0, the
         default, leaves the choice to pyfa.
     batch_invariant
-        Output, LSE and gradients of a sequence do not depend, to the bit, on the rest of its batch.
+        Output, LSE and gradients of a sequence have the same bits in any batch.
         ``use_batch_invariant`` and ``PYFA_BATCH_INVARIANT`` have the same effect.
     backend
         The name of a backend, or several to try in order; pyfa tries no others. Without it,

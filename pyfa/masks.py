@@ -198,10 +198,10 @@ def tree(parents: torch.Tensor, past: Number = 0) -> Mask:
 
 
 def global_tokens(is_global: torch.Tensor, otherwise: Mask) -> Mask:
-    """Return ``otherwise`` with global tokens added, which see every token and are seen by every
-    token (Longformer).
+    """Return a mask in which global tokens see all tokens and are seen by all tokens (Longformer).
 
-    ``is_global`` is (S,) or (B, S), boolean.
+    ``is_global``, boolean (S,) or (B, S), marks the global tokens. The mask ``otherwise`` decides
+    for all other pairs of tokens.
     """
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
