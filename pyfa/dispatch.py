@@ -51,7 +51,7 @@ def _joined(names: str | Sequence[str]) -> str:
     if not isinstance(names, (str, list, tuple)):
         raise TypeError(f"backend: expected a name or names; got {type(names).__name__}")
     if not names:
-        raise ValueError("backend: expected at least one name, or None for whoever can")
+        raise ValueError("backend: expected at least one name, or None for the automatic choice")
     if isinstance(names, str):
         if names in NAMES:
             return names

@@ -178,5 +178,5 @@ def _check(outs: list[torch.Tensor], lses: list[torch.Tensor], out: torch.Tensor
             validate.wrong("out", f"shape {shape}, as outs[0]", out)
         if torch.is_grad_enabled() and any(x.requires_grad for x in (*outs, *lses)):
             raise ValueError(
-                "out: no gradient flows through a given out; leave it away, or no_grad"
+                "out: no gradient flows through a given out; omit it, or use torch.no_grad()"
             )
