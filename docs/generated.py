@@ -114,20 +114,35 @@ def _mark(is_there: bool) -> str:
 
 def combinations() -> str:
     """Return pairs of features that a backend supports separately and refuses together, with the
-    number of query rows if it decides."""
-    rows = []
+    number of query rows if it decides. Pairs of one feature that are just not implemented share a
+    row, and so do backends that refuse the same."""
+    rows: dict[tuple[str, str], list[str]] = {}
     for name in NAMES:
         backend = BACKENDS[name]
         found: dict[str, list[str]] = {}
+        plain: list[tuple[str, str]] = []
         for pair in itertools.combinations([f for f in FEATURES if f in backend.FEATURES], 2):
             alone = {reason for one in pair for reason in _refusals(name, (one,))}
             for reason, when in _refusals(name, pair).items():
-                if reason not in alone:
+                if reason in alone:
+                    continue
+                if when == "" and re.fullmatch(r".* with .* is not implemented", reason):
+                    plain.append(pair)
+                else:
                     both = " with ".join(f"`{one}`" for one in pair)
                     found.setdefault(reason + when, []).append(both)
+        while plain:  # the feature in most pairs first
+            most = max(FEATURES, key=lambda one: sum(one in pair for pair in plain))
+            others = [f"`{a if b == most else b}`" for a, b in plain if most in (a, b)]
+            row = f"`{most}` with {', '.join(others)}", "not implemented"
+            rows.setdefault(row, []).append(f"`{name}`")
+            plain = [pair for pair in plain if most not in pair]
         for reason, pairs in found.items():
-            rows.append([f"`{name}`", ", ".join(pairs), reason])
-    return table(["backend", "combination", "reason"], rows)
+            rows.setdefault((", ".join(pairs), reason), []).append(f"`{name}`")
+    return table(
+        ["backends", "combination", "reason"],
+        ([", ".join(names), *row] for row, names in rows.items()),
+    )
 
 
 def _refusals(name: str, wanted: Iterable[str]) -> dict[str, str]:

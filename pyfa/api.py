@@ -45,69 +45,75 @@ def attention(
 ) -> Result:
     """Compute exact attention of q (B, Sq, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv).
 
-    Returns out (B, Sq, H, Dv) in q's dtype. With ``return_lse`` it also returns the log-sum-exp of
-    each row's scores: (B, H, Sq), float32, natural logarithm. H is a multiple of Hk (GQA, MQA). D
-    is 1 to 576 and Dv 1 to 512; above 256, hip and cuda run the forward only. Dtypes: float16,
-    bfloat16, float32; float8 e4m3 for q, k and v, or for k and v with 16-bit q. q, k, v, a float
-    ``bias`` and ``sinks`` receive gradients, and the LSE is differentiable; float8 has no gradient.
+    Returns out (B, Sq, H, Dv) in q's dtype. With ``return_lse`` it returns (out, lse): lse is the
+    log-sum-exp of each row's scores, (B, H, Sq) float32, natural logarithm.
 
-    score = score_mod(softcap(scale · q·k)) − slope · ``|i + Sk − Sq − j|`` + bias, then masks, then
-    softmax.
-    A fully masked row gives output 0, LSE −inf and zero gradients.
+    H must be a multiple of Hk (GQA, MQA). D may be 1 to 576 and Dv 1 to 512; above 256, hip and
+    cuda run the forward only. q, k and v are float16, bfloat16, float32 or float8 e4m3; float8 k
+    and v also work with 16-bit q. q, k, v, a float ``bias`` and ``sinks`` receive gradients, and
+    the LSE is differentiable. Float8 has no gradient.
+
+    The scores are score_mod(softcap(scale · q·k)) − slope · ``|i + Sk − Sq − j|`` + bias for query
+    i and key j. Then masks and softmax are applied. A fully masked row gives output 0, LSE −inf
+    and zero gradients.
 
     Parameters
     ----------
-    causal, window
-        Aligned to the bottom right: query i sees key j when j ≤ i + Sk − Sq. ``window`` is (left,
-        right) in keys; None or −1 is unlimited. With ``causal``, a right bound above 0, or
-        unlimited, counts as 0. A bound below −1 excludes keys next to the query: with (8, −3) query
-        i sees the keys from 8 to 3 before it. ``pyfa.Edge(-1)`` stands for the value −1.
+    causal
+        Query i sees keys j ≤ p, where p = i + Sk − Sq is its position: the mask is aligned to the
+        bottom right.
+    window
+        (left, right): query i sees keys p − left to p + right. None or −1 is unlimited. With
+        ``causal``, right is at most 0. A bound below −1 excludes keys next to the query: with (8,
+        −3) query i sees keys p − 8 to p − 3. For the bound −1 itself pass ``pyfa.Edge(-1)``.
     attention_chunk
-        Chunk size in keys (Llama 4); None or 0 disables chunking. Query i sees key j only in its
-        own chunk: ⌊(i + Sk − Sq) / chunk⌋ = ⌊j / chunk⌋.
+        Chunk size in keys (Llama 4); None or 0 disables chunking. Query i sees only the keys j of
+        its own chunk: ⌊j / chunk⌋ = ⌊p / chunk⌋.
     scale
         Any finite number; 1/√D by default.
     softcap
-        c in c·tanh(x/c); 0 for none.
+        The cap c in c · tanh(score / c); 0 disables it.
     bias
         Broadcasts to (B, H, Sq, Sk). A boolean bias masks where it is False.
     alibi_slopes
         (H,) or (B, H). No gradient.
     sinks
-        (H,): one extra logit per head, without a value (GPT-OSS).
+        (H,): one extra logit per head in the softmax, without a value (GPT-OSS).
     dropout_p, seed
-        0 ≤ p < 1. ``seed`` is an int or a one-element int64 tensor on the device; it gives the same
-        bits on every backend. None draws a seed on the device from torch's generator. The LSE is
-        taken before dropout.
+        0 ≤ p < 1. ``seed`` is an int or a one-element int64 tensor on the device. The same seed
+        drops the same positions on every backend. None draws a seed from torch's generator of the
+        device. The LSE is taken before dropout.
     descale, out_dtype
-        ``descale`` is a tuple (for q, for k, for v) of float32 scales that multiply float8 inputs,
-        as ``quantize`` makes them; 1 by default. Shapes: (), (1,) or (1, 1) per tensor,
-        (B, Hk) per sequence and KV head, (B, Hk, ⌈rows / block⌉) per block of rows, where block is
-        a power of two. All are positive and have the same kind of shape. The scale for q is None if
-        q is 16-bit. With float8 q, ``out_dtype`` is bfloat16 (default) or float16.
+        ``descale`` is a tuple (for q, for k, for v) of positive float32 scales that multiply
+        float8 inputs, as ``quantize`` returns them; 1 by default. All three have one of these
+        shapes: (), (1,) or (1, 1) for one scale per tensor, (B, Hk) for one per sequence and KV
+        head, (B, Hk, ⌈rows / block⌉) for one per block of rows, where block is a power of two. The
+        scale for q is None if q is 16-bit. With float8 q, ``out_dtype`` is bfloat16 (default) or
+        float16.
     deterministic
         Gradients are bitwise equal from run to run. torch's global switch has the same effect.
     num_splits
-        The number of splits of the keys, whose results are combined. 0 lets the plan choose; 1 does
-        not split.
+        The number of splits of the keys, whose results are combined. 1 does not split. 0, the
+        default, leaves the choice to pyfa.
     batch_invariant
-        Output, LSE and gradients of a sequence have the same bits, whatever else is in its batch:
-        see the guide. ``use_batch_invariant`` and ``PYFA_BATCH_INVARIANT`` have the same effect.
+        Output, LSE and gradients of a sequence have the same bits in any batch.
+        ``use_batch_invariant`` and ``PYFA_BATCH_INVARIANT`` have the same effect.
     backend
-        A name, or names in order; pyfa tries no others. By default ``use_backend`` decides, then
-        ``PYFA_BACKEND``, then the first in the device's order that can run the call.
+        The name of a backend, or several to try in order; pyfa tries no others. Without it,
+        ``use_backend`` decides, then ``PYFA_BACKEND``, then the first backend in the device's
+        order that can run the call.
     score_mod, mask_mod
-        Functions with FlexAttention's signatures: ``score_mod(score, b, h, q_idx, kv_idx)`` returns
-        the new score, ``mask_mod(b, h, q_idx, kv_idx)`` whether the query sees the key. Indices
-        count inside the sequence from the top left. Captured tensors are read at run time. If an
-        operation is not supported, a ``ValueError`` names its line. Tiles that a mask_mod masks
-        entirely are skipped: see ``explain``.
+        Functions with FlexAttention's signatures. ``score_mod(score, b, h, q_idx, kv_idx)`` returns
+        the new score. ``mask_mod(b, h, q_idx, kv_idx)`` returns whether the query sees the key.
+        Indices count from the first query and the first key of the sequence. Captured tensors are
+        read at run time. Tiles that a ``mask_mod`` masks completely are skipped.
     block_mask
         FlexAttention's BlockMask. Blocks that it does not list are masked, its full blocks are
-        visible. In its other blocks its mask_mod decides, or ``mask_mod`` if it has none.
+        visible. In its partial blocks its mask_mod decides, or ``mask_mod`` if it has none.
 
-    Raises ``ValueError`` or ``TypeError`` naming the wrong argument. Raises ``UnsupportedProblem``
-    with every backend's reasons if none can run the call.
+    Raises ``ValueError`` or ``TypeError`` that names the wrong argument, or the source line of an
+    operation that a ``score_mod`` or ``mask_mod`` may not use. Raises ``UnsupportedProblem`` with
+    every backend's reasons if none can run the call.
 
     Source: Dao et al. 2022 and Dao 2023 (FlashAttention, FlashAttention-2).
     """
@@ -184,24 +190,31 @@ def attention_varlen(
     block_mask: Any = None,
     **unknown: object,
 ) -> Result:
-    """Compute ``attention`` on packed sequences: q (total_q, H, D), k (total_k, Hk, D), v (…, Hk,
-    Dv).
+    """Compute attention of packed q (total_q, H, D), k (total_k, Hk, D) and v (total_k, Hk, Dv).
 
-    Sequence b is rows ``cu_seqlens[b]`` to ``cu_seqlens[b+1]`` (int32, (B+1,)). ``max_seqlen_q``
-    and ``max_seqlen_k`` are Python ints; no sequence may be longer. With ``seqused_q`` or
-    ``seqused_k`` (B,) int32 only the first rows of a sequence are used: later queries
-    (``seqused_q``) give output 0, LSE −inf and gradient 0.
-    With ``page_table`` (B, pages) int32, k and v are (num_pages, page_size, Hk, D). Lengths then
-    come from ``seqused_k``, or without it from the differences of ``cu_seqlens_k``; one of the two
-    may be None.
+    Returns out (total_q, H, Dv). With ``return_lse`` it returns (out, lse), lse (H, total_q).
 
-    Returns out (total_q, H, Dv) and LSE (H, total_q). ``bias`` is (H | 1, max_seqlen_q,
-    max_seqlen_k) with indices inside each sequence. Dropout indices also count inside each
-    sequence. ``descale`` per block of rows is (1, Hk, ⌈total / block⌉) for packed tensors, whatever
-    their offsets, and (num_pages, Hk, ⌈page_size / block⌉) for pages.
+    Parameters
+    ----------
+    cu_seqlens_q, cu_seqlens_k
+        (B+1,) int32: sequence b is rows ``cu_seqlens[b]`` to ``cu_seqlens[b+1]`` − 1.
+    max_seqlen_q, max_seqlen_k
+        Python ints. No sequence may be longer.
+    seqused_q, seqused_k
+        (B,) int32: only this number of rows at the beginning of each sequence is used. Unused
+        queries give output 0, LSE −inf and gradient 0.
+    page_table
+        (B, pages) int32: k and v are pages (num_pages, page_size, Hk, D). The number of keys of a
+        sequence is ``seqused_k``, or the difference of its offsets in ``cu_seqlens_k``. One of the
+        two may be None.
+    bias
+        (H | 1, max_seqlen_q, max_seqlen_k), with indices inside each sequence.
+    descale
+        As in ``attention``. Scales per block of rows are (1, Hk, ⌈total / block⌉) for packed
+        tensors, whatever their offsets, and (num_pages, Hk, ⌈page_size / block⌉) for pages.
 
     Other arguments and errors are as in ``attention``. Offsets and lengths that point outside their
-    tensors raise ``ValueError``, on a CPU always, on a GPU with ``PYFA_CHECK=1``.
+    tensors raise ``ValueError`` on a CPU, and on a GPU with ``PYFA_CHECK=1``.
     """
     tensors: tuple[Any, ...] = (q, k, v)
     given = PACKED
@@ -300,35 +313,46 @@ def attention_kvcache(
     tree_mask: torch.Tensor | None = None,
     **unknown: object,
 ) -> Result:
-    """Append k and v to a cache in place, and compute attention of q (B, Sq, H, D) over it.
+    """Append k and v to a cache in place, and compute attention of q (B, Sq, H, D) over the cache.
 
-    ``k_cache`` and ``v_cache`` are (B_cache, S, Hk, D), or (num_pages, page_size, Hk, D) with
-    ``page_table`` (B, pages) int32. ``cache_seqlens``, an int or (B,) int32, is the number of keys
-    in the cache before the append; by default the cache is full. New ``k`` and ``v`` (B, S_new, Hk,
-    D) are appended after them, and queries see them. Packed new keys are (total_new, Hk, D) with
-    ``cu_seqlens_new`` (B+1,) int32. ``cache_batch_idx`` (B,) int32 selects each sequence's cache
-    row. ``cache_leftpad`` (B,) int32 is its first valid key; positions count from there. Packed
-    queries are (total_q, H, D) with ``cu_seqlens_q`` and ``max_seqlen_q``.
+    Returns what ``attention`` returns. There is no dropout and no gradient: an input that requires
+    one raises ``ValueError``.
 
-    ``rotary_cos`` and ``rotary_sin`` (max_position, R) rotate q and the new k by their position in
-    the cache, or from ``rotary_seqlens`` (B,) int32 on. Without a causal mask or window all queries
-    share the first position, as in flash-attention. ``rotary_interleaved`` pairs elements 2i and
-    2i+1 (GPT-J); otherwise i and i+R (GPT-NeoX). ``num_splits=0`` lets the plan choose.
+    Parameters
+    ----------
+    q
+        (B, Sq, H, D), or packed (total_q, H, D) with ``cu_seqlens_q`` and ``max_seqlen_q``.
+    k_cache, v_cache, page_table
+        The cache (B_cache, S, Hk, D), or pages (num_pages, page_size, Hk, D) with ``page_table``
+        (B, pages) int32.
+    k, v
+        New keys and values (B, S_new, Hk, D), or packed (total_new, Hk, D) with ``cu_seqlens_new``
+        (B+1,) int32. They are written after the first ``cache_seqlens`` keys, and queries see them.
+        For a float8 cache they must be float8, scaled with the scales of the cache rows that they
+        are written to.
+    cache_seqlens
+        An int or (B,) int32: the number of keys in the cache before the append. By default the
+        cache is full.
+    cache_batch_idx
+        (B,) int32: the batch index of each sequence in the cache.
+    cache_leftpad
+        (B,) int32: the index of each sequence's first valid key. Positions count from there.
+    rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens
+        Tables (max_position, R) that rotate q and the new k. ``rotary_interleaved`` pairs elements
+        2i and 2i+1 (GPT-J); otherwise i and i+R (GPT-NeoX). The position of the first new token is
+        ``rotary_seqlens`` (B,) int32, or by default ``cache_seqlens``. Without a causal mask or
+        window all queries share the first position, as in flash-attention. Float8 inputs are
+        rounded a second time.
+    tree_mask
+        (Sq, Sq) or (B | 1, Sq, Sq) bool, for a tree of drafted tokens: masks only the last Sq keys
+        of a sequence. Where [i, j] is True, query i sees key j of these. For packed queries, Sq is
+        ``max_seqlen_q``. Cannot be combined with ``bias``.
+    descale
+        As in ``attention``. Scales per block of rows refer to the rows or pages of the cache.
 
-    ``tree_mask`` (B | 1, Sq, Sq) or (Sq, Sq) bool masks only the last Sq keys of a sequence, for a
-    tree of drafted tokens. Where [i, j] is True, query i sees the key that is Sq − j places from
-    the end. Every query sees all keys before the last Sq. For packed queries, Sq is
-    ``max_seqlen_q``, and indices count inside each sequence. Other masks apply as well; ``bias`` is
-    not supported.
-
-    Keys for a float8 cache must be float8, scaled with the scales of the cache rows that they are
-    written to. Rotary converts float8 to float32 and rounds again, clamped to the format's largest
-    number. ``descale`` per block of rows refers to the rows or pages of the cache.
-
-    There is no dropout and no gradient: an input that requires one raises ``ValueError``. Other
-    arguments and errors are as in ``attention``. Lengths and pages outside the cache raise
-    ``ValueError``: on a CPU always, on a GPU with ``PYFA_CHECK=1``. Without it, new rows beyond the
-    end of the cache are dropped.
+    Other arguments and errors are as in ``attention``. Lengths and pages outside the cache raise
+    ``ValueError`` on a CPU, and on a GPU with ``PYFA_CHECK=1``. Without this check, new keys beyond
+    the end of the cache are dropped.
     """
     tensors: tuple[Any, ...] = (q, k_cache, v_cache)
     given = CACHE
@@ -409,15 +433,16 @@ def explain(
     device: str | None = None,
     **same: Any,
 ) -> dispatch.Explanation:
-    """Say which backend runs this attention, with which plan, and why the others do not.
+    """Say which backend runs this call, with which plan, and why the others do not.
 
-    Takes the arguments of ``attention``, ``attention_varlen`` or ``attention_kvcache`` as keywords.
-    ``cu_seqlens_q`` with ``max_seqlen_k`` selects ``attention_varlen``; otherwise a ``cache_…``
-    argument or ``page_table`` selects ``attention_kvcache``. With ``latent=True`` v is a view of k,
-    as in ``attention_latent``. Tensors may be on the ``meta`` device. ``device`` names a GPU
-    ("MI300X") that need not be in this machine. ``explain`` computes nothing and does not modify
-    the KV cache. The result can be printed, and ``as_dict()`` gives plain data. ``explain`` raises
-    what those functions raise, but never ``UnsupportedProblem``.
+    Pass the arguments of ``attention``, ``attention_varlen`` or ``attention_kvcache`` as keywords:
+    ``cu_seqlens_q`` with ``max_seqlen_k`` selects ``attention_varlen``; a ``cache_…`` argument or
+    ``page_table`` selects ``attention_kvcache``. ``latent=True`` selects ``attention_latent``; v is
+    then a view of k. ``explain`` computes nothing and does not modify the KV cache. Tensors may be
+    on the ``meta`` device. ``device`` may name a GPU that this machine does not have ("MI300X").
+
+    The result can be printed; its ``as_dict()`` returns plain data. ``explain`` raises what these
+    functions raise, except ``UnsupportedProblem``.
     """
     build: Callable[..., Request] = requests.dense
     if "max_seqlen_k" in same:

@@ -74,13 +74,13 @@ _batch_invariant_everywhere: bool = env.get("PYFA_BATCH_INVARIANT")
 
 @contextlib.contextmanager
 def use_batch_invariant(enabled: bool = True) -> Iterator[None]:
-    """Make all calls inside the ``with`` block ``batch_invariant``; with False, only calls that
-    request it themselves.
+    """Make all calls inside the ``with`` block ``batch_invariant``. With False, only calls that
+    pass ``batch_invariant=True`` are.
 
-    It takes precedence over ``PYFA_BATCH_INVARIANT``. Other threads are not affected. The backward
-    follows its forward, on any thread. A forward recomputed by activation checkpointing follows the
-    context that is active when ``backward()`` is called. Raises ``TypeError`` for anything but a
-    bool.
+    The context takes precedence over ``PYFA_BATCH_INVARIANT``. It does not affect other threads. A
+    backward follows its forward, on any thread. If activation checkpointing recomputes a forward,
+    that forward follows the context that is active when ``backward()`` is called. Raises
+    ``TypeError`` for anything but a bool.
 
     >>> with pyfa.use_batch_invariant():
     ...     out = pyfa.attention(q, k, v)

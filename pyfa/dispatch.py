@@ -51,7 +51,7 @@ def _joined(names: str | Sequence[str]) -> str:
     if not isinstance(names, (str, list, tuple)):
         raise TypeError(f"backend: expected a name or names; got {type(names).__name__}")
     if not names:
-        raise ValueError("backend: expected at least one name, or None for whoever can")
+        raise ValueError("backend: expected at least one name, or None for the automatic choice")
     if isinstance(names, str):
         if names in NAMES:
             return names
@@ -66,10 +66,10 @@ def _joined(names: str | Sequence[str]) -> str:
 def use_backend(*names: str) -> Iterator[None]:
     """Use only these backends, in this order, inside the ``with`` block.
 
-    The ``backend`` argument takes precedence over it, and it takes precedence over
-    ``PYFA_BACKEND``. The backward uses the backend of its forward, on any thread. A forward
-    recomputed by activation checkpointing uses the context that is active when ``backward()`` is
-    called. Raises ``ValueError`` for an unknown name.
+    The ``backend`` argument of a call takes precedence over the context, and the context over
+    ``PYFA_BACKEND``. A backward runs on the backend of its forward, on any thread. If activation
+    checkpointing recomputes a forward, that forward uses the context that is active when
+    ``backward()`` is called. Raises ``ValueError`` for an unknown name.
 
     >>> with pyfa.use_backend("triton", "torch"):
     ...     out = pyfa.attention(q, k, v)

@@ -44,36 +44,40 @@ def attention_latent(
     backend: Backends = None,
     **unknown: object,
 ) -> Result:
-    """Compute attention of q (B, Sq, H, D) over a latent cache; the first ``v_dim`` elements of
-    each key are its value.
+    """Compute attention of q (B, Sq, H, D) over a latent cache, as in multi-head latent attention
+    with absorbed weights (DeepSeek-V3).
 
-    ``cache`` is (B, Sk, 1, D), or (num_pages, page_size, 1, D) with ``page_table`` (B, pages)
-    int32. D is up to 576; in DeepSeek-V3 it is 512 latent elements plus 64 elements with rotary. q
-    may also be a tuple (nope (B, Sq, H, v_dim), rope (B, Sq, H, D − v_dim)), which is concatenated.
-    ``cache_seqlens``, an int or (B,) int32, is the number of keys of each sequence, new ones
-    included; by default the cache is full. Returns out (B, Sq, H, v_dim) and, with ``return_lse``,
-    the LSE (B, H, Sq).
+    The cache has one KV head. The first ``v_dim`` elements of each key are its value. D is up to
+    576: in DeepSeek-V3, 512 latent elements and 64 rotary elements. Returns out (B, Sq, H, v_dim);
+    with ``return_lse`` it returns (out, lse), lse (B, H, Sq). There is no gradient.
 
     Parameters
     ----------
+    q
+        One tensor, or a tuple (nope (B, Sq, H, v_dim), rope (B, Sq, H, D − v_dim)).
+    cache, page_table
+        The cache (B, Sk, 1, D), or pages (num_pages, page_size, 1, D) with ``page_table`` (B,
+        pages) int32. ``append_latent`` appends new tokens.
+    cache_seqlens
+        An int or (B,) int32: the number of keys of each sequence, including new ones. By default
+        the cache is full.
     scale
-        Required: (qk_nope_head_dim + qk_rope_head_dim) ** -0.5 of the model, 192 ** -0.5 for
-        DeepSeek-V3, times mscale² with YaRN. It cannot be derived from D.
+        Required, because it cannot be derived from D. It is (qk_nope_head_dim + qk_rope_head_dim)
+        ** -0.5 of the model (192 ** -0.5 for DeepSeek-V3), times mscale² with YaRN.
     indices, topk_lengths
-        ``indices`` (B, Sq, topk) int32: the keys that each row sees, as positions in its sequence;
-        with ``page_table`` they are translated through the table. A negative entry, or one that is
-        at least the sequence's length, lists no key. A key listed twice counts twice, as in
-        FlashMLA. Only the first ``topk_lengths`` (B,) or (B, Sq) int32 entries of a row are read.
-        With ``causal``, keys after the row's own position are masked, too.
+        ``indices`` (B, Sq, topk) int32 lists the keys that each row sees, as positions in its
+        sequence. Negative entries, and entries beyond the sequence's end, list no key. A key listed
+        twice counts twice, as in FlashMLA. With ``topk_lengths`` (B,) or (B, Sq) int32, only that
+        number of entries of a row is read. With ``causal``, keys after the row's own position are
+        masked, too.
     causal, sinks, num_splits, backend
         As in ``attention_kvcache``.
     descale, out_dtype
-        For a float8 cache: a tuple (for q or None, for the cache) of float32 scales, each () or
-        (1,) or (B, 1), or per block of the cache's rows as in ``attention``. Scales per block
-        cannot be combined with ``indices``.
+        For a float8 cache: a tuple (for q or None, for the cache) of float32 scales. Each has shape
+        (), (1,) or (B, 1), or one scale per block of the cache's rows as in ``attention``. Scales
+        per block cannot be combined with ``indices``.
 
-    There is no gradient. ``append_latent`` appends new tokens to the cache. Errors are as in
-    ``attention_kvcache``.
+    Errors are as in ``attention_kvcache``.
     """
     if unknown:
         validate.refuse_unknown("attention_latent", unknown, attention_latent)
@@ -124,12 +128,12 @@ def append_latent(
     page_table: torch.Tensor | None = None,
     v_dim: int = 512,
 ) -> None:
-    """Append new tokens after the ``cache_seqlens`` keys of each sequence, in place.
+    """Append new tokens to a latent cache, in place.
 
     ``new`` is (B, tokens, 1, D), or a tuple (latent (B, tokens, 1, v_dim), rope (B, tokens, 1, D −
-    v_dim)). ``cache`` and ``page_table`` are those of ``attention_latent``. Here ``cache_seqlens``
-    does not include the new tokens; in the following ``attention_latent`` it must. On a GPU tokens
-    beyond the end of the cache are dropped.
+    v_dim)). ``cache`` and ``page_table`` are as in ``attention_latent``. ``cache_seqlens`` is the
+    number of keys before the append; the ``attention_latent`` that follows needs the number after
+    it. On a GPU, tokens beyond the end of the cache are dropped.
     """
     _check(cache, v_dim)
     if isinstance(new, (tuple, list)):

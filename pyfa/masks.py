@@ -3,10 +3,9 @@
     mask = pyfa.masks.documents(ids)
     out = pyfa.attention(q, k, v, mask_mod=mask)
 
-Each mask is a function of (b, h, q_idx, kv_idx), which FlexAttention accepts as well. Tensor
-arguments must be on q's device; new values do not need a new kernel. Indices count from the top
-left, so query i and key i are the same token if seqlen_q equals seqlen_k. Sizes: B is the batch
-size, H the number of query heads and S the sequence length.
+A mask is a function of (b, h, q_idx, kv_idx), which FlexAttention accepts as well. Indices count
+from the first query and the first key. Tensor arguments must be on q's device; a tensor with other
+values needs no new kernel. In the docstrings, B is the batch size and S the sequence length.
 """
 
 from __future__ import annotations
@@ -128,11 +127,11 @@ def padding(lengths: torch.Tensor) -> Mask:
 
 
 def documents(ids: torch.Tensor, inside: Mask | None = None) -> Mask:
-    """Return a document mask: tokens see only tokens of their own document. ``ids`` is (S,) or (B,
-    S): the document of each token; the tokens of a document must be contiguous.
+    """Return a document mask: tokens see only tokens of their own document.
 
-    ``inside`` is a further mask inside each document, causal by default. Its indices count from the
-    document's first token.
+    ``ids``, (S,) or (B, S), numbers the document of each token. The tokens of a document must be
+    contiguous. ``inside`` is a further mask inside each document, causal by default; its indices
+    count from the document's first token.
     """
     # Where each token stands in its document.
     place = torch.arange(ids.shape[-1], device=ids.device, dtype=torch.int32).expand(ids.shape)
@@ -176,9 +175,9 @@ def tree(parents: torch.Tensor, past: Number = 0) -> Mask:
     """Return the mask of a tree of draft tokens (speculative decoding): a node sees the ``past``
     keys, its ancestors and itself.
 
-    The queries are the nodes. The keys are the past, followed by the nodes. ``parents`` is (N,):
-    the index of each node's parent, which must be smaller than the node's own, or −1 for a root.
-    Raises ``ValueError`` for a later parent.
+    The queries are the N nodes. The keys are the past keys, followed by the nodes. ``parents`` (N,)
+    is the index of each node's parent, or −1 for a root. Parents must come before their children;
+    otherwise ``ValueError`` is raised.
     """
     nodes = parents.tolist()
     ancestor = torch.eye(len(nodes), dtype=torch.bool)
@@ -199,10 +198,10 @@ def tree(parents: torch.Tensor, past: Number = 0) -> Mask:
 
 
 def global_tokens(is_global: torch.Tensor, otherwise: Mask) -> Mask:
-    """Return ``otherwise`` with global tokens added, which see every token and are seen by every
-    token (Longformer).
+    """Return a mask in which global tokens see all tokens and are seen by all tokens (Longformer).
 
-    ``is_global`` is (S,) or (B, S), boolean.
+    ``is_global``, boolean (S,) or (B, S), marks the global tokens. The mask ``otherwise`` decides
+    for all other pairs of tokens.
     """
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -213,7 +212,7 @@ def global_tokens(is_global: torch.Tensor, otherwise: Mask) -> Mask:
 
 
 def media(begins: torch.Tensor, ends: torch.Tensor, tokens: int) -> Mask:
-    """Return the mask of text that attends to images (Flamingo): the keys are images of ``tokens``
+    """Return the mask of text that attends to images (Flamingo). The keys are images of ``tokens``
     keys each. Queries ``begins[n]`` to ``ends[n]`` − 1 see image n."""
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -224,11 +223,11 @@ def media(begins: torch.Tensor, ends: torch.Tensor, tokens: int) -> Mask:
 
 
 def block_diffusion(length: int, block: int) -> Mask:
-    """Return the mask of block diffusion (BD3-LM): ``length`` noisy tokens, followed by the same
+    """Return the mask of block diffusion (BD3-LM), for ``length`` noisy tokens followed by the same
     tokens without noise.
 
-    A noisy block sees itself and the clean blocks before it. A clean block sees the clean blocks up
-    to and including its own.
+    A block of noisy tokens sees itself and the clean blocks before it. A clean block sees itself
+    and the clean blocks before it.
     """
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -279,11 +278,11 @@ def natten(sizes: Sequence[int], kernel: int | Sequence[int]) -> Mask:
 
 
 def sliding_tile(tiles: Sequence[int], tokens: int, kernel: int | Sequence[int]) -> Mask:
-    """Return the mask of sliding tile attention (STA): a ``natten`` mask over tiles of ``tokens``
+    """Return the mask of sliding tile attention (STA): ``natten`` over tiles of ``tokens``
     consecutive tokens.
 
-    ``tiles`` is the number of tiles along each dimension, ``kernel`` the number of tiles that a
-    tile sees along each.
+    For each dimension, ``tiles`` is the number of tiles, and ``kernel`` the number of tiles that a
+    tile sees.
     """
     of_tiles = natten(tiles, kernel)
 
@@ -317,11 +316,11 @@ def temporal(tokens: int, places: int = 0) -> Mask:
 
 
 def blocks(table: torch.Tensor, rows: int, keys: int) -> Mask:
-    """Return a block mask: blocks of ``rows`` queries by ``keys`` keys are visible where ``table``
-    is not 0.
+    """Return a block mask: a block of ``rows`` queries and ``keys`` keys is visible if its entry in
+    ``table`` is not 0.
 
-    ``table`` is (blocks of rows, blocks of keys), optionally with leading dimensions for heads, or
-    for batch and heads. A size of 1 there broadcasts. Raises ``ValueError`` for another number of
+    ``table`` is (blocks of queries, blocks of keys), or has a leading dimension for heads, or two
+    for batch and heads, of which each may be 1. Raises ``ValueError`` for another number of
     dimensions.
     """
     rank = table.dim()

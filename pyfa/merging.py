@@ -25,25 +25,24 @@ def merge(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Combine attention over disjoint parts of the keys into attention over all of them.
 
-    Each part is attention of the same queries over some of the keys. ``outs`` are (B, Sq, H, Dv)
-    with ``lses`` (B, H, Sq), or packed (total_q, H, Dv) with (H, total_q), as ``return_lse=True``
-    returns them. A tensor whose first dimension counts the parts works too. Parts are float16,
-    bfloat16 or float32, in any mix. LSEs are float32, natural logarithm.
+    A part is attention of the same queries over some of the keys. ``outs`` and ``lses`` are the
+    outputs and LSEs of all parts, as ``attention`` and ``attention_varlen`` return them with
+    ``return_lse=True``: lists, or tensors whose first dimension counts the parts. Outputs may be
+    float16, bfloat16 and float32, also mixed.
 
-    Returns out and, with ``return_lse``, the LSE of all keys. Out has the widest dtype of the
-    parts, or is written to ``out``, which may have any of the three dtypes. Sums are float32, part
-    by part in the given order: the same parts in the same order give the same bits.
+    Returns the output and, with ``return_lse``, the LSE over all keys. The output has the widest
+    dtype of the parts. If ``out`` is given, it is written there instead, in the dtype of ``out``
+    and without a gradient. Otherwise ``outs`` and ``lses`` receive gradients, and the returned LSE
+    is differentiable. Sums are float32 and in the given order, so the same parts in the same order
+    give the same bits.
 
-    The output of a part with LSE −inf is not read. A row that is fully masked in every part gets
-    output 0 and LSE −inf. Pass ``sinks`` to one part only, so that they count once. ``outs`` and
-    ``lses`` receive gradients, and the returned LSE is differentiable. There is no gradient through
-    a given ``out``.
+    A row that is fully masked in every part gives output 0 and LSE −inf. The output of a part with
+    LSE −inf is not read. If you use ``sinks``, pass them to one part only, so that they count once.
 
     Raises ``ValueError`` or ``TypeError`` for parts that do not fit together.
 
-    On ``hip`` and ``cuda``, one kernel launch merges 2 to 4 parts without gradients. PyTorch's
-    operators merge more parts, and parts that share memory with ``out``. The last bits of the
-    kernel's and the operators' results may differ.
+    On ``hip`` and ``cuda``, one kernel launch merges 2 to 4 parts without gradients. In other cases
+    PyTorch's operators merge them; the last bits may differ.
 
     Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
 
@@ -179,5 +178,5 @@ def _check(outs: list[torch.Tensor], lses: list[torch.Tensor], out: torch.Tensor
             validate.wrong("out", f"shape {shape}, as outs[0]", out)
         if torch.is_grad_enabled() and any(x.requires_grad for x in (*outs, *lses)):
             raise ValueError(
-                "out: no gradient flows through a given out; leave it away, or no_grad"
+                "out: no gradient flows through a given out; omit it, or use torch.no_grad()"
             )

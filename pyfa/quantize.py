@@ -50,9 +50,9 @@ class Quantized(NamedTuple):
         """Convert to the other float8 format, for another vendor's GPU.
 
         Conversion to ``float8_e4m3fnuz`` (gfx942) is exact: the same bits mean half the value
-        there, so the scales are doubled. Conversion to ``float8_e4m3fn`` converts each value, and
-        is exact down to 2⁻⁶; below that the step is 2⁻⁹ instead of 2⁻¹⁰. Raises ``ValueError`` for
-        any other dtype.
+        there, so the scales are doubled. Conversion to ``float8_e4m3fn`` is exact for magnitudes
+        from 2⁻⁶ on; smaller values are rounded to multiples of 2⁻⁹. Raises ``ValueError`` for any
+        other dtype.
         """
         if dtype not in FLOAT8:
             validate.wrong("dtype", "float8_e4m3fn or float8_e4m3fnuz", dtype)
@@ -90,32 +90,32 @@ def quantize(
 ) -> Quantized:
     """Convert q (B, Sq, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv) to float8 e4m3 with scales.
 
-    Also takes packed tensors (total, heads, head_dim), whose rows count as one sequence, and pages
-    (num_pages, page_size, Hk, D). A scale is max|x| / max(float8) over the elements that share it,
-    or 1 if all are zero. Query heads of a group share one scale, per KV head. ``q`` may be None,
-    for a cache that 16-bit queries will read.
+    Tensors may also be packed, (total, heads, head_dim), whose rows count as one sequence, or pages
+    (num_pages, page_size, Hk, D). ``q`` may be None, for a cache that 16-bit queries will read. A
+    scale is the largest magnitude of the elements that share it, divided by the largest float8
+    number (1 if all elements are zero). The query heads of a KV head share one scale.
 
     Parameters
     ----------
     block
-        Rows that share a scale: a power of two from 16, giving (B, Hk, ⌈rows / block⌉). None gives
-        one scale per sequence and KV head, (B, Hk), as in FlashAttention-3. 128 suits every
-        kernel's tile.
+        The number of rows that share a scale: a power of two, at least 16. Scales are then (B, Hk,
+        ⌈rows / block⌉). 128 suits every kernel. None gives one scale per sequence and KV head, (B,
+        Hk), as in FlashAttention-3.
     per_tensor
-        One scale per tensor, (1, 1). Not together with ``block``.
+        One scale per tensor, (1, 1). Cannot be combined with ``block``.
     hadamard
-        Rotate Q and K before rounding. A head_dim of 2ⁿ is mixed as a whole. Any other is mixed in
-        blocks of the largest power of two that divides it, which must be at least 8 (96 as three
-        blocks of 32).
+        Rotate Q and K before rounding, which spreads outliers over the channels. A head_dim that is
+        not a power of two is rotated in blocks, whose size is the largest power of two that divides
+        it (96: three blocks of 32). The size must be at least 8.
     seed
-        Seed of the rotation's signs. The same int gives the same rotation on every device and in
-        every call: keys in a cache and later queries must share it. None draws from torch's
-        generator.
+        Seed of the rotation's signs. The same int gives the same rotation in every call and on
+        every device; keys in a cache and later queries need the same one. None draws it from
+        torch's generator.
     dtype
-        ``float8_e4m3fn``, or ``float8_e4m3fnuz`` (gfx942). By default the format of k's device.
+        ``float8_e4m3fn``, or ``float8_e4m3fnuz`` (gfx942). The default is the format of k's device.
 
-    There is no gradient, and inputs must be finite. Rows are read once with ``block``, otherwise
-    twice. Raises ``ValueError`` or ``TypeError`` naming the wrong argument.
+    There is no gradient. Inputs must be finite. Raises ``ValueError`` or ``TypeError`` that names
+    the wrong argument.
 
     Source: Shah et al. 2024, arXiv:2407.08608, §3.3; Chee et al. 2023 (QuIP).
     """

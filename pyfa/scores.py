@@ -3,9 +3,10 @@
     score = pyfa.scores.relative(table)
     out = pyfa.attention(q, k, v, score_mod=score)
 
-Each is a function of (score, b, h, q_idx, kv_idx), which FlexAttention accepts as well; score is
-softcap(scale · q·k). Tensor arguments must be on q's device; new values do not need a new kernel.
-Indices count from the top left. Sizes: B sequences, H query heads, Sq queries, Sk keys.
+Each returns a function of (score, b, h, q_idx, kv_idx), which FlexAttention accepts as well; score
+is softcap(scale · q·k). Indices count from the first query and the first key. Tensor arguments must
+be on q's device; a tensor with other values needs no new kernel. In the docstrings, B is the batch
+size, H the number of query heads, Sq and Sk are the sequence lengths.
 """
 
 from __future__ import annotations
@@ -92,9 +93,11 @@ def relative(table: torch.Tensor) -> Score:
 
 
 def t5(table: torch.Tensor, bidirectional: bool = True, farthest: int = 128) -> Score:
-    """Add T5's relative position bias: ``table`` is (H, buckets). Half of the buckets hold one
-    distance each. The others hold logarithmically growing ranges of distances up to ``farthest``.
-    With ``bidirectional``, each direction has half of the buckets."""
+    """Add T5's relative position bias: ``table`` is (H, buckets).
+
+    Half of the buckets are for one distance each, the others for ranges of distances that grow
+    logarithmically up to ``farthest``. With ``bidirectional``, each direction has half of the
+    buckets."""
     buckets = table.shape[-1] // (2 if bidirectional else 1)
     exact = buckets // 2
     per_octave = (buckets - exact) / math.log(farthest / exact)
@@ -133,8 +136,8 @@ def gain(table: torch.Tensor) -> Score:
 
 
 def inside(score: Score, places: torch.Tensor) -> Score:
-    """Apply ``score`` with indices that count from the start of each document. ``places`` is (S,)
-    or (B, S): the position of each token in its document."""
+    """Apply ``score`` with indices that count from the start of each document. ``places``, (S,) or
+    (B, S), is the position of each token in its document."""
 
     def score_mod(x: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         q_at, kv_at = (places[b, q_idx], places[b, kv_idx]) if places.dim() == 2 else (

@@ -17,10 +17,10 @@ import torch
 
 
 class Edge(NamedTuple):
-    """A window bound that counts literally: ``Edge(-1)`` as the right bound excludes the query's
-    own key.
+    """A window bound that is taken literally, for the bound −1.
 
-    The plain number −1 means unlimited, as in flash-attention.
+    The plain number −1 means unlimited, as in flash-attention. ``Edge(-1)`` as the right bound
+    excludes the query's own key.
     """
 
     keys: int
@@ -229,7 +229,7 @@ def attention_chunk(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"attention_chunk: expected an int or None; got {type(value).__name__}")
     if value < 0:
-        wrong("attention_chunk", "the keys of a chunk, None or 0 for no chunks", value)
+        wrong("attention_chunk", "a number of keys, or None or 0 for no chunks", value)
     return min(int(value), UNLIMITED)
 
 

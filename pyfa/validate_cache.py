@@ -86,7 +86,7 @@ def new_rows(
     if k is None or v is None:
         wrong("k" if k is None else "v", "k and v together: a call appends both", None)
     if used is None:
-        wrong("cache_seqlens", "where to append k and v", None)
+        wrong("cache_seqlens", "the number of keys before the new ones", None)
     if cu_seqlens is not None:
         integers("cu_seqlens_new", cu_seqlens, (batch + 1,), q)
     for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):

@@ -77,7 +77,7 @@ def test_edges_beyond_32_bits(window: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"attention_chunk": -1}, ValueError, "attention_chunk: expected the keys of a chunk"),
+        ({"attention_chunk": -1}, ValueError, "attention_chunk: expected a number of keys"),
         ({"attention_chunk": True}, TypeError, "attention_chunk: expected an int"),
         ({"attention_chunk": 2.0}, TypeError, "attention_chunk: expected an int .*got float"),
         ({"window": (pyfa.Edge(1.5), 2)}, ValueError, "window: expected two integers"),

@@ -173,32 +173,28 @@ def _found(constant: Constant, chi2: float, rms: float, between: float, position
 
 def _sentence(found: Sequence[Found], alike: tuple[str, ...] | None, cells: int, rms: float) -> str:
     best = found[0]
-    begin = f"Of {cells} cells, measured times are {rms:.1%} (rms) from the model's"
+    begin = f"The measured times of {cells} cells differ from the model's by {rms:.1%} (rms)"
     if alike is None and best.chi2 > 2 * cells:
         return (
-            f"{begin}, with one place between its two ends for all: more than its own error, and "
-            f"no single constant explains it. The best, {_told(best)}."
+            f"{begin}, which is more than the model's own error. No single constant explains this. "
+            f"The best one is {_told(best)}."
         )
     if alike is None:
         return (
-            f"{begin}, with one place between its two ends for all: no constant is shown to be "
-            f"wrong. The best change of one alone, of {_name(best)}, leaves {best.rms:.1%}, which "
-            "the model's own error does not tell from chance."
+            f"{begin}. No constant is shown to be wrong: the best change of one constant, of "
+            f"{_name(best)}, leaves {best.rms:.1%}, which is within the model's own error."
         )
     if alike:
         others = [one for one in found if one.constant in alike]
         listed = "; ".join(_told(one) for one in (best, *others[:4]))
         more = f"; and {len(others) - 4} more" if len(others) > 4 else ""
-        return (
-            f"{begin}. Something is wrong, and not distinguishable is which of these: {listed}"
-            f"{more}."
-        )
+        return f"{begin}. One of these constants is wrong, equally likely: {listed}{more}."
     second = found[1] if len(found) > 1 else None
-    next_best = f" The next best, {_told(second)}." if second else ""
+    next_best = f" The next best explanation is {_told(second)}." if second else ""
     rest = ""
     if best.rms > 2 * FORWARD:
-        rest = " One constant does not explain all of it."
-    return f"{begin}. Wrong was {_told(best)}.{next_best}{rest}"
+        rest = " This constant alone does not explain the whole difference."
+    return f"{begin}. The constant that explains this best is {_told(best)}.{next_best}{rest}"
 
 
 def _name(one: Found) -> str:
@@ -220,6 +216,6 @@ def _told(one: Found) -> str:
     where = "beyond its range" if one.beyond else "inside its range"
     tail = f" {unit}" if unit else ""
     return (
-        f"{_name(one)}: {value:.3g}{tail}{edge} where the model has {span}{tail} ({where}), "
-        f"which leaves {one.rms:.1%}"
+        f"{_name(one)}: {value:.3g}{tail}{edge} instead of the model's {span}{tail} ({where}), "
+        f"which leaves a difference of {one.rms:.1%}"
     )

@@ -25,9 +25,9 @@ def add(commands: Any) -> None:
         commands,
         "compile",
         "build code objects without a GPU",
-        "Build the common plans' code objects for an arch, without a GPU. For each kernel: "
-        "registers, spills, LDS or shared memory, and how many of its workgroups fit on a compute "
-        "unit (SM). The compiled code stays in the cache for later runs.",
+        "Compile the most common kernels for an arch, without a GPU. For each kernel, print "
+        "registers, spills, LDS or shared memory, and how many workgroups fit on a compute unit "
+        "(SM). The compiled code stays in the cache for later runs.",
         "pyfa compile --arch gfx942 --out objects",
         "pyfa compile --arch sm_90 --all",
         "pyfa compile --arch gfx942,sm_80,sm_90 --head-dim 128 --bundle",

@@ -219,7 +219,7 @@ def _row(
             why.extend(one.plan.notes if one.plan is not None else ())
             others = [name for name in able if name != one.backend]
             if others:
-                why.append(f"{', '.join(others)} could run it too, and come after {one.backend}")
+                why.append(f"{' and '.join(others)} could also run it")
             break
         why.extend(f"not {one.backend}: {reason}" for reason in one.reasons)
     return Row(phase, each, shape, answer, costs, why)

@@ -20,9 +20,9 @@ def add(commands: Any) -> None:
         commands,
         "hub",
         "write a kernel for Hugging Face's kernels library",
-        "Write a folder that Hugging Face's kernels library loads, and print the LOCAL_KERNELS "
-        "line that makes unchanged programs use it. Without --name: pyfa/attention, and the "
-        "repositories that transformers falls back to with this build of torch (AITER's on ROCm).",
+        "Write a kernel for Hugging Face's kernels library to a folder, and print the line "
+        "LOCAL_KERNELS=…. Set this environment variable, and unchanged programs use the kernel in "
+        "place of the repositories that --name lists.",
         "pyfa hub export pyfa-kernel",
         "pyfa hub export pyfa-kernel --name kernels-community/flash-attn2",
     )
@@ -33,7 +33,8 @@ def add(commands: Any) -> None:
         nargs="+",
         default=(),
         metavar="OWNER/NAME",
-        help="the repositories to replace (default: transformers' fallbacks)",
+        help="the repositories to replace (default: pyfa/attention, and those that transformers "
+        "uses if flash-attention is not installed)",
     )
     usage.add_json(parser)
     parser.set_defaults(run=run)

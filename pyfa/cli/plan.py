@@ -25,10 +25,11 @@ _LEFT_OUT = {
     "dropout": "the generator's instructions",
 }
 _NOTE = (
-    "Compulsory: each input read once, each output written once. Requested: what the tiles ask of "
-    "the memory system; standard attention's tiles are 128 × 128. DRAM: estimated from the size "
-    "of the last cache, between the two. FLOP/byte: visible FLOPs per DRAM byte. At least: every "
-    "kernel at the vendor's peaks, which no card holds for long: a bound, not a prediction."
+    "Compulsory: each input is read once, each output written once. Requested: all requests of the "
+    "kernels, before any cache (standard attention: tiles of 128 × 128). DRAM: an estimate between "
+    "the two, from the size of the last-level cache. Visible FLOPs leave out masked scores. "
+    "FLOP/byte: visible FLOPs per DRAM byte. At least: the time at the vendor's peak rates, which "
+    "no GPU sustains. It is a lower bound, not a prediction."
 )
 
 
@@ -38,9 +39,9 @@ def add(commands: Any) -> None:
         commands,
         "plan",
         "compute bytes, FLOPs, memory and a roofline of a problem",
-        "Compute what a problem costs on a device, by formula: LDS or shared memory, block sizes "
-        "that fit, bytes, FLOPs, peak memory, roofline; for standard attention and for the "
-        "kernels of the backend's plan. Runs nothing and needs no GPU.",
+        "Compute the cost of a problem on a device by formula: LDS or shared memory, block sizes "
+        "that fit, bytes, FLOPs, peak memory and a roofline, for standard attention and for pyfa's "
+        "kernels. Runs nothing and needs no GPU.",
         "pyfa plan --seqlen 16384 --heads 16 --head-dim 128 --causal --device MI300X",
         "pyfa plan --seqlen 8192 --features backward --device H200 --plot plan.svg",
     )
@@ -94,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
             for one in timing:
                 print_text(f"{one.role}: {inspect_timing.line(one)}", "  ")
             if not timing:
-                print_text("No timing model: it needs compiled HIP kernels; --compile makes them.")
+                print_text("No timing model: it needs compiled HIP kernels. Add --compile.")
     return 0
 
 
@@ -134,13 +135,13 @@ def _print(
         print()
         block = device.limits.shared_bytes_per_block
         rows = [[name, str(count)] for name, count in model.rules().items()]
-        print_table([f"rows that fit {block / 1024:.0f} KiB on chip", "rows"], rows)
+        print_table([f"rows of a block that fit {block / 1024:.0f} KiB", "rows"], rows)
     print()
     _print_costs(model, "backward" in answer.problem.features)
     print()
     print_text(_NOTE)
     for text in left_out:
-        print_text(f"Left out: {text}.")
+        print_text(f"Not counted: {text}.")
 
 
 def _device_line(model: Model) -> str:
@@ -150,13 +151,16 @@ def _device_line(model: Model) -> str:
     peak = device.matrix_flops(model.dtype)
     if not device.bandwidth or not peak:
         return f"{device.name or device.arch}: unknown peaks, so no roofline"
-    units = "CUs" if device.vendor == "amd" else "SMs"
     return (
-        f"{device.name}: {device.units} {units}, {peak / 1e12:.4g} TFLOP/s {model.dtype}, "
-        f"{device.bandwidth / 1e12:.3g} TB/s, ridge {model.ridge:.0f} FLOP/byte, last cache "
-        f"{last_level_bytes(device) / 2**20:.0f} MiB, on-chip {device.shared_bandwidth / 1e12:.1f} "
-        "TB/s (vendor's figures)"
+        f"{device.name}: {device.units} {_units(model)}, {peak / 1e12:.4g} TFLOP/s {model.dtype}, "
+        f"{device.bandwidth / 1e12:.3g} TB/s, ridge {model.ridge:.0f} FLOP/byte, last-level "
+        f"cache {last_level_bytes(device) / 2**20:.0f} MiB, on-chip memory "
+        f"{device.shared_bandwidth / 1e12:.1f} TB/s (vendor's figures)"
     )
+
+
+def _units(model: Model) -> str:
+    return "CUs" if model.device.vendor == "amd" else "SMs"
 
 
 def _print_kernels(model: Model) -> None:
@@ -164,7 +168,7 @@ def _print_kernels(model: Model) -> None:
     for fit in model.fits:
         kernel, tiling = fit.kernel, fit.kernel.tiling
         tile = f"{tiling.block_q} × {tiling.block_k}"
-        parts = f" in {tiling.splits} parts" if tiling.splits > 1 else ""
+        parts = f" in {tiling.splits} splits" if tiling.splits > 1 else ""
         known = fit.occupancy
         limit = model.device.limits.shared_bytes_per_block if model.device.limits else 0
         rows.append(
@@ -181,8 +185,8 @@ def _print_kernels(model: Model) -> None:
                 _in_vendors_words(known.limited_by, model) if known else "–",
             ]
         )
-    head = ["kernel", "rows × keys", "workgroups", "threads", "registers", "on-chip B", "of limit",
-            "per unit", "occupancy", "limited by"]  # fmt: skip
+    head = ["kernel", "rows × keys", "workgroups", "threads", "registers", "on-chip bytes",
+            "of limit", f"per {_units(model)[:-1]}", "occupancy", "limited by"]  # fmt: skip
     print_table(head, rows)
     for fit in model.fits:
         buffers = ", ".join(f"{name} {count}" for name, count in fit.kernel.buffers.items())
@@ -216,7 +220,7 @@ def _print_costs(model: Model, backward: bool) -> None:
         row("FLOP/byte", [f"{cost.intensity:.3g}" for _, cost, _ in known]),
         row("bound by", [cost.by or "–" for _, cost, _ in known]),
         row("at least", [seconds(cost.seconds) for _, cost, _ in known]),
-        row("… any tiles", [seconds(model.least[to].seconds) for _, _, to in known]),
+        row("at least, any tiles", [seconds(model.least[to].seconds) for _, _, to in known]),
         row("peak memory", [_peak(model, name, to) for name, _, to in known]),
     ]
     print_table(["", *(name for name, _, _ in known)], rows)

@@ -114,8 +114,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--window",
         type=_window,
         metavar="L,R",
-        help="keys to the left and right of each query; none is unlimited, and a number below -1 "
-        "excludes keys next to the query, as in --window=256,-8 (default: no window)",
+        help="visible keys before and after each query, as in 256,0; the word none means "
+        "unlimited, and a number below -1 excludes keys next to the query, as in --window=256,-8 "
+        "(default: no window)",
     )
     group.add_argument(
         "--features",

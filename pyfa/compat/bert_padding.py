@@ -43,12 +43,12 @@ def unpad_input(
     attention_mask: torch.Tensor,
     unused_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor]:
-    """Return the rows of hidden_states (B, S, …) that a mask marks, as (total, …).
+    """Return the tokens of hidden_states (B, S, …), without padding, as packed rows (total, …).
 
-    ``attention_mask`` (B, S), bool or int, marks tokens in use; ``unused_mask`` (B, S) marks
-    allocated but unused ones. Also returns the rows' indices in (B·S), the offsets of the sequences
-    (B+1,) int32, the largest allocated length, and the used lengths (B,) int32. Waits for the
-    device.
+    ``attention_mask`` (B, S), bool or int, is true for tokens in use. ``unused_mask`` (B, S) is
+    true for tokens that are allocated but not in use; they are returned, too. The other results are
+    the rows' indices in (B·S), the offsets of the sequences (B+1,) int32, the largest allocated
+    length, and the used lengths (B,) int32. The function waits for the device.
     """
     marked = attention_mask if unused_mask is None else attention_mask + unused_mask
     allocated = marked.sum(-1, dtype=torch.int32)
@@ -67,9 +67,9 @@ def unpad_input_for_concatenated_sequences(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
     """Apply ``unpad_input`` to a batch whose rows each hold several sequences, one after the other.
 
-    Row b of ``attention_mask_in_length`` (B, S) int begins with the lengths of its sequences; the
-    rest is 0. Returns the used rows, their indices in (B·S), the offsets of all sequences
-    (sequences+1,) int32, and the largest length.
+    Row b of ``attention_mask_in_length`` (B, S) int begins with the lengths of the sequences in row
+    b of the batch; the rest is 0. Returns the packed tokens, their indices in (B·S), the offsets of
+    all sequences (sequences+1,) int32, and the largest length.
     """
     used = attention_mask_in_length.sum(-1, keepdim=True)
     position = torch.arange(attention_mask_in_length.shape[1], device=used.device)

@@ -19,7 +19,8 @@ _AS_ARGUMENT = {
 
 
 class ArgumentError(ValueError, RuntimeError):
-    """A wrong argument: flash-attention raises ``RuntimeError`` for it, pyfa ``ValueError``."""
+    """A wrong argument. It is a ``RuntimeError``, which flash-attention raises, and a
+    ``ValueError``, which pyfa raises."""
 
 
 def in_words_of(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

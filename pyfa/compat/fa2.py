@@ -2,17 +2,20 @@
 
     from pyfa.compat.fa2 import flash_attn_func
 
-Signatures, defaults and return values are those of flash-attention 2.8. What pyfa supports beyond
-flash-attention is available too: float32, CPUs, any head_dim up to 576 (above 256, ``hip`` and
-``cuda`` run the forward only) and a different one for V, softcap with dropout, pages of any size,
-gradients through the returned LSE. pyfa chooses the backend (``pyfa.use_backend``,
-``PYFA_BACKEND``).
+Signatures, defaults, return values and conventions are those of flash-attention 2.8:
 
-The conventions are flash-attention's. The LSE of a fully masked row is +inf. ``window_size`` takes
-any two integers, negative for unlimited. ``flash_attn_with_kvcache`` accepts tensors that require a
-gradient and gives none. Wrong arguments raise ``ArgumentError``, a ``RuntimeError`` as in
-flash-attention, with flash-attention's argument names. Dropout uses pyfa's random bits, and the
-dropped positions differ from flash-attention's.
+- The LSE of a fully masked row is +inf.
+- Negative bounds of ``window_size`` mean unlimited.
+- ``flash_attn_with_kvcache`` accepts tensors that require a gradient, but has none.
+- Wrong arguments raise ``ArgumentError``, a ``RuntimeError``, with flash-attention's argument
+  names.
+
+Dropout drops different positions than flash-attention's. pyfa chooses the backend
+(``pyfa.use_backend``, ``PYFA_BACKEND``).
+
+pyfa supports more than flash-attention: float32, CPUs, any head_dim up to 576 (above 256, ``hip``
+and ``cuda`` run the forward only), another head_dim for V, softcap with dropout, pages of any size,
+and gradients through the returned LSE.
 """
 
 from __future__ import annotations
@@ -77,11 +80,11 @@ def flash_attn_func(
     """Compute attention of q (B, Sq, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv): out (B, Sq, H,
     Dv).
 
-    With ``return_attn_probs`` it returns (out, softmax_lse, S_dmask). The LSE is (B, H, Sq)
-    float32, natural logarithm. S_dmask is empty without dropout; with it, (B, H, Sq, Sk) in q's
-    dtype, both lengths rounded up to multiples of 128, containing exp(score − the row's maximum),
-    negative where dropped. S_dmask is for tests: its memory is quadratic, and it has no gradient.
-    out and the LSE are differentiable.
+    With ``return_attn_probs`` it returns (out, softmax_lse, S_dmask). out and the LSE, (B, H, Sq)
+    float32, natural logarithm, are differentiable. S_dmask is for tests: its memory is quadratic,
+    and it has no gradient. With dropout it is (B, H, Sq, Sk) in q's dtype, with both lengths
+    rounded up to multiples of 128. It contains exp(score − the row's maximum), with a negative sign
+    where dropped. Without dropout it is empty.
 
     ``causal`` and ``window_size`` (left, right) align to the bottom right. ``alibi_slopes`` is (H,)
     or (B, H). Raises ``ArgumentError`` (a ``RuntimeError``) or ``TypeError`` for wrong arguments,
@@ -246,9 +249,9 @@ def flash_attn_with_kvcache(
     q and the new k.
 
     Returns out (B, Sq, H, Dv) and, with ``return_softmax_lse``, the LSE (B, H, Sq). There is no
-    gradient. With ``block_table`` and lengths in a tensor it waits for the device, as
-    flash-attention does, and raises ``ArgumentError`` if they exceed the table. It does not check
-    while a graph is captured.
+    gradient. If ``cache_seqlens`` is a tensor and ``block_table`` is given, the call waits for the
+    device, as in flash-attention, and raises ``ArgumentError`` if a length exceeds the table. It
+    does not check while a graph is captured.
     """
     return attend_cache(
         q, k_cache, v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,

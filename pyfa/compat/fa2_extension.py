@@ -1,9 +1,9 @@
 """flash-attention 2's compiled extension (``flash_attn_2_cuda``): five functions with positional
 arguments.
 
-The order of their arguments is that of flash-attention 2.8. They record no gradient. ``rng_state``
-is (2,) int64: the seed of the dropout and 0. Backward with dropout needs the forward's
-``rng_state``. ``generator`` must be None, as in flash-attention.
+The order of arguments is that of flash-attention 2.8. The functions record no gradient.
+``rng_state`` is (2,) int64, the dropout seed and 0. A backward with dropout needs the ``rng_state``
+of its forward. ``generator`` must be None, as in flash-attention.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def varlen_fwd(
 ) -> list[torch.Tensor]:
     """Call ``fwd`` on packed q (total_q, H, D), k and v; the LSE is (H, total_q).
 
-    ``seqused_k`` (B,) int32 says how many keys of a sequence are used. ``zero_tensors`` has no
-    effect, because rows outside the sequences are always written. ``leftpad_k`` is not supported.
+    ``seqused_k`` (B,) int32 is the number of keys of each sequence that are used. ``zero_tensors``
+    has no effect: rows outside the sequences are always set to 0. ``leftpad_k`` is not supported.
     """
     if num_splits > 1:
         raise RuntimeError("num_splits > 1 is not supported for packed queries")

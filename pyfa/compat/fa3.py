@@ -2,20 +2,25 @@
 
     from pyfa.compat.fa3 import flash_attn_func
 
-Signatures, defaults and return values are those of ``flash_attn_interface``. What pyfa supports
-beyond flash-attention is available too, as in ``fa2``. Conventions: ``return_attn_probs`` and
-``return_softmax_lse`` return the LSE, float32, natural logarithm, −inf for a fully masked row.
-``flash_attn_with_kvcache`` has no gradient. Descales, (B, Hk) float32 or (1,), apply to float8
-inputs, whose output is bfloat16; other inputs ignore them. Float8 keys also work with 16-bit
-queries. Float8 has no gradient: its backward raises ``NotImplementedError``, and under
-``torch.compile(fullgraph=True)`` its inputs must not require one.
+Signatures, defaults, return values and conventions are those of ``flash_attn_interface``:
 
-Accepted and ignored, because pyfa's plan decides the schedule: ``pack_gqa``, ``sm_margin``,
-``scheduler_metadata``. With ``qv``, q and qv are concatenated along head_dim, and so are k and v,
-so that one matrix product gives both terms of the score. On hip and cuda the decode kernel does
-this without a copy if v and k are views of one latent cache. A negative bound of ``window_size``
-means unlimited, as in flash-attention. Wrong arguments raise ``ArgumentError``, a ``RuntimeError``
-as in flash-attention, with its argument names.
+- The LSE is float32, natural logarithm, −inf for a fully masked row.
+- Negative bounds of ``window_size`` mean unlimited.
+- ``flash_attn_with_kvcache`` has no gradient.
+- Wrong arguments raise ``ArgumentError``, a ``RuntimeError``, with flash-attention's argument
+  names.
+
+pyfa supports more than flash-attention, as in ``fa2``. ``pack_gqa``, ``sm_margin`` and
+``scheduler_metadata`` are accepted and ignored.
+
+Float8: descales are (B, Hk) or (1,) float32, and the output is bfloat16. Inputs of other dtypes
+ignore descales. Float8 keys also work with 16-bit queries. There is no gradient: the backward
+raises ``NotImplementedError``, and under ``torch.compile(fullgraph=True)`` inputs must not require
+one.
+
+``qv``: q and qv are concatenated along head_dim, and so are k and v, so that one matrix product
+gives both terms of the score. If v and k are views of one latent cache, the decode kernels of hip
+and cuda need no copy.
 """
 
 from __future__ import annotations
@@ -303,10 +308,10 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> torch.Tensor:
-    """Return an empty int32 tensor on the device of ``cache_seqlens``: pyfa's kernels read the
-    lengths.
+    """Return an empty int32 tensor on the device of ``cache_seqlens``, which
+    ``flash_attn_with_kvcache`` accepts as ``scheduler_metadata``.
 
-    ``flash_attn_with_kvcache`` takes it as ``scheduler_metadata``.
+    pyfa needs no metadata, because its kernels read the lengths themselves.
     """
     validate.a_tensor("cache_seqlens", cache_seqlens)
     return cache_seqlens.new_empty(0, dtype=torch.int32)

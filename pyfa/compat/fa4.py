@@ -2,20 +2,25 @@
 
     from pyfa.compat.fa4 import flash_attn_func
 
-Signatures, defaults and return values are those of ``flash_attn.cute``, and of two functions of
-``flash_attn.cute.interface`` for split keys. What pyfa supports beyond flash-attention is available
-too, as in ``fa2``. Conventions: every call returns (out, lse). Without ``return_lse`` lse is None;
-with it, lse is differentiable. (If an input requires a gradient, flash-attention always returns an
-LSE, without gradient.) In ``window_size`` None means unlimited, and −1 is an ordinary number.
-``learnable_sink`` (H,) is float16, bfloat16 or float32 and has a gradient; the LSE includes it.
+Signatures, defaults, return values and conventions are those of ``flash_attn.cute``, and of two
+functions of ``flash_attn.cute.interface`` for split keys:
 
-Accepted and ignored, because pyfa's plan decides the schedule: ``pack_gqa``, ``min_seqlen_k``,
-``scheduler_metadata``, ``seqlen_k_per_split``, ``disable_scheduler_metadata``. ``qv`` is as in
-``fa3``. ``score_mod`` and ``mask_mod`` are plain Python (``fa4_mods``). pyfa derives gradients
-itself: ``score_mod_bwd`` and ``block_sparse_tensors_bwd`` are accepted and ignored. These raise
-``NotImplementedError``: ``gather_kv_indices``, mods in the CuTe DSL, mods with ``qv``, block-sparse
-tensors of packed sequences. Wrong arguments raise ``ArgumentError``, a ``RuntimeError``, with
-flash-attention's argument names.
+- Every call returns (out, lse). Without ``return_lse`` lse is None; with it, lse is differentiable.
+  (flash-attention also returns an LSE if an input requires a gradient, and its LSE has none.)
+- In ``window_size`` only None means unlimited; −1 is an ordinary number.
+- ``learnable_sink`` (H,) is float16, bfloat16 or float32 and has a gradient. The LSE includes it.
+- Wrong arguments raise ``ArgumentError``, a ``RuntimeError``, with flash-attention's argument
+  names.
+
+pyfa supports more than flash-attention, as in ``fa2``. ``score_mod`` and ``mask_mod`` are plain
+Python functions; pyfa derives their gradients. ``qv`` is as in ``fa3``.
+
+Accepted and ignored: ``pack_gqa``, ``min_seqlen_k``, ``scheduler_metadata``,
+``seqlen_k_per_split``, ``disable_scheduler_metadata``, ``score_mod_bwd``,
+``block_sparse_tensors_bwd``.
+
+Not implemented, ``NotImplementedError``: ``gather_kv_indices``, mods in the CuTe DSL, mods with
+``qv``, and block-sparse tensors of packed sequences.
 """
 
 from __future__ import annotations
@@ -156,9 +161,9 @@ def flash_attn_varlen_func(
 
     q is packed, (total_q, H, D) with ``cu_seqlens_q`` (B+1,) int32, or padded, (B, Sq, H, D). k and
     v are packed with ``cu_seqlens_k``, padded, or pages (num_pages, page_size, Hk, D) with
-    ``page_table`` (B, pages) int32. ``seqused_q`` and ``seqused_k`` (B,) int32 use only the first
-    rows of a sequence; its later queries give output 0 and LSE −inf. Maximum lengths are optional;
-    without them calls are slower if sequences are much shorter than the whole batch.
+    ``page_table`` (B, pages) int32. With ``seqused_q`` or ``seqused_k`` (B,) int32 only the first
+    rows of each sequence are used; unused queries give output 0 and LSE −inf. Maximum lengths are
+    optional. Pass them if sequences are much shorter than the whole batch: calls are then faster.
 
     Returns (out, lse) in the layout of q: lse is (H, total_q) or (B, H, Sq), or None. Raises what
     ``flash_attn_func`` raises.
@@ -264,8 +269,8 @@ def get_scheduler_metadata(
     seqlen_k_per_split: int | None = None,
     _arch: int | None = None,
 ) -> None:
-    """Return None, which ``flash_attn_varlen_func`` accepts: pyfa's kernels read the lengths
-    themselves."""
+    """Return None, which ``flash_attn_varlen_func`` accepts. pyfa needs no metadata, because its
+    kernels read the lengths themselves."""
 
 
 def refuse_missing(**given: object) -> None:

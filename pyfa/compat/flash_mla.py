@@ -2,19 +2,25 @@
 
     from pyfa.compat.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
-Signatures, defaults and return values are those of ``flash_mla``, on every GPU and on CPUs. Results
-follow FlashMLA's conventions: the LSE of a fully masked row is +inf, and ``attn_sink`` scales the
-output without entering the LSE. A key listed twice in ``indices`` counts twice. ``softmax_scale``
-is 1/√head_dim by default, which is not the scale of DeepSeek's models.
+Signatures, defaults, return values and conventions are those of ``flash_mla``:
 
-pyfa also supports any number of heads, any page size, ``indices`` over 16-bit caches, and CPUs.
-There are two kinds of float8 caches. With 656 bytes per token (DeepSeek-V3.2), a token has 512 e4m3
-elements, four float32 scales for 128 elements each, and 64 bfloat16 elements. With 584 bytes, a
-token has 448 e4m3 and 64 bfloat16 elements; the scales of a page are stored after its last token, 8
-bytes per token: 7 scales (powers of two, for 64 elements each) and one unused byte. With a float8
-cache, or with ``extra_k_cache``, listed tokens are copied before the kernel runs, float8 tokens as
-bfloat16. Float8 without ``indices`` raises ``NotImplementedError``. With ``attn_sink`` the output
-is rounded once more.
+- The LSE of a fully masked row is +inf.
+- ``attn_sink`` scales the output and does not change the LSE. The output is then rounded twice.
+- A key listed twice in ``indices`` counts twice.
+- ``softmax_scale`` is 1/√head_dim by default, which is not the scale of DeepSeek's models.
+
+pyfa also supports CPUs, any number of heads, any page size, and ``indices`` over 16-bit caches.
+
+Float8 caches have one of two formats:
+
+- 656 bytes per token (DeepSeek-V3.2): 512 e4m3 elements, four float32 scales for 128 elements each,
+  and 64 bfloat16 elements.
+- 584 bytes per token: 448 e4m3 and 64 bfloat16 elements, and 8 bytes of scales. These follow the
+  last token of a page: for each token 7 scales (powers of two, for 64 elements each) and an unused
+  byte.
+
+Float8 without ``indices`` raises ``NotImplementedError``. With a float8 cache, or with
+``extra_k_cache``, the listed tokens are first copied, float8 tokens as bfloat16.
 """
 
 from __future__ import annotations
@@ -151,9 +157,9 @@ def flash_mla_sparse_fwd(
     """Return (out, max_logits, lse) of q (Sq, H, D) over kv (Sk, 1, D) at ``indices`` (Sq, 1,
     topk).
 
-    Entries that are negative or at least Sk list no key, and only the first ``topk_length`` (Sq,)
-    entries of a row count. out is (Sq, H, d_v); max_logits (the largest scaled score, −inf of a
-    fully masked row) and lse are (Sq, H) float32. max_logits is computed by PyTorch's operators.
+    Entries that are negative or at least Sk list no key. Only the first ``topk_length`` (Sq,)
+    entries of a row are read. out is (Sq, H, d_v). max_logits and lse are (Sq, H) float32;
+    max_logits is the largest scaled score of a row, −inf if the row is fully masked.
     """
     validate.a_tensor("indices", indices)
     if indices.dim() != 3 or indices.shape[1] != 1:
@@ -171,8 +177,8 @@ def flash_mla_sparse_fwd(
 def quantize_tokens(cache: torch.Tensor) -> torch.Tensor:
     """Quantize bfloat16 (…, 576) to FlashMLA's tokens of 656 bytes: (…, 656) uint8.
 
-    Each scale covers 128 elements: their largest magnitude divided by 448, at least 1e-4, rounded
-    up to a power of two.
+    A scale is for 128 elements. It is their largest magnitude divided by 448, but at least 1e-4,
+    rounded up to a power of two.
     """
     if cache.shape[-1] != _DIM or cache.dtype != torch.bfloat16:
         validate.wrong("cache", f"bfloat16 tokens of {_DIM} elements", cache)

@@ -1,9 +1,10 @@
 """Rotary position embedding in plain PyTorch (``flash_attn.layers.rotary``, ``ops.triton.rotary``).
 
-Pairs are elements 2i and 2i+1 if ``interleaved``, else i and i+R. cos and sin are (positions, R).
-Elements of a head after the first 2·R do not change. The computation is in float32. Row s of
-sequence b is at ``seqlen_offsets[b]`` + s. Positions after the end of the tables are not rotated
-(in the kernels of ``pyfa.attention_kvcache`` they give NaN).
+cos and sin are tables (positions, R). Pairs of elements are rotated: 2i and 2i+1 if
+``interleaved``, otherwise i and i+R. Elements of a head after the first 2·R do not change. Row s of
+sequence b is at position ``seqlen_offsets[b]`` + s. Rows beyond the end of the tables are not
+rotated. (In the kernels of ``pyfa.attention_kvcache`` they give NaN.) The computation is in
+float32.
 """
 
 from __future__ import annotations
@@ -41,10 +42,9 @@ def apply_rotary(
     inplace: bool = False,
     conjugate: bool = False,
 ) -> torch.Tensor:
-    """Rotate x (B, S, H, D), or packed (total, H, D) with ``cu_seqlens``; backwards if
-    ``conjugate``.
+    """Rotate x (B, S, H, D), or packed (total, H, D) with ``cu_seqlens``.
 
-    Returns x itself if ``inplace``.
+    ``conjugate`` rotates backwards. With ``inplace`` it returns x itself.
     """
     turned = 2 * cos.shape[-1]
     if cos.shape != sin.shape or cos.dim() != 2 or turned > x.shape[-1]:
@@ -87,7 +87,7 @@ def apply_rotary_emb(
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> torch.Tensor:
-    """Do what ``apply_rotary`` does, differentiable in x, also with ``inplace``."""
+    """Call ``apply_rotary`` with a gradient for x, also with ``inplace``."""
     where = {
         "seqlen_offsets": seqlen_offsets,
         "cu_seqlens": cu_seqlens,
@@ -168,7 +168,7 @@ class RotaryEmbedding(torch.nn.Module):
     """Rotary embedding with its own tables (Su et al. 2021, arXiv:2104.09864).
 
     Rotates ``dim`` elements of each head. ``scale_base`` selects XPos (Sun et al. 2022,
-    arXiv:2212.10554): Q's tables grow with the position by ``scale``, K's shrink.
+    arXiv:2212.10554), in which the tables of Q grow with the position, and those of K shrink.
     """
 
     inv_freq: torch.Tensor

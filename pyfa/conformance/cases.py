@@ -35,28 +35,33 @@ _SHORT = {
 
 @dataclass(frozen=True)
 class Case:
-    """One problem, and how its inputs are made.
+    """One attention problem of the suite, and the recipe for its inputs.
 
-    ``lengths_q`` and ``lengths_k`` hold the number of rows that take part, for each sequence; in a
-    cache they count from the first valid key and include the appended ones. ``kind`` is the public
-    function that is called: ``attention``, ``attention_varlen``, ``attention_kvcache`` or
-    ``attention_latent``, whose values are the first ``head_dim_v`` elements of the keys.
+    ``kind`` is the public function that is called: ``attention``, ``attention_varlen``,
+    ``attention_kvcache`` or ``attention_latent``. ``lengths_q`` and ``lengths_k`` are the number of
+    query rows and keys of each sequence. In a cache, keys count from the first valid one and
+    include the appended ones. Fields that do not explain themselves:
 
-    ``dlse``: gradient through "both" out and LSE, or the LSE "only". ``bias``: which dimensions it
-    has (one of ``BIASES``; "hidden" has all dimensions and some rows of −inf, "other" all
-    dimensions and not q's dtype but another of 16 bits; no level uses "one" and "sequences").
-    ``alibi``: slopes per "heads" or per "batch" and head. ``used_q`` and ``used_k``: sequences have
-    rows that take no part. ``slack``: rows of a packed tensor, or of a cache, beyond what any
-    sequence owns, and by how much ``max_seqlen`` exceeds the longest. ``shared``: sequences share
-    their first page. ``recipe``: the distribution of the values (``RECIPES``). ``layout``: their
-    memory layout (``LAYOUTS``). ``cache_dtype``: the dtype of k and v if it differs from q's.
-    ``scales``: the scales of float8 tensors, per "tensor" or "head", or per block of this many
-    rows. ``out_dtype``: the requested output dtype, if any. ``hostile``: a NaN or an inf among the
-    inputs, and where (``HOSTILE``). ``score_mod`` and ``mask_mod``: names in ``modifiers.py``.
-    ``captured_grad``: also compute gradients of the tensors that the score_mod captured. ``topk``:
-    the length of each row's list of keys; some entries list no key, some list a key twice. With
-    ``used_q`` lists also have lengths. ``block_mask``: the block size of a BlockMask with full,
-    partial and absent blocks. ``tree``: a mask over the new rows alone, one per sequence.
+    - ``dlse``: the gradient flows through "both" out and LSE, or through the LSE "only".
+    - ``bias``: its dimensions (one of ``BIASES``). "hidden" has all dimensions and some rows of
+      −inf; "other" has all dimensions and the 16-bit dtype that is not q's.
+    - ``alibi``: slopes per "heads" or per "batch" and head.
+    - ``used_q``, ``used_k``: the sequences also have unused rows (``seqused_q``, ``seqused_k``).
+    - ``slack``: the number of rows of a packed tensor or cache that belong to no sequence, and by
+      how much ``max_seqlen`` exceeds the longest sequence.
+    - ``shared``: sequences share their first page.
+    - ``recipe``, ``layout``: the distribution of the values (``RECIPES``), and their memory layout
+      (``LAYOUTS``).
+    - ``cache_dtype``: the dtype of k and v if it differs from q's.
+    - ``scales``: float8 scales per "tensor", per "head", or per block of this many rows.
+    - ``hostile``: a NaN or an inf among the inputs, and where (``HOSTILE``).
+    - ``score_mod``, ``mask_mod``: names in ``modifiers.py``.
+    - ``captured_grad``: also compute gradients of the tensors that the score_mod captured.
+    - ``topk``: the length of each row's list of keys. Some entries list no key, some list a key
+      twice. With ``used_q`` the lists also have lengths.
+    - ``block_mask``: the block size of a BlockMask with full, partial and absent blocks.
+    - ``tree``: a ``tree_mask``, one per sequence.
+    - ``head_dim_v``: for ``attention_latent``, the number of elements of a key that are its value.
     """
 
     kind: str = "dense"
@@ -137,8 +142,7 @@ class Case:
 
     @property
     def passes_cache_seqlens(self) -> bool:
-        """Return whether the call passes the lengths of its cache; otherwise all that is stored
-        takes part."""
+        """Return whether the call passes ``cache_seqlens``. Without it, the whole cache is used."""
         return bool(
             self.used_k or self.leftpad or self.new_keys or self.slack
             or len(set(self.lengths_k)) > 1

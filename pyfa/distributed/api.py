@@ -49,19 +49,18 @@ def ring_attention(
     backend: Backends = None,
     **unknown: object,
 ) -> Result:
-    """Compute ``pyfa.attention`` of a sequence that is split over several ranks: exact, with
-    gradients.
+    """Compute exact attention of a sequence that is split over several ranks.
 
-    Every rank passes its rows of q (B, S, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv), as
-    returned by ``shard``. It gets the same rows of out (B, S, H, Dv) in q's dtype and, with
-    ``return_lse``, of the LSE (B, H, S), float32. Dtypes: float16, bfloat16, float32. The number of
-    ranks changes results only by rounding, and does not change the dropped positions. Results are
-    equal from run to run if the backend's gradients are.
+    Each rank passes its own rows of q (B, S, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv), as
+    ``shard`` returns them. It gets its own rows of out (B, S, H, Dv) in q's dtype and, with
+    ``return_lse``, of the LSE (B, H, S), float32. q, k and v are float16, bfloat16 or float32, and
+    receive gradients. The number of ranks changes results only by rounding. It does not change the
+    positions that dropout drops.
 
     Parameters
     ----------
     group, mesh
-        A process group (by default the default one), or a ``DeviceMesh`` of one or two dimensions:
+        A process group, or a ``DeviceMesh`` of one or two dimensions:
         ``DeviceMesh("cuda", ranks, mesh_dim_names=("ring", "heads"))``. The ring runs along the
         first dimension; ranks along the second share the heads, as in ``ulysses_attention``. Put
         nodes along the first dimension and the GPUs of a node along the second.
@@ -84,10 +83,10 @@ def ring_attention(
     The other arguments are those of ``pyfa.attention`` and must be the same on all ranks. ``bias``
     is not supported.
 
-    Raises ``ValueError`` or ``TypeError`` naming the wrong argument. If ranks pass different
-    arguments, the first call with such arguments raises it on every rank, before anything else is
-    sent. Raises ``UnsupportedProblem`` if no backend can run a block. Raises ``RankError`` naming
-    rank and step if another rank died or did not answer within the group's timeout.
+    Raises ``ValueError`` or ``TypeError`` that names the wrong argument. If ranks pass different
+    arguments, every rank raises it before any data is sent. Raises ``UnsupportedProblem`` if no
+    backend can run a block. Raises ``RankError`` if another rank died or did not answer within the
+    group's timeout.
 
     Sources: Liu et al. 2023, Ring Attention with Blockwise Transformers, arXiv:2310.01889; zigzag:
     Llama 3, arXiv:2407.21783; with heads: Fang and Zhao 2024, USP, arXiv:2405.07719.

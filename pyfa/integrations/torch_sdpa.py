@@ -1,20 +1,21 @@
-"""PyTorch's flash attention on pyfa, through ``torch.nn.attention``'s registry of implementations.
+"""Runs PyTorch's flash attention on pyfa, through the registry in ``torch.nn.attention``.
 
     from pyfa.integrations import torch_sdpa
     torch_sdpa.activate()    # scaled_dot_product_attention on a GPU now runs pyfa's kernels
     ...
     torch_sdpa.restore()     # PyTorch's own kernels again
 
-While active, pyfa runs the operators behind ``varlen_attn``, behind nested tensors and behind
-``scaled_dot_product_attention`` where PyTorch chooses flash attention, forward and backward.
-PyTorch still decides when to choose it: float16 and bfloat16, no mask, head_dim up to 256.
+While active, pyfa runs ``varlen_attn``, nested tensors, and ``scaled_dot_product_attention`` where
+PyTorch chooses flash attention, forward and backward. PyTorch still decides when to choose it:
+float16 and bfloat16, no mask, head_dim up to 256.
 ``torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)`` forces it.
 
-Dropout is pyfa's. The seed comes from PyTorch's generator of the device; the state passed from
-forward to backward holds the seed and an offset of 0. Each replay of a captured graph draws
-different dropout. The LSE of a fully masked row is −inf. pyfa chooses the backend (``use_backend``,
-``PYFA_BACKEND``), except the torch backend on a GPU, which would call the operators that this
-replaces. Activate and restore between iterations, not between a forward and its backward.
+- Dropout drops different positions than PyTorch's kernel. The seed comes from PyTorch's generator
+  of the device; each replay of a captured graph draws a new one.
+- The LSE of a fully masked row is −inf.
+- pyfa chooses the backend (``use_backend``, ``PYFA_BACKEND``), but never the torch backend on a
+  GPU, which calls the operators that this module replaces.
+- Do not activate or restore between a forward and its backward.
 """
 
 from __future__ import annotations

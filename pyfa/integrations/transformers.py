@@ -4,14 +4,14 @@
     transformers.register()
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="pyfa")
 
-``register`` adds two functions, one for masks and one for attention. Masks that follow from
-positions are never built: causal masks, sliding windows, padding on either side, and the unfilled
-end of a static cache. All others become a boolean mask (B, 1, queries, keys): holes, packed
-sequences without ``cu_seq_lens_q``, chunks, bidirectional blocks.
+``register`` adds two functions to transformers, one for masks and one for attention.
 
-As with transformers' own flash attention, a layer's window is its ``sliding_window``. The output of
-padding queries is meaningless; other queries never see their keys. A fully masked row gives 0,
-whereas ``eager`` gives the mean of the values.
+- No mask is allocated for causal attention, sliding windows, padding on either side, or a static
+  cache that is not full. Other masks are boolean tensors (B, 1, queries, keys): holes, packed
+  sequences without ``cu_seq_lens_q``, chunks, bidirectional blocks.
+- As with transformers' own flash attention, a layer's window is its ``sliding_window``.
+- The output for padding tokens is meaningless; other tokens never see them. A fully masked row
+  gives 0, whereas ``eager`` gives the mean of the values.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ __all__ = ["attention", "make_mask", "register"]
 def register(name: str = "pyfa", attend: Callable[..., torch.Tensor] | None = None) -> None:
     """Make ``attn_implementation=name`` known to every transformers model in this process.
 
-    Pass ``attend``, called instead of ``pyfa.attention``, if each process holds a part of every
-    sequence: ``functools.partial(pyfa.distributed.ring_attention, mesh=mesh)``. Give the model its
-    part of the tokens and their ``position_ids``. Causal masks, sliding windows and sinks are those
-    of the whole sequence. Padding and caches are not implemented.
+    ``attend`` is called instead of ``pyfa.attention``. For context parallelism, pass
+    ``pyfa.distributed.ring_attention``, or ``functools.partial(ring_attention, mesh=mesh)``, and
+    call the model with this rank's part of the tokens and their ``position_ids``. Causal masks,
+    sliding windows and sinks then apply to the whole sequence. Padding and caches are not
+    implemented.
     """
     if attend is None:
         AttentionInterface.register(name, attention)
@@ -72,10 +73,10 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute attention of query (B, H, Sq, D), key (B, Hk, Sk, D) and value (B, Hk, Sk, Dv).
 
-    ``attention_mask`` comes from ``make_mask``, or is a mask (B | 1, H | 1, Sq | 1, Sk), boolean or
-    added to the scores. ``position_bias`` (B | 1, H, Sq, Sk) is also added. ``s_aux`` (H,) are
-    sinks. With ``cu_seq_lens_q`` and its three companions, a batch of one holds packed sequences,
-    and the mask is ignored. Weights are never returned.
+    ``attention_mask`` is the result of ``make_mask``, or a mask (B | 1, H | 1, Sq | 1, Sk), boolean
+    or added to the scores. ``position_bias`` (B | 1, H, Sq, Sk) is also added. ``s_aux`` (H,) are
+    sinks. ``cu_seq_lens_q``, ``cu_seq_lens_k`` and their maximum lengths mark the packed sequences
+    in a batch of one; the mask is then ignored. Weights are never returned.
 
     Returns (out (B, Sq, H, Dv), None). Raises what ``pyfa.attention`` raises, and
     ``NotImplementedError`` for the paged cache of continuous batching.
@@ -188,15 +189,19 @@ def make_mask(
     config: Any = None,
     **others: Any,
 ) -> torch.Tensor | None:
-    """Return the mask of ``q_length`` queries from position ``q_offset`` on and ``kv_length`` keys
-    from ``kv_offset`` on; ``attention_mask`` (B, positions) is False if a token is padding.
+    """Return the mask that ``attention`` takes, in the smallest form that expresses it.
 
-    The mask is None if it follows from positions. It is int32 (B, 1, 1, 2) if it follows from
-    positions except that the first keys are padding or the last are not filled yet: the first key,
-    and the end of the keys that the last query sees. (It has four dimensions because transformers
-    passes such tensors on unchanged.) Otherwise it is boolean (B, 1, queries | 1, keys), False if a
-    query does not see a key. The function reads ``attention_mask`` and so waits for the device,
-    except while a graph is traced or captured.
+    It is for ``q_length`` queries from position ``q_offset`` on and ``kv_length`` keys from
+    ``kv_offset`` on. ``attention_mask`` (B, positions) is False for padding. The result is
+
+    - None, if the mask depends on positions alone (causal, window);
+    - int32 (B, 1, 1, 2), if in addition the first keys are padding or the last keys are not filled
+      yet: the first valid key, and the end of the keys that the last query sees. (It has four
+      dimensions because transformers passes such tensors on unchanged.);
+    - otherwise boolean (B, 1, queries | 1, keys), False where a query does not see a key.
+
+    The function reads ``attention_mask`` and so waits for the device, except while a graph is
+    traced or captured.
     """
     arguments = {
         "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length,

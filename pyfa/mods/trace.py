@@ -64,7 +64,7 @@ class Traced(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise ModError(f"{func} outlives the trace of its mod")
+        raise ModError(f"{func} is used after its mod was traced")
 
 
 class Traces(NamedTuple):

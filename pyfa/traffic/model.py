@@ -77,10 +77,10 @@ class Model:
             return {}
         block, dim, size = limits.shared_bytes_per_block, self.shape.head_dim, self.shape.itemsize
         return {
-            "three tiles, float32": sram.rows_of_three_tiles(block, dim),
-            "with S and O, float32": sram.rows_with_scores(block, dim),
-            f"three tiles, {self.dtype}": sram.rows_of_three_tiles(block, dim, size),
-            f"with S and O, {self.dtype}": sram.rows_with_scores(block, dim, size),
+            "Q, K and V, float32": sram.rows_of_three_tiles(block, dim),
+            "Q, K, V, S and O, float32": sram.rows_with_scores(block, dim),
+            f"Q, K and V, {self.dtype}": sram.rows_of_three_tiles(block, dim, size),
+            f"Q, K, V, S and O, {self.dtype}": sram.rows_with_scores(block, dim, size),
         }
 
     def as_dict(self) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def test_the_constant_that_was_changed_is_named(name: str, end: int, factor: flo
     assert best.value == pytest.approx(constant.ends[end] * factor, rel=0.25)
     assert best.rms < 2 * NOISE < found.rms
     assert best.beyond
-    assert "Wrong was" in found.sentence
+    assert "The constant that explains this best is" in found.sentence
     assert mi300x_fit.WORDS[name] in found.sentence
 
 
@@ -80,7 +80,7 @@ def test_the_constant_that_was_changed_is_named(name: str, end: int, factor: flo
 def test_what_changes_next_to_nothing_is_not_named(name: str) -> None:
     found = verdict(with_changed(name, 0, 4.0))
     assert (found.named, found.alike) == ("", ())
-    assert "no constant is shown to be wrong" in found.sentence
+    assert "No constant is shown to be wrong" in found.sentence
 
 
 @pytest.mark.parametrize("noise", [0.02, 0.05, 0.1])
@@ -100,7 +100,7 @@ def test_what_no_single_constant_explains_is_said() -> None:
              for low in one.seconds[:1]]  # fmt: skip
     found = verdict(times)
     assert found.named == ""
-    assert "no single constant explains it" in found.sentence
+    assert "No single constant explains this" in found.sentence
 
 
 def test_two_that_act_alike_are_both_listed() -> None:
@@ -145,7 +145,7 @@ def test_the_command_with_a_stand_in_device(
     assert cli.main(["bench", "mi300x", "--out", str(path)]) == 0
     out = capsys.readouterr().out
     assert "by the timing model (model, not measured)" in out
-    assert "Wrong was the bandwidth of HBM: 2" in " ".join(out.split())
+    assert "explains this best is the bandwidth of HBM: 2" in " ".join(out.split())
     data = bench.load(path)
     assert data["mi300x"]["verdict"]["named"] == "hbm_bytes"
     assert data["effort"]["seconds"] == 0.3
@@ -167,7 +167,7 @@ def test_the_report_shows_it(
     assert cli.main(["bench", "--report", str(tmp_path / "page"), "--from", str(path)]) == 0
     page = (tmp_path / "page" / "index.html").read_text()
     assert "measured, and by the timing model (model, not measured)" in page
-    assert "no constant is shown to be wrong" in page
+    assert "No constant is shown to be wrong" in page
     assert page.count("model, not measured") >= 3
     for cell, _ in reckoned():
         assert cell.name in page

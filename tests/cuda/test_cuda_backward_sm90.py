@@ -72,7 +72,7 @@ def test_tiles_of_another_arch_are_sm80_s(monkeypatch: pytest.MonkeyPatch) -> No
     assert kernel_of(128, 128).kernel == backward.KERNEL
 
 
-STEEP = "sm90's has no sinks with softcap or score_mod for heads beyond 128"
+STEEP = "sm90's has no sinks with softcap or score_mod above head_dim 128"
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_decode_and_what_is_left_out(capsys: pytest.CaptureFixture[str]) -> None
     assert any("page table" in text for text in data["left_out"])
     status, out, _ = call(capsys, *arguments, "--features", "bias")
     assert status == 0
-    assert "Left out: the bias" in out
+    assert "Not counted: the bias" in out
 
 
 def test_a_backend_without_tiles_and_a_device_without_peaks(

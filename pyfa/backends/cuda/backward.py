@@ -103,7 +103,7 @@ NARROW = 128  # of heads: what a warpgroup has S and dP of
 def why_not_sm90(dims: Pair, terms: frozenset[str]) -> str | None:
     """Return why backward is sm80's kernel on a device that has sm90's; None if it is not."""
     if "sinks" in terms and max(dims) > NARROW and terms & _STEEP:
-        return "sm90's has no sinks with softcap or score_mod for heads beyond 128"
+        return "sm90's has no sinks with softcap or score_mod above head_dim 128"
     return None
 
 

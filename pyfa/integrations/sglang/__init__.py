@@ -3,7 +3,7 @@
     sglang serve MODEL --attention-backend pyfa --page-size 64
 
 SGLang calls ``register`` through the entry point ``sglang.srt.plugins``, in each of its processes.
-That adds a name, so the plug-in is idle until SGLang is asked for it.
+``register`` only adds a name, so nothing else happens until the user selects it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def register() -> None:
     """Add ``pyfa`` to SGLang's attention backends, and to those allowed with
     ``--enable-deterministic-inference``.
 
-    May be called more than once. If another plug-in has registered the name, it keeps it.
+    May be called more than once. If another plug-in has registered the name, that registration
+    stays.
     """
     registry = importlib.import_module("sglang.srt.layers.attention.attention_registry")
     if NAME in registry.ATTENTION_BACKENDS:

@@ -4,8 +4,8 @@
     PYFA_VLLM_CPU=1 vllm serve MODEL                # on a CPU
 
 vLLM calls ``register`` through the entry point ``vllm.general_plugins``, in each of its processes.
-That names the class of ``backend.py`` and loads nothing, so the plug-in is idle until vLLM is asked
-for it.
+``register`` only tells vLLM the name of the class in ``backend.py``, which vLLM loads if the user
+selects it.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ def check_version(version: str) -> None:
 
 
 def register() -> None:
-    """Tell vLLM where pyfa's attention backend is: as ``CUSTOM``, which ``--attention-backend
-    CUSTOM`` selects, and with ``PYFA_VLLM_CPU=1`` in place of ``CPU_ATTN``.
+    """Register pyfa's attention backend with vLLM as ``CUSTOM``, which ``--attention-backend
+    CUSTOM`` selects. With ``PYFA_VLLM_CPU=1`` it also replaces ``CPU_ATTN``.
 
-    May be called more than once. If another plug-in has registered ``CUSTOM``, it keeps the name.
-    A version of vLLM without this registry is left alone. Raises ``ImportError`` in that case, or
-    for a version that is not supported, if ``PYFA_VLLM_CPU`` asks for pyfa.
+    May be called more than once. If another plug-in has registered ``CUSTOM``, that registration
+    stays. In a version of vLLM without this registry, ``register`` does nothing. If
+    ``PYFA_VLLM_CPU`` is set, it raises ``ImportError`` then, and for any version that is not
+    supported.
     """
     asked = env.get("PYFA_VLLM_CPU")
     if asked:
