@@ -193,7 +193,7 @@ def _emulate(
 
 @contextmanager
 def _pool() -> Iterator[Executor]:
-    """A process for each core: a case takes about 4 s, and every plan's bundle has 4,200."""
+    """A process for each core: a bundle of every plan takes all 4,200 cases."""
     import torch
 
     spawning = multiprocessing.get_context("spawn")
