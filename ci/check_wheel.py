@@ -17,6 +17,7 @@ import sys
 import tempfile
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 MOST_BYTES = 60_000_000
 # What a machine gets with torch and the wheel, and nothing that compiles or reads ELF.
@@ -79,6 +80,19 @@ def bare(folder: Path, wheel: Path) -> Path:
     return python
 
 
+def head_dims(objects: list[dict[str, Any]], arch: str) -> list[int]:
+    """Return those that the bundle has for ``arch``; sm_90's cubins are of sm_90 and sm_90a. Above
+    256 there is no backward, which PROBLEMS ask for."""
+    found = {
+        int(part[9:])
+        for each in objects
+        if each["arch"].startswith(arch)
+        for part in each["kernel"].split()
+        if part.startswith("HEAD_DIM=")
+    }
+    return sorted(dim for dim in found if 0 < dim <= 256)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="where one wheel and one sdist are")
@@ -101,13 +115,9 @@ def main() -> int:
         archs = {each["arch"] for each in objects}
         counts = {arch: sum(each["arch"] == arch for each in objects) for arch in sorted(archs)}
         results["objects"] = counts
-        # Above 256 only latent attention has kernels, which PROBLEMS do not ask for.
-        found = {int(part[9:]) for each in objects for part in each["kernel"].split()
-                 if part.startswith("HEAD_DIM=")}  # fmt: skip
-        heads = {dim for dim in found if 0 < dim <= 256}
         script = FIRST_CALL.format(absent=ABSENT)
         for device, arch in (("MI300X", "gfx942"), ("L40S", "sm_89"), ("H200", "sm_90")):
-            for dim in sorted(heads) if arch in archs else ():
+            for dim in head_dims(objects, arch) if arch in archs else ():
                 for features, seqlen_q in PROBLEMS:
                     problem = [device, features, seqlen_q, dim]
                     command = [python, "-c", script, json.dumps(problem)]

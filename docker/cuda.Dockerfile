@@ -5,8 +5,9 @@ ARG BASE=pytorch/pytorch:latest
 FROM ${BASE}
 COPY build/wheel/*.whl /tmp/wheel/
 # The image's torch stays: without a build for CUDA before and after, the build of the image fails.
+# Some of these images have torch in the system's Python, where pip installs only if it is told to.
 RUN python3 -c "import torch; assert torch.version.cuda" \
-    && python3 -m pip install --no-cache-dir /tmp/wheel/*.whl \
+    && PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir /tmp/wheel/*.whl \
     && python3 -c "import torch; assert torch.version.cuda" \
     && rm -r /tmp/wheel
 CMD ["pyfa", "info"]

@@ -58,6 +58,32 @@ def test_the_recipes_of_containers(vendor: str, other: str) -> None:
     assert other not in " ".join(rest for _, rest in found)
 
 
+@pytest.mark.parametrize("vendor", ["rocm", "cuda"])
+@pytest.mark.parametrize("fails", [None, 1, 2, 3])
+def test_a_recipe_runs_its_steps_in_order(vendor: str, fails: int | None, tmp_path: Path) -> None:
+    """With a Python that notes its arguments, and fails at one of the three times."""
+    wheels, log = tmp_path / "wheel", tmp_path / "log"
+    wheels.mkdir()
+    wheel = wheels / "pyfa_attention-0-py3-none-any.whl"
+    wheel.touch()
+    stub = tmp_path / "python3"
+    stub.write_text(
+        f'#!/bin/sh\necho "$PIP_BREAK_SYSTEM_PACKAGES $*" >>{log}\n'
+        f"[ $(wc -l <{log}) -ne {fails or 0} ]\n"
+    )
+    stub.chmod(0o755)
+    recipe = dict(instructions(ROOT / "docker" / f"{vendor}.Dockerfile"))
+    command = recipe["RUN"].replace("/tmp/wheel", str(wheels))
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    ended = subprocess.run(["/bin/sh", "-c", command], env=path)
+    assert (ended.returncode == 0) == (fails is None)
+    assert wheels.exists() == (fails is not None)
+    found = log.read_text().splitlines()
+    asserted = f" -c import torch; assert torch.version.{'hip' if vendor == 'rocm' else 'cuda'}"
+    installed = f"1 -m pip install --no-cache-dir {wheel}"
+    assert found == [asserted, installed, asserted][: fails or 3]
+
+
 def test_the_wheels_job_is_a_selection_that_exists() -> None:
     text = (ROOT / "ci" / "wheel").read_text()
     (arguments,) = re.findall(r"set -- (.*)", text)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +14,20 @@ from pyfa import sources
 from pyfa.backends import BACKENDS
 from pyfa.cli import bundling, parser
 from pyfa.conformance import grid, report, runner
+from pyfa.conformance.cases import Case
 
 CASES = ("a", "b", "c", "d")
+
+
+class InTurn:
+    """In place of the pool of processes: a case runs here, when its result is asked for."""
+
+    class Later:
+        def __init__(self, result: Any) -> None:
+            self.result = result
+
+    def submit(self, function: Any, case: Any) -> Any:
+        return self.Later(partial(function, case))
 
 
 @pytest.fixture
@@ -31,6 +45,8 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return SimpleNamespace(status=status)
 
     monkeypatch.setattr(runner, "run_case", run_case)
+    monkeypatch.setattr(bundling, "_pool", lambda: nullcontext(InTurn()))
+    monkeypatch.setattr(bundling, "as_completed", list)
     monkeypatch.setattr(BACKENDS["emulator"].launch, "digests", {})  # type: ignore[attr-defined]
     return names
 
@@ -97,6 +113,16 @@ def test_the_suites_names_are_those_of_one_case_each() -> None:
     emulator: Any = BACKENDS["emulator"]
     names = [case.name for case in grid.cases("full", emulator.FEATURES, emulator.DTYPES)]
     assert len(names) == len(set(names))
+
+
+def test_processes_run_only_what_is_bundled() -> None:
+    """Here that is nothing, in the pool itself."""
+    case = Case(lengths_q=(1,), lengths_k=(64,), head_dim=64)
+    with bundling._pool() as pool:
+        assert pool.submit(bundling._digests, case).result() == (report.REFUSED, [])
+    status, digests = bundling._digests(case)
+    assert status == report.PASSED
+    assert digests
 
 
 def test_the_command_takes_a_file() -> None:
