@@ -4,8 +4,10 @@
 the median over rounds of 60 calls that do not wait for the device, in µs a call; the rounds of all
 rows take turns, so that load and clock strike all alike. "autograd alone" is a function of three
 tensors that does nothing, forward and backward: what of a training step's host time is PyTorch's
-engine. "new total" are packed calls whose total of rows never came before. "decode" is on the
-device, by events, as a fraction of the same call in a CUDA graph.
+engine; in "one thread" the engine runs on the thread that asks for gradients, by
+``torch.autograd.set_multithreading_enabled(False)``. "new total" are packed calls whose total of
+rows never came before. "decode" is on the device, by events, as a fraction of the same call in a
+CUDA graph.
 """
 
 from __future__ import annotations
@@ -118,8 +120,9 @@ def measure(functions: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
     return times
 
 
-def new_totals(training: bool) -> list[float]:
-    """Seconds of packed calls with another total each."""
+def new_totals(training: bool, alone: bool = False) -> list[float]:
+    """Seconds of packed calls with another total each; ``alone``: of a function that does
+    nothing."""
     times = []
     for step in range(100):
         ends = (100 + 3 * step, 300 + 4 * step, 357 + 4 * step)
@@ -128,7 +131,10 @@ def new_totals(training: bool) -> list[float]:
         dout = random(ends[-1], 8, 64)
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        out = pyfa.attention_varlen(*tensors, offsets, offsets, 512, 512, causal=True)
+        if alone:
+            out = _Nothing.apply(*tensors)
+        else:
+            out = pyfa.attention_varlen(*tensors, offsets, offsets, 512, 512, causal=True)
         if training:
             torch.autograd.grad(out, tensors, dout)
         times.append(time.perf_counter() - begin)
@@ -169,7 +175,7 @@ def main() -> None:
         rows.append(
             {"call": name, "us": round(middle, 2), "quartiles": [round(low, 2), round(high, 2)]}
         )
-        print(f"{name:<32} {middle:8.2f} us  ({low:.2f} … {high:.2f})")
+        print(f"{name:<44} {middle:8.2f} us  ({low:.2f} … {high:.2f})")
 
     gc.disable()
     functions = calls()
@@ -180,6 +186,12 @@ def main() -> None:
         note(name, times)
     note("new total, forward", new_totals(training=False))
     note("new total, forward and backward", new_totals(training=True))
+    note("new total, autograd alone", new_totals(training=True, alone=True))
+    with torch.autograd.set_multithreading_enabled(False):
+        names = ("forward and backward", "autograd alone")
+        for name, times in measure({name: functions[name] for name in names}).items():
+            note(f"{name}, one thread", times)
+        note("new total, forward and backward, one thread", new_totals(training=True))
     ratio = round(decode_beside_a_graph(), 4)
     print(f"decode of 65,536 keys, eagerly over in a graph: {ratio}")
     if options.save:

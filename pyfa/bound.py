@@ -133,9 +133,9 @@ class Bound:
     """One bound call: ``run`` maps its tensors to out and, if needed, LSE.
 
     ``form``: the call without its tensors. ``who``: the backends that may run it, and which inputs
-    need a gradient. ``writes``: it appends to a cache. ``any_total``: ``run`` takes any number of
-    packed rows; ``free`` says of which tensors. ``backwards``: its bound backwards without and with
-    a gradient of the LSE, each with the tensors that it fits.
+    need a gradient. ``writes``: it appends to a cache. ``free``: the dimensions of packed rows,
+    of which ``run`` takes any number. ``backwards``: its bound backwards without and with a
+    gradient of the LSE, each with the tensors that it fits.
     """
 
     __slots__ = (
@@ -150,11 +150,10 @@ class Bound:
         append: Append | None,
         who: tuple[str, bool, bool],
         tensors: Sequence[torch.Tensor],
-        any_total: bool,
     ) -> None:
         self.run, self.who = run, who
         self.form: Form = form_of(call, append)
-        self.free = free_of(self.form) if any_total else {}
+        self.free = free_of(self.form)
         self.returns_lse, self.needs_grad = call.return_lse, who[1]
         self.writes = append is not None and append.k is not None
         # k and v have the same rows.

@@ -74,7 +74,7 @@ def bound_of(
     if found is None:
         prepared = prepare(call, *who)
         run = prepared.bind(call, append, with_lse)
-        found = Bound(run, call, append, who, tensors, prepared.backend.ANY_TOTAL)
+        found = Bound(run, call, append, who, tensors)
         if _torch.is_unwatched(*tensors):
             calls.keep(key, tensors, found)
     return found

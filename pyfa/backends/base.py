@@ -58,8 +58,6 @@ class Backend(Protocol):
     """
 
     NAME: str
-    ANY_TOTAL: bool
-    """Whether a bound packed call runs with any number of packed rows."""
     FEATURES: frozenset[str]
     DTYPES: tuple[str, ...]
 
@@ -74,7 +72,8 @@ class Backend(Protocol):
 
     def bind(self, plan: Plan, call: Call, append: Append | None, with_lse: bool) -> Run:
         """Bind ``plan`` to ``call``, and to all calls that differ from it only in the values and
-        addresses of their tensors: shapes, strides, dtypes, devices and numbers are the same.
+        addresses of their tensors, and in the number of packed rows: all other sizes, strides,
+        dtypes, devices and numbers are the same.
 
         The returned function maps the tensors to out (``Call.out_shape``, ``Call.dtype_of_out``)
         and, with ``with_lse``, LSE (``Call.lse_shape``, float32). It keeps no tensor. It raises

@@ -36,6 +36,7 @@ from pyfa.backends.common.program import Params, Program, arguments_of, run_of
 from pyfa.backends.hip import code, compiler, libamdhip64, plans, runtime_device
 from pyfa.backends.hip.runtime_device import DeviceRuntime
 from pyfa.problem import Call, form_of, tensors_of
+from pyfa.sizes import Size
 
 STREAM = 0x7FAB00000000
 IMAGE = bytes(range(0xF0, 0x100)) * 4
@@ -180,6 +181,19 @@ def two_kernels(paths: list[str]) -> None:
     described = program(0, (1, 64, first), (2, 128, second), (3, 256, first))
     kernels = [kernel(), kernel(IMAGE[::-1], "d2"), kernel()]
     run_of(described, runtime.launch_of(described, kernels), runtime.empty)(*tensors(0))
+
+
+def totals(paths: list[str]) -> None:
+    """Two steps of which one's grid and both steps' parameters follow from the total of rows."""
+    runtime = start(paths)
+    first, second = (
+        each._replace(values={**each.values, "lse_head": Size("q"), "seqlen_q": Size("k") + 1})
+        for each in (params(0), params(1))
+    )
+    described = program(0, (2, 64, first), (-(-Size("q") // 16), 128, second))
+    launch = runtime.launch_of(described, [kernel(), kernel()])
+    for q, k in ((40, 7), (1, 9), (40, 7)):
+        run_of(described, launch, runtime.empty, totals=(q, k))(*tensors(0))
 
 
 def refused(paths: list[str]) -> dict[str, Any]:

@@ -96,7 +96,8 @@ def run(call: Call, new: Append) -> dict[str, torch.Tensor]:
     launcher, program = Launcher(EmulatorRuntime()), Program(form_of(call, new).names, call.q)
     written = append.add(launcher, program, call, new)
     assert sorted(written.values()) == sorted(program.made)
-    made = run_of(program, launcher.launch_of(program, inputs), poisoned)(*inputs)
+    launch, totals = launcher.launch_of(program, inputs), (call.q.shape[0], call.k.shape[0])
+    made = run_of(program, launch, poisoned, totals=totals)(*inputs)
     return dict(zip(program.made, made, strict=True))
 
 

@@ -19,6 +19,7 @@ from pyfa.conformance.cases import Case
 from pyfa.device import DEVICES
 from pyfa.dispatch import prepare
 from pyfa.problem import Call, Problem, tensors_of
+from pyfa.sizes import value_at
 from pyfa.traffic import Shape
 from pyfa.traffic.requested import requested_of
 
@@ -309,7 +310,8 @@ def sums_of(call: Call) -> int:
     """Of dQ in float32, all heads and rows that have any."""
     launch, pair = Launcher(CountingEach()), (call.q.shape[-1], call.v.shape[-1])
     chain = backward.plans_of("hip", pair, 1, False, False)
-    return native_backward.sums_of(launch, call, chain)["dq_accum"][0][0]
+    (size,), *_ = native_backward.sums_of(launch, call, chain)["dq_accum"]
+    return value_at(size, (call.q.shape[0], call.k.shape[0]))
 
 
 class CountingEach(Counting):

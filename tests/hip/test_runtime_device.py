@@ -366,6 +366,18 @@ def test_a_launch_that_is_repeated_is_the_launch_alone(
     assert len(named(log, "hipModuleLoadData")) == 1
 
 
+def test_what_follows_from_the_total_of_rows(
+    scenario: Scenario, copies: dict[str, str], log: Path
+) -> None:
+    scenario("totals", [copies["torch"]])
+    seen = []
+    for call in named(log, "hipModuleLaunchKernel"):
+        values = abi.unpack(bytes.fromhex(call["params"]))
+        seen.append((call["grid"][0], call["stream"], values["lse_head"], values["seqlen_q"]))
+    of_40, of_1 = [(2, STREAM, 40, 8), (3, STREAM, 40, 8)], [(2, STREAM, 1, 10), (1, STREAM, 1, 10)]
+    assert seen == [*of_40, *of_1, *of_40]
+
+
 def test_a_device_that_is_not_current(
     scenario: Scenario, copies: dict[str, str], log: Path
 ) -> None:

@@ -31,8 +31,6 @@ class DigestingLauncher(Launcher, Protocol):
 class NativeBackend:
     """``base.Backend`` over a vendor's ``target`` and ``launch``."""
 
-    ANY_TOTAL = True
-
     def __init__(self, name: str, target: Target, launch: DigestingLauncher) -> None:
         self.NAME = name
         self.FEATURES = features_by(target.name)

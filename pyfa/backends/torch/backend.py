@@ -16,7 +16,6 @@ from . import sdpa, tiled
 
 class TorchBackend:
     NAME = "torch"
-    ANY_TOTAL = True
     FEATURES = features_by("torch")
     DTYPES: tuple[str, ...] = (
         "float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e4m3fnuz",
