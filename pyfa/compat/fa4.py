@@ -238,9 +238,10 @@ def flash_attn_combine(
     """Merge attention over parts of the keys into attention over all of them: (out, lse).
 
     ``out_partial`` (splits, B, S, H, D) and ``lse_partial`` (splits, B, S, H), or packed
-    (splits, total, H, D) and (splits, total, H), are float32. Returns out, written to ``out`` if
-    given, else of ``out_dtype`` (float32 by default), and the LSE (B, S, H) or (total, H), None
-    without ``return_lse``. ``cu_seqlens`` and ``seqused`` are ignored: each row merges alone.
+    (splits, total, H, D) and (splits, total, H), are float32. Returns out in ``out_dtype``
+    (float32 by default), and the LSE (B, S, H) or (total, H), None without ``return_lse``. If
+    ``out`` is given, the output is written there. ``cu_seqlens`` and ``seqused`` are ignored,
+    because rows are merged independently.
     """
     refuse_missing(virtual_batch_idx=virtual_batch_idx)
     merged, lse = combine(out_partial, lse_partial, out, out_dtype)
