@@ -22,29 +22,23 @@ import json
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import machine
 
+HERE = Path(__file__).parent
 ABSENT = ("ziglang", "cuda", "elftools", "msgpack", "triton")
 ORDERS = ("pyfa first", "engine first")
 
 _CHILD = r'''
 import contextlib, functools, json, sys, time
 
-order, absent = json.loads(sys.argv[1])
-
-class Blind:
-    """A finder that does not see some packages."""
-    def __init__(self, finder):
-        self.finder = finder
-    def __getattr__(self, name):
-        return getattr(self.finder, name)
-    def find_spec(self, name, path=None, target=None):
-        hidden = name.split(".")[0] in absent
-        return None if hidden else self.finder.find_spec(name, path, target)
-
-sys.meta_path[:] = [Blind(finder) for finder in sys.meta_path]
+order, absent, here = json.loads(sys.argv[1])
+sys.path.insert(0, here)
+import blind
+sys.path.pop(0)
+blind.hide(absent)
 opened, libraries, inner, phases = [], [], {}, {}
 
 def hook(event, arguments):
@@ -169,7 +163,7 @@ print(json.dumps({
 
 
 def once(order: str, absent: tuple[str, ...]) -> dict[str, Any]:
-    command = [sys.executable, "-c", _CHILD, json.dumps([order, absent])]
+    command = [sys.executable, "-c", _CHILD, json.dumps([order, absent, str(HERE)])]
     ended = subprocess.run(command, capture_output=True, text=True)
     if ended.returncode:
         sys.exit(ended.stderr)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import re
 import struct
 import time
@@ -41,9 +42,12 @@ class Driver:
     def cuDriverGetVersion(self, number: Any) -> int:
         return 1  # as without a driver, so that none is in the way of a compiler
 
-    def cuTensorMapEncodeTiled(self, at: Any, dtype: Any, rank: Any, base: Any, *_: Any) -> int:
-        """A map that holds nothing but the address."""
-        ctypes.memmove(at.value, struct.pack("<Q120x", base.value), 128)
+    def cuTensorMapEncodeTiled(
+        self, at: Any, dtype: Any, rank: Any, base: Any, sizes: Any, strides: Any, *_: Any
+    ) -> int:
+        """A map that holds the address, the strides and, in its last word, the rows less 1."""
+        data = struct.pack("<4Q92xI", base.value, *strides, sizes[1] - 1)
+        ctypes.memmove(at.value, data, 128)
         return 0
 
     def function(self, name: str) -> int:
@@ -117,16 +121,17 @@ class _Runtime:
 
     def launch_of(self, program: Any, kernels: Any) -> Any:
         layout = arguments.layout_of(program, lambda _: ())
-        count = len(program.steps)
+        blocks = [step.blocks for step in program.steps]
 
         def calls_of(address: int) -> Any:
             first, second = ctypes.c_void_p(address), ctypes.c_void_p(0)
-            return [(first, second)] * count, lambda stream: None
+            steps = [(first, second)] * len(blocks)
+            return arguments.Calls(steps, lambda stream: None, lambda step, blocks: None)
 
         def recover(error: int, step: int, call: Any) -> None:
             raise RuntimeError(f"step {step} failed with {error}")
 
-        return arguments.launcher(layout, 0, self._launch, calls_of, recover)
+        return arguments.launcher(layout, 0, self._launch, calls_of, recover, (), blocks)
 
 
 @contextlib.contextmanager
@@ -154,6 +159,9 @@ def nvidia(name: str = "H200", notes: bool = False) -> Iterator[Driver]:
         (made, "_load_new", _load(driver)),
         (libcuda, "library", lambda: driver),
         (counters, "source", lambda index: lambda: 4096),
+        (tensor_maps, "rows_at", functools.cache(tensor_maps.rows_at.__wrapped__)),
+        (tensor_maps, "movable", functools.cache(tensor_maps.movable.__wrapped__)),
+        (tensor_maps, "_encoded_as_is", functools.cache(tensor_maps._encoded_as_is.__wrapped__)),
         (torch.cuda, "device", contextlib.nullcontext),
         (torch.cuda, "current_device", lambda: 0),
     ]

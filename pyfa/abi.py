@@ -17,8 +17,11 @@ import torch
 
 from . import mods
 from .problem import TENSORS, Call, band_of, scales_of
+from .sizes import Extent, Size
 
-Strides = tuple[int, ...]
+Strides = tuple[Extent, ...]
+Values = dict[str, float | Size]
+"""Members of ``Params`` that are numbers."""
 
 
 class Field(NamedTuple):
@@ -198,10 +201,10 @@ def captured_bytes(number: object, listed: bool = False) -> int:
     return _CAPTURED_SIZE * (number + _OF_LISTS if listed else max(number, 1))
 
 
-def captured_values(number: int, shape: Sequence[int], strides: Sequence[int]) -> dict[str, int]:
+def captured_values(number: int, shape: Strides, strides: Strides) -> Values:
     """Return the sizes and strides of captured tensor ``number``; missing dimensions have 1."""
     filler = (1,) * (_RANK - len(shape))
-    values = {f"captured{number}_size{dim}": n for dim, n in enumerate((*shape, *filler))}
+    values: Values = {f"captured{number}_size{dim}": n for dim, n in enumerate((*shape, *filler))}
     steps = enumerate((*strides, *filler))
     return values | {f"captured{number}_stride{dim}": n for dim, n in steps}
 
@@ -211,13 +214,13 @@ def unpack(data: bytes) -> dict[str, int | float]:
     return dict(zip(NAMES, _LAYOUT.unpack_from(data), strict=True))
 
 
-def forward_values(call: Call, out: Strides, lse: Strides) -> dict[str, int | float]:
+def forward_values(call: Call, out: Strides, lse: Strides) -> Values:
     """Return the numbers (not addresses) that a forward kernel needs for ``call``.
 
     ``out`` and ``lse`` are the strides of tensors shaped ``Call.out_shape`` and ``lse_shape``.
     """
     band = band_of(call)
-    values: dict[str, int | float] = {
+    values: Values = {
         "batch": call.batch,
         "heads_q": call.q.shape[-2],
         "heads_k": call.k.shape[-2],
@@ -301,7 +304,7 @@ def descale_values(call: Call) -> dict[str, int]:
     return values
 
 
-def strides_of(name: str, strides: Strides) -> dict[str, int]:
+def strides_of(name: str, strides: Strides) -> dict[str, Extent]:
     """Return the strides of a tensor (B, S, H, D), or (total, H, D) with batch stride 0."""
     batch, row, head = strides[:3] if len(strides) == 4 else (0, *strides[:2])
     return {f"{name}_batch": batch, f"{name}_row": row, f"{name}_head": head}
@@ -319,6 +322,11 @@ def pointer_format(members: Iterable[str]) -> str:
 def offset_of(member: str) -> int:
     """Return the offset of a member in bytes."""
     return sum(_SIZES[field.type] for field in _ALL[: _POSITIONS[member]])
+
+
+def format_of(member: str) -> str:
+    """Return the struct format of a member."""
+    return "<" + _FORMATS[_ALL[_POSITIONS[member]].type]
 
 
 def in_order(members: Iterable[str]) -> list[str]:

@@ -120,6 +120,16 @@ class Call(NamedTuple):
             return self.cu_seqlens_q.shape[0] - 1
         return self.q.shape[0]
 
+    @property
+    def has_spare_q(self) -> bool:
+        """Return whether rows of q may belong to no sequence."""
+        return self.cu_seqlens_q is not None or self.seqused_q is not None
+
+    @property
+    def has_spare_k(self) -> bool:
+        """Return whether rows of k and v, which are not pages, may belong to no sequence."""
+        return self.cu_seqlens_k is not None or self.seqused_k is not None
+
     def lse_shape(self) -> tuple[int, ...]:
         """Return (B, H, Sq), or (H, total_q) if q is packed."""
         if self.cu_seqlens_q is not None:

@@ -15,6 +15,7 @@ from pyfa import _torch, binding, cache, ops
 from pyfa.bound import Table
 
 CallsOf = Callable[[Any, str], list[Any]]
+Forget = Callable[[], None]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,11 +44,24 @@ def code_of_tests() -> Path:
     return path
 
 
+@pytest.fixture
+def nothing_bound(monkeypatch: pytest.MonkeyPatch) -> Forget:
+    """No call has come yet, and again none whenever this is called: those that are bound hold the
+    backend and the code that they were bound with."""
+
+    def forget() -> None:
+        monkeypatch.setattr(binding, "calls", Table())
+        monkeypatch.setattr(ops, "calls", Table())
+
+    forget()
+    return forget
+
+
 @pytest.fixture(params=["guards", "by hand"])
-def fresh_calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def fresh_calls(
+    request: pytest.FixtureRequest, nothing_bound: Forget, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No call has come yet. Twice: also as with a PyTorch that has no such guards."""
-    monkeypatch.setattr(binding, "calls", Table())
-    monkeypatch.setattr(ops, "calls", Table())
     if request.param == "by hand":
         monkeypatch.setattr(_torch, "TensorGuards", None)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import pyfa
-from pyfa import api, binding, ops
+from pyfa import api
 
 pytestmark = pytest.mark.usefixtures("fresh_calls")
 
@@ -86,14 +86,16 @@ def error_of(call: Callable[[], Any]) -> tuple[type, str] | None:
     ids=[f"{n}-{call.__name__}-{name}" for n, (name, call, _, _) in enumerate(CASES)],
 )
 def test_a_wrong_argument_is_found_again(
-    name: str, call: Call, right: dict[str, Any], wrong: dict[str, Any]
+    name: str,
+    call: Call,
+    right: dict[str, Any],
+    wrong: dict[str, Any],
+    nothing_bound: Callable[[], None],
 ) -> None:
     first = error_of(lambda: call(**wrong))
     assert first is not None
     assert name.split("'")[0] in first[1]
-    for table in (binding.calls, ops.calls):
-        table.known.clear()
-        table.recent.clear()
+    nothing_bound()
     for _ in range(3):
         call(**right)
         assert error_of(lambda: call(**wrong)) == first

@@ -132,18 +132,14 @@ def outcome(call: Callable[[], Any]) -> Any:
         return type(error), str(error)
 
 
-def forget() -> None:
-    for table in (binding.calls, ops.calls):
-        table.known.clear()
-        table.recent.clear()
-
-
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
-def test_what_differs_is_another_call(other: Callable[..., Any]) -> None:
+def test_what_differs_is_another_call(
+    other: Callable[..., Any], nothing_bound: Callable[[], None]
+) -> None:
     """Twice, with the entry of the first in place, and with what it would run poisoned."""
     tensors, of = inputs(requires_grad=False), offsets(15, 30)
     expected = outcome(lambda: other(tensors, of))
-    forget()
+    nothing_bound()
     attend(tensors, 15, 30)
     ((_, entry),) = binding.calls.recent.values()
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,12 @@ from typing import Any
 import pytest
 import torch
 
-from pyfa import binding, cache, cli, env, ops
+from pyfa import cache, cli, env
 from pyfa.backends import BACKENDS, NAMES
 from pyfa.backends.common import calls
 from pyfa.backends.hip import forward, plans
 from pyfa.backends.hip.target import TARGET
 from pyfa.backends.native import catalog
-from pyfa.bound import Table
 from pyfa.cli import problem
 from pyfa.device import DEVICES
 from pyfa.plan import Plan
@@ -374,7 +374,11 @@ class TestConformance:
         assert (status, bool(text)) == (0, True)
 
     def test_a_failed_case_is_status_1(
-        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+        self,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+        nothing_bound: Callable[[], None],
     ) -> None:
         good, bad = tmp_path / "good.json", tmp_path / "bad.json"
         arguments = ("conformance", "--backend", "torch", "--features", "batch_idx",
@@ -393,8 +397,7 @@ class TestConformance:
 
         monkeypatch.setattr(BACKENDS["torch"], "bind", wrong)
         # The same calls came before, and their runs are kept.
-        monkeypatch.setattr(binding, "calls", Table())
-        monkeypatch.setattr(ops, "calls", Table())
+        nothing_bound()
         status, text, _ = call(capsys, *arguments, str(bad))
         assert status == 1
         assert text

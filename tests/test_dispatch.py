@@ -7,24 +7,16 @@ import pytest
 import torch
 
 import pyfa
-from pyfa import binding, dispatch, ops
+from pyfa import dispatch
 from pyfa.backends import AUTOMATIC, BACKENDS, NAMES
 from pyfa.backends.torch.backend import TorchBackend
-from pyfa.bound import Table
 from pyfa.device import CPU, DEVICES
 
 
-def forget(monkeypatch):
-    """No call is bound."""
-    monkeypatch.setattr(binding, "calls", Table())
-    monkeypatch.setattr(ops, "calls", Table())
-
-
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch):
+def fresh(monkeypatch, nothing_bound):
     """No choice made before the test is kept, and none made in it stays."""
     monkeypatch.setattr(dispatch, "_prepared", {})
-    forget(monkeypatch)
     monkeypatch.setattr(dispatch, "_lost", set())
     dispatch._from_environment.cache_clear()
     yield
@@ -67,13 +59,13 @@ def inputs():
     return torch.randn(3, 1, 8, 2, 4).unbind()
 
 
-def test_order_of_say(ran, inputs, monkeypatch):
+def test_order_of_say(ran, inputs, monkeypatch, nothing_bound):
     """The argument, then the context, then the environment, then automatic."""
     pyfa.attention(*inputs)
     monkeypatch.setenv("PYFA_BACKEND", "triton,torch")
     dispatch._from_environment.cache_clear()
     monkeypatch.setattr(dispatch, "_prepared", {})
-    forget(monkeypatch)
+    nothing_bound()
     pyfa.attention(*inputs)
     with pyfa.use_backend("cuda", "torch"):
         pyfa.attention(*inputs)

@@ -101,25 +101,16 @@ def test_the_checks_first_call_names_what_a_bundle_lacks(
     """The script that the check runs beside a wheel, here beside no bundle and no compiler."""
     check = runpy.run_path(str(ROOT / "ci" / "check_wheel.py"))
     hidden = f"""
-import sys
+import blind
 from pathlib import Path
-
-class Blind:
-    def __init__(self, finder):
-        self.finder = finder
-
-    def find_spec(self, name, path=None, target=None):
-        hidden = name.split(".")[0] in {check["ABSENT"]!r}
-        return None if hidden else self.finder.find_spec(name, path, target)
-
-sys.meta_path[:] = [Blind(finder) for finder in sys.meta_path]
+blind.hide({check["ABSENT"]!r})
 from pyfa import bundle
 bundle.FOLDER = Path({str(tmp_path)!r})
 """
     script = hidden + check["FIRST_CALL"].format(absent=check["ABSENT"])
     problem = json.dumps([device, ["causal", "backward"], 4096, 128])
     command = [sys.executable, "-c", script, problem]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}"}
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
+BENCHMARKS = str(Path(__file__).parents[1] / "benchmarks")
 OPTIONAL = (
     "triton", "hip", "cuda", "rocm", "ziglang", "elftools", "msgpack", "matplotlib", "jinja2",
     "transformers",
@@ -16,22 +18,13 @@ OPTIONAL = (
 LATER = ("pyfa.cli", "pyfa.conformance", "pyfa.compat", "pyfa.integrations")
 HEAVY = (*OPTIONAL, "rich", "filelock", "platformdirs", "importlib.metadata", "subprocess")
 
-# Makes every finder blind to the optional packages, as if they were not installed.
+# As if the optional packages were not installed.
 WITHOUT_OPTIONAL = f"""
 import sys
-
-class Blind:
-    def __init__(self, finder):
-        self.finder = finder
-
-    def __getattr__(self, name):
-        return getattr(self.finder, name)
-
-    def find_spec(self, name, path=None, target=None):
-        hidden = name.split(".")[0] in {OPTIONAL!r}
-        return None if hidden else self.finder.find_spec(name, path, target)
-
-sys.meta_path[:] = [Blind(finder) for finder in sys.meta_path]
+sys.path.insert(0, {BENCHMARKS!r})
+import blind
+sys.path.pop(0)
+blind.hide({OPTIONAL!r})
 """
 
 

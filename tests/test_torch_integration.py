@@ -8,8 +8,7 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 import pyfa
-from pyfa import binding, ops, request
-from pyfa.bound import Table
+from pyfa import request
 
 
 def tensors(dtype=torch.float32, grad=True, sq=37, sk=61, heads=6, heads_k=3, dim=24):
@@ -159,7 +158,7 @@ def test_checkpoint():
         assert torch.equal(x, y)
 
 
-def test_backward_keeps_the_backend_of_its_forward(monkeypatch):
+def test_backward_keeps_the_backend_of_its_forward(monkeypatch, nothing_bound):
     """Backward runs outside the context, on autograd's thread, and still where forward ran."""
     from pyfa import dispatch
     from pyfa.backends.torch.backend import TorchBackend
@@ -180,8 +179,7 @@ def test_backward_keeps_the_backend_of_its_forward(monkeypatch):
 
     monkeypatch.setitem(dispatch.BACKENDS, "triton", Recording())
     monkeypatch.setattr(dispatch, "_prepared", {})
-    monkeypatch.setattr(binding, "calls", Table())
-    monkeypatch.setattr(ops, "calls", Table())
+    nothing_bound()
     inputs = tensors()
     with pyfa.use_backend("triton"):
         total = attend(*inputs)

@@ -11,23 +11,24 @@ from typing import Any
 
 import torch
 
-from .. import request
+from .. import request, validate
 from . import fa4, raw
 from .errors import in_words_of, refuse
 from .fa4 import *  # noqa: F403  # the module has the public functions too
 
 __all__ = [*fa4.__all__, "_flash_attn_bwd", "_flash_attn_fwd", "_validate_head_dims"]
 
-_MAX_HEAD_DIM = 256
-
 
 def _validate_head_dims(
     head_dim: int, head_dim_v: int, compute_capability: int, alignment: int
 ) -> None:
     """Raise ``AssertionError`` for head dims that pyfa does not support on any GPU."""
-    for name, size in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
-        if not 1 <= size <= _MAX_HEAD_DIM:
-            raise AssertionError(f"{name}: expected 1 to {_MAX_HEAD_DIM}; got {size}")
+    for name, size, most in (
+        ("head_dim", head_dim, validate.MAX_HEAD_DIM),
+        ("head_dim_v", head_dim_v, validate.MAX_HEAD_DIM_V),
+    ):
+        if not 1 <= size <= most:
+            raise AssertionError(f"{name}: expected 1 to {most}; got {size}")
 
 
 def _flash_attn_fwd(

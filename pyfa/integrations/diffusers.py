@@ -8,6 +8,11 @@
 added to the score), causal masks (aligned to the top left, as in PyTorch), windows, grouped heads
 and dropout are supported, with gradients. Context parallelism (ring and Ulysses) works as with
 diffusers' own backends: without mask and dropout. Tested with diffusers 0.42.
+
+UNets call PyTorch's attention, not the dispatcher; a processor for their layers changes that:
+
+    unet.set_attn_processor(integration.Processor())
+    unet.set_attention_backend("pyfa")
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ import torch
 from .. import api, request
 from ..compat import raw
 
-__all__ = ["NAME", "register"]
+__all__ = ["NAME", "Processor", "register"]
 
 NAME = "pyfa"
 
@@ -45,6 +50,57 @@ def register() -> None:
     member = _member(dispatcher.AttentionBackendName)
     registry = dispatcher._AttentionBackendRegistry
     registry.register(member, supports_context_parallel=True)(_attention)
+
+
+class Processor:
+    """What diffusers' ``AttnProcessor2_0`` computes, by the backend that is set.
+
+    One for all layers of a model: ``set_attn_processor(Processor())``.
+    """
+
+    _attention_backend: Any = None
+    _parallel_config: Any = None
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        temb: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the output of the layer ``attn``, a ``diffusers`` ``Attention``."""
+        dispatcher = importlib.import_module("diffusers.models.attention_dispatch")
+        x = hidden_states
+        if attn.spatial_norm is not None:
+            x = attn.spatial_norm(x, temb)
+        if hidden_states.dim() == 4:
+            x = x.flatten(2).transpose(1, 2)
+        if attn.group_norm is not None:
+            x = attn.group_norm(x.transpose(1, 2)).transpose(1, 2)
+        keys = x if encoder_hidden_states is None else encoder_hidden_states
+        if encoder_hidden_states is not None and attn.norm_cross:
+            keys = attn.norm_encoder_hidden_states(keys)
+        mask = attention_mask
+        if mask is not None:
+            mask = attn.prepare_attention_mask(mask, keys.shape[1], len(keys))
+            mask = mask.view(len(keys), attn.heads, -1, mask.shape[-1])
+        made = (attn.to_q(x), attn.to_k(keys), attn.to_v(keys))
+        q, k, v = (each.unflatten(-1, (attn.heads, -1)) for each in made)
+        q = q if attn.norm_q is None else attn.norm_q(q)
+        k = k if attn.norm_k is None else attn.norm_k(k)
+        out = dispatcher.dispatch_attention_fn(
+            q, k, v, attn_mask=mask, backend=self._attention_backend,
+            parallel_config=self._parallel_config,
+        )  # fmt: skip
+        linear, dropout = attn.to_out
+        out = dropout(linear(out.flatten(2).to(q.dtype)))
+        if hidden_states.dim() == 4:
+            out = out.transpose(1, 2).reshape(hidden_states.shape)
+        if attn.residual_connection:
+            out = out + hidden_states
+        result: torch.Tensor = out / attn.rescale_output_factor
+        return result
 
 
 def _member(names: type[enum.Enum]) -> enum.Enum:

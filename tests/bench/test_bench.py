@@ -5,16 +5,16 @@ from __future__ import annotations
 import copy
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from pyfa import bench, binding, cli, ops
+from pyfa import bench, cli
 from pyfa.backends.torch.backend import TorchBackend
 from pyfa.bench import peers, runner, suites, timing
-from pyfa.bound import Table
 from pyfa.cli import bench as command
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -98,7 +98,10 @@ def test_a_peer_that_fails_is_a_reason(
 
 
 def test_a_planted_slowdown_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    nothing_bound: Callable[[], None],
 ) -> None:
     before = str(tmp_path / "before.json")
     assert call(capsys, "small", "--peers", "pyfa", "--out", before)[0] == 0
@@ -114,8 +117,7 @@ def test_a_planted_slowdown_is_found(
         return after_a_while
 
     monkeypatch.setattr(TorchBackend, "bind", slower)
-    monkeypatch.setattr(binding, "calls", Table())
-    monkeypatch.setattr(ops, "calls", Table())
+    nothing_bound()
     status, out, _ = call(capsys, "small", "--peers", "pyfa", "--against", before)
     assert status == 1
     assert "SLOWER" in out

@@ -8,6 +8,7 @@ import importlib
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pyfa import binding, ops
 from pyfa.backends import BACKENDS
 from pyfa.backends.hip import runtime_emulator
 from pyfa.backends.native import gaps
-from pyfa.bound import Table
 from pyfa.conformance import run_cases
 from pyfa.conformance.cases import Case, packed
 from pyfa.emulator.decode import decode
@@ -103,13 +102,14 @@ def test_the_emulators_coverage_is_in_the_report() -> None:
     assert not run_cases(BACKENDS["torch"], [SPLIT]).coverage
 
 
-def test_rows_that_no_kernel_writes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_no_kernel_writes_are_seen(
+    monkeypatch: pytest.MonkeyPatch, nothing_bound: Callable[[], None]
+) -> None:
     """Memory that nobody wrote holds no zeros, so a gap that is not cleared is not 0 by luck."""
     case = Case(kind="varlen", lengths_q=(33, 40), lengths_k=(33, 40), slack=3)
     assert run_cases(BACKENDS["emulator"], [case]).ok
     monkeypatch.setattr(gaps, "add_forward", lambda *_: None)
-    monkeypatch.setattr(binding, "calls", Table())
-    monkeypatch.setattr(ops, "calls", Table())
+    nothing_bound()
     result = run_cases(BACKENDS["emulator"], [case]).results[0]
     assert result.status == "failed"
 

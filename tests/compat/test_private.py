@@ -396,7 +396,7 @@ def test_version_4(layout: str) -> None:
             q, k, v, out, dout, lse, learnable_sink=torch.zeros(4), **options, **where
         )
     with pytest.raises(AssertionError, match="head_dim_v"):
-        fa4_interface._validate_head_dims(128, 257, 9, 8)
+        fa4_interface._validate_head_dims(576, 513, 9, 8)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

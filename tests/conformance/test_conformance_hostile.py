@@ -9,10 +9,9 @@ import pytest
 import torch
 
 import pyfa
-from pyfa import binding, conformance, ops
+from pyfa import conformance
 from pyfa.backends import BACKENDS
 from pyfa.backends.torch.backend import TorchBackend
-from pyfa.bound import Table
 from pyfa.conformance import grid
 from pyfa.conformance.cases import HOSTILE, Case
 
@@ -75,7 +74,9 @@ LEAKS: list[tuple[str, Change]] = [
 
 
 @pytest.mark.parametrize("number", range(len(LEAKS)))
-def test_what_loses_or_leaks_a_nan_is_found(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_loses_or_leaks_a_nan_is_found(
+    number: int, monkeypatch: pytest.MonkeyPatch, nothing_bound: Callable[[], None]
+) -> None:
     word, change = LEAKS[number]
     case = next(x for x in cases("torch") if word in x.name and x.kind == "dense")
     bind = TorchBackend.bind
@@ -85,6 +86,5 @@ def test_what_loses_or_leaks_a_nan_is_found(number: int, monkeypatch: pytest.Mon
         return lambda *tensors: [*change(*run(*tensors))]
 
     monkeypatch.setattr(TorchBackend, "bind", changed)
-    monkeypatch.setattr(binding, "calls", Table())
-    monkeypatch.setattr(ops, "calls", Table())
+    nothing_bound()
     assert failures("torch", [case])

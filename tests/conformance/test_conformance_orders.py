@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from pyfa import binding, conformance, ops
+from pyfa import conformance
 from pyfa.backends import BACKENDS
 from pyfa.backends.hip.runtime_emulator import Orders
 from pyfa.backends.torch.backend import TorchBackend
-from pyfa.bound import Table
 from pyfa.conformance import Case
 from pyfa.conformance.runner import run_case
 
@@ -19,7 +19,7 @@ CASE = Case(lengths_q=(9,), lengths_k=(7,))
 
 
 @pytest.fixture
-def orders(monkeypatch: pytest.MonkeyPatch) -> Orders:
+def orders(monkeypatch: pytest.MonkeyPatch, nothing_bound: Callable[[], None]) -> Orders:
     """Of a torch backend whose output is off in the order of seed 2, as by a lost atomic."""
     chosen, bind, seeds = Orders(), TorchBackend.bind, list[Any]()
 
@@ -36,8 +36,7 @@ def orders(monkeypatch: pytest.MonkeyPatch) -> Orders:
 
     monkeypatch.setattr(TorchBackend, "orders", chosen, raising=False)
     monkeypatch.setattr(TorchBackend, "bind", wrong_in_one_order)
-    monkeypatch.setattr(binding, "calls", Table())
-    monkeypatch.setattr(ops, "calls", Table())
+    nothing_bound()
     return chosen
 
 
@@ -78,13 +77,14 @@ def test_cases_without_float_atomics_run_once(
     assert seeds == [0, None]
 
 
-def test_an_error_says_in_which_order(orders: Orders, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_says_in_which_order(
+    orders: Orders, monkeypatch: pytest.MonkeyPatch, nothing_bound: Callable[[], None]
+) -> None:
     def broken(*_: Any) -> Any:
         raise ArithmeticError("lost")
 
     monkeypatch.setattr(TorchBackend, "bind", broken)
-    monkeypatch.setattr(binding, "calls", Table())
-    monkeypatch.setattr(ops, "calls", Table())
+    nothing_bound()
     result = run(3)
     assert result.status == "crashed"
     assert "PYFA_EMULATOR_SEED=0" in result.messages[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from rich.console import Console
 from pyfa import conformance
 from pyfa.backends import BACKENDS
 from pyfa.backends.torch.backend import TorchBackend
-from pyfa.bound import Table
 from pyfa.conformance import Case, CaseResult, Report
 from pyfa.conformance.tolerances import Check
 from pyfa.problem import FEATURES, Problem
@@ -209,12 +208,15 @@ class Crashing(TorchBackend):
     ids=["declining", "boasting", "crashing"],
 )
 def test_what_a_backend_may_do_wrong(
-    backend: TorchBackend, status: str, words: str, monkeypatch: pytest.MonkeyPatch
+    backend: TorchBackend,
+    status: str,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    nothing_bound: Callable[[], None],
 ) -> None:
     monkeypatch.setitem(BACKENDS, "torch", backend)
     monkeypatch.setattr("pyfa.dispatch._prepared", {})
-    monkeypatch.setattr("pyfa.binding.calls", Table())
-    monkeypatch.setattr("pyfa.ops.calls", Table())
+    nothing_bound()
     (result,) = conformance.run_cases(backend, SMALL[:1]).results
     assert result.status == status
     assert words in "\n".join((*result.messages, *result.reasons))

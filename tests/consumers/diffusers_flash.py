@@ -1,4 +1,4 @@
-"""diffusers with `pyfa compat` and with pyfa's own backend: small Flux and Wan models, in float32.
+"""diffusers with `pyfa compat` and with pyfa's own backend: a small Flux, Wan and UNet, in float32.
 
 No message of a fallback, every backend of flash-attention equal to diffusers' own "native", with
 gradients, and the two operators of which its context parallelism is made. ``_flash_3`` is not run:
@@ -13,12 +13,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from checks import check
+from checks import calls_of, check
 
 heard = io.StringIO()
 logging.getLogger("diffusers").addHandler(logging.StreamHandler(heard))
 
-from diffusers import FluxTransformer2DModel, WanTransformer3DModel  # noqa: E402
+from diffusers import (  # noqa: E402
+    FluxTransformer2DModel,
+    UNet2DConditionModel,
+    WanTransformer3DModel,
+)
 from diffusers.models import attention_dispatch  # noqa: E402
 
 from pyfa.compat import fa2  # noqa: E402
@@ -59,28 +63,51 @@ def wan() -> tuple[Any, dict[str, Any]]:
     }
 
 
-def results(model: Any, inputs: dict[str, Any], backend: str) -> list[torch.Tensor]:
+def unet() -> tuple[Any, dict[str, Any]]:
+    """As SDXL: attention within the image and to the text, in the deeper of two levels."""
+    model = UNet2DConditionModel(
+        sample_size=16, in_channels=4, out_channels=4, block_out_channels=(32, 64),
+        layers_per_block=1, norm_num_groups=8, cross_attention_dim=32, attention_head_dim=(2, 4),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), use_linear_projection=True,
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), transformer_layers_per_block=2,
+    )  # fmt: skip
+    return model, {
+        "sample": torch.randn(2, 4, 16, 16),
+        "timestep": torch.tensor([3]),
+        "encoder_hidden_states": torch.randn(2, 7, 32),
+    }
+
+
+def results(model: Any, inputs: dict[str, Any]) -> list[torch.Tensor]:
     """The output, and the gradient of the first input."""
-    model.set_attention_backend(backend)
-    for module in model.modules():
-        processor = getattr(module, "processor", None)
-        assert processor is None or processor._attention_backend == backend
-    first = inputs["hidden_states"].clone().requires_grad_()
-    out = model(**inputs | {"hidden_states": first}).sample
+    name, first = next(iter(inputs.items()))
+    first = first.clone().requires_grad_()
+    out = model(**inputs | {name: first}).sample
     (gradient,) = torch.autograd.grad(out.square().sum(), first)
     return [out.detach(), gradient]
 
 
 integration.register()
+calls = calls_of("attention")
 torch.manual_seed(0)
-for build in (flux, wan):
+for build in (flux, wan, unet):
     model, inputs = build()
-    own = results(model.eval(), inputs, "native")
+    model.eval()
+    if build is not unet:
+        model.set_attention_backend("native")
+    own = results(model, inputs)
+    assert not calls
+    if build is unet:
+        model.set_attn_processor(integration.Processor())
     for backend in ("flash", "flash_varlen", "pyfa"):
-        for what, x, y in zip(
-            ("output", "gradient"), results(model, inputs, backend), own, strict=True
-        ):
+        model.set_attention_backend(backend)
+        layers = [x.processor for x in model.modules() if getattr(x, "processor", None)]
+        assert all(processor._attention_backend == backend for processor in layers)
+        found = results(model, inputs)
+        for what, x, y in zip(("output", "gradient"), found, own, strict=True):
             check(f"{build.__name__}, {backend}: {what}", x, y)
+    assert len(calls) >= len(layers) > 1, f"{len(calls)} calls of {len(layers)} layers"
+    calls.clear()
 
 # What diffusers' ring and Ulysses attention call, one block at a time.
 q, k, v = (torch.randn(2, 24, 4, 16, requires_grad=True) for _ in range(3))

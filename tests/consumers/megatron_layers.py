@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from checks import check
+from checks import calls_of, check
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -20,7 +20,6 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-import pyfa.api
 from pyfa.integrations.megatron import PyfaAttention
 
 SEQLEN, BATCH, VOCABULARY = 48, 2, 128
@@ -99,25 +98,17 @@ def main() -> None:
     # Megatron's own attention wants these of a GPU: its buffer's device, a generator for dropout.
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     tensor_parallel.get_cuda_rng_tracker().fork = contextlib.nullcontext
-    calls = 0
-    own = pyfa.api.attention
-
-    def counted(*args: Any, **named: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return own(*args, **named)
-
-    pyfa.api.attention = counted
+    calls = calls_of("attention")
     for name, more in {
         "GPT": {},
         "scaled by the layer's number": {"apply_query_key_layer_scaling": True},
         "off-by-one softmax": {"softmax_type": "off-by-one"},
     }.items():
-        calls = 0
+        calls.clear()
         loss, grads = run(False, **more)
-        assert calls == 0
+        assert not calls
         found, ours = run(True, **more)
-        assert calls == 2, f"{calls} calls of two layers"
+        assert len(calls) == 2, f"{len(calls)} calls of two layers"
         check(f"{name}, loss", found, loss)
         check(f"{name}, gradients", *(torch.cat([g.flatten() for g in x]) for x in (ours, grads)))
     packed()

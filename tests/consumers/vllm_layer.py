@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from checks import check
+from checks import check, declined
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 
 from pyfa.integrations.vllm.backend import PyfaBackend
@@ -21,10 +21,10 @@ ROWS, KEYS = [1, 7, 1, 40], [90, 7, 33, 64]  # decode, a prompt, decode, the sec
 PADDING = 3  # tokens of a graph's batch that belong to no sequence
 
 
-def layer_of(dtype: torch.dtype, **options: Any) -> Any:
+def layer_of(dtype: torch.dtype, dim: int = DIM, **options: Any) -> Any:
     """Return the Impl, as vLLM makes it: while the default dtype is the model's."""
     torch.set_default_dtype(dtype)
-    impl = PyfaBackend.get_impl_cls()(HEADS, DIM, DIM**-0.5, HEADS_K, **options)
+    impl = PyfaBackend.get_impl_cls()(HEADS, dim, dim**-0.5, HEADS_K, **options)
     impl.process_weights_after_loading(dtype)
     torch.set_default_dtype(torch.float32)
     return impl
@@ -46,7 +46,7 @@ def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str,
     """Attention of the last rows of one sequence, in float64."""
     q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
     k, v = (x.repeat_interleave(HEADS // HEADS_K, 0) for x in (k, v))
-    scores = q @ k.transpose(1, 2) * DIM**-0.5
+    scores = q @ k.transpose(1, 2) * q.shape[-1] ** -0.5
     if given.get("logits_soft_cap"):
         scores = given["logits_soft_cap"] * (scores / given["logits_soft_cap"]).tanh()
     back = torch.arange(k.shape[1] - q.shape[1], k.shape[1])[:, None] - torch.arange(k.shape[1])
@@ -61,20 +61,22 @@ def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str,
     return (weights @ v).transpose(0, 1)
 
 
-def run(dtype: torch.dtype, by_head: bool, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def run(
+    dtype: torch.dtype, by_head: bool, dim: int = DIM, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, expected) of a batch whose keys reach shuffled pages through vLLM's slots."""
     torch.manual_seed(0)
-    impl = layer_of(dtype, **options)
+    impl = layer_of(dtype, dim, **options)
     scales = (torch.tensor(0.5), torch.tensor(0.25)) if impl.float8 else (torch.ones(()),) * 2
     layer = SimpleNamespace(_k_scale=scales[0], _v_scale=scales[1])
     stored = torch.uint8 if impl.float8 else dtype
     shape = (PAGES, HEADS_K, PAGE) if by_head else (PAGES, PAGE, HEADS_K)
-    cache = torch.zeros(*shape, 2 * DIM, dtype=stored)
+    cache = torch.zeros(*shape, 2 * dim, dtype=stored)
     cache = cache if by_head else cache.transpose(1, 2)
     table = torch.randperm(PAGES)[: len(KEYS) * 8].view(len(KEYS), 8).int()
     # All keys are new to the cache here; vLLM writes those of each step.
-    key, value = (torch.randn(sum(KEYS) + PADDING, HEADS_K, DIM).to(dtype) for _ in range(2))
-    query = torch.randn(sum(ROWS) + PADDING, HEADS, DIM).to(dtype)
+    key, value = (torch.randn(sum(KEYS) + PADDING, HEADS_K, dim).to(dtype) for _ in range(2))
+    query = torch.randn(sum(ROWS) + PADDING, HEADS, dim).to(dtype)
     at = [
         table[number, torch.arange(n) // PAGE] * PAGE + torch.arange(n) % PAGE
         for number, n in enumerate(KEYS)
@@ -103,17 +105,6 @@ def run(dtype: torch.dtype, by_head: bool, **options: Any) -> tuple[torch.Tensor
     return output[: sum(ROWS)], torch.cat(wanted)
 
 
-def declined(name: str, words: str, call: Any) -> None:
-    """Check that ``call`` raises ``NotImplementedError`` with ``words``."""
-    try:
-        call()
-    except NotImplementedError as error:
-        if words in str(error):
-            return
-        raise
-    raise AssertionError(f"{name}: not declined")
-
-
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"sliding_window": 20},
@@ -126,6 +117,7 @@ for name, options in CASES.items():
     for by_head in (True, False):
         order = "heads before rows" if by_head else "rows before heads"
         check(f"{name}, {order}", *run(torch.float32, by_head, **options))
+check("window, head_size 512", *run(torch.float32, True, 512, sliding_window=20))
 # The output is rounded to bfloat16, 2⁻⁹ of each value.
 for name in ("plain", "sinks, window"):
     both = run(torch.bfloat16, True, kv_cache_dtype="fp8", **CASES[name])
@@ -148,9 +140,10 @@ assert layer_of(torch.float32).shared["batch_invariant"] is False
 
 table = torch.zeros(len(KEYS), 8).int()
 for attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY):
-    declined(attn_type, "attention type", lambda x=attn_type: layer_of(torch.float32, attn_type=x))
-declined("float32, fp8", "16 bits", lambda: layer_of(torch.float32, kv_cache_dtype="fp8"))
-declined("e5m2", "kv_cache_dtype", lambda: layer_of(torch.bfloat16, kv_cache_dtype="fp8_e5m2"))
-declined("causal", "causal", lambda: metadata_of(table, table, causal=False))
-declined("ranges", "mm_req_doc_ranges", lambda: metadata_of(table, table, mm_req_doc_ranges={}))
-declined("101", "head_size", lambda: PyfaBackend.get_impl_cls()(HEADS, 101, 0.1, HEADS_K))
+    declined("attention type", lambda x=attn_type: layer_of(torch.float32, attn_type=x))
+declined("16 bits", lambda: layer_of(torch.float32, kv_cache_dtype="fp8"))
+declined("kv_cache_dtype", lambda: layer_of(torch.bfloat16, kv_cache_dtype="fp8_e5m2"))
+declined("causal", lambda: metadata_of(table, table, causal=False))
+declined("mm_req_doc_ranges", lambda: metadata_of(table, table, mm_req_doc_ranges={}))
+for size in (101, 520):
+    declined("head_size", lambda size=size: layer_of(torch.float32, size))

@@ -52,13 +52,6 @@ def inputs(
     ]
 
 
-def forget() -> None:
-    """No call is bound any more."""
-    for table in (binding.calls, ops.calls):
-        table.known.clear()
-        table.recent.clear()
-
-
 Launch = tuple[str, tuple[int, ...], dict[str, Any]]
 
 
@@ -216,7 +209,10 @@ def test_hopper_s_tensor_maps_follow_the_tensors(driver: Any) -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_parts_of_the_workspace(
-    driver: Any, monkeypatch: pytest.MonkeyPatch, deterministic: bool
+    driver: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    deterministic: bool,
+    nothing_bound: Callable[[], None],
 ) -> None:
     """They do not overlap, are as large as by themselves, and begin as 0 where kernels add up."""
     made: list[torch.Tensor] = []
@@ -230,7 +226,7 @@ def test_the_parts_of_the_workspace(
     shapes = {"batch": 3, "rows": 100, "keys": 77, "heads": 6}
     step(driver, inputs(**shapes), deterministic=deterministic)
     monkeypatch.setattr(_torch, "empty_cuda", noted)
-    forget()
+    nothing_bound()
     (*_, (_, _, values)), _ = step(driver, inputs(**shapes), deterministic=deterministic)
     work = made[-1]
     assert len(made) == 2 + 3 + 1
@@ -337,14 +333,16 @@ def test_addresses_of_another_alignment(
     assert len(checked) == 4
 
 
-def test_threads_do_not_mix_arguments(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_do_not_mix_arguments(
+    driver: Any, monkeypatch: pytest.MonkeyPatch, nothing_bound: Callable[[], None]
+) -> None:
     """Each launch has the addresses of one thread's tensors and that thread's stream."""
     streams = threading.local()
     step(driver, inputs())
     # After the first call, so that all threads share what it prepared.
     monkeypatch.setattr(_torch, "current_stream", lambda index: streams.mine)
     tensors = [inputs() for _ in range(4)]
-    forget()
+    nothing_bound()
     streams.mine = 0
     step(driver, tensors[0])
     step(driver, tensors[0])

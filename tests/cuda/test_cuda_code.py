@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,47 @@ def test_the_compiler_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
             runtime_compiler.compile_cuda("", arch="sm_80")
     finally:
         runtime_compiler.why_unavailable.cache_clear()
+
+
+@pytest.fixture
+def asked() -> Iterator[Callable[[], str]]:
+    """The compiler's version, asked anew."""
+
+    def again() -> str:
+        runtime_compiler.version.cache_clear()
+        return runtime_compiler.version()
+
+    yield again
+    runtime_compiler.version.cache_clear()
+
+
+@pytest.mark.parametrize("which", ["another file", "another size"])
+def test_the_version_is_that_of_the_loaded_library(
+    asked: Callable[[], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    """Found first is a package that lists another library, or this one as it was before."""
+    from cuda.bindings import nvrtc
+    from cuda.pathfinder import load_nvidia_dynamic_lib
+
+    path = Path(load_nvidia_dynamic_lib("nvrtc").abs_path)
+    release, whole = ".".join(map(str, nvrtc.nvrtcVersion()[1:])), asked()
+    assert whole.startswith(f"nvrtc {release}")
+    (tmp_path / path.name).touch()
+    listed, size = (path.name, path.stat().st_size) if which == "another file" else (path, 1)
+    told = tmp_path / f"nvidia_cuda_nvrtc-{release}.999.dist-info"
+    told.mkdir()
+    (told / "METADATA").write_text(f"Name: nvidia-cuda-nvrtc\nVersion: {release}.999\n")
+    (told / "RECORD").write_text(f"{listed},,{size}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert importlib.metadata.version("nvidia-cuda-nvrtc") == f"{release}.999"
+    assert asked() == whole
+
+
+def test_a_library_of_no_package_is_named_by_its_build(
+    asked: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime_compiler, "_packages", lambda: iter(()))
+    assert re.fullmatch(r"nvrtc \d+\.\d+ [0-9a-f]{40}", asked())
 
 
 def test_the_same_source_gives_the_same_bytes() -> None:

@@ -21,19 +21,8 @@ import json, sys
 from pathlib import Path
 
 folder, hidden = sys.argv[1], sys.argv[2:]
-
-class Blind:
-    def __init__(self, finder):
-        self.finder = finder
-
-    def __getattr__(self, name):
-        return getattr(self.finder, name)
-
-    def find_spec(self, name, path=None, target=None):
-        is_hidden = name.split(".")[0] in hidden
-        return None if is_hidden else self.finder.find_spec(name, path, target)
-
-sys.meta_path[:] = [Blind(finder) for finder in sys.meta_path]
+import blind
+blind.hide(hidden)
 
 import hashlib
 import torch

@@ -15,7 +15,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
-from pyfa import binding, dispatch, ops  # noqa: E402
+from pyfa import dispatch  # noqa: E402
 from pyfa.backends.base import Rounding, missing  # noqa: E402
 from pyfa.backends.triton import (  # noqa: E402
     kernel,
@@ -26,7 +26,6 @@ from pyfa.backends.triton import (  # noqa: E402
     specs,
 )
 from pyfa.backends.triton.backend import TritonBackend  # noqa: E402
-from pyfa.bound import Table  # noqa: E402
 from pyfa.conformance import report, runner  # noqa: E402
 from pyfa.conformance.cases import Case  # noqa: E402
 from pyfa.device import DEVICES  # noqa: E402
@@ -122,7 +121,7 @@ class EmulatedTriton(TritonBackend):
 
 
 @pytest.fixture
-def backend(monkeypatch):
+def backend(monkeypatch, nothing_bound):
     monkeypatch.setattr(kernel, "Kernel", EmulatedKernel)
     for module in (runtime, runtime_backward):
         if hasattr(module, "Kernel"):
@@ -130,8 +129,7 @@ def backend(monkeypatch):
     emulated = EmulatedTriton()
     monkeypatch.setitem(dispatch.BACKENDS, "triton", emulated)
     monkeypatch.setattr(dispatch, "_prepared", {})
-    monkeypatch.setattr(binding, "calls", Table())
-    monkeypatch.setattr(ops, "calls", Table())
+    nothing_bound()
     return emulated
 
 

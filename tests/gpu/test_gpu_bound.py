@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import pyfa
-from pyfa import binding, ops
-from pyfa.bound import Table
+from pyfa import binding
 
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
-
-
-def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No call has come yet."""
-    monkeypatch.setattr(binding, "calls", Table())
-    monkeypatch.setattr(ops, "calls", Table())
 
 
 def tensors(seed: int, heads_k: int = 8) -> list[torch.Tensor]:
@@ -37,11 +31,13 @@ def step(seed: int, backend: str, heads_k: int = 8, **options: Any) -> tuple[tor
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 9.0, "heads_k": 2}], ids=str)
 def test_steps_on_other_tensors(
-    backend: str, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+    backend: str,
+    options: dict[str, Any],
+    nothing_bound: Callable[[], None],
 ) -> None:
     expected = []
     for seed in range(4):
-        forget(monkeypatch)
+        nothing_bound()
         expected.append(step(seed, backend, **options))
     # Twice with memory of which nothing is 0 by chance.
     for _ in range(2):
@@ -54,9 +50,11 @@ def test_steps_on_other_tensors(
     assert [len(each) for each in entry.backwards.values()] == [1, 0]
 
 
-def packed_step(seed: int, backend: str, ends: list[int]) -> tuple[torch.Tensor, ...]:
-    q, k, v, dout = (x.flatten(0, 1) for x in tensors(seed))
-    leaves = [x.requires_grad_() for x in (q, k[:600], v[:600])]
+def packed_step(
+    seed: int, backend: str, ends: list[int], total: int = 600
+) -> tuple[torch.Tensor, ...]:
+    *leaves, dout = (x.flatten(0, 1)[:total].clone() for x in tensors(seed))
+    leaves = [x.requires_grad_() for x in leaves]
     offsets = torch.tensor([0, *ends], dtype=torch.int32, device="cuda")
     out, lse = pyfa.attention_varlen(
         *leaves, offsets, offsets, 300, 300, causal=True, return_lse=True, deterministic=True,
@@ -65,12 +63,12 @@ def packed_step(seed: int, backend: str, ends: list[int]) -> tuple[torch.Tensor,
     return (out, lse, *torch.autograd.grad(out, leaves, dout))
 
 
-def test_packed_steps_with_other_offsets(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_steps_with_other_offsets(backend: str, nothing_bound: Callable[[], None]) -> None:
     """Of the same shapes, with rows of no sequence behind the last."""
     ends = [[200, 500, 600], [300, 301, 590], [0, 256, 400], [1, 2, 3]]
     expected = []
     for seed, each in enumerate(ends):
-        forget(monkeypatch)
+        nothing_bound()
         expected.append(packed_step(seed, backend, each))
     for _ in range(2):
         for seed, each in enumerate(ends):
@@ -82,6 +80,26 @@ def test_packed_steps_with_other_offsets(backend: str, monkeypatch: pytest.Monke
             assert not any(x[each[-1] :].any() for x in (found[0], *found[2:]))
             assert (found[1][:, each[-1] :] == -torch.inf).all()
     assert len(binding.calls.recent) == 1
+
+
+def test_packed_steps_with_other_totals(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice: bound for each total by itself, and for the first one only."""
+    ends = [[200, 500, 600], [100, 101, 290], [1, 2, 3], [0, 256, 400], [299, 300, 301]]
+    totals = [600, 300, 3, 417, 302]
+    expected = []
+    for seed, (each, total) in enumerate(zip(ends, totals, strict=True)):
+        forget(monkeypatch)
+        expected.append(packed_step(seed % 4, backend, each, total))
+    forget(monkeypatch)
+    for _ in range(2):
+        for seed, (each, total) in enumerate(zip(ends, totals, strict=True)):
+            waste = torch.full((1 << 24,), torch.nan, device="cuda")
+            del waste
+            found = packed_step(seed % 4, backend, each, total)
+            for x, y in zip(found, expected[seed], strict=True):
+                assert torch.equal(x, y)
+    ((_, entry),) = binding.calls.recent.values()
+    assert [len(each) for each in entry.backwards.values()] == [1, 0]
 
 
 def test_steps_in_threads_on_streams(backend: str) -> None:

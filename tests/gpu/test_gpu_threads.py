@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 import pyfa
-from pyfa import binding, ops
 from pyfa.backends import BACKENDS
-from pyfa.bound import Table
 
 HALF = {"device": "cuda", "dtype": torch.float16}
 
@@ -93,7 +92,9 @@ def test_tensors_on_a_device_that_is_not_current(backend: str) -> None:
         assert same(have, results[0, 0])
 
 
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+def recorded(
+    monkeypatch: pytest.MonkeyPatch, nothing_bound: Callable[[], None]
+) -> list[tuple[str, str]]:
     """(backend, "forward" or "backward") of every run from here on."""
     runs: list[tuple[str, str]] = []
 
@@ -114,14 +115,15 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     for name in ("cuda", "triton", "torch"):
         watch(name, "bind", "forward")
         watch(name, "bind_backward", "backward")
-    monkeypatch.setattr(binding, "calls", Table())
-    monkeypatch.setattr(ops, "calls", Table())
+    nothing_bound()
     return runs
 
 
 @pytest.mark.parametrize("name", ["cuda", "triton", "torch"])
-def test_backward_outside_use_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = recorded(monkeypatch)
+def test_backward_outside_use_backend(
+    name: str, monkeypatch: pytest.MonkeyPatch, nothing_bound: Callable[[], None]
+) -> None:
+    runs = recorded(monkeypatch, nothing_bound)
     leaves = [torch.randn(2, 100, 4, 64, **HALF).requires_grad_() for _ in range(3)]
     with pyfa.use_backend(name):
         out = pyfa.attention(*leaves, causal=True)
@@ -132,7 +134,7 @@ def test_backward_outside_use_backend(name: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", ["cuda", "triton", "torch"])
 def test_checkpointing_recomputes_on_the_same_backend(
-    name: str, reentrant: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, reentrant: bool, monkeypatch: pytest.MonkeyPatch, nothing_bound: Callable[[], None]
 ) -> None:
     """Recomputed on autograd's own thread, with the dropout that the forward drew."""
     leaves = [torch.randn(2, 100, 4, 64, **HALF).requires_grad_() for _ in range(3)]
@@ -144,7 +146,7 @@ def test_checkpointing_recomputes_on_the_same_backend(
     with pyfa.use_backend(name):
         for run in (attend, lambda *x: checkpoint(attend, *x, use_reentrant=reentrant)):
             torch.manual_seed(1)
-            runs = recorded(monkeypatch)
+            runs = recorded(monkeypatch, nothing_bound)
             out = run(*leaves)
             results.append([out, *torch.autograd.grad(out.sum(), leaves)] if not reentrant
                            else [out, *backward(out, leaves)])  # fmt: skip

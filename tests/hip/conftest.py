@@ -6,32 +6,14 @@ from typing import Any
 
 import pytest
 
-from pyfa import binding, cache, ops
+from pyfa import cache
 from pyfa.backends.common.program import Step
 from pyfa.backends.hip import code
 from pyfa.backends.hip.runtime_emulator import EmulatorRuntime
-from pyfa.bound import Table
 from pyfa.emulator import native
 from pyfa.plan import Plan
 
 Plant = Callable[[str, str, str], None]
-
-
-def forget_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No call has come yet: those that are bound hold the code that they were bound with."""
-    monkeypatch.setattr(binding, "calls", Table())
-    monkeypatch.setattr(ops, "calls", Table())
-
-
-@pytest.fixture
-def nothing_bound(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """No call has come yet, and again none whenever this is called."""
-
-    def forget() -> None:
-        forget_calls(monkeypatch)
-
-    forget()
-    return forget
 
 
 @pytest.fixture
@@ -51,7 +33,9 @@ def kernels_run(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def plant(monkeypatch: pytest.MonkeyPatch, code_of_tests: Path) -> Iterator[Plant]:
+def plant(
+    monkeypatch: pytest.MonkeyPatch, nothing_bound: Callable[[], None], code_of_tests: Path
+) -> Iterator[Plant]:
     """Replaces a snippet, which must occur exactly once, in the source of every plan of a kernel.
 
     Code objects go to the tests' own cache, and sound ones come from the usual one: the kernels
@@ -73,7 +57,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, code_of_tests: Path) -> Iterator[Plan
 
         monkeypatch.setattr(code, "source_of", changed)
         forget_code()
-        forget_calls(monkeypatch)
+        nothing_bound()
 
     yield plant
     forget_code()

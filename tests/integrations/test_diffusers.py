@@ -168,3 +168,39 @@ def test_context_parallel_blocks(attention: Callable[..., Any]) -> None:
     torch.testing.assert_close(torch.cat([grads[0][2], grads[1][2]], 1), dv)
     with pytest.raises(ValueError, match="no attn_mask, no dropout_p"):
         attention(q, k, v, attn_mask=torch.ones(2, 20, dtype=torch.bool), _parallel_config=dout)
+
+
+@pytest.mark.parametrize("text", [False, True])
+def test_a_processor_is_pytorchs_layer_by_the_dispatcher(
+    dispatcher: ModuleType, attention: Callable[..., Any], text: bool
+) -> None:
+    """An image with a group norm and a residual; its own rows as keys, or a text's, masked."""
+    torch.manual_seed(0)
+    seen: list[Any] = []
+
+    def dispatch(*tensors: torch.Tensor, attn_mask: Any, backend: Any, parallel_config: Any) -> Any:
+        seen.append(backend)
+        return attention(*tensors, attn_mask)
+
+    dispatcher.dispatch_attention_fn = dispatch  # type: ignore[attr-defined]
+    linear = [torch.nn.Linear(size, 32) for size in (32, *[20 if text else 32] * 2, 32)]
+    norm = torch.nn.GroupNorm(4, 32)
+    layer = SimpleNamespace(
+        to_q=linear[0], to_k=linear[1], to_v=linear[2],
+        to_out=[linear[3], torch.nn.Identity()], heads=2, spatial_norm=None, group_norm=norm,
+        norm_cross=None, norm_q=None, norm_k=lambda x: F.normalize(x, dim=-1),
+        residual_connection=True, rescale_output_factor=2.0,
+        prepare_attention_mask=lambda mask, keys, batch: mask.repeat_interleave(2, 0),
+    )  # fmt: skip
+    processor = integration.Processor()
+    processor._attention_backend = "pyfa"
+    image, told = torch.randn(2, 32, 3, 4), torch.randn(2, 7, 20) if text else None
+    mask = torch.randn(2, 1, 7) if text else None
+    found = processor(layer, image, told, mask)
+    rows = norm(image.flatten(2)).transpose(1, 2)
+    made = (linear[0](rows), *(x(told if text else rows) for x in linear[1:3]))
+    q, k, v = (x.unflatten(-1, (2, 16)) for x in made)
+    out = sdpa(q, F.normalize(k, dim=-1), v, attn_mask=None if mask is None else mask[:, None])
+    wanted = (linear[3](out.flatten(2)).transpose(1, 2).reshape(image.shape) + image) / 2
+    torch.testing.assert_close(found, wanted)
+    assert seen == ["pyfa"]

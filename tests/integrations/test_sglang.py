@@ -6,11 +6,8 @@ with the real SGLang.
 
 from __future__ import annotations
 
-import importlib.metadata
-import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +15,6 @@ import pytest
 
 from pyfa.integrations import sglang as integration
 
-ROOT = Path(__file__).parents[2]
 CHOICES = (
     "add_attention_backend_choices",
     "add_deterministic_attention_backend_choices",
@@ -85,16 +81,3 @@ def test_another_version_is_refused_only_where_asked(
 @pytest.mark.parametrize("version", ["0.5.23", "0.5.23.post1", "0.5.30rc1"])
 def test_the_versions_that_are_supported(version: str) -> None:
     integration.check_version(version)
-
-
-def test_the_entry_point_leads_to_register() -> None:
-    project = (ROOT / "pyproject.toml").read_text()
-    line = project.split('[project.entry-points."sglang.srt.plugins"]\n')[1].splitlines()[0]
-    name, value = line.replace('"', "").split(" = ")
-    point = importlib.metadata.EntryPoint(name, value, "sglang.srt.plugins")
-    assert point.load() is integration.register
-
-
-def test_importing_pyfa_does_not_import_the_plugin() -> None:
-    code = "import sys, pyfa; sys.exit(any('sglang' in name for name in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

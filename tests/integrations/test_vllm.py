@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import enum
 import importlib
-import importlib.metadata
-import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from pyfa.integrations import vllm as integration
-
-ROOT = Path(__file__).parents[2]
 
 
 class Backends(enum.Enum):
@@ -120,16 +115,3 @@ def test_the_backend_refuses_another_version(install: Callable[..., None]) -> No
     install("0.40.0")
     with pytest.raises(ImportError, match=r"older than 0\.33; got 0\.40\.0"):
         importlib.import_module(integration.BACKEND.rpartition(".")[0])
-
-
-def test_the_entry_point_leads_to_register() -> None:
-    project = (ROOT / "pyproject.toml").read_text()
-    line = project.split('[project.entry-points."vllm.general_plugins"]\n')[1].splitlines()[0]
-    name, value = line.replace('"', "").split(" = ")
-    point = importlib.metadata.EntryPoint(name, value, "vllm.general_plugins")
-    assert point.load() is integration.register
-
-
-def test_importing_pyfa_does_not_import_the_plugin() -> None:
-    code = "import sys, pyfa; sys.exit(any('vllm' in name for name in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -89,8 +89,8 @@ def test_arguments_are_packed_as_the_driver_expects(driver: Driver) -> None:
     for programs, numbers in ((3, [4096]), (5, [1, 8192])):
         slots = [(0, len(numbers) - 1)]
         launch = runtime_launch.prepare(code, programs, (0, 5, -6, 0.5, 7), slots)
-        launch(numbers)
-    launch([2, 64])
+        launch(numbers, None)
+    launch([2, 64], None)
     expected = [(99, programs, 1, 1, 128, 1, 1, 1024, 7, 0, 0) for programs in (3, 5, 5)]
     assert [how for how, _ in driver.launched] == expected
     packed = [struct.unpack("QiqfiQQ", data) for _, data in driver.launched]
@@ -111,7 +111,7 @@ def test_descriptors_have_memory_of_their_own(
     monkeypatch.setattr(runtime_launch.torch, "empty", empty)
     launch = runtime_launch.prepare(code, 3, (0, 5, -6, 0.5, 7), [(0, 0)])
     for _ in range(2):
-        launch([4096])
+        launch([4096], None)
     assert len(given) == 2
     for x, (_, data) in zip(given, driver.launched, strict=True):
         assert x.numel() == 3 * 256
@@ -123,11 +123,11 @@ def test_a_thread_without_a_context_gets_one(driver: Driver) -> None:
     assert code is not None
     launch = runtime_launch.prepare(code, 1, (0, 5, 6, 0.5, 7), [(0, 0)])
     driver.errors = [libcuda.NO_CONTEXT]
-    launch([4096])
+    launch([4096], None)
     assert driver.contexts == len(driver.launched) == 1
     driver.errors = [700]
     with pytest.raises(RuntimeError, match="CUDA error 700"):
-        launch([4096])
+        launch([4096], None)
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,17 @@ from typing import Any, NamedTuple
 
 from ... import _torch, abi
 from ...plan import Plan
+from ...sizes import Extent, Size, Totals, function_of
 from .program import Program
 
-# The driver's arguments for each kernel, and what puts a stream's handle into them.
-Calls = tuple[Sequence[tuple[Any, ...]], Callable[[int], None]]
+
+class Calls(NamedTuple):
+    """``steps``: the driver's arguments for each kernel. ``set_stream`` puts a stream's handle into
+    them, ``set_blocks`` the grid of a step."""
+
+    steps: Sequence[tuple[Any, ...]]
+    set_stream: Callable[[int], None]
+    set_blocks: Callable[[int, int], None]
 
 
 _OF_PARAMS = frozenset(abi.NAMES)
@@ -23,10 +30,12 @@ _OF_PARAMS = frozenset(abi.NAMES)
 
 class TensorMap(NamedTuple):
     """A tensor as described to the copy engine. It begins with the address of ``tensor``, which
-    each launch fills in unless ``tensor`` is ""."""
+    each launch fills in unless ``tensor`` is "". ``sizes``: the offsets of 32-bit numbers that
+    depend on the totals of packed rows."""
 
     data: bytes
     tensor: str
+    sizes: tuple[tuple[int, Size], ...] = ()
 
 
 class Layout(NamedTuple):
@@ -34,13 +43,15 @@ class Layout(NamedTuple):
 
     ``starts``: the offset of each step's arguments. ``packed``: for each ``Params`` its offset, the
     format of its pointers, and the numbers of their addresses. ``words``: the offsets of single
-    64-bit addresses in tensor maps and captured tensors, each with its number.
+    64-bit addresses in tensor maps and captured tensors, each with its number. ``sizes``: the
+    offset in bytes, format and value of each number that depends on the totals of packed rows.
     """
 
     data: bytes
     starts: tuple[int, ...]
     packed: tuple[tuple[int, struct.Struct, Callable[[Sequence[int]], Any]], ...]
     words: tuple[tuple[int, int], ...]
+    sizes: tuple[tuple[int, str, Size], ...] = ()
 
 
 def layout_of(program: Program, maps_of: Callable[[Plan], Sequence[TensorMap]]) -> Layout:
@@ -58,6 +69,7 @@ def layout_of(program: Program, maps_of: Callable[[Plan], Sequence[TensorMap]]) 
     starts: dict[int, int] = {}
     packed = []
     words = []
+    sizes_in: list[tuple[int, str, Size]] = []
     for step in program.steps:
         if id(step.params) in starts:
             continue
@@ -75,7 +87,14 @@ def layout_of(program: Program, maps_of: Callable[[Plan], Sequence[TensorMap]]) 
             for member, name in pointers.items()
             if member not in _OF_PARAMS
         ]
-        own_data = abi.pack(step.params.values, [each.data for each in own])
+        values: dict[str, float] = {}
+        for member, value in step.params.values.items():
+            if isinstance(value, Size):
+                at = start + abi.offset_of(member)
+                sizes_in.append((at, abi.format_of(member), value))
+                value = 0
+            values[member] = value
+        own_data = abi.pack(values, [each.data for each in own])
         size = sizes[id(step.params)] + maps_size
         if own:  # as the compiler rounds it up, whose struct is aligned as maps are
             size = -(-size // abi.MAP_ALIGNMENT) * abi.MAP_ALIGNMENT
@@ -85,8 +104,13 @@ def layout_of(program: Program, maps_of: Callable[[Plan], Sequence[TensorMap]]) 
             for i, each in enumerate(own)
             if each.tensor
         ]
+        sizes_in += [
+            (start + abi.MAPS_AT + i * abi.MAP_SIZE + at, "I", size)
+            for i, each in enumerate(own)
+            for at, size in each.sizes
+        ]
     of_steps = tuple(starts[id(step.params)] for step in program.steps)
-    return Layout(data, of_steps, tuple(packed), tuple(words))
+    return Layout(data, of_steps, tuple(packed), tuple(words), tuple(sizes_in))
 
 
 def params_bytes(plan: Plan) -> int:
@@ -114,22 +138,20 @@ def _pointers(
 class Block:
     """The arguments of one launch at a time, and the arguments of the driver's call.
 
-    ``calls_of`` makes the driver's arguments for a block that begins at an address; ``set_stream``
-    puts the stream's handle into them.
+    ``calls_of`` makes the driver's arguments for a block that begins at an address. ``stream`` and
+    ``totals`` are those of the last launch.
     """
 
-    __slots__ = ("buffer", "calls", "set_stream", "stream", "words")
+    __slots__ = ("buffer", "calls", "set_blocks", "set_stream", "stream", "totals", "words")
 
-    def __init__(
-        self,
-        data: bytes,
-        calls_of: Callable[[int], Calls],
-    ) -> None:
+    def __init__(self, data: bytes, calls_of: Callable[[int], Calls]) -> None:
         # Whole words, for the view: the driver is told the true size.
         self.buffer = ctypes.create_string_buffer(data, -(-len(data) // 8) * 8)
         self.words = memoryview(self.buffer).cast("B").cast("Q")
-        self.calls, self.set_stream = calls_of(ctypes.addressof(self.buffer))
+        found = calls_of(ctypes.addressof(self.buffer))
+        self.calls, self.set_stream, self.set_blocks = found
         self.stream = 0
+        self.totals: Totals | None = None
         self.set_stream(0)
 
 
@@ -140,15 +162,18 @@ def launcher(
     calls_of: Callable[[int], Calls],
     recover: Callable[[int, int, tuple[Any, ...]], None],
     taken: Sequence[tuple[int, Callable[[], int]]] = (),
+    blocks: Sequence[Extent] = (),
 ) -> Callable[..., None]:
     """Return a function that starts kernels on device ``index`` in sequence on torch's current
     stream.
 
     ``run`` is the driver's function, called once per step with the result of ``calls_of``. An error
     goes to ``recover`` with the number of its step. ``taken``: words whose address a function
-    supplies at each launch. The returned function takes the addresses of a program and is
+    supplies at each launch. ``blocks``: the grids of the steps, of which this sets those that
+    depend on the totals. The returned function takes the arguments of ``program.Launch`` and is
     thread-safe.
     """
+    resize = _resize_of(layout, blocks)
     packed = [(each.pack_into, start, pick) for start, each, pick in layout.packed]
     words, current_stream = layout.words, _torch.current_stream
     # The driver copies the arguments before it returns; until then they are one thread's. Taking
@@ -156,12 +181,16 @@ def launcher(
     # and let a signal's handler launch in between. What raises is not put back.
     free: list[Block] = []
 
-    def launch(addresses: Sequence[int], *_: object) -> None:
+    def launch(
+        addresses: Sequence[int], _tensors: object, _made: object, totals: Totals | None
+    ) -> None:
         stream = current_stream(index)
         try:
             block = free.pop()
         except IndexError:
             block = Block(layout.data, calls_of)
+        if resize is not None and totals != block.totals:
+            resize(block, totals)
         buffer = block.buffer
         for pack, start, pick in packed:
             pack(buffer, start, *pick(addresses))
@@ -181,3 +210,26 @@ def launcher(
         free.append(block)
 
     return launch
+
+
+def _resize_of(layout: Layout, blocks: Sequence[Extent]) -> Callable[[Block, Any], None] | None:
+    """Return a function that puts into a ``Block`` what depends on the totals; None if nothing
+    does."""
+    grids = [(step, each) for step, each in enumerate(blocks) if isinstance(each, Size)]
+    if not (layout.sizes or grids):
+        return None
+    at = function_of((tuple(size for *_, size in layout.sizes), tuple(size for _, size in grids)))
+    packed = [(struct.Struct(each).pack_into, start) for start, each, _ in layout.sizes]
+    steps = [step for step, _ in grids]
+
+    def resize(block: Block, totals: Totals) -> None:
+        # Not those totals before all is written.
+        block.totals = None
+        values, grids = at(*totals)
+        for (pack, start), value in zip(packed, values, strict=True):
+            pack(block.buffer, start, value)
+        for step, count in zip(steps, grids, strict=True):
+            block.set_blocks(step, count)
+        block.totals = totals
+
+    return resize

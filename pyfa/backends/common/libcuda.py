@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...errors import CodeObjectError
+from ...sizes import Extent, Size
 from . import arguments
 from .arguments import Calls, Layout
 
@@ -94,7 +95,7 @@ class Launch(NamedTuple):
     that are launched together."""
 
     kernel: Kernel
-    blocks: int
+    blocks: Extent
     start: int = 0
 
 
@@ -116,7 +117,8 @@ def launcher(
     def recover(error: int, step: int, call: tuple[Any, ...]) -> None:
         _recover(error, index, functools.partial(run, *call))
 
-    return arguments.launcher(layout, index, run, calls_of, recover, taken)
+    blocks = [each.blocks for each in launches]
+    return arguments.launcher(layout, index, run, calls_of, recover, taken, blocks)
 
 
 def _calls(launches: Sequence[Launch], address: int, size: int) -> Calls:
@@ -126,8 +128,9 @@ def _calls(launches: Sequence[Launch], address: int, size: int) -> Calls:
     configs: list[_Config] = []
     kept: list[Any] = []
     for kernel, blocks, start in launches:
+        known = 0 if isinstance(blocks, Size) else blocks
         config = _Config(
-            (blocks, 1, 1), (kernel.threads, 1, 1), kernel.shared, None, *_attributes(kernel)
+            (known, 1, 1), (kernel.threads, 1, 1), kernel.shared, None, *_attributes(kernel)
         )
         configs.append(config)
         parameters = extra = None
@@ -144,8 +147,11 @@ def _calls(launches: Sequence[Launch], address: int, size: int) -> Calls:
         for config in configs:
             config.stream = stream
 
+    def set_blocks(step: int, blocks: int) -> None:
+        configs[step].blocks[0] = blocks
+
     set_stream.kept = kept  # type: ignore[attr-defined]  # as long as the calls are
-    return calls, set_stream
+    return Calls(calls, set_stream, set_blocks)
 
 
 def _at(x: Any) -> ctypes.c_void_p | None:

@@ -7,29 +7,32 @@ the same code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from ... import _torch
-from ..._torch import Like
 from ...plan import Plan
 from ...problem import Call
+from ...sizes import Extent, Shape, Size, Totals, function_of, value_at
 from ..base import OtherAlignment, Run
 
-Values = Mapping[str, int | float]
+Like = tuple[Shape, Shape, torch.dtype]
+"""Shape, strides and dtype of a buffer."""
 _Result = TypeVar("_Result")
 
-# Takes the addresses of all that a program names, its inputs and what it made.
-Launch = Callable[[list[int], Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
+# Takes the addresses of all that a program names, its inputs, what it made, and the totals of
+# packed rows if any of its sizes depends on them.
+Launch = Callable[[list[int], Sequence[torch.Tensor], Sequence[torch.Tensor], Totals | None], None]
 
 
 class Params(NamedTuple):
     """The ``Params`` of one or more kernels: numbers, and the name of the tensor for each
     pointer."""
 
-    values: Values
+    values: Mapping[str, float | Size]
     pointers: Mapping[str, str]
 
 
@@ -37,7 +40,7 @@ class Step(NamedTuple):
     """One launch of ``blocks`` workgroups with ``threads`` threads each."""
 
     plan: Plan
-    blocks: int
+    blocks: Extent
     threads: int
     params: Params
 
@@ -56,7 +59,7 @@ class Program:
         self.fills: list[tuple[int, float]] = []
         self.steps: list[Step] = []
         self.made: list[str] = []
-        self._parts: dict[str, tuple[str, int]] = {}
+        self._parts: dict[str, tuple[str, Extent]] = {}
 
     def make(self, name: str, like: Like, fill: float | None = None) -> None:
         """Record a buffer that every call allocates and, with ``fill``, fills."""
@@ -74,13 +77,13 @@ class Program:
             for name, like in parts.items():
                 self.make(name, like)
             return
-        size = 0
+        size: Extent = 0
         for name, (shape, _strides, dtype) in parts.items():
             self._parts[name] = ("workspace", size)
-            size += -(-torch.Size(shape).numel() * dtype.itemsize // 512) * 512
+            size = size + -(-(count(shape) * dtype.itemsize) // 512) * 512
         self.make("workspace", ((size,), (1,), torch.uint8))
 
-    def add(self, plan: Plan, blocks: int, threads: int, params: Params) -> None:
+    def add(self, plan: Plan, blocks: Extent, threads: int, params: Params) -> None:
         """Record a launch of ``plan`` after the steps recorded before; nothing if ``blocks`` is
         0."""
         if blocks:
@@ -96,20 +99,38 @@ class Program:
         """Return the names that are whole tensors."""
         return (*self.inputs, *self.made)
 
-    def parts(self) -> list[tuple[int, int]]:
-        """Return, for each slice of a buffer, the number of its buffer among the names and its
-        offset in bytes."""
-        names = self.names
-        return [(names.index(of), offset) for of, offset in self._parts.values()]
+    @functools.cached_property
+    def of_parts(self) -> tuple[int, ...]:
+        """Return, for each slice of a buffer, the number of its buffer among the names."""
+        return tuple(self.names.index(of) for of, _ in self._parts.values())
+
+    @property
+    def sizes(self) -> tuple[tuple[Like, ...], tuple[Extent, ...]]:
+        """Return the buffers, and the slices' offsets in bytes."""
+        return tuple(self.likes), tuple(offset for _, offset in self._parts.values())
+
+    @functools.cached_property
+    def sizes_at(self) -> Callable[[int, int], Any]:
+        """Return ``sizes`` as a function of the totals."""
+        return function_of(self.sizes)
 
 
-def like(shape: Iterable[int], dtype: torch.dtype) -> Like:
+def count(shape: Iterable[Extent]) -> Extent:
+    """Return the number of elements."""
+    found: Extent = 1
+    for size in shape:
+        found = found * size
+    return found
+
+
+def like(shape: Iterable[Extent], dtype: torch.dtype) -> Like:
     """Describe a contiguous tensor."""
     sizes = tuple(shape)
-    strides, step = [], 1
+    strides: list[Extent] = []
+    step: Extent = 1
     for size in reversed(sizes):
         strides.append(step)
-        step *= max(size, 1)
+        step = step * (size or 1)
     return sizes, tuple(reversed(strides)), dtype
 
 
@@ -119,14 +140,17 @@ def run_of(
     empty: Callable[..., torch.Tensor],
     aligned: int | None = 3,
     on_16: bool = True,
+    totals: Totals | None = None,
 ) -> Run:
-    """Return ``program`` as a function of its inputs that returns the buffers it made.
+    """Return ``program`` as a function of its inputs that returns the buffers it made. ``totals``:
+    those of the inputs, if sizes depend on them.
 
     The first ``aligned`` inputs must be 16-byte aligned; with ``on_16`` False at least one of them
     must be misaligned. Otherwise the function raises ``OtherAlignment``. With ``aligned`` None
     nothing is checked.
     """
-    likes, fills, parts = tuple(program.likes), tuple(program.fills), tuple(program.parts())
+    likes, offsets = program.sizes if totals is None else program.sizes_at(*totals)
+    fills, parts = tuple(program.fills), tuple(zip(program.of_parts, offsets, strict=True))
     index = program.device.index if program.device.type == "cuda" else None
     more, current_device = tuple(range(3, aligned or 0)), _torch.current_device
     anywhere = aligned is None
@@ -151,49 +175,58 @@ def run_of(
             made[number].fill_(value)
         for number, offset in parts:
             addresses.append(addresses[number] + offset)
-        launch(addresses, tensors, made)
+        launch(addresses, tensors, made, totals)
         return made
 
     return run
 
 
-# Totals of packed rows for which a bound call keeps what it launches.
-MOST_TOTALS = 8
+_MOST_TOTALS = 8  # of which a bound call keeps sizes
 
 
 def for_any_total(
     call: Call,
-    run: Callable[..., _Result],
-    bind: Callable[..., Callable[..., _Result]],
+    given: Sequence[Any],
+    bind: Callable[..., Callable[[Totals | None], Callable[..., _Result]]],
     first: int = 0,
+    kind_of: Callable[[int, int], Hashable] = lambda q, k: None,
 ) -> Callable[..., _Result]:
-    """Extend ``run``, which is bound for ``call``, to all calls that differ from it also in the
-    number of packed rows.
+    """Bind ``call`` for its inputs ``given`` and all that differ from them also in the number of
+    packed rows.
 
-    In packed training the total differs at each step. Everything else stays valid; only what
-    depends on the total is recomputed, by ``bind`` with the inputs of ``run``. Among these q is
-    number ``first``, and k the next.
+    In packed training the totals differ at each step. ``bind`` takes inputs to a function of the
+    totals, which evaluates the sizes that depend on them. It is asked again only for totals of
+    another kind: where one is 0, or by ``kind_of``. Among the inputs q is number ``first``, and k
+    the next.
     """
     if call.cu_seqlens_q is None and call.cu_seqlens_k is None:
-        return run
+        return bind(*given)(None)
     second = first + 1
-    runs = {(call.q.shape[0], call.k.shape[0]): run}
+    kinds: dict[Hashable, Callable[[Totals | None], Callable[..., _Result]]] = {}
+    runs: dict[Totals, Callable[..., _Result]] = {}
+
+    def run_for(totals: Totals, given: Sequence[Any]) -> Callable[..., _Result]:
+        q, k = totals
+        kind = (q > 0, k > 0, kind_of(q, k))
+        of_kind = kinds.get(kind)
+        if of_kind is None:
+            of_kind = kinds[kind] = bind(*given)
+        if len(runs) >= _MOST_TOTALS:
+            runs.clear()
+        found = runs[totals] = of_kind(totals)
+        return found
 
     def run_any_total(*given: Any) -> _Result:
         totals = given[first].shape[0], given[second].shape[0]
-        found = runs.get(totals)
-        if found is None:
-            if len(runs) >= MOST_TOTALS:
-                runs.clear()
-            found = runs[totals] = bind(*given)
-        return found(*given)
+        return (runs.get(totals) or run_for(totals, given))(*given)
 
+    run_for((given[first].shape[0], given[second].shape[0]), given)
     return run_any_total
 
 
-def arguments_of(params: Params, addresses: Mapping[str, int]) -> dict[str, int | float]:
-    """Return the members of ``Params`` with the pointers filled in."""
-    return {
-        **params.values,
-        **{member: addresses[name] for member, name in params.pointers.items()},
-    }
+def arguments_of(
+    params: Params, addresses: Mapping[str, int], totals: Totals | None = None
+) -> dict[str, float]:
+    """Return the members of ``Params`` with the pointers and sizes filled in."""
+    found = {member: value_at(x, totals) for member, x in params.values.items()}
+    return found | {member: addresses[name] for member, name in params.pointers.items()}

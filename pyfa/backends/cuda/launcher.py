@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -13,6 +13,7 @@ from ... import _torch, abi, device
 from ..._torch import Empty
 from ...device import Device
 from ...plan import Plan
+from ...sizes import Size, Totals
 from ..common import arguments, libcuda
 from ..common.arguments import TensorMap
 from ..common.program import Launch, Program
@@ -42,22 +43,23 @@ class Launcher:
         given = dict(zip(program.inputs, tensors, strict=True))
         if not any(step.plan.kernel in tensor_maps.BOXES for step in program.steps):
             return self._launch(program, given, None)
-        # Among the tensors that a program makes, only the rotated queries have a map.
+        # Among the tensors that a program makes, only the rotated queries have a map. Of packed
+        # ones, the total is set at each launch.
         if "rotated_q" in program.made:
-            shape, strides, dtype = program.likes[program.made.index("rotated_q")]
-            rotated = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+            shape, _, dtype = program.likes[program.made.index("rotated_q")]
+            known = [1 if isinstance(size, Size) else size for size in shape]
+            rotated = torch.empty(known, dtype=dtype, device="meta")
             given["rotated_q"] = rotated
         if tensor_maps.movable():
             return self._launch(program, given, None)
-        # Described, and not kept: these are the tensors of one call.
-        described = {
-            name: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-            for name, x in given.items()
-        }
 
-        def launch(addresses: list[int], *_: object) -> None:
+        def launch(
+            addresses: list[int], tensors: Sequence[torch.Tensor],
+            made: Sequence[torch.Tensor], totals: Totals | None,
+        ) -> None:  # fmt: skip
+            given = dict(zip(program.tensors, (*tensors, *made), strict=True))
             of_names = dict(zip(program.names, addresses, strict=True))
-            self._launch(program, described, of_names)(addresses)
+            self._launch(program, given, of_names)(addresses, tensors, made, totals)
 
         return launch
 
@@ -81,7 +83,7 @@ class Launcher:
         taken: list[tuple[int, Callable[[], int]]] = []
         for step, start in zip(program.steps, layout.starts, strict=True):
             blocks = plans.grid_of(step.plan, step.blocks, units)
-            if blocks < step.blocks:
+            if blocks != step.blocks:
                 taken.append((start // 8 + _COUNTER, counters.source(index)))
             kernel = self._load(step.plan, step.threads, index)
             launches.append(libcuda.Launch(kernel, blocks, start))

@@ -6,6 +6,7 @@ from ... import env
 from ...arch import ARCHS, Arch
 from ...plan import Plan
 from ...problem import Problem
+from ...sizes import Extent, Size
 from ..native import plans, tiles
 from ..native.plans import values_of
 from ..native.tiles import Pair, sm80
@@ -30,9 +31,9 @@ def compiled_for(arch: str, plan: Plan | None = None) -> str:
 PERSISTENT = frozenset({"cuda/sm90/attn_fwd.cu"})
 
 
-def grid_of(plan: Plan, blocks: int, units: int) -> int:
+def grid_of(plan: Plan, blocks: Extent, units: int) -> Extent:
     """Return the number of blocks to launch for ``blocks`` pieces of work."""
-    if plan.kernel not in PERSISTENT:
+    if plan.kernel not in PERSISTENT or isinstance(blocks, Size):
         return blocks
     return min(blocks, values_of(plan).get("BLOCKS", 1) * units)
 

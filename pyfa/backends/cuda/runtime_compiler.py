@@ -3,12 +3,14 @@ GPU."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.metadata
 import importlib.util
 import io
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ...errors import CompileError
 from ...sources import keep_failed
@@ -31,9 +33,11 @@ def why_unavailable() -> str | None:
                 f"the package {package} is not installed "
                 "(pip install 'pyfa-attention[cuda]' brings it)"
             )
+    if any(found.version.startswith(f"{major()}.") for found in _packages()):
+        return None  # loading it, 50 ms, waits for the first key
     try:
         version()
-    except Exception as error:  # cuda-bindings has several kinds for a library that is not there
+    except Exception as error:  # cuda-pathfinder has several kinds for a library that is not there
         return (
             f"cuda-bindings {importlib.metadata.version('cuda-bindings')} needs "
             f"NVRTC {major()}, which was not found: {error}"
@@ -43,20 +47,55 @@ def why_unavailable() -> str | None:
 
 @functools.cache
 def version() -> str:
-    """Return the compiler for cache keys, such as ``nvrtc 13.0.88``. Fails without NVRTC."""
-    for package in _NVRTC:
-        try:
-            found = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        if int(found.split(".")[0]) == major():
-            return f"nvrtc {found}"
-    from cuda.bindings import nvrtc  # a toolkit's own: asking it takes 50 ms
+    """Return the compiler for cache keys, such as ``nvrtc 13.0.88``. Fails without NVRTC.
 
-    error, *numbers = nvrtc.nvrtcVersion()
-    if int(error):
-        raise RuntimeError(f"nvrtcVersion failed with error {int(error)}")
-    return "nvrtc " + ".".join(str(number) for number in numbers)
+    The library that compiles is asked: several packages may be installed, and a toolkit's own or
+    one that is preloaded may be none of them.
+    """
+    from cuda.pathfinder import load_nvidia_dynamic_lib
+
+    path = load_nvidia_dynamic_lib("nvrtc").abs_path
+    numbers = ctypes.c_int(), ctypes.c_int()
+    error = ctypes.CDLL(path).nvrtcVersion(*map(ctypes.byref, numbers))
+    if error:
+        raise RuntimeError(f"nvrtcVersion failed with error {error}")
+    release = ".".join(str(number.value) for number in numbers)
+    for found in _packages():
+        if found.version.startswith(f"{release}.") and _brought(found, path):
+            return f"nvrtc {found.version}"
+    return f"nvrtc {release} {_build_of(path)}"
+
+
+def _packages() -> Iterator[importlib.metadata.Distribution]:
+    for package in _NVRTC:
+        yield from importlib.metadata.distributions(name=package)
+
+
+def _brought(package: importlib.metadata.Distribution, path: str) -> bool:
+    """Return whether ``package`` installed the file at ``path``, of this size: one that is
+    installed over another leaves both of their records."""
+    there = os.stat(path)
+    return any(
+        file.name == os.path.basename(path)
+        and file.size == there.st_size
+        and os.path.realpath(file.locate()) == os.path.realpath(path)
+        for file in package.files or ()
+    )
+
+
+def _build_of(path: str) -> str:
+    """Return what tells a library from others of its release: the build id that the linker
+    wrote."""
+    from elftools.elf.elffile import ELFFile
+    from elftools.elf.segments import NoteSegment
+
+    with open(path, "rb") as file:
+        segments = ELFFile(file).iter_segments()
+        notes = (note for x in segments if isinstance(x, NoteSegment) for note in x.iter_notes())
+        for note in notes:
+            if note["n_type"] == "NT_GNU_BUILD_ID":
+                return str(note["n_desc"])
+    return f"of {os.path.getsize(path)} bytes"
 
 
 def major() -> int:

@@ -18,6 +18,7 @@ import torch
 
 from ... import abi
 from ...plan import Plan
+from ...sizes import Size
 from ..common import libcuda
 from ..common.arguments import TensorMap
 from ..native.plans import values_of
@@ -113,7 +114,7 @@ def maps_of(
     """Return the maps that follow the ``Params`` of ``plan``'s kernel; empty if it takes none.
 
     ``pointers``: the names among ``tensors`` that the members of ``Params`` point to. Each launch
-    fills in the addresses, unless ``addresses`` are given.
+    fills in the addresses and the numbers of packed rows, unless ``addresses`` are given.
     """
     boxes = BOXES.get(plan.kernel, ())
     constants = values_of(plan) if boxes else {}
@@ -129,9 +130,11 @@ def maps_of(
         name = pointers[box.tensor]
         x = tensors[name]
         described = describe(x, rows_of(box), panel(number(box.head), x.itemsize))
-        if addresses is None:
-            return TensorMap(_encoded(described), name)
-        return TensorMap(described.encode(addresses[name]), "")
+        if addresses is not None:
+            return TensorMap(described.encode(addresses[name]), "")
+        total = Size("k" if box.tensor in ("k", "v") else "q")
+        sizes = ((rows_at(), total + -1),) if x.dim() == 3 and x.shape[0] else ()
+        return TensorMap(_encoded(described), name, sizes)
 
     return [made(box) for box in boxes]
 
@@ -140,17 +143,19 @@ def describe(x: torch.Tensor, rows: int, width: int) -> Described:
     """Describe the map of a tensor with boxes of ``rows`` rows by ``width`` elements of one
     head."""
     shape, strides = tuple(x.shape), x.stride()
-    if len(shape) == 3:
+    packed = len(shape) == 3
+    if packed:
         shape, strides = (1, *shape), (0, *strides)
     batch, length, heads, dim = (max(size, 1) for size in shape)
     by_batch, by_row, by_head, _ = strides
     return Described(
         _DTYPES[x.dtype],
         (dim, length, heads, batch),
-        # The stride of a dimension with one element may be anything, also 0.
+        # The stride of a dimension with one element may be anything, also 0. A packed tensor of
+        # one row may have more of them in the next call.
         tuple(
             step * x.itemsize if size > 1 else 16
-            for size, step in ((length, by_row), (heads, by_head), (batch, by_batch))
+            for size, step in ((length + packed, by_row), (heads, by_head), (batch, by_batch))
         ),
         (width, rows, 1, 1),
         _SWIZZLES[width * x.itemsize],
@@ -161,12 +166,9 @@ def _encoded(described: Described) -> bytes:
     """Return the map of a tensor at any address. Encoding takes 20 µs, and packed tensors have
     another number of rows at each step, so the offset of that number in the map is determined once.
     """
-    at = rows_at()
-    if at is None:
-        return _encoded_as_is(described)
     dim, rows, *rest = described.sizes
     data = bytearray(_encoded_as_is(described._replace(sizes=(dim, _ROWS, *rest))))
-    _rows.pack_into(data, at, rows - 1)
+    _rows.pack_into(data, rows_at(), rows - 1)
     return bytes(data)
 
 
@@ -180,16 +182,16 @@ _ROWS = 4096  # of maps that others are made from
 
 
 @functools.cache
-def rows_at() -> int | None:
-    """Return the byte offset of the number of rows, less 1, in this driver's maps; None if maps
-    with different numbers of rows differ elsewhere, too."""
+def rows_at() -> int:
+    """Return the byte offset of the number of rows, less 1, in this driver's maps; 0 if maps with
+    different numbers of rows differ elsewhere, too."""
     numbers = (_ROWS, 1, 77_777, (1 << 31) - 9)
     maps = [_EXAMPLE._replace(sizes=(128, n, 16, 2)).encode(_HERE) for n in numbers]
     for at in range(_address.size, abi.MAP_SIZE, _rows.size):
         if all(_rows.unpack_from(x, at)[0] == n - 1 for x, n in zip(maps, numbers, strict=True)):
             others = {x[:at] + x[at + _rows.size :] for x in maps}
-            return at if len(others) == 1 else None
-    return None
+            return at if len(others) == 1 else 0
+    return 0
 
 
 _HERE, _THERE = 1 << 30, (1 << 47) - (1 << 20) + 16  # addresses: encoding reads nothing there
@@ -200,7 +202,9 @@ _EXAMPLE = Described(9, (128, 4096, 16, 2), (4096, 256, 1 << 24), (64, 64, 1, 1)
 
 @functools.cache
 def movable() -> bool:
-    """Return whether this driver's maps of two addresses differ only in their first eight bytes."""
+    """Return whether this driver's maps of two addresses differ only in their first eight bytes,
+    and those of two numbers of rows only where ``rows_at`` says."""
     here, there = _EXAMPLE.encode(_HERE), _EXAMPLE.encode(_THERE)
     leads = _address.unpack_from(here)[0] == _HERE and _address.unpack_from(there)[0] == _THERE
-    return leads and here[_address.size :] == there[_address.size :]
+    moves = leads and here[_address.size :] == there[_address.size :]
+    return moves and rows_at() > 0

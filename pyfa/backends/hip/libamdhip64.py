@@ -206,19 +206,21 @@ class Ctypes:
     @staticmethod
     def calls_of(steps: Sequence[tuple[int, int, int, int]], address: int) -> Calls:
         """Return the arguments of ``run`` for each (function, blocks, threads, start of its
-        arguments), with all arguments at ``address``, and a function that sets the stream in them.
-        """
-        handle = _POINTER()
+        arguments), with all arguments at ``address``."""
+        handle, grids = _POINTER(), [_UINT(blocks) for _, blocks, *_ in steps]
         calls = []
-        for function, blocks, threads, start in steps:
+        for (function, _, threads, start), blocks in zip(steps, grids, strict=True):
             # kernelParams is the address of one pointer, to the one struct. The bytes are copied
             # before the call returns, also into a graph. Dynamic LDS is 0: kernels declare what
             # they use.
             pointers = (_POINTER * 1)(address + start)
-            grid = (_UINT(blocks), _ONE, _ONE, _UINT(threads), _ONE, _ONE, _NONE)
+            grid = (blocks, _ONE, _ONE, _UINT(threads), _ONE, _ONE, _NONE)
             calls.append((_POINTER(function), *grid, handle, pointers, None))
 
         def set_stream(stream: int) -> None:
             handle.value = stream
 
-        return calls, set_stream
+        def set_blocks(step: int, blocks: int) -> None:
+            grids[step].value = blocks
+
+        return Calls(calls, set_stream, set_blocks)

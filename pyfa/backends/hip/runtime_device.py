@@ -18,6 +18,7 @@ from ... import _torch, codeobject, device, topology
 from ..._torch import Empty
 from ...errors import CodeObjectError
 from ...problem import Problem
+from ...sizes import Size
 from ..common import arguments
 from ..common.program import Launch, Program
 from . import libamdhip64, plans, runtime_hip_python
@@ -109,10 +110,11 @@ class DeviceRuntime:
                     f"{kernel.kernel.name} takes {loaded.params_bytes} bytes of parameters, "
                     f"got {taken}"
                 )
-        steps = [
-            (loaded.function, step.blocks, step.threads, start)
-            for loaded, step, start in zip(functions, program.steps, layout.starts, strict=True)
-        ]
+        grids = [step.blocks for step in program.steps]
+        known = [0 if isinstance(blocks, Size) else blocks for blocks in grids]
+        threads = [step.threads for step in program.steps]
+        of_code = [loaded.function for loaded in functions]
+        steps = list(zip(of_code, known, threads, layout.starts, strict=True))
 
         def calls_of(address: int) -> arguments.Calls:
             return binding.calls_of(steps, address)
@@ -120,10 +122,10 @@ class DeviceRuntime:
         def recover(error: int, step: int, call: object) -> None:
             name, blocks = kernels[step].kernel.name, program.steps[step].blocks
             raise hip.failure(
-                error, f"{name} was not launched (grid {(blocks, 1, 1)}, device {index})"
+                error, f"{name} was not launched (grid ({blocks}, 1, 1), device {index})"
             )
 
-        return arguments.launcher(layout, index, binding.run, calls_of, recover)
+        return arguments.launcher(layout, index, binding.run, calls_of, recover, (), grids)
 
     def shape(self, index: int) -> Shape:
         """Return the number of CUs and XCDs of device ``index`` in its partition mode.

@@ -12,6 +12,7 @@ import torch
 from ... import _torch, abi, env
 from ..._torch import Empty
 from ...problem import Problem
+from ...sizes import Totals, value_at
 from ..common.program import Launch, Program, Step, arguments_of
 from .code import Code
 
@@ -84,14 +85,16 @@ class EmulatorRuntime:
         names, of_tensors = program.names, program.tensors
 
         def launch(
-            addresses: Sequence[int], tensors: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
-        ) -> None:
+            addresses: Sequence[int], tensors: Sequence[torch.Tensor],
+            made: Sequence[torch.Tensor], totals: Totals | None,
+        ) -> None:  # fmt: skip
             of_names = dict(zip(names, addresses, strict=True))
             given = dict(zip(of_tensors, (*tensors, *made), strict=True))
             for step, code in zip(program.steps, kernels, strict=True):
                 # A kernel may touch what it is told of, and nothing else.
                 touched = {name: given[name] for name in step.params.pointers.values()}
-                self.run(step, code, abi.pack(arguments_of(step.params, of_names)), touched)
+                params = abi.pack(arguments_of(step.params, of_names, totals))
+                self.run(step._replace(blocks=value_at(step.blocks, totals)), code, params, touched)
 
         return launch
 
@@ -111,7 +114,7 @@ class EmulatorRuntime:
         self.code = code
         self.counters = machine.launch(
             kernel,
-            grid=(step.blocks, 1, 1),
+            grid=(value_at(step.blocks, None), 1, 1),
             block=(step.threads,),
             kernarg=params,
             trace=self.trace,

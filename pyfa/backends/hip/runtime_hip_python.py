@@ -96,8 +96,12 @@ class HipPython:
             handle = hip.ihipStream_t(stream)
             calls[:] = [(*call[:8], handle, *call[9:]) for call in calls]
 
+        def set_blocks(step: int, blocks: int) -> None:
+            function, _, *rest = calls[step]
+            calls[step] = (function, blocks, *rest)
+
         for function, blocks, threads, start in steps:
             grid = (blocks, 1, 1, threads, 1, 1, 0)
             pointers = self._pointers([address + start])
             calls.append((hip.ihipModuleSymbol_t(function), *grid, None, pointers, none))
-        return calls, set_stream
+        return arguments.Calls(calls, set_stream, set_blocks)

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
-from ... import abi
+from ... import abi, sizes
 from ...problem import Append, Call, form_of, tensors_of
+from ...sizes import Totals
+from ..base import Run
 from ..common import calls
-from ..common.program import Params, Program, like, run_of
+from ..common.program import Params, Program, for_any_total, like, run_of
 from .launch import Launcher
 
 THREADS = 256
@@ -53,14 +55,25 @@ def bind(launch: Launcher, call: Call, append: Append) -> Callable[[Call, Append
     The returned function maps a call and an append like these to the call that follows, with the
     rotated queries and with lengths that include the new keys.
     """
-    program = Program(form_of(call, append).names, call.q)
-    written = add(launch, program, call, append)
-    run = run_of(program, launch.launch_of(program, tensors_of(call, append)), launch.empty, None)
-    made = {member: program.made.index(name) for member, name in written.items()}
+    form = form_of(call, append)
+
+    def bind_kind(*tensors: torch.Tensor) -> Callable[[Totals | None], Run]:
+        given, new = form.fill(tensors)
+        assert new is not None
+        program = Program(form.names, given.q)
+        made.update(add(launch, program, given, new))
+        numbers.update((name, number) for number, name in enumerate(program.made))
+        started = launch.launch_of(program, tensors)
+        return lambda totals: run_of(program, started, launch.empty, None, totals=totals)
+
+    # The same for all totals.
+    made: dict[str, str] = {}
+    numbers: dict[str, int] = {}
+    run = for_any_total(call, tensors_of(call, append), bind_kind)
 
     def ready(call: Call, append: Append) -> Call:
         found = run(*tensors_of(call, append))
-        written: dict[str, Any] = {member: found[number] for member, number in made.items()}
+        written: dict[str, Any] = {member: found[numbers[name]] for member, name in made.items()}
         return call._replace(**written)
 
     return ready
@@ -71,7 +84,7 @@ def add(launch: Launcher, program: Program, call: Call, append: Append) -> dict[
 
     Returns which of attention's pointers point to the kernel's output.
     """
-    values: dict[str, int | float] = {
+    values: abi.Values = {
         "heads_q": call.q.shape[-2],
         "heads_k": call.k.shape[-2],
         "batch": call.batch,
@@ -86,7 +99,7 @@ def add(launch: Launcher, program: Program, call: Call, append: Append) -> dict[
         if getattr(call, name) is not None:
             pointers[name] = name
     if append.cos is not None:
-        rotated = like(call.q.shape, call.q.dtype)
+        rotated = like(sizes.shape_of(call, "q"), call.q.dtype)
         program.make("rotated_q", rotated)
         written["q"] = "rotated_q"
         values |= {

@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-from ... import abi
+from ... import abi, sizes
 from ...plan import Plan
 from ...problem import Append, Call, are_on_16, form_of, tensors_of
+from ...sizes import Totals
 from ..base import OtherAlignment, Run
-from ..common.program import Params, Program, for_any_total, like, run_of
+from ..common.program import Params, Program, count, for_any_total, like, run_of
 from . import append as appending
 from . import combine, gaps, lists
 from .launch import Launcher
@@ -46,11 +47,10 @@ def bind(
     def bind_readable(call: Call, append: Append | None) -> Run:
         form = form_of(call, append)
 
-        def bind_again(*tensors: torch.Tensor) -> Run:
+        def bind_kind(*tensors: torch.Tensor) -> Callable[[Totals | None], Run]:
             return _bind(launch, plan, *form.fill(tensors), with_lse, grid_of)
 
-        run = _bind(launch, plan, call, append, with_lse, grid_of)
-        return for_any_total(call, run, bind_again)
+        return for_any_total(call, tensors_of(call, append), bind_kind)
 
     if _same(tensors_of(call, append), tensors_of(direct, prepared)):
         return bind_readable(call, append)
@@ -86,13 +86,14 @@ def _bind(
     append: Append | None,
     with_lse: bool,
     grid_of: Callable[[Call], Grid],
-) -> Run:
-    """Bind a call whose tensors the kernels can read without a copy."""
+) -> Callable[[Totals | None], Run]:
+    """Bind a call whose tensors the kernels can read without a copy, for any totals of its kind
+    (``for_any_total``)."""
     form, inputs = form_of(call, append), tensors_of(call, append)
     by_list = lists.Lists(launch, (plan,))
     program = Program((*form.names, *by_list.names), call.q)
-    out = like(call.out_shape(), call.dtype_of_out())
-    lse = like(call.lse_shape(), torch.float32)
+    out = like(sizes.out_shape(call), call.dtype_of_out())
+    lse = like(sizes.lse_shape(call), torch.float32)
     program.make("out", out)
     has_lse = with_lse or launch.NEEDS_LSE
     if has_lse:
@@ -105,21 +106,21 @@ def _bind(
         if append.cos is not None:
             # The rotated queries are contiguous, whatever strides these have.
             call = call._replace(q=torch.empty_like(call.q, memory_format=torch.contiguous_format))
-    if torch.Size(lse[0]).numel() and call.batch and call.max_seqlen_q:
+    if count(lse[0]) and call.batch and call.max_seqlen_q:
         grid = grid_of(call)
         if grid.blocks:
             _add(launch, program, plan, call, grid, pointers, has_lse, by_list)
-    elif torch.Size(out[0]).numel() or torch.Size(lse[0]).numel():
+    elif count(out[0]) or count(lse[0]):
         gaps.add_forward(launch, program, call, out, lse if has_lse else None)
     started = launch.launch_of(program, (*inputs, *by_list.of(call)))
-    run = run_of(program, started, launch.empty)
-    if not by_list.names:
-        return run
 
-    def run_by_list(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        return run(*tensors, *by_list.of(form.fill(tensors)[0]))
+    def sized(totals: Totals | None) -> Run:
+        run = run_of(program, started, launch.empty, totals=totals)
+        if not by_list.names:
+            return run
+        return lambda *tensors: run(*tensors, *by_list.of(form.fill(tensors)[0]))
 
-    return run_by_list
+    return sized
 
 
 def _add(
@@ -128,7 +129,7 @@ def _add(
 ) -> None:  # fmt: skip
     """Add the kernel, a step before it that clears rows of no sequence, and one after it that
     combines splits."""
-    out, lse = program.likes[0], like(call.lse_shape(), torch.float32)
+    out, lse = program.likes[0], like(sizes.lse_shape(call), torch.float32)
     written = lse if has_lse else None
     splits = grid.num_splits
     values = abi.forward_values(call, out[1], lse[1])
@@ -141,7 +142,7 @@ def _add(
         pointers["out"] = "out"
         if has_lse:
             pointers["lse"] = "lse"
-    if gaps.in_queries(call) and splits == 1:
+    if call.has_spare_q and splits == 1:
         gaps.add_forward(launch, program, call, out, written)
     params = by_list.params_of(plan, call, Params(values, pointers))
     program.add(plan, grid.blocks * splits, grid.threads, params)

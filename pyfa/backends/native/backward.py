@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from ... import abi, mods
-from ..._torch import Like
+from ... import abi, mods, sizes
 from ...plan import Plan
 from ...problem import TERMS, Call, Problem, band_of, form_of, is_banded, tensors_of
+from ...sizes import Extent, Totals
 from ...traffic import Shape
 from ..base import Gradients, RunBackward
 from ..common import calls, splits
-from ..common.program import Params, Program, for_any_total, like, run_of
+from ..common.program import Like, Params, Program, count, for_any_total, like, run_of
 from . import gaps, lists
 from .launch import Launcher
 from .plans import banded, name_of, values_of
@@ -104,14 +104,16 @@ def bind(
     direct = _readable(given, bias_grad)
     readable_form = form_of(direct.call)
 
-    def bind_again(
+    def bind_kind(
         dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
         *tensors: torch.Tensor,
-    ) -> RunBackward:  # fmt: skip
+    ) -> Callable[[Totals | None], RunBackward]:  # fmt: skip
         of_call = readable_form.fill(tensors)[0]
         return _bind(launch, _Given(dout, out, lse, of_call, dlse), bias_grad)
 
-    run = for_any_total(direct.call, _bind(launch, direct, bias_grad), bind_again, first=4)
+    parts_of = _group_splits_of(launch, direct.call)
+    inputs = (direct.dout, direct.dlse, direct.out, direct.lse, *tensors_of(direct.call))
+    run = for_any_total(direct.call, inputs, bind_kind, 4, lambda q, k: parts_of(k))
     copied = any(x is not y for x, y in zip(given.tensors(), direct.tensors(), strict=True))
     if not copied:
         return run
@@ -129,18 +131,23 @@ def bind(
     return run_on_copies
 
 
-def _bind(launch: Launcher, given: _Given, bias_grad: bool) -> RunBackward:
-    """Bind a call whose tensors the kernels can read without a copy."""
+def _bind(
+    launch: Launcher, given: _Given, bias_grad: bool
+) -> Callable[[Totals | None], RunBackward]:
+    """Bind a call whose tensors the kernels can read without a copy, for any totals of its kind
+    (``for_any_total``)."""
     call = given.call
     form = form_of(call)
     names = ("dout", "out", "lse", *form.names, *(("dlse",) if given.dlse is not None else ()))
     chain = _chain(launch, call)
     by_list = lists.Lists(launch, chain)
     program = Program((*names, *by_list.names), call.q)
-    parts_of_group = _group_splits(launch, call, chain)
+    parts_of_group = _group_splits_of(launch, call)(call.k.shape[0])
     heads_k = parts_of_group * call.k.shape[-2]
-    dq = like(call.q.shape, call.q.dtype)
-    dk, dv = (like((*x.shape[:-2], heads_k, x.shape[-1]), x.dtype) for x in call[1:3])
+    shapes = (sizes.shape_of(call, name) for name in ("k", "v"))
+    dq = like(sizes.shape_of(call, "q"), call.q.dtype)
+    dk, dv = (like((*x[:-2], heads_k, x[-1]), call.k.dtype) for x in shapes)
+    lse_shape, lse_strides, _ = like(sizes.lse_shape(call), torch.float32)
     for name, each in (("dq", dq), ("dk", dk), ("dv", dv)):
         program.make(name, each)
     pointers = {**abi.pointers_of(call), **{name: name for name in ("dq", "dk", "dv", *names[:3])}}
@@ -150,13 +157,13 @@ def _bind(launch: Launcher, given: _Given, bias_grad: bool) -> RunBackward:
         pointers["dlse"] = "dlse"
     if call.sinks is not None:
         # Shares of rows and, behind them, of blocks that own keys.
-        size = given.lse.numel() + call.batch * call.q.shape[-2] * _sink_sums(call, chain)
+        size = count(lse_shape) + call.batch * call.q.shape[-2] * _sink_sums(call, chain)
         program.make("dsinks", like((size,), torch.float32), fill=0.0)
         pointers["dsinks"] = "dsinks"
-    parts = {**sums_of(launch, call, chain), "delta": like((2, *given.lse.shape), torch.float32)}
+    parts = {**sums_of(launch, call, chain), "delta": like((2, *lse_shape), torch.float32)}
     program.make_workspace(parts, launch.APART)
     pointers |= {name: name for name in parts}
-    values = abi.forward_values(call, given.out.stride(), given.lse.stride())
+    values = abi.forward_values(call, given.out.stride(), lse_strides)
     values |= abi.strides_of("dout", given.dout.stride())
     for name, each in (("dq", dq), ("dk", dk), ("dv", dv)):
         values |= abi.strides_of(name, each[1])
@@ -175,30 +182,34 @@ def _bind(launch: Launcher, given: _Given, bias_grad: bool) -> RunBackward:
     if bias_grad and call.bias is not None:
         _add_bias_grad(launch, program, call, call.bias, params)
     started = launch.launch_of(program, (*given.tensors(), *by_list.of(call)))
-    run = run_of(program, started, launch.empty, aligned=6)
-    lse_shape, rows = given.lse.shape, (0, 2) if given.lse.dim() == 3 else 1
+    rows = (0, 2) if given.lse.dim() == 3 else 1
     numbers = {name: number for number, name in enumerate(program.made)}
     dsinks_at, dbias_at = numbers.get("dsinks"), numbers.get("dbias")
 
-    def backward(
-        dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
-        *tensors: torch.Tensor,
-    ) -> Gradients:  # fmt: skip
-        last = () if dlse is None else (dlse,)
-        of_lists = by_list.of(form.fill(tensors)[0]) if by_list.names else ()
-        found = run(dout, out, lse, *tensors, *last, *of_lists)
-        dq, dk, dv = found[:3]
-        if parts_of_group > 1:
-            # In float32, and rounded once more. Under autocast the sum would stay in float32.
-            parted = (x.unflatten(-2, (-1, parts_of_group)) for x in (dk, dv))
-            dk, dv = (x.sum(-2, dtype=x.dtype) for x in parted)
-        dsinks = None
-        if dsinks_at is not None:
-            dsinks = found[dsinks_at][: lse_shape.numel()].view(lse_shape).sum(rows)
-        dbias = None if dbias_at is None else found[dbias_at]
-        return Gradients(dq, dk, dv, dbias, dsinks)
+    def sized(totals: Totals | None) -> RunBackward:
+        run = run_of(program, started, launch.empty, aligned=6, totals=totals)
 
-    return backward
+        def backward(
+            dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
+            *tensors: torch.Tensor,
+        ) -> Gradients:  # fmt: skip
+            last = () if dlse is None else (dlse,)
+            of_lists = by_list.of(form.fill(tensors)[0]) if by_list.names else ()
+            found = run(dout, out, lse, *tensors, *last, *of_lists)
+            dq, dk, dv = found[:3]
+            if parts_of_group > 1:
+                # In float32, and rounded once more. Under autocast the sum would stay in float32.
+                parted = (x.unflatten(-2, (-1, parts_of_group)) for x in (dk, dv))
+                dk, dv = (x.sum(-2, dtype=x.dtype) for x in parted)
+            dsinks = None
+            if dsinks_at is not None:
+                dsinks = found[dsinks_at][: lse.numel()].view(lse.shape).sum(rows)
+            dbias = None if dbias_at is None else found[dbias_at]
+            return Gradients(dq, dk, dv, dbias, dsinks)
+
+        return backward
+
+    return sized
 
 
 def _add_bias_grad(
@@ -273,12 +284,14 @@ def _is_banded(call: Call) -> bool:
     return bool(band.window_shift or band.attention_chunk)
 
 
-def _group_splits(launch: Launcher, call: Call, chain: Sequence[Plan]) -> int:
-    """Return into how many parts the query heads of each group are divided."""
-    if call.batch_invariant:
-        return 1  # the bits of dK depend on it
+def _group_splits_of(launch: Launcher, call: Call) -> Callable[[int], int]:
+    """Return a function of the total of packed keys: into how many parts the query heads of each
+    group are divided."""
+    if call.batch_invariant or call.q.shape[-2] <= call.k.shape[-2]:
+        return lambda total: 1  # of batch_invariant, because the bits of dK depend on it
+    chain = _chain(launch, call)
     block = next(x for x in map(launch.target.block_of, chain) if x.keys)
-    packed_k = call.k.shape[0] if call.cu_seqlens_k is not None else None
+    packed = call.cu_seqlens_k is not None
     shape = Shape(
         call.batch,
         call.max_seqlen_q,
@@ -290,7 +303,8 @@ def _group_splits(launch: Launcher, call: Call, chain: Sequence[Plan]) -> int:
         call.window_left,
         call.window_right,
     )
-    return group_splits(launch.device_at(call.q.device).units, block, shape, packed_k)
+    units = launch.device_at(call.q.device).units
+    return lambda total: group_splits(units, block, shape, total if packed else None)
 
 
 def group_splits(units: int, block: Block, shape: Shape, packed_k: int | None = None) -> int:
@@ -316,9 +330,9 @@ def sums_of(launch: Launcher, call: Call, chain: Sequence[Plan]) -> dict[str, Li
         return {}
     rows, heads = launch.target.block_of(chain[0]).rows, call.q.shape[-2]
     # A packed sequence begins at a tile of its own.
-    tiles = -(-call.max_seqlen_q // rows) * call.batch
+    tiles: Extent = -(-call.max_seqlen_q // rows) * call.batch
     if call.cu_seqlens_q is not None:
-        tiles = call.q.shape[0] // rows + call.batch
+        tiles = sizes.shape_of(call, "q")[0] // rows + call.batch
     # row_sums begins both with 0.
     dim = values_of(chain[-1])["HEAD_DIM"]
     found = {"dq_accum": like((tiles * rows * heads * dim,), torch.float32)}

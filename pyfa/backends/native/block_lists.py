@@ -82,7 +82,7 @@ def bind(launch: Launcher, call: Call, tiles: Tiles) -> Callable[[Call], Lists]:
     table = (*sizes[:2], sizes[2] + sizes[3], bounds)
     if bounds:
         made["table"] = like(table, torch.int64)
-    values: dict[str, int | float] = {
+    values: abi.Values = {
         "seqlen_q": call.max_seqlen_q,
         "seqlen_k": call.max_seqlen_k,
         "q_start": call.q_start,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ... import abi
-from ..._torch import Like
+from ... import abi, sizes
 from ...problem import Call
 from ..common import calls
-from ..common.program import Params, Program, like
+from ..common.program import Like, Params, Program, count, like
 from .launch import Launcher
 
 THREADS = 256
@@ -16,8 +15,8 @@ THREADS = 256
 
 def partials(call: Call, num_splits: int) -> dict[str, Like]:
     """Make partial_out and partial_lse: (rows, heads, splits[, Dv]), with packed sequences."""
-    *rows, heads, dim = call.out_shape()
-    shape = (torch.Size(rows).numel(), heads, num_splits)
+    *rows, heads, dim = sizes.out_shape(call)
+    shape = (count(rows), heads, num_splits)
     return {
         "partial_out": like((*shape, dim), torch.float32),
         "partial_lse": like(shape, torch.float32),
@@ -34,13 +33,13 @@ def add(
     are undefined.
     """
     packed = call.cu_seqlens_q is not None
-    sizes, strides, _ = out
-    values: dict[str, int | float] = {
+    shape, strides, _ = out
+    values: abi.Values = {
         **abi.strides_of("out", strides),
         "batch": call.batch,
-        "heads_q": sizes[-2],
-        "seqlen_q": sizes[-3],
-        "head_dim_v": sizes[-1],
+        "heads_q": shape[-2],
+        "seqlen_q": shape[-3],
+        "head_dim_v": shape[-1],
         "num_splits": num_splits,
     }
     pointers = {name: name for name in ("out", "partial_out", "partial_lse")}
@@ -51,8 +50,7 @@ def add(
         pointers["lse"] = "lse"
         values |= {"lse_batch": 0 if packed else lse[1][0], "lse_head": lse[1][-2]}
     plan = launch.plan("combine", calls.DTYPE_CODES[str(out[2]).removeprefix("torch.")])
-    rows = torch.Size(sizes[:-1]).numel()
-    blocks = -(-rows // rows_of(num_splits, sizes[-1]))
+    blocks = -(-count(shape[:-1]) // rows_of(num_splits, call.v.shape[-1]))
     program.add(plan, blocks, THREADS, Params(values, pointers))
 
 

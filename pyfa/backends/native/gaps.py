@@ -7,22 +7,12 @@ two to five launches by PyTorch, and 72 of the 860 µs of a packed forward.
 from __future__ import annotations
 
 from ... import abi
-from ..._torch import Like
 from ...problem import Call
-from ..common.program import Params, Program
+from ...sizes import Extent
+from ..common.program import Like, Params, Program
 from .launch import Launcher
 
 THREADS, ROWS = 256, 16
-
-
-def in_queries(call: Call) -> bool:
-    """Return whether rows of q may belong to no sequence."""
-    return call.cu_seqlens_q is not None or call.seqused_q is not None
-
-
-def in_keys(call: Call) -> bool:
-    """Return whether rows of k and v may belong to no sequence."""
-    return call.cu_seqlens_k is not None or call.seqused_k is not None
 
 
 def add_forward(
@@ -30,7 +20,7 @@ def add_forward(
 ) -> None:
     """Launch the kernel that clears the rows of out and lse that belong to no sequence."""
     pointers = {"out": "out"}
-    values: dict[str, int | float] = {**_heads(out, "q", "_v"), **abi.strides_of("out", out[1])}
+    values: abi.Values = {**_heads(out, "q", "_v"), **abi.strides_of("out", out[1])}
     if lse is not None:
         pointers["lse"] = "lse"
         values |= {"lse_batch": lse[1][0] if len(lse[1]) == 3 else 0, "lse_head": lse[1][-2]}
@@ -41,21 +31,21 @@ def add_backward(
     launch: Launcher, program: Program, call: Call, dq: Like, dk: Like, dv: Like
 ) -> None:
     """Launch the kernel that clears the rows of the gradients that belong to no sequence."""
-    if in_queries(call):
-        values: dict[str, int | float] = {**_heads(dq, "q", "_v"), **abi.strides_of("out", dq[1])}
+    if call.has_spare_q:
+        values: abi.Values = {**_heads(dq, "q", "_v"), **abi.strides_of("out", dq[1])}
         _add(launch, program, call, dq, values, {"out": "dq"}, "q")
-    if in_keys(call):
+    if call.has_spare_k:
         values = {**_heads(dk, "q", "_v"), **_heads(dv, "k", "")}
         values |= abi.strides_of("out", dk[1]) | abi.strides_of("dv", dv[1])
         _add(launch, program, call, dk, values, {"out": "dk", "dv": "dv"}, "k")
 
 
-def _heads(x: Like, side: str, which: str) -> dict[str, int]:
+def _heads(x: Like, side: str, which: str) -> dict[str, Extent]:
     return {f"heads_{side}": x[0][-2], f"head_dim{which}": x[0][-1]}
 
 
 def _add(
-    launch: Launcher, program: Program, call: Call, x: Like, values: dict[str, int | float],
+    launch: Launcher, program: Program, call: Call, x: Like, values: abi.Values,
     pointers: dict[str, str], side: str,
 ) -> None:  # fmt: skip
     """Add the kernel. ``side``: whose offsets and lengths say which rows of ``x`` are in use."""

@@ -55,7 +55,7 @@ def bind(
     names = [f"captured{number}" for number in range(2 * len(outs))]
     tensors = [x for pair in zip(outs, lses, strict=True) for x in pair]
     shape, packed = outs[0].shape, outs[0].dim() == 3
-    values: dict[str, int | float] = {
+    values: abi.Values = {
         "batch": 1 if packed else shape[0],
         "heads_q": shape[-2],
         "seqlen_q": shape[-3],

@@ -29,7 +29,7 @@ def _interpreted() -> bool:
 
 class TritonBackend:
     NAME = "triton"
-    ANY_TOTAL = False
+    ANY_TOTAL = True
     FEATURES = features_by("triton")
     DTYPES: tuple[str, ...] = (
         "float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e4m3fnuz",

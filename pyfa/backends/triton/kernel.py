@@ -10,6 +10,7 @@ from triton.runtime import _allocation, driver
 from triton.runtime.errors import OutOfResources
 
 from ... import _torch
+from ...sizes import Extent, Totals, value_at
 from . import runtime_launch, specs
 from .specs import INTERPRETED, Spec
 
@@ -18,6 +19,10 @@ def _allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:
     """Allocate scratch on the current stream, which Triton requests for kernels that build
     descriptors."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+# Takes addresses, or tensors if kernels are interpreted, and the totals of packed rows.
+Launch = Callable[[Sequence[Any], Totals | None], None]
 
 
 class Slot(NamedTuple):
@@ -48,8 +53,8 @@ class Kernel:
         self._code = runtime_launch.code_of(compiled, spec, index)
 
     def bind(
-        self, programs: int, arguments: Sequence[Any], numbers: Mapping[str, int]
-    ) -> Callable[[Sequence[Any]], None]:
+        self, programs: Extent, arguments: Sequence[Any], numbers: Mapping[str, int]
+    ) -> Launch:
         """Return a launch of ``programs`` with these ``arguments``. Each call supplies the ``Slot``
         arguments: the address, or the tensor if kernels are interpreted."""
         slots = [
@@ -60,21 +65,21 @@ class Kernel:
         if kept:
             arguments = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments]
             launch_kept = self._bound(programs, arguments, slots)
-            return lambda given, _kept=kept: launch_kept(given)  # type: ignore[misc]
+            return lambda given, totals, _kept=kept: launch_kept(given, totals)  # type: ignore[misc]
         return self._bound(programs, arguments, slots)
 
     def _bound(
-        self, programs: int, arguments: list[Any], slots: list[tuple[int, int]]
-    ) -> Callable[[Sequence[Any]], None]:
+        self, programs: Extent, arguments: list[Any], slots: list[tuple[int, int]]
+    ) -> Launch:
         if not INTERPRETED and self._code is not None:
             return runtime_launch.prepare(self._code, programs, arguments, slots)
         template = list(arguments)
 
-        def launch(given: Sequence[Any]) -> None:
-            filled = template.copy()
+        def launch(given: Sequence[Any], totals: Totals | None) -> None:
+            filled = [value_at(x, totals) for x in template]
             for argument, number in slots:
                 filled[argument] = given[number]
-            self._start(programs, filled)
+            self._start(value_at(programs, totals), filled)
 
         return launch
 

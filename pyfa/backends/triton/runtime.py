@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -9,17 +10,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ... import _torch
+from ... import _torch, sizes
 from ...blocks import Tiles
 from ...mods.emit_triton import INFO
 from ...plan import Plan
 from ...problem import Call, Form, are_on_16, band_of, form_of, scales_of, tensors_of
+from ...sizes import Extent, Shape, Totals
 from ..base import OtherAlignment, Run
 from ..common.calls import with_rows
-from ..common.program import Program, like, run_of
+from ..common.program import Program, count, for_any_total, like, run_of
 from . import plans, specs
 from .common import FAR, NO_LSE
-from .kernel import Kernel, Slot, no_float, no_int, no_seed
+from .kernel import Kernel, Launch, Slot, no_float, no_int, no_seed
 from .plans import BYTES, KINDS
 from .runtime_lists import ByLists
 from .specs import INTERPRETED, Spec, Variant
@@ -114,7 +116,6 @@ def readable(call: Call) -> Call:
     return call._replace(q=q, k=k, v=v, bias=bias, q_descale=of_q, k_descale=of_k, v_descale=of_v)
 
 
-Launch = Callable[[Sequence[Any]], None]
 EMPTY = {"cuda": _torch.empty_cuda, "cpu": _torch.empty_cpu}
 
 
@@ -131,11 +132,12 @@ def launching(steps: Sequence[Launch]) -> Callable[..., None]:
     are interpreted."""
 
     def launch(
-        addresses: Sequence[int], tensors: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
-    ) -> None:
+        addresses: Sequence[int], tensors: Sequence[torch.Tensor],
+        made: Sequence[torch.Tensor], totals: Totals | None,
+    ) -> None:  # fmt: skip
         given = (*tensors, *made) if INTERPRETED else addresses
         for step in steps:
-            step(given)
+            step(given, totals)
 
     return launch
 
@@ -268,8 +270,7 @@ class Runner:
 
     def _bind(self, call: Call, with_lse: bool) -> Run:
         direct = readable(call)
-        with on(call.q):
-            run = self._bind_readable(direct, with_lse)
+        run = self._bind_readable(direct, with_lse)
         if all(x is y for x, y in zip(tensors_of(call), tensors_of(direct), strict=True)):
             return run
         form = form_of(call)
@@ -279,12 +280,24 @@ class Runner:
             try:
                 return run(*tensors_of(given))
             except OtherAlignment:  # of what was copied, or now is not
-                with on(given.q):
-                    return self._bind_readable(given, with_lse)(*tensors_of(given))
+                return self._bind_readable(given, with_lse)(*tensors_of(given))
 
         return run_on_copies
 
     def _bind_readable(self, call: Call, with_lse: bool) -> Run:
+        form, on_16, heads = form_of(call), are_on_16(*call[:3]), call.q.shape[-2]
+
+        def bind_kind(*tensors: torch.Tensor) -> Callable[[Totals | None], Run]:
+            given, _ = form.fill(tensors)
+            with on(given.q):
+                return self._bind_kind(given, with_lse, on_16)
+
+        def combines_few(q: int, k: int) -> bool:
+            return q * heads <= _FEW_LINES
+
+        return for_any_total(call, tensors_of(call), bind_kind, 0, combines_few)
+
+    def _bind_kind(self, call: Call, with_lse: bool, on_16: bool) -> Callable[[Totals | None], Run]:
         given, form = self.given(call), form_of(call)
         q, k, v = call[:3]
         packed = call.cu_seqlens_q is not None
@@ -294,8 +307,8 @@ class Runner:
         longest = call.max_seqlen_k
         group = heads // heads_k
         if packed:
-            batch, total = call.batch, q.shape[0]
-            lse_strides = (0, total)
+            batch, total = call.batch, sizes.shape_of(call, "q")[0]
+            lse_strides: Shape = (0, total)
             out_strides = (0, heads * dim_v, dim_v)
         else:
             batch, total = q.shape[0], q.shape[1]
@@ -306,8 +319,8 @@ class Runner:
         programs = blocks * units * batch
         parts = self._splits(call, programs)
         # Rows that no program writes: beyond seqused_q, or of no sequence.
-        partial = packed or call.seqused_q is not None or not programs
-        out, lse = call.out_shape(), call.lse_shape()
+        partial = call.has_spare_q or not programs
+        out, lse = sizes.out_shape(call), sizes.lse_shape(call)
         by_lists = ByLists(self, call, ("fwd",) if programs else ())
         program = Program((*form.names, *by_lists.names), q)
         alone = partial and parts == 1
@@ -315,13 +328,14 @@ class Runner:
         silent = not (with_lse or INTERPRETED or parts > 1)
         if not silent:
             program.make("lse", like(lse, torch.float32), -torch.inf if alone else None)
-        to, to_lse, part_strides = Slot("out"), no_float if silent else Slot("lse"), (0, 0)
+        to, to_lse = Slot("out"), no_float if silent else Slot("lse")
+        part_strides: Shape = (0, 0)
         if parts > 1:
             program.make("parts", like((parts, *out), torch.float32))
             fill = -torch.inf if partial else None
             program.make("part_lses", like((parts, *lse), torch.float32), fill)
             to, to_lse = Slot("parts"), Slot("part_lses")
-            part_strides = (torch.Size(out).numel(), torch.Size(lse).numel())
+            part_strides = (count(out), count(lse))
         options = given.options
         if silent:
             options = (*options[:-1], options[-1] | NO_LSE.value)
@@ -343,29 +357,35 @@ class Runner:
             )  # fmt: skip
             steps.append(kernel.bind(programs * parts, arguments, numbers))
             if parts > 1:
-                steps.append(self._combine(program, parts, heads, total, lse_strides, numbers))
-        run = run_of(program, launching(steps), EMPTY[q.device.type], 3, are_on_16(q, k, v))
-        if not by_lists.names:
-            return run
-        return lambda *tensors: run(*tensors, *by_lists.of(form.fill(tensors)[0]))
+                few = math.prod(call.lse_shape()) <= _FEW_LINES
+                steps.append(self._combine(program, parts, heads, total, lse_strides, numbers, few))
+        empty = EMPTY[q.device.type]
+
+        def sized(totals: Totals | None) -> Run:
+            run = run_of(program, launching(steps), empty, 3, on_16, totals)
+            if not by_lists.names:
+                return run
+            return lambda *tensors: run(*tensors, *by_lists.of(form.fill(tensors)[0]))
+
+        return sized
 
     def list_tiles(self, role: str, call: Call) -> Tiles | None:
         """Return the tiles by whose lists the kernel ``role`` visits, if it does."""
         return plans.list_tiles(self.constants, role, call)
 
     def _combine(
-        self, program: Program, parts: int, heads: int, rows_per_batch: int,
-        lse_strides: tuple[int, int], numbers: dict[str, int],
+        self, program: Program, parts: int, heads: int, rows_per_batch: Extent,
+        lse_strides: Shape, numbers: dict[str, int], few: bool,
     ) -> Launch:  # fmt: skip
         shapes = dict(zip(program.made, program.likes, strict=True))
         out, lse = shapes["out"][0], shapes["lse"][0]
-        lines = torch.Size(lse).numel()
-        each = 1 if lines <= _FEW_LINES else 16
+        lines = count(lse)
+        each = 1 if few else 16
         key = ("combine", each, program.device.index)
         kernel = self.kernel(key, lambda: specs.combine_spec(self.constants, each))
         arguments = (
             Slot("parts"), Slot("part_lses"), Slot("out"), Slot("lse"), lines, heads,
-            rows_per_batch, out[-1], parts, *lse_strides, torch.Size(out).numel(), lines,
+            rows_per_batch, out[-1], parts, *lse_strides, count(out), lines,
         )  # fmt: skip
         return kernel.bind(-(-lines // each), arguments, numbers)
 

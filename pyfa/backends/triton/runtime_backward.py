@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from ..._torch import Like
+from ... import sizes
 from ...problem import Call, Form, are_on_16, form_of, tensors_of
+from ...sizes import Shape, Totals
 from ..base import Gradients, RunBackward
-from ..common.program import Program, like, run_of
+from ..common.program import Like, Program, for_any_total, like, run_of
 from . import runtime, specs
-from .kernel import Slot, no_float
-from .runtime import Given, Launch, Runner
+from .kernel import Launch, Slot, no_float
+from .runtime import Given, Runner
 from .runtime_lists import ByLists
 from .specs import INTERPRETED
 
@@ -41,10 +43,13 @@ class _Given(NamedTuple):
         last = () if self.dlse is None else (self.dlse,)
         return (self.dout, self.out, self.lse, *tensors_of(self.call), *last)
 
+    def on_16(self) -> bool:
+        """Return whether dO, out, LSE, q, k and v are aligned to 16 bytes."""
+        return are_on_16(self.dout, self.out, self.lse, *self.call[:3])
+
     def moods(self, runner: Runner) -> tuple[object, ...]:
         """Return what the kernels depend on besides shapes, strides and dtypes."""
-        on_16 = are_on_16(self.dout, self.out, self.lse, *self.call[:3])
-        return (*runner.moods(self.call), on_16)
+        return (*runner.moods(self.call), self.on_16())
 
 
 def bind(
@@ -78,9 +83,18 @@ def bind(
 
 def _bind(runner: Runner, given: _Given, bias_grad: bool) -> RunBackward:
     """Bind a call whose tensors the kernels can read without a copy."""
-    with runtime.on(given.call.q):
-        passes = _Passes(runner, given, bias_grad)
-        return passes.bind()
+    form, on_16 = form_of(given.call), given.on_16()
+
+    def bind_kind(
+        dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
+        *tensors: torch.Tensor,
+    ) -> Callable[[Totals | None], RunBackward]:  # fmt: skip
+        call = form.fill(tensors)[0]
+        with runtime.on(call.q):
+            return _Passes(runner, _Given(dout, out, lse, call, dlse), bias_grad).bind(on_16)
+
+    inputs = (given.dout, given.dlse, given.out, given.lse, *tensors_of(given.call))
+    return for_any_total(given.call, inputs, bind_kind, 4)
 
 
 def _readable(x: torch.Tensor, divisor: int) -> torch.Tensor:
@@ -113,14 +127,14 @@ class _Passes:
         self.steps: list[tuple[Any, int, tuple[Any, ...]]] = []
         self.index = call.q.device.index
 
-    def bind(self) -> RunBackward:
+    def bind(self, on_16: bool) -> Callable[[Totals | None], RunBackward]:
         call, program = self.call, self.program
         dq, dk, dv = self._make_gradients()
         self._row_state()
         self._grad_keys(dk, dv)
         has_sinks, bias_grad = call.sinks is not None, self.bias_grad
         if has_sinks:
-            program.make("dots", like(self.saved.lse.shape, torch.float32))
+            program.make("dots", like(sizes.lse_shape(call), torch.float32))
         self._grad_rows(dq)
         if bias_grad:
             self._grad_bias()
@@ -128,43 +142,45 @@ class _Passes:
         steps: list[Launch] = [
             kernel.bind(programs, arguments, numbers) for kernel, programs, arguments in self.steps
         ]
-        on_16 = are_on_16(*self.saved.tensors()[:6])
-        run = run_of(program, runtime.launching(steps), runtime.EMPTY[call.q.device.type], 6, on_16)
+        launch, empty = runtime.launching(steps), runtime.EMPTY[call.q.device.type]
         made = {name: number for number, name in enumerate(program.made)}
         form, by_lists, paged = self.form, self.by_lists, call.page_table is not None
 
-        def backward(
-            dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
-            *tensors: torch.Tensor,
-        ) -> Gradients:  # fmt: skip
-            last = () if dlse is None else (dlse,)
-            lists = by_lists.of(form.fill(tensors)[0]) if by_lists.names else ()
-            found = run(dout, out, lse, *tensors, *last, *lists)
-            dq, dk, dv = found[:3]
-            if not (paged or has_sinks or bias_grad):
-                return Gradients(dq, dk, dv)
-            call, _ = form.fill(tensors)
-            if paged:
-                dk, dv = _to_pages(call, call.k, dk), _to_pages(call, call.v, dv)
-            dsinks = dbias = None
-            if call.sinks is not None and has_sinks:
-                dots = found[made["dots"]]
-                dsinks = _grad_sinks(call.sinks, lse, dots if dlse is None else dots - dlse)
-            if bias_grad:
-                dbias = found[made["dbias"]]
-            return Gradients(dq, dk, dv, dbias, dsinks)
+        def sized(totals: Totals | None) -> RunBackward:
+            run = run_of(program, launch, empty, 6, on_16, totals)
 
-        return backward
+            def backward(
+                dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
+                *tensors: torch.Tensor,
+            ) -> Gradients:  # fmt: skip
+                last = () if dlse is None else (dlse,)
+                lists = by_lists.of(form.fill(tensors)[0]) if by_lists.names else ()
+                found = run(dout, out, lse, *tensors, *last, *lists)
+                dq, dk, dv = found[:3]
+                if not (paged or has_sinks or bias_grad):
+                    return Gradients(dq, dk, dv)
+                call, _ = form.fill(tensors)
+                if paged:
+                    dk, dv = _to_pages(call, call.k, dk), _to_pages(call, call.v, dv)
+                dsinks = dbias = None
+                if call.sinks is not None and has_sinks:
+                    dots = found[made["dots"]]
+                    dsinks = _grad_sinks(call.sinks, lse, dots if dlse is None else dots - dlse)
+                if bias_grad:
+                    dbias = found[made["dbias"]]
+                return Gradients(dq, dk, dv, dbias, dsinks)
+
+            return backward
+
+        return sized
 
     def _make_gradients(self) -> tuple[Like, Like, Like]:
         """Make the gradients, filled with 0 if no program writes some of their rows: rows beyond a
         sequence's length, or of no sequence. Gradients of pages are dense in float32 at first."""
         call = self.call
         paged = call.page_table is not None
-        gaps_q = call.cu_seqlens_q is not None or call.seqused_q is not None
-        gaps_k = call.cu_seqlens_k is not None or call.seqused_k is not None
-        gaps_k = gaps_k or paged or call.cache_leftpad is not None
-        shapes = [tuple(x.shape) for x in call[:3]]
+        gaps_k = call.has_spare_k or paged or call.cache_leftpad is not None
+        shapes = [sizes.shape_of(call, name) for name in ("q", "k", "v")]
         dtype = call.k.dtype
         if paged:
             batch, heads, group, *_ = self.sizes
@@ -172,19 +188,21 @@ class _Passes:
             shapes[1:] = [(batch, longest, heads // group, x.shape[-1]) for x in call[1:3]]
             dtype = torch.float32
         likes = like(shapes[0], call.q.dtype), like(shapes[1], dtype), like(shapes[2], dtype)
-        for name, each, gaps in zip(("dq", "dk", "dv"), likes, (gaps_q, *(gaps_k,) * 2)):  # noqa: B905
+        for name, each, gaps in zip(("dq", "dk", "dv"), likes, (call.has_spare_q, *(gaps_k,) * 2)):  # noqa: B905
             self.program.make(name, each, 0.0 if gaps else None)
         return likes
 
     def _row_state(self) -> None:
         """Compute ``base`` and ``delta`` of every row."""
         call, saved, runner = self.call, self.saved, self.runner
-        heads, rows = call.q.shape[-2], call.q.shape[-3]
+        heads, rows = call.q.shape[-2], sizes.shape_of(call, "q")[-3]
         out_strides: tuple[int, ...] = saved.out.stride()[:-1]
         strides: tuple[int, ...] = saved.dout.stride()[:-1]
         if call.cu_seqlens_q is not None:
-            shape = (heads, (rows // 4 + call.batch) * 4)
-            self.state_strides, self.lse_strides = (0, shape[-1]), (0, rows)
+            padded = (rows // 4 + call.batch) * 4
+            shape: Shape = (heads, padded)
+            self.state_strides: Shape = (0, padded)
+            self.lse_strides: Shape = (0, rows)
             out_strides, strides = (0, *out_strides), (0, *strides)
         else:
             padded = -(-rows // 4) * 4

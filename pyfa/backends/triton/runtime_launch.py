@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ...sizes import Extent, Size, Totals, value_at
 from ..common import libcuda
 from ..common.arguments import Layout
 from .specs import Spec
@@ -36,33 +37,44 @@ class Code:
 
 
 def prepare(
-    code: Code, programs: int, arguments: Sequence[Any], slots: Sequence[tuple[int, int]]
-) -> Callable[[Sequence[Any]], None]:
+    code: Code, programs: Extent, arguments: Sequence[Any], slots: Sequence[tuple[int, int]]
+) -> Callable[[Sequence[Any], Totals | None], None]:
     """Return a launch of ``programs`` with these ``arguments``, some of which each call supplies.
 
     ``slots``: (index of the argument, which is a pointer; number of its address) for the arguments
     that a call supplies.
     """
-    packed = struct.pack("".join(code.formats), *arguments, *(0,) * code.own)
-    ends = (struct.calcsize("".join(code.formats[: i + 1])) for i in range(len(code.formats)))
+    known = [0 if isinstance(x, Size) else x for x in arguments]
+    packed = struct.pack("".join(code.formats), *known, *(0,) * code.own)
+    ends = [struct.calcsize("".join(code.formats[: i + 1])) for i in range(len(code.formats))]
     at = [end // 8 - 1 for end in ends]  # of pointers, the word
     words = [(at[argument], number) for argument, number in slots]
+    sizes = tuple(
+        (end - struct.calcsize(each), each, x)
+        for end, each, x in zip(ends, code.formats, arguments, strict=False)
+        if isinstance(x, Size)
+    )
     kernel = libcuda.Kernel(code.function, code.threads, code.shared)
-    if not code.scratch:
-        layout = Layout(packed, (0,), (), tuple(words))
-        return libcuda.launcher(code.index, [libcuda.Launch(kernel, programs)], layout)
-    # The last address that the launch below gives is that of the scratch memory.
-    words = [*words, (at[len(arguments)], -1)]
-    layout = Layout(packed, (0,), (), tuple(words))
+    if code.scratch:
+        # The last address that the launch below gives is that of the scratch memory.
+        words.append((at[len(arguments)], -1))
+    layout = Layout(packed, (0,), (), tuple(words), sizes)
     launch = libcuda.launcher(code.index, [libcuda.Launch(kernel, programs)], layout)
-    size, device = programs * code.scratch, torch.device("cuda", code.index)
 
-    def with_scratch(addresses: Sequence[Any]) -> None:
+    def run(addresses: Sequence[Any], totals: Totals | None) -> None:
+        launch(addresses, (), (), totals)
+
+    if not code.scratch:
+        return run
+    device = torch.device("cuda", code.index)
+
+    def run_with_scratch(addresses: Sequence[Any], totals: Totals | None) -> None:
         # Freed when this returns, and so given to nothing but what the stream runs later.
+        size = value_at(programs, totals) * code.scratch
         scratch = torch.empty(size, dtype=torch.int8, device=device)
-        launch([*addresses, scratch.data_ptr()])
+        run([*addresses, scratch.data_ptr()], totals)
 
-    return with_scratch
+    return run_with_scratch
 
 
 def code_of(compiled: Any, spec: Spec, index: int | None) -> Code | None:

@@ -87,5 +87,5 @@ class _States:
         states = torch.empty(self._shape, dtype=torch.uint8, device=call.q.device)
         given = (*call.captured, states)
         if self._programs:
-            self._launch(given if specs.INTERPRETED else [x.data_ptr() for x in given])
+            self._launch(given if specs.INTERPRETED else [x.data_ptr() for x in given], None)
         return states

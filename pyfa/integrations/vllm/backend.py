@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 import vllm
 
-from ... import api
+from ... import api, validate
 from . import check_version
 
 check_version(vllm.__version__)  # before names that another version may not have
@@ -66,7 +66,7 @@ class PyfaBackend(AttentionBackend):  # type: ignore[misc]  # vLLM is untyped wh
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        return head_size <= 256  # above, pyfa has no GPU kernel
+        return head_size <= validate.MAX_HEAD_DIM_V  # vLLM's keys and values have one head size
 
     @classmethod
     def supports_sink(cls) -> bool:
