@@ -5,8 +5,8 @@
 Signatures, defaults, return values and conventions are those of ``flash_attn.cute``, and of two
 functions of ``flash_attn.cute.interface`` for split keys:
 
-- Every call returns (out, lse). Without ``return_lse`` lse is None; with it, lse is differentiable.
-  (flash-attention also returns an LSE if an input requires a gradient, and its LSE has none.)
+- Every call returns (out, lse). With ``return_lse`` lse is differentiable; otherwise it is None.
+  (In flash-attention lse has no gradient, and is also returned if an input requires one.)
 - In ``window_size`` only None means unlimited; −1 is an ordinary number.
 - ``learnable_sink`` (H,) is float16, bfloat16 or float32 and has a gradient. The LSE includes it.
 - Wrong arguments raise ``ArgumentError``, a ``RuntimeError``, with flash-attention's argument
