@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 class UnsupportedProblem(NotImplementedError):
     """None of the allowed backends can run this attention.
 
-    ``problem`` describes the call, as at the top of the message. ``reasons`` maps each allowed
-    backend to its reasons for refusing.
+    ``problem`` describes the call. ``reasons`` maps the name of each allowed backend to its reasons
+    for refusing. The message contains both.
     """
 
     def __init__(self, problem: str, reasons: Mapping[str, Sequence[str]]) -> None:

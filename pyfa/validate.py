@@ -17,10 +17,10 @@ import torch
 
 
 class Edge(NamedTuple):
-    """A window bound that is taken literally, for the bound −1.
+    """A window bound that is always a number of keys, even if it is −1.
 
-    The plain number −1 means unlimited, as in flash-attention. ``Edge(-1)`` as the right bound
-    excludes the query's own key.
+    In ``window`` the plain number −1 means unlimited, as in flash-attention. ``Edge(-1)`` as the
+    right bound excludes the query's own key.
     """
 
     keys: int

@@ -263,7 +263,9 @@ class TestCache:
         q, k, v = cache
         new = torch.randn(2, 3, 2, 8)
         refused("^v: expected k and v", pyfa.attention_kvcache, q, k, v, k=new, cache_seqlens=1)
-        refused("^cache_seqlens: expected where", pyfa.attention_kvcache, q, k, v, k=new, v=new)
+        refused(
+            "^cache_seqlens: expected the number", pyfa.attention_kvcache, q, k, v, k=new, v=new
+        )
         refused(r"^v: expected shape \(2, new, 2, 8\)", pyfa.attention_kvcache, q, k, v, k=new,
                 v=new[..., :4], cache_seqlens=1)  # fmt: skip
         refused(r"^cache_seqlens: expected lengths from 0 to 16 \(with 3 new keys\)",

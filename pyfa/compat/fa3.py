@@ -195,8 +195,8 @@ def flash_attn_combine(
     """Merge attention over parts of the keys into attention over all of them: (out, softmax_lse).
 
     ``out_partial`` (splits, B, S, H, D) and ``lse_partial`` (splits, B, S, H) are float32. Returns
-    out (B, S, H, D), written to ``out`` if given, else of ``out_dtype`` (float32 by default), and
-    the LSE (B, S, H), −inf for rows that are fully masked in every part.
+    out (B, S, H, D) in ``out_dtype`` (float32 by default), and the LSE (B, S, H), −inf for rows
+    that are fully masked in every part. If ``out`` is given, the output is written there.
     """
     return combine(out_partial, lse_partial, out, out_dtype)
 

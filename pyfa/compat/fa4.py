@@ -5,8 +5,8 @@
 Signatures, defaults, return values and conventions are those of ``flash_attn.cute``, and of two
 functions of ``flash_attn.cute.interface`` for split keys:
 
-- Every call returns (out, lse). Without ``return_lse`` lse is None; with it, lse is differentiable.
-  (flash-attention also returns an LSE if an input requires a gradient, and its LSE has none.)
+- Every call returns (out, lse). With ``return_lse`` lse is differentiable; otherwise it is None.
+  (In flash-attention lse has no gradient, and is also returned if an input requires one.)
 - In ``window_size`` only None means unlimited; −1 is an ordinary number.
 - ``learnable_sink`` (H,) is float16, bfloat16 or float32 and has a gradient. The LSE includes it.
 - Wrong arguments raise ``ArgumentError``, a ``RuntimeError``, with flash-attention's argument
@@ -238,9 +238,10 @@ def flash_attn_combine(
     """Merge attention over parts of the keys into attention over all of them: (out, lse).
 
     ``out_partial`` (splits, B, S, H, D) and ``lse_partial`` (splits, B, S, H), or packed
-    (splits, total, H, D) and (splits, total, H), are float32. Returns out, written to ``out`` if
-    given, else of ``out_dtype`` (float32 by default), and the LSE (B, S, H) or (total, H), None
-    without ``return_lse``. ``cu_seqlens`` and ``seqused`` are ignored: each row merges alone.
+    (splits, total, H, D) and (splits, total, H), are float32. Returns out in ``out_dtype``
+    (float32 by default), and the LSE (B, S, H) or (total, H), None without ``return_lse``. If
+    ``out`` is given, the output is written there. ``cu_seqlens`` and ``seqused`` are ignored,
+    because rows are merged independently.
     """
     refuse_missing(virtual_batch_idx=virtual_batch_idx)
     merged, lse = combine(out_partial, lse_partial, out, out_dtype)

@@ -194,10 +194,10 @@ def make_mask(
     It is for ``q_length`` queries from position ``q_offset`` on and ``kv_length`` keys from
     ``kv_offset`` on. ``attention_mask`` (B, positions) is False for padding. The result is
 
-    - None, if the mask depends on positions alone (causal, window);
-    - int32 (B, 1, 1, 2), if in addition the first keys are padding or the last keys are not filled
-      yet: the first valid key, and the end of the keys that the last query sees. (It has four
-      dimensions because transformers passes such tensors on unchanged.);
+    - None, if the mask is only causal or a window;
+    - int32 (B, 1, 1, 2), if in addition there is padding on the left, or the end of the cache is
+      not filled: the index of the first valid key, and one more than the last key that the last
+      query sees (four dimensions, because transformers passes such tensors on unchanged);
     - otherwise boolean (B, 1, queries | 1, keys), False where a query does not see a key.
 
     The function reads ``attention_mask`` and so waits for the device, except while a graph is

@@ -82,15 +82,15 @@ def test_packed_steps_with_other_offsets(backend: str, nothing_bound: Callable[[
     assert len(binding.calls.recent) == 1
 
 
-def test_packed_steps_with_other_totals(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_steps_with_other_totals(backend: str, nothing_bound: Callable[[], None]) -> None:
     """Twice: bound for each total by itself, and for the first one only."""
     ends = [[200, 500, 600], [100, 101, 290], [1, 2, 3], [0, 256, 400], [299, 300, 301]]
     totals = [600, 300, 3, 417, 302]
     expected = []
     for seed, (each, total) in enumerate(zip(ends, totals, strict=True)):
-        forget(monkeypatch)
+        nothing_bound()
         expected.append(packed_step(seed % 4, backend, each, total))
-    forget(monkeypatch)
+    nothing_bound()
     for _ in range(2):
         for seed, (each, total) in enumerate(zip(ends, totals, strict=True)):
             waste = torch.full((1 << 24,), torch.nan, device="cuda")

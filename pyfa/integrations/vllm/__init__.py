@@ -41,9 +41,8 @@ def register() -> None:
     CUSTOM`` selects. With ``PYFA_VLLM_CPU=1`` it also replaces ``CPU_ATTN``.
 
     May be called more than once. If another plug-in has registered ``CUSTOM``, that registration
-    stays. In a version of vLLM without this registry, ``register`` does nothing. If
-    ``PYFA_VLLM_CPU`` is set, it raises ``ImportError`` then, and for any version that is not
-    supported.
+    stays. If vLLM has no such registry, ``register`` does nothing. With ``PYFA_VLLM_CPU=1`` it
+    raises ``ImportError`` instead, also for other versions of vLLM that are not supported.
     """
     asked = env.get("PYFA_VLLM_CPU")
     if asked:
