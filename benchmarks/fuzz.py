@@ -40,7 +40,7 @@ from typing import Any
 
 import machine
 import torch
-from random_cases import on_device
+from random_cases import expected_on
 
 from pyfa import binding, ops
 from pyfa.backends import BACKENDS
@@ -223,21 +223,6 @@ def wrong(cases: list[Case], backend: Backend) -> tuple[str, list[str]]:
         if result.status in _BAD and not few:
             return f"{result.status}: {' '.join(result.messages).strip()[-1500:]}", statuses
     return "", statuses
-
-
-def expected_on(case: Case, where: torch.device) -> examine.Expected | None:
-    """What is expected of a case, computed where that is fast; None leaves it to conformance."""
-    modified = case.score_mod or case.mask_mod or case.tree or case.dropout_p
-    if where.type != "cuda" or modified or case.dtypes[1] not in ("bfloat16", "float16"):
-        return None
-    here = build.build(case)
-    expected, there = examine.Expected(here), examine.Expected(on_device(here, where))
-    with torch.device(where):  # the reference makes its masks wherever torch makes tensors
-        for name in ("ref", "naive", "recomputed"):
-            vars(expected)[name] = {
-                each: x if x is None else x.cpu() for each, x in getattr(there, name).items()
-            }
-    return expected
 
 
 _FEW = 64  # the ratio of two means of so many errors strays by 13 %
