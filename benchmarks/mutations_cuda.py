@@ -10,11 +10,12 @@ lower bound. It is caught by the first case that fails or crashes, among those t
 plan: those of the quick level, then at most ``--most`` others. Each runs in a process of its own,
 which ends where a case takes 20 seconds: such a fault is counted apart.
 
-First there is a trap in the place of the line: where no case runs into it, the line is not
-executed, and the fault is counted apart. A survivor is tried again with the quickest cases under
-Compute Sanitizer: memcheck, or racecheck for a call left out of a kernel that has no TMA, for what
-is read or written beside a tensor, or too early, need not show in numbers. What survives all of it
-is listed with its line, and with the reason in ``equivalent_faults.py`` where it is equivalent.
+A survivor is tried again in two ways. With a mark in the place of its line, a variable that is set:
+where no case sets it, the line is not executed, and the fault is counted apart. (A trap would take
+a second each, one at a time.) And with the quickest cases under Compute Sanitizer: memcheck, or
+racecheck for a call left out of a kernel that has no TMA, for what is read or written beside a
+tensor, or too early, need not show in numbers. What survives all of it is listed with its line, and
+with the reason in ``equivalent_faults.py`` where it is equivalent.
 
 ``--drawn FILE`` draws and compiles without a GPU, or judges what it drew: what it compiled is in
 the code cache. ``--save`` writes ``results/mutations_cuda_<arch>.json``.
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import ctypes
 import functools
 import hashlib
 import itertools
@@ -54,6 +56,7 @@ from random_cases import expected_on
 
 from pyfa import cache, device
 from pyfa.backends import BACKENDS
+from pyfa.backends.common import libcuda
 from pyfa.backends.common.calls import DTYPE_CODES
 from pyfa.backends.cuda import code, plans, runtime_compiler
 from pyfa.backends.native.plans import source_of
@@ -68,6 +71,7 @@ _CUDA: Any = BACKENDS["cuda"]
 _DEVICE = device.by_name("H200")
 _SAME, _UNCOMPILED, _SURVIVED = "same code", "does not compile", ""
 _EXECUTED, _UNREACHED = "executed", "not executed"
+_MARK = "pyfa_executed"
 _BROKEN = "an error of this script"
 _UNDER_TOOLS = 4  # cases of a fault that run under Compute Sanitizer, which is slow
 _TOOL_SECONDS = 25.0
@@ -128,8 +132,8 @@ def planted(source: str, fault: Fault) -> str:
     return "\n".join(lines) + "\n"
 
 
-def trapped(source: str, fault: Fault) -> str:
-    """The source with a trap where the fault would be: at the beginning of its statement."""
+def marked(source: str, fault: Fault) -> str:
+    """The source with a mark where the fault would be: at the beginning of its statement."""
     lines = source.splitlines()
     number = fault.line
     while number and not _ENDS.search(lines[number - 1].split("//")[0].rstrip()):
@@ -140,11 +144,11 @@ def trapped(source: str, fault: Fault) -> str:
         if at >= 0 and line[:at].strip() in ("", "}", "else", "} else"):
             at = line.find("; ", at) + 2 if begin == "for (" else at + len(begin)
             empty = line[at : at + 1] in (";", ")")
-            lines[number] = f"{line[:at]}__trap(){'' if empty else ', '}{line[at:]}"
+            lines[number] = f"{line[:at]}{_MARK} = 1{'' if empty else ', '}{line[at:]}"
             break
     else:
-        lines[number] = f"__trap(); {line}"
-    return "\n".join(lines) + "\n"
+        lines[number] = f"{_MARK} = 1; {line}"
+    return "\n".join([f'extern "C" __device__ volatile int {_MARK};', *lines]) + "\n"
 
 
 # The end of a statement, of what stands in front of one, or of a line of the preprocessor.
@@ -203,17 +207,33 @@ class _HasRun(Exception):
 
 
 def reaches(plan: Plan, changed: str, cases: list[Case], arch: str) -> tuple[str, str]:
-    """Which case runs into a trap in the changed source."""
+    """Which case sets the mark in the changed source."""
     data, why = compiled(plan, changed, arch)
-    if why:  # a trap that changes nothing is in code that was left out
+    if why:  # a mark that changes nothing is in code that was left out
         return _UNREACHED if why == _SAME else _EXECUTED, ""
     use(plan, data)
+    driver: Any = libcuda.library()
+    load, modules = driver.cuModuleLoadData, []
+
+    def loaded(module: Any, image: bytes) -> int:
+        error: int = load(module, image)
+        modules.extend([module._obj] if image == data and not error else [])
+        return error
+
+    driver.cuModuleLoadData = loaded
     for case in cases:
         signal.alarm(_CASE_SECONDS)
         expected = _Unexpected(build.build(case))
-        result = runner.run_case(_CUDA, case, runner.device_of("cuda"), expected)
-        if result.status == CRASHED and _HasRun.__name__ not in result.messages[0]:
-            return _EXECUTED, case.name
+        runner.run_case(_CUDA, case, runner.device_of("cuda"), expected)
+        for module in modules:
+            place, size, mark = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_int()
+            error = driver.cuModuleGetGlobal_v2(
+                ctypes.byref(place), ctypes.byref(size), module, _MARK.encode()
+            ) or driver.cuMemcpyDtoH_v2(ctypes.byref(mark), place, size)
+            if error:
+                raise RuntimeError(f"the mark was not read: CUDA error {error}")
+            if mark.value:
+                return _EXECUTED, case.name
     return _UNREACHED, ""
 
 
@@ -240,8 +260,8 @@ def judge_all(
     def one(each: Drawn) -> tuple[str, str]:
         return changed(each, planted, judge)
 
-    def trap(each: Drawn) -> tuple[str, str]:
-        return changed(each, trapped, reaches)
+    def mark(each: Drawn) -> tuple[str, str]:
+        return changed(each, marked, reaches)
 
     def changed(
         each: Drawn, change: Callable[[str, Fault], str], what: Callable[..., tuple[str, str]]
@@ -264,23 +284,22 @@ def judge_all(
                 raise RuntimeError(case)
             yield each, (processes.NO_ANSWER if by == _ALARM else by, case)
 
-    # A line that no case executes is told by a trap in its place, without any reference.
-    executed: list[Drawn] = []
-    for each, (by, case) in in_processes(planted_, trap, 0.5):
-        if by == _UNREACHED:
-            found.append((each, by, case))
-        else:
-            executed.append(each)
-    say(f"{len(executed)} executed, {len(found)} not")
-    for each, (by, case) in in_processes(iter(executed), one, 1.0):
+    for each, (by, case) in in_processes(planted_, one, 0.8):
         found.append((each, by, case))
-        print(by or "left", each.plan, each.fault, case, flush=True)
     say(f"{len(found)} judged")
     left = [each for each, by, _ in found if by == _SURVIVED]
+    unreached = []
+    for each, (by, case) in in_processes(iter(left), mark, 1.0):
+        print("left:", by, each.plan, each.fault, len(each.cases), case, flush=True)
+        if by == _UNREACHED:
+            unreached.append(each)
+    say(f"{len(left)} survived; cases do not reach {len(unreached)}")
+    left = [each for each in left if each not in unreached]
     with ThreadPoolExecutor(options.jobs) as pool:
         left = left if options.tools else []
         reports = dict(zip(map(id, left), pool.map(reported, left), strict=True))
-    return [(each, by or reports.get(id(each), ""), case) for each, by, case in found]
+    return [(each, _UNREACHED if each in unreached else by or reports.get(id(each), ""), case)
+            for each, by, case in found]  # fmt: skip
 
 
 def reported(each: Drawn) -> str:
@@ -392,12 +411,12 @@ def draw_some(arch: str, options: argparse.Namespace) -> dict[str, Any]:
     end = time.monotonic() + options.minutes * 60
 
     def why_none(given: tuple[int, Drawn]) -> tuple[str, str]:
-        """Compiles a fault, and the trap in its place, for the code cache."""
+        """Compiles a fault, and the mark in its place, for the code cache."""
         plan, fault, _ = given[1]
         of = plans.compiled_for(arch, plan)
         why = compiled(plan, planted(source_of(plan), fault), of)[1]
         if not why:
-            compiled(plan, trapped(source_of(plan), fault), of)
+            compiled(plan, marked(source_of(plan), fault), of)
         return why, ""
 
     while len(found) < options.faults and time.monotonic() < end:

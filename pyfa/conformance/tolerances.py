@@ -80,6 +80,8 @@ MEAN_FACTOR = 1.5
 MAX_ULPS = 4.0
 # Three standard deviations of the ratio of two means of n errors, times √n.
 MEAN_NOISE = 3.0 * math.sqrt(2.0 * (math.pi / 2.0 - 1.0))
+# The smallest normal float32: a GPU may take less for 0.
+FLUSHED = 2.0**-126
 
 
 @dataclass(frozen=True)
@@ -125,12 +127,13 @@ def judge(
     recomputed: torch.Tensor | None = None,
     gradient: bool = False,
     softcap: bool = False,
+    float8: bool = False,
     largest_lse: float = 0.0,
 ) -> Check:
     """Check ``x`` by the rule, with the ulp of its dtype. ref, naive and recomputed have its shape.
 
     For a gradient, pass the largest finite |LSE| as ``largest_lse``, and ``recomputed``: paragraph
-    (c). An output needs neither.
+    (c). An output needs ``recomputed`` in float32 and, with ``float8``, for float8 queries.
     """
     dtype, x, naive = x.dtype, x.double(), naive.double()
     wrong = _special_places(x, ref)
@@ -142,7 +145,8 @@ def judge(
     nonzero = ref != 0.0
     rows = max(1, int((nonzero.any(-1) if ref.dim() > 1 else nonzero).sum()))
     shared = name in ("dq", "dk", "dv")
-    independent = _independent(torch.where(finite, naive - ref, 0.0), shared)
+    yardstick_of = recomputed if float8 and recomputed is not None else naive
+    independent = _independent(torch.where(finite, yardstick_of - ref, 0.0), shared or float8)
     x, ref, naive = x[finite], ref[finite], naive[finite]
     if not bool(naive.isfinite().all()):
         return Check(name, message="the case is badly made: naive is not finite where ref is")
@@ -160,12 +164,14 @@ def judge(
     elif gradient:
         means[0] = math.hypot(means[0], means[1])
         noise = MEAN_NOISE / math.sqrt(independent)
+    elif float8:
+        noise = MEAN_NOISE / math.sqrt(independent)
     return _checked(
         name,
         float(error.max()),
-        factor * yardstick + MAX_ULPS * ulp(largest, dtype) + from_lse * largest,
+        factor * yardstick + MAX_ULPS * ulp(largest, dtype) + from_lse * largest + FLUSHED,
         float(error.mean()),
-        MEAN_FACTOR * (1.0 + noise) * max(means) + from_lse * mean,
+        MEAN_FACTOR * (1.0 + noise) * max(means) + from_lse * mean + FLUSHED,
     )
 
 

@@ -205,7 +205,7 @@ def test_a_fault_of_the_torch_backend_is_caught(monkeypatch: pytest.MonkeyPatch)
     assert done.stdout.strip().splitlines()[-1:] == ["wrong numbers"], done.stderr
 
 
-def test_a_trap_stands_where_a_fault_would(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mark_stands_where_a_fault_would(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     script = importlib.import_module("mutations_cuda")
     source = """  int x = a +
@@ -217,15 +217,15 @@ def test_a_trap_stands_where_a_fault_would(monkeypatch: pytest.MonkeyPatch) -> N
 """
     at = {1: 0, 2: 2, 3: 3, 4: 4, 5: 5}
     made = {
-        line: script.trapped(source, script.Fault("", line, "", "")).splitlines()[place]
+        line: script.marked(source, script.Fault("", line, "", "")).splitlines()[1 + place]
         for line, place in at.items()
     }
     assert made == {
-        1: "__trap();   int x = a +",
-        2: "  if (__trap(), a < b) return;",
-        3: "  for (int i = 0; __trap(), i < n; ++i)",
-        4: "__trap();     sum += x;",
-        5: "  return __trap(), a && b;",
+        1: "pyfa_executed = 1;   int x = a +",
+        2: "  if (pyfa_executed = 1, a < b) return;",
+        3: "  for (int i = 0; pyfa_executed = 1, i < n; ++i)",
+        4: "pyfa_executed = 1;     sum += x;",
+        5: "  return pyfa_executed = 1, a && b;",
     }
 
 
