@@ -134,16 +134,30 @@ def run_plainly(case: Case, keep: bool = True) -> Ran:
 
 
 def mutated(data: bytes, pc: int, fault: machine_faults.Fault) -> tuple[Any, str]:
-    """The program with the fault, and the instruction before and after."""
-    parsed = codeobject.parse(data)
-    before = _programs(data).code
-    index = before.index_at(pc)
-    size = int(before.instructions[index]["size"])
+    """The program with the fault, and the instruction before and after.
+
+    Only this instruction is decoded: to decode a whole object takes longer than most launches.
+    """
+    program = _programs(data)
+    code, before = program.code, program.object
+    index = code.index_at(pc)
+    size = int(code.instructions[index]["size"])
     words = fault.low.to_bytes(4, "little") + fault.high.to_bytes(4, "little")
-    image = parsed.image[:pc] + words[:size] + parsed.image[pc + size :]
-    program = _prepare(dataclasses.replace(parsed, image=image))
-    old = (int.from_bytes(parsed.image[at : at + 4], "little") for at in (pc, pc + 4))
-    return program, f"{text_of(*old)} → {text_of(fault.low, fault.high)}"
+    image = before.image[:pc] + words[:size] + before.image[pc + size :]
+    here = codeobject.Function(f"0x{pc:x}", pc, size)
+    one = _prepare(dataclasses.replace(before, image=image, functions=(here,))).code
+    rows = code.instructions.copy()
+    target = rows[index]["imm"]
+    rows[index] = one.instructions[0]
+    if fault.kind == "branch":  # to the same place, which is not in sight of one instruction
+        rows[index]["imm"] = target
+    if not code.instructions["simple"].any():  # a mode for all of the code
+        rows[index]["simple"] = 0
+    names = (*code.names[:index], *one.names, *code.names[index + 1 :])
+    changed = dataclasses.replace(code, instructions=rows, names=names)
+    old = (int.from_bytes(before.image[at : at + 4], "little") for at in (pc, pc + 4))
+    text = f"{text_of(*old)} → {text_of(fault.low, fault.high)}"
+    return dataclasses.replace(program, code=changed), text
 
 
 def judge(planted: Planted, most: int) -> Verdict:
