@@ -54,7 +54,7 @@ import sanitize
 import torch
 from random_cases import expected_on
 
-from pyfa import cache, device
+from pyfa import bench, cache, device
 from pyfa.backends import BACKENDS
 from pyfa.backends.common import libcuda
 from pyfa.backends.common.calls import DTYPE_CODES
@@ -468,12 +468,16 @@ def main() -> None:
         "--drawn", type=Path, help="faults to judge; if not there, to draw, without a GPU"
     )
     parser.add_argument("--tools", type=int, default=1, help="0: without Compute Sanitizer")
+    parser.add_argument("--recount", action="store_true", help="of saved results: reasons alone")
     parser.add_argument("--under", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.under:
         under(options.under)
+        return
+    if options.recount:
+        recount(_DEVICE.arch)
         return
     begin = time.monotonic()
     if options.drawn and options.drawn.exists():
@@ -509,7 +513,7 @@ def report(
             "old": each.fault.old.strip(), "new": each.fault.new.strip(), "cases": len(each.cases),
         }  # fmt: skip
         if by == _SURVIVED:
-            why = equivalent_faults.of_source(each.plan.kernel, line["old"], line["new"])
+            why = equivalent_faults.of_source(str(each.plan), line["old"], line["new"])
             by = "equivalent" if why else "survived"
             survivors.append(line | ({"equivalent": why} if why else {}))
         rows[each.fault.kind, by] += 1
@@ -539,6 +543,24 @@ def report(
             "survivors": survivors, "seconds": round(seconds),
         }  # fmt: skip
         print(machine.save(f"mutations_cuda_{arch}", results))
+
+
+def recount(arch: str) -> None:
+    """Looks up the survivors of the saved results again: reasons may have been found since."""
+    path = machine.RESULTS / f"mutations_cuda_{arch}.json"
+    results = json.loads(path.read_text())
+    for line in results["survivors"]:
+        why = equivalent_faults.of_source(line["plan"], line["old"], line["new"])
+        line.pop("equivalent", None)
+        line |= {"equivalent": why} if why else {}
+    left = collections.Counter((line["kind"], "equivalent" if "equivalent" in line else "survived")
+                               for line in results["survivors"])  # fmt: skip
+    rows = [row for row in results["rows"] if row["by"] not in ("equivalent", "survived")]
+    rows += [{"kind": kind, "by": by, "count": count} for (kind, by), count in left.items()]
+    results["rows"] = sorted(rows, key=lambda row: (row["kind"], row["by"]))
+    results["equivalent"] = sum("equivalent" in line for line in results["survivors"])
+    path.write_text(bench.to_text(results) + "\n")
+    print(f"{results['caught']} caught, {results['equivalent']} equivalent of {results['faults']}")
 
 
 if __name__ == "__main__":
