@@ -1,8 +1,9 @@
 """Faults that survive because they change nothing: each with the reason.
 
-``of_source`` knows those of a CUDA kernel's source: part of the kernel's name, the line without its
-indentation, and what it becomes. ``of_code`` knows those of one instruction of a gfx942 code
-object: the first digits of its digest, the address, and the first word of the changed instruction.
+``of_source`` knows those of a CUDA kernel's source: parts of the plan's name, those that it must
+not have, the line without its indentation, and what it becomes. ``of_code`` knows those of one
+instruction of a gfx942 code object: the first digits of its digest, the address, and the first word
+of the changed instruction.
 A reason holds for all inputs that the API lets through, not only for those of the cases.
 """
 
@@ -10,7 +11,48 @@ from __future__ import annotations
 
 import numpy as np
 
-_SOURCE: tuple[tuple[str, str, str, str], ...] = ()
+_MASKED = "tiles that need no mask get one, which hides nothing"
+# fmt: off
+_SOURCE: tuple[tuple[tuple[str, ...], tuple[str, ...], str, str, str], ...] = (
+    ((".cu",), ("BANDED=1",),
+     "if (BANDED && p.attention_chunk)",
+     "if (BANDED || p.attention_chunk)",
+     "a plan without BANDED never has a chunk"),
+    (("sm80/attn_fwd.cu",), (),
+     "if (first < seen.all_low || first + BLOCK_K > seen.all_high) mask(w, s, first);",
+     "if (first < seen.all_low || first + BLOCK_K >= seen.all_high) mask(w, s, first);",
+     _MASKED),
+    (("sm90/attn_bwd.cu",), ("BANDED=1",),
+     "seen.all_low = (int)min(max(last - right, 0ll), (long long)s.rows);",
+     "seen.all_low = (int)max(max(last - right, 0ll), (long long)s.rows);",
+     _MASKED),
+    (("sm90/attn_bwd.cu",), (),
+     "w.all_low = own.first_key + BLOCK_K > s.keys ? s.rows : seen.all_low;",
+     "w.all_low = own.first_key + BLOCK_K >= s.keys ? s.rows : seen.all_low;",
+     _MASKED),
+    (("sm90/attn_bwd.cu",), (),
+     "bool masked = p.window_left >= 0 || p.window_right >= 0;",
+     "bool masked = p.window_left > 0 || p.window_right >= 0;",
+     "how many heads run side by side, the same number in every block: an order, and so speed"),
+    (("sm80/attn_decode.cu",), (),
+     "bool exists = begin_ + n * kStride + row < stop_;",
+     "bool exists = begin_ + n * kStride + row <= stop_;",
+     "the place of a key beyond the end is that of the last one (look): it is copied once more, "
+     "and hidden like the zeros"),
+    (("sm90/attn_fwd.cu",), (),
+     "if (!kFloat8 && valid < BLOCK_K && (PAGE_ROWS || p.cu_seqlens_k || p.seqused_k)) {",
+     "if (!kFloat8 && valid <= BLOCK_K && (PAGE_ROWS || p.cu_seqlens_k || p.seqused_k)) {",
+     "with all keys of a tile valid there is nothing to clear"),
+    (("sm80/attn_decode.cu", "TEAM=1 "), (),
+     "if (TEAM == 1 || first < b.stop)",
+     "if (TEAM == 1 && first < b.stop)",
+     "with a team of one warp no step is beyond the end: they are counted from its own first key"),
+    (("sm90/attn_fwd.cu",), ("BANDED=1",),
+     "Seen seen = keys_seen(p, s, row, min(row + kBlockQ, s.rows) - 1);",
+     "Seen seen = keys_seen(p, s, row, max(row + kBlockQ, s.rows) - 1);",
+     "more tiles are visited, whose keys the mask hides from all rows of the block"),
+)
+# fmt: on
 
 _CLEARS = (
     "rows that are in use are cleared as well; the kernel that writes them runs after this one"
@@ -76,10 +118,11 @@ _CODE: dict[tuple[str, int, int], str] = {
 }  # fmt: skip
 
 
-def of_source(kernel: str, old: str, new: str) -> str:
+def of_source(plan: str, old: str, new: str) -> str:
     """Why this change of a line is equivalent, "" where nobody has shown it."""
-    for part, before, after, why in _SOURCE:
-        if part in kernel and (before, after) == (old, new):
+    for parts, absent, before, after, why in _SOURCE:
+        fits = all(part in plan for part in parts) and not any(part in plan for part in absent)
+        if fits and (before, after) == (old, new):
             return why
     return ""
 

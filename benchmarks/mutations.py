@@ -33,6 +33,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import json
 import os
 import random
 import time
@@ -133,16 +134,30 @@ def run_plainly(case: Case, keep: bool = True) -> Ran:
 
 
 def mutated(data: bytes, pc: int, fault: machine_faults.Fault) -> tuple[Any, str]:
-    """The program with the fault, and the instruction before and after."""
-    parsed = codeobject.parse(data)
-    before = _programs(data).code
-    index = before.index_at(pc)
-    size = int(before.instructions[index]["size"])
+    """The program with the fault, and the instruction before and after.
+
+    Only this instruction is decoded: to decode a whole object takes longer than most launches.
+    """
+    program = _programs(data)
+    code, before = program.code, program.object
+    index = code.index_at(pc)
+    size = int(code.instructions[index]["size"])
     words = fault.low.to_bytes(4, "little") + fault.high.to_bytes(4, "little")
-    image = parsed.image[:pc] + words[:size] + parsed.image[pc + size :]
-    program = _prepare(dataclasses.replace(parsed, image=image))
-    old = (int.from_bytes(parsed.image[at : at + 4], "little") for at in (pc, pc + 4))
-    return program, f"{text_of(*old)} → {text_of(fault.low, fault.high)}"
+    image = before.image[:pc] + words[:size] + before.image[pc + size :]
+    here = codeobject.Function(f"0x{pc:x}", pc, size)
+    one = _prepare(dataclasses.replace(before, image=image, functions=(here,))).code
+    rows = code.instructions.copy()
+    target = rows[index]["imm"]
+    rows[index] = one.instructions[0]
+    if fault.kind == "branch":  # to the same place, which is not in sight of one instruction
+        rows[index]["imm"] = target
+    if not code.instructions["simple"].any():  # a mode for all of the code
+        rows[index]["simple"] = 0
+    names = (*code.names[:index], *one.names, *code.names[index + 1 :])
+    changed = dataclasses.replace(code, instructions=rows, names=names)
+    old = (int.from_bytes(before.image[at : at + 4], "little") for at in (pc, pc + 4))
+    text = f"{text_of(*old)} → {text_of(fault.low, fault.high)}"
+    return dataclasses.replace(program, code=changed), text
 
 
 def judge(planted: Planted, most: int) -> Verdict:
@@ -233,6 +248,7 @@ def drawn(
         generator.shuffle(pool)
     whole = [each for (_, kind), pool in pools.items() for each in pool if kind in options.all]
     generator.shuffle(whole)
+    whole = whole[options.part[0] :: options.part[1]]
     found = []
     while len(found) < options.faults and any(pools.values()):
         found += [pool.pop() for pool in pools.values() if pool]
@@ -287,6 +303,10 @@ def main() -> None:
     parser.add_argument(
         "--all", default=(), type=lambda kinds: kinds.split(","),
         help="every fault of these kinds too: wait,barrier",
+    )  # fmt: skip
+    parser.add_argument(
+        "--part", default=(0, 1), type=lambda part: tuple(map(int, part.split("/"))),
+        help="0/4: the first quarter of those of --all; --save adds it to the others of the file",
     )  # fmt: skip
     parser.add_argument("--most", type=int, default=1 << 30, help="launches for each fault")
     parser.add_argument("--ran", type=Path, help="where what ran is kept")
@@ -429,15 +449,32 @@ def report(
     print(found["conformance"])
     print(f"{caught} of {len(verdicts)} caught, {planted - len(verdicts)} not run, {seconds:.0f} s")
     if options.save:
-        results = {
-            "what": "faults of one instruction in machine code that the level executes",
-            "level": options.level, "seed": options.seed,
-            "kinds": options.all if name else "all",
-            "planted": planted, "ran": len(verdicts), "caught": caught,
+        part = {
+            "part": options.part, "planted": planted, "ran": len(verdicts), "caught": caught,
             "not_run": planted - len(verdicts), "rows": rows, "survivors": survivors, **found,
             "seconds": round(seconds),
         }  # fmt: skip
-        print(machine.save(f"mutations_hip{name}", results))
+        results = {
+            "what": "faults of one instruction in machine code that the level executes",
+            "level": options.level, "seed": options.seed,
+            "kinds": options.all if name else "all", "most_launches": options.most,
+        }  # fmt: skip
+        print(machine.save(f"mutations_hip{name}", joined(results, part, name)))
+
+
+def joined(same: dict[str, Any], part: dict[str, Any], name: str) -> dict[str, Any]:
+    """The results of this part, beside those of the others that were saved of the same faults."""
+    number, parts = part["part"]
+    if parts == 1:
+        return same | {key: value for key, value in part.items() if key != "part"}
+    path = machine.RESULTS / f"mutations_hip{name}.json"
+    before = json.loads(path.read_text()) if path.exists() else {}
+    others = [each for each in before.get("parts", []) if each["part"][0] != number
+              and each["part"][1] == parts and before["seed"] == same["seed"]]  # fmt: skip
+    every = sorted([*others, part], key=lambda each: each["part"][0])
+    sums = {key: sum(each[key] for each in every)
+            for key in ("planted", "ran", "caught", "not_run", "seconds")}  # fmt: skip
+    return same | sums | {"parts": every}
 
 
 if __name__ == "__main__":

@@ -8,22 +8,24 @@ stores, fences). Kernels take turns. A fault that the compiler makes the same ma
 none, and another is drawn. It is in one plan here, and in the source of all: what is caught is a
 lower bound. It is caught by the first case that fails or crashes, among those that may launch its
 plan: those of the quick level, then at most ``--most`` others. Each runs in a process of its own,
-which is killed after ``--stuck`` seconds: such a fault is counted apart.
+which ends where a case takes 20 seconds: such a fault is counted apart.
 
-A survivor is tried again in two ways. With a trap in the place of its line: where no case runs into
-it, the line is not executed, and the fault is counted apart. And with the quickest cases under
-Compute Sanitizer: memcheck, or racecheck for a call left out of a kernel that has no TMA, for what
-is read or written beside a tensor, or too early, need not show in numbers. What survives all of it
-is listed with its line, and with the reason in ``equivalent_faults.py`` where it is equivalent.
+A survivor is tried again in two ways. With a mark in the place of its line, a variable that is set:
+where no case sets it, the line is not executed, and the fault is counted apart. (A trap would take
+a second each, one at a time.) And with the quickest cases under Compute Sanitizer: memcheck, or
+racecheck for a call left out of a kernel that has no TMA, for what is read or written beside a
+tensor, or too early, need not show in numbers. What survives all of it is listed with its line, and
+with the reason in ``equivalent_faults.py`` where it is equivalent.
 
-``--drawn FILE`` draws and compiles without a GPU, or judges what it drew. ``--save`` writes
-``results/mutations_cuda_<arch>.json``.
+``--drawn FILE`` draws and compiles without a GPU, or judges what it drew: what it compiled is in
+the code cache. ``--save`` writes ``results/mutations_cuda_<arch>.json``.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import ctypes
 import functools
 import hashlib
 import itertools
@@ -33,13 +35,14 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,13 +52,15 @@ import machine
 import processes
 import sanitize
 import torch
+from random_cases import expected_on
 
-from pyfa import device
+from pyfa import bench, cache, device
 from pyfa.backends import BACKENDS
+from pyfa.backends.common import libcuda
 from pyfa.backends.common.calls import DTYPE_CODES
 from pyfa.backends.cuda import code, plans, runtime_compiler
 from pyfa.backends.native.plans import source_of
-from pyfa.conformance import grid, runner
+from pyfa.conformance import build, examine, grid, runner
 from pyfa.conformance.cases import Case
 from pyfa.conformance.report import CRASHED, FAILED
 from pyfa.errors import CompileError
@@ -64,10 +69,15 @@ from pyfa.problem import Problem
 
 _CUDA: Any = BACKENDS["cuda"]
 _DEVICE = device.by_name("H200")
-_SAME, _UNCOMPILED, _SURVIVED, _UNREACHED = "same code", "does not compile", "", "not executed"
+_SAME, _UNCOMPILED, _SURVIVED = "same code", "does not compile", ""
+_EXECUTED, _UNREACHED = "executed", "not executed"
+_MARK = "pyfa_executed"
 _BROKEN = "an error of this script"
 _UNDER_TOOLS = 4  # cases of a fault that run under Compute Sanitizer, which is slow
 _TOOL_SECONDS = 25.0
+_COMPILE_SECONDS = 60.0
+_CASE_SECONDS = 20  # a case takes less than one
+_ALARM = f"the process ended with {-signal.SIGALRM}"
 
 _SWAPS = {
     "comparison": ((" < ", " <= "), (" <= ", " < "), (" > ", " >= "), (" >= ", " > "),
@@ -122,8 +132,8 @@ def planted(source: str, fault: Fault) -> str:
     return "\n".join(lines) + "\n"
 
 
-def trapped(source: str, fault: Fault) -> str:
-    """The source with a trap where the fault would be: at the beginning of its statement."""
+def marked(source: str, fault: Fault) -> str:
+    """The source with a mark where the fault would be: at the beginning of its statement."""
     lines = source.splitlines()
     number = fault.line
     while number and not _ENDS.search(lines[number - 1].split("//")[0].rstrip()):
@@ -134,11 +144,11 @@ def trapped(source: str, fault: Fault) -> str:
         if at >= 0 and line[:at].strip() in ("", "}", "else", "} else"):
             at = line.find("; ", at) + 2 if begin == "for (" else at + len(begin)
             empty = line[at : at + 1] in (";", ")")
-            lines[number] = f"{line[:at]}__trap(){'' if empty else ', '}{line[at:]}"
+            lines[number] = f"{line[:at]}{_MARK} = 1{'' if empty else ', '}{line[at:]}"
             break
     else:
-        lines[number] = f"__trap(); {line}"
-    return "\n".join(lines) + "\n"
+        lines[number] = f"{_MARK} = 1; {line}"
+    return "\n".join([f'extern "C" __device__ volatile int {_MARK};', *lines]) + "\n"
 
 
 # The end of a statement, of what stands in front of one, or of a line of the preprocessor.
@@ -146,17 +156,21 @@ _ENDS = re.compile(r"^\s*#|[;{}:>]$|^$|\belse$|^\s*(if|for|while) \(.*\)$")
 
 
 def compiled(plan: Plan, changed: str, arch: str) -> tuple[bytes, str]:
-    """The cubin of a changed source, or why it is none. Needs no GPU."""
+    """The cubin of a changed source, from the code cache or the compiler, or why it is none. Needs
+    no GPU."""
+    compiler = runtime_compiler.version()
     try:
-        data = runtime_compiler.compile_cuda(changed, arch=arch)[0]
+        data = cache.get_or_build(
+            "fault",
+            cache.key(changed, (), compiler, arch),
+            suffix=".cubin",
+            source=changed,
+            meta={"arch": arch, "compiler": compiler, "options": "", "plan": str(plan)},
+            build=lambda: runtime_compiler.compile_cuda(changed, arch=arch)[0],
+        ).code
     except CompileError:
         return b"", _UNCOMPILED
     return data, _SAME if data == code.load(plan, arch).data else ""
-
-
-def why_none(work: tuple[Plan, Fault, str]) -> str:
-    plan, fault, arch = work
-    return compiled(plan, planted(source_of(plan), fault), arch)[1]
 
 
 def judge(plan: Plan, changed: str, cases: list[Case], arch: str) -> tuple[str, str]:
@@ -164,14 +178,63 @@ def judge(plan: Plan, changed: str, cases: list[Case], arch: str) -> tuple[str, 
     data, why = compiled(plan, changed, arch)
     if why:
         return why, ""
-    load = code.load
-    found = code.Code(data, "", "compiled")
-    code.load = lambda given, arch: found if replace(given, notes=()) == plan else load(given, arch)
+    use(plan, data)
+    where = runner.device_of("cuda")
     for case in cases:
-        result = runner.run_case(_CUDA, case, runner.device_of("cuda"))
+        signal.alarm(_CASE_SECONDS)  # ends this process
+        result = runner.run_case(_CUDA, case, where, expected_on(case, where))
         if result.status in (FAILED, CRASHED):
             return "wrong numbers" if result.status == FAILED else "an error", case.name
     return _SURVIVED, ""
+
+
+def use(plan: Plan, data: bytes) -> None:
+    """Launches of ``plan`` in this process execute ``data``."""
+    load, found = code.load, code.Code(data, "", "compiled")
+    code.load = lambda given, arch: found if replace(given, notes=()) == plan else load(given, arch)
+
+
+class _Unexpected(examine.Expected):
+    """Of a case that has only to run."""
+
+    @property
+    def ref(self) -> Any:
+        raise _HasRun
+
+
+class _HasRun(Exception):
+    pass
+
+
+def reaches(plan: Plan, changed: str, cases: list[Case], arch: str) -> tuple[str, str]:
+    """Which case sets the mark in the changed source."""
+    data, why = compiled(plan, changed, arch)
+    if why:  # a mark that changes nothing is in code that was left out
+        return _UNREACHED if why == _SAME else _EXECUTED, ""
+    use(plan, data)
+    driver: Any = libcuda.library()
+    load, modules = driver.cuModuleLoadData, []
+
+    def loaded(module: Any, image: bytes) -> int:
+        error: int = load(module, image)
+        modules.extend([module._obj] if image == data and not error else [])
+        return error
+
+    driver.cuModuleLoadData = loaded
+    for case in cases:
+        signal.alarm(_CASE_SECONDS)
+        expected = _Unexpected(build.build(case))
+        runner.run_case(_CUDA, case, runner.device_of("cuda"), expected)
+        for module in modules:
+            place, size, mark = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_int()
+            error = driver.cuModuleGetGlobal_v2(
+                ctypes.byref(place), ctypes.byref(size), module, _MARK.encode()
+            ) or driver.cuMemcpyDtoH_v2(ctypes.byref(mark), place, size)
+            if error:
+                raise RuntimeError(f"the mark was not read: CUDA error {error}")
+            if mark.value:
+                return _EXECUTED, case.name
+    return _UNREACHED, ""
 
 
 @functools.cache
@@ -187,7 +250,7 @@ def _quick() -> frozenset[str]:
 def judge_all(
     planted_: Iterator[Drawn], arch: str, options: argparse.Namespace
 ) -> list[tuple[Drawn, str, str]]:
-    """What catches each fault, up to ``--faults`` that change the code.
+    """What catches each fault.
 
     Each has a process of its own, since it may end that or not end. They are forked by this one,
     which has one thread, has imported all and touched no GPU.
@@ -195,21 +258,21 @@ def judge_all(
     found: list[tuple[Drawn, str, str]] = []
 
     def one(each: Drawn) -> tuple[str, str]:
-        return changed(each, planted)
+        return changed(each, planted, judge)
 
-    def reached(each: Drawn) -> tuple[str, str]:
-        return changed(each, trapped)
+    def mark(each: Drawn) -> tuple[str, str]:
+        return changed(each, marked, reaches)
 
-    def changed(each: Drawn, change: Callable[[str, Fault], str]) -> tuple[str, str]:
+    def changed(
+        each: Drawn, change: Callable[[str, Fault], str], what: Callable[..., tuple[str, str]]
+    ) -> tuple[str, str]:
         try:
             source = change(source_of(each.plan), each.fault)
             of = plans.compiled_for(arch, each.plan)
-            return judge(each.plan, source, [_level()[name] for name in each.cases], of)
+            cases = [_level()[name] for name in each.cases[: options.cases]]
+            return what(each.plan, source, cases, of)
         except Exception:
             return _BROKEN, traceback.format_exc()
-
-    def too_few(_: Drawn) -> bool:
-        return sum(by not in (_SAME, _UNCOMPILED) for _, by, _ in found) < options.faults
 
     def in_processes(
         some: Iterator[Drawn], what: Any, share: float
@@ -219,23 +282,24 @@ def judge_all(
         for each, (by, case) in every:
             if by == _BROKEN:
                 raise RuntimeError(case)
-            yield each, (by, case)
+            yield each, (processes.NO_ANSWER if by == _ALARM else by, case)
 
-    for each, (by, case) in in_processes(itertools.takewhile(too_few, planted_), one, 0.65):
+    for each, (by, case) in in_processes(planted_, one, 0.8):
         found.append((each, by, case))
     say(f"{len(found)} judged")
     left = [each for each, by, _ in found if by == _SURVIVED]
-    for each in left:
-        print("left:", each.plan, each.fault, len(each.cases), flush=True)
-    unreached = [each for each, (by, _) in in_processes(iter(left), reached, 0.9)
-                 if by in (_SURVIVED, _SAME)]  # fmt: skip
+    unreached = []
+    for each, (by, case) in in_processes(iter(left), mark, 1.0):
+        print("left:", by, each.plan, each.fault, len(each.cases), case, flush=True)
+        if by == _UNREACHED:
+            unreached.append(each)
     say(f"{len(left)} survived; cases do not reach {len(unreached)}")
     left = [each for each in left if each not in unreached]
     with ThreadPoolExecutor(options.jobs) as pool:
         left = left if options.tools else []
         reports = dict(zip(map(id, left), pool.map(reported, left), strict=True))
-    return [(each, _UNREACHED if each in unreached and not by else by or reports.get(id(each), ""),
-             case) for each, by, case in found]  # fmt: skip
+    return [(each, _UNREACHED if each in unreached else by or reports.get(id(each), ""), case)
+            for each, by, case in found]  # fmt: skip
 
 
 def reported(each: Drawn) -> str:
@@ -309,11 +373,6 @@ def drawn(options: argparse.Namespace) -> Iterator[Drawn]:
             yield Drawn(plan, fault, by_plan[plan][: quick + options.most])
 
 
-def some_drawn(options: argparse.Namespace) -> list[Drawn]:
-    """Enough of them, of which half change nothing."""
-    return list(itertools.islice(drawn(options), 4 * options.faults))
-
-
 def may_launch(case: Case) -> list[Plan]:
     """The plans of a case on an H200. The sources of users' functions are in the processes that
     registered them: these cases have none here."""
@@ -346,22 +405,33 @@ def digest(name: str) -> bytes:
 
 def draw_some(arch: str, options: argparse.Namespace) -> dict[str, Any]:
     """``--faults`` faults that change the machine code, and how many did not."""
-    source = drawn(options)
-    found: list[Drawn] = []
+    source = enumerate(drawn(options))
+    found: dict[int, Drawn] = {}
     again: collections.Counter[str] = collections.Counter()
     end = time.monotonic() + options.minutes * 60
-    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-        while len(found) < options.faults and time.monotonic() < end:
-            some = [next(source) for _ in range(options.jobs * 2)]
-            archs = [plans.compiled_for(arch, each.plan) for each in some]
-            work = [(x.plan, x.fault, of) for x, of in zip(some, archs, strict=True)]
-            for each, why in zip(some, pool.map(why_none, work, chunksize=1), strict=True):
-                if why:
-                    again[why] += 1
-                else:
-                    found.append(each)
+
+    def why_none(given: tuple[int, Drawn]) -> tuple[str, str]:
+        """Compiles a fault, and the mark in its place, for the code cache."""
+        plan, fault, _ = given[1]
+        of = plans.compiled_for(arch, plan)
+        why = compiled(plan, planted(source_of(plan), fault), of)[1]
+        if not why:
+            compiled(plan, marked(source_of(plan), fault), of)
+        return why, ""
+
+    while len(found) < options.faults and time.monotonic() < end:
+        some = itertools.islice(source, options.faults - len(found))
+        # A process for each: NVRTC crashes on some, and unrolls loops of others without end.
+        judged = processes.judged(
+            some, why_none, at_once=options.jobs, stuck=_COMPILE_SECONDS, end=end
+        )
+        for (number, each), (why, _) in judged:
+            if why:
+                again[why if why == _SAME else _UNCOMPILED] += 1
+            else:
+                found[number] = each
     return {"arch": arch, "drawn_again": dict(again),
-            "faults": [to_json(each) for each in found[: options.faults]]}  # fmt: skip
+            "faults": [to_json(found[number]) for number in sorted(found)]}  # fmt: skip
 
 
 def to_json(each: Drawn) -> list[Any]:
@@ -392,11 +462,13 @@ def main() -> None:
     )
     parser.add_argument("--plans", type=int, default=40, help="that have faults")
     parser.add_argument("--most", type=int, default=60, help="cases of the full level, for each")
-    parser.add_argument("--stuck", type=float, default=60.0)
+    parser.add_argument("--cases", type=int, default=200, help="of these, for each fault")
+    parser.add_argument("--stuck", type=float, default=300.0, help="seconds for one fault")
     parser.add_argument(
         "--drawn", type=Path, help="faults to judge; if not there, to draw, without a GPU"
     )
     parser.add_argument("--tools", type=int, default=1, help="0: without Compute Sanitizer")
+    parser.add_argument("--recount", action="store_true", help="of saved results: reasons alone")
     parser.add_argument("--under", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
@@ -404,24 +476,24 @@ def main() -> None:
     if options.under:
         under(options.under)
         return
+    if options.recount:
+        recount(_DEVICE.arch)
+        return
     begin = time.monotonic()
     if options.drawn and options.drawn.exists():
         work = json.loads(options.drawn.read_text())
-        arch, again = work["arch"], collections.Counter(work["drawn_again"])
-        given = iter([from_json(each) for each in work["faults"]])
     else:
-        arch, again = _DEVICE.arch, collections.Counter()
+        # Elsewhere: to plan asks the driver, and no process can be forked that may do so again.
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, context) as pool:
+            work = pool.submit(draw_some, _DEVICE.arch, options).result()
         if options.drawn:
-            work = draw_some(arch, options)
             options.drawn.write_text(json.dumps(work))
             say(f"{len(work['faults'])} faults drawn")
             return
-        # Elsewhere: to plan asks the driver, and no process can be forked that may do so again.
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            given = iter(pool.apply(some_drawn, (options,)))
+    arch, again = work["arch"], collections.Counter(work["drawn_again"])
+    given = iter([from_json(each) for each in work["faults"]])
     found = judge_all(given, arch, options)
-    again += collections.Counter(by for _, by, _ in found if by in (_SAME, _UNCOMPILED))
-    found = [each for each in found if each[1] not in (_SAME, _UNCOMPILED)]
     report(found, arch, again, options, time.monotonic() - begin)
 
 
@@ -441,7 +513,7 @@ def report(
             "old": each.fault.old.strip(), "new": each.fault.new.strip(), "cases": len(each.cases),
         }  # fmt: skip
         if by == _SURVIVED:
-            why = equivalent_faults.of_source(each.plan.kernel, line["old"], line["new"])
+            why = equivalent_faults.of_source(str(each.plan), line["old"], line["new"])
             by = "equivalent" if why else "survived"
             survivors.append(line | ({"equivalent": why} if why else {}))
         rows[each.fault.kind, by] += 1
@@ -471,6 +543,24 @@ def report(
             "survivors": survivors, "seconds": round(seconds),
         }  # fmt: skip
         print(machine.save(f"mutations_cuda_{arch}", results))
+
+
+def recount(arch: str) -> None:
+    """Looks up the survivors of the saved results again: reasons may have been found since."""
+    path = machine.RESULTS / f"mutations_cuda_{arch}.json"
+    results = json.loads(path.read_text())
+    for line in results["survivors"]:
+        why = equivalent_faults.of_source(line["plan"], line["old"], line["new"])
+        line.pop("equivalent", None)
+        line |= {"equivalent": why} if why else {}
+    left = collections.Counter((line["kind"], "equivalent" if "equivalent" in line else "survived")
+                               for line in results["survivors"])  # fmt: skip
+    rows = [row for row in results["rows"] if row["by"] not in ("equivalent", "survived")]
+    rows += [{"kind": kind, "by": by, "count": count} for (kind, by), count in left.items()]
+    results["rows"] = sorted(rows, key=lambda row: (row["kind"], row["by"]))
+    results["equivalent"] = sum("equivalent" in line for line in results["survivors"])
+    path.write_text(bench.to_text(results) + "\n")
+    print(f"{results['caught']} caught, {results['equivalent']} equivalent of {results['faults']}")
 
 
 if __name__ == "__main__":

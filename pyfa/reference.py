@@ -8,6 +8,7 @@ Gemma 2 report 2024 (softcap), Su et al. 2021 (rotary), Salmon et al. 2011 (Phil
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -64,20 +65,21 @@ def keep_mask(
 
 
 def attention(
-    call: Call, dtype: torch.dtype = torch.float64, p_bits: int = 0
+    call: Call, dtype: torch.dtype = torch.float64, p_bits: int = 0, lagging: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute attention of ``call`` in ``dtype``; return out and LSE in ``dtype``, with autograd.
 
     Shapes as ``Call.out_shape`` and ``Call.lse_shape``. Rows of a packed q that no sequence covers,
     and rows beyond ``seqused_q``, give output 0 and LSE −inf. Float8 inputs are multiplied by their
     scales. ``p_bits``: probabilities are rounded to this many significant bits before the product
-    with V (4 for a float8 P), with an unlimited exponent range.
+    with V (4 for a float8 P), with an unlimited exponent range; with ``lagging`` after each row has
+    been multiplied by another number from 1 to 2, by which it is divided then.
     """
     outs, lses = [], []
     starts_q = call.cu_seqlens_q.tolist() if call.cu_seqlens_q is not None else None
     for b in range(call.batch):
         room = starts_q[b + 1] - starts_q[b] if starts_q else call.q.shape[1]
-        out, lse = _one_sequence(call, b, *operands(call, b, dtype), p_bits)
+        out, lse = _one_sequence(call, b, *operands(call, b, dtype), p_bits, lagging)
         outs.append(_pad_rows(out, room, 0.0))
         lses.append(_pad_rows(lse.T, room, -torch.inf).T)
     if starts_q is None:
@@ -230,7 +232,7 @@ def _stored(call: Call, b: int, x: torch.Tensor) -> torch.Tensor:
     return rows[start:stop]
 
 
-def _places_of(call: Call, b: int, rows: int, keys: int, heads: int) -> dict[str, torch.Tensor]:
+def places_of(call: Call, b: int, rows: int, keys: int, heads: int) -> dict[str, torch.Tensor]:
     """Return the indices that mods receive: sequence, head, row and key, relative to the whole
     problem."""
 
@@ -246,7 +248,13 @@ def _places_of(call: Call, b: int, rows: int, keys: int, heads: int) -> dict[str
 
 
 def _one_sequence(
-    call: Call, b: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p_bits: int
+    call: Call,
+    b: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    p_bits: int,
+    lagging: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute out (rows, H, Dv) and LSE (H, rows) of sequence ``b``, in q's dtype."""
     rows, heads, _ = q.shape
@@ -255,7 +263,7 @@ def _one_sequence(
     score = torch.einsum("qhd,khd->hqk", q * call.scale, k)
     if call.softcap:
         score = call.softcap * torch.tanh(score / call.softcap)
-    places = _places_of(call, b, rows, keys, heads)
+    places = places_of(call, b, rows, keys, heads)
     modified = mods.of(call.mods) if call.mods else None
     if modified is not None and modified.score is not None:
         (score,) = evaluate(modified.score, {"score": score, **places}, call.captured)
@@ -304,7 +312,14 @@ def _one_sequence(
         kept = keep_mask(int(call.seed), call.dropout_p, batch, heads, rows, keys, first)
         probability = torch.where(kept, probability / (1.0 - call.dropout_p), 0.0)
     if p_bits:
-        mantissa, exponent = torch.frexp(probability)
-        probability = torch.ldexp((mantissa * 2**p_bits).round(), exponent - p_bits)
+        base = _bases(heads, rows).to(score.dtype) if lagging else 1.0
+        mantissa, exponent = torch.frexp(probability * base)
+        probability = torch.ldexp((mantissa * 2**p_bits).round(), exponent - p_bits) / base
     out = torch.einsum("hqk,khd->qhd", probability, v)
     return out, lse.masked_fill(empty[..., 0], -torch.inf)
+
+
+def _bases(heads: int, rows: int) -> torch.Tensor:
+    """Return a number from 1 to 2 for each row (H, rows, 1), their logarithms evenly spread."""
+    golden = 0.5 * (math.sqrt(5.0) - 1.0)
+    return torch.exp2((torch.arange(heads * rows) * golden + 0.5).frac()).view(heads, rows, 1)

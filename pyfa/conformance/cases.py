@@ -280,6 +280,8 @@ class Case:
             "out_dtype": bool(self.out_dtype) and not self.dtype.startswith("float8"),
             "hostile": bool(self.hostile) and not self._can_be_hostile,
             "rotated": self.recipe == "rotated" and self.head_dim % 8 != 0,
+            # Its rows would be equal: one number, however many there are.
+            "growing": self.recipe == "growing" and self.head_dim < 8,
             "identity": self.recipe == "identity" and max(self.lengths_k, default=0) > 256,
         }
         return [name for name, wrong in found.items() if wrong]

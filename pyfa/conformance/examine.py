@@ -14,7 +14,7 @@ from ..problem import Call
 from .float8 import lse_slack
 from .inputs import Inputs, Placed
 from .modifiers import arguments_of, captured_by
-from .recompute import recomputed_gradients, recomputed_out
+from .recompute import FLOAT8_BITS, recomputed_gradients, recomputed_out
 from .tolerances import Check, judge, judge_lse, judge_rotated
 
 _FUNCTIONS = {
@@ -24,7 +24,6 @@ _FUNCTIONS = {
     "latent": latent.attention_latent,
 }
 _CACHES = ("k_cache", "v_cache")
-_FLOAT8_BITS = 4
 
 
 @dataclass
@@ -65,7 +64,7 @@ class Expected:
     @functools.cached_property
     def naive(self) -> dict[str, torch.Tensor]:
         if self.inputs.spec.q.itemsize == 1:
-            out, lse = reference.attention(self.inputs.naive, torch.float32, _FLOAT8_BITS)
+            out, lse = reference.attention(self.inputs.naive, torch.float32, FLOAT8_BITS)
             return {"out": out.to(self.inputs.spec.dtype_of_out()), "lse": lse}
         return self._of(self.inputs.naive, getattr(torch, self.inputs.case.dtype))
 
@@ -74,7 +73,9 @@ class Expected:
         inputs, found = self.inputs, dict[str, torch.Tensor | None]()
         if inputs.case.backward:
             out, lse = self.ref["out"], self.ref["lse"]
-            found |= recomputed_gradients(inputs, out, lse, _dout(inputs), _dlse(inputs))
+            exact = inputs.spec.q.dtype != torch.float32
+            stored = out.to(inputs.spec.q.dtype) if exact else self.naive["out"]
+            found |= recomputed_gradients(inputs, out, stored, lse, _dout(inputs), _dlse(inputs))
         found["out"] = recomputed_out(inputs)
         return found
 
@@ -218,6 +219,7 @@ def _compare(
                 recomputed=expected.recomputed[of],
                 gradient=of != "out",
                 softcap=case.softcap != 0.0 or bool(case.score_mod),
+                float8=inputs.spec.q.itemsize == 1,
                 largest_lse=largest_lse,
             )
         found.checks.append(check)

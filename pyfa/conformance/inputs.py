@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import reference
+from .. import mods, reference
+from ..mods.evaluate import evaluate
 from ..problem import Call
 from ..quantize import rotate as rotate_by_hadamard
 from .cases import Case
@@ -208,9 +209,20 @@ def _dominate(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
         k[where, :, 0] = ahead * math.log(2.0) * case.head_dim**0.5 / 4.0
 
 
+def mod_slope(call: Call, b: int, score: torch.Tensor) -> torch.Tensor:
+    """Return the slope of the score_mod at the scores (H, rows, keys) of sequence ``b``; 1 without
+    one."""
+    slope = mods.of(call.mods).slope if call.mods else None
+    if slope is None:
+        return torch.ones_like(score)
+    heads, rows, keys = score.shape
+    given = {"score": score, **reference.places_of(call, b, rows, keys, heads)}
+    return evaluate(slope, given, call.captured)[1].expand(score.shape).nan_to_num(0.0)
+
+
 def score_sizes(parts: list[Sequence], call: Call) -> tuple[float, float]:
     """Return the largest |score| and the largest scale·Σ|q||k|, both with the ALiBi and bias
-    terms."""
+    terms. Each is multiplied by the slope of a score_mod where that is more than 1."""
     score = product = 0.0
     added = 0.0
     if call.bias is not None and call.bias.is_floating_point() and call.bias.numel():
@@ -219,12 +231,19 @@ def score_sizes(parts: list[Sequence], call: Call) -> tuple[float, float]:
     for scales in (call.q_descale, call.k_descale):
         if scales is not None and scales.numel():
             factor *= float(scales.nan_to_num(0.0).max())
-    for q, k, _ in parts:
+    for b, (q, k, _) in enumerate(parts):
         if not q.shape[0] or not k.shape[0]:
             continue
         q, k = q.double(), k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        raw = torch.einsum("qhd,khd->hqk", q, k).abs().max()
-        terms = torch.einsum("qhd,khd->hqk", q.abs(), k.abs()).max()
+        exact = torch.einsum("qhd,khd->hqk", q, k)
+        steep: torch.Tensor | float = 1.0
+        if call.mods:
+            capped = exact * call.scale
+            if call.softcap:
+                capped = call.softcap * torch.tanh(capped / call.softcap)
+            steep = mod_slope(call, b, capped).abs().clamp(min=1.0)
+        raw = (exact.abs() * steep).max()
+        terms = (torch.einsum("qhd,khd->hqk", q.abs(), k.abs()) * steep).max()
         extra = added
         if call.alibi_slopes is not None:
             extra += float(call.alibi_slopes.max()) * max(q.shape[0], k.shape[0])

@@ -2,8 +2,10 @@
 
 A fused forward stores the output in its dtype and the LSE in float32, and sums its dot products in
 any order. Backward recomputes P = exp(s' − L), and computes δ = rowsum(dO∘O') from the stored
-output. Here these few quantities are changed by their rounding, and all else stays in float64. The
-changes are expressed by the reference's own arguments:
+output. In 16 bits that is the exact output, rounded. In float32 the sum of P·V over the keys has a
+larger error than the last rounding, and O' is the output of eager attention. Here these few
+quantities are changed by their rounding, and all else stays in float64. The changes are expressed
+by the reference's own arguments:
 
 - a score moved by E is a bias of E;
 - P of a row scaled by r, as exp(s' − L) is for an L that is not that of s', is dO and dLSE scaled
@@ -19,15 +21,20 @@ import torch
 
 from .. import reference
 from ..problem import Call
-from .inputs import Inputs
+from .inputs import Inputs, mod_slope
+
+FLOAT8_BITS = 4  # of a float8 P
 
 
 def recomputed_out(inputs: Inputs) -> torch.Tensor | None:
-    """Return the output for float32's perturbed scores, in float64; None for 16-bit types.
+    """Return the output for float32's perturbed scores, and for float8's P relative to a base that
+    is not its row's maximum, in float64; None for 16-bit types.
 
     For these a score's error of 1e-6 is negligible compared with the rounding of P and of the
     output.
     """
+    if inputs.spec.q.itemsize == 1:
+        return reference.attention(inputs.spec, p_bits=FLOAT8_BITS, lagging=True)[0]
     moved = _moved_call(inputs)
     return None if moved is None else reference.attention(moved)[0]
 
@@ -35,13 +42,14 @@ def recomputed_out(inputs: Inputs) -> torch.Tensor | None:
 def recomputed_gradients(
     inputs: Inputs,
     out: torch.Tensor,
+    stored: torch.Tensor,
     lse: torch.Tensor,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
 ) -> dict[str, torch.Tensor]:
-    """Return the reference's gradients with these roundings; ``out`` and ``lse`` are the
-    reference's own."""
-    stored, dout = out.to(inputs.spec.q.dtype).double(), dout.double()
+    """Return the reference's gradients with these roundings. ``out`` and ``lse`` are the
+    reference's own; ``stored`` is the output from which backward starts."""
+    stored, dout = stored.double(), dout.double()
     epsilon = (dout * (stored - out)).sum(-1)
     # δ meets dP in dP − δ, and the two were not summed in the same order: what the roundings of Dv
     # additions come to (see the LSE in tolerances.py).
@@ -64,7 +72,8 @@ def _moved_call(inputs: Inputs) -> Call | None:
     call = inputs.spec
     if call.q.dtype != torch.float32:
         return None
-    return with_moved_scores(call, (_summed_in_order(q, k, call) for q, k, _ in inputs.sequences))
+    errors = (_summed_in_order(call, b, q, k) for b, (q, k, _) in enumerate(inputs.sequences))
+    return with_moved_scores(call, errors)
 
 
 def with_moved_scores(call: Call, errors: Iterable[torch.Tensor]) -> Call:
@@ -81,9 +90,9 @@ def with_moved_scores(call: Call, errors: Iterable[torch.Tensor]) -> Call:
     return call._replace(bias=bias)
 
 
-def _summed_in_order(q: torch.Tensor, k: torch.Tensor, call: Call) -> torch.Tensor:
-    """Return the error of each score if q·k is summed in order in float32: (H, rows, keys),
-    float64."""
+def _summed_in_order(call: Call, b: int, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Return the error of each score of sequence ``b`` if q·k is summed in order in float32:
+    (H, rows, keys), float64."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     left, right = q.permute(1, 0, 2)[:, :, None], k.permute(1, 0, 2)[:, None]
     total = torch.zeros(q.shape[1], q.shape[0], k.shape[0])
@@ -93,5 +102,7 @@ def _summed_in_order(q: torch.Tensor, k: torch.Tensor, call: Call) -> torch.Tens
     error = (total.double() - exact) * call.scale
     if call.softcap:
         # The cap flattens what comes through it.
-        error *= 1.0 - torch.tanh(exact * call.scale / call.softcap).square()
-    return error
+        capped = torch.tanh(exact * call.scale / call.softcap)
+        error *= 1.0 - capped.square()
+        return error * mod_slope(call, b, call.softcap * capped)
+    return error * mod_slope(call, b, exact * call.scale)

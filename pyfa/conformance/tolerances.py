@@ -25,11 +25,13 @@ float32.
 forward. naive has neither error: with few rows its products are summed in 64 lanes, and it forms
 both sides of each cancellation from one product. ``recompute.py`` computes the float64 result with
 δ from the output as stored in its dtype and, for float32, with the error of each score summed in
-order. The yardstick, for maximum and mean, is the larger of naive's error and the error of this
-result. It matters if V has a large mean, if gradients cancel (a row that sees one key, sinks, a
-bias per row), and for float32. A 16-bit gradient has two independent errors, from the rounding of P
-and dS (in naive) and from δ. Their mean is the root of the sum of squares. (If scores are equal,
-the two errors are about equal, and each alone would be 1.4 times too small.)
+order. In float32 the stored output is that of eager attention: its sum over the keys is off by more
+than the last rounding (9 times with 270 equal keys), and δ with it. The yardstick, for maximum and
+mean, is the larger of naive's error and the error of this result. It matters if V has a large mean,
+if gradients cancel (a row that sees one key, sinks, a bias per row), and for float32. A 16-bit
+gradient has two independent errors, from the rounding of P and dS (in naive) and from δ. Their mean
+is the root of the sum of squares. (If scores are equal, the two errors are about equal, and each
+alone would be 1.4 times too small.)
 
 (d) In float32 all elements of a row share the errors of its scores, so a mean over n rows is one of
 n independent numbers and not of n·D. The mean of n half-normal errors has a relative standard
@@ -48,8 +50,15 @@ a bias or sinks each element is a separate sum and counts as a row.
 
 (f) Float8 queries: eager PyTorch has none, so naive is float32 on the scaled inputs with P rounded
 to float8's 4 significant bits, wherever in the range it lies. A kernel that loses probabilities far
-below the largest one fails. Float8 keys with 16-bit queries are compared with eager attention in
-the queries' dtype.
+below the largest one fails. That P is exact where a row sees one key, or hardly more, and so is a
+kernel's where its base is the row's maximum. But a base may lag behind the maximum, and scales per
+block of V multiply P: then the largest P is rounded like any other, by 2⁻⁶ to 2⁻⁵ of itself on
+average. As in (a), an exact yardstick would be chance. So it is the larger of naive's error and
+that of P rounded relative to another base in each row, spread evenly from 1 to 2. All elements of a
+row share the error of its largest P, so the mean gets the noise of (e). Float8 keys with 16-bit
+queries are compared with eager attention in the queries' dtype.
+
+(g) Numbers below 2⁻¹²⁶, the smallest normal float32, may be taken for 0: both bounds get 2⁻¹²⁶.
 
 Every backend computes the LSE in float32 from unrounded scores. Its bounds are:
 
@@ -64,7 +73,8 @@ The LSE moves by at most as much as the scores do. Each of the D additions of a 
 its partial sum, which is at most Σ|q||k|, by at most 2⁻²⁴ of it, and these roundings are
 independent: their sum has a standard deviation of at most √(D/3)·2⁻²⁴·Σ|q||k|, and 2·√D·2⁻²⁴ is 3.5
 of them. The bound needs Σ|q||k| and not |score|, because a score may cancel to 0. 4 ulp cover exp,
-the sum, log, and the last addition.
+the sum, log, and the last addition. A score_mod multiplies the error of a score by its slope: where
+that is more than 1, so are |score| and Σ|q||k| multiplied.
 """
 
 from __future__ import annotations
@@ -80,6 +90,8 @@ MEAN_FACTOR = 1.5
 MAX_ULPS = 4.0
 # Three standard deviations of the ratio of two means of n errors, times √n.
 MEAN_NOISE = 3.0 * math.sqrt(2.0 * (math.pi / 2.0 - 1.0))
+# The smallest normal float32: a GPU may take less for 0.
+FLUSHED = 2.0**-126
 
 
 @dataclass(frozen=True)
@@ -125,12 +137,13 @@ def judge(
     recomputed: torch.Tensor | None = None,
     gradient: bool = False,
     softcap: bool = False,
+    float8: bool = False,
     largest_lse: float = 0.0,
 ) -> Check:
     """Check ``x`` by the rule, with the ulp of its dtype. ref, naive and recomputed have its shape.
 
     For a gradient, pass the largest finite |LSE| as ``largest_lse``, and ``recomputed``: paragraph
-    (c). An output needs neither.
+    (c). An output needs ``recomputed`` in float32 and, with ``float8``, for float8 queries.
     """
     dtype, x, naive = x.dtype, x.double(), naive.double()
     wrong = _special_places(x, ref)
@@ -142,7 +155,8 @@ def judge(
     nonzero = ref != 0.0
     rows = max(1, int((nonzero.any(-1) if ref.dim() > 1 else nonzero).sum()))
     shared = name in ("dq", "dk", "dv")
-    independent = _independent(torch.where(finite, naive - ref, 0.0), shared)
+    yardstick_of = recomputed if float8 and recomputed is not None else naive
+    independent = _independent(torch.where(finite, yardstick_of - ref, 0.0), shared or float8)
     x, ref, naive = x[finite], ref[finite], naive[finite]
     if not bool(naive.isfinite().all()):
         return Check(name, message="the case is badly made: naive is not finite where ref is")
@@ -160,12 +174,14 @@ def judge(
     elif gradient:
         means[0] = math.hypot(means[0], means[1])
         noise = MEAN_NOISE / math.sqrt(independent)
+    elif float8:
+        noise = MEAN_NOISE / math.sqrt(independent)
     return _checked(
         name,
         float(error.max()),
-        factor * yardstick + MAX_ULPS * ulp(largest, dtype) + from_lse * largest,
+        factor * yardstick + MAX_ULPS * ulp(largest, dtype) + from_lse * largest + FLUSHED,
         float(error.mean()),
-        MEAN_FACTOR * (1.0 + noise) * max(means) + from_lse * mean,
+        MEAN_FACTOR * (1.0 + noise) * max(means) + from_lse * mean + FLUSHED,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 import importlib
 import re
 import subprocess
@@ -64,7 +65,7 @@ def test_a_dropped_wait_is_caught_and_its_wait_alone(scripts: Any) -> None:
     mutations, _ = scripts
     plain = mutations.run_plainly(SPLIT)
     assert plain.status == "passed"
-    options = argparse.Namespace(all=["wait"], kernels="combine", seed=0, faults=0)
+    options = argparse.Namespace(all=["wait"], kernels="combine", seed=0, faults=0, part=(0, 1))
     _, planted = mutations.drawn([plain], plain.objects, {SPLIT.name}, options)
     verdicts = [mutations.judge(each, 9) for each in planted]
     caught = [verdict for verdict in verdicts if verdict.by]
@@ -83,11 +84,31 @@ def test_a_launch_is_made_again_and_a_change_of_bytes_runs_the_case(
     kept = [each for several in mutations._kept.values() for each in several]
     assert all(each.again(BACKENDS["emulator"].runtime) for each in kept), "the same bytes again"
     monkeypatch.setattr(mutations, "_quick", lambda: {SPLIT.name: SPLIT})
-    options = argparse.Namespace(all=["register"], kernels="combine", seed=0, faults=0)
+    options = argparse.Namespace(all=["register"], kernels="combine", seed=0, faults=0, part=(0, 1))
     planted = mutations.drawn([plain], plain.objects, {SPLIT.name}, options)[1][:40]
     verdicts = [mutations.judge(each, 9) for each in planted]
     assert {"wrong numbers", ""} <= {verdict.by for verdict in verdicts}
     assert all(verdict.case == SPLIT.name for verdict in verdicts if verdict.by)
+
+
+def test_a_changed_program_is_the_one_that_decoding_all_of_it_makes(scripts: Any) -> None:
+    mutations, faults = scripts
+    kinds = set()
+    for data in mutations.run_plainly(SPLIT).objects.values():
+        before = mutations._programs(data)
+        image = before.object.image
+        for pc in before.code.instructions["pc"].tolist()[::7]:
+            low, high = (int.from_bytes(image[at : at + 4], "little") for at in (pc, pc + 4))
+            for fault in faults.faults(low, high)[:1]:
+                kinds.add(fault.kind)
+                size = int(before.code.instructions[before.code.index_at(pc)]["size"])
+                words = b"".join(word.to_bytes(4, "little") for word in fault[1:])[:size]
+                changed = image[:pc] + words + image[pc + size :]
+                whole = mutations._prepare(dataclasses.replace(before.object, image=changed)).code
+                made = mutations.mutated(data, pc, fault)[0].code
+                assert made.names == whole.names
+                assert (made.instructions == whole.instructions).all()
+    assert {"wait", "branch", "register", "offset"} <= kinds
 
 
 def test_the_emulators_coverage_is_in_the_report() -> None:
@@ -205,7 +226,7 @@ def test_a_fault_of_the_torch_backend_is_caught(monkeypatch: pytest.MonkeyPatch)
     assert done.stdout.strip().splitlines()[-1:] == ["wrong numbers"], done.stderr
 
 
-def test_a_trap_stands_where_a_fault_would(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mark_stands_where_a_fault_would(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     script = importlib.import_module("mutations_cuda")
     source = """  int x = a +
@@ -217,15 +238,15 @@ def test_a_trap_stands_where_a_fault_would(monkeypatch: pytest.MonkeyPatch) -> N
 """
     at = {1: 0, 2: 2, 3: 3, 4: 4, 5: 5}
     made = {
-        line: script.trapped(source, script.Fault("", line, "", "")).splitlines()[place]
+        line: script.marked(source, script.Fault("", line, "", "")).splitlines()[1 + place]
         for line, place in at.items()
     }
     assert made == {
-        1: "__trap();   int x = a +",
-        2: "  if (__trap(), a < b) return;",
-        3: "  for (int i = 0; __trap(), i < n; ++i)",
-        4: "__trap();     sum += x;",
-        5: "  return __trap(), a && b;",
+        1: "pyfa_executed = 1;   int x = a +",
+        2: "  if (pyfa_executed = 1, a < b) return;",
+        3: "  for (int i = 0; pyfa_executed = 1, i < n; ++i)",
+        4: "pyfa_executed = 1;     sum += x;",
+        5: "  return pyfa_executed = 1, a && b;",
     }
 
 

@@ -7,6 +7,9 @@ import math
 import pytest
 import torch
 
+from pyfa.conformance import Case
+from pyfa.conformance.build import build
+from pyfa.conformance.examine import Expected
 from pyfa.conformance.tolerances import judge, judge_lse, judge_rotated, ulp
 
 
@@ -175,6 +178,61 @@ def test_lse_of_float32_inputs() -> None:
     for part, passes in ((0.9, True), (1.2, False)):
         x = (lse + part * allowed).float()
         assert judge_lse(x, lse, REF.float(), 1e9, 3.0).passed is passes
+
+
+def test_a_steep_score_mod_moves_the_lse_as_far() -> None:
+    """0.1 s² has a slope of 0.2 s: an error of s is as many times as large behind it."""
+    options = {"dtype": "float32", "lengths_q": (4,), "lengths_k": (112,), "recipe": "growing"}
+    steep, plain = (build(Case(**options, score_mod=name)) for name in ("bounded", ""))
+    largest = steep.score_size / plain.score_size
+    slope = 0.2 * plain.score_size
+    assert slope < largest < slope + 1.1, "and at most 1 of the rest of the mod"
+    assert steep.product_size > 5.0 * plain.product_size
+    flat, plain = (build(Case(score_mod=name)) for name in ("softcap", ""))
+    assert (flat.score_size, flat.product_size) == pytest.approx(
+        (plain.score_size, plain.product_size), rel=0.3
+    ), "a slope below 1 does not shrink the bound; the values differ by their seed"
+
+
+def test_float8_rows_share_the_error_of_their_largest_p() -> None:
+    """So a mean is one of as many numbers as there are rows, and not of all their elements."""
+    ref = REF.expand(6, 64).clone()
+    of_rows = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 2e-2], dtype=torch.float64)[:, None]
+    again = ref + of_rows * ref
+    x = (ref + 2.5 * of_rows * ref).half()
+    assert "mean" not in judge("out", x, ref, ref, recomputed=again, float8=True).message
+    assert "mean" in judge("out", x, ref, ref, recomputed=again).message
+    many = (REF + spread(64, 1e-2)).expand(512, 64)
+    wrong = (REF + 1.8 * spread(64, 1e-2)).expand(512, 64).half()
+    many = many + 1e-2 * noise(512, 64)
+    rows = REF.expand(512, 64)
+    assert "mean" in judge("out", wrong, rows, many, recomputed=many, float8=True).message
+
+
+def test_a_lone_key_is_no_yardstick_of_float8() -> None:
+    """P = 1 is rounded exactly, but not where a kernel's base is another than the row's maximum."""
+    case = Case(dtype="float8_e4m3fn", lengths_q=(40,), lengths_k=(1,))
+    expected = Expected(build(case))
+    ref, again = expected.ref["out"], expected.recomputed["out"]
+    assert again is not None
+    naive = (expected.naive["out"].double() - ref).abs().mean() / ref.abs().mean()
+    share = (again - ref).abs().mean() / ref.abs().mean()
+    assert float(naive) < 2.0**-8, "the rounding of the output alone"
+    # 4 bits of a number from 1 to 2 are off by 2⁻⁵ on average: 2⁻⁶ to 2⁻⁵ of itself.
+    assert 2.0**-6 < float(share) < 2.0**-5
+
+
+def test_delta_of_float32_comes_from_the_output_that_forward_stores() -> None:
+    """Keys are equal here, so dQ is 0 but for the error of δ, which is that of the output's sum."""
+    case = Case(dtype="float32", lengths_q=(33,), lengths_k=(270,), head_dim_v=3, backward=True,
+                recipe="equal")  # fmt: skip
+    expected = Expected(build(case))
+    again, out = expected.recomputed["dq"], expected.ref["out"]
+    assert again is not None
+    error = (expected.naive["out"].double() - out).abs().mean()
+    rounded = (out.float().double() - out).abs().mean()
+    assert error > 4.0 * rounded
+    assert (again - expected.ref["dq"]).abs().mean() > 0.2 * error * 64**-0.5
 
 
 def test_rotated_keys_may_be_one_ulp_off() -> None:

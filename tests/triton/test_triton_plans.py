@@ -179,6 +179,23 @@ def test_wide_heads_have_a_backward_on_amd() -> None:
         assert found.spill_bytes == 0
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("arch", ["gfx942", "sm_90a"])
+def test_kernels_by_lists_compile_ahead_of_time(arch: str) -> None:
+    """And those of heads of 576 are in the same table."""
+    found = dict(resources.listed_specs_of(arch, 128))
+    assert [name.split()[-2:] for name in found] == [
+        [role, "listed"] for role in ("forward", "dk", "dq")
+    ]
+    assert [name.split()[-2:] for name, _ in resources.latent_specs_of(arch)] == [
+        [kind, role] for kind in ("wide", "latent") for role in ("forward", "decode")
+    ]
+    used = resources.measure(found["bf16 d128 forward listed"], arch)
+    assert used.registers > 0
+    assert used.shared_bytes <= used.block_limit
+    assert not used.spill_bytes
+
+
 def _compiles_forward(arch: str, problem: Problem) -> None:
     plan = dict(plans.plan(problem, "triton").constants)
     found = resources.measure(specs.forward_spec(plan, specs.Variant(), False), arch)

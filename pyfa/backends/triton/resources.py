@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import triton
 
-from ... import codeobject
+from ... import codeobject, mods
 from ...arch import ARCHS
 from ...device import DEVICES, Device
 from ...problem import Problem
@@ -91,6 +92,36 @@ def specs_of(arch: str) -> Iterator[tuple[str, Spec]]:
             yield f"{label} combine", specs.combine_spec(plan_d, 1)
     for head_dim in HEAD_DIMS:
         yield from float8_specs_of(arch, head_dim)
+        yield from listed_specs_of(arch, head_dim)
+    yield from latent_specs_of(arch)
+
+
+def latent_specs_of(arch: str) -> Iterator[tuple[str, Spec]]:
+    """Return forward and decode of heads of 576 with values of 512, which are K's first elements in
+    latent attention."""
+    for kind, features in (("wide", ("dv",)), ("latent", ("dv", "latent"))):
+        for role, rows, heads_k in (("forward", 4096, 16), ("decode", 1, 1)):
+            problem = problem_of(arch, 576, "bfloat16", "causal", *features, rows=rows,
+                                 heads_k=heads_k)  # fmt: skip
+            plan = dict(plans.plan(replace(problem, head_dim_v=512), "triton").constants)
+            spec = specs.forward_spec(plan, Variant(), role == "decode")
+            yield f"{plan['dtype']} d576 {kind} {role}", spec
+
+
+def listed_specs_of(arch: str, head_dim: int) -> Iterator[tuple[str, Spec]]:
+    """Return the kernels that visit tiles by the block lists of a mask_mod."""
+    digest, _ = mods.resolve(None, _documents, torch.device("cpu"))
+    problem = problem_of(arch, head_dim, "bfloat16", "mask_mod", "backward")
+    plan = dict(plans.plan(replace(problem, mods=digest), "triton").constants)
+    label = f"{plan['dtype']} d{head_dim}"
+    yield f"{label} forward listed", specs.forward_spec(plan, Variant(), False, listed=True)
+    for role in specs.keys_roles(plan):
+        yield f"{label} {role} listed", specs.keys_spec(plan, Variant(), role, listed=True)
+    yield f"{label} dq listed", specs.rows_spec(plan, Variant(), listed=True)
+
+
+def _documents(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (q_idx // 1000 == kv_idx // 1000) & (q_idx >= kv_idx)
 
 
 def float8_specs_of(arch: str, head_dim: int) -> Iterator[tuple[str, Spec]]:
