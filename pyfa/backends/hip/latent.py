@@ -22,7 +22,7 @@ _FEATURES = frozenset(
      "topk")
 )  # fmt: skip
 # By the timing model 16 keys of a block take 3,330 to 3,540 clocks, of 16 lines on the decode
-# kernel 570 to 650: six such blocks take longer than one of these, five do not.
+# kernel 608 to 646: six such blocks take longer than one of these, five do not.
 _LEAST_SMALL_BLOCKS = 6
 # By the timing model at 1.7 GHz, in thousandths of the 2 µs of a tile: what a block takes to start
 # and end; the launch of ``combine``, and per split of a block 0.5 MB that are written and read.
