@@ -33,7 +33,7 @@ constexpr int kSlots = 3;
 constexpr int kOwn = kGroup / kWaves;         // keys of a tile that a wavefront loads
 // A line's maximum is raised where a score exceeds it by more: probabilities are below 2^8.
 constexpr float kSlack = 8.0f;
-static_assert(HEAD_DIM_V == 512 && HEAD_DIM == 576, "a lane loads 16 bytes of V's part, 8 of the rest");
+static_assert(HEAD_DIM_V == 512 && HEAD_DIM == 576, "a key is four and a half loads of a wavefront");
 
 struct Shared {
   char keys[kSlots][kTileBytes];
