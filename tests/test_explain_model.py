@@ -194,7 +194,7 @@ def test_masks_and_scores_reach_the_problem(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(
-    ("device", "kernel"), [("MI300X", "hip/attn_decode.hip"), ("H200", "cuda/sm90/attn_latent.cu")]
+    ("device", "kernel"), [("MI300X", "hip/attn_latent.hip"), ("H200", "cuda/sm90/attn_latent.cu")]
 )
 def test_latent_decode_runs_in_the_latent_kernel(
     device: str, kernel: str, capsys: pytest.CaptureFixture[str]

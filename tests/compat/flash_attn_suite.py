@@ -11,8 +11,8 @@ in place of the packages. Its cases, 508,777 of the first, are sampled by hash: 
 that a sample is the same everywhere and a larger one contains it. Cases that the tests skip
 themselves are drawn in addition. What pyfa says that it does not do counts as refused. Hopper's
 file leaves parts out by its own variables: FLASH_ATTENTION_DISABLE_LOCAL=TRUE also drops
-attention_chunk, FLASH_ATTENTION_DISABLE_HDIM64=TRUE heads of V of 512, which only the torch backend
-has without qv: name it last, as --backend cuda,triton,torch.
+attention_chunk, FLASH_ATTENTION_DISABLE_HDIM64=TRUE heads of V of 512. ``--latent`` draws only
+cases that have these: with ``qv``, and without it where the test takes V of 256 and 512.
 
 Not pytest: collecting as many takes minutes in every process. A case here is a test
 function called with one choice from each of its ``parametrize`` marks. Workers are processes that
@@ -55,8 +55,8 @@ from pyfa.compat import shim
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "flash_attn_suite.json"
 # Seconds that a case which has begun may take when the limit is over.
 LAST_CASE = 30.0
-# What decides which kernels a case compiles.
-COMPILED = ("d", "D", "dtype", "softcap", "dropout_p", "alibi")
+# What decides which kernels a case compiles. Of latent cases d says nothing.
+COMPILED = ("d", "D", "dtype", "softcap", "dropout_p", "alibi", "has_qv", "causal", "local")
 
 Parameters = dict[str, Any]
 
@@ -156,7 +156,14 @@ def skips_itself(name: str, p: Parameters) -> bool:
     )
 
 
-def sample(module: ModuleType, each: int, cases: int, only: str) -> list[tuple[str, Parameters]]:
+def is_latent(p: Parameters) -> bool:
+    """Of Hopper's file: a case with qv, or with values of 512 elements."""
+    return "has_qv" in p and p["d"] == 64 and "float8" not in str(p["dtype"])
+
+
+def sample(
+    module: ModuleType, each: int, cases: int, only: str, latent: bool = False
+) -> list[tuple[str, Parameters]]:
     """(test, parameters) of the sample, in the order of their digests."""
     tests = {name: x for name, x in vars(module).items() if name.startswith("test_")}
     tests = {name: x for name, x in tests.items() if only in name}
@@ -165,7 +172,7 @@ def sample(module: ModuleType, each: int, cases: int, only: str) -> list[tuple[s
         mine = [
             (digest(name_of(test, p)), test, p)
             for p in choices(function)
-            if not skips_itself(test, p)
+            if not skips_itself(test, p) and (is_latent(p) or not latent)
         ]
         ranked.append(heapq.nsmallest(cases, mine, key=lambda item: item[0]))
     chosen = {item[0]: item[1:] for mine in ranked for item in mine[:each]}
@@ -218,8 +225,8 @@ def run_one(function: Any, parameters: Parameters) -> tuple[str, str]:
 
 
 def work(
-    path: Path, each: int, cases: int, only: str, backends: list[str], index: int, workers: int,
-    until: float, queue: Any,
+    path: Path, each: int, cases: int, only: str, latent: bool, backends: list[str], index: int,
+    workers: int, until: float, queue: Any,
 ) -> None:  # fmt: skip
     """One worker: its share of the sample, results into ``queue``."""
     import torch
@@ -228,7 +235,7 @@ def work(
 
     torch.set_num_threads(1)
     module = load(path)
-    drawn = sample(module, each, cases, only)
+    drawn = sample(module, each, cases, only, latent)
     with pyfa.use_backend(*backends):
         for position in shares(drawn, workers)[index]:
             if time.monotonic() > until:
@@ -256,6 +263,7 @@ def save(options: argparse.Namespace, report: dict[str, Any], seconds: float) ->
         "gpu": where["gpu"],
         "pyfa_commit": where["commit"],
         "cases": options.cases,
+        "latent": options.latent,
         "workers": options.workers,
         "seconds": round(seconds),
         **{name: report[name] for name in ("counts", "not_run", "passed_by_test", "others")},
@@ -270,6 +278,7 @@ def main() -> int:
     parser.add_argument("--each", type=int, default=10, help="of each test at least (default 10)")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--only", default="", help="of tests whose name holds this")
+    parser.add_argument("--latent", action="store_true", help="of cases with qv or V of 512")
     parser.add_argument("--backend", default="triton", help="or several, in order: cuda,triton")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds, then it stops")
     parser.add_argument("--out", type=Path, help="a report in JSON")
@@ -280,7 +289,8 @@ def main() -> int:
     backends = options.backend.split(",")
     begin = time.monotonic()
     until = begin + options.limit
-    common = (options.checkout, options.each, options.cases, options.only, backends)
+    chosen = (options.each, options.cases, options.only, options.latent)
+    common = (options.checkout, *chosen, backends)
     processes = [
         context.Process(target=work, args=(*common, index, options.workers, until, queue))
         for index in range(options.workers)
@@ -288,7 +298,7 @@ def main() -> int:
     for process in processes:
         process.start()
     # Meanwhile: what they draw, to know what they did not get to.
-    drawn = {name_of(*item) for item in sample(load(options.checkout), *common[1:4])}
+    drawn = {name_of(*item) for item in sample(load(options.checkout), *chosen)}
     results: list[tuple[str, str, str, float]] = []
     alive, told = True, begin
     while alive or not queue.empty():

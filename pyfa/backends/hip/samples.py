@@ -22,7 +22,7 @@ from ..native import forward as native_forward
 from ..native.launch import Launcher
 from ..native.tiles import GROUP
 from ..native.tiles.gfx942 import LINES
-from . import backward, decode, forward
+from . import backward, decode, forward, latent
 
 LANES = forward.LANES
 _DTYPES = {code: getattr(torch, name) for name, code in calls.DTYPE_CODES.items()}
@@ -108,6 +108,19 @@ def _decode(plan: Plan) -> Sample:
     return Sample(_title(constants), run, short, long, lines, keys, (long - short) // keys)
 
 
+def _latent(plan: Plan) -> Sample:
+    constants = _constants(plan)
+    lines, keys = latent.rows_of(plan), GROUP
+
+    def run(launch: Launcher, length: int) -> None:
+        call = _call(constants, lines, length)._replace(latent=True)
+        native_decode.bind(launch, plan, call)(*tensors_of(call))
+
+    # Slots come round after three tiles, addresses after four.
+    short, long = 12 * keys, 36 * keys
+    return Sample(_title(constants), run, short, long, lines, keys, (long - short) // keys)
+
+
 def _backward(plan: Plan) -> Sample:
     constants = _constants(plan)
     rows, keys = backward.owned(plan)
@@ -157,6 +170,7 @@ def _bias_grad(plan: Plan) -> Sample:
 SAMPLES: Mapping[str, Callable[[Plan], Sample]] = {
     forward.KERNEL: _forward,
     decode.KERNEL: _decode,
+    latent.KERNEL: _latent,
     backward.KERNEL: _backward,
     backward.ONE_PASS: _backward,
     backward.BIAS_GRAD: _bias_grad,

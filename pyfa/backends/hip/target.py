@@ -12,7 +12,7 @@ from ..native.plans import notes_of, values_of
 from ..native.target import Block, Buffers, Target
 from ..native.tiles import GROUP, Pair
 from ..native.tiles.gfx942 import LINES, Decode
-from . import backward, code, decode, forward, plans
+from . import backward, code, decode, forward, latent, plans
 
 _TILE = 32  # rows of a tile that backward streams
 _WAVES = decode.THREADS // forward.LANES  # of decode
@@ -27,6 +27,8 @@ def _block_of(plan: Plan) -> Block:
         return Block(threads, rows, values["BLOCK_K"], rounds=_rounds(values))
     if plan.kernel == decode.KERNEL:
         return Block(decode.THREADS, LINES * values["TILES"], GROUP)
+    if plan.kernel == latent.KERNEL:
+        return Block(latent.THREADS, latent.rows_of(plan), GROUP)
     if plan.kernel == backward.BIAS_GRAD:
         return Block(backward.THREADS, *backward.BIAS_TILE)
     rows, keys = backward.owned(plan)
@@ -55,6 +57,8 @@ def _buffers_of(plan: Plan, problem: Problem) -> Buffers | None:
         return _forward(values)
     if plan.kernel == decode.KERNEL:
         return _decode(values)
+    if plan.kernel == latent.KERNEL:
+        return Buffers("forward", {"three tiles of keys": 3 * GROUP * values["HEAD_DIM"] * 2})
     if plan.kernel == backward.KERNEL:
         return _backward(values)
     return _one_pass(plan, values) if plan.kernel == backward.ONE_PASS else None
@@ -73,6 +77,11 @@ def _decode_tiles(arch: str, float8: bool) -> Mapping[Pair, Sequence[Decode]]:
 def _latent_tiles(arch: str, float8: bool) -> Mapping[Pair, Sequence[Decode]]:
     tiles = plans.tiles_of(arch)
     return tiles.latent_float8 if float8 else tiles.latent
+
+
+def _decode_splits(kernel: str, blocks: int, keys: int, units: int, key_bytes: int) -> int:
+    of_kernel = latent.splits_for if kernel == latent.KERNEL else decode.splits_for
+    return of_kernel(blocks, keys, units)
 
 
 def _backward_plans(
@@ -162,6 +171,7 @@ TARGET = Target(
     plan_of=plans.plan_of,
     passes=lambda backend, arch: [
         *forward.all_plans(backend, arch),
+        *latent.all_plans(backend),
         *backward.all_plans(backend, arch),
     ],
     notes_of=notes_of,
@@ -173,8 +183,10 @@ TARGET = Target(
     forward_plan=forward.plan,
     decode_tiles=_decode_tiles,
     latent_tiles=_latent_tiles,
-    decode_splits=lambda _, blocks, keys, units, __: decode.splits_for(blocks, keys, units),
+    decode_splits=_decode_splits,
     backward_plans=_backward_plans,
     list_tiles=_list_tiles,
     bias_grad_plan=_bias_grad_plan,
+    latent=latent.KERNEL,
+    latent_plan=latent.plan,
 )

@@ -141,7 +141,7 @@ def plan(target: Target, backend: str, problem: Problem) -> Plan:
     latent = "latent" in problem.features
     own = target.latent_plan(problem) if latent else None
     if own is not None:
-        return own
+        return replace(own, backend=backend)
     table = (target.latent_tiles if latent else target.decode_tiles)(problem.arch, float8)
     pair = calls.bucket_of(table, problem.head_dim, problem.head_dim_v)
     sizes = table[pair]

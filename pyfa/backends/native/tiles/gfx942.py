@@ -18,6 +18,12 @@ class Forward(NamedTuple):
     mma: int = 32
 
 
+# Products of 16 lines of a wavefront of the kernel of latent attention for many lines: the output
+# takes all 256 accumulation registers, the queries 144 others. With one, LDS is the bound: each
+# wavefront reads every key twice for 16 lines.
+LATENT_TILES = 2
+
+
 class Decode(NamedTuple):
     """``tiles``: matrix products of 16 lines, each line a query row of one head. ``stages``: groups
     of keys in flight per wavefront; ``occupancy``: wavefronts per SIMD."""
