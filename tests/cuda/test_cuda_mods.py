@@ -63,7 +63,9 @@ def test_a_mask_alone_leaves_hopper_s_scores_plain() -> None:
     for case, score in (
         (replace(CASE, score_mod=""), PLAIN),
         (replace(CASE, score_mod="", alibi=True), GENERAL),
-        (replace(CASE, mask_mod=""), GENERAL),
+        (replace(CASE, mask_mod=""), forward_sm90.SCORE_MOD),
+        (CASE, forward_sm90.SCORE_MOD),
+        (replace(CASE, softcap=3.0), GENERAL),
     ):
         problem = problem_of(build(case).spec, True, False, DEVICES["H200"], True)
         found = dispatch.ask("cuda", problem, hypothetical=True).plan
