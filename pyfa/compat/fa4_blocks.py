@@ -72,7 +72,7 @@ def compute_block_sparsity(
     tiles = build.Tiles(tile_m, tile_n)
 
     def states(lengths: Lengths, first: int, batch: int, rows: int, keys: int) -> torch.Tensor:
-        """Of ``batch`` sequences from number ``first`` on."""
+        """Return the states of ``batch`` sequences, from number ``first`` on."""
         found = pyfas_mods(None, mask_mod, aux_tensors, aux_scalars, lengths)
         digest, captured = mods.resolve(None, found["mask_mod"], place)
         shape = batch, num_heads, -(-rows // tile_m), -(-keys // tile_n)

@@ -1,4 +1,4 @@
-"""Recognizes a mod that comes again: the same function, whose dependencies are the same objects.
+"""Recognizes a mod that is passed again: the same function with the same dependencies.
 
 Comparing these objects takes a fifth of the time that ``captured.Dependencies`` takes, which a new
 function with the same code needs.
@@ -113,8 +113,8 @@ class Recent:
     def keep(
         self, key: Hashable, pair: Sequence[Any], digest: str, captured: Sequence[torch.Tensor]
     ) -> None:
-        """Keep a result, from the second time on: a function that is made for each call never
-        comes again."""
+        """Keep a result, from the second time on: a function that is made for each call is never
+        passed again."""
         mods = tuple(weakref.ref(mod) for mod in pair if type(mod) is types.FunctionType)
         if self._found.get(key) != list(mods):
             if len(self._found) >= _MOST:
