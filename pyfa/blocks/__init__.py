@@ -9,6 +9,7 @@ lengths in addition.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
@@ -80,13 +81,19 @@ def is_exact(function: Function) -> bool:
     return not any(op.type == "f" and op.name in _INEXACT for op in function.ops)
 
 
+@functools.lru_cache(maxsize=1024)
+def _is_exact(digest: str) -> bool:
+    mask = mods.of(digest).mask
+    return mask is not None and is_exact(mask)
+
+
 def lists_of(call: Call, tiles: Tiles, make: Callable[[Call, Tiles], Lists] | None = None) -> Lists:
     """Return the lists of ``call``'s mask_mod for ``tiles``, cached or built on the current stream
     by ``make``, or by PyTorch's operators without it.
 
     They are built again if a captured tensor was changed in place.
     """
-    if not is_exact(mask_of(call)):
+    if not _is_exact(call.mods):
         return kept_lists(call, ("all", tiles), lambda: _all_partial(call, tiles))
     return kept_lists(call, ("lists", tiles), lambda: (make or make_lists)(call, tiles))
 

@@ -35,6 +35,15 @@ class _Entry(NamedTuple):
     size: int
 
 
+class _Needs(NamedTuple):
+    """What the lists of a mask_mod depend on: captured tensors, sequences, heads."""
+
+    slots: list[int]
+    batch: bool
+    heads: bool
+
+
+_known: dict[str, _Needs] = {}  # by digest, as long as the mods themselves are kept
 _entries: OrderedDict[Hashable, _Entry] = OrderedDict()
 _bytes = 0
 _lock = threading.Lock()
@@ -42,13 +51,16 @@ _lock = threading.Lock()
 
 def find(call: Call, mask: Function, what: Hashable, make: Callable[[], _Made]) -> _Made:
     """Return ``make()`` for the ``mask`` of ``call``, cached."""
-    slots = sorted({int(op.value or 0) for op in mask.ops if op.name == "load"})
+    needs = _known.get(call.mods)
+    if needs is None:
+        slots = sorted({int(op.value or 0) for op in mask.ops if op.name == "load"})
+        needs = _known[call.mods] = _Needs(slots, asks_for(mask, "b"), asks_for(mask, "h"))
     captured = call.captured
-    used = [captured[slot] for slot in slots]
+    used = [captured[slot] for slot in needs.slots]
     sizes: tuple[Hashable, ...] = (call.max_seqlen_q, call.max_seqlen_k, call.q_start, call.k_start)
-    if asks_for(mask, "b"):
+    if needs.batch:
         sizes += ("b", call.batch, call.batch_start)
-    if asks_for(mask, "h"):
+    if needs.heads:
         sizes += ("h", call.q.shape[-2], call.head_start)
     return keep((call.mods, what, sizes), call.q.device, used, make)
 

@@ -15,6 +15,8 @@ from .. import request, validate
 from . import fa4, raw
 from .errors import in_words_of, refuse
 from .fa4 import *  # noqa: F403  # the module has the public functions too
+from .fa4_blocks import transposed
+from .fa4_mods import Blocks, Lengths, pyfas_mods
 
 __all__ = [*fa4.__all__, "_flash_attn_bwd", "_flash_attn_fwd", "_validate_head_dims"]
 
@@ -78,14 +80,24 @@ def _flash_attn_fwd(
     for name, given in (("q_descale", q_descale), ("k_descale", k_descale)):
         refuse(name, given, "float8 is in version 3's functions and in pyfa.attention")
     refuse("v_descale", v_descale, "float8 is in version 3's functions and in pyfa.attention")
+    shared: dict[str, Any] = {
+        "qv": qv, "gather_kv_indices": gather_kv_indices, "softmax_scale": softmax_scale,
+        "causal": causal, "window_size": (window_size_left, window_size_right),
+        "learnable_sink": learnable_sink, "softcap": softcap or 0.0, "num_splits": num_splits,
+        "score_mod": score_mod, "mask_mod": mask_mod, "aux_tensors": aux_tensors,
+        "aux_scalars": aux_scalars, "block_sparse_tensors": block_sparse_tensors,
+        "return_lse": return_lse or lse is not None,
+    }  # fmt: skip
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table)
     with torch.no_grad():
-        result, sums = fa4.flash_attn_varlen_func(
-            q, k, v, qv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, min_seqlen_k,
-            seqused_q, seqused_k, gather_kv_indices, page_table, softmax_scale, causal,
-            (window_size_left, window_size_right), learnable_sink, softcap or 0.0, num_splits,
-            pack_gqa, False, score_mod, None, mask_mod, block_sparse_tensors, aux_tensors,
-            aux_scalars, return_lse or lse is not None,
-        )  # fmt: skip
+        if all(x is None for x in lengths):
+            result, sums = fa4.flash_attn_func(q, k, v, **shared)
+        else:
+            result, sums = fa4.flash_attn_varlen_func(
+                q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+                max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, seqused_q=seqused_q,
+                seqused_k=seqused_k, page_table=page_table, **shared,
+            )  # fmt: skip
         result = result if out is None else out.copy_(result)
         if sums is not None and lse is not None:
             sums = lse.copy_(sums)
@@ -140,17 +152,24 @@ def _flash_attn_bwd(
     """Return (dq, dk, dv), written into the tensors given; packed with both ``cu_seqlens``, else
     dense.
 
+    Blocks of ``block_sparse_tensors`` are listed for each block of keys, as version 4 has them.
     ``out`` and ``lse`` may come from attention over more keys. ``dlse`` and ``learnable_sink`` are
     not supported here; the public functions support their gradients.
     """
-    for name, given in (
-        ("score_mod", score_mod), ("mask_mod", mask_mod), ("block_sparse_tensors",
-        block_sparse_tensors),
-    ):  # fmt: skip
-        refuse(name, given, "its gradient flows through flash_attn_func")
     refuse("dlse", dlse, "its gradient flows through flash_attn_func")
     refuse("learnable_sink", learnable_sink, "its gradient flows through flash_attn_func")
+    given: dict[str, Any] = {}
+    if score_mod is not None or mask_mod is not None or block_sparse_tensors is not None:
+        packed = cu_seqlens_q is not None or seqused_q is not None or seqused_k is not None
+        refuse("score_mod", packed or None, "its gradient flows through flash_attn_varlen_func")
+        lengths = Lengths(q.shape[1], k.shape[1])
+        given = dict(pyfas_mods(score_mod, mask_mod, aux_tensors, aux_scalars, lengths))
+        if block_sparse_tensors is not None:
+            given["block_mask"] = Blocks(transposed(block_sparse_tensors), q.shape[1], k.shape[1])
+        if mask_mod is not None:
+            causal, window_size_left, window_size_right = False, None, None
     shared = request.Shared(
+        **given,
         causal=causal,
         window=fa4.pyfas_window((window_size_left, window_size_right), causal),
         scale=softmax_scale,

@@ -126,6 +126,8 @@ DISTRIBUTIONS = (
         {
             "flash_attn/cute/__init__.py": "fa4",
             "flash_attn/cute/interface.py": "fa4_interface",
+            "flash_attn/cute/block_sparsity.py": "fa4_blocks",
+            "flash_attn/cute/compute_block_sparsity.py": "fa4_blocks",
         },
     ),
 )

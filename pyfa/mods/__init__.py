@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from . import again
 from .captured import dependencies_of
 from .derive import of_loads, with_slope
 from .ir import Function, Op, TooLarge
@@ -70,6 +71,7 @@ _traces: dict[Hashable, _Known] = {}
 _mods: dict[str, Mods] = {}
 _pairs: dict[Hashable, str] = {}
 _lock = threading.Lock()
+_recent = again.Recent()
 _MOST_TRACES = 1024
 
 
@@ -125,6 +127,18 @@ def resolve(
 
     Raises ``ModError``, which names the line, for operations that cannot be traced or computed.
     """
+    who = id(score_mod), id(mask_mod), device, torch.is_grad_enabled()
+    pair = score_mod, mask_mod
+    found = _recent.find(who, pair)
+    if found is None:
+        found = _resolved(score_mod, mask_mod, device)
+        _recent.keep(who, pair, *found)
+    return found
+
+
+def _resolved(
+    score_mod: Mod | None, mask_mod: Mod | None, device: torch.device
+) -> tuple[str, tuple[torch.Tensor, ...]]:
     score, of_score = _traced("score_mod", score_mod, device)
     mask, of_mask = _traced("mask_mod", mask_mod, device)
     # Frameworks pass functions that do nothing, for which kernels would be compiled.

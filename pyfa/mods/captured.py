@@ -45,7 +45,7 @@ class Dependencies:
             return (kind, value)
         if kind is float:
             return (float, repr(value))  # 0.0 is not -0.0
-        if kind in (tuple, list) or (isinstance(value, tuple) and _is_unchanging(kind)):
+        if kind in (tuple, list) or (isinstance(value, tuple) and is_unchanging(kind.__module__)):
             return (kind, *(self._of(x) for x in value))  # type: ignore[attr-defined]
         if kind is dict:
             items = value.items()  # type: ignore[attr-defined]
@@ -56,12 +56,12 @@ class Dependencies:
             parts = value.func, value.args, dict(value.keywords)
             return (functools.partial, *(self._of(x) for x in parts))
         if isinstance(value, types.ModuleType):
-            if value.__name__.split(".")[0] in _UNCHANGING:
+            if is_unchanging(value.__name__):
                 return (types.ModuleType, value.__name__)
             raise Unknown
         named = isinstance(value, (types.BuiltinFunctionType, type))
         # A class of the user's may hold what changes.
-        if named and _is_unchanging(value):
+        if named and is_unchanging(value.__module__):
             return (kind, value)
         raise Unknown
 
@@ -76,24 +76,25 @@ class Dependencies:
             except ValueError:  # still empty
                 parts.append("empty")
         parts += [self._of(f.__defaults__), self._of(f.__kwdefaults__)]
-        for name in _names(f.__code__):
+        for name in names_of(f.__code__):
             if name in f.__globals__:
                 parts.append((name, self._of(f.__globals__[name])))
         return tuple(parts)
 
 
-def _is_unchanging(named: Any) -> bool:
-    return str(named.__module__).split(".")[0] in _UNCHANGING
+def is_unchanging(module: object) -> bool:
+    """Return whether nothing in the module of this name, or in its classes, changes."""
+    return str(module).split(".")[0] in _UNCHANGING
 
 
 @functools.lru_cache(maxsize=1024)
-def _names(code: types.CodeType) -> tuple[str, ...]:
+def names_of(code: types.CodeType) -> tuple[str, ...]:
     """Return the names that the code, and functions inside it, look up: globals and attributes
     alike."""
     found = dict.fromkeys(code.co_names)
     for each in code.co_consts:
         if isinstance(each, types.CodeType):
-            found.update(dict.fromkeys(_names(each)))
+            found.update(dict.fromkeys(names_of(each)))
     return tuple(found)
 
 

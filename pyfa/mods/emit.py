@@ -8,8 +8,10 @@ import struct
 import torch
 
 from . import Mods
-from .ir import COMPARISONS, Function, Op
+from .accuracy import weights_of
+from .ir import COMPARISONS, Function, Op, loads_by_key
 from .ranges import Range, ranges_of
+from .steps import with_steps
 
 _TYPES = {"b": "bool", "i": "int", "l": "long long", "f": "float"}
 _UNSIGNED = {"i": "unsigned", "l": "unsigned long long"}
@@ -32,6 +34,16 @@ _LOADS = {
 }
 _OF_SCORE = "const Captured *captured, float x, int b, int h, int q, int kv"
 _OF_MASK = "const Captured *captured, int b, int h, int q, int kv"
+# A lane's scores of a tile: q and kv of the first one, and how far another is from there.
+_OF_STEPS = (
+    "const Captured *captured, float x, int b, int h, int q_base, int kv_base, int dq, int dk"
+)
+_STEPS = [
+    "  int q = q_base + dq, kv = kv_base + dk;",
+    "  float q_step = (float)dq, kv_step = (float)dk;",
+]
+# A result may be wrong by this many times the 2^-22 of ``mod_tanh_near``; a slope by fewer.
+_MOST_WEIGHT, _OF_SLOPE = 512.0, 128.0
 
 
 def source(mods: Mods) -> str:
@@ -39,13 +51,18 @@ def source(mods: Mods) -> str:
     exist."""
     lines = []
     if mods.score is not None and mods.slope is not None:
-        lines += ["#define HAS_SCORE_MOD 1", f"DEVICE float mod_score({_OF_SCORE}) {{"]
-        lines += _body(mods, mods.score)
-        lines += [f"  return {_name(mods.score, 0)};", "}"]
-        lines += [f"DEVICE float mod_slope({_OF_SCORE}, float &slope) {{"]
-        lines += _body(mods, mods.slope)
-        lines += [f"  slope = {_name(mods.slope, 1)};", f"  return {_name(mods.slope, 0)};", "}"]
+        lines += ["#define HAS_SCORE_MOD 1"]
+        for given, begin, score, slope in (
+            (_OF_SCORE, [], mods.score, mods.slope),
+            (_OF_STEPS, _STEPS, with_steps(mods.score), with_steps(mods.slope)),
+        ):
+            lines += [f"DEVICE float mod_score({given}) {{", *begin, *_body(mods, score)]
+            lines += [f"  return {_name(score, 0)};", "}"]
+            lines += [f"DEVICE float mod_slope({given}, float &slope) {{", *begin]
+            lines += [*_body(mods, slope), f"  slope = {_name(slope, 1)};"]
+            lines += [f"  return {_name(slope, 0)};", "}"]
     if mods.mask is not None:
+        lines += [f"#define MASK_LOADS {int(loads_by_key(mods.mask))}"]
         lines += ["#define HAS_MASK_MOD 1", f"DEVICE bool mod_mask({_OF_MASK}) {{"]
         lines += _body(mods, mods.mask)
         lines += [f"  return {_name(mods.mask, 0)};", "}"]
@@ -65,6 +82,7 @@ def _operand(function: Function, number: int) -> str:
 
 def _body(mods: Mods, function: Function) -> list[str]:
     ranges = ranges_of(function)
+    weights = weights_of(function, (1.0, _OF_SLOPE)[: len(function.results)])
     lines = []
     for number, op in enumerate(function.ops):
         if op.name in ("input", "const"):
@@ -74,6 +92,8 @@ def _body(mods: Mods, function: Function) -> list[str]:
             text = _load(mods, op, args, [ranges[x] for x in op.args])
         elif function is not mods.mask and (factor := _reciprocal(function, op)):
             text = f"{args[0]} * {factor}"
+        elif op.name == "tanh" and function is not mods.mask and weights[number] <= _MOST_WEIGHT:
+            text = _near_tanh(function, op)
         else:
             given = function.ops[op.args[0]].type
             text = _expression(op, given, args, [ranges[x] for x in op.args])
@@ -116,6 +136,21 @@ def _reciprocal(function: Function, op: Op) -> str:
     if value is None or not 2.0**-126 <= abs(float(value)) <= 2.0**126:
         return ""
     return _float(1.0 / float(value))
+
+
+def _near_tanh(function: Function, op: Op) -> str:
+    """Return the tanh whose error is small beside 1, not beside itself. A factor of its argument
+    becomes one with that of the exponential in it."""
+    inner, factor = op.args[0], 1.0
+    source = function.ops[inner]
+    if source.name in ("mul", "div") and len(source.args) == 2:
+        for place in (0, 1) if source.name == "mul" else (1,):
+            value = function.ops[source.args[place]].value
+            if function.ops[source.args[place]].name == "const" and value:
+                factor = float(value) if source.name == "mul" else 1.0 / float(value)
+                inner = source.args[1 - place]
+                break
+    return f"mod_tanh_near({_operand(function, inner)}, {_float(factor * 2.0 / math.log(2.0))})"
 
 
 def _load(mods: Mods, op: Op, args: list[str], ranges: list[Range]) -> str:

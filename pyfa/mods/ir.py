@@ -18,6 +18,8 @@ MOST_OPERATIONS = 512
 """Beyond this a mod is refused: kernels inline it for every score that a lane holds."""
 
 INPUTS = {"score": "f", "b": "i", "h": "i", "q": "i", "kv": "i"}
+# Those that ``steps`` adds.
+_STEPS = {"q_base": "i", "kv_base": "i", "q_step": "f", "kv_step": "f"}
 COMPARISONS = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
 _COMMUTATIVE = frozenset({"add", "mul", "min", "max", "eq", "ne", "and", "or", "xor"})
 _BITS = {"i": 32, "l": 64}
@@ -80,7 +82,7 @@ class Builder:
         return self._add(Op("const", type, (), value))
 
     def input(self, name: str) -> int:
-        return self._add(Op("input", INPUTS[name], (), name))
+        return self._add(Op("input", {**INPUTS, **_STEPS}[name], (), name))
 
     def load(self, slot: int, type: str, indices: tuple[int, ...]) -> int:
         """Load the element of captured tensor ``slot`` at these indices. Negative indices count
@@ -203,9 +205,20 @@ class Builder:
         """Add the operations of ``function``; return the new index of each."""
         numbers: list[int] = []
         for op in function.ops:
-            args = tuple(numbers[x] for x in op.args)
-            numbers.append(self._add(op._replace(args=args)))
+            numbers.append(self.again(op, tuple(numbers[x] for x in op.args)))
         return numbers
+
+    def again(self, op: Op, args: tuple[int, ...]) -> int:
+        """Add an operation of another function, on ``args``."""
+        return self._add(op._replace(args=args))
+
+
+def loads_by_key(function: Function) -> bool:
+    """Return whether it reads a captured tensor at a place that depends on the key."""
+    depends: list[bool] = []
+    for op in function.ops:
+        depends.append(op.value == "kv" or any(depends[x] for x in op.args))
+    return any(op.name == "load" and depends[n] for n, op in enumerate(function.ops))
 
 
 def wrapped(value: int, type: str) -> int:

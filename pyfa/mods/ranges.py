@@ -11,6 +11,11 @@ _LIMITS = {"i": (-(1 << 31), (1 << 31) - 1), "l": (-(1 << 63), (1 << 63) - 1)}
 Range = tuple[int, int]
 
 
+def is_bounded(found: Range, type: str) -> bool:
+    """Return whether it is known that an integer with this range has not wrapped around."""
+    return found != _LIMITS[type]
+
+
 def ranges_of(function: Function) -> list[Range]:
     """Return the least and the largest value of each operation. Floats have no range; truth values
     have their range as integers."""

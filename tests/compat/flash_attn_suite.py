@@ -5,7 +5,10 @@
 CHECKOUT is a clone of https://github.com/Dao-AILab/flash-attention, or one of its test files:
 tests/test_flash_attn.py, hopper/test_flash_attn.py (beside its helpers),
 tests/cute/test_flash_attn_varlen.py and, in a clone with its helper flash_attn/cute/testing.py,
-tests/cute/test_flash_attn.py. The file is imported with what ``pyfa compat install`` writes
+tests/cute/test_flash_attn.py. tests/cute/test_score_mod.py, test_mask_mod.py and
+test_block_sparsity.py run beside their files of definitions: ``cute_stand_in`` takes the place of
+NVIDIA's language, in which those mods are written, and FlexAttention as it is that of a compiled
+one, the reference. The file is imported with what ``pyfa compat install`` writes
 in place of the packages. Its cases, 508,777 of the first, are sampled by hash: of each test the
 ``--each`` whose ids have the smallest SHA-256, and then the smallest of all up to ``--cases``, so
 that a sample is the same everywhere and a larger one contains it. Cases that the tests skip
@@ -57,6 +60,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "flash_attn_sui
 LAST_CASE = 30.0
 # What decides which kernels a case compiles. Of latent cases d says nothing.
 COMPILED = ("d", "D", "dtype", "softcap", "dropout_p", "alibi", "has_qv", "causal", "local")
+_OF_MODS = ("test_score_mod.py", "test_mask_mod.py", "test_block_sparsity.py")
 
 Parameters = dict[str, Any]
 
@@ -75,6 +79,12 @@ def load(path: Path) -> ModuleType:
     file = file_of(path)
     sys.path.insert(1, str(file.parent))
     _add_internals(file)
+    if file.name in _OF_MODS:
+        sys.path.insert(0, str(Path(__file__).parent))
+        importlib.import_module("cute_stand_in").install()
+        import torch
+
+        torch.compile = lambda function, **_: function  # type: ignore[assignment]
     return _module("test_flash_attn", file)
 
 

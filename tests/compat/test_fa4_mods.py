@@ -10,7 +10,7 @@ import torch
 
 import pyfa
 from pyfa import mods
-from pyfa.compat import fa4, fa4_interface
+from pyfa.compat import fa4, fa4_blocks, fa4_interface
 from pyfa.mods.captured import dependencies_of
 
 B, ROWS, KEYS, H, D = 2, 40, 70, 4, 16
@@ -190,7 +190,64 @@ def test_what_is_refused():
             q[0], k[0], v[0], cu_seqlens_q=offsets, cu_seqlens_k=offsets, block_sparse_tensors=one
         )
     with pytest.raises(NotImplementedError, match="score_mod: its gradient flows through"):
-        fa4_interface._flash_attn_bwd(q, k, v, q, q, q, score_mod=biased)
+        fa4_interface._flash_attn_bwd(
+            q, k, v, q, q, q, score_mod=biased, seqused_k=torch.tensor([KEYS] * B)
+        )
+
+
+def test_the_private_functions_take_mods_and_blocks_of_either_direction():
+    q, k, v = (x.requires_grad_() for x in _inputs())
+    aux = [DOCUMENT, torch.linspace(-0.1, 0.1, H)]
+    given = {"score_mod": biased, "mask_mod": document_mask, "aux_tensors": aux}
+    blocks = fa4_blocks.compute_block_sparsity(8, 10, B, H, ROWS, KEYS, document_mask, aux, "cpu")
+    assert blocks.full_block_cnt.sum()
+    assert blocks.mask_block_cnt.sum()
+    out, lse = fa4.flash_attn_func(q, k, v, return_lse=True, **given)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(9))
+    expected = torch.autograd.grad(out, (q, k, v), dout)
+    q, k, v = (x.detach() for x in (q, k, v))
+    found = fa4_interface._flash_attn_fwd(
+        q, k, v, return_lse=True, block_sparse_tensors=blocks, **given
+    )
+    torch.testing.assert_close(found[:2], (out.detach(), lse.detach()))
+    by_keys = fa4_blocks.transposed(blocks)
+    assert by_keys.mask_block_idx.shape == (B, H, 7, 5)
+    grads = fa4_interface._flash_attn_bwd(
+        q, k, v, *found[:1], dout, found[1], block_sparse_tensors=by_keys, **given
+    )
+    for x, y in zip(grads, expected, strict=True):
+        torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_block_sparsity_of_dense_and_packed_sequences(full):
+    lengths = [(40, 70), (17, 30)]
+    offsets = [torch.tensor([0, *torch.tensor(x).cumsum(0)]) for x in zip(*lengths, strict=True)]
+    packed = fa4_blocks.compute_block_sparsity(
+        16, 32, 2, 1, 40, 70, causal_mask, None, "cpu", compute_full_blocks=full,
+        cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1],
+    )  # fmt: skip
+    begin, at = 0, 0
+    for rows, keys in lengths:
+        dense = fa4_blocks.compute_block_sparsity(
+            16, 32, 1, 1, rows, keys, causal_mask, None, "cpu", compute_full_blocks=full
+        )
+        i, j = torch.arange(rows)[:, None], torch.arange(keys)
+        seen = j <= i + keys - rows
+        for m, of_rows in enumerate(seen.split(16)):
+            states = [(x.any() and not x.all(), x.all()) for x in of_rows.split(32, dim=1)]
+            width = len(states)
+            for which in range(1 + full):
+                expected = [n for n, state in enumerate(states) if state[which]]
+                counts, indices = dense[2 * which : 2 * which + 2]
+                count = int(counts[0, 0, m])
+                assert indices[0, 0, m, :count].tolist() == expected
+                counts, indices = packed[2 * which : 2 * which + 2]
+                assert int(counts[0, begin + m]) == count
+                place = at + m * width
+                assert indices[0, place : place + count].tolist() == expected
+        assert full or dense.full_block_cnt is None
+        begin, at = begin + -(-rows // 16), at + -(-rows // 16) * -(-keys // 32)
 
 
 def test_another_call_is_not_traced_again():

@@ -63,13 +63,29 @@ def test_a_mask_alone_leaves_hopper_s_scores_plain() -> None:
     for case, score in (
         (replace(CASE, score_mod=""), PLAIN),
         (replace(CASE, score_mod="", alibi=True), GENERAL),
-        (replace(CASE, mask_mod=""), GENERAL),
+        (replace(CASE, mask_mod=""), forward_sm90.SCORE_MOD),
+        (CASE, forward_sm90.SCORE_MOD),
+        (replace(CASE, softcap=3.0), GENERAL),
     ):
         problem = problem_of(build(case).spec, True, False, DEVICES["H200"], True)
         found = dispatch.ask("cuda", problem, hypothetical=True).plan
         assert found is not None
         assert found.kernel == forward_sm90.KERNEL
         assert dict(found.constants)["SCORE"] == score
+
+
+def test_tiles_follow_what_a_mask_loads_and_the_dtype() -> None:
+    for name, groups in (("natten", 3), ("documents", 2)):
+        case = replace(CASE, score_mod="", mask_mod=name)
+        problem = problem_of(build(case).spec, True, False, DEVICES["H200"], True)
+        found = dispatch.ask("cuda", problem, hypothetical=True).plan
+        assert found is not None
+        assert dict(found.constants)["GROUPS"] == groups
+        for dtype, code_of in (("float16", 0), ("bfloat16", 1)):
+            chain = TARGET.backward_plans(
+                "cuda", problem.arch, (64, 64), code_of, True, False, problem.mods
+            )
+            assert dict(chain[1].constants)["FLOAT_WEIGHTS"] == (dtype == "float16")
 
 
 @pytest.mark.parametrize("maps", [0, 3])

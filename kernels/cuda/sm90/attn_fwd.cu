@@ -139,6 +139,9 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
         if constexpr (kBlockScaled) tile_scales.scale_scores(x, n);
         if constexpr (SCORE == SOFTCAP) cap(p, x);
         if constexpr (SCORE == ALIBI) add_alibi(x, s, first_row, n, slope);
+#ifdef MOD
+        if constexpr (SCORE == SCORE_MOD) modify(p, x, s, sequence.head, first_row, n, p.scale);
+#endif
         if constexpr (SCORE == GENERAL) add_terms(p, x, s, sequence.head, first_row, n, descale);
 #ifdef MOD
         if (!is_full(visit)) hide(p, x, s, sequence.head, first_row, n);

@@ -27,7 +27,7 @@ constexpr bool kScoreMod = true;
 constexpr bool kScoreMod = false;
 #endif
 // Whether scores change between S and P, whether a bias alone does it.
-constexpr bool kScoreTerms = (TERMS & (kSoftcap | kAlibi | kBias)) || kMods;
+constexpr bool kScoreTerms = (TERMS & (kSoftcap | kAlibi | kBias)) || kScoreMod;
 constexpr bool kBiasAlone = TERMS == kBias && !kMods;
 // Whether the derivative of a score by scale q.k is not 1, and whether dS is thus, or by dropout, of other
 // weights than dV.

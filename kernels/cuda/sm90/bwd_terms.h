@@ -73,6 +73,7 @@ struct TileTerms {
   Place at;      // its first key and row
   int rows, keys;
   bool full;     // the mask_mod hides nothing
+  unsigned seen[2];  // otherwise, of the lane's keys 0 and 8: bit 2 j + r is of row r of product j
   float scale;   // to exponents of 2
   float slope;   // of ALiBi, negative, the same
   float first_distance;  // key - row - shift of the lane's first score
@@ -97,6 +98,55 @@ struct TileTerms {
       kept.keep_all();
       if (has(kDropout, p.dropout_threshold)) kept.draw(p, at);
     }
+  }
+
+  // ---- the mask_mod
+
+  // What it leaves, for which no score is needed: S is under way meanwhile. A loop that is not unrolled all the way
+  // takes few registers and compiles fast.
+  METHOD void look() {
+#ifdef HAS_MASK_MOD
+    static_assert(2 * kProducts <= 32, "a bit a row");
+    seen[0] = seen[1] = ~0u;
+    if (full) return;
+    ModPlace place(p, at.batch, at.head);
+    unsigned found[2] = {0, 0};
+#pragma unroll 4
+    for (int j = 0; j < kProducts; ++j)
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          found[h] |= (unsigned)is_seen(place, row_of(at, j, r), key_of(at, 0, 2 * h)) << (2 * j + r);
+    seen[0] = found[0];
+    seen[1] = found[1];
+#endif
+  }
+  // Zeros for what it hides, of weights in 16 bits, or exponents of -infinity.
+  template <int slices>
+  METHOD void hide(unsigned (&weights)[slices][4]) const {
+#ifdef HAS_MASK_MOD
+    if (full) return;
+#pragma unroll
+    for (int j = 0; j < 2 * slices; ++j)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        unsigned both;  // the sign of the highest byte of each of two words, over 16 bits
+        asm("prmt.b32 %0, %1, %2, 0xffbb;"
+            : "=r"(both)
+            : "r"(seen[h] << (31 - 2 * j)), "r"(seen[h] << (30 - 2 * j)));
+        weights[j / 2][j % 2 * 2 + h] &= both;
+      }
+#endif
+  }
+  template <int count>
+  METHOD void hide(float (&exponents)[count]) const {
+#ifdef HAS_MASK_MOD
+    if (full) return;
+#pragma unroll
+    for (int n = 0; n < count; ++n)
+      exponents[n] = seen[n % 4 / 2] >> (n / 4 * 2 + n % 2) & 1 ? exponents[n] : -INFINITY_F;
+#endif
   }
 
   static METHOD int row_in_slice(int n) { return n / 4 * 8 + n % 2; }
@@ -165,12 +215,7 @@ struct TileTerms {
   template <bool pairs>
   METHOD void make_exponents(int i, const float *scores, const float (&minus_lse)[4], float (&x)[8],
                              float (&slopes)[8]) const {
-    [[maybe_unused]] auto row = [&](int n) { return row_of(at, 2 * i, 0) + row_in_slice(n); };
-    [[maybe_unused]] auto key = [&](int n) { return key_of(at, 0, n % 4); };
     auto state = [&](int n) { return minus_lse[n / 4 * 2 + n % 2]; };
-#ifdef MOD
-    ModPlace place(p, at.batch, at.head);
-#endif
     if constexpr (kScoreMod || TERMS == kAllTerms) {
       Terms capped = terms;
       capped.scale = 1.0f;  // gradients are scaled at the end
@@ -186,8 +231,11 @@ struct TileTerms {
         for (int n = 0; n < 8; ++n) x[n] = softcapped(capped, x[n], slopes[n]);
       }
 #ifdef HAS_SCORE_MOD
+      ModPlace place(p, at.batch, at.head);
 #pragma unroll
-      for (int n = 0; n < 8; ++n) x[n] = modified(place, x[n], row(n), key(n), slopes[n]);
+      for (int n = 0; n < 8; ++n)
+        x[n] = modified(place, x[n], row_of(at, 0, 0), key_of(at, 0, 0), 16 * i + row_in_slice(n), n / 2 % 2 * 8,
+                        slopes[n]);
 #endif
 #pragma unroll
       for (int n = 0; n < 8; ++n) x[n] = __builtin_fmaf(x[n], kLog2E, state(n));
@@ -217,12 +265,6 @@ struct TileTerms {
     } else if constexpr (may_have(kBias)) {
       if (has(kBias, terms.bias)) add_bias(i, x);
     }
-#ifdef HAS_MASK_MOD
-    if (!full) {
-#pragma unroll
-      for (int n = 0; n < 8; ++n) x[n] = is_seen(place, row(n), key(n)) ? x[n] : -INFINITY_F;
-    }
-#endif
   }
 
   // P times the slope, or a quarter of it.
@@ -230,6 +272,14 @@ struct TileTerms {
     if (kSoftcapAlone && !kQuarters) slope *= 2.0f - slope;
     float product = weight * slope;
     return kQuarters ? __builtin_fmaf(-product, slope, product) : product;
+  }
+  // P times the slope, in the place of P.
+  template <int count, int sloped>
+  METHOD void steepen(float (&weights)[count], const float (&slopes)[sloped]) const {
+#pragma unroll
+    for (int n = 0; n < sloped; ++n)
+      // The slope need not be finite where P is 0.
+      weights[n] = kScoreMod && weights[n] == 0.0f ? 0.0f : steepened(weights[n], slopes[n]);
   }
   // P of all slices as operands, and P times the slope. `minus_lse`: of the lane.
   template <bool pairs, int count, int slices>

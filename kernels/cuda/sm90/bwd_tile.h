@@ -89,6 +89,19 @@ DEVICE void make_ds(unsigned (&ds)[4], const float (&dp)[kScores], int i,
   }
 }
 
+// Whether dS is of P in 32 bits. In float16, whose sake is its precision, dQ then has a mean error like that of
+// PyTorch's eager FlexAttention, and 1.25 times it otherwise.
+constexpr bool kFloatP = FLOAT_WEIGHTS && !ROLES;
+static_assert(!kFloatP || !(TERMS & (kDropout | kSinks)), "whose P has no place in 32 bits");
+// dS^T of slice i from dP^T and P^T, or P^T times the slope.
+DEVICE void make_ds(unsigned (&ds)[4], const float *dp, const float *weights, const float (&minus_delta)[4]) {
+  float x[8];
+#pragma unroll
+  for (int n = 0; n < 8; ++n) x[n] = (dp[n] + minus_delta[n / 4 * 2 + n % 2]) * weights[n];
+#pragma unroll
+  for (int n = 0; n < 4; ++n) ds[n] = Format<DTYPE>::nearest(x[2 * n], x[2 * n + 1]);
+}
+
 // The sequence as masks need it, its keys counted from a block's first one. What lies beyond its rows
 // needs no mask, unless a mod or a bias makes something of it.
 DEVICE Sequence counted_from(const Owned &own, Sequence s) {
@@ -296,9 +309,24 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
       if (!kStatesEarly && !kScoreTerms) load_states(states, my_states + stage_of(step) * kStates);
       Packed steep, rests;  // with kTwoWeights, what dS is of; with kRests, what P lost
       terms.draw();
+      terms.look();
       wgmma_wait<1>();  // S
       hold(scores);
-      if constexpr (kScoreTerms) {
+      bool masked = first < w.all_low || first + BLOCK_Q > w.all_high;
+      if constexpr (kFloatP) {
+        float slopes[kSlopes ? kScores : 1];
+        if constexpr (kScoreTerms) {
+          load_states(states, my_states + stage_of(step) * kStates);
+          terms.make_exponents(scores, states, slopes);
+        } else {
+          make_exponents(scores, scale, states);
+        }
+        terms.hide(scores);
+        if (masked) apply_mask(p, s, warp * 16 + lane_index() / 4, first + column, scores);
+        make_weights(scores);
+        round_to(weights, scores);
+        if constexpr (kSlopes) terms.steepen(scores, slopes);
+      } else if constexpr (kScoreTerms) {
         terms.weigh(scores, my_states + stage_of(step) * kStates, weights, steep, rests);
       } else {
         make_exponents(scores, scale, states);
@@ -308,7 +336,12 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
           for (int i = 0; i < kScores / 2; ++i)
             rests[i / 4][i % 4] = TileTerms::rest_of(scores[2 * i], scores[2 * i + 1], weights[i / 4][i % 4]);
       }
-      if (first < w.all_low || first + BLOCK_Q > w.all_high) {
+      if constexpr (!kFloatP) {
+        terms.hide(weights);
+        if constexpr (kSlopes) terms.hide(steep);
+        if constexpr (kRests) terms.hide(rests);
+      }
+      if (!kFloatP && masked) {
         int key = warp * 16 + lane_index() / 4;
         apply_mask(p, s, key, first + column, weights);
         if constexpr (kSlopes) apply_mask(p, s, key, first + column, steep);
@@ -345,7 +378,9 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
 #pragma unroll
       for (int i = 0; i < kSlices; ++i) {
         if constexpr (kDqEarly) load_state(states[i], minus_delta + i * 64);
-        if constexpr (kTwoWeights || may_have(kSinks))
+        if constexpr (kFloatP)
+          make_ds(ds[i], dp + 8 * i, scores + 8 * i, states[i]);
+        else if constexpr (kTwoWeights || may_have(kSinks))
           terms.make_ds(ds[i], i, dp + 8 * i, weights[i], kTwoWeights ? steep[i] : weights[i], rests[i], states[i],
                         minus_delta + (kSinkWeights - kMinusDelta), sink_sum);
         else

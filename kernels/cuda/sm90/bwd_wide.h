@@ -138,6 +138,7 @@ DEVICE void consume_role(const Params &p, const Work &w, Shared shared) {
         Place place{own.batch, cursor.head, own.first_key + warp * 16, cursor.tile * BLOCK_Q};
         TileTerms terms(p, own, s, place, is_full(cursor));
         terms.draw();
+        terms.look();
         return terms;
       } else {
         return 0;
@@ -157,6 +158,7 @@ DEVICE void consume_role(const Params &p, const Work &w, Shared shared) {
           terms.make_exponents(scores, states, slopes);
         else
           make_exponents(scores, scale, states);
+        if constexpr (kTwoWeights || FLOAT_WEIGHTS) terms.hide(scores);
         if constexpr (kTwoWeights) {
           if (masked) apply_mask(p, s, key, first + column, scores);
           terms.hand_over(scores, slopes, operand, shared + kWeights);
@@ -170,6 +172,7 @@ DEVICE void consume_role(const Params &p, const Work &w, Shared shared) {
         } else {
           make_weights(scores);
           round_to(operand, scores);
+          terms.hide(operand);
           if (masked) apply_mask(p, s, key, first + column, operand);
           store_weights(shared + kWeights, operand);
           bar_arrive(kWeightsWritten, kConsumerThreads);

@@ -18,6 +18,7 @@
 #define GENERAL 1  // softcap, score_mod, ALiBi, any scale
 #define SOFTCAP 3  // softcap alone
 #define ALIBI 4    // ALiBi alone, a positive scale
+#define SCORE_MOD 5  // a score_mod alone, any scale
 
 // INPUTS is the format of q, k and v, DTYPE that of out. Float8 has a scale for each head or block of rows.
 #ifndef INPUTS
@@ -108,7 +109,7 @@ DEVICE void for_halves(bool both, F f) {
 
 // What a finished score is multiplied by: with softcap alone it is a tanh, with ALiBi alone not yet scaled.
 DEVICE float to_base_2(const Params &p) {
-  return (SCORE == GENERAL ? 1.0f : SCORE == SOFTCAP ? p.softcap : p.scale) * kLog2E;
+  return (SCORE == GENERAL || SCORE == SCORE_MOD ? 1.0f : SCORE == SOFTCAP ? p.softcap : p.scale) * kLog2E;
 }
 
 // Every score of one row becomes f(score, place). Its key is first_key() + place. Places are constants, so a
@@ -126,13 +127,23 @@ DEVICE void each(Scores &s, int half, F f) {
 }
 
 #ifdef MOD
-// Applies mods to the scores: f(score, row, key), for the two rows of a key one after the other, so that a
-// value that depends on the key alone is loaded once. In a loop over rows such values stay in registers: 360
-// bytes of stack with int64 documents at head_dim 128.
-template <typename F>
-DEVICE void each_with_place(Scores &s, const Sequence &sequence, int first_row, int tile, F f) {
-  int key0 = first_key(tile), row0 = first_row + lane_index() / 4, last = sequence.rows - 1;
-  int rows[2] = {min(row0, last), min(row0 + 8, last)};
+// The lane's two rows.
+struct TwoRows {
+  int at[2];
+  METHOD TwoRows(const Sequence &sequence, int first_row) {
+    int row = first_row + lane_index() / 4, last = sequence.rows - 1;
+    at[0] = min(row, last);
+    at[1] = min(row + 8, last);
+  }
+};
+// The two rows of a key one after the other, so that a value that depends on the key alone is loaded once. In a
+// loop over rows such values stay in registers: 360 bytes of stack with int64 documents at head_dim 128.
+DEVICE void modify(const Params &p, Scores &s, const Sequence &sequence, int head, int first_row, int tile,
+                   float scale) {
+#ifdef HAS_SCORE_MOD
+  ModPlace place(p, sequence.batch, head);
+  TwoRows rows(sequence, first_row);
+  int key0 = first_key(tile);
 #pragma unroll
   for (int t = 0; t < kKeyTiles; ++t)
 #pragma unroll
@@ -140,23 +151,44 @@ DEVICE void each_with_place(Scores &s, const Sequence &sequence, int first_row, 
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float &x = s[4 * t + 2 * h + i];
-        x = f(x, rows[h], key0 + 8 * t + i);
+        x = modified(place, x * scale, rows.at[h], key0, 0, 8 * t + i);
       }
-}
-DEVICE void modify(const Params &p, Scores &s, const Sequence &sequence, int head, int first_row, int tile) {
-#ifdef HAS_SCORE_MOD
-  ModPlace at(p, sequence.batch, head);
-  each_with_place(s, sequence, first_row, tile,
-                  [&](float x, int row, int key) { return modified(at, x, row, key); });
 #endif
 }
-// Masks what the mask_mod masks.
+// Masks what the mask_mod masks. If it loads anything for a key: first a bit for each score, in a loop that is not
+// unrolled all the way. Unrolled, loads for all keys at once spilled, and the code took twice as long to compile.
 DEVICE void hide(const Params &p, Scores &s, const Sequence &sequence, int head, int first_row, int tile) {
 #ifdef HAS_MASK_MOD
-  ModPlace at(p, sequence.batch, head);
-  each_with_place(s, sequence, first_row, tile, [&](float x, int row, int key) {
-    return is_seen(at, row, key) ? x : -INFINITY_F;
-  });
+  constexpr int kWords = (kKeyTiles + 15) / 16;
+  ModPlace place(p, sequence.batch, head);
+  TwoRows rows(sequence, first_row);
+  int key0 = first_key(tile);
+  if constexpr (!MASK_LOADS) {
+#pragma unroll
+    for (int t = 0; t < kKeyTiles; ++t)
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        float &x = s[4 * t + n];
+        x = is_seen(place, rows.at[n / 2], key0 + 8 * t + n % 2) ? x : -INFINITY_F;
+      }
+    return;
+  }
+#pragma unroll
+  for (int word = 0; word < kWords; ++word) {
+    unsigned seen[2] = {0, 0};
+#pragma unroll 4
+    for (int t = 0; t < min(16, kKeyTiles - 16 * word); ++t)
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          seen[h] |= (unsigned)is_seen(place, rows.at[h], key0 + 8 * (16 * word + t) + i) << (2 * t + i);
+#pragma unroll
+    for (int t = 16 * word; t < min(16 * word + 16, kKeyTiles); ++t)
+#pragma unroll
+      for (int n = 0; n < 4; ++n)
+        s[4 * t + n] = seen[n / 2] >> (2 * t % 32 + n % 2) & 1 ? s[4 * t + n] : -INFINITY_F;
+  }
 #endif
 }
 #endif
@@ -208,7 +240,7 @@ DEVICE void add_terms(const Params &p, Scores &s, const Sequence &sequence, int 
     }
 #ifdef HAS_SCORE_MOD
   }
-  modify(p, s, sequence, head, first_row, tile);
+  modify(p, s, sequence, head, first_row, tile, 1.0f);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     int row = min(first_row + 8 * h + lane_index() / 4, sequence.rows - 1);

@@ -55,7 +55,7 @@ def around(over_keys: Plan, transposed: bool) -> tuple[Plan, Plan, Plan]:
 # exactly the terms of its call, because it is compiled for that call anyway.
 TERM_BITS = {"softcap": 1, "alibi": 2, "bias": 4, "dropout": 8, "sinks": 16}
 ALL_TERMS = sum(TERM_BITS.values())
-_SINKS = TERM_BITS["sinks"]
+_SINKS, _DROPOUT = TERM_BITS["sinks"], TERM_BITS["dropout"]
 # Terms for which dS is of other weights than dV.
 _TWO_WEIGHTS = TERM_BITS["softcap"] | TERM_BITS["dropout"]
 
@@ -70,14 +70,22 @@ def bits_of(terms: frozenset[str], general: bool, mods: str = "") -> int:
 
 
 def sm90_plans_of(
-    pair: Pair, dtype: int, deterministic: bool, bits: int = 0, score_mod: bool = False
+    pair: Pair,
+    dtype: int,
+    deterministic: bool,
+    bits: int = 0,
+    score_mod: bool = False,
+    mods: bool = False,
 ) -> tuple[Plan, Plan, Plan]:
     """Return the plans of row_sums, Hopper's own attn_bwd, and dq_convert."""
     plain, of_terms = sm90.BACKWARD[pair], sm90.BACKWARD_TERMS[pair]
     several = score_mod or (bits and bits not in TERM_BITS.values())
     two_weights = plain.roles and bits & _TWO_WEIGHTS
     sinks = bool(bits & _SINKS)
-    for tiles in (of_terms,) if several or two_weights else (plain, of_terms):
+    candidates = (of_terms,) if several or two_weights else (plain, of_terms)
+    if mods and dtype == calls.DTYPE_CODES["float16"] and not bits & (_SINKS | _DROPOUT):
+        candidates = (sm90.BACKWARD_FLOAT16_MODS.get(pair, candidates[0]), *candidates[1:])
+    for tiles in candidates:
         if deterministic and not tiles.roles:
             tiles = tiles._replace(one_sender=True)
         if tiles.shared_bytes(pair, sinks) <= ARCHS["sm_90a"].shared_bytes_per_block:
@@ -121,7 +129,7 @@ def plans_for(
         pair = calls.bucket_of(sm90.BACKWARD, *dims)
         bits = bits_of(terms, general, mods)
         sums, gradients, convert = sm90_plans_of(
-            pair, dtype, deterministic, bits, "score_mod" in terms
+            pair, dtype, deterministic, bits, "score_mod" in terms, bool(mods)
         )
     else:
         pair = calls.bucket_of(plans.tiles_of(arch).backward, *dims)

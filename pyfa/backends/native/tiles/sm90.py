@@ -91,8 +91,8 @@ class OwnBackward(NamedTuple):
     (``roles``) both have the same 64 keys and different roles.
 
     ``overlap`` (with roles): the scores of a tile are computed while the gradient of the previous
-    tile is in flight, which is always so without roles. ``float_weights`` (with roles): P is passed
-    on in float32. ``one_sender`` (without roles): one thread adds the tiles of dQ to memory for all
+    tile is in flight, which is always so without roles. ``float_weights``: dS is computed from P in
+    float32. ``one_sender`` (without roles): one thread adds the tiles of dQ to memory for all
     warps.
     """
 
@@ -141,6 +141,10 @@ BACKWARD_TERMS: dict[Pair, OwnBackward] = {
     (192, 192): OwnBackward(2, 64, roles=True, float_weights=True),
     (256, 256): OwnBackward(2, 64, overlap=False, roles=True, float_weights=True),
 }
+
+# The same for mods in float16: dS of P in 32 bits, whose registers leave room for fewer rows.
+# At 128 no tile has them.
+BACKWARD_FLOAT16_MODS = {(64, 64): OwnBackward(2, 64, float_weights=True)}
 
 # Ampere's kernels: for dropout, pages and bias forward, and for decode. Plain tiles of 64, 128 and
 # 256, forward and backward, are the fastest on an H200 of those in kernels/cuda/README.md; the
