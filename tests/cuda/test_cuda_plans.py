@@ -105,8 +105,12 @@ def test_no_more_than_forty_plans_of_a_kernel_for_each_format() -> None:
                 float8 = sum(not {"INPUTS", "KEY_DTYPE"}.isdisjoint(dict(x)) for x in mine)
                 # Of few rows and of many, over pages and not: twice as many as others.
                 invariant = sum("INVARIANT" in dict(x) for x in mine)
-                assert max(float8, len(mine) - float8 - invariant) <= more.get(kernel, 40)
+                # Blocks of one and of two warpgroups, over pages and not.
+                packed = sum("PACKED" in dict(x) for x in mine)
+                others = len(mine) - float8 - invariant - packed
+                assert max(float8, others) <= more.get(kernel, 40)
                 assert invariant <= 48
+                assert packed <= 24
 
 
 def test_a_few_rows_over_a_cache_are_decode() -> None:

@@ -63,7 +63,7 @@ DEVICE void clear_rows(Shared v, int from, int group) {
 
 // ---- a consumer warpgroup -----------------------------------------------------------------------
 
-DEVICE void store(const Params &p, Shared info, int first_row, const Rows &rows, Output &o, float unit,
+DEVICE void store(const Params &p, Shared info, int first_line, const Rows &rows, Output &o, float unit,
                   int first_dim);
 
 // One function, because ptxas allocates registers by the order in which a function declares its variables:
@@ -106,7 +106,9 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
     s.keys = broadcast(sequence.keys);
     s.shift = broadcast(sequence.shift);
     s.batch = sequence.batch;
-    int first_row = row + row_group * kGroupRows + warp * 16;
+    int first_line = row_group * kGroupRows + warp * 16;
+    int first_row = PACKED ? row + row_group * rows_of_group(p) : row + first_line;
+    int many = PACKED ? rows_of_group(p) : 16;  // rows of the warp
     float descale = 1.0f, scale = factor, unit = 1.0f;
     if (kFloat8) {
       descale = load_shared<HeadScales>(info + sizeof(WorkTileInfo)).scores;
@@ -118,7 +120,7 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
     for (int i = 0; i < kOwnDims / 2; ++i) o[i] = 0.0f;
 
     if (first <= last) {
-      Seen seen = keys_seen(p, s, first_row, min(first_row + 16, s.rows) - 1);
+      Seen seen = keys_seen(p, s, first_row, min(first_row + many, s.rows) - 1);
       Probabilities y[kSeparateP ? 2 : 1];  // P of the tile before, and of this one
       if constexpr (kFewRows)
         for (auto &tile : y)
@@ -144,9 +146,15 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
         if (!is_full(visit)) hide(p, x, s, sequence.head, first_row, n);
 #endif
         if (key < seen.all_low || key + BLOCK_K > seen.all_high) {
-          int row = first_row;
-          if constexpr (kFloat8) pin(row);  // or the loop keeps each row's number in four registers
-          mask(p, x, s, row, n);
+          if constexpr (PACKED) {
+            mask_rows(p, x, s, n, [&](int h) {
+              return Line(p, row, sequence.head, first_line + 8 * h + lane_index() / 4).row;
+            });
+          } else {
+            int row = first_row;
+            if constexpr (kFloat8) pin(row);  // or the loop keeps each row's number in four registers
+            mask(p, x, s, row, n);
+          }
         }
       };
       auto wait_for_turn = [&]() {
@@ -377,7 +385,7 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
 
 // Stores the warp's rows: in float32 to the workspace of their split, or in 16 bits to out. `unit`: what the
 // output is a multiple of, in float8. `first_dim`: of the warpgroup's columns.
-DEVICE void store(const Params &p, Shared info, int first_row, const Rows &rows, Output &o, float unit,
+DEVICE void store(const Params &p, Shared info, int first_line, const Rows &rows, Output &o, float unit,
                   int first_dim) {
   auto range = load_shared<decltype(WorkTileInfo::range)>(info);
   auto sequence = load_shared<decltype(WorkTileInfo::sequence)>(info + 16);
@@ -387,14 +395,14 @@ DEVICE void store(const Params &p, Shared info, int first_row, const Rows &rows,
   s.row_batch = output.row_batch;
   s.row0 = output.row0;
   int lane = lane_index();
-  first_row += range.row;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
+    Line line(p, range.row, sequence.head, first_line + 8 * h + lane / 4);
+    int row = line.row, head = line.head;
+    bool mine = row < range.rows && line.exists;
     // 1. The sum of the row over its four lanes, the sink, the LSE.
-    Finished end = finish(p, rows[h], sequence.head, output.split);
+    Finished end = finish(p, rows[h], head, output.split);
     if (kFloat8) end.inverse *= unit;
-    int row = first_row + 8 * h + lane / 4;
-    bool mine = row < range.rows;
     // 2. O / sum; 0 for a row that sees no key.
 #pragma unroll
     for (int t = 0; t < kDimTiles; ++t)
@@ -405,7 +413,7 @@ DEVICE void store(const Params &p, Shared info, int first_row, const Rows &rows,
     if (p.num_splits > 1) {
       if (!mine) continue;
       int column = first_dim + lane % 4 * 2;
-      long long at = part_line(p, s, row, sequence.head, output.split);
+      long long at = part_line(p, s, row, head, output.split);
       float *to = (float *)p.partial_out + at * p.head_dim_v + column;
 #pragma unroll
       for (int t = 0; t < kDimTiles; ++t)
@@ -417,9 +425,9 @@ DEVICE void store(const Params &p, Shared info, int first_row, const Rows &rows,
     // 4. Else 16 bits from registers to out. Four lanes exchange their elements first, so that each stores
     // 16 neighboring bytes: whole sectors, and Q's shared memory is not needed for it.
     if (p.lse && mine && lane % 4 == 0 && first_dim == 0)
-      ((float *)p.lse)[s.row_batch * p.lse_batch + sequence.head * p.lse_head + s.row0 + row] = end.lse;
+      ((float *)p.lse)[s.row_batch * p.lse_batch + head * p.lse_head + s.row0 + row] = end.lse;
     unsigned short *to = (unsigned short *)p.out + s.row_batch * p.out_batch + (s.row0 + row) * p.out_row +
-                         sequence.head * p.out_head + first_dim + lane % 4 * kUnit;
+                         head * p.out_head + first_dim + lane % 4 * kUnit;
 #pragma unroll
     for (int t = 0; t < kDimTiles; t += 4) {
       unsigned x[4];
@@ -439,6 +447,11 @@ extern "C" __global__ WORKGROUP(kThreads, BLOCKS) void attn_fwd(MAPPED_PARAMS p)
   extern __shared__ __align__(1024) char memory[];
   Shared shared = shared_address(memory);
   if (thread_index() == 0) Barriers{shared + kBarriersAt}.make();
+  if constexpr (PACKED) {
+    // No copy reaches nobody's lines. What they hold must not be NaN, or each tile is computed again.
+    for (int i = thread_index(); i < kRowGroups * kQBytes / 16; i += kThreads) store_shared(shared + i * 16, Quad{});
+    fence_proxy_async();
+  }
   barrier();
   int group = wave_index() / 4;
   if (group == 0) {

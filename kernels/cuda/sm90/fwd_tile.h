@@ -42,6 +42,11 @@ constexpr bool kFloat8 = INPUTS == E4M3;
 #ifndef OF_GROUPS
 #define OF_GROUPS GROUPS
 #endif
+// Whether a warpgroup's lines are the same rows of all query heads of a KV head, so that K and V are read once for
+// the group.
+#ifndef PACKED
+#define PACKED 0
+#endif
 // Warpgroups that have the same rows, each with its own columns of V: a head_dim of 512 leaves one warpgroup
 // no registers. All of them compute the scores, which takes them no exchange.
 #ifndef HALVES
@@ -51,7 +56,7 @@ constexpr int kOwnDims = HEAD_DIM_V / HALVES;
 // Such a block often has the rows of one group of heads. Then a warp has 8 rows and not 16, and leaves out the
 // softmax of the rows that are not there: it waits for that, and not for another warpgroup's products. On an
 // H200 that gains 12 % at D = 64 and 1 % at 128; wider heads spill.
-constexpr bool kFewRows = GROUPS != OF_GROUPS && HEAD_DIM_V <= 64;
+constexpr bool kFewRows = GROUPS != OF_GROUPS && HEAD_DIM_V <= 64 && !PACKED;
 constexpr bool kBlockScaled = kFloat8 && SCALES == PER_BLOCK;
 constexpr int kInner = kFloat8 ? 32 : 16;  // elements of a product's inner dimension
 

@@ -10,6 +10,7 @@ from ...plan import Plan
 from ...problem import Problem
 from ..common import calls
 from ..common.calls import GENERAL, PLAIN
+from ..native import decode
 from ..native.lists import listed
 from ..native.plans import modified, plan_with
 from ..native.tiles import Pair, constants_of
@@ -29,6 +30,15 @@ ALONE = {"softcap": 3, "alibi": 4}
 _SCORE_TERMS = {"softcap", "alibi", "score_mod", "mask_mod"}
 _TWO_FIT = 96  # heads up to this: two blocks of one warpgroup fit on an SM
 PAGE_SIZES = (0, 16)  # what ``all_plans`` are for: others are compiled at first use
+# What plans can do whose blocks have the rows of all query heads of a KV head.
+_PACKED = frozenset(
+    ("causal", "window", "negative_edge", "chunk", "sinks", "varlen", "seqused", "paged", "leftpad",
+     "batch_idx", "gqa", "dv")
+)  # fmt: skip
+# From how many of these rows on, and up to how many of a head.
+LEAST_LINES = 33
+MOST_ROWS = 64
+PIECE = 128  # keys, about a tile: what their splits are multiples of
 # What pages are a multiple of. Smaller ones are read here where no other kernel does: on an H200
 # pages of 4 keys take 28 µs of both, of 1 key 65, and 28 of sm80's.
 _WORTH_A_COPY = 8
@@ -80,6 +90,22 @@ def fewest_rows(pair: Pair, itemsize: int) -> int:
     return max(128 // itemsize // panel(head, itemsize) for head in pair)
 
 
+def packs(problem: Problem) -> bool:
+    """Return whether blocks have the rows of all query heads of a KV head: of a few rows, which
+    are too many for decode. Their keys are split, as decode's."""
+    group = problem.heads_q // problem.heads_k
+    few = problem.seqlen_q <= MOST_ROWS and LEAST_LINES <= decode.lines(problem)
+    return (
+        plans.runs_sm90(problem.arch)
+        and few
+        and 1 < group <= ROWS
+        and problem.features <= _PACKED
+        and calls.score_class(problem) == PLAIN
+        and not decode.why_not(problem)
+        and not why_not(problem)
+    )
+
+
 def plan(problem: Problem) -> Plan:
     pair = calls.bucket_of(FORWARD, problem.head_dim, problem.head_dim_v)
     # A mask_mod hides scores as they are: it needs no terms.
@@ -89,6 +115,9 @@ def plan(problem: Problem) -> Plan:
     if kind == _FULL and problem.features & {"causal", "window", "chunk"}:
         kind = _MASKED
     dtype, notes = calls.DTYPE_CODES[problem.dtype], plans.notes_of(problem, pair)
+    if packs(problem):
+        groups = -(-min(decode.lines(problem), 2 * ROWS) // ROWS)
+        return _packed_plan(pair, groups, dtype, problem.page_size, notes)
     score = _score_of(problem) if general else PLAIN
     if score in ALONE.values():
         kind = _kind_alone(pair, score)
@@ -148,6 +177,19 @@ def _plan(
     return plan_of(tiles, pair, dtype, score, tiles.shared_bytes(pair), notes, **more)
 
 
+def _packed_plan(
+    pair: Pair, groups: int, dtype: int, page_size: int, notes: Iterable[str] = ()
+) -> Plan:
+    """Return the plan whose blocks have ``groups`` times 64 rows of the query heads of a KV
+    head."""
+    tiles = FORWARD_INVARIANT[pair][_MASKED]._replace(groups=groups)  # others spill at 192
+    more = {"PACKED": 1, **page_rows(page_size, tiles)}
+    if groups == 1:
+        # P by two warpgroups' code: of one alone it would be the slower one of three.
+        more |= {"OF_GROUPS": 2, "BLOCKS": 2 if pair[0] <= _TWO_FIT else 1}
+    return plan_of(tiles, pair, dtype, PLAIN, tiles.shared_bytes(pair), notes, **more)
+
+
 def constants_of_own(tiles: Own) -> dict[str, int]:
     """Return a row of tiles as constants. A kernel without halves of V does not name them."""
     return {x: n for x, n in constants_of(tiles).items() if x != "HALVES" or n > 1}
@@ -186,5 +228,12 @@ def all_plans() -> list[Plan]:
         for dtype in calls.DTYPE_CODES.values()
         for pair in FORWARD
         for score in ALONE.values()
+    ]
+    found += [
+        _packed_plan(pair, groups, dtype, page_size)
+        for dtype in calls.DTYPE_CODES.values()
+        for pair in FORWARD_INVARIANT
+        for groups in (1, 2)
+        for page_size in PAGE_SIZES
     ]
     return list(dict.fromkeys(found))

@@ -25,7 +25,9 @@ def _block_of(plan: Plan) -> Block:
     values, threads = values_of(plan), plans.threads_of(plan)
     if plan.kernel == forward_sm90.KERNEL:
         rows = sm90.ROWS * values["GROUPS"] // values.get("HALVES", 1)
-        return Block(threads, rows, values["BLOCK_K"], values.get("BLOCKS", 1), _SM90_COSTS)
+        of_whole = sm90.ROWS if "PACKED" in values else 0
+        fit = values.get("BLOCKS", 1)
+        return Block(threads, rows, values["BLOCK_K"], fit, _SM90_COSTS, of_whole=of_whole)
     if plan.kernel == latent_sm90.KERNEL:
         return Block(threads, sm90.ROWS, values["BLOCK_K"])
     if plan.kernel == forward.KERNEL:

@@ -19,7 +19,7 @@ from ..common.calls import DTYPE_CODES
 from . import append as appending
 from . import backward, decode, forward, lists, merge, tiling
 from .launch import Launcher
-from .plans import masking
+from .plans import is_packed, masking
 from .target import Target
 
 
@@ -73,8 +73,8 @@ class NativeBackend:
         return tiles, blocks.visits_of(call, tiles) if blocks.is_quick(call) else None
 
     def bind(self, plan: Plan, call: Call, append: Append | None, with_lse: bool) -> Run:
-        is_decode = plan.kernel in (self.target.decode, self.target.latent)
-        bind = decode.bind if is_decode else forward.bind
+        packed = is_packed(plan, self.target.decode, self.target.latent)
+        bind = decode.bind if packed else forward.bind
         with self.launch.on(call.q.device):
             return bind(self.launch, plan, call, append, with_lse)
 

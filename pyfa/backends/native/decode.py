@@ -194,7 +194,8 @@ def bind(
     def grid_of(call: Call) -> attend.Grid:
         heads_k = call.k.shape[-2]
         rows = call.max_seqlen_q * call.q.shape[-2] // heads_k
-        blocks = -(-rows // block.rows) * heads_k * call.batch
+        lines = block.lines_of(call.q.shape[-2] // heads_k)
+        blocks = -(-rows // lines) * heads_k * call.batch
         num_splits = forced_parts(call)
         if not num_splits:
             units = launch.device_at(call.q.device).units

@@ -71,6 +71,12 @@ def masking(plan: Plan, features: frozenset[str]) -> Plan:
     return plan
 
 
+def is_packed(plan: Plan, *kernels: str) -> bool:
+    """Return whether a workgroup has the rows of all query heads of a KV head: in ``kernels``, and
+    in plans of a forward that say so."""
+    return plan.kernel in kernels or "PACKED" in dict(plan.constants)
+
+
 def values_of(plan: Plan) -> dict[str, int]:
     """Return the numbers among the constants of a plan: all but the digest of its mods."""
     return {name: int(value) for name, value in plan.constants if name != "MOD"}

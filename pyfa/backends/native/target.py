@@ -23,6 +23,8 @@ class Block(NamedTuple):
     a round. ``rounds``: the cost model for splitting over several rounds of equal work tiles, on
     devices with a timing model. These three apply to forward only. ``tail``: the share of the
     longest workgroup's time by which a backward with a mask outlasts the average compute unit.
+    ``of_whole``: where its rows are those of all query heads of a KV head, and a part of them has
+    each row of every head or of none, the rows of such a part.
     """
 
     threads: int
@@ -32,6 +34,13 @@ class Block(NamedTuple):
     costs: splits.Costs = splits.FREE
     rounds: splits.Rounds | None = None
     tail: float = splits.ONE_BY_ONE
+    of_whole: int = 0
+
+    def lines_of(self, group: int) -> int:
+        """Return how many rows of the ``group`` query heads of a KV head it has."""
+        if not self.of_whole:
+            return self.rows
+        return self.rows // self.of_whole * (self.of_whole // group * group)
 
 
 class Buffers(NamedTuple):
