@@ -323,6 +323,30 @@ def test_hopper_s_kernel_gains_less_by_splitting() -> None:
     assert (other.per_unit, ours.per_unit) == (2, 1)
 
 
+@pytest.mark.parametrize(
+    ("blocks", "rows", "apart"),
+    [
+        (64, 1, True),  # half of the SMs would have none
+        (192, 1, True),  # and half of them none in the second round
+        (192, 512, False),  # whose chunks would be much to merge
+        (64, 512, True),
+        (132, 1, False),  # one round, full
+        (600, 1, False),
+    ],
+)
+def test_when_chunks_are_splits(blocks: int, rows: int, apart: bool) -> None:
+    assert splits.are_worth_it(blocks, 4, 132, rows) is apart
+    assert not splits.are_worth_it(blocks, 1, 132, rows)
+
+
+def test_a_call_with_chunks_names_what_merges_them() -> None:
+    problem = replace(EXAMPLE, features=frozenset({"batch_invariant"}))
+    ours = BACKENDS["cuda"].kernels(problem)
+    assert "CHUNKED" in dict(ours[-1].constants)
+    assert set(ours) <= set(catalog.all_plans(TARGET, "sm_90"))
+    assert len(BACKENDS["cuda"].kernels(replace(problem, device=DEVICES["A100-80GB"]))) == 2
+
+
 @pytest.mark.parametrize("keys", [1, 16, 500, 8192, 65536])
 @pytest.mark.parametrize("blocks", [1, 8, 100, 132, 600])
 def test_parts_of_decode(blocks: int, keys: int) -> None:

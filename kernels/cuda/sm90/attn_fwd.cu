@@ -185,121 +185,141 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
       q_phase ^= 1;
       if constexpr (!kSerial) {
         // ---- the pipelined consumer
-        // Prologue: S and P of the last tile, while nothing else is in flight.
-        Scores x;
-        int first_visit = visits[last];
-        wait_k();
-        hold(x);
-        issue_s(x);
-        wgmma_wait<0>();
-        hold(x);
-        release_k();
-        finish_scores(x, first_visit);
-        if constexpr (kSeparateP) {
-          online_softmax_to<true>(scale, x, rows, y[0], factors, both);
-        } else {
-          online_softmax_in_place(scale, x, rows, factors, both);
-          round_to(y[0], x);
-        }
-        int valid = s.keys - tile_of(first_visit) * BLOCK_K;
-        if (!kFloat8 && valid < BLOCK_K && (PAGE_ROWS || p.cu_seqlens_k || p.seqused_k)) {
-          wait_v();
-          clear_rows(shared + kVAt + v_pipe.stage * kVBytes, valid, group);
-        }
-
-        // The body of the hot loop: S and P of tile `n` (`made`), and P V of the tile before it (`before`).
-        auto step = [&](int n, Probabilities &before, Probabilities &made) {
-          int visit = visits[n];
-          // 1. K of this tile, before the turn: whoever has the turn keeps the tensor cores busy.
+        // Of all tiles, or a chunk at a time.
+        for (int chunk_last = last, chunk_first;; chunk_last = chunk_first - 1) {
+          chunk_first = kChunkTiles ? max(first, chunk_last / max(kChunkTiles, 1) * kChunkTiles) : first;
+          // The work tile's first and last are loaded again when the chunk is done: through the loop they would
+          // take registers.
+          auto whole = [&]() { return load_shared<decltype(WorkTileInfo::range)>(info); };
+          // Prologue: S and P of the last tile, while nothing else is in flight.
+          Scores x;
+          int first_visit = visits[chunk_last];
           wait_k();
-          // 2. This warpgroup's turn on the tensor cores.
-          wait_for_turn();
           hold(x);
-          if constexpr (!kFloat8) hold(o);
-          // 3. S = Q K^T goes first, because softmax needs it first.
           issue_s(x);
-          // 4. P V of the tile before. It runs under the softmax of step 7. Float8's goes to registers of
-          //    its own.
-          wait_v();
-          TileOutput pv[kColumnGroups];
-          wgmma_fence();
-          if constexpr (kFloat8) {
-#pragma unroll
-            for (int i = 0; i < kColumnGroups; ++i) issue_pv(pv[i], before, this_v(), i);
-          } else {
-            issue_pv(o, before, this_v());
-          }
-          // 5. Both products are issued: the next warpgroup's turn.
-          pass_turn();
-          // 6. Waits for S alone. K's stage is free.
-          wgmma_wait<kFloat8 ? kColumnGroups : 1>();
+          wgmma_wait<0>();
           hold(x);
           release_k();
-          // 7. Score terms, mask and softmax, while P V is in flight.
-          finish_scores(x, visit);
-          bool raised;
-          if constexpr (kSeparateP)
-            raised = online_softmax_to<false>(scale, x, rows, made, factors, both);
-          else
-            raised = online_softmax_in_place(scale, x, rows, factors, both);
-          // 8. Waits for P V. V's stage and the registers of `before` are free.
-          wgmma_wait<0>();
-          if constexpr (kFloat8) {
-#pragma unroll
-            for (int i = 0; i < kColumnGroups; ++i) {
-              hold(pv[i]);
-              add(o, pv[i], i);
-            }
+          finish_scores(x, first_visit);
+          if constexpr (kSeparateP) {
+            online_softmax_to<true>(scale, x, rows, y[0], factors, both);
           } else {
-            hold(o);
+            online_softmax_in_place(scale, x, rows, factors, both);
+            round_to(y[0], x);
           }
-          hold(before);
-          release_v();
-          // 9. O follows the maximum. Almost no tile needs it, because the maximum may lag (kLag).
-          if (raised) rescale(o, factors);
-          // 10. P without registers of its own is rounded to where P V has just read it.
-          if constexpr (!kSeparateP) round_to(made, x);
-        };
-        // Drain: P V of the first tile. Q has been read for the last time.
-        auto drain = [&](Probabilities &before) {
-          release(barriers.q_empty(row_group));
-          wait_v();
-          if constexpr (kFloat8) {
+          int valid = s.keys - tile_of(first_visit) * BLOCK_K;
+          if (!kFloat8 && valid < BLOCK_K && (PAGE_ROWS || p.cu_seqlens_k || p.seqused_k)) {
+            wait_v();
+            clear_rows(shared + kVAt + v_pipe.stage * kVBytes, valid, group);
+          }
+
+          // The body of the hot loop: S and P of tile `n` (`made`), and P V of the tile before it (`before`).
+          auto step = [&](int n, Probabilities &before, Probabilities &made) {
+            int visit = visits[n];
+            // 1. K of this tile, before the turn: whoever has the turn keeps the tensor cores busy.
+            wait_k();
+            // 2. This warpgroup's turn on the tensor cores.
+            wait_for_turn();
+            hold(x);
+            if constexpr (!kFloat8) hold(o);
+            // 3. S = Q K^T goes first, because softmax needs it first.
+            issue_s(x);
+            // 4. P V of the tile before. It runs under the softmax of step 7. Float8's goes to registers of
+            //    its own.
+            wait_v();
             TileOutput pv[kColumnGroups];
             wgmma_fence();
+            if constexpr (kFloat8) {
 #pragma unroll
-            for (int i = 0; i < kColumnGroups; ++i) issue_pv(pv[i], before, this_v(), i);
+              for (int i = 0; i < kColumnGroups; ++i) issue_pv(pv[i], before, this_v(), i);
+            } else {
+              issue_pv(o, before, this_v());
+            }
+            // 5. Both products are issued: the next warpgroup's turn.
+            pass_turn();
+            // 6. Waits for S alone. K's stage is free.
+            wgmma_wait<kFloat8 ? kColumnGroups : 1>();
+            hold(x);
+            release_k();
+            // 7. Score terms, mask and softmax, while P V is in flight.
+            finish_scores(x, visit);
+            bool raised;
+            if constexpr (kSeparateP)
+              raised = online_softmax_to<false>(scale, x, rows, made, factors, both);
+            else
+              raised = online_softmax_in_place(scale, x, rows, factors, both);
+            // 8. Waits for P V. V's stage and the registers of `before` are free.
             wgmma_wait<0>();
+            if constexpr (kFloat8) {
 #pragma unroll
-            for (int i = 0; i < kColumnGroups; ++i) {
-              hold(pv[i]);
-              add(o, pv[i], i);
+              for (int i = 0; i < kColumnGroups; ++i) {
+                hold(pv[i]);
+                add(o, pv[i], i);
+              }
+            } else {
+              hold(o);
+            }
+            hold(before);
+            release_v();
+            // 9. O follows the maximum. Almost no tile needs it, because the maximum may lag (kLag).
+            if (raised) rescale(o, factors);
+            // 10. P without registers of its own is rounded to where P V has just read it.
+            if constexpr (!kSeparateP) round_to(made, x);
+          };
+          // Drain: P V of the first tile. Q has been read for the last time.
+          auto drain = [&](Probabilities &before) {
+            if (!kChunkTiles || chunk_first == broadcast(whole().first)) release(barriers.q_empty(row_group));
+            wait_v();
+            if constexpr (kFloat8) {
+              TileOutput pv[kColumnGroups];
+              wgmma_fence();
+#pragma unroll
+              for (int i = 0; i < kColumnGroups; ++i) issue_pv(pv[i], before, this_v(), i);
+              wgmma_wait<0>();
+#pragma unroll
+              for (int i = 0; i < kColumnGroups; ++i) {
+                hold(pv[i]);
+                add(o, pv[i], i);
+              }
+            } else {
+              hold(o);
+              wgmma_fence();
+              issue_pv(o, before, this_v());
+              wgmma_wait<0>();
+              hold(o);
+            }
+            release_v();
+          };
+          int n = chunk_last - 1;
+          if constexpr (kSeparateP) {
+            // Unrolled by two: what one step makes lies where the next one reads it, without moves.
+            for (; n > chunk_first; n -= 2) {
+              step(n, y[0], y[1]);
+              step(n - 1, y[1], y[0]);
+            }
+            if (n == chunk_first) {
+              step(n, y[0], y[1]);
+              drain(y[1]);
+            } else {
+              drain(y[0]);
             }
           } else {
-            hold(o);
-            wgmma_fence();
-            issue_pv(o, before, this_v());
-            wgmma_wait<0>();
-            hold(o);
-          }
-          release_v();
-        };
-        int n = last - 1;
-        if constexpr (kSeparateP) {
-          // Unrolled by two: what one step makes lies where the next one reads it, without moves.
-          for (; n > first; n -= 2) {
-            step(n, y[0], y[1]);
-            step(n - 1, y[1], y[0]);
-          }
-          if (n == first) {
-            step(n, y[0], y[1]);
-            drain(y[1]);
-          } else {
+            for (; n >= chunk_first; --n) step(n, y[0], y[0]);
             drain(y[0]);
           }
-        } else {
-          for (; n >= first; --n) step(n, y[0], y[0]);
-          drain(y[0]);
+          if constexpr (!kChunkTiles) {
+            break;
+          } else {
+            sum_up(rows);
+            auto all = whole();
+            first = broadcast(all.first);
+            if (broadcast(all.last) / kChunkTiles > chunk_first / kChunkTiles) Before(p).join(rows, o);
+            if (chunk_first == first) break;
+            Before(p).keep(rows, o);
+            rows[0] = rows[1] = Row{kLowest, 0.0f};
+#pragma unroll
+            for (int i = 0; i < HEAD_DIM_V / 2; ++i) o[i] = 0.0f;
+          }
         }
       } else {
         // ---- the serial consumer
@@ -400,6 +420,20 @@ DEVICE void store(const Params &p, Shared info, int first_line, const Rows &rows
     Line line(p, range.row, sequence.head, first_line + 8 * h + lane / 4);
     int row = line.row, head = line.head;
     bool mine = row < range.rows && line.exists;
+    if constexpr (kChunkTiles != 0) {
+      // A chunk, for combine: as it is.
+      if (p.num_splits > 1) {
+        if (!mine) continue;
+        long long at = part_line(p, s, row, head, output.split);
+        float *to = (float *)p.partial_out + at * p.head_dim_v + lane % 4 * 2;
+#pragma unroll
+        for (int t = 0; t < kDimTiles; ++t)
+          if (8 * t < p.head_dim_v)
+            *(float2 *)(to + 8 * t) = make_float2(o[4 * t + 2 * h], o[4 * t + 2 * h + 1]);
+        if (lane % 4 == 0) ((float2 *)p.partial_lse)[at] = make_float2(rows[h].base, rows[h].total);
+        continue;
+      }
+    }
     // 1. The sum of the row over its four lanes, the sink, the LSE.
     Finished end = finish(p, rows[h], head, output.split);
     if (kFloat8) end.inverse *= unit;

@@ -169,9 +169,15 @@ struct WorkTile {
     last = seen.high > seen.low ? (seen.high - 1) / BLOCK_K : first - 1;
 #endif
     if (p.num_splits > 1) {
-      int share = (last - first + p.num_splits) / p.num_splits;
-      first += work.split * share;
-      last = min(last, first + share - 1);
+      if constexpr (kChunkTiles != 0) {
+        int begin = work.split * kChunkTiles;
+        first = max(first, begin);
+        last = min(last, begin + kChunkTiles - 1);
+      } else {
+        int share = (last - first + p.num_splits) / p.num_splits;
+        first += work.split * share;
+        last = min(last, first + share - 1);
+      }
     }
     if (row >= s.rows) last = first - 1;
   }

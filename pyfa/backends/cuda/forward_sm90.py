@@ -94,7 +94,7 @@ def packs(problem: Problem) -> bool:
     """Return whether blocks have the rows of all query heads of a KV head: of a few rows, which
     are too many for decode. Their keys are split, as decode's."""
     group = problem.heads_q // problem.heads_k
-    few = problem.seqlen_q <= MOST_ROWS and LEAST_LINES <= decode.lines(problem)
+    few = problem.seqlen_q <= MOST_ROWS and decode.lines(problem) >= LEAST_LINES
     return (
         plans.runs_sm90(problem.arch)
         and few
@@ -114,14 +114,18 @@ def plan(problem: Problem) -> Plan:
     kind = _TERMS if general or problem.mods else _FULL
     if kind == _FULL and problem.features & {"causal", "window", "chunk"}:
         kind = _MASKED
-    dtype, notes = calls.DTYPE_CODES[problem.dtype], plans.notes_of(problem, pair)
+    dtype = calls.DTYPE_CODES[problem.dtype]
     if packs(problem):
         groups = -(-min(decode.lines(problem), 2 * ROWS) // ROWS)
+        notes = plans.notes_of(problem, pair)
         return _packed_plan(pair, groups, dtype, problem.page_size, notes)
     score = _score_of(problem) if general else PLAIN
     if score in ALONE.values():
         kind = _kind_alone(pair, score)
     invariant = "batch_invariant" in problem.features
+    tiles = (FORWARD_INVARIANT if invariant else FORWARD)[pair][kind]
+    chunk = tiles.chunk_tiles(pair) * tiles.block_k if invariant and kind != _TERMS else 0
+    notes = plans.notes_of(problem, pair, chunk)
     few = invariant and not problem.mods and _has_few_rows(problem, pair)
     found = _plan(pair, kind, dtype, score, problem.page_size, invariant, few, notes)
     return listed(modified(found, problem.mods)) if problem.mods else found
@@ -169,6 +173,8 @@ def _plan(
     more = page_rows(page_size, tiles)
     if invariant:
         more["INVARIANT"] = 1
+        if kind != _TERMS and tiles.chunk_tiles(pair):
+            more["CHUNK_TILES"] = tiles.chunk_tiles(pair)
     if few:
         blocks = 2 if pair[0] <= _TWO_FIT else 1
         more |= {"OF_GROUPS": tiles.groups, "BLOCKS": blocks}

@@ -18,11 +18,16 @@ from .launch import Launcher
 
 
 class Grid(NamedTuple):
-    """``blocks`` workgroups of ``threads`` for each of ``num_splits`` splits of the keys."""
+    """``blocks`` workgroups of ``threads`` for each of ``num_splits`` splits of the keys.
+
+    ``chunked``: the keys have more than one chunk (``target.Block``). Each is a split, or the
+    workgroups merge them and keep ``kept`` floats between them."""
 
     blocks: int
     threads: int
     num_splits: int
+    chunked: bool = False
+    kept: int = 0
 
 
 def bind(
@@ -134,16 +139,19 @@ def _add(
     values = abi.forward_values(call, out[1], lse[1])
     values |= {"dies": launch.device_at(call.q.device).dies, "num_splits": splits}
     if splits > 1:
-        parts = combine.partials(call, splits)
+        parts = combine.partials(call, splits, grid.chunked)
         program.make_workspace(parts, launch.APART)
         pointers |= {name: name for name in parts}
     else:
         pointers["out"] = "out"
         if has_lse:
             pointers["lse"] = "lse"
+        if grid.kept:
+            program.make_workspace({"partial_out": like((grid.kept,), torch.float32)}, launch.APART)
+            pointers["partial_out"] = "partial_out"
     if gaps.in_queries(call) and splits == 1:
         gaps.add_forward(launch, program, call, out, written)
     params = by_list.params_of(plan, call, Params(values, pointers))
     program.add(plan, grid.blocks * splits, grid.threads, params)
     if splits > 1:
-        combine.add(launch, program, call, out, written, splits)
+        combine.add(launch, program, call, out, written, splits, grid.chunked)

@@ -18,6 +18,7 @@ from ..base import Run, RunBackward
 from ..common.calls import DTYPE_CODES
 from . import append as appending
 from . import backward, decode, forward, lists, merge, tiling
+from .combine import chunked
 from .launch import Launcher
 from .plans import is_packed, masking
 from .target import Target
@@ -53,6 +54,8 @@ class NativeBackend:
         """Return all kernels that ``problem`` may launch, as the bundle names them."""
         out = DTYPE_CODES[problem.dtype_out or problem.dtype]
         found = [self.plan(problem), self.target.plan_of(self.NAME, "combine", out)]
+        if self.target.block_of(found[0]).chunk:
+            found.append(chunked(found[1]))
         if problem.features & {"varlen", "seqused"}:
             found.append(self.target.plan_of(self.NAME, "gaps", None))
         if "backward" in problem.features:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ... import abi
 from ..._torch import Like
+from ...plan import Plan
 from ...problem import Call
 from ..common import calls
 from ..common.program import Params, Program, like
@@ -14,19 +17,26 @@ from .launch import Launcher
 THREADS = 256
 
 
-def partials(call: Call, num_splits: int) -> dict[str, Like]:
-    """Make partial_out and partial_lse: (rows, heads, splits[, Dv]), with packed sequences."""
+def chunked(plan: Plan) -> Plan:
+    """Return ``plan``, of ``combine``, for splits that are chunks (``target.Block``)."""
+    return replace(plan, constants=tuple(sorted((*plan.constants, ("CHUNKED", 1)))))
+
+
+def partials(call: Call, num_splits: int, chunks: bool = False) -> dict[str, Like]:
+    """Make partial_out and partial_lse: (rows, heads, splits[, Dv]), with packed sequences. Chunks
+    have a base and a sum in place of an LSE."""
     *rows, heads, dim = call.out_shape()
     shape = (torch.Size(rows).numel(), heads, num_splits)
     return {
         "partial_out": like((*shape, dim), torch.float32),
-        "partial_lse": like(shape, torch.float32),
+        "partial_lse": like((*shape, 2) if chunks else shape, torch.float32),
     }
 
 
 def add(
-    launch: Launcher, program: Program, call: Call, out: Like, lse: Like | None, num_splits: int
-) -> None:
+    launch: Launcher, program: Program, call: Call, out: Like, lse: Like | None, num_splits: int,
+    chunks: bool = False,
+) -> None:  # fmt: skip
     """Launch the kernel that computes out and lse from each row's splits, each with a normalized
     output and its LSE.
 
@@ -52,7 +62,12 @@ def add(
         values |= {"lse_batch": 0 if packed else lse[1][0], "lse_head": lse[1][-2]}
     plan = launch.plan("combine", calls.DTYPE_CODES[str(out[2]).removeprefix("torch.")])
     rows = torch.Size(sizes[:-1]).numel()
-    blocks = -(-rows // rows_of(num_splits, sizes[-1]))
+    of_block = rows_of(num_splits, sizes[-1])
+    if chunks:
+        plan, of_block = chunked(plan), THREADS // threads_of_part(sizes[-1])
+        if call.sinks is not None:
+            pointers["sinks"], values["use_sinks"] = "sinks", 1
+    blocks = -(-rows // of_block)
     program.add(plan, blocks, THREADS, Params(values, pointers))
 
 

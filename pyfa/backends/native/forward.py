@@ -59,7 +59,8 @@ def _bind_lone_rows(
             run = _bind(launch, plan, grouped, None, with_lse)
         out, *rest = run(*tensors_of(grouped))
         out = out.transpose(1, 2).reshape(given.out_shape())
-        return [out, *(x.reshape(given.lse_shape()) for x in rest)]
+        lse = rest[: int(with_lse or launch.NEEDS_LSE)]  # and behind it what the call works in
+        return [out, *(x.reshape(given.lse_shape()) for x in lse)]
 
     return run_grouped
 
@@ -77,6 +78,13 @@ def _bind(launch: Launcher, plan: Plan, call: Call, append: Append | None, with_
     def grid_of(call: Call) -> attend.Grid:
         heads = call.q.shape[-2] * call.batch
         blocks = -(-call.max_seqlen_q // block.rows) * heads
+        if block.chunk and call.max_seqlen_k > block.chunk:
+            # Whoever merges chunks, the bits are the same.
+            places = launch.device_at(call.q.device).units * block.per_unit
+            chunks = -(-call.max_seqlen_k // block.chunk)
+            if splits.are_worth_it(blocks, chunks, places, call.max_seqlen_q):
+                return attend.Grid(blocks, block.threads, chunks, True)
+            return attend.Grid(blocks, block.threads, 1, True, min(blocks, places) * block.kept)
         # No more parts than there are tiles.
         num_splits = min(call.num_splits, max(1, -(-call.max_seqlen_k // block.keys)))
         if not num_splits:
