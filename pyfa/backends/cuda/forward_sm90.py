@@ -33,11 +33,12 @@ PAGE_SIZES = (0, 16)  # what ``all_plans`` are for: others are compiled at first
 # What plans can do whose blocks have the rows of all query heads of a KV head.
 _PACKED = frozenset(
     ("causal", "window", "negative_edge", "chunk", "sinks", "varlen", "seqused", "paged", "leftpad",
-     "batch_idx", "gqa", "dv")
+     "batch_idx", "gqa", "dv", "batch_invariant")
 )  # fmt: skip
-# From how many of these rows on, and up to how many of a head.
+# Up to how many rows of a head, and from how many of all on: fewer are decode's, unless it must not
+# take them.
+MOST_ROWS = ROWS
 LEAST_LINES = 33
-MOST_ROWS = 64
 PIECE = 128  # keys, about a tile: what their splits are multiples of
 # What pages are a multiple of. Smaller ones are read here where no other kernel does: on an H200
 # pages of 4 keys take 28 µs of both, of 1 key 65, and 28 of sm80's.
@@ -91,19 +92,16 @@ def fewest_rows(pair: Pair, itemsize: int) -> int:
 
 
 def packs(problem: Problem) -> bool:
-    """Return whether blocks have the rows of all query heads of a KV head: of a few rows, which
-    are too many for decode. Their keys are split, as decode's."""
+    """Return whether blocks have the rows of all query heads of a KV head, so that K and V are read
+    once for all of them."""
+    if not plans.runs_sm90(problem.arch) or why_not(problem):
+        return False
     group = problem.heads_q // problem.heads_k
-    few = problem.seqlen_q <= MOST_ROWS and decode.lines(problem) >= LEAST_LINES
-    return (
-        plans.runs_sm90(problem.arch)
-        and few
-        and 1 < group <= ROWS
-        and problem.features <= _PACKED
-        and calls.score_class(problem) == PLAIN
-        and not decode.why_not(problem)
-        and not why_not(problem)
-    )
+    few = problem.seqlen_q <= MOST_ROWS and 1 < group <= ROWS
+    if not few or calls.score_class(problem) != PLAIN or not problem.features <= _PACKED:
+        return False
+    many = decode.lines(problem) >= LEAST_LINES and not decode.why_not(problem)
+    return many or "batch_invariant" in problem.features
 
 
 def plan(problem: Problem) -> Plan:
@@ -112,22 +110,23 @@ def plan(problem: Problem) -> Plan:
     scores = replace(problem, features=problem.features - {"mask_mod"})
     general = calls.score_class(scores) != PLAIN
     kind = _TERMS if general or problem.mods else _FULL
-    if kind == _FULL and problem.features & {"causal", "window", "chunk"}:
+    packed = packs(problem)
+    if kind == _FULL and (packed or problem.features & {"causal", "window", "chunk"}):
         kind = _MASKED
     dtype = calls.DTYPE_CODES[problem.dtype]
-    if packs(problem):
-        groups = -(-min(decode.lines(problem), 2 * ROWS) // ROWS)
-        notes = plans.notes_of(problem, pair)
-        return _packed_plan(pair, groups, dtype, problem.page_size, notes)
     score = _score_of(problem) if general else PLAIN
     if score in ALONE.values():
         kind = _kind_alone(pair, score)
     invariant = "batch_invariant" in problem.features
-    tiles = (FORWARD_INVARIANT if invariant else FORWARD)[pair][kind]
+    tiles = (FORWARD_INVARIANT if invariant or packed else FORWARD)[pair][kind]
     chunk = tiles.chunk_tiles(pair) * tiles.block_k if invariant and kind != _TERMS else 0
     notes = plans.notes_of(problem, pair, chunk)
-    few = invariant and not problem.mods and _has_few_rows(problem, pair)
-    found = _plan(pair, kind, dtype, score, problem.page_size, invariant, few, notes)
+    groups = tiles.groups
+    if packed and not invariant:
+        groups = -(-min(decode.lines(problem), 2 * ROWS) // ROWS)
+    elif invariant and not problem.mods and _has_few_rows(problem, pair, packed):
+        groups = 1
+    found = _plan(pair, kind, dtype, score, problem.page_size, invariant, groups, packed, notes)
     return listed(modified(found, problem.mods)) if problem.mods else found
 
 
@@ -146,15 +145,18 @@ def _kind_alone(pair: Pair, score: int) -> int:
     return _TERMS if score == ALONE["softcap"] and spills else _MASKED
 
 
-def _has_few_rows(problem: Problem, pair: Pair) -> bool:
+def _has_few_rows(problem: Problem, pair: Pair, packed: bool) -> bool:
     """Return whether blocks of one warpgroup are faster.
 
     Of wide heads only one such block fits on an SM, and it computes more slowly than two
     warpgroups. So each block needs an SM of its own: on an H200 64 of them took 76 µs instead of
     91, and 512 took 582 instead of 522."""
-    heads = problem.heads_k if problem.seqlen_q == 1 else problem.heads_q
-    alone = problem.batch * heads <= problem.device.units
-    return problem.seqlen_q <= ROWS and (alone or pair[0] <= _TWO_FIT)
+    if problem.seqlen_q > ROWS:
+        return False
+    blocks = problem.batch * problem.heads_q
+    if packed:
+        blocks = problem.batch * problem.heads_k * -(-decode.lines(problem) // ROWS)
+    return blocks <= problem.device.units or pair[0] <= _TWO_FIT
 
 
 def page_rows(page_size: int, tiles: Own) -> dict[str, int]:
@@ -164,36 +166,29 @@ def page_rows(page_size: int, tiles: Own) -> dict[str, int]:
 
 
 def _plan(
-    pair: Pair, kind: int, dtype: int, score: int, page_size: int, invariant: bool, few: bool,
-    notes: Iterable[str] = (),
+    pair: Pair, kind: int, dtype: int, score: int, page_size: int, invariant: bool, groups: int,
+    packed: bool, notes: Iterable[str] = (),
 ) -> Plan:  # fmt: skip
-    """Return a plan. ``invariant``: the kernel whose rows do not depend on each other. ``few``: the
-    same for the rows of one warpgroup, with the bits of the plan for more."""
-    tiles = (FORWARD_INVARIANT if invariant else FORWARD)[pair][kind]
+    """Return a plan. ``invariant``: the kernel whose rows do not depend on each other. ``groups``:
+    the warpgroups of a block; with other numbers than the table's an invariant plan has the same
+    bits. ``packed``: see ``packs``."""
+    tiles = (FORWARD_INVARIANT if invariant or packed else FORWARD)[pair][kind]
     more = page_rows(page_size, tiles)
     if invariant:
         more["INVARIANT"] = 1
         if kind != _TERMS and tiles.chunk_tiles(pair):
             more["CHUNK_TILES"] = tiles.chunk_tiles(pair)
-    if few:
-        blocks = 2 if pair[0] <= _TWO_FIT else 1
-        more |= {"OF_GROUPS": tiles.groups, "BLOCKS": blocks}
+    if packed:
+        more["PACKED"] = 1
+    if groups != tiles.groups:
+        # P of one warpgroup alone would be computed as that of three, which is slower.
+        more["OF_GROUPS"] = tiles.groups if invariant else 2
         # On an H200 3 stages of heads of 64 gain 4 % with 64 blocks, of 128 they lose 12 %.
-        tiles = tiles._replace(groups=1, stages=3 if pair[0] <= 64 else tiles.stages)
-    return plan_of(tiles, pair, dtype, score, tiles.shared_bytes(pair), notes, **more)
-
-
-def _packed_plan(
-    pair: Pair, groups: int, dtype: int, page_size: int, notes: Iterable[str] = ()
-) -> Plan:
-    """Return the plan whose blocks have ``groups`` times 64 rows of the query heads of a KV
-    head."""
-    tiles = FORWARD_INVARIANT[pair][_MASKED]._replace(groups=groups)  # others spill at 192
-    more = {"PACKED": 1, **page_rows(page_size, tiles)}
+        stages = 3 if groups == 1 and pair[0] <= 64 else tiles.stages
+        tiles = tiles._replace(groups=groups, stages=stages)
     if groups == 1:
-        # P by two warpgroups' code: of one alone it would be the slower one of three.
-        more |= {"OF_GROUPS": 2, "BLOCKS": 2 if pair[0] <= _TWO_FIT else 1}
-    return plan_of(tiles, pair, dtype, PLAIN, tiles.shared_bytes(pair), notes, **more)
+        more["BLOCKS"] = 2 if pair[0] <= _TWO_FIT else 1
+    return plan_of(tiles, pair, dtype, score, tiles.shared_bytes(pair), notes, **more)
 
 
 def constants_of_own(tiles: Own) -> dict[str, int]:
@@ -221,25 +216,28 @@ def plan_of(
 def all_plans() -> list[Plan]:
     kinds = ((_FULL, PLAIN), (_MASKED, PLAIN), (_TERMS, GENERAL))
     found = [
-        _plan(pair, kind, dtype, score, page_size, invariant, few)
+        _plan(pair, kind, dtype, score, page_size, invariant, groups, packed)
         for dtype in calls.DTYPE_CODES.values()
         for pair in FORWARD
-        for invariant, few in ((False, False), (True, False), (True, True))
-        if not invariant or pair in FORWARD_INVARIANT
-        for kind, score in (kinds[1:] if invariant else kinds)
+        for invariant, packed in ((False, False), (False, True), (True, False), (True, True))
+        if not (invariant or packed) or pair in FORWARD_INVARIANT
+        for kind, score in kinds
+        if not (invariant or packed) or kind != _FULL
+        if not packed or kind != _TERMS
+        for groups in _groups_of(pair, kind, invariant, packed)
         for page_size in PAGE_SIZES
     ]
     found += [
-        _plan(pair, _kind_alone(pair, score), dtype, score, 0, False, False)
+        _plan(pair, _kind_alone(pair, score), dtype, score, 0, False, groups, False)
         for dtype in calls.DTYPE_CODES.values()
         for pair in FORWARD
         for score in ALONE.values()
-    ]
-    found += [
-        _packed_plan(pair, groups, dtype, page_size)
-        for dtype in calls.DTYPE_CODES.values()
-        for pair in FORWARD_INVARIANT
-        for groups in (1, 2)
-        for page_size in PAGE_SIZES
+        for groups in _groups_of(pair, _kind_alone(pair, score), False, False)
     ]
     return list(dict.fromkeys(found))
+
+
+def _groups_of(pair: Pair, kind: int, invariant: bool, packed: bool) -> tuple[int, ...]:
+    """Return how many warpgroups the blocks of such plans may have."""
+    own = (FORWARD_INVARIANT if invariant or packed else FORWARD)[pair][kind].groups
+    return (1, own) if invariant else (1, 2) if packed else (own,)

@@ -15,6 +15,8 @@ from ..common.program import Params, Program, for_any_total, like, run_of
 from . import append as appending
 from . import combine, gaps, lists
 from .launch import Launcher
+from .plans import is_packed
+from .target import Target
 
 
 class Grid(NamedTuple):
@@ -28,6 +30,16 @@ class Grid(NamedTuple):
     num_splits: int
     chunked: bool = False
     kept: int = 0
+
+
+def blocks_of(target: Target, plan: Plan, call: Call) -> int:
+    """Return the workgroups of ``plan``'s kernel for ``call``, for one split of the keys."""
+    block, rows, heads = target.block_of(plan), call.max_seqlen_q, call.q.shape[-2]
+    if not is_packed(plan, target.decode, target.latent):
+        return -(-rows // block.rows) * heads * call.batch
+    heads_k = call.k.shape[-2]
+    group = heads // heads_k
+    return -(-rows * group // block.lines_of(group)) * heads_k * call.batch
 
 
 def bind(

@@ -77,7 +77,7 @@ class NativeBackend:
 
     def bind(self, plan: Plan, call: Call, append: Append | None, with_lse: bool) -> Run:
         packed = is_packed(plan, self.target.decode, self.target.latent)
-        bind = decode.bind if packed else forward.bind
+        bind = decode.bind if packed and not call.batch_invariant else forward.bind
         with self.launch.on(call.q.device):
             return bind(self.launch, plan, call, append, with_lse)
 

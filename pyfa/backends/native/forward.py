@@ -12,13 +12,14 @@ from ..common import calls, splits
 from . import append as appending
 from . import attend
 from .launch import Launcher
+from .plans import is_packed
 
 
 def bind(
     launch: Launcher, plan: Plan, call: Call, append: Append | None = None, with_lse: bool = True
 ) -> Run:
     """Implement ``Backend.bind``."""
-    if _has_lone_rows(call):
+    if _has_lone_rows(call) and not is_packed(plan):
         return _bind_lone_rows(launch, plan, call, append, with_lse)
     return _bind(launch, plan, call, append, with_lse)
 
@@ -76,8 +77,7 @@ def _bind(launch: Launcher, plan: Plan, call: Call, append: Append | None, with_
     block = launch.target.block_of(plan)
 
     def grid_of(call: Call) -> attend.Grid:
-        heads = call.q.shape[-2] * call.batch
-        blocks = -(-call.max_seqlen_q // block.rows) * heads
+        blocks = attend.blocks_of(launch.target, plan, call)
         if block.chunk and call.max_seqlen_k > block.chunk:
             # Whoever merges chunks, the bits are the same.
             places = launch.device_at(call.q.device).units * block.per_unit
@@ -89,7 +89,8 @@ def _bind(launch: Launcher, plan: Plan, call: Call, append: Append | None, with_
         num_splits = min(call.num_splits, max(1, -(-call.max_seqlen_k // block.keys)))
         if not num_splits:
             places = launch.device_at(call.q.device).units * block.per_unit
-            rows, rounds = call.max_seqlen_q * heads, block.rounds if _is_even(call) else None
+            rows = call.max_seqlen_q * call.q.shape[-2] * call.batch
+            rounds = block.rounds if _is_even(call) else None
             num_splits = splits.of_prefill(
                 blocks, call.max_seqlen_k, places, rows, block.costs, rounds
             )

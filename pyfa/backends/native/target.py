@@ -24,8 +24,9 @@ class Block(NamedTuple):
     devices with a timing model. ``chunk``: with batch invariance the keys that are computed apart
     and merged in order, 0 without. ``kept``: the floats that a workgroup keeps between its chunks.
     The last five apply to forward only. ``tail``: the share of the longest workgroup's time by
-    which a backward with a mask outlasts the average compute unit. ``of_whole``: where its rows are those of all query heads of a KV head, and a part of them has
-    each row of every head or of none, the rows of such a part.
+    which a backward with a mask outlasts the average compute unit. ``of_whole``: where its rows are
+    those of all query heads of a KV head, and a part of them has each row of every head or of none,
+    the rows of such a part.
     """
 
     threads: int
