@@ -324,19 +324,17 @@ def test_hopper_s_kernel_gains_less_by_splitting() -> None:
 
 
 @pytest.mark.parametrize(
-    ("blocks", "rows", "apart"),
+    ("blocks", "lines", "apart"),
     [
-        (64, 1, True),  # half of the SMs would have none
-        (192, 1, True),  # and half of them none in the second round
-        (192, 512, False),  # whose chunks would be much to merge
-        (64, 512, True),
-        (132, 1, False),  # one round, full
-        (600, 1, False),
+        (64, 4, True),
+        (600, 64, True),  # few leave little to be merged
+        (192, 512, False),
+        (66, 512, True),  # half of the SMs would have none
+        (67, 512, False),
     ],
 )
-def test_when_chunks_are_splits(blocks: int, rows: int, apart: bool) -> None:
-    assert splits.are_worth_it(blocks, 4, 132, rows) is apart
-    assert not splits.are_worth_it(blocks, 1, 132, rows)
+def test_when_chunks_are_splits(blocks: int, lines: int, apart: bool) -> None:
+    assert splits.are_apart(blocks, 132, lines) is apart
 
 
 def test_a_call_with_chunks_names_what_merges_them() -> None:

@@ -147,9 +147,10 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
 #endif
         if (key < seen.all_low || key + BLOCK_K > seen.all_high) {
           if constexpr (PACKED) {
-            mask_rows(p, x, s, n, [&](int h) {
-              return Line(p, row, sequence.head, first_line + 8 * h + lane_index() / 4).row;
-            });
+            // Made again: through the loop they would take registers.
+            int row = load_shared<decltype(WorkTileInfo::range)>(info).row;
+            int line = (thread_index() - kGroupThreads) / 32 * 16 + lane_index() / 4;
+            mask_rows(p, x, s, n, [&](int h) { return Line(p, row, 0, line + 8 * h).row; });
           } else {
             int row = first_row;
             if constexpr (kFloat8) pin(row);  // or the loop keeps each row's number in four registers

@@ -5,7 +5,7 @@ There are five cases of a forward, each with the costs of the arch and kernel:
 - ``within_a_round``: a prefill whose splits all run at once.
 - ``over_rounds``: a prefill of equal work tiles whose last round is far from full.
 - ``fewest_to_fill``: a few rows, where a split is cheap and only its number matters.
-- ``are_worth_it``: chunks whose boundaries are given (batch invariance).
+- ``are_apart``: chunks whose boundaries are given (batch invariance).
 - ``least_time``: a few rows on a device with fitted times.
 
 A backward splits the query heads of a group instead: ``of_group``.
@@ -116,16 +116,16 @@ def fewest_to_fill(
     return next(parts for parts, (_, share) in shares.items() if share >= 0.85 * best)
 
 
-# Rows of a sequence whose chunks are small beside the keys that they are of.
-_FEW_ROWS = 64
+# Rows, of all query heads of a KV head, whose chunks are small beside the keys that they are of: of
+# 2,048 keys one for each 16.
+_FEW_LINES = 64
 
 
-def are_worth_it(blocks: int, chunks: int, places: int, rows: int) -> bool:
-    """Return whether ``chunks`` of keys should be splits of their own. Their number is given, since
-    their boundaries are, so they are either all apart or none. Many rows leave much to be merged:
-    those only where half of the ``places`` would be empty."""
-    together, apart = -(-blocks // places) * chunks, -(-blocks * chunks // places)
-    return apart < 0.9 * together and (rows <= _FEW_ROWS or 2 * blocks <= places)
+def are_apart(blocks: int, places: int, lines: int) -> bool:
+    """Return whether the chunks of keys should be splits of their own, each with ``blocks``. Their
+    number is given, since their boundaries are. ``lines``: the rows of all query heads of a KV
+    head. Many leave much to be merged: those only where half of the ``places`` would be empty."""
+    return lines <= _FEW_LINES or 2 * blocks <= places
 
 
 class Times(NamedTuple):

@@ -119,7 +119,7 @@ def plan(problem: Problem) -> Plan:
         kind = _kind_alone(pair, score)
     invariant = "batch_invariant" in problem.features
     tiles = (FORWARD_INVARIANT if invariant or packed else FORWARD)[pair][kind]
-    chunk = tiles.chunk_tiles(pair) * tiles.block_k if invariant and kind != _TERMS else 0
+    chunk = tiles.chunk_tiles * tiles.block_k if invariant and kind != _TERMS else 0
     notes = plans.notes_of(problem, pair, chunk)
     groups = tiles.groups
     if packed and not invariant:
@@ -156,7 +156,12 @@ def _has_few_rows(problem: Problem, pair: Pair, packed: bool) -> bool:
     blocks = problem.batch * problem.heads_q
     if packed:
         blocks = problem.batch * problem.heads_k * -(-decode.lines(problem) // ROWS)
-    return blocks <= problem.device.units or pair[0] <= _TWO_FIT
+    return blocks <= problem.device.units or pair[0] <= _TWO_FIT or (packed and _spills(pair))
+
+
+def _spills(pair: Pair) -> bool:
+    """Return whether packed blocks of two warpgroups with chunks spill: 16 bytes."""
+    return pair[0] == 256
 
 
 def page_rows(page_size: int, tiles: Own) -> dict[str, int]:
@@ -176,8 +181,8 @@ def _plan(
     more = page_rows(page_size, tiles)
     if invariant:
         more["INVARIANT"] = 1
-        if kind != _TERMS and tiles.chunk_tiles(pair):
-            more["CHUNK_TILES"] = tiles.chunk_tiles(pair)
+        if kind != _TERMS:
+            more["CHUNK_TILES"] = tiles.chunk_tiles
     if packed:
         more["PACKED"] = 1
     if groups != tiles.groups:
@@ -240,4 +245,6 @@ def all_plans() -> list[Plan]:
 def _groups_of(pair: Pair, kind: int, invariant: bool, packed: bool) -> tuple[int, ...]:
     """Return how many warpgroups the blocks of such plans may have."""
     own = (FORWARD_INVARIANT if invariant or packed else FORWARD)[pair][kind].groups
-    return (1, own) if invariant else (1, 2) if packed else (own,)
+    if invariant:
+        return (1,) if packed and _spills(pair) else (1, own)
+    return (1, 2) if packed else (own,)

@@ -81,8 +81,9 @@ def _bind(launch: Launcher, plan: Plan, call: Call, append: Append | None, with_
         if block.chunk and call.max_seqlen_k > block.chunk:
             # Whoever merges chunks, the bits are the same.
             places = launch.device_at(call.q.device).units * block.per_unit
-            chunks = -(-call.max_seqlen_k // block.chunk)
-            if splits.are_worth_it(blocks, chunks, places, call.max_seqlen_q):
+            lines = call.max_seqlen_q * (call.q.shape[-2] // call.k.shape[-2])
+            if splits.are_apart(blocks, places, lines):
+                chunks = -(-call.max_seqlen_k // block.chunk)
                 return attend.Grid(blocks, block.threads, chunks, True)
             return attend.Grid(blocks, block.threads, 1, True, min(blocks, places) * block.kept)
         # No more parts than there are tiles.
