@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pyfa
-from pyfa import dispatch
+from pyfa import dispatch, request
 from pyfa.backends import BACKENDS
 from pyfa.backends.common import libcuda, splits
 from pyfa.backends.cuda import (
@@ -22,7 +22,7 @@ from pyfa.backends.cuda import (
     runtime_compiler,
 )
 from pyfa.backends.cuda.target import TARGET
-from pyfa.backends.native import catalog
+from pyfa.backends.native import attend, catalog
 from pyfa.backends.native import decode as native_decode
 from pyfa.backends.native.target import Block
 from pyfa.backends.native.tiles import GROUP
@@ -119,6 +119,40 @@ def test_a_few_rows_over_a_cache_are_decode() -> None:
     assert few is not None
     assert many is not None
     assert (few.kernel, many.kernel) == (decode.KERNEL, forward_sm90.KERNEL)
+
+
+@pytest.mark.parametrize(
+    ("changes", "packed"),
+    [
+        ({"seqlen_q": 8, "heads_k": 2}, 1),
+        ({"seqlen_q": 16, "heads_k": 2}, 2),
+        ({"seqlen_q": 2, "heads_k": 4}, 0),  # decode's
+        ({"seqlen_q": 1024, "heads_k": 2}, 0),  # of one head each block has rows enough
+        ({"seqlen_q": 64, "heads_k": 16}, 0),
+        ({"seqlen_q": 16, "heads_q": 128, "heads_k": 1}, 0),  # more heads than rows of a block
+        ({"seqlen_q": 8, "heads_k": 2, "features": frozenset({"gqa", "alibi"})}, 0),
+        ({"seqlen_q": 8, "heads_k": 2, "positive": False}, 0),
+        ({"seqlen_q": 8, "heads_k": 2, "device": DEVICES["A100-80GB"]}, 0),
+        ({"seqlen_q": 2, "heads_k": 4, "features": frozenset({"gqa", "batch_invariant"})}, 1),
+    ],
+)
+def test_rows_of_a_group_share_a_block_of_hopper(changes: dict[str, object], packed: int) -> None:
+    found = answer(**{"features": frozenset({"gqa", "causal"}), **changes}).plan
+    assert found is not None
+    constants = dict(found.constants)
+    assert constants.get("PACKED", 0) * int(constants.get("GROUPS", 0)) == packed
+
+
+@pytest.mark.parametrize("group", [2, 6, 7, 24, 64])
+@pytest.mark.parametrize("rows", [1, 9, 33, 64])
+def test_packed_blocks_are_as_many_as_the_kernel_counts(group: int, rows: int) -> None:
+    """Each of its warpgroups has the same rows of every head: 64 lines have 64 // group rows."""
+    for groups in (1, 2):
+        plan = forward_sm90._plan((128, 128), 1, 1, 0, 0, False, groups, True)
+        q, k = torch.empty(3, rows, 2 * group, 128), torch.empty(3, 100, 2, 128)
+        call = request.dense(q, k, k, request.Shared()).call
+        expected = -(-rows // (groups * (64 // group))) * 2 * 3
+        assert attend.blocks_of(TARGET, plan, call) == expected
 
 
 @pytest.mark.parametrize(

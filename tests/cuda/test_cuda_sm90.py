@@ -129,6 +129,24 @@ def test_a_packed_tensor_is_a_batch_of_one(monkeypatch: pytest.MonkeyPatch) -> N
     assert driver.told[-1] == [9, 4, [64, 100, 3, 1], [3 * 64 * 2, 64 * 2, 16], [64, 128, 1, 1]]
 
 
+@pytest.mark.parametrize(("heads_k", "box"), [(1, (64, 10, 6, 1)), (2, (64, 21, 3, 1))])
+def test_a_packed_copy_has_rows_of_each_head_of_a_group(
+    monkeypatch: pytest.MonkeyPatch, heads_k: int, box: tuple[int, ...]
+) -> None:
+    described: list[tensor_maps.Described] = []
+
+    def encoded(one: tensor_maps.Described) -> bytes:
+        described.append(one)
+        return bytes(abi.MAP_SIZE)
+
+    monkeypatch.setattr(tensor_maps, "_encoded", encoded)
+    plan = next(x for x in forward_sm90.all_plans() if "PACKED" in dict(x.constants))
+    tensors = {"q": torch.empty(2, 30, 6, 64, dtype=torch.bfloat16)}
+    tensors |= {name: torch.empty(2, 9, heads_k, 64, dtype=torch.bfloat16) for name in "kv"}
+    tensor_maps.maps_of(plan, tensors, {name: name for name in "qkv"})
+    assert [one.box for one in described] == [box, *2 * [(64, 128, 1, 1)]]
+
+
 @pytest.mark.parametrize(
     ("head", "width", "swizzle"), [(64, 64, 2), (128, 128, 3), (192, 64, 2), (96, 32, 1)]
 )
