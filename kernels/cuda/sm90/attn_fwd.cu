@@ -496,13 +496,7 @@ extern "C" __global__ WORKGROUP(kThreads, BLOCKS) void attn_fwd(MAPPED_PARAMS p)
     } else if constexpr (kFloat8) {
       transpose_v(shared, wave_index() - 1);
     } else if constexpr (kTwoProducers) {
-      int share = wave_index() / 2;
-      if (share < kShares && elect_one()) {
-        if (wave_index() % 2)
-          produce_more<true>(p, shared, share);
-        else
-          produce_more<false>(p, shared, share);
-      }
+      if (wave_index() == 1 && elect_one()) produce_v(p, shared);
     }
   } else {
     if (kMovesRegisters) setmaxnreg_inc<kConsumerRegisters>();

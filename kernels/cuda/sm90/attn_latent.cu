@@ -106,7 +106,7 @@ DEVICE void produce(const MappedParams &mapped, const Block &b, Shared shared) {
   for (int t = 0; t < b.tiles; ++t) {
     int stage = t % STAGES;
     Shared to = shared + kKAt + stage * kTileBytes;
-    Pages<> pages(mapped.params, b.s, b.first + t);
+    Pages pages(mapped.params, b.s, b.first + t);
 #pragma unroll 1
     for (int place = 0; place < kParts; ++place) {
       int part = part_at(place, stage);

@@ -1,4 +1,4 @@
-// The producer warpgroup: a thread issues the TMA copies, over pages two or four; in float8 three warps transpose V.
+// The producer warpgroup: a thread issues the TMA copies, two over pages; in float8 three warps transpose V.
 #pragma once
 #include "fwd_shape.h"
 #include "key_tile.h"
@@ -31,26 +31,22 @@ struct Walk {
 };
 #endif
 
-// Waits for a stage of K or V, and asks for a share of tile `n` of its head.
-template <bool of_v>
-DEVICE void load_tile(const MappedParams &mapped, Shared shared, PipelineState<> &pipe, const Sequence &s,
-                      int head_k, int n, int share = 0) {
+// Waits for a stage of V, and asks for tile `n` of its head.
+DEVICE void load_v(const MappedParams &mapped, Shared shared, PipelineState<> &v_pipe, const Sequence &s,
+                   int head_k, int n) {
   Barriers barriers{shared + kBarriersAt};
-  Shared full = of_v ? barriers.v_full(pipe.stage) : barriers.k_full(pipe.stage);
-  Pages<kShares> pages(mapped.params, s, n, share);
-  mbarrier_wait(of_v ? barriers.v_empty(pipe.stage) : barriers.k_empty(pipe.stage), pipe.phase ^ 1);
-  Shared to = shared + (of_v ? kVAt + pipe.stage * kVBytes : kKAt + pipe.stage * kKBytes);
-  const TensorMap *map = mapped.maps + (of_v ? 2 : 1);
-  load_keys<of_v ? kPanelsV : kPanels, of_v ? kWidthV : kWidth, of_v ? kVPanel : kKPanel>(
-      mapped.params, s, pages, map, to, full, head_k, n);
-  pipe.advance();
+  Shared full = barriers.v_full(v_pipe.stage);
+  Pages pages(mapped.params, s, n);
+  mbarrier_wait(barriers.v_empty(v_pipe.stage), v_pipe.phase ^ 1);
+  Shared to = shared + kVAt + v_pipe.stage * kVBytes;
+  load_keys<kPanelsV, kWidthV, kVPanel>(mapped.params, s, pages, mapped.maps + 2, to, full, head_k, n);
+  v_pipe.advance();
 }
 
-// Another producer: loads a share of K or V of the work tiles that the first one tells of.
-template <bool of_v>
-DEVICE void produce_more(const MappedParams &mapped, Shared shared, int share) {
+// The second producer: loads V of the work tiles that the first one tells of.
+DEVICE void produce_v(const MappedParams &mapped, Shared shared) {
   Barriers barriers{shared + kBarriersAt};
-  PipelineState<> pipe;
+  PipelineState<> v_pipe;
   PipelineState<kWorkStages> work_pipe;
   while (true) {
     mbarrier_wait(barriers.work_full(work_pipe.stage), work_pipe.phase);
@@ -64,7 +60,7 @@ DEVICE void produce_more(const MappedParams &mapped, Shared shared, int share) {
     s.keys = sequence.keys;
     s.batch = sequence.batch;
     int head_k = key_head(mapped.params, sequence.head);
-    for (int n = range.last; n >= range.first; --n) load_tile<of_v>(mapped, shared, pipe, s, head_k, n, share);
+    for (int n = range.last; n >= range.first; --n) load_v(mapped, shared, v_pipe, s, head_k, n);
   }
 }
 
@@ -73,8 +69,10 @@ DEVICE void produce_more(const MappedParams &mapped, Shared shared, int share) {
 DEVICE void produce(const MappedParams &mapped, Shared shared) {
   const Params &p = mapped.params;
   Barriers barriers{shared + kBarriersAt};
-  const TensorMap *q_map = mapped.maps;
-  for (int i = 0; i < 3; ++i) prefetch_tensormap(mapped.maps + i);
+  const TensorMap *q_map = mapped.maps, *k_map = q_map + 1;
+  prefetch_tensormap(q_map);
+  prefetch_tensormap(k_map);
+  prefetch_tensormap(mapped.maps + 2);
   PipelineState<> k_pipe, v_pipe;
   PipelineState<kWorkStages> work_pipe;
   unsigned q_phase = 1;
@@ -99,7 +97,14 @@ DEVICE void produce(const MappedParams &mapped, Shared shared) {
                          {tile.work.split, s.row_batch, s.row0}});
     if (tile.last < tile.first) continue;
     int head_k = key_head(p, tile.work.head);
-    auto load_k = [&](int n) { load_tile<false>(mapped, shared, k_pipe, s, head_k, n); };
+    auto load_k = [&](int n) {
+      Shared full = barriers.k_full(k_pipe.stage);
+      Pages pages(p, s, n);
+      mbarrier_wait(barriers.k_empty(k_pipe.stage), k_pipe.phase ^ 1);
+      Shared to = shared + kKAt + k_pipe.stage * kKBytes;
+      load_keys<kPanels, kWidth, kKPanel>(p, s, pages, k_map, to, full, head_k, n);
+      k_pipe.advance();
+    };
     Walk walk(p, tile);
     load_k(walk.now(tile.last));
     int heads = heads_together(p), rows = rows_of_group(p);
@@ -114,7 +119,7 @@ DEVICE void produce(const MappedParams &mapped, Shared shared) {
     q_phase ^= 1;
     for (int n = tile.last; n >= tile.first; --n) {
       if (n > tile.first) load_k(walk.next(n - 1));
-      if (!kTwoProducers) load_tile<true>(mapped, shared, v_pipe, s, head_k, walk.now(n));
+      if (!kTwoProducers) load_v(mapped, shared, v_pipe, s, head_k, walk.now(n));
       walk.advance(n);
     }
   }

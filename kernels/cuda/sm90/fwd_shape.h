@@ -49,11 +49,10 @@ constexpr int kWorkStages = 2;  // work tiles that the producer may be ahead
 constexpr int kBarriers = 2 * GROUPS + (kFloat8 ? 6 : 4) * STAGES + 2 * kWorkStages;
 constexpr int kWorkInfoAt = (kBarriersAt + kBarriers * 8 + 15) / 16 * 16;
 constexpr int kWorkInfoBytes = kFloat8 ? 64 : 48;
-// Whether a producer warp of its own loads V, and how many warps share a tile of K or of V: a thread that issues
-// all copies of pages of 16 keys is slower than the products. In float8 these warps transpose.
+// Whether a producer warp of its own loads V: a thread that issues all copies of pages of 16 keys is slower
+// than the products. In float8 these warps transpose.
 constexpr bool kTwoProducers = PAGE_ROWS != 0 && !kFloat8;
-constexpr int kShares = kTwoProducers && BLOCK_K > 4 * PAGE_ROWS ? 2 : 1;
-constexpr int kWorkReaders = 4 * GROUPS + (kFloat8 ? kTransposers : kTwoProducers ? 2 * kShares - 1 : 0);  // warps
+constexpr int kWorkReaders = 4 * GROUPS + (kFloat8 ? kTransposers : kTwoProducers);  // warps
 constexpr int kSharedBytes = kWorkInfoAt + kWorkStages * kWorkInfoBytes;
 static_assert(kSharedBytes == SHARED_BYTES, "as the plan says");
 
@@ -78,9 +77,9 @@ struct Barriers {
       mbarrier_init(q_empty(group), 4 * HALVES);
     }
     for (int stage = 0; stage < STAGES; ++stage) {
-      mbarrier_init(k_full(stage), kShares);
+      mbarrier_init(k_full(stage), 1);
       mbarrier_init(k_empty(stage), 4 * GROUPS);
-      mbarrier_init(v_full(stage), kShares);
+      mbarrier_init(v_full(stage), 1);
       mbarrier_init(operand_empty(stage), 4 * GROUPS);
       if (kFloat8) {
         mbarrier_init(v_empty(stage), kTransposers);

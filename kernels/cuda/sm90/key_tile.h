@@ -5,24 +5,21 @@
 
 #if PAGE_ROWS
 constexpr int kCopies = BLOCK_K / PAGE_ROWS;  // of a tile's keys
+// Those whose pages a register each knows; three consumer warpgroups leave a producer few.
+constexpr int kKnown = kCopies < 5 ? kCopies : kCopies < 9 && GROUPS < 3 ? kCopies : 4;
 
-// The pages of a tile of keys, or of one of its `shares`, the first of which are asked for before the wait for
-// the stage. Read one by one, each when it was needed, pages of 16 keys took twice the time.
-template <int shares = 1>
+// The pages of a tile of keys, the first of which are asked for before the wait for the stage. Read one by
+// one, each when it was needed, pages of 16 keys took twice the time.
 struct Pages {
-  static constexpr int kMost = (kCopies + shares - 1) / shares;
-  // Those whose pages a register each knows; three consumer warpgroups leave a producer few.
-  static constexpr int kKnown = kMost < 5 ? kMost : kMost < 9 && GROUPS < 3 ? kMost : 4;
   const int *at;
-  int first, copies, offset;  // of the tile's copies, those that have keys; of the first key in its page
+  int copies, offset;  // that the sequence has keys for; of the first key in its page
   int known[kKnown];
 
-  METHOD Pages(const Params &p, const Sequence &s, int n, int share = 0) : first(share * kMost) {
-    int key = n * BLOCK_K + first * PAGE_ROWS, page = key / p.page_size;
+  METHOD Pages(const Params &p, const Sequence &s, int n) {
+    int key = n * BLOCK_K, page = key / p.page_size;
     at = (const int *)p.page_table + s.batch * p.page_table_batch + page;
     offset = key - page * p.page_size;
-    copies = min((s.keys - key + PAGE_ROWS - 1) / PAGE_ROWS, min(kMost, kCopies - first));
-    if constexpr (shares > 1) copies = max(copies, 0);
+    copies = min((s.keys - key + PAGE_ROWS - 1) / PAGE_ROWS, kCopies);
     int row = offset;
     const int *next = at;
     read(p, row, next, 0, known);
@@ -44,16 +41,15 @@ struct Pages {
   }
 };
 #else
-template <int shares = 1>
 struct Pages {
-  METHOD Pages(const Params &, const Sequence &, int, int = 0) {}
+  METHOD Pages(const Params &, const Sequence &, int) {}
 };
 #endif
 
-// Asks for tile `n` of keys or values, of one head, or for a share of it: `panels` of it from panel `first` on. From pages PAGE_ROWS
+// Asks for tile `n` of keys or values, of one head: `panels` of it from panel `first` on. From pages PAGE_ROWS
 // keys at a time; where none of the sequence's are, what the stage held before stays.
-template <int panels, int width, int panel_bytes, int shares>
-DEVICE void load_keys(const Params &p, const Sequence &s, const Pages<shares> &pages, const TensorMap *map, Shared to,
+template <int panels, int width, int panel_bytes>
+DEVICE void load_keys(const Params &p, const Sequence &s, const Pages &pages, const TensorMap *map, Shared to,
                       Shared full, int head, int n, int first = 0) {
 #if PAGE_ROWS
   constexpr int kCopyBytes = panel_bytes / kCopies;
@@ -65,13 +61,13 @@ DEVICE void load_keys(const Params &p, const Sequence &s, const Pages<shares> &p
     if (i >= pages.copies) return;
 #pragma unroll
     for (int j = 0; j < panels; ++j)
-      tma_load(to + (pages.first + i) * kCopyBytes + j * panel_bytes, map, full, (first + j) * width, row, head, page);
-    pages.next_copy(p, row, next);
+      tma_load(to + i * kCopyBytes + j * panel_bytes, map, full, (first + j) * width, row, head, page);
+    Pages::next_copy(p, row, next);
   };
 #pragma unroll
-  for (int i = 0; i < pages.kKnown; ++i) copy(i, pages.known[i]);
+  for (int i = 0; i < kKnown; ++i) copy(i, pages.known[i]);
 #pragma unroll 1
-  for (int i = pages.kKnown; i < pages.copies; i += 4) {
+  for (int i = kKnown; i < pages.copies; i += 4) {
     int four[4], ahead = row;
     const int *at = next;
     pages.read(p, ahead, at, i, four);
