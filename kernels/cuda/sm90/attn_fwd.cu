@@ -146,7 +146,7 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
         if (!is_full(visit)) hide(p, x, s, sequence.head, first_row, n);
 #endif
         if (key < seen.all_low || key + BLOCK_K > seen.all_high) {
-          if constexpr (PACKED) {
+          if constexpr (PACKED || kChunkTiles != 0) {
             // Made again: through the loop they would take registers.
             int row = load_shared<decltype(WorkTileInfo::range)>(info).row;
             int line = (thread_index() - kGroupThreads) / 32 * 16 + lane_index() / 4;
