@@ -32,8 +32,8 @@ struct Finished {
   bool saw;
   float inverse, lse;
 };
-DEVICE Finished finish(const Params &p, const Row &row, int head, int split) {
-  float total = row_sum(row.total), base = row.base, factor = 1.0f;
+DEVICE Finished finish(const Params &p, float base, float total, int head, int split) {
+  float factor = 1.0f;
   if (p.sinks && p.use_sinks && split == 0) {
     // One more logit, without a value.
     float sink = ((const float *)p.sinks)[head] * kLog2E;
@@ -45,3 +45,22 @@ DEVICE Finished finish(const Params &p, const Row &row, int head, int split) {
   bool saw = !(total <= 0.0f);  // a NaN has to come through
   return Finished{saw, saw ? factor / total : 0.0f, saw ? (base + log2(total)) * kLn2 : -INFINITY_F};
 }
+DEVICE Finished finish(const Params &p, const Row &row, int head, int split) {
+  return finish(p, row.base, row_sum(row.total), head, split);
+}
+
+// Chunks: with batch invariance long rows are computed a chunk of keys at a time, each as if there were no
+// other, and merged from the last chunk to the first. Whoever merges, a block of the forward or `combine`,
+// gets the same bits: this is all the arithmetic of it.
+struct Join {
+  float base;  // of both
+  float before, chunk;  // factors
+  bool has_before, has_chunk;  // which of them saw a key: what saw none leaves the other as it is
+  METHOD Join(float base_before, float base_chunk)
+      : base(__builtin_fmaxf(base_before, base_chunk)), before(exp2(base_before - base)),
+        chunk(exp2(base_chunk - base)), has_before(base_before != kLowest), has_chunk(base_chunk != kLowest) {}
+  METHOD float operator()(float x_before, float x_chunk) const {
+    float both = __builtin_fmaf(x_before, before, product(x_chunk, chunk));
+    return !has_chunk ? x_before : has_before ? both : x_chunk;
+  }
+};

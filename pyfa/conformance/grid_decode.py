@@ -26,12 +26,32 @@ _OPTIONS: tuple[Fields, ...] = (
     {"bias": "bool", "page_size": 32, "sinks": True},
 )
 
+# More rows of a group than one workgroup of decode has, or nearly as many, which a forward may take
+# together: groups that divide its tile and that do not, several tiles, and every way in which rows
+# and keys can lie.
+_LENGTHS = ((9, 9, 9, 9), (9, 64, 200, 1100))
+_TOGETHER: tuple[Fields, ...] = (
+    {"heads_q": 6, "heads_k": 1, "causal": True, "num_splits": 3},
+    {"heads_q": 16, "heads_k": 2, "causal": True, "page_size": 16, "slack": 5},
+    {"heads_q": 10, "heads_k": 2, "causal": True, "page_size": 64, "sinks": True},
+    {"heads_q": 16, "heads_k": 1, "window": (70, 0), "num_splits": 2},
+    {"heads_q": 14, "heads_k": 2, "attention_chunk": 50, "causal": True, "batch_idx": True},
+    {"heads_q": 40, "heads_k": 1, "leftpad": True, "sinks": True, "recipe": "growing"},
+    {"heads_q": 24, "heads_k": 3, "packed_q": True, "used_k": True, "causal": True},
+    {"heads_q": 64, "heads_k": 1, "window": (30, -20), "num_splits": 5, "recipe": "huge"},
+    {"heads_q": 12, "heads_k": 3, "new_keys": 3, "causal": True, "layout": "strided"},
+    {"heads_q": 8, "heads_k": 1, "packed_q": True, "page_size": 8},
+)
+_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (72, 40))
+
 
 def quick() -> Iterator[Case]:
     """Yield one option for each number of tiles and dtype."""
     for index, rows in enumerate(_ROWS):
         for number, half in enumerate(HALF):
             yield _case(rows, 64, half, **_OPTIONS[2 * index + number])
+    yield _together(64, 64, "bfloat16", **_TOGETHER[0])
+    yield _together(128, 128, "float16", **_TOGETHER[1])
 
 
 def full() -> Iterator[Case]:
@@ -48,6 +68,13 @@ def full() -> Iterator[Case]:
             for rows in _ROWS:
                 yield packed(((rows,) * 6, (1,) * 6), "kvcache", heads_q=8, heads_k=1, **one)
             yield packed(((33, 70), (1, 1)), "varlen", heads_q=4, heads_k=4, **one)
+    for index, options in enumerate(_TOGETHER):
+        for number, dims in enumerate(_DIMS):
+            yield _together(*dims, HALF[(index + number) % 2], **options)
+
+
+def _together(dim: int, dim_v: int, half: str, **options: object) -> Case:
+    return packed(_LENGTHS, "kvcache", dtype=half, head_dim=dim, head_dim_v=dim_v, **options)
 
 
 def _case(rows: int, dim: int, half: str, **options: object) -> Case:

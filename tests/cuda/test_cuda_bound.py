@@ -415,3 +415,36 @@ def test_a_thread_without_a_context_goes_on_where_it_was(
     names = [name.split(".cu")[0].rsplit("/")[-1] for name, *_ in launches(driver)]
     assert tuple(names) == LAUNCHED[1:]
     assert len(contexts) == 1
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+@pytest.mark.parametrize(("rows", "heads"), [(1, 4), (20, 4), (20, 2)])
+def test_chunks_are_splits_where_blocks_are_few(
+    driver: Any, rows: int, heads: int, with_lse: bool
+) -> None:
+    q, k, v = (
+        torch.randn(1, n, h, 128).bfloat16() for n, h in ((rows, heads), (5000, 2), (5000, 2))
+    )
+    for _ in range(3):
+        found = pyfa.attention(q, k, v, causal=True, batch_invariant=True, return_lse=with_lse)
+        out, *lse = found if with_lse else (found,)
+        assert out.shape == q.shape
+        assert [x.shape for x in lse] == [(1, heads, rows)] * with_lse
+        forward, combine = launches(driver)
+        for name, _, values in (forward, combine):
+            assert ("CHUNK_TILES" if values is forward[2] else "CHUNKED") in name
+            assert values["num_splits"] == 3
+            assert values["partial_out"] == forward[2]["partial_out"] != 0
+
+
+def test_blocks_that_are_many_keep_what_chunks_came_to(driver: Any) -> None:
+    q, k, v = (torch.randn(70, n, 2, 64).bfloat16() for n in (70, 2100, 2100))
+    for _ in range(3):
+        out, lse = pyfa.attention(q, k, v, batch_invariant=True, return_lse=True)
+        assert (out.shape, lse.shape) == (q.shape, (70, 2, 70))
+        ((_, _, values),) = launches(driver)
+        assert values["num_splits"] == 1
+        assert values["partial_out"] != 0
+    pyfa.attention(q, k[:, :2000], v[:, :2000], batch_invariant=True)
+    ((_, _, values),) = launches(driver)
+    assert values["partial_out"] == 0

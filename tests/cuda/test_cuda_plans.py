@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pyfa
-from pyfa import dispatch
+from pyfa import dispatch, request
 from pyfa.backends import BACKENDS
 from pyfa.backends.common import libcuda, splits
 from pyfa.backends.cuda import (
@@ -22,7 +22,7 @@ from pyfa.backends.cuda import (
     runtime_compiler,
 )
 from pyfa.backends.cuda.target import TARGET
-from pyfa.backends.native import catalog
+from pyfa.backends.native import attend, catalog
 from pyfa.backends.native import decode as native_decode
 from pyfa.backends.native.target import Block
 from pyfa.backends.native.tiles import GROUP
@@ -103,10 +103,14 @@ def test_no_more_than_forty_plans_of_a_kernel_for_each_format() -> None:
                 mine = [x for x in of_kernel if dict(x)["DTYPE"] == 0]
                 assert len(mine) == len(set(mine))
                 float8 = sum(not {"INPUTS", "KEY_DTYPE"}.isdisjoint(dict(x)) for x in mine)
-                # Of few rows and of many, over pages and not: twice as many as others.
-                invariant = sum("INVARIANT" in dict(x) for x in mine)
-                assert max(float8, len(mine) - float8 - invariant) <= more.get(kernel, 40)
+                # Of one warpgroup and of several, over pages and not, invariant and not.
+                packed = sum("PACKED" in dict(x) for x in mine)
+                # The same, and with score terms.
+                invariant = sum("INVARIANT" in dict(x) and "PACKED" not in dict(x) for x in mine)
+                others = len(mine) - float8 - invariant - packed
+                assert max(float8, others) <= more.get(kernel, 40)
                 assert invariant <= 48
+                assert packed <= 48
 
 
 def test_a_few_rows_over_a_cache_are_decode() -> None:
@@ -115,6 +119,40 @@ def test_a_few_rows_over_a_cache_are_decode() -> None:
     assert few is not None
     assert many is not None
     assert (few.kernel, many.kernel) == (decode.KERNEL, forward_sm90.KERNEL)
+
+
+@pytest.mark.parametrize(
+    ("changes", "packed"),
+    [
+        ({"seqlen_q": 8, "heads_k": 2}, 1),
+        ({"seqlen_q": 16, "heads_k": 2}, 2),
+        ({"seqlen_q": 2, "heads_k": 4}, 0),  # decode's
+        ({"seqlen_q": 1024, "heads_k": 2}, 0),  # of one head each block has rows enough
+        ({"seqlen_q": 64, "heads_k": 16}, 0),
+        ({"seqlen_q": 16, "heads_q": 128, "heads_k": 1}, 0),  # more heads than rows of a block
+        ({"seqlen_q": 8, "heads_k": 2, "features": frozenset({"gqa", "alibi"})}, 0),
+        ({"seqlen_q": 8, "heads_k": 2, "positive": False}, 0),
+        ({"seqlen_q": 8, "heads_k": 2, "device": DEVICES["A100-80GB"]}, 0),
+        ({"seqlen_q": 2, "heads_k": 4, "features": frozenset({"gqa", "batch_invariant"})}, 1),
+    ],
+)
+def test_rows_of_a_group_share_a_block_of_hopper(changes: dict[str, object], packed: int) -> None:
+    found = answer(**{"features": frozenset({"gqa", "causal"}), **changes}).plan
+    assert found is not None
+    constants = dict(found.constants)
+    assert constants.get("PACKED", 0) * int(constants.get("GROUPS", 0)) == packed
+
+
+@pytest.mark.parametrize("group", [2, 6, 7, 24, 64])
+@pytest.mark.parametrize("rows", [1, 9, 33, 64])
+def test_packed_blocks_are_as_many_as_the_kernel_counts(group: int, rows: int) -> None:
+    """Each of its warpgroups has the same rows of every head: 64 lines have 64 // group rows."""
+    for groups in (1, 2):
+        plan = forward_sm90._plan((128, 128), 1, 1, 0, 0, False, groups, True)
+        q, k = torch.empty(3, rows, 2 * group, 128), torch.empty(3, 100, 2, 128)
+        call = request.dense(q, k, k, request.Shared()).call
+        expected = -(-rows // (groups * (64 // group))) * 2 * 3
+        assert attend.blocks_of(TARGET, plan, call) == expected
 
 
 @pytest.mark.parametrize(
@@ -317,6 +355,28 @@ def test_hopper_s_kernel_gains_less_by_splitting() -> None:
     assert parts(ours, 16, 1024, 4096) == 1
     assert parts(ours, 8, 65536, 1024) == 16
     assert (other.per_unit, ours.per_unit) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "lines", "apart"),
+    [
+        (64, 4, True),
+        (600, 64, True),  # few leave little to be merged
+        (192, 512, False),
+        (66, 512, True),  # half of the SMs would have none
+        (67, 512, False),
+    ],
+)
+def test_when_chunks_are_splits(blocks: int, lines: int, apart: bool) -> None:
+    assert splits.are_apart(blocks, 132, lines) is apart
+
+
+def test_a_call_with_chunks_names_what_merges_them() -> None:
+    problem = replace(EXAMPLE, features=frozenset({"batch_invariant"}))
+    ours = BACKENDS["cuda"].kernels(problem)
+    assert "CHUNKED" in dict(ours[-1].constants)
+    assert set(ours) <= set(catalog.all_plans(TARGET, "sm_90"))
+    assert len(BACKENDS["cuda"].kernels(replace(problem, device=DEVICES["A100-80GB"]))) == 2
 
 
 @pytest.mark.parametrize("keys", [1, 16, 500, 8192, 65536])

@@ -20,7 +20,7 @@ struct Context {
   int first_row;  // of the warp, inside the sequence
 
   METHOD Context(const Params &p, int id)
-      : p(p), work(work_of(p, id, (p.seqlen_q + kBlockQ - 1) / kBlockQ)), s(sequence_of(p, work.batch)) {
+      : p(p), work(work_of(p, id, (p.seqlen_q + kBlockQ - 1) / kBlockQ, p.heads_q)), s(sequence_of(p, work.batch)) {
     first_row = work.block * kBlockQ + wave_index() * ROWS;
   }
   METHOD Place place() const { return Place{first_row, s.rows, s.keys, s.shift}; }

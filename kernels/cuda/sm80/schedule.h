@@ -13,15 +13,14 @@ struct Work {
 
 constexpr int kSectionElements = 8 << 20;  // of K and V: 16 MB
 
-// Work tile `id` of blocks * splits * heads_q * batch.
-DEVICE Work work_of(const Params &p, int id, int blocks) {
-  int pairs = p.heads_q * p.batch, tiles = blocks * p.num_splits;
+// Work tile `id` of blocks * splits * heads * batch; `heads`: of q, or of k where its query heads share a block.
+DEVICE Work work_of(const Params &p, int id, int blocks, int heads) {
+  int pairs = heads * p.batch, tiles = blocks * p.num_splits;
   int fitting = max(kSectionElements / (p.head_dim + p.head_dim_v) / max(p.seqlen_k, 1), 1);
-  int section = min(fitting * (p.heads_q / p.heads_k), pairs);  // its heads
+  int section = min(fitting * (heads / p.heads_k), pairs);  // its heads
   int first = id / (section * tiles) * section;
   int members = min(section, pairs - first);
   int place = id - first * tiles;
   int tile = place / members, pair = first + place % members;
-  return Work{blocks - 1 - tile / p.num_splits, tile % p.num_splits, pair % p.heads_q,
-              pair / p.heads_q};
+  return Work{blocks - 1 - tile / p.num_splits, tile % p.num_splits, pair % heads, pair / heads};
 }

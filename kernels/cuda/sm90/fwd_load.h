@@ -3,6 +3,8 @@
 #include "fwd_shape.h"
 #include "key_tile.h"
 
+DEVICE int key_head(const Params &p, int head) { return PACKED ? head : head / (p.heads_q / p.heads_k); }
+
 // The tiles of keys of a work tile, from the last number to the first: that of number n and the one behind.
 #if LISTS
 static_assert(!kTwoProducers, "the second producer visits every tile");
@@ -57,7 +59,7 @@ DEVICE void produce_v(const MappedParams &mapped, Shared shared) {
     Sequence s;
     s.keys = sequence.keys;
     s.batch = sequence.batch;
-    int head_k = sequence.head / (mapped.params.heads_q / mapped.params.heads_k);
+    int head_k = key_head(mapped.params, sequence.head);
     for (int n = range.last; n >= range.first; --n) load_v(mapped, shared, v_pipe, s, head_k, n);
   }
 }
@@ -94,7 +96,7 @@ DEVICE void produce(const MappedParams &mapped, Shared shared) {
                          {s.keys, s.shift, tile.work.head, s.batch},
                          {tile.work.split, s.row_batch, s.row0}});
     if (tile.last < tile.first) continue;
-    int head_k = tile.work.head / (p.heads_q / p.heads_k);
+    int head_k = key_head(p, tile.work.head);
     auto load_k = [&](int n) {
       Shared full = barriers.k_full(k_pipe.stage);
       Pages pages(p, s, n);
@@ -105,13 +107,14 @@ DEVICE void produce(const MappedParams &mapped, Shared shared) {
     };
     Walk walk(p, tile);
     load_k(walk.now(tile.last));
+    int heads = heads_together(p), rows = rows_of_group(p);
     for (int group = 0; group < kRowGroups; ++group) {
       mbarrier_wait(barriers.q_empty(group), q_phase);
-      mbarrier_arrive_expect_tx(barriers.q_full(group), kQBytes);
+      mbarrier_arrive_expect_tx(barriers.q_full(group), heads * rows * kPanels * kRowBytes);
 #pragma unroll
       for (int i = 0; i < kPanels; ++i)
         tma_load(shared + group * kQBytes + i * kQPanel, q_map, barriers.q_full(group), i * kWidth,
-                 (int)s.row0 + tile.row + group * kGroupRows, tile.work.head, s.row_batch);
+                 (int)s.row0 + tile.row + group * rows, tile.work.head * heads, s.row_batch);
     }
     q_phase ^= 1;
     for (int n = tile.last; n >= tile.first; --n) {

@@ -5,7 +5,7 @@
 #include "../sm80/schedule.h"
 
 constexpr int kGroupThreads = 128;  // of a warpgroup
-constexpr int kGroupRows = 64;      // query rows of a consumer warpgroup
+constexpr int kGroupRows = 64;      // query rows of a consumer warpgroup, or lines with PACKED
 constexpr int kRowGroups = GROUPS / HALVES;
 constexpr int kBlockQ = kRowGroups * kGroupRows;
 constexpr int kThreads = (GROUPS + 1) * kGroupThreads;
@@ -16,8 +16,9 @@ constexpr int kThreads = (GROUPS + 1) * kGroupThreads;
 #endif
 constexpr bool kMovesRegisters = BLOCKS * (GROUPS + 1) > 2;
 constexpr bool kManyCopies = HALVES > 1;  // that the producer issues for a tile: with 24 registers 48 bytes of stack
-constexpr int kProducerRegisters = GROUPS == 3 ? 32 : kFloat8 || kManyCopies ? 40 : 24;
-constexpr int kConsumerRegisters = GROUPS == 3 ? 160 : kFloat8 || kManyCopies || BLOCKS > 1 ? 232 : 240;
+constexpr bool kTwoPacked = PACKED && BLOCKS > 1;  // with 24 registers the producer over pages has 8 bytes
+constexpr int kProducerRegisters = GROUPS == 3 ? 32 : kFloat8 || kManyCopies || kTwoPacked ? 40 : 24;
+constexpr int kConsumerRegisters = GROUPS == 3 ? 160 : kTwoPacked ? 216 : kFloat8 || kManyCopies || BLOCKS > 1 ? 232 : 240;
 
 // Whether consumer warpgroups alternate: one issues its products while another computes its softmax.
 constexpr bool kPingPong = GROUPS > 1;
@@ -107,6 +108,27 @@ struct PipelineState {
   }
 };
 
+// How many query heads share a block, and how many rows of each a warpgroup has. 64 is not a multiple of every
+// number of heads: the last lines may be nobody's.
+DEVICE int heads_together(const Params &p) { return PACKED ? p.heads_q / p.heads_k : 1; }
+DEVICE int work_heads(const Params &p) { return PACKED ? p.heads_k : p.heads_q; }
+DEVICE int rows_of_group(const Params &p) { return kGroupRows / heads_together(p); }
+DEVICE int rows_of_block(const Params &p) { return kRowGroups * rows_of_group(p); }
+
+// Line `line` of a block whose first row is `row`; `head`: of the work tile.
+struct Line {
+  int row, head;
+  bool exists;
+  METHOD Line(const Params &p, int row, int head, int line) : row(row + line), head(head), exists(true) {
+    if constexpr (PACKED) {
+      int heads = heads_together(p), rows = rows_of_group(p), place = line % kGroupRows;
+      this->row = row + line / kGroupRows * rows + place % rows;
+      this->head = head * heads + min(place / rows, heads - 1);
+      exists = place < rows * heads;
+    }
+  }
+};
+
 // What is visited at number `n` of a work tile's keys: tile `n` itself, or entry `n` of its block list, whose
 // sign says that the mask_mod hides nothing there.
 #if LISTS
@@ -125,7 +147,7 @@ DEVICE int tile_of(int visit) { return visit; }
 DEVICE bool is_full(int) { return false; }
 #endif
 
-// One work tile: kBlockQ rows of one head and one split, and the numbers [first, last] of what is visited of
+// One work tile: the rows of a block, of one head or with PACKED of one KV head, of one split, and the numbers [first, last] of what is visited of
 // the tiles of keys that any of its rows sees.
 struct WorkTile {
   Work work;
@@ -134,9 +156,9 @@ struct WorkTile {
   int first, last;
 
   METHOD WorkTile(const Params &p, int id, int blocks)
-      : work(work_of(p, id, blocks)), s(sequence_of(p, work.batch)) {
-    row = work.block * kBlockQ;
-    Seen seen = keys_seen(p, s, row, min(row + kBlockQ, s.rows) - 1);
+      : work(work_of(p, id, blocks, work_heads(p))), s(sequence_of(p, work.batch)) {
+    row = work.block * rows_of_block(p);
+    Seen seen = keys_seen(p, s, row, min(row + rows_of_block(p), s.rows) - 1);
 #if LISTS
     List all = list_of(p, s.batch, work.head, work.block), list = all;
     cut_to(list, BLOCK_K, seen.low, max(seen.high, seen.low));
@@ -147,9 +169,15 @@ struct WorkTile {
     last = seen.high > seen.low ? (seen.high - 1) / BLOCK_K : first - 1;
 #endif
     if (p.num_splits > 1) {
-      int share = (last - first + p.num_splits) / p.num_splits;
-      first += work.split * share;
-      last = min(last, first + share - 1);
+      if constexpr (kChunkTiles != 0) {
+        int begin = work.split * kChunkTiles;
+        first = max(first, begin);
+        last = min(last, begin + kChunkTiles - 1);
+      } else {
+        int share = (last - first + p.num_splits) / p.num_splits;
+        first += work.split * share;
+        last = min(last, first + share - 1);
+      }
     }
     if (row >= s.rows) last = first - 1;
   }
@@ -175,7 +203,8 @@ static_assert(sizeof(WorkTileInfo) == 48, "three 16-byte units; in float8 HeadSc
 struct WorkTiles {
   int blocks, count;
   METHOD WorkTiles(const Params &p)
-      : blocks((p.seqlen_q + kBlockQ - 1) / kBlockQ), count(blocks * p.num_splits * p.heads_q * p.batch) {}
+      : blocks((p.seqlen_q + rows_of_block(p) - 1) / rows_of_block(p)),
+        count(blocks * p.num_splits * work_heads(p) * p.batch) {}
 };
 
 // The next work tile of this block; `count` or more means that there is none. Every block asks until it

@@ -43,6 +43,11 @@ constexpr bool kFloat8 = INPUTS == E4M3;
 #ifndef OF_GROUPS
 #define OF_GROUPS GROUPS
 #endif
+// Whether a warpgroup's lines are the same rows of all query heads of a KV head, so that K and V are read once for
+// the group.
+#ifndef PACKED
+#define PACKED 0
+#endif
 // Warpgroups that have the same rows, each with its own columns of V: a head_dim of 512 leaves one warpgroup
 // no registers. All of them compute the scores, which takes them no exchange.
 #ifndef HALVES
@@ -52,7 +57,13 @@ constexpr int kOwnDims = HEAD_DIM_V / HALVES;
 // Such a block often has the rows of one group of heads. Then a warp has 8 rows and not 16, and leaves out the
 // softmax of the rows that are not there: it waits for that, and not for another warpgroup's products. On an
 // H200 that gains 12 % at D = 64 and 1 % at 128; wider heads spill.
-constexpr bool kFewRows = GROUPS != OF_GROUPS && HEAD_DIM_V <= 64;
+constexpr bool kFewRows = GROUPS != OF_GROUPS && HEAD_DIM_V <= 64 && !PACKED;
+// Tiles of keys that are merged with others only when they are done (row.h: Join), 0 for all. Their
+// boundaries are absolute, so a split can take such a chunk and another call all of them.
+#ifndef CHUNK_TILES
+#define CHUNK_TILES 0
+#endif
+constexpr int kChunkTiles = CHUNK_TILES;
 constexpr bool kBlockScaled = kFloat8 && SCALES == PER_BLOCK;
 constexpr int kInner = kFloat8 ? 32 : 16;  // elements of a product's inner dimension
 
@@ -418,6 +429,52 @@ DEVICE bool online_softmax_to(float to_base_2, const Scores &s, Rows &rows, Prob
   rows[1].total += sums[1];
   return raised;
 }
+
+// ---- chunks -------------------------------------------------------------------------------------
+
+// The sum of a chunk lies in the first of a row's four lanes.
+DEVICE void sum_up(Rows &rows) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float total = row_sum(rows[h].total);
+    rows[h].total = lane_index() % 4 == 0 ? total : 0.0f;
+  }
+}
+
+// What the chunks before this one came to, of the rows that the block has. Every thread has its own part, in
+// memory that the block writes and reads over and over: it stays in the L2 cache.
+struct Before {
+  struct alignas(16) Four {
+    float x[4];
+  };
+  static constexpr int kStep = GROUPS * 128;  // threads
+  Four *at;
+  METHOD Before(const Params &p) {
+    int thread = workgroup_index() * (kStep * (kDimTiles + 1)) + thread_index() - 128;
+    pin(thread);  // or the address is kept through the loop over tiles
+    at = (Four *)p.partial_out + thread;
+  }
+  METHOD void keep(const Rows &rows, const Output &o) const {
+    at[0] = Four{{rows[0].base, rows[0].total, rows[1].base, rows[1].total}};
+#pragma unroll
+    for (int t = 0; t < kDimTiles; ++t)
+      at[(t + 1) * kStep] = Four{{o[4 * t], o[4 * t + 1], o[4 * t + 2], o[4 * t + 3]}};
+  }
+  METHOD void join(Rows &rows, Output &o) const {
+    Four states = at[0];
+    Join joins[2] = {Join(states.x[0], rows[0].base), Join(states.x[2], rows[1].base)};
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      rows[h] = Row{joins[h].base, joins[h](states.x[2 * h + 1], rows[h].total)};
+#pragma unroll
+    for (int t = 0; t < kDimTiles; ++t) {
+      if (t % 2 == 0) asm volatile("" ::: "memory");  // or all loads come first, and take registers
+      Four four = at[(t + 1) * kStep];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) o[4 * t + i] = joins[i / 2](four.x[i], o[4 * t + i]);
+    }
+  }
+};
 
 // ---- for the epilogue ---------------------------------------------------------------------------
 

@@ -1,10 +1,11 @@
 """The number of splits of the keys, for calls whose blocks alone would leave the device idle.
 
-There are four cases of a forward, each with the costs of the arch and kernel:
+There are five cases of a forward, each with the costs of the arch and kernel:
 
 - ``within_a_round``: a prefill whose splits all run at once.
 - ``over_rounds``: a prefill of equal work tiles whose last round is far from full.
 - ``fewest_to_fill``: a few rows, where a split is cheap and only its number matters.
+- ``are_apart``: chunks whose boundaries are given (batch invariance).
 - ``least_time``: a few rows on a device with fitted times.
 
 A backward splits the query heads of a group instead: ``of_group``.
@@ -113,6 +114,18 @@ def fewest_to_fill(
         if share >= enough(rounds, best):
             return parts
     return next(parts for parts, (_, share) in shares.items() if share >= 0.85 * best)
+
+
+# Rows, of all query heads of a KV head, whose chunks are small beside the keys that they are of: of
+# 2,048 keys one for each 16.
+_FEW_LINES = 64
+
+
+def are_apart(blocks: int, places: int, lines: int) -> bool:
+    """Return whether the chunks of keys should be splits of their own, each with ``blocks``. Their
+    number is given, since their boundaries are. ``lines``: the rows of all query heads of a KV
+    head. Many leave much to be merged: those only where half of the ``places`` would be empty."""
+    return lines <= _FEW_LINES or 2 * blocks <= places
 
 
 class Times(NamedTuple):

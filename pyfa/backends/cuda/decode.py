@@ -19,6 +19,8 @@ def takes(problem: Problem) -> bool:
     """Return whether the plan is decode rather than forward."""
     if not native.takes(problem, FEATURES) or _cannot_widen(problem):
         return False
+    if forward_sm90.packs(problem):
+        return False
     wide = "wide" in problem.features and not native.are_few_lines(problem)
     # Of wide heads only Hopper has another kernel.
     return not (wide and plans.runs_sm90(problem.arch) and not forward_sm90.why_not(problem))
@@ -53,4 +55,5 @@ def splits_for(kernel: str, blocks: int, keys: int, units: int, key_bytes: int) 
     on ``units`` SMs."""
     if kernel == latent_sm90.KERNEL:
         return latent_sm90.splits_for(blocks, keys, units, key_bytes)
-    return least_time(blocks, -(-keys // GROUP), GROUP * key_bytes, units, TIMES)
+    piece = forward_sm90.PIECE if kernel == forward_sm90.KERNEL else GROUP
+    return least_time(blocks, -(-keys // piece), piece * key_bytes, units, TIMES)

@@ -12,6 +12,7 @@ from ...plan import Plan
 from ...problem import Problem
 from ..common import calls
 from ..common.calls import GENERAL, PLAIN
+from ..native import decode
 from ..native.lists import listed
 from ..native.plans import modified, plan_with
 from ..native.tiles import Pair, constants_of
@@ -33,6 +34,16 @@ SCORE_MOD = 5
 _SCORE_TERMS = {"softcap", "alibi", "score_mod", "mask_mod"}
 _TWO_FIT = 96  # heads up to this: two blocks of one warpgroup fit on an SM
 PAGE_SIZES = (0, 16)  # what ``all_plans`` are for: others are compiled at first use
+# What plans can do whose blocks have the rows of all query heads of a KV head.
+_PACKED = frozenset(
+    ("causal", "window", "negative_edge", "chunk", "sinks", "varlen", "seqused", "paged", "leftpad",
+     "batch_idx", "gqa", "dv", "batch_invariant")
+)  # fmt: skip
+# Up to how many rows of a head, and from how many of all on: fewer are decode's, unless it must not
+# take them.
+MOST_ROWS = ROWS
+LEAST_LINES = 33
+PIECE = 128  # keys, about a tile: what their splits are multiples of
 # What pages are a multiple of. Smaller ones are read here where no other kernel does: on an H200
 # pages of 4 keys take 28 µs of both, of 1 key 65, and 28 of sm80's.
 _WORTH_A_COPY = 8
@@ -84,21 +95,42 @@ def fewest_rows(pair: Pair, itemsize: int) -> int:
     return max(128 // itemsize // panel(head, itemsize) for head in pair)
 
 
+def packs(problem: Problem) -> bool:
+    """Return whether blocks have the rows of all query heads of a KV head, so that K and V are read
+    once for all of them."""
+    if not plans.runs_sm90(problem.arch) or why_not(problem):
+        return False
+    group = problem.heads_q // problem.heads_k
+    few = problem.seqlen_q <= MOST_ROWS and 1 < group <= ROWS
+    if not few or calls.score_class(problem) != PLAIN or not problem.features <= _PACKED:
+        return False
+    many = decode.lines(problem) >= LEAST_LINES and not decode.why_not(problem)
+    return many or "batch_invariant" in problem.features
+
+
 def plan(problem: Problem) -> Plan:
     pair = calls.bucket_of(FORWARD, problem.head_dim, problem.head_dim_v)
     # A mask_mod hides scores as they are: it needs no terms.
     scores = replace(problem, features=problem.features - {"mask_mod"})
     general = calls.score_class(scores) != PLAIN
     kind = _TERMS if general else _kind_of_mask(pair, problem.mods) if problem.mods else _FULL
-    if kind == _FULL and problem.features & {"causal", "window", "chunk"}:
+    packed = packs(problem)
+    if kind == _FULL and (packed or problem.features & {"causal", "window", "chunk"}):
         kind = _MASKED
-    dtype, notes = calls.DTYPE_CODES[problem.dtype], plans.notes_of(problem, pair)
+    dtype = calls.DTYPE_CODES[problem.dtype]
     score = _score_of(problem) if general else PLAIN
     if score in ALONE.values():
         kind = _kind_alone(pair, score)
     invariant = "batch_invariant" in problem.features
-    few = invariant and not problem.mods and _has_few_rows(problem, pair)
-    found = _plan(pair, kind, dtype, score, problem.page_size, invariant, few, notes)
+    tiles = (FORWARD_INVARIANT if invariant or packed else FORWARD)[pair][kind]
+    chunk = tiles.chunk_tiles * tiles.block_k if invariant and kind != _TERMS else 0
+    notes = plans.notes_of(problem, pair, chunk)
+    groups = tiles.groups
+    if packed and not invariant:
+        groups = -(-min(decode.lines(problem), 2 * ROWS) // ROWS)
+    elif invariant and not problem.mods and _has_few_rows(problem, pair, packed):
+        groups = 1
+    found = _plan(pair, kind, dtype, score, problem.page_size, invariant, groups, packed, notes)
     return listed(modified(found, problem.mods)) if problem.mods else found
 
 
@@ -128,15 +160,23 @@ def _kind_of_mask(pair: Pair, digest: str) -> int:
     return _TERMS if pair[0] == 64 and mask is not None and loads_by_key(mask) else _MASKED
 
 
-def _has_few_rows(problem: Problem, pair: Pair) -> bool:
+def _has_few_rows(problem: Problem, pair: Pair, packed: bool) -> bool:
     """Return whether blocks of one warpgroup are faster.
 
     Of wide heads only one such block fits on an SM, and it computes more slowly than two
     warpgroups. So each block needs an SM of its own: on an H200 64 of them took 76 µs instead of
     91, and 512 took 582 instead of 522."""
-    heads = problem.heads_k if problem.seqlen_q == 1 else problem.heads_q
-    alone = problem.batch * heads <= problem.device.units
-    return problem.seqlen_q <= ROWS and (alone or pair[0] <= _TWO_FIT)
+    if problem.seqlen_q > ROWS:
+        return False
+    blocks = problem.batch * problem.heads_q
+    if packed:
+        blocks = problem.batch * problem.heads_k * -(-decode.lines(problem) // ROWS)
+    return blocks <= problem.device.units or pair[0] <= _TWO_FIT or (packed and _spills(pair))
+
+
+def _spills(pair: Pair) -> bool:
+    """Return whether packed blocks of two warpgroups with chunks spill: 16 bytes."""
+    return pair[0] == 256
 
 
 def page_rows(page_size: int, tiles: Own) -> dict[str, int]:
@@ -146,20 +186,28 @@ def page_rows(page_size: int, tiles: Own) -> dict[str, int]:
 
 
 def _plan(
-    pair: Pair, kind: int, dtype: int, score: int, page_size: int, invariant: bool, few: bool,
-    notes: Iterable[str] = (),
+    pair: Pair, kind: int, dtype: int, score: int, page_size: int, invariant: bool, groups: int,
+    packed: bool, notes: Iterable[str] = (),
 ) -> Plan:  # fmt: skip
-    """Return a plan. ``invariant``: the kernel whose rows do not depend on each other. ``few``: the
-    same for the rows of one warpgroup, with the bits of the plan for more."""
-    tiles = (FORWARD_INVARIANT if invariant else FORWARD)[pair][kind]
+    """Return a plan. ``invariant``: the kernel whose rows do not depend on each other. ``groups``:
+    the warpgroups of a block; with other numbers than the table's an invariant plan has the same
+    bits. ``packed``: see ``packs``."""
+    tiles = (FORWARD_INVARIANT if invariant or packed else FORWARD)[pair][kind]
     more = page_rows(page_size, tiles)
     if invariant:
         more["INVARIANT"] = 1
-    if few:
-        blocks = 2 if pair[0] <= _TWO_FIT else 1
-        more |= {"OF_GROUPS": tiles.groups, "BLOCKS": blocks}
+        if kind != _TERMS:
+            more["CHUNK_TILES"] = tiles.chunk_tiles
+    if packed:
+        more["PACKED"] = 1
+    if groups != tiles.groups:
+        # P of one warpgroup alone would be computed as that of three, which is slower.
+        more["OF_GROUPS"] = tiles.groups if invariant else 2
         # On an H200 3 stages of heads of 64 gain 4 % with 64 blocks, of 128 they lose 12 %.
-        tiles = tiles._replace(groups=1, stages=3 if pair[0] <= 64 else tiles.stages)
+        stages = 3 if groups == 1 and pair[0] <= 64 else tiles.stages
+        tiles = tiles._replace(groups=groups, stages=stages)
+    if groups == 1:
+        more["BLOCKS"] = 2 if pair[0] <= _TWO_FIT else 1
     return plan_of(tiles, pair, dtype, score, tiles.shared_bytes(pair), notes, **more)
 
 
@@ -188,18 +236,30 @@ def plan_of(
 def all_plans() -> list[Plan]:
     kinds = ((_FULL, PLAIN), (_MASKED, PLAIN), (_TERMS, GENERAL))
     found = [
-        _plan(pair, kind, dtype, score, page_size, invariant, few)
+        _plan(pair, kind, dtype, score, page_size, invariant, groups, packed)
         for dtype in calls.DTYPE_CODES.values()
         for pair in FORWARD
-        for invariant, few in ((False, False), (True, False), (True, True))
-        if not invariant or pair in FORWARD_INVARIANT
-        for kind, score in (kinds[1:] if invariant else kinds)
+        for invariant, packed in ((False, False), (False, True), (True, False), (True, True))
+        if not (invariant or packed) or pair in FORWARD_INVARIANT
+        for kind, score in kinds
+        if not (invariant or packed) or kind != _FULL
+        if not packed or kind != _TERMS
+        for groups in _groups_of(pair, kind, invariant, packed)
         for page_size in PAGE_SIZES
     ]
     found += [
-        _plan(pair, _kind_alone(pair, score), dtype, score, 0, False, False)
+        _plan(pair, _kind_alone(pair, score), dtype, score, 0, False, groups, False)
         for dtype in calls.DTYPE_CODES.values()
         for pair in FORWARD
         for score in ALONE.values()
+        for groups in _groups_of(pair, _kind_alone(pair, score), False, False)
     ]
     return list(dict.fromkeys(found))
+
+
+def _groups_of(pair: Pair, kind: int, invariant: bool, packed: bool) -> tuple[int, ...]:
+    """Return how many warpgroups the blocks of such plans may have."""
+    own = (FORWARD_INVARIANT if invariant or packed else FORWARD)[pair][kind].groups
+    if invariant:
+        return (1,) if packed and _spills(pair) else (1, own)
+    return (1, 2) if packed else (own,)

@@ -97,10 +97,10 @@ def limits_of(arch: str) -> Arch:
     return next(ARCHS[name] for name in names if name in ARCHS)
 
 
-def notes_of(problem: Problem, pair: Pair) -> list[str]:
+def notes_of(problem: Problem, pair: Pair, chunk: int = 0) -> list[str]:
     """Return ``native.plans.notes_of``, and which arch's tiles are used if another's were
     requested."""
-    notes = plans.notes_of(problem, pair)
+    notes = plans.notes_of(problem, pair, chunk)
     forced: str = env.get("PYFA_ARCH_TILES")
     if forced:
         notes.append(f"tiles of {forced} on {problem.arch} (PYFA_ARCH_TILES)")

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from ...blocks import Tiles
 from ...plan import Plan
 from ...problem import Problem
+from ..common.calls import DTYPE_CODES
 from ..common.splits import Costs
+from ..native.combine import chunked
 from ..native.plans import values_of
 from ..native.target import Block, Buffers, Target
 from ..native.tiles import GROUP, Pair, sm90
@@ -25,7 +27,14 @@ def _block_of(plan: Plan) -> Block:
     values, threads = values_of(plan), plans.threads_of(plan)
     if plan.kernel == forward_sm90.KERNEL:
         rows = sm90.ROWS * values["GROUPS"] // values.get("HALVES", 1)
-        return Block(threads, rows, values["BLOCK_K"], values.get("BLOCKS", 1), _SM90_COSTS)
+        of_whole = sm90.ROWS if "PACKED" in values else 0
+        fit = values.get("BLOCKS", 1)
+        block = Block(threads, rows, values["BLOCK_K"], fit, _SM90_COSTS, of_whole=of_whole)
+        if "CHUNK_TILES" not in values:
+            return block
+        chunk = values["CHUNK_TILES"] * values["BLOCK_K"]
+        # Output and states of a row for each of its four lanes.
+        return block._replace(chunk=chunk, kept=rows * (values["HEAD_DIM_V"] + 8))
     if plan.kernel == latent_sm90.KERNEL:
         return Block(threads, sm90.ROWS, values["BLOCK_K"])
     if plan.kernel == forward.KERNEL:
@@ -120,13 +129,20 @@ def _backward(values: Mapping[str, int]) -> Buffers:
     return Buffers("gradients", parts, (rows, keys), whole_tiles=True)
 
 
+def _passes(backend: str, arch: str) -> list[Plan]:
+    found = [*forward.all_plans(arch), *backward.all_plans(arch)]
+    if plans.runs_sm90(arch):
+        found += [chunked(plans.plan_of("combine", dtype)) for dtype in DTYPE_CODES.values()]
+    return found
+
+
 TARGET = Target(
     name="cuda",
     decode=decode.KERNEL,
     float8=forward_sm90_fp8.CODE,
     device_of=lambda problem: problem.device,
     plan_of=lambda backend, kernel, dtype: plans.plan_of(kernel, dtype),
-    passes=lambda backend, arch: [*forward.all_plans(arch), *backward.all_plans(arch)],
+    passes=_passes,
     notes_of=_notes_of,
     backward_notes=backward.notes_of,
     block_of=_block_of,

@@ -128,8 +128,11 @@ def maps_of(
 
     def made(box: Box) -> TensorMap:
         name = pointers[box.tensor]
-        x = tensors[name]
-        described = describe(x, rows_of(box), panel(number(box.head), x.itemsize))
+        x, rows, heads = tensors[name], rows_of(box), 1
+        if "PACKED" in constants and box.tensor == "q":
+            heads = x.shape[-2] // tensors[pointers["k"]].shape[-2]
+            rows //= heads
+        described = describe(x, rows, panel(number(box.head), x.itemsize), heads)
         if addresses is not None:
             return TensorMap(described.encode(addresses[name]), "")
         total = Size("k" if box.tensor in ("k", "v") else "q")
@@ -139,9 +142,9 @@ def maps_of(
     return [made(box) for box in boxes]
 
 
-def describe(x: torch.Tensor, rows: int, width: int) -> Described:
-    """Describe the map of a tensor with boxes of ``rows`` rows by ``width`` elements of one
-    head."""
+def describe(x: torch.Tensor, rows: int, width: int, boxed_heads: int = 1) -> Described:
+    """Describe the map of a tensor with boxes of ``rows`` rows by ``width`` elements of one or
+    several heads, one behind the other."""
     shape, strides = tuple(x.shape), x.stride()
     packed = len(shape) == 3
     if packed:
@@ -157,7 +160,7 @@ def describe(x: torch.Tensor, rows: int, width: int) -> Described:
             step * x.itemsize if size > 1 else 16
             for size, step in ((length + packed, by_row), (heads, by_head), (batch, by_batch))
         ),
-        (width, rows, 1, 1),
+        (width, rows, boxed_heads, 1),
         _SWIZZLES[width * x.itemsize],
     )
 

@@ -16,14 +16,31 @@ from ..common.program import Params, Program, count, for_any_total, like, run_of
 from . import append as appending
 from . import combine, gaps, lists
 from .launch import Launcher
+from .plans import is_packed
+from .target import Target
 
 
 class Grid(NamedTuple):
-    """``blocks`` workgroups of ``threads`` for each of ``num_splits`` splits of the keys."""
+    """``blocks`` workgroups of ``threads`` for each of ``num_splits`` splits of the keys.
+
+    ``chunked``: the keys have more than one chunk (``target.Block``). Each is a split, or the
+    workgroups merge them and keep ``kept`` floats between them."""
 
     blocks: int
     threads: int
     num_splits: int
+    chunked: bool = False
+    kept: int = 0
+
+
+def blocks_of(target: Target, plan: Plan, call: Call) -> int:
+    """Return the workgroups of ``plan``'s kernel for ``call``, for one split of the keys."""
+    block, rows, heads = target.block_of(plan), call.max_seqlen_q, call.q.shape[-2]
+    if not is_packed(plan, target.decode, target.latent):
+        return -(-rows // block.rows) * heads * call.batch
+    heads_k = call.k.shape[-2]
+    group = heads // heads_k
+    return -(-rows * group // block.lines_of(group)) * heads_k * call.batch
 
 
 def bind(
@@ -135,16 +152,19 @@ def _add(
     values = abi.forward_values(call, out[1], lse[1])
     values |= {"dies": launch.device_at(call.q.device).dies, "num_splits": splits}
     if splits > 1:
-        parts = combine.partials(call, splits)
+        parts = combine.partials(call, splits, grid.chunked)
         program.make_workspace(parts, launch.APART)
         pointers |= {name: name for name in parts}
     else:
         pointers["out"] = "out"
         if has_lse:
             pointers["lse"] = "lse"
+        if grid.kept:
+            program.make_workspace({"partial_out": like((grid.kept,), torch.float32)}, launch.APART)
+            pointers["partial_out"] = "partial_out"
     if call.has_spare_q and splits == 1:
         gaps.add_forward(launch, program, call, out, written)
     params = by_list.params_of(plan, call, Params(values, pointers))
     program.add(plan, grid.blocks * splits, grid.threads, params)
     if splits > 1:
-        combine.add(launch, program, call, out, written, splits)
+        combine.add(launch, program, call, out, written, splits, grid.chunked)

@@ -18,8 +18,9 @@ from ..base import Run, RunBackward
 from ..common.calls import DTYPE_CODES
 from . import append as appending
 from . import backward, decode, forward, lists, merge, tiling
+from .combine import chunked
 from .launch import Launcher
-from .plans import masking
+from .plans import is_packed, masking
 from .target import Target
 
 
@@ -51,6 +52,8 @@ class NativeBackend:
         """Return all kernels that ``problem`` may launch, as the bundle names them."""
         out = DTYPE_CODES[problem.dtype_out or problem.dtype]
         found = [self.plan(problem), self.target.plan_of(self.NAME, "combine", out)]
+        if self.target.block_of(found[0]).chunk:
+            found.append(chunked(found[1]))
         if problem.features & {"varlen", "seqused"}:
             found.append(self.target.plan_of(self.NAME, "gaps", None))
         if "backward" in problem.features:
@@ -71,8 +74,8 @@ class NativeBackend:
         return tiles, blocks.visits_of(call, tiles) if blocks.is_quick(call) else None
 
     def bind(self, plan: Plan, call: Call, append: Append | None, with_lse: bool) -> Run:
-        is_decode = plan.kernel in (self.target.decode, self.target.latent)
-        bind = decode.bind if is_decode else forward.bind
+        packed = is_packed(plan, self.target.decode, self.target.latent)
+        bind = decode.bind if packed and not call.batch_invariant else forward.bind
         with self.launch.on(call.q.device):
             return bind(self.launch, plan, call, append, with_lse)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ... import abi, sizes
+from ...plan import Plan
 from ...problem import Call
 from ..common import calls
 from ..common.program import Like, Params, Program, count, like
@@ -13,19 +16,26 @@ from .launch import Launcher
 THREADS = 256
 
 
-def partials(call: Call, num_splits: int) -> dict[str, Like]:
-    """Make partial_out and partial_lse: (rows, heads, splits[, Dv]), with packed sequences."""
+def chunked(plan: Plan) -> Plan:
+    """Return ``plan``, of ``combine``, for splits that are chunks (``target.Block``)."""
+    return replace(plan, constants=tuple(sorted((*plan.constants, ("CHUNKED", 1)))))
+
+
+def partials(call: Call, num_splits: int, chunks: bool = False) -> dict[str, Like]:
+    """Make partial_out and partial_lse: (rows, heads, splits[, Dv]), with packed sequences. Chunks
+    have a base and a sum in place of an LSE."""
     *rows, heads, dim = sizes.out_shape(call)
     shape = (count(rows), heads, num_splits)
     return {
         "partial_out": like((*shape, dim), torch.float32),
-        "partial_lse": like(shape, torch.float32),
+        "partial_lse": like((*shape, 2) if chunks else shape, torch.float32),
     }
 
 
 def add(
-    launch: Launcher, program: Program, call: Call, out: Like, lse: Like | None, num_splits: int
-) -> None:
+    launch: Launcher, program: Program, call: Call, out: Like, lse: Like | None, num_splits: int,
+    chunks: bool = False,
+) -> None:  # fmt: skip
     """Launch the kernel that computes out and lse from each row's splits, each with a normalized
     output and its LSE.
 
@@ -50,7 +60,12 @@ def add(
         pointers["lse"] = "lse"
         values |= {"lse_batch": 0 if packed else lse[1][0], "lse_head": lse[1][-2]}
     plan = launch.plan("combine", calls.DTYPE_CODES[str(out[2]).removeprefix("torch.")])
-    blocks = -(-count(shape[:-1]) // rows_of(num_splits, call.v.shape[-1]))
+    of_block = rows_of(num_splits, call.v.shape[-1])
+    if chunks:
+        plan, of_block = chunked(plan), THREADS // threads_of_part(call.v.shape[-1])
+        if call.sinks is not None:
+            pointers["sinks"], values["use_sinks"] = "sinks", 1
+    blocks = -(-count(shape[:-1]) // of_block)
     program.add(plan, blocks, THREADS, Params(values, pointers))
 
 

@@ -192,9 +192,7 @@ def bind(
     block = target.block_of(plan)
 
     def grid_of(call: Call) -> attend.Grid:
-        heads_k = call.k.shape[-2]
-        rows = call.max_seqlen_q * call.q.shape[-2] // heads_k
-        blocks = -(-rows // block.rows) * heads_k * call.batch
+        blocks = attend.blocks_of(target, plan, call)
         num_splits = forced_parts(call)
         if not num_splits:
             units = launch.device_at(call.q.device).units

@@ -12,13 +12,14 @@ from ..common import calls, splits
 from . import append as appending
 from . import attend
 from .launch import Launcher
+from .plans import is_packed
 
 
 def bind(
     launch: Launcher, plan: Plan, call: Call, append: Append | None = None, with_lse: bool = True
 ) -> Run:
     """Implement ``Backend.bind``."""
-    if _has_lone_rows(call):
+    if _has_lone_rows(call) and not is_packed(plan):
         return _bind_lone_rows(launch, plan, call, append, with_lse)
     return _bind(launch, plan, call, append, with_lse)
 
@@ -59,7 +60,8 @@ def _bind_lone_rows(
             run = _bind(launch, plan, grouped, None, with_lse)
         out, *rest = run(*tensors_of(grouped))
         out = out.transpose(1, 2).reshape(given.out_shape())
-        return [out, *(x.reshape(given.lse_shape()) for x in rest)]
+        lse = rest[: int(with_lse or launch.NEEDS_LSE)]  # and behind it what the call works in
+        return [out, *(x.reshape(given.lse_shape()) for x in lse)]
 
     return run_grouped
 
@@ -75,13 +77,21 @@ def _bind(launch: Launcher, plan: Plan, call: Call, append: Append | None, with_
     block = launch.target.block_of(plan)
 
     def grid_of(call: Call) -> attend.Grid:
-        heads = call.q.shape[-2] * call.batch
-        blocks = -(-call.max_seqlen_q // block.rows) * heads
+        blocks = attend.blocks_of(launch.target, plan, call)
+        if block.chunk and call.max_seqlen_k > block.chunk:
+            # Whoever merges chunks, the bits are the same.
+            places = launch.device_at(call.q.device).units * block.per_unit
+            lines = call.max_seqlen_q * (call.q.shape[-2] // call.k.shape[-2])
+            if splits.are_apart(blocks, places, lines):
+                chunks = -(-call.max_seqlen_k // block.chunk)
+                return attend.Grid(blocks, block.threads, chunks, True)
+            return attend.Grid(blocks, block.threads, 1, True, min(blocks, places) * block.kept)
         # No more parts than there are tiles.
         num_splits = min(call.num_splits, max(1, -(-call.max_seqlen_k // block.keys)))
         if not num_splits:
             places = launch.device_at(call.q.device).units * block.per_unit
-            rows, rounds = call.max_seqlen_q * heads, block.rounds if _is_even(call) else None
+            rows = call.max_seqlen_q * call.q.shape[-2] * call.batch
+            rounds = block.rounds if _is_even(call) else None
             num_splits = splits.of_prefill(
                 blocks, call.max_seqlen_k, places, rows, block.costs, rounds
             )

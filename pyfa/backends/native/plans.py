@@ -71,6 +71,12 @@ def masking(plan: Plan, features: frozenset[str]) -> Plan:
     return plan
 
 
+def is_packed(plan: Plan, *kernels: str) -> bool:
+    """Return whether a workgroup has the rows of all query heads of a KV head: in ``kernels``, and
+    in plans of a forward that say so."""
+    return plan.kernel in kernels or "PACKED" in dict(plan.constants)
+
+
 def values_of(plan: Plan) -> dict[str, int]:
     """Return the numbers among the constants of a plan: all but the digest of its mods."""
     return {name: int(value) for name, value in plan.constants if name != "MOD"}
@@ -100,15 +106,18 @@ def is_for(plan: Plan, head_dims: Collection[int]) -> bool:
     return not dim or dim in head_dims
 
 
-def notes_of(problem: Problem, pair: tuple[int, int]) -> list[str]:
-    """Return what ``explain`` adds to a plan compiled for the head dims ``pair``."""
+def notes_of(problem: Problem, pair: tuple[int, int], chunk: int = 0) -> list[str]:
+    """Return what ``explain`` adds to a plan compiled for the head dims ``pair``, with chunks of
+    ``chunk`` keys (``target.Block``)."""
     notes = []
     unit = problem.unit
     if problem.head_dim % unit or problem.head_dim_v % unit:
         notes.append(f"q, k and v are copied once: head dims padded to a multiple of {unit}")
     elif not problem.aligned:
         notes.append("q, k and v are copied once: not aligned to 16 bytes")
-    if "batch_invariant" in problem.features:
+    if "batch_invariant" in problem.features and chunk:
+        notes.append(f"batch_invariant: no decode kernel, and no split keys but chunks of {chunk}")
+    elif "batch_invariant" in problem.features:
         notes.append(
             "batch_invariant: no decode kernel and no split keys; a few sequences of long caches "
             "fill less of the device"

@@ -21,8 +21,12 @@ class Block(NamedTuple):
     if it owns keys. ``keys``: keys per tile, or the keys that it owns. ``per_unit``: how many
     workgroups a CU or SM should hold at once. ``costs``: the cost model for splitting keys within
     a round. ``rounds``: the cost model for splitting over several rounds of equal work tiles, on
-    devices with a timing model. These three apply to forward only. ``tail``: the share of the
-    longest workgroup's time by which a backward with a mask outlasts the average compute unit.
+    devices with a timing model. ``chunk``: with batch invariance the keys that are computed apart
+    and merged in order, 0 without. ``kept``: the floats that a workgroup keeps between its chunks.
+    The last five apply to forward only. ``tail``: the share of the longest workgroup's time by
+    which a backward with a mask outlasts the average compute unit. ``of_whole``: where its rows are
+    those of all query heads of a KV head, and a part of them has each row of every head or of none,
+    the rows of such a part.
     """
 
     threads: int
@@ -31,7 +35,16 @@ class Block(NamedTuple):
     per_unit: int = 1
     costs: splits.Costs = splits.FREE
     rounds: splits.Rounds | None = None
+    chunk: int = 0
+    kept: int = 0
     tail: float = splits.ONE_BY_ONE
+    of_whole: int = 0
+
+    def lines_of(self, group: int) -> int:
+        """Return how many rows of the ``group`` query heads of a KV head it has."""
+        if not self.of_whole:
+            return self.rows
+        return self.rows // self.of_whole * (self.of_whole // group * group)
 
 
 class Buffers(NamedTuple):

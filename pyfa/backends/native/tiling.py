@@ -9,6 +9,7 @@ from ...problem import Problem
 from ...traffic import Shape, TiledKernel, Tiling
 from ..common import splits
 from .backward import group_splits, plans_for
+from .plans import is_packed
 from .target import Target
 
 
@@ -47,8 +48,8 @@ def _kernel(target: Target, plan: Plan, problem: Problem, shape: Shape) -> Tiled
     units = target.device_of(problem).units
     if block.keys and not block.rows and "batch_invariant" not in problem.features:
         of_group = group_splits(units, block, shape)
-    if plan.kernel in (target.decode, target.latent):
-        packed = shape.group
+    if is_packed(plan, target.decode, target.latent):
+        packed, rows = shape.group, block.lines_of(shape.group)
         blocks = -(-shape.seqlen_q * packed // rows) * shape.heads_k * shape.batch
         begin, end = shape.keys_seen(0, max(0, shape.seqlen_q - 1))
         key_bytes = 16 // problem.unit * (problem.head_dim + problem.head_dim_v)

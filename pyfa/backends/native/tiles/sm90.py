@@ -11,6 +11,9 @@ from .sm80 import TILES as OF_SM80
 
 ROWS = 64  # query rows of a warpgroup of the forward
 STAGES = 2  # of forward: places for a tile of K, and for one of V; of backward: for Q and dO
+# With batch_invariant rows of more keys than this are merged of chunks, but for those with score
+# terms, which spill.
+CHUNK_KEYS = 2048
 TOLD = 2  # work tiles that the copying warp may be ahead by
 _GROUP_KEYS = 64  # of a warpgroup of backward
 _PANEL_BYTES = 128  # of a row: what TMA and the matrix instruction swizzle
@@ -29,6 +32,11 @@ class Own(NamedTuple):
     def rows(self) -> int:
         """Return the query rows of a block."""
         return self.groups // self.halves * ROWS
+
+    @property
+    def chunk_tiles(self) -> int:
+        """Return the tiles of a chunk with ``batch_invariant``."""
+        return CHUNK_KEYS // self.block_k
 
     def shared_bytes(self, pair: Pair) -> int:
         """Return the bytes of a block: queries, stages, barriers of 8 bytes, and the descriptions
