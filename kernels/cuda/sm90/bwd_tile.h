@@ -298,6 +298,7 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
       terms.draw();
       wgmma_wait<1>();  // S
       hold(scores);
+      if constexpr (kBiasTiles) terms.wait_for_bias(shared, step, ds_at + stage_of(step) * kDsBytes);
       if constexpr (kScoreTerms) {
         terms.weigh(scores, my_states + stage_of(step) * kStates, weights, steep, rests);
       } else {
@@ -314,6 +315,7 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
         if constexpr (kSlopes) apply_mask(p, s, key, first + column, steep);
         if constexpr (kRests) apply_mask(p, s, key, first + column, rests);
       }
+      static_assert(!(kBiasTiles && kDqEarly), "who says that dS was read");
       if constexpr (kDqEarly) {
         wgmma_wait<0>();  // dQ
         hold(dq);
@@ -334,6 +336,7 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
       if constexpr (!kDqEarly) {
         wgmma_wait<2>();  // dQ
         hold(dq);
+        if (kBiasTiles && step && lane_index() == 0) mbarrier_arrive(at(kDsEmpty));
         if (step) stage_dq(dq, step);
       }
       Shared minus_delta = my_states + (kMinusDelta - kMinusLse) + stage_of(step) * kStates;

@@ -46,6 +46,7 @@ BOXES: dict[str, tuple[Box, ...]] = {
         Box("q", 64, "HEAD_DIM"),
         Box("k", "BLOCK_K", "HEAD_DIM"),
         Box("v", "BLOCK_K", "HEAD_DIM_V"),
+        Box("bias", 64, 64),
     ),
     "cuda/sm90/attn_latent.cu": (Box("k", "BLOCK_K", "HEAD_DIM"),),
     "cuda/sm90/attn_bwd.cu": (
@@ -53,8 +54,11 @@ BOXES: dict[str, tuple[Box, ...]] = {
         Box("k", "BLOCK_K", "HEAD_DIM"),
         Box("v", "BLOCK_K", "HEAD_DIM_V"),
         Box("dout", "BLOCK_Q", "HEAD_DIM_V"),
+        Box("bias", "BLOCK_Q", 64),
     ),
 }
+# What plans that read tiles of a bias have: in ``TERMS`` of backward, and as ``SCORE`` of forward.
+BIAS_TILES, BIAS_SCORE = 32, 5
 
 
 class Described(NamedTuple):
@@ -128,12 +132,23 @@ def maps_of(
     def made(box: Box) -> TensorMap:
         name = pointers[box.tensor]
         x = tensors[name]
+        if box.tensor == "bias":
+            x = whole_dimensions(x)
         described = describe(x, rows_of(box), panel(number(box.head), x.itemsize))
         if addresses is None:
             return TensorMap(_encoded(described), name)
         return TensorMap(described.encode(addresses[name]), "")
 
-    return [made(box) for box in boxes]
+    tiles = constants.get("SCORE") == BIAS_SCORE or constants.get("TERMS", 0) & BIAS_TILES
+    return [made(box) for box in boxes if tiles or box.tensor != "bias"]
+
+
+def whole_dimensions(bias: torch.Tensor) -> torch.Tensor:
+    """Return a bias as (B | 1, Sq, H | 1, Sk), without the copies of a broadcast dimension."""
+    for dim in (0, 1):
+        if not bias.stride(dim):
+            bias = bias.narrow(dim, 0, 1)
+    return bias.transpose(1, 2)
 
 
 def describe(x: torch.Tensor, rows: int, width: int) -> Described:

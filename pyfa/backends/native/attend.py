@@ -9,7 +9,7 @@ import torch
 
 from ... import abi
 from ...plan import Plan
-from ...problem import Append, Call, are_on_16, form_of, tensors_of
+from ...problem import Append, Call, are_on_16, form_of, has_bias_tiles, tensors_of
 from ..base import OtherAlignment, Run
 from ..common.program import Params, Program, for_any_total, like, run_of
 from . import append as appending
@@ -112,7 +112,8 @@ def _bind(
     elif torch.Size(out[0]).numel() or torch.Size(lse[0]).numel():
         gaps.add_forward(launch, program, call, out, lse if has_lse else None)
     started = launch.launch_of(program, (*inputs, *by_list.of(call)))
-    run = run_of(program, started, launch.empty)
+    # A bias that is copied in tiles comes next, and other kernels that read one may rely on it too.
+    run = run_of(program, started, launch.empty, 4 if has_bias_tiles(call) else 3)
     if not by_list.names:
         return run
 

@@ -10,7 +10,16 @@ import torch
 from ... import abi, mods
 from ..._torch import Like
 from ...plan import Plan
-from ...problem import TERMS, Call, Problem, band_of, form_of, is_banded, tensors_of
+from ...problem import (
+    TERMS,
+    Call,
+    Problem,
+    band_of,
+    form_of,
+    has_bias_tiles,
+    is_banded,
+    tensors_of,
+)
 from ...traffic import Shape
 from ..base import Gradients, RunBackward
 from ..common import calls, splits
@@ -53,6 +62,7 @@ def _terms_of(call: Call) -> frozenset[str]:
         "large_softcap": call.softcap > MOST_SOFTCAP,
         "alibi": call.alibi_slopes is not None,
         "bias": call.bias is not None,
+        "bias_tiles": has_bias_tiles(call),
         "dropout": call.dropout_p > 0.0,
         "sinks": call.sinks is not None,
         "score_mod": found is not None and found.score is not None,
@@ -153,7 +163,8 @@ def _bind(launch: Launcher, given: _Given, bias_grad: bool) -> RunBackward:
         size = given.lse.numel() + call.batch * call.q.shape[-2] * _sink_sums(call, chain)
         program.make("dsinks", like((size,), torch.float32), fill=0.0)
         pointers["dsinks"] = "dsinks"
-    parts = {**sums_of(launch, call, chain), "delta": like((2, *given.lse.shape), torch.float32)}
+    states = 2 * given.lse.numel() + _table_floats(launch, call, chain, heads_k)
+    parts = {**sums_of(launch, call, chain), "delta": like((states,), torch.float32)}
     program.make_workspace(parts, launch.APART)
     pointers |= {name: name for name in parts}
     values = abi.forward_values(call, given.out.stride(), given.lse.stride())
@@ -167,15 +178,16 @@ def _bind(launch: Launcher, given: _Given, bias_grad: bool) -> RunBackward:
     for plan in chain:
         block = launch.target.block_of(plan)
         if block.rows:
-            blocks = -(-call.max_seqlen_q // block.rows) * call.q.shape[-2]
+            blocks = _blocks(call, block) * call.q.shape[-2]
         else:
-            blocks = -(-call.max_seqlen_k // block.keys) * heads_k
+            blocks = _blocks(call, block) * heads_k
         own = by_list.params_of(plan, call, params)
-        program.add(plan, blocks * call.batch, block.threads, own)
+        program.add(plan, blocks, block.threads, own)
     if bias_grad and call.bias is not None:
         _add_bias_grad(launch, program, call, call.bias, params)
     started = launch.launch_of(program, (*given.tensors(), *by_list.of(call)))
-    run = run_of(program, started, launch.empty, aligned=6)
+    aligned = 7 if has_bias_tiles(call) else 6
+    run = run_of(program, started, launch.empty, aligned)
     lse_shape, rows = given.lse.shape, (0, 2) if given.lse.dim() == 3 else 1
     numbers = {name: number for number, name in enumerate(program.made)}
     dsinks_at, dbias_at = numbers.get("dsinks"), numbers.get("dbias")
@@ -199,6 +211,26 @@ def _bind(launch: Launcher, given: _Given, bias_grad: bool) -> RunBackward:
         return Gradients(dq, dk, dv, dbias, dsinks)
 
     return backward
+
+
+def _blocks(call: Call, block: Block) -> int:
+    """Return the workgroups for one head of all sequences."""
+    if block.rows:
+        offsets, x, longest, size = call.cu_seqlens_q, call.q, call.max_seqlen_q, block.rows
+    else:
+        offsets, x, longest, size = call.cu_seqlens_k, call.k, call.max_seqlen_k, block.keys
+    if offsets is not None and block.by_length:
+        return x.shape[0] // size + call.batch
+    return -(-longest // size) * call.batch
+
+
+def _table_floats(launch: Launcher, call: Call, chain: Sequence[Plan], heads_k: int) -> int:
+    """Return the size of the table of which keys each workgroup owns, if there is one
+    (``kernels/cuda/bwd_work.h``): it follows the row states, in whole units of 16 bytes."""
+    block = next(x for x in map(launch.target.block_of, chain) if x.keys)
+    if not block.by_length or not gaps.in_keys(call):
+        return 0
+    return 3 + 4 * _blocks(call, block) * heads_k
 
 
 def _add_bias_grad(

@@ -23,6 +23,8 @@ class Block(NamedTuple):
     a round. ``rounds``: the cost model for splitting over several rounds of equal work tiles, on
     devices with a timing model. These three apply to forward only. ``tail``: the share of the
     longest workgroup's time by which a backward with a mask outlasts the average compute unit.
+    ``by_length``: of a packed batch, backward launches only as many workgroups as its total of rows
+    or keys can need, and the kernel finds the sequence of each.
     """
 
     threads: int
@@ -32,6 +34,7 @@ class Block(NamedTuple):
     costs: splits.Costs = splits.FREE
     rounds: splits.Rounds | None = None
     tail: float = splits.ONE_BY_ONE
+    by_length: bool = False
 
 
 class Buffers(NamedTuple):
