@@ -78,16 +78,6 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
   };
   float factor = to_base_2(p);
   int row_group = group / HALVES, half = group % HALVES;
-  // The first row of the warp in a work tile. At D = 192 it is found again where it is wanted: kept, it spills.
-  auto warp_row = [&] {
-    int number = warp;
-    if constexpr (HEAD_DIM == 192) {
-      number = thread_index();
-      pin(number);
-      number = number / kLanes % 4;
-    }
-    return row_group * kGroupRows + number * 16;
-  };
   unsigned long long q = Operand<kRowBytes / 2>::along(shared + row_group * kQBytes);
   unsigned long long k = Operand<kRowBytes / 2>::along(shared + kKAt);
   unsigned long long v = kFloat8 ? Operand<kTransposedRow / 2>::along(shared + kTransposedAt)
@@ -116,7 +106,7 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
     s.keys = broadcast(sequence.keys);
     s.shift = broadcast(sequence.shift);
     s.batch = sequence.batch;
-    int first_row = row + warp_row();
+    int first_row = row + row_group * kGroupRows + warp * 16;
     float descale = 1.0f, scale = factor, unit = 1.0f;
     if (kFloat8) {
       descale = load_shared<HeadScales>(info + sizeof(WorkTileInfo)).scores;
@@ -382,7 +372,7 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
     // ---- the epilogue
     // Loaded again: through the loop these would take registers that it has not got.
     if (kFloat8 && !kBlockScaled) unit = load_shared<HeadScales>(info + sizeof(WorkTileInfo)).values;
-    store(p, info, warp_row(), rows, o, unit, half * kOwnDims);
+    store(p, info, row_group * kGroupRows + warp * 16, rows, o, unit, half * kOwnDims);
     release(barriers.work_empty(work_pipe.stage));
     work_pipe.advance();
   }
@@ -464,10 +454,9 @@ extern "C" __global__ WORKGROUP(kThreads, BLOCKS) void attn_fwd(MAPPED_PARAMS p)
       transpose_v(shared, wave_index() - 1);
     } else if constexpr (kTwoProducers) {
       if (wave_index() == 1 && elect_one()) produce_v(p, shared);
-    } else if (wave_index() == 1) {
-      schedule(p.params, shared);
-    } else if (wave_index() == 2) {
-      if (elect_one()) produce_q(p, shared);
+    } else if constexpr (kScheduler) {
+      if (wave_index() == 1) schedule(p.params, shared);
+      if (wave_index() == 2 && elect_one()) produce_q(p, shared);
     }
   } else {
     if (kMovesRegisters) setmaxnreg_inc<kConsumerRegisters>();

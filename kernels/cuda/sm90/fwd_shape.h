@@ -57,9 +57,9 @@ constexpr int kWorkInfoBytes = kFloat8 ? 64 : 48;
 // than the products. In float8 these warps transpose.
 constexpr bool kTwoProducers = PAGE_ROWS != 0 && !kFloat8;
 // Whether a warp of its own finds the work tiles, and another loads Q. In float8 all warps of the producer warpgroup
-// are busy; with pages these spill 32 bytes.
-constexpr bool kScheduler = !kFloat8 && !kTwoProducers;
-constexpr int kWorkReaders = 4 * GROUPS + (kFloat8 ? kTransposers : kTwoProducers ? 1 : 2);  // warps
+// are busy; with pages these spill 32 bytes, and at D = 192 the consumers 8 to 56.
+constexpr bool kScheduler = !kFloat8 && !kTwoProducers && HEAD_DIM != 192;
+constexpr int kWorkReaders = 4 * GROUPS + (kFloat8 ? kTransposers : kTwoProducers ? 1 : kScheduler ? 2 : 0);  // warps
 constexpr int kSharedBytes = kWorkInfoAt + kWorkStages * kWorkInfoBytes;
 static_assert(kSharedBytes == SHARED_BYTES, "as the plan says");
 
