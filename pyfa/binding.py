@@ -125,7 +125,8 @@ def again(key: tuple[Any, ...], tensors: tuple[Any, ...]) -> Result | None:
                 return result
             found = bound.run(*tensors)
         except OtherAlignment:
-            bound = calls.find(key, tensors)
+            other = calls.find(key, tensors)
+            bound = None if other is bound else other
             continue
         if bound.writes:
             torch.autograd.graph.increment_version(tensors[1:3])

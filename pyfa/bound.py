@@ -139,7 +139,7 @@ class Bound:
     """
 
     __slots__ = (
-        "aligned", "backwards", "fitting", "form", "free", "modes", "needs_grad",
+        "aligned", "backwards", "fitting", "form", "free", "modes", "needs_grad", "on_16",
         "returns_lse", "run", "who", "writes",
     )  # fmt: skip
 
@@ -159,7 +159,9 @@ class Bound:
         # k and v have the same rows.
         self.fitting = Fitting(tensors, self.free, [(1, 2)] if 1 in self.free else ())
         self.modes = modes() if any(x.requires_grad for x in tensors) else None
-        self.aligned = are_on_16(*tensors[:3])
+        # The bias comes next.
+        self.on_16 = 3 if call.bias is None else 4
+        self.aligned = are_on_16(*tensors[: self.on_16])
         self.backwards: dict[bool, list[tuple[Fitting, RunBackward]]] = {False: [], True: []}
 
 
@@ -191,7 +193,7 @@ class Table:
             if (
                 each[0] == kinds
                 and (bound.modes is None or bound.modes == modes())
-                and bound.aligned == are_on_16(*tensors[:3])
+                and bound.aligned == are_on_16(*tensors[: bound.on_16])
                 # The last: it makes guards, which hold for the modes in which they are made.
                 and bound.fitting.fits(*tensors)
             ):

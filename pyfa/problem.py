@@ -436,6 +436,17 @@ def is_aligned(call: Call) -> bool:
     return True
 
 
+def has_bias_tiles(call: Call) -> bool:
+    """Return whether tiles of rows and keys of the bias can be copied in units of 16 bytes, and the
+    bias has the dtype of q."""
+    if call.bias is None or call.tree or call.bias.dtype != call.q.dtype:
+        return False
+    bias = call.bias
+    *steps, last = (step if n > 1 else 0 for step, n in zip(bias.stride(), bias.shape, strict=True))
+    aligned = not bias.data_ptr() % 16 and not any(step % 8 for step in steps)
+    return last == 1 and steps[-1] > 0 and aligned
+
+
 def are_on_16(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: torch.Tensor) -> bool:
     """Return whether all addresses are multiples of 16 bytes."""
     bits = q.data_ptr() | k.data_ptr() | v.data_ptr()
@@ -458,7 +469,8 @@ class Problem:
     would hide, and both begin at the same position of a larger problem. ``positive``: the scale is
     above 0 in float32, as kernels that scale after masking require. ``dtype`` is q's; ``dtype_k``
     (of k and v) and ``dtype_out`` are "" if they are the same. ``scales``: how many rows of k share
-    one float8 scale, 0 if a sequence's whole head does. ``mods``: the digest of its score_mod and
+    one float8 scale, 0 if a sequence's whole head does. ``bias_tiles``: the result of
+    ``has_bias_tiles``. ``mods``: the digest of its score_mod and
     mask_mod, "" without them. ``described`` is for people and not compared.
     """
 
@@ -479,6 +491,7 @@ class Problem:
     dtype_k: str = ""
     dtype_out: str = ""
     scales: int = 0
+    bias_tiles: bool = False
     mods: str = ""
     described: str = field(default="", compare=False)
 
@@ -525,6 +538,7 @@ def problem_of(
         dtype_k=_name(call.k.dtype) if call.k.dtype != call.q.dtype else "",
         dtype_out=_name(call.dtype_of_out()) if call.dtype_of_out() != call.q.dtype else "",
         scales=scales_of(call.k_descale, call.k),
+        bias_tiles=has_bias_tiles(call),
         mods=call.mods,
         described=describe(call, needs_grad, bias_grad, device),
     )

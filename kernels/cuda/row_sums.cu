@@ -7,12 +7,20 @@
 #error "the plan defines DTYPE, HEAD_DIM, HEAD_DIM_V and BLOCK_Q"
 #endif
 #include "sm80/bwd_dq.h"
+#include "bwd_work.h"
+
+// Keys of a block of Hopper's attn_bwd, whose work this kernel finds in a packed batch.
+#ifndef OWNED_KEYS
+#define OWNED_KEYS 0
+#endif
 
 extern "C" __global__ WORKGROUP(kSumThreads, 4) void row_sums(KERNEL_PARAMS p) {
-  int tiles = (p.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
-  int head = workgroup_index() / tiles % p.heads_q;
-  int first = workgroup_index() % tiles * BLOCK_Q;
-  Sequence s = sequence_of(p, workgroup_index() / tiles / p.heads_q);
+  if constexpr (OWNED_KEYS)
+    if (has_work_table(p) && thread_index() < kLanes)
+      make_work_table<OWNED_KEYS>(p, workgroup_index(), gridDim.x);
+  RowsOfBlock own(p);
+  Sequence s = own.s;
+  int head = own.head, first = own.first;
   if (first >= s.rows) return;
   long long tile = q_tile(p, s, first, head);
   Quad *sums = (Quad *)p.dq_accum + tile * (kQTile / 4);

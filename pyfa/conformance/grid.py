@@ -348,6 +348,8 @@ def _full() -> Iterator[Case]:
                 yield _dense(*shape, dtype=dtype, backward=True, **options)
     yield from grid_mods.mods(3)
     yield from grid_mods.lists(3)
+    yield from _bias_tiles()
+    yield from _many_lengths()
     yield from _full_dense()
     yield from _full_packed()
     yield from _full_caches()
@@ -359,6 +361,34 @@ def _full() -> Iterator[Case]:
     yield from grid_latent.full()
     yield from grid_trees.full()
     yield from grid_wide.full()
+
+
+def _bias_tiles() -> Iterator[Case]:
+    """Return cases whose bias begins each row at a multiple of 16 bytes, which kernels may copy in
+    tiles: every pair of head dims, ends inside a tile and beyond one."""
+    dims = (64, 96, 128, (192, 128), 192, 256)
+    for index, (dim, deterministic) in enumerate(itertools.product(dims, (False, True))):
+        width, width_v = dim if isinstance(dim, tuple) else (dim, dim)
+        fields: dict[str, Any] = {
+            "head_dim": width,
+            "head_dim_v": width_v,
+            "dtype": HALF[index % 2],
+        }
+        fields |= {"bias": ("full", "heads", "hidden")[index % 3], "deterministic": deterministic}
+        rows, keys = ((129, 264), (65, 104), (200, 128))[index // 2 % 3]
+        causal = index % 4 == 1
+        yield _dense(rows, keys, batch=2, heads_q=4, backward=True, causal=causal, **fields)
+
+
+def _many_lengths() -> Iterator[Case]:
+    """Return packed cases of more sequences than a wavefront has lanes, of unlike lengths."""
+    rows = tuple((7 * i * i) % 151 if i % 5 else 0 for i in range(70))
+    keys = tuple(n + 13 * (i % 3) for i, n in enumerate(rows))
+    for index, lengths in enumerate(((rows, rows), (rows, keys))):
+        for causal, deterministic in itertools.product((False, True), (False, True)):
+            fields: dict[str, Any] = {"causal": causal, "deterministic": deterministic}
+            fields |= {"heads_q": (2, 6)[index], "dtype": HALF[deterministic], "slack": 5}
+            yield _packed(lengths, "varlen", backward=True, **fields)
 
 
 def _full_dense() -> Iterator[Case]:

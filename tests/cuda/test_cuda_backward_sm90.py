@@ -64,6 +64,8 @@ def test_a_term_alone_has_a_plan_and_several_share_one(name: str) -> None:
     assert terms_of(name, "sinks", "alibi", "bias") == backward.ALL_TERMS
     assert terms_of(name, mods="digest") == backward.TERM_BITS[name]
     assert terms_of("softcap", "large_softcap") == backward.ALL_TERMS
+    assert terms_of("bias", "bias_tiles") == backward.OF_TILES
+    assert terms_of("bias", "bias_tiles", "sinks") == backward.ALL_TERMS
     assert backward.bits_of(frozenset(), False) == 0
 
 
@@ -105,7 +107,7 @@ def test_explain_says_what_is_left_to_sm80(features: tuple[str, ...], dim: int, 
     "plan",
     dict.fromkeys(
         plan
-        for bits in (0, *backward.TERM_BITS.values(), backward.ALL_TERMS)
+        for bits in (0, *backward.TERM_BITS.values(), backward.OF_TILES, backward.ALL_TERMS)
         for pair in sm90.BACKWARD
         for dtype in DTYPE_CODES.values()
         for deterministic in (False, True)

@@ -20,6 +20,7 @@ from pyfa.backends.cuda import (
     forward_sm90,
     plans,
     runtime_compiler,
+    tensor_maps,
 )
 from pyfa.backends.cuda.target import TARGET
 from pyfa.backends.native import attend, catalog
@@ -29,6 +30,7 @@ from pyfa.backends.native.tiles import GROUP
 from pyfa.device import DEVICES
 from pyfa.problem import Problem
 
+BIAS = forward_sm90.OTHER_BIAS
 EXAMPLE = Problem(2, 1024, 1024, 16, 16, 128, 128, "bfloat16", frozenset(), DEVICES["H200"], True)
 
 
@@ -92,9 +94,10 @@ def test_every_plan_is_one_that_is_compiled_ahead() -> None:
 
 
 def test_no_more_than_forty_plans_of_a_kernel_for_each_format() -> None:
-    """Hopper's backward has seven for each of its ten: plain, five terms alone, several. Its
-    forward has two more for each of its eight pairs of head dims: softcap and ALiBi alone."""
-    more = {backward.SM90: 70, forward_sm90.KERNEL: 52}
+    """Hopper's backward has eight for each of its ten: plain, five terms alone, one of them also
+    in tiles, several. Its forward has two more for each of its eight pairs of head dims, softcap
+    and ALiBi alone, and for six of them one with tiles of a bias."""
+    more = {backward.SM90: 80, forward_sm90.KERNEL: 58}
     for arch in plans.TILED:
         decodes = native_decode.all_plans(TARGET, "cuda", arch)
         for every in (forward.all_plans(arch), backward.all_plans(arch), decodes):
@@ -194,7 +197,7 @@ def test_code_that_the_driver_would_refuse(
             forward.KERNEL,
             ("sm80's kernel: sm90's has no cache_leftpad with pages",),
         ),
-        (("bias",), forward.KERNEL, ("sm80's kernel: sm90's has no bias",)),
+        (("bias",), forward.KERNEL, (f"sm80's kernel: sm90's has no {BIAS}",)),
     ],
 )
 def test_what_hopper_leaves_to_ampere_s_kernel(
@@ -203,6 +206,30 @@ def test_what_hopper_leaves_to_ampere_s_kernel(
     found = answer(features=frozenset(features), page_size=16 * ("paged" in features)).plan
     assert found is not None
     assert (found.kernel, found.notes) == (kernel, notes)
+
+
+@pytest.mark.parametrize(
+    ("features", "changes", "own"),
+    [
+        (("bias", "causal", "varlen", "sinks", "backward"), {}, True),
+        (("bias",), {"head_dim": 256, "head_dim_v": 256}, True),
+        (("bias",), {"bias_tiles": False}, False),
+        (("bias",), {"aligned": False}, False),
+        (("bias", "softcap"), {}, False),
+        (("bias", "dropout"), {}, False),
+        (("bias", "batch_invariant"), {}, False),
+        (("bias", "paged"), {"page_size": 16}, False),
+    ],
+)
+def test_which_bias_hopper_copies(
+    features: tuple[str, ...], changes: dict[str, object], own: bool
+) -> None:
+    asked: dict[str, object] = {"features": frozenset(features), "bias_tiles": True, **changes}
+    found = answer(**asked).plan
+    assert found is not None
+    assert (dict(found.constants)["SCORE"] == tensor_maps.BIAS_SCORE) == own
+    if own:
+        assert replace(found, notes=()) in catalog.all_plans(TARGET, "sm_90")
 
 
 FLOAT8: dict[str, object] = {"dtype": "float8_e4m3fn", "dtype_out": "bfloat16"}

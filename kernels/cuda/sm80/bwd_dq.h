@@ -16,6 +16,29 @@ DEVICE long long q_tile(const Params &p, const Sequence &s, int row, int head) {
   return (first + row / BLOCK_Q) * p.heads_q + head;
 }
 
+// The rows of a head that a block of the kernels before and after attn_bwd has: one tile. Of a packed batch blocks
+// are numbered as tiles are, so that there are few beyond the sequences' ends.
+struct RowsOfBlock {
+  Sequence s;
+  int head, first;
+  METHOD RowsOfBlock(const Params &p) {
+    int id = workgroup_index(), tiles = (p.seqlen_q + BLOCK_Q - 1) / BLOCK_Q, batch = id / tiles / p.heads_q;
+    head = id / tiles % p.heads_q;
+    first = id % tiles * BLOCK_Q;
+    if (p.cu_seqlens_q) {
+      head = id % p.heads_q;
+      id /= p.heads_q;
+      batch = 0;
+      for (int end = p.batch; end - batch > 1;) {
+        int middle = (batch + end) / 2;
+        (int_at(p.cu_seqlens_q, middle) / BLOCK_Q + middle <= id ? batch : end) = middle;
+      }
+      first = (id - int_at(p.cu_seqlens_q, batch) / BLOCK_Q - batch) * BLOCK_Q;
+    }
+    s = sequence_of(p, batch);
+  }
+};
+
 // Of the product at rows 16 m and columns 8 n of a tile.
 template <bool transposed>
 DEVICE constexpr int q_product(int m, int n) {

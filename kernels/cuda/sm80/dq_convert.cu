@@ -82,10 +82,9 @@ DEVICE void read_rows(const Params &p, const float *sums, int m, int n, unsigned
 
 extern "C" __global__ WORKGROUP(kThreads, 4) void dq_convert(KERNEL_PARAMS p) {
   griddepcontrol_wait();
-  int tiles = (p.seqlen_q + BLOCK_Q - 1) / BLOCK_Q;
-  int head = workgroup_index() / tiles % p.heads_q;
-  int first = workgroup_index() % tiles * BLOCK_Q;
-  Sequence s = sequence_of(p, workgroup_index() / tiles / p.heads_q);
+  RowsOfBlock own(p);
+  Sequence s = own.s;
+  int head = own.head, first = own.first;
   if (first >= s.rows) return;
   if (p.dsinks && thread_index() < min(BLOCK_Q, s.rows - first))
     finish_sinks(p, s, head, first + thread_index());

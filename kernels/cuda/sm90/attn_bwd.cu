@@ -24,7 +24,7 @@ DEVICE void init_barriers(Shared shared) {
   for (int i = 0; i < kBarrierCount; ++i) {
     bool full = i == kKFull || i == kVFull || (i >= kQFull && i < kQEmpty) ||
                 (i >= kDoutFull && i < kDoutEmpty);
-    bool one = i < kQFull || (i >= kStagedEmpty && !(ROLES && i == kAdded));
+    bool one = i < kQFull || (i >= kStagedEmpty && i < kDsEmpty && !(ROLES && i == kAdded));
     mbarrier_init(mbarrier_at(shared, i), full ? 2 : one ? 1 : kConsumers * 4);
   }
   fence_mbarrier_init();
@@ -56,9 +56,9 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd(
   if (BANDED && seen.low < s.rows) w.end = max((seen.high + BLOCK_Q - 1) / BLOCK_Q, w.begin);
   w.steps = (w.end - w.begin) * (p.heads_q / p.heads_k);
 #endif
-  // Keys beyond the end are seen by nobody; rows beyond it have P = 0 without a mask.
+  // Keys beyond the end are seen by nobody; rows beyond it have P = 0 without a mask, unless a bias there is NaN.
   w.all_low = own.first_key + BLOCK_K > s.keys ? s.rows : seen.all_low;
-  w.all_high = !BANDED && !kMods && p.window_left < 0 ? 0x7fffffff : seen.all_high;
+  w.all_high = !BANDED && !kMods && !kBiasTiles && p.window_left < 0 ? 0x7fffffff : seen.all_high;
 
   if (thread_index() == 0) {
     init_barriers(shared);
@@ -80,8 +80,8 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd(
     if (w.steps == 0) return;
     int warp = wave_index() - kConsumerThreads / kLanes;
     if (warp == 0 && elect_one()) produce_tiles(mapped, own, w, s, shared);
-    if (warp == 1) produce_states<true>(p, own, w, s, shared);
-    if (warp == 2) produce_states<false>(p, own, w, s, shared);
+    if (warp == 1) produce_states<true>(mapped, own, w, s, shared);
+    if (warp == 2) produce_states<false>(mapped, own, w, s, shared);
     if (ONE_SENDER && warp == 3 && elect_one()) send_tiles(p, own, w, s, shared);
     if (ROLES && DETERMINISTIC && warp == 3 && elect_one()) take_turns(p, own, w, s, shared);
   }

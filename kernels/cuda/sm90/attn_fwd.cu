@@ -144,6 +144,9 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
 #ifdef MOD
         if constexpr (SCORE == SCORE_MOD) modify(p, x, s, sequence.head, first_row, n, p.scale);
 #endif
+        if constexpr (SCORE == BIAS)
+          add_bias<kBiasPanel>(p, x, shared + kBiasAt + k_pipe.stage * kBiasBytes +
+                                         row_group * (BLOCK_K / 64) * kBiasPanel, warp * 16);
         if constexpr (SCORE == GENERAL) add_terms(p, x, s, sequence.head, first_row, n, descale);
 #ifdef MOD
         if (!is_full(visit)) hide(p, x, s, sequence.head, first_row, n);
@@ -203,8 +206,9 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
           issue_s(x);
           wgmma_wait<0>();
           hold(x);
-          release_k();
+          if constexpr (SCORE != BIAS) release_k();
           finish_scores(x, first_visit);
+          if constexpr (SCORE == BIAS) release_k();  // its tile has come with K
           if constexpr (kSeparateP) {
             online_softmax_to<true>(scale, x, rows, y[0], factors, both);
           } else {
@@ -244,9 +248,10 @@ DEVICE void consume(const Params &p, Shared shared, int group) {
             // 6. Waits for S alone. K's stage is free.
             wgmma_wait<kFloat8 ? kColumnGroups : 1>();
             hold(x);
-            release_k();
+            if constexpr (SCORE != BIAS) release_k();
             // 7. Score terms, mask and softmax, while P V is in flight.
             finish_scores(x, visit);
+            if constexpr (SCORE == BIAS) release_k();
             bool raised;
             if constexpr (kSeparateP)
               raised = online_softmax_to<false>(scale, x, rows, made, factors, both);
@@ -500,6 +505,9 @@ extern "C" __global__ WORKGROUP(kThreads, BLOCKS) void attn_fwd(MAPPED_PARAMS p)
       transpose_v(shared, wave_index() - 1);
     } else if constexpr (kTwoProducers) {
       if (wave_index() == 1 && elect_one()) produce_v(p, shared);
+    } else if constexpr (kScheduler) {
+      if (wave_index() == 1) schedule(p.params, shared);
+      if (wave_index() == 2 && elect_one()) produce_q(p, shared);
     }
   } else {
     if (kMovesRegisters) setmaxnreg_inc<kConsumerRegisters>();

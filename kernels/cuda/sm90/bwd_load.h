@@ -4,7 +4,7 @@
 #include "../../common/row_sums.h"
 
 // The maps of MappedParams.
-enum Map { kMapQ, kMapK, kMapV, kMapDout };
+enum Map { kMapQ, kMapK, kMapV, kMapDout, kMapBias };
 
 template <int panels, int rows>
 DEVICE void load_panels(Shared to, const TensorMap *map, Shared mbarrier, int row, int head,
@@ -64,11 +64,27 @@ DEVICE void clear_rows(Shared panel, Shared landed, unsigned parity, int first) 
   fence_proxy_async();
 }
 
+// The bias of a step's tile, once dS of two tiles before has been read.
+DEVICE void load_bias(const MappedParams &mapped, const Cursor &at, int step, Shared shared) {
+  const Params &p = mapped.params;
+  Owned own = owned_keys();
+  if (step >= kStages) mbarrier_wait(mbarrier_at(shared, kDsEmpty), step & 1);
+  Shared full = mbarrier_at(shared, kBiasFull + stage_of(step));
+  mbarrier_arrive_expect_tx(full, kDsBytes);
+#pragma unroll
+  for (int i = 0; i < kKeyGroups; ++i)
+    tma_load(shared + kDs + stage_of(step) * kDsBytes + i * kQPanel, &mapped.maps[kMapBias], full,
+             own.first_key + i * 64, at.tile * BLOCK_Q, p.bias_head ? at.head : 0, p.bias_batch ? own.batch : 0);
+}
+
 // What a warp loads beside the copies of Q and K, or of dO and V: one float a row, and zeros for rows beyond
 // the sequence.
+//
+// The warp of Q also asks for the tiles of a bias.
 template <bool of_q>
-DEVICE void produce_states(const Params &p, const Owned &own, const Work &w,
+DEVICE void produce_states(const MappedParams &mapped, const Owned &own, const Work &w,
                           const Sequence &s, Shared shared) {
+  const Params &p = mapped.params;
   constexpr int kPanels = of_q ? kQPanels : kVPanels;
   constexpr int kFull = of_q ? kQFull : kDoutFull, kEmpty = of_q ? kQEmpty : kDoutEmpty;
   auto at = [&](int barrier) { return mbarrier_at(shared, barrier); };
@@ -121,6 +137,8 @@ DEVICE void produce_states(const Params &p, const Owned &own, const Work &w,
       landed ^= 1u << stage_of(step);
     }
     arrive(kFull + stage_of(step));
+    if constexpr (of_q && kBiasTiles)
+      if (lane_index() == 0) load_bias(mapped, cursor, step, shared);
     cursor.advance(w);
   }
 }

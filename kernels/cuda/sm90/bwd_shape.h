@@ -1,6 +1,6 @@
 // What a block of backward is made of: sizes, where things lie in shared memory, barriers, its work.
 #pragma once
-#include "../../sequence.h"
+#include "../bwd_work.h"
 #define TENSOR_MAPS
 #ifdef MOD
 #include "../mods.h"
@@ -14,6 +14,8 @@
 // The score terms of a plan, TERMS, are a set of these and the mods. A plan with all of them asks at run time
 // which the call has, one with fewer is for calls that have them all.
 enum Term { kSoftcap = 1, kAlibi = 2, kBias = 4, kDropout = 8, kSinks = 16, kAllTerms = 31 };
+// With kBias alone: tiles of the bias come by TMA, each to where dS of the same tile is written later.
+constexpr bool kBiasTiles = TERMS & 32;
 DEVICE constexpr bool may_have(Term term) { return TERMS & term; }
 DEVICE bool has(Term term, bool asked) { return may_have(term) && (TERMS != kAllTerms || asked); }
 #ifdef MOD
@@ -105,7 +107,9 @@ enum Barrier {
   kDsFull = kDoutEmpty + kStages,  // dS of all keys is written; wide heads have kConsumersMeet for it
   kStagedEmpty = kDsFull + kStages,         // with ONE_SENDER, of each place: one arrival
   kTurn = kStagedEmpty, kAdded = kTurn + 1,  // wide heads in turn: it has come, one arrival; all has been added
-  kBarrierCount = kTurn + (ONE_SENDER || ROLES ? 2 : 0)
+  kBiasFull = kTurn + (ONE_SENDER || ROLES ? 2 : 0),  // of each place
+  kDsEmpty = kBiasFull + (kBiasTiles ? kStages : 0),  // dS of a tile was read for dQ: of each consumer warp
+  kBarrierCount = kDsEmpty + (kBiasTiles ? 1 : 0)
 };
 constexpr int kOwned = kBarriers + 240;
 static_assert(kBarrierCount * 8 <= 240, "what is set aside for them");
@@ -127,9 +131,6 @@ constexpr int kGroupMeets = 3;      // and on, of each consumer warpgroup
 // left at the end is short: backward takes 0.82 to 0.97 of the time (64/8 and 32/8 heads of 128, 1k to 8k). With as
 // many query heads as KV heads that is 0.98 to 1.06 of it.
 constexpr int kMostTogether = 16;
-struct Owned {
-  int batch, head_k, first_key;  // head_k: of p.heads_k, which counts each part of a group
-};
 DEVICE int heads_together(const Params &p, int heads_of_all) {
   constexpr int kRow = 2 * (HEAD_DIM + HEAD_DIM_V) + 4 * HEAD_DIM;  // of q, dout and dq_accum
   int group = p.heads_q / p.heads_k;
@@ -143,6 +144,7 @@ DEVICE int heads_together(const Params &p, int heads_of_all) {
   return (heads_of_all + sections - 1) / sections;
 }
 DEVICE Owned find_keys(const Params &p) {
+  if (has_work_table(p)) return owned_of_table(p, workgroup_index(), BLOCK_K);
   int id = workgroup_index(), blocks = (p.seqlen_k + BLOCK_K - 1) / BLOCK_K;
   int heads_of_all = p.heads_k * p.batch, together = heads_together(p, heads_of_all);
   int first = id / blocks / together * together, heads = min(together, heads_of_all - first);

@@ -80,12 +80,13 @@ struct TileTerms {
   Terms terms;
   Kept kept;
   unsigned bias[kBiasAlone ? kProducts * 2 : 1];  // pairs, as they lie in memory
+  Shared bias_tile;
 
   // Loads what does not need S; draw() is apart from it. `s` counts keys from the block's first one.
   METHOD TileTerms(const Params &p, const Owned &own, const Sequence &s, const Place &place, bool full)
       : p(p), at(place), rows(s.rows), keys(s.keys + own.first_key), full(full) {
     scale = p.scale * kLog2E;
-    if constexpr (may_have(kAlibi) || may_have(kBias)) terms = terms_of(p, at.batch, at.head, 0);
+    if constexpr (may_have(kAlibi) || (may_have(kBias) && !kBiasTiles)) terms = terms_of(p, at.batch, at.head, 0);
     if constexpr (may_have(kAlibi)) {
       slope = -terms.slope * kLog2E;
       first_distance = (float)(key_of(at, 0, 0) - row_of(at, 0, 0) - (s.shift + own.first_key));
@@ -180,13 +181,25 @@ struct TileTerms {
         if (row + 8 * j < rows && key + 8 * h + 1 < keys) x |= *(const unsigned short *)(pair + 2) << 16;
       }
   }
+  static METHOD void add_two(unsigned two, float *x) {
+    x[0] = __builtin_fmaf(low_half<DTYPE>(two), kLog2E, x[0]);
+    x[1] = __builtin_fmaf(low_half<DTYPE>(two >> 16), kLog2E, x[1]);
+  }
   METHOD void add_pairs(int i, float (&x)[8]) const {
 #pragma unroll
-    for (int n = 0; n < 8; n += 2) {
-      unsigned two = transposed_matrix(bias[4 * i + n / 2]);
-      x[n] = __builtin_fmaf(low_half<DTYPE>(two), kLog2E, x[n]);
-      x[n + 1] = __builtin_fmaf(low_half<DTYPE>(two >> 16), kLog2E, x[n + 1]);
-    }
+    for (int n = 0; n < 8; n += 2) add_two(transposed_matrix(bias[4 * i + n / 2]), x + n);
+  }
+  // From its tile.
+  METHOD void add_tile(int i, float (&x)[8]) const {
+    unsigned pairs[4];
+    ldmatrix_transposed(pairs, bias_tile + i * 16 * kRowBytes);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) add_two(pairs[n], x + 2 * n);
+  }
+  // Until the tile has come: `at`, where the lane writes dS later.
+  METHOD void wait_for_bias(Shared shared, int step, Shared at) {
+    bias_tile = at;
+    mbarrier_wait(mbarrier_at(shared, kBiasFull + stage_of(step)), phase_of(step));
   }
   template <int size>
   METHOD void add_bias(int i, float (&x)[8]) const {
@@ -260,7 +273,9 @@ struct TileTerms {
         x[n] = __builtin_fmaf(slope, __builtin_fabsf(distance), x[n]);
       }
     }
-    if constexpr (pairs) {
+    if constexpr (kBiasTiles) {
+      add_tile(i, x);
+    } else if constexpr (pairs) {
       add_pairs(i, x);
     } else if constexpr (may_have(kBias)) {
       if (has(kBias, terms.bias)) add_bias(i, x);

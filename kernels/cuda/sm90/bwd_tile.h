@@ -312,6 +312,7 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
       terms.look();
       wgmma_wait<1>();  // S
       hold(scores);
+      if constexpr (kBiasTiles) terms.wait_for_bias(shared, step, ds_at + stage_of(step) * kDsBytes);
       bool masked = first < w.all_low || first + BLOCK_Q > w.all_high;
       if constexpr (kFloatP) {
         float slopes[kSlopes ? kScores : 1];
@@ -347,6 +348,7 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
         if constexpr (kSlopes) apply_mask(p, s, key, first + column, steep);
         if constexpr (kRests) apply_mask(p, s, key, first + column, rests);
       }
+      static_assert(!(kBiasTiles && kDqEarly), "who says that dS was read");
       if constexpr (kDqEarly) {
         wgmma_wait<0>();  // dQ
         hold(dq);
@@ -367,6 +369,7 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
       if constexpr (!kDqEarly) {
         wgmma_wait<2>();  // dQ
         hold(dq);
+        if (kBiasTiles && step && lane_index() == 0) mbarrier_arrive(at(kDsEmpty));
         if (step) stage_dq(dq, step);
       }
       Shared minus_delta = my_states + (kMinusDelta - kMinusLse) + stage_of(step) * kStates;

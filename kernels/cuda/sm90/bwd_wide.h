@@ -144,8 +144,7 @@ DEVICE void consume_role(const Params &p, const Work &w, Shared shared) {
         return 0;
       }
     };
-    auto make_operand = [&](float(&scores)[kScores], const typename TermsOf<kFirst>::Type &terms,
-                            int step) {
+    auto make_operand = [&](float(&scores)[kScores], typename TermsOf<kFirst>::Type &terms, int step) {
       int stage = stage_of(step), first = cursor.tile * BLOCK_Q;
       hold(scores);
       States states;
@@ -154,6 +153,7 @@ DEVICE void consume_role(const Params &p, const Work &w, Shared shared) {
         bool masked = first < w.all_low || first + BLOCK_Q > w.all_high;
         int key = warp * 16 + lane_index() / 4;
         float slopes[kSlopes ? kScores : 1];
+        if constexpr (kBiasTiles) terms.wait_for_bias(shared, step, ds_at + stage * kDsBytes);
         if constexpr (kScoreTerms)
           terms.make_exponents(scores, states, slopes);
         else
@@ -248,6 +248,7 @@ DEVICE void consume_role(const Params &p, const Work &w, Shared shared) {
         wgmma_wait<1>();
         dq.add(p, sums, kLast, before);
       }
+      if (kBiasTiles && lane_index() == 0) mbarrier_arrive(at(kDsEmpty));
     }
     Chunk sums;
     bar_sync(kConsumersMeet, kConsumerThreads);

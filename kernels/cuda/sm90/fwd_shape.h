@@ -44,15 +44,24 @@ constexpr int kVBytes = kPanelsV * kVPanel;
 constexpr int kKAt = kRowGroups * kQBytes;
 constexpr int kVAt = kKAt + STAGES * kKBytes;
 constexpr int kTransposedAt = kVAt + STAGES * kVBytes;
-constexpr int kBarriersAt = kTransposedAt + (kFloat8 ? STAGES * kVBytes : 0);
+// Tiles of the bias, which come with those of K: of each warpgroup panels of 64 keys.
+constexpr int kBiasPanel = kGroupRows * 128;
+constexpr int kBiasBytes = SCORE == BIAS ? kRowGroups * BLOCK_K / 64 * kBiasPanel : 0;
+static_assert(SCORE != BIAS || BLOCK_K % 64 == 0, "whole panels");
+constexpr int kBiasAt = kTransposedAt;
+constexpr int kBarriersAt = kTransposedAt + STAGES * (kFloat8 ? kVBytes : kBiasBytes);
 constexpr int kWorkStages = 2;  // work tiles that the producer may be ahead
-constexpr int kBarriers = 2 * GROUPS + (kFloat8 ? 6 : 4) * STAGES + 2 * kWorkStages;
+constexpr int kBarriers = 2 * GROUPS + (kFloat8 ? 6 : 4) * STAGES + 2 * kWorkStages + 1;
 constexpr int kWorkInfoAt = (kBarriersAt + kBarriers * 8 + 15) / 16 * 16;
 constexpr int kWorkInfoBytes = kFloat8 ? 64 : 48;
 // Whether a producer warp of its own loads V: a thread that issues all copies of pages of 16 keys is slower
 // than the products. In float8 these warps transpose.
 constexpr bool kTwoProducers = PAGE_ROWS != 0 && !kFloat8;
-constexpr int kWorkReaders = 4 * GROUPS + (kFloat8 ? kTransposers : kTwoProducers);  // warps
+// Whether a warp of its own finds the work tiles, and another loads Q. In float8 all warps of the producer warpgroup
+// are busy; with pages these spill 32 bytes, and at D = 192 the consumers 8 to 56. Plans with PACKED are for few
+// rows, and those with chunks have no registers to spare.
+constexpr bool kScheduler = !kFloat8 && !kTwoProducers && HEAD_DIM != 192 && !PACKED && !kChunkTiles;
+constexpr int kWorkReaders = 4 * GROUPS + (kFloat8 ? kTransposers : kTwoProducers ? 1 : kScheduler ? 2 : 0);  // warps
 constexpr int kSharedBytes = kWorkInfoAt + kWorkStages * kWorkInfoBytes;
 static_assert(kSharedBytes == SHARED_BYTES, "as the plan says");
 
@@ -68,7 +77,8 @@ struct Barriers {
   // V as the products read it. In float8 that is the transposed copy.
   METHOD Shared operand_full(int stage) const { return v_full(stage) + (kFloat8 ? 2 * STAGES * 8 : 0); }
   METHOD Shared operand_empty(int stage) const { return v_empty(stage) + (kFloat8 ? 2 * STAGES * 8 : 0); }
-  METHOD Shared work_full(int stage) const { return at + (kBarriers - 2 * kWorkStages + stage) * 8; }
+  METHOD Shared work_wanted() const { return at + (kBarriers - 1) * 8; }
+  METHOD Shared work_full(int stage) const { return at + (kBarriers - 1 - 2 * kWorkStages + stage) * 8; }
   METHOD Shared work_empty(int stage) const { return work_full(stage) + kWorkStages * 8; }
 
   METHOD void make() const {
@@ -86,6 +96,7 @@ struct Barriers {
         mbarrier_init(operand_full(stage), kTransposers);
       }
     }
+    mbarrier_init(work_wanted(), 1);
     for (int stage = 0; stage < kWorkStages; ++stage) {
       mbarrier_init(work_full(stage), 1);
       mbarrier_init(work_empty(stage), kWorkReaders);
@@ -155,8 +166,7 @@ struct WorkTile {
   int row;  // the first one, inside the sequence
   int first, last;
 
-  METHOD WorkTile(const Params &p, int id, int blocks)
-      : work(work_of(p, id, blocks, work_heads(p))), s(sequence_of(p, work.batch)) {
+  METHOD WorkTile(const Params &p, const Work &work) : work(work), s(sequence_of(p, work.batch)) {
     row = work.block * rows_of_block(p);
     Seen seen = keys_seen(p, s, row, min(row + rows_of_block(p), s.rows) - 1);
 #if LISTS
@@ -207,14 +217,21 @@ struct WorkTiles {
         count(blocks * p.num_splits * work_heads(p) * p.batch) {}
 };
 
+DEVICE WorkTileInfo info_of(const WorkTile &tile) {
+  const Sequence &s = tile.s;
+  return WorkTileInfo{{tile.row, tile.first, tile.last, s.rows},
+                      {s.keys, s.shift, tile.work.head, s.batch},
+                      {tile.work.split, s.row_batch, s.row0}};
+}
+
 // The next work tile of this block; `count` or more means that there is none. Every block asks until it
-// gets none, so there are `count` questions in all. Whoever asks the last one sets the counter back to 0.
+// gets none, so there are `count` questions in all. Whoever asks the last one sets the counter back to 0. No
+// counter is given to a grid of a block for each work tile.
 DEVICE int next_work_tile(const Params &p, int count) {
-  int grid = gridDim.x;
-  if (count <= grid) return count;
+  if (!p.counter) return count;
   int before = atomicAdd((int *)p.counter, 1);
   if (before == count - 1) *(int *)p.counter = 0;
-  return grid + before;
+  return gridDim.x + before;
 }
 
 // A value that all lanes share. The shuffle tells the compiler so.

@@ -4,6 +4,7 @@
 #pragma once
 #include "wgmma.h"
 #include "../row.h"
+#include "../../common/row_sums.h"
 #include "../../score.h"
 #include "../../sequence.h"
 #define TENSOR_MAPS
@@ -19,6 +20,7 @@
 #define SOFTCAP 3  // softcap alone
 #define ALIBI 4    // ALiBi alone, a positive scale
 #define SCORE_MOD 5  // a score_mod alone, any scale
+#define BIAS 6     // a bias alone, whose tiles can be copied
 
 // INPUTS is the format of q, k and v, DTYPE that of out. Float8 has a scale for each head or block of rows.
 #ifndef INPUTS
@@ -98,7 +100,7 @@ constexpr bool kWaitEarly = kProducts == 1;
 // Whether P has registers of its own while the P of the tile before is multiplied. Then the scores are still
 // there when a row's sum shows that one outgrew its base, so no maximum is computed first: 320 instructions
 // a tile at D = 128, not 380.
-constexpr bool kSeparateP = !kFloat8 && OF_GROUPS == 2 && BLOCK_K + kOwnDims / 2 <= 192;
+constexpr bool kSeparateP = !kFloat8 && OF_GROUPS == 2 && BLOCK_K + kOwnDims / 2 <= (SCORE == BIAS ? 191 : 192);
 
 // The largest P after its row's base has been raised, as a power of two. E4M3 goes from 2^-6, below which it
 // loses bits, to 448. So there is hardly room for a base that lags.
@@ -120,7 +122,8 @@ DEVICE void for_halves(bool both, F f) {
 
 // What a finished score is multiplied by: with softcap alone it is a tanh, with ALiBi alone not yet scaled.
 DEVICE float to_base_2(const Params &p) {
-  return (SCORE == GENERAL || SCORE == SCORE_MOD ? 1.0f : SCORE == SOFTCAP ? p.softcap : p.scale) * kLog2E;
+  return (SCORE == GENERAL || SCORE == SCORE_MOD || SCORE == BIAS ? 1.0f : SCORE == SOFTCAP ? p.softcap : p.scale) *
+         kLog2E;
 }
 
 // Every score of one row becomes f(score, place). Its key is first_key() + place. Places are constants, so a
@@ -227,6 +230,24 @@ DEVICE void add_alibi(Scores &s, const Sequence &sequence, int first_row, int ti
     each(s, h, [&](float x, int at) {
       return __builtin_fmaf(slope, __builtin_fabsf(distance + (float)at), x);
     });
+  }
+}
+
+// `tile`: of the bias, in panels of 64 keys; `row`: the warp's first one in it.
+template <int panel>
+DEVICE void add_bias(const Params &p, Scores &s, Shared tile, int row) {
+  row += lane_index() % 16;
+  tile += row * 128 + (lane_index() / 16 ^ row % 8) * 16;
+#pragma unroll
+  for (int t = 0; t < kKeyTiles; t += 2) {
+    unsigned pairs[4];  // of rows 0 ... 7 and 8 ... 15, of two times 8 keys
+    ldmatrix(pairs, (tile ^ t % 8 * 16) + t / 8 * panel);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float *x = s + 4 * t + 2 * i;
+      x[0] = __builtin_fmaf(x[0], p.scale, low_half<DTYPE>(pairs[i]));
+      x[1] = __builtin_fmaf(x[1], p.scale, low_half<DTYPE>(pairs[i] >> 16));
+    }
   }
 }
 

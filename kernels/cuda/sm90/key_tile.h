@@ -47,10 +47,11 @@ struct Pages {
 #endif
 
 // Asks for tile `n` of keys or values, of one head: `panels` of it from panel `first` on. From pages PAGE_ROWS
-// keys at a time; where none of the sequence's are, what the stage held before stays.
+// keys at a time; where none of the sequence's are, what the stage held before stays. `more`: bytes of other
+// copies that `full` waits for.
 template <int panels, int width, int panel_bytes>
 DEVICE void load_keys(const Params &p, const Sequence &s, const Pages &pages, const TensorMap *map, Shared to,
-                      Shared full, int head, int n, int first = 0) {
+                      Shared full, int head, int n, int first = 0, int more = 0) {
 #if PAGE_ROWS
   constexpr int kCopyBytes = panel_bytes / kCopies;
   static_assert(BLOCK_K % PAGE_ROWS == 0 && kCopyBytes % 128 == 0, "TMA writes to multiples of 128 bytes");
@@ -75,7 +76,7 @@ DEVICE void load_keys(const Params &p, const Sequence &s, const Pages &pages, co
     for (int j = 0; j < 4; ++j) copy(i + j, four[j]);
   }
 #else
-  mbarrier_arrive_expect_tx(full, panels * panel_bytes);
+  mbarrier_arrive_expect_tx(full, panels * panel_bytes + more);
 #pragma unroll
   for (int i = 0; i < panels; ++i)
     tma_load(to + i * panel_bytes, map, full, (first + i) * width, (int)s.key0 + n * BLOCK_K, head, s.key_batch);

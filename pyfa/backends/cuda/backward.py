@@ -14,7 +14,7 @@ from ..common import calls
 from ..native.lists import listed
 from ..native.plans import modified, plan_with
 from ..native.tiles import Pair, constants_of, sm90
-from . import plans
+from . import plans, tensor_maps
 
 KERNEL = "cuda/sm80/attn_bwd.cu"
 
@@ -43,6 +43,8 @@ def around(over_keys: Plan, transposed: bool) -> tuple[Plan, Plan, Plan]:
     constants = dict(over_keys.constants)
     tile = tuple((name, constants[name]) for name in ("BLOCK_Q", "DTYPE", "HEAD_DIM"))
     of_sums = (*tile, ("HEAD_DIM_V", constants["HEAD_DIM_V"]))
+    if over_keys.kernel == SM90:
+        of_sums = (*of_sums, ("OWNED_KEYS", constants["BLOCK_K"]))
     return (
         Plan("cuda", "cuda/row_sums.cu", of_sums),
         over_keys,
@@ -55,6 +57,7 @@ def around(over_keys: Plan, transposed: bool) -> tuple[Plan, Plan, Plan]:
 # exactly the terms of its call, because it is compiled for that call anyway.
 TERM_BITS = {"softcap": 1, "alibi": 2, "bias": 4, "dropout": 8, "sinks": 16}
 ALL_TERMS = sum(TERM_BITS.values())
+OF_TILES = TERM_BITS["bias"] | tensor_maps.BIAS_TILES
 _SINKS, _DROPOUT = TERM_BITS["sinks"], TERM_BITS["dropout"]
 # Terms for which dS is of other weights than dV.
 _TWO_WEIGHTS = TERM_BITS["softcap"] | TERM_BITS["dropout"]
@@ -65,6 +68,8 @@ def bits_of(terms: frozenset[str], general: bool, mods: str = "") -> int:
     bits = sum(bit for name, bit in TERM_BITS.items() if name in terms)
     if mods:
         return bits
+    if bits == TERM_BITS["bias"] and "bias_tiles" in terms:
+        return OF_TILES
     alone = bits in TERM_BITS.values() and "large_softcap" not in terms
     return bits if alone else ALL_TERMS if general else 0
 
@@ -79,7 +84,7 @@ def sm90_plans_of(
 ) -> tuple[Plan, Plan, Plan]:
     """Return the plans of row_sums, Hopper's own attn_bwd, and dq_convert."""
     plain, of_terms = sm90.BACKWARD[pair], sm90.BACKWARD_TERMS[pair]
-    several = score_mod or (bits and bits not in TERM_BITS.values())
+    several = score_mod or (bits and bits not in (*TERM_BITS.values(), OF_TILES))
     two_weights = plain.roles and bits & _TWO_WEIGHTS
     sinks = bool(bits & _SINKS)
     candidates = (of_terms,) if several or two_weights else (plain, of_terms)
@@ -156,7 +161,7 @@ def all_plans(arch: str) -> list[Plan]:
     own, table = plans.runs_sm90(arch), plans.tiles_of(arch).backward
     for dtype in calls.DTYPE_CODES.values():
         if own:
-            for bits in (0, *TERM_BITS.values(), ALL_TERMS):
+            for bits in (0, *TERM_BITS.values(), OF_TILES, ALL_TERMS):
                 for pair in sm90.BACKWARD:
                     for deterministic in (False, True):
                         found += sm90_plans_of(pair, dtype, deterministic, bits)

@@ -16,9 +16,9 @@ from ..native import decode
 from ..native.lists import listed
 from ..native.plans import modified, plan_with
 from ..native.tiles import Pair, constants_of
-from ..native.tiles.sm90 import FORWARD, FORWARD_INVARIANT, ROWS, Own
+from ..native.tiles.sm90 import FORWARD, FORWARD_BIAS, FORWARD_INVARIANT, ROWS, Own
 from . import plans
-from .tensor_maps import panel
+from .tensor_maps import BIAS_SCORE, panel
 
 KERNEL = "cuda/sm90/attn_fwd.cu"
 # What runs on the sm_80 kernel, with the words for ``explain``.
@@ -26,6 +26,7 @@ ELSEWHERE = {
     "dropout": "dropout", "bias": "bias",
     "tree": "tree_mask",  # its addresses spill 150 to 390 bytes
 }  # fmt: skip
+OTHER_BIAS = "bias of another dtype than q, with unaligned rows, or with other score terms"
 _FULL, _MASKED, _TERMS = range(3)
 # Score classes besides PLAIN and GENERAL (``fwd_tile.h``): a term alone, without pages; softcap and
 # ALiBi also without a mask_mod.
@@ -52,13 +53,23 @@ _WORTH_A_COPY = 8
 def why_not(problem: Problem) -> list[str]:
     """Return the reasons why ``problem`` runs on the sm80 kernel on a device that also has this
     one."""
-    found = [words for feature, words in ELSEWHERE.items() if feature in problem.features]
+    features = problem.features - ({"bias"} if _copies_bias(problem) else set())
+    found = [words for feature, words in ELSEWHERE.items() if feature in features]
+    if "bias" in found:
+        found[found.index("bias")] = OTHER_BIAS
     if problem.mods and "paged" in problem.features:
         found.append("pages with score_mod or mask_mod")
     # Batch invariance is for one kernel to read pages and others: ``why_not_invariant`` has these.
     if "batch_invariant" not in problem.features:
         found += without_pages(problem)
     return [f"sm80's kernel: sm90's has no {words}" for words in found]
+
+
+def _copies_bias(problem: Problem) -> bool:
+    """Return whether the kernel reads tiles of the bias of ``problem``."""
+    others = problem.features & (_SCORE_TERMS | {"paged", "batch_invariant", "dropout"})
+    narrow = max(problem.head_dim, problem.head_dim_v) <= max(max(pair) for pair in FORWARD_BIAS)
+    return problem.bias_tiles and problem.aligned and not others and narrow
 
 
 def without_pages(problem: Problem, of: int = _WORTH_A_COPY) -> list[str]:
@@ -110,6 +121,10 @@ def packs(problem: Problem) -> bool:
 
 def plan(problem: Problem) -> Plan:
     pair = calls.bucket_of(FORWARD, problem.head_dim, problem.head_dim_v)
+    if "bias" in problem.features:
+        return _plan_with_bias(
+            pair, calls.DTYPE_CODES[problem.dtype], plans.notes_of(problem, pair)
+        )
     # A mask_mod hides scores as they are: it needs no terms.
     scores = replace(problem, features=problem.features - {"mask_mod"})
     general = calls.score_class(scores) != PLAIN
@@ -211,6 +226,11 @@ def _plan(
     return plan_of(tiles, pair, dtype, score, tiles.shared_bytes(pair), notes, **more)
 
 
+def _plan_with_bias(pair: Pair, dtype: int, notes: Iterable[str] = ()) -> Plan:
+    tiles = FORWARD_BIAS[pair]
+    return plan_of(tiles, pair, dtype, BIAS_SCORE, tiles.shared_bytes(pair, bias=True), notes)
+
+
 def constants_of_own(tiles: Own) -> dict[str, int]:
     """Return a row of tiles as constants. A kernel without halves of V does not name them."""
     return {x: n for x, n in constants_of(tiles).items() if x != "HALVES" or n > 1}
@@ -253,6 +273,11 @@ def all_plans() -> list[Plan]:
         for pair in FORWARD
         for score in ALONE.values()
         for groups in _groups_of(pair, _kind_alone(pair, score), False, False)
+    ]
+    found += [
+        _plan_with_bias(pair, dtype)
+        for dtype in calls.DTYPE_CODES.values()
+        for pair in FORWARD_BIAS
     ]
     return list(dict.fromkeys(found))
 

@@ -45,10 +45,11 @@ def _block_of(plan: Plan) -> Block:
     if plan.kernel == backward.SM90:
         # Heads come side by side (bwd_shape.h). Wide ones gain more by parts than their tail
         # explains: 1 x 4,096, 32/4 heads of 256 take 2.67 ms in one part, 1.85 in two.
-        return Block(threads, keys=values["BLOCK_K"], tail=0.3 if values["ROLES"] else 0.0)
+        tail = 0.3 if values["ROLES"] else 0.0
+        return Block(threads, keys=values["BLOCK_K"], tail=tail, by_length=True)
     if "BLOCK_K" in values:
         return Block(threads, keys=values["BLOCK_K"])
-    return Block(threads, rows=values["BLOCK_Q"])
+    return Block(threads, rows=values["BLOCK_Q"], by_length=True)
 
 
 def _list_tiles(plan: Plan) -> Tiles:

@@ -47,6 +47,7 @@ BOXES: dict[str, tuple[Box, ...]] = {
         Box("q", 64, "HEAD_DIM"),
         Box("k", "BLOCK_K", "HEAD_DIM"),
         Box("v", "BLOCK_K", "HEAD_DIM_V"),
+        Box("bias", 64, 64),
     ),
     "cuda/sm90/attn_latent.cu": (Box("k", "BLOCK_K", "HEAD_DIM"),),
     "cuda/sm90/attn_bwd.cu": (
@@ -54,8 +55,11 @@ BOXES: dict[str, tuple[Box, ...]] = {
         Box("k", "BLOCK_K", "HEAD_DIM"),
         Box("v", "BLOCK_K", "HEAD_DIM_V"),
         Box("dout", "BLOCK_Q", "HEAD_DIM_V"),
+        Box("bias", "BLOCK_Q", 64),
     ),
 }
+# What plans that read tiles of a bias have: in ``TERMS`` of backward, and as ``SCORE`` of forward.
+BIAS_TILES, BIAS_SCORE = 32, 6
 
 
 class Described(NamedTuple):
@@ -132,6 +136,8 @@ def maps_of(
         if "PACKED" in constants and box.tensor == "q":
             heads = x.shape[-2] // tensors[pointers["k"]].shape[-2]
             rows //= heads
+        if box.tensor == "bias":
+            x = whole_dimensions(x)
         described = describe(x, rows, panel(number(box.head), x.itemsize), heads)
         if addresses is not None:
             return TensorMap(described.encode(addresses[name]), "")
@@ -139,7 +145,16 @@ def maps_of(
         sizes = ((rows_at(), total + -1),) if x.dim() == 3 and x.shape[0] else ()
         return TensorMap(_encoded(described), name, sizes)
 
-    return [made(box) for box in boxes]
+    tiles = constants.get("SCORE") == BIAS_SCORE or constants.get("TERMS", 0) & BIAS_TILES
+    return [made(box) for box in boxes if tiles or box.tensor != "bias"]
+
+
+def whole_dimensions(bias: torch.Tensor) -> torch.Tensor:
+    """Return a bias as (B | 1, Sq, H | 1, Sk), without the copies of a broadcast dimension."""
+    for dim in (0, 1):
+        if not bias.stride(dim):
+            bias = bias.narrow(dim, 0, 1)
+    return bias.transpose(1, 2)
 
 
 def describe(x: torch.Tensor, rows: int, width: int, boxed_heads: int = 1) -> Described:

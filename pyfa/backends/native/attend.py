@@ -9,7 +9,7 @@ import torch
 
 from ... import abi, sizes
 from ...plan import Plan
-from ...problem import Append, Call, are_on_16, form_of, tensors_of
+from ...problem import Append, Call, are_on_16, form_of, has_bias_tiles, tensors_of
 from ...sizes import Totals
 from ..base import OtherAlignment, Run
 from ..common.program import Params, Program, count, for_any_total, like, run_of
@@ -130,9 +130,11 @@ def _bind(
     elif count(out[0]) or count(lse[0]):
         gaps.add_forward(launch, program, call, out, lse if has_lse else None)
     started = launch.launch_of(program, (*inputs, *by_list.of(call)))
+    # A bias that is copied in tiles comes next, and other kernels that read one may rely on it too.
+    aligned = 4 if has_bias_tiles(call) else 3
 
     def sized(totals: Totals | None) -> Run:
-        run = run_of(program, started, launch.empty, totals=totals)
+        run = run_of(program, started, launch.empty, aligned, totals=totals)
         if not by_list.names:
             return run
         return lambda *tensors: run(*tensors, *by_list.of(form.fill(tensors)[0]))

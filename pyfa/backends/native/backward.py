@@ -9,7 +9,16 @@ import torch
 
 from ... import abi, mods, sizes
 from ...plan import Plan
-from ...problem import TERMS, Call, Problem, band_of, form_of, is_banded, tensors_of
+from ...problem import (
+    TERMS,
+    Call,
+    Problem,
+    band_of,
+    form_of,
+    has_bias_tiles,
+    is_banded,
+    tensors_of,
+)
 from ...sizes import Extent, Totals
 from ...traffic import Shape
 from ..base import Gradients, RunBackward
@@ -53,6 +62,7 @@ def _terms_of(call: Call) -> frozenset[str]:
         "large_softcap": call.softcap > MOST_SOFTCAP,
         "alibi": call.alibi_slopes is not None,
         "bias": call.bias is not None,
+        "bias_tiles": has_bias_tiles(call),
         "dropout": call.dropout_p > 0.0,
         "sinks": call.sinks is not None,
         "score_mod": found is not None and found.score is not None,
@@ -160,7 +170,8 @@ def _bind(
         size = count(lse_shape) + call.batch * call.q.shape[-2] * _sink_sums(call, chain)
         program.make("dsinks", like((size,), torch.float32), fill=0.0)
         pointers["dsinks"] = "dsinks"
-    parts = {**sums_of(launch, call, chain), "delta": like((2, *lse_shape), torch.float32)}
+    states = 2 * count(lse_shape) + _table_floats(launch, call, chain, heads_k)
+    parts = {**sums_of(launch, call, chain), "delta": like((states,), torch.float32)}
     program.make_workspace(parts, launch.APART)
     pointers |= {name: name for name in parts}
     values = abi.forward_values(call, given.out.stride(), lse_strides)
@@ -174,20 +185,20 @@ def _bind(
     for plan in chain:
         block = launch.target.block_of(plan)
         if block.rows:
-            blocks = -(-call.max_seqlen_q // block.rows) * call.q.shape[-2]
+            blocks = _blocks(call, block) * call.q.shape[-2]
         else:
-            blocks = -(-call.max_seqlen_k // block.keys) * heads_k
+            blocks = _blocks(call, block) * heads_k
         own = by_list.params_of(plan, call, params)
-        program.add(plan, blocks * call.batch, block.threads, own)
+        program.add(plan, blocks, block.threads, own)
     if bias_grad and call.bias is not None:
         _add_bias_grad(launch, program, call, call.bias, params)
     started = launch.launch_of(program, (*given.tensors(), *by_list.of(call)))
-    rows = (0, 2) if given.lse.dim() == 3 else 1
+    aligned, rows = 7 if has_bias_tiles(call) else 6, (0, 2) if given.lse.dim() == 3 else 1
     numbers = {name: number for number, name in enumerate(program.made)}
     dsinks_at, dbias_at = numbers.get("dsinks"), numbers.get("dbias")
 
     def sized(totals: Totals | None) -> RunBackward:
-        run = run_of(program, started, launch.empty, aligned=6, totals=totals)
+        run = run_of(program, started, launch.empty, aligned, totals=totals)
 
         def backward(
             dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
@@ -210,6 +221,26 @@ def _bind(
         return backward
 
     return sized
+
+
+def _blocks(call: Call, block: Block) -> Extent:
+    """Return the workgroups for one head of all sequences."""
+    if block.rows:
+        offsets, side, longest, size = call.cu_seqlens_q, "q", call.max_seqlen_q, block.rows
+    else:
+        offsets, side, longest, size = call.cu_seqlens_k, "k", call.max_seqlen_k, block.keys
+    if offsets is not None and block.by_length:
+        return sizes.shape_of(call, side)[0] // size + call.batch
+    return -(-longest // size) * call.batch
+
+
+def _table_floats(launch: Launcher, call: Call, chain: Sequence[Plan], heads_k: int) -> Extent:
+    """Return the size of the table of which keys each workgroup owns, if there is one
+    (``kernels/cuda/bwd_work.h``): it follows the row states, in whole units of 16 bytes."""
+    block = next(x for x in map(launch.target.block_of, chain) if x.keys)
+    if not block.by_length or not call.has_spare_k:
+        return 0
+    return 3 + 4 * _blocks(call, block) * heads_k
 
 
 def _add_bias_grad(

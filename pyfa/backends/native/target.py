@@ -26,7 +26,8 @@ class Block(NamedTuple):
     The last five apply to forward only. ``tail``: the share of the longest workgroup's time by
     which a backward with a mask outlasts the average compute unit. ``of_whole``: where its rows are
     those of all query heads of a KV head, and a part of them has each row of every head or of none,
-    the rows of such a part.
+    the rows of such a part. ``by_length``: of a packed batch, backward launches only as many
+    workgroups as its total of rows or keys can need, and the kernel finds the sequence of each.
     """
 
     threads: int
@@ -39,6 +40,7 @@ class Block(NamedTuple):
     kept: int = 0
     tail: float = splits.ONE_BY_ONE
     of_whole: int = 0
+    by_length: bool = False
 
     def lines_of(self, group: int) -> int:
         """Return how many rows of the ``group`` query heads of a KV head it has."""

@@ -38,19 +38,19 @@ class Own(NamedTuple):
         """Return the tiles of a chunk with ``batch_invariant``."""
         return CHUNK_KEYS // self.block_k
 
-    def shared_bytes(self, pair: Pair) -> int:
-        """Return the bytes of a block: queries, stages, barriers of 8 bytes, and the descriptions
-        of two tiles of work."""
+    def shared_bytes(self, pair: Pair, bias: bool = False) -> int:
+        """Return the bytes of a block: queries, stages, with ``bias`` each with a tile of it,
+        barriers of 8 bytes, and the descriptions of two tiles of work."""
         queries = self.rows * pair[0] * 2
-        stages = self.stages * self.block_k * sum(pair) * 2
-        barriers = (2 * self.groups + 4 * self.stages + 2 * TOLD) * 8
+        stages = self.stages * self.block_k * (sum(pair) + bias * self.rows) * 2
+        barriers = (2 * self.groups + 4 * self.stages + 2 * TOLD + 1) * 8
         return -(-(queries + stages + barriers) // 16) * 16 + TOLD * 48
 
     def shared_bytes_of_float8(self, pair: Pair) -> int:
         """Return the same with a transposed copy of V and the scales."""
         queries = self.groups * ROWS * pair[0]
         stages = self.stages * self.block_k * (pair[0] + 2 * pair[1])
-        barriers = (2 * self.groups + 6 * self.stages + 2 * TOLD) * 8
+        barriers = (2 * self.groups + 6 * self.stages + 2 * TOLD + 1) * 8
         return -(-(queries + stages + barriers) // 16) * 16 + TOLD * 64
 
     def shared_bytes_of_latent(self, pair: Pair) -> int:
@@ -75,6 +75,12 @@ FORWARD: dict[Pair, tuple[Own, Own, Own]] = {
     (256, 256): (Own(2, 80), Own(2, 80), Own(2, 80)),
     (512, 512): (_WIDE,) * 3,
     (576, 512): (_WIDE,) * 3,
+}
+# With a bias alone, whose tiles have panels of 64 keys.
+FORWARD_BIAS: dict[Pair, Own] = {
+    pair: Own(3 if pair[0] == 64 else 2, 128 if pair[0] <= 128 else 64)
+    for pair in FORWARD
+    if pair[0] <= 256
 }
 # The same with batch_invariant, where masks are everybody's. Its ballots spilled 16 to 32 bytes at
 # 192, with 96 keys and with 128.
