@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from totals_cases import CASES, TOTALS, placed, without_sizes
+from totals_cases import CASES, TOTALS, packed, placed, without_sizes
 
+import pyfa
 from pyfa import _torch, abi, binding, ops, sizes
 from pyfa.backends.common import program
 from pyfa.backends.cuda import tensor_maps
@@ -113,6 +114,16 @@ def test_what_would_not_follow_is_seen(
     found = [seen(driver, made, CASES["plain"], totals) for totals in TOTALS[:3]]
     assert found[0] == wanted[0]
     assert found[1:] != wanted[1:]
+
+
+def test_no_launch_has_a_grid_of_0_blocks(driver: Any) -> None:
+    """CUDA refuses these. The rows belong to no sequence."""
+    offsets = torch.zeros(1, dtype=torch.int32)
+    q, k, v = (packed(3, 2).requires_grad_() for _ in range(3))
+    out = pyfa.attention_varlen(q, k, v, offsets, offsets, 5, 5, backend="cuda")
+    out.backward(torch.ones_like(out))
+    assert driver.launched
+    assert all(config[0] > 0 for _name, config, _data in driver.launched)
 
 
 def test_a_size_is_no_number() -> None:

@@ -229,7 +229,7 @@ def _blocks(call: Call, block: Block) -> Extent:
         offsets, side, longest, size = call.cu_seqlens_q, "q", call.max_seqlen_q, block.rows
     else:
         offsets, side, longest, size = call.cu_seqlens_k, "k", call.max_seqlen_k, block.keys
-    if offsets is not None and block.by_length:
+    if offsets is not None and block.by_length and call.batch:
         return sizes.shape_of(call, side)[0] // size + call.batch
     return -(-longest // size) * call.batch
 
