@@ -44,8 +44,8 @@ _GAPS = ("contiguous", "contiguous", "strided", "heads_first")
 class Kind(NamedTuple):
     """Cases for which Triton compiles the same few kernels.
 
-    ``own``: which passes Hopper's own kernels take: "both", "forward", or none. Lengths are
-    ``least`` to ``longest``. ``weight``: how many there are of it beside others.
+    ``own``: which passes Hopper's own kernels take: "both", "forward", "backward", or none. Lengths
+    are ``least`` to ``longest``. ``weight``: how many there are of it beside others.
     """
 
     name: str
@@ -71,10 +71,10 @@ KINDS = (
     Kind("128 fp16", "both", ((128, 128),), dtype="float16"),
     Kind("64 fp16", "both", ((64, 64),), dtype="float16"),
     Kind("copied first", "both", ((64, 64),), layouts=("unaligned", "gapped")),
-    Kind("128 terms", "forward", ((128, 128),), _TERMS),
-    Kind("64 terms", "forward", ((64, 64),), _TERMS),
-    Kind("sinks", "forward", ((64, 64), (128, 128)), ({"sinks": True},)),
-    Kind("dropout", "", ((128, 128),), ({"dropout_p": 0.2},)),
+    Kind("128 terms", "both", ((128, 128),), _TERMS),
+    Kind("64 terms", "both", ((64, 64),), _TERMS),
+    Kind("sinks", "both", ((64, 64), (128, 128)), ({"sinks": True},)),
+    Kind("dropout", "backward", ((128, 128),), ({"dropout_p": 0.2},)),
     Kind("prefill", "forward", ((128, 128),), longest=1500, cached="prefill"),
     Kind("decode", "", ((64, 64), (128, 128)), weight=2, longest=1500, cached="decode"),
 )
@@ -191,7 +191,7 @@ def unexpected(kind: Kind, kernels: list[str], backend: str, where: torch.device
     """How a device with kernels of its own did not take these; "" elsewhere and otherwise."""
     if backend != "cuda" or not plans.runs_sm90(device.of(where).arch):
         return ""
-    expected = {"both": [True, True], "forward": [True, False], "": [False, False]}[kind.own]
+    expected = [kind.own in ("both", each) for each in ("forward", "backward")]
     if ["/sm90/" in kernel for kernel in kernels] == expected[: len(kernels)] and kernels:
         return ""
     return f"other kernels than expected: {', '.join(kernels) or 'none'}"
