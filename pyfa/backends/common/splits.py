@@ -143,9 +143,12 @@ class Times(NamedTuple):
 
 @functools.lru_cache(4096)
 def least_time(blocks: int, pieces: int, piece_bytes: int, units: int, times: Times) -> int:
-    """Return the number of splits of ``pieces`` of keys with which ``blocks`` take the least time
-    on ``units`` SMs, in rounds of one block per SM. With fewer blocks than SMs, each block reads
-    faster."""
+    """Return the number of splits that takes the least time.
+
+    The keys have ``pieces``, which are divided among the splits. Each of ``blocks`` is launched
+    once per split. Blocks run in rounds, one block on each of ``units`` SMs. In a round with fewer
+    blocks than SMs, each block reads faster.
+    """
     pieces, units = max(1, pieces), max(1, units)
     best, least = 1, math.inf
     for parts in range(1, max(1, min(times.parts, pieces // times.pieces)) + 1):
