@@ -98,9 +98,9 @@ def fewest_to_fill(
     """Return the smallest number of splits, at most ``most``, of ``pieces`` of keys that leaves few
     of ``places`` empty. Each further split costs time to combine.
 
-    Blocks run in rounds of ``places``; the share is how full the rounds are. ``enough`` maps a
-    number of rounds and the best share to the share that suffices. If no number suffices, 85 % of
-    the best share does, as in FlashAttention-2.
+    Blocks run in rounds of ``places``; the share is how full the rounds are. ``enough`` returns the
+    share that suffices, given the number of rounds and the best share. If no number suffices, 85 %
+    of the best share does, as in FlashAttention-2.
     """
     shares = {}
     for parts in range(1, most + 1):
