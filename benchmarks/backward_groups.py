@@ -3,8 +3,9 @@
 python benchmarks/backward_groups.py --save           # on a GPU: backward_groups_<gpu>.json
 python benchmarks/backward_groups.py --model --save   # the MI300X timing model: mi300x_groups.json
 
-On a GPU the parts of a shape take turns in one process; a figure is the median over rounds, in µs.
-"chosen" is what pyfa takes by itself (``splits.of_group``).
+On a GPU, one process measures all numbers of parts of a shape in turn, for several rounds. A figure
+is the median over the rounds, in µs. "chosen" is the number of parts that pyfa chooses
+(``splits.of_group``).
 """
 
 from __future__ import annotations

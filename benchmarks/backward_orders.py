@@ -1,14 +1,15 @@
-"""The HIP kernels' backward in the emulator, each case in several orders of what it leaves open.
+"""The HIP kernels' backward in the emulator, each case in several orders of execution.
 
     CUDA_VISIBLE_DEVICES="" python benchmarks/backward_orders.py --jobs 30 --minutes 9 --save
 
-Every case of the level that has a gradient runs twice: as one pass, whose atomics add dQ in the
-order of a seed, and with ``deterministic=True`` as two passes, whose workgroups and wavefronts take
-that order. A result is one case under one seed, held to the one rule. Cases come in the order of
-their names' hashes: what the time limit cuts off is a sample of all, and processes compile
-different kernels at the beginning (``PYFA_CACHE_DIR`` may hold them already). What was still
-running at the limit, with all its seeds, counts as not run. Exit code 1 if anything failed, or
-nothing passed.
+A seed decides every order that the hardware leaves open. Every case of the level that has a
+gradient runs twice: as one pass, whose atomics add dQ in the order of the seed, and with
+``deterministic=True`` as two passes, whose workgroups and wavefronts run in that order. A result is
+one case with one seed. It must pass the same check as every conformance case. Cases run in the
+order of their names' hashes. So the cases within the time limit are a random sample, and the
+processes begin with different kernels to compile (``PYFA_CACHE_DIR`` may have them already). A case
+that is still running at the limit counts as not run, with all its seeds. Exit code 1 if anything
+failed, or nothing passed.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     python benchmarks/block_lists.py [--backend cuda] [--save]
 
-First compares the kernel's lists with those of PyTorch's operators, for 20 masks, tiles of four
-kinds and odd sizes. Then times, in ms, making the lists at 4k, 16k and 64k rows beside the forward
-with that mask on (1, rows, 16, 128) in bfloat16, and eager ``create_block_mask`` at 4k and 16k.
-``share`` is the time of the lists over that of the forward. ``--save`` writes
-``results/block_lists_<gpu>.json``.
+First compares the kernel's lists with those of PyTorch's operators, for 20 masks, four kinds of
+tiles and odd sizes. Then measures these times, in ms: making the lists and the forward with that
+mask, both at 4k, 16k and 64k rows of (1, rows, 16, 128) in bfloat16, and eager
+``create_block_mask`` at 4k and 16k. ``share`` is the time of the lists over that of the forward.
+``--save`` writes ``results/block_lists_<gpu>.json``.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Faults that survive because they change nothing: each with the reason.
 
-``of_source`` knows those of a CUDA kernel's source: parts of the plan's name, those that it must
-not have, the line without its indentation, and what it becomes. ``of_code`` knows those of one
-instruction of a gfx942 code object: the first digits of its digest, the address, and the first word
-of the changed instruction.
-A reason holds for all inputs that the API lets through, not only for those of the cases.
+``of_source`` has those in the source of CUDA kernels. A fault is found by parts that the plan's
+name has, parts that it must not have, the line without its indentation, and the line that replaces
+it. ``of_code`` has those in one instruction of a gfx942 code object. A fault is found by the first
+digits of the code object's digest, the address, and the first word of the changed instruction. A
+reason holds for all inputs that the API accepts, not only for those of the cases.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Errors of float8 attention beside those of 16 bits, against float64, on inputs with outliers.
+"""Errors of float8 and 16-bit attention, relative to float64, on inputs with outliers.
 
 ``python benchmarks/fp8_accuracy.py [--shape ROWS,HEADS,DIM …] [--save]``. Entries of Q, K and V are
 N(0, 1) + N(0, 100)·Bernoulli(0.001), as in the FlashAttention-3 paper (Shah et al. 2024,
-arXiv:2407.08608, table of numerical errors), which does not say its shape: the error depends on it,
-for the longer the rows, the fewer outliers decide. The inputs of every row of the table are those
-of float64, so that an error holds the rounding of Q, K and V too. No mask, scale 1/√dim.
+arXiv:2407.08608, table of numerical errors), which does not give the shape. The error depends on
+the shape, because single outliers matter less in longer rows. All rows of the table are compared
+with float64 on unrounded inputs, so an error includes the rounding of Q, K and V. There is no mask,
+and the scale is 1/√dim.
 
-Two columns for float8: with P as the backend keeps it (torch: float32, Triton: bfloat16), and with
-P rounded to float8's 4 significant bits, as 8-bit matrix units take it.
+Float8 has two columns: with P as the backend keeps it (torch: float32, Triton: bfloat16), and with
+P rounded to float8's 4 significant bits, as 8-bit matrix units require.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the results of these scripts go, beside the machine that they come from."""
+"""Saves the results of these scripts together with a description of the machine."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What splitting the keys brings where the last round of workgroups is not full: a model, not
-measured.
+"""The gain from splitting keys if the last round of workgroups is not full (model, not measured).
 
 python benchmarks/mi300x_rounds.py        # writes results/mi300x_rounds.json
 
-Forward of equal blocks (no mask). *Whole*: the keys of every block in as many parts as the plan
-takes. *Tail*: only those of the last round's blocks, in the same launch, which no kernel here does.
-Merging is reckoned by the bytes it moves. Times are means of the two ends.
+Models a forward without a mask, so all blocks take equal time. *Whole*: the keys of every block are
+split into as many parts as the plan chooses. *Tail*: only the keys of the last round's blocks are
+split, in the same launch; no kernel of pyfa does this. The time of merging is that of the bytes
+that it moves. Times are means of the model's low and high ends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Processes of a script: a few that keep what they have made, or a forked one for each job."""
+"""Worker processes for the scripts: a few that keep their state between jobs, or a fork per job."""
 
 from __future__ import annotations
 

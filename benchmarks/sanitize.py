@@ -1,24 +1,26 @@
 """Compute Sanitizer over conformance cases of the cuda backend: memcheck, initcheck, racecheck.
 
 ``python benchmarks/sanitize.py [--cases 160] [--jobs 4] [--seconds 300] [--tools memcheck,…]
-[--save]``. Without PyTorch's caching allocator, so that every tensor is an allocation of its own,
-and with the cases' own guard zones around their tensors. Cases are those of the full level with at
-most 300 rows and keys, drawn by hash; ``--jobs`` processes of each tool share them. What a tool
-reports counts where it names one of pyfa's kernels; of anything else that it says there is the
-number, and the first. A process begins no case once the time is over: what it left is said, and
-makes the status 1. ``--save`` writes ``results/sanitizer_cuda.json``.
+[--save]``. PyTorch's caching allocator is off, so every tensor is a separate allocation, and the
+cases put guard zones around their tensors. Cases are a sample, by hash, of those of the full level
+with at most 300 rows and keys; ``--jobs`` processes of each tool share them. A tool's report counts
+if it names one of pyfa's kernels. Of other reports, the number and the first one are shown. Once
+the time is over, a process begins no further case. The cases left over are reported, and make the
+exit status 1. ``--save`` writes ``results/sanitizer_cuda.json``.
 
-On Hopper with its own tiles only cases that its own kernels take are drawn: first those that bring
-a kernel or a feature which none before had, and some whose grids are larger than the device, where
-forward's blocks take pieces from a counter; the result is ``sanitizer_cuda_sm_90.json``. The tools
-are then memcheck and initcheck: racecheck hardly knows TMA, mbarriers and wgmma.
-``PYFA_ARCH_TILES=sm_80`` draws from all cases, for sm80's kernels.
+On Hopper with its own tiles, only cases that run on Hopper's kernels are drawn: first those that
+add a kernel or a feature that no earlier case has, and some whose grids are larger than the device,
+in which the forward's blocks take work tiles from a counter. The result is
+``sanitizer_cuda_sm_90.json``. The tools are then memcheck and initcheck, because racecheck hardly
+supports TMA, mbarriers and wgmma. ``PYFA_ARCH_TILES=sm_80`` draws from all cases, for sm80's
+kernels.
 
-Racecheck takes for races what barriers of a part of a block's warps order (backward's, by which one
-warp hands its P to another: bar.arrive and bar.sync of 64 threads). So it runs twice: on the
-kernels as they are, and with these barriers made those of the whole block, where every warp passes
-as many of them in the same order. Only the second counts. Backward by turns (``deterministic``)
-has other barriers of the block in between and is left out of it.
+Racecheck does not understand barriers among only some warps of a block, and reports races that they
+prevent. The backward has such barriers: one warp passes its P to another by bar.arrive and bar.sync
+of 64 threads. So racecheck runs twice: on the kernels as they are, and with these barriers replaced
+by barriers of the whole block, which every warp passes equally often and in the same order. Only
+the second run counts. The ``deterministic`` backward is left out of it, because it has other
+barriers of the block in between.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Score terms, own mods and block lists on a GPU: times beside plain attention and FlexAttention.
+"""Score terms, user mods and block lists on a GPU, compared with plain attention and FlexAttention.
 
     python benchmarks/score_terms.py [--head-dims 64 128 256] [--backend cuda] [--save]
 
-Measures forward and backward of each built-in term and of score_mod and mask_mod on
-(4, 4096, 16, D) in bfloat16: medians of CUDA events, in ms. FlexAttention runs the same mods, and
-softcap, ALiBi and bias as mods, compiled, with its block mask built before. ``differs`` is the
-largest difference between the gradients of the two, over the largest gradient. ``--save`` writes
-``results/score_terms_<gpu>.json``.
+Measures forward and backward of each built-in term and of score_mod and mask_mod on (4, 4096, 16,
+D) in bfloat16: medians of CUDA events, in ms. FlexAttention is compiled. It runs the same mods,
+with softcap, ALiBi and bias written as mods, and its block mask is built before the timing.
+``differs`` is the largest difference between the gradients of pyfa and FlexAttention, over the
+largest gradient. ``--save`` writes ``results/score_terms_<gpu>.json``.
 """
 
 from __future__ import annotations

@@ -165,8 +165,8 @@ CPU = Device(platform.processor() or platform.machine(), "cpu", 0, 1, 0.0, 0, 0,
 def by_name(name: str) -> Device:
     """Return the device called ``name``; case, spaces and the vendor's name do not matter.
 
-    Raises ``ValueError`` if there is none, with the reason for cards for which no backend has
-    kernels.
+    Raises ``ValueError`` if there is none. For a card that is too old for the kernels, the message
+    gives the reason.
     """
     if not isinstance(name, str):
         raise TypeError(f"device: expected a name; got {type(name).__name__}")

@@ -465,13 +465,13 @@ class Problem:
     """The properties that a backend decides on. Frozen, hashable, no tensors.
 
     Sizes may be rounded up to buckets (see ``bucketed``); in a packed batch ``seqlen_q`` and
-    ``seqlen_k`` are the longest. ``square``: there are as many queries as keys, which a bucket
-    would hide, and both begin at the same position of a larger problem. ``positive``: the scale is
-    above 0 in float32, as kernels that scale after masking require. ``dtype`` is q's; ``dtype_k``
-    (of k and v) and ``dtype_out`` are "" if they are the same. ``scales``: how many rows of k share
-    one float8 scale, 0 if a sequence's whole head does. ``bias_tiles``: the result of
-    ``has_bias_tiles``. ``mods``: the digest of its score_mod and
-    mask_mod, "" without them. ``described`` is for people and not compared.
+    ``seqlen_k`` are the longest. ``square``: before rounding there are as many queries as keys, and
+    both begin at the same position (if this is a block of a larger problem). ``positive``: the
+    scale is above 0 in float32, as kernels that scale after masking require. ``dtype`` is q's;
+    ``dtype_k`` (of k and v) and ``dtype_out`` are "" if they are the same. ``scales``: how many
+    rows of k share one float8 scale, or 0 if all rows of a head of a sequence do. ``bias_tiles``:
+    the result of ``has_bias_tiles``. ``mods``: the digest of its score_mod and mask_mod, "" without
+    them. ``described`` is for people and not compared.
     """
 
     batch: int

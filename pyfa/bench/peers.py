@@ -32,11 +32,11 @@ Prepare = Callable[[Cell, torch.device], Ready]
 
 class Peer(NamedTuple):
     """A library to compare with. ``prepare`` returns a ``Ready``, or raises if the library cannot
-    run the cell; ``why_not`` says what the environment lacks, for a device type. ``packed`` and
-    ``float8`` are the same as ``prepare`` for packed and float8 cells. ``attend`` makes the
-    attention function for a model. ``packed``, ``float8`` and ``attend`` are None if the library
-    does not take part in such cells. ``within`` makes the context in which packed
-    cells and models run."""
+    run the cell; ``why_not`` returns what the environment lacks to run the library on a device of
+    the given type, or None. ``packed`` and ``float8`` are the same as ``prepare`` for packed and
+    float8 cells. ``attend`` makes the attention function for a model. ``packed``, ``float8`` and
+    ``attend`` are None if the library does not take part in such cells. ``within`` makes the
+    context in which packed cells and models run."""
 
     name: str
     meaning: str

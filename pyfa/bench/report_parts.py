@@ -59,8 +59,8 @@ QUESTIONS = {
 
 class Section(NamedTuple):
     """``shows`` says in a sentence or two what the section shows, ``how`` how it was measured, and
-    ``where`` the environment. ``answer`` answers its question in a line. ``means`` are the
-    geometric means of pyfa's speed over each peer's, of ``suite`` on ``ran_on``."""
+    ``where`` the environment. ``answer`` answers ``question`` in a line. ``means`` has, for
+    each peer, the geometric mean of pyfa's speed over the peer's, in ``suite`` on ``ran_on``."""
 
     question: str
     order: int

@@ -79,9 +79,9 @@ def bundle(
     """Write the bundle. Return the names of the conformance cases that failed, and the plans that
     are left out. ``notes``: see ``Notes``.
 
-    The emulator runs the files for gfx942 that were written, and the manifest lists for each digest
-    the cases that it passed. If a case fails, the bundle is removed. A plan that no case ran is
-    left out if ``every`` plan was asked for; a common plan fails.
+    The emulator runs the bundle's files for gfx942, and the manifest lists the cases that each
+    digest passed. If a case fails, the bundle is removed. If ``every`` plan was requested, a plan
+    that no case ran is left out. Otherwise such a plan counts as a failure.
     """
     from .. import bundle
 
@@ -193,7 +193,7 @@ def _emulate(
 
 @contextmanager
 def _pool() -> Iterator[Executor]:
-    """A process for each core: a bundle of every plan takes all 4,200 cases."""
+    """Start a process for each core: a bundle of every plan takes all 4,200 cases."""
     spawning = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(os.cpu_count(), spawning, initializer=_without_compiler)
     try:

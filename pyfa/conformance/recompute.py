@@ -27,11 +27,11 @@ FLOAT8_BITS = 4  # of a float8 P
 
 
 def recomputed_out(inputs: Inputs) -> torch.Tensor | None:
-    """Return the output for float32's perturbed scores, and for float8's P relative to a base that
-    is not its row's maximum, in float64; None for 16-bit types.
+    """Return a second reference output in float64, with one error of the kernels put in on purpose.
 
-    For these a score's error of 1e-6 is negligible compared with the rounding of P and of the
-    output.
+    For float32 inputs it is computed from perturbed scores, for float8 from a P relative to a base
+    that is not the row's maximum. For 16-bit inputs it is None, because an error of 1e-6 in a score
+    is negligible compared with the rounding of P and of the output.
     """
     if inputs.spec.q.itemsize == 1:
         return reference.attention(inputs.spec, p_bits=FLOAT8_BITS, lagging=True)[0]

@@ -31,8 +31,8 @@ class Rows(NamedTuple):
 class Blocks:
     """The blocks of one problem on this rank.
 
-    ``call``: the numbers of the whole problem, and everything that is the same for every block. Its
-    q are this rank's queries, (B, S, H, D) or packed, (total, H, D).
+    ``call`` has the options and sizes of the whole problem, which every block shares. Its q has the
+    queries of this rank, (B, S, H, D) or packed, (total, H, D).
     """
 
     def __init__(self, call: Call, wanted: str, needs_grad: bool, packed: bool) -> None:

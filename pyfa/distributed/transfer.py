@@ -16,7 +16,7 @@ from ..errors import RankError
 class Ring:
     """A process group for one attention call. Without a group: only this process.
 
-    Ranks are numbers inside the group; messages name them as torch.distributed does.
+    Ranks are numbered within the group. Error messages give the global ranks of torch.distributed.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, name: str) -> None:

@@ -39,9 +39,9 @@ _MEMORY = frozenset(("vmem", "lds_dma", "lds"))
 
 @dataclass(frozen=True)
 class Rule:
-    """``states`` wait states between an instruction and a later one, if a register in ``first`` of
-    the former is also in ``second`` of the latter. Both return 0 for instructions that the rule
-    does not apply to."""
+    """``states`` wait states are required between an instruction and a later one if a register in
+    ``first(earlier)`` is also in ``second(later)``. The two functions return bits of registers, and
+    0 for an instruction that the rule does not apply to."""
 
     what: str
     first: Registers

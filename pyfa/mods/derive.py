@@ -24,7 +24,7 @@ def with_slope(score: Function) -> Function:
 
 def of_loads(score: Function, slots: frozenset[int]) -> tuple[tuple[int, Function], ...]:
     """Return, for each load of a captured tensor in ``slots``, its slot and a function. The
-    function computes the derivative of the result with respect to the loaded value, and then the
+    function returns the derivative of the result with respect to the loaded value, followed by the
     indices of the load."""
     found = []
     for place, op in enumerate(score.ops):

@@ -22,9 +22,13 @@ WAYS, DIRECTIONS = ("standard", "tiled"), ("forward", "backward")
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of one algorithm in one direction. Bytes and FLOPs; ``intensity`` is visible FLOPs
-    per byte of the DRAM estimate. ``seconds``: the sum of each kernel's bound by peaks, FLOPs of
-    its tiles and its estimated DRAM bytes; ``by``: the bound of the larger part of that time."""
+    """The costs of one algorithm in one direction, in bytes and FLOPs.
+
+    ``intensity``: visible FLOPs per byte of estimated DRAM traffic. ``seconds``: a lower bound on
+    the time, summed over the kernels: at peak rates, a kernel needs this time for the FLOPs of its
+    tiles or for its estimated DRAM bytes. ``by``: which of the two limits most of that time,
+    ``compute`` or ``memory``.
+    """
 
     requested: int
     dram: int

@@ -98,9 +98,9 @@ def fewest_to_fill(
     """Return the smallest number of splits, at most ``most``, of ``pieces`` of keys that leaves few
     of ``places`` empty. Each further split costs time to combine.
 
-    Blocks run in rounds of ``places``; the share is how full the rounds are. ``enough`` maps a
-    number of rounds and the best share to the share that suffices. If no number suffices, 85 % of
-    the best share does, as in FlashAttention-2.
+    Blocks run in rounds of ``places``; the share is how full the rounds are. ``enough`` returns the
+    share that suffices, given the number of rounds and the best share. If no number suffices, 85 %
+    of the best share does, as in FlashAttention-2.
     """
     shares = {}
     for parts in range(1, most + 1):
@@ -143,9 +143,12 @@ class Times(NamedTuple):
 
 @functools.lru_cache(4096)
 def least_time(blocks: int, pieces: int, piece_bytes: int, units: int, times: Times) -> int:
-    """Return the number of splits of ``pieces`` of keys with which ``blocks`` take the least time
-    on ``units`` SMs, in rounds of one block per SM. With fewer blocks than SMs, each block reads
-    faster."""
+    """Return the number of splits that takes the least time.
+
+    The keys have ``pieces``, which are divided among the splits. Each of ``blocks`` is launched
+    once per split. Blocks run in rounds, one block on each of ``units`` SMs. In a round with fewer
+    blocks than SMs, each block reads faster.
+    """
     pieces, units = max(1, pieces), max(1, units)
     best, least = 1, math.inf
     for parts in range(1, max(1, min(times.parts, pieces // times.pieces)) + 1):

@@ -132,8 +132,9 @@ def threads_of(plan: Plan) -> int:
 def blocks_per_sm(plan: Plan, arch: str, registers: int, shared: int) -> int:
     """Return how many blocks fit on an SM, by registers, shared memory and warps.
 
-    Registers are allocated to warps in steps of 256, shared memory in steps of 128 bytes plus 1 KiB
-    per block for the system. Source: CUDA's occupancy calculator, compute capability 8.x.
+    Registers are allocated to warps in steps of 256, shared memory in steps of 128 bytes. The
+    system reserves another 1 KiB per block. Source: CUDA's occupancy calculator, compute capability
+    8.x.
     """
     limits, warps = limits_of(arch), threads_of(plan) // 32
     per_warp = -(-registers * 32 // 256) * 256

@@ -49,9 +49,9 @@ def bind(
     out: torch.Tensor | torch.dtype,
     with_lse: bool,
 ) -> Run:
-    """Bind a launch for parts with these shapes, strides and dtypes. Its inputs are the outs and
-    LSEs in turn, followed by ``out`` if that is a tensor. It returns the output if it allocated
-    one, and the LSE if ``with_lse``."""
+    """Bind a launch for parts with these shapes, strides and dtypes. The inputs of the launch are
+    the output and LSE of each part in turn, followed by ``out`` if that is a tensor. The launch
+    returns the output if it allocated one, and the LSE if ``with_lse``."""
     names = [f"captured{number}" for number in range(2 * len(outs))]
     tensors = [x for pair in zip(outs, lses, strict=True) for x in pair]
     shape, packed = outs[0].shape, outs[0].dim() == 3

@@ -297,11 +297,12 @@ def _few_rows(problem: Problem, tiles: Tiles, block: int) -> Tiles:
 
 
 def list_tiles(constants: Mapping[str, Any], role: str, call: Call) -> blocks.Tiles | None:
-    """Return the tiles by whose block lists the kernel ``role`` visits under ``call``'s mask_mod;
-    None if it visits all.
+    """Return the tiles for the block lists by which the kernel ``role`` visits keys (or rows) under
+    ``call``'s mask_mod. Return None if it visits all tiles without lists.
 
-    With batch_invariant it does: full tiles come first, and which are full depends on the rows that
-    share a block. A mask_mod whose bits depend on the compiler has no lists.
+    It visits all tiles with batch_invariant: lists put full tiles first, and which tiles are full
+    depends on the rows that share a block. It also does if the result of the mask_mod depends on
+    the compiler, or differs between heads that share a block.
     """
     mask = mods.of(call.mods).mask if call.mods else None
     if mask is None or constants["ordered"] or not blocks.is_exact(mask):

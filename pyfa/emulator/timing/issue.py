@@ -63,7 +63,7 @@ class Turns:
 
 @dataclass(frozen=True)
 class Result:
-    """The model's result for one run at one end of the constants.
+    """The model's result for one run, with each constant at the same end of its range.
 
     ``lost``: clocks in which matrix units are idle, by instruction and cause (the last row is for
     SIMDs without a wavefront). ``stalled``: clocks for which wavefronts wait at an instruction.

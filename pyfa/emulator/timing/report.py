@@ -19,7 +19,8 @@ SLOTS = 16  # rows that a loop is shown in, at most, beside the one that closes 
 
 @dataclass(frozen=True)
 class Slot:
-    """A stretch of the hot loop: from one matrix product to the one that opens the next slot.
+    """A stretch of the hot loop: from the matrix product that begins it to the one that begins the
+    next slot.
 
     The last slot of a loop, ``end``, lies between the last product and the first product of the
     next iteration. Instructions are per wavefront and iteration. ``clocks``: from a wavefront's
