@@ -37,8 +37,8 @@ class Layout(NamedTuple):
     def parts(self, number: int) -> tuple[Range, ...]:
         """Return where chunk ``number`` begins and ends in each sequence.
 
-        All chunks have the same length, except the last nonempty ones. Blocks of equal length align
-        their corners in the same way as the whole sequence.
+        All chunks have the same length, except the last nonempty ones. Between two
+        chunks of equal length, masks are aligned as in the whole sequence.
         """
         chunks = self.ranks * (2 if self.zigzag else 1)
         return tuple(share(length, chunks, number) for length in self.lengths)
