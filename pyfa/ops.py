@@ -206,9 +206,9 @@ def _of_name(grads: Gradients, name: str) -> Any:
 
 
 class Attend(torch.autograd.Function):
-    """A bound call with its gradient, for eager tensors, without PyTorch's operator.
+    """A bound call and its gradient on eager tensors. It bypasses PyTorch's operator.
 
-    The gradient registered for the operator is the same code, and torch.compile uses that. Eager
+    The operator's gradient runs the same code; ``torch.compile`` uses the operator. Eager
     calls of the operator fill in and check 35 arguments one by one, which takes 250 µs per call
     (torch 2.11 and 2.13).
     """

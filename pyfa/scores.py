@@ -95,9 +95,10 @@ def relative(table: torch.Tensor) -> Score:
 def t5(table: torch.Tensor, bidirectional: bool = True, farthest: int = 128) -> Score:
     """Add T5's relative position bias: ``table`` is (H, buckets).
 
-    Half of the buckets are for one distance each, the others for ranges of distances that grow
-    logarithmically up to ``farthest``. With ``bidirectional``, each direction has half of the
-    buckets."""
+    With ``bidirectional``, half of the buckets are for earlier keys and half for later keys.
+    Otherwise all buckets are for earlier keys. In each direction, the first half of the buckets
+    hold one distance each. The others hold ranges of distances that grow logarithmically up to
+    ``farthest``."""
     buckets = table.shape[-1] // (2 if bidirectional else 1)
     exact = buckets // 2
     per_octave = (buckets - exact) / math.log(farthest / exact)

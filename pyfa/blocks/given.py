@@ -40,8 +40,9 @@ def lengths_of(block_mask: Any) -> tuple[Any, ...]:
 def as_mask_mod(
     block_mask: Any, mask_mod: Mod | None, device: torch.device, sizes: Sizes | None = None
 ) -> Mod:
-    """Return the mask_mod that is equivalent to ``block_mask``, or to ``block_mask`` with
-    ``mask_mod`` if it has none.
+    """Return the mask_mod that is equivalent to ``block_mask``.
+
+    Partial blocks are masked by the BlockMask's own mask_mod, or by ``mask_mod`` if it has none.
 
     Raises ``ValueError`` or ``TypeError`` for an invalid BlockMask, or, with ``sizes``, for one
     that does not fit them.

@@ -75,9 +75,9 @@ def place(values: torch.Tensor, dtype: torch.dtype, layout: str) -> Placed:
     """Round ``values`` (…, heads, dim) to ``dtype``, into a buffer of NaN with the given
     ``layout``.
 
-    "contiguous"; "strided": gaps after every row, head and sequence, all multiples of 16 bytes;
-    "heads_first": the memory order is (…, heads, rows, dim); "unaligned": dense, but one element
-    off 16 bytes; "gapped": every second element along the last dimension.
+    The layouts: "contiguous"; "strided": gaps after every row, head and sequence, all multiples of
+    16 bytes; "heads_first": the memory order is (…, heads, rows, dim); "unaligned": dense, but one
+    element off 16 bytes; "gapped": every second element along the last dimension.
     """
     shape = tuple(values.shape)
     unit = 16 // dtype.itemsize

@@ -37,8 +37,8 @@ class Layout(NamedTuple):
     def parts(self, number: int) -> tuple[Range, ...]:
         """Return where chunk ``number`` begins and ends in each sequence.
 
-        All chunks have the same length, except the last nonempty ones. So a block of scores whose
-        two chunks have equal length aligns a causal mask as the whole sequence does.
+        All chunks have the same length, except the last nonempty ones. Between two chunks of equal
+        length, a causal mask is aligned as in the whole sequence.
         """
         chunks = self.ranks * (2 if self.zigzag else 1)
         return tuple(share(length, chunks, number) for length in self.lengths)

@@ -53,9 +53,9 @@ def register() -> None:
 
 
 class Processor:
-    """What diffusers' ``AttnProcessor2_0`` computes, by the backend that is set.
+    """Computes the same as diffusers' ``AttnProcessor2_0``, on the attention backend that is set.
 
-    One for all layers of a model: ``set_attn_processor(Processor())``.
+    One object serves all layers of a model: ``set_attn_processor(Processor())``.
     """
 
     _attention_backend: Any = None

@@ -42,8 +42,8 @@ class ModError(ValueError):
 class Traced(torch.Tensor):
     """A traced scalar; ``number`` is the index of its operation.
 
-    With a ``base`` it is a captured tensor, of which only the first dimensions have been indexed so
-    far.
+    With a ``base`` it is that captured tensor, partly indexed: only its first dimensions have an
+    index so far.
     """
 
     number: int

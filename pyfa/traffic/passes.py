@@ -153,9 +153,11 @@ class _Matrices:
 
 
 def standard_forward(shape: Shape, elementwise: int = 0) -> list[Pass]:
-    """Return S = QKᵀ; P = softmax(S); O = PV. ``elementwise``: the number of further kernels over
-    S. Eager PyTorch has one that scales and one that masks, each of which reads and writes all of
-    S."""
+    """Return the passes S = QKᵀ; P = softmax(S); O = PV.
+
+    ``elementwise``: the number of further kernels, each of which reads and writes all of S. Eager
+    PyTorch has two: one for the scale and one for the mask.
+    """
     m = _Matrices(shape)
     return [
         m.product("S = QKᵀ", "q", "k", "s"),

@@ -87,7 +87,7 @@ def requested_bytes(shape: Shape, tiling: Tiling) -> Requested:
 def requested_of(shape: Shape, kernel: TiledKernel) -> tuple[dict[str, int], dict[str, int]]:
     """Return the bytes that one kernel reads, and those that it writes, by tensor.
 
-    A role that owns keys reads the rows of every head of the group for each of its blocks.
+    For each block of keys, a kernel that owns keys reads the rows of every query head of the group.
     """
     role = ROLES[kernel.role]
     if kernel.role == "forward":

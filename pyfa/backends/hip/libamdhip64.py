@@ -99,7 +99,7 @@ def copies(maps: Iterable[str] | None = None) -> list[str]:
 
 
 def the_copy() -> str:
-    """Return the path of the one copy that is mapped.
+    """Return the path of the only libamdhip64 that is mapped.
 
     Raises ``OSError`` as ``copies`` does, and ``RuntimeError`` if there are several copies or none.
     """

@@ -53,8 +53,9 @@ def rotary(
     """Rotate the first 2·R elements of each head of x (…, heads, D) by ``positions`` (…).
 
     cos and sin are (max_position, R). Computed in float32; float8 is rounded again and clamped to
-    its largest number. A position without a row in the tables gives NaN, as in the kernels, because
-    rows after the last packed sequence also have positions. Source: Su et al. 2021, "RoFormer".
+    its largest number. A position without a row in the tables gives NaN, as in the kernels. It
+    raises no error, because unused rows after the last packed sequence may have such positions,
+    too. Source: Su et al. 2021, "RoFormer".
     """
     half = cos.shape[-1]
     positions = positions.long()

@@ -101,8 +101,8 @@ class Rows:
         """Return rows ``begin`` to ``end`` as float32 (B, rows, heads, dim), zero if a row does not
         exist.
 
-        ``descale``: the scales of the storage as in ``Call``, one for each of as many equal groups
-        of heads.
+        ``descale``: the scales of the storage, as in ``Call``. If there are fewer scales than
+        heads, equal groups of consecutive heads share one.
         """
         rows = storage[self.index(begin, end)].float()
         if descale is not None:

@@ -144,10 +144,10 @@ def within_chunks(low, high, all_low, all_high, first, last, offset, CHUNK):
 @triton.jit
 def keys_of_rows(first_row, last_row, shift, keys, left, right, k_start, WINDOW_SHIFT, CHUNK,
                  ORDERED: tl.constexpr):  # fmt: skip
-    """Return ``keys_seen`` of rows first … last by their window and chunks, given as ``sees`` takes
-    them.
+    """Return ``keys_seen`` of the rows from ``first_row`` to ``last_row``, by window and chunk.
 
-    ORDERED: no key counts as seen by all if that depends on which rows share a block.
+    Windows and chunks are given as in ``sees``. ORDERED: a key counts as seen by all rows only if
+    that does not depend on which rows share a block.
     """
     middle = shift if WINDOW_SHIFT is None else shift + WINDOW_SHIFT
     low, high, all_low, all_high = keys_seen(first_row, last_row, middle, keys, left, right)

@@ -59,10 +59,17 @@ def _below(ENTRIES, count, a, b, c, d):
 def visits(
     COUNTS, ENTRIES, number, most, start, full_start, full_stop, stop, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Return what of list ``number`` lies in [start, stop): the list; the entries [first, last) of
-    tiles in [full_start, full_stop) that need no mask at all; and of the other entries how many
-    come before, how many behind, and the first and number of those that the mask_mod is asked
-    for. Places are multiples of BLOCK, apart from ``stop``."""
+    """Return where the entries of list ``number`` that lie in [start, stop) are:
+
+    - the list;
+    - the first and last of the entries [first, last), whose tiles need no mask: they are full and
+      lie in [full_start, full_stop);
+    - how many entries of other full tiles come before these, and how many after them;
+    - the first entry of a partial tile, for which the mask_mod is evaluated, and how many there
+      are.
+
+    Positions are multiples of BLOCK, except ``stop``.
+    """
     full = tl.load(COUNTS + 2 * number)
     count = tl.load(COUNTS + 2 * number + 1)
     ENTRIES += number.to(tl.int64) * most

@@ -39,10 +39,10 @@ class Code:
 def prepare(
     code: Code, programs: Extent, arguments: Sequence[Any], slots: Sequence[tuple[int, int]]
 ) -> Callable[[Sequence[Any], Totals | None], None]:
-    """Return a launch of ``programs`` with these ``arguments``, some of which each call supplies.
+    """Return a function that launches ``programs`` programs of ``code`` with ``arguments``.
 
-    ``slots``: (index of the argument, which is a pointer; number of its address) for the arguments
-    that a call supplies.
+    Each call supplies some of the pointers. ``slots`` has a pair for each of these: its index in
+    ``arguments``, and its index in the addresses that the call passes.
     """
     known = [0 if isinstance(x, Size) else x for x in arguments]
     packed = struct.pack("".join(code.formats), *known, *(0,) * code.own)

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 class ByLists:
     """The block lists of the kernels of one pass, by role.
 
-    They are the pass's last inputs, with ``names``; ``of`` returns them for each call.
+    The lists are the last inputs of the pass. ``names`` holds their names, and ``of`` returns the
+    lists of a call in the same order.
     """
 
     def __init__(self, runner: Runner, call: Call, roles: Sequence[str]) -> None:

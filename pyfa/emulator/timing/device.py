@@ -90,10 +90,10 @@ def time(
     law: tuple[float, float] | None = None,
     changed: Mapping[str, float] | None = None,
 ) -> Time:
-    """Return the time of the launches in sequence, with the clock that follows from each one's
-    utilization.
+    """Return the time of the launches in sequence.
 
-    ``law`` is ``constants.clock``'s; ``changed`` are other numbers for some of ``DEVICE``.
+    The clock rate of each launch follows from its utilization. ``law`` is passed to
+    ``constants.clock``. ``changed`` replaces some of the constants ``DEVICE``.
     """
     device = {**constants.of(constants.DEVICE, end), **(changed or {})}
     units, dies = int(device["units"]), int(device["dies"])
