@@ -193,7 +193,7 @@ def _emulate(
 
 @contextmanager
 def _pool() -> Iterator[Executor]:
-    """A process for each core: a bundle of every plan takes all 4,200 cases."""
+    """Yield a process for each core: a bundle of every plan takes all 4,200 cases."""
     spawning = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(os.cpu_count(), spawning, initializer=_without_compiler)
     try:

@@ -53,7 +53,7 @@ def register() -> None:
 
 
 class Processor:
-    """What diffusers' ``AttnProcessor2_0`` computes, by the backend that is set.
+    """A layer as diffusers' ``AttnProcessor2_0`` computes it, by the backend that is set.
 
     One for all layers of a model: ``set_attn_processor(Processor())``.
     """
