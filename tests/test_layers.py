@@ -16,8 +16,8 @@ PACKAGE = Path(__file__).parent.parent / "pyfa"
 ORDER = (
     "errors", "_torch", "env", "context",
     "masks", "scores",
-    "arch", "topology", "device", "mods", "problem", "validate", "validate_cache", "validate_fp8",
-    "validate_values", "blocks", "reference", "traffic", "plan",
+    "arch", "topology", "device", "mods", "problem", "sizes", "validate", "validate_cache",
+    "validate_fp8", "validate_values", "blocks", "reference", "traffic", "plan",
     "abi", "sources", "codeobject", "cubin", "bundle", "cache", "emulator",
     "backends",
     "dispatch", "merging", "bound", "ops", "request", "sharding", "binding", "api", "latent",

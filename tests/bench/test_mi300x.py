@@ -121,7 +121,7 @@ def test_two_that_act_alike_are_both_listed() -> None:
     answer = mi300x_fit.fit(points, runtime_sensitivity.constants_known())
     assert answer.named == ""
     assert {answer.found[0].constant, *answer.alike} == {"barrier", "clock"}
-    assert "not distinguishable" in answer.sentence
+    assert "equally likely" in answer.sentence
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, took: Callable[[Cell, Reckoned], float]) -> None:

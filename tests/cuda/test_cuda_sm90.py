@@ -44,12 +44,16 @@ def test_forward_keeps_to_its_registers(plan: Plan) -> None:
     """Nothing is spilled, products stay asynchronous (ptxas says so where it waits for each), and a
     block's registers are as its kinds of warps hand them to one another. Heads of 512 with several
     score terms spill 28 bytes, with 16 keys none: those have not run on a GPU. Over pages chunks of
-    heads above 128 spill up to 24 bytes."""
+    heads above 128 spill up to 24 bytes. Softcap alone spills up to 32, at 128 and 256; with
+    batch_invariant two blocks of an SM over pages, and packed chunks at 192, spill 16."""
     kernel, report = ptxas.compiled(plan, "sm_90a")
     constants = dict(plan.constants)
     few = "HALVES" in constants and constants["SCORE"] == GENERAL
     chunks = {"CHUNK_TILES", "PAGE_ROWS"} <= constants.keys() and int(constants["HEAD_DIM"]) > 128
-    assert max(runtime_compiler.spills(report)) <= (28 if few else 24 if chunks else 0)
+    softcap = constants["SCORE"] == forward_sm90.ALONE["softcap"] and plan.kernel == forward_sm90.KERNEL
+    invariant = "INVARIANT" in constants and ("BLOCKS" in constants or "PACKED" in constants)
+    most = 32 if softcap else 28 if few else 24 if chunks else 16 if invariant else 0
+    assert max(runtime_compiler.spills(report)) <= most
     assert "serialized" not in report
     assert "setmaxnreg" not in report  # that it is ignored
     threads = plans.threads_of(plan) * int(dict(plan.constants).get("BLOCKS", 1))
@@ -74,9 +78,9 @@ class Driver:
     ) -> int:
         sizes, strides, box = (list(x) for x in rest[:3])
         self.told.append([dtype.value, rank.value, sizes, strides, box])
-        place = address.value.to_bytes(8, "little")
-        zeros = bytes(abi.MAP_SIZE - 8)
-        data = place + zeros if self.leads else zeros + place
+        place, rows = address.value.to_bytes(8, "little"), (sizes[1] - 1).to_bytes(4, "little")
+        rest_of_map = rows + bytes(abi.MAP_SIZE - 12)
+        data = place + rest_of_map if self.leads else rest_of_map + place
         assert at.value % abi.MAP_ALIGNMENT == 0
         ctypes.memmove(at.value, data, len(data))
         return 0
@@ -109,7 +113,10 @@ def test_a_map_is_encoded_once_where_it_can_be_moved(
                 assert int.from_bytes(made.data[-8:], "little") == x.data_ptr()
         assert len(driver.told) == (1 if leads else 3)
         strides = [3 * 80 * 2, 80 * 2, 100 * 3 * 80 * 2]
-        assert driver.told[0] == [6, 4, [80, 100, 3, 2], strides, [32, 64, 1, 1]]
+        # Where it can be moved, one is encoded for any number of rows, which is then written.
+        rows = tensor_maps._ROWS if leads else 100
+        assert driver.told[0] == [6, 4, [80, rows, 3, 2], strides, [32, 64, 1, 1]]
+        assert int.from_bytes(made.data[8:12] if leads else made.data[:4], "little") == 99
     finally:
         tensor_maps.movable.cache_clear()
         tensor_maps._encoded_as_is.cache_clear()

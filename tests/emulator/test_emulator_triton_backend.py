@@ -160,7 +160,7 @@ def test_quantizing_rounds_as_pytorch_does(turned):
         (*slots, *xs[0].stride()[:3], rows, 2, dim, blocks, parts, 3, 2 * turned, 1, programs),
         {slot.name: number for number, slot in enumerate(slots)},
     )
-    launch([x.data_ptr() for x in given])
+    launch([x.data_ptr() for x in given], None)
     wanted = by_pytorch(xs, Rounding(2, block, False, signs if turned else None, dtype))
     for y, scale, (y_wanted, scale_wanted) in zip(ys, scales, wanted, strict=True):
         torch.testing.assert_close(scale, scale_wanted, rtol=1e-6, atol=0.0)

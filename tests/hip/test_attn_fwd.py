@@ -213,9 +213,9 @@ def test_what_the_rounds_ask_for_is_what_runs(causal, monkeypatch, nothing_bound
         asked.append((blocks, keys, places, rows, parts))
         return 2
 
-    def seen(call, num_splits):
+    def seen(call, num_splits, chunks):
         merged.append(num_splits)
-        return partials(call, num_splits)
+        return partials(call, num_splits, chunks)
 
     monkeypatch.setattr(splits, "over_rounds", two)
     monkeypatch.setattr(combine, "partials", seen)
