@@ -147,7 +147,8 @@ def main() -> int:
                     "pyfa.compat.flash_mla; cases chosen by hash",
             "device": options.device, "cases": len(drawn[: options.cases]), "small": options.small,
             "seconds": round(time.monotonic() - begin),
-            "counts_by_kind": {kind: dict(count) for kind, count in counts.items()}, "others": others,
+            "counts_by_kind": {kind: dict(count) for kind, count in counts.items()},
+            "others": others,
         }  # fmt: skip
         bench.write(RESULTS, what)
     return 1 if any(count["failed"] or count["not run"] for count in counts.values()) else 0

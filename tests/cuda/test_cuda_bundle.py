@@ -146,7 +146,7 @@ def test_compile_writes_what_load_finds(
     monkeypatch.setattr(catalog, "all_plans", lambda target, arch: few)
     assert main(["compile", "--arch", "sm_80,sm_90", "--bundle", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert (report["failed"], report["left_out"], len(report["objects"])) == ([], [], 10)
+    assert (report["failed"], report["left_out"], len(report["objects"])) == ([], [], 14)
     manifest = json.loads((folder / "manifest.json").read_text())
     objects = manifest["objects"].values()
     assert {entry["compiler"] for entry in objects} == {runtime_compiler.version()}

@@ -50,7 +50,8 @@ def test_forward_keeps_to_its_registers(plan: Plan) -> None:
     constants = dict(plan.constants)
     few = "HALVES" in constants and constants["SCORE"] == GENERAL
     chunks = {"CHUNK_TILES", "PAGE_ROWS"} <= constants.keys() and int(constants["HEAD_DIM"]) > 128
-    softcap = constants["SCORE"] == forward_sm90.ALONE["softcap"] and plan.kernel == forward_sm90.KERNEL
+    alone = forward_sm90.ALONE["softcap"]
+    softcap = constants["SCORE"] == alone and plan.kernel == forward_sm90.KERNEL
     invariant = "INVARIANT" in constants and ("BLOCKS" in constants or "PACKED" in constants)
     most = 32 if softcap else 28 if few else 24 if chunks else 16 if invariant else 0
     assert max(runtime_compiler.spills(report)) <= most
