@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pyfa import cubin, sources
-from pyfa.backends.cuda import code, plans, runtime_compiler
+from pyfa.backends.cuda import code, forward_sm90, plans, runtime_compiler
 from pyfa.backends.cuda.target import TARGET
 from pyfa.backends.native import catalog
 from pyfa.cli import compile_cuda
@@ -51,8 +51,10 @@ def test_resources(arch: str) -> None:
     for row in rows:
         constants = row["constants"]
         wide = row["kernel"] == "attn_bwd" and constants["HEAD_DIM"] > 128
-        # Up to 64 bytes of stack in the backward with score terms of Hopper's own kernel.
-        most = 64 if constants.get("TERMS") else 0
+        # Up to 64 bytes of stack in the backward with score terms of Hopper's own kernel, 8 in its
+        # forward with softcap alone (``test_forward_keeps_to_its_registers`` holds every plan).
+        softcap = constants.get("SCORE") == forward_sm90.ALONE["softcap"]
+        most = 64 if constants.get("TERMS") else 8 if softcap else 0
         if row["stack_bytes"] > most and not wide:
             found.append(f"{row['plan']}: {row['stack_bytes']} bytes of local memory")
         if row["shared_bytes"] > limit:

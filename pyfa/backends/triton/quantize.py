@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from ...validate_fp8 import LEAST_SCALE
 from ..base import Rounding
 from ..common.calls import with_rows
 from .common import INTERPRETED, dot
-from .kernel import Kernel, Slot, no_float
+from .kernel import Kernel, Launch, Slot, no_float
 from .plans import KINDS
 from .specs import Spec
 
@@ -349,7 +349,7 @@ class _Ready(NamedTuple):
     """A bound launch; ``run`` takes nine pointers."""
 
     scales: tuple[int, ...]
-    run: tuple[Callable[..., None], ...]
+    run: tuple[Launch, ...]
 
 
 @functools.lru_cache(_MOST_READY)
@@ -419,5 +419,5 @@ def _together(
     else:
         pointers.append(signs if INTERPRETED else signs.data_ptr())
     for run in ready.run:
-        run(pointers)
+        run(pointers, None)
     return list(zip(ys, scales.unbind(), strict=True))
