@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 from collections.abc import Mapping
@@ -42,24 +43,27 @@ def flatten(
     """
     root = directory().resolve()
     defines = "".join(f"#define {name} {value}\n" for name, value in sorted(constants.items()))
-    return defines + _expand(root / kernel, root, set(), _PLAIN if generated is None else generated)
+    plain = _PLAIN if generated is None else generated
+    return defines + _expand(f"{root}/{kernel}", str(root), set(), plain)
 
 
-def _expand(file: Path, root: Path, taken: set[Path], generated: Mapping[str, str]) -> str:
+def _expand(file: str, root: str, taken: set[str], generated: Mapping[str, str]) -> str:
+    # Paths are texts: pathlib's took half of the time, 2 ms of a plan's first call.
     taken.add(file)
-    name = file.relative_to(root).as_posix()
+    name = file[len(root) + 1 :]
 
     def replace(match: re.Match[str]) -> str:
         made = generated.get(match[1].rsplit("/", 1)[-1])
         if made is not None:
             return made
-        for folder in (file.parent, root):
-            wanted = (folder / match[1]).resolve()
-            if wanted.is_file():
+        for folder in (os.path.dirname(file), root):
+            wanted = os.path.normpath(f"{folder}/{match[1]}")
+            if os.path.isfile(wanted):
                 return "" if wanted in taken else _expand(wanted, root, taken, generated)
         raise FileNotFoundError(f'{name} includes "{match[1]}", which is not there')
 
-    text = _ONCE.sub("", file.read_text())
+    with open(file) as opened:
+        text = _ONCE.sub("", opened.read())
     return f'#line 1 "{name}"\n' + _INCLUDE.sub(replace, text)
 
 

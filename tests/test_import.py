@@ -98,3 +98,29 @@ def test_nothing_is_printed() -> None:
         [sys.executable, "-W", "error", "-c", "import pyfa"], capture_output=True, text=True
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+def test_a_backend_comes_without_models_and_collections() -> None:
+    """A first call launches; it does not estimate. Importing a backend sets off no collection of
+    torch's objects, even if one is due, and leaves the collector as it was."""
+    code = """
+import gc, json, sys, torch, pyfa
+from pyfa.backends import BACKENDS
+ran = []
+gc.callbacks.append(lambda phase, info: ran.append(phase))
+gc.set_threshold(100, 1, 1)
+gc.collect(0)
+ran.clear()
+before = gc.isenabled()
+backend = BACKENDS["hip"]
+seen = len(ran)
+gc.disable()
+BACKENDS["cuda"]
+names = ("pyfa.traffic", "pyfa.mods.emit")
+print(json.dumps([before, seen, gc.isenabled(), [x for x in names if x in sys.modules]]))
+"""
+    before, collections, after, heavy = json.loads(run(code))
+    assert before
+    assert collections <= 2  # the start and end of one, when the collector runs again
+    assert not after
+    assert heavy == []

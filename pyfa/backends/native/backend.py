@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -13,15 +13,17 @@ from ... import blocks
 from ...blocks import Tiles, Visits
 from ...plan import Plan
 from ...problem import Append, Call, Problem, features_by
-from ...traffic import Shape, TiledKernel
 from ..base import Run, RunBackward
 from ..common.calls import DTYPE_CODES
 from . import append as appending
-from . import backward, decode, forward, lists, merge, tiling
+from . import backward, decode, forward, lists, merge
 from .combine import chunked
 from .launch import Launcher
 from .plans import is_packed, masking
 from .target import Target
+
+if TYPE_CHECKING:
+    from ...traffic import Shape, TiledKernel
 
 
 class DigestingLauncher(Launcher, Protocol):
@@ -65,6 +67,8 @@ class NativeBackend:
     def tiled_kernels(
         self, plan: Plan, problem: Problem, shape: Shape, compiled: bool
     ) -> Sequence[TiledKernel]:
+        from . import tiling  # 15 modules of traffic, which no launch needs
+
         return tiling.kernels_of(self.target, plan, problem, shape, compiled)
 
     def visits(self, plan: Plan, call: Call) -> tuple[Tiles, Visits | None] | None:

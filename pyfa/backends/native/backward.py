@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -20,7 +20,6 @@ from ...problem import (
     tensors_of,
 )
 from ...sizes import Extent, Totals
-from ...traffic import Shape
 from ..base import Gradients, RunBackward
 from ..common import calls, splits
 from ..common.program import Like, Params, Program, count, for_any_total, like, run_of
@@ -28,6 +27,9 @@ from . import gaps, lists
 from .launch import Launcher
 from .plans import banded, name_of, values_of
 from .target import Block, Target
+
+if TYPE_CHECKING:
+    from ...traffic import Shape
 
 
 def why_not(problem: Problem) -> list[str]:
@@ -320,6 +322,8 @@ def _group_splits_of(launch: Launcher, call: Call) -> Callable[[int], int]:
     group are divided."""
     if call.batch_invariant or call.q.shape[-2] <= call.k.shape[-2]:
         return lambda total: 1  # of batch_invariant, because the bits of dK depend on it
+    from ...traffic.shape import Shape
+
     chain = _chain(launch, call)
     block = next(x for x in map(launch.target.block_of, chain) if x.keys)
     packed = call.cu_seqlens_k is not None

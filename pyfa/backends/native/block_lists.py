@@ -18,7 +18,6 @@ import torch
 from ... import abi, blocks, mods
 from ...blocks import Lists, Tiles
 from ...errors import CodeObjectError, CompileError
-from ...mods import emit_ranges
 from ...plan import Plan
 from ...problem import Call
 from ..common.program import Params, Program, like, run_of
@@ -69,6 +68,8 @@ def plan_of(launch: Launcher, call: Call, tiles: Tiles, kernel: str = "block_lis
 def bind(launch: Launcher, call: Call, tiles: Tiles) -> Callable[[Call], Lists]:
     """Return a launch for calls like ``call``. If the kernel cannot be built, PyTorch's operators
     make the lists."""
+    from ...mods import emit_ranges
+
     plan = plan_of(launch, call, tiles)
     wanted = (launch.device_at(call.q.device).arch, plan)
     if wanted in _refused:

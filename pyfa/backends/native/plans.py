@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from ... import mods, sources
-from ...mods import emit, emit_ranges
 from ...plan import Plan
 from ...problem import Problem, is_banded
 from ..common.calls import DROPOUT
@@ -40,6 +39,8 @@ def source_of(plan: Plan) -> str:
     digest = constants.get("MOD")
     if not isinstance(digest, str):
         return sources.flatten(plan.kernel, constants)
+    from ...mods import emit, emit_ranges  # 5 ms, and only for mods
+
     pair = mods.of(digest)
     generated = {
         "mod_functions.h": emit.source(pair),
