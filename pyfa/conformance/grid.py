@@ -22,6 +22,7 @@ from . import (
     grid_decode,
     grid_fp8,
     grid_hostile,
+    grid_kernels,
     grid_latent,
     grid_mods,
     grid_trees,
@@ -358,6 +359,7 @@ def _full() -> Iterator[Case]:
     yield from grid_bands.full()
     yield from grid_cover.full()
     yield from grid_decode.full()
+    yield from grid_kernels.full()
     yield from grid_latent.full()
     yield from grid_trees.full()
     yield from grid_wide.full()
