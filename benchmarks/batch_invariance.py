@@ -9,26 +9,30 @@ pages, packed and padded batches, appended keys; gradients of sequences alone ag
 ``--plant`` leaves it out of caches of more than 2 sequences, and no other company may differ.
 Exit status 1 where something differs. ``--cost`` times calls with ``batch_invariant`` beside the
 same without. The first run compiles kernels, with ``--jobs 16`` beside each other; ``--models 4``
-draws from fewer.
+draws from fewer. ``--parts DIR`` keeps what each pool of rows found in a file of its own, and takes
+from there what the same commit has compared before.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import json
 import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import invariance_cases as cases
 import machine
 import torch
-from invariance_cases import Model, Sizes, Tally
+from invariance_cases import Failure, Model, Sizes, Tally
 
 import pyfa
+from pyfa import bench
 
 HALF, SINGLE = torch.float16, torch.float32
 _MODELS = (
@@ -51,6 +55,8 @@ _MODELS = (
 )
 _SINGLE = (Model(4, 2, 64, 64, SINGLE), Model(2, 1, 128, 128, SINGLE, window=70))
 _SMALL = Sizes((2, 3), (16, 50, 1000), (16, 48), (2,), (2,))
+# Options that do not tell what is compared.
+_NOT_ASKED = ("jobs", "show", "save", "cost", "parts")
 # batch, rows, keys, heads, heads_k, head_dim, page size
 _COSTS = (
     ("decode", 8, 1, 8192, 32, 8, 128, 0), ("decode", 64, 1, 8192, 32, 8, 128, 0),
@@ -80,8 +86,8 @@ def device_of(backend: str) -> str:
     return "cuda" if torch.cuda.is_available() and backend != "emulator" else "cpu"
 
 
-def part(options: argparse.Namespace, number: int) -> Tally:
-    """What job ``number`` compares."""
+def part(options: argparse.Namespace, number: int, of: int = 0) -> Tally:
+    """What job ``number`` of ``of`` compares, by default of ``--jobs``."""
     device = device_of(options.backend)
     small = device == "cpu"
     if small or options.jobs > 1:
@@ -89,23 +95,52 @@ def part(options: argparse.Namespace, number: int) -> Tally:
     return cases.run(
         models_of(options.backend, small)[: options.models], rows=options.rows, device=device,
         backend=options.backend, sizes=_SMALL if small else Sizes(), seed=options.seed,
-        invariant=not options.without, at_once=options.at_once, share=(number, options.jobs),
+        invariant=not options.without, at_once=options.at_once, share=(number, of or options.jobs),
         plant=options.plant,
     )  # fmt: skip
+
+
+def in_parts(options: argparse.Namespace) -> tuple[Tally, float]:
+    """Every pool of rows, and the seconds that they took, of those that a file has, too."""
+    pools, found, seconds = -(-options.rows // options.at_once), Tally(), 0.0
+    asked = {name: value for name, value in vars(options).items() if name not in _NOT_ASKED}
+    asked |= {"commit": bench.environment()["commit"]}
+    options.parts.mkdir(parents=True, exist_ok=True)
+    for number in range(pools):
+        path = options.parts / f"{number}-of-{pools}.json"
+        kept = json.loads(path.read_text()) if path.exists() else {}
+        if kept.get("asked") != asked:
+            begin = time.perf_counter()
+            tally = part(options, number, pools)
+            kept = {"asked": asked, "seconds": time.perf_counter() - begin, **vars(tally)}
+            kept["failures"] = [failure._asdict() for failure in tally.failures]
+            path.write_text(json.dumps(kept))
+            print(f"pool {number + 1} of {pools}: {tally.rows} rows, "
+                  f"{len(tally.failures)} differ, {kept['seconds']:.0f} s", flush=True)  # fmt: skip
+        again = Tally()
+        again.rows, again.compared, again.differed = (
+            kept[name] for name in ("rows", "compared", "differed")
+        )
+        again.failures = [Failure(**one) for one in kept["failures"]]
+        found.add(again)
+        seconds += kept["seconds"]
+    return found, seconds
 
 
 def check(options: argparse.Namespace) -> int:
     device = device_of(options.backend)
     small = device == "cpu"
-    begin, found = time.perf_counter(), Tally()
-    if options.jobs == 1:
+    begin, found, seconds = time.perf_counter(), Tally(), 0.0
+    if options.parts:
+        found, seconds = in_parts(options)
+    elif options.jobs == 1:
         found = part(options, 0)
     else:
         # Most of a first run is compilation, which processes do beside each other.
         with multiprocessing.get_context("spawn").Pool(options.jobs) as jobs:
             for tally in jobs.imap(functools.partial(part, options), range(options.jobs)):
                 found.add(tally)
-    seconds = time.perf_counter() - begin
+    seconds = seconds or time.perf_counter() - begin
     table = [
         {"company": kind, "compared": count, "differed": found.differed.get(kind, 0)}
         for kind, count in sorted(found.compared.items())
@@ -224,6 +259,7 @@ def main() -> int:
     parser.add_argument("--models", type=int, help="only so many of them (default: all)")
     parser.add_argument("--at-once", type=int, default=20, help="rows of one pool of sequences")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the pools")
+    parser.add_argument("--parts", type=Path, help="a folder for what each pool of rows found")
     parser.add_argument("--show", type=int, default=20, help="failures that are printed")
     parser.add_argument("--without", action="store_true", help="without batch_invariant")
     parser.add_argument("--plant", action="store_true", help="plant a dependence on the batch")

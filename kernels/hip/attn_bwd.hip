@@ -18,7 +18,7 @@
 #endif
 
 #include "bwd_owned.h"
-#include "schedule.h"
+#include "packed.h"
 #ifndef MOD
 #define KERNEL_PARAMS Params
 #endif
@@ -223,10 +223,8 @@ DEVICE void store(const Context &c, const Matrix &m, const Acc (&grad)[COLUMNS][
 extern "C" __global__ WORKGROUP(kThreads, PER_SIMD) void attn_bwd(KERNEL_PARAMS p) {
   __shared__ Quad memory[kLdsBytes / kUnitBytes];
   Lds lds = (Lds)memory;
-  int blocks = ((kKeys ? p.seqlen_k : p.seqlen_q) + kBlock - 1) / kBlock;
-  Work work = work_of(workgroup_index(), blocks, 1, kKeys ? p.heads_k : p.heads_q,
-                      p.batch, p.dies);
-  if (kKeys) work.block = blocks - 1 - work.block;  // the first keys are seen most
+  Work work;
+  if (!find_work<kKeys, kBlock>(p, kKeys ? p.heads_k : p.heads_q, 1, work)) return;
   int group = p.heads_q / p.heads_k;
   Context c{sequence_of(p, work.batch)};
   int head_k = kKeys ? work.head : work.head / group;

@@ -16,7 +16,7 @@
 #endif
 
 #include "bwd_turn.h"
-#include "schedule.h"
+#include "packed.h"
 
 // ---- operands -----------------------------------------------------------------------------------
 
@@ -137,9 +137,8 @@ DEVICE void store(const Context &c, const Matrix &m, const Acc (&grad)[TILES][ti
 extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd_onepass(Params p) {
   __shared__ __attribute__((aligned(kLineBytes))) char memory[kLdsBytes];
   Buffers lds((Lds)memory);
-  int blocks = (p.seqlen_k + kBlock - 1) / kBlock;
-  Work work = work_of(workgroup_index(), blocks, 1, p.heads_k, p.batch, p.dies);
-  work.block = blocks - 1 - work.block;  // the most rows see the first keys
+  Work work;
+  if (!find_work<true, kBlock>(p, p.heads_k, 1, work)) return;
   Context c{sequence_of(p, work.batch), work.batch};
   make_scalar(c.s.keys);
   make_scalar(c.s.rows);

@@ -351,8 +351,8 @@ DEVICE void attend(const Context &c, State &state, int begin, int end) {
 
 extern "C" __global__ WORKGROUP(kThreads, WAVES / 4) void attn_fwd(KERNEL_PARAMS p) {
   __shared__ __attribute__((aligned(kLineBytes))) char lds[kLdsBytes];
-  int blocks = (p.seqlen_q + kBlockQ - 1) / kBlockQ;
-  Work work = work_of(workgroup_index(), blocks, p.num_splits, p.heads_q, p.batch, p.dies);
+  Work work;
+  if (!find_work<false, kBlockQ>(p, p.heads_q, p.num_splits, work)) return;
   Sequence s = sequence_of(p, work.batch);
   int first_row = work.block * kBlockQ;
   if (first_row >= s.rows) return;

@@ -5,6 +5,7 @@
 // neighboring elements of its row: 16 bytes.
 #include "bwd_dq.h"
 #include "bwd_score.h"
+#include "packed.h"
 
 #if !defined(DTYPE) || !defined(HEAD_DIM)
 #error "the plan defines DTYPE and HEAD_DIM"
@@ -14,10 +15,9 @@ constexpr int kWaves = 4;
 
 extern "C" __global__ WORKGROUP(kWaves *kLanes, 4) void dq_convert(Params p) {
   typedef Mma<DTYPE, 16> M;
-  int blocks = (p.seqlen_q + kWaves * kSumRows - 1) / (kWaves * kSumRows), id = workgroup_index();
-  int head = id / blocks % p.heads_q;
-  int first = (id % blocks * kWaves + wave_index()) * kSumRows;
-  Sequence s = sequence_of(p, id / blocks / p.heads_q);
+  RowBlock at = rows_of_workgroup<kWaves * kSumRows>(p);
+  int head = at.head, first = at.first + wave_index() * kSumRows;
+  Sequence s = sequence_of(p, at.batch);
   int row = first + M::column();
   if (row >= s.rows) return;
   if (p.dsinks && !M::part()) {

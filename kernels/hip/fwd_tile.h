@@ -5,7 +5,7 @@
 #include "../philox.h"
 #include "descale.h"
 #include "load.h"
-#include "schedule.h"
+#include "packed.h"
 #include "score.h"
 #ifdef MOD
 #include "mods.h"

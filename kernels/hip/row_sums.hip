@@ -2,6 +2,7 @@
 // where dQ is going to be added up in heads of HEAD_DIM, not 0, zeros for them.
 #include "mma.h"
 #include "bwd_dq.h"
+#include "packed.h"
 #include "../common/row_sums.h"
 
 #if !defined(DTYPE) || !defined(HEAD_DIM)
@@ -9,9 +10,9 @@
 #endif
 
 extern "C" __global__ WORKGROUP(kSumThreads, 4) void row_sums(Params p) {
-  int blocks = (p.seqlen_q + kSumRows - 1) / kSumRows, id = workgroup_index();
-  int head = id / blocks % p.heads_q, first = id % blocks * kSumRows;
-  Sequence s = sequence_of(p, id / blocks / p.heads_q);
+  RowBlock at = rows_of_workgroup<kSumRows>(p);
+  int head = at.head, first = at.first;
+  Sequence s = sequence_of(p, at.batch);
   if (HEAD_DIM && first < s.rows) {
     constexpr int kQuads = kSumRows * HEAD_DIM / 4;
     Quad *sums = (Quad *)p.dq_accum + sum_tile(p, s, first, head) * kQuads;

@@ -46,7 +46,7 @@ def _block_of(plan: Plan) -> Block:
         # Heads come side by side (bwd_shape.h). Wide ones gain more by parts than their tail
         # explains: 1 x 4,096, 32/4 heads of 256 take 2.67 ms in one part, 1.85 in two.
         tail = 0.3 if values["ROLES"] else 0.0
-        return Block(threads, keys=values["BLOCK_K"], tail=tail, by_length=True)
+        return Block(threads, keys=values["BLOCK_K"], tail=tail, by_length=True, table=True)
     if "BLOCK_K" in values:
         return Block(threads, keys=values["BLOCK_K"])
     return Block(threads, rows=values["BLOCK_Q"], by_length=True)

@@ -24,7 +24,8 @@ def _block_of(plan: Plan) -> Block:
     if plan.kernel == forward.KERNEL:
         waves = values["WAVES"]
         threads, rows = waves * forward.LANES, forward.ROWS * waves
-        return Block(threads, rows, values["BLOCK_K"], rounds=_rounds(values))
+        rounds = _rounds(values)
+        return Block(threads, rows, values["BLOCK_K"], rounds=rounds, by_length=True)
     if plan.kernel == decode.KERNEL:
         return Block(decode.THREADS, LINES * values["TILES"], GROUP)
     if plan.kernel == latent.KERNEL:
@@ -32,7 +33,7 @@ def _block_of(plan: Plan) -> Block:
     if plan.kernel == backward.BIAS_GRAD:
         return Block(backward.THREADS, *backward.BIAS_TILE)
     rows, keys = backward.owned(plan)
-    return Block(backward.THREADS, rows, keys)
+    return Block(backward.THREADS, rows, keys, by_length=True)
 
 
 def _rounds(values: Mapping[str, int]) -> splits.Rounds:

@@ -10,7 +10,7 @@ import torch
 from ... import abi, sizes
 from ...plan import Plan
 from ...problem import Append, Call, are_on_16, form_of, has_bias_tiles, tensors_of
-from ...sizes import Totals
+from ...sizes import Extent, Totals
 from ..base import OtherAlignment, Run
 from ..common.program import Params, Program, count, for_any_total, like, run_of
 from . import append as appending
@@ -26,7 +26,7 @@ class Grid(NamedTuple):
     ``chunked``: the keys have more than one chunk (``target.Block``). Each is a split, or the
     workgroups merge them and keep ``kept`` floats between them."""
 
-    blocks: int
+    blocks: Extent
     threads: int
     num_splits: int
     chunked: bool = False

@@ -26,7 +26,7 @@ from ..common.program import Like, Params, Program, count, for_any_total, like, 
 from . import gaps, lists
 from .launch import Launcher
 from .plans import banded, name_of, values_of
-from .target import Block, Target
+from .target import Block, Target, blocks_of_head
 
 if TYPE_CHECKING:
     from ...traffic import Shape
@@ -187,9 +187,9 @@ def _bind(
     for plan in chain:
         block = launch.target.block_of(plan)
         if block.rows:
-            blocks = _blocks(call, block) * call.q.shape[-2]
+            blocks = blocks_of_head(call, block) * call.q.shape[-2]
         else:
-            blocks = _blocks(call, block) * heads_k
+            blocks = blocks_of_head(call, block) * heads_k
         own = by_list.params_of(plan, call, params)
         program.add(plan, blocks, block.threads, own)
     if bias_grad and call.bias is not None:
@@ -225,24 +225,13 @@ def _bind(
     return sized
 
 
-def _blocks(call: Call, block: Block) -> Extent:
-    """Return the workgroups for one head of all sequences."""
-    if block.rows:
-        offsets, side, longest, size = call.cu_seqlens_q, "q", call.max_seqlen_q, block.rows
-    else:
-        offsets, side, longest, size = call.cu_seqlens_k, "k", call.max_seqlen_k, block.keys
-    if offsets is not None and block.by_length and call.batch:
-        return sizes.shape_of(call, side)[0] // size + call.batch
-    return -(-longest // size) * call.batch
-
-
 def _table_floats(launch: Launcher, call: Call, chain: Sequence[Plan], heads_k: int) -> Extent:
     """Return the size of the table of which keys each workgroup owns, if there is one
     (``kernels/cuda/bwd_work.h``): it follows the row states, in whole units of 16 bytes."""
     block = next(x for x in map(launch.target.block_of, chain) if x.keys)
-    if not block.by_length or not call.has_spare_k:
+    if not block.table or not call.has_spare_k:
         return 0
-    return 3 + 4 * _blocks(call, block) * heads_k
+    return 3 + 4 * blocks_of_head(call, block) * heads_k
 
 
 def _add_bias_grad(

@@ -7,12 +7,14 @@ import torch
 
 from ...plan import Plan
 from ...problem import Append, Call, form_of, tensors_of
+from ...sizes import Extent
 from ..base import Run
 from ..common import calls, splits
 from . import append as appending
 from . import attend
 from .launch import Launcher
 from .plans import is_packed
+from .target import blocks_of_head
 
 
 def bind(
@@ -78,6 +80,9 @@ def _bind(launch: Launcher, plan: Plan, call: Call, append: Append | None, with_
 
     def grid_of(call: Call) -> attend.Grid:
         blocks = attend.blocks_of(launch.target, plan, call)
+        launched: Extent = blocks
+        if block.by_length and call.cu_seqlens_q is not None:
+            launched = blocks_of_head(call, block) * call.q.shape[-2]
         if block.chunk and call.max_seqlen_k > block.chunk:
             # Whoever merges chunks, the bits are the same.
             places = launch.device_at(call.q.device).units * block.per_unit
@@ -95,6 +100,6 @@ def _bind(launch: Launcher, plan: Plan, call: Call, append: Append | None, with_
             num_splits = splits.of_prefill(
                 blocks, call.max_seqlen_k, places, rows, block.costs, rounds
             )
-        return attend.Grid(blocks, block.threads, num_splits)
+        return attend.Grid(launched, block.threads, num_splits)
 
     return attend.bind(launch, plan, call, append, with_lse, calls.with_readable, grid_of)

@@ -9,7 +9,8 @@ from typing import NamedTuple, Protocol
 from ...blocks import Tiles
 from ...device import Device
 from ...plan import Plan
-from ...problem import Problem
+from ...problem import Call, Problem
+from ...sizes import Extent, shape_of
 from ..common import splits
 from .tiles import Pair
 
@@ -26,8 +27,9 @@ class Block(NamedTuple):
     The last five apply to forward only. ``tail``: the share of the longest workgroup's time by
     which a backward with a mask outlasts the average compute unit. ``of_whole``: where its rows are
     those of all query heads of a KV head, and a part of them has each row of every head or of none,
-    the rows of such a part. ``by_length``: of a packed batch, backward launches only as many
-    workgroups as its total of rows or keys can need, and the kernel finds the sequence of each.
+    the rows of such a part. ``by_length``: of a packed batch, only as many workgroups are launched
+    as its total of rows or keys can need, and the kernel finds the sequence of each. ``table``: a
+    backward finds it in a table that ``row_sums`` makes.
     """
 
     threads: int
@@ -41,12 +43,24 @@ class Block(NamedTuple):
     tail: float = splits.ONE_BY_ONE
     of_whole: int = 0
     by_length: bool = False
+    table: bool = False
 
     def lines_of(self, group: int) -> int:
         """Return how many rows of the ``group`` query heads of a KV head it has."""
         if not self.of_whole:
             return self.rows
         return self.rows // self.of_whole * (self.of_whole // group * group)
+
+
+def blocks_of_head(call: Call, block: Block) -> Extent:
+    """Return the workgroups like ``block`` for one head of all sequences, and one split."""
+    if block.rows:
+        offsets, side, longest, size = call.cu_seqlens_q, "q", call.max_seqlen_q, block.rows
+    else:
+        offsets, side, longest, size = call.cu_seqlens_k, "k", call.max_seqlen_k, block.keys
+    if offsets is not None and block.by_length and call.batch:
+        return shape_of(call, side)[0] // size + call.batch
+    return -(-longest // size) * call.batch
 
 
 class Buffers(NamedTuple):
