@@ -82,11 +82,12 @@ class Fitting:
     """A check whether tensors are like those of a call. The first time it checks them one by one,
     since the call may never repeat; from the second time on it uses PyTorch's guards.
 
-    ``free``: the dimensions that may differ. ``alike``: pairs of (tensor, dimension) that must have
-    the same size, the total of rows.
+    ``free``: the dimensions that may differ. ``alike``: pairs of tensors whose free dimensions must
+    have the same size, the total of rows. Strides that depend on a free dimension are not compared,
+    so a tensor that has some and is contiguous must stay so.
     """
 
-    __slots__ = ("_alike", "_facts", "_free", "fits")
+    __slots__ = ("_alike", "_facts", "_free", "_whole", "fits")
 
     def __init__(
         self,
@@ -95,6 +96,9 @@ class Fitting:
         alike: Sequence[tuple[int, int]] = (),
     ) -> None:
         self._free, self._alike = free or {}, alike
+        self._whole = [
+            number for number, at in self._free.items() if at and tensors[number].is_contiguous()
+        ]
         self._facts = facts(tensors, self._free)
         self.fits: Fits = self._first
 
@@ -104,7 +108,7 @@ class Fitting:
         found = guard(tensors, self._free)
         if found is None:
             self.fits = self._one_by_one
-        elif self._alike:
+        elif self._alike or self._whole:
             self.fits = lambda *given: found(*given) and self._agree(given)
         else:
             self.fits = found
@@ -121,7 +125,7 @@ class Fitting:
         for a, b in self._alike:
             if tensors[a].shape[self._free[a]] != tensors[b].shape[self._free[b]]:
                 return False
-        return True
+        return all(tensors[number].is_contiguous() for number in self._whole)
 
 
 def modes() -> tuple[bool, bool]:
