@@ -143,7 +143,7 @@ class Bound:
     """
 
     __slots__ = (
-        "aligned", "backwards", "fitting", "form", "free", "modes", "needs_grad", "on_16",
+        "aligned", "backwards", "fitting", "form", "free", "has_bias", "modes", "needs_grad",
         "returns_lse", "run", "who", "writes",
     )  # fmt: skip
 
@@ -163,10 +163,15 @@ class Bound:
         # k and v have the same rows.
         self.fitting = Fitting(tensors, self.free, [(1, 2)] if 1 in self.free else ())
         self.modes = modes() if any(x.requires_grad for x in tensors) else None
-        # The bias comes next.
-        self.on_16 = 3 if call.bias is None else 4
-        self.aligned = are_on_16(*tensors[: self.on_16])
+        self.has_bias = call.bias is not None
+        self.aligned = _alignments(tensors, self.has_bias)
         self.backwards: dict[bool, list[tuple[Fitting, RunBackward]]] = {False: [], True: []}
+
+
+def _alignments(tensors: Sequence[torch.Tensor], has_bias: bool) -> tuple[bool, bool]:
+    """Return whether q, k and v are 16-byte aligned, and whether the bias is, which comes next. A
+    plan may need either without the other."""
+    return are_on_16(*tensors[:3]), not has_bias or tensors[3].data_ptr() & 15 == 0
 
 
 Kinds = tuple[type, ...]
@@ -197,7 +202,7 @@ class Table:
             if (
                 each[0] == kinds
                 and (bound.modes is None or bound.modes == modes())
-                and bound.aligned == are_on_16(*tensors[: bound.on_16])
+                and bound.aligned == _alignments(tensors, bound.has_bias)
                 # The last: it makes guards, which hold for the modes in which they are made.
                 and bound.fitting.fits(*tensors)
             ):

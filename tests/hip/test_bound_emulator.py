@@ -286,3 +286,19 @@ def test_a_packed_gradient_of_the_lse_may_come_with_other_strides() -> None:
     want = gradient(expanded, "torch")
     for dlse in (expanded.contiguous(), expanded, expanded.contiguous(), expanded):
         torch.testing.assert_close(gradient(dlse, "emulator"), want, atol=2e-2, rtol=2e-2)
+
+
+def test_alignments_of_queries_and_of_a_bias_are_told_apart() -> None:
+    """Aligned queries with a misaligned bias need another program than the reverse."""
+    shapes = ((1, 8, 2, 64), (1, 8, 2, 64), (1, 8, 2, 64), (1, 2, 8, 8))
+    values = [pair[0] for pair in (floats(*shape, seed=i) for i, shape in enumerate(shapes))]
+
+    def shifted(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
+
+    want = pyfa.attention(*values[:3], bias=values[3], backend="torch")
+    for on_q, on_bias in ((False, True), (True, False), (False, False), (True, True)) * 2:
+        q, bias = (shifted(x) if on else x for x, on in ((values[0], on_q), (values[3], on_bias)))
+        assert (q.data_ptr() % 16 != 0, bias.data_ptr() % 16 != 0) == (on_q, on_bias)
+        out = pyfa.attention(q, *values[1:3], bias=bias, backend="emulator")
+        torch.testing.assert_close(out, want, atol=2e-2, rtol=2e-2)
