@@ -302,3 +302,33 @@ def test_alignments_of_queries_and_of_a_bias_are_told_apart() -> None:
         assert (q.data_ptr() % 16 != 0, bias.data_ptr() % 16 != 0) == (on_q, on_bias)
         out = pyfa.attention(q, *values[1:3], bias=bias, backend="emulator")
         torch.testing.assert_close(out, want, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("cache_seqlens", [-1, 4]), ("rotary_seqlens", [3, 39]), ("rotary_seqlens", [3, -2])],
+)
+def test_positions_of_a_repeated_append_are_checked(name: str, values: list[int]) -> None:
+    """The first call checks them as arguments, later ones with the other values of tensors. A
+    length of −1 and two new rows are one key, written where no row is."""
+    q, k, v = (pair[0] for pair in (floats(2, 2, 2, 64, seed=seed) for seed in range(3)))
+    caches = [torch.zeros(2, 32, 2, 64, dtype=BF16) for _ in range(2)]
+    angles = torch.rand(40, 16)
+    given = {each: torch.tensor([3, 4], dtype=torch.int32) for each in CHECKED}
+
+    def attend() -> torch.Tensor:
+        return pyfa.attention_kvcache(
+            q, *caches, k=k, v=v, rotary_cos=angles.cos(), rotary_sin=angles.sin(), causal=True,
+            backend="emulator", **given,
+        )  # fmt: skip
+
+    for _ in range(2):
+        attend()
+    before = [x.clone() for x in caches]
+    given[name] = torch.tensor(values, dtype=torch.int32)
+    with pytest.raises(ValueError, match=f"^{name}: expected"):
+        attend()
+    assert all(map(torch.equal, caches, before))
+
+
+CHECKED = ("cache_seqlens", "rotary_seqlens")
