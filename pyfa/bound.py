@@ -7,8 +7,8 @@ addresses may differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -16,7 +16,12 @@ from . import _torch
 from .backends.base import Run, RunBackward
 from .problem import Append, Call, Form, are_on_16, form_of
 
-Fits = Callable[..., bool]
+
+class Fits(Protocol):
+    """Returns whether a call may take these tensors."""
+
+    def __call__(self, *tensors: torch.Tensor) -> bool: ...
+
 
 _MOST_ALIKE = 8  # of the same numbers and shapes, with other strides, dtypes, devices, gradients
 _MOST = 4096
