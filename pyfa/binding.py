@@ -30,10 +30,11 @@ DENSE, PACKED, CACHE, LATENT = 0, 1 << 20, 2 << 20, 3 << 20
 
 
 def of_rare(window: Any, attention_chunk: Any, dropout_p: Any, out_dtype: Any) -> tuple[Any, ...]:
-    """Return the end of a key. It contains the window's bounds separately, because their types
-    matter."""
-    edges = window if type(window) is tuple else ()
-    return (attention_chunk, dropout_p, out_dtype, *edges)
+    """Return the end of a key. It contains the window's bounds separately, also those inside an
+    ``Edge``, because their types matter."""
+    edges = window if isinstance(window, tuple) else ()
+    exact = tuple(x.keys for x in edges if isinstance(x, validate.Edge))
+    return (attention_chunk, dropout_p, out_dtype, *edges, *exact)
 
 
 def of_terms(bias: Any, alibi_slopes: Any, sinks: Any) -> tuple[tuple[Any, ...], int]:

@@ -7,8 +7,8 @@ addresses may differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -16,7 +16,12 @@ from . import _torch
 from .backends.base import Run, RunBackward
 from .problem import Append, Call, Form, are_on_16, form_of
 
-Fits = Callable[..., bool]
+
+class Fits(Protocol):
+    """Returns whether a call may take these tensors."""
+
+    def __call__(self, *tensors: torch.Tensor) -> bool: ...
+
 
 _MOST_ALIKE = 8  # of the same numbers and shapes, with other strides, dtypes, devices, gradients
 _MOST = 4096
@@ -82,11 +87,12 @@ class Fitting:
     """A check whether tensors are like those of a call. The first time it checks them one by one,
     since the call may never repeat; from the second time on it uses PyTorch's guards.
 
-    ``free``: the dimensions that may differ. ``alike``: pairs of (tensor, dimension) that must have
-    the same size, the total of rows.
+    ``free``: the dimensions that may differ. ``alike``: pairs of tensors whose free dimensions must
+    have the same size, the total of rows. Strides that depend on a free dimension are not compared,
+    so a tensor that has some and is contiguous must stay so.
     """
 
-    __slots__ = ("_alike", "_facts", "_free", "fits")
+    __slots__ = ("_alike", "_facts", "_free", "_whole", "fits")
 
     def __init__(
         self,
@@ -95,6 +101,9 @@ class Fitting:
         alike: Sequence[tuple[int, int]] = (),
     ) -> None:
         self._free, self._alike = free or {}, alike
+        self._whole = [
+            number for number, at in self._free.items() if at and tensors[number].is_contiguous()
+        ]
         self._facts = facts(tensors, self._free)
         self.fits: Fits = self._first
 
@@ -104,7 +113,7 @@ class Fitting:
         found = guard(tensors, self._free)
         if found is None:
             self.fits = self._one_by_one
-        elif self._alike:
+        elif self._alike or self._whole:
             self.fits = lambda *given: found(*given) and self._agree(given)
         else:
             self.fits = found
@@ -121,7 +130,7 @@ class Fitting:
         for a, b in self._alike:
             if tensors[a].shape[self._free[a]] != tensors[b].shape[self._free[b]]:
                 return False
-        return True
+        return all(tensors[number].is_contiguous() for number in self._whole)
 
 
 def modes() -> tuple[bool, bool]:
@@ -139,7 +148,7 @@ class Bound:
     """
 
     __slots__ = (
-        "aligned", "backwards", "fitting", "form", "free", "modes", "needs_grad", "on_16",
+        "aligned", "backwards", "fitting", "form", "free", "has_bias", "modes", "needs_grad",
         "returns_lse", "run", "who", "writes",
     )  # fmt: skip
 
@@ -159,10 +168,15 @@ class Bound:
         # k and v have the same rows.
         self.fitting = Fitting(tensors, self.free, [(1, 2)] if 1 in self.free else ())
         self.modes = modes() if any(x.requires_grad for x in tensors) else None
-        # The bias comes next.
-        self.on_16 = 3 if call.bias is None else 4
-        self.aligned = are_on_16(*tensors[: self.on_16])
+        self.has_bias = call.bias is not None
+        self.aligned = _alignments(tensors, self.has_bias)
         self.backwards: dict[bool, list[tuple[Fitting, RunBackward]]] = {False: [], True: []}
+
+
+def _alignments(tensors: Sequence[torch.Tensor], has_bias: bool) -> tuple[bool, bool]:
+    """Return whether q, k and v are 16-byte aligned, and whether the bias is, which comes next. A
+    plan may need either without the other."""
+    return are_on_16(*tensors[:3]), not has_bias or tensors[3].data_ptr() & 15 == 0
 
 
 Kinds = tuple[type, ...]
@@ -193,7 +207,7 @@ class Table:
             if (
                 each[0] == kinds
                 and (bound.modes is None or bound.modes == modes())
-                and bound.aligned == are_on_16(*tensors[: bound.on_16])
+                and bound.aligned == _alignments(tensors, bound.has_bias)
                 # The last: it makes guards, which hold for the modes in which they are made.
                 and bound.fitting.fits(*tensors)
             ):

@@ -161,15 +161,19 @@ def rotary(
 
 
 def check_positions(start: torch.Tensor, rows: int | torch.Tensor, cos: torch.Tensor) -> None:
+    """Call ``positions`` if the CPU can read ``start``."""
+    if start.is_cpu and not torch.compiler.is_compiling() and type(start) is torch.Tensor:
+        positions(start, rows, cos)
+
+
+def positions(start: torch.Tensor, rows: int | torch.Tensor, cos: torch.Tensor) -> None:
     """Raise ``ValueError`` if one of each sequence's ``rows`` positions from ``start`` on has no
-    row in the rotary tables, as far as the CPU can read them."""
-    if not start.is_cpu or torch.compiler.is_compiling() or type(start) is not torch.Tensor:
-        return
+    row in the rotary tables."""
     ends = start.long() + rows
     used = ends > start
     if not used.any():
         return
     least, most = int(start[used].min()), int(ends[used].max()) - 1
     if not 0 <= least <= most < cos.shape[0]:
-        positions = f"positions from 0 to {cos.shape[0] - 1}, the rows of rotary_cos"
-        wrong("rotary_seqlens", positions, f"{least} to {most}")
+        expected = f"positions from 0 to {cos.shape[0] - 1}, the rows of rotary_cos"
+        wrong("rotary_seqlens", expected, f"{least} to {most}")

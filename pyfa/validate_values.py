@@ -9,6 +9,7 @@ import itertools
 
 import torch
 
+from . import validate_cache
 from .problem import Append, Call, counted
 from .validate import wrong
 
@@ -24,6 +25,9 @@ def check(call: Call, append: Append | None = None) -> None:
         if append.cu_seqlens is not None and append.k is not None:
             longest = ("the cache's length", call.max_seqlen_k)
             _check_offsets("cu_seqlens_new", append.cu_seqlens, append.k, longest[1], longest[0])
+        # Before the new keys are counted: −1 and two new keys are a length of 1.
+        _check_range("cache_seqlens", call.seqused_k, call.max_seqlen_k)
+        _check_rotary(call, append)
         call = counted(call, append)
     for name, scales in zip("qkv", (call.q_descale, call.k_descale, call.v_descale), strict=True):
         if scales is not None:
@@ -48,6 +52,19 @@ def check(call: Call, append: Append | None = None) -> None:
             for page in row[: -(-keys // page_size)]:
                 if not 0 <= page < call.k.shape[0]:
                     wrong("page_table", f"pages from 0 to {call.k.shape[0] - 1}", page)
+
+
+def _check_rotary(call: Call, append: Append) -> None:
+    start = call.seqused_k if append.start is None else append.start
+    if append.cos is None or start is None:
+        return
+    rows: int | torch.Tensor = call.max_seqlen_q
+    if call.cu_seqlens_q is not None:
+        rows = call.cu_seqlens_q.diff()
+    validate_cache.positions(start, rows if append.moving else rows > 0, append.cos)
+    if append.k is not None:
+        new = append.k.shape[1] if append.cu_seqlens is None else append.cu_seqlens.diff()
+        validate_cache.positions(start, new, append.cos)
 
 
 def _name_of_used(call: Call) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -45,11 +45,18 @@ def paged(cu_seqlens_k: Any = None) -> Any:
     )  # fmt: skip
 
 
+class Bounds(NamedTuple):
+    left: Any
+    right: Any
+
+
 # What all three take, first right and then wrong; Python holds the two to be equal.
 SHARED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "causal": ({"causal": True}, {"causal": 1.0}),
     "window": ({"window": (5, 0)}, {"window": (5.0, 0)}),
     "window's other side": ({"window": (5, 0)}, {"window": (5, 0.0)}),
+    "window's edge": ({"window": (pyfa.Edge(5), 0)}, {"window": (pyfa.Edge(5.0), 0)}),
+    "window's tuple": ({"window": Bounds(5, 0)}, {"window": Bounds(5.0, 0)}),
     "return_lse": ({"return_lse": True}, {"return_lse": 1.0}),
 }
 OWN: list[tuple[str, Call, dict[str, Any], dict[str, Any]]] = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -14,9 +14,12 @@ from ..problem import FEATURES, Append, Call, Problem
 if TYPE_CHECKING:
     from ..traffic import Shape, TiledKernel
 
-# Takes the tensors of a call, as ``problem.tensors_of`` gives them, to out and, where it was asked
-# for, LSE. What comes behind them in the list is nobody's.
-Run = Callable[..., list[torch.Tensor]]
+
+class Run(Protocol):
+    """Takes the tensors of a call, as ``problem.tensors_of`` gives them, to out and, where it was
+    asked for, LSE. What comes behind them in the list is nobody's."""
+
+    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]: ...
 
 
 class OtherAlignment(Exception):
@@ -43,8 +46,18 @@ class Gradients(NamedTuple):
     captured: Sequence[torch.Tensor | None] = ()
 
 
-# Takes dout, dLSE or None, out, LSE and the tensors of the call to its gradients.
-RunBackward = Callable[..., Gradients]
+class RunBackward(Protocol):
+    """Takes dout, dLSE or None, out, LSE and the tensors of the call to its gradients."""
+
+    def __call__(
+        self,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        /,
+        *tensors: torch.Tensor,
+    ) -> Gradients: ...
 
 
 class Backend(Protocol):

@@ -121,22 +121,24 @@ def _check_sizes(block_mask: Any, parts: _Parts, sizes: Sizes) -> None:
     if lengths and tuple(lengths) != (sizes.rows, sizes.keys):
         hint = f"({sizes.rows}, {sizes.keys}), the rows and keys of this call"
         wrong("block_mask", f"one of seq_lengths {hint}", tuple(lengths))
-    if parts.counts.shape[2] != blocks[0] or (not lengths and parts.columns > blocks[1]):
+    if parts.counts.shape[2] != blocks[0] or (not lengths and parts.columns != blocks[1]):
         have = parts.counts.shape[2], parts.columns
         wrong("block_mask", f"{blocks[0]} x {blocks[1]} blocks of {parts.block}", have)
-    if parts.counts.device.type == "cpu" or _check_on_device:
-        for counts, indices in (parts[:2], parts[2:4]):
-            if counts is None or indices is None:
-                continue
-            most = indices.shape[-1]
-            over = (counts < 0) | (counts > most)
-            if over.any():
-                wrong("block_mask", f"counts from 0 to {most}", int(counts[over][0]))
-            listed = torch.arange(most, device=indices.device) < counts[..., None]
-            beyond = listed & ((indices < 0) | (indices >= blocks[1]))
-            if beyond.any():
-                worst = int(indices[beyond][0])
-                wrong("block_mask.kv_indices", f"blocks from 0 to {blocks[1] - 1}", worst)
+
+
+def _check_values(parts: _Parts) -> None:
+    for counts, indices in (parts[:2], parts[2:4]):
+        if counts is None or indices is None:
+            continue
+        most = indices.shape[-1]
+        over = (counts < 0) | (counts > most)
+        if over.any():
+            wrong("block_mask", f"counts from 0 to {most}", int(counts[over][0]))
+        listed = torch.arange(most, device=indices.device) < counts[..., None]
+        beyond = listed & ((indices < 0) | (indices >= parts.columns))
+        if beyond.any():
+            worst = int(indices[beyond][0])
+            wrong("block_mask.kv_indices", f"blocks from 0 to {parts.columns - 1}", worst)
 
 
 def _states_of(parts: _Parts) -> torch.Tensor:
@@ -144,6 +146,9 @@ def _states_of(parts: _Parts) -> torch.Tensor:
     changes."""
 
     def make() -> torch.Tensor:
+        # Here, so that a repeated call checks values that are new.
+        if parts.counts.device.type == "cpu" or _check_on_device:
+            _check_values(parts)
         found = torch.full(
             (*parts.counts.shape, parts.columns + 1), EMPTY, dtype=torch.uint8,
             device=parts.counts.device,

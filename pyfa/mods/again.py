@@ -60,18 +60,25 @@ class Snapshot:
 
 
 class _Tensor:
-    """What a trace depends on of a tensor."""
+    """What a trace depends on of a tensor. ``Module.half()`` and ``.to()`` change the dtype and the
+    device of a parameter, which stays the same object."""
 
-    __slots__ = ("grad", "ref", "shape")
+    __slots__ = ("device", "dtype", "grad", "ref", "shape")
 
     def __init__(self, x: torch.Tensor) -> None:
         self.ref: Callable[[], Any] = weakref.ref(x)
         self.shape, self.grad = x.shape, x.requires_grad
+        self.dtype, self.device = x.dtype, x.device
 
     def fits(self, x: Any) -> bool:
         if x is None or self.ref() is not x:
             return False
-        same: bool = x.shape == self.shape and x.requires_grad is self.grad
+        same: bool = (
+            x.shape == self.shape
+            and x.requires_grad is self.grad
+            and x.dtype is self.dtype
+            and x.device == self.device
+        )
         return same
 
 

@@ -29,7 +29,7 @@ class Dependencies:
     def __init__(self, mod: Callable[..., Any]) -> None:
         self.tensors: list[torch.Tensor] = []
         self._numbers: dict[int, int] = {}
-        self._functions: set[int] = set()
+        self._functions: dict[int, int] = {}
         self.key: Hashable = self._of(mod)
 
     def _of(self, value: object) -> Hashable:
@@ -66,9 +66,10 @@ class Dependencies:
         raise Unknown
 
     def _of_function(self, f: types.FunctionType) -> Hashable:
-        if id(f) in self._functions:  # it calls itself, or comes twice
-            return ("again", f.__code__)
-        self._functions.add(id(f))
+        number = self._functions.get(id(f))
+        if number is not None:  # it calls itself, or comes twice
+            return ("again", number)  # not by its code, which functions share
+        self._functions[id(f)] = len(self._functions)
         parts: list[Hashable] = [f.__code__]
         for cell in f.__closure__ or ():
             try:

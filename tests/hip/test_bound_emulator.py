@@ -265,3 +265,70 @@ def test_gradients_are_those_of_the_call(
     assert len(long_ways) == 1
     assert len(prepared) == 2  # a forward and a backward
     assert len(kernels_run) == 4 * len(set(kernels_run))
+
+
+def test_a_packed_gradient_of_the_lse_may_come_with_other_strides() -> None:
+    """The head stride of a packed LSE depends on the number of rows, so it is not compared as a
+    number. That of a sum over heads is 0."""
+    rows, heads = 16, 2
+    q, k, v = (pair[0] for pair in (floats(rows, heads, 64, seed=seed) for seed in range(3)))
+    offsets = torch.tensor([0, 5, rows], dtype=torch.int32)
+    by_row = torch.linspace(-1.0, 1.0, rows)
+
+    def gradient(dlse: torch.Tensor, backend: str) -> torch.Tensor:
+        leaf = q.clone().requires_grad_()
+        _, lse = pyfa.attention_varlen(
+            leaf, k, v, offsets, offsets, 11, 11, return_lse=True, backend=backend
+        )
+        return torch.autograd.grad(lse, leaf, dlse)[0]
+
+    expanded = by_row.expand(heads, rows)
+    want = gradient(expanded, "torch")
+    for dlse in (expanded.contiguous(), expanded, expanded.contiguous(), expanded):
+        torch.testing.assert_close(gradient(dlse, "emulator"), want, atol=2e-2, rtol=2e-2)
+
+
+def test_alignments_of_queries_and_of_a_bias_are_told_apart() -> None:
+    """Aligned queries with a misaligned bias need another program than the reverse."""
+    shapes = ((1, 8, 2, 64), (1, 8, 2, 64), (1, 8, 2, 64), (1, 2, 8, 8))
+    values = [pair[0] for pair in (floats(*shape, seed=i) for i, shape in enumerate(shapes))]
+
+    def shifted(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
+
+    want = pyfa.attention(*values[:3], bias=values[3], backend="torch")
+    for on_q, on_bias in ((False, True), (True, False), (False, False), (True, True)) * 2:
+        q, bias = (shifted(x) if on else x for x, on in ((values[0], on_q), (values[3], on_bias)))
+        assert (q.data_ptr() % 16 != 0, bias.data_ptr() % 16 != 0) == (on_q, on_bias)
+        out = pyfa.attention(q, *values[1:3], bias=bias, backend="emulator")
+        torch.testing.assert_close(out, want, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("cache_seqlens", [-1, 4]), ("rotary_seqlens", [3, 39]), ("rotary_seqlens", [3, -2])],
+)
+def test_positions_of_a_repeated_append_are_checked(name: str, values: list[int]) -> None:
+    """The first call checks them as arguments, later ones with the other values of tensors. A
+    length of −1 and two new rows are one key, written where no row is."""
+    q, k, v = (pair[0] for pair in (floats(2, 2, 2, 64, seed=seed) for seed in range(3)))
+    caches = [torch.zeros(2, 32, 2, 64, dtype=BF16) for _ in range(2)]
+    angles = torch.rand(40, 16)
+    given = {each: torch.tensor([3, 4], dtype=torch.int32) for each in CHECKED}
+
+    def attend() -> torch.Tensor:
+        return pyfa.attention_kvcache(
+            q, *caches, k=k, v=v, rotary_cos=angles.cos(), rotary_sin=angles.sin(), causal=True,
+            backend="emulator", **given,
+        )  # fmt: skip
+
+    for _ in range(2):
+        attend()
+    before = [x.clone() for x in caches]
+    given[name] = torch.tensor(values, dtype=torch.int32)
+    with pytest.raises(ValueError, match=f"^{name}: expected"):
+        attend()
+    assert all(map(torch.equal, caches, before))
+
+
+CHECKED = ("cache_seqlens", "rotary_seqlens")

@@ -1,6 +1,7 @@
 """Block lists and block_mask: right lists, right results, and never a stale one."""
 
 import gc
+import types
 
 import pytest
 import torch
@@ -462,3 +463,37 @@ def test_a_bound_call_is_not_found_by_a_block_mask_of_another_length():
     pyfa.attention(q, q, q, block_mask=_blocks(STATES, lengths=(64, 64)))
     with pytest.raises(ValueError, match="seq_lengths"):
         pyfa.attention(q, q, q, block_mask=_blocks(STATES, lengths=(64, 63)))
+
+
+@pytest.mark.parametrize("name", ["kv_indices", "kv_num_blocks"])
+@pytest.mark.parametrize("value", [9, -1])
+def test_values_of_a_repeated_block_mask_are_checked(name, value):
+    q = torch.randn(1, 60, 2, 16)
+
+    def attend(wrong):
+        block_mask = create_block_mask(
+            lambda b, h, i, j: i >= j, 1, 1, 60, 60, device="cpu", BLOCK_SIZE=16
+        )
+        if wrong:
+            getattr(block_mask, name)[0, 0, 1] = value
+        return pyfa.attention(q, q, q, block_mask=block_mask)
+
+    for _ in range(3):
+        attend(False)
+    with pytest.raises(ValueError, match="block_mask"):
+        attend(True)
+
+
+def test_lists_that_are_too_narrow_for_the_keys_are_refused():
+    """Without seq_lengths their width is the number of blocks; the last block would be lost."""
+    q = torch.randn(1, 32, 2, 16)
+    lists = types.SimpleNamespace(
+        kv_num_blocks=torch.ones(1, 1, 2, dtype=torch.int32),
+        kv_indices=torch.tensor([[[[1], [0]]]], dtype=torch.int32),
+        full_kv_num_blocks=None, full_kv_indices=None, BLOCK_SIZE=16, mask_mod=None,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="block_mask"):
+        pyfa.attention(q, q, q, block_mask=lists)
+    lists.kv_indices.zero_()
+    with pytest.raises(ValueError, match=r"^block_mask: expected 2 x 2 blocks"):
+        pyfa.attention(q, q, q, block_mask=lists)

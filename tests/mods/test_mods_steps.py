@@ -146,5 +146,23 @@ def test_what_may_change_unseen_is_not_kept():
     assert not snapshot.fits(mod)
 
 
+def test_a_parameter_of_another_dtype_is_traced_again():
+    """``Module.half()`` keeps the object. Kernels load by the dtype."""
+    model = torch.nn.Module()
+    model.table = torch.nn.Parameter(torch.rand(8), requires_grad=False)
+    table = model.table
+
+    def score(s, b, h, i, j):
+        return s + table[j]
+
+    first = [mods.resolve(score, None, CPU)[0] for _ in range(3)]
+    model.half()
+    assert model.table is table
+    digest, captured = mods.resolve(score, None, CPU)
+    assert captured[0].dtype == torch.float16
+    assert mods.of(digest).kinds == ((torch.float16, 1),)
+    assert digest not in first
+
+
 def _helper(x):
     return x

@@ -170,6 +170,21 @@ def test_one_tensor_twice_and_two_tensors_are_told_apart():
     assert same != different
 
 
+def test_which_function_comes_twice_is_told_apart():
+    """Functions made by one function share their code."""
+
+    def scaled(factor):
+        return lambda s: s * factor
+
+    def make(*parts):
+        first, second, third = parts
+        return lambda s, b, h, i, j: first(s) + second(s) * third(s)
+
+    two, three = scaled(2.0), scaled(3.0)
+    for parts in ((two, three, two), (two, three, three), (two, three, two)):
+        _same(make(*parts))
+
+
 def test_what_an_object_holds_is_looked_up_at_every_call():
     class Settings:
         window = 3

@@ -15,6 +15,9 @@ from ...plan import Plan
 from ...sizes import Extent, Size, Totals, function_of
 from .program import Program
 
+# Takes what ``program.Launch`` takes, of which it reads the addresses and the totals.
+Start = Callable[[Sequence[int], object, object, Totals | None], None]
+
 
 class Calls(NamedTuple):
     """``steps``: the driver's arguments for each kernel. ``set_stream`` puts a stream's handle into
@@ -163,7 +166,7 @@ def launcher(
     recover: Callable[[int, int, tuple[Any, ...]], None],
     taken: Sequence[tuple[int, Callable[[], int]]] = (),
     blocks: Sequence[Extent] = (),
-) -> Callable[..., None]:
+) -> Start:
     """Return a function that starts kernels on device ``index`` in sequence on torch's current
     stream.
 
@@ -212,7 +215,9 @@ def launcher(
     return launch
 
 
-def _resize_of(layout: Layout, blocks: Sequence[Extent]) -> Callable[[Block, Any], None] | None:
+def _resize_of(
+    layout: Layout, blocks: Sequence[Extent]
+) -> Callable[[Block, Totals | None], None] | None:
     """Return a function that puts into a ``Block`` what depends on the totals; None if nothing
     does."""
     grids = [(step, each) for step, each in enumerate(blocks) if isinstance(each, Size)]
@@ -222,7 +227,8 @@ def _resize_of(layout: Layout, blocks: Sequence[Extent]) -> Callable[[Block, Any
     packed = [(struct.Struct(each).pack_into, start) for start, each, _ in layout.sizes]
     steps = [step for step, _ in grids]
 
-    def resize(block: Block, totals: Totals) -> None:
+    def resize(block: Block, totals: Totals | None) -> None:
+        assert totals is not None, "sizes depend on them"
         # Not those totals before all is written.
         block.totals = None
         values, grids = at(*totals)

@@ -104,7 +104,7 @@ def launcher(
     launches: Sequence[Launch],
     layout: Layout,
     taken: Sequence[tuple[int, Callable[[], int]]] = (),
-) -> Callable[..., None]:
+) -> arguments.Start:
     """Return a function that starts kernels on device ``index`` in sequence; see
     ``arguments.launcher``."""
     driver = library()

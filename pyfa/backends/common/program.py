@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
 from ... import _torch
+from ..._torch import Empty
 from ...plan import Plan
 from ...problem import Call
 from ...sizes import Extent, Shape, Size, Totals, function_of, value_at
@@ -21,7 +22,7 @@ from ..base import OtherAlignment, Run
 
 Like = tuple[Shape, Shape, torch.dtype]
 """Shape, strides and dtype of a buffer."""
-_Result = TypeVar("_Result")
+_Bound = TypeVar("_Bound", bound=Callable[..., Any])
 
 # Takes the addresses of all that a program names, its inputs, what it made, and the totals of
 # packed rows if any of its sizes depends on them.
@@ -137,7 +138,7 @@ def like(shape: Iterable[Extent], dtype: torch.dtype) -> Like:
 def run_of(
     program: Program,
     launch: Launch,
-    empty: Callable[..., torch.Tensor],
+    empty: Empty,
     aligned: int | None = 3,
     on_16: bool = True,
     totals: Totals | None = None,
@@ -187,10 +188,10 @@ _MOST_TOTALS = 8  # of which a bound call keeps sizes
 def for_any_total(
     call: Call,
     given: Sequence[Any],
-    bind: Callable[..., Callable[[Totals | None], Callable[..., _Result]]],
+    bind: Callable[..., Callable[[Totals | None], _Bound]],
     first: int = 0,
     kind_of: Callable[[int, int], Hashable] = lambda q, k: None,
-) -> Callable[..., _Result]:
+) -> _Bound:
     """Bind ``call`` for its inputs ``given`` and all that differ from them also in the number of
     packed rows.
 
@@ -202,10 +203,10 @@ def for_any_total(
     if call.cu_seqlens_q is None and call.cu_seqlens_k is None:
         return bind(*given)(None)
     second = first + 1
-    kinds: dict[Hashable, Callable[[Totals | None], Callable[..., _Result]]] = {}
-    runs: dict[Totals, Callable[..., _Result]] = {}
+    kinds: dict[Hashable, Callable[[Totals | None], _Bound]] = {}
+    runs: dict[Totals, _Bound] = {}
 
-    def run_for(totals: Totals, given: Sequence[Any]) -> Callable[..., _Result]:
+    def run_for(totals: Totals, given: Sequence[Any]) -> _Bound:
         q, k = totals
         kind = (q > 0, k > 0, kind_of(q, k))
         of_kind = kinds.get(kind)
@@ -216,12 +217,12 @@ def for_any_total(
         found = runs[totals] = of_kind(totals)
         return found
 
-    def run_any_total(*given: Any) -> _Result:
+    def run_any_total(*given: Any) -> Any:
         totals = given[first].shape[0], given[second].shape[0]
         return (runs.get(totals) or run_for(totals, given))(*given)
 
     run_for((given[first].shape[0], given[second].shape[0]), given)
-    return run_any_total
+    return cast(_Bound, run_any_total)  # takes what each of them takes
 
 
 def arguments_of(

@@ -68,7 +68,7 @@ class Launcher:
         program: Program,
         tensors: Mapping[str, torch.Tensor],
         addresses: Mapping[str, int] | None,
-    ) -> Callable[..., None]:
+    ) -> Launch:
         """Return the launch. ``addresses`` are given if this driver's tensor maps cannot be
         moved."""
         pointers = {step.plan.kernel: step.params.pointers for step in program.steps}

@@ -18,6 +18,7 @@ from ...problem import Call, Form, are_on_16, band_of, form_of, scales_of, tenso
 from ...sizes import Extent, Shape, Totals
 from ..base import OtherAlignment, Run
 from ..common.calls import with_rows
+from ..common.program import Launch as PassLaunch
 from ..common.program import Program, count, for_any_total, like, run_of
 from . import plans, specs
 from .common import FAR, NO_LSE
@@ -127,7 +128,7 @@ def numbers_of(program: Program, form: Form) -> dict[str, int]:
     return numbers
 
 
-def launching(steps: Sequence[Launch]) -> Callable[..., None]:
+def launching(steps: Sequence[Launch]) -> PassLaunch:
     """Return a function that runs kernels in sequence. It takes addresses, or tensors if kernels
     are interpreted."""
 

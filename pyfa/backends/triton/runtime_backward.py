@@ -14,7 +14,7 @@ from ...sizes import Shape, Totals
 from ..base import Gradients, RunBackward
 from ..common.program import Like, Program, for_any_total, like, run_of
 from . import runtime, specs
-from .kernel import Launch, Slot, no_float
+from .kernel import Kernel, Launch, Slot, no_float
 from .runtime import Given, Runner
 from .runtime_lists import ByLists
 from .specs import INTERPRETED
@@ -124,7 +124,7 @@ class _Passes:
         self.sizes = (call.batch, heads, heads // call.k.shape[-2], call.q.shape[-1],
                       call.v.shape[-1], call.max_seqlen_q, call.max_seqlen_k,
                       self.given.page_size)  # fmt: skip
-        self.steps: list[tuple[Any, int, tuple[Any, ...]]] = []
+        self.steps: list[tuple[Kernel, int, tuple[Any, ...]]] = []
         self.index = call.q.device.index
 
     def bind(self, on_16: bool) -> Callable[[Totals | None], RunBackward]:

@@ -28,7 +28,7 @@ class ByLists:
         self._runner = runner
         found = {role: runner.list_tiles(role, call) for role in roles}
         self._tiles = {role: tiles for role, tiles in found.items() if tiles is not None}
-        self._states: dict[Tiles, Any] = {}
+        self._states: dict[Tiles, _States] = {}
         self.names = tuple(
             f"{role}_{part}" for role in self._tiles for part in ("counts", "entries")
         )
