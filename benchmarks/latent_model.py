@@ -18,7 +18,7 @@ import torch
 import transformers
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "integrations"))
-from test_latent_model import PROMPT, TOKENS, compared  # noqa: E402
+from test_latent_model import PROMPT, TOKENS, compared
 
 
 def main() -> None:
