@@ -32,8 +32,8 @@ PROBLEMS = (
 
 LATENT = tuple(
     f"--features latent --batch {batch} --seqlen 1,{keys} --heads {heads},1 --head-dim 576,512"
-    for batch, keys in ((128, 8192), (16, 65536))
-    for heads in (16, 64, 128)
+    for batch, keys in ((128, 1024), (128, 8192), (16, 65536), (1, 65536))
+    for heads in (16, 32, 64, 128)
 )
 
 # Prefill, and decode of many sequences, where 256 has a forward kernel and 512 runs on decode's.

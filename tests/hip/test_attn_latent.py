@@ -137,4 +137,4 @@ def test_splits_of_least_time(blocks, keys):
 
     tiles = -(-keys // 16)
     chosen = latent.splits_for(blocks, keys, 304)
-    assert time(chosen) == min(time(parts) for parts in range(1, max(2, min(128, tiles // 4) + 1)))
+    assert time(chosen) == min(time(parts) for parts in range(1, max(2, min(512, tiles // 4) + 1)))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pyfa
-from pyfa.conformance.tolerances import judge
+from pyfa.conformance.tolerances import Check, judge
 
 pytest.importorskip("transformers")
 deepseek: Any = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
@@ -50,9 +50,10 @@ class Absorbed:
         return module.o_proj(torch.einsum("bshr,hvr->bshv", out, self.to_values).flatten(2))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
-def test_prompt_and_decoded_tokens_are_those_of_the_expanded_module(dtype: torch.dtype) -> None:
+def compared(dtype: torch.dtype) -> tuple[Check, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what the rule says, and the outputs: absorbed, of the module in float64, and of the
+    module in ``dtype``."""
     torch.manual_seed(0)
     config = DeepseekV3Config(
         hidden_size=64, num_attention_heads=HEADS, num_key_value_heads=HEADS, q_lora_rank=48,
@@ -76,5 +77,11 @@ def test_prompt_and_decoded_tokens_are_those_of_the_expanded_module(dtype: torch
     mask = torch.full((length, length), -torch.inf).triu(1)[None, None]
     naive, _ = module(hidden, (cos, sin), mask.to(dtype))
     ref, _ = exact(hidden.double(), (cos.double(), sin.double()), mask.double())
-    check = judge("out", torch.cat(parts, 1), ref, naive)
+    got = torch.cat(parts, 1)
+    return judge("out", got, ref, naive), got, ref, naive
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prompt_and_decoded_tokens_are_those_of_the_expanded_module(dtype: torch.dtype) -> None:
+    check = compared(dtype)[0]
     assert check.passed, check.message

@@ -26,7 +26,7 @@ _FEATURES = frozenset(
 _LEAST_SMALL_BLOCKS = 6
 # By the timing model at 1.7 GHz, in thousandths of the 2 µs of a tile: what a block takes to start
 # and end; the launch of ``combine``, and per split of a block 0.5 MB that are written and read.
-_TIMES = splits.Times(start=6000, combine=2500, part=64, latency=1.0, pieces=4, parts=128)
+_TIMES = splits.Times(start=6000, combine=2500, part=64, latency=1.0, pieces=4, parts=512)
 _TILE = 1000
 
 
