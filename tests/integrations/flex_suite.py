@@ -124,7 +124,7 @@ def compiled_by_pyfa(path: Path) -> None:
     torch.compile = compile
 
 
-class Late(BaseException):
+class Late(KeyboardInterrupt):  # unittest lets no other exception pass
     """A test takes longer than it may."""
 
 
