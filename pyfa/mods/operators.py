@@ -18,9 +18,9 @@ SHAPES = frozenset(
      "lift_fresh", "lift_fresh_copy", "_unsafe_view", "permute"}
 )  # fmt: skip
 # Operators on small integers that cannot overflow.
-EXACT = frozenset({"where", "minimum", "maximum", "clamp", "clamp_min", "clamp_max", "_to_copy",
-                   "bitwise_and", "bitwise_or", "bitwise_xor", "full_like", "zeros_like",
-                   "ones_like", "new_full", "new_zeros", "new_ones"})  # fmt: skip
+EXACT = frozenset({"where", "masked_fill", "minimum", "maximum", "clamp", "clamp_min", "clamp_max",
+                   "_to_copy", "bitwise_and", "bitwise_or", "bitwise_xor", "full_like",
+                   "zeros_like", "ones_like", "new_full", "new_zeros", "new_ones"})  # fmt: skip
 # Their rule gives the result's own type.
 OWN_TYPE = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
 
@@ -107,6 +107,10 @@ def _fmod(r: Any, type: str, common: str, args: Any, kwargs: Any) -> int:
 def _where(r: Any, type: str, common: str, args: Any, kwargs: Any) -> int:
     condition = r.number_of(args[0], "b")
     return int(r.make.where(condition, *(r.number_of(each, type) for each in args[1:3])))
+
+
+def _masked_fill(r: Any, type: str, common: str, args: Any, kwargs: Any) -> int:
+    return _where(r, type, common, (args[1], args[2], args[0]), kwargs)
 
 
 def _clamp(r: Any, type: str, common: str, args: Any, kwargs: Any) -> int:
@@ -237,7 +241,7 @@ TABLE: dict[str, Rule] = {
     "fmod": _fmod, "minimum": _binary("min"), "maximum": _binary("max"),
     "lt": _compare("lt"), "le": _compare("le"), "gt": _compare("gt"), "ge": _compare("ge"),
     "eq": _compare("eq"), "ne": _compare("ne"),
-    "where": _where, "clamp": _clamp, "clamp_min": _clamp_one("min"),
+    "where": _where, "masked_fill": _masked_fill, "clamp": _clamp, "clamp_min": _clamp_one("min"),
     "clamp_max": _clamp_one("max"), "relu": _relu,
     "bitwise_and": _binary("and"), "bitwise_or": _binary("or"), "bitwise_xor": _binary("xor"),
     "bitwise_not": _bitwise_not, "__and__": _binary("and"), "__or__": _binary("or"),

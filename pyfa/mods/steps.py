@@ -1,9 +1,13 @@
 """Rewrites a function for a lane's scores of a tile, which lie at constant distances.
 
-A float that is linear in q and kv, as ALiBi's distance times a slope is, becomes its value at the
-lane's first score plus a constant: one addition, often fused, instead of an integer subtraction
-and a conversion to float, which takes a GPU four times as long as an addition. The two differ by
-an ulp where integers exceed 2^24, and where a factor is infinite.
+A float that is a whole number, linear in q and kv, as ALiBi's distance is, becomes its value at the
+lane's first score plus a constant: one addition instead of an integer subtraction and a conversion
+to float, which takes a GPU four times as long as an addition. The sum is exact below 2^24, and may
+be an ulp beside the conversion's result beyond.
+
+Whatever the mod computes from that float stays as it is written. A captured slope is no part of the
+step: that would save nothing, because a product and a sum are one instruction, and it would turn
+∞ · d into ∞ · d0 + ∞ · 0, which is NaN, and round where distances cancel.
 """
 
 from __future__ import annotations
@@ -14,13 +18,20 @@ from .ir import Builder, Function, Op
 from .ranges import Range, is_bounded, ranges_of
 
 _BASES = {"q": "q_base", "kv": "kv_base"}
+# A lane's scores lie within 2^8 rows and keys: what a step adds is below 2^24.
+_MOST_RATE = 1 << 15
+_MOST_WHOLE = 1 << 24
 
 
 class _Rates(NamedTuple):
-    """How fast a value changes with q and with kv: the numbers of two floats."""
+    """How fast a whole number changes with q and with kv."""
 
     q: int
     kv: int
+
+
+_STILL = _Rates(0, 0)
+_OF_INPUT = {"q": _Rates(1, 0), "kv": _Rates(0, 1), "b": _STILL, "h": _STILL}
 
 
 def with_steps(function: Function) -> Function:
@@ -33,10 +44,8 @@ class _Steps:
     def __init__(self, function: Function) -> None:
         self.function, self.make = function, Builder()
         self.ranges: list[Range] = ranges_of(function)
-        zero, one = (self.make.constant(x, "f") for x in (0.0, 1.0))
-        self.still = _Rates(zero, zero)
-        self.of_input = {"q": _Rates(one, zero), "kv": _Rates(zero, one), "score": None}
-        # Of each operation: its result, its result at the bases, and its rates if it is linear.
+        # Of each operation: its result, its result at the bases, and its rates if it is a whole
+        # number that is linear.
         self.here: list[int] = []
         self.based: list[int] = []
         self.rates: list[_Rates | None] = []
@@ -56,65 +65,60 @@ class _Steps:
 
     def _result(self, op: Op, rates: _Rates | None) -> int:
         make = self.make
-        if op.type == "f" and rates is not None and rates != self.still:
+        if op.type == "f" and rates:
             return self._stepped(self.based[-1], rates)
         source = self.function.ops[op.args[0]] if op.name == "cast" and op.type == "f" else None
-        if source is not None and source.name == "abs":
-            inside = source.args[0]
-            of_inside = self.rates[inside]
-            if of_inside is not None and of_inside != self.still:
-                return make.make(
-                    "abs", self._stepped(make.cast(self.based[inside], "f"), of_inside)
-                )
+        if source is not None and source.name == "abs" and (inside := self.rates[source.args[0]]):
+            base = make.cast(self.based[source.args[0]], "f")
+            return make.make("abs", self._stepped(base, inside))
         return self._again(op, self.here, {})
 
     def _stepped(self, base: int, rates: _Rates) -> int:
+        """Return ``base`` and the step. It is added at once: in unrolled loops it is a constant."""
         make = self.make
-        if rates.kv != self.still.kv and rates.q == self._negative(rates.kv):
-            distance = make.make("sub", make.input("kv_step"), make.input("q_step"))
-            return make.make("add", base, make.make("mul", rates.kv, distance))
-        for rate, step in zip(rates, ("q_step", "kv_step"), strict=True):
-            if rate != self.still.q:
-                base = make.make("add", base, make.make("mul", rate, make.input(step)))
-        return base
+        if rates == _STILL:
+            return base
+        q, kv = make.input("q_step"), make.input("kv_step")
+        if rates.q and rates.q == -rates.kv:
+            step = self._times(rates.kv, make.make("sub", kv, q))
+        else:
+            parts = [self._times(rate, x) for rate, x in zip(rates, (q, kv), strict=True) if rate]
+            step = parts[0] if len(parts) == 1 else make.make("add", *parts)
+        return make.make("add", base, step)
+
+    def _times(self, rate: int, step: int) -> int:
+        return self.make.make("mul", self.make.constant(rate, "f"), step)
 
     def _rates(self, number: int, op: Op) -> _Rates | None:
-        """Return the rates of operation ``number``; None if it is not linear in q and kv."""
+        """Return the rates of operation ``number``; None if it is no whole number, or none that is
+        linear in q and kv."""
         if op.name == "input":
-            return self.of_input.get(str(op.value), self.still)
+            return _OF_INPUT.get(str(op.value))
         found = [self.rates[x] for x in op.args]
-        if all(rates == self.still for rates in found):
-            return self.still
-        if any(rates is None for rates in found):
+        if op.type == "f":
+            if op.name == "const":
+                value = float(op.value or 0)
+                return _STILL if value.is_integer() and abs(value) <= _MOST_WHOLE else None
+        elif all(rates == _STILL for rates in found):
+            return _STILL
+        elif op.type == "b" or not is_bounded(self.ranges[number], op.type):
+            return None  # the latter may wrap around
+        rates = self._of_sum_or_product(op, [rates for rates in found if rates is not None])
+        return rates if rates and max(map(abs, rates)) <= _MOST_RATE else None
+
+    def _of_sum_or_product(self, op: Op, x: list[_Rates]) -> _Rates | None:
+        if not x or len(x) < len(op.args):
             return None
-        if op.type == "b":
-            return None
-        if op.type != "f" and not is_bounded(self.ranges[number], op.type):
-            return None  # it may wrap around
-        given = [rates for rates in found if rates is not None]
         if op.name == "cast":
-            return given[0]
+            return x[0]
         if op.name in ("add", "sub"):
-            return _Rates(*(self._sum(op.name, x, y) for x, y in zip(*given, strict=True)))
+            sign = 1 if op.name == "add" else -1
+            return _Rates(x[0].q + sign * x[1].q, x[0].kv + sign * x[1].kv)
         if op.name == "neg":
-            return _Rates(*(self._negative(x) for x in given[0]))
-        if op.name == "mul" and self.still in given:
-            moving = given.index(self.still) ^ 1
-            factor = self.make.cast(self.here[op.args[moving ^ 1]], "f")
-            return _Rates(*(self._product(x, factor) for x in given[moving]))
+            return _Rates(-x[0].q, -x[0].kv)
+        if op.name == "mul":
+            for factor, moving in zip(op.args, reversed(x), strict=True):
+                value = self.function.ops[factor].value
+                if self.function.ops[factor].name == "const" and value is not None:
+                    return _Rates(int(value) * moving.q, int(value) * moving.kv)
         return None
-
-    def _sum(self, name: str, x: int, y: int) -> int:
-        if y == self.still.q:
-            return x
-        if x == self.still.q:
-            return y if name == "add" else self._negative(y)
-        return self.make.make(name, x, y)
-
-    def _negative(self, x: int) -> int:
-        return x if x == self.still.q else self.make.make("neg", x)
-
-    def _product(self, x: int, factor: int) -> int:
-        if self.make.value(x) == -1.0:
-            return self._negative(factor)
-        return x if x == self.still.q else self.make.make("mul", x, factor)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
+import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +34,10 @@ _DTYPES = {"b": torch.bool, "i": torch.int32, "l": torch.int64, "f": torch.float
 
 _HERE = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
+
+
+def _is_of_users(file: str) -> bool:
+    return not file.startswith((_HERE, _TORCH, "<frozen"))
 
 
 class ModError(ValueError):
@@ -98,11 +103,17 @@ def trace(kind: str, mod: Callable[..., Any], device: torch.device) -> Traces:
             result = mod(*inputs)
         number = _result(recorder, kind, result)
         function = recorder.make.function(number)
+    except ModError:
+        raise
     except TooLarge:
         raise ModError(
             f"{recorder.where()}: more than 512 operations; precompute part of it as a tensor and "
             "capture that"
         ) from None
+    except Exception as error:  # of the mod's own code, whose line nothing else would name
+        raise ModError(
+            f"{recorder.where(error.__traceback__)}: raises {type(error).__name__}: {error}"
+        ) from error
     if side_effects.containers(mod) != before:
         raise ModError(
             f"{recorder.where()}: it changes a list, dict or set outside of it; a mod is run once, "
@@ -183,6 +194,8 @@ class _Recorder(TorchDispatchMode):
         self.make = Builder()
         self.captured: list[torch.Tensor] = []
         self.reads_sizes = False
+        self.asks = ""
+        """The method that asks for a value, of those in ``_INSTEAD``."""
         self.constants: dict[int, torch.Tensor] = {}
         """0-dim tensors that the mod itself made, by id; kept, so that ids stay theirs."""
 
@@ -192,9 +205,9 @@ class _Recorder(TorchDispatchMode):
         4 s)."""
         return False
 
-    def where(self) -> str:
-        """Return the mod's kind and name, with the line of the user's code that is running, or the
-        mod's first line if none is."""
+    def where(self, raised: types.TracebackType | None = None) -> str:
+        """Return the mod's kind and name, with the line of the user's code that is running, or that
+        ``raised``; the mod's first line if none is."""
         name = getattr(self.mod, "__name__", type(self.mod).__name__)
         frame = sys._getframe(1)
         code = None
@@ -203,10 +216,15 @@ class _Recorder(TorchDispatchMode):
             file = frame.f_code.co_filename
             if file == __file__ and frame.f_code.co_name == "trace":
                 break
-            if not file.startswith((_HERE, _TORCH)) and not file.startswith("<frozen"):
+            if _is_of_users(file):
                 code, line = frame.f_code, frame.f_lineno
                 break
             frame = frame.f_back  # type: ignore[assignment]
+        while raised is not None:
+            here = raised.tb_frame.f_code
+            if _is_of_users(here.co_filename):
+                code, line = here, raised.tb_lineno
+            raised = raised.tb_next
         if code is None:
             code = getattr(self.mod, "__code__", None)
             line = 0 if code is None else code.co_firstlineno
@@ -354,8 +372,7 @@ class _Recorder(TorchDispatchMode):
     def _refuse_value(self, traced: bool) -> None:
         if traced:
             raise self.error(
-                "needs a value that is only known when the kernel runs (an `if`, `and`, "
-                "`or`, `not`, `int()`, or `.item()`); use torch.where for a branch, and &, |, ~"
+                "needs a value that is only known when the kernel runs: " + _INSTEAD[self.asks]
             )
         raise self.error(
             "asks for the value of a captured tensor, which would be a constant in the kernel; use "
@@ -433,9 +450,27 @@ class _Functions(TorchFunctionMode):
             )
         elif func in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__):
             recorder._refuse_value(isinstance(args[0], Traced))
+        name = getattr(func, "__name__", "")
+        recorder.asks = name if name in _INSTEAD else ""
         return func(*args, **kwargs)
 
 
+_BRANCH = (
+    "a branch (`if`, `and`, `or`, `not`, `min`, `max`, `in` or a chained comparison); use "
+    "torch.where, `&`, `|`, `~`, torch.minimum and torch.maximum"
+)
+_NUMBER = (
+    "`int()`, `float()` or a function of math or numpy; use `.int()`, `.float()` and torch's "
+    "functions"
+)
+# By the method that asks for a value: what calls it, and what to write.
+_INSTEAD = {
+    "": "`.item()`, a slice or a function of numpy; use the scalar as it is, and torch's functions",
+    "__bool__": _BRANCH, "is_nonzero": _BRANCH, "__contains__": _BRANCH,
+    "__int__": _NUMBER, "__float__": _NUMBER, "__array__": _NUMBER,
+    "__index__": "`range()`, a slice, or the index of a list or an array; capture a torch tensor, "
+    "and index each dimension of it",
+}  # fmt: skip
 _OF_TENSORS: Any = torch.Tensor
 _SIZES = {
     _OF_TENSORS.shape.__get__, torch.Tensor.size, torch.Tensor.numel, torch.Tensor.__len__,

@@ -1,5 +1,7 @@
 """score_mod and mask_mod in HIP, run in the emulator: right as they are, caught when broken."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from planted import faults_found
@@ -57,6 +59,31 @@ def test_fault_is_caught(fault, plant):
     kernel, case, snippet, other = FAULTS[fault]
     plant(kernel, snippet, other)
     assert faults_found([case])
+
+
+SLOPES = replace(
+    CASES["packed"], lengths_q=(33,), lengths_k=(65,), slack=0, used_q=False, used_k=False,
+    score_mod="alibi", mask_mod="",
+)  # fmt: skip
+FROM_A_BASE = {
+    FORWARD: (
+        "modified(ModPlace(params_again(), c.work.batch, c.work.head), x, row, key)",
+        "modified(ModPlace(params_again(), c.work.batch, c.work.head), x, row - 2, key - 5, 2, %d)",
+    ),
+    BACKWARD: (
+        "modified(place, x, row, key, slope[r])",
+        "modified(place, x, row - 2, key - 5, 2, %d, slope[r])",
+    ),
+}
+
+
+@pytest.mark.parametrize("kernel", FROM_A_BASE)
+@pytest.mark.parametrize(("key", "wrong"), [(5, False), (6, True)])
+def test_scores_from_a_lane_s_first_one(kernel, key, wrong, plant):
+    """The functions that Hopper's kernels call, ``steps``: the scores are those of the others."""
+    snippet, other = FROM_A_BASE[kernel]
+    plant(kernel, snippet, other % key)
+    assert bool(faults_found([SLOPES])) == wrong
 
 
 def test_a_plan_is_that_of_its_mods():

@@ -1,6 +1,7 @@
 """Runs PyTorch's own numeric tests of FlexAttention with pyfa in place of what they compile.
 
-    python tests/integrations/flex_suite.py FILE --cases 300 [--shard 0/8] [--out FILE.json]
+    python tests/integrations/flex_suite.py FILE --cases 300 [--part PART.json] [--limit 60]
+    python tests/integrations/flex_suite.py FILE --cases 300 --part PART.json --save
 
 FILE is test/inductor/test_flex_attention.py of a PyTorch checkout, unchanged. Its tests compare
 three results: eager FlexAttention in float64, in the test's dtype, and ``torch.compile`` of
@@ -9,7 +10,13 @@ with ``pyfa.integrations.flex`` active, so what is compared with PyTorch is pyfa
 that compare numbers and do not ask what dynamo compiled. They are sampled by the SHA-256 of their
 names. A test in which no call reached pyfa counts as "theirs". One that fails also where PyTorch's
 own eager function takes pyfa's place, as some of a file for another version do, counts as "broken".
-None of the file is in this repository.
+One that takes more than ``--limit`` seconds counts as "late". None of the file is in this
+repository.
+
+A run with ``--part`` keeps each result, and one with the same file goes on where it ended.
+``--stop`` ends a run after so many seconds. ``--length`` replaces the file's sequence length of
+2,048, with which a test takes most of a minute on a CPU. ``--save`` writes
+benchmarks/results/flex_suite.json.
 
 Exit status: 0 when at least nine tenths of those that ran pass.
 """
@@ -24,9 +31,10 @@ import hashlib
 import importlib.util
 import inspect
 import json
-import platform
 import re
+import signal
 import sys
+import time
 import unittest
 import warnings
 from pathlib import Path
@@ -35,9 +43,10 @@ from typing import Any
 
 import torch
 
-import pyfa
-from pyfa import api
+from pyfa import api, bench
 from pyfa.integrations import flex
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "flex_suite.json"
 
 _NUMERIC = re.compile(r"self\.run_test|_check_equal|_check_out|assert_close")
 # Helpers and tests that ask how often dynamo compiled, or for what it generated.
@@ -47,12 +56,17 @@ _OF_COMPILING = re.compile(
 )
 
 
-def load(path: Path) -> ModuleType:
+def load(path: Path, length: int) -> ModuleType:
+    """The file as a module; with a ``length``, its constant S, a line of the file, is that."""
     spec = importlib.util.spec_from_file_location("theirs", path)
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules["theirs"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    text = path.read_text()
+    if length:
+        text, found = re.subn(r"(?m)^S = \d+$", f"S = {length}", text)
+        assert found == 1, "the file has no one constant S"
+    exec(compile(text, path, "exec"), vars(module))
     return module
 
 
@@ -70,6 +84,20 @@ def tests_of(module: ModuleType) -> list[unittest.TestCase]:
 
 def _name(test: Any) -> str:
     return f"{type(test).__name__}.{test._testMethodName}"
+
+
+def accept_one_row_of_positions() -> None:
+    """``PagedAttention.assign`` takes positions of each sequence; in PyTorch 2.6, whose file may be
+    the one that runs, it took one row of them for all."""
+    from torch.nn.attention.experimental._paged_attention import PagedAttention
+
+    real: Any = PagedAttention.assign
+
+    def assign(self: Any, batch: Any, positions: Any, *others: Any) -> Any:
+        rows = positions if positions.dim() == 2 else positions.expand(len(batch), -1)
+        return real(self, batch, rows, *others)
+
+    PagedAttention.assign = assign  # type: ignore[method-assign]
 
 
 on_pyfa = [True]  # or on PyTorch's own eager function
@@ -96,11 +124,31 @@ def compiled_by_pyfa(path: Path) -> None:
     torch.compile = compile
 
 
-def run(test: unittest.TestCase, calls: list[int]) -> tuple[str, str]:
+class Late(KeyboardInterrupt):  # unittest lets no other exception pass
+    """A test takes longer than it may."""
+
+
+def run(test: unittest.TestCase, calls: list[int], limit: int) -> tuple[str, str]:
+    """Return how ``test`` ended, and its message."""
+
+    def late(*_: object) -> None:
+        raise Late
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(limit)
+    try:
+        return _run(test, calls)
+    except Late:
+        return "late", f"more than {limit} s"
+    finally:
+        signal.alarm(0)
+
+
+def _run(test: unittest.TestCase, calls: list[int]) -> tuple[str, str]:
     result = unittest.TestResult()
     before = calls[0]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         test.run(result)
     if result.skipped:
         return "skipped", result.skipped[0][1]
@@ -108,21 +156,26 @@ def run(test: unittest.TestCase, calls: list[int]) -> tuple[str, str]:
     if wrong and on_pyfa[0]:
         on_pyfa[0] = False
         try:
-            alone, _ = run(test, calls)
+            alone, _ = _run(test, calls)
         finally:
             on_pyfa[0] = True
         return ("broken" if alone == "failed" else "failed"), wrong[0][1]
     if wrong:
         return "failed", wrong[0][1]
-    return ("passed" if calls[0] > before else "theirs"), ""
+    if calls[0] > before:
+        return "passed", ""
+    return "theirs", "; ".join(str(x.message) for x in said if "pyfa" in str(x.message))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--cases", type=int, default=300)
-    parser.add_argument("--shard", default="0/1", metavar="I/N")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--part", type=Path, metavar="FILE.json", help="results so far")
+    parser.add_argument("--limit", type=int, default=600, help="seconds for a test")
+    parser.add_argument("--stop", type=float, default=1e9, help="seconds, then none begins")
+    parser.add_argument("--length", type=int, default=0, help="in place of the file's S")
+    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
     options = parser.parse_args()
     path = options.file.resolve()
     calls = [0]
@@ -134,31 +187,43 @@ def main() -> int:
         return result
 
     api.attention = counted  # type: ignore[assignment]
-    module = load(path)
+    module = load(path, options.length)
     compiled_by_pyfa(path)
-    which, of = map(int, options.shard.split("/"))
-    drawn = tests_of(module)[: options.cases][which::of]
-    counts: collections.Counter[str] = collections.Counter()
-    found = []
+    accept_one_row_of_positions()
+    tests = tests_of(module)
+    drawn = tests[: options.cases]
+    found: dict[str, tuple[str, str]] = {}
+    if options.part and options.part.exists():
+        found = {name: tuple(x) for name, x in json.loads(options.part.read_text()).items()}
+    begin = time.monotonic()
     for test in drawn:
-        status, message = run(test, calls)
-        counts[status] += 1
-        found.append({"test": _name(test), "status": status, "message": message[-600:]})
-        print(f"{status:8} {_name(test)}", flush=True)
+        name = _name(test)
+        if name in found or time.monotonic() - begin > options.stop:
+            continue
+        status, message = found[name] = run(test, calls, options.limit)
+        print(f"{status:8} {name}", flush=True)
         if status == "failed":
             print("    " + message.strip().replace("\n", "\n    ")[-1500:], flush=True)
-        if options.out:
-            device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-            environment = {
-                "file": hashlib.sha256(path.read_bytes()).hexdigest(), "torch": torch.__version__,
-                "python": platform.python_version(), "device": device, "pyfa": pyfa.__version__,
-            }  # fmt: skip
-            text = json.dumps(
-                {"environment": environment, "counts": counts, "tests": found}, indent=1
-            )
-            options.out.write_text(text)
+        if options.part:
+            options.part.write_text(json.dumps(found, indent=1))
+    ends = {_name(test): found.get(_name(test), ("not run", "")) for test in drawn}
+    counts = collections.Counter(status for status, _ in ends.values())
     print(dict(counts))
-    ran = counts["passed"] + counts["failed"] + counts["theirs"]
+    if options.save:
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        what = {
+            "what": "PyTorch's numeric tests of FlexAttention with pyfa in place of torch.compile; "
+                    "tests chosen by hash",
+            "file": hashlib.sha256(path.read_bytes()).hexdigest(), "device": device,
+            "tests": len(tests), "cases": len(drawn), "length": options.length or "as in the file",
+            "limit": options.limit, "counts": dict(counts),
+            "others": [
+                [name, status, message.strip()[-300:]]
+                for name, (status, message) in ends.items() if status not in ("passed", "not run")
+            ],
+        }  # fmt: skip
+        bench.write(RESULTS, what)
+    ran = sum(counts[status] for status in ("passed", "failed", "theirs", "late"))
     return 0 if ran and counts["passed"] >= 0.9 * ran else 1
 
 

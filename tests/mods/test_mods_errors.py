@@ -1,8 +1,10 @@
 """A mod that cannot be computed is refused by an error that names the line and what to write."""
 
 import linecache
+import math
 import re
 
+import numpy
 import pytest
 import torch
 
@@ -106,14 +108,56 @@ def _complex(s, b, h, i, j):
     return s + table.to(torch.complex64)[i].real  # wrong
 
 
+def _chained(b, h, i, j):
+    return 0 <= i - j < 5  # wrong
+
+
+def _built_in(s, b, h, i, j):
+    return max(s, 0.0)  # wrong
+
+
+def _of_math(s, b, h, i, j):
+    return s + math.sin(i)  # wrong
+
+
+def _of_numpy(s, b, h, i, j):
+    return s + numpy.sin(i)  # wrong
+
+
+def _listed(s, b, h, i, j):
+    return s + [1.0, 2.0][h]  # wrong
+
+
+def _looped(s, b, h, i, j):
+    for n in range(i):  # wrong
+        s = s + n
+    return s
+
+
+def _beyond(s, b, h, i, j):
+    return s + table[9]  # wrong
+
+
+def _keyed(s, b, h, i, j):
+    return s + {0: 1.0}[h]  # wrong
+
+
 def _text(s, b, h, i, j):
     return "score"
 
 
 WRONG = {
-    _branch: "torch.where for a branch",
-    _and: "and &, |, ~",
-    _helped: "torch.where for a branch",
+    _branch: "a branch .*; use torch.where",
+    _and: "use torch.where, `&`, `|`, `~`",
+    _helped: "a branch .*; use torch.where",
+    _chained: "chained comparison.*use torch.where, `&`",
+    _built_in: "`max`.*torch.maximum",
+    _of_math: "a function of math.*torch's functions",
+    _of_numpy: "a function of numpy.*torch's functions",
+    _listed: "the index of a list or an array; capture a torch tensor",
+    _looped: r"`range\(\)`",
+    _beyond: "raises IndexError: index 9 is out of bounds",
+    _keyed: "raises KeyError",
     _item: "capture a Python number",
     _integer: "returns torch.int32, expected torch.bool; compare it",
     _row: "index every dimension",

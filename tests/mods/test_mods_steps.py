@@ -1,6 +1,8 @@
 """Rewriting for a lane's scores (``steps``), how exactly a tanh is needed (``accuracy``), and mods
 that come again (``again``)."""
 
+import math
+
 import pytest
 import torch
 
@@ -66,6 +68,40 @@ def test_all_scores_of_the_suite(name):
     (found,) = evaluate(steps.with_steps(pair.score), given, captured)
     (expected,) = evaluate(pair.score, given, captured)
     torch.testing.assert_close(found.expand(6, 9), expected.expand(6, 9), rtol=1e-11, atol=1e-9)
+
+
+INF, NAN = math.inf, math.nan
+HOSTILE = [-INF, INF, NAN, -0.0, 3e38, -1e30, 1e-40, 0.1]
+LINEAR = {
+    "slope": lambda t, u: lambda s, b, h, i, j: s + t[h] * (j - i),
+    "beside": lambda t, u: lambda s, b, h, i, j: s + t[h] * (j - i - 1),
+    "distance": lambda t, u: lambda s, b, h, i, j: s - t[h] * (i - j).abs(),
+    "start": lambda t, u: lambda s, b, h, i, j: s + (t[h] + 0.25 * (j - i)),
+    "both": lambda t, u: lambda s, b, h, i, j: s + (t[h] + u[h] * (j - i)),
+    "two products": lambda t, u: lambda s, b, h, i, j: s + t[h] * j - t[h] * i,
+    "a product of a product": lambda t, u: lambda s, b, h, i, j: s + t[h] * (u[h] * (j - i)),
+    "quotient": lambda t, u: lambda s, b, h, i, j: s + (j - i) / t[h],
+    "floats": lambda t, u: lambda s, b, h, i, j: s + t[h] * (j.float() - i.float()),
+    "fast": lambda t, u: lambda s, b, h, i, j: s + t[h] * (40000 * j - 50000 * i),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_hostile_captured_values_give_the_same_bits(name):
+    """In float32, where ∞ · 0 and sums that cancel show."""
+    for values in (HOSTILE, HOSTILE[::-1]):
+        for other in (values, [0.5] * 8):
+            pair, captured = of(LINEAR[name](torch.tensor(values), torch.tensor(other)))
+            for base, step in (((7, 40), (1, 1)), ((100, 3), (8, 2)), ((5, 5), (0, 8))):
+                given = inputs(base, step)
+                given = {k: x.float() if x.is_floating_point() else x for k, x in given.items()}
+                for h in range(8):
+                    given["h"] = torch.tensor(h, dtype=torch.int32)
+                    for function in (pair.score, pair.slope):
+                        found = evaluate(steps.with_steps(function), given, captured)
+                        for x, y in zip(found, evaluate(function, given, captured), strict=True):
+                            assert torch.equal(x.nan_to_num(7e7), y.nan_to_num(7e7))
+                            assert torch.equal(x.isnan(), y.isnan())
 
 
 def test_a_linear_distance_is_converted_once():

@@ -88,6 +88,7 @@ LAMBDAS = {
     "constants": lambda s, b, h, i, j: s * torch.tensor(2.0) + torch.full((), 0.5) + s.new_ones(()),
     "likes": lambda s, b, h, i, j: torch.where(i > j, torch.zeros_like(s), torch.ones_like(s) * s),
     "infinite": lambda s, b, h, i, j: torch.where(j > i, -float("inf"), s),
+    "filled": lambda s, b, h, i, j: s.masked_fill(j > i, -1e4).masked_fill(i == 3, s.new_ones(())),
     "nan": lambda s, b, h, i, j: torch.where(torch.isnan(s) | torch.isinf(s), 0.0, s),
     "without the score": lambda s, b, h, i, j: (i - j) * 0.5,
     "a number": lambda s, b, h, i, j: 1.5 + 0 * s,
