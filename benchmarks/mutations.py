@@ -19,10 +19,11 @@ not: it is equivalent, or a case is missing. A dropped wait or barrier that surv
 in all that ran, since the emulator knows of each register, each byte of LDS and each store whether
 it has been waited for.
 
-``--minutes`` is for all of it; what did not run is counted. SIGTERM ends it in the same way. ``--ran FILE`` keeps what each case
-executed, and cases that it has are not run again where no fault is to be planted. ``--save`` writes
-``results/mutations_hip.json`` (with ``--all``: ``mutations_hip_all.json``; without any fault:
-``coverage_gfx942.json``).
+``--minutes`` is for all of it; what did not run is counted. SIGTERM ends it in the same way.
+``--ran FILE`` keeps what each case executed, and cases that it has are not run again where no fault
+is to be planted. ``--save`` writes ``results/mutations_hip.json`` (with ``--all``:
+``mutations_hip_all.json``; without any fault: ``coverage_gfx942.json``). A result holds for the
+code objects of which the file has a digest (``code``, by kernel).
 """
 
 from __future__ import annotations
