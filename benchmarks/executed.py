@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import lzma
 import pickle
 from pathlib import Path
@@ -39,6 +40,17 @@ def write(path: Path, ran: list[Ran]) -> None:
 
 def read(path: Path) -> list[Ran]:
     return [Ran(*row) for row in pickle.loads(lzma.decompress(path.read_bytes()))]
+
+
+def code_of(shipped: dict[str, Covered]) -> dict[str, str]:
+    """By kernel: a digest of its code objects that ship, for results that hold for these alone."""
+    kernels = sorted({each.kernel for each in shipped.values()})
+    return {
+        kernel: hashlib.sha256(
+            "".join(sorted(d for d, each in shipped.items() if each.kernel == kernel)).encode()
+        ).hexdigest()[:12]
+        for kernel in kernels
+    }
 
 
 def coverage(ran: list[Ran], shipped: dict[str, Covered]) -> list[dict[str, Any]]:

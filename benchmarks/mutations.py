@@ -19,10 +19,11 @@ not: it is equivalent, or a case is missing. A dropped wait or barrier that surv
 in all that ran, since the emulator knows of each register, each byte of LDS and each store whether
 it has been waited for.
 
-``--minutes`` is for all of it; what did not run is counted. ``--ran FILE`` keeps what each case
-executed, and cases that it has are not run again where no fault is to be planted. ``--save`` writes
-``results/mutations_hip.json`` (with ``--all``: ``mutations_hip_all.json``; without any fault:
-``coverage_gfx942.json``).
+``--minutes`` is for all of it; what did not run is counted. SIGTERM ends it in the same way.
+``--ran FILE`` keeps what each case executed, and cases that it has are not run again where no fault
+is to be planted. ``--save`` writes ``results/mutations_hip.json`` (with ``--all``:
+``mutations_hip_all.json``; without any fault: ``coverage_gfx942.json``). A result holds for the
+code objects of which the file has a digest (``code``, by kernel).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ import hashlib
 import json
 import os
 import random
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -316,6 +318,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     begin = time.monotonic()
+    signal.signal(signal.SIGTERM, no_time_is_left)
 
     def cases_of(level: str) -> list[Case]:
         found = grid.cases(level, _EMULATOR.FEATURES, _EMULATOR.DTYPES)
@@ -379,7 +382,7 @@ def main() -> None:
             covered[name] = executed.coverage(of_level, static)
             for row in covered[name]:
                 print(name, row)
-    found = {"conformance": conformance, "coverage": covered}
+    found = {"conformance": conformance, "coverage": covered, "code": executed.code_of(static)}
     if options.save and not plant:
         what = "instructions of the gfx942 code that ships which cases execute in the emulator"
         seconds = round(time.monotonic() - begin)
@@ -387,6 +390,10 @@ def main() -> None:
     for some, results, name in zip(planted, verdicts, ("", "_all"), strict=True):
         if some:
             report(results, len(some), name, found, options, time.monotonic() - begin)
+
+
+def no_time_is_left(*_: object) -> None:
+    raise TimeoutError
 
 
 def in_the_full_level(
