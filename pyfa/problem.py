@@ -326,7 +326,7 @@ FEATURES: dict[str, Feature] = {
         Feature("score_mod", "a score_mod",
                 lambda asked: bool(asked.call.mods) and mods.of(asked.call.mods).score is not None,
                 _KERNELS, is_term=True),
-        Feature("captured_grad", "the gradient of a tensor that a score_mod captured",
+        Feature("captured_grad", "the gradient of tensors captured by a score_mod",
                 lambda asked: asked.needs_grad and bool(asked.call.mods)
                 and bool(mods.of(asked.call.mods).wanted),
                 frozenset({"torch"})),
