@@ -259,9 +259,11 @@ def fp8_accuracy() -> str:
     tables = [x for x in results()["fp8_accuracy.json"]["tables"] if x["head_dim"] == 128]
     rows = []
     for name in tables[0]["rmse"]:
-        cells = [f"{each['rmse'][name] * 1e3:.2g}" for each in tables]
+        cells = [f"{each['rmse'][name] * 1e3:#.2g}".rstrip(".") for each in tables]
         last = tables[-1]["rmse_with_p_in_float8"].get(name)
-        rows.append([name, *cells, "" if last is None else f"{last * 1e3:.2g}"])
+        cells.append("" if last is None else f"{last * 1e3:#.2g}".rstrip("."))
+        dtype, eager, _ = name.partition(" eager")
+        rows.append([f"PyTorch, unfused, {dtype}" if eager else f"pyfa, {name}", *cells])
     lengths = [f"{each['rows']:,} rows" for each in tables]
     return table(["", *lengths, f"{lengths[-1]}, P in float8"], rows)
 
@@ -484,8 +486,10 @@ def naive_beside() -> str:
 def context_parallel() -> str:
     """Times of 131,072 tokens by each way over GPUs, and time and memory of the longest."""
     ways = {"ring": "`ring_attention`", "ulysses": "`ulysses_attention`", "both": "both, 2 × 2"}
-    parts, rows, longest = ("forward", "backward"), [], []
+    parts, longest, tables = ("forward", "backward"), [], []
+    head = [x for part in parts for x in (f"{part} (ms)", "TFLOP/s", "efficiency")]
     for count in (4, 2):
+        rows = []
         data = results()[f"context_parallel_{count}.json"]
         tokens = data["title"].split()[0]
         for row in data["speeds"]:
@@ -497,17 +501,15 @@ def context_parallel() -> str:
                 cells += [f"{row[f'{part}_seconds'] * 1e3:.1f}", f"{row[f'{part}_tflops']:,.0f}"]
                 cells.append(f"{share:.1%}".replace("%", " %"))
             rows.append(cells)
+        tables.append(table(["GPUs", f"method, {tokens} tokens", *head], rows))
         for row in data["long"]:
             cells = [f"{row['seqlen']:,}", str(row["gpus"]), ways.get(row["side"], row["side"])]
             cells += [f"{row[f'{part}_seconds']:.2f}" for part in parts]
             longest.append([*cells, f"{row['peak_bytes'] / 1e9:.1f}", f"{row['ratio']:.2f}"])
-    head = [x for part in parts for x in (f"{part} (ms)", "TFLOP/s", "efficiency")]
     more = [f"{part} (s)" for part in parts]
-    return (
-        table(["GPUs", f"method, {tokens} tokens", *head], rows)
-        + "\n\n"
-        + table(["tokens", "GPUs", "method", *more, "GB per GPU", "peak / least"], longest)
-    )
+    memory = ["peak memory per GPU (GB)", "peak / minimum"]
+    tables.append(table(["tokens", "GPUs", "method", *more, *memory], longest))
+    return "\n\n".join(tables)
 
 
 def dram() -> str:
