@@ -125,7 +125,7 @@ def features() -> str:
     ]
     dtypes = sorted({dtype for each in BACKENDS.values() for dtype in each.DTYPES})
     rows += [
-        [f"`{dtype}`", f"{dtype} inputs", *(_mark(dtype in BACKENDS[each].DTYPES) for each in NAMES)]
+        [f"`{dtype}`", "dtype of q", *(_mark(dtype in BACKENDS[each].DTYPES) for each in NAMES)]
         for dtype in dtypes
     ]
     return table(["feature", "meaning", *(f"`{name}`" for name in NAMES)], rows)
@@ -285,9 +285,7 @@ def state(name: str, arch: str) -> str:
         or (name == "hip" and arch in hip_plans.ARCHS)
         or (name == "triton" and arch in compiled_by_triton())
     )
-    return (
-"compiled in the tests, not run" if compiled else "untested"
-    )
+    return "compiled in the tests, not run" if compiled else "untested"
 
 
 def archs() -> str:
@@ -341,8 +339,8 @@ def verified() -> str:
             emulated = ran["emulator", None]
             lines.append(
                 "- `hip`, for MI300X: **functionally emulated, not verified on hardware**. The "
-                "project's own emulator executes its gfx942 machine code; no MI300X has run it. The "
-                f"{emulated['level']} conformance suite last ran in the emulator on "
+                "project's own emulator executes its gfx942 machine code; no MI300X has run it. "
+                f"The {emulated['level']} conformance suite last ran in the emulator on "
                 f"{emulated['environment']['date']}: {_outcome(emulated)}. Its speed is unknown."
             )
         elif found:

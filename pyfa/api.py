@@ -64,8 +64,9 @@ def attention(
         bottom right.
     window
         (left, right): query i sees keys p − left to p + right. None or −1 is unlimited. With
-        ``causal``, a right bound above 0 has no effect. A bound below −1 excludes keys next to the query: with (8,
-        −3) query i sees keys p − 8 to p − 3. For the bound −1 itself pass ``pyfa.Edge(-1)``.
+        ``causal``, a right bound above 0 has no effect. A bound below −1 excludes keys next to the
+        query: with (8, −3) query i sees keys p − 8 to p − 3. For the bound −1 itself pass
+        ``pyfa.Edge(-1)``.
     attention_chunk
         Chunk size in keys (Llama 4); None or 0 disables chunking. Query i sees only the keys j of
         its own chunk: ⌊j / chunk⌋ = ⌊p / chunk⌋.

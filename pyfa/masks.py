@@ -106,7 +106,7 @@ def dilated(left: int, right: int = 0, *, step: int) -> Mask:
 
 
 def streaming(sinks: int, left: int) -> Mask:
-    """Return a causal window plus the first keys of the sequence, the attention sinks (StreamingLLM).
+    """Return a causal window plus the first keys, the attention sinks (StreamingLLM).
 
     The window has ``left`` keys before the query. ``sinks`` is the number of first keys.
     """
@@ -163,7 +163,7 @@ def prefix(length: Number) -> Mask:
 
 
 def shared_prefix(length: Number, answers: torch.Tensor) -> Mask:
-    """Return a causal mask for several answers to one prompt: each answer sees the prompt and itself.
+    """Return a causal mask for several answers to a prompt: each sees the prompt and itself.
 
     The prompt has ``length`` tokens. ``answers`` is (S,) or (B, S): the index of the answer that
     each token belongs to. For tokens of the prompt it may have any value.
@@ -180,9 +180,9 @@ def tree(parents: torch.Tensor, past: Number = 0) -> Mask:
     """Return the mask of a tree of draft tokens (speculative decoding): a node sees all past keys,
     its ancestors and itself.
 
-    The queries are the N nodes. The keys are the ``past`` keys, followed by the nodes. ``parents`` (N,)
-    is the index of each node's parent, or −1 for a root. Parents must come before their children;
-    otherwise ``ValueError`` is raised.
+    The queries are the N nodes. The keys are the ``past`` keys, followed by the nodes. ``parents``
+    (N,) is the index of each node's parent, or −1 for a root. Parents must come before their
+    children; otherwise ``ValueError`` is raised.
     """
     nodes = parents.tolist()
     ancestor = torch.eye(len(nodes), dtype=torch.bool)
@@ -228,11 +228,12 @@ def media(begins: torch.Tensor, ends: torch.Tensor, tokens: int) -> Mask:
 
 
 def block_diffusion(length: int, block: int) -> Mask:
-    """Return the mask of block diffusion (BD3-LM): noisy tokens, followed by the same tokens without
+    """Return the mask of block diffusion (BD3-LM): noisy tokens, then the same tokens without
     noise.
 
-    There are ``length`` tokens of each kind, in blocks of ``block`` tokens. A block of noisy tokens sees itself and the clean blocks before it. A clean block sees itself
-    and the clean blocks before it.
+    There are ``length`` tokens of each kind, in blocks of ``block`` tokens. A block of noisy tokens
+    sees itself and the clean blocks before it. A clean block sees itself and the clean blocks
+    before it.
     """
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -285,8 +286,8 @@ def natten(sizes: Sequence[int], kernel: int | Sequence[int]) -> Mask:
 def sliding_tile(tiles: Sequence[int], tokens: int, kernel: int | Sequence[int]) -> Mask:
     """Return the mask of sliding tile attention (STA): a neighborhood mask over tiles of tokens.
 
-    A tile has ``tokens`` consecutive tokens. For each dimension, ``tiles`` is the number of tiles, and ``kernel`` the number of tiles that a
-    tile sees.
+    A tile has ``tokens`` consecutive tokens. For each dimension, ``tiles`` is the number of tiles,
+    and ``kernel`` the number of tiles that a tile sees.
     """
     of_tiles = natten(tiles, kernel)
 
@@ -322,9 +323,9 @@ def temporal(tokens: int, places: int = 0) -> Mask:
 def blocks(table: torch.Tensor, rows: int, keys: int) -> Mask:
     """Return a block mask: a block is visible if its entry in the table is not 0.
 
-    A block has ``rows`` queries and ``keys`` keys. ``table`` is (blocks of queries, blocks of keys), or has a leading dimension for heads, or two
-    for batch and heads, of which each may be 1. Raises ``ValueError`` for another number of
-    dimensions.
+    A block has ``rows`` queries and ``keys`` keys. ``table`` is (blocks of queries, blocks of
+    keys), or has a leading dimension for heads, or two for batch and heads, of which each may be 1.
+    Raises ``ValueError`` for another number of dimensions.
     """
     rank = table.dim()
     if not 2 <= rank <= 4:
