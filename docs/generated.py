@@ -353,7 +353,7 @@ def verified() -> str:
 def _outcome(data: dict[str, Any]) -> str:
     counts = data["counts"]
     failed = sum(n for status, n in counts.items() if status not in ("passed", "refused"))
-    text = f"{counts['passed']:,} cases passed, {counts.get('refused', 0):,} were refused"
+    text = f"{counts['passed']:,} cases passed, {counts.get('refused', 0):,} refused"
     return f"{text} as unsupported" + (f", {failed:,} did not pass" if failed else "")
 
 
