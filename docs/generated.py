@@ -94,15 +94,38 @@ def _mods(wanted: frozenset[str]) -> str:
 # --- what each backend can do
 
 
+# What the names that ``pyfa explain --features`` takes stand for, where messages say too little.
+_MEANINGS = {
+    "softcap": "softcap of the scores",
+    "alibi": "ALiBi (`alibi_slopes`)",
+    "bias": "a float or boolean `bias`",
+    "dropout": "dropout of the probabilities (`dropout_p`)",
+    "sinks": "attention sinks (`sinks`)",
+    "chunk": "chunked attention (`attention_chunk`)",
+    "tree": "tree attention (`tree_mask`)",
+    "leftpad": "left padding of a cache (`cache_leftpad`)",
+    "batch_idx": "a row of the cache for each sequence (`cache_batch_idx`)",
+    "dv": "another head_dim for `v`",
+    "topk": "latent attention to a list of keys per query row (`indices`)",
+    "backward": "gradients of q, k and v",
+    "deterministic": "the same bits of gradients in each run",
+    "fp8": "float8 keys and values",
+}
+
+
 def features() -> str:
     """Return a row for each name in FEATURES, a column for each backend."""
     rows = [
-        [f"`{name}`", one.phrase, *(_mark(name in BACKENDS[each].FEATURES) for each in NAMES)]
+        [
+            f"`{name}`",
+            _MEANINGS.get(name, one.phrase),
+            *(_mark(name in BACKENDS[each].FEATURES) for each in NAMES),
+        ]
         for name, one in FEATURES.items()
     ]
     dtypes = sorted({dtype for each in BACKENDS.values() for dtype in each.DTYPES})
     rows += [
-        [f"`{dtype}`", "input dtype", *(_mark(dtype in BACKENDS[each].DTYPES) for each in NAMES)]
+        [f"`{dtype}`", "dtype of q", *(_mark(dtype in BACKENDS[each].DTYPES) for each in NAMES)]
         for dtype in dtypes
     ]
     return table(["feature", "meaning", *(f"`{name}`" for name in NAMES)], rows)
@@ -173,11 +196,22 @@ def fused() -> str:
     return table(["tensors on", "PyTorch's fused kernel", "tiled eager PyTorch"], rows)
 
 
+_VENDORS = {
+    "amd": "an AMD GPU",
+    "nvidia": "an NVIDIA GPU",
+    "cpu": "a CPU",
+    "unknown": "another device",
+}
+
+
 def automatic() -> str:
     """Return the order of backends, by the vendor of the tensors' device."""
     return table(
         ["tensors on", "order"],
-        ([vendor, ", ".join(f"`{name}`" for name in names)] for vendor, names in AUTOMATIC.items()),
+        (
+            [_VENDORS[vendor], ", ".join(f"`{name}`" for name in names)]
+            for vendor, names in AUTOMATIC.items()
+        ),
     )
 
 
@@ -208,8 +242,8 @@ def conformance_results() -> dict[tuple[str, str | None], dict[str, Any]]:
 
 
 def _counts(data: dict[str, Any]) -> str:
-    counted = ", ".join(f"{count} {status}" for status, count in data["counts"].items())
-    return f"suite at level {data['level']}: {counted}"
+    counted = ", ".join(f"{count:,} {status}" for status, count in data["counts"].items())
+    return f"{data['level']} suite: {counted}"
 
 
 @functools.cache
@@ -225,9 +259,11 @@ def fp8_accuracy() -> str:
     tables = [x for x in results()["fp8_accuracy.json"]["tables"] if x["head_dim"] == 128]
     rows = []
     for name in tables[0]["rmse"]:
-        cells = [f"{each['rmse'][name] * 1e3:.2g}" for each in tables]
+        cells = [f"{each['rmse'][name] * 1e3:#.2g}".rstrip(".") for each in tables]
         last = tables[-1]["rmse_with_p_in_float8"].get(name)
-        rows.append([name, *cells, "" if last is None else f"{last * 1e3:.2g}"])
+        cells.append("" if last is None else f"{last * 1e3:#.2g}".rstrip("."))
+        dtype, eager, _ = name.partition(" eager")
+        rows.append([f"PyTorch, unfused, {dtype}" if eager else f"pyfa, {name}", *cells])
     lengths = [f"{each['rows']:,} rows" for each in tables]
     return table(["", *lengths, f"{lengths[-1]}, P in float8"], rows)
 
@@ -249,11 +285,7 @@ def state(name: str, arch: str) -> str:
         or (name == "hip" and arch in hip_plans.ARCHS)
         or (name == "triton" and arch in compiled_by_triton())
     )
-    return (
-        "compiled in the tests, no result on hardware"
-        if compiled
-        else "untested: accepted, never run"
-    )
+    return "compiled in the tests, not run" if compiled else "untested"
 
 
 def archs() -> str:
@@ -298,21 +330,31 @@ def verified() -> str:
     lines = []
     for name in NAMES:
         found = [
-            f"run on an {data['environment']['gpu']} ({_counts(data)})"
+            f"The {data['level']} conformance suite ran on an {data['environment']['gpu']} on "
+            f"{data['environment']['date']}: {_outcome(data)}."
             for (backend, arch), data in ran.items()
             if backend == name and arch
         ]
         if name == "hip" and not found:
+            emulated = ran["emulator", None]
             lines.append(
-                "- `hip`, for MI300X: **emulated, not verified on hardware**. Its compiled gfx942 "
-                "code passes the conformance suite in the project's own emulator. Its speed is "
-                "unknown."
+                "- `hip`, for MI300X: **functionally emulated, not verified on hardware**. The "
+                "project's own emulator executes its gfx942 machine code; no MI300X has run it. "
+                f"The {emulated['level']} conformance suite last ran in the emulator on "
+                f"{emulated['environment']['date']}: {_outcome(emulated)}. Its speed is unknown."
             )
         elif found:
-            lines.append(f"- `{name}`: {'; '.join(found)}; on no other GPU")
+            lines.append(f"- `{name}`: {' '.join(found)} No other GPU was tested.")
         elif name in ("cuda", "triton"):
-            lines.append(f"- `{name}`: not run on hardware")
-    return "\n".join([*lines, "- `torch`: run in the project's tests, on a CPU"])
+            lines.append(f"- `{name}`: No GPU was tested.")
+    return "\n".join([*lines, "- `torch`: The project's tests run it on a CPU."])
+
+
+def _outcome(data: dict[str, Any]) -> str:
+    counts = data["counts"]
+    failed = sum(n for status, n in counts.items() if status not in ("passed", "refused"))
+    text = f"{counts['passed']:,} cases passed, {counts.get('refused', 0):,} refused"
+    return f"{text} as unsupported" + (f", {failed:,} did not pass" if failed else "")
 
 
 def conformance() -> str:
@@ -321,11 +363,13 @@ def conformance() -> str:
     for (name, arch), data in conformance_results().items():
         found = data["environment"]
         where = f"{found['gpu']} (`{arch}`)" if found.get("gpu") else "CPU"
-        refused = "; ".join(f"{why} ({n})" for why, n in data["declined"].items())
+        refused = "<br>".join(
+            f"{why.replace('; ', ', and ')}: {n}" for why, n in data["declined"].items()
+        )
         rows.append(
             [f"`{name}`", where, _counts(data), refused, f"{found['commit']}, {found['date']}"]
         )
-    return table(["backend", "on", "result", "reasons for refusals", "commit, date"], rows)
+    return table(["backend", "on", "result", "refused cases, by reason", "commit, date"], rows)
 
 
 def devices() -> str:
@@ -440,8 +484,10 @@ def naive_beside() -> str:
 def context_parallel() -> str:
     """Times of 131,072 tokens by each way over GPUs, and time and memory of the longest."""
     ways = {"ring": "`ring_attention`", "ulysses": "`ulysses_attention`", "both": "both, 2 × 2"}
-    parts, rows, longest = ("forward", "backward"), [], []
+    parts, longest, tables = ("forward", "backward"), [], []
+    head = [x for part in parts for x in (f"{part} (ms)", "TFLOP/s", "efficiency")]
     for count in (4, 2):
+        rows = []
         data = results()[f"context_parallel_{count}.json"]
         tokens = data["title"].split()[0]
         for row in data["speeds"]:
@@ -453,17 +499,15 @@ def context_parallel() -> str:
                 cells += [f"{row[f'{part}_seconds'] * 1e3:.1f}", f"{row[f'{part}_tflops']:,.0f}"]
                 cells.append(f"{share:.1%}".replace("%", " %"))
             rows.append(cells)
+        tables.append(table(["GPUs", f"method, {tokens} tokens", *head], rows))
         for row in data["long"]:
             cells = [f"{row['seqlen']:,}", str(row["gpus"]), ways.get(row["side"], row["side"])]
             cells += [f"{row[f'{part}_seconds']:.2f}" for part in parts]
             longest.append([*cells, f"{row['peak_bytes'] / 1e9:.1f}", f"{row['ratio']:.2f}"])
-    head = [x for part in parts for x in (f"{part} (ms)", "TFLOP/s", "efficiency")]
     more = [f"{part} (s)" for part in parts]
-    return (
-        table(["GPUs", f"method, {tokens} tokens", *head], rows)
-        + "\n\n"
-        + table(["tokens", "GPUs", "method", *more, "GB per GPU", "peak / least"], longest)
-    )
+    memory = ["peak memory per GPU (GB)", "peak / minimum"]
+    tables.append(table(["tokens", "GPUs", "method", *more, *memory], longest))
+    return "\n\n".join(tables)
 
 
 def dram() -> str:
@@ -482,13 +526,13 @@ def sanitizers() -> str:
     """What Compute Sanitizer reported of pyfa's kernels."""
     rows = []
     for kernels, name in (
-        ("sm80's", "sanitizer_cuda.json"),
-        ("Hopper's", "sanitizer_cuda_sm_90.json"),
+        ("sm_80", "sanitizer_cuda.json"),
+        ("Hopper", "sanitizer_cuda_sm_90.json"),
     ):
         for found in results()[name]["tools"]:
             cases = ", ".join(f"{count} {status}" for status, count in found["cases"].items())
             rows.append([kernels, f"`{found['tool']}`", cases, str(found["of_our_kernels"])])
-    return table(["kernels", "tool", "cases", "reports in pyfa's kernels"], rows)
+    return table(["kernels", "tool", "cases", "errors reported in pyfa's kernels"], rows)
 
 
 def _spread(values: Sequence[float], style: str, scale: float = 1) -> str:
@@ -587,17 +631,30 @@ def settings() -> str:
     return table(["variable", "value", "meaning"], rows)
 
 
+_EXTRAS = {
+    "cuda": "compile and launch CUDA kernels with the NVRTC that PyTorch brings",
+    "nvrtc": "NVRTC, where PyTorch brings none",
+    "triton": "the `triton` backend; never on ROCm, whose PyTorch brings its own Triton",
+    "rocm": "optional on ROCm: launch kernels through hip-python",
+    "compile": "compile HIP kernels",
+    "emulator": "run HIP kernels in the emulator; the same packages as `compile`",
+    "bench": "the report of `pyfa bench`",
+    "docs": "build this guide",
+    "browser": "test the guide and the report in a browser",
+    "dev": "work on pyfa: the tests, linters and type checker",
+}
+
+
 def extras() -> str:
-    """Return the optional dependencies."""
+    """Return the optional dependencies and what each is for."""
     text = (ROOT / "pyproject.toml").read_text()
     (section,) = re.findall(r"^\[project.optional-dependencies\]\n(.*?)^\[", text, re.M | re.S)
     found = re.findall(r"^(\w+) = (\[.*?\])$", section, re.M | re.S)
     rows = [
-        [f"`{name}`", ", ".join(f"`{each}`" for each in ast.literal_eval(listed))]
+        [f"`{name}`", _EXTRAS[name], ", ".join(f"`{each}`" for each in ast.literal_eval(listed))]
         for name, listed in found
-        if name != "dev"
     ]
-    return table(["extra", "installs"], rows)
+    return table(["extra", "for", "installs"], rows)
 
 
 def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:

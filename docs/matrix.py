@@ -139,7 +139,7 @@ def models() -> str:
             for answer in answers.values()
         ]
         rows.append([f"`{name}`", "; ".join(kinds), *runs])
-    return table(["model", "attention", "on MI300X (emulated)", "on H200"], rows)
+    return table(["model", "attention", "on MI300X (planned)", "on H200 (planned)"], rows)
 
 
 def _kind(attention: dict[str, object]) -> str:

@@ -65,13 +65,19 @@ def picture(line: str) -> str:
             if end > column:
                 path += f"M{column} {row}h{end - column}v1h{column - end}z"
             column = max(end, column + 1)
-    name = line.removeprefix("masks.").partition("(")[0]
-    said = html.escape(f"{line}: {_first_sentence(getattr(masks, name))}", quote=True)
+    said = html.escape(f"{line}: {said_of(line)}", quote=True)
     return (
         f'<svg viewBox="-0.5 -0.5 {SIZE + 1} {SIZE + 1}" role="img" aria-label="{said}">'
         f'<rect class="frame" x="0" y="0" width="{SIZE}" height="{SIZE}"/>'
         f'<path class="seen" d="{path}"/></svg>'
     )
+
+
+def said_of(line: str) -> str:
+    """What the mask of ``line`` is: the beginning of its docstring."""
+    name = line.removeprefix("masks.").partition("(")[0]
+    said = _first_sentence(getattr(masks, name)).removeprefix("Return ")
+    return said[0].upper() + said[1:]
 
 
 def _first_sentence(function: Callable[..., object]) -> str:
@@ -80,18 +86,19 @@ def _first_sentence(function: Callable[..., object]) -> str:
 
 
 def patterns() -> str:
-    """Each picture with its line of code."""
+    """Each picture with its line of code and what the mask is."""
     figures = [
-        f"<figure>{picture(line)}<figcaption><code>{html.escape(line)}</code></figcaption></figure>"
+        f"<figure>{picture(line)}<figcaption><code>{html.escape(line)}</code><br>"
+        f"{html.escape(said_of(line))}.</figcaption></figure>"
         for line in PICTURES
     ]
     return '<div class="patterns">\n' + "\n".join(figures) + "\n</div>"
 
 
 def score_functions() -> str:
-    """A row for each ready score function."""
-    lines = ["| score | does |", "| --- | --- |"]
-    for name in scores.__all__:
+    """A row for each function that returns a score_mod."""
+    lines = ["| function | the `score_mod` that it returns |", "| --- | --- |"]
+    for name in (each for each in scores.__all__ if each != "alibi_slopes"):
         signature = str(inspect.signature(getattr(scores, name))).partition(" ->")[0]
         names = [x.partition(":")[0] for x in signature.strip("()").split(", ")]
         said = _first_sentence(getattr(scores, name)).replace("|", "\\|")

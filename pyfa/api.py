@@ -64,8 +64,9 @@ def attention(
         bottom right.
     window
         (left, right): query i sees keys p − left to p + right. None or −1 is unlimited. With
-        ``causal``, right is at most 0. A bound below −1 excludes keys next to the query: with (8,
-        −3) query i sees keys p − 8 to p − 3. For the bound −1 itself pass ``pyfa.Edge(-1)``.
+        ``causal``, a right bound above 0 has no effect. A bound below −1 excludes keys next to the
+        query: with (8, −3) query i sees keys p − 8 to p − 3. For the bound −1 itself pass
+        ``pyfa.Edge(-1)``.
     attention_chunk
         Chunk size in keys (Llama 4); None or 0 disables chunking. Query i sees only the keys j of
         its own chunk: ⌊j / chunk⌋ = ⌊p / chunk⌋.
@@ -334,7 +335,7 @@ def attention_kvcache(
         An int or (B,) int32: the number of keys in the cache before the append. By default the
         cache is full.
     cache_batch_idx
-        (B,) int32: the batch index of each sequence in the cache.
+        (B,) int32: the row of the cache that each sequence uses.
     cache_leftpad
         (B,) int32: the index of each sequence's first valid key. Positions count from there.
     rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens
@@ -344,7 +345,7 @@ def attention_kvcache(
         window all queries share the first position, as in flash-attention. Float8 inputs are
         rounded a second time.
     tree_mask
-        (Sq, Sq) or (B | 1, Sq, Sq) bool, for a tree of drafted tokens: masks only the last Sq keys
+        (Sq, Sq) or (B | 1, Sq, Sq) bool, for a tree of draft tokens: masks only the last Sq keys
         of a sequence. Where [i, j] is True, query i sees key j of these. For packed queries, Sq is
         ``max_seqlen_q``. Cannot be combined with ``bias``.
     descale

@@ -136,8 +136,8 @@ def again(key: tuple[Any, ...], tensors: tuple[Any, ...]) -> Result | None:
 
 
 def first(key: tuple[Any, ...], tensors: tuple[Any, ...], request: Request) -> Result:
-    """Return the result of a call that was not bound before, or cannot be found by its
-    arguments."""
+    """Run a call that has no cached binding: choose a backend, run it, and keep the bound call for
+    the next time."""
     call, who, append = request.call, request.who, request.append
     if torch.compiler.is_compiling():
         if append is not None:
@@ -148,7 +148,7 @@ def first(key: tuple[Any, ...], tensors: tuple[Any, ...], request: Request) -> R
     plain = _torch.is_plain(call.q)
     if append is not None:
         backend = _ready(call, append, who)
-        why_not = "somebody watches the call" if not plain else backend
+        why_not = "a mode or a tensor subclass intercepts the call" if not plain else backend
         if why_not is not None:
             _log.debug("a call that appends is not bound: %s", why_not)
             call, append = requests.appended(call, append), None

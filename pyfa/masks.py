@@ -95,8 +95,8 @@ def sliding(left: int, right: int = 0) -> Mask:
 
 
 def dilated(left: int, right: int = 0, *, step: int) -> Mask:
-    """Return a dilated window: every ``step``-th key of a sliding window, counted from the query's
-    position (Longformer)."""
+    """Return a dilated window (Longformer): a sliding window with only the keys whose distance from
+    the query is a multiple of ``step``."""
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         distance = q_idx - kv_idx
@@ -106,7 +106,10 @@ def dilated(left: int, right: int = 0, *, step: int) -> Mask:
 
 
 def streaming(sinks: int, left: int) -> Mask:
-    """Return a causal window of ``left`` keys plus the first ``sinks`` keys (StreamingLLM)."""
+    """Return a causal window plus the first keys, the attention sinks (StreamingLLM).
+
+    The window has ``left`` keys before the query. ``sinks`` is the number of first keys.
+    """
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx >= kv_idx) & ((q_idx - kv_idx <= left) | (kv_idx < sinks))
@@ -127,11 +130,11 @@ def padding(lengths: torch.Tensor) -> Mask:
 
 
 def documents(ids: torch.Tensor, inside: Mask | None = None) -> Mask:
-    """Return a document mask: tokens see only tokens of their own document.
+    """Return a causal mask inside each document: tokens see only tokens of their own document.
 
     ``ids``, (S,) or (B, S), numbers the document of each token. The tokens of a document must be
-    contiguous. ``inside`` is a further mask inside each document, causal by default; its indices
-    count from the document's first token.
+    contiguous. ``inside`` replaces the causal mask inside each document; its indices count from the
+    document's first token.
     """
     # Where each token stands in its document.
     place = torch.arange(ids.shape[-1], device=ids.device, dtype=torch.int32).expand(ids.shape)
@@ -148,8 +151,10 @@ def documents(ids: torch.Tensor, inside: Mask | None = None) -> Mask:
 
 
 def prefix(length: Number) -> Mask:
-    """Return a causal mask in which every query also sees the first ``length`` keys (prefix LM, T5,
-    PaliGemma)."""
+    """Return a causal mask with a prefix that every query sees (prefix LM, T5, PaliGemma).
+
+    The prefix has ``length`` keys.
+    """
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (kv_idx < _of(length, b)) | (kv_idx <= q_idx)
@@ -158,10 +163,10 @@ def prefix(length: Number) -> Mask:
 
 
 def shared_prefix(length: Number, answers: torch.Tensor) -> Mask:
-    """Return a causal mask for several answers to one prompt: each answer sees the prompt of
-    ``length`` tokens and itself.
+    """Return a causal mask for several answers to a prompt: each sees the prompt and itself.
 
-    ``answers`` is (S,) or (B, S): the index of the answer that each token belongs to.
+    The prompt has ``length`` tokens. ``answers`` is (S,) or (B, S): the index of the answer that
+    each token belongs to. For tokens of the prompt it may have any value.
     """
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -172,12 +177,12 @@ def shared_prefix(length: Number, answers: torch.Tensor) -> Mask:
 
 
 def tree(parents: torch.Tensor, past: Number = 0) -> Mask:
-    """Return the mask of a tree of draft tokens (speculative decoding): a node sees the ``past``
-    keys, its ancestors and itself.
+    """Return the mask of a tree of draft tokens (speculative decoding): a node sees all past keys,
+    its ancestors and itself.
 
-    The queries are the N nodes. The keys are the past keys, followed by the nodes. ``parents`` (N,)
-    is the index of each node's parent, or −1 for a root. Parents must come before their children;
-    otherwise ``ValueError`` is raised.
+    The queries are the N nodes. The keys are the ``past`` keys, followed by the nodes. ``parents``
+    (N,) is the index of each node's parent, or −1 for a root. Parents must come before their
+    children; otherwise ``ValueError`` is raised.
     """
     nodes = parents.tolist()
     ancestor = torch.eye(len(nodes), dtype=torch.bool)
@@ -212,8 +217,8 @@ def global_tokens(is_global: torch.Tensor, otherwise: Mask) -> Mask:
 
 
 def media(begins: torch.Tensor, ends: torch.Tensor, tokens: int) -> Mask:
-    """Return the mask of text that attends to images (Flamingo). The keys are images of ``tokens``
-    keys each. Queries ``begins[n]`` to ``ends[n]`` − 1 see image n."""
+    """Return the mask of text that attends to images (Flamingo). Each image has ``tokens`` keys.
+    Queries ``begins[n]`` to ``ends[n]`` − 1 see image n."""
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         image = kv_idx // tokens
@@ -223,11 +228,12 @@ def media(begins: torch.Tensor, ends: torch.Tensor, tokens: int) -> Mask:
 
 
 def block_diffusion(length: int, block: int) -> Mask:
-    """Return the mask of block diffusion (BD3-LM), for ``length`` noisy tokens followed by the same
-    tokens without noise.
+    """Return the mask of block diffusion (BD3-LM): noisy tokens, then the same tokens without
+    noise.
 
-    A block of noisy tokens sees itself and the clean blocks before it. A clean block sees itself
-    and the clean blocks before it.
+    There are ``length`` tokens of each kind, in blocks of ``block`` tokens. A block of noisy tokens
+    sees itself and the clean blocks before it. A clean block sees itself and the clean blocks
+    before it.
     """
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -253,8 +259,8 @@ def _near(x: Any, y: Any, size: int, kernel: int) -> Any:
 
 
 def natten(sizes: Sequence[int], kernel: int | Sequence[int]) -> Mask:
-    """Return a neighborhood mask (NATTEN): each token sees the ``kernel`` tokens around it, in
-    every dimension.
+    """Return a neighborhood mask (NATTEN): each token sees the tokens nearest to it, ``kernel`` in
+    each dimension.
 
     Tokens are the elements of a row-major array of ``sizes``: (width,), (height, width) or (frames,
     height, width). At the borders the neighborhood is shifted inside. Raises ``ValueError`` if
@@ -278,11 +284,10 @@ def natten(sizes: Sequence[int], kernel: int | Sequence[int]) -> Mask:
 
 
 def sliding_tile(tiles: Sequence[int], tokens: int, kernel: int | Sequence[int]) -> Mask:
-    """Return the mask of sliding tile attention (STA): ``natten`` over tiles of ``tokens``
-    consecutive tokens.
+    """Return the mask of sliding tile attention (STA): a neighborhood mask over tiles of tokens.
 
-    For each dimension, ``tiles`` is the number of tiles, and ``kernel`` the number of tiles that a
-    tile sees.
+    A tile has ``tokens`` consecutive tokens. For each dimension, ``tiles`` is the number of tiles,
+    and ``kernel`` the number of tiles that a tile sees.
     """
     of_tiles = natten(tiles, kernel)
 
@@ -293,8 +298,8 @@ def sliding_tile(tiles: Sequence[int], tokens: int, kernel: int | Sequence[int])
 
 
 def spatial(tokens: int, frames: int = 0) -> Mask:
-    """Return a spatial mask for video (Sparse VideoGen): a token sees its own frame and ``frames``
-    frames on each side. A frame has ``tokens`` tokens."""
+    """Return a spatial mask for video (Sparse VideoGen): a token sees its own frame and
+    neighboring frames: ``frames`` on each side. A frame has ``tokens`` tokens."""
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx // tokens - kv_idx // tokens).abs() <= frames
@@ -304,7 +309,7 @@ def spatial(tokens: int, frames: int = 0) -> Mask:
 
 def temporal(tokens: int, places: int = 0) -> Mask:
     """Return a temporal mask for video (Sparse VideoGen): in every frame a token sees its own
-    position and ``places`` positions on each side. A frame has ``tokens`` tokens."""
+    position and neighboring positions: ``places`` on each side. A frame has ``tokens`` tokens."""
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx % tokens - kv_idx % tokens).abs() <= places
@@ -316,12 +321,11 @@ def temporal(tokens: int, places: int = 0) -> Mask:
 
 
 def blocks(table: torch.Tensor, rows: int, keys: int) -> Mask:
-    """Return a block mask: a block of ``rows`` queries and ``keys`` keys is visible if its entry in
-    ``table`` is not 0.
+    """Return a block mask: a block is visible if its entry in the table is not 0.
 
-    ``table`` is (blocks of queries, blocks of keys), or has a leading dimension for heads, or two
-    for batch and heads, of which each may be 1. Raises ``ValueError`` for another number of
-    dimensions.
+    A block has ``rows`` queries and ``keys`` keys. ``table`` is (blocks of queries, blocks of
+    keys), or has a leading dimension for heads, or two for batch and heads, of which each may be 1.
+    Raises ``ValueError`` for another number of dimensions.
     """
     rank = table.dim()
     if not 2 <= rank <= 4:

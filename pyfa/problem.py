@@ -245,7 +245,8 @@ def bucket(size: int) -> int:
 
 
 def rows_per_scale(blocks: int, rows: int) -> int:
-    """Return how many of ``rows`` share one of ``blocks`` scales: a power of two, 0 if none fits.
+    """Return the rows per scale if ``rows`` rows have ``blocks`` scales: a power of two, 0 if none
+    fits.
 
     The answer is unique: no two powers of two have the same ⌈rows / size⌉ above 1, and with one
     block the size does not matter.
@@ -326,7 +327,7 @@ FEATURES: dict[str, Feature] = {
         Feature("score_mod", "a score_mod",
                 lambda asked: bool(asked.call.mods) and mods.of(asked.call.mods).score is not None,
                 _KERNELS, is_term=True),
-        Feature("captured_grad", "the gradient of a tensor that a score_mod captured",
+        Feature("captured_grad", "the gradient of tensors captured by a score_mod",
                 lambda asked: asked.needs_grad and bool(asked.call.mods)
                 and bool(mods.of(asked.call.mods).wanted),
                 frozenset({"torch"})),

@@ -17,7 +17,7 @@ _OUT_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Scales(NamedTuple):
-    """The scales as in ``Call``, and its ``out_dtype``."""
+    """Checked float8 scales of q, k and v (None if absent), and the dtype of the output."""
 
     q: torch.Tensor | None
     k: torch.Tensor | None

@@ -1,4 +1,4 @@
-"""The seven functions of flash-attention 2 (``from flash_attn import …``) on pyfa.
+"""flash-attention 2's interface (``from flash_attn import …``), implemented with pyfa.
 
     from pyfa.compat.fa2 import flash_attn_func
 
@@ -6,11 +6,11 @@ Signatures, defaults, return values and conventions are those of flash-attention
 
 - The LSE of a fully masked row is +inf.
 - Negative bounds of ``window_size`` mean unlimited.
-- ``flash_attn_with_kvcache`` accepts tensors that require a gradient, but has none.
+- ``flash_attn_with_kvcache`` accepts tensors that require a gradient, but its output has none.
 - Wrong arguments raise ``ArgumentError``, a ``RuntimeError``, with flash-attention's argument
   names.
 
-Dropout drops different positions than flash-attention's. pyfa chooses the backend
+Dropout drops different positions than in flash-attention. pyfa chooses the backend
 (``pyfa.use_backend``, ``PYFA_BACKEND``).
 
 pyfa supports more than flash-attention: float32, CPUs, any head_dim up to 576 (above 256, ``hip``

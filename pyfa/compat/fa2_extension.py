@@ -1,9 +1,9 @@
-"""flash-attention 2's compiled extension (``flash_attn_2_cuda``): five functions with positional
-arguments.
+"""flash-attention 2's compiled extension (``flash_attn_2_cuda``): ``fwd``, ``varlen_fwd``, ``bwd``,
+``varlen_bwd`` and ``fwd_kvcache``.
 
-The order of arguments is that of flash-attention 2.8. The functions record no gradient.
-``rng_state`` is (2,) int64, the dropout seed and 0. A backward with dropout needs the ``rng_state``
-of its forward. ``generator`` must be None, as in flash-attention.
+Arguments are positional. Their order is that of flash-attention 2.8. The functions record no
+gradient. ``rng_state`` is (2,) int64, the dropout seed and 0. A backward with dropout needs the
+``rng_state`` of its forward. ``generator`` must be None, as in flash-attention.
 """
 
 from __future__ import annotations

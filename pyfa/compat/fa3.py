@@ -1,4 +1,4 @@
-"""flash-attention 3 (``import flash_attn_interface``) on pyfa.
+"""flash-attention 3's interface (``import flash_attn_interface``), implemented with pyfa.
 
     from pyfa.compat.fa3 import flash_attn_func
 
@@ -19,8 +19,8 @@ raises ``NotImplementedError``, and under ``torch.compile(fullgraph=True)`` inpu
 one.
 
 ``qv``: q and qv are concatenated along head_dim, and so are k and v, so that one matrix product
-gives both terms of the score. If v and k are views of one latent cache, the decode kernels of hip
-and cuda need no copy.
+gives both terms of the score. If v and k are views of one latent cache, the call runs as latent
+attention, without this copy.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""flash-attention 4 (``from flash_attn.cute import …``) on pyfa.
+"""flash-attention 4's interface (``from flash_attn.cute import …``), implemented with pyfa.
 
     from pyfa.compat.fa4 import flash_attn_func
 
-Signatures, defaults, return values and conventions are those of ``flash_attn.cute``, and of two
-functions of ``flash_attn.cute.interface`` for split keys:
+Signatures, defaults, return values and conventions are those of ``flash_attn.cute``, and of
+``flash_attn_combine`` and ``get_scheduler_metadata`` in ``flash_attn.cute.interface``:
 
 - Every call returns (out, lse). With ``return_lse`` lse is differentiable; otherwise it is None.
   (In flash-attention lse has no gradient, and is also returned if an input requires one.)

@@ -1,11 +1,12 @@
-"""FlashMLA (``import flash_mla``) on pyfa.
+"""FlashMLA's interface (``import flash_mla``), implemented with pyfa.
 
     from pyfa.compat.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
 Signatures, defaults, return values and conventions are those of ``flash_mla``:
 
 - The LSE of a fully masked row is +inf.
-- ``attn_sink`` scales the output and does not change the LSE. The output is then rounded twice.
+- ``attn_sink`` scales the output and does not change the LSE. pyfa scales the 16-bit output, which
+  is therefore rounded twice.
 - A key listed twice in ``indices`` counts twice.
 - ``softmax_scale`` is 1/√head_dim by default, which is not the scale of DeepSeek's models.
 

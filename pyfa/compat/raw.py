@@ -82,7 +82,10 @@ def row_sums(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 def packed_row_sums(
     dout: torch.Tensor, out: torch.Tensor, offsets: torch.Tensor, columns: int
 ) -> torch.Tensor:
-    """Return rowsum(dO∘O) of packed tensors (total, H, D): (H, columns) float32."""
+    """Return rowsum(dO∘O) of packed tensors (total, H, D): (H, columns) float32.
+
+    Sequence b begins at column ``offsets[b]`` + 128·b. ``columns`` is total + 128·B.
+    """
     return _spread(_dots(dout, out), offsets, columns)
 
 

@@ -20,7 +20,7 @@ _MOST = 512
 
 
 class Unsure(Exception):
-    """The mod depends on more than numbers and tensors in its closure and its globals."""
+    """The mod has dependencies that cannot be compared, so it must be traced again."""
 
 
 class Snapshot:

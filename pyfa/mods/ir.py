@@ -26,8 +26,9 @@ _BITS = {"i": 32, "l": 64}
 
 
 class Op(NamedTuple):
-    """One operation: its name, its result's type, the numbers of its operands, and ``value``: that
-    of a constant, the name of an input, or the number of the captured tensor that a load reads."""
+    """One operation. ``type`` is its result's type and ``args`` are the indices of its operands.
+    ``value`` is a constant's value, an input's name, or the index of the captured tensor that a
+    load reads."""
 
     name: str
     type: str
@@ -214,7 +215,7 @@ class Builder:
 
 
 def loads_by_key(function: Function) -> bool:
-    """Return whether it reads a captured tensor at a place that depends on the key."""
+    """Return whether ``function`` reads a captured tensor at an index that depends on the key."""
     depends: list[bool] = []
     for op in function.ops:
         depends.append(op.value == "kv" or any(depends[x] for x in op.args))

@@ -140,7 +140,7 @@ def test_only_the_table_needs_a_gradient_and_who_can():
     (grad,) = torch.autograd.grad(out.square().sum(), table)
     assert grad.abs().max() > 0
     text = str(pyfa.explain(q, k, v, score_mod=scores.relative(table), device="MI300X"))
-    assert text.count("gradient of a tensor that a score_mod captured is not implemented") == 4
+    assert text.count("gradient of tensors captured by a score_mod is not implemented") == 4
     assert "* torch" in text
     for score_mod in (scores.relative(frozen), scores.relative(table.detach())):
         assert "captured" not in str(pyfa.explain(q, k, v, score_mod=score_mod))

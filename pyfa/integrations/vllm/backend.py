@@ -35,8 +35,11 @@ _FLOAT8 = ("fp8", "fp8_e4m3")
 
 
 class PyfaBackend(AttentionBackend):  # type: ignore[misc]  # vLLM is untyped where it matters
-    """What pyfa supports, in vLLM's terms. Encoders, latent attention (MLA), cascades, context
-    parallelism and masks of multimodal prefixes are not implemented, and refused by name."""
+    """vLLM's attention backend for pyfa: declares what pyfa supports.
+
+    Encoders, latent attention (MLA), cascades, context parallelism and masks of multimodal prefixes
+    are not implemented. They raise an error that names the feature.
+    """
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *_FLOAT8]
