@@ -385,7 +385,7 @@ def devices() -> str:
         ]
         for each in DEVICES.values()
     ]
-    return table(["device", "arch", "CUs or SMs", "XCDs", "GB/s", "GiB"], rows)
+    return table(["device", "arch", "CUs or SMs", "XCDs", "bandwidth (GB/s)", "memory (GiB)"], rows)
 
 
 # --- what was measured
@@ -560,7 +560,10 @@ def timing_model() -> str:
 def timing_errors() -> str:
     """The mean error of what was predicted blind."""
     data = results()["mi300x_model.json"]
-    rows = [[f"one clock for all: {k}", f"{v:.1%}"] for k, v in data["blind_mean_error"].items()]
+    rows = [
+        [f"one clock law for all machines: {k}", f"{v:.1%}"]
+        for k, v in data["blind_mean_error"].items()
+    ]
     of_machine = data["blind_with_clock_of_machine"].items()
     rows += [[f"a clock for each machine: {k}", f"{v:.1%}"] for k, v in of_machine]
     of_its_own = data["blind_within_one_clock"].items()

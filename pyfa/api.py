@@ -92,13 +92,14 @@ def attention(
         scale for q is None if q is 16-bit. With float8 q, ``out_dtype`` is bfloat16 (default) or
         float16.
     deterministic
-        Gradients are bitwise equal from run to run. torch's global switch has the same effect.
+        Gradients are bitwise equal from run to run. ``torch.use_deterministic_algorithms(True)``
+        has the same effect.
     num_splits
-        The number of splits of the keys, whose results are combined. 1 does not split. 0, the
-        default, leaves the choice to pyfa.
+        The number of splits of the keys, whose results are combined. 1: no
+        split. 0 (default): pyfa chooses.
     batch_invariant
         Output, LSE and gradients of a sequence have the same bits in any batch.
-        ``use_batch_invariant`` and ``PYFA_BATCH_INVARIANT`` have the same effect.
+        Also set by ``use_batch_invariant`` and ``PYFA_BATCH_INVARIANT``.
     backend
         The name of a backend, or several to try in order; pyfa tries no others. Without it,
         ``use_backend`` decides, then ``PYFA_BACKEND``, then the first backend in the device's
@@ -343,7 +344,7 @@ def attention_kvcache(
         2i and 2i+1 (GPT-J); otherwise i and i+R (GPT-NeoX). The position of the first new token is
         ``rotary_seqlens`` (B,) int32, or by default ``cache_seqlens``. Without a causal mask or
         window all queries share the first position, as in flash-attention. Float8 inputs are
-        rounded a second time.
+        rounded again after the rotation.
     tree_mask
         (Sq, Sq) or (B | 1, Sq, Sq) bool, for a tree of draft tokens: masks only the last Sq keys
         of a sequence. Where [i, j] is True, query i sees key j of these. For packed queries, Sq is

@@ -66,7 +66,8 @@ VARIABLES: dict[str, Variable] = {
             _flag,
             False,
             "0 or 1",
-            "Make `PerformanceWarning` an error, for jobs that must not lose the vendor's kernel.",
+            "Make `PerformanceWarning` an error, for jobs that must not fall back to a"
+            " slower backend.",
         ),
         Variable(
             "PYFA_CHECK",
@@ -89,8 +90,8 @@ VARIABLES: dict[str, Variable] = {
             _flag,
             False,
             "0 or 1",
-            "Make vLLM on a CPU use pyfa in place of its backend `CPU_ATTN`; there it ignores "
-            "`--attention-backend`. Read when vLLM loads its plug-ins.",
+            "Make vLLM on a CPU use pyfa in place of its backend `CPU_ATTN`; on a CPU, vLLM "
+            "ignores `--attention-backend`. Read when vLLM loads its plug-ins.",
         ),
         Variable(
             "PYFA_ARCH_TILES",

@@ -131,9 +131,9 @@ def append_latent(
     """Append new tokens to a latent cache, in place.
 
     ``new`` is (B, tokens, 1, D), or a tuple (latent (B, tokens, 1, v_dim), rope (B, tokens, 1, D −
-    v_dim)). ``cache`` and ``page_table`` are as in ``attention_latent``. ``cache_seqlens`` is the
-    number of keys before the append; the ``attention_latent`` that follows needs the number after
-    it. On a GPU, tokens beyond the end of the cache are dropped.
+    v_dim)). ``cache`` and ``page_table`` are as in ``attention_latent``. Pass the
+    number of keys before the append here, and the number after it to
+    ``attention_latent``. On a GPU, tokens beyond the end of the cache are dropped.
     """
     _check(cache, v_dim)
     if isinstance(new, (tuple, list)):

@@ -28,7 +28,7 @@ def merge(
     A part is attention of the same queries over some of the keys. ``outs`` and ``lses`` are the
     outputs and LSEs of all parts, as ``attention`` and ``attention_varlen`` return them with
     ``return_lse=True``: lists, or tensors whose first dimension counts the parts. Outputs may be
-    float16, bfloat16 and float32, also mixed.
+    float16, bfloat16 or float32, and may differ in dtype.
 
     Returns the output and, with ``return_lse``, the LSE over all keys. The output has the widest
     dtype of the parts. If ``out`` is given, it is written there instead, in the dtype of ``out``

@@ -32,6 +32,8 @@ def add(commands: Any) -> None:
         "pyfa compat install",
         "pyfa compat remove --target vendored",
     )
+    # argparse puts options first, and --only would then take the action as a version.
+    parser.usage = "%(prog)s [install|remove] [--only VERSION ...] [--target DIR] [--json]"
     parser.add_argument(
         "action",
         nargs="?",

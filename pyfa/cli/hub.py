@@ -26,6 +26,8 @@ def add(commands: Any) -> None:
         "pyfa hub export pyfa-kernel",
         "pyfa hub export pyfa-kernel --name kernels-community/flash-attn2",
     )
+    # argparse puts options first, and --name would then take the action and the folder.
+    parser.usage = "%(prog)s export DIR [--name OWNER/NAME ...] [--json]"
     parser.add_argument("action", choices=("export",), help="export: write the folder")
     parser.add_argument("folder", type=Path, metavar="DIR", help="the folder to write")
     parser.add_argument(

@@ -43,7 +43,9 @@ def add(commands: Any) -> None:
         "pyfa inspect attn_fwd --arch gfx942 --timing --head-dim 128 --causal",
     )
     parser.add_argument(
-        "kernel", metavar="KERNEL", help="attn_fwd, attn_decode, attn_bwd or attn_bwd_onepass"
+        "kernel",
+        metavar="KERNEL",
+        help="attn_fwd, attn_decode, attn_latent, attn_bwd, attn_bwd_onepass or bias_grad",
     )
     parser.add_argument("--arch", required=True, metavar="A", help="gfx942")
     parser.add_argument(
