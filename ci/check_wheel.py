@@ -74,7 +74,7 @@ if amd:
     BACKENDS["emulator"] = type(backend)("emulator", runtime)
     try:
         pyfa.attention(q, k, k, causal="causal" in features, backend="emulator")
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, pyfa.UnsupportedProblem):  # launched, or ``missing`` says why not
         pass
     launched = runtime.launched
 problem = Problem(1, seqlen_q, 4096, 32, 8, dim, dim, "bfloat16", frozenset(features),
@@ -164,7 +164,7 @@ def main() -> int:
                     ]
                     found = rounds[-1]
                     assert found["file"].startswith(name), found["file"]
-                    assert found["launched"], problem
+                    assert found["launched"] or found["missing"], problem
                     times = sorted(each["seconds"] for each in rounds)
                     seconds = statistics.median(times)
                     collections = max(each["full_collections"] for each in rounds)

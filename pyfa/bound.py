@@ -130,7 +130,10 @@ class Fitting:
         for a, b in self._alike:
             if tensors[a].shape[self._free[a]] != tensors[b].shape[self._free[b]]:
                 return False
-        return all(tensors[number].is_contiguous() for number in self._whole)
+        for number in self._whole:  # noqa: SIM110  (a generator takes two calls more)
+            if not tensors[number].is_contiguous():
+                return False
+        return True
 
 
 def modes() -> tuple[bool, bool]:

@@ -94,10 +94,19 @@ DEVICE bool packed_work(const Params &p, int id, int heads, int parts, Work &wor
 template <bool of_keys, int size>
 DEVICE bool find_work(const Params &p, int heads, int parts, Work &work) {
   int id = workgroup_index();
-  if (of_keys ? p.cu_seqlens_k : p.cu_seqlens_q) return packed_work<of_keys, size>(p, id, heads, parts, work);
-  int blocks = ((of_keys ? p.seqlen_k : p.seqlen_q) + size - 1) / size;
-  work = work_of(id, blocks, parts, heads, p.batch, p.dies);
-  if (of_keys) work.block = blocks - 1 - work.block;  // the first keys are seen the most
+  if (of_keys ? p.cu_seqlens_k : p.cu_seqlens_q) {
+    if (!packed_work<of_keys, size>(p, id, heads, parts, work)) return false;
+  } else {
+    int blocks = ((of_keys ? p.seqlen_k : p.seqlen_q) + size - 1) / size;
+    work = work_of(id, blocks, parts, heads, p.batch, p.dies);
+    if (of_keys) work.block = blocks - 1 - work.block;  // the first keys are seen the most
+  }
+  // Lanes agree, but the compiler loses that where the two ways meet: small changes to a kernel, such as a score_mod,
+  // then ended in "illegal VGPR to SGPR copy".
+  work.block = __builtin_amdgcn_readfirstlane(work.block);
+  work.part = __builtin_amdgcn_readfirstlane(work.part);
+  work.head = __builtin_amdgcn_readfirstlane(work.head);
+  work.batch = __builtin_amdgcn_readfirstlane(work.batch);
   return true;
 }
 

@@ -92,7 +92,7 @@ FAULTS = {
     "columns beyond the width read": ("varlen", "+ (beyond << 29)", ""),
     "heads of a group forgotten": ("plain", "kKeys ? group : 1,\n", "1,\n"),
     "states of the first head": ("plain", "    states = states_of(p, s, head);\n", ""),
-    "rows of the first head": ("plain", "      next.a = pass.a.row(pass.start);\n", ""),
+    "rows of the first head": ("plain", "a = q_of(p, s, head);", "a = q_of(p, s, head & ~1);"),
     "rows left of the first head": ("plain", "      next.left = c.streamed() - pass.start;\n", ""),
     "general: rows of the first head": ("terms", "    a = q_of(p, s, head);\n", ""),
     "states of the tile before": ("plain", "after, i % kFours);", "first, i % kFours);"),

@@ -32,6 +32,7 @@ CASES = {
         kind="varlen", lengths_q=(70, 0, 300), lengths_k=(70, 5, 99), used_q=True, used_k=True,
         slack=3, head_dim=80, head_dim_v=72, heads_q=3, heads_k=1, layout="strided",
     ),
+    "heads": Case(lengths_q=(130,), lengths_k=(40,), heads_q=16, heads_k=8),
     "paged": Case(
         kind="kvcache", lengths_q=(70, 70), lengths_k=(150, 99), page_size=16, leftpad=True,
         slack=2, causal=True,
@@ -104,7 +105,7 @@ FAULTS = {
     ),
     "page's rows confused": ("paged", "place % p.page_size * row_stride", "place * row_stride"),
     "pages of the first sequence": ("paged", "+ s.batch * p.page_table_batch", ""),
-    "workgroups of one die only": ("varlen", "id % dies * (pairs / dies)", "0 * (pairs / dies)"),
+    "workgroups of one die only": ("heads", "id % dies * (pairs / dies)", "0 * (pairs / dies)"),
 }  # fmt: skip
 
 

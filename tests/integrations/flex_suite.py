@@ -216,7 +216,7 @@ def main() -> int:
                     "tests chosen by hash",
             "file": hashlib.sha256(path.read_bytes()).hexdigest(), "device": device,
             "tests": len(tests), "cases": len(drawn), "length": options.length or "as in the file",
-            "limit": options.limit, "counts": dict(counts),
+            "limit": options.limit, "counts_by_kind": dict(counts),
             "others": [
                 [name, status, message.strip()[-300:]]
                 for name, (status, message) in ends.items() if status not in ("passed", "not run")
