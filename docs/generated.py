@@ -415,15 +415,10 @@ def speed(name: str) -> str:
     )
 
 
-def mods_beside(*names: str) -> str:
-    """Forward and backward of mods, beside FlexAttention's in the same run. A row of a later file
-    of ``names`` takes the place of an earlier one."""
-    found = {}
-    for name in names:
-        for row in results()[name]["rows"]:
-            found[row["mod"], row["rows"], row["head_dim"]] = row
+def mods_beside(name: str) -> str:
+    """Forward and backward of mods, beside FlexAttention's in the same run."""
     rows = []
-    for row in found.values():
+    for row in results()[name]["rows"]:
         cells = [row["mod"], f"{row['rows']:,}", str(row["head_dim"])]
         for pass_ in ("forward", "backward"):
             times = row.get(pass_), row.get(f"flex_{pass_}"), row.get(f"{pass_}_speedup")
@@ -571,10 +566,16 @@ def timing_errors() -> str:
     order = data["order_8_percent"]
     rows.append(["order of two kernels that differ by 8 % on one machine and shape",
                  f"{order['right']} of {order['pairs']} right"])  # fmt: skip
-    for shape, both in data["mfma_utilization"].items():
-        told = f"model {_spread(both['model'], '.2f')}, measured {both['measured']:.2f}"
-        rows.append([f"MfmaUtil of {shape}", told])
     return table(["blind pairs", "mean error"], rows)
+
+
+def timing_utilization() -> str:
+    """The share of clocks in which the matrix units work: the model's and measured."""
+    rows = [
+        [shape, _spread(both["model"], ".2f"), f"{both['measured']:.2f}"]
+        for shape, both in results()["mi300x_model.json"]["mfma_utilization"].items()
+    ]
+    return table(["kernel and shape", "model", "measured"], rows)
 
 
 def timing_own() -> str:
@@ -764,5 +765,6 @@ PARTS: dict[str, Callable[..., str]] = {
     "timing_model": timing_model,
     "timing_causal": timing_causal,
     "timing_own": timing_own,
+    "timing_utilization": timing_utilization,
     "verified": verified,
 }

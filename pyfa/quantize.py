@@ -188,7 +188,8 @@ def _signs(dim: int, seed: int | None, device: torch.device) -> torch.Tensor:
 def rotate(x: torch.Tensor, seed: int) -> torch.Tensor:
     """Rotate x (…, D) as ``quantize(…, hadamard=True, seed=seed)`` rotates Q and K, in x's dtype.
 
-    For 16-bit queries over rotated keys. Import it with ``from pyfa.quantize import rotate``.
+    For 16-bit queries over rotated keys. ``pyfa.quantize`` is a function, so import this one with
+    ``from pyfa.quantize import rotate``.
     Raises ``ValueError`` if head_dim is not a multiple of 8.
     """
     validate.a_tensor("x", x)

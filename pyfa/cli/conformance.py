@@ -27,7 +27,10 @@ def add(commands: Any) -> None:
         "--backend", metavar="B", help="the backend to test (default: the first that can run here)"
     )
     parser.add_argument(
-        "--level", choices=("quick", "full"), default="quick", help="how many cases"
+        "--level",
+        choices=("quick", "full"),
+        default="quick",
+        help="quick: a selection of cases; full: all",
     )
     parser.add_argument(
         "--features", metavar="a,b,…", help="only cases of these features (default: all)"

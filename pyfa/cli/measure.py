@@ -97,8 +97,8 @@ def once(spec: Spec, data: Inputs) -> tuple[float, float, list[torch.Tensor]]:
 
 
 def measure(spec: Spec) -> Measured:
-    """Warm up on a short sequence, take the peak memory of a first run, then time runs until the
-    time is up."""
+    """Warm up on a short sequence, record the peak memory of the first run, then repeat and time it
+    for ``spec.seconds``."""
     once(spec, inputs(spec, _WARM_UP_SEQLEN))
     data = inputs(spec, spec.seqlen)
     before = _reset_peak(spec)

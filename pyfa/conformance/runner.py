@@ -75,7 +75,7 @@ def run_cases(
     on_progress: Progress | None = None,
     orders: int = 1,
 ) -> Report:
-    """Run a custom selection of cases, as ``run``."""
+    """Run the given cases, as ``run`` runs those of a level."""
     where = device_of(implementation.NAME)
     cases = list(cases)
     results = []

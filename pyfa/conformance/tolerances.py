@@ -257,8 +257,8 @@ def _checked(
 
 
 def _special_places(x: torch.Tensor, ref: torch.Tensor) -> str:
-    """Return a message if NaN or an infinity is at different positions in the two; "" if they
-    agree."""
+    """Return a message if NaN or an infinity is at different positions in the two tensors; "" if
+    not."""
     if x.shape != ref.shape:
         return f"shape {tuple(x.shape)}, expected {tuple(ref.shape)}"
     kinds = (("NaN", torch.isnan), ("+inf", torch.isposinf), ("-inf", torch.isneginf))

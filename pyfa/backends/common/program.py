@@ -85,8 +85,7 @@ class Program:
         self.make("workspace", ((size,), (1,), torch.uint8))
 
     def add(self, plan: Plan, blocks: Extent, threads: int, params: Params) -> None:
-        """Record a launch of ``plan`` after the steps recorded before; nothing if ``blocks`` is
-        0."""
+        """Record a launch of ``plan`` as the next step. Do nothing if ``blocks`` is 0."""
         if blocks:
             self.steps.append(Step(plan, blocks, threads, params))
 

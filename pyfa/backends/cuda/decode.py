@@ -16,7 +16,7 @@ TIMES = Times(start=102400, combine=102400, part=1024, latency=0.3, pieces=4, pa
 
 
 def takes(problem: Problem) -> bool:
-    """Return whether the plan is decode rather than forward."""
+    """Return whether ``problem`` runs on the decode kernel rather than the forward kernel."""
     if not native.takes(problem, FEATURES) or _cannot_widen(problem):
         return False
     if forward_sm90.packs(problem):

@@ -37,7 +37,8 @@ def takes(problem: Problem) -> bool:
 def why_not(problem: Problem) -> list[str]:
     """Return the reasons why ``problem``, which is latent, runs on the sm80 kernel on Hopper."""
     if lines(problem) < LEAST_LINES:
-        return [f"sm80's kernel: up to {LEAST_LINES - 1} rows of all heads are bound by bytes"]
+        most = LEAST_LINES - 1
+        return [f"sm80's kernel: up to {most} query rows, counted over all heads, are memory-bound"]
     found = [
         EVERY_FEATURE[name].phrase for name in sorted(problem.features - _FEATURES)
     ] + forward_sm90.without_pages(problem)

@@ -115,7 +115,7 @@ def why_not_built(wanted: Sequence[Plan], arch: str) -> str | None:
             except CodeObjectError as error:
                 reason = (
                     f"with this score_mod or mask_mod {error}; precompute part of it as a tensor, "
-                    "or capture fewer tensors of fewer dimensions"
+                    "or capture fewer tensors, or tensors of fewer dimensions"
                 )
         else:
             _refused[plan, arch] = reason

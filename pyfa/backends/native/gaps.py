@@ -18,7 +18,7 @@ THREADS, ROWS = 256, 16
 def add_forward(
     launch: Launcher, program: Program, call: Call, out: Like, lse: Like | None
 ) -> None:
-    """Launch the kernel that clears the rows of out and lse that belong to no sequence."""
+    """Add to ``program`` the kernel that zeroes rows of out and lse that belong to no sequence."""
     pointers = {"out": "out"}
     values: abi.Values = {**_heads(out, "q", "_v"), **abi.strides_of("out", out[1])}
     if lse is not None:
@@ -30,7 +30,8 @@ def add_forward(
 def add_backward(
     launch: Launcher, program: Program, call: Call, dq: Like, dk: Like, dv: Like
 ) -> None:
-    """Launch the kernel that clears the rows of the gradients that belong to no sequence."""
+    """Add to ``program`` the kernels that zero rows of the gradients that belong to no
+    sequence."""
     if call.has_spare_q:
         values: abi.Values = {**_heads(dq, "q", "_v"), **abi.strides_of("out", dq[1])}
         _add(launch, program, call, dq, values, {"out": "dq"}, "q")

@@ -25,7 +25,7 @@ class Launcher(Protocol):
     """Whether the forward kernels also write an LSE that was not requested."""
 
     def launch_of(self, program: Program, tensors: tuple[torch.Tensor, ...]) -> Launch:
-        """Return ``program``, as described for ``tensors``, as a launch on the current stream."""
+        """Return the launch of ``program`` with ``tensors`` on the current stream."""
 
     @property
     def empty(self) -> Empty:

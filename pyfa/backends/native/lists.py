@@ -25,8 +25,8 @@ def listed(plan: Plan) -> Plan:
 
 
 def unlisted(plan: Plan) -> Plan:
-    """Return ``plan`` changed to receive block lists but visit every tile. The mask_mod alone gives
-    the same result."""
+    """Return ``plan`` changed to receive block lists but visit every tile. The result is the
+    same, because the kernel evaluates the mask_mod in every tile."""
     constants = ((name, 2 if name == "LISTS" else value) for name, value in plan.constants)
     return replace(plan, constants=tuple(constants))
 

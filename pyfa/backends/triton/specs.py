@@ -42,7 +42,7 @@ class Variant(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """One kernel, completely specified."""
+    """A kernel with all that Triton needs to compile it."""
 
     function: Any
     signature: dict[str, str]
@@ -140,7 +140,7 @@ def _spec(
 
 
 def _divisors(plan: Constants) -> dict[str, int]:
-    """Return what divides pointers (in bytes) and strides and widths (in elements)."""
+    """Return the known divisor of each pointer (in bytes), stride and width (in elements)."""
     d, dv = plan["div_d"], plan["div_dv"]
     result: dict[str, int] = {}
     for x in "qkv":

@@ -36,18 +36,16 @@ _PROFILER = "ROCm Compute Profiler's page on the compute unit and its pipelines"
 ISSUE: Mapping[str, Constant] = MappingProxyType(
     {
         "lds_latency": Constant(128, 100, "clk", "fitted within 64 to 128"),
-        "lds_queue": Constant(64, 64, "clk", "assumption: work that the LDS accepts ahead"),
+        "lds_queue": Constant(64, 64, "clk", "assumption: work that waits in LDS"),
         "lds_direct_bytes": Constant(
             64, 128, "B/clk", "assumption: rate at which direct loads fill LDS"
         ),
-        "l1_latency": Constant(
-            140, 116, "clk", "assumption: L1 hit of the CDNA line, as published"
-        ),
+        "l1_latency": Constant(140, 116, "clk", "assumption: published for L1 hits on CDNA GPUs"),
         "l2_latency": Constant(700, 400, "clk", "assumption: L2 hit to Infinity Cache hit, loaded"),
         "l2_bytes": Constant(
-            54, 64, "B/clk", f"{_PAPER}: 2048 B/clk an XCD over 38 CUs; 64 B a CU"
+            54, 64, "B/clk", f"{_PAPER}: 2048 B/clk per XCD over 38 CUs; 64 B per CU"
         ),
-        "l1_queue": Constant(256, 256, "clk", "assumption: work that the L1 accepts ahead"),
+        "l1_queue": Constant(256, 256, "clk", "assumption: work that waits in L1"),
         "store_latency": Constant(700, 400, "clk", "assumption: as a load"),
         "store_bytes": Constant(64, 64, "B/clk", f"{_PAPER}: L1 to L2"),
         "atomic_latency": Constant(1000, 500, "clk", "assumption"),
@@ -99,9 +97,7 @@ DEVICE: Mapping[str, Constant] = MappingProxyType(
         "launch_seconds": Constant(
             6e-6, 3e-6, "s", "assumption: outside the kernel, as timed by events"
         ),
-        "hbm_bytes": Constant(
-            4.0e12, 4.3e12, "B/s", "assumption: 75 to 81 % of 5.3 TB/s, second-hand"
-        ),
+        "hbm_bytes": Constant(4.0e12, 4.3e12, "B/s", "assumption: 75 to 81 % of 5.3 TB/s"),
         "l2_bytes_of_die": Constant(2048, 2048, "B/clk", f"{_PAPER}: 16 channels of 128 B"),
     }
 )
@@ -135,8 +131,9 @@ def clock(utilization: float, end: str, law: tuple[float, float] | None = None) 
     """Return the Hz at which the device runs while its matrix units are busy for ``utilization`` of
     the time.
 
-    ``law``: Hz at ``REFERENCE`` and the exponent. The default is fitted with the utilizations of
-    ``end``, for the slowest or the fastest known machine.
+    ``law``: Hz at ``REFERENCE`` and the exponent. By default, the law that was fitted to the
+    model's utilizations at ``end``, scaled to the slowest (``low``) or fastest (``high``) known
+    machine.
     """
     peak = DEVICE["peak_hz"].low
     if utilization <= 0:
