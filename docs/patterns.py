@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import inspect
+import re
 from collections.abc import Callable
 
 import torch
@@ -65,7 +66,7 @@ def picture(line: str) -> str:
             if end > column:
                 path += f"M{column} {row}h{end - column}v1h{column - end}z"
             column = max(end, column + 1)
-    said = html.escape(f"{line}: {said_of(line)}", quote=True)
+    said = html.escape(f"{line}: {said_of(line)}".replace("``", ""), quote=True)
     return (
         f'<svg viewBox="-0.5 -0.5 {SIZE + 1} {SIZE + 1}" role="img" aria-label="{said}">'
         f'<rect class="frame" x="0" y="0" width="{SIZE}" height="{SIZE}"/>'
@@ -74,22 +75,26 @@ def picture(line: str) -> str:
 
 
 def said_of(line: str) -> str:
-    """What the mask of ``line`` is: the beginning of its docstring."""
+    """What the mask of ``line`` is: the beginning of its docstring, with its ``code``."""
     name = line.removeprefix("masks.").partition("(")[0]
     said = _first_sentence(getattr(masks, name)).removeprefix("Return ")
     return said[0].upper() + said[1:]
 
 
 def _first_sentence(function: Callable[..., object]) -> str:
-    text = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split()).replace("``", "")
+    text = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
     return text.partition(". ")[0].rstrip(".")
+
+
+def _as_html(text: str) -> str:
+    return re.sub("``(.+?)``", r"<code>\1</code>", html.escape(text))
 
 
 def patterns() -> str:
     """Each picture with its line of code and what the mask is."""
     figures = [
         f"<figure>{picture(line)}<figcaption><code>{html.escape(line)}</code><br>"
-        f"{html.escape(said_of(line))}.</figcaption></figure>"
+        f"{_as_html(said_of(line))}.</figcaption></figure>"
         for line in PICTURES
     ]
     return '<div class="patterns">\n' + "\n".join(figures) + "\n</div>"
@@ -97,11 +102,11 @@ def patterns() -> str:
 
 def score_functions() -> str:
     """A row for each function that returns a score_mod."""
-    lines = ["| function | the `score_mod` that it returns |", "| --- | --- |"]
+    lines = ["| function | effect of its `score_mod` |", "| --- | --- |"]
     for name in (each for each in scores.__all__ if each != "alibi_slopes"):
         signature = str(inspect.signature(getattr(scores, name))).partition(" ->")[0]
         names = [x.partition(":")[0] for x in signature.strip("()").split(", ")]
-        said = _first_sentence(getattr(scores, name)).replace("|", "\\|")
+        said = _first_sentence(getattr(scores, name)).replace("``", "`").replace("|", "\\|")
         lines.append(f"| `{name}({', '.join(names)})` | {said}. |")
     return "\n".join(lines)
 

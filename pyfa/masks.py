@@ -85,8 +85,8 @@ def causal(shift: Number = 0) -> Mask:
 
 
 def sliding(left: int, right: int = 0) -> Mask:
-    """Return a sliding window: ``left`` keys before the query's position to ``right`` keys after it
-    (Longformer, Mistral)."""
+    """Return a sliding window (Longformer, Mistral): from ``left`` keys before the query's position
+    to ``right`` keys after it."""
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)
@@ -130,7 +130,8 @@ def padding(lengths: torch.Tensor) -> Mask:
 
 
 def documents(ids: torch.Tensor, inside: Mask | None = None) -> Mask:
-    """Return a causal mask inside each document: tokens see only tokens of their own document.
+    """Return a mask inside each document, causal unless ``inside`` is given: tokens see only tokens
+    of their own document.
 
     ``ids``, (S,) or (B, S), numbers the document of each token. The tokens of a document must be
     contiguous. ``inside`` replaces the causal mask inside each document; its indices count from the
@@ -259,8 +260,8 @@ def _near(x: Any, y: Any, size: int, kernel: int) -> Any:
 
 
 def natten(sizes: Sequence[int], kernel: int | Sequence[int]) -> Mask:
-    """Return a neighborhood mask (NATTEN): each token sees the tokens nearest to it, ``kernel`` in
-    each dimension.
+    """Return a neighborhood mask (NATTEN): each token sees the ``kernel`` tokens nearest to
+    it in each dimension.
 
     Tokens are the elements of a row-major array of ``sizes``: (width,), (height, width) or (frames,
     height, width). At the borders the neighborhood is shifted inside. Raises ``ValueError`` if
@@ -299,7 +300,7 @@ def sliding_tile(tiles: Sequence[int], tokens: int, kernel: int | Sequence[int])
 
 def spatial(tokens: int, frames: int = 0) -> Mask:
     """Return a spatial mask for video (Sparse VideoGen): a token sees its own frame and
-    neighboring frames: ``frames`` on each side. A frame has ``tokens`` tokens."""
+    ``frames`` frames on each side. A frame has ``tokens`` tokens."""
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx // tokens - kv_idx // tokens).abs() <= frames
@@ -309,7 +310,7 @@ def spatial(tokens: int, frames: int = 0) -> Mask:
 
 def temporal(tokens: int, places: int = 0) -> Mask:
     """Return a temporal mask for video (Sparse VideoGen): in every frame a token sees its own
-    position and neighboring positions: ``places`` on each side. A frame has ``tokens`` tokens."""
+    position and ``places`` positions on each side. A frame has ``tokens`` tokens."""
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return (q_idx % tokens - kv_idx % tokens).abs() <= places

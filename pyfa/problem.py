@@ -245,8 +245,8 @@ def bucket(size: int) -> int:
 
 
 def rows_per_scale(blocks: int, rows: int) -> int:
-    """Return the rows per scale if ``rows`` rows have ``blocks`` scales: a power of two, 0 if none
-    fits.
+    """Return the rows per scale if ``rows`` rows have ``blocks`` scales: a power of two, or 0 if no
+    power fits.
 
     The answer is unique: no two powers of two have the same ⌈rows / size⌉ above 1, and with one
     block the size does not matter.
