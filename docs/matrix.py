@@ -175,6 +175,8 @@ def measured_models() -> str:
     gpu = data["environment"]["gpu"]
     sizes = data["options"]
     called = {
+        "sdpa": "PyTorch's SDPA",
+        "sdpa, flash": "PyTorch's SDPA, FlashAttention only",
         "sdpa, masked": "SDPA on a static cache, with its mask",
         "sdpa, all full": "SDPA on a full static cache, no mask",
     }

@@ -1,4 +1,5 @@
-"""Adds to the inputs of a case what every layout takes: masks, score terms, scales, dropout."""
+"""Adds the arguments that all layouts share to the inputs of a case: masks, score terms, scales,
+dropout."""
 
 from __future__ import annotations
 

@@ -122,9 +122,11 @@ _FEW_LINES = 64
 
 
 def are_apart(blocks: int, places: int, lines: int) -> bool:
-    """Return whether the chunks of keys should be splits of their own, each with ``blocks``. Their
-    number is given, since their boundaries are. ``lines``: the rows of all query heads of a KV
-    head. Many leave much to be merged: those only where half of the ``places`` would be empty."""
+    """Return whether each chunk of keys should be a split of its own, with ``blocks`` blocks.
+
+    ``lines`` is the number of query rows of a KV head, over all its query heads. Merging the splits
+    costs more with more rows. Many rows are split only if half of ``places`` would be empty.
+    """
     return lines <= _FEW_LINES or 2 * blocks <= places
 
 

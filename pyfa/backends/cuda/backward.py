@@ -1,8 +1,9 @@
 """Backward: which kernels run, and what they are compiled with.
 
-The first kernel computes delta of every row and sets dQ to zero. The second owns keys and adds up
-dQ in float32. The third rounds dQ. With ``deterministic`` blocks wait for their turn to add;
-otherwise the last bits of dQ may differ from run to run, but never those of dK and dV.
+The first kernel computes delta of every row and sets dQ to zero. In the second,
+each block owns some keys and adds its part of dQ to a float32 buffer. The third rounds dQ. With
+``deterministic``, blocks wait for their turn to add. Otherwise the last bits of dQ may differ from
+run to run, but never those of dK and dV.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def plans_of(arch: str, pair: Pair, dtype: int, general: bool) -> tuple[Plan, Pl
 
 
 def around(over_keys: Plan, transposed: bool) -> tuple[Plan, Plan, Plan]:
-    """Return attn_bwd with the kernels before and after it, for tiles of the same number of
-    rows."""
+    """Return row_sums, ``over_keys`` (the plan of attn_bwd) and dq_convert, all with the same
+    BLOCK_Q."""
     constants = dict(over_keys.constants)
     tile = tuple((name, constants[name]) for name in ("BLOCK_Q", "DTYPE", "HEAD_DIM"))
     of_sums = (*tile, ("HEAD_DIM_V", constants["HEAD_DIM_V"]))

@@ -346,7 +346,7 @@ _POINTERS = ("x0", "x1", "x2", "y0", "y1", "y2", "scales", "most", "signs")
 
 
 class _Ready(NamedTuple):
-    """A bound launch; ``run`` takes nine pointers."""
+    """The shape of the scales, and launches that lack only the addresses of ``_POINTERS``."""
 
     scales: tuple[int, ...]
     run: tuple[Launch, ...]
