@@ -38,7 +38,7 @@ def plan_of(**changes: Any) -> Plan:
 def test_many_rows_have_a_kernel_of_their_own(heads: int, rows: int, own: bool) -> None:
     plan = plan_of(heads_q=heads, seqlen_q=rows)
     assert plan.kernel == (latent_sm90.KERNEL if own else decode.KERNEL)
-    assert any("up to 16 rows" in note for note in plan.notes) is not own
+    assert any("up to 16 query rows" in note for note in plan.notes) is not own
 
 
 @pytest.mark.parametrize(
