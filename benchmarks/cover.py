@@ -4,8 +4,8 @@
 ``mutations.py --level full --faults 0 --ran FILE`` keeps. Cases are drawn at random, or made of one
 that has executed something new by taking a few fields of another; where most instructions of a
 kernel are left, its cases are tried most. What executes ``--least`` new instructions is kept: in
-``--out`` as fields, for ``pyfa/conformance/grid_cover.py``. Every case is judged as in conformance,
-so that what fails is printed.
+``--out``, a line each, for ``pyfa/conformance/grid_cover.jsonl``. Every case is judged as in
+conformance, so that what fails is printed.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--least", type=int, default=8)
-    parser.add_argument("--out", type=Path, default=Path("cover.json"))
+    parser.add_argument("--out", type=Path, default=Path("cover.jsonl"))
     options = parser.parse_args()
     end = time.monotonic() + options.minutes * 60
     with concurrent.futures.ProcessPoolExecutor(options.jobs) as pool:
@@ -187,11 +187,12 @@ def main() -> None:
         print(row)
     print(f"{tried} cases tried, {len(search.kept)} kept, bad: {search.bad}")
     default = asdict(Case())
-    rows = [
-        {name: value for name, value in asdict(one.case).items() if value != default[name]}
-        | {"_new": new, "_seconds": round(one.seconds, 2)} for one, new in search.kept
-    ]  # fmt: skip
-    options.out.write_text(json.dumps(rows))
+    lines = []
+    for one, new in search.kept:
+        print(f"{new} instructions in {one.seconds:.2f} s: {one.case.name}")
+        row = {name: x for name, x in asdict(one.case).items() if x != default[name]}
+        lines.append(json.dumps({"level": "full", **row}) + "\n")
+    options.out.write_text("".join(lines))
     executed.write(options.out.with_suffix(".xz"), [one for one, _ in search.kept])
 
 
