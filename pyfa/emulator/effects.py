@@ -17,17 +17,13 @@ from pyfa.emulator.operands import (
     CONSTANTS,
     EXEC,
     M0,
-    MASK_IN,
     NONE,
     VCC,
     VGPR,
     Decoded,
-    lds_dwords,
-    matrix_dwords,
     memory_dwords,
-    scalar_load_dwords,
-    vector_dwords,
-)  # fmt: skip
+    widths_of,
+)
 
 HARDWARE = 768
 SCALARS = (1 << VGPR) - 1
@@ -84,20 +80,19 @@ def effects_of(one: Decoded) -> Effects:
     if name.startswith(("buffer_", "global_", "flat_", "scratch_")):
         return _memory(one)
     if name.startswith(("s_load", "s_buffer_load", "s_mem")):
-        return Effects(name, "smem", writes=registers(one.fields["dst"], scalar_load_dwords(name)))
+        return Effects(name, "smem", writes=registers(one.fields["dst"], widths_of(one)[0]))
     return _scalar(one)
 
 
 def _matrix(one: Decoded) -> Effects:
-    held, dwords = matrix_dwords(one.name)
-    a_b = registers(one.src[0], held) | registers(one.src[1], held)
-    c = registers(one.src[2], dwords)
+    to, _, *widths = widths_of(one)
+    a, b, c = map(registers, one.src, widths)
     return Effects(
         one.name,
         "mfma",
-        reads=a_b | c,
-        writes=registers(one.fields["dst"], dwords),
-        a_b=a_b,
+        reads=a | b | c,
+        writes=registers(one.fields["dst"], to),
+        a_b=a | b,
         c=c,
         passes=MFMA_CLOCKS[one.name] // 4,
         # LLVM calls those of float32 and float64 inputs SMFMA and DMFMA; the rest XDL.
@@ -107,17 +102,13 @@ def _matrix(one: Decoded) -> Effects:
 
 def _vector(one: Decoded) -> Effects:
     name, fields = one.name, one.fields
-    widths = vector_dwords(name)
-    masked = name in MASK_IN
+    to, pair, *widths = widths_of(one)
     reads = lane_select = 0
-    for number, code in enumerate(one.src):
-        dwords = 2 if masked and number == 2 else widths[number + 1]
+    for code, dwords in zip(one.src, widths, strict=True):
         reads |= registers(code, dwords)
         if code in (VCCZ, EXECZ):
             reads |= 1 << code
-    written = fields.get("dst", NONE)
-    writes = registers(written, widths[0])
-    writes |= registers(fields.get("sdst", NONE), 2)
+    writes = registers(fields.get("dst", NONE), to) | registers(fields.get("sdst", NONE), pair)
     if name.startswith("v_cmpx"):
         writes |= EXEC_BITS
     if name.startswith("v_div_fmas"):
@@ -148,47 +139,22 @@ def _vector(one: Decoded) -> Effects:
 
 
 def _lds(one: Decoded) -> Effects:
-    name = one.name
-    if name == "ds_nop":
-        return Effects(name, "lds")
-    address = registers(one.src[0], 1)
-    if "permute" in name:
-        return Effects(
-            name,
-            "lds",
-            reads=address | registers(one.src[1], 1),
-            writes=registers(one.fields["dst"], 1),
-        )
-    dwords = lds_dwords(name)
-    if name.startswith(("ds_read", "ds_swizzle")):
-        writes = registers(one.fields["dst"], dwords * (2 if "read2" in name else 1))
-        kept = writes if "_d16" in name else 0
-        return Effects(name, "lds", reads=address | kept, writes=writes)
-    reads = address | registers(one.src[1], dwords)
-    if "write2" in name or "cmpst" in name:
-        reads |= registers(one.src[2], dwords)
-    writes = registers(one.fields["dst"], dwords) if "_rtn" in name else 0
-    return Effects(name, "lds", reads=reads, writes=writes)
+    to, _, *widths = widths_of(one)
+    address, data, second = map(registers, one.src, widths)
+    writes = registers(one.fields["dst"], to)
+    kept = writes if "_d16" in one.name else 0
+    return Effects(one.name, "lds", reads=address | data | second | kept, writes=writes)
 
 
 def _memory(one: Decoded) -> Effects:
     name, fields = one.name, one.fields
-    if name in ("buffer_wbl2", "buffer_inv"):
-        return Effects(name, "vmem", reads=EXEC_BITS)
-    dwords, buffer = memory_dwords(name), name.startswith("buffer")
-    direct = bool(fields.get("lds", 0)) or "load_lds" in name
+    _, descriptor, *widths = widths_of(one)
+    address, data, base = map(registers, one.src, widths)
     # Every lane's address, and the lanes that take part.
-    if buffer:
-        reads = registers(one.src[0], fields.get("offen", 0) + fields.get("idxen", 0))
-        reads |= registers(fields["sdst"], 4) | registers(one.src[2], 1)
-    elif name.startswith("scratch"):
-        reads = registers(one.src[0], fields.get("offen", 0)) | registers(one.src[2], 1)
-    else:
-        reads = registers(one.src[0], 1 if one.src[2] != NONE else 2) | registers(one.src[2], 2)
-    reads |= EXEC_BITS
-    if direct:
+    reads = address | registers(fields.get("sdst", NONE), descriptor) | base | EXEC_BITS
+    if fields.get("lds", 0) or "load_lds" in name:
         return Effects(name, "lds_dma", reads=reads | M0_BIT)
-    data = registers(one.src[1], dwords)
+    dwords = memory_dwords(name)
     if "_load_" in name:
         writes = registers(fields["dst"], dwords)
         return Effects(name, "vmem", reads=reads | (writes if "_d16" in name else 0), writes=writes)
@@ -196,7 +162,7 @@ def _memory(one: Decoded) -> Effects:
     writes = registers(fields["dst"], returned) if fields.get("glc") and "atomic" in name else 0
     # With a register as its offset a buffer store takes a clock more to issue (LLVM:
     # createsVALUHazard).
-    held = data if dwords > 2 and not (buffer and registers(one.src[2], 1)) else 0
+    held = data if dwords > 2 and not (name.startswith("buffer") and base) else 0
     return Effects(name, "vmem", reads=reads | data, writes=writes, store_data=held)
 
 

@@ -6,6 +6,7 @@ import itertools
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,13 +20,17 @@ from pyfa.problem import FEATURES, Problem
 triton = pytest.importorskip("triton")
 from pyfa.backends.triton import quantize, resources, specs  # noqa: E402
 
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import triton_resources as table
+
 
 def _problem(arch: str, head_dim: int, dtype: str = "bfloat16", **changes: object) -> Problem:
     values: dict[str, object] = {
         "batch": 4, "seqlen_q": 4096, "seqlen_k": 4096, "heads_q": 16, "heads_k": 4,
         "head_dim": head_dim, "head_dim_v": head_dim, "dtype": dtype,
         "features": frozenset({"causal", "backward", "gqa"}),
-        "device": resources.device_of(arch), "square": True,
+        "device": table.device_of(arch), "square": True,
     }  # fmt: skip
     return Problem(**(values | changes))  # type: ignore[arg-type]
 
@@ -157,20 +162,20 @@ def test_importing_pyfa_does_not_import_triton() -> None:
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx1100", "sm_80", "sm_90a"])
 def test_forward_compiles_ahead_of_time(arch: str) -> None:
-    _compiles_forward(arch, resources.problem_of(arch, 128, "bfloat16", "causal", "backward"))
+    _compiles_forward(arch, table.problem_of(arch, 128, "bfloat16", "causal", "backward"))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("arch", ["gfx942", "sm_80", "sm_89", "sm_90a"])
 @pytest.mark.parametrize("features", [("dv",), ("dv", "latent")])
 def test_wide_heads_compile_ahead_of_time(arch: str, features: tuple[str, ...]) -> None:
-    problem = resources.problem_of(arch, 576, "bfloat16", "causal", *features)
+    problem = table.problem_of(arch, 576, "bfloat16", "causal", *features)
     _compiles_forward(arch, replace(problem, head_dim_v=512))
 
 
 @pytest.mark.long
 def test_wide_heads_have_a_backward_on_amd() -> None:
-    problem = resources.problem_of("gfx942", 512, "bfloat16", "causal", "backward")
+    problem = table.problem_of("gfx942", 512, "bfloat16", "causal", "backward")
     plan = dict(plans.plan(problem, "triton").constants)
     for spec in (*(specs.keys_spec(plan, specs.Variant(), role) for role in ("dk", "dv")),
                  specs.rows_spec(plan, specs.Variant())):  # fmt: skip
@@ -183,11 +188,11 @@ def test_wide_heads_have_a_backward_on_amd() -> None:
 @pytest.mark.parametrize("arch", ["gfx942", "sm_90a"])
 def test_kernels_by_lists_compile_ahead_of_time(arch: str) -> None:
     """And those of heads of 576 are in the same table."""
-    found = dict(resources.listed_specs_of(arch, 128))
+    found = dict(table.listed_specs_of(arch, 128))
     assert [name.split()[-2:] for name in found] == [
         [role, "listed"] for role in ("forward", "dk", "dq")
     ]
-    assert [name.split()[-2:] for name, _ in resources.latent_specs_of(arch)] == [
+    assert [name.split()[-2:] for name, _ in table.latent_specs_of(arch)] == [
         [kind, role] for kind in ("wide", "latent") for role in ("forward", "decode")
     ]
     used = resources.measure(found["bf16 d128 forward listed"], arch)
@@ -207,7 +212,7 @@ def _compiles_forward(arch: str, problem: Problem) -> None:
 
 @pytest.mark.parametrize("arch", ["gfx942", "sm_90a"])
 def test_backward_compiles_ahead_of_time(arch: str) -> None:
-    problem = resources.problem_of(arch, 64, "float16", "causal", "backward")
+    problem = table.problem_of(arch, 64, "float16", "causal", "backward")
     plan = dict(plans.plan(problem, "triton").constants)
     for spec in (
         specs.keys_spec(plan, specs.Variant()),
@@ -222,7 +227,7 @@ def test_backward_compiles_ahead_of_time(arch: str) -> None:
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm_89", "sm_90a"])
 def test_float8_compiles_without_a_gpu(arch: str) -> None:
-    found = dict(resources.float8_specs_of(arch, 128))
+    found = dict(table.float8_specs_of(arch, 128))
     assert len(found) == 6
     for name, spec in found.items():
         if "scales 2 forward" in name or "scales 3 decode" in name:
