@@ -27,22 +27,19 @@ MFMA_CLOCKS = {
 }  # fmt: skip
 
 
+# What the core counts, in its order; ``Counters`` says what each is.
+SUMS = (
+    "lds_conflict_clocks", "lds_clocks", "lds_read_bytes", "lds_write_bytes", "lds_direct_bytes",
+    "load_bytes", "scalar_bytes", "store_bytes", "segments64", "segments128", "barriers",
+    "buffer_out_of_range",
+)  # fmt: skip
+
+
 class Totals(ctypes.Structure):
     """The struct ``Totals`` of core/core.h."""
 
     _fields_ = (
-        ("lds_conflict_clocks", ctypes.c_uint64),
-        ("lds_clocks", ctypes.c_uint64),
-        ("lds_read_bytes", ctypes.c_uint64),
-        ("lds_write_bytes", ctypes.c_uint64),
-        ("lds_direct_bytes", ctypes.c_uint64),
-        ("load_bytes", ctypes.c_uint64),
-        ("scalar_bytes", ctypes.c_uint64),
-        ("store_bytes", ctypes.c_uint64),
-        ("segments64", ctypes.c_uint64),
-        ("segments128", ctypes.c_uint64),
-        ("barriers", ctypes.c_uint64),
-        ("buffer_out_of_range", ctypes.c_uint64),
+        *((name, ctypes.c_uint64) for name in SUMS),
         ("violations", ctypes.c_uint64 * len(CHECKS)),
     )
 

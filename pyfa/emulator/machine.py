@@ -18,7 +18,7 @@ import numpy.typing as npt
 from pyfa import codeobject
 from pyfa.codeobject import Kernel
 from pyfa.emulator import native
-from pyfa.emulator.counters import CHECKS, MFMA_CLOCKS, Counters, Totals
+from pyfa.emulator.counters import CHECKS, MFMA_CLOCKS, SUMS, Counters, Totals
 from pyfa.emulator.decode import Code, decode_functions
 from pyfa.emulator.text import text_of
 from pyfa.emulator.timing.trace import Recorder
@@ -470,26 +470,12 @@ def _counters(
             mnemonics[name] = mnemonics.get(name, 0) + count
             by_pc[int(pc)] = count
 
-    def total(name: str) -> int:
-        return sum(int(getattr(t, name)) for t in totals)
-
     return Counters(
         wavefronts=waves,
         instructions=groups,
         mnemonics=mnemonics,
         executed=by_pc,
         mfma_clocks={n: c * MFMA_CLOCKS[n] for n, c in mnemonics.items() if n in MFMA_CLOCKS},
-        lds_clocks=total("lds_clocks"),
-        lds_conflict_clocks=total("lds_conflict_clocks"),
-        lds_read_bytes=total("lds_read_bytes"),
-        lds_write_bytes=total("lds_write_bytes"),
-        lds_direct_bytes=total("lds_direct_bytes"),
-        load_bytes=total("load_bytes"),
-        scalar_bytes=total("scalar_bytes"),
-        store_bytes=total("store_bytes"),
-        segments64=total("segments64"),
-        segments128=total("segments128"),
-        barriers=total("barriers"),
-        buffer_out_of_range=total("buffer_out_of_range"),
+        **{name: sum(int(getattr(t, name)) for t in totals) for name in SUMS},
         violations={c: sum(int(t.violations[n]) for t in totals) for n, c in enumerate(CHECKS)},
     )

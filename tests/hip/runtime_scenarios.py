@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from pyfa import _torch, abi, codeobject, topology
+from pyfa import _torch, abi, codeobject
 from pyfa.backends.base import Run
 from pyfa.backends.common.program import Params, Program, arguments_of, run_of
 from pyfa.backends.hip import code, compiler, libamdhip64, plans, runtime_device
@@ -378,12 +378,9 @@ def kept(paths: list[str]) -> int:
     return sys.getrefcount(data) - before
 
 
-def facts(paths: list[str], nodes: str) -> dict[str, Any]:
-    topology.dies.__defaults__ = (Path(nodes),)
-    runtime = start(paths)
-    shapes = [list(runtime.shape(index)) for index in (0, 1)]
-    left = ctypes.CDLL(paths[0]).hipPeekAtLastError()
-    return {"describe": runtime.describe(), "shapes": shapes, "left": left}
+def facts(paths: list[str]) -> dict[str, Any]:
+    found = start(paths).describe()
+    return {"describe": found, "left": ctypes.CDLL(paths[0]).hipPeekAtLastError()}
 
 
 def not_mapped(path: str) -> dict[str, Any]:

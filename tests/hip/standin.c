@@ -3,7 +3,6 @@
 // $STANDIN_ANSWERS   what a function returns instead of success: "hipModuleLoadData=209 ..."
 // $STANDIN_PARAMS    how many bytes are read through kernelParams[0]
 // $STANDIN_CAPTURING the capture status of every stream
-// $STANDIN_XCCS      XCDs of a device; an attribute that is not known where it is not set
 // COPY names the copy in the log; LACKING leaves out a function that an old runtime has not.
 #include <stdarg.h>
 #include <stdio.h>
@@ -68,17 +67,7 @@ HIP hipSetDevice(int device) {
   return code;
 }
 
-HIP hipDeviceGetAttribute(int *value, int attribute, int device) {
-  const char *xccs = getenv("STANDIN_XCCS");
-  if (attribute == 63) return *value = 304 - device, 0;
-  if (attribute == 10018 && xccs) return *value = atoi(xccs), 0;
-  return last = 1;
-}
-
-HIP hipDeviceGetPCIBusId(char *text, int size, int device) {
-  snprintf(text, size, "0000:%x:00.0", 0x46 + device);
-  return answer("hipDeviceGetPCIBusId");
-}
+HIP hipDeviceGetAttribute(int *value, int attribute, int device) { return last = 1; }  // knows none
 
 HIP hipRuntimeGetVersion(int *version) {
   *version = 70051831;

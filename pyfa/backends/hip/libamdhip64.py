@@ -26,11 +26,6 @@ BAD_IMAGE = frozenset({200, 209, 218, 303})
 NOT_FOUND = 500
 FOREIGN_STREAM = 709
 
-# hipDeviceAttribute_t. The first is 63 in the headers of HIP 5.2 and of 7.1; the second came with
-# 7.0, and older runtimes answer that they do not know it.
-MULTIPROCESSOR_COUNT = 63
-NUMBER_OF_XCCS = 10018
-
 _MAPS = Path("/proc/self/maps")
 # libamdhip64.so, libamdhip64.so.7, and what auditwheel makes of them: libamdhip64-1a2b3c4d.so.7.
 _NAME = re.compile(r"libamdhip64(-[0-9a-f]+)?\.so[.0-9]*")
@@ -41,7 +36,6 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "hipGetDevice": (_POINTER,),
     "hipSetDevice": (_INT,),
     "hipDeviceGetAttribute": (_POINTER, _INT, _INT),
-    "hipDeviceGetPCIBusId": (_POINTER, _INT, _INT),
     "hipRuntimeGetVersion": (_POINTER,),
     "hipModuleLoadData": (_POINTER, ctypes.c_char_p),
     "hipModuleGetFunction": (_POINTER, _POINTER, ctypes.c_char_p),
@@ -162,24 +156,6 @@ class Hip:
         count = _INT()
         self.check(self.calls.hipGetDeviceCount(ctypes.byref(count)), "the HIP runtime has no GPU")
         return count.value
-
-    def attribute(self, number: int, index: int) -> int | None:
-        """Return an attribute of device ``index``; None if this runtime does not know it."""
-        value = _INT()
-        if self.calls.hipDeviceGetAttribute(ctypes.byref(value), number, index):
-            self.calls.hipGetLastError()
-            return None
-        return value.value
-
-    def bus_id(self, index: int) -> str:
-        """Return the PCI address of device ``index``, such as ``0000:47:00.0``. Raises
-        ``HipError``."""
-        text = ctypes.create_string_buffer(64)
-        self.check(
-            self.calls.hipDeviceGetPCIBusId(text, len(text), index),
-            f"the HIP runtime does not tell the PCI address of device {index}",
-        )
-        return text.value.decode()
 
     def version(self) -> str:
         """Return the runtime's version, such as ``7.0.51831``. Raises ``HipError``."""

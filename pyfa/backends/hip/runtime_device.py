@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ... import _torch, codeobject, device, topology
+from ... import _torch, codeobject, device
 from ..._torch import Empty
 from ...errors import CodeObjectError
 from ...problem import Problem
@@ -40,13 +40,6 @@ class Loaded(NamedTuple):
 
 
 Binding = HipPython | libamdhip64.Ctypes
-
-
-class Shape(NamedTuple):
-    """The properties of a device that a grid is fitted to; 0 if unknown."""
-
-    units: int
-    dies: int
 
 
 class DeviceRuntime:
@@ -126,16 +119,6 @@ class DeviceRuntime:
             )
 
         return arguments.launcher(layout, index, binding.run, calls_of, recover, (), grids)
-
-    def shape(self, index: int) -> Shape:
-        """Return the number of CUs and XCDs of device ``index`` in its partition mode.
-
-        Raises ``RuntimeError`` if there is no runtime, and ``HipError`` if the runtime fails.
-        """
-        hip, _ = self._runtime()
-        units = hip.attribute(libamdhip64.MULTIPROCESSOR_COUNT, index) or 0
-        dies = hip.attribute(libamdhip64.NUMBER_OF_XCCS, index)
-        return Shape(units, dies or topology.dies(hip.bus_id(index)) or 0)
 
     def describe(self) -> str:
         """Describe the runtime in use and its binding, for reports: ``HIP 7.0.51831,
