@@ -329,14 +329,6 @@ def _dropout_bits(count: int) -> Iterator[Case]:
         yield _packed(lengths, "varlen", **fields, slack=index % 3)
 
 
-def _merged(draw: dict[str, Any]) -> dict[str, Any]:
-    """Return ``draw`` with the fields of its axes "options" and "storage" merged in."""
-    more = [draw.pop(axis) for axis in ("storage", "options") if axis in draw]
-    for fields in more:
-        draw = draw | fields
-    return draw
-
-
 def _full() -> Iterator[Case]:
     yield from _quick()
     for options in (*_ALONE, *_PAIRS):
@@ -421,7 +413,7 @@ def _full_dense() -> Iterator[Case]:
         "options": (*_ALONE, *_PAIRS),
     }
     for draw in draws("values", 300, {**common, **axes}):
-        yield _dense(**_merged(draw))
+        yield _dense(**draw)
     axes = {
         "rows": _EDGES,
         "keys": _EDGES,
@@ -429,7 +421,7 @@ def _full_dense() -> Iterator[Case]:
         "options": ({}, {"sinks": True}, {"softcap": 6.0}, {"dropout_p": 0.2}, {"alibi": "heads"}),
     }
     for draw in draws("windows", 240, {**common, **axes}):
-        yield _dense(**_merged(draw))
+        yield _dense(**draw)
     yield from _mixed("dense", 500)
 
 
@@ -454,27 +446,26 @@ def _mixed(kind: str, count: int) -> Iterator[Case]:
         "backward": (True, True, False),
         "gradient": ({}, {"dlse": "both"}, {"dlse": "only"}, {"deterministic": True}),
         "bias_grad": (False, True),
+    }
+    of_dense: Fields = {
         "rows": (1, 2, 17, 64, 65, 130),
         "keys": (1, 16, 33, 64, 129, 257),
         "batch": (1, 2),
+    }
+    of_packed: Fields = {
         "lengths": PACKED,
         "used_q": (False, True),
         "used_k": (False, True),
         "slack": (0, 0, 3),
         "page_size": (0, 0, 1, 16, 64),
     }
-    dense_only, packed_only = ("rows", "keys", "batch"), ("lengths", *(
-        "used_q", "used_k", "slack", "page_size"
-    ))  # fmt: skip
+    axes = {**axes, **(of_dense if dense else of_packed)}
     for draw in draws(f"mixed_{kind}", count, axes):
-        gradient = draw.pop("gradient")
-        if draw["backward"]:
-            draw |= gradient
+        if not draw["backward"]:
+            draw |= {"dlse": "", "deterministic": False}
         draw["bias_grad"] = draw["bias_grad"] and draw["backward"] and bool(draw["bias"])
         if draw["bias"] == "bool":
             draw["bias_grad"] = False
-        for name in packed_only if dense else dense_only:
-            del draw[name]
         yield _dense(**draw) if dense else _packed(kind=kind, **draw)
 
 
@@ -491,7 +482,7 @@ def _full_packed() -> Iterator[Case]:
         "options": (*_ALONE, *_PAIRS),
     }
     for draw in draws("packed", 400, axes):
-        yield _packed(kind="varlen", **_merged(draw))
+        yield _packed(kind="varlen", **draw)
     yield from _mixed("varlen", 300)
 
 
@@ -518,7 +509,7 @@ def _full_caches() -> Iterator[Case]:
     }
     axes: Fields = {"lengths": CACHES}
     for draw in draws("caches", 300, {**common, **axes}):
-        yield _packed(kind="kvcache", **_merged(draw))
+        yield _packed(kind="kvcache", **draw)
     axes = {
         "lengths": APPENDS,
         "rotary": ("", *ROTARIES),
@@ -527,4 +518,4 @@ def _full_caches() -> Iterator[Case]:
     }
     for draw in draws("appends", 400, {**common, **axes}):
         draw["rotary_seqlens"] = draw["rotary_seqlens"] and bool(draw["rotary"])
-        yield _packed(kind="kvcache", **_merged(draw))
+        yield _packed(kind="kvcache", **draw)

@@ -38,6 +38,11 @@ APPENDS: tuple[Lengths, ...] = (
 
 
 def draws(family: str, count: int, axes: Fields) -> Iterator[dict[str, Any]]:
-    """Return ``count`` samples: on each axis the choice that a hash of its place selects."""
+    """Return ``count`` samples: on each axis the choice that a hash of its place selects. A choice
+    of several fields (a mapping) stands for these; they replace those of other axes."""
     for index in range(count):
-        yield {axis: pick(f"{family}/{index}/{axis}", axes[axis]) for axis in axes}
+        drawn = {axis: pick(f"{family}/{index}/{axis}", axes[axis]) for axis in axes}
+        more = [drawn.pop(axis) for axis in axes if isinstance(drawn[axis], Mapping)]
+        for fields in more:
+            drawn |= fields
+        yield drawn

@@ -144,6 +144,5 @@ def _drawn() -> Iterator[Case]:
         "terms": ({}, {}, {"alibi": "heads"}, {"dropout_p": 0.2}, {"sinks": True}),
     }
     for draw in draws("bands", 80, axes):
-        fields = draw | draw.pop("terms")
         if draw["attention_chunk"] or draw["window"]:
-            yield dense(**fields)
+            yield dense(**draw)

@@ -83,10 +83,10 @@ def full() -> Iterator[Case]:
         "options": _DENSE,
     }
     for draw in draws("float8 dense", 100, {**common, **axes}):
-        yield dense(**draw | dict(draw.pop("options")))
+        yield dense(**draw)
     axes = {"dtype": FORMATS, "options": _PACKED}
     for draw in draws("float8 packed", 60, {**common, **axes}):
-        yield packed(_LENGTHS, "varlen", **draw | dict(draw.pop("options")))
+        yield packed(_LENGTHS, "varlen", **draw)
     axes = {
         "lengths": _CACHED,
         "dtype": ("bfloat16", "float16", *FORMATS),
@@ -96,4 +96,4 @@ def full() -> Iterator[Case]:
     for draw in draws("float8 caches", 100, {**common, **axes}):
         if draw["dtype"] in FORMATS:
             draw["cache_dtype"] = ""
-        yield packed(draw.pop("lengths"), "kvcache", **draw | dict(draw.pop("options")))
+        yield packed(draw.pop("lengths"), "kvcache", **draw)

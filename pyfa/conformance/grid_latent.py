@@ -95,10 +95,7 @@ def full() -> Iterator[Case]:
     for index, options in enumerate(_MANY):
         yield _latent(**{"dtype": HALF[index % 2], **options})
     for draw in draws("latent", 200, axes):
-        more: dict[str, Any] = {}
-        for axis in ("dims", "lists", "cache"):
-            more |= draw.pop(axis)
-        yield _latent(draw.pop("lengths"), **draw | more)
+        yield _latent(draw.pop("lengths"), **draw)
 
 
 def _latent(lengths: tuple[tuple[int, ...], tuple[int, ...]], **options: Any) -> Case:

@@ -55,12 +55,10 @@ def full() -> Iterator[Case]:
         "batch_invariant": (False, False, True),
     }
     for draw in draws("trees", 60, axes):
-        options = draw.pop("options")
         if draw["batch_invariant"]:
-            options = {
-                n: x for n, x in options.items() if n not in ("num_splits", "attention_chunk")
-            }
-        yield _tree(draw.pop("shape"), **{**draw, **options})
+            for name in ("num_splits", "attention_chunk"):
+                draw.pop(name, None)
+        yield _tree(draw.pop("shape"), **draw)
 
 
 def _tree(shape: int, **options: Any) -> Case:

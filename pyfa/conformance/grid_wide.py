@@ -62,7 +62,7 @@ def full() -> Iterator[Case]:
         "backward": (False, False, True),
     }
     for draw in draws("wide_dense", 90, {**common, **axes}):
-        yield dense(**_merged(draw))
+        yield dense(**draw)
     axes = {
         "lengths": PACKED,
         "used_q": (False, True),
@@ -72,7 +72,7 @@ def full() -> Iterator[Case]:
         "backward": (False, False, True),
     }
     for draw in draws("wide_packed", 60, {**common, **axes}):
-        yield packed(kind="varlen", **_merged(draw))
+        yield packed(kind="varlen", **draw)
     axes = {
         "lengths": CACHES,
         "slack": (0, 7),
@@ -81,9 +81,4 @@ def full() -> Iterator[Case]:
         "page_size": (0, 0, 1, 16),
     }
     for draw in draws("wide_caches", 60, {**common, **axes}):
-        yield packed(kind="kvcache", **_merged(draw))
-
-
-def _merged(draw: dict[str, Any]) -> dict[str, Any]:
-    more: dict[str, Any] = {**draw.pop("dims"), **draw.pop("options")}
-    return draw | more
+        yield packed(kind="kvcache", **draw)
