@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pyfa import device, topology
+from pyfa import device
 from pyfa.device import DEVICES, GIB, Device
 
 Show = Callable[..., Device]
@@ -19,7 +19,7 @@ Show = Callable[..., Device]
 def show(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Show]:
     """The device that torch shows as ``name`` with so many CUs; ``xccs``: what the driver says."""
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    monkeypatch.setattr(topology.dies, "__defaults__", (tmp_path,))
+    monkeypatch.setattr(device.dies_by_driver, "__defaults__", (tmp_path,))
 
     def show(name: str, units: int, xccs: int | None = None, **more: object) -> Device:
         place = {"pci_domain_id": 1, "pci_bus_id": 0x47, "pci_device_id": 0}

@@ -20,10 +20,10 @@ import pytest
 import torch
 from runtime_scenarios import IMAGE, STREAM, packed
 
-from pyfa import abi, topology
+from pyfa import abi
 from pyfa.backends.hip import libamdhip64
 from pyfa.backends.hip.runtime_device import DeviceRuntime
-from pyfa.device import CPU, DEVICES
+from pyfa.device import CPU, DEVICES, dies_by_driver
 from pyfa.problem import Call, Problem, problem_of
 
 HERE = Path(__file__).parent
@@ -592,18 +592,18 @@ def test_dies_from_the_drivers_topology(tmp_path: Path) -> None:
         # Before the field existed.
         NODE.format(simds=440, location=0x6108, domain=0, xccs=0),
     )
-    assert topology.dies("0000:47:00.0", folder) == 8
-    assert topology.dies("0001:47:00.3", folder) == 1
-    assert topology.dies("0000:61:01.0", folder) is None
-    assert topology.dies("0000:00:00.0", folder) is None
-    assert topology.dies("0000:48:00.0", folder) is None
+    assert dies_by_driver("0000:47:00.0", folder) == 8
+    assert dies_by_driver("0001:47:00.3", folder) == 1
+    assert dies_by_driver("0000:61:01.0", folder) is None
+    assert dies_by_driver("0000:00:00.0", folder) is None
+    assert dies_by_driver("0000:48:00.0", folder) is None
 
 
 def test_a_topology_that_cannot_be_read(tmp_path: Path) -> None:
-    assert topology.dies("0000:47:00.0", tmp_path / "none") is None
+    assert dies_by_driver("0000:47:00.0", tmp_path / "none") is None
     folder = nodes(tmp_path / "nodes", CPU_NODE, "garbage\nsimd_count x\n\n")
     (folder / "2").mkdir()
-    assert topology.dies("0000:47:00.0", folder) is None
+    assert dies_by_driver("0000:47:00.0", folder) is None
 
 
 def test_the_description_of_a_runtime(scenario: Scenario, copies: dict[str, str]) -> None:
