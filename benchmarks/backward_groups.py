@@ -21,7 +21,7 @@ import machine
 import torch
 
 import pyfa
-from pyfa import binding, ops
+from pyfa import binding, bound
 from pyfa.backends.common import splits
 from pyfa.bound import Table
 
@@ -54,7 +54,7 @@ def divided(parts: int) -> Iterator[list[int]]:
     with (
         mock.patch.object(splits, "of_group", of_group),
         mock.patch.object(binding, "calls", Table()),
-        mock.patch.object(ops, "calls", Table()),
+        mock.patch.object(bound, "calls", Table()),
     ):
         yield seen
 

@@ -25,7 +25,7 @@ from typing import Any
 import machine
 import torch
 
-from pyfa import binding, dispatch, ops
+from pyfa import binding, bound, dispatch
 from pyfa.backends import BACKENDS
 from pyfa.bound import Table
 from pyfa.conformance import build, examine, grid, runner
@@ -59,7 +59,7 @@ def some(work: tuple[str, list[Case], list[str]]) -> list[CaseResult]:
         for arch in tiles:
             os.environ["PYFA_ARCH_TILES"] = arch
             dispatch._prepared.clear()  # plans are kept, whatever their tiles, and so are calls
-            binding.calls, ops.calls = Table(), Table()
+            binding.calls, bound.calls = Table(), Table()
             result = runner.run_case(BACKENDS[backend], case, where, expected)
             found.append(replace(result, name=f"{case.name} @ {arch}"))
     return found

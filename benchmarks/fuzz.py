@@ -39,7 +39,7 @@ import machine
 import torch
 from random_cases import expected_on
 
-from pyfa import binding, ops
+from pyfa import binding, bound
 from pyfa.backends import BACKENDS
 from pyfa.backends.base import Backend
 from pyfa.bound import Table
@@ -203,7 +203,7 @@ def again(case: Case) -> Case:
 def wrong(cases: list[Case], backend: Backend) -> tuple[str, list[str]]:
     """What the last of these calls does wrong in a process that has bound none, or "" and the
     statuses of all."""
-    binding.calls, ops.calls = Table(), Table()
+    binding.calls, bound.calls = Table(), Table()
     where, statuses = runner.device_of(backend.NAME), []
     for case in cases:
         result = runner.run_case(backend, case, where, expected_on(case, where))

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 import pyfa
-from pyfa import binding, ops
+from pyfa import binding, bound
 from pyfa.backends import BACKENDS
 from pyfa.bound import Table
 from pyfa.conformance import build, modifiers
@@ -276,9 +276,9 @@ def one(work: tuple[int, str, str]) -> dict[str, Any]:
         by_kind[min(each.arguments)].append(each)
     # Each argument as often as any other, however much can be wrong with it.
     wrong = draw.choice(by_kind[draw.choice(sorted(by_kind))])
-    binding.calls, ops.calls = Table(), Table()
+    binding.calls, bound.calls = Table(), Table()
     right: list[torch.Tensor] = []
-    bound = draw.random() < 0.5
+    is_bound = draw.random() < 0.5
     caches = {each: given[each] for each in ("k_cache", "v_cache") if each in given}
     kept = {each: x.clone() for each, x in caches.items()}
 
@@ -291,15 +291,15 @@ def one(work: tuple[int, str, str]) -> dict[str, Any]:
     what, said = "", ""
     try:
         right = call()
-        if bound:
+        if is_bound:
             right = call()
     except pyfa.UnsupportedProblem:
         return {"what": "the right call is refused", "name": min(wrong.arguments)}
     except Exception as error:
         what, said = "the right call raised", f"{type(error).__name__}: {error}"[:300]
         return {"number": number, "what": what, "case": case.name, "said": said, "name": ""}
-    if not bound:
-        binding.calls, ops.calls = Table(), Table()
+    if not is_bound:
+        binding.calls, bound.calls = Table(), Table()
     before = {each: content(x) for each, x in given.items()}
     try:
         function(**{**given, **wrong.arguments})
@@ -319,7 +319,7 @@ def one(work: tuple[int, str, str]) -> dict[str, Any]:
     ):
         what = "the right call is another"
     return {
-        "number": number, "what": what, "wrong": wrong.what, "bound": bound, "case": case.name,
+        "number": number, "what": what, "wrong": wrong.what, "bound": is_bound, "case": case.name,
         "said": said[:300], "name": min(wrong.arguments),
     }  # fmt: skip
 

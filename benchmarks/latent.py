@@ -26,7 +26,7 @@ import ncu
 import torch
 
 import pyfa
-from pyfa import binding, device, dispatch, ops
+from pyfa import binding, bound, device, dispatch
 from pyfa.backends.cuda import latent_sm90
 from pyfa.bound import Table
 
@@ -69,7 +69,7 @@ def only(kernel: str) -> None:
     """Makes ``kernel`` take every call that it can; "" leaves the choice to pyfa."""
     latent_sm90.LEAST_LINES = _LEAST[kernel]
     dispatch._prepared.clear()
-    binding.calls, ops.calls = Table(), Table()
+    binding.calls, bound.calls = Table(), Table()
 
 
 def call_of(

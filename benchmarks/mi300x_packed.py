@@ -20,6 +20,7 @@ import machine
 import torch
 
 from pyfa._torch import Empty
+from pyfa.backends.base import Saved
 from pyfa.backends.common.program import Step
 from pyfa.backends.hip import code, plans, runtime_timing, samples
 from pyfa.backends.hip.launcher import Launcher
@@ -91,8 +92,8 @@ def run_of(plan: Plan, call: Call) -> Callable[[Launcher], object]:
         return lambda launch: native_forward.bind(launch, plan, call)(*tensors_of(call))
     out = torch.zeros(call.out_shape(), dtype=call.q.dtype)
     lse = torch.zeros(call.lse_shape())
-    given = (out, None, out, lse, *tensors_of(call))
-    return lambda launch: native_backward.bind(launch, call, out, lse, out, None)(*given)
+    given = Saved(call, out, lse, out)
+    return lambda launch: native_backward.bind(launch, given)(*given.arguments())
 
 
 def dense(dim: int, rows: int, keys: int, **more: Any) -> Call:

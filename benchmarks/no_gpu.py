@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 
-from pyfa import _torch, abi, binding, bound, context, device, dispatch, ops
+from pyfa import _torch, abi, binding, bound, context, device, dispatch
 from pyfa.backends import BACKENDS
 from pyfa.backends.common import arguments, libcuda
 from pyfa.backends.cuda import counters, launcher, tensor_maps
@@ -90,7 +90,7 @@ def _on(name: str) -> list[tuple[Any, str, Any]]:
         (dispatch, "_prepared", {}),
         (context, "used", False),
         (binding, "calls", bound.Table()),
-        (ops, "calls", bound.Table()),
+        (bound, "calls", bound.Table()),
         (_torch, "current_stream", lambda index: 0),
         (_torch, "current_device", lambda: 0),
         (_torch, "empty_cuda", _torch.empty_cpu),

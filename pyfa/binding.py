@@ -17,7 +17,7 @@ from . import _torch, context, dispatch, mods, ops, sharding, validate
 from . import request as requests
 from .backends.base import Appending, OtherAlignment
 from .blocks import given as blocks_given
-from .bound import Bound, Table, modes
+from .bound import Bound, Table, bound_of, modes
 from .problem import Append, Call, tensors_of
 from .request import Request
 
@@ -160,7 +160,7 @@ def first(key: tuple[Any, ...], tensors: tuple[Any, ...], request: Request) -> R
         out, lse = torch.ops.pyfa.forward(*sharding.prepared(call), *who)
         return (out, lse) if call.return_lse else out
     given = tensors_of(call, append)
-    bound = ops.bound_of(call, append, who, call.return_lse or request.needs_grad)
+    bound = bound_of(call, append, who, call.return_lse or request.needs_grad)
     if len(given) == len(tensors) and all(x is y for x, y in zip(given, tensors, strict=True)):
         _keep(key, tensors, bound)
     if bound.needs_grad:

@@ -14,7 +14,8 @@ import torch
 
 from . import _torch
 from .backends.base import Run, RunBackward
-from .problem import Append, Call, Form, are_on_16, form_of
+from .dispatch import prepare
+from .problem import Append, Call, Form, are_on_16, form_of, tensors_of
 
 
 class Fits(Protocol):
@@ -235,3 +236,28 @@ def _with_shapes(key: tuple[Any, ...], tensors: Sequence[torch.Tensor]) -> tuple
     q, k, last = tensors[0], tensors[1], tensors[-1]
     rows = q.shape[:2] if q.dim() == 4 else ()
     return key, rows, q.shape[-2:], k.shape[1:] if k.dim() == 4 else k.shape[-2:], last.shape[:1]
+
+
+# Calls by all that ``Call`` says, from every way that leads to a backend.
+calls = Table()
+
+
+def bound_of(
+    call: Call, append: Append | None, who: tuple[str, bool, bool], with_lse: bool
+) -> Bound:
+    """Return ``call`` bound, with its tensors or others like them.
+
+    ``who`` are the arguments of ``dispatch.prepare`` after the call. The bound call is kept if the
+    tensors are unwatched.
+    """
+    tensors = tensors_of(call, append)
+    form = form_of(call, append)
+    key = (*form.places, form.shared_offsets, *form.numbers, form.append, *who, with_lse)
+    found = calls.find(key, tensors)
+    if found is None:
+        prepared = prepare(call, *who)
+        run = prepared.bind(call, append, with_lse)
+        found = Bound(run, call, append, who, tensors)
+        if _torch.is_unwatched(*tensors):
+            calls.keep(key, tensors, found)
+    return found

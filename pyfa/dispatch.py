@@ -23,6 +23,7 @@ from .backends.base import (
     MachineReason,
     Run,
     RunBackward,
+    Saved,
 )
 from .context import Context
 from .device import Device, of
@@ -128,17 +129,9 @@ class Prepared(NamedTuple):
         out, lse, *_ = self.bind(call)(*tensors_of(call))
         return out, lse
 
-    def bind_backward(
-        self,
-        call: Call,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        bias_grad: bool,
-    ) -> RunBackward:
+    def bind_backward(self, given: Saved, bias_grad: bool) -> RunBackward:
         """Implement ``Backend.bind_backward``."""
-        return self.backend.bind_backward(self.plan, call, out, lse, dout, dlse, bias_grad)
+        return self.backend.bind_backward(self.plan, given, bias_grad)
 
     def backward(
         self,
@@ -146,15 +139,15 @@ class Prepared(NamedTuple):
         out: torch.Tensor,
         lse: torch.Tensor,
         dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        bias_grad: bool,
+        dlse: torch.Tensor | None = None,
     ) -> Gradients:
-        """Return the gradients of ``call``, whose forward returned ``out`` and ``lse``."""
+        """Return the gradients of ``call``, whose forward returned ``out`` and ``lse``, without
+        that of the bias."""
         # What flows back through a complex number may have the negative bit, and kernels go by the
         # address.
         dout, dlse = dout.resolve_neg(), None if dlse is None else dlse.resolve_neg()
-        run = self.bind_backward(call, out, lse, dout, dlse, bias_grad)
-        return run(dout, dlse, out, lse, *tensors_of(call))
+        given = Saved(call, out, lse, dout, dlse)
+        return self.bind_backward(given, False)(*given.arguments())
 
 
 # Sizes enter the key as powers of two, so what can be in here is bounded by the kinds of problem.

@@ -14,11 +14,11 @@ from typing import Any, get_type_hints
 import torch
 
 from . import _torch, mods
-from .backends.base import Gradients, OtherAlignment
+from .backends.base import Gradients, OtherAlignment, Saved
 from .backends.torch import append
-from .bound import Bound, Fitting, Table
+from .bound import Bound, Fitting, bound_of
 from .dispatch import prepare
-from .problem import TENSORS, Append, Call, form_of, tensors_of
+from .problem import TENSORS, Call, tensors_of
 
 _LIBRARY = torch.library.Library("pyfa", "DEF")
 
@@ -53,31 +53,6 @@ _LIBRARY.define(
 _LIBRARY.define(
     "rotary(Tensor x, Tensor cos, Tensor sin, Tensor positions, bool interleaved) -> Tensor"
 )
-
-
-# Calls by all that ``Call`` says, from every way that leads to a backend.
-calls = Table()
-
-
-def bound_of(
-    call: Call, append: Append | None, who: tuple[str, bool, bool], with_lse: bool
-) -> Bound:
-    """Return ``call`` bound, with its tensors or others like them.
-
-    ``who`` are the arguments of ``dispatch.prepare`` after the call. The bound call is kept if the
-    tensors are unwatched.
-    """
-    tensors = tensors_of(call, append)
-    form = form_of(call, append)
-    key = (*form.places, form.shared_offsets, *form.numbers, form.append, *who, with_lse)
-    found = calls.find(key, tensors)
-    if found is None:
-        prepared = prepare(call, *who)
-        run = prepared.bind(call, append, with_lse)
-        found = Bound(run, call, append, who, tensors)
-        if _torch.is_unwatched(*tensors):
-            calls.keep(key, tensors, found)
-    return found
 
 
 def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -175,7 +150,7 @@ def _gradients(
     # What flows back through a complex number may have the negative bit, and kernels go by the
     # address.
     dout, dlse = dout.resolve_neg(), None if dlse is None else dlse.resolve_neg()
-    run = prepare(call, *bound.who).bind_backward(call, out, lse, dout, dlse, bound.who[2])
+    run = prepare(call, *bound.who).bind_backward(Saved(call, out, lse, dout, dlse), bound.who[2])
     if len(backwards) < _MOST_BACKWARDS and _torch.is_unwatched(*given):
         backwards.append((_fitting(given, bound, dlse is not None), run))
     return run(dout, dlse, out, lse, *tensors)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pyfa import _torch, binding, cache, ops
+from pyfa import _torch, binding, bound, cache
 from pyfa.bound import Table
 
 CallsOf = Callable[[Any, str], list[Any]]
@@ -51,7 +51,7 @@ def nothing_bound(monkeypatch: pytest.MonkeyPatch) -> Forget:
 
     def forget() -> None:
         monkeypatch.setattr(binding, "calls", Table())
-        monkeypatch.setattr(ops, "calls", Table())
+        monkeypatch.setattr(bound, "calls", Table())
 
     forget()
     return forget

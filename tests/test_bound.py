@@ -170,11 +170,11 @@ def test_what_differs_is_another_call(other: Callable[..., Any]) -> None:
     q, k, v = inputs(requires_grad=False)
     expected = outcome(lambda: other(q, k, v))
     forget(binding.calls)
-    forget(ops.calls)
+    forget(bound.calls)
     pyfa.attention(q, k, v)
     ((_, entry),) = binding.calls.recent.values()
     entry.run = poison
-    forget(ops.calls)  # where some of the others are this very call, once they are checked
+    forget(bound.calls)  # where some of the others are this very call, once they are checked
     check_others(other, expected, q, k, v)
     with pytest.raises(AssertionError, match="ran this one's"):
         pyfa.attention(q, k, v)
@@ -186,9 +186,9 @@ def test_what_differs_is_another_checked_call(name: str) -> None:
     q, k, v = inputs(requires_grad=False)
     expected = outcome(lambda: OTHERS[name](q, k, v))
     forget(binding.calls)
-    forget(ops.calls)
+    forget(bound.calls)
     pyfa.attention(q, k, v)
-    ((_, entry),) = ops.calls.recent.values()
+    ((_, entry),) = bound.calls.recent.values()
     entry.run = poison
     forget(binding.calls)
     check_others(OTHERS[name], expected, q, k, v)
@@ -266,7 +266,8 @@ def test_the_backward_runs_where_its_forward_ran(monkeypatch: pytest.MonkeyPatch
         ran.append(wanted)
         return prepare(call, wanted, *rest)
 
-    monkeypatch.setattr(ops, "prepare", noted)
+    for module in (bound, ops):  # which ask for a forward and for a backward
+        monkeypatch.setattr(module, "prepare", noted)
     for turn in range(2):
         q, k, v = inputs()
         with pyfa.use_backend("torch"):
@@ -325,11 +326,9 @@ def backwards(monkeypatch: pytest.MonkeyPatch) -> Backwards:
     def on_16(tensors: Any) -> bool:
         return not any(x.data_ptr() % 16 for x in tensors if x is not None)
 
-    def bind_backward(
-        self: Any, plan: Any, call: Any, out: Any, lse: Any, dout: Any, dlse: Any, bias_grad: bool
-    ) -> Any:
+    def bind_backward(self: Any, plan: Any, saved: Any, bias_grad: bool) -> Any:
         noted.bound += 1
-        found, aligned = real(self, plan, call, out, lse, dout, dlse, bias_grad), on_16((dout,))
+        found, aligned = real(self, plan, saved, bias_grad), on_16((saved.dout,))
 
         def run(*given: Any) -> Any:
             if on_16(given[:1]) is not aligned:
@@ -380,7 +379,7 @@ def test_backwards_of_another_kind(
     assert (backwards.bound, backwards.ran) == (1, 1)
     if not plain_first:
         forget(binding.calls)
-        forget(ops.calls)
+        forget(bound.calls)
     backwards.bound = backwards.ran = 0
     for _ in range(3):
         for x, y in zip(gradients(dout, *tensors, **how), expected, strict=True):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import pyfa
-from pyfa import binding, bound, ops
+from pyfa import binding, bound
 from pyfa import request as requests
 
 pytestmark = pytest.mark.usefixtures("fresh_calls")
@@ -147,8 +147,8 @@ def test_what_differs_is_another_call(
         raise AssertionError("another call ran this one's")
 
     entry.run = poison
-    ops.calls.known.clear()  # where some of the others are this very call, once they are checked
-    ops.calls.recent.clear()
+    bound.calls.known.clear()  # where some of the others are this very call, once they are checked
+    bound.calls.recent.clear()
     for _ in range(2):
         found = outcome(lambda: other(tensors, of))
         if isinstance(expected, torch.Tensor):

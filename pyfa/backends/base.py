@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from ..blocks import Tiles, Visits
 from ..plan import Plan
-from ..problem import FEATURES, Append, Call, Problem
+from ..problem import FEATURES, Append, Call, Problem, tensors_of
 
 if TYPE_CHECKING:
     from ..traffic import Shape, TiledKernel
@@ -44,6 +44,26 @@ class Gradients(NamedTuple):
     dbias: torch.Tensor | None = None
     dsinks: torch.Tensor | None = None
     captured: Sequence[torch.Tensor | None] = ()
+
+
+class Saved(NamedTuple):
+    """What a backward starts from: a call, its out and LSE, and their gradients. ``dlse`` is None
+    if nothing flows back through the LSE."""
+
+    call: Call
+    out: torch.Tensor
+    lse: torch.Tensor
+    dout: torch.Tensor
+    dlse: torch.Tensor | None = None
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Return the arguments of ``RunBackward``."""
+        return (self.dout, self.dlse, self.out, self.lse, *tensors_of(self.call))
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensors as kernels name them: dout, out, lse, those of the call, and dlse."""
+        last = () if self.dlse is None else (self.dlse,)
+        return (self.dout, self.out, self.lse, *tensors_of(self.call), *last)
 
 
 class RunBackward(Protocol):
@@ -94,17 +114,9 @@ class Backend(Protocol):
         backends that are ``Appending`` receive ``append``.
         """
 
-    def bind_backward(
-        self,
-        plan: Plan,
-        call: Call,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        bias_grad: bool,
-    ) -> RunBackward:
-        """Bind the backward of ``call``, as in ``bind``, to all calls with tensors like these."""
+    def bind_backward(self, plan: Plan, given: Saved, bias_grad: bool) -> RunBackward:
+        """Bind the backward of a call, as in ``bind``, to all calls with tensors like the given
+        ones. ``bias_grad``: with the gradient of the bias."""
 
 
 @runtime_checkable

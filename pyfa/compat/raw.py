@@ -54,7 +54,7 @@ def backward(
     prepared.validate(call)
     # Version 2 marks a fully masked row by +inf.
     lse = lse.masked_fill(lse == torch.inf, -torch.inf).contiguous()
-    grads = prepared.backward(call, out, lse, dout, None, False)
+    grads = prepared.backward(call, out, lse, dout)
     made = (grads.dq, grads.dk, grads.dv)
     return Written(*(x if y is None else y.copy_(x) for x, y in zip(made, into, strict=True)))
 

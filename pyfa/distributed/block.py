@@ -61,7 +61,7 @@ class Blocks:
         assert lse is not None
         if self._is_alone(piece):
             lse, dlse = lse[None], None if dlse is None else dlse[None]
-        grads = self._prepared(call).backward(call, out, lse, dout, dlse, False)
+        grads = self._prepared(call).backward(call, out, lse, dout, dlse)
         if self._is_alone(piece):
             return Gradients(grads.dq[0], grads.dk[0], grads.dv[0])
         return grads

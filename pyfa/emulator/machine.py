@@ -470,12 +470,13 @@ def _counters(
             mnemonics[name] = mnemonics.get(name, 0) + count
             by_pc[int(pc)] = count
 
+    sums: dict[str, Any] = {n: sum(int(getattr(t, n)) for t in totals) for n in SUMS}
     return Counters(
         wavefronts=waves,
         instructions=groups,
         mnemonics=mnemonics,
         executed=by_pc,
         mfma_clocks={n: c * MFMA_CLOCKS[n] for n, c in mnemonics.items() if n in MFMA_CLOCKS},
-        **{name: sum(int(getattr(t, name)) for t in totals) for name in SUMS},
+        **sums,
         violations={c: sum(int(t.violations[n]) for t in totals) for n, c in enumerate(CHECKS)},
     )

@@ -243,7 +243,7 @@ def flash_backward(
         window_size_left, window_size_right,
     )  # fmt: skip
     prepared = dispatch.prepare(asked.call, *asked._replace(needs_grad=True).who)
-    grads = prepared.backward(asked.call, out, logsumexp, grad_out, None, False)
+    grads = prepared.backward(asked.call, out, logsumexp, grad_out)
     inputs = (query, key, value)
     return tuple(_laid_out_as(x, grad) for x, grad in zip(inputs, grads[:3], strict=True))
 

@@ -290,7 +290,7 @@ def test_an_lse_that_is_a_slice_of_a_larger_one_is_read_as_one_of_its_own(driver
     assert sliced.is_contiguous()
     for given in (lse, sliced):
         driver.launched.clear()
-        prepared.backward(call, out, given, out, None, False)
+        prepared.backward(call, out, given, out)
         found = [values for *_, values in launches(driver)]
         assert {values["lse_batch"] for values in found} == {2 * 128}
         assert {values["lse"] for values in found} == {given.data_ptr()}

@@ -13,7 +13,7 @@ import torch
 from totals_cases import CASES, TOTALS, packed, placed, without_sizes
 
 import pyfa
-from pyfa import _torch, abi, binding, ops, sizes
+from pyfa import _torch, abi, binding, bound, sizes
 from pyfa.backends.common import program
 from pyfa.backends.cuda import tensor_maps
 
@@ -41,7 +41,7 @@ def made(driver: Any, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
 
 def forget() -> None:
-    for table in (binding.calls, ops.calls):
+    for table in (binding.calls, bound.calls):
         table.known.clear()
         table.recent.clear()
 

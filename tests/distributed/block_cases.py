@@ -83,7 +83,7 @@ def _wrong(backend: str, whole: Call, dout: torch.Tensor, terms: dict[str, objec
     prepare(call._replace(q_start=0, k_start=0), backend, True, False)
     prepared = prepare(call, backend, True, False)
     out, lse = prepared.forward(call)
-    grads = prepared.backward(call, out, lse, sliced(dout, ROWS, HEAD).contiguous(), None, False)
+    grads = prepared.backward(call, out, lse, sliced(dout, ROWS, HEAD).contiguous())
     lse_ref = refs["lse"][SEQUENCE : SEQUENCE + 1, HEAD:, slice(*ROWS)]
     largest = float(lse_ref[lse_ref.isfinite()].abs().max())
     parts = list(zip(whole.q, whole.k, whole.v, strict=True))

@@ -8,6 +8,7 @@ from planted import faults_found
 from test_traffic import Counting
 
 from pyfa import codeobject
+from pyfa.backends.base import Saved
 from pyfa.backends.common import calls
 from pyfa.backends.common.program import Step
 from pyfa.backends.hip import backward, code
@@ -352,7 +353,7 @@ def test_the_emulator_counts_what_was_computed(shape: Shape) -> None:
         window_left=shape.window_left, window_right=shape.window_right,
     )  # fmt: skip
     runtime, lse, dout = CountingEach(), torch.zeros(call.lse_shape()), torch.zeros_like(out)
-    run = native_backward.bind(Launcher(runtime), call, out, lse, dout, None)
+    run = native_backward.bind(Launcher(runtime), Saved(call, out, lse, dout))
     run(dout, None, out, lse, *tensors_of(call))
     asked = Problem(
         shape.batch, shape.seqlen_q, shape.seqlen_k, shape.heads_q, shape.heads_k, shape.head_dim,
@@ -380,13 +381,13 @@ def test_packed_rows_begin_at_a_tile_of_their_own() -> None:
     assert sums_of(call) == (120 // 16 + 2) * 16 * 64
     prepared = prepare(call, "emulator", True, False)
     out, lse = prepared.forward(call)
-    packed = prepared.backward(call, out, lse, dout, None, False)
+    packed = prepared.backward(call, out, lse, dout)
     alone = Call(
         q[None, 37:], k[None, 37:], k[None, 37:], max_seqlen_q=83, max_seqlen_k=83, scale=0.125
     )
     other = prepare(alone, "emulator", True, False)
     out, lse = other.forward(alone)
-    single = other.backward(alone, out, lse, dout[None, 37:], None, False)
+    single = other.backward(alone, out, lse, dout[None, 37:])
     assert torch.equal(packed.dq[37:], single.dq[0])
     assert torch.equal(packed.dk[37:], single.dk[0])
 
@@ -401,9 +402,7 @@ def test_a_bias_whose_rows_are_too_far_apart_is_copied(apart: int) -> None:
     bias[...] = torch.rand(3, 40) < 0.5
     call = Call(q, k, k, max_seqlen_q=3, max_seqlen_k=40, bias=bias)
     lse = torch.zeros(call.lse_shape())
-    found = native_backward._readable(
-        native_backward._Given(q, q, lse, call, None), bias_grad=False
-    ).call.bias
+    found = native_backward._readable(Saved(call, q, lse, q), bias_grad=False).call.bias
     assert found is not None
     assert (found is bias) == (apart == 40)
     assert torch.equal(found, bias)

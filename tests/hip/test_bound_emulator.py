@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import pyfa
-from pyfa import dispatch, ops, reference
+from pyfa import binding, bound, dispatch, ops, reference
 from pyfa import request as requests
 from pyfa.conformance.tolerances import judge, judge_lse
 from pyfa.problem import Call
@@ -198,7 +198,7 @@ def test_every_argument_is_that_of_the_call(
     name: str, calls_of: Callable[[Any, str], list[Any]], kernels_run: list[str]
 ) -> None:
     kind, pairs, options = CASES[name]
-    long_ways, bindings = calls_of(requests, kind), calls_of(ops, "bound_of")
+    long_ways, bindings = calls_of(requests, kind), calls_of(binding, "bound_of")
     first = {each: pair[0] for each, pair in pairs.items()}
     changes = [first, *({**first, each: pair[1]} for each, pair in pairs.items())]
     changes.append({each: pair[1] for each, pair in pairs.items()})
@@ -258,12 +258,12 @@ def test_gradients_are_those_of_the_call(
         alone.append(step(which))
     assert not any(map(torch.equal, *alone))
     nothing_bound()
-    long_ways, prepared = calls_of(requests, "dense"), calls_of(ops, "prepare")
+    long_ways = calls_of(requests, "dense")
+    forwards, backwards = calls_of(bound, "prepare"), calls_of(ops, "prepare")
     kernels_run.clear()
     for which in (0, 1, 1, 0):
         assert all(map(torch.equal, step(which), alone[which]))
-    assert len(long_ways) == 1
-    assert len(prepared) == 2  # a forward and a backward
+    assert len(long_ways) == len(forwards) == len(backwards) == 1
     assert len(kernels_run) == 4 * len(set(kernels_run))
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pyfa.backends import BACKENDS
+from pyfa.backends.base import Saved
 from pyfa.backends.common.program import Step
 from pyfa.backends.hip import backward, code
 from pyfa.backends.hip.launcher import Launcher
@@ -92,7 +93,7 @@ def test_backward_asks_for_what_was_computed(name: str) -> None:
     runtime, call = Counting(), call_of(shape)._replace(deterministic=True)
     out = torch.zeros(call.out_shape(), dtype=torch.bfloat16)
     lse, dout = torch.zeros(call.lse_shape()), torch.zeros_like(out)
-    run = native_backward.bind(Launcher(runtime), call, out, lse, dout, None)
+    run = native_backward.bind(Launcher(runtime), Saved(call, out, lse, dout))
     run(dout, None, out, lse, *tensors_of(call))
     kernels = kernels_of(shape, "backward", "deterministic")
     counted = {

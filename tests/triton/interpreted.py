@@ -18,8 +18,9 @@ from pathlib import Path
 
 import torch
 
-from pyfa import binding, blocks, conformance, dispatch, mods, ops, reference
+from pyfa import binding, blocks, bound, conformance, dispatch, mods, reference
 from pyfa.backends import BACKENDS
+from pyfa.backends.base import Saved
 from pyfa.backends.triton import backward as triton_backward
 from pyfa.backends.triton import forward, plans, runtime_backward, specs
 from pyfa.backends.triton import lists as triton_lists
@@ -213,7 +214,7 @@ def _compare(call: Call, change: Callable[[dict], dict], backward: bool) -> list
         dout = torch.randn_like(out)
         # Laid out in another way than the forward's, as PyTorch's operator may hand them in.
         of_forward = [x.mT.contiguous().mT for x in (out, lse)]
-        run = runtime_backward.bind(runner, call, *of_forward, dout, None, False)
+        run = runtime_backward.bind(runner, Saved(call, *of_forward, dout), False)
         found = run(dout, None, *of_forward, *tensors_of(call))
         expected = reference.gradients(call, dout)
         for name in ("dq", "dk", "dv"):
@@ -242,9 +243,9 @@ def invariance() -> list[str]:
     failures = compared()
     usual = specs._common
     specs._common = lambda *given: usual(*given) | {"ORDERED": False}
-    for known in (dispatch._prepared, binding.calls.known, binding.calls.recent, ops.calls.known):
+    for known in (dispatch._prepared, binding.calls.known, binding.calls.recent, bound.calls.known):
         known.clear()
-    ops.calls.recent.clear()
+    bound.calls.recent.clear()
     BACKENDS["triton"]._runners.clear()
     if not compared():
         failures.append("tiles that are visited in an order of their own are not found")

@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("triton")
 import pyfa
 from pyfa import dispatch, request
-from pyfa.backends.base import OtherAlignment
+from pyfa.backends.base import OtherAlignment, Saved
 from pyfa.backends.triton import runtime, runtime_backward, runtime_launch
 from pyfa.backends.triton.kernel import Kernel
 from pyfa.device import DEVICES
@@ -123,7 +123,7 @@ def test_a_repeated_call_launches_what_the_first_did(
     out, lse, *_ = runner.bind(call, True)(*tensors_of(call))
     launches(driver)
     dout = torch.randn_like(out)
-    backward = runtime_backward.bind(runner, call, out, lse, dout, None, False)
+    backward = runtime_backward.bind(runner, Saved(call, out, lse, dout), False)
     assert launches(driver) == []
     grads = backward(dout, None, out, lse, *tensors_of(call))
     first = launches(driver)
@@ -157,7 +157,7 @@ def test_what_the_kernels_cannot_read_is_copied_at_each_call(driver: Any) -> Non
         (call, dout, out.mT.contiguous().mT, lse),
         (call, dout, out, lse.mT.contiguous().mT),
     ):
-        run = runtime_backward.bind(runner, changed, x, y, gradient, None, False)
+        run = runtime_backward.bind(runner, Saved(changed, x, y, gradient), False)
         for _ in range(2):
             run(gradient, None, x, y, *tensors_of(changed))
             of_sums, of_keys, *_ = launches(driver)
@@ -175,7 +175,7 @@ def test_no_rows_launch_nothing(driver: Any) -> None:
     none = call._replace(q=call.q[:, :0], max_seqlen_q=0)
     out, lse, *_ = runner.bind(none, True)(*tensors_of(none))
     assert launches(driver) == []
-    run = runtime_backward.bind(runner, none, out, lse, out, None, False)
+    run = runtime_backward.bind(runner, Saved(none, out, lse, out), False)
     for _ in range(2):
         grads = run(out, None, out, lse, *tensors_of(none))
         assert [x.shape for x in grads[:3]] == [x.shape for x in none[:3]]
@@ -192,7 +192,7 @@ def test_addresses_of_another_alignment(driver: Any) -> None:
             forward(*tensors_of(call))
     forward = runner.bind(call, True)
     out, lse, *_ = forward(*tensors_of(call))
-    backward = runtime_backward.bind(runner, call, out, lse, out, None, False)
+    backward = runtime_backward.bind(runner, Saved(call, out, lse, out), False)
     launches(driver)
     with pytest.raises(OtherAlignment):
         forward(*tensors_of(other))

@@ -13,7 +13,7 @@ from test_triton_bound import driver, launches  # noqa: F401  (a fixture)
 from totals_cases import CASES, TOTALS, placed, without_sizes
 
 import pyfa
-from pyfa import _torch, binding, dispatch, ops
+from pyfa import _torch, binding, bound, dispatch
 from pyfa.backends.common import program
 from pyfa.backends.triton import runtime
 
@@ -37,7 +37,7 @@ def made(driver: Any, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:  #
 
 
 def forget() -> None:
-    for table in (binding.calls, ops.calls):
+    for table in (binding.calls, bound.calls):
         table.known.clear()
         table.recent.clear()
 

@@ -48,7 +48,9 @@ class CudaBackend(NativeBackend):
         if "fp8" in problem.features:
             why_not = decode.why_not if are_few(problem) else forward_sm90_fp8.why_not
             return [*reasons, *why_not(problem)]
-        return [*reasons, *native_backward.why_not(problem)]
+        if "backward" in problem.features:
+            reasons += native_backward.why_not(problem)
+        return reasons
 
 
 @functools.cache

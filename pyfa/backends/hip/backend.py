@@ -48,8 +48,9 @@ class HipBackend(NativeBackend):
         if not decode.takes(problem) and native_decode.ALONE & problem.features:
             reasons += native_decode.why_not_alone(problem, decode.FEATURES)
         elif not decode.takes(problem):
-            reasons += forward.why_not(problem) + native_backward.why_not(problem)
-            reasons += backward.why_not(problem)
+            reasons += forward.why_not(problem)
+            if "backward" in problem.features:
+                reasons += native_backward.why_not(problem) + backward.why_not(problem)
         # Code is not needed for a device that is not here.
         if not reasons and not self.runtime.why_unavailable():
             kernels, arch = self.kernels(problem), plans.device_of(problem).arch

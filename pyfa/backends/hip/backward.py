@@ -46,19 +46,17 @@ def _why_two_passes(
 
 
 def why_not(problem: Problem) -> list[str]:
-    """Return what backward lacks for ``problem``, beyond what it lacks on every device."""
+    """Return what the backward of ``problem`` lacks, beyond what it lacks on every device."""
     banded = is_general_problem(problem) and is_banded(problem.features)
     wide = max(problem.head_dim, problem.head_dim_v) > 192
     # The pass that owns keys needs 520 registers; a lane has 512.
-    if "backward" in problem.features and banded and wide and problem.dtype == "float16":
+    if banded and wide and problem.dtype == "float16":
         return [BANDS_AT_256]
     return []
 
 
 def notes_of(problem: Problem) -> list[str]:
     """Return what ``explain`` adds to the plan of a problem with a backward."""
-    if "backward" not in problem.features:
-        return []
     tiles = tiles_of(problem.arch)
     pair = calls.bucket_of(tiles.two_passes, problem.head_dim, problem.head_dim_v)
     deterministic = "deterministic" in problem.features

@@ -14,6 +14,7 @@ import torch
 
 from ...plan import Plan
 from ...problem import Call, tensors_of
+from ..base import Saved
 from ..common import calls
 from ..common.calls import DROPOUT, GENERAL
 from ..native import backward as native_backward
@@ -132,11 +133,7 @@ def _backward(plan: Plan) -> Sample:
     def run(launch: Launcher, length: int) -> None:
         call = _call(constants, *((length, keys) if keys else (rows, length)))
         call = call._replace(softcap=30.0 if general else 0.0, deterministic=not one_pass)
-        out = _zeros(*call.out_shape(), dtype=call.q.dtype)
-        lse = _zeros(*call.lse_shape())
-        dout = _zeros(*out.shape, dtype=out.dtype)
-        run = native_backward.bind(launch, call, out, lse, dout, None)
-        run(dout, None, out, lse, *tensors_of(call))
+        _run_backward(launch, call)
 
     short, long = 8 * streamed, 16 * streamed
     kind = ("one pass" if one_pass else "dK, dV" if keys else "dQ") + (
@@ -144,6 +141,12 @@ def _backward(plan: Plan) -> Sample:
     )
     tiles = (long - short) // streamed * backward.WAVES
     return Sample(f"{_title(constants)} {kind}", run, short, long, owned, streamed, tiles)
+
+
+def _run_backward(launch: Launcher, call: Call, bias_grad: bool = False) -> None:
+    out, dout = (_zeros(*call.out_shape(), dtype=call.q.dtype) for _ in range(2))
+    given = Saved(call, out, _zeros(*call.lse_shape()), dout)
+    native_backward.bind(launch, given, bias_grad)(*given.arguments())
 
 
 def _bias_grad(plan: Plan) -> Sample:
@@ -154,11 +157,7 @@ def _bias_grad(plan: Plan) -> Sample:
 
     def run(launch: Launcher, length: int) -> None:
         call = _call(constants, length, keys)._replace(bias=_zeros(1, 1, 1, keys))
-        out = _zeros(*call.out_shape(), dtype=call.q.dtype)
-        lse = _zeros(*call.lse_shape())
-        dout = _zeros(*out.shape, dtype=out.dtype)
-        run = native_backward.bind(launch, call, out, lse, dout, None, True)
-        run(dout, None, out, lse, *tensors_of(call))
+        _run_backward(launch, call, bias_grad=True)
 
     owned, streamed = keys // backward.WAVES, 32
     short, long = 8 * streamed, 16 * streamed

@@ -13,7 +13,7 @@ from ... import blocks
 from ...blocks import Tiles, Visits
 from ...plan import Plan
 from ...problem import Append, Call, Problem, features_by
-from ..base import Run, RunBackward
+from ..base import Run, RunBackward, Saved
 from ..common.calls import DTYPE_CODES
 from . import append as appending
 from . import backward, decode, forward, lists, merge
@@ -48,6 +48,8 @@ class NativeBackend:
         if self.target.takes_decode(problem):
             return masking(decode.plan(self.target, self.NAME, problem), problem.features)
         plan = masking(self.target.forward_plan(self.NAME, problem), problem.features)
+        if "backward" not in problem.features:
+            return plan
         return replace(plan, notes=(*plan.notes, *self.target.backward_notes(problem)))
 
     def kernels(self, problem: Problem) -> list[Plan]:
@@ -98,15 +100,6 @@ class NativeBackend:
     def why_not_append(self, call: Call, append: Append) -> str | None:
         return appending.why_refused(call, append)
 
-    def bind_backward(
-        self,
-        plan: Plan,
-        call: Call,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        bias_grad: bool,
-    ) -> RunBackward:
-        with self.launch.on(call.q.device):
-            return backward.bind(self.launch, call, out, lse, dout, dlse, bias_grad)
+    def bind_backward(self, plan: Plan, given: Saved, bias_grad: bool) -> RunBackward:
+        with self.launch.on(given.call.q.device):
+            return backward.bind(self.launch, given, bias_grad)

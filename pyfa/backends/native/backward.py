@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,10 +17,9 @@ from ...problem import (
     form_of,
     has_bias_tiles,
     is_banded,
-    tensors_of,
 )
 from ...sizes import Extent, Totals
-from ..base import Gradients, RunBackward
+from ..base import Gradients, RunBackward, Saved
 from ..common import calls, splits
 from ..common.program import Like, Params, Program, count, for_any_total, like, run_of
 from . import gaps, lists
@@ -33,9 +32,7 @@ if TYPE_CHECKING:
 
 
 def why_not(problem: Problem) -> list[str]:
-    """Return what backward lacks for ``problem``, beyond features and dtypes."""
-    if "backward" not in problem.features:
-        return []
+    """Return what backward lacks for ``problem``, which has one, beyond features and dtypes."""
     return ["backward with a page_table is not implemented"] if problem.page_size else []
 
 
@@ -72,48 +69,25 @@ def _terms_of(call: Call) -> frozenset[str]:
     return frozenset(name for name, is_given in given.items() if is_given)
 
 
-class _Given(NamedTuple):
-    """The inputs of a backward, as passed or as the kernels can read them."""
-
-    dout: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
-    call: Call
-    dlse: torch.Tensor | None
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        last = () if self.dlse is None else (self.dlse,)
-        return (self.dout, self.out, self.lse, *tensors_of(self.call), *last)
-
-
-def _readable(given: _Given, bias_grad: bool) -> _Given:
-    dout, out, lse, call, dlse = given
+def _readable(given: Saved, bias_grad: bool) -> Saved:
+    call, out, lse, dout, dlse = given
     if call.bias is not None and max(call.bias.stride()[-2:], default=0) >= calls.MAX_ROW_STRIDE:
         call = call._replace(bias=call.bias.contiguous())  # offsets inside a tile are 32-bit
     if bias_grad and call.bias is not None and call.bias.numel() and 0 in call.bias.stride():
         # Contiguous, because kernels treat stride 0 as broadcast and sum its gradient.
         call = call._replace(bias=call.bias.contiguous())
-    return _Given(
-        calls.readable(dout),
+    return Saved(
+        calls.with_readable(call),
         calls.readable(out),
         whole(lse),
-        calls.with_readable(call),
+        calls.readable(dout),
         None if dlse is None else dlse.contiguous(),
     )
 
 
-def bind(
-    launch: Launcher,
-    call: Call,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    bias_grad: bool = False,
-) -> RunBackward:
+def bind(launch: Launcher, given: Saved, bias_grad: bool = False) -> RunBackward:
     """Implement ``Backend.bind_backward``."""
-    given = _Given(dout, out, lse, call, dlse)
-    direct = _readable(given, bias_grad)
+    call, direct = given.call, _readable(given, bias_grad)
     readable_form = form_of(direct.call)
 
     def bind_kind(
@@ -121,11 +95,10 @@ def bind(
         *tensors: torch.Tensor,
     ) -> Callable[[Totals | None], RunBackward]:  # fmt: skip
         of_call = readable_form.fill(tensors)[0]
-        return _bind(launch, _Given(dout, out, lse, of_call, dlse), bias_grad)
+        return _bind(launch, Saved(of_call, out, lse, dout, dlse), bias_grad)
 
     parts_of = _group_splits_of(launch, direct.call)
-    inputs = (direct.dout, direct.dlse, direct.out, direct.lse, *tensors_of(direct.call))
-    run = for_any_total(direct.call, inputs, bind_kind, 4, lambda q, k: parts_of(k))
+    run = for_any_total(direct.call, direct.arguments(), bind_kind, 4, lambda q, k: parts_of(k))
     copied = any(x is not y for x, y in zip(given.tensors(), direct.tensors(), strict=True))
     if not copied:
         return run
@@ -135,8 +108,8 @@ def bind(
         dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
         *tensors: torch.Tensor,
     ) -> Gradients:  # fmt: skip
-        made = _readable(_Given(dout, out, lse, form.fill(tensors)[0], dlse), bias_grad)
-        found = run(made.dout, made.dlse, made.out, made.lse, *tensors_of(made.call))
+        made = _readable(Saved(form.fill(tensors)[0], out, lse, dout, dlse), bias_grad)
+        found = run(*made.arguments())
         dq, dk, dv = found.dq[..., :dim], found.dk[..., :dim], found.dv[..., :dim_v]
         return found._replace(dq=dq, dk=dk, dv=dv)
 
@@ -144,7 +117,7 @@ def bind(
 
 
 def _bind(
-    launch: Launcher, given: _Given, bias_grad: bool
+    launch: Launcher, given: Saved, bias_grad: bool
 ) -> Callable[[Totals | None], RunBackward]:
     """Bind a call whose tensors the kernels can read without a copy, for any totals of its kind
     (``for_any_total``)."""

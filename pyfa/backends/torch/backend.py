@@ -10,7 +10,7 @@ import torch
 from ...blocks import Tiles, Visits
 from ...plan import Plan
 from ...problem import Append, Call, Problem, features_by, form_of
-from ..base import Gradients, Run, RunBackward, missing
+from ..base import Gradients, Run, RunBackward, Saved, missing
 from . import sdpa, tiled
 
 
@@ -48,17 +48,8 @@ class TorchBackend:
         forward = _fused_forward if plan.kernel == "sdpa" else _tiled_forward
         return lambda *tensors: [*forward(form.fill(tensors)[0])]
 
-    def bind_backward(
-        self,
-        plan: Plan,
-        call: Call,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        bias_grad: bool,
-    ) -> RunBackward:
-        form, by_sdpa = form_of(call), plan.kernel == "sdpa" and dlse is None
+    def bind_backward(self, plan: Plan, given: Saved, bias_grad: bool) -> RunBackward:
+        form, by_sdpa = form_of(given.call), plan.kernel == "sdpa" and given.dlse is None
 
         def backward(
             dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
@@ -68,7 +59,7 @@ class TorchBackend:
             if by_sdpa and (not lse.is_cpu or sdpa.is_usual(lse)):
                 return sdpa.backward(call, out, lse, dout)
             with _without_autocast(call):
-                return tiled.backward(call, out, lse, dout, dlse, bias_grad)
+                return tiled.backward(Saved(call, out, lse, dout, dlse), bias_grad)
 
         return backward
 

@@ -18,7 +18,7 @@ from ...blocks.build import EMPTY, PARTIAL, WHOLE
 from ...mods.evaluate import evaluate, inside
 from ...mods.ir import Function
 from ...problem import Call
-from ..base import Gradients
+from ..base import Gradients, Saved
 from . import philox
 from .rows import Rows, key_rows, query_rows
 
@@ -335,14 +335,8 @@ def _forward_rows(grid: _Grid, begin_q: int, end_q: int) -> tuple[torch.Tensor, 
     return grid.from_queries(out, rows), lse.transpose(1, 2)
 
 
-def backward(
-    call: Call,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    bias_grad: bool,
-) -> Gradients:
+def backward(saved: Saved, bias_grad: bool) -> Gradients:
+    call, out, lse, dout, dlse = saved
     grid = _Grid(call)
     dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (call.q, call.k, call.v))
     dbias = None

@@ -16,7 +16,7 @@ from ...blocks import Tiles, Visits
 from ...plan import Plan
 from ...problem import Append, Call, Problem, features_by
 from ...traffic import Shape, TiledKernel
-from ..base import Rounding, Run, RunBackward, missing
+from ..base import Rounding, Run, RunBackward, Saved, missing
 from . import plans, tiling
 
 if TYPE_CHECKING:
@@ -82,19 +82,10 @@ class TritonBackend:
     def bind(self, plan: Plan, call: Call, append: Append | None, with_lse: bool) -> Run:
         return self.runner(plan).bind(call, with_lse)
 
-    def bind_backward(
-        self,
-        plan: Plan,
-        call: Call,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        bias_grad: bool,
-    ) -> RunBackward:
+    def bind_backward(self, plan: Plan, given: Saved, bias_grad: bool) -> RunBackward:
         from . import runtime_backward
 
-        return runtime_backward.bind(self.runner(plan), call, out, lse, dout, dlse, bias_grad)
+        return runtime_backward.bind(self.runner(plan), given, bias_grad)
 
     def quantize(
         self, xs: Sequence[torch.Tensor], how: Rounding

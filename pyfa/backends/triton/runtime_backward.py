@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ... import sizes
-from ...problem import Call, Form, are_on_16, form_of, tensors_of
+from ...problem import Call, Form, are_on_16, form_of
 from ...sizes import Shape, Totals
-from ..base import Gradients, RunBackward
+from ..base import Gradients, RunBackward, Saved
 from ..common.program import Like, Program, for_any_total, like, run_of
 from . import runtime, specs
 from .kernel import Kernel, Launch, Slot, no_float
@@ -20,52 +20,11 @@ from .runtime_lists import ByLists
 from .specs import INTERPRETED
 
 
-class _Given(NamedTuple):
-    """The inputs of a backward."""
-
-    dout: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
-    call: Call
-    dlse: torch.Tensor | None
-
-    def readable(self, divisor: int) -> _Given:
-        """Return the inputs as the kernels read them."""
-        return _Given(
-            _readable(self.dout, divisor),
-            _readable(self.out, divisor),
-            self.lse.contiguous(),
-            runtime.readable(self.call),
-            None if self.dlse is None else self.dlse.contiguous(),
-        )
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        last = () if self.dlse is None else (self.dlse,)
-        return (self.dout, self.out, self.lse, *tensors_of(self.call), *last)
-
-    def on_16(self) -> bool:
-        """Return whether dO, out, LSE, q, k and v are aligned to 16 bytes."""
-        return are_on_16(self.dout, self.out, self.lse, *self.call[:3])
-
-    def moods(self, runner: Runner) -> tuple[object, ...]:
-        """Return what the kernels depend on besides shapes, strides and dtypes."""
-        return (*runner.moods(self.call), self.on_16())
-
-
-def bind(
-    runner: Runner,
-    call: Call,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    bias_grad: bool,
-) -> RunBackward:
+def bind(runner: Runner, given: Saved, bias_grad: bool) -> RunBackward:
     """Implement ``Backend.bind_backward``."""
-    divisor, form = runner.constants["div_dv"], form_of(call)
-    given = _Given(dout, out, lse, call, dlse)
-    direct = given.readable(divisor)
-    run, moods = _bind(runner, direct, bias_grad), direct.moods(runner)
+    call, divisor, form = given.call, runner.constants["div_dv"], form_of(given.call)
+    direct = _all_readable(given, divisor)
+    run, moods = _bind(runner, direct, bias_grad), _moods(runner, direct)
     copied = any(x is not y for x, y in zip(given.tensors(), direct.tensors(), strict=True))
     if not copied and call.bias is None and not runner.tf32:
         return run
@@ -74,16 +33,16 @@ def bind(
         dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
         *tensors: torch.Tensor,
     ) -> Gradients:  # fmt: skip
-        now = _Given(dout, out, lse, form.fill(tensors)[0], dlse).readable(divisor)
-        again = run if now.moods(runner) == moods else _bind(runner, now, bias_grad)
-        return again(now.dout, now.dlse, now.out, now.lse, *tensors_of(now.call))
+        now = _all_readable(Saved(form.fill(tensors)[0], out, lse, dout, dlse), divisor)
+        again = run if _moods(runner, now) == moods else _bind(runner, now, bias_grad)
+        return again(*now.arguments())
 
     return run_on_copies
 
 
-def _bind(runner: Runner, given: _Given, bias_grad: bool) -> RunBackward:
+def _bind(runner: Runner, given: Saved, bias_grad: bool) -> RunBackward:
     """Bind a call whose tensors the kernels can read without a copy."""
-    form, on_16 = form_of(given.call), given.on_16()
+    form, on_16 = form_of(given.call), _are_on_16(given)
 
     def bind_kind(
         dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
@@ -91,10 +50,30 @@ def _bind(runner: Runner, given: _Given, bias_grad: bool) -> RunBackward:
     ) -> Callable[[Totals | None], RunBackward]:  # fmt: skip
         call = form.fill(tensors)[0]
         with runtime.on(call.q):
-            return _Passes(runner, _Given(dout, out, lse, call, dlse), bias_grad).bind(on_16)
+            return _Passes(runner, Saved(call, out, lse, dout, dlse), bias_grad).bind(on_16)
 
-    inputs = (given.dout, given.dlse, given.out, given.lse, *tensors_of(given.call))
-    return for_any_total(given.call, inputs, bind_kind, 4)
+    return for_any_total(given.call, given.arguments(), bind_kind, 4)
+
+
+def _all_readable(given: Saved, divisor: int) -> Saved:
+    """Return the tensors as the kernels read them."""
+    return Saved(
+        runtime.readable(given.call),
+        _readable(given.out, divisor),
+        given.lse.contiguous(),
+        _readable(given.dout, divisor),
+        None if given.dlse is None else given.dlse.contiguous(),
+    )
+
+
+def _are_on_16(given: Saved) -> bool:
+    """Return whether dO, out, LSE, q, k and v are aligned to 16 bytes."""
+    return are_on_16(given.dout, given.out, given.lse, *given.call[:3])
+
+
+def _moods(runner: Runner, given: Saved) -> tuple[object, ...]:
+    """Return what the kernels depend on besides shapes, strides and dtypes."""
+    return (*runner.moods(given.call), _are_on_16(given))
 
 
 def _readable(x: torch.Tensor, divisor: int) -> torch.Tensor:
@@ -109,7 +88,7 @@ def _readable(x: torch.Tensor, divisor: int) -> torch.Tensor:
 class _Passes:
     """The kernels of one backward, and the buffers between them."""
 
-    def __init__(self, runner: Runner, given: _Given, bias_grad: bool) -> None:
+    def __init__(self, runner: Runner, given: Saved, bias_grad: bool) -> None:
         call = given.call
         heads = call.q.shape[-2]
         self.runner, self.saved, self.call = runner, given, call
