@@ -61,11 +61,15 @@ def by_package(name: str, cell: Cell, device: torch.device) -> Ready:
     options |= dict.fromkeys({"max_seqlen_q", "max_seqlen_k"} & set(taken), cell.seqlen_q)
 
     def forward() -> torch.Tensor:
-        result = function(*leaves, **options)
-        out: torch.Tensor = result[0] if isinstance(result, tuple) else result
-        return out
+        return out_of(function(*leaves, **options))
 
     return Ready(forward, leaves, dout)
+
+
+def out_of(result: Any) -> torch.Tensor:
+    """Return the output from what a function of flash-attention returned: alone, or a tuple."""
+    out: torch.Tensor = result[0] if isinstance(result, tuple) else result
+    return out
 
 
 def one_by_one(

@@ -269,9 +269,7 @@ def _package(name: str, cell: Cell, device: torch.device) -> Ready:
     function = module.flash_attn_with_kvcache
 
     def forward() -> torch.Tensor:
-        result = function(*leaves, causal=cell.causal)
-        out: torch.Tensor = result[0] if isinstance(result, tuple) else result
-        return out
+        return packed.out_of(function(*leaves, causal=cell.causal))
 
     return Ready(forward, leaves, dout)
 
@@ -283,9 +281,7 @@ def _package_attend(name: str, cell: Cell, device: torch.device) -> Attend:
         options["num_splits"] = 0  # as many parts as it thinks best
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        result = function(q, k, v, causal=cell.causal, **options)
-        out: torch.Tensor = result[0] if isinstance(result, tuple) else result
-        return out
+        return packed.out_of(function(q, k, v, causal=cell.causal, **options))
 
     return attend
 

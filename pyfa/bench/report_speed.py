@@ -13,10 +13,7 @@ from . import charts, report_mi300x
 from .report_parts import MEMORY, SPEED, Cell, Picture, Section, Table, drawn, gpu, where
 from .suites import MI300X
 
-_ORDER = (
-    "forward", "backward", "decode", "small", "varlen", "window", "gqa", "wide", "fp8",
-    "fp8_decode", "quantize", "model", "host",
-)  # fmt: skip
+# What each suite shows, in the order of the report.
 _SHOWS = {
     "forward": "Forward at a constant number of tokens, without and with a causal mask.",
     "backward": "Only the gradients of q, k and v, at a constant number of tokens.",
@@ -33,8 +30,8 @@ _SHOWS = {
     "Less is better.",
     "quantize": "Bytes read and written over time, by quantize without and with the rotation, and "
     "by a copy.",
-    "host": "Problems so small that host time dominates. Less is better.",
     "model": "A training step of a small GPT, AdamW included, with each peer's attention.",
+    "host": "Problems so small that host time dominates. Less is better.",
 }
 _TIMED = {
     "device": "GPU events around each call, a buffer larger than any cache overwritten in between",
@@ -83,7 +80,7 @@ def _section(
     on = f"{data['backend']} on {gpu(data)}" if data.get("backend") else _unrecorded(data)
     return Section(
         SPEED,
-        _ORDER.index(suite) if suite in _ORDER else len(_ORDER),
+        next((n for n, name in enumerate(_SHOWS) if name == suite), len(_SHOWS)),
         f"{suite}: pyfa ({on}) against {', '.join(means) or 'nobody'}",
         f"{_SHOWS.get(suite, suite)} {_summary(rows, peers)}",
         how,

@@ -149,11 +149,11 @@ def _build(arch: str, every: bool, head_dims: Collection[int]) -> list[dict[str,
 
 
 def _row(arch: str, plan: Plan) -> dict[str, Any]:
-    from ..backends.hip import code, compiler, runtime_hazards
+    from ..backends.hip import code, compiler, runtime_emulator
 
     made = code.compiled(plan, arch)
     kernel, data = made.kernel, made.data
-    faults = runtime_hazards.faults(data)
+    faults = runtime_emulator.faults(data)
     return {
         "kernel": kernel.name,
         "constants": dict(plan.constants),

@@ -143,22 +143,9 @@ def inspect(plan: Plan, arch: str) -> dict[str, Any]:
 
 def emulate(wanted: Plan, sample: Sample, keys: int) -> Any:
     """Return what the kernel of ``wanted`` executes when ``sample`` runs it with ``keys`` keys."""
-    from ..backends.hip.launcher import Launcher
-    from ..backends.hip.runtime_emulator import EmulatorRuntime
+    from ..backends.hip import runtime_timing
 
-    found = []
-
-    class Watching(EmulatorRuntime):
-        """Selects this plan's launch among all that ``sample`` makes."""
-
-        def run(self, step: Any, *rest: Any) -> None:
-            super().run(step, *rest)
-            if (step.plan.kernel, step.plan.constants) == (wanted.kernel, wanted.constants):
-                found.append(self.counters)
-
-    sample.run(Launcher(Watching()), keys)
-    (counters,) = found
-    return counters
+    return runtime_timing.counters_of(wanted, sample.run, keys)[0]
 
 
 def _figures(short: Any, long: Any, sample: Sample) -> dict[str, Any]:

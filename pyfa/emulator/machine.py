@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import re
 import struct
 from bisect import bisect_right
@@ -33,7 +32,6 @@ _KINDS = (*CHECKS, "unknown instruction", "unsupported", "trap", "limit")
 IMAGE_BASE = 0xE000_0000_0000
 KERNARG_BASE = 0xE100_0000_0000
 DISPATCH_BASE = 0xE200_0000_0000
-RESERVE_BASE = 0xF000_0000_0000
 LDS_LIMIT = 65536
 PRELOAD_PROLOGUE = 256  # bytes that firmware with kernarg preload skips at a kernel's entry
 
@@ -181,8 +179,6 @@ class Machine:
         self.max_instructions = max_instructions
         self.rounding = rounding
         self.regions: list[Region] = []
-        self._reserved: list[mmap.mmap] = []
-        self._next_reserved = RESERVE_BASE
 
     def map(
         self,
@@ -208,26 +204,12 @@ class Machine:
         self.regions.insert(at, region)
         return region
 
-    def map_array(self, array: npt.NDArray[Any], name: str, *, writable: bool = True) -> int:
+    def map_array(self, array: npt.NDArray[Any], name: str) -> int:
         """Map a contiguous numpy array's own bytes; return its device address."""
         if not (array.flags.c_contiguous or array.flags.f_contiguous):
             raise ValueError(f"array {name!r} is not contiguous")
-        self.map(array.ctypes.data, array.nbytes, name, writable=writable)
+        self.map(array.ctypes.data, array.nbytes, name)
         return array.ctypes.data
-
-    def reserve(self, nbytes: int, name: str) -> tuple[int, npt.NDArray[np.uint8]]:
-        """Reserve a sparse region; return its device address, and its bytes as an array.
-
-        Pages use memory only when they are accessed, so tensors of many GiB can be tested.
-        """
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
-        memory = mmap.mmap(-1, nbytes, flags=flags)
-        array = np.frombuffer(memory, np.uint8)
-        address = self._next_reserved
-        self._next_reserved += (nbytes + (1 << 21)) & ~((1 << 20) - 1)
-        self.map(address, nbytes, name, host=array.ctypes.data)
-        self._reserved.append(memory)
-        return address, array
 
     def load(self, data: bytes) -> Program:
         """Parse and decode a code object's bytes."""

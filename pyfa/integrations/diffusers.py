@@ -26,6 +26,7 @@ import torch
 
 from .. import api, request
 from ..compat import raw
+from ..compat.arguments import window
 
 __all__ = ["NAME", "Processor", "register"]
 
@@ -131,18 +132,18 @@ def _attention(
     _parallel_config: Any = None,
 ) -> Any:
     """Compute attention for the dispatcher: q, k and v are (B, S, H, D); the LSE is (B, H, S)."""
-    window = _window(window_size)
+    edges = window(window_size)
     if _parallel_config is not None:
         dispatcher = importlib.import_module("diffusers.models.attention_dispatch")
         return dispatcher._templated_context_parallel_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse,
-            forward_op=functools.partial(_forward, window=window),
-            backward_op=functools.partial(_backward, window=window),
+            forward_op=functools.partial(_forward, window=edges),
+            backward_op=functools.partial(_backward, window=edges),
             _parallel_config=_parallel_config,
         )  # fmt: skip
     bias, causal = _mask(attn_mask, is_causal, query, key)
     return api.attention(
-        query, key, value, bias=bias, causal=causal, window=window, scale=scale,
+        query, key, value, bias=bias, causal=causal, window=edges, scale=scale,
         dropout_p=dropout_p, return_lse=return_lse,
     )  # fmt: skip
 
@@ -198,11 +199,6 @@ def _backward(
         asked = request.dense(q, k, v, ctx.pyfa)
         sums = sums.transpose(1, 2).float()
         return raw.backward(asked, grad_out.to(q.dtype), whole, sums, (None, None, None))
-
-
-def _window(window_size: tuple[int, int]) -> tuple[int, int] | None:
-    left, right = (max(-1, int(edge)) for edge in window_size)
-    return None if left == right == -1 else (left, right)
 
 
 def _mask(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -175,9 +176,11 @@ def test_sparse_memory_beyond_4_gib(program: Program) -> None:
     kernel = program.kernel("far_copy")
     step = (1 << 31) // 64 // 4 * 5  # elements: the last lane is near 10 GiB
     nbytes = 4 * (63 * step + 1)
-    source, values = machine.reserve(nbytes, "in")
-    target, results = machine.reserve(nbytes, "out")
     assert nbytes > 2 * 2**32
+    # Sparse: pages take memory only when they are accessed.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    values, results = (np.frombuffer(mmap.mmap(-1, nbytes, flags=flags), np.uint8) for _ in "io")
+    source, target = (machine.map_array(x, f"array {x.ctypes.data}") for x in (values, results))
     values.view(np.float32)[::step][:64] = np.arange(64)
     packed = pack_arguments(kernel.kernel, [source, target, step])
     machine.launch(kernel, grid=(1,), block=(64,), kernarg=packed)

@@ -8,7 +8,7 @@ from test_attn_decode import Recording
 from pyfa import codeobject
 from pyfa.backends.hip import code, latent
 from pyfa.backends.hip.launcher import Launcher
-from pyfa.backends.hip.runtime_hazards import faults
+from pyfa.backends.hip.runtime_emulator import faults
 from pyfa.backends.hip.target import TARGET
 from pyfa.backends.native import decode
 from pyfa.conformance import cases

@@ -8,7 +8,7 @@ import pytest
 
 from pyfa import sources
 from pyfa.backends.hip import code, compiler
-from pyfa.backends.hip.runtime_hazards import faults
+from pyfa.backends.hip.runtime_emulator import faults
 from pyfa.backends.hip.target import TARGET
 from pyfa.backends.native import catalog
 

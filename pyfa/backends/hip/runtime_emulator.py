@@ -161,3 +161,11 @@ def _spans(tensors: Mapping[str, torch.Tensor]) -> list[tuple[int, int, str]]:
         else:
             spans.append((begin, end - begin, name))
     return spans
+
+
+def faults(data: bytes) -> list[str]:
+    """Return a sentence for each pair of instructions of a code object that are closer together
+    than the wait states of gfx942 allow."""
+    from ...emulator import hazards
+
+    return [str(found) for found in hazards.check(data)]

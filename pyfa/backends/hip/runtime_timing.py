@@ -150,7 +150,7 @@ def runs_of(plan: Plan, resident: int = 0) -> Runs | None:
     sample = samples.of(plan)
     if sample is None:
         return None
-    traced = {n: _trace(plan, sample.run, n) for n in (sample.short, sample.long)}
+    traced = {n: counters_of(plan, sample.run, n, (0,)) for n in (sample.short, sample.long)}
     facts = code.load(plan, plans.EMULATED)
     fits = device.resident(facts.kernel, traced[sample.short][1])
     copies = resident or fits
@@ -158,14 +158,20 @@ def runs_of(plan: Plan, resident: int = 0) -> Runs | None:
     short, long = (issue.turns_of(decoded, one[0].traces, copies) for one in traced.values())
     under = None
     if sample.masked is not None:
-        masked, _ = _trace(plan, sample.masked, sample.short)
+        masked, _ = counters_of(plan, sample.masked, sample.short, (0,))
         under = issue.turns_of(decoded, masked.traces, copies)
     tiles = (sample.short / sample.keys, sample.long / sample.keys)
     return Runs(sample.title, short, long, under, tiles, copies, fits)
 
 
-def _trace(wanted: Plan, run: Callable[[Launcher, int], object], length: int) -> tuple[Any, int]:
-    """Return the counters of the one launch of ``wanted`` that ``run`` makes, and its threads."""
+def counters_of(
+    wanted: Plan,
+    run: Callable[[Launcher, int], object],
+    length: int,
+    trace: Sequence[int] = (),
+) -> tuple[Any, int]:
+    """Return the counters of the one launch of ``wanted`` that ``run`` makes, with the traces of
+    some workgroups, and its threads."""
     found: list[tuple[Any, int]] = []
 
     class Watching(EmulatorRuntime):
@@ -178,7 +184,7 @@ def _trace(wanted: Plan, run: Callable[[Launcher, int], object], length: int) ->
             if (step.plan.kernel, step.plan.constants) == (wanted.kernel, wanted.constants):
                 found.append((self.counters, step.threads))
 
-    run(Launcher(Watching(trace=(0,))), length)
+    run(Launcher(Watching(trace)), length)
     (one,) = found
     return one
 

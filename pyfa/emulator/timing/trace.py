@@ -48,11 +48,6 @@ class Trace:
     lanes: npt.NDArray[np.uint32]
     segments: npt.NDArray[np.uint64]
 
-    def of_wave(self, wave: int) -> npt.NDArray[Any]:
-        """Return the events of one wavefront."""
-        mine: npt.NDArray[Any] = self.events[self.events["wave"] == wave]
-        return mine
-
 
 class Recorder:
     """The core's memory for the traces of some workgroups, numbered as x + y·X + z·X·Y."""

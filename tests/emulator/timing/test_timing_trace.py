@@ -65,7 +65,7 @@ def test_every_instruction_of_every_wavefront_in_its_order() -> None:
     for one in counters.traces:
         assert one.waves == 2
         for wave in range(2):
-            found = [made.code.names[i] for i in one.of_wave(wave)["index"].tolist()]
+            found = [made.code.names[i] for i in one.events[one.events["wave"] == wave]["index"]]
             short = [name.split("_f32_32x32")[0] for name in found]
             assert short == [*names, *loop.split(), *loop.split(), "s_barrier", "s_endpgm"]
     # Three workgroups ran, two of them were recorded.
