@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import sys
 from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import bundling, compile_cuda, planned, usage
+from . import bundling, planned, usage
 from .console import print_json, print_table, progress
 
 if TYPE_CHECKING:
@@ -81,7 +82,6 @@ def run(options: argparse.Namespace) -> int:
         _refuse_another_compiler()
     built = []
     for arch in archs:
-        build = compile_cuda.build if arch in of_cuda.TILED else _build
         built += build(arch, options.all, options.head_dim)
     if options.out is not None:
         bundling.write(options.out, built)
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
         facts = [{k: v for k, v in row.items() if k not in hidden} for row in built]
         print_json("compile", {"objects": facts, "failed": failed, "left_out": left_out})
     else:
-        for columns in (_COLUMNS, compile_cuda.COLUMNS):
+        for columns in (_COLUMNS, _CUDA_COLUMNS):
             found = [row for row in built if set(columns) <= set(row)]
             rows = [_cells(row, columns, options.verbose) for row in found]
             if rows:
@@ -125,6 +125,12 @@ _COLUMNS = {
     "waves_per_simd": "waves/SIMD",
     "hazards": "hazards",
 }
+_CUDA_COLUMNS = {
+    "registers": "registers",
+    "stack_bytes": "stack B",
+    "shared_bytes": "shared B",
+    "blocks_per_sm": "blocks/SM",
+}
 
 
 def _head_dims(text: str) -> tuple[int, ...]:
@@ -134,17 +140,26 @@ def _head_dims(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"expected head dims such as 64,128, got {text}") from None
 
 
-def _build(arch: str, every: bool, head_dims: Collection[int]) -> list[dict[str, Any]]:
-    from ..backends.hip.target import TARGET
+def build(arch: str, every: bool, head_dims: Collection[int]) -> list[dict[str, Any]]:
+    """Build every plan of ``arch``, or only the common ones, of ``head_dims`` if given; return a
+    row for each."""
+    from ..backends.cuda import plans
+    from ..backends.cuda.target import TARGET as CUDA
+    from ..backends.hip.target import TARGET as HIP
     from ..backends.native import catalog
 
-    wanted = catalog.chosen_plans(TARGET, arch, every, head_dims)
+    pool: Executor
+    if arch in plans.TILED:  # NVRTC compiles one program at a time in a process
+        spawning = multiprocessing.get_context("spawn")
+        target, row, pool = CUDA, cuda_row, ProcessPoolExecutor(os.cpu_count(), spawning)
+    else:  # whose compiler runs in processes of its own
+        target, row, pool = HIP, _row, ThreadPoolExecutor(os.cpu_count())
+    wanted = catalog.chosen_plans(target, arch, every, head_dims)
     rows = []
-    # The compiler runs in processes of its own.
-    with progress("compiling") as show, ThreadPoolExecutor(os.cpu_count()) as pool:
-        for done, row in enumerate(pool.map(partial(_row, arch), wanted)):
-            show(done + 1, len(wanted), row["plan"])
-            rows.append(row)
+    with progress("compiling") as show, pool:
+        for done, made in enumerate(pool.map(partial(row, arch), wanted)):
+            show(done + 1, len(wanted), made["plan"])
+            rows.append(made)
     return rows
 
 
@@ -173,6 +188,29 @@ def _row(arch: str, plan: Plan) -> dict[str, Any]:
         "key": code.key_of(plan, arch),
         "data": data,
         "bundled": {"arch": arch, "compiler": compiler.version(), "kernel": asdict(kernel)},
+    }
+
+
+def cuda_row(arch: str, plan: Plan) -> dict[str, Any]:
+    """Return the resources of ``plan`` on ``arch``, of NVIDIA's."""
+    from ..backends.cuda import code, plans, runtime_compiler
+
+    target = plans.compiled_for(arch, plan)
+    made = code.compiled(plan, target)
+    shared = made.kernel.shared_bytes + plans.shared_bytes(plan)
+    return {
+        "kernel": made.kernel.name,
+        "constants": dict(plan.constants),
+        "plan": str(plan),
+        "arch": arch,
+        "registers": made.kernel.registers,
+        "stack_bytes": made.kernel.stack_bytes,
+        "shared_bytes": shared,
+        "blocks_per_sm": plans.blocks_per_sm(plan, arch, made.kernel.registers, shared),
+        "sha256": made.digest,
+        "key": code.key_of(plan, target),
+        "data": made.data,
+        "bundled": {"arch": target, "compiler": runtime_compiler.version()},
     }
 
 

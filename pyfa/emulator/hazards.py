@@ -29,8 +29,8 @@ from pyfa.emulator.effects import (
 )
 from pyfa.emulator.operands import LITERAL, Decoded
 
-# A rule's source is a function of it, or the ISA's table. Read in ROCm/llvm-project at 03a23131.
-SOURCE = "LLVM, llvm/lib/Target/AMDGPU/GCNHazardRecognizer.cpp"
+# A rule's source is a function of LLVM's llvm/lib/Target/AMDGPU/GCNHazardRecognizer.cpp, read in
+# ROCm/llvm-project at 03a23131, or the ISA's table.
 ISA = "AMD Instinct MI300 ISA, 4.5: Required Software-inserted Wait States"
 
 Registers = Callable[[Effects], int]

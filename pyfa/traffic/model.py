@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..device import Device
-from . import footprint, sram
-from .compulsory import compulsory_bytes
+from . import memory, sram
 from .dram import each_dram_bytes, last_level_bytes
 from .flops import attention_flops
 from .kernels import ROLES, TiledKernel
@@ -143,7 +142,7 @@ def model(shape: Shape, device: Device, dtype: str, kernels: Sequence[TiledKerne
     for to, some in (("forward", forward), ("backward", backward)):
         if some:
             ways["tiled", to] = (tiled_passes(shape, some), resident.get(some[0].role, 1))
-    compulsory = {to: compulsory_bytes(shape, to == "backward") for to in DIRECTIONS}
+    compulsory = {to: memory.compulsory_bytes(shape, to == "backward") for to in DIRECTIONS}
     flops = {to: attention_flops(shape, to == "backward") for to in DIRECTIONS}
     splits = forward[0].tiling.splits if forward else 1
     sums = any("dq_sum" in ROLES[kernel.role].added for kernel in kernels)
@@ -162,8 +161,8 @@ def model(shape: Shape, device: Device, dtype: str, kernels: Sequence[TiledKerne
             (way, name): peak
             for training, name in ((False, "forward"), (True, "training"))
             for way, peak in (
-                ("standard", footprint.standard_bytes(shape, training)),
-                ("tiled", footprint.tiled_bytes(shape, training, splits, sums)),
+                ("standard", memory.standard_bytes(shape, training)),
+                ("tiled", memory.tiled_bytes(shape, training, splits, sums)),
             )
         },
         fits=fits,

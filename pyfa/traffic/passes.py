@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .compulsory import FLOAT_BYTES, read_once, tensor_bytes
 from .flops import tile_flops
 from .kernels import ROLES, TiledKernel
+from .memory import read_once, tensor_bytes
 from .requested import requested_bytes, requested_of, workgroups
 from .shape import Shape
 
@@ -177,9 +177,3 @@ def standard_backward(shape: Shape) -> list[Pass]:
         m.product("dQ = dS K", "ds", "k", "dq"),
         m.product("dK = dSᵀQ", "ds", "q", "dk"),
     ]
-
-
-def splits_bytes(shape: Shape, splits: int) -> int:
-    """Return the bytes of the partial results of a forward with ``splits``, as allocated."""
-    rows = shape.lines * shape.seqlen_q
-    return rows * splits * (shape.head_dim_v + 1) * FLOAT_BYTES if splits > 1 else 0

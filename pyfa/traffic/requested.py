@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .compulsory import FLOAT_BYTES, tensor_bytes
 from .kernels import ROLES, TiledKernel, Tiling
+from .memory import FLOAT_BYTES, tensor_bytes
 from .shape import Shape
 
 Array = npt.NDArray[np.int64]

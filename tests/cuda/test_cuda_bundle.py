@@ -16,7 +16,8 @@ from pyfa.backends.common import libcuda
 from pyfa.backends.cuda import code, plans, runtime_compiler
 from pyfa.backends.cuda.target import TARGET
 from pyfa.backends.native import catalog
-from pyfa.cli import bundling, compile_cuda, main
+from pyfa.cli import bundling, main
+from pyfa.cli.compile import cuda_row
 from pyfa.device import DEVICES
 from pyfa.errors import CodeObjectError, CompileError, PerformanceWarning
 from pyfa.plan import Plan
@@ -156,7 +157,7 @@ def test_compile_writes_what_load_finds(
         assert found.origin == "bundle"
         assert found.data == code.build(few[0], arch)
     # A report on code is on what the compiler makes now, and not on a bundle.
-    assert compile_cuda.row("sm_80", few[0])["sha256"] == code.load(few[0], "sm_80").digest
+    assert cuda_row("sm_80", few[0])["sha256"] == code.load(few[0], "sm_80").digest
     (folder / "manifest.json").write_text("{}")
     bundle.manifest.cache_clear()
     assert code.compiled(few[0], "sm_80").origin in ("cache", "built")

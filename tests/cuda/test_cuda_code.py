@@ -14,7 +14,7 @@ from pyfa import cubin, sources
 from pyfa.backends.cuda import code, forward_sm90, plans, runtime_compiler
 from pyfa.backends.cuda.target import TARGET
 from pyfa.backends.native import catalog
-from pyfa.cli import compile_cuda
+from pyfa.cli.compile import build, cuda_row
 from pyfa.errors import CodeObjectError, CompileError
 from pyfa.plan import Plan
 
@@ -40,11 +40,11 @@ def test_resources(arch: str) -> None:
     """No local memory in forward and decode, none in backward up to heads of 128; shared memory
     and occupancy as planned. The last three archs: the common plans."""
     if arch == "sm_120":
-        rows = compile_cuda.build(arch, every=False)
+        rows = build(arch, False, ())
     else:  # as ``build``, without its processes: tests run on every core already
         every = arch in ("sm_80", "sm_86", "sm_89")
         wanted = (catalog.all_plans if every else catalog.common_plans)(TARGET, arch)
-        rows = [compile_cuda.row(arch, plan) for plan in wanted]
+        rows = [cuda_row(arch, plan) for plan in wanted]
     assert {row["kernel"] for row in rows} >= {"attn_fwd", "attn_bwd", "attn_decode", "combine"}
     limit = plans.limits_of(arch).shared_bytes_per_block
     found = []

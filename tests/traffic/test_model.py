@@ -14,8 +14,8 @@ from pyfa.traffic import (
     attention_flops,
     compulsory_bytes,
     dram_bytes,
-    footprint,
     last_level_bytes,
+    memory,
     model,
     passes,
     tensor_bytes,
@@ -161,12 +161,12 @@ def test_a_product_asks_for_its_inputs_once_per_tile_of_the_output() -> None:
 def test_memory_is_what_is_alive_at_the_peak() -> None:
     n, d = 4096, 128
     x, s = n * d * 2, n * n * 2
-    assert footprint.standard_bytes(SEED) == 4 * x + 2 * s
-    assert footprint.standard_bytes(SEED, training=True) == 8 * x + 3 * s
-    assert footprint.tiled_bytes(SEED) == 4 * x + 4 * n
-    assert footprint.tiled_bytes(SEED, training=True) == 8 * x + 3 * 4 * n
-    assert footprint.tiled_bytes(SEED, training=True, sums=True) == 10 * x + 3 * 4 * n
-    assert footprint.tiled_bytes(SEED, splits=3) == 4 * x + 4 * n + 3 * n * (d + 1) * 4
+    assert memory.standard_bytes(SEED) == 4 * x + 2 * s
+    assert memory.standard_bytes(SEED, training=True) == 8 * x + 3 * s
+    assert memory.tiled_bytes(SEED) == 4 * x + 4 * n
+    assert memory.tiled_bytes(SEED, training=True) == 8 * x + 3 * 4 * n
+    assert memory.tiled_bytes(SEED, training=True, sums=True) == 10 * x + 3 * 4 * n
+    assert memory.tiled_bytes(SEED, splits=3) == 4 * x + 4 * n + 3 * n * (d + 1) * 4
 
 
 def test_the_bound_is_the_slower_of_the_two_and_kernels_add_up() -> None:

@@ -21,11 +21,6 @@ class Constant:
     unit: str
     source: str
 
-    @property
-    def assumed(self) -> bool:
-        """Return whether this is an assumption."""
-        return self.source.startswith("assumption")
-
 
 _LLVM = "LLVM's scheduling model and hazard recognizer of gfx942"
 _ISA = "AMD Instinct MI300 ISA reference"

@@ -1,5 +1,5 @@
-"""Compulsory bytes of attention, for any algorithm: each input read once, each output written
-once."""
+"""Bytes of attention's tensors: the compulsory traffic of any algorithm, in which each input is
+read once and each output written once, and the peak memory of standard and of tiled attention."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ FLOAT_BYTES = 4  # of LSE, delta and partial results
 FORWARD_READS, FORWARD_WRITES = ("q", "k", "v"), ("out", "lse")
 BACKWARD_READS = ("q", "k", "v", "out", "dout", "lse")
 BACKWARD_WRITES = ("dq", "dk", "dv")
+_INPUTS, _GRADIENTS = ("q", "k", "v", "out"), ("dout", "dq", "dk", "dv")
 
 
 def tensor_bytes(shape: Shape) -> dict[str, int]:
@@ -49,3 +50,40 @@ def compulsory_bytes(shape: Shape, backward: bool = False) -> int:
     writes = BACKWARD_WRITES if backward else FORWARD_WRITES
     once, sizes = read_once(shape), tensor_bytes(shape)
     return sum(once[name] for name in reads) + sum(sizes[name] for name in writes)
+
+
+def splits_bytes(shape: Shape, splits: int) -> int:
+    """Return the bytes of the partial results of a forward with ``splits``, as allocated."""
+    rows = shape.lines * shape.seqlen_q
+    return rows * splits * (shape.head_dim_v + 1) * FLOAT_BYTES if splits > 1 else 0
+
+
+def standard_bytes(shape: Shape, training: bool = False) -> int:
+    """Return the peak bytes of eager attention, without the mask's own matrix.
+
+    Forward: S and P exist at the same time. Training: autograd keeps P; while dS is computed, P, dP
+    and dS exist, in addition to inputs, output and gradients.
+    """
+    sizes = tensor_bytes(shape)
+    if training:
+        return _sum(sizes, *_INPUTS, *_GRADIENTS) + 3 * sizes["s"]
+    return _sum(sizes, *_INPUTS) + 2 * sizes["s"]
+
+
+def tiled_bytes(shape: Shape, training: bool = False, splits: int = 1, sums: bool = False) -> int:
+    """Return the peak bytes of kernels that keep S on chip: inputs, output, LSE, and partial
+    results of split keys.
+
+    Training adds the gradients, two floats per row that backward keeps (delta, and the LSE in base
+    2) and, with ``sums``, dQ in float32.
+    """
+    sizes = tensor_bytes(shape)
+    forward = _sum(sizes, *_INPUTS, "lse") + splits_bytes(shape, splits)
+    if not training:
+        return forward
+    kept = 2 * sizes["delta"] + (sizes["dq_sum"] if sums else 0)
+    return max(forward, _sum(sizes, *_INPUTS, *_GRADIENTS, "lse") + kept)
+
+
+def _sum(sizes: dict[str, int], *names: str) -> int:
+    return sum(sizes[name] for name in names)
