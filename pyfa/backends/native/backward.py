@@ -17,6 +17,7 @@ from ...problem import (
     form_of,
     has_bias_tiles,
     is_banded,
+    tensors_of,
 )
 from ...sizes import Extent, Totals
 from ..base import Gradients, RunBackward, Saved
@@ -109,7 +110,7 @@ def bind(launch: Launcher, given: Saved, bias_grad: bool = False) -> RunBackward
         *tensors: torch.Tensor,
     ) -> Gradients:  # fmt: skip
         made = _readable(Saved(form.fill(tensors)[0], out, lse, dout, dlse), bias_grad)
-        found = run(*made.arguments())
+        found = run(made.dout, made.dlse, made.out, made.lse, *tensors_of(made.call))
         dq, dk, dv = found.dq[..., :dim], found.dk[..., :dim], found.dv[..., :dim_v]
         return found._replace(dq=dq, dk=dk, dv=dv)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ... import sizes
-from ...problem import Call, Form, are_on_16, form_of
+from ...problem import Call, Form, are_on_16, form_of, tensors_of
 from ...sizes import Shape, Totals
 from ..base import Gradients, RunBackward, Saved
 from ..common.program import Like, Program, for_any_total, like, run_of
@@ -35,7 +35,7 @@ def bind(runner: Runner, given: Saved, bias_grad: bool) -> RunBackward:
     ) -> Gradients:  # fmt: skip
         now = _all_readable(Saved(form.fill(tensors)[0], out, lse, dout, dlse), divisor)
         again = run if _moods(runner, now) == moods else _bind(runner, now, bias_grad)
-        return again(*now.arguments())
+        return again(now.dout, now.dlse, now.out, now.lse, *tensors_of(now.call))
 
     return run_on_copies
 
