@@ -188,7 +188,7 @@ class TestBackends:
         """The grid's idea of what lists need is the dispatcher's."""
         asked: list[Call] = []
         prepare = dispatch.prepare
-        monkeypatch.setattr("pyfa.ops.prepare", lambda call, *who: asked.append(call) or prepare(
+        monkeypatch.setattr("pyfa.bound.prepare", lambda call, *who: asked.append(call) or prepare(
             call, *who))  # fmt: skip
         cases = grid.cases("quick", frozenset(FEATURES), ("bfloat16",), ["topk"], 9)
         for case in cases:

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..problem import FEATURES, NARROW
 
+KINDS = ("dense", "varlen", "kvcache", "latent")
 RECIPES = ("plain", "growing", "huge", "equal", "offset", "big", "identity")
 # Inputs that are hard only for a float8 P, and float8 queries and keys that were rotated.
 FLOAT8_RECIPES = ("sink", "needle", "rotated")
