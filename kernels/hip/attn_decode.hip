@@ -240,7 +240,7 @@ DEVICE void attend(State &state, Shared &shared, const Params &p, const Sequence
   RowTable &rows = shared.rows[wave_index()];
   Source k{(const char *)p.k + b.head_k * p.k_head * kSize, p.k_batch, p.k_row, p.head_dim};
   Source v{(const char *)p.v + b.head_k * p.v_head * kSize, p.v_batch, p.v_row, p.head_dim_v};
-  unsigned inverse = p.page_table ? 0xffffffffu / (unsigned)p.page_size : 0;
+  unsigned inverse = p.page_table ? inverse_of_pages(p) : 0;
 
   // A lane finds one or two keys of the groups n ... n + kStages - 1; a key beyond the end becomes the
   // last one. Scales are loaded once the page is known, and written one round after the rows.
