@@ -1,21 +1,21 @@
 """Steps of a server on one MI300X by the timing model: a model, not measured.
 
-python benchmarks/mi300x_serving.py        # writes results/mi300x_serving.json
+python benchmarks/mi300x_serving.py [--against FILE]   # writes results/mi300x_serving.json
 
 Decode and chunked prefill, with every workgroup of every launch. The emulator runs one workgroup of
 each kernel with several numbers of keys; between them, clocks are interpolated. ``combine`` is
 modeled, too. Unlike ``mi300x_own.py`` this takes lengths that differ, windows and pages.
-
-*By capacity*: every sequence's keys are cut into the same number of parts, as the longest possible
-sequence needs. *By length*: a part is a share of all keys of the call (``kernels/hip/parts.h``).
+``--against FILE`` adds the times of another run, of other code, as ``us_before``.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import json
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import machine
@@ -43,7 +43,8 @@ from pyfa.problem import Call, Problem, tensors_of
 
 UNITS, DIES = 304, 8
 FLOAT8 = torch.float8_e4m3fnuz
-TRACED = (4, 8, 16, 32, 64, 128, 256)  # groups of 16 keys of a workgroup
+LEAST_GROUPS = 8  # of a part: kLeastGroups of attn_decode.hip
+TRACED = (8, 16, 32, 64, 128, 256)  # groups of 16 keys of a workgroup
 
 
 class Step(NamedTuple):
@@ -168,20 +169,24 @@ def cache_call(
 
 
 @functools.cache
-def one_of(plan: Plan, steps: int, dim: int, page: int, causal: bool) -> Any:
-    """One workgroup of ``plan`` with so many steps of its loop."""
+def one_of(plan: Plan, steps: int, dim: int, page: int, causal: bool, split: bool = False) -> Any:
+    """One workgroup of ``plan`` with so many steps of its loop, the first of two if ``split``."""
     block, values = TARGET.block_of(plan), values_of(plan)
-    keys = steps * block.keys
-    call = cache_call(block.rows, keys, dim, page, "KEY_DTYPE" in values, causal)
+    keys = steps * block.keys * (1 + split)
+    call = cache_call(
+        block.rows, keys, dim, page, "KEY_DTYPE" in values, causal, num_splits=1 + split
+    )
     bind = native_decode.bind if plan.kernel == decode.KERNEL else native_forward.bind
     return recorded(name_of(plan), lambda launch: bind(launch, plan, call)(*tensors_of(call)))
 
 
 @functools.cache
-def curve(plan: Plan, dim: int, page: int, causal: bool, resident: int, end: str) -> Curve:
+def curve(
+    plan: Plan, dim: int, page: int, causal: bool, split: bool, resident: int, end: str
+) -> Curve:
     at, clocks, matrix = [], [], []
     for steps in TRACED if plan.kernel == decode.KERNEL else (8, 16):
-        of_code, traces, fits = one_of(plan, steps, dim, page, causal)
+        of_code, traces, fits = one_of(plan, steps, dim, page, causal, split)
         resident = min(resident, fits)
         found = issue.simulate(issue.turns_of(of_code, traces, resident), end)
         at.append(float(steps))
@@ -191,9 +196,23 @@ def curve(plan: Plan, dim: int, page: int, causal: bool, resident: int, end: str
 
 
 @functools.cache
-def combining(parts: int, dim: int, end: str) -> tuple[float, int]:
-    """The clocks of the workgroups of ``combine`` on a compute unit, and how many there are."""
+def empty(plan: Plan, dim: int, page: int, resident: int, end: str) -> float:
+    """The clocks of a workgroup whose part has no keys."""
+    narrow = "KEY_DTYPE" in values_of(plan)
+    call = cache_call(TARGET.block_of(plan).rows, GROUP, dim, page, narrow, False)
+    call = call._replace(num_splits=2, max_seqlen_k=2 * GROUP)
+    of_code, traces, _ = recorded(
+        name_of(plan), lambda launch: native_decode.bind(launch, plan, call)(*tensors_of(call)), 1
+    )
+    return issue.simulate(issue.turns_of(of_code, traces, resident), end).clocks
+
+
+@functools.cache
+def combining(parts: int, dim: int, count: int, end: str) -> tuple[float, int]:
+    """The clocks of the workgroups of ``combine`` on a compute unit, and how many there are, of
+    ``count`` in all."""
     of_code, traces, fits = of_combine(parts, dim)
+    fits = min(fits, -(-count // UNITS))
     return issue.simulate(issue.turns_of(of_code, traces, fits), end).clocks, fits
 
 
@@ -230,6 +249,18 @@ def order_of(blocks: int, parts: int, heads: int, batch: int) -> list[tuple[int,
     return found
 
 
+def decode_order(blocks: int, parts: int, heads: int, batch: int) -> list[tuple[int, int, int]]:
+    """The same of ``decode_work`` in ``kernels/hip/schedule.h``."""
+    count = heads * batch
+    falling = range(parts - 1, -1, -1)
+    pairs = [((n - part) % count // heads, part) for part in falling for n in range(count)]
+    whole = len(pairs) // DIES * DIES
+    found = []
+    for first in range(0, whole, DIES):
+        found += [(b, part, s) for b in range(blocks) for s, part in pairs[first : first + DIES]]
+    return found + [(b, part, s) for b in range(blocks) for s, part in pairs[whole:]]
+
+
 class Launches(NamedTuple):
     """The launches of a step, what limits it, and its splits."""
 
@@ -239,30 +270,35 @@ class Launches(NamedTuple):
 
 
 def decode_step(step: Step, plan: Plan, end: str) -> Launches:
-    """Every sequence in the same number of parts."""
+    """Decode: every sequence in the same number of parts, of which short ones leave some empty."""
     block, group = TARGET.block_of(plan), step.heads_q // step.heads_k
     blocks = -(-step.rows * group // block.rows)
     all_blocks = blocks * step.heads_k * len(step.lengths)
-    parts = decode.splits_for(all_blocks, step.seen(step.most), UNITS)
+    seen = step.seen(step.most)
+    parts = decode.splits_for(all_blocks, seen, UNITS)
+    if len(step.lengths) > 1:
+        parts = decode.splits_of_lengths(parts, all_blocks, seen, UNITS)
     shares = []
     for keys in step.lengths:
         groups = -(-step.seen(keys) // GROUP)
-        share = -(-groups // parts)
+        share = max(-(-groups // parts), LEAST_GROUPS)
         shares.append([max(0, min(share, groups - part * share)) for part in range(parts)])
-    work = [shares[s][part] for _, part, s in order_of(blocks, parts, step.heads_k, len(shares))]
-    return Launches(with_combine(step, plan, work, blocks, parts, parts, end), parts, len(work))
+    order = decode_order(blocks, parts, step.heads_k, len(shares))
+    work = [shares[s][part] for _, part, s in order]
+    written = sum(groups > 0 for groups in work) / (all_blocks or 1)
+    return Launches(with_combine(step, plan, work, blocks, parts, written, end), parts, len(work))
 
 
 def with_combine(
-    step: Step, plan: Plan, work: Sequence[float], blocks: int, parts: int, written: float,
-    end: str, extra: float = 0.0, empty: float | None = None,
-) -> tuple[device.Launch, ...]:  # fmt: skip
+    step: Step, plan: Plan, work: Sequence[int], blocks: int, parts: int, written: float, end: str
+) -> tuple[device.Launch, ...]:
     """The launch of decode whose workgroups have ``work`` groups, and of ``combine``. ``written``:
     parts of a sequence that leave an output, on average."""
     resident = max(1, -(-len(work) // UNITS))
-    cost = curve(plan, step.dim, step.page, False, resident, end)
-    found = [cost.of(groups) for groups in work]
-    clocks = [one + extra for one, _ in found]
+    cost = curve(plan, step.dim, step.page, False, parts > 1, resident, end)
+    without = empty(plan, step.dim, step.page, cost.resident, end) if 0 in work else 0.0
+    found = [cost.of(groups) if groups else (without, 0.0) for groups in work]
+    clocks = [one for one, _ in found]
     matrix = sum(one for _, one in found)
     lines = len(step.lengths) * step.rows * step.heads_q
     partial = lines * step.dim * 4.0 * written if parts > 1 else 0.0
@@ -270,8 +306,8 @@ def with_combine(
     first = device.Launch(clocks, matrix, cost.resident, needed + partial, needed * blocks)
     if parts == 1:
         return (first,)
-    of_one, fits = combining(parts, step.dim, end)
     count = -(-lines // combine.rows_of(parts, step.dim))
+    of_one, fits = combining(parts, step.dim, count, end)
     second = device.Launch([of_one] * count, 0.0, fits, partial, partial)
     return first, second
 
@@ -291,7 +327,7 @@ def forward_step(step: Step, plan: Plan, end: str) -> Launches:
             blocks * heads * batch, step.most, UNITS * block.per_unit, rows * heads * batch,
             block.costs, None,
         )  # fmt: skip
-    cost = curve(plan, step.dim, step.page, step.causal, 1, end)
+    cost = curve(plan, step.dim, step.page, step.causal, parts > 1, 1, end)
     clocks, matrix = [], 0.0
     for number, part, sequence in order_of(blocks, parts, heads, batch):
         keys = step.lengths[sequence]
@@ -310,8 +346,8 @@ def forward_step(step: Step, plan: Plan, end: str) -> Launches:
     asked = needed * blocks * (heads // step.heads_k)
     launches = [device.Launch(clocks, matrix, cost.resident, needed + partial, asked)]
     if parts > 1:
-        of_one, fits = combining(parts, step.dim, end)
         count = -(-lines // combine.rows_of(parts, step.dim))
+        of_one, fits = combining(parts, step.dim, count, end)
         launches.append(device.Launch([of_one] * count, 0.0, fits, partial, partial))
     return Launches(tuple(launches), parts, len(clocks))
 
@@ -354,3 +390,117 @@ def modeled(step: Step) -> dict[str, Any]:
         "bound": bound,
     }
     return row
+
+
+# ---- the steps ----------------------------------------------------------------------------------
+
+
+def lognormal(count: int, median: int) -> tuple[int, ...]:
+    draw = random.Random(count)
+    return tuple(
+        max(16, min(16 * median, int(draw.lognormvariate(0, 1) * median))) for _ in range(count)
+    )
+
+
+def one_long(count: int, short: int, long: int) -> tuple[int, ...]:
+    """The long one in the middle."""
+    half = count // 2
+    return (short,) * half + (long,) + (short,) * (count - half - 1)
+
+
+def equal(count: int, keys: int) -> tuple[int, ...]:
+    return (keys,) * count
+
+
+def steps() -> list[Step]:
+    found = []
+    for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        found += [Step(f"batch {batch} x {keys}", equal(batch, keys)) for keys in (1024, 8192)]
+    found.append(Step("batch 1 x 131072", equal(1, 131072)))
+    for batch in (8, 64):
+        keys = equal(batch, 8192)
+        for rows in (2, 4, 8, 16):
+            found.append(Step(f"batch {batch}, {rows} rows", keys, rows=rows))
+        for heads in ((8, 8), (32, 32), (40, 8), (28, 4), (64, 8), (64, 4), (32, 1)):
+            found.append(
+                Step(f"batch {batch}, heads {heads}", keys, heads_q=heads[0], heads_k=heads[1])
+            )
+        for dim in (64, 80, 96, 256):
+            found.append(
+                Step(
+                    f"batch {batch}, head_dim {dim}",
+                    keys,
+                    dim=dim,
+                    page=0 if dim in (80, 96) else 64,
+                )
+            )
+        for page in (0, 16, 32, 256):
+            found.append(Step(f"batch {batch}, page {page}", keys, page=page))
+        for window in (128, 1024, 4096):
+            found.append(
+                Step(f"batch {batch}, window {window}", equal(batch, 32768), window=window)
+            )
+        found.append(Step(f"batch {batch}, float8", keys, narrow=True))
+        found.append(Step(f"batch {batch}, float8, 4 rows", keys, rows=4, narrow=True))
+        found.append(Step(f"batch {batch}, float8, head_dim 64", keys, dim=64, narrow=True))
+    for batch in (8, 64, 256):
+        found.append(Step(f"lognormal {batch}", lognormal(batch, 1024), capacity=16384))
+        found.append(Step(f"one long of {batch}", one_long(batch, 256, 32768), capacity=32768))
+        found.append(
+            Step(
+                f"one long of {batch}, MQA", one_long(batch, 256, 32768), heads_k=1, capacity=32768
+            )
+        )
+        found.append(
+            Step(
+                f"one long of {batch}, 4 rows", one_long(batch, 256, 32768), rows=4, capacity=32768
+            )
+        )
+        found.append(
+            Step(
+                f"one long of {batch}, float8",
+                one_long(batch, 256, 32768),
+                narrow=True,
+                capacity=32768,
+            )
+        )
+        found.append(Step(f"{batch} x 1024 of 131072", equal(batch, 1024), capacity=131072))
+    for chunk in (512, 2048):
+        for keys in (8192, 32768):
+            for page in (0, 16, 64):
+                for batch in (1, 4):
+                    name = f"chunk {chunk} of {keys}, batch {batch}, page {page}"
+                    found.append(Step(name, equal(batch, keys), rows=chunk, page=page))
+    for dim in (64, 256):
+        for page in (0, 64):
+            name = f"chunk 2048 of 8192, head_dim {dim}, page {page}"
+            found.append(Step(name, equal(1, 8192), rows=2048, page=page, dim=dim))
+    for page in (0, 64):
+        for batch in (1, 8, 64, 256):
+            name = f"batch_invariant {batch} x 8192, page {page}"
+            found.append(Step(name, equal(batch, 8192), page=page, invariant=True))
+        name = f"batch_invariant chunk 2048 of 8192, page {page}"
+        found.append(Step(name, equal(1, 8192), rows=2048, page=page, invariant=True))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--against", type=Path, help="a run of other code")
+    options = parser.parse_args()
+    before = {}
+    if options.against:
+        before = {row["step"]: row["us"] for row in json.loads(options.against.read_text())["rows"]}
+    rows = []
+    for step in steps():
+        row = modeled(step)
+        if step.name in before:
+            row["us_before"] = before[step.name]
+        rows.append(row)
+        print(row["step"], row["kernel"], row["splits"], row.get("us_before", ""), row["us"],
+              row["share"], row["limit"], row["bound"], flush=True)  # fmt: skip
+    print("wrote", machine.save("mi300x_serving", {"what": WORDS, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

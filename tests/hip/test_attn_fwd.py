@@ -110,18 +110,23 @@ FAULTS = {
         "paged", "return (const int *)p.page_table + s.batch * p.page_table_batch",
         "return (const int *)p.page_table",
     ),
-    "pages of the tile before": ("paged", "k.look(pages, next_k,", "k.look(pages, next_k - BLOCK_K,"),
+    "pages of the tile before": (
+        "paged", "k.look(pages, next_k,", "k.look(pages, next_k - BLOCK_K,",
+    ),
     "values where keys are": ("paged", "v.arrive(pages, 1)", "v.arrive(pages, 0)"),
     "one key for both halves": (
-        "paged", "lane_index() < kLanes / 2 ? first : second", "lane_index() < kLanes ? first : second",
+        "paged", "lane_index() < kLanes / 2 ? first : second", "true ? first : second",
     ),
     "keys of the wavefront before": (
         "paged, 128", "at.uniform(key(i, 0)), width,", "at.uniform(key(i, 0) ^ 1), width,",
     ),
     "values of the key before": (
-        "paged, 128", "step(i % kUnit);\n    if constexpr", "step(i % kUnit ^ 1);\n    if constexpr",
+        "paged, 128", "step(i % kUnit);\n    if constexpr",
+        "step(i % kUnit ^ 1);\n    if constexpr",
     ),
-    "rows beyond the head": ("paged, 128", "width_k(p.head_dim * kSize)", "width_k(p.head_dim * 3)"),
+    "rows beyond the head": (
+        "paged, 128", "width_k(p.head_dim * kSize)", "width_k(p.head_dim * 3)",
+    ),
     "workgroups of one die only": ("heads", "id % dies * (pairs / dies)", "0 * (pairs / dies)"),
 }  # fmt: skip
 
