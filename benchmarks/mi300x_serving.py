@@ -1,6 +1,6 @@
 """Steps of a server on one MI300X by the timing model: a model, not measured.
 
-python benchmarks/mi300x_serving.py [--against FILE]   # writes results/mi300x_serving.json
+python benchmarks/mi300x_serving.py [--against FILE] [--only TEXT]
 
 Decode and chunked prefill, with every workgroup of every launch. The emulator runs one workgroup of
 each kernel with several numbers of keys; between them, clocks are interpolated. ``combine`` is
@@ -101,7 +101,7 @@ class Step(NamedTuple):
             batch=len(self.lengths), seqlen_q=self.rows, seqlen_k=self.most, heads_q=self.heads_q,
             heads_k=self.heads_k, head_dim=self.dim, head_dim_v=self.dim, dtype="bfloat16",
             features=frozenset(needs), device=by_name("MI300X"), square=False,
-            **({"dtype_k": "float8_e4m3fnuz"} if self.narrow else {}),
+            dtype_k="float8_e4m3fnuz" if self.narrow else "",
         )  # fmt: skip
 
 
@@ -197,12 +197,12 @@ def curve(
 
 @functools.cache
 def empty(plan: Plan, dim: int, page: int, resident: int, end: str) -> float:
-    """The clocks of a workgroup whose part has no keys."""
+    """The clocks of a workgroup whose part has no keys: the second of two, which comes first."""
     narrow = "KEY_DTYPE" in values_of(plan)
     call = cache_call(TARGET.block_of(plan).rows, GROUP, dim, page, narrow, False)
     call = call._replace(num_splits=2, max_seqlen_k=2 * GROUP)
     of_code, traces, _ = recorded(
-        name_of(plan), lambda launch: native_decode.bind(launch, plan, call)(*tensors_of(call)), 1
+        name_of(plan), lambda launch: native_decode.bind(launch, plan, call)(*tensors_of(call))
     )
     return issue.simulate(issue.turns_of(of_code, traces, resident), end).clocks
 
@@ -466,11 +466,11 @@ def steps() -> list[Step]:
         )
         found.append(Step(f"{batch} x 1024 of 131072", equal(batch, 1024), capacity=131072))
     for chunk in (512, 2048):
-        for keys in (8192, 32768):
+        for context in (8192, 32768):
             for page in (0, 16, 64):
                 for batch in (1, 4):
-                    name = f"chunk {chunk} of {keys}, batch {batch}, page {page}"
-                    found.append(Step(name, equal(batch, keys), rows=chunk, page=page))
+                    name = f"chunk {chunk} of {context}, batch {batch}, page {page}"
+                    found.append(Step(name, equal(batch, context), rows=chunk, page=page))
     for dim in (64, 256):
         for page in (0, 64):
             name = f"chunk 2048 of 8192, head_dim {dim}, page {page}"
@@ -487,12 +487,23 @@ def steps() -> list[Step]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--against", type=Path, help="a run of other code")
+    parser.add_argument(
+        "--only", metavar="TEXT", help="steps with TEXT in their names; keep others"
+    )
     options = parser.parse_args()
-    before = {}
+    kept = {}
+    if options.only:
+        old = json.loads((machine.RESULTS / "mi300x_serving.json").read_text())
+        kept = {row["step"]: row for row in old["rows"]}
+    before = {name: row["us_before"] for name, row in kept.items() if "us_before" in row}
     if options.against:
-        before = {row["step"]: row["us"] for row in json.loads(options.against.read_text())["rows"]}
+        of_other = json.loads(options.against.read_text())["rows"]
+        before |= {row["step"]: row["us"] for row in of_other}
     rows = []
     for step in steps():
+        if options.only and options.only not in step.name:
+            rows.append(kept[step.name])
+            continue
         row = modeled(step)
         if step.name in before:
             row["us_before"] = before[step.name]
