@@ -112,6 +112,16 @@ def test_sound(case, kernels_run):
     assert kernels_run[: len(before) + 1] == [*before, "attn_decode"]
 
 
+# Two blocks of rows of each of eight heads, as many as there are dies.
+BLOCKS = cache((16, 16), (90, 70), dtype="float16", head_dim=256, heads_q=16, heads_k=4)
+
+
+def test_blocks_of_rows(plant):
+    assert not faults_found([BLOCKS])
+    plant(decode.KERNEL, "block = place % blocks;", "block = 0;")
+    assert faults_found([BLOCKS])
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_is_caught(fault, plant):
     plant(decode.KERNEL, *FAULTS[fault])
