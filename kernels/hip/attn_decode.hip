@@ -29,6 +29,7 @@ typedef M::Acc Acc;
 constexpr float kLeastUnit = 1e-30f;  // below any scale that `quantize` makes
 constexpr int kWaves = 4;
 constexpr int kThreads = kWaves * kLanes;
+constexpr int kLeastGroups = 2 * kWaves;  // of a part, but for the last
 
 struct Shared {
   RowTable rows[kWaves];
@@ -240,7 +241,7 @@ DEVICE void attend(State &state, Shared &shared, const Params &p, const Sequence
   RowTable &rows = shared.rows[wave_index()];
   Source k{(const char *)p.k + b.head_k * p.k_head * kSize, p.k_batch, p.k_row, p.head_dim};
   Source v{(const char *)p.v + b.head_k * p.v_head * kSize, p.v_batch, p.v_row, p.head_dim_v};
-  unsigned inverse = p.page_table ? 0xffffffffu / (unsigned)p.page_size : 0;
+  unsigned inverse = p.page_table ? inverse_of_pages(p) : 0;
 
   // A lane finds one or two keys of the groups n ... n + kStages - 1; a key beyond the end becomes the
   // last one. Scales are loaded once the page is known, and written one round after the rows.
@@ -336,6 +337,13 @@ DEVICE void store_lse(const Params &p, const Sequence &s, int row, int head, int
   }
 }
 
+// Of a part without keys combine reads only this.
+DEVICE void store_empty(const Params &p, const Sequence &s, const Block &b, int part) {
+  unsigned line = b.first_line + thread_index();
+  if (thread_index() < TILES * 16 && (int)line < b.lines)
+    store_lse(p, s, line / b.group, b.head_k * b.group + line % b.group, part, -INFINITY_F);
+}
+
 DEVICE void finish_tile(State &state, int t, Shared &shared, const Params &p, const Sequence &s,
                         const Block &b, int part) {
   int wave = wave_index(), column = M::column();
@@ -383,7 +391,7 @@ extern "C" __global__ WORKGROUP(kThreads, OCCUPANCY) void attn_decode(Params p) 
   __shared__ Shared shared;
   unsigned group = (unsigned)p.heads_q / (unsigned)p.heads_k;
   int blocks = (p.seqlen_q * group + TILES * 16 - 1) / (TILES * 16);
-  Work work = work_of(workgroup_index(), blocks, p.num_splits, p.heads_k, p.batch, p.dies);
+  Work work = decode_work(workgroup_index(), blocks, p.num_splits, p.heads_k, p.batch, p.dies);
   Sequence s = sequence_of(p, work.batch);
   Block b;
   b.group = group;
@@ -394,9 +402,15 @@ extern "C" __global__ WORKGROUP(kThreads, OCCUPANCY) void attn_decode(Params p) 
   unsigned last_line = min(b.first_line + TILES * 16, b.lines) - 1;
   Seen seen = keys_seen(p, s, b.first_line / group, last_line / group);
   int groups = (max(seen.high - seen.low, 0) + kGroup - 1) / kGroup;
-  int share = (unsigned)(groups + p.num_splits - 1) / (unsigned)p.num_splits * kGroup;
+  // As many parts as the longest sequence needs; shorter ones leave the last of them empty.
+  int share = (unsigned)(groups + p.num_splits - 1) / (unsigned)p.num_splits;
+  share = max(share, kLeastGroups) * kGroup;
   b.start = (int)min(seen.low + (long long)work.part * share, (long long)seen.high);
   b.stop = b.start + min(share, seen.high - b.start);
+  if (work.part > 0 && b.start >= b.stop) {
+    store_empty(p, s, b, work.part);
+    return;
+  }
   b.all_low = seen.all_low;
   b.all_high = min(seen.all_high, b.stop);
   b.general = p.softcap > 0.0f || p.alibi_slopes || p.bias_type;

@@ -11,6 +11,7 @@
 #pragma once
 #include "mma.h"
 #include "descale.h"
+#include "pages.h"
 
 typedef Mma<DTYPE, 16> M;
 constexpr bool kFloat8 = KEY_DTYPE == FLOAT8;
@@ -75,10 +76,6 @@ struct Source {
   int head_dim;
 };
 
-struct Place {
-  int page, row;  // the page is only set where there are pages
-};
-
 // f(i, n) for the i-th key that the lane finds, the n-th of a table.
 template <typename F>
 DEVICE void each_found(F f) {
@@ -86,20 +83,9 @@ DEVICE void each_found(F f) {
   if constexpr (kFound == 2) f(1, lane_index() + kLanes);
 }
 
-// Quotients by the page size without a division: `inverse` is floor((2^32 - 1) / size), and the
-// estimate is the quotient or 1 less.
 DEVICE void find(Place &place, const Params &p, const Sequence &s, unsigned inverse, int key) {
   place.row = (int)s.key0 + key;
-  if (!p.page_table) return;
-  unsigned position = key + s.padding, size = p.page_size;
-  unsigned page = (unsigned)((unsigned long long)position * inverse >> 32);
-  unsigned row = position - page * size;
-  if (row >= size) {
-    page += 1;
-    row -= size;
-  }
-  place.row = row;
-  place.page = int_at(p.page_table, s.batch * p.page_table_batch + page);
+  if (p.page_table) find_in_pages(place, table_of(p, s), p.page_size, inverse, key + s.padding);
 }
 
 // The scales of a key that was found. Registers stay as they are where there are none: see `find`.

@@ -103,34 +103,40 @@ struct Context {
 // The loads of the loop: tiles of K and V, each at its own pace.
 #if PAGED
 struct Source {
-  const Context &c;
   int next_k, next_v;  // the first keys of the tiles that come next
   int begin, end;      // of the keys
-  Offsets<BLOCK_K> k, v;
+  unsigned width_k, width_v;  // bytes of a row
+  Pages pages;
+  Addresses<BLOCK_K> k, v;
+  Keys keys;
   Values values;
 
   METHOD Source(const Params &p, const Context &c, int first, int begin, int end)
-      : c(c), next_k(first), next_v(first), begin(begin), end(end) {
-    if (p.head_dim == HEAD_DIM) return;
+      : next_k(first),
+        next_v(first),
+        begin(begin),
+        end(end),
+        width_k(p.head_dim * kSize),
+        width_v(p.head_dim_v * kSize),
+        pages(p, c.s, c.head_k),
+        values(width_v) {
+    if (Keys::kAlone || p.head_dim == HEAD_DIM) return;
     // No other code writes the part that the head does not fill.
     for (int at = thread_index() * 16; at < 2 * Keys::Tile::kBytes; at += kThreads * 16)
       lds_write(c.lds + at, Quad{0, 0, 0, 0});
     barrier();
   }
 
-  METHOD void begin_keys() {
-    const Params &p = params_again();
-    k = Offsets<BLOCK_K>(p, c.s, keys_of(p, c.head_k), next_k, begin, end);
+  // A tile's pages are looked up while the tile before it is loaded.
+  METHOD void begin_keys() { k.look(pages, next_k, begin, end); }
+  METHOD void begin_values() { v.look(pages, next_v, begin, end); }
+  METHOD void load_keys(int i, Lds to) {
+    if (i == 0) k.arrive(pages, 0);
+    keys.load(i, k, width_k, to);
   }
-  METHOD void begin_values() {
-    const Params &p = params_again();
-    v = Offsets<BLOCK_K>(p, c.s, values_of(p, c.head_k), next_v, begin, end);
-  }
-  METHOD void load_keys(int i, Lds to) const {
-    Keys::load(i, k, keys_of(params_again(), c.head_k), to);
-  }
-  METHOD unsigned load_values(int i) const {
-    return Values::load(i, v, values_of(params_again(), c.head_k));
+  METHOD unsigned load_values(int i) {
+    if (i == 0) v.arrive(pages, 1);
+    return values.load(i, v, width_v);
   }
   // `keys`: from this tile to the one after it.
   METHOD void end_keys(int keys) { next_k += kTurn * keys; }

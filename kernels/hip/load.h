@@ -7,6 +7,7 @@
 #include "../sequence.h"
 #include "arguments.h"
 #include "lds.h"
+#include "pages.h"
 
 // K or V of one head.
 struct Head {
@@ -65,6 +66,10 @@ struct Rows {
   }
 };
 
+// In global memory: of an address from numbers the compiler would not know, and then it counts LDS loads, too.
+typedef const __attribute__((address_space(1))) char *Global;
+DEVICE unsigned word_at(Global at) { return *(const __attribute__((address_space(1))) unsigned *)at; }
+
 // Loads 4 bytes per lane directly to LDS at `to` + 4 lane. The compiler does not know about these two
 // loads: `loads_arrived` waits for them. With the builtin, every later LDS read would wait for all of
 // them. The compiler does not keep wait states here either: a vector instruction that writes one of
@@ -78,7 +83,15 @@ DEVICE void load_to_lds(const void *tile, int bytes, unsigned offset, unsigned s
                : "v"(offset), "s"(from), "s"(scalar_offset), "s"(to)
                : "memory", "m0");
 }
-DEVICE void load_to_lds(const void *from, Lds to) {
+// The same where a vector instruction has just written `tile`.
+DEVICE void load_row_to_lds(unsigned long long tile, int bytes, unsigned offset, Lds to) {
+  Descriptor from{(int)tile, (int)(tile >> 32) & 0xffff, bytes, kRawDwords};
+  asm volatile("s_mov_b32 m0, %2\n\ts_nop 3\n\tbuffer_load_dword %0, %1, 0 offen lds"
+               :
+               : "v"(offset), "s"(from), "s"(to)
+               : "memory", "m0");
+}
+DEVICE void load_to_lds(Global from, Lds to) {
   asm volatile("s_mov_b32 m0, %1\n\ts_nop 0\n\tglobal_load_lds_dword %0, off"
                :
                : "v"(from), "s"(to)
@@ -87,34 +100,81 @@ DEVICE void load_to_lds(const void *from, Lds to) {
 
 // ---- tiles whose keys lie anywhere: paged -------------------------------------------------------
 
-// Offsets in bytes of a tile's keys, one key per lane (`sets` times 64 keys). A key outside of `begin`
-// ... `end` gets the offset of the nearest key inside: it is masked, but must be readable.
-template <int keys>
-struct Offsets {
-  static constexpr int kSets = (keys + kLanes - 1) / kLanes;
-  long long of[kSets];
-  int lane;  // opaque, or the compiler keeps all that follows from it through the loop
+// Numbers that a tile needs once, in the lanes of a register. As scalars they do not fit beside score terms. Read
+// again from the parameters, a tile waited 800 clocks for them by the timing model.
+struct Kept {
+  int lanes = 0;
+  METHOD void put(int n, unsigned x) { lanes = lane_index() == n ? (int)x : lanes; }
+  METHOD void put(int n, unsigned long long x) {
+    put(n, (unsigned)x);
+    put(n + 1, (unsigned)(x >> 32));
+  }
+  METHOD unsigned word(int n) const { return __builtin_amdgcn_readlane(lanes, n); }
+  METHOD unsigned long long wide(int n) const {
+    return (unsigned long long)word(n + 1) << 32 | word(n);
+  }
+};
 
-  Offsets() = default;
-  METHOD Offsets(const Params &p, const Sequence &s, const Head &head, int first, int begin,
-                 int end) {
-    lane = lane_index();
-    pin(lane);
-    for (int i = 0; i < kSets; ++i) {
-      int key = min(first + i * kLanes + lane_index(), end - 1);
-      if (kTurn < 0) key = max(key, begin);
-      of[i] = kSize * key_offset(p, s, key, head.batch_stride, head.row_stride);
-    }
+// The pages of a sequence, with the keys and values of one head.
+struct Pages {
+  enum { kTable = 0, kSize_ = 2, kInverse, kPadding, kHeads, kOfHead = 5 };
+  Kept kept;
+
+  METHOD Pages(const Params &p, const Sequence &s, int head) {
+    kept.put(kTable, (unsigned long long)table_of(p, s));
+    kept.put(kSize_, (unsigned)p.page_size);
+    kept.put(kInverse, inverse_of_pages(p));
+    kept.put(kPadding, (unsigned)s.padding);
+    put(0, keys_of(p, head));
+    put(1, values_of(p, head));
+    pin(kept.lanes);
   }
-  // Of key `key` of the tile, which may differ between lanes.
-  METHOD long long operator[](int key) const {
-    long long found = from_lane(of[0], key % kLanes);
-    for (int i = 1; i < kSets; ++i) {
-      long long other = from_lane(of[i], key % kLanes);
-      if (key / kLanes == i) found = other;
-    }
-    return found;
+  METHOD void put(int which, const Head &head) {
+    int n = kHeads + which * kOfHead;
+    kept.put(n, (unsigned long long)head.base);
+    kept.put(n + 2, (unsigned long long)head.batch_stride * kSize);
+    kept.put(n + 4, (unsigned)head.row_stride * kSize);
   }
+  METHOD void find(Place &place, int key) const {
+    find_in_pages(place, (const int *)kept.wide(kTable), kept.word(kSize_), kept.word(kInverse),
+                  key + kept.word(kPadding));
+  }
+  // Of a key (`which` is 0) or value.
+  METHOD unsigned long long address(int which, const Place &place) const {
+    int n = kHeads + which * kOfHead;
+    return kept.wide(n) + (unsigned)place.page * kept.wide(n + 2) + wide_product(place.row, kept.word(n + 4));
+  }
+};
+
+// Where the keys of a tile lie, one key per lane. A key outside of `begin` ... `end` counts as the nearest key
+// inside: it is masked, but must be readable.
+template <int keys>
+struct Addresses {
+  static_assert(keys <= kLanes, "a lane has a key");
+  Place place;
+  unsigned long long of;
+
+  // The page is on its way until `arrive`.
+  METHOD void look(const Pages &pages, int first, int begin, int end) {
+    int key = min(first + lane_index(), end - 1);
+    if (kTurn < 0) key = max(key, begin);
+    pages.find(place, key);
+  }
+  METHOD void arrive(const Pages &pages, int which) { of = pages.address(which, place); }
+
+  // Of key `key` of the tile, the same for all lanes. (Through ds_bpermute each load waited for LDS twice.)
+  METHOD unsigned long long uniform(int key) const {
+    unsigned low = __builtin_amdgcn_readlane((int)of, key);
+    unsigned high = __builtin_amdgcn_readlane((int)(of >> 32), key);
+    return (unsigned long long)high << 32 | low;
+  }
+  // Of key `low` for the first half of the lanes, of key `high` for the others.
+  METHOD Global halves(int low, int high) const {
+    unsigned long long first = uniform(low), second = uniform(high);
+    return (Global)(lane_index() < kLanes / 2 ? first : second);
+  }
+  // Of a key that may differ between all lanes.
+  METHOD Global operator[](int key) const { return (Global)from_lane((long long)of, key); }
 };
 
 // ---- K ------------------------------------------------------------------------------------------
@@ -159,11 +219,25 @@ struct KeyLoads {
     load_to_lds(rows.tile, bytes, offset[i % kPeriod], i * kKeysALoad * rows.row_bytes, chunk(to, i));
   }
 
-  // Elements from head.head_dim on are left as they are in LDS.
-  static METHOD void load(int i, const Offsets<keys> &offsets, const Head &head, Lds to) {
-    int lane = offsets.lane, unit = source_unit(i, lane);
-    const char *from = head.base + offsets[key(i, lane)] + unit * 16 + lane % 4 * 4;
-    if (unit * kUnit < head.head_dim) load_to_lds(from, chunk(to, i));
+  // Of paged tiles, whose rows are `width` bytes. If a load is of more than one key, what is beyond them is left as
+  // it is in LDS; otherwise it becomes 0.
+  static constexpr bool kAlone = Tile::kRowBytes >= kChunk;
+  METHOD KeyLoads() {
+    int lane = lane_index();
+    for (int i = 0; i < kPeriod; ++i) {
+      offset[i] = source_unit(i, lane) * 16 + lane % 4 * 4;
+      pin(offset[i]);
+    }
+  }
+  METHOD void load(int i, const Addresses<keys> &at, unsigned width, Lds to) const {
+    unsigned byte = offset[i % kPeriod];
+    if constexpr (kAlone) {
+      load_row_to_lds(at.uniform(key(i, 0)), width, byte, chunk(to, i));
+    } else {
+      Global row =
+          kHalfLines ? at[key(i, lane_index())] : at.halves(key(i, 0), key(i, kLanes / 2));
+      if (byte < width) load_to_lds(row + byte, chunk(to, i));
+    }
   }
 };
 
@@ -220,11 +294,22 @@ struct ValueLoads<2, keys, head_dim, depth, waves> {
                                                 step(i % kUnit) * rows.row_bytes, 0);
   }
 
-  static METHOD unsigned load(int i, const Offsets<keys> &offsets, const Head &head) {
-    int lane = offsets.lane, task = i / kUnit;
-    bool wanted = has_work(task, lane) && pair(lane) * 2 < head.head_dim;
-    long long offset = offsets[wanted ? key(unit(task, lane)) + step(i % kUnit) : 0];
-    return wanted ? *(const unsigned *)(head.base + offset + pair(lane) * 4) : 0;
+  // Of paged tiles, whose rows are `width` bytes.
+  METHOD ValueLoads(unsigned width) : ValueLoads() {
+    int lane = lane_index();
+    for (int i = 0; i < kTasks; ++i) {
+      offset[i] = has_work(i, lane) && pair(lane) * 4 < width ? pair(lane) * 4 : kNowhere;
+      pin(offset[i]);
+    }
+  }
+  METHOD unsigned load(int i, const Addresses<keys> &at, unsigned width) const {
+    int task = i / kUnit, first = key(unit(task, 0)) + step(i % kUnit);
+    if constexpr (kPairs >= kLanes) {
+      auto row = (const void *)at.uniform(first);
+      return __builtin_amdgcn_raw_buffer_load_b32(buffer(row, width), offset[task], 0, 0);
+    }
+    Global row = at.halves(first, key(unit(task, kLanes / 2)) + step(i % kUnit));
+    return offset[task] < width ? word_at(row + offset[task]) : 0;
   }
 
   METHOD void store(const unsigned (&pair_of_key)[kLoads], Lds to) const {
@@ -294,11 +379,19 @@ struct ValueLoads<1, keys, head_dim, depth, waves> {
                                                 i % 4 * rows.row_bytes, 0);
   }
 
-  static METHOD unsigned load(int i, const Offsets<keys> &offsets, const Head &head) {
-    int lane = offsets.lane, task = i / 4;
-    bool wanted = has_work(task, lane) && four(task, lane) * 4 < head.head_dim;
-    long long offset = offsets[wanted ? key(task, lane) + i % 4 : 0];
-    return wanted ? *(const unsigned *)(head.base + offset + four(task, lane) * 4) : 0;
+  // Of paged tiles, whose rows are `width` bytes.
+  METHOD ValueLoads(unsigned width) : ValueLoads() {
+    int lane = lane_index();
+    for (int i = 0; i < kTasks; ++i) {
+      offset[i] = has_work(i, lane) && four(i, lane) * 4 < width ? four(i, lane) * 4 : kNowhere;
+      pin(offset[i]);
+    }
+  }
+  METHOD unsigned load(int i, const Addresses<keys> &at, unsigned width) const {
+    int task = i / 4;
+    bool wanted = offset[task] < width;
+    Global row = at[wanted ? key(task, lane_index()) + i % 4 : 0];
+    return wanted ? word_at(row + offset[task]) : 0;
   }
 
   METHOD void store(const unsigned (&four_of_key)[kLoads], Lds to) const {

@@ -28,3 +28,21 @@ DEVICE Work work_of(int id, int blocks, int parts, int heads, int batch, int die
   }
   return Work{blocks - 1 - piece / parts, piece % parts, pair % heads, pair / heads};
 }
+
+// The same of a decode kernel, whose sequences may differ much in length: a short one leaves all parts but the first
+// few empty. The last parts of all heads come first, which only long sequences have. Neighboring parts of a head go to
+// different dies. Only the blocks of a part, which read the same keys, go to one die, one after the other.
+DEVICE Work decode_work(int id, int blocks, int parts, int heads, int batch, int dies) {
+  int pairs = heads * batch, shares = pairs * parts, whole = shares - shares % dies, share, block;
+  if (id < whole * blocks) {
+    int place = id / dies;
+    share = place / blocks * dies + id % dies;
+    block = place % blocks;
+  } else {
+    id -= whole * blocks;
+    share = whole + id % (shares - whole);
+    block = id / (shares - whole);
+  }
+  int part = parts - 1 - share / pairs, pair = (share + pairs - part % pairs) % pairs;
+  return Work{block, part, pair % heads, pair / heads};
+}

@@ -35,7 +35,7 @@ CASES = (
     cache(
         (3, 3), (130, 61), heads_q=4, num_splits=3, page_size=5, leftpad=True, slack=3, causal=True
     ),
-    cache((5, 5), (200, 97), heads_q=4, batch_idx=True, window=(70, 3), sinks=True, num_splits=2),
+    cache((5, 5), (300, 97), heads_q=4, batch_idx=True, window=(170, 3), sinks=True, num_splits=2),
     cache((1, 1, 1), (0, 9, 65), heads_q=16, sinks=True, alibi="batch"),
     cache((2, 2), (90, 90), head_dim=40, head_dim_v=24, softcap=3.0, bias="full", num_splits=2),
     cache((4, 0, 1), (129, 5, 64), heads_q=6, packed_q=True, causal=True, slack=2, num_splits=4),
@@ -78,6 +78,16 @@ FAULTS = {
         "    Acc x = shared.sums",
     ),
     "sums overwritten while read": ("e += 4) {\n    barrier();", "e += 4) {"),
+    "empty part that says nothing": (
+        "    store_empty(p, s, b, work.part);\n    return;", "    return;",
+    ),
+    "empty part of the wrong head": (
+        "b.head_k * b.group + line % b.group, part, -INFINITY_F",
+        "b.head_k * b.group, part, -INFINITY_F",
+    ),
+    "parts cut short": ("max(share, kLeastGroups)", "min(share, kLeastGroups)"),
+    "part twice": ("parts - 1 - share / pairs, pair", "max(parts - 2 - share / pairs, 0), pair"),
+    "last parts of nobody": ("share = whole + id %", "share = id %"),
     "wrong key head": ("p.k + b.head_k * p.k_head", "p.k + (p.heads_k - 1 - b.head_k) * p.k_head"),
     "wrong query head": ("b.head_k * b.group + line % b.group) * p.q_head", "b.head_k) * p.q_head"),
     "queries not waited for": (
@@ -100,6 +110,16 @@ def test_sound(case, kernels_run):
     splits = "combine" in kernels_run
     before = ["gaps"] if case.packed_q and not splits else []
     assert kernels_run[: len(before) + 1] == [*before, "attn_decode"]
+
+
+# Two blocks of rows of each of eight heads, as many as there are dies.
+BLOCKS = cache((16, 16), (90, 70), dtype="float16", head_dim=256, heads_q=16, heads_k=4)
+
+
+def test_blocks_of_rows(plant):
+    assert not faults_found([BLOCKS])
+    plant(decode.KERNEL, "block = place % blocks;", "block = 0;")
+    assert faults_found([BLOCKS])
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -201,10 +221,10 @@ def test_bytes_and_grid(call, keys):
 
 
 def busy(workgroups, keys, units):
-    """Workgroups that have keys, and whether they are all there could be of 64 keys."""
+    """Workgroups that have keys, and whether they are all there could be of 128 keys."""
     groups = -(-keys // GROUP)
     share = -(-groups // decode.splits_for(workgroups, keys, units))
-    return workgroups * -(-groups // share), share <= 4
+    return workgroups * -(-groups // share), share <= 8
 
 
 @pytest.mark.parametrize("units", [304, 80, 38])
@@ -215,6 +235,34 @@ def test_splits_fill_the_device(units):
             total, all_there_are = busy(workgroups, keys, units)
             assert total >= 0.8 * units or all_there_are
             assert total == workgroups or total <= 2 * units
+
+
+def test_splits_of_lengths():
+    """A long sequence among short ones is split, in a batch that fills the device without."""
+    splits = decode.splits_of_lengths
+    assert splits(1, 512, 32768, 304) == 9
+    assert splits(1, 2048, 32768, 304) == 2
+    assert splits(1, 512, 2048, 304) == 1  # too short
+    assert splits(9, 64, 131072, 304) == 19  # the device is full: no more empty ones than needed
+    assert splits(35, 8, 8192, 304) == 35
+    for workgroups in (1, 7, 64, 300, 512, 5000):
+        for keys in (1, 4096, 131072):
+            assert 1 <= splits(1, workgroups, keys, 304) <= 512
+
+
+def test_lengths_unknown_to_the_host(kernels_run):
+    """Only lengths on the device, of more than one sequence, add splits."""
+    calls = []
+    for batch, lengths in ((320, True), (320, False), (1, True)):
+        q = torch.zeros(batch, 1, 1, 64, dtype=torch.bfloat16)
+        k = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16).expand(batch, 4096, 1, 64)
+        call = Call(q, k, k, max_seqlen_q=1, max_seqlen_k=4096)
+        if lengths:
+            call = call._replace(seqused_k=torch.ones(batch, dtype=torch.int32))
+        runtime = Recording()
+        native_decode.bind(Launcher(runtime), plan_of(call), call)(*tensors_of(call))
+        calls.append(runtime.launches[0][1])
+    assert calls == [640, 320, 29]
 
 
 def test_num_splits_is_honored(kernels_run):

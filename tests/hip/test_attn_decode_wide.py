@@ -31,6 +31,7 @@ FAULTS = {
                                          "    Pair v = value_operand(group, e);",
                                          "for (int e = 0; e < kElements / 2; ++e) {\n"
                                          "    Pair v = value_operand(group, e);"),
+    "blocks of rows on one another": ("block = id / (shares - whole);", "block = 0;"),
     "rows of the first workgroup for all": ("b.first_line = work.block * TILES * 16;",
                                             "b.first_line = 0;"),
 }  # fmt: skip

@@ -37,6 +37,9 @@ CASES = {
         kind="kvcache", lengths_q=(70, 70), lengths_k=(150, 99), page_size=16, leftpad=True,
         slack=2, causal=True,
     ),
+    "paged, 128": Case(
+        kind="kvcache", lengths_q=(70, 70), lengths_k=(150, 99), head_dim=104, page_size=5,
+    ),
 }  # fmt: skip
 
 # Each: the case that shows it, the exact snippet, what it becomes.
@@ -100,11 +103,30 @@ FAULTS = {
         "\n          if (!(p[e.slice][e.n][k / 2] >> k % 2 * 16 & 0xffff))"
         "\n            state.row[e.n].total -= made[i - 3 + k];\n        if (kLate",
     ),
-    "padding before the keys forgotten": (
-        "paged", "int place = key + s.padding;", "int place = key;",
+    "padding before the keys forgotten": ("paged", "key + kept.word(kPadding));", "key);"),
+    "page's rows confused": ("paged", "place.row = row;", "place.row = position;"),
+    "quotient by the page size 1 less": ("paged", "if (row >= size) {", "if (row > size) {"),
+    "pages of the first sequence": (
+        "paged", "return (const int *)p.page_table + s.batch * p.page_table_batch",
+        "return (const int *)p.page_table",
     ),
-    "page's rows confused": ("paged", "place % p.page_size * row_stride", "place * row_stride"),
-    "pages of the first sequence": ("paged", "+ s.batch * p.page_table_batch", ""),
+    "pages of the tile before": (
+        "paged", "k.look(pages, next_k,", "k.look(pages, next_k - BLOCK_K,",
+    ),
+    "values where keys are": ("paged", "v.arrive(pages, 1)", "v.arrive(pages, 0)"),
+    "one key for both halves": (
+        "paged", "lane_index() < kLanes / 2 ? first : second", "true ? first : second",
+    ),
+    "keys of the wavefront before": (
+        "paged, 128", "at.uniform(key(i, 0)), width,", "at.uniform(key(i, 0) ^ 1), width,",
+    ),
+    "values of the key before": (
+        "paged, 128", "step(i % kUnit);\n    if constexpr",
+        "step(i % kUnit ^ 1);\n    if constexpr",
+    ),
+    "rows beyond the head": (
+        "paged, 128", "width_k(p.head_dim * kSize)", "width_k(p.head_dim * 3)",
+    ),
     "workgroups of one die only": ("heads", "id % dies * (pairs / dies)", "0 * (pairs / dies)"),
 }  # fmt: skip
 

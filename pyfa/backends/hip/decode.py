@@ -13,6 +13,11 @@ FEATURES = native.FEATURES | {"fp8"}
 KERNEL = "hip/attn_decode.hip"
 THREADS = 256
 _MOST_SPLITS = 512
+_LEAST_GROUPS = 8  # of keys in a split: kLeastGroups of the kernel
+# Of sequences whose lengths only the device knows: the keys that a split should have at most; and
+# the workgroups per CU, which may be more up to a few splits.
+_LONGEST_SPLIT = 2048
+_PER_UNIT, _MOST_PER_UNIT, _FEW_SPLITS = 4, 16, 9
 
 
 def takes(problem: Problem) -> bool:
@@ -32,11 +37,26 @@ def splits_for(workgroups: int, keys: int, units: int) -> int:
     CUs.
 
     It is the smallest number that fills 85 % of the CUs, or nine tenths of what the best number
-    fills. No split is shorter than 64 keys, one step of each wavefront, and there are at most two
+    fills. No split is shorter than 128 keys, two steps of each wavefront, and there are at most two
     workgroups per CU.
     """
     groups, units = -(-keys // GROUP), max(1, units)
-    most = max(1, min(_MOST_SPLITS, -(-groups // 4), 2 * units // max(1, workgroups)))
+    short = -(-groups // _LEAST_GROUPS)
+    most = max(1, min(_MOST_SPLITS, short, 2 * units // max(1, workgroups)))
     return splits.fewest_to_fill(
         workgroups, groups, units, most, lambda _, best: min(0.85, 0.9 * best)
     )
+
+
+def splits_of_lengths(parts: int, workgroups: int, keys: int, units: int) -> int:
+    """Return the number of splits, at least ``parts``, of sequences whose lengths only the device
+    knows, with at most ``keys`` keys.
+
+    One long sequence among short ones would otherwise keep a few CUs busy while the others have
+    nothing left. Splits that a short sequence does not need are empty: their workgroups end after
+    2,000 clocks by the timing model. 16 for each CU take 10 to 15 µs.
+    """
+    workgroups = max(1, workgroups)
+    few = min(_FEW_SPLITS, _MOST_PER_UNIT * units // workgroups)
+    most = max(few, _PER_UNIT * units // workgroups)
+    return max(parts, min(_MOST_SPLITS, most, -(-keys // _LONGEST_SPLIT)))

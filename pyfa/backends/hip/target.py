@@ -85,6 +85,12 @@ def _decode_splits(kernel: str, blocks: int, keys: int, units: int, key_bytes: i
     return of_kernel(blocks, keys, units)
 
 
+def _splits_of_lengths(kernel: str, parts: int, blocks: int, keys: int, units: int) -> int:
+    if kernel == latent.KERNEL:  # its empty splits do not end early
+        return parts
+    return decode.splits_of_lengths(parts, blocks, keys, units)
+
+
 def _backward_plans(
     backend: str,
     arch: str,
@@ -185,6 +191,7 @@ TARGET = Target(
     decode_tiles=_decode_tiles,
     latent_tiles=_latent_tiles,
     decode_splits=_decode_splits,
+    splits_of_lengths=_splits_of_lengths,
     backward_plans=_backward_plans,
     list_tiles=_list_tiles,
     bias_grad_plan=_bias_grad_plan,

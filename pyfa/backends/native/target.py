@@ -112,6 +112,8 @@ class Target:
     ``decode_tiles``: the tiles of an arch, for float8 keys or not, by head dims, with few lines
     first. ``latent_tiles``: the same for V as a view of K. ``decode_splits``: the number of splits
     of the keys, by kernel, blocks, keys, units and the bytes of a key with its value.
+    ``splits_of_lengths``: the number of splits of sequences whose lengths only the device knows, by
+    kernel, the number for equal ones, blocks, the most keys, and units.
     ``backward_plans``: row_sums and the two kernels that follow, by backend, arch, head dims,
     number format, general scores, determinism, the digest of the mods and the names of the score
     terms. ``bias_grad_plan``: the plan of the gradient of a bias, if there is one. ``list_tiles``:
@@ -139,5 +141,8 @@ class Target:
     ]
     list_tiles: Callable[[Plan], Tiles]
     bias_grad_plan: Callable[[str, str, Pair, int, str], Plan] | None = None
+    splits_of_lengths: Callable[[str, int, int, int, int], int] = (
+        lambda kernel, parts, blocks, keys, units: parts
+    )
     latent: str = ""
     latent_plan: Callable[[Problem], Plan | None] = lambda problem: None

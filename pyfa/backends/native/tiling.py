@@ -53,7 +53,10 @@ def _kernel(target: Target, plan: Plan, problem: Problem, shape: Shape) -> Tiled
         blocks = -(-shape.seqlen_q * packed // rows) * shape.heads_k * shape.batch
         begin, end = shape.keys_seen(0, max(0, shape.seqlen_q - 1))
         key_bytes = 16 // problem.unit * (problem.head_dim + problem.head_dim_v)
-        parts = target.decode_splits(plan.kernel, blocks, end - begin, units, key_bytes)
+        seen = end - begin
+        parts = target.decode_splits(plan.kernel, blocks, seen, units, key_bytes)
+        if shape.batch > 1 and problem.features & {"varlen", "seqused"}:
+            parts = target.splits_of_lengths(plan.kernel, parts, blocks, seen, units)
     elif buffers.role == "forward" and "batch_invariant" not in problem.features:
         blocks = -(-shape.seqlen_q // rows) * shape.lines
         even = shape.window_left < 0 and shape.window_right < 0

@@ -1,0 +1,27 @@
+// Where a key lies in a paged cache.
+#pragma once
+#include "../sequence.h"
+
+struct Place {
+  int page, row;  // the page is only set where there are pages
+};
+
+// For quotients by the page size without a division.
+DEVICE unsigned inverse_of_pages(const Params &p) { return 0xffffffffu / (unsigned)p.page_size; }
+
+// Of key `key` with the padding before it. The page is loaded from the sequence's table: nothing waits for it before
+// its first use. `inverse` is floor((2^32 - 1) / size), and the estimate is the quotient or 1 less.
+DEVICE void find_in_pages(Place &place, const int *table, unsigned size, unsigned inverse, unsigned position) {
+  unsigned page = (unsigned)((unsigned long long)position * inverse >> 32);
+  unsigned row = position - page * size;
+  if (row >= size) {
+    page += 1;
+    row -= size;
+  }
+  place.row = row;
+  place.page = table[page];
+}
+
+DEVICE const int *table_of(const Params &p, const Sequence &s) {
+  return (const int *)p.page_table + s.batch * p.page_table_batch;
+}
