@@ -318,15 +318,18 @@ def work(options: argparse.Namespace, done: set[str], index: int, until: float, 
             name = name_of(test, parameters)
             if name in done:
                 continue
+            given = parameters
             if options.longest:
-                parameters = shortened(parameters, options.longest)
+                parameters = shortened(given, options.longest)
+            longest = options.longest if parameters != given else 0
             function = getattr(module, test)
             begin = time.perf_counter()
             why = marked_skip(function)
             status, message = (
                 ("skipped", why) if why else run_one(function, parameters, options.late)
             )
-            queue.put((name, status, message[-3000:], time.perf_counter() - begin))
+            seconds = time.perf_counter() - begin
+            queue.put((name, status, message[-3000:], seconds, longest))
             torch.cuda.empty_cache()
 
 
@@ -349,9 +352,8 @@ def save(options: argparse.Namespace, report: dict[str, Any], seconds: float) ->
         **({"cpu": where["cpu"], "as_cuda": options.as_cuda} if options.as_cuda else {}),
         "cases": options.cases,
         "latent": options.latent,
-        **({"longest": options.longest} if options.longest else {}),
         "workers": options.workers,
-        "seconds": round(seconds),
+        "seconds of the cases" if options.part else "seconds": round(seconds),
         **{name: report[name] for name in KEPT if name in report},
     })  # fmt: skip
     RESULTS.write_text(bench.to_text(kept) + "\n")
@@ -376,7 +378,7 @@ def main() -> int:
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    results: list[tuple[str, str, str, float]] = []
+    results: list[tuple[str, str, str, float, int]] = []
     if options.part and options.part.exists():
         results = [tuple(result) for result in json.loads(options.part.read_text())]
     done = {name for name, *_ in results}
@@ -408,13 +410,15 @@ def main() -> int:
     lost = {index: process.exitcode for index, process in enumerate(processes) if process.exitcode}
     if options.part:
         options.part.write_text(json.dumps(results, indent=1))
-    counts = collections.Counter(status for _, status, _, _ in results)
-    by_test = collections.Counter(name.split("[")[0] for name, status, _, _ in results
+    counts = collections.Counter(status for _, status, _, _, _ in results)
+    by_test = collections.Counter(name.split("[")[0] for name, status, _, _, _ in results
                                   if status == "passed")  # fmt: skip
-    for name, status, message, _ in sorted(results):
+    for name, status, message, _, _ in sorted(results):
         if status != "passed":
             print(f"{status} {name}\n    {message.strip().splitlines()[-1] if message else ''}")
     left, seconds = len(drawn) - len(results), time.monotonic() - begin
+    if options.part:  # what earlier runs took, too
+        seconds = sum(took for _, _, _, took, _ in results)
     print(f"{dict(counts)} of {len(drawn)}, {left} not run, in {seconds:.0f} s")
     if lost:
         print(f"workers that ended with a status: {lost}")
@@ -425,14 +429,15 @@ def main() -> int:
         "passed_by_test": dict(sorted(by_test.items())),
         "others": [
             (name, status, message.strip()[-300:])
-            for name, status, message, _ in sorted(results)
+            for name, status, message, _, _ in sorted(results)
             if status != "passed"
         ],
     }
-    if options.longest:
-        report["shortened"] = sum(p != shortened(p, options.longest) for _, p in chosen)
+    shorter = collections.Counter(longest for *_, longest in results if longest)
+    if shorter:
+        report["shortened"] = {f"to {length}": count for length, count in sorted(shorter.items())}
     if options.out:
-        times = {name: round(seconds, 2) for name, _, _, seconds in sorted(results)}
+        times = {name: round(seconds, 2) for name, _, _, seconds, _ in sorted(results)}
         options.out.write_text(bench.to_text(report | {"seconds": times}) + "\n")
     if options.save:
         save(options, report, seconds)
