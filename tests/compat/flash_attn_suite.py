@@ -351,6 +351,7 @@ def save(options: argparse.Namespace, report: dict[str, Any], seconds: float) ->
         "pyfa_commit": where["commit"],
         **({"cpu": where["cpu"], "as_cuda": options.as_cuda} if options.as_cuda else {}),
         "cases": options.cases,
+        **({"only": options.only} if options.only else {}),
         "latent": options.latent,
         "workers": options.workers,
         "seconds of the cases" if options.part else "seconds": round(seconds),
