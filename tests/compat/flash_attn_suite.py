@@ -22,6 +22,14 @@ function called with one choice from each of its ``parametrize`` marks. Workers 
 share the GPU; cases that compile the same kernels go to the same one. None begins a case after
 ``--limit`` seconds. ``--save`` appends a summary to benchmarks/results/flash_attn_suite.json.
 
+    python tests/compat/flash_attn_suite.py CHECKOUT --as-cuda 9 --longest 256 --part part.json
+
+``--as-cuda 9`` runs the files, unchanged, on a CPU that stands for a GPU of compute capability 9.0.
+``--longest`` halves the sequence lengths of a case until none is longer; a page's length still
+divides a paged cache's. A test that asks for a GPU after all counts as "needs a GPU", one that
+takes more than ``--late`` seconds as late. ``--part`` keeps each result, and a run with the same
+file goes on where it ended.
+
 Exit status: 0 when all pass, 1 when one fails or was not run.
 """
 
@@ -42,6 +50,7 @@ import json
 import multiprocessing
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -56,10 +65,13 @@ from pyfa import bench
 from pyfa.compat import shim
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "flash_attn_suite.json"
+KEPT = ("counts_by_kind", "shortened", "not_run", "passed_by_test", "others")
 # Seconds that a case which has begun may take when the limit is over.
 LAST_CASE = 30.0
 # What decides which kernels a case compiles. Of latent cases d says nothing.
 COMPILED = ("d", "D", "dtype", "softcap", "dropout_p", "alibi", "has_qv", "causal", "local")
+# What PyTorch on a CPU says of a test that asks for a GPU, or for the memory of one.
+OF_A_GPU = ("Torch not compiled with CUDA enabled", "DefaultCPUAllocator: can't allocate memory")
 _OF_MODS = ("test_score_mod.py", "test_mask_mod.py", "test_block_sparsity.py")
 
 Parameters = dict[str, Any]
@@ -70,8 +82,16 @@ def file_of(path: Path) -> Path:
     return path / "tests" / "test_flash_attn.py" if path.is_dir() else path
 
 
-def load(path: Path) -> ModuleType:
-    """The test file as a module, with the shim in place of flash_attn."""
+class Late(BaseException):
+    """A case takes longer than it may."""
+
+
+def load(path: Path, capability: int) -> ModuleType:
+    """The test file as a module, with the shim in place of flash_attn; with a ``capability``, on a
+    CPU that stands for a GPU of it."""
+    if capability:
+        sys.path.insert(0, str(Path(__file__).parents[1]))
+        importlib.import_module("cuda_on_cpu").install((capability, 0))
     folder = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     shim.install(folder)
@@ -140,7 +160,15 @@ def marked_skip(test: Any) -> str:
 
 
 def name_of(test: str, parameters: Parameters) -> str:
-    return f"{test}[{','.join(f'{name}={parameters[name]}' for name in sorted(parameters))}]"
+    shown = ",".join(f"{key}={_shown(parameters[key])}" for key in sorted(parameters))
+    return f"{test}[{shown}]"
+
+
+def _shown(x: Any) -> str:
+    """A parameter, the same in every process: a function has its name, not where it lies."""
+    if isinstance(x, tuple) and any(map(callable, x)):
+        return f"({','.join(map(_shown, x))})"
+    return str(getattr(x, "__name__", x))
 
 
 def digest(name: str) -> str:
@@ -164,6 +192,29 @@ def skips_itself(name: str, p: Parameters) -> bool:
         or (not p["new_kv"] and p["rotary_fraction"] > 0.0)
         or (paged and (p["has_batch_idx"] or p["has_leftpad"]))
     )
+
+
+def shortened(parameters: Parameters, longest: int) -> Parameters:
+    """The case with its sequence lengths halved until none is above ``longest``: each alone, or
+    both of two by the same factor if their order would change."""
+    names = [x for x in ("seqlen_q", "seqlen_k", "seqlen_kv", "max_seq_len", "seqlen")
+             if isinstance(parameters.get(x), int)]  # fmt: skip
+    lengths = [parameters[name] for name in names]
+    shifts = [max(0, ((length - 1) // longest).bit_length()) for length in lengths]
+    cut = [max(1, length >> shift) for length, shift in zip(lengths, shifts, strict=True)]
+    if _order(cut) != _order(lengths):
+        cut = [max(1, length >> max(shifts)) for length in lengths]
+    found = parameters | dict(zip(names, cut, strict=True))
+    page = parameters.get("page_size") or parameters.get("paged_kv_block_size")
+    if page and "seqlen_k" in found and found["seqlen_k"] != parameters["seqlen_k"]:
+        found["seqlen_k"] = -(-found["seqlen_k"] // page) * page
+    if "min_seq_len" in found:
+        found["min_seq_len"] = min(found["min_seq_len"], found["max_seq_len"])
+    return found
+
+
+def _order(lengths: list[int]) -> list[int]:
+    return [(x > y) - (x < y) for x, y in itertools.pairwise(lengths)]
 
 
 def is_latent(p: Parameters) -> bool:
@@ -210,8 +261,23 @@ def _trace() -> str:
     return re.sub(r'File "[^"]*/([^"/]+)"', r'File "\1"', traceback.format_exc())
 
 
-def run_one(function: Any, parameters: Parameters) -> tuple[str, str]:
-    """(status, message) of one case."""
+def run_one(function: Any, parameters: Parameters, limit: int) -> tuple[str, str]:
+    """(status, message) of one case, which may take ``limit`` seconds; 0 for no limit."""
+
+    def late(*_: object) -> None:
+        raise Late
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(limit)
+    try:
+        return _run_one(function, parameters)
+    except Late:
+        return "late", f"more than {limit} s"
+    finally:
+        signal.alarm(0)
+
+
+def _run_one(function: Any, parameters: Parameters) -> tuple[str, str]:
     import pytest
     import torch
 
@@ -230,34 +296,45 @@ def run_one(function: Any, parameters: Parameters) -> tuple[str, str]:
             torch.cuda.empty_cache()
             time.sleep(3.0 * (attempt + 1))
         except (Exception, pytest.fail.Exception):
-            return "failed", _trace()
+            trace = _trace()
+            return "needs a GPU" if any(x in trace for x in OF_A_GPU) else "failed", trace
     return "failed", error
 
 
-def work(
-    path: Path, each: int, cases: int, only: str, latent: bool, backends: list[str], index: int,
-    workers: int, until: float, queue: Any,
-) -> None:  # fmt: skip
-    """One worker: its share of the sample, results into ``queue``."""
+def work(options: argparse.Namespace, done: set[str], index: int, until: float, queue: Any) -> None:
+    """One worker: its share of the sample, less what is done, results into ``queue``."""
     import torch
 
     import pyfa
 
     torch.set_num_threads(1)
-    module = load(path)
-    drawn = sample(module, each, cases, only, latent)
-    with pyfa.use_backend(*backends):
-        for position in shares(drawn, workers)[index]:
+    module = load(options.checkout, options.as_cuda)
+    drawn = _drawn(module, options)
+    with pyfa.use_backend(*options.backend.split(",")):
+        for position in shares(drawn, options.workers)[index]:
             if time.monotonic() > until:
                 break
             test, parameters = drawn[position]
+            name = name_of(test, parameters)
+            if name in done:
+                continue
+            given = parameters
+            if options.longest:
+                parameters = shortened(given, options.longest)
+            longest = options.longest if parameters != given else 0
             function = getattr(module, test)
             begin = time.perf_counter()
             why = marked_skip(function)
-            status, message = ("skipped", why) if why else run_one(function, parameters)
-            name = name_of(test, parameters)
-            queue.put((name, status, message[-3000:], time.perf_counter() - begin))
+            status, message = (
+                ("skipped", why) if why else run_one(function, parameters, options.late)
+            )
+            seconds = time.perf_counter() - begin
+            queue.put((name, status, message[-3000:], seconds, longest))
             torch.cuda.empty_cache()
+
+
+def _drawn(module: ModuleType, options: argparse.Namespace) -> list[tuple[str, Parameters]]:
+    return sample(module, options.each, options.cases, options.only, options.latent)
 
 
 def save(options: argparse.Namespace, report: dict[str, Any], seconds: float) -> None:
@@ -272,11 +349,13 @@ def save(options: argparse.Namespace, report: dict[str, Any], seconds: float) ->
         "date": datetime.date.today().isoformat(),
         "gpu": where["gpu"],
         "pyfa_commit": where["commit"],
+        **({"cpu": where["cpu"], "as_cuda": options.as_cuda} if options.as_cuda else {}),
         "cases": options.cases,
+        **({"only": options.only} if options.only else {}),
         "latent": options.latent,
         "workers": options.workers,
-        "seconds": round(seconds),
-        **{name: report[name] for name in ("counts", "not_run", "passed_by_test", "others")},
+        "seconds of the cases" if options.part else "seconds": round(seconds),
+        **{name: report[name] for name in KEPT if name in report},
     })  # fmt: skip
     RESULTS.write_text(bench.to_text(kept) + "\n")
 
@@ -291,25 +370,31 @@ def main() -> int:
     parser.add_argument("--latent", action="store_true", help="of cases with qv or V of 512")
     parser.add_argument("--backend", default="triton", help="or several, in order: cuda,triton")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds, then it stops")
+    parser.add_argument("--as-cuda", type=int, default=0, metavar="9", help="on a CPU")
+    parser.add_argument("--longest", type=int, default=0, help="of the sequences; 0: as they are")
+    parser.add_argument("--late", type=int, default=0, help="seconds for a case; 0: any")
+    parser.add_argument("--part", type=Path, metavar="FILE.json", help="results so far")
     parser.add_argument("--out", type=Path, help="a report in JSON")
     parser.add_argument("--save", action="store_true", help=f"append to {RESULTS.name}")
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    backends = options.backend.split(",")
+    results: list[tuple[str, str, str, float, int]] = []
+    if options.part and options.part.exists():
+        results = [tuple(result) for result in json.loads(options.part.read_text())]
+    done = {name for name, *_ in results}
     begin = time.monotonic()
     until = begin + options.limit
-    chosen = (options.each, options.cases, options.only, options.latent)
-    common = (options.checkout, *chosen, backends)
     processes = [
-        context.Process(target=work, args=(*common, index, options.workers, until, queue))
+        context.Process(target=work, args=(options, done, index, until, queue))
         for index in range(options.workers)
     ]
     for process in processes:
         process.start()
     # Meanwhile: what they draw, to know what they did not get to.
-    drawn = {name_of(*item) for item in sample(load(options.checkout), *chosen)}
-    results: list[tuple[str, str, str, float]] = []
+    chosen = _drawn(load(options.checkout, options.as_cuda), options)
+    drawn = {name_of(*item) for item in chosen}
+    results = [result for result in results if result[0] in drawn]
     alive, told = True, begin
     while alive or not queue.empty():
         alive = any(process.is_alive() for process in processes)
@@ -318,37 +403,46 @@ def main() -> int:
         if time.monotonic() > told + 10.0:
             told = time.monotonic()
             print(f"{told - begin:4.0f} s {len(results)} of {len(drawn)}", file=sys.stderr)
+            if options.part:
+                options.part.write_text(json.dumps(results, indent=1))
         if time.monotonic() > until + LAST_CASE:
             for process in processes:
                 process.terminate()
     lost = {index: process.exitcode for index, process in enumerate(processes) if process.exitcode}
-    counts = collections.Counter(status for _, status, _, _ in results)
-    by_test = collections.Counter(name.split("[")[0] for name, status, _, _ in results
+    if options.part:
+        options.part.write_text(json.dumps(results, indent=1))
+    counts = collections.Counter(status for _, status, _, _, _ in results)
+    by_test = collections.Counter(name.split("[")[0] for name, status, _, _, _ in results
                                   if status == "passed")  # fmt: skip
-    for name, status, message, _ in sorted(results):
+    for name, status, message, _, _ in sorted(results):
         if status != "passed":
             print(f"{status} {name}\n    {message.strip().splitlines()[-1] if message else ''}")
     left, seconds = len(drawn) - len(results), time.monotonic() - begin
+    if options.part:  # what earlier runs took, too
+        seconds = sum(took for _, _, _, took, _ in results)
     print(f"{dict(counts)} of {len(drawn)}, {left} not run, in {seconds:.0f} s")
     if lost:
         print(f"workers that ended with a status: {lost}")
     report = {
         "backend": options.backend,
-        "counts": dict(counts),
+        "counts_by_kind": dict(counts),
         "not_run": left,
         "passed_by_test": dict(sorted(by_test.items())),
         "others": [
             (name, status, message.strip()[-300:])
-            for name, status, message, _ in sorted(results)
+            for name, status, message, _, _ in sorted(results)
             if status != "passed"
         ],
     }
+    shorter = collections.Counter(longest for *_, longest in results if longest)
+    if shorter:
+        report["shortened"] = {f"to {length}": count for length, count in sorted(shorter.items())}
     if options.out:
-        times = {name: round(seconds, 2) for name, _, _, seconds in sorted(results)}
+        times = {name: round(seconds, 2) for name, _, _, seconds, _ in sorted(results)}
         options.out.write_text(bench.to_text(report | {"seconds": times}) + "\n")
     if options.save:
         save(options, report, seconds)
-    return 1 if left or counts["failed"] or not counts["passed"] else 0
+    return 1 if left or counts["failed"] or counts["late"] or not counts["passed"] else 0
 
 
 if __name__ == "__main__":

@@ -15,8 +15,9 @@ repository.
 
 A run with ``--part`` keeps each result, and one with the same file goes on where it ended.
 ``--stop`` ends a run after so many seconds. ``--length`` replaces the file's sequence length of
-2,048, with which a test takes most of a minute on a CPU. ``--save`` writes
-benchmarks/results/flex_suite.json.
+2,048, with which a test takes most of a minute on a CPU. On a CPU the file leaves out gradients,
+most of its dtypes and the tests that it marks for GPUs; with ``--as-cuda`` the CPU stands for an
+A100, and they run. ``--save`` writes benchmarks/results/flex_suite.json.
 
 Exit status: 0 when at least nine tenths of those that ran pass.
 """
@@ -28,6 +29,7 @@ import collections
 import contextlib
 import functools
 import hashlib
+import importlib
 import importlib.util
 import inspect
 import json
@@ -56,8 +58,9 @@ _OF_COMPILING = re.compile(
 )
 
 
-def load(path: Path, length: int) -> ModuleType:
-    """The file as a module; with a ``length``, its constant S, a line of the file, is that."""
+def load(path: Path, length: int, as_cuda: bool) -> ModuleType:
+    """The file as a module; with a ``length``, its constant S, a line of the file, is that. With
+    ``as_cuda`` its device "cuda" is the CPU."""
     spec = importlib.util.spec_from_file_location("theirs", path)
     assert spec is not None
     assert spec.loader is not None
@@ -66,7 +69,14 @@ def load(path: Path, length: int) -> ModuleType:
     if length:
         text, found = re.subn(r"(?m)^S = \d+$", f"S = {length}", text)
         assert found == 1, "the file has no one constant S"
-    exec(compile(text, path, "exec"), vars(module))
+    posing: Any = contextlib.nullcontext
+    if as_cuda:
+        sys.path.insert(0, str(Path(__file__).parents[1]))
+        cuda_on_cpu = importlib.import_module("cuda_on_cpu")
+        cuda_on_cpu.install((8, 0))
+        posing = cuda_on_cpu.posing
+    with posing():
+        exec(compile(text, path, "exec"), vars(module))
     return module
 
 
@@ -175,6 +185,7 @@ def main() -> int:
     parser.add_argument("--limit", type=int, default=600, help="seconds for a test")
     parser.add_argument("--stop", type=float, default=1e9, help="seconds, then none begins")
     parser.add_argument("--length", type=int, default=0, help="in place of the file's S")
+    parser.add_argument("--as-cuda", action="store_true", help="the file as it is on an A100")
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
     options = parser.parse_args()
     path = options.file.resolve()
@@ -187,12 +198,12 @@ def main() -> int:
         return result
 
     api.attention = counted  # type: ignore[assignment]
-    module = load(path, options.length)
+    module = load(path, options.length, options.as_cuda)
     compiled_by_pyfa(path)
     accept_one_row_of_positions()
     tests = tests_of(module)
     drawn = tests[: options.cases]
-    found: dict[str, tuple[str, str]] = {}
+    found: dict[str, tuple[str, str, int]] = {}
     if options.part and options.part.exists():
         found = {name: tuple(x) for name, x in json.loads(options.part.read_text()).items()}
     begin = time.monotonic()
@@ -200,26 +211,33 @@ def main() -> int:
         name = _name(test)
         if name in found or time.monotonic() - begin > options.stop:
             continue
-        status, message = found[name] = run(test, calls, options.limit)
+        status, message = run(test, calls, options.limit)
+        found[name] = status, message, options.length
         print(f"{status:8} {name}", flush=True)
         if status == "failed":
             print("    " + message.strip().replace("\n", "\n    ")[-1500:], flush=True)
         if options.part:
             options.part.write_text(json.dumps(found, indent=1))
-    ends = {_name(test): found.get(_name(test), ("not run", "")) for test in drawn}
-    counts = collections.Counter(status for status, _ in ends.values())
+    ends = {_name(test): found.get(_name(test), ("not run", "", 0)) for test in drawn}
+    counts = collections.Counter(status for status, _, _ in ends.values())
+    lengths = collections.Counter(
+        length or "as in the file" for status, _, length in ends.values() if status != "not run"
+    )
     print(dict(counts))
     if options.save:
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        if options.as_cuda:
+            device = "cpu that stands for cuda"
         what = {
             "what": "PyTorch's numeric tests of FlexAttention with pyfa in place of torch.compile; "
                     "tests chosen by hash",
             "file": hashlib.sha256(path.read_bytes()).hexdigest(), "device": device,
-            "tests": len(tests), "cases": len(drawn), "length": options.length or "as in the file",
+            "tests": len(tests), "cases": len(drawn), "tests_by_length": dict(lengths),
             "limit": options.limit, "counts_by_kind": dict(counts),
             "others": [
                 [name, status, message.strip()[-300:]]
-                for name, (status, message) in ends.items() if status not in ("passed", "not run")
+                for name, (status, message, _) in ends.items()
+                if status not in ("passed", "not run")
             ],
         }  # fmt: skip
         bench.write(RESULTS, what)
