@@ -266,8 +266,8 @@ def main() -> None:
             explained = forward(arguments.clone, name, twice=True)
             unit = forward(arguments.clone, name, descale=(0.5, 2.0, 2.0))
             facts["why"] = TWICE if explained.right and unit.right else "not known"
-            facts["share of the allowed error, so expected"] = explained.shares
-            facts["share of the allowed error, product of descales 1"] = unit.shares
+            for what, each in (("so expected", explained), ("product of descales 1", unit)):
+                facts[f"share, {what}"] = {n: round(x, 3) for n, x in each.shares.items()}
         (outcomes if outcome.right else wrong).append(facts)
     if arguments.save:
         print(machine.save("aiter_kernels", {"right": outcomes, "not": wrong}))
