@@ -15,7 +15,8 @@ is wrong, the case is counted as "few" and is not wrong.
 On a GPU, float64 and the yardstick of 16-bit cases are computed there.
 
 ``--problems N`` ends after that many. ``--plant numbers``, ``crash`` or ``stuck`` is a fault that
-has to be found. ``--save`` writes ``results/fuzz_<backend>_<arch>.json``.
+has to be found. ``--save`` writes ``results/fuzz_<backend>_<arch>.json``, with the commit of each
+part. ``--again`` runs what that file calls wrong once more, and notes there what came of it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ import machine
 import torch
 from random_cases import expected_on
 
-from pyfa import binding, bound
+from pyfa import bench, binding, bound
 from pyfa.backends import BACKENDS
 from pyfa.backends.base import Backend
 from pyfa.bound import Table
@@ -384,31 +385,67 @@ def drive(
 
 def save(found: Found, options: argparse.Namespace, seconds: int) -> None:
     """Beside the parts that were saved of the same seed: a long run may come in several."""
-    backend = BACKENDS[options.backend]
-    where = runner.environment(backend, runner.device_of(options.backend))
-    name = f"fuzz_{options.backend}_{where['arch']}"
+    name, before = saved(options)
     part = {
         "first": options.first, "tried": found.problems, "calls": dict(found.statuses),
-        "wrong": found.wrong, "seconds": seconds,
+        "wrong": found.wrong, "seconds": seconds, "commit": options.commit,
     }  # fmt: skip
-    same = {"backend": options.backend, "seed": options.seed, "longest": options.longest,
-            "families": options.families}  # fmt: skip
+    parts = [each for each in before.get("parts", []) if each["first"] != options.first]
+    write(name, sorted([*parts, part], key=lambda each: each["first"]), options)
+
+
+def saved(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    """The name of the file, and what it holds of the same seed; nothing if it is of another."""
+    where = runner.environment(BACKENDS[options.backend], runner.device_of(options.backend))
+    name = f"fuzz_{options.backend}_{where['arch']}"
     path = machine.RESULTS / f"{name}.json"
     before = json.loads(path.read_text()) if path.exists() else {}
-    parts = []
-    if all(before.get(key, 0) == value for key, value in same.items()):
-        parts = [each for each in before["parts"] if each["first"] != options.first]
-    parts = sorted([*parts, part], key=lambda each: each["first"])
+    if any(before.get(key, 0) != value for key, value in same(options).items()):
+        return name, {}
+    for part in before["parts"]:  # those of older files have the file's
+        part.setdefault("commit", before["environment"]["commit"])
+    return name, before
+
+
+def same(options: argparse.Namespace) -> dict[str, Any]:
+    """What all parts of a file share."""
+    return {name: getattr(options, name) for name in ("backend", "seed", "longest", "families")}
+
+
+def write(name: str, parts: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """``wrong`` counts what is wrong still, ``mended`` what was right when it ran ``--again``."""
     calls: collections.Counter[str] = collections.Counter()
     for each in parts:
         calls.update(each["calls"])
+    ever = [each for part in parts for each in part["wrong"]]
+    still = [each for each in ever if each.get("again", {}).get("message", "not run")]
     results = {
         "what": "random problems against float64 under the one rule, each called twice",
-        "arch": where["arch"], **same, "tried": sum(each["tried"] for each in parts),
-        "calls": dict(calls), "wrong": sum(len(each["wrong"]) for each in parts),
-        "seconds": sum(each["seconds"] for each in parts), "parts": parts,
+        "arch": name.split("_", 2)[2], **same(options),
+        "tried": sum(each["tried"] for each in parts), "calls": dict(calls), "wrong": len(still),
+        "mended": len(ever) - len(still), "seconds": sum(each["seconds"] for each in parts),
+        "parts": parts,
     }  # fmt: skip
     print(machine.save(name, results))
+
+
+def run_again(options: argparse.Namespace) -> int:
+    """Runs each problem that the file calls wrong, as drawn and as it was made small."""
+    name, before = saved(options)
+    backend, still = BACKENDS[options.backend], 0
+    for each in (each for part in before.get("parts", []) for each in part["wrong"]):
+        case = numbered(each["problem"], options)
+        pasted: dict[str, Any] = {}
+        exec(each["paste"].rsplit("\n", 1)[0], pasted)
+        message, statuses = wrong([case, again(case)], backend)
+        message, of_paste = (message, []) if message else wrong(pasted["cases"], backend)
+        each["again"] = {"commit": options.commit, "message": message,
+                         "statuses": [*statuses, *of_paste]}  # fmt: skip
+        still += bool(message)
+        print(f"problem {each['problem']}: {message or 'right'}")
+    if before and options.save:
+        write(name, before["parts"], options)
+    return 1 if still else 0
 
 
 def main() -> int:
@@ -424,6 +461,7 @@ def main() -> int:
     parser.add_argument("--stuck", type=float, default=300.0, help="seconds for one problem")
     parser.add_argument("--shrink", type=float, default=60.0, help="seconds to make it smaller")
     parser.add_argument("--plant", default="", choices=("numbers", "crash", "stuck"))
+    parser.add_argument("--again", action="store_true", help="what the saved file calls wrong")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
@@ -431,6 +469,9 @@ def main() -> int:
     if options.worker:
         work(options)
         return 0
+    options.commit = bench.environment()["commit"]
+    if options.again:
+        return run_again(options)
     begin = time.monotonic()
     found, numbers = Found(), queue.SimpleQueue[int]()
     numbers.put(options.first)

@@ -49,7 +49,7 @@ def _sizes(x: torch.Tensor, at: int | None) -> tuple[list[int | None], list[int 
     """Return shape and strides, with None if ``at`` is free or a stride depends on it."""
     shape: list[int | None] = [*x.shape]
     strides: list[int | None] = [*x.stride()]
-    if at is not None:
+    if at is not None and shape:  # a tensor of a repeated call may have no dimension
         shape[at] = None
         strides[:at] = [None] * at
     return shape, strides

@@ -75,11 +75,24 @@ def attention(
     with V (4 for a float8 P), with an unlimited exponent range; with ``lagging`` after each row has
     been multiplied by another number from 1 to 2, by which it is divided then.
     """
+    return gathered(
+        call,
+        [
+            one_sequence(call, b, *operands(call, b, dtype), p_bits, lagging)
+            for b in range(call.batch)
+        ],
+        dtype,
+    )
+
+
+def gathered(
+    call: Call, sequences: list[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out and LSE of the call from those of each sequence."""
     outs, lses = [], []
     starts_q = call.cu_seqlens_q.tolist() if call.cu_seqlens_q is not None else None
-    for b in range(call.batch):
+    for b, (out, lse) in enumerate(sequences):
         room = starts_q[b + 1] - starts_q[b] if starts_q else call.q.shape[1]
-        out, lse = _one_sequence(call, b, *operands(call, b, dtype), p_bits, lagging)
         outs.append(_pad_rows(out, room, 0.0))
         lses.append(_pad_rows(lse.T, room, -torch.inf).T)
     if starts_q is None:
@@ -247,14 +260,14 @@ def places_of(call: Call, b: int, rows: int, keys: int, heads: int) -> dict[str,
     }
 
 
-def _one_sequence(
+def one_sequence(
     call: Call,
     b: int,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    p_bits: int,
-    lagging: bool,
+    p_bits: int = 0,
+    lagging: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute out (rows, H, Dv) and LSE (H, rows) of sequence ``b``, in q's dtype."""
     rows, heads, _ = q.shape

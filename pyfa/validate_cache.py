@@ -92,7 +92,7 @@ def new_rows(
     for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
         a_tensor(name, x)
         heads, dim = cache.shape[2:]
-        lead = (batch, x.shape[1]) if cu_seqlens is None and x.dim() > 1 else (k.shape[0],)
+        lead = (batch, x.shape[1]) if cu_seqlens is None and x.dim() > 1 else k.shape[:1]
         if x.shape != (*lead, heads, dim):
             many = f"{batch}, new" if cu_seqlens is None else "total_new"
             hint = "" if cu_seqlens is None else " with cu_seqlens_new"
@@ -119,16 +119,22 @@ def tree(mask: torch.Tensor, q: torch.Tensor, batch: int, rows: int) -> torch.Te
 
 
 def check_room(used: torch.Tensor | None, new: int | torch.Tensor, capacity: int) -> None:
-    """Raise ``ValueError`` if lengths that the CPU can read, plus ``new`` keys, exceed the
-    capacity."""
+    """Call ``room`` if the CPU can read the lengths."""
     if used is None or used.device.type != "cpu" or torch.compiler.is_compiling():
         return
-    if type(used) is torch.Tensor and used.numel():
-        least, most = int(used.min()), int((used + new).max())
-        if least < 0 or most > capacity:
-            counts = new.tolist() if isinstance(new, torch.Tensor) else new
-            room = f" (with {counts} new keys)" if counts else ""
-            wrong("cache_seqlens", f"lengths from 0 to {capacity}{room}", used.tolist())
+    if type(used) is torch.Tensor:
+        room(used, new, capacity)
+
+
+def room(used: torch.Tensor, new: int | torch.Tensor, capacity: int) -> None:
+    """Raise ``ValueError`` if lengths are negative or, plus ``new`` keys, exceed the capacity."""
+    if not used.numel():
+        return
+    least, most = int(used.min()), int((used + new).max())
+    if least < 0 or most > capacity:
+        counts = new.tolist() if isinstance(new, torch.Tensor) else new
+        more = f" (with {counts} new keys)" if counts else ""
+        wrong("cache_seqlens", f"lengths from 0 to {capacity}{more}", used.tolist())
 
 
 def rotary(

@@ -26,7 +26,8 @@ def check(call: Call, append: Append | None = None) -> None:
             longest = ("the cache's length", call.max_seqlen_k)
             _check_offsets("cu_seqlens_new", append.cu_seqlens, append.k, longest[1], longest[0])
         # Before the new keys are counted: −1 and two new keys are a length of 1.
-        _check_range("cache_seqlens", call.seqused_k, call.max_seqlen_k)
+        if call.seqused_k is not None:
+            validate_cache.room(call.seqused_k, _new_keys(append), call.max_seqlen_k)
         _check_rotary(call, append)
         call = counted(call, append)
     for name, scales in zip("qkv", (call.q_descale, call.k_descale, call.v_descale), strict=True):
@@ -38,7 +39,10 @@ def check(call: Call, append: Append | None = None) -> None:
     room = _room(call.cu_seqlens_k, call.max_seqlen_k)
     if call.page_table is not None:
         room = min(call.max_seqlen_k, call.page_table.shape[1] * call.k.shape[1])
-    _check_range(_name_of_used(call), call.seqused_k, room)
+    name = _name_of_used(call)
+    if call.seqused_k is not None and name == "cache_seqlens" and isinstance(room, int):
+        validate_cache.room(call.seqused_k, 0, room)
+    _check_range(name, call.seqused_k, room)
     stored = call.seqused_k.tolist() if call.seqused_k is not None else call.max_seqlen_k
     _check_range("cache_leftpad", call.cache_leftpad, stored)
     if call.cache_batch_idx is not None:
@@ -63,8 +67,13 @@ def _check_rotary(call: Call, append: Append) -> None:
         rows = call.cu_seqlens_q.diff()
     validate_cache.positions(start, rows if append.moving else rows > 0, append.cos)
     if append.k is not None:
-        new = append.k.shape[1] if append.cu_seqlens is None else append.cu_seqlens.diff()
-        validate_cache.positions(start, new, append.cos)
+        validate_cache.positions(start, _new_keys(append), append.cos)
+
+
+def _new_keys(append: Append) -> int | torch.Tensor:
+    if append.k is None:
+        return 0
+    return append.k.shape[1] if append.cu_seqlens is None else append.cu_seqlens.diff()
 
 
 def _name_of_used(call: Call) -> str:

@@ -160,10 +160,9 @@ def _kvcache(case: Case, parts: list[Sequence]) -> Inputs:
         for b, (turned_q, turned_k) in enumerate(near.exact):
             parts[b] = (turned_q, turned_k, parts[b][2])
     spec_q = _queries(case, parts)
-    naive_q = spec_q if near is None else _queries(case, [(q, q, q) for q, _ in near.rounded])
 
     places = [_places(case, table, b, left[b], stored[b], others) for b in range(batch)]
-    after, naive_k = {}, None
+    after, others_of_k = {}, []
     for index, name in ((1, "k"), (2, "v")):
         empty = torch.full((*shape, case.heads_k, _dim(case, name)), torch.nan)
         held, whole = empty.clone(), empty.clone()
@@ -174,9 +173,10 @@ def _kvcache(case: Case, parts: list[Sequence]) -> Inputs:
         placed[f"{name}_cache"] = place(held, dtype_of(case, name), case.layout)
         after[f"{name}_cache"] = place(whole, dtype_of(case, name), case.layout)
         if name == "k" and near is not None:
-            for b, (place_of, row) in enumerate(places):
-                whole[place_of, row] = near.rounded[b][1].float()
-            naive_k = place(whole, dtype_of(case, name), case.layout).view()
+            for turned in (near.rounded, near.unsure):
+                for b, (place_of, row) in enumerate(places):
+                    whole[place_of, row] = turned[b][1].float()
+                others_of_k.append(place(whole, dtype_of(case, name), case.layout).view())
     if new:
         originals = parts if near is None else near.originals
         for index, name in ((1, "k"), (2, "v")):
@@ -187,8 +187,11 @@ def _kvcache(case: Case, parts: list[Sequence]) -> Inputs:
         placed |= near.tables
     spec = Call(spec_q, after["k_cache"].view(), after["v_cache"].view(), **fields)
     inputs = with_terms(case, placed, others, spec)
-    if near is not None and naive_k is not None:
-        inputs.naive = inputs.spec._replace(q=naive_q, k=naive_k)
+    if near is not None:
+        inputs.naive, inputs.unsure = (
+            inputs.spec._replace(q=_queries(case, [(q, q, q) for q, _ in turned]), k=k)
+            for turned, k in zip((near.rounded, near.unsure), others_of_k, strict=True)
+        )
     inputs.cache_after = {name: item.buffer for name, item in after.items()}
     if near is not None and new:
         marks = torch.zeros((*shape, case.heads_k, case.head_dim), dtype=torch.bool)
@@ -277,12 +280,14 @@ def _row_with_list(
 
 
 class _Rotated:
-    """The rotated inputs of a case: (q, k) of each sequence, exactly rounded and in float32."""
+    """The rotated inputs of a case: (q, k) of each sequence, exactly rounded, in float32, and the
+    ulps of the elements that may be rounded either way."""
 
     def __init__(self) -> None:
         self.originals: list[Sequence] = []
         self.exact: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.rounded: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.unsure: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.tables: dict[str, Placed] = {}
         self.arguments: dict[str, Any] = {}
 
@@ -315,6 +320,8 @@ def _rotated(
         turned_k = rotate(new, cos, sin, start[b] + torch.arange(case.new_keys), case.rotary)
         result.exact.append((turned_q[0], torch.cat((old, turned_k[0]))))
         result.rounded.append((turned_q[1], torch.cat((old, turned_k[1]))))
+        sure = torch.zeros_like(old)
+        result.unsure.append((turned_q[2], torch.cat((sure, turned_k[2]))))
     return result
 
 

@@ -11,10 +11,18 @@ import torch
 
 from .. import api, latent, reference
 from ..problem import Call
-from .float8 import lse_slack
+from . import float8, rotary
 from .inputs import Inputs, Placed
 from .modifiers import arguments_of, captured_by
-from .recompute import FLOAT8_BITS, recomputed_gradients, recomputed_out
+from .recompute import (
+    FLOAT8_BITS,
+    InOrder,
+    error_in_order,
+    in_order,
+    out_deviation,
+    recomputed_gradients,
+    recomputed_out,
+)
 from .tolerances import Check, judge, judge_lse, judge_rotated
 
 _FUNCTIONS = {
@@ -51,7 +59,8 @@ class Expected:
     ``ref`` is the reference in float64, ``naive`` eager attention in the problem's dtype (for
     float8 queries in float32 with P rounded to as many bits, since eager PyTorch has no float8),
     and ``recomputed`` the reference with the roundings that cannot be avoided (``recompute.py``).
-    ``lse_slack`` is the error of the LSE that float8 queries may cause; None for others.
+    ``lse_slack`` is the error of the LSE that float8 queries and rotary may cause; None for others.
+    ``deviation`` is the standard deviation of a float32 output; None for others.
     """
 
     def __init__(self, inputs: Inputs) -> None:
@@ -74,15 +83,33 @@ class Expected:
         if inputs.case.backward:
             out, lse = self.ref["out"], self.ref["lse"]
             exact = inputs.spec.q.dtype != torch.float32
-            stored = out.to(inputs.spec.q.dtype) if exact else self.naive["out"]
-            found |= recomputed_gradients(inputs, out, stored, lse, _dout(inputs), _dlse(inputs))
-        found["out"] = recomputed_out(inputs)
+            stored = out.to(inputs.spec.q.dtype) if exact else self._stored(out)
+            flows = _dout(inputs), _dlse(inputs)
+            found |= recomputed_gradients(inputs, self.scores, out, stored, lse, *flows)
+        found["out"] = recomputed_out(inputs, self.scores)
         return found
 
     @functools.cached_property
+    def scores(self) -> list[InOrder] | None:
+        return in_order(self.inputs)
+
+    @functools.cached_property
     def lse_slack(self) -> torch.Tensor | None:
-        spec = self.inputs.spec
-        return lse_slack(spec, self.ref["lse"]) if spec.q.dtype.itemsize == 1 else None
+        spec, unsure, lse = self.inputs.spec, self.inputs.unsure, self.ref["lse"]
+        slacks = [float8.lse_slack(spec, lse)] if spec.q.dtype.itemsize == 1 else []
+        slacks += [] if unsure is None else [rotary.lse_slack(spec, unsure, lse)]
+        return torch.stack(slacks).sum(0) if slacks else None
+
+    @functools.cached_property
+    def deviation(self) -> torch.Tensor | None:
+        return None if self.scores is None else out_deviation(self.inputs, self.scores)
+
+    def _stored(self, out: torch.Tensor) -> torch.Tensor:
+        """Return the float32 output from which a backward starts: off by as much as eager
+        attention's, and by one standard deviation where that is better."""
+        assert self.deviation is not None
+        error = self.naive["out"].double() - out
+        return out + torch.copysign(torch.maximum(error.abs(), self.deviation), error)
 
     def _of(self, call: Call, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         if not self.inputs.case.backward:
@@ -207,8 +234,15 @@ def _compare(
     for name, x in results.items():
         if name == "lse":
             found.require("lse", x.dtype == torch.float32, f"{x.dtype}, expected float32")
-            sizes = inputs.score_size, inputs.product_size
-            check = judge_lse(x, ref["lse"], inputs.spec.q, *sizes, expected.lse_slack)
+            check = judge_lse(
+                x,
+                ref["lse"],
+                inputs.spec.q,
+                inputs.score_size,
+                inputs.product_size,
+                expected.lse_slack,
+                error_in_order(inputs),
+            )
         else:
             of = name.removeprefix("inference_")
             check = judge(
@@ -217,6 +251,7 @@ def _compare(
                 ref[of],
                 expected.naive[of],
                 recomputed=expected.recomputed[of],
+                deviation=expected.deviation if of == "out" else None,
                 gradient=of != "out",
                 softcap=case.softcap != 0.0 or bool(case.score_mod),
                 float8=inputs.spec.q.itemsize == 1,

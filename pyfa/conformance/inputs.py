@@ -112,11 +112,12 @@ class Inputs:
 
     ``placed`` holds the float tensors of the call by argument name, ``others`` its integer tensors
     and scalars. ``spec`` is the same problem for the reference, in float64 and rounded as the
-    semantics require; ``naive`` differs from it only in the precision of rotary. ``dout`` and
-    ``dlse`` are the incoming gradients. ``cache_after`` holds the caches' expected buffers after an
-    append; with rotary, ``rotated_rows`` marks k's elements that hold a rotated value.
-    ``sequences`` holds q, k and v of each sequence. ``marks`` is the effect of a hostile element
-    (``hostile.Marks`` by result), which ``spec`` does not contain. ``score_size`` and
+    semantics require; ``naive`` differs from it only in the precision of rotary, and ``unsure`` has
+    in place of q and k the ulps of what may be rounded either way after rotary (``rotary.py``).
+    ``dout`` and ``dlse`` are the incoming gradients. ``cache_after`` holds the caches' expected
+    buffers after an append; with rotary, ``rotated_rows`` marks k's elements that hold a rotated
+    value. ``sequences`` holds q, k and v of each sequence. ``marks`` is the effect of a hostile
+    element (``hostile.Marks`` by result), which ``spec`` does not contain. ``score_size`` and
     ``product_size`` are the largest |score| and the largest scale·Σ|q||k|, with all other terms.
     """
 
@@ -125,6 +126,7 @@ class Inputs:
     others: dict[str, Any]
     spec: Call
     naive: Call
+    unsure: Call | None = None
     dout: Placed | None = None
     dlse: Placed | None = None
     cache_after: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -254,15 +256,26 @@ def score_sizes(parts: list[Sequence], call: Call) -> tuple[float, float]:
 
 def rotate(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, style: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rotate x (S, H, D) by ``positions`` (S,): in float64 and in float32, both rounded to x's
-    dtype.
+    dtype. Also return the ulp of the elements that may be rounded either way (``rotary.py``).
 
     The products and the cache use the problem's dtype, so the rounding after rotary is part of the
     semantics; the precision of the rotation itself is not.
     """
     interleaved = style.startswith("interleaved")
-    exact = reference.rotary(x[None], cos, sin, positions[None], interleaved)[0].to(x.dtype)
+
+    def turned_by(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return reference.rotary(x[None], cos, sin, positions[None], interleaved)[0]
+
+    exact = turned_by(x, cos, sin)
+    unsure = torch.zeros_like(x)
+    if x.dtype != torch.float32:  # whose rotation is not rounded again
+        # |ac| + |bs| of the first elements of the pairs, and then |as| + |bc| of the second ones.
+        sizes = x.double().abs(), cos.abs(), sin.abs()
+        size = torch.maximum(turned_by(sizes[0], sizes[1], -sizes[2]), turned_by(*sizes))
+        above, below = ((exact + sign * 2.0**-23 * size).to(x.dtype) for sign in (1.0, -1.0))
+        unsure = (above.double() - below.double()).to(x.dtype)
     half = cos.shape[-1]
     c, s = (table.float()[positions][:, None, :] for table in (cos, sin))
     near = x.float()
@@ -273,7 +286,7 @@ def rotate(
         first, second = near[..., :half], near[..., half : 2 * half]
         turned = torch.cat((first * c - second * s, first * s + second * c), -1)
     near = torch.cat((turned, near[..., 2 * half :]), -1)
-    return exact, near.to(x.dtype)
+    return exact.to(x.dtype), near.to(x.dtype), unsure
 
 
 def dtype_of(case: Case, name: str = "q") -> torch.dtype:

@@ -11,11 +11,19 @@ by the reference's own arguments:
 - P of a row scaled by r, as exp(s' − L) is for an L that is not that of s', is dO and dLSE scaled
   by r, because P enters the gradients only as P∘(dO·Vᵀ − δ + dLSE) and as Pᵀ·dO;
 - δ moved by ε is a dLSE of −ε.
+
+``out_deviation`` is part (h): what the independent roundings of a float32 output come to, as a
+standard deviation of each element. A rounding to nearest is off by a number spread evenly over an
+ulp, whose standard deviation is ulp/√12. An ulp is 2⁻²³/m of a value with mantissa m, 1 ≤ m < 2.
+Where values are spread evenly in their logarithm, the mean of m⁻² is 3/(8·ln 2): the deviation is
+√(3/(8·ln 2)/12)·2⁻²³ = 0.425·2⁻²⁴ of the value.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 
@@ -24,9 +32,27 @@ from ..problem import Call
 from .inputs import Inputs, mod_slope
 
 FLOAT8_BITS = 4  # of a float8 P
+# The standard deviation of a rounding to float32, as a share of the value.
+_ROUNDING = math.sqrt(3.0 / (8.0 * math.log(2.0)) / 12.0) * 2.0**-23
 
 
-def recomputed_out(inputs: Inputs) -> torch.Tensor | None:
+class InOrder(NamedTuple):
+    """The float32 scores of one sequence, each summed in order: their errors and the standard
+    deviation of such errors, (H, rows, keys) in float64."""
+
+    error: torch.Tensor
+    deviation: torch.Tensor
+
+
+def in_order(inputs: Inputs) -> list[InOrder] | None:
+    """Return the errors of the scores of all sequences; None if q is not float32."""
+    call = inputs.spec
+    if call.q.dtype != torch.float32:
+        return None
+    return [_in_order(call, b, q, k) for b, (q, k, _) in enumerate(inputs.sequences)]
+
+
+def recomputed_out(inputs: Inputs, scores: list[InOrder] | None) -> torch.Tensor | None:
     """Return a second reference output in float64, with one error of the kernels put in on purpose.
 
     For float32 inputs it is computed from perturbed scores, for float8 from a P relative to a base
@@ -35,12 +61,14 @@ def recomputed_out(inputs: Inputs) -> torch.Tensor | None:
     """
     if inputs.spec.q.itemsize == 1:
         return reference.attention(inputs.spec, p_bits=FLOAT8_BITS, lagging=True)[0]
-    moved = _moved_call(inputs)
-    return None if moved is None else reference.attention(moved)[0]
+    if scores is None:
+        return None
+    return reference.attention(with_moved_scores(inputs.spec, (x.error for x in scores)))[0]
 
 
 def recomputed_gradients(
     inputs: Inputs,
+    scores: list[InOrder] | None,
     out: torch.Tensor,
     stored: torch.Tensor,
     lse: torch.Tensor,
@@ -56,24 +84,76 @@ def recomputed_gradients(
     summed = out.shape[-1] ** 0.5 * 2.0**-24 * (dout * stored).abs().sum(-1)
     epsilon = (epsilon + torch.copysign(summed, epsilon)).transpose(-1, -2)
     dlse = -epsilon if dlse is None else dlse - epsilon
-    call = _moved_call(inputs)
-    if call is None:
+    if scores is None:
         return reference.gradients(inputs.spec, dout, dlse)
+    call = with_moved_scores(inputs.spec, (x.error for x in scores))
+    # No key's P has the error of L where both passes sum a score alike, but a sink's P has.
+    of_sinks = reference.gradients(call, dout, dlse)["dsinks"] if call.sinks is not None else None
     ratio = torch.exp(reference.attention(call)[1] - lse)
     ratio = torch.where(lse == -torch.inf, 1.0, ratio)
     dout = dout * ratio.transpose(-1, -2)[..., None]
     moved = reference.gradients(call, dout, dlse * ratio)
     if inputs.spec.bias is not None and "dbias" in moved:
         moved["dbias"] = moved["dbias"].sum_to_size(inputs.spec.bias.shape)
-    return moved
+    return moved if of_sinks is None else moved | {"dsinks": of_sinks}
 
 
-def _moved_call(inputs: Inputs) -> Call | None:
-    call = inputs.spec
-    if call.q.dtype != torch.float32:
-        return None
-    errors = (_summed_in_order(call, b, q, k) for b, (q, k, _) in enumerate(inputs.sequences))
-    return with_moved_scores(call, errors)
+def out_deviation(inputs: Inputs, scores: list[InOrder]) -> torch.Tensor:
+    """Return the standard deviation of each element of a float32 output, from the roundings of the
+    scores and of the sums over the keys, all in order.
+
+    A score moved by e moves the output by P·e·(v − O). The sums of P·V and of P have the roundings
+    of their terms and partial sums.
+    """
+    call, found = inputs.spec, []
+    for b, (q, k, v) in enumerate(inputs.sequences):
+        q, k, v = q.double(), k.double(), v.double()
+        lse = reference.one_sequence(call, b, q, k, v)[1]
+        kept = _probabilities(call, b, q, k)
+        p = _probabilities(call._replace(dropout_p=0.0), b, q, k) if call.dropout_p else kept
+        v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+        out = torch.einsum("hqk,khd->hqd", kept, v)
+        # What is added to a score behind q·k, and the rounding of exp.
+        score = torch.where(p > 0.0, p.log() + lse[..., None], 0.0)
+        moved = (scores[b].deviation.square() + _ROUNDING**2 * (score.square() + 1.0)).sqrt()
+        a, c = kept * moved, p * moved
+        square = torch.einsum("hqk,khd->hqd", a.square(), v.square())
+        square -= 2.0 * out * torch.einsum("hqk,khd->hqd", a * c, v)
+        square += out.square() * c.square().sum(-1, keepdim=True)
+        # The first term of a sum is not rounded, nor where 0 is added, nor anything of a lone key.
+        adds = (p > 0.0) & (p.cumsum(-1) > p)
+        several = adds.any(-1, keepdim=True) | bool(call.dropout_p) | (call.sinks is not None)
+        partial, squares = torch.zeros(out.shape), torch.zeros(out.shape)
+        weights, values, added = kept.float(), v.float(), adds.float()
+        for j in range(k.shape[0]):
+            partial.addcmul_(weights[..., j, None], values[j, :, None])
+            squares.addcmul_(partial * added[..., j, None], partial)
+        products = torch.einsum("hqk,khd->hqd", kept.square(), v.square())
+        total = (p.cumsum(-1) * adds).square().sum(-1, keepdim=True) + 1.0
+        rounded = squares + several * (products + out.square() * total)
+        square = square.clamp(min=0.0) + _ROUNDING**2 * rounded
+        found.append((square.sqrt().transpose(0, 1), lse))
+    return reference.gathered(call, found, torch.float64)[0]
+
+
+def error_in_order(inputs: Inputs) -> float:
+    """Return the largest error of a float32 score whose q is multiplied by the scale first, as
+    eager attention does, and whose products are then added in order; 0 for other dtypes.
+
+    If the products are equal, the roundings of their sum are not independent.
+    """
+    call, largest = inputs.spec, 0.0
+    if call.q.dtype == torch.float32:
+        for b, (q, k, _) in enumerate(inputs.sequences):
+            error = _in_order(call, b, q, k, scaled_first=True).error
+            largest = max(largest, float(error.abs().max()) if error.numel() else 0.0)
+    return largest
+
+
+def _probabilities(call: Call, b: int, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Return P (H, rows, keys), which is the output if V is the identity."""
+    eye = torch.eye(k.shape[0], dtype=q.dtype)[:, None].expand(-1, k.shape[1], -1)
+    return reference.one_sequence(call, b, q, k, eye)[0].transpose(0, 1)
 
 
 def with_moved_scores(call: Call, errors: Iterable[torch.Tensor]) -> Call:
@@ -90,19 +170,32 @@ def with_moved_scores(call: Call, errors: Iterable[torch.Tensor]) -> Call:
     return call._replace(bias=bias)
 
 
-def _summed_in_order(call: Call, b: int, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Return the error of each score of sequence ``b`` if q·k is summed in order in float32:
-    (H, rows, keys), float64."""
+def _in_order(
+    call: Call, b: int, q: torch.Tensor, k: torch.Tensor, scaled_first: bool = False
+) -> InOrder:
+    """Sum q·k of sequence ``b`` in order. ``scaled_first``: q has been multiplied by the scale."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    left, right = q.permute(1, 0, 2)[:, :, None], k.permute(1, 0, 2)[:, None]
-    total = torch.zeros(q.shape[1], q.shape[0], k.shape[0])
-    for d in range(q.shape[2]):
+    left = (q * call.scale if scaled_first else q).permute(1, 0, 2)[:, :, None]
+    right = k.permute(1, 0, 2)[:, None]
+    total = left[..., 0] * right[..., 0]
+    squares = torch.zeros_like(total)
+    for d in range(1, q.shape[2]):
         total += left[..., d] * right[..., d]
-    exact = torch.einsum("qhd,khd->hqk", q.double(), k.double())
-    error = (total.double() - exact) * call.scale
-    if call.softcap:
-        # The cap flattens what comes through it.
-        capped = torch.tanh(exact * call.scale / call.softcap)
-        error *= 1.0 - capped.square()
-        return error * mod_slope(call, b, call.softcap * capped)
-    return error * mod_slope(call, b, exact * call.scale)
+        squares.addcmul_(total, total)
+    q, k = q.double(), k.double()
+    exact = torch.einsum("qhd,khd->hqk", q, k) * call.scale
+    slope = _slope(call, b, exact)
+    error = total.double() * (1.0 if scaled_first else call.scale) - exact
+    # Of the partial sums, of the products, and of the multiplication by the scale.
+    squares = squares + torch.einsum("qhd,khd->hqk", q.square(), k.square())
+    deviation = _ROUNDING * (squares * call.scale**2 + exact.square()).sqrt()
+    return InOrder(error * slope, deviation * slope.abs())
+
+
+def _slope(call: Call, b: int, scaled: torch.Tensor) -> torch.Tensor:
+    """Return the slope of the softcap and the score_mod at these scaled q·k."""
+    if not call.softcap:
+        return mod_slope(call, b, scaled)
+    # The cap flattens what comes through it.
+    capped = torch.tanh(scaled / call.softcap)
+    return (1.0 - capped.square()) * mod_slope(call, b, call.softcap * capped)

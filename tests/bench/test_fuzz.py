@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -66,3 +67,35 @@ def test_a_fault_is_found(what: str, tmp_path: Path) -> None:
     assert max(small[-1].lengths_k) > 40
     assert len(small) == 1
     assert json.loads(json.dumps(small[0].name)).count("=") <= 1
+
+
+def test_what_was_wrong_runs_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each part keeps its commit, and a wrong problem what came of it on which commit."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import fuzz as script
+
+    monkeypatch.setattr(script.machine, "RESULTS", tmp_path)
+    options = argparse.Namespace(backend="torch", seed="7", longest=70, families=0, save=True,
+                                 first=0, commit="before")  # fmt: skip
+    case = script.numbered(1, options)
+    found = script.Found()
+    found.problems = 2
+    found.wrong = [{"problem": 1, "message": "failed", "paste": script.to_paste([case], "torch")}]
+    script.save(found, options, 3)
+    (path,) = tmp_path.iterdir()
+    assert json.loads(path.read_text())["wrong"] == 1
+    options.commit = "after"
+    assert script.run_again(options) == 0
+    saved = json.loads(path.read_text())
+    assert (saved["tried"], saved["wrong"], saved["mended"]) == (2, 0, 1)
+    (part,) = saved["parts"]
+    assert part["commit"] == "before"
+    assert part["wrong"][0]["again"]["commit"] == "after"
+    # The next part stands beside it, and a problem that is wrong still is counted so.
+    monkeypatch.setattr(script, "wrong", lambda *_: ("failed again", ["failed"]))
+    options.first, found.wrong = 2, []
+    script.save(found, options, 3)
+    assert script.run_again(options) == 1
+    saved = json.loads(path.read_text())
+    assert (saved["tried"], saved["wrong"], saved["mended"]) == (4, 1, 0)
+    assert [each["commit"] for each in saved["parts"]] == ["before", "after"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import struct
 import sys
@@ -16,7 +17,8 @@ import torch
 pytest.importorskip("triton")
 import pyfa
 from pyfa import dispatch, request
-from pyfa.backends.base import OtherAlignment, Saved
+from pyfa.backends import BACKENDS
+from pyfa.backends.base import OtherAlignment, Rounding, Saved
 from pyfa.backends.triton import runtime, runtime_backward, runtime_launch
 from pyfa.backends.triton.kernel import Kernel
 from pyfa.device import DEVICES
@@ -47,6 +49,16 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         found.formats = []
         monkeypatch.setattr(runtime, "Kernel", lambda spec, index: Uncompiled(spec, index, found))
         yield found
+
+
+@pytest.fixture
+def quantizing(driver: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``backends.triton.quantize`` with kernels that nobody compiled, and none from before."""
+    module = importlib.import_module("pyfa.backends.triton.quantize")
+    monkeypatch.setattr(module, "Kernel", lambda spec, index: Uncompiled(spec, index, driver))
+    for name in ("_kernel", "_ready"):
+        monkeypatch.setattr(module, name, functools.cache(getattr(module, name).__wrapped__))
+    return module
 
 
 def launches(driver: Any) -> list[tuple[str, tuple[int, ...], tuple[Any, ...]]]:
@@ -228,3 +240,27 @@ def test_a_repeated_call_passes_few_functions(driver: Any, monkeypatch: pytest.M
                 sys.setprofile(None)
             assert len(launches(driver)) == 1
             assert turn < 2 or 0 < len(found) <= 30, f"{len(found)}: {found}"
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("block", "passes"), [(16, 1), (None, 2)])
+def test_quantize_launches_its_kernels(
+    driver: Any, quantizing: Any, block: int | None, passes: int, turned: bool
+) -> None:
+    """``MOST`` is the scales' own memory, or of a first launch that measures."""
+    signs = torch.ones(64) if turned else None
+    how = Rounding(2, block, False, signs, torch.float8_e4m3fn)
+    for _ in range(3):
+        xs = [torch.randn(2, 70, 2, 64).bfloat16() for _ in range(3)]
+        made = BACKENDS["triton"].quantize(xs, how)  # type: ignore[attr-defined]
+        found = launches(driver)
+        assert len(found) == passes
+        for name, _, values in found:
+            assert "quantize_rows" in name
+            given = (*xs, *(y for y, _ in made), made[0][1])
+            assert values[:7] == tuple(x.data_ptr() for x in given)
+            assert (values[7] == values[6]) == (passes == 1)
+            assert values[8] == (0 if signs is None else signs.data_ptr())
+            assert values[9:15] == (70 * 2 * 64, 2 * 64, 64, 70, 2, 64)
+        assert len({values for *_, values in found}) == 1, "both read one MOST"
+        assert [y.dtype for y, _ in made] == [how.dtype] * 3
