@@ -160,7 +160,9 @@ def _walk(shape: Shape, owned: int, walked: int, tiling: Tiling) -> Iterator[Blo
     lines, packed = shape.seqlen_q * tiling.packed, tiling.packed
     if lines // owned > _MOST_BLOCKS:
         most = _MOST_BLOCKS * owned // packed
-        raise ValueError(f"seqlen: a plan counts block by block, here of at most {most:,} rows")
+        raise ValueError(
+            f"seqlen: expected at most {most:,} rows, because a plan counts block by block"
+        )
     for start in range(0, lines, _AT_ONCE * owned):
         first = np.arange(start, min(start + _AT_ONCE * owned, lines), owned, dtype=np.int64)
         last = np.minimum(first + owned, lines) - 1
