@@ -143,8 +143,8 @@ def blocks(shape: Shape, kernel: TiledKernel) -> Iterator[Blocks]:
 
 
 def workgroups(shape: Shape, kernel: TiledKernel) -> int:
-    """Return the workgroups of a launch: existing blocks of a head, masked or not, for every head
-    and split."""
+    """Return the workgroups of a launch: the blocks of a head, also masked ones, for every head and
+    split."""
     tiling = kernel.tiling
     if ROLES[kernel.role].owns_keys:
         heads_k = kernel.divided(shape).heads_k

@@ -46,7 +46,7 @@ def _why_two_passes(
 
 
 def why_not(problem: Problem) -> list[str]:
-    """Return what backward lacks for ``problem``, beyond what it lacks on every device."""
+    """Return why the backward cannot run ``problem``: only reasons of this backend's kernels."""
     banded = is_general_problem(problem) and is_banded(problem.features)
     wide = max(problem.head_dim, problem.head_dim_v) > 192
     # The pass that owns keys needs 520 registers; a lane has 512.
