@@ -1,4 +1,4 @@
-"""AITER's public gfx942 attention kernels, unmodified, in the emulator and against float64.
+"""Run AITER's public gfx942 attention kernels in the emulator and compare them with float64.
 
 They are programs that share nothing with this project: what runs them right reads the ISA as their
 authors do. Nothing of theirs is in this repository; a clone (a bare one too) is named by the

@@ -1,4 +1,4 @@
-"""A backward of grouped heads, by the number of parts into which a group's query heads are divided.
+"""Time a backward of grouped heads by the number of parts of a group's query heads.
 
 python benchmarks/backward_groups.py --save           # on a GPU: backward_groups_<gpu>.json
 python benchmarks/backward_groups.py --model --save   # the MI300X timing model: mi300x_groups.json

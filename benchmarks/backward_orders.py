@@ -1,4 +1,4 @@
-"""The HIP kernels' backward in the emulator, each case in several orders of execution.
+"""Run the HIP kernels' backward in the emulator, each case in several orders of execution.
 
     CUDA_VISIBLE_DEVICES="" python benchmarks/backward_orders.py --jobs 30 --minutes 9 --save
 

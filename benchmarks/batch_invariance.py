@@ -1,4 +1,4 @@
-"""Whether a row's bits depend on its company, and what it costs that they do not.
+"""Check that a row's bits do not depend on its batch, and time batch invariance.
 
     python benchmarks/batch_invariance.py --backend cuda [--rows 500] [--save]
     python benchmarks/batch_invariance.py --backend cuda --cost [--save]

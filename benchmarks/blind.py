@@ -1,4 +1,4 @@
-"""Hides packages from this process, as if they were not installed."""
+"""Hide packages from this process, as if they were not installed."""
 
 import sys
 from collections.abc import Collection

@@ -1,4 +1,4 @@
-"""Block lists on a GPU: made by the kernel, by PyTorch's operators, and FlexAttention's block mask.
+"""Time block lists on a GPU: by pyfa's kernel, by PyTorch's operators, and FlexAttention's.
 
     python benchmarks/block_lists.py [--backend cuda] [--save]
 

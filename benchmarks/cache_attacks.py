@@ -1,4 +1,4 @@
-"""Attacks the code cache: processes that compile, read, prune, clear and damage, killed at random.
+"""Attack the code cache: processes compile, read, prune, clear and damage it, killed at random.
 
 A round forks attackers and askers over one folder, waits a moment, kills some, and lets a new
 process ask for every entry: each must come back whole, soon, with nothing lost. The compiler is a

@@ -1,4 +1,4 @@
-"""The conformance suite of one backend in many processes, which share one GPU.
+"""Run the conformance suite of one backend in many processes that share one GPU.
 
 ``python benchmarks/conformance.py --backend triton --level full --jobs 16 [--save] [--out FILE]``.
 The reference runs on the CPU in one thread a case, and Triton compiles each kernel at its first

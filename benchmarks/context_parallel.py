@@ -1,4 +1,4 @@
-"""One layer's attention with the sequence on several GPUs: against one GPU, peers, and memory.
+"""Time context parallelism on several GPUs, compared with one GPU and other libraries.
 
     python benchmarks/context_parallel.py [--gpus 4] [--seconds 600] [--save]
 

@@ -1,4 +1,4 @@
-"""Looks for cases that execute what no case of the full level executes, of the code that ships.
+"""Search for cases that execute instructions of the shipped code that no case executes yet.
 
 ``python benchmarks/cover.py --ran FILE [--minutes M] [--jobs N] [--out FILE]``. ``FILE`` is what
 ``mutations.py --level full --faults 0 --ran FILE`` keeps. Cases are drawn at random, or made of one

@@ -1,4 +1,4 @@
-"""``pyfa demo`` with its report kept: ``python benchmarks/demo.py [arguments of pyfa demo]``."""
+"""Run ``pyfa demo`` and save its report: ``python benchmarks/demo.py [arguments of pyfa demo]``."""
 
 from __future__ import annotations
 

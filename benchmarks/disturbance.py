@@ -1,4 +1,4 @@
-"""What ``random_launches.py`` does so that launches of one case differ: delays, other work, NaN."""
+"""Disturb launches for ``random_launches.py``: delays, other work, NaN in free memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast the emulator runs on one core: millions of wavefront instructions a second.
+"""Measure the emulator's speed on one core: millions of wavefront instructions per second.
 
     python benchmarks/emulator.py [--repeat 3] [--save]
 

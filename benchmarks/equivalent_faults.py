@@ -1,4 +1,4 @@
-"""Faults that survive because they change nothing: each with the reason.
+"""List planted faults that change no result, each with the reason.
 
 ``of_source`` has those in the source of CUDA kernels. A fault is found by parts that the plan's
 name has, parts that it must not have, the line without its indentation, and the line that replaces

@@ -1,4 +1,4 @@
-"""What cases execute in the emulator, and which share of the code that ships that is."""
+"""Record which instructions the cases execute, and their share of the shipped code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the first calls of a fresh process take on a GPU, phase by phase, without a compiler.
+"""Time the first calls of a fresh process on a GPU without a compiler, phase by phase.
 
     python benchmarks/first_call.py [--save] [--rounds N] [--compiler]
 

@@ -1,4 +1,4 @@
-"""Errors of float8 and 16-bit attention, relative to float64, on inputs with outliers.
+"""Measure errors of float8 and 16-bit attention against float64, on inputs with outliers.
 
 ``python benchmarks/fp8_accuracy.py [--shape ROWS,HEADS,DIM …] [--save]``. Entries of Q, K and V are
 N(0, 1) + N(0, 100)·Bernoulli(0.001), as in the FlashAttention-3 paper (Shah et al. 2024,

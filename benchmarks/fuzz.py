@@ -1,4 +1,4 @@
-"""Random problems on one backend against float64, until the time is over or something is wrong.
+"""Compare one backend with float64 on random problems, until time is up or an error is found.
 
 ``python benchmarks/fuzz.py [--backend B] [--minutes M] [--jobs N] [--seed S] [--save]``. A problem
 is a case of the conformance suite with every field drawn at random: the function, dtypes, lengths

@@ -1,4 +1,4 @@
-"""Random calls with one wrong argument: each has to be refused by a sentence that names it.
+"""Make random calls with one wrong argument each, and check that the error names it.
 
 ``python benchmarks/fuzz_arguments.py [--backend B] [--calls 2000] [--jobs N] [--seed S] [--save]``.
 A call is a small problem of ``fuzz.py``. It is made as it is, then with one argument that no

@@ -1,4 +1,4 @@
-"""Everything that is measured on a GPU, by one command, into results/*.json.
+"""Run all measurements on a GPU with one command, and write them to results/*.json.
 
     python benchmarks/gpu.py [NAME …] [--tag h200]
 

@@ -1,4 +1,4 @@
-"""Bytes that the memory system moved, by Nsight Compute, beside those that the formulas give.
+"""Count DRAM and L2 traffic with Nsight Compute, compared with the bytes by formula.
 
     python benchmarks/hbm_traffic.py [--save] [--quick] [--seconds 600]
 

@@ -1,4 +1,4 @@
-"""The HIP forward kernel without a GPU: registers, spills, LDS, instruction mix, static bounds.
+"""Count registers, spills, LDS and instructions of the HIP forward kernel, without a GPU.
 
     python benchmarks/hip_static.py [--plain] [--save]
 

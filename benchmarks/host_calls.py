@@ -1,4 +1,4 @@
-"""Host time of repeated calls on a GPU: every kind of call, beside PyTorch's attention.
+"""Time the host side of repeated calls on a GPU, compared with PyTorch's attention.
 
 ``python benchmarks/host_calls.py [--save]`` writes ``results/host_calls_<gpu>.json``. A figure is
 the median over rounds of 60 calls that do not wait for the device, in µs a call; the rounds of all

@@ -1,4 +1,4 @@
-"""Host time of a warm call by layer: CPU's torch backend, and cuda's with an idle driver.
+"""Time the host side of a repeated call by layer: torch on a CPU, cuda with a fake driver.
 
 ``python benchmarks/host_time.py [--save]``. The problem is so small that the kernel's own work is
 its launch. All layers are called on the same tensors in short rounds that take turns, so that load

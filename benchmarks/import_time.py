@@ -1,4 +1,4 @@
-"""What ``import pyfa`` adds to ``import torch``, each time in a new process.
+"""Time what ``import pyfa`` adds to ``import torch``, each time in a new process.
 
 ``python benchmarks/import_time.py [--save]``. The median of the rounds, in ms; the first round only
 warms the disk's cache.

@@ -1,4 +1,4 @@
-"""Rows alone against the same rows in company, for ``batch_invariance.py`` and the tests.
+"""Compare rows alone with the same rows in a batch, for ``batch_invariance.py`` and the tests.
 
 A row is one query of one sequence, with the keys up to its own. Alone it is a call of one row. In
 company it is part of a batch, of a chunk of a prefill, of a packed batch; its keys lie in a cache

@@ -1,4 +1,4 @@
-"""Latent attention on Hopper: the sm90 kernel compared with the sm80 decode kernel.
+"""Time latent attention on Hopper: the sm90 kernel compared with the sm80 decode kernel.
 
     python benchmarks/latent.py [--rounds 7] [--save]
 

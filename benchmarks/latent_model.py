@@ -1,4 +1,4 @@
-"""transformers' DeepseekV3Attention with absorbed weights, compared with its expanded form.
+"""Compare DeepseekV3Attention (transformers) with absorbed weights to its expanded form.
 
     python benchmarks/latent_model.py     # writes results/latent_model.json
 

@@ -1,4 +1,4 @@
-"""Latent decode on an NVIDIA GPU beside FlashAttention-3's ``qv`` path and pyfa's own plain decode.
+"""Time latent decode on an NVIDIA GPU, compared with FlashAttention-3 and ordinary decode.
 
     python benchmarks/latent_peers.py [--fa3 LIBRARY] [--rounds 11] [--save]
 

@@ -1,4 +1,4 @@
-"""Launches in the emulator, kept with the memory that they began and ended with, to be made again.
+"""Save launches in the emulator, with their memory before and after, to repeat them.
 
 A kept launch gives the same bytes again: the emulator's orders depend on a seed alone, and it runs
 on one thread here. So what another code leaves in memory can be compared byte by byte.

@@ -1,4 +1,4 @@
-"""A Llama of transformers with pyfa's attention against its others, and paged decode.
+"""Time a transformers Llama with pyfa and with other attention, and paged decode.
 
     python benchmarks/llama_speed.py [--save] [--layers 16] [--hidden 2048] [--tokens 4096]
 

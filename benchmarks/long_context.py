@@ -1,4 +1,4 @@
-"""One layer's attention over 262,144 tokens, 32 heads of 128, forward and backward on one GPU.
+"""Run one attention layer over 262,144 tokens, forward and backward, on one GPU.
 
     python benchmarks/long_context.py [--save] [--seqlen 262144] [--heads 32]
 

@@ -1,4 +1,4 @@
-"""Saves the results of these scripts together with a description of the machine."""
+"""Save the results of these scripts together with a description of the machine."""
 
 from __future__ import annotations
 

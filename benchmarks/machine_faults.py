@@ -1,4 +1,4 @@
-"""Faults of a single instruction in gfx942 machine code: the same number of bytes, other meaning.
+"""Plant a fault in one gfx942 instruction: as many bytes, another meaning.
 
 ``KINDS`` are the kinds, ``faults`` all that an instruction can have. A fault is kept where what it
 makes decodes to an instruction that the emulator knows, so that it stands for a programmer's or a

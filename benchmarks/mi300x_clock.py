@@ -1,4 +1,4 @@
-"""The clock that an MI300X holds, from counters of one and the times it took.
+"""Fit the clock rate of an MI300X to its published hardware counters and times.
 
     python benchmarks/mi300x_clock.py
 

@@ -1,4 +1,4 @@
-"""What the timing model needs of each kernel of ``pyfa bench mi300x``: a model, not measured.
+"""Compute the timing model's costs for ``pyfa bench mi300x`` (model, not measured).
 
     python benchmarks/mi300x_costs.py [--check]
 

@@ -1,4 +1,4 @@
-"""The MI300X timing model held to published figures of other people's kernels.
+"""Compare the MI300X timing model with published times of other projects' kernels.
 
     python benchmarks/mi300x_model.py --aiter CLONE --moonmath FOLDER --triton FOLDER \
         --aotriton FOLDER --ck FILE

@@ -1,4 +1,4 @@
-"""What the MI300X timing model says of pyfa's own kernels: a model, not measured.
+"""Apply the MI300X timing model to pyfa's own kernels (model, not measured).
 
 python benchmarks/mi300x_own.py            # writes results/mi300x_own.json
 python benchmarks/mi300x_own.py --latent   # latent decode alone: results/mi300x_latent.json

@@ -1,4 +1,4 @@
-"""Packed batches by the MI300X timing model: a model, not measured.
+"""Apply the MI300X timing model to packed batches (model, not measured).
 
 python benchmarks/mi300x_packed.py        # writes results/mi300x_packed.json
 

@@ -1,4 +1,4 @@
-"""Published figures of gfx942 attention kernels: what ``mi300x_model.py`` is held to.
+"""List published times of gfx942 attention kernels, for ``mi300x_model.py``.
 
 Each is one kernel on one shape. ``machine`` is whose measurement it is: clocks, tools and drivers
 differ between them by about a tenth. ``fit``: may be used to choose the clock; the others are

@@ -1,4 +1,4 @@
-"""Runs other people's gfx942 attention kernels in the emulator, for ``mi300x_model.py``.
+"""Run other projects' gfx942 attention kernels in the emulator, for ``mi300x_model.py``.
 
 Nothing of theirs is in this repository: AITER's code objects and MoonMath's source are read from
 clones (bare ones too) that the caller names, AOTriton's and CK's code objects from files. Inputs

@@ -1,4 +1,4 @@
-"""score_mod and mask_mod on a GPU, beside compiled FlexAttention and beside attention_varlen.
+"""Time score_mod and mask_mod on a GPU, compared with FlexAttention and attention_varlen.
 
     python benchmarks/mods.py [--rows 4096 16384] [--head-dims 64 128] [--mods NAME …] [--save]
     python benchmarks/mods.py --parts lists --mods causal documents --rows 16384 --name mods_triton

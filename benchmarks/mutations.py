@@ -1,4 +1,4 @@
-"""How many faults of a single instruction conformance finds in the HIP kernels' machine code.
+"""Count the single-instruction faults in the HIP kernels that the conformance suite finds.
 
 ``python benchmarks/mutations.py [--level full] [--faults 200] [--jobs N] [--save]`` runs the cases
 of ``--level`` on the emulator and notes which instructions each executes. That is a conformance run

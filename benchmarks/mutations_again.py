@@ -1,4 +1,4 @@
-"""Tries the survivors of ``mutations.py`` again, on the cases that are there now.
+"""Run the current cases on the faults that ``mutations.py`` did not catch.
 
 ``python benchmarks/mutations_again.py --ran FILE [--jobs N] [--minutes M] [--save]`` reads
 ``results/mutations_hip.json`` and FILE, where ``mutations.py --faults 0 --ran FILE`` has noted what

@@ -1,4 +1,4 @@
-"""How many faults in the source of the CUDA kernels conformance finds, on a GPU.
+"""Count the faults in the CUDA kernels' source that the suite finds, on a GPU.
 
 ``python benchmarks/mutations_cuda.py [--faults 100] [--jobs N] [--seed S] [--save]`` plans the
 cases of the full level for an H200, takes those ``--plans`` that most cases have, some of each

@@ -1,4 +1,4 @@
-"""How many faults in the source of the torch backend conformance finds.
+"""Count the faults in the torch backend's source that the suite finds.
 
 ``python benchmarks/mutations_python.py [--faults 200] [--jobs N] [--seed S] [--save]`` plants
 faults drawn from the seed, one at a time, in ``pyfa/backends/torch``: a comparison with its edge on

@@ -1,4 +1,4 @@
-"""Standard attention against pyfa over the sequence length: time and peak memory.
+"""Compare pyfa with standard attention by sequence length: time and peak memory.
 
     python benchmarks/naive_vs_pyfa.py [--save] [--longest 262144] [--seconds 600]
 

@@ -1,4 +1,4 @@
-"""Nsight Compute's command line: how it is called here, and what its CSV says."""
+"""Call Nsight Compute, and read its CSV."""
 
 from __future__ import annotations
 

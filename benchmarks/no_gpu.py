@@ -1,4 +1,4 @@
-"""The host side of the cuda and hip backends on a CPU: all but the driver, which does nothing.
+"""Run the host side of the cuda and hip backends on a CPU, with a fake driver.
 
 Tensors are on the CPU and pass for those of an H200 or an MI300X; kernels are neither compiled nor
 run, so that results are whatever memory holds. A launch calls a C function that returns at once, or

@@ -1,4 +1,4 @@
-"""The peak memory that ``pyfa plan`` computes, beyond what a caller holds already."""
+"""Compute the peak memory by ``pyfa plan``, without the caller's tensors."""
 
 from __future__ import annotations
 

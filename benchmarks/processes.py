@@ -1,4 +1,4 @@
-"""Worker processes for the scripts: a few that keep their state between jobs, or a fork per job."""
+"""Run jobs in worker processes that keep their state, or in a fork per job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cases of ``random_launches.py``: how they are drawn, and which kernels are to take them."""
+"""Draw the cases of ``random_launches.py``, and the kernels that should run them."""
 
 from __future__ import annotations
 

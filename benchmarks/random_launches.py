@@ -1,4 +1,4 @@
-"""Launches of random problems under random delays, each case against another backend.
+"""Launch random problems under random delays, and compare each with another backend.
 
 ``python benchmarks/random_launches.py [--launches 10000] [--each 25] [--jobs 16] [--seed 0]
 [--save]``. A case is drawn from the seed: shapes, heads, masks, packing, layouts, caches. Its

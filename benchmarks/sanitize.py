@@ -1,4 +1,4 @@
-"""Compute Sanitizer over conformance cases of the cuda backend: memcheck, initcheck, racecheck.
+"""Run Compute Sanitizer over conformance cases of the cuda backend.
 
 ``python benchmarks/sanitize.py [--cases 160] [--jobs 4] [--seconds 300] [--tools memcheck,…]
 [--save]``. PyTorch's caching allocator is off, so every tensor is a separate allocation, and the

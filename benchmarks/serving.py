@@ -1,4 +1,4 @@
-"""Decode, chunked prefill and merging as servers call them, on a GPU, beside FlashAttention-3.
+"""Time decode, chunked prefill and merging on a GPU, compared with FlashAttention-3.
 
     python benchmarks/serving.py [--fa3 LIBRARY] [--only decode,prefill,merge] [--save]
 

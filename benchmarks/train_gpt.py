@@ -1,4 +1,4 @@
-"""Trains a small GPT for a few steps and prints the loss of each: one curve on every backend.
+"""Train a small GPT for a few steps and print each loss: one curve on every backend.
 
     python benchmarks/train_gpt.py --backend hip          # on an MI300X
     python benchmarks/train_gpt.py --backend emulator     # its machine code, on a CPU

@@ -1,4 +1,4 @@
-"""Compiles every Triton plan for every arch, with no GPU: registers, spills, shared memory.
+"""Compile every Triton plan for every arch, without a GPU: registers, spills, shared memory.
 
     python benchmarks/triton_resources.py [--arch gfx942,sm_90a] [--only forward] [--json FILE]
 

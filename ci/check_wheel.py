@@ -1,14 +1,16 @@
-"""Checks a wheel to hand out: its size, its bundle, and the first call where nothing compiles.
+"""Check a release wheel: its size, its bundle, and the first call without a compiler.
 
     python ci/check_wheel.py DIR [--out FILE]
 
 A fresh environment gets the wheel and, from this one, torch and what pyfa requires; no ziglang,
-NVRTC, pyelftools or msgpack. There, each kernel that a problem may launch has to come from the
-bundle. The time is the processor's, in a process that has just imported pyfa. For AMD it is that of
-the first call of ``pyfa.attention`` with CPU tensors on the backend ``hip``, up to the driver's
-load and launch, and of reading the code of every kernel that the problem may launch. For NVIDIA it
-is that of choosing the kernels and reading their code: a first call on an H200 is in
-``first_call_h200.json``. Each figure is the median of new processes, and at most ``MOST_SECONDS``.
+NVRTC, pyelftools or msgpack. There, each kernel that a problem may launch must come from the
+bundle.
+
+The script measures CPU time in a process that has just imported pyfa. For AMD it is the time of the
+first call of ``pyfa.attention`` with CPU tensors on the backend ``hip``, up to the driver's load
+and launch, and of reading the code of every kernel that the problem may launch. For NVIDIA it is
+the time of choosing the kernels and reading their code; ``first_call_h200.json`` has first calls on
+an H200. Each figure is the median of new processes, and must not exceed ``MOST_SECONDS``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # Sourced by the other scripts here: `environment EXTRAS` makes or reuses .venv in the checkout and
 # sets $python to its interpreter. Needs Python 3.10 or newer and pip, nothing else.
 #
-# A ROCm or CUDA build of torch that the machine's Python has is used and never replaced.
+# If the machine's Python has a ROCm or CUDA build of torch, it is used and never replaced.
 # PYTHON=… names the Python to build on.
 
 _say() { echo "ci: $*" >&2; }

@@ -4,8 +4,8 @@
 ARG BASE=rocm/pytorch:latest
 FROM ${BASE}
 COPY build/wheel/*.whl /tmp/wheel/
-# The image's torch stays: without a build for ROCm before and after, the build of the image fails.
-# Some of these images have torch in the system's Python, where pip installs only if it is told to.
+# The image's torch must be a build for ROCm before and after the installation; otherwise the build
+# fails. In images that have torch in the system's Python, pip needs PIP_BREAK_SYSTEM_PACKAGES.
 RUN python3 -c "import torch; assert torch.version.hip" \
     && PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir /tmp/wheel/*.whl \
     && python3 -c "import torch; assert torch.version.hip" \

@@ -192,8 +192,8 @@ def measured_models() -> str:
     ]
     head = ["what", "attention by", "tokens/s", "speed of pyfa / this row", "on"]
     text = (
-        f"A Llama with {sizes['layers']} layers and hidden size {sizes['hidden']:,}. Decode is one "
-        f"of its layers, {sizes['sequences']} sequences with {sizes['context']:,} tokens each:"
+        f"The model is a Llama with {sizes['layers']} layers and hidden size {sizes['hidden']:,}. "
+        f"Decode has {sizes['sequences']} sequences of {sizes['context']:,} tokens:"
     )
     return f"{text}\n\n" + table(head, rows)
 

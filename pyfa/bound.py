@@ -201,8 +201,7 @@ class Table:
         self.known: dict[tuple[Any, ...], list[tuple[Kinds, Bound]]] = {}
 
     def find(self, key: tuple[Any, ...], tensors: Sequence[Any]) -> Bound | None:
-        """Return the call with these numbers that was bound for such tensors; None if there is
-        none."""
+        """Return the call that was bound for these numbers and tensors like these, or None."""
         if not _torch.is_unwatched(*tensors):
             return None
         kinds = tuple(map(type, key))

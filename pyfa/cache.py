@@ -116,7 +116,7 @@ def why_unusable(path: Path, *, readonly: bool = False) -> str | None:
     must exist, and may belong to root.
     """
     if path == _NO_HOME:
-        return "this user has no home folder; PYFA_CACHE_DIR names another"
+        return "this user has no home folder; set PYFA_CACHE_DIR to a folder"
     try:
         status = os.stat(path)
     except FileNotFoundError:
@@ -140,7 +140,7 @@ def get_or_build(
     """
     entry = f"{name}-{key}"
     if not _ENTRY.fullmatch(entry) or not re.fullmatch(r"\.[A-Za-z0-9]+", suffix):
-        expected = "expected a plain name, a sha256 in hex and a suffix as .hsaco"
+        expected = "expected a plain name, a sha256 in hex and a suffix such as .hsaco"
         raise ValueError(f"name, key, suffix: {expected}, got {name!r}, {key!r}, {suffix!r}")
     with _building.setdefault(entry, threading.Lock()), ExitStack() as held:
         unusable = why_unusable(home := directory())

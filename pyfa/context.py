@@ -74,8 +74,9 @@ _batch_invariant_everywhere: bool = env.get("PYFA_BATCH_INVARIANT")
 
 @contextlib.contextmanager
 def use_batch_invariant(enabled: bool = True) -> Iterator[None]:
-    """Make all calls inside the ``with`` block ``batch_invariant``. With False, only calls with
-    ``batch_invariant=True`` are batch-invariant.
+    """Turn batch invariance on for all calls inside the ``with`` block.
+
+    With False it is off, except for calls with ``batch_invariant=True``.
 
     The context takes precedence over ``PYFA_BATCH_INVARIANT``. It does not affect other threads. A
     backward follows its forward, on any thread. If activation checkpointing recomputes a forward,

@@ -345,7 +345,7 @@ def _with_visits(answer: Answer, call: Call) -> Answer:
     backend = BACKENDS[answer.backend]
     found = backend.visits(answer.plan, call) if isinstance(backend, Listing) else None
     if not blocks.is_exact(blocks.mask_of(call)):
-        note = "mask_mod: every tile is visited, as its arithmetic is not exact"
+        note = "mask_mod: every tile is visited, because its arithmetic is not exact"
     elif found is None:
         note = "mask_mod: every tile is visited"
     else:

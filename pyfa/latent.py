@@ -19,9 +19,8 @@ from .request import Backends, Request, Shared
 
 Queries = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 _SCALE = (
-    "a number: that of the model's own q/k heads before absorption, (qk_nope_head_dim + "
-    "qk_rope_head_dim) ** -0.5, as 192 ** -0.5 of DeepSeek-V3 (times mscale ** 2 with YaRN), and "
-    "not that of the cache's elements, as 576 ** -0.5"
+    "a number: the model's softmax scale before absorption, (qk_nope_head_dim + qk_rope_head_dim) "
+    "** -0.5 (times mscale ** 2 with YaRN); for DeepSeek-V3 192 ** -0.5, not 576 ** -0.5"
 )
 
 

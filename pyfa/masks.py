@@ -325,8 +325,8 @@ def blocks(table: torch.Tensor, rows: int, keys: int) -> Mask:
     """Return a block mask: a block is visible if its entry in the table is not 0.
 
     A block has ``rows`` queries and ``keys`` keys. ``table`` is (blocks of queries, blocks of
-    keys), or has a leading dimension for heads, or two for batch and heads, of which each may be 1.
-    Raises ``ValueError`` for another number of dimensions.
+    keys), with a leading dimension for heads, or for batch and heads, if needed. A leading
+    dimension may be 1. Raises ``ValueError`` for another number of dimensions.
     """
     rank = table.dim()
     if not 2 <= rank <= 4:

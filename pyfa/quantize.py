@@ -1,11 +1,11 @@
 """Float8 inputs for attention: scales per tensor, per head or per block of rows, and a rotation.
 
 A float8 number has 4 significant bits. Values far below the largest value with the same scale keep
-fewer bits. An outlier has an error of up to 1/16 of its size, which affects every score that
-contains it. Scales for smaller blocks reduce the first error. Incoherent processing (QuIP, Chee et
-al. 2023) reduces the second: Q and K are multiplied by the same orthogonal matrix, random signs and
-then a Hadamard matrix. This spreads an outlier over the head's channels and leaves every q·k
-unchanged. Both come from FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608, §3.3).
+fewer bits; scales for smaller blocks reduce this error. An outlier has an error of up to 1/16 of
+its size, which affects every score that contains it. Incoherent processing (QuIP, Chee et al. 2023)
+reduces this error: Q and K are multiplied by the same orthogonal matrix, random signs and then a
+Hadamard matrix. This spreads an outlier over the head's channels and leaves every q·k unchanged.
+FlashAttention-3 uses both (Shah et al. 2024, arXiv:2407.08608, §3.3).
 """
 
 from __future__ import annotations
@@ -166,7 +166,11 @@ def _check(
             validate.wrong("seed", "None without hadamard", seed)
         return
     if q is None and seed is None:
-        validate.wrong("seed", "an int with hadamard and no q, which must be turned alike", seed)
+        validate.wrong(
+            "seed",
+            "an int with hadamard and no q, because later queries need the same rotation",
+            seed,
+        )
     dim = k.shape[-1]
     if dim & -dim < _LEAST_MIXED:
         validate.wrong("hadamard", f"a head_dim that is a multiple of {_LEAST_MIXED}", dim)

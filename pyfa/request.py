@@ -116,7 +116,7 @@ def varlen(
             seqused_k = cu_seqlens_k.diff()
         cu_seqlens_k = None
     elif cu_seqlens_k is None:
-        validate.wrong("cu_seqlens_k", "offsets (int32) where there is no page_table", None)
+        validate.wrong("cu_seqlens_k", "offsets (int32) without page_table", None)
     return _request(
         q,
         k,

@@ -292,7 +292,7 @@ class TestCompileAndInspect:
         monkeypatch.setenv("COLUMNS", "160")
         status, out, _ = call(capsys, "inspect", "attn_fwd", "--arch", "gfx942")
         assert status == 0
-        assert "A static bound, not measured" in out
+        assert "The bound is static, not measured" in out
         assert max(map(len, out.splitlines())) <= 160  # a pipe's width: no row in two
         mix, units = (out.split("\n\n")[n].splitlines() for n in (1, 2))
         assert mix[0].split()[:4] == ["instructions", "tile", "salu", "valu"]

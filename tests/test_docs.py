@@ -477,7 +477,7 @@ def test_refused_combinations_are_those_of_the_code(generated: ModuleType) -> No
         assert [name, mods_and_float8, BACKENDS_SAY_OF_MODS] in rows
     # A decode step over a float8 cache takes a bias and pages.
     reasons = {pair: why for name, pair, why in rows if name == "`cuda`"}
-    assert reasons["`bias` with `fp8`"].endswith("(only with many query rows)")
+    assert reasons["`bias` with `fp8`"].endswith("(refused only with many query rows)")
     assert "`paged` with `fp8`" not in reasons
     for name in ("`triton`", "`torch`"):
         found = [row[1:] for row in rows if row[0] == name]

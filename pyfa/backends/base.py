@@ -160,7 +160,7 @@ class Merging(Protocol):
         out: torch.Tensor | torch.dtype,
         with_lse: bool,
     ) -> Run | None:
-        """Return a launch that merges such outs and LSEs, or None if PyTorch's operators have to.
+        """Return a launch that merges outs and LSEs like these, or None to leave it to PyTorch.
 
         The launch takes outs and LSEs in turn, and then ``out`` if that is a tensor; it shares no
         memory with the others. It returns the output if ``out`` is a dtype, and the LSE if

@@ -36,8 +36,8 @@ WORDS = "model, not measured"
 DEVICE = "MI300X"
 COSTS = Path(__file__).with_name("mi300x_costs.json")
 LEFT_OUT = (
-    "Left out of the model: the kernels that merge parts, sum rows and convert dQ, which are among "
-    "what is measured."
+    "The model leaves out the kernels combine, row_sums and dq_convert; the measured times include "
+    "them."
 )
 
 
@@ -65,9 +65,11 @@ def reckon(cell: Cell, table: Table) -> Reckoned:
     """Return the model's seconds of a cell. Raises NoCostsError with the reason if there are
     none."""
     if cell.lengths or cell.layers or cell.window >= 0 or cell.passes == "both":
-        raise NoCostsError("the model takes dense attention without a window, one pass at a time")
+        raise NoCostsError(
+            "the model supports dense attention without a window, one pass at a time"
+        )
     if cell.fp8 in ("quantize", "rotate", "copy") or cell.timed == "host":
-        raise NoCostsError("the model is of attention kernels on the device")
+        raise NoCostsError("the model covers only attention kernels")
     problem, plan = _problem_and_plan(cell)
     causal = cell.causal and cell.seqlen_q > 1
     dtype = "float8_e4m3fnuz" if cell.fp8 == "inputs" else cell.dtype
@@ -147,7 +149,7 @@ def beside(
         "verdict": verdict.as_dict() if verdict else None,
         "sentence": verdict.sentence
         if verdict
-        else f"{len(points)} cells have a time and a prediction; a verdict takes "
+        else f"{len(points)} cells have a time and a prediction; a verdict needs "
         f"{mi300x_fit.FEWEST}.",
     }
 

@@ -188,7 +188,7 @@ def _sentence(found: Sequence[Found], alike: tuple[str, ...] | None, cells: int,
         others = [one for one in found if one.constant in alike]
         listed = "; ".join(_told(one) for one in (best, *others[:4]))
         more = f"; and {len(others) - 4} more" if len(others) > 4 else ""
-        return f"{begin}. One of these constants is wrong, equally likely: {listed}{more}."
+        return f"{begin}. One of these constants is wrong; all are equally likely: {listed}{more}."
     second = found[1] if len(found) > 1 else None
     next_best = f" The next best explanation is {_told(second)}." if second else ""
     rest = ""

@@ -9,9 +9,9 @@ from . import mi300x
 from .report_parts import MI300X, Section, Table, plain, where
 
 _HOW = (
-    "In-order issue over what the emulator executed, LDS phases, L1, waits and barriers of one "
-    "compute unit, then rounds of workgroups, bytes, and the clock that 750 W leave; a range over "
-    "what it assumes (docs/mi300x.md)."
+    "The model replays the instructions that the emulator executed on one compute unit, with LDS, "
+    "L1, waits and barriers. It adds rounds of workgroups, bytes, and the clock rate at 750 W. "
+    "Ranges cover its assumptions (docs/mi300x.md)."
 )
 
 

@@ -212,7 +212,7 @@ def _table(rows: Rows, peers: list[str], unit: str) -> Table:
             text = f"{values[peer]:.4g} ±{spread:.1%}"
             cells.append(Cell(text, "best" if values[peer] == best else ""))
         body.append(cells)
-    note = "± is half the distance of the quartiles. " + " ".join(
+    note = "± is half of the interquartile range. " + " ".join(
         f"– {', '.join(sorted(names))}: {why}." for why, names in reasons.items()
     )
     return Table(["", *peers], body, unit, note)

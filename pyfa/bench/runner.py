@@ -38,12 +38,12 @@ def run(
     effort: Effort | None = None,
     on_progress: OnProgress | None = None,
 ) -> dict[str, Any]:
-    """Return the results of ``suites`` on this machine's GPU, or else its CPU. By default runs all
-    suites but those in ``BY_NAME_ALONE``.
+    """Run ``suites`` on this machine's GPU, or else its CPU; by default all suites except those in
+    ``BY_NAME_ALONE``.
 
-    The result is plain data: which peers took part and why others did not, clocks before and after,
-    and a row for every cell and peer. A row has median and quartiles of seconds, or the reason why
-    there are none. On an MI300X pyfa's rows also have the timing model's figures
+    Returns plain data: the libraries that ran, why others did not, clock rates before and after,
+    and a row for every cell and library. A row has the median and quartiles of the seconds, or the
+    reason why there are none. On an MI300X pyfa's rows also have the timing model's figures
     (``mi300x.beside``).
     """
     for name in suites or ():

@@ -37,7 +37,7 @@ def asks_for(function: Function, name: str) -> bool:
 
 
 def lines_of(call: Call, function: Function) -> tuple[int, int]:
-    """Return the numbers of sequences and of heads that the function distinguishes, 1 if none."""
+    """Return the number of sequences, and of heads, for which the function differs; otherwise 1."""
     batch = call.batch if asks_for(function, "b") else 1
     return batch, call.q.shape[-2] if asks_for(function, "h") else 1
 

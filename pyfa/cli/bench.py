@@ -117,7 +117,7 @@ def _report(options: argparse.Namespace) -> int:
 
     given = (options.suite, options.peers, options.against, options.out)
     if options.report is None or any(one is not None for one in given):
-        raise ValueError("--from: goes with --report alone, since nothing is measured")
+        raise ValueError("--from: expected --report and no SUITE, because nothing is measured")
     _wrote(report.write(options.report, report.read(options.sources), options.older))
     return 0
 

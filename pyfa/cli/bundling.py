@@ -29,9 +29,8 @@ def write(folder: Path, rows: list[dict[str, Any]]) -> None:
 class Notes:
     """The cases that passed in the emulator, each with the digests of the code it ran, by name.
 
-    They are kept in ``path``, if given, a line for each as soon as it has passed, so that an
-    interrupted build goes on where it was. Notes of other sources, or of another torch, are not
-    used.
+    If ``path`` is given, each case is written there as soon as it has passed, so that an
+    interrupted build can resume. Notes of other sources, or of another torch, are not used.
     """
 
     def __init__(self, path: Path | None) -> None:

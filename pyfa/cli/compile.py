@@ -37,7 +37,7 @@ def add(commands: Any) -> None:
         "--arch", required=True, metavar="A[,B]", help="archs, such as gfx942 or sm_80,sm_86"
     )
     parser.add_argument(
-        "--all", action="store_true", help="build every plan (default: those of most problems)"
+        "--all", action="store_true", help="build every plan (default: those that most calls need)"
     )
     parser.add_argument(
         "--head-dim",

@@ -94,6 +94,6 @@ def show(data: dict[str, Any]) -> None:
     ]
     print_table(["wavefront instructions", "count"], rows)
     print()
-    print(f"{total / data['seconds'] / 1e6:.1f} M wavefront instructions a second, every LDS race, "
-          "wait and bound checked")  # fmt: skip
+    rate = total / data["seconds"] / 1e6
+    print(f"{rate:.1f} M wavefront instructions per second; LDS races, waits and bounds checked")
     print("functionally emulated, not verified on hardware")

@@ -106,8 +106,8 @@ def run(options: argparse.Namespace) -> int:
     prompt, keys = options.seqlen or (model.tokens or _SEQLEN,) * 2
     if not options.batch or not prompt or prompt > keys:
         raise ValueError(
-            "--seqlen: expected a length, or a part of a prompt and its whole as 512,8192, and a "
-            f"batch; got {prompt},{keys} and batch {options.batch}"
+            "--seqlen, --batch: expected 1 or more, and with two lengths, as in 512,8192, no more "
+            f"new tokens than tokens in all; got --seqlen {prompt},{keys} --batch {options.batch}"
         )
     dtype: torch.dtype = getattr(torch, options.dtype)
     if dtype.itemsize == 1:

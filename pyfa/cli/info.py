@@ -129,7 +129,7 @@ def _bundle_text(data: dict[str, Any]) -> str:
     cases = sum(entry["emulated_cases"] for entry in objects)
     archs = ", ".join(sorted({entry["arch"] for entry in objects}))
     emulated = sum(entry["emulated_cases"] > 0 for entry in objects)
-    told = f"{len(objects)} code objects for {archs}, every digest as built"
+    told = f"{len(objects)} code objects for {archs}, all digests match"
     if emulated:
         told += (
             f"; {cases} conformance cases passed on {emulated} of them in the emulator (not "

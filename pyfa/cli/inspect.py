@@ -38,7 +38,8 @@ def add(commands: Any) -> None:
         "inspect",
         "show the instruction mix of a HIP kernel's hot loop",
         "Run a HIP kernel in the emulator and show, per wavefront and tile of keys, the "
-        "instructions of its hot loop, the clocks of each unit, and the static bound that follows.",
+        "instructions of its hot loop, the clocks of each unit, and the bound on the speed that "
+        "follows from them.",
         "pyfa inspect attn_fwd --arch gfx942",
         "pyfa inspect attn_fwd --arch gfx942 --timing --head-dim 128 --causal",
     )
@@ -207,7 +208,7 @@ def _bound(matrix: float, vector: float, lds: float) -> dict[str, Any]:
 
 
 def _print(kernel: str, arch: str, reports: list[dict[str, Any]]) -> None:
-    print(f"{kernel} on {arch}, per wavefront and tile of keys, full tiles, no maximum moving")
+    print(f"{kernel} on {arch}, per wavefront and tile of keys, unmasked tiles, no rescaling")
     print()
     print_table(
         ["instructions", "tile", *reports[0]["instructions"], "packed fp32"],
@@ -242,17 +243,16 @@ def _print(kernel: str, arch: str, reports: list[dict[str, Any]]) -> None:
     low, high = (hz / 1e9 for hz in SUSTAINED_HZ)
     print()
     print_text(
-        f"Clocks of one wavefront on each unit: VALU {VALU_CLOCKS} an instruction, packed fp32 "
-        "(part of valu) and integer products too; "
-        f"v_exp_f32 {TRANS_CLOCKS}; MFMA as LLVM's model has it; LDS clocks and conflicts modeled "
-        "from addresses. B/clk: bytes of a compute unit per clock of its four matrix units: read "
-        "and written in LDS, loaded into it directly, loaded from memory. Barriers per 64 keys."
+        f"Clocks of one wavefront on each unit: {VALU_CLOCKS} per VALU instruction, {TRANS_CLOCKS} "
+        "per v_exp_f32, MFMA by LLVM's model, LDS clocks and conflicts by the addresses. VALU "
+        "includes packed fp32. B/clk: bytes of a compute unit per clock of its four matrix units: "
+        "read and written in LDS, loaded into it directly, loaded from memory. barriers/64: per 64 "
+        "keys."
     )
     print_text(
-        "A static bound, not measured: the busiest of MFMA, VALU+exp and LDS never idles, and the "
-        "others are hidden behind it. It ignores latency, waits, barriers, issue, caches and HBM. "
-        f"TFLOP/s: {units} compute units at the clock that {DEVICE} sustains, {low:g} to "
-        f"{high:g} GHz."
+        "The bound is static, not measured: it assumes that the busiest of MFMA, VALU+exp and LDS "
+        "never idles. It ignores latency, waits, barriers, issue, caches and HBM. TFLOP/s: "
+        f"{units} compute units at the clock that {DEVICE} sustains, {low:g} to {high:g} GHz."
     )
 
 

@@ -18,14 +18,12 @@ DEVICE = "MI300X"
 MFMA_FLOPS = 2048  # of a compute unit in a clock, fp16 and bf16; float8 twice as many
 _FLAGS = ("batch", "seqlen", "heads", "head_dim", "dtype", "causal", "window", "features")
 _NOTE = (
-    f"A {WORDS}, given as a range over its assumptions (docs/mi300x.md): in-order issue on four "
-    "SIMDs over what the emulator executed, LDS phases, L1, waits, barriers; then rounds of "
-    "workgroups and the clock that 750 W allow. It distinguishes variants of one kernel that "
-    "differ by about 8 %. util.: of the matrix units in full tiles. fixed: clocks of a workgroup "
-    "outside its tiles. vector to issue: shares of the matrix units' time lost, by what the "
-    "wavefronts wait for. loop end: of these, the time between the last product of one iteration "
-    "and the first of the next. conflicts: LDS clocks of a tile beyond what its bytes take. "
-    "TFLOP/s: of the matrix units, with full tiles only."
+    f"A {WORDS}; ranges cover its assumptions (docs/mi300x.md). It distinguishes variants of one "
+    "kernel that differ by about 8 %. util.: share of the clocks of full tiles in which the matrix "
+    "units are busy. fixed: clocks of a workgroup outside its tiles. vector to issue: the other "
+    "clocks, by what the wavefronts wait for. loop end: the part of these between the last product "
+    "of one iteration and the first of the next. conflicts: LDS clocks per tile beyond those that "
+    "its bytes take. TFLOP/s: of the matrix units, with full tiles only."
 )
 
 

@@ -186,11 +186,11 @@ def _print_kernels(model: Model) -> None:
             ]
         )
     head = ["kernel", "rows × keys", "workgroups", "threads", "registers", "on-chip bytes",
-            "of limit", f"per {_units(model)[:-1]}", "occupancy", "limited by"]  # fmt: skip
+            "of the limit", f"per {_units(model)[:-1]}", "occupancy", "limited by"]  # fmt: skip
     print_table(head, rows)
     for fit in model.fits:
-        buffers = ", ".join(f"{name} {count}" for name, count in fit.kernel.buffers.items())
-        print_text(f"  {fit.kernel.role.replace('_', ', ')}: {buffers} B", "    ")
+        buffers = ", ".join(f"{name}: {count} B" for name, count in fit.kernel.buffers.items())
+        print_text(f"  on chip, {fit.kernel.role.replace('_', ', ')}: {buffers}", "    ")
     if not all(fit.kernel.registers for fit in model.fits):
         print_text("  Occupancy is an upper bound: only --compile counts registers.", "    ")
 

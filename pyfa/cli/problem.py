@@ -289,7 +289,7 @@ def _latent(
     (heads, _), (dim, dim_v) = options.heads, options.head_dim
     if dim_v > dim or options.window:
         raise ValueError(
-            "--features latent: expected a head_dim of v that is no longer than q's, as "
+            "--features latent: expected a head_dim of v of at most q's, as "
             "--head-dim 576,512, and no window"
         )
     arguments: dict[str, Any] = {"latent": True, "causal": options.causal}

@@ -63,7 +63,7 @@ def compute_block_sparsity(
     compute_full_blocks: bool = True,
     use_fast_sampling: bool = False,
 ) -> BlockSparseTensorsTorch:
-    """Return the blocks of ``tile_m`` rows × ``tile_n`` keys that ``mask_mod`` leaves.
+    """Return the blocks of ``tile_m`` rows × ``tile_n`` keys that ``mask_mod`` does not mask.
 
     For packed sequences counts are (H, blocks of rows of all sequences), and the indices of a
     sequence begin at its element of ``cu_block_idx_offsets``.

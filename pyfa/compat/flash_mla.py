@@ -155,12 +155,12 @@ def flash_mla_sparse_fwd(
     attn_sink: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (out, max_logits, lse) of q (Sq, H, D) over kv (Sk, 1, D) at ``indices`` (Sq, 1,
-    topk).
+    """Compute attention of q (Sq, H, D) over those rows of kv (Sk, 1, D) that ``indices`` lists.
 
-    Entries that are negative or at least Sk list no key. Only the first ``topk_length`` (Sq,)
-    entries of a row are read. out is (Sq, H, d_v). max_logits and lse are (Sq, H) float32;
-    max_logits is the largest scaled score of a row, −inf if the row is fully masked.
+    ``indices`` is (Sq, 1, topk). Entries that are negative or at least Sk list no key. Only the
+    first ``topk_length`` (Sq,) entries of a row are read. Returns (out, max_logits, lse): out is
+    (Sq, H, d_v); max_logits and lse are (Sq, H) float32. max_logits is the largest scaled score of
+    a row, −inf if the row is fully masked.
     """
     validate.a_tensor("indices", indices)
     if indices.dim() != 3 or indices.shape[1] != 1:

@@ -311,7 +311,7 @@ def _caches(found: Findings, inputs: Inputs, buffers: dict[str, torch.Tensor]) -
             have = have.clone()
             placed.view(have)[marks] = ref[marks]
         same = torch.equal(have, want)
-        found.require(name, same, "not what the append must leave, or written elsewhere")
+        found.require(name, same, "differs from the expected cache, or was written elsewhere")
 
 
 def _dropout_bits(found: Findings, inputs: Inputs, out: torch.Tensor, ref: torch.Tensor) -> None:

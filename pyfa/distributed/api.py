@@ -265,7 +265,11 @@ def _asked(
     check_rows("k", k.shape[-3], where, of_k)
     ranks, heads_k = where.heads.size, k.shape[-2]
     if q.shape[-2] % ranks:
-        validate.wrong("q", f"a number of heads that {ranks} ranks can share out", q.shape[-2])
+        validate.wrong(
+            "q",
+            f"a number of heads that is a multiple of {ranks}, the number of ranks",
+            q.shape[-2],
+        )
     if heads_k % ranks and ranks % heads_k:
         validate.wrong(
             "k", f"a number of heads that is a multiple or a divisor of {ranks}", heads_k

@@ -156,8 +156,8 @@ def _piece(row: Range, key: Range, diagonal: int, mask: Mask) -> Piece | None:
         beside |= left < 0
     if beside:
         raise ValueError(
-            "dropout_p: with ALiBi, or with a mask beside the diagonal, expected as many keys as "
-            f"queries, in chunks of one length; got rows {row} and keys {key} of the whole"
+            "dropout_p: with ALiBi or a mask, expected as many keys as queries, in chunks of equal "
+            f"length; got rows {row} and keys {key} of the whole sequence"
         )
     return Piece((first, end), (low, high), left, right, q_start, k_start)
 

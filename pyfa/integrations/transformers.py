@@ -144,7 +144,7 @@ def _attention_in_parts(
     """Compute ``attention`` with ``attend``, for this process's part of the sequences."""
     if attention_mask is not None or position_bias is not None:
         raise NotImplementedError(
-            "attention_mask: with sequences in parts, masks other than causal ones and sliding "
+            "attention_mask: with a split sequence, masks other than causal ones and sliding "
             "windows are not implemented"
         )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -170,7 +170,7 @@ def _no_mask(
     if padded or chunked or q_length != kv_length:
         what = "padding" if padded else "chunks" if chunked else "a cache"
         raise NotImplementedError(
-            f"attention_mask: {what} with sequences in parts is not implemented"
+            f"attention_mask: {what} with a split sequence is not implemented"
         )
 
 
@@ -195,9 +195,9 @@ def make_mask(
     ``kv_offset`` on. ``attention_mask`` (B, positions) is False for padding. The result is
 
     - None, if the mask is only causal or a window;
-    - int32 (B, 1, 1, 2), if in addition there is padding on the left, or the end of the cache is
-      not filled: the index of the first valid key, and one more than the last key that the last
-      query sees (four dimensions, because transformers passes such tensors on unchanged);
+    - int32 (B, 1, 1, 2), if there is also padding on the left, or the end of the cache is empty. A
+      row has the index of the first valid key, and one more than the index of the last key that the
+      last query sees. (transformers passes tensors of four dimensions on unchanged.)
     - otherwise boolean (B, 1, queries | 1, keys), False where a query does not see a key.
 
     The function reads ``attention_mask`` and so waits for the device, except while a graph is

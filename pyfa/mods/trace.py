@@ -341,7 +341,7 @@ class _Recorder(TorchDispatchMode):
         if name == "index":
             items = tuple(args[1])
             if any(item is None for item in items):
-                raise self.error("indexes with None or a slice, expected one integer a dimension")
+                raise self.error("indexes with None or a slice, expected one integer per dimension")
             return self.index(args[0], items)
         for x in tensors:
             if x.dim():

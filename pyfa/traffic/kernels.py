@@ -86,7 +86,7 @@ class TiledKernel:
     compiled_bytes: int = 0
 
     def divided(self, shape: Shape) -> Shape:
-        """Return ``shape`` as the kernel sees it: each part of a group has KV heads of its own."""
+        """Return ``shape`` with a KV head for each part of a group, as the kernel sees it."""
         return shape._replace(heads_k=shape.heads_k * self.group_splits)
 
     @property

@@ -143,8 +143,8 @@ def blocks(shape: Shape, kernel: TiledKernel) -> Iterator[Blocks]:
 
 
 def workgroups(shape: Shape, kernel: TiledKernel) -> int:
-    """Return the workgroups of a launch: existing blocks of a head, masked or not, for every head
-    and split."""
+    """Return the workgroups of a launch: the blocks of a head, also masked ones, for every head and
+    split."""
     tiling = kernel.tiling
     if ROLES[kernel.role].owns_keys:
         heads_k = kernel.divided(shape).heads_k
@@ -160,7 +160,9 @@ def _walk(shape: Shape, owned: int, walked: int, tiling: Tiling) -> Iterator[Blo
     lines, packed = shape.seqlen_q * tiling.packed, tiling.packed
     if lines // owned > _MOST_BLOCKS:
         most = _MOST_BLOCKS * owned // packed
-        raise ValueError(f"seqlen: a plan counts block by block, here of at most {most:,} rows")
+        raise ValueError(
+            f"seqlen: expected at most {most:,} rows, because a plan counts block by block"
+        )
     for start in range(0, lines, _AT_ONCE * owned):
         first = np.arange(start, min(start + _AT_ONCE * owned, lines), owned, dtype=np.int64)
         last = np.minimum(first + owned, lines) - 1

@@ -337,8 +337,11 @@ def test_results_of_other_scripts_have_sections(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["forward", "--from", "x.json"], "--from: goes with --report alone"),
-        (["forward", "--report", "y", "--from", "x.json"], "--from: goes with --report alone"),
+        (["forward", "--from", "x.json"], "--from: expected --report and no SUITE"),
+        (
+            ["forward", "--report", "y", "--from", "x.json"],
+            "--from: expected --report and no SUITE",
+        ),
         (["--report", "y", "--from", "/nowhere/x.json"], "No such file"),
         (["--report", "y", "--from", "/etc/apt"], "there is no result file"),
     ],

@@ -79,7 +79,7 @@ def test_no_home_and_no_such_user(home: Path, monkeypatch: pytest.MonkeyPatch) -
     for name in ("PYFA_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", nobody)
-    expect_memory_only("this user has no home folder; PYFA_CACHE_DIR names another")
+    expect_memory_only("this user has no home folder; set PYFA_CACHE_DIR to a folder")
     assert cache.entries() == []
     assert cache.clear() == []
 

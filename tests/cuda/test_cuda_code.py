@@ -103,7 +103,9 @@ def test_an_error_carries_the_log_and_the_source() -> None:
 def test_shared_memory_that_a_block_cannot_have(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Plan("cuda", "cuda/combine.cu", (("DTYPE", 0), ("SHARED_BYTES", 99 * 1024 + 16)))
     assert code.build(Plan("cuda", "cuda/combine.cu", (("DTYPE", 0),)), "sm_86")
-    with pytest.raises(CodeObjectError, match="takes 101392 B of shared memory, of 101376"):
+    with pytest.raises(
+        CodeObjectError, match="needs 101392 B of shared memory; the limit is 101376 B"
+    ):
         code.build(plan, "sm_86")
 
 

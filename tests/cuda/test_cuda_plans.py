@@ -273,7 +273,7 @@ def test_float8_on_hopper(changes: dict[str, object], constants: dict[str, int])
                 "head_dim": 64,
                 "head_dim_v": 64,
             },
-            "float8 with pages of other than a multiple of 2 keys is not implemented",
+            "float8 with page sizes that are not a multiple of 2 keys is not implemented",
         ),
         ({"features": frozenset({"fp8", "dropout"})}, "float8 with dropout is not implemented"),
         ({"features": frozenset({"fp8", "backward"})}, "float8 has no backward"),
@@ -287,7 +287,7 @@ def test_float8_on_hopper(changes: dict[str, object], constants: dict[str, int])
         ),
         (
             CACHE | {"seqlen_q": 1, "device": DEVICES["A100-80GB"]},
-            "sm_80 has no instruction that widens float8 (sm_89 has)",
+            "sm_80 has no instruction that converts float8 to float16 (sm_89 has one)",
         ),
     ],
 )

@@ -23,7 +23,7 @@ def test_a_model_on_two_ranks_is_the_model_on_one(pool, kind):
 @needs_transformers
 def test_padding_is_refused(pool):
     for said in pool.run(2, models.padded):
-        assert said == "attention_mask: padding with sequences in parts is not implemented"
+        assert said == "attention_mask: padding with a split sequence is not implemented"
 
 
 def test_buffers_of_pytorchs_context_parallel(pool):

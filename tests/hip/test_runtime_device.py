@@ -498,7 +498,7 @@ def test_the_current_stream_is_torchs(scenario: Scenario) -> None:
         ("hipStreamIsCapturing=906", "HipError",
          ["hipErrorStreamCaptureImplicit (906)", "captured into a graph"]),
         ("hipSetDevice=101", "HipError", ["device 1 was not made current", "(101)"]),
-        ("hipGetDevice=3", "HipError", ["does not tell the current device", "(3)"]),
+        ("hipGetDevice=3", "HipError", ["does not report the current device", "(3)"]),
     ],
 )  # fmt: skip
 def test_codes_become_exceptions(

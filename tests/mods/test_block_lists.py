@@ -279,7 +279,9 @@ def test_explain_says_what_is_left():
     assert by_list in notes(band, "emulator")
     assert "are visited" in notes(band, "torch")
     inexact = lambda b, h, i, j: torch.exp(-0.1 * (i - j).abs()) > 0.5  # noqa: E731
-    assert "every tile is visited, as its arithmetic is not exact" in notes(inexact, "emulator")
+    assert "every tile is visited, because its arithmetic is not exact" in notes(
+        inexact, "emulator"
+    )
     assert "mask_mod" not in notes(None, "emulator")
 
 

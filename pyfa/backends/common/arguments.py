@@ -32,7 +32,7 @@ _OF_PARAMS = frozenset(abi.NAMES)
 
 
 class TensorMap(NamedTuple):
-    """A tensor as described to the copy engine. It begins with the address of ``tensor``, which
+    """A tensor as described to TMA. It begins with the address of ``tensor``, which
     each launch fills in unless ``tensor`` is "". ``sizes``: the offsets of 32-bit numbers that
     depend on the totals of packed rows."""
 

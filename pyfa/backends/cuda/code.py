@@ -118,5 +118,7 @@ def build(plan: Plan, arch: str) -> bytes:
     limit = plans.limits_of(arch).shared_bytes_per_block
     taken = plans.shared_bytes(plan)
     if taken > limit:
-        raise CodeObjectError(f"{plan} on {arch} takes {taken} B of shared memory, of {limit}")
+        raise CodeObjectError(
+            f"{plan} on {arch} needs {taken} B of shared memory; the limit is {limit} B"
+        )
     return data

@@ -43,7 +43,7 @@ def why_not_alone(problem: Problem) -> list[str]:
 
 
 def _no_widening(problem: Problem) -> str:
-    return f"{problem.arch} has no instruction that widens float8 (sm_89 has)"
+    return f"{problem.arch} has no instruction that converts float8 to float16 (sm_89 has one)"
 
 
 def _cannot_widen(problem: Problem) -> bool:

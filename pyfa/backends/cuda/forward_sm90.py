@@ -79,7 +79,7 @@ def without_pages(problem: Problem, of: int = _WORTH_A_COPY) -> list[str]:
         return []
     found = []
     if problem.page_size % of:
-        found.append(f"pages of other than a multiple of {of} keys")
+        found.append(f"page sizes that are not a multiple of {of} keys")
     if "leftpad" in problem.features:
         found.append("cache_leftpad with pages")
     return found

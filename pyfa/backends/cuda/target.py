@@ -124,7 +124,7 @@ def _latent_plan(problem: Problem) -> Plan | None:
 def _backward(values: Mapping[str, int]) -> Buffers:
     rows, keys = values["BLOCK_Q"], values["BLOCK_K"]
     both = values["HEAD_DIM"] + values["HEAD_DIM_V"]
-    parts = {"K and V": keys * both * 2, "Q and dO, two tiles": 2 * rows * both * 2}
+    parts = {"K and V": keys * both * 2, "two tiles of Q and dO": 2 * rows * both * 2}
     passed = "dS and dQ" if values.get("ROLES") == 0 else "P and dS"
     parts[f"{passed}, states"] = values["SHARED_BYTES"] - sum(parts.values())
     return Buffers("gradients", parts, (rows, keys), whole_tiles=True)

@@ -37,16 +37,16 @@ def _why_two_passes(
 ) -> str | None:
     """Return why backward takes two passes over the scores; None if it takes one."""
     if deterministic:
-        return "deterministic: atomics would add dQ in any order"
+        return "deterministic: atomics would add dQ in no fixed order"
     if mods:
         return "the one-pass kernel has no score_mod and mask_mod"
     if pair not in tiles.one_pass:
-        return "wider than 192, the one-pass kernel's tiles do not fit 64 KB of LDS"
+        return "above head_dim 192, the one-pass kernel's tiles do not fit in 64 KB of LDS"
     return None
 
 
 def why_not(problem: Problem) -> list[str]:
-    """Return what the backward of ``problem`` lacks, beyond what it lacks on every device."""
+    """Return why the backward cannot run ``problem``: only reasons of this backend's kernels."""
     banded = is_general_problem(problem) and is_banded(problem.features)
     wide = max(problem.head_dim, problem.head_dim_v) > 192
     # The pass that owns keys needs 520 registers; a lane has 512.
@@ -62,9 +62,9 @@ def notes_of(problem: Problem) -> list[str]:
     deterministic = "deterministic" in problem.features
     why = _why_two_passes(tiles, pair, deterministic, problem.mods)
     if why is None:
-        notes = ["backward in one pass: five products a tile, dQ added in float32 by atomics"]
+        notes = ["backward in one pass: five products per tile; float32 atomics add dQ"]
     else:
-        notes = [f"backward in two passes, seven products a tile: {why}"]
+        notes = [f"backward in two passes, seven products per tile: {why}"]
     if "bias_grad" in problem.features:
         notes.append("the gradient of bias in a separate pass, two products per tile, no atomics")
     return notes

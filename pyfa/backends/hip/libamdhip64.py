@@ -52,11 +52,11 @@ _AFTER_A_FAULT = (
     "each kernel report its own failure"
 )
 _HINTS = {
-    2: "device memory is full, part of it held by torch: torch.cuda.empty_cache() returns that",
-    NO_DEVICE: "see that /dev/kfd is there and may be opened by this user (groups render and "
-    "video), and what HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES say",
+    2: "device memory is full; torch.cuda.empty_cache() returns the part that torch holds",
+    NO_DEVICE: "check that /dev/kfd exists, that this user may open it (groups render and video), "
+    "and the values of HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES",
     700: _AFTER_A_FAULT,
-    FOREIGN_STREAM: "a stream of another HIP runtime: see that only one libamdhip64 is loaded",
+    FOREIGN_STREAM: "a stream of another HIP runtime: check that only one libamdhip64 is loaded",
     719: _AFTER_A_FAULT,
     **dict.fromkeys(range(900, 909), "not allowed while a stream is captured into a graph"),
 }
@@ -162,7 +162,7 @@ class Hip:
         number = _INT()
         self.check(
             self.calls.hipRuntimeGetVersion(ctypes.byref(number)),
-            "the HIP runtime does not tell its version",
+            "the HIP runtime does not report its version",
         )
         major, rest = divmod(number.value, 10_000_000)
         minor, patch = divmod(rest, 100_000)

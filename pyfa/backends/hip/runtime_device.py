@@ -208,7 +208,7 @@ def _current_device(hip: Hip) -> int:
     index = ctypes.c_int()
     code = hip.calls.hipGetDevice(ctypes.byref(index))
     if code:
-        raise hip.failure(code, "the HIP runtime does not tell the current device")
+        raise hip.failure(code, "the HIP runtime does not report the current device")
     return index.value
 
 

@@ -41,9 +41,9 @@ class Costs:
     """The costs of one kernel with ``resident`` workgroups on a compute unit, which can hold
     ``fits``.
 
-    ``base``: the costs at both ends of the range. ``changed``: the costs by changed constant, at
-    both ends, one for each of FACTORS or for the other position of a switch. Constants without
-    effect are left out.
+    ``base``: the costs at both ends of the range. ``changed``: the costs after a change of one
+    constant, by constant and at both ends. A number is multiplied by each of FACTORS; a switch is
+    turned over. Constants without effect are left out.
     """
 
     digest: str

@@ -116,7 +116,7 @@ def _forward(values: Mapping[str, int]) -> Buffers:
     keys, (dim, dim_v) = values["BLOCK_K"], _dims(values)
     size = 1 if values["DTYPE"] == forward.FLOAT8_CODE else 2
     stride = next(width for width in (64, 128, 256) if width >= dim)  # lds.h: whole lines
-    parts = {"K, two tiles": 2 * keys * stride * size, "V, two tiles": 2 * keys * dim_v * size}
+    parts = {"two tiles of K": 2 * keys * stride * size, "two tiles of V": 2 * keys * dim_v * size}
     return Buffers("forward", parts)
 
 

@@ -117,11 +117,13 @@ def notes_of(problem: Problem, pair: tuple[int, int], chunk: int = 0) -> list[st
     elif not problem.aligned:
         notes.append("q, k and v are copied once: not aligned to 16 bytes")
     if "batch_invariant" in problem.features and chunk:
-        notes.append(f"batch_invariant: no decode kernel, and no split keys but chunks of {chunk}")
+        notes.append(
+            f"batch_invariant: no decode kernel; keys are split only into chunks of {chunk}"
+        )
     elif "batch_invariant" in problem.features:
         notes.append(
-            "batch_invariant: no decode kernel and no split keys; a few sequences of long caches "
-            "fill less of the device"
+            "batch_invariant: no decode kernel, and keys are not split; a few sequences with long "
+            "caches do not fill the device"
         )
     if pair != (problem.head_dim, problem.head_dim_v):
         notes.append(f"compiled for head dims {pair[0]} and {pair[1]}")

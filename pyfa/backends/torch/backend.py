@@ -27,13 +27,15 @@ class TorchBackend:
     def why_not(self, problem: Problem) -> Sequence[str]:
         reasons = missing(self, problem)
         if "batch_invariant" in problem.features and problem.arch != "cpu":
-            reasons.append("PyTorch's products on a GPU go by the size of the batch")
+            reasons.append("on a GPU, PyTorch chooses its matrix products by the size of the batch")
         return reasons
 
     def plan(self, problem: Problem) -> Plan:
         if "batch_invariant" in problem.features:
             rows, keys = tiled.WHOLE_TILE
-            note = f"batch_invariant: every tile is {rows} rows x {keys} keys, a lone row's too"
+            note = (
+                f"batch_invariant: every tile is {rows} rows x {keys} keys, even for a single row"
+            )
             return Plan(self.NAME, "tiled", notes=(note,))
         why_tiled = sdpa.why_not(problem)
         if not why_tiled:

@@ -36,14 +36,14 @@ def why_not(problem: Problem) -> list[str]:
     if "causal" in problem.features and not problem.square:
         reasons.append("PyTorch's causal mask is aligned to the top left")
     if "causal" in problem.features and not problem.positive:
-        reasons.append("PyTorch's causal mask is lost under a scale of 0 or less")
+        reasons.append("PyTorch's attention loses the causal mask if the scale is 0 or negative")
     if problem.device.arch != "cpu":
         if not problem.aligned:
-            reasons.append("PyTorch's flash attention takes only rows aligned to 16 bytes")
+            reasons.append("PyTorch's flash attention needs rows aligned to 16 bytes")
         if not problem.positive:
-            reasons.append("PyTorch's flash attention gives NaN for a scale of 0 or less")
+            reasons.append("PyTorch's flash attention gives NaN if the scale is 0 or negative")
         if problem.dtype == "float32":
-            reasons.append("PyTorch's flash attention takes no float32")
+            reasons.append("PyTorch's flash attention does not support float32")
         if problem.head_dim % 8:
             reasons.append(f"head_dim {problem.head_dim} is not a multiple of 8")
         if "deterministic" in problem.features:

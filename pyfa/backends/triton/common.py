@@ -73,9 +73,9 @@ def locate(blocks, heads, batch, section, descending, DIES: tl.constexpr):
     """Return (block, head, sequence) of this program, all from grid axis 0, because other axes end
     at 65,535.
 
-    ``section`` (sequence, head) pairs, whose K and V fit the L2 together, are processed block by
-    block. With ``descending`` the last blocks, which see most keys under a causal mask, start
-    first.
+    Blocks are processed in sections of ``section`` (sequence, head) pairs, whose K and V together
+    fit in L2. With ``descending`` the last blocks of a section, which see the most keys under a
+    causal mask, start first.
     """
     pid = tl.program_id(0)
     pairs = heads * batch

@@ -393,8 +393,8 @@ def _notes(problem: Problem) -> tuple[str, ...]:
         notes.append("rows that are not multiples of 16 bytes are read element by element")
     if is_invariant(problem):
         notes.append(
-            "batch_invariant: tiles of a prefill, no split keys, no copy engine; a few sequences "
-            "of long caches fill less of the device"
+            "batch_invariant: the tiles of a prefill, no TMA, and keys are not split; a few "
+            "sequences with long caches do not fill the device"
         )
     if {"paged", "backward"} <= problem.features:
         notes.append("gradients of pages pass through a dense float32 buffer of batch × max_seqlen")
