@@ -1,6 +1,6 @@
 """How long the first use of a plan that no code was compiled for takes, stage by stage.
 
-    python benchmarks/first_use.py [--rounds N] [--save]
+    python benchmarks/first_use.py [--rounds N] [--vendors V …] [--cases C …] [--save]
 
 Needs no GPU: ``no_gpu.py`` stands in for the driver, and the compilers are real (NVRTC for an H200,
 the HIP compiler for an MI300X). Each measurement is a process with an empty code cache, which calls
@@ -164,11 +164,13 @@ def rounded(x: Any) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--vendors", nargs="+", default=VENDORS, choices=VENDORS)
+    parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for vendor in VENDORS:
-        for case in CASES:
+    for vendor in options.vendors:
+        for case in options.cases:
             row: dict[str, Any] = {"vendor": vendor, "case": case}
             row["stages"] = once(vendor, case, False, phases=True)["stages"]
             rounds: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}

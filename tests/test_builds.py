@@ -99,11 +99,15 @@ def test_a_call_does_not_wait_for_a_kernel_that_it_does_not_need(cores: Any) -> 
     assert by[PLANS[0]] == "pyfa builds kernels"
 
 
-def test_one_kernel_is_left_to_the_caller(cores: Any) -> None:
-    cores(4)
+def test_one_kernel_is_left_to_the_caller(calls_of: Any) -> None:
+    added = calls_of(builds._queue, "add")
     load = Builds(lambda plan, arch: threading.current_thread().name)
     load.begin(KEYS[:1])
     assert load(*KEYS[0]) == threading.current_thread().name
+    load.begin(KEYS[:2])  # of which one is there
+    assert added == []
+    load.begin(KEYS)
+    assert len(added) == 3
 
 
 def test_an_error_reaches_the_call_that_needs_the_kernel(cores: Any) -> None:
@@ -157,8 +161,11 @@ def test_a_forked_child_builds_what_its_parent_s_threads_had_begun(cores: Any) -
         child = os.fork()
     if child == 0:
         right = [load(*key) for key in KEYS] == [os.getpid()] * len(KEYS)
-        load.begin((replace(plan, kernel="other"), "gfx942") for plan in PLANS)
-        os._exit(0 if right and load(*KEYS[0]) == os.getpid() else 1)
+        meeting = threading.Barrier(2, timeout=SECONDS)
+        together = Builds(lambda plan, arch: meeting.wait())  # passes only if there are threads
+        together.begin(KEYS[:2])
+        right = right and {together(*key) for key in KEYS[:2]} == {0, 1}
+        os._exit(0 if right else 1)
     go.set()
     begun.reset()
     builds.settle()
