@@ -10,9 +10,10 @@ call, in bfloat16 with head_dim 128.
 ``stages``: seconds of one process that builds the kernels one by one. ``compile`` has for each
 kernel wall-clock and processor seconds; of NVRTC's also those of its phases, from a second compile
 of the same source. ``total``: forward and backward, ``one by one`` and ``in threads``
-(``pyfa/backends/native/builds.py``), in alternation, each with all rounds. ``forward_s`` ends when
-the forward is launched, ``gradient_s`` when the backward is; ``cpu_s`` is the processor time of
-both. ``--save`` writes ``results/first_use.json``.
+(``pyfa/backends/native/builds.py``), in alternation, each with all rounds; none with ``--rounds
+0``, as on a busy machine, where only processor time says much. ``forward_s`` ends when the forward
+is launched, ``gradient_s`` when the backward is; ``cpu_s`` is the processor time of both.
+``--save`` writes ``results/first_use.json``.
 """
 
 from __future__ import annotations
@@ -183,6 +184,7 @@ def main() -> None:
                     "rounds": [[x[name] for name in MEASURED] for x in each],
                 }
                 for way, each in rounds.items()
+                if each
             }
             rows.append(rounded(row))
             print(json.dumps(rows[-1], indent=1), flush=True)
