@@ -142,6 +142,7 @@ def amd(name: str = "MI300X") -> Iterator[None]:
         *_on(name),
         (backend, "why_unavailable", lambda: None),
         (backend.launch, "_load", lambda plan, arch: None),
+        (backend.launch, "begin", lambda wanted, arch: None),
     ]
     with mock.patch.dict(BACKENDS, {"hip": backend}), _changed(changes):
         yield
@@ -157,6 +158,7 @@ def nvidia(name: str = "H200", notes: bool = False) -> Iterator[Driver]:
         (backend, "launch", made),
         (backend, "why_unavailable", lambda: None),
         (made, "_load_new", _load(driver)),
+        (made, "begin", lambda wanted, arch: None),
         (libcuda, "library", lambda: driver),
         (counters, "source", lambda index: lambda: 4096),
         (tensor_maps, "rows_at", functools.cache(tensor_maps.rows_at.__wrapped__)),

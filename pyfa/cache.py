@@ -50,6 +50,7 @@ _LOCK_SECONDS = 600.0  # several times the slowest compile: the holder is stoppe
 _log = logging.getLogger("pyfa")
 _memory: dict[str, Entry] = {}
 _warned: set[Path] = set()
+_warning = threading.Lock()
 _building: dict[str, threading.Lock] = {}
 if hasattr(os, "register_at_fork"):
     # A child has none of its parent's other threads, so nobody would release what they hold.
@@ -240,8 +241,10 @@ def _fault(status: os.stat_result, readonly: bool) -> str | None:
 
 
 def _warn_once(home: Path, why: str) -> None:
-    if home not in _warned:
+    with _warning:
+        first = home not in _warned
         _warned.add(home)
+    if first:
         warnings.warn(f"pyfa's code cache: {why}", RuntimeWarning, stacklevel=3)
 
 

@@ -254,10 +254,14 @@ def ask(name: str, problem: Problem, *, hypothetical: bool = False) -> Answer:
 
 
 def _ask_and_build(name: str, problem: Problem) -> Answer:
-    """Return the answer of a backend that is about to run ``problem``. Whether the compiled code of
-    a user's functions can run is known only after it is built, so it is built here."""
+    """Return the answer of a backend that is about to run ``problem``, whose kernels it begins to
+    compile. Whether the compiled code of a user's functions can run is known only after it is
+    built, so it is built here."""
     answer, backend = ask(name, problem), BACKENDS[name]
-    if answer.plan is None or not problem.mods or not isinstance(backend, Building):
+    if answer.plan is None or not isinstance(backend, Building):
+        return answer
+    backend.begin(problem.bucketed())
+    if not problem.mods:
         return answer
     reasons = tuple(backend.why_not_built(problem.bucketed()))
     return Answer(name, reasons) if reasons else answer

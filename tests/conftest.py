@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 
 from pyfa import _torch, binding, bound, cache
+from pyfa.backends.native import builds
 from pyfa.bound import Table
+
+
+@pytest.fixture(autouse=True)
+def no_build_outlives_its_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Threads that build kernels end before what the test changed is put back."""
+    yield
+    builds.settle()
+
 
 CallsOf = Callable[[Any, str], list[Any]]
 Forget = Callable[[], None]

@@ -142,7 +142,11 @@ class Appending(Protocol):
 
 @runtime_checkable
 class Building(Protocol):
-    """A backend that compiles a user's functions and may refuse the compiled code."""
+    """A backend that compiles, and may refuse what it compiled of a user's functions."""
+
+    def begin(self, problem: Problem) -> None:
+        """Begin to compile, in threads, the kernels that a call of ``problem`` and its backward
+        are sure to launch. Those of the forward come first."""
 
     def why_not_built(self, problem: Problem) -> Sequence[str]:
         """Build the kernels of ``problem``, which has mods, and return why they cannot run; empty

@@ -198,6 +198,8 @@ class _Recorder(TorchDispatchMode):
         """The method that asks for a value, of those in ``_INSTEAD``."""
         self.constants: dict[int, torch.Tensor] = {}
         """0-dim tensors that the mod itself made, by id; kept, so that ids stay theirs."""
+        self.own: dict[int, torch.Tensor] = {}
+        """All tensors that the mod itself made, which it may change."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -384,7 +386,21 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         """Run an operator on untraced arguments. If it makes a scalar from numbers only, the scalar
         is a constant."""
+        schema = func._schema
+        given = zip(schema.arguments, args, strict=False)
+        named = ((x, kwargs[x.name]) for x in schema.arguments if x.name in kwargs)
+        for argument, x in (*given, *named):
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            if is_written and isinstance(x, torch.Tensor) and id(x) not in self.own:
+                raise self.error(
+                    f"changes a captured tensor in place ({name}); a mod is run once, to be "
+                    "traced, and may only return a value: change the tensor before the call"
+                )
         result = func(*args, **kwargs)
+        is_view = any(x.alias_info is not None for x in schema.returns)
+        of_own = name.startswith("lift") or all(id(x) in self.own for x in tensors)
+        if isinstance(result, torch.Tensor) and (of_own or not is_view):
+            self.own[id(result)] = result
         made = isinstance(result, torch.Tensor) and not result.dim()
         if made and all(id(x) in self.constants for x in tensors):
             self.constants[id(result)] = result

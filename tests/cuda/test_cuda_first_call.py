@@ -43,7 +43,8 @@ bundle.archs = lambda: frozenset({"sm_90a"})
 machine = no_gpu.nvidia("H200", notes=True)
 driver = machine.__enter__()
 backend = BACKENDS["cuda"]
-del backend.why_unavailable, backend.launch._load_new  # the stand-ins of a machine with a compiler
+del backend.why_unavailable  # the stand-ins of a machine with a compiler
+del backend.launch._load_new, backend.launch.begin
 torch.version.cuda, torch.cuda.is_available = "13.0", lambda: True
 libcuda.load = lambda data, name, index, shared: driver.function(name)
 

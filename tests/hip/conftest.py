@@ -65,5 +65,5 @@ def plant(
 
 def forget_code() -> None:
     """Forget what was made of sources, and their keys."""
+    code.load.cache_clear()  # first, as it waits for threads, which use the keys
     code.key_of.cache_clear()
-    code.load.cache_clear()

@@ -73,6 +73,21 @@ def _written(b, h, i, j):
     return i > j
 
 
+def _added(s, b, h, i, j):
+    table.add_(1)  # wrong
+    return s
+
+
+def _row_added(s, b, h, i, j):
+    table[1:].mul_(2)  # wrong
+    return s
+
+
+def _out(s, b, h, i, j):
+    torch.exp(torch.ones(4), out=table)  # wrong
+    return s
+
+
 def _kept(b, h, i, j):
     seen.append(1)
     return i > j
@@ -166,6 +181,9 @@ WRONG = {
     _operator: "erfinv.*they have arithmetic",
     _in_place: "changes a tensor in place.*torch.where",
     _written: "may only return a value",
+    _added: "changes a captured tensor in place .add_.*change the tensor before the call",
+    _row_added: "changes a captured tensor in place .mul_",
+    _out: "changes a captured tensor in place .exp",
     _kept: "changes a list, dict or set",
     _attribute: "assigns to an attribute",
     _global: "assigns to a global",
@@ -190,6 +208,18 @@ def test_the_error_names_the_line(mod):
     assert "wrong" in line or int(found[2]) == first, line
     if mod not in (_integer, _large, _kept, _text):
         assert "wrong" in line
+
+
+def test_a_mod_may_change_what_it_made_itself():
+    def mod(s, b, h, i, j):
+        own = torch.ones(4)
+        own.add_(table).mul_(2)
+        other = torch.tensor([1.0, 2.0])
+        other += 1
+        return s + own[i] + other[h]
+
+    pyfa.attention(q, q, q, score_mod=mod)
+    assert torch.equal(table, torch.zeros(4))
 
 
 def test_what_is_no_function():

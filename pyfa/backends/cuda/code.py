@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ... import bundle, cache, cubin
@@ -13,6 +13,7 @@ from ...plan import Plan
 from ..base import MachineReason
 from ..common import libcuda
 from ..native import bundled
+from ..native.builds import Builds
 from ..native.plans import name_of, source_of
 from . import plans, runtime_compiler
 
@@ -37,13 +38,24 @@ def key_of(plan: Plan, arch: str) -> str:
     return cache.key(source_of(plan), (), "nvrtc", arch)
 
 
-@functools.cache
-def load(plan: Plan, arch: str) -> Code:
+def _load(plan: Plan, arch: str) -> Code:
     """Return the cubin of ``plan`` for ``arch``, such as "sm_80". Raises ``CompileError`` or
     ``CodeObjectError``."""
     key = key_of(plan, arch)
     data = bundle.find(arch, key) if _is_bundled(arch, key) else None
     return compiled(plan, arch) if data is None else _code(data, "bundle")
+
+
+load = _builds = Builds(_load)
+
+
+def begin(wanted: Iterable[Plan], arch: str) -> None:
+    """Begin to compile those of ``wanted`` that are not bundled, for a device of ``arch``. Does
+    nothing without a compiler."""
+    targets = [(plan, plans.compiled_for(arch, plan)) for plan in wanted]
+    lacking = [key for key in targets if not _is_bundled(key[1], key_of(*key))]
+    if lacking and not why_no_compiler():
+        _builds.begin(lacking)
 
 
 def compiled(plan: Plan, arch: str) -> Code:

@@ -79,6 +79,7 @@ class Launcher:
         index = index_of(program.device)
         layout = arguments.layout_of(program, maps_of)
         units = self.device_at(program.device).units
+        self.begin([step.plan for step in program.steps], self.device_at(program.device).arch)
         launches = []
         taken: list[tuple[int, Callable[[], int]]] = []
         for step, start in zip(program.steps, layout.starts, strict=True):
@@ -102,6 +103,10 @@ class Launcher:
     def device_at(self, where: torch.device) -> Device:
         return device.of(where)
 
+    def begin(self, wanted: Sequence[Plan], arch: str) -> None:
+        """Implement ``native.launch.Launcher.begin``."""
+        code.begin([_plain(plan) for plan in wanted], arch)
+
     def _load(self, plan: Plan, threads: int, index: int) -> libcuda.Kernel:
         key = (plan.kernel, plan.constants, threads, index)
         found = self._loaded.get(key)
@@ -113,8 +118,7 @@ class Launcher:
         return found
 
     def _load_new(self, plan: Plan, threads: int, index: int) -> libcuda.Kernel:
-        # Notes are no part of a kernel: two plans that differ in them are one.
-        plan = replace(plan, notes=())
+        plan = _plain(plan)
         arch = plans.compiled_for(device.of(torch.device("cuda", index)).arch, plan)
         kernel = code.load(plan, arch)
         self.digests[str(plan)] = kernel.digest
@@ -123,6 +127,12 @@ class Launcher:
         if plan.kernel in plans.PERSISTENT:
             counters.source(index)  # now, since it cannot be made while a graph is captured
         return launchable(plan, function, threads, shared, index)
+
+
+def _plain(plan: Plan) -> Plan:
+    """Return ``plan`` without notes, which are no part of a kernel: two plans that differ in them
+    are one."""
+    return replace(plan, notes=())
 
 
 def launchable(plan: Plan, function: int, threads: int, shared: int, index: int) -> libcuda.Kernel:

@@ -10,6 +10,7 @@ import importlib.util
 import io
 import os
 import re
+import threading
 from collections.abc import Iterator, Sequence
 
 from ...errors import CompileError
@@ -17,6 +18,9 @@ from ...sources import keep_failed
 
 # The versions that PyTorch's builds and the extra bring, newest first.
 _NVRTC = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
+# cuda-core replaces its package while it is imported, so that a second thread may find half of it:
+# "cannot import name 'Program'" (cuda-core 1.2.2).
+_importing = threading.Lock()
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
@@ -112,7 +116,8 @@ def compile_cuda(source: str, *, arch: str, options: Sequence[str] = ()) -> tupl
     missing = why_unavailable()
     if missing:
         raise CompileError("cannot compile CUDA", missing, "<memory>")
-    from cuda.core import Program, ProgramOptions
+    with _importing:
+        from cuda.core import Program, ProgramOptions
 
     log = io.StringIO()
     given = ProgramOptions(arch=arch, std="c++17", ptxas_options=["-v", *options])

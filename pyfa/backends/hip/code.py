@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ... import bundle, cache, codeobject
@@ -13,6 +13,7 @@ from ...errors import CodeObjectError, CompileError
 from ...plan import Plan
 from ..base import MachineReason
 from ..native import bundled, lists
+from ..native.builds import Builds
 from ..native.plans import name_of, source_of
 from . import compiler
 
@@ -43,14 +44,24 @@ def key_of(plan: Plan, arch: str, by: str = compiler.PINNED) -> str:
     return cache.key(source_of(plan), OPTIONS, by, arch)
 
 
-@functools.cache
-def load(plan: Plan, arch: str) -> Code:
+def _load(plan: Plan, arch: str) -> Code:
     """Return the code object of ``plan``. Raises ``CompileError`` or ``CodeObjectError``."""
     key = key_of(plan, arch)
     data, found = bundle.find(arch, key), bundle.entry(arch, key)
     if data is not None and found is not None:
         return Code(data, found["sha256"], "bundle", codeobject.Kernel.of(found["kernel"]))
     return compiled(plan, arch)
+
+
+load = _builds = Builds(_load)
+
+
+def begin(wanted: Iterable[Plan], arch: str) -> None:
+    """Begin to compile those of ``wanted`` that are not bundled. Does nothing without a
+    compiler."""
+    lacking = [plan for plan in wanted if not bundle.has(arch, key_of(plan, arch))]
+    if lacking and not compiler.why_unavailable():
+        _builds.begin((plan, arch) for plan in lacking)
 
 
 def compiled(plan: Plan, arch: str) -> Code:

@@ -61,13 +61,18 @@ class Launcher:
     def launch_of(self, program: Program, tensors: tuple[torch.Tensor, ...]) -> Launch:
         """Implement ``native.launch.Launcher.launch_of``."""
         arch = self.device_at(program.device).arch
+        self.begin([step.plan for step in program.steps], arch)
         kernels = [self._load(step.plan, arch) for step in program.steps]
         return self.runtime.launch_of(program, kernels)
+
+    def begin(self, wanted: Sequence[Plan], arch: str) -> None:
+        """Implement ``native.launch.Launcher.begin``."""
+        code.begin([_plain(self._fitting.get(plan, plan)) for plan in wanted], arch)
 
     def _load(self, plan: Plan, arch: str) -> code.Code:
         plan = self._fitting.get(plan, plan)
         try:
-            kernel = code.load(replace(plan, backend="hip"), arch)
+            kernel = code.load(_plain(plan), arch)
         except CodeObjectError as error:
             other = lists.unlisted(plan)
             if other == plan:
@@ -75,7 +80,7 @@ class Launcher:
             # The registers of a user's mask may not fit together with a list. Visiting all tiles is
             # slower.
             _log.info("%s visits every tile: with block lists, %s", plan.kernel, error)
-            kernel = code.load(replace(other, backend="hip"), arch)
+            kernel = code.load(_plain(other), arch)
             self._fitting[plan] = plan = other
         self.digests[str(plan)] = kernel.digest
         return kernel
@@ -92,3 +97,8 @@ class Launcher:
 
     def device_at(self, where: torch.device) -> Device:
         return plans.device_at(where)
+
+
+def _plain(plan: Plan) -> Plan:
+    """Return what decides on the code of ``plan``: neither its notes nor the emulator do."""
+    return replace(plan, backend="hip", notes=())

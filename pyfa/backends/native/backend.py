@@ -16,7 +16,7 @@ from ...problem import Append, Call, Problem, features_by
 from ..base import Run, RunBackward, Saved
 from ..common.calls import DTYPE_CODES
 from . import append as appending
-from . import backward, decode, forward, lists, merge
+from . import backward, block_lists, decode, forward, lists, merge
 from .combine import chunked
 from .launch import Launcher
 from .plans import is_packed, masking
@@ -52,6 +52,22 @@ class NativeBackend:
             return plan
         return replace(plan, notes=(*plan.notes, *self.target.backward_notes(problem)))
 
+    def begin(self, problem: Problem) -> None:
+        """Implement ``base.Building.begin``."""
+        if not problem.batch or not problem.seqlen_q:
+            return
+        wanted = []
+        for plan in (self.plan(problem), *self._of_backward(problem)):
+            wanted.append(plan)
+            if lists.is_listed(plan):
+                tiles = self.target.list_tiles(plan)
+                wanted += block_lists.plans_of(self.launch, problem, tiles)
+        self.launch.begin(wanted, self.target.device_of(problem).arch)
+
+    def why_not_built(self, problem: Problem) -> Sequence[str]:
+        """Implement ``base.Building.why_not_built``."""
+        return ()
+
     def kernels(self, problem: Problem) -> list[Plan]:
         """Return all kernels that ``problem`` may launch, as the bundle names them."""
         out = DTYPE_CODES[problem.dtype_out or problem.dtype]
@@ -60,11 +76,16 @@ class NativeBackend:
             found.append(chunked(found[1]))
         if problem.features & {"varlen", "seqused"}:
             found.append(self.target.plan_of(self.NAME, "gaps", None))
+        found += self._of_backward(problem)
+        return [replace(plan, backend=self.target.name, notes=()) for plan in found]
+
+    def _of_backward(self, problem: Problem) -> list[Plan]:
+        found: list[Plan] = []
         if "backward" in problem.features:
             found += backward.plans_for(self.target, self.NAME, problem)
         if "bias_grad" in problem.features:
             found.append(backward.bias_plan_for(self.target, self.NAME, problem))
-        return [replace(plan, backend=self.target.name, notes=()) for plan in found]
+        return found
 
     def tiled_kernels(
         self, plan: Plan, problem: Problem, shape: Shape, compiled: bool

@@ -19,7 +19,7 @@ from ... import abi, blocks, mods
 from ...blocks import Lists, Tiles
 from ...errors import CodeObjectError, CompileError
 from ...plan import Plan
-from ...problem import Call
+from ...problem import Call, Problem
 from ..common.program import Params, Program, like, run_of
 from .launch import Launcher
 from .plans import modified
@@ -51,7 +51,9 @@ class Maker:
         return self.prepare(call, tiles)(call)
 
 
-def plan_of(launch: Launcher, call: Call, tiles: Tiles, kernel: str = "block_lists") -> Plan:
+def plan_of(
+    launch: Launcher, call: Call | Problem, tiles: Tiles, kernel: str = "block_lists"
+) -> Plan:
     """Return the plan of the kernel that makes the lists of ``call``'s mask_mod for ``tiles``, or
     of "tile_bounds", which runs before it."""
     plan = modified(launch.plan(kernel), call.mods)
@@ -63,6 +65,18 @@ def plan_of(launch: Launcher, call: Call, tiles: Tiles, kernel: str = "block_lis
         "OWNS_KEYS": int(tiles.owned == "keys"),
     }
     return replace(plan, constants=tuple(sorted(constants.items())))
+
+
+def plans_of(launch: Launcher, problem: Problem, tiles: Tiles) -> list[Plan]:
+    """Return the plans of all kernels that make the lists of ``problem``."""
+    from ...mods import emit_ranges
+
+    found = mods.of(problem.mods)
+    if found.mask is None or not blocks.is_exact(found.mask):
+        return []
+    has_bounds = emit_ranges.most_tabled(found) > 0
+    kernels = ("tile_bounds", "block_lists") if has_bounds else ("block_lists",)
+    return [plan_of(launch, problem, tiles, kernel) for kernel in kernels]
 
 
 def bind(launch: Launcher, call: Call, tiles: Tiles) -> Callable[[Call], Lists]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -26,6 +27,10 @@ class Launcher(Protocol):
 
     def launch_of(self, program: Program, tensors: tuple[torch.Tensor, ...]) -> Launch:
         """Return the launch of ``program`` with ``tensors`` on the current stream."""
+
+    def begin(self, wanted: Sequence[Plan], arch: str) -> None:
+        """Begin to compile ``wanted`` in threads, where there is no code for them yet: the longest
+        first, of those that are needed next."""
 
     @property
     def empty(self) -> Empty:
