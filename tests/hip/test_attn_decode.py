@@ -66,7 +66,7 @@ FAULTS = {
     "rows of a round too early": ("      look(n + 2 * kStages);\n", ""),
     "last group dropped": ("if (n + i < groups) advance", "if (n + i < groups - 1) advance"),
     "quotient by the page size 1 less": ("if (row >= size) {", "if (row > size) {"),
-    "padding forgotten": ("unsigned position = key + s.padding", "unsigned position = key"),
+    "padding forgotten": ("inverse, key + s.padding)", "inverse, key)"),
     "batch index forgotten": ("place[i].page : s.key_batch", "place[i].page : s.batch"),
     "sink in every part": ("p.use_sinks && part == 0 && exists", "p.use_sinks && exists"),
     "keys of V in another order": (
