@@ -277,3 +277,14 @@ def test_what_is_allowed_passes(tmp_path: Path, path: str, source: str) -> None:
 def _write(path: Path, source: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(source)
+
+
+def test_private_names_of_pytorch_are_in_one_module() -> None:
+    found = [
+        f"{name}:{node.lineno}"
+        for name, path in modules(PACKAGE).items()
+        if name != "_torch"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr == "_C"
+    ]
+    assert not found

@@ -11,7 +11,8 @@ import torch
 def bare(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """``pyfa._torch`` as imported where ``torch._C`` has none of them."""
     spec = importlib.util.find_spec("pyfa._torch")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     with monkeypatch.context() as patched:
         patched.setattr(torch, "_C", SimpleNamespace())
@@ -22,8 +23,12 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_every_name_has_a_fallback(bare: ModuleType) -> None:
     x = torch.zeros(2, 3)
     assert bare.is_capturing is torch.cuda.is_current_stream_capturing
-    assert bare.is_plain(x) and bare.is_unwatched(x) and bare.has_storage(x)
-    assert not bare.in_transform() and not bare.is_tracing() and not bare.is_deterministic()
+    assert bare.is_plain(x)
+    assert bare.is_unwatched(x)
+    assert bare.has_storage(x)
+    assert not bare.in_transform()
+    assert not bare.is_tracing()
+    assert not bare.is_deterministic()
     assert bare.empty_cpu((2, 3), (3, 1), torch.float16).stride() == (3, 1)
     assert bare.TensorGuards is None
     bare.hand_to_backward("name", 1)

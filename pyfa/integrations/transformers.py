@@ -29,7 +29,7 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from .. import api
+from .. import _torch, api
 
 __all__ = ["attention", "make_mask", "register"]
 
@@ -268,7 +268,7 @@ def _complete(arguments: dict[str, Any]) -> torch.Tensor:
 
 
 def _is_traced(x: torch.Tensor) -> bool:
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+    if _torch.is_tracing():
         return True
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 

@@ -10,7 +10,7 @@ import ptxas
 import pytest
 import torch
 
-from pyfa import abi
+from pyfa import _torch, abi
 from pyfa.backends.common import libcuda
 from pyfa.backends.common.calls import GENERAL
 from pyfa.backends.cuda import (
@@ -179,7 +179,7 @@ def test_launches_that_may_run_together_have_counters_of_their_own(
 
     capturing = False
     monkeypatch.setattr(counters, "zeros", zeros)
-    monkeypatch.setattr(counters, "is_capturing", lambda: capturing)
+    monkeypatch.setattr(_torch, "is_capturing", lambda: capturing)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda index: None)
     take = counters.source.__wrapped__(0)

@@ -10,13 +10,12 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
-MANY = 1 << 16  # a driver queues far fewer launches
+from ... import _torch
 
-is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+MANY = 1 << 16  # a driver queues far fewer launches
 
 
 @functools.cache
@@ -29,7 +28,7 @@ def source(index: int) -> Callable[[], int]:
     base, turns = pool.data_ptr(), itertools.count()
 
     def take(pool: torch.Tensor = pool) -> int:
-        if is_capturing():
+        if _torch.is_capturing():
             return zeros(1, index).data_ptr()
         return base + 4 * (next(turns) % MANY)
 
