@@ -8,6 +8,7 @@
 #endif
 #include "sm80/bwd_dq.h"
 #include "bwd_work.h"
+#include "ahead.h"
 
 // Keys of a block of Hopper's attn_bwd, whose work this kernel finds in a packed batch.
 #ifndef OWNED_KEYS
@@ -15,6 +16,7 @@
 #endif
 
 extern "C" __global__ WORKGROUP(kSumThreads, 4) void row_sums(KERNEL_PARAMS p) {
+  griddepcontrol_launch_dependents();
   if constexpr (OWNED_KEYS)
     if (has_work_table(p) && thread_index() < kLanes)
       make_work_table<OWNED_KEYS>(p, workgroup_index(), gridDim.x);

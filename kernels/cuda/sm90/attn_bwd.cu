@@ -32,8 +32,9 @@ DEVICE void init_barriers(Shared shared) {
 
 extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd(
     MAPPED_PARAMS mapped) {
-  griddepcontrol_wait();
   const Params &p = mapped.params;
+  // Of what row_sums leaves, the table of work is needed here; the rest is waited for where it is read.
+  if (has_work_table(p)) griddepcontrol_wait();
   Shared shared = shared_address(memory);
   Owned own = find_keys(p);
   Sequence s = sequence_of(p, own.batch);
@@ -77,7 +78,10 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd(
 #endif
   } else {
     setmaxnreg_dec<24>();
-    if (w.steps == 0) return;
+    if (w.steps == 0) {
+      griddepcontrol_wait();
+      return;
+    }
     int warp = wave_index() - kConsumerThreads / kLanes;
     if (warp == 0 && elect_one()) produce_tiles(mapped, own, w, s, shared);
     if (warp == 1) produce_states<true>(mapped, own, w, s, shared);

@@ -96,6 +96,7 @@ DEVICE void produce_states(const MappedParams &mapped, const Owned &own, const W
     clear_rows<kPanels, BLOCK_K>(shared + (of_q ? kK : kV), at(of_q ? kKLanded : kVLanded), 0,
                                  s.keys - own.first_key);
   arrive(of_q ? kKFull : kVFull);
+  griddepcontrol_wait();  // for the states; and nobody adds to dQ before they have come
   Cursor cursor = first_tile(p, own, w);
   // What dropout multiplies dP by comes at the end, so -delta is of that.
   float factor = kMore;

@@ -69,6 +69,7 @@ DEVICE void end_in_group(const Params &p, const Cursor &at, int group) {
 // Narrow heads: the warps have staged their sums of a tile when they arrive with dS of the next one.
 DEVICE void send_tiles(const Params &p, const Owned &own, const Work &w, const Sequence &s, Shared shared) {
   auto at = [&](int barrier) { return mbarrier_at(shared, barrier); };
+  if (DETERMINISTIC) griddepcontrol_wait();  // for the counters
   Cursor cursor = first_tile(p, own, w);
   for (int step = 0; step < w.steps; ++step) {
     Shared all_staged = at(kDsFull + stage_of(step + 1));
@@ -97,6 +98,7 @@ DEVICE void send_tiles(const Params &p, const Owned &own, const Work &w, const S
 // because additions of the next tile would delay its end.
 DEVICE void take_turns(const Params &p, const Owned &own, const Work &w, const Sequence &s, Shared shared) {
   auto at = [&](int barrier) { return mbarrier_at(shared, barrier); };
+  griddepcontrol_wait();  // for the counters
   Cursor cursor = first_tile(p, own, w);
   DqSemaphore semaphore = semaphore_of(p, own, s, cursor);
   bool my_turn = false;
