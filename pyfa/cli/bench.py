@@ -14,8 +14,8 @@ from .console import print_json, print_table, print_text, progress
 
 # Not imported from pyfa.bench, which would load torch before a wrong name is refused.
 _SUITES = (
-    "forward", "backward", "decode", "small", "varlen", "window", "gqa", "wide", "fp8",
-    "fp8_decode", "quantize", "host", "model", "mi300x",
+    "forward", "backward", "decode", "small", "varlen", "window", "gqa", "layers", "wide",
+    "fp8", "fp8_decode", "quantize", "host", "model", "mi300x",
 )  # fmt: skip
 
 

@@ -164,8 +164,8 @@ def test_what_is_no_longer_measured_is_said() -> None:
     [
         (
             ["fast"],
-            "SUITE: expected one of forward, backward, decode, small, varlen, window, gqa, wide, "
-            "fp8, fp8_decode, quantize, host, model, mi300x; got 'fast'",
+            "SUITE: expected one of forward, backward, decode, small, varlen, window, gqa, "
+            "layers, wide, fp8, fp8_decode, quantize, host, model, mi300x; got 'fast'",
         ),
         (["small", "--peers", "flush"], "--peers: expected pyfa, sdpa, flash, "),
         (["small", "--peers", "pyfa:vulkan"], "got 'pyfa:vulkan'"),
