@@ -144,6 +144,7 @@ def _sdpa(kind: SDPBackend | None, cell: Cell, device: torch.device) -> Ready:
         if getattr(cell, term):
             raise ValueError(f"it takes no {term}")
     leaves, dout = _heads_first(cell, device, copied=False)
+    q, k, v = leaves
     # One query sees all keys. With PyTorch's causal mask it would see only the first.
     causal = cell.causal and cell.seqlen_q > 1
     mask = None
@@ -151,7 +152,9 @@ def _sdpa(kind: SDPBackend | None, cell: Cell, device: torch.device) -> Ready:
         causal, mask = False, _visible(cell, cell.seqlen_q, cell.seqlen_k, device)
     call = functools.partial(
         F.scaled_dot_product_attention,
-        *leaves,
+        q,
+        k,
+        v,
         attn_mask=mask,
         is_causal=causal,
         enable_gqa=cell.heads_q != cell.heads_k,
@@ -202,7 +205,8 @@ def _flex_with_sinks(
 
     out, aux = flex_attention(q, k, v, return_aux=AuxRequest(lse=True), **options)
     share = torch.sigmoid(aux.lse - sinks[:, None].float())
-    return out * share[..., None].to(out.dtype)
+    scaled: torch.Tensor = out * share[..., None].to(out.dtype)
+    return scaled
 
 
 def _capped(cap: float, score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
