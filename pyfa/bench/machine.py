@@ -65,11 +65,19 @@ def version_of(package: str) -> str | None:
 def write(path: Path, results: Mapping[str, Any]) -> None:
     """Write ``results`` with the schema number and their environment, one record per line.
 
-    Paths under the folder that holds pyfa (in tracebacks) are written relative to it.
+    The file is replaced as a whole, so that a run that is cut leaves the earlier one. Paths under
+    the folder that holds pyfa (in tracebacks) are written relative to it.
     """
     data = {"schema": SCHEMA, "environment": environment(), **results}
     here = json.dumps(f"{_PACKAGE.parent}{os.sep}")[1:-1]
-    path.write_text(to_text(data).replace(here, "") + "\n")
+    text = to_text(data).replace(here, "") + "\n"
+    if path.exists() and not path.is_file():  # such as /dev/stdout
+        path.write_text(text)
+        return
+    path = path.resolve()  # a link keeps pointing to the file
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text)
+    part.replace(path)
 
 
 def to_text(value: Any, indent: int = 0, *, record: bool = False) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 import math
 import time
 from collections.abc import Callable
@@ -26,7 +27,8 @@ from . import float8, gpt, packed
 from .ready import Attend, Ready
 from .suites import Cell
 
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+# q, k and v, then the sinks where the cell has them.
+Inputs = tuple[torch.Tensor, ...]
 Prepare = Callable[[Cell, torch.device], Ready]
 
 
@@ -65,7 +67,8 @@ class Peer(NamedTuple):
 
 
 def inputs(cell: Cell, device: torch.device) -> tuple[Inputs, torch.Tensor]:
-    """Return q, k, v as (batch, seqlen, heads, head_dim), and the gradient of the output."""
+    """Return q, k, v as (batch, seqlen, heads, head_dim), then (heads,) sinks if the cell has them,
+    and the gradient of the output."""
     generator = torch.Generator(device).manual_seed(0)
     dtype = getattr(torch, cell.dtype)
 
@@ -77,18 +80,21 @@ def inputs(cell: Cell, device: torch.device) -> tuple[Inputs, torch.Tensor]:
     q = normal(cell.seqlen_q, cell.heads_q)
     k, v = normal(cell.seqlen_k, cell.heads_k), normal(cell.seqlen_k, cell.heads_k, cell.dim_v)
     dout = torch.randn((*q.shape[:3], cell.dim_v), device=device, dtype=dtype)
-    return (q, k, v), dout
+    if not cell.sinks:
+        return (q, k, v), dout
+    sinks = torch.randn(cell.heads_q, generator=generator, device=device, dtype=dtype)
+    return (q, k, v, sinks.requires_grad_(cell.grad)), dout
 
 
 def _heads_first(cell: Cell, device: torch.device, *, copied: bool) -> tuple[Inputs, torch.Tensor]:
     """Return ``inputs`` as (batch, heads, seqlen, head_dim): views, or tensors in that order."""
-    (q, k, v), dout = inputs(cell, device)
+    (q, k, v, *sinks), dout = inputs(cell, device)
     turned = [x.detach().transpose(1, 2) for x in (q, k, v, dout)]
     if copied:
         turned = [x.contiguous() for x in turned]
     for x in turned[:3]:
         x.requires_grad_(cell.grad)
-    return (turned[0], turned[1], turned[2]), turned[3]
+    return (*turned[:3], *sinks), turned[3]
 
 
 def _pyfa_attend(
@@ -96,9 +102,11 @@ def _pyfa_attend(
 ) -> Attend:
     window = None if cell.window < 0 else (cell.window, 0)
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         result = pyfa.attention(
-            q, k, v, causal=cell.causal, window=window,
+            q, k, v, causal=cell.causal, window=window, softcap=cell.softcap, sinks=sinks,
             deterministic=deterministic or cell.deterministic, backend=backend,
         )  # fmt: skip
         assert isinstance(result, torch.Tensor)
@@ -111,13 +119,12 @@ def _pyfa(
     backend: str | None, cell: Cell, device: torch.device, *, deterministic: bool = False
 ) -> Ready:
     leaves, dout = inputs(cell, device)
-    q, k, v = leaves
     if not cell.cache:
         attend = _pyfa_attend(backend, cell, device, deterministic=deterministic)
-        return Ready(lambda: attend(q, k, v), leaves, dout)
+        return Ready(lambda: attend(*leaves), leaves, dout)
 
     def forward() -> torch.Tensor:
-        result = pyfa.attention_kvcache(q, k, v, causal=cell.causal, backend=backend)
+        result = pyfa.attention_kvcache(*leaves, causal=cell.causal, backend=backend)
         assert isinstance(result, torch.Tensor)
         return result
 
@@ -133,7 +140,11 @@ def _visible(cell: Cell, rows: int, keys: int, device: torch.device) -> torch.Te
 
 
 def _sdpa(kind: SDPBackend | None, cell: Cell, device: torch.device) -> Ready:
+    for term in ("softcap", "sinks"):
+        if getattr(cell, term):
+            raise ValueError(f"it takes no {term}")
     leaves, dout = _heads_first(cell, device, copied=False)
+    q, k, v = leaves
     # One query sees all keys. With PyTorch's causal mask it would see only the first.
     causal = cell.causal and cell.seqlen_q > 1
     mask = None
@@ -141,7 +152,9 @@ def _sdpa(kind: SDPBackend | None, cell: Cell, device: torch.device) -> Ready:
         causal, mask = False, _visible(cell, cell.seqlen_q, cell.seqlen_k, device)
     call = functools.partial(
         F.scaled_dot_product_attention,
-        *leaves,
+        q,
+        k,
+        v,
         attn_mask=mask,
         is_causal=causal,
         enable_gqa=cell.heads_q != cell.heads_k,
@@ -168,10 +181,36 @@ def _sdpa_attend(cell: Cell, device: torch.device) -> Attend:
 def _compiled_flex() -> Callable[..., torch.Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
+    return _compiled(flex_attention)
+
+
+@functools.cache
+def _compiled_flex_with_sinks() -> Callable[..., torch.Tensor]:
+    return _compiled(_flex_with_sinks)
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., torch.Tensor]:
     # Every cell has shapes of its own: dynamic ones would be slower.
     torch._dynamo.config.recompile_limit = 256
-    compiled: Callable[..., torch.Tensor] = torch.compile(flex_attention, dynamic=False)
+    compiled: Callable[..., torch.Tensor] = torch.compile(function, dynamic=False)
     return compiled
+
+
+def _flex_with_sinks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    """Compute FlexAttention without sinks, then scale each row by the share of its keys in the
+    softmax that has the sink too: exp(lse) / (exp(lse) + exp(sink))."""
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    out, aux = flex_attention(q, k, v, return_aux=AuxRequest(lse=True), **options)
+    share = torch.sigmoid(aux.lse - sinks[:, None].float())
+    scaled: torch.Tensor = out * share[..., None].to(out.dtype)
+    return scaled
+
+
+def _capped(cap: float, score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return cap * torch.tanh(score / cap)
 
 
 def _earlier(b: Any, h: Any, i: Any, j: Any) -> Any:
@@ -215,9 +254,13 @@ def _flex(cell: Cell, device: torch.device) -> Ready:
     if cell.causal and cell.seqlen_q > 1:
         seen = _earlier if cell.window < 0 else functools.partial(_near, cell.window)
         mask = create_block_mask(seen, None, None, cell.seqlen_q, cell.seqlen_k, device=device)
-    gqa = cell.heads_q != cell.heads_k
-    call: Callable[..., torch.Tensor]
-    call = functools.partial(_compiled_flex(), *leaves, block_mask=mask, enable_gqa=gqa)
+    call: Callable[..., torch.Tensor] = functools.partial(
+        _compiled_flex_with_sinks() if cell.sinks else _compiled_flex(),
+        *leaves,
+        score_mod=functools.partial(_capped, cell.softcap) if cell.softcap else None,
+        block_mask=mask,
+        enable_gqa=cell.heads_q != cell.heads_k,
+    )
     if device.type == "cuda" and max(cell.head_dim, cell.dim_v) > NARROW:
         call = _fastest(call)
     return Ready(call, leaves, dout)
@@ -238,15 +281,24 @@ def _naive(cell: Cell, device: torch.device) -> Ready:
     return Ready(lambda: _eager(cell, *leaves), leaves, dout)
 
 
-def _eager(cell: Cell, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _eager(
+    cell: Cell, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     """Compute attention of (batch, heads, seqlen, head_dim) without copying the heads of a
     group."""
     grouped = q.unflatten(1, (cell.heads_k, -1))
     score = grouped @ k[:, :, None].transpose(-1, -2) * cell.head_dim**-0.5
+    if cell.softcap:
+        score = cell.softcap * torch.tanh(score / cell.softcap)
     visible = _visible(cell, q.shape[2], k.shape[2], q.device)
     if visible is not None:
         score = score.masked_fill(~visible, -torch.inf)
-    out: torch.Tensor = score.softmax(-1) @ v[:, :, None]
+    if sinks is None:
+        weights = score.softmax(-1)
+    else:  # one more key per row, without a value
+        sink = sinks.view(cell.heads_k, -1, 1, 1).expand(*score.shape[:-1], 1)
+        weights = torch.cat([score, sink], -1).softmax(-1)[..., :-1]
+    out: torch.Tensor = weights @ v[:, :, None]
     return out.flatten(1, 2)
 
 
@@ -276,12 +328,23 @@ def _package(name: str, cell: Cell, device: torch.device) -> Ready:
 
 def _package_attend(name: str, cell: Cell, device: torch.device) -> Attend:
     function = importlib.import_module(name).flash_attn_func
+    taken = inspect.signature(function).parameters
     options: dict[str, Any] = {} if cell.window < 0 else {"window_size": (cell.window, 0)}
+    if cell.softcap:
+        if "softcap" not in taken:
+            raise ValueError("it takes no softcap")
+        options["softcap"] = cell.softcap
     if cell.cache:
         options["num_splits"] = 0  # as many parts as it thinks best
+    # Version 4's name.
+    if cell.sinks and "learnable_sink" not in taken:
+        raise ValueError("it takes no sinks")
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return packed.out_of(function(q, k, v, causal=cell.causal, **options))
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        given = options if sinks is None else {**options, "learnable_sink": sinks}
+        return packed.out_of(function(q, k, v, causal=cell.causal, **given))
 
     return attend
 

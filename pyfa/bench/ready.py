@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Causal attention of q, k and v as (batch, seqlen, heads, head_dim).
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# Attention of q, k and v as (batch, seqlen, heads, head_dim), then of (heads,) sinks where the cell
+# has them.
+Attend = Callable[..., torch.Tensor]
 
 
 class Ready(NamedTuple):

@@ -21,9 +21,11 @@ _SHOWS = {
     "small": "One sequence: grids that do not fill the device. Less is better.",
     "varlen": "Sequences of different lengths, packed without padding. Peers without a packed "
     "call get one call per sequence.",
-    "window": "Causal attention to the nearest keys; FLOPs of exactly the visible pairs.",
+    "window": "Causal attention to the nearest keys, without and with sinks; FLOPs of exactly the "
+    "visible pairs.",
     "gqa": "Query heads that share key heads, and keys that are wider than values; forward and "
     "backward.",
+    "layers": "The attention layers of known models, forward and backward.",
     "wide": "Forward at head_dim 512.",
     "fp8": "Forward with float8 inputs, compared with 16-bit inputs.",
     "fp8_decode": "Decode with a float8 cache and 16-bit queries, compared with a 16-bit cache. "

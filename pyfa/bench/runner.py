@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import statistics
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -20,6 +21,8 @@ from .suites import BY_NAME_ALONE, MI300X, SUITES, Cell
 from .timing import Clock
 
 OnProgress = Callable[[int, int, str], None]
+# Takes the rows of the cell that was just measured, and the results so far.
+OnCell = Callable[[list[dict[str, Any]], dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -37,13 +40,16 @@ def run(
     wanted: list[str] | None = None,
     effort: Effort | None = None,
     on_progress: OnProgress | None = None,
+    on_cell: OnCell | None = None,
+    limit: float | None = None,
 ) -> dict[str, Any]:
     """Run ``suites`` on this machine's GPU, or else its CPU; by default all suites except those in
-    ``BY_NAME_ALONE``.
+    ``BY_NAME_ALONE``. After ``limit`` seconds it stops at the end of a cell.
 
     Returns plain data: the libraries that ran, why others did not, clock rates before and after,
     and a row for every cell and library. A row has the median and quartiles of the seconds, or the
-    reason why there are none. On an MI300X pyfa's rows also have the timing model's figures
+    reason why there are none. Cells that were not measured (yet) are named under ``missing``, which
+    is left out once there are none. On an MI300X pyfa's rows also have the timing model's figures
     (``mi300x.beside``).
     """
     for name in suites or ():
@@ -63,25 +69,36 @@ def run(
     taking_part, absent = chosen(wanted, device.type)
     cells = [cell for name in names for cell in SUITES[name](device.type == "cuda")]
     clock = Clock(device)
-    before = machine.gpu_state()
+    begin = time.monotonic()
     rows: list[dict[str, Any]] = []
-    for done, cell in enumerate(cells):
-        if on_progress is not None:
-            on_progress(done, len(cells), f"{cell.suite} {cell.name}")
-        with pyfa.use_backend("hip") if held_to_model else nullcontext():
-            rows += _measure(cell, taking_part, clock, effort)
-    model = {} if no_model else {"mi300x": mi300x.beside(cells, rows, on_progress=on_progress)}
-    return {
+    results: dict[str, Any] = {
         "suites": names,
         "device": device.type,
         "backend": _backend(device, "hip" if held_to_model else None),
         "effort": asdict(effort),
         "peers": {peer.name: peer.meaning for peer in taking_part},
         "absent": absent,
-        "clocks": {"before": before, "after": machine.gpu_state()},
+        "clocks": {"before": machine.gpu_state()},
         "rows": rows,
-        **model,
+        "missing": [f"{cell.suite} {cell.name}" for cell in cells],
     }
+    for done, cell in enumerate(cells, 1):
+        if on_progress is not None:
+            on_progress(done - 1, len(cells), f"{cell.suite} {cell.name}")
+        with pyfa.use_backend("hip") if held_to_model else nullcontext():
+            measured = _measure(cell, taking_part, clock, effort)
+        rows += measured
+        results["clocks"]["after"] = machine.gpu_state()
+        results["missing"].pop(0)
+        if on_cell is not None:
+            on_cell(measured, results)
+        if limit is not None and time.monotonic() - begin >= limit:
+            break
+    if not results["missing"]:
+        del results["missing"]
+    if not no_model:
+        results["mi300x"] = mi300x.beside(cells, rows, on_progress=on_progress)
+    return results
 
 
 def _backend(device: torch.device, named: str | None) -> str | None:

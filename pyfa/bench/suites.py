@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from statistics import NormalDist
 from typing import Any
 
 from ..traffic import Shape
@@ -24,7 +26,9 @@ class Cell:
     inputs are float8, or "cache" for a float8 cache with queries of ``dtype``. With "quantize" or
     "rotate" (quantize with the rotation) the conversion is timed, with "copy" a copy of as many
     tensors. ``head_dim_v``: the head_dim of V if it differs from ``head_dim``, else 0.
-    ``deterministic``: whether gradients must have the same bits on every run.
+    ``deterministic``: whether gradients must have the same bits on every run. ``label``: what the
+    problem is from, such as a model. ``softcap``: the cap of the scores, 0 for none. ``sinks``:
+    whether each query head has a sink, an input like the others, which gets a gradient too.
     """
 
     suite: str
@@ -48,6 +52,9 @@ class Cell:
     fp8: str = ""
     head_dim_v: int = 0
     deterministic: bool = False
+    label: str = ""
+    softcap: float = 0.0
+    sinks: bool = False
 
     @property
     def dim_v(self) -> int:
@@ -66,15 +73,21 @@ class Cell:
         ]
         if self.window >= 0:
             parts.append(f"window={self.window}")
+        if self.softcap:
+            parts.append(f"softcap={self.softcap:g}")
+        if self.sinks:
+            parts.append("sinks")
         if self.lengths:
             parts[2] = f"S≤{self.seqlen_q} of {sum(self.lengths)}"
+        if self.label:
+            parts.insert(0, self.label)
         if self.layers:
             parts.append(f"L={self.layers}")
         if self.suite in ("fp8", "fp8_decode", "quantize") or (self.suite == MI300X and self.fp8):
             said = {"": self.dtype, "inputs": "float8", "cache": "float8 cache"}
             parts.append(said.get(self.fp8, self.fp8))
         # Suites of one kind of pass do not name it.
-        if self.suite in ("window", "gqa", "varlen", MI300X) and self.passes != "forward":
+        if self.suite in ("window", "gqa", "varlen", "layers", MI300X) and self.passes != "forward":
             parts.append(self.passes)
         if self.deterministic:
             parts.append("deterministic")
@@ -184,44 +197,120 @@ def _host(gpu: bool) -> list[Cell]:
     ]
 
 
+def _lognormal(count: int, mean: float, spread: float) -> tuple[int, ...]:
+    """Return ``count`` lengths at evenly spaced quantiles of a lognormal distribution, in an order
+    in which long and short ones are mixed, the same on every machine."""
+    normal = NormalDist(mean, spread)
+    rising = [round(math.exp(normal.inv_cdf((n + 0.5) / count))) for n in range(count)]
+    return tuple(rising[n * 37 % count] for n in range(count))
+
+
+# 8 sequences as of documents, 32,768 tokens.
+_LONG = (8192, 6144, 5120, 4096, 3072, 2560, 2048, 1536)
+
+
 def _varlen(gpu: bool) -> list[Cell]:
-    """Return cells with packed sequences, forward and training: with lengths that halve, and with
-    equal lengths."""
+    """Return cells with packed sequences, forward and training: with lengths that halve, with
+    equal lengths, and of many kinds of lengths as in training data."""
     total, longest, heads, dim = (16384, 8192, 16, 128) if gpu else (256, 128, 2, 64)
     dtype = "bfloat16" if gpu else "float32"
     halving = tuple(longest >> n for n in range(4))
-    packs = ((*halving, total - sum(halving)), (total // 16,) * 16)
+    # The label, the lengths, heads, head_dim, and whether causal.
+    packs: list[tuple[str, tuple[int, ...], int, int, int, bool]] = [
+        ("", (*halving, total - sum(halving)), heads, heads, dim, True),
+        ("", (total // 16,) * 16, heads, heads, dim, True),
+    ]
+    if gpu:
+        packs += [
+            ("64 lognormal", _lognormal(64, 5.66, 0.977), 32, 8, 128, True),
+            ("256 short", _lognormal(256, 4.473, 0.875), 16, 16, 64, False),
+            ("8 long", _LONG, 32, 8, 128, True),
+        ]
+    else:
+        packs += [
+            ("8 lognormal", _lognormal(8, 2.5, 0.9), 4, 2, 64, True),
+            ("16 short", _lognormal(16, 1.5, 0.6), 2, 2, 64, False),
+        ]
     return [
-        Cell("varlen", len(lengths), max(lengths), max(lengths), heads, heads, dim, True, dtype,
-             passes, grad=passes != "forward", lengths=lengths)
-        for lengths, passes in itertools.product(packs, ("forward", "both"))
+        Cell("varlen", len(lengths), max(lengths), max(lengths), heads, heads_k, dim, causal, dtype,
+             passes, grad=passes != "forward", lengths=lengths, label=label)
+        for (label, lengths, heads, heads_k, dim, causal), passes in itertools.product(
+            packs, ("forward", "both")
+        )
     ]  # fmt: skip
 
 
 def _window(gpu: bool) -> list[Cell]:
-    """Return cells with causal queries that see this many keys to their left."""
-    length, widths, heads, dim = (16384, (1024, 4096), 16, 128) if gpu else (128, (16, 50), 2, 64)
-    dtype = "bfloat16" if gpu else "float32"
+    """Return cells with causal queries that see this many keys to their left, without and with
+    sinks."""
+    length, widths, dims = (8192, (128, 1024, 4096), (64, 128, 256)) if gpu else (64, (16,), (64,))
+    width, dtype = (2048, "bfloat16") if gpu else (128, "float32")
     return [
-        Cell("window", 1, length, length, heads, heads, dim, True, dtype, passes,
-             grad=passes != "forward", window=width)
-        for width, passes in itertools.product(widths, ("forward", "backward"))
+        Cell("window", 1, length, length, width // dim, width // dim, dim, True, dtype, passes,
+             grad=passes != "forward", window=window, sinks=sinks)
+        for dim, window, sinks, passes in itertools.product(
+            dims, widths, (False, True), ("forward", "backward")
+        )
     ]  # fmt: skip
 
 
 def _gqa(gpu: bool) -> list[Cell]:
     """Return cells with the head counts of large models: groups that share keys, one KV head for
     all, and keys wider than their values."""
-    batch, length, dim = (2, 8192, 128) if gpu else (1, 64, 64)
-    heads = ((32, 8), (64, 8), (16, 1)) if gpu else ((4, 2), (4, 1))
-    kinds = [(*each, dim, 0) for each in heads]
-    kinds.append((16, 16, 192, 128) if gpu else (4, 4, 96, 64))
+    # Batch, length, query heads, KV heads, head_dim of keys and of values if that differs.
+    kinds = [(1, 64, 4, 2, 64, 0), (1, 64, 4, 1, 64, 0), (1, 64, 4, 4, 96, 64)]
+    if gpu:
+        kinds = [
+            (8192 // length, length, heads, heads_k, 128, 0)
+            for heads, heads_k in ((64, 8), (32, 8), (32, 4), (32, 1))
+            for length in (1024, 8192)
+        ]
+        kinds += [(1, 16384, 32, 8, 128, 0), (2, 8192, 16, 16, 192, 128)]
     dtype = "bfloat16" if gpu else "float32"
     return [
-        Cell("gqa", batch, length, length, count, count_k, dim, True, dtype, passes,
+        Cell("gqa", batch, length, length, heads, heads_k, dim, True, dtype, passes,
              grad=passes != "forward", head_dim_v=dim_v)
-        for (count, count_k, dim, dim_v), passes in itertools.product(
+        for (batch, length, heads, heads_k, dim, dim_v), passes in itertools.product(
             kinds, ("forward", "backward")
+        )
+    ]  # fmt: skip
+
+
+# Attention layers as their models are trained: the label, batch, length, query heads, KV heads,
+# head_dim, whether causal; then V's head_dim, window, softcap and sinks where a model has them.
+_LAYERS: tuple[tuple[str, int, int, int, int, int, bool, dict[str, Any]], ...] = (
+    ("Llama-3-8B", 2, 4096, 32, 8, 128, True, {}),
+    ("Llama-70B", 1, 8192, 64, 8, 128, True, {}),
+    ("GPT-OSS sliding", 1, 8192, 64, 8, 64, True, {"window": 128, "sinks": True}),
+    ("GPT-OSS full", 1, 8192, 64, 8, 64, True, {"sinks": True}),
+    ("Gemma-2", 1, 4096, 16, 8, 256, True, {"softcap": 50.0}),
+    ("Gemma-3 sliding", 1, 8192, 16, 8, 256, True, {"window": 1024}),
+    ("Qwen3", 2, 4096, 40, 8, 128, True, {}),
+    ("DeepSeek prefill", 1, 8192, 16, 16, 192, True, {"head_dim_v": 128}),
+    ("Mistral", 1, 16384, 32, 8, 128, True, {"window": 4096}),
+    ("FLUX", 1, 4608, 24, 24, 128, False, {}),
+    ("SDXL", 2, 4096, 10, 10, 64, False, {}),
+    ("ViT-B", 64, 197, 12, 12, 64, False, {}),
+    ("BERT", 8, 512, 16, 16, 64, False, {}),
+)
+# On a CPU: every term once.
+_TINY_LAYERS: tuple[tuple[str, int, int, int, int, int, bool, dict[str, Any]], ...] = (
+    ("grouped", 1, 64, 4, 2, 64, True, {}),
+    ("GPT-OSS sliding", 1, 64, 4, 2, 64, True, {"window": 16, "sinks": True}),
+    ("GPT-OSS full", 1, 64, 4, 2, 64, True, {"sinks": True}),
+    ("Gemma-2", 1, 64, 4, 2, 64, True, {"softcap": 2.0}),
+    ("ViT-B", 2, 49, 2, 2, 64, False, {}),
+)
+
+
+def _layers(gpu: bool) -> list[Cell]:
+    """Return the attention layers of known models, forward and backward."""
+    dtype = "bfloat16" if gpu else "float32"
+    return [
+        Cell("layers", batch, length, length, heads, heads_k, dim, causal, dtype, passes,
+             grad=passes != "forward", label=label, **terms)
+        for (label, batch, length, heads, heads_k, dim, causal, terms), passes in itertools.product(
+            _LAYERS if gpu else _TINY_LAYERS, ("forward", "backward")
         )
     ]  # fmt: skip
 
@@ -347,6 +436,7 @@ SUITES: dict[str, Callable[[bool], list[Cell]]] = {
     "varlen": _varlen,
     "window": _window,
     "gqa": _gqa,
+    "layers": _layers,
     "wide": _wide,
     "fp8": _fp8,
     "fp8_decode": _fp8_decode,

@@ -14,8 +14,8 @@ from .console import print_json, print_table, print_text, progress
 
 # Not imported from pyfa.bench, which would load torch before a wrong name is refused.
 _SUITES = (
-    "forward", "backward", "decode", "small", "varlen", "window", "gqa", "wide", "fp8",
-    "fp8_decode", "quantize", "host", "model", "mi300x",
+    "forward", "backward", "decode", "small", "varlen", "window", "gqa", "layers", "wide",
+    "fp8", "fp8_decode", "quantize", "host", "model", "mi300x",
 )  # fmt: skip
 
 
@@ -48,7 +48,19 @@ def add(commands: Any) -> None:
         metavar="FILE",
         help="compare with an earlier result of this machine; status 1 if pyfa became slower",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="write the results as JSON, again after each cell, so that a run that is cut keeps "
+        "what it measured",
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        metavar="SECONDS",
+        help="stop after this time, at the end of a cell, and name the cells that are missing",
+    )
     parser.add_argument(
         "--report",
         type=Path,
@@ -91,8 +103,14 @@ def run(options: argparse.Namespace) -> int:
     if options.peers is not None:
         wanted = [part.strip() for part in options.peers.split(",") if part.strip()]
     suites = None if options.suite is None else [options.suite]
+
+    def on_cell(rows: list[dict[str, Any]], so_far: dict[str, Any]) -> None:
+        print(f"bench: {_line(rows)}", file=sys.stderr, flush=True)
+        if options.out is not None:
+            bench.write(options.out, so_far)
+
     with progress("bench") as show:
-        results = bench.run(suites, wanted, on_progress=show)
+        results = bench.run(suites, wanted, on_progress=show, on_cell=on_cell, limit=options.limit)
     if options.out is not None:
         bench.write(options.out, results)
     if options.report is not None:
@@ -115,7 +133,7 @@ def _report(options: argparse.Namespace) -> int:
     """Write the report of existing results."""
     from ..bench import report
 
-    given = (options.suite, options.peers, options.against, options.out)
+    given = (options.suite, options.peers, options.against, options.out, options.limit)
     if options.report is None or any(one is not None for one in given):
         raise ValueError("--from: expected --report and no SUITE, because nothing is measured")
     _wrote(report.write(options.report, report.read(options.sources), options.older))
@@ -124,6 +142,14 @@ def _report(options: argparse.Namespace) -> int:
 
 def _wrote(path: Path) -> None:
     print(f"pyfa: wrote {path}", file=sys.stderr)
+
+
+def _line(rows: list[dict[str, Any]]) -> str:
+    """Return one cell's rows as a line."""
+    unit = next((row["unit"] for row in rows if "unit" in row), "")
+    values = (f"{row['peer']} {row['value']:.4g}" if "value" in row else f"{row['peer']} –"
+              for row in rows)  # fmt: skip
+    return f"{rows[0]['suite']} {rows[0]['cell']}: {', '.join(values)} {unit}"
 
 
 def _print(results: dict[str, Any]) -> None:
@@ -135,7 +161,7 @@ def _print(results: dict[str, Any]) -> None:
     for suite in results["suites"]:
         rows = [row for row in results["rows"] if row["suite"] == suite]
         unit = next((row["unit"] for row in rows if "unit" in row), "")
-        if suite == "mi300x":
+        if suite == "mi300x" or not rows:
             continue
         print(f"\n{suite}, {unit}")
         cells: dict[str, dict[str, dict[str, Any]]] = {}
@@ -153,6 +179,10 @@ def _print(results: dict[str, Any]) -> None:
             print_text(f"–: {why} ({', '.join(names)})", "   ")
     if "mi300x" in results:
         _print_model(results)
+    if "missing" in results:
+        print_text(f"stopped by --limit, {len(results['missing'])} cells are missing:")
+        for name in results["missing"]:
+            print(f"  {name}")
 
 
 def _print_model(results: dict[str, Any]) -> None:

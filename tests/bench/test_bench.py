@@ -71,6 +71,68 @@ def test_results_say_where_they_come_from(
         assert row["problem"]["seqlen_q"] > 0
 
 
+def test_a_run_that_is_cut_keeps_what_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "small.json"
+    names = [f"small {cell.name}" for cell in suites.SUITES["small"](False)]
+    measure = runner._measure
+
+    def cut(cell: suites.Cell, *rest: Any) -> list[dict[str, Any]]:
+        if f"small {cell.name}" == names[2]:
+            raise KeyboardInterrupt
+        return measure(cell, *rest)
+
+    monkeypatch.setattr(runner, "_measure", cut)
+    status, _, err = call(capsys, "small", "--peers", "naive", "--out", str(path))
+    assert status == 130
+    data = bench.load(path)
+    assert [f"small {row['cell']}" for row in data["rows"]] == [*names[:1] * 2, *names[1:2] * 2]
+    assert data["missing"] == names[2:]
+    assert [child.name for child in tmp_path.iterdir()] == ["small.json"]
+    for name in names[:2]:
+        assert f"bench: {name}: pyfa " in err
+
+
+def test_a_limit_stops_at_the_end_of_a_cell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [f"small {cell.name}" for cell in suites.SUITES["small"](False)]
+    arguments = ("small", "--peers", "pyfa", "--out", str(tmp_path / "x.json"), "--limit")
+    status, out, _ = call(capsys, *arguments, "0")
+    assert status == 0
+    assert f"stopped by --limit, {len(names) - 1} cells are missing:" in out
+    assert all(f"  {name}\n" in out for name in names[1:])
+    assert bench.load(tmp_path / "x.json")["missing"] == names[1:]
+    status, out, _ = call(capsys, *arguments, "1000")
+    assert (status, "missing" in out) == (0, False)
+    assert "missing" not in bench.load(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize("link", [True, False])
+def test_a_result_file_is_replaced_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: bool
+) -> None:
+    target = tmp_path / "target.json"
+    path = tmp_path / "link.json" if link else target
+    bench.write(target, {"rows": [1]})
+    if link:
+        path.symlink_to(target)
+    bench.write(path, {"rows": [2]})
+    assert bench.load(target)["rows"] == [2]
+    assert path.is_symlink() == link
+    write_text = Path.write_text
+
+    def full(self: Path, text: str) -> int:
+        write_text(self, text[:10])
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="no space"):
+        bench.write(path, {"rows": [3]})
+    assert bench.load(target)["rows"] == [2]
+
+
 def test_peers_compute_the_same() -> None:
     """What is compared is the same function: each peer's output of each suite, to float32."""
     cells = [suites.SUITES[name](False)[0] for name in ("forward", "decode", "small")]
@@ -164,8 +226,8 @@ def test_what_is_no_longer_measured_is_said() -> None:
     [
         (
             ["fast"],
-            "SUITE: expected one of forward, backward, decode, small, varlen, window, gqa, wide, "
-            "fp8, fp8_decode, quantize, host, model, mi300x; got 'fast'",
+            "SUITE: expected one of forward, backward, decode, small, varlen, window, gqa, "
+            "layers, wide, fp8, fp8_decode, quantize, host, model, mi300x; got 'fast'",
         ),
         (["small", "--peers", "flush"], "--peers: expected pyfa, sdpa, flash, "),
         (["small", "--peers", "pyfa:vulkan"], "got 'pyfa:vulkan'"),

@@ -24,19 +24,30 @@ def ready(name: str, cell: suites.Cell) -> peers.Ready:
     return peer.ready(cell, CPU)
 
 
-@pytest.mark.parametrize("suite", ["varlen", "window", "gqa"])
+@pytest.mark.parametrize("suite", ["varlen", "window", "gqa", "layers"])
 def test_peers_compute_the_same(suite: str) -> None:
     for cell in suites.SUITES[suite](False):
-        outs = {name: ready(name, cell).forward() for name in ("pyfa", "sdpa", "naive")}
+        # PyTorch's own has neither term.
+        others = ("naive",) if cell.softcap or cell.sinks else ("sdpa", "naive")
+        outs = {name: ready(name, cell).forward() for name in ("pyfa", *others)}
         for name, out in outs.items():
             # Peers that want heads first get them so, but for packed sequences.
             same = out if name == "pyfa" or cell.lengths else out.transpose(1, 2)
             torch.testing.assert_close(same, outs["pyfa"], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("suite", "passes"), [("varlen", "both"), ("gqa", "backward")])
-def test_gradients_are_the_same(suite: str, passes: str) -> None:
-    cell = [cell for cell in suites.SUITES[suite](False) if cell.passes == passes][-1]
+@pytest.mark.parametrize(
+    ("suite", "passes", "label"),
+    [
+        ("varlen", "both", "16 short"),
+        ("gqa", "backward", ""),
+        ("layers", "backward", "GPT-OSS sliding"),
+        ("layers", "backward", "Gemma-2"),
+    ],
+)
+def test_gradients_are_the_same(suite: str, passes: str, label: str) -> None:
+    cell = [cell for cell in suites.SUITES[suite](False)
+            if cell.passes == passes and cell.label == label][-1]  # fmt: skip
     found = []
     for name in ("pyfa", "naive"):
         one = ready(name, cell)
@@ -46,7 +57,8 @@ def test_gradients_are_the_same(suite: str, passes: str) -> None:
         dout = dout.transpose(1, 2) if heads_first else dout
         assert dout.shape == one.dout.shape
         grads = torch.autograd.grad(one.forward(), one.leaves, dout)
-        found.append([x.transpose(1, 2) if heads_first else x for x in grads])
+        assert len(grads) == 3 + cell.sinks
+        found.append([x.transpose(1, 2) if heads_first and x.ndim == 4 else x for x in grads])
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
@@ -69,6 +81,61 @@ def test_packages_are_given_packed_sequences_by_name(
     monkeypatch.setitem(sys.modules, "their_package", module)
     out = packed.by_package("their_package", cell, CPU).forward()
     torch.testing.assert_close(out, ready("pyfa", cell).forward(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("version", [2, 3, 4])
+def test_packages_are_given_the_terms_that_they_take(
+    monkeypatch: pytest.MonkeyPatch, version: int
+) -> None:
+    theirs = importlib.import_module(f"pyfa.compat.fa{version}").flash_attn_func
+    monkeypatch.setitem(sys.modules, "theirs", SimpleNamespace(flash_attn_func=theirs))
+    for cell in suites.SUITES["layers"](False):
+        if cell.sinks and version < 4:
+            with pytest.raises(ValueError, match="it takes no sinks"):
+                peers._package("theirs", cell, CPU)
+            continue
+        out = peers._package("theirs", cell, CPU).forward()
+        torch.testing.assert_close(out, ready("pyfa", cell).forward(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("label", "why"), [("Gemma-2", "it takes no softcap"), ("GPT-OSS full", "it takes no sinks")]
+)
+def test_a_peer_without_a_term_says_so(
+    monkeypatch: pytest.MonkeyPatch, label: str, why: str
+) -> None:
+    (cell, _) = (cell for cell in suites.SUITES["layers"](False) if cell.label == label)
+    plain = SimpleNamespace(flash_attn_func=lambda q, k, v, causal, window_size: q)
+    monkeypatch.setitem(sys.modules, "plain", plain)
+    for prepare in (peers.PEERS["sdpa"].prepare, lambda *given: peers._package("plain", *given)):
+        with pytest.raises(ValueError, match=why):
+            prepare(cell, CPU)
+
+
+def test_flex_computes_softcap_and_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Not compiled, which would take minutes here.
+    monkeypatch.setattr(peers, "_compiled", lambda function: function)
+    for made in (peers._compiled_flex, peers._compiled_flex_with_sinks):
+        made.cache_clear()
+    for cell in suites.SUITES["layers"](False):
+        if not (cell.passes == "forward" and (cell.softcap or cell.sinks)):
+            continue
+        out = peers.PEERS["flex"].prepare(cell, CPU).forward().transpose(1, 2)
+        torch.testing.assert_close(out, ready("pyfa", cell).forward(), rtol=1e-4, atol=1e-4)
+    for made in (peers._compiled_flex, peers._compiled_flex_with_sinks):
+        made.cache_clear()
+
+
+def test_layers_are_those_of_their_models() -> None:
+    by_label = {cell.label: cell for cell in suites.SUITES["layers"](True)}
+    assert len(by_label) == 13
+    capped = [label for label, cell in by_label.items() if cell.softcap]
+    assert capped == ["Gemma-2"]
+    assert [label for label, cell in by_label.items() if cell.sinks] == [
+        "GPT-OSS sliding", "GPT-OSS full"
+    ]  # fmt: skip
+    name = by_label["GPT-OSS sliding"].name
+    assert name == "GPT-OSS sliding D=64 B=1 S=8192 H=64,8 causal window=128 sinks backward"
 
 
 def test_a_model_step_is_the_same_with_every_attention_and_trains() -> None:
@@ -147,9 +214,10 @@ def test_deterministic_gradients_are_measured_where_they_are_wanted(
 
 
 def test_packs_fill_their_total() -> None:
+    totals = {"": 16384, "64 lognormal": 29087, "256 short": 32754, "8 long": 32768}
     for gpu in (True, False):
         for cell in suites.SUITES["varlen"](gpu):
-            assert sum(cell.lengths) == (16384 if gpu else 256)
+            assert sum(cell.lengths) == (totals.get(cell.label) if gpu else cell.tokens)
             assert max(cell.lengths) == cell.seqlen_q
             assert len(cell.lengths) == cell.batch
 
