@@ -19,15 +19,15 @@ import importlib.machinery
 import itertools
 import os
 import random
+import sys
 import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import machine
 import processes
-import torch  # before the processes are forked; pyfa is imported in them
+import torch  # before the processes are forked; pyfa is imported in them, and in none before
 
 FOLDER = Path(__file__).parents[1] / "pyfa" / "backends" / "torch"
 _COMPARISONS: dict[type, type] = {
@@ -40,6 +40,9 @@ _OPERATORS: dict[type, type] = {
 }  # fmt: skip
 _CALLS = {"min": "max", "max": "min", "minimum": "maximum", "maximum": "minimum",
           "amax": "amin", "exp": "exp2", "logical_and": "logical_or"}  # fmt: skip
+
+
+NEVER_RAN = "the changed file was not imported"
 
 
 class Fault(NamedTuple):
@@ -151,15 +154,24 @@ def planted(fault: Fault) -> types.CodeType:
 def judge(fault: Fault | None, level: str) -> tuple[str, str]:
     """In a process of its own, which has not imported pyfa: the fault is there when it does."""
     torch.set_num_threads(1)
+    changed = []
     if fault is not None:
         code = planted(fault)
         true = importlib.machinery.SourceFileLoader.get_code
 
         def get_code(self: Any, name: str) -> Any:
-            mine = Path(self.path) == FOLDER / fault.file
-            return code if mine else true(self, name)
+            if Path(self.path) != FOLDER / fault.file:
+                return true(self, name)
+            changed.append(name)
+            return code
 
         importlib.machinery.SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
+    found = _caught(level)
+    return found if changed or fault is None else ("", NEVER_RAN)
+
+
+def _caught(level: str) -> tuple[str, str]:
+    """What finds that the torch backend is wrong, "" if nothing does, and the case."""
     try:
         from pyfa.backends import BACKENDS
         from pyfa.conformance import grid, runner
@@ -180,6 +192,9 @@ def judge(fault: Fault | None, level: str) -> tuple[str, str]:
 def judge_all(
     faults: list[Fault | None], level: str, options: argparse.Namespace, end: float
 ) -> list[Verdict]:
+    if "pyfa" in sys.modules:
+        # The forked processes would have its modules as well, and import no changed ones.
+        raise RuntimeError("pyfa was imported before the processes are forked")
     every = processes.judged(
         iter(faults),
         lambda fault: judge(fault, level),
@@ -187,7 +202,11 @@ def judge_all(
         stuck=options.stuck,
         end=end,
     )
-    return [Verdict(fault, by, case) for fault, (by, case) in every]
+    found = [Verdict(fault, by, case) for fault, (by, case) in every]
+    for verdict in found:
+        if verdict.case == NEVER_RAN:
+            raise RuntimeError(f"{verdict.fault}: {NEVER_RAN}")
+    return found
 
 
 def main() -> None:
@@ -221,6 +240,8 @@ def main() -> None:
     print(f"{len(found) - len(survivors)} of {len(found)} caught, "
           f"{len(faults) - len(found)} not run, {seconds} s")  # fmt: skip
     if options.save:
+        import machine  # which imports pyfa
+
         results = {
             "what": "faults in the source of the torch backend, found by conformance",
             "level": options.level, "seed": options.seed, "planted": len(faults),

@@ -29,7 +29,10 @@ from pyfa import cli, device, env, mods
 from pyfa.arch import ARCHS
 from pyfa.backends import AUTOMATIC, BACKENDS, NAMES
 from pyfa.backends.cuda import plans as cuda_plans
+from pyfa.backends.cuda.target import TARGET as CUDA
 from pyfa.backends.hip import plans as hip_plans
+from pyfa.backends.hip.target import TARGET as HIP
+from pyfa.backends.native import catalog
 from pyfa.device import DEVICES, Device
 from pyfa.problem import FEATURES, Problem
 
@@ -739,6 +742,22 @@ def run(*arguments: str) -> str:
     return f"```shell\n{command}\n```\n\n```text\n{output}\n```"
 
 
+def wheel_plans() -> str:
+    """Return how many plans `ci/wheel` builds for each arch, and how many of them are common."""
+    script = (ROOT / "ci" / "wheel").read_text()
+    (arguments,) = re.findall(r"set -- (.*)", script)
+    options = cli.parser().parse_args(["compile", *shlex.split(arguments)])
+    rows = []
+    for arch in options.arch.split(","):
+        target = HIP if arch in hip_plans.ARCHS else CUDA
+        every = catalog.chosen_plans(target, arch, options.all, options.head_dim)
+        rows.append((arch, len(every), len(catalog.common_plans(target, arch))))
+    rows.append(("all", *(sum(column) for column in list(zip(*rows, strict=True))[1:])))
+    return table(
+        ["arch", "plans", "common plans"], [[arch, f"{n:,}", f"{few:,}"] for arch, n, few in rows]
+    )
+
+
 def version() -> str:
     return pyfa.__version__
 
@@ -771,4 +790,5 @@ PARTS: dict[str, Callable[..., str]] = {
     "timing_own": timing_own,
     "timing_utilization": timing_utilization,
     "verified": verified,
+    "wheel_plans": wheel_plans,
 }

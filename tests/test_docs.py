@@ -32,6 +32,9 @@ import pyfa
 from pyfa import cli, env
 from pyfa.arch import ARCHS
 from pyfa.backends import BACKENDS, NAMES
+from pyfa.backends.cuda.target import TARGET as CUDA
+from pyfa.backends.hip.target import TARGET as HIP
+from pyfa.backends.native import catalog
 from pyfa.compat import shim
 from pyfa.device import DEVICES
 from pyfa.problem import FEATURES
@@ -504,6 +507,24 @@ def test_the_support_table_has_every_arch_and_claims_only_results(generated: Mod
         assert rows["gfx942"][1].startswith("emulated, not run on hardware")
     files = {path.name for path in (ROOT / "benchmarks" / "results").glob("*.json")}
     assert set(re.findall(r"`([\w.]+\.json)`", generated.machines())) == files
+
+
+def test_the_wheels_plans_are_counted_by_arch(generated: ModuleType) -> None:
+    *rows, total = cells(generated.wheel_plans())
+    counts = [[int(cell.replace(",", "")) for cell in row[1:]] for row in rows]
+    targets = {"gfx942": HIP, "sm_80": CUDA, "sm_86": CUDA, "sm_89": CUDA, "sm_90": CUDA}
+    assert [row[0] for row in rows] == [*targets]
+    for (arch, target), (every, common) in zip(targets.items(), counts, strict=True):
+        plans = set(catalog.all_plans(target, arch))
+        assert len(plans) == every
+        assert 0 < common < every
+        assert common == len(plans & {*catalog.common_plans(target, arch)})
+    assert total == ["all", *(f"{sum(column):,}" for column in zip(*counts, strict=True))]
+    # By hand nowhere else.
+    for path in (DOCS / "ci.md", ROOT / "ci" / "wheel", ROOT / "kernels" / "README.md"):
+        assert not re.search(
+            r"(full build|every plan)[^|\n]* \d[\d,]* (kernels|plans)", path.read_text()
+        )
 
 
 def _device(arch: str) -> Any:

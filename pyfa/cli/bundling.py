@@ -20,10 +20,17 @@ if TYPE_CHECKING:
 
 
 def write(folder: Path, rows: list[dict[str, Any]]) -> None:
-    """Write the code objects of ``rows`` to ``folder``."""
+    """Write the code objects of ``rows`` to ``folder``, each under its name only when it is whole.
+    Files that are there and equal are not touched."""
     folder.mkdir(parents=True, exist_ok=True)
     for row in rows:
-        (folder / _file(row)).write_bytes(row["data"])
+        path = folder / _file(row)
+        if path.is_file() and path.read_bytes() == row["data"]:
+            continue
+        # By the key: two plans may have equal code, at once. A kill's remains are overwritten.
+        part = folder / f".{row['key']}.part"
+        part.write_bytes(row["data"])
+        os.replace(part, path)
 
 
 class Notes:

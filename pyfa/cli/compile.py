@@ -6,7 +6,7 @@ import argparse
 import multiprocessing
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
@@ -47,7 +47,11 @@ def add(commands: Any) -> None:
         help="only plans for these head dims (default: 64,128; with --all every one)",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="write the code objects to this folder"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="write each code object to this folder as soon as it is built; an interrupted run "
+        "resumes with the cache and this folder",
     )
     parser.add_argument(
         "--bundle",
@@ -82,9 +86,7 @@ def run(options: argparse.Namespace) -> int:
         _refuse_another_compiler()
     built = []
     for arch in archs:
-        built += build(arch, options.all, options.head_dim)
-    if options.out is not None:
-        bundling.write(options.out, built)
+        built += build(arch, options.all, options.head_dim, options.out)
     failed, left_out = _faults(built), list[str]()
     if options.bundle and not failed:
         failed, left_out = bundling.bundle(built, options.all, options.head_dim, options.resume)
@@ -140,9 +142,11 @@ def _head_dims(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"expected head dims such as 64,128, got {text}") from None
 
 
-def build(arch: str, every: bool, head_dims: Collection[int]) -> list[dict[str, Any]]:
+def build(
+    arch: str, every: bool, head_dims: Collection[int], out: Path | None = None
+) -> list[dict[str, Any]]:
     """Build every plan of ``arch``, or only the common ones, of ``head_dims`` if given; return a
-    row for each."""
+    row for each. Each code object is written to the folder ``out``, if given, when it is built."""
     from ..backends.cuda import plans
     from ..backends.cuda.target import TARGET as CUDA
     from ..backends.hip.target import TARGET as HIP
@@ -157,10 +161,21 @@ def build(arch: str, every: bool, head_dims: Collection[int]) -> list[dict[str, 
     wanted = catalog.chosen_plans(target, arch, every, head_dims)
     rows = []
     with progress("compiling") as show, pool:
-        for done, made in enumerate(pool.map(partial(row, arch), wanted)):
+        for done, made in enumerate(pool.map(partial(_written, out, row, arch), wanted)):
             show(done + 1, len(wanted), made["plan"])
             rows.append(made)
     return rows
+
+
+def _written(
+    out: Path | None, row: Callable[[str, Plan], dict[str, Any]], arch: str, plan: Plan
+) -> dict[str, Any]:
+    """Return the row of ``plan``, whose code object is then in ``out``. Runs in the pool: nothing
+    that was built waits for a slower plan before it."""
+    made = row(arch, plan)
+    if out is not None:
+        bundling.write(out, [made])
+    return made
 
 
 def _row(arch: str, plan: Plan) -> dict[str, Any]:

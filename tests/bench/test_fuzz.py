@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 
 from pyfa.backends import BACKENDS
-from pyfa.conformance.cases import KINDS
+from pyfa.conformance.cases import KINDS, Case
 from pyfa.problem import FEATURES
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "fuzz.py"
@@ -27,9 +29,9 @@ def test_it_draws_every_feature(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     import fuzz as script
 
-    torch = BACKENDS["torch"]
-    cases = [script.drawn(f"0/{i}", torch, 300) for i in range(600)]
-    assert script.drawn("0/7", torch, 300) == cases[7], "a number is the same problem everywhere"
+    backend = BACKENDS["torch"]
+    cases = [script.drawn(f"0/{i}", backend, 300) for i in range(600)]
+    assert script.drawn("0/7", backend, 300) == cases[7], "a number is the same problem everywhere"
     assert set().union(*(case.features for case in cases)) == set(FEATURES) - {
         "topk",
         "wide",
@@ -67,6 +69,65 @@ def test_a_fault_is_found(what: str, tmp_path: Path) -> None:
     assert max(small[-1].lengths_k) > 40
     assert len(small) == 1
     assert json.loads(json.dumps(small[0].name)).count("=") <= 1
+
+
+LEFT_OUT = """
+import json
+import fuzz
+from pyfa.conformance.cases import Case
+
+triton, found = fuzz.BACKENDS["triton"], {}
+for dtype, cache_dtype, hostile in (
+    ("float8_e4m3fn", "", "k=nan"),
+    ("float8_e4m3fnuz", "", "v=nan"),
+    ("bfloat16", "float8_e4m3fn", "v=nan"),
+    ("bfloat16", "float8_e4m3fn", "q=nan"),
+    ("float16", "", "v=nan"),
+):
+    kind = "kvcache" if cache_dtype else "dense"
+    case = Case(kind=kind, dtype=dtype, cache_dtype=cache_dtype, lengths_q=(3,), lengths_k=(5,),
+                heads_q=1, heads_k=1, head_dim=16, head_dim_v=16, hostile=hostile)
+    assert not case.flaws(), case.flaws()
+    reason, given = fuzz.left_out(case, triton), fuzz.wrong([case], triton)
+    kept, fuzz.left_out = fuzz.left_out, lambda case, backend: ""
+    found[case.name] = reason, given, fuzz.wrong([case], triton)
+    fuzz.left_out = kept
+print(json.dumps([*found.values()]))
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_what_the_interpreter_makes_wrong_is_left_out() -> None:
+    """Exactly that: what is left out fails if it runs, and the rest runs and passes. If this fails
+    because a case passes, Triton has mended its interpreter, and the exclusion can go."""
+    path = f"{SCRIPT.parents[1]}{os.pathsep}{SCRIPT.parent}"
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT_OUT], capture_output=True, text=True, timeout=300, check=False,
+        env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    for reason, given, run in found[:3]:
+        assert reason == "Triton's interpreter reads a NaN of float8 as a number"
+        assert given == ["", [f"left out: {reason}"]]
+        assert run[1] == ["failed"]
+        assert "NaN: 0 where none belongs" in run[0]
+    for reason, given, run in found[3:]:
+        assert not reason
+        assert given == run == ["", ["passed"]]
+
+
+def test_nothing_is_left_out_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import fuzz as script
+
+    case = Case(dtype="float8_e4m3fn", hostile="k=nan")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert script.left_out(case, BACKENDS["triton"])
+    assert not script.left_out(case, BACKENDS["torch"])
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert not script.left_out(case, BACKENDS["triton"])
 
 
 def test_what_was_wrong_runs_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import argparse
 import ast
 import dataclasses
 import importlib
+import importlib.machinery
 import re
 import subprocess
 import sys
@@ -210,12 +211,27 @@ def test_a_job_may_end_its_process_or_hang() -> None:
     ], done.stderr
 
 
-def test_a_fault_of_the_torch_backend_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def python_faults() -> list[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+        faults: list[Any] = importlib.import_module("mutations_python").all_faults()
+        return faults
+
+
+@pytest.mark.parametrize(
+    ("file", "new"),
+    [
+        ("tiled.py", "exp2"),
+        # Of a file that ``import pyfa`` imports: the script must not have imported it before.
+        ("append.py", "first * c + second * s"),
+    ],
+)
+def test_a_fault_of_the_torch_backend_is_caught(
+    file: str, new: str, python_faults: list[Any]
+) -> None:
     """In a process that imports the backend with the fault; without one all cases pass."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    script = importlib.import_module("mutations_python")
-    faults = script.all_faults()
-    fault = next(x for x in faults if x.file == "tiled.py" and x.kind == "call" and "exp2" in x.new)
+    fault = next(x for x in python_faults if x.file == file and new in x.new)
     code = (
         "import sys; sys.path.insert(0, 'benchmarks'); import mutations_python as m, argparse;"
         "options = argparse.Namespace(jobs=1, stuck=120.0);"
@@ -226,6 +242,27 @@ def test_a_fault_of_the_torch_backend_is_caught(monkeypatch: pytest.MonkeyPatch)
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=150
     )
     assert done.stdout.strip().splitlines()[-1:] == ["wrong numbers"], done.stderr
+
+
+def test_a_fault_that_nothing_imports_does_not_survive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script says so instead: the process had imported the file, or another copy of it."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    script = importlib.import_module("mutations_python")
+    fault = script.Fault("append.py", 0, "left out", 1, "f()", "pass")
+    options = argparse.Namespace(jobs=1, stuck=9.0)
+    with pytest.raises(RuntimeError, match="pyfa was imported before"):
+        script.judge_all([fault], "quick", options, 1e9)
+    loader = importlib.machinery.SourceFileLoader
+    monkeypatch.setattr(loader, "get_code", loader.get_code)
+    monkeypatch.setattr(script.torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(script, "_caught", lambda level: ("", ""))
+    assert script.judge(fault, "quick") == ("", script.NEVER_RAN)
+    monkeypatch.delitem(sys.modules, "pyfa")
+    monkeypatch.setattr(
+        script.processes, "judged", lambda *_, **__: [(fault, ("", script.NEVER_RAN))]
+    )
+    with pytest.raises(RuntimeError, match=r"Fault\(file='append.py'.* was not imported"):
+        script.judge_all([fault], "quick", options, 1e9)
 
 
 def test_a_mark_stands_where_a_fault_would(monkeypatch: pytest.MonkeyPatch) -> None:
