@@ -15,6 +15,7 @@ from pyfa import bench
 from pyfa.backends.cuda.target import TARGET
 from pyfa.backends.native import catalog
 from pyfa.bench import timing
+from pyfa.conformance.report import Report
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 
@@ -329,3 +330,45 @@ def test_a_larger_sample_contains_a_smaller_one(script: Any) -> None:
     assert (len(few), len(more)) == (20, 60)
     assert few < more < every
     assert drawn(20, "fp8") == few | {name for name in every if "fp8" in name}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "recorded"),
+    [
+        ((), "conformance_torch_cpu", set()),
+        (("--sample", "9"), "conformance_torch_cpu_sample", {"sample"}),
+        (("--only", "latent"), "conformance_torch_cpu_latent", {"only"}),
+        (
+            ("--only", "q65", "--sample", "9"),
+            "conformance_torch_cpu_q65_sample",
+            {"only", "sample"},
+        ),
+    ],
+)
+def test_a_part_of_the_cases_is_saved_under_a_name_of_its_own(
+    arguments: tuple[str, ...], name: str, recorded: set[str],
+    script: Any, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    conformance = script("conformance")
+    report = Report("torch", "full", (), {"arch": "cpu"}, ())
+    monkeypatch.setattr(conformance, "run", lambda *_: (report, 1))
+    saved: dict[str, Any] = {}
+    monkeypatch.setattr(conformance.machine, "save", saved.__setitem__)
+    command = ["conformance.py", "--backend", "torch", "--save", *arguments]
+    monkeypatch.setattr(sys, "argv", command)
+    conformance.main()
+    assert list(saved) == [name]
+    assert saved[name].keys() & {"only", "sample"} == recorded
+    for argument in arguments[1::2]:
+        assert any(argument in saved[name][key] for key in recorded)
+
+
+def test_a_filter_without_cases_saves_nothing(
+    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    conformance = script("conformance")
+    command = ["conformance.py", "--backend", "torch", "--jobs", "1", "--only", "laten/", "--save"]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit):
+        conformance.main()
+    assert "got 'laten/'" in capsys.readouterr().err
