@@ -5,8 +5,9 @@ The reference runs on the CPU in one thread a case, and Triton compiles each ker
 use: the full level took 16 processes on 16 cores 6 minutes. ``--tiles sm_80,sm_86`` holds the cuda
 backend with the tiles of each of these archs to one reference a case. ``--sample 300 --always fp8``
 runs the 300 cases whose names hash smallest, and all whose names hold "fp8". ``--save`` writes a
-summary to ``results/conformance_<backend>_<arch>.json``, of a sample to ``…_sample.json``;
-``--out`` the report of ``pyfa conformance``.
+summary to ``results/conformance_<backend>_<arch>.json``, of a sample to ``…_sample.json``, and of
+the cases of ``--only X`` to ``…_X.json`` or ``…_X_sample.json``; ``--out`` the report of ``pyfa
+conformance``.
 """
 
 from __future__ import annotations
@@ -124,6 +125,12 @@ def summary(report: Report, cases: int, seconds: float) -> dict[str, Any]:
     }
 
 
+def name_of(options: argparse.Namespace, arch: str) -> str:
+    """The result file's name: a part of the cases has another than all of them."""
+    part = [options.only] * bool(options.only) + ["sample"] * bool(options.sample)
+    return "_".join(["conformance", options.backend, arch, *part])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--backend", default="triton")
@@ -140,6 +147,8 @@ def main() -> None:
     begin = time.monotonic()
     tiles = options.tiles.split(",") if options.tiles else []
     report, cases = run(options, tiles)
+    if not cases:
+        parser.error(f"--only: expected a part of a case's name, got {options.only!r}")
     found = summary(report, cases, time.monotonic() - begin)
     for key, value in found.items():
         if key == "failed":
@@ -152,12 +161,13 @@ def main() -> None:
     if options.save:
         arch = report.environment["arch"]
         found["tiles"] = tiles or "the device's own"
+        if options.only:
+            found["only"] = f"cases whose names hold '{options.only}'"
         if options.sample:
             found["sample"] = f"{options.sample} by hash, and all of '{options.always}'"
         if any(each != arch.rstrip("a") for each in tiles):
             found["note"] = "tiles of other archs: executed here, not verified on that hardware"
-        sample = "_sample" if options.sample or options.only else ""
-        print(machine.save(f"conformance_{options.backend}_{arch}{sample}", found))
+        print(machine.save(name_of(options, arch), found))
 
 
 if __name__ == "__main__":

@@ -527,6 +527,19 @@ def test_the_wheels_plans_are_counted_by_arch(generated: ModuleType) -> None:
         )
 
 
+def test_a_part_of_the_suite_is_no_result_of_it(
+    generated: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = generated.results()
+    whole = every["conformance_triton_sm_90a.json"]
+    parts = {
+        f"conformance_triton_sm_90a_{key}.json": {**whole, key: ""} for key in ("only", "sample")
+    }
+    before = generated.conformance_results()
+    monkeypatch.setattr(generated, "results", lambda: every | parts)
+    assert generated.conformance_results() == before
+
+
 def _device(arch: str) -> Any:
     from pyfa.device import Device
 

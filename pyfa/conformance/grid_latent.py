@@ -56,6 +56,19 @@ _MANY: tuple[Mapping[str, Any], ...] = (
         "recipe": "growing",
     },
 )
+# More than 80 lines a sequence, for which gfx942 has another kernel: keys of several rounds of its
+# slots and of a list, and causal rows over splits that end within a tile and a page.
+_LINES: tuple[Mapping[str, Any], ...] = (
+    {"lengths": ((1,), (90,)), "heads_q": 100, "topk": 70, "num_splits": 1, "recipe": "growing"},
+    {
+        "lengths": ((2,), (45,)),
+        "heads_q": 45,
+        "causal": True,
+        "page_size": 5,
+        "sinks": True,
+        "num_splits": 2,
+    },
+)
 # Float8 caches.
 _SCALES: tuple[str | int, ...] = ("", "tensor", "head", 16)
 
@@ -67,6 +80,8 @@ def quick() -> Iterator[Case]:
         dtype = DTYPES[index % 3]
         yield _latent(_LENGTHS[index % 3], dtype=dtype, **options)
         yield _latent(_LENGTHS[(index + 1) % 3], dtype=HALF[index % 2], **options)
+    for dtype, options in zip(HALF, _LINES, strict=True):
+        yield _latent(**{"dtype": dtype, **options})
     for index, scales in enumerate(_SCALES):
         fields = {"scales": scales, "heads_q": 16, "page_size": 16 * (index % 2)}
         dtypes = {"dtype": HALF[index % 2], "cache_dtype": "float8_e4m3fn"}

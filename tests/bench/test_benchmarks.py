@@ -13,8 +13,11 @@ import torch
 
 from pyfa import bench
 from pyfa.backends.cuda.target import TARGET
+from pyfa.backends.hip import code
 from pyfa.backends.native import catalog
 from pyfa.bench import timing
+from pyfa.conformance.cases import packed
+from pyfa.conformance.report import Report
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 
@@ -329,3 +332,66 @@ def test_a_larger_sample_contains_a_smaller_one(script: Any) -> None:
     assert (len(few), len(more)) == (20, 60)
     assert few < more < every
     assert drawn(20, "fp8") == few | {name for name in every if "fp8" in name}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "recorded"),
+    [
+        ((), "conformance_torch_cpu", set()),
+        (("--sample", "9"), "conformance_torch_cpu_sample", {"sample"}),
+        (("--only", "latent"), "conformance_torch_cpu_latent", {"only"}),
+        (
+            ("--only", "q65", "--sample", "9"),
+            "conformance_torch_cpu_q65_sample",
+            {"only", "sample"},
+        ),
+    ],
+)
+def test_a_part_of_the_cases_is_saved_under_a_name_of_its_own(
+    arguments: tuple[str, ...], name: str, recorded: set[str],
+    script: Any, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    conformance = script("conformance")
+    report = Report("torch", "full", (), {"arch": "cpu"}, ())
+    monkeypatch.setattr(conformance, "run", lambda *_: (report, 1))
+    saved: dict[str, Any] = {}
+    monkeypatch.setattr(conformance.machine, "save", saved.__setitem__)
+    command = ["conformance.py", "--backend", "torch", "--save", *arguments]
+    monkeypatch.setattr(sys, "argv", command)
+    conformance.main()
+    assert list(saved) == [name]
+    assert saved[name].keys() & {"only", "sample"} == recorded
+    for argument in arguments[1::2]:
+        assert any(argument in saved[name][key] for key in recorded)
+
+
+def test_a_filter_without_cases_saves_nothing(
+    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    conformance = script("conformance")
+    command = ["conformance.py", "--backend", "torch", "--jobs", "1", "--only", "laten/", "--save"]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit):
+        conformance.main()
+    assert "got 'laten/'" in capsys.readouterr().err
+
+
+def test_kernels_of_cases_are_known_without_compiling_them(
+    script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel_cases = script("kernel_cases")
+    monkeypatch.setattr(code, "load", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr(code, "begin", lambda *_: pytest.fail("compiled"))
+    dims = {"head_dim": 576, "head_dim_v": 512, "heads_k": 1, "scale": 0.1}
+    one, split, other = (
+        packed(((1,), (90,)), "latent", heads_q=heads, num_splits=splits, dtype="float16", **dims)
+        for heads, splits in ((100, 1), (101, 2), (4, 1))
+    )
+    kernels_of = {case: kernel_cases.selected(case) for case in (one, split, other)}
+    files = [{text.split()[0] for text in kernels_of[case]} for case in kernels_of]
+    latent = "hip/attn_latent.hip"
+    assert files == [{latent}, {latent, "hip/combine.hip"}, {"hip/attn_decode.hip"}]
+    assert set().union(*kernels_of.values()) <= kernel_cases.SHIPPED.keys()
+    # The smallest first, and one only if those before it left a kernel to it.
+    assert kernel_cases.few(kernels_of) == [other, one, split]
+    assert kernel_cases.few({one: kernels_of[one], other: kernels_of[one]}) == [other]

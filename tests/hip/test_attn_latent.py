@@ -11,7 +11,8 @@ from pyfa.backends.hip.launcher import Launcher
 from pyfa.backends.hip.runtime_emulator import faults
 from pyfa.backends.hip.target import TARGET
 from pyfa.backends.native import decode
-from pyfa.conformance import cases
+from pyfa.conformance import cases, grid_latent
+from pyfa.conformance.grid_axes import HALF
 from pyfa.device import DEVICES
 from pyfa.problem import Call, problem_of, tensors_of
 
@@ -30,6 +31,12 @@ CASES = (
     packed((1,), (140,), dtype="float16", recipe="growing", num_splits=1),
     packed((1, 1), (1, 33), recipe="huge"),
 )
+# Of the quick level, those that the kernel takes by its number of lines.
+QUICK = [
+    case for case in grid_latent.quick()
+    if case.dtype in HALF and not case.cache_dtype and case.head_dim == 576
+    and max(case.lengths_q) * case.heads_q > 80
+]  # fmt: skip
 FAULTS = {
     "units read where they were not written": (
         "turned(tile + places.value, swizzle(i))", "tile + places.value"),
@@ -67,10 +74,17 @@ def test_sound(case, kernels_run):
     assert kernels_run[0] == "attn_latent"
 
 
+def test_the_quick_level_runs_it_in_every_dtype(kernels_run):
+    assert {case.dtype for case in QUICK} == set(HALF)
+    assert not faults_found(QUICK)
+    assert kernels_run.count("attn_latent") == len(QUICK)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_is_caught(fault, plant):
     plant(latent.KERNEL, *FAULTS[fault])
     assert faults_found(CASES)
+    assert faults_found(QUICK)
 
 
 def test_products_too_soon_after_their_operands_are_found(plant):
