@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import pyfa
-from pyfa.bench.timing import Clock
+from pyfa.bench.timing import Clock, in_turns
 from pyfa.cli.console import print_table
 from pyfa.integrations import transformers as integration
 
@@ -137,14 +137,8 @@ def decoding(options: argparse.Namespace, device: torch.device) -> dict[str, Cal
 
 def measured(clock: Clock, calls: Mapping[str, Call]) -> dict[str, dict[str, float]]:
     """Median seconds by name, and the rounds' spread."""
-    timers = {}
-    for name, call in calls.items():
-        call()
-        timers[name] = clock.timer("device", call)
-    rounds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(ROUNDS):
-        for name, timer in timers.items():
-            rounds[name].append(statistics.median(timer(SECONDS)))
+    samples = in_turns(clock, "device", calls, ROUNDS, SECONDS)
+    rounds = {name: [statistics.median(one) for one in found] for name, found in samples.items()}
     return {
         name: {
             "seconds": statistics.median(found),

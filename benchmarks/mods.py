@@ -5,18 +5,18 @@
 
 The parts, all but the last by default:
 
-``table``: forward and backward of seven mods on (16384 / rows, rows, 16, D) in bfloat16, in ms:
-medians of CUDA events, pyfa and FlexAttention in alternation. FlexAttention gets the same functions
-and a block mask that was built before. ``differs`` is the largest difference between the gradients
-of the two, over the largest gradient. ``spread``: the 10th and 90th percentile of the times over
-the median, the widest of the four. A process per row compiles; none measures before all have
-compiled, and one at a time.
+``table``: forward and backward of seven mods on (16384 / rows, rows, 16, D) in bfloat16, in ms of
+the GPU (``sides.HOW``), beside compiled FlexAttention, which gets the same functions and a block
+mask that was built before. ``differs`` is the largest difference between the gradients of the two,
+over the largest gradient. A process per row compiles; none measures before all have compiled, and
+one at a time.
 
 ``documents``: the document mask beside ``attention_varlen`` on the same packed documents.
 ``first_use``: seconds of the first call with a mask that no code was compiled for, in a process
 that has run another. ``new_tensor``: host µs of a call whose captured tensor is new at each call,
 and of a repeated call. ``lists``: a mask_mod on the triton backend by block lists, and with every
-tile visited. ``--save`` writes ``results/NAME_<gpu>.json``.
+tile visited. ``--save`` writes ``results/NAME_<gpu>.json``. Without a GPU it runs on the CPU, to
+try the script (``--backend torch --rows 256``).
 """
 
 from __future__ import annotations
@@ -26,24 +26,30 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import machine
+import sides
 import torch
+from sides import Options, Side
 
 import pyfa
+from pyfa.bench.timing import Clock
 
 _TOKENS, _HEADS, _DOCUMENT = 16384, 16, 512
-Options = dict[str, Any]
-Attend = Callable[..., torch.Tensor]
+_FIRST_ROWS = 4096  # of the calls in first_use and new_tensor
 Job = tuple[int, int, str]
 
 
+def documents_of(rows: int) -> torch.Tensor:
+    return torch.arange(rows, device=sides.device(), dtype=torch.int32) // _DOCUMENT
+
+
 def mods(rows: int) -> dict[str, Options]:
-    document = torch.arange(rows, device="cuda", dtype=torch.int32) // _DOCUMENT
-    table = torch.randn(_HEADS, 2 * rows, device="cuda")
-    slopes = torch.tensor([2.0 ** (-(h + 1) / 2) for h in range(_HEADS)], device="cuda")
+    document = documents_of(rows)
+    table = torch.randn(_HEADS, 2 * rows, device=sides.device())
+    slopes = torch.tensor([2.0 ** (-(h + 1) / 2) for h in range(_HEADS)], device=sides.device())
     return {
         "causal": {"mask_mod": lambda b, h, i, j: i >= j},
         "sliding 1024": {"mask_mod": lambda b, h, i, j: (i >= j) & (i - j < 1024)},
@@ -61,93 +67,35 @@ NAMES = ("causal", "sliding 1024", "documents", "prefix 512", "alibi", "softcap"
 
 def inputs(rows: int, dim: int) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    shape = (_TOKENS // rows, rows, _HEADS, dim)
-    made = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    shape = (max(_TOKENS // rows, 1), rows, _HEADS, dim)
+    made = [torch.randn(shape, device=sides.device(), dtype=torch.bfloat16) for _ in range(4)]
     return [x.requires_grad_() for x in made[:3]] + made[3:]
 
 
-def times(functions: Sequence[Callable[[], Any]], seconds: float = 0.15) -> list[list[float]]:
-    """Sorted ms of each function, called in alternation."""
-    for function in functions:
-        for _ in range(2):
-            function()
-    found: list[list[float]] = [[] for _ in functions]
-    end = time.monotonic() + seconds
-    while time.monotonic() < end or len(found[0]) < 7:
-        for function, each in zip(functions, found, strict=True):
-            begin, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            function()
-            stop.record()
-            torch.cuda.synchronize()
-            each.append(begin.elapsed_time(stop))
-    return [sorted(each) for each in found]
-
-
-def spread(found: list[list[float]]) -> list[float]:
-    low = min(x[len(x) // 10] / statistics.median(x) for x in found)
-    return [
-        round(low, 3),
-        round(max(x[-1 - len(x) // 10] / statistics.median(x) for x in found), 3),
-    ]
-
-
-def flex_of(rows: int, options: Options) -> Attend:
-    """Compiled FlexAttention, whose tensors are (B, H, S, D)."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    given = dict(options)
-    mask = given.pop("mask_mod", None)
-    if mask is not None:
-        given["block_mask"] = create_block_mask(mask, None, None, rows, rows, device="cuda")
-    compiled: Any = torch.compile(flex_attention, dynamic=False)
-    return lambda *x: compiled(*x, **given)
+def pyfas(rows: int, dim: int, options: Options, backend: str) -> Side:
+    *leaves, dout = inputs(rows, dim)
+    return Side(lambda *x: pyfa.attention(*x, backend=backend, **options), leaves, dout)
 
 
 def row_of(job: Job, backend: str, all_compiled: Any, turn: Any, results: Any) -> None:
     """One row of the table, in a process of its own."""
     rows, dim, name = job
     options = mods(rows)[name]
-    q, k, v, dout = inputs(rows, dim)
-    theirs_in = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)]
-    dout_theirs = dout.transpose(1, 2).contiguous()
-
-    def ours(*x: torch.Tensor) -> torch.Tensor:
-        return pyfa.attention(*x, backend=backend, **options)
-
     row: dict[str, Any] = {"mod": name, "rows": rows, "head_dim": dim}
     try:
-        theirs = flex_of(rows, options)
+        ours = pyfas(rows, dim, options, backend)
+        theirs = sides.flex(ours.leaves, ours.dout, options)
         with torch.no_grad():
-            ours(q, k, v)
-            theirs(*theirs_in)
-        out, out_theirs = ours(q, k, v), theirs(*theirs_in)
-        grads = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
-        wanted = torch.autograd.grad(out_theirs, theirs_in, dout_theirs, retain_graph=True)
-        largest = max(x.abs().max().item() for x in wanted)
-        pairs = zip(grads, wanted, strict=True)
-        difference = max((x - y.transpose(1, 2)).abs().max().item() for x, y in pairs)
-        row["differs"] = round(difference / largest, 5)
+            ours.attend(*ours.leaves)
+            theirs.attend(*theirs.leaves)
+        expected = [x.transpose(1, 2) for x in theirs.gradients()]
+        row["differs"] = sides.difference(ours.gradients(), expected)
     except Exception as error:
         row["error"] = f"{type(error).__name__}: {error}"[:300]
     all_compiled.wait()
     if "error" not in row:
         with turn:
-            with torch.no_grad():
-                forward = times((lambda: ours(q, k, v), lambda: theirs(*theirs_in)))
-            backward = times(
-                (
-                    lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True),
-                    lambda: torch.autograd.grad(
-                        out_theirs, theirs_in, dout_theirs, retain_graph=True
-                    ),
-                )
-            )
-        for pass_, (own, flex) in (("forward", forward), ("backward", backward)):
-            row[pass_] = round(statistics.median(own), 4)
-            row[f"flex_{pass_}"] = round(statistics.median(flex), 4)
-            row[f"{pass_}_speedup"] = round(statistics.median(flex) / statistics.median(own), 3)
-        row["spread"] = spread([*forward, *backward])
+            row |= sides.measured(Clock(sides.device()), {"pyfa": ours, "flex": theirs})
     results.put(row)
 
 
@@ -159,28 +107,14 @@ def by_lists(job: tuple[Job, bool], all_compiled: Any, turn: Any, results: Any) 
     if not listed:
         plans.list_tiles = lambda *_: None  # type: ignore[assignment]
     options = mods(rows)[name]
-    q, k, v, dout = inputs(rows, dim)
-
-    def attend() -> torch.Tensor:
-        return pyfa.attention(q, k, v, backend="triton", **options)
-
-    out = attend()
-    grads = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    side = pyfas(rows, dim, options, "triton")
+    exact = pyfas(rows, dim, options, "cuda")
     row = {"mod": name, "rows": rows, "head_dim": dim, "lists": listed}
-    exact = pyfa.attention(q, k, v, backend="cuda", **options)
-    expected = torch.autograd.grad(exact, (q, k, v), dout)
-    row["differs"] = max(
-        ((x - y).abs().max() / y.abs().max()).item()
-        for x, y in zip((out, *grads), (exact, *expected), strict=True)
-    )
+    found, expected = ([x.attend(*x.leaves), *x.gradients()] for x in (side, exact))
+    row["differs"] = max(sides.difference([x], [y]) for x, y in zip(found, expected, strict=True))
     all_compiled.wait(60)
     with turn:
-        with torch.no_grad():
-            (forward,) = times((attend,))
-        (backward,) = times((lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True),))
-    row["forward"] = round(statistics.median(forward), 4)
-    row["backward"] = round(statistics.median(backward), 4)
-    row["spread"] = spread([forward, backward])
+        row |= sides.measured(Clock(sides.device()), {"pyfa": side})
     results.put(row)
 
 
@@ -204,47 +138,32 @@ def in_processes(target: Any, jobs: Sequence[Any], *given: Any) -> list[dict[str
     return sorted(found, key=lambda row: (row["rows"], row["head_dim"], NAMES.index(row["mod"])))
 
 
-def documents(rows: int, dim: int, backend: str) -> dict[str, Any]:
+def documents(clock: Clock, rows: int, dim: int, backend: str) -> dict[str, Any]:
     """Documents as a mask beside the same documents packed."""
-    q, k, v, dout = (x.detach()[:1] for x in inputs(rows, dim))
     options = mods(rows)["documents"]
-    lengths = torch.arange(0, rows + 1, _DOCUMENT, device="cuda", dtype=torch.int32)
+    leaves = [x.detach()[:1].clone().requires_grad_() for x in inputs(rows, dim)[:3]]
+    dout = inputs(rows, dim)[3][:1]
+    offsets = torch.arange(0, rows + 1, _DOCUMENT, device=clock.device, dtype=torch.int32)
 
     def packed(*x: torch.Tensor) -> torch.Tensor:
         return pyfa.attention_varlen(
-            *(each[0] for each in x), lengths, lengths, _DOCUMENT, _DOCUMENT, causal=True,
+            *(each[0] for each in x), offsets, offsets, _DOCUMENT, _DOCUMENT, causal=True,
             backend=backend,
         )  # fmt: skip
 
     def masked(*x: torch.Tensor) -> torch.Tensor:
         return pyfa.attention(*x, backend=backend, **options)
 
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out, out_packed = masked(*leaves), packed(*leaves)
-    row: dict[str, Any] = {"rows": rows, "head_dim": dim, "document": _DOCUMENT}
-    with torch.no_grad():
-        forward = times((lambda: masked(*leaves), lambda: packed(*leaves)))
-    backward = times(
-        (
-            lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True),
-            lambda: torch.autograd.grad(out_packed, leaves, dout[0], retain_graph=True),
-        )
-    )
-    for pass_, (own, varlen) in (("forward", forward), ("backward", backward)):
-        row[pass_] = round(statistics.median(own), 4)
-        row[f"varlen_{pass_}"] = round(statistics.median(varlen), 4)
-        row[f"{pass_}_speed_of_varlen"] = round(
-            statistics.median(varlen) / statistics.median(own), 3
-        )
-    row["spread"] = spread([*forward, *backward])
-    return row
+    both = {"pyfa": Side(masked, leaves, dout), "varlen": Side(packed, leaves, dout[0])}
+    row = {"rows": rows, "head_dim": dim, "document": _DOCUMENT}
+    return row | sides.measured(clock, both)
 
 
-def first_use(dim: int, backend: str) -> list[dict[str, Any]]:
+def first_use(clock: Clock, dim: int, backend: str) -> list[dict[str, Any]]:
     """Seconds of first calls. Each mask has a number that no other code was compiled with."""
-    rows = 4096
+    rows = _FIRST_ROWS
     q, k, v, dout = inputs(rows, dim)
-    document = torch.arange(rows, device="cuda", dtype=torch.int32) // _DOCUMENT
+    document = documents_of(rows)
     new = time.time_ns() % 100_000 + 5000
     masks: dict[str, Options] = {
         "sliding": {"mask_mod": lambda b, h, i, j: (i >= j) & (i - j < new)},
@@ -252,16 +171,16 @@ def first_use(dim: int, backend: str) -> list[dict[str, Any]]:
         "softcap": {"score_mod": lambda s, b, h, i, j: new * torch.tanh(s / new)},
     }
     pyfa.attention(q, k, v, backend=backend)
-    torch.cuda.synchronize()
+    clock.wait()
     found = []
     for name, options in masks.items():
         begin = time.perf_counter()
         out = pyfa.attention(q, k, v, backend=backend, **options)
-        torch.cuda.synchronize()
+        clock.wait()
         forward = time.perf_counter() - begin
         begin = time.perf_counter()
         torch.autograd.grad(out, (q, k, v), dout)
-        torch.cuda.synchronize()
+        clock.wait()
         backward = time.perf_counter() - begin
         found.append(
             {
@@ -273,11 +192,11 @@ def first_use(dim: int, backend: str) -> list[dict[str, Any]]:
     return found
 
 
-def new_tensor(dim: int, backend: str) -> dict[str, Any]:
+def new_tensor(clock: Clock, dim: int, backend: str) -> dict[str, Any]:
     """Host µs of a forward, with lists kept and with a new document map at each call."""
-    rows, calls = 4096, 50
+    rows, calls = _FIRST_ROWS, 50
     q, k, v, _ = (x.detach() for x in inputs(rows, dim))
-    own = torch.arange(rows, device="cuda", dtype=torch.int32) // _DOCUMENT
+    own = documents_of(rows)
     maps = [own.clone() for _ in range(calls)]
 
     def call(document: torch.Tensor) -> None:
@@ -289,12 +208,12 @@ def new_tensor(dim: int, backend: str) -> dict[str, Any]:
     found: dict[str, list[float]] = {"repeated_us": [], "new_us": []}
     for turn in range(7):
         for name, given in (("repeated_us", [own] * calls), ("new_us", maps)):
-            torch.cuda.synchronize()
+            clock.wait()
             begin = time.perf_counter()
             for document in given:
                 call(document)
             found[name].append((time.perf_counter() - begin) / calls * 1e6)
-            torch.cuda.synchronize()
+            clock.wait()
         for document in maps:
             document.add_(0 * turn)  # of which nobody knows that it changes nothing
     medians = {name: round(statistics.median(each[1:]), 1) for name, each in found.items()}
@@ -307,23 +226,26 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[4096, 16384])
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--mods", nargs="+", default=NAMES, choices=NAMES)
-    parser.add_argument("--backend", default="cuda")
+    parser.add_argument("--backend", default="cuda", help="of pyfa, in all parts but lists")
     parser.add_argument("--parts", nargs="+", default=PARTS[:-1], choices=PARTS)
     parser.add_argument("--name", default="mods", help="of the file that --save writes")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     backend, dims, parts = options.backend, options.head_dims, options.parts
     jobs = [(rows, dim, name) for rows in options.rows for dim in dims for name in options.mods]
-    results: dict[str, Any] = {"backend": backend}
+    results: dict[str, Any] = {"backend": backend, "how": sides.HOW}
     if "table" in parts:
         results["rows"] = in_processes(row_of, jobs, backend)
+    clock = Clock(sides.device())
     if "documents" in parts:
-        results["documents"] = [documents(n, dim, backend) for n in options.rows for dim in dims]
+        results["documents"] = [
+            documents(clock, n, dim, backend) for n in options.rows for dim in dims
+        ]
         print(results["documents"], flush=True)
     if "first_use" in parts:
-        results["first_use"] = [row for dim in dims for row in first_use(dim, backend)]
+        results["first_use"] = [row for dim in dims for row in first_use(clock, dim, backend)]
     if "new_tensor" in parts:
-        results["new_tensor"] = [new_tensor(dim, backend) for dim in dims]
+        results["new_tensor"] = [new_tensor(clock, dim, backend) for dim in dims]
         print(results["new_tensor"], flush=True)
     if "lists" in parts:
         both = [(job, listed) for job in jobs for listed in (True, False)]

@@ -3,35 +3,33 @@
     python benchmarks/score_terms.py [--head-dims 64 128 256] [--backend cuda] [--save]
 
 Measures forward and backward of each built-in term and of score_mod and mask_mod on (4, 4096, 16,
-D) in bfloat16: medians of CUDA events, in ms. FlexAttention is compiled. It runs the same mods,
-with softcap, ALiBi and bias written as mods, and its block mask is built before the timing.
-``differs`` is the largest difference between the gradients of pyfa and FlexAttention, over the
-largest gradient. ``--save`` writes ``results/score_terms_<gpu>.json``.
+D) in bfloat16, in ms of the GPU (``sides.HOW``). FlexAttention is compiled and takes turns with
+pyfa. It runs the same mods, with softcap, ALiBi and bias written as mods, and its block mask is
+built before the timing. ``differs`` is the largest difference between the gradients of pyfa and
+FlexAttention, over the largest gradient. ``--save`` writes ``results/score_terms_<gpu>.json``.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
-import statistics
-import time
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import machine
+import sides
 import torch
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from sides import Options, Side
 
 import pyfa
+from pyfa.bench.timing import Clock
 
 _BATCH, _ROWS, _HEADS = 4, 4096, 16
-Options = dict[str, Any]
 
 
 def built_in() -> dict[str, Options]:
-    heads = torch.linspace(0.05, 0.5, _HEADS, device="cuda")
-    bias = torch.randn(1, 1, _ROWS, _ROWS, device="cuda", dtype=torch.bfloat16)
+    heads = torch.linspace(0.05, 0.5, _HEADS, device=sides.device())
+    bias = torch.randn(1, 1, _ROWS, _ROWS, device=sides.device(), dtype=torch.bfloat16)
     return {
         "full": {},
         "causal": {"causal": True},
@@ -44,8 +42,8 @@ def built_in() -> dict[str, Options]:
 
 
 def mods() -> dict[str, Options]:
-    document = torch.arange(_ROWS, device="cuda", dtype=torch.int32) // 512
-    table = torch.randn(_HEADS, 2 * _ROWS, device="cuda")
+    document = torch.arange(_ROWS, device=sides.device(), dtype=torch.int32) // 512
+    table = torch.randn(_HEADS, 2 * _ROWS, device=sides.device())
     return {
         "mask_mod causal": {"mask_mod": lambda b, h, i, j: i >= j},
         "mask_mod sliding 512": {"mask_mod": lambda b, h, i, j: (i >= j) & (i - j < 512)},
@@ -67,51 +65,24 @@ def as_mods(given: dict[str, Options]) -> dict[str, Options]:
     }
 
 
-def inputs(dim: int, rows: int = _ROWS, batch: int = _BATCH) -> list[torch.Tensor]:
+def pyfas(dim: int, options: Options, backend: str, batch: int = 0) -> Side:
     torch.manual_seed(0)
-    shape = (batch, rows, _HEADS, dim)
-    made = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
-    return [x.requires_grad_() for x in made[:3]] + made[3:]
+    shape = (batch or _BATCH, _ROWS, _HEADS, dim)
+    made = [torch.randn(shape, device=sides.device(), dtype=torch.bfloat16) for _ in range(4)]
+    *leaves, dout = [x.requires_grad_() for x in made[:3]] + made[3:]
+    return Side(lambda *x: pyfa.attention(*x, backend=backend, **options), leaves, dout)
 
 
-def median_ms(function: Callable[[], Any], seconds: float = 0.06) -> float:
-    for _ in range(2):
-        function()
-    found: list[float] = []
-    end = time.monotonic() + seconds
-    while time.monotonic() < end or len(found) < 5:
-        begin, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        function()
-        stop.record()
-        torch.cuda.synchronize()
-        found.append(begin.elapsed_time(stop))
-    return statistics.median(found)
-
-
-def measured(
-    attend: Callable[..., torch.Tensor], leaves: list[torch.Tensor], dout: torch.Tensor
-) -> tuple[dict[str, float], list[torch.Tensor]]:
-    """Milliseconds of forward and backward, and the gradients."""
-    with torch.no_grad():
-        forward = median_ms(lambda: attend(*leaves))
-    out = attend(*leaves)
-    grads = list(torch.autograd.grad(out, leaves, dout, retain_graph=True))
-    backward = median_ms(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))
-    return {"forward": round(forward, 4), "backward": round(backward, 4)}, grads
-
-
-def flex(dim: int, options: Options) -> tuple[dict[str, float], list[torch.Tensor]]:
-    """The same by PyTorch's compiled FlexAttention, whose tensors are (B, H, S, D)."""
-    q, k, v, dout = (x.detach().transpose(1, 2).contiguous() for x in inputs(dim))
-    given = dict(options)
-    mask = given.pop("mask_mod", None)
-    if mask is not None:
-        given["block_mask"] = create_block_mask(mask, None, None, _ROWS, _ROWS, device="cuda")
-    compiled: Any = torch.compile(flex_attention, dynamic=False)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    found, grads = measured(lambda *x: compiled(*x, **given), leaves, dout)
-    return found, [x.transpose(1, 2) for x in grads]
+def row_of(clock: Clock, dim: int, name: str, backend: str, with_flex: bool) -> dict[str, Any]:
+    terms, own = built_in(), mods()
+    ours = pyfas(dim, {**terms, **own}[name], backend)
+    both, row = {"pyfa": ours}, {"head_dim": dim, "call": name}
+    options = {**as_mods(terms), **own}.get(name)
+    if with_flex and options is not None:
+        both["flex"] = theirs = sides.flex(ours.leaves, ours.dout, options)
+        expected = [x.transpose(1, 2) for x in theirs.gradients()]
+        row["differs"] = sides.difference(ours.gradients(), expected)
+    return row | sides.measured(clock, both)
 
 
 def _compile(job: tuple[int, str, str]) -> None:
@@ -121,12 +92,13 @@ def _compile(job: tuple[int, str, str]) -> None:
     if backend == "flex":
         options = {**as_mods(built_in()), **mods()}.get(name)
         if options:
-            flex(dim, options)
+            ours = pyfas(dim, {}, backend)
+            side = sides.flex(ours.leaves, ours.dout, options)
+            with torch.no_grad():
+                side.attend(*side.leaves)
+            side.gradients()
         return
-    options = {**built_in(), **mods()}[name]
-    q, k, v, dout = inputs(dim, batch=1)
-    out = pyfa.attention(q, k, v, backend=backend, **options)
-    torch.autograd.grad(out, (q, k, v), dout)
+    pyfas(dim, {**built_in(), **mods()}[name], backend, batch=1).gradients()
 
 
 def main() -> None:
@@ -145,30 +117,18 @@ def main() -> None:
     with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
         list(pool.map(_compile, jobs))
     torch._dynamo.config.recompile_limit = 64
-    rows: list[dict[str, Any]] = []
+    clock, rows = Clock(sides.device()), []
     for dim in options.head_dims:
-        terms, own = built_in(), mods()
-        theirs_too = {**as_mods(terms), **own}
-        for name, asked in {**terms, **own}.items():
-            q, k, v, dout = inputs(dim)
-
-            def attend(*x: torch.Tensor, asked: Options = asked) -> torch.Tensor:
-                return pyfa.attention(*x, backend=options.backend, **asked)
-
-            times, grads = measured(attend, [q, k, v], dout)
-            row: dict[str, Any] = {"head_dim": dim, "call": name, **times}
-            if name in theirs_too and not options.no_flex:
-                theirs, expected = flex(dim, theirs_too[name])
-                largest = max(x.abs().max().item() for x in expected)
-                pairs = zip(grads, expected, strict=True)
-                difference = max((x - y).abs().max().item() for x, y in pairs)
-                row |= {f"flex_{pass_}": ms for pass_, ms in theirs.items()}
-                row["differs"] = round(difference / largest, 5)
-            rows.append(row)
-            print(row, flush=True)
+        for name in names:
+            rows.append(row_of(clock, dim, name, options.backend, not options.no_flex))
+            print(rows[-1], flush=True)
     if options.save:
         gpu = torch.cuda.get_device_name().split()[-1].lower()
-        print(machine.save(f"score_terms_{gpu}", {"backend": options.backend, "rows": rows}))
+        print(
+            machine.save(
+                f"score_terms_{gpu}", {"backend": options.backend, "how": sides.HOW, "rows": rows}
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ All return seconds per call, one number per sample. None sets a clock or a power
 from __future__ import annotations
 
 import gc
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
@@ -29,6 +30,7 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._buffer = torch.empty(_FLUSHED[device.type], dtype=torch.uint8, device=device)
+        self._flush = self._seconds_of_a_flush() if device.type == "cuda" else 0.0
 
     def wait(self) -> None:
         if self.device.type == "cuda":
@@ -50,13 +52,18 @@ class Clock:
         return lambda seconds: self._events(call, seconds, cold=timed == "device")
 
     def _events(self, call: Call, seconds: float, *, cold: bool) -> list[float]:
+        self.wait()
         begin, end = self._event(), self._event()
+        began = time.perf_counter()
         begin.record()
         call()
         end.record()
+        host = time.perf_counter() - began
         end.synchronize()
+        count = _samples(seconds, begin.elapsed_time(end) * 1e-3)
+        self._get_ahead(count, host, cold=cold)
         pairs = []
-        for _ in range(_samples(seconds, begin.elapsed_time(end) * 1e-3)):
+        for _ in range(count):
             if cold:
                 self._buffer.zero_()
             begin, end = self._event(), self._event()
@@ -66,6 +73,28 @@ class Clock:
             pairs.append((begin, end))
         self.wait()
         return [begin.elapsed_time(end) * 1e-3 for begin, end in pairs]
+
+    def _get_ahead(self, count: int, host: float, *, cold: bool) -> None:
+        """Queue work that lasts until the host has launched ``count`` samples of ``host`` seconds.
+
+        An event that an idle GPU meets is recorded at once. Its sample would contain the host's
+        time to launch the call, which exceeds that of a short kernel. Twice ``host``, because the
+        host's times vary.
+        """
+        each = max(0.0, 2 * host - (self._flush if cold else 0.0))
+        for _ in range(math.ceil((2 * host + count * each) / self._flush)):
+            self._buffer.zero_()
+
+    def _seconds_of_a_flush(self) -> float:
+        count = 8  # so that launching the first one does not count
+        self._buffer.zero_()
+        begin, end = self._event(), self._event()
+        begin.record()
+        for _ in range(count):
+            self._buffer.zero_()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e-3 / count
 
     @staticmethod
     def _event() -> torch.cuda.Event:
@@ -111,6 +140,22 @@ class Clock:
                 gc.enable()
         self.wait()
         return samples
+
+
+def in_turns(
+    clock: Clock, timed: str, calls: Mapping[str, Call], rounds: int, seconds: float
+) -> dict[str, list[list[float]]]:
+    """Return the samples of each call by round, ``seconds`` of them. The calls take turns in each
+    round, so that load and clocks affect all alike; all have run before the first."""
+    timers = {}
+    for name, call in calls.items():
+        call()
+        timers[name] = clock.timer(timed, call)
+    found: dict[str, list[list[float]]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, timer in timers.items():
+            found[name].append(timer(seconds))
+    return found
 
 
 def captured(call: Callable[[], Result], times: int = 1) -> tuple[torch.cuda.CUDAGraph, Result]:

@@ -10,14 +10,14 @@ lengths in addition.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from .. import mods
 from ..mods import Function
-from ..problem import Call
+from ..problem import Call, Form
 from . import build, kept
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "Tiles",
     "Visits",
     "asks_for",
+    "bound_lists",
     "is_exact",
     "kept_lists",
     "lists_of",
@@ -96,6 +97,19 @@ def lists_of(call: Call, tiles: Tiles, make: Callable[[Call, Tiles], Lists] | No
     if not _is_exact(call.mods):
         return kept_lists(call, ("all", tiles), lambda: _all_partial(call, tiles))
     return kept_lists(call, ("lists", tiles), lambda: (make or make_lists)(call, tiles))
+
+
+def bound_lists(
+    call: Call, form: Form, tiles: Tiles, make: Callable[[Sequence[torch.Tensor]], Lists]
+) -> Callable[[Sequence[torch.Tensor]], Lists]:
+    """Return ``lists_of`` as a function of the tensors of ``form``, for calls that are like
+    ``call`` in all but their values and addresses. So is ``make``."""
+    mask = mask_of(call)
+    if is_exact(mask):
+        return kept.Bound(call, form, mask, ("lists", tiles), make)
+    return kept.Bound(
+        call, form, mask, ("all", tiles), lambda tensors: _all_partial(form.fill(tensors)[0], tiles)
+    )
 
 
 def kept_lists(call: Call, what: Hashable, make: Callable[[], Lists]) -> Lists:

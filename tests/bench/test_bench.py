@@ -299,3 +299,65 @@ def test_result_files_have_one_record_a_line() -> None:
     for path in RESULTS.glob("*.json"):
         text = path.read_text()
         assert bench.to_text(json.loads(text)) + "\n" == text, path.name
+
+
+class _Machine:
+    """A host that launches work, and a GPU that runs it in order, with clocks of their own."""
+
+    FLUSH = 128e-6
+
+    def __init__(self) -> None:
+        self.host = self.gpu = 0.0
+
+    def launch(self, host: float, gpu: float) -> None:
+        self.host += host
+        self.gpu = max(self.gpu, self.host) + gpu
+
+    def event(self) -> Any:
+        machine = self
+
+        class Event:
+            def record(self) -> None:
+                machine.launch(2e-6, 0.0)
+                self.at = machine.gpu
+
+            def synchronize(self) -> None:
+                machine.host = max(machine.host, self.at)
+
+            def elapsed_time(self, end: Any) -> float:
+                return (end.at - self.at) * 1e3
+
+        return Event()
+
+    def zero_(self) -> None:
+        self.launch(5e-6, self.FLUSH)
+
+
+@pytest.mark.parametrize("host", [20e-6, 60e-6, 150e-6, 600e-6])
+@pytest.mark.parametrize("timed", ["device", "replay"])
+def test_samples_of_a_gpu_are_without_the_hosts_time(
+    monkeypatch: pytest.MonkeyPatch, host: float, timed: str
+) -> None:
+    """A kernel of 40 µs behind launches that take longer, and with every other launch half as long
+    again."""
+    simulated, calls, kernel = _Machine(), 0, 40e-6
+    clock = timing.Clock(torch.device("cpu"))
+    clock.device = torch.device("cuda")
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: simulated.host)
+    monkeypatch.setattr(clock, "_buffer", simulated)
+    monkeypatch.setattr(clock, "_event", simulated.event)
+    monkeypatch.setattr(clock, "_captured", lambda call: None)
+    monkeypatch.setattr(
+        clock, "wait", lambda: setattr(simulated, "host", max(simulated.host, simulated.gpu))
+    )
+    clock._flush = clock._seconds_of_a_flush()
+    assert clock._flush == pytest.approx(_Machine.FLUSH)
+
+    def call() -> None:
+        nonlocal calls
+        calls += 1
+        simulated.launch(host * (1.0 + 0.5 * (calls % 2)), kernel)
+
+    samples = clock.timer(timed, call)(0.03)
+    assert len(samples) >= 30
+    assert samples == pytest.approx([kernel] * len(samples))

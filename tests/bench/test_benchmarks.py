@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import pyfa
 from pyfa import bench
 from pyfa.backends.cuda.target import TARGET
 from pyfa.backends.hip import code
@@ -164,6 +166,91 @@ def test_naive_and_pyfa_are_timed_in_turns(script: Any, monkeypatch: pytest.Monk
     rows = compared.measure(128, 2, 64, True, timing.Clock(torch.device("cpu")))
     assert "would need" in rows[0]["why_not"]
     assert "seconds" not in rows[0]
+
+
+@pytest.fixture
+def small_sides(script: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module ``sides`` on a CPU, with few samples and with a FlexAttention that pyfa computes:
+    PyTorch's has no gradients on a CPU."""
+    sides = script("sides")
+    monkeypatch.setattr(timing, "_FLUSHED", {"cpu": 1 << 16})
+    monkeypatch.setattr(sides, "SECONDS", 0.0)
+
+    def small(leaves: Any, dout: torch.Tensor, options: dict[str, Any]) -> Any:
+        def attend(*x: torch.Tensor) -> torch.Tensor:
+            turned = [y.transpose(1, 2) for y in x]
+            return pyfa.attention(*turned, backend="torch", **options).transpose(1, 2)
+
+        turned = [x.detach().transpose(1, 2).requires_grad_() for x in leaves]
+        return sides.Side(attend, turned, dout.transpose(1, 2))
+
+    monkeypatch.setattr(sides, "flex", small)
+    return sides
+
+
+def _put(found: list[dict[str, Any]]) -> Any:
+    return SimpleNamespace(put=found.append)
+
+
+def test_mods_are_timed_in_turns_with_their_peer(
+    script: Any, small_sides: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mods = script("mods")
+    for name, value in (("_TOKENS", 128), ("_HEADS", 2), ("_DOCUMENT", 32), ("_FIRST_ROWS", 32)):
+        monkeypatch.setattr(mods, name, value)
+    found: list[dict[str, Any]] = []
+    ready = SimpleNamespace(wait=lambda: None)
+    for name in mods.NAMES:
+        mods.row_of((128, 64, name), "torch", ready, nullcontext(), _put(found))
+    assert [row["mod"] for row in found] == list(mods.NAMES)
+    for row in found:
+        assert row["differs"] < 0.02
+        for pass_ in ("forward", "backward"):
+            assert row[f"{pass_}_speedup"] == pytest.approx(
+                row[f"flex_{pass_}"] / row[pass_], rel=0.1
+            )
+        assert row["spread"][0] <= 1.0 <= row["spread"][1]
+    clock = timing.Clock(torch.device("cpu"))
+    row = mods.documents(clock, 128, 64, "torch")
+    assert {"forward", "varlen_forward", "backward_speedup_of_varlen"} <= row.keys()
+    assert [each["mod"] for each in mods.first_use(clock, 64, "torch")] == [
+        "sliding", "documents", "softcap"
+    ]  # fmt: skip
+    assert mods.new_tensor(clock, 64, "torch").keys() == {
+        "head_dim", "repeated_us", "new_us", "more_us"
+    }  # fmt: skip
+
+
+def test_a_mod_that_differs_from_its_peer_is_seen(
+    script: Any, small_sides: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mods = script("mods")
+    monkeypatch.setattr(mods, "_TOKENS", 128)
+    correct = small_sides.flex
+    monkeypatch.setattr(small_sides, "flex", lambda leaves, dout, options: correct(
+        leaves, dout, {"mask_mod": lambda b, h, i, j: i > j - 3}
+    ))  # fmt: skip
+    found: list[dict[str, Any]] = []
+    ready = SimpleNamespace(wait=lambda: None)
+    mods.row_of((128, 64, "causal"), "torch", ready, nullcontext(), _put(found))
+    assert found[0]["differs"] > 0.1
+
+
+def test_score_terms_are_timed_in_turns_with_their_peer(
+    script: Any, small_sides: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terms = script("score_terms")
+    monkeypatch.setattr(terms, "_BATCH", 1)
+    monkeypatch.setattr(terms, "_ROWS", 128)
+    monkeypatch.setattr(terms, "_HEADS", 2)
+    clock = timing.Clock(torch.device("cpu"))
+    for name in (*terms.built_in(), *terms.mods()):
+        row = terms.row_of(clock, 64, name, "torch", True)
+        assert row["forward"] > 0
+        assert row["backward"] > 0
+        assert ("flex_backward" in row) is (name not in ("full", "causal", "sinks", "dropout"))
+        assert row.get("differs", 0.0) < 0.02, name
+    assert "flex_forward" not in terms.row_of(clock, 64, "softcap", "torch", False)
 
 
 @pytest.mark.parametrize("name", ["naive_vs_pyfa", "long_context"])

@@ -169,6 +169,7 @@ def _bind(
     if bias_grad and call.bias is not None:
         _add_bias_grad(launch, program, call, call.bias, params)
     started = launch.launch_of(program, (*given.tensors(), *by_list.of(call)))
+    lists_of = by_list.bound(call, form)
     aligned, rows = 7 if has_bias_tiles(call) else 6, (0, 2) if given.lse.dim() == 3 else 1
     numbers = {name: number for number, name in enumerate(program.made)}
     dsinks_at, dbias_at = numbers.get("dsinks"), numbers.get("dbias")
@@ -181,8 +182,7 @@ def _bind(
             *tensors: torch.Tensor,
         ) -> Gradients:  # fmt: skip
             last = () if dlse is None else (dlse,)
-            of_lists = by_list.of(form.fill(tensors)[0]) if by_list.names else ()
-            found = run(dout, out, lse, *tensors, *last, *of_lists)
+            found = run(dout, out, lse, *tensors, *last, *lists_of(tensors))
             dq, dk, dv = found[:3]
             if parts_of_group > 1:
                 # In float32, and rounded once more. Under autocast the sum would stay in float32.

@@ -10,7 +10,7 @@ takes 0.01 to 2.2 ms (``benchmarks/results/block_lists_h200.json``).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -31,24 +31,32 @@ _log = logging.getLogger("pyfa")
 _refused: set[tuple[str, Plan]] = set()
 
 
+_Launch = Callable[[Sequence[torch.Tensor]], Lists]  # of the captured tensors
+
+
 class Maker:
     """Makes the lists of calls that are alike in all but the values of their tensors."""
 
     def __init__(self, launch: Launcher) -> None:
         self._launch = launch
-        self._bound: dict[Tiles, Callable[[Call], Lists]] = {}
+        self._bound: dict[Tiles, _Launch | None] = {}
 
-    def prepare(self, call: Call, tiles: Tiles) -> Callable[[Call], Lists]:
-        """Return the launch for ``tiles``, which is bound when it is first asked for."""
-        found = self._bound.get(tiles)
-        if found is None:
+    def prepare(self, call: Call, tiles: Tiles) -> None:
+        """Bind the launch for ``tiles``, if it is not yet bound."""
+        if tiles not in self._bound:
             with self._launch.on(call.q.device):
-                found = self._bound[tiles] = bind(self._launch, call, tiles)
-        return found
+                self._bound[tiles] = bind(self._launch, call, tiles)
+
+    def launch_for(self, tiles: Tiles) -> _Launch | None:
+        """Return the launch for ``tiles``; None if it is not prepared, or if PyTorch's operators
+        make the lists, because the kernel cannot be built."""
+        return self._bound.get(tiles)
 
     def __call__(self, call: Call, tiles: Tiles) -> Lists:
         """Return new lists of ``call``'s mask_mod for ``tiles``, made on the current stream."""
-        return self.prepare(call, tiles)(call)
+        self.prepare(call, tiles)
+        launch = self._bound[tiles]
+        return blocks.make_lists(call, tiles) if launch is None else launch(call.captured)
 
 
 def plan_of(
@@ -79,15 +87,14 @@ def plans_of(launch: Launcher, problem: Problem, tiles: Tiles) -> list[Plan]:
     return [plan_of(launch, problem, tiles, kernel) for kernel in kernels]
 
 
-def bind(launch: Launcher, call: Call, tiles: Tiles) -> Callable[[Call], Lists]:
-    """Return a launch for calls like ``call``. If the kernel cannot be built, PyTorch's operators
-    make the lists."""
+def bind(launch: Launcher, call: Call, tiles: Tiles) -> _Launch | None:
+    """Return a launch for calls like ``call``, or None if the kernel cannot be built."""
     from ...mods import emit_ranges
 
     plan = plan_of(launch, call, tiles)
     wanted = (launch.device_at(call.q.device).arch, plan)
     if wanted in _refused:
-        return lambda call: blocks.make_lists(call, tiles)
+        return None
     sizes = blocks.sizes_of(call, tiles)
     number = len(call.captured)
     names = tuple(f"captured{slot}" for slot in range(number))
@@ -123,6 +130,6 @@ def bind(launch: Launcher, call: Call, tiles: Tiles) -> Callable[[Call], Lists]:
     except (CompileError, CodeObjectError) as error:
         _refused.add(wanted)
         _log.info("PyTorch's operators make the block lists: %s", error)
-        return lambda call: blocks.make_lists(call, tiles)
+        return None
     run = run_of(program, started, launch.empty, None)
-    return lambda call: Lists(*run(*call.captured)[:2])
+    return lambda captured: Lists(*run(*captured)[:2])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -10,10 +10,12 @@ import torch
 from ... import abi, blocks, mods
 from ...blocks import Tiles
 from ...plan import Plan
-from ...problem import Call
+from ...problem import Call, Form
 from ..common.program import Params
 from . import block_lists
 from .launch import Launcher
+
+_ListsOf = Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]
 
 
 def listed(plan: Plan) -> Plan:
@@ -39,7 +41,7 @@ def is_listed(plan: Plan) -> bool:
 class Lists:
     """The block lists of the ``plans`` of one program.
 
-    They are the program's last inputs, with ``names``; ``of`` returns them for each call.
+    They are the program's last inputs, with ``names``; ``bound`` returns them for each call.
     """
 
     def __init__(self, launch: Launcher, plans: Sequence[Plan]) -> None:
@@ -56,6 +58,28 @@ class Lists:
     def of(self, call: Call) -> tuple[torch.Tensor, ...]:
         """Return the lists of ``call``, in the order of ``names``."""
         return tuple(x for tiles in self.tiles.values() for x in self._lists(call, tiles))
+
+    def bound(self, call: Call, form: Form) -> _ListsOf:
+        """Return ``of`` as a function of the tensors of ``form``, for calls that are like ``call``
+        in all but their values and addresses."""
+        bound = [self._bound(call, form, tiles) for tiles in self.tiles.values()]
+        if len(bound) == 1:
+            return bound[0]
+        return lambda tensors: tuple(x for each in bound for x in each(tensors))
+
+    def _bound(self, call: Call, form: Form, tiles: Tiles) -> _ListsOf:
+        maker = self._make
+        assert maker is not None
+        first = form.names.index("captured0") if call.captured else 0
+        end = first + len(call.captured)
+
+        def make(tensors: Sequence[torch.Tensor]) -> blocks.Lists:
+            launch = maker.launch_for(tiles)
+            if launch is None:  # not yet prepared, or not built
+                return maker(form.fill(tensors)[0], tiles)
+            return launch(tensors[first:end])
+
+        return blocks.bound_lists(call, form, tiles, make)
 
     def _lists(self, call: Call, tiles: Tiles) -> blocks.Lists:
         return blocks.lists_of(call, tiles, self._make)
