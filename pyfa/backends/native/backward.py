@@ -34,7 +34,12 @@ if TYPE_CHECKING:
 
 def why_not(problem: Problem) -> list[str]:
     """Return what backward lacks for ``problem``, which has one, beyond features and dtypes."""
-    return ["backward with a page_table is not implemented"] if problem.page_size else []
+    if not problem.page_size:
+        return []
+    return [
+        "backward with a page_table is not implemented: sequences may share a page, and a "
+        "workgroup stores the gradients of its keys once"
+    ]
 
 
 def is_general(call: Call) -> bool:
