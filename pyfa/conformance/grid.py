@@ -232,6 +232,7 @@ def _quick() -> Iterator[Case]:
     yield from _dropout_bits(4)
     yield from grid_hostile.quick()
     yield from grid_mods.mods(1)
+    yield from grid_mods.quick()
     yield from grid_mods.lists(1)
     yield from grid_fp8.quick()
     yield from grid_bands.quick()
@@ -340,6 +341,7 @@ def _full() -> Iterator[Case]:
             for shape in SHAPES[:4]:
                 yield _dense(*shape, dtype=dtype, backward=True, **options)
     yield from grid_mods.mods(3)
+    yield from grid_mods.everywhere()
     yield from grid_mods.lists(3)
     yield from _bias_tiles()
     yield from _many_lengths()

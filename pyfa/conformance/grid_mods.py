@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from .cases import Case, dense, packed
 from .grid_axes import CACHES, DTYPES, HALF, PACKED, SHAPES, Fields
+from .modifiers import MASKS, SCORES
 
 # Gradients of tables, whose elements many scores read.
 _CAPTURED: tuple[Fields, ...] = (
@@ -56,6 +57,25 @@ _LISTS: tuple[Fields, ...] = (
 )
 _LISTS_SHAPES = ((300, 420), (420, 300), (330, 330))
 
+# What each mod meets in ``everywhere``: kinds of calls, and pyfa's own terms and masks.
+_DENSE_WITH: tuple[Fields, ...] = (
+    {"causal": True, "dlse": "both"},
+    {"window": (40, 12), "heads_q": 4},
+    {"sinks": True, "heads_q": 6, "heads_k": 2},
+    {"dropout_p": 0.2, "softcap": 5.0},
+    {"bias": "full", "alibi": "heads", "deterministic": True},
+)
+_PACKED_WITH: tuple[Fields, ...] = (
+    {"slack": 2, "causal": True},
+    {"used_q": True, "used_k": True, "heads_q": 4},
+)
+_CACHED_WITH: tuple[Fields, ...] = (
+    {"page_size": 16, "heads_q": 8},
+    {"leftpad": True, "causal": True, "num_splits": 3},
+)
+# Of the mods of ``modifiers_more`` in the quick level, those that differ most from all others.
+_QUICK = ("morton_natten", "vision", "rope", "table")
+
 
 def mods(count: int) -> Iterator[Case]:
     """Yield cases of each mod in ``count`` varying dtypes and shapes."""
@@ -89,3 +109,27 @@ def lists(count: int) -> Iterator[Case]:
     splits: Fields = {"heads_q": 4, "dtype": HALF[1], "num_splits": 3}
     yield packed(((2, 2), (513, 300)), "kvcache", mask_mod="patches", **splits)
     yield packed(((2, 2), (513, 300)), "kvcache", block_mask=64, **splits)
+
+
+def everywhere(names: tuple[str, ...] = (*MASKS, *SCORES)) -> Iterator[Case]:
+    """Yield each mod in dense calls with pyfa's own terms and masks, in packed calls, in pages and
+    in decoding. Dtypes and shapes vary from mod to mod."""
+    for number, name in enumerate(names):
+        mod: Fields = {"mask_mod" if name in MASKS else "score_mod": name}
+        for index, options in enumerate(_DENSE_WITH):
+            (rows, keys), dtype = SHAPES[(number + index) % 5], DTYPES[(number + index) % 3]
+            fields: Fields = {"dtype": dtype, "backward": True, **mod, **options}
+            yield dense(rows, keys, **fields)
+        for index, options in enumerate(_PACKED_WITH):
+            lengths, dtype = PACKED[(number + index) % 3], HALF[(number + index) % 2]
+            yield packed(lengths, "varlen", dtype=dtype, backward=True, **mod, **options)
+        for index, options in enumerate(_CACHED_WITH):
+            lengths = CACHES[(number + 2 * index) % 4]
+            yield packed(lengths, "kvcache", dtype=HALF[number % 2], **mod, **options)
+
+
+def quick() -> Iterator[Case]:
+    """Yield one case each of a few mods of ``everywhere``."""
+    for number, name in enumerate(_QUICK):
+        cases = [case for case in everywhere((name,)) if case.backward]
+        yield cases[2 * number % len(cases)]

@@ -12,25 +12,10 @@ from typing import Any
 import torch
 
 from .. import mods
+from . import modifiers_more
 from .cases import Case
-from .inputs import integers, near_normal
-
-Mod = Callable[..., torch.Tensor]
-
-
-class _Tables:
-    """The tables of a case: made on the CPU, moved to the device of the call."""
-
-    def __init__(self, case: Case, where: torch.device) -> None:
-        self.case, self.where = case, where
-        self.longest = max((*case.lengths_q, *case.lengths_k, 1))
-
-    def integers(self, name: str, shape: tuple[int, ...], below: int) -> torch.Tensor:
-        found = integers(f"{self.case.name}/{name}", torch.Size(shape).numel(), below)
-        return torch.tensor(found, dtype=torch.int32).reshape(shape).to(self.where)
-
-    def normal(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return near_normal(f"{self.case.name}/{name}", shape).to(dtype).to(self.where)
+from .tables import Mod
+from .tables import Tables as _Tables
 
 
 def mods_of(case: Case, where: torch.device) -> dict[str, Mod]:
@@ -249,8 +234,10 @@ def _patches(tables: _Tables) -> Mod:
 MASKS: dict[str, Callable[[_Tables], Mod]] = {
     "documents": _documents, "prefix": _prefix, "sliding": _sliding, "dilated": _dilated,
     "natten": _natten, "diffusion": _diffusion, "shared_prefix": _shared_prefix, "tree": _tree,
-    "strided": _strided, "patches": _patches,
+    "strided": _strided, "patches": _patches, **modifiers_more.MASKS,
 }  # fmt: skip
+OF_LENGTHS = frozenset(("documents", "tree", "strided", *modifiers_more.OF_LENGTHS))
+"""Masks whose tables end with the lengths, numbers of sequences or heads of the case."""
 
 
 # ---- scores ------------------------------------------------------------------------------------
@@ -308,5 +295,5 @@ def _bounded(tables: _Tables) -> Mod:
 
 SCORES: dict[str, Callable[[_Tables], Mod]] = {
     "relative": _relative, "alibi": _alibi, "softcap": _softcap, "gated": _gated,
-    "bounded": _bounded,
+    "bounded": _bounded, **modifiers_more.SCORES,
 }  # fmt: skip

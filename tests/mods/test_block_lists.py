@@ -13,7 +13,7 @@ from pyfa.backends.torch import tiled
 from pyfa.blocks import build, kept
 from pyfa.blocks.build import EMPTY, PARTIAL, WHOLE, Tiles
 from pyfa.conformance.cases import Case
-from pyfa.conformance.modifiers import MASKS, _Tables
+from pyfa.conformance.modifiers import MASKS, OF_LENGTHS, _Tables
 from pyfa.problem import Call
 
 
@@ -68,8 +68,9 @@ def _expected(seen, tiles):
 @pytest.mark.parametrize("tiles", [Tiles(16, 8), Tiles(32, 24), Tiles(16, 8, "keys")])
 def test_lists_are_those_of_the_mask(name, tiles):
     rows, keys = (200, 110) if name == "patches" else (45, 70)
-    mask = MASKS[name](_Tables(Case(lengths_q=(rows,) * 2, lengths_k=(keys,) * 2), "cpu"))
-    starts = (0, 0, 0, 0) if name in ("documents", "tree", "strided") else (0, 2, 7, 3)
+    case = Case(lengths_q=(rows,) * 2, lengths_k=(keys,) * 2, heads_q=4)
+    mask = MASKS[name](_Tables(case, "cpu"))
+    starts = (0, 0, 0, 0) if name in OF_LENGTHS else (0, 2, 7, 3)
     places = dict(zip(("batch_start", "head_start", "q_start", "k_start"), starts, strict=True))
     counts, entries = blocks.lists_of(_call(mask, rows, keys, **places), tiles)
     assert counts.dtype == entries.dtype == torch.int32
@@ -303,7 +304,8 @@ def _flex(q, k, v, block_mask, **given):
 def test_as_flex_attention(rows, keys, name, size):
     torch.manual_seed(2)
     q, k, v = (torch.randn(2, n, 2, 16) for n in (rows, keys, keys))
-    mask = MASKS[name](_Tables(Case(lengths_q=(rows,) * 2, lengths_k=(keys,) * 2), "cpu"))
+    case = Case(lengths_q=(rows,) * 2, lengths_k=(keys,) * 2, heads_q=4)
+    mask = MASKS[name](_Tables(case, "cpu"))
     block_mask = create_block_mask(mask, 2, 2, rows, keys, device="cpu", BLOCK_SIZE=size)
     found = pyfa.attention(q, k, v, block_mask=block_mask, return_lse=True)
     for x, y in zip(found, _flex(q, k, v, block_mask), strict=True):
