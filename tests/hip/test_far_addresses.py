@@ -93,7 +93,11 @@ def run_backward(place: str, move: Move, deterministic: bool = False) -> Tensors
     shape = PLACES[place][0]
     q, k, v, dout = map(move, values(shape, 4))
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    options = {"causal": True, "deterministic": deterministic, "backend": "emulator"}
+    options: dict[str, Any] = {
+        "causal": True,
+        "deterministic": deterministic,
+        "backend": "emulator",
+    }
     out = pyfa.attention(*inputs, **options)
     return [*torch.autograd.grad(out, inputs, dout)]
 
