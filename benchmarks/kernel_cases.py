@@ -74,10 +74,10 @@ def size(case: Case) -> int:
 
 def few(kernels_of: dict[Case, set[str]]) -> list[Case]:
     """Small cases that together select all that any does: each selects one that those before it
-    do not."""
+    do not. Those without a row and a key come last, since their kernels do nothing."""
     left = set[str]().union(*kernels_of.values())
     found = []
-    for case in sorted(kernels_of, key=size):
+    for case in sorted(kernels_of, key=lambda case: (size(case) == 0, size(case))):
         if kernels_of[case] & left:
             found.append(case)
             left -= kernels_of[case]

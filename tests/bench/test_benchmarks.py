@@ -470,9 +470,9 @@ def test_kernels_of_cases_are_known_without_compiling_them(
     monkeypatch.setattr(code, "load", lambda *_: pytest.fail("compiled"))
     monkeypatch.setattr(code, "begin", lambda *_: pytest.fail("compiled"))
     dims = {"head_dim": 576, "head_dim_v": 512, "heads_k": 1, "scale": 0.1}
-    one, split, other = (
-        packed(((1,), (90,)), "latent", heads_q=heads, num_splits=splits, dtype="float16", **dims)
-        for heads, splits in ((100, 1), (101, 2), (4, 1))
+    one, split, other, empty = (
+        packed(((1,), (n,)), "latent", heads_q=heads, num_splits=splits, dtype="float16", **dims)
+        for n, heads, splits in ((90, 100, 1), (90, 101, 2), (90, 4, 1), (0, 4, 1))
     )
     kernels_of = {case: kernel_cases.selected(case) for case in (one, split, other)}
     files = [{text.split()[0] for text in kernels_of[case]} for case in kernels_of]
@@ -482,3 +482,4 @@ def test_kernels_of_cases_are_known_without_compiling_them(
     # The smallest first, and one only if those before it left a kernel to it.
     assert kernel_cases.few(kernels_of) == [other, one, split]
     assert kernel_cases.few({one: kernels_of[one], other: kernels_of[one]}) == [other]
+    assert kernel_cases.few({empty: kernels_of[one], one: kernels_of[one]}) == [one]
