@@ -198,8 +198,24 @@ def measured_models() -> str:
     return f"{text}\n\n" + table(head, rows)
 
 
+def measured_layers() -> str:
+    """Return the speed of models' layers: benchmarks/results/bench_layers_peers_h100.json."""
+    data = generated.results()["bench_layers_peers_h100.json"]
+    layers: dict[str, list[str]] = {}
+    for row in data["rows"]:
+        problem = row["problem"]
+        cell = row["cell"].removeprefix(problem["label"]).removesuffix(" backward").strip()
+        columns = layers.setdefault(problem["label"], [cell, *["–"] * 4])
+        if "value" in row:
+            at = 1 + 2 * (problem["passes"] == "backward") + (row["peer"] != "pyfa")
+            columns[at] = f"{row['value']:.0f}"
+    head = ["layer", "shape", "forward", "cuDNN's", "backward", "cuDNN's"]
+    return table(head, [[name, *columns] for name, columns in layers.items()])
+
+
 PARTS: dict[str, Callable[..., str]] = {
     "matrix": matrix,
+    "measured_layers": measured_layers,
     "measured_models": measured_models,
     "models": models,
 }

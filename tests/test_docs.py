@@ -453,6 +453,23 @@ def test_models_are_those_that_the_command_knows(matrix: ModuleType) -> None:
     assert [row[2] for row in measured] == [f"{x['tokens_per_second']:,.0f}" for x in data["rows"]]
 
 
+def test_measured_layers_are_those_of_the_result(matrix: ModuleType) -> None:
+    name = "bench_layers_peers_h100.json"
+    rows = json.loads((ROOT / "benchmarks" / "results" / name).read_text())["rows"]
+    found = {row[0]: row[2:] for row in cells(matrix.measured_layers())}
+    assert set(found) == {row["problem"]["label"] for row in rows}
+    columns = [
+        ("pyfa", "forward"),
+        ("cudnn", "forward"),
+        ("pyfa", "backward"),
+        ("cudnn", "backward"),
+    ]
+    for row in rows:
+        problem = row["problem"]
+        written = found[problem["label"]][columns.index((row["peer"], problem["passes"]))]
+        assert written == (f"{row['value']:.0f}" if "value" in row else "–")
+
+
 def cells(table: str) -> list[list[str]]:
     rows = [re.split(r"(?<!\\)\|", line.strip("|")) for line in table.splitlines()]
     return [[cell.strip() for cell in row] for row in rows[2:]]
