@@ -5,7 +5,7 @@ the full level has run in the emulator, so a kernel without a case is left out. 
 to their launches, which are recorded in place of compiled and run: those of the quick level, then
 of the full level until each kernel is selected. ``--run`` runs few of them, which select all of the
 kernels, in the emulator and holds them to float64. ``--save`` writes
-``results/kernel_cases_gfx942.json``.
+``results/kernel_selection_gfx942.json``.
 """
 
 from __future__ import annotations
@@ -94,6 +94,8 @@ def emulated(cases: list[Case]) -> dict[str, Any]:
         print(f"{time.monotonic() - begin:4.0f} s {result.status} {case.name}", file=sys.stderr)
     digests: Any = getattr(EMULATOR, "kernel_digests", dict)
     return {
+        "what": "few small cases that select all of them, in the emulator; functionally emulated, "
+        "not verified on hardware",
         "cases": len(cases),
         "kernels": len(digests().keys() & SHIPPED.keys()),
         "failed": failed,
@@ -122,9 +124,8 @@ def main() -> None:
             files = {SHIPPED[name].kernel for name in left}
             files -= {SHIPPED[name].kernel for name in SHIPPED.keys() - left}
     found: dict[str, Any] = {
-        "what": "kernels that ship for gfx942 which a conformance case selects; few small cases "
-        "that select all of them are run in the emulator: functionally emulated, not verified on "
-        "hardware",
+        "what": "kernels that ship for gfx942 which a conformance case selects, by its launches, "
+        "which are recorded and not run",
         "kernels": len(SHIPPED),
         "selected": levels,
         "sources_not_in_quick": sorted(files),
@@ -135,7 +136,7 @@ def main() -> None:
     for key, value in found.items():
         print(f"{key}: {value}")
     if options.save:
-        print("wrote", machine.save("kernel_cases_gfx942", found))
+        print("wrote", machine.save("kernel_selection_gfx942", found))
 
 
 if __name__ == "__main__":
