@@ -43,8 +43,11 @@ class Decode(NamedTuple):
 
 
 class Owner(NamedTuple):
-    """Backward in two passes: what a wavefront owns, in units of 32 keys or rows, wavefronts per
-    SIMD, and whether products are computed in slots."""
+    """A kernel of the two-pass backward.
+
+    ``columns``: the keys or rows that a wavefront owns, in units of 32. ``per_simd``: wavefronts
+    per SIMD. ``slots``: 1 if products are computed in slots (``kernels/hip/bwd_slots.h``).
+    """
 
     columns: int
     per_simd: int
