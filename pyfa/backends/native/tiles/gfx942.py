@@ -11,7 +11,8 @@ LINES = 16  # of a matrix product of decode
 
 
 class Forward(NamedTuple):
-    """Keys per tile, wavefronts of 32 query rows each, rows of a matrix product."""
+    """``block_k``: keys per tile. ``waves``: wavefronts of 32 query rows each. ``mma``: rows of a
+    matrix product."""
 
     block_k: int
     waves: int
