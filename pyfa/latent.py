@@ -64,11 +64,11 @@ def attention_latent(
         Required, because it cannot be derived from D. It is (qk_nope_head_dim + qk_rope_head_dim)
         ** -0.5 of the model (192 ** -0.5 for DeepSeek-V3), times mscale² with YaRN.
     indices, topk_lengths
-        ``indices`` (B, Sq, topk) int32 lists the keys that each row sees, as positions in its
-        sequence. Negative entries, and entries beyond the sequence's end, list no key. A key listed
-        twice counts twice, as in FlashMLA. With ``topk_lengths`` (B,) or (B, Sq) int32, only that
-        number of entries of a row is read. With ``causal``, keys after the row's own position are
-        masked, too.
+        ``indices`` (B, Sq, topk) int32 lists the keys that each query token sees (the same keys for
+        all its heads), as positions in the token's sequence. Negative entries, and entries beyond
+        the sequence's end, list no key. A key listed twice is counted twice, as in FlashMLA.
+        ``topk_lengths`` (B,) or (B, Sq) int32 is the number of entries of a token that are read.
+        With ``causal``, keys after the token's own position are masked, too.
     causal, sinks, num_splits, backend
         As in ``attention_kvcache``.
     descale, out_dtype

@@ -127,7 +127,7 @@ class Call(NamedTuple):
 
     @property
     def has_spare_k(self) -> bool:
-        """Return whether rows of k and v, which are not pages, may belong to no sequence."""
+        """Return whether rows of k and v may belong to no sequence, if k and v are not paged."""
         return self.cu_seqlens_k is not None or self.seqused_k is not None
 
     def lse_shape(self) -> tuple[int, ...]:

@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 class Run(Protocol):
-    """Takes the tensors of a call, as ``problem.tensors_of`` gives them, to out and, where it was
-    asked for, LSE. What comes behind them in the list is nobody's."""
+    """Maps the tensors of a call, as ``problem.tensors_of`` returns them, to a list that begins
+    with out and, if requested, LSE. Callers ignore further elements."""
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]: ...
 
 
 class OtherAlignment(Exception):
-    """A bound call received a 16-byte aligned address where it was bound without one, or the
-    reverse. Another plan may be needed. Nothing was computed."""
+    """A bound call received a 16-byte aligned address for a tensor that was not aligned when the
+    call was bound, or the reverse. Another plan may be needed. Nothing was computed."""
 
 
 class MachineReason(str):
@@ -67,7 +67,7 @@ class Saved(NamedTuple):
 
 
 class RunBackward(Protocol):
-    """Takes dout, dLSE or None, out, LSE and the tensors of the call to its gradients."""
+    """Maps dout, dLSE or None, out, LSE and the tensors of a call to the gradients of the call."""
 
     def __call__(
         self,
@@ -98,10 +98,10 @@ class Backend(Protocol):
         """Return what this machine lacks to run the backend at all; None if it is ready."""
 
     def why_not(self, problem: Problem) -> Sequence[str]:
-        """Return why it refuses ``problem``: one sentence per reason, empty if it can run it."""
+        """Return why the backend refuses ``problem``: one sentence per reason, or nothing."""
 
     def plan(self, problem: Problem) -> Plan:
-        """Return the plan for ``problem``, which it does not refuse."""
+        """Return the plan for ``problem``, which the backend does not refuse."""
 
     def bind(self, plan: Plan, call: Call, append: Append | None, with_lse: bool) -> Run:
         """Bind ``plan`` to ``call``, and to all calls that differ from it only in the values and
@@ -137,16 +137,16 @@ class Appending(Protocol):
     """A backend whose kernels append to the KV cache and apply rotary embeddings themselves."""
 
     def why_not_append(self, call: Call, append: Append) -> str | None:
-        """Return why its ``bind`` cannot take ``append``; None if it can."""
+        """Return why the backend's ``bind`` cannot take ``append``; None if it can."""
 
 
 @runtime_checkable
 class Building(Protocol):
-    """A backend that compiles, and may refuse what it compiled of a user's functions."""
+    """A backend that compiles kernels, and may refuse a kernel that contains a user's functions."""
 
     def begin(self, problem: Problem) -> None:
         """Begin to compile, in threads, the kernels that a call of ``problem`` and its backward
-        are sure to launch. Those of the forward come first."""
+        are sure to launch. The forward's kernels come first."""
 
     def why_not_built(self, problem: Problem) -> Sequence[str]:
         """Build the kernels of ``problem``, which has mods, and return why they cannot run; empty

@@ -281,8 +281,11 @@ def refuse_missing(**given: object) -> None:
 
 
 def pyfas_window(window_size: Window, causal: bool) -> tuple[validate.Edge | None, ...] | None:
-    """Return pyfa's window. In flash-attention 4 None is unlimited, −1 is a number, and an empty
-    window is ignored."""
+    """Return ``window_size`` as pyfa's window.
+
+    In flash-attention 4 only None means unlimited, −1 is an ordinary bound, and a window that
+    contains no key is ignored.
+    """
     if len(window_size) != 2:
         validate.wrong("window_size", "(left, right)", window_size)
     left, right = window_size

@@ -191,8 +191,9 @@ class Machine:
     ) -> Region:
         """Make ``nbytes`` of host memory visible at device ``address``, without a copy.
 
-        ``host`` is its host address, by default the same number (a tensor's ``data_ptr()``). The
-        caller keeps it alive. Every byte outside the mapped ranges is out of bounds.
+        ``host`` is the host address of this memory, by default the same number (a tensor's
+        ``data_ptr()``). The caller keeps the memory alive. Every byte outside the mapped ranges is
+        out of bounds.
         """
         if nbytes <= 0 or address <= 0 or address + nbytes > 1 << 63:
             raise ValueError(f"region {name!r}: {nbytes} bytes at 0x{address:x} are not a range")

@@ -20,7 +20,7 @@ Array = npt.NDArray[np.int64]
 
 
 class Requested(NamedTuple):
-    """Bytes of each tensor; ``merged``: those that the kernel that merges splits reads again."""
+    """Bytes of each tensor; ``merged``: bytes that the kernel that merges splits reads again."""
 
     q: int
     k: int

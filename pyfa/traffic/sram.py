@@ -34,7 +34,7 @@ def rows_with_scores(sram_bytes: int, head_dim: int, size: int = 4) -> int:
 
 class Occupancy(NamedTuple):
     """Workgroups that a compute unit holds at once, and the resource that limits them. ``share``:
-    the fraction of the wavefronts that it could hold."""
+    their wavefronts, as a fraction of the most that a compute unit can hold."""
 
     workgroups: int
     share: float

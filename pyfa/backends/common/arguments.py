@@ -172,7 +172,7 @@ def launcher(
 
     ``run`` is the driver's function, called once per step with the result of ``calls_of``. An error
     goes to ``recover`` with the number of its step. ``taken``: words whose address a function
-    supplies at each launch. ``blocks``: the grids of the steps, of which this sets those that
+    supplies at each launch. ``blocks``: the grids of the steps. Each launch sets the grids that
     depend on the totals. The returned function takes the arguments of ``program.Launch`` and is
     thread-safe.
     """

@@ -21,7 +21,7 @@ def dtype_code(x: torch.Tensor) -> int:
 
 
 def bucket_of(pairs: Iterable[tuple[int, int]], head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """Return the smallest compiled pair of head dims that fits this one."""
+    """Return the smallest compiled pair of head dims that fits the given pair."""
     return min(pair for pair in pairs if pair[0] >= head_dim and pair[1] >= head_dim_v)
 
 

@@ -195,9 +195,9 @@ def for_any_total(
     packed rows.
 
     In packed training the totals differ at each step. ``bind`` takes inputs to a function of the
-    totals, which evaluates the sizes that depend on them. It is asked again only for totals of
-    another kind: where one is 0, or by ``kind_of``. Among the inputs q is number ``first``, and k
-    the next.
+    totals, which evaluates the sizes that depend on them. ``bind`` is called again only for totals
+    of another kind: if a total is 0, or by ``kind_of``. Among the inputs q is number ``first``, and
+    k the next.
     """
     if call.cu_seqlens_q is None and call.cu_seqlens_k is None:
         return bind(*given)(None)

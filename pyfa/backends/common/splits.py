@@ -131,9 +131,13 @@ def are_apart(blocks: int, places: int, lines: int) -> bool:
 
 
 class Times(NamedTuple):
-    """Fitted times, expressed in bytes that a busy SM reads meanwhile: starting and ending a round,
-    combining, and each split of it. ``latency``: the share of the time that does not shrink if
-    fewer blocks read. Also the fewest ``pieces`` of a split and the most ``parts``."""
+    """Fitted times, in units of the bytes that a busy SM reads in that time, and two limits.
+
+    ``start``: starting and ending a round. ``combine``: combining, plus ``part`` for each split.
+    ``latency``: if a round keeps only a fraction x of the SMs busy, reading takes
+    sqrt(latency + (1 − latency)·x²) of the time that it takes in a full round. ``pieces``: the
+    smallest number of pieces in a split. ``parts``: the largest number of splits.
+    """
 
     start: int
     combine: int

@@ -51,8 +51,7 @@ _WORTH_A_COPY = 8
 
 
 def why_not(problem: Problem) -> list[str]:
-    """Return the reasons why ``problem`` runs on the sm80 kernel on a device that also has this
-    one."""
+    """Return why ``problem`` runs on the sm80 kernel on a device that also has Hopper's kernel."""
     features = problem.features - ({"bias"} if _copies_bias(problem) else set())
     found = [words for feature, words in ELSEWHERE.items() if feature in features]
     if "bias" in found:

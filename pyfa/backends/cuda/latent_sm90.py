@@ -30,7 +30,7 @@ _TIMES = Times(start=294912, combine=196608, part=4096, latency=1.0, pieces=1, p
 
 
 def takes(problem: Problem) -> bool:
-    """Return whether the plan is this kernel's rather than sm80's decode kernel."""
+    """Return whether this kernel runs ``problem``, rather than sm80's decode kernel."""
     return "latent" in problem.features and plans.runs_sm90(problem.arch) and not why_not(problem)
 
 

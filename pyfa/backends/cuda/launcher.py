@@ -142,5 +142,6 @@ def launchable(plan: Plan, function: int, threads: int, shared: int, index: int)
 
 
 def index_of(where: torch.device) -> int:
-    """Return the number of a CUDA device; the current one if it has none."""
+    """Return the index of a CUDA device, or that of the current device if ``where`` has no
+    index."""
     return where.index if where.index is not None else torch.cuda.current_device()

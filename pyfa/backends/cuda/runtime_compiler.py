@@ -53,8 +53,8 @@ def why_unavailable() -> str | None:
 def version() -> str:
     """Return the compiler for cache keys, such as ``nvrtc 13.0.88``. Fails without NVRTC.
 
-    The library that compiles is asked: several packages may be installed, and a toolkit's own or
-    one that is preloaded may be none of them.
+    The loaded library itself gives its version: several packages may be installed, and a toolkit's
+    or a preloaded library may belong to none of them.
     """
     from cuda.pathfinder import load_nvidia_dynamic_lib
 
@@ -110,7 +110,7 @@ def major() -> int:
 def compile_cuda(source: str, *, arch: str, options: Sequence[str] = ()) -> tuple[bytes, str]:
     """Compile one flat CUDA source (no includes) to a cubin for ``arch``, such as "sm_80".
 
-    Returns it with ptxas' report of registers and spills. ``options`` go to ptxas. Raises
+    Returns the cubin with ptxas' report of registers and spills. ``options`` go to ptxas. Raises
     ``CompileError`` with the compiler's log and the path of the source, which is kept.
     """
     missing = why_unavailable()

@@ -33,7 +33,7 @@ _address = struct.Struct("<Q")
 class Box(NamedTuple):
     """The region that one copy moves: ``rows`` by a panel of a head that is ``head`` wide.
 
-    Both name a constant of the plan, or are numbers.
+    ``rows`` and ``head`` are numbers, or names of constants of the plan.
     """
 
     tensor: str

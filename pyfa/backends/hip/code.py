@@ -90,7 +90,7 @@ def compiled(plan: Plan, arch: str) -> Code:
 
 
 def why_unavailable() -> str | None:
-    """Return why there is no code on this machine; None if it has a bundle or a compiler."""
+    """Return why there is no code on this machine; None if there is a bundle or a compiler."""
     has_code = any(arch.startswith("gfx") for arch in bundle.archs())
     return None if has_code else compiler.why_unavailable()
 

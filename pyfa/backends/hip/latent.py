@@ -31,7 +31,7 @@ _TILE = 1000
 
 
 def takes(problem: Problem) -> bool:
-    """Return whether the plan is this kernel's rather than the decode kernel's."""
+    """Return whether this kernel runs ``problem``, rather than the decode kernel."""
     if (problem.head_dim, problem.head_dim_v) != _PAIR or problem.heads_k != 1:
         return False
     if problem.dtype_k or problem.features - _FEATURES or not problem.aligned:
@@ -41,7 +41,7 @@ def takes(problem: Problem) -> bool:
 
 
 def block_rows(tiles: int) -> int:
-    """Return the lines of a workgroup whose wavefronts have so many products each."""
+    """Return the lines of a workgroup whose wavefronts have ``tiles`` products each."""
     return _WAVES * LINES * tiles
 
 
@@ -57,7 +57,7 @@ def splits_for(blocks: int, keys: int, units: int) -> int:
 
 
 def plan(problem: Problem) -> Plan | None:
-    """Return the plan of a problem that this kernel takes, else None."""
+    """Return the plan of ``problem`` if this kernel runs it, else None."""
     return (
         _plan(calls.DTYPE_CODES[problem.dtype], tuple(notes_of(problem, _PAIR)))
         if takes(problem)

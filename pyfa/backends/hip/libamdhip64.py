@@ -136,7 +136,7 @@ class Hip:
         return f"{words}, {text.decode()}" if text and text != name else words
 
     def check(self, code: int, what: str) -> None:
-        """Raise ``HipError`` unless ``code`` is success. ``what`` begins its message."""
+        """Raise ``HipError`` unless ``code`` is success. The message begins with ``what``."""
         if code:
             raise self.failure(code, what)
 

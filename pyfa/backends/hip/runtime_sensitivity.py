@@ -168,8 +168,12 @@ def _others(name: str, value: float) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Reckoned:
-    """Seconds of one direction of a problem at both ends of the range, and with each constant
-    changed, as in ``Costs.changed``. ``kernels``: title and digest of each."""
+    """The modeled time of a problem's forward or backward.
+
+    ``seconds``, ``utilization`` and ``bound`` are given for the low and the high end of the
+    constants' ranges. ``changed``: the seconds after a change of one constant, by constant and end,
+    as in ``Costs.changed``. ``kernels``: the digest of each kernel's code, by title.
+    """
 
     seconds: tuple[float, float]
     utilization: tuple[float, float]

@@ -30,9 +30,10 @@ from .target import TARGET
 
 
 class Cost(NamedTuple):
-    """The cost of a workgroup, or of all that share a compute unit, at one end of the range: clocks
-    per tile, clocks for everything else, and clocks added by a causal diagonal; also the matrix
-    clocks of one workgroup, per tile and for everything else."""
+    """The cost of a workgroup, or of all workgroups that share a compute unit, at one end of the
+    range. ``tile``: clocks per tile. ``fixed``: clocks for everything else. ``masked``: clocks
+    added by a causal diagonal. ``matrix_of_tile``, ``fixed_matrix``: the matrix clocks of one
+    workgroup, per tile and for everything else."""
 
     tile: float
     fixed: float
@@ -121,9 +122,9 @@ def _kernel(plan: Plan, resident: int) -> Kernel | None:
 
 @dataclass(frozen=True)
 class Runs:
-    """The recorded runs of one plan, as ``emulator.timing.issue.Turns``: two lengths, with so many
-    ``tiles`` between them, and the shorter one under a causal mask. ``fits``: workgroups that fit
-    on a compute unit."""
+    """The recorded runs of one plan, as ``emulator.timing.issue.Turns``: ``short`` and ``long`` are
+    runs of two lengths, which differ by ``tiles``. ``under`` is the short run under a causal mask.
+    ``fits``: workgroups that fit on a compute unit."""
 
     title: str
     short: Any

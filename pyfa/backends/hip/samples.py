@@ -37,8 +37,8 @@ class Sample(NamedTuple):
     """``run`` runs one workgroup of full rows with ``short`` or ``long`` keys.
 
     A tile is ``rows`` × ``keys``, which one wavefront multiplies per iteration; the two runs differ
-    by ``tiles`` of them. If a workgroup owns keys (dK, dV), rows and keys are exchanged. ``masked``
-    is ``run`` under a causal mask, whose diagonal lies in the last of the tiles.
+    by ``tiles`` such tiles. If a workgroup owns keys (dK, dV), rows and keys are exchanged.
+    ``masked`` is ``run`` under a causal mask, whose diagonal lies in the last of the tiles.
     """
 
     title: str

@@ -22,7 +22,7 @@ _MOST_THREADS = 2**32  # of a grid
 
 
 def why_refused(call: Call, append: Append) -> str | None:
-    """Return why the kernel does not support it; None if it does."""
+    """Return why the kernel does not support ``append``; None if it does."""
     if append.cu_seqlens is not None:
         return "new keys are packed (cu_seqlens_new)"
     given = (call.k, call.v, call.q, append.k, append.v)

@@ -23,8 +23,9 @@ from .target import Target
 class Grid(NamedTuple):
     """``blocks`` workgroups of ``threads`` for each of ``num_splits`` splits of the keys.
 
-    ``chunked``: the keys have more than one chunk (``target.Block``). Each is a split, or the
-    workgroups merge them and keep ``kept`` floats between them."""
+    ``chunked``: the keys have more than one chunk (``target.Block``). Either each chunk is a split,
+    or each workgroup goes through all chunks itself and keeps its state between chunks in memory:
+    ``kept`` floats for the whole launch."""
 
     blocks: Extent
     threads: int

@@ -43,7 +43,8 @@ def lines(problem: Problem) -> int:
 
 
 def are_few(problem: Problem) -> bool:
-    """Return whether decode is preferred for so few rows; of ``ALONE`` it takes any number."""
+    """Return whether ``problem`` has so few rows that decode is preferred. Problems with a feature
+    in ``ALONE`` run on decode with any number of rows."""
     return bool(problem.features & ALONE) or are_few_lines(problem)
 
 
@@ -59,12 +60,12 @@ def are_few_lines(problem: Problem) -> bool:
 
 
 def takes(problem: Problem, features: frozenset[str] = FEATURES) -> bool:
-    """Return whether the plan is decode, which has ``features``, rather than forward."""
+    """Return whether decode, which has ``features``, runs ``problem``, rather than forward."""
     return are_few(problem) and has_all(problem, features) and not why_not(problem)
 
 
 def has_all(problem: Problem, features: frozenset[str]) -> bool:
-    """Return whether decode, which has ``features``, has those of ``problem``."""
+    """Return whether decode, which has ``features``, has the features of ``problem``."""
     return not _lacking(problem, features)
 
 

@@ -20,16 +20,16 @@ class Block(NamedTuple):
 
     ``rows``: query rows that it owns, of one head, or in decode of all query heads of a KV head; 0
     if it owns keys. ``keys``: keys per tile, or the keys that it owns. ``per_unit``: how many
-    workgroups a CU or SM should hold at once. ``costs``: the cost model for splitting keys within
-    a round. ``rounds``: the cost model for splitting over several rounds of equal work tiles, on
+    workgroups a CU or SM should hold at once. ``costs``: the cost model for splitting keys within a
+    round. ``rounds``: the cost model for splitting over several rounds of equal work tiles, on
     devices with a timing model. ``chunk``: with batch invariance the keys that are computed apart
     and merged in order, 0 without. ``kept``: the floats that a workgroup keeps between its chunks.
-    The last five apply to forward only. ``tail``: the share of the longest workgroup's time by
-    which a backward with a mask outlasts the average compute unit. ``of_whole``: where its rows are
-    those of all query heads of a KV head, and a part of them has each row of every head or of none,
-    the rows of such a part. ``by_length``: of a packed batch, only as many workgroups are launched
-    as its total of rows or keys can need, and the kernel finds the sequence of each. ``table``: a
-    backward finds it in a table that ``row_sums`` makes.
+    ``per_unit`` to ``kept`` apply to forward only. ``tail``: the share of the longest workgroup's
+    time by which a backward with a mask outlasts the average compute unit. ``of_whole``: for a
+    workgroup with the rows of all query heads of a KV head, in parts that have a row of every head
+    or of none: the rows of such a part. ``by_length``: for a packed batch, only as many workgroups
+    are launched as its total of rows or keys can need, and the kernel finds the sequence of each
+    workgroup. ``table``: a backward finds that sequence in a table that ``row_sums`` makes.
     """
 
     threads: int
@@ -46,7 +46,7 @@ class Block(NamedTuple):
     table: bool = False
 
     def lines_of(self, group: int) -> int:
-        """Return how many rows of the ``group`` query heads of a KV head it has."""
+        """Return how many rows of the ``group`` query heads of a KV head a workgroup has."""
         if not self.of_whole:
             return self.rows
         return self.rows // self.of_whole * (self.of_whole // group * group)
@@ -101,23 +101,22 @@ class Target:
     ``plan_of``: the plan of a kernel that depends on a number format at most, such as "combine".
     ``passes``: every forward and backward kernel of a backend with the tiles of an arch.
     ``notes_of``: what ``explain`` adds to a plan for a pair of head dims. ``backward_notes``: what
-    it adds for a problem with a backward.
+    ``explain`` adds for a problem with a backward. ``block_of``: the workgroup of a plan's kernel.
+    ``buffers_of``: the buffers of this workgroup; None for a kernel whose cost is small compared
+    with the others. ``compiled``: registers per lane and bytes of LDS or shared memory as the
+    compiler reports them, which may take seconds.
 
-    ``block_of``: the workgroup of a plan's kernel. ``buffers_of``: its buffers; None for a kernel
-    whose cost is small compared with the others. ``compiled``: registers per lane and bytes of LDS
-    or shared memory as the compiler reports them, which may take seconds.
-
-    ``takes_decode``: whether the plan is decode rather than forward. ``latent_plan``: its plan if
-    the kernel ``latent`` takes it. ``forward_plan``: the plan of any other problem.
-    ``decode_tiles``: the tiles of an arch, for float8 keys or not, by head dims, with few lines
-    first. ``latent_tiles``: the same for V as a view of K. ``decode_splits``: the number of splits
-    of the keys, by kernel, blocks, keys, units and the bytes of a key with its value.
+    ``takes_decode``: whether decode runs a problem, rather than forward. ``latent_plan``: the plan
+    of a problem that the kernel ``latent`` runs, else None. ``forward_plan``: the plan of any other
+    problem. ``decode_tiles``: the tiles of an arch, for float8 keys or not, by head dims, with few
+    lines first. ``latent_tiles``: the same for V as a view of K. ``decode_splits``: the number of
+    splits of the keys, by kernel, blocks, keys, units and the bytes of a key with its value.
     ``splits_of_lengths``: the number of splits of sequences whose lengths only the device knows, by
-    kernel, the number for equal ones, blocks, the most keys, and units.
-    ``backward_plans``: row_sums and the two kernels that follow, by backend, arch, head dims,
-    number format, general scores, determinism, the digest of the mods and the names of the score
-    terms. ``bias_grad_plan``: the plan of the gradient of a bias, if there is one. ``list_tiles``:
-    the tiles of a plan whose kernel visits work tiles by block lists.
+    kernel, the number for equal lengths, blocks, the most keys, and units. ``backward_plans``:
+    row_sums and the two kernels that follow, by backend, arch, head dims, number format, general
+    scores, determinism, the digest of the mods and the names of the score terms.
+    ``bias_grad_plan``: the plan of the gradient of a bias, if there is one. ``list_tiles``: the
+    tiles of a plan whose kernel visits work tiles by block lists.
     """
 
     name: str

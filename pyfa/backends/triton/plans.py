@@ -298,11 +298,10 @@ def _few_rows(problem: Problem, tiles: Tiles, block: int) -> Tiles:
 
 def list_tiles(constants: Mapping[str, Any], role: str, call: Call) -> blocks.Tiles | None:
     """Return the tiles for the block lists by which the kernel ``role`` visits keys (or rows) under
-    ``call``'s mask_mod. Return None if it visits all tiles without lists.
-
-    It visits all tiles with batch_invariant: lists put full tiles first, and which tiles are full
-    depends on the rows that share a block. It also does if the result of the mask_mod depends on
-    the compiler, or differs between heads that share a block.
+    ``call``'s mask_mod. Return None if the kernel visits all tiles without lists. It does so with
+    batch_invariant, because lists put full tiles first, and which tiles are full depends on the
+    rows that share a block. It also does so if the result of the mask_mod depends on the compiler,
+    or differs between heads that share a block.
     """
     mask = mods.of(call.mods).mask if call.mods else None
     if mask is None or constants["ordered"] or not blocks.is_exact(mask):

@@ -58,8 +58,8 @@ def resident(kernel: Kernel, threads: int, lds_bytes: int = 0) -> int:
 
 
 def finish(clocks: Sequence[float], places: int, dies: int, gap: float, engines: int = 1) -> float:
-    """Return when the last workgroup ends. Workgroups go to the XCDs in turn; on an XCD each one
-    takes the first free slot, ``gap`` clocks after the previous workgroup there ended.
+    """Return when the last workgroup ends. Workgroups go to the XCDs in turn; on an XCD, each
+    workgroup takes the first free slot, ``gap`` clocks after the previous workgroup there ended.
 
     If an XCD feeds its shader ``engines`` in turn, the engine with the most work ends no sooner
     than its share of the slots has done that work.

@@ -91,7 +91,7 @@ def estimate(
     resident: int = 1,
     changed: Mapping[str, float] | None = None,
 ) -> Estimate:
-    """Estimate the cost from ``short`` and ``long``, whose workgroups differ by so many ``tiles``
+    """Estimate the cost from ``short`` and ``long``, whose workgroups differ by ``tiles`` tiles
     each."""
     few, many = (issue.simulate(turns, end, changed) for turns in (short, long))
     more = tiles[1] - tiles[0]

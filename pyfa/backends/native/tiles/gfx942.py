@@ -11,7 +11,8 @@ LINES = 16  # of a matrix product of decode
 
 
 class Forward(NamedTuple):
-    """Keys per tile, wavefronts of 32 query rows each, rows of a matrix product."""
+    """``block_k``: keys per tile. ``waves``: wavefronts of 32 query rows each. ``mma``: rows of a
+    matrix product."""
 
     block_k: int
     waves: int
@@ -43,8 +44,11 @@ class Decode(NamedTuple):
 
 
 class Owner(NamedTuple):
-    """Backward in two passes: what a wavefront owns, in units of 32 keys or rows, wavefronts per
-    SIMD, and whether products are computed in slots."""
+    """A kernel of the two-pass backward.
+
+    ``columns``: the keys or rows that a wavefront owns, in units of 32. ``per_simd``: wavefronts
+    per SIMD. ``slots``: 1 if products are computed in slots (``kernels/hip/bwd_slots.h``).
+    """
 
     columns: int
     per_simd: int

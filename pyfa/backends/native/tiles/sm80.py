@@ -1,4 +1,5 @@
-"""A100: 163 KB of shared memory per block. Also the records of the tiles of Ampere's kernels.
+"""A100: 163 KB of shared memory per block. This file also defines the records of the tiles of
+Ampere's kernels.
 
 These kernels also run on every later arch, with the tiles in that arch's file.
 """

@@ -39,23 +39,25 @@ class Own(NamedTuple):
         return CHUNK_KEYS // self.block_k
 
     def shared_bytes(self, pair: Pair, bias: bool = False) -> int:
-        """Return the bytes of a block: queries, stages, with ``bias`` each with a tile of it,
-        barriers of 8 bytes, and the descriptions of two tiles of work."""
+        """Return the bytes of a block: queries, stages (with ``bias``, each stage has a tile of the
+        bias), barriers of 8 bytes, and the descriptions of two tiles of work."""
         queries = self.rows * pair[0] * 2
         stages = self.stages * self.block_k * (sum(pair) + bias * self.rows) * 2
         barriers = (2 * self.groups + 4 * self.stages + 2 * TOLD + 1) * 8
         return -(-(queries + stages + barriers) // 16) * 16 + TOLD * 48
 
     def shared_bytes_of_float8(self, pair: Pair) -> int:
-        """Return the same with a transposed copy of V and the scales."""
+        """Return the bytes of a float8 block, which also has a transposed copy of V and the
+        scales."""
         queries = self.groups * ROWS * pair[0]
         stages = self.stages * self.block_k * (pair[0] + 2 * pair[1])
         barriers = (2 * self.groups + 6 * self.stages + 2 * TOLD + 1) * 8
         return -(-(queries + stages + barriers) // 16) * 16 + TOLD * 64
 
     def shared_bytes_of_latent(self, pair: Pair) -> int:
-        """Return the same of a block of 64 packed rows whose tiles of keys, one for each warpgroup,
-        are also the values: queries, tiles, two floats of each row for each warpgroup, barriers."""
+        """Return the bytes of a block of 64 packed rows whose tiles of keys, one for each
+        warpgroup, are also the values: queries, tiles, two floats of each row for each warpgroup,
+        barriers."""
         panels = pair[0] // 64
         tiles = (ROWS + self.groups * self.block_k) * pair[0] * 2
         floats = 2 * self.groups * ROWS * 4
