@@ -120,11 +120,21 @@ def blocks(path: Path) -> list[Block]:
 
 BLOCKS = [block for path in PAGES for block in blocks(path)]
 PYTHON = [block for block in BLOCKS if block.info[:1] == ("python",)]
-# What a snippet may need beyond a CPU, as the second word of its fence.
+
+
+def _has(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package around it
+        return False
+
+
+# What a snippet may need beyond a CPU, as the words of its fence after the first.
 LACKING = {
     "gpu": "" if torch.cuda.is_available() else "needs a GPU",
     "cxx": "" if shutil.which("c++") or shutil.which("g++") else "needs a C++ compiler",
-    "transformers": "" if importlib.util.find_spec("transformers") else "needs transformers",
+    "transformers": "" if _has("transformers") else "needs transformers",
+    "deepseek_v32": "" if _has("transformers.models.deepseek_v32") else "needs DeepSeek-V3.2",
 }
 SPECIAL = [block for block in PYTHON if len(block.info) > 1]
 
