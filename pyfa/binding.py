@@ -99,8 +99,8 @@ _is_compiling = torch.compiler.is_compiling
 
 
 def again(key: tuple[Any, ...], tensors: tuple[Any, ...]) -> Result | None:
-    """Return the result of a call that was bound before for such arguments; None if there is
-    none."""
+    """Return the result of the program that an earlier call with such arguments bound; None if
+    there is no such program."""
     if _is_compiling() or forward_ad._current_level >= 0:
         return None
     if context.used:

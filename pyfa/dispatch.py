@@ -141,8 +141,8 @@ class Prepared(NamedTuple):
         dout: torch.Tensor,
         dlse: torch.Tensor | None = None,
     ) -> Gradients:
-        """Return the gradients of ``call``, whose forward returned ``out`` and ``lse``, without
-        that of the bias."""
+        """Return the gradients of ``call``, whose forward returned ``out`` and ``lse``, without the
+        gradient of the bias."""
         # What flows back through a complex number may have the negative bit, and kernels go by the
         # address.
         dout, dlse = dout.resolve_neg(), None if dlse is None else dlse.resolve_neg()

@@ -278,12 +278,12 @@ class Feature(NamedTuple):
     """A capability that a problem needs, with everything that is known of it outside of kernels.
 
     ``phrase``: its name in messages. ``is_needed``: whether a call needs it. ``by``: the backends
-    that support it (the emulator counts as hip). All others refuse it, so a new feature is
-    refused everywhere. ``shown``: a description with the call's fields in braces, if the name says
-    too little; "" if shapes and dtypes show it. ``is_term``: it changes a score between product and
-    softmax, or the softmax sum. ``has_values``: it comes with offsets, lengths, page numbers or
-    scales, which are checked before a run. ``flag``: its option in ``pyfa explain``; "" for
-    ``--features``.
+    that support it (the emulator counts as hip). All other backends refuse the feature, so a new
+    feature is refused everywhere. ``shown``: a description with the call's fields in braces, if the
+    name says too little; "" if shapes and dtypes show it. ``is_term``: it changes a score between
+    product and softmax, or the softmax sum. ``has_values``: it comes with offsets, lengths, page
+    numbers or scales, which are checked before a run. ``flag``: its option in ``pyfa explain``; ""
+    for ``--features``.
     """
 
     name: str

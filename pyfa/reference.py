@@ -88,7 +88,7 @@ def attention(
 def gathered(
     call: Call, sequences: list[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out and LSE of the call from those of each sequence."""
+    """Return out and LSE of a call, assembled from the out and LSE of each sequence."""
     outs, lses = [], []
     starts_q = call.cu_seqlens_q.tolist() if call.cu_seqlens_q is not None else None
     for b, (out, lse) in enumerate(sequences):

@@ -269,7 +269,7 @@ def number(name: str, value: Any) -> float:
 
 
 def bias(value: torch.Tensor, q: torch.Tensor, sizes: tuple[int, int, int, int]) -> torch.Tensor:
-    """Return ``value`` with four dimensions, each 1 or that of ``sizes`` (batch, heads, rows,
+    """Return ``value`` with four dimensions, each of size 1 or as in ``sizes`` (batch, heads, rows,
     keys).
 
     The result has a dtype that kernels read, and no pending negation (negative bit).

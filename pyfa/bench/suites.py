@@ -97,7 +97,8 @@ class Cell:
 
     @property
     def flops(self) -> float:
-        """Return 4·B·H·Sq·Sk·D, half of it with a causal mask, 2.5 times it for backward.
+        """Return 4·B·H·Sq·Sk·D FLOPs, half as many with a causal mask, 2.5 times as many for
+        backward.
 
         One of forward's two products has head_dim D and one has V's; of backward's five products
         three have D and two have V's. The half, customary in the field, leaves out part of the

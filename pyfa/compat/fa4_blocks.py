@@ -129,7 +129,7 @@ def _lists(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def transposed(tensors: Any) -> BlockSparseTensorsTorch:
-    """Return lists of blocks of keys as the same of blocks of rows, or the other way round."""
+    """Convert lists of key blocks to lists of row blocks, or the other way round."""
     columns = tensors.mask_block_idx.shape[-1]
     made: list[torch.Tensor] = []
     for counts, indices in (

@@ -37,10 +37,10 @@ def run(
     """Run the conformance cases on ``backend``, on its own device, and return the report.
 
     By default the backend is the first in the automatic order that is ready. ``level`` is "quick"
-    or "full". ``features`` keeps only the cases that need one of these; ``max_seqlen`` shortens all
-    sequences, for slow backends. ``orders`` (emulator only) runs each case whose kernels add floats
-    by atomics with this many orders of the atomics. ``on_progress(done, total, case_name)`` is
-    called before each case.
+    or "full". ``features`` keeps only the cases that need one of these features; ``max_seqlen``
+    shortens all sequences, for slow backends. ``orders`` (emulator only) runs each case whose
+    kernels add floats by atomics with this many orders of the atomics. ``on_progress(done, total,
+    case_name)`` is called before each case.
 
     Raises ``ValueError`` for names that do not exist, and ``RuntimeError`` if the backend cannot
     run on this machine. Errors in a case are recorded in the report.
@@ -75,7 +75,7 @@ def run_cases(
     on_progress: Progress | None = None,
     orders: int = 1,
 ) -> Report:
-    """Run the given cases, as ``run`` runs those of a level."""
+    """Run the given cases, as ``run`` runs the cases of a level."""
     where = device_of(implementation.NAME)
     cases = list(cases)
     results = []

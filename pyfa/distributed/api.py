@@ -52,7 +52,7 @@ def ring_attention(
     """Compute exact attention of a sequence that is split over several ranks.
 
     Each rank passes its own rows of q (B, S, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv), as
-    ``shard`` returns them. It gets its own rows of out (B, S, H, Dv) in q's dtype and, with
+    ``shard`` returns them. The rank gets its own rows of out (B, S, H, Dv) in q's dtype and, with
     ``return_lse``, of the LSE (B, H, S), float32. q, k and v are float16, bfloat16 or float32, and
     receive gradients. The number of ranks changes results only by rounding. It does not change the
     positions that dropout drops.

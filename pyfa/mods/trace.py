@@ -74,7 +74,8 @@ class Traced(torch.Tensor):
 
 class Traces(NamedTuple):
     """The result of tracing a mod. ``captured``: the tensors that its loads read, by slot.
-    ``reads_sizes``: it read a size of one of them, which is a constant in the function."""
+    ``reads_sizes``: whether the mod read a size of a captured tensor, which is a constant in the
+    function."""
 
     function: Function
     captured: tuple[torch.Tensor, ...]

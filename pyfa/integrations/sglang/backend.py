@@ -91,7 +91,7 @@ class PyfaBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is untyped 
         )
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Make the memory that captured graphs read: that of the largest decode step."""
+        """Make the memory that captured graphs read, as large as the largest decode step needs."""
         pages = -(-self.req_to_token.shape[1] // self.page_size)
         where = {"dtype": torch.int32, "device": self.req_to_token.device}
         self._graphs = Batch(

@@ -38,7 +38,7 @@ def check_version(version: str) -> None:
 
 def register() -> None:
     """Register pyfa's attention backend with vLLM as ``CUSTOM``, which ``--attention-backend
-    CUSTOM`` selects. With ``PYFA_VLLM_CPU=1`` it also replaces ``CPU_ATTN``.
+    CUSTOM`` selects. With ``PYFA_VLLM_CPU=1``, ``register`` also replaces ``CPU_ATTN``.
 
     May be called more than once. If another plug-in has registered ``CUSTOM``, that registration
     stays. If vLLM has no such registry, ``register`` does nothing. With ``PYFA_VLLM_CPU=1`` it
