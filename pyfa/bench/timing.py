@@ -94,7 +94,8 @@ class Clock:
             self._buffer.zero_()
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) * 1e-3 / count
+        milliseconds: float = begin.elapsed_time(end)
+        return milliseconds * 1e-3 / count
 
     @staticmethod
     def _event() -> torch.cuda.Event:
