@@ -179,7 +179,7 @@ def _any(draw: random.Random, backend: Backend, longest: int) -> Case:
         batch_invariant=often(0.06),
         score_mod=score_mod,
         mask_mod=draw.choice([*modifiers.MASKS]) if modified and often(0.6) else "",
-        captured_grad=learned and often(0.5),
+        captured_grad=learned and often(0.8),
         tree=kind == "kvcache" and not bias and often(0.1),
     )
 

@@ -181,7 +181,7 @@ def test_every_title_names_the_backend_and_what_it_ran_on(page: str) -> None:
     assert len(titles) >= 20
     for title in titles:
         assert re.search(r"\b(hip|cuda|triton|torch|emulator|backend not recorded)\b", title), title
-        assert re.search(r"H200|MI300X|CPU", title) or "emulator" in title, title
+        assert re.search(r"H100|H200|MI300X|CPU", title) or "emulator" in title, title
 
 
 def test_the_backend_is_recorded_and_shown(tmp_path: Path) -> None:

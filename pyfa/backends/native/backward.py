@@ -187,7 +187,8 @@ def _bind(
             *tensors: torch.Tensor,
         ) -> Gradients:  # fmt: skip
             last = () if dlse is None else (dlse,)
-            found = run(dout, out, lse, *tensors, *last, *lists_of(tensors))
+            of_lists = lists_of(tensors) if by_list.names else ()
+            found = run(dout, out, lse, *tensors, *last, *of_lists)
             dq, dk, dv = found[:3]
             if parts_of_group > 1:
                 # In float32, and rounded once more. Under autocast the sum would stay in float32.
