@@ -125,9 +125,9 @@ def is_plain(q: torch.Tensor) -> bool:
 
 
 def is_unwatched(*tensors: torch.Tensor) -> bool:
-    """Return whether nothing but eager code sees a call of these tensors: all are plain, without a
+    """Return whether only eager code sees a call with these tensors: all are plain, without the
     negative bit, and no compiler, mode, transform or autocast is active. Sparse and nested tensors
-    are not plain: guards that are asked about one abort the process."""
+    do not count as plain, because evaluating PyTorch's guards on one aborts the process."""
     return (
         not torch.compiler.is_compiling()
         and all(

@@ -209,7 +209,7 @@ def prune(*, max_age_days: float = math.inf, max_bytes: float = math.inf) -> lis
 
 
 def clear() -> list[EntryInfo]:
-    """Remove every entry, on disk and in this process's memory; otherwise as ``prune``."""
+    """Remove every entry, on disk and in this process's memory; like ``prune`` otherwise."""
     _memory.clear()
     return prune(max_bytes=-1)
 

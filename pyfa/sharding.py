@@ -27,10 +27,8 @@ _Place = Callable[[str, Any], Any]
 
 
 def prepared(call: Call) -> Call:
-    """Return ``call`` as the operators take it: if q is a DTensor, plain tensors become replicated.
-
-    Returns other calls as they are.
-    """
+    """Return ``call`` in the form that the operators accept: if q is a DTensor, plain tensors
+    become replicated DTensors. Other calls are returned unchanged."""
     found = sys.modules.get("torch.distributed.tensor")
     if found is None or not isinstance(call.q, found.DTensor):
         return call

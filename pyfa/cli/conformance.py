@@ -36,7 +36,10 @@ def add(commands: Any) -> None:
         "--features", metavar="a,b,…", help="only cases of these features (default: all)"
     )
     parser.add_argument(
-        "--max-seqlen", type=int, metavar="N", help="only cases up to this length (default: all)"
+        "--max-seqlen",
+        type=int,
+        metavar="N",
+        help="shorten longer sequences to this length (default: full length)",
     )
     parser.add_argument(
         "--orders",

@@ -178,8 +178,8 @@ def varlen_bwd(
     rng_state: torch.Tensor | None,
     /,
 ) -> list[torch.Tensor]:
-    """Call ``bwd`` on packed tensors; rowsum(dO∘O) is (H, total_q + 128·B), with 128 columns
-    between two sequences."""
+    """Do what ``bwd`` does, on packed tensors. rowsum(dO∘O) has shape (H, total_q + 128·B), with
+    128 extra columns after each sequence."""
     shared = _shared(
         generator, False, alibi_slopes, dropout_p, softmax_scale, causal, window_size_left,
         window_size_right, softcap,

@@ -49,8 +49,8 @@ class Step(NamedTuple):
 class Program:
     """One pass over tensors of known shapes on the device of ``example``.
 
-    ``inputs`` are the names of the tensors that each call passes, in order. The buffers that the
-    program makes follow, in the order of ``make``, and then slices of buffers.
+    A launch takes addresses in this order: ``inputs``, the names of the tensors that each call
+    passes; the buffers that the program makes, in the order of ``make``; slices of buffers.
     """
 
     def __init__(self, inputs: Iterable[str], example: torch.Tensor) -> None:

@@ -40,7 +40,7 @@ class ByLists:
         return role in self._tiles
 
     def arguments(self, role: str, call: Call) -> tuple[Any, ...]:
-        """Return the arguments of the kernel ``role``, none if it visits every tile."""
+        """Return the block-list arguments of the kernel ``role``; none if it visits every tile."""
         if role not in self._tiles:
             return ()
         batch, heads, owned, most = blocks.sizes_of(call, self._tiles[role])
