@@ -59,7 +59,8 @@ def add(commands: Any) -> None:
         "--limit",
         type=float,
         metavar="SECONDS",
-        help="stop after this time, at the end of a cell, and name the cells that are missing",
+        help="stop after this time, at the end of a cell, and name the cells that are missing "
+        "(default: no limit)",
     )
     parser.add_argument(
         "--report",

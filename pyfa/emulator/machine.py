@@ -154,12 +154,12 @@ class Machine:
     start, waves alternate, and atomics of different waves and lanes reach memory (core/pending.c).
     ``in_order`` fixes these orders: workgroups in sequence, each wave as far as it can run, atomics
     immediately and by lane. ``threads`` host threads share the workgroups. With float atomics,
-    ``threads=1`` and the same ``seed`` give the same bits every time. ``max_instructions`` is a limit per wave that
-    ends endless loops.
+    ``threads=1`` and the same ``seed`` give the same bits every time. ``max_instructions`` is a
+    limit per wave that ends endless loops.
 
     ``rounding`` varies what AMD does not publish: the order of the products inside an MFMA, and the
-    last bit of v_exp, v_log, v_rcp, v_rsq, v_sqrt, v_sin and v_cos. Each value is one fixed function
-    of the operands; 0 is ascending order and correct rounding.
+    last bit of v_exp, v_log, v_rcp, v_rsq, v_sqrt, v_sin and v_cos. Each value is one fixed
+    function of the operands; 0 is ascending order and correct rounding.
     """
 
     def __init__(
