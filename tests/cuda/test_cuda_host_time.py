@@ -55,26 +55,28 @@ def test_how_much_is_called(layers: dict[str, Callable[[], Any]], layer: str, mo
     assert min(calls_in(layers[layer]) for _ in range(4)) <= most
 
 
-# Three times what a Xeon takes.
+# In times of an autograd function of three tensors that does nothing, forward and backward:
+# 1.7 times what a Xeon and an EPYC take, whose figures differ by 2.5 and these by 1.15 at most.
 @pytest.mark.parametrize(
-    ("layer", "microseconds"),
+    ("layer", "most"),
     [
-        ("cuda, inference", 12.0),
-        ("cuda, forward", 30.0),
-        ("cuda, forward and backward", 180.0),
-        ("cuda, packed inference", 18.0),
-        ("cuda, packed forward", 45.0),
-        ("cuda, packed forward and backward", 240.0),
+        ("cuda, inference", 0.25),
+        ("cuda, forward", 0.55),
+        ("cuda, forward and backward", 3.0),
+        ("cuda, packed inference", 0.32),
+        ("cuda, packed forward", 0.7),
+        ("cuda, packed forward and backward", 3.3),
     ],
 )
-def test_how_long_it_takes(
-    layers: dict[str, Callable[[], Any]], layer: str, microseconds: float
-) -> None:
+def test_how_long_it_takes(layers: dict[str, Callable[[], Any]], layer: str, most: float) -> None:
     """The best of many short rounds, of which some find a machine that does nothing else."""
-    call, rounds = layers[layer], []
+    own: list[float] = []
+    nothing: list[float] = []
     for _ in range(100):
-        begin = time.perf_counter()
-        for _ in range(10):
-            call()
-        rounds.append((time.perf_counter() - begin) / 10 * 1e6)
-    assert statistics.quantiles(rounds, n=20)[0] <= microseconds
+        for call, rounds in ((layers[layer], own), (layers["autograd"], nothing)):
+            begin = time.perf_counter()
+            for _ in range(10):
+                call()
+            rounds.append(time.perf_counter() - begin)
+    best = [statistics.quantiles(rounds, n=20)[0] for rounds in (own, nothing)]
+    assert best[0] <= most * best[1]
