@@ -61,7 +61,6 @@ def plant(
 
     yield plant
     forget_code()
-    nothing_bound()  # or a later call like one of this test's would run the planted code
 
 
 def forget_code() -> None:
