@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import importlib.metadata
 import json
 import os
@@ -129,6 +130,7 @@ def _cpu() -> str:
     return next((line.split(":")[1].strip() for line in lines if "model name" in line), "")
 
 
+@functools.cache  # of the code that this process runs; asked for with each cell that is written
 def _commit() -> str:
     """Return the checkout's commit, with ``+`` if files differ from it; "" outside a checkout."""
     git = ["git", "-C", str(_PACKAGE)]
