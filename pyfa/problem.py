@@ -239,9 +239,14 @@ def form_of(call: Call, append: Append | None = None) -> Form:
     )
 
 
-def bucket(size: int) -> int:
-    """Return ``size`` rounded up to a power of two; 0 stays 0. Limits the number of plans."""
-    return 1 << (size - 1).bit_length() if size > 0 else 0
+def bucket(size: int, steps: int = 1) -> int:
+    """Return ``size`` rounded up to a power of two, or to one of ``steps`` equal steps from half of
+    it to it; 0 stays 0. Limits the number of plans."""
+    if size <= 0:
+        return 0
+    power = 1 << (size - 1).bit_length()
+    step = max(1, power // 2 // steps)
+    return -(-size // step) * step
 
 
 def rows_per_scale(blocks: int, rows: int) -> int:
@@ -371,6 +376,8 @@ FEATURES: dict[str, Feature] = {
 }  # fmt: skip
 TERMS = frozenset(name for name, feature in FEATURES.items() if feature.is_term)
 WITH_VALUES = frozenset(name for name, feature in FEATURES.items() if feature.has_values)
+# With these, how much a block does depends on the values of tensors.
+_UNEVEN = frozenset({"varlen", "seqused", "paged", "leftpad", "topk"})
 
 
 def _any(*tensors: torch.Tensor | None) -> bool:
@@ -507,13 +514,17 @@ class Problem:
         return 16 if "fp8" in self.features else 8
 
     def bucketed(self) -> Problem:
-        """Return the problem with batch and lengths rounded up to powers of two, from which plans
-        are made."""
+        """Return the problem with rounded batch and lengths, from which plans are made.
+
+        They are rounded up to powers of two, or in 8 steps from one to the next where the grid
+        follows from them: then the tiles may depend on how well they fill the device.
+        """
+        steps = 1 if self.features & _UNEVEN else 8
         return replace(
             self,
-            batch=bucket(self.batch),
-            seqlen_q=bucket(self.seqlen_q),
-            seqlen_k=bucket(self.seqlen_k),
+            batch=bucket(self.batch, steps),
+            seqlen_q=bucket(self.seqlen_q, steps),
+            seqlen_k=bucket(self.seqlen_k, steps),
         )
 
 

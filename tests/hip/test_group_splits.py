@@ -13,6 +13,7 @@ from planted import faults_found
 
 import pyfa
 from pyfa.backends.common import splits
+from pyfa.backends.cuda import backward as cuda_backward, target as cuda
 from pyfa.backends.native import backward
 from pyfa.backends.native.target import Block
 from pyfa.conformance.cases import Case
@@ -101,32 +102,51 @@ def test_few_kv_heads_are_divided_and_results_have_their_shape(
         chosen.clear()
 
 
-# Sequences, rows and keys, query and KV heads, causal or not; the parts that an H200 took the least
-# time with, or within 3 % of it (2026-11-23).
+# Sequences, rows and keys, query and KV heads, causal or not; the parts that an H200 or an H100 took
+# the least time with, or within 3 % of it (backward_groups_h200.json, cuda_tuning_h200.json).
 MEASURED = [
-    ((2, 8192, 16, 1, True), {4, 8}), ((1, 8192, 32, 1, True), {8, 16}),
-    ((1, 8192, 8, 1, True), {4, 8}), ((2, 8192, 32, 8, True), {1}),
-    ((2, 4096, 32, 8, True), {1}), ((8, 1024, 32, 8, True), {1}),
-    ((1, 8192, 64, 8, True), {1, 2, 4}), ((2, 8192, 32, 4, False), {1, 2}),
-    ((1, 4096, 8, 1, False), {4, 8}),
+    ("H200", (2, 8192, 16, 1, True), {4, 8}), ("H200", (1, 8192, 32, 1, True), {8, 16}),
+    ("H200", (1, 8192, 8, 1, True), {4, 8}), ("H200", (2, 8192, 32, 8, True), {1, 2}),
+    ("H200", (2, 4096, 32, 8, True), {1}), ("H200", (8, 1024, 32, 8, True), {1}),
+    ("H200", (1, 8192, 64, 8, True), {1, 2, 4}), ("H200", (2, 8192, 32, 4, False), {1, 2}),
+    ("H200", (1, 4096, 8, 1, False), {4, 8}),
+    ("H100", (8, 1024, 64, 8, True), {2, 4}), ("H100", (8, 1024, 32, 8, True), {1}),
+    ("H100", (8, 1024, 32, 4, True), {4}), ("H100", (8, 1024, 32, 1, True), {8, 16}),
+    ("H100", (1, 8192, 64, 8, True), {4, 8}), ("H100", (1, 1024, 32, 8, True), {4}),
+    ("H100", (1, 2048, 64, 8, True), {4}), ("H100", (4, 4096, 16, 2, True), {2, 4}),
+    ("H100", (8, 1024, 64, 8, False), {1}), ("H100", (16, 512, 32, 8, True), {1}),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("problem", "best"), MEASURED)
+def hopper_block(dim: int) -> Block:
+    """The block of Hopper's plain backward."""
+    plan = cuda_backward.sm90_plans_of((dim, dim), 1, False)[1]
+    return cuda.TARGET.block_of(plan)
+
+
+@pytest.mark.parametrize(("device", "problem", "best"), MEASURED)
 def test_hopper_s_parts_are_those_that_were_fastest(
-    problem: tuple[int, int, int, int, bool], best: set[int]
+    device: str, problem: tuple[int, int, int, int, bool], best: set[int]
 ) -> None:
     batch, length, heads_q, heads_k, causal = problem
     right = 0 if causal else -1
     shape = Shape(batch, length, length, heads_q, heads_k, 128, 128, window_right=right)
-    block = Block(384, keys=128, tail=0.0)
-    assert backward.group_splits(DEVICES["H200"].units, block, shape) in best
+    assert backward.group_splits(DEVICES[device], hopper_block(128), shape) in best
+
+
+def test_rows_that_do_not_fit_the_l2_are_divided() -> None:
+    shape = Shape(8, 1024, 1024, 64, 8, 128, 128, window_right=0)
+    endless = replace(DEVICES["H100"], l2_bytes=1 << 40)
+    assert backward.group_splits(DEVICES["H100"], hopper_block(128), shape) > 1
+    assert backward.group_splits(endless, hopper_block(128), shape) == 1
 
 
 def test_hopper_s_wide_heads_are_divided_sooner() -> None:
     shape = Shape(1, 4096, 4096, 32, 4, 256, 256, window_right=0)
-    for tail, best in ((0.3, {2, 4, 8}), (0.0, {1})):
-        assert backward.group_splits(132, Block(384, keys=64, tail=tail), shape) in best
+    block = hopper_block(256)
+    assert backward.group_splits(DEVICES["H200"], block, shape) in {2, 4, 8}
+    without = block._replace(parts=block.parts._replace(tail=0.0))
+    assert backward.group_splits(DEVICES["H200"], without, shape) == 1
 
 
 def test_equal_heads_and_full_devices_are_not_divided() -> None:
@@ -134,6 +154,6 @@ def test_equal_heads_and_full_devices_are_not_divided() -> None:
     equal = Shape(1, 64, 64, 16, 16, 128, 128)
     full = Shape(64, 4096, 4096, 64, 8, 128, 128, window_right=0)
     for shape in (equal, full):
-        assert backward.group_splits(DEVICES["MI300X"].units, block, shape) == 1
+        assert backward.group_splits(DEVICES["MI300X"], block, shape) == 1
     few = Shape(1, 8192, 8192, 32, 1, 128, 128, window_right=0)
-    assert backward.group_splits(DEVICES["MI300X"].units, block, few) == 32
+    assert backward.group_splits(DEVICES["MI300X"], block, few) == 32

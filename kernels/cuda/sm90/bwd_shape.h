@@ -126,21 +126,23 @@ constexpr int kGroupMeets = 3;      // and on, of each consumer warpgroup
 // a causal mask blocks of a head are at different rows, which all should stay in the L2: about 24 MB of it, of 50.
 // (Sections of equal size may have up to twice as many heads.)
 //
-// Where they add in any order, the first keys of a head come first, which a causal mask lets most rows see. Heads
-// come one by one, or, where groups share keys and a mask makes blocks unequal, several at a time, so that what is
-// left at the end is short: backward takes 0.82 to 0.97 of the time (64/8 and 32/8 heads of 128, 1k to 8k). With as
-// many query heads as KV heads that is 0.98 to 1.06 of it.
-constexpr int kMostTogether = 16;
+// Where they add in any order, the first keys of a head come first, which a causal mask lets most rows see. Without a
+// mask heads come one by one. With one, blocks are unequal, and several heads at a time make what is left at the end
+// short. With up to four at a time and as many query heads as KV heads, backward takes 0.84 to 1.00 of the time, if
+// their rows fit the L2. With groups that share keys and up to 16 at a time it takes 0.82 to 0.97.
+constexpr int kMostTogether = 16, kMostEqual = 4;
 DEVICE int heads_together(const Params &p, int heads_of_all) {
   constexpr int kRow = 2 * (HEAD_DIM + HEAD_DIM_V) + 4 * HEAD_DIM;  // of q, dout and dq_accum
   int group = p.heads_q / p.heads_k;
   bool masked = p.window_left >= 0 || p.window_right >= 0;
-  if (!DETERMINISTIC && !(masked && group * p.num_splits > 1)) return 1;
+  bool equal = !DETERMINISTIC && group * p.num_splits == 1;
+  if (!DETERMINISTIC && !masked) return 1;
   long long all_rows = (long long)p.seqlen_q * (DETERMINISTIC ? group : 1);
   int rows = (int)min(max(all_rows, 1ll), 1ll << 30);
-  int heads = masked ? max(DETERMINISTIC ? 1 : 2, (24 << 20) / kRow / rows) : max(4, (16 << 10) / rows);
+  int least = DETERMINISTIC || equal ? 1 : 2, most = equal ? kMostEqual : kMostTogether;
+  int heads = masked ? max(least, (24 << 20) / kRow / rows) : max(4, (16 << 10) / rows);
   // In equal sections: a last one of a head or two would start its longest blocks when others end.
-  int sections = max(1, heads_of_all / min(kMostTogether, heads));
+  int sections = max(1, heads_of_all / min(most, heads));
   return (heads_of_all + sections - 1) / sections;
 }
 DEVICE Owned find_keys(const Params &p) {

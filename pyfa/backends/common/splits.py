@@ -171,32 +171,59 @@ def least_time(blocks: int, pieces: int, piece_bytes: int, units: int, times: Ti
     return best
 
 
-# What it costs to start and end a block of a backward, and to add up the parts' gradients, in query
-# rows: fitted to shapes on an H200 (``kernels/cuda/README.md``).
-_BLOCK_ROWS, _SUM_ROWS = 640, 300
-# The tail of a backward whose heads come one by one, so that the last head's longest block starts
-# late. From the MI300X timing model, 12 shapes.
-ONE_BY_ONE = 0.88
+class GroupCosts(NamedTuple):
+    """What the time of a backward depends on that divides the query heads of its groups, in query
+    rows that a block visits.
+
+    ``start``: to start and end a block. ``sum``: to add up the parts' gradients. ``tail``: the share
+    of the longest block's time by which a backward with a mask outlasts the average place on the
+    device; heads that come one by one start the last head's longest block late. ``misses``: by what
+    share a row takes longer each time the rows that are visited at once double, beyond the L2.
+
+    The defaults of ``start`` and ``sum`` were fitted to shapes on an H200, that of ``tail`` to 12
+    shapes of the MI300X timing model.
+    """
+
+    start: float = 640
+    sum: float = 300
+    tail: float = 0.88
+    misses: float = 0.0
+
+
+class Visited(NamedTuple):
+    """The blocks of a backward that own keys, and what they visit without parts.
+
+    ``rows``: query rows of the longest block, of all heads of its group. ``uneven``: other blocks
+    visit fewer, on average half as many; a head's longest start first. ``l2_share``: the bytes of
+    the rows of a group, over the number of blocks that visit them and over the bytes of the L2; 0
+    if unknown.
+    """
+
+    blocks: int
+    rows: int
+    uneven: bool
+    l2_share: float = 0.0
 
 
 @functools.lru_cache(4096)
-def of_group(group: int, blocks: int, places: int, rows: int, uneven: bool, tail: float) -> int:
-    """Return into how many parts to divide the query heads of each group in a backward, whose
-    ``blocks`` own keys and visit every query head of the group.
+def of_group(group: int, visited: Visited, places: int, costs: GroupCosts) -> int:
+    """Return into how many parts to divide the query heads of each group in a backward.
 
     A few KV heads leave most ``places`` of the device empty. Each part has blocks, dK and dV of its
-    own. ``rows``: the query rows, of all heads of the group, that the longest block visits.
-    ``uneven``: other blocks visit fewer, on average half as many; a head's longest start first.
-    ``tail``: see ``ONE_BY_ONE``.
+    own, and its blocks visit fewer rows at once: those of 16 groups of 8 heads and 1,024 rows of
+    128 are 128 MiB, and a backward on an H100 takes 0.82 of the time with four parts.
     """
+    blocks, rows, uneven, l2_share = visited
 
     def time(parts: int) -> float:
-        longest = rows / parts + _BLOCK_ROWS
-        if uneven:
-            average = blocks * parts / places * (longest + _BLOCK_ROWS) / 2
-            ends = max(longest, average + tail * longest)
+        longest = rows / parts + costs.start
+        if not uneven:
+            ends: float = -(-blocks * parts // places) * longest
         else:
-            ends = -(-blocks * parts // places) * longest
-        return ends + (_SUM_ROWS if parts > 1 else 0)
+            average = blocks * parts / places * (longest + costs.start) / 2
+            ends = max(longest, average + costs.tail * longest)
+            held = min(places / parts, blocks) * l2_share
+            ends *= 1 + costs.misses * math.log2(max(1.0, held))
+        return ends + (costs.sum if parts > 1 else 0)
 
     return min((parts for parts in range(1, group + 1) if group % parts == 0), key=time)

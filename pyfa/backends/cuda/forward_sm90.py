@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ... import mods
@@ -16,7 +16,16 @@ from ..native import decode
 from ..native.lists import listed
 from ..native.plans import modified, plan_with
 from ..native.tiles import Pair, constants_of
-from ..native.tiles.sm90 import FORWARD, FORWARD_BIAS, FORWARD_INVARIANT, ROWS, Own
+from ..native.tiles.sm90 import (
+    FORWARD,
+    FORWARD_BIAS,
+    FORWARD_INVARIANT,
+    FORWARD_OF_GRID,
+    LAUNCH_US,
+    ROWS,
+    Own,
+    Pace,
+)
 from . import plans
 from .tensor_maps import BIAS_SCORE, panel
 
@@ -34,6 +43,10 @@ ALONE = {"softcap": 3, "alibi": 4}
 SCORE_MOD = 5
 _SCORE_TERMS = {"softcap", "alibi", "score_mod", "mask_mod"}
 _TWO_FIT = 96  # heads up to this: two blocks of one warpgroup fit on an SM
+# With these alone the grid is known when a plan is made, and its tiles follow from it, up to a
+# number of keys: 192 rows x 65,536 keys took 136 µs with blocks of 64 rows, 109 with the general.
+_OF_GRID = frozenset({"causal", "gqa", "sinks", "backward", "dlse", "deterministic"})
+_MOST_KEYS = 4096
 PAGE_SIZES = (0, 16)  # what ``all_plans`` are for: others are compiled at first use
 # What plans can do whose blocks have the rows of all query heads of a KV head.
 _PACKED = frozenset(
@@ -140,12 +153,48 @@ def plan(problem: Problem) -> Plan:
     chunk = tiles.chunk_tiles * tiles.block_k if invariant and kind != _TERMS else 0
     notes = plans.notes_of(problem, pair, chunk)
     groups = tiles.groups
+    if pair in FORWARD_OF_GRID and problem.features <= _OF_GRID and not packed:
+        return _plan_of_grid(_fastest(problem, FORWARD_OF_GRID[pair]), pair, dtype, notes)
     if packed and not invariant:
         groups = -(-min(decode.lines(problem), 2 * ROWS) // ROWS)
     elif invariant and not problem.mods and _has_few_rows(problem, pair, packed):
         groups = 1
     found = _plan(pair, kind, dtype, score, problem.page_size, invariant, groups, packed, notes)
     return listed(modified(found, problem.mods)) if problem.mods else found
+
+
+def _fastest(problem: Problem, paces: Sequence[Pace]) -> Own:
+    """Return the tiles that take the least time: others than the first, the general ones, only if
+    they gain 3 %, which is as exact as the model is. It knows nothing of splits of many keys."""
+    if problem.seqlen_k > _MOST_KEYS or ("causal" in problem.features and not problem.square):
+        return paces[0].tiles
+    times = [_microseconds(problem, pace) for pace in paces]
+    best = min(range(len(paces)), key=times.__getitem__)
+    return paces[best if times[best] < 0.97 * times[0] else 0].tiles
+
+
+def _microseconds(problem: Problem, pace: Pace) -> float:
+    """Return about how long an H100 takes for the grid of ``problem`` (``Pace``)."""
+    rows, keys = pace.tiles.rows, pace.tiles.block_k
+    blocks, heads = -(-problem.seqlen_q // rows), problem.batch * problem.heads_q
+    places = max(1, problem.device.units) * pace.per_sm
+
+    def of_work_tile(seen: int) -> float:
+        return pace.start + -(-seen // keys) * keys * pace.key
+
+    longest = of_work_tile(problem.seqlen_k)
+    if "causal" not in problem.features:
+        return LAUNCH_US + -(-blocks * heads // places) * longest
+    # The longest come first. What is left at the end was a fifth of the longest.
+    all_of_head = sum(of_work_tile(min((i + 1) * rows, problem.seqlen_k)) for i in range(blocks))
+    return LAUNCH_US + max(longest, all_of_head * heads / places + 0.2 * longest)
+
+
+def _plan_of_grid(tiles: Own, pair: Pair, dtype: int, notes: Iterable[str] = ()) -> Plan:
+    more = {}
+    if tiles.groups == 1:
+        more = {"OF_GROUPS": 2, "BLOCKS": 2 if pair[0] <= _TWO_FIT else 1}
+    return plan_of(tiles, pair, dtype, PLAIN, tiles.shared_bytes(pair), notes, **more)
 
 
 def _score_of(problem: Problem) -> int:
@@ -272,6 +321,12 @@ def all_plans() -> list[Plan]:
         for pair in FORWARD
         for score in ALONE.values()
         for groups in _groups_of(pair, _kind_alone(pair, score), False, False)
+    ]
+    found += [
+        _plan_of_grid(pace.tiles, pair, dtype)
+        for dtype in calls.DTYPE_CODES.values()
+        for pair, paces in FORWARD_OF_GRID.items()
+        for pace in paces
     ]
     found += [
         _plan_with_bias(pair, dtype)

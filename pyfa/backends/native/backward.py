@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ... import abi, mods, sizes
+from ...device import Device
 from ...plan import Plan
 from ...problem import (
     TERMS,
@@ -307,24 +308,29 @@ def _group_splits_of(launch: Launcher, call: Call) -> Callable[[int], int]:
         call.window_left,
         call.window_right,
     )
-    units = launch.device_at(call.q.device).units
-    return lambda total: group_splits(units, block, shape, total if packed else None)
+    device = launch.device_at(call.q.device)
+    return lambda total: group_splits(device, block, shape, total if packed else None)
 
 
-def group_splits(units: int, block: Block, shape: Shape, packed_k: int | None = None) -> int:
+def group_splits(device: Device, block: Block, shape: Shape, packed_k: int | None = None) -> int:
     """Return into how many parts to divide the query heads of each group, if workgroups like
     ``block`` own keys. ``packed_k``: the total of packed keys."""
     group = shape.heads_q // max(1, shape.heads_k)
     if group <= 1:
         return 1
-    tiles = -(-shape.seqlen_k // block.keys) * shape.batch
+    of_sequence = max(1, -(-shape.seqlen_k // block.keys))
+    tiles = of_sequence * shape.batch
     if packed_k is not None:
         tiles = min(tiles, packed_k // block.keys + shape.batch)
     rows, (left, right) = shape.seqlen_q, (shape.window_left, shape.window_right)
     if left >= 0 and right >= 0:
         rows = min(rows, left + right + block.keys)
     uneven = (left >= 0) is not (right >= 0)
-    return splits.of_group(group, tiles * shape.heads_k, units, rows * group, uneven, block.tail)
+    # Of Q and dO, and the float32 of dQ.
+    row_bytes = 2 * (shape.head_dim + shape.head_dim_v) + 4 * shape.head_dim
+    l2_share = rows * group * row_bytes / of_sequence / device.l2_bytes if device.l2_bytes else 0.0
+    visited = splits.Visited(tiles * shape.heads_k, rows * group, uneven, l2_share)
+    return splits.of_group(group, visited, device.units, block.parts)
 
 
 def sums_of(launch: Launcher, call: Call, chain: Sequence[Plan]) -> dict[str, Like]:

@@ -24,8 +24,8 @@ class Block(NamedTuple):
     round. ``rounds``: the cost model for splitting over several rounds of equal work tiles, on
     devices with a timing model. ``chunk``: with batch invariance the keys that are computed apart
     and merged in order, 0 without. ``kept``: the floats that a workgroup keeps between its chunks.
-    ``per_unit`` to ``kept`` apply to forward only. ``tail``: the share of the longest workgroup's
-    time by which a backward with a mask outlasts the average compute unit. ``of_whole``: for a
+    ``per_unit`` to ``kept`` apply to forward only. ``parts``: the cost model for dividing the query
+    heads of a group in a backward. ``of_whole``: for a
     workgroup with the rows of all query heads of a KV head, in parts that have a row of every head
     or of none: the rows of such a part. ``by_length``: for a packed batch, only as many workgroups
     are launched as its total of rows or keys can need, and the kernel finds the sequence of each
@@ -40,7 +40,7 @@ class Block(NamedTuple):
     rounds: splits.Rounds | None = None
     chunk: int = 0
     kept: int = 0
-    tail: float = splits.ONE_BY_ONE
+    parts: splits.GroupCosts = splits.GroupCosts()
     of_whole: int = 0
     by_length: bool = False
     table: bool = False

@@ -47,7 +47,7 @@ def _kernel(target: Target, plan: Plan, problem: Problem, shape: Shape) -> Tiled
     parts, packed, of_group = 1, 1, 1
     units = target.device_of(problem).units
     if block.keys and not block.rows and "batch_invariant" not in problem.features:
-        of_group = group_splits(units, block, shape)
+        of_group = group_splits(target.device_of(problem), block, shape)
     if is_packed(plan, target.decode, target.latent):
         packed, rows = shape.group, block.lines_of(shape.group)
         blocks = -(-shape.seqlen_q * packed // rows) * shape.heads_k * shape.batch

@@ -78,6 +78,34 @@ FORWARD: dict[Pair, tuple[Own, Own, Own]] = {
     (512, 512): (_WIDE,) * 3,
     (576, 512): (_WIDE,) * 3,
 }
+
+
+class Pace(NamedTuple):
+    """How fast blocks of ``tiles`` are: a work tile takes ``start`` µs and ``key`` µs for each key of
+    its tiles, and an SM has ``per_sm`` blocks at a time."""
+
+    tiles: Own
+    start: float
+    key: float
+    per_sm: int = 1
+
+
+# Tiles for a grid that is known, plain or causal, the first of them the general ones. Fitted on an
+# H100 to 29 shapes of head_dim 64 and 11 of 128 (kernels/cuda/README.md). Fewer warpgroups leave
+# fewer rows empty and fill a small device; tiles of 80, 96 and 112 keys fit 50 or 77, 257 and 197
+# tokens.
+FORWARD_OF_GRID: dict[Pair, tuple[Pace, ...]] = {
+    (64, 64): (
+        Pace(Own(3, 128), 2.25, 0.0110),
+        Pace(Own(2, 128), 1.9, 0.0090),
+        Pace(Own(1, 128, 3), 2.0, 0.0084, 2),
+        Pace(Own(3, 96), 2.25, 0.0111),
+        Pace(Own(2, 112), 1.9, 0.0090),
+        Pace(Own(1, 80, 3), 2.0, 0.0089, 2),
+    ),
+    (128, 128): (Pace(Own(2, 128), 4.2, 0.0088), Pace(Own(1, 128), 3.0, 0.0070)),
+}
+LAUNCH_US = 2.5
 # With a bias alone, whose tiles have panels of 64 keys.
 FORWARD_BIAS: dict[Pair, Own] = {
     pair: Own(3 if pair[0] == 64 else 2, 128 if pair[0] <= 128 else 64)
