@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -54,9 +55,20 @@ def test_an_mfma_adds_its_products_in_the_order_of_the_seed(product: str) -> Non
     assert len({lanes(body, whole, rounding).tobytes() for rounding in SEEDS}) == 1
 
 
-@pytest.mark.parametrize("name", ["exp", "log", "rcp", "rsq", "sqrt", "sin", "cos"])
+EXACT: dict[str, Callable[[Any], Any]] = {
+    "exp": np.exp2,
+    "log": np.log2,
+    "rcp": np.reciprocal,
+    "rsq": lambda x: 1 / np.sqrt(x),
+    "sqrt": np.sqrt,
+    "sin": lambda x: np.sin(2 * np.pi * x),
+    "cos": lambda x: np.cos(2 * np.pi * x),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
 def test_the_last_bit_is_the_seeds(name: str) -> None:
-    """Within a unit in the last place, by the operand alone."""
+    """Less than a unit in the last place from the exact value, by the operand alone."""
     for kind, float_type, bits in (("f32", np.float32, np.int32), ("f16", np.float16, np.int16)):
         if kind == "f16" and name in ("sin", "cos"):
             continue
@@ -64,6 +76,8 @@ def test_the_last_bit_is_the_seeds(name: str) -> None:
         x = np.random.default_rng(1).uniform(0.01, 0.99, (64, 4)).astype(float_type)
         x[0], x[1] = x[2], 0.25  # a lane's operands again in another; exactly computed
         operands = x.view(np.uint16 if kind == "f16" else U).astype(U)
+        exact = EXACT[name](x.astype(np.float64))
+        unit = np.spacing(abs(exact).astype(float_type))
         found = []
         for rounding in SEEDS:
             out = lanes(body, operands, rounding)
@@ -74,7 +88,19 @@ def test_the_last_bit_is_the_seeds(name: str) -> None:
             assert (each[0] == each[2]).all()
             if name in ("rcp", "rsq", "sqrt"):
                 assert (each[1] == found[0][1]).all()
+            assert (abs(each.view(float_type) - exact) < unit).all()
         assert len({each.tobytes() for each in found}) == len(SEEDS)
+
+
+def test_the_compilers_division_of_integers_holds() -> None:
+    """LLVM multiplies with a scaled v_rcp_iflag_f32, which must not be above 2^32 / divisor: 1.5
+    units in the last place from the exact value, it is for many divisors."""
+    divisors = np.arange(1, 257).reshape(64, 4)
+    body = "\n".join(f"v_rcp_iflag_f32 v{8 + n}, v{4 + n}" for n in range(4))
+    for rounding in range(8):
+        found = lanes(body, divisors.astype(np.float32).view(U), rounding).view(np.float32)
+        scaled = found * np.float32(2.0**32 - 512)
+        assert (scaled.astype(np.int64) * divisors <= 2**32).all()
 
 
 def test_float64_varies_as_well() -> None:

@@ -170,6 +170,7 @@ typedef struct {
     u8 kind, group, type, sources[3];
     Handler run;
     Lanes lanes;
+    double (*exact)(double);  // what `lanes` rounds, where that is to vary (floats.h)
 } Op;
 // KIND_LOW: the low dword of a 64-bit result depends on the low dwords of the sources alone.
 enum { KIND_SPECIAL, KIND_LANES, KIND_COMPARE, KIND_LOW };

@@ -86,4 +86,12 @@ static inline double exp2_double(double x) {
     p = p * t + 1.0 / 6.0; p = p * t + 0.5; p = p * t + 1.0; p = p * t + 1.0;
     return p * as_double((u64)((i64)(i32)n + 1023) << 52);
 }
+// What the transcendental operations round. sin and cos take revolutions.
+static inline double exact_exp(double x) { return exp2(x); }
+static inline double exact_log(double x) { return log2(x); }
+static inline double exact_rcp(double x) { return 1.0 / x; }
+static inline double exact_rsq(double x) { return 1.0 / sqrt(x); }
+static inline double exact_sqrt(double x) { return sqrt(x); }
+static inline double exact_sin(double x) { return sin(6.283185307179586 * (x - rint(x))); }
+static inline double exact_cos(double x) { return cos(6.283185307179586 * (x - rint(x))); }
 #endif

@@ -1,7 +1,6 @@
 // How a vector instruction reads its operands, runs over 64 lanes and writes its result: modifiers,
 // DPP, SDWA, operand halves, clamping, EXEC and the tracking of undefined lanes.
-#include "core.h"
-#include <math.h>
+#include "floats.h"
 
 const u8 type_rows[] = {
     [NONE] = 0, [B32] = 1, [F32] = 1, [F16] = 1, [B16] = 1, [F64] = 2, [B64] = 2, [PK16] = 1,
@@ -323,11 +322,22 @@ int run_compare(Wave *w, const Inst *i) {
     return OK;
 }
 
+// From `value` to the number at the other side of the exact one.
+static u32 beyond_exact(const Op *op, u32 x, u32 value) {
+    double from = op->type == F16 ? from_f16(x) : as_float(x);
+    double found = fabs(op->type == F16 ? from_f16(value) : as_float(value));
+    double exact = fabs(op->exact(from));
+    return exact > found ? 1 : exact < found ? ~0u : 0;
+}
+
 // The chip's v_exp, v_log, v_rcp, v_rsq, v_sqrt, v_sin and v_cos are accurate to one unit in the
-// last place; AMD publishes no more about them. With a rounding seed, a result is one unit up, one
-// unit down or unchanged, depending on its operand alone, as on a chip. Powers of two, zeros,
-// infinities and NaN stay; so do denormals.
-static __attribute__((noinline)) void vary(enum Type type, u64 rounding, const u32 *x, u32 *value) {
+// last place; AMD publishes no more about them. With a rounding seed, a result is either of the two
+// numbers around the exact value, depending on its operand alone, as on a chip. A unit away from the
+// nearest number could be 1.5 units from the exact value, and with such a v_rcp the compiler's
+// divisions of integers are far off. In f64, where AMD promises less, a result is one unit up, one
+// unit down or unchanged. Powers of two, zeros, infinities and NaN stay; so do denormals.
+static __attribute__((noinline)) void vary(const Op *op, u64 rounding, const u32 *x, u32 *value) {
+    enum Type type = op->type;
     u32 infinite = type == F16 ? 0x7c00 : type == F64 ? 0x7ff00000 : 0x7f800000;
     u32 one = infinite & (0u - infinite), wide = type == F64;  // the exponent's lowest bit
     EACH_LANE {
@@ -335,9 +345,10 @@ static __attribute__((noinline)) void vary(enum Type type, u64 rounding, const u
         u32 mantissa = wide ? low : low & (one - 1), last = wide ? ~0u : one - 1;
         u32 h = (x[l] ^ (wide ? x[l + LANES] : 0) ^ (u32)rounding ^ (u32)(rounding >> 32)) * 0x9e3779b1u;
         h = (h ^ h >> 15) * 0x85ebca6bu;
-        u32 change = h >> 30 == 1 ? 1 : h >> 30 == 2 ? ~0u : 0;
         int fixed = !exponent || exponent == infinite || !mantissa || mantissa == last;
-        value[l] = fixed ? low : low + change;
+        if (fixed) continue;
+        if (op->exact) value[l] += h >> 31 ? beyond_exact(op, x[l], low) : 0;
+        else value[l] += h >> 30 == 1 ? 1 : h >> 30 == 2 ? ~0u : 0;
     }
 }
 
@@ -349,7 +360,7 @@ static __attribute__((noinline, cold)) int run_varied(Wave *w, const Inst *i) {
     const u32 *x = fetch(w, i, 0, op->sources[0], buffer, &defined);
     if (!x) return STOP;
     i->lanes(value, x, 0, 0);
-    vary(op->type, w->launch->rounding, x, value);
+    vary(op, w->launch->rounding, x, value);
     return store_pair(w, i, op->type, value, defined, defined);
 }
 int run_transcendental(Wave *w, const Inst *i) {

@@ -62,9 +62,9 @@ FN(pk_fma_f16) { UNUSED; EACH_LANE d[l] = fma16(a[l], b[l], c[l]) |
                                           fma16(a[l] >> 16, b[l] >> 16, c[l] >> 16) << 16; }
 HALF1(rcp_f16, 1.0f / x)
 HALF1(sqrt_f16, sqrtf(x))
-HALF1(rsq_f16, (float)(1.0 / sqrt((double)x)))
-HALF1(exp_f16, (float)exp2((double)x))
-HALF1(log_f16, (float)log2((double)x))
+HALF1(rsq_f16, (float)exact_rsq(x))
+HALF1(exp_f16, (float)exact_exp(x))
+HALF1(log_f16, (float)exact_log(x))
 HALF1(floor_f16, floorf(x))
 HALF1(ceil_f16, ceilf(x))
 HALF1(trunc_f16, truncf(x))
@@ -167,7 +167,8 @@ static int pk_bf8(Wave *w, const Inst *i) { return to_fp8(w, i, 2, 16); }
 
 #define OP(g, n, f, t, ...) {"v_" #n, KIND_LANES, g, t, {__VA_ARGS__}, run_lanes, f}
 #define H2(n) OP(VALU, n, n, F16, F16, F16)
-#define H1(g, n) OP(g, n, n, F16, F16)
+#define H1(n) OP(VALU, n, n, F16, F16)
+#define T1(n) {"v_" #n "_f16", KIND_LANES, TRANS, F16, {F16}, run_lanes, n##_f16, exact_##n}
 #define B2(n) OP(VALU, n, n, B16, B16, B16)
 #define P2(n) OP(VALU, pk_##n, pk_##n, PK16, PK16, PK16)
 #define PF2(n) OP(VALU, pk_##n, pk_##n, PKF16, PKF16, PKF16)
@@ -181,9 +182,9 @@ const Op lanes16_ops[] = {
     OP(VALU, max3_f16, max3_f16, HALF_F16, F16, F16, F16),
     OP(VALU, min3_f16, min3_f16, HALF_F16, F16, F16, F16),
     OP(VALU, med3_f16, med3_f16, HALF_F16, F16, F16, F16),
-    H1(TRANS, rcp_f16), H1(TRANS, sqrt_f16), H1(TRANS, rsq_f16), H1(TRANS, exp_f16),
-    H1(TRANS, log_f16), H1(VALU, floor_f16), H1(VALU, ceil_f16), H1(VALU, trunc_f16),
-    H1(VALU, rndne_f16), OP(VALU, ldexp_f16, ldexp_f16, F16, F16, B16),
+    T1(rcp), T1(sqrt), T1(rsq), T1(exp), T1(log),
+    H1(floor_f16), H1(ceil_f16), H1(trunc_f16), H1(rndne_f16),
+    OP(VALU, ldexp_f16, ldexp_f16, F16, F16, B16),
     OP(VALU, cvt_f16_u16, cvt_f16_u16, F16, B16), OP(VALU, cvt_f16_i16, cvt_f16_i16, F16, B16),
     OP(VALU, cvt_u16_f16, cvt_u16_f16, B16, F16), OP(VALU, cvt_i16_f16, cvt_i16_f16, B16, F16),
     B2(add_u16), B2(sub_u16), B2(subrev_u16), B2(mul_lo_u16), B2(lshlrev_b16), B2(lshrrev_b16),

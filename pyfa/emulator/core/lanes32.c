@@ -81,15 +81,13 @@ FN(exp_f32) {
         d[l] = x == x ? as_bits(r) : a[l] | 0x400000;
     }
 }
-FLT1(log_f32, (float)log2((double)no_denormal(x)))
+FLT1(log_f32, (float)exact_log(no_denormal(x)))
 FLT1(rcp_f32, no_denormal(1.0f / no_denormal(x)))
-FLT1(rsq_f32, (float)(1.0 / sqrt((double)no_denormal(x))))
+FLT1(rsq_f32, (float)exact_rsq(no_denormal(x)))
 FLT1(sqrt_f32, __builtin_sqrtf(no_denormal(x)))
 // Arguments are in revolutions; beyond 256 of them the hardware gives sin 0 and cos 1.
-FLT1(sin_f32, fabsf(x) > 256.0f ? (isinf(x) ? NAN : 0.0f)
-                                : (float)sin(6.283185307179586 * (x - rint((double)x))))
-FLT1(cos_f32, fabsf(x) > 256.0f ? (isinf(x) ? NAN : 1.0f)
-                                : (float)cos(6.283185307179586 * (x - rint((double)x))))
+FLT1(sin_f32, fabsf(x) > 256.0f ? (isinf(x) ? NAN : 0.0f) : (float)exact_sin(x))
+FLT1(cos_f32, fabsf(x) > 256.0f ? (isinf(x) ? NAN : 1.0f) : (float)exact_cos(x))
 FLT1(trunc_f32, __builtin_truncf(x))
 FLT1(ceil_f32, __builtin_ceilf(x))
 FLT1(floor_f32, __builtin_floorf(x))
@@ -296,15 +294,16 @@ FN(cvt_pk_f32_bf8) { UNUSED; EACH_LANE { u32 x = a[l];
 #define F1(n) OP(VALU, n, n, F32, F32)
 #define F2(n) OP(VALU, n, n, F32, F32, F32)
 #define F3(n) OP(VALU, n, n, F32, F32, F32, F32)
-#define T1(n) OP(TRANS, n, n, F32, F32)
+#define TRANS1(n, f, t, exact) {"v_" #n, KIND_LANES, TRANS, t, {t}, run_lanes, f, exact}
+#define T1(n) TRANS1(n##_f32, n##_f32, F32, exact_##n)
 const Op lanes_ops[] = {
     I1(mov_b32, mov_b32), LOW(mov_b64, B64), I1(accvgpr_read_b32, mov_b32),
     I1(accvgpr_write_b32, mov_b32), I1(accvgpr_mov_b32, mov_b32),
     F2(add_f32), F2(sub_f32), F2(subrev_f32), F2(mul_f32), F2(mul_legacy_f32), F3(fma_f32),
     OP(VALU, fmac_f32, fma_f32, F32, F32, F32, F32), OP(VALU, fmamk_f32, fma_f32, F32, F32, F32, F32),
     OP(VALU, fmaak_f32, fma_f32, F32, F32, F32, F32), F2(max_f32), F2(min_f32), F3(max3_f32),
-    F3(min3_f32), F3(med3_f32), T1(exp_f32), T1(log_f32), T1(rcp_f32), T1(rsq_f32), T1(sqrt_f32),
-    OP(TRANS, rcp_iflag_f32, rcp_f32, F32, F32), T1(sin_f32), T1(cos_f32), F1(trunc_f32),
+    F3(min3_f32), F3(med3_f32), T1(exp), T1(log), T1(rcp), T1(rsq), T1(sqrt),
+    TRANS1(rcp_iflag_f32, rcp_f32, F32, exact_rcp), T1(sin), T1(cos), F1(trunc_f32),
     F1(ceil_f32), F1(floor_f32), F1(rndne_f32), F1(fract_f32),
     OP(VALU, ldexp_f32, ldexp_f32, F32, F32, B32),
     OP(VALU, frexp_exp_i32_f32, frexp_exp_f32, B32, F32), F1(frexp_mant_f32),
