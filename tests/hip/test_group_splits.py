@@ -13,7 +13,8 @@ from planted import faults_found
 
 import pyfa
 from pyfa.backends.common import splits
-from pyfa.backends.cuda import backward as cuda_backward, target as cuda
+from pyfa.backends.cuda import backward as cuda_backward
+from pyfa.backends.cuda import target as cuda
 from pyfa.backends.native import backward
 from pyfa.backends.native.target import Block
 from pyfa.conformance.cases import Case
@@ -102,8 +103,8 @@ def test_few_kv_heads_are_divided_and_results_have_their_shape(
         chosen.clear()
 
 
-# Sequences, rows and keys, query and KV heads, causal or not; the parts that an H200 or an H100 took
-# the least time with, or within 3 % of it (backward_groups_h200.json, cuda_tuning_h200.json).
+# Sequences, rows and keys, query and KV heads, causal or not; the parts with which the GPU took the
+# least time, or at most 3 % more (backward_groups_h200.json, cuda_tuning_h200.json).
 MEASURED = [
     ("H200", (2, 8192, 16, 1, True), {4, 8}), ("H200", (1, 8192, 32, 1, True), {8, 16}),
     ("H200", (1, 8192, 8, 1, True), {4, 8}), ("H200", (2, 8192, 32, 8, True), {1, 2}),

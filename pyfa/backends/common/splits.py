@@ -175,10 +175,11 @@ class GroupCosts(NamedTuple):
     """What the time of a backward depends on that divides the query heads of its groups, in query
     rows that a block visits.
 
-    ``start``: to start and end a block. ``sum``: to add up the parts' gradients. ``tail``: the share
-    of the longest block's time by which a backward with a mask outlasts the average place on the
-    device; heads that come one by one start the last head's longest block late. ``misses``: by what
-    share a row takes longer each time the rows that are visited at once double, beyond the L2.
+    ``start``: to start and end a block. ``sum``: to add up the gradients of the parts. ``tail``:
+    how much longer a masked backward takes than the average SM or CU is busy, as a share of the
+    longest block's time. If heads come one by one, the longest block of the last head starts late.
+    ``misses``: the share by which a row takes longer each time the rows visited at once double
+    beyond the size of the L2.
 
     The defaults of ``start`` and ``sum`` were fitted to shapes on an H200, that of ``tail`` to 12
     shapes of the MI300X timing model.

@@ -81,8 +81,8 @@ FORWARD: dict[Pair, tuple[Own, Own, Own]] = {
 
 
 class Pace(NamedTuple):
-    """How fast blocks of ``tiles`` are: a work tile takes ``start`` µs and ``key`` µs for each key of
-    its tiles, and an SM has ``per_sm`` blocks at a time."""
+    """How fast blocks of ``tiles`` are. A work tile takes ``start`` µs, and ``key`` µs for each key
+    of its tiles. An SM has ``per_sm`` blocks at a time."""
 
     tiles: Own
     start: float
