@@ -347,6 +347,46 @@ def test_explain_names_the_plan() -> None:
     assert "* cuda      plan: cuda/sm80/attn_fwd.cu" in text
 
 
+# Batch, queries, keys, heads, head_dim, causal; warpgroups and keys of a tile that an H100 was
+# fastest with (cuda_tuning_h200.json, "forward, tiles by the grid").
+FASTEST = [
+    ((64, 197, 197, 12, 64, False), (2, 112)), ((32, 257, 257, 16, 64, False), (3, 96)),
+    ((128, 50, 50, 12, 64, False), (1, 80)), ((8, 512, 512, 16, 64, False), (3, 128)),
+    ((1, 512, 512, 16, 64, True), (1, 128)), ((2, 4096, 4096, 10, 64, False), (1, 128)),
+    ((1, 16384, 16384, 16, 64, True), (3, 128)), ((1, 192, 65536, 16, 64, False), (3, 128)),
+    ((1, 1024, 1024, 8, 128, True), (1, 128)), ((1, 1024, 1024, 32, 128, True), (2, 128)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "tiles"), FASTEST)
+def test_hopper_s_tiles_follow_the_grid(
+    shape: tuple[int, int, int, int, int, bool], tiles: tuple[int, int]
+) -> None:
+    batch, rows, keys, heads, dim, causal = shape
+    given: dict[str, object] = {
+        "batch": batch, "seqlen_q": rows, "seqlen_k": keys, "heads_q": heads, "heads_k": heads,
+        "head_dim": dim, "head_dim_v": dim, "square": rows == keys,
+        "features": frozenset({"causal"} if causal else ()),
+    }  # fmt: skip
+
+    def made(**changes: object) -> tuple[int, int]:
+        plan = answer(**given | changes).plan
+        assert plan is not None
+        constants = dict(plan.constants)
+        return constants["GROUPS"], constants["BLOCK_K"]
+
+    assert made() == tiles
+    # What the model does not know has the tiles of every grid; scales that are not positive have
+    # a kernel of their own.
+    general = (3 if dim == 64 else 2, 128)
+    if causal:
+        assert made(square=False) == general
+    assert made(features=frozenset({"varlen"} | ({"causal"} if causal else set()))) == general
+    terms = answer(**given, positive=False).plan
+    assert terms is not None
+    assert dict(terms.constants)["SCORE"] != 0
+
+
 def test_a_grid_that_leaves_sms_idle_gets_blocks_of_half_the_rows() -> None:
     a100 = DEVICES["A100-80GB"]
     few = answer(batch=1, heads_q=8, heads_k=8, device=a100).plan

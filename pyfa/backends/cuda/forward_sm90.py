@@ -153,7 +153,7 @@ def plan(problem: Problem) -> Plan:
     chunk = tiles.chunk_tiles * tiles.block_k if invariant and kind != _TERMS else 0
     notes = plans.notes_of(problem, pair, chunk)
     groups = tiles.groups
-    if pair in FORWARD_OF_GRID and problem.features <= _OF_GRID and not packed:
+    if kind != _TERMS and not packed and pair in FORWARD_OF_GRID and problem.features <= _OF_GRID:
         return _plan_of_grid(_fastest(problem, FORWARD_OF_GRID[pair]), pair, dtype, notes)
     if packed and not invariant:
         groups = -(-min(decode.lines(problem), 2 * ROWS) // ROWS)
