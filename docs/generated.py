@@ -107,11 +107,11 @@ _MEANINGS = {
     "chunk": "chunked attention (`attention_chunk`)",
     "tree": "tree attention (`tree_mask`)",
     "leftpad": "left padding of a cache (`cache_leftpad`)",
-    "batch_idx": "a row of the cache for each sequence (`cache_batch_idx`)",
-    "dv": "another head_dim for `v`",
-    "topk": "latent attention to a list of keys per query row (`indices`)",
+    "batch_idx": "the row of the cache that each sequence uses (`cache_batch_idx`)",
+    "dv": "a different head_dim for `v`",
+    "topk": "latent attention over a list of keys per query row (`indices`)",
     "backward": "gradients of q, k and v",
-    "deterministic": "the same bits of gradients in each run",
+    "deterministic": "bitwise equal gradients in every run",
     "fp8": "float8 keys and values",
 }
 
@@ -644,12 +644,12 @@ def settings() -> str:
 
 _EXTRAS = {
     "cuda": "compile and launch CUDA kernels with the NVRTC that PyTorch brings",
-    "nvrtc": "NVRTC, where PyTorch brings none",
-    "triton": "the `triton` backend; never on ROCm, whose PyTorch brings its own Triton",
-    "rocm": "optional on ROCm: launch kernels through hip-python",
+    "nvrtc": "install NVRTC, if PyTorch does not bring it",
+    "triton": "use the `triton` backend; not for ROCm, whose PyTorch brings its own Triton",
+    "rocm": "launch kernels through hip-python (optional, on ROCm)",
     "compile": "compile HIP kernels",
     "emulator": "run HIP kernels in the emulator; the same packages as `compile`",
-    "bench": "the report of `pyfa bench`",
+    "bench": "write the report of `pyfa bench`",
     "docs": "build this guide",
     "browser": "test the guide and the report in a browser",
     "dev": "work on pyfa: the tests, linters and type checker",

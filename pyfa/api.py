@@ -95,11 +95,11 @@ def attention(
         Gradients are bitwise equal from run to run. ``torch.use_deterministic_algorithms(True)``
         has the same effect.
     num_splits
-        The number of splits of the keys, whose results are combined. 1: no
-        split. 0 (default): pyfa chooses.
+        The number of parts into which the keys are split; the results of the parts are merged. 1
+        means no split. With 0, the default, pyfa chooses.
     batch_invariant
-        Output, LSE and gradients of a sequence have the same bits in any batch.
-        Also set by ``use_batch_invariant`` and ``PYFA_BATCH_INVARIANT``.
+        Output, LSE and gradients of a sequence have the same bits in any batch. Also set by
+        ``use_batch_invariant`` and ``PYFA_BATCH_INVARIANT``.
     backend
         The name of a backend, or several to try in order; pyfa tries no others. Without it,
         ``use_backend`` decides, then ``PYFA_BACKEND``, then the first backend in the device's
@@ -110,12 +110,12 @@ def attention(
         Indices count from the first query and the first key of the sequence. Captured tensors are
         read at run time. Tiles that a ``mask_mod`` masks completely are skipped.
     block_mask
-        FlexAttention's BlockMask. Blocks that it does not list are masked, its full blocks are
+        FlexAttention's BlockMask. Blocks that it does not list are masked. Its full blocks are
         visible. In its partial blocks its mask_mod decides, or ``mask_mod`` if it has none.
 
-    Raises ``ValueError`` or ``TypeError`` that names the wrong argument, or the source line of an
-    operation that a ``score_mod`` or ``mask_mod`` may not use. Raises ``UnsupportedProblem`` with
-    every backend's reasons if none can run the call.
+    Raises a ``ValueError`` or ``TypeError`` that names the wrong argument, or the source line of an
+    operation that a ``score_mod`` or ``mask_mod`` may not use. If no backend can run the call,
+    raises ``UnsupportedProblem`` with every backend's reasons.
 
     Source: Dao et al. 2022 and Dao 2023 (FlashAttention, FlashAttention-2).
     """
@@ -201,9 +201,9 @@ def attention_varlen(
     cu_seqlens_q, cu_seqlens_k
         (B+1,) int32: sequence b is rows ``cu_seqlens[b]`` to ``cu_seqlens[b+1]`` − 1.
     max_seqlen_q, max_seqlen_k
-        Python ints. No sequence may be longer.
+        Python ints: upper bounds on the sequence lengths.
     seqused_q, seqused_k
-        (B,) int32: only this number of rows at the beginning of each sequence is used. Unused
+        (B,) int32: the number of rows of each sequence that are used, from its beginning. Unused
         queries give output 0, LSE −inf and gradient 0.
     page_table
         (B, pages) int32: k and v are pages (num_pages, page_size, Hk, D). The number of keys of a
@@ -346,9 +346,9 @@ def attention_kvcache(
         window all queries share the first position, as in flash-attention. Float8 inputs are
         rounded again after the rotation.
     tree_mask
-        (Sq, Sq) or (B | 1, Sq, Sq) bool, for a tree of draft tokens: masks only the last Sq keys
-        of a sequence. Where [i, j] is True, query i sees key j of these. For packed queries, Sq is
-        ``max_seqlen_q``. Cannot be combined with ``bias``.
+        (Sq, Sq) or (B | 1, Sq, Sq) bool, for a tree of draft tokens: masks only the last Sq keys of
+        a sequence. Where [i, j] is True, query i sees key j of these keys. For packed queries, Sq
+        is ``max_seqlen_q``. Cannot be combined with ``bias``.
     descale
         As in ``attention``. Scales per block of rows refer to the rows or pages of the cache.
 
@@ -438,13 +438,14 @@ def explain(
     """Say which backend runs this call, with which plan, and why the others do not.
 
     Pass the arguments of ``attention``, ``attention_varlen`` or ``attention_kvcache`` as keywords:
-    ``cu_seqlens_q`` with ``max_seqlen_k`` selects ``attention_varlen``; a ``cache_…`` argument or
-    ``page_table`` selects ``attention_kvcache``. ``latent=True`` selects ``attention_latent``; v is
-    then a view of k. ``explain`` computes nothing and does not modify the KV cache. Tensors may be
-    on the ``meta`` device. ``device`` may name a GPU that this machine does not have ("MI300X").
+    ``cu_seqlens_q`` with ``max_seqlen_k`` selects ``attention_varlen``. A ``cache_…`` argument or
+    ``page_table`` selects ``attention_kvcache``. ``latent=True`` selects ``attention_latent``; in
+    this case, pass a view of k as v. ``explain`` computes nothing and does not modify the KV cache.
+    Tensors may be on the ``meta`` device. ``device`` may name a GPU that this machine does not have
+    ("MI300X").
 
-    The result can be printed; its ``as_dict()`` returns plain data. ``explain`` raises what these
-    functions raise, except ``UnsupportedProblem``.
+    The result can be printed; its ``as_dict()`` returns plain data. ``explain`` raises the same
+    errors as these functions, except ``UnsupportedProblem``.
     """
     build: Callable[..., Request] = requests.dense
     if "max_seqlen_k" in same:

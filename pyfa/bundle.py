@@ -34,7 +34,7 @@ def manifest() -> dict[str, Any]:
     except FileNotFoundError:
         return {"schema": SCHEMA, "objects": {}}
     if data.get("schema") != SCHEMA:
-        text = "%s is not used: expected schema %d, got %s; rebuild it by pyfa compile --bundle"
+        text = "%s is not used: expected schema %d, got %s; rebuild it with pyfa compile --bundle"
         logging.getLogger("pyfa").warning(text, FOLDER, SCHEMA, data.get("schema"))
         return {"schema": SCHEMA, "objects": {}}
     return data

@@ -270,7 +270,7 @@ def _verified(path: Path, readonly: bool = False) -> tuple[Entry, dict[str, Any]
             if not stat.S_ISREG(status.st_mode) or _fault(status, readonly):
                 raise PermissionError(f"{path / name} is not to be trusted")
             if status.st_size > _MOST_BYTES:
-                raise ValueError(f"{path / name} is larger than any code")
+                raise ValueError(f"{path / name} is too large to be a kernel")
             with open(number, "rb", closefd=False) as file:
                 return file.read(_MOST_BYTES)
         finally:

@@ -183,7 +183,7 @@ def _image(elf: Any) -> bytes:
     for segment in loads:
         content = segment.data()
         if len(content) != segment["p_filesz"]:
-            raise CodeObjectError("the code object is cut short")
+            raise CodeObjectError("the code object is truncated")
         image[segment["p_vaddr"] : segment["p_vaddr"] + len(content)] = content
     return bytes(image)
 

@@ -76,11 +76,11 @@ _batch_invariant_everywhere: bool = env.get("PYFA_BATCH_INVARIANT")
 def use_batch_invariant(enabled: bool = True) -> Iterator[None]:
     """Turn batch invariance on for all calls inside the ``with`` block.
 
-    With False it is off, except for calls with ``batch_invariant=True``.
+    ``use_batch_invariant(False)`` turns it off, except for calls with ``batch_invariant=True``.
 
     The context takes precedence over ``PYFA_BATCH_INVARIANT``. It does not affect other threads. A
-    backward follows its forward, on any thread. If activation checkpointing recomputes a forward,
-    that forward follows the context that is active when ``backward()`` is called. Raises
+    backward has the setting of its forward, on any thread. If activation checkpointing recomputes a
+    forward, the context that is active when ``backward()`` is called applies to it. Raises
     ``TypeError`` for anything but a bool.
 
     >>> with pyfa.use_batch_invariant():
@@ -93,6 +93,6 @@ def use_batch_invariant(enabled: bool = True) -> Iterator[None]:
 
 
 def is_batch_invariant() -> bool:
-    """Return whether calls are batch invariant that do not request it themselves."""
+    """Return whether calls that do not request batch invariance are batch-invariant."""
     here = _batch_invariant.get()
     return _batch_invariant_everywhere if here is None else here

@@ -74,9 +74,8 @@ VARIABLES: dict[str, Variable] = {
             _flag,
             False,
             "0 or 1",
-            "Check on the device what the host cannot read without waiting: `cu_seqlens`, "
-            "`seqused`, cache lengths and page-table entries. Waits for the device. Read once, "
-            "at import.",
+            "Check values that are on the device: `cu_seqlens`, `seqused`, cache lengths and "
+            "page-table entries. Each check waits for the device. Read once, at import.",
         ),
         Variable(
             "PYFA_LOG",
@@ -90,7 +89,7 @@ VARIABLES: dict[str, Variable] = {
             _flag,
             False,
             "0 or 1",
-            "Make vLLM on a CPU use pyfa in place of its backend `CPU_ATTN`; on a CPU, vLLM "
+            "Make vLLM use pyfa on a CPU instead of its backend `CPU_ATTN`; on a CPU, vLLM "
             "ignores `--attention-backend`. Read when vLLM loads its plug-ins.",
         ),
         Variable(
@@ -116,14 +115,14 @@ VARIABLES: dict[str, Variable] = {
             lambda text: Path(text).expanduser(),
             None,
             "a folder",
-            "The folder of compiled kernels; by default the user's cache folder.",
+            "The folder for compiled kernels; by default the user's cache folder.",
         ),
         Variable(
             "PYFA_CACHE_READONLY_DIRS",
             _paths,
             (),
             "folders",
-            "Further caches that are read and never written, as a list separated by `:`.",
+            "More caches to search, separated by `:`. They are read, never written.",
         ),
     )
 }

@@ -48,7 +48,7 @@ class CodeObjectError(RuntimeError):
 
 
 class RankError(RuntimeError):
-    """Another rank died, hangs, or is at another step. The message says what this rank waited
+    """Another rank died, hung or is at a different step. The message says what this rank waited
     for."""
 
 

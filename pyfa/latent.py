@@ -62,7 +62,7 @@ def attention_latent(
         the cache is full.
     scale
         Required, because it cannot be derived from D. It is (qk_nope_head_dim + qk_rope_head_dim)
-        ** -0.5 of the model (192 ** -0.5 for DeepSeek-V3), times mscale² with YaRN.
+        ** -0.5 of the model (192 ** -0.5 for DeepSeek-V3), times mscale² if YaRN is used.
     indices, topk_lengths
         ``indices`` (B, Sq, topk) int32 lists the keys that each query token sees (the same keys for
         all its heads), as positions in the token's sequence. Negative entries, and entries beyond
@@ -130,9 +130,9 @@ def append_latent(
     """Append new tokens to a latent cache, in place.
 
     ``new`` is (B, tokens, 1, D), or a tuple (latent (B, tokens, 1, v_dim), rope (B, tokens, 1, D −
-    v_dim)). ``cache`` and ``page_table`` are as in ``attention_latent``. Pass the
-    number of keys before the append here, and the number after it to
-    ``attention_latent``. On a GPU, tokens beyond the end of the cache are dropped.
+    v_dim)). ``cache`` and ``page_table`` are as in ``attention_latent``. ``cache_seqlens`` is the
+    number of keys before the append; pass the number after it to ``attention_latent``. On a GPU,
+    tokens beyond the end of the cache are dropped.
     """
     _check(cache, v_dim)
     if isinstance(new, (tuple, list)):
@@ -143,7 +143,7 @@ def append_latent(
         latent, rope = new[..., :v_dim], new[..., v_dim:]
     _check_rows("new", latent, latent.shape[-1] + rope.shape[-1], cache)
     if latent.shape[2] != 1:
-        validate.wrong("new", "one head, as the cache has", f"{latent.shape[2]} heads")
+        validate.wrong("new", "one head, as in the cache", f"{latent.shape[2]} heads")
     for x in (latent, rope):
         validate_cache.cached("new", x, cache.dtype, cache.device)
     validate_cache.writable("cache", cache)

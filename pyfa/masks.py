@@ -204,7 +204,7 @@ def tree(parents: torch.Tensor, past: Number = 0) -> Mask:
 
 
 def global_tokens(is_global: torch.Tensor, otherwise: Mask) -> Mask:
-    """Return a mask in which global tokens see all tokens and are seen by all tokens (Longformer).
+    """Return a mask in which global tokens see all tokens, and all tokens see them (Longformer).
 
     ``is_global``, boolean (S,) or (B, S), marks the global tokens. The mask ``otherwise`` decides
     for all other pairs of tokens.
@@ -253,7 +253,7 @@ def block_diffusion(length: int, block: int) -> Mask:
 
 def _near(x: Any, y: Any, size: int, kernel: int) -> Any:
     """Return whether y is one of the ``kernel`` positions around x. At the borders the
-    neighborhood is shifted inside."""
+    neighborhood is shifted inward."""
     half = kernel // 2
     middle = x.clamp(half, max(size - 1 - (kernel - 1 - half), half))
     return (y - middle >= -half) & (y - middle <= kernel - 1 - half)
@@ -264,7 +264,7 @@ def natten(sizes: Sequence[int], kernel: int | Sequence[int]) -> Mask:
     it in each dimension.
 
     Tokens are the elements of a row-major array of ``sizes``: (width,), (height, width) or (frames,
-    height, width). At the borders the neighborhood is shifted inside. Raises ``ValueError`` if
+    height, width). At the borders the neighborhood is shifted inward. Raises ``ValueError`` if
     ``kernel`` does not have one size per dimension.
     """
     kernels = (kernel,) * len(sizes) if isinstance(kernel, int) else tuple(kernel)

@@ -124,7 +124,7 @@ def _bind(
             try:
                 return backend.bind_merge(outs, lses, out, with_lse)
             except CompileError as error:
-                _log.debug("merge is left to PyTorch's operators: %s", error)
+                _log.debug("merge runs on PyTorch's operators: %s", error)
                 return None
     return None
 

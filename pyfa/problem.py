@@ -354,7 +354,7 @@ FEATURES: dict[str, Feature] = {
         Feature("gqa", "grouped-query attention",
                 lambda asked: asked.call.q.shape[-2] != asked.call.k.shape[-2], _KERNELS,
                 shown="", flag="--heads H,Hk"),
-        Feature("dv", "a head_dim of V that differs",
+        Feature("dv", "a different head_dim for V",
                 lambda asked: asked.call.q.shape[-1] != asked.call.v.shape[-1], _KERNELS,
                 shown="", flag="--head-dim D,Dv"),
         Feature("wide", f"a head_dim above {NARROW}",

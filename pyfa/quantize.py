@@ -27,7 +27,8 @@ _LEAST_MIXED = 8
 
 
 class Descale(NamedTuple):
-    """The float32 factors of q, k and v: (B, Hk), or (B, Hk, blocks). None for q if q is None."""
+    """The float32 scales of q, k and v: (B, Hk), or (B, Hk, blocks). The scale of q is None if q is
+    None."""
 
     q: torch.Tensor | None
     k: torch.Tensor
@@ -90,10 +91,11 @@ def quantize(
 ) -> Quantized:
     """Convert q (B, Sq, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv) to float8 e4m3 with scales.
 
-    Tensors may also be packed, (total, heads, head_dim), whose rows count as one sequence, or pages
-    (num_pages, page_size, Hk, D). ``q`` may be None, for a cache that 16-bit queries will read. A
-    scale is the largest magnitude of the elements that share it, divided by the largest float8
-    number (1 if all elements are zero). The query heads of a KV head share one scale.
+    Tensors may also be packed, (total, heads, head_dim), in which case all rows count as one
+    sequence, or pages (num_pages, page_size, Hk, D). ``q`` may be None, for a cache that 16-bit
+    queries will read. A scale is the largest magnitude of the elements that share it, divided by
+    the largest float8 number (1 if all elements are zero). The query heads of a KV head share one
+    scale.
 
     Parameters
     ----------
@@ -106,7 +108,7 @@ def quantize(
     hadamard
         Rotate Q and K before rounding, which spreads outliers over the channels. A head_dim that is
         not a power of two is rotated in blocks, whose size is the largest power of two that divides
-        it (96: three blocks of 32). The size must be at least 8.
+        it (96: three blocks of 32). A block must have at least 8 elements.
     seed
         Seed of the rotation's signs. The same int gives the same rotation in every call and on
         every device; keys in a cache and later queries need the same one. None draws it from
@@ -114,7 +116,7 @@ def quantize(
     dtype
         ``float8_e4m3fn``, or ``float8_e4m3fnuz`` (gfx942). The default is the format of k's device.
 
-    There is no gradient. Inputs must be finite. Raises ``ValueError`` or ``TypeError`` that names
+    There is no gradient. Inputs must be finite. Raises a ``ValueError`` or ``TypeError`` that names
     the wrong argument.
 
     Source: Shah et al. 2024, arXiv:2407.08608, §3.3; Chee et al. 2023 (QuIP).
@@ -192,9 +194,9 @@ def _signs(dim: int, seed: int | None, device: torch.device) -> torch.Tensor:
 def rotate(x: torch.Tensor, seed: int) -> torch.Tensor:
     """Rotate x (…, D) as ``quantize(…, hadamard=True, seed=seed)`` rotates Q and K, in x's dtype.
 
-    For 16-bit queries over rotated keys. ``pyfa.quantize`` is a function, so import this one with
-    ``from pyfa.quantize import rotate``.
-    Raises ``ValueError`` if head_dim is not a multiple of 8.
+    Use it for 16-bit queries over rotated keys. Because ``pyfa.quantize`` is a function, import
+    this one with ``from pyfa.quantize import rotate``. Raises ``ValueError`` if head_dim is not a
+    multiple of 8.
     """
     validate.a_tensor("x", x)
     dim = x.shape[-1]

@@ -105,7 +105,7 @@ class TestMain:
             (("explain", "--head-dim", "577"), "a head_dim from 1 to 576"),
             (("explain", "--window", "1"), "expected two numbers or none"),
             (("explain", "--dtype", "float64"), "expected one of float16"),
-            (("explain", "--features", "gqa"), "gqa is said by --heads H,Hk"),
+            (("explain", "--features", "gqa"), "for gqa, use --heads H,Hk"),
             (("explain", "--features", "softcaps"), "got 'softcaps'"),
             (("explain", "--device", "MI9"), "MI300X"),
             (("cache",), "required"),

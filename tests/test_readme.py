@@ -75,7 +75,7 @@ def test_backends_are_those_of_the_code() -> None:
     assert found == {name: in_this_release(name) for name in NAMES}
     text = " ".join(section("Backends").split())  # wherever lines break
     for vendor, on in (("amd", "on AMD"), ("nvidia", "on NVIDIA"), ("cpu", "on a CPU")):
-        assert f"{on} {', '.join(AUTOMATIC[vendor])}" in text
+        assert f"{', '.join(AUTOMATIC[vendor])} {on}" in text
 
 
 def test_commands_are_those_of_the_code() -> None:

@@ -26,7 +26,8 @@ STUMBLES = (
     r"for another group than", r"other positions than", r"but for",
     r"only the forward exists", r"is proven to", r"right to 1 ulp",
     r"what of (it|them)", r"by its own\b", r"that which", r"of people('s)?",
-    r"in which they take turns",
+    r"in which they take turns", r"of (an)?other \w+ than", r"is not told of", r"deals? out",
+    r"is said by", r"as the cache has", r"rounded to it too", r"in other places",
 )  # fmt: skip
 
 

@@ -53,15 +53,15 @@ class Peer(NamedTuple):
         """Prepare the peer for the kind of cell. Raises if the peer cannot run it."""
         if cell.layers:
             if self.attend is None:
-                raise ValueError("no model is made of it here")
+                raise ValueError("the benchmark does not build a model with it")
             return gpt.step(cell, device, self.attend(cell, device))._replace(within=self.within)
         if cell.fp8:
             if self.float8 is None:
-                raise ValueError("it is given no float8 here")
+                raise ValueError("the benchmark does not run it with float8")
             return self.float8(cell, device)
         if cell.lengths:
             if self.packed is None:
-                raise ValueError("it is given no packed sequences here")
+                raise ValueError("the benchmark does not run it on packed sequences")
             return self.packed(cell, device)._replace(within=self.within)
         return self.prepare(cell, device)
 
@@ -457,7 +457,7 @@ def chosen(wanted: list[str] | None, device: str) -> tuple[list[Peer], dict[str,
         peer = PEERS.get(name) or _forced(backend)
         why = peer.why_not(device)
         if why is not None:
-            raise ValueError(f"--peers: {name} cannot take part here: {why}")
+            raise ValueError(f"--peers: {name} cannot run here: {why}")
         if peer.name not in [other.name for other in found]:
             found.append(peer)
     return found, {}

@@ -51,7 +51,7 @@ class Table(NamedTuple):
 CORRECT, SPEED, MEMORY, MI300X = "correct", "speed", "memory", "mi300x"
 QUESTIONS = {
     CORRECT: "Is it correct?",
-    SPEED: "How fast is it, and against whom?",
+    SPEED: "How fast is it, compared with other libraries?",
     MEMORY: "How much memory, and how many bytes?",
     MI300X: "What was computed for MI300X?",
 }

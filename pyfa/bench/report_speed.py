@@ -83,7 +83,7 @@ def _section(
     return Section(
         SPEED,
         next((n for n, name in enumerate(_SHOWS) if name == suite), len(_SHOWS)),
-        f"{suite}: pyfa ({on}) against {', '.join(means) or 'nobody'}",
+        f"{suite}: pyfa ({on}) compared with {', '.join(means) or 'no other library'}",
         f"{_SHOWS.get(suite, suite)} {_summary(rows, peers)}",
         how,
         where(name, data),

@@ -46,21 +46,21 @@ def add(commands: Any) -> None:
         "--against",
         type=Path,
         metavar="FILE",
-        help="compare with an earlier result of this machine; status 1 if pyfa became slower",
+        help="compare with an earlier result of this machine; exit status 1 if pyfa became slower",
     )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="FILE",
-        help="write the results as JSON, again after each cell, so that a run that is cut keeps "
-        "what it measured",
+        help="write the results as JSON; FILE is rewritten after each cell, so an interrupted run "
+        "keeps its measurements",
     )
     parser.add_argument(
         "--limit",
         type=float,
         metavar="SECONDS",
-        help="stop after this time, at the end of a cell, and name the cells that are missing "
-        "(default: no limit)",
+        help="stop after this time, at the end of a cell, and name the cells that were not "
+        "measured (default: no limit)",
     )
     parser.add_argument(
         "--report",
@@ -79,7 +79,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--older",
         action="store_true",
-        help="with --report: also older files of a suite (default: the newest of each)",
+        help="with --report: also use older files of each suite (default: only the newest)",
     )
     usage.add_json(parser)
     parser.set_defaults(run=run)

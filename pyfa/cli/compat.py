@@ -13,8 +13,8 @@ from .console import print_json, print_table
 _MEANING = {
     "absent": "not installed: `pyfa compat install` writes it",
     "installed": "written by pyfa",
-    "outdated": "by another version of pyfa, or incomplete: `pyfa compat install` renews it",
-    "changed": "written by pyfa and changed since: neither renewed nor removed",
+    "outdated": "by another version of pyfa, or incomplete: `pyfa compat install` updates it",
+    "changed": "written by pyfa, then changed: neither updated nor removed",
     "foreign": "another package: never touched",
 }
 

@@ -56,15 +56,15 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--bundle",
         action="store_true",
-        help="write the bundle that a wheel carries, after checking the wait states of each code "
+        help="write the bundle for a wheel, after checking the wait states of each code "
         "object for gfx942 and running the conformance suite on it in the emulator",
     )
     parser.add_argument(
         "--resume",
         type=Path,
         metavar="FILE",
-        help="with --bundle: note in FILE which cases passed in the emulator, and skip those that "
-        "an earlier run of the same sources noted",
+        help="with --bundle: record in FILE which cases passed in the emulator, and skip cases "
+        "that an earlier run of the same sources recorded",
     )
     planned.add_flag(parser)
     usage.add_json(parser)

@@ -62,13 +62,13 @@ def add(commands: Any) -> None:
         "pyfa conformance compare cpu.json mi300x.json",
         "pyfa conformance compare cpu.json mi300x.json --common",
     )
-    compare.add_argument("first", type=Path, metavar="A", help="a report, as --out writes it")
-    compare.add_argument("second", type=Path, metavar="B", help="another one")
+    compare.add_argument("first", type=Path, metavar="A", help="a report written by --out")
+    compare.add_argument("second", type=Path, metavar="B", help="another report")
     compare.add_argument(
         "--common",
         action="store_true",
-        help="compare only cases that both backends ran: leave out cases that are in one report "
-        "alone, or that one backend refused, and count them",
+        help="compare only cases that both backends ran; cases that are in only one report, or "
+        "that one backend refused, are left out and counted",
     )
     compare.add_argument("--json", action="store_true", help="print the comparison as JSON")
     compare.set_defaults(run=run_compare)

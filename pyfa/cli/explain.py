@@ -30,7 +30,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--model",
         metavar="CONFIG|NAME",
-        help="a table of a model's layers instead, from its config.json or by a name such as "
+        help="show a table of a model's layers instead; takes a config.json, or a name such as "
         "llama-3.1-8b; uses --batch, --seqlen and --dtype (default: none)",
     )
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="GPUs that share the model")

@@ -26,7 +26,7 @@ def words(constants: Mapping[str, object]) -> str:
         ("GENERAL", "score terms"),
         ("PAGED", "paged"),
         ("DETERMINISTIC", "deterministic"),
-        ("BANDED", "chunks or a moved window"),
+        ("BANDED", "chunks or a shifted window"),
     ):
         if given.get(name, "0") != "0":
             parts.append(word)

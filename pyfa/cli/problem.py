@@ -65,7 +65,7 @@ def _features(text: str) -> tuple[str, ...]:
     names = tuple(part.strip() for part in text.split(",") if part.strip())
     for name in names:
         if name in FEATURES and FEATURES[name].flag:
-            raise argparse.ArgumentTypeError(f"{name} is said by {FEATURES[name].flag}")
+            raise argparse.ArgumentTypeError(f"for {name}, use {FEATURES[name].flag}")
         if name not in FEATURES:
             expected = ", ".join(by_name())
             raise argparse.ArgumentTypeError(f"expected some of {expected}; got {name!r}")

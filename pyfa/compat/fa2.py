@@ -49,7 +49,7 @@ _in_their_words = in_words_of(page_table="block_table", return_lse="return_attn_
 class Options(NamedTuple):
     """Arguments that the six differentiable functions share, in the order of their parameters.
 
-    ``sinks`` are not flash-attention 2's; ``compat.hub`` has them.
+    flash-attention 2 has no ``sinks``; ``compat.hub`` uses them.
     """
 
     dropout_p: float

@@ -114,7 +114,7 @@ def fwd(
     cached = (k_new, v_new, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin)
     if any(x is not None for x in cached) or (cu_seqlens_q is not None and cu_seqlens_k is None):
         if seqused_q is not None or cu_seqlens_k is not None:
-            raise NotImplementedError("seqused_q and cu_seqlens_k: together with a cache")
+            raise NotImplementedError("seqused_q and cu_seqlens_k: not implemented with a cache")
         result, lse, *_ = fa3.flash_attn_with_kvcache(
             q, k, v, k_new, v_new, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
             cache_seqlens=seqused_k, cache_batch_idx=kv_batch_idx, cache_leftpad=leftpad_k,

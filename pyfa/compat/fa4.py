@@ -7,7 +7,7 @@ Signatures, defaults, return values and conventions are those of ``flash_attn.cu
 
 - Every call returns (out, lse). With ``return_lse`` lse is differentiable; otherwise it is None.
   (In flash-attention lse has no gradient, and is also returned if an input requires one.)
-- In ``window_size`` only None means unlimited; −1 is an ordinary number.
+- In ``window_size`` only None means unlimited; −1 is an ordinary bound.
 - ``learnable_sink`` (H,) is float16, bfloat16 or float32 and has a gradient. The LSE includes it.
 - Wrong arguments raise ``ArgumentError``, a ``RuntimeError``, with flash-attention's argument
   names.
@@ -19,8 +19,8 @@ Accepted and ignored: ``pack_gqa``, ``min_seqlen_k``, ``scheduler_metadata``,
 ``seqlen_k_per_split``, ``disable_scheduler_metadata``, ``score_mod_bwd``,
 ``block_sparse_tensors_bwd``.
 
-Not implemented, ``NotImplementedError``: ``gather_kv_indices``, mods in the CuTe DSL, mods with
-``qv``, and block-sparse tensors of packed sequences.
+These raise ``NotImplementedError``: ``gather_kv_indices``, mods in the CuTe DSL, mods with ``qv``,
+and block-sparse tensors of packed sequences.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ _in_their_words = in_words_of(sinks="learnable_sink")
 
 _WHY_NOT = {
     "gather_kv_indices": "attention to a list of keys per query is not implemented here; "
-    "pyfa.attention_latent takes one",
-    "score_mod": "not together with qv",
-    "mask_mod": "not together with qv",
-    "block_sparse_tensors": "not together with qv or packed sequences; blocks that a mask_mod "
-    "leaves empty are skipped without them",
-    "virtual_batch_idx": "an order of the batch is not implemented; parts combine row by row",
+    "pyfa.attention_latent supports it",
+    "score_mod": "not implemented with qv",
+    "mask_mod": "not implemented with qv",
+    "block_sparse_tensors": "not implemented with qv or packed sequences; without them, pyfa skips "
+    "blocks that a mask_mod masks",
+    "virtual_batch_idx": "not implemented; parts are merged row by row",
 }
 
 

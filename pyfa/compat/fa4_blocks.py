@@ -1,7 +1,7 @@
 """FlashAttention-4's block-sparse tensors (``flash_attn.cute.block_sparsity`` and
 ``compute_block_sparsity``).
 
-pyfa makes its own lists from a mask_mod; these are for programs that pass lists themselves.
+pyfa builds its own lists from a mask_mod; these are for programs that pass lists themselves.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ _Mod = TypeVar("_Mod", bound=Callable[..., Any])
 
 
 class BlockSparseTensorsTorch(NamedTuple):
-    """For each block of rows the blocks of keys that a mask cuts (``mask_block_*``) and those that
-    it leaves whole (``full_block_*``): counts (B, H, M) and indices (B, H, M, N), int32."""
+    """For each block of rows, the blocks of keys that are partially masked (``mask_block_*``) and
+    those that are not masked at all (``full_block_*``): counts (B, H, M) and indices (B, H, M, N),
+    int32."""
 
     mask_block_cnt: torch.Tensor
     mask_block_idx: torch.Tensor
@@ -38,7 +39,8 @@ class BlockSparseTensorsTorch(NamedTuple):
 
 
 def fast_sampling(mask_mod: _Mod) -> _Mod:
-    """Mark a mask_mod as one that five points of a block decide. pyfa evaluates every point."""
+    """Mark a mask_mod for which version 4 evaluates only five points of a block. pyfa evaluates
+    all."""
     mask_mod.use_fast_sampling = True  # type: ignore[attr-defined]
     return mask_mod
 

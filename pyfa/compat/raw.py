@@ -1,4 +1,4 @@
-"""Backward without forward, from an output and an LSE that the caller kept, as in ring attention.
+"""Backward without a forward, from an output and an LSE that the caller kept, as in ring attention.
 
 flash-attention's private functions separate forward and backward. ``out`` and ``lse`` may come from
 attention over more keys than the call has. P = exp(score − LSE) and rowsum(dO∘O) then belong to the
@@ -109,7 +109,9 @@ class Rows:
         seqused_k: torch.Tensor | None,
     ) -> None:
         if (cu_seqlens_q is None) != (cu_seqlens_k is None):
-            raise NotImplementedError("cu_seqlens_q and cu_seqlens_k: one without the other")
+            raise NotImplementedError(
+                "cu_seqlens_q and cu_seqlens_k: pass both; one alone is not implemented"
+            )
         dense = cu_seqlens_q is None
         self.has_lengths = not (dense and seqused_q is seqused_k is None)
         self._batch = tuple(q.shape[:2]) if dense and self.has_lengths else None

@@ -13,7 +13,7 @@ from .report import CRASHED, FAILED, PASSED, REFUSED, SCHEMA, CaseResult, Report
 _DIGESTS = {
     "inputs": "the inputs differ",
     "dropout": "the dropout bits differ",
-    "lse": "LSE is -inf in other places",
+    "lse": "the positions of -inf in the LSE differ",
 }
 
 

@@ -52,7 +52,7 @@ def ring_attention(
     """Compute exact attention of a sequence that is split over several ranks.
 
     Each rank passes its own rows of q (B, S, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv), as
-    ``shard`` returns them. The rank gets its own rows of out (B, S, H, Dv) in q's dtype and, with
+    ``shard`` returns them. Returns this rank's rows of out (B, S, H, Dv) in q's dtype and, with
     ``return_lse``, of the LSE (B, H, S), float32. q, k and v are float16, bfloat16 or float32, and
     receive gradients. The number of ranks changes results only by rounding. It does not change the
     positions that dropout drops.
@@ -74,8 +74,8 @@ def ring_attention(
         sequence is cut separately, and the LSE is (H, rows). The host reads the offsets, so pass a
         list or a CPU tensor. ``cu_seqlens_k`` is ``cu_seqlens_q`` by default.
     sinks
-        (H,), the same on every rank. The gradient is the share of this rank's rows. Sum it over the
-        ranks, like the gradient of any parameter.
+        (H,), the same on every rank. Each rank gets the part of the gradient that comes from its
+        own rows. Sum it over the ranks, like the gradient of any parameter.
     seed
         Must be the same on all ranks. With None, the first rank draws a seed and sends it to the
         others.
@@ -83,7 +83,7 @@ def ring_attention(
     The other arguments are those of ``pyfa.attention`` and must be the same on all ranks. ``bias``
     is not supported.
 
-    Raises ``ValueError`` or ``TypeError`` that names the wrong argument. If ranks pass different
+    Raises a ``ValueError`` or ``TypeError`` that names the wrong argument. If ranks pass different
     arguments, every rank raises it before any data is sent. Raises ``UnsupportedProblem`` if no
     backend can run a block. Raises ``RankError`` if another rank died or did not answer within the
     group's timeout.
@@ -127,13 +127,13 @@ def ulysses_attention(
     backend: Backends = None,
     **unknown: object,
 ) -> Result:
-    """Compute attention like ``ring_attention``, by all-to-all: each rank computes some heads of
-    the whole sequence.
+    """Compute attention like ``ring_attention``, but by all-to-all: each rank computes some heads
+    of the whole sequence.
 
     Arguments, results and errors are those of ``ring_attention``. Split rows with ``shard(...,
     sharding="contiguous")``. A packed batch is split as one sequence: do not pass its offsets to
-    ``shard``. H must be a multiple of the number of ranks. Hk must be a multiple of it, or divide
-    it; then several ranks get the same KV heads.
+    ``shard``. H must be a multiple of the number of ranks. Hk must be a multiple or a divisor of
+    it; with fewer KV heads than ranks, several ranks get the same KV head.
 
     Source: Jacobs et al. 2023, DeepSpeed Ulysses, arXiv:2309.14509.
     """

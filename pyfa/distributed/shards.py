@@ -169,11 +169,11 @@ def local_positions(
 
 
 def check_rows(name: str, rows: int, where: Place, lengths: tuple[int, ...]) -> None:
-    """Raise ``ValueError`` if this rank holds another number of rows than ``shard`` gives it."""
+    """Raise ``ValueError`` if this rank does not hold as many rows as ``shard`` gives it."""
     start, stop = where.own(lengths)
     if rows != stop - start:
         whole = f"{sum(lengths)} rows" + (f" in {len(lengths)} sequences" if lengths[1:] else "")
-        validate.wrong(name, f"{stop - start} rows here, as shard() deals out {whole}", rows)
+        validate.wrong(name, f"{stop - start} rows here, as shard() distributes {whole}", rows)
 
 
 def _lengths(rows: int, cu_seqlens: Lengths | None) -> tuple[int, ...]:

@@ -279,7 +279,7 @@ def _functions_code(
         low, high = (int.from_bytes(image[at + n : at + n + 4], "little") for n in (0, 4))
         one = decode.decode(low, high)
         if not one.known:
-            why = "is not decoded, so that nothing is known of it"
+            why = "is not decoded, so it cannot be checked"
             unknown.append(Finding(why, function.name, at, f"0x{low:08x}"))
             one = Decoded("s_nop", fields={"imm": 0})
         addresses.append(at)
@@ -298,7 +298,7 @@ def _functions_code(
             if target in index_of:
                 after.append(index_of[target])
             else:
-                why = "jumps to where it cannot be followed"
+                why = "jumps to an address that cannot be followed"
                 unknown.append(Finding(why, function.name, address, one.name))
         code.append(Instruction(address, effects_of(one), tuple(after)))
     return code, unknown

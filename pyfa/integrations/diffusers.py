@@ -166,7 +166,9 @@ def _forward(
 ) -> Any:
     """Compute one block of context parallelism; the LSE is (B, S, H) here."""
     if attn_mask is not None or dropout_p:
-        raise ValueError("pyfa in diffusers' context parallelism takes no attn_mask, no dropout_p")
+        raise ValueError(
+            "pyfa in diffusers' context parallelism supports neither attn_mask nor dropout_p"
+        )
     with torch.no_grad():
         out, lse = api.attention(
             query, key, value, causal=is_causal, window=window, scale=scale, return_lse=True

@@ -3,7 +3,7 @@
     spec = get_gpt_layer_local_spec()
     spec.submodules.self_attention.submodules.core_attention = PyfaAttention
 
-Needs Megatron-Core, and no TransformerEngine.
+It needs Megatron-Core, but not TransformerEngine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
 class PyfaAttention(DotProductAttention):  # type: ignore[misc]  # untyped where it matters
-    """``DotProductAttention`` without a matrix of scores, and with packed sequences (``thd``).
+    """``DotProductAttention`` without a stored matrix of scores. Supports packed sequences
+    (``thd``).
 
     A layer of mask type ``causal`` ignores ``attention_mask``, as in TransformerEngine.
     """

@@ -190,7 +190,7 @@ def flash_forward(
     if asked.needs_grad:
         for name, x in (("seqused_k", seqused_k), ("alibi_slopes", alibi_slopes)):
             if x is not None:
-                raise NotImplementedError(f"{name}: PyTorch's backward is not told of it")
+                raise NotImplementedError(f"{name}: PyTorch does not pass it to the backward")
     out, lse = dispatch.prepare(asked.call, *asked.who).forward(asked.call)
     if return_debug_mask and seed is not None:
         call = asked.call

@@ -24,7 +24,7 @@ __all__ = ["PyfaAttention"]
 
 
 class PyfaAttention(VarlenAttention):  # type: ignore[misc]  # not checked
-    """``VarlenAttention`` by ``pyfa.attention_varlen``."""
+    """``VarlenAttention``, computed by ``pyfa.attention_varlen``."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):  # type: ignore[misc]

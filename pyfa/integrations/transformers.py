@@ -7,8 +7,9 @@
 ``register`` adds two functions to transformers, one for masks and one for attention.
 
 - No mask is allocated for causal attention, sliding windows, padding on either side, or a static
-  cache that is not full. Other masks are boolean tensors (B, 1, queries, keys): holes, packed
-  sequences without ``cu_seq_lens_q``, chunks, bidirectional blocks.
+  cache that is not full. Other masks are boolean tensors (B, 1, queries, keys), for example for
+  padding between tokens, packed sequences without ``cu_seq_lens_q``, chunks and bidirectional
+  blocks.
 - As with transformers' own flash attention, a layer's window is its ``sliding_window``.
 - The output for padding tokens is meaningless; other tokens never see them. A fully masked row
   gives 0, whereas ``eager`` gives the mean of the values.
@@ -78,7 +79,7 @@ def attention(
     sinks. ``cu_seq_lens_q``, ``cu_seq_lens_k`` and their maximum lengths mark the packed sequences
     in a batch of one; the mask is then ignored. Weights are never returned.
 
-    Returns (out (B, Sq, H, Dv), None). Raises what ``pyfa.attention`` raises, and
+    Returns (out (B, Sq, H, Dv), None). Raises the same errors as ``pyfa.attention``, and
     ``NotImplementedError`` for the paged cache of continuous batching.
     """
     if cache is not None:

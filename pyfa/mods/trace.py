@@ -143,8 +143,8 @@ def _refuse_other_arguments(recorder: _Recorder, names: Sequence[str]) -> None:
     except TypeError:
         wanted = ", ".join(_CALLED[name] for name in names)
         raise TypeError(
-            f"{recorder.where()}: takes {signature}, expected ({wanted}); capture what else it "
-            "needs, or bind it by functools.partial"
+            f"{recorder.where()}: takes {signature}, expected ({wanted}); capture other values, "
+            "or bind them with functools.partial"
         ) from None
 
 
@@ -250,7 +250,7 @@ class _Recorder(TorchDispatchMode):
         if x.device != self.device:
             raise self.error(
                 f"captures a tensor on {x.device}, expected {self.device}, where q is; move it "
-                "there before" + (", or capture a Python number" if not x.dim() else "")
+                "there first" + (", or capture a Python number" if not x.dim() else "")
             )
         if x.dtype not in TYPES:
             raise self.error(f"captures a tensor of {x.dtype}; expected bool, integers or floats")
@@ -331,7 +331,9 @@ class _Recorder(TorchDispatchMode):
         tensors = [x for x in _flat((args, kwargs)) if isinstance(x, torch.Tensor)]
         name = func.overloadpacket.__name__
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise self.error(f"draws random numbers ({name}); draw them before, as a tensor")
+            raise self.error(
+                f"draws random numbers ({name}); draw them before the call, as a tensor"
+            )
         if name in ("_local_scalar_dense", "is_nonzero", "item", "equal"):
             self._refuse_value(any(isinstance(x, Traced) for x in tensors))
         if not any(isinstance(x, Traced) for x in tensors):

@@ -186,7 +186,7 @@ def test_every_title_names_the_backend_and_what_it_ran_on(page: str) -> None:
 
 def test_the_backend_is_recorded_and_shown(tmp_path: Path) -> None:
     made = report.write(tmp_path, [report.checked("x.json", result(backend="cuda"))])
-    assert "<h3>forward: pyfa (cuda on NVIDIA H200) against other</h3>" in made.read_text()
+    assert "<h3>forward: pyfa (cuda on NVIDIA H200) compared with other</h3>" in made.read_text()
 
 
 def test_one_row_a_question_and_a_summary_come_first(page: str) -> None:

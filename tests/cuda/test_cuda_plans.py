@@ -252,7 +252,7 @@ def test_float8_on_hopper(changes: dict[str, object], constants: dict[str, int])
     assert found is not None
     assert found.kernel == forward_sm90.KERNEL
     assert constants.items() <= dict(found.constants).items()
-    assert found.notes[0] == "float8: P is rounded to it too"
+    assert found.notes[0] == "float8: P is also rounded to float8"
     assert replace(found, notes=()) in catalog.all_plans(TARGET, "sm_90")
 
 

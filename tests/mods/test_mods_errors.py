@@ -187,7 +187,7 @@ WRONG = {
     _kept: "changes a list, dict or set",
     _attribute: "assigns to an attribute",
     _global: "assigns to a global",
-    _random: "draws random numbers.*draw them before",
+    _random: "draws random numbers.*draw them before the call",
     _large: "more than 512 operations; precompute",
     _narrow: "uint8.*convert with .int()",
     _complex: "complex",

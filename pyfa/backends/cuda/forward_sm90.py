@@ -35,7 +35,7 @@ ELSEWHERE = {
     "dropout": "dropout", "bias": "bias",
     "tree": "tree_mask",  # its addresses spill 150 to 390 bytes
 }  # fmt: skip
-OTHER_BIAS = "bias of another dtype than q, with unaligned rows, or with other score terms"
+OTHER_BIAS = "bias with a dtype other than q's, unaligned rows or other score terms"
 _FULL, _MASKED, _TERMS = range(3)
 # Score classes besides PLAIN and GENERAL (``fwd_tile.h``): a term alone, without pages; softcap and
 # ALiBi also without a mask_mod.

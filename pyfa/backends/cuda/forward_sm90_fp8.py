@@ -62,7 +62,7 @@ def lacking(features: frozenset[str]) -> list[str]:
 
 def plan(problem: Problem) -> Plan:
     pair = calls.bucket_of(FORWARD_FLOAT8, problem.head_dim, problem.head_dim_v)
-    notes = ["float8: P is rounded to it too", *plans.notes_of(problem, pair)]
+    notes = ["float8: P is also rounded to float8", *plans.notes_of(problem, pair)]
     general = calls.score_class(problem) != PLAIN
     dtype = calls.DTYPE_CODES[problem.dtype_out]
     return _plan(pair, dtype, general, bool(problem.scales), problem.page_size, notes)

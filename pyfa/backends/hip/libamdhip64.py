@@ -105,8 +105,8 @@ def the_copy() -> str:
     if len(paths) > 1:
         raise RuntimeError(
             f"{len(paths)} HIP runtimes are loaded, {' and '.join(paths)}: kernels of one fail on "
-            "the streams of another (error 709). Keep torch's: see what LD_LIBRARY_PATH and "
-            "LD_PRELOAD name, and what was imported"
+            "the streams of another (error 709). Keep only torch's: check LD_LIBRARY_PATH, "
+            "LD_PRELOAD and the imported packages"
         )
     return paths[0]
 

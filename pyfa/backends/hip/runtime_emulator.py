@@ -68,7 +68,7 @@ class EmulatorRuntime:
         return native.why_unavailable()
 
     def describe(self) -> str:
-        return "HIP code on the CPU, functionally emulated"
+        return "runs HIP code on the CPU, functionally emulated"
 
     def why_not(self, problem: Problem) -> str | None:
         if problem.arch != "cpu":

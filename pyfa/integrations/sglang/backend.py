@@ -63,7 +63,7 @@ class PyfaBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is untyped 
             "separate memory for layers with windows (--disable-hybrid-swa-memory)": isinstance(
                 pool, SWAKVPool
             ),
-            "a KV cache of another layout than NHD": pool.kv_cache_layout != "nhd",
+            "a KV cache layout other than NHD": pool.kv_cache_layout != "nhd",
             f"--kv-cache-dtype {pool.dtype}": pool.dtype not in _DTYPES,
             "speculative decoding": not runner.spec_algorithm.is_none(),
         }

@@ -95,7 +95,9 @@ class PyfaBackend(AttentionBackend):  # type: ignore[misc]  # vLLM is untyped wh
         if kv_cache_dtype in _FLOAT8 and dtype == torch.float32:
             return f"kv_cache_dtype {kv_cache_dtype}: expected queries of 16 bits; got float32"
         if kv_cache_dtype in ("float16", "bfloat16") and getattr(torch, kv_cache_dtype) != dtype:
-            return f"kv_cache_dtype {kv_cache_dtype}: expected that of the queries; got {dtype}"
+            return (
+                f"kv_cache_dtype {kv_cache_dtype}: expected the dtype of the queries; got {dtype}"
+            )
         # For other sizes pyfa would copy k and v for its kernels: all pages, at each step.
         unit = 16 if kv_cache_dtype in _FLOAT8 else 16 // dtype.itemsize
         if head_size % unit:
