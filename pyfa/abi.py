@@ -326,7 +326,7 @@ def offset_of(member: str) -> int:
 
 def format_of(member: str) -> str:
     """Return the struct format of a member."""
-    return "<" + _FORMATS[_ALL[_POSITIONS[member]].type]
+    return _FORMATS[_ALL[_POSITIONS[member]].type]
 
 
 def in_order(members: Iterable[str]) -> list[str]:

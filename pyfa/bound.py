@@ -101,7 +101,8 @@ class Fitting:
         free: Free | None = None,
         alike: Sequence[tuple[int, int]] = (),
     ) -> None:
-        self._free, self._alike = free or {}, alike
+        self._free = free or {}
+        self._alike = [(a, self._free[a], b, self._free[b]) for a, b in alike]
         self._whole = [
             number for number, at in self._free.items() if at and tensors[number].is_contiguous()
         ]
@@ -128,8 +129,8 @@ class Fitting:
         )
 
     def _agree(self, tensors: Sequence[torch.Tensor]) -> bool:
-        for a, b in self._alike:
-            if tensors[a].shape[self._free[a]] != tensors[b].shape[self._free[b]]:
+        for a, at_a, b, at_b in self._alike:
+            if tensors[a].size(at_a) != tensors[b].size(at_b):
                 return False
         for number in self._whole:  # noqa: SIM110  (a generator takes two calls more)
             if not tensors[number].is_contiguous():

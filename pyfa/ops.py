@@ -164,7 +164,7 @@ def _fitting(given: Sequence[torch.Tensor], bound: Bound, with_dlse: bool) -> Fi
     alike = [(first + 1, first + 2)] if 1 in bound.free else []
     if 0 in bound.free:
         # LSE is (heads, rows), out (rows, heads, head_dim).
-        free |= {number: given[number].dim() == 2 for number in range(first)}
+        free |= {number: int(given[number].dim() == 2) for number in range(first)}
         alike += [(number, first) for number in range(first)]
     return Fitting(given, free, alike)
 

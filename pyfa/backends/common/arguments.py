@@ -145,12 +145,19 @@ class Block:
     ``totals`` are those of the last launch.
     """
 
-    __slots__ = ("buffer", "calls", "set_blocks", "set_stream", "stream", "totals", "words")
+    __slots__ = (
+        "buffer", "calls", "set_blocks", "set_stream", "sizes", "stream", "totals", "words",
+    )  # fmt: skip
 
-    def __init__(self, data: bytes, calls_of: Callable[[int], Calls]) -> None:
-        # Whole words, for the view: the driver is told the true size.
+    def __init__(self, layout: Layout, calls_of: Callable[[int], Calls]) -> None:
+        # Whole words, for the views: the driver is told the true size.
+        data = layout.data
         self.buffer = ctypes.create_string_buffer(data, -(-len(data) // 8) * 8)
-        self.words = memoryview(self.buffer).cast("B").cast("Q")
+        whole: Any = memoryview(self.buffer).cast("B")
+        self.words = whole.cast("Q")
+        # Views, because packing numbers one by one takes longer.
+        views = {each: whole.cast(each) for _, each, _ in layout.sizes}
+        self.sizes = [(views[each], at // views[each].itemsize) for at, each, _ in layout.sizes]
         found = calls_of(ctypes.addressof(self.buffer))
         self.calls, self.set_stream, self.set_blocks = found
         self.stream = 0
@@ -191,7 +198,7 @@ def launcher(
         try:
             block = free.pop()
         except IndexError:
-            block = Block(layout.data, calls_of)
+            block = Block(layout, calls_of)
         if resize is not None and totals != block.totals:
             resize(block, totals)
         buffer = block.buffer
@@ -224,7 +231,6 @@ def _resize_of(
     if not (layout.sizes or grids):
         return None
     at = function_of((tuple(size for *_, size in layout.sizes), tuple(size for _, size in grids)))
-    packed = [(struct.Struct(each).pack_into, start) for start, each, _ in layout.sizes]
     steps = [step for step, _ in grids]
 
     def resize(block: Block, totals: Totals | None) -> None:
@@ -232,8 +238,8 @@ def _resize_of(
         # Not those totals before all is written.
         block.totals = None
         values, grids = at(*totals)
-        for (pack, start), value in zip(packed, values, strict=True):
-            pack(block.buffer, start, value)
+        for (view, number), value in zip(block.sizes, values, strict=True):
+            view[number] = value
         for step, count in zip(steps, grids, strict=True):
             block.set_blocks(step, count)
         block.totals = totals
