@@ -16,7 +16,7 @@ import torch
 from . import _torch, mods
 from .backends.base import Gradients, OtherAlignment, Saved
 from .backends.torch import append
-from .bound import Bound, Fitting, bound_of
+from .bound import Bound, Fitting, bound_of, picking
 from .dispatch import prepare
 from .problem import TENSORS, Call, tensors_of
 
@@ -121,7 +121,8 @@ def _gradient(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
         grads = grads._replace(dbias=None)
     if call.sinks is None:
         grads = grads._replace(dsinks=None)
-    return (*(_of_name(grads, name) for name in Call._fields), None, None, None)
+    pick = picking(Call._fields, call.mods)
+    return (*pick((None, *grads[:5], *grads.captured)), None, None, None)
 
 
 # Kinds of ``dout`` for which a call's backward is kept: that bounds what they hold.
@@ -169,17 +170,6 @@ def _fitting(given: Sequence[torch.Tensor], bound: Bound, with_dlse: bool) -> Fi
     return Fitting(given, free, alike)
 
 
-_OF_GRADIENTS = {"q": 0, "k": 1, "v": 2, "bias": 3, "sinks": 4}
-
-
-def _of_name(grads: Gradients, name: str) -> Any:
-    """Return the gradient of the tensor in the field ``name`` of a call; None if it has none."""
-    if name.startswith("captured"):
-        # A table that a mask alone reads has none, nor one of integers.
-        return dict(enumerate(grads.captured)).get(int(name.removeprefix("captured")))
-    return grads[_OF_GRADIENTS[name]] if name in _OF_GRADIENTS else None
-
-
 class Attend(torch.autograd.Function):
     """A bound call and its gradient on eager tensors. It bypasses PyTorch's operator.
 
@@ -216,11 +206,8 @@ class Attend(torch.autograd.Function):
             grads = _gathered(call, found)
         else:
             grads = _gradients(bound, dout, dlse, out, lse, tensors)
-        needs = ctx.needs_input_grad
-        return None, *(
-            _of_name(grads, name) if needs[number + 1] else None
-            for number, name in enumerate(bound.form.names)
-        )
+        # PyTorch drops those that nobody needs.
+        return None, *bound.pick((None, *grads[:5], *grads.captured))
 
 
 # Function.apply without what it does for torch.func's transforms, which have been refused by then:
