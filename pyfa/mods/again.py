@@ -1,8 +1,7 @@
-"""Recognizes mods that come again: the same code with the same dependencies but for its tensors,
-which are others of the same kinds.
+"""Recognizes a mod by its code and dependencies. Its tensors may be others of the same kinds.
 
-Comparing these objects takes a fifth of the time that ``captured.Dependencies`` takes, which knows
-a mod also by what Python objects hold.
+This takes a fifth of the time that ``captured.Dependencies`` takes, which also looks into
+containers and other functions.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class _Kind:
 
 
 def _are_equal(x: Any, known: object) -> bool:
-    """Return whether both are the same number; 0.0 is not -0.0."""
+    """Return whether both are the same number or text; 0.0 is not -0.0."""
     return type(x) is type(known) and type(x) in (int, float, str) and repr(x) == repr(known)
 
 
@@ -138,8 +137,8 @@ class Recent:
     def find(
         self, pair: Sequence[Any], *rest: Hashable
     ) -> tuple[str, tuple[torch.Tensor, ...]] | None:
-        """Return the digest and the captured tensors of a ``pair`` of mods, if such a pair is
-        known. ``rest``: what else a trace depends on."""
+        """Return the digest and the captured tensors of a ``pair`` of mods; None if no such pair
+        is known. ``rest``: what else a trace depends on."""
         for digest, snapshots, firsts, places in self._found.get(_key(pair, rest), ()):
             tensors = _tensors_of(pair, snapshots)
             if tensors is not None and _first_of_each(tensors) == firsts:
