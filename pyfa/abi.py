@@ -9,8 +9,9 @@ larger problem: masks, ALiBi and dropout use global indices. Kernels that copy b
 
 from __future__ import annotations
 
+import functools
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -310,15 +311,7 @@ def strides_of(name: str, strides: Strides) -> dict[str, Extent]:
     return {f"{name}_batch": batch, f"{name}_row": row, f"{name}_head": head}
 
 
-def pointer_format(members: Iterable[str]) -> str:
-    """Return the struct format of these leading pointers in the order of ``Params``, with padding
-    where other pointers lie between them. No number may lie between them."""
-    wanted = set(members)
-    last = max(_POSITIONS[name] for name in wanted)
-    assert all(field.type == "void *" for field in _ALL[: last + 1])
-    return "<" + "".join("Q" if name in wanted else "8x" for name in NAMES[: last + 1])
-
-
+@functools.cache
 def offset_of(member: str) -> int:
     """Return the offset of a member in bytes."""
     return sum(_SIZES[field.type] for field in _ALL[: _POSITIONS[member]])
@@ -326,12 +319,7 @@ def offset_of(member: str) -> int:
 
 def format_of(member: str) -> str:
     """Return the struct format of a member."""
-    return "<" + _FORMATS[_ALL[_POSITIONS[member]].type]
-
-
-def in_order(members: Iterable[str]) -> list[str]:
-    """Sort members into the order of ``Params``."""
-    return sorted(members, key=_POSITIONS.__getitem__)
+    return _FORMATS[_ALL[_POSITIONS[member]].type]
 
 
 def header() -> str:

@@ -7,12 +7,14 @@ addresses may differ.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from . import _torch
+from . import _torch, mods
 from .backends.base import Run, RunBackward
 from .dispatch import prepare
 from .problem import Append, Call, Form, are_on_16, form_of, tensors_of
@@ -101,7 +103,8 @@ class Fitting:
         free: Free | None = None,
         alike: Sequence[tuple[int, int]] = (),
     ) -> None:
-        self._free, self._alike = free or {}, alike
+        self._free = free or {}
+        self._alike = [(a, self._free[a], b, self._free[b]) for a, b in alike]
         self._whole = [
             number for number, at in self._free.items() if at and tensors[number].is_contiguous()
         ]
@@ -128,13 +131,26 @@ class Fitting:
         )
 
     def _agree(self, tensors: Sequence[torch.Tensor]) -> bool:
-        for a, b in self._alike:
-            if tensors[a].shape[self._free[a]] != tensors[b].shape[self._free[b]]:
+        for a, at_a, b, at_b in self._alike:
+            if tensors[a].size(at_a) != tensors[b].size(at_b):
                 return False
         for number in self._whole:  # noqa: SIM110  (a generator takes two calls more)
             if not tensors[number].is_contiguous():
                 return False
         return True
+
+
+_OF_GRADIENTS = {"q": 1, "k": 2, "v": 3, "bias": 4, "sinks": 5}
+
+
+@functools.lru_cache(1024)
+def picking(names: tuple[str, ...], digest: str) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Return a function that picks, from None, the five gradients and the captured tensors', that
+    of each tensor in the fields ``names`` of a call with these mods; None if it has none."""
+    places = dict(_OF_GRADIENTS)
+    if digest:  # a table that a mask alone reads has none, nor one of integers
+        places |= {f"captured{slot}": 6 + slot for slot in mods.of(digest).wanted}
+    return operator.itemgetter(*(places.get(name, 0) for name in names))
 
 
 def modes() -> tuple[bool, bool]:
@@ -148,12 +164,12 @@ class Bound:
     ``form``: the call without its tensors. ``who``: the backends that may run it, and which inputs
     need a gradient. ``writes``: it appends to a cache. ``free``: the dimensions of packed rows,
     of which ``run`` takes any number. ``backwards``: its bound backwards without and with a
-    gradient of the LSE, each with the tensors that it fits.
+    gradient of the LSE, each with the tensors that it fits. ``pick``: see ``picking``.
     """
 
     __slots__ = (
         "aligned", "backwards", "fitting", "form", "free", "has_bias", "modes", "needs_grad",
-        "returns_lse", "run", "who", "writes",
+        "pick", "returns_lse", "run", "who", "writes",
     )  # fmt: skip
 
     def __init__(
@@ -167,6 +183,7 @@ class Bound:
         self.run, self.who = run, who
         self.form: Form = form_of(call, append)
         self.free = free_of(self.form)
+        self.pick = picking(self.form.names, call.mods)
         self.returns_lse, self.needs_grad = call.return_lse, who[1]
         self.writes = append is not None and append.k is not None
         # k and v have the same rows.

@@ -16,7 +16,7 @@ import torch
 from . import _torch, mods
 from .backends.base import Gradients, OtherAlignment, Saved
 from .backends.torch import append
-from .bound import Bound, Fitting, bound_of
+from .bound import Bound, Fitting, bound_of, picking
 from .dispatch import prepare
 from .problem import TENSORS, Call, tensors_of
 
@@ -121,7 +121,8 @@ def _gradient(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
         grads = grads._replace(dbias=None)
     if call.sinks is None:
         grads = grads._replace(dsinks=None)
-    return (*(_of_name(grads, name) for name in Call._fields), None, None, None)
+    pick = picking(Call._fields, call.mods)
+    return (*pick((None, *grads[:5], *grads.captured)), None, None, None)
 
 
 # Kinds of ``dout`` for which a call's backward is kept: that bounds what they hold.
@@ -164,20 +165,9 @@ def _fitting(given: Sequence[torch.Tensor], bound: Bound, with_dlse: bool) -> Fi
     alike = [(first + 1, first + 2)] if 1 in bound.free else []
     if 0 in bound.free:
         # LSE is (heads, rows), out (rows, heads, head_dim).
-        free |= {number: given[number].dim() == 2 for number in range(first)}
+        free |= {number: int(given[number].dim() == 2) for number in range(first)}
         alike += [(number, first) for number in range(first)]
     return Fitting(given, free, alike)
-
-
-_OF_GRADIENTS = {"q": 0, "k": 1, "v": 2, "bias": 3, "sinks": 4}
-
-
-def _of_name(grads: Gradients, name: str) -> Any:
-    """Return the gradient of the tensor in the field ``name`` of a call; None if it has none."""
-    if name.startswith("captured"):
-        # A table that a mask alone reads has none, nor one of integers.
-        return dict(enumerate(grads.captured)).get(int(name.removeprefix("captured")))
-    return grads[_OF_GRADIENTS[name]] if name in _OF_GRADIENTS else None
 
 
 class Attend(torch.autograd.Function):
@@ -216,11 +206,8 @@ class Attend(torch.autograd.Function):
             grads = _gathered(call, found)
         else:
             grads = _gradients(bound, dout, dlse, out, lse, tensors)
-        needs = ctx.needs_input_grad
-        return None, *(
-            _of_name(grads, name) if needs[number + 1] else None
-            for number, name in enumerate(bound.form.names)
-        )
+        # PyTorch drops those that nobody needs.
+        return None, *bound.pick((None, *grads[:5], *grads.captured))
 
 
 # Function.apply without what it does for torch.func's transforms, which have been refused by then:

@@ -10,6 +10,8 @@ import torch
 
 from pyfa import abi, request, sources
 from pyfa.backends.common import arguments
+from pyfa.backends.common.program import Params, Program
+from pyfa.plan import Plan
 
 
 def test_header_is_generated_from_the_table():
@@ -112,22 +114,6 @@ def test_strides_of():
     assert set(expected) <= set(abi.NAMES)
 
 
-@pytest.mark.parametrize("members", [["q"], ["seed", "k"], ["dq", "q", "rotary_seqlens"]])
-def test_pointers_are_packed_in_place(members):
-    """Over the bytes of a struct whose numbers are already there."""
-    data = bytearray(abi.pack({"batch": 3, "scale": 0.5, **dict.fromkeys(members, 1)}))
-    ordered = abi.in_order(members)
-    assert sorted(ordered) == sorted(members)
-    addresses = {name: (1 << 60) + 16 * index for index, name in enumerate(ordered)}
-    struct.pack_into(abi.pointer_format(members), data, 0, *addresses.values())
-    values = abi.unpack(bytes(data))
-    assert {name: value for name, value in values.items() if value} == {
-        **addresses,
-        "batch": 3,
-        "scale": 0.5,
-    }
-
-
 def test_scales_of_float8():
     q, k = (torch.zeros(2, rows, 2, 16).to(torch.float8_e4m3fnuz) for rows in (40, 70))
     of_head = torch.ones(2, 4)[:, ::2]
@@ -177,15 +163,20 @@ class TestFlatten:
             sources.flatten("hip/a.hip", {})
 
 
-@pytest.mark.parametrize("members", [("out",), ("out", "lse"), ("q", "k", "v", "out", "lse")])
-def test_addresses_are_packed_where_the_members_are(members):
-    """Also of a program with one pointer, such as ``merge`` without an LSE."""
-    names = ("captured0", *reversed(members))
-    packed, pick = arguments._pointers(tuple((each, each) for each in members), names)
-    addresses = [16 * (i + 1) for i in range(len(names))]
-    data = bytearray(abi.SIZE)
-    packed.pack_into(data, 0, *pick(addresses))
+@pytest.mark.parametrize("members", [("out",), ("q", "k", "v", "out", "lse"), ("seed", "k")])
+def test_addresses_are_written_where_the_members_are(members):
+    """Over the bytes of a struct whose numbers are already there."""
+    program = Program(("captured0", *reversed(members)), torch.empty(1))
+    params = Params({"batch": 3, "scale": 0.5}, {name: name for name in members})
+    program.add(Plan("hip", "any", ()), 1, 64, params)
+    layout = arguments.layout_of(program, lambda _: ())
+    addresses = [(1 << 60) + 16 * i for i in range(len(program.names))]
+    data = bytearray(layout.data)
+    for at, number in layout.words:
+        struct.pack_into("<Q", data, at * 8, addresses[number])
     found = abi.unpack(bytes(data))
-    assert {each: found[each] for each in members} == {
-        each: addresses[names.index(each)] for each in members
+    assert {name: value for name, value in found.items() if value} == {
+        "batch": 3,
+        "scale": 0.5,
+        **{name: addresses[program.names.index(name)] for name in members},
     }

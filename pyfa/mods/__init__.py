@@ -127,12 +127,11 @@ def resolve(
 
     Raises ``ModError``, which names the line, for operations that cannot be traced or computed.
     """
-    who = id(score_mod), id(mask_mod), device, torch.is_grad_enabled()
-    pair = score_mod, mask_mod
-    found = _recent.find(who, pair)
+    pair, grads = (score_mod, mask_mod), torch.is_grad_enabled()
+    found = _recent.find(pair, device, grads)
     if found is None:
         found = _resolved(score_mod, mask_mod, device)
-        _recent.keep(who, pair, *found)
+        _recent.keep(*found, pair, device, grads)
     return found
 
 

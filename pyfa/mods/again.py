@@ -1,14 +1,13 @@
-"""Recognizes a mod that is passed again: the same function with the same dependencies.
+"""Recognizes a mod by its code and dependencies. Its tensors may be others of the same kinds.
 
-Comparing these objects takes a fifth of the time that ``captured.Dependencies`` takes, which a new
-function with the same code needs.
+This takes a fifth of the time that ``captured.Dependencies`` takes, which also looks into
+containers and other functions.
 """
 
 from __future__ import annotations
 
 import types
-import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,8 @@ import torch
 from .captured import is_unchanging, names_of
 
 _MISSING = object()
-_MOST = 512
+_ONE = [0]
+_MOST, _MOST_ALIKE = 512, 4  # of one code, with other numbers or shapes
 
 
 class Unsure(Exception):
@@ -24,57 +24,56 @@ class Unsure(Exception):
 
 
 class Snapshot:
-    """A mod's function and the objects that it depends on. Tensors are referenced weakly."""
+    """A mod's code and the objects that it depends on, except tensors: of these, the kind."""
 
     def __init__(self, mod: Any) -> None:
         if type(mod) is not types.FunctionType or mod.__defaults__ or mod.__kwdefaults__:
             raise Unsure
-        self._mod: Callable[[], Any] = weakref.ref(mod)
-        self._code = mod.__code__
-        self._globals = mod.__globals__
-        self._cells = [(cell, _known(cell.cell_contents)) for cell in mod.__closure__ or ()]
-        self._names = [
-            (name, _known(self._globals.get(name, _MISSING))) for name in names_of(mod.__code__)
-        ]
+        self._code, self._globals = mod.__code__, mod.__globals__
+        self._names = names_of(mod.__code__)
+        self._known = [_known(x) for x in self._contents(mod)]
 
-    def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors; all of them are there after ``fits``."""
-        known = [x for _, x in (*self._cells, *self._names)]
-        return [x.ref() for x in known if type(x) is _Tensor]
+    def _contents(self, mod: Any) -> list[Any]:
+        found = [cell.cell_contents for cell in mod.__closure__ or ()]
+        if self._names:
+            found += [self._globals.get(name, _MISSING) for name in self._names]
+        return found
 
-    def fits(self, mod: Any) -> bool:
-        """Return whether ``mod`` is the same function, with the same dependencies."""
-        if self._mod() is not mod:
-            return False
-        if mod.__code__ is not self._code or mod.__defaults__ or mod.__kwdefaults__:
-            return False
-        for cell, known in self._cells:
-            content = cell.cell_contents
-            if content is not known and not (type(known) is _Tensor and known.fits(content)):
-                return False
-        for name, known in self._names:
-            content = self._globals.get(name, _MISSING)
-            if content is not known and not (type(known) is _Tensor and known.fits(content)):
-                return False
-        return True
+    def tensors_of(self, mod: Any) -> list[torch.Tensor] | None:
+        """Return the tensors that ``mod`` depends on; None if it differs in anything else."""
+        if (
+            type(mod) is not types.FunctionType
+            or mod.__code__ is not self._code
+            or mod.__globals__ is not self._globals
+            or mod.__defaults__
+            or mod.__kwdefaults__
+        ):
+            return None
+        tensors = []
+        for known, x in zip(self._known, self._contents(mod), strict=True):
+            if type(known) is _Kind:
+                if not known.fits(x):
+                    return None
+                tensors.append(x)
+            elif x is not known and not _are_equal(x, known):
+                return None
+        return tensors
 
 
-class _Tensor:
+class _Kind:
     """What a trace depends on of a tensor. ``Module.half()`` and ``.to()`` change the dtype and the
     device of a parameter, which stays the same object."""
 
-    __slots__ = ("device", "dtype", "grad", "ref", "shape")
+    __slots__ = ("device", "dtype", "grad", "shape", "type")
 
     def __init__(self, x: torch.Tensor) -> None:
-        self.ref: Callable[[], Any] = weakref.ref(x)
-        self.shape, self.grad = x.shape, x.requires_grad
+        self.type, self.shape, self.grad = type(x), x.shape, x.requires_grad
         self.dtype, self.device = x.dtype, x.device
 
     def fits(self, x: Any) -> bool:
-        if x is None or self.ref() is not x:
-            return False
         same: bool = (
-            x.shape == self.shape
+            type(x) is self.type
+            and x.shape == self.shape
             and x.requires_grad is self.grad
             and x.dtype is self.dtype
             and x.device == self.device
@@ -82,9 +81,14 @@ class _Tensor:
         return same
 
 
+def _are_equal(x: Any, known: object) -> bool:
+    """Return whether both are the same number or text; 0.0 is not -0.0."""
+    return type(x) is type(known) and type(x) in (int, float, str) and repr(x) == repr(known)
+
+
 def _known(x: object) -> object:
     if type(x) in (torch.Tensor, torch.nn.Parameter):
-        return _Tensor(x)  # type: ignore[arg-type]
+        return _Kind(x)  # type: ignore[arg-type]
     if x is _MISSING or type(x) in (int, float, bool, str, type(None), torch.dtype):
         return x
     if isinstance(x, types.ModuleType) and is_unchanging(x.__name__):
@@ -94,46 +98,74 @@ def _known(x: object) -> object:
     raise Unsure
 
 
+def _first_of_each(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return which tensors are one: a trace has one load of them."""
+    if len(tensors) == 1:
+        return _ONE
+    numbers: dict[int, int] = {}
+    return [numbers.setdefault(id(x), number) for number, x in enumerate(tensors)]
+
+
+def _tensors_of(
+    pair: Sequence[Any], snapshots: Sequence[Snapshot | None]
+) -> list[torch.Tensor] | None:
+    """Return the tensors that both mods depend on; None if one is not what its snapshot says."""
+    found: list[torch.Tensor] = []
+    for mod, snapshot in zip(pair, snapshots, strict=True):
+        if snapshot is not None:
+            try:
+                tensors = snapshot.tensors_of(mod)
+            except ValueError:  # an empty cell
+                return None
+            if tensors is None:
+                return None
+            found += tensors
+    return found
+
+
+# A digest, the snapshots of its mods, which of their tensors are one, and the places of those that
+# the mods captured.
+_Entry = tuple[str, list[Snapshot | None], list[int], list[int]]
+
+
 class Recent:
-    """What ``resolve`` returned for pairs of mods that came twice."""
+    """What ``resolve`` returned for pairs of mods, by their code."""
 
     def __init__(self) -> None:
-        self._found: dict[Hashable, Any] = {}
+        self._found: dict[Hashable, list[_Entry]] = {}
 
     def find(
-        self, key: Hashable, pair: Sequence[Any]
+        self, pair: Sequence[Any], *rest: Hashable
     ) -> tuple[str, tuple[torch.Tensor, ...]] | None:
-        """Return what was kept under ``key``, if this ``pair`` of mods still is what it was."""
-        found = self._found.get(key)
-        if type(found) is not tuple:
-            return None
-        digest, snapshots, places = found
-        try:
-            for mod, snapshot in zip(pair, snapshots, strict=True):
-                if snapshot is not None and not snapshot.fits(mod):
-                    return None
-        except ValueError:  # an empty cell
-            return None
-        tensors = [x for snapshot in snapshots if snapshot is not None for x in snapshot.tensors()]
-        return digest, tuple(tensors[place] for place in places)
+        """Return the digest and the captured tensors of a ``pair`` of mods; None if no such pair
+        is known. ``rest``: what else a trace depends on."""
+        for digest, snapshots, firsts, places in self._found.get(_key(pair, rest), ()):
+            tensors = _tensors_of(pair, snapshots)
+            if tensors is not None and _first_of_each(tensors) == firsts:
+                return digest, tuple([tensors[place] for place in places])
+        return None
 
     def keep(
-        self, key: Hashable, pair: Sequence[Any], digest: str, captured: Sequence[torch.Tensor]
+        self, digest: str, captured: Sequence[torch.Tensor], pair: Sequence[Any], *rest: Hashable
     ) -> None:
-        """Keep a result, from the second time on: a function that is made for each call is never
-        passed again."""
-        mods = tuple(weakref.ref(mod) for mod in pair if type(mod) is types.FunctionType)
-        if self._found.get(key) != list(mods):
-            if len(self._found) >= _MOST:
-                self._found.clear()
-            self._found[key] = list(mods)
-            return
+        """Keep a result for ``find``."""
         try:
-            snapshots = tuple(None if mod is None else Snapshot(mod) for mod in pair)
+            snapshots = [None if mod is None else Snapshot(mod) for mod in pair]
         except (Unsure, ValueError):
             return
-        tensors = [x for snapshot in snapshots if snapshot is not None for x in snapshot.tensors()]
+        tensors = _tensors_of(pair, snapshots) or []
         numbers = {id(x): number for number, x in enumerate(tensors)}
         if all(id(x) in numbers for x in captured):
-            places = tuple(numbers[id(x)] for x in captured)
-            self._found[key] = digest, snapshots, places
+            places = [numbers[id(x)] for x in captured]
+            if len(self._found) >= _MOST:
+                self._found.clear()
+            entry: _Entry = digest, snapshots, _first_of_each(tensors), places
+            key = _key(pair, rest)
+            # A new list, because other threads may be reading the old one.
+            self._found[key] = [entry, *self._found.get(key, ())][:_MOST_ALIKE]
+
+
+def _key(pair: Sequence[Any], rest: tuple[Hashable, ...]) -> Hashable:
+    # By the identity of the code, which an entry keeps: its hash takes 1 µs.
+    score, mask = pair
+    return id(getattr(score, "__code__", score)), id(getattr(mask, "__code__", mask)), rest

@@ -130,7 +130,7 @@ def bind(
 ) -> Run:  # fmt: skip
     """One launch of a kernel, bound."""
     described = program(index, (blocks, threads, params(number)))
-    return run_of(described, runtime.launch_of(described, [one or kernel()]), runtime.empty)
+    return run_of(described, runtime.launch_of(described, [one or kernel()]), runtime.empty)(None)
 
 
 def said(do: Any) -> list[str]:
@@ -170,7 +170,8 @@ def call_params(paths: list[str]) -> dict[str, Any]:
     described = Program(given, tensors(0)[0])
     pointers = {name: name for name in given}
     described.add(plans.plan_of("hip", "gaps"), 12, 256, Params(values, pointers))
-    run_of(described, runtime.launch_of(described, [kernel()]), runtime.empty)(*given.values())
+    launch = runtime.launch_of(described, [kernel()])
+    run_of(described, launch, runtime.empty)(None)(*given.values())
     return {"packed": abi.pack({**values, **addresses}).hex(), "addresses": addresses}
 
 
@@ -180,7 +181,7 @@ def two_kernels(paths: list[str]) -> None:
     first, second = params(0), params(1)
     described = program(0, (1, 64, first), (2, 128, second), (3, 256, first))
     kernels = [kernel(), kernel(IMAGE[::-1], "d2"), kernel()]
-    run_of(described, runtime.launch_of(described, kernels), runtime.empty)(*tensors(0))
+    run_of(described, runtime.launch_of(described, kernels), runtime.empty)(None)(*tensors(0))
 
 
 def totals(paths: list[str]) -> None:
@@ -192,8 +193,8 @@ def totals(paths: list[str]) -> None:
     )
     described = program(0, (2, 64, first), (-(-Size("q") // 16), 128, second))
     launch = runtime.launch_of(described, [kernel(), kernel()])
-    for q, k in ((40, 7), (1, 9), (40, 7)):
-        run_of(described, launch, runtime.empty, totals=(q, k))(*tensors(0))
+    for each in ((40, 7), (1, 9), (40, 7)):
+        run_of(described, launch, runtime.empty)(each)(*tensors(0))
 
 
 def refused(paths: list[str]) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def run(call: Call, new: Append) -> dict[str, torch.Tensor]:
     written = append.add(launcher, program, call, new)
     assert sorted(written.values()) == sorted(program.made)
     launch, totals = launcher.launch_of(program, inputs), (call.q.shape[0], call.k.shape[0])
-    made = run_of(program, launch, poisoned, totals=totals)(*inputs)
+    made = run_of(program, launch, poisoned)(totals)(*inputs)
     return dict(zip(program.made, made, strict=True))
 
 

@@ -92,7 +92,7 @@ def run(call: Call, tensors: dict[str, torch.Tensor]) -> None:
     parts = tensors["partial_lse"].shape[-1]
     combine.add(launcher, program, call, likes["out"], likes["lse"], parts)
     given = tuple(tensors.values())
-    run_of(program, launcher.launch_of(program, given), launcher.empty)(*given)
+    run_of(program, launcher.launch_of(program, given), launcher.empty)(None)(*given)
 
 
 def test_a_wait_dropped_before_the_barrier_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

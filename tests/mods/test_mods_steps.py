@@ -1,7 +1,9 @@
 """Rewriting for a lane's scores (``steps``), how exactly a tanh is needed (``accuracy``), and mods
 that come again (``again``)."""
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -154,13 +156,57 @@ def test_a_mod_that_comes_again_is_recognized(monkeypatch):
     assert found[0] == first[0]
     assert found[1][0] is table
     assert not calls
-    # Another object in its place is seen.
+    # Another tensor of its kind is taken in its place.
     table = torch.arange(8) + 1
     assert mods.resolve(None, mask, CPU)[1][0] is table
-    assert len(calls) == 1
+    assert not calls
     monkeypatch.setitem(globals(), "LIMIT", 4)
     assert mods.resolve(None, mask, CPU)[0] != first[0]
-    assert len(calls) == 2
+    assert len(calls) == 1
+
+
+def test_functions_of_one_code_are_told_apart():
+    class Doubling:
+        def __call__(self, s, b, h, i, j):
+            return 2 * s
+
+    def make(x, y, n):
+        return lambda b, h, i, j: x[i] + n < y[j]
+
+    def added(n, x):
+        return lambda s, b, h, i, j: torch.maximum(s, s - s + n) + x[j - x.shape[0]]
+
+    one, two = torch.arange(5), torch.arange(5)
+    given = [
+        (added(0.0, one), None),
+        (added(0.0, one[:4]), None),
+        (None, make(one, one, 1)),
+        (Doubling(), make(one, one, 1)),
+        (None, make(one, two, 1)),
+        (None, make(two, one, 1)),
+        (None, make(one, one, 2)),
+        (None, make(one, one.float(), 1)),
+        (None, make(one, two[:4], 1)),
+        (lambda s, b, h, i, j: 2 * s, make(one, one, 1)),
+    ]
+    expected = [mods._resolved(*pair, CPU) for pair in given]
+    for _ in range(3):
+        for pair, (digest, captured) in zip(given, expected, strict=True):
+            found = mods.resolve(*pair, CPU)
+            assert found[0] == digest
+            assert list(map(id, found[1])) == list(map(id, captured))
+
+
+def test_a_function_that_is_kept_keeps_no_tensor():
+    def make(table):
+        return weakref.ref(table), lambda b, h, i, j: table[i] < j
+
+    gone, mask = make(torch.arange(8))
+    mods.resolve(None, mask, CPU)
+    assert gone() is not None
+    del mask
+    gc.collect()
+    assert gone() is None
 
 
 LIMIT = 3
@@ -177,9 +223,10 @@ def test_what_may_change_unseen_is_not_kept():
             again.Snapshot(mod)
     table = torch.rand(8)
     snapshot = again.Snapshot(mod := lambda s, b, h, i, j: s + table[j])
-    assert snapshot.fits(mod)
+    (found,) = snapshot.tensors_of(mod)
+    assert found is table
     table.requires_grad_()
-    assert not snapshot.fits(mod)
+    assert snapshot.tensors_of(mod) is None
 
 
 def test_a_parameter_of_another_dtype_is_traced_again():

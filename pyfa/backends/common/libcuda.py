@@ -147,8 +147,10 @@ def _calls(launches: Sequence[Launch], address: int, size: int) -> Calls:
         for config in configs:
             config.stream = stream
 
+    grids = [config.blocks for config in configs]  # views: each access makes one
+
     def set_blocks(step: int, blocks: int) -> None:
-        configs[step].blocks[0] = blocks
+        grids[step][0] = blocks
 
     set_stream.kept = kept  # type: ignore[attr-defined]  # as long as the calls are
     return Calls(calls, set_stream, set_blocks)

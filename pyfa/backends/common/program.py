@@ -140,45 +140,50 @@ def run_of(
     empty: Empty,
     aligned: int | None = 3,
     on_16: bool = True,
-    totals: Totals | None = None,
-) -> Run:
-    """Return ``program`` as a function of its inputs that returns the buffers it made. ``totals``:
-    those of the inputs, if sizes depend on them.
+) -> Callable[[Totals | None], Run]:
+    """Return, for the totals of its inputs, ``program`` as a function of these inputs that returns
+    the buffers it made. The totals are None if no size depends on them.
 
     The first ``aligned`` inputs must be 16-byte aligned; with ``on_16`` False at least one of them
     must be misaligned. Otherwise the function raises ``OtherAlignment``. With ``aligned`` None
     nothing is checked.
     """
-    likes, offsets = program.sizes if totals is None else program.sizes_at(*totals)
-    fills, parts = tuple(program.fills), tuple(zip(program.of_parts, offsets, strict=True))
+    fills, of_parts = tuple(program.fills), program.of_parts
     index = program.device.index if program.device.type == "cuda" else None
     more, current_device = tuple(range(3, aligned or 0)), _torch.current_device
     anywhere = aligned is None
 
-    def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        if index is not None and current_device() != index:
-            with torch.cuda.device(index):
-                return run(*tensors)
-        addresses = [x.data_ptr() for x in tensors]
-        if not anywhere:
-            bits = addresses[0] | addresses[1] | addresses[2]
-            for number in more:
-                bits |= addresses[number]
-            if (bits & 15 == 0) is not on_16:
-                raise OtherAlignment
-        made = []
-        for each in likes:
-            x = empty(*each)
-            made.append(x)
-            addresses.append(x.data_ptr())
-        for number, value in fills:
-            made[number].fill_(value)
-        for number, offset in parts:
-            addresses.append(addresses[number] + offset)
-        launch(addresses, tensors, made, totals)
-        return made
+    # Of new totals, this alone is evaluated again.
+    def sized(totals: Totals | None) -> Run:
+        likes, offsets = program.sizes if totals is None else program.sizes_at(*totals)
+        parts = tuple(zip(of_parts, offsets, strict=True))
 
-    return run
+        def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
+            if index is not None and current_device() != index:
+                with torch.cuda.device(index):
+                    return run(*tensors)
+            addresses = [x.data_ptr() for x in tensors]
+            if not anywhere:
+                bits = addresses[0] | addresses[1] | addresses[2]
+                for number in more:
+                    bits |= addresses[number]
+                if (bits & 15 == 0) is not on_16:
+                    raise OtherAlignment
+            made = []
+            for each in likes:
+                x = empty(*each)
+                made.append(x)
+                addresses.append(x.data_ptr())
+            for number, value in fills:
+                made[number].fill_(value)
+            for number, offset in parts:
+                addresses.append(addresses[number] + offset)
+            launch(addresses, tensors, made, totals)
+            return made
+
+        return run
+
+    return sized
 
 
 _MOST_TOTALS = 8  # of which a bound call keeps sizes

@@ -64,7 +64,7 @@ def bind(launch: Launcher, call: Call, append: Append) -> Callable[[Call, Append
         made.update(add(launch, program, given, new))
         numbers.update((name, number) for number, name in enumerate(program.made))
         started = launch.launch_of(program, tensors)
-        return lambda totals: run_of(program, started, launch.empty, None, totals=totals)
+        return run_of(program, started, launch.empty, None)
 
     # The same for all totals.
     made: dict[str, str] = {}

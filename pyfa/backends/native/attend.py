@@ -131,14 +131,14 @@ def _bind(
     elif count(out[0]) or count(lse[0]):
         gaps.add_forward(launch, program, call, out, lse if has_lse else None)
     started = launch.launch_of(program, (*inputs, *by_list.of(call)))
-    lists_of = by_list.bound(call, form)
     # A bias that is copied in tiles comes next, and other kernels that read one may rely on it too.
-    aligned = 4 if has_bias_tiles(call) else 3
+    runs = run_of(program, started, launch.empty, 4 if has_bias_tiles(call) else 3)
+    if not by_list.names:
+        return runs
+    lists_of = by_list.bound(call, form)
 
     def sized(totals: Totals | None) -> Run:
-        run = run_of(program, started, launch.empty, aligned, totals=totals)
-        if not by_list.names:
-            return run
+        run = runs(totals)
         return lambda *tensors: run(*tensors, *lists_of(tensors))
 
     return sized

@@ -179,9 +179,10 @@ def _bind(
     aligned, rows = 7 if has_bias_tiles(call) else 6, (0, 2) if given.lse.dim() == 3 else 1
     numbers = {name: number for number, name in enumerate(program.made)}
     dsinks_at, dbias_at = numbers.get("dsinks"), numbers.get("dbias")
+    runs = run_of(program, started, launch.empty, aligned)
 
     def sized(totals: Totals | None) -> RunBackward:
-        run = run_of(program, started, launch.empty, aligned, totals=totals)
+        run = runs(totals)
 
         def backward(
             dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,

@@ -131,5 +131,5 @@ def bind(launch: Launcher, call: Call, tiles: Tiles) -> _Launch | None:
         _refused.add(wanted)
         _log.info("PyTorch's operators make the block lists: %s", error)
         return None
-    run = run_of(program, started, launch.empty, None)
+    run = run_of(program, started, launch.empty, None)(None)
     return lambda captured: Lists(*run(*captured)[:2])

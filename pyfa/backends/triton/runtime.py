@@ -360,12 +360,12 @@ class Runner:
             if parts > 1:
                 few = math.prod(call.lse_shape()) <= _FEW_LINES
                 steps.append(self._combine(program, parts, heads, total, lse_strides, numbers, few))
-        empty = EMPTY[q.device.type]
+        runs = run_of(program, launching(steps), EMPTY[q.device.type], 3, on_16)
+        if not by_lists.names:
+            return runs
 
         def sized(totals: Totals | None) -> Run:
-            run = run_of(program, launching(steps), empty, 3, on_16, totals)
-            if not by_lists.names:
-                return run
+            run = runs(totals)
             return lambda *tensors: run(*tensors, *by_lists.of(form.fill(tensors)[0]))
 
         return sized

@@ -121,12 +121,13 @@ class _Passes:
         steps: list[Launch] = [
             kernel.bind(programs, arguments, numbers) for kernel, programs, arguments in self.steps
         ]
-        launch, empty = runtime.launching(steps), runtime.EMPTY[call.q.device.type]
+        empty = runtime.EMPTY[call.q.device.type]
+        runs = run_of(program, runtime.launching(steps), empty, 6, on_16)
         made = {name: number for number, name in enumerate(program.made)}
         form, by_lists, paged = self.form, self.by_lists, call.page_table is not None
 
         def sized(totals: Totals | None) -> RunBackward:
-            run = run_of(program, launch, empty, 6, on_16, totals)
+            run = runs(totals)
 
             def backward(
                 dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,

@@ -58,7 +58,7 @@ def prepare(
     if code.scratch:
         # The last address that the launch below gives is that of the scratch memory.
         words.append((at[len(arguments)], -1))
-    layout = Layout(packed, (0,), (), tuple(words), sizes)
+    layout = Layout(packed, (0,), tuple(words), sizes)
     launch = libcuda.launcher(code.index, [libcuda.Launch(kernel, programs)], layout)
 
     def run(addresses: Sequence[Any], totals: Totals | None) -> None:
