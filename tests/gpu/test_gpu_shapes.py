@@ -29,6 +29,36 @@ def test_values_narrower_than_a_tile(
     assert attention_failures(q, k, v, found, dout, causal=True) == []
 
 
+@pytest.mark.parametrize(
+    ("batch", "rows", "keys", "heads", "dim", "causal"),
+    [
+        (64, 197, 197, 12, 64, False), (32, 257, 257, 16, 64, False), (128, 50, 50, 12, 64, False),
+        (64, 77, 77, 12, 64, True), (32, 250, 250, 12, 64, False), (1, 509, 509, 16, 64, True),
+        (2, 999, 77, 20, 64, False), (3, 190, 190, 30, 40, True), (1, 1000, 1000, 8, 128, True),
+        (4, 131, 131, 8, 112, False),
+    ],
+)  # fmt: skip
+def test_tiles_that_follow_from_the_grid(
+    backend: str, batch: int, rows: int, keys: int, heads: int, dim: int, causal: bool
+) -> None:
+    """Hopper's forward has other tiles for them; what lies behind each sequence is NaN."""
+    where = {"device": "cuda", "dtype": torch.bfloat16}
+    q, k, v, dout = (
+        torch.full((batch, length + 40, heads, dim), torch.nan, **where)[:, :length]
+        for length in (rows, keys, keys, rows)
+    )
+    for x in (q, k, v, dout):
+        x.copy_(torch.randn_like(x))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = pyfa.attention(*leaves, causal=causal, backend=backend)
+    grads = torch.autograd.grad(out, leaves, dout)
+    found = {"out": out, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
+    for some in (slice(0, 1), slice(batch - 1, batch)):
+        given = {name: x[some] for name, x in found.items()}
+        held = (q[some], k[some], v[some], given, dout[some])
+        assert attention_failures(*held, causal=causal) == []
+
+
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_short_sequences_of_grouped_heads_with_gaps(backend: str, dim: int) -> None:
     """Tiles that reach beyond a sequence follow one another when each head has only one, and what
