@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.attention as registry
+from held import attention_failures
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pyfa
@@ -109,9 +110,9 @@ def test_nested_tensors(active: None, runs: list[str], layout: torch.layout) -> 
     nested = [torch.nested.nested_tensor(x, layout=layout) for x in parts]
     out = sdpa(*(x.transpose(1, 2) for x in nested)).transpose(1, 2)
     for b, have in enumerate(out.unbind()):
+        # A sequence alone has other tiles than in a packed batch, and so other last bits.
         q, k, v = (x[b][None] for x in parts)
-        want = pyfa.attention(q, k, v, backend=KERNELS)
-        torch.testing.assert_close(have[None], want)
+        assert attention_failures(q, k, v, {"out": have[None]}, torch.randn_like(q)) == []
     assert runs
 
 
