@@ -128,7 +128,7 @@ constexpr int kGroupMeets = 3;      // and on, of each consumer warpgroup
 //
 // Where they add in any order, the first keys of a head come first, which a causal mask lets most rows see. Without a
 // mask heads come one by one. With one, blocks are unequal, and several heads at a time make what is left at the end
-// short. With up to four at a time and as many query heads as KV heads, backward takes 0.84 to 1.00 of the time, if
+// short. With up to four at a time and as many query heads as KV heads, backward takes 0.85 to 1.01 of the time, if
 // their rows fit the L2. With groups that share keys and up to 16 at a time it takes 0.82 to 0.97.
 constexpr int kMostTogether = 16, kMostEqual = 4;
 DEVICE int heads_together(const Params &p, int heads_of_all) {
