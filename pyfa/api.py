@@ -82,8 +82,8 @@ def attention(
         (H,): one extra logit per head in the softmax, without a value (GPT-OSS).
     dropout_p, seed
         0 ≤ p < 1. ``seed`` is an int or a one-element int64 tensor on the device. The same seed
-        drops the same positions on every backend. None draws a seed from torch's generator of the
-        device. The LSE is taken before dropout.
+        drops the same positions on every backend. If it is None, pyfa draws a seed from torch's
+        generator for the device. The LSE is taken before dropout.
     descale, out_dtype
         ``descale`` is a tuple (for q, for k, for v) of positive float32 scales that multiply
         float8 inputs, as ``quantize`` returns them; 1 by default. All three have one of these
@@ -111,7 +111,8 @@ def attention(
         read at run time. Tiles that a ``mask_mod`` masks completely are skipped.
     block_mask
         FlexAttention's BlockMask. Blocks that it does not list are masked. Its full blocks are
-        visible. In its partial blocks its mask_mod decides, or ``mask_mod`` if it has none.
+        visible. In partial blocks the BlockMask's own mask_mod decides or, if it has none, the
+        argument ``mask_mod``.
 
     Raises a ``ValueError`` or ``TypeError`` that names the wrong argument, or the source line of an
     operation that a ``score_mod`` or ``mask_mod`` may not use. If no backend can run the call,
@@ -346,9 +347,9 @@ def attention_kvcache(
         window all queries share the first position, as in flash-attention. Float8 inputs are
         rounded again after the rotation.
     tree_mask
-        (Sq, Sq) or (B | 1, Sq, Sq) bool, for a tree of draft tokens: masks only the last Sq keys of
-        a sequence. Where [i, j] is True, query i sees key j of these keys. For packed queries, Sq
-        is ``max_seqlen_q``. Cannot be combined with ``bias``.
+        (Sq, Sq) or (B | 1, Sq, Sq) bool, for a tree of draft tokens: applies only to the last Sq
+        keys of a sequence. Where [i, j] is True, query i sees key j of these keys. For packed
+        queries, Sq is ``max_seqlen_q``. Cannot be combined with ``bias``.
     descale
         As in ``attention``. Scales per block of rows refer to the rows or pages of the cache.
 

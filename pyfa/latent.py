@@ -61,8 +61,8 @@ def attention_latent(
         An int or (B,) int32: the number of keys of each sequence, including new ones. By default
         the cache is full.
     scale
-        Required, because it cannot be derived from D. It is (qk_nope_head_dim + qk_rope_head_dim)
-        ** -0.5 of the model (192 ** -0.5 for DeepSeek-V3), times mscale² if YaRN is used.
+        Required, because it cannot be derived from D. It is the model's (qk_nope_head_dim +
+        qk_rope_head_dim) ** -0.5 (192 ** -0.5 for DeepSeek-V3), times mscale² if YaRN is used.
     indices, topk_lengths
         ``indices`` (B, Sq, topk) int32 lists the keys that each query token sees (the same keys for
         all its heads), as positions in the token's sequence. Negative entries, and entries beyond

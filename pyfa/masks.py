@@ -108,7 +108,7 @@ def dilated(left: int, right: int = 0, *, step: int) -> Mask:
 def streaming(sinks: int, left: int) -> Mask:
     """Return a causal window plus the first keys, the attention sinks (StreamingLLM).
 
-    The window has ``left`` keys before the query. ``sinks`` is the number of first keys.
+    The window has ``left`` keys before the query. ``sinks`` is the number of these first keys.
     """
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -130,12 +130,12 @@ def padding(lengths: torch.Tensor) -> Mask:
 
 
 def documents(ids: torch.Tensor, inside: Mask | None = None) -> Mask:
-    """Return a mask inside each document, causal unless ``inside`` is given: tokens see only tokens
-    of their own document.
+    """Return a document mask: tokens see only tokens of their own document, and only earlier ones
+    and themselves unless ``inside`` is given.
 
-    ``ids``, (S,) or (B, S), numbers the document of each token. The tokens of a document must be
-    contiguous. ``inside`` replaces the causal mask inside each document; its indices count from the
-    document's first token.
+    ``ids``, (S,) or (B, S), gives the number of each token's document. The tokens of a document
+    must be contiguous. ``inside`` replaces the causal mask inside each document; its indices count
+    from the document's first token.
     """
     # Where each token stands in its document.
     place = torch.arange(ids.shape[-1], device=ids.device, dtype=torch.int32).expand(ids.shape)
@@ -325,7 +325,7 @@ def blocks(table: torch.Tensor, rows: int, keys: int) -> Mask:
     """Return a block mask: a block is visible if its entry in the table is not 0.
 
     A block has ``rows`` queries and ``keys`` keys. ``table`` is (blocks of queries, blocks of
-    keys), with a leading dimension for heads, or for batch and heads, if needed. A leading
+    keys), with a leading dimension for heads, or two for batch and heads, if needed. A leading
     dimension may be 1. Raises ``ValueError`` for another number of dimensions.
     """
     rank = table.dim()

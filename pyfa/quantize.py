@@ -91,8 +91,8 @@ def quantize(
 ) -> Quantized:
     """Convert q (B, Sq, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv) to float8 e4m3 with scales.
 
-    Tensors may also be packed, (total, heads, head_dim), in which case all rows count as one
-    sequence, or pages (num_pages, page_size, Hk, D). ``q`` may be None, for a cache that 16-bit
+    Tensors may also be packed, (total, heads, head_dim): then all rows count as one sequence. Or
+    they may be pages, (num_pages, page_size, Hk, D). ``q`` may be None, for a cache that 16-bit
     queries will read. A scale is the largest magnitude of the elements that share it, divided by
     the largest float8 number (1 if all elements are zero). The query heads of a KV head share one
     scale.
@@ -101,8 +101,8 @@ def quantize(
     ----------
     block
         The number of rows that share a scale: a power of two, at least 16. Scales are then (B, Hk,
-        ⌈rows / block⌉). 128 suits every kernel. None gives one scale per sequence and KV head, (B,
-        Hk), as in FlashAttention-3.
+        ⌈rows / block⌉). 128 suits every kernel. If it is None, there is one scale per sequence and
+        KV head, (B, Hk), as in FlashAttention-3.
     per_tensor
         One scale per tensor, (1, 1). Cannot be combined with ``block``.
     hadamard
@@ -111,8 +111,8 @@ def quantize(
         it (96: three blocks of 32). A block must have at least 8 elements.
     seed
         Seed of the rotation's signs. The same int gives the same rotation in every call and on
-        every device; keys in a cache and later queries need the same one. None draws it from
-        torch's generator.
+        every device; keys in a cache and later queries need the same one. If ``seed`` is None, the
+        signs are drawn from torch's generator.
     dtype
         ``float8_e4m3fn``, or ``float8_e4m3fnuz`` (gfx942). The default is the format of k's device.
 

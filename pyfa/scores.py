@@ -6,7 +6,7 @@
 Each returns a function of (score, b, h, q_idx, kv_idx), which FlexAttention accepts as well; score
 is softcap(scale · q·k). Indices count from the first query and the first key. Tensor arguments must
 be on q's device; a tensor with other values needs no new kernel. In the docstrings, B is the batch
-size, H the number of query heads, Sq and Sk are the sequence lengths.
+size, H is the number of query heads, and Sq and Sk are the sequence lengths.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ Signatures, defaults, return values and conventions are those of ``flash_attn_in
 - Wrong arguments raise ``ArgumentError``, a ``RuntimeError``, with flash-attention's argument
   names.
 
-pyfa supports more than flash-attention, as in ``fa2``. ``pack_gqa``, ``sm_margin`` and
-``scheduler_metadata`` are accepted and ignored.
+pyfa supports more than flash-attention: see the docstring of ``pyfa.compat.fa2``. ``pack_gqa``,
+``sm_margin`` and ``scheduler_metadata`` are accepted and ignored.
 
 Float8: descales are (B, Hk) or (1,) float32, and the output is bfloat16. Inputs of other dtypes
 ignore descales. Float8 keys also work with 16-bit queries. There is no gradient: the backward
@@ -20,7 +20,7 @@ one.
 
 ``qv``: q and qv are concatenated along head_dim, and so are k and v, so that one matrix product
 gives both terms of the score. If v and k are views of one latent cache, the call runs as latent
-attention, without this copy.
+attention, without this concatenation.
 """
 
 from __future__ import annotations

@@ -60,10 +60,10 @@ def ring_attention(
     Parameters
     ----------
     group, mesh
-        A process group, or a ``DeviceMesh`` of one or two dimensions:
-        ``DeviceMesh("cuda", ranks, mesh_dim_names=("ring", "heads"))``. The ring runs along the
-        first dimension; ranks along the second share the heads, as in ``ulysses_attention``. Put
-        nodes along the first dimension and the GPUs of a node along the second.
+        A process group, or a ``DeviceMesh`` of one or two dimensions: ``DeviceMesh("cuda", ranks,
+        mesh_dim_names=("ring", "heads"))``. The ring runs along the first dimension; ranks along
+        the second divide the heads among themselves, as in ``ulysses_attention``. Put nodes along
+        the first dimension and the GPUs of a node along the second.
     sharding
         "zigzag": the sequence is cut into 2·ranks chunks, and rank r holds chunks r and 2·ranks − 1
         − r, which balances the work of a causal mask. "contiguous": one chunk per rank.
@@ -84,9 +84,9 @@ def ring_attention(
     is not supported.
 
     Raises a ``ValueError`` or ``TypeError`` that names the wrong argument. If ranks pass different
-    arguments, every rank raises it before any data is sent. Raises ``UnsupportedProblem`` if no
-    backend can run a block. Raises ``RankError`` if another rank died or did not answer within the
-    group's timeout.
+    arguments, every rank raises ``ValueError`` before any data is sent. Raises
+    ``UnsupportedProblem`` if no backend can run a block. Raises ``RankError`` if another rank died
+    or did not answer within the group's timeout.
 
     Sources: Liu et al. 2023, Ring Attention with Blockwise Transformers, arXiv:2310.01889; zigzag:
     Llama 3, arXiv:2407.21783; with heads: Fang and Zhao 2024, USP, arXiv:2405.07719.

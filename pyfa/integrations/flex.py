@@ -65,8 +65,8 @@ _original = _body_of(_function)
 def activate() -> None:
     """Run PyTorch's ``flex_attention`` on pyfa in this process, until ``restore``.
 
-    Raises ``RuntimeError`` if PyTorch's ``flex_attention`` is not a plain Python function, whose
-    body can be replaced.
+    Raises ``RuntimeError`` if PyTorch's ``flex_attention`` is not a plain Python function: only the
+    body of such a function can be replaced.
     """
     if _function.__closure__ or not isinstance(_function, types.FunctionType):
         raise RuntimeError(f"flex_attention of PyTorch {torch.__version__} cannot be replaced")

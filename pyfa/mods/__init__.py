@@ -156,7 +156,8 @@ def _resolved(
     if torch.is_grad_enabled():
         # A mask's decision has no derivative.
         wanted = frozenset(slot for slot, x in enumerate(of_score) if x.requires_grad)
-    pair = (score, mask, kinds, wanted)
+    # By digest: two functions are equal if one has the constant 0.0 where the other has -0.0.
+    pair = (score and score.digest, mask and mask.digest, kinds, wanted)
     digest = _pairs.get(pair)
     if digest is None:
         if mask is not None:

@@ -97,17 +97,33 @@ def test_every_mod_is_its_own_in_every_cache():
                 torch.testing.assert_close(x.double(), y, atol=1e-5, rtol=1e-4)
 
 
-def test_a_digest_of_all_is_caught(monkeypatch):
+def _forget(monkeypatch):
+    """Resolve every mod anew."""
     monkeypatch.setattr(mods, "_pairs", {})
     monkeypatch.setattr(mods, "_mods", {})
+    monkeypatch.setattr(mods, "_recent", mods.again.Recent())
+
+
+def test_a_digest_of_all_is_caught(monkeypatch):
+    _forget(monkeypatch)
     monkeypatch.setattr(mods.Mods, "digest", "the same for all")
     with pytest.raises(AssertionError):
         test_every_mod_is_its_own_in_every_cache()
 
 
+def test_zero_is_not_minus_zero():
+    """Functions that are equal but for the sign of a zero: the second would compute the first."""
+    q, k, v = _inputs(6, 6)
+
+    def hiding(zero):
+        return lambda s, b, h, i, j: torch.where(i == j, s, (s.abs() + 1) / zero)
+
+    assert pyfa.attention(q, k, v, score_mod=hiding(0.0), backend="torch").isnan().all()
+    torch.testing.assert_close(pyfa.attention(q, k, v, score_mod=hiding(-0.0), backend="torch"), v)
+
+
 def test_a_slope_of_the_other_sign_is_caught(monkeypatch):
-    monkeypatch.setattr(mods, "_pairs", {})
-    monkeypatch.setattr(mods, "_mods", {})
+    _forget(monkeypatch)
     monkeypatch.setitem(derive._RULES, "tanh", lambda make, y, x, d: make.make("neg", d[0]))
     case = Case(dtype="float32", lengths_q=(9,), lengths_k=(9,), backward=True, score_mod="softcap")
     result = runner.run_case(BACKENDS["torch"], case, torch.device("cpu"))
