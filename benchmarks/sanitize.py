@@ -70,6 +70,8 @@ _LONGEST = 300
 LARGE_GRIDS = (
     dense(200, 97, heads_q=72, heads_k=72, causal=True, backward=True, deterministic=True),
     dense(130, 97, heads_q=72, heads_k=8, head_dim=128, backward=True),
+    dense(257, 257, heads_q=198, heads_k=198),  # tiles of 96 keys
+    dense(60, 97, heads_q=300, heads_k=300),  # blocks of one warpgroup
     packed(
         ((129, 0, 150), (33, 65, 200)),
         "varlen",

@@ -166,7 +166,7 @@ def test_context_parallel_blocks(attention: Callable[..., Any]) -> None:
     torch.testing.assert_close(grads[0][0] + grads[1][0], dq)
     torch.testing.assert_close(torch.cat([grads[0][1], grads[1][1]], 1), dk)
     torch.testing.assert_close(torch.cat([grads[0][2], grads[1][2]], 1), dv)
-    with pytest.raises(ValueError, match="no attn_mask, no dropout_p"):
+    with pytest.raises(ValueError, match="neither attn_mask nor dropout_p"):
         attention(q, k, v, attn_mask=torch.ones(2, 20, dtype=torch.bool), _parallel_config=dout)
 
 
