@@ -69,7 +69,6 @@ _ALL = Function((Op("const", "b", (), True),), (0,))
 
 _traces: dict[Hashable, _Known] = {}
 _mods: dict[str, Mods] = {}
-_pairs: dict[Hashable, str] = {}
 _lock = threading.Lock()
 _recent = again.Recent()
 _MOST_TRACES = 1024
@@ -156,22 +155,17 @@ def _resolved(
     if torch.is_grad_enabled():
         # A mask's decision has no derivative.
         wanted = frozenset(slot for slot, x in enumerate(of_score) if x.requires_grad)
-    # By digest: two functions are equal if one has the constant 0.0 where the other has -0.0.
-    pair = (score and score.digest, mask and mask.digest, kinds, wanted)
-    digest = _pairs.get(pair)
-    if digest is None:
-        if mask is not None:
-            # Its captured tensors come behind those of the score_mod.
-            moved = (
-                op._replace(value=int(op.value or 0) + len(of_score)) if op.name == "load" else op
-                for op in mask.ops
-            )
-            mask = mask._replace(ops=tuple(moved))
-        mods = Mods(score, mask, kinds, wanted)
-        digest = mods.digest
-        _mods[digest] = mods
-        _pairs[pair] = digest
-    return digest, captured
+    if mask is not None and of_score:
+        # Its captured tensors come behind those of the score_mod.
+        moved = (
+            op._replace(value=int(op.value or 0) + len(of_score)) if op.name == "load" else op
+            for op in mask.ops
+        )
+        mask = mask._replace(ops=tuple(moved))
+    mods = Mods(score, mask, kinds, wanted)
+    # Not by equality: a function with the constant 0.0 is equal to one with -0.0.
+    _mods.setdefault(mods.digest, mods)
+    return mods.digest, captured
 
 
 def of(digest: str) -> Mods:

@@ -112,7 +112,6 @@ def test_the_same_bits_every_time():
 
 @pytest.mark.parametrize("fault", ["another load", "not masked"])
 def test_planted_faults_are_caught(fault, monkeypatch):
-    monkeypatch.setattr(mods, "_pairs", {})
     monkeypatch.setattr(mods, "_mods", {})
     monkeypatch.setattr(mods, "_recent", mods.again.Recent())
     if fault == "another load":

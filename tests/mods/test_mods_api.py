@@ -99,7 +99,6 @@ def test_every_mod_is_its_own_in_every_cache():
 
 def _forget(monkeypatch):
     """Resolve every mod anew."""
-    monkeypatch.setattr(mods, "_pairs", {})
     monkeypatch.setattr(mods, "_mods", {})
     monkeypatch.setattr(mods, "_recent", mods.again.Recent())
 
