@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 from ... import mods
@@ -154,7 +154,7 @@ def plan(problem: Problem) -> Plan:
     notes = plans.notes_of(problem, pair, chunk)
     groups = tiles.groups
     if kind != _TERMS and not packed and pair in FORWARD_OF_GRID and problem.features <= _OF_GRID:
-        return _plan_of_grid(_fastest(problem, FORWARD_OF_GRID[pair]), pair, dtype, notes)
+        return _plan_of_grid(_fastest(problem, pair), pair, dtype, notes)
     if packed and not invariant:
         groups = -(-min(decode.lines(problem), 2 * ROWS) // ROWS)
     elif invariant and not problem.mods and _has_few_rows(problem, pair, packed):
@@ -163,21 +163,23 @@ def plan(problem: Problem) -> Plan:
     return listed(modified(found, problem.mods)) if problem.mods else found
 
 
-def _fastest(problem: Problem, paces: Sequence[Pace]) -> Own:
+def _fastest(problem: Problem, pair: Pair) -> Own:
     """Return the tiles that take the least time: others than the first, the general ones, only if
     they gain 3 %, which is as exact as the model is. It knows nothing of splits of many keys."""
+    general, *others = FORWARD_OF_GRID[pair]
     if problem.seqlen_k > _MOST_KEYS or ("causal" in problem.features and not problem.square):
-        return paces[0].tiles
-    times = [_microseconds(problem, pace) for pace in paces]
-    best = min(range(len(paces)), key=times.__getitem__)
-    return paces[best if times[best] < 0.97 * times[0] else 0].tiles
+        return general.tiles
+    times = {pace.tiles: _microseconds(problem, pair, pace) for pace in others}
+    best = min(times, key=times.__getitem__)
+    most = 0.97 * _microseconds(problem, pair, general)
+    return best if times[best] < most else general.tiles
 
 
-def _microseconds(problem: Problem, pace: Pace) -> float:
+def _microseconds(problem: Problem, pair: Pair, pace: Pace) -> float:
     """Return about how long an H100 takes for the grid of ``problem`` (``Pace``)."""
     rows, keys = pace.tiles.rows, pace.tiles.block_k
     blocks, heads = -(-problem.seqlen_q // rows), problem.batch * problem.heads_q
-    places = max(1, problem.device.units) * pace.per_sm
+    places = max(1, problem.device.units) * _per_sm(pace.tiles, pair)
 
     def of_work_tile(seen: int) -> float:
         return pace.start + -(-seen // keys) * keys * pace.key
@@ -190,10 +192,15 @@ def _microseconds(problem: Problem, pace: Pace) -> float:
     return LAUNCH_US + max(longest, all_of_head * heads / places + 0.2 * longest)
 
 
+def _per_sm(tiles: Own, pair: Pair) -> int:
+    """Return how many blocks an SM has at a time."""
+    return 2 if tiles.groups == 1 and pair[0] <= _TWO_FIT else 1
+
+
 def _plan_of_grid(tiles: Own, pair: Pair, dtype: int, notes: Iterable[str] = ()) -> Plan:
     more = {}
     if tiles.groups == 1:
-        more = {"OF_GROUPS": 2, "BLOCKS": 2 if pair[0] <= _TWO_FIT else 1}
+        more = {"OF_GROUPS": 2, "BLOCKS": _per_sm(tiles, pair)}
     return plan_of(tiles, pair, dtype, PLAIN, tiles.shared_bytes(pair), notes, **more)
 
 
@@ -270,7 +277,7 @@ def _plan(
         stages = 3 if groups == 1 and pair[0] <= 64 else tiles.stages
         tiles = tiles._replace(groups=groups, stages=stages)
     if groups == 1:
-        more["BLOCKS"] = 2 if pair[0] <= _TWO_FIT else 1
+        more["BLOCKS"] = _per_sm(tiles, pair)
     return plan_of(tiles, pair, dtype, score, tiles.shared_bytes(pair), notes, **more)
 
 

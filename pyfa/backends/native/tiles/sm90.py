@@ -82,12 +82,11 @@ FORWARD: dict[Pair, tuple[Own, Own, Own]] = {
 
 class Pace(NamedTuple):
     """How fast blocks of ``tiles`` are. A work tile takes ``start`` µs, and ``key`` µs for each key
-    of its tiles. An SM has ``per_sm`` blocks at a time."""
+    of its tiles."""
 
     tiles: Own
     start: float
     key: float
-    per_sm: int = 1
 
 
 # Tiles for a grid that is known, plain or causal, the first of them the general ones. Fitted on an
@@ -96,14 +95,14 @@ class Pace(NamedTuple):
 # tokens.
 FORWARD_OF_GRID: dict[Pair, tuple[Pace, ...]] = {
     (64, 64): (
-        Pace(Own(3, 128), 2.25, 0.0110),
+        Pace(FORWARD[64, 64][0], 2.25, 0.0110),
         Pace(Own(2, 128), 1.9, 0.0090),
-        Pace(Own(1, 128, 3), 2.0, 0.0084, 2),
+        Pace(Own(1, 128, 3), 2.0, 0.0084),
         Pace(Own(3, 96), 2.25, 0.0111),
         Pace(Own(2, 112), 1.9, 0.0090),
-        Pace(Own(1, 80, 3), 2.0, 0.0089, 2),
+        Pace(Own(1, 80, 3), 2.0, 0.0089),
     ),
-    (128, 128): (Pace(Own(2, 128), 4.2, 0.0088), Pace(Own(1, 128), 3.0, 0.0070)),
+    (128, 128): (Pace(FORWARD[128, 128][0], 4.2, 0.0088), Pace(Own(1, 128), 3.0, 0.0070)),
 }
 LAUNCH_US = 2.5
 # With a bias alone, whose tiles have panels of 64 keys.
