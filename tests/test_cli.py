@@ -20,11 +20,12 @@ import torch
 from pyfa import cache, cli, env
 from pyfa.backends import BACKENDS, NAMES
 from pyfa.backends.common import calls
-from pyfa.backends.hip import forward, plans
+from pyfa.backends.hip import code, forward, plans
 from pyfa.backends.hip.target import TARGET
 from pyfa.backends.native import catalog
 from pyfa.cli import problem
 from pyfa.device import DEVICES
+from pyfa.errors import CodeObjectError
 from pyfa.plan import Plan
 from pyfa.problem import FEATURES, Problem
 
@@ -265,6 +266,31 @@ class TestCompileAndInspect:
             assert entry["lds_bytes"] <= 65536
             (file,) = tmp_path.glob(f"*{entry['sha256'][:16]}.hsaco")
             assert hashlib.sha256(file.read_bytes()).hexdigest() == entry["sha256"]
+
+    def test_a_plan_that_fails_is_named_and_the_others_are_built(
+        self,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+        few_plans: list[Plan],
+    ) -> None:
+        whole = code.compiled
+
+        def compiled(plan: Plan, arch: str) -> code.Code:
+            if plan == few_plans[1]:
+                raise CodeObjectError(f"{plan} on {arch} spills 1 registers, 0 B of scratch")
+            return whole(plan, arch)
+
+        monkeypatch.setattr(code, "compiled", compiled)
+        status, out, err = call(
+            capsys, "compile", "--arch", "gfx942", "--all", "--bundle", "--json"
+        )
+        assert status == 1
+        found = json.loads(out)
+        assert [entry["plan"] for entry in found["objects"]] == [
+            str(plan) for plan in few_plans if plan != few_plans[1]
+        ]
+        assert found["failed"] == [f"{few_plans[1]} on gfx942 spills 1 registers, 0 B of scratch"]
+        assert f"pyfa compile: {found['failed'][0]}" in err
 
     def test_inspect(self, capsys: pytest.CaptureFixture[str], few_plans: list[Plan]) -> None:
         """Plain plans, or all of the kernel's. A tile of 32 × 64 is 4·32·64·D FLOP, 512 a clock."""

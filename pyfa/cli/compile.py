@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import CodeObjectError, CompileError
 from . import bundling, planned, usage
 from .console import print_json, print_table, progress
 
@@ -84,10 +85,12 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError(f"--arch: expected one of {', '.join(known)}; got {arch}")
     if options.bundle and any(arch in of_hip.ARCHS for arch in archs):
         _refuse_another_compiler()
-    built = []
+    built, failed, left_out = list[dict[str, Any]](), list[str](), list[str]()
     for arch in archs:
-        built += build(arch, options.all, options.head_dim, options.out)
-    failed, left_out = _faults(built), list[str]()
+        made, refused = build(arch, options.all, options.head_dim, options.out)
+        built += made
+        failed += refused
+    failed += _faults(built)
     if options.bundle and not failed:
         failed, left_out = bundling.bundle(built, options.all, options.head_dim, options.resume)
     for plan in left_out:
@@ -144,9 +147,10 @@ def _head_dims(text: str) -> tuple[int, ...]:
 
 def build(
     arch: str, every: bool, head_dims: Collection[int], out: Path | None = None
-) -> list[dict[str, Any]]:
-    """Build every plan of ``arch``, or only the common ones, of ``head_dims`` if given; return a
-    row for each. Each code object is written to the folder ``out``, if given, when it is built."""
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Build every plan of ``arch``, or only the common ones, of ``head_dims`` if given. Return a
+    row for each, and why the others failed. Each code object is written to the folder ``out``, if
+    given, when it is built."""
     from ..backends.cuda import plans
     from ..backends.cuda.target import TARGET as CUDA
     from ..backends.hip.target import TARGET as HIP
@@ -159,20 +163,27 @@ def build(
     else:  # whose compiler runs in processes of its own
         target, row, pool = HIP, _row, ThreadPoolExecutor(os.cpu_count())
     wanted = catalog.chosen_plans(target, arch, every, head_dims)
-    rows = []
+    rows, failed = [], []
     with progress("compiling") as show, pool:
         for done, made in enumerate(pool.map(partial(_written, out, row, arch), wanted)):
-            show(done + 1, len(wanted), made["plan"])
-            rows.append(made)
-    return rows
+            show(done + 1, len(wanted), str(wanted[done]))
+            if isinstance(made, str):
+                failed.append(made)
+            else:
+                rows.append(made)
+    return rows, failed
 
 
 def _written(
     out: Path | None, row: Callable[[str, Plan], dict[str, Any]], arch: str, plan: Plan
-) -> dict[str, Any]:
-    """Return the row of ``plan``, whose code object is then in ``out``. Runs in the pool: nothing
-    that was built waits for a slower plan before it."""
-    made = row(arch, plan)
+) -> dict[str, Any] | str:
+    """Return the row of ``plan``, whose code object is then in ``out``, or why it failed: the other
+    plans are built all the same. Runs in the pool: nothing that was built waits for a slower plan
+    before it."""
+    try:
+        made = row(arch, plan)
+    except (CodeObjectError, CompileError) as error:
+        return str(error)
     if out is not None:
         bundling.write(out, [made])
     return made

@@ -8,6 +8,7 @@ from planted import faults_found
 
 import pyfa
 from pyfa import codeobject, emulator
+from pyfa.backends.common.calls import DTYPE_CODES
 from pyfa.backends.hip import backward, code
 from pyfa.conformance.cases import Case
 from pyfa.dispatch import prepare
@@ -165,15 +166,16 @@ def test_keys_without_rows_have_zero_gradients():
     assert not v.grad.any()
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
-    "pair", [(64, 64), (96, 96), (256, 256)], ids=lambda pair: f"{pair[0]}x{pair[1]}"
+    "pair", [(64, 64), (96, 96), (192, 128), (256, 256)], ids=lambda pair: f"{pair[0]}x{pair[1]}"
 )
-def test_resources(pair):
+def test_resources(pair, dtype):
     """No spill, no scratch, room for every wavefront of the plan.
 
     ``code.build`` refuses spills and LDS beyond 64 KB of every plan that is compiled.
     """
-    for plan in backward.plans_of("hip", pair, 1, True, True)[1:]:
+    for plan in backward.plans_of("hip", pair, DTYPE_CODES[dtype], True, True)[1:]:
         data = code.load(plan, "gfx942").data
         kernel = codeobject.parse(data).kernel("attn_bwd")
         assert (kernel.vgpr_spills, kernel.sgpr_spills, kernel.scratch_bytes) == (0, 0, 0)
