@@ -66,18 +66,11 @@ def prepared(text: str) -> str:
         language, caption = _CAPTIONS[match[1]]
         return f"```{{code-block}} {language}\n:caption: {caption}"
 
-    text = re.sub(r"^```([a-z]+(?: [a-z]+)*)$", fence, _MARKER.sub(part, text), flags=re.M)
-    return text.replace("](../kernels/README.md", "](kernels.md")
+    return re.sub(r"^```([a-z]+(?: [a-z]+)*)$", fence, _MARKER.sub(part, text), flags=re.M)
 
 
 def _prepare(_app: Any, _page: str, source: list[str]) -> None:
     source[0] = prepared(source[0])
-
-
-def _link(_app: Any, _file: Any, _page: str, text: list[str]) -> None:
-    """Link the pages of the kernels to each other, as pages of the guide."""
-    for file, page in (("../README.md", "kernels.md"), ("cuda/README.md", "kernels_cuda.md")):
-        text[0] = text[0].replace(f"]({file}", f"]({page}")
 
 
 def _as_written(*given: Any) -> tuple[str | None, str | None]:
@@ -114,6 +107,5 @@ def _accessible(*given: Any) -> None:
 def setup(app: Any) -> None:
     app.connect("html-page-context", _accessible, priority=900)  # after the theme
     app.connect("source-read", _prepare)
-    app.connect("include-read", _link)
     app.connect("autodoc-process-docstring", _with_code, priority=400)  # before napoleon
     app.connect("autodoc-process-signature", _as_written)

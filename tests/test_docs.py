@@ -44,7 +44,7 @@ for name in ("sphinx", "myst_parser", "furo", "sphinx_copybutton"):
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.glob("*.md"))
+PAGES = sorted(DOCS.rglob("*.md"))
 
 
 def load(name: str) -> ModuleType:
@@ -113,7 +113,12 @@ def blocks(path: Path) -> list[Block]:
     text = path.read_text()
     found = re.finditer(r"^```([^\n]*)\n(.*?)^```$", text, re.M | re.S)
     return [
-        Block(path.name, text.count("\n", 0, each.start()) + 1, tuple(each[1].split()), each[2])
+        Block(
+            path.relative_to(DOCS).as_posix(),
+            text.count("\n", 0, each.start()) + 1,
+            tuple(each[1].split()),
+            each[2],
+        )
         for each in found
     ]
 
@@ -306,16 +311,22 @@ class Links(HTMLParser):
             assert self.stack.pop() == tag
 
 
+def built(page: Path) -> str:
+    """The HTML of a page of the guide, in the folder of the site."""
+    return page.relative_to(DOCS).with_suffix(".html").as_posix()
+
+
 @reads_site
 def test_links_and_what_is_loaded(site: Path) -> None:
     """Sphinx told of links between pages. The rest: what is loaded is in the folder."""
-    pages = {path.name: Links(path) for path in site.glob("*.html")}
-    assert {f"{path.stem}.html" for path in PAGES} <= set(pages)
+    pages = {path.relative_to(site).as_posix(): Links(path) for path in site.rglob("*.html")}
+    assert {built(path) for path in PAGES} <= set(pages)
     for name, page in pages.items():
+        folder = (site / name).parent
         for path in page.loaded:
             target = path.partition("?")[0].partition("#")[0]
             assert not re.match(r"[a-z]+:|//", target), f"{name} loads {path}"
-            assert not target or (site / target).exists(), f"{name}: {path}"
+            assert not target or (folder / target).exists(), f"{name}: {path}"
         for target in page.targets:
             path, _, anchor = target.partition("#")
             if re.match(r"https:", path):
@@ -324,9 +335,10 @@ def test_links_and_what_is_loaded(site: Path) -> None:
                 paper = path.startswith("https://arxiv.org/abs/")
                 assert paper or "furo" in path or name == "changelog.html", f"{name}: {target}"
                 continue
-            assert (site / (path or name)).is_file(), f"{name}: {target}"
-            if anchor and path in ("", *pages):
-                assert anchor in pages[path or name].anchors, f"{name}: {target}"
+            leads = Path(os.path.normpath(folder / path)) if path else site / name
+            assert leads.is_file(), f"{name}: {target}"
+            found = pages.get(leads.relative_to(site).as_posix())
+            assert not anchor or found is None or anchor in found.anchors, f"{name}: {target}"
     for file in (*site.rglob("*.css"), *site.rglob("*.js")):
         text = file.read_text()
         assert not re.search(r"url\([\"']?(https?:)?//|@import [\"']http", text), file.name
@@ -337,7 +349,7 @@ def test_links_and_what_is_loaded(site: Path) -> None:
 def test_every_page_is_in_the_navigation(site: Path) -> None:
     first = (site / "index.html").read_text()
     for path in PAGES:
-        assert path.stem == "index" or f'href="{path.stem}.html"' in first
+        assert path == DOCS / "index.md" or f'href="{built(path)}"' in first, path
 
 
 def test_a_broken_link_is_told(tmp_path: Path) -> None:
@@ -548,7 +560,7 @@ def test_the_wheels_plans_are_counted_by_arch(generated: ModuleType) -> None:
         assert common == len(plans & {*catalog.common_plans(target, arch)})
     assert total == ["all", *(f"{sum(column):,}" for column in zip(*counts, strict=True))]
     # By hand nowhere else.
-    for path in (DOCS / "ci.md", ROOT / "ci" / "wheel", ROOT / "kernels" / "README.md"):
+    for path in (DOCS / "ci.md", ROOT / "ci" / "wheel", *(DOCS / "kernels").glob("*.md")):
         assert not re.search(
             r"(full build|every plan)[^|\n]* \d[\d,]* (kernels|plans)", path.read_text()
         )

@@ -8,6 +8,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from pyfa import cli
 from pyfa.backends import AUTOMATIC, BACKENDS, NAMES
 from pyfa.problem import FEATURES
@@ -115,6 +117,14 @@ def test_its_links_lead_somewhere() -> None:
     assert len(targets) > 10
     for target in targets:
         assert (ROOT / target).exists(), target
+
+
+@pytest.mark.parametrize("folder", ["kernels", "kernels/cuda"])
+def test_links_of_the_kernels_folders_lead_somewhere(folder: str) -> None:
+    text = (ROOT / folder / "README.md").read_text()
+    targets = re.findall(r"\]\(([^)#]+)", text)
+    assert len(targets) >= 9
+    assert [target for target in targets if not (ROOT / folder / target).exists()] == []
 
 
 def test_files_named_in_contributing_exist() -> None:

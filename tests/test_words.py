@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # All but CONTRIBUTING.md, which quotes the phrases.
 PAGES = [
-    ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "kernels").rglob("*.md")),
 ]  # fmt: skip
 STUMBLES = (

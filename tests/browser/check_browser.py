@@ -102,7 +102,10 @@ def look(page: Page, file: Path) -> None:
         assert serious(page) == [], f"{file.name} at {width}"
 
 
-NAMES = sorted(path.stem for path in (ROOT / "docs").glob("*.md"))
+NAMES = sorted(
+    path.relative_to(ROOT / "docs").with_suffix("").as_posix()
+    for path in (ROOT / "docs").rglob("*.md")
+)
 
 
 @pytest.mark.parametrize("name", NAMES)

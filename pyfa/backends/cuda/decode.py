@@ -10,8 +10,8 @@ from . import forward_sm90, forward_sm90_fp8, latent_sm90, plans
 
 FEATURES = native.FEATURES | {"fp8"}
 KERNEL = "cuda/sm80/attn_decode.cu"
-# Fitted to times on an H200 (kernels/cuda/README.md). Fewer blocks than SMs read up to 1.8 times as
-# fast each: 30 % of the time is latency.
+# Fitted to times on an H200 (docs/kernels/cuda_sm80_decode.md). Fewer blocks than SMs read up to
+# 1.8 times as fast each: 30 % of the time is latency.
 TIMES = Times(start=102400, combine=102400, part=1024, latency=0.3, pieces=4, parts=512)
 
 

@@ -21,7 +21,7 @@ _FEATURES = frozenset(
     ("causal", "window", "sinks", "varlen", "seqused", "paged", "batch_idx", "gqa", "dv", "latent")
 )
 # Up to 16 rows of all heads sm80's decode kernel is faster, with a block of 8 or 16 of them; one of
-# 32 takes longer than a block of 64 here (kernels/cuda/README.md).
+# 32 takes longer than a block of 64 here (docs/kernels/cuda_sm90_latent.md).
 LEAST_LINES = 17
 _PAIR = (576, 512)
 # Fitted to times on an H200 of 1 to 128 sequences and 1 to 128 splits. A tile of keys takes 1.5 µs,

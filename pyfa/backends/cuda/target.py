@@ -22,9 +22,9 @@ from . import backward, code, decode, forward, forward_sm90, forward_sm90_fp8, l
 _COSTS = Costs(tile_us=2.7, row_us=0.0033, combine_us=3.0)
 _SM90_COSTS = _COSTS._replace(tile_us=0.85)
 # Hopper's backward, whose heads come side by side (bwd_shape.h). On 38 shapes on an H100 and an
-# H200 these choose the fastest number of parts or lose at most 5 % (kernels/cuda/README.md). Wide
-# heads gain more from parts than the other terms explain: 1 x 4,096, 32/4 heads of 256 take 2.67 ms
-# in one part, 1.85 in two.
+# H200 these choose the fastest number of parts or lose at most 5 %
+# (docs/kernels/cuda_sm90_backward.md). Wide heads gain more from parts than the other terms
+# explain: 1 x 4,096, 32/4 heads of 256 take 2.67 ms in one part, 1.85 in two.
 _PARTS = GroupCosts(start=240, sum=450, tail=0.0, misses=0.3)
 _WIDE_PARTS = GroupCosts(tail=0.3)
 

@@ -143,7 +143,7 @@ TILES = Tiles(
     # One pass: 16s of keys that a wavefront owns, of plain scores and of general ones. They are in
     # registers with their gradients, and once more for dQ: 168 registers for 16 of a head_dim of
     # 192. As many as leave room for what a step needs. By the timing model one pass takes 0.25 to
-    # 0.55 of the clocks of two (kernels/README.md).
+    # 0.55 of the clocks of two (docs/kernels/hip_backward.md).
     one_pass={
         (64, 64): (4, 4),
         (96, 96): (4, 3),

@@ -128,8 +128,8 @@ def sizes(*rows: tuple[int, int, int, int]) -> tuple[Decode, ...]:
 
 
 # A warp of 32 rows reads K and V from shared memory half as often as two of 16 do: at a head_dim of
-# 128 1.22 times as fast (kernels/cuda/README.md). The tiles here are the first that spill nothing
-# and fit; none was timed on an A100.
+# 128 1.22 times as fast (docs/kernels/cuda_sm80_forward.md). The tiles here are the first that
+# spill nothing and fit; none was timed on an A100.
 _64 = Forward(32, 4, 64, True, 2)
 _192 = Forward(16, 8, 64, False, 1)
 _256 = Forward(16, 8, 32, False, 1)

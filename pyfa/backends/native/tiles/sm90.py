@@ -65,8 +65,8 @@ class Own(NamedTuple):
 
 
 # Where every row sees all keys; with a causal mask or a window; with score terms. On an H200 those
-# of 64 and 128 are the fastest of the ones in kernels/cuda/README.md. Of 256 no other was tried;
-# those of 96 and 192 are of FlashAttention-3's size, as far as nothing is spilled.
+# of 64 and 128 are the fastest of the ones in docs/kernels/cuda_sm90_forward.md. Of 256 no other
+# was tried; those of 96 and 192 are of FlashAttention-3's size, as far as nothing is spilled.
 _WIDE = Own(2, 32, halves=2)
 FORWARD: dict[Pair, tuple[Own, Own, Own]] = {
     (64, 64): (Own(3, 128), Own(3, 128), Own(2, 128)),
@@ -90,9 +90,9 @@ class Pace(NamedTuple):
 
 
 # Tiles for a grid that is known, plain or causal, the first of them the general ones. Fitted on an
-# H100 to 29 shapes of head_dim 64 and 11 of 128 (kernels/cuda/README.md). Fewer warpgroups leave
-# fewer rows empty and fill a small device; tiles of 80, 96 and 112 keys fit 50 or 77, 257 and 197
-# tokens.
+# H100 to 29 shapes of head_dim 64 and 11 of 128 (docs/kernels/cuda_sm90_forward.md). Fewer
+# warpgroups leave fewer rows empty and fill a small device; tiles of 80, 96 and 112 keys fit 50 or
+# 77, 257 and 197 tokens.
 FORWARD_OF_GRID: dict[Pair, tuple[Pace, ...]] = {
     (64, 64): (
         Pace(FORWARD[64, 64][0], 2.25, 0.0110),
@@ -190,8 +190,9 @@ BACKWARD_TERMS: dict[Pair, OwnBackward] = {
 BACKWARD_FLOAT16_MODS = {(64, 64): OwnBackward(2, 64, float_weights=True)}
 
 # Ampere's kernels: for dropout, pages and bias forward, and for decode. Plain tiles of 64, 128 and
-# 256, forward and backward, are the fastest on an H200 of those in kernels/cuda/README.md; the
-# others are the first of the same kind that spill nothing and fit.
+# 256, forward and backward, are the fastest on an H200 of those in
+# docs/kernels/cuda_sm80_forward.md and docs/kernels/cuda_sm80_backward.md; the others are the first
+# of the same kind that spill nothing and fit.
 _256 = Forward(16, 8, 64, False, 1)
 _192, _GENERAL_128 = Forward(32, 4, 32, False, 2), OF_SM80.forward[128, 128][1]
 _BACKWARD_192 = (Backward(64, 64, 2, 2, lookahead=4), Backward(64, 64, 2, 2))
