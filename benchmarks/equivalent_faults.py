@@ -3,8 +3,10 @@
 ``of_source`` has those in the source of CUDA kernels. A fault is found by parts that the plan's
 name has, parts that it must not have, the line without its indentation, and the line that replaces
 it. ``of_code`` has those in one instruction of a gfx942 code object. A fault is found by the first
-digits of the code object's digest, the address, and the first word of the changed instruction. A
-reason holds for all inputs that the API accepts, not only for those of the cases.
+digits of the code object's digest, the address, and the first word of the changed instruction.
+``of_python`` has those in the torch backend, by file, line and the line that replaces it, as
+``ast.unparse`` writes them. A reason holds for all inputs that the API accepts, not only for those
+of the cases.
 """
 
 from __future__ import annotations
@@ -53,6 +55,8 @@ _SOURCE: tuple[tuple[tuple[str, ...], tuple[str, ...], str, str, str], ...] = (
      "more tiles are visited, whose keys the mask hides from all rows of the block"),
 )
 # fmt: on
+
+_PYTHON: dict[tuple[str, str, str], str] = {}
 
 _CLEARS = (
     "rows that are in use are cleared as well; the kernel that writes them runs after this one"
@@ -125,6 +129,11 @@ def of_source(plan: str, old: str, new: str) -> str:
         if fits and (before, after) == (old, new):
             return why
     return ""
+
+
+def of_python(file: str, old: str, new: str) -> str:
+    """Why this change of a line is equivalent, "" where nobody has shown it."""
+    return _PYTHON.get((file, old, new), "")
 
 
 def of_code(digest: str, pc: int, low: int) -> str:
