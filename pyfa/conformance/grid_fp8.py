@@ -64,11 +64,13 @@ def quick() -> Iterator[Case]:
             dtypes = {"dtype": "float8_e4m3fn"}
         yield packed(lengths, "kvcache", scales=_SCALES[(index + 1) % 4], **dtypes, **options)
     # The queries and the new keys are rounded again after rotary, each to its own dtype.
-    fields = {"new_keys": 3, "causal": True, "slack": 2}
-    dtypes = {"dtype": "float8_e4m3fn", "rotary": "halves_part_float32", "page_size": 16}
-    yield packed(APPENDS[1], "kvcache", **dtypes, **fields)
-    dtypes = {"dtype": "float16", "cache_dtype": "float8_e4m3fn", "rotary": "interleaved"}
-    yield packed(APPENDS[1], "kvcache", scales="head", **dtypes, **fields)
+    rotated: tuple[Mapping[str, Any], ...] = (
+        {"dtype": "float8_e4m3fn", "rotary": "halves_part_float32", "page_size": 16},
+        {"cache_dtype": "float8_e4m3fn", "rotary": "interleaved", "dtype": "float16"},
+    )
+    for scales, options in zip(("", "head"), rotated, strict=True):
+        fields = {"new_keys": 3, "causal": True, "slack": 2, "scales": scales}
+        yield packed(APPENDS[1], "kvcache", **fields, **options)
 
 
 def full() -> Iterator[Case]:
