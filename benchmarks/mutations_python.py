@@ -78,8 +78,8 @@ class Verdict(NamedTuple):
 def changes(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
     """Makes each change in turn, yields its kind and place, and takes it back."""
     skipped = {
-        id(inner) for node in ast.walk(tree) if isinstance(node, (ast.AnnAssign, ast.arg))
-        for part in [node.annotation] if part is not None for inner in ast.walk(part)
+        id(inner) for node in ast.walk(tree) for name in ("annotation", "returns")
+        for part in [getattr(node, name, None)] if part is not None for inner in ast.walk(part)
     }  # fmt: skip
     for node in ast.walk(tree):
         if id(node) in skipped:

@@ -166,7 +166,7 @@ def test_faults_of_python_source(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     script = importlib.import_module("mutations_python")
     tree = ast.parse(
-        "def f(a: 3, b):\n    g(a)\n    return min(a + 1, b) if not a < b else a and b"
+        "def f(a: 3, b) -> 3:\n    g(a)\n    return min(a + 1, b) if not a < b else a and b"
     )
     before = ast.unparse(tree)
     made = [(kind, ast.unparse(tree)) for kind, _ in script.changes(tree)]
@@ -175,7 +175,7 @@ def test_faults_of_python_source(monkeypatch: pytest.MonkeyPatch) -> None:
     }  # fmt: skip
     assert all(after != before for _, after in made)
     assert ast.unparse(tree) == before, "each is taken back"
-    assert not any("a: 4" in after for _, after in made), "an annotation is no code"
+    assert not any("a: 4" in x or "-> 4" in x for _, x in made), "an annotation is no code"
 
 
 def test_a_job_may_end_its_process_or_hang() -> None:
