@@ -5,12 +5,12 @@ faults drawn from the seed, one at a time, in ``pyfa/backends/torch``: a compari
 the other side, ``and`` for ``or``, + for -, * for +, min for max, a number that is one more, a call
 in a line of its own left out, a ``not`` left out. Files and kinds take turns. A fault is caught by
 the first case of the quick level that fails or crashes, or does not end within ``--stuck`` seconds.
-``--level full`` tries survivors on that level too. What conformance cannot ask for, because a call
-on a CPU is refused (rows beyond the end of a cache), is asked for by ``TESTS``, the last that a
-fault is tried on. Survivors are listed with their line, and with the reason in
-``equivalent_faults.py`` where they are equivalent; elsewhere a case is missing. ``--save`` writes
-``results/mutations_torch.json``. ``--again`` tries the survivors of that file, after cases were
-added, and notes in the file what came of them.
+``--level full`` tries survivors on that level too. What conformance cannot ask for (a call that is
+refused on a CPU, a choice of GPUs, tiles that cost time and change nothing) is asked for by
+``TESTS``, the last that a fault is tried on. Survivors are listed with their line, and with the
+reason in ``equivalent_faults.py`` where they are equivalent; elsewhere a case is missing.
+``--save`` writes ``results/mutations_torch.json``. ``--again`` tries the survivors of that file,
+after cases were added, and notes in the file what came of them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ import torch  # before the processes are forked; pyfa is imported in them, and i
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "pyfa" / "backends" / "torch"
 RESULT = ROOT / "benchmarks" / "results" / "mutations_torch.json"
-TESTS = {"append.py": "tests/test_append.py"}
+TESTS = "tests/test_append.py", "tests/test_torch_reasons.py", "tests/test_edges.py"
 _COMPARISONS: dict[type, type] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
     ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
@@ -182,7 +182,7 @@ def judge(fault: Fault | None, level: str) -> tuple[str, str]:
     found = _caught(level)
     if fault is None or found[0]:
         return found
-    return _caught_by_tests(fault.file) if changed else ("", NEVER_RAN)
+    return _caught_by_tests() if changed else ("", NEVER_RAN)
 
 
 def _caught(level: str) -> tuple[str, str]:
@@ -204,13 +204,12 @@ def _caught(level: str) -> tuple[str, str]:
     return "", ""
 
 
-def _caught_by_tests(file: str) -> tuple[str, str]:
-    tests = TESTS.get(file)
-    if tests is None:
-        return "", ""
-    arguments = [str(ROOT / tests), "-q", "-x", "-p", "no:cacheprovider"]
-    with contextlib.redirect_stdout(io.StringIO()):
-        return ("a test", tests) if pytest.main(arguments) else ("", "")
+def _caught_by_tests() -> tuple[str, str]:
+    for tests in TESTS:
+        with contextlib.redirect_stdout(io.StringIO()):
+            if pytest.main([str(ROOT / tests), "-q", "-x", "-p", "no:cacheprovider"]):
+                return "a test", tests
+    return "", ""
 
 
 def judge_all(
