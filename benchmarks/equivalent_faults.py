@@ -56,8 +56,6 @@ _SOURCE: tuple[tuple[tuple[str, ...], tuple[str, ...], str, str, str], ...] = (
 )
 # fmt: on
 
-_PYTHON: dict[tuple[str, str, str], str] = {}
-
 _CLEARS = (
     "rows that are in use are cleared as well; the kernel that writes them runs after this one"
 )
@@ -119,6 +117,30 @@ _CODE: dict[tuple[str, int, int], str] = {
     ("3eb9c8d08d39", 0x5970, 0xD1E20003):
         "the first tile's ratio of scales, times exp2 of the lowest float, which is 0, or times "
         "sums that are still 0",
+}  # fmt: skip
+
+_SIZE = "another size of tiles, which changes no result but its rounding"
+_PYTHON: dict[tuple[str, str, str], str] = {
+    ("tiled.py",
+     "self.step_q = min(256, max(32, budget >> 9))",
+     "self.step_q = max(256, max(32, budget >> 9))"): _SIZE,
+    ("tiled.py",
+     "self.step_k = min(512, max(64, budget // self.step_q))",
+     "self.step_k = max(512, max(64, budget // self.step_q))"): _SIZE,
+    ("tiled.py",
+     "_TILE_SCORES = {'cpu': 1 << 20, 'cuda': 1 << 25}",
+     "_TILE_SCORES = {'cpu': 1 << 20, 'cuda': 2 << 25}"): _SIZE,
+    ("tiled.py",
+     "if dsinks is not None and call.sinks is not None:",
+     "if dsinks is not None or call.sinks is not None:"):
+        "there are gradients of sinks where there are sinks",
+    ("tiled.py",
+     "column, last = ((distance + row[:, None]).expand(batch, 1, -1, -1), mask.shape[-1] - 1)",
+     "column, last = ((distance + row[:, None]).expand(batch, 1, -1, -1), mask.shape[-2] - 1)"):
+        "a tree_mask is square",
+    ("philox.py",
+     "return draw < int((1.0 - p) * 2 ** 32)",
+     "return draw <= int((1.0 - p) * 2 ** 32)"): _DROPOUT,
 }  # fmt: skip
 
 

@@ -7,10 +7,10 @@ in a line of its own left out, a ``not`` left out. Files and kinds take turns. A
 the first case of the quick level that fails or crashes, or does not end within ``--stuck`` seconds.
 ``--level full`` tries survivors on that level too. What conformance cannot ask for (a call that is
 refused on a CPU, a choice of GPUs, tiles that cost time and change nothing) is asked for by
-``TESTS``, the last that a fault is tried on. Survivors are listed with their line, and with the
-reason in ``equivalent_faults.py`` where they are equivalent; elsewhere a case is missing.
-``--save`` writes ``results/mutations_torch.json``. ``--again`` tries the survivors of that file,
-after cases were added, and notes in the file what came of them.
+``TESTS``, the last that a fault is tried on. What ``equivalent_faults.py`` has a reason for does
+not run. Survivors are listed with their line: they are equivalent, or a case is missing. ``--save``
+writes ``results/mutations_torch.json``. ``--again`` tries the survivors of that file, after cases
+were added, and notes in the file what came of them.
 """
 
 from __future__ import annotations
@@ -236,7 +236,9 @@ def judge_all(
 
 def run(options: argparse.Namespace, end: float) -> dict[str, Any]:
     faults = drawn(all_faults(), options.faults, options.seed)
-    found = judge_all([*faults], "quick", options, end)
+    reasons = {x: equivalent_faults.of_python(x.file, x.old, x.new) for x in faults}
+    tried = [fault for fault in faults if not reasons[fault]]
+    found = judge_all([*tried], "quick", options, end)
     if options.level == "full":
         again = judge_all([v.fault for v in found if not v.by], "full", options, end)
         known = {v.fault: v._replace(by=v.by and f"{v.by}, full level") for v in again}
@@ -244,7 +246,9 @@ def run(options: argparse.Namespace, end: float) -> dict[str, Any]:
     by = collections.Counter((v.fault.kind, v.by or SURVIVED) for v in found)
     return {
         "what": "faults in the source of the torch backend, found by conformance and by tests",
-        "level": options.level, "seed": options.seed, "planted": len(faults), "ran": len(found),
+        "level": options.level, "seed": options.seed, "planted": len(faults),
+        "equivalent": [fault._asdict() | {"why": why} for fault, why in reasons.items() if why],
+        "ran": len(found), "not_run": len(tried) - len(found),
         "caught": sum(bool(v.by) for v in found),
         "rows": [{"kind": kind, "by": whom, "count": count}
                  for (kind, whom), count in sorted(by.items())],
@@ -289,11 +293,12 @@ def main() -> None:
     for line in results["survivors"]:
         why = equivalent_faults.of_python(line["file"], line["old"], line["new"])
         if why:
-            line["equivalent"] = why
+            line["why"] = why
         left["equivalent" if why else line.get("again", SURVIVED)] += 1
         print(line)
     print(f"{results['caught']} of {results['ran']} caught; of the others: {dict(left)}; "
-          f"{results['planted'] - results['ran']} not run, {seconds} s")  # fmt: skip
+          f"{len(results['equivalent'])} known as equivalent, {results['not_run']} not run, "
+          f"{seconds} s")  # fmt: skip
     if options.save:
         from pyfa import bench
 
