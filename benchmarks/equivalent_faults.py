@@ -138,6 +138,11 @@ _PYTHON: dict[tuple[str, str, str], str] = {
      "column, last = ((distance + row[:, None]).expand(batch, 1, -1, -1), mask.shape[-1] - 1)",
      "column, last = ((distance + row[:, None]).expand(batch, 1, -1, -1), mask.shape[-2] - 1)"):
         "a tree_mask is square",
+    ("tiled.py",
+     "if call.q.device.type != 'cpu' or not blocks.is_exact(blocks.mask_of(call)):",
+     "if call.q.device.type != 'cpu' and (not blocks.is_exact(blocks.mask_of(call))):"):
+        "explain, which alone asks, says of a mask_mod that is not exact that every tile is "
+        "visited, whatever the answer is",
     ("philox.py",
      "return draw < int((1.0 - p) * 2 ** 32)",
      "return draw <= int((1.0 - p) * 2 ** 32)"): _DROPOUT,
