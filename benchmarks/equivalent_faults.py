@@ -3,8 +3,10 @@
 ``of_source`` has those in the source of CUDA kernels. A fault is found by parts that the plan's
 name has, parts that it must not have, the line without its indentation, and the line that replaces
 it. ``of_code`` has those in one instruction of a gfx942 code object. A fault is found by the first
-digits of the code object's digest, the address, and the first word of the changed instruction. A
-reason holds for all inputs that the API accepts, not only for those of the cases.
+digits of the code object's digest, the address, and the first word of the changed instruction.
+``of_python`` has those in the torch backend, by file, line and the line that replaces it, as
+``ast.unparse`` writes them. A reason holds for all inputs that the API accepts, not only for those
+of the cases.
 """
 
 from __future__ import annotations
@@ -117,6 +119,35 @@ _CODE: dict[tuple[str, int, int], str] = {
         "sums that are still 0",
 }  # fmt: skip
 
+_SIZE = "another size of tiles, which changes no result but its rounding"
+_PYTHON: dict[tuple[str, str, str], str] = {
+    ("tiled.py",
+     "self.step_q = min(256, max(32, budget >> 9))",
+     "self.step_q = max(256, max(32, budget >> 9))"): _SIZE,
+    ("tiled.py",
+     "self.step_k = min(512, max(64, budget // self.step_q))",
+     "self.step_k = max(512, max(64, budget // self.step_q))"): _SIZE,
+    ("tiled.py",
+     "_TILE_SCORES = {'cpu': 1 << 20, 'cuda': 1 << 25}",
+     "_TILE_SCORES = {'cpu': 1 << 20, 'cuda': 2 << 25}"): _SIZE,
+    ("tiled.py",
+     "if dsinks is not None and call.sinks is not None:",
+     "if dsinks is not None or call.sinks is not None:"):
+        "there are gradients of sinks where there are sinks",
+    ("tiled.py",
+     "column, last = ((distance + row[:, None]).expand(batch, 1, -1, -1), mask.shape[-1] - 1)",
+     "column, last = ((distance + row[:, None]).expand(batch, 1, -1, -1), mask.shape[-2] - 1)"):
+        "a tree_mask is square",
+    ("tiled.py",
+     "if call.q.device.type != 'cpu' or not blocks.is_exact(blocks.mask_of(call)):",
+     "if call.q.device.type != 'cpu' and (not blocks.is_exact(blocks.mask_of(call))):"):
+        "explain, which alone asks, says of a mask_mod that is not exact that every tile is "
+        "visited, whatever the answer is",
+    ("philox.py",
+     "return draw < int((1.0 - p) * 2 ** 32)",
+     "return draw <= int((1.0 - p) * 2 ** 32)"): _DROPOUT,
+}  # fmt: skip
+
 
 def of_source(plan: str, old: str, new: str) -> str:
     """Why this change of a line is equivalent, "" where nobody has shown it."""
@@ -125,6 +156,11 @@ def of_source(plan: str, old: str, new: str) -> str:
         if fits and (before, after) == (old, new):
             return why
     return ""
+
+
+def of_python(file: str, old: str, new: str) -> str:
+    """Why this change of a line is equivalent, "" where nobody has shown it."""
+    return _PYTHON.get((file, old, new), "")
 
 
 def of_code(digest: str, pc: int, low: int) -> str:

@@ -9,7 +9,7 @@ is wrong (numbers, an error that is no refusal, a crash of the process, no answe
 seconds) is made smaller as long as it stays wrong, and printed as a call to paste; the status is 1.
 Nine of ten problems are short, so that many can be tried.
 A mean error of fewer than 64 independent roundings is chance: where that of an output is all that
-is wrong, the case is counted as "few" and is not wrong.
+is wrong, the case is counted as "few" and is not wrong. Outputs of rows that are equal are one.
 A call that a fault of another program would make wrong (``left_out``) does not run. It is counted
 as "left out", with the reason.
 
@@ -246,7 +246,7 @@ def is_chance(case: Case, result: CaseResult) -> bool:
         return False
     expected = examine.Expected(build.build(case))
     error = (expected.naive["out"].double() - expected.ref["out"]).abs()
-    error = error[error.isfinite()]
+    error = error[error.isfinite()].unique()  # rows that are equal share theirs
     return float(error.sum().square()) < _FEW * float(error.square().sum())
 
 

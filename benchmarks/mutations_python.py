@@ -5,8 +5,12 @@ faults drawn from the seed, one at a time, in ``pyfa/backends/torch``: a compari
 the other side, ``and`` for ``or``, + for -, * for +, min for max, a number that is one more, a call
 in a line of its own left out, a ``not`` left out. Files and kinds take turns. A fault is caught by
 the first case of the quick level that fails or crashes, or does not end within ``--stuck`` seconds.
-``--level full`` tries survivors on that level too. Survivors are listed with their line:
-equivalent, or a case is missing. ``--save`` writes ``results/mutations_torch.json``.
+``--level full`` tries survivors on that level too. What conformance cannot ask for (a call that is
+refused on a CPU, a choice of GPUs, tiles that cost time and change nothing) is asked for by
+``TESTS``, the last that a fault is tried on. What ``equivalent_faults.py`` has a reason for does
+not run. Survivors are listed with their line: they are equivalent, or a case is missing. ``--save``
+writes ``results/mutations_torch.json``. ``--again`` tries the survivors of that file, after cases
+were added, and notes in the file what came of them.
 """
 
 from __future__ import annotations
@@ -14,9 +18,12 @@ from __future__ import annotations
 import argparse
 import ast
 import collections
+import contextlib
 import hashlib
 import importlib.machinery
+import io
 import itertools
+import json
 import os
 import random
 import sys
@@ -26,10 +33,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import equivalent_faults
 import processes
+import pytest
 import torch  # before the processes are forked; pyfa is imported in them, and in none before
 
-FOLDER = Path(__file__).parents[1] / "pyfa" / "backends" / "torch"
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "pyfa" / "backends" / "torch"
+RESULT = ROOT / "benchmarks" / "results" / "mutations_torch.json"
+TESTS = "tests/test_append.py", "tests/test_torch_reasons.py", "tests/test_edges.py"
 _COMPARISONS: dict[type, type] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
     ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
@@ -43,6 +55,7 @@ _CALLS = {"min": "max", "max": "min", "minimum": "maximum", "maximum": "minimum"
 
 
 NEVER_RAN = "the changed file was not imported"
+SURVIVED = "survived"
 
 
 class Fault(NamedTuple):
@@ -65,8 +78,8 @@ class Verdict(NamedTuple):
 def changes(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
     """Makes each change in turn, yields its kind and place, and takes it back."""
     skipped = {
-        id(inner) for node in ast.walk(tree) if isinstance(node, (ast.AnnAssign, ast.arg))
-        for part in [node.annotation] if part is not None for inner in ast.walk(part)
+        id(inner) for node in ast.walk(tree) for name in ("annotation", "returns")
+        for part in [getattr(node, name, None)] if part is not None for inner in ast.walk(part)
     }  # fmt: skip
     for node in ast.walk(tree):
         if id(node) in skipped:
@@ -167,7 +180,9 @@ def judge(fault: Fault | None, level: str) -> tuple[str, str]:
 
         importlib.machinery.SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
     found = _caught(level)
-    return found if changed or fault is None else ("", NEVER_RAN)
+    if fault is None or found[0]:
+        return found
+    return _caught_by_tests() if changed else ("", NEVER_RAN)
 
 
 def _caught(level: str) -> tuple[str, str]:
@@ -189,6 +204,14 @@ def _caught(level: str) -> tuple[str, str]:
     return "", ""
 
 
+def _caught_by_tests() -> tuple[str, str]:
+    for tests in TESTS:
+        with contextlib.redirect_stdout(io.StringIO()):
+            if pytest.main([str(ROOT / tests), "-q", "-x", "-p", "no:cacheprovider"]):
+                return "a test", tests
+    return "", ""
+
+
 def judge_all(
     faults: list[Fault | None], level: str, options: argparse.Namespace, end: float
 ) -> list[Verdict]:
@@ -202,11 +225,50 @@ def judge_all(
         stuck=options.stuck,
         end=end,
     )
-    found = [Verdict(fault, by, case) for fault, (by, case) in every]
-    for verdict in found:
-        if verdict.case == NEVER_RAN:
-            raise RuntimeError(f"{verdict.fault}: {NEVER_RAN}")
+    found = []
+    for fault, (by, case) in every:
+        if case == NEVER_RAN:
+            raise RuntimeError(f"{fault}: {NEVER_RAN}")
+        print(by or SURVIVED, case, fault, flush=True)
+        found.append(Verdict(fault, by, case))
     return found
+
+
+def run(options: argparse.Namespace, end: float) -> dict[str, Any]:
+    faults = drawn(all_faults(), options.faults, options.seed)
+    reasons = {x: equivalent_faults.of_python(x.file, x.old, x.new) for x in faults}
+    tried = [fault for fault in faults if not reasons[fault]]
+    found = judge_all([*tried], "quick", options, end)
+    if options.level == "full":
+        again = judge_all([v.fault for v in found if not v.by], "full", options, end)
+        known = {v.fault: v._replace(by=v.by and f"{v.by}, full level") for v in again}
+        found = [known.get(v.fault, v) for v in found]
+    by = collections.Counter((v.fault.kind, v.by or SURVIVED) for v in found)
+    return {
+        "what": "faults in the source of the torch backend, found by conformance and by tests",
+        "level": options.level, "seed": options.seed, "planted": len(faults),
+        "equivalent": [fault._asdict() | {"why": why} for fault, why in reasons.items() if why],
+        "ran": len(found), "not_run": len(tried) - len(found),
+        "caught": sum(bool(v.by) for v in found),
+        "rows": [{"kind": kind, "by": whom, "count": count}
+                 for (kind, whom), count in sorted(by.items())],
+        "survivors": [v.fault._asdict() for v in found if not v.by],
+    }  # fmt: skip
+
+
+def run_again(options: argparse.Namespace, end: float) -> dict[str, Any]:
+    """What survived in the saved file, each with what came of it ``again``."""
+    saved: dict[str, Any] = json.loads(RESULT.read_text())
+    now = {(fault.file, fault.old, fault.new): fault for fault in all_faults()}
+    lines = {}
+    for line in saved["survivors"]:
+        fault = now.get((line["file"], line["old"], line["new"]))
+        line["again"] = "not run" if fault else "the line is gone"
+        if fault:
+            lines[fault] = line
+    for verdict in judge_all([*lines], options.level, options, end):
+        lines[verdict.fault] |= {"again": verdict.by or SURVIVED, "again_by": verdict.case}
+    return saved
 
 
 def main() -> None:
@@ -218,39 +280,32 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--stuck", type=float, default=300.0)
     parser.add_argument("--save", action="store_true")
+    parser.add_argument("--again", action="store_true", help="what survived in the saved file")
     options = parser.parse_args()
     begin = time.monotonic()
     end = begin + options.minutes * 60
     (plain,) = judge_all([None], "quick", options, end)
     if plain.by:
         raise SystemExit(f"without a fault: {plain}")
-    faults = drawn(all_faults(), options.faults, options.seed)
-    found = judge_all([*faults], "quick", options, end)
-    if options.level == "full":
-        again = judge_all([v.fault for v in found if not v.by], "full", options, end)
-        known = {v.fault: v._replace(by=v.by and f"{v.by}, full level") for v in again}
-        found = [known.get(v.fault, v) for v in found]
-    by = collections.Counter((v.fault.kind, v.by or "survived") for v in found)
-    for (kind, whom), count in sorted(by.items()):
-        print(f"{kind:<14} {whom:<40} {count}")
-    survivors = [v.fault._asdict() for v in found if not v.by]
-    for each in survivors:
-        print("survived:", each)
+    results = run_again(options, end) if options.again else run(options, end)
     seconds = round(time.monotonic() - begin)
-    print(f"{len(found) - len(survivors)} of {len(found)} caught, "
-          f"{len(faults) - len(found)} not run, {seconds} s")  # fmt: skip
+    left = collections.Counter[str]()
+    for line in results["survivors"]:
+        why = equivalent_faults.of_python(line["file"], line["old"], line["new"])
+        if why:
+            line["why"] = why
+        left["equivalent" if why else line.get("again", SURVIVED)] += 1
+        print(line)
+    print(f"{results['caught']} of {results['ran']} caught; of the others: {dict(left)}; "
+          f"{len(results['equivalent'])} known as equivalent, {results['not_run']} not run, "
+          f"{seconds} s")  # fmt: skip
     if options.save:
-        import machine  # which imports pyfa
+        from pyfa import bench
 
-        results = {
-            "what": "faults in the source of the torch backend, found by conformance",
-            "level": options.level, "seed": options.seed, "planted": len(faults),
-            "ran": len(found), "caught": len(found) - len(survivors),
-            "rows": [{"kind": kind, "by": whom, "count": count}
-                     for (kind, whom), count in sorted(by.items())],
-            "survivors": survivors, "seconds": seconds,
-        }  # fmt: skip
-        print(machine.save("mutations_torch", results))
+        part = {"left": dict(left), "seconds": seconds}
+        if options.again:
+            results["again"] = {"environment": bench.environment(), **part}
+        bench.write(RESULT, results if options.again else {**results, **part})
 
 
 if __name__ == "__main__":

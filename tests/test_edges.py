@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import pyfa
-from pyfa import dispatch, reference, request
+from pyfa import conformance, dispatch, reference, request
+from pyfa.backends import BACKENDS
 from pyfa.backends.torch import tiled
 from pyfa.conformance import tolerances
 
@@ -375,3 +376,47 @@ def test_meta_tensors_tell_the_outputs_shape(dtype, options):
     assert out.device.type == lse.device.type == "meta"
     assert out.shape == q.shape
     assert lse.shape == (2, 4, 5)
+
+
+def test_a_scale_that_is_no_power_of_two():
+    """Scores of 40 in float32: the rule allows for a dQ that is off by 40 times as much."""
+    case = conformance.Case(
+        dtype="float32", lengths_q=(129,), lengths_k=(129,), head_dim=72, head_dim_v=72,
+        recipe="growing", backward=True,
+    )  # fmt: skip
+    (result,) = conformance.run_cases(BACKENDS["torch"], [case]).results
+    (dq,) = (check for check in result.checks if check.name == "dq")
+    assert dq.passed
+    assert dq.ratio < 0.2
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        # As many keys as their heads: one may be taken for the other.
+        {"lengths_q": (5, 5), "lengths_k": (2, 2), "heads_q": 4, "backward": True},
+        # Caches that are full, without lengths, whose tiles all have one size.
+        {"kind": "kvcache", "lengths_k": (48, 48), "page_size": 16, "batch_invariant": True},
+        {"kind": "kvcache", "lengths_k": (48, 48), "batch_idx": True, "batch_invariant": True},
+    ],
+    ids=str,
+)
+def test_sizes_that_may_be_taken_for_another(fields):
+    (result,) = conformance.run_cases(BACKENDS["torch"], [conformance.Case(**fields)]).results
+    assert result.status == "passed"
+
+
+@pytest.mark.parametrize("apart", range(3))
+def test_elements_that_are_apart_in_one_tensor_alone(apart):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 40, 2, 16).unbind()
+    given = [q, k, v]
+    given[apart] = torch.stack((given[apart],) * 2, -1).flatten(-2)[..., ::2]
+    assert torch.equal(pyfa.attention(*given, backend="torch"), pyfa.attention(q, k, v))
+
+
+def test_more_heads_than_a_tile_has_scores():
+    q, k, v = torch.randn(3, 1, 3, 2100, 4).unbind()
+    some = [x[:, :, 2050:2060] for x in (q, k, v)]
+    out = pyfa.attention(q, k, v, softcap=2.0, backend="torch")[:, :, 2050:2060]
+    torch.testing.assert_close(out, pyfa.attention(*some, softcap=2.0, backend="torch"))

@@ -300,19 +300,22 @@ def _rotated(
     result = _Rotated()
     result.originals = list(parts)
     half = case.head_dim // (4 if "part" in case.rotary else 2) or 1
-    longest = capacity + max(case.lengths_q, default=0) + 8
+    start = before if "cache_seqlens" in others else [capacity] * case.batch
+    if case.rotary_seqlens:
+        start = integers(f"{case.name}/rotary_seqlens", case.batch, 8)
+        result.arguments["rotary_seqlens"] = _int32(start)
+    moving = case.causal or case.window is not None or case.attention_chunk > 0
+    taken = [max(rows if moving else min(rows, 1), case.new_keys) for rows in case.lengths_q]
+    # The tables end with the last position: what is behind them is not to be read.
+    longest = max((first + rows for first, rows in zip(start, taken, strict=True)), default=1)
+    longest = max(longest, 1 if case.rotary_seqlens else capacity)
     # Any rotation will do: the rational point (1 − t², 2t) / (1 + t²) needs no library's cosine.
     t = near_normal(f"{case.name}/rotary", (longest, half))
     tables = {"rotary_cos": (1 - t * t) / (1 + t * t), "rotary_sin": 2 * t / (1 + t * t)}
     dtype = torch.float32 if case.rotary.endswith("float32") else dtype_of(case)
     result.tables = {name: place(x, dtype, "contiguous") for name, x in tables.items()}
     cos, sin = (item.view() for item in result.tables.values())
-    result.arguments = {"rotary_interleaved": case.rotary.startswith("interleaved")}
-    start = before if "cache_seqlens" in others else [capacity] * case.batch
-    if case.rotary_seqlens:
-        start = integers(f"{case.name}/rotary_seqlens", case.batch, 8)
-        result.arguments["rotary_seqlens"] = _int32(start)
-    moving = case.causal or case.window is not None or case.attention_chunk > 0
+    result.arguments["rotary_interleaved"] = case.rotary.startswith("interleaved")
     for b, (q, k, _) in enumerate(parts):
         steps = torch.arange(q.shape[0]) if moving else torch.zeros(q.shape[0], dtype=torch.int64)
         turned_q = rotate(q, cos, sin, start[b] + steps, case.rotary)

@@ -274,8 +274,9 @@ class Case:
             "float8 only": not self.dtypes[1].startswith("float8")
             and bool(self.scales or self.cache_dtype or self.recipe in FLOAT8_RECIPES),
             "float8 gradient": self.dtypes[1].startswith("float8") and self.backward,
-            "float8 rotary": bool(self.rotary)
-            and self.dtypes[0 if not self.new_keys else 1].startswith("float8"),
+            "float8 tables": bool(self.rotary)
+            and self.dtype.startswith("float8")
+            and self.rotary not in FLOAT32_ROTARIES,
             "float8 under": bool(self.cache_dtype) and self.dtype not in ("bfloat16", "float16"),
             "out_dtype": bool(self.out_dtype) and not self.dtype.startswith("float8"),
             "hostile": bool(self.hostile) and not self._can_be_hostile,

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .cases import FLOAT8_RECIPES, LAYOUTS, Case, dense, packed
-from .grid_axes import draws
+from .grid_axes import APPENDS, draws
 
 FORMATS = ("float8_e4m3fn", "float8_e4m3fnuz")
 _SCALES: tuple[str | int, ...] = ("head", 16, "tensor", 64, "", 32)
@@ -63,6 +63,14 @@ def quick() -> Iterator[Case]:
         if index in (1, 6, 7):
             dtypes = {"dtype": "float8_e4m3fn"}
         yield packed(lengths, "kvcache", scales=_SCALES[(index + 1) % 4], **dtypes, **options)
+    # The queries and the new keys are rounded again after rotary, each to its own dtype.
+    rotated: tuple[Mapping[str, Any], ...] = (
+        {"dtype": "float8_e4m3fn", "rotary": "halves_part_float32", "page_size": 16},
+        {"cache_dtype": "float8_e4m3fn", "rotary": "interleaved", "dtype": "float16"},
+    )
+    for scales, options in zip(("", "head"), rotated, strict=True):
+        fields = {"new_keys": 3, "causal": True, "slack": 2, "scales": scales}
+        yield packed(APPENDS[1], "kvcache", **fields, **options)
 
 
 def full() -> Iterator[Case]:

@@ -268,13 +268,18 @@ def rotate(
     def turned_by(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         return reference.rotary(x[None], cos, sin, positions[None], interleaved)[0]
 
+    def rounded(values: torch.Tensor) -> torch.Tensor:
+        if x.itemsize == 1:  # what is too large is the largest number, and no NaN
+            values = values.clamp(torch.finfo(x.dtype).min, torch.finfo(x.dtype).max)
+        return values.to(x.dtype)
+
     exact = turned_by(x, cos, sin)
     unsure = torch.zeros_like(x)
     if x.dtype != torch.float32:  # whose rotation is not rounded again
         # |ac| + |bs| of the first elements of the pairs, and then |as| + |bc| of the second ones.
         sizes = x.double().abs(), cos.abs(), sin.abs()
         size = torch.maximum(turned_by(sizes[0], sizes[1], -sizes[2]), turned_by(*sizes))
-        above, below = ((exact + sign * 2.0**-23 * size).to(x.dtype) for sign in (1.0, -1.0))
+        above, below = (rounded(exact + sign * 2.0**-23 * size) for sign in (1.0, -1.0))
         unsure = (above.double() - below.double()).to(x.dtype)
     half = cos.shape[-1]
     c, s = (table.float()[positions][:, None, :] for table in (cos, sin))
@@ -286,7 +291,7 @@ def rotate(
         first, second = near[..., :half], near[..., half : 2 * half]
         turned = torch.cat((first * c - second * s, first * s + second * c), -1)
     near = torch.cat((turned, near[..., 2 * half :]), -1)
-    return exact.to(x.dtype), near.to(x.dtype), unsure
+    return rounded(exact), rounded(near), unsure
 
 
 def dtype_of(case: Case, name: str = "q") -> torch.dtype:

@@ -38,7 +38,8 @@ n independent numbers and not of n·D. The mean of n half-normal errors has a re
 deviation of √(π/2 − 1)/√n, and the ratio of two such means √2 times that: 1.07/√n. Float32 tensors
 get three standard deviations, 1.5·(1 + 3.2/√n), where n counts the rows of ref that are not 0
 throughout (for sinks the elements). In 16 bits each element of the output is rounded independently,
-and the bound does not change.
+and the bound does not change. Rows that are equal are the exception: with a head_dim of 1
+their mean is one number, and chance. So "growing" needs a head_dim of 8.
 
 (e) A 16-bit gradient gets the same 3.2/√n, with n the number of independent numbers in naive's
 error. The error comes from the rounding of dS, and a row of dQ is a sum over the keys that it sees:

@@ -8,13 +8,19 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pyfa.backends import BACKENDS
+from pyfa.conformance.build import build
 from pyfa.conformance.cases import KINDS, Case
+from pyfa.conformance.examine import Expected
+from pyfa.conformance.report import CaseResult
+from pyfa.conformance.tolerances import judge
 from pyfa.problem import FEATURES
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "fuzz.py"
@@ -160,3 +166,45 @@ def test_what_was_wrong_runs_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     saved = json.loads(path.read_text())
     assert (saved["tried"], saved["wrong"], saved["mended"]) == (4, 1, 0)
     assert [each["commit"] for each in saved["parts"]] == ["before", "after"]
+
+
+def test_equal_rows_are_one_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mean over one number is chance: a kernel that rounds P to float16 as eager attention does,
+    but before the division, has twice its error in the first case. In the second case as many rows
+    have as many roundings, and one ulp too much in each output is found."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import fuzz as script
+
+    shape: dict[str, Any] = {
+        "dtype": "float16",
+        "heads_q": 1,
+        "heads_k": 1,
+        "head_dim": 1,
+        "head_dim_v": 1,
+    }
+    one, many = (
+        Case(lengths_q=(130,), lengths_k=(130,), recipe=recipe, **shape)
+        for recipe in ("growing", "plain")
+    )
+
+    def judged(case: Case, out: Callable[[torch.Tensor], torch.Tensor]) -> CaseResult:
+        expected = Expected(build(case))
+        ref, naive = expected.ref["out"], expected.naive["out"]
+        check = judge("out", out(ref), ref, naive)
+        return CaseResult(case.name, case.dtype, (), "failed", (check,))
+
+    def as_a_kernel(ref: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.view().flatten().float() for x in build(one).placed.values())
+        scores = q[0] * k
+        p = torch.exp(scores - scores.max())
+        return torch.full_like(ref, float((p.half() * v).sum() / p.sum())).half()
+
+    def an_ulp_too_much(ref: torch.Tensor) -> torch.Tensor:
+        return (ref.half().view(torch.int16) + 1).view(torch.float16)
+
+    found = judged(one, as_a_kernel)
+    assert found.checks[0].message.startswith("out: mean error 7.979e-05, allowed 6.342e-05")
+    assert script.is_chance(one, found)
+    found = judged(many, an_ulp_too_much)
+    assert found.checks[0].message.startswith("out: mean error")
+    assert not script.is_chance(many, found)

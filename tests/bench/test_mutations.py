@@ -166,7 +166,7 @@ def test_faults_of_python_source(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     script = importlib.import_module("mutations_python")
     tree = ast.parse(
-        "def f(a: 3, b):\n    g(a)\n    return min(a + 1, b) if not a < b else a and b"
+        "def f(a: 3, b) -> 3:\n    g(a)\n    return min(a + 1, b) if not a < b else a and b"
     )
     before = ast.unparse(tree)
     made = [(kind, ast.unparse(tree)) for kind, _ in script.changes(tree)]
@@ -175,7 +175,7 @@ def test_faults_of_python_source(monkeypatch: pytest.MonkeyPatch) -> None:
     }  # fmt: skip
     assert all(after != before for _, after in made)
     assert ast.unparse(tree) == before, "each is taken back"
-    assert not any("a: 4" in after for _, after in made), "an annotation is no code"
+    assert not any("a: 4" in x or "-> 4" in x for _, x in made), "an annotation is no code"
 
 
 def test_a_job_may_end_its_process_or_hang() -> None:
@@ -242,6 +242,33 @@ def test_a_fault_of_the_torch_backend_is_caught(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=150
     )
     assert done.stdout.strip().splitlines()[-1:] == ["wrong numbers"], done.stderr
+
+
+def test_a_fault_that_only_a_test_finds(python_faults: list[Any]) -> None:
+    fault = next(x for x in python_faults if x.new == "fits = (begin <= capacity)[..., None, None]")
+    code = (
+        "import sys; sys.path.insert(0, 'benchmarks'); import mutations_python as m, argparse;"
+        "m._caught = lambda level: (__import__('pyfa'), ('', ''))[1];"  # as if all cases passed
+        "options = argparse.Namespace(jobs=1, stuck=120.0);"
+        f"print(m.judge_all([m.Fault(*{tuple(fault)!r})], 'quick', options, 1e9)[0])"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=150
+    )
+    assert done.stdout.strip().endswith("by='a test', case='tests/test_append.py')"), done.stderr
+
+
+def test_reasons_are_of_faults_that_there_are(
+    monkeypatch: pytest.MonkeyPatch, python_faults: list[Any]
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    script = importlib.import_module("equivalent_faults")
+    made = {(fault.file, fault.old, fault.new) for fault in python_faults}
+    assert script._PYTHON.keys() <= made
+    fault = next(iter(script._PYTHON))
+    assert script.of_python(*fault)
+    assert not script.of_python(*fault[:2], fault[1])
 
 
 def test_a_fault_that_nothing_imports_does_not_survive(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,6 @@ def append_kv(
     Rows beyond the end of the cache are dropped.
     """
     batch, rows = k.shape[:2]
-    if batch == 0 or rows == 0:
-        return
     device = k.device
     page_size = k_cache.shape[1]
     capacity = page_size if page_table is None else page_table.shape[1] * page_size
