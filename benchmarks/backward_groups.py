@@ -151,7 +151,7 @@ def main() -> None:
         if options.model:
             what += "; model, not measured"
         else:
-            name = f"backward_groups_{torch.cuda.get_device_name().split()[-1].lower()}"
+            name = f"backward_groups_{machine.gpu()}"
         print(machine.save(name, {"what": what, "rows": rows}))
 
 

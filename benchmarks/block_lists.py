@@ -193,7 +193,7 @@ def main() -> None:
             rows.append(measured(name, size, options.backend))
             print(rows[-1], flush=True)
         if options.save:
-            gpu = torch.cuda.get_device_name().split()[-1].lower()
+            gpu = machine.gpu()
             results = {"backend": options.backend, "compared": compared_lists, "rows": rows}
             print(machine.save(f"block_lists_{gpu}", results))
 

@@ -209,7 +209,7 @@ def main() -> None:
                     print(f"      {phase['of']}")
             print(" ", results[order][title]["errors"], results[order][title]["bundled"])
         if options.save:
-            print(machine.save("first_call_h200", results))
+            print(machine.save(f"first_call_{machine.gpu()}", results))
 
 
 if __name__ == "__main__":

@@ -195,7 +195,7 @@ def main() -> None:
     ratio = round(decode_beside_a_graph(), 4)
     print(f"decode of 65,536 keys, eagerly over in a graph: {ratio}")
     if options.save:
-        gpu = torch.cuda.get_device_name().split()[-1].lower()
+        gpu = machine.gpu()
         results = {"calls": _CALLS, "rounds": _ROUNDS, "decode_over_graph": ratio, "rows": rows}
         print(machine.save(f"host_calls_{gpu}", results))
 

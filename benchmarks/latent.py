@@ -218,7 +218,7 @@ def main() -> None:
     results["ncu"] = ncu.why_unavailable() or [profiled(cell) for cell in _PROFILED]
     print(results["ncu"], flush=True)
     if options.save:
-        gpu = torch.cuda.get_device_name().split()[-1].lower()
+        gpu = machine.gpu()
         print(machine.save(f"latent_{gpu}", results))
 
 

@@ -130,7 +130,7 @@ def main() -> int:
                 rows.append(one)
                 print(one, flush=True)
     if options.save:
-        gpu = torch.cuda.get_device_name().split()[-1].lower()
+        gpu = machine.gpu()
         how = f"Medians of {options.rounds} replays of {_CALLS} calls in turn, warm caches."
         print(machine.save(f"latent_peers_{gpu}", {"how": how, "rows": rows}))
     return 0

@@ -6,9 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pyfa import bench
+from pyfa.device import DEVICES
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def gpu() -> str:
+    """Return the short name of this machine's GPU for a file: h100 of "NVIDIA H100 80GB HBM3"."""
+    name = torch.cuda.get_device_name()
+    known = (each for each in DEVICES if each.split("-")[0] in name.replace(" ", ""))
+    return next(known, name.split()[-1]).lower()
 
 
 def save(name: str, results: Mapping[str, Any]) -> Path:

@@ -251,7 +251,7 @@ def main() -> None:
         both = [(job, listed) for job in jobs for listed in (True, False)]
         results["lists"] = in_processes(by_lists, both)
     if options.save:
-        gpu = torch.cuda.get_device_name().split()[-1].lower()
+        gpu = machine.gpu()
         print(machine.save(f"{options.name}_{gpu}", results))
 
 

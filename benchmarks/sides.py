@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch._functorch import config as functorch_config
 
 from pyfa.bench.timing import Clock, in_turns
 
@@ -48,6 +49,8 @@ def flex(leaves: Sequence[torch.Tensor], dout: torch.Tensor, options: Options) -
     if mask is not None:
         rows, where = leaves[0].shape[1], leaves[0].device
         given["block_mask"] = create_block_mask(mask, None, None, rows, rows, device=where)
+    # A timed backward keeps its graph, which donated buffers forbid.
+    functorch_config.donated_buffer = False
     compiled: Any = torch.compile(flex_attention, dynamic=False)
     turned = [x.detach().transpose(1, 2).contiguous() for x in (*leaves, dout)]
     return Side(

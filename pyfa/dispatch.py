@@ -30,10 +30,12 @@ from .device import Device, of
 from .errors import PerformanceWarning, UnsupportedProblem
 from .plan import Plan
 from .problem import (
+    STEPS,
     WITH_VALUES,
     Append,
     Call,
     Problem,
+    bucket,
     form_of,
     has_bias_tiles,
     is_aligned,
@@ -41,6 +43,7 @@ from .problem import (
     problem_of,
     scales_of,
     tensors_of,
+    window_of,
 )
 
 _log = logging.getLogger("pyfa")
@@ -150,7 +153,8 @@ class Prepared(NamedTuple):
         return self.bind_backward(given, False)(*given.arguments())
 
 
-# Sizes enter the key as powers of two, so what can be in here is bounded by the kinds of problem.
+# Sizes enter the key as ``Problem.bucketed`` rounds them, so what can be in here is bounded by the
+# kinds of problem.
 _prepared: dict[tuple[object, ...], Prepared] = {}
 _lock = threading.Lock()
 
@@ -171,6 +175,9 @@ def prepare(call: Call, wanted: str, needs_grad: bool, bias_grad: bool) -> Prepa
     # Alignment decides nothing on a CPU, and reading it costs 2 µs.
     aligned = device.type == "cpu" or is_aligned(call)
     batch = q_shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    nothing = seqused_q is seqused_k is page_table is cache_leftpad is None
+    even = nothing and cu_seqlens_q is cu_seqlens_k is None and not call.topk
+    steps = STEPS if even else 1
     key = (
         wanted,
         needs_grad,
@@ -181,14 +188,15 @@ def prepare(call: Call, wanted: str, needs_grad: bool, bias_grad: bool) -> Prepa
         *q_shape[-2:],
         *k.shape[-2:],
         v.shape[-1],
-        (batch - 1).bit_length() if batch else -1,
-        (rows - 1).bit_length() if rows else -1,
-        (keys - 1).bit_length() if keys else -1,
+        bucket(batch, steps),
+        bucket(rows, steps),
+        bucket(keys, steps),
         rows == keys and q_start == k_start,
         is_positive(scale),
         left >= 0,
         # Unlimited, causal, or a window's right edge: three kinds.
         min(right, 1),
+        bucket(window_of(call), STEPS),
         call.window_shift != 0,
         call.attention_chunk != 0,
         softcap != 0.0,

@@ -239,6 +239,9 @@ def form_of(call: Call, append: Append | None = None) -> Form:
     )
 
 
+STEPS = 8  # from one power of two to the next, where the grid follows from sizes
+
+
 def bucket(size: int, steps: int = 1) -> int:
     """Return ``size`` rounded up to a power of two, or to one of ``steps`` equal steps from half of
     it to it; 0 stays 0. Limits the number of plans."""
@@ -431,6 +434,12 @@ def features_of(call: Call, needs_grad: bool, bias_grad: bool) -> frozenset[str]
     return frozenset(name for name, feature in FEATURES.items() if feature.is_needed(asked))
 
 
+def window_of(call: Call) -> int:
+    """Return how many keys a row sees by the window; 0 if it has no bound on one side."""
+    bounded = call.window_left >= 0 and call.window_right >= 0
+    return call.window_left + call.window_right + 1 if bounded else 0
+
+
 def is_aligned(call: Call) -> bool:
     """Return whether q, k and v have bases and strides in multiples of 16 bytes and contiguous
     rows."""
@@ -478,7 +487,8 @@ class Problem:
     scale is above 0 in float32, as kernels that scale after masking require. ``dtype`` is q's;
     ``dtype_k`` (of k and v) and ``dtype_out`` are "" if they are the same. ``scales``: how many
     rows of k share one float8 scale, or 0 if all rows of a head of a sequence do. ``bias_tiles``:
-    the result of ``has_bias_tiles``. ``mods``: the digest of its score_mod and mask_mod, "" without
+    the result of ``has_bias_tiles``. ``window``: how many keys a row sees by its window, 0 if the
+    window has no bound on one side. ``mods``: the digest of its score_mod and mask_mod, "" without
     them. ``described`` is for people and not compared.
     """
 
@@ -500,6 +510,7 @@ class Problem:
     dtype_out: str = ""
     scales: int = 0
     bias_tiles: bool = False
+    window: int = 0
     mods: str = ""
     described: str = field(default="", compare=False)
 
@@ -519,12 +530,13 @@ class Problem:
         They are rounded up to powers of two, or in 8 steps from one to the next where the grid
         follows from them: then the tiles may depend on how well they fill the device.
         """
-        steps = 1 if self.features & _UNEVEN else 8
+        steps = 1 if self.features & _UNEVEN else STEPS
         return replace(
             self,
             batch=bucket(self.batch, steps),
             seqlen_q=bucket(self.seqlen_q, steps),
             seqlen_k=bucket(self.seqlen_k, steps),
+            window=bucket(self.window, STEPS),
         )
 
 
@@ -551,6 +563,7 @@ def problem_of(
         dtype_out=_name(call.dtype_of_out()) if call.dtype_of_out() != call.q.dtype else "",
         scales=scales_of(call.k_descale, call.k),
         bias_tiles=has_bias_tiles(call),
+        window=window_of(call),
         mods=call.mods,
         described=describe(call, needs_grad, bias_grad, device),
     )

@@ -126,6 +126,30 @@ def check_same(found: list[Launch], first: list[Launch], tensors: set[str]) -> N
         assert [n for n in FRESH if (values[n] == 0) != (values_1[n] == 0)] == []
 
 
+def tiles_of_forward(driver: Any, batch: int, rows: int, heads: int, **options: Any) -> str:
+    """The constants of the forward's plan."""
+    q, k, v = (x.detach() for x in inputs(batch, rows, rows, heads, heads))
+    driver.launched.clear()
+    pyfa.attention(q, k, v, **options)
+    (name,) = {name for name, *_ in driver.launched}
+    return str(name)
+
+
+def test_tiles_do_not_depend_on_earlier_calls(driver: Any) -> None:
+    """Sizes between two powers of two, and windows, have tiles of their own, whichever came first:
+    the choice that is kept is of the rounded sizes alone."""
+    short, long = (tiles_of_forward(driver, 64, rows, 12) for rows in (197, 256))
+    assert short != long
+    assert [tiles_of_forward(driver, 64, rows, 12) for rows in (200, 250)] == [short, long]
+    narrow, wide = (
+        tiles_of_forward(driver, 1, 4096, 32, window=(edge, 0)) for edge in (128, 4000)
+    )
+    assert narrow != wide
+    # The same shapes in the other order.
+    assert tiles_of_forward(driver, 1, 4096, 32, window=(3900, 0)) == wide
+    assert tiles_of_forward(driver, 1, 4096, 32, window=(120, 0)) == narrow
+
+
 def check_prepared() -> None:
     """The one call that was kept, with its backward."""
     ((_, entry),) = binding.calls.recent.values()

@@ -388,6 +388,34 @@ def test_hopper_s_tiles_follow_the_grid(
     assert dict(terms.constants)["SCORE"] != 0
 
 
+# Batch, rows, heads, keys that a row sees; warpgroups of a block (cuda_tuning_h200.json, "forward,
+# sm90, tiles by the window").
+OF_WINDOWS = [
+    ((1, 8192, 64, 129), 2), ((4, 4096, 16, 257), 2), ((1, 16384, 64, 513), 2),
+    ((1, 8192, 32, 1025), 1), ((8, 2048, 16, 1537), 3), ((1, 8192, 32, 4097), 3),
+    ((1, 1024, 8, 257), 1), ((1, 8192, 32, 0), 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "groups"), OF_WINDOWS)
+def test_hopper_s_tiles_follow_the_window(shape: tuple[int, int, int, int], groups: int) -> None:
+    batch, rows, heads, window = shape
+
+    def made(*features: str, dim: int = 64) -> int:
+        plan = answer(
+            batch=batch, seqlen_q=rows, seqlen_k=rows, heads_q=heads, heads_k=heads, head_dim=dim,
+            head_dim_v=dim, window=window, features=frozenset({"window", *features}),
+        ).plan  # fmt: skip
+        assert plan is not None
+        assert plan in catalog.all_plans(TARGET, "sm_90")
+        return dict(plan.constants)["GROUPS"]
+
+    assert made() == made("sinks", "gqa", "backward") == groups
+    assert made("softcap") == 2
+    assert made("varlen") == 3
+    assert made(dim=128) == 2
+
+
 def test_a_grid_that_leaves_sms_idle_gets_blocks_of_half_the_rows() -> None:
     a100 = DEVICES["A100-80GB"]
     few = answer(batch=1, heads_q=8, heads_k=8, device=a100).plan

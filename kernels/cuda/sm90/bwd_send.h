@@ -14,6 +14,11 @@ DEVICE constexpr int dq_place(int warp) {
   return q_product<true>(group % kDqPartsD * 4 + warp % 4, group / kDqPartsD * kDqRows / 8);
 }
 
+// And those of the last 64 elements.
+DEVICE constexpr int last_dq_place(int warp) {
+  return q_product<true>(kConsumers * 4 + warp % 4, warp / 4 * kLastRows / 8);
+}
+
 struct DqSemaphore {
   int *count;  // blocks that have added
   int before;  // blocks that add first

@@ -64,13 +64,16 @@ constexpr int kQPanel = BLOCK_Q * kRowBytes, kKPanel = BLOCK_K * kRowBytes;
 typedef Operand<64> Panel;
 
 // dQ^T = K^T dS^T: a warpgroup makes 64 of the head's elements for all rows or, where they are too few, all
-// elements for some of the rows. A warp's sums, 16 elements x kDqRows, are staged in shared memory.
+// elements for some of the rows. Of 192 elements, each of two warpgroups makes the last 64 for half of the rows.
+// A warp's sums, 16 elements x kDqRows and x kLastRows, are staged in shared memory.
 constexpr int kDqPartsD = HEAD_DIM / 64 < kConsumers ? HEAD_DIM / 64 : kConsumers;
 constexpr int kDqRows = BLOCK_Q * kDqPartsD / kConsumers;
+constexpr int kLastRows = !ROLES && HEAD_DIM / 64 > kConsumers ? BLOCK_Q / kConsumers : 0;
+static_assert(!kLastRows || (ONE_SENDER && HEAD_DIM / 64 == kConsumers + 1), "which lie as in memory");
 constexpr int kStagedBytes = 16 * kDqRows * 4;
 // Where one thread sends them for all, the whole tile lies there as in memory, in one of two places: one is
 // staged while the other is sent or waits for its turn.
-constexpr int kStagedTile = kConsumers * 4 * kStagedBytes, kStagedTiles = ONE_SENDER ? 2 : 1;
+constexpr int kStagedTile = BLOCK_Q * HEAD_DIM * 4, kStagedTiles = ONE_SENDER ? 2 : 1;
 
 // Shared memory. The states of a tile: -LSE with its Q, -delta with its dO.
 constexpr int kStates = (BLOCK_Q * 4 + 127) / 128 * 128;

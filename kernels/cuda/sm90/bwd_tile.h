@@ -9,6 +9,8 @@
 constexpr int kScores = BLOCK_Q / 2;   // registers of 64 keys x BLOCK_Q rows in float32
 constexpr int kSlices = BLOCK_Q / 16;  // of a product over the rows
 constexpr int kDqSums = kDqRows / 2;   // registers of 64 elements of the head x kDqRows rows
+constexpr int kLastSums = kLastRows / 2;
+typedef float TileDq[kDqSums + kLastSums];
 
 typedef unsigned Packed[kSlices][4];   // scores in 16 bits, as A operands
 
@@ -52,6 +54,12 @@ DEVICE void multiply_keys(float (&d)[n], Shared keys, Shared ds) {
 #pragma unroll
   for (int i = 0; i < BLOCK_K / 16; ++i)
     wgmma<DTYPE, true, false>(d, a + Panel::step_down(i), b + Panel::step_along(i, kQPanel), i > 0);
+}
+
+// Of the last elements of the head, where a warpgroup has some of them beside its own.
+template <int n>
+DEVICE void multiply_last(float *d, Shared keys, Shared ds) {
+  if constexpr (n > 0) multiply_keys((float(&)[n])*d, keys, ds);
 }
 
 // Exponents of P^T from S^T, in its place.
@@ -245,13 +253,15 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
     float *dq_to = (float *)p.dq_accum + q_tile(p, sequence_of(p, own.batch), 0, 0) * kQTile + dq_place(warp);
 
     // dQ of the tile before `step`, which at first is of what happens to lie there and goes nowhere.
-    auto issue_dq = [&](float(&dq)[kDqSums], int step) {
+    auto issue_dq = [&](TileDq &dq, int step) {
       if (step) mbarrier_wait(at(kDsFull + stage_of(step + 1)), phase_of(step - 1));
-      multiply_keys(dq, dq_keys, dq_ds + stage_of(step + 1) * kDsBytes);
+      multiply_keys((float(&)[kDqSums])dq, dq_keys, dq_ds + stage_of(step + 1) * kDsBytes);
+      multiply_last<kLastSums>(dq + kDqSums, shared + kK + kConsumers * kKPanel,
+                               dq_ds + group * kLastRows * kRowBytes + stage_of(step + 1) * kDsBytes);
       wgmma_commit();
     };
     // Of the tile before `step`, once the last one's was read.
-    auto stage_dq = [&](const float(&dq)[kDqSums], int step) {
+    auto stage_dq = [&](const TileDq &dq, int step) {
       if (lane_index() == 0) {
         if (ONE_SENDER)
           mbarrier_wait(at(kStagedEmpty + stage_of(step + 1)), phase_of(step + 1));
@@ -260,9 +270,10 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
       }
       __syncwarp();
       Shared to = staged + stage_of(step + 1) % kStagedTiles * kStagedTile + lane_index() * 16;
+      Shared to_last = to + (last_dq_place(warp) - dq_place(warp)) * 4 - kDqSums / 4 * 512;
 #pragma unroll
-      for (int j = 0; j < kDqSums / 4; ++j)
-        store_shared(to + j * 512,
+      for (int j = 0; j < (kDqSums + kLastSums) / 4; ++j)
+        store_shared((j < kDqSums / 4 ? to : to_last) + j * 512,
                      Quad{__float_as_uint(dq[4 * j]), __float_as_uint(dq[4 * j + 1]),
                           __float_as_uint(dq[4 * j + 2]), __float_as_uint(dq[4 * j + 3])});
     };
@@ -288,7 +299,8 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
     mbarrier_wait(at(kKFull), 0);
 #pragma unroll 1
     for (int step = 0; step < w.steps; ++step) {
-      float scores[kScores], dp[kScores], dq[kDqSums];
+      float scores[kScores], dp[kScores];
+      TileDq dq;
       Packed weights;
       States states;
       int first = cursor.tile * BLOCK_Q;
@@ -411,7 +423,7 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
         if (has(kSinks, p.dsinks) && (cursor.head != place.head || step + 1 == w.steps))
           store_sink_sum(p, place, sink_sum);
     }
-    float dq[kDqSums];
+    TileDq dq;
     issue_dq(dq, w.steps);
     wgmma_wait<0>();
     hold(dk);

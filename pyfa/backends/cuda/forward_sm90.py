@@ -21,6 +21,8 @@ from ..native.tiles.sm90 import (
     FORWARD_BIAS,
     FORWARD_INVARIANT,
     FORWARD_OF_GRID,
+    FORWARD_OF_SMALL_WINDOW,
+    FORWARD_OF_WINDOW,
     LAUNCH_US,
     ROWS,
     Own,
@@ -153,8 +155,11 @@ def plan(problem: Problem) -> Plan:
     chunk = tiles.chunk_tiles * tiles.block_k if invariant and kind != _TERMS else 0
     notes = plans.notes_of(problem, pair, chunk)
     groups = tiles.groups
-    if kind != _TERMS and not packed and pair in FORWARD_OF_GRID and problem.features <= _OF_GRID:
-        return _plan_of_grid(_fastest(problem, pair), pair, dtype, notes)
+    if kind != _TERMS and not packed and pair in FORWARD_OF_GRID:
+        if problem.features <= _OF_GRID:
+            return _plan_of_grid(_fastest(problem, pair), pair, dtype, notes)
+        if problem.features - {"window"} <= _OF_GRID:
+            return _plan_of_grid(_of_window(problem, pair), pair, dtype, notes)
     if packed and not invariant:
         groups = -(-min(decode.lines(problem), 2 * ROWS) // ROWS)
     elif invariant and not problem.mods and _has_few_rows(problem, pair, packed):
@@ -173,6 +178,19 @@ def _fastest(problem: Problem, pair: Pair) -> Own:
     best = min(times, key=times.__getitem__)
     most = 0.97 * _microseconds(problem, pair, general)
     return best if times[best] < most else general.tiles
+
+
+def _of_window(problem: Problem, pair: Pair) -> Own:
+    """Return the tiles for a window."""
+    general = FORWARD_OF_GRID[pair][0].tiles
+    fitting = (own for most, own in FORWARD_OF_WINDOW.get(pair, ()) if 0 < problem.window <= most)
+    own = next(fitting, general)
+    if own is not general:
+        small = FORWARD_OF_SMALL_WINDOW[pair]
+        blocks = problem.batch * problem.heads_q * -(-problem.seqlen_q // small.rows)
+        if blocks <= problem.device.units * _per_sm(small, pair):
+            return small
+    return own
 
 
 def _microseconds(problem: Problem, pair: Pair, pace: Pace) -> float:
