@@ -141,9 +141,7 @@ def test_tiles_do_not_depend_on_earlier_calls(driver: Any) -> None:
     short, long = (tiles_of_forward(driver, 64, rows, 12) for rows in (197, 256))
     assert short != long
     assert [tiles_of_forward(driver, 64, rows, 12) for rows in (200, 250)] == [short, long]
-    narrow, wide = (
-        tiles_of_forward(driver, 1, 4096, 32, window=(edge, 0)) for edge in (128, 4000)
-    )
+    narrow, wide = (tiles_of_forward(driver, 1, 4096, 32, window=(edge, 0)) for edge in (128, 4000))
     assert narrow != wide
     # The same shapes in the other order.
     assert tiles_of_forward(driver, 1, 4096, 32, window=(3900, 0)) == wide
