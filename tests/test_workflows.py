@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from pyfa import cli
 from pyfa.backends import BACKENDS
 
 yaml = pytest.importorskip("yaml", reason="reads workflows; comes with transformers")
@@ -24,6 +25,7 @@ ROOT = Path(__file__).parent.parent
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 # Dense float16 and bfloat16, with the dtypes that only one of the two has beside them.
 SHORT = "quick --features window --max-seqlen 40"
+ALL_PLANS = "PYFA_TEST_ALL_PLANS"
 STANDS_FOR = {"hip": "emulator", "cuda": "torch"}
 
 
@@ -105,6 +107,18 @@ def test_the_nightly_commands(job: str) -> None:
         script = (ROOT / command.split()[1]).read_text()
         for option in re.findall(r"--[a-z]+", command):
             assert f'"{option}"' in script, option
+
+
+def test_every_plan_is_compiled_at_night() -> None:
+    job = own("nightly")["jobs"]["plans"]
+    assert job["env"] == {ALL_PLANS: "1"}
+    assert ALL_PLANS in (ROOT / "tests" / "cuda" / "ptxas.py").read_text()
+    *_, of_cuda, of_hip = steps(job).values()
+    files = [part for part in of_cuda.split() if part.startswith("tests/")]
+    assert files
+    for file in files:
+        assert "ptxas.by_turns" in (ROOT / file).read_text()
+    assert cli.parser().parse_args(of_hip.split()[1:]).all
 
 
 @pytest.mark.parametrize("options", ["-e", "-e -o pipefail", "-eu"])

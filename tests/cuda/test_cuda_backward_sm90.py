@@ -105,12 +105,12 @@ def test_explain_says_what_is_left_to_sm80(features: tuple[str, ...], dim: int, 
 @pytest.mark.usefixtures("kept_reports")
 @pytest.mark.parametrize(
     "plan",
-    dict.fromkeys(
+    ptxas.by_turns(
         plan
         for bits in (0, *backward.TERM_BITS.values(), backward.OF_TILES, backward.ALL_TERMS)
         for pair in sm90.BACKWARD
-        for dtype in DTYPE_CODES.values()
         for deterministic in (False, True)
+        for dtype in DTYPE_CODES.values()
         for plan in backward.sm90_plans_of(pair, dtype, deterministic, bits)
     ),
     ids=str,

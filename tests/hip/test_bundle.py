@@ -23,6 +23,7 @@ from pyfa.errors import CodeObjectError
 pytestmark = pytest.mark.xdist_group("bundle")
 
 ROOT = Path(__file__).parent.parent.parent
+PLANS = catalog.chosen_plans(TARGET, "gfx942", False, (128,))
 
 # Runs a few problems in the emulator and writes which bytes ran.
 COMMON = """
@@ -30,9 +31,8 @@ import json, sys, torch, pyfa
 from pyfa.backends import BACKENDS
 
 for dtype in (torch.float16, torch.bfloat16):
-    for dim in (64, 128):
-        q = torch.ones(1, 100, 1, dim, dtype=dtype)
-        pyfa.attention(q, q, q, causal=True, backend="emulator")
+    q = torch.ones(1, 100, 1, 128, dtype=dtype)
+    pyfa.attention(q, q, q, causal=True, backend="emulator")
 json.dump(BACKENDS["emulator"].kernel_digests(), open(sys.argv[1], "w"))
 """
 
@@ -51,14 +51,16 @@ def run(*command, cwd, **environment):
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """A copy of what version control holds, with its bundle built."""
+    """A copy of what version control holds, with its bundle built: of head_dim 128, which takes
+    half as long as all common plans. ``ci/wheel`` builds every plan."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split():
         if name.split("/")[0] not in ("tests", "benchmarks") and (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
     compile_bundle = [sys.executable, "-m", "pyfa", "compile", "--arch", "gfx942", "--bundle"]
-    report = json.loads(run(*compile_bundle, "--json", cwd=folder, PYTHONPATH=str(folder)))
+    selection = ("--head-dim", "128", "--json")
+    report = json.loads(run(*compile_bundle, *selection, cwd=folder, PYTHONPATH=str(folder)))
     assert report["failed"] == []
     assert {row["hazards"] for row in report["objects"]} == {0}
     return folder
@@ -70,7 +72,7 @@ def manifest(folder):
 
 def test_every_code_object_was_emulated(checkout):
     objects = manifest(checkout)["objects"].values()
-    assert len(objects) == len(catalog.common_plans(TARGET, "gfx942"))
+    assert len(objects) == len(PLANS)
     for entry in objects:
         assert entry["emulated"]
         assert (checkout / "pyfa" / "_bundle" / entry["file"]).is_file()
@@ -105,7 +107,7 @@ def test_a_bundle_with_a_hazard_is_refused(tmp_path, monkeypatch, capsys):
 def test_another_build_gives_the_same_bytes(checkout):
     """From another folder, in another process, and not from the cache."""
     digests = {entry["plan"]: entry["sha256"] for entry in manifest(checkout)["objects"].values()}
-    for plan in catalog.common_plans(TARGET, "gfx942")[::7]:
+    for plan in PLANS[::7]:
         data = code.build(plan, "gfx942")
         assert hashlib.sha256(data).hexdigest() == digests[str(plan)]
 
@@ -133,7 +135,7 @@ def test_a_wheel_runs_its_own_bundle(checkout, tmp_path):
     run(python, script, report, cwd=tmp_path, PYFA_CACHE_DIR=str(own))
     ran = json.loads(report.read_text())
     verified = {e["plan"]: e["sha256"] for e in manifest(checkout)["objects"].values()}
-    assert len(ran) >= 4
+    assert len(ran) >= 2
     assert ran.items() <= verified.items()
     # Nothing was compiled but the emulator itself.
     assert {path.name.split("-")[0] for path in own.iterdir() if path.is_dir()} == {"emulator"}
