@@ -63,6 +63,7 @@ from pyfa.conformance.report import CRASHED, FAILED, CaseResult
 _LENGTHS = (0, 1, 2, 7, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 95, 96, 97, 112, 113, 127,
             128, 129, 176, 177, 191, 192, 193, 255, 256, 257)  # fmt: skip
 _SHORT = 80  # rows or keys
+_LEARNED = ("relative", "alibi", "gated")
 _DIMS = (1, 3, 8, 16, 24, 40, 59, 64, 64, 64, 72, 80, 96, 104, 111, 128, 128, 128, 160, 192, 256)
 _ROTARIES = (*ROTARIES, *FLOAT32_ROTARIES)
 _BAD = (FAILED, CRASHED)
@@ -136,8 +137,10 @@ def _any(draw: random.Random, backend: Backend, longest: int) -> Case:
     page_size = draw.choice((16, 32, 64, 128, 48)) if kind != "dense" and often(0.3) else 0
     bias = draw.choice(BIASES) if often(0.15) else ""
     modified = often(0.06)  # few: a kernel is compiled for each
-    score_mod = draw.choice([*modifiers.SCORES]) if modified and often(0.6) else ""
-    learned = backward and score_mod in ("relative", "alibi", "gated")
+    # Of all scores, three have gradients of captured tensors: too few in a night's problems.
+    scores = _LEARNED if backward and often(0.5) else [*modifiers.SCORES]
+    score_mod = draw.choice(scores) if modified and often(0.6) else ""
+    learned = backward and score_mod in _LEARNED
     return Case(
         kind=kind,
         dtype=dtype,

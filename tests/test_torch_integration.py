@@ -274,9 +274,11 @@ def test_prepared_calls_do_not_grow_with_sizes():
     q, k, v = tensors(grad=False, sq=64, sk=64)
     pyfa.attention(q, k, v)
     before = len(dispatch._prepared)
-    for length in range(33, 65):
-        pyfa.attention(q[:, :length], k[:, :length], v[:, :length])
-    assert len(dispatch._prepared) == before
+    # Sizes are rounded in 8 steps from a power of two to the next: 36, 40, … 64.
+    for _ in range(2):
+        for length in range(33, 65):
+            pyfa.attention(q[:, :length], k[:, :length], v[:, :length])
+        assert before <= len(dispatch._prepared) <= before + 7
 
 
 def test_inputs_may_be_views():

@@ -36,7 +36,8 @@ def test_it_draws_every_feature(monkeypatch: pytest.MonkeyPatch) -> None:
     import fuzz as script
 
     backend = BACKENDS["torch"]
-    cases = [script.drawn(f"0/{i}", backend, 300) for i in range(600)]
+    # The rarest, gradients of captured tensors, are drawn about once in 200 problems.
+    cases = [script.drawn(f"0/{i}", backend, 300) for i in range(800)]
     assert script.drawn("0/7", backend, 300) == cases[7], "a number is the same problem everywhere"
     assert set().union(*(case.features for case in cases)) == set(FEATURES) - {
         "topk",

@@ -256,7 +256,9 @@ def test_a_fault_that_only_a_test_finds(python_faults: list[Any]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=150
     )
-    assert done.stdout.strip().endswith("by='a test', case='tests/test_append.py')"), done.stderr
+    assert done.stdout.strip().endswith("by='a test', case='tests/test_append_reasons.py')"), (
+        done.stderr
+    )
 
 
 def test_reasons_are_of_faults_that_there_are(
