@@ -253,11 +253,11 @@ def bucket(size: int, steps: int = 1) -> int:
 
 
 def rows_per_scale(blocks: int, rows: int) -> int:
-    """Return the rows per scale if ``rows`` rows have ``blocks`` scales: a power of two, or 0 if no
-    power fits.
+    """Return how many rows share one scale if ``rows`` rows are divided into ``blocks`` blocks with
+    one scale each: a power of two, or 0 if no power of two gives that number of blocks.
 
-    The answer is unique: no two powers of two have the same ⌈rows / size⌉ above 1, and with one
-    block the size does not matter.
+    The answer is unique if there are several blocks, because no two powers of two give the same
+    number of them, ⌈rows / power⌉. With one block any power that holds all rows will do.
     """
     size = bucket(-(-rows // blocks)) if rows and blocks else 1
     return size if -(-rows // size) == blocks else 0

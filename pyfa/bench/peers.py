@@ -439,8 +439,9 @@ def _forced(backend: str) -> Peer:
 def chosen(wanted: list[str] | None, device: str) -> tuple[list[Peer], dict[str, str]]:
     """Return the peers that take part, pyfa first, and why the others do not.
 
-    By default these are all that the environment has (``sdpa`` only on a CPU: on a GPU it is one of
-    the others). pyfa takes part with deterministic gradients or with a named backend, if requested.
+    By default, every peer that the environment has takes part, except ``sdpa`` on a GPU: there
+    PyTorch's own choice is one of the other peers. If requested, pyfa takes part again, with
+    deterministic gradients or with a named backend.
     Raises ``ValueError`` for an unknown name, or one that cannot take part here.
     """
     if wanted is None:

@@ -57,8 +57,8 @@ class Lists(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """The number of tiles of a call, over all rows, keys and (B', H'), and how many of them are
-    partial and full. The others are skipped."""
+    """The number of tiles of a call, over all rows and keys and the leading dimensions (B', H') of
+    the lists, and how many of these tiles are partial and how many full. The others are skipped."""
 
     tiles: int
     partial: int
@@ -89,8 +89,8 @@ def _is_exact(digest: str) -> bool:
 
 
 def lists_of(call: Call, tiles: Tiles, make: Callable[[Call, Tiles], Lists] | None = None) -> Lists:
-    """Return the lists of ``call``'s mask_mod for ``tiles``, cached or built on the current stream
-    by ``make``, or by PyTorch's operators without it.
+    """Return the block lists of ``call``'s mask_mod for ``tiles``: cached ones, or new ones built
+    on the current stream by ``make`` or, without ``make``, by PyTorch's operators.
 
     They are built again if a captured tensor was changed in place.
     """

@@ -68,8 +68,8 @@ def unpad_input_for_concatenated_sequences(
     """Apply ``unpad_input`` to a batch whose rows each hold several sequences, one after the other.
 
     Row b of ``attention_mask_in_length`` (B, S) int begins with the lengths of the sequences in row
-    b of the batch; the rest is 0. Returns the packed tokens, their indices in (B·S), the offsets of
-    all sequences (sequences+1,) int32, and the largest length.
+    b of the batch; the rest is 0. Returns the packed tokens, their indices in the flattened batch
+    (B·S), the offsets of all sequences (sequences+1,) int32, and the largest length.
     """
     used = attention_mask_in_length.sum(-1, keepdim=True)
     position = torch.arange(attention_mask_in_length.shape[1], device=used.device)

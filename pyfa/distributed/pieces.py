@@ -62,9 +62,10 @@ class Plan(NamedTuple):
 # Packed batches are all different, and a thousand sequences take 200 KB.
 @functools.lru_cache(512)
 def plan(queries: Layout, keys: Layout, rank: int, source: int, mask: Mask, packed: bool) -> Plan:
-    """Return the calls of ``rank`` on the keys of rank ``source``.
+    """Return the attention calls that rank ``rank`` makes on the keys of rank ``source``.
 
-    Raises ``ValueError`` if dropout and the mask need the block's corner at different positions.
+    Raises ``ValueError`` if a call would have to place its block (some rows × some keys) at one
+    position for dropout or ALiBi and at another for the mask.
     """
     rows = queries.chunks(rank)
     found, needed, behind = [], [], 0

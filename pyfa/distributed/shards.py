@@ -42,7 +42,8 @@ class Place(NamedTuple):
 def place(
     name: str, group: dist.ProcessGroup | None, mesh: DeviceMesh | None, sharding: str
 ) -> Place:
-    """Return the position of this rank. A mesh of two dimensions is (ring, heads), of one the ring.
+    """Return the position of this rank. A two-dimensional mesh is (ring, heads), a one-dimensional
+    mesh the ring.
 
     Raises ``TypeError`` or ``ValueError`` naming ``group``, ``mesh`` or ``sharding``.
     """

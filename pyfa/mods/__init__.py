@@ -121,8 +121,8 @@ def _refuse_large_slope(mod: Mod, function: Function) -> None:
 def resolve(
     score_mod: Mod | None, mask_mod: Mod | None, device: torch.device
 ) -> tuple[str, tuple[torch.Tensor, ...]]:
-    """Return the digest of these mods and the tensors that they captured, for tensors on
-    ``device``. The digest is "" if the mods change nothing.
+    """Trace these mods for inputs on ``device``. Return their digest and the tensors that they
+    captured. The digest is "" if the mods change nothing.
 
     Raises ``ModError``, which names the line, for operations that cannot be traced or computed.
     """

@@ -35,8 +35,9 @@ _SIDES = {"q": "rows", "kv": "keys"}
 
 
 def tabled(function: Function) -> dict[str, list[int]]:
-    """Return the loads of integers that depend on the row alone ("q") and on the key alone ("kv"),
-    as numbers of operations. Their places in these lists are those in the table."""
+    """Return the integer loads that depend only on the row ("q") and only on the key ("kv"), as
+    indices into ``function.ops``. A load has the same place in its list as in the table of
+    bounds."""
     inputs: list[frozenset[str]] = []
     for op in function.ops:
         own = {str(op.value)} if op.name == "input" else set()

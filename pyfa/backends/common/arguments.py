@@ -149,11 +149,12 @@ def launcher(
     """Return a function that starts kernels on device ``index`` in sequence on torch's current
     stream.
 
-    ``run`` is the driver's function, called once per step with the result of ``calls_of``. An error
-    goes to ``recover`` with the number of its step. ``taken``: words whose address a function
-    supplies at each launch. ``blocks``: the grids of the steps. Each launch sets the grids that
-    depend on the totals. The returned function takes the arguments of ``program.Launch`` and is
-    thread-safe.
+    ``run`` is the driver's launch function, called once for each kernel (a step) with the result of
+    ``calls_of``. An error is passed to ``recover`` with the number of its step. ``taken``:
+    positions of words, each with a function that returns the address to store there at each
+    launch. ``blocks``: the grids of the steps. Each launch sets the grids that depend on the total
+    numbers of rows and keys of a packed batch. The returned function takes the arguments of
+    ``program.Launch`` and is thread-safe.
     """
     resize = _resize_of(layout, blocks)
     words, current_stream = layout.words, _torch.current_stream

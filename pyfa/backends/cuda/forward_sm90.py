@@ -115,8 +115,8 @@ def why_not_invariant(problem: Problem) -> list[str]:
 
 
 def fewest_rows(pair: Pair, itemsize: int) -> int:
-    """Return the number of keys of the smallest copy, which has 128 bytes of a panel. TMA swizzles
-    by address, so a copy need not have all 8 rows of a swizzle."""
+    """Return the number of keys in the smallest copy. A copy needs at least 128 bytes of each
+    panel. TMA swizzles by address, so a copy may have fewer than the 8 rows of a swizzle."""
     return max(128 // itemsize // panel(head, itemsize) for head in pair)
 
 
@@ -269,7 +269,7 @@ def _spills(pair: Pair) -> bool:
 
 def page_rows(page_size: int, tiles: Own) -> dict[str, int]:
     """Return ``PAGE_ROWS``, the number of keys in one copy: it divides both ``page_size`` and the
-    keys of a tile. Empty without pages (``page_size`` 0)."""
+    keys of a tile. The result is empty without pages (``page_size`` 0)."""
     return {"PAGE_ROWS": math.gcd(page_size, tiles.block_k)} if page_size else {}
 
 

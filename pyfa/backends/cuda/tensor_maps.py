@@ -220,8 +220,8 @@ _EXAMPLE = Described(9, (128, 4096, 16, 2), (4096, 256, 1 << 24), (64, 64, 1, 1)
 
 @functools.cache
 def movable() -> bool:
-    """Return whether this driver's maps of two addresses differ only in their first eight bytes,
-    and those of two numbers of rows only where ``rows_at`` says."""
+    """Return whether this driver encodes the address of a tensor map only in its first eight bytes,
+    and the number of rows only at the offset that ``rows_at`` returns."""
     here, there = _EXAMPLE.encode(_HERE), _EXAMPLE.encode(_THERE)
     leads = _address.unpack_from(here)[0] == _HERE and _address.unpack_from(there)[0] == _THERE
     moves = leads and here[_address.size :] == there[_address.size :]

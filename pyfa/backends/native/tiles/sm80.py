@@ -39,10 +39,9 @@ class Forward(NamedTuple):
 
 
 class Decode(NamedTuple):
-    """A warp computes ``tiles`` products of 8 lines. The warps of a ``team`` share keys and differ
-    in lines.
-
-    Each team among a block's ``warps`` has ``stages`` slots of 16 keys in flight.
+    """A warp computes ``tiles`` products of 8 lines (grouped rows). A block has ``warps`` warps, in
+    teams of ``team``. The warps of a team share keys and differ in lines. Each team has ``stages``
+    slots of 16 keys in flight.
     """
 
     tiles: int
