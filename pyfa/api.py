@@ -341,16 +341,14 @@ def attention_kvcache(
     cache_leftpad
         (B,) int32: the index of each sequence's first valid key. Positions count from there.
     rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens
-        Tables (max_position, R) that rotate q and the new k. If
-        ``rotary_interleaved`` is True, elements 2i and 2i+1 are paired (GPT-J), otherwise i and
-        i+R (GPT-NeoX). The position of the first new token is
-        ``rotary_seqlens`` (B,) int32, or by default ``cache_seqlens``. Without a causal mask or
-        window all queries share the first position, as in flash-attention. Float8 inputs are
-        rounded again after the rotation.
+        Tables (max_position, R) that rotate q and the new k. If ``rotary_interleaved`` is True,
+        elements 2i and 2i+1 are paired (GPT-J), otherwise i and i+R (GPT-NeoX). The position of the
+        first new token is ``rotary_seqlens`` (B,) int32, or by default ``cache_seqlens``. Without a
+        causal mask or window all queries share the first position, as in flash-attention. Float8
+        inputs are rounded again after the rotation.
     tree_mask
         (Sq, Sq) or (B | 1, Sq, Sq) bool, for a tree of draft tokens: applies only to the last Sq
-        keys of a sequence. If element [i, j] is True, query i sees key j of
-        these keys. For packed
+        keys of a sequence. If element [i, j] is True, query i sees key j of these keys. For packed
         queries, Sq is ``max_seqlen_q``. Cannot be combined with ``bias``.
     descale
         As in ``attention``. Scales per block of rows refer to the rows or pages of the cache.

@@ -40,6 +40,7 @@ from .problem import (
     has_bias_tiles,
     is_aligned,
     is_positive,
+    is_uneven,
     problem_of,
     scales_of,
     tensors_of,
@@ -175,9 +176,7 @@ def prepare(call: Call, wanted: str, needs_grad: bool, bias_grad: bool) -> Prepa
     # Alignment decides nothing on a CPU, and reading it costs 2 µs.
     aligned = device.type == "cpu" or is_aligned(call)
     batch = q_shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    nothing = seqused_q is seqused_k is page_table is cache_leftpad is None
-    even = nothing and cu_seqlens_q is cu_seqlens_k is None and not call.topk
-    steps = STEPS if even else 1
+    steps = 1 if is_uneven(call) else STEPS
     key = (
         wanted,
         needs_grad,

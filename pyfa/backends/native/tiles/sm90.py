@@ -105,15 +105,12 @@ FORWARD_OF_GRID: dict[Pair, tuple[Pace, ...]] = {
     (128, 128): (Pace(FORWARD[128, 128][0], 4.2, 0.0088), Pace(Own(1, 128), 3.0, 0.0070)),
 }
 LAUNCH_US = 2.5
-# With a window of at most so many keys: the masked tiles of three warpgroups take longest. On an
-# H100, windows of 128 to 512 keys were 1.05 to 1.19 times as fast, of 768 and 1,024 1.00 to 1.05;
-# with 1,536 and more the general tiles are fastest.
+# With a window of at most so many keys, fewer rows a block from one to the next: the masked tiles
+# of three warpgroups take longest. On an H100, windows of 128 to 512 keys were 1.05 to 1.19 times
+# as fast, of 768 and 1,024 1.00 to 1.05; with 1,536 and more the general tiles are fastest.
 FORWARD_OF_WINDOW: dict[Pair, tuple[tuple[int, Own], ...]] = {
     (64, 64): ((640, Own(2, 128)), (1280, Own(1, 128, 3)))
 }
-# Where blocks of one warpgroup all run at once, they are faster still: 8 heads of 1,024 rows took
-# 7.6 µs instead of 9.3.
-FORWARD_OF_SMALL_WINDOW: dict[Pair, Own] = {(64, 64): Own(1, 128, 3)}
 # With a bias alone, whose tiles have panels of 64 keys.
 FORWARD_BIAS: dict[Pair, Own] = {
     pair: Own(3 if pair[0] == 64 else 2, 128 if pair[0] <= 128 else 64)
