@@ -63,7 +63,7 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd(
 
   if (thread_index() == 0) {
     init_barriers(shared);
-    keep_keys(shared, own);
+    keep_keys(p, shared, own);
   }
   barrier();
   if (thread_index() < kConsumerThreads) {
@@ -83,10 +83,15 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd(
       return;
     }
     int warp = wave_index() - kConsumerThreads / kLanes;
-    if (warp == 0 && elect_one()) produce_tiles(mapped, own, w, s, shared);
-    if (warp == 1) produce_states<true>(mapped, own, w, s, shared);
-    if (warp == 2) produce_states<false>(mapped, own, w, s, shared);
-    if (ONE_SENDER && warp == 3 && elect_one()) send_tiles(p, own, w, s, shared);
-    if (ROLES && DETERMINISTIC && warp == 3 && elect_one()) take_turns(p, own, w, s, shared);
+    if (warp == 0) {
+      if (elect_one()) produce_tiles(mapped, own, w, s, shared);
+    } else if (warp == 1) {
+      produce_states<true>(mapped, own, w, s, shared);
+    } else if (warp == 2) {
+      produce_states<false>(mapped, own, w, s, shared);
+    } else {
+      if (ONE_SENDER && elect_one()) send_tiles(p, own, w, s, shared);
+      if (ROLES && DETERMINISTIC && elect_one()) take_turns(p, own, w, s, shared);
+    }
   }
 }

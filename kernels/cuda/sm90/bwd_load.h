@@ -120,12 +120,13 @@ DEVICE void produce_states(const MappedParams &mapped, const Owned &own, const W
     if constexpr (of_q && may_have(kSinks))
       if (has(kSinks, p.dsinks)) sink = ((const float *)p.sinks)[cursor.head] * kLog2E;
     mbarrier_wait(at(kEmpty + stage_of(step)), phase_of(step) ^ 1);
+    float over_scale = of_q && kLseFirst ? one_over_scale() : 1.0f;
     Shared to = shared + (of_q ? kMinusLse : kMinusDelta) + stage_of(step) * kStates +
                 state_place(lane_index()) * 4;
 #pragma unroll
     for (int i = 0; i * kLanes < BLOCK_Q; ++i)
       if (i * kLanes + lane_index() < BLOCK_Q) {
-        store_shared(to + i * kLanes * 4, __builtin_bit_cast(unsigned, x[i]));
+        store_shared(to + i * kLanes * 4, __builtin_bit_cast(unsigned, x[i] * over_scale));
         if constexpr (of_q && may_have(kSinks))
           store_shared(to + (kSinkWeights - kMinusLse) + i * kLanes * 4,
                        __builtin_bit_cast(unsigned, exp2(x[i] + sink)));

@@ -48,6 +48,26 @@ constexpr float kRestScale = DTYPE == BFLOAT16 ? 1.0f : 2048.0f;
 // Whether the registers of dQ's sums are wanted before dP.
 constexpr bool kDqEarly = kTwoWeights || kRests;
 
+// Without ROLES: whether dS is of P in 32 bits. In float16, whose sake is its precision, dQ then has a mean error like
+// that of PyTorch's eager FlexAttention, and 1.25 times it otherwise.
+constexpr bool kFloatP = FLOAT_WEIGHTS && !ROLES;
+static_assert(!kFloatP || !(TERMS & (kDropout | kSinks)), "whose P has no place in 32 bits");
+
+// Whether products begin with the row states: S with -LSE over the scale, dP with -delta. At D = 64 (128 rows), where
+// registers hold no states beside products under way, warps would wait about 700 of a tile's 4,460 cycles for them,
+// behind the operands of products. The backward takes 0.95 to 0.99 of the time. With 64 rows or fewer, which leave
+// registers for the states, it would take 1.02 to 1.05.
+constexpr bool kManyRows = !ROLES && BLOCK_Q > 64;
+constexpr bool kLseFirst = kManyRows && !kScoreTerms && !kFloatP;
+constexpr bool kDeltaFirst = kManyRows && !kTwoWeights && !may_have(kSinks) && !kFloatP;
+// What scores are multiplied by in P's exponents. -LSE is divided by it, so it is never 0: 2^-100 q.k is nothing beside
+// an LSE.
+DEVICE float exponent_scale(const Params &p) {
+  constexpr float kLeast = 7.9e-31f;
+  float scale = p.scale * kLog2E;
+  return kLseFirst && __builtin_fabsf(scale) < kLeast ? kLeast : scale;
+}
+
 // Warpgroups that multiply: each for 64 keys or, with ROLES, two for the same 64 (bwd_wide.h).
 constexpr int kConsumers = GROUPS;
 constexpr int kKeyGroups = BLOCK_K / 64;
@@ -160,9 +180,13 @@ DEVICE Owned find_keys(const Params &p) {
 }
 // They are found once, and lie in shared memory: no register keeps them through the loop, and to find them
 // again took 30 % of the kernel's instructions.
-DEVICE void keep_keys(Shared shared, const Owned &own) {
-  store_shared(shared + kOwned, Quad{(unsigned)own.batch, (unsigned)own.head_k, (unsigned)own.first_key, 0});
+//
+// With them lies what -LSE is multiplied by: the producer warps, of 24 registers, would spill it.
+DEVICE void keep_keys(const Params &p, Shared shared, const Owned &own) {
+  store_shared(shared + kOwned, Quad{(unsigned)own.batch, (unsigned)own.head_k, (unsigned)own.first_key,
+                                     kLseFirst ? __float_as_uint(reciprocal(exponent_scale(p))) : 0});
 }
+DEVICE float one_over_scale() { return __uint_as_float(load_shared<Quad>(shared_address(memory) + kOwned)[3]); }
 DEVICE Owned owned_keys() {
   Quad kept = load_shared<Quad>(shared_address(memory) + kOwned);
   return Owned{(int)kept[0], (int)kept[1], (int)kept[2]};

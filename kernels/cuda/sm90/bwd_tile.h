@@ -24,15 +24,27 @@ DEVICE void load_states(States &x, Shared at) {
   for (int i = 0; i < kSlices; ++i) load_state(x[i], at + i * 64);
 }
 
-// S^T = K Q^T or dP^T = V dO^T, of panels of 64 elements of the head.
-template <int panels>
+// The same as sums that products are added to: of each row for both of the lane's keys.
+DEVICE void load_sums(float (&d)[kScores], Shared at) {
+#pragma unroll
+  for (int i = 0; i < kSlices; ++i) {
+    float x[4];
+    load_state(x, at + i * 64);
+#pragma unroll
+    for (int n = 0; n < 8; ++n) d[8 * i + n] = x[n / 4 * 2 + n % 2];
+  }
+}
+
+// S^T = K Q^T or dP^T = V dO^T, of panels of 64 elements of the head; `add`ed to what `d` holds, or in its place.
+template <int panels, bool add = false>
 DEVICE void multiply_heads(float (&d)[kScores], Shared keys, Shared rows) {
   unsigned long long a = Panel::along(keys), b = Panel::along(rows);
+  if (add) hold(d);
   wgmma_fence();
 #pragma unroll
   for (int i = 0; i < panels * 4; ++i)
     wgmma<DTYPE, false, false>(d, a + Panel::step_along(i, kKPanel), b + Panel::step_along(i, kQPanel),
-                               i > 0);
+                               add || i > 0);
 }
 
 // dV += P^T dO or dK += dS^T Q.
@@ -62,11 +74,11 @@ DEVICE void multiply_last(float *d, Shared keys, Shared ds) {
   if constexpr (n > 0) multiply_keys((float(&)[n])*d, keys, ds);
 }
 
-// Exponents of P^T from S^T, in its place.
+// Exponents of P^T from S^T, in its place. With kLseFirst, -LSE is in S.
 DEVICE void make_exponents(float (&s)[kScores], float scale, const States &minus_lse) {
 #pragma unroll
   for (int i = 0; i < kScores; ++i)
-    s[i] = __builtin_fmaf(s[i], scale, minus_lse[i / 8][i / 4 % 2 * 2 + i % 2]);
+    s[i] = kLseFirst ? s[i] * scale : __builtin_fmaf(s[i], scale, minus_lse[i / 8][i / 4 % 2 * 2 + i % 2]);
 }
 DEVICE void round_to(Packed &to, const float (&x)[kScores]) {
 #pragma unroll
@@ -82,7 +94,7 @@ DEVICE void make_weights(float (&x)[kScores]) {
 #pragma unroll
   for (int i = 0; i < kScores; ++i) x[i] = exp2(x[i]);
 }
-// dS^T from dP^T and P^T, of slice i. P in 32 bits would not fit the registers beside what is under way.
+// dS^T from dP^T and P^T, of slice i. With kDeltaFirst, -delta is in dP. P in 32 bits would not fit the registers beside what is under way.
 DEVICE void make_ds(unsigned (&ds)[4], const float (&dp)[kScores], int i,
                              const unsigned (&weights)[4], const float (&minus_delta)[4]) {
 #pragma unroll
@@ -90,18 +102,14 @@ DEVICE void make_ds(unsigned (&ds)[4], const float (&dp)[kScores], int i,
     float x[4];
 #pragma unroll
     for (int r = 0; r < 4; ++r)
-      x[r] = (dp[8 * i + 4 * j + r] + minus_delta[2 * j + r % 2]) *
+      x[r] = (kDeltaFirst ? dp[8 * i + 4 * j + r] : dp[8 * i + 4 * j + r] + minus_delta[2 * j + r % 2]) *
              low_half<DTYPE>(weights[2 * j + r / 2] >> r % 2 * 16);
 #pragma unroll
     for (int h = 0; h < 2; ++h) ds[2 * j + h] = Format<DTYPE>::nearest(x[2 * h], x[2 * h + 1]);
   }
 }
 
-// Whether dS is of P in 32 bits. In float16, whose sake is its precision, dQ then has a mean error like that of
-// PyTorch's eager FlexAttention, and 1.25 times it otherwise.
-constexpr bool kFloatP = FLOAT_WEIGHTS && !ROLES;
-static_assert(!kFloatP || !(TERMS & (kDropout | kSinks)), "whose P has no place in 32 bits");
-// dS^T of slice i from dP^T and P^T, or P^T times the slope.
+// With kFloatP: dS^T of slice i from dP^T and P^T, or P^T times the slope.
 DEVICE void make_ds(unsigned (&ds)[4], const float *dp, const float *weights, const float (&minus_delta)[4]) {
   float x[8];
 #pragma unroll
@@ -212,13 +220,14 @@ DEVICE void store_values_gradient(const Params &p, const float (&dv)[HEAD_DIM_V 
 constexpr bool kLateDv = kSlopes && may_have(kDropout) && may_have(kSinks);
 
 // -LSE comes before S is asked for where it takes 16 registers: behind dQ, backward takes 1.04 to 1.07 times
-// as long (D = 128), since products of 64 rows leave shared memory no time for it. At D = 64 it takes 32,
-// which would spill.
-constexpr bool kStatesEarly = kSlices <= 4;
+// as long (D = 128), since products of 64 rows leave shared memory no time for it.
+constexpr bool kStatesEarly = !kManyRows;
 
 // All tiles of a block. Of a tile, products are asked for in the order S, dQ of the tile before, dP, dV, dK,
 // and only the oldest is waited for: exponentials lie beside dQ, dS beside dV, the next S is asked for while
 // dK is under way. That dQ comes a tile late leaves a warpgroup the time of a tile to wait for the others' dS.
+//
+// With kLseFirst, dK is waited for before S is asked for: ptxas waits for it where S begins with sums that moves made.
 //
 // Where P comes twice (kDqEarly), dQ is staged before dP is asked for: its sums, dP and the two do not fit the
 // registers together.
@@ -237,7 +246,7 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
     Sequence s = counted_from(own, sequence_of(p, own.batch));
     Cursor cursor = first_tile(p, own, w), before = cursor;
     Shared my_keys = shared + kK + group * 64 * kRowBytes, my_values = my_keys + (kV - kK);
-    float scale = p.scale * kLog2E;
+    float scale = exponent_scale(p);
     float sink_sum = 0.0f;
     int column = lane_index() % 4 * 2;  // a lane's first row in a tile, which lies along its registers
     Shared my_states = shared + kMinusLse + column * 8;
@@ -296,6 +305,12 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
       end_in_group(p, tile, group);
     };
 
+    auto end_dk = [&](int step) {  // of the tile before `step`
+      hold(dk);
+      hold(ds);
+      if (step && lane_index() == 0) mbarrier_arrive(at(kQEmpty + stage_of(step + 1)));
+    };
+
     mbarrier_wait(at(kKFull), 0);
 #pragma unroll 1
     for (int step = 0; step < w.steps; ++step) {
@@ -307,18 +322,23 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
       Shared this_q = shared + kQ + stage_of(step) * kQBytes;
       Shared this_dout = shared + kDout + stage_of(step) * kDoutBytes;
       mbarrier_wait(at(kQFull + stage_of(step)), phase_of(step));
+      if constexpr (kLseFirst) {
+        wgmma_wait<0>();  // dK
+        end_dk(step);
+        load_sums(scores, my_states + stage_of(step) * kStates);
+      }
       if (kStatesEarly && !kScoreTerms) load_states(states, my_states + stage_of(step) * kStates);
-      multiply_heads<kQPanels>(scores, my_keys, this_q);
+      multiply_heads<kQPanels, kLseFirst>(scores, my_keys, this_q);
       wgmma_commit();
-      wgmma_wait<1>();  // dK of the last tile
-      hold(dk);
-      hold(ds);
-      if (step && lane_index() == 0) mbarrier_arrive(at(kQEmpty + stage_of(step + 1)));
+      if constexpr (!kLseFirst) {
+        wgmma_wait<1>();  // dK
+        end_dk(step);
+      }
       Place place{own.batch, cursor.head, own.first_key + warp * 16, first};
       TileTerms terms(p, own, s, place, is_full(cursor));
       issue_dq(dq, step);
 
-      if (!kStatesEarly && !kScoreTerms) load_states(states, my_states + stage_of(step) * kStates);
+      if (!kStatesEarly && !kScoreTerms && !kLseFirst) load_states(states, my_states + stage_of(step) * kStates);
       Packed steep, rests;  // with kTwoWeights, what dS is of; with kRests, what P lost
       terms.draw();
       terms.look();
@@ -372,7 +392,9 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
       }
       if (step == 0) mbarrier_wait(at(kVFull), 0);
       mbarrier_wait(at(kDoutFull + stage_of(step)), phase_of(step));
-      multiply_heads<kVPanels>(dp, my_values, this_dout);
+      Shared minus_delta = my_states + (kMinusDelta - kMinusLse) + stage_of(step) * kStates;
+      if constexpr (kDeltaFirst) load_sums(dp, minus_delta);
+      multiply_heads<kVPanels, kDeltaFirst>(dp, my_values, this_dout);
       wgmma_commit();
       if constexpr (!kLateDv) {
         multiply_rows<HEAD_DIM_V>(dv, weights, this_dout);
@@ -384,8 +406,7 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
         if (kBiasTiles && step && lane_index() == 0) mbarrier_arrive(at(kDsEmpty));
         if (step) stage_dq(dq, step);
       }
-      Shared minus_delta = my_states + (kMinusDelta - kMinusLse) + stage_of(step) * kStates;
-      if (!kDqEarly) load_states(states, minus_delta);
+      if (!kDqEarly && !kDeltaFirst) load_states(states, minus_delta);
       wgmma_wait<kLateDv ? 0 : 1>();  // dP
       hold(dp);
       // Nobody reads this place any more: the other warpgroups had dQ of the dS that lay here before they
