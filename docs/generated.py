@@ -172,8 +172,8 @@ def combinations() -> str:
 
 
 def _refusals(name: str, wanted: Iterable[str]) -> dict[str, str]:
-    """Return its reasons, and for each "" or with how many query rows it gives it. The CPU's
-    reasons are not about features."""
+    """Return why backend ``name`` refuses ``wanted``, and for each reason "", or whether only many
+    or only few query rows are refused."""
     many, one = (
         BACKENDS[name].why_not(problem_on(ASKED_ON[name], wanted, seqlen_q=rows))
         for rows in (4096, 1)
@@ -376,7 +376,7 @@ def conformance() -> str:
         rows.append(
             [f"`{name}`", where, _counts(data), refused, f"{found['commit']}, {found['date']}"]
         )
-    return table(["backend", "on", "result", "refused cases, by reason", "commit, date"], rows)
+    return table(["backend", "device", "result", "refused cases, by reason", "commit, date"], rows)
 
 
 def devices() -> str:
@@ -399,7 +399,8 @@ def devices() -> str:
 
 
 def speed(name: str) -> str:
-    """A row for each cell of ``bench_<name>.json``: all values, and pyfa's speed over the best."""
+    """Return a row for each case of ``bench_<name>.json``: all values, and pyfa's speed divided by
+    the fastest other library's."""
     cells: dict[str, dict[str, Any]] = {}
     data = results()[f"bench_{name}.json"]
     for row in data["rows"]:
@@ -418,12 +419,13 @@ def speed(name: str) -> str:
     mean = statistics.geometric_mean(ratios)
     return (
         table([unit, *peers, "pyfa / fastest"], rows)
-        + f"\n\nGeometric mean of the last column {mean:.3f}, smallest {min(ratios):.3f}."
+        + f"\n\nThe last column has a geometric mean of {mean:.3f}; its smallest value is "
+        f"{min(ratios):.3f}."
     )
 
 
 def mods_beside(name: str) -> str:
-    """Forward and backward of mods, beside FlexAttention's in the same run."""
+    """Return the times of mods, and those of FlexAttention in the same run."""
     rows = []
     for row in results()[name]["rows"]:
         cells = [row["mod"], f"{row['rows']:,}", str(row["head_dim"])]
@@ -438,7 +440,7 @@ def mods_beside(name: str) -> str:
 
 
 def fp8_speed() -> str:
-    """TFLOP/s of float8 and of 16 bits by pyfa, and of cuDNN's float8, in one run."""
+    """Return the TFLOP/s of pyfa in float8 and in 16 bits, and of cuDNN in float8, in one run."""
     data = results()["bench_fp8_h200.json"]
     cells: dict[tuple[int, int, bool], dict[tuple[str, str], float]] = {}
     for row in data["rows"]:
@@ -459,7 +461,7 @@ def fp8_speed() -> str:
 
 
 def naive_beside() -> str:
-    """Time and memory of standard attention and of pyfa, by length."""
+    """Return the time and memory of standard attention and of pyfa, by length."""
     found = {
         (row["kind"], row["side"], row["seqlen"]): row
         for row in results()["naive_vs_pyfa.json"]["lengths"]
@@ -484,7 +486,8 @@ def naive_beside() -> str:
 
 
 def context_parallel() -> str:
-    """Times of 131,072 tokens by each way over GPUs, and time and memory of the longest."""
+    """Return the times of each method over GPUs for 131,072 tokens, and the time and memory of the
+    longest sequences."""
     ways = {"ring": "`ring_attention`", "ulysses": "`ulysses_attention`", "both": "both, 2 × 2"}
     parts, longest, tables = ("forward", "backward"), [], []
     head = [x for part in parts for x in (f"{part} (ms)", "TFLOP/s", "efficiency")]
@@ -513,19 +516,20 @@ def context_parallel() -> str:
 
 
 def dram() -> str:
-    """DRAM's bytes by Nsight Compute beside the three that ``pyfa plan`` computes."""
+    """Return the bytes that Nsight Compute counts, and those that ``pyfa plan`` computes."""
     rows = []
     for row in results()["hbm_traffic.json"]["traffic"]:
         once, moved = row["compulsory_bytes"], row["dram_bytes"]
         shown = [f"{x / 1e9:,.3f}" for x in (once, row["estimated_bytes"], moved)]
         more = [f"{x / 1e9:,.1f}" for x in (row["l2_bytes"], row["requested_bytes"])]
-        rows.append([row["title"].removesuffix(" full"), *shown, f"{moved / once:.2f} ×", *more])
-    head = ["compulsory", "estimated", "DRAM", "DRAM over compulsory", "through L2", "requested"]
-    return table(["kernels, in GB", *head], rows)
+        title = row["title"].removesuffix(" full").replace("naive", "standard attention,")
+        rows.append([title, *shown, f"{moved / once:.2f} ×", *more])
+    head = ["compulsory", "estimated", "DRAM", "DRAM / compulsory", "through L2", "requested"]
+    return table(["GB", *head], rows)
 
 
 def sanitizers() -> str:
-    """What Compute Sanitizer reported of pyfa's kernels."""
+    """Return the errors that Compute Sanitizer reported in pyfa's kernels."""
     rows = []
     for kernels, name in (
         ("sm_80", "sanitizer_cuda.json"),
@@ -542,7 +546,7 @@ def _spread(values: Sequence[float], style: str, scale: float = 1) -> str:
 
 
 def timing_model() -> str:
-    """Predicted and published TFLOP/s of other people's gfx942 kernels."""
+    """Return the predicted and published TFLOP/s of other projects' gfx942 kernels."""
     rows = [
         [
             row["kernel"].split(",")[0],
@@ -577,7 +581,7 @@ def timing_errors() -> str:
 
 
 def timing_utilization() -> str:
-    """The share of clocks in which the matrix units work: the model's and measured."""
+    """Return the share of clocks in which the matrix units work, as modeled and as measured."""
     rows = [
         [shape, _spread(both["model"], ".2f"), f"{both['measured']:.2f}"]
         for shape, both in results()["mi300x_model.json"]["mfma_utilization"].items()
@@ -586,7 +590,7 @@ def timing_utilization() -> str:
 
 
 def timing_own() -> str:
-    """The timing model's figures for pyfa's kernels."""
+    """Return the timing model's figures for pyfa's kernels."""
     rows = []
     for row in results()["mi300x_own.json"]["problems"]:
         kernels = row["kernels"]
@@ -597,7 +601,8 @@ def timing_own() -> str:
         if row["bound"] == ["HBM", "HBM"]:
             rate = _spread(row["bytes_per_second"], ".1f", 1e-12) + " TB/s"
         conflicts = max(one["lds_conflict_clocks"] for one in kernels)
-        rows.append([f"`{row['flags']}`", row["role"], share,
+        pass_ = "decode" if "--seqlen 1," in row["flags"] else row["role"]
+        rows.append([f"`{row['flags']}`", pass_, share,
                      ", ".join(f"{cause} {lost[cause]:.2f}" for cause in worst),
                      f"{conflicts:.0f}", rate])  # fmt: skip
     head = ["problem", "pass", "matrix units busy", "largest losses", "LDS conflicts", "rate"]
@@ -605,7 +610,7 @@ def timing_own() -> str:
 
 
 def timing_causal() -> str:
-    """Causal attention compared with other kernels, by the timing model and as published."""
+    """Return the speed of causal attention by pyfa and by other kernels, modeled and published."""
     rows = []
     for row in results()["mi300x_own.json"]["causal"]:
         scale = row["clock_of_machine"]
@@ -618,7 +623,7 @@ def timing_causal() -> str:
 
 
 def timing_constants() -> str:
-    """Every number of the timing model."""
+    """Return every number of the timing model."""
     from pyfa.emulator.timing import constants
 
     more = {

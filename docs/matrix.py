@@ -1,6 +1,6 @@
 """Two more generated parts of the guide: the support matrix, and the kernels of known models.
 
-Cells are the dispatcher's own answers; how they were tested comes from benchmarks/results.
+The dispatcher chooses the backends. How they were tested comes from benchmarks/results.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from pyfa.cli import model_config
 from pyfa.device import Device
 
 DIMS = (64, 96, 128, 192, 256)
-# Query rows of each pass, and what it needs beside a row's feature.
+# The query rows of each pass, and the features that it needs in addition to the row's feature.
 PASSES: dict[str, tuple[int, tuple[str, ...]]] = {
     "forward": (4096, ()),
     "backward": (4096, ("backward",)),
     "decode": (1, ("seqused",)),
 }
 DTYPES = {"16 bits": "bfloat16", "float32": "float32", "float8": "float8_e4m3fn"}
-# Features that are a pass or a dtype, those that only gradients have, and those that only a cache
-# or no cache has.
+# Features that are a pass or a dtype, that only gradients have, that only caches have, and that
+# caches cannot have.
 _APART = ("backward", "fp8")
 _OF_GRADIENTS = ("bias_grad", "dlse", "deterministic")
 _OF_CACHES = ("leftpad", "batch_idx")
@@ -63,7 +63,7 @@ def device_of(arch: str) -> Device:
 
 
 def first_able(device: Device, feature: str, passed: str, dtype: str, dim: int) -> str:
-    """Return the backend that would run it: the first in the dispatcher's order that can."""
+    """Return the first backend in the dispatcher's order that can run ``feature``, or ""."""
     rows, needed = PASSES[passed]
     wanted = {*needed, *([feature] if feature else [])} | ({"fp8"} if "float8" in dtype else set())
     problem = generated.problem_on(device, wanted, dtype, rows)
@@ -76,8 +76,8 @@ def first_able(device: Device, feature: str, passed: str, dtype: str, dim: int) 
 
 
 def cell(arch: str, feature: str, passed: str, dtype: str) -> str:
-    """Return which backend runs it at which head dims, with letters: ``cuda`` H, or two
-    backends."""
+    """Return the backend that runs ``feature``, with the letters of ``tested``; with head dims if
+    these run on several backends."""
     device = device_of(arch)
     if passed == "backward" and dtype == "float8_e4m3fn":
         return "–"
@@ -101,7 +101,7 @@ def cell(arch: str, feature: str, passed: str, dtype: str) -> str:
 
 
 def matrix() -> str:
-    """Return one table per group of archs with equal answers."""
+    """Return one table for each group of archs whose tables are equal."""
     columns = [(label, passed) for label in DTYPES for passed in PASSES]
     columns.remove(("float8", "backward"))
     head = ["feature", *(f"{passed}, {label}" for label, passed in columns)]
@@ -139,7 +139,10 @@ def models() -> str:
             for answer in answers.values()
         ]
         rows.append([f"`{name}`", "; ".join(kinds), *runs])
-    return table(["model", "attention", "on MI300X (planned)", "on H200 (planned)"], rows)
+    return table(
+        ["model", "attention layers", "kernels on MI300X (not run)", "kernels on H200 (not run)"],
+        rows,
+    )
 
 
 def _kind(attention: dict[str, object]) -> str:
@@ -190,7 +193,7 @@ def measured_models() -> str:
         ]
         for row in data["rows"]
     ]
-    head = ["what", "attention by", "tokens/s", "speed of pyfa / this row", "on"]
+    head = ["task", "attention", "tokens/s", "speed of pyfa / this row", "GPU"]
     text = (
         f"The model is a Llama with {sizes['layers']} layers and hidden size {sizes['hidden']:,}. "
         f"Decode has {sizes['sequences']} sequences of {sizes['context']:,} tokens:"

@@ -1,4 +1,4 @@
-"""Pictures of the ready masks: each is drawn from the line of code that stands below it."""
+"""Pictures of the ready-made masks. Each is drawn from the line of code in its caption."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GLOBAL = torch.zeros(SIZE, dtype=torch.bool)
 GLOBAL[[0, 20]] = True
 TABLE = torch.tensor([[1, 0, 0, 1], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]])
 
-# The line under the picture, and what its tensors are.
+# The line of code in the caption, and the values of its tensors.
 PICTURES: dict[str, dict[str, torch.Tensor]] = {
     "masks.causal()": {},
     "masks.sliding(6)": {},
@@ -47,7 +47,7 @@ PICTURES: dict[str, dict[str, torch.Tensor]] = {
 
 
 def seen(line: str) -> torch.Tensor:
-    """What the mask of ``line`` lets through, (32, 32): queries from top to bottom."""
+    """Return which keys each query sees under the mask of ``line``: (32 queries, 32 keys)."""
     mask = eval(line, {"masks": masks, **PICTURES[line]})
     zero = torch.zeros((), dtype=torch.int64)
     rows, keys = torch.arange(SIZE)[:, None], torch.arange(SIZE)
@@ -55,7 +55,7 @@ def seen(line: str) -> torch.Tensor:
 
 
 def picture(line: str) -> str:
-    """An SVG of ``line``'s mask: a path of the runs of keys that each query sees."""
+    """Return an SVG of the mask of ``line``: a path around the keys that each query sees."""
     path = ""
     for row, cells in enumerate(seen(line).tolist()):
         column = 0
@@ -75,7 +75,7 @@ def picture(line: str) -> str:
 
 
 def said_of(line: str) -> str:
-    """What the mask of ``line`` is: the beginning of its docstring, with its ``code``."""
+    """Return a description of the mask of ``line``: the first sentence of its docstring."""
     name = line.removeprefix("masks.").partition("(")[0]
     said = _first_sentence(getattr(masks, name)).removeprefix("Return ")
     return said[0].upper() + said[1:]
@@ -91,7 +91,7 @@ def _as_html(text: str) -> str:
 
 
 def patterns() -> str:
-    """Each picture with its line of code and what the mask is."""
+    """Return each picture with its line of code and a description of the mask."""
     figures = [
         f"<figure>{picture(line)}<figcaption><code>{html.escape(line)}</code><br>"
         f"{_as_html(said_of(line))}.</figcaption></figure>"
@@ -101,7 +101,7 @@ def patterns() -> str:
 
 
 def score_functions() -> str:
-    """A row for each function that returns a score_mod."""
+    """Return a row for each function that returns a score_mod."""
     lines = ["| function | effect of its `score_mod` |", "| --- | --- |"]
     for name in (each for each in scores.__all__ if each != "alibi_slopes"):
         signature = str(inspect.signature(getattr(scores, name))).partition(" ->")[0]

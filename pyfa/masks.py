@@ -39,7 +39,7 @@ def _at(table: torch.Tensor, b: Any, i: Any) -> Any:
 
 
 def all_of(*masks: Mask) -> Mask:
-    """Return a mask of the keys that every one of ``masks`` allows."""
+    """Return a mask that lets a query see the keys that all of ``masks`` let it see."""
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         seen = masks[0](b, h, q_idx, kv_idx)
@@ -51,7 +51,7 @@ def all_of(*masks: Mask) -> Mask:
 
 
 def any_of(*masks: Mask) -> Mask:
-    """Return a mask of the keys that at least one of ``masks`` allows."""
+    """Return a mask that lets a query see the keys that any of ``masks`` lets it see."""
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         seen = masks[0](b, h, q_idx, kv_idx)
@@ -63,7 +63,7 @@ def any_of(*masks: Mask) -> Mask:
 
 
 def not_(other: Mask) -> Mask:
-    """Return a mask of the keys that ``other`` masks."""
+    """Return the opposite of a mask: queries see the keys that ``other`` hides."""
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return ~other(b, h, q_idx, kv_idx)
@@ -121,7 +121,8 @@ def streaming(sinks: int, left: int) -> Mask:
 
 
 def padding(lengths: torch.Tensor) -> Mask:
-    """Return a mask of the keys before the end of each sequence. ``lengths`` is (B,)."""
+    """Return a padding mask: queries see the keys before the end of their sequence. ``lengths`` is
+    (B,)."""
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return kv_idx < lengths[b]
@@ -130,8 +131,8 @@ def padding(lengths: torch.Tensor) -> Mask:
 
 
 def documents(ids: torch.Tensor, inside: Mask | None = None) -> Mask:
-    """Return a document mask: tokens see only tokens of their own document, and only earlier ones
-    and themselves unless ``inside`` is given.
+    """Return a document mask: tokens see only their own document, causally unless ``inside`` is
+    given.
 
     ``ids``, (S,) or (B, S), gives the number of each token's document. The tokens of a document
     must be contiguous. ``inside`` replaces the causal mask inside each document; its indices count
@@ -164,7 +165,7 @@ def prefix(length: Number) -> Mask:
 
 
 def shared_prefix(length: Number, answers: torch.Tensor) -> Mask:
-    """Return a causal mask for several answers to a prompt: each sees the prompt and itself.
+    """Return a causal mask for several answers to a prompt: each answer sees the prompt and itself.
 
     The prompt has ``length`` tokens. ``answers`` is (S,) or (B, S): the index of the answer that
     each token belongs to. For tokens of the prompt it may have any value.
@@ -204,7 +205,8 @@ def tree(parents: torch.Tensor, past: Number = 0) -> Mask:
 
 
 def global_tokens(is_global: torch.Tensor, otherwise: Mask) -> Mask:
-    """Return a mask in which global tokens see all tokens, and all tokens see them (Longformer).
+    """Return a mask in which global tokens see all tokens, and all tokens see the global tokens
+    (Longformer).
 
     ``is_global``, boolean (S,) or (B, S), marks the global tokens. The mask ``otherwise`` decides
     for all other pairs of tokens.

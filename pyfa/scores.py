@@ -39,7 +39,7 @@ def chain(*scores: Score) -> Score:
 
 
 def masked(mask: Mask) -> Score:
-    """Set the score to −inf where ``mask`` masks the key. Passing the mask as ``mask_mod`` is
+    """Set the score to −inf where ``mask`` hides the key. Passing the mask as ``mask_mod`` is
     faster."""
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

@@ -52,15 +52,15 @@ def add(commands: Any) -> None:
         "--out",
         type=Path,
         metavar="FILE",
-        help="write the results as JSON; FILE is rewritten after each cell, so an interrupted run "
+        help="write the results as JSON; FILE is rewritten after each case, so an interrupted run "
         "keeps its measurements",
     )
     parser.add_argument(
         "--limit",
         type=float,
         metavar="SECONDS",
-        help="stop after this time, at the end of a cell, and name the cells that were not "
-        "measured (default: no limit)",
+        help="stop at the end of the first case that ends after this time, and name the cases that "
+        "were not measured (default: no limit)",
     )
     parser.add_argument(
         "--report",
@@ -86,7 +86,7 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; status 1 if a cell is slower than in ``--against``, beyond the spread."""
+    """Run the command; status 1 if a case is slower than in ``--against``, beyond the spread."""
     if options.suite is not None and options.suite not in _SUITES:
         raise ValueError(f"SUITE: expected one of {', '.join(_SUITES)}; got {options.suite!r}")
     from .. import bench
@@ -181,7 +181,7 @@ def _print(results: dict[str, Any]) -> None:
     if "mi300x" in results:
         _print_model(results)
     if "missing" in results:
-        print_text(f"stopped by --limit, {len(results['missing'])} cells are missing:")
+        print_text(f"stopped by --limit, {len(results['missing'])} cases are missing:")
         for name in results["missing"]:
             print(f"  {name}")
 
@@ -245,4 +245,4 @@ def _print_comparison(comparison: Any) -> None:
     print_table(["suite", "cell", "peer", "before", "now", "now/before", ""], rows)
     for name in comparison.missing:
         print(f"not measured now: {name}")
-    print(f"{len(comparison.slower)} of {len(comparison.changes)} cells are slower")
+    print(f"{len(comparison.slower)} of {len(comparison.changes)} cases are slower")

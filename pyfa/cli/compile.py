@@ -57,8 +57,8 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--bundle",
         action="store_true",
-        help="write the bundle for a wheel, after checking the wait states of each code "
-        "object for gfx942 and running the conformance suite on it in the emulator",
+        help="check the wait states of each code object for gfx942, write the bundle for a wheel, "
+        "and run the conformance suite on it in the emulator; if a case fails, remove the bundle",
     )
     parser.add_argument(
         "--resume",

@@ -101,7 +101,7 @@ def test_a_limit_stops_at_the_end_of_a_cell(
     arguments = ("small", "--peers", "pyfa", "--out", str(tmp_path / "x.json"), "--limit")
     status, out, _ = call(capsys, *arguments, "0")
     assert status == 0
-    assert f"stopped by --limit, {len(names) - 1} cells are missing:" in out
+    assert f"stopped by --limit, {len(names) - 1} cases are missing:" in out
     assert all(f"  {name}\n" in out for name in names[1:])
     assert bench.load(tmp_path / "x.json")["missing"] == names[1:]
     status, out, _ = call(capsys, *arguments, "1000")

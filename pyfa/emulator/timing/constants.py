@@ -31,7 +31,7 @@ _PROFILER = "ROCm Compute Profiler's page on the compute unit and its pipelines"
 ISSUE: Mapping[str, Constant] = MappingProxyType(
     {
         "lds_latency": Constant(128, 100, "clk", "fitted within 64 to 128"),
-        "lds_queue": Constant(64, 64, "clk", "assumption: work that waits in LDS"),
+        "lds_queue": Constant(64, 64, "clk", "assumption: most work that can wait in LDS"),
         "lds_direct_bytes": Constant(
             64, 128, "B/clk", "assumption: rate at which direct loads fill LDS"
         ),
@@ -40,13 +40,15 @@ ISSUE: Mapping[str, Constant] = MappingProxyType(
         "l2_bytes": Constant(
             54, 64, "B/clk", f"{_PAPER}: 2048 B/clk per XCD over 38 CUs; 64 B per CU"
         ),
-        "l1_queue": Constant(256, 256, "clk", "assumption: work that waits in L1"),
-        "store_latency": Constant(700, 400, "clk", "assumption: as a load"),
+        "l1_queue": Constant(256, 256, "clk", "assumption: most work that can wait in L1"),
+        "store_latency": Constant(700, 400, "clk", "assumption: equal to a load's"),
         "store_bytes": Constant(64, 64, "B/clk", f"{_PAPER}: L1 to L2"),
         "atomic_latency": Constant(1000, 500, "clk", "assumption"),
-        "atomic_bytes": Constant(16, 64, "B/clk", "assumption: L2 updates, over all CUs at once"),
-        "scalar_latency": Constant(200, 200, "clk", "assumption: scalar cache hit"),
-        "barrier": Constant(96, 64, "clk", "fitted within 32 to 96: from the last arrival on"),
+        "atomic_bytes": Constant(
+            16, 64, "B/clk", "assumption: rate of updates in L2, all CUs together"
+        ),
+        "scalar_latency": Constant(200, 200, "clk", "assumption: a hit in the scalar cache"),
+        "barrier": Constant(96, 64, "clk", "fitted within 32 to 96: time from the last arrival"),
         "branch": Constant(
             20, 12, "clk", "assumption: a taken branch refills the instruction buffer"
         ),
@@ -55,10 +57,10 @@ ISSUE: Mapping[str, Constant] = MappingProxyType(
             16, 16, "clk", f"{_ISA}: quarter rate; slots of AITER's kernels agree"
         ),
         "transcendental_apart": Constant(
-            0, 1, "", "assumption: v_exp_f32 overlaps with other vector work"
+            0, 1, "", "assumption: 1 if v_exp_f32 overlaps with other vector work"
         ),
         "matrix_apart": Constant(
-            1, 1, "", "fitted, 0 or 1: a product issues together with vector work"
+            1, 1, "", "fitted, 0 or 1: 1 if a product issues together with vector work"
         ),
         "matrix_extra": Constant(12, 12, "clk", f"{_LLVM}: three wait states after the passes"),
         "transcendental_extra": Constant(4, 4, "clk", f"{_LLVM}: one wait state"),
@@ -79,18 +81,19 @@ DEVICE: Mapping[str, Constant] = MappingProxyType(
             4,
             1,
             "",
-            "assumption: a die's 4 shader engines (rocminfo: 32) take workgroups strictly "
-            "in turn, as AMD's patent US 11941723 says of older devices; or any one with room",
+            "assumption. 4: the 4 shader engines of a die (rocminfo: 32 in all) take workgroups "
+            "strictly in turn, as AMD's patent US 11941723 says of older devices. 1: any engine "
+            "with room takes the next workgroup",
         ),
         "peak_hz": Constant(2.1e9, 2.1e9, "Hz", f"{_PAPER}"),
         "wave_gap": Constant(
-            16, 4, "clk", "assumption: between wavefronts of a workgroup that starts"
+            16, 4, "clk", "assumption: time between the wavefronts of a starting workgroup"
         ),
         "dispatch": Constant(
-            1000, 300, "clk", "assumption: from a workgroup's end to the next one's start"
+            1000, 300, "clk", "assumption: time from a workgroup's end to the next one's start"
         ),
         "launch_seconds": Constant(
-            6e-6, 3e-6, "s", "assumption: outside the kernel, as timed by events"
+            6e-6, 3e-6, "s", "assumption: time outside the kernel, as events measure it"
         ),
         "hbm_bytes": Constant(4.0e12, 4.3e12, "B/s", "assumption: 75 to 81 % of 5.3 TB/s"),
         "l2_bytes_of_die": Constant(2048, 2048, "B/clk", f"{_PAPER}: 16 channels of 128 B"),
