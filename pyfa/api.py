@@ -95,8 +95,8 @@ def attention(
         Gradients are bitwise equal from run to run. ``torch.use_deterministic_algorithms(True)``
         has the same effect.
     num_splits
-        The number of parts into which the keys are split; the results of the parts are merged. 1
-        means no split. With 0, the default, pyfa chooses.
+        The number of splits of the keys. Each split is attended to separately, and the results are
+        merged. 1 means no split. With 0, the default, pyfa chooses.
     batch_invariant
         Output, LSE and gradients of a sequence have the same bits in any batch. Also set by
         ``use_batch_invariant`` and ``PYFA_BATCH_INVARIANT``.
@@ -211,7 +211,7 @@ def attention_varlen(
         sequence is ``seqused_k``, or the difference of its offsets in ``cu_seqlens_k``. One of the
         two may be None.
     bias
-        (H | 1, max_seqlen_q, max_seqlen_k), with indices inside each sequence.
+        (H | 1, max_seqlen_q, max_seqlen_k), indexed by the positions inside each sequence.
     descale
         As in ``attention``. Scales per block of rows are (1, Hk, ⌈total / block⌉) for packed
         tensors, whatever their offsets, and (num_pages, Hk, ⌈page_size / block⌉) for pages.
@@ -331,8 +331,8 @@ def attention_kvcache(
     k, v
         New keys and values (B, S_new, Hk, D), or packed (total_new, Hk, D) with ``cu_seqlens_new``
         (B+1,) int32. They are written after the first ``cache_seqlens`` keys, and queries see them.
-        For a float8 cache they must be float8, scaled with the scales of the cache rows that they
-        are written to.
+        For a float8 cache, k and v must be float8 with the scales of the cache rows to which they
+        are written.
     cache_seqlens
         An int or (B,) int32: the number of keys in the cache before the append. By default the
         cache is full.
@@ -347,9 +347,9 @@ def attention_kvcache(
         causal mask or window all queries share the first position, as in flash-attention. Float8
         inputs are rounded again after the rotation.
     tree_mask
-        (Sq, Sq) or (B | 1, Sq, Sq) bool, for a tree of draft tokens: applies only to the last Sq
-        keys of a sequence. If element [i, j] is True, query i sees key j of these keys. For packed
-        queries, Sq is ``max_seqlen_q``. Cannot be combined with ``bias``.
+        (Sq, Sq) or (B | 1, Sq, Sq) bool, for a tree of draft tokens. It applies only to the last Sq
+        keys of a sequence. If element [i, j] is True, query i sees key j of these Sq keys. For
+        packed queries, Sq is ``max_seqlen_q``. Cannot be combined with ``bias``.
     descale
         As in ``attention``. Scales per block of rows refer to the rows or pages of the cache.
 

@@ -108,7 +108,8 @@ def dilated(left: int, right: int = 0, *, step: int) -> Mask:
 def streaming(sinks: int, left: int) -> Mask:
     """Return a causal window plus the first keys, the attention sinks (StreamingLLM).
 
-    The window has ``left`` keys before the query. ``sinks`` is the number of these first keys.
+    The window has ``left`` keys before the query. ``sinks`` is the number of first keys that every
+    query sees.
     """
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

@@ -130,7 +130,8 @@ def _bind(
 
 
 def merged(outs: Sequence[torch.Tensor], lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return float32 out (…, H, Dv) and LSE (…, H) of ``outs`` and ``lses`` (parts, …, H)."""
+    """Merge ``outs`` (parts, …, H, Dv) and ``lses`` (parts, …, H). Return float32 out (…, H, Dv)
+    and LSE (…, H)."""
     top = lses.detach().amax(0)
     top = top.masked_fill(top == -torch.inf, 0.0)
     weights = (lses - top).exp()

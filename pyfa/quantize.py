@@ -93,9 +93,9 @@ def quantize(
 
     Tensors may also be packed, (total, heads, head_dim): then all rows count as one sequence. Or
     they may be pages, (num_pages, page_size, Hk, D). ``q`` may be None, for a cache that 16-bit
-    queries will read. A scale is the largest magnitude of the elements that share it, divided by
-    the largest float8 number (1 if all elements are zero). The query heads of a KV head share one
-    scale.
+    queries will read. A scale is the largest magnitude of the elements that share the scale,
+    divided by the largest float8 number. It is 1 if all these elements are zero. The query heads of
+    a KV head share one scale.
 
     Parameters
     ----------
@@ -111,8 +111,8 @@ def quantize(
         it (96: three blocks of 32). A block must have at least 8 elements.
     seed
         Seed of the rotation's signs. The same int gives the same rotation in every call and on
-        every device; keys in a cache and later queries need the same one. If ``seed`` is None, the
-        signs are drawn from torch's generator.
+        every device. Keys in a cache and later queries need the same rotation, so give them the
+        same int. If ``seed`` is None, the signs are drawn from torch's generator.
     dtype
         ``float8_e4m3fn``, or ``float8_e4m3fnuz`` (gfx942). The default is the format of k's device.
 

@@ -1,8 +1,8 @@
 """Sharding rules of attention's operators for DTensors on a mesh.
 
 Sequences and heads are independent of each other, so a mesh dimension shards the batch or the
-heads, or replicates. DTensor redistributes any other placement first. The rules are registered the
-first time that a DTensor comes, since torch.distributed.tensor takes 0.3 s to import.
+heads, or replicates. DTensor redistributes any other placement first. The rules are registered when
+the first DTensor is passed, because importing torch.distributed.tensor takes 0.3 s.
 """
 
 from __future__ import annotations

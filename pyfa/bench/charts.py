@@ -1,7 +1,7 @@
 """Pictures by matplotlib, as SVG: a roofline, lines over the sequence length, a heat map.
 
-Everything but data is drawn in ``INK``, which ``svg`` replaces by the color of the surrounding
-text, so that pictures fit light and dark pages. ``standing_alone`` makes a file that fits both.
+Everything but data is drawn in ``INK``. ``svg`` replaces this color by the color of the surrounding
+text, so pictures fit light and dark pages. ``standing_alone`` makes a file that fits both.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def bars(axes: Axes, values: Mapping[str, float], x: str, title: str) -> None:
 
 
 def against(axes: Axes, name: str, points: Points) -> None:
-    """Draw points of a model's figure and a measured one."""
+    """Draw a point for each pair of a model's figure and a measured figure."""
     index = len(axes.lines)
     at, values = [p[0] for p in points], [p[1] for p in points]
     axes.plot(at, values, linestyle="none", markersize=6, label=name, **_style(name, index))

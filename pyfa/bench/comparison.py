@@ -1,4 +1,5 @@
-"""Compare two results: which cells became slower by more than their spread."""
+"""Compare two results: find the cells (``suites.Cell``) that became slower by more than the spread
+of their times."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ _LEAST = 0.05
 
 @dataclass(frozen=True)
 class Change:
-    """One cell of pyfa in both results: seconds before (corrected by how its peers changed) and
-    now, and whether it is slower beyond the spread."""
+    """pyfa's time at one cell in both results. ``before``: seconds in the earlier result, corrected
+    by how the times of the other peers changed. ``now``: seconds in the new result. ``slower``:
+    whether pyfa became slower by more than the spread."""
 
     suite: str
     cell: str
@@ -32,7 +34,8 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """``changes``: the cells in both results; ``missing``: the cells only in the earlier one."""
+    """``changes``: the cells that both results have. ``missing``: the cells that only the earlier
+    result has."""
 
     changes: tuple[Change, ...]
     missing: tuple[str, ...]
@@ -61,11 +64,12 @@ def _timed(results: Mapping[str, Any]) -> dict[_Key, Mapping[str, Any]]:
 
 
 def compare(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> Comparison:
-    """Compare ``now`` with ``earlier``, for pyfa's rows of the suites that ran now.
+    """Compare the result ``now`` with the result ``earlier``: pyfa's rows of the suites that
+    ``now`` contains.
 
-    A cell is slower if its lower quartile exceeds the earlier upper quartile and its median is 5 %
-    or more higher. First, the earlier times are multiplied by the median factor by which the
-    cell's other peers changed. Raises ``ValueError`` if the two results have no cell in common.
+    The earlier times are first multiplied by the median factor by which the cell's other peers
+    changed. A cell is slower if its lower quartile exceeds the earlier upper quartile and its
+    median is more than 5 % higher. Raises ``ValueError`` if the two results have no cell in common.
     """
     old, new = _timed(earlier), _timed(now)
     changes = []

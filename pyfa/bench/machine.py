@@ -1,4 +1,4 @@
-"""The description of machine and versions in every result file."""
+"""Describes the machine and the versions for every result file."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def version_of(package: str) -> str | None:
 def write(path: Path, results: Mapping[str, Any]) -> None:
     """Write ``results`` with the schema number and their environment, one record per line.
 
-    The file is replaced as a whole, so that a run that is cut leaves the earlier one. Paths under
-    the folder that holds pyfa (in tracebacks) are written relative to it.
+    The file is replaced as a whole, so an interrupted run leaves the earlier file. In tracebacks,
+    paths under the folder that contains pyfa are written relative to this folder.
     """
     data = {"schema": SCHEMA, "environment": environment(), **results}
     here = json.dumps(f"{_PACKAGE.parent}{os.sep}")[1:-1]

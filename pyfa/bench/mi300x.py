@@ -2,7 +2,7 @@
 
 Model, not measured: every figure of the model is under the key ``model``. The costs of a kernel
 come from ``mi300x_costs.json``, by the digest of the code object that runs, so that nothing is
-emulated during measurements. Costs of other code are computed by the emulator, if it is installed.
+emulated during measurements. If the emulator is installed, it computes the costs of any other code.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def why_not_here() -> str | None:
 
 
 def saved(live: bool | None = None) -> Table:
-    """Return the saved costs. ``live``: compute the costs of other code here; by default if the
-    emulator is installed."""
+    """Return the saved costs. ``live``: whether to compute the costs of any other code on this
+    machine; by default, if the emulator is installed."""
     records = json.loads(COSTS.read_text())["kernels"] if COSTS.exists() else []
     if live is None:
         live = runtime_timing.why_unavailable() is None
@@ -122,8 +122,9 @@ def beside(
     table: Table | None = None,
     on_progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Add the model's figures to pyfa's ``rows``, under ``model``, and return which constant of the
-    model best explains the difference: plain data, for a result."""
+    """Add the model's figures to pyfa's ``rows``, under ``model``. Return, as plain data for a
+    result file, the constant of the model that best explains the difference from the
+    measurement."""
     table = table or saved()
     by_name = {(cell.suite, cell.name): cell for cell in cells}
     mine = [row for row in rows if row["peer"] == "pyfa"]

@@ -1,4 +1,5 @@
-"""Which single constant of the timing model best explains its difference from measurements.
+"""Finds the single constant of the timing model that best explains the model's difference from
+measurements.
 
 For each cell the model gives a range of seconds, also with each constant changed. The position of
 the device between the two ends is a free parameter, the same for all cells. A constant is named if
@@ -84,9 +85,9 @@ class Found:
 
 @dataclass(frozen=True)
 class Verdict:
-    """``named``: the constant that best explains the difference, or "". ``rms``: the distance with
-    no constant changed. ``between``: the position of the device, 0 at ``low`` and 1 at ``high``.
-    ``found``: all constants, the best first."""
+    """``named``: the constant that best explains the difference, or "" if none does. ``rms``: the
+    distance between measurement and model with no constant changed. ``between``: the position of
+    the device, 0 at ``low`` and 1 at ``high``. ``found``: all constants, the best first."""
 
     named: str
     alike: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Sequences of different lengths, packed: peers with a packed call, and peers that get one call per
+"""Packed sequences of different lengths: some peers have a packed call, and others get one call per
 sequence."""
 
 from __future__ import annotations

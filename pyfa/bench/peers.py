@@ -1,4 +1,5 @@
-"""The libraries that are compared: pyfa, and others in this environment that compute attention.
+"""The peers: the libraries that are compared. These are pyfa and the other libraries in this
+environment that compute attention.
 
 Each peer gets its inputs in its preferred layout; making them is not timed.
 """

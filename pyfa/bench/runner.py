@@ -27,8 +27,9 @@ OnCell = Callable[[list[dict[str, Any]], dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class Effort:
-    """``rounds`` in which the peers take turns, so that load and clocks affect all alike, and
-    ``seconds`` of samples per peer and round."""
+    """How long to measure. ``rounds``: the number of rounds. In each round all peers take turns, so
+    load and clock rates affect all of them alike. ``seconds``: the duration of the samples per peer
+    and round."""
 
     rounds: int = 3
     seconds: float = 0.03
@@ -43,13 +44,14 @@ def run(
     on_cell: OnCell | None = None,
     limit: float | None = None,
 ) -> dict[str, Any]:
-    """Run ``suites`` on this machine's GPU, or else its CPU; by default all suites except those in
-    ``BY_NAME_ALONE``. After ``limit`` seconds it stops at the end of a cell.
+    """Run ``suites`` on this machine's GPU, or on its CPU if there is none. By default these are
+    all suites except those in ``BY_NAME_ALONE``. After ``limit`` seconds the run stops at the end
+    of a cell.
 
     Returns plain data: the libraries that ran, why others did not, clock rates before and after,
     and a row for every cell and library. A row has the median and quartiles of the seconds, or the
-    reason why there are none. Cells that were not measured (yet) are named under ``missing``, which
-    is left out once there are none. On an MI300X pyfa's rows also have the timing model's figures
+    reason why there are none. ``missing`` names the cells that are not measured yet. Without such
+    cells there is no ``missing``. On an MI300X pyfa's rows also have the timing model's figures
     (``mi300x.beside``).
     """
     for name in suites or ():

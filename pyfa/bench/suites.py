@@ -17,15 +17,16 @@ MI300X = "mi300x"
 
 @dataclass(frozen=True)
 class Cell:
-    """One problem. ``passes``: ``forward``, ``backward`` (alone) or ``both``; ``timed``: ``device``
-    with a cold cache, ``replay`` of a graph with a warm one, or ``host``; ``unit`` of its value.
+    """One problem, and how it is timed. ``passes``: ``forward``, ``backward`` (alone) or ``both``.
+    ``timed``: ``device`` (cold cache), ``replay`` (of a CUDA graph, warm cache) or ``host``.
+    ``unit``: the unit of the result.
 
     ``window``: keys to the left that a causal query sees, −1 for all. ``lengths``: the lengths of a
     packed batch; the longest is ``seqlen_q``. ``layers``: number of layers of a GPT with
     ``vocabulary``, whose training step is timed; 0 to time attention only. ``fp8``: "inputs" if all
     inputs are float8, or "cache" for a float8 cache with queries of ``dtype``. With "quantize" or
-    "rotate" (quantize with the rotation) the conversion is timed, with "copy" a copy of as many
-    tensors. ``head_dim_v``: the head_dim of V if it differs from ``head_dim``, else 0.
+    "rotate" (quantize with the rotation), the conversion is timed. With "copy", a copy of as many
+    tensors is timed. ``head_dim_v``: the head_dim of V if it differs from ``head_dim``, else 0.
     ``deterministic``: whether gradients must have the same bits on every run. ``label``: what the
     problem is from, such as a model. ``softcap``: the cap of the scores, 0 for none. ``sinks``:
     whether each query head has a sink, an input like the others, which gets a gradient too.
@@ -101,8 +102,8 @@ class Cell:
         backward.
 
         One of forward's two products has head_dim D and one has V's; of backward's five products
-        three have D and two have V's. The half, customary in the field, leaves out part of the
-        diagonal. With a window exactly the visible pairs count.
+        three have D and two have V's. Half as many FLOPs for a causal mask is customary, although
+        it leaves out part of the diagonal. With a window, exactly the visible pairs count.
         """
         lengths = self.lengths or (self.seqlen_q,) * self.batch
         if self.window >= 0:

@@ -146,8 +146,9 @@ class Clock:
 def in_turns(
     clock: Clock, timed: str, calls: Mapping[str, Call], rounds: int, seconds: float
 ) -> dict[str, list[list[float]]]:
-    """Return the samples of each call by round, ``seconds`` of them. The calls take turns in each
-    round, so that load and clocks affect all alike; all have run before the first."""
+    """Return the samples of each call by round, ``seconds`` long. The calls take turns in each
+    round, so load and clock rates affect all of them alike. Before the first round, every call has
+    already run once."""
     timers = {}
     for name, call in calls.items():
         call()

@@ -12,7 +12,8 @@ Window = Sequence[int] | torch.Tensor
 
 
 def window(window_size: Window) -> tuple[int, int] | None:
-    """Return pyfa's window; None if it is unlimited, which decides how queries are rotated."""
+    """Return pyfa's window; None if it is unlimited. How queries are rotated depends on whether
+    there is a window."""
     if len(window_size) != 2:
         validate.wrong("window_size", "(left, right)", window_size)
     left, right = (max(-1, int(edge)) for edge in window_size)
@@ -20,7 +21,7 @@ def window(window_size: Window) -> tuple[int, int] | None:
 
 
 def length(value: int | torch.Tensor) -> int:
-    """Return a maximum length, which callers may also pass as a tensor."""
+    """Return a maximum length as callers pass it: an int, or a tensor that is converted to one."""
     return int(value) if isinstance(value, torch.Tensor) else value
 
 

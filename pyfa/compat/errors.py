@@ -24,7 +24,8 @@ class ArgumentError(ValueError, RuntimeError):
 
 
 def in_words_of(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that replaces argument names in errors, given as pyfa's = the package's.
+    """Return a decorator that replaces pyfa's argument names in errors by the package's. The
+    keywords map pyfa's name to the package's.
 
     ``ValueError`` becomes ``ArgumentError``; ``TypeError`` stays ``TypeError``.
     """

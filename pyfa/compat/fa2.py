@@ -161,9 +161,9 @@ def flash_attn_varlen_func(
 
     Sequence b is rows ``cu_seqlens[b]`` to ``cu_seqlens[b+1]`` (int32, (B+1,)). With
     ``block_table`` (B, blocks) int32, k and v are (num_blocks, block_size, Hk, D), and
-    ``cu_seqlens_k`` gives only lengths. Returns out (total_q, H, Dv). The LSE is (H, total_q),
-    S_dmask (B, H, max_seqlen_q, max_seqlen_k) with each sequence in its top left corner. Raises
-    what ``flash_attn_func`` raises.
+    ``cu_seqlens_k`` gives only the lengths of the sequences. Returns out (total_q, H, Dv). The LSE
+    is (H, total_q), S_dmask (B, H, max_seqlen_q, max_seqlen_k) with each sequence in its top left
+    corner. Raises what ``flash_attn_func`` raises.
     """
     return attend(q, k, v, Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
@@ -245,8 +245,8 @@ def flash_attn_with_kvcache(
     ``k_cache`` and ``v_cache`` are (B_cache, S, Hk, D), or (num_blocks, block_size, Hk, D) with
     ``block_table`` (B, blocks) int32. ``cache_seqlens`` (an int or (B,) int32) is the number of
     keys in the cache before the append. New ``k`` and ``v`` (B, S_new, Hk, D) are appended after
-    them, and queries see them. ``rotary_cos`` and ``rotary_sin`` (positions, rotary_dim / 2) rotate
-    q and the new k.
+    these keys, and queries see them. ``rotary_cos`` and ``rotary_sin`` (positions, rotary_dim / 2)
+    rotate q and the new k.
 
     Returns out (B, Sq, H, Dv) and, with ``return_softmax_lse``, the LSE (B, H, Sq). There is no
     gradient. If ``cache_seqlens`` is a tensor and ``block_table`` is given, the call waits for the

@@ -13,10 +13,10 @@ Signatures, defaults, return values and conventions are those of ``flash_attn_in
 pyfa supports more than flash-attention: see the docstring of ``pyfa.compat.fa2``. ``pack_gqa``,
 ``sm_margin`` and ``scheduler_metadata`` are accepted and ignored.
 
-Float8: descales are (B, Hk) or (1,) float32, and the output is bfloat16. Inputs of other dtypes
-ignore descales. Float8 keys also work with 16-bit queries. There is no gradient: the backward
-raises ``NotImplementedError``, and under ``torch.compile(fullgraph=True)`` inputs must not require
-one.
+Float8: descales are (B, Hk) or (1,) float32, and the output is bfloat16. With inputs of other
+dtypes, descales are ignored. Float8 keys also work with 16-bit queries. Float8 has no gradient: the
+backward raises ``NotImplementedError``, and under ``torch.compile(fullgraph=True)`` inputs must not
+require a gradient.
 
 ``qv``: q and qv are concatenated along head_dim, and so are k and v, so that one matrix product
 gives both terms of the score. If v and k are views of one latent cache, the call runs as latent
@@ -241,8 +241,8 @@ def flash_attn_with_kvcache(
     the cache or of the table. Packed queries are (total_q, H, D) with ``cu_seqlens_q`` and
     ``max_seqlen_q``. ``cache_seqlens`` (an int or (B,) int32) is the number of keys in the cache
     before the append. New ``k`` and ``v`` (B, S_new, Hk, D), or (total_new, Hk, D) with
-    ``cu_seqlens_k_new`` (B+1,) int32, are appended after them, and queries see them. ``rotary_cos``
-    and ``rotary_sin`` (positions, rotary_dim / 2) rotate q and the new k.
+    ``cu_seqlens_k_new`` (B+1,) int32, are appended after these keys, and queries see them.
+    ``rotary_cos`` and ``rotary_sin`` (positions, rotary_dim / 2) rotate q and the new k.
 
     Returns out (B, Sq, H, Dv). With ``return_softmax_lse`` it returns four tensors: out, the LSE
     (B, H, Sq), and two empty tensors in place of flash-attention's partial results. There is no

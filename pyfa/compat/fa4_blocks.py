@@ -1,7 +1,7 @@
 """FlashAttention-4's block-sparse tensors (``flash_attn.cute.block_sparsity`` and
 ``compute_block_sparsity``).
 
-pyfa builds its own lists from a mask_mod; these are for programs that pass lists themselves.
+pyfa builds its own block lists from a mask_mod. This module is for programs that pass block lists.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class BlockSparseTensorsTorch(NamedTuple):
 
 
 def fast_sampling(mask_mod: _Mod) -> _Mod:
-    """Mark a mask_mod for which version 4 evaluates only five points of a block. pyfa evaluates
-    all."""
+    """Mark ``mask_mod``: version 4 then evaluates it at only five points of a block. pyfa ignores
+    the mark and evaluates all points."""
     mask_mod.use_fast_sampling = True  # type: ignore[attr-defined]
     return mask_mod
 

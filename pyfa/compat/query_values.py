@@ -1,7 +1,8 @@
 """``qv``: scores of q·k + qv·v, as in latent attention with the latents as v.
 
-The sum of two products is one product of longer heads: queries concatenated, and values and keys
-concatenated. If v and k are already adjacent views of one cache, nothing is copied.
+The sum of the two products is computed as one product with a larger head_dim: q and qv are
+concatenated, and so are k and v. If v and k are already adjacent views of one cache, nothing is
+copied.
 """
 
 from __future__ import annotations

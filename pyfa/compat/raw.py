@@ -2,8 +2,8 @@
 
 flash-attention's private functions separate forward and backward. ``out`` and ``lse`` may come from
 attention over more keys than the call has. P = exp(score − LSE) and rowsum(dO∘O) then belong to the
-whole row, and the gradients are the share of this call's keys (Liu et al. 2023, Ring Attention,
-arXiv:2310.01889).
+whole row, and the results are this call's contributions to the gradients (Liu et al. 2023, Ring
+Attention, arXiv:2310.01889).
 """
 
 from __future__ import annotations
@@ -92,8 +92,9 @@ def packed_row_sums(
 class Rows:
     """Dense or packed q, k and v, or dense tensors with a used length per sequence.
 
-    The last kind is treated as a packed batch whose sequences all have space for the longest.
-    ``arguments`` are those of a dense call or, with lengths or offsets, of a packed call.
+    Dense tensors with used lengths are treated as a packed batch in which each sequence has space
+    for the longest. ``arguments`` are those of a dense call or, with lengths or offsets, of a
+    packed call.
     """
 
     def __init__(

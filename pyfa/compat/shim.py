@@ -161,9 +161,9 @@ def status(target: Path | None = None, only: Sequence[str] = ()) -> list[Status]
 def install(target: Path | None = None, only: Sequence[str] = ()) -> list[Status]:
     """Write missing packages into ``target`` (default: ``purelib()``); return the state afterwards.
 
-    With ``only``, only these (by short name) are written; the others stay as they are. Raises
-    ``ShimError``, before anything is written, if Python finds another package with one of these
-    names, or if the shim's own files were changed.
+    With ``only``, a collection of short names, only these packages are written; the others stay as
+    they are. Raises ``ShimError``, before anything is written, if Python finds another package with
+    one of these names, or if the shim's own files were changed.
     """
     folder = target or purelib()
     found = status(target, only)

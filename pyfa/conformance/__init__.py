@@ -1,4 +1,5 @@
-"""The conformance suite: the same cases, inputs and rule for every backend on every machine.
+"""The conformance suite: the same cases, inputs and error bounds for every backend on every
+machine.
 
 >>> report = conformance.run(backend="triton", level="quick")
 >>> report.ok

@@ -1,4 +1,4 @@
-"""Two reports, case by case: the same, or different and why."""
+"""Compares two reports case by case, and says why cases differ."""
 
 from __future__ import annotations
 

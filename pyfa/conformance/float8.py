@@ -1,17 +1,19 @@
-"""The error of the LSE that float8 queries may cause: the effect on scores of a matrix unit with 14
-bits.
+"""The error of the LSE that float8 queries may cause: the matrix unit keeps only 14 bits of a
+score's sum.
 
 Hopper's matrix unit multiplies float8 exactly and adds up in fixed point. It takes the largest
 exponent e of the 32 products of an instruction and the sum so far, truncates each of them at 2^(e −
 13), adds, and keeps 14 bits of the result: DeepSeek-V3 report 2024 (arXiv:2412.19437), §3.5.2;
-Zhang et al. 2024 (SageAttention2, arXiv:2411.10958), who find 13 bits behind the sum's first. So a
-dot product whose sum so far is s, off by Δ at most, is after n more elements of the head dim
+Zhang et al. 2024 (SageAttention2, arXiv:2411.10958), who find 13 bits behind the sum's first. Let s
+be the partial sum of a dot product, with an error of at most Δ. After n more elements of the head
+dim,
 
     s ← s + Σqk    Δ ← Δ + 2⁻¹³·(n + 1)·max(|s| + Δ, √Σ(qk)²)    then Δ ← Δ + 2⁻¹³·(|s| + Δ)
 
 Truncation changes n products and the sum by less than 2^(e − 13) each. 2^e is at most the larger of
-the sum and the largest product, which is at most the root of the sum of their squares. Then the new
-sum is truncated by less than 2⁻¹³ of itself. Sums in 32 bits are also within these bounds.
+the sum and the largest product, and the largest product is at most the root of the sum of all
+squared products. Then the new sum is truncated by less than 2⁻¹³ of itself. Sums in 32 bits are
+also within these bounds.
 
 ``lse_slack`` is the change of a row's LSE if each of its scores is too large by its bound. This is
 the worst case: the slope of a softcap is at most 1, and the LSE is convex, so errors downwards

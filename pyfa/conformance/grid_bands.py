@@ -1,6 +1,5 @@
-"""The grid's cases of limits on the keys of each row beyond a plain window.
-
-They are chunks, and windows with a negative bound, which exclude keys next to the query.
+"""The grid's cases of chunks, and of windows with a negative bound. Such a window excludes keys
+next to the query.
 """
 
 from __future__ import annotations

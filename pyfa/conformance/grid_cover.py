@@ -1,10 +1,10 @@
 """Cases that execute machine code which no other case of their level executes.
 
 ``benchmarks/cover.py`` drew them at random, ran them in the emulator on the gfx942 objects in the
-wheel, and kept those that executed new instructions: ``grid_cover.jsonl``, a case a line. Those of
-level "quick" execute most in the least time. With them the quick level executed 77 % of all
-instructions, without them 40 %; they take 10 s. A kernel that changes may need other cases. A case
-that is no longer needed does no harm.
+wheel, and kept those that executed new instructions: ``grid_cover.jsonl``, one case per line. The
+cases of level "quick" are those that execute most instructions in the least time. With them the
+quick level executed 77 % of all instructions, without them 40 %. They take 10 s. A kernel that
+changes may need other cases. A case that is no longer needed does no harm.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The grid's cases of decode whose sequences end in every place of the loop over keys.
+"""The grid's cases of decode whose sequences end at every position of the loop over keys.
 
-The loop is unrolled: a wavefront has several tiles of keys on the way, and what is left after the
-last whole round has code of its own, with and without pages and score terms. So each case has
-sequences of 1 to 14 tiles of 64 keys.
+The loop is unrolled: a wavefront has several tiles of keys in flight. The tiles left after the last
+full iteration are handled by separate code, with and without pages and score terms. So each case
+has sequences of 1 to 14 tiles of 64 keys.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""NaN and inf among the inputs: which results they must reach, which they may, and no others.
+"""NaN and inf among the inputs: the results that they must reach, and the results that they may
+reach.
 
 ``Case.hostile`` is "q=nan" or similar: one element of q, k or v, which half of the rows see if
 there is a mask. Or it is "padding=inf", which replaces the NaN around every tensor. The reference
 is computed without the element. This module defines its effect, as the guide does under "NaN and
 inf":
 
-- a row that sees a NaN in q or k has NaN in its output and its LSE; a score of +inf counts as NaN,
-  one of −inf as masked, so that of a row with only such scores the LSE is its sink, if it has one;
+- a row that sees a NaN in q or k has NaN in its output and its LSE. A score of +inf counts as NaN,
+  a score of −inf as masked. So if all scores of a row are −inf, its LSE is its sink, if there is
+  one;
 - a NaN in v gives NaN in that element of the output, in every row that sees the key. Other rows of
   the sequence with the same KV head may have NaN there (0 · NaN). An LSE never has. An inf in v has
   the same effect, possibly as NaN: kernels read the last key in place of keys missing in its tile;

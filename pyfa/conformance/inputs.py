@@ -6,9 +6,8 @@ four such integers (Irwin–Hall) becomes (s − 131070) · √3 / 65536: mean 0
 Everything is exact or IEEE-rounded once, and then rounded once to the problem's dtype.
 
 Tensors are views of buffers of 0xFF bytes, which is NaN in every float dtype (−240 in
-float8_e4m3fnuz). Whatever does not
-belong to a tensor's valid region (guards, gaps between strides, rows beyond a sequence, unused
-pages, left padding) stays NaN, and a buffer that changed is a write out of bounds.
+float8_e4m3fnuz). Everything outside a tensor's valid region (guards, gaps between strides, rows
+beyond a sequence, unused pages, left padding) stays NaN. A change there is a write out of bounds.
 """
 
 from __future__ import annotations
@@ -112,13 +111,14 @@ class Inputs:
 
     ``placed`` holds the float tensors of the call by argument name, ``others`` its integer tensors
     and scalars. ``spec`` is the same problem for the reference, in float64 and rounded as the
-    semantics require; ``naive`` differs from it only in the precision of rotary, and ``unsure`` has
-    in place of q and k the ulps of what may be rounded either way after rotary (``rotary.py``).
-    ``dout`` and ``dlse`` are the incoming gradients. ``cache_after`` holds the caches' expected
-    buffers after an append; with rotary, ``rotated_rows`` marks k's elements that hold a rotated
-    value. ``sequences`` holds q, k and v of each sequence. ``marks`` is the effect of a hostile
-    element (``hostile.Marks`` by result), which ``spec`` does not contain. ``score_size`` and
-    ``product_size`` are the largest |score| and the largest scale·Σ|q||k|, with all other terms.
+    semantics require; ``naive`` differs from ``spec`` only in the precision of rotary. ``unsure``
+    has, in place of q and k, one ulp for each element that may be rounded either way after rotary,
+    and 0 elsewhere (``rotary.py``). ``dout`` and ``dlse`` are the incoming gradients.
+    ``cache_after`` holds the caches' expected buffers after an append; with rotary,
+    ``rotated_rows`` marks k's elements that hold a rotated value. ``sequences`` holds q, k and v of
+    each sequence. ``marks`` is the effect of a hostile element (``hostile.Marks`` by result), which
+    ``spec`` does not contain. ``score_size`` and ``product_size`` are the largest |score| and the
+    largest scale·Σ|q||k|, with all other terms.
     """
 
     case: Case

@@ -1,4 +1,5 @@
-"""The effect in float64 of the roundings that no fused kernel can avoid: part (c) of the rule.
+"""The effect, in float64, of the roundings that no fused kernel can avoid: part (c) of the rule in
+``tolerances.py``.
 
 A fused forward stores the output in its dtype and the LSE in float32, and sums its dot products in
 any order. Backward recomputes P = exp(s' − L), and computes δ = rowsum(dO∘O') from the stored
@@ -12,10 +13,10 @@ by the reference's own arguments:
   by r, because P enters the gradients only as P∘(dO·Vᵀ − δ + dLSE) and as Pᵀ·dO;
 - δ moved by ε is a dLSE of −ε.
 
-``out_deviation`` is part (h): what the independent roundings of a float32 output come to, as a
-standard deviation of each element. A rounding to nearest is off by a number spread evenly over an
-ulp, whose standard deviation is ulp/√12. An ulp is 2⁻²³/m of a value with mantissa m, 1 ≤ m < 2.
-Where values are spread evenly in their logarithm, the mean of m⁻² is 3/(8·ln 2): the deviation is
+``out_deviation`` is part (h): the standard deviation of each element of a float32 output that
+results from independent roundings. The error of a rounding to nearest is spread evenly over an ulp,
+so its standard deviation is ulp/√12. An ulp is 2⁻²³/m of a value with mantissa m, 1 ≤ m < 2. Where
+values are spread evenly in their logarithm, the mean of m⁻² is 3/(8·ln 2): the deviation is
 √(3/(8·ln 2)/12)·2⁻²³ = 0.425·2⁻²⁴ of the value.
 """
 

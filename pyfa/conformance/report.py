@@ -23,7 +23,8 @@ PASSED, FAILED, REFUSED, CRASHED = STATUSES = ("passed", "failed", "refused", "c
 
 @dataclass(frozen=True)
 class CaseResult:
-    """One case: its status, every check's errors and bounds, digests, reasons or a traceback.
+    """The result of one case: its status, the errors and bounds of every check, digests, and the
+    reasons of a refusal or a traceback.
 
     ``digests``: SHA-256 of "inputs", of the "dropout" bits and of the "lse" pattern of −inf.
     """

@@ -9,9 +9,9 @@ may have either neighbor: a whole ulp of q's dtype for an error of e. Of normal 
 element of 4,200 in bfloat16 and of 650 in float16.
 
 ``unsure`` is this ulp for the elements near a tie, and 0 for all others. A score is off by at most
-Σ(u_q·|k| + |q|·u_k + u_q·u_k), and ``lse_slack`` is the change of a row's LSE if each of its scores
-is too large by that: the worst case, as in ``float8.py``. Rows without such an element, whose keys
-have none, have no slack.
+Σ(u_q·|k| + |q|·u_k + u_q·u_k). ``lse_slack`` is the change of a row's LSE if each of its scores is
+too large by this bound: the worst case, as in ``float8.py``. If neither a row nor its keys have an
+element near a tie, the row has no slack.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ def run(
     By default the backend is the first in the automatic order that is ready. ``level`` is "quick"
     or "full". ``features`` keeps only the cases that need one of these features; ``max_seqlen``
     shortens longer sequences to this length, for slow backends. ``orders`` (emulator only): a case
-    whose kernels add floats by atomics runs in this many orders of the atomics. ``on_progress(done,
-    total, case_name)`` is called before each case.
+    whose kernels add floats by atomics runs this many times, each time with a different order of
+    the atomics. ``on_progress(done, total, case_name)`` is called before each case.
 
     Raises ``ValueError`` for names that do not exist, and ``RuntimeError`` if the backend cannot
     run on this machine. Errors in a case are recorded in the report.

@@ -1,10 +1,10 @@
 """The one rule that bounds the error of every result. There is no other tolerance.
 
-ref is the reference in float64 on the same inputs. naive is the same formula computed eagerly in
-the problem's own dtype, and is the yardstick: a kernel may round differently from eager PyTorch,
-but not be much worse. First, NaN and ±inf must be at the same positions as in ref. Then these
-bounds apply to the finite rest of the output and of each gradient, with the ulp of the tensor's
-dtype at max|ref|:
+ref is the reference in float64 on the same inputs. naive is the same formula computed by eager
+PyTorch in the problem's own dtype. Its error is the yardstick: a kernel may round differently from
+eager PyTorch, but must not be much worse. First, NaN and ±inf must be at the same positions as in
+ref. Then these bounds apply to the finite rest of the output and of each gradient, with the ulp of
+the tensor's dtype at max|ref|:
 
     max |x − ref|   ≤ f · max |naive − ref| + 4 ulp        f = 2, and 3 for gradients and softcap
     mean |x − ref|  ≤ 1.5 · mean yardstick
@@ -59,7 +59,7 @@ that of P rounded relative to another base in each row, spread evenly from 1 to 
 row share the error of its largest P, so the mean gets the noise of (e). Float8 keys with 16-bit
 queries are compared with eager attention in the queries' dtype.
 
-(g) Numbers below 2⁻¹²⁶, the smallest normal float32, may be taken for 0: both bounds get 2⁻¹²⁶.
+(g) Numbers below 2⁻¹²⁶, the smallest normal float32, may be flushed to 0, so both bounds get 2⁻¹²⁶.
 
 (h) A float32 output: naive's error may be small by chance where there are few rows, and a kernel
 sums over the keys in order, where naive sums in lanes: with head_dim 1 and 75 keys the mean error
@@ -73,8 +73,8 @@ sinks has the error of L that summing the scores in order gives.
 Every backend computes the LSE in float32 from unrounded scores. Its bounds are:
 
     16-bit inputs:  |x − ref| ≤ 1e-3 + 2⁻²⁰ · max|score|
-    float8 queries: the same + what 14 bits of every sum of products make of the row's LSE
-    rotary:         the same + what elements near a tie, rounded either way, make of the row's LSE
+    float8 queries: the same + the row's slack from 14-bit sums of products
+    rotary:         the same + the row's slack from elements near a tie, rounded either way
     float32:        |x − ref| ≤ 4 ulp(max|ref|) + max(√D · 2⁻²³ · max(scale·Σ|q||k|), in order)
 
 Hopper's matrix unit keeps only 14 bits when it adds up float8 products; ``float8.py`` derives the
@@ -83,13 +83,13 @@ bound of each row, and ``rotary.py`` that of rotated rows in 16 and 8 bits.
 The LSE moves by at most as much as the scores do. Each of the D additions of a dot product rounds
 its partial sum, which is at most Σ|q||k|, by at most 2⁻²⁴ of it, and these roundings are
 independent: their sum has a standard deviation of at most √(D/3)·2⁻²⁴·Σ|q||k|, and 2·√D·2⁻²⁴ is 3.5
-of them. Where all products are equal, the roundings of a binade are equal too: 192
-products of 8·scale and 8 are off by 2e-3, 1.4 times that bound, in eager attention and in a kernel.
-So the bound is at least the largest error of a float32 score whose q is multiplied by the scale
-first, summed in order (``recompute.error_in_order``). It needs Σ|q||k| and not |score|, because a
-score may cancel to 0. 4 ulp cover exp, the sum, log, and the last addition.
-A score_mod multiplies the error of a score by its slope: where
-that is more than 1, so are |score| and Σ|q||k| multiplied.
+of them. Where all products are equal, the roundings of a binade are equal too: 192 products of
+8·scale and 8 are off by 2e-3, 1.4 times that bound, in eager attention and in a kernel. So the
+bound is at least the largest error of a float32 score whose q is multiplied by the scale first,
+summed in order (``recompute.error_in_order``). It needs Σ|q||k| and not |score|, because a score
+may cancel to 0. 4 ulp cover exp, the sum, log, and the last addition. A score_mod multiplies the
+error of a score by its slope. Where the slope is more than 1, |score| and Σ|q||k| are multiplied by
+the slope, too.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ from .pieces import Piece
 
 
 class Rows(NamedTuple):
-    """The tensors with a row for each query of this rank; the inputs of backward."""
+    """The tensors that have a row for each query of this rank. They are the inputs of the
+    backward."""
 
     out: torch.Tensor
     lse: torch.Tensor

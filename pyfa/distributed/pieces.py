@@ -18,7 +18,8 @@ from .layout import Chunk, Layout, Range, starts
 
 
 class Mask(NamedTuple):
-    """The whole problem's window (−1 unlimited), and which terms depend on positions in it."""
+    """The window of the whole problem (−1 means unlimited), and the terms that depend on positions
+    in the whole problem."""
 
     left: int
     right: int
@@ -52,8 +53,8 @@ class Piece(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """``needed``: the chunks of the other rank's keys that are seen, in order; and the calls on
-    them."""
+    """The attention calls on another rank's keys. ``needed``: the chunks of these keys that this
+    rank's queries see, in order."""
 
     needed: tuple[int, ...]
     pieces: tuple[Piece, ...]

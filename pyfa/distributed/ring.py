@@ -1,11 +1,11 @@
 """Ring attention: keys and values go around the ranks, and each rank attends to them with its own
 queries.
 
-At step i rank r processes the keys of rank r − i. They are sent directly from that rank while step
-i − 1 is computed, and only the chunks that r's queries see are sent. Backward sends the same keys,
-and returns each block's dK and dV to the rank of the keys. That rank adds them up in float32 in the
-order of the steps, which gives the same bits on every run. Large inputs go around in groups of
-heads, so that the data in flight and the float32 sums stay small compared with the inputs.
+At step i rank r processes the keys of rank r − i. Rank r − i sends them directly while step i − 1
+is computed, and only the chunks that rank r's queries see. The backward sends the same keys, and
+returns each block's dK and dV to the rank that holds the keys. That rank adds them up in float32 in
+the order of the steps, so every run gives the same bits. Large inputs go around in groups of heads,
+so that the data in flight and the float32 sums stay small compared with the inputs.
 
 Source: Liu et al. 2023, Ring Attention with Blockwise Transformers, arXiv:2310.01889.
 """

@@ -19,8 +19,8 @@ Lengths = Sequence[int] | torch.Tensor
 
 
 class Place(NamedTuple):
-    """The position of this rank: its place on the ring, and its place in the group of ranks at
-    that place, which splits the heads."""
+    """The position of this rank: its place on the ring, and its place in its head group. A head
+    group is the ranks at one place of the ring; they divide the heads."""
 
     ring: Ring
     heads: Ring
@@ -35,7 +35,8 @@ class Place(NamedTuple):
         return Layout(lengths, self.ring.size, self.zigzag)
 
     def own(self, lengths: tuple[int, ...]) -> tuple[int, int]:
-        """Return which rows of this ring's rank, in its order, this rank holds."""
+        """Return which rows this rank holds, counted in the order of all rows at its place on the
+        ring."""
         return share(self.layout(lengths).rows(self.ring.rank), self.heads.size, self.heads.rank)
 
 
@@ -119,8 +120,8 @@ def unshard(
 ) -> torch.Tensor:
     """Return the whole tensor, on every rank, from the parts that ``shard`` returned.
 
-    ``seqlen`` is the full length, if ranks hold different numbers of rows. No gradient flows
-    through this: ``ValueError`` if ``x`` requires one.
+    ``seqlen`` is the full length, if ranks hold different numbers of rows. There is no gradient:
+    raises ``ValueError`` if ``x`` requires one.
     """
     validate.no_gradient({"x": x}, "unshard has none")
     where = place("unshard", group, mesh, sharding)
@@ -154,7 +155,7 @@ def local_positions(
     cu_seqlens: Lengths | None = None,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """Return the position in its sequence of each of this rank's rows: int64, for rotary
+    """Return, for each row of this rank, its position in its sequence: int64, for rotary
     embeddings.
 
     Pass ``seqlen`` for one sequence, or ``cu_seqlens`` (batch + 1,) for a packed batch.

@@ -86,9 +86,10 @@ def agree(
 ) -> None:
     """Raise ``ValueError`` on every rank unless all were called with the same ``arguments``.
 
-    ``rings`` are the dimensions of a mesh. Each set of arguments is compared once, so that training
-    pays once. ``error``: what is wrong with this rank's arguments by themselves. It is raised here,
-    and at the first call it is also sent to the other ranks, which wait for the comparison.
+    ``rings`` are the dimensions of a mesh. Each set of arguments is compared only once, so later
+    training steps do not wait. ``error`` says what is wrong with this rank's own arguments. The
+    function raises it on this rank. At the first call it also sends ``error`` to the other ranks,
+    because they wait for the comparison.
     """
     rings = [ring for ring in rings if ring.size > 1]
     mine = tuple(arguments.items())

@@ -24,7 +24,7 @@ _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
 class PyfaAttention(DotProductAttention):  # type: ignore[misc]  # untyped where it matters
-    """``DotProductAttention`` without a stored matrix of scores. Supports packed sequences
+    """Replaces ``DotProductAttention`` and stores no matrix of scores. Supports packed sequences
     (``thd``).
 
     A layer of mask type ``causal`` ignores ``attention_mask``, as in TransformerEngine.

@@ -112,7 +112,8 @@ def sdpa_forward(
     """Implement ``aten::_scaled_dot_product_flash_attention`` for query (B, H, Sq, D), key and
     value (B, Hk, Sk, D): (out, lse, None, None, Sq, Sk, rng_state, unused, debug_attn_mask).
 
-    Out has the memory layout of query, lse is (B, H, Sq), and there are no offsets.
+    Out has the memory layout of query, and lse is (B, H, Sq). The two None stand for the offsets of
+    packed sequences, which this operator does not have.
     """
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     out, lse, *rest = flash_forward(

@@ -28,8 +28,9 @@ Mod = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Mods:
-    """A pair of mods; either may be missing. ``kinds``: dtype and rank of each captured tensor, the
-    score_mod's first. ``wanted``: the slots of captured tensors that get a gradient."""
+    """A pair of mods; either may be missing. ``kinds``: the dtype and the number of dimensions of
+    each captured tensor, those of the score_mod first. ``wanted``: the slots of captured tensors
+    that get a gradient."""
 
     score: Function | None
     mask: Function | None
@@ -38,7 +39,7 @@ class Mods:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Return the digest of what they compute from tensors of these kinds."""
+        """Return the digest of what the mods compute from tensors of these kinds."""
         parts = [f.digest if f is not None else "" for f in (self.score, self.mask)]
         wanted = (sorted(self.wanted),) if self.wanted else ()
         return hashlib.sha256(repr((*parts, self.kinds, *wanted)).encode()).hexdigest()[:32]

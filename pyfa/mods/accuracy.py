@@ -11,8 +11,9 @@ _UNLIMITED = math.inf
 
 
 def weights_of(function: Function, of_results: Sequence[float]) -> list[float]:
-    """Return, for each float, a bound of what an absolute error of 1 in it changes in the results,
-    of which result i counts ``of_results[i]`` times; infinity if there is none."""
+    """Return, for each operation, a bound on the change of the results if the operation's result
+    has an absolute error of 1. The change of result i is weighted by ``of_results[i]``. If there is
+    no bound, the value is infinity."""
     ops = function.ops
     largest = _largest(function)
     found = [0.0] * len(ops)

@@ -1,6 +1,7 @@
-"""Recognizes a mod by its code and dependencies. Its tensors may be others of the same kinds.
+"""Recognizes a mod by its code and dependencies. The tensors may be different ones, but of the same
+kinds (dtype and number of dimensions).
 
-This takes a fifth of the time that ``captured.Dependencies`` takes, which also looks into
+This takes a fifth of the time of ``captured.Dependencies``, because it does not look into
 containers and other functions.
 """
 
@@ -24,7 +25,7 @@ class Unsure(Exception):
 
 
 class Snapshot:
-    """A mod's code and the objects that it depends on, except tensors: of these, the kind."""
+    """A mod's code and the objects that it depends on. Of a tensor, only the kind is kept."""
 
     def __init__(self, mod: Any) -> None:
         if type(mod) is not types.FunctionType or mod.__defaults__ or mod.__kwdefaults__:
@@ -40,7 +41,8 @@ class Snapshot:
         return found
 
     def tensors_of(self, mod: Any) -> list[torch.Tensor] | None:
-        """Return the tensors that ``mod`` depends on; None if it differs in anything else."""
+        """Return the tensors that ``mod`` depends on; None if ``mod`` differs from the snapshot in
+        anything else."""
         if (
             type(mod) is not types.FunctionType
             or mod.__code__ is not self._code
@@ -129,7 +131,7 @@ _Entry = tuple[str, list[Snapshot | None], list[int], list[int]]
 
 
 class Recent:
-    """What ``resolve`` returned for pairs of mods, by their code."""
+    """The results of ``resolve`` for recent pairs of mods, found by the mods' code."""
 
     def __init__(self) -> None:
         self._found: dict[Hashable, list[_Entry]] = {}
@@ -137,8 +139,8 @@ class Recent:
     def find(
         self, pair: Sequence[Any], *rest: Hashable
     ) -> tuple[str, tuple[torch.Tensor, ...]] | None:
-        """Return the digest and the captured tensors of a ``pair`` of mods; None if no such pair
-        is known. ``rest``: what else a trace depends on."""
+        """Return the digest and the captured tensors of a ``pair`` of mods; None if no such pair is
+        known. ``rest``: everything else that the trace depends on, such as the device."""
         for digest, snapshots, firsts, places in self._found.get(_key(pair, rest), ()):
             tensors = _tensors_of(pair, snapshots)
             if tensors is not None and _first_of_each(tensors) == firsts:

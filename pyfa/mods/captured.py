@@ -23,8 +23,8 @@ class Unknown(Exception):
 
 
 class Dependencies:
-    """``key``: equal if the trace is the same. ``tensors``: those that may be captured, in an order
-    that depends only on the code."""
+    """The dependencies of a mod. Mods with equal ``key`` have the same trace. ``tensors``: the
+    tensors that may be captured, in an order that depends only on the code."""
 
     def __init__(self, mod: Callable[..., Any]) -> None:
         self.tensors: list[torch.Tensor] = []

@@ -9,8 +9,8 @@ from .ir import Builder, Function
 
 
 def with_slope(score: Function) -> Function:
-    """Return ``score``'s result and d result / d score, with PyTorch's choice if it is not
-    differentiable.
+    """Return ``score`` with a second result: the derivative of its result by the score. Where there
+    is no derivative, the value is the one that PyTorch chooses.
 
     Computed in forward mode (dual numbers): the derivative of each operation that depends on the
     score follows from the derivatives of its operands. Integers and booleans have no derivative.

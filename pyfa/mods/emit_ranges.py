@@ -2,11 +2,11 @@
 
 The function ``mask_range`` computes, for a tile, the least and the largest value of each operation
 from the tile's first and last rows and keys. If both bounds of the result agree, the mask_mod has
-that value at every point of the tile. Nothing is known of floats.
+that value at every point of the tile. Floats have no bounds.
 
-What a load reads by the row alone, or by the key alone, is the same for all tiles with these rows
-or keys. ``bounds_of_rows`` and ``bounds_of_keys`` bound these loads, once for each tile of rows and
-of keys, and ``mask_range`` finds the bounds in a table.
+A load whose index depends on the row alone, or on the key alone, reads the same values in all tiles
+with these rows or keys. ``bounds_of_rows`` and ``bounds_of_keys`` compute the bounds of such loads,
+once for each tile of rows and of keys. ``mask_range`` looks these bounds up in a table.
 """
 
 from __future__ import annotations

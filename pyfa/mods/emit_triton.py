@@ -32,8 +32,8 @@ _MORE = ", ".join(("INFO", *(f"C{slot}" for slot in range(MOST_CAPTURED))))
 
 
 def source(mods: Mods) -> str:
-    """Return the source of the Triton functions ``score_mod`` (which returns score and slope) and
-    ``mask_mod``, of those that ``mods`` has."""
+    """Return the source of the Triton functions ``score_mod`` and ``mask_mod``, if ``mods`` has
+    them. ``score_mod`` returns score and slope."""
     parts = []
     if mods.slope is not None:
         parts.append(_function(mods, mods.slope, f"score_mod(x, b, h, q, kv, {_MORE})"))

@@ -52,8 +52,8 @@ def _load(table: torch.Tensor, indices: list[torch.Tensor]) -> torch.Tensor:
 
 
 def inside(index: torch.Tensor, size: int) -> torch.Tensor:
-    """Return ``index`` as an index into ``size`` elements: a negative one counts from the end, one
-    beyond either end is clamped."""
+    """Return ``index`` as an index into ``size`` elements. A negative index counts from the end,
+    and an index beyond either end is clamped."""
     index = index.long()
     return torch.where(index < 0, index + size, index).clamp(0, size - 1)
 

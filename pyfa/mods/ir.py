@@ -1,4 +1,4 @@
-"""The typed expressions that mods become: a tuple of operations, each on earlier results.
+"""The typed expressions to which mods are traced: a tuple of operations, each on earlier results.
 
 Types: ``b`` a truth value, ``i`` int32, ``l`` int64, ``f`` a float (float32 in kernels, float64 in
 the reference). A ``Builder`` makes operations. It folds constants, simplifies, and reuses existing
@@ -48,7 +48,7 @@ class Function(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Return the digest of what it computes, the same in every process."""
+        """Return the digest of what the function computes. It is the same in every process."""
         return hashlib.sha256(repr(tuple(map(tuple, self.ops)) + self.results).encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Finds what a mod changes outside of itself: a mod is run once, to be traced."""
+"""Finds writes of a mod to objects outside of it. A mod runs only once, while it is traced."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WRITES = {
 
 def write_in(mod: Callable[..., Any]) -> str:
     """Return the place and kind of the first write to an object outside of ``mod``; "" if there is
-    none. It would happen only once, during tracing."""
+    none. Such a write would happen only once, during tracing."""
     code = getattr(mod, "__code__", None)
     if not isinstance(code, types.CodeType):
         return ""

@@ -1,13 +1,15 @@
-"""Rewrites a function for a lane's scores of a tile, which lie at constant distances.
+"""Rewrites a function for the scores of a tile that one lane computes. Their positions have
+constant distances.
 
 A float that is a whole number, linear in q and kv, as ALiBi's distance is, becomes its value at the
 lane's first score plus a constant: one addition instead of an integer subtraction and a conversion
-to float, which takes a GPU four times as long as an addition. The sum is exact below 2^24, and may
-be an ulp beside the conversion's result beyond.
+to float, which takes a GPU four times as long as an addition. The sum is exact below 2^24. Beyond,
+it may differ from the conversion's result by an ulp.
 
-Whatever the mod computes from that float stays as it is written. A captured slope is no part of the
-step: that would save nothing, because a product and a sum are one instruction, and it would turn
-∞ · d into ∞ · d0 + ∞ · 0, which is NaN, and round where distances cancel.
+Whatever the mod computes from that float stays as it is written. The step does not contain a
+captured slope. Including the slope would save nothing, because a product and a sum are one
+instruction. It would also turn ∞ · d into ∞ · d0 + ∞ · 0, which is NaN, and would round where
+distances cancel.
 """
 
 from __future__ import annotations

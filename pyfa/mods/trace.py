@@ -47,8 +47,8 @@ class ModError(ValueError):
 class Traced(torch.Tensor):
     """A traced scalar; ``number`` is the index of its operation.
 
-    With a ``base`` it is that captured tensor, partly indexed: only its first dimensions have an
-    index so far.
+    With a ``base``, the object is a partly indexed captured tensor instead: only the first
+    dimensions of ``base`` have an index so far.
     """
 
     number: int
@@ -83,8 +83,7 @@ class Traces(NamedTuple):
 
 
 def trace(kind: str, mod: Callable[..., Any], device: torch.device) -> Traces:
-    """Trace ``mod``, a ``score_mod`` or ``mask_mod`` as ``kind`` says, for tensors on
-    ``device``."""
+    """Trace ``mod`` for tensors on ``device``. ``kind`` is "score_mod" or "mask_mod"."""
     names = tuple(INPUTS) if kind == "score_mod" else tuple(INPUTS)[1:]
     write = side_effects.write_in(mod)
     if write:

@@ -25,8 +25,8 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, to
 
 @dataclasses.dataclass
 class Batch:
-    """One step's batch, as ``attention_kvcache`` takes it. Sizes and addresses of a decode step
-    stay those of ``Steps`` while CUDA graphs are captured and replayed."""
+    """One step's batch, as ``attention_kvcache`` takes it. The sizes and addresses of a decode
+    step's tensors do not change while CUDA graphs are captured and replayed."""
 
     page_table: torch.Tensor
     cache_seqlens: torch.Tensor
@@ -35,8 +35,9 @@ class Batch:
 
 
 class PyfaBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is untyped where it matters
-    """Attention of a decoder. Latent attention (MLA), encoders, speculative decoding, context
-    parallelism and separate memory for layers with windows are refused by name."""
+    """Computes attention of a decoder. Latent attention (MLA), encoders, speculative decoding,
+    context parallelism and separate memory for layers with windows are not supported. They raise an
+    error that names the feature."""
 
     needs_cpu_seq_lens = False
 
@@ -72,7 +73,7 @@ class PyfaBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is untyped 
             raise NotImplementedError(f"pyfa in SGLang: {', '.join(found)} not supported")
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Make the metadata of a step that is no graph's."""
+        """Make the metadata of a step that runs without a CUDA graph."""
         lengths = forward_batch.seq_lens
         if forward_batch.forward_mode.is_decode_or_idle():
             starts = torch.arange(lengths.shape[0] + 1, dtype=torch.int32, device=lengths.device)
@@ -91,7 +92,8 @@ class PyfaBackend(AttentionBackend):  # type: ignore[misc]  # SGLang is untyped 
         )
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Make the memory that captured graphs read, as large as the largest decode step needs."""
+        """Allocate the memory that captured graphs read, large enough for the largest decode
+        step."""
         pages = -(-self.req_to_token.shape[1] // self.page_size)
         where = {"dtype": torch.int32, "device": self.req_to_token.device}
         self._graphs = Batch(

@@ -118,7 +118,7 @@ class PyfaMetadata:
 
 
 class PyfaMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
-    """Passes on vLLM's own buffers; no step allocates or copies."""
+    """Passes vLLM's own buffers on as metadata. No step allocates memory or copies."""
 
     # A plan depends on max_query_len. It is the same at capture and replay for a batch of equal
     # query lengths; vLLM runs others between the pieces of a graph.
@@ -266,8 +266,8 @@ class PyfaImpl(AttentionImpl):  # type: ignore[misc]
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute attention of query (tokens, H, D) over the pages; rows past the batch's tokens
-        are padding of a graph."""
+        """Compute attention of query (tokens, H, D) over the pages; rows beyond the batch's tokens
+        are padding for a CUDA graph."""
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("output_scale: a quantized output is not supported")
         if attn_metadata is None:  # vLLM measures its memory

@@ -71,7 +71,7 @@ def _in_lines(size: int) -> int:
 
 
 class Backward(NamedTuple):
-    """A block owns ``block_k`` keys and takes ``block_q`` rows at a time, with two kinds of warps.
+    """A block owns ``block_k`` keys and takes ``block_q`` rows at a time. Its warps have two roles.
 
     ``warps_k`` × ``warps_q`` warps compute S, P and dV, and as many compute dP, dS and dK,
     ``chunk_q`` rows at once (0: all rows of a warp). For dQ, ``dq_warps_q`` warps divide the rows,
