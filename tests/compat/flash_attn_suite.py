@@ -19,7 +19,8 @@ cases that have these: with ``qv``, and without it where the test takes V of 256
 
 Not pytest: collecting as many takes minutes in every process. A case here is a test
 function called with one choice from each of its ``parametrize`` marks. Workers are processes that
-share the GPU; cases that compile the same kernels go to the same one. None begins a case after
+share the GPU; cases that compile the same kernels go to the same one, and so do those of a test
+that takes half of the GPU's memory. None begins a case after
 ``--limit`` seconds. ``--save`` appends a summary to benchmarks/results/flash_attn_suite.json.
 
     python tests/compat/flash_attn_suite.py CHECKOUT --as-cuda 9 --longest 256 --part part.json
@@ -70,6 +71,9 @@ KEPT = ("counts_by_kind", "shortened", "not_run", "passed_by_test", "others")
 LAST_CASE = 30.0
 # What decides which kernels a case compiles. Of latent cases d says nothing.
 COMPILED = ("d", "D", "dtype", "softcap", "dropout_p", "alibi", "has_qv", "causal", "local")
+# Tests of which a case takes 70 GB: all go to one worker.
+LARGE = ("test_flash_attn_race_condition",)
+SAID = 20  # lines that a failed test printed last, which are kept
 # What PyTorch on a CPU says of a test that asks for a GPU, or for the memory of one.
 OF_A_GPU = ("Torch not compiled with CUDA enabled", "DefaultCPUAllocator: can't allocate memory")
 _OF_MODS = ("test_score_mod.py", "test_mask_mod.py", "test_block_sparsity.py")
@@ -248,8 +252,9 @@ def shares(drawn: list[tuple[str, Parameters]], workers: int) -> list[list[int]]
     """Indices into ``drawn`` for each worker: groups that compile the same, largest first, each
     given to the worker that has least."""
     groups = collections.defaultdict(list)
-    for index, (_, p) in enumerate(drawn):
-        groups[tuple(str(p.get(name)) for name in COMPILED)].append(index)
+    for index, (test, p) in enumerate(drawn):
+        alike = (test,) if test in LARGE else tuple(str(p.get(name)) for name in COMPILED)
+        groups[alike].append(index)
     found: list[list[int]] = [[] for _ in range(workers)]
     for key in sorted(groups, key=lambda key: (-len(groups[key]), key)):
         min(found, key=len).extend(groups[key])
@@ -282,8 +287,9 @@ def _run_one(function: Any, parameters: Parameters) -> tuple[str, str]:
     import torch
 
     for attempt in range(6):
+        said = io.StringIO()
         try:
-            with contextlib.redirect_stdout(io.StringIO()):
+            with contextlib.redirect_stdout(said):
                 function(**parameters)
             return "passed", ""
         except (pytest.skip.Exception, pytest.xfail.Exception) as skipped:
@@ -297,7 +303,10 @@ def _run_one(function: Any, parameters: Parameters) -> tuple[str, str]:
             time.sleep(3.0 * (attempt + 1))
         except (Exception, pytest.fail.Exception):
             trace = _trace()
-            return "needs a GPU" if any(x in trace for x in OF_A_GPU) else "failed", trace
+            if any(x in trace for x in OF_A_GPU):
+                return "needs a GPU", trace
+            last = said.getvalue().splitlines()[-SAID:]
+            return "failed", "".join(f"{line}\n" for line in last) + trace
     return "failed", error
 
 
@@ -429,7 +438,7 @@ def main() -> int:
         "not_run": left,
         "passed_by_test": dict(sorted(by_test.items())),
         "others": [
-            (name, status, message.strip()[-300:])
+            (name, status, message.strip()[-1500 if status == "failed" else -300 :])
             for name, status, message, _, _ in sorted(results)
             if status != "passed"
         ],
