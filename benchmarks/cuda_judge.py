@@ -46,7 +46,7 @@ SAME, UNCOMPILED, COMPILED, SURVIVED = "same code", "does not compile", "compile
 EXECUTED, UNREACHED = "executed", "not executed"
 BROKEN = "an error of this script"
 _UNDER_TOOLS = 12  # cases of a fault that run under Compute Sanitizer, which is slow
-_TOOL_SECONDS = 60.0
+_TOOL_SECONDS = 45.0
 _COMPILE_SECONDS = 90
 _CASE_SECONDS = 20  # a case takes less than one
 TOOLS = ("memcheck", "racecheck")
@@ -219,25 +219,30 @@ def answer(job: Job) -> tuple[str, str]:
         return BROKEN, traceback.format_exc()
 
 
+def sanitizer() -> str:
+    """Return where Compute Sanitizer is, "" if it is not installed."""
+    found = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    return found if Path(found).exists() else ""
+
+
 def reported(each: Drawn) -> str:
     """Return the tool of Compute Sanitizer that reports a fault in some of its cases, "" if
     none."""
-    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    if not Path(sanitizer).exists():
+    if not sanitizer():
         return SURVIVED
     own = "/sm90/" in each.plan.kernel  # of which racecheck understands little
     cases = sorted(each.cases, key=lambda name: -level()[name].num_splits)[:_UNDER_TOOLS]
     given = [*to_json(each), [dataclasses.asdict(level()[name]) for name in cases]]
     tools = TOOLS[:1] if own else TOOLS
-    return next((tool for tool in tools if _reports(sanitizer, tool, given)), SURVIVED)
+    return next((tool for tool in tools if _reports(tool, given)), SURVIVED)
 
 
-def _reports(sanitizer: str, tool: str, given: list[Any]) -> bool:
+def _reports(tool: str, given: list[Any]) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         log, file = Path(folder) / "log", Path(folder) / "given"
         file.write_text(json.dumps([tool, given]))
         process = subprocess.Popen(
-            [sanitizer, "--tool", tool, "--report-api-errors", "no", "--max-connections", "100",
+            [sanitizer(), "--tool", tool, "--report-api-errors", "no", "--max-connections", "100",
              "--log-file", str(log), sys.executable, __file__, str(file)],
             env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,

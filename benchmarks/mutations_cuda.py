@@ -19,7 +19,8 @@ written beside a tensor, or too early, need not show in numbers. What survives a
 with its line, and with the reason in ``equivalent_faults.py`` where it is equivalent.
 
 ``--again`` also tries the survivors of the saved results whose line still exists; they are counted
-apart, since they are no sample. After two thirds of ``--minutes`` no fault is begun. ``--noted
+apart, since they are no sample. After three quarters of ``--minutes`` no fault is begun; one whose
+cases have passed when they end has survived. ``--noted
 FILE`` gets a line as soon as a fault is judged, and ``--report FILE`` makes the results of these
 lines, of a run that was cut off. ``--dry`` stops in front of the first process that would use a
 GPU. ``--save`` writes ``results/mutations_cuda_<arch>.json``; ``--recount`` looks up the reasons
@@ -70,10 +71,11 @@ class Jobs:
         self.again = collections.deque(each for each in some if each.again)
         self.fresh = collections.deque(each for each in some if not each.again)
         self.options = options
-        self.last = _BEGIN + options.minutes * 40.0  # of 60 seconds: then no fault is begun
+        self.last = _BEGIN + options.minutes * 45.0  # of 60 seconds: then no fault is begun
         self.drawn_again: collections.Counter[str] = collections.Counter()
         self.under_way = 0
         self.found: list[Judged] = []
+        self.passed: dict[Fault, Judged] = {}  # all of their cases, and are tried further
         self.broken: list[str] = []
 
     def __iter__(self) -> Jobs:
@@ -113,6 +115,7 @@ class Jobs:
             return None
         if job.what == "cases" and by == cuda_judge.SURVIVED:
             each = each._replace(cases=each.cases[: int(case)])
+            self.passed[each.fault] = Judged(each, by, "")
             self.next.appendleft(job._replace(what="mark", of=each))
             return None
         if job.what == "mark" and by != cuda_judge.UNREACHED:
@@ -124,6 +127,7 @@ class Jobs:
         if job.what == "tools" and by not in cuda_judge.TOOLS:
             by = cuda_judge.SURVIVED
         self.under_way -= 1
+        self.passed.pop(each.fault, None)
         self.found.append(Judged(each, processes.NO_ANSWER if by == cuda_judge.ALARM else by, case))
         return self.found[-1]
 
@@ -159,6 +163,8 @@ def judge_all(known: list[Plan], some: list[Drawn], options: argparse.Namespace)
                   done.drawn.plan.kernel, done.drawn.fault[:4], done.case, flush=True)  # fmt: skip
         if job.what == "build" and not any(each.what == "build" for each in jobs.next):
             say(f"{len(known)} plans compiled or under way")
+    jobs.under_way -= len(jobs.passed)
+    jobs.found += jobs.passed.values()
     return jobs
 
 
@@ -332,7 +338,7 @@ def report(
     results = {
         "what": "faults in the source of CUDA kernels, in lines that the full level executes",
         "seed": options.seed, "known_plans": options.known, "most_cases": options.cases,
-        "seconds_of_cases": options.seconds, "tools": bool(options.tools),
+        "seconds_of_cases": options.seconds, "tools": bool(options.tools and cuda_judge.sanitizer()),
         **counted([each for each in found if not each.drawn.again]),
         "drawn_again": again, **more,
     }  # fmt: skip
