@@ -75,7 +75,9 @@ class Jobs:
         self.drawn_again: collections.Counter[str] = collections.Counter()
         self.under_way = 0
         self.found: list[Judged] = []
-        self.passed: dict[Fault, Judged] = {}  # all of their cases, and are tried further
+        self.passed: dict[
+            tuple[Plan, Fault], Judged
+        ] = {}  # all of their cases, and are tried further
         self.broken: list[str] = []
 
     def __iter__(self) -> Jobs:
@@ -115,7 +117,7 @@ class Jobs:
             return None
         if job.what == "cases" and by == cuda_judge.SURVIVED:
             each = each._replace(cases=each.cases[: int(case)])
-            self.passed[each.fault] = Judged(each, by, "")
+            self.passed[each.plan, each.fault] = Judged(each, by, "")
             self.next.appendleft(job._replace(what="mark", of=each))
             return None
         if job.what == "mark" and by != cuda_judge.UNREACHED:
@@ -127,7 +129,7 @@ class Jobs:
         if job.what == "tools" and by not in cuda_judge.TOOLS:
             by = cuda_judge.SURVIVED
         self.under_way -= 1
-        self.passed.pop(each.fault, None)
+        self.passed.pop((each.plan, each.fault), None)
         self.found.append(Judged(each, processes.NO_ANSWER if by == cuda_judge.ALARM else by, case))
         return self.found[-1]
 
@@ -338,7 +340,8 @@ def report(
     results = {
         "what": "faults in the source of CUDA kernels, in lines that the full level executes",
         "seed": options.seed, "known_plans": options.known, "most_cases": options.cases,
-        "seconds_of_cases": options.seconds, "tools": bool(options.tools and cuda_judge.sanitizer()),
+        "seconds_of_cases": options.seconds,
+        "tools": bool(options.tools and cuda_judge.sanitizer()),
         **counted([each for each in found if not each.drawn.again]),
         "drawn_again": again, **more,
     }  # fmt: skip

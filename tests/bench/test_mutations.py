@@ -331,6 +331,36 @@ def test_a_fault_that_nothing_imports_does_not_survive(monkeypatch: pytest.Monke
         script.judge_all([fault], "quick", options, 1e9)
 
 
+def test_a_cuda_fault_is_caught_by_cases_or_by_a_tool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    script = importlib.import_module("mutations_cuda")
+    judge = importlib.import_module("cuda_judge")
+    plan = script.Plan("cuda", "cuda/combine.cu", (("DTYPE", 1),))
+    drawn = [script.Drawn(plan, script.Fault("", n, "a", "b"), ["x", "y"]) for n in range(5)]
+    options = argparse.Namespace(faults=3, minutes=1.0, seconds=5.0, tools=1)
+    jobs = script.Jobs([plan], drawn, options)
+    assert jobs.take(next(jobs), judge.COMPILED, "") is None
+    same, wrong, racing, hanging, left = (next(jobs) for _ in range(5))
+    jobs.take(same, judge.SAME, "")
+    for compiled in (wrong, racing, hanging, left):
+        jobs.take(compiled, judge.COMPILED, "")
+    wrong, racing, hanging, left = (next(jobs) for _ in range(4))
+    assert jobs.take(wrong, "wrong numbers", "x").by == "wrong numbers"
+    assert jobs.take(hanging, judge.ALARM, "").by == "no answer"
+    assert jobs.take(left, judge.SURVIVED, "2") is None
+    assert jobs.take(next(jobs), judge.UNREACHED, "").by == judge.UNREACHED
+    assert jobs.take(racing, judge.SURVIVED, "1") is None
+    assert jobs.passed
+    mark = next(jobs)
+    assert (mark.what, mark.of.cases) == ("mark", ["x"])
+    assert jobs.take(mark, judge.EXECUTED, "x") is None
+    assert jobs.take(next(jobs), "racecheck", "").by == "racecheck"
+    found = script.counted(jobs.found)
+    assert (found["faults"], found["caught"], found["no_answer"]) == (3, 2, 1)
+    assert len(found["not_executed"]) == 1
+    assert (jobs.under_way, jobs.passed, jobs.drawn_again[judge.SAME]) == (0, {}, 1)
+
+
 def test_a_mark_stands_where_a_fault_would(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     script = importlib.import_module("cuda_faults")
