@@ -2,7 +2,8 @@
 
 ``of_source`` has those in the source of CUDA kernels. A fault is found by parts that the plan's
 name has, parts that it must not have, the line without its indentation, and the line that replaces
-it. ``of_code`` has those in one instruction of a gfx942 code object. A fault is found by the first
+it. Where only one of several equal lines is meant, the line in front of it stands above it.
+``of_code`` has those in one instruction of a gfx942 code object. A fault is found by the first
 digits of the code object's digest, the address, and the first word of the changed instruction.
 ``of_python`` has those in the torch backend, by file, line and the line that replaces it, as
 ``ast.unparse`` writes them. A reason holds for all inputs that the API accepts, not only for those
@@ -50,9 +51,29 @@ _SOURCE: tuple[tuple[tuple[str, ...], tuple[str, ...], str, str, str], ...] = (
      "if (TEAM == 1 && first < b.stop)",
      "with a team of one warp no step is beyond the end: they are counted from its own first key"),
     (("sm90/attn_fwd.cu",), ("BANDED=1",),
-     "Seen seen = keys_seen(p, s, row, min(row + kBlockQ, s.rows) - 1);",
-     "Seen seen = keys_seen(p, s, row, max(row + kBlockQ, s.rows) - 1);",
+     "Seen seen = keys_seen(p, s, row, min(row + rows_of_block(p), s.rows) - 1);",
+     "Seen seen = keys_seen(p, s, row, max(row + rows_of_block(p), s.rows) - 1);",
      "more tiles are visited, whose keys the mask hides from all rows of the block"),
+    (("sm90/attn_latent.cu",), (),
+     "if (first_packed_row >= packed_rows) return;",
+     "if (first_packed_row > packed_rows) return;",
+     "a block that begins behind the last row has queries of 0, and nothing of it is stored"),
+    (("sm90/attn_latent.cu",), (),
+     "bool exists = packed_row < b.packed_rows && panel * 64 + unit * kUnit < p.head_dim;",
+     "bool exists = packed_row <= b.packed_rows && panel * 64 + unit * kUnit < p.head_dim;",
+     "the place of a packed row behind the last one is that of the last one (row_of, head_of): it "
+     "is read once more, and nothing of it is stored"),
+    (("sm80/attn_fwd.cu",), (),
+     "store_shared(notes, Bases{(const char *)p.k + 2 * k, (const char *)p.v + 2 * v});\n"
+     "__syncwarp();",
+     "",
+     "all lanes of the warp store the same bytes to the warp's own notes, and each has stored them "
+     "before it loads them"),
+    (("sm80/attn_fwd.cu",), (),
+     "store_shared(notes + 32, owner);\n__syncwarp();",
+     "",
+     "all lanes of the warp store the same bytes to the warp's own notes, and each has stored them "
+     "before it loads them"),
 )
 # fmt: on
 
@@ -149,11 +170,12 @@ _PYTHON: dict[tuple[str, str, str], str] = {
 }  # fmt: skip
 
 
-def of_source(plan: str, old: str, new: str) -> str:
-    """Why this change of a line is equivalent, "" where nobody has shown it."""
+def of_source(plan: str, old: str, new: str, in_front: str = "") -> str:
+    """Why this change of a line is equivalent, "" where nobody has shown it. ``in_front``: the line
+    in front of it."""
     for parts, absent, before, after, why in _SOURCE:
         fits = all(part in plan for part in parts) and not any(part in plan for part in absent)
-        if fits and (before, after) == (old, new):
+        if fits and before in (old, f"{in_front}\n{old}") and after == new:
             return why
     return ""
 

@@ -1,340 +1,173 @@
 """Count the faults in the CUDA kernels' source that the suite finds, on a GPU.
 
-``python benchmarks/mutations_cuda.py [--faults 100] [--jobs N] [--seed S] [--save]`` plans the
-cases of the full level for an H200, takes those ``--plans`` that most cases have, some of each
-kernel, and plants ``--faults`` faults in them, drawn from the seed, one at a time: a comparison
-with its edge on the other side, && for ||, + for -, max for min, a call left out (barriers, waits,
-stores, fences). Kernels take turns. A fault that the compiler makes the same machine code of is
-none, and another is drawn. It is in one plan here, and in the source of all: what is caught is a
-lower bound. It is caught by the first case that fails or crashes, among those that may launch its
-plan: those of the quick level, then at most ``--most`` others. Each runs in a process of its own,
-which ends where a case takes 20 seconds: such a fault is counted apart.
+``python benchmarks/mutations_cuda.py [--faults 100] [--jobs N] [--seed S] [--again] [--save]``
+plans the cases of the full level for an H200 and takes ``--plans`` of the plans that most cases
+have, some of each kernel. It plants faults in them (``cuda_faults.py``), drawn from the seed, one
+at a time. Kernels take turns. A fault that the compiler makes the same machine code of is none, and
+another is drawn. It is in one plan here, and in the source of all: what is caught is a lower bound.
+
+A fault is caught by the first case that fails or crashes, among those that may launch its plan:
+those of the quick level, then others, for ``--seconds``. Only cases of ``--known`` plans run, since
+a plan takes up to 30 seconds to compile. Each fault has a process of its own, which ends where a
+case takes 20 seconds: such a fault is counted apart.
 
 A survivor is tried again in two ways. With a mark in the place of its line, a variable that is set:
 where no case sets it, the line is not executed, and the fault is counted apart. (A trap would take
-a second each, one at a time.) And with the quickest cases under Compute Sanitizer: memcheck, or
-racecheck for a call left out of a kernel that has no TMA, for what is read or written beside a
-tensor, or too early, need not show in numbers. What survives all of it is listed with its line, and
-with the reason in ``equivalent_faults.py`` where it is equivalent.
+a second each, one at a time.) And under Compute Sanitizer with those cases that have most splits
+and then the first: memcheck, and racecheck for a kernel that has no TMA, for what is read or
+written beside a tensor, or too early, need not show in numbers. What survives all of it is listed
+with its line, and with the reason in ``equivalent_faults.py`` where it is equivalent.
 
-``--drawn FILE`` draws and compiles without a GPU, or judges what it drew: what it compiled is in
-the code cache. ``--save`` writes ``results/mutations_cuda_<arch>.json``.
+``--again`` also tries the survivors of the saved results whose line still exists; they are counted
+apart, since they are no sample. After three quarters of ``--minutes`` no fault is begun; one whose
+cases have passed when they end has survived. ``--noted
+FILE`` gets a line as soon as a fault is judged, and ``--report FILE`` makes the results of these
+lines, of a run that was cut off. ``--dry`` stops in front of the first process that would use a
+GPU. ``--save`` writes ``results/mutations_cuda_<arch>.json``; ``--recount`` looks up the reasons
+for those survivors again.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import ctypes
-import functools
 import hashlib
 import itertools
 import json
 import multiprocessing
 import os
 import random
-import re
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import cuda_faults
+import cuda_judge
 import equivalent_faults
 import machine
 import processes
-import sanitize
 import torch
-from random_cases import expected_on
+from cuda_faults import Fault, code_of
+from cuda_judge import DEVICE, Drawn, Job, from_json, level, quick, to_json
 
-from pyfa import bench, cache, device
-from pyfa.backends import BACKENDS
-from pyfa.backends.common import libcuda
+from pyfa import bench
 from pyfa.backends.common.calls import DTYPE_CODES
-from pyfa.backends.cuda import code, plans, runtime_compiler
 from pyfa.backends.native.plans import source_of
-from pyfa.conformance import build, examine, grid, runner
 from pyfa.conformance.cases import Case
-from pyfa.conformance.report import CRASHED, FAILED
-from pyfa.errors import CompileError
 from pyfa.plan import Plan
 from pyfa.problem import Problem
 
-_CUDA: Any = BACKENDS["cuda"]
-_DEVICE = device.by_name("H200")
-_SAME, _UNCOMPILED, _SURVIVED = "same code", "does not compile", ""
-_EXECUTED, _UNREACHED = "executed", "not executed"
-_MARK = "pyfa_executed"
-_BROKEN = "an error of this script"
-_UNDER_TOOLS = 4  # cases of a fault that run under Compute Sanitizer, which is slow
-_TOOL_SECONDS = 25.0
-_COMPILE_SECONDS = 60.0
-_CASE_SECONDS = 20  # a case takes less than one
-_ALARM = f"the process ended with {-signal.SIGALRM}"
-
-_SWAPS = {
-    "comparison": ((" < ", " <= "), (" <= ", " < "), (" > ", " >= "), (" >= ", " > "),
-                   (" == ", " != "), (" != ", " == ")),
-    "logic": ((" && ", " || "), (" || ", " && ")),
-    "arithmetic": ((" + ", " - "), (" - ", " + "), (" * ", " + ")),
-    "extremum": (("max(", "min("), ("min(", "max(")),
-}  # fmt: skip
-# A call whose result nobody takes, in a line of its own.
-_CALL = re.compile(r"^\s*(?:if \([^;{}]*\) )?[A-Za-z_][\w:]*(?:<[^;()]*>)?\([^;{}]*\);\s*$")
-_NO_CODE = ("#", "//", "static_assert", "template", "DEVICE", "constexpr", "extern", "struct")
+_STUCK = 300.0
 
 
-class Fault(NamedTuple):
-    """``new`` in the place of ``old`` in one line of a flattened source."""
+class Jobs:
+    """What is still to do, the next stage of a fault before a new fault. It may have nothing now
+    and something later."""
 
-    kind: str
-    line: int
-    old: str
-    new: str
+    def __init__(self, known: list[Plan], some: list[Drawn], options: argparse.Namespace) -> None:
+        self.next = collections.deque(Job("build", plan) for plan in known)
+        self.again = collections.deque(each for each in some if each.again)
+        self.fresh = collections.deque(each for each in some if not each.again)
+        self.options = options
+        self.last = _BEGIN + options.minutes * 45.0  # of 60 seconds: then no fault is begun
+        self.drawn_again: collections.Counter[str] = collections.Counter()
+        self.under_way = 0
+        self.found: list[Judged] = []
+        self.passed: dict[
+            tuple[Plan, Fault], Judged
+        ] = {}  # all of their cases, and are tried further
+        self.broken: list[str] = []
 
+    def __iter__(self) -> Jobs:
+        return self
 
-class Drawn(NamedTuple):
-    """A fault of a plan's source, and the cases that launch the plan, the quickest first."""
+    def __next__(self) -> Job:
+        if not self.next:
+            fresh = sum(not each.drawn.again for each in self.found) < self.options.faults
+            some = self.again or (self.fresh if fresh else None)
+            if not some or time.monotonic() > self.last:
+                raise StopIteration
+            each = some.popleft()
+            self.under_way += 1
+            self.next.append(Job("compile", each.plan, each))
+        return self.next.popleft()
 
-    plan: Plan
-    fault: Fault
-    cases: list[str]
-
-
-def faults(source: str) -> Iterator[Fault]:
-    """All that can be planted in a flattened source."""
-    for number, line in enumerate(source.splitlines()):
-        text = line.split("//")[0]
-        if not text.strip() or text.strip().startswith(_NO_CODE) or "asm" in text or '"' in text:
-            continue
-        for kind, swaps in _SWAPS.items():
-            for old, new in swaps:
-                at = text.find(old)
-                while at >= 0:
-                    changed = text[:at] + new + text[at + len(old) :]
-                    yield Fault(kind, number, line, changed)
-                    at = text.find(old, at + 1)
-        if _CALL.match(text):
-            yield Fault("call left out", number, line, "")
-
-
-def planted(source: str, fault: Fault) -> str:
-    lines = source.splitlines()
-    assert lines[fault.line] == fault.old
-    lines[fault.line] = fault.new
-    return "\n".join(lines) + "\n"
-
-
-def marked(source: str, fault: Fault) -> str:
-    """The source with a mark where the fault would be: at the beginning of its statement."""
-    lines = source.splitlines()
-    number = fault.line
-    while number and not _ENDS.search(lines[number - 1].split("//")[0].rstrip()):
-        number -= 1
-    line = lines[number]
-    for begin in ("if (", "while (", "return ", "for ("):
-        at = line.find(begin)
-        if at >= 0 and line[:at].strip() in ("", "}", "else", "} else"):
-            at = line.find("; ", at) + 2 if begin == "for (" else at + len(begin)
-            empty = line[at : at + 1] in (";", ")")
-            lines[number] = f"{line[:at]}{_MARK} = 1{'' if empty else ', '}{line[at:]}"
-            break
-    else:
-        lines[number] = f"{_MARK} = 1; {line}"
-    return "\n".join([f'extern "C" __device__ volatile int {_MARK};', *lines]) + "\n"
-
-
-# The end of a statement, of what stands in front of one, or of a line of the preprocessor.
-_ENDS = re.compile(r"^\s*#|[;{}:>]$|^$|\belse$|^\s*(if|for|while) \(.*\)$")
-
-
-def compiled(plan: Plan, changed: str, arch: str) -> tuple[bytes, str]:
-    """The cubin of a changed source, from the code cache or the compiler, or why it is none. Needs
-    no GPU."""
-    compiler = runtime_compiler.version()
-    try:
-        data = cache.get_or_build(
-            "fault",
-            cache.key(changed, (), compiler, arch),
-            suffix=".cubin",
-            source=changed,
-            meta={"arch": arch, "compiler": compiler, "options": "", "plan": str(plan)},
-            build=lambda: runtime_compiler.compile_cuda(changed, arch=arch)[0],
-        ).code
-    except CompileError:
-        return b"", _UNCOMPILED
-    return data, _SAME if data == code.load(plan, arch).data else ""
+    def take(self, job: Job, by: str, case: str) -> Judged | None:
+        """Take a job's answer; return the fault if that was the last one."""
+        each = job.of
+        if by == cuda_judge.BROKEN:
+            self.broken.append(case)
+            say(f"{by}: {job.what} {job.plan}: {case}")
+            if each is not None and job.what in ("compile", "cases"):
+                self.under_way -= 1
+                return None
+        if each is None:
+            return None
+        if job.what == "compile" and by != cuda_judge.COMPILED:
+            # A compiler that crashes or does not end has compiled nothing either.
+            self.drawn_again[by if by == cuda_judge.SAME else cuda_judge.UNCOMPILED] += 1
+            self.under_way -= 1
+            if each.again:
+                say(f"again: {by}: {each.plan} {each.fault}")
+            return None
+        if job.what == "compile":
+            self.next.append(job._replace(what="cases", seconds=self.options.seconds))
+            return None
+        if job.what == "cases" and by == cuda_judge.SURVIVED:
+            each = each._replace(cases=each.cases[: int(case)])
+            self.passed[each.plan, each.fault] = Judged(each, by, "")
+            self.next.appendleft(job._replace(what="mark", of=each))
+            return None
+        if job.what == "mark" and by != cuda_judge.UNREACHED:
+            # Also where the mark does not compile.
+            if self.options.tools and not reason_of(each):
+                self.next.appendleft(job._replace(what="tools"))
+                return None
+            by = cuda_judge.SURVIVED
+        if job.what == "tools" and by not in cuda_judge.TOOLS:
+            by = cuda_judge.SURVIVED
+        self.under_way -= 1
+        self.passed.pop((each.plan, each.fault), None)
+        self.found.append(Judged(each, processes.NO_ANSWER if by == cuda_judge.ALARM else by, case))
+        return self.found[-1]
 
 
-def judge(plan: Plan, changed: str, cases: list[Case], arch: str) -> tuple[str, str]:
-    """What catches a changed source, and in which case."""
-    data, why = compiled(plan, changed, arch)
-    if why:
-        return why, ""
-    use(plan, data)
-    where = runner.device_of("cuda")
-    for case in cases:
-        signal.alarm(_CASE_SECONDS)  # ends this process
-        result = runner.run_case(_CUDA, case, where, expected_on(case, where))
-        if result.status in (FAILED, CRASHED):
-            return "wrong numbers" if result.status == FAILED else "an error", case.name
-    return _SURVIVED, ""
+class Judged(NamedTuple):
+    drawn: Drawn
+    by: str
+    case: str
 
 
-def use(plan: Plan, data: bytes) -> None:
-    """Launches of ``plan`` in this process execute ``data``."""
-    load, found = code.load, code.Code(data, "", "compiled")
-    code.load = lambda given, arch: found if replace(given, notes=()) == plan else load(given, arch)
+def reason_of(each: Drawn) -> str:
+    """Return why a fault is equivalent, "" where nobody has shown it."""
+    fault = each.fault
+    old, new = code_of(fault.old), code_of(fault.new)
+    return equivalent_faults.of_source(str(each.plan), old, new, fault.before)
 
 
-class _Unexpected(examine.Expected):
-    """Of a case that has only to run."""
-
-    @property
-    def ref(self) -> Any:
-        raise _HasRun
-
-
-class _HasRun(Exception):
-    pass
-
-
-def reaches(plan: Plan, changed: str, cases: list[Case], arch: str) -> tuple[str, str]:
-    """Which case sets the mark in the changed source."""
-    data, why = compiled(plan, changed, arch)
-    if why:  # a mark that changes nothing is in code that was left out
-        return _UNREACHED if why == _SAME else _EXECUTED, ""
-    use(plan, data)
-    driver: Any = libcuda.library()
-    load, modules = driver.cuModuleLoadData, []
-
-    def loaded(module: Any, image: bytes) -> int:
-        error: int = load(module, image)
-        modules.extend([module._obj] if image == data and not error else [])
-        return error
-
-    driver.cuModuleLoadData = loaded
-    for case in cases:
-        signal.alarm(_CASE_SECONDS)
-        expected = _Unexpected(build.build(case))
-        runner.run_case(_CUDA, case, runner.device_of("cuda"), expected)
-        for module in modules:
-            place, size, mark = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_int()
-            error = driver.cuModuleGetGlobal_v2(
-                ctypes.byref(place), ctypes.byref(size), module, _MARK.encode()
-            ) or driver.cuMemcpyDtoH_v2(ctypes.byref(mark), place, size)
-            if error:
-                raise RuntimeError(f"the mark was not read: CUDA error {error}")
-            if mark.value:
-                return _EXECUTED, case.name
-    return _UNREACHED, ""
-
-
-@functools.cache
-def _level() -> dict[str, Case]:
-    return {case.name: case for case in grid.cases("full", _CUDA.FEATURES, _CUDA.DTYPES)}
-
-
-@functools.cache
-def _quick() -> frozenset[str]:
-    return frozenset(case.name for case in grid.cases("quick", _CUDA.FEATURES, _CUDA.DTYPES))
-
-
-def judge_all(
-    planted_: Iterator[Drawn], arch: str, options: argparse.Namespace
-) -> list[tuple[Drawn, str, str]]:
-    """What catches each fault.
-
-    Each has a process of its own, since it may end that or not end. They are forked by this one,
-    which has one thread, has imported all and touched no GPU.
-    """
-    found: list[tuple[Drawn, str, str]] = []
-
-    def one(each: Drawn) -> tuple[str, str]:
-        return changed(each, planted, judge)
-
-    def mark(each: Drawn) -> tuple[str, str]:
-        return changed(each, marked, reaches)
-
-    def changed(
-        each: Drawn, change: Callable[[str, Fault], str], what: Callable[..., tuple[str, str]]
-    ) -> tuple[str, str]:
-        try:
-            source = change(source_of(each.plan), each.fault)
-            of = plans.compiled_for(arch, each.plan)
-            cases = [_level()[name] for name in each.cases[: options.cases]]
-            return what(each.plan, source, cases, of)
-        except Exception:
-            return _BROKEN, traceback.format_exc()
-
-    def in_processes(
-        some: Iterator[Drawn], what: Any, share: float
-    ) -> Iterator[tuple[Drawn, tuple[str, str]]]:
-        end = _BEGIN + options.minutes * 60 * share
-        every = processes.judged(some, what, at_once=options.jobs, stuck=options.stuck, end=end)
-        for each, (by, case) in every:
-            if by == _BROKEN:
-                raise RuntimeError(case)
-            yield each, (processes.NO_ANSWER if by == _ALARM else by, case)
-
-    for each, (by, case) in in_processes(planted_, one, 0.8):
-        found.append((each, by, case))
-    say(f"{len(found)} judged")
-    left = [each for each, by, _ in found if by == _SURVIVED]
-    unreached = []
-    for each, (by, case) in in_processes(iter(left), mark, 1.0):
-        print("left:", by, each.plan, each.fault, len(each.cases), case, flush=True)
-        if by == _UNREACHED:
-            unreached.append(each)
-    say(f"{len(left)} survived; cases do not reach {len(unreached)}")
-    left = [each for each in left if each not in unreached]
-    with ThreadPoolExecutor(options.jobs) as pool:
-        left = left if options.tools else []
-        reports = dict(zip(map(id, left), pool.map(reported, left), strict=True))
-    return [(each, _UNREACHED if each in unreached else by or reports.get(id(each), ""), case)
-            for each, by, case in found]  # fmt: skip
-
-
-def reported(each: Drawn) -> str:
-    """The tool of Compute Sanitizer that reports a fault in its quickest cases, "" if none."""
-    races = each.fault.kind == "call left out" and "/sm90/" not in each.plan.kernel
-    tool = "racecheck" if races else "memcheck"
-    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    with tempfile.TemporaryDirectory() as folder:
-        log, given = Path(folder) / "log", Path(folder) / "given"
-        few = each._replace(cases=each.cases[:_UNDER_TOOLS])
-        given.write_text(json.dumps([tool, to_json(few)]))
-        try:
-            subprocess.run(
-                [sanitizer, "--tool", tool, "--report-api-errors", "no", "--max-connections", "100",
-                 "--log-file", str(log), sys.executable, __file__, "--under", str(given)],
-                env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, check=False,
-                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=_TOOL_SECONDS,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return _SURVIVED
-        text = log.read_text(errors="replace") if log.exists() else ""
-    blocks = re.split(r"(?m)^=========\s*$", text)
-    return tool if any(sanitize.is_ours(block) for block in blocks) else _SURVIVED
-
-
-def under(given: Path) -> None:
-    """Runs the cases of a fault in this process, which a tool observes."""
-    tool, fields = json.loads(given.read_text())
-    each = from_json(fields)
-    changed = planted(source_of(each.plan), each.fault)
-    if tool == "racecheck":
-        changed = sanitize.widened(changed)
-    torch.set_num_threads(1)
-    arch = plans.compiled_for(_DEVICE.arch, each.plan)
-    judge(each.plan, changed, [_level()[name] for name in each.cases], arch)
+def judge_all(known: list[Plan], some: list[Drawn], options: argparse.Namespace) -> Jobs:
+    """Judge faults in processes that are forked by this one, which has one thread, has imported all
+    and touched no GPU."""
+    level()
+    jobs = Jobs(known, some, options)
+    end = _BEGIN + options.minutes * 60
+    for job, (by, case) in processes.judged(
+        jobs, cuda_judge.answer, at_once=options.jobs, stuck=_STUCK, end=end
+    ):
+        done = jobs.take(job, by, case)
+        if done and options.noted:
+            with options.noted.open("a") as file:
+                file.write(json.dumps([to_json(done.drawn), done.by, done.case]) + "\n")
+        if done:
+            print(f"{time.monotonic() - _BEGIN:.0f} s:", done.by[:40] or "survived",
+                  done.drawn.plan.kernel, done.drawn.fault[:4], done.case, flush=True)  # fmt: skip
+        if job.what == "build" and not any(each.what == "build" for each in jobs.next):
+            say(f"{len(known)} plans compiled or under way")
+    jobs.under_way -= len(jobs.passed)
+    jobs.found += jobs.passed.values()
+    return jobs
 
 
 def say(what: str) -> None:
@@ -344,16 +177,17 @@ def say(what: str) -> None:
 _BEGIN = time.monotonic()
 
 
-def drawn(options: argparse.Namespace) -> Iterator[Drawn]:
-    """Faults without end, the kernels in turn."""
+def draw(options: argparse.Namespace) -> tuple[list[Plan], list[Drawn]]:
+    """Return the plans whose cases run, and faults: survivors of the saved results, if wanted, then
+    new ones, the kernels in turn."""
+    launched = {name: may_launch(case) for name, case in level().items()}
     by_plan: dict[Plan, list[str]] = collections.defaultdict(list)
-    for name in sorted(_level(), key=lambda name: (name not in _quick(), digest(name))):
-        for plan in may_launch(_level()[name]):
+    for name in sorted(level(), key=lambda name: (name not in quick(), digest(name))):
+        for plan in launched[name]:
             by_plan[plan].append(name)
     by_kernel: dict[str, list[Plan]] = collections.defaultdict(list)
     for plan in sorted(by_plan, key=str):
         by_kernel[plan.kernel].append(plan)
-    draw = random.Random(options.seed)
     for kernel, some in by_kernel.items():
         some.sort(key=lambda plan: -len(by_plan[plan]))
         alike: dict[Any, Plan] = {}  # but for the dtype
@@ -361,41 +195,95 @@ def drawn(options: argparse.Namespace) -> Iterator[Drawn]:
             rest = tuple(pair for pair in plan.constants if pair[0] != "DTYPE")
             alike.setdefault(rest if len(some) > 2 else plan, plan)
         by_kernel[kernel] = [*alike.values()][: -(-options.plans // len(by_kernel))]
-    while True:
-        for kernel in sorted(by_kernel):
-            plan = draw.choice(by_kernel[kernel])
-            found = list(faults(source_of(plan)))
-            if not found:
-                continue
-            kind = draw.choice(sorted({fault.kind for fault in found}))
-            fault = draw.choice([fault for fault in found if fault.kind == kind])
-            quick = sum(name in _quick() for name in by_plan[plan])
-            yield Drawn(plan, fault, by_plan[plan][: quick + options.most])
+    again = survivors_of_saved(by_plan) if options.again else []
+    # What faults are in, with a case of each; then what most cases need, those of the quick level
+    # before others.
+    known = dict.fromkeys(plan for some in by_kernel.values() for plan in some)
+    known |= dict.fromkeys(plan for plan, _ in again)
+    for plan in [*known]:
+        known |= dict.fromkeys(launched[by_plan[plan][0]])
+    counts = {
+        plan: len(names) + 3 * sum(name in quick() for name in names)
+        for plan, names in by_plan.items()
+    }
+    most = sorted(by_plan, key=lambda plan: (-counts[plan], str(plan)))
+    more = [plan for plan in most if plan not in known]
+    known |= dict.fromkeys(more[: max(options.known - len(known), 0)])
+
+    def drawn(plan: Plan, fault: Fault, again: bool = False) -> Drawn:
+        names = [name for name in by_plan[plan] if known.keys() >= {*launched[name]}]
+        return Drawn(plan, fault, names[: options.cases], again)
+
+    found = [drawn(plan, fault, True) for plan, fault in again]
+    chosen = random.Random(options.seed)
+    seen = set[tuple[str, str, str, str]]()
+    in_turn = itertools.cycle(sorted(by_kernel))
+    for kernel in itertools.islice(in_turn, 4 * options.faults):
+        plan = chosen.choice(by_kernel[kernel])
+        those = list(cuda_faults.faults(source_of(plan)))
+        if not those:
+            continue
+        kind = chosen.choice(sorted({fault.kind for fault in those}))
+        fault = chosen.choice([fault for fault in those if fault.kind == kind])
+        key = (kernel, fault.before, fault.old, fault.new)
+        if key not in seen:
+            seen.add(key)
+            found.append(drawn(plan, fault))
+    # The slowest to compile first.
+    return sorted(known, key=lambda plan: -len(source_of(plan))), found
+
+
+def survivors_of_saved(by_plan: dict[Plan, list[str]]) -> list[tuple[Plan, Fault]]:
+    """Return those that nobody has explained, in the plan that is most like theirs and has the
+    line."""
+    saved = json.loads(_saved(DEVICE.arch).read_text())
+    found = []
+    for line in (*saved["survivors"], *saved.get("no_answer_faults", [])):
+        if "equivalent" in line:
+            continue
+        kernel, *constants = line["plan"].split()
+        some = [plan for plan in by_plan if plan.kernel == kernel]
+        some.sort(key=lambda plan: len({*str(plan).split()[1:]} ^ {*constants}))
+        old, new = code_of(line["old"]), code_of(line["new"])
+        for plan in some[:4]:
+            fault = cuda_faults.found_again(source_of(plan), line["line"], old, new)
+            if fault is not None:
+                found.append((plan, fault))
+                break
+        else:
+            say(f"no longer there: {line['plan']} {line['old']}")
+    return list(dict.fromkeys(found))
+
+
+def _saved(arch: str) -> Path:
+    return machine.RESULTS / f"mutations_cuda_{arch}.json"
 
 
 def may_launch(case: Case) -> list[Plan]:
-    """The plans of a case on an H200. The sources of users' functions are in the processes that
-    registered them: these cases have none here."""
+    """Return the plans of a case on an H200. The sources of users' functions are in the processes
+    that registered them: these cases have none here."""
     if case.score_mod or case.mask_mod or case.block_mask:
         return []
     narrow = case.dtypes[1] if case.dtypes[1] != case.dtype else ""
     problem = Problem(
         case.batch, max(case.lengths_q, default=0), max(case.lengths_k, default=0), case.heads_q,
-        case.heads_k, case.head_dim, case.head_dim_v, case.dtype, case.features, _DEVICE,
+        case.heads_k, case.head_dim, case.head_dim_v, case.dtype, case.features, DEVICE,
         square=case.lengths_q == case.lengths_k, page_size=case.page_size,
         aligned=case.layout not in ("unaligned", "gapped"),
         positive=case.scale is None or case.scale > 0.0, dtype_k=narrow,
         dtype_out=case.out_dtype or ("bfloat16" if case.dtype.startswith("float8") else ""),
         scales=case.scales if isinstance(case.scales, int) else 0,
     ).bucketed()  # fmt: skip
-    if _CUDA.why_not(problem):
+    if cuda_judge.CUDA.why_not(problem):
         return []
-    found = _CUDA.kernels(problem)
-    if case.kind != "kvcache":
+    found = cuda_judge.CUDA.kernels(problem)
+    if case.kind not in ("kvcache", "latent"):
         found = [plan for plan in found if not plan.kernel.endswith("combine.cu")]
-    if case.new_keys:
+    if case.new_keys or case.rotary:
         code_of = DTYPE_CODES.get(case.cache_dtype or case.dtype)
-        found += [] if code_of is None else [_CUDA.target.plan_of("cuda", "append", code_of)]
+        found += (
+            [] if code_of is None else [cuda_judge.CUDA.target.plan_of("cuda", "append", code_of)]
+        )
     return [replace(plan, notes=()) for plan in found]
 
 
@@ -403,158 +291,125 @@ def digest(name: str) -> bytes:
     return hashlib.sha256(name.encode()).digest()
 
 
-def draw_some(arch: str, options: argparse.Namespace) -> dict[str, Any]:
-    """``--faults`` faults that change the machine code, and how many did not."""
-    source = enumerate(drawn(options))
-    found: dict[int, Drawn] = {}
-    again: collections.Counter[str] = collections.Counter()
-    end = time.monotonic() + options.minutes * 60
-
-    def why_none(given: tuple[int, Drawn]) -> tuple[str, str]:
-        """Compiles a fault, and the mark in its place, for the code cache."""
-        plan, fault, _ = given[1]
-        of = plans.compiled_for(arch, plan)
-        why = compiled(plan, planted(source_of(plan), fault), of)[1]
-        if not why:
-            compiled(plan, marked(source_of(plan), fault), of)
-        return why, ""
-
-    while len(found) < options.faults and time.monotonic() < end:
-        some = itertools.islice(source, options.faults - len(found))
-        # A process for each: NVRTC crashes on some, and unrolls loops of others without end.
-        judged = processes.judged(
-            some, why_none, at_once=options.jobs, stuck=_COMPILE_SECONDS, end=end
-        )
-        for (number, each), (why, _) in judged:
-            if why:
-                again[why if why == _SAME else _UNCOMPILED] += 1
-            else:
-                found[number] = each
-    return {"arch": arch, "drawn_again": dict(again),
-            "faults": [to_json(found[number]) for number in sorted(found)]}  # fmt: skip
-
-
-def to_json(each: Drawn) -> list[Any]:
-    return [fields_of(each.plan), each.fault, each.cases]
-
-
-def from_json(given: list[Any]) -> Drawn:
-    plan, fault, cases = given
-    return Drawn(plan_of(plan), Fault(*fault), cases)
-
-
-def fields_of(plan: Plan) -> list[Any]:
-    return [plan.backend, plan.kernel, plan.constants]
-
-
-def plan_of(fields: list[Any]) -> Plan:
-    backend, kernel, constants = fields
-    return Plan(backend, kernel, tuple(tuple(pair) for pair in constants))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument(
-        "--minutes", type=float, default=10.0, help="for the draw, and for the cases"
-    )
+    parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--plans", type=int, default=40, help="that have faults")
-    parser.add_argument("--most", type=int, default=60, help="cases of the full level, for each")
-    parser.add_argument("--cases", type=int, default=200, help="of these, for each fault")
-    parser.add_argument("--stuck", type=float, default=300.0, help="seconds for one fault")
-    parser.add_argument(
-        "--drawn", type=Path, help="faults to judge; if not there, to draw, without a GPU"
-    )
+    parser.add_argument("--known", type=int, default=80, help="plans that cases may launch")
+    parser.add_argument("--cases", type=int, default=400, help="of a fault, the most")
+    parser.add_argument("--seconds", type=float, default=45.0, help="for the cases of a fault")
+    parser.add_argument("--again", action="store_true", help="the survivors of saved results too")
     parser.add_argument("--tools", type=int, default=1, help="0: without Compute Sanitizer")
+    parser.add_argument("--noted", type=Path, help="gets a line for each fault that is judged")
+    parser.add_argument("--report", type=Path, help="what a run has noted, and no run")
+    parser.add_argument("--dry", action="store_true", help="only draw")
     parser.add_argument("--recount", action="store_true", help="of saved results: reasons alone")
-    parser.add_argument("--under", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.under:
-        under(options.under)
-        return
     if options.recount:
-        recount(_DEVICE.arch)
+        recount(DEVICE.arch)
         return
-    begin = time.monotonic()
-    if options.drawn and options.drawn.exists():
-        work = json.loads(options.drawn.read_text())
-    else:
-        # Elsewhere: to plan asks the driver, and no process can be forked that may do so again.
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, context) as pool:
-            work = pool.submit(draw_some, _DEVICE.arch, options).result()
-        if options.drawn:
-            options.drawn.write_text(json.dumps(work))
-            say(f"{len(work['faults'])} faults drawn")
-            return
-    arch, again = work["arch"], collections.Counter(work["drawn_again"])
-    given = iter([from_json(each) for each in work["faults"]])
-    found = judge_all(given, arch, options)
-    report(found, arch, again, options, time.monotonic() - begin)
+    if options.report:
+        lines = map(json.loads, options.report.read_text().splitlines())
+        found = [Judged(from_json(each), by, case) for each, by, case in lines]
+        report(found, {}, options, {})
+        return
+    # Elsewhere: to plan asks the driver, and no process can be forked that may do so again.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        known, some = pool.submit(draw, options).result()
+    again = sum(each.again for each in some)
+    say(f"{len(known)} plans, {again} faults again, {len(some) - again} drawn")
+    if options.dry:
+        for each in some:
+            print(each.plan, each.fault, len(each.cases), reason_of(each))
+        return
+    jobs = judge_all(known, some, options)
+    seconds = round(time.monotonic() - _BEGIN)
+    more = {"seconds": seconds, "not_finished": jobs.under_way, "broken": len(jobs.broken)}
+    report(jobs.found, more, options, dict(jobs.drawn_again))
 
 
 def report(
-    found: list[tuple[Drawn, str, str]],
-    arch: str,
-    again: collections.Counter[str],
-    options: argparse.Namespace,
-    seconds: float,
+    found: list[Judged], more: dict[str, Any], options: argparse.Namespace, again: dict[str, int]
 ) -> None:
-    unreached = [each for each, by, _ in found if by == _UNREACHED]
-    found = [each for each in found if each[1] != _UNREACHED]
-    rows, survivors = collections.Counter[tuple[str, str]](), []
-    for each, by, _ in found:
-        line = {
-            "plan": str(each.plan), "kind": each.fault.kind, "line": each.fault.line,
-            "old": each.fault.old.strip(), "new": each.fault.new.strip(), "cases": len(each.cases),
-        }  # fmt: skip
-        if by == _SURVIVED:
-            why = equivalent_faults.of_source(str(each.plan), line["old"], line["new"])
-            by = "equivalent" if why else "survived"
-            survivors.append(line | ({"equivalent": why} if why else {}))
-        rows[each.fault.kind, by] += 1
-    for (kind, by), count in sorted(rows.items()):
-        print(f"{kind:<16} {by[:60]:<60} {count}")
-    for line in survivors:
+    """Print what came of the faults, and save it."""
+    results = {
+        "what": "faults in the source of CUDA kernels, in lines that the full level executes",
+        "seed": options.seed, "known_plans": options.known, "most_cases": options.cases,
+        "seconds_of_cases": options.seconds,
+        "tools": bool(options.tools and cuda_judge.sanitizer()),
+        **counted([each for each in found if not each.drawn.again]),
+        "drawn_again": again, **more,
+    }  # fmt: skip
+    of_before = [each for each in found if each.drawn.again]
+    if of_before:
+        results["again"] = counted(of_before) | {"each": [line_of(each) for each in of_before]}
+    for line in results["survivors"]:
         print("survived:", line)
-    # A loop without end, or a machine that was busy: not counted as caught.
-    no_answer = sum(by == processes.NO_ANSWER for _, by, _ in found)
-    caught = len(found) - len(survivors) - no_answer
-    equivalent = sum("equivalent" in line for line in survivors)
-    print(f"{caught} of {len(found)} caught, {equivalent} equivalent, {no_answer} gave no answer; "
-          f"drawn again: {dict(again)}, {len(unreached)} not executed")  # fmt: skip
+    for name, of in (("", results), ("again: ", results.get("again"))):
+        if of:
+            print(
+                f"{name}{of['caught']} of {of['faults']} caught, {of['equivalent']} equivalent, "
+                f"{of['no_answer']} gave no answer, {len(of['not_executed'])} not executed"
+            )
+    print(again, more)
     if options.save:
-        results = {
-            "what": "faults in the source of CUDA kernels, in lines that the full level executes",
-            "seed": options.seed, "most_cases": options.most, "tools": bool(options.tools),
-            "faults": len(found),
-            "caught": caught, "equivalent": equivalent, "no_answer": no_answer,
-            "drawn_again": dict(again),
-            "not_executed": [
-                {"plan": str(each.plan), "line": each.fault.line, "old": each.fault.old.strip()}
-                for each in unreached
-            ],
-            "rows": [{"kind": kind, "by": by, "count": count}
-                     for (kind, by), count in sorted(rows.items())],
-            "survivors": survivors, "seconds": round(seconds),
-        }  # fmt: skip
-        print(machine.save(f"mutations_cuda_{arch}", results))
+        print(machine.save(f"mutations_cuda_{DEVICE.arch}", results))
+
+
+def line_of(each: Judged) -> dict[str, Any]:
+    fault = each.drawn.fault
+    line = {
+        "plan": str(each.drawn.plan), "kind": fault.kind, "line": fault.line,
+        "before": fault.before, "old": fault.old.strip(), "new": fault.new.strip(),
+        "cases": len(each.drawn.cases),
+    }  # fmt: skip
+    why = reason_of(each.drawn) if each.by == cuda_judge.SURVIVED else ""
+    by = {"equivalent": why} if why else {"by": each.by[:200], "case": each.case} if each.by else {}
+    return line | by
+
+
+def counted(found: list[Judged]) -> dict[str, Any]:
+    """Return how many faults were caught, by what, and what was not."""
+    unreached = [each for each in found if each.by == cuda_judge.UNREACHED]
+    found = [each for each in found if each.by != cuda_judge.UNREACHED]
+    # A loop without end, or a machine that was busy: not counted as caught.
+    unanswered = [line_of(each) for each in found if each.by == processes.NO_ANSWER]
+    survivors = [line_of(each) for each in found if each.by == cuda_judge.SURVIVED]
+    rows = collections.Counter[tuple[str, str]](
+        (each.drawn.fault.kind, each.by[:60]) for each in found if each.by != cuda_judge.SURVIVED
+    )
+    rows.update((line["kind"], _kind_of(line)) for line in survivors)
+    return {
+        "faults": len(found),
+        "caught": len(found) - len(survivors) - len(unanswered),
+        "equivalent": sum("equivalent" in line for line in survivors),
+        "no_answer": len(unanswered),
+        "rows": [{"kind": kind, "by": by, "count": n} for (kind, by), n in sorted(rows.items())],
+        "survivors": survivors,
+        "no_answer_faults": unanswered,
+        "not_executed": [line_of(each) for each in unreached],
+    }
+
+
+def _kind_of(survivor: dict[str, Any]) -> str:
+    return "equivalent" if "equivalent" in survivor else "survived"
 
 
 def recount(arch: str) -> None:
-    """Looks up the survivors of the saved results again: reasons may have been found since."""
-    path = machine.RESULTS / f"mutations_cuda_{arch}.json"
+    """Look up the survivors of the saved results again: reasons may have been found since."""
+    path = _saved(arch)
     results = json.loads(path.read_text())
     for line in results["survivors"]:
-        why = equivalent_faults.of_source(line["plan"], line["old"], line["new"])
+        before = line.get("before", "")
+        why = equivalent_faults.of_source(line["plan"], line["old"], line["new"], before)
         line.pop("equivalent", None)
         line |= {"equivalent": why} if why else {}
-    left = collections.Counter((line["kind"], "equivalent" if "equivalent" in line else "survived")
-                               for line in results["survivors"])  # fmt: skip
+    left = collections.Counter((line["kind"], _kind_of(line)) for line in results["survivors"])
     rows = [row for row in results["rows"] if row["by"] not in ("equivalent", "survived")]
     rows += [{"kind": kind, "by": by, "count": count} for (kind, by), count in left.items()]
     results["rows"] = sorted(rows, key=lambda row: (row["kind"], row["by"]))

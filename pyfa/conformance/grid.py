@@ -311,6 +311,11 @@ def _quick_caches() -> Iterator[Case]:
     for index, (dim, splits, keys) in enumerate(((64, 20, 513), (128, 9, 257), (256, 32, 513))):
         fields = {"head_dim": dim, "num_splits": splits, "dtype": HALF[index % 2]}
         yield _packed(((1, 1), (keys, 17)), "kvcache", heads_q=4, **fields)
+    # Splits whose rows do not fill a workgroup, with a head_dim that leaves threads of a row
+    # without elements. The LSE of the row behind the first sequence's last one is far larger.
+    for dtype in HALF:
+        fields = {"dtype": dtype, "num_splits": 9, "recipe": "big", "scale": 0.25, "head_dim": 96}
+        yield _packed(((1, 1, 1), (1, 300, 130)), "kvcache", heads_q=5, heads_k=1, **fields)
 
 
 def _dropout_bits(count: int) -> Iterator[Case]:
@@ -345,6 +350,7 @@ def _full() -> Iterator[Case]:
     yield from grid_mods.lists(3)
     yield from _bias_tiles()
     yield from _many_lengths()
+    yield from _many_tiles()
     yield from _full_dense()
     yield from _full_packed()
     yield from _full_caches()
@@ -385,6 +391,14 @@ def _many_lengths() -> Iterator[Case]:
             fields: dict[str, Any] = {"causal": causal, "deterministic": deterministic}
             fields |= {"heads_q": (2, 6)[index], "dtype": HALF[deterministic], "slack": 5}
             yield _packed(lengths, "varlen", backward=True, **fields)
+
+
+def _many_tiles() -> Iterator[Case]:
+    """Return cases with more tiles of rows than a GPU runs side by side: blocks that stay take
+    several. One tile for each head, and two."""
+    for dim, rows, heads in ((64, 70, 144), (64, 200, 72), (128, 200, 72)):
+        half, causal = HALF[rows > 100], rows > 100
+        yield _dense(rows, 65, head_dim=dim, dtype=half, heads_q=heads, heads_k=36, causal=causal)
 
 
 def _full_dense() -> Iterator[Case]:

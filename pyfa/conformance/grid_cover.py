@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .cases import Case
+from .grid_axes import HALF
 
 _DRAWN = Path(__file__).with_suffix(".jsonl")
 
@@ -47,6 +48,19 @@ _FAULTS: tuple[Mapping[str, Any], ...] = (
     # Keys for each wavefront of a decode with two tiles of rows.
     {"kind": "kvcache", "dtype": "float16", "lengths_q": (3,), "lengths_k": (700,), "heads_q": 8,
      "heads_k": 1, "head_dim": 192, "head_dim_v": 128, "num_splits": 1},
+    # Of each 16-bit type: 20 pairs to rotate, 8 at a time; queries to rotate and nothing to append;
+    # splits of unlike length with values that are narrower than a tile; a maximum that rises from
+    # tile to tile while scores have a bias and keys are in pages.
+    *({"kind": "kvcache", "dtype": half, **fields} for half in HALF for fields in (
+        {"lengths_q": (2, 2), "lengths_k": (9, 20), "heads_k": 1, "head_dim": 40, "head_dim_v": 40,
+         "causal": True, "new_keys": 2, "rotary": "halves"},
+        {"lengths_q": (3, 3), "lengths_k": (64, 40), "causal": True, "slack": 2,
+         "rotary": "interleaved"},
+        {"lengths_q": (40, 40), "lengths_k": (257, 257), "heads_q": 4, "head_dim_v": 40,
+         "bias": "full", "num_splits": 4, "layout": "unaligned"},
+        {"lengths_q": (40, 40), "lengths_k": (300, 257), "bias": "heads", "page_size": 1,
+         "recipe": "growing"},
+    )),
 )  # fmt: skip
 
 
@@ -77,7 +91,7 @@ def quick() -> Iterator[Case]:
 def full() -> Iterator[Case]:
     """Yield the additional cases of the full level."""
     yield from _drawn("full")
-    for dtype in ("bfloat16", "float16"):
+    for dtype in HALF:
         for fields in _APPENDS:
             yield Case("kvcache", dtype, (2, 2), (9, 20), heads_k=1, causal=True, new_keys=2,
                        **{"head_dim_v": fields["head_dim"], **fields})  # fmt: skip

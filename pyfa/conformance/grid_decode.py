@@ -50,6 +50,9 @@ def quick() -> Iterator[Case]:
     for index, rows in enumerate(_ROWS):
         for number, half in enumerate(HALF):
             yield _case(rows, 64, half, **_OPTIONS[2 * index + number])
+    # The first keys that the rows of a block see differ from row to row.
+    for half in HALF:
+        yield packed(((3, 3), (100, 64)), "kvcache", dtype=half, window=(20, 0))
     yield _together(64, 64, "bfloat16", **_TOGETHER[0])
     yield _together(128, 128, "float16", **_TOGETHER[1])
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .cases import FLOAT8_RECIPES, LAYOUTS, Case, dense, packed
+from .cases import FLOAT8_RECIPES, FLOAT32_ROTARIES, LAYOUTS, ROTARIES, Case, dense, packed
 from .grid_axes import APPENDS, draws
 
 FORMATS = ("float8_e4m3fn", "float8_e4m3fnuz")
@@ -90,6 +90,23 @@ def full() -> Iterator[Case]:
         "recipe": ("plain", "growing", "huge", "offset", "rotated"),
         "options": _DENSE,
     }
+    # Rotary before every kind of float8 cache. Its new rows are rounded again.
+    for index, rotary in enumerate((*ROTARIES, *FLOAT32_ROTARIES)):
+        fields: dict[str, Any] = {
+            "rotary": rotary,
+            "new_keys": APPENDS[index % 3][0][0],
+            "slack": 2,
+        }
+        fields |= {
+            "causal": index % 2 == 0,
+            "scales": _SCALES[index % 6],
+            "head_dim": (64, 80)[index % 2],
+        }
+        fields |= ({"page_size": 16}, {"batch_idx": True}, {})[index // 2 % 3]
+        half = ("bfloat16", "float16")[index % 2]
+        yield packed(APPENDS[index % 3], "kvcache", dtype=half, cache_dtype=FORMATS[0], **fields)
+        if rotary in FLOAT32_ROTARIES:
+            yield packed(APPENDS[index % 3], "kvcache", dtype=FORMATS[0], heads_q=8, **fields)
     for draw in draws("float8 dense", 100, {**common, **axes}):
         yield dense(**draw)
     axes = {"dtype": FORMATS, "options": _PACKED}

@@ -140,7 +140,7 @@ def test_rows_that_no_kernel_writes_are_seen(
 
 def test_faults_of_cuda_source(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    script = importlib.import_module("mutations_cuda")
+    script = importlib.import_module("cuda_faults")
     source = """#if A < B
 // a < b
 DEVICE int least(int a, int b) { return a < b; }
@@ -148,6 +148,7 @@ DEVICE int least(int a, int b) { return a < b; }
   if (x >= 3 && y) barrier();
   asm volatile("a < b");
     __syncthreads();
+  hold(x);
 """
     found = list(script.faults(source))
     made = {(fault.line, fault.kind, fault.new.strip()) for fault in found}
@@ -160,6 +161,20 @@ DEVICE int least(int a, int b) { return a < b; }
         (6, "call left out", ""),
     }
     assert script.planted(source, found[-1]).splitlines()[6] == ""
+    assert found[-1].before == 'asm volatile("a < b");'
+
+
+def test_a_cuda_fault_is_found_again_after_the_source_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    script = importlib.import_module("cuda_faults")
+    source = "f(a);\n  wait();\ng(a);\n  wait();  // for g\nif (a < b) return;\n"
+    found = script.found_again(source, 4, "wait();", "")
+    assert (found.line, found.before) == (3, "g(a);")
+    assert script.found_again(source, 0, "wait();", "").line == 1
+    assert script.found_again(source, 9, "if (a < b) return;", "if (a <= b) return;").line == 4
+    assert script.found_again(source, 0, "if (a > b) return;", "if (a >= b) return;") is None
 
 
 def test_faults_of_python_source(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,6 +288,28 @@ def test_reasons_are_of_faults_that_there_are(
     assert not script.of_python(*fault[:2], fault[1])
 
 
+def test_reasons_are_of_lines_of_cuda_kernels_that_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And of the one that is meant, where several lines are equal."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    script = importlib.import_module("equivalent_faults")
+    faults = importlib.import_module("cuda_faults")
+    folder = Path(__file__).parents[2] / "kernels"
+    made = {
+        (faults.code_of(fault.old), faults.code_of(fault.new), fault.before)
+        for path in (*folder.rglob("*.cu"), *folder.rglob("*.h"))
+        for fault in faults.faults(path.read_text())
+    }
+    for parts, _, line, new, _ in script._SOURCE:
+        *before, old = line.split("\n")
+        some = {x for x in made if x[:2] == (old, new) and (not before or x[2] == before[0])}
+        assert some, line
+        plan = " ".join(("cuda/", *parts))
+        assert script.of_source(plan, old, new, *before)
+        assert not script.of_source(plan, old, new, "another line") or not before
+
+
 def test_a_fault_that_nothing_imports_does_not_survive(monkeypatch: pytest.MonkeyPatch) -> None:
     """The script says so instead: the process had imported the file, or another copy of it."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
@@ -294,9 +331,39 @@ def test_a_fault_that_nothing_imports_does_not_survive(monkeypatch: pytest.Monke
         script.judge_all([fault], "quick", options, 1e9)
 
 
-def test_a_mark_stands_where_a_fault_would(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cuda_fault_is_caught_by_cases_or_by_a_tool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     script = importlib.import_module("mutations_cuda")
+    judge = importlib.import_module("cuda_judge")
+    plan = script.Plan("cuda", "cuda/combine.cu", (("DTYPE", 1),))
+    drawn = [script.Drawn(plan, script.Fault("", n, "a", "b"), ["x", "y"]) for n in range(5)]
+    options = argparse.Namespace(faults=3, minutes=1.0, seconds=5.0, tools=1)
+    jobs = script.Jobs([plan], drawn, options)
+    assert jobs.take(next(jobs), judge.COMPILED, "") is None
+    same, wrong, racing, hanging, left = (next(jobs) for _ in range(5))
+    jobs.take(same, judge.SAME, "")
+    for compiled in (wrong, racing, hanging, left):
+        jobs.take(compiled, judge.COMPILED, "")
+    wrong, racing, hanging, left = (next(jobs) for _ in range(4))
+    assert jobs.take(wrong, "wrong numbers", "x").by == "wrong numbers"
+    assert jobs.take(hanging, judge.ALARM, "").by == "no answer"
+    assert jobs.take(left, judge.SURVIVED, "2") is None
+    assert jobs.take(next(jobs), judge.UNREACHED, "").by == judge.UNREACHED
+    assert jobs.take(racing, judge.SURVIVED, "1") is None
+    assert jobs.passed
+    mark = next(jobs)
+    assert (mark.what, mark.of.cases) == ("mark", ["x"])
+    assert jobs.take(mark, judge.EXECUTED, "x") is None
+    assert jobs.take(next(jobs), "racecheck", "").by == "racecheck"
+    found = script.counted(jobs.found)
+    assert (found["faults"], found["caught"], found["no_answer"]) == (3, 2, 1)
+    assert len(found["not_executed"]) == 1
+    assert (jobs.under_way, jobs.passed, jobs.drawn_again[judge.SAME]) == (0, {}, 1)
+
+
+def test_a_mark_stands_where_a_fault_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    script = importlib.import_module("cuda_faults")
     source = """  int x = a +
       b - 1;
   if (a < b) return;
