@@ -16,6 +16,14 @@ DEVICE void fence_mbarrier_init() {
 DEVICE void mbarrier_arrive(Shared at) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
 }
+// The same if `wanted`, without a branch: ptxas waits before a branch for what is being loaded from shared memory.
+DEVICE void mbarrier_arrive_if(bool wanted, Shared at) {
+  asm volatile(
+      "{.reg .pred wanted;\n"
+      "setp.ne.u32 wanted, %1, 0;\n"
+      "@wanted mbarrier.arrive.shared::cta.b64 _, [%0];}" ::"r"(at), "r"((unsigned)wanted)
+      : "memory");
+}
 // The same, and the phase ends only after copies of `bytes` more have been written.
 DEVICE void mbarrier_arrive_expect_tx(Shared at, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes)
