@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import turns
 
 from pyfa import cli
 from pyfa.backends import BACKENDS
@@ -25,7 +26,6 @@ ROOT = Path(__file__).parent.parent
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 # Dense float16 and bfloat16, with the dtypes that only one of the two has beside them.
 SHORT = "quick --features window --max-seqlen 40"
-ALL_PLANS = "PYFA_TEST_ALL_PLANS"
 STANDS_FOR = {"hip": "emulator", "cuda": "torch"}
 
 
@@ -109,16 +109,32 @@ def test_the_nightly_commands(job: str) -> None:
             assert f'"{option}"' in script, option
 
 
-def test_every_plan_is_compiled_at_night() -> None:
+def test_all_that_has_turns_runs_at_night() -> None:
+    """Each file that asks whose turn it is, and each test that plants a fault."""
     job = own("nightly")["jobs"]["plans"]
-    assert job["env"] == {ALL_PLANS: "1"}
-    assert ALL_PLANS in (ROOT / "tests" / "cuda" / "ptxas.py").read_text()
-    *_, of_cuda, of_hip = steps(job).values()
-    files = [part for part in of_cuda.split() if part.startswith("tests/")]
-    assert files
-    for file in files:
-        assert "ptxas.by_turns" in (ROOT / file).read_text()
+    assert job["env"] == {turns.ALL: "1"}
+    *commands, of_hip = list(steps(job).values())[1:]
+    run = [ROOT / part for text in commands for part in text.split() if part.startswith("tests/")]
+    takes_turns = re.compile(r"turns\.some\(|ptxas\.by_turns\(|def test\w*\([^)]*\bplant\b")
+    files = {*(ROOT / "tests").rglob("test_*.py")} - {Path(__file__)}
+    asking = {path for path in files if takes_turns.search(path.read_text())}
+    assert len(asking) > 20
+    for path in asking:
+        assert path in run or not set(path.parents).isdisjoint(run), path
     assert cli.parser().parse_args(of_hip.split()[1:]).all
+
+
+@pytest.mark.parametrize("all_of_them", ["", "1"])
+def test_turns(all_of_them: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in so many of each kind, at least one, the same again; those of a longer list that a
+    shorter one has are the first to be taken."""
+    monkeypatch.setenv(turns.ALL, all_of_them)
+    things = [(kind, number) for kind in "ab" for number in range(40)] + [("c", 0)]
+    found = turns.some(things, 8, kind=lambda thing: thing[0], name=str)
+    assert found == turns.some(things, 8, kind=lambda thing: thing[0], name=str)
+    assert found == [thing for thing in things if thing in found]
+    counts = [sum(thing[0] == kind for thing in found) for kind in "abc"]
+    assert counts == ([40, 40, 1] if all_of_them else [5, 5, 1])
 
 
 @pytest.mark.parametrize("options", ["-e", "-e -o pipefail", "-eu"])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
+
+import turns
 
 from pyfa import cache, cubin
 from pyfa.backends.cuda import code, plans, runtime_compiler
@@ -32,19 +33,5 @@ def compiled(plan: Plan, arch: str) -> tuple[cubin.Cubin, str]:
 
 
 def by_turns(every: Iterable[Plan]) -> list[Plan]:
-    """Of two plans that differ only in float16 and bfloat16, one, by turns: with an empty cache,
-    compiling both takes nine minutes of two cores. All plans if PYFA_TEST_ALL_PLANS is 1, as in the
-    nightly workflow."""
-    plans = list(dict.fromkeys(every))
-    if os.environ.get("PYFA_TEST_ALL_PLANS") == "1":
-        return plans
-    turns: dict[tuple[object, ...], int] = {}
-    found = []
-    for plan in plans:
-        constants = dict(plan.constants)
-        dtype = constants.pop("DTYPE", None)
-        key = (plan.kernel, *constants.items())
-        turn = turns.setdefault(key, len(turns) % 2)
-        if dtype not in (0, 1) or dtype == turn:
-            found.append(plan)
-    return found
+    """Of the plans of each kernel one in eight; all at night."""
+    return turns.some(every, 8, kind=lambda plan: plan.kernel, name=str)

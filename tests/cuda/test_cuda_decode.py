@@ -85,7 +85,7 @@ ON_FLOAT8 = [
     runtime_compiler.why_unavailable() is not None, reason=str(runtime_compiler.why_unavailable())
 )
 @pytest.mark.usefixtures("kept_reports")
-@pytest.mark.parametrize("plan", ON_FLOAT8, ids=str)
+@pytest.mark.parametrize("plan", ptxas.by_turns(ON_FLOAT8), ids=str)
 def test_a_float8_cache_spills_nothing_on_hopper(plan: Plan) -> None:
     """Those of sm_89 are among what ``test_cuda_code`` compiles."""
     assert len(ON_FLOAT8) == 15

@@ -31,13 +31,13 @@ from pyfa.plan import Plan
 @pytest.mark.usefixtures("kept_reports")
 @pytest.mark.parametrize(
     "plan",
-    [
+    ptxas.by_turns(
         plan
         for plan in forward_sm90.all_plans()
         + forward_sm90_fp8.all_plans()
         + latent_sm90.all_plans()
         if dict(plan.constants)["DTYPE"] == 1
-    ],
+    ),
     ids=str,
 )
 def test_forward_keeps_to_its_registers(plan: Plan) -> None:

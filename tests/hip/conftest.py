@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import turns
 
 from pyfa import cache
 from pyfa.backends.common.program import Step
@@ -14,6 +15,20 @@ from pyfa.emulator import native
 from pyfa.plan import Plan
 
 Plant = Callable[[str, str, str], None]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of the faults of each test one in four is planted, as each takes a compile; all at night, and
+    where a test is named."""
+    planted = [item for item in items if "plant" in getattr(item, "fixturenames", ())]
+    if any("::" in argument for argument in config.args):
+        return
+    kept = turns.some(
+        planted, 4, kind=lambda item: item.nodeid.partition("[")[0], name=lambda item: item.nodeid
+    )
+    left_out = set(planted).difference(kept)
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=list(left_out))
 
 
 @pytest.fixture

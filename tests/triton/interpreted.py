@@ -96,6 +96,7 @@ def paths() -> list[str]:
         r(2, 70, 4, 64), r(2, 90, 2, 64), r(2, 90, 2, 64), max_seqlen_q=70, max_seqlen_k=90,
         scale=0.1, window_right=0,
     )  # fmt: skip
+    few_heads = dense._replace(q=r(1, 70, 2, 64), k=r(1, 90, 1, 64), v=r(1, 90, 1, 64))
     packed = Call(
         r(73, 4, 64), r(93, 2, 64), r(93, 2, 64), max_seqlen_q=65, max_seqlen_k=50, scale=0.1,
         window_right=0, cu_seqlens_q=torch.tensor([0, 5, 5, 70], dtype=torch.int32),
@@ -107,7 +108,7 @@ def paths() -> list[str]:
     for name, call, change, backward in (
         ("3 parts", decode._replace(num_splits=3), lambda c: {}, False),
         ("30 parts, sinks", decode._replace(num_splits=30, sinks=r(8)), lambda c: {}, False),
-        ("4 parts, many rows", dense._replace(num_splits=4), lambda c: {}, False),
+        ("4 parts, many rows", few_heads._replace(num_splits=4), lambda c: {}, False),
         ("copy engine", dense, lambda c: copied, True),
         ("copy engine, packed", packed, lambda c: copied, True),
         ("dK and dV apart", dense,
@@ -147,8 +148,10 @@ def lists() -> list[str]:
         "rows that see nothing": (call(lambda b, h, i, j: i < 60, 130, 90, 1, 1), True),
         "window": (documents._replace(window_left=60, window_right=20), True),
         "lengths": (documents._replace(seqused_k=used), False),
+        # Few rows: combining the parts takes a program for each.
         "window in splits": (
-            documents._replace(num_splits=2, window_left=110, window_right=20), False
+            call(lambda b, h, i, j: ids[i + 100] <= ids[j], 40, 300, 1, 1, num_splits=2,
+                 window_left=140, window_right=20), False,
         ),
         "decode": (call(lambda b, h, i, j: j % 97 < 64, 2, 300, 8, 2), False),
         "decode by head": (call(lambda b, h, i, j: j < ends[h % 4], 2, 300, 8, 2), False),

@@ -1,7 +1,13 @@
-"""Run with TRITON_INTERPRET=1: the quantizing kernel against plain PyTorch. Exits by an assert."""
+"""Run with TRITON_INTERPRET=1: the quantizing kernel against plain PyTorch. Exits by an assert.
+
+    TRITON_INTERPRET=1 python quantize_interpreted.py INDEX...
+
+The indices are those of ``CASES`` that are wanted.
+"""
 
 import importlib
 import itertools
+import sys
 
 import torch
 
@@ -11,14 +17,16 @@ from pyfa.backends.triton import quantize
 # ``pyfa.quantize`` is the function.
 plain = importlib.import_module("pyfa.quantize")._by_pytorch
 
+WAYS = ((None, False), (None, True), (16, False), (64, False))
+CASES = tuple(itertools.product((64, 96, 128, 192, 256), WAYS, (False, True)))
 
-def main() -> None:
+
+def main(wanted: list[int]) -> None:
     torch.manual_seed(0)
     formats = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
-    ways = ((None, False), (None, True), (16, False), (64, False))
-    for index, (dim, (block, per_tensor), turned) in enumerate(
-        itertools.product((64, 96, 128, 192, 256), ways, (False, True))
-    ):
+    assert len(CASES) == 40  # of which the caller chooses
+    for index in wanted:
+        dim, (block, per_tensor), turned = CASES[index]
         dtype = formats[index % 3 == 0]
         # One launch for all, one for queries, or one for values. Of three heads a tile has rows to
         # spare.
@@ -47,4 +55,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main([int(index) for index in sys.argv[1:]])

@@ -1,0 +1,33 @@
+"""Which of many checks of one kind run on a pull request. At night all of them run.
+
+With an empty cache, compiling every CUDA plan and every kernel with a planted fault takes most
+of an hour of two cores. ``docs/ci.md`` lists what takes turns.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable
+from typing import TypeVar
+
+Thing = TypeVar("Thing")
+ALL = "PYFA_TEST_ALL"
+
+
+def some(
+    every: Iterable[Thing], of: int, kind: Callable[[Thing], Hashable], name: Callable[[Thing], str]
+) -> list[Thing]:
+    """One in ``of`` of each kind, at least one, always the same; all if PYFA_TEST_ALL is 1.
+
+    The order is that of the names' checksums, so that of two lists the same are taken.
+    """
+    things = list(dict.fromkeys(every))
+    if os.environ.get(ALL) == "1":
+        return things
+    kinds: dict[Hashable, list[Thing]] = defaultdict(list)
+    for thing in sorted(things, key=lambda thing: zlib.crc32(name(thing).encode())):
+        kinds[kind(thing)].append(thing)
+    taken = {thing for alike in kinds.values() for thing in alike[: -(-len(alike) // of)]}
+    return [thing for thing in things if thing in taken]
