@@ -137,6 +137,14 @@ def test_turns(all_of_them: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts == ([40, 40, 1] if all_of_them else [5, 5, 1])
 
 
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_pip_knows_an_index_of_cpu_builds(path: Path) -> None:
+    """The default index's torch is a CUDA build, which does not go with the versions pinned for a
+    machine without a GPU."""
+    workflow = yaml.safe_load(path.read_text())
+    assert workflow["env"]["PIP_EXTRA_INDEX_URL"] == "${{ vars.TORCH_CPU_INDEX }}"
+
+
 @pytest.mark.parametrize("options", ["-e", "-e -o pipefail", "-eu"])
 @pytest.mark.parametrize("torch", ["none", "cuda"])
 def test_the_set_up_step(options: str, torch: str, tmp_path: Path) -> None:
