@@ -49,9 +49,10 @@ def attention(
     log-sum-exp of each row's scores, (B, H, Sq) float32, natural logarithm.
 
     H must be a multiple of Hk (GQA, MQA). D may be 1 to 576 and Dv 1 to 512; above 256, hip and
-    cuda run the forward only. q, k and v are float16, bfloat16, float32 or float8 e4m3; float8 k
-    and v also work with 16-bit q. q, k, v, a float ``bias`` and ``sinks`` receive gradients, and
-    the LSE is differentiable. Float8 has no gradient.
+    cuda run the forward only, without dropout, mods, float8 and batch invariance. q, k and v are
+    float16, bfloat16, float32 or float8 e4m3; float8 k and v also work with 16-bit q. q, k, v, a
+    float ``bias`` and ``sinks`` receive gradients, and the LSE is differentiable. Float8 has no
+    gradient.
 
     The scores are score_mod(softcap(scale · q·k)) − slope · ``|i + Sk − Sq − j|`` + bias for query
     i and key j. Then masks and softmax are applied. A fully masked row gives output 0, LSE −inf
@@ -85,12 +86,12 @@ def attention(
         drops the same positions on every backend. If it is None, pyfa draws a seed from torch's
         generator for the device. The LSE is taken before dropout.
     descale, out_dtype
-        ``descale`` is a tuple (for q, for k, for v) of positive float32 scales that multiply
-        float8 inputs, as ``quantize`` returns them; 1 by default. All three have one of these
-        shapes: (), (1,) or (1, 1) for one scale per tensor, (B, Hk) for one per sequence and KV
-        head, (B, Hk, ⌈rows / block⌉) for one per block of rows, where block is a power of two. The
-        scale for q is None if q is 16-bit. With float8 q, ``out_dtype`` is bfloat16 (default) or
-        float16.
+        ``descale`` is a tuple (for q, for k, for v) of positive float32 scales that multiply float8
+        inputs, as ``quantize`` returns them; 1 by default. Each scale has one of these shapes: (),
+        (1,) or (1, 1) for one scale per tensor, (B, Hk) for one per sequence and KV head, (B, Hk,
+        ⌈rows / block⌉) for one per block of rows, where block is a power of two. If one scale is
+        per block of rows, all are. The scale for q is None if q is 16-bit. With float8 q,
+        ``out_dtype`` is bfloat16 (default) or float16.
     deterministic
         Gradients are bitwise equal from run to run. ``torch.use_deterministic_algorithms(True)``
         has the same effect.
@@ -108,7 +109,8 @@ def attention(
         Functions with FlexAttention's signatures. ``score_mod(score, b, h, q_idx, kv_idx)`` returns
         the new score. ``mask_mod(b, h, q_idx, kv_idx)`` returns whether the query sees the key.
         Indices count from the first query and the first key of the sequence. Captured tensors are
-        read at run time. Tiles that a ``mask_mod`` masks completely are skipped.
+        read at run time. Kernels with block lists skip the tiles that a ``mask_mod`` masks
+        completely.
     block_mask
         FlexAttention's BlockMask. Blocks that it does not list are masked. Its full blocks are
         visible. In partial blocks the BlockMask's own mask_mod decides or, if it has none, the
@@ -334,8 +336,8 @@ def attention_kvcache(
         For a float8 cache, k and v must be float8 with the scales of the cache rows to which they
         are written.
     cache_seqlens
-        An int or (B,) int32: the number of keys in the cache before the append. By default the
-        cache is full.
+        An int or (B,) int32: the number of keys in the cache before the append. Required with k and
+        v; without them the whole cache is used by default.
     cache_batch_idx
         (B,) int32: the row of the cache that each sequence uses.
     cache_leftpad
@@ -438,12 +440,12 @@ def explain(
 ) -> dispatch.Explanation:
     """Say which backend runs this call, with which plan, and why the others do not.
 
-    Pass the arguments of ``attention``, ``attention_varlen`` or ``attention_kvcache`` as keywords:
-    ``cu_seqlens_q`` with ``max_seqlen_k`` selects ``attention_varlen``. A ``cache_…`` argument or
-    ``page_table`` selects ``attention_kvcache``. ``latent=True`` selects ``attention_latent``; in
-    this case, pass a view of k as v. ``explain`` computes nothing and does not modify the KV cache.
-    Tensors may be on the ``meta`` device. ``device`` may name a GPU that this machine does not have
-    ("MI300X").
+    Pass q, k and v by position, and the other arguments of ``attention``, ``attention_varlen`` or
+    ``attention_kvcache`` as keywords. ``max_seqlen_k`` selects ``attention_varlen``, even together
+    with ``page_table``. Otherwise a ``cache_…`` argument or ``page_table`` selects
+    ``attention_kvcache``. ``latent=True`` selects ``attention_latent``; in this case, pass a view
+    of k as v. ``explain`` computes nothing and does not modify the KV cache. Tensors may be on the
+    ``meta`` device. ``device`` may name a GPU that this machine does not have ("MI300X").
 
     The result can be printed; its ``as_dict()`` returns plain data. ``explain`` raises the same
     errors as these functions, except ``UnsupportedProblem``.

@@ -108,7 +108,7 @@ def quantize(
     hadamard
         Rotate Q and K before rounding, which spreads outliers over the channels. A head_dim that is
         not a power of two is rotated in blocks, whose size is the largest power of two that divides
-        it (96: three blocks of 32). A block must have at least 8 elements.
+        it (96: three blocks of 32). head_dim must be a multiple of 8.
     seed
         Seed of the rotation's signs. The same int gives the same rotation in every call and on
         every device. Keys in a cache and later queries need the same rotation, so give them the

@@ -68,7 +68,11 @@ def alibi_slopes(heads: int, device: torch.device | str | None = None) -> torch.
 
 
 def alibi(slopes: torch.Tensor) -> Score:
-    """Subtract ``slope · |i − j|`` (ALiBi). ``slopes`` is (H,). ``alibi_slopes=`` is faster."""
+    """Subtract ``slope · |i − j|`` (ALiBi). ``slopes`` is (H,).
+
+    ``alibi_slopes=`` is faster, but uses ``|i + Sk − Sq − j|``: the two differ if there are more or
+    fewer keys than queries.
+    """
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score - slopes[h] * (q_idx - kv_idx).abs()

@@ -17,7 +17,7 @@ import torch
 
 
 class Edge(NamedTuple):
-    """A window bound that is always a number of keys, even if it is −1.
+    """A window bound that is taken literally, so that −1 means −1 and not unlimited.
 
     In ``window`` the plain number −1 means unlimited, as in flash-attention. ``Edge(-1)`` as the
     right bound excludes the query's own key.

@@ -1,5 +1,8 @@
-"""Compare two results: find the cells (``suites.Cell``) that became slower by more than the spread
-of their times."""
+"""Compare two results: find the cells that became slower by more than the spread of their times.
+
+A *cell* is one problem of a suite and how it is timed (``suites.Cell``); the guide calls it a case.
+A *peer* is what is timed: pyfa, pyfa with a named backend, or another library.
+"""
 
 from __future__ import annotations
 

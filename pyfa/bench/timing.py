@@ -37,8 +37,8 @@ class Clock:
             torch.cuda.synchronize(self.device)
 
     def timer(self, timed: str, call: Call) -> Callable[[float], list[float]]:
-        """Return a function that maps the seconds to spend to samples of ``call``, which has run
-        before."""
+        """Return a function that samples ``call`` for a given number of seconds and returns the
+        samples. ``call`` must have run before."""
         if timed == "host":
             return lambda seconds: self._host(call, seconds)
         if self.device.type == "cpu":
@@ -146,9 +146,11 @@ class Clock:
 def in_turns(
     clock: Clock, timed: str, calls: Mapping[str, Call], rounds: int, seconds: float
 ) -> dict[str, list[list[float]]]:
-    """Return the samples of each call by round, ``seconds`` long. The calls take turns in each
-    round, so load and clock rates affect all of them alike. Before the first round, every call has
-    already run once."""
+    """Return the samples of each call, grouped by round.
+
+    In each round, each call is sampled for about ``seconds``. The calls take turns in each round,
+    so load and clock rates affect all of them alike. Every call runs once before the first round.
+    """
     timers = {}
     for name, call in calls.items():
         call()

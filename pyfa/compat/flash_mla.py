@@ -93,11 +93,11 @@ def flash_mla_with_kvcache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute attention of q (B, Sq, H, D) over pages k_cache (blocks, page_block_size, Hk, D).
 
-    Without ``indices`` the keys are the first ``cache_seqlens`` (B,) int32 of the pages in
-    ``block_table`` (B, pages) int32. With ``indices`` (B, Sq, topk) int32, for a cache with one
-    head, the keys are the listed ones, as block · page_block_size + offset. −1 lists no key, and
-    only the first ``topk_length`` (B,) entries count. ``extra_k_cache`` with
-    ``extra_indices_in_kvcache`` adds tokens of another cache.
+    Without ``indices``, a sequence's keys are the first ``cache_seqlens[b]`` tokens of its pages.
+    ``cache_seqlens`` is (B,) int32; ``block_table`` is (B, pages) int32. With ``indices`` (B, Sq,
+    topk) int32, for a cache with one head, the keys are the listed ones, as block · page_block_size
+    + offset. −1 lists no key, and only the first ``topk_length`` (B,) entries count.
+    ``extra_k_cache`` with ``extra_indices_in_kvcache`` adds tokens of another cache.
 
     Returns (out (B, Sq, H, head_dim_v), softmax_lse (B, H, Sq) float32).
     """

@@ -243,8 +243,11 @@ class RotaryEmbedding(torch.nn.Module):
         max_seqlen: int | None = None,
         num_heads_q: int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Rotate qkv in place, as ``apply_rotary_emb_qkv_``; with ``kv``, rotate q (B, S, H, D) and
-        kv.
+        """Rotate Q and K in place.
+
+        Without ``kv``, rotate Q and K of qkv as ``apply_rotary_emb_qkv_`` does, and return qkv.
+        With ``kv``, qkv holds only Q (B, S, H, D): rotate it, and K of kv (B, S, 2, Hk, D), and
+        return both.
 
         ``max_seqlen`` is the length of the tables if ``seqlen_offset`` is a tensor.
         """

@@ -37,10 +37,11 @@ _SHORT = {
 class Case:
     """One attention problem of the suite, and the recipe for its inputs.
 
-    ``kind`` is the public function that is called: ``attention``, ``attention_varlen``,
-    ``attention_kvcache`` or ``attention_latent``. ``lengths_q`` and ``lengths_k`` are the number of
-    query rows and keys of each sequence. In a cache, keys count from the first valid one and
-    include the appended ones. Fields that do not explain themselves:
+    ``kind`` says which public function is called: "dense" (``attention``), "varlen"
+    (``attention_varlen``), "kvcache" (``attention_kvcache``) or "latent" (``attention_latent``).
+    ``lengths_q`` and ``lengths_k`` are the number of query rows and keys of each sequence. In a
+    cache, keys count from the first valid one and include the appended ones. Fields that do not
+    explain themselves:
 
     - ``dlse``: the gradient flows through "both" out and LSE, or through the LSE "only".
     - ``bias``: its dimensions (one of ``BIASES``). "hidden" has all dimensions and some rows of
@@ -58,7 +59,7 @@ class Case:
     - ``score_mod``, ``mask_mod``: names in ``modifiers.py``.
     - ``captured_grad``: also compute gradients of the tensors that the score_mod captured.
     - ``topk``: the length of each row's list of keys. Some entries list no key, some list a key
-      twice. With ``used_q`` the lists also have lengths.
+      twice. With ``used_q`` the call also passes ``topk_lengths``.
     - ``block_mask``: the block size of a BlockMask with full, partial and absent blocks.
     - ``tree``: a ``tree_mask``, one per sequence.
     - ``head_dim_v``: for ``attention_latent``, the number of elements of a key that are its value.

@@ -77,8 +77,8 @@ class Comparison:
 def compare(a: Report, b: Report, *, common: bool = False) -> Comparison:
     """Compare report ``a`` with report ``b``.
 
-    A case is the same if both results are within the bounds, or both were refused, and if the
-    dropout bits and the positions of −inf in the LSE are equal. The wording of refusals is not
+    A case is the same if both backends refused it, or if both results are within the bounds and
+    have equal dropout bits and equal positions of −inf in the LSE. The wording of refusals is not
     compared. With ``common`` only cases that both backends ran are compared; the others are
     counted. A case that failed or crashed counts as run.
     """

@@ -53,14 +53,15 @@ class _Run:
 
 
 class Expected:
-    """The expected results of a case. They are computed at first use, because that takes longer
-    than the case itself.
+    """The expected results of a case. They are computed only when first needed, because
+    that takes longer than the case itself.
 
-    ``ref`` is the reference in float64, ``naive`` eager attention in the problem's dtype (for
-    float8 queries in float32 with P rounded to as many bits, since eager PyTorch has no float8),
-    and ``recomputed`` the reference with the roundings that cannot be avoided (``recompute.py``).
-    ``lse_slack`` is the error of the LSE that float8 queries and rotary may cause; None for others.
-    ``deviation`` is the standard deviation of a float32 output; None for others.
+    ``ref`` is the reference in float64, ``naive`` eager attention in the problem's dtype, and
+    ``recomputed`` the reference with the roundings that cannot be avoided (``recompute.py``). Eager
+    PyTorch has no float8: for float8 queries ``naive`` is in float32, with P rounded to as many
+    bits as float8 has. ``lse_slack`` is the error of the LSE that float8 queries and rotary may
+    cause; None for others. ``deviation`` is the standard deviation of a float32 output; None for
+    others.
     """
 
     def __init__(self, inputs: Inputs) -> None:

@@ -37,8 +37,9 @@ class Layout(NamedTuple):
     def parts(self, number: int) -> tuple[Range, ...]:
         """Return where chunk ``number`` begins and ends in each sequence.
 
-        All chunks have the same length, except the last nonempty ones. Between two chunks of equal
-        length, a causal mask is aligned as in the whole sequence.
+        In each sequence, all chunks have the same length, except that the last nonempty chunk may
+        be shorter and the chunks after it are empty. Between two chunks of equal length, a causal
+        mask is the same whether it is aligned to their first rows or to their last.
         """
         chunks = self.ranks * (2 if self.zigzag else 1)
         return tuple(share(length, chunks, number) for length in self.lengths)
@@ -80,6 +81,7 @@ def positions(layout: Layout, rank: int) -> list[Range]:
 
 def share(rows: int, shares: int, number: int) -> Range:
     """Return which of ``rows`` rows are in share ``number`` of ``shares``. All shares have the same
-    length, a multiple of ``UNIT``, except the last ones."""
+    length, a multiple of ``UNIT``, except that the last nonempty share may be shorter and the
+    shares after it are empty."""
     step = -(-rows // (shares * UNIT)) * UNIT
     return min(number * step, rows), min((number + 1) * step, rows)

@@ -41,8 +41,8 @@ def register(name: str = "pyfa", attend: Callable[..., torch.Tensor] | None = No
     ``attend`` is called instead of ``pyfa.attention``. For context parallelism, pass
     ``pyfa.distributed.ring_attention``, or ``functools.partial(ring_attention, mesh=mesh)``, and
     call the model with this rank's part of the tokens and their ``position_ids``. Causal masks,
-    sliding windows and sinks then apply to the whole sequence. Padding and caches are not
-    implemented.
+    sliding windows and sinks then apply to the whole sequence. With ``attend``, padding and caches
+    are not implemented.
     """
     if attend is None:
         AttentionInterface.register(name, attention)

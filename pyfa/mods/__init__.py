@@ -1,7 +1,8 @@
 """``score_mod`` and ``mask_mod``: Python functions of one score, traced once for every backend.
 
-``resolve`` turns a user's functions into a digest, which is part of a call and of every key, and
-the tensors that the functions captured. ``of`` returns the mods of a digest.
+``resolve`` turns a user's functions into two things: a digest, and the tensors that the functions
+captured. The digest is part of each call and of every cache key. ``of`` returns the mods of a
+digest.
 """
 
 from __future__ import annotations

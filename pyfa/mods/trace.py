@@ -203,8 +203,8 @@ class _Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return True; otherwise PyTorch would import torch.compile before the first operator (1 to
-        4 s)."""
+        """Return False. With True, PyTorch hides the mode from torch.compile, and for that imports
+        torch.compile before the first operator (1 to 4 s)."""
         return False
 
     def where(self, raised: types.TracebackType | None = None) -> str:

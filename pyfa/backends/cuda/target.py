@@ -21,8 +21,8 @@ from . import backward, code, decode, forward, forward_sm90, forward_sm90_fp8, l
 # starts 3 µs late. Of Hopper's own kernel 650 TFLOP/s on 132 SMs, one block on each.
 _COSTS = Costs(tile_us=2.7, row_us=0.0033, combine_us=3.0)
 _SM90_COSTS = _COSTS._replace(tile_us=0.85)
-# Hopper's backward, whose heads come side by side (bwd_shape.h). On 38 shapes on an H100 and an
-# H200 these choose the fastest number of parts or lose at most 5 %
+# Hopper's backward, whose heads come side by side (bwd_shape.h). On 37 shapes on an H100 and an
+# H200 these choose the fastest number of parts or lose at most 5 %, and once, with wide heads, 10 %
 # (docs/kernels/cuda_sm90_backward.md). Wide heads gain more from parts than the other terms
 # explain: 1 x 4,096, 32/4 heads of 256 take 2.67 ms in one part, 1.85 in two.
 _PARTS = GroupCosts(start=240, sum=450, tail=0.0, misses=0.3)
