@@ -46,7 +46,7 @@ def run(
 ) -> dict[str, Any]:
     """Run ``suites`` on this machine's GPU, or on its CPU if there is none. By default these are
     all suites except those in ``BY_NAME_ALONE``. After ``limit`` seconds the run stops at the end
-    of a cell.
+    of the current cell, which is one problem of a suite.
 
     Returns plain data: the libraries that ran, why others did not, clock rates before and after,
     and a row for every cell and library. A row has the median and quartiles of the seconds, or the
