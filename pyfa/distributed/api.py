@@ -85,8 +85,9 @@ def ring_attention(
 
     Raises a ``ValueError`` or ``TypeError`` that names the wrong argument. If ranks pass different
     arguments, every rank raises ``ValueError`` before any data is sent. Raises
-    ``UnsupportedProblem`` if no backend can run a block. Raises ``RankError`` if another rank died
-    or did not answer within the group's timeout.
+    ``UnsupportedProblem`` if no backend can run the attention of this rank's queries over one part
+    of the keys. Raises ``RankError`` if another rank died or did not answer within the group's
+    timeout (with NCCL only if ``TORCH_NCCL_BLOCKING_WAIT=1``).
 
     Sources: Liu et al. 2023, Ring Attention with Blockwise Transformers, arXiv:2310.01889; zigzag:
     Llama 3, arXiv:2407.21783; with heads: Fang and Zhao 2024, USP, arXiv:2405.07719.

@@ -1,4 +1,4 @@
-"""How exactly a function needs its intermediate results."""
+"""How accurate the intermediate results of a function must be."""
 
 from __future__ import annotations
 
