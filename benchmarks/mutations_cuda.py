@@ -280,10 +280,9 @@ def may_launch(case: Case) -> list[Plan]:
     if case.kind not in ("kvcache", "latent"):
         found = [plan for plan in found if not plan.kernel.endswith("combine.cu")]
     if case.new_keys or case.rotary:
-        code_of = DTYPE_CODES.get(case.cache_dtype or case.dtype)
-        found += (
-            [] if code_of is None else [cuda_judge.CUDA.target.plan_of("cuda", "append", code_of)]
-        )
+        dtype = DTYPE_CODES.get(case.cache_dtype or case.dtype)
+        if dtype is not None:
+            found = [*found, cuda_judge.CUDA.target.plan_of("cuda", "append", dtype)]
     return [replace(plan, notes=()) for plan in found]
 
 

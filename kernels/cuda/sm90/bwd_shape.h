@@ -63,7 +63,7 @@ constexpr bool kDeltaFirst = kManyRows && !kTwoWeights && !may_have(kSinks) && !
 // What scores are multiplied by in P's exponents. -LSE is divided by it, so it is never 0: 2^-100 q.k is nothing beside
 // an LSE.
 DEVICE float exponent_scale(const Params &p) {
-  constexpr float kLeast = 7.9e-31f;
+  constexpr float kLeast = 7.9e-31f;  // about 2^-100
   float scale = p.scale * kLog2E;
   return kLseFirst && __builtin_fabsf(scale) < kLeast ? kLeast : scale;
 }

@@ -85,7 +85,7 @@ struct TileTerms {
   // Loads what does not need S; draw() is apart from it. `s` counts keys from the block's first one.
   METHOD TileTerms(const Params &p, const Owned &own, const Sequence &s, const Place &place, bool full)
       : p(p), at(place), rows(s.rows), keys(s.keys + own.first_key), full(full) {
-    scale = p.scale * kLog2E;
+    scale = exponent_scale(p);
     if constexpr (may_have(kAlibi) || (may_have(kBias) && !kBiasTiles)) terms = terms_of(p, at.batch, at.head, 0);
     if constexpr (may_have(kAlibi)) {
       slope = -terms.slope * kLog2E;

@@ -94,7 +94,8 @@ DEVICE void make_weights(float (&x)[kScores]) {
 #pragma unroll
   for (int i = 0; i < kScores; ++i) x[i] = exp2(x[i]);
 }
-// dS^T from dP^T and P^T, of slice i. With kDeltaFirst, -delta is in dP. P in 32 bits would not fit the registers beside what is under way.
+// dS^T from dP^T and P^T, of slice i. With kDeltaFirst, -delta is in dP. P in 32 bits would not fit the registers
+// beside what is under way.
 DEVICE void make_ds(unsigned (&ds)[4], const float (&dp)[kScores], int i,
                              const unsigned (&weights)[4], const float (&minus_delta)[4]) {
 #pragma unroll
@@ -219,10 +220,6 @@ DEVICE void store_values_gradient(const Params &p, const float (&dv)[HEAD_DIM_V 
 // Whether P is wanted in dS, and none of two registers has it: then dropout and dV come behind.
 constexpr bool kLateDv = kSlopes && may_have(kDropout) && may_have(kSinks);
 
-// -LSE comes before S is asked for where it takes 16 registers: behind dQ, backward takes 1.04 to 1.07 times
-// as long (D = 128), since products of 64 rows leave shared memory no time for it.
-constexpr bool kStatesEarly = !kManyRows;
-
 // No branch for the first tile between S and dQ: the backward takes 0.985 to 1.0 of the time at D = 128, but 1.01 at
 // 192/128.
 constexpr bool kBranchless = kLastRows == 0;
@@ -336,7 +333,9 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
         end_dk(step);
         load_sums(scores, my_states + stage_of(step) * kStates);
       }
-      if (kStatesEarly && !kScoreTerms) load_states(states, my_states + stage_of(step) * kStates);
+      // -LSE comes before S is asked for where it takes 16 registers: behind dQ, backward takes 1.04 to 1.07 times
+      // as long (D = 128), since products of 64 rows leave shared memory no time for it.
+      if (!kManyRows && !kScoreTerms) load_states(states, my_states + stage_of(step) * kStates);
       multiply_heads<kQPanels, kLseFirst>(scores, my_keys, this_q);
       wgmma_commit();
       if constexpr (!kLseFirst) {
@@ -347,7 +346,7 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
       TileTerms terms(p, own, s, place, is_full(cursor));
       issue_dq(dq, step);
 
-      if (!kStatesEarly && !kScoreTerms && !kLseFirst) load_states(states, my_states + stage_of(step) * kStates);
+      if (kManyRows && !kScoreTerms && !kLseFirst) load_states(states, my_states + stage_of(step) * kStates);
       Packed steep, rests;  // with kTwoWeights, what dS is of; with kRests, what P lost
       terms.draw();
       terms.look();

@@ -112,7 +112,7 @@ DEVICE void consume_role(const Params &p, const Work &w, Shared shared) {
     static_assert(FLOAT_WEIGHTS || !kTwoWeights, "P times the slope in 16 bits is too inexact");
     Sequence s = counted_from(own, sequence_of(p, own.batch));
     Cursor cursor = first_tile(p, own, w);
-    float scale = p.scale * kLog2E;
+    float scale = exponent_scale(p);
     float sink_sum = 0.0f;
     int column = lane_index() % 4 * 2;
     int ds_row = lane_index() / 16 * 8 + lane_index() % 8;
