@@ -17,15 +17,16 @@ from pyfa.conformance import runner
 from pyfa.conformance.cases import Case
 
 TILES = [
-    pytest.param(pair, tiles, id=f"{pair[0]}-{tiles.groups}x{tiles.block_q}")
+    pytest.param(pair, tiles, id=f"{pair[0]}-{tiles.groups}x{tiles.block_q}-{tiles.block_k}")
     for pair in sm90.BACKWARD_OF_GRID
     for tiles in (sm90.BACKWARD[pair], *backward_grid.all_tiles(pair))
 ]
 
 
-def cases(head_dim: int) -> list[Case]:
+def cases(pair: Pair) -> list[Case]:
     """Rows and keys around the edges of tiles; few keys, so that blocks end beyond a sequence."""
-    base: dict[str, Any] = {"head_dim": head_dim, "heads_q": 4, "heads_k": 4, "backward": True}
+    base: dict[str, Any] = {"heads_q": 4, "heads_k": 4, "backward": True}
+    base |= {"head_dim": pair[0], "head_dim_v": pair[1]}
     lengths = [(1, 1), (50, 50), (64, 65), (197, 197), (257, 130), (300, 300), (391, 77)]
     dense = [
         Case(lengths_q=(rows,) * 2, lengths_k=(keys,) * 2, dtype=dtype, **base, **more)
@@ -71,7 +72,7 @@ def test_every_tile_has_the_gradients_of_all_masks(
 
     monkeypatch.setattr(backward, "sm90_plans_of", noted)
     where = runner.device_of("cuda")
-    found = [runner.run_case(BACKENDS["cuda"], case, where) for case in cases(pair[0])]
+    found = [runner.run_case(BACKENDS["cuda"], case, where) for case in cases(pair)]
     assert {each.name: each.messages for each in found if each.status != "passed"} == {}
     # Masks over as many rows as keys; others have the general tiles.
     assert (tiles.groups, tiles.block_q) in asked

@@ -23,7 +23,15 @@ _MOST_ROWS = 2048
 # Of heads that come side by side (bwd_shape.h). On 37 shapes on an H100 and an H200 these choose
 # the fastest number of parts or lose at most 5 %, and once, with wide heads, 10 %
 # (docs/kernels/cuda_sm90_backward.md).
-PARTS = GroupCosts(start=240, sum=450, tail=0.0, misses=0.3)
+_PARTS = GroupCosts(start=240, sum=450, tail=0.0, misses=0.3)
+# Wide heads gain more from parts than other terms explain: 1 x 4,096, 32/4 heads of 256 take 2.67
+# ms in one part, 1.85 in two.
+_WIDE_PARTS = GroupCosts(tail=0.3)
+
+
+def costs_of_parts(roles: int) -> GroupCosts:
+    """Return what the number of parts of a group costs, of blocks with or without ``ROLES``."""
+    return _WIDE_PARTS if roles else _PARTS
 
 
 def all_tiles(pair: Pair) -> tuple[OwnBackward, ...]:
@@ -40,7 +48,7 @@ def tiles_for(grid: BackwardGrid, pair: Pair) -> OwnBackward | None:
     if times is None or not sizes.batch * sizes.heads_k * sizes.seqlen_q * sizes.seqlen_k:
         return None
     if sizes.window_left >= 0:
-        most, tiles = BACKWARD_OF_WINDOW[pair]
+        most, tiles = BACKWARD_OF_WINDOW.get(pair, (0, None))
         equal = sizes.heads_q == sizes.heads_k
         return tiles if equal and sizes.window_left < most else None
     if max(sizes.seqlen_q, sizes.seqlen_k) > _MOST_ROWS:
@@ -55,7 +63,7 @@ def microseconds(grid: BackwardGrid, times: BackwardTimes, pace: BackwardPace) -
     sizes, tiles = grid.sizes, pace.tiles
     rows, keys = tiles.block_q, tiles.block_k
     of_rows, of_keys = -(-sizes.seqlen_q // rows), -(-sizes.seqlen_k // keys)
-    block = Block(0, keys=keys, parts=PARTS)
+    block = Block(0, keys=keys, parts=costs_of_parts(tiles.roles))
     parts = group_splits(grid.device, block, sizes)
     heads, of_group = sizes.heads_k * parts, sizes.heads_q // sizes.heads_k // parts
     places = grid.device.units * tiles.blocks

@@ -8,7 +8,7 @@ from ...blocks import Tiles
 from ...plan import Plan
 from ...problem import Problem
 from ..common.calls import DTYPE_CODES
-from ..common.splits import Costs, GroupCosts
+from ..common.splits import Costs
 from ..native.combine import chunked
 from ..native.plans import values_of
 from ..native.target import Block, Buffers, Target
@@ -31,9 +31,6 @@ from . import (
 # starts 3 µs late. Of Hopper's own kernel 650 TFLOP/s on 132 SMs, one block on each.
 _COSTS = Costs(tile_us=2.7, row_us=0.0033, combine_us=3.0)
 _SM90_COSTS = _COSTS._replace(tile_us=0.85)
-# Wide heads of Hopper's backward gain more from parts than other terms explain: 1 x 4,096, 32/4
-# heads of 256 take 2.67 ms in one part, 1.85 in two.
-_WIDE_PARTS = GroupCosts(tail=0.3)
 
 
 def _block_of(plan: Plan) -> Block:
@@ -56,7 +53,7 @@ def _block_of(plan: Plan) -> Block:
     if plan.kernel == decode.KERNEL:
         return Block(threads, LINES * values["TILES"] * values["TEAM"], GROUP)
     if plan.kernel == backward.SM90:
-        parts = _WIDE_PARTS if values["ROLES"] else backward_grid.PARTS
+        parts = backward_grid.costs_of_parts(values["ROLES"])
         return Block(threads, keys=values["BLOCK_K"], parts=parts, by_length=True, table=True)
     if "BLOCK_K" in values:
         return Block(threads, keys=values["BLOCK_K"])

@@ -204,10 +204,12 @@ class BackwardTimes(NamedTuple):
     paces: tuple[BackwardPace, ...]
 
 
-# Tiles for sizes that are known. Fitted on an H200 to 55 shapes of head_dim 64 and 38 of 128
-# (docs/kernels/cuda_sm90_backward.md). Fewer rows at a time leave fewer places empty. Of blocks of
-# 64 keys an SM has two, of which one multiplies while the other loads or stores: short sequences
-# and small windows are faster, while twice as much dQ is added for a score.
+# Tiles for sizes that are known. Fitted on an H200 to 55 shapes of head_dim 64, 38 of 128, 19 of
+# 192/128 and 18 of 256 (docs/kernels/cuda_sm90_backward.md). Fewer rows at a time leave fewer
+# places empty. Of blocks of 64 keys an SM has two up to 128, of which one multiplies while the
+# other loads or stores: short sequences and small windows are faster, while twice as much dQ is
+# added for a score.
+_32_OF_256 = BACKWARD[256, 256]._replace(block_q=32)
 BACKWARD_OF_GRID: dict[Pair, BackwardTimes] = {
     (64, 64): BackwardTimes(3.2, 0.21, 6.4, 0.47, (
         BackwardPace(BACKWARD[64, 64], 6.3, 2.25),
@@ -221,14 +223,23 @@ BACKWARD_OF_GRID: dict[Pair, BackwardTimes] = {
         BackwardPace(OwnBackward(2, 48, one_sender=True), 6.2, 1.66),
         BackwardPace(OwnBackward(1, 32, one_sender=True, blocks=2), 6.0, 1.47),
     )),
+    (192, 128): BackwardTimes(2.5, 0.68, 7.0, 0.37, (
+        BackwardPace(BACKWARD[192, 128], 5.4, 1.65),
+        BackwardPace(OwnBackward(2, 64, roles=True), 5.9, 1.71),
+    )),
+    (256, 256): BackwardTimes(2.7, 0.81, 7.0, 0.35, (
+        BackwardPace(BACKWARD[256, 256], 8.0, 2.87),
+        BackwardPace(_32_OF_256, 5.9, 1.48),
+    )),
 }  # fmt: skip
 
 # With a window of less than so many keys, and as many query heads as KV heads. On an H200 windows
-# of 64 to 256 keys were 1.24 to 1.05 times as fast at 64, of 384 as fast, and 1.03 with 64 keys at
-# 128. Groups of heads took 1.03 of the time.
+# of 64 to 256 keys were 1.24 to 1.05 times as fast at 64, of 384 as fast, 1.03 with 64 keys at 128,
+# and 1.04 with 128 keys at 256. Groups of heads took 1.03 of the time at 64.
 BACKWARD_OF_WINDOW: dict[Pair, tuple[int, OwnBackward]] = {
     (64, 64): (320, OwnBackward(1, 64, blocks=2)),
     (128, 128): (80, OwnBackward(1, 32, one_sender=True, blocks=2)),
+    (256, 256): (320, _32_OF_256),
 }
 
 # The same for several score terms at once and for a score_mod, whose registers leave room for fewer
