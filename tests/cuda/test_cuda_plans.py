@@ -26,7 +26,7 @@ from pyfa.backends.cuda.target import TARGET
 from pyfa.backends.native import attend, catalog
 from pyfa.backends.native import decode as native_decode
 from pyfa.backends.native.target import Block
-from pyfa.backends.native.tiles import GROUP
+from pyfa.backends.native.tiles import GROUP, sm90
 from pyfa.device import DEVICES
 from pyfa.problem import Problem
 
@@ -97,8 +97,8 @@ def test_no_more_than_forty_plans_of_a_kernel_for_each_format() -> None:
     """Hopper's backward has eight for each of its ten: plain, five terms alone, one of them also
     in tiles, several; and 16 with tiles that follow from the grid, plain and with sinks. Its
     forward has two more for each of its eight pairs of head dims, softcap and ALiBi alone, for six
-    of them one with tiles of a bias, and six with tiles that follow from the grid."""
-    more = {backward.SM90: 96, forward_sm90.KERNEL: 64}
+    of them one with tiles of a bias, and 13 with tiles that follow from the grid."""
+    more = {backward.SM90: 96, forward_sm90.KERNEL: 71}
     for arch in plans.TILED:
         decodes = native_decode.all_plans(TARGET, "cuda", arch)
         for every in (forward.all_plans(arch), backward.all_plans(arch), decodes):
@@ -356,6 +356,10 @@ FASTEST = [
     ((1, 512, 512, 16, 64, True), (1, 128)), ((2, 4096, 4096, 10, 64, False), (1, 128)),
     ((1, 16384, 16384, 16, 64, True), (3, 128)), ((1, 192, 65536, 16, 64, False), (3, 128)),
     ((1, 1024, 1024, 8, 128, True), (1, 128)), ((1, 1024, 1024, 32, 128, True), (2, 128)),
+    ((64, 50, 50, 10, 96, False), (1, 128)), ((16, 197, 197, 10, 96, False), (2, 112)),
+    ((2, 2048, 2048, 10, 96, True), (2, 128)), ((1, 512, 512, 8, 192, False), (1, 96)),
+    ((4, 1024, 1024, 8, 192, True), (2, 96)), ((1, 300, 300, 8, 256, True), (1, 64)),
+    ((8, 257, 257, 8, 256, False), (2, 48)), ((4, 1024, 1024, 8, 256, False), (2, 80)),
 ]  # fmt: skip
 
 
@@ -379,7 +383,8 @@ def test_hopper_s_tiles_follow_the_grid(
     assert made() == tiles
     # What the model does not know has the tiles of every grid; scales that are not positive have
     # a kernel of their own.
-    general = (3 if dim == 64 else 2, 128)
+    own = sm90.FORWARD[dim, dim][causal]
+    general = (own.groups, own.block_k)
     if causal:
         assert made(square=False) == general
     assert made(features=frozenset({"varlen"} | ({"causal"} if causal else set()))) == general

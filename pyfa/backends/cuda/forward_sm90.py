@@ -44,6 +44,7 @@ ALONE = {"softcap": 3, "alibi": 4}
 SCORE_MOD = 5
 _SCORE_TERMS = {"softcap", "alibi", "score_mod", "mask_mod"}
 _TWO_FIT = 96  # heads up to this: two blocks of one warpgroup fit on an SM
+_HALF_SM = 113 * 1024  # bytes of shared memory of each of two blocks
 # With these alone the grid is known when a plan is made, and its tiles follow from it, up to a
 # number of keys: 192 rows x 65,536 keys took 136 µs with blocks of 64 rows, 109 with the general.
 _OF_GRID = frozenset({"causal", "gqa", "sinks", "backward", "dlse", "deterministic"})
@@ -157,7 +158,7 @@ def plan(problem: Problem) -> Plan:
     plain = kind != _TERMS and not packed and problem.features - {"window"} <= _OF_GRID
     if plain and pair in FORWARD_OF_GRID:
         choose = _of_window if "window" in problem.features else _fastest
-        return _plan_of_grid(choose(problem, pair), pair, dtype, notes)
+        return _plan_of_grid(choose(problem, pair, FORWARD[pair][kind]), pair, dtype, notes)
     if packed and not invariant:
         groups = -(-min(decode.lines(problem), 2 * ROWS) // ROWS)
     elif invariant and not problem.mods and _has_few_rows(problem, pair, packed):
@@ -166,27 +167,25 @@ def plan(problem: Problem) -> Plan:
     return listed(modified(found, problem.mods)) if problem.mods else found
 
 
-def _fastest(problem: Problem, pair: Pair) -> Own:
-    """Return the tiles that take the least time: others than the first, the general ones, only if
-    they gain 3 %, which is as exact as the model is. It knows nothing of splits of many keys."""
-    general, *others = FORWARD_OF_GRID[pair]
+def _fastest(problem: Problem, pair: Pair, general: Own) -> Own:
+    """Return the tiles that take the least time: others than the ``general`` ones only if they gain
+    3 %, which is as exact as the model is. It knows nothing of splits of many keys."""
     if problem.seqlen_k > _MOST_KEYS or ("causal" in problem.features and not problem.square):
-        return general.tiles
-    times = {pace.tiles: _microseconds(problem, pair, pace) for pace in others}
+        return general
+    times = {pace.tiles: _microseconds(problem, pair, pace) for pace in FORWARD_OF_GRID[pair]}
     best = min(times, key=times.__getitem__)
-    most = 0.97 * _microseconds(problem, pair, general)
-    return best if times[best] < most else general.tiles
+    return best if times[best] < 0.97 * times[general] else general
 
 
-def _of_window(problem: Problem, pair: Pair) -> Own:
+def _of_window(problem: Problem, pair: Pair, general: Own) -> Own:
     """Return the tiles for a window. Blocks of the fewest rows are fastest where all run at once: 8
     heads of 1,024 rows took 7.6 µs on an H100, and 9.3 with two warpgroups."""
     fitting = [own for most, own in FORWARD_OF_WINDOW.get(pair, ()) if 0 < problem.window <= most]
     if not fitting:
-        return FORWARD_OF_GRID[pair][0].tiles
+        return general
     smallest = fitting[-1]
     blocks = problem.batch * problem.heads_q * -(-problem.seqlen_q // smallest.rows)
-    all_at_once = blocks <= problem.device.units * _per_sm(smallest, pair)
+    all_at_once = blocks <= problem.device.units * _fit(smallest, pair)
     return smallest if all_at_once else fitting[0]
 
 
@@ -194,7 +193,7 @@ def _microseconds(problem: Problem, pair: Pair, pace: Pace) -> float:
     """Return about how long an H100 takes for the grid of ``problem`` (``Pace``)."""
     rows, keys = pace.tiles.rows, pace.tiles.block_k
     blocks, heads = -(-problem.seqlen_q // rows), problem.batch * problem.heads_q
-    places = max(1, problem.device.units) * _per_sm(pace.tiles, pair)
+    places = max(1, problem.device.units) * _fit(pace.tiles, pair)
 
     def of_work_tile(seen: int) -> float:
         return pace.start + -(-seen // keys) * keys * pace.key
@@ -207,15 +206,15 @@ def _microseconds(problem: Problem, pair: Pair, pace: Pace) -> float:
     return LAUNCH_US + max(longest, all_of_head * heads / places + 0.2 * longest)
 
 
-def _per_sm(tiles: Own, pair: Pair) -> int:
-    """Return how many blocks an SM has at a time."""
-    return 2 if tiles.groups == 1 and pair[0] <= _TWO_FIT else 1
+def _fit(tiles: Own, pair: Pair) -> int:
+    """Return how many blocks of ``tiles`` an SM has at a time."""
+    return 2 if tiles.groups == 1 and tiles.shared_bytes(pair) <= _HALF_SM else 1
 
 
 def _plan_of_grid(tiles: Own, pair: Pair, dtype: int, notes: Iterable[str] = ()) -> Plan:
     more = {}
     if tiles.groups == 1:
-        more = {"OF_GROUPS": 2, "BLOCKS": _per_sm(tiles, pair)}
+        more = {"OF_GROUPS": 2, "BLOCKS": _fit(tiles, pair)}
     return plan_of(tiles, pair, dtype, PLAIN, tiles.shared_bytes(pair), notes, **more)
 
 
@@ -292,7 +291,7 @@ def _plan(
         stages = 3 if groups == 1 and pair[0] <= 64 else tiles.stages
         tiles = tiles._replace(groups=groups, stages=stages)
     if groups == 1:
-        more["BLOCKS"] = _per_sm(tiles, pair)
+        more["BLOCKS"] = 2 if pair[0] <= _TWO_FIT else 1
     return plan_of(tiles, pair, dtype, score, tiles.shared_bytes(pair), notes, **more)
 
 

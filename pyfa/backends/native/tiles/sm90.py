@@ -89,10 +89,10 @@ class Pace(NamedTuple):
     key: float
 
 
-# Tiles for a grid that is known, plain or causal, the first of them the general ones. Fitted on an
-# H100 to 29 shapes of head_dim 64 and 11 of 128 (docs/kernels/cuda_sm90_forward.md). Fewer
-# warpgroups leave fewer rows empty and fill a small device; tiles of 80, 96 and 112 keys fit 50 or
-# 77, 257 and 197 tokens.
+# Tiles for a grid that is known, plain or causal, the general ones (``FORWARD``) among them. Fitted
+# on an H100 to 29 shapes of head_dim 64 and 11 of each other (docs/kernels/cuda_sm90_forward.md).
+# Fewer warpgroups leave fewer rows empty and fill a small device; tiles of 80, 96 and 112 keys fit
+# 50 or 77, 257 and 197 tokens.
 FORWARD_OF_GRID: dict[Pair, tuple[Pace, ...]] = {
     (64, 64): (
         Pace(FORWARD[64, 64][0], 2.25, 0.0110),
@@ -102,7 +102,25 @@ FORWARD_OF_GRID: dict[Pair, tuple[Pace, ...]] = {
         Pace(Own(2, 112), 1.9, 0.0090),
         Pace(Own(1, 80, 3), 2.0, 0.0089),
     ),
+    (96, 96): (
+        Pace(FORWARD[96, 96][0], 2.6, 0.0104),
+        Pace(FORWARD[96, 96][1], 3.1, 0.0087),
+        Pace(Own(2, 112), 2.7, 0.0099),
+        Pace(Own(2, 96), 2.4, 0.0110),
+        Pace(Own(1, 128), 2.1, 0.0137),
+        Pace(Own(1, 96, 3), 1.9, 0.0078),
+    ),
     (128, 128): (Pace(FORWARD[128, 128][0], 4.2, 0.0088), Pace(Own(1, 128), 3.0, 0.0070)),
+    (192, 192): (
+        Pace(FORWARD[192, 192][0], 3.85, 0.0166),
+        Pace(FORWARD[192, 192][1], 3.2, 0.0139),
+        Pace(Own(1, 96), 2.6, 0.0113),
+    ),
+    (256, 256): (
+        Pace(FORWARD[256, 256][0], 4.85, 0.0196),
+        Pace(Own(2, 48), 4.3, 0.0219),
+        Pace(Own(1, 64), 3.2, 0.0139),
+    ),
 }
 LAUNCH_US = 2.5
 # With a window of at most so many keys, fewer rows a block from one to the next: the masked tiles
