@@ -83,14 +83,14 @@ def attention(
         (H,): one extra logit per head in the softmax, without a value (GPT-OSS).
     dropout_p, seed
         0 ≤ p < 1. ``seed`` is an int or a one-element int64 tensor on the device. The same seed
-        drops the same positions on every backend. If it is None, pyfa draws a seed from torch's
-        generator for the device. The LSE is taken before dropout.
+        drops the same positions on every backend. If ``seed`` is None, pyfa draws a seed from
+        torch's generator for the device. The LSE is taken before dropout.
     descale, out_dtype
         ``descale`` is a tuple (for q, for k, for v) of positive float32 scales that multiply float8
         inputs, as ``quantize`` returns them; 1 by default. Each scale has one of these shapes: (),
         (1,) or (1, 1) for one scale per tensor, (B, Hk) for one per sequence and KV head, (B, Hk,
         ⌈rows / block⌉) for one per block of rows, where block is a power of two. If one scale is
-        per block of rows, all are. The scale for q is None if q is 16-bit. With float8 q,
+        per block of rows, all scales are. The scale for q is None if q is 16-bit. With float8 q,
         ``out_dtype`` is bfloat16 (default) or float16.
     deterministic
         Gradients are bitwise equal from run to run. ``torch.use_deterministic_algorithms(True)``

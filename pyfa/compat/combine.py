@@ -16,8 +16,8 @@ def combine(
     out: torch.Tensor | None,
     out_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Combine partial results: out (splits, …, heads, D) and LSE (splits, …, heads) to (…, heads,
-    D) and (…, heads).
+    """Combine partial results: out (splits, …, heads, D) and LSE (splits, …, heads) into (…,
+    heads, D) and (…, heads).
 
     Both are float32, the LSE a natural logarithm. If a row is fully masked in a split, its LSE
     there is −inf, and its output is not read. A row that is fully masked in every split gets output

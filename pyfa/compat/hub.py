@@ -3,8 +3,8 @@
     pyfa hub export DIR        # writes the folder, and prints the line to set:
     LOCAL_KERNELS=kernels-community/flash-attn2=DIR python program.py
 
-``kernels`` then loads pyfa in place of that repository. So does transformers with
-``attn_implementation="flash_attention_2"`` if no flash-attention is installed.
+``kernels`` then loads pyfa in place of that repository. transformers with
+``attn_implementation="flash_attention_2"`` also loads pyfa if no flash-attention is installed.
 
 Conventions are those of ``pyfa.compat.fa2``, with one more argument: ``s_aux`` (H,), the sinks of
 GPT-OSS. Options must be passed by keyword, because the libraries that this kernel replaces disagree

@@ -1,10 +1,11 @@
-"""Packages named ``flash_attn`` and ``flash_attn_interface`` that call pyfa.
+"""Packages that call pyfa under flash-attention's names: ``flash_attn``, ``flash_attn_3`` and
+``flash_attn_4``.
 
-They are for programs and libraries that import these names, or look them up with
-``importlib.metadata``, on machines without flash-attention. Each package is its own distribution,
-with a dist-info that records its installer (``INSTALLER``) and its files (``RECORD``, with
-digests). Existing packages are never overwritten. Only files that this module wrote, unchanged, are
-ever removed.
+They are for programs and libraries that import ``flash_attn``, ``flash_attn_interface`` or
+``flash_attn.cute``, or look up the packages with ``importlib.metadata``, on machines without
+flash-attention. Each package is its own distribution, with a dist-info that records its installer
+(``INSTALLER``) and its files (``RECORD``, with digests). Existing packages are never overwritten.
+Only files that this module wrote, unchanged, are ever removed.
 """
 
 from __future__ import annotations
