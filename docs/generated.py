@@ -351,9 +351,9 @@ def verified() -> str:
                 f"{emulated['environment']['date']}: {_outcome(emulated)}. Its speed is unknown."
             )
         elif found:
-            lines.append(f"- `{name}`: {' '.join(found)} No other GPU was tested.")
+            lines.append(f"- `{name}`: {' '.join(found)} The suite has run on no other GPU.")
         elif name in ("cuda", "triton"):
-            lines.append(f"- `{name}`: No GPU was tested.")
+            lines.append(f"- `{name}`: The suite has run on no GPU.")
     return "\n".join([*lines, "- `torch`: The project's tests run it on a CPU."])
 
 
