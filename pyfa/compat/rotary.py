@@ -168,7 +168,7 @@ class RotaryEmbedding(torch.nn.Module):
     """Rotary embedding with its own tables (Su et al. 2021, arXiv:2104.09864).
 
     Rotates ``dim`` elements of each head. ``scale_base`` selects XPos (Sun et al. 2022,
-    arXiv:2212.10554), in which the tables of Q grow with the position, and those of K shrink.
+    arXiv:2212.10554), in which Q's tables grow with the position and K's tables shrink.
     """
 
     inv_freq: torch.Tensor
