@@ -28,7 +28,7 @@ _LEAST_MIXED = 8
 
 class Descale(NamedTuple):
     """The float32 scales of q, k and v: (1, 1), (B, Hk), or (B, Hk, blocks). The scale of q is
-    None if q is None."""
+    None if no q was quantized."""
 
     q: torch.Tensor | None
     k: torch.Tensor

@@ -137,8 +137,8 @@ def fallback_names() -> tuple[str, ...]:
 def export(folder: Path) -> Path:
     """Write the folder that ``kernels`` loads. Return its absolute path.
 
-    Raises ``ValueError`` if the path cannot be named in LOCAL_KERNELS, and ``FileExistsError`` if
-    there is a kernel in it that ``export`` did not write.
+    Raises ``ValueError`` if LOCAL_KERNELS cannot contain the path, and ``FileExistsError`` if
+    ``folder`` contains a kernel that ``export`` did not write.
     """
     folder = folder.absolute()
     if ":" in str(folder) or "=" in str(folder):

@@ -21,7 +21,8 @@ ROUNDED = 128
 
 
 class Written(NamedTuple):
-    """The gradients of q, k and v, in the caller's own tensors if given."""
+    """The gradients of q, k and v: for each, the tensor that the caller passed for it, or a new
+    tensor if the caller passed None."""
 
     dq: torch.Tensor
     dk: torch.Tensor
@@ -36,7 +37,9 @@ def backward(
     lse: torch.Tensor,
     into: tuple[torch.Tensor | None, ...],
 ) -> Written:
-    """Compute dq, dk and dv, written ``into`` the tensors that are given.
+    """Compute dq, dk and dv.
+
+    ``into`` has a tensor for each of them, which is overwritten, or None for a new tensor.
 
     ``lse`` (B, H, Sq), or (H, total_q), natural logarithm; ±inf for a fully masked row. Raises
     ``ValueError`` if a gradient's shape differs from its tensor's.

@@ -149,8 +149,8 @@ def purelib() -> Path:
 
 
 def chosen(only: Sequence[str] = ()) -> tuple[Distribution, ...]:
-    """Return the distributions with these short names (fa2, fa3, fa4); all of them if none is
-    named."""
+    """Return the distributions whose short names (fa2, fa3, fa4) are in ``only``; all of them if
+    ``only`` is empty."""
     return tuple(each for each in DISTRIBUTIONS if not only or each.short in only)
 
 
