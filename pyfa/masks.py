@@ -133,8 +133,7 @@ def padding(lengths: torch.Tensor) -> Mask:
 
 
 def documents(ids: torch.Tensor, inside: Mask | None = None) -> Mask:
-    """Return a document mask: tokens see only their own document, causally unless ``inside`` is
-    given.
+    """Return a document mask: tokens see only their own document, by default causally.
 
     ``ids``, (S,) or (B, S), gives the number of each token's document. The tokens of a document
     must be contiguous. ``inside`` replaces the causal mask inside each document; its indices count

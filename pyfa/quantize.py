@@ -100,9 +100,9 @@ def quantize(
     Parameters
     ----------
     block
-        The number of rows that share a scale: a power of two, at least 16. Scales are then (B, Hk,
-        ⌈rows / block⌉). 128 suits every kernel. If it is None, there is one scale per sequence and
-        KV head, (B, Hk), as in FlashAttention-3.
+        The number of rows that share a scale: a power of two that is 16 or more. Scales are then
+        (B, Hk, ⌈rows / block⌉). 128 suits every kernel. If ``block`` is None, there is one scale
+        per sequence and KV head, (B, Hk), as in FlashAttention-3.
     per_tensor
         One scale per tensor, (1, 1). Cannot be combined with ``block``.
     hadamard

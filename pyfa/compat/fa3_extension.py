@@ -160,7 +160,8 @@ def bwd(
     deterministic: bool = False,
     sm_margin: int = 0,
 ) -> tuple[torch.Tensor, ...]:
-    """Write dq, dk and dv, if given. ``out`` and ``softmax_lse`` are as in ``raw.backward``."""
+    """Compute the gradients, and write them into those of dq, dk and dv that are not None.
+    ``out`` and ``softmax_lse`` are as in ``raw.backward``."""
     if q.itemsize == 1:
         raise NotImplementedError("float8 attention has no gradient")
     shared = request.Shared(

@@ -63,8 +63,8 @@ def backward(
 
 
 def copied_into(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
-    """Return ``result``, copied into ``out`` if given. Raises ``ValueError`` if ``out`` has another
-    shape or dtype."""
+    """Return ``result`` if ``out`` is None; otherwise copy ``result`` into ``out`` and return
+    ``out``. Raises ``ValueError`` if ``out`` has another shape or dtype."""
     if out is None:
         return result
     if out.shape != result.shape or out.dtype != result.dtype:

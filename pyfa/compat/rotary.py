@@ -125,7 +125,7 @@ def apply_rotary_emb_qkv_(
     seqlen_offsets: Offsets = 0,
     num_heads_q: int | None = None,
 ) -> torch.Tensor:
-    """Rotate Q and K of qkv in place, K by ``cos_k`` and ``sin_k`` if given; return qkv.
+    """Rotate Q and K of qkv in place; return qkv. With ``cos_k`` and ``sin_k``, these rotate K.
 
     qkv is (B, S, 3, H, D), or (B, S, num_heads_q + 2·Hk, D).
     """

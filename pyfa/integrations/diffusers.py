@@ -7,7 +7,7 @@
 ``register`` adds the name ``pyfa`` to diffusers' list and changes nothing else. Masks (boolean, or
 added to the score), causal masks (aligned to the top left, as in PyTorch), windows, grouped heads
 and dropout are supported, with gradients. Context parallelism (ring and Ulysses) works as with
-diffusers' own backends: without mask and dropout. Tested with diffusers 0.42.
+diffusers' own backends: without a mask and without dropout. Tested with diffusers 0.42.
 
 UNets call PyTorch's attention, not the dispatcher; a processor for their layers changes that:
 
