@@ -191,8 +191,8 @@ def _backward(
     lse: torch.Tensor | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of one block, from the ``out`` and ``lse`` of all keys if they are
-    given."""
+    """Return the gradients of one block. ``out`` and ``lse`` may be of all keys; tensors that are
+    None are those of the forward."""
     given = (query, key, value, out, lse)
     q, k, v, whole, sums = (
         kept if x is None else x for x, kept in zip(given, ctx.saved_tensors, strict=True)
