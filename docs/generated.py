@@ -351,9 +351,9 @@ def verified() -> str:
                 f"{emulated['environment']['date']}: {_outcome(emulated)}. Its speed is unknown."
             )
         elif found:
-            lines.append(f"- `{name}`: {' '.join(found)} No other GPU was tested.")
+            lines.append(f"- `{name}`: {' '.join(found)} The suite has run on no other GPU.")
         elif name in ("cuda", "triton"):
-            lines.append(f"- `{name}`: No GPU was tested.")
+            lines.append(f"- `{name}`: The suite has run on no GPU.")
     return "\n".join([*lines, "- `torch`: The project's tests run it on a CPU."])
 
 
@@ -502,7 +502,7 @@ def context_parallel() -> str:
             for part in parts:
                 share = row.get("of_one_gpu", {part: 1.0})[part]
                 cells += [f"{row[f'{part}_seconds'] * 1e3:.1f}", f"{row[f'{part}_tflops']:,.0f}"]
-                cells.append(f"{share:.1%}".replace("%", " %"))
+                cells.append(_percent(share))
             rows.append(cells)
         tables.append(table(["GPUs", f"method ({tokens} tokens)", *head], rows))
         for row in data["long"]:
@@ -541,6 +541,10 @@ def sanitizers() -> str:
     return table(["kernels", "tool", "cases", "errors reported in pyfa's kernels"], rows)
 
 
+def _percent(value: float, sign: str = "") -> str:
+    return f"{value:{sign}.1%}".replace("%", " %")
+
+
 def _spread(values: Sequence[float], style: str, scale: float = 1) -> str:
     return " to ".join(f"{value * scale:{style}}" for value in sorted(values))
 
@@ -555,7 +559,7 @@ def timing_model() -> str:
             "fit" if row["fit"] else "blind",
             f"{row['published']:.0f}",
             f"{row['predicted']:.0f}",
-            f"{row['error']:+.1%}",
+            _percent(row["error"], "+"),
         ]
         for row in results()["mi300x_model.json"]["pairs"]
     ]
@@ -570,12 +574,12 @@ def timing_errors() -> str:
     own: dict[str, list[str]] = {}
     for pair, error in data["blind_within_one_clock"].items():
         kernel, machine = pair.split(", ")
-        own.setdefault(kernel, []).append(f"{error:.1%} ({machine})")
+        own.setdefault(kernel, []).append(f"{_percent(error)} ({machine})")
     rows = [
-        [kernel, f"{law[kernel]:.1%}", f"{of_machine[kernel]:.1%}", ", ".join(own[kernel])]
+        [kernel, _percent(law[kernel]), _percent(of_machine[kernel]), ", ".join(own[kernel])]
         for kernel in own
     ]
-    rows.append(["all", "", f"{of_machine['all']:.1%}", ""])
+    rows.append(["all", "", _percent(of_machine["all"]), ""])
     head = ["kernel", "one clock law", "a clock for each machine"]
     return table([*head, "a clock for each kernel and machine"], rows)
 

@@ -193,7 +193,7 @@ def measured_models() -> str:
         ]
         for row in data["rows"]
     ]
-    head = ["task", "attention", "tokens/s", "speed of pyfa / this row", "GPU"]
+    head = ["task", "attention", "tokens/s", "speed, pyfa / this attention", "GPU"]
     text = (
         f"The model is a Llama with {sizes['layers']} layers and hidden size {sizes['hidden']:,}. "
         f"Decode has {sizes['sequences']} sequences of {sizes['context']:,} tokens:"

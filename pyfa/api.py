@@ -49,9 +49,9 @@ def attention(
     log-sum-exp of each row's scores, (B, H, Sq) float32, natural logarithm.
 
     H must be a multiple of Hk (GQA, MQA). D may be 1 to 576 and Dv 1 to 512; above 256, hip and
-    cuda run the forward only, without dropout, mods, float8 and batch invariance. q, k and v are
-    float16, bfloat16, float32 or float8 e4m3; float8 k and v also work with 16-bit q. q, k, v, a
-    float ``bias`` and ``sinks`` receive gradients, and the LSE is differentiable. Float8 has no
+    cuda run the forward only, and support no dropout, mods, float8 or batch invariance. q, k and v
+    are float16, bfloat16, float32 or float8 e4m3; float8 k and v also work with 16-bit q. q, k, v,
+    a float ``bias`` and ``sinks`` receive gradients, and the LSE is differentiable. Float8 has no
     gradient.
 
     The scores are score_mod(softcap(scale · q·k)) − slope · ``|i + Sk − Sq − j|`` + bias for query
@@ -83,14 +83,14 @@ def attention(
         (H,): one extra logit per head in the softmax, without a value (GPT-OSS).
     dropout_p, seed
         0 ≤ p < 1. ``seed`` is an int or a one-element int64 tensor on the device. The same seed
-        drops the same positions on every backend. If it is None, pyfa draws a seed from torch's
-        generator for the device. The LSE is taken before dropout.
+        drops the same positions on every backend. If ``seed`` is None, pyfa draws a seed from
+        torch's generator for the device. The LSE is taken before dropout.
     descale, out_dtype
         ``descale`` is a tuple (for q, for k, for v) of positive float32 scales that multiply float8
         inputs, as ``quantize`` returns them; 1 by default. Each scale has one of these shapes: (),
         (1,) or (1, 1) for one scale per tensor, (B, Hk) for one per sequence and KV head, (B, Hk,
-        ⌈rows / block⌉) for one per block of rows, where block is a power of two. If one scale is
-        per block of rows, all are. The scale for q is None if q is 16-bit. With float8 q,
+        ⌈rows / block⌉) for one per block of rows, where block is a power of two. Either all scales
+        are per block of rows, or none is. The scale for q is None if q is 16-bit. With float8 q,
         ``out_dtype`` is bfloat16 (default) or float16.
     deterministic
         Gradients are bitwise equal from run to run. ``torch.use_deterministic_algorithms(True)``
@@ -339,7 +339,7 @@ def attention_kvcache(
         An int or (B,) int32: the number of keys in the cache before the append. Required with k and
         v; without them the whole cache is used by default.
     cache_batch_idx
-        (B,) int32: the row of the cache that each sequence uses.
+        (B,) int32: which index of the cache's first dimension each sequence uses.
     cache_leftpad
         (B,) int32: the index of each sequence's first valid key. Positions count from there.
     rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens

@@ -79,8 +79,8 @@ def use_batch_invariant(enabled: bool = True) -> Iterator[None]:
     ``use_batch_invariant(False)`` turns it off, except for calls with ``batch_invariant=True``.
 
     The context takes precedence over ``PYFA_BATCH_INVARIANT``. It does not affect other threads. A
-    backward has the setting of its forward, on any thread. If activation checkpointing recomputes a
-    forward, the context that is active when ``backward()`` is called applies to it. Raises
+    backward has the setting of its forward, on any thread. If activation checkpointing recomputes
+    a forward, that forward uses the context that is active when ``backward()`` is called. Raises
     ``TypeError`` for anything but a bool.
 
     >>> with pyfa.use_batch_invariant():

@@ -67,8 +67,9 @@ def attention_latent(
         ``indices`` (B, Sq, topk) int32 lists the keys that each query token sees (the same keys for
         all its heads), as positions in the token's sequence. Negative entries, and entries beyond
         the sequence's end, list no key. A key listed twice is counted twice, as in FlashMLA.
-        ``topk_lengths`` (B,) or (B, Sq) int32 is the number of entries of a token that are read.
-        With ``causal``, keys after the token's own position are masked, too.
+        ``topk_lengths`` (B,) or (B, Sq) int32 says how many entries of a token's list are read,
+        counted from the start of the list. With ``causal``, keys after the token's own position are
+        masked, too.
     causal, sinks, num_splits, backend
         As in ``attention_kvcache``.
     descale, out_dtype

@@ -39,7 +39,7 @@ def _at(table: torch.Tensor, b: Any, i: Any) -> Any:
 
 
 def all_of(*masks: Mask) -> Mask:
-    """Return a mask that lets a query see the keys that all of ``masks`` let it see."""
+    """Return the intersection of ``masks``: a key is visible if it is visible under every mask."""
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         seen = masks[0](b, h, q_idx, kv_idx)
@@ -51,7 +51,7 @@ def all_of(*masks: Mask) -> Mask:
 
 
 def any_of(*masks: Mask) -> Mask:
-    """Return a mask that lets a query see the keys that any of ``masks`` lets it see."""
+    """Return the union of ``masks``: a key is visible if it is visible under at least one mask."""
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         seen = masks[0](b, h, q_idx, kv_idx)
@@ -76,7 +76,8 @@ def not_(other: Mask) -> Mask:
 
 def causal(shift: Number = 0) -> Mask:
     """Return a causal mask: query i sees the keys up to i + ``shift``. A shift of seqlen_k −
-    seqlen_q aligns it to the bottom right, as ``causal=True`` does. That argument is faster."""
+    seqlen_q aligns the mask to the bottom right. The argument ``causal=True`` gives the same mask
+    and is faster."""
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return q_idx + _of(shift, b) >= kv_idx
@@ -132,8 +133,7 @@ def padding(lengths: torch.Tensor) -> Mask:
 
 
 def documents(ids: torch.Tensor, inside: Mask | None = None) -> Mask:
-    """Return a document mask: tokens see only their own document, causally unless ``inside`` is
-    given.
+    """Return a document mask: tokens see only their own document, by default causally.
 
     ``ids``, (S,) or (B, S), gives the number of each token's document. The tokens of a document
     must be contiguous. ``inside`` replaces the causal mask inside each document; its indices count
@@ -169,7 +169,7 @@ def shared_prefix(length: Number, answers: torch.Tensor) -> Mask:
     """Return a causal mask for several answers to a prompt: each answer sees the prompt and itself.
 
     The prompt has ``length`` tokens. ``answers`` is (S,) or (B, S): the index of the answer that
-    each token belongs to. For tokens of the prompt it may have any value.
+    each token belongs to. The index of a token of the prompt may have any value.
     """
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

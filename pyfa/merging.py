@@ -31,10 +31,10 @@ def merge(
     float16, bfloat16 or float32, and may differ in dtype.
 
     Returns the output and, with ``return_lse``, the LSE over all keys. The output has the widest
-    dtype of the parts. If ``out`` is given, the output is written into it instead, in the dtype of
-    ``out`` and without a gradient. Otherwise ``outs`` and ``lses`` receive gradients, and the
-    returned LSE is differentiable. Sums are float32 and in the given order, so the same parts in
-    the same order give the same bits.
+    dtype of the parts. With ``out``, the output is written into this tensor, in its dtype
+    and without a gradient. Otherwise ``outs`` and ``lses`` receive gradients, and the returned LSE
+    is differentiable. Sums are float32 and in the given order, so the same parts in the same order
+    give the same bits.
 
     A row that is fully masked in every part gives output 0 and LSE −inf. The output of a part with
     LSE −inf is not read. If you use ``sinks``, pass them to one part only, so that they count once.

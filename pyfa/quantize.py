@@ -2,10 +2,10 @@
 
 A float8 number has 4 significant bits. Values far below the largest value with the same scale keep
 fewer bits; scales for smaller blocks reduce this error. An outlier has an error of up to 1/16 of
-its size, which affects every score that contains it. Incoherent processing (QuIP, Chee et al. 2023)
-reduces this error: Q and K are multiplied by the same orthogonal matrix, random signs and then a
-Hadamard matrix. This spreads an outlier over the head's channels and leaves every q·k unchanged.
-FlashAttention-3 uses both (Shah et al. 2024, arXiv:2407.08608, §3.3).
+its size, which affects every score that contains it. Incoherent processing (QuIP, Chee et al.
+2023) reduces this error: Q and K are multiplied by the same orthogonal matrix, random signs and
+then a Hadamard matrix. This spreads an outlier over the head's channels and leaves every q·k
+unchanged. FlashAttention-3 uses both methods (Shah et al. 2024, arXiv:2407.08608, §3.3).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _LEAST_MIXED = 8
 
 
 class Descale(NamedTuple):
-    """The float32 scales of q, k and v: (B, Hk), or (B, Hk, blocks). The scale of q is None if q is
-    None."""
+    """The float32 scales of q, k and v: (1, 1), (B, Hk), or (B, Hk, blocks). The scale of q is
+    None if no q was quantized."""
 
     q: torch.Tensor | None
     k: torch.Tensor
@@ -100,9 +100,9 @@ def quantize(
     Parameters
     ----------
     block
-        The number of rows that share a scale: a power of two, at least 16. Scales are then (B, Hk,
-        ⌈rows / block⌉). 128 suits every kernel. If it is None, there is one scale per sequence and
-        KV head, (B, Hk), as in FlashAttention-3.
+        The number of rows that share a scale: a power of two that is 16 or more. Scales are then
+        (B, Hk, ⌈rows / block⌉). 128 suits every kernel. If ``block`` is None, there is one scale
+        per sequence and KV head, (B, Hk), as in FlashAttention-3.
     per_tensor
         One scale per tensor, (1, 1). Cannot be combined with ``block``.
     hadamard

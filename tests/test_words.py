@@ -56,6 +56,26 @@ def test_phrases_that_readers_stumble_over_are_gone() -> None:
     assert found == []
 
 
+def uneven(text: str) -> list[str]:
+    """The rows of tables that have more or fewer cells than the head of their table."""
+    found, cells = [], 0
+    for line in text.splitlines():
+        if not line.startswith("|"):
+            cells = 0
+            continue
+        here = len(re.findall(r"(?<!\\)\|", line))
+        cells = cells or here
+        if here != cells:
+            found.append(line)
+    return found
+
+
+def test_rows_of_a_table_have_as_many_cells_as_its_head() -> None:
+    assert uneven("| a | b |\n| --- | --- |\n| 1 | 2 | | 3 | 4 |") == ["| 1 | 2 | | 3 | 4 |"]
+    pages = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md"]
+    assert {path.name: found for path in pages if (found := uneven(texts(path)))} == {}
+
+
 # The first word of a docstring that says what a function is, and not what it does.
 NOT_A_VERB = re.compile(
     r"(A|All|As|By|Each|Every|For|From|How|Of|One|Sees?|Tells|That|The|Their|Those|What|Where|"

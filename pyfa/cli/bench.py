@@ -59,8 +59,8 @@ def add(commands: Any) -> None:
         "--limit",
         type=float,
         metavar="SECONDS",
-        help="stop at the end of the first case that ends after this time, and name the cases that "
-        "were not measured (default: no limit)",
+        help="finish the case that is running when SECONDS have passed, then stop, and name the "
+        "cases that were not measured (default: no limit)",
     )
     parser.add_argument(
         "--report",

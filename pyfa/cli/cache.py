@@ -64,8 +64,8 @@ def add(commands: Any) -> None:
                 "--max-size",
                 type=_bytes,
                 metavar="SIZE",
-                help="then remove the oldest until the rest is no larger than, for example, 500M "
-                "or 2GB (default: no limit)",
+                help="then remove the oldest entries until the rest is no larger than SIZE, such "
+                "as 500M or 2GB (default: no limit)",
             )
         planned.add_flag(action)
         usage.add_json(action)

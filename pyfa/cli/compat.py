@@ -1,4 +1,4 @@
-"""``pyfa compat [install|remove]``: packages named flash_attn that call pyfa."""
+"""``pyfa compat [install|remove]``: drop-in packages for flash-attention 2, 3 and 4."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def add(commands: Any) -> None:
     parser = usage.command(
         commands,
         "compat",
-        "write packages named flash_attn that call pyfa",
-        "Write or remove packages named flash_attn, flash_attn_interface and flash_attn.cute that "
-        "call pyfa, for programs that import these names. Existing packages are never "
-        "overwritten. Without an action: show the state of each package.",
+        "write drop-in packages for flash-attention 2, 3 and 4",
+        "Write or remove packages whose modules flash_attn, flash_attn_interface and "
+        "flash_attn.cute call pyfa, for programs that import these names. Existing packages are "
+        "never overwritten. Without an action, show the state of each package.",
         "pyfa compat",
         "pyfa compat install",
         "pyfa compat remove --target vendored",

@@ -148,9 +148,9 @@ def _head_dims(text: str) -> tuple[int, ...]:
 def build(
     arch: str, every: bool, head_dims: Collection[int], out: Path | None = None
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Build every plan of ``arch``, or only the common ones, of ``head_dims`` if given. Return a
-    row for each, and why the others failed. Each code object is written to the folder ``out``, if
-    given, when it is built."""
+    """Build every plan of ``arch``, or only the common ones. If ``head_dims`` is not empty, build
+    only plans for these head dims. Return a row for each plan that was built, and why the others
+    failed. Unless ``out`` is None, write each code object to this folder as soon as it is built."""
     from ..backends.cuda import plans
     from ..backends.cuda.target import TARGET as CUDA
     from ..backends.hip.target import TARGET as HIP

@@ -57,8 +57,9 @@ def add(commands: Any) -> None:
         actions,
         "compare",
         "compare two reports, case by case",
-        "Compare two reports, case by case. A case is the same if both passed or both refused it, "
-        "with equal dropout bits and LSE patterns.",
+        "Compare two reports, case by case. A case is the same if both backends passed it or both "
+        "refused it, and if the inputs, the dropout bits and the positions of -inf in the LSE are "
+        "equal.",
         "pyfa conformance compare cpu.json mi300x.json",
         "pyfa conformance compare cpu.json mi300x.json --common",
     )

@@ -104,7 +104,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=_pair,
         default=(64, 64),
         metavar="D|D,Dv",
-        help="head_dim of q and k, and that of v",
+        help="head_dim of q and k, then of v",
     )
     group.add_argument(
         "--dtype", type=_dtype, default="bfloat16", metavar="T", help=", ".join(_DTYPES)

@@ -16,14 +16,14 @@ def combine(
     out: torch.Tensor | None,
     out_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Combine partial results: out (splits, …, heads, D) and LSE (splits, …, heads) to (…, heads,
-    D) and (…, heads).
+    """Combine partial results: out (splits, …, heads, D) and LSE (splits, …, heads) into (…,
+    heads, D) and (…, heads).
 
     Both are float32, the LSE a natural logarithm. If a row is fully masked in a split, its LSE
     there is −inf, and its output is not read. A row that is fully masked in every split gets output
-    0 and LSE −inf. The result is written to ``out`` if given; otherwise it has ``out_dtype``, by
-    default float32. The computation is in float32. Raises ``ValueError`` or ``TypeError`` for wrong
-    shapes and dtypes.
+    0 and LSE −inf. The result is written to ``out``. If ``out`` is None, the result is a new tensor
+    of ``out_dtype``, by default float32. The computation is in float32. Raises ``ValueError`` or
+    ``TypeError`` for wrong shapes and dtypes.
 
     Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
     """

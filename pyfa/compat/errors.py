@@ -47,7 +47,7 @@ def in_words_of(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def refuse(name: str, value: object, why: str) -> None:
-    """Raise ``NotImplementedError`` naming the argument, if it is given."""
+    """Raise ``NotImplementedError``, which names the argument, unless ``value`` is None."""
     if value is not None:
         raise NotImplementedError(f"{name}: {why}")
 

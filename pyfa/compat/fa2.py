@@ -249,9 +249,9 @@ def flash_attn_with_kvcache(
     rotate q and the new k.
 
     Returns out (B, Sq, H, Dv) and, with ``return_softmax_lse``, the LSE (B, H, Sq). There is no
-    gradient. If ``cache_seqlens`` is a tensor and ``block_table`` is given, the call waits for the
-    device, as in flash-attention, and raises ``ArgumentError`` if a length exceeds the table. It
-    does not check while a graph is captured.
+    gradient. With a tensor as ``cache_seqlens`` and a ``block_table``, the call waits for the
+    device, as in flash-attention, and raises ``ArgumentError`` if a length exceeds the table. While
+    a graph is captured, lengths are not checked.
     """
     return attend_cache(
         q, k_cache, v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,

@@ -44,7 +44,7 @@ def fwd(
     """Return out (B, Sq, H, Dv), LSE (B, H, Sq), S_dmask and rng_state for q, k and v (B, S, H, D).
 
     S_dmask is empty unless ``return_softmax`` is set, which needs dropout. The output is written
-    into ``out`` if given.
+    into the argument ``out`` unless it is None.
     """
     shared = _shared(
         generator, return_softmax, alibi_slopes, dropout_p, softmax_scale, causal,
@@ -132,8 +132,8 @@ def bwd(
     rng_state: torch.Tensor | None,
     /,
 ) -> list[torch.Tensor]:
-    """Return dq, dk, dv, written into the tensors given, and rowsum(dO∘O) (B, H, Sq rounded up to
-    128).
+    """Return dq, dk, dv and rowsum(dO∘O) (B, H, Sq rounded up to 128). A gradient is written into
+    the argument for it unless this is None.
 
     ``out`` and ``softmax_lse`` may come from attention over more keys, as in ring attention.
     """
@@ -218,8 +218,8 @@ def fwd_kvcache(
     num_splits: int,
     /,
 ) -> list[torch.Tensor]:
-    """Return [out, LSE] of ``flash_attn_with_kvcache``. The output is copied into ``out`` if
-    given."""
+    """Return [out, LSE] of ``flash_attn_with_kvcache``. The output is copied into the
+    argument ``out`` unless it is None."""
     result, lse = fa2.flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
         cache_leftpad, block_table, softmax_scale, causal, (window_size_left, window_size_right),

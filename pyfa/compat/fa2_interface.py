@@ -167,7 +167,8 @@ def _flash_attn_backward(
     deterministic: bool,
     rng_state: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Write dq, dk and dv, if given; return rowsum(dO∘O) (B, H, Sq rounded up to 128).
+    """Write the gradients into those of dq, dk and dv that are not None; return rowsum(dO∘O) (B, H,
+    Sq rounded up to 128).
 
     ``out`` and ``softmax_lse`` may come from attention over more keys, as in ring attention.
     """

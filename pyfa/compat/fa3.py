@@ -196,7 +196,7 @@ def flash_attn_combine(
 
     ``out_partial`` (splits, B, S, H, D) and ``lse_partial`` (splits, B, S, H) are float32. Returns
     out (B, S, H, D) in ``out_dtype`` (float32 by default), and the LSE (B, S, H), −inf for rows
-    that are fully masked in every part. If ``out`` is given, the output is written there.
+    that are fully masked in every part. With ``out``, the output is written into this tensor.
     """
     return combine(out_partial, lse_partial, out, out_dtype)
 

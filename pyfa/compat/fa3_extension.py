@@ -3,8 +3,8 @@
 Importing this module registers ``fwd``, ``bwd``, ``fwd_combine`` and ``get_scheduler_metadata``
 with the schemas of flash-attention 3. It is for the packages that ``pyfa compat install`` writes.
 ``bwd`` returns rowsum(dO∘O), the LSE times log2(e), and three empty tensors in place of
-flash-attention's accumulators. The rows of the first two are rounded up to 128; packed sequences
-have 128 columns between them.
+flash-attention's accumulators. The first two results have their number of rows rounded up to a
+multiple of 128; packed sequences have 128 columns between them.
 """
 
 from __future__ import annotations
@@ -160,7 +160,8 @@ def bwd(
     deterministic: bool = False,
     sm_margin: int = 0,
 ) -> tuple[torch.Tensor, ...]:
-    """Write dq, dk and dv, if given. ``out`` and ``softmax_lse`` are as in ``raw.backward``."""
+    """Compute the gradients, and write them into those of dq, dk and dv that are not None.
+    ``out`` and ``softmax_lse`` are as in ``raw.backward``."""
     if q.itemsize == 1:
         raise NotImplementedError("float8 attention has no gradient")
     shared = request.Shared(

@@ -70,7 +70,7 @@ def _flash_attn_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Call ``torch.ops.flash_attn_3.fwd`` with a gradient, for dense and packed q, k and v.
 
-    The result is also copied into ``out_`` if given; the returned tensor is separate.
+    If the call has ``out_``, the result is copied into it, too; the returned tensor is separate.
     """
     out, *rest = fa3_extension.fwd(
         q, k, v, k_new, v_new, qv, None, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q,
@@ -128,7 +128,8 @@ def _flash_attn_backward(
     deterministic: bool = False,
     sm_margin: int = 0,
 ) -> torch.Tensor:
-    """Write dq, dk and dv, if given; return rowsum(dO∘O), its rows rounded up to 128.
+    """Write the gradients into those of dq, dk and dv that are not None; return rowsum(dO∘O), its
+    rows rounded up to 128.
 
     ``out`` and ``softmax_lse`` may come from attention over more keys, as in ring attention.
     """

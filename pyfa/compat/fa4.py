@@ -239,8 +239,8 @@ def flash_attn_combine(
 
     ``out_partial`` (splits, B, S, H, D) and ``lse_partial`` (splits, B, S, H), or packed
     (splits, total, H, D) and (splits, total, H), are float32. Returns out in ``out_dtype``
-    (float32 by default), and the LSE (B, S, H) or (total, H), None without ``return_lse``. If
-    ``out`` is given, the output is written there. ``cu_seqlens`` and ``seqused`` are ignored,
+    (float32 by default), and the LSE (B, S, H) or (total, H), None without ``return_lse``. With
+    ``out``, the output is written into this tensor. ``cu_seqlens`` and ``seqused`` are ignored,
     because rows are merged independently.
     """
     refuse_missing(virtual_batch_idx=virtual_batch_idx)
@@ -275,7 +275,7 @@ def get_scheduler_metadata(
 
 
 def refuse_missing(**given: object) -> None:
-    """Raise ``NotImplementedError`` for an argument that is given and not implemented."""
+    """Raise ``NotImplementedError`` if the call has an argument that is not implemented."""
     for name, value in given.items():
         refuse(name, value, _WHY_NOT[name])
 

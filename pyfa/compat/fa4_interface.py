@@ -75,8 +75,8 @@ def _flash_attn_fwd(
     seqlen_k_per_split: int | None = None,
     disable_scheduler_metadata: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
-    """Return (out, lse or None, None, None), written into ``out`` and ``lse`` if given. No
-    gradient."""
+    """Return (out, lse or None, None, None), without a gradient. The results are written into the
+    arguments ``out`` and ``lse`` unless these are None."""
     for name, given in (("q_descale", q_descale), ("k_descale", k_descale)):
         refuse(name, given, "float8 is in version 3's functions and in pyfa.attention")
     refuse("v_descale", v_descale, "float8 is in version 3's functions and in pyfa.attention")
@@ -149,8 +149,8 @@ def _flash_attn_bwd(
     dlse: torch.Tensor | None = None,
     learnable_sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (dq, dk, dv), written into the tensors given; packed with both ``cu_seqlens``, else
-    dense.
+    """Return (dq, dk, dv): packed with both ``cu_seqlens``, else dense. A gradient is written into
+    the argument for it unless this is None.
 
     Blocks of ``block_sparse_tensors`` are listed for each block of keys, as version 4 has them.
     ``out`` and ``lse`` may come from attention over more keys. ``dlse`` and ``learnable_sink`` are

@@ -2,9 +2,9 @@
 
 Version 4's functions have more parameters than pyfa's: ``score_mod(score, b, h, q_idx, kv_idx,
 seqlen_info, aux)`` and ``mask_mod(b, h, q_idx, kv_idx, seqlen_info, aux)``, followed by
-``aux_scalars`` if they are given. Here they must be plain Python on PyTorch scalars. A function in
-the CuTe DSL, which only NVIDIA's compiler understands, raises ``NotImplementedError``. With a
-mask_mod, ``causal`` and ``window_size`` are ignored, as in version 4.
+``aux_scalars`` if the call has them. Here the functions must be plain Python on PyTorch scalars. A
+function in the CuTe DSL, which only NVIDIA's compiler understands, raises ``NotImplementedError``.
+With a mask_mod, ``causal`` and ``window_size`` are ignored, as in version 4.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def pyfas_mods(
     lengths: Lengths,
 ) -> dict[str, Mod]:
     """Return the arguments ``score_mod`` and ``mask_mod`` of ``pyfa.attention`` that are equivalent
-    to version 4's; only those that are given.
+    to version 4's, without those that the call does not have.
 
     Raises ``NotImplementedError`` for a function in the CuTe DSL, ``TypeError`` for anything that
     is not a function.

@@ -16,9 +16,9 @@ Float8 caches have one of two formats:
 
 - 656 bytes per token (DeepSeek-V3.2): 512 e4m3 elements, four float32 scales for 128 elements each,
   and 64 bfloat16 elements.
-- 584 bytes per token: 448 e4m3 and 64 bfloat16 elements, and 8 bytes of scales. These follow the
-  last token of a page: for each token 7 scales (powers of two, for 64 elements each) and an unused
-  byte.
+- 584 bytes per token: 448 e4m3 and 64 bfloat16 elements, and 8 bytes of scales. The scales follow
+  the last token of a page: for each token 7 scales (powers of two, for 64 elements each) and an
+  unused byte.
 
 Float8 without ``indices`` raises ``NotImplementedError``. With a float8 cache, or with
 ``extra_k_cache``, the listed tokens are first copied, float8 tokens as bfloat16.
@@ -95,8 +95,8 @@ def flash_mla_with_kvcache(
 
     Without ``indices``, a sequence's keys are the first ``cache_seqlens[b]`` tokens of its pages.
     ``cache_seqlens`` is (B,) int32; ``block_table`` is (B, pages) int32. With ``indices`` (B, Sq,
-    topk) int32, for a cache with one head, the keys are the listed ones, as block · page_block_size
-    + offset. −1 lists no key, and only the first ``topk_length`` (B,) entries count.
+    topk) int32, which needs a cache with one head, the keys are the listed ones. An entry is block
+    · page_block_size + offset; −1 lists no key. Only the first ``topk_length`` (B,) entries count.
     ``extra_k_cache`` with ``extra_indices_in_kvcache`` adds tokens of another cache.
 
     Returns (out (B, Sq, H, head_dim_v), softmax_lse (B, H, Sq) float32).

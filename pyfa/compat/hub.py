@@ -3,8 +3,8 @@
     pyfa hub export DIR        # writes the folder, and prints the line to set:
     LOCAL_KERNELS=kernels-community/flash-attn2=DIR python program.py
 
-``kernels`` then loads pyfa in place of that repository. So does transformers with
-``attn_implementation="flash_attention_2"`` if no flash-attention is installed.
+``kernels`` then loads pyfa in place of that repository. transformers with
+``attn_implementation="flash_attention_2"`` also loads pyfa if no flash-attention is installed.
 
 Conventions are those of ``pyfa.compat.fa2``, with one more argument: ``s_aux`` (H,), the sinks of
 GPT-OSS. Options must be passed by keyword, because the libraries that this kernel replaces disagree
@@ -137,8 +137,8 @@ def fallback_names() -> tuple[str, ...]:
 def export(folder: Path) -> Path:
     """Write the folder that ``kernels`` loads. Return its absolute path.
 
-    Raises ``ValueError`` if the path cannot be named in LOCAL_KERNELS, and ``FileExistsError`` if
-    there is a kernel in it that ``export`` did not write.
+    Raises ``ValueError`` if LOCAL_KERNELS cannot contain the path, and ``FileExistsError`` if
+    ``folder`` contains a kernel that ``export`` did not write.
     """
     folder = folder.absolute()
     if ":" in str(folder) or "=" in str(folder):

@@ -21,7 +21,8 @@ ROUNDED = 128
 
 
 class Written(NamedTuple):
-    """The gradients of q, k and v, in the caller's own tensors if given."""
+    """The gradients of q, k and v: for each, the tensor that the caller passed for it, or a new
+    tensor if the caller passed None."""
 
     dq: torch.Tensor
     dk: torch.Tensor
@@ -36,7 +37,9 @@ def backward(
     lse: torch.Tensor,
     into: tuple[torch.Tensor | None, ...],
 ) -> Written:
-    """Compute dq, dk and dv, written ``into`` the tensors that are given.
+    """Compute dq, dk and dv.
+
+    ``into`` has a tensor for each of them, which is overwritten, or None for a new tensor.
 
     ``lse`` (B, H, Sq), or (H, total_q), natural logarithm; ±inf for a fully masked row. Raises
     ``ValueError`` if a gradient's shape differs from its tensor's.
@@ -60,8 +63,8 @@ def backward(
 
 
 def copied_into(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
-    """Return ``result``, copied into ``out`` if given. Raises ``ValueError`` if ``out`` has another
-    shape or dtype."""
+    """Return ``result`` if ``out`` is None; otherwise copy ``result`` into ``out`` and return
+    ``out``. Raises ``ValueError`` if ``out`` has another shape or dtype."""
     if out is None:
         return result
     if out.shape != result.shape or out.dtype != result.dtype:

@@ -13,9 +13,9 @@ from .. import validate
 def rearrange(x: torch.Tensor, pattern: str, /, **sizes: int) -> torch.Tensor:
     """Return ``x`` with its axes split, moved and merged: ``"b s ... -> (b s) ..."``.
 
-    The syntax is that of einops. Parentheses on the right merge axes. Parentheses on the left split
-    an axis, by ``sizes``, of which one may be missing. ``...`` is any number of axes, and 1 is an
-    axis of size 1. Raises ``ValueError`` if the pattern does not fit x.
+    The syntax is that of einops. Parentheses on the right merge axes. Parentheses on the left
+    split an axis into ``sizes``; one size may be missing. ``...`` is any number of axes, and 1 is
+    an axis of size 1. Raises ``ValueError`` if the pattern does not fit x.
     """
     left, arrow, right = pattern.partition("->")
     if not arrow:

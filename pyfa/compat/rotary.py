@@ -125,7 +125,7 @@ def apply_rotary_emb_qkv_(
     seqlen_offsets: Offsets = 0,
     num_heads_q: int | None = None,
 ) -> torch.Tensor:
-    """Rotate Q and K of qkv in place, K by ``cos_k`` and ``sin_k`` if given; return qkv.
+    """Rotate Q and K of qkv in place; return qkv. With ``cos_k`` and ``sin_k``, these rotate K.
 
     qkv is (B, S, 3, H, D), or (B, S, num_heads_q + 2·Hk, D).
     """
@@ -168,7 +168,7 @@ class RotaryEmbedding(torch.nn.Module):
     """Rotary embedding with its own tables (Su et al. 2021, arXiv:2104.09864).
 
     Rotates ``dim`` elements of each head. ``scale_base`` selects XPos (Sun et al. 2022,
-    arXiv:2212.10554), in which the tables of Q grow with the position, and those of K shrink.
+    arXiv:2212.10554), in which Q's tables grow with the position and K's tables shrink.
     """
 
     inv_freq: torch.Tensor

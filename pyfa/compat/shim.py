@@ -1,10 +1,11 @@
-"""Packages named ``flash_attn`` and ``flash_attn_interface`` that call pyfa.
+"""Packages that call pyfa under flash-attention's names: ``flash_attn``, ``flash_attn_3`` and
+``flash_attn_4``.
 
-They are for programs and libraries that import these names, or look them up with
-``importlib.metadata``, on machines without flash-attention. Each package is its own distribution,
-with a dist-info that records its installer (``INSTALLER``) and its files (``RECORD``, with
-digests). Existing packages are never overwritten. Only files that this module wrote, unchanged, are
-ever removed.
+They are for programs and libraries that import ``flash_attn``, ``flash_attn_interface`` or
+``flash_attn.cute``, or look up the packages with ``importlib.metadata``, on machines without
+flash-attention. Each package is its own distribution, with a dist-info that records its installer
+(``INSTALLER``) and its files (``RECORD``, with digests). Existing packages are never overwritten.
+Only files that this module wrote, unchanged, are ever removed.
 """
 
 from __future__ import annotations
@@ -148,8 +149,8 @@ def purelib() -> Path:
 
 
 def chosen(only: Sequence[str] = ()) -> tuple[Distribution, ...]:
-    """Return the distributions with these short names (fa2, fa3, fa4); all of them if none is
-    named."""
+    """Return the distributions whose short names (fa2, fa3, fa4) are in ``only``; all of them if
+    ``only`` is empty."""
     return tuple(each for each in DISTRIBUTIONS if not only or each.short in only)
 
 

@@ -14,71 +14,83 @@ to the tensor's dtype. No result can be better than correctly rounded, while nai
 chance if few terms are added (one key, equal values). Without this term a perfect kernel would
 fail.
 
-(b) Backward recomputes P = exp(s − L) from an LSE stored in float32. Half an ulp of L is at most
-2⁻²⁴·|L|, and dP/P = −dL, so every P of the row, and with it every term of the gradient sums, has
-this relative error. naive keeps its probabilities and does not have it. The bounds of gradients
-therefore get an additional 2⁻²⁴·max|L| times max|ref| for the maximum and times mean|ref| for the
-mean. This is negligible for 16-bit types (|L| = 16 gives 1e-6) and about as large as the rest for
-float32.
+(b) Backward recomputes P = exp(s − L) from the LSE L, which is stored in float32. Rounding changes
+L by at most 2⁻²⁴·|L|. Because dP/P = −dL, this changes every P of the row by the same relative
+amount, and with P every term of the gradient sums. naive keeps its probabilities and does not have
+this error. The bounds of gradients therefore get an additional 2⁻²⁴·max|L|, times max|ref| for the
+maximum and times mean|ref| for the mean. This is negligible for 16-bit types (|L| = 16 gives 1e-6)
+and about as large as the rest for float32.
 
-(c) No order of summation in float32 is the right one, and backward starts from stored results of
-forward. naive has neither error: with few rows its products are summed in 64 lanes, and it forms
-both sides of each cancellation from one product. ``recompute.py`` computes the float64 result with
-δ from the output as stored in its dtype and, for float32, with the error of each score summed in
-order. In float32 the stored output is that of eager attention: its sum over the keys is off by more
-than the last rounding (9 times with 270 equal keys), and δ with it; see (h). The yardstick, for
-maximum and mean, is the larger of naive's error and the error of this result. It matters if V has a
-large mean, if gradients cancel (a row that sees one key, sinks, a bias per row), and for float32. A
-16-bit gradient has two independent errors, from the rounding of P and dS (in naive) and from δ.
-Their mean is the root of the sum of squares. (If scores are equal, the two errors are about equal,
-and each alone would be 1.4 times too small.)
+(c) A kernel has two errors that naive may not have. First, it sums float32 products in its own
+order, and no order is the right one: with few rows, for example, naive sums in 64 lanes. Second,
+backward computes δ = rowsum(dO∘O) from the output as forward stored it, so in dP − δ the errors of
+the two terms differ. naive computes both terms from one product.
 
-(d) In float32 all elements of a row share the errors of its scores, so a mean over n rows is one of
-n independent numbers and not of n·D. The mean of n half-normal errors has a relative standard
-deviation of √(π/2 − 1)/√n, and the ratio of two such means √2 times that: 1.07/√n. Float32 tensors
-get three standard deviations, 1.5·(1 + 3.2/√n), where n counts the rows of ref that are not 0
-throughout (for sinks the elements). In 16 bits each element of the output is rounded independently,
-and the bound does not change. Rows that are equal are the exception: with a head_dim of 1
-their mean is one number, and chance. So "growing" needs a head_dim of 8.
+``recompute.py`` therefore computes a second float64 result that contains these errors: δ comes from
+the stored output and, for float32, each score has the error of a sum in order. The yardstick, for
+maximum and mean, is the larger of naive's error and the error of this second result. The second
+result matters for float32, if V has a large mean, and if gradients cancel (a row that sees one key,
+sinks, a bias per row). For float32, the stored output has the error of eager attention: summing
+over the keys adds more than the last rounding (9 times as much with 270 equal keys). See also (h).
 
-(e) A 16-bit gradient gets the same 3.2/√n, with n the number of independent numbers in naive's
-error. The error comes from the rounding of dS, and a row of dQ is a sum over the keys that it sees:
-it has as many independent numbers as there are different keys, and one if it sees one key or equal
-keys. Rows with hardly any error do not count in a mean. Therefore n is (Σr)²/Σr² of the rows' mean
-errors r, times tr(C)²/tr(C²) of the error's second moments C along head_dim. It is 8,000 to 9,600
-(3.5 %) for two sequences of 65 rows and 97 keys with two heads, and 2 if two rows see one key. For
-a bias or sinks each element is a separate sum and counts as a row.
+A 16-bit gradient has two independent errors: one from the rounding of P and dS (in naive), one from
+δ. The yardstick of its mean is the root of the sum of their squares. (If scores are equal, the two
+errors are about equal, and each alone would be 1.4 times too small.)
 
-(f) Float8 queries: eager PyTorch has none, so naive is float32 on the scaled inputs with P rounded
-to float8's 4 significant bits, wherever in the range it lies. A kernel on 8-bit matrix units has
-three more errors. The yardstick, for maximum and mean, is the larger of naive's error and that of
-``float8.recomputed_out``, which has all three:
+(d) In float32 all elements of a row share the errors of the row's scores. A mean over n rows of D
+elements is therefore a mean of n independent numbers, not of n·D. The mean of n half-normal errors
+has a relative standard deviation of √(π/2 − 1)/√n. For the ratio of two such means it is √2 times
+as large: 1.07/√n. Float32 tensors get three standard deviations as *noise*: the factor 1.5 becomes
+1.5·(1 + 3.2/√n), where n counts the rows of ref that are not 0 throughout (for sinks the elements).
+In 16 bits each element of the output is rounded independently, and the factor does not change.
+Equal rows are an exception: with a head_dim of 1 their mean is a single number, which is a matter
+of chance. The recipe "growing", whose rows would be equal, therefore needs a head_dim of 8 or
+more.
 
-- That P is exact where a row sees one key, or hardly more, and so is a kernel's where its base is
-  the row's maximum. But a base may lag behind the maximum, and scales per block of V multiply P:
-  then the largest P is rounded like any other, by 2⁻⁶ to 2⁻⁵ of itself on average. As in (a), an
-  exact yardstick would be chance. So P is rounded relative to another base in each row, spread
-  evenly from 1 to 2.
-- Float8 has a range, too. P below 2⁻¹⁷·⁸ to 2⁻¹⁸·⁸ of the largest P of its tile of 128 keys, or of
-  later keys, becomes 0. If the value of the largest is 0, this can be all there was of the output.
-  A kernel that loses larger probabilities, or those of tiles behind the largest P, fails.
-- Scores are sums of 14 bits. In a row of two keys with sums of several hundred, this can move P by
-  more than its 4 bits do.
+(e) A 16-bit gradient gets the same noise, where n is the number of independent numbers in naive's
+error. The error comes from the rounding of dS. A row of dQ is a sum over the keys that it sees, so
+it has as many independent numbers as there are different keys: only one if it sees one key or equal
+keys. Rows with hardly any error do not count in a mean. Therefore n is the product of two numbers:
+(Σr)²/Σr² of the rows' mean errors r, and tr(C)²/tr(C²) of the error's second moments C along
+head_dim. For two sequences of 65 rows and 97 keys with two heads, n is 8,000 to 9,600, and the
+noise 3.5 %; for two rows that see one key, n is 2. For a bias or sinks each element is a separate
+sum and counts as a row.
 
-In few float8 cases of the suite are scores so large that the last two matter. All
+(f) Float8 queries: eager PyTorch does not support them, so naive computes in float32 on the scaled
+inputs and rounds P to float8's 4 significant bits, however small P is. A kernel on 8-bit matrix
+units has three more errors. The yardstick, for maximum and mean, is the larger of naive's error and
+the error of ``float8.recomputed_out``, which contains all three:
+
+- *The base.* Where a row sees one key, or hardly more, naive's P is exact. A kernel's P is exact,
+  too, if its base (the number that it subtracts from the scores) is the row's maximum. But a base
+  may lag behind the maximum, and scales per block of V multiply P. Then the largest P is rounded
+  like any other, by 2⁻⁶ to 2⁻⁵ of itself on average. As in (a), an exact yardstick would be a
+  matter of chance, so P is rounded relative to another base in each row, spread evenly from 1 to 2.
+- *The range.* A P below 2⁻¹⁷·⁸ to 2⁻¹⁸·⁸ of the largest P in its tile of 128 keys, or among later
+  keys, becomes 0. If the value of the largest P is 0, nothing of the output may be left. A kernel
+  that loses larger probabilities, or those of tiles before the largest P, fails.
+- *The sums.* The matrix unit keeps 14 bits of a sum of products. If a row sees two keys and their
+  scores are several hundred, this may change P by more than its 4 bits do.
+
+Only a few float8 cases of the suite have scores so large that the last two errors matter. All
 elements of a row share the error of its largest P, so the mean gets the noise of (e). Float8 keys
 with 16-bit queries are compared with eager attention in the queries' dtype.
 
-(g) Numbers below 2⁻¹²⁶, the smallest normal float32, may be flushed to 0, so both bounds get 2⁻¹²⁶.
+(g) A GPU may replace numbers below 2⁻¹²⁶, the smallest normal float32, by 0. Both bounds therefore
+get an additional 2⁻¹²⁶.
 
-(h) A float32 output: naive's error may be small by chance where there are few rows, and a kernel
-sums over the keys in order, where naive sums in lanes: with head_dim 1 and 75 keys the mean error
-is twice naive's. ``recompute.out_deviation`` gives the standard deviation σ of each element, from
-the roundings of scores and of sums in order. The yardstick of the mean is at least that of normal
-errors, √(2/π)·σ, and the maximum may be 3.5 of the largest σ. For the median float32 case of the
-quick level this makes the maximum's bound 9 % larger and the mean's 10 %. The stored output of (c)
-is off by at least σ, too. And no score shares the error of L in exp(sink − L), so a gradient of
-sinks has the error of L that summing the scores in order gives.
+(h) A float32 output: naive's error may be too small as a yardstick. With few rows it may be small
+by chance. And naive sums over the keys in several lanes, while a kernel sums in order: with
+head_dim 1 and 75 keys, the kernel's mean error is twice naive's. ``recompute.out_deviation``
+therefore computes a standard deviation σ for each element, from the roundings of scores and of sums
+in order. The yardstick of the mean is at least √(2/π)·σ, the mean of normally distributed errors.
+In the bound of the maximum, f · max |naive − ref| is at least 3.5 times the largest σ. For the
+median float32 case of the quick level, this makes the maximum's bound 9 % larger and the mean's 10
+%.
+
+This affects gradients, too. The stored output in (c) has an error of at least σ. In exp(sink − L)
+no score shares the error of L, so a gradient of sinks has the whole error that L gets from scores
+summed in order.
 
 Every backend computes the LSE in float32 from unrounded scores. Its bounds are:
 
@@ -87,19 +99,31 @@ Every backend computes the LSE in float32 from unrounded scores. Its bounds are:
     rotary:         the same + the row's slack from elements near a tie, rounded either way
     float32:        |x − ref| ≤ 4 ulp(max|ref|) + max(√D · 2⁻²³ · max(scale·Σ|q||k|), in order)
 
+<<<<<<< HEAD
 Hopper's matrix unit keeps only 14 bits when it adds up float8 products; ``float8.py`` derives the
 bound of each row's LSE, and ``rotary.py`` that of rotated rows in 16 and 8 bits.
+=======
+The slack of a row is an additional error that is allowed there. Hopper's matrix unit keeps only 14
+bits when it adds up float8 products; ``float8.py`` derives the slack that results. ``rotary.py``
+derives the slack of rotated rows in 16 and 8 bits.
 
-The LSE moves by at most as much as the scores do. Each of the D additions of a dot product rounds
-its partial sum, which is at most Σ|q||k|, by at most 2⁻²⁴ of it, and these roundings are
-independent: their sum has a standard deviation of at most √(D/3)·2⁻²⁴·Σ|q||k|, and 2·√D·2⁻²⁴ is 3.5
-of them. Where all products are equal, the roundings of a binade are equal too: 192 products of
-8·scale and 8 are off by 2e-3, 1.4 times that bound, in eager attention and in a kernel. So the
-bound is at least the largest error of a float32 score whose q is multiplied by the scale first,
-summed in order (``recompute.error_in_order``). It needs Σ|q||k| and not |score|, because a score
-may cancel to 0. 4 ulp cover exp, the sum, log, and the last addition. A score_mod multiplies the
-error of a score by its slope. Where the slope is more than 1, |score| and Σ|q||k| are multiplied by
-the slope, too.
+For float32, the LSE changes by at most as much as the scores do. A dot product has D additions.
+Each rounds its partial sum, which is at most Σ|q||k|, by at most 2⁻²⁴ of it. These roundings are
+independent, so their sum has a standard deviation of at most √(D/3)·2⁻²⁴·Σ|q||k|. The bound
+2·√D·2⁻²⁴·Σ|q||k| is 3.5 standard deviations. It needs Σ|q||k| and not |score|, because a score may
+cancel to 0.
+
+If all products are equal, the roundings between two powers of two are equal, too, and not
+independent. For example, a sum of 192 products of 8·scale and 8 is off by 2e-3, in eager attention
+and in a kernel: 1.4 times the bound above. So the bound is at least *in order*: the largest error
+of a float32 score that is summed in order after its q was multiplied by the scale
+(``recompute.error_in_order``).
+
+The 4 ulp cover exp, the sum, log, and the last addition. A score_mod multiplies the error of a
+score by its slope. If the slope is more than 1, |score| and Σ|q||k| are multiplied by the slope,
+too.
+>>>>>>> words
+
 """
 
 from __future__ import annotations
@@ -139,7 +163,7 @@ class Check:
 
     @property
     def ratio(self) -> float:
-        """Return the larger of error / bound: at most 1 if the rule holds."""
+        """Return the larger of the two quotients error / bound: at most 1 if the rule holds."""
         return max(_ratio(self.max_error, self.max_bound), _ratio(self.mean_error, self.mean_bound))
 
 
@@ -169,11 +193,11 @@ def judge(
     float8: bool = False,
     largest_lse: float = 0.0,
 ) -> Check:
-    """Check ``x`` by the rule, with the ulp of its dtype. ref, naive and recomputed have its shape.
+    """Check ``x`` by the rule of this module. ref, naive and recomputed have the shape of x.
 
-    For a gradient, pass the largest finite |LSE| as ``largest_lse``, and ``recomputed``: paragraph
-    (c). An output needs ``recomputed`` in float32 and, with ``float8``, for float8 queries, and
-    ``deviation`` in float32: paragraph (h).
+    For a gradient, pass the largest finite |LSE| as ``largest_lse``, and ``recomputed`` (paragraph
+    (c)). For a float32 output, pass ``recomputed`` and ``deviation`` (paragraph (h)). For the
+    output of float8 queries, set ``float8`` and pass ``recomputed`` (paragraph (f)).
     """
     dtype, x, naive = x.dtype, x.double(), naive.double()
     wrong = _special_places(x, ref)
@@ -231,10 +255,12 @@ def judge_lse(
     slack: torch.Tensor | None = None,
     in_order: float = 0.0,
 ) -> Check:
-    """Check the LSE ``x`` (float32) against ``ref``. ``score_size``: the largest |score|;
-    ``product_size``: the largest scale·Σ|q||k|; ``slack``: an additional bound per row, for float8
-    queries and rotary; ``in_order``: the largest error of a float32 score that is summed in
-    order."""
+    """Check the LSE ``x`` (float32) against ``ref``.
+
+    ``score_size`` is the largest |score|, ``product_size`` the largest scale·Σ|q||k|. ``slack`` is
+    an additional bound per row, for float8 queries and rotary. ``in_order`` is the largest error
+    of a float32 score that is summed in order.
+    """
     wrong = _special_places(x.double(), ref)
     if wrong:
         return Check("lse", message=wrong)
@@ -259,8 +285,9 @@ def judge_lse(
 def judge_rotated(x: torch.Tensor, ref: torch.Tensor) -> Check:
     """Check rotated keys in a cache against the reference, both in the cache's dtype.
 
-    Rotary in float32 rounds two products and their sum: at most 2⁻²²·max|x| for |cos|, |sin| ≤ 1.
-    This may change the final rounding to the neighboring number, so one ulp of the value is added.
+    Rotary in float32 rounds two products and their sum. If |cos|, |sin| ≤ 1, the error is at most
+    2⁻²²·max|x|. It may change the final rounding to the neighboring number, so one ulp of the value
+    is added.
     """
     dtype, x, ref = x.dtype, x.double(), ref.double()
     largest = float(ref.abs().max())

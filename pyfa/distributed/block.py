@@ -32,8 +32,8 @@ class Rows(NamedTuple):
 class Blocks:
     """The blocks of one problem on this rank.
 
-    ``call`` has the options and sizes of the whole problem, which every block shares. Its q has the
-    queries of this rank, (B, S, H, D) or packed, (total, H, D).
+    Every block shares ``call``, which has the options and sizes of the whole problem. ``call.q``
+    has only the queries of this rank, (B, S, H, D) or packed, (total, H, D).
     """
 
     def __init__(self, call: Call, wanted: str, needs_grad: bool, packed: bool) -> None:

@@ -88,8 +88,9 @@ def agree(
 
     ``rings`` are the dimensions of a mesh. Each set of arguments is compared only once, so later
     training steps do not wait. ``error`` says what is wrong with this rank's own arguments. The
-    function raises it on this rank. At the first call it also sends ``error`` to the other ranks,
-    because they wait for the comparison.
+    function raises it on this rank. As long as the ranks of the group have not agreed on any set of
+    arguments, the function also sends ``error`` to the other ranks, because they wait for the
+    comparison.
     """
     rings = [ring for ring in rings if ring.size > 1]
     mine = tuple(arguments.items())

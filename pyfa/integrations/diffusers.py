@@ -7,7 +7,7 @@
 ``register`` adds the name ``pyfa`` to diffusers' list and changes nothing else. Masks (boolean, or
 added to the score), causal masks (aligned to the top left, as in PyTorch), windows, grouped heads
 and dropout are supported, with gradients. Context parallelism (ring and Ulysses) works as with
-diffusers' own backends: without mask and dropout. Tested with diffusers 0.42.
+diffusers' own backends: without a mask and without dropout. Tested with diffusers 0.42.
 
 UNets call PyTorch's attention, not the dispatcher; a processor for their layers changes that:
 
@@ -191,8 +191,8 @@ def _backward(
     lse: torch.Tensor | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of one block, from the ``out`` and ``lse`` of all keys if they are
-    given."""
+    """Return the gradients of one block. ``out`` and ``lse`` may be of all keys; tensors that are
+    None are those of the forward."""
     given = (query, key, value, out, lse)
     q, k, v, whole, sums = (
         kept if x is None else x for x, kept in zip(given, ctx.saved_tensors, strict=True)

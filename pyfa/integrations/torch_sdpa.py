@@ -6,9 +6,9 @@
     torch_sdpa.restore()     # PyTorch's own kernels again
 
 While active, pyfa runs ``varlen_attn``, nested tensors, and ``scaled_dot_product_attention`` where
-PyTorch chooses flash attention, forward and backward. PyTorch still decides when to choose it:
-float16 and bfloat16, no mask, head_dim up to 256.
-``torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)`` forces it.
+PyTorch chooses flash attention, forward and backward. PyTorch still decides when to choose flash
+attention: for float16 and bfloat16, without a mask, and for head_dim up to 256.
+``torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)`` forces this choice.
 
 - Dropout drops different positions than PyTorch's kernel. The seed comes from PyTorch's generator
   of the device; each replay of a captured graph draws a new one.

@@ -192,13 +192,16 @@ def make_mask(
 ) -> torch.Tensor | None:
     """Return the mask that ``attention`` takes, in the smallest form that expresses it.
 
-    It is for ``q_length`` queries from position ``q_offset`` on and ``kv_length`` keys from
-    ``kv_offset`` on. ``attention_mask`` (B, positions) is False for padding. The result is
+    The mask is for ``q_length`` queries from position ``q_offset`` on and ``kv_length`` keys from
+    position ``kv_offset`` on. ``attention_mask`` (B, positions) is False for padding. The result
+    is
 
-    - None, if the mask is only causal or a window;
-    - int32 (B, 1, 1, 2), if there is also padding on the left, or the end of the cache is empty. A
-      row has the index of the first valid key, and one more than the index of the last key that the
-      last query sees. (transformers passes tensors of four dimensions on unchanged.)
+    - None, if the mask is only causal or only a window, or if it is bidirectional and
+      ``attention_mask`` is None;
+    - int32 (B, 1, 1, 2), if the mask is causal or a window and, in addition, there is padding on
+      the left or the end of the cache is empty. A row holds two numbers: the index of the first
+      valid key, and one more than the index of the last key that the last query sees.
+      (transformers passes tensors of four dimensions on unchanged.)
     - otherwise boolean (B, 1, queries | 1, keys), False where a query does not see a key.
 
     The function reads ``attention_mask`` and so waits for the device, except while a graph is

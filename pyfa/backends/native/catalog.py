@@ -29,8 +29,8 @@ def common_plans(target: Target, arch: str) -> list[Plan]:
 def chosen_plans(
     target: Target, arch: str, every: bool, head_dims: Collection[int] = ()
 ) -> list[Plan]:
-    """Return ``all_plans`` if ``every``, else the common ones, and only those that a problem of one
-    of ``head_dims`` can need, if given."""
+    """Return ``all_plans`` if ``every``, else the common plans. If ``head_dims`` is not empty,
+    leave out plans that no problem of these head dims can need."""
     found = all_plans(target, arch)
     if every:
         return [plan for plan in found if not head_dims or is_for(plan, head_dims)]

@@ -41,8 +41,9 @@ def register() -> None:
     CUSTOM`` selects. With ``PYFA_VLLM_CPU=1``, ``register`` also replaces ``CPU_ATTN``.
 
     May be called more than once. If another plug-in has registered ``CUSTOM``, that registration
-    stays. If vLLM has no such registry, ``register`` does nothing. With ``PYFA_VLLM_CPU=1`` it
-    raises ``ImportError`` instead, also for other versions of vLLM that are not supported.
+    stays. If vLLM has no such registry, ``register`` does nothing. With ``PYFA_VLLM_CPU=1``,
+    ``register`` raises an error instead, and also raises ``ImportError`` for an unsupported
+    version of vLLM.
     """
     asked = env.get("PYFA_VLLM_CPU")
     if asked:
