@@ -44,6 +44,12 @@ def code_of(line: str) -> str:
     return line.split("//")[0].strip()
 
 
+def in_front(source: str, number: int) -> str:
+    """Return the code of the three lines in front of a line: what tells equal lines apart."""
+    code = map(code_of, source.splitlines()[:number])
+    return "\n".join([line for line in code if line][-3:])
+
+
 def faults(source: str) -> Iterator[Fault]:
     """Yield all faults that can be planted in a flattened source."""
     before = ""

@@ -50,6 +50,9 @@ _TOOL_SECONDS = 45.0
 _COMPILE_SECONDS = 90
 _CASE_SECONDS = 20  # a case takes less than one
 TOOLS = ("memcheck", "racecheck")
+# Behind every tensor, so that what is written beside one is written to none.
+_PADDING = ("--padding", "512")
+ENDLESS = "a case that does not end"
 ALARM = f"the process ended with {-signal.SIGALRM}"
 
 
@@ -64,7 +67,7 @@ class Drawn(NamedTuple):
 
 class Job(NamedTuple):
     """What a process does: "build" compiles a plan, "compile" a fault; "cases", "mark" and "tools"
-    judge it."""
+    judge it; "unchanged" runs the cases without it."""
 
     what: str
     plan: Plan
@@ -118,11 +121,9 @@ def compiled(plan: Plan, changed: str, arch: str) -> tuple[bytes, str]:
     return data, SAME if data == code.load(plan, arch).data else ""
 
 
-def judge(
-    plan: Plan, changed: str, cases: list[Case], arch: str, seconds: float
-) -> tuple[str, str]:
-    """Return what catches a changed source, and in which case; of a survivor how many ran."""
-    use(plan, compiled(plan, changed, arch)[0])
+def judge(plan: Plan, data: bytes, cases: list[Case], seconds: float) -> tuple[str, str]:
+    """Return what catches a changed cubin, and in which case; of a survivor how many ran."""
+    use(plan, data)
     where, ran = runner.device_of("cuda"), 0
     end = time.monotonic() + seconds
     for case in cases:
@@ -211,7 +212,12 @@ def answer(job: Job) -> tuple[str, str]:
             signal.alarm(_COMPILE_SECONDS)
             return compiled(job.plan, cuda_faults.planted(source, fault), arch)[1] or COMPILED, ""
         if job.what == "cases":
-            return judge(job.plan, cuda_faults.planted(source, fault), cases, arch, job.seconds)
+            data = compiled(job.plan, cuda_faults.planted(source, fault), arch)[0]
+            return judge(job.plan, data, cases, job.seconds)
+        if job.what == "unchanged":
+            # So long that it comes to the case that did not end.
+            seconds = job.seconds + _CASE_SECONDS
+            return judge(job.plan, code.load(job.plan, arch).data, cases, seconds)
         if job.what == "mark":
             return reaches(job.plan, cuda_faults.marked(source, fault), cases, arch)
         return reported(job.of), ""
@@ -231,18 +237,23 @@ def reported(each: Drawn) -> str:
     if not sanitizer():
         return SURVIVED
     own = "/sm90/" in each.plan.kernel  # of which racecheck understands little
-    cases = sorted(each.cases, key=lambda name: -level()[name].num_splits)[:_UNDER_TOOLS]
+    most = sorted(each.cases, key=lambda name: -level()[name].num_splits)[: _UNDER_TOOLS // 2]
+    cases = [*dict.fromkeys((*most, *each.cases))][:_UNDER_TOOLS]
     given = [*to_json(each), [dataclasses.asdict(level()[name]) for name in cases]]
     tools = TOOLS[:1] if own else TOOLS
-    return next((tool for tool in tools if _reports(tool, given)), SURVIVED)
+    kernel = re.compile(rf"\b{Path(each.plan.kernel).stem}\b")
+    return next((tool for tool in tools if _reports(tool, given, kernel)), SURVIVED)
 
 
-def _reports(tool: str, given: list[Any]) -> bool:
+def _reports(tool: str, given: list[Any], kernel: re.Pattern[str]) -> bool:
+    """Return whether the tool reports something of the kernel with the fault. Others of the same
+    case may be Hopper's, of which racecheck reports races that there are not."""
     with tempfile.TemporaryDirectory() as folder:
         log, file = Path(folder) / "log", Path(folder) / "given"
         file.write_text(json.dumps([tool, given]))
         process = subprocess.Popen(
-            [sanitizer(), "--tool", tool, "--report-api-errors", "no", "--max-connections", "100",
+            [sanitizer(), "--tool", tool, *(_PADDING if tool == "memcheck" else ()),
+             "--report-api-errors", "no", "--max-connections", "100",
              "--log-file", str(log), sys.executable, __file__, str(file)],
             env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
@@ -254,7 +265,7 @@ def _reports(tool: str, given: list[Any]) -> bool:
             process.wait()
         text = log.read_text(errors="replace") if log.exists() else ""
     blocks = re.split(r"(?m)^=========\s*$", text)
-    return any(sanitize.is_ours(block) for block in blocks)
+    return any(sanitize.is_ours(block, kernel) for block in blocks)
 
 
 def under(file: Path) -> None:

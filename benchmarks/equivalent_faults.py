@@ -2,7 +2,7 @@
 
 ``of_source`` has those in the source of CUDA kernels. A fault is found by parts that the plan's
 name has, parts that it must not have, the line without its indentation, and the line that replaces
-it. Where only one of several equal lines is meant, the line in front of it stands above it.
+it. Where only one of several equal lines is meant, those in front of it stand above it.
 ``of_code`` has those in one instruction of a gfx942 code object. A fault is found by the first
 digits of the code object's digest, the address, and the first word of the changed instruction.
 ``of_python`` has those in the torch backend, by file, line and the line that replaces it, as
@@ -15,6 +15,12 @@ from __future__ import annotations
 import numpy as np
 
 _MASKED = "tiles that need no mask get one, which hides nothing"
+_TOGETHER = (
+    "how many heads run side by side, the same number in every block: an order, and so speed"
+)
+_CLEARS = (
+    "rows that are in use are cleared as well; the kernel that writes them runs after this one"
+)
 # fmt: off
 _SOURCE: tuple[tuple[tuple[str, ...], tuple[str, ...], str, str, str], ...] = (
     ((".cu",), ("BANDED=1",),
@@ -36,7 +42,66 @@ _SOURCE: tuple[tuple[tuple[str, ...], tuple[str, ...], str, str, str], ...] = (
     (("sm90/attn_bwd.cu",), (),
      "bool masked = p.window_left >= 0 || p.window_right >= 0;",
      "bool masked = p.window_left > 0 || p.window_right >= 0;",
-     "how many heads run side by side, the same number in every block: an order, and so speed"),
+     _TOGETHER),
+    (("sm90/attn_bwd.cu",), (),
+     "int rows = (int)min(max(all_rows, 1ll), 1ll << 30);",
+     "int rows = (int)min(min(all_rows, 1ll), 1ll << 30);",
+     _TOGETHER),
+    (("sm90/attn_bwd.cu",), (),
+     "bool equal = !DETERMINISTIC && group * p.num_splits == 1;",
+     "bool equal = !DETERMINISTIC || group * p.num_splits == 1;",
+     _TOGETHER),
+    (("sm90/attn_bwd.cu",), (),
+     "return (p.cu_seqlens_q || p.seqused_q) && (tile + 1) * BLOCK_Q > s.rows;",
+     "return (p.cu_seqlens_q || p.seqused_q) || (tile + 1) * BLOCK_Q > s.rows;",
+     "those who copy and those who clear ask the same function; of a tile inside the sequence no "
+     "row is cleared (clear_rows begins behind the tile), and of one that ends a dense tensor the "
+     "zeros of TMA become zeros"),
+    (("sm90/attn_bwd.cu",), ("DETERMINISTIC=1",),
+     "Seen seen = rows_seeing(p, s, own.first_key, min(own.first_key + BLOCK_K, s.keys) - 1);",
+     "Seen seen = rows_seeing(p, s, own.first_key, max(own.first_key + BLOCK_K, s.keys) - 1);",
+     "the last key counts for seen.high and seen.all_low alone: more tiles of rows are visited, "
+     "and more get a mask, which hides the block's keys from all rows that do not see them"),
+    (("sm90/attn_bwd.cu",), (),
+     "stmatrix(mine + i / 4 * kKPanel + row * kRowBytes + ((i % 4 * 2 + unit) ^ row % 8) * 16, "
+     "both);\n}\n__syncwarp();",
+     "",
+     "behind stmatrix, which has converged the warp, the compiler makes no instruction of it: the "
+     "code without the fault relies on the order of a warp's accesses to shared memory, too"),
+    (("sm90/",), (),
+     "setmaxnreg_inc<kConsumerRegisters>();",
+     "",
+     "a number of registers is no value: ptxas gives the consumers those of the launch and spills "
+     "the others, which is speed"),
+    (("sm90/attn_latent.cu",), (),
+     "if (t > 0 && t == b.tiles) {\nissue_others(t - 1);\nfinish_others();",
+     "",
+     "where a consumer has nothing more to do: nobody waits for the stage of the last tile, and "
+     "ptxas, which finds sums read without a wait, waits behind every product"),
+    (("sm90/",), ("INVARIANT=1",),
+     "raised = __any_sync(kAllLanes, !(sums[0] <= kMostSum && sums[1] <= kMostSum));",
+     "raised = __any_sync(kAllLanes, !(sums[0] < kMostSum && sums[1] <= kMostSum));",
+     "at a sum of exactly 256 bases are raised a tile earlier, which changes no more of a row's "
+     "result than its rounding (row.h)"),
+    (("sm80/attn_fwd.cu",), ("BANDED=1",),
+     "seen.all_low = (int)min(max(last + left, 0ll), (long long)s.keys);",
+     "seen.all_low = (int)max(max(last + left, 0ll), (long long)s.keys);",
+     _MASKED),
+    (("cuda/gaps.cu",), (),
+     "clear((unsigned short *)p.out + batch * p.out_batch + row * p.out_row, p.out_head, "
+     "p.heads_q,",
+     "clear((unsigned short *)p.out + batch + p.out_batch + row * p.out_row, p.out_head, "
+     "p.heads_q,",
+     "only packed tensors have such rows: offsets come with seqused_q, and with seqused_k in every "
+     "call that has a gradient here; so both factors are 0"),
+    (("cuda/gaps.cu",), (),
+     "(int_at(p.cu_seqlens_q, middle) <= row ? low : high) = middle;",
+     "(int_at(p.cu_seqlens_q, middle) < row ? low : high) = middle;",
+     "a sequence's first row counts as one behind the rows of the sequence before: " + _CLEARS),
+    (("cuda/row_sums.cu",), (),
+     "if (of_keys && p.counter) place = end - 1 - id;",
+     "if (of_keys || p.counter) place = end - 1 - id;",
+     "blocks of a section get its tiles in the reverse order, each of them one: speed"),
     (("sm80/attn_decode.cu",), (),
      "bool exists = begin_ + n * kStride + row < stop_;",
      "bool exists = begin_ + n * kStride + row <= stop_;",
@@ -77,9 +142,6 @@ _SOURCE: tuple[tuple[tuple[str, ...], tuple[str, ...], str, str, str], ...] = (
 )
 # fmt: on
 
-_CLEARS = (
-    "rows that are in use are cleared as well; the kernel that writes them runs after this one"
-)
 _DIVISION = (
     "the second correction of an integer division, which numerators below 2^31 do not need "
     "(worst_quotient)"
@@ -171,11 +233,12 @@ _PYTHON: dict[tuple[str, str, str], str] = {
 
 
 def of_source(plan: str, old: str, new: str, in_front: str = "") -> str:
-    """Why this change of a line is equivalent, "" where nobody has shown it. ``in_front``: the line
-    in front of it."""
+    """Why this change of a line is equivalent, "" where nobody has shown it. ``in_front``: the
+    lines in front of it."""
+    lines = f"\n{in_front}\n{old}"
     for parts, absent, before, after, why in _SOURCE:
         fits = all(part in plan for part in parts) and not any(part in plan for part in absent)
-        if fits and before in (old, f"{in_front}\n{old}") and after == new:
+        if fits and lines.endswith(f"\n{before}") and after == new:
             return why
     return ""
 

@@ -14,6 +14,7 @@ P rounded to float8's 4 significant bits, as 8-bit matrix units require.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 import machine
@@ -21,6 +22,7 @@ import torch
 
 import pyfa
 from pyfa import reference
+from pyfa.conformance import float8
 from pyfa.problem import Call
 
 _SHAPES = ((1024, 4, 64), (1024, 4, 128), (4096, 4, 64), (4096, 4, 128), (8192, 2, 128))
@@ -85,7 +87,7 @@ def measure(rows: int, heads: int, dim: int, seed: int = 0) -> dict[str, Any]:
             scales = [s.cpu().expand(1, heads) if s.dim() == 2 else s.cpu() for s in x.descale]
             call = Call(*(t.cpu() for t in x[:3]), scale=dim**-0.5)
             call = call._replace(q_descale=scales[0], k_descale=scales[1], v_descale=scales[2])
-            rounded[name] = _rms(_by_rows(call, torch.float32, 4), exact)
+            rounded[name] = _rms(_by_rows(call, torch.float32, float8.round_p), exact)
     per_tensor, best = "float8, per tensor", f"float8, blocks of {_BLOCK}, rotated"
     return {
         "rows": rows,
@@ -112,7 +114,11 @@ def inputs(shape: tuple[int, ...], seed: int) -> list[torch.Tensor]:
     ]
 
 
-def _by_rows(call: Call, dtype: torch.dtype, p_bits: int = 0) -> torch.Tensor:
+def _by_rows(
+    call: Call,
+    dtype: torch.dtype,
+    round_p: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:
     """``reference.attention`` without a mask, of some rows at a time."""
     outs = []
     for begin in range(0, call.q.shape[1], _ROWS):
@@ -120,7 +126,7 @@ def _by_rows(call: Call, dtype: torch.dtype, p_bits: int = 0) -> torch.Tensor:
         if call.q_descale is not None and call.q_descale.dim() == 3:
             first = begin // _BLOCK
             part = part._replace(q_descale=call.q_descale[..., first : first + _ROWS // _BLOCK])
-        outs.append(reference.attention(part, dtype, p_bits)[0])
+        outs.append(reference.attention(part, dtype, round_p)[0])
     return torch.cat(outs, 1)
 
 

@@ -9,18 +9,20 @@ another is drawn. It is in one plan here, and in the source of all: what is caug
 A fault is caught by the first case that fails or crashes, among those that may launch its plan:
 those of the quick level, then others, for ``--seconds``. Only cases of ``--known`` plans run, since
 a plan takes up to 30 seconds to compile. Each fault has a process of its own, which ends where a
-case takes 20 seconds: such a fault is counted apart.
+case takes 20 seconds. Where the same cases end with the code unchanged, that case has caught the
+fault; else such a fault is counted apart.
 
 A survivor is tried again in two ways. With a mark in the place of its line, a variable that is set:
 where no case sets it, the line is not executed, and the fault is counted apart. (A trap would take
-a second each, one at a time.) And under Compute Sanitizer with those cases that have most splits
-and then the first: memcheck, and racecheck for a kernel that has no TMA, for what is read or
-written beside a tensor, or too early, need not show in numbers. What survives all of it is listed
-with its line, and with the reason in ``equivalent_faults.py`` where it is equivalent.
+a second each, one at a time.) And under Compute Sanitizer with six cases that have most splits and
+the first six: memcheck, and racecheck for a kernel that has no TMA, for what is read or written
+beside a tensor, or too early, need not show in numbers. A report counts that names the kernel with
+the fault. What survives all of it is listed with its line, and with the reason in
+``equivalent_faults.py`` where it is equivalent.
 
 ``--again`` also tries the survivors of the saved results whose line still exists; they are counted
-apart, since they are no sample. After three quarters of ``--minutes`` no fault is begun; one whose
-cases have passed when they end has survived. ``--noted
+apart, since they are no sample. With ``--faults 0`` the saved sample stays. After three quarters of
+``--minutes`` no fault is begun; one whose cases have passed when they end has survived. ``--noted
 FILE`` gets a line as soon as a fault is judged, and ``--report FILE`` makes the results of these
 lines, of a run that was cut off. ``--dry`` stops in front of the first process that would use a
 GPU. ``--save`` writes ``results/mutations_cuda_<arch>.json``; ``--recount`` looks up the reasons
@@ -115,6 +117,12 @@ class Jobs:
         if job.what == "compile":
             self.next.append(job._replace(what="cases", seconds=self.options.seconds))
             return None
+        if job.what == "cases" and by == cuda_judge.ALARM:
+            self.next.appendleft(job._replace(what="unchanged"))
+            return None
+        if job.what == "unchanged":
+            by = cuda_judge.ENDLESS if by == cuda_judge.SURVIVED else processes.NO_ANSWER
+            case = ""
         if job.what == "cases" and by == cuda_judge.SURVIVED:
             each = each._replace(cases=each.cases[: int(case)])
             self.passed[each.plan, each.fault] = Judged(each, by, "")
@@ -130,7 +138,7 @@ class Jobs:
             by = cuda_judge.SURVIVED
         self.under_way -= 1
         self.passed.pop((each.plan, each.fault), None)
-        self.found.append(Judged(each, processes.NO_ANSWER if by == cuda_judge.ALARM else by, case))
+        self.found.append(Judged(each, by, case))
         return self.found[-1]
 
 
@@ -143,8 +151,10 @@ class Judged(NamedTuple):
 def reason_of(each: Drawn) -> str:
     """Return why a fault is equivalent, "" where nobody has shown it."""
     fault = each.fault
-    old, new = code_of(fault.old), code_of(fault.new)
-    return equivalent_faults.of_source(str(each.plan), old, new, fault.before)
+    in_front = cuda_faults.in_front(source_of(each.plan), fault.line)
+    return equivalent_faults.of_source(
+        str(each.plan), code_of(fault.old), code_of(fault.new), in_front
+    )
 
 
 def judge_all(known: list[Plan], some: list[Drawn], options: argparse.Namespace) -> Jobs:
@@ -238,7 +248,9 @@ def survivors_of_saved(by_plan: dict[Plan, list[str]]) -> list[tuple[Plan, Fault
     line."""
     saved = json.loads(_saved(DEVICE.arch).read_text())
     found = []
-    for line in (*saved["survivors"], *saved.get("no_answer_faults", [])):
+    parts = [saved, saved.get("again", {})]
+    lines = (each for part in parts for name in _LEFT for each in part.get(name, []))
+    for line in lines:
         if "equivalent" in line:
             continue
         kernel, *constants = line["plan"].split()
@@ -253,6 +265,9 @@ def survivors_of_saved(by_plan: dict[Plan, list[str]]) -> list[tuple[Plan, Fault
         else:
             say(f"no longer there: {line['plan']} {line['old']}")
     return list(dict.fromkeys(found))
+
+
+_LEFT = ("survivors", "no_answer_faults")  # of results: what nothing caught
 
 
 def _saved(arch: str) -> Path:
@@ -347,6 +362,10 @@ def report(
     of_before = [each for each in found if each.drawn.again]
     if of_before:
         results["again"] = counted(of_before) | {"each": [line_of(each) for each in of_before]}
+    if of_before and not options.faults:
+        # The sample stays, and with it the machine and the commit that it was drawn on.
+        tried = results["again"] | {"environment": bench.environment(), **more}
+        results = json.loads(_saved(DEVICE.arch).read_text()) | {"again": tried}
     for line in results["survivors"]:
         print("survived:", line)
     for name, of in (("", results), ("again: ", results.get("again"))):
@@ -403,18 +422,29 @@ def recount(arch: str) -> None:
     """Look up the survivors of the saved results again: reasons may have been found since."""
     path = _saved(arch)
     results = json.loads(path.read_text())
-    for line in results["survivors"]:
-        before = line.get("before", "")
-        why = equivalent_faults.of_source(line["plan"], line["old"], line["new"], before)
-        line.pop("equivalent", None)
-        line |= {"equivalent": why} if why else {}
-    left = collections.Counter((line["kind"], _kind_of(line)) for line in results["survivors"])
-    rows = [row for row in results["rows"] if row["by"] not in ("equivalent", "survived")]
-    rows += [{"kind": kind, "by": by, "count": count} for (kind, by), count in left.items()]
-    results["rows"] = sorted(rows, key=lambda row: (row["kind"], row["by"]))
-    results["equivalent"] = sum("equivalent" in line for line in results["survivors"])
+    for part in filter(None, (results, results.get("again"))):
+        for line in part["survivors"]:
+            why = _reason_of_line(line)
+            line.pop("equivalent", None)
+            line |= {"equivalent": why} if why else {}
+        left = collections.Counter((line["kind"], _kind_of(line)) for line in part["survivors"])
+        rows = [row for row in part["rows"] if row["by"] not in ("equivalent", "survived")]
+        rows += [{"kind": kind, "by": by, "count": count} for (kind, by), count in left.items()]
+        part["rows"] = sorted(rows, key=lambda row: (row["kind"], row["by"]))
+        part["equivalent"] = sum("equivalent" in line for line in part["survivors"])
+        print(f"{part['caught']} caught, {part['equivalent']} equivalent of {part['faults']}")
     path.write_text(bench.to_text(results) + "\n")
-    print(f"{results['caught']} caught, {results['equivalent']} equivalent of {results['faults']}")
+
+
+def _reason_of_line(line: dict[str, Any]) -> str:
+    """Return the reason for a survivor of saved results whose line may have moved; "" where it has
+    gone."""
+    kernel, *constants = line["plan"].split()
+    pairs = (each.split("=") for each in constants)
+    plan = Plan("cuda", kernel, tuple((name, int(value)) for name, value in pairs))
+    old, new = code_of(line["old"]), code_of(line["new"])
+    fault = cuda_faults.found_again(source_of(plan), line["line"], old, new)
+    return reason_of(Drawn(plan, fault, [])) if fault else ""
 
 
 if __name__ == "__main__":

@@ -62,7 +62,8 @@ _WIDENED = "-widened"
 _SOME = re.compile(r'asm volatile\("bar\.(?:arrive|sync) %0, %1;"[^;]*;')
 _WHOLE = "barrier();"
 KERNELS = re.compile(
-    r"\b(attn_fwd|attn_bwd|attn_decode|attn_latent|combine|append|row_sums|dq_convert)\b"
+    r"\b(attn_fwd|attn_bwd|attn_decode|attn_latent|combine|append|gaps|row_sums|dq_convert|"
+    r"block_lists|tile_bounds)\b"
 )
 _LONGEST = 300
 # Always with Hopper's own kernels. More blocks than an H100 or an H200 has SMs, 132: most of these
@@ -214,9 +215,9 @@ def widened(source: str) -> str:
     return _SOME.sub(_WHOLE, source)
 
 
-def is_ours(block: str) -> bool:
+def is_ours(block: str, kernels: re.Pattern[str] = KERNELS) -> bool:
     """Whether a block of a tool's log reports something of one of pyfa's kernels."""
-    return bool(_REPORT.search(block) and KERNELS.search(block))
+    return bool(_REPORT.search(block) and kernels.search(block))
 
 
 def run(cases: list[Case], widened: bool, until: float) -> None:

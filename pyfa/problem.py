@@ -380,7 +380,7 @@ FEATURES: dict[str, Feature] = {
 TERMS = frozenset(name for name, feature in FEATURES.items() if feature.is_term)
 WITH_VALUES = frozenset(name for name, feature in FEATURES.items() if feature.has_values)
 # With these, how much a block does depends on the values of tensors.
-_UNEVEN = ("varlen", "seqused", "paged", "leftpad", "topk")
+UNEVEN = frozenset({"varlen", "seqused", "paged", "leftpad", "topk"})
 
 
 def _any(*tensors: torch.Tensor | None) -> bool:
@@ -422,7 +422,7 @@ def is_banded(features: frozenset[str]) -> bool:
 def is_uneven(call: Call) -> bool:
     """Return whether the values of tensors decide how much a block does."""
     asked = Asked(call)
-    return any(FEATURES[name].is_needed(asked) for name in _UNEVEN)
+    return any(FEATURES[name].is_needed(asked) for name in UNEVEN)
 
 
 def _has_window(call: Call) -> bool:
@@ -536,7 +536,7 @@ class Problem:
         They are rounded up to powers of two, or in 8 steps from one to the next where the grid
         follows from them: then the tiles may depend on how well they fill the device.
         """
-        steps = 1 if not self.features.isdisjoint(_UNEVEN) else STEPS
+        steps = 1 if not self.features.isdisjoint(UNEVEN) else STEPS
         return replace(
             self,
             batch=bucket(self.batch, steps),

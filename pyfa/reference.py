@@ -8,7 +8,7 @@ Gemma 2 report 2024 (softcap), Su et al. 2021 (rotary), Salmon et al. 2011 (Phil
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -65,22 +65,20 @@ def keep_mask(
 
 
 def attention(
-    call: Call, dtype: torch.dtype = torch.float64, p_bits: int = 0, lagging: bool = False
+    call: Call,
+    dtype: torch.dtype = torch.float64,
+    round_p: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute attention of ``call`` in ``dtype``; return out and LSE in ``dtype``, with autograd.
 
     Shapes as ``Call.out_shape`` and ``Call.lse_shape``. Rows of a packed q that no sequence covers,
     and rows beyond ``seqused_q``, give output 0 and LSE −inf. Float8 inputs are multiplied by their
-    scales. ``p_bits``: probabilities are rounded to this many significant bits before the product
-    with V (4 for a float8 P), with an unlimited exponent range; with ``lagging`` after each row has
-    been multiplied by another number from 1 to 2, by which it is divided then.
+    scales. ``round_p`` is what happens to the probabilities (H, rows, keys) of a sequence before
+    the product with V, for yardsticks of a P in few bits.
     """
     return gathered(
         call,
-        [
-            one_sequence(call, b, *operands(call, b, dtype), p_bits, lagging)
-            for b in range(call.batch)
-        ],
+        [one_sequence(call, b, *operands(call, b, dtype), round_p) for b in range(call.batch)],
         dtype,
     )
 
@@ -266,8 +264,7 @@ def one_sequence(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    p_bits: int = 0,
-    lagging: bool = False,
+    round_p: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute out (rows, H, Dv) and LSE (H, rows) of sequence ``b``, in q's dtype."""
     rows, heads, _ = q.shape
@@ -320,19 +317,11 @@ def one_sequence(
     score = score.masked_fill(empty, 0.0)
     lse = torch.logsumexp(score, dim=-1) if score.shape[-1] else score.new_zeros(heads, rows)
     probability = torch.softmax(score, dim=-1).masked_fill(empty, 0.0)[..., :keys]
+    if round_p is not None:
+        probability = round_p(probability)
     if call.dropout_p and call.seed is not None:
         first, batch = (call.head_start, call.q_start, call.k_start), b + call.batch_start
         kept = keep_mask(int(call.seed), call.dropout_p, batch, heads, rows, keys, first)
         probability = torch.where(kept, probability / (1.0 - call.dropout_p), 0.0)
-    if p_bits:
-        base = _bases(heads, rows).to(score.dtype) if lagging else 1.0
-        mantissa, exponent = torch.frexp(probability * base)
-        probability = torch.ldexp((mantissa * 2**p_bits).round(), exponent - p_bits) / base
     out = torch.einsum("hqk,khd->qhd", probability, v)
     return out, lse.masked_fill(empty[..., 0], -torch.inf)
-
-
-def _bases(heads: int, rows: int) -> torch.Tensor:
-    """Return a number from 1 to 2 for each row (H, rows, 1), their logarithms evenly spread."""
-    golden = 0.5 * (math.sqrt(5.0) - 1.0)
-    return torch.exp2((torch.arange(heads * rows) * golden + 0.5).frac()).view(heads, rows, 1)

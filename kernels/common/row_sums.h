@@ -49,11 +49,11 @@ DEVICE float dot(Quad x, Quad y) {
 }
 
 // Rows first ... first + rows - 1 of a head: `lanes` lanes share a row, 16 bytes each at a time, and all
-// of the workgroup's rows are asked for before the first sum.
+// of the workgroup's rows are asked for before the first sum. Where the last round is not whole, other workgroups
+// compute the same for the rows beyond.
 template <int dtype, int rows, int lanes>
 DEVICE void sum_rows(const Params &p, const Sequence &s, int head, int first) {
-  constexpr int kStep = kSumThreads / lanes, kMine = rows / kStep;
-  static_assert(rows % kStep == 0, "whole rounds");
+  constexpr int kStep = kSumThreads / lanes, kMine = (rows + kStep - 1) / kStep;
   typedef const unsigned short *Elements;
   Elements out = (Elements)p.out + s.row_batch * p.out_batch + s.row0 * p.out_row + head * p.out_head;
   Elements dout =

@@ -15,7 +15,6 @@ from . import float8, rotary
 from .inputs import Inputs, Placed
 from .modifiers import arguments_of, captured_by
 from .recompute import (
-    FLOAT8_BITS,
     InOrder,
     error_in_order,
     in_order,
@@ -59,9 +58,9 @@ class Expected:
     ``ref`` is the reference in float64, ``naive`` eager attention in the problem's dtype, and
     ``recomputed`` the reference with the roundings that cannot be avoided (``recompute.py``). Eager
     PyTorch has no float8: for float8 queries ``naive`` is in float32, with P rounded to as many
-    bits as float8 has. ``lse_slack`` is the error of the LSE that float8 queries and rotary may
-    cause; None for others. ``deviation`` is the standard deviation of a float32 output; None for
-    others.
+    bits as float8 has, and ``recomputed`` is that of ``float8.py``. ``lse_slack`` is the error of
+    the LSE that float8 queries and rotary may cause; None for others. ``deviation`` is the standard
+    deviation of a float32 output; None for others.
     """
 
     def __init__(self, inputs: Inputs) -> None:
@@ -74,7 +73,7 @@ class Expected:
     @functools.cached_property
     def naive(self) -> dict[str, torch.Tensor]:
         if self.inputs.spec.q.itemsize == 1:
-            out, lse = reference.attention(self.inputs.naive, torch.float32, FLOAT8_BITS)
+            out, lse = reference.attention(self.inputs.naive, torch.float32, float8.round_p)
             return {"out": out.to(self.inputs.spec.dtype_of_out()), "lse": lse}
         return self._of(self.inputs.naive, getattr(torch, self.inputs.case.dtype))
 
@@ -87,7 +86,10 @@ class Expected:
             stored = out.to(inputs.spec.q.dtype) if exact else self._stored(out)
             flows = _dout(inputs), _dlse(inputs)
             found |= recomputed_gradients(inputs, self.scores, out, stored, lse, *flows)
-        found["out"] = recomputed_out(inputs, self.scores)
+        if inputs.spec.q.itemsize == 1:
+            found["out"] = float8.recomputed_out(inputs.spec)
+        else:
+            found["out"] = recomputed_out(inputs, self.scores)
         return found
 
     @functools.cached_property

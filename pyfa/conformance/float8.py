@@ -1,5 +1,4 @@
-"""The error of the LSE that float8 queries may cause: the matrix unit keeps only 14 bits of a
-score's sum.
+"""The errors that no kernel with float8 queries can avoid: of the LSE, of the scores, and of P.
 
 Hopper's matrix unit multiplies float8 exactly and adds up in fixed point. It takes the largest
 exponent e of the 32 products of an instruction and the sum so far, truncates each of them at 2^(e −
@@ -18,18 +17,45 @@ also within these bounds.
 ``lse_slack`` is the change of a row's LSE if each of its scores is too large by its bound. This is
 the worst case: the slope of a softcap is at most 1, and the LSE is convex, so errors downwards
 change it less.
+
+``recomputed_out`` is the output with two errors of such kernels put in on purpose:
+
+``summed`` gives the scores as the matrix unit sums them. If a score is off by Δ, its P is off by a
+factor of exp(Δ). With one product of 640, all products and partial sums of a score are truncated to
+multiples of 1/16, at a head dim of 256 in 8 steps. If two keys share nearly all of a row's weight,
+P·(1 − P)·Δ of the difference of their values is the output's error, which can exceed that of P's 4
+bits.
+
+``stored_p`` gives P with its 4 significant bits and the range of the format: e4m3fn has subnormal
+numbers in steps of 2⁻⁹ and ends at 448, e4m3fnuz has steps of 2⁻¹⁰ and ends at 240. The largest P
+must not overflow, even if the base lags behind the maximum by a factor of 2. So it lies between
+half the format's largest number and the largest, and the step is 2⁻¹⁶·⁸ to 2⁻¹⁷·⁸ of it (e4m3fnuz:
+2⁻¹⁶·⁹ to 2⁻¹⁷·⁹). What is less than half a step becomes 0.
+
+"The largest P" is not that of the row. A kernel that visits tiles of keys from the last to the
+first raises the base where a tile has larger scores. It multiplies what it has summed in float32,
+which loses nothing. So the P of a key is relative to the largest among the keys behind it and those
+of its own tile. Tiles have up to 128 keys, as in ``recipe="sink"``. They may begin anywhere, so up
+to 127 keys before a key may be in its tile.
 """
 
 from __future__ import annotations
+
+import math
+from functools import partial
 
 import torch
 
 from .. import reference
 from ..problem import Call
-from .recompute import with_moved_scores
+from .recompute import slope_of, with_moved_scores
+from .tolerances import FLUSHED
 
 STEP = 32  # elements of the head dim that are added up at once
-_CUT = 2.0**-13
+BITS = 13  # of a sum, behind its first
+TILE = 128  # keys that may share a base
+_CUT = 2.0**-BITS
+_P_BITS = 4  # of a float8 number
 
 
 def score_slack(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -52,9 +78,77 @@ def lse_slack(call: Call, lse: torch.Tensor) -> torch.Tensor:
     (float64)."""
 
     def of_sequence(b: int) -> torch.Tensor:
-        q, k, _ = reference.operands(call, b)
-        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        return abs(call.scale) * score_slack(q, k)
+        return abs(call.scale) * score_slack(*_queries_and_keys(call, b))
 
     moved = with_moved_scores(call, (of_sequence(b) for b in range(call.batch)))
     return reference.attention(moved)[1] - lse
+
+
+def recomputed_out(call: Call) -> torch.Tensor:
+    """Return the output in float64, but with the scores as the matrix unit sums them and with P in
+    the format of the queries."""
+
+    def of_sequence(b: int) -> torch.Tensor:
+        q, k = _queries_and_keys(call, b)
+        exact = torch.einsum("qhd,khd->hqk", q, k)
+        error = (summed(q, k) - exact) * call.scale
+        return error * slope_of(call, b, exact * call.scale)
+
+    moved = with_moved_scores(call, (of_sequence(b) for b in range(call.batch)))
+    return reference.attention(moved, round_p=partial(stored_p, dtype=call.q.dtype))[0]
+
+
+def summed(q: torch.Tensor, k: torch.Tensor, bits: int = BITS) -> torch.Tensor:
+    """Return q·k, (H, rows, keys) in float64, as Hopper's matrix unit sums it with ``bits`` behind
+    the first, for q (rows, H, D) and k (keys, H, D)."""
+    q, k = (x.float().permute(2, 1, 0).contiguous() for x in (q, k))  # in which 14 bits are exact
+    total = q.new_zeros(q.shape[1], q.shape[2], k.shape[2])
+    for begin in range(0, q.shape[0], STEP):
+        step = slice(begin, begin + STEP)
+        pairs = [*zip(q[step, ..., None], k[step, :, None], strict=True)]
+        largest = total.abs()
+        for a, b in pairs:
+            largest = torch.maximum(largest, (a * b).abs_())
+        last = _last_bit(largest, bits + 1)
+        units = (total / last).trunc_()
+        for a, b in pairs:
+            units += (a / last).mul_(b).trunc_()
+        total = units * last
+        last = _last_bit(total, bits + 1)
+        total = (total / last).trunc_() * last
+    return total.double()
+
+
+def round_p(p: torch.Tensor) -> torch.Tensor:
+    """Round P to the significant bits of float8, with an unlimited range."""
+    mantissa, exponent = torch.frexp(p)
+    return torch.ldexp((mantissa * 2**_P_BITS).round(), exponent - _P_BITS)
+
+
+def stored_p(p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Round P (H, rows, keys) to ``dtype``, each row relative to another base."""
+    heads, rows, keys = p.shape
+    behind = p.flip(-1).cummax(-1).values.flip(-1) if keys else p
+    largest = behind[..., (torch.arange(keys) - (TILE - 1)).clamp(min=0)]
+    bases, info = _bases(heads, rows).to(p.dtype), torch.finfo(dtype)
+    subnormal = info.tiny * info.eps / (0.5 * info.max)
+    last = torch.maximum(_last_bit(p * bases, _P_BITS), subnormal * largest).clamp(min=FLUSHED)
+    return (p * bases / last).round() * last / bases
+
+
+def _queries_and_keys(call: Call, b: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return q (rows, H, D) and k (keys, H, D) of sequence ``b`` in float64, multiplied by their
+    scales."""
+    q, k, _ = reference.operands(call, b)
+    return q, k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+
+
+def _bases(heads: int, rows: int) -> torch.Tensor:
+    """Return a number from 1 to 2 for each row (H, rows, 1), their logarithms evenly spread."""
+    golden = 0.5 * (math.sqrt(5.0) - 1.0)
+    return torch.exp2((torch.arange(heads * rows) * golden + 0.5).frac()).view(heads, rows, 1)
+
+
+def _last_bit(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return what the last of the first ``bits`` bits of ``x`` stands for."""
+    return torch.ldexp(torch.ones_like(x), torch.frexp(x)[1] - bits)

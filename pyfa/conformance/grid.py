@@ -311,6 +311,10 @@ def _quick_caches() -> Iterator[Case]:
     for index, (dim, splits, keys) in enumerate(((64, 20, 513), (128, 9, 257), (256, 32, 513))):
         fields = {"head_dim": dim, "num_splits": splits, "dtype": HALF[index % 2]}
         yield _packed(((1, 1), (keys, 17)), "kvcache", heads_q=4, **fields)
+    # A sink counts once, however many splits there are.
+    for dtype in HALF:
+        fields = {"dtype": dtype, "num_splits": 3, "sinks": True, "head_dim": 128}
+        yield _packed(((1, 1), (130, 33)), "kvcache", **fields)
     # Splits whose rows do not fill a workgroup, with a head_dim that leaves threads of a row
     # without elements. The LSE of the row behind the first sequence's last one is far larger.
     for dtype in HALF:

@@ -60,6 +60,16 @@ _FAULTS: tuple[Mapping[str, Any], ...] = (
          "bias": "full", "num_splits": 4, "layout": "unaligned"},
         {"lengths_q": (40, 40), "lengths_k": (300, 257), "bias": "heads", "page_size": 1,
          "recipe": "growing"},
+        # A row that outgrows its maximum so far beside one, 16 further, that does not.
+        {"lengths_q": (80,), "lengths_k": (300,), "bias": "heads", "page_size": 1,
+         "recipe": "huge", "num_splits": 1},
+    )),
+    # Of each 16-bit type: dropout over splits with values that are narrower than a tile; keys of a
+    # packed batch in three blocks beside one.
+    *({"dtype": half, **fields} for half in HALF for fields in (
+        {"lengths_q": (17, 17), "lengths_k": (513, 513), "head_dim_v": 40, "dropout_p": 0.2},
+        {"kind": "varlen", "lengths_q": (70, 33), "lengths_k": (300, 20), "heads_q": 4,
+         "causal": True, "backward": True},
     )),
 )  # fmt: skip
 

@@ -7,6 +7,7 @@ of keys.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -69,6 +70,29 @@ _LINES: tuple[Mapping[str, Any], ...] = (
         "num_splits": 2,
     },
 )
+# Several tiles of keys for a workgroup of many rows, which the splits that a backend chooses would
+# leave one: a row that outgrows its maximum so far beside rows that do not, keys that arrive tile
+# by tile, and values narrower than a kernel's columns, whose rows stand side by side. And sinks
+# that several splits have.
+_TILES: tuple[Mapping[str, Any], ...] = (
+    {"lengths": ((3, 3), (321, 130)), "heads_q": 8, "recipe": "huge", "num_splits": 1},
+    {
+        "lengths": ((1, 1), (70, 33)),
+        "heads_q": 96,
+        "sinks": True,
+        "num_splits": 2,
+        "scale": 0.02,
+    },
+    {"lengths": ((1,), (450,)), "heads_q": 32, "num_splits": 1},
+    {
+        "lengths": ((2, 2), (130, 65)),
+        "heads_q": 12,
+        "head_dim": 192,
+        "head_dim_v": 128,
+        "num_splits": 1,
+    },
+)
+_PAGES = (16, 64, 0)
 # Float8 caches.
 _SCALES: tuple[str | int, ...] = ("", "tensor", "head", 16)
 
@@ -82,6 +106,8 @@ def quick() -> Iterator[Case]:
         yield _latent(_LENGTHS[(index + 1) % 3], dtype=HALF[index % 2], **options)
     for dtype, options in zip(HALF, _LINES, strict=True):
         yield _latent(**{"dtype": dtype, **options})
+    for index, options in enumerate(_TILES):
+        yield _latent(**{"dtype": HALF[index % 2], "page_size": _PAGES[index % 3], **options})
     for index, scales in enumerate(_SCALES):
         fields = {"scales": scales, "heads_q": 16, "page_size": 16 * (index % 2)}
         dtypes = {"dtype": HALF[index % 2], "cache_dtype": "float8_e4m3fn"}
@@ -109,6 +135,8 @@ def full() -> Iterator[Case]:
     }  # fmt: skip
     for index, options in enumerate(_MANY):
         yield _latent(**{"dtype": HALF[index % 2], **options})
+    for options, dtype, page_size in itertools.product(_TILES, HALF, _PAGES):
+        yield _latent(**{"dtype": dtype, "page_size": page_size, **options})
     for draw in draws("latent", 200, axes):
         yield _latent(draw.pop("lengths"), **draw)
 

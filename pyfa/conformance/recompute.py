@@ -32,7 +32,6 @@ from .. import reference
 from ..problem import Call
 from .inputs import Inputs, mod_slope
 
-FLOAT8_BITS = 4  # of a float8 P
 # The standard deviation of a rounding to float32, as a share of the value.
 _ROUNDING = math.sqrt(3.0 / (8.0 * math.log(2.0)) / 12.0) * 2.0**-23
 
@@ -56,12 +55,10 @@ def in_order(inputs: Inputs) -> list[InOrder] | None:
 def recomputed_out(inputs: Inputs, scores: list[InOrder] | None) -> torch.Tensor | None:
     """Return a second reference output in float64, with one error of the kernels put in on purpose.
 
-    For float32 inputs it is computed from perturbed scores, for float8 from a P relative to a base
-    that is not the row's maximum. For 16-bit inputs it is None, because an error of 1e-6 in a score
-    is negligible compared with the rounding of P and of the output.
+    For float32 inputs it is computed from perturbed scores. For 16-bit inputs it is None, because
+    an error of 1e-6 in a score is negligible compared with the rounding of P and of the output. For
+    float8 queries see ``float8.py``.
     """
-    if inputs.spec.q.itemsize == 1:
-        return reference.attention(inputs.spec, p_bits=FLOAT8_BITS, lagging=True)[0]
     if scores is None:
         return None
     return reference.attention(with_moved_scores(inputs.spec, (x.error for x in scores)))[0]
@@ -185,7 +182,7 @@ def _in_order(
         squares.addcmul_(total, total)
     q, k = q.double(), k.double()
     exact = torch.einsum("qhd,khd->hqk", q, k) * call.scale
-    slope = _slope(call, b, exact)
+    slope = slope_of(call, b, exact)
     error = total.double() * (1.0 if scaled_first else call.scale) - exact
     # Of the partial sums, of the products, and of the multiplication by the scale.
     squares = squares + torch.einsum("qhd,khd->hqk", q.square(), k.square())
@@ -193,7 +190,7 @@ def _in_order(
     return InOrder(error * slope, deviation * slope.abs())
 
 
-def _slope(call: Call, b: int, scaled: torch.Tensor) -> torch.Tensor:
+def slope_of(call: Call, b: int, scaled: torch.Tensor) -> torch.Tensor:
     """Return the slope of the softcap and the score_mod at these scaled q·k."""
     if not call.softcap:
         return mod_slope(call, b, scaled)

@@ -50,14 +50,24 @@ errors r, times tr(C)²/tr(C²) of the error's second moments C along head_dim. 
 a bias or sinks each element is a separate sum and counts as a row.
 
 (f) Float8 queries: eager PyTorch has none, so naive is float32 on the scaled inputs with P rounded
-to float8's 4 significant bits, wherever in the range it lies. A kernel that loses probabilities far
-below the largest one fails. That P is exact where a row sees one key, or hardly more, and so is a
-kernel's where its base is the row's maximum. But a base may lag behind the maximum, and scales per
-block of V multiply P: then the largest P is rounded like any other, by 2⁻⁶ to 2⁻⁵ of itself on
-average. As in (a), an exact yardstick would be chance. So it is the larger of naive's error and
-that of P rounded relative to another base in each row, spread evenly from 1 to 2. All elements of a
-row share the error of its largest P, so the mean gets the noise of (e). Float8 keys with 16-bit
-queries are compared with eager attention in the queries' dtype.
+to float8's 4 significant bits, wherever in the range it lies. A kernel on 8-bit matrix units has
+three more errors. The yardstick, for maximum and mean, is the larger of naive's error and that of
+``float8.recomputed_out``, which has all three:
+
+- That P is exact where a row sees one key, or hardly more, and so is a kernel's where its base is
+  the row's maximum. But a base may lag behind the maximum, and scales per block of V multiply P:
+  then the largest P is rounded like any other, by 2⁻⁶ to 2⁻⁵ of itself on average. As in (a), an
+  exact yardstick would be chance. So P is rounded relative to another base in each row, spread
+  evenly from 1 to 2.
+- Float8 has a range, too. P below 2⁻¹⁷·⁸ to 2⁻¹⁸·⁸ of the largest P of its tile of 128 keys, or of
+  later keys, becomes 0. If the value of the largest is 0, this can be all there was of the output.
+  A kernel that loses larger probabilities, or those of tiles behind the largest P, fails.
+- Scores are sums of 14 bits. In a row of two keys with sums of several hundred, this can move P by
+  more than its 4 bits do.
+
+In few float8 cases of the suite are scores so large that the last two matter. All
+elements of a row share the error of its largest P, so the mean gets the noise of (e). Float8 keys
+with 16-bit queries are compared with eager attention in the queries' dtype.
 
 (g) Numbers below 2⁻¹²⁶, the smallest normal float32, may be flushed to 0, so both bounds get 2⁻¹²⁶.
 
@@ -78,7 +88,7 @@ Every backend computes the LSE in float32 from unrounded scores. Its bounds are:
     float32:        |x − ref| ≤ 4 ulp(max|ref|) + max(√D · 2⁻²³ · max(scale·Σ|q||k|), in order)
 
 Hopper's matrix unit keeps only 14 bits when it adds up float8 products; ``float8.py`` derives the
-bound of each row, and ``rotary.py`` that of rotated rows in 16 and 8 bits.
+bound of each row's LSE, and ``rotary.py`` that of rotated rows in 16 and 8 bits.
 
 The LSE moves by at most as much as the scores do. Each of the D additions of a dot product rounds
 its partial sum, which is at most Σ|q||k|, by at most 2⁻²⁴ of it, and these roundings are

@@ -25,32 +25,12 @@ DENSE = [
 E4M3 = torch.float8_e4m3fn
 
 
-def cut(x: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-    """``x`` toward zero, to multiples of ``last``."""
-    return (x / last).trunc() * last
-
-
-def exponent(x: torch.Tensor) -> torch.Tensor:
-    return torch.frexp(x)[1].double() - 1.0
-
-
-def unit(q: torch.Tensor, k: torch.Tensor, bits: int = 13) -> torch.Tensor:
-    """q·k (H, rows, keys) as Hopper's matrix unit makes it, with ``bits`` behind the first."""
-    q, k = (x.double().transpose(0, 1) for x in (q, k))
-    total = torch.zeros(q.shape[0], q.shape[1], k.shape[1], dtype=torch.float64)
-    for i in range(0, q.shape[-1], float8.STEP):
-        products = q[:, :, None, i : i + float8.STEP] * k[:, None, :, i : i + float8.STEP]
-        terms = torch.cat([total[..., None], products], dim=-1)
-        last = 2.0 ** (exponent(terms.abs().amax(-1, keepdim=True)) - bits)
-        total = cut(terms, last).sum(-1)
-        total = cut(total, 2.0 ** (exponent(total) - bits))
-    return total
-
-
 def error_of_unit(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """How far the unit is off, and how far it may be."""
     q, k = q.double(), k.double()
-    return (unit(q, k) - torch.einsum("qhd,khd->hqk", q, k)).abs(), float8.score_slack(q, k)
+    return (float8.summed(q, k) - torch.einsum("qhd,khd->hqk", q, k)).abs(), float8.score_slack(
+        q, k
+    )
 
 
 @pytest.mark.parametrize("dim", [16, 40, 128, 256])
@@ -86,7 +66,7 @@ def lse_by_unit(call: Call, bits: int) -> torch.Tensor:
     def error(b: int) -> torch.Tensor:
         q, k, _ = reference.operands(call, b)
         k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        return call.scale * (unit(q, k, bits) - torch.einsum("qhd,khd->hqk", q, k))
+        return call.scale * (float8.summed(q, k, bits) - torch.einsum("qhd,khd->hqk", q, k))
 
     return reference.attention(with_moved_scores(call, map(error, range(call.batch))))[1]
 

@@ -17,6 +17,7 @@ import pyfa
 from pyfa import _torch, abi, binding, dispatch, ops
 from pyfa import request as requests
 from pyfa.backends.common import libcuda
+from pyfa.backends.cuda import backward_grid
 from pyfa.problem import Call
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -245,6 +246,7 @@ def test_the_parts_of_the_workspace(
         made.append(found)
         return found
 
+    monkeypatch.setattr(backward_grid, "tiles_for", lambda *_: None)
     shapes = {"batch": 3, "rows": 100, "keys": 77, "heads": 6}
     step(driver, inputs(**shapes), deterministic=deterministic)
     monkeypatch.setattr(_torch, "empty_cuda", noted)
@@ -253,7 +255,7 @@ def test_the_parts_of_the_workspace(
     work = made[-1]
     assert len(made) == 2 + 3 + 1
     begin, end = work.data_ptr(), work.data_ptr() + work.nbytes
-    sums, delta = 4 * 3 * 6 * 128 * 64, 4 * 2 * 3 * 6 * 100  # rows in tiles of 64
+    sums, delta = 4 * 3 * 6 * 128 * 64, 4 * 2 * 3 * 6 * 100  # rows in tiles of 128
     parts = [(values["dq_accum"], sums), (values["delta"], delta)]
     if deterministic:
         parts.insert(1, (values["counter"], 4 * 3 * 6 * 2))

@@ -52,6 +52,15 @@ def test_pages_beyond_two_to_the_31_elements(backend: str) -> None:
     assert bool(near.any())
 
 
+def test_more_heads_fit_the_l2_cache_than_there_are(backend: str) -> None:
+    """One key takes so little of it that the heads that fit, times the blocks of a head, are a
+    multiple of 2^32: the number of heads that run side by side must be cut to those there are."""
+    q = torch.randn(1, 49_152, 64, 8, **BF16)
+    k, v = (torch.randn(1, 1, 1, 8, **BF16) for _ in range(2))
+    out = pyfa.attention(q, k, v, backend=backend)
+    assert torch.equal(out, v.expand_as(out))
+
+
 def test_more_pairs_of_sequence_and_head_than_a_grid_axis_has(backend: str) -> None:
     batch, heads = 16_400, 8
     assert batch * heads > 1 << 16

@@ -11,9 +11,9 @@
 #include "../format.h"
 
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(BLOCK_Q) ||           \
-    !defined(BLOCK_K) || !defined(DETERMINISTIC) || !defined(FLOAT_WEIGHTS) || !defined(GROUPS) ||  \
-    !defined(ONE_SENDER) || !defined(OVERLAP) || !defined(ROLES) || !defined(SHARED_BYTES) ||       \
-    !defined(TERMS)
+    !defined(BLOCK_K) || !defined(BLOCKS) || !defined(DETERMINISTIC) || !defined(FLOAT_WEIGHTS) ||  \
+    !defined(GROUPS) || !defined(ONE_SENDER) || !defined(OVERLAP) || !defined(ROLES) ||             \
+    !defined(SHARED_BYTES) || !defined(TERMS)
 #error "the plan defines all of these"
 #endif
 #include "bwd_load.h"
@@ -30,8 +30,7 @@ DEVICE void init_barriers(Shared shared) {
   fence_mbarrier_init();
 }
 
-extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd(
-    MAPPED_PARAMS mapped) {
+extern "C" __global__ WORKGROUP(kThreads, BLOCKS) void attn_bwd(MAPPED_PARAMS mapped) {
   const Params &p = mapped.params;
   // Of what row_sums leaves, the table of work is needed here; the rest is waited for where it is read.
   if (has_work_table(p)) griddepcontrol_wait();
@@ -67,7 +66,7 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd(
   }
   barrier();
   if (thread_index() < kConsumerThreads) {
-    setmaxnreg_inc<240>();
+    setmaxnreg_inc<kConsumerRegisters>();
 #if ROLES
     if (wave_index() < 4)
       consume_role<kRoleP>(p, w, shared);
@@ -77,7 +76,7 @@ extern "C" __global__ WORKGROUP(kThreads, 1) void attn_bwd(
     consume(p, w, shared);
 #endif
   } else {
-    setmaxnreg_dec<24>();
+    setmaxnreg_dec<kProducerRegisters>();
     if (w.steps == 0) {
       griddepcontrol_wait();
       return;

@@ -74,6 +74,10 @@ constexpr int kKeyGroups = BLOCK_K / 64;
 static_assert(ROLES ? kConsumers == 2 && kKeyGroups == 1 : kConsumers == kKeyGroups, "or else");
 constexpr int kConsumerThreads = kConsumers * 128;
 constexpr int kThreads = kConsumerThreads + 128;  // and one that loads
+// Of the registers of an SM, which has BLOCKS blocks at a time. With two, of one consumer warpgroup each, one multiplies
+// while the other loads or stores.
+static_assert(BLOCKS == 1 || (BLOCKS == 2 && GROUPS == 1), "whose registers are counted here");
+constexpr int kProducerRegisters = 24, kConsumerRegisters = BLOCKS == 2 ? 232 : 240;
 
 // Panels of 64 elements a row, as TMA leaves them and wgmma reads them.
 constexpr int kRowBytes = 128;

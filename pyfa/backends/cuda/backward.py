@@ -14,8 +14,9 @@ from ...problem import TERMS, Problem
 from ..common import calls
 from ..native.lists import listed
 from ..native.plans import modified, plan_with
+from ..native.target import BackwardGrid
 from ..native.tiles import Pair, constants_of, sm90
-from . import plans, tensor_maps
+from . import backward_grid, plans, tensor_maps
 
 KERNEL = "cuda/sm80/attn_bwd.cu"
 
@@ -60,6 +61,8 @@ TERM_BITS = {"softcap": 1, "alibi": 2, "bias": 4, "dropout": 8, "sinks": 16}
 ALL_TERMS = sum(TERM_BITS.values())
 OF_TILES = TERM_BITS["bias"] | tensor_maps.BIAS_TILES
 _SINKS, _DROPOUT = TERM_BITS["sinks"], TERM_BITS["dropout"]
+# ``TERMS`` of plans whose tiles follow from the grid.
+OF_GRID = (0, _SINKS)
 # Terms for which dS is of other weights than dV.
 _TWO_WEIGHTS = TERM_BITS["softcap"] | TERM_BITS["dropout"]
 
@@ -82,8 +85,10 @@ def sm90_plans_of(
     bits: int = 0,
     score_mod: bool = False,
     mods: bool = False,
+    chosen: sm90.OwnBackward | None = None,
 ) -> tuple[Plan, Plan, Plan]:
-    """Return the plans of row_sums, Hopper's own attn_bwd, and dq_convert."""
+    """Return the plans of row_sums, Hopper's own attn_bwd, and dq_convert. ``chosen``: tiles in
+    place of the general ones."""
     plain, of_terms = sm90.BACKWARD[pair], sm90.BACKWARD_TERMS[pair]
     several = score_mod or (bits and bits not in (*TERM_BITS.values(), OF_TILES))
     two_weights = plain.roles and bits & _TWO_WEIGHTS
@@ -91,7 +96,7 @@ def sm90_plans_of(
     candidates = (of_terms,) if several or two_weights else (plain, of_terms)
     if mods and dtype == calls.DTYPE_CODES["float16"] and not bits & (_SINKS | _DROPOUT):
         candidates = (sm90.BACKWARD_FLOAT16_MODS.get(pair, candidates[0]), *candidates[1:])
-    for tiles in candidates:
+    for tiles in (chosen,) if chosen else candidates:
         if deterministic and not tiles.roles:
             tiles = tiles._replace(one_sender=True)
         if tiles.shared_bytes(pair, sinks) <= ARCHS["sm_90a"].shared_bytes_per_block:
@@ -129,13 +134,16 @@ def plans_for(
     deterministic: bool,
     mods: str = "",
     terms: frozenset[str] = frozenset(),
+    grid: BackwardGrid | None = None,
 ) -> tuple[Plan, Plan, Plan]:
     """Return the plans of row_sums, attn_bwd and dq_convert for these head dims on ``arch``."""
     if plans.runs_sm90(arch) and why_not_sm90(dims, terms) is None:
         pair = calls.bucket_of(sm90.BACKWARD, *dims)
         bits = bits_of(terms, general, mods)
+        plain = grid is not None and bits in OF_GRID and not deterministic and not mods
+        chosen = backward_grid.tiles_for(grid, pair) if plain else None
         sums, gradients, convert = sm90_plans_of(
-            pair, dtype, deterministic, bits, "score_mod" in terms, bool(mods)
+            pair, dtype, deterministic, bits, "score_mod" in terms, bool(mods), chosen
         )
     else:
         pair = calls.bucket_of(plans.tiles_of(arch).backward, *dims)
@@ -166,6 +174,8 @@ def all_plans(arch: str) -> list[Plan]:
                 for pair in sm90.BACKWARD:
                     for deterministic in (False, True):
                         found += sm90_plans_of(pair, dtype, deterministic, bits)
+                    for tiles in backward_grid.all_tiles(pair) if bits in OF_GRID else ():
+                        found += sm90_plans_of(pair, dtype, False, bits, chosen=tiles)
         for general in (False, True):
             if general or not own:
                 for pair in table:

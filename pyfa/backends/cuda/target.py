@@ -14,18 +14,25 @@ from ..native.plans import values_of
 from ..native.target import Block, Buffers, Target
 from ..native.tiles import GROUP, Pair, sm90
 from ..native.tiles.sm80 import LINES, Decode
-from . import backward, code, decode, forward, forward_sm90, forward_sm90_fp8, latent_sm90, plans
+from . import (
+    backward,
+    backward_grid,
+    code,
+    decode,
+    forward,
+    forward_sm90,
+    forward_sm90_fp8,
+    latent_sm90,
+    plans,
+)
 
 # On an H200: 64 keys of a block of 128 rows (8 heads of 8192, causal: 351 µs, of which the longest
 # block has 128 such tiles), and a row of one head in ``combine`` (16,384 of them: 54 µs), which
 # starts 3 µs late. Of Hopper's own kernel 650 TFLOP/s on 132 SMs, one block on each.
 _COSTS = Costs(tile_us=2.7, row_us=0.0033, combine_us=3.0)
 _SM90_COSTS = _COSTS._replace(tile_us=0.85)
-# Hopper's backward, whose heads come side by side (bwd_shape.h). On 37 shapes on an H100 and an
-# H200 these choose the fastest number of parts or lose at most 5 %, and once, with wide heads, 10 %
-# (docs/kernels/cuda_sm90_backward.md). Wide heads gain more from parts than the other terms
-# explain: 1 x 4,096, 32/4 heads of 256 take 2.67 ms in one part, 1.85 in two.
-_PARTS = GroupCosts(start=240, sum=450, tail=0.0, misses=0.3)
+# Wide heads of Hopper's backward gain more from parts than other terms explain: 1 x 4,096, 32/4
+# heads of 256 take 2.67 ms in one part, 1.85 in two.
 _WIDE_PARTS = GroupCosts(tail=0.3)
 
 
@@ -49,7 +56,7 @@ def _block_of(plan: Plan) -> Block:
     if plan.kernel == decode.KERNEL:
         return Block(threads, LINES * values["TILES"] * values["TEAM"], GROUP)
     if plan.kernel == backward.SM90:
-        parts = _WIDE_PARTS if values["ROLES"] else _PARTS
+        parts = _WIDE_PARTS if values["ROLES"] else backward_grid.PARTS
         return Block(threads, keys=values["BLOCK_K"], parts=parts, by_length=True, table=True)
     if "BLOCK_K" in values:
         return Block(threads, keys=values["BLOCK_K"])

@@ -9,7 +9,7 @@ from ...plan import Plan
 from ...problem import Problem
 from ..common import calls, splits
 from ..native.plans import notes_of, values_of
-from ..native.target import Block, Buffers, Target
+from ..native.target import BackwardGrid, Block, Buffers, Target
 from ..native.tiles import GROUP, Pair
 from ..native.tiles.gfx942 import LINES, Decode
 from . import backward, code, decode, forward, latent, plans
@@ -100,9 +100,10 @@ def _backward_plans(
     deterministic: bool,
     mods: str,
     terms: frozenset[str] = frozenset(),
+    grid: BackwardGrid | None = None,
 ) -> tuple[Plan, Plan, Plan]:
-    """Return the plans of a backward. ``terms`` is ignored: all score terms use the same
-    kernels."""
+    """Return the plans of a backward. ``terms`` and ``grid`` are ignored: all score terms and sizes
+    use the same kernels."""
     pair = calls.bucket_of(plans.tiles_of(arch).two_passes, *dims)
     return backward.plans_of(backend, pair, dtype, general, deterministic, arch, mods)
 

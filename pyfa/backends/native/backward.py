@@ -11,14 +11,19 @@ from ... import abi, mods, sizes
 from ...device import Device
 from ...plan import Plan
 from ...problem import (
+    STEPS,
     TERMS,
+    UNEVEN,
     Call,
     Problem,
     band_of,
+    bucket,
+    features_of,
     form_of,
     has_bias_tiles,
     is_banded,
     tensors_of,
+    window_of,
 )
 from ...sizes import Extent, Totals
 from ..base import Gradients, RunBackward, Saved
@@ -27,7 +32,7 @@ from ..common.program import Like, Params, Program, count, for_any_total, like, 
 from . import gaps, lists
 from .launch import Launcher
 from .plans import banded, name_of, values_of
-from .target import Block, Target, blocks_of_head
+from .target import BackwardGrid, Block, Sizes, Target, blocks_of_head
 
 if TYPE_CHECKING:
     from ...traffic import Shape
@@ -247,32 +252,75 @@ def bias_plan_for(target: Target, backend: str, problem: Problem) -> Plan:
     return banded(plan) if is_banded(problem.features) else plan
 
 
+# A mask that is neither causal nor a window with both bounds, and what fixes the tiles.
+_OF_ANY_GRID = frozenset({"batch_invariant", "chunk", "negative_edge"})
+
+
+def _grid_of(
+    device: Device, features: frozenset[str], square: bool, window: int, sizes: Sizes
+) -> BackwardGrid | None:
+    """Return what the tiles of a backward may follow from, or None where they must not. ``window``:
+    how many keys a row sees by its window, 0 if it has no bound on one side."""
+    masked = not features.isdisjoint({"causal", "window"})
+    open_window = "window" in features and not window
+    if features & _OF_ANY_GRID or open_window or (masked and not square):
+        return None
+    steps = 1 if features & UNEVEN else STEPS
+    left, right = bucket(window, STEPS) - 1, 0 if masked else -1
+    return BackwardGrid(
+        sizes._replace(
+            batch=bucket(sizes.batch, steps),
+            seqlen_q=bucket(sizes.seqlen_q, steps),
+            seqlen_k=bucket(sizes.seqlen_k, steps),
+            window_left=left,
+            window_right=right,
+        ),
+        device,
+    )
+
+
 def plans_for(target: Target, backend: str, problem: Problem) -> tuple[Plan, ...]:
     """Return the plans of a problem's backward."""
+    device = target.device_of(problem)
+    sizes = Sizes(
+        problem.batch,
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.heads_q,
+        problem.heads_k,
+        problem.head_dim,
+        problem.head_dim_v,
+        -1,
+        -1,
+    )
     plans = target.backward_plans(
         backend,
-        target.device_of(problem).arch,
+        device.arch,
         (problem.head_dim, problem.head_dim_v),
         calls.DTYPE_CODES[problem.dtype],
         is_general_problem(problem),
         "deterministic" in problem.features,
         problem.mods,
         problem.features & TERMS,
+        _grid_of(device, problem.features, problem.square, problem.window, sizes),
     )
     return tuple(map(banded, plans)) if is_banded(problem.features) else plans
 
 
 def _chain(launch: Launcher, call: Call) -> tuple[Plan, ...]:
     """Return the launches of one pass, in order."""
+    device, features = launch.device_at(call.q.device), features_of(call, True, False)
+    square = call.max_seqlen_q == call.max_seqlen_k and call.q_start == call.k_start
     sums, first, last = launch.target.backward_plans(
         launch.target.name,
-        launch.device_at(call.q.device).arch,
+        device.arch,
         (call.q.shape[-1], call.v.shape[-1]),
         calls.dtype_code(call.q),
         is_general(call),
         call.deterministic,
         call.mods,
         _terms_of(call),
+        _grid_of(device, features, square, window_of(call), _sizes_of(call)),
     )
     return (sums, banded(first), banded(last)) if _is_banded(call) else (sums, first, last)
 
@@ -293,12 +341,15 @@ def _group_splits_of(launch: Launcher, call: Call) -> Callable[[int], int]:
     group are divided."""
     if call.batch_invariant or call.q.shape[-2] <= call.k.shape[-2]:
         return lambda total: 1  # of batch_invariant, because the bits of dK depend on it
-    from ...traffic.shape import Shape
-
     chain = _chain(launch, call)
     block = next(x for x in map(launch.target.block_of, chain) if x.keys)
-    packed = call.cu_seqlens_k is not None
-    shape = Shape(
+    packed, sizes = call.cu_seqlens_k is not None, _sizes_of(call)
+    device = launch.device_at(call.q.device)
+    return lambda total: group_splits(device, block, sizes, total if packed else None)
+
+
+def _sizes_of(call: Call) -> Sizes:
+    return Sizes(
         call.batch,
         call.max_seqlen_q,
         call.max_seqlen_k,
@@ -309,28 +360,28 @@ def _group_splits_of(launch: Launcher, call: Call) -> Callable[[int], int]:
         call.window_left,
         call.window_right,
     )
-    device = launch.device_at(call.q.device)
-    return lambda total: group_splits(device, block, shape, total if packed else None)
 
 
-def group_splits(device: Device, block: Block, shape: Shape, packed_k: int | None = None) -> int:
+def group_splits(
+    device: Device, block: Block, sizes: Sizes | Shape, packed_k: int | None = None
+) -> int:
     """Return into how many parts to divide the query heads of each group, if workgroups like
     ``block`` own keys. ``packed_k``: the total of packed keys."""
-    group = shape.heads_q // max(1, shape.heads_k)
+    group = sizes.heads_q // max(1, sizes.heads_k)
     if group <= 1:
         return 1
-    of_sequence = max(1, -(-shape.seqlen_k // block.keys))
-    tiles = of_sequence * shape.batch
+    of_sequence = max(1, -(-sizes.seqlen_k // block.keys))
+    tiles = of_sequence * sizes.batch
     if packed_k is not None:
-        tiles = min(tiles, packed_k // block.keys + shape.batch)
-    rows, (left, right) = shape.seqlen_q, (shape.window_left, shape.window_right)
+        tiles = min(tiles, packed_k // block.keys + sizes.batch)
+    rows, (left, right) = sizes.seqlen_q, (sizes.window_left, sizes.window_right)
     if left >= 0 and right >= 0:
         rows = min(rows, left + right + block.keys)
     uneven = (left >= 0) is not (right >= 0)
     # Of Q and dO, and the float32 of dQ.
-    row_bytes = 2 * (shape.head_dim + shape.head_dim_v) + 4 * shape.head_dim
+    row_bytes = 2 * (sizes.head_dim + sizes.head_dim_v) + 4 * sizes.head_dim
     l2_share = rows * group * row_bytes / of_sequence / device.l2_bytes if device.l2_bytes else 0.0
-    visited = splits.Visited(tiles * shape.heads_k, rows * group, uneven, l2_share)
+    visited = splits.Visited(tiles * sizes.heads_k, rows * group, uneven, l2_share)
     return splits.of_group(group, visited, device.units, block.parts)
 
 

@@ -77,6 +77,28 @@ class Buffers(NamedTuple):
     ahead: int = 0
 
 
+class Sizes(NamedTuple):
+    """The sizes and the mask of a backward; windows as a ``Call`` has them, −1 for unlimited."""
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads_q: int
+    heads_k: int
+    head_dim: int
+    head_dim_v: int
+    window_left: int
+    window_right: int
+
+
+class BackwardGrid(NamedTuple):
+    """What tiles may follow from: sizes, rounded as ``Problem.bucketed`` rounds them, and the
+    device."""
+
+    sizes: Sizes
+    device: Device
+
+
 class DecodeTiles(Protocol):
     """A row of decode's tiles, as ``tiles.constants_of`` reads it."""
 
@@ -114,7 +136,8 @@ class Target:
     ``splits_of_lengths``: the number of splits of sequences whose lengths only the device knows, by
     kernel, the number for equal lengths, blocks, the most keys, and units. ``backward_plans``:
     row_sums and the two kernels that follow, by backend, arch, head dims, number format, general
-    scores, determinism, the digest of the mods and the names of the score terms.
+    scores, determinism, the digest of the mods, the names of the score terms, and what the tiles
+    may follow from (None: nothing).
     ``bias_grad_plan``: the plan of the gradient of a bias, if there is one. ``list_tiles``: the
     tiles of a plan whose kernel visits work tiles by block lists.
     """
@@ -136,7 +159,8 @@ class Target:
     latent_tiles: Callable[[str, bool], Mapping[Pair, Sequence[DecodeTiles]]]
     decode_splits: Callable[[str, int, int, int, int], int]
     backward_plans: Callable[
-        [str, str, Pair, int, bool, bool, str, frozenset[str]], tuple[Plan, Plan, Plan]
+        [str, str, Pair, int, bool, bool, str, frozenset[str], BackwardGrid | None],
+        tuple[Plan, Plan, Plan],
     ]
     list_tiles: Callable[[Plan], Tiles]
     bias_grad_plan: Callable[[str, str, Pair, int, str], Plan] | None = None

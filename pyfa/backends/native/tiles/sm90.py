@@ -142,7 +142,7 @@ class OwnBackward(NamedTuple):
     ``overlap`` (with roles): the scores of a tile are computed while the gradient of the previous
     tile is in flight, which is always so without roles. ``float_weights``: dS is computed from P in
     float32. ``one_sender`` (without roles): one thread adds the tiles of dQ to memory for all
-    warps.
+    warps. ``blocks``: how many blocks an SM has at a time.
     """
 
     groups: int
@@ -151,6 +151,7 @@ class OwnBackward(NamedTuple):
     roles: bool = False
     float_weights: bool = False
     one_sender: bool = False
+    blocks: int = 1
 
     @property
     def block_k(self) -> int:
@@ -178,6 +179,56 @@ BACKWARD: dict[Pair, OwnBackward] = {
     (192, 128): OwnBackward(2, 32, one_sender=True),
     (192, 192): OwnBackward(2, 64, roles=True),
     (256, 256): OwnBackward(2, 64, overlap=False, roles=True, float_weights=True),
+}
+
+
+class BackwardPace(NamedTuple):
+    """How fast blocks of ``tiles`` are. A block takes ``start`` µs, and ``step`` µs for each tile
+    of query rows that it visits."""
+
+    tiles: OwnBackward
+    start: float
+    step: float
+
+
+class BackwardTimes(NamedTuple):
+    """The time of a backward in microseconds: ``launch``, and ``rows`` for 1,000 rows of a head in
+    row_sums and dq_convert. ``sum``: to add up the gradients of several parts of a group. ``tail``:
+    of unequal blocks, how much longer they take than the average SM is busy, as a share of the
+    longest. ``paces`` of attn_bwd, the general tiles first."""
+
+    launch: float
+    rows: float
+    sum: float
+    tail: float
+    paces: tuple[BackwardPace, ...]
+
+
+# Tiles for sizes that are known. Fitted on an H200 to 55 shapes of head_dim 64 and 38 of 128
+# (docs/kernels/cuda_sm90_backward.md). Fewer rows at a time leave fewer places empty. Of blocks of
+# 64 keys an SM has two, of which one multiplies while the other loads or stores: short sequences
+# and small windows are faster, while twice as much dQ is added for a score.
+BACKWARD_OF_GRID: dict[Pair, BackwardTimes] = {
+    (64, 64): BackwardTimes(3.2, 0.21, 6.4, 0.47, (
+        BackwardPace(BACKWARD[64, 64], 6.3, 2.25),
+        BackwardPace(OwnBackward(2, 112), 5.9, 2.02),
+        BackwardPace(OwnBackward(2, 96), 5.0, 1.82),
+        BackwardPace(OwnBackward(1, 80, blocks=2), 4.55, 1.77),
+        BackwardPace(OwnBackward(1, 64, blocks=2), 3.8, 1.70),
+    )),
+    (128, 128): BackwardTimes(1.4, 0.51, 7.8, 0.39, (
+        BackwardPace(BACKWARD[128, 128], 6.9, 1.92),
+        BackwardPace(OwnBackward(2, 48, one_sender=True), 6.2, 1.66),
+        BackwardPace(OwnBackward(1, 32, one_sender=True, blocks=2), 6.0, 1.47),
+    )),
+}  # fmt: skip
+
+# With a window of less than so many keys, and as many query heads as KV heads. On an H200 windows
+# of 64 to 256 keys were 1.24 to 1.05 times as fast at 64, of 384 as fast, and 1.03 with 64 keys at
+# 128. Groups of heads took 1.03 of the time.
+BACKWARD_OF_WINDOW: dict[Pair, tuple[int, OwnBackward]] = {
+    (64, 64): (320, OwnBackward(1, 64, blocks=2)),
+    (128, 128): (80, OwnBackward(1, 32, one_sender=True, blocks=2)),
 }
 
 # The same for several score terms at once and for a score_mod, whose registers leave room for fewer

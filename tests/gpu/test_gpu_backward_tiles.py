@@ -1,0 +1,77 @@
+"""Each tile of Hopper's backward that sizes may choose, the general ones too, with every mask.
+
+Cases of the conformance suite are small, and so have few of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pyfa import device
+from pyfa.backends import BACKENDS
+from pyfa.backends.cuda import backward, backward_grid, plans
+from pyfa.backends.native.tiles import Pair, sm90
+from pyfa.conformance import runner
+from pyfa.conformance.cases import Case
+
+TILES = [
+    pytest.param(pair, tiles, id=f"{pair[0]}-{tiles.groups}x{tiles.block_q}")
+    for pair in sm90.BACKWARD_OF_GRID
+    for tiles in (sm90.BACKWARD[pair], *backward_grid.all_tiles(pair))
+]
+
+
+def cases(head_dim: int) -> list[Case]:
+    """Rows and keys around the edges of tiles; few keys, so that blocks end beyond a sequence."""
+    base: dict[str, Any] = {"head_dim": head_dim, "heads_q": 4, "heads_k": 4, "backward": True}
+    lengths = [(1, 1), (50, 50), (64, 65), (197, 197), (257, 130), (300, 300), (391, 77)]
+    dense = [
+        Case(lengths_q=(rows,) * 2, lengths_k=(keys,) * 2, dtype=dtype, **base, **more)
+        for rows, keys in lengths
+        for dtype in ("float16", "bfloat16")
+        for more in ({}, {"causal": True}, {"window": (64, 0)}, {"sinks": True, "dlse": "both"})
+    ]
+    packed: dict[str, Any] = {"kind": "varlen", "used_q": True, "used_k": True, "slack": 3}
+    of_groups = {**base, "heads_q": 8, "heads_k": 2}
+    return [
+        *dense,
+        Case(lengths_q=(70, 0, 133, 16), lengths_k=(70, 5, 239, 16), **packed, **base),
+        Case(lengths_q=(70, 0, 133), lengths_k=(70, 5, 39), causal=True, **packed, **of_groups),
+        Case(lengths_q=(260,), lengths_k=(260,), causal=True, sinks=True, **of_groups),
+    ]
+
+
+@pytest.fixture
+def on_hopper() -> None:
+    if why := BACKENDS["cuda"].why_unavailable():
+        pytest.skip(f"cuda: {why}")
+    if not plans.runs_sm90(device.of(runner.device_of("cuda")).arch):
+        pytest.skip("the GPU is no Hopper")
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(("pair", "tiles"), TILES)
+def test_every_tile_has_the_gradients_of_all_masks(
+    pair: Pair,
+    tiles: sm90.OwnBackward,
+    monkeypatch: pytest.MonkeyPatch,
+    nothing_bound: Callable[[], None],
+) -> None:
+    chosen = None if tiles == sm90.BACKWARD[pair] else tiles
+    monkeypatch.setattr(backward_grid, "tiles_for", lambda *_: chosen)
+    made, asked = backward.sm90_plans_of, set()
+
+    def noted(*args: Any, **more: Any) -> Any:
+        found = made(*args, **more)
+        constants = dict(found[1].constants)
+        asked.add((constants["GROUPS"], constants["BLOCK_Q"]))
+        return found
+
+    monkeypatch.setattr(backward, "sm90_plans_of", noted)
+    where = runner.device_of("cuda")
+    found = [runner.run_case(BACKENDS["cuda"], case, where) for case in cases(pair[0])]
+    assert {each.name: each.messages for each in found if each.status != "passed"} == {}
+    # Masks over as many rows as keys; others have the general tiles.
+    assert (tiles.groups, tiles.block_q) in asked
