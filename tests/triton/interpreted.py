@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from patched_once import patch_language_once
+from fast_interpreter import speed_up
 
 from pyfa import binding, blocks, bound, conformance, dispatch, mods, reference
 from pyfa.backends import BACKENDS
@@ -258,7 +258,7 @@ def invariance() -> list[str]:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    patch_language_once()
+    speed_up()
     which = sys.argv[1]
     own = {"paths": paths, "invariance": invariance, "lists": lists}
     print(json.dumps(own[which]() if which in own else conform(which)))

@@ -10,7 +10,7 @@ import itertools
 import sys
 
 import torch
-from patched_once import patch_language_once
+from fast_interpreter import speed_up
 
 from pyfa.backends.base import Rounding
 from pyfa.backends.triton import quantize
@@ -56,5 +56,5 @@ def main(wanted: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    patch_language_once()
+    speed_up()
     main([int(index) for index in sys.argv[1:]])
