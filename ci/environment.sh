@@ -132,7 +132,8 @@ environment() {
     constraints+=(-c "$target/torch.txt")
   fi
   _say "installing pyfa${extras:+[$extras]} into $target"
-  "$python" -m pip install --quiet --disable-pip-version-check "${constraints[@]}" \
+  # Python compiles what is imported. pip would compile every module there is, on one core.
+  "$python" -m pip install --quiet --disable-pip-version-check --no-compile "${constraints[@]}" \
     -e ".${extras:+[$extras]}" >&2 || return 2
   if [ -n "$torch_version" ] && [ "$(_gpu_torch "$python")" != "$torch_version" ]; then
     _say "torch $torch_version did not survive the installation"

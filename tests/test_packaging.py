@@ -20,6 +20,9 @@ from pathlib import Path
 
 import pytest
 
+# One process builds the wheel, for all of these.
+pytestmark = pytest.mark.xdist_group("packaging")
+
 ROOT = Path(__file__).parent.parent
 WHEEL_LIMIT = 60 * 10**6
 # pip without the settings of this machine.

@@ -68,7 +68,7 @@ the error of ``float8.recomputed_out``, which contains all three:
   matter of chance, so P is rounded relative to another base in each row, spread evenly from 1 to 2.
 - *The range.* A P below 2⁻¹⁷·⁸ to 2⁻¹⁸·⁸ of the largest P in its tile of 128 keys, or among later
   keys, becomes 0. If the value of the largest P is 0, nothing of the output may be left. A kernel
-  that loses larger probabilities, or those of tiles before the largest P, fails.
+  that loses larger probabilities, or those of tiles after that of the largest P, fails.
 - *The sums.* The matrix unit keeps 14 bits of a sum of products. If a row sees two keys and their
   scores are several hundred, this may change P by more than its 4 bits do.
 

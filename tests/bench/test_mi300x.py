@@ -20,9 +20,13 @@ from pyfa.backends.hip.runtime_sensitivity import FACTORS, Reckoned
 from pyfa.bench import mi300x, mi300x_fit, runner, suites
 from pyfa.bench.suites import Cell
 
-pytestmark = pytest.mark.skipif(
-    runtime_timing.why_unavailable() is not None, reason="no emulator or no code objects here"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        runtime_timing.why_unavailable() is not None, reason="no emulator or no code objects here"
+    ),
+    # One process reckons (``reckoned``), for all of these.
+    pytest.mark.xdist_group("mi300x"),
+]
 NOISE = 0.02
 
 

@@ -21,6 +21,9 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 from pyfa.bench import charts
 
+# One process draws the report, for all of these.
+pytestmark = pytest.mark.xdist_group("report")
+
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 

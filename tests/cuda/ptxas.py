@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import turns
 
 from pyfa import cache, cubin
-from pyfa.backends.cuda import code, plans, runtime_compiler
+from pyfa.backends.common.calls import DTYPE_CODES
+from pyfa.backends.cuda import backward, code, plans, runtime_compiler
 from pyfa.plan import Plan
 
 
@@ -32,6 +33,12 @@ def compiled(plan: Plan, arch: str) -> tuple[cubin.Cubin, str]:
     return cubin.parse(magic + data), report.decode()
 
 
+def of_hopper(plan: Plan) -> bool:
+    """Whether the tests of Hopper's forward and backward compile it and read its report."""
+    bfloat16 = dict(plan.constants).get("DTYPE") == DTYPE_CODES["bfloat16"]
+    return plan.kernel == backward.SM90 or (plan.kernel.startswith("cuda/sm90/") and bfloat16)
+
+
 def by_turns(every: Iterable[Plan]) -> list[Plan]:
-    """Of the plans of each kernel one in eight; all at night."""
-    return turns.some(every, 8, kind=lambda plan: plan.kernel, name=str)
+    """Of the plans of each kernel one in sixteen; all at night."""
+    return turns.some(every, 16, kind=lambda plan: plan.kernel, name=str)

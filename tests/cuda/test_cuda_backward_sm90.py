@@ -207,6 +207,8 @@ def test_products_run_on_while_registers_are_as_planned(plan: Plan) -> None:
     assert found.stack_bytes <= most
     shared_bytes = found.shared_bytes + plans.shared_bytes(plan)
     assert shared_bytes <= (113 if two_fit else 227) * 1024
+    blocks = plans.blocks_per_sm(plan, "sm_90", found.registers, shared_bytes)
+    assert blocks >= int(constants["BLOCKS"])
 
 
 @pytest.mark.parametrize("options", [{}, {"deterministic": True, "causal": True}], ids=str)

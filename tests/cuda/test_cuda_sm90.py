@@ -57,11 +57,13 @@ def test_forward_keeps_to_its_registers(plan: Plan) -> None:
     assert max(runtime_compiler.spills(report)) <= most
     assert "serialized" not in report
     assert "setmaxnreg" not in report  # that it is ignored
-    threads = plans.threads_of(plan) * int(dict(plan.constants).get("BLOCKS", 1))
+    blocks, shared = int(constants.get("BLOCKS", 1)), plans.shared_bytes(plan)
+    threads = plans.threads_of(plan) * blocks
     if threads > 256:
         assert kernel.registers == {384: 168, 512: 128}[threads]
     assert kernel.shared_bytes == 0
-    assert plans.shared_bytes(plan) <= plans.limits_of("sm_90a").shared_bytes_per_block
+    assert shared <= plans.limits_of("sm_90a").shared_bytes_per_block
+    assert plans.blocks_per_sm(plan, "sm_90", kernel.registers, shared) >= blocks
 
 
 class Driver:

@@ -18,15 +18,21 @@ Plant = Callable[[str, str, str], None]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the faults of each test one in four is planted, as each takes a compile; all at night, and
-    where a test is named."""
-    planted = [item for item in items if "plant" in getattr(item, "fixturenames", ())]
+    """Of the faults of each test one in eight is planted, and of the plans of each kernel one in
+    eight is built for its registers alone, as each takes a compile; all at night, and where a test
+    is named."""
     if any("::" in argument for argument in config.args):
         return
+    compiling = [
+        item
+        for item in items
+        if item.path.parent == Path(__file__).parent
+        and ("plant" in item.fixturenames or item.originalname == "test_resources")
+    ]
     kept = turns.some(
-        planted, 4, kind=lambda item: item.nodeid.partition("[")[0], name=lambda item: item.nodeid
+        compiling, 8, kind=lambda item: item.nodeid.partition("[")[0], name=lambda item: item.nodeid
     )
-    left_out = set(planted).difference(kept)
+    left_out = set(compiling).difference(kept)
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=list(left_out))
 

@@ -10,6 +10,7 @@ import itertools
 import sys
 
 import torch
+from fast_interpreter import speed_up
 
 from pyfa.backends.base import Rounding
 from pyfa.backends.triton import quantize
@@ -55,4 +56,5 @@ def main(wanted: list[int]) -> None:
 
 
 if __name__ == "__main__":
+    speed_up()
     main([int(index) for index in sys.argv[1:]])
