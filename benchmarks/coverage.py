@@ -63,7 +63,7 @@ def left_of(plan: Plan, addresses: frozenset[int]) -> tuple[Of, list[str]]:
     program = runtime_emulator.program(found.data)
     kernel, decoded = found.kernel.name, program.kernel(found.kernel.name).code
     places = source_lines.places(plan, ARCH, program)
-    explained = unreached.Explained(kernel, decoded, places)
+    explained = unreached.Explained(plan, decoded, places)
     of = Of()
     for each in unreached.left(decoded, addresses):
         rules = [explained.rule_of(way) for way in each.ways]
@@ -74,7 +74,7 @@ def left_of(plan: Plan, addresses: frozenset[int]) -> tuple[Of, list[str]]:
             open_ways = [way for way, rule in zip(each.ways, rules, strict=True) if not rule]
             of.add((kernel, "", explained.line_of(open_ways[0])), each.count)
     refuted = explained.refuted(addresses) if addresses else []
-    return of, [f"{plan}: {rule.reason} ({rule.text or rule.machine})" for rule in refuted]
+    return of, [f"{plan}: {rule.reason} ({rule.machine or rule.lines[0]})" for rule in refuted]
 
 
 def rows_of(ran: list[Ran], static: dict[str, Covered], of: Of) -> list[dict[str, Any]]:

@@ -3,8 +3,8 @@
 A way in is a branch that was executed and never went to one of its sides. Code that was not
 executed is only reached by ways in. So it has a reason if each of its ways in has one: a rule of
 ``RULES`` that names the source line of the branch, or of the code to which it leads, and says why
-no case goes there. A rule is keyed by the text of the line, since addresses and numbers of lines
-change with every edit.
+no case goes there. A rule is keyed by the text of the line: addresses and numbers of lines change
+with every edit.
 
 A rule is *refuted* by a code object in which each branch of its line went both ways. Then the code
 can be executed after all, and the rule has to go.
@@ -18,7 +18,9 @@ from typing import NamedTuple
 
 from source_lines import Place
 
+from pyfa.backends.native.plans import name_of
 from pyfa.emulator.decode import Code
+from pyfa.plan import Plan
 
 NEVER, TOO_LARGE = "never", "too large"
 # Of 2^64 / 2^32 and more, in the code that LLVM writes for a division of 64 bits where the numbers
@@ -27,20 +29,36 @@ _DIVISION = "0x5f7ffffc"
 
 
 class Rule(NamedTuple):
-    """``kernels``: of which it holds, none for all; ``text``: a part of the source line;
-    ``machine``: a part of an instruction behind the branch; ``kind``: NEVER for code that no
-    accepted call reaches, TOO_LARGE for code that only calls beyond the emulator reach."""
+    """``of``: the plans of which it holds, by kernel and constants ("attn_bwd OWNS=1"), none for
+    all; ``lines``: a part of the source line, then of each line that calls it; ``machine``: a part
+    of an instruction behind the branch; ``kind``: NEVER for code that no accepted call reaches,
+    TOO_LARGE for code that only calls beyond the emulator reach."""
 
     kind: str
     reason: str
-    kernels: tuple[str, ...] = ()
-    text: str = ""
+    of: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
     machine: str = ""
 
 
+_BACKWARD = ("attn_bwd", "attn_bwd_onepass", "bias_grad", "row_sums", "dq_convert")
 RULES: tuple[Rule, ...] = (
     Rule(TOO_LARGE, "a 64-bit division of numbers of 2^32 and more", machine=_DIVISION),
-)
+    Rule(NEVER, "no backward has a cache", _BACKWARD, ("if (p.cache_leftpad)",)),
+    Rule(NEVER, "no backward has a cache", _BACKWARD, ("if (p.cache_batch_idx)",)),
+    Rule(NEVER, "pages have plans of their own", ("attn_fwd PAGED=0",), ("if (p.page_table)",)),
+    Rule(NEVER, "a bool bias has no gradient", ("bias_grad",), ("(const unsigned char *)at",)),
+    Rule(
+        NEVER, "the bias is known to be there", ("attn_bwd", "bias_grad"),
+        ("terms.bias = p.bias_type == kNoBias", "Terms at = terms_of(again, c.s.batch, head,"),
+    ),
+    Rule(NEVER, "rows are those of one head", ("attn_bwd OWNS=1",), ("--pass.heads) {",)),
+    Rule(NEVER, "head dims are padded to multiples of 8", ("combine",), ("% kWide == 0) {",)),
+    Rule(
+        NEVER, "only a part of several is empty", ("attn_decode",),
+        ("if (p.num_splits > 1) {", "store_lse(p, s, line / b.group"),
+    ),
+)  # fmt: skip
 
 
 class Way(NamedTuple):
@@ -97,15 +115,15 @@ class Explained:
     """The rules of one code object: which hold for which of its branches."""
 
     def __init__(
-        self,
-        kernel: str,
-        code: Code,
-        places: Sequence[Place],
-        rules: Sequence[Rule] | None = None,
+        self, plan: Plan, code: Code, places: Sequence[Place], rules: Sequence[Rule] | None = None
     ) -> None:
         self.code, self.places = code, places
+        words = {name_of(plan), *(f"{name}={value}" for name, value in plan.constants)}
         rules = RULES if rules is None else rules
-        self.rules = [rule for rule in rules if not rule.kernels or kernel in rule.kernels]
+        self.rules = [
+            rule for rule in rules
+            if not rule.of or any(words.issuperset(each.split()) for each in rule.of)
+        ]  # fmt: skip
 
     def rule_of(self, way: Way) -> Rule | None:
         return next((rule for rule in self.rules if self._is_of(rule, way)), None)
@@ -133,8 +151,11 @@ class Explained:
     def _is_of(self, rule: Rule, way: Way) -> bool:
         if rule.machine:
             return any(rule.machine in text for text in self._block(way.to))
-        lines = (*self._lines(way.branch, -1)[:1], *self._lines(way.to, 1)[:1])
-        return any(rule.text in line for line in lines)
+        return any(
+            len(lines) >= len(rule.lines)
+            and all(part in line for part, line in zip(rule.lines, lines, strict=False))
+            for lines in (self._lines(way.branch, -1), self._lines(way.to, 1))
+        )
 
     def _lines(self, index: int, step: int) -> tuple[str, ...]:
         """Return the lines of the instruction, or of the next one that has any."""

@@ -75,7 +75,9 @@ _APPENDS: tuple[Mapping[str, Any], ...] = (
       for dim in (64, 40, 59)),
     *({"head_dim": 40, "rotary": f"{pairs}_part{tables}"}
       for pairs in ("interleaved", "halves") for tables in ("", "_float32")),
-    {"head_dim": 3, "rotary": "halves"},
+    *({"head_dim": 2, "rotary": rotary}
+      for rotary in ("interleaved", "interleaved_float32", "halves_float32")),
+    *({"head_dim": dim, "rotary": "halves"} for dim in (3, 15)),
     {"head_dim": 64, "page_size": 16},
     {"head_dim": 64, "batch_idx": True},
     {"head_dim": 64, "packed_q": True, "rotary": "halves", "slack": 3},
@@ -112,11 +114,13 @@ def _ways() -> Iterator[Case]:
         for scales in ("tensor", 64):
             float8 = shape | {"dtype": "float8_e4m3fnuz", "out_dtype": half}
             yield from _prefills(float8 | {"scales": scales})
+        # More tiles of keys than lanes, each of which has the scales of one.
+        yield dense(17, 4200, 1, heads_q=1, heads_k=1, scales=64, **float8)
         for deterministic in (False, True):
             yield from _gradients(shape | {"deterministic": deterministic})
-        for bias in BIASES:
+        for bias in (*BIASES, "one"):
             fields = shape | {"backward": True, "bias_grad": bias != "bool", "bias": bias}
-            yield dense(67, 131, 1, **_MANY, **fields)
+            yield dense(130, 67, 1, **_MANY, **fields)
             yield dense(33, 70, 2, heads_k=1, softcap=20.0, window=(40, 50), **fields)
     for half in HALF:
         # Slots that combine sums: up to all of a workgroup, and elements that do not come in fours.
@@ -126,8 +130,12 @@ def _ways() -> Iterator[Case]:
                          num_splits=splits, **fields)  # fmt: skip
 
 
-# More heads than dies, which divide neither: some heads are on all dies.
+# More heads than dies, which do not divide them: some heads are on all dies.
 _MANY: Mapping[str, Any] = {"heads_q": 18, "heads_k": 9}
+# More sequences than lanes.
+_SEQUENCES = (1,) * 64 + (130, 40), (3,) * 64 + (9, 140)
+# Three heads for each die, in groups of two.
+_THREES: Mapping[str, Any] = {"heads_q": 24, "heads_k": 12}
 _CAPPED: Mapping[str, Any] = {"softcap": 20.0, "alibi": "heads"}
 
 
@@ -143,6 +151,10 @@ def _decodes(shape: Mapping[str, Any]) -> Iterator[Case]:
         yield packed(lengths, "kvcache", bias="full", sinks=True, page_size=16, **heads)
         yield packed(lengths, "kvcache", bias="full", softcap=20.0, window=(200, 0), num_splits=2,
                      **heads)  # fmt: skip
+    # The last rows are the first of a new chunk: each group of keys is hidden from some row.
+    for rows in (2, 3, 7):
+        yield packed(((rows,) * 2, (1301, 700)), "kvcache", attention_chunk=1300, heads_q=8,
+                     heads_k=1, num_splits=1, **shape)  # fmt: skip
     yield packed(((3, 1), (300, 40)), "kvcache", packed_q=True, slack=2, num_splits=2, heads_q=72,
                  heads_k=9, **shape)  # fmt: skip
 
@@ -151,6 +163,8 @@ def _prefills(shape: Mapping[str, Any]) -> Iterator[Case]:
     for terms in ({}, _CAPPED):
         yield packed(((65, 0, 33), (200, 33, 97)), "varlen", causal=True, used_k=True, **terms,
                      **_MANY, **shape)  # fmt: skip
+        yield packed(_SEQUENCES, "varlen", **terms, **shape)
+        yield packed(((5, 9), (7, 20)), "varlen", **terms, **_THREES, **shape)
         yield dense(65, 200, 1, window=(100, 20), sinks=True, **terms, **_MANY, **shape)
         # Splits of the keys, of values that fill a tile and of narrower ones.
         fields = {"num_splits": 3, "heads_q": 4, "packed_q": True, "slack": 2, **terms}
@@ -170,6 +184,8 @@ def _gradients(shape: Mapping[str, Any]) -> Iterator[Case]:
         yield packed(((257, 20, 65), (300, 33, 97)), "varlen", used_q=True, used_k=True,
                      window=(100, 20) if terms else None, heads_q=6, heads_k=2,
                      **fields)  # fmt: skip
+        yield packed(_SEQUENCES, "varlen", **fields)
+        yield packed(((5, 9), (7, 20)), "varlen", **_THREES, **fields)
         yield dense(33, 65, 1, **_MANY, **fields)
 
 

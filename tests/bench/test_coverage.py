@@ -59,7 +59,7 @@ def test_a_division_of_64_bits_is_a_reason(script: Any, gaps: Any) -> None:
     unreached, source_lines = script("unreached"), script("source_lines")
     plan, program, decoded, ran = gaps
     places = source_lines.places(plan, "gfx942", program)
-    explained = unreached.Explained("gaps", decoded, places)
+    explained = unreached.Explained(plan, decoded, places)
     counts = {True: 0, False: 0}
     for each in unreached.left(decoded, ran):
         rules = [explained.rule_of(way) for way in each.ways]
@@ -75,13 +75,13 @@ def test_a_reason_for_code_that_is_executed_is_refuted(script: Any, gaps: Any) -
     unreached, source_lines = script("unreached"), script("source_lines")
     plan, program, decoded, ran = gaps
     places = source_lines.places(plan, "gfx942", program)
-    text = "i < heads * units"
-    stale = unreached.Rule(unreached.NEVER, "a row has no elements", text=text)
-    other = unreached.Rule(unreached.NEVER, "of another kernel", ("append",), text=text)
-    explained = unreached.Explained("gaps", decoded, places, (stale, other))
+    lines = ("i < heads * units",)
+    stale = unreached.Rule(unreached.NEVER, "a row has no elements", lines=lines)
+    other = unreached.Rule(unreached.NEVER, "of another kernel", ("append",), lines)
+    explained = unreached.Explained(plan, decoded, places, (stale, other))
     assert explained.refuted(ran) == [stale]
     everything = {int(pc) for pc in decoded.instructions["pc"]}
-    explained = unreached.Explained("gaps", decoded, places)
+    explained = unreached.Explained(plan, decoded, places)
     assert any(rule.machine for rule in explained.refuted(everything))
 
 
