@@ -9,9 +9,9 @@ Reports by kernel how many instructions were executed, and lists the others with
 case executes them (``unreached.py``). A reason that what ran has refuted is an error.
 
 ``--ran FILE`` keeps what each case executed; cases that the file has are not run again. SIGTERM and
-the end of ``--minutes`` stop it early: what ran is counted, and the rest as not run. ``--save``
-writes ``results/coverage_gfx942.json``, which holds for the code objects of which it has a digest
-(``code``, by kernel).
+the end of ``--minutes`` stop it early: what ran is counted, and the rest as not run. With 0 minutes
+only what FILE has is reported. ``--save`` writes ``results/coverage_gfx942.json``, which holds for
+the code objects of which it has a digest (``code``, by kernel).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
+import functools
 import os
 import signal
 import sys
@@ -57,22 +58,23 @@ class Of(dict[tuple[str, str, str], int]):
         self[key] = self.get(key, 0) + count
 
 
+@functools.cache  # for both levels: a second or more each
+def _places(plan: Plan) -> list[source_lines.Place]:
+    return source_lines.places(plan, ARCH, runtime_emulator.program(code.load(plan, ARCH).data))
+
+
 def left_of(plan: Plan, addresses: frozenset[int]) -> tuple[Of, list[str]]:
     """What is left of the code object of ``plan``, and the reasons that it refutes."""
     found = code.load(plan, ARCH)
     program = runtime_emulator.program(found.data)
     kernel, decoded = found.kernel.name, program.kernel(found.kernel.name).code
-    places = source_lines.places(plan, ARCH, program)
+    places = _places(plan)
     explained = unreached.Explained(plan, decoded, places)
     of = Of()
     for each in unreached.left(decoded, addresses):
-        rules = [explained.rule_of(way) for way in each.ways]
-        first = rules[0] if all(rules) else None
-        if first:
-            of.add((kernel, first.kind, first.reason), each.count)
-        else:
-            open_ways = [way for way, rule in zip(each.ways, rules, strict=True) if not rule]
-            of.add((kernel, "", explained.line_of(open_ways[0])), each.count)
+        rule = explained.reason(each)
+        key = (rule.kind, rule.reason) if rule else ("", explained.way_in(each))
+        of.add((kernel, *key), each.count)
     refuted = explained.refuted(addresses) if addresses else []
     return of, [f"{plan}: {rule.reason} ({rule.machine or rule.lines[0]})" for rule in refuted]
 
@@ -140,7 +142,8 @@ def main() -> None:
     if options.ran and options.ran.exists():
         ran = [one for one in executed.read(options.ran) if one.case.name in of_level]
     known = {one.case.name for one in ran}
-    work, others = chosen([case for case in cases if case.name not in known], plans, quick)
+    new = [case for case in cases if case.name not in known] if options.minutes else []
+    work, others = chosen(new, plans, quick)
     ran += [Ran(case, ELSEWHERE, 0.0, {}, {}) for case in others]
     print(f"{time.monotonic() - begin:.0f} s: {len(work)} cases to run", flush=True)
     processes = Processes(options.jobs, begin + options.minutes * 60, mutations.start)

@@ -13,6 +13,7 @@ can be executed after all, and the rule has to go.
 from __future__ import annotations
 
 import collections
+import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
@@ -30,15 +31,17 @@ _DIVISION = "0x5f7ffffc"
 
 class Rule(NamedTuple):
     """``of``: the plans of which it holds, by kernel and constants ("attn_bwd OWNS=1"), none for
-    all; ``lines``: a part of the source line, then of each line that calls it; ``machine``: a part
-    of an instruction behind the branch; ``kind``: NEVER for code that no accepted call reaches,
-    TOO_LARGE for code that only calls beyond the emulator reach."""
+    all; ``lines``: how the source line begins, then each line that calls it; ``machine``: a part of
+    an instruction behind the branch; ``condition``: the comparison before it, as a pattern;
+    ``kind``: NEVER for code that no accepted call reaches, TOO_LARGE for code that only calls
+    beyond the emulator reach."""
 
     kind: str
     reason: str
     of: tuple[str, ...] = ()
     lines: tuple[str, ...] = ()
     machine: str = ""
+    condition: str = ""
 
 
 _BACKWARD = ("attn_bwd", "attn_bwd_onepass", "bias_grad", "row_sums", "dq_convert")
@@ -47,18 +50,27 @@ RULES: tuple[Rule, ...] = (
     Rule(NEVER, "no backward has a cache", _BACKWARD, ("if (p.cache_leftpad)",)),
     Rule(NEVER, "no backward has a cache", _BACKWARD, ("if (p.cache_batch_idx)",)),
     Rule(NEVER, "pages have plans of their own", ("attn_fwd PAGED=0",), ("if (p.page_table)",)),
-    Rule(NEVER, "a bool bias has no gradient", ("bias_grad",), ("(const unsigned char *)at",)),
-    Rule(
-        NEVER, "the bias is known to be there", ("attn_bwd", "bias_grad"),
-        ("terms.bias = p.bias_type == kNoBias", "Terms at = terms_of(again, c.s.batch, head,"),
-    ),
-    Rule(NEVER, "rows are those of one head", ("attn_bwd OWNS=1",), ("--pass.heads) {",)),
-    Rule(NEVER, "head dims are padded to multiples of 8", ("combine",), ("% kWide == 0) {",)),
-    Rule(
-        NEVER, "only a part of several is empty", ("attn_decode",),
-        ("if (p.num_splits > 1) {", "store_lse(p, s, line / b.group"),
-    ),
+    Rule(NEVER, "a bool bias has no gradient", ("bias_grad",),
+         ("bits = *(const unsigned char *)at;",)),
+    Rule(NEVER, "the bias is known to be there", ("attn_bwd", "bias_grad"),
+         ("terms.bias = p.bias_type == kNoBias", "Terms at = terms_of(again, c.s.batch, head,")),
+    *(Rule(NEVER, "rows are those of one head", ("attn_bwd OWNS=1",), (f"if ({step} && --pass.",))
+      for step in ("++step == pass.steps", "__builtin_expect(++step == pass.steps, 0)")),
+    Rule(NEVER, "head dims are padded to multiples of 8", ("combine",),
+         ("if (p.head_dim_v % kWide == 0) {",)),
+    Rule(NEVER, "only a part of several is empty", ("attn_decode",),
+         ("if (p.num_splits > 1) {", "store_lse(p, s, line / b.group")),
+    # A workgroup has at most 64 rows, so what is hidden from some of them and not from all is at
+    # most 63 keys at either end. Groups of a wavefront are 64 keys apart. So of the groups in this
+    # loop, which leaves the last ones, only a wavefront's first one is masked.
+    Rule(NEVER, "tiles between the first and the last ones have no mask", ("attn_decode",),
+         ("if (first >= b.all_low", "finish(s, p, sequence", "step(state", "advance(group[i]")),
+    Rule(NEVER, "there is no further type of bias", ("bias_grad",),
+         ("if (row < p.seqlen_q) store_element(",), condition=r"s_cmp_eq_u32 s\d+, 4"),
 )  # fmt: skip
+
+# Of an instruction behind a jump or an end to which no branch leads.
+NOWHERE = Rule(NEVER, "nothing leads there")
 
 
 class Way(NamedTuple):
@@ -125,12 +137,19 @@ class Explained:
             if not rule.of or any(words.issuperset(each.split()) for each in rule.of)
         ]  # fmt: skip
 
-    def rule_of(self, way: Way) -> Rule | None:
-        return next((rule for rule in self.rules if self._is_of(rule, way)), None)
+    def reason(self, left: Left) -> Rule | None:
+        """Return the rule of the first way in if all ways in have one."""
+        rules = [self._rule_of(way) for way in left.ways]
+        return next(iter(rules), NOWHERE) if all(rules) else None
 
-    def line_of(self, way: Way) -> str:
-        """Return the source line of the branch and, where that is inlined, of the call."""
+    def way_in(self, left: Left) -> str:
+        """Return the source line of the first branch without a rule and, where that is inlined, of
+        the call."""
+        way = next(way for way in left.ways if not self._rule_of(way))
         return " ← ".join(self._lines(way.branch, -1)[:2])
+
+    def _rule_of(self, way: Way) -> Rule | None:
+        return next((rule for rule in self.rules if self._is_of(rule, way)), None)
 
     def refuted(self, executed: Collection[int]) -> list[Rule]:
         """Return the rules whose branches all went both ways."""
@@ -151,9 +170,10 @@ class Explained:
     def _is_of(self, rule: Rule, way: Way) -> bool:
         if rule.machine:
             return any(rule.machine in text for text in self._block(way.to))
+        if rule.condition and not re.fullmatch(rule.condition, self._comparison(way.branch)):
+            return False
         return any(
-            len(lines) >= len(rule.lines)
-            and all(part in line for part, line in zip(rule.lines, lines, strict=False))
+            len(lines) >= len(rule.lines) and all(map(str.startswith, lines, rule.lines))
             for lines in (self._lines(way.branch, -1), self._lines(way.to, 1))
         )
 
@@ -162,6 +182,11 @@ class Explained:
         while 0 <= index < len(self.places) - 1 and not self.places[index].lines:
             index += step
         return self.places[index].lines
+
+    def _comparison(self, branch: int) -> str:
+        """Return the last comparison before the branch."""
+        texts = (place.text for place in reversed(self.places[:branch]))
+        return next((text for text in texts if "_cmp_" in text), "")
 
     def _block(self, index: int) -> Iterator[str]:
         """Yield the instructions from ``index`` to the next branch."""

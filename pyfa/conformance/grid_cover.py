@@ -115,13 +115,18 @@ def _ways() -> Iterator[Case]:
             float8 = shape | {"dtype": "float8_e4m3fnuz", "out_dtype": half}
             yield from _prefills(float8 | {"scales": scales})
         # More tiles of keys than lanes, each of which has the scales of one.
-        yield dense(17, 4200, 1, heads_q=1, heads_k=1, scales=64, **float8)
+        yield packed(((65,), (4200,)), "kvcache", heads_q=1, heads_k=1, num_splits=1, scales=64,
+                     **float8)  # fmt: skip
         for deterministic in (False, True):
             yield from _gradients(shape | {"deterministic": deterministic})
-        for bias in (*BIASES, "one"):
+        for bias in BIASES:
             fields = shape | {"backward": True, "bias_grad": bias != "bool", "bias": bias}
             yield dense(130, 67, 1, **_MANY, **fields)
             yield dense(33, 70, 2, heads_k=1, softcap=20.0, window=(40, 50), **fields)
+        # A sum over rows and keys for each head: too few would be judged by chance.
+        yield dense(130, 67, 1, backward=True, bias="per_head", bias_grad=True, **_MANY, **shape)
+        # Without a sequence the gradient of a bias that all share is 0.
+        yield dense(33, 65, 0, backward=True, bias="keys", bias_grad=True, **shape)
     for half in HALF:
         # Slots that combine sums: up to all of a workgroup, and elements that do not come in fours.
         for dim, splits in ((8, 257), (59, 20), (3, 140), (128, 33)):
@@ -151,10 +156,10 @@ def _decodes(shape: Mapping[str, Any]) -> Iterator[Case]:
         yield packed(lengths, "kvcache", bias="full", sinks=True, page_size=16, **heads)
         yield packed(lengths, "kvcache", bias="full", softcap=20.0, window=(200, 0), num_splits=2,
                      **heads)  # fmt: skip
-    # The last rows are the first of a new chunk: each group of keys is hidden from some row.
+    # Many keys, of which some rows do not see the first.
     for rows in (2, 3, 7):
-        yield packed(((rows,) * 2, (1301, 700)), "kvcache", attention_chunk=1300, heads_q=8,
-                     heads_k=1, num_splits=1, **shape)  # fmt: skip
+        yield packed(((rows,), (1300,)), "kvcache", window=(1100, 0), heads_q=8, heads_k=1,
+                     num_splits=1, **shape)  # fmt: skip
     yield packed(((3, 1), (300, 40)), "kvcache", packed_q=True, slack=2, num_splits=2, heads_q=72,
                  heads_k=9, **shape)  # fmt: skip
 

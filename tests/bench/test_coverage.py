@@ -62,10 +62,14 @@ def test_a_division_of_64_bits_is_a_reason(script: Any, gaps: Any) -> None:
     explained = unreached.Explained(plan, decoded, places)
     counts = {True: 0, False: 0}
     for each in unreached.left(decoded, ran):
-        rules = [explained.rule_of(way) for way in each.ways]
-        counts[all(rules)] += each.count
-        if all(rules):
-            assert "place / p.seqlen_q" in explained.line_of(each.ways[0])
+        rule = explained.reason(each)
+        counts[rule is not None] += each.count
+        if rule:
+            assert rule.kind == unreached.TOO_LARGE
+            lines = [places[way.branch].lines for way in each.ways]
+            assert all("place / p.seqlen_q" in line for line, *_ in lines)
+        else:
+            assert explained.way_in(each)
     assert counts[True] > 100
     assert explained.refuted(ran) == []
 
@@ -75,7 +79,7 @@ def test_a_reason_for_code_that_is_executed_is_refuted(script: Any, gaps: Any) -
     unreached, source_lines = script("unreached"), script("source_lines")
     plan, program, decoded, ran = gaps
     places = source_lines.places(plan, "gfx942", program)
-    lines = ("i < heads * units",)
+    lines = ("for (int i = thread; i < heads * units",)
     stale = unreached.Rule(unreached.NEVER, "a row has no elements", lines=lines)
     other = unreached.Rule(unreached.NEVER, "of another kernel", ("append",), lines)
     explained = unreached.Explained(plan, decoded, places, (stale, other))
@@ -133,7 +137,8 @@ def test_the_saved_coverage_says_where_each_instruction_is(script: Any) -> None:
     left = sum(row["instructions"] for row in found["left"])
     assert rows["all"]["executed"] + left == rows["all"]["instructions"]
     reasons = {(row["kind"], row["reason"]) for row in found["left"] if row["kind"] != "no reason"}
-    assert reasons <= {(rule.kind, rule.reason) for rule in unreached.RULES}
+    rules = (*unreached.RULES, unreached.NOWHERE)
+    assert reasons <= {(rule.kind, rule.reason) for rule in rules}
     for kind in (unreached.NEVER, unreached.TOO_LARGE):
         of_kind = sum(row["instructions"] for row in found["left"] if row["kind"] == kind)
         assert of_kind == rows["all"][kind.replace(" ", "_")]
