@@ -1,7 +1,7 @@
 """Search for cases that execute instructions of the shipped code that no case executes yet.
 
 ``python benchmarks/cover.py --ran FILE [--minutes M] [--jobs N] [--out FILE]``. ``FILE`` is what
-``mutations.py --level full --faults 0 --ran FILE`` keeps. Cases are drawn at random, or made of one
+``coverage.py --level full --ran FILE`` keeps. Cases are drawn at random, or made of one
 that has executed something new by taking a few fields of another; where most instructions of a
 kernel are left, its cases are tried most. What executes ``--least`` new instructions is kept: in
 ``--out``, a line each, for ``pyfa/conformance/grid_cover.jsonl``. Every case is judged as in

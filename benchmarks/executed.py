@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import lzma
 import pickle
@@ -40,6 +41,15 @@ def write(path: Path, ran: list[Ran]) -> None:
 
 def read(path: Path) -> list[Ran]:
     return [Ran(*row) for row in pickle.loads(lzma.decompress(path.read_bytes()))]
+
+
+def addresses(ran: list[Ran]) -> dict[str, set[int]]:
+    """By digest of a code object: the addresses that were executed."""
+    found: dict[str, set[int]] = collections.defaultdict(set)
+    for one in ran:
+        for digest, (_, places) in one.executed.items():
+            found[digest].update(places)
+    return found
 
 
 def code_of(shipped: dict[str, Covered]) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 ``python benchmarks/mutations.py [--level full] [--faults 200] [--jobs N] [--save]`` runs the cases
 of ``--level`` on the emulator and notes which instructions each executes. That is a conformance run
-with its coverage: instructions executed, of all in the code objects that ship. Then it plants
+with its coverage: instructions executed, of all in the common code objects. Then it plants
 ``--faults`` faults, drawn from ``--seed``, in instructions that the quick level executes, one at a
 time: dropped waits and barriers, changed offsets, registers, branch conditions and comparisons
 (``machine_faults.py``). Kernels and kinds take turns, so that small kernels and rare kinds are
@@ -22,8 +22,8 @@ it has been waited for.
 ``--minutes`` is for all of it; what did not run is counted. SIGTERM ends it in the same way.
 ``--ran FILE`` keeps what each case executed, and cases that it has are not run again where no fault
 is to be planted. ``--save`` writes ``results/mutations_hip.json`` (with ``--all``:
-``mutations_hip_all.json``; without any fault: ``coverage_gfx942.json``). A result holds for the
-code objects of which the file has a digest (``code``, by kernel).
+``mutations_hip_all.json``). A result holds for the code objects of which the file has a digest
+(``code``, by kernel).
 """
 
 from __future__ import annotations
@@ -383,10 +383,6 @@ def main() -> None:
             for row in covered[name]:
                 print(name, row)
     found = {"conformance": conformance, "coverage": covered, "code": executed.code_of(static)}
-    if options.save and not plant:
-        what = "instructions of the gfx942 code that ships which cases execute in the emulator"
-        seconds = round(time.monotonic() - begin)
-        print(machine.save("coverage_gfx942", {"what": what, **found, "seconds": seconds}))
     for some, results, name in zip(planted, verdicts, ("", "_all"), strict=True):
         if some:
             report(results, len(some), name, found, options, time.monotonic() - begin)

@@ -1,7 +1,7 @@
 """Run the current cases on the faults that ``mutations.py`` did not catch.
 
 ``python benchmarks/mutations_again.py --ran FILE [--jobs N] [--minutes M] [--save]`` reads
-``results/mutations_hip.json`` and FILE, where ``mutations.py --faults 0 --ran FILE`` has noted what
+``results/mutations_hip.json`` and FILE, where ``coverage.py --ran FILE`` has noted what
 each case executes. A survivor that ``equivalent_faults.py`` has a reason for is equivalent. The
 others are tried on the cases of the quick level that execute their place, the quickest ``--most``
 of them. In the place of a survivor whose code object no quick case runs any more, a fault of the

@@ -150,6 +150,7 @@ def _bias(case: Case, call: Call) -> torch.Tensor:
         "keys": (1, 1, 1, keys),
         "rows": (1, 1, rows, 1),
         "heads": (1, heads, rows, keys),
+        "per_head": (1, heads, 1, 1),
         "one": (1, 1, 1, 1),
         "sequences": (batch, 1, 1, keys),
         "bool": (batch, 1, rows, keys),

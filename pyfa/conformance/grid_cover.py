@@ -10,12 +10,13 @@ changes may need other cases. A case that is no longer needed does no harm.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .cases import Case
+from .cases import BIASES, Case, dense, packed
 from .grid_axes import HALF
 
 _DRAWN = Path(__file__).with_suffix(".jsonl")
@@ -84,7 +85,9 @@ _APPENDS: tuple[Mapping[str, Any], ...] = (
       for dim in (64, 40, 59)),
     *({"head_dim": 40, "rotary": f"{pairs}_part{tables}"}
       for pairs in ("interleaved", "halves") for tables in ("", "_float32")),
-    {"head_dim": 3, "rotary": "halves"},
+    *({"head_dim": 2, "rotary": rotary}
+      for rotary in ("interleaved", "interleaved_float32", "halves_float32")),
+    *({"head_dim": dim, "rotary": "halves"} for dim in (3, 15)),
     {"head_dim": 64, "page_size": 16},
     {"head_dim": 64, "batch_idx": True},
     {"head_dim": 64, "packed_q": True, "rotary": "halves", "slack": 3},
@@ -101,10 +104,104 @@ def quick() -> Iterator[Case]:
 def full() -> Iterator[Case]:
     """Yield the additional cases of the full level."""
     yield from _drawn("full")
+    yield from _ways()
     for dtype in HALF:
         for fields in _APPENDS:
             yield Case("kvcache", dtype, (2, 2), (9, 20), heads_k=1, causal=True, new_keys=2,
                        **{"head_dim_v": fields["head_dim"], **fields})  # fmt: skip
+
+
+def _ways() -> Iterator[Case]:
+    """Yield small cases that take each of the common kernels the ways that few cases take.
+
+    They follow the branches of the kernels' sources, one kernel like the other. So they still do
+    where the compiler lays out code in another way, which cases drawn at random may not.
+    """
+    for dim, half in itertools.product((64, 128), HALF):
+        shape = {"dtype": half, "head_dim": dim}
+        yield from _decodes(shape)
+        yield from _prefills(shape)
+        for scales in ("tensor", 64):
+            float8 = shape | {"dtype": "float8_e4m3fnuz", "out_dtype": half}
+            yield from _prefills(float8 | {"scales": scales})
+        # More tiles of keys than lanes, each of which has the scales of one.
+        yield packed(((65,), (4200,)), "kvcache", heads_q=1, heads_k=1, num_splits=1, scales=64,
+                     **float8)  # fmt: skip
+        for deterministic in (False, True):
+            yield from _gradients(shape | {"deterministic": deterministic})
+        for bias in BIASES:
+            fields = shape | {"backward": True, "bias_grad": bias != "bool", "bias": bias}
+            yield dense(130, 67, 1, **_MANY, **fields)
+            yield dense(33, 70, 2, heads_k=1, softcap=20.0, window=(40, 50), **fields)
+        # A sum over rows and keys for each head: too few would be judged by chance.
+        yield dense(130, 67, 1, backward=True, bias="per_head", bias_grad=True, **_MANY, **shape)
+        # Without a sequence the gradient of a bias that all share is 0.
+        yield dense(33, 65, 0, backward=True, bias="keys", bias_grad=True, **shape)
+    for half in HALF:
+        # Slots that combine sums: up to all of a workgroup, and elements that do not come in fours.
+        for dim, splits in ((8, 257), (59, 20), (3, 140), (128, 33)):
+            fields = {"dtype": half, "head_dim": max(dim, 8), "head_dim_v": dim}
+            yield packed(((1, 1), (1100, 300)), "kvcache", heads_q=3, heads_k=1,
+                         num_splits=splits, **fields)  # fmt: skip
+
+
+# More heads than dies, which do not divide them: some heads are on all dies.
+_MANY: Mapping[str, Any] = {"heads_q": 18, "heads_k": 9}
+# More sequences than lanes.
+_SEQUENCES = (1,) * 64 + (130, 40), (3,) * 64 + (9, 140)
+# Three heads for each die, in groups of two.
+_THREES: Mapping[str, Any] = {"heads_q": 24, "heads_k": 12}
+_CAPPED: Mapping[str, Any] = {"softcap": 20.0, "alibi": "heads"}
+
+
+def _decodes(shape: Mapping[str, Any]) -> Iterator[Case]:
+    """Yield decodes of 8, 24 and 56 rows of all heads, which take one, two and four matrix
+    products of 16, with a bias of each size of element."""
+    for rows in (1, 3, 7):
+        lengths = (rows, rows), (700, 130)
+        heads: dict[str, Any] = {"heads_q": 8, "heads_k": 1, **shape}
+        yield packed(lengths, "kvcache", bias="bool", **_CAPPED, **heads)
+        yield packed(lengths, "kvcache", bias="heads", softcap=20.0, causal=True, num_splits=3,
+                     **heads)  # fmt: skip
+        yield packed(lengths, "kvcache", bias="full", sinks=True, page_size=16, **heads)
+        yield packed(lengths, "kvcache", bias="full", softcap=20.0, window=(200, 0), num_splits=2,
+                     **heads)  # fmt: skip
+    # Many keys, of which some rows do not see the first.
+    for rows in (2, 3, 7):
+        yield packed(((rows,), (1300,)), "kvcache", window=(1100, 0), heads_q=8, heads_k=1,
+                     num_splits=1, **shape)  # fmt: skip
+    yield packed(((3, 1), (300, 40)), "kvcache", packed_q=True, slack=2, num_splits=2, heads_q=72,
+                 heads_k=9, **shape)  # fmt: skip
+
+
+def _prefills(shape: Mapping[str, Any]) -> Iterator[Case]:
+    for terms in ({}, _CAPPED):
+        yield packed(((65, 0, 33), (200, 33, 97)), "varlen", causal=True, used_k=True, **terms,
+                     **_MANY, **shape)  # fmt: skip
+        yield packed(_SEQUENCES, "varlen", **terms, **shape)
+        yield packed(((5, 9), (7, 20)), "varlen", **terms, **_THREES, **shape)
+        yield dense(65, 200, 1, window=(100, 20), sinks=True, **terms, **_MANY, **shape)
+        # Splits of the keys, of values that fill a tile and of narrower ones.
+        fields = {"num_splits": 3, "heads_q": 4, "packed_q": True, "slack": 2, **terms}
+        lengths = (65, 40), (700, 130)
+        yield packed(lengths, "kvcache", sinks=True, **fields, **shape)
+        yield packed(lengths, "kvcache", leftpad=True, batch_idx=True, **fields,
+                     **{**shape, "head_dim": shape["head_dim"] - 5})  # fmt: skip
+    for bias in ("bool", "heads", "full"):
+        yield dense(129, 200, 1, bias=bias, **shape)
+
+
+def _gradients(shape: Mapping[str, Any]) -> Iterator[Case]:
+    for terms in ({}, _CAPPED):
+        fields: dict[str, Any] = {"backward": True, **terms, **shape}
+        yield packed(((129, 0, 33), (200, 33, 97)), "varlen", causal=True, dlse="both", slack=3,
+                     **_MANY, **fields)  # fmt: skip
+        yield packed(((257, 20, 65), (300, 33, 97)), "varlen", used_q=True, used_k=True,
+                     window=(100, 20) if terms else None, heads_q=6, heads_k=2,
+                     **fields)  # fmt: skip
+        yield packed(_SEQUENCES, "varlen", **fields)
+        yield packed(((5, 9), (7, 20)), "varlen", **_THREES, **fields)
+        yield dense(33, 65, 1, **_MANY, **fields)
 
 
 @functools.cache

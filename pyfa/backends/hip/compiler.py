@@ -27,9 +27,9 @@ PINNED = "ziglang 0.17.0"
 SOURCE_NAME = "kernel.hip"
 _TO_BITCODE = (
     "-x", "hip", "--offload-device-only", "-nogpulib", "-nogpuinc", "-fgpu-rdc", "-c",
-    "-emit-llvm", "-mcode-object-version=5", "-std=c++17", "-g0",
+    "-emit-llvm", "-mcode-object-version=5", "-std=c++17",
 )  # fmt: skip
-_TO_OBJECT = ("-target", "amdgcn-amd-amdhsa", "-nogpulib", "-c", "-x", "ir", "-g0")
+_TO_OBJECT = ("-target", "amdgcn-amd-amdhsa", "-nogpulib", "-c", "-x", "ir")
 
 
 def zig() -> Path | None:
@@ -64,22 +64,39 @@ def compile_hip(source: str, *, arch: str, options: Sequence[str]) -> bytes:
     start with ``-O`` or ``-mllvm=``. Raises ``CompileError`` with the compiler's log and the path
     of the source, which is kept. The caller checks spills and scratch, with ``pyfa.codeobject``.
     """
+    data = _built(source, arch, options, "kernel.hsaco")
+    if data[:4] != b"\x7fELF" or data[8] != ABI_VERSION:
+        raise CodeObjectError(f"the compiler made EI_ABIVERSION {data[8]}, expected {ABI_VERSION}")
+    return data
+
+
+def assembly(source: str, *, arch: str, options: Sequence[str]) -> str:
+    """Return the assembly of the same code with the place of each instruction in ``source``, as
+    ``.loc`` directives. Raises ``CompileError``."""
+    return _built(source, arch, options, "kernel.s").decode()
+
+
+def _built(source: str, arch: str, options: Sequence[str], file: str) -> bytes:
+    """Return what the compiler writes to ``file``: "kernel.hsaco", or "kernel.s" with lines."""
     binary = zig()
     if binary is None:
         raise CompileError("cannot compile HIP", why_unavailable() or "", "<memory>")
     level = [option for option in options if re.fullmatch(r"-O[0-3s]", option)] or ["-O3"]
     passes = [part for o in options if o.startswith("-mllvm=") for part in ("-mllvm", o[7:])]
     front = [o for o in options if o not in level and not o.startswith("-mllvm=")]
+    lines = file == "kernel.s"
+    debug = "-gline-tables-only" if lines else "-g0"
+    result = ["-S", "-o", file] if lines else ["-o", "kernel.o"]
+    steps = [
+        ("HIP to bitcode", ["clang", *_TO_BITCODE, debug, f"--offload-arch={arch}", *level,
+                            *passes, *front, SOURCE_NAME, "-o", "kernel.bc"]),
+        ("bitcode to object", ["clang", *_TO_OBJECT, debug, f"-mcpu={arch}", *level, *passes,
+                               "kernel.bc", *result]),
+        ("linking", ["ld.lld", "-shared", "--build-id=none", "kernel.o", "-o", file]),
+    ]  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="pyfa-hip-") as folder:
         Path(folder, SOURCE_NAME).write_text(source, encoding="utf-8")
-        steps = (
-            ("HIP to bitcode", ["clang", *_TO_BITCODE, f"--offload-arch={arch}", *level, *passes,
-                                *front, SOURCE_NAME, "-o", "kernel.bc"]),
-            ("bitcode to object", ["clang", *_TO_OBJECT, f"-mcpu={arch}", *level, *passes,
-                                   "kernel.bc", "-o", "kernel.o"]),
-            ("linking", ["ld.lld", "-shared", "--build-id=none", "kernel.o", "-o", "kernel.hsaco"]),
-        )  # fmt: skip
-        for what, arguments in steps:
+        for what, arguments in steps[: 2 if lines else 3]:
             done = subprocess.run(
                 [str(binary), *arguments], cwd=folder, capture_output=True, text=True, check=False
             )
@@ -89,7 +106,4 @@ def compile_hip(source: str, *, arch: str, options: Sequence[str]) -> bytes:
                     done.stderr + done.stdout,
                     keep_failed(source, ".hip"),
                 )
-        data = Path(folder, "kernel.hsaco").read_bytes()
-    if data[:4] != b"\x7fELF" or data[8] != ABI_VERSION:
-        raise CodeObjectError(f"the compiler made EI_ABIVERSION {data[8]}, expected {ABI_VERSION}")
-    return data
+        return Path(folder, file).read_bytes()
