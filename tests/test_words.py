@@ -70,6 +70,13 @@ def uneven(text: str) -> list[str]:
     return found
 
 
+def test_no_merge_left_its_markers() -> None:
+    """In a docstring or a page, no other test would see them."""
+    marker = re.compile(r"^(<{7} |>{7} |={7}$)", re.M)
+    files = [*PAGES, *(ROOT / "pyfa").rglob("*.py"), *(ROOT / "kernels").rglob("*.*")]
+    assert [str(path) for path in files if marker.search(path.read_text())] == []
+
+
 def test_rows_of_a_table_have_as_many_cells_as_its_head() -> None:
     assert uneven("| a | b |\n| --- | --- |\n| 1 | 2 | | 3 | 4 |") == ["| 1 | 2 | | 3 | 4 |"]
     pages = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md"]

@@ -99,10 +99,6 @@ Every backend computes the LSE in float32 from unrounded scores. Its bounds are:
     rotary:         the same + the row's slack from elements near a tie, rounded either way
     float32:        |x − ref| ≤ 4 ulp(max|ref|) + max(√D · 2⁻²³ · max(scale·Σ|q||k|), in order)
 
-<<<<<<< HEAD
-Hopper's matrix unit keeps only 14 bits when it adds up float8 products; ``float8.py`` derives the
-bound of each row's LSE, and ``rotary.py`` that of rotated rows in 16 and 8 bits.
-=======
 The slack of a row is an additional error that is allowed there. Hopper's matrix unit keeps only 14
 bits when it adds up float8 products; ``float8.py`` derives the slack that results. ``rotary.py``
 derives the slack of rotated rows in 16 and 8 bits.
@@ -122,8 +118,6 @@ of a float32 score that is summed in order after its q was multiplied by the sca
 The 4 ulp cover exp, the sum, log, and the last addition. A score_mod multiplies the error of a
 score by its slope. If the slope is more than 1, |score| and Σ|q||k| are multiplied by the slope,
 too.
->>>>>>> words
-
 """
 
 from __future__ import annotations
