@@ -1,6 +1,6 @@
 """Run Compute Sanitizer over conformance cases of the cuda backend.
 
-``python benchmarks/sanitize.py [--cases 160] [--jobs 4] [--seconds 300] [--tools memcheck,…]
+``python benchmarks/sanitize.py [--cases 180] [--jobs 4] [--seconds 300] [--tools memcheck,…]
 [--save]``. PyTorch's caching allocator is off, so every tensor is a separate allocation, and the
 cases put guard zones around their tensors. Cases are a sample, by hash, of those of the full level
 with at most 300 rows and keys; ``--jobs`` processes of each tool share them. A tool's report counts
@@ -46,14 +46,15 @@ import machine
 
 from pyfa import device
 from pyfa.backends import BACKENDS
-from pyfa.backends.cuda import backward, code, plans
-from pyfa.backends.native.backward import is_general_problem
+from pyfa.backends.cuda import code, plans
+from pyfa.backends.cuda.target import TARGET
+from pyfa.backends.native import backward
 from pyfa.conformance import grid, runner
 from pyfa.conformance.cases import Case, dense, packed
 from pyfa.conformance.report import PASSED, REFUSED
 from pyfa.device import Device
 from pyfa.plan import Plan
-from pyfa.problem import TERMS, Problem
+from pyfa.problem import Problem
 
 TOOLS = ("memcheck", "initcheck", "racecheck", "racecheck-widened")
 OWN_TOOLS = ("memcheck", "initcheck")
@@ -107,6 +108,19 @@ RARE = (
     dense(150, 200, head_dim=256, causal=True, backward=True, deterministic=True),
     dense(150, 200, head_dim=256, softcap=5.0, backward=True, deterministic=True),
 )
+# Tiles that follow from the grid.
+BY_GRID = (
+    dense(33, 33, head_dim=192, head_dim_v=128, backward=True),
+    dense(33, 97, head_dim=192, head_dim_v=128, causal=True, sinks=True, backward=True),
+    dense(33, 97, head_dim=256, causal=True, sinks=True, backward=True),
+    dense(257, 97, sinks=True, backward=True),
+    dense(197, 97, heads_q=12, heads_k=12, sinks=True, backward=True),
+    dense(33, 33, head_dim=128, sinks=True, backward=True),
+    dense(33, 33, heads_q=68, heads_k=68, head_dim=96),
+    dense(77, 77, heads_q=40, heads_k=40, head_dim=96),
+    dense(77, 97, heads_q=40, heads_k=40, head_dim=96),
+    dense(77, 97, heads_q=40, heads_k=40, head_dim=256),
+)
 # A plan of the backward for each score term alone, and of the forward for some.
 _TERMS: tuple[dict[str, Any], ...] = (
     {"softcap": 5.0},
@@ -157,14 +171,10 @@ def own_plans(case: Case, where: Device) -> list[Plan]:
     backend = BACKENDS["cuda"]
     if backend.why_not(problem):
         return []
-    found, dims = [backend.plan(problem)], (problem.head_dim, problem.head_dim_v)
+    found = [backend.plan(problem)]
     # Those with mods are compiled for them.
     if case.backward and not case.features & {"score_mod", "mask_mod"}:
-        general = is_general_problem(problem)
-        terms = problem.features & TERMS
-        found.append(
-            backward.plans_for(problem.arch, dims, 1, general, case.deterministic, "", terms)[1]
-        )
+        found.append(backward.plans_for(TARGET, "cuda", problem)[1])
     return [plan for plan in found if "/sm90/" in plan.kernel]
 
 
@@ -177,7 +187,7 @@ def chosen(count: int, where: Device) -> list[Case]:
 def by_coverage(where: Device) -> list[Case]:
     """The cases of Hopper's own kernels, those first that bring what none before had."""
     cases = by_hash()
-    always = (*LARGE_GRIDS, *RARE, *ONE_TERM)
+    always = (*LARGE_GRIDS, *RARE, *BY_GRID, *ONE_TERM)
     own = [case for case in (*always, *cases) if own_plans(case, where)]
     seen: set[object] = set()
     first = []
@@ -304,7 +314,7 @@ def together(tool: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--cases", type=int, default=160)
+    parser.add_argument("--cases", type=int, default=180)
     parser.add_argument("--jobs", type=int, default=4, help="processes of each tool")
     parser.add_argument("--seconds", type=float, default=300.0, help="then no case is begun")
     parser.add_argument("--tools", default="", help=f"{', '.join(TOOLS)}; or synccheck")
