@@ -45,8 +45,9 @@ def attention(
 ) -> Result:
     """Compute exact attention of q (B, Sq, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv).
 
-    Returns out (B, Sq, H, Dv) in q's dtype. With ``return_lse`` it returns (out, lse): lse is the
-    log-sum-exp of each row's scores, (B, H, Sq) float32, natural logarithm.
+    Returns out (B, Sq, H, Dv) in q's dtype, or in ``out_dtype`` for float8 q. With ``return_lse``
+    it returns (out, lse): lse is the log-sum-exp of each row's scores, (B, H, Sq) float32, natural
+    logarithm.
 
     H must be a multiple of Hk (GQA, MQA). D may be 1 to 576 and Dv 1 to 512; above 256, hip and
     cuda run the forward only, and support no dropout, mods, float8 or batch invariance. q, k and v
@@ -341,13 +342,14 @@ def attention_kvcache(
     cache_batch_idx
         (B,) int32: which index of the cache's first dimension each sequence uses.
     cache_leftpad
-        (B,) int32: the index of each sequence's first valid key. Positions count from there.
+        (B,) int32: the index of each sequence's first valid key. Positions of masks and ALiBi count
+        from there. ``cache_seqlens`` includes the padding.
     rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens
         Tables (max_position, R) that rotate q and the new k. If ``rotary_interleaved`` is True,
         elements 2i and 2i+1 are paired (GPT-J), otherwise i and i+R (GPT-NeoX). The position of the
-        first new token is ``rotary_seqlens`` (B,) int32, or by default ``cache_seqlens``. Without a
-        causal mask or window all queries share the first position, as in flash-attention. Float8
-        inputs are rounded again after the rotation.
+        first new token is ``rotary_seqlens`` (B,) int32, or by default ``cache_seqlens``, also with
+        ``cache_leftpad``. Without a causal mask, a window or chunks, all queries are rotated to
+        this position, as in flash-attention. Float8 inputs are rounded again after the rotation.
     tree_mask
         (Sq, Sq) or (B | 1, Sq, Sq) bool, for a tree of draft tokens. It applies only to the last Sq
         keys of a sequence. If element [i, j] is True, query i sees key j of these Sq keys. For

@@ -93,6 +93,6 @@ def use_batch_invariant(enabled: bool = True) -> Iterator[None]:
 
 
 def is_batch_invariant() -> bool:
-    """Return whether calls that do not request batch invariance are batch-invariant."""
+    """Return whether calls without the argument ``batch_invariant`` are batch-invariant."""
     here = _batch_invariant.get()
     return _batch_invariant_everywhere if here is None else here

@@ -24,11 +24,11 @@ NODES = Path("/sys/class/kfd/kfd/topology/nodes")  # what the Linux driver tells
 class Device:
     """One device as PyTorch shows it (an MI250X counts as two, an MI300X in CPX mode as eight).
 
-    ``units``: CUs or SMs; 0 for a CPU. ``dies``: XCDs, each with its own L2; 1 elsewhere.
-    ``bandwidth``: bytes per second of device memory. ``l2_bytes`` is per die. ``cache_bytes``: a
-    last-level cache behind the L2 (AMD's Infinity Cache), 0 without one. ``clock``: Hz, the
-    vendor's peak. ``matrix_scale``: GeForce halves the matrix rate when accumulating in float32.
-    Unknown figures are 0.
+    ``units``: CUs or SMs; 0 for a CPU. ``dies``: XCDs, each with its own L2; 1 for devices without
+    XCDs. ``bandwidth``: bytes per second of device memory. ``l2_bytes`` is per die.
+    ``cache_bytes``: a last-level cache behind the L2 (AMD's Infinity Cache), 0 without one.
+    ``clock``: Hz, the vendor's peak. ``matrix_scale``: a factor of the arch's matrix rate, 0.5 for
+    GeForce (which halves it when accumulating in float32), otherwise 1. Unknown figures are 0.
     """
 
     name: str
@@ -44,7 +44,8 @@ class Device:
 
     @property
     def vendor(self) -> str:
-        """Return ``amd``, ``nvidia``, ``cpu``, or ``unknown`` for an arch without a row."""
+        """Return ``amd``, ``nvidia``, ``cpu``, or ``unknown`` for an arch that ``ARCHS`` does not
+        list."""
         if self.arch == "cpu":
             return "cpu"
         row = ARCHS.get(self.arch)
@@ -55,7 +56,7 @@ class Device:
 
     @property
     def limits(self) -> Arch | None:
-        """Return the row of this device's arch, None if there is none."""
+        """Return the entry of this device's arch in ``ARCHS``, None if there is none."""
         return ARCHS.get(self.arch)
 
     def matrix_flops(self, dtype: str) -> float:

@@ -1,4 +1,4 @@
-"""Exceptions and warnings. A wrong argument is a ``ValueError`` or ``TypeError``."""
+"""Exceptions and warnings. A wrong argument raises a ``ValueError`` or ``TypeError``."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class CompileError(RuntimeError):
 
 
 class CodeObjectError(RuntimeError):
-    """A code object is damaged, is for another device, or breaks one of pyfa's rules."""
+    """A code object is damaged, is for another device, or fails one of pyfa's checks, for example
+    because it uses scratch memory."""
 
 
 class RankError(RuntimeError):
@@ -53,5 +54,5 @@ class RankError(RuntimeError):
 
 
 class PerformanceWarning(UserWarning):
-    """The environment keeps the vendor's backend from running. ``PYFA_STRICT=1`` makes it an
-    error."""
+    """The environment keeps the backend of the GPU's vendor (``hip`` or ``cuda``) from running.
+    ``PYFA_STRICT=1`` makes it an error."""

@@ -73,9 +73,10 @@ def attention_latent(
     causal, sinks, num_splits, backend
         As in ``attention_kvcache``.
     descale, out_dtype
-        For a float8 cache: a tuple of float32 scales, first those of q (or None), then those of
-        the cache. Each has shape (), (1,) or (B, 1), or one scale per block of the cache's rows as
-        in ``attention``. Scales per block cannot be combined with ``indices``.
+        For a float8 cache: a tuple of float32 scales, first those of q (or None), then those of the
+        cache. Each has shape (), (1,) or (B, 1), or one scale per block of the cache's rows as in
+        ``attention``. Scales per block cannot be combined with ``indices``. With float8 q,
+        ``out_dtype`` is bfloat16 (default) or float16.
 
     Errors are as in ``attention_kvcache``.
     """

@@ -135,9 +135,9 @@ def padding(lengths: torch.Tensor) -> Mask:
 def documents(ids: torch.Tensor, inside: Mask | None = None) -> Mask:
     """Return a document mask: tokens see only their own document, by default causally.
 
-    ``ids``, (S,) or (B, S), gives the number of each token's document. The tokens of a document
-    must be contiguous. ``inside`` replaces the causal mask inside each document; its indices count
-    from the document's first token.
+    ``ids``, (S,) or (B, S), gives the id of each token's document. The tokens of a document must be
+    contiguous. ``inside`` replaces the causal mask inside each document; its indices count from the
+    document's first token.
     """
     # Where each token stands in its document.
     place = torch.arange(ids.shape[-1], device=ids.device, dtype=torch.int32).expand(ids.shape)

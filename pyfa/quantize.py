@@ -194,9 +194,9 @@ def _signs(dim: int, seed: int | None, device: torch.device) -> torch.Tensor:
 def rotate(x: torch.Tensor, seed: int) -> torch.Tensor:
     """Rotate x (…, D) as ``quantize(…, hadamard=True, seed=seed)`` rotates Q and K, in x's dtype.
 
-    Use it for 16-bit queries over rotated keys. Because ``pyfa.quantize`` is a function, import
-    this one with ``from pyfa.quantize import rotate``. Raises ``ValueError`` if head_dim is not a
-    multiple of 8.
+    Use it for 16-bit queries over rotated keys. Import it with ``from pyfa.quantize import
+    rotate``: as an attribute, ``pyfa.quantize`` is the function, which hides the module. Raises
+    ``ValueError`` if head_dim is not a multiple of 8.
     """
     validate.a_tensor("x", x)
     dim = x.shape[-1]

@@ -28,7 +28,7 @@ Score = Callable[[Any, Any, Any, Any, Any], Any]
 
 
 def chain(*scores: Score) -> Score:
-    """Apply ``scores`` in order, the first one first."""
+    """Apply ``scores`` one after the other, in the given order."""
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         for each in scores:
@@ -84,8 +84,8 @@ def relative(table: torch.Tensor) -> Score:
     """Add a learned bias per distance: ``table`` is (2R+1,) or (H, 2R+1), with distance 0 in the
     middle.
 
-    The score of query i and key j gains ``table[h, i − j + R]``. Distances beyond R use the first
-    or last entry.
+    ``table[h, i − j + R]`` is added to the score of query i and key j. Distances beyond R use the
+    first or last entry.
     """
     middle = table.shape[-1] // 2
 
@@ -100,9 +100,9 @@ def t5(table: torch.Tensor, bidirectional: bool = True, farthest: int = 128) -> 
     """Add T5's relative position bias: ``table`` is (H, buckets).
 
     With ``bidirectional``, half of the buckets are for earlier keys and half for later keys.
-    Otherwise all buckets are for earlier keys. In each direction, the first half of the buckets
-    hold one distance each. The others hold ranges of distances that grow logarithmically up to
-    ``farthest``."""
+    Otherwise all buckets are for earlier keys, and later keys use the bucket of distance 0. In each
+    direction, the first half of the buckets hold one distance each. The others hold ranges of
+    distances that grow logarithmically up to ``farthest``."""
     buckets = table.shape[-1] // (2 if bidirectional else 1)
     exact = buckets // 2
     per_octave = (buckets - exact) / math.log(farthest / exact)

@@ -161,9 +161,10 @@ def flash_attn_varlen_func(
 
     Sequence b is rows ``cu_seqlens[b]`` to ``cu_seqlens[b+1]`` (int32, (B+1,)). With
     ``block_table`` (B, blocks) int32, k and v are (num_blocks, block_size, Hk, D), and
-    ``cu_seqlens_k`` gives only the lengths of the sequences. Returns out (total_q, H, Dv). The LSE
-    is (H, total_q), S_dmask (B, H, max_seqlen_q, max_seqlen_k) with each sequence in its top left
-    corner. Raises what ``flash_attn_func`` raises.
+    ``cu_seqlens_k`` gives only the lengths of the sequences. Returns out (total_q, H, Dv) and, with
+    ``return_attn_probs``, softmax_lse (H, total_q) and S_dmask. With dropout, S_dmask is (B, H,
+    max_seqlen_q, max_seqlen_k), with both lengths rounded up to multiples of 128; each sequence is
+    in the top left corner. Without dropout it is empty. Raises what ``flash_attn_func`` raises.
     """
     return attend(q, k, v, Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,

@@ -96,8 +96,11 @@ def flash_mla_with_kvcache(
     Without ``indices``, a sequence's keys are the first ``cache_seqlens[b]`` tokens of its pages.
     ``cache_seqlens`` is (B,) int32; ``block_table`` is (B, pages) int32. With ``indices`` (B, Sq,
     topk) int32, which needs a cache with one head, the keys are the listed ones. An entry is block
-    · page_block_size + offset; −1 lists no key. Only the first ``topk_length`` (B,) entries count.
-    ``extra_k_cache`` with ``extra_indices_in_kvcache`` adds tokens of another cache.
+    · page_block_size + offset; negative entries and entries beyond the end of the cache list no
+    key. Only the first ``topk_length`` (B,) entries count. With ``indices``, ``block_table`` and
+    ``cache_seqlens`` are ignored. ``extra_k_cache`` with ``extra_indices_in_kvcache`` adds tokens
+    of another cache; of these entries, only the first ``extra_topk_length`` (B,) count.
+    ``tile_scheduler_metadata`` and ``num_splits`` are always ignored.
 
     Returns (out (B, Sq, H, head_dim_v), softmax_lse (B, H, Sq) float32).
     """
@@ -178,8 +181,9 @@ def flash_mla_sparse_fwd(
 def quantize_tokens(cache: torch.Tensor) -> torch.Tensor:
     """Quantize bfloat16 (…, 576) to FlashMLA's tokens of 656 bytes: (…, 656) uint8.
 
-    A scale is for 128 elements. It is their largest magnitude divided by 448, but at least 1e-4,
-    rounded up to a power of two.
+    Only the first 512 elements are quantized; the other 64 stay bfloat16. Each 128 elements have
+    one scale: their largest magnitude divided by 448, but at least 1e-4, rounded up to a power of
+    two.
     """
     if cache.shape[-1] != _DIM or cache.dtype != torch.bfloat16:
         validate.wrong("cache", f"bfloat16 tokens of {_DIM} elements", cache)

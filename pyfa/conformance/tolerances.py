@@ -29,9 +29,10 @@ the two terms differ. naive computes both terms from one product.
 ``recompute.py`` therefore computes a second float64 result that contains these errors: δ comes from
 the stored output and, for float32, each score has the error of a sum in order. The yardstick, for
 maximum and mean, is the larger of naive's error and the error of this second result. The second
-result matters for float32, if V has a large mean, and if gradients cancel (a row that sees one key,
-sinks, a bias per row). For float32, the stored output has the error of eager attention: summing
-over the keys adds more than the last rounding (9 times as much with 270 equal keys). See also (h).
+result matters in three cases: for float32; if V has a large mean; and if gradients cancel (a row
+that sees one key, sinks, a bias per row). For float32, ``recompute.py`` gives the stored output the
+error of eager attention: summing over the keys adds more than the last rounding (9 times as much
+with 270 equal keys). See also (h).
 
 A 16-bit gradient has two independent errors: one from the rounding of P and dS (in naive), one from
 δ. The yardstick of its mean is the root of the sum of their squares. (If scores are equal, the two
@@ -66,11 +67,13 @@ the error of ``float8.recomputed_out``, which contains all three:
   may lag behind the maximum, and scales per block of V multiply P. Then the largest P is rounded
   like any other, by 2⁻⁶ to 2⁻⁵ of itself on average. As in (a), an exact yardstick would be a
   matter of chance, so P is rounded relative to another base in each row, spread evenly from 1 to 2.
-- *The range.* A P below 2⁻¹⁷·⁸ to 2⁻¹⁸·⁸ of the largest P in its tile of 128 keys, or among later
-  keys, becomes 0. If the value of the largest P is 0, nothing of the output may be left. A kernel
-  that loses larger probabilities, or those of tiles after that of the largest P, fails.
+- *The range.* A P becomes 0 if it is less than about 2⁻¹⁸ (2⁻¹⁷·⁸ to 2⁻¹⁸·⁸) of the largest P in
+  its tile of 128 keys or in any later tile. Tiles may begin anywhere, so this is the largest among
+  the later keys and the 127 keys before it. If the value of the largest P is 0, nothing of the
+  output may be left. A kernel that loses larger probabilities, or those of tiles after that of the
+  largest P, fails.
 - *The sums.* The matrix unit keeps 14 bits of a sum of products. If a row sees two keys and their
-  scores are several hundred, this may change P by more than its 4 bits do.
+  scores are several hundred, this may change P by more than rounding to 4 bits does.
 
 Only a few float8 cases of the suite have scores so large that the last two errors matter. All
 elements of a row share the error of its largest P, so the mean gets the noise of (e). Float8 keys

@@ -131,7 +131,8 @@ def ulysses_attention(
     """Compute attention like ``ring_attention``, but by all-to-all: each rank computes some heads
     of the whole sequence.
 
-    Arguments, results and errors are those of ``ring_attention``. Split rows with ``shard(...,
+    Arguments, results and errors are those of ``ring_attention``, except that there is no
+    ``sharding`` and ``mesh`` has one dimension. Split rows with ``shard(...,
     sharding="contiguous")``. A packed batch is split as one sequence: do not pass its offsets to
     ``shard``. H must be a multiple of the number of ranks. Hk must be a multiple or a divisor of
     it; with fewer KV heads than ranks, several ranks get the same KV head.

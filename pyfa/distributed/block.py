@@ -32,8 +32,9 @@ class Rows(NamedTuple):
 class Blocks:
     """The blocks of one problem on this rank.
 
-    Every block shares ``call``, which has the options and sizes of the whole problem. ``call.q``
-    has only the queries of this rank, (B, S, H, D) or packed, (total, H, D).
+    A block is the attention of some of this rank's queries to some keys; a ``Piece`` says to which,
+    and with which mask. Every block shares ``call``, which has the options and sizes of the whole
+    problem. ``call.q`` has only the queries of this rank, (B, S, H, D) or packed, (total, H, D).
     """
 
     def __init__(self, call: Call, wanted: str, needs_grad: bool, packed: bool) -> None:

@@ -87,10 +87,10 @@ def agree(
     """Raise ``ValueError`` on every rank unless all were called with the same ``arguments``.
 
     ``rings`` are the dimensions of a mesh. Each set of arguments is compared only once, so later
-    training steps do not wait. ``error`` says what is wrong with this rank's own arguments. The
-    function raises it on this rank. As long as the ranks of the group have not agreed on any set of
-    arguments, the function also sends ``error`` to the other ranks, because they wait for the
-    comparison.
+    training steps do not wait. Ranks that pass different sets, each of which they agreed on before,
+    are therefore not detected. ``error`` says what is wrong with this rank's own arguments. The
+    function raises it on this rank. Until the ranks of the group first agree on a set of arguments,
+    the function also sends ``error`` to the other ranks, because they wait for the comparison.
     """
     rings = [ring for ring in rings if ring.size > 1]
     mine = tuple(arguments.items())

@@ -82,7 +82,7 @@ def restore() -> None:
 
 @contextlib.contextmanager
 def activated() -> Iterator[None]:
-    """Call ``activate`` for the ``with`` block, then restore the previous state."""
+    """Replace PyTorch's function inside the ``with`` block, then restore the previous state."""
     before = _body_of(_function)
     activate()
     try:
