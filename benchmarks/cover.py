@@ -124,7 +124,7 @@ class Search:
         return new
 
     def next(self) -> Case:
-        known, emulator = list(self.static), mutations._EMULATOR
+        known, emulator = list(self.static), mutations.EMULATOR
         weights = [x.static - len(self.executed[digest]) + 1 for digest, x in self.static.items()]
         while True:
             if self.draw.random() < 0.35:

@@ -98,8 +98,8 @@ def in_turns(cases: Iterable[tuple[Case, frozenset[str]]], quick: set[str]) -> l
     of each, and so on."""
     turns = collections.Counter[frozenset[str]]()
     places = list[tuple[bool, int, bytes, Case]]()
-    for case, kernels in sorted(cases, key=lambda each: mutations._place_of(each[0])):
-        places.append((case.name not in quick, turns[kernels], mutations._place_of(case), case))
+    for case, kernels in sorted(cases, key=lambda each: mutations.place_of(each[0])):
+        places.append((case.name not in quick, turns[kernels], mutations.place_of(case), case))
         turns[kernels] += 1
     return [case for *_, case in sorted(places, key=lambda place: place[:3])]
 
@@ -130,7 +130,7 @@ def main() -> None:
     options = parser.parse_args()
     begin = time.monotonic()
     signal.signal(signal.SIGTERM, mutations.no_time_is_left)
-    emulator = mutations._EMULATOR
+    emulator = mutations.EMULATOR
     levels = {
         level: grid.cases(level, emulator.FEATURES, emulator.DTYPES)
         for level in dict.fromkeys(("quick", options.level))

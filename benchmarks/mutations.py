@@ -63,7 +63,7 @@ from pyfa.conformance.report import CRASHED, FAILED, PASSED
 from pyfa.emulator import Coverage, Covered, EmulatorError
 from pyfa.emulator.text import text_of
 
-_EMULATOR: Any = BACKENDS["emulator"]
+EMULATOR: Any = BACKENDS["emulator"]
 _MOST_INSTRUCTIONS = 1 << 22  # of a wavefront: a fault may make a loop without end
 _MOST_OF_FULL = 30  # cases that a survivor is tried on, in the order of their names' digests
 _prepare = pyfa.emulator.prepare
@@ -106,7 +106,7 @@ def expected_of(case: Case) -> examine.Expected:
 
 
 def run_case(case: Case) -> runner.CaseResult:
-    return runner.run_case(_EMULATOR, case, torch.device("cpu"), expected_of(case))
+    return runner.run_case(EMULATOR, case, torch.device("cpu"), expected_of(case))
 
 
 _sent: set[str] = set()
@@ -115,7 +115,7 @@ _kept: dict[str, list[launches.Kept]] = collections.defaultdict(list)
 
 def run_plainly(case: Case, keep: bool = True) -> Ran:
     """Runs a case; ``keep``: for faults to be tried on its launches in this process."""
-    runtime = _EMULATOR.runtime
+    runtime = EMULATOR.runtime
     runtime.coverage = Coverage()
     begin = time.perf_counter()
     with launches.keeping(runtime, case.name) as made:
@@ -171,7 +171,7 @@ def judge(planted: Planted, most: int) -> Verdict:
     with replaced(planted.digest, program):
         for each in kept:
             try:
-                unchanged = each.again(_EMULATOR.runtime)
+                unchanged = each.again(EMULATOR.runtime)
             except EmulatorError as raised:
                 return Verdict(planted, text, f"emulator: {raised.check}", each.case, same, other)
             same += unchanged
@@ -186,7 +186,7 @@ def judge(planted: Planted, most: int) -> Verdict:
 
 @functools.cache
 def _quick() -> dict[str, Case]:
-    found = grid.cases("quick", _EMULATOR.FEATURES, _EMULATOR.DTYPES)
+    found = grid.cases("quick", EMULATOR.FEATURES, EMULATOR.DTYPES)
     return {case.name: case for case in found}
 
 
@@ -257,7 +257,7 @@ def drawn(
     return found[: options.faults], whole
 
 
-def _place_of(case: Case) -> bytes:
+def place_of(case: Case) -> bytes:
     return hashlib.sha256(case.name.encode()).digest()
 
 
@@ -321,7 +321,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, no_time_is_left)
 
     def cases_of(level: str) -> list[Case]:
-        found = grid.cases(level, _EMULATOR.FEATURES, _EMULATOR.DTYPES)
+        found = grid.cases(level, EMULATOR.FEATURES, EMULATOR.DTYPES)
         return [case for case in found if options.only in case.name]
 
     def say(what: object) -> None:
@@ -336,7 +336,7 @@ def main() -> None:
     ran: list[tuple[int, Ran]] = [(-1, one) for one in before if one.case.name in known]
     cases = [case for case in cases_of(options.level) if case.name not in known]
     # Where time is short, those of the full level that ran are a sample.
-    cases.sort(key=lambda case: (case.name not in quick, _place_of(case)))
+    cases.sort(key=lambda case: (case.name not in quick, place_of(case)))
     level = len(cases) + len(ran)
     objects: dict[str, bytes] = {}
     static: dict[str, Covered] = {}
@@ -409,7 +409,7 @@ def in_the_full_level(
             if one.case.name not in quick and one.status == PASSED
             and p.pc in one.executed.get(p.digest, ("", []))[1]
         ]  # fmt: skip
-        executing.sort(key=_place_of)
+        executing.sort(key=place_of)
         cases = tuple(executing[:_MOST_OF_FULL])
         work.append((judge_full, (each, objects[p.digest], cases)))
     return [v for v in verdicts if v.by] + [result for _, result in processes.run(work)]

@@ -380,7 +380,7 @@ FEATURES: dict[str, Feature] = {
 TERMS = frozenset(name for name, feature in FEATURES.items() if feature.is_term)
 WITH_VALUES = frozenset(name for name, feature in FEATURES.items() if feature.has_values)
 # With these, how much a block does depends on the values of tensors.
-UNEVEN = frozenset({"varlen", "seqused", "paged", "leftpad", "topk"})
+_UNEVEN = ("varlen", "seqused", "paged", "leftpad", "topk")
 
 
 def _any(*tensors: torch.Tensor | None) -> bool:
@@ -422,7 +422,7 @@ def is_banded(features: frozenset[str]) -> bool:
 def is_uneven(call: Call) -> bool:
     """Return whether the values of tensors decide how much a block does."""
     asked = Asked(call)
-    return any(FEATURES[name].is_needed(asked) for name in UNEVEN)
+    return any(FEATURES[name].is_needed(asked) for name in _UNEVEN)
 
 
 def _has_window(call: Call) -> bool:
@@ -438,6 +438,17 @@ def features_of(call: Call, needs_grad: bool, bias_grad: bool) -> frozenset[str]
     """Return the names in ``FEATURES`` that this call needs from a backend."""
     asked = Asked(call, needs_grad, bias_grad)
     return frozenset(name for name, feature in FEATURES.items() if feature.is_needed(asked))
+
+
+def steps_of(features: frozenset[str]) -> int:
+    """Return the steps of ``bucket`` for the batch and the lengths of problems with these
+    features."""
+    return STEPS if features.isdisjoint(_UNEVEN) else 1
+
+
+def is_square(call: Call) -> bool:
+    """Return whether there are as many queries as keys, and both begin at the same position."""
+    return call.max_seqlen_q == call.max_seqlen_k and call.q_start == call.k_start
 
 
 def window_of(call: Call) -> int:
@@ -536,7 +547,7 @@ class Problem:
         They are rounded up to powers of two, or in 8 steps from one to the next where the grid
         follows from them: then the tiles may depend on how well they fill the device.
         """
-        steps = 1 if not self.features.isdisjoint(UNEVEN) else STEPS
+        steps = steps_of(self.features)
         return replace(
             self,
             batch=bucket(self.batch, steps),
@@ -561,7 +572,7 @@ def problem_of(
         dtype=_name(call.q.dtype),
         features=features_of(call, needs_grad, bias_grad),
         device=device,
-        square=call.max_seqlen_q == call.max_seqlen_k and call.q_start == call.k_start,
+        square=is_square(call),
         aligned=aligned,
         positive=is_positive(call.scale),
         page_size=call.k.shape[1] if call.page_table is not None else 0,

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "pyfa"
 ORDER = (
     "errors", "_torch", "env", "context",
     "masks", "scores",
-    "arch", "device", "mods", "problem", "sizes", "validate", "validate_cache",
+    "arch", "device", "mods", "problem", "shape", "sizes", "validate", "validate_cache",
     "validate_fp8", "validate_values", "blocks", "reference", "traffic", "plan",
     "abi", "sources", "codeobject", "cubin", "bundle", "cache", "emulator",
     "backends",

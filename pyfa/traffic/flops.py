@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+from ..shape import Shape
 from .kernels import ROLES, TiledKernel
 from .requested import blocks
-from .shape import Shape
 
 
 def attention_flops(shape: Shape, backward: bool = False) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-from .shape import Shape
+from ..shape import Shape
 
 
 class Tiling(NamedTuple):

@@ -3,7 +3,7 @@ read once and each output written once, and the peak memory of standard and of t
 
 from __future__ import annotations
 
-from .shape import Shape
+from ..shape import Shape
 
 FLOAT_BYTES = 4  # of LSE, delta and partial results
 FORWARD_READS, FORWARD_WRITES = ("q", "k", "v"), ("out", "lse")

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..device import Device
+from ..shape import Shape
 from . import memory, sram
 from .dram import each_dram_bytes, last_level_bytes
 from .flops import attention_flops
@@ -14,7 +15,6 @@ from .kernels import ROLES, TiledKernel
 from .passes import Pass, standard_backward, standard_forward, tiled_passes
 from .requested import workgroups
 from .roofline import Bound, bound, ridge
-from .shape import Shape
 
 WAYS, DIRECTIONS = ("standard", "tiled"), ("forward", "backward")
 

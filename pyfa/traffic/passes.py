@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..shape import Shape
 from .flops import tile_flops
 from .kernels import ROLES, TiledKernel
 from .memory import read_once, tensor_bytes
 from .requested import requested_bytes, requested_of, workgroups
-from .shape import Shape
 
 # Of a vendor's matrix product on large matrices: an assumption, which only the requested bytes of
 # standard attention rest on.

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..shape import Shape
 from .kernels import ROLES, TiledKernel, Tiling
 from .memory import FLOAT_BYTES, tensor_bytes
-from .shape import Shape
 
 Array = npt.NDArray[np.int64]
 

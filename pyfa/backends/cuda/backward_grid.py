@@ -44,14 +44,14 @@ def all_tiles(pair: Pair) -> tuple[OwnBackward, ...]:
 def tiles_for(grid: BackwardGrid, pair: Pair) -> OwnBackward | None:
     """Return the tiles for ``grid``, or None for the general ones."""
     times = BACKWARD_OF_GRID.get(pair)
-    sizes = grid.sizes
-    if times is None or not sizes.batch * sizes.heads_k * sizes.seqlen_q * sizes.seqlen_k:
+    shape = grid.shape
+    if times is None or not shape.batch * shape.heads_k * shape.seqlen_q * shape.seqlen_k:
         return None
-    if sizes.window_left >= 0:
+    if shape.window_left >= 0:
         most, tiles = BACKWARD_OF_WINDOW.get(pair, (0, None))
-        equal = sizes.heads_q == sizes.heads_k
-        return tiles if equal and sizes.window_left < most else None
-    if max(sizes.seqlen_q, sizes.seqlen_k) > _MOST_ROWS:
+        equal = shape.heads_q == shape.heads_k
+        return tiles if equal and shape.window_left < most else None
+    if max(shape.seqlen_q, shape.seqlen_k) > _MOST_ROWS:
         return None
     took = {pace.tiles: microseconds(grid, times, pace) for pace in times.paces}
     best, general = min(took, key=took.__getitem__), times.paces[0].tiles
@@ -60,24 +60,24 @@ def tiles_for(grid: BackwardGrid, pair: Pair) -> OwnBackward | None:
 
 def microseconds(grid: BackwardGrid, times: BackwardTimes, pace: BackwardPace) -> float:
     """Return about how long an H200 takes for ``grid``, which has no window."""
-    sizes, tiles = grid.sizes, pace.tiles
+    shape, tiles = grid.shape, pace.tiles
     rows, keys = tiles.block_q, tiles.block_k
-    of_rows, of_keys = -(-sizes.seqlen_q // rows), -(-sizes.seqlen_k // keys)
+    of_rows, of_keys = -(-shape.seqlen_q // rows), -(-shape.seqlen_k // keys)
     block = Block(0, keys=keys, parts=costs_of_parts(tiles.roles))
-    parts = group_splits(grid.device, block, sizes)
-    heads, of_group = sizes.heads_k * parts, sizes.heads_q // sizes.heads_k // parts
+    parts = group_splits(grid.device, block, shape)
+    heads, of_group = shape.heads_k * parts, shape.heads_q // shape.heads_k // parts
     places = grid.device.units * tiles.blocks
 
     around = times.launch + (times.sum if parts > 1 else 0.0)
-    around += times.rows * sizes.batch * sizes.heads_q * of_rows * rows / 1000
+    around += times.rows * shape.batch * shape.heads_q * of_rows * rows / 1000
 
     def of_block(steps: int) -> float:
         return pace.start + steps * of_group * pace.step
 
     longest = of_block(of_rows)
-    if sizes.window_right < 0:
-        return around + -(-of_keys * sizes.batch * heads // places) * longest
+    if shape.window_right < 0:
+        return around + -(-of_keys * shape.batch * heads // places) * longest
     # Causal: a block sees the rows from its first key on.
     of_head = sum(of_block(of_rows - number * keys // rows) for number in range(of_keys))
-    busy = of_head * sizes.batch * heads / places
+    busy = of_head * shape.batch * heads / places
     return around + max(longest, busy + times.tail * longest)

@@ -291,7 +291,7 @@ def _plan(
         stages = 3 if groups == 1 and pair[0] <= 64 else tiles.stages
         tiles = tiles._replace(groups=groups, stages=stages)
     if groups == 1:
-        more["BLOCKS"] = 2 if pair[0] <= _TWO_FIT else 1
+        more["BLOCKS"] = _fit(tiles, pair)
     return plan_of(tiles, pair, dtype, score, tiles.shared_bytes(pair), notes, **more)
 
 

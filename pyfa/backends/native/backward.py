@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,7 +12,6 @@ from ...plan import Plan
 from ...problem import (
     STEPS,
     TERMS,
-    UNEVEN,
     Call,
     Problem,
     band_of,
@@ -22,9 +20,12 @@ from ...problem import (
     form_of,
     has_bias_tiles,
     is_banded,
+    is_square,
+    steps_of,
     tensors_of,
     window_of,
 )
+from ...shape import Shape
 from ...sizes import Extent, Totals
 from ..base import Gradients, RunBackward, Saved
 from ..common import calls, splits
@@ -32,10 +33,7 @@ from ..common.program import Like, Params, Program, count, for_any_total, like, 
 from . import gaps, lists
 from .launch import Launcher
 from .plans import banded, name_of, values_of
-from .target import BackwardGrid, Block, Sizes, Target, blocks_of_head
-
-if TYPE_CHECKING:
-    from ...traffic import Shape
+from .target import BackwardGrid, Block, Target, blocks_of_head
 
 
 def why_not(problem: Problem) -> list[str]:
@@ -257,7 +255,7 @@ _OF_ANY_GRID = frozenset({"batch_invariant", "chunk", "negative_edge"})
 
 
 def _grid_of(
-    device: Device, features: frozenset[str], square: bool, window: int, sizes: Sizes
+    device: Device, features: frozenset[str], square: bool, window: int, shape: Shape
 ) -> BackwardGrid | None:
     """Return what the tiles of a backward may follow from, or None where they must not. ``window``:
     how many keys a row sees by its window, 0 if it has no bound on one side."""
@@ -265,13 +263,13 @@ def _grid_of(
     open_window = "window" in features and not window
     if features & _OF_ANY_GRID or open_window or (masked and not square):
         return None
-    steps = 1 if features & UNEVEN else STEPS
+    steps = steps_of(features)
     left, right = bucket(window, STEPS) - 1, 0 if masked else -1
     return BackwardGrid(
-        sizes._replace(
-            batch=bucket(sizes.batch, steps),
-            seqlen_q=bucket(sizes.seqlen_q, steps),
-            seqlen_k=bucket(sizes.seqlen_k, steps),
+        shape._replace(
+            batch=bucket(shape.batch, steps),
+            seqlen_q=bucket(shape.seqlen_q, steps),
+            seqlen_k=bucket(shape.seqlen_k, steps),
             window_left=left,
             window_right=right,
         ),
@@ -282,7 +280,7 @@ def _grid_of(
 def plans_for(target: Target, backend: str, problem: Problem) -> tuple[Plan, ...]:
     """Return the plans of a problem's backward."""
     device = target.device_of(problem)
-    sizes = Sizes(
+    shape = Shape(
         problem.batch,
         problem.seqlen_q,
         problem.seqlen_k,
@@ -290,8 +288,6 @@ def plans_for(target: Target, backend: str, problem: Problem) -> tuple[Plan, ...
         problem.heads_k,
         problem.head_dim,
         problem.head_dim_v,
-        -1,
-        -1,
     )
     plans = target.backward_plans(
         backend,
@@ -302,7 +298,7 @@ def plans_for(target: Target, backend: str, problem: Problem) -> tuple[Plan, ...
         "deterministic" in problem.features,
         problem.mods,
         problem.features & TERMS,
-        _grid_of(device, problem.features, problem.square, problem.window, sizes),
+        _grid_of(device, problem.features, problem.square, problem.window, shape),
     )
     return tuple(map(banded, plans)) if is_banded(problem.features) else plans
 
@@ -310,7 +306,6 @@ def plans_for(target: Target, backend: str, problem: Problem) -> tuple[Plan, ...
 def _chain(launch: Launcher, call: Call) -> tuple[Plan, ...]:
     """Return the launches of one pass, in order."""
     device, features = launch.device_at(call.q.device), features_of(call, True, False)
-    square = call.max_seqlen_q == call.max_seqlen_k and call.q_start == call.k_start
     sums, first, last = launch.target.backward_plans(
         launch.target.name,
         device.arch,
@@ -320,7 +315,7 @@ def _chain(launch: Launcher, call: Call) -> tuple[Plan, ...]:
         call.deterministic,
         call.mods,
         _terms_of(call),
-        _grid_of(device, features, square, window_of(call), _sizes_of(call)),
+        _grid_of(device, features, is_square(call), window_of(call), _shape_of(call)),
     )
     return (sums, banded(first), banded(last)) if _is_banded(call) else (sums, first, last)
 
@@ -343,13 +338,13 @@ def _group_splits_of(launch: Launcher, call: Call) -> Callable[[int], int]:
         return lambda total: 1  # of batch_invariant, because the bits of dK depend on it
     chain = _chain(launch, call)
     block = next(x for x in map(launch.target.block_of, chain) if x.keys)
-    packed, sizes = call.cu_seqlens_k is not None, _sizes_of(call)
+    packed, shape = call.cu_seqlens_k is not None, _shape_of(call)
     device = launch.device_at(call.q.device)
-    return lambda total: group_splits(device, block, sizes, total if packed else None)
+    return lambda total: group_splits(device, block, shape, total if packed else None)
 
 
-def _sizes_of(call: Call) -> Sizes:
-    return Sizes(
+def _shape_of(call: Call) -> Shape:
+    return Shape(
         call.batch,
         call.max_seqlen_q,
         call.max_seqlen_k,
@@ -362,26 +357,24 @@ def _sizes_of(call: Call) -> Sizes:
     )
 
 
-def group_splits(
-    device: Device, block: Block, sizes: Sizes | Shape, packed_k: int | None = None
-) -> int:
+def group_splits(device: Device, block: Block, shape: Shape, packed_k: int | None = None) -> int:
     """Return into how many parts to divide the query heads of each group, if workgroups like
     ``block`` own keys. ``packed_k``: the total of packed keys."""
-    group = sizes.heads_q // max(1, sizes.heads_k)
+    group = shape.heads_q // max(1, shape.heads_k)
     if group <= 1:
         return 1
-    of_sequence = max(1, -(-sizes.seqlen_k // block.keys))
-    tiles = of_sequence * sizes.batch
+    of_sequence = max(1, -(-shape.seqlen_k // block.keys))
+    tiles = of_sequence * shape.batch
     if packed_k is not None:
-        tiles = min(tiles, packed_k // block.keys + sizes.batch)
-    rows, (left, right) = sizes.seqlen_q, (sizes.window_left, sizes.window_right)
+        tiles = min(tiles, packed_k // block.keys + shape.batch)
+    rows, (left, right) = shape.seqlen_q, (shape.window_left, shape.window_right)
     if left >= 0 and right >= 0:
         rows = min(rows, left + right + block.keys)
     uneven = (left >= 0) is not (right >= 0)
     # Of Q and dO, and the float32 of dQ.
-    row_bytes = 2 * (sizes.head_dim + sizes.head_dim_v) + 4 * sizes.head_dim
+    row_bytes = 2 * (shape.head_dim + shape.head_dim_v) + 4 * shape.head_dim
     l2_share = rows * group * row_bytes / of_sequence / device.l2_bytes if device.l2_bytes else 0.0
-    visited = splits.Visited(tiles * sizes.heads_k, rows * group, uneven, l2_share)
+    visited = splits.Visited(tiles * shape.heads_k, rows * group, uneven, l2_share)
     return splits.of_group(group, visited, device.units, block.parts)
 
 

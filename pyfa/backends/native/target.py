@@ -10,6 +10,7 @@ from ...blocks import Tiles
 from ...device import Device
 from ...plan import Plan
 from ...problem import Call, Problem
+from ...shape import Shape
 from ...sizes import Extent, shape_of
 from ..common import splits
 from .tiles import Pair
@@ -77,25 +78,11 @@ class Buffers(NamedTuple):
     ahead: int = 0
 
 
-class Sizes(NamedTuple):
-    """The sizes and the mask of a backward; windows as a ``Call`` has them, −1 for unlimited."""
-
-    batch: int
-    seqlen_q: int
-    seqlen_k: int
-    heads_q: int
-    heads_k: int
-    head_dim: int
-    head_dim_v: int
-    window_left: int
-    window_right: int
-
-
 class BackwardGrid(NamedTuple):
-    """What tiles may follow from: sizes, rounded as ``Problem.bucketed`` rounds them, and the
+    """What tiles may follow from: the shape, rounded as ``Problem.bucketed`` rounds it, and the
     device."""
 
-    sizes: Sizes
+    shape: Shape
     device: Device
 
 
