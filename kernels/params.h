@@ -117,10 +117,18 @@ struct Params {
   int q_block_log2;  // rows of q that share a scale
   int k_block_log2;  // rows of k, and of v, that share a scale
   int descale_type;  // 0 none, 1 per sequence, 2 per block of the rows in memory
+  int group;  // of kernels with an order of work tiles: heads_q / heads_k
+  int section;  // heads in a section of the order of work tiles
+  unsigned long long group_inverse;  // inverse_of(group)
+  unsigned long long section_tiles_inverse;  // of the work tiles of a section
+  unsigned long long section_inverse;  // inverse_of(section)
+  unsigned long long last_section_inverse;  // of the heads in the last section
+  unsigned long long heads_inverse;  // of the heads of a sequence
+  unsigned long long splits_inverse;  // inverse_of(num_splits)
 };
 
 // No offsets: not every NVRTC has offsetof. Members have no holes between them.
-static_assert(sizeof(Params) == 768, "as pyfa/abi.py packs it");
+static_assert(sizeof(Params) == 824, "as pyfa/abi.py packs it");
 
 struct alignas(64) TensorMap {
   unsigned char opaque[128];
@@ -131,4 +139,4 @@ struct MappedParams {
   TensorMap maps[8];
 };
 
-static_assert(sizeof(MappedParams) == 1792, "as pyfa/abi.py packs it");
+static_assert(sizeof(MappedParams) == 1856, "as pyfa/abi.py packs it");

@@ -34,8 +34,22 @@ class Field(NamedTuple):
 
 
 # C type → struct's format character. A pointer travels as its 64-bit address.
-_FORMATS = {"void *": "Q", "long long": "q", "int": "i", "unsigned": "I", "float": "f"}
-_SIZES = {"void *": 8, "long long": 8, "int": 4, "unsigned": 4, "float": 4}
+_FORMATS = {
+    "void *": "Q",
+    "long long": "q",
+    "unsigned long long": "Q",
+    "int": "i",
+    "unsigned": "I",
+    "float": "f",
+}
+_SIZES = {
+    "void *": 8,
+    "long long": 8,
+    "unsigned long long": 8,
+    "int": 4,
+    "unsigned": 4,
+    "float": 4,
+}
 
 
 def _strided(*names: str) -> Iterator[Field]:
@@ -140,6 +154,14 @@ FIELDS: tuple[Field, ...] = (
     Field("q_block_log2", "int", "rows of q that share a scale"),
     Field("k_block_log2", "int", "rows of k, and of v, that share a scale"),
     Field("descale_type", "int", "0 none, 1 per sequence, 2 per block of the rows in memory"),
+    Field("group", "int", "of kernels with an order of work tiles: heads_q / heads_k"),
+    Field("section", "int", "heads in a section of the order of work tiles"),
+    Field("group_inverse", "unsigned long long", "inverse_of(group)"),
+    Field("section_tiles_inverse", "unsigned long long", "of the work tiles of a section"),
+    Field("section_inverse", "unsigned long long", "inverse_of(section)"),
+    Field("last_section_inverse", "unsigned long long", "of the heads in the last section"),
+    Field("heads_inverse", "unsigned long long", "of the heads of a sequence"),
+    Field("splits_inverse", "unsigned long long", "inverse_of(num_splits)"),
 )
 
 # What follows where mods captured tensors (``kernels/mods.h``): of each its address, and four sizes
@@ -147,6 +169,12 @@ FIELDS: tuple[Field, ...] = (
 # (``kernels/lists.h``), and a table for what makes lists (``kernels/common/tile_bounds.h``).
 _OF_LISTS = 3
 _MOST_CAPTURED, _RANK = mods.MOST_CAPTURED + _OF_LISTS, 4
+
+
+def inverse_of(divisor: int) -> int:
+    """Return what a kernel multiplies by to divide numbers below 2^31 by ``divisor``: 2^64 over
+    ``divisor``, rounded up, or 0 for a divisor of 1 (``kernels/cuda/order.h``)."""
+    return -(-(1 << 64) // divisor) if divisor > 1 else 0
 
 
 def captured_fields(number: int) -> Iterator[Field]:

@@ -28,13 +28,15 @@ DEVICE void init_barriers(Shared shared) {
     mbarrier_init(mbarrier_at(shared, i), full ? 2 : one ? 1 : kConsumers * 4);
   }
   fence_mbarrier_init();
+  fence_proxy_async();  // for the copies that this thread asks for at once
 }
 
 extern "C" __global__ WORKGROUP(kThreads, BLOCKS) void attn_bwd(MAPPED_PARAMS mapped) {
   const Params &p = mapped.params;
+  Shared shared = shared_address(memory);
+  int warp = wave_index() - kConsumerThreads / kLanes;  // of the producer warpgroup
   // Of what row_sums leaves, the table of work is needed here; the rest is waited for where it is read.
   if (has_work_table(p)) griddepcontrol_wait();
-  Shared shared = shared_address(memory);
   Owned own = find_keys(p);
   Sequence s = sequence_of(p, own.batch);
   if (DETERMINISTIC) {  // nobody waits for blocks that a max_seqlen, too small, did not start
@@ -42,28 +44,29 @@ extern "C" __global__ WORKGROUP(kThreads, BLOCKS) void attn_bwd(MAPPED_PARAMS ma
     s.keys = min(s.keys, p.seqlen_k);
   }
   if (own.first_key >= s.keys) return;
+  // K is asked for before the work is counted.
+  if (warp == 0 && elect_one()) {
+    init_barriers(shared);
+    keep_keys(p, shared, own);
+    load_keys(mapped, own, s, shared);
+  }
   Seen seen = rows_seeing(p, s, own.first_key, min(own.first_key + BLOCK_K, s.keys) - 1);
 #if LISTS
   static_assert(!DETERMINISTIC, "blocks that leave out a tile would not take their turn there");
   Work w{0, 0, 0, 0, 0, p};
-  for (int group = p.heads_q / p.heads_k, i = 0; i < group; ++i)
-    w.steps += list_of_head(p, own, own.head_k * group + i).count;
+  for (int i = 0; i < p.group; ++i) w.steps += list_of_head(p, own, own.head_k * p.group + i).count;
 #else
   Work w;
   w.begin = seen.low / BLOCK_Q;
   w.end = seen.low < seen.high ? (seen.high + BLOCK_Q - 1) / BLOCK_Q : w.begin;
   // As in sm80's: a block whose keys no row sees takes its turn between others.
   if (BANDED && seen.low < s.rows) w.end = max((seen.high + BLOCK_Q - 1) / BLOCK_Q, w.begin);
-  w.steps = (w.end - w.begin) * (p.heads_q / p.heads_k);
+  w.steps = (w.end - w.begin) * p.group;
 #endif
   // Keys beyond the end are seen by nobody; rows beyond it have P = 0 without a mask, unless a bias there is NaN.
   w.all_low = own.first_key + BLOCK_K > s.keys ? s.rows : seen.all_low;
   w.all_high = !BANDED && !kMods && !kBiasTiles && p.window_left < 0 ? 0x7fffffff : seen.all_high;
 
-  if (thread_index() == 0) {
-    init_barriers(shared);
-    keep_keys(p, shared, own);
-  }
   barrier();
   if (thread_index() < kConsumerThreads) {
     setmaxnreg_inc<kConsumerRegisters>();
@@ -79,9 +82,12 @@ extern "C" __global__ WORKGROUP(kThreads, BLOCKS) void attn_bwd(MAPPED_PARAMS ma
     setmaxnreg_dec<kProducerRegisters>();
     if (w.steps == 0) {
       griddepcontrol_wait();
+      if (warp == 0 && elect_one()) {
+        mbarrier_arrive(mbarrier_at(shared, kKFull));  // in place of the warp that brings states
+        wait_for_unused_keys(p, shared);
+      }
       return;
     }
-    int warp = wave_index() - kConsumerThreads / kLanes;
     if (warp == 0) {
       if (elect_one()) produce_tiles(mapped, own, w, s, shared);
     } else if (warp == 1) {

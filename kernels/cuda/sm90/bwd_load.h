@@ -22,15 +22,30 @@ DEVICE Shared expect(Shared full, Shared landed, bool clear, int bytes) {
   return at;
 }
 
+// Asks for K.
+DEVICE void load_keys(const MappedParams &mapped, const Owned &own, const Sequence &s, Shared shared) {
+  const Params &p = mapped.params;
+  Shared arrive = expect(mbarrier_at(shared, kKFull), mbarrier_at(shared, kKLanded),
+                         keys_to_clear(p, s, own.first_key), kQPanels * kKPanel);
+  load_panels<kQPanels, BLOCK_K>(shared + kK, &mapped.maps[kMapK], arrive, (int)s.key0 + own.first_key,
+                                 divide(own.head_k, p.splits_inverse), s.key_batch);
+}
+// Of a block whose keys no row sees: waits for the copies, which write to its shared memory.
+DEVICE void wait_for_unused_keys(const Params &p, Shared shared) {
+  Owned own = owned_keys();
+  bool clear = keys_to_clear(p, sequence_of(p, own.batch), own.first_key);
+  mbarrier_wait(mbarrier_at(shared, clear ? kKLanded : kKFull), 0);
+}
+
+// All other copies.
 DEVICE void produce_tiles(const MappedParams &mapped, const Owned &own, const Work &w,
                           const Sequence &s, Shared shared) {
   const Params &p = mapped.params;
   auto at = [&](int barrier) { return mbarrier_at(shared, barrier); };
   bool clear = keys_to_clear(p, s, own.first_key);
   Cursor cursor = first_tile(p, own, w);
-  int key = (int)s.key0 + own.first_key, head_k = own.head_k / p.num_splits;
-  Shared arrive = expect(at(kKFull), at(kKLanded), clear, kQPanels * kKPanel);
-  load_panels<kQPanels, BLOCK_K>(shared + kK, &mapped.maps[kMapK], arrive, key, head_k, s.key_batch);
+  int key = (int)s.key0 + own.first_key, head_k = divide(own.head_k, p.splits_inverse);
+  Shared arrive;
   for (int step = 0; step < w.steps; ++step) {
     int row = (int)s.row0 + cursor.tile * BLOCK_Q;
     bool clear_rows = rows_to_clear(p, s, cursor.tile);

@@ -96,7 +96,6 @@ DEVICE void send_tiles(const Params &p, const Owned &own, const Work &w, const S
     }
     cursor.advance(w);
   }
-  bulk_wait_group<0>();
 }
 
 // Wide heads: the warps add by themselves, from kTurn to kAdded. The turn ends before the next one begins,

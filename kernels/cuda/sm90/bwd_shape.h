@@ -1,6 +1,7 @@
 // What a block of backward is made of: sizes, where things lie in shared memory, barriers, its work.
 #pragma once
 #include "../bwd_work.h"
+#include "../order.h"
 #define TENSOR_MAPS
 #ifdef MOD
 #include "../mods.h"
@@ -147,40 +148,13 @@ constexpr int kConsumersMeet = 1;   // of all consumers
 constexpr int kWeightsWritten = 2;  // with ROLES
 constexpr int kGroupMeets = 3;      // and on, of each consumer warpgroup
 
-// The keys that a block owns. Where blocks add to dQ in turn, the last keys of a head come first, and heads
-// several at a time, so that of the blocks that run together few are of one head and wait for each other. But
-// then fewer read the same rows at a time: without a mask, 4 heads of 4k rows or more are best, 16 of 1k. With
-// a causal mask blocks of a head are at different rows, which all should stay in the L2: about 24 MB of it, of 50.
-// (Sections of equal size may have up to twice as many heads.)
-//
-// Where they add in any order, the first keys of a head come first, which a causal mask lets most rows see. Without a
-// mask heads come one by one. With one, blocks are unequal, and several heads at a time make what is left at the end
-// short. With up to four at a time and as many query heads as KV heads, backward takes 0.85 to 1.01 of the time, if
-// their rows fit the L2. With groups that share keys and up to 16 at a time it takes 0.82 to 0.97.
-constexpr int kMostTogether = 16, kMostEqual = 4;
-DEVICE int heads_together(const Params &p, int heads_of_all) {
-  constexpr int kRow = 2 * (HEAD_DIM + HEAD_DIM_V) + 4 * HEAD_DIM;  // of q, dout and dq_accum
-  int group = p.heads_q / p.heads_k;
-  bool masked = p.window_left >= 0 || p.window_right >= 0;
-  bool equal = !DETERMINISTIC && group * p.num_splits == 1;
-  if (!DETERMINISTIC && !masked) return 1;
-  long long all_rows = (long long)p.seqlen_q * (DETERMINISTIC ? group : 1);
-  int rows = (int)min(max(all_rows, 1ll), 1ll << 30);
-  int least = DETERMINISTIC || equal ? 1 : 2, most = equal ? kMostEqual : kMostTogether;
-  int heads = masked ? max(least, (24 << 20) / kRow / rows) : max(4, (16 << 10) / rows);
-  // In equal sections: a last one of a head or two would start its longest blocks when others end.
-  int sections = max(1, heads_of_all / min(most, heads));
-  return (heads_of_all + sections - 1) / sections;
-}
+// The keys that a block owns, in the order of backward.heads_together.
 DEVICE Owned find_keys(const Params &p) {
   if (has_work_table(p)) return owned_of_table(p, workgroup_index(), BLOCK_K);
-  int id = workgroup_index(), blocks = (p.seqlen_k + BLOCK_K - 1) / BLOCK_K;
-  int heads_of_all = p.heads_k * p.batch, together = heads_together(p, heads_of_all);
-  int first = id / blocks / together * together, heads = min(together, heads_of_all - first);
-  id -= first * blocks;
-  int head = first + id % heads, block = id / heads;
-  if (DETERMINISTIC) block = blocks - 1 - block;
-  return Owned{head / p.heads_k, head % p.heads_k, block * BLOCK_K};
+  int blocks = (p.seqlen_k + BLOCK_K - 1) / BLOCK_K;
+  InSection found = place_in_section(p, workgroup_index(), blocks, p.heads_k * p.batch);
+  int block = DETERMINISTIC ? blocks - 1 - found.tile : found.tile, batch = divide(found.pair, p.heads_inverse);
+  return Owned{batch, found.pair - batch * p.heads_k, block * BLOCK_K};
 }
 // They are found once, and lie in shared memory: no register keeps them through the loop, and to find them
 // again took 30 % of the kernel's instructions.
@@ -225,7 +199,7 @@ struct Cursor {
   METHOD void advance(const Work &w) {
     while (left == 0) {
       ++head;
-      if (head % (w.p.heads_q / w.p.heads_k) == 0) return;  // that was the group's last
+      if (head % w.p.group == 0) return;  // that was the group's last
       open(w.p);
     }
     read();
@@ -243,7 +217,7 @@ struct Cursor {
   }
 };
 DEVICE Cursor first_tile(const Params &p, const Owned &own, const Work &w) {
-  Cursor first{own.head_k * (p.heads_q / p.heads_k), 0, false, 0, nullptr};
+  Cursor first{own.head_k * p.group, 0, false, 0, nullptr};
   first.open(p);
   if (first.left)
     first.read();
@@ -263,7 +237,7 @@ struct Cursor {
   }
 };
 DEVICE Cursor first_tile(const Params &p, const Owned &own, const Work &w) {
-  return Cursor{own.head_k * (p.heads_q / p.heads_k), w.begin};
+  return Cursor{own.head_k * p.group, w.begin};
 }
 DEVICE bool is_full(const Cursor &) { return false; }
 #endif

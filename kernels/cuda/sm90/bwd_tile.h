@@ -2,6 +2,7 @@
 #pragma once
 #include "bwd_shape.h"
 #include "../bwd_mask.h"
+#include "bwd_load.h"
 #include "bwd_send.h"
 #include "../../common/row_sums.h"
 #include "bwd_terms.h"
@@ -197,11 +198,12 @@ DEVICE void store_gradient(const float (&x)[width / 2], float factor, Shared til
     }
 }
 
-DEVICE void store_keys_gradient(const Params &p, const float (&dk)[HEAD_DIM / 2], Shared shared, int warp) {
+// `place`: where dK passes through shared memory.
+DEVICE void store_keys_gradient(const Params &p, const float (&dk)[HEAD_DIM / 2], Shared place, int warp) {
   Owned own = owned_keys();
   Sequence s = sequence_of(p, own.batch);
   int first = own.first_key + warp * 16;
-  store_gradient<HEAD_DIM>(dk, p.scale * dp_scale(p), shared + kK, warp,
+  store_gradient<HEAD_DIM>(dk, p.scale * dp_scale(p), place, warp,
                            (unsigned short *)p.dk + s.key_batch * p.dk_batch +
                                (s.key0 + first) * p.dk_row + own.head_k * p.dk_head,
                            p.dk_row, s.keys - first, p.head_dim);
@@ -454,6 +456,9 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
     }
     TileDq dq;
     issue_dq(dq, w.steps);
+    // All have written dS of the last tile, so nobody reads V any more. By way of V's place dV and dK go to memory, while
+    // dQ is computed and sent: the backward takes 0.97 to 1.0 of the time.
+    store_values_gradient(p, dv, shared, warp);
     wgmma_wait<0>();
     hold(dk);
     hold(ds);
@@ -463,9 +468,12 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
     __syncwarp();
     send_dq(before);
     if (ONE_SENDER && lane_index() == 0) mbarrier_arrive(at(kDsFull + stage_of(w.steps)));
-    bar_sync(kConsumersMeet, kConsumerThreads);  // K was read
-    if (lane_index() == 0) bulk_wait_group<0>();
+  } else {
+    store_values_gradient(p, dv, shared, warp);
+    if (kQPanels > kVPanels) wait_for_unused_keys(p, shared);
   }
-  store_keys_gradient(p, dk, shared, warp);
-  store_values_gradient(p, dv, shared, warp);
+  if (kQPanels > kVPanels) bar_sync(kConsumersMeet, kConsumerThreads);  // K was read
+  __syncwarp();
+  store_keys_gradient(p, dk, shared + (kQPanels > kVPanels ? kK : kV), warp);
+  if (lane_index() == 0) bulk_wait_group_read<0>();
 }

@@ -261,10 +261,11 @@ DEVICE void consume_role(const Params &p, const Work &w, Shared shared) {
       wgmma_wait<0>();
       dq.add(p, sums, kLast, dq.of);
     }
-    bar_sync(kConsumersMeet, kConsumerThreads);  // K was read
   }
+  // By way of V's place, which nobody reads since all met, and of Q's, whose last reader was this warpgroup.
+  static_assert(kStages * kQBytes >= kQPanels * kKPanel, "where dK passes through");
   if constexpr (kFirst)
     store_values_gradient(p, gradient, shared, warp);
   else
-    store_keys_gradient(p, gradient, shared, warp);
+    store_keys_gradient(p, gradient, shared + kQ, warp);
 }

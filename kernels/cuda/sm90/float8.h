@@ -10,6 +10,7 @@
 // bytes of two matrices, keys 0 ... 7 and 8 ... 15, in the same order.
 #pragma once
 #include "fwd_tile.h"
+#include "../order.h"
 
 constexpr int kTransposers = 3;  // producer warps that transpose V
 constexpr int kTransposedRow = BLOCK_K % 128 == 0 ? 128 : BLOCK_K % 64 == 0 ? 64 : 32;  // bytes of a panel
@@ -75,7 +76,7 @@ struct alignas(16) HeadScales {
 };
 DEVICE HeadScales head_scales(const Params &p, int batch, int head) {
   if (kBlockScaled || !p.k_descale) return HeadScales{1.0f, 1.0f};
-  int head_k = head / (p.heads_q / p.heads_k);
+  int head_k = divide(head, p.group_inverse);
   auto at = [&](const void *scales, long long by_batch, long long by_head) {
     return ((const float *)scales)[batch * by_batch + head_k * by_head];
   };
@@ -123,7 +124,7 @@ struct TileScales {
   METHOD TileScales(const Params &p, int batch, int head, int row) {
     if constexpr (!kBlockScaled) return;
     Sequence s = sequence_of(p, batch);
-    int head_k = head / (p.heads_q / p.heads_k);
+    int head_k = divide(head, p.group_inverse);
     auto scales = [&](const void *all, long long by_batch, long long by_head, int step, int log2, int of,
                       long long first) {
       return BlockScales{(const float *)all + of * by_batch + head_k * by_head, step, log2, first};

@@ -5,7 +5,7 @@
 #include "key_tile.h"
 #include "../packed.h"
 
-DEVICE int key_head(const Params &p, int head) { return PACKED ? head : head / (p.heads_q / p.heads_k); }
+DEVICE int key_head(const Params &p, int head) { return PACKED ? head : divide(head, p.group_inverse); }
 
 // The tiles of keys of a work tile, from the last number to the first: that of number n and the one behind.
 #if LISTS

@@ -121,9 +121,9 @@ struct PipelineState {
 
 // How many query heads share a block, and how many rows of each a warpgroup has. 64 is not a multiple of every
 // number of heads: the last lines may be nobody's.
-DEVICE int heads_together(const Params &p) { return PACKED ? p.heads_q / p.heads_k : 1; }
+DEVICE int heads_together(const Params &p) { return PACKED ? p.group : 1; }
 DEVICE int work_heads(const Params &p) { return PACKED ? p.heads_k : p.heads_q; }
-DEVICE int rows_of_group(const Params &p) { return kGroupRows / heads_together(p); }
+DEVICE int rows_of_group(const Params &p) { return PACKED ? divide(kGroupRows, p.group_inverse) : kGroupRows; }
 DEVICE int rows_of_block(const Params &p) { return kRowGroups * rows_of_group(p); }
 
 // Line `line` of a block whose first row is `row`; `head`: of the work tile.
@@ -184,7 +184,7 @@ struct WorkTile {
         first = max(first, begin);
         last = min(last, begin + kChunkTiles - 1);
       } else {
-        int share = (last - first + p.num_splits) / p.num_splits;
+        int share = divide(last - first + p.num_splits, p.splits_inverse);
         first += work.split * share;
         last = min(last, first + share - 1);
       }

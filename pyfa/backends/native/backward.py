@@ -166,13 +166,15 @@ def _bind(
     values["dies"] = launch.device_at(call.q.device).dies
     values |= {"heads_k": heads_k, "num_splits": parts_of_group}
     gaps.add_backward(launch, program, call, dq, dk, dv)
-    params = Params(values, pointers)
+    blocks_by_plan = {}
     for plan in chain:
         block = launch.target.block_of(plan)
-        if block.rows:
-            blocks = blocks_of_head(call, block) * call.q.shape[-2]
-        else:
-            blocks = blocks_of_head(call, block) * heads_k
+        heads = call.q.shape[-2] if block.rows else heads_k
+        blocks_by_plan[plan] = blocks_of_head(call, block) * heads
+        values |= launch.target.order_of(plan, values, blocks_by_plan[plan])
+    params = Params(values, pointers)
+    for plan, blocks in blocks_by_plan.items():
+        block = launch.target.block_of(plan)
         own = by_list.params_of(plan, call, params)
         program.add(plan, blocks, block.threads, own)
     if bias_grad and call.bias is not None:

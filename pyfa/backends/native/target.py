@@ -126,7 +126,9 @@ class Target:
     scores, determinism, the digest of the mods, the names of the score terms, and what the tiles
     may follow from (None: nothing).
     ``bias_grad_plan``: the plan of the gradient of a bias, if there is one. ``list_tiles``: the
-    tiles of a plan whose kernel visits work tiles by block lists.
+    tiles of a plan whose kernel visits work tiles by block lists. ``order_of``: the members of
+    ``Params`` that give a plan's kernel its order of work tiles, by the other members and the
+    number of work tiles.
     """
 
     name: str
@@ -153,6 +155,9 @@ class Target:
     bias_grad_plan: Callable[[str, str, Pair, int, str], Plan] | None = None
     splits_of_lengths: Callable[[str, int, int, int, int], int] = (
         lambda kernel, parts, blocks, keys, units: parts
+    )
+    order_of: Callable[[Plan, Mapping[str, float | Size], Extent], dict[str, int]] = (
+        lambda plan, values, blocks: {}
     )
     latent: str = ""
     latent_plan: Callable[[Problem], Plan | None] = lambda problem: None
