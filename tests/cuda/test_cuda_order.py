@@ -1,4 +1,4 @@
-"""The order of work tiles: its inverses divide exactly, and each block finds a work tile of its own."""
+"""The order of work tiles: inverses divide exactly, and each block finds a work tile of its own."""
 
 import random
 
@@ -13,7 +13,8 @@ def divide(x: int, inverse: int) -> int:
     """``divide`` of kernels/cuda/order.h, in its 32-bit halves."""
     low = x * (inverse & 0xFFFFFFFF) >> 32
     high = x * (inverse >> 32)
-    assert low < 2**64 and high + low < 2**64
+    assert low < 2**64
+    assert high + low < 2**64
     return high + low >> 32 if inverse else x
 
 
@@ -65,7 +66,8 @@ def test_every_block_of_a_forward_finds_its_own_work_tile() -> None:
         side = found["section"]
         assert side == pairs or side % (heads // heads_k) == 0
         assert [head for _, head in places[:side]] == list(range(side))
-        assert found["group"] == group and divide(7 * group, found["group_inverse"]) == 7
+        assert found["group"] == group
+        assert divide(7 * group, found["group_inverse"]) == 7
 
 
 def test_every_block_of_a_backward_finds_its_own_keys() -> None:
@@ -100,13 +102,14 @@ def test_heads_run_together_as_their_rows_fit_the_l2() -> None:
         return backward.heads_together(plan, given)
 
     # Of a row of head_dim 128, q, dout and dq_accum take 1 KB: 24 MB hold 24,576 rows.
-    assert together(8, 1024, False) == 4 and together(8, 8192, False) == 4
+    assert together(8, 1024, False) == 4
+    assert together(8, 8192, False) == 4
     assert together(8, 16384, False) == 1
-    assert together(64, 1024, False) == 16 and together(64, 16384, False) == 2
+    assert together(64, 1024, False) == 16
+    assert together(64, 16384, False) == 2
     assert together(64, 1024, False, masked=False) == 1
-    assert (
-        together(8, 1024, True, masked=False) == 16 and together(8, 8192, True, masked=False) == 4
-    )
+    assert together(8, 1024, True, masked=False) == 16
+    assert together(8, 8192, True, masked=False) == 4
     # Equal sections: of 3 heads in all, not 2 and 1.
     assert together(64, 16384, False, batch=1) == 2
 

@@ -65,8 +65,8 @@ OF_TILES = TERM_BITS["bias"] | tensor_maps.BIAS_TILES
 _SINKS, _DROPOUT = TERM_BITS["sinks"], TERM_BITS["dropout"]
 # ``TERMS`` of plans whose tiles follow from the grid.
 OF_GRID = (0, _SINKS)
-# How many heads of blocks of ``SM90`` run together at most: of groups that share keys, and of as many
-# query heads as KV heads.
+# How many heads of blocks of ``SM90`` run together at most: of groups that share keys, and of as
+# many query heads as KV heads.
 _MOST_TOGETHER, _MOST_EQUAL = 16, 4
 _L2_SHARE = 24 << 20  # of 50 MB
 

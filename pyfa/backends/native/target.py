@@ -11,7 +11,7 @@ from ...device import Device
 from ...plan import Plan
 from ...problem import Call, Problem
 from ...shape import Shape
-from ...sizes import Extent, shape_of
+from ...sizes import Extent, Size, shape_of
 from ..common import splits
 from .tiles import Pair
 
