@@ -55,7 +55,8 @@ def test_header_compiles(tmp_path):
 def test_maps_follow_at_their_alignment():
     data = abi.pack({"batch": 3}, [b"\1" * 128, b"\2" * 128])
     assert len(data) % 64 == 0
-    assert abi.MAPS_AT % 64 == 0 and 0 <= abi.MAPS_AT - abi.SIZE < 64
+    assert abi.MAPS_AT % 64 == 0
+    assert 0 <= abi.MAPS_AT - abi.SIZE < 64
     assert data[abi.MAPS_AT :][:256] == b"\1" * 128 + b"\2" * 128
     assert abi.unpack(data)["batch"] == 3
     with pytest.raises(ValueError, match="tensor maps"):
