@@ -1,4 +1,4 @@
-// A block's place in the order of work tiles, by what the host made of the launch's sizes (order.order_of).
+// A block's place in the order of work tiles, by what the host made of the launch's sizes (plans.order_of).
 #pragma once
 #include "../params.h"
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from pyfa import abi
-from pyfa.backends.cuda import backward, forward_sm90, order
+from pyfa.backends.cuda import backward, forward_sm90, plans
 from pyfa.backends.native.plans import plan_with, values_of
 
 
@@ -56,7 +56,7 @@ def test_every_block_of_a_forward_finds_its_own_work_tile() -> None:
             seqlen_q=tiles * 128, seqlen_k=draw.choice((1, 300, 30_000, 10_000_000)),
         )  # fmt: skip
         heads = heads_k if "PACKED" in values_of(plan) else heads_k * group
-        found = order.order_of(plan, given, tiles * heads * batch)
+        found = plans.order_of(plan, given, tiles * heads * batch)
         pairs = heads * batch
         places = [
             place(found, n, tiles * splits, pairs) for n in range(tiles * splits * heads * batch)
@@ -81,7 +81,7 @@ def test_every_block_of_a_backward_finds_its_own_keys() -> None:
             seqlen_q=draw.choice((100, 1024, 5000, 100_000)), seqlen_k=blocks * 128,
             window_right=0 if masked else -1,
         )  # fmt: skip
-        found = order.order_of(plain, given, blocks * heads_k * batch)
+        found = plans.order_of(plain, given, blocks * heads_k * batch)
         pairs = heads_k * batch
         places = [place(found, n, blocks, pairs) for n in range(blocks * pairs)]
         assert sorted(places) == [(b, h) for b in range(blocks) for h in range(pairs)]
@@ -99,7 +99,7 @@ def test_heads_run_together_as_their_rows_fit_the_l2() -> None:
             heads_q=heads_q, heads_k=8, batch=batch, seqlen_q=rows, seqlen_k=rows,
             window_right=0 if masked else -1,
         )  # fmt: skip
-        return backward.heads_together(plan, given)
+        return plans.heads_together(plan, given)
 
     # Of a row of head_dim 128, q, dout and dq_accum take 1 KB: 24 MB hold 24,576 rows.
     assert together(8, 1024, False) == 4
@@ -117,6 +117,6 @@ def test_heads_run_together_as_their_rows_fit_the_l2() -> None:
 def test_no_order_without_work_or_for_other_kernels() -> None:
     plan = next(iter(forward_sm90.all_plans()))
     given = members_of(heads_q=0, heads_k=0, batch=0, seqlen_q=1, seqlen_k=1)
-    assert order.order_of(plan, given, 0) == {}
+    assert plans.order_of(plan, given, 0) == {}
     other = plan_with("cuda", "cuda/combine.cu", {"DTYPE": 1})
-    assert order.order_of(other, members_of(heads_q=1, heads_k=1, batch=1), 1) == {}
+    assert plans.order_of(other, members_of(heads_q=1, heads_k=1, batch=1), 1) == {}

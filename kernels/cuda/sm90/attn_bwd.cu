@@ -72,13 +72,15 @@ extern "C" __global__ WORKGROUP(kThreads, BLOCKS) void attn_bwd(MAPPED_PARAMS ma
     setmaxnreg_inc<kConsumerRegisters>();
 #if ROLES
     if (wave_index() < 4)
-      consume_role<kRoleP>(p, w, shared);
+      consume_role<kRoleP>(mapped, w, shared);
     else
-      consume_role<kRoleDs>(p, w, shared);
+      consume_role<kRoleDs>(mapped, w, shared);
 #else
-    consume(p, w, shared);
+    consume(mapped, w, shared);
 #endif
   } else {
+    // As early: to pass on registers and to get to the other warps' code takes 500 cycles.
+    if (warp == 0 && w.steps && elect_one()) load_first(mapped, own, w, s, shared);
     setmaxnreg_dec<kProducerRegisters>();
     if (w.steps == 0) {
       griddepcontrol_wait();

@@ -4,7 +4,7 @@
 #include "../../common/row_sums.h"
 
 // The maps of MappedParams.
-enum Map { kMapQ, kMapK, kMapV, kMapDout, kMapBias };
+enum Map { kMapQ, kMapK, kMapV, kMapDout, kMapDk, kMapDv, kMapBias };
 
 template <int panels, int rows>
 DEVICE void load_panels(Shared to, const TensorMap *map, Shared mbarrier, int row, int head,
@@ -37,33 +37,52 @@ DEVICE void wait_for_unused_keys(const Params &p, Shared shared) {
   mbarrier_wait(mbarrier_at(shared, clear ? kKLanded : kKFull), 0);
 }
 
-// All other copies.
-DEVICE void produce_tiles(const MappedParams &mapped, const Owned &own, const Work &w,
-                          const Sequence &s, Shared shared) {
+
+// The copies of rows, once their places are empty.
+struct RowLoader {
+  const MappedParams &mapped;
+  const Sequence &s;
+  Shared shared;
+  METHOD void load_q(const Cursor &tile, int step) const {
+    load<kQPanels>(shared + kQ + stage_of(step) * kQBytes, kMapQ, kQEmpty, kQFull, kQLanded, tile, step);
+  }
+  METHOD void load_dout(const Cursor &tile, int step) const {
+    load<kVPanels>(shared + kDout + stage_of(step) * kDoutBytes, kMapDout, kDoutEmpty, kDoutFull, kDoutLanded, tile,
+                   step);
+  }
+  template <int panels>
+  METHOD void load(Shared to, Map map, int empty, int full, int landed, const Cursor &tile, int step) const {
+    int stage = stage_of(step);
+    mbarrier_wait(mbarrier_at(shared, empty + stage), phase_of(step) ^ 1);
+    Shared arrive = expect(mbarrier_at(shared, full + stage), mbarrier_at(shared, landed + stage),
+                           rows_to_clear(mapped.params, s, tile.tile), panels * kQPanel);
+    load_panels<panels, BLOCK_Q>(to, &mapped.maps[map], arrive, (int)s.row0 + tile.tile * BLOCK_Q, tile.head,
+                                 s.row_batch);
+  }
+};
+
+// Asks for what the first step reads beside K.
+DEVICE void load_first(const MappedParams &mapped, const Owned &own, const Work &w, const Sequence &s, Shared shared) {
   const Params &p = mapped.params;
-  auto at = [&](int barrier) { return mbarrier_at(shared, barrier); };
-  bool clear = keys_to_clear(p, s, own.first_key);
+  RowLoader loader{mapped, s, shared};
   Cursor cursor = first_tile(p, own, w);
-  int key = (int)s.key0 + own.first_key, head_k = divide(own.head_k, p.splits_inverse);
-  Shared arrive;
-  for (int step = 0; step < w.steps; ++step) {
-    int row = (int)s.row0 + cursor.tile * BLOCK_Q;
-    bool clear_rows = rows_to_clear(p, s, cursor.tile);
-    mbarrier_wait(at(kQEmpty + stage_of(step)), phase_of(step) ^ 1);
-    arrive = expect(at(kQFull + stage_of(step)), at(kQLanded + stage_of(step)), clear_rows, kQBytes);
-    load_panels<kQPanels, BLOCK_Q>(shared + kQ + stage_of(step) * kQBytes, &mapped.maps[kMapQ], arrive, row,
-                                   cursor.head, s.row_batch);
-    if (step == 0) {
-      arrive = expect(at(kVFull), at(kVLanded), clear, kVPanels * kKPanel);
-      load_panels<kVPanels, BLOCK_K>(shared + kV, &mapped.maps[kMapV], arrive, key, head_k,
-                                     s.key_batch);
-    }
-    mbarrier_wait(at(kDoutEmpty + stage_of(step)), phase_of(step) ^ 1);
-    arrive = expect(at(kDoutFull + stage_of(step)), at(kDoutLanded + stage_of(step)), clear_rows,
-                    kDoutBytes);
-    load_panels<kVPanels, BLOCK_Q>(shared + kDout + stage_of(step) * kDoutBytes, &mapped.maps[kMapDout],
-                                   arrive, row, cursor.head, s.row_batch);
+  loader.load_q(cursor, 0);
+  Shared arrive = expect(mbarrier_at(shared, kVFull), mbarrier_at(shared, kVLanded),
+                         keys_to_clear(p, s, own.first_key), kVPanels * kKPanel);
+  load_panels<kVPanels, BLOCK_K>(shared + kV, &mapped.maps[kMapV], arrive, (int)s.key0 + own.first_key,
+                                 divide(own.head_k, p.splits_inverse), s.key_batch);
+  loader.load_dout(cursor, 0);
+}
+
+// The rows of all other steps.
+DEVICE void produce_tiles(const MappedParams &mapped, const Owned &own, const Work &w, const Sequence &s,
+                          Shared shared) {
+  RowLoader loader{mapped, s, shared};
+  Cursor cursor = first_tile(mapped.params, own, w);
+  for (int step = 1; step < w.steps; ++step) {
     cursor.advance(w);
+    loader.load_q(cursor, step);
+    loader.load_dout(cursor, step);
   }
 }
 

@@ -148,7 +148,7 @@ constexpr int kConsumersMeet = 1;   // of all consumers
 constexpr int kWeightsWritten = 2;  // with ROLES
 constexpr int kGroupMeets = 3;      // and on, of each consumer warpgroup
 
-// The keys that a block owns, in the order of backward.heads_together.
+// The keys that a block owns, in the order of plans.heads_together.
 DEVICE Owned find_keys(const Params &p) {
   if (has_work_table(p)) return owned_of_table(p, workgroup_index(), BLOCK_K);
   int blocks = (p.seqlen_k + BLOCK_K - 1) / BLOCK_K;

@@ -169,11 +169,11 @@ DEVICE void apply_mask(const Params &p, const Sequence &s, int key, int row, Val
   }
 }
 
-// A warp's 16 keys of a gradient to memory, by way of its part of a tile that nobody reads any more, so
-// that 16 bytes leave at a time.
+// A warp's 16 keys of a gradient to memory, by way of its part of `tile`, which nobody reads any more: by TMA, which
+// ends on its own (bulk_wait_group_read), or 16 bytes a lane where the sequence ends among them.
 template <int width>
-DEVICE void store_gradient(const float (&x)[width / 2], float factor, Shared tile, int warp,
-                           unsigned short *to, long long step, int keys, int elements) {
+DEVICE void store_gradient(const float (&x)[width / 2], float factor, Shared tile, int warp, const TensorMap *map,
+                           unsigned short *to, long long step, int keys, int elements, int key, int head, int batch) {
   Shared mine = tile + warp * 16 * kRowBytes;
   int row = lane_index() % 16, unit = lane_index() / 16;
 #pragma unroll
@@ -183,6 +183,17 @@ DEVICE void store_gradient(const float (&x)[width / 2], float factor, Shared til
     for (int r = 0; r < 4; ++r)
       both[r] = Format<DTYPE>::nearest(x[8 * i + 2 * r] * factor, x[8 * i + 2 * r + 1] * factor);
     stmatrix(mine + i / 4 * kKPanel + row * kRowBytes + ((i % 4 * 2 + unit) ^ row % 8) * 16, both);
+  }
+  if (keys >= 16) {
+    fence_proxy_async();
+    __syncwarp();
+    if (lane_index() == 0) {
+#pragma unroll
+      for (int panel = 0; panel < width / 64; ++panel)
+        tma_store(map, mine + panel * kKPanel, panel * 64, key, head, batch);
+      bulk_commit_group();
+    }
+    return;
   }
   __syncwarp();
   row = lane_index() / 8;
@@ -198,25 +209,27 @@ DEVICE void store_gradient(const float (&x)[width / 2], float factor, Shared til
     }
 }
 
-// `place`: where dK passes through shared memory.
-DEVICE void store_keys_gradient(const Params &p, const float (&dk)[HEAD_DIM / 2], Shared place, int warp) {
+// `place`: where it passes through shared memory.
+DEVICE void store_keys_gradient(const MappedParams &mapped, const float (&dk)[HEAD_DIM / 2], Shared place, int warp) {
+  const Params &p = mapped.params;
   Owned own = owned_keys();
   Sequence s = sequence_of(p, own.batch);
   int first = own.first_key + warp * 16;
-  store_gradient<HEAD_DIM>(dk, p.scale * dp_scale(p), place, warp,
+  store_gradient<HEAD_DIM>(dk, p.scale * dp_scale(p), place, warp, &mapped.maps[kMapDk],
                            (unsigned short *)p.dk + s.key_batch * p.dk_batch +
                                (s.key0 + first) * p.dk_row + own.head_k * p.dk_head,
-                           p.dk_row, s.keys - first, p.head_dim);
+                           p.dk_row, s.keys - first, p.head_dim, (int)s.key0 + first, own.head_k, s.key_batch);
 }
-DEVICE void store_values_gradient(const Params &p, const float (&dv)[HEAD_DIM_V / 2], Shared shared,
+DEVICE void store_values_gradient(const MappedParams &mapped, const float (&dv)[HEAD_DIM_V / 2], Shared place,
                                   int warp) {
+  const Params &p = mapped.params;
   Owned own = owned_keys();
   Sequence s = sequence_of(p, own.batch);
   int first = own.first_key + warp * 16;
-  store_gradient<HEAD_DIM_V>(dv, dp_scale(p), shared + kV, warp,
+  store_gradient<HEAD_DIM_V>(dv, dp_scale(p), place, warp, &mapped.maps[kMapDv],
                              (unsigned short *)p.dv + s.key_batch * p.dv_batch +
                                  (s.key0 + first) * p.dv_row + own.head_k * p.dv_head,
-                             p.dv_row, s.keys - first, p.head_dim_v);
+                             p.dv_row, s.keys - first, p.head_dim_v, (int)s.key0 + first, own.head_k, s.key_batch);
 }
 
 // Whether P is wanted in dS, and none of two registers has it: then dropout and dV come behind.
@@ -234,7 +247,8 @@ constexpr bool kBranchless = kLastRows == 0;
 //
 // Where P comes twice (kDqEarly), dQ is staged before dP is asked for: its sums, dP and the two do not fit the
 // registers together.
-DEVICE void consume(const Params &p, const Work &w, Shared shared) {
+DEVICE void consume(const MappedParams &mapped, const Work &w, Shared shared) {
+  const Params &p = mapped.params;
   auto at = [&](int barrier) { return mbarrier_at(shared, barrier); };
   int group = wave_index() / 4, warp = wave_index();
   float dk[HEAD_DIM / 2], dv[HEAD_DIM_V / 2];
@@ -458,7 +472,7 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
     issue_dq(dq, w.steps);
     // All have written dS of the last tile, so nobody reads V any more. By way of V's place dV and dK go to memory, while
     // dQ is computed and sent: the backward takes 0.97 to 1.0 of the time.
-    store_values_gradient(p, dv, shared, warp);
+    store_values_gradient(mapped, dv, shared + kV, warp);
     wgmma_wait<0>();
     hold(dk);
     hold(ds);
@@ -469,11 +483,12 @@ DEVICE void consume(const Params &p, const Work &w, Shared shared) {
     send_dq(before);
     if (ONE_SENDER && lane_index() == 0) mbarrier_arrive(at(kDsFull + stage_of(w.steps)));
   } else {
-    store_values_gradient(p, dv, shared, warp);
+    store_values_gradient(mapped, dv, shared + kV, warp);
     if (kQPanels > kVPanels) wait_for_unused_keys(p, shared);
   }
   if (kQPanels > kVPanels) bar_sync(kConsumersMeet, kConsumerThreads);  // K was read
+  if (lane_index() == 0) bulk_wait_group_read<0>();  // dV
   __syncwarp();
-  store_keys_gradient(p, dk, shared + (kQPanels > kVPanels ? kK : kV), warp);
+  store_keys_gradient(mapped, dk, shared + (kQPanels > kVPanels ? kK : kV), warp);
   if (lane_index() == 0) bulk_wait_group_read<0>();
 }

@@ -96,7 +96,8 @@ struct TermsOf<false> {
 // and its other chunks before this tile's dV or dK. No product is issued under a condition: the compiler would
 // wait for it.
 template <int role>
-DEVICE void consume_role(const Params &p, const Work &w, Shared shared) {
+DEVICE void consume_role(const MappedParams &mapped, const Work &w, Shared shared) {
+  const Params &p = mapped.params;
   constexpr bool kFirst = role == kRoleP;
   constexpr int kWidth = kFirst ? HEAD_DIM_V : HEAD_DIM;
   constexpr int kLast = role + (kChunks - 1 - role) / 2 * 2;  // of its chunks
@@ -265,7 +266,8 @@ DEVICE void consume_role(const Params &p, const Work &w, Shared shared) {
   // By way of V's place, which nobody reads since all met, and of Q's, whose last reader was this warpgroup.
   static_assert(kStages * kQBytes >= kQPanels * kKPanel, "where dK passes through");
   if constexpr (kFirst)
-    store_values_gradient(p, gradient, shared, warp);
+    store_values_gradient(mapped, gradient, shared + kV, warp);
   else
-    store_keys_gradient(p, gradient, shared + kQ, warp);
+    store_keys_gradient(mapped, gradient, shared + kQ, warp);
+  if (lane_index() == 0) bulk_wait_group_read<0>();
 }

@@ -22,6 +22,13 @@ DEVICE void tma_load(Shared to, const TensorMap *map, Shared mbarrier, int c0, i
       : "memory");
 }
 
+// The box at `from` to (c0, c1, c2, c3), but for what lies beyond the tensor. Writers fence_proxy_async() first.
+DEVICE void tma_store(const TensorMap *map, Shared from, int c0, int c1, int c2, int c3) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+               "r"(from), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+               : "memory");
+}
+
 // `bytes` (a multiple of 16) of float32 are added to memory, element by element, in no fixed order.
 // Writers fence_proxy_async() first.
 DEVICE void bulk_reduce_add(float *to, Shared from, int bytes) {
@@ -30,7 +37,7 @@ DEVICE void bulk_reduce_add(float *to, Shared from, int bytes) {
                : "memory");
 }
 
-// Reductions of this thread so far become one group ...
+// Reductions and stores of this thread so far become one group ...
 DEVICE void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // ... of which all but the last `groups` have been read from shared memory, or are done.
 template <int groups>

@@ -8,14 +8,12 @@ run to run, but never those of dK and dV.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ...arch import ARCHS
 from ...plan import Plan
 from ...problem import TERMS, Problem
 from ..common import calls
 from ..native.lists import listed
-from ..native.plans import modified, plan_with, values_of
+from ..native.plans import modified, plan_with
 from ..native.target import BackwardGrid
 from ..native.tiles import Pair, constants_of, sm90
 from . import backward_grid, plans, tensor_maps
@@ -65,11 +63,6 @@ OF_TILES = TERM_BITS["bias"] | tensor_maps.BIAS_TILES
 _SINKS, _DROPOUT = TERM_BITS["sinks"], TERM_BITS["dropout"]
 # ``TERMS`` of plans whose tiles follow from the grid.
 OF_GRID = (0, _SINKS)
-# How many heads of blocks of ``SM90`` run together at most: of groups that share keys, and of as
-# many query heads as KV heads.
-_MOST_TOGETHER, _MOST_EQUAL = 16, 4
-_L2_SHARE = 24 << 20  # of 50 MB
-
 # Terms for which dS is of other weights than dV.
 _TWO_WEIGHTS = TERM_BITS["softcap"] | TERM_BITS["dropout"]
 
@@ -161,38 +154,6 @@ def plans_for(
             # In turn, blocks that leave out a tile would be waited for.
             gradients = listed(gradients)
     return sums, gradients, convert
-
-
-def heads_together(plan: Plan, sizes: Mapping[str, int]) -> int:
-    """Return how many heads a section of blocks has, which run side by side; ``sizes``: members of
-    ``Params``.
-
-    Where blocks add to dQ in turn, the last keys of a head come first, and several heads at a time,
-    so that of the blocks that run together few are of one head and wait for each other. But then
-    fewer read the same rows at a time: without a mask, 4 heads of 4k rows or more are best, 16 of
-    1k. With a causal mask blocks of a head are at different rows, which all should stay in the L2.
-
-    Where they add in any order, the first keys of a head come first, which a causal mask lets most
-    rows see. Without a mask heads come one by one. With one, blocks are unequal, and several heads
-    at a time make what is left at the end short. With up to four at a time and as many query heads
-    as KV heads, backward takes 0.85 to 1.01 of the time, if their rows fit the L2. With groups that
-    share keys and up to 16 at a time it takes 0.82 to 0.97.
-    """
-    constants = values_of(plan)
-    dim, in_turn = constants["HEAD_DIM"], constants["DETERMINISTIC"]
-    row_bytes = 2 * (dim + constants["HEAD_DIM_V"]) + 4 * dim  # of q, dout and dq_accum
-    group = sizes["heads_q"] // sizes["heads_k"]
-    masked = sizes["window_left"] >= 0 or sizes["window_right"] >= 0
-    if not in_turn and not masked:
-        return 1
-    equal = not in_turn and group * sizes["num_splits"] == 1
-    rows = max(1, sizes["seqlen_q"] * (group if in_turn else 1))
-    least = 1 if in_turn or equal else 2
-    fitting = max(least, _L2_SHARE // row_bytes // rows) if masked else max(4, (16 << 10) // rows)
-    # In equal sections: a last one of a head or two would start its longest blocks when others end.
-    heads = sizes["heads_k"] * sizes["batch"]
-    sections = max(1, heads // min(_MOST_EQUAL if equal else _MOST_TOGETHER, fitting))
-    return -(-heads // sections)
 
 
 def notes_of(problem: Problem) -> list[str]:

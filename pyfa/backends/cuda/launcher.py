@@ -43,13 +43,11 @@ class Launcher:
         given = dict(zip(program.inputs, tensors, strict=True))
         if not any(step.plan.kernel in tensor_maps.BOXES for step in program.steps):
             return self._launch(program, given, None)
-        # Among the tensors that a program makes, only the rotated queries have a map. Of packed
-        # ones, the total is set at each launch.
-        if "rotated_q" in program.made:
-            shape, _, dtype = program.likes[program.made.index("rotated_q")]
-            known = [1 if isinstance(size, Size) else size for size in shape]
-            rotated = torch.empty(known, dtype=dtype, device="meta")
-            given["rotated_q"] = rotated
+        # Of packed ones, the total is set at each launch.
+        for name, (shape, _, dtype) in zip(program.made, program.likes, strict=True):
+            if name in tensor_maps.MADE:
+                known = [1 if isinstance(size, Size) else size for size in shape]
+                given[name] = torch.empty(known, dtype=dtype, device="meta")
         if tensor_maps.movable():
             return self._launch(program, given, None)
 

@@ -23,7 +23,6 @@ from . import (
     forward_sm90,
     forward_sm90_fp8,
     latent_sm90,
-    order,
     plans,
 )
 
@@ -165,7 +164,7 @@ TARGET = Target(
     decode_splits=decode.splits_for,
     backward_plans=lambda backend, *asked: backward.plans_for(*asked),
     list_tiles=_list_tiles,
-    order_of=order.order_of,
+    order_of=plans.order_of,
     latent=latent_sm90.KERNEL,
     latent_plan=_latent_plan,
 )

@@ -55,9 +55,13 @@ BOXES: dict[str, tuple[Box, ...]] = {
         Box("k", "BLOCK_K", "HEAD_DIM"),
         Box("v", "BLOCK_K", "HEAD_DIM_V"),
         Box("dout", "BLOCK_Q", "HEAD_DIM_V"),
+        Box("dk", 16, "HEAD_DIM"),
+        Box("dv", 16, "HEAD_DIM_V"),
         Box("bias", "BLOCK_Q", 64),
     ),
 }
+# Tensors with a map that a program makes itself.
+MADE = ("rotated_q", "dk", "dv")
 # What plans that read tiles of a bias have: in ``TERMS`` of backward, and as ``SCORE`` of forward.
 BIAS_TILES, BIAS_SCORE = 32, 6
 
@@ -141,7 +145,7 @@ def maps_of(
         described = describe(x, rows, panel(number(box.head), x.itemsize), heads)
         if addresses is not None:
             return TensorMap(described.encode(addresses[name]), "")
-        total = Size("k" if box.tensor in ("k", "v") else "q")
+        total = Size("k" if box.tensor in ("k", "v", "dk", "dv") else "q")
         sizes = ((rows_at(), total + -1),) if x.dim() == 3 and x.shape[0] else ()
         return TensorMap(_encoded(described), name, sizes)
 
