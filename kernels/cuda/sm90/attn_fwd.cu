@@ -489,7 +489,11 @@ DEVICE void store(const Params &p, Shared info, int first_line, const Rows &rows
 extern "C" __global__ WORKGROUP(kThreads, BLOCKS) void attn_fwd(MAPPED_PARAMS p) {
   extern __shared__ __align__(1024) char memory[];
   Shared shared = shared_address(memory);
-  if (thread_index() == 0) Barriers{shared + kBarriersAt}.make();
+  bool begins = kScheduler && !by_true_lengths(p.params);
+  if (thread_index() == 0) {
+    Barriers{shared + kBarriersAt}.make();
+    if (begins) begin(p, shared);
+  }
   if constexpr (PACKED) {
     // No copy reaches nobody's lines. What they hold must not be NaN, or each tile is computed again.
     for (int i = thread_index(); i < kRowGroups * kQBytes / 16; i += kThreads) store_shared(shared + i * 16, Quad{});
@@ -500,14 +504,14 @@ extern "C" __global__ WORKGROUP(kThreads, BLOCKS) void attn_fwd(MAPPED_PARAMS p)
   if (group == 0) {
     if (kMovesRegisters) setmaxnreg_dec<kProducerRegisters>();
     if (wave_index() == 0) {
-      if (elect_one()) produce(p, shared);
+      if (elect_one()) produce(p, shared, begins);
     } else if constexpr (kFloat8) {
       transpose_v(shared, wave_index() - 1);
     } else if constexpr (kTwoProducers) {
       if (wave_index() == 1 && elect_one()) produce_v(p, shared);
     } else if constexpr (kScheduler) {
-      if (wave_index() == 1) schedule(p.params, shared);
-      if (wave_index() == 2 && elect_one()) produce_q(p, shared);
+      if (wave_index() == 1) schedule(p.params, shared, begins);
+      if (wave_index() == 2 && elect_one()) produce_q(p, shared, begins);
     }
   } else {
     if (kMovesRegisters) setmaxnreg_inc<kConsumerRegisters>();

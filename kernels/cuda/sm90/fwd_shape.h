@@ -102,6 +102,7 @@ struct Barriers {
       mbarrier_init(work_empty(stage), kWorkReaders);
     }
     fence_mbarrier_init();
+    fence_proxy_async();  // for copies that this thread asks for at once
   }
 };
 
@@ -216,6 +217,9 @@ struct WorkTiles {
       : blocks((p.seqlen_q + rows_of_block(p) - 1) / rows_of_block(p)),
         count(blocks * p.num_splits * work_heads(p) * p.batch) {}
 };
+
+// Whether work tiles are found by the true lengths (../packed.h), where a warp of its own does that.
+DEVICE bool by_true_lengths(const Params &p) { return kScheduler && (p.cu_seqlens_q || p.seqused_q); }
 
 DEVICE WorkTileInfo info_of(const WorkTile &tile) {
   const Sequence &s = tile.s;
