@@ -49,11 +49,11 @@ def attention(
     it returns (out, lse): lse is the log-sum-exp of each row's scores, (B, H, Sq) float32, natural
     logarithm.
 
-    H must be a multiple of Hk (GQA, MQA). D may be 1 to 576 and Dv 1 to 512; above 256, hip and
-    cuda run the forward only, and support no dropout, mods, float8 or batch invariance. q, k and v
-    are float16, bfloat16, float32 or float8 e4m3; float8 k and v also work with 16-bit q. q, k, v,
-    a float ``bias`` and ``sinks`` receive gradients, and the LSE is differentiable. Float8 has no
-    gradient.
+    H must be a multiple of Hk (GQA, MQA). D may be 1 to 576 and Dv 1 to 512. Above 256, hip and
+    cuda run the forward only, and refuse dropout, ``score_mod``, ``mask_mod``, float8 and batch
+    invariance. q, k and v are float16, bfloat16, float32 or float8 e4m3; float8 k and v also work
+    with 16-bit q. q, k, v, a float ``bias`` and ``sinks`` receive gradients, and the LSE is
+    differentiable. Float8 has no gradient.
 
     The scores are score_mod(softcap(scale · q·k)) − slope · ``|i + Sk − Sq − j|`` + bias for query
     i and key j. Then masks and softmax are applied. A fully masked row gives output 0, LSE −inf
@@ -117,9 +117,11 @@ def attention(
         visible. In partial blocks the BlockMask's own mask_mod decides or, if it has none, the
         argument ``mask_mod``.
 
-    Raises a ``ValueError`` or ``TypeError`` that names the wrong argument, or the source line of an
-    operation that a ``score_mod`` or ``mask_mod`` may not use. If no backend can run the call,
-    raises ``UnsupportedProblem`` with every backend's reasons.
+    Notes
+    -----
+    A wrong argument raises a ``ValueError`` or ``TypeError`` that names it. The error for an
+    operation that a ``score_mod`` or ``mask_mod`` may not use names its source line. If no backend
+    can run the call, ``UnsupportedProblem`` lists every backend's reasons.
 
     Source: Dao et al. 2022 and Dao 2023 (FlashAttention, FlashAttention-2).
     """
@@ -219,6 +221,8 @@ def attention_varlen(
         As in ``attention``. Scales per block of rows are (1, Hk, ⌈total / block⌉) for packed
         tensors, whatever their offsets, and (num_pages, Hk, ⌈page_size / block⌉) for pages.
 
+    Notes
+    -----
     Other arguments and errors are as in ``attention``. Offsets and lengths that point outside their
     tensors raise ``ValueError`` on a CPU, and on a GPU with ``PYFA_CHECK=1``.
     """
@@ -357,6 +361,8 @@ def attention_kvcache(
     descale
         As in ``attention``. Scales per block of rows refer to the rows or pages of the cache.
 
+    Notes
+    -----
     Other arguments and errors are as in ``attention``. Lengths and pages outside the cache raise
     ``ValueError`` on a CPU, and on a GPU with ``PYFA_CHECK=1``. Without this check, new keys beyond
     the end of the cache are dropped.
