@@ -351,9 +351,10 @@ def attention_kvcache(
     rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens
         Tables (max_position, R) that rotate q and the new k. If ``rotary_interleaved`` is True,
         elements 2i and 2i+1 are paired (GPT-J), otherwise i and i+R (GPT-NeoX). The position of the
-        first new token is ``rotary_seqlens`` (B,) int32, or by default ``cache_seqlens``, also with
-        ``cache_leftpad``. Without a causal mask, a window or chunks, all queries are rotated to
-        this position, as in flash-attention. Float8 inputs are rounded again after the rotation.
+        first new token is ``rotary_seqlens`` (B,) int32. The default is ``cache_seqlens``, which
+        includes the padding of ``cache_leftpad``. Without a causal mask, a window or chunks, all
+        queries are rotated to this position, as in flash-attention. Float8 inputs are rounded again
+        after the rotation.
     tree_mask
         (Sq, Sq) or (B | 1, Sq, Sq) bool, for a tree of draft tokens. It applies only to the last Sq
         keys of a sequence. If element [i, j] is True, query i sees key j of these Sq keys. For
