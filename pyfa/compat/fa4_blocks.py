@@ -39,8 +39,8 @@ class BlockSparseTensorsTorch(NamedTuple):
 
 
 def fast_sampling(mask_mod: _Mod) -> _Mod:
-    """Mark ``mask_mod``: version 4 then evaluates it at only five points of a block. pyfa ignores
-    the mark and evaluates all points."""
+    """Mark ``mask_mod``: version 4 evaluates a marked function at only five points of a block.
+    pyfa ignores the mark and evaluates all points."""
     mask_mod.use_fast_sampling = True  # type: ignore[attr-defined]
     return mask_mod
 

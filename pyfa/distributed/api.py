@@ -82,8 +82,9 @@ def ring_attention(
 
     Notes
     -----
-    The other arguments are those of ``pyfa.attention`` and must be the same on all ranks. ``bias``
-    is not supported.
+    The other arguments are as in ``pyfa.attention`` and must be the same on all ranks. ``bias``,
+    ``score_mod``, ``mask_mod``, ``attention_chunk``, window bounds below −1, ``pyfa.Edge(-1)`` and
+    float8 are not supported.
 
     A wrong argument raises a ``ValueError`` or ``TypeError`` that names it. If ranks pass different
     arguments, every rank raises ``ValueError`` before any data is sent. If no backend can run the
