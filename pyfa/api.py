@@ -355,6 +355,9 @@ def attention_kvcache(
         includes the padding of ``cache_leftpad``. Without a causal mask, a window or chunks, all
         queries are rotated to this position, as in flash-attention. Float8 inputs are rounded again
         after the rotation.
+    bias
+        Broadcasts to (B, H, Sq, S), where S is the capacity: with pages, the number of pages of a
+        sequence times page_size. Keys count from the first valid key.
     tree_mask
         (Sq, Sq) or (B | 1, Sq, Sq) bool, for a tree of draft tokens. It applies only to the last Sq
         keys of a sequence. If element [i, j] is True, query i sees key j of these Sq keys. For
