@@ -29,6 +29,7 @@ STUMBLES = (
     r"what of (it|them)", r"by its own\b", r"that which", r"of people('s)?",
     r"in which they take turns", r"of (an)?other \w+ than", r"is not told of", r"deals? out",
     r"is said by", r"as the cache has", r"rounded to it too", r"in other places",
+    r"went both ways", r"nothing is left that", r"not through these", r"in its order",
 )  # fmt: skip
 
 
