@@ -351,7 +351,7 @@ def verified() -> str:
                 f"{emulated['environment']['date']}: {_outcome(emulated)}. Its speed is unknown."
             )
         elif found:
-            lines.append(f"- `{name}`: {' '.join(found)} The suite has run on no other GPU.")
+            lines.append(f"- `{name}`: {' '.join(found)} No GPU of another arch has run it.")
         elif name in ("cuda", "triton"):
             lines.append(f"- `{name}`: The suite has run on no GPU.")
     return "\n".join([*lines, "- `torch`: The project's tests run it on a CPU."])

@@ -49,11 +49,11 @@ def attention(
     it returns (out, lse): lse is the log-sum-exp of each row's scores, (B, H, Sq) float32, natural
     logarithm.
 
-    H must be a multiple of Hk (GQA, MQA). D may be 1 to 576 and Dv 1 to 512; above 256, hip and
-    cuda run the forward only, and support no dropout, mods, float8 or batch invariance. q, k and v
-    are float16, bfloat16, float32 or float8 e4m3; float8 k and v also work with 16-bit q. q, k, v,
-    a float ``bias`` and ``sinks`` receive gradients, and the LSE is differentiable. Float8 has no
-    gradient.
+    H must be a multiple of Hk (GQA, MQA). D may be 1 to 576 and Dv 1 to 512. Above 256, hip and
+    cuda run the forward only, and refuse dropout, ``score_mod``, ``mask_mod``, float8 and batch
+    invariance. q, k and v are float16, bfloat16, float32 or float8 e4m3; float8 k and v also work
+    with 16-bit q. q, k, v, a float ``bias`` and ``sinks`` receive gradients, and the LSE is
+    differentiable. Float8 has no gradient.
 
     The scores are score_mod(softcap(scale · q·k)) − slope · ``|i + Sk − Sq − j|`` + bias for query
     i and key j. Then masks and softmax are applied. A fully masked row gives output 0, LSE −inf
@@ -117,9 +117,11 @@ def attention(
         visible. In partial blocks the BlockMask's own mask_mod decides or, if it has none, the
         argument ``mask_mod``.
 
-    Raises a ``ValueError`` or ``TypeError`` that names the wrong argument, or the source line of an
-    operation that a ``score_mod`` or ``mask_mod`` may not use. If no backend can run the call,
-    raises ``UnsupportedProblem`` with every backend's reasons.
+    Notes
+    -----
+    A wrong argument raises a ``ValueError`` or ``TypeError`` that names it. The error for an
+    operation that a ``score_mod`` or ``mask_mod`` may not use names its source line. If no backend
+    can run the call, ``UnsupportedProblem`` lists every backend's reasons.
 
     Source: Dao et al. 2022 and Dao 2023 (FlashAttention, FlashAttention-2).
     """
@@ -219,6 +221,8 @@ def attention_varlen(
         As in ``attention``. Scales per block of rows are (1, Hk, ⌈total / block⌉) for packed
         tensors, whatever their offsets, and (num_pages, Hk, ⌈page_size / block⌉) for pages.
 
+    Notes
+    -----
     Other arguments and errors are as in ``attention``. Offsets and lengths that point outside their
     tensors raise ``ValueError`` on a CPU, and on a GPU with ``PYFA_CHECK=1``.
     """
@@ -347,9 +351,13 @@ def attention_kvcache(
     rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens
         Tables (max_position, R) that rotate q and the new k. If ``rotary_interleaved`` is True,
         elements 2i and 2i+1 are paired (GPT-J), otherwise i and i+R (GPT-NeoX). The position of the
-        first new token is ``rotary_seqlens`` (B,) int32, or by default ``cache_seqlens``, also with
-        ``cache_leftpad``. Without a causal mask, a window or chunks, all queries are rotated to
-        this position, as in flash-attention. Float8 inputs are rounded again after the rotation.
+        first new token is ``rotary_seqlens`` (B,) int32. The default is ``cache_seqlens``, which
+        includes the padding of ``cache_leftpad``. Without a causal mask, a window or chunks, all
+        queries are rotated to this position, as in flash-attention. Float8 inputs are rounded again
+        after the rotation.
+    bias
+        Broadcasts to (B, H, Sq, S), where S is the capacity: with pages, the number of pages of a
+        sequence times page_size. Keys count from the first valid key.
     tree_mask
         (Sq, Sq) or (B | 1, Sq, Sq) bool, for a tree of draft tokens. It applies only to the last Sq
         keys of a sequence. If element [i, j] is True, query i sees key j of these Sq keys. For
@@ -357,6 +365,8 @@ def attention_kvcache(
     descale
         As in ``attention``. Scales per block of rows refer to the rows or pages of the cache.
 
+    Notes
+    -----
     Other arguments and errors are as in ``attention``. Lengths and pages outside the cache raise
     ``ValueError`` on a CPU, and on a GPU with ``PYFA_CHECK=1``. Without this check, new keys beyond
     the end of the cache are dropped.

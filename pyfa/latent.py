@@ -59,7 +59,7 @@ def attention_latent(
         pages) int32. ``append_latent`` appends new tokens.
     cache_seqlens
         An int or (B,) int32: the number of keys of each sequence, including new ones. By default
-        the cache is full.
+        all keys of the cache are used.
     scale
         Required, because it cannot be derived from D. It is the model's (qk_nope_head_dim +
         qk_rope_head_dim) ** -0.5 (192 ** -0.5 for DeepSeek-V3), times mscale² if YaRN is used.
@@ -78,6 +78,8 @@ def attention_latent(
         ``attention``. Scales per block cannot be combined with ``indices``. With float8 q,
         ``out_dtype`` is bfloat16 (default) or float16.
 
+    Notes
+    -----
     Errors are as in ``attention_kvcache``.
     """
     if unknown:

@@ -116,8 +116,10 @@ def quantize(
     dtype
         ``float8_e4m3fn``, or ``float8_e4m3fnuz`` (gfx942). The default is the format of k's device.
 
-    There is no gradient. Inputs must be finite. Raises a ``ValueError`` or ``TypeError`` that names
-    the wrong argument.
+    Notes
+    -----
+    There is no gradient. Inputs must be finite. A wrong argument raises a ``ValueError`` or
+    ``TypeError`` that names it.
 
     Source: Shah et al. 2024, arXiv:2407.08608, §3.3; Chee et al. 2023 (QuIP).
     """

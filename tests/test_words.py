@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ STUMBLES = (
     r"what of (it|them)", r"by its own\b", r"that which", r"of people('s)?",
     r"in which they take turns", r"of (an)?other \w+ than", r"is not told of", r"deals? out",
     r"is said by", r"as the cache has", r"rounded to it too", r"in other places",
+    r"went both ways", r"nothing is left that", r"not through these", r"in its order",
 )  # fmt: skip
 
 
@@ -102,6 +104,23 @@ def openings() -> Iterator[tuple[str, str]]:
 
 def test_docstrings_of_functions_open_with_a_verb() -> None:
     assert [where for word, where in openings() if NOT_A_VERB.match(word)] == []
+
+
+def parameters(text: str) -> list[str]:
+    """The lines of a docstring's list of parameters that Sphinx takes for names."""
+    section = re.search(r"^Parameters\n-+\n(.*?)(?=^\w+\n-+$|\Z)", text, re.M | re.S)
+    return [line for line in section[1].splitlines() if line[:1].strip()] if section else []
+
+
+def test_text_after_a_list_of_parameters_has_a_heading() -> None:
+    """Without one, the guide shows each of its lines as a parameter."""
+    texts = {where: text for where, text in strings() if "Parameters\n" in text}
+    lines = {where: parameters(inspect.cleandoc(text)) for where, text in texts.items()}
+    assert len(lines) >= 6
+    assert all(lines.values())
+    names = re.compile(r"\w+(, \w+)*$")
+    found = [(where, line) for where in lines for line in lines[where] if not names.match(line)]
+    assert found == []
 
 
 # The project spells as America does, as its interfaces do (quantize, synchronize).

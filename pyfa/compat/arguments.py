@@ -12,8 +12,8 @@ Window = Sequence[int] | torch.Tensor
 
 
 def window(window_size: Window) -> tuple[int, int] | None:
-    """Return pyfa's window; None if it is unlimited. How queries are rotated depends on whether
-    there is a window."""
+    """Return pyfa's window, or None if both bounds are unlimited: rotary embedding gives queries
+    other positions if there is a window."""
     if len(window_size) != 2:
         validate.wrong("window_size", "(left, right)", window_size)
     left, right = (max(-1, int(edge)) for edge in window_size)

@@ -159,7 +159,7 @@ def flash_attn_varlen_func(
     """Call ``flash_attn_func`` on packed q (total_q, H, D), k (total_k, Hk, D) and v (total_k, Hk,
     Dv).
 
-    Sequence b is rows ``cu_seqlens[b]`` to ``cu_seqlens[b+1]`` (int32, (B+1,)). With
+    Sequence b is rows ``cu_seqlens[b]`` to ``cu_seqlens[b+1]`` − 1; offsets are (B+1,) int32. With
     ``block_table`` (B, blocks) int32, k and v are (num_blocks, block_size, Hk, D), and
     ``cu_seqlens_k`` gives only the lengths of the sequences. Returns out (total_q, H, Dv) and, with
     ``return_attn_probs``, softmax_lse (H, total_q) and S_dmask. With dropout, S_dmask is (B, H,

@@ -161,10 +161,10 @@ def flash_attn_varlen_func(
     """Call ``flash_attn_func`` on packed q (total_q, H, D), k (total_k, Hk, D) and v (total_k, Hk,
     Dv).
 
-    Sequence b is rows ``cu_seqlens[b]`` to ``cu_seqlens[b+1]`` (int32, (B+1,)). With ``seqused_q``
-    or ``seqused_k`` (B,) int32 only the first rows of a sequence are used; its later queries
-    give output 0 and LSE −inf. Returns out (total_q, H, Dv); the LSE is (H, total_q). Raises what
-    ``flash_attn_func`` raises.
+    Sequence b is rows ``cu_seqlens[b]`` to ``cu_seqlens[b+1]`` − 1; offsets are (B+1,) int32.
+    ``seqused_q`` and ``seqused_k`` (B,) int32 say how many rows of each sequence are used, from its
+    beginning; unused queries give output 0 and LSE −inf. Returns out (total_q, H, Dv); the LSE is
+    (H, total_q). Raises what ``flash_attn_func`` raises.
     """
     shared = _shared(
         q, k, softmax_scale, causal, q_descale, k_descale, v_descale, window_size,

@@ -3,8 +3,8 @@
 Importing this module registers ``fwd``, ``bwd``, ``fwd_combine`` and ``get_scheduler_metadata``
 with the schemas of flash-attention 3. It is for the packages that ``pyfa compat install`` writes.
 ``bwd`` returns rowsum(dO∘O), the LSE times log2(e), and three empty tensors in place of
-flash-attention's accumulators. The first two results have their number of rows rounded up to a
-multiple of 128; packed sequences have 128 columns between them.
+flash-attention's accumulators. The last dimension of the first two results is Sq, or total_q +
+128·B for packed sequences, rounded up to a multiple of 128. 128 zeros follow each packed sequence.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ class BlockSparseTensorsTorch(NamedTuple):
 
 
 def fast_sampling(mask_mod: _Mod) -> _Mod:
-    """Mark ``mask_mod``: version 4 then evaluates it at only five points of a block. pyfa ignores
-    the mark and evaluates all points."""
+    """Mark ``mask_mod``: version 4 evaluates a marked function at only five points of a block.
+    pyfa ignores the mark and evaluates all points."""
     mask_mod.use_fast_sampling = True  # type: ignore[attr-defined]
     return mask_mod
 
@@ -67,7 +67,8 @@ def compute_block_sparsity(
 ) -> BlockSparseTensorsTorch:
     """Return the blocks of ``tile_m`` rows × ``tile_n`` keys that ``mask_mod`` does not mask.
 
-    For packed sequences counts are (H, blocks of rows of all sequences), and the indices of a
+    The result holds, for each block of rows, the number of these blocks and their indices. For
+    packed sequences, the counts are (H, blocks of rows of all sequences), and the indices of a
     sequence begin at its element of ``cu_block_idx_offsets``.
     """
     place = torch.empty(0, device=device).device  # with its index

@@ -21,7 +21,8 @@ Float8 caches have one of two formats:
   unused byte.
 
 Float8 without ``indices`` raises ``NotImplementedError``. With a float8 cache, or with
-``extra_k_cache``, the listed tokens are first copied, float8 tokens as bfloat16.
+``extra_k_cache``, the listed tokens are copied before attention; the copies of float8 tokens are
+bfloat16.
 """
 
 from __future__ import annotations
@@ -94,13 +95,16 @@ def flash_mla_with_kvcache(
     """Compute attention of q (B, Sq, H, D) over pages k_cache (blocks, page_block_size, Hk, D).
 
     Without ``indices``, a sequence's keys are the first ``cache_seqlens[b]`` tokens of its pages.
-    ``cache_seqlens`` is (B,) int32; ``block_table`` is (B, pages) int32. With ``indices`` (B, Sq,
-    topk) int32, which needs a cache with one head, the keys are the listed ones. An entry is block
-    · page_block_size + offset; negative entries and entries beyond the end of the cache list no
-    key. Only the first ``topk_length`` (B,) entries count. With ``indices``, ``block_table`` and
-    ``cache_seqlens`` are ignored. ``extra_k_cache`` with ``extra_indices_in_kvcache`` adds tokens
-    of another cache; of these entries, only the first ``extra_topk_length`` (B,) count.
-    ``tile_scheduler_metadata`` and ``num_splits`` are always ignored.
+    ``cache_seqlens`` is (B,) int32; ``block_table`` is (B, pages) int32.
+
+    ``indices`` (B, Sq, topk) int32 lists the keys of each query token instead; Hk must then be 1.
+    An entry is block · page_block_size + offset. Negative entries and entries beyond the end of the
+    cache list no key. Only the first ``topk_length`` (B,) entries count. ``block_table`` and
+    ``cache_seqlens`` are ignored.
+
+    ``extra_k_cache`` with ``extra_indices_in_kvcache`` adds tokens of another cache; of these
+    entries, only the first ``extra_topk_length`` (B,) count. ``tile_scheduler_metadata`` and
+    ``num_splits`` are always ignored.
 
     Returns (out (B, Sq, H, head_dim_v), softmax_lse (B, H, Sq) float32).
     """

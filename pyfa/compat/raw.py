@@ -162,7 +162,8 @@ class Rows:
         return Written(*(x.unflatten(0, (self._batch[0], -1)) for x in grads))
 
     def sums(self, dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Return rowsum(dO∘O): (B, H, S rounded up to 128), or (H, columns) as ``spread``."""
+        """Return rowsum(dO∘O): (B, H, S rounded up to 128), or (H, columns) with 128
+        zeros after each packed sequence."""
         if not self.has_lengths:
             return row_sums(dout, out)
         return self.spread(_dots(self._flat(dout), self._flat(out)))

@@ -87,7 +87,7 @@ def apply_rotary_emb(
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> torch.Tensor:
-    """Call ``apply_rotary`` with a gradient for x, also with ``inplace``."""
+    """Call ``apply_rotary`` so that x receives a gradient, also with ``inplace``."""
     where = {
         "seqlen_offsets": seqlen_offsets,
         "cu_seqlens": cu_seqlens,

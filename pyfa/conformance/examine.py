@@ -39,7 +39,7 @@ class Findings:
     digests: dict[str, str] = field(default_factory=dict)
 
     def require(self, name: str, holds: bool, otherwise: str) -> None:
-        """Record a check that has no error to measure."""
+        """Record a check that holds or not, without an error and a bound."""
         self.checks.append(Check(name, message="" if holds else f"{name}: {otherwise}"))
 
 

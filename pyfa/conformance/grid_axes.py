@@ -38,8 +38,8 @@ APPENDS: tuple[Lengths, ...] = (
 
 
 def draws(family: str, count: int, axes: Fields) -> Iterator[dict[str, Any]]:
-    """Return ``count`` samples: on each axis the choice that a hash of its place selects. A choice
-    of several fields (a mapping) stands for these; they replace those of other axes."""
+    """Yield ``count`` samples. On each axis, a hash of family, sample and axis selects the choice.
+    If a choice is a mapping, its fields are added and replace those of other axes."""
     for index in range(count):
         drawn = {axis: pick(f"{family}/{index}/{axis}", axes[axis]) for axis in axes}
         more = [drawn.pop(axis) for axis in axes if isinstance(drawn[axis], Mapping)]

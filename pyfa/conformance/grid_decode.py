@@ -46,7 +46,8 @@ _DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (72
 
 
 def quick() -> Iterator[Case]:
-    """Yield one option for each number of tiles and dtype."""
+    """Yield a case with one of the options (a score term, pages) for each number of row tiles and
+    dtype, and a few more."""
     for index, rows in enumerate(_ROWS):
         for number, half in enumerate(HALF):
             yield _case(rows, 64, half, **_OPTIONS[2 * index + number])
@@ -58,7 +59,8 @@ def quick() -> Iterator[Case]:
 
 
 def full() -> Iterator[Case]:
-    """Yield all options for each number of tiles, head_dim and dtype."""
+    """Yield a case with each option for each number of row tiles, head_dim and dtype, and cases of
+    one key and of many query heads."""
     for rows in _ROWS:
         for dim in (64, 128):
             for half in HALF:

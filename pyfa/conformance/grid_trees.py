@@ -39,7 +39,7 @@ def quick() -> Iterator[Case]:
 
 
 def full() -> Iterator[Case]:
-    """Yield every pair of option and length, and random draws of what changes a plan."""
+    """Yield each option with all lengths, and random draws of what changes a plan."""
     for shape in range(len(_LENGTHS)):
         for index, options in enumerate(_OPTIONS):
             yield _tree(shape, dtype=HALF[(shape + index) % 2], **options)

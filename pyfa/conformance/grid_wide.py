@@ -1,8 +1,9 @@
 """The grid's cases of head dims above 256: up to 576 for q and k, up to 512 for v.
 
-They vary which head is wide, how many rows there are (tiles of 8 to 64 rows, all heads of a group
-together or one), and what kernels with such heads do not share with others: halves of V, fewer keys
-at a time, heads that fill a part of the dims that a kernel is compiled for.
+They vary whether q and k, v, or all of them have more than 256 elements, and how many rows there
+are (tiles of 8 to 64 rows, of one head or of all heads of a group). They also vary what only
+kernels for such head dims have: halves of V, fewer keys at a time, and padding up to the head_dim
+that the kernel is compiled for.
 """
 
 from __future__ import annotations

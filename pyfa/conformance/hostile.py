@@ -36,7 +36,8 @@ class Marks(NamedTuple):
     free: torch.Tensor
 
     def put(self, x: torch.Tensor, ref: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return x and ref in the form in which they are compared."""
+        """Return x and ref for the comparison: ref with ``value`` where it must be, and x equal to
+        ref where it may be anything."""
         must = self.must.reshape(ref.shape)
         ref = torch.where(must, self.value, ref)
         x, taken = x.reshape(ref.shape), self.free.reshape(ref.shape)
@@ -66,7 +67,8 @@ def _place(case: Case) -> _Place:
 
 
 def make_way(case: Case, parts: list[Sequence]) -> None:
-    """Give the factors of inf one sign, so that all scores with it have one sign."""
+    """Make the elements that an inf of q or k is multiplied by positive, so that all scores with
+    it have the same sign."""
     if not case.hostile.startswith(("q=", "k=")) or "inf" not in case.hostile:
         return
     place = _place(case)

@@ -137,7 +137,7 @@ class Inputs:
     product_size: float = 0.0
 
     def digest(self) -> str:
-        """Return the SHA-256 of every byte of every tensor that takes part, and of the scalars."""
+        """Return the SHA-256 of all bytes of the call's tensors and of its scalars."""
         total = hashlib.sha256()
         for name in sorted(self.placed):
             total.update(name.encode() + self.placed[name].buffer.numpy().tobytes())

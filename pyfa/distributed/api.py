@@ -80,17 +80,20 @@ def ring_attention(
         Must be the same on all ranks. With None, the first rank draws a seed and sends it to the
         others.
 
-    The other arguments are those of ``pyfa.attention`` and must be the same on all ranks. ``bias``
-    is not supported.
+    Notes
+    -----
+    The other arguments are as in ``pyfa.attention`` and must be the same on all ranks. ``bias``,
+    ``score_mod``, ``mask_mod``, ``attention_chunk``, window bounds below −1, ``pyfa.Edge(-1)`` and
+    float8 are not supported.
 
-    Raises a ``ValueError`` or ``TypeError`` that names the wrong argument. If ranks pass different
-    arguments, every rank raises ``ValueError`` before any data is sent. Raises
-    ``UnsupportedProblem`` if no backend can run the attention of this rank's queries over one part
-    of the keys. Raises ``RankError`` if another rank died or did not answer within the group's
-    timeout (with NCCL only if ``TORCH_NCCL_BLOCKING_WAIT=1``).
+    A wrong argument raises a ``ValueError`` or ``TypeError`` that names it. If ranks pass different
+    arguments, every rank raises ``ValueError`` before any data is sent. If no backend can run the
+    attention of this rank's queries over one part of the keys, ``UnsupportedProblem`` is raised. If
+    another rank died or did not answer within the group's timeout, ``RankError`` is raised (with
+    NCCL only if ``TORCH_NCCL_BLOCKING_WAIT=1``).
 
-    Sources: Liu et al. 2023, Ring Attention with Blockwise Transformers, arXiv:2310.01889; zigzag:
-    Llama 3, arXiv:2407.21783; with heads: Fang and Zhao 2024, USP, arXiv:2405.07719.
+    Sources: Liu et al. 2023, Ring Attention with Blockwise Transformers, arXiv:2310.01889. Zigzag:
+    Llama 3, arXiv:2407.21783. A mesh of two dimensions: Fang and Zhao 2024, USP, arXiv:2405.07719.
     """
     if unknown:
         known = inspect.signature(ring_attention).parameters

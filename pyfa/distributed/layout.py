@@ -45,7 +45,7 @@ class Layout(NamedTuple):
         return tuple(share(length, chunks, number) for length in self.lengths)
 
     def chunks(self, rank: int) -> tuple[Chunk, ...]:
-        """Return the chunks of ``rank``, in its order."""
+        """Return the chunks of ``rank``, in the order in which the rank holds them."""
         return _chunks(self, rank)
 
     def rows(self, rank: int) -> int:

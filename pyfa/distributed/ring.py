@@ -50,7 +50,7 @@ class Job(NamedTuple):
         return self.keys.chunks(self.ring.rank)
 
     def blocks(self, q: torch.Tensor, heads: Range) -> Blocks:
-        """Return the blocks of the query heads ``heads``, which are q's."""
+        """Return the blocks of the query heads ``heads``; q has only these heads."""
         slopes = self.call.alibi_slopes
         call = self.call._replace(
             q=q,

@@ -110,10 +110,11 @@ def sdpa_forward(
     scale: float | None = None,
 ) -> tuple[Any, ...]:
     """Implement ``aten::_scaled_dot_product_flash_attention`` for query (B, H, Sq, D), key and
-    value (B, Hk, Sk, D): (out, lse, None, None, Sq, Sk, rng_state, unused, debug_attn_mask).
+    value (B, Hk, Sk, D).
 
-    Out has the memory layout of query, and lse is (B, H, Sq). The two None stand for the offsets of
-    packed sequences, which this operator does not have.
+    Return (out, lse, None, None, Sq, Sk, rng_state, unused, debug_attn_mask). out has the memory
+    layout of query, and lse is (B, H, Sq). The Nones stand for the offsets of packed sequences,
+    which this operator does not have.
     """
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     out, lse, *rest = flash_forward(
@@ -176,12 +177,14 @@ def flash_forward(
     num_splits: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Implement ``aten::_flash_attention_forward`` for query (B, Sq, H, D), or packed (total_q, H,
-    D) with ``cum_seq_q`` (B+1,) int32: (out, lse, rng_state, unused, debug_attn_mask).
+    D) with ``cum_seq_q`` (B+1,) int32.
 
-    lse is (B, H, Sq), or (H, total_q). The mask is empty without dropout, else (B, H, Sq, Sk) with
-    lengths rounded up to multiples of 128: exp(score − the row's maximum), negative where dropped.
-    ``num_splits``: the number of splits of the keys; None or 0 for the plan's choice. Raises
-    ``NotImplementedError`` for an argument that PyTorch does not pass to the backward.
+    Return (out, lse, rng_state, unused, debug_attn_mask). lse is (B, H, Sq), or (H, total_q).
+    debug_attn_mask is empty without dropout. With dropout it is (B, H, Sq, Sk), with both lengths
+    rounded up to multiples of 128, and contains exp(score − the row's maximum), with a negative
+    sign where dropped. ``num_splits`` is the number of splits of the keys; with None or 0, pyfa
+    chooses. Raises ``NotImplementedError`` for an argument that PyTorch does not pass to the
+    backward.
     """
     seed = validate.seed(None, query.device) if dropout_p else None
     asked = _request(

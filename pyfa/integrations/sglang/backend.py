@@ -1,4 +1,4 @@
-"""The class that SGLang asks for attention. SGLang imports this module when it is to use pyfa.
+"""The class that computes attention for SGLang. SGLang imports this module if pyfa is selected.
 
 SGLang's keys and values are in pages before attention runs, so each layer is one call of
 ``attention_kvcache``: prefill, chunks of prompts and decode are rows of one packed batch.
