@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import tempfile
 from collections.abc import Iterable
+from pathlib import Path
 
+import triton
 import turns
 
 from pyfa import cache, cubin
@@ -31,6 +36,20 @@ def compiled(plan: Plan, arch: str) -> tuple[cubin.Cubin, str]:
     )
     report, magic, data = entry.code.partition(b"\x7fELF")
     return cubin.parse(magic + data), report.decode()
+
+
+def moves_of_registers(plan: Plan) -> list[str]:
+    """The setmaxnreg instructions of a plan's cubin, by nvdisasm of Triton's package. All warps of
+    a warpgroup have to execute the same one: where the compiler copies it into branches, each warp
+    waits for the others forever."""
+    nvdisasm = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    data = code.load(plan, plans.compiled_for("sm_90", plan)).data
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(data)
+        file.flush()
+        command = [str(nvdisasm), "-c", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return sorted(re.findall(r"USETMAXREG\.(\w+)", text))
 
 
 def of_hopper(plan: Plan) -> bool:

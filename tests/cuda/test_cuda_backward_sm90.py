@@ -25,7 +25,7 @@ from pyfa.problem import Problem
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TRAINING = frozenset({"backward"})
-MAPS = ("q", "k", "v", "dout")
+MAPS = ("q", "k", "v", "dout", "dk", "dv")
 
 
 def problem(*features: str, device: str = "H200") -> Problem:
@@ -198,6 +198,7 @@ def test_products_run_on_while_registers_are_as_planned(plan: Plan) -> None:
     if plan.kernel != backward.SM90:
         assert found.stack_bytes == 0
         return
+    assert ptxas.moves_of_registers(plan) == ["DEALLOC", "TRY_ALLOC"]
     two_fit = constants["BLOCKS"] == 2
     assert found.registers == (128 if two_fit else 168)
     assert plans.threads_of(plan) == (256 if two_fit else 384)
@@ -223,11 +224,11 @@ def test_maps_and_turns_of_a_repeated_call(
             out = pyfa.attention(q, k, v, **options)
             dout = torch.randn_like(out)
             driver.launched.clear()
-            torch.autograd.grad(out, (q, k, v), dout)
+            _, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
             names = [name.split(".cu")[0] for name, *_ in driver.launched]
             assert names == ["cuda/row_sums", "cuda/sm90/attn_bwd", "cuda/sm80/dq_convert"]
             _, grid, data = driver.launched[1]
-            given = dict(zip(MAPS, (q, k, v, dout), strict=True))
+            given = dict(zip(MAPS, (q, k, v, dout, dk, dv), strict=True))
             for at, name in enumerate(MAPS):
                 begin = abi.MAPS_AT + at * abi.MAP_SIZE
                 address = int.from_bytes(data[begin : begin + 8], "little")

@@ -67,9 +67,8 @@ extern "C" __global__ WORKGROUP(kThreads, BLOCKS) void attn_bwd(MAPPED_PARAMS ma
   w.all_low = own.first_key + BLOCK_K > s.keys ? s.rows : seen.all_low;
   w.all_high = !BANDED && !kMods && !kBiasTiles && p.window_left < 0 ? 0x7fffffff : seen.all_high;
 
-  // Before registers are passed on, which takes 500 cycles; and before the barrier, because behind it the compiler may give
-  // warps a setmaxnreg each, which all would wait for. With ROLES that early, ptxas orders the consumers' loop so that at
-  // D = 256 long sequences take 1.02 of the time.
+  // Before registers are passed on, which takes 500 cycles; and in front of the barrier, since setmaxnreg wants whole
+  // warps. With ROLES that early, ptxas orders the consumers' loop so that at D = 256 long sequences take 1.02 of the time.
   auto ask_for_first = [&] {
     if (warp == 0 && w.steps && elect_one()) load_first(mapped, own, w, s, shared);
   };

@@ -191,8 +191,8 @@ DEVICE void load_k(const MappedParams &mapped, Shared shared, PipelineState<> &k
 // The thread that makes the barriers also finds the first work tile of the block, asks for its last tile of K and for Q,
 // and tells of it, in place of the three warps that do this later. A sequence of 128 tokens takes 0.9 of the time.
 //
-// In front of the block's barrier: behind it, the compiler gives each of the warps a setmaxnreg of its own, which all
-// would wait for.
+// In front of the block's barrier. Behind it, with the three asked by their warps, blocks hung on a GPU: lanes are apart
+// there, and setmaxnreg, which comes next, wants whole warps.
 DEVICE void begin(const MappedParams &mapped, Shared shared) {
   const Params &p = mapped.params;
   WorkTile first(p, work_of(p, workgroup_index(), WorkTiles(p).blocks, p.heads_q));
