@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import turns
 from planted import faults_found
 
 from pyfa import api, codeobject, emulator
@@ -80,7 +81,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", turns.cases(CASES, night=("rows",)))
 def test_sound(case):
     assert not CASES[case].flaws()
     assert not faults_found([CASES[case]])

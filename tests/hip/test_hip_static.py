@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import turns
 
 from pyfa.backends.common import calls
 from pyfa.backends.hip import backward, code, forward, samples
@@ -35,7 +36,11 @@ def _emulator() -> None:
         pytest.skip("no compiler for the emulator")
 
 
-@pytest.mark.parametrize("plan", PLAIN, ids=lambda plan: samples.of(plan).title)
+@pytest.mark.parametrize(
+    "plan",
+    turns.some(PLAIN, 4, kind=lambda plan: dict(plan.constants)["DTYPE"], name=str),
+    ids=lambda plan: samples.of(plan).title,
+)
 def test_hot_loop(plan: Plan) -> None:
     """Counted, and worked out from the tile: 32 rows of a wavefront against all keys of it."""
     found, constants = inspect(plan, "gfx942"), {name: int(x) for name, x in plan.constants}
