@@ -24,8 +24,8 @@ yaml = pytest.importorskip("yaml", reason="reads workflows; comes with transform
 
 ROOT = Path(__file__).parent.parent
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-# Chosen keys of a latent cache: float16 and bfloat16, which the CPU has too, and dtypes that only one
-# of the two has. Of four kernels; those of other features are more, and larger.
+# Chosen keys of a latent cache: float16 and bfloat16, which the CPU has too, and dtypes that only
+# one of the two has. Of four kernels; those of other features are more, and larger.
 SHORT = "quick --features topk --max-seqlen 40"
 STANDS_FOR = {"hip": "emulator", "cuda": "torch"}
 
