@@ -29,9 +29,10 @@ CallsOf = Callable[[Any, str], list[Any]]
 Forget = Callable[[], None]
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long tests first: a long one at the end would run on one core, the others idle. What waits
-    for the night is left out, unless it is named."""
+    for the night is left out, unless it is named, before others take turns."""
     if not turns.all_run() and not any("::" in argument for argument in config.args):
         left_out = [item for item in items if item.get_closest_marker("night")]
         items[:] = [item for item in items if not item.get_closest_marker("night")]

@@ -117,7 +117,7 @@ def test_all_that_has_turns_runs_at_night() -> None:
     *commands, of_hip = list(steps(job).values())[1:]
     run = [ROOT / part for text in commands for part in text.split() if part.startswith("tests/")]
     takes_turns = re.compile(
-        r"turns\.(some|cases|all_run)\(|mark\.night|ptxas\.by_turns\("
+        r"turns\.(some|cases|faults|all_run)\(|mark\.night|ptxas\.by_turns\("
         r"|def test\w*\([^)]*\bplant\b|def test_resources\("
     )
     files = {*(ROOT / "tests").rglob("test_*.py")} - {Path(__file__)}

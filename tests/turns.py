@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import pytest
@@ -29,6 +29,12 @@ def cases(every: Iterable[str], night: Iterable[str]) -> list[Any]:
     names, left = list(every), set(night)
     assert left < set(names)
     return [pytest.param(x, marks=pytest.mark.night) if x in left else x for x in names]
+
+
+def faults(every: Mapping[str, tuple[str, ...]], night: Iterable[str]) -> list[Any]:
+    """Names of faults, to parametrize by; each has first the case that shows it. Those of the cases
+    of ``night`` run only there."""
+    return cases(every, {name for name, (case, *_) in every.items() if case in set(night)})
 
 
 def some(

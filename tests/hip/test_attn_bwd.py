@@ -51,6 +51,8 @@ CASES = {
 }  # fmt: skip
 CASES = {name: replace(case, deterministic=True) for name, case in CASES.items()}
 
+NIGHT = ("wide", "widest")
+
 # Each: the case that shows it, the exact snippet, what it becomes.
 FAULTS = {
     "mask off by one": (
@@ -140,12 +142,12 @@ SUM_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("case", turns.cases(CASES, night=("wide", "widest")))
+@pytest.mark.parametrize("case", turns.cases(CASES, NIGHT))
 def test_sound(case):
     assert not faults_found([CASES[case]])
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", turns.faults(FAULTS, NIGHT))
 def test_fault_is_caught(fault, plant):
     case, snippet, other = FAULTS[fault]
     plant("hip/attn_bwd.hip", snippet, other)

@@ -35,7 +35,6 @@ CASES = {
     ),
     "causal": Case(
         dtype="float16", lengths_q=(161,), lengths_k=(145,), causal=True, backward=True,
-        head_dim=96, head_dim_v=96,
     ),
     "window": Case(lengths_q=(140,), lengths_k=(260,), window=(70, 20), backward=True),
     "window 128": Case(
@@ -51,9 +50,9 @@ CASES = {
         head_dim_v=192, backward=True,
     ),
     "varlen": Case(
-        kind="varlen", dtype="float16", lengths_q=(70, 0, 133), lengths_k=(70, 5, 39),
-        used_q=True, used_k=True, slack=3, head_dim=80, head_dim_v=72, heads_q=3, heads_k=1,
-        layout="strided", backward=True,
+        kind="varlen", lengths_q=(70, 0, 133), lengths_k=(70, 5, 39), used_q=True, used_k=True,
+        slack=3, head_dim=80, head_dim_v=72, heads_q=3, heads_k=1, layout="strided",
+        backward=True,
     ),
     "float16": Case(
         dtype="float16", lengths_q=(50,), lengths_k=(33,), head_dim=128, head_dim_v=120,
@@ -88,6 +87,8 @@ CASES = {
         backward=True,
     ),
 }  # fmt: skip
+
+NIGHT = ("192", "float16", "terms 128")
 
 # Each: the case that shows it, the exact snippet, what it becomes.
 FAULTS = {
@@ -246,12 +247,12 @@ OTHER_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("case", turns.cases(CASES, night=("192", "float16", "terms 128")))
+@pytest.mark.parametrize("case", turns.cases(CASES, NIGHT))
 def test_sound(case):
     assert not faults_found([CASES[case]])
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", turns.faults(FAULTS, NIGHT))
 def test_fault_is_caught(fault, plant):
     case, snippet, other = FAULTS[fault]
     plant(backward.ONE_PASS, snippet, other)

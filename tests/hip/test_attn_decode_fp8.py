@@ -43,6 +43,8 @@ CASES = {
     "256": cache((1,), (260,), dtype=FNUZ, head_dim=256, heads_q=4, out_dtype="float16", scales=16),
 }
 
+NIGHT = ("rows",)
+
 # Each: the case that shows it, the exact snippet, what it becomes.
 FAULTS = {
     "keys' scales forgotten": ("head", "factors.k * lines.scale[t]", "lines.scale[t]"),
@@ -81,13 +83,13 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("case", turns.cases(CASES, night=("rows",)))
+@pytest.mark.parametrize("case", turns.cases(CASES, NIGHT))
 def test_sound(case):
     assert not CASES[case].flaws()
     assert not faults_found([CASES[case]])
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", turns.faults(FAULTS, NIGHT))
 def test_fault_is_caught(fault, plant):
     case, snippet, other = FAULTS[fault]
     plant(decode.KERNEL, snippet, other)
