@@ -32,8 +32,8 @@ PLANS = [
 ]
 
 # ``pyfa``, where an arch has no plans but those of bfloat16, and the suite no cases but the quick
-# level's of bfloat16: the full level's take two minutes. One process, as the other core has tests to
-# run.
+# level's of bfloat16: the full level's take two minutes. One process: the other core has
+# tests to run.
 OF_BFLOAT16 = f"""
 import os, sys
 from pyfa.backends.native import catalog
