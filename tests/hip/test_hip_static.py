@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import turns
 
 from pyfa.backends.common import calls
 from pyfa.backends.hip import backward, code, forward, samples
@@ -30,6 +29,11 @@ MOST_VECTOR = {64: 1.15, 96: 0.8, 128: 0.65, 192: 0.5, 256: 0.35}
 MOST_VECTOR_OF_FLOAT8 = {64: 2.0, 96: 1.35, 128: 1.0, 192: 0.8, 256: 0.55}
 
 
+def is_wide(plan: Plan) -> bool:
+    """Whether it takes long to compile, and no other test of a pull request does so."""
+    return int(dict(plan.constants)["HEAD_DIM"]) > 128
+
+
 @pytest.fixture(autouse=True)
 def _emulator() -> None:
     if native.why_unavailable() or code.why_unavailable():
@@ -38,7 +42,7 @@ def _emulator() -> None:
 
 @pytest.mark.parametrize(
     "plan",
-    turns.some(PLAIN, 4, kind=lambda plan: dict(plan.constants)["DTYPE"], name=str),
+    [pytest.param(plan, marks=[pytest.mark.night] if is_wide(plan) else []) for plan in PLAIN],
     ids=lambda plan: samples.of(plan).title,
 )
 def test_hot_loop(plan: Plan) -> None:
