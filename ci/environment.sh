@@ -4,6 +4,9 @@
 # If the machine's Python has a ROCm or CUDA build of torch, it is used and never replaced.
 # PYTHON=… names the Python to build on.
 
+# What is imported is compiled once, not in each of a few hundred processes: torch alone takes 5 s.
+unset PYTHONDONTWRITEBYTECODE
+
 _say() { echo "ci: $*" >&2; }
 
 _is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }

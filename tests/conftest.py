@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import turns
 
 from pyfa import _torch, binding, bound, cache
 from pyfa.backends.native import builds
@@ -28,8 +29,14 @@ CallsOf = Callable[[Any, str], list[Any]]
 Forget = Callable[[], None]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests first: a long one at the end would run on one core, the others idle."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Long tests first: a long one at the end would run on one core, the others idle. What waits
+    for the night is left out, unless it is named, before others take turns."""
+    if not turns.all_run() and not any("::" in argument for argument in config.args):
+        left_out = [item for item in items if item.get_closest_marker("night")]
+        items[:] = [item for item in items if not item.get_closest_marker("night")]
+        config.hook.pytest_deselected(items=left_out)
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 

@@ -24,9 +24,9 @@ yaml = pytest.importorskip("yaml", reason="reads workflows; comes with transform
 
 ROOT = Path(__file__).parent.parent
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-# A tree of queries over a cache: float16 and bfloat16, which the CPU has too, and a dtype of the
-# cache that it lacks. Of eleven kernels; those of other features are more, and larger.
-SHORT = "quick --features tree --max-seqlen 40"
+# Chosen keys of a latent cache: float16 and bfloat16, which the CPU has too, and dtypes that only
+# one of the two has. Of four kernels; those of other features are more, and larger.
+SHORT = "quick --features topk --max-seqlen 40"
 STANDS_FOR = {"hip": "emulator", "cuda": "torch"}
 
 
@@ -117,7 +117,8 @@ def test_all_that_has_turns_runs_at_night() -> None:
     *commands, of_hip = list(steps(job).values())[1:]
     run = [ROOT / part for text in commands for part in text.split() if part.startswith("tests/")]
     takes_turns = re.compile(
-        r"turns\.some\(|ptxas\.by_turns\(|def test\w*\([^)]*\bplant\b|def test_resources\("
+        r"turns\.(some|cases|faults|all_run)\(|mark\.night|ptxas\.by_turns\("
+        r"|def test\w*\([^)]*\bplant\b|def test_resources\("
     )
     files = {*(ROOT / "tests").rglob("test_*.py")} - {Path(__file__)}
     asking = {path for path in files if takes_turns.search(path.read_text())}

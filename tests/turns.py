@@ -9,11 +9,32 @@ from __future__ import annotations
 import os
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import pytest
 
 Thing = TypeVar("Thing")
 ALL = "PYFA_TEST_ALL"
+
+
+def all_run() -> bool:
+    """Whether nothing is left to the night."""
+    return os.environ.get(ALL) == "1"
+
+
+def cases(every: Iterable[str], night: Iterable[str]) -> list[Any]:
+    """Names of cases, to parametrize by; those of ``night`` run only there. They take long to
+    compile, and others reach all but the widest of the same source's code."""
+    names, left = list(every), set(night)
+    assert left < set(names)
+    return [pytest.param(x, marks=pytest.mark.night) if x in left else x for x in names]
+
+
+def faults(every: Mapping[str, tuple[str, ...]], night: Iterable[str]) -> list[Any]:
+    """Names of faults, to parametrize by; each has first the case that shows it. Those of the cases
+    of ``night`` run only there."""
+    return cases(every, {name for name, (case, *_) in every.items() if case in set(night)})
 
 
 def some(
@@ -24,7 +45,7 @@ def some(
     The order is that of the names' checksums, so that of two lists the same are taken.
     """
     things = list(dict.fromkeys(every))
-    if os.environ.get(ALL) == "1":
+    if all_run():
         return things
     kinds: dict[Hashable, list[Thing]] = defaultdict(list)
     for thing in sorted(things, key=lambda thing: zlib.crc32(name(thing).encode())):

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import turns
 
 from pyfa.backends import BACKENDS
 from pyfa.conformance.build import build
@@ -59,7 +60,9 @@ def test_right_numbers_pass() -> None:
     assert done.stdout.endswith("wrong: 0\n")
 
 
-@pytest.mark.parametrize("what", ["numbers", "crash", "stuck"])
+@pytest.mark.parametrize(
+    "what", turns.cases(("numbers", "crash", "stuck"), night=("crash", "stuck"))
+)
 def test_a_fault_is_found(what: str, tmp_path: Path) -> None:
     done = fuzz("--problems", "3", "--plant", what, "--stuck", "8", "--shrink", "5", "--seed", "3")
     assert done.returncode == 1, done.stdout + done.stderr

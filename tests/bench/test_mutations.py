@@ -239,7 +239,7 @@ def python_faults() -> list[Any]:
 @pytest.mark.parametrize(
     ("file", "new"),
     [
-        ("tiled.py", "exp2"),
+        pytest.param("tiled.py", "exp2", marks=pytest.mark.night),
         # Of a file that ``import pyfa`` imports: the script must not have imported it before.
         ("append.py", "first * c + second * s"),
     ],

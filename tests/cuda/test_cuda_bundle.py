@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,7 @@ def test_compile_writes_what_load_finds(
     ]
     assert len(few) == 7
     monkeypatch.setattr(catalog, "all_plans", lambda target, arch: few)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)  # a process takes 4 s to import PyTorch
     assert main(["compile", "--arch", "sm_80,sm_90", "--bundle", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["failed"], report["left_out"], len(report["objects"])) == ([], [], 14)

@@ -18,9 +18,9 @@ Plant = Callable[[str, str, str], None]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the faults of each test one in eight is planted, and of the plans of each kernel one in
-    eight is built for its registers alone, as each takes a compile; all at night, and where a test
-    is named."""
+    """Of the faults of each test one in sixteen is planted, and of the plans of each kernel one in
+    sixteen is built for its registers alone, as each takes a compile; all at night, and where a
+    test is named."""
     if any("::" in argument for argument in config.args):
         return
     compiling = [
@@ -30,7 +30,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         and ("plant" in item.fixturenames or item.originalname == "test_resources")
     ]
     kept = turns.some(
-        compiling, 8, kind=lambda item: item.nodeid.partition("[")[0], name=lambda item: item.nodeid
+        compiling,
+        16,
+        kind=lambda item: item.nodeid.partition("[")[0],
+        name=lambda item: item.nodeid,
     )
     left_out = set(compiling).difference(kept)
     items[:] = [item for item in items if item not in left_out]

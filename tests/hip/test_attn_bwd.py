@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import turns
 from planted import faults_found
 
 import pyfa
@@ -35,9 +36,9 @@ CASES = {
         backward=True, deterministic=True,
     ),
     "varlen": Case(
-        kind="varlen", lengths_q=(70, 0, 133), lengths_k=(70, 5, 39), used_q=True, used_k=True,
-        slack=3, head_dim=80, head_dim_v=72, heads_q=3, heads_k=1, layout="strided",
-        backward=True,
+        kind="varlen", dtype="float16", lengths_q=(70, 0, 133), lengths_k=(70, 5, 39),
+        used_q=True, used_k=True, slack=3, head_dim=80, head_dim_v=72, heads_q=3, heads_k=1,
+        layout="strided", backward=True,
     ),
     "wide": Case(lengths_q=(33,), lengths_k=(65,), head_dim=192, head_dim_v=128, backward=True),
     "widest": Case(
@@ -49,6 +50,8 @@ CASES = {
     "offset": Case(lengths_q=(70,), lengths_k=(33,), recipe="offset", backward=True),
 }  # fmt: skip
 CASES = {name: replace(case, deterministic=True) for name, case in CASES.items()}
+
+NIGHT = ("wide", "widest")
 
 # Each: the case that shows it, the exact snippet, what it becomes.
 FAULTS = {
@@ -139,12 +142,12 @@ SUM_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", turns.cases(CASES, NIGHT))
 def test_sound(case):
     assert not faults_found([CASES[case]])
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", turns.faults(FAULTS, NIGHT))
 def test_fault_is_caught(fault, plant):
     case, snippet, other = FAULTS[fault]
     plant("hip/attn_bwd.hip", snippet, other)

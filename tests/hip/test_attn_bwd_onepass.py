@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import turns
 from planted import faults_found
 from test_traffic import Counting
 
@@ -34,7 +35,6 @@ CASES = {
     ),
     "causal": Case(
         dtype="float16", lengths_q=(161,), lengths_k=(145,), causal=True, backward=True,
-        head_dim=96, head_dim_v=96,
     ),
     "window": Case(lengths_q=(140,), lengths_k=(260,), window=(70, 20), backward=True),
     "window 128": Case(
@@ -87,6 +87,8 @@ CASES = {
         backward=True,
     ),
 }  # fmt: skip
+
+NIGHT = ("192", "float16", "terms 128")
 
 # Each: the case that shows it, the exact snippet, what it becomes.
 FAULTS = {
@@ -245,12 +247,12 @@ OTHER_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", turns.cases(CASES, NIGHT))
 def test_sound(case):
     assert not faults_found([CASES[case]])
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", turns.faults(FAULTS, NIGHT))
 def test_fault_is_caught(fault, plant):
     case, snippet, other = FAULTS[fault]
     plant(backward.ONE_PASS, snippet, other)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import turns
 from planted import faults_found
 
 from pyfa import api, codeobject, emulator
@@ -41,6 +42,8 @@ CASES = {
     "192": cache((2,), (150,), dtype="float16", head_dim=192, head_dim_v=128, heads_q=8, scales=16),
     "256": cache((1,), (260,), dtype=FNUZ, head_dim=256, heads_q=4, out_dtype="float16", scales=16),
 }
+
+NIGHT = ("rows",)
 
 # Each: the case that shows it, the exact snippet, what it becomes.
 FAULTS = {
@@ -80,13 +83,13 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", turns.cases(CASES, NIGHT))
 def test_sound(case):
     assert not CASES[case].flaws()
     assert not faults_found([CASES[case]])
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", turns.faults(FAULTS, NIGHT))
 def test_fault_is_caught(fault, plant):
     case, snippet, other = FAULTS[fault]
     plant(decode.KERNEL, snippet, other)

@@ -1,5 +1,7 @@
 """The HIP forward kernel, run in the emulator: right as it is, and caught when it is broken."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from planted import faults_found
@@ -154,11 +156,12 @@ def test_fault_is_caught(fault, plant):
 
 @pytest.mark.parametrize("case", ["plain", "causal", "growing", "split"])
 def test_products_of_16_rows(case, monkeypatch, nothing_bound):
-    """The other shape of the matrix instruction, which no plan has yet: hardware has to choose."""
+    """The other shape of the matrix instruction, which no plan has yet: hardware has to choose. One
+    dtype: each takes 15 s to compile."""
     tiles = {pair: tiles._replace(mma=16) for pair, tiles in gfx942.FORWARD.items()}
     monkeypatch.setattr(gfx942, "TILES", gfx942.TILES._replace(forward=tiles))
     monkeypatch.setattr(dispatch, "_prepared", {})
-    assert not faults_found([CASES[case]])
+    assert not faults_found([replace(CASES[case], dtype="bfloat16")])
 
 
 def test_packed_without_sequences():
@@ -200,8 +203,9 @@ def test_at_most_some_forty_plans():
 
 
 def test_two_builds_are_equal():
+    """One of them as other tests have it, often from another process."""
     plan = forward.all_plans("hip")[0]
-    assert code.build(plan, "gfx942") == code.build(plan, "gfx942")
+    assert code.build(plan, "gfx942") == code.compiled(plan, "gfx942").data
 
 
 # What `benchmarks/mi300x_rounds.py` finds worth it, and not: heads of so many keys, 128 wide.

@@ -29,13 +29,22 @@ MOST_VECTOR = {64: 1.15, 96: 0.8, 128: 0.65, 192: 0.5, 256: 0.35}
 MOST_VECTOR_OF_FLOAT8 = {64: 2.0, 96: 1.35, 128: 1.0, 192: 0.8, 256: 0.55}
 
 
+def is_wide(plan: Plan) -> bool:
+    """Whether it takes long to compile, and no other test of a pull request does so."""
+    return int(dict(plan.constants)["HEAD_DIM"]) > 128
+
+
 @pytest.fixture(autouse=True)
 def _emulator() -> None:
     if native.why_unavailable() or code.why_unavailable():
         pytest.skip("no compiler for the emulator")
 
 
-@pytest.mark.parametrize("plan", PLAIN, ids=lambda plan: samples.of(plan).title)
+@pytest.mark.parametrize(
+    "plan",
+    [pytest.param(plan, marks=[pytest.mark.night] if is_wide(plan) else []) for plan in PLAIN],
+    ids=lambda plan: samples.of(plan).title,
+)
 def test_hot_loop(plan: Plan) -> None:
     """Counted, and worked out from the tile: 32 rows of a wavefront against all keys of it."""
     found, constants = inspect(plan, "gfx942"), {name: int(x) for name, x in plan.constants}

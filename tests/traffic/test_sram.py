@@ -68,7 +68,13 @@ def shape(pair: tuple[int, int], rows: int = 512) -> Shape:
     return Shape(1, rows, 512, 8, 2, *pair)
 
 
-@pytest.mark.parametrize("pair", gfx942.FORWARD)
+@pytest.mark.parametrize(
+    "pair",
+    [
+        pytest.param(pair, marks=[pytest.mark.night] if max(pair) > 128 else [])
+        for pair in gfx942.FORWARD
+    ],
+)
 @pytest.mark.parametrize("rows", [1, 512])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_buffers_are_the_lds_of_the_code_object(
