@@ -99,8 +99,8 @@ def recomputed_out(call: Call) -> torch.Tensor:
 
 
 def summed(q: torch.Tensor, k: torch.Tensor, bits: int = BITS) -> torch.Tensor:
-    """Return q·k, (H, rows, keys) in float64, as Hopper's matrix unit sums it with ``bits`` behind
-    the first, for q (rows, H, D) and k (keys, H, D)."""
+    """Return q·k, (H, rows, keys) in float64, as Hopper's matrix unit sums it: of a sum it
+    keeps the first significant bit and ``bits`` behind it. q (rows, H, D), k (keys, H, D)."""
     q, k = (x.float().permute(2, 1, 0).contiguous() for x in (q, k))  # in which 14 bits are exact
     total = q.new_zeros(q.shape[1], q.shape[2], k.shape[2])
     for begin in range(0, q.shape[0], STEP):

@@ -95,7 +95,8 @@ def pad_with_inf(placed: Placed) -> Placed:
 
 
 def marks(inputs: Inputs) -> dict[str, Marks]:
-    """Return the marks by the names of the results."""
+    """Return, for each result by name (out, lse, dq, …), which elements the hostile element must
+    or may change; empty if the case has none."""
     case, spec = inputs.case, inputs.spec
     if not case.hostile or case.hostile.startswith("padding"):
         return {}
