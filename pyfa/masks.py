@@ -75,9 +75,9 @@ def not_(other: Mask) -> Mask:
 
 
 def causal(shift: Number = 0) -> Mask:
-    """Return a causal mask: query i sees the keys up to i + ``shift``. A shift of seqlen_k −
-    seqlen_q aligns the mask to the bottom right. The argument ``causal=True`` gives the same mask
-    and is faster."""
+    """Return a causal mask: query i sees the keys up to i + ``shift``. By default it is aligned to
+    the top left; a shift of seqlen_k − seqlen_q aligns it to the bottom right. The argument
+    ``causal=True`` gives the mask aligned to the bottom right, and is faster."""
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return q_idx + _of(shift, b) >= kv_idx
