@@ -87,7 +87,10 @@ class TestArguments:
 
     def test_no_gradient(self) -> None:
         q, cache = tensors()
-        refused("^q: expected no requires_grad", q.requires_grad_(), cache)
+        why = r" expected no requires_grad \(attention_latent has none"
+        refused(f"^q:{why}", q.clone().requires_grad_(), cache)
+        pyfa.attention_latent(q, cache, scale=0.1)  # what it binds is not for the next call
+        refused(f"^cache:{why}", q, cache.requires_grad_())
 
 
 class TestLists:
