@@ -44,14 +44,6 @@ _SOURCE: tuple[tuple[tuple[str, ...], tuple[str, ...], str, str, str], ...] = (
      "bool masked = p.window_left > 0 || p.window_right >= 0;",
      _TOGETHER),
     (("sm90/attn_bwd.cu",), (),
-     "int rows = (int)min(max(all_rows, 1ll), 1ll << 30);",
-     "int rows = (int)min(min(all_rows, 1ll), 1ll << 30);",
-     _TOGETHER),
-    (("sm90/attn_bwd.cu",), (),
-     "bool equal = !DETERMINISTIC && group * p.num_splits == 1;",
-     "bool equal = !DETERMINISTIC || group * p.num_splits == 1;",
-     _TOGETHER),
-    (("sm90/attn_bwd.cu",), (),
      "return (p.cu_seqlens_q || p.seqused_q) && (tile + 1) * BLOCK_Q > s.rows;",
      "return (p.cu_seqlens_q || p.seqused_q) || (tile + 1) * BLOCK_Q > s.rows;",
      "those who copy and those who clear ask the same function; of a tile inside the sequence no "
@@ -62,12 +54,6 @@ _SOURCE: tuple[tuple[tuple[str, ...], tuple[str, ...], str, str, str], ...] = (
      "Seen seen = rows_seeing(p, s, own.first_key, max(own.first_key + BLOCK_K, s.keys) - 1);",
      "the last key counts for seen.high and seen.all_low alone: more tiles of rows are visited, "
      "and more get a mask, which hides the block's keys from all rows that do not see them"),
-    (("sm90/attn_bwd.cu",), (),
-     "stmatrix(mine + i / 4 * kKPanel + row * kRowBytes + ((i % 4 * 2 + unit) ^ row % 8) * 16, "
-     "both);\n}\n__syncwarp();",
-     "",
-     "behind stmatrix, which has converged the warp, the compiler makes no instruction of it: the "
-     "code without the fault relies on the order of a warp's accesses to shared memory, too"),
     (("sm90/",), (),
      "setmaxnreg_inc<kConsumerRegisters>();",
      "",
