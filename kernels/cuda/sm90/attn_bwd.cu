@@ -38,11 +38,7 @@ extern "C" __global__ WORKGROUP(kThreads, BLOCKS) void attn_bwd(MAPPED_PARAMS ma
   // Of what row_sums leaves, the table of work is needed here; the rest is waited for where it is read.
   if (has_work_table(p)) griddepcontrol_wait();
   Owned own = find_keys(p);
-  Sequence s = sequence_of(p, own.batch);
-  if (DETERMINISTIC) {  // nobody waits for blocks that a max_seqlen, too small, did not start
-    s.rows = min(s.rows, p.seqlen_q);
-    s.keys = min(s.keys, p.seqlen_k);
-  }
+  Sequence s = owned_sequence(p, own);
   if (own.first_key >= s.keys) return;
   // K is asked for before the work is counted.
   if (warp == 0 && elect_one()) {

@@ -33,7 +33,7 @@ DEVICE void load_keys(const MappedParams &mapped, const Owned &own, const Sequen
 // Of a block whose keys no row sees: waits for the copies, which write to its shared memory.
 DEVICE void wait_for_unused_keys(const Params &p, Shared shared) {
   Owned own = owned_keys();
-  bool clear = keys_to_clear(p, sequence_of(p, own.batch), own.first_key);
+  bool clear = keys_to_clear(p, owned_sequence(p, own), own.first_key);
   mbarrier_wait(mbarrier_at(shared, clear ? kKLanded : kKFull), 0);
 }
 

@@ -170,6 +170,17 @@ DEVICE Owned owned_keys() {
   return Owned{(int)kept[0], (int)kept[1], (int)kept[2]};
 }
 
+// The sequence that they are of. Where blocks take turns, nobody waits for one that a max_seqlen, too small, did not
+// start.
+DEVICE Sequence owned_sequence(const Params &p, const Owned &own) {
+  Sequence s = sequence_of(p, own.batch);
+  if (DETERMINISTIC) {
+    s.rows = min(s.rows, p.seqlen_q);
+    s.keys = min(s.keys, p.seqlen_k);
+  }
+  return s;
+}
+
 // What it does: tiles begin ... end of BLOCK_Q rows, of each head of the group.
 struct Work {
   int begin, end;         // tiles
