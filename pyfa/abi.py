@@ -42,14 +42,7 @@ _FORMATS = {
     "unsigned": "I",
     "float": "f",
 }
-_SIZES = {
-    "void *": 8,
-    "long long": 8,
-    "unsigned long long": 8,
-    "int": 4,
-    "unsigned": 4,
-    "float": 4,
-}
+_SIZES = {name: struct.calcsize("<" + code) for name, code in _FORMATS.items()}
 
 
 def _strided(*names: str) -> Iterator[Field]:

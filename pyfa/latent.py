@@ -114,8 +114,6 @@ def attention_latent(
     )  # fmt: skip
     result = again(key, tensors)
     if result is None:
-        of_call = {"q": asked.q, "cache": cache, "sinks": sinks}
-        validate.no_gradient(of_call, "attention_latent has none")
         shared = Shared(
             causal=asked.causal, scale=scale, sinks=sinks, descale=asked.scales,
             out_dtype=out_dtype, return_lse=return_lse, backend=backend,

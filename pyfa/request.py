@@ -162,10 +162,13 @@ def kvcache(
     _refuse_tracing()
     dims = (4 if cu_seqlens_q is None else 3, 4)
     validate.qkv(q, k_cache, v_cache, dims, ("k_cache", "v_cache"))
-    needless = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
+    # Of a latent cache the values are a view.
+    caches = {"cache": k_cache} if latent else {"k_cache": k_cache, "v_cache": v_cache}
+    needless = {"q": q, **caches, "k": k, "v": v}
     needless |= {"bias": shared.bias, "sinks": shared.sinks}
     needless |= {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
-    validate.no_gradient(needless, "attention_kvcache has none")
+    name = "attention_latent" if latent else "attention_kvcache"
+    validate.no_gradient(needless, f"{name} has none")
     if cu_seqlens_q is not None:
         validate.offsets("cu_seqlens_q", cu_seqlens_q, q)
         batch = cu_seqlens_q.shape[0] - 1

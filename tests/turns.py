@@ -23,12 +23,12 @@ def all_run() -> bool:
     return os.environ.get(ALL) == "1"
 
 
-def cases(every: Iterable[str], night: Iterable[str]) -> list[Any]:
-    """Names of cases, to parametrize by; those of ``night`` run only there. They take long to
-    compile, and others reach all but the widest of the same source's code."""
-    names, left = list(every), set(night)
-    assert left < set(names)
-    return [pytest.param(x, marks=pytest.mark.night) if x in left else x for x in names]
+def cases(every: Iterable[Hashable], night: Iterable[Hashable]) -> list[Any]:
+    """Cases, to parametrize by; those of ``night`` run only there. They take long to compile, and
+    others reach all but the widest of the same source's code."""
+    found, left = list(every), set(night)
+    assert left < set(found)
+    return [pytest.param(x, marks=pytest.mark.night) if x in left else x for x in found]
 
 
 def faults(every: Mapping[str, tuple[str, ...]], night: Iterable[str]) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import turns
 
 from pyfa.backends.common import calls
 from pyfa.backends.hip import backward, code, forward, samples
@@ -42,7 +43,7 @@ def _emulator() -> None:
 
 @pytest.mark.parametrize(
     "plan",
-    [pytest.param(plan, marks=[pytest.mark.night] if is_wide(plan) else []) for plan in PLAIN],
+    turns.cases(PLAIN, filter(is_wide, PLAIN)),
     ids=lambda plan: samples.of(plan).title,
 )
 def test_hot_loop(plan: Plan) -> None:

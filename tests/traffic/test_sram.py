@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import turns
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,11 +70,7 @@ def shape(pair: tuple[int, int], rows: int = 512) -> Shape:
 
 
 @pytest.mark.parametrize(
-    "pair",
-    [
-        pytest.param(pair, marks=[pytest.mark.night] if max(pair) > 128 else [])
-        for pair in gfx942.FORWARD
-    ],
+    "pair", turns.cases(gfx942.FORWARD, (pair for pair in gfx942.FORWARD if max(pair) > 128))
 )
 @pytest.mark.parametrize("rows", [1, 512])
 @pytest.mark.parametrize("deterministic", [False, True])

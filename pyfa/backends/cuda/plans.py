@@ -147,9 +147,10 @@ def blocks_per_sm(plan: Plan, arch: str, registers: int, shared: int) -> int:
 
 # Kernels that find their work tiles in an order for which the host computes what they divide by: a
 # division takes a GPU about 100 cycles, and a block has to find its work tile before it can load
-# anything. The blocks of the first own keys.
-_ORDERED = ("cuda/sm90/attn_bwd.cu", "cuda/sm90/attn_fwd.cu", "cuda/sm80/attn_fwd.cu")
-# How many heads of blocks of the first run together at most: of groups that share keys, and of as
+# anything. Blocks own keys, or rows.
+_ORDERED_BY_KEYS = "cuda/sm90/attn_bwd.cu"
+_ORDERED_BY_ROWS = ("cuda/sm90/attn_fwd.cu", "cuda/sm80/attn_fwd.cu")
+# How many heads of blocks that own keys run together at most: of groups that share keys, and of as
 # many query heads as KV heads.
 _MOST_TOGETHER, _MOST_EQUAL = 16, 4
 _L2_SHARE = 24 << 20  # of 50 MB
@@ -195,11 +196,11 @@ def order_of(plan: Plan, values: Mapping[str, float | Size], blocks: Extent) -> 
     number of work tiles, with one split of the keys."""
     sizes = {name: value for name, value in values.items() if isinstance(value, int)}
     heads_k, none = sizes["heads_k"], isinstance(blocks, int) and not blocks
-    if plan.kernel not in _ORDERED or none or not heads_k:
+    by_keys = plan.kernel == _ORDERED_BY_KEYS
+    if not (by_keys or plan.kernel in _ORDERED_BY_ROWS) or none or not heads_k:
         return {}
     group = sizes["heads_q"] // heads_k
-    by_keys, by_group = plan.kernel == _ORDERED[0], "PACKED" in values_of(plan)
-    heads = heads_k if by_keys or by_group else sizes["heads_q"]
+    heads = heads_k if by_keys or "PACKED" in values_of(plan) else sizes["heads_q"]
     pairs, splits = heads * sizes["batch"], sizes["num_splits"]
     found = {
         "group": group,
@@ -208,12 +209,13 @@ def order_of(plan: Plan, values: Mapping[str, float | Size], blocks: Extent) -> 
     }
     if not isinstance(blocks, int):
         return found
+    tiles = blocks // pairs
     if by_keys:
-        section, tiles = heads_together(plan, sizes), blocks // pairs
+        section = heads_together(plan, sizes)
     else:
         fitting = _SECTION_ELEMENTS // (sizes["head_dim"] + sizes["head_dim_v"])
         fitting = max(1, fitting // max(1, sizes["seqlen_k"]))
-        section, tiles = min(fitting * (heads // heads_k), pairs), blocks // pairs * splits
+        section, tiles = min(fitting * (heads // heads_k), pairs), tiles * splits
     return found | {
         "section": section,
         "section_tiles_inverse": abi.inverse_of(section * tiles),

@@ -155,7 +155,7 @@ def _add(
     splits = grid.num_splits
     values = abi.forward_values(call, out[1], lse[1])
     values |= {"dies": launch.device_at(call.q.device).dies, "num_splits": splits}
-    values |= launch.target.order_of(plan, values, blocks_of(launch.target, plan, call))
+    values |= launch.target.order_of(plan, values, grid.blocks)
     if splits > 1:
         parts = combine.partials(call, splits, grid.chunked)
         program.make_workspace(parts, launch.APART)

@@ -166,17 +166,17 @@ def _bind(
     values["dies"] = launch.device_at(call.q.device).dies
     values |= {"heads_k": heads_k, "num_splits": parts_of_group}
     gaps.add_backward(launch, program, call, dq, dk, dv)
-    blocks_by_plan = {}
+    launches = []
     for plan in chain:
         block = launch.target.block_of(plan)
         heads = call.q.shape[-2] if block.rows else heads_k
-        blocks_by_plan[plan] = blocks_of_head(call, block) * heads
-        values |= launch.target.order_of(plan, values, blocks_by_plan[plan])
+        blocks = blocks_of_head(call, block) * heads
+        values |= launch.target.order_of(plan, values, blocks)
+        launches.append((plan, blocks, block.threads))
     params = Params(values, pointers)
-    for plan, blocks in blocks_by_plan.items():
-        block = launch.target.block_of(plan)
+    for plan, blocks, threads in launches:
         own = by_list.params_of(plan, call, params)
-        program.add(plan, blocks, block.threads, own)
+        program.add(plan, blocks, threads, own)
     if bias_grad and call.bias is not None:
         _add_bias_grad(launch, program, call, call.bias, params)
     started = launch.launch_of(program, (*given.tensors(), *by_list.of(call)))
