@@ -22,13 +22,20 @@ DEVICE Shared expect(Shared full, Shared landed, bool clear, int bytes) {
   return at;
 }
 
-// Asks for K.
-DEVICE void load_keys(const MappedParams &mapped, const Owned &own, const Sequence &s, Shared shared) {
+// Asks for the block's keys, of K or V.
+template <int panels>
+DEVICE void load_owned(const MappedParams &mapped, const Owned &own, const Sequence &s, Shared to, Map map,
+                       Shared full, Shared landed) {
   const Params &p = mapped.params;
-  Shared arrive = expect(mbarrier_at(shared, kKFull), mbarrier_at(shared, kKLanded),
-                         keys_to_clear(p, s, own.first_key), kQPanels * kKPanel);
-  load_panels<kQPanels, BLOCK_K>(shared + kK, &mapped.maps[kMapK], arrive, (int)s.key0 + own.first_key,
-                                 divide(own.head_k, p.splits_inverse), s.key_batch);
+  Shared arrive = expect(full, landed, keys_to_clear(p, s, own.first_key), panels * kKPanel);
+  load_panels<panels, BLOCK_K>(to, &mapped.maps[map], arrive, (int)s.key0 + own.first_key,
+                               divide(own.head_k, p.splits_inverse), s.key_batch);
+}
+DEVICE void load_keys(const MappedParams &mapped, const Owned &own, const Sequence &s, Shared shared) {
+  load_owned<kQPanels>(mapped, own, s, shared + kK, kMapK, mbarrier_at(shared, kKFull), mbarrier_at(shared, kKLanded));
+}
+DEVICE void load_values(const MappedParams &mapped, const Owned &own, const Sequence &s, Shared shared) {
+  load_owned<kVPanels>(mapped, own, s, shared + kV, kMapV, mbarrier_at(shared, kVFull), mbarrier_at(shared, kVLanded));
 }
 // Of a block whose keys no row sees: waits for the copies, which write to its shared memory.
 DEVICE void wait_for_unused_keys(const Params &p, Shared shared) {
@@ -36,7 +43,6 @@ DEVICE void wait_for_unused_keys(const Params &p, Shared shared) {
   bool clear = keys_to_clear(p, owned_sequence(p, own), own.first_key);
   mbarrier_wait(mbarrier_at(shared, clear ? kKLanded : kKFull), 0);
 }
-
 
 // The copies of rows, once their places are empty.
 struct RowLoader {
@@ -63,14 +69,10 @@ struct RowLoader {
 
 // Asks for what the first step reads beside K.
 DEVICE void load_first(const MappedParams &mapped, const Owned &own, const Work &w, const Sequence &s, Shared shared) {
-  const Params &p = mapped.params;
   RowLoader loader{mapped, s, shared};
-  Cursor cursor = first_tile(p, own, w);
+  Cursor cursor = first_tile(mapped.params, own, w);
   loader.load_q(cursor, 0);
-  Shared arrive = expect(mbarrier_at(shared, kVFull), mbarrier_at(shared, kVLanded),
-                         keys_to_clear(p, s, own.first_key), kVPanels * kKPanel);
-  load_panels<kVPanels, BLOCK_K>(shared + kV, &mapped.maps[kMapV], arrive, (int)s.key0 + own.first_key,
-                                 divide(own.head_k, p.splits_inverse), s.key_batch);
+  load_values(mapped, own, s, shared);
   loader.load_dout(cursor, 0);
 }
 
