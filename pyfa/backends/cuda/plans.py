@@ -29,15 +29,21 @@ def compiled_for(arch: str, plan: Plan | None = None) -> str:
     return "sm_90a" if own else arch.rstrip("a")
 
 
-# Kernels whose blocks stay on their SMs and take one piece of work after the other.
-PERSISTENT = frozenset({"cuda/sm90/attn_fwd.cu"})
+# Kernels whose blocks stay on their SMs and take one work tile after the other: from a counter that
+# a launch is given, or from one that the kernel before it leaves.
+COUNTED = frozenset({"cuda/sm90/attn_fwd.cu"})
+_COUNTED_BEFORE = "cuda/sm90/attn_bwd.cu"
 
 
 def grid_of(plan: Plan, blocks: Extent, units: int) -> Extent:
-    """Return the number of blocks to launch for ``blocks`` pieces of work."""
-    if plan.kernel not in PERSISTENT or isinstance(blocks, Size):
+    """Return the number of blocks to launch for ``blocks`` work tiles."""
+    values = values_of(plan)
+    most = values.get("BLOCKS", 1) * units
+    if plan.kernel == _COUNTED_BEFORE and not values["ROLES"]:
+        return blocks.at_most(most) if isinstance(blocks, Size) else min(blocks, most)
+    if plan.kernel not in COUNTED or isinstance(blocks, Size):
         return blocks
-    return min(blocks, values_of(plan).get("BLOCKS", 1) * units)
+    return min(blocks, most)
 
 
 # Kernels that are launched while the one before them still runs, and wait for it by themselves

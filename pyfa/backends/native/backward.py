@@ -155,7 +155,7 @@ def _bind(
         size = count(lse_shape) + call.batch * call.q.shape[-2] * _sink_sums(call, chain)
         program.make("dsinks", like((size,), torch.float32), fill=0.0)
         pointers["dsinks"] = "dsinks"
-    states = 2 * count(lse_shape) + _table_floats(launch, call, chain, heads_k)
+    states = 2 * count(lse_shape) + _work_floats(launch, call, chain, heads_k)
     parts = {**sums_of(launch, call, chain), "delta": like((states,), torch.float32)}
     program.make_workspace(parts, launch.APART)
     pointers |= {name: name for name in parts}
@@ -212,13 +212,15 @@ def _bind(
     return sized
 
 
-def _table_floats(launch: Launcher, call: Call, chain: Sequence[Plan], heads_k: int) -> Extent:
-    """Return the size of the table of which keys each workgroup owns, if there is one
-    (``kernels/cuda/bwd_work.h``): it follows the row states, in whole units of 16 bytes."""
+def _work_floats(launch: Launcher, call: Call, chain: Sequence[Plan], heads_k: int) -> Extent:
+    """Return the size of the counter of work tiles and of the table of which keys each has, if
+    there are any (``kernels/cuda/bwd_work.h``): they follow the row states, in whole units of 16
+    bytes."""
     block = next(x for x in map(launch.target.block_of, chain) if x.keys)
-    if not block.table or not call.has_spare_k:
+    if not block.table:
         return 0
-    return 3 + 4 * blocks_of_head(call, block) * heads_k
+    tiles = blocks_of_head(call, block) * heads_k if call.has_spare_k else 0
+    return 3 + 4 + 4 * tiles
 
 
 def _add_bias_grad(

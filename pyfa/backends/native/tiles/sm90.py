@@ -187,7 +187,9 @@ class OwnBackward(NamedTuple):
             passed_on = rows * _GROUP_KEYS * (4 if self.float_weights else 2)  # P
         else:
             passed_on = rows * pair[0] * 4 * (2 if self.one_sender else 1)  # dQ
-        return keys * sum(pair) * 2 + STAGES * stage + 2 * ds + passed_on + 256
+        # Barriers; what is told of two work tiles; 1 / scale.
+        told = 256 + 2 * 32 + 16
+        return keys * sum(pair) * 2 + STAGES * stage + 2 * ds + passed_on + told
 
 
 # More rows at a time need more registers than 240 a thread.
