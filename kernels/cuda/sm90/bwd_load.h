@@ -67,7 +67,7 @@ DEVICE void load_first(const MappedParams &mapped, const Owned &own, const Work 
                        const Cursor &first, int step, Shared shared) {
   RowLoader loader{mapped, s, shared};
   if (w.steps) loader.load_q(first, step);
-  if (kPersistent) {
+  if (w.number) {
     mbarrier_wait(mbarrier_at(shared, kKEmpty), w.number - 1 & 1);
     load_keys(mapped, own, s, shared);
   }
@@ -84,13 +84,10 @@ DEVICE void begin(const MappedParams &mapped, Shared shared) {
   const Params &p = mapped.params;
   Owned own = find_keys(p, workgroup_index());
   Sequence s = owned_sequence(p, own);
+  if (own.first_key < kNoKeys) load_keys(mapped, own, s, shared);  // before the work is counted
   Work w = work_of(p, own, s, 0);
-  tell(own, w);
-  if (w.steps < 0) return;
-  if (kPersistent)
-    load_first(mapped, own, w, s, first_tile(p, own, w), 0, shared);
-  else
-    load_keys(mapped, own, s, shared);
+  if (kPersistent && w.steps >= 0) load_first(mapped, own, w, s, first_tile(p, own, w), 0, shared);
+  tell(own, s, w);
 }
 
 // The thread that finds work tiles and asks for all copies, after begin().
@@ -99,11 +96,11 @@ DEVICE void produce_tiles(const MappedParams &mapped, Shared shared) {
   int id = workgroup_index(), step = 0;
   for (unsigned number = 0;; ++number) {
     Owned own = number ? find_keys(p, id) : owned_keys(0);
-    Sequence s = owned_sequence(p, own);
+    Sequence s = number ? owned_sequence(p, own) : told_sequence(p, own, 0);
     Work w = number ? work_of(p, own, s, number) : hear(p, 0);
     if (number) {
       mbarrier_wait(mbarrier_at(shared, kWorkEmpty + number % 2), number / 2 % 2 ^ 1);
-      tell(own, w);
+      tell(own, s, w);
     }
     if (w.steps < 0) return;
     Cursor cursor = first_tile(p, own, w);
@@ -155,7 +152,7 @@ template <bool of_q>
 DEVICE void produce_states(const MappedParams &mapped, const Work &w, int step, unsigned &landed, Shared shared) {
   const Params &p = mapped.params;
   Owned own = owned_keys(w.number);
-  Sequence s = owned_sequence(p, own);
+  Sequence s = told_sequence(p, own, w.number);
   constexpr int kPanels = of_q ? kQPanels : kVPanels;
   constexpr int kFull = of_q ? kQFull : kDoutFull, kEmpty = of_q ? kQEmpty : kDoutEmpty;
   auto at = [&](int barrier) { return mbarrier_at(shared, barrier); };

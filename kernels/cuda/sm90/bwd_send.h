@@ -57,7 +57,7 @@ DEVICE void semaphore_release(const DqSemaphore &semaphore) {
 // two, or something shorter in their place, it still does at 192. At 256 there is no difference.
 DEVICE DqSemaphore semaphore_of_tile(const Params &p, unsigned number, const Cursor &at) {
   Owned own = owned_keys(number);
-  return semaphore_of(p, own, sequence_of(p, own.batch), at);
+  return semaphore_of(p, own, told_sequence(p, own, number), at);
 }
 DEVICE void wait_in_group(const Params &p, unsigned number, const Cursor &at, int group) {
   DqSemaphore semaphore = semaphore_of_tile(p, number, at);
@@ -75,7 +75,7 @@ DEVICE void end_in_group(const Params &p, unsigned number, const Cursor &at, int
 // tile when they say so. `step`: the first one's, of all work tiles.
 DEVICE void send_tiles(const Params &p, const Work &w, int step, Shared shared) {
   Owned own = owned_keys(w.number);
-  Sequence s = owned_sequence(p, own);
+  Sequence s = told_sequence(p, own, w.number);
   auto at = [&](int barrier) { return mbarrier_at(shared, barrier); };
   if (DETERMINISTIC) griddepcontrol_wait();  // for the counters
   Cursor cursor = first_tile(p, own, w);
@@ -111,7 +111,7 @@ DEVICE void send_tiles(const Params &p, const Work &w, int step, Shared shared) 
 // because additions of the next tile would delay its end.
 DEVICE void take_turns(const Params &p, const Work &w, Shared shared) {
   Owned own = owned_keys(w.number);
-  Sequence s = owned_sequence(p, own);
+  Sequence s = told_sequence(p, own, w.number);
   auto at = [&](int barrier) { return mbarrier_at(shared, barrier); };
   griddepcontrol_wait();  // for the counters
   Cursor cursor = first_tile(p, own, w);

@@ -117,7 +117,7 @@ constexpr int kSinkWeights = kMinusDelta + kStages * kStates;  // exp(sink - LSE
 constexpr int kStaged = kSinkWeights + (may_have(kSinks) ? kStages * kStates : 0);
 constexpr int kBarriers = kStaged + (ROLES ? 0 : kStagedTiles * kStagedTile);
 constexpr int kWork = kBarriers + 256;  // what is told of two work tiles
-constexpr int kWorkBytes = 32;
+constexpr int kWorkBytes = 48;
 constexpr int kOneOverScale = kWork + 2 * kWorkBytes;
 static_assert(kOneOverScale + 16 == SHARED_BYTES, "as the plan says");
 
@@ -218,11 +218,12 @@ DEVICE Owned owned_keys(unsigned number) {
   Quad kept = load_shared<Quad>(place_of_work(number));
   return Owned{(int)kept[0], (int)kept[1], (int)kept[2]};
 }
-// Tells the other warps of a work tile; -1 steps: there is no more work.
-DEVICE void tell(const Owned &own, const Work &w) {
+// Tells the other warps of a work tile; -1 steps: there is no more work. `s`: the sequence of its keys.
+DEVICE void tell(const Owned &own, const Sequence &s, const Work &w) {
   Shared to = place_of_work(w.number);
   store_shared(to, Quad{(unsigned)own.batch, (unsigned)own.head_k, (unsigned)own.first_key, (unsigned)w.steps});
   store_shared(to + 16, Quad{(unsigned)w.begin, (unsigned)w.end, (unsigned)w.all_low, (unsigned)w.all_high});
+  store_shared(to + 32, Quad{(unsigned)s.row0, (unsigned)s.key0, (unsigned)s.rows, (unsigned)s.keys});
   mbarrier_arrive(mbarrier_at(shared_address(memory), kWorkFull + w.number % 2));
 }
 // Waits for what is told of a work tile.
@@ -237,6 +238,20 @@ DEVICE Work hear(const Params &p, unsigned number) {
   w.all_high = tiles[3];
   w.steps = load_shared<Quad>(at)[3];
   return w;
+}
+DEVICE Sequence told_sequence(const Params &p, const Owned &own, unsigned number) {
+  Quad told = load_shared<Quad>(place_of_work(number) + 32);
+  Sequence s;
+  s.batch = own.batch;
+  s.row0 = (int)told[0];
+  s.key0 = (int)told[1];
+  s.row_batch = p.cu_seqlens_q ? 0 : own.batch;
+  s.key_batch = p.cu_seqlens_k ? 0 : own.batch;
+  s.rows = s.stored_rows = told[2];
+  s.keys = told[3];
+  s.padding = 0;
+  s.shift = s.keys - s.rows + p.q_start - p.k_start;
+  return s;
 }
 // One thread of each warp says that it is done with a work tile.
 DEVICE void end_work(unsigned number) {

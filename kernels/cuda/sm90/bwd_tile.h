@@ -214,7 +214,7 @@ DEVICE void store_keys_gradient(const MappedParams &mapped, unsigned number, con
                                 Shared place, int warp) {
   const Params &p = mapped.params;
   Owned own = owned_keys(number);
-  Sequence s = sequence_of(p, own.batch);
+  Sequence s = told_sequence(p, own, number);
   int first = own.first_key + warp * 16;
   store_gradient<HEAD_DIM>(dk, p.scale * dp_scale(p), place, warp, &mapped.maps[kMapDk],
                            (unsigned short *)p.dk + s.key_batch * p.dk_batch +
@@ -225,7 +225,7 @@ DEVICE void store_values_gradient(const MappedParams &mapped, unsigned number, c
                                   Shared place, int warp) {
   const Params &p = mapped.params;
   Owned own = owned_keys(number);
-  Sequence s = sequence_of(p, own.batch);
+  Sequence s = told_sequence(p, own, number);
   int first = own.first_key + warp * 16;
   store_gradient<HEAD_DIM_V>(dv, dp_scale(p), place, warp, &mapped.maps[kMapDv],
                              (unsigned short *)p.dv + s.key_batch * p.dv_batch +
@@ -257,6 +257,7 @@ DEVICE void consume(const MappedParams &mapped, const Work &w, int step, Shared 
   const Params &p = mapped.params;
   auto at = [&](int barrier) { return mbarrier_at(shared, barrier); };
   int group = wave_index() / 4, warp = wave_index();
+  asm volatile("" : "+r"(group), "+r"(warp), "+r"(shared));
   float dk[HEAD_DIM / 2], dv[HEAD_DIM_V / 2];
 #pragma unroll
   for (int i = 0; i < HEAD_DIM / 2; ++i) dk[i] = 0.0f;
@@ -266,9 +267,10 @@ DEVICE void consume(const MappedParams &mapped, const Work &w, int step, Shared 
   mbarrier_wait(at(kKFull), w.number & 1);
   if (w.steps) {
     Packed ds;
-    int begin = step, end = step + w.steps;
+    int end = step + w.steps;
+    bool later = false;  // than the first tile
     Owned own = owned_keys(w.number);
-    Sequence s = counted_from(own, sequence_of(p, own.batch));
+    Sequence whole = told_sequence(p, own, w.number), s = counted_from(own, whole);
     Cursor cursor = first_tile(p, own, w), before = cursor;
     Shared my_keys = shared + kK + group * 64 * kRowBytes, my_values = my_keys + (kV - kK);
     float scale = exponent_scale(p);
@@ -284,12 +286,12 @@ DEVICE void consume(const MappedParams &mapped, const Work &w, int step, Shared 
     Shared dq_keys = shared + kK + part_d * kKPanel;
     Shared dq_ds = shared + kDs + part_rows * kDqRows * kRowBytes;
     Shared staged = shared + kStaged + (ONE_SENDER ? dq_place(warp) * 4 : warp * kStagedBytes);
-    float *dq_to = (float *)p.dq_accum + q_tile(p, sequence_of(p, own.batch), 0, 0) * kQTile + dq_place(warp);
+    float *dq_to = (float *)p.dq_accum + q_tile(p, whole, 0, 0) * kQTile + dq_place(warp);
 
     // dQ of the tile before `step`, which at first is of what happens to lie there and goes nowhere.
     auto issue_dq = [&](TileDq &dq, int step) {
       // At first, this returns at once.
-      if (kBranchless || step > begin) mbarrier_wait(at(kDsFull + stage_of(step + 1)), phase_of(step - 1));
+      if (kBranchless || later) mbarrier_wait(at(kDsFull + stage_of(step + 1)), phase_of(step - 1));
       multiply_keys((float(&)[kDqSums])dq, dq_keys, dq_ds + stage_of(step + 1) * kDsBytes);
       multiply_last<kLastSums>(dq + kDqSums, shared + kK + kConsumers * kKPanel,
                                dq_ds + group * kLastRows * kRowBytes + stage_of(step + 1) * kDsBytes);
@@ -334,7 +336,7 @@ DEVICE void consume(const MappedParams &mapped, const Work &w, int step, Shared 
     auto end_dk = [&](int step) {  // of the tile before `step`
       hold(dk);
       hold(ds);
-      bool arrives = step > begin && lane_index() == 0;
+      bool arrives = later && lane_index() == 0;
       if constexpr (kBranchless)
         mbarrier_arrive_if(arrives, at(kQEmpty + stage_of(step + 1)));
       else if (arrives)
@@ -415,13 +417,13 @@ DEVICE void consume(const MappedParams &mapped, const Work &w, int step, Shared 
       if constexpr (kDqEarly) {
         wgmma_wait<0>();  // dQ
         hold(dq);
-        if (step > begin) stage_dq(dq, step);
+        if (later) stage_dq(dq, step);
       }
       if constexpr (may_have(kDropout)) {
         if constexpr (!kSlopes) copy(steep, weights);
         if constexpr (!kLateDv) terms.drop(weights);
       }
-      if (step == begin) mbarrier_wait(at(kVFull), w.number & 1);
+      if (!later) mbarrier_wait(at(kVFull), w.number & 1);
       mbarrier_wait(at(kDoutFull + stage_of(step)), phase_of(step));
       Shared minus_delta = my_states + (kMinusDelta - kMinusLse) + stage_of(step) * kStates;
       if constexpr (kDeltaFirst) load_sums(dp, minus_delta);
@@ -434,8 +436,8 @@ DEVICE void consume(const MappedParams &mapped, const Work &w, int step, Shared 
       if constexpr (!kDqEarly) {
         wgmma_wait<2>();  // dQ
         hold(dq);
-        if (kBiasTiles && step > begin && lane_index() == 0) mbarrier_arrive(at(kDsEmpty));
-        if (step > begin) stage_dq(dq, step);
+        if (kBiasTiles && later && lane_index() == 0) mbarrier_arrive(at(kDsEmpty));
+        if (later) stage_dq(dq, step);
       }
       if (!kDqEarly && !kDeltaFirst) load_states(states, minus_delta);
       wgmma_wait<kLateDv ? 0 : 1>();  // dP
@@ -467,7 +469,8 @@ DEVICE void consume(const MappedParams &mapped, const Work &w, int step, Shared 
       wgmma_wait<1>();  // dV
       hold(dv);
       hold(weights);
-      if (step > begin) send_dq(before);
+      if (later) send_dq(before);
+      later = true;
       if (lane_index() == 0) mbarrier_arrive(at(kDoutEmpty + stage_of(step)));
       before = cursor;
       cursor.advance(w);

@@ -111,7 +111,7 @@ DEVICE void consume_role(const MappedParams &mapped, const Work &w, Shared share
     Packed operand;  // P^T or dS^T
     Owned own = owned_keys(0);
     static_assert(FLOAT_WEIGHTS || !kTwoWeights, "P times the slope in 16 bits is too inexact");
-    Sequence s = counted_from(own, sequence_of(p, own.batch));
+    Sequence whole = told_sequence(p, own, 0), s = counted_from(own, whole);
     Cursor cursor = first_tile(p, own, w);
     float scale = exponent_scale(p);
     float sink_sum = 0.0f;
@@ -120,7 +120,7 @@ DEVICE void consume_role(const MappedParams &mapped, const Work &w, Shared share
     Shared ds_at = shared + kDs + ds_row * kRowBytes +
                    ((warp * 2 + lane_index() / 8 % 2) ^ ds_row % 8) * 16;
     DqSums<role> dq{shared + kK, shared + kDs,
-                    (float *)p.dq_accum + q_tile(p, sequence_of(p, own.batch), 0, 0) * kQTile +
+                    (float *)p.dq_accum + q_tile(p, whole, 0, 0) * kQTile +
                         q_product<true>(warp, 0) + lane_index() * kLaneStep,
                     {}, 0, at(kTurn), at(kAdded)};
 

@@ -188,7 +188,7 @@ class OwnBackward(NamedTuple):
         else:
             passed_on = rows * pair[0] * 4 * (2 if self.one_sender else 1)  # dQ
         # Barriers; what is told of two work tiles; 1 / scale.
-        told = 256 + 2 * 32 + 16
+        told = 256 + 2 * 48 + 16
         return keys * sum(pair) * 2 + STAGES * stage + 2 * ds + passed_on + told
 
 
