@@ -134,7 +134,7 @@ DEVICE void clear_rows(Shared panel, Shared landed, unsigned parity, int first) 
 // The bias of a step's tile, once dS of two tiles before has been read.
 DEVICE void load_bias(const MappedParams &mapped, const Owned &own, const Cursor &at, int step, Shared shared) {
   const Params &p = mapped.params;
-  if (step >= kStages) mbarrier_wait(mbarrier_at(shared, kDsEmpty), step & 1);
+  mbarrier_wait(mbarrier_at(shared, kDsEmpty + stage_of(step)), phase_of(step) ^ 1);
   Shared full = mbarrier_at(shared, kBiasFull + stage_of(step));
   mbarrier_arrive_expect_tx(full, kDsBytes);
 #pragma unroll

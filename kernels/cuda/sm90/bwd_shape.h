@@ -139,8 +139,8 @@ enum Barrier {
   kStagedEmpty = kDsFull + kStages,         // with ONE_SENDER, of each place: one arrival
   kTurn = kStagedEmpty, kAdded = kTurn + 1,  // wide heads in turn: it has come, one arrival; all has been added
   kBiasFull = kTurn + (ONE_SENDER || ROLES ? 2 : 0),  // of each place
-  kDsEmpty = kBiasFull + (kBiasTiles ? kStages : 0),  // dS of a tile was read for dQ: of each consumer warp
-  kKEmpty = kDsEmpty + (kBiasTiles ? 1 : 0), kVEmpty,  // of a work tile: its K and V are not needed any more
+  kDsEmpty = kBiasFull + (kBiasTiles ? kStages : 0),  // of each place, dS was read for dQ: of each consumer warp
+  kKEmpty = kDsEmpty + (kBiasTiles ? kStages : 0), kVEmpty,  // of a work tile: its K and V are not needed any more
   kLastStaged,                     // with ONE_SENDER, of every other work tile: all sums of dQ are staged
   kWorkFull = kLastStaged + 2,     // of every other work tile: it has been told of, one arrival
   kWorkEmpty = kWorkFull + 2,      // and is done: of each warp that hears of it
@@ -199,13 +199,13 @@ struct Work {
   int steps;              // tiles of all heads
   unsigned number;        // of the block's work tiles
 #if LISTS
-  const Params &p;
+  const Params *p;
 #endif
 };
 DEVICE Work no_work(const Params &p, unsigned number) {
   return Work{0, 0, 0, 0, -1, number
 #if LISTS
-              , p
+              , &p
 #endif
   };
 }
@@ -288,8 +288,8 @@ struct Cursor {
   METHOD void advance(const Work &w) {
     while (left == 0) {
       ++head;
-      if (head % w.p.group == 0) return;  // that was the group's last
-      open(w.p, owned_keys(w.number));
+      if (head % w.p->group == 0) return;  // that was the group's last
+      open(*w.p, owned_keys(w.number));
     }
     read();
   }

@@ -257,7 +257,6 @@ DEVICE void consume(const MappedParams &mapped, const Work &w, int step, Shared 
   const Params &p = mapped.params;
   auto at = [&](int barrier) { return mbarrier_at(shared, barrier); };
   int group = wave_index() / 4, warp = wave_index();
-  asm volatile("" : "+r"(group), "+r"(warp), "+r"(shared));
   float dk[HEAD_DIM / 2], dv[HEAD_DIM_V / 2];
 #pragma unroll
   for (int i = 0; i < HEAD_DIM / 2; ++i) dk[i] = 0.0f;
@@ -436,7 +435,7 @@ DEVICE void consume(const MappedParams &mapped, const Work &w, int step, Shared 
       if constexpr (!kDqEarly) {
         wgmma_wait<2>();  // dQ
         hold(dq);
-        if (kBiasTiles && later && lane_index() == 0) mbarrier_arrive(at(kDsEmpty));
+        if (kBiasTiles && later && lane_index() == 0) mbarrier_arrive(at(kDsEmpty + stage_of(step + 1)));
         if (later) stage_dq(dq, step);
       }
       if (!kDqEarly && !kDeltaFirst) load_states(states, minus_delta);
@@ -486,7 +485,7 @@ DEVICE void consume(const MappedParams &mapped, const Work &w, int step, Shared 
     wgmma_wait<0>();
     end_dk(end);
     hold(dq);
-    if (kBiasTiles && lane_index() == 0) mbarrier_arrive(at(kDsEmpty));
+    if (kBiasTiles && lane_index() == 0) mbarrier_arrive(at(kDsEmpty + stage_of(end + 1)));
     if (!kKeysLast && lane_index() == 0) mbarrier_arrive(at(kKEmpty));
     stage_dq(dq, end);
     fence_proxy_async();

@@ -249,7 +249,7 @@ DEVICE void consume_role(const MappedParams &mapped, const Work &w, Shared share
         wgmma_wait<1>();
         dq.add(p, sums, kLast, before);
       }
-      if (kBiasTiles && lane_index() == 0) mbarrier_arrive(at(kDsEmpty));
+      if (kBiasTiles && lane_index() == 0) mbarrier_arrive(at(kDsEmpty + stage_of(step - 1)));
     }
     Chunk sums;
     bar_sync(kConsumersMeet, kConsumerThreads);
