@@ -1,7 +1,10 @@
-// Attention backward on Hopper (FlashAttention-3, Shah et al. 2024). A block owns BLOCK_K keys of one key
-// head, 64 of them a consumer warpgroup, with their dK and dV in registers. It goes over the query rows that
+// Attention backward on Hopper (FlashAttention-3, Shah et al. 2024). A work tile is BLOCK_K keys of one key
+// head, 64 of them a consumer warpgroup, with their dK and dV in registers. A block goes over the query rows that
 // see these keys, BLOCK_Q at a time, of all heads of its part of a group. A producer warpgroup loads by TMA. P is
 // computed again from the LSE. dQ adds up in memory (../sm80/bwd_dq.h).
+//
+// Persistent blocks take work tiles from a counter that row_sums leaves (../bwd_work.h). The producer is a work tile
+// ahead of the consumers where these leave it room.
 //
 // All but dQ is computed as keys x rows, so that P^T and dS^T are the A operands of dV and dK as they lie in
 // registers. dS goes through shared memory once, for dQ. dQ is computed transposed: its products may then have
@@ -12,8 +15,8 @@
 
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(BLOCK_Q) ||           \
     !defined(BLOCK_K) || !defined(BLOCKS) || !defined(DETERMINISTIC) || !defined(FLOAT_WEIGHTS) ||  \
-    !defined(GROUPS) || !defined(ONE_SENDER) || !defined(OVERLAP) || !defined(ROLES) ||             \
-    !defined(SHARED_BYTES) || !defined(TERMS)
+    !defined(GROUPS) || !defined(ONE_SENDER) || !defined(OVERLAP) || !defined(PERSISTENT) ||        \
+    !defined(ROLES) || !defined(SHARED_BYTES) || !defined(TERMS)
 #error "the plan defines all of these"
 #endif
 #include "bwd_load.h"

@@ -61,19 +61,6 @@ struct RowLoader {
   }
 };
 
-// The bias of a step's tile, once dS of two tiles before has been read.
-DEVICE void load_bias(const MappedParams &mapped, unsigned number, const Cursor &at, int step, Shared shared) {
-  const Params &p = mapped.params;
-  Owned own = owned_keys(number);
-  mbarrier_wait(mbarrier_at(shared, kDsEmpty + stage_of(step)), phase_of(step) ^ 1);
-  Shared full = mbarrier_at(shared, kBiasFull + stage_of(step));
-  mbarrier_arrive_expect_tx(full, kDsBytes);
-#pragma unroll
-  for (int i = 0; i < kKeyGroups; ++i)
-    tma_load(shared + kDs + stage_of(step) * kDsBytes + i * kQPanel, &mapped.maps[kMapBias], full,
-             own.first_key + i * 64, at.tile * BLOCK_Q, p.bias_head ? at.head : 0, p.bias_batch ? own.batch : 0);
-}
-
 // Asks for the keys of a work tile, and for the rows of its first step, once the work tile before leaves them room: K
 // when dQ has been computed, V when dK and dV, which pass through its place, have been stored.
 DEVICE void load_first(const MappedParams &mapped, const Owned &own, const Work &w, const Sequence &s,
@@ -85,7 +72,7 @@ DEVICE void load_first(const MappedParams &mapped, const Owned &own, const Work 
     load_keys(mapped, own, s, shared);
   }
   if (w.steps) loader.load_dout(first, step);
-  if (kPersistent) mbarrier_wait(mbarrier_at(shared, kVEmpty), w.number - 1 & 1);
+  if (w.number) mbarrier_wait(mbarrier_at(shared, kVEmpty), w.number - 1 & 1);
   load_values(mapped, own, s, shared);
 }
 
@@ -100,7 +87,7 @@ DEVICE void begin(const MappedParams &mapped, Shared shared) {
   if (own.first_key < kNoKeys) load_keys(mapped, own, s, shared);  // before the work is counted
   Work w = work_of(p, own, s, 0);
   tell(own, s, w);  // first_tile may ask for it
-  if (kPersistent && w.steps >= 0) load_first(mapped, own, w, s, first_tile(p, own, w), 0, shared);
+  if (!ROLES && w.steps >= 0) load_first(mapped, own, w, s, first_tile(p, own, w), 0, shared);
 }
 
 // The thread that finds work tiles and asks for all copies, after begin().
@@ -117,17 +104,15 @@ DEVICE void produce_tiles(const MappedParams &mapped, Shared shared) {
     }
     if (w.steps < 0) return;
     Cursor cursor = first_tile(p, own, w);
-    if (number || !kPersistent) load_first(mapped, own, w, s, cursor, step, shared);
+    if (number || ROLES) load_first(mapped, own, w, s, cursor, step, shared);
     RowLoader loader{mapped, s, shared};
     int end = step + w.steps;
-    for (int first = step; step < end; ++step) {
-      if (step > first) {
-        cursor.advance(w);
-        loader.load_q(cursor, step);
-        loader.load_dout(cursor, step);
-      }
-      if (kBiasTiles) load_bias(mapped, number, cursor, step, shared);
+    while (++step < end) {
+      cursor.advance(w);
+      loader.load_q(cursor, step);
+      loader.load_dout(cursor, step);
     }
+    step = end;
     if (!kPersistent) return;
     griddepcontrol_wait();  // for the counter
     id = next_work_tile(p, id);
@@ -146,16 +131,29 @@ DEVICE void clear_rows(Shared panel, Shared landed, unsigned parity, int first) 
   fence_proxy_async();
 }
 
+// The bias of a step's tile, once dS of two tiles before has been read.
+DEVICE void load_bias(const MappedParams &mapped, unsigned number, const Cursor &at, int step, Shared shared) {
+  const Params &p = mapped.params;
+  Owned own = owned_keys(number);
+  mbarrier_wait(mbarrier_at(shared, kDsEmpty + stage_of(step)), phase_of(step) ^ 1);
+  Shared full = mbarrier_at(shared, kBiasFull + stage_of(step));
+  mbarrier_arrive_expect_tx(full, kDsBytes);
+#pragma unroll
+  for (int i = 0; i < kKeyGroups; ++i)
+    tma_load(shared + kDs + stage_of(step) * kDsBytes + i * kQPanel, &mapped.maps[kMapBias], full,
+             own.first_key + i * 64, at.tile * BLOCK_Q, p.bias_head ? at.head : 0, p.bias_batch ? own.batch : 0);
+}
+
 // What a warp loads beside the copies of Q and K, or of dO and V: one float a row, and zeros for rows beyond
 // the sequence.
 //
-// `landed`: by place, those of Q or dO and then of the keys, the parity
+// The warp of Q also asks for the tiles of a bias. `landed`: by place, those of Q or dO and then of the keys, the parity
 // of its next copies that have to be waited for.
 template <bool of_q>
 DEVICE void produce_states(const MappedParams &mapped, const Work &w, int step, unsigned &landed, Shared shared) {
   const Params &p = mapped.params;
   Owned own = owned_keys(w.number);
-  Sequence s = told_sequence(p, own, w.number);
+  Sequence s = owned_sequence(p, own);  // what is told of it would be in more registers, and D = 128 take 1.01 to 1.02
   constexpr int kPanels = of_q ? kQPanels : kVPanels;
   constexpr int kFull = of_q ? kQFull : kDoutFull, kEmpty = of_q ? kQEmpty : kDoutEmpty;
   auto at = [&](int barrier) { return mbarrier_at(shared, barrier); };
@@ -213,6 +211,8 @@ DEVICE void produce_states(const MappedParams &mapped, const Work &w, int step, 
       landed ^= 1u << stage_of(step);
     }
     arrive(kFull + stage_of(step));
+    if constexpr (of_q && kBiasTiles)
+      if (lane_index() == 0) load_bias(mapped, w.number, cursor, step, shared);
     cursor.advance(w);
   }
   if (lane_index() == 0) end_work(w.number);

@@ -155,8 +155,9 @@ constexpr int kWeightsWritten = 2;  // with ROLES
 constexpr int kGroupMeets = 3;      // and on, of each consumer warpgroup
 
 // Whether a block stays on its SM and takes one work tile after the other: it loads the next one while it stores the
-// gradients of this one. Else it has one.
-constexpr bool kPersistent = !ROLES;
+// gradients of this one. Else it has one (plans.grid_of).
+constexpr bool kPersistent = PERSISTENT && !BANDED;
+static_assert(!(kPersistent && ROLES), "whose consumers count steps from 0");
 
 // The keys of a work tile, which a block owns for a while, in the order of plans.heads_together. First key kNoKeys:
 // there are fewer.
