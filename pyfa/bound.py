@@ -183,7 +183,8 @@ class Bound:
         self.run, self.who = run, who
         self.form: Form = form_of(call, append)
         self.free = free_of(self.form)
-        self.pick = picking(self.form.names, call.mods)
+        # With None for the bound call, which goes before its tensors.
+        self.pick = picking(("", *self.form.names), call.mods)
         self.returns_lse, self.needs_grad = call.return_lse, who[1]
         self.writes = append is not None and append.k is not None
         # k and v have the same rows.

@@ -408,7 +408,7 @@ def prepared(driver: Any) -> Callable[[], Any]:
     tensors = [x.detach() for x in inputs()]
     out, lse, *_ = entry.run(*tensors)
     launches(driver)
-    return lambda: run(torch.ones_like(out), None, out, lse, *tensors)
+    return lambda: run(torch.ones_like(out), out, lse, *tensors)
 
 
 def test_a_launch_that_fails_leaves_the_next_one_whole(
