@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -90,9 +91,9 @@ class Fitting:
     """A check whether tensors are like those of a call. The first time it checks them one by one,
     since the call may never repeat; from the second time on it uses PyTorch's guards.
 
-    ``free``: the dimensions that may differ. ``alike``: pairs of tensors whose free dimensions must
-    have the same size, the total of rows. Strides that depend on a free dimension are not compared,
-    so a tensor that has some and is contiguous must stay so.
+    ``free``: the dimensions that may differ. ``alike``: by a tensor's number, others whose free
+    dimensions must have the size of its own, the total of rows. Strides that depend on a free
+    dimension are not compared, so a tensor that has some and is contiguous must stay so.
     """
 
     __slots__ = ("_alike", "_facts", "_free", "_whole", "fits")
@@ -101,10 +102,10 @@ class Fitting:
         self,
         tensors: Sequence[torch.Tensor],
         free: Free | None = None,
-        alike: Sequence[tuple[int, int]] = (),
+        alike: Mapping[int, Sequence[int]] = MappingProxyType({}),
     ) -> None:
-        self._free = free or {}
-        self._alike = [(a, self._free[a], b, self._free[b]) for a, b in alike]
+        self._free = at = free or {}
+        self._alike = [(a, at[a], [(b, at[b]) for b in others]) for a, others in alike.items()]
         self._whole = [
             number for number, at in self._free.items() if at and tensors[number].is_contiguous()
         ]
@@ -112,32 +113,36 @@ class Fitting:
         self.fits: Fits = self._first
 
     def _first(self, *tensors: torch.Tensor) -> bool:
-        if not self._one_by_one(*tensors):
+        one_by_one = self._agreeing(self._one_by_one)
+        if not one_by_one(*tensors):
             return False
         found = guard(tensors, self._free)
-        if found is None:
-            self.fits = self._one_by_one
-        elif self._alike or self._whole:
-            self.fits = lambda *given: found(*given) and self._agree(given)
-        else:
-            self.fits = found
+        self.fits = one_by_one if found is None else self._agreeing(found)
         return True
 
     def _one_by_one(self, *tensors: torch.Tensor) -> bool:
-        return (
-            _torch.is_unwatched(*tensors)
-            and facts(tensors, self._free) == self._facts
-            and self._agree(tensors)
-        )
+        return _torch.is_unwatched(*tensors) and facts(tensors, self._free) == self._facts
 
-    def _agree(self, tensors: Sequence[torch.Tensor]) -> bool:
-        for a, at_a, b, at_b in self._alike:
-            if tensors[a].size(at_a) != tensors[b].size(at_b):
+    def _agreeing(self, fits: Fits) -> Fits:
+        """Return a check that tensors pass ``fits``, and that their totals agree."""
+        alike, whole = self._alike, self._whole
+        if not (alike or whole):
+            return fits
+
+        def fits_and_agrees(*tensors: torch.Tensor) -> bool:
+            if not fits(*tensors):
                 return False
-        for number in self._whole:  # noqa: SIM110  (a generator takes two calls more)
-            if not tensors[number].is_contiguous():
-                return False
-        return True
+            for number, at, others in alike:
+                total = tensors[number].shape[at]
+                for other, at_other in others:
+                    if tensors[other].shape[at_other] != total:
+                        return False
+            for number in whole:  # noqa: SIM110  (a generator takes two calls more)
+                if not tensors[number].is_contiguous():
+                    return False
+            return True
+
+        return fits_and_agrees
 
 
 _OF_GRADIENTS = {"q": 1, "k": 2, "v": 3, "bias": 4, "sinks": 5}
@@ -188,7 +193,7 @@ class Bound:
         self.returns_lse, self.needs_grad = call.return_lse, who[1]
         self.writes = append is not None and append.k is not None
         # k and v have the same rows.
-        self.fitting = Fitting(tensors, self.free, [(1, 2)] if 1 in self.free else ())
+        self.fitting = Fitting(tensors, self.free, {1: (2,)} if 1 in self.free else {})
         self.modes = modes() if any(x.requires_grad for x in tensors) else None
         self.has_bias = call.bias is not None
         self.aligned = _alignments(tensors, self.has_bias)

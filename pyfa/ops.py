@@ -172,12 +172,12 @@ def _by_operator(bound: Bound, saved: Saved) -> Gradients:
 def _fitting(given: Sequence[torch.Tensor], bound: Bound, with_dlse: bool) -> Fitting:
     """Return what a backward was bound for."""
     free = {3 + number: at for number, at in bound.free.items()}
-    alike = [(4, 5)] if 1 in bound.free else []
+    alike = {4: (5,)} if 1 in bound.free else {}
     if 0 in bound.free:
         # LSE is (heads, rows), out (rows, heads, head_dim).
-        of_rows = (0, 1, 2, len(given) - 1) if with_dlse else (0, 1, 2)
+        of_rows = (0, 1, 2, *((len(given) - 1,) if with_dlse else ()))
         free |= {number: int(given[number].dim() == 2) for number in of_rows}
-        alike += [(number, 3) for number in of_rows]
+        alike[3] = of_rows
     return Fitting(given, free, alike)
 
 
@@ -191,8 +191,8 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, bound: Bound, *tensors: torch.Tensor) -> Any:
-        out, lse, *_ = bound.run(*tensors)
-        out, lse = out.contiguous(), lse.contiguous()
+        found = bound.run(*tensors)
+        out, lse = found[0].contiguous(), found[1].contiguous()
         if out._is_view():  # which nobody may change in place when it comes from here
             whole = out.untyped_storage(), out.storage_offset(), out.shape, out.stride()
             out = out.new_empty(0).set_(*whole)
