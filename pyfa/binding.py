@@ -95,7 +95,9 @@ def of_scales(descale: Any) -> tuple[tuple[Any, ...], int]:
 # 1.5 µs where request and choice alone take 10.
 calls = Table()
 _NOTHING: tuple[Any, Bound | None] = (), None
-_is_compiling = torch.compiler.is_compiling
+# Whatever else compiles (``torch.export`` that is not strict) has modes and subclasses, which no
+# bound call fits.
+_is_compiling = torch.compiler.is_dynamo_compiling
 
 
 def again(key: tuple[Any, ...], tensors: tuple[Any, ...]) -> Result | None:
