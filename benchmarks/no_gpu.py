@@ -131,7 +131,7 @@ class _Runtime:
         def calls_of(address: int) -> Any:
             first, second = ctypes.c_void_p(address), ctypes.c_void_p(0)
             steps = [(first, second)] * len(blocks)
-            return arguments.Calls(steps, lambda stream: None, lambda step, blocks: None)
+            return arguments.Calls(steps, lambda stream: None, lambda found: None)
 
         def recover(error: int, step: int, call: Any) -> None:
             raise RuntimeError(f"step {step} failed with {error}")

@@ -4,7 +4,7 @@ the kernels with them."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ... import _torch, abi
@@ -18,11 +18,11 @@ Start = Callable[[Sequence[int], object, object, Totals | None], None]
 
 class Calls(NamedTuple):
     """``steps``: the driver's arguments for each kernel. ``set_stream`` puts a stream's handle into
-    them, ``set_blocks`` the grid of a step."""
+    them, ``set_blocks`` the grids of some steps, by their numbers."""
 
     steps: Sequence[tuple[Any, ...]]
     set_stream: Callable[[int], None]
-    set_blocks: Callable[[int, int], None]
+    set_blocks: Callable[[Iterable[tuple[int, int]]], None]
 
 
 _OF_PARAMS = frozenset(abi.NAMES)
@@ -209,8 +209,7 @@ def _resize_of(
         values, grids = at(*totals)
         for (view, number), value in zip(block.sizes, values, strict=True):
             view[number] = value
-        for step, count in zip(steps, grids, strict=True):
-            block.set_blocks(step, count)
+        block.set_blocks(zip(steps, grids, strict=True))
         block.totals = totals
 
     return resize

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -150,8 +150,9 @@ def _calls(launches: Sequence[Launch], address: int, size: int) -> Calls:
 
     grids = [config.blocks for config in configs]  # views: each access makes one
 
-    def set_blocks(step: int, blocks: int) -> None:
-        grids[step][0] = blocks
+    def set_blocks(found: Iterable[tuple[int, int]]) -> None:
+        for step, blocks in found:
+            grids[step][0] = blocks
 
     set_stream.kept = kept  # type: ignore[attr-defined]  # as long as the calls are
     return Calls(calls, set_stream, set_blocks)
