@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from . import _torch, mods
-from .backends.base import Run, RunBackward
+from .backends.base import Gradients, Run, RunBackward
 from .dispatch import prepare
 from .problem import Append, Call, Form, are_on_16, form_of, tensors_of
 
@@ -145,17 +145,19 @@ class Fitting:
         return fits_and_agrees
 
 
-_OF_GRADIENTS = {"q": 1, "k": 2, "v": 3, "bias": 4, "sinks": 5}
+_OF_GRADIENTS = {"q": 0, "k": 1, "v": 2, "bias": 3, "sinks": 4}
+_NO_GRADIENT = len(Gradients._fields)  # behind them
 
 
 @functools.lru_cache(1024)
 def picking(names: tuple[str, ...], digest: str) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Return a function that picks, from None, the five gradients and the captured tensors', that
-    of each tensor in the fields ``names`` of a call with these mods; None if it has none."""
+    """Return a function that picks the gradient of each tensor in the fields ``names`` of a call
+    with these mods, or None if it has none: from ``Gradients``, None, and the captured
+    tensors'."""
     places = dict(_OF_GRADIENTS)
     if digest:  # a table that a mask alone reads has none, nor one of integers
-        places |= {f"captured{slot}": 6 + slot for slot in mods.of(digest).wanted}
-    return operator.itemgetter(*(places.get(name, 0) for name in names))
+        places |= {f"captured{slot}": _NO_GRADIENT + 1 + slot for slot in mods.of(digest).wanted}
+    return operator.itemgetter(*(places.get(name, _NO_GRADIENT) for name in names))
 
 
 def modes() -> tuple[bool, bool]:

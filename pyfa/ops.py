@@ -124,7 +124,7 @@ def _gradient(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
         grads = grads._replace(dsinks=None)
     # None for the three arguments behind the call.
     pick = picking((*Call._fields, "", "", ""), call.mods)
-    found: tuple[Any, ...] = pick((None, *grads[:5], *grads.captured))
+    found: tuple[Any, ...] = pick((*grads, None, *grads.captured))
     return found
 
 
@@ -216,12 +216,13 @@ class Attend(torch.autograd.Function):
         else:
             grads = _gradients(bound, given, dlse is not None)
         # PyTorch drops those that nobody needs.
-        return bound.pick((None, *grads[:5], *grads.captured))
+        return bound.pick((*grads, None, *grads.captured))
 
 
 # Function.apply without what it does for torch.func's transforms, which have been refused by then:
 # 1.9 of 7.4 µs of a call on a CPU.
 attend: Any = super(torch.autograd.Function, Attend).apply
+_torch.run_backward_directly(Attend)
 
 
 def _no_second_gradient(ctx: Any, *grads: Any) -> Any:

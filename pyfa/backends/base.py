@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -44,6 +45,10 @@ class Gradients(NamedTuple):
     dbias: torch.Tensor | None = None
     dsinks: torch.Tensor | None = None
     captured: Sequence[torch.Tensor | None] = ()
+
+
+# By the six fields. ``Gradients`` goes through a Python function, which each backward would call.
+gradients_of: Callable[[tuple[Any, ...]], Gradients] = partial(tuple.__new__, Gradients)
 
 
 class Saved(NamedTuple):

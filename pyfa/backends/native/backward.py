@@ -26,7 +26,7 @@ from ...problem import (
 )
 from ...shape import Shape
 from ...sizes import Extent, Totals
-from ..base import Gradients, RunBackward, Saved
+from ..base import Gradients, RunBackward, Saved, gradients_of
 from ..common import calls, splits
 from ..common.program import Like, Params, Program, count, for_any_total, like, run_of
 from . import gaps, lists
@@ -193,7 +193,7 @@ def _bind(
                 lse = tensors[2]
                 dsinks = found[dsinks_at][: lse.numel()].view(lse.shape).sum(rows)
             dbias = None if dbias_at is None else found[dbias_at]
-            return Gradients(dq, dk, dv, dbias, dsinks)
+            return gradients_of((dq, dk, dv, dbias, dsinks, ()))
 
         return backward
 
