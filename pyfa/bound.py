@@ -208,58 +208,76 @@ def _alignments(tensors: Sequence[torch.Tensor], has_bias: bool) -> tuple[bool, 
     return are_on_16(*tensors[:3]), not has_bias or tensors[3].data_ptr() & 15 == 0
 
 
-Kinds = tuple[type, ...]
+class Slot:
+    """The most recent call of some numbers."""
+
+    __slots__ = ("bound",)
+
+    def __init__(self, bound: Bound) -> None:
+        self.bound = bound
 
 
 class Table:
     """The bound calls. A call is first looked up by its numbers alone, which gives the most recent
-    match.
+    match: ``recent`` returns its slot, and raises ``KeyError`` for numbers of no call.
 
     Looking up shapes as well takes 0.3 µs more. A second key includes them, so that several shapes
-    can alternate, and so that both tables are emptied when serving has filled them. The types of a
-    key's members are stored with it, because Python treats 1.0 and True as the same key, while a
-    call may accept only one of them.
+    can alternate, and so that the table is emptied when serving has filled it. Both go by the types
+    of the numbers, too, because Python treats 1.0 and True as the same key, while a call may accept
+    only one of them.
     """
 
     def __init__(self) -> None:
-        self.recent: dict[tuple[Any, ...], tuple[Kinds, Bound]] = {}
-        self.known: dict[tuple[Any, ...], list[tuple[Kinds, Bound]]] = {}
+        self.known: dict[tuple[Any, ...], list[Bound]] = {}
+        self._slots: dict[tuple[Any, ...], Slot] = {}
+        # This looks at the types in C, which takes half the time. It caches no error, so that it
+        # holds no key but those of ``_slots``.
+        self.recent = functools.lru_cache(None, typed=True)(lambda *key: self._slots[_typed(key)])
+
+    def clear(self) -> None:
+        """Forget all calls."""
+        self.known.clear()
+        self._slots.clear()
+        self.recent.cache_clear()
 
     def find(self, key: tuple[Any, ...], tensors: Sequence[Any]) -> Bound | None:
         """Return the call that was bound for these numbers and tensors like these, or None."""
         if not _torch.is_unwatched(*tensors):
             return None
-        kinds = tuple(map(type, key))
-        for each in self.known.get(_with_shapes(key, tensors), ()):
-            bound = each[1]
+        for bound in self.known.get(_with_shapes(key, tensors), ()):
             if (
-                each[0] == kinds
-                and (bound.modes is None or bound.modes == modes())
+                (bound.modes is None or bound.modes == modes())
                 and bound.aligned == _alignments(tensors, bound.has_bias)
                 # The last: it makes guards, which hold for the modes in which they are made.
                 and bound.fitting.fits(*tensors)
             ):
-                self.recent[key] = each
+                self._set_recent(key, bound)
                 return bound
         return None
 
     def keep(self, key: tuple[Any, ...], tensors: Sequence[torch.Tensor], found: Bound) -> None:
         """Store ``found``, which was bound for the unwatched ``tensors``."""
         if len(self.known) >= _MOST:
-            self.known.clear()
-            self.recent.clear()
-        entry = tuple(map(type, key)), found
+            self.clear()
         shaped = _with_shapes(key, tensors)
         # A new list, because other threads may be reading the old one.
-        self.known[shaped] = [entry, *self.known.get(shaped, ())][:_MOST_ALIKE]
-        self.recent[key] = entry
+        self.known[shaped] = [found, *self.known.get(shaped, ())][:_MOST_ALIKE]
+        self._set_recent(key, found)
+
+    def _set_recent(self, key: tuple[Any, ...], bound: Bound) -> None:
+        self._slots.setdefault(_typed(key), Slot(bound)).bound = bound
+
+
+def _typed(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    return key, tuple(map(type, key))
 
 
 def _with_shapes(key: tuple[Any, ...], tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """Extend a key by the shapes, without the number of packed rows."""
+    """Extend a key by its members' types and by the shapes, without the number of packed rows."""
     q, k, last = tensors[0], tensors[1], tensors[-1]
     rows = q.shape[:2] if q.dim() == 4 else ()
-    return key, rows, q.shape[-2:], k.shape[1:] if k.dim() == 4 else k.shape[-2:], last.shape[:1]
+    of_k = k.shape[1:] if k.dim() == 4 else k.shape[-2:]
+    return *_typed(key), rows, q.shape[-2:], of_k, last.shape[:1]
 
 
 # Calls by all that ``Call`` says, from every way that leads to a backend.

@@ -246,9 +246,8 @@ def invariance() -> list[str]:
     failures = compared()
     usual = specs._common
     specs._common = lambda *given: usual(*given) | {"ORDERED": False}
-    for known in (dispatch._prepared, binding.calls.known, binding.calls.recent, bound.calls.known):
+    for known in (dispatch._prepared, binding.calls, bound.calls):
         known.clear()
-    bound.calls.recent.clear()
     BACKENDS["triton"]._runners.clear()
     if not compared():
         failures.append("tiles that are visited in an order of their own are not found")
