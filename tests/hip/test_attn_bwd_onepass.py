@@ -356,7 +356,7 @@ def test_the_emulator_counts_what_was_computed(shape: Shape) -> None:
     )  # fmt: skip
     runtime, lse, dout = CountingEach(), torch.zeros(call.lse_shape()), torch.zeros_like(out)
     run = native_backward.bind(Launcher(runtime), Saved(call, out, lse, dout))
-    run(dout, None, out, lse, *tensors_of(call))
+    run(dout, out, lse, *tensors_of(call))
     asked = Problem(
         shape.batch, shape.seqlen_q, shape.seqlen_k, shape.heads_q, shape.heads_k, shape.head_dim,
         shape.head_dim_v, "bfloat16", frozenset({"backward"}), DEVICES["MI300X"], False,

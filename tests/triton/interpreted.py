@@ -218,7 +218,7 @@ def _compare(call: Call, change: Callable[[dict], dict], backward: bool) -> list
         # Laid out in another way than the forward's, as PyTorch's operator may hand them in.
         of_forward = [x.mT.contiguous().mT for x in (out, lse)]
         run = runtime_backward.bind(runner, Saved(call, *of_forward, dout), False)
-        found = run(dout, None, *of_forward, *tensors_of(call))
+        found = run(dout, *of_forward, *tensors_of(call))
         expected = reference.gradients(call, dout)
         for name in ("dq", "dk", "dv"):
             pairs[name] = (getattr(found, name), expected[name])
@@ -246,9 +246,8 @@ def invariance() -> list[str]:
     failures = compared()
     usual = specs._common
     specs._common = lambda *given: usual(*given) | {"ORDERED": False}
-    for known in (dispatch._prepared, binding.calls.known, binding.calls.recent, bound.calls.known):
+    for known in (dispatch._prepared, binding.calls, bound.calls):
         known.clear()
-    bound.calls.recent.clear()
     BACKENDS["triton"]._runners.clear()
     if not compared():
         failures.append("tiles that are visited in an order of their own are not found")

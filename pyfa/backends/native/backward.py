@@ -22,12 +22,11 @@ from ...problem import (
     is_banded,
     is_square,
     steps_of,
-    tensors_of,
     window_of,
 )
 from ...shape import Shape
 from ...sizes import Extent, Totals
-from ..base import Gradients, RunBackward, Saved
+from ..base import Gradients, RunBackward, Saved, gradients_of
 from ..common import calls, splits
 from ..common.program import Like, Params, Program, count, for_any_total, like, run_of
 from . import gaps, lists
@@ -98,28 +97,20 @@ def _readable(given: Saved, bias_grad: bool) -> Saved:
 def bind(launch: Launcher, given: Saved, bias_grad: bool = False) -> RunBackward:
     """Implement ``Backend.bind_backward``."""
     call, direct = given.call, _readable(given, bias_grad)
-    readable_form = form_of(direct.call)
+    fill_direct = direct.filling()
 
-    def bind_kind(
-        dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
-        *tensors: torch.Tensor,
-    ) -> Callable[[Totals | None], RunBackward]:  # fmt: skip
-        of_call = readable_form.fill(tensors)[0]
-        return _bind(launch, Saved(of_call, out, lse, dout, dlse), bias_grad)
+    def bind_kind(*tensors: torch.Tensor) -> Callable[[Totals | None], RunBackward]:
+        return _bind(launch, fill_direct(*tensors), bias_grad)
 
     parts_of = _group_splits_of(launch, direct.call)
-    run = for_any_total(direct.call, direct.arguments(), bind_kind, 4, lambda q, k: parts_of(k))
+    run = for_any_total(direct.call, direct.tensors(), bind_kind, 3, lambda q, k: parts_of(k))
     copied = any(x is not y for x, y in zip(given.tensors(), direct.tensors(), strict=True))
     if not copied:
         return run
-    form, dim, dim_v = form_of(call), call.q.shape[-1], call.v.shape[-1]
+    fill, dim, dim_v = given.filling(), call.q.shape[-1], call.v.shape[-1]
 
-    def run_on_copies(
-        dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
-        *tensors: torch.Tensor,
-    ) -> Gradients:  # fmt: skip
-        made = _readable(Saved(form.fill(tensors)[0], out, lse, dout, dlse), bias_grad)
-        found = run(made.dout, made.dlse, made.out, made.lse, *tensors_of(made.call))
+    def run_on_copies(*tensors: torch.Tensor) -> Gradients:
+        found = run(*_readable(fill(*tensors), bias_grad).tensors())
         dq, dk, dv = found.dq[..., :dim], found.dk[..., :dim], found.dv[..., :dim_v]
         return found._replace(dq=dq, dk=dk, dv=dv)
 
@@ -180,7 +171,7 @@ def _bind(
     if bias_grad and call.bias is not None:
         _add_bias_grad(launch, program, call, call.bias, params)
     started = launch.launch_of(program, (*given.tensors(), *by_list.of(call)))
-    lists_of = by_list.bound(call, form)
+    lists_of, of_call = by_list.bound(call, form), slice(3, 3 + len(form.names))
     aligned, rows = 7 if has_bias_tiles(call) else 6, (0, 2) if given.lse.dim() == 3 else 1
     numbers = {name: number for number, name in enumerate(program.made)}
     dsinks_at, dbias_at = numbers.get("dsinks"), numbers.get("dbias")
@@ -189,13 +180,9 @@ def _bind(
     def sized(totals: Totals | None) -> RunBackward:
         run = runs(totals)
 
-        def backward(
-            dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
-            *tensors: torch.Tensor,
-        ) -> Gradients:  # fmt: skip
-            last = () if dlse is None else (dlse,)
-            of_lists = lists_of(tensors) if by_list.names else ()
-            found = run(dout, out, lse, *tensors, *last, *of_lists)
+        def backward(*tensors: torch.Tensor) -> Gradients:
+            of_lists = lists_of(tensors[of_call]) if by_list.names else ()
+            found = run(*tensors, *of_lists)
             dq, dk, dv = found[:3]
             if parts_of_group > 1:
                 # In float32, and rounded once more. Under autocast the sum would stay in float32.
@@ -203,9 +190,10 @@ def _bind(
                 dk, dv = (x.sum(-2, dtype=x.dtype) for x in parted)
             dsinks = None
             if dsinks_at is not None:
+                lse = tensors[2]
                 dsinks = found[dsinks_at][: lse.numel()].view(lse.shape).sum(rows)
             dbias = None if dbias_at is None else found[dbias_at]
-            return Gradients(dq, dk, dv, dbias, dsinks)
+            return gradients_of((dq, dk, dv, dbias, dsinks, ()))
 
         return backward
 
