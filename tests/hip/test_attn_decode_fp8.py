@@ -43,7 +43,7 @@ CASES = {
     "256": cache((1,), (260,), dtype=FNUZ, head_dim=256, heads_q=4, out_dtype="float16", scales=16),
 }
 
-NIGHT = ("rows",)
+NIGHT = ("rows", "192", "256")
 
 # Each: the case that shows it, the exact snippet, what it becomes.
 FAULTS = {

@@ -154,6 +154,7 @@ def test_fault_is_caught(fault, plant):
     assert faults_found([CASES[case]])
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("case", ["plain", "causal", "growing", "split"])
 def test_products_of_16_rows(case, monkeypatch, nothing_bound):
     """The other shape of the matrix instruction, which no plan has yet: hardware has to choose. One
@@ -202,8 +203,10 @@ def test_at_most_some_forty_plans():
     assert len(PLANS) <= 42
 
 
+@pytest.mark.night
 def test_two_builds_are_equal():
-    """One of them as other tests have it, often from another process."""
+    """One of them as other tests have it, often from another process. On a pull request
+    ``test_bundle`` asks the same of two kernels."""
     plan = forward.all_plans("hip")[0]
     assert code.build(plan, "gfx942") == code.compiled(plan, "gfx942").data
 
