@@ -66,5 +66,5 @@ def of_hopper(plan: Plan) -> bool:
 
 
 def by_turns(every: Iterable[Plan]) -> list[Plan]:
-    """Of the plans of each kernel one in 32; all at night."""
-    return turns.some(every, 32, kind=lambda plan: plan.kernel, name=str)
+    """Of the plans of each kernel one in 64; all at night."""
+    return turns.some(every, 64, kind=lambda plan: plan.kernel, name=str)
