@@ -259,7 +259,7 @@ def test_sound(case):
     assert not faults_found([CASES[case]])
 
 
-@pytest.mark.parametrize("fault", turns.faults(FAULTS, NIGHT))
+@pytest.mark.parametrize("fault", turns.faults(FAULTS, (*NIGHT, "128")))
 def test_fault_is_caught(fault, plant):
     case, snippet, other = FAULTS[fault]
     plant(backward.ONE_PASS, snippet, other)
@@ -273,7 +273,11 @@ def test_fault_around_it_is_caught(fault, plant):
     assert faults_found([CASES["varlen, terms"]])
 
 
-@pytest.mark.parametrize("pair", [(64, 64), (96, 96), (128, 128)], ids=lambda pair: f"{pair[0]}")
+@pytest.mark.parametrize(
+    "pair",
+    turns.cases([(64, 64), (96, 96), (128, 128)], night=[(96, 96)]),
+    ids=lambda pair: f"{pair[0]}",
+)
 @pytest.mark.parametrize("general", [False, True], ids=["plain", "general"])
 def test_resources(pair, general):
     """No spill, no scratch, LDS for a workgroup on a compute unit.

@@ -33,6 +33,11 @@ CASES = {
     "192": Case(dtype=FNUZ, lengths_q=(70,), lengths_k=(150,), head_dim=180, scales=32),
     "varlen": Case(
         kind="varlen", dtype=FNUZ, lengths_q=(70, 0, 130), lengths_k=(70, 5, 99), used_q=True,
+        used_k=True, slack=3, head_dim=56, head_dim_v=48, heads_q=3, heads_k=1, scales=32,
+        layout="strided",
+    ),
+    "varlen 96": Case(
+        kind="varlen", dtype=FNUZ, lengths_q=(70, 0, 130), lengths_k=(70, 5, 99), used_q=True,
         used_k=True, slack=3, head_dim=80, head_dim_v=72, heads_q=3, heads_k=1, scales=32,
         layout="strided",
     ),
@@ -43,7 +48,7 @@ CASES = {
     "split": Case(dtype=FNUZ, lengths_q=(80,), lengths_k=(600,), scales=128, recipe="offset"),
 }  # fmt: skip
 
-NIGHT = ("192", "256")
+NIGHT = ("varlen 96", "192", "256")
 
 # Each: the case that shows it, the exact snippet, what it becomes.
 FAULTS = {

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+import turns
 from planted import faults_found
 
 import pyfa
@@ -59,7 +60,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", turns.cases(CASES, night=("dropout, and a window",)))
 def test_sound(name):
     assert not faults_found([CASES[name]])
 
