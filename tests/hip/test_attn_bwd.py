@@ -59,7 +59,7 @@ CASES = {
 }  # fmt: skip
 CASES = {name: replace(case, deterministic=True) for name, case in CASES.items()}
 
-NIGHT = ("causal 96", "varlen 96", "wide", "widest")
+NIGHT = ("128", "causal 96", "varlen 96", "wide", "widest")
 
 # Each: the case that shows it, the exact snippet, what it becomes.
 FAULTS = {
