@@ -347,9 +347,13 @@ class CountingEach(Counting):
         Shape(1, 64, 400, 1, 1, 128, 128),
         Shape(2, 48, 200, 4, 2, 64, 64),
         Shape(1, 320, 320, 2, 1, 128, 128, window_right=0),
-        Shape(1, 320, 320, 1, 1, 96, 96, window_left=50, window_right=10),
+        Shape(1, 320, 320, 1, 1, 64, 64, window_left=50, window_right=10),
+        pytest.param(
+            Shape(1, 320, 320, 1, 1, 96, 96, window_left=50, window_right=10),
+            marks=pytest.mark.night,
+        ),
     ],
-    ids=["whole", "groups", "causal", "window"],
+    ids=["whole", "groups", "causal", "window", "window 96"],
 )
 def test_the_emulator_counts_what_was_computed(shape: Shape) -> None:
     """Bytes that are added to dQ, and those of dK and dV, to the byte; so is the workspace."""
