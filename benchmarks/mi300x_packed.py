@@ -93,7 +93,7 @@ def run_of(plan: Plan, call: Call) -> Callable[[Launcher], object]:
     out = torch.zeros(call.out_shape(), dtype=call.q.dtype)
     lse = torch.zeros(call.lse_shape())
     given = Saved(call, out, lse, out)
-    return lambda launch: native_backward.bind(launch, given)(*given.arguments())
+    return lambda launch: native_backward.bind(launch, given)(*given.tensors())
 
 
 def dense(dim: int, rows: int, keys: int, **more: Any) -> Call:

@@ -28,6 +28,11 @@ from pyfa.backends.hip import backend as hip_backend
 _CONFIG = "7IQQI"  # CUlaunchConfig: grid, block, dynamic shared memory, stream, attributes
 
 
+def _at(reference: Any) -> int:
+    """The address that ``ctypes.byref`` passes."""
+    return ctypes.addressof(reference._obj)
+
+
 class Driver:
     """libcuda as far as launches need it. Where it notes them: ``launched`` are kernels by name,
     their configurations and arguments; the next launches return ``errors``, where there are any."""
@@ -59,13 +64,13 @@ class Driver:
         error = self.errors.pop(0) if self.errors else 0
         if error:
             return error
-        name = self.names[function.value - 1]
-        config = struct.unpack(_CONFIG, ctypes.string_at(how.value, struct.calcsize(_CONFIG)))
+        name = self.names[_at(function) - 1]
+        config = struct.unpack(_CONFIG, ctypes.string_at(_at(how), struct.calcsize(_CONFIG)))
         if parameters is None:  # Triton's kernels: all parameters as they lie
-            parts = (ctypes.c_void_p * 5).from_address(extra.value)
+            parts = (ctypes.c_void_p * 5).from_address(_at(extra))
             at, size = parts[1], ctypes.c_size_t.from_address(parts[3]).value
         else:
-            at = ctypes.c_void_p.from_address(parameters.value).value
+            at = ctypes.c_void_p.from_address(_at(parameters)).value
             size = abi.MAPPED_SIZE if name.split()[0] in tensor_maps.BOXES else abi.SIZE
             captured = re.search(r"'MOD_CAPTURED', (\d+)", name)
             size += abi.captured_bytes(int(captured[1])) if captured else 0
@@ -126,7 +131,7 @@ class _Runtime:
         def calls_of(address: int) -> Any:
             first, second = ctypes.c_void_p(address), ctypes.c_void_p(0)
             steps = [(first, second)] * len(blocks)
-            return arguments.Calls(steps, lambda stream: None, lambda step, blocks: None)
+            return arguments.Calls(steps, lambda stream: None, lambda found: None)
 
         def recover(error: int, step: int, call: Any) -> None:
             raise RuntimeError(f"step {step} failed with {error}")

@@ -171,7 +171,8 @@ def combinations() -> str:
     )
 
 
-def _refusals(name: str, wanted: Iterable[str]) -> dict[str, str]:
+@functools.cache  # a feature is in as many pairs as there are others
+def _refusals(name: str, wanted: tuple[str, ...]) -> dict[str, str]:
     """Return why backend ``name`` refuses ``wanted``, and for each reason "", or whether only many
     or only few query rows are refused."""
     many, one = (

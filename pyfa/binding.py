@@ -94,8 +94,9 @@ def of_scales(descale: Any) -> tuple[tuple[Any, ...], int]:
 # choice and launch are functions of its key and of what ``Fitting`` compares. To find it takes
 # 1.5 µs where request and choice alone take 10.
 calls = Table()
-_NOTHING: tuple[Any, Bound | None] = (), None
-_is_compiling = torch.compiler.is_compiling
+# Whatever else compiles (``torch.export`` that is not strict) has modes and subclasses, which no
+# bound call fits.
+_is_compiling = torch.compiler.is_dynamo_compiling
 
 
 def again(key: tuple[Any, ...], tensors: tuple[Any, ...]) -> Result | None:
@@ -109,14 +110,11 @@ def again(key: tuple[Any, ...], tensors: tuple[Any, ...]) -> Result | None:
         for x in tensors:
             if x.is_nested:  # asked for strides, PyTorch's guards would end the process
                 return None
-        kinds, bound = calls.recent.get(key, _NOTHING)
-        if (
-            bound is None
-            or kinds != tuple(map(type, key))
-            or not bound.fitting.fits(*tensors)
-            or not (bound.modes is None or bound.modes == modes())
-        ):
-            bound = calls.find(key, tensors)
+        last = calls.recent(*key).bound
+        fits = last.fitting.fits(*tensors) and (last.modes is None or last.modes == modes())
+        bound = last if fits else calls.find(key, tensors)
+    except KeyError:
+        return None
     except (TypeError, AttributeError):  # a list: a window, names of backends, or no tensor
         return None
     while bound is not None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 
 from . import _torch, mods
-from .backends.base import Run, RunBackward
+from .backends.base import Gradients, Run, RunBackward
 from .dispatch import prepare
 from .problem import Append, Call, Form, are_on_16, form_of, tensors_of
 
@@ -90,9 +91,9 @@ class Fitting:
     """A check whether tensors are like those of a call. The first time it checks them one by one,
     since the call may never repeat; from the second time on it uses PyTorch's guards.
 
-    ``free``: the dimensions that may differ. ``alike``: pairs of tensors whose free dimensions must
-    have the same size, the total of rows. Strides that depend on a free dimension are not compared,
-    so a tensor that has some and is contiguous must stay so.
+    ``free``: the dimensions that may differ. ``alike``: by a tensor's number, others whose free
+    dimensions must have the size of its own, the total of rows. Strides that depend on a free
+    dimension are not compared, so a tensor that has some and is contiguous must stay so.
     """
 
     __slots__ = ("_alike", "_facts", "_free", "_whole", "fits")
@@ -101,10 +102,10 @@ class Fitting:
         self,
         tensors: Sequence[torch.Tensor],
         free: Free | None = None,
-        alike: Sequence[tuple[int, int]] = (),
+        alike: Mapping[int, Sequence[int]] = MappingProxyType({}),
     ) -> None:
-        self._free = free or {}
-        self._alike = [(a, self._free[a], b, self._free[b]) for a, b in alike]
+        self._free = at = free or {}
+        self._alike = [(a, at[a], [(b, at[b]) for b in others]) for a, others in alike.items()]
         self._whole = [
             number for number, at in self._free.items() if at and tensors[number].is_contiguous()
         ]
@@ -112,45 +113,51 @@ class Fitting:
         self.fits: Fits = self._first
 
     def _first(self, *tensors: torch.Tensor) -> bool:
-        if not self._one_by_one(*tensors):
+        one_by_one = self._agreeing(self._one_by_one)
+        if not one_by_one(*tensors):
             return False
         found = guard(tensors, self._free)
-        if found is None:
-            self.fits = self._one_by_one
-        elif self._alike or self._whole:
-            self.fits = lambda *given: found(*given) and self._agree(given)
-        else:
-            self.fits = found
+        self.fits = one_by_one if found is None else self._agreeing(found)
         return True
 
     def _one_by_one(self, *tensors: torch.Tensor) -> bool:
-        return (
-            _torch.is_unwatched(*tensors)
-            and facts(tensors, self._free) == self._facts
-            and self._agree(tensors)
-        )
+        return _torch.is_unwatched(*tensors) and facts(tensors, self._free) == self._facts
 
-    def _agree(self, tensors: Sequence[torch.Tensor]) -> bool:
-        for a, at_a, b, at_b in self._alike:
-            if tensors[a].size(at_a) != tensors[b].size(at_b):
+    def _agreeing(self, fits: Fits) -> Fits:
+        """Return a check that tensors pass ``fits``, and that their totals agree."""
+        alike, whole = self._alike, self._whole
+        if not (alike or whole):
+            return fits
+
+        def fits_and_agrees(*tensors: torch.Tensor) -> bool:
+            if not fits(*tensors):
                 return False
-        for number in self._whole:  # noqa: SIM110  (a generator takes two calls more)
-            if not tensors[number].is_contiguous():
-                return False
-        return True
+            for number, at, others in alike:
+                total = tensors[number].shape[at]
+                for other, at_other in others:
+                    if tensors[other].shape[at_other] != total:
+                        return False
+            for number in whole:  # noqa: SIM110  (a generator takes two calls more)
+                if not tensors[number].is_contiguous():
+                    return False
+            return True
+
+        return fits_and_agrees
 
 
-_OF_GRADIENTS = {"q": 1, "k": 2, "v": 3, "bias": 4, "sinks": 5}
+_OF_GRADIENTS = {"q": 0, "k": 1, "v": 2, "bias": 3, "sinks": 4}
+_NO_GRADIENT = len(Gradients._fields)  # behind them
 
 
 @functools.lru_cache(1024)
 def picking(names: tuple[str, ...], digest: str) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Return a function that picks, from None, the five gradients and the captured tensors', that
-    of each tensor in the fields ``names`` of a call with these mods; None if it has none."""
+    """Return a function that picks the gradient of each tensor in the fields ``names`` of a call
+    with these mods, or None if it has none: from ``Gradients``, None, and the captured
+    tensors'."""
     places = dict(_OF_GRADIENTS)
     if digest:  # a table that a mask alone reads has none, nor one of integers
-        places |= {f"captured{slot}": 6 + slot for slot in mods.of(digest).wanted}
-    return operator.itemgetter(*(places.get(name, 0) for name in names))
+        places |= {f"captured{slot}": _NO_GRADIENT + 1 + slot for slot in mods.of(digest).wanted}
+    return operator.itemgetter(*(places.get(name, _NO_GRADIENT) for name in names))
 
 
 def modes() -> tuple[bool, bool]:
@@ -183,11 +190,12 @@ class Bound:
         self.run, self.who = run, who
         self.form: Form = form_of(call, append)
         self.free = free_of(self.form)
-        self.pick = picking(self.form.names, call.mods)
+        # With None for the bound call, which goes before its tensors.
+        self.pick = picking(("", *self.form.names), call.mods)
         self.returns_lse, self.needs_grad = call.return_lse, who[1]
         self.writes = append is not None and append.k is not None
         # k and v have the same rows.
-        self.fitting = Fitting(tensors, self.free, [(1, 2)] if 1 in self.free else ())
+        self.fitting = Fitting(tensors, self.free, {1: (2,)} if 1 in self.free else {})
         self.modes = modes() if any(x.requires_grad for x in tensors) else None
         self.has_bias = call.bias is not None
         self.aligned = _alignments(tensors, self.has_bias)
@@ -200,58 +208,76 @@ def _alignments(tensors: Sequence[torch.Tensor], has_bias: bool) -> tuple[bool, 
     return are_on_16(*tensors[:3]), not has_bias or tensors[3].data_ptr() & 15 == 0
 
 
-Kinds = tuple[type, ...]
+class Slot:
+    """The most recent call of some numbers."""
+
+    __slots__ = ("bound",)
+
+    def __init__(self, bound: Bound) -> None:
+        self.bound = bound
 
 
 class Table:
     """The bound calls. A call is first looked up by its numbers alone, which gives the most recent
-    match.
+    match: ``recent`` returns its slot, and raises ``KeyError`` for numbers of no call.
 
     Looking up shapes as well takes 0.3 µs more. A second key includes them, so that several shapes
-    can alternate, and so that both tables are emptied when serving has filled them. The types of a
-    key's members are stored with it, because Python treats 1.0 and True as the same key, while a
-    call may accept only one of them.
+    can alternate, and so that the table is emptied when serving has filled it. Both go by the types
+    of the numbers, too, because Python treats 1.0 and True as the same key, while a call may accept
+    only one of them.
     """
 
     def __init__(self) -> None:
-        self.recent: dict[tuple[Any, ...], tuple[Kinds, Bound]] = {}
-        self.known: dict[tuple[Any, ...], list[tuple[Kinds, Bound]]] = {}
+        self.known: dict[tuple[Any, ...], list[Bound]] = {}
+        self._slots: dict[tuple[Any, ...], Slot] = {}
+        # This looks at the types in C, which takes half the time. It caches no error, so that it
+        # holds no key but those of ``_slots``.
+        self.recent = functools.lru_cache(None, typed=True)(lambda *key: self._slots[_typed(key)])
+
+    def clear(self) -> None:
+        """Forget all calls."""
+        self.known.clear()
+        self._slots.clear()
+        self.recent.cache_clear()
 
     def find(self, key: tuple[Any, ...], tensors: Sequence[Any]) -> Bound | None:
         """Return the call that was bound for these numbers and tensors like these, or None."""
         if not _torch.is_unwatched(*tensors):
             return None
-        kinds = tuple(map(type, key))
-        for each in self.known.get(_with_shapes(key, tensors), ()):
-            bound = each[1]
+        for bound in self.known.get(_with_shapes(key, tensors), ()):
             if (
-                each[0] == kinds
-                and (bound.modes is None or bound.modes == modes())
+                (bound.modes is None or bound.modes == modes())
                 and bound.aligned == _alignments(tensors, bound.has_bias)
                 # The last: it makes guards, which hold for the modes in which they are made.
                 and bound.fitting.fits(*tensors)
             ):
-                self.recent[key] = each
+                self._set_recent(key, bound)
                 return bound
         return None
 
     def keep(self, key: tuple[Any, ...], tensors: Sequence[torch.Tensor], found: Bound) -> None:
         """Store ``found``, which was bound for the unwatched ``tensors``."""
         if len(self.known) >= _MOST:
-            self.known.clear()
-            self.recent.clear()
-        entry = tuple(map(type, key)), found
+            self.clear()
         shaped = _with_shapes(key, tensors)
         # A new list, because other threads may be reading the old one.
-        self.known[shaped] = [entry, *self.known.get(shaped, ())][:_MOST_ALIKE]
-        self.recent[key] = entry
+        self.known[shaped] = [found, *self.known.get(shaped, ())][:_MOST_ALIKE]
+        self._set_recent(key, found)
+
+    def _set_recent(self, key: tuple[Any, ...], bound: Bound) -> None:
+        self._slots.setdefault(_typed(key), Slot(bound)).bound = bound
+
+
+def _typed(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    return key, tuple(map(type, key))
 
 
 def _with_shapes(key: tuple[Any, ...], tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """Extend a key by the shapes, without the number of packed rows."""
+    """Extend a key by its members' types and by the shapes, without the number of packed rows."""
     q, k, last = tensors[0], tensors[1], tensors[-1]
     rows = q.shape[:2] if q.dim() == 4 else ()
-    return key, rows, q.shape[-2:], k.shape[1:] if k.dim() == 4 else k.shape[-2:], last.shape[:1]
+    of_k = k.shape[1:] if k.dim() == 4 else k.shape[-2:]
+    return *_typed(key), rows, q.shape[-2:], of_k, last.shape[:1]
 
 
 # Calls by all that ``Call`` says, from every way that leads to a backend.

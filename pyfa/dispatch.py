@@ -151,7 +151,7 @@ class Prepared(NamedTuple):
         # address.
         dout, dlse = dout.resolve_neg(), None if dlse is None else dlse.resolve_neg()
         given = Saved(call, out, lse, dout, dlse)
-        return self.bind_backward(given, False)(*given.arguments())
+        return self.bind_backward(given, False)(*given.tensors())
 
 
 # Sizes enter the key as ``Problem.bucketed`` rounds them, so what can be in here is bounded by the

@@ -74,7 +74,8 @@ def _backward(
 ) -> tuple[torch.Tensor, ...]:
     call, who = Call(*args[:_FIELDS]), args[_FIELDS:]
     bound = bound_of(call, None, who, True)
-    grads = _gradients(bound, dout, dlse, out, lse, tensors_of(call))
+    given = Saved(call, out, lse, dout, dlse).tensors()
+    grads = _gradients(bound, given, dlse is not None)
     *own, captured = grads
     found = (*own, *captured, *(None,) * (mods.MOST_CAPTURED - len(captured)))
     # An operator cannot return None: what was not asked for is an empty tensor.
@@ -121,52 +122,62 @@ def _gradient(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
         grads = grads._replace(dbias=None)
     if call.sinks is None:
         grads = grads._replace(dsinks=None)
-    pick = picking(Call._fields, call.mods)
-    return (*pick((None, *grads[:5], *grads.captured)), None, None, None)
+    # None for the three arguments behind the call.
+    pick = picking((*Call._fields, "", "", ""), call.mods)
+    found: tuple[Any, ...] = pick((*grads, None, *grads.captured))
+    return found
 
 
 # Kinds of ``dout`` for which a call's backward is kept: that bounds what they hold.
 _MOST_BACKWARDS = 4
 
 
-def _gradients(
-    bound: Bound, dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor,
-    lse: torch.Tensor, tensors: Sequence[torch.Tensor],
-) -> Gradients:  # fmt: skip
-    """Return the gradients of a call that ``bound`` ran, by a bound backward."""
-    given = (dout, out, lse, *tensors) if dlse is None else (dout, dlse, out, lse, *tensors)
-    backwards = bound.backwards[dlse is not None]
+def _gradients(bound: Bound, given: tuple[torch.Tensor, ...], with_dlse: bool) -> Gradients:
+    """Return the gradients of a call that ``bound`` ran, by a bound backward. ``given``: see
+    ``Saved.tensors``."""
+    backwards = bound.backwards[with_dlse]
     for fitting, run in backwards:
         if fitting.fits(*given):
             try:
-                return run(dout, dlse, out, lse, *tensors)
+                return run(*given)
             except OtherAlignment:
                 continue
-    call, _ = bound.form.fill(tensors)
+    saved = _saved(bound, given, with_dlse)
+    call, out, lse, dout, dlse = saved
     if not all(_torch.has_storage(x) for x in (dout, dlse) if x is not None):
         # Many gradients at once (``is_grads_batched``, ``jacobian(vectorize=True)``): PyTorch calls
         # an operator for one after the other.
-        found = torch.ops.pyfa.backward(dout, dlse, out, lse, *call, *bound.who)
-        return _gathered(call, found)
+        return _by_operator(bound, saved)
     # What flows back through a complex number may have the negative bit, and kernels go by the
     # address.
     dout, dlse = dout.resolve_neg(), None if dlse is None else dlse.resolve_neg()
-    run = prepare(call, *bound.who).bind_backward(Saved(call, out, lse, dout, dlse), bound.who[2])
+    saved = Saved(call, out, lse, dout, dlse)
+    run = prepare(call, *bound.who).bind_backward(saved, bound.who[2])
     if len(backwards) < _MOST_BACKWARDS and _torch.is_unwatched(*given):
-        backwards.append((_fitting(given, bound, dlse is not None), run))
-    return run(dout, dlse, out, lse, *tensors)
+        backwards.append((_fitting(given, bound, with_dlse), run))
+    return run(*saved.tensors())
+
+
+def _saved(bound: Bound, given: tuple[torch.Tensor, ...], with_dlse: bool) -> Saved:
+    dout, out, lse, *tensors = given
+    dlse = tensors.pop() if with_dlse else None
+    return Saved(bound.form.fill(tensors)[0], out, lse, dout, dlse)
+
+
+def _by_operator(bound: Bound, saved: Saved) -> Gradients:
+    call, out, lse, dout, dlse = saved
+    return _gathered(call, torch.ops.pyfa.backward(dout, dlse, out, lse, *call, *bound.who))
 
 
 def _fitting(given: Sequence[torch.Tensor], bound: Bound, with_dlse: bool) -> Fitting:
-    """Return what a backward was bound for: dout, maybe dLSE, out, LSE, and the tensors of the
-    call."""
-    first = 4 if with_dlse else 3
-    free = {first + number: at for number, at in bound.free.items()}
-    alike = [(first + 1, first + 2)] if 1 in bound.free else []
+    """Return what a backward was bound for."""
+    free = {3 + number: at for number, at in bound.free.items()}
+    alike = {4: (5,)} if 1 in bound.free else {}
     if 0 in bound.free:
         # LSE is (heads, rows), out (rows, heads, head_dim).
-        free |= {number: int(given[number].dim() == 2) for number in range(first)}
-        alike += [(number, first) for number in range(first)]
+        of_rows = (0, 1, 2, *((len(given) - 1,) if with_dlse else ()))
+        free |= {number: int(given[number].dim() == 2) for number in of_rows}
+        alike[3] = of_rows
     return Fitting(given, free, alike)
 
 
@@ -180,8 +191,8 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, bound: Bound, *tensors: torch.Tensor) -> Any:
-        out, lse, *_ = bound.run(*tensors)
-        out, lse = out.contiguous(), lse.contiguous()
+        found = bound.run(*tensors)
+        out, lse = found[0].contiguous(), found[1].contiguous()
         if out._is_view():  # which nobody may change in place when it comes from here
             whole = out.untyped_storage(), out.storage_offset(), out.shape, out.stride()
             out = out.new_empty(0).set_(*whole)
@@ -194,25 +205,24 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None = None) -> Any:
-        out, lse, *tensors = ctx.saved_tensors
-        bound: Bound = ctx.bound
+        saved, bound = ctx.saved_tensors, ctx.bound
         if dout is None:
-            dout = torch.zeros_like(out)
+            dout = torch.zeros_like(saved[0])
+        given = (dout, *saved) if dlse is None else (dout, *saved, dlse)
         if torch.is_grad_enabled():
             # A graph of the gradients is asked for: by the operator, which refuses to be
             # differentiated.
-            call, _ = bound.form.fill(tensors)
-            found = torch.ops.pyfa.backward(dout, dlse, out, lse, *call, *bound.who)
-            grads = _gathered(call, found)
+            grads = _by_operator(bound, _saved(bound, given, dlse is not None))
         else:
-            grads = _gradients(bound, dout, dlse, out, lse, tensors)
+            grads = _gradients(bound, given, dlse is not None)
         # PyTorch drops those that nobody needs.
-        return None, *bound.pick((None, *grads[:5], *grads.captured))
+        return bound.pick((*grads, None, *grads.captured))
 
 
 # Function.apply without what it does for torch.func's transforms, which have been refused by then:
 # 1.9 of 7.4 µs of a call on a CPU.
 attend: Any = super(torch.autograd.Function, Attend).apply
+_torch.run_backward_directly(Attend)
 
 
 def _no_second_gradient(ctx: Any, *grads: Any) -> Any:

@@ -42,6 +42,9 @@ class Size:
     def __floordiv__(self, other: Extent) -> Size:
         return Size(f"({self} // {other})")
 
+    def at_most(self, most: int) -> Size:
+        return Size(f"min({self}, {most})")
+
     def __neg__(self) -> Size:
         return Size(f"(-{self})")
 

@@ -148,11 +148,6 @@ def poison(*given: Any) -> Any:
     raise AssertionError("another call ran this one's")
 
 
-def forget(table: bound.Table) -> None:
-    table.known.clear()
-    table.recent.clear()
-
-
 def check_others(other: Callable[..., Any], expected: Any, q: Any, k: Any, v: Any) -> None:
     for _ in range(2):
         found = outcome(lambda: other(q, k, v))
@@ -169,12 +164,12 @@ def test_what_differs_is_another_call(other: Callable[..., Any]) -> None:
     """Twice, with the entry of the first in place, and with what it would run poisoned."""
     q, k, v = inputs(requires_grad=False)
     expected = outcome(lambda: other(q, k, v))
-    forget(binding.calls)
-    forget(bound.calls)
+    binding.calls.clear()
+    bound.calls.clear()
     pyfa.attention(q, k, v)
-    ((_, entry),) = binding.calls.recent.values()
+    ((entry,),) = binding.calls.known.values()
     entry.run = poison
-    forget(bound.calls)  # where some of the others are this very call, once they are checked
+    bound.calls.clear()  # where some of the others are this very call, once they are checked
     check_others(other, expected, q, k, v)
     with pytest.raises(AssertionError, match="ran this one's"):
         pyfa.attention(q, k, v)
@@ -185,12 +180,12 @@ def test_what_differs_is_another_checked_call(name: str) -> None:
     """The same of the table behind the checks."""
     q, k, v = inputs(requires_grad=False)
     expected = outcome(lambda: OTHERS[name](q, k, v))
-    forget(binding.calls)
-    forget(bound.calls)
+    binding.calls.clear()
+    bound.calls.clear()
     pyfa.attention(q, k, v)
-    ((_, entry),) = bound.calls.recent.values()
+    ((entry,),) = bound.calls.known.values()
     entry.run = poison
-    forget(binding.calls)
+    binding.calls.clear()
     check_others(OTHERS[name], expected, q, k, v)
     with pytest.raises(AssertionError, match="ran this one's"):
         pyfa.attention(q, k, v)
@@ -378,8 +373,8 @@ def test_backwards_of_another_kind(
     expected = gradients(torch.ones_like, *tensors)
     assert (backwards.bound, backwards.ran) == (1, 1)
     if not plain_first:
-        forget(binding.calls)
-        forget(bound.calls)
+        binding.calls.clear()
+        bound.calls.clear()
     backwards.bound = backwards.ran = 0
     for _ in range(3):
         for x, y in zip(gradients(dout, *tensors, **how), expected, strict=True):
@@ -414,7 +409,7 @@ def test_kinds_of_gradients_are_bounded(backwards: Backwards) -> None:
             )
             for x, y in zip(found, expected, strict=True):
                 torch.testing.assert_close(x, y)
-    ((_, entry),) = binding.calls.recent.values()
+    ((entry,),) = binding.calls.known.values()
     assert [len(each) for each in entry.backwards.values()] == [ops._MOST_BACKWARDS, 0]
     # Those that are kept once, the others each time: contiguous was the first of them.
     kept_once = ops._MOST_BACKWARDS

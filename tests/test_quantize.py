@@ -218,8 +218,9 @@ def test_the_kernel_interpreted_is_pytorchs_rounding() -> None:
     code = os.path.join(os.path.dirname(__file__), "triton", "quantize_interpreted.py")
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     pytest.importorskip("triton")
-    # Two that follow one another differ only in whether values are rotated.
-    wanted = turns.some(range(40), 2, kind=lambda index: index // 2, name=str)
+    # Two that follow one another differ only in whether values are rotated; two of them in the
+    # blocks of keys, or of the whole tensor, that share a scale.
+    wanted = turns.some(range(40), 4, kind=lambda index: index // 4, name=str)
     ended = subprocess.run(
         [sys.executable, code, *map(str, wanted)],
         env=environment,

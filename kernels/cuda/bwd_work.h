@@ -1,6 +1,6 @@
-// What the blocks of a packed backward own, in a table that row_sums makes: to find it takes a block 1 to 2 us, and
-// the kernel's SMs have one block each. The table lies behind the row states: an entry for each block, of as many
-// blocks as the lengths can need.
+// What row_sums leaves for blocks that own keys, behind the row states: a counter, from which they take work tiles,
+// and for a packed batch a table of these, since to find one takes 1 to 2 us. It has an entry for each of as many work
+// tiles as the lengths can need.
 #pragma once
 #include "packed.h"
 #include "../common/row_sums.h"
@@ -17,11 +17,13 @@ DEVICE int work_count(const Params &p, int size) {
   if (p.cu_seqlens_k) tiles = int_at(p.cu_seqlens_k, p.batch) / size + p.batch;
   return tiles * p.heads_k;
 }
-DEVICE Quad *work_table(const Params &p) {
+// Work tiles taken, beyond the first one of each block.
+DEVICE int *work_counter(const Params &p) {
   RowStates states = row_states(p);
   long long floats = 2 * (states.minus_lse - states.minus_delta);
-  return (Quad *)(states.minus_delta + (floats + 3) / 4 * 4);
+  return (int *)(states.minus_delta + (floats + 3) / 4 * 4);
 }
+DEVICE Quad *work_table(const Params &p) { return (Quad *)work_counter(p) + 1; }
 // A warp makes every `step`-th entry from `id` on.
 template <int size>
 DEVICE void make_work_table(const Params &p, int id, int step) {

@@ -17,9 +17,11 @@
 
 extern "C" __global__ WORKGROUP(kSumThreads, 4) void row_sums(KERNEL_PARAMS p) {
   griddepcontrol_launch_dependents();
-  if constexpr (OWNED_KEYS)
+  if constexpr (OWNED_KEYS) {
+    if (workgroup_index() == 0 && thread_index() == 0) *work_counter(p) = 0;
     if (has_work_table(p) && thread_index() < kLanes)
       make_work_table<OWNED_KEYS>(p, workgroup_index(), gridDim.x);
+  }
   RowsOfBlock own(p);
   Sequence s = own.s;
   int head = own.head, first = own.first;

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from ..blocks import Tiles, Visits
 from ..plan import Plan
-from ..problem import FEATURES, Append, Call, Problem, tensors_of
+from ..problem import FEATURES, Append, Call, Problem, form_of, tensors_of
 
 if TYPE_CHECKING:
     from ..traffic import Shape, TiledKernel
@@ -46,6 +47,10 @@ class Gradients(NamedTuple):
     captured: Sequence[torch.Tensor | None] = ()
 
 
+# By the six fields. ``Gradients`` goes through a Python function, which each backward would call.
+gradients_of: Callable[[tuple[Any, ...]], Gradients] = partial(tuple.__new__, Gradients)
+
+
 class Saved(NamedTuple):
     """What a backward starts from: a call, its out and LSE, and their gradients. ``dlse`` is None
     if nothing flows back through the LSE."""
@@ -56,28 +61,30 @@ class Saved(NamedTuple):
     dout: torch.Tensor
     dlse: torch.Tensor | None = None
 
-    def arguments(self) -> tuple[Any, ...]:
-        """Return the arguments of ``RunBackward``."""
-        return (self.dout, self.dlse, self.out, self.lse, *tensors_of(self.call))
-
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors as kernels name them: dout, out, lse, those of the call, and dlse."""
+        """Return the arguments of ``RunBackward``: dout, out, lse, the tensors of the call and, if
+        there is one, dlse."""
         last = () if self.dlse is None else (self.dlse,)
         return (self.dout, self.out, self.lse, *tensors_of(self.call), *last)
 
+    def filling(self) -> Callable[..., Saved]:
+        """Return a function that takes other tensors in the order of ``tensors``."""
+        form, has_dlse = form_of(self.call), self.dlse is not None
+
+        def fill(
+            dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *others: torch.Tensor
+        ) -> Saved:
+            tensors, dlse = (others[:-1], others[-1]) if has_dlse else (others, None)
+            return Saved(form.fill(tensors)[0], out, lse, dout, dlse)
+
+        return fill
+
 
 class RunBackward(Protocol):
-    """Maps dout, dLSE or None, out, LSE and the tensors of a call to the gradients of the call."""
+    """Maps the tensors of a backward, as ``Saved.tensors`` returns them, to the gradients of the
+    call."""
 
-    def __call__(
-        self,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        /,
-        *tensors: torch.Tensor,
-    ) -> Gradients: ...
+    def __call__(self, *tensors: torch.Tensor) -> Gradients: ...
 
 
 class Backend(Protocol):

@@ -14,6 +14,8 @@ Window = Sequence[int] | torch.Tensor
 def window(window_size: Window) -> tuple[int, int] | None:
     """Return pyfa's window, or None if both bounds are unlimited: rotary embedding gives queries
     other positions if there is a window."""
+    if type(window_size) is tuple and window_size == (-1, -1):
+        return None  # at once, for it is the default
     if len(window_size) != 2:
         validate.wrong("window_size", "(left, right)", window_size)
     left, right = (max(-1, int(edge)) for edge in window_size)

@@ -20,7 +20,7 @@ and gradients through the returned LSE.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -44,23 +44,6 @@ Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 _in_their_words = in_words_of(page_table="block_table", return_lse="return_attn_probs")
-
-
-class Options(NamedTuple):
-    """Arguments that the six differentiable functions share, in the order of their parameters.
-
-    flash-attention 2 has no ``sinks``; ``compat.hub`` uses them.
-    """
-
-    dropout_p: float
-    softmax_scale: float | None
-    causal: bool
-    window_size: Window
-    softcap: float
-    alibi_slopes: torch.Tensor | None
-    deterministic: bool
-    return_attn_probs: bool
-    sinks: torch.Tensor | None = None
 
 
 @_in_their_words
@@ -90,10 +73,10 @@ def flash_attn_func(
     or (B, H). Raises ``ArgumentError`` (a ``RuntimeError``) or ``TypeError`` for wrong arguments,
     and ``pyfa.UnsupportedProblem`` if no backend can run the call.
     """
-    return attend(q, k, v, Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs,
-    ))  # fmt: skip
+    return attend(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
+    )  # fmt: skip
 
 
 @_in_their_words
@@ -111,10 +94,10 @@ def flash_attn_kvpacked_func(
 ) -> Result:
     """Call ``flash_attn_func`` with K and V in one tensor kv (B, Sk, 2, Hk, D)."""
     k, v = unpacked("kv", kv, 2, 5)
-    return attend(q, k, v, Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs,
-    ))  # fmt: skip
+    return attend(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
+    )  # fmt: skip
 
 
 @_in_their_words
@@ -131,10 +114,10 @@ def flash_attn_qkvpacked_func(
 ) -> Result:
     """Call ``flash_attn_func`` with Q, K and V in one tensor qkv (B, S, 3, H, D)."""
     q, k, v = unpacked("qkv", qkv, 3, 5)
-    return attend(q, k, v, Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs,
-    ))  # fmt: skip
+    return attend(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
+    )  # fmt: skip
 
 
 @_in_their_words
@@ -166,10 +149,11 @@ def flash_attn_varlen_func(
     max_seqlen_q, max_seqlen_k), with both lengths rounded up to multiples of 128; each sequence is
     in the top left corner. Without dropout it is empty. Raises what ``flash_attn_func`` raises.
     """
-    return attend(q, k, v, Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs,
-    ), Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table))  # fmt: skip
+    return attend(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
+        Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table),
+    )  # fmt: skip
 
 
 @_in_their_words
@@ -191,10 +175,11 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Result:
     """Call ``flash_attn_varlen_func`` with K and V in one tensor kv (total_k, 2, Hk, D)."""
     k, v = unpacked("kv", kv, 2, 4)
-    return attend(q, k, v, Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs,
-    ), Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))  # fmt: skip
+    return attend(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
+        Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+    )  # fmt: skip
 
 
 @_in_their_words
@@ -213,10 +198,11 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Result:
     """Call ``flash_attn_varlen_func`` with Q, K and V in one tensor qkv (total, 3, H, D)."""
     q, k, v = unpacked("qkv", qkv, 3, 4)
-    return attend(q, k, v, Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs,
-    ), Packed(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen))  # fmt: skip
+    return attend(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
+        Packed(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen),
+    )  # fmt: skip
 
 
 @_in_their_words
@@ -292,32 +278,39 @@ def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    options: Options,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Window,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    deterministic: bool,
+    return_attn_probs: bool,
     packed: Packed | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> Result:
-    edges = window(options.window_size)
+    """Run the six differentiable functions. flash-attention 2 has no ``sinks``; ``compat.hub`` uses
+    them."""
+    # Everything goes by name, since a repeated call would take long to fill a dict and unpack it.
+    edges = window(window_size)
     # Drawn here, because S_dmask needs the same bits.
-    seed = validate.seed(None, q.device) if options.dropout_p > 0.0 else None
-    shared = {
-        "causal": options.causal,
-        "window": edges,
-        "scale": options.softmax_scale,
-        "softcap": options.softcap,
-        "alibi_slopes": options.alibi_slopes,
-        "sinks": options.sinks,
-        "dropout_p": options.dropout_p,
-        "seed": seed,
-        "deterministic": options.deterministic,
-        "return_lse": options.return_attn_probs,
-    }
+    seed = validate.seed(None, q.device) if dropout_p > 0.0 else None
     if packed is None:
-        result = api.attention(q, k, v, **shared)  # type: ignore[arg-type]
+        result = api.attention(
+            q, k, v, causal=causal, window=edges, scale=softmax_scale, softcap=softcap,
+            alibi_slopes=alibi_slopes, sinks=sinks, dropout_p=dropout_p, seed=seed,
+            deterministic=deterministic, return_lse=return_attn_probs,
+        )  # fmt: skip
     else:
         packed = packed._replace(
             max_seqlen_q=length(packed.max_seqlen_q), max_seqlen_k=length(packed.max_seqlen_k)
         )
-        *where, block_table = packed
-        result = api.attention_varlen(q, k, v, *where, page_table=block_table, **shared)  # type: ignore[arg-type]
+        result = api.attention_varlen(
+            q, k, v, *packed[:4], page_table=packed.block_table, causal=causal, window=edges,
+            scale=softmax_scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+            dropout_p=dropout_p, seed=seed, deterministic=deterministic,
+            return_lse=return_attn_probs,
+        )  # fmt: skip
     if isinstance(result, torch.Tensor):
         return result
     out, lse = result
@@ -327,12 +320,12 @@ def attend(
         q.detach(),
         k.detach(),
         packed,
-        options.causal,
+        causal,
         edges,
-        options.softmax_scale,
-        options.softcap,
-        options.alibi_slopes,
-        options.dropout_p,
+        softmax_scale,
+        softcap,
+        alibi_slopes,
+        dropout_p,
         seed,
     )
     return out, their_lse(lse), probabilities

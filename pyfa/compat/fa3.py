@@ -337,10 +337,11 @@ def _attend(
 ) -> Result:  # fmt: skip
     """Call ``function``; raise for float8 tensors that require a gradient, which flash-attention
     accepts."""
+    if not (torch.is_grad_enabled() and (_is_float8(q) or _is_float8(k) or _is_float8(v))):
+        return function(q, k, v, *args, **options)
     given = (q, k, v, *options.get("descale", ()))
     inputs = [x for x in given if isinstance(x, torch.Tensor)]
-    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    if not wanted or all(x.itemsize > 1 for x in inputs):
+    if not any(x.requires_grad for x in inputs):
         return function(q, k, v, *args, **options)
     with torch.no_grad():
         result = function(q, k, v, *args, **options)
@@ -348,6 +349,10 @@ def _attend(
     if isinstance(result, torch.Tensor):
         return apply(result.detach(), *inputs)  # type: ignore[no-untyped-call, no-any-return]
     return tuple(apply(x.detach(), *inputs) for x in result)  # type: ignore[no-untyped-call]
+
+
+def _is_float8(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.itemsize == 1
 
 
 def _joined(
@@ -381,15 +386,14 @@ def _shared(
         "causal": causal,
         "window": window(window_size),
         # FlashAttention-3 has no chunks of a negative length, and takes them for none.
-        "attention_chunk": max(attention_chunk, 0),
+        "attention_chunk": max(attention_chunk, 0) or None,
         "softcap": softcap,
     }
-    of_q, of_k = (isinstance(x, torch.Tensor) and x.itemsize == 1 for x in (q, k))
+    of_q, of_k = _is_float8(q), _is_float8(k)
     if of_q:
         shared["out_dtype"] = torch.bfloat16
-    given = [x for x in (q_descale, k_descale, v_descale) if x is not None]
-    if given and of_k:
-        one = torch.ones_like(given[0])
+    if of_k and not (q_descale is k_descale is v_descale is None):
+        one = torch.ones_like(next(x for x in (q_descale, k_descale, v_descale) if x is not None))
         k_scale, v_scale = (one if x is None else x for x in (k_descale, v_descale))
         q_scale = one if q_descale is None else q_descale
         shared["descale"] = (q_scale if of_q else None, k_scale, v_scale)

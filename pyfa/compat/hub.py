@@ -21,7 +21,7 @@ import torch
 
 from .arguments import Window
 from .errors import in_words_of
-from .fa2 import Options, Result, attend, attend_cache
+from .fa2 import Result, attend, attend_cache
 from .probabilities import Packed
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
@@ -48,10 +48,10 @@ def flash_attn_func(
     s_aux: torch.Tensor | None = None,
 ) -> Result:
     """Call ``fa2.flash_attn_func`` with sinks ``s_aux`` (H,), which have a gradient."""
-    return attend(q, k, v, Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, s_aux,
-    ))  # fmt: skip
+    return attend(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs, sinks=s_aux,
+    )  # fmt: skip
 
 
 @_in_their_words
@@ -76,10 +76,11 @@ def flash_attn_varlen_func(
     s_aux: torch.Tensor | None = None,
 ) -> Result:
     """Call ``fa2.flash_attn_varlen_func`` with sinks ``s_aux`` (H,), which have a gradient."""
-    return attend(q, k, v, Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, s_aux,
-    ), Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table))  # fmt: skip
+    return attend(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
+        Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table), s_aux,
+    )  # fmt: skip
 
 
 @_in_their_words

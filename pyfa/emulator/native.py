@@ -40,7 +40,10 @@ def compiler() -> tuple[tuple[str, ...], str]:
     found = importlib.util.find_spec("ziglang")
     if found is not None and found.origin is not None:
         zig = Path(found.origin).parent / "zig"
-        return (str(zig), "cc", "-fno-sanitize=all"), f"zig {importlib.metadata.version('ziglang')}"
+        # Without zig's own runtime library, which takes as long to compile as the core and of which
+        # the core needs nothing; should it ever, the linker says so.
+        command = (str(zig), "cc", "-fno-sanitize=all", "-rtlib=none", "-Wl,-z,defs")
+        return command, f"zig {importlib.metadata.version('ziglang')}"
     system = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if system is None:
         raise CoreMissing(

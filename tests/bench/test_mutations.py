@@ -228,6 +228,10 @@ def test_a_job_may_end_its_process_or_hang() -> None:
     ], done.stderr
 
 
+# All faults take 5 s to make: one process makes them, for all who draw from them.
+draws_faults = pytest.mark.xdist_group("python faults")
+
+
 @pytest.fixture(scope="module")
 def python_faults() -> list[Any]:
     with pytest.MonkeyPatch.context() as patch:
@@ -236,6 +240,7 @@ def python_faults() -> list[Any]:
         return faults
 
 
+@draws_faults
 @pytest.mark.parametrize(
     ("file", "new"),
     [
@@ -261,6 +266,7 @@ def test_a_fault_of_the_torch_backend_is_caught(
     assert done.stdout.strip().splitlines()[-1:] == ["wrong numbers"], done.stderr
 
 
+@draws_faults
 def test_a_fault_that_only_a_test_finds(python_faults: list[Any]) -> None:
     fault = next(x for x in python_faults if x.new == "fits = (begin <= capacity)[..., None, None]")
     code = (
@@ -278,6 +284,7 @@ def test_a_fault_that_only_a_test_finds(python_faults: list[Any]) -> None:
     )
 
 
+@draws_faults
 def test_reasons_are_of_faults_that_there_are(
     monkeypatch: pytest.MonkeyPatch, python_faults: list[Any]
 ) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import triton
 import turns
@@ -17,9 +18,16 @@ from pyfa.backends.cuda import backward, code, plans, runtime_compiler
 from pyfa.plan import Plan
 
 
-def compiled(plan: Plan, arch: str) -> tuple[cubin.Cubin, str]:
-    """The cubin of ``plan`` and ptxas' report. The library keeps cubins alone, hence entries of
-    another name."""
+class Compiled(NamedTuple):
+    """A plan's cubin, and what it and ptxas' report say of the kernel."""
+
+    kernel: cubin.Cubin
+    report: str
+    data: bytes
+
+
+def compiled(plan: Plan, arch: str) -> Compiled:
+    """The library keeps cubins alone, hence entries of another name."""
     source, target = code.source_of(plan), plans.compiled_for(arch, plan)
 
     def build() -> bytes:
@@ -34,16 +42,15 @@ def compiled(plan: Plan, arch: str) -> tuple[cubin.Cubin, str]:
         meta={"arch": target, "plan": str(plan)},
         build=build,
     )
-    report, magic, data = entry.code.partition(b"\x7fELF")
-    return cubin.parse(magic + data), report.decode()
+    report, magic, rest = entry.code.partition(b"\x7fELF")
+    return Compiled(cubin.parse(magic + rest), report.decode(), magic + rest)
 
 
-def moves_of_registers(plan: Plan) -> list[str]:
-    """The setmaxnreg instructions of a plan's cubin, by nvdisasm of Triton's package. All warps of
-    a warpgroup have to execute the same one: where the compiler copies it into branches, each warp
+def moves_of_registers(data: bytes) -> list[str]:
+    """The setmaxnreg instructions of a cubin, by nvdisasm of Triton's package. All warps of a
+    warpgroup have to execute the same one: where the compiler copies it into branches, each warp
     waits for the others forever."""
     nvdisasm = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    data = code.load(plan, plans.compiled_for("sm_90", plan)).data
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(data)
         file.flush()
@@ -59,5 +66,5 @@ def of_hopper(plan: Plan) -> bool:
 
 
 def by_turns(every: Iterable[Plan]) -> list[Plan]:
-    """Of the plans of each kernel one in 32; all at night."""
-    return turns.some(every, 32, kind=lambda plan: plan.kernel, name=str)
+    """Of the plans of each kernel one in 64; all at night."""
+    return turns.some(every, 64, kind=lambda plan: plan.kernel, name=str)

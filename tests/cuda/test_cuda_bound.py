@@ -151,7 +151,7 @@ def test_tiles_do_not_depend_on_earlier_calls(driver: Any) -> None:
 
 def check_prepared() -> None:
     """The one call that was kept, with its backward."""
-    ((_, entry),) = binding.calls.recent.values()
+    ((entry,),) = binding.calls.known.values()
     assert [len(each) for each in entry.backwards.values()] == [1, 0]
 
 
@@ -403,12 +403,12 @@ def test_threads_do_not_mix_arguments(
 def prepared(driver: Any) -> Callable[[], Any]:
     for _ in range(2):
         step(driver, inputs())
-    ((_, entry),) = binding.calls.recent.values()
+    ((entry,),) = binding.calls.known.values()
     ((_, run),) = entry.backwards[False]
     tensors = [x.detach() for x in inputs()]
     out, lse, *_ = entry.run(*tensors)
     launches(driver)
-    return lambda: run(torch.ones_like(out), None, out, lse, *tensors)
+    return lambda: run(torch.ones_like(out), out, lse, *tensors)
 
 
 def test_a_launch_that_fails_leaves_the_next_one_whole(

@@ -11,6 +11,7 @@ from typing import Any
 
 import ptxas
 import pytest
+import turns
 
 from pyfa import cubin, sources
 from pyfa.backends.cuda import code, forward_sm90, plans, runtime_compiler
@@ -37,7 +38,12 @@ extern "C" __global__ void indexed(float *x, int n) {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize(
+    "arch",
+    turns.cases(
+        ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"], night=("sm_86", "sm_89", "sm_100")
+    ),
+)
 def test_resources(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No local memory in forward and decode, none in backward up to heads of 128; shared memory
     and occupancy as planned. The last three archs: the common plans, but for those of Hopper that

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import re
 import struct
 from pathlib import Path
 from types import ModuleType
@@ -89,7 +88,7 @@ ON_FLOAT8 = [
 def test_a_float8_cache_spills_nothing_on_hopper(plan: Plan) -> None:
     """Those of sm_89 are among what ``test_cuda_code`` compiles."""
     assert len(ON_FLOAT8) == 15
-    _, report = ptxas.compiled(plan, "sm_90")
+    report = ptxas.compiled(plan, "sm_90").report
     assert runtime_compiler.spills(report) == (0, 0)
 
 
@@ -126,14 +125,17 @@ def first_of(function: str) -> str:
 
 
 def assert_backward_waits(source: str) -> None:
-    """Hopper's backward waits before it reads the table of work, row states and counters, and in a
-    block that reads none of them. All else that row_sums leaves comes after the states."""
+    """Hopper's backward waits before it reads the table of work, the counter of work tiles, row
+    states and counters of turns. All else that row_sums leaves comes after the states. A block
+    whose keys no row sees waits with its states."""
     wait = "griddepcontrol_wait();"
     kernel = source.split('extern "C"')[1].split("void attn_bwd(")[1]
-    assert kernel.index(f"if (has_work_table(p)) {wait}") < kernel.index("find_keys(p)")
-    assert re.search(r"if \(w\.steps == 0\) \{\s*griddepcontrol_wait\(\);", kernel)
+    assert kernel.index(f"if (has_work_table(p)) {wait}") < kernel.index("begin(mapped, shared)")
+    of_tiles = source.split("DEVICE void produce_tiles(")[1]
+    assert of_tiles.index(wait) < of_tiles.index("next_work_tile(")
     of_states = source.split("DEVICE void produce_states(")[1]
-    assert of_states.index(wait) < of_states.index("row_states(p)")
+    steps = of_states.index("step < end")
+    assert of_states.index(wait) < steps < of_states.index("row_states(p)")
     for name, condition in (("send_tiles", "if (DETERMINISTIC) "), ("take_turns", "")):
         sender = source.split(f"DEVICE void {name}(")[1]
         assert sender.index(condition + wait) < sender.index("semaphore_of(")

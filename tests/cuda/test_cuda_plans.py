@@ -25,10 +25,12 @@ from pyfa.backends.cuda import (
 from pyfa.backends.cuda.target import TARGET
 from pyfa.backends.native import attend, catalog
 from pyfa.backends.native import decode as native_decode
+from pyfa.backends.native import plans as native_plans
 from pyfa.backends.native.target import Block
 from pyfa.backends.native.tiles import GROUP, sm90
 from pyfa.device import DEVICES
 from pyfa.problem import Problem
+from pyfa.sizes import Size, value_at
 
 BIAS = forward_sm90.OTHER_BIAS
 EXAMPLE = Problem(2, 1024, 1024, 16, 16, 128, 128, "bfloat16", frozenset(), DEVICES["H200"], True)
@@ -340,6 +342,25 @@ def test_hopper_s_own_kernels_are_compiled_for_its_own_target() -> None:
     assert plans.compiled_for("sm_90a", ours) == "sm_90a"
     assert plans.grid_of(ours, 1000, 132) == 132
     assert plans.grid_of(ours, 7, 132) == 7
+
+
+def test_hopper_s_backward_stays_on_its_sms() -> None:
+    two_fit = sm90.OwnBackward(1, 64, blocks=2)
+    for chosen, most in ((None, 132), (two_fit, 264)):
+        ours = backward.sm90_plans_of((64, 64), 1, False, 0, chosen=chosen)[1]
+        assert plans.grid_of(ours, 1000, 132) == most
+        assert plans.grid_of(ours, 7, 132) == 7
+        packed = plans.grid_of(ours, 4 * (Size("k") // 128 + 3), 132)
+        assert [value_at(packed, (0, keys)) for keys in (1, 128 * 97)] == [12, most]
+    plain = backward.sm90_plans_of((64, 64), 1, False, 0)[1]
+    for one_each in (
+        backward.sm90_plans_of((256, 256), 1, False, 0)[1],
+        backward.sm90_plans_of((64, 64), 1, True, 0)[1],  # blocks that wait for others
+        backward.sm90_plans_of((64, 64), 1, False, backward.TERM_BITS["sinks"])[1],
+        backward.sm90_plans_of((64, 64), 1, False, 0, mods=True)[1],
+        native_plans.banded(plain),
+    ):
+        assert plans.grid_of(one_each, 1000, 132) == 1000
 
 
 def test_explain_names_the_plan() -> None:

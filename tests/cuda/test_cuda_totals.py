@@ -42,8 +42,7 @@ def made(driver: Any, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
 def forget() -> None:
     for table in (binding.calls, bound.calls):
-        table.known.clear()
-        table.recent.clear()
+        table.clear()
 
 
 def seen(

@@ -2,6 +2,7 @@
 
 import pytest
 import scenarios
+import turns
 
 pytestmark = pytest.mark.xdist_group("distributed")
 
@@ -39,6 +40,12 @@ def test_without_a_seed_the_first_rank_draws(pool):
 def test_modes_of_pytorch(pool):
     for errors in pool.run(2, scenarios.modes, 2):
         assert errors == dict.fromkeys(errors, 0.0)
+
+
+@pytest.mark.parametrize("size", turns.cases((1, 2), night=(2,)))
+def test_torch_compile(pool, size):
+    """On two ranks each takes half a minute to trace its steps."""
+    assert pool.run(size, scenarios.compiled, size) == [0.0] * size
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -46,7 +46,7 @@ def test_steps_on_other_tensors(
             del waste
             for x, y in zip(step(seed, backend, **options), expected[seed], strict=True):
                 assert torch.equal(x, y)
-    ((_, entry),) = binding.calls.recent.values()
+    ((entry,),) = binding.calls.known.values()
     assert [len(each) for each in entry.backwards.values()] == [1, 0]
 
 
@@ -79,7 +79,7 @@ def test_packed_steps_with_other_offsets(backend: str, nothing_bound: Callable[[
                 assert torch.equal(x, y)
             assert not any(x[each[-1] :].any() for x in (found[0], *found[2:]))
             assert (found[1][:, each[-1] :] == -torch.inf).all()
-    assert len(binding.calls.recent) == 1
+    assert len(binding.calls.known) == 1
 
 
 def test_packed_steps_with_other_totals(backend: str, nothing_bound: Callable[[], None]) -> None:
@@ -98,7 +98,7 @@ def test_packed_steps_with_other_totals(backend: str, nothing_bound: Callable[[]
             found = packed_step(seed % 4, backend, each, total)
             for x, y in zip(found, expected[seed], strict=True):
                 assert torch.equal(x, y)
-    ((_, entry),) = binding.calls.recent.values()
+    ((entry,),) = binding.calls.known.values()
     assert [len(each) for each in entry.backwards.values()] == [1, 0]
 
 

@@ -18,9 +18,8 @@ Plant = Callable[[str, str, str], None]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the faults of each test one in sixteen is planted, and of the plans of each kernel one in
-    sixteen is built for its registers alone, as each takes a compile; all at night, and where a
-    test is named."""
+    """Of the faults of each file one in 32 is planted, and of the plans one in 32 is built for its
+    registers alone, as each takes a compile; all at night, and where a test is named."""
     if any("::" in argument for argument in config.args):
         return
     compiling = [
@@ -31,8 +30,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ]
     kept = turns.some(
         compiling,
-        16,
-        kind=lambda item: item.nodeid.partition("[")[0],
+        32,
+        kind=lambda item: (item.path, "plant" in item.fixturenames),
         name=lambda item: item.nodeid,
     )
     left_out = set(compiling).difference(kept)

@@ -24,6 +24,9 @@ CASES = {
     ),
     "causal": Case(
         dtype="float16", lengths_q=(161,), lengths_k=(145,), causal=True, backward=True,
+    ),
+    "causal 96": Case(
+        dtype="float16", lengths_q=(161,), lengths_k=(145,), causal=True, backward=True,
         head_dim=96, head_dim_v=96,
     ),
     "window": Case(lengths_q=(140,), lengths_k=(260,), window=(70, 20), backward=True),
@@ -32,10 +35,15 @@ CASES = {
         dlse="both", backward=True, heads_q=4,
     ),
     "dropout": Case(
-        dtype="float16", lengths_q=(66,), lengths_k=(130,), dropout_p=0.2, heads_q=4,
+        lengths_q=(66,), lengths_k=(130,), dropout_p=0.2, heads_q=4,
         backward=True, deterministic=True,
     ),
     "varlen": Case(
+        kind="varlen", dtype="float16", lengths_q=(70, 0, 133), lengths_k=(70, 5, 39),
+        used_q=True, used_k=True, slack=3, head_dim=56, head_dim_v=48, heads_q=3, heads_k=1,
+        layout="strided", backward=True,
+    ),
+    "varlen 96": Case(
         kind="varlen", dtype="float16", lengths_q=(70, 0, 133), lengths_k=(70, 5, 39),
         used_q=True, used_k=True, slack=3, head_dim=80, head_dim_v=72, heads_q=3, heads_k=1,
         layout="strided", backward=True,
@@ -51,7 +59,7 @@ CASES = {
 }  # fmt: skip
 CASES = {name: replace(case, deterministic=True) for name, case in CASES.items()}
 
-NIGHT = ("wide", "widest")
+NIGHT = ("128", "causal 96", "varlen 96", "wide", "widest")
 
 # Each: the case that shows it, the exact snippet, what it becomes.
 FAULTS = {
@@ -89,7 +97,10 @@ FAULTS = {
     "high halves for low ones": (
         "plain", "i % 2 ? 0x07060302 : 0x05040100", "i % 2 ? 0x05040100 : 0x07060302",
     ),
-    "rows beyond the end read": ("varlen", "bytes_of(pass.a, rows);", "bytes_of(pass.a, kTile);"),
+    # In the kernel for heads of 64, clang 22.1 crashes on it.
+    "rows beyond the end read": (
+        "varlen 96", "bytes_of(pass.a, rows);", "bytes_of(pass.a, kTile);",
+    ),
     "owned beyond the end read": (
         "varlen", "(min(rows, kTile) - 1) * m.row_bytes", "(kTile - 1) * m.row_bytes",
     ),

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+import turns
 from planted import faults_found
 
 from pyfa import api, codeobject, device, emulator
@@ -42,14 +43,16 @@ CASES = (
 )
 # Each of these is a plan of its own: every bucket of head dims, and one, two and four products.
 MORE_CASES = (
-    cache((1, 1), (520, 300), dtype="float16", heads_q=16, head_dim=128, num_splits=1),
     cache((3, 3), (410, 33), head_dim=128, heads_q=16, causal=True, num_splits=1, page_size=16),
     cache((7, 7), (300, 290), head_dim=128, heads_q=8, heads_k=1, bias="bool", num_splits=1),
     cache((1, 1), (150, 150), head_dim=192, head_dim_v=128, heads_q=8, leftpad=True),
+    cache((1, 1), (66, 131), dtype="float16", head_dim=72, head_dim_v=88, heads_q=4, page_size=3),
+)
+NIGHT = (
+    cache((1, 1), (520, 300), dtype="float16", heads_q=16, head_dim=128, num_splits=1),
     cache((8, 8), (70, 40), head_dim=192, heads_q=8, heads_k=1, causal=True, softcap=9.0),
     cache((1, 1), (260, 40), dtype="float16", head_dim=256, heads_q=2, used_k=True),
     cache((2, 2), (400, 66), dtype="float16", head_dim=96, heads_q=16, heads_k=1, num_splits=1),
-    cache((1, 1), (66, 131), dtype="float16", head_dim=72, head_dim_v=88, heads_q=4, page_size=3),
 )
 
 # Each: what it is, the exact snippet, what it becomes.
@@ -102,7 +105,9 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [*CASES, *MORE_CASES], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", turns.cases([*CASES, *MORE_CASES, *NIGHT], NIGHT), ids=lambda case: case.name
+)
 def test_sound(case, kernels_run):
     assert not case.flaws()
     assert not faults_found([case])
@@ -116,8 +121,12 @@ def test_sound(case, kernels_run):
 BLOCKS = cache((16, 16), (90, 70), dtype="float16", head_dim=256, heads_q=16, heads_k=4)
 
 
-def test_blocks_of_rows(plant):
+@pytest.mark.night
+def test_blocks_of_rows():
     assert not faults_found([BLOCKS])
+
+
+def test_one_block_for_all_rows_is_found(plant):
     plant(decode.KERNEL, "block = place % blocks;", "block = 0;")
     assert faults_found([BLOCKS])
 

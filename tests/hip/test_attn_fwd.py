@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import turns
 from planted import faults_found
 
 import pyfa
@@ -31,6 +32,10 @@ CASES = {
     "dropout": Case(lengths_q=(66,), lengths_k=(130,), dropout_p=0.2),
     "split": Case(dtype="float16", lengths_q=(80,), lengths_k=(600,), sinks=True),
     "varlen": Case(
+        kind="varlen", lengths_q=(70, 0, 300), lengths_k=(70, 5, 99), used_q=True, used_k=True,
+        slack=3, head_dim=56, head_dim_v=48, heads_q=3, heads_k=1, layout="strided",
+    ),
+    "varlen 96": Case(
         kind="varlen", lengths_q=(70, 0, 300), lengths_k=(70, 5, 99), used_q=True, used_k=True,
         slack=3, head_dim=80, head_dim_v=72, heads_q=3, heads_k=1, layout="strided",
     ),
@@ -142,7 +147,7 @@ PLANS = [
 SAMPLE = PLANS[::5]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", turns.cases(CASES, night=("varlen 96",)))
 def test_sound(case):
     assert not faults_found([CASES[case]])
 
@@ -154,6 +159,7 @@ def test_fault_is_caught(fault, plant):
     assert faults_found([CASES[case]])
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("case", ["plain", "causal", "growing", "split"])
 def test_products_of_16_rows(case, monkeypatch, nothing_bound):
     """The other shape of the matrix instruction, which no plan has yet: hardware has to choose. One
@@ -202,8 +208,10 @@ def test_at_most_some_forty_plans():
     assert len(PLANS) <= 42
 
 
+@pytest.mark.night
 def test_two_builds_are_equal():
-    """One of them as other tests have it, often from another process."""
+    """One of them as other tests have it, often from another process. On a pull request
+    ``test_bundle`` asks the same of two kernels."""
     plan = forward.all_plans("hip")[0]
     assert code.build(plan, "gfx942") == code.compiled(plan, "gfx942").data
 

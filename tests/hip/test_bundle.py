@@ -154,7 +154,7 @@ def test_a_wheel_runs_its_own_bundle(checkout, tmp_path):
     run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index",
         wheel, cwd=tmp_path)  # fmt: skip
     own = tmp_path / "cache"
-    for path in cache.directory().glob("emulator-*"):  # 14 s to compile, and not of the bundle
+    for path in cache.directory().glob("emulator-*"):  # 11 s to compile, and not of the bundle
         shutil.copytree(path, own / path.name)
     report = tmp_path / "report.json"
     script = tmp_path / "common.py"

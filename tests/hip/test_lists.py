@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+import turns
 from planted import faults_found
 
 import pyfa
@@ -59,7 +60,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", turns.cases(CASES, night=("dropout, and a window",)))
 def test_sound(name):
     assert not faults_found([CASES[name]])
 
@@ -122,7 +123,14 @@ def test_a_changed_table_is_seen_by_the_kernels():
         document[:200] += 1
 
 
-def test_without_registers_for_a_list_every_tile_is_visited(monkeypatch, caplog, nothing_bound):
+@pytest.mark.parametrize(
+    ("case", "kernels"),
+    [(FORWARD_ONLY, 1), pytest.param(DENSE, 3, marks=pytest.mark.night)],
+    ids=["forward", "with backward"],
+)
+def test_without_registers_for_a_list_every_tile_is_visited(
+    case, kernels, monkeypatch, caplog, nothing_bound
+):
     real = code.load
 
     def spills(plan, arch):
@@ -133,8 +141,8 @@ def test_without_registers_for_a_list_every_tile_is_visited(monkeypatch, caplog,
     monkeypatch.setattr(code, "load", spills)
     monkeypatch.setattr(BACKENDS["emulator"].launch, "_fitting", {})
     with caplog.at_level(logging.INFO, "pyfa"):
-        assert not faults_found([DENSE])
-    assert sum("visits every tile" in each.message for each in caplog.records) == 3
+        assert not faults_found([case])
+    assert sum("visits every tile" in each.message for each in caplog.records) == kernels
 
 
 def test_only_plans_with_a_mask_know_of_lists():

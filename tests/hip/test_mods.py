@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import turns
 from planted import faults_found
 
 import pyfa
@@ -49,7 +50,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", turns.cases(CASES, night=("dropout",)))
 def test_sound(name):
     assert not faults_found([CASES[name]])
 

@@ -94,7 +94,7 @@ def test_backward_asks_for_what_was_computed(name: str) -> None:
     out = torch.zeros(call.out_shape(), dtype=torch.bfloat16)
     lse, dout = torch.zeros(call.lse_shape()), torch.zeros_like(out)
     run = native_backward.bind(Launcher(runtime), Saved(call, out, lse, dout))
-    run(dout, None, out, lse, *tensors_of(call))
+    run(dout, out, lse, *tensors_of(call))
     kernels = kernels_of(shape, "backward", "deterministic")
     counted = {
         ("dk_dv", "dq")[int(dict(plan.constants)["OWNS"])]: (loads, stores)

@@ -137,15 +137,15 @@ def test_a_repeated_call_launches_what_the_first_did(
     dout = torch.randn_like(out)
     backward = runtime_backward.bind(runner, Saved(call, out, lse, dout), False)
     assert launches(driver) == []
-    grads = backward(dout, None, out, lse, *tensors_of(call))
+    grads = backward(dout, out, lse, *tensors_of(call))
     first = launches(driver)
     assert len(first) == 2 + len(runner.keys_roles)
     other = again(call)
-    given = (dout.clone(), None, out.clone(), lse.clone(), *tensors_of(other))
+    given = (dout.clone(), out.clone(), lse.clone(), *tensors_of(other))
     grads_2 = backward(*given)
     found = launches(driver)
     old = (*call[:3], dout, out, lse, *grads[:3])
-    new = (*other[:3], given[0], given[2], given[3], *grads_2[:3])
+    new = (*other[:3], *given[:3], *grads_2[:3])
     pairs = addresses(old, new)
     # What is kept of each row, between the kernels.
     pairs |= dict(zip(first[0][2][4:6], found[0][2][4:6], strict=True))
@@ -171,7 +171,7 @@ def test_what_the_kernels_cannot_read_is_copied_at_each_call(driver: Any) -> Non
     ):
         run = runtime_backward.bind(runner, Saved(changed, x, y, gradient), False)
         for _ in range(2):
-            run(gradient, None, x, y, *tensors_of(changed))
+            run(gradient, x, y, *tensors_of(changed))
             of_sums, of_keys, *_ = launches(driver)
             q, k, v, of_dout = of_keys[2][:4]
             assert (k, v) == (call.k.data_ptr(), call.v.data_ptr())
@@ -189,7 +189,7 @@ def test_no_rows_launch_nothing(driver: Any) -> None:
     assert launches(driver) == []
     run = runtime_backward.bind(runner, Saved(none, out, lse, out), False)
     for _ in range(2):
-        grads = run(out, None, out, lse, *tensors_of(none))
+        grads = run(out, out, lse, *tensors_of(none))
         assert [x.shape for x in grads[:3]] == [x.shape for x in none[:3]]
 
 
@@ -213,7 +213,7 @@ def test_addresses_of_another_alignment(driver: Any) -> None:
         given[number] = on_8(given[number]) if number != 2 else torch.empty(
             lse.numel() + 1)[1:].view(lse.shape)  # fmt: skip
         with pytest.raises(OtherAlignment):
-            backward(given[0], None, *given[1:])
+            backward(*given)
     assert launches(driver) == []
 
 

@@ -43,16 +43,16 @@ class Driver:
         offset._obj.value, size._obj.value = self.places[index]
         return 0
 
-    def cuLaunchKernelEx(
-        self, how: ctypes.c_void_p, function: ctypes.c_void_p, parameters: None, extra: Any
-    ) -> int:
-        parts = (ctypes.c_void_p * 5).from_address(extra.value)
+    def cuLaunchKernelEx(self, how: Any, function: Any, parameters: None, extra: Any) -> int:
+        # References, as ``ctypes.byref`` makes them.
+        parts = extra._obj
         size = ctypes.c_size_t.from_address(parts[3]).value
         if self.errors:
             return self.errors.pop()
         # CUlaunchConfig: grid, block, dynamic shared memory, stream, attributes and their number.
-        config = struct.unpack("7IQQI", ctypes.string_at(how.value, struct.calcsize("7IQQI")))
-        self.launched.append(((function.value, *config), ctypes.string_at(parts[1], size)))
+        at, address = ctypes.addressof(how._obj), ctypes.addressof(function._obj)
+        config = struct.unpack("7IQQI", ctypes.string_at(at, struct.calcsize("7IQQI")))
+        self.launched.append(((address, *config), ctypes.string_at(parts[1], size)))
         return 0
 
     def cuDeviceGet(self, device: Any, index: int) -> int:

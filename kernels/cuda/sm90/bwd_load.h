@@ -37,12 +37,6 @@ DEVICE void load_keys(const MappedParams &mapped, const Owned &own, const Sequen
 DEVICE void load_values(const MappedParams &mapped, const Owned &own, const Sequence &s, Shared shared) {
   load_owned<kVPanels>(mapped, own, s, shared + kV, kMapV, mbarrier_at(shared, kVFull), mbarrier_at(shared, kVLanded));
 }
-// Of a block whose keys no row sees: waits for the copies, which write to its shared memory.
-DEVICE void wait_for_unused_keys(const Params &p, Shared shared) {
-  Owned own = owned_keys();
-  bool clear = keys_to_clear(p, owned_sequence(p, own), own.first_key);
-  mbarrier_wait(mbarrier_at(shared, clear ? kKLanded : kKFull), 0);
-}
 
 // The copies of rows, once their places are empty.
 struct RowLoader {
@@ -67,24 +61,61 @@ struct RowLoader {
   }
 };
 
-// Asks for what the first step reads beside K.
-DEVICE void load_first(const MappedParams &mapped, const Owned &own, const Work &w, const Sequence &s, Shared shared) {
+// Asks for the keys of a work tile, and for the rows of its first step, once the work tile before leaves them room: K
+// when dQ has been computed, V when dK and dV, which pass through its place, have been stored.
+DEVICE void load_first(const MappedParams &mapped, const Owned &own, const Work &w, const Sequence &s,
+                       const Cursor &first, int step, Shared shared) {
   RowLoader loader{mapped, s, shared};
-  Cursor cursor = first_tile(mapped.params, own, w);
-  loader.load_q(cursor, 0);
+  if (w.steps) loader.load_q(first, step);
+  if (w.number) {
+    mbarrier_wait(mbarrier_at(shared, kKEmpty), w.number - 1 & 1);
+    load_keys(mapped, own, s, shared);
+  }
+  if (w.steps) loader.load_dout(first, step);
+  if (w.number) mbarrier_wait(mbarrier_at(shared, kVEmpty), w.number - 1 & 1);
   load_values(mapped, own, s, shared);
-  loader.load_dout(cursor, 0);
 }
 
-// The rows of all other steps.
-DEVICE void produce_tiles(const MappedParams &mapped, const Owned &own, const Work &w, const Sequence &s,
-                          Shared shared) {
-  RowLoader loader{mapped, s, shared};
-  Cursor cursor = first_tile(mapped.params, own, w);
-  for (int step = 1; step < w.steps; ++step) {
-    cursor.advance(w);
-    loader.load_q(cursor, step);
-    loader.load_dout(cursor, step);
+// Finds the first work tile, tells of it, and asks for what it reads first.
+//
+// In front of the block's barrier, since setmaxnreg wants whole warps, and takes 500 cycles. With ROLES only K is asked
+// for that early: otherwise ptxas orders the consumers' loop so that at D = 256 long sequences take 1.02 of the time.
+DEVICE void begin(const MappedParams &mapped, Shared shared) {
+  const Params &p = mapped.params;
+  Owned own = find_keys(p, workgroup_index());
+  Sequence s = owned_sequence(p, own);
+  if (own.first_key < kNoKeys) load_keys(mapped, own, s, shared);  // before the work is counted
+  Work w = work_of(p, own, s, 0);
+  tell(own, s, w);  // first_tile may ask for it
+  if (!ROLES && w.steps >= 0) load_first(mapped, own, w, s, first_tile(p, own, w), 0, shared);
+}
+
+// The thread that finds work tiles and asks for all copies, after begin().
+DEVICE void produce_tiles(const MappedParams &mapped, Shared shared) {
+  const Params &p = mapped.params;
+  int id = workgroup_index(), step = 0;
+  for (unsigned number = 0;; ++number) {
+    Owned own = number ? find_keys(p, id) : owned_keys(0);
+    Sequence s = number ? owned_sequence(p, own) : told_sequence(p, own, 0);
+    Work w = number ? work_of(p, own, s, number) : hear(p, 0);
+    if (number) {
+      mbarrier_wait(mbarrier_at(shared, kWorkEmpty + number % 2), number / 2 % 2 ^ 1);
+      tell(own, s, w);
+    }
+    if (w.steps < 0) return;
+    Cursor cursor = first_tile(p, own, w);
+    if (number || ROLES) load_first(mapped, own, w, s, cursor, step, shared);
+    RowLoader loader{mapped, s, shared};
+    int end = step + w.steps;
+    while (++step < end) {
+      cursor.advance(w);
+      loader.load_q(cursor, step);
+      loader.load_dout(cursor, step);
+    }
+    step = end;
+    if (!kPersistent) return;
+    griddepcontrol_wait();  // for the counter
+    id = next_work_tile(p, id);
   }
 }
 
@@ -101,10 +132,10 @@ DEVICE void clear_rows(Shared panel, Shared landed, unsigned parity, int first) 
 }
 
 // The bias of a step's tile, once dS of two tiles before has been read.
-DEVICE void load_bias(const MappedParams &mapped, const Cursor &at, int step, Shared shared) {
+DEVICE void load_bias(const MappedParams &mapped, unsigned number, const Cursor &at, int step, Shared shared) {
   const Params &p = mapped.params;
-  Owned own = owned_keys();
-  if (step >= kStages) mbarrier_wait(mbarrier_at(shared, kDsEmpty), step & 1);
+  Owned own = owned_keys(number);
+  mbarrier_wait(mbarrier_at(shared, kDsEmpty + stage_of(step)), phase_of(step) ^ 1);
   Shared full = mbarrier_at(shared, kBiasFull + stage_of(step));
   mbarrier_arrive_expect_tx(full, kDsBytes);
 #pragma unroll
@@ -116,11 +147,13 @@ DEVICE void load_bias(const MappedParams &mapped, const Cursor &at, int step, Sh
 // What a warp loads beside the copies of Q and K, or of dO and V: one float a row, and zeros for rows beyond
 // the sequence.
 //
-// The warp of Q also asks for the tiles of a bias.
+// The warp of Q also asks for the tiles of a bias. `landed`: by place, those of Q or dO and then of the keys, the parity
+// of its next copies that have to be waited for.
 template <bool of_q>
-DEVICE void produce_states(const MappedParams &mapped, const Owned &own, const Work &w,
-                          const Sequence &s, Shared shared) {
+DEVICE void produce_states(const MappedParams &mapped, const Work &w, int step, unsigned &landed, Shared shared) {
   const Params &p = mapped.params;
+  Owned own = owned_keys(w.number);
+  Sequence s = owned_sequence(p, own);  // what is told of it would be in more registers, and D = 128 take 1.01 to 1.02
   constexpr int kPanels = of_q ? kQPanels : kVPanels;
   constexpr int kFull = of_q ? kQFull : kDoutFull, kEmpty = of_q ? kQEmpty : kDoutEmpty;
   auto at = [&](int barrier) { return mbarrier_at(shared, barrier); };
@@ -128,9 +161,13 @@ DEVICE void produce_states(const MappedParams &mapped, const Owned &own, const W
     __syncwarp();
     if (lane_index() == 0) mbarrier_arrive(at(barrier));
   };
-  if (keys_to_clear(p, s, own.first_key))
-    clear_rows<kPanels, BLOCK_K>(shared + (of_q ? kK : kV), at(of_q ? kKLanded : kVLanded), 0,
+  if (keys_to_clear(p, s, own.first_key)) {
+    clear_rows<kPanels, BLOCK_K>(shared + (of_q ? kK : kV), at(of_q ? kKLanded : kVLanded), landed >> kStages & 1,
                                  s.keys - own.first_key);
+    landed ^= 1u << kStages;
+  }
+  // The copies of the work tile before may still be under way.
+  if (kPersistent) mbarrier_wait(at(of_q ? kKFull : kVFull), w.number - 1 & 1);
   arrive(of_q ? kKFull : kVFull);
   griddepcontrol_wait();  // for the states; and nobody adds to dQ before they have come
   Cursor cursor = first_tile(p, own, w);
@@ -138,8 +175,7 @@ DEVICE void produce_states(const MappedParams &mapped, const Owned &own, const W
   float factor = kMore;
   if constexpr (!of_q && may_have(kDropout))
     if (has(kDropout, p.dropout_threshold)) factor *= reciprocal(p.dropout_scale);
-  unsigned landed = 0;  // by place, the parity of its next copies that have to be waited for
-  for (int step = 0; step < w.steps; ++step) {
+  for (int end = step + w.steps; step < end; ++step) {
     int first = cursor.tile * BLOCK_Q;
     RowStates states = row_states(p);
     const float *from =
@@ -176,7 +212,8 @@ DEVICE void produce_states(const MappedParams &mapped, const Owned &own, const W
     }
     arrive(kFull + stage_of(step));
     if constexpr (of_q && kBiasTiles)
-      if (lane_index() == 0) load_bias(mapped, cursor, step, shared);
+      if (lane_index() == 0) load_bias(mapped, w.number, cursor, step, shared);
     cursor.advance(w);
   }
+  if (lane_index() == 0) end_work(w.number);
 }

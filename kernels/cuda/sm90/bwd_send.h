@@ -55,35 +55,43 @@ DEVICE void semaphore_release(const DqSemaphore &semaphore) {
 // and never take them (p.counter is null). Without them ptxas makes the same instructions of the rest in
 // nearly the same order, and backward takes 1.03 times as long (D = 64), or 1.10 (192). With only one of the
 // two, or something shorter in their place, it still does at 192. At 256 there is no difference.
-DEVICE DqSemaphore semaphore_of_tile(const Params &p, const Cursor &at) {
-  Owned own = owned_keys();
-  return semaphore_of(p, own, sequence_of(p, own.batch), at);
+DEVICE DqSemaphore semaphore_of_tile(const Params &p, unsigned number, const Cursor &at) {
+  Owned own = owned_keys(number);
+  return semaphore_of(p, own, told_sequence(p, own, number), at);
 }
-DEVICE void wait_in_group(const Params &p, const Cursor &at, int group) {
-  DqSemaphore semaphore = semaphore_of_tile(p, at);
+DEVICE void wait_in_group(const Params &p, unsigned number, const Cursor &at, int group) {
+  DqSemaphore semaphore = semaphore_of_tile(p, number, at);
   if (thread_index() % 128 == 0) semaphore_wait(semaphore);
   bar_sync(kGroupMeets + group, 128);
 }
-DEVICE void end_in_group(const Params &p, const Cursor &at, int group) {
-  DqSemaphore semaphore = semaphore_of_tile(p, at);
+DEVICE void end_in_group(const Params &p, unsigned number, const Cursor &at, int group) {
+  DqSemaphore semaphore = semaphore_of_tile(p, number, at);
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
   bar_sync(kGroupMeets + group, 128);
   if (thread_index() % 128 == 0) semaphore_release(semaphore);
 }
 
-// Narrow heads: the warps have staged their sums of a tile when they arrive with dS of the next one.
-DEVICE void send_tiles(const Params &p, const Owned &own, const Work &w, const Sequence &s, Shared shared) {
+// Narrow heads: the warps have staged their sums of a tile when they arrive with dS of the next one, those of the last
+// tile when they say so. `step`: the first one's, of all work tiles.
+DEVICE void send_tiles(const Params &p, const Work &w, int step, Shared shared) {
+  Owned own = owned_keys(w.number);
+  Sequence s = told_sequence(p, own, w.number);
   auto at = [&](int barrier) { return mbarrier_at(shared, barrier); };
   if (DETERMINISTIC) griddepcontrol_wait();  // for the counters
   Cursor cursor = first_tile(p, own, w);
-  for (int step = 0; step < w.steps; ++step) {
-    Shared all_staged = at(kDsFull + stage_of(step + 1));
+  Shared last_staged = at(kLastStaged + w.number % 2);
+  unsigned last_phase = w.number / 2 % 2;
+  if (w.steps == 0) mbarrier_wait(last_staged, last_phase);
+  for (int end = step + w.steps; step < end; ++step) {
+    bool last = step + 1 == end;
+    Shared all_staged = last ? last_staged : at(kDsFull + stage_of(step + 1));
+    unsigned phase = last ? last_phase : phase_of(step + 1);
     DqSemaphore semaphore;
     if (DETERMINISTIC) {
       semaphore = semaphore_of(p, own, s, cursor);
-      semaphore_wait(semaphore, wait_and_ask(all_staged, phase_of(step + 1), semaphore, false));
+      semaphore_wait(semaphore, wait_and_ask(all_staged, phase, semaphore, false));
     } else {
-      mbarrier_wait(all_staged, phase_of(step + 1));
+      mbarrier_wait(all_staged, phase);
     }
     bulk_reduce_add((float *)p.dq_accum + q_tile(p, s, cursor.tile * BLOCK_Q, cursor.head) * kQTile,
                     shared + kStaged + stage_of(step) * kStagedTile, kStagedTile);
@@ -96,11 +104,14 @@ DEVICE void send_tiles(const Params &p, const Owned &own, const Work &w, const S
     }
     cursor.advance(w);
   }
+  end_work(w.number);
 }
 
 // Wide heads: the warps add by themselves, from kTurn to kAdded. The turn ends before the next one begins,
 // because additions of the next tile would delay its end.
-DEVICE void take_turns(const Params &p, const Owned &own, const Work &w, const Sequence &s, Shared shared) {
+DEVICE void take_turns(const Params &p, const Work &w, Shared shared) {
+  Owned own = owned_keys(w.number);
+  Sequence s = told_sequence(p, own, w.number);
   auto at = [&](int barrier) { return mbarrier_at(shared, barrier); };
   griddepcontrol_wait();  // for the counters
   Cursor cursor = first_tile(p, own, w);

@@ -116,7 +116,10 @@ constexpr int kMinusDelta = kMinusLse + kStages * kStates;
 constexpr int kSinkWeights = kMinusDelta + kStages * kStates;  // exp(sink - LSE), with dO
 constexpr int kStaged = kSinkWeights + (may_have(kSinks) ? kStages * kStates : 0);
 constexpr int kBarriers = kStaged + (ROLES ? 0 : kStagedTiles * kStagedTile);
-static_assert(kBarriers + 256 == SHARED_BYTES, "as the plan says");
+constexpr int kWork = kBarriers + 256;  // what is told of two work tiles
+constexpr int kWorkBytes = 48;
+constexpr int kOneOverScale = kWork + 2 * kWorkBytes;
+static_assert(kOneOverScale + 16 == SHARED_BYTES, "as the plan says");
 
 extern __shared__ __align__(1024) unsigned char memory[];
 
@@ -126,7 +129,7 @@ DEVICE int state_place(int row) { return row / 16 * 16 + row % 8 / 2 * 4 + row /
 
 // mbarriers. "Full" ones: of an arrival for the copies and one of the warp that brings states and clears
 // what lies beyond a sequence's end. "Landed": of the copies, where that warp has to wait for them.
-// "Empty", and kDsFull: of each consumer warp.
+// "Empty", kDsFull and kLastStaged: of each consumer warp.
 enum Barrier {
   kKFull, kVFull, kKLanded, kVLanded,
   kQLanded, kDoutLanded = kQLanded + kStages,  // of each place: two short heads may be under way
@@ -136,11 +139,14 @@ enum Barrier {
   kStagedEmpty = kDsFull + kStages,         // with ONE_SENDER, of each place: one arrival
   kTurn = kStagedEmpty, kAdded = kTurn + 1,  // wide heads in turn: it has come, one arrival; all has been added
   kBiasFull = kTurn + (ONE_SENDER || ROLES ? 2 : 0),  // of each place
-  kDsEmpty = kBiasFull + (kBiasTiles ? kStages : 0),  // dS of a tile was read for dQ: of each consumer warp
-  kBarrierCount = kDsEmpty + (kBiasTiles ? 1 : 0)
+  kDsEmpty = kBiasFull + (kBiasTiles ? kStages : 0),  // of each place, dS was read for dQ: of each consumer warp
+  kKEmpty = kDsEmpty + (kBiasTiles ? kStages : 0), kVEmpty,  // of a work tile: its K and V are not needed any more
+  kLastStaged,                     // with ONE_SENDER, of every other work tile: all sums of dQ are staged
+  kWorkFull = kLastStaged + 2,     // of every other work tile: it has been told of, one arrival
+  kWorkEmpty = kWorkFull + 2,      // and is done: of each warp that hears of it
+  kBarrierCount = kWorkEmpty + 2
 };
-constexpr int kOwned = kBarriers + 240;
-static_assert(kBarrierCount * 8 <= 240, "what is set aside for them");
+static_assert(kBarrierCount * 8 <= kWork - kBarriers, "what is set aside for them");
 DEVICE Shared mbarrier_at(Shared shared, int number) { return shared + kBarriers + number * 8; }
 
 // Named barriers; 0 is that of the block.
@@ -148,26 +154,32 @@ constexpr int kConsumersMeet = 1;   // of all consumers
 constexpr int kWeightsWritten = 2;  // with ROLES
 constexpr int kGroupMeets = 3;      // and on, of each consumer warpgroup
 
-// The keys that a block owns, in the order of plans.heads_together.
-DEVICE Owned find_keys(const Params &p) {
-  if (has_work_table(p)) return owned_of_table(p, workgroup_index(), BLOCK_K);
+// Whether a block stays on its SM and takes one work tile after the other: it loads the next one while it stores the
+// gradients of this one. Else it has one (plans.grid_of).
+constexpr bool kPersistent = PERSISTENT && !BANDED;
+static_assert(!(kPersistent && ROLES), "whose consumers count steps from 0");
+
+// The keys of a work tile, which a block owns for a while, in the order of plans.heads_together. First key kNoKeys:
+// there are fewer.
+DEVICE Owned find_keys(const Params &p, int id) {
+  if (has_work_table(p)) return owned_of_table(p, id, BLOCK_K);
+  if (id >= work_count(p, BLOCK_K)) return Owned{0, 0, kNoKeys};
   int blocks = (p.seqlen_k + BLOCK_K - 1) / BLOCK_K;
-  InSection found = place_in_section(p, workgroup_index(), blocks, p.heads_k * p.batch);
+  InSection found = place_in_section(p, id, blocks, p.heads_k * p.batch);
   int block = DETERMINISTIC ? blocks - 1 - found.tile : found.tile, batch = divide(found.pair, p.heads_inverse);
   return Owned{batch, found.pair - batch * p.heads_k, block * BLOCK_K};
 }
-// They are found once, and lie in shared memory: no register keeps them through the loop, and to find them
-// again took 30 % of the kernel's instructions.
-//
-// With them lies what -LSE is multiplied by: the producer warps, of 24 registers, would spill it.
-DEVICE void keep_keys(const Params &p, Shared shared, const Owned &own) {
-  store_shared(shared + kOwned, Quad{(unsigned)own.batch, (unsigned)own.head_k, (unsigned)own.first_key,
-                                     kLseFirst ? __float_as_uint(reciprocal(exponent_scale(p))) : 0});
+// The next work tile of a block, unless there are fewer. Without rows nobody has set the counter to 0.
+DEVICE int next_work_tile(const Params &p, int id) {
+  return (int)gridDim.x + (p.seqlen_q ? atomicAdd(work_counter(p), 1) : id);
 }
-DEVICE float one_over_scale() { return __uint_as_float(load_shared<Quad>(shared_address(memory) + kOwned)[3]); }
-DEVICE Owned owned_keys() {
-  Quad kept = load_shared<Quad>(shared_address(memory) + kOwned);
-  return Owned{(int)kept[0], (int)kept[1], (int)kept[2]};
+
+// What -LSE is multiplied by: the producer warps, of 24 registers, would spill it.
+DEVICE void keep_one_over_scale(const Params &p, Shared shared) {
+  if (kLseFirst) store_shared(shared + kOneOverScale, Quad{__float_as_uint(reciprocal(exponent_scale(p))), 0, 0, 0});
+}
+DEVICE float one_over_scale() {
+  return __uint_as_float(load_shared<Quad>(shared_address(memory) + kOneOverScale)[0]);
 }
 
 // The sequence that they are of. Where blocks take turns, nobody waits for one that a max_seqlen, too small, did not
@@ -181,15 +193,82 @@ DEVICE Sequence owned_sequence(const Params &p, const Owned &own) {
   return s;
 }
 
-// What it does: tiles begin ... end of BLOCK_Q rows, of each head of the group.
+// What is done for these keys: tiles begin ... end of BLOCK_Q rows, of each head of the group.
 struct Work {
   int begin, end;         // tiles
   int all_low, all_high;  // the rows that see all of the keys
   int steps;              // tiles of all heads
+  unsigned number;        // of the block's work tiles
 #if LISTS
-  const Params &p;
+  const Params *p;
 #endif
 };
+DEVICE Work no_work(const Params &p, unsigned number) {
+  return Work{0, 0, 0, 0, -1, number
+#if LISTS
+              , &p
+#endif
+  };
+}
+// Work tiles are found once, and lie in shared memory: no register keeps the keys through the loop, and to find them
+// again took 30 % of the kernel's instructions.
+DEVICE Shared place_of_work(unsigned number) {
+  return shared_address(memory) + kWork + number % 2 * kWorkBytes;
+}
+DEVICE Owned owned_keys(unsigned number) {
+  Quad kept = load_shared<Quad>(place_of_work(number));
+  return Owned{(int)kept[0], (int)kept[1], (int)kept[2]};
+}
+// Tells the other warps of a work tile; -1 steps: there is no more work. `s`: the sequence of its keys.
+DEVICE void tell(const Owned &own, const Sequence &s, const Work &w) {
+  Shared to = place_of_work(w.number);
+  store_shared(to, Quad{(unsigned)own.batch, (unsigned)own.head_k, (unsigned)own.first_key, (unsigned)w.steps});
+  store_shared(to + 16, Quad{(unsigned)w.begin, (unsigned)w.end, (unsigned)w.all_low, (unsigned)w.all_high});
+  store_shared(to + 32, Quad{(unsigned)s.row0, (unsigned)s.key0, (unsigned)s.rows, (unsigned)s.keys});
+  mbarrier_arrive(mbarrier_at(shared_address(memory), kWorkFull + w.number % 2));
+}
+// Waits for what is told of a work tile.
+DEVICE Work hear(const Params &p, unsigned number) {
+  mbarrier_wait(mbarrier_at(shared_address(memory), kWorkFull + number % 2), number / 2 % 2);
+  Shared at = place_of_work(number);
+  Quad tiles = load_shared<Quad>(at + 16);
+  Work w = no_work(p, number);
+  w.begin = tiles[0];
+  w.end = tiles[1];
+  w.all_low = tiles[2];
+  w.all_high = tiles[3];
+  w.steps = load_shared<Quad>(at)[3];
+  return w;
+}
+DEVICE Sequence told_sequence(const Params &p, const Owned &own, unsigned number) {
+  Quad told = load_shared<Quad>(place_of_work(number) + 32);
+  Sequence s;
+  s.batch = own.batch;
+  s.row0 = (int)told[0];
+  s.key0 = (int)told[1];
+  s.row_batch = p.cu_seqlens_q ? 0 : own.batch;
+  s.key_batch = p.cu_seqlens_k ? 0 : own.batch;
+  s.rows = s.stored_rows = told[2];
+  s.keys = told[3];
+  s.padding = 0;
+  s.shift = s.keys - s.rows + p.q_start - p.k_start;
+  return s;
+}
+// One thread of each warp says that it is done with a work tile.
+DEVICE void end_work(unsigned number) {
+  mbarrier_arrive(mbarrier_at(shared_address(memory), kWorkEmpty + number % 2));
+}
+// Does `once` for each work tile that is told of, with the number of its first step among those of all.
+template <class Do>
+DEVICE void for_each_work_tile(const Params &p, Do once) {
+  int step = 0;
+  unsigned number = 0;
+  for (Work w = hear(p, 0); w.steps >= 0; w = hear(p, ++number)) {
+    once(w, step);
+    if (!kPersistent) return;
+    step += w.steps;
+  }
+}
 
 // The tile of a step.
 #if LISTS
@@ -210,13 +289,13 @@ struct Cursor {
   METHOD void advance(const Work &w) {
     while (left == 0) {
       ++head;
-      if (head % w.p.group == 0) return;  // that was the group's last
-      open(w.p);
+      if (head % w.p->group == 0) return;  // that was the group's last
+      open(*w.p, owned_keys(w.number));
     }
     read();
   }
-  METHOD void open(const Params &p) {
-    List list = list_of_head(p, owned_keys(), head);
+  METHOD void open(const Params &p, const Owned &own) {
+    List list = list_of_head(p, own, head);
     left = list.count;
     entries = list.entries;
   }
@@ -229,7 +308,7 @@ struct Cursor {
 };
 DEVICE Cursor first_tile(const Params &p, const Owned &own, const Work &w) {
   Cursor first{own.head_k * p.group, 0, false, 0, nullptr};
-  first.open(p);
+  first.open(p, own);
   if (first.left)
     first.read();
   else
@@ -252,6 +331,28 @@ DEVICE Cursor first_tile(const Params &p, const Owned &own, const Work &w) {
 }
 DEVICE bool is_full(const Cursor &) { return false; }
 #endif
+
+DEVICE Work work_of(const Params &p, const Owned &own, const Sequence &s, unsigned number) {
+  if (own.first_key == kNoKeys) return no_work(p, number);
+  Seen seen = rows_seeing(p, s, own.first_key, min(own.first_key + BLOCK_K, s.keys) - 1);
+  Work w = no_work(p, number);
+  w.steps = 0;
+#if LISTS
+  static_assert(!DETERMINISTIC, "blocks that leave out a tile would not take their turn there");
+  for (int i = 0; i < p.group; ++i) w.steps += list_of_head(p, own, own.head_k * p.group + i).count;
+#else
+  w.begin = seen.low / BLOCK_Q;
+  w.end = seen.low < seen.high ? (seen.high + BLOCK_Q - 1) / BLOCK_Q : w.begin;
+  // As in sm80's: a block whose keys no row sees takes its turn between others.
+  if (BANDED && seen.low < s.rows) w.end = max((seen.high + BLOCK_Q - 1) / BLOCK_Q, w.begin);
+  // A max_seqlen, too small, may leave out all of the keys.
+  if (own.first_key < s.keys) w.steps = (w.end - w.begin) * p.group;
+#endif
+  // Keys beyond the end are seen by nobody; rows beyond it have P = 0 without a mask, unless a bias there is NaN.
+  w.all_low = own.first_key + BLOCK_K > s.keys ? s.rows : seen.all_low;
+  w.all_high = !BANDED && !kMods && !kBiasTiles && p.window_left < 0 ? 0x7fffffff : seen.all_high;
+  return w;
+}
 
 // A step's place among the stages, and the parity that ends with its filling there.
 DEVICE int stage_of(unsigned step) { return step % kStages; }

@@ -137,10 +137,10 @@ DEVICE float chosen(unsigned bits, float x, float otherwise) {
 // neighbouring rows, is spread over 16 bits, or of one over 32. 2 instructions a register, where comparing
 // takes 10.
 template <class Values>
-DEVICE void apply_mask(const Params &p, const Sequence &s, int key, int row, Values &x) {
+DEVICE void apply_mask(const Params &p, const Work &w, const Sequence &s, int key, int row, Values &x) {
   Mask mask = mask_of(p, s);
 #if BANDED
-  mask.origin += owned_keys().first_key;  // from where `s` counts
+  mask.origin += owned_keys(w.number).first_key;  // from where `s` counts
 #endif
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -210,21 +210,22 @@ DEVICE void store_gradient(const float (&x)[width / 2], float factor, Shared til
 }
 
 // `place`: where it passes through shared memory.
-DEVICE void store_keys_gradient(const MappedParams &mapped, const float (&dk)[HEAD_DIM / 2], Shared place, int warp) {
+DEVICE void store_keys_gradient(const MappedParams &mapped, unsigned number, const float (&dk)[HEAD_DIM / 2],
+                                Shared place, int warp) {
   const Params &p = mapped.params;
-  Owned own = owned_keys();
-  Sequence s = sequence_of(p, own.batch);
+  Owned own = owned_keys(number);
+  Sequence s = told_sequence(p, own, number);
   int first = own.first_key + warp * 16;
   store_gradient<HEAD_DIM>(dk, p.scale * dp_scale(p), place, warp, &mapped.maps[kMapDk],
                            (unsigned short *)p.dk + s.key_batch * p.dk_batch +
                                (s.key0 + first) * p.dk_row + own.head_k * p.dk_head,
                            p.dk_row, s.keys - first, p.head_dim, (int)s.key0 + first, own.head_k, s.key_batch);
 }
-DEVICE void store_values_gradient(const MappedParams &mapped, const float (&dv)[HEAD_DIM_V / 2], Shared place,
-                                  int warp) {
+DEVICE void store_values_gradient(const MappedParams &mapped, unsigned number, const float (&dv)[HEAD_DIM_V / 2],
+                                  Shared place, int warp) {
   const Params &p = mapped.params;
-  Owned own = owned_keys();
-  Sequence s = sequence_of(p, own.batch);
+  Owned own = owned_keys(number);
+  Sequence s = told_sequence(p, own, number);
   int first = own.first_key + warp * 16;
   store_gradient<HEAD_DIM_V>(dv, dp_scale(p), place, warp, &mapped.maps[kMapDv],
                              (unsigned short *)p.dv + s.key_batch * p.dv_batch +
@@ -234,6 +235,9 @@ DEVICE void store_values_gradient(const MappedParams &mapped, const float (&dv)[
 
 // Whether P is wanted in dS, and none of two registers has it: then dropout and dV come behind.
 constexpr bool kLateDv = kSlopes && may_have(kDropout) && may_have(kSinks);
+
+// Whether dK passes through the place of K, whose panels are more than V's.
+constexpr bool kKeysLast = kQPanels > kVPanels;
 
 // No branch for the first tile between S and dQ: the backward takes 0.985 to 1.0 of the time at D = 128, but 1.01 at
 // 192/128.
@@ -247,7 +251,9 @@ constexpr bool kBranchless = kLastRows == 0;
 //
 // Where P comes twice (kDqEarly), dQ is staged before dP is asked for: its sums, dP and the two do not fit the
 // registers together.
-DEVICE void consume(const MappedParams &mapped, const Work &w, Shared shared) {
+//
+// `step`: the first one, of all work tiles of the block.
+DEVICE void consume(const MappedParams &mapped, const Work &w, int step, Shared shared) {
   const Params &p = mapped.params;
   auto at = [&](int barrier) { return mbarrier_at(shared, barrier); };
   int group = wave_index() / 4, warp = wave_index();
@@ -257,10 +263,13 @@ DEVICE void consume(const MappedParams &mapped, const Work &w, Shared shared) {
 #pragma unroll
   for (int i = 0; i < HEAD_DIM_V / 2; ++i) dv[i] = 0.0f;
 
+  mbarrier_wait(at(kKFull), w.number & 1);
   if (w.steps) {
     Packed ds;
-    Owned own = owned_keys();
-    Sequence s = counted_from(own, sequence_of(p, own.batch));
+    int end = step + w.steps;
+    bool later = false;  // than the first tile
+    Owned own = owned_keys(w.number);
+    Sequence whole = told_sequence(p, own, w.number), s = counted_from(own, whole);
     Cursor cursor = first_tile(p, own, w), before = cursor;
     Shared my_keys = shared + kK + group * 64 * kRowBytes, my_values = my_keys + (kV - kK);
     float scale = exponent_scale(p);
@@ -276,12 +285,12 @@ DEVICE void consume(const MappedParams &mapped, const Work &w, Shared shared) {
     Shared dq_keys = shared + kK + part_d * kKPanel;
     Shared dq_ds = shared + kDs + part_rows * kDqRows * kRowBytes;
     Shared staged = shared + kStaged + (ONE_SENDER ? dq_place(warp) * 4 : warp * kStagedBytes);
-    float *dq_to = (float *)p.dq_accum + q_tile(p, sequence_of(p, own.batch), 0, 0) * kQTile + dq_place(warp);
+    float *dq_to = (float *)p.dq_accum + q_tile(p, whole, 0, 0) * kQTile + dq_place(warp);
 
     // dQ of the tile before `step`, which at first is of what happens to lie there and goes nowhere.
     auto issue_dq = [&](TileDq &dq, int step) {
       // At first, this returns at once.
-      if (kBranchless || step) mbarrier_wait(at(kDsFull + stage_of(step + 1)), phase_of(step - 1));
+      if (kBranchless || later) mbarrier_wait(at(kDsFull + stage_of(step + 1)), phase_of(step - 1));
       multiply_keys((float(&)[kDqSums])dq, dq_keys, dq_ds + stage_of(step + 1) * kDsBytes);
       multiply_last<kLastSums>(dq + kDqSums, shared + kK + kConsumers * kKPanel,
                                dq_ds + group * kLastRows * kRowBytes + stage_of(step + 1) * kDsBytes);
@@ -315,27 +324,26 @@ DEVICE void consume(const MappedParams &mapped, const Work &w, Shared shared) {
         if (lane_index() == 0) add();
         return;
       }
-      wait_in_group(p, tile, group);
+      wait_in_group(p, w.number, tile, group);
       if (lane_index() == 0) {
         add();
         bulk_wait_group<0>();
       }
-      end_in_group(p, tile, group);
+      end_in_group(p, w.number, tile, group);
     };
 
     auto end_dk = [&](int step) {  // of the tile before `step`
       hold(dk);
       hold(ds);
-      bool arrives = step && lane_index() == 0;
+      bool arrives = later && lane_index() == 0;
       if constexpr (kBranchless)
         mbarrier_arrive_if(arrives, at(kQEmpty + stage_of(step + 1)));
       else if (arrives)
         mbarrier_arrive(at(kQEmpty + stage_of(step + 1)));
     };
 
-    mbarrier_wait(at(kKFull), 0);
 #pragma unroll 1
-    for (int step = 0; step < w.steps; ++step) {
+    for (; step < end; ++step) {
       float scores[kScores], dp[kScores];
       TileDq dq;
       Packed weights;
@@ -379,7 +387,7 @@ DEVICE void consume(const MappedParams &mapped, const Work &w, Shared shared) {
           make_exponents(scores, scale, states);
         }
         terms.hide(scores);
-        if (masked) apply_mask(p, s, warp * 16 + lane_index() / 4, first + column, scores);
+        if (masked) apply_mask(p, w, s, warp * 16 + lane_index() / 4, first + column, scores);
         make_weights(scores);
         round_to(weights, scores);
         if constexpr (kSlopes) terms.steepen(scores, slopes);
@@ -400,21 +408,21 @@ DEVICE void consume(const MappedParams &mapped, const Work &w, Shared shared) {
       }
       if (!kFloatP && masked) {
         int key = warp * 16 + lane_index() / 4;
-        apply_mask(p, s, key, first + column, weights);
-        if constexpr (kSlopes) apply_mask(p, s, key, first + column, steep);
-        if constexpr (kRests) apply_mask(p, s, key, first + column, rests);
+        apply_mask(p, w, s, key, first + column, weights);
+        if constexpr (kSlopes) apply_mask(p, w, s, key, first + column, steep);
+        if constexpr (kRests) apply_mask(p, w, s, key, first + column, rests);
       }
       static_assert(!(kBiasTiles && kDqEarly), "who says that dS was read");
       if constexpr (kDqEarly) {
         wgmma_wait<0>();  // dQ
         hold(dq);
-        if (step) stage_dq(dq, step);
+        if (later) stage_dq(dq, step);
       }
       if constexpr (may_have(kDropout)) {
         if constexpr (!kSlopes) copy(steep, weights);
         if constexpr (!kLateDv) terms.drop(weights);
       }
-      if (step == 0) mbarrier_wait(at(kVFull), 0);
+      if (!later) mbarrier_wait(at(kVFull), w.number & 1);
       mbarrier_wait(at(kDoutFull + stage_of(step)), phase_of(step));
       Shared minus_delta = my_states + (kMinusDelta - kMinusLse) + stage_of(step) * kStates;
       if constexpr (kDeltaFirst) load_sums(dp, minus_delta);
@@ -427,8 +435,8 @@ DEVICE void consume(const MappedParams &mapped, const Work &w, Shared shared) {
       if constexpr (!kDqEarly) {
         wgmma_wait<2>();  // dQ
         hold(dq);
-        if (kBiasTiles && step && lane_index() == 0) mbarrier_arrive(at(kDsEmpty));
-        if (step) stage_dq(dq, step);
+        if (kBiasTiles && later && lane_index() == 0) mbarrier_arrive(at(kDsEmpty + stage_of(step + 1)));
+        if (later) stage_dq(dq, step);
       }
       if (!kDqEarly && !kDeltaFirst) load_states(states, minus_delta);
       wgmma_wait<kLateDv ? 0 : 1>();  // dP
@@ -460,35 +468,45 @@ DEVICE void consume(const MappedParams &mapped, const Work &w, Shared shared) {
       wgmma_wait<1>();  // dV
       hold(dv);
       hold(weights);
-      if (step) send_dq(before);
+      if (later) send_dq(before);
+      later = true;
       if (lane_index() == 0) mbarrier_arrive(at(kDoutEmpty + stage_of(step)));
       before = cursor;
       cursor.advance(w);
       if constexpr (may_have(kSinks))
-        if (has(kSinks, p.dsinks) && (cursor.head != place.head || step + 1 == w.steps))
+        if (has(kSinks, p.dsinks) && (cursor.head != place.head || step + 1 == end))
           store_sink_sum(p, place, sink_sum);
     }
     TileDq dq;
-    issue_dq(dq, w.steps);
+    issue_dq(dq, end);
     // All have written dS of the last tile, so nobody reads V any more. By way of V's place dV and dK go to memory, while
     // dQ is computed and sent: the backward takes 0.97 to 1.0 of the time.
-    store_values_gradient(mapped, dv, shared + kV, warp);
+    store_values_gradient(mapped, w.number, dv, shared + kV, warp);
     wgmma_wait<0>();
-    hold(dk);
-    hold(ds);
+    end_dk(end);
     hold(dq);
-    stage_dq(dq, w.steps);
+    if (kBiasTiles && lane_index() == 0) mbarrier_arrive(at(kDsEmpty + stage_of(end + 1)));
+    if (!kKeysLast && lane_index() == 0) mbarrier_arrive(at(kKEmpty));
+    stage_dq(dq, end);
     fence_proxy_async();
     __syncwarp();
     send_dq(before);
-    if (ONE_SENDER && lane_index() == 0) mbarrier_arrive(at(kDsFull + stage_of(w.steps)));
   } else {
-    store_values_gradient(mapped, dv, shared + kV, warp);
-    if (kQPanels > kVPanels) wait_for_unused_keys(p, shared);
+    mbarrier_wait(at(kVFull), w.number & 1);
+    if (!kKeysLast && lane_index() == 0) mbarrier_arrive(at(kKEmpty));
+    store_values_gradient(mapped, w.number, dv, shared + kV, warp);
   }
-  if (kQPanels > kVPanels) bar_sync(kConsumersMeet, kConsumerThreads);  // K was read
+  if (ONE_SENDER && lane_index() == 0) mbarrier_arrive(at(kLastStaged + w.number % 2));
+  if (kKeysLast) bar_sync(kConsumersMeet, kConsumerThreads);  // K was read
   if (lane_index() == 0) bulk_wait_group_read<0>();  // dV
   __syncwarp();
-  store_keys_gradient(mapped, dk, shared + (kQPanels > kVPanels ? kK : kV), warp);
+  store_keys_gradient(mapped, w.number, dk, shared + (kKeysLast ? kK : kV), warp);
+  fence_proxy_async();  // before the next copies to where this thread wrote
   if (lane_index() == 0) bulk_wait_group_read<0>();
+  __syncwarp();
+  if (lane_index() == 0) {
+    if (kKeysLast) mbarrier_arrive(at(kKEmpty));
+    mbarrier_arrive(at(kVEmpty));
+    end_work(w.number);
+  }
 }

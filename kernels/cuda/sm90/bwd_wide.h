@@ -70,10 +70,10 @@ struct DqSums {
     hold(sums);
     bool first = chunk == role, last = chunk + 2 >= kChunks;
     if (DETERMINISTIC && first) mbarrier_wait(turn, stage);
-    if (!DETERMINISTIC && p.counter && first) wait_in_group(p, tile, role);
+    if (!DETERMINISTIC && p.counter && first) wait_in_group(p, 0, tile, role);
     long long number = (long long)tile.tile * p.heads_q + tile.head;
     add_dq(to + number * kQTile + q_product<true>(4 * chunk, 0), sums);
-    if (!DETERMINISTIC && p.counter && last) end_in_group(p, tile, role);
+    if (!DETERMINISTIC && p.counter && last) end_in_group(p, 0, tile, role);
     if (DETERMINISTIC && last) {
       __syncwarp();
       if (lane_index() == 0) mbarrier_arrive(added);
@@ -109,9 +109,9 @@ DEVICE void consume_role(const MappedParams &mapped, const Work &w, Shared share
 
   if (w.steps) {
     Packed operand;  // P^T or dS^T
-    Owned own = owned_keys();
+    Owned own = owned_keys(0);
     static_assert(FLOAT_WEIGHTS || !kTwoWeights, "P times the slope in 16 bits is too inexact");
-    Sequence s = counted_from(own, sequence_of(p, own.batch));
+    Sequence whole = told_sequence(p, own, 0), s = counted_from(own, whole);
     Cursor cursor = first_tile(p, own, w);
     float scale = exponent_scale(p);
     float sink_sum = 0.0f;
@@ -120,7 +120,7 @@ DEVICE void consume_role(const MappedParams &mapped, const Work &w, Shared share
     Shared ds_at = shared + kDs + ds_row * kRowBytes +
                    ((warp * 2 + lane_index() / 8 % 2) ^ ds_row % 8) * 16;
     DqSums<role> dq{shared + kK, shared + kDs,
-                    (float *)p.dq_accum + q_tile(p, sequence_of(p, own.batch), 0, 0) * kQTile +
+                    (float *)p.dq_accum + q_tile(p, whole, 0, 0) * kQTile +
                         q_product<true>(warp, 0) + lane_index() * kLaneStep,
                     {}, 0, at(kTurn), at(kAdded)};
 
@@ -161,11 +161,11 @@ DEVICE void consume_role(const MappedParams &mapped, const Work &w, Shared share
           make_exponents(scores, scale, states);
         if constexpr (kTwoWeights || FLOAT_WEIGHTS) terms.hide(scores);
         if constexpr (kTwoWeights) {
-          if (masked) apply_mask(p, s, key, first + column, scores);
+          if (masked) apply_mask(p, w, s, key, first + column, scores);
           terms.hand_over(scores, slopes, operand, shared + kWeights);
           bar_arrive(kWeightsWritten, kConsumerThreads);
         } else if constexpr (FLOAT_WEIGHTS) {
-          if (masked) apply_mask(p, s, key, first + column, scores);
+          if (masked) apply_mask(p, w, s, key, first + column, scores);
           make_weights(scores);  // behind the branch, so that stores lie beside exponentials
           store_weights(shared + kWeights, scores);
           bar_arrive(kWeightsWritten, kConsumerThreads);
@@ -174,7 +174,7 @@ DEVICE void consume_role(const MappedParams &mapped, const Work &w, Shared share
           make_weights(scores);
           round_to(operand, scores);
           terms.hide(operand);
-          if (masked) apply_mask(p, s, key, first + column, operand);
+          if (masked) apply_mask(p, w, s, key, first + column, operand);
           store_weights(shared + kWeights, operand);
           bar_arrive(kWeightsWritten, kConsumerThreads);
         }
@@ -249,7 +249,7 @@ DEVICE void consume_role(const MappedParams &mapped, const Work &w, Shared share
         wgmma_wait<1>();
         dq.add(p, sums, kLast, before);
       }
-      if (kBiasTiles && lane_index() == 0) mbarrier_arrive(at(kDsEmpty));
+      if (kBiasTiles && lane_index() == 0) mbarrier_arrive(at(kDsEmpty + stage_of(step - 1)));
     }
     Chunk sums;
     bar_sync(kConsumersMeet, kConsumerThreads);
@@ -262,12 +262,15 @@ DEVICE void consume_role(const MappedParams &mapped, const Work &w, Shared share
       wgmma_wait<0>();
       dq.add(p, sums, kLast, dq.of);
     }
+  } else {
+    mbarrier_wait(at(kKFull), 0);  // and let nothing be on its way when the block ends
+    mbarrier_wait(at(kVFull), 0);
   }
   // By way of V's place, which nobody reads since all met, and of Q's, whose last reader was this warpgroup.
   static_assert(kStages * kQBytes >= kQPanels * kKPanel, "where dK passes through");
   if constexpr (kFirst)
-    store_values_gradient(mapped, gradient, shared + kV, warp);
+    store_values_gradient(mapped, 0, gradient, shared + kV, warp);
   else
-    store_keys_gradient(mapped, gradient, shared + kQ, warp);
+    store_keys_gradient(mapped, 0, gradient, shared + kQ, warp);
   if (lane_index() == 0) bulk_wait_group_read<0>();
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -140,8 +140,9 @@ def _calls(launches: Sequence[Launch], address: int, size: int) -> Calls:
             count = ctypes.c_size_t(size)
             extra = (ctypes.c_void_p * 5)(_BUFFER, address, _SIZE, ctypes.addressof(count), _END)
             kept.append(count)
-        # ctypes converts Python's integers to 64 bits only by objects like these.
-        calls.append((_at(config), ctypes.c_void_p(kernel.function), _at(parameters), _at(extra)))
+        # ctypes passes references as they are, and looks up the type of a number each time.
+        function = ctypes.c_char.from_address(kernel.function)
+        calls.append(tuple(map(_reference, (config, function, parameters, extra))))
 
     def set_stream(stream: int) -> None:
         for config in configs:
@@ -149,20 +150,17 @@ def _calls(launches: Sequence[Launch], address: int, size: int) -> Calls:
 
     grids = [config.blocks for config in configs]  # views: each access makes one
 
-    def set_blocks(step: int, blocks: int) -> None:
-        grids[step][0] = blocks
+    def set_blocks(found: Iterable[tuple[int, int]]) -> None:
+        for step, blocks in found:
+            grids[step][0] = blocks
 
     set_stream.kept = kept  # type: ignore[attr-defined]  # as long as the calls are
     return Calls(calls, set_stream, set_blocks)
 
 
-def _at(x: Any) -> ctypes.c_void_p | None:
-    """Return the address of ``x``, which lives as long as the result."""
-    if x is None:
-        return None
-    found = ctypes.c_void_p(ctypes.addressof(x))
-    found.kept = x  # type: ignore[attr-defined]
-    return found
+def _reference(x: Any) -> Any:
+    """Return the address of ``x``, which lives as long as the result, as an argument."""
+    return None if x is None else ctypes.byref(x)
 
 
 def _attributes(kernel: Kernel) -> tuple[int | None, int]:

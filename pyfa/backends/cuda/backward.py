@@ -101,12 +101,16 @@ def sm90_plans_of(
             tiles = tiles._replace(one_sender=True)
         if tiles.shared_bytes(pair, sinks) <= ARCHS["sm_90a"].shared_bytes_per_block:
             break
+    # Blocks that take turns must have been started in the order of their work tiles. Other plans
+    # have not been run on a GPU with more work tiles than blocks.
+    persistent = not (tiles.roles or deterministic or bits or mods)
     constants = {
         "BLOCK_K": tiles.block_k,
         "DETERMINISTIC": int(deterministic),
         "DTYPE": dtype,
         "HEAD_DIM": pair[0],
         "HEAD_DIM_V": pair[1],
+        "PERSISTENT": int(persistent),
         "SHARED_BYTES": tiles.shared_bytes(pair, sinks),
         "TERMS": bits,
         **constants_of(tiles),

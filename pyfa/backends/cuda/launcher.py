@@ -82,7 +82,7 @@ class Launcher:
         taken: list[tuple[int, Callable[[], int]]] = []
         for step, start in zip(program.steps, layout.starts, strict=True):
             blocks = plans.grid_of(step.plan, step.blocks, units)
-            if blocks != step.blocks:
+            if step.plan.kernel in plans.COUNTED and blocks != step.blocks:
                 taken.append((start // 8 + _COUNTER, counters.source(index)))
             kernel = self._load(step.plan, step.threads, index)
             launches.append(libcuda.Launch(kernel, blocks, start))
@@ -122,7 +122,7 @@ class Launcher:
         self.digests[str(plan)] = kernel.digest
         shared = plans.shared_bytes(plan)
         function = libcuda.load(kernel.data, name_of(plan), index, shared)
-        if plan.kernel in plans.PERSISTENT:
+        if plan.kernel in plans.COUNTED:
             counters.source(index)  # now, since it cannot be made while a graph is captured
         return launchable(plan, function, threads, shared, index)
 

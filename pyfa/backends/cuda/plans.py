@@ -29,15 +29,20 @@ def compiled_for(arch: str, plan: Plan | None = None) -> str:
     return "sm_90a" if own else arch.rstrip("a")
 
 
-# Kernels whose blocks stay on their SMs and take one piece of work after the other.
-PERSISTENT = frozenset({"cuda/sm90/attn_fwd.cu"})
+# Kernels whose blocks stay on their SMs and take one work tile after the other from a counter that
+# the launch is given. Of Hopper's backward the kernel before it leaves a counter.
+COUNTED = frozenset({"cuda/sm90/attn_fwd.cu"})
 
 
 def grid_of(plan: Plan, blocks: Extent, units: int) -> Extent:
-    """Return the number of blocks to launch for ``blocks`` pieces of work."""
-    if plan.kernel not in PERSISTENT or isinstance(blocks, Size):
-        return blocks
-    return min(blocks, values_of(plan).get("BLOCKS", 1) * units)
+    """Return the number of blocks to launch for ``blocks`` work tiles."""
+    values = values_of(plan)
+    most = values.get("BLOCKS", 1) * units
+    if values.get("PERSISTENT") and not values.get("BANDED"):
+        return blocks.at_most(most) if isinstance(blocks, Size) else min(blocks, most)
+    if plan.kernel in COUNTED and isinstance(blocks, int):
+        return min(blocks, most)
+    return blocks
 
 
 # Kernels that are launched while the one before them still runs, and wait for it by themselves

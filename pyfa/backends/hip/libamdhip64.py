@@ -196,7 +196,8 @@ class Ctypes:
         def set_stream(stream: int) -> None:
             handle.value = stream
 
-        def set_blocks(step: int, blocks: int) -> None:
-            grids[step].value = blocks
+        def set_blocks(found: Iterable[tuple[int, int]]) -> None:
+            for step, blocks in found:
+                grids[step].value = blocks
 
         return Calls(calls, set_stream, set_blocks)

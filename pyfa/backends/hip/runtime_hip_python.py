@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..common import arguments
@@ -96,9 +96,10 @@ class HipPython:
             handle = hip.ihipStream_t(stream)
             calls[:] = [(*call[:8], handle, *call[9:]) for call in calls]
 
-        def set_blocks(step: int, blocks: int) -> None:
-            function, _, *rest = calls[step]
-            calls[step] = (function, blocks, *rest)
+        def set_blocks(found: Iterable[tuple[int, int]]) -> None:
+            for step, blocks in found:
+                function, _, *rest = calls[step]
+                calls[step] = (function, blocks, *rest)
 
         for function, blocks, threads, start in steps:
             grid = (blocks, 1, 1, threads, 1, 1, 0)

@@ -146,7 +146,7 @@ def _backward(plan: Plan) -> Sample:
 def _run_backward(launch: Launcher, call: Call, bias_grad: bool = False) -> None:
     out, dout = (_zeros(*call.out_shape(), dtype=call.q.dtype) for _ in range(2))
     given = Saved(call, out, _zeros(*call.lse_shape()), dout)
-    native_backward.bind(launch, given, bias_grad)(*given.arguments())
+    native_backward.bind(launch, given, bias_grad)(*given.tensors())
 
 
 def _bias_grad(plan: Plan) -> Sample:

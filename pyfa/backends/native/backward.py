@@ -22,12 +22,11 @@ from ...problem import (
     is_banded,
     is_square,
     steps_of,
-    tensors_of,
     window_of,
 )
 from ...shape import Shape
 from ...sizes import Extent, Totals
-from ..base import Gradients, RunBackward, Saved
+from ..base import Gradients, RunBackward, Saved, gradients_of
 from ..common import calls, splits
 from ..common.program import Like, Params, Program, count, for_any_total, like, run_of
 from . import gaps, lists
@@ -98,28 +97,20 @@ def _readable(given: Saved, bias_grad: bool) -> Saved:
 def bind(launch: Launcher, given: Saved, bias_grad: bool = False) -> RunBackward:
     """Implement ``Backend.bind_backward``."""
     call, direct = given.call, _readable(given, bias_grad)
-    readable_form = form_of(direct.call)
+    fill_direct = direct.filling()
 
-    def bind_kind(
-        dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
-        *tensors: torch.Tensor,
-    ) -> Callable[[Totals | None], RunBackward]:  # fmt: skip
-        of_call = readable_form.fill(tensors)[0]
-        return _bind(launch, Saved(of_call, out, lse, dout, dlse), bias_grad)
+    def bind_kind(*tensors: torch.Tensor) -> Callable[[Totals | None], RunBackward]:
+        return _bind(launch, fill_direct(*tensors), bias_grad)
 
     parts_of = _group_splits_of(launch, direct.call)
-    run = for_any_total(direct.call, direct.arguments(), bind_kind, 4, lambda q, k: parts_of(k))
+    run = for_any_total(direct.call, direct.tensors(), bind_kind, 3, lambda q, k: parts_of(k))
     copied = any(x is not y for x, y in zip(given.tensors(), direct.tensors(), strict=True))
     if not copied:
         return run
-    form, dim, dim_v = form_of(call), call.q.shape[-1], call.v.shape[-1]
+    fill, dim, dim_v = given.filling(), call.q.shape[-1], call.v.shape[-1]
 
-    def run_on_copies(
-        dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
-        *tensors: torch.Tensor,
-    ) -> Gradients:  # fmt: skip
-        made = _readable(Saved(form.fill(tensors)[0], out, lse, dout, dlse), bias_grad)
-        found = run(made.dout, made.dlse, made.out, made.lse, *tensors_of(made.call))
+    def run_on_copies(*tensors: torch.Tensor) -> Gradients:
+        found = run(*_readable(fill(*tensors), bias_grad).tensors())
         dq, dk, dv = found.dq[..., :dim], found.dk[..., :dim], found.dv[..., :dim_v]
         return found._replace(dq=dq, dk=dk, dv=dv)
 
@@ -155,7 +146,7 @@ def _bind(
         size = count(lse_shape) + call.batch * call.q.shape[-2] * _sink_sums(call, chain)
         program.make("dsinks", like((size,), torch.float32), fill=0.0)
         pointers["dsinks"] = "dsinks"
-    states = 2 * count(lse_shape) + _table_floats(launch, call, chain, heads_k)
+    states = 2 * count(lse_shape) + _work_floats(launch, call, chain, heads_k)
     parts = {**sums_of(launch, call, chain), "delta": like((states,), torch.float32)}
     program.make_workspace(parts, launch.APART)
     pointers |= {name: name for name in parts}
@@ -180,7 +171,7 @@ def _bind(
     if bias_grad and call.bias is not None:
         _add_bias_grad(launch, program, call, call.bias, params)
     started = launch.launch_of(program, (*given.tensors(), *by_list.of(call)))
-    lists_of = by_list.bound(call, form)
+    lists_of, of_call = by_list.bound(call, form), slice(3, 3 + len(form.names))
     aligned, rows = 7 if has_bias_tiles(call) else 6, (0, 2) if given.lse.dim() == 3 else 1
     numbers = {name: number for number, name in enumerate(program.made)}
     dsinks_at, dbias_at = numbers.get("dsinks"), numbers.get("dbias")
@@ -189,13 +180,9 @@ def _bind(
     def sized(totals: Totals | None) -> RunBackward:
         run = runs(totals)
 
-        def backward(
-            dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
-            *tensors: torch.Tensor,
-        ) -> Gradients:  # fmt: skip
-            last = () if dlse is None else (dlse,)
-            of_lists = lists_of(tensors) if by_list.names else ()
-            found = run(dout, out, lse, *tensors, *last, *of_lists)
+        def backward(*tensors: torch.Tensor) -> Gradients:
+            of_lists = lists_of(tensors[of_call]) if by_list.names else ()
+            found = run(*tensors, *of_lists)
             dq, dk, dv = found[:3]
             if parts_of_group > 1:
                 # In float32, and rounded once more. Under autocast the sum would stay in float32.
@@ -203,22 +190,25 @@ def _bind(
                 dk, dv = (x.sum(-2, dtype=x.dtype) for x in parted)
             dsinks = None
             if dsinks_at is not None:
+                lse = tensors[2]
                 dsinks = found[dsinks_at][: lse.numel()].view(lse.shape).sum(rows)
             dbias = None if dbias_at is None else found[dbias_at]
-            return Gradients(dq, dk, dv, dbias, dsinks)
+            return gradients_of((dq, dk, dv, dbias, dsinks, ()))
 
         return backward
 
     return sized
 
 
-def _table_floats(launch: Launcher, call: Call, chain: Sequence[Plan], heads_k: int) -> Extent:
-    """Return the size of the table of which keys each workgroup owns, if there is one
-    (``kernels/cuda/bwd_work.h``): it follows the row states, in whole units of 16 bytes."""
+def _work_floats(launch: Launcher, call: Call, chain: Sequence[Plan], heads_k: int) -> Extent:
+    """Return the size of the counter of work tiles and of the table of which keys each has, if
+    there are any (``kernels/cuda/bwd_work.h``): they follow the row states, in whole units of 16
+    bytes."""
     block = next(x for x in map(launch.target.block_of, chain) if x.keys)
-    if not block.table or not call.has_spare_k:
+    if not block.table:
         return 0
-    return 3 + 4 * blocks_of_head(call, block) * heads_k
+    tiles = blocks_of_head(call, block) * heads_k if call.has_spare_k else 0
+    return 3 + 4 + 4 * tiles
 
 
 def _add_bias_grad(

@@ -51,17 +51,15 @@ class TorchBackend:
         return lambda *tensors: [*forward(form.fill(tensors)[0])]
 
     def bind_backward(self, plan: Plan, given: Saved, bias_grad: bool) -> RunBackward:
-        form, by_sdpa = form_of(given.call), plan.kernel == "sdpa" and given.dlse is None
+        fill, by_sdpa = given.filling(), plan.kernel == "sdpa" and given.dlse is None
 
-        def backward(
-            dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
-            *tensors: torch.Tensor,
-        ) -> Gradients:  # fmt: skip
-            call, _ = form.fill(tensors)
+        def backward(*tensors: torch.Tensor) -> Gradients:
+            saved = fill(*tensors)
+            call, out, lse, dout, _ = saved
             if by_sdpa and (not lse.is_cpu or sdpa.is_usual(lse)):
                 return sdpa.backward(call, out, lse, dout)
             with _without_autocast(call):
-                return tiled.backward(Saved(call, out, lse, dout, dlse), bias_grad)
+                return tiled.backward(saved, bias_grad)
 
         return backward
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ... import sizes
-from ...problem import Call, Form, are_on_16, form_of, tensors_of
+from ...problem import Call, Form, are_on_16, form_of
 from ...sizes import Shape, Totals
 from ..base import Gradients, RunBackward, Saved
 from ..common.program import Like, Program, for_any_total, like, run_of
@@ -22,37 +22,31 @@ from .specs import INTERPRETED
 
 def bind(runner: Runner, given: Saved, bias_grad: bool) -> RunBackward:
     """Implement ``Backend.bind_backward``."""
-    call, divisor, form = given.call, runner.constants["div_dv"], form_of(given.call)
+    call, divisor, fill = given.call, runner.constants["div_dv"], given.filling()
     direct = _all_readable(given, divisor)
     run, moods = _bind(runner, direct, bias_grad), _moods(runner, direct)
     copied = any(x is not y for x, y in zip(given.tensors(), direct.tensors(), strict=True))
     if not copied and call.bias is None and not runner.tf32:
         return run
 
-    def run_on_copies(
-        dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
-        *tensors: torch.Tensor,
-    ) -> Gradients:  # fmt: skip
-        now = _all_readable(Saved(form.fill(tensors)[0], out, lse, dout, dlse), divisor)
+    def run_on_copies(*tensors: torch.Tensor) -> Gradients:
+        now = _all_readable(fill(*tensors), divisor)
         again = run if _moods(runner, now) == moods else _bind(runner, now, bias_grad)
-        return again(now.dout, now.dlse, now.out, now.lse, *tensors_of(now.call))
+        return again(*now.tensors())
 
     return run_on_copies
 
 
 def _bind(runner: Runner, given: Saved, bias_grad: bool) -> RunBackward:
     """Bind a call whose tensors the kernels can read without a copy."""
-    form, on_16 = form_of(given.call), _are_on_16(given)
+    fill, on_16 = given.filling(), _are_on_16(given)
 
-    def bind_kind(
-        dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
-        *tensors: torch.Tensor,
-    ) -> Callable[[Totals | None], RunBackward]:  # fmt: skip
-        call = form.fill(tensors)[0]
-        with runtime.on(call.q):
-            return _Passes(runner, Saved(call, out, lse, dout, dlse), bias_grad).bind(on_16)
+    def bind_kind(*tensors: torch.Tensor) -> Callable[[Totals | None], RunBackward]:
+        saved = fill(*tensors)
+        with runtime.on(saved.call.q):
+            return _Passes(runner, saved, bias_grad).bind(on_16)
 
-    return for_any_total(given.call, given.arguments(), bind_kind, 4)
+    return for_any_total(given.call, given.tensors(), bind_kind, 3)
 
 
 def _all_readable(given: Saved, divisor: int) -> Saved:
@@ -124,22 +118,18 @@ class _Passes:
         empty = runtime.EMPTY[call.q.device.type]
         runs = run_of(program, runtime.launching(steps), empty, 6, on_16)
         made = {name: number for number, name in enumerate(program.made)}
-        form, by_lists, paged = self.form, self.by_lists, call.page_table is not None
+        fill, by_lists, paged = self.saved.filling(), self.by_lists, call.page_table is not None
 
         def sized(totals: Totals | None) -> RunBackward:
             run = runs(totals)
 
-            def backward(
-                dout: torch.Tensor, dlse: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
-                *tensors: torch.Tensor,
-            ) -> Gradients:  # fmt: skip
-                last = () if dlse is None else (dlse,)
-                lists = by_lists.of(form.fill(tensors)[0]) if by_lists.names else ()
-                found = run(dout, out, lse, *tensors, *last, *lists)
+            def backward(*tensors: torch.Tensor) -> Gradients:
+                lists = by_lists.of(fill(*tensors).call) if by_lists.names else ()
+                found = run(*tensors, *lists)
                 dq, dk, dv = found[:3]
                 if not (paged or has_sinks or bias_grad):
                     return Gradients(dq, dk, dv)
-                call, _ = form.fill(tensors)
+                call, _, lse, _, dlse = fill(*tensors)
                 if paged:
                     dk, dv = _to_pages(call, call.k, dk), _to_pages(call, call.v, dv)
                 dsinks = dbias = None
