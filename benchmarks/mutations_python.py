@@ -10,7 +10,8 @@ refused on a CPU, a choice of GPUs, tiles that cost time and change nothing) is 
 ``TESTS``, the last that a fault is tried on. What ``equivalent_faults.py`` has a reason for does
 not run. Survivors are listed with their line: they are equivalent, or a case is missing. ``--save``
 writes ``results/mutations_torch.json``. ``--again`` tries the survivors of that file, after cases
-were added, and notes in the file what came of them.
+were added, and notes in the file what came of them. ``--noted FILE`` keeps what came of each fault
+of the quick level; faults that the file has are not tried again, as long as their line is the same.
 """
 
 from __future__ import annotations
@@ -213,7 +214,11 @@ def _caught_by_tests() -> tuple[str, str]:
 
 
 def judge_all(
-    faults: list[Fault | None], level: str, options: argparse.Namespace, end: float
+    faults: list[Fault | None],
+    level: str,
+    options: argparse.Namespace,
+    end: float,
+    kept: Path | None = None,
 ) -> list[Verdict]:
     if "pyfa" in sys.modules:
         # The forked processes would have its modules as well, and import no changed ones.
@@ -231,18 +236,31 @@ def judge_all(
             raise RuntimeError(f"{fault}: {NEVER_RAN}")
         print(by or SURVIVED, case, fault, flush=True)
         found.append(Verdict(fault, by, case))
+        if kept and fault is not None:
+            with kept.open("a") as file:
+                file.write(json.dumps([*fault, by, case]) + "\n")
     return found
+
+
+def noted(file: Path | None) -> dict[Fault, Verdict]:
+    """What came of faults in earlier runs."""
+    lines = file.read_text().splitlines() if file and file.exists() else []
+    rows = map(json.loads, lines)
+    return {Fault(*row[:6]): Verdict(Fault(*row[:6]), *row[6:]) for row in rows}
 
 
 def run(options: argparse.Namespace, end: float) -> dict[str, Any]:
     faults = drawn(all_faults(), options.faults, options.seed)
     reasons = {x: equivalent_faults.of_python(x.file, x.old, x.new) for x in faults}
     tried = [fault for fault in faults if not reasons[fault]]
-    found = judge_all([*tried], "quick", options, end)
+    known = noted(options.noted)
+    found = [known[fault] for fault in tried if fault in known]
+    new = [fault for fault in tried if fault not in known]
+    found += judge_all([*new], "quick", options, end, options.noted)
     if options.level == "full":
         again = judge_all([v.fault for v in found if not v.by], "full", options, end)
-        known = {v.fault: v._replace(by=v.by and f"{v.by}, full level") for v in again}
-        found = [known.get(v.fault, v) for v in found]
+        at_full = {v.fault: v._replace(by=v.by and f"{v.by}, full level") for v in again}
+        found = [at_full.get(v.fault, v) for v in found]
     by = collections.Counter((v.fault.kind, v.by or SURVIVED) for v in found)
     return {
         "what": "faults in the source of the torch backend, found by conformance and by tests",
@@ -280,6 +298,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--stuck", type=float, default=300.0)
     parser.add_argument("--save", action="store_true")
+    parser.add_argument("--noted", type=Path, help="what came of each fault is kept there")
     parser.add_argument("--again", action="store_true", help="what survived in the saved file")
     options = parser.parse_args()
     begin = time.monotonic()
