@@ -149,3 +149,28 @@ def test_maps_that_cannot_be_moved_are_made_for_each_launch(
     forget()
     for totals, want in zip(TOTALS[:4], wanted, strict=True):
         assert seen(driver, made, CASES["plain"], totals) == want
+
+
+@pytest.mark.usefixtures("driver")
+def test_without_rows_the_counter_of_work_tiles_is_inside_the_workspace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The LSE of a packed batch that has no rows has no elements, but strides of 1, by which
+    kernels count what lies in front of the counter and the table (kernels/cuda/bwd_work.h)."""
+    made: list[dict[str, Any]] = []
+    make = program.Program.make_workspace
+
+    def note(self: program.Program, parts: dict[str, Any], apart: bool) -> None:
+        made.append(parts)
+        make(self, parts, apart)
+
+    monkeypatch.setattr(program.Program, "make_workspace", note)
+    heads, heads_k, total = 64, 8, 64
+    q = torch.randn(0, heads, 64).half().requires_grad_()
+    k, v = (torch.randn(total, heads_k, 64).half().requires_grad_() for _ in range(2))
+    rows, keys = torch.zeros(3, dtype=torch.int32), torch.tensor([0, 32, total], dtype=torch.int32)
+    out: Any = pyfa.attention_varlen(q, k, v, rows, keys, 4, 40)
+    torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+    (size,) = made[-1]["delta"][0]
+    work_tiles = (total // 128 + 2) * heads_k
+    assert sizes.value_at(size, (0, total)) >= 2 * heads + 4 + 4 * work_tiles

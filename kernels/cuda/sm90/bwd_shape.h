@@ -189,6 +189,7 @@ DEVICE Sequence owned_sequence(const Params &p, const Owned &own) {
   if (DETERMINISTIC) {
     s.rows = min(s.rows, p.seqlen_q);
     s.keys = min(s.keys, p.seqlen_k);
+    s.shift = s.keys - s.rows + p.q_start - p.k_start;  // as told_sequence has it, for one count of turns
   }
   return s;
 }

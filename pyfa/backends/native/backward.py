@@ -146,7 +146,9 @@ def _bind(
         size = count(lse_shape) + call.batch * call.q.shape[-2] * _sink_sums(call, chain)
         program.make("dsinks", like((size,), torch.float32), fill=0.0)
         pointers["dsinks"] = "dsinks"
-    states = 2 * count(lse_shape) + _work_floats(launch, call, chain, heads_k)
+    # As the kernels count them, also for 0 packed rows, whose strides are 1.
+    states_of = lse_strides[0] * (call.batch if len(lse_shape) == 3 else call.q.shape[-2])
+    states = 2 * states_of + _work_floats(launch, call, chain, heads_k)
     parts = {**sums_of(launch, call, chain), "delta": like((states,), torch.float32)}
     program.make_workspace(parts, launch.APART)
     pointers |= {name: name for name in parts}
