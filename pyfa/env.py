@@ -66,8 +66,9 @@ VARIABLES: dict[str, Variable] = {
             _flag,
             False,
             "0 or 1",
-            "Make `PerformanceWarning` an error, for jobs that must not fall back to a"
-            " slower backend.",
+            "Make `PerformanceWarning` an error: for jobs that must not fall back because of the "
+            "environment, such as a missing compiler. To exclude every fallback, select the "
+            "backend.",
         ),
         Variable(
             "PYFA_CHECK",

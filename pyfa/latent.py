@@ -135,8 +135,8 @@ def append_latent(
 
     ``new`` is (B, tokens, 1, D), or a tuple (latent (B, tokens, 1, v_dim), rope (B, tokens, 1, D −
     v_dim)). ``cache`` and ``page_table`` are as in ``attention_latent``. ``cache_seqlens`` is the
-    number of keys before the append; pass the number after it to ``attention_latent``. On a GPU,
-    tokens beyond the end of the cache are dropped.
+    number of keys before the append; pass the number after it to ``attention_latent``. Tokens
+    beyond the end of the cache raise ``ValueError`` on a CPU; on a GPU they are dropped.
     """
     _check(cache, v_dim)
     if isinstance(new, (tuple, list)):

@@ -31,10 +31,10 @@ def merge(
     float16, bfloat16 or float32, and may differ in dtype.
 
     Returns the output and, with ``return_lse``, the LSE over all keys. The output has the dtype to
-    which PyTorch promotes those of the parts (float32 for float16 and bfloat16). With ``out``, the
-    output is written into this tensor, in its dtype and without a gradient. Otherwise ``outs`` and
-    ``lses`` receive gradients, and the returned LSE is differentiable. Sums are float32 and in the
-    given order, so the same parts in the same order give the same bits.
+    which PyTorch promotes the parts' dtypes (float32 if float16 and bfloat16 are mixed). With
+    ``out``, the output is written into this tensor, in its dtype and without a gradient. Otherwise
+    ``outs`` and ``lses`` receive gradients, and the returned LSE is differentiable. Sums are
+    float32 and in the given order, so the same parts in the same order give the same bits.
 
     A row that is fully masked in every part gives output 0 and LSE −inf. The output of a part with
     LSE −inf is not read. If you use ``sinks``, pass them to one part only, so that they count once.

@@ -128,7 +128,7 @@ def _flash_attn_backward(
     deterministic: bool = False,
     sm_margin: int = 0,
 ) -> torch.Tensor:
-    """Write the gradients into those of dq, dk and dv that are not None; return rowsum(dO∘O), its
+    """Write each gradient into dq, dk or dv, unless that argument is None. Return rowsum(dO∘O), its
     rows rounded up to 128.
 
     ``out`` and ``softmax_lse`` may come from attention over more keys, as in ring attention.

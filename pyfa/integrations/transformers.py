@@ -198,9 +198,9 @@ def make_mask(
 
     - None, if the mask is only causal or only a window, or if it is bidirectional and
       ``attention_mask`` is None;
-    - int32 (B, 1, 1, 2), if the mask is causal or a window and, in addition, there is padding on
-      the left or the end of the cache is empty. A row holds two numbers: the index of the first
-      valid key, and one more than the index of the last key that the last query sees.
+    - int32 (B, 1, 1, 2), if the mask is causal or a window and, in addition, there is left padding,
+      or the cache has unused rows at its end. A row holds two numbers: the index of the first valid
+      key, and one more than the index of the last key that the last query sees.
       (transformers passes tensors of four dimensions on unchanged.)
     - otherwise boolean (B, 1, queries | 1, keys), False where a query does not see a key.
 
