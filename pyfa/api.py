@@ -55,15 +55,15 @@ def attention(
     with 16-bit q. q, k, v, a float ``bias`` and ``sinks`` receive gradients, and the LSE is
     differentiable. Float8 has no gradient.
 
-    The scores are score_mod(softcap(scale · q·k)) − slope · ``|i + Sk − Sq − j|`` + bias for query
-    i and key j. Then masks and softmax are applied. A fully masked row gives output 0, LSE −inf
-    and zero gradients.
+    The position of query i is p = i + Sk − Sq, so the last query has the position of the last key.
+    The scores are score_mod(softcap(scale · q·k)) − slope · ``|p − j|`` + bias for query i and key
+    j. Then masks and softmax are applied. A fully masked row gives output 0, LSE −inf and zero
+    gradients.
 
     Parameters
     ----------
     causal
-        Query i sees keys j ≤ p, where p = i + Sk − Sq is its position: the mask is aligned to the
-        bottom right.
+        Query i sees keys j ≤ p: the mask is aligned to the bottom right.
     window
         (left, right): query i sees keys p − left to p + right. None or −1 is unlimited. With
         ``causal``, a right bound above 0 has no effect. A bound below −1 excludes keys next to the

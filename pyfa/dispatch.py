@@ -73,9 +73,9 @@ def use_backend(*names: str) -> Iterator[None]:
     """Use only these backends, in this order, inside the ``with`` block.
 
     The ``backend`` argument of a call takes precedence over the context, and the context over
-    ``PYFA_BACKEND``. A backward runs on the backend of its forward, on any thread. If activation
-    checkpointing recomputes a forward, that forward uses the context that is active when
-    ``backward()`` is called. Raises ``ValueError`` for an unknown name.
+    ``PYFA_BACKEND``. A backward runs on the backend of its forward, even outside the block and on
+    another thread. If activation checkpointing recomputes a forward, that forward uses the context
+    that is active when ``backward()`` is called. Raises ``ValueError`` for an unknown name.
 
     >>> with pyfa.use_backend("triton", "torch"):
     ...     out = pyfa.attention(q, k, v)

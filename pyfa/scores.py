@@ -49,7 +49,8 @@ def masked(mask: Mask) -> Score:
 
 
 def softcap(cap: float) -> Score:
-    """Compute cap · tanh(score / cap) (Gemma 2, Grok). ``softcap=`` is equivalent and faster."""
+    """Compute cap · tanh(score / cap) (Gemma 2, Grok). The argument ``softcap`` of ``attention`` is
+    equivalent and faster."""
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return cap * torch.tanh(score / cap)
@@ -70,8 +71,8 @@ def alibi_slopes(heads: int, device: torch.device | str | None = None) -> torch.
 def alibi(slopes: torch.Tensor) -> Score:
     """Subtract ``slope · |i − j|`` (ALiBi). ``slopes`` is (H,).
 
-    ``alibi_slopes=`` is faster, but uses ``|i + Sk − Sq − j|``: the two differ if there are more or
-    fewer keys than queries.
+    The argument ``alibi_slopes`` of ``attention`` is faster, but uses ``|i + Sk − Sq − j|``: the
+    two differ if there are more or fewer keys than queries.
     """
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -121,7 +122,8 @@ def t5(table: torch.Tensor, bidirectional: bool = True, farthest: int = 128) -> 
 
 
 def bias(table: torch.Tensor) -> Score:
-    """Add ``table``: (Sq, Sk), (H, Sq, Sk) or (B, H, Sq, Sk). ``bias=`` is faster."""
+    """Add ``table``: (Sq, Sk), (H, Sq, Sk) or (B, H, Sq, Sk). The argument ``bias`` of
+    ``attention`` is faster."""
     rank = table.dim()
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

@@ -120,7 +120,8 @@ def unshard(
 ) -> torch.Tensor:
     """Return the whole tensor, on every rank, from the parts that ``shard`` returned.
 
-    ``seqlen`` is the full length, if ranks hold different numbers of rows. There is no gradient:
+    ``seqlen`` is the full length. Pass it if ranks hold different numbers of rows; by default, all
+    hold as many rows as this rank. With ``cu_seqlens`` it has no effect. There is no gradient:
     raises ``ValueError`` if ``x`` requires one.
     """
     validate.no_gradient({"x": x}, "unshard has none")
