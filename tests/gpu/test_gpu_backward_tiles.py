@@ -1,6 +1,7 @@
 """Each tile of Hopper's backward that sizes may choose, the general ones too, with every mask.
 
-Cases of the conformance suite are small, and so have few of them."""
+Cases of the conformance suite are small, and so have few of them, and mostly fewer work tiles than
+a GPU has SMs. On two SMs persistent blocks take many."""
 
 from __future__ import annotations
 
@@ -53,10 +54,12 @@ def on_hopper() -> None:
 
 
 @pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("two_sms", [False, True], ids=["all SMs", "two SMs"])
 @pytest.mark.parametrize(("pair", "tiles"), TILES)
 def test_every_tile_has_the_gradients_of_all_masks(
     pair: Pair,
     tiles: sm90.OwnBackward,
+    two_sms: bool,
     monkeypatch: pytest.MonkeyPatch,
     nothing_bound: Callable[[], None],
 ) -> None:
@@ -71,6 +74,9 @@ def test_every_tile_has_the_gradients_of_all_masks(
         return found
 
     monkeypatch.setattr(backward, "sm90_plans_of", noted)
+    if two_sms:
+        grid_of = plans.grid_of
+        monkeypatch.setattr(plans, "grid_of", lambda plan, blocks, _: grid_of(plan, blocks, 2))
     where = runner.device_of("cuda")
     found = [runner.run_case(BACKENDS["cuda"], case, where) for case in cases(pair)]
     assert {each.name: each.messages for each in found if each.status != "passed"} == {}
