@@ -29,6 +29,8 @@ struct Sequence {
 
 DEVICE int int_at(const void *array, int index) { return ((const int *)array)[index]; }
 
+DEVICE int shift_of(const Params &p, int rows, int keys) { return keys - rows + p.q_start - p.k_start; }
+
 DEVICE Sequence sequence_of(const Params &p, int batch) {
   Sequence s;
   s.batch = batch;
@@ -53,7 +55,7 @@ DEVICE Sequence sequence_of(const Params &p, int batch) {
   if (p.cache_leftpad) s.padding = int_at(p.cache_leftpad, batch);
   s.keys = max(s.keys - s.padding, 0);
   s.key0 += s.padding;
-  s.shift = s.keys - s.rows + p.q_start - p.k_start;
+  s.shift = shift_of(p, s.rows, s.keys);
   return s;
 }
 

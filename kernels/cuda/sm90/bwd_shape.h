@@ -189,7 +189,7 @@ DEVICE Sequence owned_sequence(const Params &p, const Owned &own) {
   if (DETERMINISTIC) {
     s.rows = min(s.rows, p.seqlen_q);
     s.keys = min(s.keys, p.seqlen_k);
-    s.shift = s.keys - s.rows + p.q_start - p.k_start;  // as told_sequence has it, for one count of turns
+    s.shift = shift_of(p, s.rows, s.keys);  // as told_sequence has it, for one count of turns
   }
   return s;
 }
@@ -252,7 +252,7 @@ DEVICE Sequence told_sequence(const Params &p, const Owned &own, unsigned number
   s.rows = s.stored_rows = told[2];
   s.keys = told[3];
   s.padding = 0;
-  s.shift = s.keys - s.rows + p.q_start - p.k_start;
+  s.shift = shift_of(p, s.rows, s.keys);
   return s;
 }
 // One thread of each warp says that it is done with a work tile.
