@@ -218,9 +218,9 @@ def test_the_kernel_interpreted_is_pytorchs_rounding() -> None:
     code = os.path.join(os.path.dirname(__file__), "triton", "quantize_interpreted.py")
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     pytest.importorskip("triton")
-    # Two that follow one another differ only in whether values are rotated; two of them in the
-    # blocks of keys, or of the whole tensor, that share a scale.
-    wanted = turns.some(range(40), 4, kind=lambda index: index // 4, name=str)
+    # Four that follow one another differ in whether values are rotated, and in the blocks of keys,
+    # or of the whole tensor, that share a scale.
+    wanted = turns.some(range(40), 8, kind=lambda index: index // 8, name=str)
     ended = subprocess.run(
         [sys.executable, code, *map(str, wanted)],
         env=environment,

@@ -41,7 +41,8 @@ extern "C" __global__ void indexed(float *x, int n) {
 @pytest.mark.parametrize(
     "arch",
     turns.cases(
-        ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"], night=("sm_86", "sm_89", "sm_100")
+        ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"],
+        night=("sm_86", "sm_89", "sm_100", "sm_120"),
     ),
 )
 def test_resources(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:

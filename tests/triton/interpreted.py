@@ -3,12 +3,15 @@
 Run by test_triton_interpreter.py as a process of its own: TRITON_INTERPRET is read when the kernels
 are decorated, so one process cannot both interpret and compile.
 
-    TRITON_INTERPRET=1 python interpreted.py GROUP…
+    TRITON_INTERPRET=1 python interpreted.py OF GROUP…
+
+Of the cases of a group, and of the faults planted in block lists, one in OF is run.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import json
 import sys
@@ -63,12 +66,12 @@ CASES = {
 }  # fmt: skip
 
 
-def conform(group: str) -> list[str]:
+def conform(group: str, of: int) -> list[str]:
     """What fails of a group's cases: for each word the first quick case whose name holds it."""
     backend = BACKENDS["triton"]
     cases = grid.cases("quick", backend.FEATURES, backend.DTYPES, None, 97)
     chosen = {}
-    for word in CASES[group]:
+    for word in CASES[group][::of]:
         for case in cases:
             alike = ("fp8" in case.features) == (group == "float8") or group == "latent"
             banded = not case.features.isdisjoint(("chunk", "negative_edge"))
@@ -122,7 +125,7 @@ def paths() -> list[str]:
     return failures
 
 
-def lists() -> list[str]:
+def lists(of: int) -> list[str]:
     """What fails of block lists: calls whose kernels visit by them, and planted faults in lists and
     in what kernels make of them that are not found."""
     torch.manual_seed(0)
@@ -191,7 +194,7 @@ def lists() -> list[str]:
             failures.append(f"lists with a fault are not found: {fault.__name__}")
     ByLists._make = make
     # Places in a list, as ``visits`` returns them: first, last, before, behind, asked, partial.
-    for place, change in ((1, 1), (2, 1), (3, -1), (4, -1), (5, 1), (6, -1)):
+    for place, change in ((1, 1), (2, 1), (3, -1), (4, -1), (5, 1), (6, -1))[::of]:
 
         def wrong(*given, place=place, change=change, **named):
             found = list(visits(*given, **named))
@@ -258,6 +261,7 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     speed_up()
-    own = {"paths": paths, "invariance": invariance, "lists": lists}
-    failures = {which: own[which]() if which in own else conform(which) for which in sys.argv[1:]}
+    of, groups = int(sys.argv[1]), sys.argv[2:]
+    own = {"paths": paths, "invariance": invariance, "lists": functools.partial(lists, of)}
+    failures = {which: own[which]() if which in own else conform(which, of) for which in groups}
     print(json.dumps({which: found for which, found in failures.items() if found}))
