@@ -17,7 +17,7 @@ DEVICE int work_count(const Params &p, int size) {
   if (p.cu_seqlens_k) tiles = int_at(p.cu_seqlens_k, p.batch) / size + p.batch;
   return tiles * p.heads_k;
 }
-// Work tiles taken, beyond the first one of each block.
+// Work tiles taken, of most plans beyond the first one of each block.
 DEVICE int *work_counter(const Params &p) {
   RowStates states = row_states(p);
   long long floats = 2 * (states.minus_lse - states.minus_delta);

@@ -353,12 +353,16 @@ def test_hopper_s_backward_stays_on_its_sms() -> None:
         packed = plans.grid_of(ours, 4 * (Size("k") // 128 + 3), 132)
         assert [value_at(packed, (0, keys)) for keys in (1, 128 * 97)] == [12, most]
     plain = backward.sm90_plans_of((64, 64), 1, False, 0)[1]
-    for one_each in (
-        backward.sm90_plans_of((256, 256), 1, False, 0)[1],
-        backward.sm90_plans_of((64, 64), 1, True, 0)[1],  # blocks that wait for others
+    for ours in (
+        backward.sm90_plans_of((64, 64), 1, True, 0)[1],
         backward.sm90_plans_of((64, 64), 1, False, backward.TERM_BITS["sinks"])[1],
         backward.sm90_plans_of((64, 64), 1, False, 0, mods=True)[1],
         native_plans.banded(plain),
+    ):
+        assert plans.grid_of(ours, 1000, 132) == 132
+    for one_each in (
+        backward.sm90_plans_of((256, 256), 1, False, 0)[1],
+        backward.sm90_plans_of((64, 64), 1, False, backward.ALL_TERMS)[1],
     ):
         assert plans.grid_of(one_each, 1000, 132) == 1000
 

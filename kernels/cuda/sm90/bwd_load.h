@@ -82,7 +82,7 @@ DEVICE void load_first(const MappedParams &mapped, const Owned &own, const Work 
 // for that early: otherwise ptxas orders the consumers' loop so that at D = 256 long sequences take 1.02 of the time.
 DEVICE void begin(const MappedParams &mapped, Shared shared) {
   const Params &p = mapped.params;
-  Owned own = find_keys(p, workgroup_index());
+  Owned own = find_keys(p, first_work_tile(p));
   Sequence s = owned_sequence(p, own);
   if (own.first_key < kNoKeys) load_keys(mapped, own, s, shared);  // before the work is counted
   Work w = work_of(p, own, s, 0);

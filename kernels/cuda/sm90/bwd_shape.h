@@ -156,7 +156,7 @@ constexpr int kGroupMeets = 3;      // and on, of each consumer warpgroup
 
 // Whether a block stays on its SM and takes one work tile after the other: it loads the next one while it stores the
 // gradients of this one. Else it has one (plans.grid_of).
-constexpr bool kPersistent = PERSISTENT && !BANDED;
+constexpr bool kPersistent = PERSISTENT;
 static_assert(!(kPersistent && ROLES), "whose consumers count steps from 0");
 
 // The keys of a work tile, which a block owns for a while, in the order of plans.heads_together. First key kNoKeys:
@@ -169,9 +169,19 @@ DEVICE Owned find_keys(const Params &p, int id) {
   int block = DETERMINISTIC ? blocks - 1 - found.tile : found.tile, batch = divide(found.pair, p.heads_inverse);
   return Owned{batch, found.pair - batch * p.heads_k, block * BLOCK_K};
 }
-// The next work tile of a block, unless there are fewer. Without rows nobody has set the counter to 0.
+// The number of a block's first work tile. Where blocks wait for those of lower work tiles, these must have been
+// started: then the first one comes from the counter, too, and a block takes the lowest that nobody has. Without rows
+// nobody has set the counter to 0.
+constexpr bool kAllCounted = kPersistent && DETERMINISTIC;
+DEVICE int first_work_tile(const Params &p) {
+  if (!kAllCounted || !p.seqlen_q) return workgroup_index();
+  griddepcontrol_wait();
+  return atomicAdd(work_counter(p), 1);
+}
+// The next one of a block that has had number `id`.
 DEVICE int next_work_tile(const Params &p, int id) {
-  return (int)gridDim.x + (p.seqlen_q ? atomicAdd(work_counter(p), 1) : id);
+  if (!p.seqlen_q) return id + (int)gridDim.x;
+  return (kAllCounted ? 0 : (int)gridDim.x) + atomicAdd(work_counter(p), 1);
 }
 
 // What -LSE is multiplied by: the producer warps, of 24 registers, would spill it.

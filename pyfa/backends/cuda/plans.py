@@ -38,7 +38,7 @@ def grid_of(plan: Plan, blocks: Extent, units: int) -> Extent:
     """Return the number of blocks to launch for ``blocks`` work tiles."""
     values = values_of(plan)
     most = values.get("BLOCKS", 1) * units
-    if values.get("PERSISTENT") and not values.get("BANDED"):
+    if values.get("PERSISTENT"):
         return blocks.at_most(most) if isinstance(blocks, Size) else min(blocks, most)
     if plan.kernel in COUNTED and isinstance(blocks, int):
         return min(blocks, most)
