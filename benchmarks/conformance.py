@@ -7,7 +7,8 @@ backend with the tiles of each of these archs to one reference a case. ``--sampl
 runs the 300 cases whose names hash smallest, and all whose names hold "fp8". ``--save`` writes a
 summary to ``results/conformance_<backend>_<arch>.json``, of a sample to ``…_sample.json``, and of
 the cases of ``--only X`` to ``…_X.json`` or ``…_X_sample.json``; ``--out`` the report of ``pyfa
-conformance``.
+conformance``. With ``--sms 2`` CUDA's persistent blocks are as few as on a GPU with two SMs, so
+that each takes many work tiles, which the suite's small calls do not have for every SM of a GPU.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import torch
 
 from pyfa import binding, bound, dispatch
 from pyfa.backends import BACKENDS
+from pyfa.backends.cuda import plans
 from pyfa.bound import Table
 from pyfa.conformance import build, examine, grid, runner
 from pyfa.conformance.cases import Case
@@ -66,6 +68,12 @@ def some(work: tuple[str, list[Case], list[str]]) -> list[CaseResult]:
     return found
 
 
+def run_on(sms: int) -> None:
+    """Make the grids of persistent blocks those of a GPU with so many SMs."""
+    grid_of = plans.grid_of
+    plans.grid_of = lambda plan, blocks, units: grid_of(plan, blocks, sms or units)
+
+
 def chosen(options: argparse.Namespace) -> list[Case]:
     """The cases that are asked for, those that compile alike side by side."""
     implementation = BACKENDS[options.backend]
@@ -85,7 +93,7 @@ def run(options: argparse.Namespace, tiles: list[str]) -> tuple[Report, int]:
     parts = [(backend, cases[i : i + at_once], tiles) for i in range(0, len(cases), at_once)]
     begin = told = time.monotonic()
     results: list[CaseResult] = []
-    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
+    with multiprocessing.get_context("spawn").Pool(options.jobs, run_on, (options.sms,)) as pool:
         found = pool.imap_unordered(some, parts)
         try:
             for _ in parts:
@@ -128,6 +136,7 @@ def summary(report: Report, cases: int, seconds: float) -> dict[str, Any]:
 def name_of(options: argparse.Namespace, arch: str) -> str:
     """The result file's name: a part of the cases has another than all of them."""
     part = [options.only] * bool(options.only) + ["sample"] * bool(options.sample)
+    part += [f"{options.sms}_sms"] * bool(options.sms)
     return "_".join(["conformance", options.backend, arch, *part])
 
 
@@ -141,6 +150,7 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=0, help="so many cases, drawn by hash")
     parser.add_argument("--always", default="", help="cases that a sample does not leave out")
     parser.add_argument("--tiles", default="", help="archs whose tiles the cuda backend takes")
+    parser.add_argument("--sms", type=int, default=0, help="as many as cuda's grids are made for")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
@@ -165,6 +175,8 @@ def main() -> None:
             found["only"] = f"cases whose names hold '{options.only}'"
         if options.sample:
             found["sample"] = f"{options.sample} by hash, and all of '{options.always}'"
+        if options.sms:
+            found["sms"] = options.sms
         if any(each != arch.rstrip("a") for each in tiles):
             found["note"] = "tiles of other archs: executed here, not verified on that hardware"
         print(machine.save(name_of(options, arch), found))
