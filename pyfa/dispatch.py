@@ -241,8 +241,9 @@ class Answer:
 
 
 def candidates(wanted: str, device: Device) -> tuple[str, ...]:
-    """Return the backends to try, in order: by ``PYFA_BACKEND`` if neither call nor context names
-    any."""
+    """Return the backends to try, in order. ``wanted`` is what the call or the context names. If it
+    is empty, ``PYFA_BACKEND`` decides. If that is not set, the order is the default of the device's
+    vendor."""
     wanted = wanted or _from_environment()
     return tuple(wanted.split(",")) if wanted else AUTOMATIC[device.vendor]
 

@@ -177,9 +177,10 @@ def build(
 def _written(
     out: Path | None, row: Callable[[str, Plan], dict[str, Any]], arch: str, plan: Plan
 ) -> dict[str, Any] | str:
-    """Return the row of ``plan``, whose code object is then in ``out``, or why it failed: the other
-    plans are built all the same. Runs in the pool: nothing that was built waits for a slower plan
-    before it."""
+    """Build ``plan`` and return its row of the report. Unless ``out`` is None, write the code
+    object to this folder. If the build fails, return the reason instead of raising, so that the
+    other plans are still built. This runs in the pool, so each code object is written as soon as it
+    is built, even if plans earlier in the list take longer."""
     try:
         made = row(arch, plan)
     except (CodeObjectError, CompileError) as error:

@@ -96,7 +96,8 @@ class Program:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Return the names that are whole tensors."""
+        """Return the names of whole tensors: the inputs and the buffers, without the slices of
+        buffers."""
         return (*self.inputs, *self.made)
 
     @functools.cached_property

@@ -162,8 +162,8 @@ def whole_dimensions(bias: torch.Tensor) -> torch.Tensor:
 
 
 def describe(x: torch.Tensor, rows: int, width: int, boxed_heads: int = 1) -> Described:
-    """Describe the map of a tensor with boxes of ``rows`` rows by ``width`` elements of one or
-    several heads, one behind the other."""
+    """Describe the tensor map of ``x``. A box has ``boxed_heads`` heads, one after the other. Of
+    each head it has ``rows`` rows of ``width`` elements."""
     shape, strides = tuple(x.shape), x.stride()
     packed = len(shape) == 3
     if packed:

@@ -122,7 +122,8 @@ class Tiles(NamedTuple):
 
 
 def sizes(*rows: tuple[int, int, int, int]) -> tuple[Decode, ...]:
-    """Return decode's tiles for 8, 16, 32 and, if head dims leave enough registers, 64 lines."""
+    """Return decode's tiles for blocks of 8, 16, 32 and, if head dims leave enough registers, 64
+    lines (grouped rows)."""
     return tuple(Decode(*row) for row in rows)
 
 

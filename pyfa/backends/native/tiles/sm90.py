@@ -1,5 +1,5 @@
-"""H100 and H200: tiles of Hopper's kernels, and of Ampere's for calls that need them (227
-KB)."""
+"""H100 and H200 (227 KiB of shared memory per block): tiles of Hopper's kernels, and of Ampere's
+kernels for the calls that Hopper's do not support."""
 
 from __future__ import annotations
 
